@@ -1,0 +1,167 @@
+"""What all commands print with: consoles, error lines, exit codes and progress."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.text import Text
+
+from mla_var3.errors import HyperMlaError, InvalidArgumentError, UnknownNameError
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+TRACEBACK_VARIABLE = "HYPER_MLA_TRACEBACK"
+# Wide enough for the figure tables; rich assumes 80 columns where there is no terminal.
+_PLAIN_WIDTH = 120
+_HEARTBEAT_S = 30.0
+
+
+class UsageError(HyperMlaError):
+    """The command line itself is wrong; exit code 2."""
+
+
+def stdout() -> Console:
+    """Console for results."""
+    return Console(width=_width(sys.stdout.isatty()), highlight=False)
+
+
+def stderr() -> Console:
+    """Console for errors and progress."""
+    return Console(stderr=True, width=_width(sys.stderr.isatty()), highlight=False)
+
+
+def _width(is_terminal: bool) -> int | None:
+    return None if is_terminal or "COLUMNS" in os.environ else _PLAIN_WIDTH
+
+
+def say(message: str, style: str = "") -> None:
+    """Print one line of plain text; square brackets in it are just brackets."""
+    stdout().print(Text(message, style=style), soft_wrap=True)
+
+
+def note(message: str) -> None:
+    """Print one line about the run on the error stream, so that results can be piped."""
+    stderr().print(Text(message, style="dim"), soft_wrap=True)
+
+
+def print_error(message: str) -> None:
+    """Print an error the way all commands do."""
+    stderr().print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """Names that do not exist are the command line's fault while it is being read."""
+    try:
+        yield
+    except UnknownNameError as error:
+        raise UsageError(str(error)) from error
+
+
+def guarded(action: Callable[[], int]) -> int:
+    """Run a command and turn its errors into one line and an exit code.
+
+    A bug keeps its traceback; with HYPER_MLA_TRACEBACK=1 every error does.
+    """
+    try:
+        return action()
+    except KeyboardInterrupt:
+        print_error("interrupted; tuning results so far are kept and the next run resumes there")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader, for example `head`, has seen enough. Python would complain again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except Exception as error:
+        if os.environ.get(TRACEBACK_VARIABLE, "") not in ("", "0") or not _is_expected(error):
+            raise
+        print_error(str(error))
+        usage = isinstance(error, (UsageError, InvalidArgumentError))
+        return EXIT_USAGE if usage else EXIT_FAILED
+
+
+def _is_expected(error: Exception) -> bool:
+    # torch is not imported here: a command that never needed it must not pay for its import.
+    out_of_memory = type(error).__name__ == "OutOfMemoryError"
+    return isinstance(error, (HyperMlaError, OSError)) or out_of_memory
+
+
+class ProgressReporter:
+    """Shows long work: a bar on a terminal, a line at each start and end elsewhere.
+
+    An instance is a `mla_var3.runtime.workflow.Progress`.
+    """
+
+    def __init__(self) -> None:
+        self._console = stderr()
+        self._bar: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+        self._started: dict[str, float] = {}
+        self._last_line = 0.0
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._bar = Progress(
+                SpinnerColumn(),
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=30),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[detail]}", style="dim", markup=False),
+                console=self._console,
+                transient=True,
+            )
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def __call__(self, what: str, done: int, total: int, detail: str) -> None:
+        """Report that `done` of `total` steps of `what` are finished."""
+        if self._bar is not None:
+            self._show_bar(self._bar, what, done, total, detail)
+        else:
+            self._print_lines(what, done, total, detail)
+
+    def _show_bar(self, bar: Progress, what: str, done: int, total: int, detail: str) -> None:
+        if what not in self._tasks:
+            self._tasks[what] = bar.add_task(Text(what).plain, total=total, detail=detail)
+        bar.update(self._tasks[what], completed=done, total=total, detail=detail)
+
+    def _print_lines(self, what: str, done: int, total: int, detail: str) -> None:
+        now = time.monotonic()
+        if what not in self._started:
+            self._started[what] = self._last_line = now
+            note(f"{what}: {total} steps")
+        if done >= total:
+            note(f"{what}: done in {now - self._started.pop(what):.1f} s")
+        elif now - self._last_line > _HEARTBEAT_S:
+            self._last_line = now
+            note(f"{what}: {done} of {total} {detail}".rstrip())

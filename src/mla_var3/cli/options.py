@@ -1,0 +1,380 @@
+"""The options of a kernel's command line, made from the fields of its plan and tilings."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mla_var3.cli.console import UsageError
+from mla_var3.cli.values import MIXED, ValueType, field_types, mixed_lengths, unreadable
+from mla_var3.errors import UnknownNameError
+from mla_var3.runtime.paths import DEFAULT_LANGUAGE, LANGUAGES
+from mla_var3.runtime.plan import KernelPlan
+from mla_var3.runtime.profiling import NsightProfType, parse_mode
+from mla_var3.runtime.tiling import Tiling
+from mla_var3.runtime.workflow import TARGETS, RunOptions
+
+HELP_TEXTS = {
+    "b": "requests in the batch",
+    "s": "query tokens per request",
+    "t": "KV slots per request",
+    "h": "query heads",
+    "d": "head dimension without rope",
+    "p": "rope dimension",
+    "k": "latent dimension",
+    "dtype": "element type: bfloat16 or float16",
+    "causal": "mask later tokens, aligned bottom-right",
+    "lengths": "KV length per request: comma list, or mixed (spread from 1 to t); none: all t",
+    "seed": "seed of the inputs; none: fresh ones",
+    "n": "newest tokens attended decompressed; none: chosen by the cost model",
+    "num_ctas": "compiler hint: thread blocks per cluster",
+    "occupancy": "compiler hint: thread blocks per SM",
+    "num_worker_warps": "compiler hint: worker warps per thread block",
+    "opt_level": "compiler hint: optimisation level",
+}
+"""Help for well-known fields that carry no text of their own."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are exceptions, and which never guesses abbreviations."""
+
+    def __init__(self, **settings: Any) -> None:
+        settings.setdefault("formatter_class", HelpFormatter)
+        super().__init__(allow_abbrev=False, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        """Called by argparse; its own version prints the usage and exits."""
+        raise UsageError(message.removeprefix("argument "))
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Help with the options in one column wide enough for most of them."""
+
+    def __init__(self, prog: str, **settings: Any) -> None:
+        settings.setdefault("max_help_position", 30)
+        super().__init__(prog, **settings)
+
+
+@dataclass
+class PlanOptions:
+    """Which option sets which field of a plan.
+
+    Attributes:
+        plan: the plan whose values are the defaults.
+        fields: plan field -> value type.
+        tilings: tiling field of the plan -> tiling field -> value type.
+        flags: option without dashes -> (tiling field of the plan or "", field).
+        aliases: other spelling of an option -> the option.
+        ambiguous: name shared by several tilings -> the options to use instead.
+    """
+
+    plan: KernelPlan
+    fields: dict[str, ValueType] = field(default_factory=dict)
+    tilings: dict[str, dict[str, ValueType]] = field(default_factory=dict)
+    flags: dict[str, tuple[str, str]] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    ambiguous: dict[str, list[str]] = field(default_factory=dict)
+
+
+def plan_options(plan: KernelPlan, reserved: Iterable[str] = ()) -> PlanOptions:
+    """The options of a plan.
+
+    Args:
+        plan: the plan.
+        reserved: names of the run options, which a plan field must not take.
+    """
+    options = PlanOptions(plan)
+    taken = set(reserved)
+    for name, kind in field_types(plan).items():
+        value = getattr(plan, name)
+        if isinstance(value, Tiling):
+            options.tilings[name] = _tiling_types(value)
+        elif isinstance(value, KernelPlan):
+            continue
+        elif kind is None or name in taken:
+            raise unreadable(plan, name)
+        else:
+            options.fields[name] = kind
+            options.flags[name] = ("", name)
+    taken |= set(options.fields)
+    owners: dict[str, list[str]] = {}
+    for tiling, kinds in options.tilings.items():
+        for name in kinds:
+            owners.setdefault(name, []).append(tiling)
+    for name, tilings in owners.items():
+        dotted = [f"{tiling}.{name}" for tiling in tilings]
+        if len(tilings) == 1 and name not in taken:
+            options.flags[name] = (tilings[0], name)
+            options.aliases[dotted[0]] = name
+        else:
+            options.flags.update({d: (t, name) for d, t in zip(dotted, tilings, strict=True)})
+            if name not in taken:
+                options.ambiguous[name] = dotted
+    return options
+
+
+def _tiling_types(tiling: Tiling) -> dict[str, ValueType]:
+    kinds = {}
+    for name, kind in field_types(tiling).items():
+        if kind is None:
+            raise unreadable(tiling, name)
+        kinds[name] = kind
+    return kinds
+
+
+RUN_OPTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "language": (
+        "run",
+        f"kernel language: {' or '.join(LANGUAGES)} (default: {DEFAULT_LANGUAGE})",
+        {"metavar": "NAME"},
+    ),
+    "device": (
+        "run",
+        "auto, cuda or cpu; cpu runs the kernel's own code in the tile interpreter (default: auto)",
+        {"metavar": "NAME"},
+    ),
+    "target": (
+        "run",
+        f"only compile and predict, for these GPU codes (default: {','.join(TARGETS)})",
+        {"metavar": "SM,SM,..."},
+    ),
+    "check": ("run", "compare with the fp32 reference; the exit code tells", {"flag": True}),
+    "no_autotune": (
+        "run",
+        "use the tiling as given or by default; needed on a GPU to set tiling options",
+        {"flag": True},
+    ),
+    "retune": ("run", "search tilings again although a result is cached", {"flag": True}),
+    "tune_max_iters": (
+        "run",
+        "time at most N tilings per stage (default: all that compile well)",
+        {"type": ValueType(int), "metavar": "N"},
+    ),
+    "refine": (
+        "run",
+        "let timing refine what the cost model chose, such as n (default: off)",
+        {"flag": True},
+    ),
+    "prof_type": (
+        "profiling",
+        f"{', '.join(m.value for m in NsightProfType)} (default: the richest one that runs here)",
+        {"metavar": "MODE"},
+    ),
+    "bench_runs": (
+        "profiling",
+        "timed runs (default: enough for a steady median)",
+        {"type": ValueType(int), "metavar": "N"},
+    ),
+    "out_dir": (
+        "profiling",
+        "folder of the artifacts (default: out/profiles/<mode>/<kernel>/<params>/<timestamp>)",
+        {"type": Path, "metavar": "FOLDER"},
+    ),
+    "label": ("profiling", "suffix of that folder's name (default: none)", {"metavar": "TEXT"}),
+}
+"""Run options: name -> (group, help, argparse settings; "flag" marks one without a value)."""
+
+
+def build_parser(options: PlanOptions, prog: str, description: str = "") -> Parser:
+    """The parser of a plan's command line, its options in groups."""
+    parser = Parser(prog=prog, description=description)
+    problem = parser.add_argument_group("problem", "what to compute; fields of the plan")
+    for name, kind in options.fields.items():
+        _add_field(problem, name, name, kind, options.plan)
+    for tiling_name, kinds in options.tilings.items():
+        tiling = getattr(options.plan, tiling_name)
+        title = "tiling" if len(options.tilings) == 1 else f"tiling: {tiling_name}"
+        group = parser.add_argument_group(
+            title, f"{type(tiling).__name__}; on a GPU only together with --no_autotune"
+        )
+        for name, kind in kinds.items():
+            flag = name if options.flags.get(name) == (tiling_name, name) else ""
+            _add_field(group, flag or f"{tiling_name}.{name}", name, kind, tiling)
+    add_run_options(parser)
+    return parser
+
+
+def add_run_options(parser: argparse.ArgumentParser, names: Iterable[str] = RUN_OPTIONS) -> None:
+    """Add run options, each to its group."""
+    groups: dict[str, Any] = {}
+    for name in names:
+        title, text, settings = RUN_OPTIONS[name]
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        settings = dict(settings)
+        if settings.pop("flag", False):
+            settings["action"] = "store_true"
+        groups[title].add_argument(
+            f"--{name}", dest=name, default=argparse.SUPPRESS, help=_escaped(text), **settings
+        )
+
+
+def _add_field(group: Any, flag: str, name: str, kind: ValueType, owner: Any) -> None:
+    metadata = {f.name: f.metadata for f in dataclasses.fields(owner)}[name]
+    text = str(metadata.get("help") or HELP_TEXTS.get(name, "")).strip()
+    default = getattr(owner, name)
+    shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default).lower()
+    if isinstance(default, str):
+        shown = default
+    text = _escaped(f"{text} (default: {shown})".strip())
+    common: dict[str, Any] = {"dest": flag, "default": argparse.SUPPRESS}
+    if kind.scalar is bool and not kind.sequence:
+        group.add_argument(
+            f"--{flag}", nargs="?", const=True, type=kind, help=text, **common, metavar="true|false"
+        )
+        group.add_argument(
+            f"--{_negated(flag)}",
+            action="store_const",
+            const=False,
+            help=f"the same as --{flag}=false",
+            **common,
+        )
+    else:
+        group.add_argument(f"--{flag}", type=kind, metavar=kind.metavar, help=text, **common)
+
+
+def _negated(flag: str) -> str:
+    owner, dot, name = flag.rpartition(".")
+    return f"{owner}{dot}no_{name}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%%")
+
+
+def known_flags(parser: argparse.ArgumentParser) -> list[str]:
+    """All long options of a parser, without their dashes."""
+    return [flag[2:] for flag in parser._option_string_actions if flag.startswith("--")]
+
+
+def parse(
+    parser: Parser, argv: Sequence[str], options: PlanOptions | None = None
+) -> dict[str, Any]:
+    """Parse a command line into the options that were given, by name.
+
+    `--a-b` is accepted for `--a_b`. An option that does not exist is an error that suggests the
+    nearest ones.
+    """
+    flags = known_flags(parser)
+    arguments = [_canonical(argument, flags, options) for argument in argv]
+    values, rest = parser.parse_known_args(arguments)
+    if rest:
+        raise _unexpected(rest[0], flags)
+    return vars(values)
+
+
+def _canonical(argument: str, flags: Sequence[str], options: PlanOptions | None) -> str:
+    if not argument.startswith("--") or argument == "--":
+        return argument
+    name, equals, value = argument[2:].partition("=")
+    name = name.replace("-", "_")
+    if options is not None:
+        if name in options.ambiguous and name not in flags:
+            choices = " or ".join(f"--{flag}" for flag in options.ambiguous[name])
+            raise UsageError(f"--{name}: more than one tiling has it; use {choices}")
+        name = options.aliases.get(name, name)
+    if name not in flags:
+        raise unknown_option(f"--{name}", flags)
+    return f"--{name}{equals}{value}"
+
+
+def unknown_option(option: str, flags: Iterable[str]) -> UsageError:
+    """The error for an option that does not exist."""
+    wanted = option.lstrip("-").split("=")[0]
+    by_lower = {flag.lower(): flag for flag in flags}
+    nearest = difflib.get_close_matches(wanted.lower(), by_lower, n=2, cutoff=0.6)
+    hint = " or ".join(f"--{by_lower[name]}" for name in nearest)
+    hint = f"did you mean {hint}?" if hint else "--help lists the options"
+    return UsageError(f"unknown option {option!r}; {hint}")
+
+
+def _unexpected(argument: str, flags: Sequence[str]) -> UsageError:
+    if argument.startswith("-"):
+        return unknown_option(argument, flags)
+    name = argument.partition("=")[0]
+    if "=" in argument and name in flags:
+        return UsageError(f"unexpected argument {argument!r}; did you mean --{argument}?")
+    return UsageError(f"unexpected argument {argument!r}; options start with --")
+
+
+@dataclass
+class Request:
+    """What a command line asks for.
+
+    Attributes:
+        plan: the plan with the given fields.
+        run: how to run it.
+        mode: the profiling mode that was asked for, None to choose.
+        given: names of the options that were given.
+        tiling_given: the tiling options among them.
+    """
+
+    plan: KernelPlan
+    run: RunOptions
+    mode: NsightProfType | None
+    given: frozenset[str]
+    tiling_given: tuple[str, ...]
+
+
+def build_request(options: PlanOptions, values: dict[str, Any]) -> Request:
+    """Apply parsed options to the plan; the plan itself rejects what it cannot compute."""
+    plan = options.plan
+    changes: dict[str, Any] = {}
+    tiling_changes: dict[str, dict[str, Any]] = {}
+    tiling_given = []
+    for flag, (tiling, name) in options.flags.items():
+        if flag not in values:
+            continue
+        if tiling:
+            tiling_changes.setdefault(tiling, {})[name] = values[flag]
+            tiling_given.append(flag)
+        else:
+            changes[name] = values[flag]
+    if changes.get("lengths") == MIXED:
+        sizes = {key: changes.get(key, getattr(plan, key, 0)) for key in ("b", "t")}
+        changes["lengths"] = mixed_lengths(**sizes)
+    for tiling, replaced in tiling_changes.items():
+        changes[tiling] = dataclasses.replace(getattr(plan, tiling), **replaced)
+    if changes:
+        plan = plan.copy(**changes)
+    mode = parse_mode(values["prof_type"]) if "prof_type" in values else None
+    return Request(plan, run_options(plan, values), mode, frozenset(values), tuple(tiling_given))
+
+
+def run_options(plan: KernelPlan, values: dict[str, Any]) -> RunOptions:
+    """The run options among parsed values."""
+    run = RunOptions(
+        device=values.get("device", "auto"),
+        autotune=not values.get("no_autotune", False),
+        **{
+            name: values[name]
+            for name in ("retune", "tune_max_iters", "refine", "check", "bench_runs", "out_dir")
+            if name in values
+        },
+        label=values.get("label"),
+    )
+    run.targets = plan_targets(type(plan))
+    if "target" in values:
+        run.targets = parse_targets(values["target"], run.targets)
+    return run
+
+
+def plan_targets(plan: type[Any]) -> tuple[str, ...]:
+    """The GPU codes a plan class is meant for."""
+    return tuple(getattr(plan, "targets", TARGETS))
+
+
+def parse_targets(text: str, known: Sequence[str]) -> tuple[str, ...]:
+    """A comma list of GPU codes."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in known:
+            raise UnknownNameError("target", name, known)
+    if not names:
+        raise UsageError(f"--target: expected GPU codes such as {known[0]}, got {text!r}")
+    return tuple(dict.fromkeys(names))

@@ -1,0 +1,1 @@
+"""Configuration that ships with the package: what is known about each GPU."""

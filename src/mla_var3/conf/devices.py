@@ -1,0 +1,370 @@
+"""The device table: what each GPU can do, every value with its unit, kind, source and date.
+
+The table is `devices.json` beside this module. The environment variable HYPER_MLA_DEVICES may name
+another file of the same form, whose entries are added; an entry of the same name replaces the
+shipped one, and `DeviceSpec.origin` says where a device came from. A value that nobody published or
+measured is left out: a missing key is an error where it is needed, never a guess.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+
+from mla_var3.errors import InvalidArgumentError, UnknownNameError
+
+ENVIRONMENT_VARIABLE: Final = "HYPER_MLA_DEVICES"
+
+KINDS: Final = {
+    "spec": "printed in the source",
+    "dense": "the source's figure for dense matrices, half of the one it prints for sparse ones",
+    "measured": "measured, or reported by a driver",
+    "derived": "computed from other published values",
+}
+
+_LOG = logging.getLogger(__name__)
+_DATE = re.compile(r"\d{4}(-\d{2}){0,2}")
+_TARGET = re.compile(r"sm_\d+[af]?")
+_CAPABILITY = re.compile(r"\d+\.\d+")
+
+
+@dataclass(frozen=True)
+class _Key:
+    """What one key of an entry must look like."""
+
+    unit: str
+    required: bool = False
+    integer: bool = False
+
+
+_NUMBERS: Final = {
+    "peak_bfloat16_float32_tflops": _Key("TFLOP/s", required=True),
+    "peak_float16_float32_tflops": _Key("TFLOP/s", required=True),
+    "peak_dram_bw_GBps": _Key("GB/s", required=True),
+    "sustained_bfloat16_float32_tflops": _Key("TFLOP/s"),
+    "sustained_float16_float32_tflops": _Key("TFLOP/s"),
+    "sustained_dram_bw_GBps": _Key("GB/s"),
+    "sm_count": _Key("SM", required=True, integer=True),
+    "sm_clock_MHz": _Key("MHz"),
+    "mem_clock_MHz": _Key("MHz"),
+    "tensor_flops_per_clock_per_sm": _Key("FLOP/clock/SM", integer=True),
+    "shared_memory_per_sm_KiB": _Key("KiB", integer=True),
+    "shared_memory_per_block_KiB": _Key("KiB", required=True, integer=True),
+    "l2_cache_MiB": _Key("MiB"),
+    "registers_per_sm": _Key("32-bit register", integer=True),
+    "dram_GiB": _Key("GiB"),
+}
+_CAPABILITY_KEY: Final = "compute_capability"
+_TARGETS_KEY: Final = "targets"
+_ALIASES_KEY: Final = "aliases"
+_FIELDS: Final = ("value", "unit", "kind", "source", "date")
+
+REQUIRED_KEYS: Final = (
+    *(name for name, key in _NUMBERS.items() if key.required),
+    _CAPABILITY_KEY,
+    _TARGETS_KEY,
+)
+
+
+@dataclass(frozen=True)
+class Value:
+    """One recorded value and where it comes from.
+
+    Attributes:
+        value: The number; a string for the compute capability, strings for the targets.
+        unit: Its unit; empty for names.
+        kind: One of `KINDS`.
+        source: Title of the document, or how it was measured.
+        date: Of the source or the measurement: YYYY, YYYY-MM or YYYY-MM-DD.
+    """
+
+    value: float | str | tuple[str, ...]
+    unit: str
+    kind: str
+    source: str
+    date: str
+
+
+@dataclass(frozen=True)
+class DeviceSpec:
+    """One device of the table; `spec["peak_dram_bw_GBps"]` gives a recorded number.
+
+    Attributes:
+        name: As nvidia-smi prints it.
+        aliases: Other names that `device_spec` accepts.
+        values: All recorded values with their provenance.
+        origin: The file the entry comes from.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    values: Mapping[str, Value]
+    origin: str
+
+    def entry(self, key: str) -> Value:
+        """The recorded value of a key with its provenance.
+
+        Raises:
+            UnknownNameError: The device has no such value.
+        """
+        try:
+            return self.values[key]
+        except KeyError:
+            raise UnknownNameError(
+                f"value of {self.name}", key, self.values, f"Values are recorded in {self.origin}"
+            ) from None
+
+    def __getitem__(self, key: str) -> float:
+        """The number recorded for a key."""
+        value = self.entry(key).value
+        if isinstance(value, (str, tuple)):
+            raise InvalidArgumentError("key", "the name of a number", f"{key!r} ({value!r})")
+        return float(value)
+
+    def get(self, key: str, default: float) -> float:
+        """The number recorded for a key, or the default where there is none."""
+        return self[key] if key in self.values else default
+
+    def __contains__(self, key: object) -> bool:
+        """Whether a value is recorded."""
+        return key in self.values
+
+    def __iter__(self) -> Iterator[str]:
+        """The recorded keys."""
+        return iter(self.values)
+
+    @property
+    def compute_capability(self) -> tuple[int, int]:
+        """Major and minor number."""
+        major, minor = str(self.entry(_CAPABILITY_KEY).value).split(".")
+        return int(major), int(minor)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """GPU codes to compile for, the portable one first."""
+        value = self.entry(_TARGETS_KEY).value
+        return value if isinstance(value, tuple) else (str(value),)
+
+    @property
+    def target(self) -> str:
+        """The portable GPU code, for example "sm_90"."""
+        return self.targets[0]
+
+    @property
+    def sm_count(self) -> int:
+        """Streaming multiprocessors."""
+        return int(self["sm_count"])
+
+    @property
+    def peak_gbps(self) -> float:
+        """Vendor's memory bandwidth in GB/s."""
+        return self["peak_dram_bw_GBps"]
+
+    @property
+    def sustained_gbps(self) -> float:
+        """Measured memory bandwidth in GB/s; the peak where none was measured."""
+        return self.get("sustained_dram_bw_GBps", self.peak_gbps)
+
+    @property
+    def has_sustained(self) -> bool:
+        """Whether both bfloat16 rate and bandwidth were measured, so that neither falls back."""
+        return {"sustained_bfloat16_float32_tflops", "sustained_dram_bw_GBps"} <= set(self.values)
+
+    @property
+    def shared_memory_per_block_bytes(self) -> int:
+        """Most shared memory one thread block can opt in to."""
+        return int(self["shared_memory_per_block_KiB"]) * 1024
+
+    @property
+    def l2_cache_bytes(self) -> int | None:
+        """Size of the L2 cache, None where it is not recorded."""
+        return int(self["l2_cache_MiB"] * 2**20) if "l2_cache_MiB" in self else None
+
+    def peak_tflops(self, dtype: str) -> float:
+        """Vendor's dense matrix rate in TFLOP/s for a 16-bit dtype with float32 accumulation."""
+        return self[_rate_key("peak", dtype)]
+
+    def sustained_tflops(self, dtype: str) -> float:
+        """Measured matrix rate in TFLOP/s; the peak where none was measured for the dtype."""
+        return self.get(_rate_key("sustained", dtype), self.peak_tflops(dtype))
+
+    def ridge_point(self, dtype: str = "bfloat16") -> float:
+        """FLOPs per byte at which compute and memory peaks balance."""
+        return self.peak_tflops(dtype) * 1e3 / self.peak_gbps
+
+
+def devices_path() -> Path:
+    """The table that ships with the package."""
+    return Path(str(resources.files(__package__) / "devices.json"))
+
+
+def load_devices(path: str | Path | None = None) -> dict[str, DeviceSpec]:
+    """Reads and checks the device table.
+
+    Args:
+        path: A table to read instead of the shipped one and HYPER_MLA_DEVICES.
+
+    Returns:
+        The devices by name.
+
+    Raises:
+        InvalidArgumentError: A file cannot be used; names the file, device, key and problem.
+    """
+    if path is not None:
+        return dict(_load((str(path),)))
+    extra = os.environ.get(ENVIRONMENT_VARIABLE)
+    return dict(_load((str(devices_path()), *([extra] if extra else []))))
+
+
+def device_spec(name: str) -> DeviceSpec:
+    """Finds a device by name or alias, whatever the case.
+
+    Raises:
+        UnknownNameError: No entry; the message says how to add one.
+    """
+    devices = load_devices()
+    wanted = _normalised(name)
+    for spec in devices.values():
+        if wanted in {_normalised(known) for known in (spec.name, *spec.aliases)}:
+            return spec
+    raise UnknownNameError(
+        "device",
+        name,
+        devices,
+        f"To add it, write an entry like those of {devices_path()} into a JSON file and point "
+        f"{ENVIRONMENT_VARIABLE} at it; required keys: {', '.join(REQUIRED_KEYS)}, "
+        f"each with {', '.join(_FIELDS)}",
+    )
+
+
+def _rate_key(prefix: str, dtype: str) -> str:
+    if dtype not in ("bfloat16", "float16"):
+        raise InvalidArgumentError("dtype", "'bfloat16' or 'float16'", repr(dtype))
+    return f"{prefix}_{dtype}_float32_tflops"
+
+
+def _normalised(name: str) -> str:
+    return " ".join(name.lower().split())
+
+
+@lru_cache(maxsize=8)
+def _load(paths: tuple[str, ...]) -> Mapping[str, DeviceSpec]:
+    devices: dict[str, DeviceSpec] = {}
+    for path in paths:
+        for name, spec in _read(path).items():
+            if name in devices:
+                _LOG.warning("%s: the entry of %s replaces it", name, path)
+            devices[name] = spec
+    owners: dict[str, str] = {}
+    for spec in devices.values():
+        for known in (spec.name, *spec.aliases):
+            owner = owners.setdefault(_normalised(known), spec.name)
+            if owner != spec.name:
+                raise InvalidArgumentError(
+                    f"{spec.origin}: {spec.name}: aliases",
+                    "names that no other device has",
+                    f"{known!r}, which is also {owner}",
+                )
+    return MappingProxyType(devices)
+
+
+def _read(path: str) -> dict[str, DeviceSpec]:
+    try:
+        table = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
+    except OSError as error:
+        raise InvalidArgumentError(path, "a readable device table", error.strerror) from error
+    except ValueError as error:
+        raise InvalidArgumentError(path, "a device table in JSON", error) from error
+    if not isinstance(table, dict) or not table:
+        raise InvalidArgumentError(path, "an object with one entry per device", _kind_of(table))
+    return {name: _device(path, name, entry) for name, entry in table.items()}
+
+
+def _device(path: str, name: str, entry: object) -> DeviceSpec:
+    where = f"{path}: {name}"
+    if not isinstance(entry, dict):
+        raise InvalidArgumentError(where, "an object with one entry per key", _kind_of(entry))
+    missing = [key for key in REQUIRED_KEYS if key not in entry]
+    if missing:
+        raise InvalidArgumentError(
+            where, "the keys " + ", ".join(REQUIRED_KEYS), "none for " + ", ".join(missing)
+        )
+    aliases = entry.get(_ALIASES_KEY, [])
+    if not _is_names(aliases):
+        raise InvalidArgumentError(f"{where}: {_ALIASES_KEY}", "a list of names", repr(aliases))
+    values = {
+        key: _value(f"{where}: {key}", key, raw)
+        for key, raw in entry.items()
+        if key != _ALIASES_KEY
+    }
+    return DeviceSpec(name, tuple(aliases), MappingProxyType(values), path)
+
+
+def _value(where: str, key: str, raw: object) -> Value:
+    known = (*_NUMBERS, _CAPABILITY_KEY, _TARGETS_KEY)
+    if key not in known:
+        nearest = difflib.get_close_matches(key, known, n=1)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        raise InvalidArgumentError(where, f"one of the keys {', '.join(known)}", f"{key!r}{hint}")
+    if not isinstance(raw, dict):
+        raise InvalidArgumentError(where, f"an object with {', '.join(_FIELDS)}", _kind_of(raw))
+    if set(raw) != set(_FIELDS):
+        raise InvalidArgumentError(where, ", ".join(_FIELDS), ", ".join(sorted(raw)) or "nothing")
+    kind, source, date = raw["kind"], raw["source"], raw["date"]
+    if kind not in KINDS:
+        raise InvalidArgumentError(f"{where}: kind", " or ".join(KINDS), repr(kind))
+    if not isinstance(source, str) or not source.strip():
+        raise InvalidArgumentError(f"{where}: source", "the title of a source", repr(source))
+    if not isinstance(date, str) or not _DATE.fullmatch(date):
+        raise InvalidArgumentError(f"{where}: date", "YYYY, YYYY-MM or YYYY-MM-DD", repr(date))
+    unit = _NUMBERS[key].unit if key in _NUMBERS else ""
+    if raw["unit"] != unit:
+        raise InvalidArgumentError(f"{where}: unit", repr(unit), repr(raw["unit"]))
+    return Value(_checked(f"{where}: value", key, raw["value"]), unit, kind, source, date)
+
+
+def _checked(where: str, key: str, value: object) -> float | str | tuple[str, ...]:
+    if key == _CAPABILITY_KEY:
+        if isinstance(value, str) and _CAPABILITY.fullmatch(value):
+            return value
+        raise InvalidArgumentError(where, 'a string such as "9.0"', repr(value))
+    if key == _TARGETS_KEY:
+        if isinstance(value, list) and value and all(map(_is_target, value)):
+            return tuple(value)
+        raise InvalidArgumentError(where, 'a list of GPU codes such as "sm_90"', repr(value))
+    integer = _NUMBERS[key].integer
+    number = isinstance(value, int if integer else (int, float)) and not isinstance(value, bool)
+    if not number or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        expected = "a positive integer" if integer else "a positive number"
+        raise InvalidArgumentError(where, expected, repr(value))
+    return value
+
+
+def _is_target(value: object) -> bool:
+    return isinstance(value, str) and _TARGET.fullmatch(value) is not None
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) and name for name in value)
+
+
+def _kind_of(value: object) -> str:
+    return f"{type(value).__name__} {value!r:.40}"
+
+
+def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    keys = [key for key, _ in pairs]
+    twice = {key for key in keys if keys.count(key) > 1}
+    if twice:
+        raise ValueError(f"{', '.join(sorted(twice))} given twice")
+    return dict(pairs)

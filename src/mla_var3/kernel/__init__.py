@@ -1,0 +1,1 @@
+"""Kernels, by language, layer, design and version."""

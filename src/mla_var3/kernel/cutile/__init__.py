@@ -1,0 +1,1 @@
+"""Kernels written in cuTile (`cutile-dsl`)."""

@@ -1,0 +1,1 @@
+"""cuTile kernels for MLA layers."""

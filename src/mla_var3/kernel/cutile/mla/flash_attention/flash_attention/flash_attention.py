@@ -1,0 +1,138 @@
+"""flash_attention: attention over decompressed keys and values, one block per head and query tile.
+
+Computes, for every request and head, o = softmax(q_nope k^T + q_rope k_rope^T) v. The rope part of
+the keys is one array for all heads, so a token costs 2*d elements per head and p once.
+
+    q_nope [b, s, h, d]     q_rope [b, s, h, p]
+    k, v   [b, h, t, d]     k_rope [b, t, p]
+    lengths [b] int32       KV length per request
+    -> o [b, s, h, d] in the input dtype, lse [b, s, h] float32 (natural logarithm)
+
+bfloat16 and float16; causal (bottom-right) or not; any s, t >= 1; slots beyond a length may hold
+NaN. Rows without a visible key give 0 and -inf. Targets: sm_90 (wgmma, TMA), sm_100, sm_120.
+
+Base version. Limits: fewer than Bm queries are padded to Bm rows (free while memory bound), and
+with small b*h there are few blocks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import cuda.tile as ct
+import torch
+from torch import Tensor
+
+from mla_var3.kernel.cutile.mla.tile_ops import attend_heads, causal_limits, normalise
+from mla_var3.kernel.cutile.mla.tilings import HeadTiling
+from mla_var3.kernel.mla_plan import MlaPlan
+from mla_var3.op.mla.cost import flash_attention_cost
+from mla_var3.op.mla.inputs import decompress_all
+from mla_var3.op.mla.reference import reference_decompressed
+from mla_var3.runtime.ct_kernel import CtKernel
+from mla_var3.runtime.tensors import check_tensor
+
+ConstInt = ct.Constant[int]
+ConstBool = ct.Constant[bool]
+
+
+@dataclass
+class FlashAttentionTiling(HeadTiling):
+    """Bm queries of one head against Bn tokens."""
+
+
+@ct.kernel
+def flash_attention(
+    q_nope, q_rope, keys, values, k_rope, lengths, o, lse,
+    scale_log2e: float, CAUSAL: ConstBool, BM: ConstInt, BN: ConstInt, D: ConstInt, P: ConstInt,
+):  # fmt: skip
+    # q_nope [b, s, h, D], q_rope [b, s, h, P], keys and values [b, h, t, D], k_rope [b, t, P]
+    query_tile = ct.bid(0)
+    head = ct.bid(1)
+    request = ct.bid(2)
+    s = q_nope.shape[1]
+    at = (request, query_tile, head, 0)
+    q = ct.load(q_nope, at, (1, BM, 1, D), padding_mode=ct.PaddingMode.ZERO).reshape((BM, D))
+    qr = ct.load(q_rope, at, (1, BM, 1, P), padding_mode=ct.PaddingMode.ZERO).reshape((BM, P))
+    length = ct.load(lengths, (request,), ())
+    first = query_tile * BM
+    limits = causal_limits(first + ct.arange(BM, dtype=ct.int32), length, s, CAUSAL)
+    lowest = causal_limits(first, length, s, CAUSAL)
+    highest = causal_limits(min(first + BM, s) - 1, length, s, CAUSAL)
+    acc, m, l = attend_heads(
+        q, qr, keys, values, k_rope, request, head,
+        max(lowest, 0) // BN, ct.cdiv(max(highest, 0), BN),
+        limits, length, scale_log2e, BM, BN, D, P,
+    )  # fmt: skip
+    out, row_lse = normalise(acc, m, l)
+    ct.store(o, at, out.reshape((1, BM, 1, D)).astype(o.dtype))
+    ct.store(lse, (request, query_tile, head), row_lse.reshape((1, BM, 1)))
+
+
+@dataclass
+class CtFlashAttention(MlaPlan):
+    """Plan of the base version of flash_attention."""
+
+    tiling: FlashAttentionTiling = field(default_factory=FlashAttentionTiling)
+
+    def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
+        raw = self.make_inputs(device)
+        keys, values = decompress_all(raw.c_kv, raw.w_uk, raw.w_uv)
+        return raw.q_nope, raw.q_rope, keys, values, raw.k_rope, raw.lengths
+
+    def reference_fn(
+        self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, ...]:
+        return reference_decompressed(
+            *inputs,
+            causal=self.causal,
+            scale=self.problem().softmax_scale,
+            compute_dtype=compute_dtype or torch.float32,
+        )
+
+    def _default_tiling(self, name: str) -> FlashAttentionTiling | None:
+        return self._autotune_configs()[0]
+
+    def _autotune_configs(self) -> Sequence[FlashAttentionTiling]:
+        return FlashAttentionTiling.candidates(self._target, self.s)
+
+    def _algorithmic_flops_bytes(self, tiling: FlashAttentionTiling) -> tuple[float, float]:
+        cost = flash_attention_cost(self.problem())
+        return cost.flops, cost.bytes
+
+    def plan(self, *inputs: Tensor) -> CtKernel:
+        q_nope, q_rope, keys, values, k_rope, lengths = inputs
+        b, s, t, h, d, p = self.b, self.s, self.t, self.h, self.d, self.p
+        dtype, device = self.torch_dtype, q_nope.device
+        rows = [("b", b), ("s", s), ("h", h)]
+        tokens = [("b", b), ("h", h), ("t", t), ("d", d)]
+        check_tensor("q_nope", q_nope, [*rows, ("d", d)], dtype, device)
+        check_tensor("q_rope", q_rope, [*rows, ("p", p)], dtype, device)
+        check_tensor("k", keys, tokens, dtype, device)
+        check_tensor("v", values, tokens, dtype, device)
+        check_tensor("k_rope", k_rope, [("b", b), ("t", t), ("p", p)], dtype, device)
+        check_tensor("lengths", lengths, [("b", b)], torch.int32, device)
+        o = q_nope.new_empty((b, s, h, d))
+        lse = q_nope.new_empty((b, s, h), dtype=torch.float32)
+
+        def grid_fn(tiling: FlashAttentionTiling) -> tuple[int, int, int]:
+            return (ct.cdiv(s, tiling.Bm), h, b)
+
+        def args_fn(tiling: FlashAttentionTiling) -> tuple[object, ...]:
+            tensors = (q_nope, q_rope, keys, values, k_rope, lengths, o, lse)
+            return (*tensors, self.scale_log2e, self.causal, tiling.Bm, tiling.Bn, d, p)
+
+        return CtKernel(
+            kernel_fn=flash_attention,
+            grid_fn=grid_fn,
+            args_fn=args_fn,
+            tiling=self.tiling,
+            plan=self,
+            input_tensors=list(inputs),
+            output_tensors=[o, lse],
+            autotune_configs=self._autotune_configs(),
+            algorithmic_flops_bytes_fn=self._algorithmic_flops_bytes,
+        )
+
+
+if __name__ == "__main__":
+    raise SystemExit(CtFlashAttention().benchmark_kernel_argparse())

@@ -1,0 +1,151 @@
+"""flash_mla: absorbed attention over the latent cache, one block per tile of query rows.
+
+Computes, for every request, o = softmax(q_latent c_kv^T + q_rope k_rope^T) c_kv. The s*h query
+rows of a request are packed into tiles of Bm rows, because all heads share the one latent cache.
+
+    q_latent [b, s, h, k]   absorbed queries        q_rope [b, s, h, p]
+    c_kv     [b, t, k]      latent cache            k_rope [b, t, p]
+    lengths  [b] int32      KV length per request
+    -> o_latent [b, s, h, k] in the input dtype, lse [b, s, h] float32 (natural logarithm)
+
+bfloat16 and float16; causal (bottom-right) or not; any s, t >= 1; slots beyond a length may hold
+NaN. Rows without a visible key give 0 and -inf. Targets: sm_90 (wgmma, TMA), sm_100, sm_120.
+
+Base version. Limits: few blocks when b*s*h is small (then use flash_mla_split_kv), and the
+compiler keeps one KV buffer beside the Bm x k accumulator, so loads do not overlap P V.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import cuda.tile as ct
+import torch
+from torch import Tensor
+
+from mla_var3.kernel.cutile.mla.tile_ops import attend_latent, causal_limits, normalise
+from mla_var3.kernel.cutile.mla.tilings import LatentTiling
+from mla_var3.kernel.mla_plan import MlaPlan
+from mla_var3.op.mla.cost import flash_mla_cost
+from mla_var3.op.mla.inputs import absorb_queries
+from mla_var3.op.mla.reference import reference_absorbed
+from mla_var3.runtime.ct_kernel import CtKernel
+from mla_var3.runtime.tensors import check_tensor
+
+ConstInt = ct.Constant[int]
+ConstBool = ct.Constant[bool]
+
+
+@dataclass
+class FlashMLATiling(LatentTiling):
+    """Bm query rows (s*h of one request, packed) against Bn latent tokens."""
+
+
+@ct.kernel
+def flash_mla(
+    q_latent, q_rope, c_kv, k_rope, lengths, o_latent, lse,
+    scale_log2e: float, s: int, H: ConstInt, CAUSAL: ConstBool,
+    BM: ConstInt, BN: ConstInt, K: ConstInt, P: ConstInt,
+):  # fmt: skip
+    # q_latent [b, s*h, K], q_rope [b, s*h, P], o_latent [b, s*h, K], lse [b, s*h]
+    row_tile = ct.bid(0)
+    request = ct.bid(1)
+    q = ct.load(q_latent, (request, row_tile, 0), (1, BM, K), padding_mode=ct.PaddingMode.ZERO)
+    q = q.reshape((BM, K))
+    qr = ct.load(q_rope, (request, row_tile, 0), (1, BM, P), padding_mode=ct.PaddingMode.ZERO)
+    qr = qr.reshape((BM, P))
+    length = ct.load(lengths, (request,), ())
+    first_row = row_tile * BM
+    limits = causal_limits((first_row + ct.arange(BM, dtype=ct.int32)) // H, length, s, CAUSAL)
+    lowest = causal_limits(first_row // H, length, s, CAUSAL)
+    highest = causal_limits((first_row + BM - 1) // H, length, s, CAUSAL)
+    acc, m, l = attend_latent(
+        q, qr, c_kv, k_rope, request, 0, max(lowest, 0) // BN, ct.cdiv(max(highest, 0), BN),
+        limits, length, scale_log2e, BM, BN, K, P,
+    )  # fmt: skip
+    out, row_lse = normalise(acc, m, l)
+    ct.store(o_latent, (request, row_tile, 0), out.reshape((1, BM, K)).astype(o_latent.dtype))
+    ct.store(lse, (request, row_tile), row_lse.reshape((1, BM)))
+
+
+@dataclass
+class CtFlashMLA(MlaPlan):
+    """Plan of the base version of flash_mla."""
+
+    tiling: FlashMLATiling = field(default_factory=FlashMLATiling)
+
+    def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
+        raw = self.make_inputs(device)
+        q_latent = absorb_queries(raw.q_nope, raw.w_uk)
+        return q_latent, raw.q_rope, raw.c_kv, raw.k_rope, raw.lengths
+
+    def reference_fn(
+        self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, ...]:
+        problem = self.problem()
+        return reference_absorbed(
+            *inputs,
+            causal=self.causal,
+            scale=problem.softmax_scale,
+            compute_dtype=compute_dtype or torch.float32,
+        )
+
+    def _default_tiling(self, name: str) -> FlashMLATiling | None:
+        return FlashMLATiling.candidates(self._target)[0]
+
+    def _autotune_configs(self) -> Sequence[FlashMLATiling]:
+        return FlashMLATiling.candidates(self._target)
+
+    def _algorithmic_flops_bytes(self, tiling: FlashMLATiling) -> tuple[float, float]:
+        cost = flash_mla_cost(self.problem())
+        return cost.flops, cost.bytes
+
+    def plan(self, *inputs: Tensor) -> CtKernel:
+        q_latent, q_rope, c_kv, k_rope, lengths = inputs
+        b, s, t, h, k, p = self.b, self.s, self.t, self.h, self.k, self.p
+        rows = [("b", b), ("s", s), ("h", h)]
+        device = q_latent.device
+        check_tensor("q_latent", q_latent, [*rows, ("k", k)], self.torch_dtype, device)
+        check_tensor("q_rope", q_rope, [*rows, ("p", p)], self.torch_dtype, device)
+        check_tensor("c_kv", c_kv, [("b", b), ("t", t), ("k", k)], self.torch_dtype, device)
+        check_tensor("k_rope", k_rope, [("b", b), ("t", t), ("p", p)], self.torch_dtype, device)
+        check_tensor("lengths", lengths, [("b", b)], torch.int32, device)
+        o_latent = q_latent.new_empty((b, s, h, k))
+        lse = q_latent.new_empty((b, s, h), dtype=torch.float32)
+
+        def grid_fn(tiling: FlashMLATiling) -> tuple[int, int]:
+            return (ct.cdiv(s * h, tiling.Bm), b)
+
+        def args_fn(tiling: FlashMLATiling) -> tuple[object, ...]:
+            return (
+                q_latent.reshape(b, s * h, k),
+                q_rope.reshape(b, s * h, p),
+                c_kv,
+                k_rope,
+                lengths,
+                o_latent.view(b, s * h, k),
+                lse.view(b, s * h),
+                self.scale_log2e,
+                s,
+                h,
+                self.causal,
+                tiling.Bm,
+                tiling.Bn,
+                k,
+                p,
+            )
+
+        return CtKernel(
+            kernel_fn=flash_mla,
+            grid_fn=grid_fn,
+            args_fn=args_fn,
+            tiling=self.tiling,
+            plan=self,
+            input_tensors=list(inputs),
+            output_tensors=[o_latent, lse],
+            autotune_configs=self._autotune_configs(),
+            algorithmic_flops_bytes_fn=self._algorithmic_flops_bytes,
+        )
+
+
+if __name__ == "__main__":
+    raise SystemExit(CtFlashMLA().benchmark_kernel_argparse())

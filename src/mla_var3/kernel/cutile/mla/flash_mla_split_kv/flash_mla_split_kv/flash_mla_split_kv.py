@@ -1,0 +1,118 @@
+"""flash_mla_split_kv: absorbed attention with each request's tokens shared out over more blocks.
+
+A pipeline of two kernels: `split_kv_partial` computes attention over `splits` shares of every
+request, `split_kv_reduce` merges them by log-sum-exp. For few requests with long contexts, where
+flash_mla has fewer blocks than the GPU has SMs.
+
+Inputs, outputs, masks and limits are those of flash_mla:
+
+    q_latent [b, s, h, k], q_rope [b, s, h, p], c_kv [b, t, k], k_rope [b, t, p], lengths [b]
+    -> o_latent [b, s, h, k], lse [b, s, h]
+
+The number of splits follows from the shape and the device's SM count; `--splits` pins it.
+Base version. Cost beside flash_mla: partial outputs in float32 are written and read once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from mla_var3.conf.devices import DeviceSpec
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.kernel.cutile.mla.flash_mla_split_kv.flash_mla_split_kv.split_kv_partial import (
+    CtSplitKVPartial,
+    SplitKVPartialTiling,
+)
+from mla_var3.kernel.cutile.mla.flash_mla_split_kv.flash_mla_split_kv.split_kv_reduce import (
+    CtSplitKVReduce,
+    SplitKVReduceTiling,
+)
+from mla_var3.kernel.mla_plan import MlaPlan
+from mla_var3.op.mla.cost import flash_mla_split_kv_cost, split_count
+from mla_var3.op.mla.reference import reference_absorbed
+from mla_var3.runtime.composite import KernelPipeline
+from mla_var3.runtime.plan import Tiling
+
+DEFAULT_SM_COUNT = 132
+"""SMs assumed where only peaks are known; with a device entry its own count is used."""
+
+
+@dataclass
+class CtFlashMLASplitKV(MlaPlan):
+    """Plan of the base version of flash_mla_split_kv."""
+
+    splits: int | None = field(
+        default=None, metadata={"help": "shares of each request's tokens; default by shape"}
+    )
+    tiling: SplitKVPartialTiling = field(default_factory=SplitKVPartialTiling)
+    reduce_tiling: SplitKVReduceTiling = field(default_factory=SplitKVReduceTiling)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.splits is not None and not 1 <= self.splits <= self.t:
+            raise InvalidArgumentError("splits", f"1..{self.t} (t)", self.splits)
+
+    def resolve(self, peak_tflops: float, peak_gbps: float) -> Self:
+        return self._with_splits(DEFAULT_SM_COUNT)
+
+    def on_device(self, spec: DeviceSpec) -> Self:
+        return self._with_splits(spec.sm_count)
+
+    def _with_splits(self, sm_count: int) -> Self:
+        if self.splits is not None:
+            return self
+        splits = split_count(
+            self.problem(), sm_count, rows_per_tile=self.tiling.Bm, kv_tile=self.tiling.Bn
+        )
+        return self.copy(splits=splits)
+
+    def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
+        return self._partial_plan().prepare_inputs(device)
+
+    def reference_fn(
+        self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, ...]:
+        return reference_absorbed(
+            *inputs,
+            causal=self.causal,
+            scale=self.problem().softmax_scale,
+            compute_dtype=compute_dtype or torch.float32,
+        )
+
+    def _default_tiling(self, name: str) -> Tiling | None:
+        return SplitKVPartialTiling.candidates(self._target)[0] if name == "tiling" else None
+
+    def _autotune_configs(self) -> Sequence[Tiling]:
+        return []
+
+    def _algorithmic_flops_bytes(self, tiling: Tiling) -> tuple[float, float]:
+        cost = flash_mla_split_kv_cost(self.problem(), self._chosen_splits())
+        return cost.flops, cost.bytes
+
+    def _chosen_splits(self) -> int:
+        return self.splits or self._with_splits(DEFAULT_SM_COUNT).splits or 1
+
+    def _stage_fields(self) -> dict[str, object]:
+        return {**self.params(), "splits": self._chosen_splits()}
+
+    def _partial_plan(self) -> CtSplitKVPartial:
+        stage = CtSplitKVPartial(**self._stage_fields(), tiling=self.tiling)
+        stage._target = self._target
+        return stage
+
+    def _reduce_plan(self) -> CtSplitKVReduce:
+        stage = CtSplitKVReduce(**self._stage_fields(), tiling=self.reduce_tiling)
+        stage._target = self._target
+        return stage
+
+    def plan(self, *inputs: Tensor) -> KernelPipeline:
+        partial = self._partial_plan().plan(*inputs)
+        reduce = self._reduce_plan().plan(*partial.output_tensors)
+        return KernelPipeline(_name="flash_mla_split_kv", stages=[partial, reduce])
+
+
+if __name__ == "__main__":
+    raise SystemExit(CtFlashMLASplitKV().benchmark_kernel_argparse())

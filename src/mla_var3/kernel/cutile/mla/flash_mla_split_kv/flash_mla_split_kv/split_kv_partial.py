@@ -1,0 +1,163 @@
+"""First stage of flash_mla_split_kv: absorbed attention over one share of each request's tokens.
+
+    q_latent [b, s, h, k]   q_rope [b, s, h, p]   c_kv [b, t, k]   k_rope [b, t, p]   lengths [b]
+    -> o_partial [b, splits, s, h, k] float32, normalised within the share,
+       lse_partial [b, splits, s, h] float32; an empty share gives 0 and -inf
+
+Each request's KV tiles are cut into `splits` shares of equal size, by its own length. float32
+partial outputs keep the result independent of the number of splits up to float32 rounding.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import cuda.tile as ct
+import torch
+from torch import Tensor
+
+from mla_var3.kernel.cutile.mla.tile_ops import attend_latent, causal_limits, normalise
+from mla_var3.kernel.cutile.mla.tilings import LatentTiling
+from mla_var3.kernel.mla_plan import MlaPlan
+from mla_var3.op.mla.attend import KvSegment, attend
+from mla_var3.op.mla.cost import flash_mla_split_kv_stages
+from mla_var3.op.mla.inputs import absorb_queries
+from mla_var3.runtime.ct_kernel import CtKernel
+from mla_var3.runtime.tensors import check_tensor
+
+ConstInt = ct.Constant[int]
+ConstBool = ct.Constant[bool]
+
+
+@dataclass
+class SplitKVPartialTiling(LatentTiling):
+    """Bm query rows (s*h of one request, packed) against Bn latent tokens of one share."""
+
+
+@ct.kernel
+def split_kv_partial(
+    q_latent, q_rope, c_kv, k_rope, lengths, o_partial, lse_partial,
+    scale_log2e: float, s: int, splits: int, H: ConstInt, CAUSAL: ConstBool,
+    BM: ConstInt, BN: ConstInt, K: ConstInt, P: ConstInt,
+):  # fmt: skip
+    # q_latent [b, s*h, K], q_rope [b, s*h, P], o_partial [b, splits, s*h, K], lse_partial [b, splits, s*h]
+    row_tile = ct.bid(0)
+    share = ct.bid(1)
+    request = ct.bid(2)
+    q = ct.load(q_latent, (request, row_tile, 0), (1, BM, K), padding_mode=ct.PaddingMode.ZERO)
+    q = q.reshape((BM, K))
+    qr = ct.load(q_rope, (request, row_tile, 0), (1, BM, P), padding_mode=ct.PaddingMode.ZERO)
+    qr = qr.reshape((BM, P))
+    length = ct.load(lengths, (request,), ())
+    first_row = row_tile * BM
+    limits = causal_limits((first_row + ct.arange(BM, dtype=ct.int32)) // H, length, s, CAUSAL)
+    lowest = causal_limits(first_row // H, length, s, CAUSAL)
+    highest = causal_limits((first_row + BM - 1) // H, length, s, CAUSAL)
+    share_tiles = ct.cdiv(ct.cdiv(length, BN), splits)
+    first_tile = share * share_tiles
+    last_tile = min(first_tile + share_tiles, ct.cdiv(max(highest, 0), BN))
+    acc, m, l = attend_latent(
+        q, qr, c_kv, k_rope, request, first_tile, max(lowest, 0) // BN, last_tile,
+        limits, length, scale_log2e, BM, BN, K, P,
+    )  # fmt: skip
+    out, row_lse = normalise(acc, m, l)
+    ct.store(o_partial, (request, share, row_tile, 0), out.reshape((1, 1, BM, K)))
+    ct.store(lse_partial, (request, share, row_tile), row_lse.reshape((1, 1, BM)))
+
+
+@dataclass
+class CtSplitKVPartial(MlaPlan):
+    """Plan of the partial-attention stage."""
+
+    splits: int = field(default=1, metadata={"help": "shares of each request's tokens"})
+    tiling: SplitKVPartialTiling = field(default_factory=SplitKVPartialTiling)
+
+    def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
+        raw = self.make_inputs(device)
+        q_latent = absorb_queries(raw.q_nope, raw.w_uk)
+        return q_latent, raw.q_rope, raw.c_kv, raw.k_rope, raw.lengths
+
+    def reference_fn(
+        self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, ...]:
+        """Output and log-sum-exp of each share: positions outside it count as not in use."""
+        q_latent, q_rope, c_kv, k_rope, lengths = inputs
+        share_slots = -(-(-(-lengths // self.tiling.Bn)) // self.splits) * self.tiling.Bn  # [b]
+        slots = torch.arange(self.t, device=c_kv.device)
+        outs, lses = [], []
+        for share in range(self.splits):
+            begin = (share * share_slots)[:, None]
+            inside = (slots >= begin) & (slots < torch.minimum(begin + share_slots[:, None], lengths[:, None]))
+            segment = KvSegment(
+                q=torch.cat([q_latent, q_rope], dim=-1),
+                keys=torch.cat([c_kv, k_rope], dim=-1)[:, None],
+                values=c_kv[:, None],
+                positions=torch.where(inside, slots, -1),
+            )
+            [out], lse = attend(
+                [segment],
+                lengths=lengths,
+                causal=self.causal,
+                scale=self.problem().softmax_scale,
+                compute_dtype=compute_dtype or torch.float32,
+            )
+            outs.append(out)
+            lses.append(lse)
+        return torch.stack(outs, dim=1), torch.stack(lses, dim=1)
+
+    def _autotune_configs(self) -> Sequence[SplitKVPartialTiling]:
+        return SplitKVPartialTiling.candidates(self._target)
+
+    def _default_tiling(self, name: str) -> SplitKVPartialTiling | None:
+        return SplitKVPartialTiling.candidates(self._target)[0]
+
+    def _algorithmic_flops_bytes(self, tiling: SplitKVPartialTiling) -> tuple[float, float]:
+        cost = flash_mla_split_kv_stages(self.problem(), self.splits)[0]
+        return cost.flops, cost.bytes
+
+    def plan(self, *inputs: Tensor) -> CtKernel:
+        q_latent, q_rope, c_kv, k_rope, lengths = inputs
+        b, s, t, h, k, p = self.b, self.s, self.t, self.h, self.k, self.p
+        splits, dtype, device = self.splits, self.torch_dtype, q_latent.device
+        rows = [("b", b), ("s", s), ("h", h)]
+        check_tensor("q_latent", q_latent, [*rows, ("k", k)], dtype, device)
+        check_tensor("q_rope", q_rope, [*rows, ("p", p)], dtype, device)
+        check_tensor("c_kv", c_kv, [("b", b), ("t", t), ("k", k)], dtype, device)
+        check_tensor("k_rope", k_rope, [("b", b), ("t", t), ("p", p)], dtype, device)
+        check_tensor("lengths", lengths, [("b", b)], torch.int32, device)
+        o_partial = q_latent.new_empty((b, splits, s, h, k), dtype=torch.float32)
+        lse_partial = q_latent.new_empty((b, splits, s, h), dtype=torch.float32)
+
+        def grid_fn(tiling: SplitKVPartialTiling) -> tuple[int, int, int]:
+            return (ct.cdiv(s * h, tiling.Bm), splits, b)
+
+        def args_fn(tiling: SplitKVPartialTiling) -> tuple[object, ...]:
+            return (
+                q_latent.reshape(b, s * h, k),
+                q_rope.reshape(b, s * h, p),
+                c_kv,
+                k_rope,
+                lengths,
+                o_partial.view(b, splits, s * h, k),
+                lse_partial.view(b, splits, s * h),
+                self.scale_log2e,
+                s,
+                splits,
+                h,
+                self.causal,
+                tiling.Bm,
+                tiling.Bn,
+                k,
+                p,
+            )
+
+        return CtKernel(
+            kernel_fn=split_kv_partial,
+            grid_fn=grid_fn,
+            args_fn=args_fn,
+            tiling=self.tiling,
+            plan=self,
+            input_tensors=list(inputs),
+            output_tensors=[o_partial, lse_partial],
+            autotune_configs=self._autotune_configs(),
+            algorithmic_flops_bytes_fn=self._algorithmic_flops_bytes,
+        )

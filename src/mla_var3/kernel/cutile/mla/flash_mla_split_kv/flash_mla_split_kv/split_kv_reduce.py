@@ -1,0 +1,131 @@
+"""Second stage of flash_mla_split_kv: merge the shares of each row by their log-sum-exp.
+
+    o_partial [b, splits, s, h, k] float32   lse_partial [b, splits, s, h] float32
+    -> o_latent [b, s, h, k] in the problem's dtype, lse [b, s, h] float32
+
+Memory bound: every partial output is read once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import cuda.tile as ct
+import torch
+from torch import Tensor
+
+from mla_var3.kernel.cutile.mla.tile_ops import LOG2_E, normalise
+from mla_var3.kernel.cutile.mla.tilings import tile_sides
+from mla_var3.kernel.mla_plan import MlaPlan
+from mla_var3.op.mla.cost import flash_mla_split_kv_stages
+from mla_var3.runtime.ct_kernel import CtKernel
+from mla_var3.runtime.plan import Constraints, Tiling
+from mla_var3.runtime.tensors import check_tensor
+
+ConstInt = ct.Constant[int]
+
+
+@dataclass
+class SplitKVReduceTiling(Tiling):
+    """Br rows of the whole latent width per block: few rows, because there are few in all."""
+
+    Br: int = 4
+    occupancy: int | None = None
+
+    def validate(self, pd: "CtSplitKVReduce") -> Constraints:
+        return Constraints(*tile_sides(Br=self.Br, k=pd.k))
+
+
+@ct.kernel
+def split_kv_reduce(
+    o_partial, lse_partial, o_latent, lse, splits: int, BR: ConstInt, K: ConstInt
+):  # fmt: skip
+    # o_partial [b, splits, s*h, K], lse_partial [b, splits, s*h], o_latent [b, s*h, K], lse [b, s*h]
+    row_tile = ct.bid(0)
+    request = ct.bid(1)
+    m = ct.full((BR, 1), -float("inf"), dtype=ct.float32)
+    l = ct.zeros((BR, 1), dtype=ct.float32)  # noqa: E741
+    acc = ct.zeros((BR, K), dtype=ct.float32)
+    for share in range(splits):
+        part = ct.load(
+            o_partial, (request, share, row_tile, 0), (1, 1, BR, K),
+            padding_mode=ct.PaddingMode.ZERO,
+        ).reshape((BR, K))  # fmt: skip
+        part_lse = ct.load(
+            lse_partial, (request, share, row_tile), (1, 1, BR),
+            padding_mode=ct.PaddingMode.NEG_INF,
+        ).reshape((BR, 1))  # fmt: skip
+        m_new = ct.maximum(m, part_lse * LOG2_E)
+        shift = ct.where(m_new == -float("inf"), 0.0, m_new)
+        alpha = ct.exp2(m - shift)
+        weight = ct.exp2(part_lse * LOG2_E - shift)
+        l = l * alpha + weight  # noqa: E741
+        acc = acc * alpha + part * weight
+        m = m_new
+    out, row_lse = normalise(acc, m, l)
+    ct.store(o_latent, (request, row_tile, 0), out.reshape((1, BR, K)).astype(o_latent.dtype))
+    ct.store(lse, (request, row_tile), row_lse.reshape((1, BR)))
+
+
+@dataclass
+class CtSplitKVReduce(MlaPlan):
+    """Plan of the merging stage."""
+
+    splits: int = field(default=1, metadata={"help": "shares of each request's tokens"})
+    tiling: SplitKVReduceTiling = field(default_factory=SplitKVReduceTiling)
+
+    def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
+        shape = (self.b, self.splits, self.s, self.h)
+        o_partial = torch.randn((*shape, self.k), dtype=torch.float32, device=device)
+        return o_partial, torch.randn(shape, dtype=torch.float32, device=device)
+
+    def reference_fn(
+        self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, ...]:
+        o_partial, lse_partial = inputs
+        lse = torch.logsumexp(lse_partial.double(), dim=1)
+        weight = torch.exp(lse_partial.double() - lse[:, None]).nan_to_num(0.0)
+        out = (o_partial.double() * weight[..., None]).sum(dim=1)
+        return out.to(compute_dtype or torch.float32), lse.float()
+
+    def _autotune_configs(self) -> Sequence[SplitKVReduceTiling]:
+        return [SplitKVReduceTiling(Br) for Br in (4, 1, 2, 8, 16)]
+
+    def _algorithmic_flops_bytes(self, tiling: SplitKVReduceTiling) -> tuple[float, float]:
+        cost = flash_mla_split_kv_stages(self.problem(), self.splits)[1]
+        return cost.flops, cost.bytes
+
+    def plan(self, *inputs: Tensor) -> CtKernel:
+        o_partial, lse_partial = inputs
+        b, s, h, k, splits = self.b, self.s, self.h, self.k, self.splits
+        device = o_partial.device
+        shares = [("b", b), ("splits", splits), ("s", s), ("h", h)]
+        check_tensor("o_partial", o_partial, [*shares, ("k", k)], torch.float32, device)
+        check_tensor("lse_partial", lse_partial, shares, torch.float32, device)
+        o_latent = o_partial.new_empty((b, s, h, k), dtype=self.torch_dtype)
+        lse = lse_partial.new_empty((b, s, h))
+
+        def grid_fn(tiling: SplitKVReduceTiling) -> tuple[int, int]:
+            return (ct.cdiv(s * h, tiling.Br), b)
+
+        def args_fn(tiling: SplitKVReduceTiling) -> tuple[object, ...]:
+            return (
+                o_partial.view(b, splits, s * h, k),
+                lse_partial.view(b, splits, s * h),
+                o_latent.view(b, s * h, k),
+                lse.view(b, s * h),
+                splits,
+                tiling.Br,
+                k,
+            )
+
+        return CtKernel(
+            kernel_fn=split_kv_reduce,
+            grid_fn=grid_fn,
+            args_fn=args_fn,
+            tiling=self.tiling,
+            plan=self,
+            input_tensors=list(inputs),
+            output_tensors=[o_latent, lse],
+            autotune_configs=self._autotune_configs(),
+            algorithmic_flops_bytes_fn=self._algorithmic_flops_bytes,
+        )

@@ -1,0 +1,288 @@
+"""First stage of mla_var6_plus: old tokens absorbed and newest tokens decompressed, at one time.
+
+Every block has one of two roles. A latent block attends a tile of s*h query rows of a request to
+its old tokens in the latent cache (compute bound); a head block attends the queries of one head to
+the decompressed window of the n newest tokens (memory bound). The roles are interleaved over the
+grid in proportion, so that at any time some SMs compute while others stream.
+
+    q_nope [b, s, h, d]   q_latent [b, s, h, k]   q_rope [b, s, h, p]
+    c_kv [b, t, k]        k_rope [b, t, p]        latent cache; old tokens are positions < len - n
+    k_new, v_new [b, h, n, d], k_rope_new [b, n, p]: the window, slot j is position max(len-n,0)+j
+    lengths [b] int32
+    -> o_latent [b, s, h, k], lse_latent [b, s, h] float32: over the old tokens
+       o_new [b, s, h, d], lse_new [b, s, h] float32: over the window
+       (input dtype; the pair of a role that has no tokens at all, n=0 or n=t, is not written)
+
+Each request splits at its own length. The causal limit cuts into the old tokens where n < s.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import cuda.tile as ct
+import torch
+from torch import Tensor
+
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.kernel.cutile.mla.tile_ops import (
+    attend_heads,
+    attend_latent,
+    causal_limits,
+    normalise,
+)
+from mla_var3.kernel.cutile.mla.tilings import tile_sides
+from mla_var3.kernel.mla_plan import MlaPlan
+from mla_var3.op.mla.attend import KvSegment, attend
+from mla_var3.op.mla.cost import attention_block_specialized_cost
+from mla_var3.op.mla.inputs import absorb_queries, decompress_newest
+from mla_var3.runtime.ct_kernel import CtKernel
+from mla_var3.runtime.plan import Constraints, Tiling
+from mla_var3.runtime.tensors import check_tensor
+
+ConstInt = ct.Constant[int]
+ConstBool = ct.Constant[bool]
+
+
+@dataclass
+class AttentionBlockSpecializedTiling(Tiling):
+    """Tiles of both roles: Bm x Bn in latent space, Hm x Hn per head.
+
+    One kernel has one set of hints: the 64 x 512 latent accumulator needs num_worker_warps=8 on
+    sm_90, and with its shared memory only one block fits on an SM.
+    """
+
+    Bm: int = 64
+    Bn: int = 64
+    Hm: int = 64
+    Hn: int = 128
+    num_ctas: int | None = None
+    occupancy: int | None = None
+    num_worker_warps: int | None = 8
+
+    def validate(self, pd: "CtAttentionBlockSpecialized") -> Constraints:
+        sides = {"Bm": self.Bm, "Bn": self.Bn, "Hm": self.Hm, "Hn": self.Hn}
+        return Constraints(*tile_sides(**sides, k=pd.k, d=pd.d, p=pd.p))
+
+    @classmethod
+    def candidates(cls, target: str) -> list["AttentionBlockSpecializedTiling"]:
+        """Candidates per target, the default first (compare LatentTiling and HeadTiling)."""
+        if target == "sm_120":
+            sides = ((16, 32, 16, 64), (32, 32, 32, 64), (16, 16, 16, 32))
+            return [cls(*four, num_worker_warps=None) for four in sides]
+        if target == "sm_100":
+            sides = ((64, 64, 64, 128), (64, 64, 64, 64), (64, 32, 64, 128))
+            return [cls(*four, num_worker_warps=None) for four in sides]
+        return [cls(64, 64, 64, 128), cls(64, 64, 64, 64), cls(64, 32, 64, 128), cls(64, 32, 64, 64)]
+
+
+@ct.kernel
+def attention_block_specialized(
+    q_nope, q_latent, q_rope, q_rope_rows, c_kv, k_rope, k_new, v_new, k_rope_new, lengths,
+    o_latent, lse_latent, o_new, lse_new,
+    scale_log2e: float, s: int, n: int, latent_blocks: int, head_blocks: int,
+    latent_row_tiles: int, head_query_tiles: int,
+    H: ConstInt, CAUSAL: ConstBool, BM: ConstInt, BN: ConstInt, HM: ConstInt, HN: ConstInt,
+    K: ConstInt, D: ConstInt, P: ConstInt,
+):  # fmt: skip
+    # Block i is latent when the number of latent blocks due among the first i+1 exceeds the number
+    # among the first i: an even interleaving for any ratio. 64 bits, because i * latent_blocks
+    # passes 2^31 on large batches.
+    blocks = latent_blocks + head_blocks
+    i = ct.bid(0).astype(ct.int64)
+    latent_before = (i * latent_blocks // blocks).astype(ct.int32)
+    latent_after = ((i + 1) * latent_blocks // blocks).astype(ct.int32)
+    if latent_after > latent_before:
+        # q_latent [b, s*h, K], q_rope_rows [b, s*h, P], o_latent [b, s*h, K], lse_latent [b, s*h]
+        request = latent_before // latent_row_tiles
+        row_tile = latent_before % latent_row_tiles
+        q = ct.load(q_latent, (request, row_tile, 0), (1, BM, K), padding_mode=ct.PaddingMode.ZERO)
+        q = q.reshape((BM, K))
+        qr = ct.load(
+            q_rope_rows, (request, row_tile, 0), (1, BM, P), padding_mode=ct.PaddingMode.ZERO
+        ).reshape((BM, P))
+        length = ct.load(lengths, (request,), ())
+        old = max(length - n, 0)
+        first_row = row_tile * BM
+        limits = causal_limits((first_row + ct.arange(BM, dtype=ct.int32)) // H, length, s, CAUSAL)
+        lowest = min(causal_limits(first_row // H, length, s, CAUSAL), old)
+        highest = min(causal_limits((first_row + BM - 1) // H, length, s, CAUSAL), old)
+        acc, m, l = attend_latent(
+            q, qr, c_kv, k_rope, request, 0, max(lowest, 0) // BN, ct.cdiv(max(highest, 0), BN),
+            ct.minimum(limits, old), old, scale_log2e, BM, BN, K, P,
+        )  # fmt: skip
+        out, row_lse = normalise(acc, m, l)
+        ct.store(o_latent, (request, row_tile, 0), out.reshape((1, BM, K)).astype(o_latent.dtype))
+        ct.store(lse_latent, (request, row_tile), row_lse.reshape((1, BM)))
+    else:
+        # q_nope [b, s, h, D], q_rope [b, s, h, P], o_new [b, s, h, D], lse_new [b, s, h]
+        work = ct.bid(0) - latent_before
+        query_tile = work % head_query_tiles
+        head = work // head_query_tiles % H
+        request = work // (head_query_tiles * H)
+        at = (request, query_tile, head, 0)
+        q = ct.load(q_nope, at, (1, HM, 1, D), padding_mode=ct.PaddingMode.ZERO).reshape((HM, D))
+        qr = ct.load(q_rope, at, (1, HM, 1, P), padding_mode=ct.PaddingMode.ZERO).reshape((HM, P))
+        length = ct.load(lengths, (request,), ())
+        old = max(length - n, 0)
+        first = query_tile * HM
+        limits = causal_limits(first + ct.arange(HM, dtype=ct.int32), length, s, CAUSAL) - old
+        lowest = causal_limits(first, length, s, CAUSAL) - old
+        highest = causal_limits(min(first + HM, s) - 1, length, s, CAUSAL) - old
+        acc, m, l = attend_heads(
+            q, qr, k_new, v_new, k_rope_new, request, head,
+            max(lowest, 0) // HN, ct.cdiv(max(highest, 0), HN),
+            limits, length - old, scale_log2e, HM, HN, D, P,
+        )  # fmt: skip
+        out, row_lse = normalise(acc, m, l)
+        ct.store(o_new, at, out.reshape((1, HM, 1, D)).astype(o_new.dtype))
+        ct.store(lse_new, (request, query_tile, head), row_lse.reshape((1, HM, 1)))
+
+
+@dataclass
+class CtAttentionBlockSpecialized(MlaPlan):
+    """Plan of the attention stage."""
+
+    n: int = field(default=0, metadata={"help": "newest tokens kept decompressed"})
+    tiling: AttentionBlockSpecializedTiling = field(default_factory=AttentionBlockSpecializedTiling)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.n <= self.t:
+            raise InvalidArgumentError("n", f"0..{self.t} (t)", self.n)
+
+    def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
+        raw = self.make_inputs(device)
+        window = decompress_newest(raw, self.n)
+        q_latent = absorb_queries(raw.q_nope, raw.w_uk)
+        return raw.q_nope, q_latent, raw.q_rope, raw.c_kv, raw.k_rope, *window, raw.lengths
+
+    def reference_fn(
+        self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, ...]:
+        """Attention over each part by itself, as this stage leaves it for the merge."""
+        q_nope, q_latent, q_rope, c_kv, k_rope, k_new, v_new, k_rope_new, lengths = inputs
+        old = (lengths - self.n).clamp(min=0)[:, None]
+        slots = torch.arange(self.t, device=c_kv.device)
+        window = torch.arange(self.n, device=c_kv.device)
+        rope_new = k_rope_new[:, None].expand(-1, self.h, -1, -1)
+        parts = (
+            KvSegment(
+                q=torch.cat([q_latent, q_rope], dim=-1),
+                keys=torch.cat([c_kv, k_rope], dim=-1)[:, None],
+                values=c_kv[:, None],
+                positions=torch.where(slots < old, slots, -1),
+            ),
+            KvSegment(
+                q=torch.cat([q_nope, q_rope], dim=-1),
+                keys=torch.cat([k_new, rope_new], dim=-1),
+                values=v_new,
+                positions=torch.where(old + window < lengths[:, None], old + window, -1),
+            ),
+        )
+        results: list[Tensor] = []
+        for part in parts:
+            [out], lse = attend(
+                [part],
+                lengths=lengths,
+                causal=self.causal,
+                scale=self.problem().softmax_scale,
+                compute_dtype=compute_dtype or torch.float32,
+            )
+            results += [out, lse]
+        return tuple(results)
+
+    def _default_tiling(self, name: str) -> AttentionBlockSpecializedTiling | None:
+        return self._autotune_configs()[0]
+
+    def _autotune_configs(self) -> Sequence[AttentionBlockSpecializedTiling]:
+        return AttentionBlockSpecializedTiling.candidates(self._target)
+
+    def _algorithmic_flops_bytes(self, tiling: Any) -> tuple[float, float]:
+        cost = attention_block_specialized_cost(self.problem(), self.n)
+        return cost.flops, cost.bytes
+
+    def plan(self, *inputs: Tensor) -> CtKernel:
+        self._check_inputs(*inputs)
+        q_nope, q_latent, q_rope, c_kv, k_rope, k_new, v_new, k_rope_new, lengths = inputs
+        b, s, h, d, k, p, n = self.b, self.s, self.h, self.d, self.k, self.p, self.n
+        if n == 0:
+            # No head block will run, but the arguments still need a valid address.
+            k_new = v_new = q_nope.new_zeros((1, 1, 1, d))
+            k_rope_new = q_nope.new_zeros((1, 1, p))
+        o_latent = q_nope.new_empty((b, s, h, k))
+        o_new = q_nope.new_empty((b, s, h, d))
+        lse_latent = q_nope.new_empty((b, s, h), dtype=torch.float32)
+        lse_new = torch.empty_like(lse_latent)
+
+        def tile_counts(tiling: AttentionBlockSpecializedTiling) -> tuple[int, int, int, int]:
+            row_tiles, query_tiles = ct.cdiv(s * h, tiling.Bm), ct.cdiv(s, tiling.Hm)
+            latent_blocks = b * row_tiles if n < self.t else 0
+            head_blocks = b * h * query_tiles if n else 0
+            return latent_blocks, head_blocks, row_tiles, query_tiles
+
+        def grid_fn(tiling: AttentionBlockSpecializedTiling) -> tuple[int]:
+            latent_blocks, head_blocks, _, _ = tile_counts(tiling)
+            return (latent_blocks + head_blocks,)
+
+        def args_fn(tiling: AttentionBlockSpecializedTiling) -> tuple[object, ...]:
+            return (
+                q_nope,
+                q_latent.reshape(b, s * h, k),
+                q_rope,
+                q_rope.reshape(b, s * h, p),
+                c_kv,
+                k_rope,
+                k_new,
+                v_new,
+                k_rope_new,
+                lengths,
+                o_latent.view(b, s * h, k),
+                lse_latent.view(b, s * h),
+                o_new,
+                lse_new,
+                self.scale_log2e,
+                s,
+                n,
+                *tile_counts(tiling),
+                h,
+                self.causal,
+                tiling.Bm,
+                tiling.Bn,
+                tiling.Hm,
+                tiling.Hn,
+                k,
+                d,
+                p,
+            )
+
+        return CtKernel(
+            kernel_fn=attention_block_specialized,
+            grid_fn=grid_fn,
+            args_fn=args_fn,
+            tiling=self.tiling,
+            plan=self,
+            input_tensors=list(inputs),
+            output_tensors=[o_latent, lse_latent, o_new, lse_new],
+            autotune_configs=self._autotune_configs(),
+            algorithmic_flops_bytes_fn=self._algorithmic_flops_bytes,
+        )
+
+    def _check_inputs(self, *inputs: Tensor) -> None:
+        dtype, device = self.torch_dtype, inputs[0].device
+        b, n = ("b", self.b), ("n", self.n)
+        rows = [b, ("s", self.s), ("h", self.h)]
+        window = [b, ("h", self.h), n, ("d", self.d)]
+        shapes = {
+            "q_nope": [*rows, ("d", self.d)],
+            "q_latent": [*rows, ("k", self.k)],
+            "q_rope": [*rows, ("p", self.p)],
+            "c_kv": [b, ("t", self.t), ("k", self.k)],
+            "k_rope": [b, ("t", self.t), ("p", self.p)],
+            "k_new": window,
+            "v_new": window,
+            "k_rope_new": [b, n, ("p", self.p)],
+        }
+        for (name, shape), tensor in zip(shapes.items(), inputs[:-1], strict=True):
+            check_tensor(name, tensor, shape, dtype, device)
+        check_tensor("lengths", inputs[-1], [b], torch.int32, device)

@@ -1,0 +1,91 @@
+"""Tile shapes that several cuTile MLA kernels share, with the evidence behind the candidates."""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+from mla_var3.runtime.plan import Constraints, Tiling
+from mla_var3.runtime.tiling import is_power_of_two
+
+FEW_QUERIES = 64
+"""Up to here one 64-row tile holds all queries of a head, and reading K and V is what costs."""
+
+
+def tile_sides(**sides: int) -> list[tuple[bool, str]]:
+    """Constraints for `Tiling.validate`: cuTile's tile sides are powers of two."""
+    return [
+        (is_power_of_two(size), f"{name}: expected a power of two (a tile side), got {size}")
+        for name, size in sides.items()
+    ]
+
+
+@dataclass
+class LatentTiling(Tiling):
+    """Bm query rows against Bn latent tokens.
+
+    On sm_90 two consumer warpgroups (num_worker_warps=8) are what lets a 64 x 512 float32
+    accumulator live in registers; with the default of one it spills 2.7 KB per thread.
+    """
+
+    Bm: int = 64
+    Bn: int = 64
+    num_ctas: int | None = None
+    occupancy: int | None = None
+    num_worker_warps: int | None = 8
+
+    def validate(self, pd: Any) -> Constraints:
+        return Constraints(*tile_sides(Bm=self.Bm, Bn=self.Bn, k=pd.k, p=pd.p))
+
+    @classmethod
+    def candidates(cls, target: str) -> list[Self]:
+        """Candidates per target, the default first.
+
+        sm_90: at k=512 only 64 rows stay on wgmma without spilling. sm_120: shared memory holds
+        99 KB per block, so the latent tile must be small.
+        """
+        if target == "sm_120":
+            return [cls(Bm, Bn, num_worker_warps=None) for Bm, Bn in ((16, 32), (32, 32), (16, 16))]
+        if target == "sm_100":
+            return [cls(Bm, Bn, num_worker_warps=None) for Bm, Bn in ((64, 64), (128, 64), (64, 32))]
+        return [cls(64, 64), cls(64, 32)]
+
+
+@dataclass
+class HeadTiling(Tiling):
+    """Bm queries of one head against Bn decompressed tokens.
+
+    The default is for few queries on sm_90: two blocks per SM keep enough bytes in flight to
+    saturate the memory of an H200.
+    """
+
+    Bm: int = 64
+    Bn: int = 128
+    num_ctas: int | None = None
+    occupancy: int | None = 2
+    num_worker_warps: int | None = None
+
+    def validate(self, pd: Any) -> Constraints:
+        return Constraints(*tile_sides(Bm=self.Bm, Bn=self.Bn, d=pd.d, p=pd.p))
+
+    @classmethod
+    def candidates(cls, target: str, s: int) -> list[Self]:
+        """Candidates per target and number of queries, the default first.
+
+        Many queries are compute bound: 128 rows on two consumer warpgroups.
+        """
+
+        def plain(*sides: tuple[int, int]) -> list[Self]:
+            return [cls(Bm, Bn, occupancy=None) for Bm, Bn in sides]
+
+        few = s <= FEW_QUERIES
+        if target == "sm_120":
+            return plain((64, 64), (64, 32), (32, 64)) if few else plain((64, 64), (128, 32))
+        if target == "sm_100":
+            return plain((64, 128), (128, 128)) if few else plain((128, 128), (256, 128), (128, 64))
+        two_per_sm = [cls(64, 128), cls(64, 64)]
+        if few:
+            return two_per_sm + [
+                cls(64, Bn, occupancy=None, num_worker_warps=8) for Bn in (128, 64)
+            ]
+        return [
+            cls(128, Bn, occupancy=None, num_worker_warps=8) for Bn in (128, 64)
+        ] + two_per_sm

@@ -1,0 +1,73 @@
+"""What all MLA kernel plans share, in every language: the problem's fields and its inputs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar, Self
+
+import torch
+
+from mla_var3.op.mla.inputs import MlaInputs, make_inputs, torch_dtype
+from mla_var3.op.mla.problem import MlaProblem
+from mla_var3.runtime.plan import KernelPlan
+
+
+@dataclass
+class MlaPlan(KernelPlan):
+    """The sizes of an MLA problem as plan fields (DeepSeek-V3 by default)."""
+
+    b: int = field(default=64, metadata={"help": "requests in the batch"})
+    s: int = field(default=1, metadata={"help": "query tokens per request"})
+    t: int = field(default=4096, metadata={"help": "KV slots per request"})
+    h: int = field(default=128, metadata={"help": "query heads"})
+    d: int = field(default=128, metadata={"help": "head dimension without rope"})
+    p: int = field(default=64, metadata={"help": "rope dimension"})
+    k: int = field(default=512, metadata={"help": "latent dimension"})
+    dtype: str = field(default="bfloat16", metadata={"help": "bfloat16 or float16"})
+    causal: bool = field(default=True, metadata={"help": "mask later tokens (bottom-right)"})
+    lengths: tuple[int, ...] | None = field(
+        default=None, metadata={"help": "KV length per request: comma list or mixed; default all t"}
+    )
+    seed: int | None = field(default=None, metadata={"help": "seed of the inputs; default fresh"})
+
+    targets: ClassVar[tuple[str, ...]] = ("sm_90", "sm_100", "sm_120")
+
+    def __post_init__(self) -> None:
+        # Building the problem validates every field and names the one that is wrong.
+        self.problem()
+
+    def problem(self) -> MlaProblem:
+        """The problem that this plan computes."""
+        return MlaProblem(
+            b=self.b,
+            s=self.s,
+            t=self.t,
+            h=self.h,
+            d=self.d,
+            p=self.p,
+            k=self.k,
+            dtype=self.dtype,
+            causal=self.causal,
+            lengths=self.lengths,
+        )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Element type of the tensors."""
+        return torch_dtype(self.problem())
+
+    @property
+    def scale_log2e(self) -> float:
+        """Softmax scale times log2 e: the kernels exponentiate in base 2."""
+        return self.problem().softmax_scale / math.log(2.0)
+
+    def make_inputs(self, device: torch.device | str) -> MlaInputs:
+        """Raw inputs of the operation, from which each kernel derives its own."""
+        return make_inputs(self.problem(), device, seed=self.seed)
+
+    def cpu_check_plan(self) -> Self:
+        """At most two requests of a few tiles each, one of them short, sizes not multiples of any."""
+        b, t = min(self.b, 2), min(self.t, 150)
+        lengths = (t, max(1, t // 3))[:b]
+        return self.copy(b=b, s=min(self.s, 5), t=t, h=min(self.h, 24), lengths=lengths)

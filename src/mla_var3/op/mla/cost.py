@@ -1,0 +1,352 @@
+"""FLOPs, bytes and predicted times of the MLA kernels.
+
+FLOPs count every pair of a query and a KV token of the request, whether the causal mask hides it
+or not; with per-request lengths the sum over them stands where `b * t` stands in the formulas.
+Bytes count each input once and each output once, the least any kernel can move. The derivation is
+in docs/cost-analysis.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.cost import Bound, Cost
+from mla_var3.op.mla.problem import MlaProblem
+
+_FLOAT32 = 4
+# Beyond this many waves of tiles a last, partly filled wave costs less than a quarter of the
+# time, while each further split writes and reads another float32 partial output.
+_MAX_SPLIT_WAVES = 4
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the roofline says about one kernel.
+
+    Attributes:
+        kernel: Kernel id.
+        time_us: Kernel time: the sum over its stages, which run one after the other.
+        cost: Work of all stages.
+        bound: What limits the attention stage.
+        n: Decompressed tokens per request; None where the kernel has no such choice.
+        splits: Parts the KV tokens are cut into; None likewise.
+        end_to_end_us: From `q_nope` to `o [b, s, h, d]`: kernel time plus the projections that
+            this kernel leaves to others. The figure to compare kernels by.
+    """
+
+    kernel: str
+    time_us: float
+    cost: Cost
+    bound: Bound
+    n: int | None
+    splits: int | None
+    end_to_end_us: float
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """Query lengths `s_from..s_to`, both included, for which `kernel` is predicted fastest."""
+
+    kernel: str
+    s_from: int
+    s_to: int
+
+
+def flash_attention_cost(problem: MlaProblem) -> Cost:
+    """Attention over decompressed keys and values; the rope keys are shared by the heads."""
+    d, p, tokens = problem.d, problem.p, problem.total_tokens
+    flops = 2 * problem.h * problem.s * tokens * (2 * d + p)
+    cache = 2 * problem.h * tokens * d + tokens * p
+    elements = _rows(problem) * (d + p) + cache + _rows(problem) * d
+    return Cost(flops, elements * problem.element_size + _lse_bytes(problem))
+
+
+def flash_mla_cost(problem: MlaProblem) -> Cost:
+    """Attention over the latent cache, from absorbed queries to the latent output."""
+    k, p, tokens = problem.k, problem.p, problem.total_tokens
+    flops = 2 * problem.h * problem.s * tokens * (2 * k + p)
+    elements = _rows(problem) * (k + p) + tokens * (k + p) + _rows(problem) * k
+    return Cost(flops, elements * problem.element_size + _lse_bytes(problem))
+
+
+def flash_mla_split_kv_cost(problem: MlaProblem, splits: int) -> Cost:
+    """`flash_mla` through float32 partial outputs: both stages together."""
+    attention, reduction = flash_mla_split_kv_stages(problem, splits)
+    return attention + reduction
+
+
+def flash_mla_split_kv_stages(problem: MlaProblem, splits: int) -> tuple[Cost, Cost]:
+    """The attention stage, which writes the partials, and the reduction, which reads them.
+
+    The reduction's FLOPs are left out: it has two per element and runs at memory speed.
+    """
+    if isinstance(splits, bool) or not isinstance(splits, int) or splits < 1:
+        raise InvalidArgumentError("splits", "a positive integer", repr(splits))
+    whole = flash_mla_cost(problem)
+    partials = splits * (_rows(problem) * problem.k * _FLOAT32 + _lse_bytes(problem))
+    result = _rows(problem) * problem.k * problem.element_size + _lse_bytes(problem)
+    return Cost(whole.flops, whole.bytes - result + partials), Cost(0, partials + result)
+
+
+def attention_block_specialized_cost(problem: MlaProblem, n: int) -> Cost:
+    """First stage of mla_var6_plus: old tokens latent, the `n` newest decompressed.
+
+    Reads all three query forms, the latent cache of the old tokens and the window of the new ones;
+    writes a latent and a decompressed partial output in the problem's dtype, each with its lse.
+    """
+    old, new = _old_new(problem, n)
+    return _mix_cost(problem, old, new)
+
+
+def decompress_combine_cost(problem: MlaProblem) -> Cost:
+    """Second stage of mla_var6_plus: up-projects the latent partial and merges both by lse."""
+    rows, k, d = _rows(problem), problem.k, problem.d
+    elements = rows * k + rows * d + problem.h * k * d + rows * d
+    return Cost(2 * rows * k * d, elements * problem.element_size + 3 * _lse_bytes(problem))
+
+
+def mla_var6_plus_cost(problem: MlaProblem, n: int) -> Cost:
+    """The attention part of mla_var6_plus alone, 2bhstp + 4bhsnd + 4bhsok FLOPs.
+
+    This is the figure its TFLOP/s are quoted on, as for the other kernels; the combine stage is
+    `decompress_combine_cost`.
+    """
+    return attention_block_specialized_cost(problem, n)
+
+
+def q_absorption_cost(problem: MlaProblem) -> Cost:
+    """`q_latent = q_nope @ w_uk`."""
+    rows, k, d = _rows(problem), problem.k, problem.d
+    elements = rows * d + problem.h * d * k + rows * k
+    return Cost(2 * rows * d * k, elements * problem.element_size)
+
+
+def output_up_projection_cost(problem: MlaProblem) -> Cost:
+    """`o = o_latent @ w_uv`."""
+    rows, k, d = _rows(problem), problem.k, problem.d
+    elements = rows * k + problem.h * k * d + rows * d
+    return Cost(2 * rows * k * d, elements * problem.element_size)
+
+
+def decompression_cost(problem: MlaProblem, n: int) -> Cost:
+    """Keys and values of the `n` newest tokens of each request, and their rope part copied."""
+    _, new = _old_new(problem, n)
+    h, k, d, p = problem.h, problem.k, problem.d, problem.p
+    elements = new * (k + p) + 2 * h * k * d + new * (2 * h * d + p)
+    return Cost(4 * new * h * k * d, elements * problem.element_size)
+
+
+def decompressed_bytes(problem: MlaProblem, n: int) -> int:
+    """Memory of the decompressed window: keys, values and rope keys of `n` slots per request."""
+    problem.window(n)  # for its check of n
+    per_slot = 2 * problem.h * problem.d + problem.p
+    return problem.b * n * per_slot * problem.element_size
+
+
+def mla_var6_plus_time_us(
+    problem: MlaProblem, n: int, peak_tflops: float, peak_gbps: float
+) -> float:
+    """Predicted time of both stages; both paths of the attention overlap perfectly."""
+    attention = attention_block_specialized_cost(problem, n)
+    combine = decompress_combine_cost(problem)
+    return attention.time_us(peak_tflops, peak_gbps) + combine.time_us(peak_tflops, peak_gbps)
+
+
+def best_n(problem: MlaProblem, peak_tflops: float, peak_gbps: float, multiple: int = 1) -> int:
+    """The window size that minimises `mla_var6_plus_time_us`.
+
+    FLOP time and byte time are both linear in the number of new tokens, so their maximum is
+    smallest at one end or where they meet; no search over `n` is needed.
+
+    Args:
+        problem: Sizes and lengths.
+        peak_tflops: Compute rate the prediction assumes.
+        peak_gbps: Memory rate the prediction assumes.
+        multiple: Only multiples of it, up to `t`, are considered.
+
+    Returns:
+        The best `n`; of equally good ones the smallest, because the window costs memory.
+    """
+    if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
+        raise InvalidArgumentError("multiple", "a positive integer", repr(multiple))
+    last = problem.t // multiple * multiple
+    # Past the longest request a larger window holds nothing more.
+    longest = min(last, _round_up(max(problem.kv_lengths), multiple))
+    candidates = {0, longest}
+    kink = _balanced_tokens(problem, peak_tflops, peak_gbps)
+    if kink is not None:
+        below = _largest_window(problem, kink) // multiple * multiple
+        candidates |= {min(below, last), min(below + multiple, last)}
+    return min(
+        sorted(candidates),
+        key=lambda n: attention_block_specialized_cost(problem, n).time_us(peak_tflops, peak_gbps),
+    )
+
+
+def split_count(
+    problem: MlaProblem, sm_count: int = 132, rows_per_tile: int = 64, kv_tile: int = 64
+) -> int:
+    """How many parts flash_mla_split_kv cuts the KV tokens into.
+
+    Time is taken as waves of tiles over the SMs times KV tiles per split, for the longest request.
+
+    Args:
+        problem: Sizes and lengths.
+        sm_count: SMs that run one tile each at a time.
+        rows_per_tile: Query rows (query token and head) per tile.
+        kv_tile: KV tokens per step of a tile.
+
+    Returns:
+        The split count of least estimated time, the smallest of equally good ones; never more
+        than there are KV tiles.
+    """
+    for argument, value in (
+        ("sm_count", sm_count),
+        ("rows_per_tile", rows_per_tile),
+        ("kv_tile", kv_tile),
+    ):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InvalidArgumentError(argument, "a positive integer", repr(value))
+    tiles = problem.b * _ceil_div(problem.s * problem.h, rows_per_tile)
+    kv_tiles = max(1, _ceil_div(max(problem.kv_lengths), kv_tile))
+    most = max(1, min(kv_tiles, _ceil_div(_MAX_SPLIT_WAVES * sm_count, tiles)))
+
+    def steps(splits: int) -> int:
+        return _ceil_div(tiles * splits, sm_count) * _ceil_div(kv_tiles, splits)
+
+    return min(range(1, most + 1), key=steps)
+
+
+def predict_all(
+    problem: MlaProblem, peak_tflops: float, peak_gbps: float, *, sm_count: int = 132
+) -> dict[str, Prediction]:
+    """Roofline predictions of the four kernels, by kernel id.
+
+    Args:
+        problem: Sizes and lengths.
+        peak_tflops: Compute rate to assume.
+        peak_gbps: Memory rate to assume.
+        sm_count: SMs of the device, for the split count.
+    """
+    n = best_n(problem, peak_tflops, peak_gbps)
+    splits = split_count(problem, sm_count)
+    absorption = q_absorption_cost(problem).time_us(peak_tflops, peak_gbps)
+    projection = output_up_projection_cost(problem).time_us(peak_tflops, peak_gbps)
+    split_stages = flash_mla_split_kv_stages(problem, splits)
+    mix_stages = (attention_block_specialized_cost(problem, n), decompress_combine_cost(problem))
+
+    def predict(
+        kernel: str,
+        stages: tuple[Cost, ...],
+        others_us: float,
+        n: int | None = None,
+        splits: int | None = None,
+    ) -> Prediction:
+        time_us = sum(stage.time_us(peak_tflops, peak_gbps) for stage in stages)
+        return Prediction(
+            kernel=kernel,
+            time_us=time_us,
+            cost=sum(stages[1:], start=stages[0]),
+            bound=stages[0].bound(peak_tflops, peak_gbps),
+            n=n,
+            splits=splits,
+            end_to_end_us=time_us + others_us,
+        )
+
+    predictions = (
+        predict("flash_attention", (flash_attention_cost(problem),), 0.0),
+        predict("flash_mla", (flash_mla_cost(problem),), absorption + projection),
+        predict("flash_mla_split_kv", split_stages, absorption + projection, splits=splits),
+        predict("mla_var6_plus", mix_stages, absorption, n=n),
+    )
+    return {prediction.kernel: prediction for prediction in predictions}
+
+
+def crossovers(
+    problem: MlaProblem, peak_tflops: float, peak_gbps: float, s_max: int = 1024
+) -> list[Crossover]:
+    """For which query lengths each kernel is predicted fastest, end to end.
+
+    flash_mla_split_kv is left out: a roofline knows nothing of idle SMs, which is all it helps.
+
+    Args:
+        problem: Everything but `s`, which runs from 1 to `s_max`.
+        peak_tflops: Compute rate to assume.
+        peak_gbps: Memory rate to assume.
+        s_max: Last query length.
+
+    Returns:
+        Intervals in ascending order that cover `1..s_max`. Equal times go to the kernel that
+        needs less memory.
+    """
+    if isinstance(s_max, bool) or not isinstance(s_max, int) or s_max < 1:
+        raise InvalidArgumentError("s_max", "a positive integer", repr(s_max))
+    by_memory = ("flash_mla", "mla_var6_plus", "flash_attention")
+    found: list[Crossover] = []
+    for s in range(1, s_max + 1):
+        predictions = predict_all(replace(problem, s=s), peak_tflops, peak_gbps)
+        fastest = min(by_memory, key=lambda kernel: predictions[kernel].end_to_end_us)
+        if found and found[-1].kernel == fastest:
+            found[-1] = replace(found[-1], s_to=s)
+        else:
+            found.append(Crossover(fastest, s_from=s, s_to=s))
+    return found
+
+
+def _rows(problem: MlaProblem) -> int:
+    return problem.b * problem.s * problem.h
+
+
+def _lse_bytes(problem: MlaProblem) -> int:
+    return _rows(problem) * _FLOAT32
+
+
+def _old_new(problem: MlaProblem, n: int) -> tuple[int, int]:
+    """Old and new tokens of the whole batch."""
+    windows = problem.window(n)
+    return sum(old for old, _ in windows), sum(new for _, new in windows)
+
+
+def _mix_cost(problem: MlaProblem, old: int, new: int) -> Cost:
+    """Attention over `old` latent and `new` decompressed tokens of the whole batch."""
+    h, s, d, p, k = problem.h, problem.s, problem.d, problem.p, problem.k
+    flops = 2 * h * s * (old + new) * p + 4 * h * s * new * d + 4 * h * s * old * k
+    queries = _rows(problem) * (d + k + p)
+    cache = old * (k + p) + new * (2 * h * d + p)
+    partials = _rows(problem) * (k + d)
+    elements = queries + cache + partials
+    return Cost(flops, elements * problem.element_size + 2 * _lse_bytes(problem))
+
+
+def _balanced_tokens(problem: MlaProblem, peak_tflops: float, peak_gbps: float) -> float | None:
+    """New tokens of the batch at which FLOP time equals byte time, None when they never meet."""
+    total = problem.total_tokens
+    none, all_new = _mix_cost(problem, total, 0), _mix_cost(problem, 0, total)
+    ratio = peak_gbps * 1e3 / (peak_tflops * 1e6)  # both in units of byte time
+    at_none = none.flops * ratio - none.bytes
+    at_all = all_new.flops * ratio - all_new.bytes
+    if at_none == at_all:
+        return None
+    tokens = total * at_none / (at_none - at_all)
+    return tokens if 0 <= tokens <= total else None
+
+
+def _largest_window(problem: MlaProblem, tokens: float) -> int:
+    """Largest `n` whose windows hold at most `tokens` tokens over the batch."""
+    low, high = 0, problem.t
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _old_new(problem, middle)[1] <= tokens:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _ceil_div(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return _ceil_div(value, multiple) * multiple

@@ -1,0 +1,212 @@
+"""Random inputs of the MLA operation, and the projections between its forms.
+
+Slots of the latent cache at and beyond a request's length hold NaN, so that a kernel that reads
+them without masking them out fails its check instead of passing by luck.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.mla.problem import MlaProblem
+
+_NAN = float("nan")
+
+
+@dataclass
+class MlaInputs:
+    """The raw operands of one attention call.
+
+    Attributes:
+        q_nope: Queries without rope, `[b, s, h, d]`.
+        q_rope: Rope part of the queries, `[b, s, h, p]`.
+        c_kv: Latent cache, `[b, t, k]`; NaN at and beyond each length.
+        k_rope: Rope part of the keys, shared by all heads, `[b, t, p]`; NaN likewise.
+        w_uk: Up-projection of the keys, `[h, d, k]`.
+        w_uv: Up-projection of the values, `[h, k, d]`.
+        lengths: KV tokens of each request, int32 `[b]`.
+    """
+
+    q_nope: torch.Tensor
+    q_rope: torch.Tensor
+    c_kv: torch.Tensor
+    k_rope: torch.Tensor
+    w_uk: torch.Tensor
+    w_uv: torch.Tensor
+    lengths: torch.Tensor
+
+
+def torch_dtype(problem: MlaProblem) -> torch.dtype:
+    """The torch dtype that `problem.dtype` names."""
+    return torch.bfloat16 if problem.dtype == "bfloat16" else torch.float16
+
+
+def make_inputs(
+    problem: MlaProblem, device: torch.device | str, seed: int | None = None
+) -> MlaInputs:
+    """Makes random normal inputs with NaN in every slot that holds no token.
+
+    Args:
+        problem: Sizes, dtype and lengths.
+        device: Where the tensors live. On "meta" they have shapes and no values.
+        seed: Makes the values repeatable on one kind of device; None draws fresh ones.
+
+    Returns:
+        The inputs, in the problem's dtype and with unit variance, except for the weights.
+    """
+    device = torch.device(device)
+    dtype = torch_dtype(problem)
+    generator: torch.Generator | None = None
+    if device.type != "meta":
+        # An own generator leaves the caller's global random state alone.
+        generator = torch.Generator(device=device)
+        if seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(seed)
+
+    def normal(*shape: int, std: float = 1.0) -> torch.Tensor:
+        values = torch.empty(shape, dtype=dtype, device=device)
+        return values if generator is None else values.normal_(0.0, std, generator=generator)
+
+    b, s, t, h = problem.b, problem.s, problem.t, problem.h
+    d, p, k = problem.d, problem.p, problem.k
+    # w_uk is contracted over d in the absorbed query and over k in the decompressed key. One
+    # factor cannot give both unit variance; the geometric mean leaves each within (k / d) ** 0.25.
+    inputs = MlaInputs(
+        q_nope=normal(b, s, h, d),
+        q_rope=normal(b, s, h, p),
+        c_kv=normal(b, t, k),
+        k_rope=normal(b, t, p),
+        w_uk=normal(h, d, k, std=(d * k) ** -0.25),
+        w_uv=normal(h, k, d, std=k**-0.5),
+        lengths=torch.tensor(problem.kv_lengths, dtype=torch.int32, device=device),
+    )
+    unused = torch.arange(t, device=device)[None, :] >= inputs.lengths[:, None]  # [b, t]
+    inputs.c_kv.masked_fill_(unused[:, :, None], _NAN)
+    inputs.k_rope.masked_fill_(unused[:, :, None], _NAN)
+    return inputs
+
+
+def absorb_queries(q_nope: torch.Tensor, w_uk: torch.Tensor) -> torch.Tensor:
+    """Moves the queries into the latent space: `q_latent = q_nope @ w_uk`, head by head.
+
+    Args:
+        q_nope: `[b, s, h, d]`.
+        w_uk: `[h, d, k]`.
+
+    Returns:
+        `[b, s, h, k]`, contiguous, in the input dtype.
+    """
+    return _project_per_head("q_nope", q_nope, "w_uk", w_uk)
+
+
+def up_project(o_latent: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
+    """Moves latent outputs back to head width: `o = o_latent @ w_uv`, head by head.
+
+    Args:
+        o_latent: `[b, s, h, k]`.
+        w_uv: `[h, k, d]`.
+
+    Returns:
+        `[b, s, h, d]`, contiguous, in the input dtype.
+    """
+    return _project_per_head("o_latent", o_latent, "w_uv", w_uv)
+
+
+def decompress_all(
+    c_kv: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decompresses the whole latent cache into keys and values per head.
+
+    Args:
+        c_kv: `[b, t, k]`; NaN slots give NaN keys and values.
+        w_uk: `[h, d, k]`.
+        w_uv: `[h, k, d]`.
+
+    Returns:
+        Keys and values, each `[b, h, t, d]`.
+    """
+    _require_weights(c_kv.shape[-1], w_uk, w_uv)
+    b, t, _ = c_kv.shape
+    keys = c_kv.new_empty((b, w_uk.shape[0], t, w_uk.shape[1]))
+    values = c_kv.new_empty((b, w_uv.shape[0], t, w_uv.shape[2]))
+    for request in range(b):
+        _decompress(c_kv[request], w_uk, w_uv, keys[request], values[request])
+    return keys, values
+
+
+def decompress_newest(inputs: MlaInputs, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Decompresses the newest `n` tokens of each request into a window of its own.
+
+    Slot `j` of request `r` holds position `max(len_r - n, 0) + j`; slots past the request's
+    last token hold NaN.
+
+    Args:
+        inputs: The raw operands.
+        n: Slots of the window, `0..t`.
+
+    Returns:
+        `k_new [b, h, n, d]`, `v_new [b, h, n, d]` and `k_rope_new [b, n, p]`.
+    """
+    b, t, _ = inputs.c_kv.shape
+    if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n <= t:
+        raise InvalidArgumentError("n", f"an integer from 0 to t={t}", repr(n))
+    _require_weights(inputs.c_kv.shape[-1], inputs.w_uk, inputs.w_uv)
+    h, d, _ = inputs.w_uk.shape
+    lengths = inputs.lengths.long()[:, None]  # [b, 1]
+    positions = (lengths - n).clamp(min=0) + torch.arange(n, device=lengths.device)  # [b, n]
+    unused = positions >= lengths
+    slots = positions.clamp(max=t - 1)
+
+    k_new = inputs.c_kv.new_empty((b, h, n, d))
+    v_new = inputs.c_kv.new_empty((b, h, n, inputs.w_uv.shape[2]))
+    k_rope_new = inputs.k_rope.new_empty((b, n, inputs.k_rope.shape[-1]))
+    # Request by request, so that the largest intermediate is one request's latent window.
+    for request in range(b):
+        latent = inputs.c_kv[request].index_select(0, slots[request])
+        latent.masked_fill_(unused[request][:, None], _NAN)
+        _decompress(latent, inputs.w_uk, inputs.w_uv, k_new[request], v_new[request])
+        k_rope_new[request] = inputs.k_rope[request].index_select(0, slots[request])
+    k_rope_new.masked_fill_(unused[:, :, None], _NAN)
+    return k_new, v_new, k_rope_new
+
+
+def _project_per_head(
+    rows_name: str, rows: torch.Tensor, weight_name: str, weight: torch.Tensor
+) -> torch.Tensor:
+    """Multiplies `rows [b, s, h, x]` with `weight [h, x, y]` into `[b, s, h, y]`."""
+    if rows.dim() != 4:
+        raise InvalidArgumentError(rows_name, "4 dimensions [b, s, h, ...]", list(rows.shape))
+    b, s, h, width = rows.shape
+    if weight.dim() != 3 or weight.shape[:2] != (h, width):
+        raise InvalidArgumentError(
+            weight_name, f"[{h}, {width}, ...] to match {rows_name}", list(weight.shape)
+        )
+    by_head = rows.reshape(b * s, h, width).transpose(0, 1)  # [h, b*s, x]
+    product = torch.bmm(by_head, weight)  # [h, b*s, y]
+    return product.transpose(0, 1).reshape(b, s, h, -1).contiguous()
+
+
+def _decompress(
+    latent: torch.Tensor,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    """Writes the keys and values `[h, m, d]` of the latent rows `[m, k]`."""
+    shared = latent.expand(w_uk.shape[0], *latent.shape)  # every head reads the same rows
+    torch.bmm(shared, w_uk.transpose(1, 2), out=keys)
+    torch.bmm(shared, w_uv, out=values)
+
+
+def _require_weights(k: int, w_uk: torch.Tensor, w_uv: torch.Tensor) -> None:
+    if w_uk.dim() != 3 or w_uk.shape[2] != k:
+        raise InvalidArgumentError("w_uk", f"[h, d, k={k}]", list(w_uk.shape))
+    h, d, _ = w_uk.shape
+    if tuple(w_uv.shape) != (h, k, d):
+        raise InvalidArgumentError("w_uv", f"[h={h}, k={k}, d={d}]", list(w_uv.shape))

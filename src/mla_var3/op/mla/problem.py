@@ -1,0 +1,159 @@
+"""The sizes that define one Multi-head Latent Attention call.
+
+Symbols, used with these meanings everywhere in the project: `b` requests, `s` query tokens per
+request, `t` KV slots per request, `h` heads, `d` head width, `p` rope width, `k` latent width.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mla_var3.errors import InvalidArgumentError
+
+DTYPES = ("bfloat16", "float16")
+
+_SIZES = ("b", "s", "t", "h", "d", "p", "k")
+
+
+@dataclass(frozen=True)
+class MlaProblem:
+    """Sizes, dtype and masking of one attention call; hashable, and valid once constructed.
+
+    Attributes:
+        b: Requests in the batch.
+        s: Query tokens per request.
+        t: KV slots per request, the largest length a request may have.
+        h: Heads.
+        d: Width of a head without the rope part.
+        p: Width of the rope part, shared by all heads on the key side.
+        k: Width of the latent cache.
+        dtype: Name of the element type of queries, cache and weights.
+        causal: Whether query `i` of a request with `len` tokens sees positions
+            `< len - s + i + 1` only (bottom-right aligned).
+        lengths: KV tokens of each request, `0..t`; None means that all have `t`.
+        scale: Softmax scale; None means `(d + p) ** -0.5`.
+    """
+
+    b: int
+    s: int
+    t: int
+    h: int
+    d: int = 128
+    p: int = 64
+    k: int = 512
+    dtype: str = "bfloat16"
+    causal: bool = True
+    lengths: tuple[int, ...] | None = None
+    scale: float | None = None
+
+    def __post_init__(self) -> None:
+        """Checks every field; an error names it, what was expected and what came."""
+        for name in _SIZES:
+            _require_int(name, getattr(self, name), minimum=1)
+        _require_dtype(self.dtype)
+        if not isinstance(self.causal, bool):
+            raise InvalidArgumentError("causal", "True or False", repr(self.causal))
+        if self.lengths is not None:
+            # A list is accepted and stored as a tuple, so that the problem stays hashable.
+            object.__setattr__(self, "lengths", self._checked_lengths(self.lengths))
+        if self.scale is not None:
+            _require_scale(self.scale)
+
+    @property
+    def softmax_scale(self) -> float:
+        """The factor on the logits: `scale`, or `(d + p) ** -0.5` when it is None."""
+        return float((self.d + self.p) ** -0.5) if self.scale is None else float(self.scale)
+
+    @property
+    def kv_lengths(self) -> tuple[int, ...]:
+        """KV tokens of each request, with `t` for all when no lengths were given."""
+        return (self.t,) * self.b if self.lengths is None else self.lengths
+
+    @property
+    def total_tokens(self) -> int:
+        """KV tokens of the whole batch."""
+        return sum(self.kv_lengths)
+
+    @property
+    def element_size(self) -> int:
+        """Bytes of one element; both dtypes are 16 bits wide."""
+        return 2
+
+    def window(self, n: int) -> list[tuple[int, int]]:
+        """Splits each request into its old tokens and its `n` newest.
+
+        Args:
+            n: Newest tokens wanted per request, `0..t`.
+
+        Returns:
+            Per request `(old, new)` with `new = min(n, len)` and `old = len - new`.
+        """
+        _require_int("n", n, minimum=0, maximum=self.t, maximum_name="t")
+        return [(length - min(n, length), min(n, length)) for length in self.kv_lengths]
+
+    def visible(self, request: int, query: int) -> int:
+        """Number of KV positions, counted from 0, that one query attends.
+
+        Args:
+            request: Index of the request, `0..b-1`.
+            query: Index of the query token in the request, `0..s-1`.
+        """
+        _require_int("request", request, minimum=0, maximum=self.b - 1, maximum_name="b-1")
+        _require_int("query", query, minimum=0, maximum=self.s - 1, maximum_name="s-1")
+        length = self.kv_lengths[request]
+        if not self.causal:
+            return length
+        return max(0, min(length, length - self.s + query + 1))
+
+    def _checked_lengths(self, lengths: Sequence[int]) -> tuple[int, ...]:
+        if isinstance(lengths, str) or not isinstance(lengths, Sequence):
+            raise InvalidArgumentError(
+                "lengths", f"a sequence of b={self.b} integers", repr(lengths)
+            )
+        if len(lengths) != self.b:
+            raise InvalidArgumentError("lengths", f"b={self.b} entries", f"{len(lengths)}")
+        for index, length in enumerate(lengths):
+            _require_int(f"lengths[{index}]", length, minimum=0, maximum=self.t, maximum_name="t")
+        return tuple(lengths)
+
+
+def _require_int(
+    argument: str,
+    value: object,
+    *,
+    minimum: int,
+    maximum: int | None = None,
+    maximum_name: str = "",
+) -> None:
+    if maximum is not None:
+        expected = f"an integer from {minimum} to {maximum_name}={maximum}"
+    else:
+        expected = "a positive integer" if minimum == 1 else f"an integer >= {minimum}"
+    # bool is a subclass of int, and `--b=True` is never what was meant.
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidArgumentError(argument, expected, repr(value))
+    if value < minimum or (maximum is not None and value > maximum):
+        raise InvalidArgumentError(argument, expected, value)
+
+
+def _require_dtype(dtype: object) -> None:
+    if isinstance(dtype, str) and dtype in DTYPES:
+        return
+    got = repr(dtype)
+    aliases = {"bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+    name = str(dtype).lower().removeprefix("torch.")
+    nearest = difflib.get_close_matches(aliases.get(name, name), DTYPES, n=1, cutoff=0.5)
+    if nearest:
+        got += f"; did you mean {nearest[0]!r}?"
+    raise InvalidArgumentError("dtype", " or ".join(repr(known) for known in DTYPES), got)
+
+
+def _require_scale(scale: object) -> None:
+    expected = "a positive finite number or None"
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise InvalidArgumentError("scale", expected, repr(scale))
+    if not math.isfinite(scale) or scale <= 0:
+        raise InvalidArgumentError("scale", expected, scale)

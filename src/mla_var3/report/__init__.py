@@ -1,0 +1,1 @@
+"""Reports: results turned into tables, plots and markdown."""

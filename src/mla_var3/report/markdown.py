@@ -1,0 +1,123 @@
+"""Markdown building blocks: tables, front matter and numbers with their units."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+MISSING = "-"
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A markdown table; columns in which every value is a number or missing align right.
+
+    Args:
+        headers: One title per column.
+        rows: Cells; None becomes "-".
+
+    Raises:
+        ValueError: A row has another number of cells than there are headers.
+    """
+    cells = [[_cell(value) for value in row] for row in rows]
+    for row in cells:
+        if len(row) != len(headers):
+            raise ValueError(f"row {row}: expected {len(headers)} cells, got {len(row)}")
+    columns = [[row[i] for row in cells] for i in range(len(headers))]
+    rules = ["---:" if column and all(map(_is_numeric, column)) else "---" for column in columns]
+    lines = [[_cell(header) for header in headers], rules, *cells]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def _cell(value: object) -> str:
+    text = MISSING if value is None else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _is_numeric(text: str) -> bool:
+    return text == MISSING or text[:1].isdigit() or (text[:1] in "+-" and text[1:2].isdigit())
+
+
+def front_matter(values: Mapping[str, Any]) -> str:
+    """A YAML block for the top of a report; agents and documentation tools read it.
+
+    Values are written as JSON, which is YAML, so that no string needs special care.
+    """
+    lines = [f"{key}: {json.dumps(value, default=str)}" for key, value in values.items()]
+    return "\n".join(["---", *lines, "---", ""])
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number with the given significant digits, without an exponent where it can be read."""
+    if value is None:
+        return MISSING
+    if not math.isfinite(value):
+        return str(value)
+    if value == 0:
+        return "0"
+    exponent = math.floor(math.log10(abs(value)))
+    if exponent < -4 or exponent > 8:
+        return f"{value:.{digits - 1}e}"
+    decimals = max(0, digits - 1 - exponent)
+    return f"{value:.{decimals}f}"
+
+
+def quantity(value: float | None, unit: str, digits: int = 3) -> str:
+    """A number with its unit."""
+    return MISSING if value is None else f"{number(value, digits)} {unit}"
+
+
+def microseconds(value: float | None) -> str:
+    """A time given in microseconds, in the unit that reads best."""
+    if value is None:
+        return MISSING
+    if not math.isfinite(value) or value < 1e4:
+        return quantity(value, "µs")
+    return quantity(value / 1e3, "ms") if value < 1e7 else quantity(value / 1e6, "s")
+
+
+def byte_count(value: float | None) -> str:
+    """A number of bytes in binary units."""
+    if value is None:
+        return MISSING
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return quantity(value, unit) if unit != "B" else f"{value:.0f} B"
+        value /= 1024
+    return quantity(value, "TiB")
+
+
+def flop_count(value: float | None) -> str:
+    """A number of floating-point operations."""
+    if value is None:
+        return MISSING
+    for unit in ("FLOP", "kFLOP", "MFLOP", "GFLOP"):
+        if abs(value) < 1000:
+            return quantity(value, unit)
+        value /= 1000
+    return quantity(value, "TFLOP")
+
+
+def write_atomic(path: Path, content: str) -> None:
+    """Write a text file so that a reader sees the old or the new content, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(content)
+        # mkstemp makes private files; a report is meant to be read by others too.
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON atomically; values that JSON has no form for become strings."""
+    write_atomic(path, json.dumps(value, indent=2, default=str) + "\n")

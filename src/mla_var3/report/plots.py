@@ -1,0 +1,291 @@
+"""Plots: crossovers between kernels, and generic lines and bars, as PNG and SVG."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+# Okabe and Ito's palette: told apart with every common form of colour blindness, and in grey.
+COLOURS = {
+    "flash_mla": "#0072B2",
+    "flash_mla_split_kv": "#56B4E9",
+    "mla_var6_plus": "#D55E00",
+    "flash_attention": "#009E73",
+}
+_MORE_COLOURS = ("#CC79A7", "#E69F00", "#000000", "#F0E442")
+_DASHED = ("flash_mla_split_kv",)
+FORMATS = ("png", "svg")
+_DPI = 150
+_TITLE_LENGTH = 36  # characters that fit above a small plot
+_STYLE = {
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.labelsize": 10,
+    "legend.fontsize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "grid.linewidth": 0.6,
+    "svg.fonttype": "none",
+    # Without a fixed salt two identical plots differ in their element ids.
+    "svg.hashsalt": "hyper-mla",
+}
+
+
+@dataclass(frozen=True)
+class Region:
+    """A stretch of the x axis, both ends included, in which one series is best."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One device's crossover plot.
+
+    Attributes:
+        title: device name.
+        subtitle: what the curves assume.
+        x: query lengths.
+        curves: kernel -> time in microseconds per query length.
+        regions: where which kernel is fastest, in ascending order.
+        points: measured times, (query length, microseconds) per kernel.
+    """
+
+    title: str
+    subtitle: str
+    x: Sequence[float]
+    curves: Mapping[str, Sequence[float]]
+    regions: Sequence[Region] = ()
+    points: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+
+
+def crossover_plot(
+    panels: Sequence[Panel], path: Path, heading: str, formats: Sequence[str] = FORMATS
+) -> list[Path]:
+    """Draw predicted time against query length, one small plot per device.
+
+    Args:
+        panels: the devices; they share the axes so that they can be compared.
+        path: file without suffix.
+        heading: what was predicted, for which sizes.
+        formats: file formats.
+
+    Returns:
+        The files written.
+    """
+    if not panels:
+        raise ValueError("panels: expected at least one, got none")
+    columns = 1 if len(panels) == 1 else 2 if len(panels) in (2, 4) else 3
+    rows = math.ceil(len(panels) / columns)
+    width, height = (7.6, 5.2) if columns == 1 else (4.3 * columns, 3.6 * rows + 1.2)
+    with _figure(width, height) as figure:
+        grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+        axes = list(grid.flat)
+        for axis, panel in zip(axes, panels, strict=False):
+            _draw_panel(axis, panel)
+        # The free places of the grid hold the legend, so that it never covers a curve.
+        spare = axes[len(panels) :]
+        for axis in spare:
+            axis.set_axis_off()
+        for index in range(len(panels)):
+            last_row = index + columns >= len(panels)
+            if last_row:
+                axes[index].set_xlabel("query tokens per request, s")
+                axes[index].tick_params(labelbottom=True)
+            if index % columns == 0:
+                axes[index].set_ylabel("predicted time, µs")
+        handles, labels = _legend_entries(axes[: len(panels)])
+        if spare:
+            spare[0].legend(handles, labels, loc="center left", frameon=False, borderaxespad=0)
+        else:
+            figure.legend(
+                handles,
+                labels,
+                loc="outside lower center",
+                ncols=3 if columns < 3 else 5,
+                frameon=False,
+            )
+        figure.suptitle(heading, fontsize=12, fontweight="bold")
+        return _save(figure, path, formats)
+
+
+def _draw_panel(axis: Any, panel: Panel) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    low, high = min(panel.x), max(panel.x)
+    boundaries = [region.start for region in panel.regions[1:]]
+    for i, region in enumerate(panel.regions):
+        start = low if i == 0 else boundaries[i - 1]
+        end = high if i == len(panel.regions) - 1 else boundaries[i]
+        axis.axvspan(start, end, color=colour(region.name), alpha=0.10, linewidth=0)
+        if i:
+            axis.axvline(start, color="#666666", linewidth=0.9, linestyle=":")
+            axis.annotate(
+                f"s = {start:g}",
+                (start, 0.03),
+                xycoords=("data", "axes fraction"),
+                xytext=(3, 0),
+                textcoords="offset points",
+                fontsize=8,
+                color="#333333",
+            )
+    for name, times in panel.curves.items():
+        axis.plot(
+            panel.x,
+            times,
+            label=name,
+            color=colour(name),
+            linestyle="--" if name in _DASHED else "-",
+            linewidth=1.4 if name in _DASHED else 2.0,
+        )
+    for name, measured in panel.points.items():
+        axis.plot(*zip(*measured, strict=True), "o", color=colour(name), label=f"{name}, measured")
+    axis.set_xlim(low, high)
+    ticks = [x for x in panel.x if math.log2(x).is_integer()]
+    axis.set_xticks(ticks, [f"{x:g}" for x in ticks])
+    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+    axis.minorticks_off()
+    axis.set_title(
+        shorten(panel.title, _TITLE_LENGTH, placeholder=" …"),
+        loc="left",
+        fontweight="bold",
+        pad=18 if panel.subtitle else 6,
+    )
+    if panel.subtitle:
+        axis.text(0, 1.02, panel.subtitle, transform=axis.transAxes, fontsize=8, color="#444444")
+
+
+def _legend_entries(axes: Sequence[Any]) -> tuple[list[Any], list[str]]:
+    from matplotlib.patches import Patch
+
+    entries: dict[str, Any] = {}
+    for axis in axes:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            entries.setdefault(label, handle)
+    entries["shaded: fastest, end to end"] = Patch(color="#888888", alpha=0.25)
+    return list(entries.values()), list(entries)
+
+
+def line_plot(
+    series: Mapping[str, Sequence[tuple[float, float]]],
+    path: Path,
+    *,
+    title: str,
+    x_label: str,
+    y_label: str,
+    log_x: bool = False,
+    log_y: bool = False,
+    formats: Sequence[str] = FORMATS,
+) -> list[Path]:
+    """Draw named series of (x, y) points; labels carry the units."""
+    with _figure(7.6, 4.8) as figure:
+        axis = figure.subplots()
+        for name, points in series.items():
+            xs, ys = zip(*points, strict=True)
+            axis.plot(
+                xs,
+                ys,
+                marker="o",
+                markersize=4,
+                linewidth=1.8,
+                label=name,
+                color=colour(name, list(series)),
+            )
+        if log_x:
+            axis.set_xscale("log", base=2)
+        if log_y:
+            axis.set_yscale("log")
+        axis.set(xlabel=x_label, ylabel=y_label)
+        axis.set_title(title, loc="left", fontweight="bold")
+        axis.legend(frameon=False)
+        return _save(figure, path, formats)
+
+
+def bar_plot(
+    groups: Mapping[str, Mapping[str, float]],
+    path: Path,
+    *,
+    title: str,
+    y_label: str,
+    formats: Sequence[str] = FORMATS,
+) -> list[Path]:
+    """Draw grouped bars with their values on top.
+
+    Args:
+        groups: name below the group -> series -> value; a series may be missing in a group.
+        path: file without suffix.
+        title: heading.
+        y_label: what the bars measure, with unit.
+        formats: file formats.
+    """
+    names = list(dict.fromkeys(name for group in groups.values() for name in group))
+    width = 0.8 / max(1, len(names))
+    with _figure(max(6.0, 1.6 * len(groups) + 2.0), 4.6) as figure:
+        axis = figure.subplots()
+        for position, name in enumerate(names):
+            places = [i for i, group in enumerate(groups.values()) if name in group]
+            values = [group[name] for group in groups.values() if name in group]
+            offset = (position - (len(names) - 1) / 2) * width
+            bars = axis.bar(
+                [place + offset for place in places],
+                values,
+                width * 0.92,
+                label=name,
+                color=colour(name, names),
+            )
+            axis.bar_label(bars, fmt="%.3g", fontsize=8, padding=2)
+        axis.set_xticks(range(len(groups)), list(groups))
+        axis.grid(visible=False, axis="x")
+        axis.set_ylabel(y_label)
+        axis.margins(y=0.12)
+        axis.set_title(title, loc="left", fontweight="bold")
+        axis.legend(frameon=False)
+        return _save(figure, path, formats)
+
+
+def colour(name: str, others: Sequence[str] = ()) -> str:
+    """The colour of a kernel, the same in every plot; a version has that of its design."""
+    if name in COLOURS:
+        return COLOURS[name]
+    design = max((known for known in COLOURS if name.startswith(known)), key=len, default=None)
+    if design is not None and design not in others:
+        return COLOURS[design]
+    unknown = [other for other in others if other not in COLOURS]
+    index = unknown.index(name) if name in unknown else 0
+    return _MORE_COLOURS[index % len(_MORE_COLOURS)]
+
+
+@contextmanager
+def _figure(width: float, height: float) -> Iterator[Any]:
+    """A figure in our style; made without pyplot, which would keep it and pick a window system."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(_STYLE):
+        yield Figure(figsize=(width, height), layout="constrained")
+
+
+def _save(figure: Any, path: Path, formats: Sequence[str]) -> list[Path]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = []
+    for suffix in formats:
+        file = path.with_name(f"{path.name}.{suffix}")
+        temporary = path.with_name(f".{path.name}.{suffix}")
+        # A date in the file would make two runs over the same figures differ.
+        metadata = {"Date": None} if suffix == "svg" else {}
+        figure.savefig(temporary, format=suffix, dpi=_DPI, metadata=metadata)
+        temporary.replace(file)
+        written.append(file)
+    return written

@@ -1,0 +1,354 @@
+"""Compile reports: what a kernel became, read from its machine code, without a GPU.
+
+Works on cubins, whatever language made them. The resource figures come from cuobjdump, the
+instruction mix from nvdisasm.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import math
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from mla_var3.errors import MissingToolError
+from mla_var3.runtime.environment import find_tool
+from mla_var3.runtime.files import write_atomic
+from mla_var3.runtime.stage import CompiledKernel, KernelStage
+
+if TYPE_CHECKING:
+    from mla_var3.conf.devices import DeviceSpec
+
+log = logging.getLogger(__name__)
+
+_TOOL_TIMEOUT_S = 120
+
+_MMA = re.compile(r"[A-Z]G?MMA|UTC\w*MMA")
+"""Opcodes of all tensor-core generations: HMMA, HGMMA, QGMMA, UTCHMMA, ..."""
+
+_EXPECTED_MMA = {
+    8: ("HMMA", re.compile(r"[A-Z]MMA")),
+    9: ("HGMMA", re.compile(r"[A-Z]GMMA")),
+    10: ("UTCHMMA", re.compile(r"UTC\w*MMA")),
+    11: ("UTCHMMA", re.compile(r"UTC\w*MMA")),
+    12: ("HMMA", re.compile(r"[A-Z]MMA")),
+}
+"""Major compute capability -> the instructions that reach its full matrix rate. Hopper still runs
+HMMA, at a fraction of the rate of HGMMA: that is what a kernel falls back to when its tiles do not
+fit."""
+
+_REPORTED = (
+    *("UTMALDG", "UTMASTG", "UTMAREDG", "UBLKCP", "LDGSTS", "LDG", "STG", "LDSM", "STSM"),
+    *("LDS", "STS", "LDL", "STL", "LDTM", "STTM", "MUFU", "FMUL", "FFMA", "FADD", "SHFL"),
+    *("ATOM", "ATOMG", "RED", "BAR", "SYNCS", "WARPGROUP", "USETMAXREG"),
+)
+"""Opcodes that say how a kernel moves data and waits; matrix instructions are always reported."""
+
+_INSTRUCTION = re.compile(
+    r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)((?:\.\w+)*)\s*([^;]*);"
+)
+_RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)")
+_THREADS = re.compile(r"EIATTR_REQNTID\s+Format:\s*\S+\s+Value:\s*([0-9a-fx ]+)")
+_CLUSTER = re.compile(r"EIATTR_CTA_PER_CLUSTER\s+Format:\s*\S+\s+Value:\s*([0-9a-fx ]+)")
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """What one kernel became for one target.
+
+    Attributes:
+        kernel: kernel name.
+        target: GPU code.
+        tiling: the tiling it was compiled with.
+        registers: registers per thread at launch.
+        stack_bytes: stack per thread; above zero means spills.
+        shared_bytes: shared memory per block.
+        threads: threads per block.
+        cluster: blocks per cluster.
+        instructions: how many instructions of each notable opcode the code holds.
+        total_instructions: all instructions.
+        mma_shapes: the matrix instructions with their shape and types.
+        consumer_registers: registers per thread that the computing warps raise themselves to, None
+            when they keep the launch value.
+        cubin_bytes: size of the machine code file.
+        seconds: wall time of the compilation.
+        expects_tensor_core: whether the kernel ought to use the tensor cores; None to judge by
+            whether it uses any.
+        error: why it did not compile; then the figures are None or empty.
+    """
+
+    kernel: str
+    target: str
+    tiling: dict[str, Any]
+    registers: int | None = None
+    stack_bytes: int | None = None
+    shared_bytes: int | None = None
+    threads: int | None = None
+    cluster: int | None = None
+    instructions: dict[str, int] = field(default_factory=dict)
+    total_instructions: int | None = None
+    mma_shapes: dict[str, int] = field(default_factory=dict)
+    consumer_registers: int | None = None
+    cubin_bytes: int | None = None
+    seconds: float | None = None
+    expects_tensor_core: bool | None = None
+    error: str | None = None
+
+    @property
+    def spills(self) -> bool:
+        """Whether registers go to local memory."""
+        local = self.instructions.get("LDL", 0) + self.instructions.get("STL", 0)
+        return bool(self.stack_bytes) or local > 0
+
+    @property
+    def mma(self) -> dict[str, int]:
+        """The matrix instructions by opcode."""
+        return {name: n for name, n in self.instructions.items() if _MMA.fullmatch(name)}
+
+    @property
+    def tensor_core(self) -> str | None:
+        """The matrix opcode that the kernel uses most, one of the target's own if any; or None."""
+        own = {name: n for name, n in self.mma.items() if _is_expected(self.target, name)}
+        used = own or self.mma
+        return max(used, key=lambda name: used[name]) if used else None
+
+    @property
+    def uses_tma(self) -> bool:
+        """Whether the bulk copy engine loads or stores tiles."""
+        return any(self.instructions.get(name) for name in ("UTMALDG", "UTMASTG", "UTMAREDG"))
+
+    @property
+    def misses_tensor_core(self) -> bool:
+        """Whether the kernel computes matrix products, but not at the target's full rate."""
+        if self.error or self.expects_tensor_core is False:
+            return False
+        if any(_is_expected(self.target, name) for name in self.mma):
+            return False
+        return bool(self.mma) or self.expects_tensor_core is True
+
+    @property
+    def verdict(self) -> str:
+        """The report in a few words."""
+        if self.error:
+            return f"does not compile: {self.error}"
+        problems = []
+        if self.spills:
+            local = f"{self.instructions.get('STL', 0)} STL, {self.instructions.get('LDL', 0)} LDL"
+            problems.append(f"spills ({self.stack_bytes} B of stack, {local})")
+        if self.misses_tensor_core:
+            wanted = _expected(self.target)[0]
+            problems.append(
+                f"misses the tensor-core path ({self.tensor_core or 'no mma'}, not {wanted})"
+            )
+        if problems:
+            return ", ".join(problems)
+        return "ok, " + ", ".join(
+            text
+            for text in (
+                " + ".join(f"{n} {name}" for name, n in self.mma.items()) or "no mma",
+                "TMA" if self.uses_tma else "no TMA",
+                "no spills",
+            )
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields and what follows from them, JSON-ready."""
+        return {
+            **dataclasses.asdict(self),
+            "spills": self.spills,
+            "tensor_core": self.tensor_core,
+            "uses_tma": self.uses_tma,
+            "misses_tensor_core": self.misses_tensor_core,
+            "verdict": self.verdict,
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Rebuild a report from `to_dict`."""
+        names = {f.name for f in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in names})
+
+
+@dataclass(frozen=True)
+class Disassembly:
+    """What the CUDA tools print about a cubin."""
+
+    resources: str
+    elf: str
+    sass: str
+
+
+def compile_report(
+    kernel: KernelStage,
+    target: str,
+    tiling: Any = None,
+    artifacts_dir: Path | None = None,
+    *,
+    expects_tensor_core: bool | None = None,
+) -> CompileReport:
+    """Compile a kernel for a target and look at the result.
+
+    Args:
+        kernel: the kernel with its arguments; meta tensors are enough.
+        target: GPU code, for example "sm_90".
+        tiling: tiling to compile with; the active one by default.
+        artifacts_dir: folder for the cubin, its disassembly and what the compiler left behind.
+        expects_tensor_core: whether the kernel ought to use the tensor cores; None to judge by
+            whether it does any matrix product.
+
+    Returns:
+        The report; a kernel that does not compile has one with `error` set.
+
+    Raises:
+        MissingToolError: cuobjdump or nvdisasm is missing or cannot read this cubin.
+    """
+    chosen = kernel.tiling if tiling is None else tiling
+    report = CompileReport(
+        kernel.name, target, chosen.to_dict(), expects_tensor_core=expects_tensor_core
+    )
+    tools = [_tool(name) for name in ("cuobjdump", "nvdisasm")]
+    try:
+        compiled = kernel.compile(target, tiling)
+    except MissingToolError:
+        raise
+    except Exception as error:  # a compiler may fail in any way, and each is a result
+        log.debug("%s for %s does not compile", kernel.name, target, exc_info=True)
+        return dataclasses.replace(report, error=str(error) or type(error).__name__)
+    printed = _disassemble(compiled.cubin, *tools)
+    if artifacts_dir is not None:
+        _write_artifacts(artifacts_dir, kernel.name, compiled, printed)
+    return dataclasses.replace(
+        report,
+        **parse_disassembly(printed),
+        cubin_bytes=len(compiled.cubin),
+        seconds=round(compiled.seconds, 3),
+    )
+
+
+def fits_shared_memory(report: CompileReport, spec: DeviceSpec) -> bool:
+    """Whether a block of the compiled kernel fits the device's shared memory."""
+    return (
+        report.shared_bytes is not None
+        and report.shared_bytes <= spec.shared_memory_per_block_bytes
+    )
+
+
+def disassemble(cubin: bytes) -> Disassembly:
+    """What cuobjdump and nvdisasm print about a cubin.
+
+    Raises:
+        MissingToolError: one of them is missing or cannot read this cubin.
+    """
+    return _disassemble(cubin, _tool("cuobjdump"), _tool("nvdisasm"))
+
+
+def parse_disassembly(printed: Disassembly) -> dict[str, Any]:
+    """The figures in what the tools printed, by field name of `CompileReport`."""
+    counts: collections.Counter[str] = collections.Counter()
+    shapes: collections.Counter[str] = collections.Counter()
+    raised = []
+    for line in printed.sass.splitlines():
+        match = _INSTRUCTION.match(line)
+        if match is None:
+            continue
+        opcode, modifiers, operands = match.groups()
+        counts[opcode] += 1
+        if _MMA.fullmatch(opcode):
+            shapes[opcode + modifiers] += 1
+        elif opcode == "USETMAXREG" and ".TRY_ALLOC" in modifiers:
+            raised.append(int(operands.split(",")[-1].strip(), 16))
+    matrix = sorted(name for name in counts if _MMA.fullmatch(name))
+    # A cubin may hold several functions; the most demanding one decides.
+    resources = [tuple(map(int, found)) for found in _RESOURCES.findall(printed.resources)]
+    registers, stack, shared = (max(column) for column in zip(*resources, strict=True))
+    return {
+        "registers": registers,
+        "stack_bytes": stack,
+        "shared_bytes": shared,
+        "threads": _product(_THREADS, printed.elf),
+        "cluster": _product(_CLUSTER, printed.elf) or 1,
+        "instructions": {name: counts[name] for name in (*matrix, *_REPORTED) if counts[name]},
+        "total_instructions": counts.total(),
+        "mma_shapes": dict(sorted(shapes.items())),
+        "consumer_registers": max(raised, default=None),
+    }
+
+
+def _product(pattern: re.Pattern[str], text: str) -> int | None:
+    match = pattern.search(text)
+    return math.prod(int(word, 16) for word in match[1].split()) if match else None
+
+
+def _expected(target: str) -> tuple[str, re.Pattern[str]]:
+    number = re.search(r"\d+", target)
+    major = int(number[0]) // 10 if number else 0
+    return _EXPECTED_MMA.get(major, ("an mma instruction", _MMA))
+
+
+def _is_expected(target: str, opcode: str) -> bool:
+    return _expected(target)[1].fullmatch(opcode) is not None
+
+
+def _tool(name: str) -> Path:
+    found = find_tool(name)
+    if found is None:
+        raise MissingToolError(
+            f"{name}: expected the program in NVIDIA's wheels, on PATH, in $CUDA_HOME/bin or in "
+            f'/usr/local/cuda/bin, got none; install it with pip install "hyper-mla[cutile]"'
+        )
+    return found
+
+
+def _disassemble(cubin: bytes, cuobjdump: Path, nvdisasm: Path) -> Disassembly:
+    with tempfile.TemporaryDirectory(prefix="hyper-mla-") as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        resources = _run(cuobjdump, "--dump-resource-usage", path)
+        if not _RESOURCES.search(resources):
+            raise MissingToolError(
+                f"{cuobjdump}: expected a resource table, got {resources!r:.200}"
+            )
+        return Disassembly(
+            resources=resources,
+            elf=_run(cuobjdump, "--dump-elf", path),
+            sass=_run(nvdisasm, "--print-code", path),
+        )
+
+
+def _run(tool: Path, *arguments: str | Path) -> str:
+    """Run a tool on a cubin that the compiler just made: if it fails, the tool is the problem."""
+    try:
+        done = subprocess.run(
+            [str(tool), *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TOOL_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise MissingToolError(f"{tool}: expected a program that runs, got {error}") from error
+    if done.returncode != 0:
+        message = " ".join((done.stderr or done.stdout).split())
+        raise MissingToolError(
+            f"{tool}: expected a release that can read this cubin, got exit code "
+            f"{done.returncode}: {message:.200}"
+        )
+    return done.stdout
+
+
+def _write_artifacts(
+    folder: Path, kernel: str, compiled: CompiledKernel, printed: Disassembly
+) -> None:
+    prefix = f"{kernel}.{compiled.target}"
+    write_atomic(folder / f"{prefix}.cubin", compiled.cubin)
+    write_atomic(folder / f"{prefix}.sass", printed.sass)
+    write_atomic(folder / f"{prefix}.resources.txt", printed.resources)
+    for name, content in compiled.artifacts.items():
+        write_atomic(folder / f"{prefix}.{name.removeprefix(f'{kernel}.')}", content)

@@ -1,0 +1,229 @@
+"""The cuTile runtime: launch a `@ct.kernel` on a GPU or on the CPU, compile it for any target.
+
+This module and the interpreter are the only host code that knows cuTile.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import cuda.tile as ct
+import torch
+from cuda.tile.compilation import (
+    ArrayConstraint,
+    CallingConvention,
+    KernelSignature,
+    ScalarConstraint,
+    export_kernel,
+)
+
+from mla_var3.errors import InvalidArgumentError, KernelCompileError
+from mla_var3.runtime.stage import CompiledKernel, KernelStage
+from mla_var3.runtime.tiling import require_valid
+
+LANGUAGE = "cutile-dsl"
+
+_DTYPES = {
+    torch.bfloat16: ct.bfloat16,
+    torch.float16: ct.float16,
+    torch.float32: ct.float32,
+    torch.int32: ct.int32,
+    torch.int64: ct.int64,
+}
+_TMA_ALIGNMENT = 16
+_SHAPE_DIVISOR = 16
+
+Grid = tuple[int, ...]
+
+
+@dataclass
+class CtKernel(KernelStage):
+    """A cuTile kernel with its grid and arguments.
+
+    Attributes:
+        grid_fn: tiling -> launch grid.
+        args_fn: tiling -> kernel arguments in order (tensors, numbers, constants).
+    """
+
+    grid_fn: Callable[[Any], Grid] = field(kw_only=True)
+    args_fn: Callable[[Any], Sequence[Any]] = field(kw_only=True)
+    _prepared: tuple[Any, tuple[Any, Grid, tuple[Any, ...]]] | None = field(
+        default=None, repr=False, kw_only=True
+    )
+
+    language = LANGUAGE
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel_fn._pyfunc.__name__)
+
+    def _prepare(self) -> tuple[Any, Grid, tuple[Any, ...]]:
+        """Kernel with hints, grid and arguments; kept while the tiling stays the same.
+
+        Building them costs more host time than the launch itself, and a kernel with other hints is
+        another object with a compile cache of its own.
+        """
+        if self._prepared is None or self._prepared[0] != self.tiling:
+            require_valid(self.tiling, self.plan)
+            kernel = self.kernel_fn.replace_hints(**self.tiling.hints())
+            launchable = (kernel, self.grid_fn(self.tiling), tuple(self.args_fn(self.tiling)))
+            self._prepared = (_frozen_copy(self.tiling), launchable)
+        return self._prepared[1]
+
+    def launch(self) -> None:
+        device_type = self.device_type
+        if device_type == "cuda":
+            self._launch_cuda()
+        else:
+            super().launch()
+
+    def _launch_cuda(self) -> None:
+        kernel, grid, args = self._prepare()
+        ct.launch(torch.cuda.current_stream(), grid, kernel, args)
+
+    def _launch_cpu(self) -> None:
+        from mla_var3.runtime import interpreter
+
+        kernel, grid, args = self._prepare()
+        interpreter.launch(grid, kernel, args)
+
+    def compile(self, target: str, tiling: Any = None) -> CompiledKernel:
+        tiling = self.tiling if tiling is None else tiling
+        require_valid(tiling, self.plan)
+        kernel = self.kernel_fn.replace_hints(**tiling.hints())
+        args = tuple(self.args_fn(tiling))
+        start = time.perf_counter()
+        try:
+            with _quiet_compiler():
+                signature = signature_of(kernel, args)
+                cubin = _export(kernel, signature, target, "cubin")
+                bytecode = _export(kernel, signature, target, "tileir_bytecode")
+        except Exception as error:
+            raise KernelCompileError(f"{self.name} for {target}: {_first_lines(error)}") from error
+        return CompiledKernel(
+            target=target,
+            cubin=cubin,
+            seconds=time.perf_counter() - start,
+            artifacts={f"{self.name}.tileirbc": bytecode},
+        )
+
+    def source_files(self) -> list[Path]:
+        return kernel_source_files(self.kernel_fn._pyfunc)
+
+
+def signature_of(kernel: Any, args: Sequence[Any]) -> KernelSignature:
+    """The compile-time signature of a launch, also for meta and CPU tensors.
+
+    For CUDA tensors this is what the just-in-time compiler itself derives. Elsewhere the same rules
+    are applied to shapes and strides, because cuTile's own function needs a driver.
+    """
+    convention = CallingConvention.cutile_python_v2()
+    if all(a.is_cuda for a in args if isinstance(a, torch.Tensor)):
+        return KernelSignature.from_kernel_args(kernel, tuple(args), convention)
+    annotations = kernel._annotated_function.parameter_annotations
+    if len(annotations) != len(args):
+        raise InvalidArgumentError("args_fn", f"{len(annotations)} kernel arguments", len(args))
+    parameters = [
+        arg if annotation.constant else _constraint(arg)
+        for arg, annotation in zip(args, annotations, strict=True)
+    ]
+    signature = KernelSignature(parameters, convention)
+    return signature.with_mangled_symbol(kernel._pyfunc.__name__)
+
+
+def _constraint(arg: Any) -> Any:
+    if isinstance(arg, torch.Tensor):
+        return _array_constraint(arg)
+    if isinstance(arg, bool):
+        return ScalarConstraint(ct.bool_)
+    if isinstance(arg, int):
+        return ScalarConstraint(ct.int32)
+    if isinstance(arg, float):
+        return ScalarConstraint(ct.float32)
+    raise InvalidArgumentError("args_fn", "tensors, ints, floats or constants", type(arg).__name__)
+
+
+def _array_constraint(tensor: torch.Tensor) -> ArrayConstraint:
+    strides = tensor.stride()
+    per_16_bytes = max(1, _TMA_ALIGNMENT // tensor.element_size())
+    return ArrayConstraint(
+        _DTYPES[tensor.dtype],
+        tensor.ndim,
+        index_dtype=ct.int32,
+        stride_lower_bound_incl=0,
+        alias_groups=(),
+        may_alias_internally=False,
+        stride_constant=tuple(1 if stride == 1 else None for stride in strides),
+        stride_divisible_by=tuple(
+            per_16_bytes if stride != 1 and stride % per_16_bytes == 0 else 1 for stride in strides
+        ),
+        shape_divisible_by=tuple(
+            _SHAPE_DIVISOR if size % _SHAPE_DIVISOR == 0 else 1 for size in tensor.shape
+        ),
+        base_addr_divisible_by=_TMA_ALIGNMENT,
+    )
+
+
+def _export(kernel: Any, signature: KernelSignature, target: str, output_format: str) -> bytes:
+    buffer = io.BytesIO()
+    export_kernel(kernel, [signature], buffer, gpu_code=target, output_format=output_format)
+    return buffer.getvalue()
+
+
+def _frozen_copy(tiling: Any) -> Any:
+    return type(tiling)(**tiling.to_dict())
+
+
+def _first_lines(error: BaseException, count: int = 3) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: " + " ".join(lines[:count])
+
+
+@contextmanager
+def _quiet_compiler() -> Iterator[None]:
+    """Keep the compiler's own diagnostics off the screen; a failure arrives as an exception.
+
+    tileiras inherits file descriptor 2, so Python-level redirection would not reach it.
+    """
+    sys.stderr.flush()
+    saved = os.dup(2)
+    try:
+        with tempfile.TemporaryFile() as sink:
+            os.dup2(sink.fileno(), 2)
+            try:
+                yield
+            finally:
+                sys.stderr.flush()
+                os.dup2(saved, 2)
+    finally:
+        os.close(saved)
+
+
+def kernel_source_files(function: Callable[..., Any]) -> list[Path]:
+    """The files of the kernel function and of every HyperMLA helper that its module imports.
+
+    Device helpers are inlined into the kernel, so a change there is a change of the kernel.
+    """
+    found: dict[Path, None] = {}
+    pending = [inspect.getmodule(function)]
+    while pending:
+        module = pending.pop()
+        path = getattr(module, "__file__", None)
+        if module is None or path is None or Path(path) in found:
+            continue
+        found[Path(path)] = None
+        for value in vars(module).values():
+            owner = inspect.getmodule(value) if inspect.isfunction(value) else None
+            if owner is not None and owner.__name__.startswith("mla_var3.kernel."):
+                pending.append(owner)
+    return sorted(found)

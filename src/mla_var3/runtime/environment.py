@@ -1,0 +1,236 @@
+"""What a result was made with: versions, GPU, driver, commit, command.
+
+Nothing here raises for a thing that is missing; it is recorded as None.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import mla_var3
+
+log = logging.getLogger(__name__)
+
+_TOOL_TIMEOUT_S = 20
+_SOURCE_ROOT = Path(__file__).resolve().parents[3]
+"""Top of the checkout, when the package runs from one (`src` layout)."""
+
+_TOOLKITS = {
+    "cutile-dsl": ("cuda-tile", "tileiras", "ptxas"),
+    "cute-dsl": ("cutlass-dsl",),
+}
+"""What decides the machine code of a kernel, per language."""
+
+_DISTRIBUTIONS = {
+    "cuda-tile": "cuda-tile",
+    "tileiras": "nvidia-cuda-tileiras",
+    "ptxas": "nvidia-cuda-nvcc",
+    "cutlass-dsl": "nvidia-cutlass-dsl",
+    "torch": "torch",
+}
+
+_SMI_FIELDS = {
+    "driver_version": "driver",
+    "clocks.current.sm": "sm_clock_mhz",
+    "clocks.max.sm": "max_sm_clock_mhz",
+    "clocks.current.memory": "memory_clock_mhz",
+    "power.limit": "power_limit_w",
+    "power.max_limit": "max_power_limit_w",
+    "clocks_event_reasons.applications_clocks_setting": "clocks_limited_by_setting",
+}
+"""nvidia-smi field -> name in the record."""
+
+
+def environment() -> dict[str, Any]:
+    """The circumstances of a run, JSON-ready: what is not there is None.
+
+    Versions, GPU properties and the commit are read once per process, the date and the clocks at
+    every call.
+    """
+    gpu = copy.deepcopy(_gpu())
+    if gpu is not None:
+        gpu.update(_smi(gpu["uuid"]))
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.orig_argv),
+        "versions": {
+            "hyper-mla": mla_var3.__version__,
+            "python": platform.python_version(),
+            "torch": _version("torch"),
+            **toolkit_versions(),
+        },
+        "cuda_runtime": _torch_cuda_version(),
+        "platform": platform.platform(),
+        "arch": platform.machine(),
+        "git": copy.deepcopy(_git()),
+        "gpu": gpu,
+    }
+
+
+def toolkit_versions(language: str | None = None) -> dict[str, str | None]:
+    """Versions of what turns a kernel into machine code, for cache keys.
+
+    Args:
+        language: language key, such as "cutile-dsl"; None for the tools of all languages.
+    """
+    names = _TOOLKITS.values() if language is None else (_TOOLKITS.get(language, ()),)
+    return {name: _version(name) for group in names for name in group}
+
+
+def find_tool(name: str) -> Path | None:
+    """A program of the CUDA toolkit, or None.
+
+    The wheels come first because they are what the kernel language itself runs; a toolkit that
+    happens to lie on PATH may be of another release.
+    """
+    folders = [*_wheel_bin_folders()]
+    on_path = shutil.which(name)
+    if on_path:
+        folders.append(Path(on_path).parent)
+    folders += [
+        Path(root, "bin") for root in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if root
+    ]
+    for folder in folders:
+        if os.access(folder / name, os.X_OK) and (folder / name).is_file():
+            return folder / name
+    return None
+
+
+def _wheel_bin_folders() -> list[Path]:
+    """The `bin` folders of NVIDIA's wheels: `nvidia/cu13/bin` in every place on the import path."""
+    try:
+        spec = importlib.util.find_spec("nvidia")
+    except (ImportError, ValueError):  # ValueError: something put a bare module of that name there
+        return []
+    places = (spec.submodule_search_locations or []) if spec else []
+    return [folder for place in places for folder in sorted(Path(place).glob("cu[0-9]*/bin"))[::-1]]
+
+
+def run_tool(*command: str | Path) -> str | None:
+    """The standard output of a read-only query, None when it cannot run or fails."""
+    try:
+        done = subprocess.run(
+            [str(part) for part in command],
+            capture_output=True,
+            text=True,
+            timeout=_TOOL_TIMEOUT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        log.debug("%s: %s", command[0], error)
+        return None
+    return done.stdout
+
+
+@functools.cache
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(_DISTRIBUTIONS[name])
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    if name not in ("tileiras", "ptxas"):
+        return None
+    tool = find_tool(name)
+    output = run_tool(tool, "--version") if tool else None
+    match = re.search(r"\bV(\d+(?:\.\d+)+)", output or "")
+    return match[1] if match else None
+
+
+@functools.cache
+def _git() -> dict[str, Any] | None:
+    """Commit of the checkout this package runs from; None for an installed package.
+
+    The top of the repository is compared, because site-packages may lie inside somebody else's
+    checkout.
+    """
+    git = ("git", "--no-optional-locks", "-C", _SOURCE_ROOT)
+    top = run_tool(*git, "rev-parse", "--show-toplevel")
+    if top is None or Path(top.strip()).resolve() != _SOURCE_ROOT:
+        return None
+    commit = run_tool(*git, "rev-parse", "--verify", "HEAD")
+    status = run_tool(*git, "status", "--porcelain")
+    return {
+        "commit": commit.strip() if commit else None,
+        "dirty": None if status is None else bool(status.strip()),
+    }
+
+
+def _torch() -> Any:
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a library that torch links is missing
+        log.debug("torch: %s", error)
+        return None
+    return torch
+
+
+@functools.cache
+def _torch_cuda_version() -> str | None:
+    torch = _torch()
+    return None if torch is None else torch.version.cuda
+
+
+@functools.cache
+def _gpu() -> dict[str, Any] | None:
+    """What does not change about the current GPU."""
+    torch = _torch()
+    if torch is None or not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "name": properties.name,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "sm_count": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "l2_bytes": getattr(properties, "L2_cache_size", None),
+        "uuid": str(properties.uuid) if hasattr(properties, "uuid") else None,
+    }
+
+
+def _smi(uuid: str | None) -> dict[str, Any]:
+    """Driver, clocks and power limit as nvidia-smi reports them now."""
+    answers = _smi_query(uuid, list(_SMI_FIELDS))
+    if answers is None:
+        # One field that this driver does not know makes the whole query fail.
+        single = {field: _smi_query(uuid, [field]) for field in _SMI_FIELDS}
+        answers = [(value or [None])[0] for value in single.values()]
+    return {
+        name: _smi_value(name, answer)
+        for name, answer in zip(_SMI_FIELDS.values(), answers, strict=True)
+    }
+
+
+def _smi_query(uuid: str | None, fields: list[str]) -> list[str | None] | None:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return [None] * len(fields)
+    which = [f"--id={uuid if uuid.startswith('GPU-') else f'GPU-{uuid}'}"] if uuid else []
+    query = [f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    output = run_tool(tool, *which, *query)
+    lines = (output or "").strip().splitlines()
+    values = [part.strip() for part in lines[0].split(",")] if lines else []
+    return list(values) if len(values) == len(fields) else None
+
+
+def _smi_value(name: str, text: str | None) -> Any:
+    """A number, a truth value, a text, or None for what the driver does not say."""
+    if text is None or text.startswith(("[", "N/A")):
+        return None
+    if text in ("Active", "Not Active"):
+        return text == "Active"
+    # A driver version may look like a number and is none.
+    return float(text) if name != "driver" and re.fullmatch(r"-?\d+(\.\d+)?", text) else text

@@ -1,0 +1,304 @@
+"""Tile-shaped access to arrays: load, store, slices and tiled views.
+
+A load always copies: a later store of the kernel must not change a tile that was loaded before.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from mla_var3.errors import InterpreterError
+from mla_var3.runtime.interpreter.cutile_api import (
+    ATOMIC_SPECS,
+    PaddingMode,
+    TileLoad,
+    TileStore,
+    TileTypeError,
+    check_load_store_hints,
+    ct,
+    validate_memory_order_and_scope,
+)
+from mla_var3.runtime.interpreter.dtypes import padding
+from mla_var3.runtime.interpreter.indexed import READ_MODIFY_WRITE, cast_update
+from mla_var3.runtime.interpreter.operands import (
+    as_array,
+    as_tile,
+    axes_of,
+    axis_of,
+    broadcast,
+    implicit,
+    index_tuple,
+    index_value,
+    static_ints,
+    tile_shape,
+)
+from mla_var3.runtime.interpreter.registry import implement, implements
+from mla_var3.runtime.interpreter.values import Array, RawMemory, Tile, TiledView
+
+_UNDETERMINED = ct.PaddingMode.UNDETERMINED
+_WEAK = ct.MemoryOrder.WEAK
+_NO_SCOPE = ct.MemoryScope.NONE
+
+
+class Window(NamedTuple):
+    """Where a tile meets its array.
+
+    Attributes:
+        memory: The part of the array that the tile covers, as a view.
+        inside: The part of the tile that lies inside the array, as slices; None for all of it.
+    """
+
+    memory: torch.Tensor
+    inside: tuple[slice, ...] | None
+
+
+def window(
+    tensor: torch.Tensor, name: str, start: tuple[int, ...], shape: tuple[int, ...], checked: bool
+) -> Window:
+    """Cuts the tile of `shape` at element `start` out of an array.
+
+    Args:
+        tensor: The array, axes in tile order.
+        name: Name of the array, for error messages.
+        start: Element position of the tile's origin.
+        shape: Shape of the tile, one size per axis of the array.
+        checked: False if the kernel promised that the tile lies inside the array.
+
+    Raises:
+        InterpreterError: If the tile lies wholly outside, or breaks the promise.
+    """
+    strides = tensor.stride()
+    offset = tensor.storage_offset()
+    whole = True
+    sizes = []
+    inside = []
+    for axis, (first, size, extent) in enumerate(zip(start, shape, tensor.shape, strict=True)):
+        low, high = max(first, 0), min(first + size, extent)
+        if low >= high:
+            raise InterpreterError(
+                f"tile of shape {shape} at element {start} lies wholly outside array {name} of "
+                f"shape {tuple(tensor.shape)} along axis {axis}: undefined behaviour"
+            )
+        whole = whole and high - low == size
+        offset += low * strides[axis]
+        sizes.append(high - low)
+        inside.append(slice(low - first, high - first))
+    if not whole and not checked:
+        raise InterpreterError(
+            f"check_bounds=False, but the tile of shape {shape} at element {start} is not inside "
+            f"array {name} of shape {tuple(tensor.shape)}"
+        )
+    memory = tensor.as_strided(sizes, strides, offset)
+    return Window(memory, None if whole else tuple(inside))
+
+
+def _read(
+    array: Array,
+    tensor: torch.Tensor,
+    start: tuple[int, ...],
+    shape: tuple[int, ...],
+    padding_mode: PaddingMode,
+    checked: bool,
+) -> Tile:
+    memory, inside = window(tensor, array.name, start, shape or (1,) * tensor.ndim, checked)
+    if inside is None:
+        elements = memory.clone()
+    else:
+        elements = padding(array.element, padding_mode).repeat(shape or (1,) * tensor.ndim)
+        elements[inside] = memory
+    return Tile(elements if shape else elements.reshape(()), array.element)
+
+
+def _write(
+    array: Array, tensor: torch.Tensor, start: tuple[int, ...], value: torch.Tensor, checked: bool
+) -> None:
+    memory, inside = window(tensor, array.name, start, tuple(value.shape), checked)
+    memory.copy_(value if inside is None else value[inside])
+
+
+def _in_order(array: Array, order: Any) -> torch.Tensor:
+    """The array with its axes permuted as the `order` argument says."""
+    if isinstance(order, str):
+        if order not in ("C", "F"):
+            raise TileTypeError(f"order must be 'C', 'F' or a permutation, got {order!r}")
+        return array.tensor if order == "C" else array.tensor.permute(*reversed(range(array.ndim)))
+    axes = axes_of(order, array.ndim, "order")
+    if len(axes) != array.ndim:
+        raise TileTypeError(f"order {axes} does not match the rank {array.ndim} of {array.name}")
+    return array.tensor.permute(axes)
+
+
+def _origin(index: tuple[int, ...], steps: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(position * step for position, step in zip(index, steps, strict=True))
+
+
+@implements(ct.load)
+def _load(
+    array: Any,
+    /,
+    index: Any,
+    shape: Any,
+    *,
+    order: Any = "C",
+    padding_mode: PaddingMode = _UNDETERMINED,
+    check_bounds: bool = True,
+    latency: int | None = None,
+    allow_tma: bool | None = None,
+    memory_order: Any = _WEAK,
+    memory_scope: Any = _NO_SCOPE,
+) -> Tile:
+    array = as_array(array)
+    check_load_store_hints(latency, allow_tma)
+    validate_memory_order_and_scope(memory_order, memory_scope, TileLoad)
+    position = index_tuple(index, array.ndim, f"array {array.name}")
+    sizes = tile_shape(shape, array.ndim, zero_d=True)
+    start = _origin(position, sizes or (1,) * array.ndim)
+    return _read(array, _in_order(array, order), start, sizes, padding_mode, check_bounds)
+
+
+@implements(ct.store)
+def _store(
+    array: Any,
+    /,
+    index: Any,
+    tile: Any,
+    *,
+    order: Any = "C",
+    check_bounds: bool = True,
+    latency: int | None = None,
+    allow_tma: bool | None = None,
+    memory_order: Any = _WEAK,
+    memory_scope: Any = _NO_SCOPE,
+) -> None:
+    array = as_array(array)
+    check_load_store_hints(latency, allow_tma)
+    validate_memory_order_and_scope(memory_order, memory_scope, TileStore)
+    position = index_tuple(index, array.ndim, f"array {array.name}")
+    value = implicit(tile, array.element)
+    if value.ndim == 0:
+        value = value.reshape((1,) * array.ndim)
+    if value.ndim != array.ndim:
+        raise TileTypeError(
+            f"cannot store a tile of shape {tuple(value.shape)} to array {array.name} of rank "
+            f"{array.ndim}"
+        )
+    start = _origin(position, tuple(value.shape))
+    _write(array, _in_order(array, order), start, value, check_bounds)
+
+
+@implements(ct.num_tiles)
+def _num_tiles(array: Any, /, axis: Any, shape: Any, order: Any = "C") -> Tile:
+    array = as_array(array)
+    sizes = tile_shape(shape, array.ndim, zero_d=True) or (1,) * array.ndim
+    axis = axis_of(axis, array.ndim)
+    return _count(_in_order(array, order).shape[axis], sizes[axis])
+
+
+def _count(extent: int, step: int) -> Tile:
+    return Tile.of_integer(-(-extent // step), ct.int32)
+
+
+@implements(ct.Array.slice)
+def _slice(array: Array, axis: Any, start: Any, stop: Any) -> Array:
+    axis = axis_of(axis, array.ndim)
+    first, last = index_value(start), index_value(stop)
+    extent = array.tensor.shape[axis]
+    if not (0 <= first < extent and first <= last <= extent):
+        raise InterpreterError(
+            f"slice [{first}:{last}] of array {array.name} along axis {axis}: expected "
+            f"0 <= start < {extent} and start <= stop <= {extent}"
+        )
+    part = array.tensor.narrow(axis, first, last - first)
+    return array.replace(part, f"{array.name}.slice({axis}, {first}, {last})", axis)
+
+
+@implements(ct.Array.get_raw_memory)
+def _get_raw_memory(array: Array) -> RawMemory:
+    return RawMemory(array)
+
+
+@implements(ct.Array.tiled_view)
+def _tiled_view(
+    array: Array,
+    tile_shape: Any,
+    *,
+    padding_mode: PaddingMode = _UNDETERMINED,
+    traversal_steps: Any = None,
+) -> TiledView:
+    sizes = _view_shape(tile_shape, array.ndim)
+    if traversal_steps is None:
+        steps = sizes or (1,) * array.ndim
+    else:
+        steps = static_ints(traversal_steps, "a traversal step")
+        if len(steps) != array.ndim or min(steps, default=1) <= 0:
+            raise TileTypeError(f"traversal_steps: expected {array.ndim} steps > 0, got {steps}")
+    return TiledView(array, sizes, padding_mode, steps)
+
+
+def _view_shape(value: Any, rank: int) -> tuple[int, ...]:
+    return tile_shape(value, rank, zero_d=True)
+
+
+@implements(ct.TiledView.num_tiles)
+def _view_num_tiles(view: TiledView, axis: Any) -> Tile:
+    axis = axis_of(axis, view.array.ndim)
+    return _count(view.array.tensor.shape[axis], view.traversal_steps[axis])
+
+
+def _view_origin(view: TiledView, index: Any) -> tuple[int, ...]:
+    position = index_tuple(index, view.array.ndim, f"the view of array {view.array.name}")
+    return _origin(position, view.traversal_steps)
+
+
+def _in_view_shape(view: TiledView, value: torch.Tensor, what: str) -> torch.Tensor:
+    value = broadcast(value, view.tile_shape, what)
+    return value if view.tile_shape else value.reshape((1,) * view.array.ndim)
+
+
+@implements(ct.TiledView.load)
+def _view_load(
+    view: TiledView,
+    index: Any,
+    *,
+    check_bounds: bool = True,
+    latency: int | None = None,
+    allow_tma: bool | None = None,
+) -> Tile:
+    check_load_store_hints(latency, allow_tma)
+    start = _view_origin(view, index)
+    array = view.array
+    return _read(array, array.tensor, start, view.tile_shape, view.padding_mode, check_bounds)
+
+
+@implements(ct.TiledView.store)
+def _view_store(
+    view: TiledView,
+    index: Any,
+    tile: Any,
+    *,
+    check_bounds: bool = True,
+    latency: int | None = None,
+    allow_tma: bool | None = None,
+) -> None:
+    check_load_store_hints(latency, allow_tma)
+    value = _in_view_shape(view, implicit(tile, view.array.element), "stored tile")
+    _write(view.array, view.array.tensor, _view_origin(view, index), value, check_bounds)
+
+
+def _register_atomic_store(name: str) -> None:
+    spec, combine = ATOMIC_SPECS[name], READ_MODIFY_WRITE[name]
+
+    def atomic_store(view: TiledView, index: Any, update: Any, /) -> None:
+        array = view.array
+        value = _in_view_shape(view, cast_update(as_tile(update), update, array, spec), "update")
+        start = _view_origin(view, index)
+        memory, inside = window(array.tensor, array.name, start, tuple(value.shape), checked=True)
+        memory.copy_(combine(memory, value if inside is None else value[inside], array.element))
+
+    implement(getattr(ct.TiledView, f"atomic_store_{name}"), atomic_store)
+
+
+for _name in ("add", "max", "min", "and", "or", "xor"):
+    _register_atomic_store(_name)

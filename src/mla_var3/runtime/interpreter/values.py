@@ -1,0 +1,318 @@
+"""The objects that kernel code handles: tiles, arrays, tiled views, raw memory, array lists.
+
+They derive from cuTile's own classes, whose methods and operators forward to the dispatch mode, so
+only data and Python protocols live here; what an operation does is in the operation modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch
+
+from mla_var3.errors import InterpreterError
+from mla_var3.runtime.interpreter.cutile_api import (
+    DType,
+    PaddingMode,
+    RawArrayMemory,
+    TileTypeError,
+    ct,
+    is_boolean,
+    is_float,
+    is_integral,
+)
+from mla_var3.runtime.interpreter.dtypes import (
+    KernelDType,
+    Number,
+    constant,
+    dtype_of_number,
+    kernel_dtype,
+    torch_dtype,
+    wrap_integer,
+)
+
+
+class Tile(ct.Tile):
+    """A tile, or a dynamic scalar (a tile without axes).
+
+    Tiles are immutable, so a tensor may be shared between tiles, be a view of another one or be
+    expanded; no operation may write into it. Integer scalars, which drive loops and indices, are
+    kept as Python integers and become tensors only when an operation needs one.
+
+    Attributes:
+        element: cuTile dtype of the elements.
+        integer: The value, if this is an integer scalar kept on the Python side.
+    """
+
+    __slots__ = ("_tensor", "_widened", "element", "integer")
+
+    def __init__(self, tensor: torch.Tensor, element: DType) -> None:
+        self._tensor: torch.Tensor | None = tensor
+        self._widened: torch.Tensor | None = None
+        self.element = element
+        self.integer: int | None = None
+
+    @classmethod
+    def of_integer(cls, value: int, element: DType) -> Tile:
+        """An integer or boolean scalar; `value` must be in the range of `element`."""
+        tile = cls.__new__(cls)
+        tile._tensor = None
+        tile._widened = None
+        tile.element = element
+        tile.integer = value
+        return tile
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The elements; never to be written to."""
+        if self._tensor is None:
+            self._tensor = torch.tensor(self.integer, dtype=torch_dtype(self.element))
+        return self._tensor
+
+    @property
+    def widened(self) -> torch.Tensor:
+        """The elements in the dtype that products are computed in, kept for the next product."""
+        if self._widened is None:
+            exact = is_integral(self.element) or self.element == ct.float64
+            self._widened = self.tensor.to(torch.float64 if exact else torch.float32)
+        return self._widened
+
+    @property
+    def dtype(self) -> KernelDType:
+        return kernel_dtype(self.element)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return () if self._tensor is None else tuple(self._tensor.shape)
+
+    @property
+    def ndim(self) -> int:
+        return 0 if self._tensor is None else self._tensor.ndim
+
+    def scalar(self) -> Number:
+        """The value of a tile without axes."""
+        if self.integer is not None:
+            return self.integer
+        if self.ndim:
+            raise TileTypeError(f"expected a scalar, got {describe(self)}")
+        value: Number = self.tensor.item()
+        return value
+
+    def __index__(self) -> int:
+        if not is_integral(self.element):
+            raise TileTypeError(f"expected an integer scalar, got {describe(self)}")
+        return int(self.scalar())
+
+    def __bool__(self) -> bool:
+        if self.ndim:
+            raise InterpreterError(
+                f"truth value of {describe(self)}: a condition must be a scalar; "
+                "select elements with ct.where"
+            )
+        return bool(self.scalar())
+
+    def __int__(self) -> NoReturn:
+        raise TileTypeError(f"int() expects a constant, got {describe(self)}")
+
+    def __float__(self) -> NoReturn:
+        raise TileTypeError(f"float() expects a constant, got {describe(self)}")
+
+    def __abs__(self) -> Any:
+        return ct.abs(self)
+
+    def __pos__(self) -> Tile:
+        if is_boolean(self.element):
+            return Tile(self.tensor.to(torch.int32), ct.int32)
+        return self
+
+    def __getitem__(self, index: Any) -> Tile:
+        items = index if isinstance(index, tuple) else (index,)
+        for item in items:
+            if not (item is None or item is Ellipsis or _is_full_slice(item)):
+                raise TileTypeError(
+                    f"a tile can be indexed with None, ... and : only, got {item!r}; "
+                    "use extract() or item()"
+                )
+        return Tile(self.tensor[items], self.element)
+
+    def __setitem__(self, index: Any, value: Any) -> NoReturn:
+        raise TileTypeError("tiles are immutable: item assignment is not supported")
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TileTypeError("a tile cannot be iterated over")
+
+    def __repr__(self) -> str:
+        return format(self, "")
+
+    def __format__(self, spec: str) -> str:
+        values = self.integer if self._tensor is None else self._tensor.tolist()
+        # cuTile prints through C formats: without a specification, %d and %f.
+        return _format_nested(values, spec or ("f" if is_float(self.element) else "d"))
+
+
+def _is_full_slice(item: Any) -> bool:
+    return isinstance(item, slice) and item == slice(None)
+
+
+def _format_nested(value: Any, spec: str) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(_format_nested(item, spec) for item in value) + "]"
+    return format(int(value) if isinstance(value, bool) else value, spec)
+
+
+def describe(value: object) -> str:
+    """A short text for error messages: what kind of value this is."""
+    if isinstance(value, Tile):
+        return f"a {value.element} tile of shape {value.shape}"
+    if isinstance(value, Array):
+        return f"array {value.name} of shape {tuple(value.tensor.shape)}"
+    return f"{value!r} of type {type(value).__name__}"
+
+
+def number_tile(value: Number, element: DType | None = None) -> Tile:
+    """A scalar tile with a Python number; its dtype is cuTile's choice unless given."""
+    if element is None:
+        element = dtype_of_number(value)
+    if is_integral(element):
+        return Tile.of_integer(wrap_integer(int(value), element), element)
+    return Tile(constant(value, element), element)
+
+
+class Array(ct.Array):
+    """A global array: a CPU tensor that loads read and stores write.
+
+    Attributes:
+        tensor: The memory.
+        name: The kernel parameter it came from, for error messages.
+        element: cuTile dtype of the elements.
+        index_dtype: Dtype of its shape and strides in kernel code.
+        static_shape: Axes whose size is a compile-time constant.
+        static_strides: Axes whose stride is a compile-time constant.
+    """
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        element: DType,
+        name: str,
+        index_dtype: DType = ct.int32,
+        static_shape: frozenset[int] = frozenset(),
+        static_strides: frozenset[int] = frozenset(),
+    ) -> None:
+        self.tensor = tensor
+        self.name = name
+        self.element = element
+        self.index_dtype = index_dtype
+        self.static_shape = static_shape
+        self.static_strides = static_strides
+
+    @property
+    def dtype(self) -> KernelDType:
+        return kernel_dtype(self.element)
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        return self._dimensions(self.tensor.shape, self.static_shape)
+
+    @property
+    def strides(self) -> tuple[Any, ...]:
+        return self._dimensions(self.tensor.stride(), self.static_strides)
+
+    def _dimensions(self, values: tuple[int, ...], static: frozenset[int]) -> tuple[Any, ...]:
+        return tuple(
+            value if axis in static else Tile.of_integer(value, self.index_dtype)
+            for axis, value in enumerate(values)
+        )
+
+    @property
+    def ndim(self) -> int:
+        return self.tensor.ndim
+
+    @property
+    def foreign_pointer(self) -> ForeignPointer:
+        return ForeignPointer(self)
+
+    def replace(self, tensor: torch.Tensor, name: str, sliced: int) -> Array:
+        """The same array with other bounds; the size of axis `sliced` is no longer a constant."""
+        static = self.static_shape - {sliced}
+        return Array(tensor, self.element, name, self.index_dtype, static, self.static_strides)
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise TileTypeError("arrays are not subscriptable: use load() or gather()")
+
+    def __setitem__(self, index: Any, value: Any) -> NoReturn:
+        raise TileTypeError("arrays do not support item assignment: use store() or scatter()")
+
+    def __repr__(self) -> str:
+        return f"<{describe(self)}, dtype {self.element}>"
+
+
+class ForeignPointer(Tile):
+    """The base pointer of an array; all that can be done with it is to make an array again."""
+
+    __slots__ = ("array",)
+
+    def __init__(self, array: Array) -> None:
+        super().__init__(torch.tensor(array.tensor.data_ptr()), ct.uint64)
+        self.element = ct.foreign_pointer_dtype(array.element)
+        self.array = array
+
+
+class TiledView(ct.TiledView):
+    """An array cut into tiles of one shape.
+
+    Attributes:
+        array: The array.
+        tile_shape: Shape of the tiles; `()` for single elements as scalars.
+        padding_mode: What loads read outside the array.
+        traversal_steps: Elements between the origins of neighbouring tiles, per axis.
+    """
+
+    tile_shape: tuple[int, ...] = ()
+    traversal_steps: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        array: Array,
+        tile_shape: tuple[int, ...],
+        padding_mode: PaddingMode,
+        traversal_steps: tuple[int, ...],
+    ) -> None:
+        self.array = array
+        self.tile_shape = tile_shape
+        self.padding_mode = padding_mode
+        self.traversal_steps = traversal_steps
+
+    @property
+    def dtype(self) -> KernelDType:
+        return kernel_dtype(self.array.element)
+
+
+class RawMemory(RawArrayMemory):
+    """The memory of an array, addressed by element offset from the array's first element."""
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+
+    @property
+    def dtype(self) -> KernelDType:
+        return kernel_dtype(self.array.element)
+
+
+class ArrayList:
+    """A kernel parameter that is a list of arrays, indexed with integer scalars."""
+
+    def __init__(self, arrays: list[Array]) -> None:
+        self._arrays = arrays
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def __getitem__(self, index: Any) -> Array:
+        position = index.__index__()
+        if not 0 <= position < len(self._arrays):
+            raise InterpreterError(
+                f"list index {position} is outside a list of {len(self._arrays)} arrays"
+            )
+        return self._arrays[position]

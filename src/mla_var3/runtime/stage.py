@@ -1,0 +1,144 @@
+"""What a plan builds: runtime objects that can be launched, tuned, compiled and predicted.
+
+`Stage` is the interface of all of them. `KernelStage` is a leaf, one GPU kernel; the language
+wrappers (`CtKernel`, `CuteKernel`) derive from it. `KernelPipeline` and `ConcurrentKernels` in
+`composite.py` nest stages in any way.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mla_var3.errors import UnsupportedError
+from mla_var3.op.cost import Cost
+from mla_var3.runtime.tiling import Tiling, require_valid
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """One kernel compiled ahead of time for one target.
+
+    Attributes:
+        target: GPU code, for example "sm_90".
+        cubin: machine code.
+        seconds: wall time of the compilation.
+        artifacts: other files worth keeping (bytecode, intermediate code), by file name.
+    """
+
+    target: str
+    cubin: bytes
+    seconds: float
+    artifacts: dict[str, bytes] = field(default_factory=dict)
+
+
+class Stage(ABC):
+    """A runtime object: a kernel, or stages arranged in order or at the same time."""
+
+    output_tensors: list[Tensor]
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Id of the stage, used in reports, NVTX ranges and file names."""
+
+    @abstractmethod
+    def launch(self) -> None:
+        """Run once: on the current CUDA stream, or, for CPU tensors, in the interpreter."""
+
+    @abstractmethod
+    def kernels(self) -> Iterator[KernelStage]:
+        """The leaf kernels in launch order."""
+
+    @abstractmethod
+    def predict_us(self, peak_tflops: float, peak_gbps: float) -> float:
+        """Roofline time in microseconds."""
+
+    def cost(self) -> Cost:
+        """Total FLOPs and bytes of all kernels."""
+        total = Cost(0.0, 0.0)
+        for kernel in self.kernels():
+            total = total + kernel.cost()
+        return total
+
+    def tilings(self) -> dict[str, Tiling]:
+        """The active tiling of every kernel, by kernel name."""
+        return {kernel.name: kernel.tiling for kernel in self.kernels()}
+
+    @property
+    def device_type(self) -> str:
+        """Where the tensors live: "cuda", "cpu" or, for an empty plan, "meta"."""
+        return next(iter(self.kernels())).device_type
+
+
+@dataclass
+class KernelStage(Stage):
+    """One GPU kernel with its arguments; the part that does not depend on the language.
+
+    Attributes:
+        kernel_fn: the decorated kernel function; its name is the stage's name.
+        tiling: the active tiling.
+        input_tensors, output_tensors: what the kernel reads and writes.
+        autotune_configs: candidate tilings.
+        algorithmic_flops_bytes_fn: tiling -> (FLOPs, bytes) for the roofline.
+        plan: the plan that built it; tilings are validated against it.
+    """
+
+    kernel_fn: Any
+    tiling: Any
+    plan: Any
+    input_tensors: list[Tensor]
+    output_tensors: list[Tensor]
+    algorithmic_flops_bytes_fn: Callable[[Any], tuple[float, float]]
+    autotune_configs: Sequence[Any] = ()
+
+    language = ""
+
+    def cost(self) -> Cost:
+        flops, nbytes = self.algorithmic_flops_bytes_fn(self.tiling)
+        return Cost(float(flops), float(nbytes))
+
+    def predict_us(self, peak_tflops: float, peak_gbps: float) -> float:
+        return self.cost().time_us(peak_tflops, peak_gbps)
+
+    def kernels(self) -> Iterator[KernelStage]:
+        yield self
+
+    @property
+    def device_type(self) -> str:
+        return self.output_tensors[0].device.type
+
+    def launch(self) -> None:
+        require_valid(self.tiling, self.plan)
+        device_type = self.device_type
+        if device_type == "cuda":
+            self._launch_cuda()
+        elif device_type == "cpu":
+            self._launch_cpu()
+        else:
+            raise UnsupportedError(
+                f"{self.name}: planned without tensors (device {device_type!r}); "
+                "use plan(*prepare_inputs(device)) to run it"
+            )
+
+    @abstractmethod
+    def _launch_cuda(self) -> None:
+        """Launch on the current CUDA stream."""
+
+    @abstractmethod
+    def _launch_cpu(self) -> None:
+        """Run on CPU tensors, or raise UnsupportedError."""
+
+    @abstractmethod
+    def compile(self, target: str, tiling: Any = None) -> CompiledKernel:
+        """Compile for a target without needing a GPU; raises KernelCompileError."""
+
+    @abstractmethod
+    def source_files(self) -> list[Path]:
+        """The source files whose content decides what the kernel does, for cache keys."""

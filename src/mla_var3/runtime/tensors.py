@@ -1,0 +1,61 @@
+"""Checks of tensors that enter a plan; errors name the argument, what was expected and what came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mla_var3.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    import torch
+
+ALIGNMENT_BYTES = 16
+"""Base address and strides must be multiples of this: the bulk copy engine reads nothing else."""
+
+
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    shape: Sequence[tuple[str, int]],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Check one kernel argument.
+
+    Args:
+        name: the argument's name in the message.
+        tensor: what came.
+        shape: (label, size) per dimension, for example [("b", 2), ("s", 16)].
+        dtype: the expected element type.
+        device: the device that all arguments of the call share.
+    """
+    expected = "[" + ", ".join(f"{label}={size}" for label, size in shape) + "]"
+    if tuple(tensor.shape) != tuple(size for _, size in shape):
+        raise InvalidArgumentError(name, expected, list(tensor.shape))
+    if tensor.dtype != dtype:
+        raise InvalidArgumentError(name, f"dtype {dtype}", tensor.dtype)
+    if tensor.device.type != device.type or (
+        tensor.device.index is not None
+        and device.index is not None
+        and tensor.device.index != device.index
+    ):
+        raise InvalidArgumentError(name, f"a tensor on {device}", f"one on {tensor.device}")
+    if tensor.numel() == 0:
+        return
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        raise InvalidArgumentError(
+            name, "stride 1 in the last dimension", f"strides {tensor.stride()}"
+        )
+    element = tensor.element_size()
+    for stride, (label, size) in zip(tensor.stride()[:-1], shape[:-1], strict=True):
+        if size > 1 and (stride * element) % ALIGNMENT_BYTES and tensor.ndim > 1 and element == 2:
+            raise InvalidArgumentError(
+                name,
+                f"a stride of dimension {label} that is a multiple of {ALIGNMENT_BYTES} bytes",
+                f"strides {tensor.stride()} of {element}-byte elements",
+            )
+    if device.type != "meta" and tensor.data_ptr() % ALIGNMENT_BYTES:
+        raise InvalidArgumentError(
+            name, f"a base address aligned to {ALIGNMENT_BYTES} bytes", hex(tensor.data_ptr())
+        )
