@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -40,13 +41,19 @@ class UsageError(HyperMlaError):
 
 
 def stdout() -> Console:
-    """Console for results."""
-    return Console(width=_width(sys.stdout.isatty()), highlight=False)
+    """Console for results; square brackets in what it prints are just brackets."""
+    return Console(width=_width(sys.stdout.isatty()), highlight=False, markup=False, emoji=False)
 
 
 def stderr() -> Console:
     """Console for errors and progress."""
-    return Console(stderr=True, width=_width(sys.stderr.isatty()), highlight=False)
+    return Console(
+        stderr=True,
+        width=_width(sys.stderr.isatty()),
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
 
 
 def _width(is_terminal: bool) -> int | None:
@@ -54,7 +61,7 @@ def _width(is_terminal: bool) -> int | None:
 
 
 def say(message: str, style: str = "") -> None:
-    """Print one line of plain text; square brackets in it are just brackets."""
+    """Print one line of plain text."""
     stdout().print(Text(message, style=style), soft_wrap=True)
 
 
@@ -84,6 +91,8 @@ def guarded(action: Callable[[], int]) -> int:
     """
     try:
         return action()
+    except SystemExit as request:  # argparse leaves this way after --help and --version
+        return request.code if isinstance(request.code, int) else EXIT_OK
     except KeyboardInterrupt:
         print_error("interrupted; tuning results so far are kept and the next run resumes there")
         return EXIT_INTERRUPTED
@@ -103,6 +112,21 @@ def _is_expected(error: Exception) -> bool:
     # torch is not imported here: a command that never needed it must not pay for its import.
     out_of_memory = type(error).__name__ == "OutOfMemoryError"
     return isinstance(error, (HyperMlaError, OSError)) or out_of_memory
+
+
+class _NoteHandler(logging.Handler):
+    """Passes log records on as notes, above the progress bar if there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        note(f"{record.levelname.lower()}: {record.getMessage()}")
+
+
+def show_log() -> None:
+    """Show what the package logs about its choices, such as which tuning results it used."""
+    logger = logging.getLogger("mla_var3")
+    if not any(isinstance(handler, _NoteHandler) for handler in logger.handlers):
+        logger.addHandler(_NoteHandler())
+    logger.setLevel(logging.INFO)
 
 
 class ProgressReporter:

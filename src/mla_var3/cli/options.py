@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
+import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from mla_var3.cli.console import UsageError
+from mla_var3.cli.parsing import Parser
 from mla_var3.cli.values import MIXED, ValueType, field_types, mixed_lengths, unreadable
 from mla_var3.errors import UnknownNameError
 from mla_var3.runtime.paths import DEFAULT_LANGUAGE, LANGUAGES
@@ -38,26 +39,6 @@ HELP_TEXTS = {
     "opt_level": "compiler hint: optimisation level",
 }
 """Help for well-known fields that carry no text of their own."""
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are exceptions, and which never guesses abbreviations."""
-
-    def __init__(self, **settings: Any) -> None:
-        settings.setdefault("formatter_class", HelpFormatter)
-        super().__init__(allow_abbrev=False, **settings)
-
-    def error(self, message: str) -> NoReturn:
-        """Called by argparse; its own version prints the usage and exits."""
-        raise UsageError(message.removeprefix("argument "))
-
-
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Help with the options in one column wide enough for most of them."""
-
-    def __init__(self, prog: str, **settings: Any) -> None:
-        settings.setdefault("max_help_position", 30)
-        super().__init__(prog, **settings)
 
 
 @dataclass
@@ -182,15 +163,16 @@ RUN_OPTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 def build_parser(options: PlanOptions, prog: str, description: str = "") -> Parser:
     """The parser of a plan's command line, its options in groups."""
-    parser = Parser(prog=prog, description=description)
+    parser = Parser(prog=prog, usage=f"{prog} [options]", description=description)
     problem = parser.add_argument_group("problem", "what to compute; fields of the plan")
     for name, kind in options.fields.items():
         _add_field(problem, name, name, kind, options.plan)
     for tiling_name, kinds in options.tilings.items():
         tiling = getattr(options.plan, tiling_name)
-        title = "tiling" if len(options.tilings) == 1 else f"tiling: {tiling_name}"
+        title = "tiling" if tiling_name == "tiling" else f"tiling: {tiling_name}"
+        meaning = (inspect.getdoc(type(tiling)) or type(tiling).__name__).split("\n\n")[0]
         group = parser.add_argument_group(
-            title, f"{type(tiling).__name__}; on a GPU only together with --no_autotune"
+            title, f"{_escaped(meaning)} On a GPU only together with --no_autotune."
         )
         for name, kind in kinds.items():
             flag = name if options.flags.get(name) == (tiling_name, name) else ""
@@ -216,12 +198,15 @@ def add_run_options(parser: argparse.ArgumentParser, names: Iterable[str] = RUN_
 
 def _add_field(group: Any, flag: str, name: str, kind: ValueType, owner: Any) -> None:
     metadata = {f.name: f.metadata for f in dataclasses.fields(owner)}[name]
-    text = str(metadata.get("help") or HELP_TEXTS.get(name, "")).strip()
+    fallback = "tile size" if isinstance(owner, Tiling) and name[:1].isupper() else f"{name}"
+    text = str(metadata.get("help") or HELP_TEXTS.get(name, fallback)).strip()
     default = getattr(owner, name)
     shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default).lower()
     if isinstance(default, str):
         shown = default
-    text = _escaped(f"{text} (default: {shown})".strip())
+    if default is not None or "default" not in text:
+        text += f" (default: {shown})"
+    text = _escaped(text)
     common: dict[str, Any] = {"dest": flag, "default": argparse.SUPPRESS}
     if kind.scalar is bool and not kind.sequence:
         group.add_argument(
@@ -245,61 +230,6 @@ def _negated(flag: str) -> str:
 
 def _escaped(text: str) -> str:
     return text.replace("%", "%%")
-
-
-def known_flags(parser: argparse.ArgumentParser) -> list[str]:
-    """All long options of a parser, without their dashes."""
-    return [flag[2:] for flag in parser._option_string_actions if flag.startswith("--")]
-
-
-def parse(
-    parser: Parser, argv: Sequence[str], options: PlanOptions | None = None
-) -> dict[str, Any]:
-    """Parse a command line into the options that were given, by name.
-
-    `--a-b` is accepted for `--a_b`. An option that does not exist is an error that suggests the
-    nearest ones.
-    """
-    flags = known_flags(parser)
-    arguments = [_canonical(argument, flags, options) for argument in argv]
-    values, rest = parser.parse_known_args(arguments)
-    if rest:
-        raise _unexpected(rest[0], flags)
-    return vars(values)
-
-
-def _canonical(argument: str, flags: Sequence[str], options: PlanOptions | None) -> str:
-    if not argument.startswith("--") or argument == "--":
-        return argument
-    name, equals, value = argument[2:].partition("=")
-    name = name.replace("-", "_")
-    if options is not None:
-        if name in options.ambiguous and name not in flags:
-            choices = " or ".join(f"--{flag}" for flag in options.ambiguous[name])
-            raise UsageError(f"--{name}: more than one tiling has it; use {choices}")
-        name = options.aliases.get(name, name)
-    if name not in flags:
-        raise unknown_option(f"--{name}", flags)
-    return f"--{name}{equals}{value}"
-
-
-def unknown_option(option: str, flags: Iterable[str]) -> UsageError:
-    """The error for an option that does not exist."""
-    wanted = option.lstrip("-").split("=")[0]
-    by_lower = {flag.lower(): flag for flag in flags}
-    nearest = difflib.get_close_matches(wanted.lower(), by_lower, n=2, cutoff=0.6)
-    hint = " or ".join(f"--{by_lower[name]}" for name in nearest)
-    hint = f"did you mean {hint}?" if hint else "--help lists the options"
-    return UsageError(f"unknown option {option!r}; {hint}")
-
-
-def _unexpected(argument: str, flags: Sequence[str]) -> UsageError:
-    if argument.startswith("-"):
-        return unknown_option(argument, flags)
-    name = argument.partition("=")[0]
-    if "=" in argument and name in flags:
-        return UsageError(f"unexpected argument {argument!r}; did you mean --{argument}?")
-    return UsageError(f"unexpected argument {argument!r}; options start with --")
 
 
 @dataclass

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from mla_var3.runtime.files import write_atomic
 
 MISSING = "-"
 
@@ -47,7 +47,8 @@ def front_matter(values: Mapping[str, Any]) -> str:
 
     Values are written as JSON, which is YAML, so that no string needs special care.
     """
-    lines = [f"{key}: {json.dumps(value, default=str)}" for key, value in values.items()]
+    ready = json_ready(values)
+    lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in ready.items()]
     return "\n".join(["---", *lines, "---", ""])
 
 
@@ -102,22 +103,17 @@ def flop_count(value: float | None) -> str:
     return quantity(value, "TFLOP")
 
 
-def write_atomic(path: Path, content: str) -> None:
-    """Write a text file so that a reader sees the old or the new content, never half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(content)
-        # mkstemp makes private files; a report is meant to be read by others too.
-        temporary.chmod(0o644)
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 def write_json(path: Path, value: Any) -> None:
     """Write JSON atomically; values that JSON has no form for become strings."""
-    write_atomic(path, json.dumps(value, indent=2, default=str) + "\n")
+    write_atomic(path, json.dumps(json_ready(value), indent=2, allow_nan=False) + "\n")
+
+
+def json_ready(value: Any) -> Any:
+    """A value in terms of JSON; NaN and the infinities become the strings "nan" and "inf"."""
+    if isinstance(value, Mapping):
+        return {str(key): json_ready(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [json_ready(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -57,7 +57,6 @@ class Panel:
         x: query lengths.
         curves: kernel -> time in microseconds per query length.
         regions: where which kernel is fastest, in ascending order.
-        points: measured times, (query length, microseconds) per kernel.
     """
 
     title: str
@@ -65,7 +64,6 @@ class Panel:
     x: Sequence[float]
     curves: Mapping[str, Sequence[float]]
     regions: Sequence[Region] = ()
-    points: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
 
 
 def crossover_plot(
@@ -149,8 +147,6 @@ def _draw_panel(axis: Any, panel: Panel) -> None:
             linestyle="--" if name in _DASHED else "-",
             linewidth=1.4 if name in _DASHED else 2.0,
         )
-    for name, measured in panel.points.items():
-        axis.plot(*zip(*measured, strict=True), "o", color=colour(name), label=f"{name}, measured")
     axis.set_xlim(low, high)
     ticks = [x for x in panel.x if math.log2(x).is_integer()]
     axis.set_xticks(ticks, [f"{x:g}" for x in ticks])

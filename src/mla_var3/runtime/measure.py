@@ -154,6 +154,17 @@ def _runs_that_fit(
     return int(min(MAX_RUNS, max(MIN_RUNS, max_seconds / max(per_run, 1e-9))))
 
 
+def require_cuda(what: str) -> None:
+    """Raise UnsupportedError, naming what asked for it, where no CUDA device can be used."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            f"{what}: expected a usable CUDA GPU, got none (torch.cuda.is_available() is false); "
+            "the static mode predicts without one"
+        )
+
+
 def cuda_is_healthy() -> bool:
     """Whether the CUDA context still works: after some errors every later call fails."""
     import torch
@@ -175,11 +186,7 @@ class CudaClock:
     def __init__(self) -> None:
         import torch
 
-        if not torch.cuda.is_available():
-            raise UnsupportedError(
-                "time_gpu: expected a usable CUDA GPU, got none "
-                "(torch.cuda.is_available() is false); the static mode predicts without one"
-            )
+        require_cuda("time_gpu")
         self._torch = torch
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         self._flush_bytes = max(_L2_FACTOR * properties.L2_cache_size, _MIN_FLUSH_BYTES)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, TypeAlias
 
 import torch
@@ -105,7 +105,7 @@ class KernelDType:
         return str(self.native)
 
 
-@lru_cache(maxsize=None)
+@cache
 def kernel_dtype(native: DType) -> KernelDType:
     """The kernel-side form of a cuTile dtype."""
     return KernelDType(native)
@@ -228,7 +228,7 @@ def implicit_cast(operand: DType | Number, tensor: torch.Tensor, target: DType) 
     return cast(tensor, operand, target)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _widens(source: DType, target: DType) -> bool:
     try:
         return bool(promote_dtypes(source, target) == target)
@@ -255,8 +255,13 @@ def round_directed(exact: torch.Tensor, target: DType, rounding: RoundingMode) -
         wrong, step = back < exact, torch.where(torch.signbit(back), -outward, outward)
     else:
         raise InterpreterError(f"rounding mode {rounding} is not supported by the CPU interpreter")
-    bits = nearest.view(_BITS_DTYPES[nearest.element_size()])
+    bits = as_bits(nearest)
     return torch.where(wrong, bits + step.to(bits.dtype), bits).view(nearest.dtype)
+
+
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bit patterns of a tensor's elements as signed integers, in the same memory."""
+    return tensor.view(_BITS_DTYPES[tensor.element_size()])
 
 
 def _round_to_tf32(tensor: torch.Tensor) -> torch.Tensor:
@@ -272,7 +277,7 @@ def _drop_tf32_bits(tensor: torch.Tensor) -> torch.Tensor:
     return (bits & -(1 << _TF32_DROPPED_BITS)).view(torch.float32)
 
 
-@lru_cache(maxsize=None)
+@cache
 def padding(dtype: DType, mode: PaddingMode) -> torch.Tensor:
     """The 0-d tensor that stands for elements outside an array under a padding mode."""
     if mode == ct.PaddingMode.UNDETERMINED:
@@ -283,7 +288,7 @@ def padding(dtype: DType, mode: PaddingMode) -> torch.Tensor:
     return constant(value, dtype)
 
 
-@lru_cache(maxsize=None)
+@cache
 def poison(dtype: DType) -> torch.Tensor:
     """The stand-in for an undetermined element: one that spoils whatever depends on it."""
     if is_float(dtype):

@@ -1,30 +1,24 @@
-"""Element-wise access to memory: gather, scatter, advanced indexing, raw memory and atomics."""
+"""Access to single elements: gather, scatter, advanced indexing, raw memory, foreign pointers."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from mla_var3.errors import InterpreterError
-from mla_var3.runtime.interpreter.arithmetic import combine_elements
 from mla_var3.runtime.interpreter.cutile_api import (
-    ATOMIC_SPECS,
-    CAS_DTYPES,
     DType,
     PaddingMode,
-    TileAtomicCAS,
-    TileAtomicRMW,
+    RawArrayMemory,
     TileTypeError,
     check_load_store_hints,
     ct,
     is_boolean,
     is_integral,
-    validate_memory_order_and_scope,
 )
-from mla_var3.runtime.interpreter.dtypes import padding, poison
+from mla_var3.runtime.interpreter.dtypes import as_bits, padding, poison
 from mla_var3.runtime.interpreter.operands import (
     as_array,
     as_tile,
@@ -32,28 +26,19 @@ from mla_var3.runtime.interpreter.operands import (
     implicit,
     index_value,
     items_of,
-    static_int,
     static_ints,
     tile_shape,
 )
-from mla_var3.runtime.interpreter.registry import implement, implements
+from mla_var3.runtime.interpreter.registry import implements
 from mla_var3.runtime.interpreter.values import Array, ForeignPointer, RawMemory, Tile, describe
 
-_ACQ_REL = ct.MemoryOrder.ACQ_REL
-_DEVICE = ct.MemoryScope.DEVICE
 
-Combine = Callable[[torch.Tensor, torch.Tensor, DType], torch.Tensor]
+def put(memory: torch.Tensor, offsets: torch.Tensor, value: torch.Tensor) -> None:
+    """Writes `value` to positions of a 1-D tensor.
 
-READ_MODIFY_WRITE: dict[str, Combine] = {
-    "xchg": lambda old, update, element: update,
-    "add": functools.partial(combine_elements, "add"),
-    "min": functools.partial(combine_elements, "min"),
-    "max": functools.partial(combine_elements, "max"),
-    "and": functools.partial(combine_elements, "and_"),
-    "or": functools.partial(combine_elements, "or_"),
-    "xor": functools.partial(combine_elements, "xor"),
-}
-"""What the atomic operations write: (old elements, update, dtype) -> new elements."""
+    Works on the bit patterns: torch cannot index-assign unsigned integers wider than a byte.
+    """
+    as_bits(memory)[offsets] = as_bits(value)
 
 
 class Elements(NamedTuple):
@@ -69,38 +54,42 @@ class Elements(NamedTuple):
     offsets: torch.Tensor
     valid: torch.Tensor | None
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tile that the elements form."""
+        return tuple(self.offsets.shape)
+
     def read(self, otherwise: torch.Tensor) -> torch.Tensor:
         """The elements, and `otherwise` where none is accessed."""
         if self.valid is None:
             return self.memory[self.offsets]
         if not self.memory.numel():
-            return otherwise.expand(self.offsets.shape)
+            return otherwise.expand(self.shape)
         return torch.where(self.valid, self.memory[self.offsets], otherwise)
 
     def write(self, value: torch.Tensor) -> None:
         """Writes `value`, which has one element per offset."""
         if self.valid is None:
-            self.memory[self.offsets] = value
+            put(self.memory, self.offsets, value)
         else:
-            self.memory[self.offsets[self.valid]] = value[self.valid]
+            put(self.memory, self.offsets[self.valid], value[self.valid])
 
     def update(self, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-        """Reads, changes and writes elements one access after the other.
+        """Reads, changes and writes the elements, one access after the other.
 
         Args:
-            change: (elements read, positions in the tile, flat) -> elements to write.
+            change: (elements read, their positions in the flattened tile) -> elements to write.
         """
-        valid = self.valid
         positions = torch.arange(self.offsets.numel())
-        if valid is not None:
-            positions = positions[valid.reshape(-1)]
+        if self.valid is not None:
+            positions = positions[self.valid.reshape(-1)]
         offsets = self.offsets.reshape(-1)[positions]
         # Accesses to different elements do not see each other, so they can be done at once.
         distinct = torch.unique(offsets).numel() == offsets.numel()
         batches = [slice(None)] if distinct else [slice(i, i + 1) for i in range(len(offsets))]
         for batch in batches:
             chosen = offsets[batch]
-            self.memory[chosen] = change(self.memory[chosen], positions[batch])
+            put(self.memory, chosen, change(self.memory[chosen], positions[batch]))
 
 
 def _integer_index(value: Any, axis: int) -> torch.Tensor:
@@ -124,7 +113,7 @@ def _locate(
 ) -> Elements:
     """Finds array elements by one index tensor per axis; negative means out of bounds."""
     tensor = array.tensor
-    indices = torch.broadcast_tensors(*indices)
+    indices = torch.broadcast_tensors(*indices) if indices else ()
     shape = tuple(indices[0].shape) if indices else ()
     offsets = torch.zeros(shape, dtype=torch.int64)
     inside = torch.ones(shape, dtype=torch.bool)
@@ -134,19 +123,20 @@ def _locate(
         offsets += index * stride
         span += (extent - 1) * stride
     wanted = _mask_of(mask, shape)
-    accessed = inside if wanted is None else inside & wanted
-    if not check_bounds and not bool((accessed if wanted is None else inside | ~wanted).all()):
+    if not check_bounds and not bool((inside if wanted is None else inside | ~wanted).all()):
         raise InterpreterError(
             f"check_bounds=False, but an index is outside array {array.name} of shape "
             f"{tuple(tensor.shape)}"
         )
+    accessed = inside if wanted is None else inside & wanted
     memory = tensor.as_strided((span if tensor.numel() else 0,), (1,), tensor.storage_offset())
     if bool(accessed.all()):
         return Elements(memory, offsets, None)
     return Elements(memory, torch.where(accessed, offsets, 0), accessed)
 
 
-def _locate_indices(array: Any, indices: Any, mask: Any, check_bounds: bool) -> Elements:
+def locate_indices(array: Any, indices: Any, mask: Any, check_bounds: bool) -> Elements:
+    """The elements that a gather, a scatter or an atomic operation names."""
     array = as_array(array)
     items = items_of(indices)
     if len(items) != array.ndim:
@@ -157,10 +147,10 @@ def _locate_indices(array: Any, indices: Any, mask: Any, check_bounds: bool) -> 
     return _locate(array, tensors, mask, check_bounds)
 
 
-def _locate_offsets(raw: RawMemory, offset: Any, mask: Any) -> Elements:
-    """Finds elements by offset from an array's first one, anywhere in its allocation."""
+def locate_offsets(raw: RawMemory, offset: Any, mask: Any) -> Elements:
+    """The elements at offsets from an array's first one, anywhere in its allocation."""
     tensor = raw.array.tensor
-    offsets = _integer_index(offset, 0) + tensor.storage_offset()
+    offsets = _integer_index(offset, 0).add(int(tensor.storage_offset()))
     accessed = _mask_of(mask, tuple(offsets.shape))
     total = tensor.untyped_storage().nbytes() // tensor.element_size()
     inside = (offsets >= 0) & (offsets < total)
@@ -173,8 +163,7 @@ def _locate_offsets(raw: RawMemory, offset: Any, mask: Any) -> Elements:
 
 
 def _gathered(elements: Elements, element: DType, padding_value: Any) -> Tile:
-    shape = tuple(elements.offsets.shape)
-    otherwise = broadcast(implicit(padding_value, element), shape, "padding value")
+    otherwise = broadcast(implicit(padding_value, element), elements.shape, "padding value")
     return Tile(elements.read(otherwise), element)
 
 
@@ -190,7 +179,7 @@ def _gather(
     latency: int | None = None,
 ) -> Tile:
     check_load_store_hints(latency)
-    elements = _locate_indices(array, indices, mask, check_bounds)
+    elements = locate_indices(array, indices, mask, check_bounds)
     return _gathered(elements, array.element, padding_value)
 
 
@@ -206,11 +195,11 @@ def _scatter(
     latency: int | None = None,
 ) -> None:
     check_load_store_hints(latency)
-    elements = _locate_indices(array, indices, mask, check_bounds)
-    elements.write(broadcast(implicit(value, array.element), tuple(elements.offsets.shape), "value"))
+    elements = locate_indices(array, indices, mask, check_bounds)
+    elements.write(broadcast(implicit(value, array.element), elements.shape, "value"))
 
 
-@implements(ct.RawArrayMemory.load_offset if hasattr(ct, "RawArrayMemory") else RawMemory.load_offset)
+@implements(RawArrayMemory.load_offset)
 def _load_offset(
     raw: RawMemory,
     offset: Any,
@@ -221,7 +210,109 @@ def _load_offset(
     latency: int | None = None,
 ) -> Tile:
     check_load_store_hints(latency)
-    elements = _locate_offsets(raw, offset, mask)
+    elements = locate_offsets(raw, offset, mask)
     if padding_value is None:
         return Tile(elements.read(poison(raw.array.element)), raw.array.element)
     return _gathered(elements, raw.array.element, padding_value)
+
+
+@implements(RawArrayMemory.store_offset)
+def _store_offset(
+    raw: RawMemory, offset: Any, value: Any, /, *, mask: Any = None, latency: int | None = None
+) -> None:
+    check_load_store_hints(latency)
+    elements = locate_offsets(raw, offset, mask)
+    elements.write(broadcast(implicit(value, raw.array.element), elements.shape, "value"))
+
+
+@implements(ct.Slice.__init__)
+def _init_slice(index: Any, start: Any, length: Any, /) -> None:
+    index.start, index.length = index_value(start), index_value(length)
+
+
+def _locate_advanced(array: Any, indices: Any) -> Elements:
+    """The elements of `load_advanced_indexing`: one axis by index tile, the others by slice."""
+    array = as_array(array)
+    if array.ndim < 2 or not isinstance(indices, tuple) or len(indices) != array.ndim:
+        raise TileTypeError(
+            f"advanced indexing of array {array.name} needs an array of rank 2 or more and a "
+            f"tuple with one entry per axis; the rank is {array.ndim}"
+        )
+    tensors = []
+    sparse_axes = 0
+    for axis, item in enumerate(indices):
+        if isinstance(item, ct.Slice):
+            tile_shape(item.length)
+            positions = torch.arange(item.start, item.start + item.length)
+        else:
+            positions = _integer_index(item, axis)
+            sparse_axes += 1
+            if positions.ndim != 1:
+                raise TileTypeError(f"index {axis} must be a 1-D tile, got {describe(item)}")
+        tensors.append(positions.reshape([-1 if i == axis else 1 for i in range(array.ndim)]))
+    if sparse_axes != 1:
+        raise TileTypeError(f"exactly one index must be a tile, got {sparse_axes}")
+    elements = _locate(array, tuple(tensors), None, check_bounds=True)
+    if elements.valid is not None and not bool(elements.valid.any()):
+        raise InterpreterError(
+            f"the tile lies wholly outside array {array.name} of shape "
+            f"{tuple(array.tensor.shape)}: undefined behaviour"
+        )
+    return elements
+
+
+@implements(ct.load_advanced_indexing)
+def _load_advanced(
+    array: Any,
+    indices: Any,
+    /,
+    *,
+    padding_mode: PaddingMode = ct.PaddingMode.UNDETERMINED,
+    latency: int | None = None,
+    allow_tma: bool | None = None,
+) -> Tile:
+    check_load_store_hints(latency, allow_tma)
+    elements = _locate_advanced(array, indices)
+    return Tile(elements.read(padding(array.element, padding_mode)), array.element)
+
+
+@implements(ct.store_advanced_indexing)
+def _store_advanced(
+    array: Any,
+    indices: Any,
+    tile: Any,
+    /,
+    *,
+    latency: int | None = None,
+    allow_tma: bool | None = None,
+) -> None:
+    check_load_store_hints(latency, allow_tma)
+    elements = _locate_advanced(array, indices)
+    value = implicit(tile, array.element)
+    if tuple(value.shape) != elements.shape:
+        raise TileTypeError(
+            f"a tile of shape {tuple(value.shape)} does not match the indices, which form "
+            f"{elements.shape}"
+        )
+    elements.write(value)
+
+
+@implements(ct.Array.from_foreign)
+def _from_foreign(pointer: Any, shape: Any, strides: Any) -> Array:
+    if not isinstance(pointer, ForeignPointer):
+        raise TileTypeError(f"expected a foreign pointer, got {describe(pointer)}")
+    sizes, steps = static_ints(shape, "a size"), static_ints(strides, "a stride")
+    if len(sizes) != len(steps) or min(sizes + steps, default=0) < 0:
+        raise TileTypeError(f"expected as many sizes as strides, all >= 0: {sizes}, {steps}")
+    source = pointer.array
+    tensor = source.tensor
+    offset = tensor.storage_offset()
+    last = offset + sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
+    total = tensor.untyped_storage().nbytes() // tensor.element_size()
+    if 0 not in sizes and last >= total:
+        raise InterpreterError(
+            f"an array of shape {sizes} and strides {steps} does not fit into the memory of "
+            f"array {source.name}"
+        )
+    view = tensor.as_strided(sizes, steps, offset)
+    return Array(view, source.element, f"{source.name} (foreign)", source.index_dtype)

@@ -11,7 +11,6 @@ import torch
 
 from mla_var3.errors import InterpreterError
 from mla_var3.runtime.interpreter.cutile_api import (
-    ATOMIC_SPECS,
     PaddingMode,
     TileLoad,
     TileStore,
@@ -21,10 +20,8 @@ from mla_var3.runtime.interpreter.cutile_api import (
     validate_memory_order_and_scope,
 )
 from mla_var3.runtime.interpreter.dtypes import padding
-from mla_var3.runtime.interpreter.indexed import READ_MODIFY_WRITE, cast_update
 from mla_var3.runtime.interpreter.operands import (
     as_array,
-    as_tile,
     axes_of,
     axis_of,
     broadcast,
@@ -34,7 +31,7 @@ from mla_var3.runtime.interpreter.operands import (
     static_ints,
     tile_shape,
 )
-from mla_var3.runtime.interpreter.registry import implement, implements
+from mla_var3.runtime.interpreter.registry import implements
 from mla_var3.runtime.interpreter.values import Array, RawMemory, Tile, TiledView
 
 _UNDETERMINED = ct.PaddingMode.UNDETERMINED
@@ -247,12 +244,14 @@ def _view_num_tiles(view: TiledView, axis: Any) -> Tile:
     return _count(view.array.tensor.shape[axis], view.traversal_steps[axis])
 
 
-def _view_origin(view: TiledView, index: Any) -> tuple[int, ...]:
+def view_origin(view: TiledView, index: Any) -> tuple[int, ...]:
+    """Element position of the tile at `index` of a tiled view."""
     position = index_tuple(index, view.array.ndim, f"the view of array {view.array.name}")
     return _origin(position, view.traversal_steps)
 
 
-def _in_view_shape(view: TiledView, value: torch.Tensor, what: str) -> torch.Tensor:
+def in_view_shape(view: TiledView, value: torch.Tensor, what: str) -> torch.Tensor:
+    """`value` broadcast to a view's tiles, with one axis per axis of the array."""
     value = broadcast(value, view.tile_shape, what)
     return value if view.tile_shape else value.reshape((1,) * view.array.ndim)
 
@@ -267,7 +266,7 @@ def _view_load(
     allow_tma: bool | None = None,
 ) -> Tile:
     check_load_store_hints(latency, allow_tma)
-    start = _view_origin(view, index)
+    start = view_origin(view, index)
     array = view.array
     return _read(array, array.tensor, start, view.tile_shape, view.padding_mode, check_bounds)
 
@@ -283,22 +282,5 @@ def _view_store(
     allow_tma: bool | None = None,
 ) -> None:
     check_load_store_hints(latency, allow_tma)
-    value = _in_view_shape(view, implicit(tile, view.array.element), "stored tile")
-    _write(view.array, view.array.tensor, _view_origin(view, index), value, check_bounds)
-
-
-def _register_atomic_store(name: str) -> None:
-    spec, combine = ATOMIC_SPECS[name], READ_MODIFY_WRITE[name]
-
-    def atomic_store(view: TiledView, index: Any, update: Any, /) -> None:
-        array = view.array
-        value = _in_view_shape(view, cast_update(as_tile(update), update, array, spec), "update")
-        start = _view_origin(view, index)
-        memory, inside = window(array.tensor, array.name, start, tuple(value.shape), checked=True)
-        memory.copy_(combine(memory, value if inside is None else value[inside], array.element))
-
-    implement(getattr(ct.TiledView, f"atomic_store_{name}"), atomic_store)
-
-
-for _name in ("add", "max", "min", "and", "or", "xor"):
-    _register_atomic_store(_name)
+    value = in_view_shape(view, implicit(tile, view.array.element), "stored tile")
+    _write(view.array, view.array.tensor, view_origin(view, index), value, check_bounds)

@@ -310,7 +310,7 @@ class ArrayList:
         return len(self._arrays)
 
     def __getitem__(self, index: Any) -> Array:
-        position = index.__index__()
+        position: int = index.__index__()
         if not 0 <= position < len(self._arrays):
             raise InterpreterError(
                 f"list index {position} is outside a list of {len(self._arrays)} arrays"

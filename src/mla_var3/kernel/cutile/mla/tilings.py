@@ -18,9 +18,15 @@ def tile_sides(**sides: int) -> list[tuple[bool, str]]:
     ]
 
 
+def divides(name: str, value: int, whole_name: str, whole: int) -> tuple[bool, str]:
+    """Constraint for `Tiling.validate`: a dimension is cut into equal parts."""
+    fits = value > 0 and whole % value == 0
+    return fits, f"{name}: expected a divisor of {whole_name}={whole}, got {value}"
+
+
 @dataclass
 class LatentTiling(Tiling):
-    """Bm query rows against Bn latent tokens.
+    """Bm query rows against Bn latent tokens, the latent dimension in parts of Kp columns.
 
     On sm_90 two consumer warpgroups (num_worker_warps=8) are what lets a 64 x 512 float32
     accumulator live in registers; with the default of one it spills 2.7 KB per thread.
@@ -28,12 +34,15 @@ class LatentTiling(Tiling):
 
     Bm: int = 64
     Bn: int = 64
+    Kp: int = 128
     num_ctas: int | None = None
     occupancy: int | None = None
     num_worker_warps: int | None = 8
 
     def validate(self, pd: Any) -> Constraints:
-        return Constraints(*tile_sides(Bm=self.Bm, Bn=self.Bn, k=pd.k, p=pd.p))
+        return Constraints(
+            *tile_sides(Bm=self.Bm, Bn=self.Bn, Kp=self.Kp, p=pd.p), divides("Kp", self.Kp, "k", pd.k)
+        )
 
     @classmethod
     def candidates(cls, target: str) -> list[Self]:
@@ -45,8 +54,8 @@ class LatentTiling(Tiling):
         if target == "sm_120":
             return [cls(Bm, Bn, num_worker_warps=None) for Bm, Bn in ((16, 32), (32, 32), (16, 16))]
         if target == "sm_100":
-            return [cls(Bm, Bn, num_worker_warps=None) for Bm, Bn in ((64, 64), (128, 64), (64, 32))]
-        return [cls(64, 64), cls(64, 32)]
+            return [cls(64, Bn, Kp, num_worker_warps=None) for Bn, Kp in ((64, 128), (64, 512), (32, 512))]
+        return [cls(64, 64, Kp) for Kp in (128, 256, 512)]
 
 
 @dataclass

@@ -22,7 +22,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from mla_var3.kernel.cutile.mla.tile_ops import attend_heads, causal_limits, normalise
+from mla_var3.kernel.cutile.mla.tile_ops import attend_heads, causal_limits, log_sum_exp, normalise
 from mla_var3.kernel.cutile.mla.tilings import HeadTiling
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.mla.cost import flash_attention_cost
@@ -63,9 +63,8 @@ def flash_attention(
         max(lowest, 0) // BN, ct.cdiv(max(highest, 0), BN),
         limits, length, scale_log2e, BM, BN, D, P,
     )  # fmt: skip
-    out, row_lse = normalise(acc, m, l)
-    ct.store(o, at, out.reshape((1, BM, 1, D)).astype(o.dtype))
-    ct.store(lse, (request, query_tile, head), row_lse.reshape((1, BM, 1)))
+    ct.store(o, at, normalise(acc, l).astype(o.dtype).reshape((1, BM, 1, D)))
+    ct.store(lse, (request, query_tile, head), log_sum_exp(m, l).reshape((1, BM, 1)))
 
 
 @dataclass

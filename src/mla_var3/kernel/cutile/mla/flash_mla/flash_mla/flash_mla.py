@@ -11,8 +11,8 @@ rows of a request are packed into tiles of Bm rows, because all heads share the 
 bfloat16 and float16; causal (bottom-right) or not; any s, t >= 1; slots beyond a length may hold
 NaN. Rows without a visible key give 0 and -inf. Targets: sm_90 (wgmma, TMA), sm_100, sm_120.
 
-Base version. Limits: few blocks when b*s*h is small (then use flash_mla_split_kv), and the
-compiler keeps one KV buffer beside the Bm x k accumulator, so loads do not overlap P V.
+Base version. Limits: few blocks when b*s*h is small (then use flash_mla_split_kv); fewer than 64
+rows are padded to 64.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,13 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from mla_var3.kernel.cutile.mla.tile_ops import attend_latent, causal_limits, normalise
+from mla_var3.kernel.cutile.mla.tile_ops import (
+    attend_latent,
+    causal_limits,
+    load_column_parts,
+    log_sum_exp,
+    store_column_parts,
+)
 from mla_var3.kernel.cutile.mla.tilings import LatentTiling
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.mla.cost import flash_mla_cost
@@ -44,13 +50,12 @@ class FlashMLATiling(LatentTiling):
 def flash_mla(
     q_latent, q_rope, c_kv, k_rope, lengths, o_latent, lse,
     scale_log2e: float, s: int, H: ConstInt, CAUSAL: ConstBool,
-    BM: ConstInt, BN: ConstInt, K: ConstInt, P: ConstInt,
+    BM: ConstInt, BN: ConstInt, KP: ConstInt, PARTS: ConstInt, P: ConstInt,
 ):  # fmt: skip
     # q_latent [b, s*h, K], q_rope [b, s*h, P], o_latent [b, s*h, K], lse [b, s*h]
     row_tile = ct.bid(0)
     request = ct.bid(1)
-    q = ct.load(q_latent, (request, row_tile, 0), (1, BM, K), padding_mode=ct.PaddingMode.ZERO)
-    q = q.reshape((BM, K))
+    q = load_column_parts(q_latent, request, row_tile, BM, KP, PARTS)
     qr = ct.load(q_rope, (request, row_tile, 0), (1, BM, P), padding_mode=ct.PaddingMode.ZERO)
     qr = qr.reshape((BM, P))
     length = ct.load(lengths, (request,), ())
@@ -60,11 +65,10 @@ def flash_mla(
     highest = causal_limits((first_row + BM - 1) // H, length, s, CAUSAL)
     acc, m, l = attend_latent(
         q, qr, c_kv, k_rope, request, 0, max(lowest, 0) // BN, ct.cdiv(max(highest, 0), BN),
-        limits, length, scale_log2e, BM, BN, K, P,
+        limits, length, scale_log2e, BM, BN, KP, PARTS, P,
     )  # fmt: skip
-    out, row_lse = normalise(acc, m, l)
-    ct.store(o_latent, (request, row_tile, 0), out.reshape((1, BM, K)).astype(o_latent.dtype))
-    ct.store(lse, (request, row_tile), row_lse.reshape((1, BM)))
+    store_column_parts(o_latent, (request, row_tile), acc, l, BM, KP, PARTS)
+    ct.store(lse, (request, row_tile), log_sum_exp(m, l).reshape((1, BM)))
 
 
 @dataclass
@@ -130,7 +134,8 @@ class CtFlashMLA(MlaPlan):
                 self.causal,
                 tiling.Bm,
                 tiling.Bn,
-                k,
+                tiling.Kp,
+                k // tiling.Kp,
                 p,
             )
 

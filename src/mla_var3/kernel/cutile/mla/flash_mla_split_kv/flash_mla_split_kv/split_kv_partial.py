@@ -15,7 +15,13 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from mla_var3.kernel.cutile.mla.tile_ops import attend_latent, causal_limits, normalise
+from mla_var3.kernel.cutile.mla.tile_ops import (
+    attend_latent,
+    causal_limits,
+    load_column_parts,
+    log_sum_exp,
+    store_column_parts,
+)
 from mla_var3.kernel.cutile.mla.tilings import LatentTiling
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.mla.attend import KvSegment, attend
@@ -37,14 +43,13 @@ class SplitKVPartialTiling(LatentTiling):
 def split_kv_partial(
     q_latent, q_rope, c_kv, k_rope, lengths, o_partial, lse_partial,
     scale_log2e: float, s: int, splits: int, H: ConstInt, CAUSAL: ConstBool,
-    BM: ConstInt, BN: ConstInt, K: ConstInt, P: ConstInt,
+    BM: ConstInt, BN: ConstInt, KP: ConstInt, PARTS: ConstInt, P: ConstInt,
 ):  # fmt: skip
     # q_latent [b, s*h, K], q_rope [b, s*h, P], o_partial [b, splits, s*h, K], lse_partial [b, splits, s*h]
     row_tile = ct.bid(0)
     share = ct.bid(1)
     request = ct.bid(2)
-    q = ct.load(q_latent, (request, row_tile, 0), (1, BM, K), padding_mode=ct.PaddingMode.ZERO)
-    q = q.reshape((BM, K))
+    q = load_column_parts(q_latent, request, row_tile, BM, KP, PARTS)
     qr = ct.load(q_rope, (request, row_tile, 0), (1, BM, P), padding_mode=ct.PaddingMode.ZERO)
     qr = qr.reshape((BM, P))
     length = ct.load(lengths, (request,), ())
@@ -57,11 +62,10 @@ def split_kv_partial(
     last_tile = min(first_tile + share_tiles, ct.cdiv(max(highest, 0), BN))
     acc, m, l = attend_latent(
         q, qr, c_kv, k_rope, request, first_tile, max(lowest, 0) // BN, last_tile,
-        limits, length, scale_log2e, BM, BN, K, P,
+        limits, length, scale_log2e, BM, BN, KP, PARTS, P,
     )  # fmt: skip
-    out, row_lse = normalise(acc, m, l)
-    ct.store(o_partial, (request, share, row_tile, 0), out.reshape((1, 1, BM, K)))
-    ct.store(lse_partial, (request, share, row_tile), row_lse.reshape((1, 1, BM)))
+    store_column_parts(o_partial, (request, share, row_tile), acc, l, BM, KP, PARTS)
+    ct.store(lse_partial, (request, share, row_tile), log_sum_exp(m, l).reshape((1, 1, BM)))
 
 
 @dataclass
@@ -146,7 +150,8 @@ class CtSplitKVPartial(MlaPlan):
                 self.causal,
                 tiling.Bm,
                 tiling.Bn,
-                k,
+                tiling.Kp,
+                k // tiling.Kp,
                 p,
             )
 

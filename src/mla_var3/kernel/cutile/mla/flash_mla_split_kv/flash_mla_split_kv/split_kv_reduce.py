@@ -13,8 +13,8 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from mla_var3.kernel.cutile.mla.tile_ops import LOG2_E, normalise
-from mla_var3.kernel.cutile.mla.tilings import tile_sides
+from mla_var3.kernel.cutile.mla.tile_ops import LOG2_E, NEG_INF, log_sum_exp, normalise
+from mla_var3.kernel.cutile.mla.tilings import divides, tile_sides
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.mla.cost import flash_mla_split_kv_stages
 from mla_var3.runtime.ct_kernel import CtKernel
@@ -26,44 +26,56 @@ ConstInt = ct.Constant[int]
 
 @dataclass
 class SplitKVReduceTiling(Tiling):
-    """Br rows of the whole latent width per block: few rows, because there are few in all."""
+    """Sp shares of Br rows and Kc latent columns at once.
 
-    Br: int = 4
+    There are few rows, so the shares of a row are read together instead of one after another:
+    the kernel waits for memory once instead of `splits` times.
+    """
+
+    Sp: int = 16
+    Br: int = 1
+    Kc: int = 512
     occupancy: int | None = None
 
     def validate(self, pd: "CtSplitKVReduce") -> Constraints:
-        return Constraints(*tile_sides(Br=self.Br, k=pd.k))
+        return Constraints(
+            *tile_sides(Sp=self.Sp, Br=self.Br, Kc=self.Kc),
+            divides("Kc", self.Kc, "k", pd.k),
+        )
 
 
 @ct.kernel
 def split_kv_reduce(
-    o_partial, lse_partial, o_latent, lse, splits: int, BR: ConstInt, K: ConstInt
+    o_partial, lse_partial, o_latent, lse, splits: int, SP: ConstInt, BR: ConstInt, KC: ConstInt
 ):  # fmt: skip
     # o_partial [b, splits, s*h, K], lse_partial [b, splits, s*h], o_latent [b, s*h, K], lse [b, s*h]
     row_tile = ct.bid(0)
-    request = ct.bid(1)
-    m = ct.full((BR, 1), -float("inf"), dtype=ct.float32)
+    column_tile = ct.bid(1)
+    request = ct.bid(2)
+    m = ct.full((BR, 1), NEG_INF, dtype=ct.float32)
     l = ct.zeros((BR, 1), dtype=ct.float32)  # noqa: E741
-    acc = ct.zeros((BR, K), dtype=ct.float32)
-    for share in range(splits):
+    acc = ct.zeros((BR, KC), dtype=ct.float32)
+    for chunk in range(ct.cdiv(splits, SP)):
+        # part [SP, BR, KC], part_lse [SP, BR, 1] in base 2
         part = ct.load(
-            o_partial, (request, share, row_tile, 0), (1, 1, BR, K),
+            o_partial, (request, chunk, row_tile, column_tile), (1, SP, BR, KC),
             padding_mode=ct.PaddingMode.ZERO,
-        ).reshape((BR, K))  # fmt: skip
+        ).reshape((SP, BR, KC))  # fmt: skip
         part_lse = ct.load(
-            lse_partial, (request, share, row_tile), (1, 1, BR),
+            lse_partial, (request, chunk, row_tile), (1, SP, BR),
             padding_mode=ct.PaddingMode.NEG_INF,
-        ).reshape((BR, 1))  # fmt: skip
-        m_new = ct.maximum(m, part_lse * LOG2_E)
-        shift = ct.where(m_new == -float("inf"), 0.0, m_new)
+        ).reshape((SP, BR, 1)) * LOG2_E  # fmt: skip
+        m_new = ct.maximum(m, ct.max(part_lse, axis=0))
+        shift = ct.where(m_new == NEG_INF, 0.0, m_new)
         alpha = ct.exp2(m - shift)
-        weight = ct.exp2(part_lse * LOG2_E - shift)
-        l = l * alpha + weight  # noqa: E741
-        acc = acc * alpha + part * weight
+        weight = ct.exp2(part_lse - shift[None, :, :])
+        l = l * alpha + ct.sum(weight, axis=0)  # noqa: E741
+        acc = acc * alpha + ct.sum(part * weight, axis=0)
         m = m_new
-    out, row_lse = normalise(acc, m, l)
-    ct.store(o_latent, (request, row_tile, 0), out.reshape((1, BR, K)).astype(o_latent.dtype))
-    ct.store(lse, (request, row_tile), row_lse.reshape((1, BR)))
+    out = normalise(acc, l).astype(o_latent.dtype)
+    ct.store(o_latent, (request, row_tile, column_tile), out.reshape((1, BR, KC)))
+    if column_tile == 0:
+        ct.store(lse, (request, row_tile), log_sum_exp(m, l).reshape((1, BR)))
 
 
 @dataclass
@@ -88,7 +100,8 @@ class CtSplitKVReduce(MlaPlan):
         return out.to(compute_dtype or torch.float32), lse.float()
 
     def _autotune_configs(self) -> Sequence[SplitKVReduceTiling]:
-        return [SplitKVReduceTiling(Br) for Br in (4, 1, 2, 8, 16)]
+        shapes = ((16, 1, 512), (16, 1, 256), (16, 1, 128), (8, 1, 512), (32, 1, 128))
+        return [SplitKVReduceTiling(Sp, Br, Kc) for Sp, Br, Kc in shapes]
 
     def _algorithmic_flops_bytes(self, tiling: SplitKVReduceTiling) -> tuple[float, float]:
         cost = flash_mla_split_kv_stages(self.problem(), self.splits)[1]
@@ -104,8 +117,8 @@ class CtSplitKVReduce(MlaPlan):
         o_latent = o_partial.new_empty((b, s, h, k), dtype=self.torch_dtype)
         lse = lse_partial.new_empty((b, s, h))
 
-        def grid_fn(tiling: SplitKVReduceTiling) -> tuple[int, int]:
-            return (ct.cdiv(s * h, tiling.Br), b)
+        def grid_fn(tiling: SplitKVReduceTiling) -> tuple[int, int, int]:
+            return (ct.cdiv(s * h, tiling.Br), k // tiling.Kc, b)
 
         def args_fn(tiling: SplitKVReduceTiling) -> tuple[object, ...]:
             return (
@@ -114,8 +127,9 @@ class CtSplitKVReduce(MlaPlan):
                 o_latent.view(b, s * h, k),
                 lse.view(b, s * h),
                 splits,
+                tiling.Sp,
                 tiling.Br,
-                k,
+                tiling.Kc,
             )
 
         return CtKernel(

@@ -29,9 +29,12 @@ from mla_var3.kernel.cutile.mla.tile_ops import (
     attend_heads,
     attend_latent,
     causal_limits,
+    load_column_parts,
+    log_sum_exp,
     normalise,
+    store_column_parts,
 )
-from mla_var3.kernel.cutile.mla.tilings import tile_sides
+from mla_var3.kernel.cutile.mla.tilings import divides, tile_sides
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.mla.attend import KvSegment, attend
 from mla_var3.op.mla.cost import attention_block_specialized_cost
@@ -46,7 +49,7 @@ ConstBool = ct.Constant[bool]
 
 @dataclass
 class AttentionBlockSpecializedTiling(Tiling):
-    """Tiles of both roles: Bm x Bn in latent space, Hm x Hn per head.
+    """Tiles of both roles: Bm x Bn in latent space (in parts of Kp columns), Hm x Hn per head.
 
     One kernel has one set of hints: the 64 x 512 latent accumulator needs num_worker_warps=8 on
     sm_90, and with its shared memory only one block fits on an SM.
@@ -54,6 +57,7 @@ class AttentionBlockSpecializedTiling(Tiling):
 
     Bm: int = 64
     Bn: int = 64
+    Kp: int = 128
     Hm: int = 64
     Hn: int = 128
     num_ctas: int | None = None
@@ -61,19 +65,21 @@ class AttentionBlockSpecializedTiling(Tiling):
     num_worker_warps: int | None = 8
 
     def validate(self, pd: "CtAttentionBlockSpecialized") -> Constraints:
-        sides = {"Bm": self.Bm, "Bn": self.Bn, "Hm": self.Hm, "Hn": self.Hn}
-        return Constraints(*tile_sides(**sides, k=pd.k, d=pd.d, p=pd.p))
+        sides = {"Bm": self.Bm, "Bn": self.Bn, "Kp": self.Kp, "Hm": self.Hm, "Hn": self.Hn}
+        return Constraints(
+            *tile_sides(**sides, d=pd.d, p=pd.p), divides("Kp", self.Kp, "k", pd.k)
+        )
 
     @classmethod
     def candidates(cls, target: str) -> list["AttentionBlockSpecializedTiling"]:
         """Candidates per target, the default first (compare LatentTiling and HeadTiling)."""
         if target == "sm_120":
-            sides = ((16, 32, 16, 64), (32, 32, 32, 64), (16, 16, 16, 32))
-            return [cls(*four, num_worker_warps=None) for four in sides]
+            sides = ((16, 32, 128, 16, 64), (32, 32, 128, 32, 64), (16, 16, 128, 16, 32))
+            return [cls(*five, num_worker_warps=None) for five in sides]
         if target == "sm_100":
-            sides = ((64, 64, 64, 128), (64, 64, 64, 64), (64, 32, 64, 128))
-            return [cls(*four, num_worker_warps=None) for four in sides]
-        return [cls(64, 64, 64, 128), cls(64, 64, 64, 64), cls(64, 32, 64, 128), cls(64, 32, 64, 64)]
+            sides = ((64, 64, 128, 64, 128), (64, 64, 128, 64, 64), (64, 32, 128, 64, 128))
+            return [cls(*five, num_worker_warps=None) for five in sides]
+        return [cls(64, 64, Kp, 64, Hn) for Kp in (128, 256) for Hn in (128, 64)]
 
 
 @ct.kernel
@@ -83,7 +89,7 @@ def attention_block_specialized(
     scale_log2e: float, s: int, n: int, latent_blocks: int, head_blocks: int,
     latent_row_tiles: int, head_query_tiles: int,
     H: ConstInt, CAUSAL: ConstBool, BM: ConstInt, BN: ConstInt, HM: ConstInt, HN: ConstInt,
-    K: ConstInt, D: ConstInt, P: ConstInt,
+    KP: ConstInt, PARTS: ConstInt, D: ConstInt, P: ConstInt,
 ):  # fmt: skip
     # Block i is latent when the number of latent blocks due among the first i+1 exceeds the number
     # among the first i: an even interleaving for any ratio. 64 bits, because i * latent_blocks
@@ -96,8 +102,7 @@ def attention_block_specialized(
         # q_latent [b, s*h, K], q_rope_rows [b, s*h, P], o_latent [b, s*h, K], lse_latent [b, s*h]
         request = latent_before // latent_row_tiles
         row_tile = latent_before % latent_row_tiles
-        q = ct.load(q_latent, (request, row_tile, 0), (1, BM, K), padding_mode=ct.PaddingMode.ZERO)
-        q = q.reshape((BM, K))
+        q_parts = load_column_parts(q_latent, request, row_tile, BM, KP, PARTS)
         qr = ct.load(
             q_rope_rows, (request, row_tile, 0), (1, BM, P), padding_mode=ct.PaddingMode.ZERO
         ).reshape((BM, P))
@@ -107,13 +112,12 @@ def attention_block_specialized(
         limits = causal_limits((first_row + ct.arange(BM, dtype=ct.int32)) // H, length, s, CAUSAL)
         lowest = min(causal_limits(first_row // H, length, s, CAUSAL), old)
         highest = min(causal_limits((first_row + BM - 1) // H, length, s, CAUSAL), old)
-        acc, m, l = attend_latent(
-            q, qr, c_kv, k_rope, request, 0, max(lowest, 0) // BN, ct.cdiv(max(highest, 0), BN),
-            ct.minimum(limits, old), old, scale_log2e, BM, BN, K, P,
+        acc_parts, m, l = attend_latent(
+            q_parts, qr, c_kv, k_rope, request, 0, max(lowest, 0) // BN, ct.cdiv(max(highest, 0), BN),
+            ct.minimum(limits, old), old, scale_log2e, BM, BN, KP, PARTS, P,
         )  # fmt: skip
-        out, row_lse = normalise(acc, m, l)
-        ct.store(o_latent, (request, row_tile, 0), out.reshape((1, BM, K)).astype(o_latent.dtype))
-        ct.store(lse_latent, (request, row_tile), row_lse.reshape((1, BM)))
+        store_column_parts(o_latent, (request, row_tile), acc_parts, l, BM, KP, PARTS)
+        ct.store(lse_latent, (request, row_tile), log_sum_exp(m, l).reshape((1, BM)))
     else:
         # q_nope [b, s, h, D], q_rope [b, s, h, P], o_new [b, s, h, D], lse_new [b, s, h]
         work = ct.bid(0) - latent_before
@@ -134,9 +138,8 @@ def attention_block_specialized(
             max(lowest, 0) // HN, ct.cdiv(max(highest, 0), HN),
             limits, length - old, scale_log2e, HM, HN, D, P,
         )  # fmt: skip
-        out, row_lse = normalise(acc, m, l)
-        ct.store(o_new, at, out.reshape((1, HM, 1, D)).astype(o_new.dtype))
-        ct.store(lse_new, (request, query_tile, head), row_lse.reshape((1, HM, 1)))
+        ct.store(o_new, at, normalise(acc, l).astype(o_new.dtype).reshape((1, HM, 1, D)))
+        ct.store(lse_new, (request, query_tile, head), log_sum_exp(m, l).reshape((1, HM, 1)))
 
 
 @dataclass
@@ -251,7 +254,8 @@ class CtAttentionBlockSpecialized(MlaPlan):
                 tiling.Bn,
                 tiling.Hm,
                 tiling.Hn,
-                k,
+                tiling.Kp,
+                k // tiling.Kp,
                 d,
                 p,
             )

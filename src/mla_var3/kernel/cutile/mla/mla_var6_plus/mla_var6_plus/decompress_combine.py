@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cutile.mla.tile_ops import LN_2, LOG2_E, NEG_INF
-from mla_var3.kernel.cutile.mla.tilings import tile_sides
+from mla_var3.kernel.cutile.mla.tilings import divides, tile_sides
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.mla.cost import decompress_combine_cost
 from mla_var3.op.mla.inputs import up_project
@@ -45,7 +45,7 @@ class DecompressCombineTiling(Tiling):
     def validate(self, pd: "CtDecompressCombine") -> Constraints:
         return Constraints(
             *tile_sides(Cm=self.Cm, Ck=self.Ck, d=pd.d),
-            (pd.k % self.Ck == 0, f"Ck: expected a divisor of k={pd.k}, got {self.Ck}"),
+            divides("Ck", self.Ck, "k", pd.k),
         )
 
 
@@ -131,9 +131,11 @@ class CtDecompressCombine(MlaPlan):
         return out.to(dtype), lse
 
     def _autotune_configs(self) -> Sequence[DecompressCombineTiling]:
-        return [
-            DecompressCombineTiling(Cm, Ck) for Cm, Ck in ((64, 128), (64, 64), (128, 64), (128, 128))
+        two_per_sm = [
+            DecompressCombineTiling(Cm, Ck, occupancy=2)
+            for Cm, Ck in ((64, 64), (64, 128), (128, 64))
         ]
+        return [*two_per_sm, DecompressCombineTiling(64, 128), DecompressCombineTiling(128, 128)]
 
     def _default_tiling(self, name: str) -> DecompressCombineTiling | None:
         return DecompressCombineTiling(64, 64) if self._target == "sm_120" else None

@@ -1,0 +1,156 @@
+"""`hyper-mla env`: what this machine offers, and how to get what is missing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+from typing import Any
+
+from rich.table import Table
+
+from mla_var3.cli.console import say, stdout
+from mla_var3.conf.devices import DeviceSpec, load_devices
+from mla_var3.errors import UnknownNameError
+from mla_var3.report.markdown import json_ready
+from mla_var3.runtime.environment import environment, find_tool
+from mla_var3.runtime.paths import cache_root, output_root
+
+_CUTILE = 'pip install "hyper-mla[cutile]"'
+_NSIGHT = "install it from https://developer.nvidia.com/nsight-tools or with the CUDA toolkit"
+
+TOOLS = {
+    "tileiras": ("compiles cuTile kernels", _CUTILE),
+    "ptxas": ("compiles cuTile kernels", _CUTILE),
+    "cuobjdump": ("registers and shared memory in compile reports", _CUTILE),
+    "nvdisasm": ("instruction mix in compile reports", _CUTILE),
+    "nvidia-smi": ("clocks and driver in records", "comes with the NVIDIA driver"),
+    "ncu": ("profiling modes annotation and ncu", _NSIGHT),
+    "nsys": ("profiling mode nsys", _NSIGHT),
+}
+"""Program -> (what it is for, how to get it)."""
+
+PACKAGES = {
+    "torch": ("tensors, reference, launching", "pip install torch"),
+    "cuda-tile": ("kernels in cutile-dsl, and the CPU interpreter", _CUTILE),
+    "nvidia-cutlass-dsl": ("kernels in cute-dsl", 'pip install "hyper-mla[cute]"'),
+    "matplotlib": ("plots in reports", "pip install matplotlib"),
+    "nsight-python": ("profiling mode annotation", 'pip install "hyper-mla[profiling]"'),
+    "nvtx": ("named ranges in profiles", 'pip install "hyper-mla[profiling]"'),
+}
+"""Distribution -> (what it is for, how to get it)."""
+
+
+def env_facts() -> dict[str, Any]:
+    """What the command prints, JSON-ready."""
+    here = environment()
+    return {
+        **here,
+        "tools": {
+            name: {"path": _tool_path(name), "for": purpose, "install": hint}
+            for name, (purpose, hint) in TOOLS.items()
+        },
+        "packages": {
+            name: {"version": _version(name), "for": purpose, "install": hint}
+            for name, (purpose, hint) in PACKAGES.items()
+        },
+        "folders": {"out": str(output_root().resolve()), "cache": str(cache_root().resolve())},
+        "devices": {spec.name: _device_facts(spec) for spec in load_devices().values()},
+        "this_device_known": _known(here["gpu"]),
+    }
+
+
+def env_command(as_json: bool) -> int:
+    """Print what this machine offers."""
+    facts = env_facts()
+    if as_json:
+        print(json.dumps(json_ready(facts), indent=2))
+        return 0
+    console = stdout()
+    _print_gpu(facts)
+    versions = ", ".join(f"{k} {v}" for k, v in facts["versions"].items() if v is not None)
+    say(f"versions: {versions}")
+    say(f"machine:  {facts['platform']}")
+    if facts["git"]:
+        dirty = " with local changes" if facts["git"]["dirty"] else ""
+        say(f"commit:   {facts['git']['commit'] or 'none yet'}{dirty}")
+    for kind, folder in facts["folders"].items():
+        say(f"{kind + ':':<9} {folder}")
+    found = Table("needed", "for", "found", title="programs and packages", title_justify="left")
+    for name, tool in facts["tools"].items():
+        found.add_row(name, tool["for"], tool["path"] or f"missing: {tool['install']}")
+    for name, package in facts["packages"].items():
+        version = package["version"] or f"missing: {package['install']}"
+        found.add_row(name, package["for"], version)
+    console.print(found)
+    devices = Table(title="devices in the table", title_justify="left")
+    for title in ("device", "target", "bf16 TFLOP/s", "GB/s", "SMs", "rates"):
+        devices.add_column(title)
+    for name, device in facts["devices"].items():
+        devices.add_row(
+            name,
+            device["target"],
+            f"{device['tflops']:g}",
+            f"{device['gbps']:g}",
+            str(device["sm_count"]),
+            "sustained, measured" if device["sustained"] else "vendor peaks",
+        )
+    console.print(devices)
+    return 0
+
+
+def _print_gpu(facts: dict[str, Any]) -> None:
+    gpu = facts["gpu"]
+    if gpu is None:
+        say("GPU:      none usable; kernels run in the CPU interpreter and compile for all targets")
+        return
+    say(f"GPU:      {gpu['name']}, compute capability {gpu['compute_capability']}")
+    say(f"driver:   {gpu.get('driver') or 'unknown'}")
+    if facts["this_device_known"] is not True:
+        say(f"warning:  {facts['this_device_known']}", "yellow")
+
+
+def _known(gpu: dict[str, Any] | None) -> bool | str | None:
+    """Whether this machine's GPU is in the table; None without a GPU, else why not."""
+    from mla_var3.conf.devices import device_spec
+
+    if gpu is None:
+        return None
+    try:
+        device_spec(gpu["name"])
+    except UnknownNameError as error:
+        return str(error)
+    return True
+
+
+def _device_facts(spec: DeviceSpec) -> dict[str, Any]:
+    return {
+        "target": spec.target,
+        "tflops": spec.sustained_tflops("bfloat16"),
+        "gbps": spec.sustained_gbps,
+        "sm_count": spec.sm_count,
+        "sustained": spec.has_sustained,
+        "origin": spec.origin,
+        "values": {
+            key: {
+                "value": value.value,
+                "unit": value.unit,
+                "kind": value.kind,
+                "source": value.source,
+                "date": value.date,
+            }
+            for key, value in spec.values.items()
+        },
+    }
+
+
+def _tool_path(name: str) -> str | None:
+    found = find_tool(name) or shutil.which(name)
+    return str(found) if found else None
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None

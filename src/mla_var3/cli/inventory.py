@@ -1,0 +1,159 @@
+"""`hyper-mla list`: which kernels there are, and what can be done with them here.
+
+Imports neither torch nor a kernel language; it reads folders, package metadata and the driver
+library.
+"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import importlib.metadata
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from mla_var3.cli.console import say, stdout
+from mla_var3.runtime import paths
+from mla_var3.runtime.paths import KernelId
+
+DEFAULT_TARGETS = ("sm_90", "sm_100", "sm_120")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The first GPU of this machine, as the driver reports it."""
+
+    name: str
+    target: str
+
+
+def find_gpu() -> tuple[Gpu | None, str]:
+    """The first GPU, or None and why there is none.
+
+    The driver library is asked directly, because importing torch takes seconds.
+    """
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None, "NVIDIA driver not found (libcuda.so.1)"
+    count, device = ctypes.c_int(), ctypes.c_int()
+    if (code := cuda.cuInit(0)) != 0:
+        return None, f"the NVIDIA driver does not start (cuInit: error {code})"
+    if cuda.cuDeviceGetCount(ctypes.byref(count)) != 0 or count.value == 0:
+        return None, "the driver finds no GPU"
+    name = ctypes.create_string_buffer(128)
+    if cuda.cuDeviceGet(ctypes.byref(device), 0) != 0 or cuda.cuDeviceGetName(name, 128, device):
+        return None, "the driver finds no usable GPU"
+    # 75 and 76 are the attributes for the major and minor compute capability.
+    major, minor = (_attribute(cuda, attribute, device) for attribute in (75, 76))
+    return Gpu(name.value.decode(), f"sm_{major}{minor}"), ""
+
+
+def _attribute(cuda: Any, attribute: int, device: Any) -> int:
+    value = ctypes.c_int()
+    cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
+    return value.value
+
+
+def declared_targets(kernel: KernelId) -> tuple[str, ...]:
+    """The targets a version's source declares, read without importing it."""
+    source = _source_of(kernel)
+    targets = DEFAULT_TARGETS
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))) if source else ():
+        names = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
+        if any(isinstance(name, ast.Name) and name.id == "targets" for name in names):
+            try:
+                targets = tuple(ast.literal_eval(node.value))  # type: ignore[attr-defined]
+            except (ValueError, TypeError):
+                continue
+    return targets
+
+
+def _source_of(kernel: KernelId) -> Path | None:
+    root = importlib.util.find_spec(paths.KERNEL_PACKAGE)
+    if root is None or not root.submodule_search_locations:
+        return None
+    parts = kernel.module.removeprefix(f"{paths.KERNEL_PACKAGE}.").split(".")
+    path = Path(next(iter(root.submodule_search_locations)), *parts).with_suffix(".py")
+    return path if path.exists() else None
+
+
+def inventory() -> list[dict[str, Any]]:
+    """All kernel versions and what can be done with each on this machine, JSON-ready."""
+    gpu, no_gpu = find_gpu()
+    rows = []
+    for kernel in paths.discover_kernels():
+        targets = declared_targets(kernel)
+        distribution = paths.LANGUAGE_DISTRIBUTIONS[kernel.language]
+        extra = paths.LANGUAGE_EXTRAS[kernel.language]
+        missing = "" if _installed(distribution) else f'pip install "hyper-mla[{extra}]"'
+        if missing:
+            gpu_reason = f"{distribution} is not installed: {missing}"
+        elif gpu is None:
+            gpu_reason = no_gpu
+        elif gpu.target not in targets:
+            gpu_reason = f"made for {', '.join(targets)}, this GPU is {gpu.target}"
+        else:
+            gpu_reason = ""
+        cpu = not missing and kernel.language == "cutile-dsl"
+        rows.append(
+            {
+                "kernel": kernel.design,
+                "version": kernel.version,
+                "full_name": kernel.full_name,
+                "language": kernel.language,
+                "layer": kernel.layer,
+                "targets": list(targets),
+                "module": kernel.module,
+                "gpu": {"runs": not gpu_reason, "reason": gpu_reason or None},
+                "cpu": {
+                    "runs": cpu,
+                    "reason": None if cpu else missing or "only cutile-dsl has an interpreter",
+                },
+                "compiles": not missing,
+            }
+        )
+    return rows
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def list_command(as_json: bool) -> int:
+    """Print all kernels."""
+    rows = inventory()
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return 0
+    gpu, no_gpu = find_gpu()
+    table = Table(title="kernels", title_justify="left")
+    for title in ("kernel", "version", "language", "targets", "here, GPU", "here, CPU", "compile"):
+        table.add_column(title, overflow="fold")
+    for row in rows:
+        table.add_row(
+            row["kernel"],
+            row["version"],
+            row["language"],
+            " ".join(row["targets"]),
+            _yes_no(row["gpu"]),
+            _yes_no(row["cpu"], "yes, interpreter"),
+            "yes" if row["compiles"] else "no",
+        )
+    stdout().print(table)
+    say(f"GPU: {gpu.name} ({gpu.target})" if gpu else f"GPU: none, {no_gpu}")
+    say("hyper-mla show <kernel> tells more; hyper-mla run <kernel> --help lists its options")
+    return 0
+
+
+def _yes_no(answer: dict[str, Any], yes: str = "yes") -> str:
+    return yes if answer["runs"] else f"no: {answer['reason']}"

@@ -1,0 +1,286 @@
+"""The command line of a kernel: `python -m mla_var3.kernel <kernel> [<version>] [options]`."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mla_var3.cli.console import (
+    EXIT_FAILED,
+    EXIT_OK,
+    ProgressReporter,
+    UsageError,
+    guarded,
+    say,
+    usage_errors,
+)
+from mla_var3.cli.options import RUN_OPTIONS, Request, build_parser, build_request, plan_options
+from mla_var3.cli.parsing import Parser, parse
+from mla_var3.cli.selection import leading_words, take_kernel
+from mla_var3.errors import UnknownNameError
+from mla_var3.runtime import paths
+from mla_var3.runtime.paths import KernelId
+from mla_var3.runtime.plan import KernelPlan
+from mla_var3.runtime.profiling import NsightProfType, ProfileResult, default_mode, profile_plan
+from mla_var3.runtime.workflow import (
+    RunOptions,
+    cuda_available,
+    pick_device,
+    planning_device,
+    prepare,
+)
+
+CPU_CHECK_FLOPS = 3e9
+"""Largest problem that the default check hands to the interpreter: some ten seconds of work."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m mla_var3.kernel <kernel> [<version>] [options]`; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    return guarded(lambda: _main(arguments))
+
+
+def main_for_design(package: str, argv: Sequence[str] | None = None) -> int:
+    """`python -m mla_var3.kernel.<language>.<layer>.<design> [<version>] [options]`.
+
+    Args:
+        package: the design's package; its `__main__` passes `__package__`.
+        argv: arguments, those of the process by default.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    return guarded(lambda: _main_for_design(package, arguments))
+
+
+def run_plan(plan: KernelPlan, argv: Sequence[str] | None = None) -> int:
+    """The command line of one plan, whose values are the defaults; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    return guarded(lambda: _run(_importable(plan), arguments, plan.name))
+
+
+def _main(argv: list[str]) -> int:
+    kernel, rest = take_kernel(argv)
+    prog = f"python -m {paths.KERNEL_PACKAGE}"
+    if kernel is not None:
+        return run_kernel(kernel, rest, f"{prog} {kernel.full_name}")
+    kernels = sorted({k.full_name for k in paths.discover_kernels()})
+    parser = Parser(
+        prog=prog,
+        usage=f"{prog} <kernel> [<version>] [options]",
+        description="Tune, check and profile a kernel; <kernel> --help lists its options.",
+        epilog="kernels: " + ", ".join(kernels),
+    )
+    if rest:
+        parse(parser, rest)
+    raise UsageError(f"kernel: expected one of {', '.join(kernels)}, got none")
+
+
+def _main_for_design(package: str, argv: list[str]) -> int:
+    folder, _, design = package.removeprefix(f"{paths.KERNEL_PACKAGE}.").split(".")
+    languages = {name: key for key, name in paths.LANGUAGES.items()}
+    words, rest = leading_words(argv, 1)
+    with usage_errors():
+        if words and words[0] == design:
+            words = []
+        kernel = paths.find_kernel(design, *words, language=languages[folder])
+    return run_kernel(kernel, rest, f"python -m {package}")
+
+
+def run_kernel(kernel: KernelId, argv: list[str], prog: str) -> int:
+    """The command line of one kernel version."""
+    return _run(paths.plan_class(kernel)(), argv, prog)
+
+
+def _importable(plan: KernelPlan) -> KernelPlan:
+    """The same plan, of the class that importing its module gives.
+
+    A kernel file that is run itself is the module `__main__`, which has no kernel id.
+    """
+    module = sys.modules.get("__main__")
+    if type(plan).__module__ != "__main__" or module is None:
+        return plan
+    name = module.__spec__.name if module.__spec__ else _module_of(getattr(module, "__file__", ""))
+    if paths.kernel_id_of_module(name) is None:
+        return plan
+    imported: type[KernelPlan] = getattr(importlib.import_module(name), type(plan).__name__)
+    fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan) if f.init}
+    default = imported()
+    for field, tiling in plan.tiling_fields().items():
+        fields[field] = dataclasses.replace(getattr(default, field), **tiling.to_dict())
+    return imported(**fields)
+
+
+def _module_of(file: str) -> str:
+    import mla_var3
+
+    root = Path(mla_var3.__path__[0]).parent.resolve()
+    path = Path(file).resolve()
+    if not path.is_relative_to(root):
+        return ""
+    return ".".join(path.relative_to(root).with_suffix("").parts)
+
+
+def _run(plan: KernelPlan, argv: list[str], prog: str) -> int:
+    options = plan_options(plan, RUN_OPTIONS)
+    module = sys.modules.get(type(plan).__module__)
+    contract = inspect.cleandoc((module and module.__doc__) or type(plan).__doc__ or "")
+    parser = build_parser(options, prog, contract.split("\n\n")[0])
+    with usage_errors():
+        values = parse(parser, argv, options)
+        language = plan.kernel_id.language
+        if values.get("language", language) != language:
+            if values["language"] not in paths.LANGUAGES:
+                raise UnknownNameError("language", values["language"], paths.LANGUAGES)
+            raise UsageError(
+                f"--language: this is the {language} kernel; use python -m {paths.KERNEL_PACKAGE} "
+                f"{plan.kernel_id.design} --language={values['language']}"
+            )
+        request = build_request(options, values)
+    return execute(request)
+
+
+@dataclass(frozen=True)
+class Route:
+    """What a request amounts to on this machine.
+
+    Attributes:
+        mode: profiling mode.
+        on_cpu: whether kernels run, if at all, in the interpreter.
+        check: whether the check runs beside the mode, on the CPU.
+        may_shrink: whether a problem too large for the interpreter is checked at smaller sizes.
+        message: what to tell the user about the choice.
+    """
+
+    mode: NsightProfType
+    on_cpu: bool
+    check: bool = False
+    may_shrink: bool = False
+    message: str = ""
+
+
+def choose_route(request: Request, has_gpu: bool) -> Route:
+    """Decide how to serve a request; never falls back from what was asked for explicitly.
+
+    Raises:
+        UsageError: options that contradict each other.
+    """
+    device = request.run.device
+    on_cpu = device == "cpu" or (device == "auto" and not has_gpu)
+    compile_only = "target" in request.given
+    mode = request.mode
+    if mode is None:
+        mode = NsightProfType.STATIC if compile_only else default_mode("cpu" if on_cpu else "cuda")
+    if compile_only and mode is not NsightProfType.STATIC:
+        raise UsageError(f"--target: only for --prof_type=static, got {mode.value}")
+    static = mode is NsightProfType.STATIC
+    if request.tiling_given and request.run.autotune and not (static or on_cpu):
+        given = ", ".join(f"--{name}" for name in request.tiling_given)
+        raise UsageError(f"{given}: expected together with --no_autotune, which was not given")
+    if device == "cuda" and not (static and not request.run.check):
+        pick_device(device)
+    by_default = on_cpu and request.mode is None and not compile_only
+    message = ""
+    if by_default:
+        reason = "--device=cpu" if device == "cpu" else "no GPU here"
+        message = (
+            f"{reason}: static mode (compile report + prediction) and the check on the CPU "
+            "interpreter"
+        )
+    return Route(
+        mode=mode,
+        on_cpu=on_cpu,
+        check=static and (request.run.check or by_default),
+        may_shrink=on_cpu and not (device == "cpu" and request.run.check),
+        message=message,
+    )
+
+
+def execute(request: Request) -> int:
+    """Run a request and print what came out; returns the exit code."""
+    from mla_var3.cli.render import print_check, print_result
+
+    route = choose_route(request, cuda_available())
+    if route.message:
+        say(route.message, "bold")
+    plan, run = request.plan, request.run
+    ok = True
+    with ProgressReporter() as progress:
+        run.progress = progress
+        if route.mode is NsightProfType.STATIC:
+            result = profile_plan(plan, route.mode, dataclasses.replace(run, check=False))
+        else:
+            if route.on_cpu and route.may_shrink:
+                plan = checkable(plan)
+            result = profile_plan(plan, route.mode, run)
+    print_result(result)
+    if result.check is not None:
+        print_check(result.check, "check")
+        ok = result.check.passed
+    if route.check:
+        ok = _check_beside(plan, run, route) and ok
+    print_where(result)
+    return EXIT_OK if ok and compiled(result) else EXIT_FAILED
+
+
+def _check_beside(plan: KernelPlan, run: RunOptions, route: Route) -> bool:
+    """The check that static mode itself does not make."""
+    from mla_var3.cli.render import print_check
+
+    if route.may_shrink:
+        plan = checkable(plan)
+    with ProgressReporter() as progress:
+        options = RunOptions(
+            device="cpu" if route.on_cpu else run.device,
+            autotune=False,
+            check=True,
+            progress=progress,
+        )
+        prepared = prepare(plan, options)
+    if prepared.check is None:
+        raise AssertionError("prepare was asked for a check and made none")
+    where = "CPU interpreter" if route.on_cpu else "GPU"
+    print_check(prepared.check, f"check on the {where}: {describe_sizes(prepared.plan)}")
+    return prepared.check.passed
+
+
+def checkable(plan: KernelPlan) -> KernelPlan:
+    """The plan, or a smaller one when the interpreter would take too long; says which."""
+    device = planning_device()
+    dtype = str(getattr(plan, "dtype", "bfloat16"))
+    flops = plan.plan_empty(device.sustained_tflops(dtype), device.sustained_gbps).cost().flops
+    if flops <= CPU_CHECK_FLOPS:
+        return plan
+    small = plan.cpu_check_plan()
+    say(
+        f"{describe_sizes(plan)} is {flops / 1e9:.3g} GFLOP, too much for the interpreter: the "
+        f"check uses {describe_sizes(small)}; --device=cpu --check runs the full problem"
+    )
+    return small
+
+
+def describe_sizes(plan: KernelPlan) -> str:
+    """The plan's fields that are set, in one line."""
+    parts = []
+    for name, value in plan.params().items():
+        if isinstance(value, (tuple, list)):
+            value = ",".join(map(str, value)) if len(value) <= 8 else f"<{len(value)} values>"
+        if value is not None:
+            parts.append(f"{name}={value}")
+    return " ".join(parts)
+
+
+def compiled(result: ProfileResult) -> bool:
+    """Whether every target of a static report compiled."""
+    from mla_var3.report.figures import compile_reports
+
+    return not any(report.error for report in compile_reports(result))
+
+
+def print_where(result: ProfileResult) -> None:
+    """Print where the artifacts lie."""
+    if result.out_dir is not None:
+        say(f"report: {result.out_dir / 'report.md'}", "bold")

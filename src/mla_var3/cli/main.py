@@ -1,0 +1,175 @@
+"""The console script `hyper-mla`.
+
+Kernels, torch and plots are imported by the command that needs them, so that help and the list of
+kernels come at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import mla_var3
+from mla_var3.cli.console import UsageError, guarded, usage_errors
+from mla_var3.cli.parsing import Parser, parse
+from mla_var3.cli.selection import leading_words, take_kernel
+from mla_var3.errors import UnknownNameError
+
+COMMANDS = {
+    "run": "run a kernel; without one the main job: mla_var6_plus end to end, with a report",
+    "list": "kernels, versions, languages, targets, and what runs on this machine",
+    "show": "contract, options, cost, tiling candidates and cached tunings of one kernel",
+    "predict": "predicted times of all kernels on the devices in the table",
+    "env": "this machine: GPU, versions, programs found and missing, known devices",
+}
+
+_RUN_EPILOG = """\
+With a kernel the options are those of the kernel:
+  hyper-mla run <kernel> [<version>] [options]
+  hyper-mla run flash_mla --help
+"""
+
+
+def build_parser() -> Parser:
+    """The parser of the whole program; `run <kernel>` and `show <kernel>` add the kernel's own."""
+    parser = Parser(
+        prog="hyper-mla",
+        description="Multi-head Latent Attention kernels, and the workbench they are made on.",
+        epilog="hyper-mla <command> --help tells more about a command.",
+    )
+    parser.add_argument("--version", action="version", version=f"hyper-mla {mla_var3.__version__}")
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="<command>")
+    for name, text in COMMANDS.items():
+        command = commands.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            epilog=_RUN_EPILOG if name == "run" else None,
+        )
+        _ADD_ARGUMENTS[name](command)
+    return parser
+
+
+def _add_run(parser: Parser) -> None:
+    parser.add_argument("kernel", nargs="?", help="kernel id; left out: the main job")
+    parser.add_argument("version", nargs="?", help="version such as v2; v0 is the base version")
+    job = parser.add_argument_group("main job")
+    job.add_argument("--quick", action="store_true", help="smaller steps, about half the time")
+    job.add_argument("--device", default="auto", metavar="NAME", help="auto, cuda or cpu")
+    job.add_argument(
+        "--out_dir", type=Path, metavar="FOLDER", help="(default: out/overview/<timestamp>)"
+    )
+    sizes = {"b": "requests", "s": "query tokens per request", "t": "KV slots", "h": "heads"}
+    for name, text in sizes.items():
+        job.add_argument(f"--{name}", type=int, metavar="N", help=text)
+
+
+def _add_list(parser: Parser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_show(parser: Parser) -> None:
+    parser.add_argument("kernel", help="kernel id, such as mla_var6_plus")
+    parser.add_argument("version", nargs="?", help="version such as v2; v0 is the base version")
+    parser.add_argument("--language", metavar="NAME", help="cutile-dsl or cute-dsl")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_predict(parser: Parser) -> None:
+    from mla_var3.cli.predict import add_arguments
+
+    add_arguments(parser)
+
+
+_ADD_ARGUMENTS: dict[str, Callable[[Parser], None]] = {
+    "run": _add_run,
+    "list": _add_list,
+    "show": _add_show,
+    "predict": _add_predict,
+    "env": _add_list,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the program; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    return guarded(lambda: _dispatch(arguments))
+
+
+def _dispatch(argv: list[str]) -> int:
+    words, rest = leading_words(argv, 1)
+    if not words:
+        parser = build_parser()
+        if argv:
+            parse(parser, argv)
+        parser.print_help()
+        return 0 if not argv else 2
+    with usage_errors():
+        if words[0] not in COMMANDS:
+            raise UnknownNameError("command", words[0], COMMANDS)
+    return _HANDLERS[words[0]](rest)
+
+
+def _subparser(name: str) -> Parser:
+    parser = Parser(prog=f"hyper-mla {name}", description=COMMANDS[name])
+    _ADD_ARGUMENTS[name](parser)
+    return parser
+
+
+def _run(argv: list[str]) -> int:
+    kernel, rest = take_kernel(argv)
+    if kernel is not None:
+        from mla_var3.cli.kernel import run_kernel
+
+        return run_kernel(kernel, rest, prog=f"hyper-mla run {kernel.full_name}")
+    from mla_var3.cli.overview import overview_command
+
+    parser = _subparser("run")
+    parser.epilog = _RUN_EPILOG
+    return overview_command(parse(parser, rest))
+
+
+def _list(argv: list[str]) -> int:
+    values = parse(_subparser("list"), argv)
+    from mla_var3.cli.inventory import list_command
+
+    return list_command(values["json"])
+
+
+def _show(argv: list[str]) -> int:
+    kernel, rest = take_kernel(argv)
+    if kernel is None:
+        parser = _subparser("show")
+        parse(parser, rest)
+        raise UsageError("kernel: expected the name of a kernel, got none")
+    from mla_var3.cli.show import show_command
+
+    return show_command(kernel, rest)
+
+
+def _predict(argv: list[str]) -> int:
+    parser = _subparser("predict")
+    from mla_var3.cli.predict import predict_command
+
+    return predict_command(parser, argv)
+
+
+def _env(argv: list[str]) -> int:
+    values = parse(_subparser("env"), argv)
+    from mla_var3.cli.env import env_command
+
+    return env_command(values["json"])
+
+
+_HANDLERS: dict[str, Callable[[list[str]], int]] = {
+    "run": _run,
+    "list": _list,
+    "show": _show,
+    "predict": _predict,
+    "env": _env,
+}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,64 @@
+"""What the plots of the main job show: predictions turned into panels and series."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mla_var3.conf.devices import DeviceSpec
+from mla_var3.op.mla.problem import MlaProblem
+from mla_var3.report.plots import Panel, Region
+from mla_var3.report.sweep import S_VALUES, DeviceSweep, Rate, sweep
+
+PURE_PATHS = ("flash_mla", "flash_attention")
+
+
+def dense_s_values(last: int = S_VALUES[-1], per_octave: int = 4) -> list[int]:
+    """Query lengths close enough for smooth curves, the powers of two among them."""
+    values, i = set(), 0
+    while (s := round(2 ** (i / per_octave))) <= last:
+        values.add(s)
+        i += 1
+    return sorted(values)
+
+
+def crossover_panels(sweeps: Iterable[DeviceSweep]) -> list[Panel]:
+    """One panel per device."""
+    return [
+        Panel(
+            title=entry.device.removeprefix("NVIDIA "),
+            subtitle=rates_text(entry.compute, entry.memory),
+            x=entry.s_values,
+            curves={
+                kernel: [prediction.end_to_end_us for prediction in predictions]
+                for kernel, predictions in entry.predictions.items()
+            },
+            regions=[Region(c.kernel, c.s_from, c.s_to) for c in entry.crossovers],
+        )
+        for entry in sweeps
+    ]
+
+
+def rates_text(compute: Rate, memory: Rate) -> str:
+    """The rates of a device in one short line."""
+    kinds = {"measured" if rate.sustained else "vendor peak" for rate in (compute, memory)}
+    numbers = ", ".join(f"{rate.value:g} {rate.unit}" for rate in (compute, memory))
+    return f"{numbers} ({' and '.join(sorted(kinds))})"
+
+
+def speedup_series(
+    sweeps: Iterable[DeviceSweep], kernel: str = "mla_var6_plus"
+) -> dict[str, list[tuple[float, float]]]:
+    """How much faster than the better of the two pure paths a kernel is predicted, per device."""
+    series = {}
+    for entry in sweeps:
+        points = []
+        for i, s in enumerate(entry.s_values):
+            pure = min(entry.predictions[path][i].end_to_end_us for path in PURE_PATHS)
+            points.append((float(s), pure / entry.predictions[kernel][i].end_to_end_us))
+        series[entry.device] = points
+    return series
+
+
+def dense_sweeps(problem: MlaProblem, devices: Iterable[DeviceSpec]) -> list[DeviceSweep]:
+    """Predictions for smooth curves."""
+    return [sweep(problem, spec, dense_s_values()) for spec in devices]

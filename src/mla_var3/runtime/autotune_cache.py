@@ -1,0 +1,377 @@
+"""The tuning history of one stage: a JSON file that survives interruption and refuses strangers.
+
+A file is found by a digest of its key (device, compute capability, toolkit, kernel sources, stage,
+problem) and holds the whole key; it is used only when the two agree. It is rewritten as a whole
+after every candidate, so an interrupted search goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import inspect
+import json
+import logging
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+from mla_var3.runtime import paths
+from mla_var3.runtime.environment import environment, toolkit_versions
+from mla_var3.runtime.files import write_atomic
+from mla_var3.runtime.measure import Timing
+from mla_var3.runtime.stage import KernelStage
+
+if TYPE_CHECKING:
+    from mla_var3.conf.devices import DeviceSpec
+    from mla_var3.runtime.plan import KernelPlan
+
+log = logging.getLogger(__name__)
+
+SCHEMA = 1
+"""Part of the key: a file of another form is another file."""
+
+Status = Literal["ok", "rejected", "failed"]
+_STATUSES = ("ok", "rejected", "failed")
+_DIGEST_LENGTH = 12
+
+
+class Entry(TypedDict):
+    """One candidate and what became of it.
+
+    Keys:
+        config: the fields of the tiling; for kernels tuned together, those of each by its name.
+        status: "ok" (timed), "rejected" (not worth or not possible to time), "failed" (in timing).
+        reason: why it was rejected, why it failed, or what is special about it.
+        timing: `Timing.to_dict`, None when it was not timed.
+        compile: figures of `CompileReport`, None when it was not compiled; for kernels tuned
+            together, those of each by its name.
+    """
+
+    config: dict[str, Any]
+    status: Status
+    reason: str | None
+    timing: dict[str, Any] | None
+    compile: dict[str, Any] | None
+
+
+@dataclass
+class StageTuning:
+    """The outcome of tuning one stage.
+
+    Attributes:
+        stage: stage name; that of the group for kernels tuned together.
+        key: what the result holds for.
+        path: the JSON history.
+        best: the fastest config, None when no candidate ran.
+        best_us: its median time, None when nothing was timed.
+        results: all candidates so far.
+        from_cache: nothing was timed now, the history had it.
+        complete: all candidates were handled; False when `tune_max_iters` ended the search.
+    """
+
+    stage: str
+    key: dict[str, Any]
+    path: Path
+    best: dict[str, Any] | None
+    best_us: float | None
+    results: list[Entry]
+    from_cache: bool
+    complete: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, JSON-ready."""
+        return {**dataclasses.asdict(self), "path": str(self.path)}
+
+
+def canonical(value: Any) -> str:
+    """JSON text that is the same for equal values."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    # A plan made of plans: their tilings are what is being tuned and must not be in the key.
+    if hasattr(value, "params"):
+        return value.params()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return str(value)
+
+
+def tuning_key(
+    plan: KernelPlan,
+    spec: DeviceSpec,
+    stage: str,
+    kernels: Iterable[KernelStage],
+    **more: Any,
+) -> dict[str, Any]:
+    """Everything that a tuning result depends on.
+
+    Args:
+        plan: the plan of the whole problem.
+        spec: the device.
+        stage: stage name.
+        kernels: the kernels concerned.
+        more: further conditions of the search.
+    """
+    kernels = list(kernels)
+    languages = sorted({kernel.language for kernel in kernels} | {plan.kernel_id.language})
+    toolkit = {k: v for language in languages for k, v in toolkit_versions(language).items()}
+    key = {
+        "schema": SCHEMA,
+        "device": spec.name,
+        "compute_capability": list(spec.compute_capability),
+        "toolkit": toolkit,
+        "source": source_hash(plan, kernels),
+        "kernel": plan.name,
+        "stage": stage,
+        "problem": plan.params(),
+        **more,
+    }
+    restored: dict[str, Any] = json.loads(canonical(key))
+    return restored
+
+
+def source_hash(plan: KernelPlan, kernels: Iterable[KernelStage]) -> str:
+    """A digest of the kernels' source files and of the modules of their plans and tilings.
+
+    File names count without their folders, so that a checkout may move.
+    """
+    files: set[Path] = set()
+    owners: list[object] = [plan]
+    for kernel in kernels:
+        files.update(kernel.source_files())
+        owners += [kernel.plan, kernel.tiling]
+    for owner in owners:
+        module = inspect.getmodule(type(owner))
+        if getattr(module, "__file__", None):
+            files.add(Path(str(module.__file__)))  # type: ignore[union-attr]
+    digest = hashlib.sha256()
+    for name, content in sorted((file.name, file.read_bytes()) for file in files):
+        digest.update(f"{name}:{len(content)}:".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def key_digest(key: Mapping[str, Any]) -> str:
+    """Short digest of a key, for the file name."""
+    return hashlib.sha256(canonical(key).encode()).hexdigest()[:_DIGEST_LENGTH]
+
+
+def history_path(plan: KernelPlan, spec: DeviceSpec, key: Mapping[str, Any]) -> Path:
+    """The file of a key."""
+    language = plan.kernel_id.language
+    return paths.autotune_file(spec.name, language, plan.name, key["stage"], key_digest(key))
+
+
+class History:
+    """The candidates of one search and their outcomes, kept in step with the file.
+
+    Attributes:
+        path, key: the file and what it holds for.
+        complete: the stored search had handled all its candidates.
+        found: a usable file was there.
+    """
+
+    def __init__(self, path: Path, key: dict[str, Any], *, retune: bool = False) -> None:
+        self.path = path
+        self.key = key
+        self.complete = False
+        self.found = False
+        self._entries: dict[str, Entry] = {}
+        self._environment: dict[str, Any] | None = None
+        if retune:
+            # The old file is not touched: the first new result replaces it as a whole.
+            log.info("%s: searching again, %s is not used", key["stage"], path)
+            return
+        stored = _load(path, key)
+        if stored is None:
+            _mention_others(path, key)
+            return
+        self.found = True
+        self.complete = stored["complete"]
+        self._entries = {canonical(entry["config"]): entry for entry in stored["results"]}
+
+    @property
+    def entries(self) -> list[Entry]:
+        """All outcomes, in the order in which the candidates were first met."""
+        return list(self._entries.values())
+
+    def get(self, config: Mapping[str, Any]) -> Entry | None:
+        """The outcome of a candidate, None when there is none yet."""
+        return self._entries.get(canonical(config))
+
+    def record(
+        self,
+        config: Mapping[str, Any],
+        status: Status,
+        reason: str | None = None,
+        *,
+        timing: Timing | None = None,
+        compiled: dict[str, Any] | None = None,
+        save: bool = True,
+    ) -> None:
+        """Note an outcome and write the file.
+
+        Args:
+            config: the candidate.
+            status: what became of it.
+            reason: why.
+            timing: its time.
+            compiled: figures of the compile report.
+            save: write the file now; False for an outcome that costs nothing to find again.
+        """
+        self._entries[canonical(config)] = Entry(
+            config=json.loads(canonical(config)),
+            status=status,
+            reason=reason,
+            timing=None if timing is None else timing.to_dict(),
+            compile=compiled,
+        )
+        self.complete = False
+        if save:
+            self.save()
+
+    def finish(self, complete: bool) -> None:
+        """Note whether all candidates were handled, and write the file."""
+        self.complete = complete
+        self.save()
+
+    def best(self) -> Entry | None:
+        """The fastest candidate, None when none was timed."""
+        timed = [entry for entry in self._entries.values() if is_timed(entry)]
+        return min(timed, key=median_us, default=None)
+
+    def save(self) -> None:
+        """Replace the file by the present state."""
+        if self._environment is None:
+            self._environment = environment()
+        best = self.best()
+        content = {
+            "key": self.key,
+            "environment": self._environment,
+            "complete": self.complete,
+            "best": None if best is None else best["config"],
+            "best_us": None if best is None else median_us(best),
+            "results": self.entries,
+        }
+        write_atomic(self.path, json.dumps(content, indent=1, default=_plain) + "\n")
+
+    def tuning(self, best: Entry | None, *, from_cache: bool) -> StageTuning:
+        """The outcome as the caller sees it."""
+        return StageTuning(
+            stage=self.key["stage"],
+            key=self.key,
+            path=self.path,
+            best=None if best is None else best["config"],
+            best_us=median_us(best) if best is not None and is_timed(best) else None,
+            results=self.entries,
+            from_cache=from_cache,
+            complete=self.complete,
+        )
+
+
+def is_timed(entry: Entry) -> bool:
+    """Whether a candidate ran and has a time."""
+    return entry["status"] == "ok" and entry["timing"] is not None
+
+
+def median_us(entry: Entry) -> float:
+    """The median time of a timed candidate."""
+    return math.inf if entry["timing"] is None else float(entry["timing"]["median_us"])
+
+
+def _load(path: Path, key: dict[str, Any]) -> dict[str, Any] | None:
+    """The content of a file that is whole and belongs to the key, else None."""
+    stored = _read(path)
+    if stored is None:
+        return None
+    if isinstance(stored, str):
+        aside = _move_aside(path)
+        log.warning("%s is damaged (%s); moved to %s, tuning again", path, stored, aside)
+        return None
+    differing = _differences(stored["key"], key)
+    if differing:
+        log.warning(
+            "%s was made for something else (%s); it is not used, tuning again",
+            path,
+            "; ".join(differing),
+        )
+        return None
+    return stored
+
+
+def _read(path: Path) -> dict[str, Any] | str | None:
+    """The content of a file, what is wrong with it, or None when there is none."""
+    try:
+        stored = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        return f"no JSON: {error}"
+    if not isinstance(stored, dict) or not isinstance(stored.get("key"), dict):
+        return "no key in it"
+    if not isinstance(stored.get("complete"), bool) or not isinstance(stored.get("results"), list):
+        return "no results in it"
+    if not all(map(_is_entry, stored["results"])):
+        return "a result without config, status or time"
+    return stored
+
+
+def _is_entry(value: Any) -> bool:
+    if not isinstance(value, dict) or set(value) != set(Entry.__annotations__):
+        return False
+    timing = value["timing"]
+    return (
+        isinstance(value["config"], dict)
+        and value["status"] in _STATUSES
+        and (value["compile"] is None or isinstance(value["compile"], dict))
+        and (timing is None or _is_positive(timing))
+    )
+
+
+def _is_positive(timing: Any) -> bool:
+    median = timing.get("median_us") if isinstance(timing, dict) else None
+    return isinstance(median, (int, float)) and 0 < median < math.inf
+
+
+def _move_aside(path: Path) -> Path:
+    """Keep a damaged file under a name that nothing reads."""
+    number = 1
+    while (aside := path.with_name(f"{path.name}.corrupt-{number}")).exists():
+        number += 1
+    return path.replace(aside)
+
+
+def _differences(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    """The parts of two keys that differ, in words."""
+    texts = []
+    for part in sorted({*stored, *expected}):
+        old, new = stored.get(part), expected.get(part)
+        if old != new:
+            if part == "source":
+                old, new = (str(digest)[:_DIGEST_LENGTH] for digest in (old, new))
+            texts.append(f"{part}: expected {canonical(new)}, got {canonical(old)}")
+    return texts
+
+
+def _mention_others(path: Path, key: dict[str, Any]) -> None:
+    """Say that results for the same stage and problem exist that must not be used, and why."""
+    others = []
+    for other in sorted(path.parent.glob(f"{key['stage']}-*.json")):
+        stored = None if other == path else _read(other)
+        if isinstance(stored, dict) and all(
+            stored["key"].get(part) == key[part] for part in ("stage", "problem")
+        ):
+            others.append((other, _differences(stored["key"], key)))
+    if others:
+        newest, differing = max(others, key=lambda found: found[0].stat().st_mtime)
+        log.info(
+            "%s: %d earlier result(s) for this problem are not used; the newest, %s, differs in %s",
+            key["stage"],
+            len(others),
+            newest,
+            "; ".join(differing),
+        )

@@ -1,0 +1,343 @@
+"""Element-wise operations on two operands: arithmetic, comparison, bitwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from mla_var3.errors import InterpreterError
+from mla_var3.runtime.interpreter.cutile_api import (
+    BINOP_REGISTRY,
+    DType,
+    RoundingMode,
+    TileTypeError,
+    check_rd_and_ftz,
+    ct,
+    integer_exponent_dtype,
+    is_arithmetic,
+    is_boolean,
+    is_float,
+    is_integral,
+    is_restricted_float,
+    is_unrestricted_float,
+    reraise_tile_exception,
+)
+from mla_var3.runtime.interpreter.dtypes import (
+    NUMPY_DTYPES,
+    Number,
+    cast,
+    constant,
+    dtype_of_number,
+    promoted,
+    round_directed,
+    wrap_integer,
+)
+from mla_var3.runtime.interpreter.operands import as_tile, loose_type
+from mla_var3.runtime.interpreter.registry import implement, implements
+from mla_var3.runtime.interpreter.values import Tile
+
+# Largest float32 below the smallest normal one.
+_LARGEST_SUBNORMAL = 2.0**-126 - 2.0**-149
+_NEAREST_ENOUGH = (None, ct.RoundingMode.RN, ct.RoundingMode.FULL, ct.RoundingMode.APPROX)
+
+Elementwise = Callable[..., Any]
+
+
+def _floor_divide(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.floor(x / y) if x.is_floating_point() else torch.div(x, y, rounding_mode="floor")
+
+
+def _ceil_divide(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return -torch.div(-x, y, rounding_mode="floor")
+
+
+def _numpy_ceil_divide(x: Any, y: Any) -> Any:
+    return x // y + (x % y != 0).astype(x.dtype)
+
+
+def _minimum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.fmin(x, y) if x.is_floating_point() else torch.minimum(x, y)
+
+
+def _maximum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.fmax(x, y) if x.is_floating_point() else torch.maximum(x, y)
+
+
+# cuTile's name of the operation -> (torch function, numpy function for NUMPY_DTYPES).
+_BINARY: dict[str, tuple[Elementwise, Elementwise]] = {
+    "add": (torch.add, np.add),
+    "sub": (torch.sub, np.subtract),
+    "mul": (torch.mul, np.multiply),
+    "truediv": (torch.true_divide, np.true_divide),
+    "floordiv": (_floor_divide, np.floor_divide),
+    "cdiv": (_ceil_divide, _numpy_ceil_divide),
+    "mod": (torch.remainder, np.remainder),
+    "pow": (torch.pow, np.power),
+    "atan2": (torch.atan2, np.arctan2),
+    "min": (_minimum, np.minimum),
+    "max": (_maximum, np.maximum),
+    "and_": (torch.bitwise_and, np.bitwise_and),
+    "or_": (torch.bitwise_or, np.bitwise_or),
+    "xor": (torch.bitwise_xor, np.bitwise_xor),
+    "lshift": (torch.bitwise_left_shift, np.left_shift),
+    "rshift": (torch.bitwise_right_shift, np.right_shift),
+    "eq": (torch.eq, np.equal),
+    "ne": (torch.ne, np.not_equal),
+    "lt": (torch.lt, np.less),
+    "le": (torch.le, np.less_equal),
+    "gt": (torch.gt, np.greater),
+    "ge": (torch.ge, np.greater_equal),
+}
+_COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+_BITWISE = frozenset({"and_", "or_", "xor"})
+_SHIFTS = frozenset({"lshift", "rshift"})
+_DIVISIONS = frozenset({"floordiv", "cdiv", "mod"})
+# Done on Python integers where both operands are integer scalars: they drive loops and indices,
+# and a tensor operation costs several times as much.
+_ON_INTEGERS = {
+    name: BINOP_REGISTRY[name].impl
+    for name in ("add", "sub", "mul", "floordiv", "cdiv", "mod", "min", "max", *_COMPARISONS)
+}
+
+
+def through_numpy(function: Elementwise, *operands: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Applies a numpy function to the memory of tensors."""
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(np.asarray(function(*(x.numpy() for x in operands), **options)))
+
+
+def combine_elements(name: str, x: torch.Tensor, y: torch.Tensor, element: DType) -> torch.Tensor:
+    """Applies a binary operation to two tensors of the same dtype `element`."""
+    on_torch, on_numpy = _BINARY[name]
+    if name in _DIVISIONS and is_integral(element) and bool((y == 0).any()):
+        raise InterpreterError(f"integer {name} by zero: undefined behaviour")
+    if element in NUMPY_DTYPES:
+        return through_numpy(on_numpy, x, y)
+    result: torch.Tensor = on_torch(x, y)
+    return result
+
+
+@lru_cache(maxsize=8192, typed=True)
+def _operand_dtype(name: str, x: DType | Number, y: DType | Number) -> DType:
+    """The dtype that both operands are cast to, after cuTile's checks for the operation."""
+    x_dtype, y_dtype = (
+        dtype_of_number(operand) if isinstance(operand, bool | int | float) else operand
+        for operand in (x, y)
+    )
+    if name in _BITWISE:
+        if not all(is_integral(d) or is_boolean(d) for d in (x_dtype, y_dtype)):
+            raise TileTypeError(
+                f"bitwise operations need integers or booleans, got {x_dtype} and {y_dtype}"
+            )
+        both_typed = x is x_dtype and y is y_dtype
+        if (both_typed and x_dtype != y_dtype) or {x_dtype, y_dtype} == {ct.bool_, ct.int8}:
+            raise TileTypeError(f"bitwise operands differ in dtype: {x_dtype} and {y_dtype}")
+    elif name in _SHIFTS:
+        if not (is_integral(x_dtype) and is_integral(y_dtype)):
+            raise TileTypeError(f"a shift needs integers, got {x_dtype} and {y_dtype}")
+    elif name not in _COMPARISONS:
+        for dtype in (x_dtype, y_dtype):
+            if not is_arithmetic(dtype):
+                raise TileTypeError(f"{name} is not defined for dtype {dtype}")
+    common = promoted(x, y, name == "truediv")
+    if name not in _COMPARISONS | _BITWISE and common == ct.bool_:
+        raise TileTypeError(f"{name} does not support bool; cast to an integer first")
+    if name in ("pow", "atan2") and is_integral(common):
+        raise TileTypeError(f"{name} is not defined for {x_dtype} and {y_dtype}")
+    return common
+
+
+def _elements(value: Tile | Number, dtype: DType) -> torch.Tensor:
+    if isinstance(value, Tile):
+        return cast(value.tensor, value.element, dtype)
+    return constant(value, dtype)
+
+
+def binary(
+    name: str,
+    x: Any,
+    y: Any,
+    rounding: RoundingMode | None = None,
+    flush: bool = False,
+    propagate_nan: bool = False,
+) -> Any:
+    """A binary operation on tiles and numbers.
+
+    Args:
+        name: cuTile's name of the operation.
+        x: Left operand.
+        y: Right operand.
+        rounding: Rounding mode; nearest even by default.
+        flush: Whether subnormal operands and results become zero.
+        propagate_nan: Whether minimum and maximum return NaN if one operand is NaN.
+
+    Returns:
+        A tile, or a Python number if both operands are Python numbers.
+    """
+    x_integer = x.integer if isinstance(x, Tile) else x if type(x) is int else None
+    y_integer = y.integer if isinstance(y, Tile) else y if type(y) is int else None
+    if x_integer is not None and y_integer is not None and name in _ON_INTEGERS:
+        return _binary_on_integers(name, x, x_integer, y, y_integer)
+    if not isinstance(x, Tile) and not isinstance(y, Tile):
+        x, y = _require_number(x), _require_number(y)
+        with reraise_tile_exception():
+            return BINOP_REGISTRY[name].impl(x, y)
+    x = x if isinstance(x, bool | int | float) else as_tile(x)
+    y = y if isinstance(y, bool | int | float) else as_tile(y)
+    dtype = _operand_dtype(name, loose_type(x), loose_type(y))
+    a, b = _elements(x, dtype), _elements(y, dtype)
+    if name in _COMPARISONS:
+        if is_restricted_float(dtype):
+            a, b = a.float(), b.float()
+        return Tile(combine_elements(name, a, b, dtype), ct.bool_)
+    if rounding is not None or flush:
+        check_modes(name, rounding, flush, dtype)
+        return Tile(_with_modes(name, a, b, dtype, rounding, flush, propagate_nan), dtype)
+    if propagate_nan and is_float(dtype):
+        return Tile((torch.minimum if name == "min" else torch.maximum)(a, b), dtype)
+    return Tile(combine_elements(name, a, b, dtype), dtype)
+
+
+def _require_number(value: Any) -> Number:
+    if isinstance(value, bool | int | float):
+        return value
+    as_tile(value)
+    raise TileTypeError(f"unexpected operand {value!r}")
+
+
+def _binary_on_integers(name: str, x: Any, x_value: int, y: Any, y_value: int) -> Any:
+    function = _ON_INTEGERS[name]
+    if name in _DIVISIONS and y_value == 0:
+        raise InterpreterError(f"integer {name} by zero: undefined behaviour")
+    if not isinstance(x, Tile) and not isinstance(y, Tile):
+        return function(x_value, y_value)
+    dtype = _operand_dtype(name, loose_type(x), loose_type(y))
+    x_value, y_value = wrap_integer(x_value, dtype), wrap_integer(y_value, dtype)
+    result = function(x_value, y_value)
+    if name in _COMPARISONS:
+        return Tile.of_integer(result, ct.bool_)
+    return Tile.of_integer(wrap_integer(result, dtype), dtype)
+
+
+def check_modes(name: str, rounding: RoundingMode | None, flush: bool, dtype: DType) -> None:
+    """Checks that an operation has the rounding mode and flushing asked for."""
+    # cuTile's check asks the running compiler for its version in this case; FULL has the same rule.
+    if name in ("exp", "tanh") and rounding == ct.RoundingMode.APPROX:
+        rounding = ct.RoundingMode.FULL
+    check_rd_and_ftz(name, rounding, flush, dtype)
+
+
+def flush_subnormals(tensor: torch.Tensor) -> torch.Tensor:
+    """Turns subnormal float32 numbers into zeros of the same sign."""
+    flushed = torch.nn.functional.hardshrink(tensor, _LARGEST_SUBNORMAL)
+    return torch.copysign(flushed, tensor)
+
+
+def _with_modes(
+    name: str,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    dtype: DType,
+    rounding: RoundingMode | None,
+    flush: bool,
+    propagate_nan: bool,
+) -> torch.Tensor:
+    if flush:
+        x, y = flush_subnormals(x), flush_subnormals(y)
+    if rounding not in _NEAREST_ENOUGH:
+        if dtype == ct.float64:
+            raise InterpreterError(
+                f"{name} with rounding mode {rounding} is not supported by the CPU interpreter "
+                "for float64"
+            )
+        result = round_directed(_BINARY[name][0](x.double(), y.double()), dtype, rounding)
+    elif propagate_nan and is_float(dtype):
+        result = (torch.minimum if name == "min" else torch.maximum)(x, y)
+    else:
+        result = combine_elements(name, x, y, dtype)
+    return flush_subnormals(result) if flush else result
+
+
+def _register_binary(stub: Callable[..., Any], name: str) -> None:
+    def plain(x: Any, y: Any, /) -> Any:
+        return binary(name, x, y)
+
+    implement(stub, plain)
+
+
+for _stub, _name in {
+    ct.floordiv: "floordiv",
+    ct.mod: "mod",
+    ct.atan2: "atan2",
+    ct.bitwise_and: "and_",
+    ct.bitwise_or: "or_",
+    ct.bitwise_xor: "xor",
+    ct.bitwise_lshift: "lshift",
+    ct.bitwise_rshift: "rshift",
+    ct.equal: "eq",
+    ct.not_equal: "ne",
+    ct.less: "lt",
+    ct.less_equal: "le",
+    ct.greater: "gt",
+    ct.greater_equal: "ge",
+}.items():
+    _register_binary(_stub, _name)
+
+
+def _register_rounded(stub: Callable[..., Any], name: str) -> None:
+    def rounded(
+        x: Any,
+        y: Any,
+        /,
+        *,
+        rounding_mode: RoundingMode | None = None,
+        flush_to_zero: bool = False,
+    ) -> Any:
+        return binary(name, x, y, rounding_mode, flush_to_zero)
+
+    implement(stub, rounded)
+
+
+for _stub, _name in {
+    ct.add: "add",
+    ct.sub: "sub",
+    ct.mul: "mul",
+    ct.truediv: "truediv",
+}.items():
+    _register_rounded(_stub, _name)
+
+
+def _register_extremum(stub: Callable[..., Any], name: str) -> None:
+    def extremum(
+        x: Any, y: Any, /, *, flush_to_zero: bool = False, propagate_nan: bool = False
+    ) -> Any:
+        return binary(name, x, y, flush=flush_to_zero, propagate_nan=propagate_nan)
+
+    implement(stub, extremum)
+
+
+_register_extremum(ct.minimum, "min")
+_register_extremum(ct.maximum, "max")
+
+
+@implements(ct.pow)
+def _pow(x: Any, y: Any, /) -> Any:
+    if isinstance(x, Tile) or isinstance(y, Tile):
+        base, exponent = as_tile(x), as_tile(y)
+        # A float to the power of a small integer keeps the dtype of the float.
+        if is_unrestricted_float(base.element) and integer_exponent_dtype(exponent.element):
+            return Tile(torch.pow(base.tensor, exponent.tensor).to(base.tensor.dtype), base.element)
+    return binary("pow", x, y)
+
+
+@implements(ct.divmod)
+def _divmod(x: Any, y: Any, /) -> tuple[Any, Any]:
+    if isinstance(x, Tile) or isinstance(y, Tile):
+        dtype = _operand_dtype("mod", loose_type(x), loose_type(y))
+        if is_float(dtype):
+            raise TileTypeError("divmod() is not implemented for floating point values")
+    return binary("floordiv", x, y), binary("mod", x, y)

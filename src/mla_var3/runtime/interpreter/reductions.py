@@ -1,0 +1,270 @@
+"""Reductions, scans, and the positions of extrema."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from mla_var3.errors import InterpreterError
+from mla_var3.runtime.interpreter.arithmetic import check_modes, flush_subnormals, through_numpy
+from mla_var3.runtime.interpreter.cutile_api import (
+    DType,
+    RoundingMode,
+    TileTypeError,
+    ct,
+    is_arithmetic,
+    is_boolean,
+    is_float,
+)
+from mla_var3.runtime.interpreter.dtypes import NUMPY_DTYPES
+from mla_var3.runtime.interpreter.operands import (
+    as_tile,
+    axes_of,
+    axis_of,
+    implicit,
+    items_of,
+)
+from mla_var3.runtime.interpreter.registry import implement, implements
+from mla_var3.runtime.interpreter.values import Tile, describe
+
+_NEAREST = (None, ct.RoundingMode.RN)
+
+
+def _reducible(name: str, x: Any) -> Tile:
+    tile = as_tile(x)
+    if not is_arithmetic(tile.element):
+        raise TileTypeError(f"{name} is not defined for dtype {tile.element}")
+    return Tile(tile.tensor.to(torch.int32), ct.int32) if is_boolean(tile.element) else tile
+
+
+def _check(name: str, rounding: RoundingMode | None, flush: bool, dtype: DType) -> None:
+    if rounding is not None or flush:
+        check_modes(name, rounding, flush, dtype)
+    if rounding not in _NEAREST:
+        raise InterpreterError(
+            f"a reduction with rounding mode {rounding} is not supported by the CPU interpreter"
+        )
+
+
+def _product(tensor: torch.Tensor, axes: tuple[int, ...], keepdim: bool) -> torch.Tensor:
+    for axis in sorted(axes, reverse=True):
+        tensor = tensor.prod(axis, keepdim=keepdim, dtype=tensor.dtype)
+    return tensor
+
+
+def _sum(tensor: torch.Tensor, axes: tuple[int, ...], keepdim: bool) -> torch.Tensor:
+    return tensor.sum(axes, keepdim=keepdim, dtype=tensor.dtype)
+
+
+def _extremum(
+    tensor: torch.Tensor, axes: tuple[int, ...], keepdim: bool, largest: bool, propagate_nan: bool
+) -> torch.Tensor:
+    reduce = torch.amax if largest else torch.amin
+    result = reduce(tensor, axes, keepdim=keepdim)
+    # torch propagates NaN; looking for it in the small result spares a pass over the operand.
+    if propagate_nan or not tensor.is_floating_point() or not bool(torch.isnan(result).any()):
+        return result
+    return reduce(_without_nan(tensor, largest), axes, keepdim=keepdim)
+
+
+def _without_nan(tensor: torch.Tensor, largest: bool) -> torch.Tensor:
+    worst = float("-inf") if largest else float("inf")
+    return torch.where(torch.isnan(tensor), torch.tensor(worst, dtype=tensor.dtype), tensor)
+
+
+_ON_NUMPY: dict[str, Callable[..., Any]] = {
+    "add": np.sum,
+    "mul": np.prod,
+    "min": np.min,
+    "max": np.max,
+}
+
+
+def _reduce(name: str, tile: Tile, axis: Any, keepdims: bool, propagate_nan: bool) -> Tile:
+    rank = tile.ndim
+    axes = tuple(range(rank)) if axis is None else axes_of(axis, rank, "the reduction axis")
+    tensor, dtype = tile.tensor, tile.element
+    if not axes:
+        return tile
+    if dtype in NUMPY_DTYPES:
+        options: dict[str, Any] = {"axis": axes, "keepdims": keepdims}
+        if name in ("add", "mul"):
+            options["dtype"] = tensor.numpy().dtype
+        return Tile(through_numpy(_ON_NUMPY[name], tensor, **options), dtype)
+    if name == "add":
+        return Tile(_sum(tensor, axes, keepdims), dtype)
+    if name == "mul":
+        return Tile(_product(tensor, axes, keepdims), dtype)
+    return Tile(_extremum(tensor, axes, keepdims, name == "max", propagate_nan), dtype)
+
+
+def _register_sum(stub: Callable[..., Any], name: str) -> None:
+    def reduce_sum(
+        x: Any,
+        /,
+        axis: Any = None,
+        *,
+        keepdims: bool = False,
+        rounding_mode: RoundingMode | None = None,
+        flush_to_zero: bool = False,
+    ) -> Tile:
+        tile = _reducible(name, x)
+        _check(name, rounding_mode, flush_to_zero, tile.element)
+        result = _reduce(name, tile, axis, keepdims, propagate_nan=False)
+        return Tile(flush_subnormals(result.tensor), tile.element) if flush_to_zero else result
+
+    implement(stub, reduce_sum)
+
+
+def _register_extremum(stub: Callable[..., Any], name: str) -> None:
+    def reduce_extremum(
+        x: Any,
+        /,
+        axis: Any = None,
+        *,
+        keepdims: bool = False,
+        flush_to_zero: bool = False,
+        propagate_nan: bool = False,
+    ) -> Tile:
+        tile = _reducible(name, x)
+        _check(name, None, flush_to_zero, tile.element)
+        result = _reduce(name, tile, axis, keepdims, propagate_nan)
+        return Tile(flush_subnormals(result.tensor), tile.element) if flush_to_zero else result
+
+    implement(stub, reduce_extremum)
+
+
+def _register_position(stub: Callable[..., Any], largest: bool) -> None:
+    find = torch.argmax if largest else torch.argmin
+    find_on_numpy = np.argmax if largest else np.argmin
+
+    def position(
+        x: Any, /, axis: Any = None, *, keepdims: bool = False, propagate_nan: bool = False
+    ) -> Tile:
+        tile = _reducible(stub.__name__, x)
+        tensor = tile.tensor
+        rank = tensor.ndim
+        if is_float(tile.element) and not propagate_nan:
+            tensor = _without_nan(tensor, largest)
+        along = 0 if axis is None else axis_of(axis, rank)
+        if axis is None:
+            tensor = tensor.reshape(-1)
+        if tile.element in NUMPY_DTYPES:
+            found = through_numpy(find_on_numpy, tensor, axis=along)
+        else:
+            found = find(tensor, along)
+        if keepdims:
+            found = found.reshape((1,) * rank) if axis is None else found.unsqueeze(along)
+        return Tile(found.to(torch.int32), ct.int32)
+
+    implement(stub, position)
+
+
+_register_sum(ct.sum, "add")
+_register_sum(ct.prod, "mul")
+_register_extremum(ct.max, "max")
+_register_extremum(ct.min, "min")
+_register_position(ct.argmax, largest=True)
+_register_position(ct.argmin, largest=False)
+
+
+def _register_cumulative(stub: Callable[..., Any], name: str) -> None:
+    function = torch.cumsum if name == "add" else torch.cumprod
+    on_numpy = np.cumsum if name == "add" else np.cumprod
+
+    def cumulative(
+        x: Any,
+        /,
+        axis: Any = 0,
+        *,
+        reverse: bool = False,
+        rounding_mode: RoundingMode | None = None,
+        flush_to_zero: bool = False,
+    ) -> Tile:
+        tile = _reducible(name, x)
+        _check(name, rounding_mode, flush_to_zero, tile.element)
+        along = axis_of(axis, tile.ndim)
+        tensor = tile.tensor.flip(along) if reverse else tile.tensor
+        if tile.element in NUMPY_DTYPES:
+            dtype = tensor.numpy().dtype
+            result = through_numpy(on_numpy, tensor, axis=along, dtype=dtype)
+        else:
+            result = function(tensor, along, dtype=tensor.dtype)
+        result = flush_subnormals(result) if flush_to_zero else result
+        return Tile(result.flip(along) if reverse else result, tile.element)
+
+    implement(stub, cumulative)
+
+
+_register_cumulative(ct.cumsum, "add")
+_register_cumulative(ct.cumprod, "mul")
+
+
+class _Fold:
+    """The operands and the function of a custom reduction or scan."""
+
+    def __init__(self, x: Any, axis: Any, function: Callable[..., Any], identity: Any) -> None:
+        self.is_tuple = isinstance(x, tuple)
+        tiles = [as_tile(item) for item in items_of(x)]
+        if not tiles or len(items_of(identity)) != len(tiles):
+            raise TileTypeError(
+                f"got {len(items_of(identity))} identity values for {len(tiles)} tiles"
+            )
+        tensors = torch.broadcast_tensors(*(tile.tensor for tile in tiles))
+        self.dtypes = [tile.element for tile in tiles]
+        self.axis = axis_of(axis, tensors[0].ndim)
+        self.operands = list(tensors)
+        self._function = function
+
+    def combine(self, left: list[torch.Tensor], right: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Combines two groups of values; the function sees all positions at once as tiles."""
+        pairs = list(zip(left + right, self.dtypes * 2, strict=True))
+        result = self._function(*(Tile(tensor, dtype) for tensor, dtype in pairs))
+        values = items_of(result)
+        if isinstance(result, tuple) != self.is_tuple or len(values) != len(self.dtypes):
+            raise TileTypeError(
+                f"the combining function must return {len(self.dtypes)} values, "
+                f"got {describe(result)}"
+            )
+        return [
+            implicit(value, dtype).expand(tensor.shape)
+            for value, dtype, tensor in zip(values, self.dtypes, left, strict=True)
+        ]
+
+    def result(self, tensors: list[torch.Tensor]) -> Any:
+        """The tiles to return, in the form in which the operands came."""
+        tiles = tuple(Tile(t, dtype) for t, dtype in zip(tensors, self.dtypes, strict=True))
+        return tiles if self.is_tuple else tiles[0]
+
+
+@implements(ct.reduce)
+def _custom_reduce(
+    x: Any, /, axis: Any, func: Callable[..., Any], identity: Any, *, keepdims: bool = False
+) -> Any:
+    fold = _Fold(x, axis, func, identity)
+    along, values = fold.axis, fold.operands
+    # Neighbours first: the function need not be commutative, and a tree takes few calls.
+    while values[0].shape[along] > 1:
+        pairs = [value.unflatten(along, (-1, 2)).unbind(along + 1) for value in values]
+        values = fold.combine([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+    return fold.result(values if keepdims else [value.squeeze(along) for value in values])
+
+
+@implements(ct.scan)
+def _custom_scan(
+    x: Any, /, axis: Any, func: Callable[..., Any], identity: Any, *, reverse: bool = False
+) -> Any:
+    fold = _Fold(x, axis, func, identity)
+    along = fold.axis
+    columns = list(zip(*(value.unbind(along) for value in fold.operands), strict=True))
+    if reverse:
+        columns.reverse()
+    prefixes = [list(columns[0])]
+    for column in columns[1:]:
+        prefixes.append(fold.combine(prefixes[-1], list(column)))
+    if reverse:
+        prefixes.reverse()
+    return fold.result([torch.stack(parts, along) for parts in zip(*prefixes, strict=True)])

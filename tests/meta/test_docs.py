@@ -1,0 +1,391 @@
+"""What the documentation names exists: paths, links, make targets, commands and options."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+# Folders that a token must start with to be read as a path, there or not.
+FOLDERS = (".ci", ".claude", "docs", "scripts", "src", "tests", "third_party")
+# Made by running things, so they need not exist in a clone.
+PRODUCTS = ("out", "cache", "site", "build", "dist", ".venv")
+
+FENCE = re.compile(r"^( *)(```+|~~~+) *([\w-]*)[^\n]*\n(.*?)^\1\2 *$", re.MULTILINE | re.DOTALL)
+INLINE_CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+LINK = re.compile(r"!?\[[^\]\n]*\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)")
+HEADING = re.compile(r"^#{1,6} +(.+?) *#*$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Command:
+    """One documented shell command, without environment assignments."""
+
+    place: str
+    words: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.place}: {shlex.join(self.words)}"
+
+
+def without_fences(text: str) -> str:
+    """The text with the lines of fenced blocks emptied, so that line numbers stay."""
+    return FENCE.sub(lambda match: "\n" * match.group(0).count("\n"), text)
+
+
+def line_of(text: str, position: int) -> int:
+    return text.count("\n", 0, position) + 1
+
+
+def path_named(token: str, top_files: set[str]) -> str | None:
+    """The repository path that a back-ticked token means, or None when it means none.
+
+    A path starts with a top folder of the repository and goes on with a slash, or is the name of a
+    top file. Placeholders (`<...>`, `...`, `{a,b}`) and products of a run are not checked.
+    """
+    token = token.strip().removeprefix("./")
+    token = re.sub(r"(::[\w:.]+|:\d+(-\d+)?)$", "", token)
+    if not re.fullmatch(r"[\w.\-/*]+", token) or "..." in token:
+        return None
+    first, slash, _ = token.partition("/")
+    if first in PRODUCTS:
+        return None
+    if slash and first in FOLDERS:
+        return token
+    return token if token in top_files else None
+
+
+def missing_paths(text: str, root: Path) -> list[str]:
+    """Back-ticked repository paths in a markdown text that do not exist, with their lines."""
+    # Names of usual top files are paths even when the file is gone.
+    top_files = {path.name for path in root.iterdir() if path.is_file()}
+    top_files |= {"README.md", "AGENTS.md", "CHANGELOG.md", "Makefile", "pyproject.toml"}
+    prose = without_fences(text)
+    missing = []
+    for match in INLINE_CODE.finditer(prose):
+        named = path_named(match.group(1), top_files)
+        if named is None:
+            continue
+        there = any(root.glob(named)) if "*" in named else (root / named).exists()
+        if not there:
+            missing.append(f"{line_of(prose, match.start())}: `{named}` does not exist")
+    return missing
+
+
+def anchors_of(text: str) -> set[str]:
+    """Anchors that the headings of a markdown text get."""
+    anchors: set[str] = set()
+    for heading in HEADING.findall(without_fences(text)):
+        plain = re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        anchor = re.sub(r"[^\w\- ]", "", plain.lower()).strip().replace(" ", "-")
+        number = 1
+        while (name := anchor if number == 1 else f"{anchor}-{number - 1}") in anchors:
+            number += 1
+        anchors |= {name, re.sub(r"-+", "-", name)}
+    return anchors
+
+
+def broken_links(text: str, page: Path, root: Path) -> list[str]:
+    """Relative links of a page that lead nowhere, or out of the repository."""
+    prose = INLINE_CODE.sub(lambda match: "`" * len(match.group(0)), without_fences(text))
+    broken = []
+    for match in LINK.finditer(prose):
+        target, _, anchor = match.group(1).partition("#")
+        place = f"{line_of(prose, match.start())}: link to {match.group(1)}"
+        if re.match(r"[a-z][a-z0-9+.-]*:", target, re.IGNORECASE):
+            continue
+        aim = (page.parent / target).resolve() if target else page
+        if not aim.is_relative_to(root) or not aim.exists():
+            broken.append(f"{place}: no such file")
+        elif anchor and aim.suffix == ".md" and anchor not in anchors_of(aim.read_text()):
+            broken.append(f"{place}: no such heading")
+    return broken
+
+
+def commands_of(text: str, page: str) -> Iterator[Command]:
+    """Commands in the shell blocks of a markdown text.
+
+    In `bash`, `sh` and `shell` blocks every line is a command; in `console` blocks only those after
+    a prompt. Commands joined by `&&`, `;` or `|` count one by one, those with placeholders not.
+    """
+    for block in FENCE.finditer(text):
+        language = block.group(3)
+        if language not in ("bash", "sh", "shell", "console"):
+            continue
+        body = re.sub(r"\\\n\s*", " ", block.group(4))
+        for line in body.splitlines():
+            line = line.strip()
+            if language == "console":
+                if not line.startswith("$ "):
+                    continue
+                line = line[2:]
+            if re.search(r"<[^>]*>|\[[^\]]*\]|\.\.\.", line):
+                continue
+            lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
+            lexer.whitespace_split = True
+            words: list[str] = []
+            for word in [*lexer, ";"]:
+                if not re.fullmatch(r"[;&|]+", word):
+                    words.append(word)
+                    continue
+                while words and re.match(r"\w+=", words[0]):
+                    words = words[1:]
+                if words:
+                    yield Command(f"{page}:{line_of(text, block.start())}", tuple(words))
+                words = []
+
+
+def program_of(command: Command) -> tuple[str, list[str]] | None:
+    """Our program and its arguments: `hyper-mla` or a module run with -m; None for others."""
+    words = [word.removeprefix(".venv/bin/") for word in command.words]
+    if words[0] == "hyper-mla":
+        return "hyper-mla", words[1:]
+    if words[0] in ("python", "python3") and words[1:2] == ["-m"] and len(words) > 2:
+        module, *arguments = words[2:]
+        if module.split(".")[0] == "mla_var3":
+            return module, arguments
+    return None
+
+
+def options_in(arguments: list[str]) -> list[str]:
+    return [word.partition("=")[0] for word in arguments if re.match(r"--[a-zA-Z]", word)]
+
+
+def command_problems(
+    commands: list[Command],
+    help_of: Callable[[str, tuple[str, ...]], subprocess.CompletedProcess[str]],
+) -> list[str]:
+    """Documented commands of ours that their program would refuse.
+
+    Args:
+        commands: The documented commands.
+        help_of: Starts a program with its arguments and --help added at the end. A parser that
+            reads from left to right judges the values before it meets --help, and then shows the
+            options that it knows; a documented option has to be among them.
+    """
+    problems = []
+    for command in commands:
+        if (ours := program_of(command)) is None:
+            continue
+        program, arguments = ours
+        result = help_of(program, tuple(word for word in arguments if word != "--help"))
+        if result.returncode:
+            problems.append(f"{command}\n    {result.stderr.strip()[-500:]}")
+            continue
+        problems += [
+            f"{command}\n    {option} is not in its --help"
+            for option in options_in(arguments)
+            if not re.search(re.escape(option) + r"(?![\w-])", result.stdout)
+        ]
+    return problems
+
+
+# --- the pages of this repository ---------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pages(repo_root: Path, repo_files: list[Path]) -> dict[str, str]:
+    """Markdown pages of the repository; third-party checkouts are not ours to check."""
+    names = {path.relative_to(repo_root).as_posix(): path for path in repo_files}
+    return {
+        name: path.read_text()
+        for name, path in names.items()
+        if path.suffix == ".md"
+        and (not name.startswith("third_party/") or path.name == "README.md")
+    }
+
+
+@pytest.fixture(scope="module")
+def commands(pages: dict[str, str]) -> list[Command]:
+    return [command for name, text in pages.items() for command in commands_of(text, name)]
+
+
+def test_named_paths_exist(pages: dict[str, str], repo_root: Path) -> None:
+    missing = [
+        f"{name}:{problem}"
+        for name, text in pages.items()
+        for problem in missing_paths(text, repo_root)
+    ]
+    assert not missing, "\n" + "\n".join(missing)
+
+
+def test_links_resolve(pages: dict[str, str], repo_root: Path) -> None:
+    broken = [
+        f"{name}:{problem}"
+        for name, text in pages.items()
+        for problem in broken_links(text, repo_root / name, repo_root)
+    ]
+    assert not broken, "\n" + "\n".join(broken)
+
+
+def test_documented_make_targets_exist(commands: list[Command], repo_root: Path) -> None:
+    makefile = (repo_root / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    unknown = [
+        str(command)
+        for command in commands
+        if command.words[0] == "make"
+        for word in command.words[1:]
+        if "=" not in word and word not in targets
+    ]
+    assert not unknown, "\n" + "\n".join(unknown)
+
+
+def test_documented_scripts_exist(commands: list[Command], repo_root: Path) -> None:
+    missing = []
+    for command in commands:
+        runner, *rest = command.words
+        script = rest[0] if runner in ("bash", "sh", "python", "python3") and rest else runner
+        is_ours = "/" in script and not script.startswith((".venv/", "/", "-", "~"))
+        if is_ours and not (repo_root / script).is_file():
+            missing.append(str(command))
+    assert not missing, "\n" + "\n".join(missing)
+
+
+def test_documented_commands_parse(
+    commands: list[Command], repo_root: Path, package_environment: dict[str, str]
+) -> None:
+    if not (repo_root / "src/mla_var3/cli/main.py").exists():
+        pytest.skip("mla_var3.cli.main is not written yet, so no command can be parsed")
+
+    @functools.cache
+    def help_of(program: str, arguments: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+        start = ["-m", program]
+        if program == "hyper-mla":
+            start = ["-c", "import sys; from mla_var3.cli.main import main; sys.exit(main())"]
+        return subprocess.run(
+            [sys.executable, *start, *arguments, "--help"],
+            cwd=repo_root,
+            env=package_environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    problems = command_problems(commands, help_of)
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def test_agents_page_is_short_and_included(repo_root: Path) -> None:
+    assert len((repo_root / "AGENTS.md").read_text().splitlines()) < 150
+    assert (repo_root / "CLAUDE.md").read_text().strip() == "@AGENTS.md"
+
+
+# --- the checks themselves ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_repo(tmp_path: Path) -> Path:
+    root = tmp_path / "repo"
+    (root / "docs").mkdir(parents=True)
+    (root / "src").mkdir()
+    (root / "Makefile").write_text("")
+    (root / "src" / "a.py").write_text("")
+    (root / "docs" / "page.md").write_text("# The `first` part, and more\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`docs/gone.md`",
+        "`./docs/gone.md`",
+        "`src/b.py:12`",
+        "`src/b.py::test_x`",
+        "`scripts/`",
+        "`docs/*.txt`",
+        "`README.md`",
+    ],
+)
+def test_a_missing_path_is_found(text: str, small_repo: Path) -> None:
+    assert len(missing_paths(f"Read {text} first.", small_repo)) == 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`docs/page.md`",
+        "`src/a.py:3`",
+        "`docs/*.md`",
+        "`src/`",
+        "`Makefile`",
+        "`out/profiles/report.md`",
+        "`cache/kernel-autotune/x.json`",
+        "`src/<language>/x.py`",
+        "`src/.../x.py`",
+        "`src/{a,b}.py`",
+        "`docs`",
+        "`make docs/gone.md`",
+        "`plan.py`",
+        "`and/or`",
+        "```bash\ncat `docs/gone.md`\n```",
+    ],
+)
+def test_other_tokens_are_no_missing_paths(text: str, small_repo: Path) -> None:
+    assert missing_paths(text + "\n", small_repo) == []
+
+
+def test_broken_links_are_found(small_repo: Path) -> None:
+    page = small_repo / "docs" / "page.md"
+    text = (
+        "[a](page.md) [b](#the-first-part-and-more) [c](../src/a.py) [d](https://example.com/x)\n"
+        "`[code](nowhere.md)`\n[e](gone.md) [f](page.md#gone) ![g](gone.png) [h](../../x)\n"
+    )
+    assert [re.sub(r":.*to ", ":", line) for line in broken_links(text, page, small_repo)] == [
+        "3:gone.md: no such file",
+        "3:page.md#gone: no such heading",
+        "3:gone.png: no such file",
+        "3:../../x: no such file",
+    ]
+
+
+def test_commands_are_read_from_blocks() -> None:
+    text = (
+        "```bash\n# comment\n"
+        "source .venv/bin/activate && X=1 hyper-mla run --b=2 \\\n    --check # why\n"
+        "hyper-mla show <kernel>\n```\n"
+        "```console\n$ python3 -m mla_var3.kernel flash_mla | head\noutput\n```\n"
+        "```python\nhyper_mla()\n```\n"
+    )
+    found = [command.words for command in commands_of(text, "page.md")]
+    assert found == [
+        ("source", ".venv/bin/activate"),
+        ("hyper-mla", "run", "--b=2", "--check"),
+        ("python3", "-m", "mla_var3.kernel", "flash_mla"),
+        ("head",),
+    ]
+    programs = [program_of(command) for command in commands_of(text, "page.md")]
+    assert programs[1:3] == [
+        ("hyper-mla", ["run", "--b=2", "--check"]),
+        ("mla_var3.kernel", ["flash_mla"]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("hyper-mla run --bench_runs=3", ""),
+        ("hyper-mla run --help", ""),
+        ("hyper-mla run --bench=3", "--bench is not in its --help"),
+        ("python -m mla_var3.kernel flush_mla", "invalid choice"),
+        ("python -m other.package --anything", ""),
+    ],
+)
+def test_a_command_that_would_be_refused_is_found(line: str, message: str) -> None:
+    def help_of(program: str, arguments: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+        refused = "flush_mla" in arguments
+        return subprocess.CompletedProcess(
+            arguments, 2 * refused, "usage: [--help] [--bench_runs N]", "invalid choice: flush_mla"
+        )
+
+    problems = command_problems(list(commands_of(f"```bash\n{line}\n```\n", "x.md")), help_of)
+    assert len(problems) == bool(message), problems
+    assert message in "".join(problems)

@@ -1,0 +1,152 @@
+"""Kernels are found by their names, so the names follow the rules."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+FIRST_KERNELS = ("flash_attention", "flash_mla", "flash_mla_split_kv", "mla_var6_plus")
+
+
+def decorator_names(function: ast.FunctionDef) -> set[str]:
+    """Decorators without their arguments: `@ct.kernel(occupancy=2)` is `ct.kernel`."""
+    return {
+        ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
+        for decorator in function.decorator_list
+    }
+
+
+def ct_kernels_of(source: str) -> list[str]:
+    return [
+        node.name
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef) and "ct.kernel" in decorator_names(node)
+    ]
+
+
+def kernel_plans_of(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    """Names of `KernelPlan` subclasses, direct or not, by the path that defines them."""
+    bases: dict[str, set[str]] = {}
+    defined: dict[str, set[str]] = {path: set() for path in sources}
+    for path, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                defined[path].add(node.name)
+                names = {ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases}
+                bases.setdefault(node.name, set()).update(names)
+    plans = {"KernelPlan"}
+    while more := {name for name, parents in bases.items() if parents & plans} - plans:
+        plans |= more
+    plans.remove("KernelPlan")
+    return {path: names & plans for path, names in defined.items()}
+
+
+def naming_problems(sources: Mapping[str, str]) -> list[str]:
+    """Everything in a package that breaks the naming of kernels.
+
+    Args:
+        sources: Source text by path relative to the package, with forward slashes.
+    """
+    problems = []
+    plans = kernel_plans_of(sources)
+    designs: set[PurePosixPath] = set()
+    versions: set[PurePosixPath] = set()
+    for path in map(PurePosixPath, sources):
+        # kernel/<language>/<layer>/<design>/<version>/<module>.py; names with _ first are helpers
+        if path.parts[0] != "kernel" or any(part.startswith("_") for part in path.parts[:-1]):
+            continue
+        if len(path.parts) >= 5:
+            designs.add(PurePosixPath(*path.parts[:4]))
+        if len(path.parts) >= 6:
+            versions.add(PurePosixPath(*path.parts[:5]))
+
+    for design in sorted(designs):
+        if str(design / "__main__.py") not in sources:
+            problems.append(f"{design}: has no __main__.py")
+        if design / design.name not in versions:
+            problems.append(f"{design}: has no base version {design.name}")
+    for version in sorted(versions):
+        if not re.fullmatch(re.escape(version.parent.name) + r"(_v[1-9]\d*)?", version.name):
+            problems.append(
+                f"{version}: expected {version.parent.name} or {version.parent.name}_vN"
+            )
+        entry = str(version / f"{version.name}.py")
+        if entry not in sources:
+            problems.append(f"{version}: has no module {version.name}.py")
+        elif not plans[entry]:
+            problems.append(f"{entry}: defines no KernelPlan subclass")
+        for path, source in sources.items():
+            module = PurePosixPath(path)
+            if version in module.parents:
+                kernels = ct_kernels_of(source)
+                if kernels and module.stem not in kernels:
+                    problems.append(
+                        f"{path}: no @ct.kernel function is named {module.stem}, only "
+                        + ", ".join(kernels)
+                    )
+    return problems
+
+
+@pytest.fixture(scope="module")
+def sources(source_root: Path) -> dict[str, str]:
+    return {
+        path.relative_to(source_root).as_posix(): path.read_text()
+        for path in sorted(source_root.rglob("*.py"))
+    }
+
+
+def test_kernels_follow_the_naming_rules(sources: dict[str, str]) -> None:
+    problems = naming_problems(sources)
+    assert not problems, "\n" + "\n".join(problems)
+
+
+@pytest.mark.parametrize("name", FIRST_KERNELS)
+def test_first_kernels_have_a_base_version(sources: dict[str, str], name: str) -> None:
+    assert f"kernel/cutile/mla/{name}/{name}/{name}.py" in sources
+
+
+GOOD = {
+    "runtime/plan.py": "class KernelPlan: ...",
+    "kernel/cutile/mla/tile_ops.py": "@ct.function\ndef anything(): ...",
+    "kernel/cutile/mla/flash/__main__.py": "",
+    "kernel/cutile/mla/flash/flash/__init__.py": "",
+    "kernel/cutile/mla/flash/flash/flash.py": (
+        "@ct.kernel\ndef flash(): ...\nclass CtFlash(base.KernelPlan): ..."
+    ),
+    "kernel/cutile/mla/flash/flash/combine.py": (
+        "@ct.kernel(occupancy=2)\ndef combine(): ...\n@ct.kernel\ndef combine_small(): ..."
+    ),
+    "kernel/cutile/mla/flash/flash_v2/flash_v2.py": (
+        "@ct.kernel\ndef flash_v2(): ...\n"
+        "class Shared(KernelPlan): ...\nclass CtFlashV2(Shared[int]): ..."
+    ),
+}
+
+
+def test_good_names_pass() -> None:
+    assert naming_problems(GOOD) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "removed", "message"),
+    [
+        ({}, "flash/__main__.py", "has no __main__.py"),
+        ({"flash/flash/combine.py": "@ct.kernel\ndef other(): ..."}, "", "is named combine"),
+        ({"flash/flash/flash.py": "class CtFlash: ..."}, "", "no KernelPlan subclass"),
+        ({}, "flash/flash/flash.py", "has no module flash.py"),
+        ({"flash/flash_two/flash_two.py": "class A(KernelPlan): ..."}, "", "expected flash or"),
+        ({"flash/flash_v3/flash_v2.py": ""}, "", "has no module flash_v3.py"),
+        ({"new/__main__.py": ""}, "", "has no base version new"),
+    ],
+)
+def test_a_planted_wrong_name_is_found(changes: dict[str, str], removed: str, message: str) -> None:
+    folder = "kernel/cutile/mla/"
+    planted = {**GOOD, **{folder + path: source for path, source in changes.items()}}
+    planted.pop(folder + removed, None)
+    problems = naming_problems(planted)
+    assert len(problems) == 1, problems
+    assert message in problems[0]

@@ -1,0 +1,237 @@
+"""Imports go one way, and each kernel language stays in its room."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+PACKAGE = "mla_var3"
+
+# A room may import itself and what stands before it.
+ROOMS = ("errors", "conf", "op", "runtime", "kernel", "attention", "integrations", "report", "cli")
+RANK = {room: rank for rank, room in enumerate(ROOMS)}
+
+# Language of the kernels: where it may be imported, as folders (ending in /) and files.
+LANGUAGE_HOMES = {
+    "cuda.tile": ("runtime/ct_kernel.py", "runtime/interpreter/", "kernel/cutile/"),
+    "cutlass": ("runtime/cute_kernel.py", "kernel/cute_python/"),
+}
+
+# The one import upwards inside a function that is allowed: file, function, room.
+LAZY_EXCEPTION = ("runtime/plan.py", "KernelPlan.benchmark_kernel_argparse", "cli")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module or name.
+
+    Attributes:
+        name: Dotted name, as deep as the statement says.
+        line: Line of the statement.
+        scope: Qualified name of the enclosing function; empty at module level.
+    """
+
+    name: str
+    line: int
+    scope: str
+
+
+def module_name(path: str) -> str:
+    parts = PurePosixPath(path).with_suffix("").parts
+    return ".".join((PACKAGE, *(part for part in parts if part != "__init__")))
+
+
+def imports_of(path: str, source: str) -> Iterator[Import]:
+    """All imports of a module, relative ones resolved, also `import_module("literal")`."""
+    package = module_name(path).split(".")
+    if PurePosixPath(path).name != "__init__.py":
+        package = package[:-1]
+
+    def walk(node: ast.AST, scope: str, in_function: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            where = scope if in_function else ""
+            match child:
+                case ast.Import():
+                    yield from (Import(name.name, child.lineno, where) for name in child.names)
+                case ast.ImportFrom():
+                    base = package[: len(package) - child.level + 1] if child.level else []
+                    base = [*base, *(child.module.split(".") if child.module else [])]
+                    for name in child.names:
+                        yield Import(".".join([*base, name.name]), child.lineno, where)
+                case ast.Call(args=[ast.Constant(value=str(target)), *_]) if re.search(
+                    r"\b(import_module|__import__)$", ast.unparse(child.func)
+                ):
+                    yield Import(target, child.lineno, where)
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield from walk(child, f"{scope}.{child.name}".lstrip("."), True)
+            elif isinstance(child, ast.ClassDef):
+                yield from walk(child, f"{scope}.{child.name}".lstrip("."), in_function)
+            else:
+                yield from walk(child, scope, in_function)
+
+    return walk(ast.parse(source, path), "", False)
+
+
+def versions_in(paths: Mapping[str, str]) -> set[tuple[str, ...]]:
+    """Version packages, as (language, layer, design, version)."""
+    return {
+        parts[1:5]
+        for parts in (PurePosixPath(path).parts for path in paths)
+        if len(parts) == 6
+        and parts[0] == "kernel"
+        and re.fullmatch(re.escape(parts[3]) + r"(_v\d+)?", parts[4])
+    }
+
+
+def is_within(name: str, module: str) -> bool:
+    return name == module or name.startswith(module + ".")
+
+
+def kernel_violation(path: str, imported: Import, versions: set[tuple[str, ...]]) -> str | None:
+    """What is wrong with an import from one kernel module to another, if anything."""
+    target = tuple(imported.name.split(".")[2:])
+    own = PurePosixPath(path).parts[1:]
+    designs = {version[:3] for version in versions}
+    if target[:3] in designs and own[:3] != target[:3]:
+        return f"imports another design, {imported.name}"
+    if own[:4] in versions and target[:4] in versions and own[:4] != target[:4]:
+        return f"imports another version, {imported.name}"
+    return None
+
+
+def violations_in(sources: Mapping[str, str]) -> list[str]:
+    """Every import against the rules in a package.
+
+    Args:
+        sources: Source text by path relative to the package, with forward slashes.
+    """
+    found = []
+    versions = versions_in(sources)
+    for path, source in sources.items():
+        own_room = PurePosixPath(path).parts[0].removesuffix(".py")
+        is_main = PurePosixPath(path).name == "__main__.py"
+        is_root = path == "__init__.py"
+        if own_room not in RANK and not (is_main or is_root):
+            found.append(f"{path}: is in no known room ({', '.join(ROOMS)})")
+            continue
+        for imported in imports_of(path, source):
+            place = f"{path}:{imported.line}"
+            for language, homes in LANGUAGE_HOMES.items():
+                at_home = any(path == home or path.startswith(home) for home in homes)
+                if is_within(imported.name, language) and not at_home:
+                    found.append(f"{place}: imports {language}, allowed only in {', '.join(homes)}")
+            if not is_within(imported.name, PACKAGE):
+                continue
+            room = imported.name.removeprefix(PACKAGE).lstrip(".").partition(".")[0]
+            if room not in RANK or is_main:  # a name of the package itself, such as __version__
+                continue
+            if is_root:
+                if not imported.scope and room != "errors":
+                    found.append(f"{place}: imports {room} when the package is imported")
+            elif RANK[room] > RANK[own_room]:
+                if (path, imported.scope, room) != LAZY_EXCEPTION:
+                    found.append(f"{place}: {own_room} imports {room} ({imported.name})")
+            elif room == own_room == "kernel" and (
+                problem := kernel_violation(path, imported, versions)
+            ):
+                found.append(f"{place}: {problem}")
+    return found
+
+
+def test_the_package_keeps_its_layers(source_root: Path) -> None:
+    sources = {
+        path.relative_to(source_root).as_posix(): path.read_text()
+        for path in sorted(source_root.rglob("*.py"))
+    }
+    assert "errors.py" in sources
+    violations = violations_in(sources)
+    assert not violations, "\n" + "\n".join(violations)
+
+
+FLASH = "kernel/cutile/mla/flash/flash/flash.py"
+FLASH_V2 = "kernel/cutile/mla/flash/flash_v2/flash_v2.py"
+OTHER = "kernel/cutile/mla/other/other/other.py"
+KERNELS = {FLASH: "", FLASH_V2: "", OTHER: "", "kernel/cutile/mla/shared.py": ""}
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "message"),
+    [
+        ("runtime/plan.py", "import mla_var3.kernel.cutile", "runtime imports kernel"),
+        ("runtime/plan.py", "from mla_var3 import kernel", "runtime imports kernel"),
+        ("runtime/plan.py", "from ..kernel import paths", "runtime imports kernel"),
+        ("runtime/a/b.py", "from ...kernel.cutile import mla", "runtime imports kernel"),
+        ("runtime/a/__init__.py", "from ...kernel import x", "runtime imports kernel"),
+        ("runtime/plan.py", "def f():\n  from mla_var3.cli import main", "runtime imports cli"),
+        (
+            "runtime/plan.py",
+            "if TYPE_CHECKING:\n  import mla_var3.report",
+            "runtime imports report",
+        ),
+        ("runtime/x.py", "importlib.import_module('mla_var3.kernel')", "runtime imports kernel"),
+        ("errors.py", "from mla_var3.conf import devices", "errors imports conf"),
+        ("conf/__init__.py", "from mla_var3.op import mla", "conf imports op"),
+        ("op/mla/cost.py", "from mla_var3 import runtime", "op imports runtime"),
+        ("kernel/cutile/mla/shared.py", "import mla_var3.attention", "kernel imports attention"),
+        ("attention.py", "import mla_var3.integrations", "attention imports integrations"),
+        ("report/html.py", "import mla_var3.cli.main", "report imports cli"),
+        ("helpers/x.py", "", "no known room"),
+        ("__init__.py", "from mla_var3.runtime import plan", "when the package is imported"),
+        ("op/mla/inputs.py", "import cuda.tile as ct", "imports cuda.tile"),
+        ("runtime/compile.py", "from cuda import tile as ct", "imports cuda.tile"),
+        ("runtime/compile.py", "def f():\n  from cuda.tile import kernel", "imports cuda.tile"),
+        ("runtime/ct_kernel.py", "import cutlass.cute as cute", "imports cutlass"),
+        ("kernel/cute_python/mla/x.py", "import cuda.tile", "imports cuda.tile"),
+        (FLASH, "from cutlass import cute", "imports cutlass"),
+        (FLASH, "from mla_var3.kernel.cutile.mla.flash.flash_v2 import x", "another version"),
+        (FLASH_V2, "from ..flash.flash import flash", "another version"),
+        (FLASH, "from mla_var3.kernel.cutile.mla import other", "another design"),
+        (FLASH, "from mla_var3.kernel.cutile.mla.other.other.other import f", "another design"),
+        (
+            "kernel/cute_python/mla/flash/flash/flash.py",
+            "from mla_var3.kernel.cutile.mla.flash.flash import flash",
+            "another design",
+        ),
+    ],
+)
+def test_a_planted_violation_is_found(path: str, source: str, message: str) -> None:
+    violations = violations_in({**KERNELS, path: source})
+    assert len(violations) == 1, violations
+    assert violations[0].startswith(path)
+    assert message in violations[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        (
+            "runtime/plan.py",
+            "import torch\nfrom mla_var3.op.mla import problem\nfrom . import paths",
+        ),
+        (
+            "runtime/plan.py",
+            "class KernelPlan:\n"
+            "  def benchmark_kernel_argparse(self):\n"
+            "    from mla_var3.cli.main import run_plan",
+        ),
+        ("runtime/plan.py", "from mla_var3 import __version__"),
+        ("runtime/ct_kernel.py", "import cuda.tile as ct"),
+        ("runtime/interpreter/ops.py", "from cuda.tile import _ir"),
+        ("runtime/cute_kernel.py", "import cutlass"),
+        ("runtime/cuda_events.py", "from cuda.bindings import driver"),
+        ("op/mla/cost.py", "from mla_var3.conf import devices"),
+        ("kernel/__main__.py", "from mla_var3.cli.main import kernel_main"),
+        ("kernel/cutile/mla/flash/__main__.py", "from mla_var3.cli.main import kernel_main"),
+        ("__init__.py", "def __getattr__(name):\n  from mla_var3.attention import mla_attention"),
+        (FLASH, "import cuda.tile as ct\nfrom mla_var3.kernel.cutile.mla import shared"),
+        (FLASH, "from mla_var3.kernel.cutile.mla.flash.flash.stage import f\nfrom . import stage"),
+        ("cli/main.py", "from mla_var3 import report, kernel, errors"),
+    ],
+)
+def test_an_allowed_import_passes(path: str, source: str) -> None:
+    assert violations_in({**KERNELS, path: source}) == []

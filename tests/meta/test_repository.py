@@ -1,0 +1,151 @@
+"""Rules for the files of the repository: words, sizes, versions, packaging."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import tomllib
+import warnings
+from pathlib import Path
+
+import pytest
+
+HOST_AIM, HOST_LIMIT, KERNEL_LIMIT = 400, 500, 700
+
+# Written in pieces, so that this file does not hold what it forbids.
+FORBIDDEN = {
+    "a path of one machine": re.compile(r"(?<![\w.}])/(?:work|root|farm)/"),
+    "a note to self": re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|XX" + r"X)\b"),
+    "an issue number": re.compile(r"\bissue\s+#", re.IGNORECASE),
+    "the host of a registry": re.compile(
+        r"\b(?:"
+        + "|".join(
+            name.replace(" ", r"\.")
+            for name in (
+                "pypi org",
+                "pythonhosted org",
+                "pypi nvidia com",
+                "download pytorch org",
+                "nvcr io",
+                "ghcr io",
+                "docker io",
+                "registry npmjs org",
+                "conda anaconda org",
+            )
+        )
+        + r")\b",
+        re.IGNORECASE,
+    ),
+}
+
+
+def forbidden_in(text: str) -> list[str]:
+    """Forbidden words of a text, each as 'line: what it is (the match)'."""
+    return [
+        f"{number}: {what} ({match.group(0)})"
+        for number, line in enumerate(text.splitlines(), 1)
+        for what, pattern in FORBIDDEN.items()
+        for match in pattern.finditer(line)
+    ]
+
+
+def package_version(repo_root: Path) -> str:
+    """`__version__`, read without importing the package."""
+    for node in ast.parse((repo_root / "src/mla_var3/__init__.py").read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__version__":
+            return str(ast.literal_eval(node.value))
+    raise AssertionError("mla_var3 defines no __version__")
+
+
+def test_no_forbidden_words(repo_files: list[Path], repo_root: Path) -> None:
+    found = []
+    for path in repo_files:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # not a text file
+        found += [f"{path.relative_to(repo_root)}:{problem}" for problem in forbidden_in(text)]
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cd /" + "work/main",
+        "see '/" + "root/.cache'",
+        "# TO" + "DO: later",
+        "FIX" + "ME",
+        "see issue" + " #12",
+        "https://pypi" + ".org/simple",
+        "--index-url https://download.pytorch" + ".org/whl",
+    ],
+)
+def test_a_forbidden_word_is_found(text: str) -> None:
+    assert len(forbidden_in(f"fine\n{text}\n")) == 1
+
+
+@pytest.mark.parametrize("text", ["src/work/x", "mktemp /tmp/x.XXXXXX", "an issue with roots"])
+def test_harmless_words_pass(text: str) -> None:
+    assert forbidden_in(text) == []
+
+
+def test_modules_stay_short(source_root: Path) -> None:
+    too_long = []
+    for path in sorted(source_root.rglob("*.py")):
+        name = path.relative_to(source_root)
+        lines = len(path.read_text().splitlines())
+        limit = KERNEL_LIMIT if name.parts[0] == "kernel" else HOST_LIMIT
+        if lines > limit:
+            too_long.append(f"{name}: {lines} lines, the limit is {limit}")
+        elif lines > HOST_AIM and limit == HOST_LIMIT:
+            warnings.warn(f"{name}: {lines} lines, the aim is {HOST_AIM}", stacklevel=1)
+    assert not too_long, "\n" + "\n".join(too_long)
+
+
+def test_changelog_starts_with_this_version(repo_root: Path) -> None:
+    changelog = (repo_root / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## \[(\d[^\]]*)\]", changelog, re.MULTILINE)
+    assert versions[:1] == [package_version(repo_root)]
+
+
+def test_package_data_exists(repo_root: Path, source_root: Path) -> None:
+    settings = tomllib.loads((repo_root / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert settings["package-data"]["mla_var3"] == [
+        "py.typed",
+        "conf/*.json",
+        "conf/tuned/*.json",
+    ]
+    assert (source_root / "py.typed").is_file()
+    assert (source_root / "conf" / "devices.json").is_file()
+
+
+def test_setup_installs_a_torch_that_the_package_accepts(repo_root: Path) -> None:
+    script = (repo_root / "setup_cutile.sh").read_text()
+    project = tomllib.loads((repo_root / "pyproject.toml").read_text())["project"]
+    pinned = re.search(r'TORCH_REQUIREMENT="torch==([\d.]+)"', script)
+    wanted = next(line for line in project["dependencies"] if line.startswith("torch"))
+    bounds = re.fullmatch(r"torch>=([\d.]+),<([\d.]+)", wanted)
+    assert pinned
+    assert bounds
+    low, version, high = (
+        tuple(map(int, text.split("."))) for text in (bounds[1], pinned[1], bounds[2])
+    )
+    assert low <= version < high
+
+
+def test_setup_knows_the_extras_of_the_package(repo_root: Path) -> None:
+    script = (repo_root / "setup_cutile.sh").read_text()
+    project = tomllib.loads((repo_root / "pyproject.toml").read_text())["project"]
+    named = re.findall(r'^readonly (?:BASE|OPTIONAL)_EXTRAS="([^"]+)"', script, re.MULTILINE)
+    assert sorted(",".join(named).split(",")) == sorted(project["optional-dependencies"])
+
+
+def test_make_lists_every_target(repo_root: Path) -> None:
+    makefile = (repo_root / "Makefile").read_text()
+    phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    assert phony
+    shown = subprocess.run(
+        ["make", "--no-print-directory"], cwd=repo_root, capture_output=True, text=True, check=True
+    ).stdout
+    assert re.findall(r"^  make ([a-z-]+) ", shown, re.MULTILINE) == phony[1].split()

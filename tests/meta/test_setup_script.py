@@ -1,0 +1,273 @@
+"""`setup_cutile.sh` and `.ci/run`: fail clearly, and never take a half environment for a whole one.
+
+The script runs here on a copy of the checkout's top files, with stand-ins for the interpreter: no
+package is installed and no network is used.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+STAMP = ".hyper-mla-setup"
+
+# Stands in for the interpreter in PATH. `-m venv DIR` makes a folder with the second stand-in.
+OUTER = """#!/usr/bin/env bash
+case "$*" in
+    "-c import sys; print("*) echo "${STAND_IN_VERSION:-3.11.9}" ;;
+    "-c import ensurepip, venv") exit "${STAND_IN_NO_VENV:-0}" ;;
+    "-m venv "*)
+        mkdir -p "$3/bin"
+        touch "$3/pyvenv.cfg"
+        cp "$STAND_IN_INNER" "$3/bin/python"
+        ;;
+esac
+"""
+
+# Stands in for the environment's interpreter; notes every pip install it is asked for.
+INNER = """#!/usr/bin/env bash
+case "$*" in
+    "-c import sys; print("*) echo "${STAND_IN_VERSION:-3.11.9}" ;;
+    "-c import mla_var3"*) exit "${STAND_IN_IMPORT:-0}" ;;
+    "-m pip --version") exit "${STAND_IN_NO_PIP:-0}" ;;
+    "-m pip install"*)
+        echo "$*" >>"$STAND_IN_CALLS"
+        if [[ "$*" == *"${STAND_IN_BREAKS:-nothing at all}"* ]]; then
+            echo "WARNING: Retrying after connection broken by 'NewConnectionError'"
+            exit 1
+        fi
+        ;;
+    "- "*"pyproject.toml") cat >/dev/null; exit 1 ;;
+    "- "*) cat >/dev/null ;;
+esac
+"""
+
+
+@dataclass
+class Sandbox:
+    """A copy of the setup script with its stand-ins."""
+
+    root: Path
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def venv(self) -> Path:
+        return self.root / ".venv"
+
+    @property
+    def complete(self) -> bool:
+        return (self.venv / STAMP).is_file()
+
+    @property
+    def pip_calls(self) -> list[str]:
+        calls = self.root / "calls.txt"
+        return calls.read_text().splitlines() if calls.exists() else []
+
+    def run(self, *arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(self.root / "setup_cutile.sh"), *arguments],
+            env={**self.environment, **changes},
+            cwd=self.root,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+
+@pytest.fixture
+def sandbox(repo_root: Path, tmp_path: Path) -> Sandbox:
+    root = tmp_path / "a checkout"
+    root.mkdir()
+    for name in ("setup_cutile.sh", "pyproject.toml"):
+        shutil.copy(repo_root / name, root / name)
+    for name, source in (("python-outer", OUTER), ("python-inner", INNER)):
+        (root / name).write_text(source)
+        (root / name).chmod(0o755)
+    environment = {key: value for key, value in os.environ.items() if key not in ("VENV", "PYTHON")}
+    environment |= {
+        "PYTHON": str(root / "python-outer"),
+        "STAND_IN_INNER": str(root / "python-inner"),
+        "STAND_IN_CALLS": str(root / "calls.txt"),
+    }
+    return Sandbox(root, environment)
+
+
+@pytest.mark.parametrize("name", ["setup_cutile.sh", ".ci/run"])
+def test_scripts_are_executable_and_well_formed(repo_root: Path, name: str) -> None:
+    script = repo_root / name
+    assert os.access(script, os.X_OK)
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def test_help_changes_nothing(sandbox: Sandbox) -> None:
+    result = sandbox.run("--help")
+    assert result.returncode == 0
+    for word in ("--extras", "--force", "PYTHON", "VENV"):
+        assert word in result.stdout
+    assert not sandbox.venv.exists()
+
+
+def test_first_run_installs_and_the_second_has_nothing_to_do(sandbox: Sandbox) -> None:
+    first = sandbox.run()
+    assert first.returncode == 0, first.stderr
+    assert sandbox.complete
+    torch_call, package_call = sandbox.pip_calls
+    assert torch_call.endswith("torch==2.13.0")
+    assert package_call.endswith(f"-e {sandbox.root}[cutile,dev,docs]")
+
+    for environment in ({}, {"PYTHON": ""}):
+        second = sandbox.run(**environment)
+        assert second.returncode == 0, second.stderr
+        assert "everything is up to date" in second.stdout
+        assert len(sandbox.pip_calls) == 2
+
+
+@pytest.mark.parametrize("changed", ["pyproject.toml", "setup_cutile.sh"])
+def test_a_changed_file_means_a_new_install(sandbox: Sandbox, changed: str) -> None:
+    sandbox.run()
+    with (sandbox.root / changed).open("a") as file:
+        file.write("\n# changed\n")
+    assert "installing" in sandbox.run().stdout
+    assert sandbox.complete
+    assert "up to date" in sandbox.run().stdout
+
+
+def test_extras_are_added_and_kept(sandbox: Sandbox) -> None:
+    sandbox.run()
+    assert sandbox.run("--extras", "cute").returncode == 0
+    assert sandbox.pip_calls[-1].endswith("[cute,cutile,dev,docs]")
+    assert "up to date" in sandbox.run().stdout
+    assert sandbox.run("--extras=profiling").returncode == 0
+    assert sandbox.pip_calls[-1].endswith("[cute,cutile,dev,docs,profiling]")
+
+
+def test_an_unknown_extra_or_argument_is_refused(sandbox: Sandbox) -> None:
+    result = sandbox.run("--extras=cutee")
+    assert result.returncode == 1
+    assert "--extras: expected some of cute, profiling, got 'cutee'" in result.stderr
+    result = sandbox.run("--farce")
+    assert result.returncode == 1
+    assert "unknown argument '--farce'" in result.stderr
+    assert not sandbox.venv.exists()
+
+
+def test_an_old_python_is_refused(sandbox: Sandbox) -> None:
+    result = sandbox.run(STAND_IN_VERSION="3.9.18")
+    assert result.returncode == 1
+    assert "Python 3.11 or newer is needed" in result.stderr
+    assert "python-outer is Python 3.9.18" in result.stderr
+    assert "PYTHON=/path/to/python3.11 ./setup_cutile.sh" in result.stderr
+    assert not sandbox.venv.exists()
+
+
+def test_a_missing_python_is_named(sandbox: Sandbox) -> None:
+    result = sandbox.run(PYTHON="/no/such/python")
+    assert result.returncode == 1
+    assert "PYTHON=/no/such/python: no such program" in result.stderr
+
+
+def test_no_python_at_all_is_said(sandbox: Sandbox) -> None:
+    tools = sandbox.root / "bin"
+    tools.mkdir()
+    for name in ("bash", "dirname", "basename", "uname", "tr", "sed", "sort", "paste", "cat"):
+        (tools / name).symlink_to(shutil.which(name) or name)
+    result = sandbox.run(PYTHON="", PATH=str(tools))
+    assert result.returncode == 1
+    assert "Python 3.11 or newer is needed; no python3 was found in PATH" in result.stderr
+
+    (tools / "python3").symlink_to(sandbox.root / "python-outer")
+    result = sandbox.run(PYTHON="", PATH=str(tools), STAND_IN_VERSION="3.10.2")
+    assert "python3 is Python 3.10.2" in result.stderr
+
+
+def test_a_missing_venv_module_is_said(sandbox: Sandbox) -> None:
+    result = sandbox.run(STAND_IN_NO_VENV="1")
+    assert result.returncode == 1
+    assert "comes without the venv module" in result.stderr
+    assert "python3.11-venv" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("breaks", "what"), [("torch==", "torch==2.13.0"), ("-e ", "HyperMLA and its extras")]
+)
+def test_a_failed_download_leaves_no_stamp(sandbox: Sandbox, breaks: str, what: str) -> None:
+    result = sandbox.run(STAND_IN_BREAKS=breaks)
+    assert result.returncode == 1
+    assert f"pip could not install {what}" in result.stderr
+    assert "is the network away?" in result.stderr
+    assert "not marked as complete" in result.stderr
+    assert "run ./setup_cutile.sh again" in result.stderr
+    assert not sandbox.complete
+
+    assert "up to date" not in sandbox.run().stdout
+    assert sandbox.complete
+
+
+def test_a_failed_refresh_takes_the_old_stamp_away(sandbox: Sandbox) -> None:
+    sandbox.run()
+    assert sandbox.run("--extras=cute", STAND_IN_BREAKS="-e ").returncode == 1
+    assert not sandbox.complete
+    assert sandbox.run().returncode == 0
+    assert sandbox.complete
+
+
+def test_what_does_not_import_is_not_complete(sandbox: Sandbox) -> None:
+    result = sandbox.run(STAND_IN_IMPORT="1")
+    assert result.returncode == 1
+    assert "does not import" in result.stderr
+    assert not sandbox.complete
+
+
+def test_force_builds_from_nothing(sandbox: Sandbox) -> None:
+    sandbox.run()
+    (sandbox.venv / "left over").write_text("")
+    result = sandbox.run("--force")
+    assert result.returncode == 0, result.stderr
+    assert not (sandbox.venv / "left over").exists()
+    assert sandbox.complete
+
+
+def test_a_half_made_environment_is_made_again(sandbox: Sandbox) -> None:
+    sandbox.venv.mkdir()
+    (sandbox.venv / "pyvenv.cfg").write_text("")
+    result = sandbox.run()
+    assert result.returncode == 0, result.stderr
+    assert "its interpreter does not run" in result.stdout
+    assert sandbox.complete
+
+
+def test_a_folder_that_is_no_environment_is_left_alone(sandbox: Sandbox) -> None:
+    sandbox.venv.mkdir()
+    (sandbox.venv / "thesis.txt").write_text("irreplaceable")
+    result = sandbox.run("--force")
+    assert result.returncode == 1
+    assert "is not a virtual environment; it is left alone" in result.stderr
+    assert (sandbox.venv / "thesis.txt").exists()
+
+
+def test_another_python_means_another_environment(sandbox: Sandbox) -> None:
+    sandbox.run()
+    other = (sandbox.root / "python-outer").read_text().replace("3.11.9", "3.12.1")
+    (sandbox.root / "python-other").write_text(other)
+    (sandbox.root / "python-other").chmod(0o755)
+    result = sandbox.run(PYTHON=str(sandbox.root / "python-other"))
+    assert "it has Python 3.11.9 and 3.12.1 was asked for" in result.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the script refuses other systems by design")
+def test_another_system_is_refused(sandbox: Sandbox) -> None:
+    tools = sandbox.root / "bin"
+    tools.mkdir()
+    (tools / "uname").write_text("#!/bin/sh\necho Darwin\n")
+    (tools / "uname").chmod(0o755)
+    result = sandbox.run(PATH=f"{tools}:{os.environ['PATH']}")
+    assert result.returncode == 1
+    assert "runs on Linux only, and this is Darwin" in result.stderr

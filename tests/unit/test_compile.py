@@ -1,0 +1,280 @@
+"""Compile reports: reading what the CUDA tools print, and real kernels for real targets."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mla_var3.errors import KernelCompileError, MissingToolError
+from mla_var3.runtime import compile as compile_module
+from mla_var3.runtime.compile import (
+    CompileReport,
+    Disassembly,
+    compile_report,
+    disassemble,
+    fits_shared_memory,
+    parse_disassembly,
+)
+from mla_var3.runtime.tiling import Tiling
+
+ct = pytest.importorskip("cuda.tile")
+
+from mla_var3.runtime.ct_kernel import CtKernel  # noqa: E402
+
+Const = ct.Constant[int]
+
+
+@ct.kernel
+def tiny_matmul(A, B, Out, TM: Const, TN: Const, TK: Const):
+    acc = ct.zeros((TM, TN), dtype=ct.float32)
+    for k in range(ct.cdiv(A.shape[1], TK)):
+        a = ct.load(A, (ct.bid(0), k), (TM, TK))
+        b = ct.load(B, (k, ct.bid(1)), (TK, TN))
+        acc = ct.mma(a, b, acc)
+    ct.store(Out, (ct.bid(0), ct.bid(1)), acc.astype(Out.dtype))
+
+
+@ct.kernel
+def tiny_copy(A, B, Out, TM: Const, TN: Const, TK: Const):
+    ct.store(Out, (ct.bid(0), ct.bid(1)), ct.load(A, (ct.bid(0), ct.bid(1)), (TM, TN)))
+
+
+@ct.kernel
+def broken(A, B, Out, TM: Const, TN: Const, TK: Const):
+    acc = ct.zeros((TM, TN), dtype=ct.float32)
+    ct.store(Out, (0, 0), acc)  # float32 to bfloat16 needs an explicit cast
+
+
+@dataclass
+class TinyTiling(Tiling):
+    tm: int = 64
+    tn: int = 64
+    tk: int = 64
+    num_worker_warps: int | None = None
+
+
+def make_kernel(function: Any, **tiling: int) -> CtKernel:
+    matrix = torch.empty(64, 64, dtype=torch.bfloat16, device="meta")
+    return CtKernel(
+        kernel_fn=function,
+        tiling=TinyTiling(**tiling),
+        plan=None,
+        input_tensors=[matrix, matrix],
+        output_tensors=[matrix],
+        algorithmic_flops_bytes_fn=lambda tiling: (1.0, 1.0),
+        grid_fn=lambda tiling: (1, 1, 1),
+        args_fn=lambda t: (matrix, matrix, matrix, t.tm, t.tn, t.tk),
+    )
+
+
+# -- what the tools print ------------------------------------------------------------------------
+
+RESOURCES = """
+Resource usage:
+ Common:
+  GLOBAL:64 CONSTANT[4]:8
+ Function f:
+  REG:168 STACK:{stack} SHARED:148680 LOCAL:0 CONSTANT[0]:1024 TEXTURE:0 SURFACE:0 SAMPLER:0
+"""
+ELF = """
+	Attribute:	EIATTR_CTA_PER_CLUSTER
+	Format:	EIFMT_SVAL
+	Value:	0x2 0x1 0x1 
+	<0x20>
+	Attribute:	EIATTR_REQNTID
+	Format:	EIFMT_SVAL
+	Value:	0x180 0x1 0x1 
+	<0x31>
+"""  # noqa: W291 (as cuobjdump prints it)
+SASS = """
+	.section	.text.f,"ax",@progbits
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/              @!P0 BRA `(.L_x_1) ;
+        /*0020*/                   USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xe8 ;
+        /*0030*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4].tnspB, RZ, !UPT ;
+        /*0040*/               @P1 HGMMA.64x64x16.F32.BF16 R24, R8, gdesc[UR4], R24, gsb0 ;
+        /*0050*/              @UP0 UTMALDG.2D [UR8], [UR6] ;
+        /*0060*/                   USETMAXREG.DEALLOC.CTAPOOL 0x20 ;
+        /*10000*/                  STL.64 [R1], R2 ;
+	.section	.nv.info
+        /*0000*/ 	.byte	0x04, 0x1c
+"""
+
+
+def report(target: str = "sm_90", **figures: Any) -> CompileReport:
+    return CompileReport("f", target, {}, **figures)
+
+
+def test_figures_are_read_from_the_tools() -> None:
+    assert parse_disassembly(Disassembly(RESOURCES.format(stack=16), ELF, SASS)) == {
+        "registers": 168,
+        "stack_bytes": 16,
+        "shared_bytes": 148680,
+        "threads": 384,
+        "cluster": 2,
+        "instructions": {"HGMMA": 2, "UTMALDG": 1, "STL": 1, "USETMAXREG": 2},
+        "total_instructions": 8,
+        "mma_shapes": {"HGMMA.64x64x16.F32.BF16": 2},
+        "consumer_registers": 232,
+    }
+
+
+def test_the_most_demanding_function_counts_and_a_cluster_is_one_by_default() -> None:
+    two = RESOURCES.format(stack=0) + "\n  REG:32 STACK:8 SHARED:0 LOCAL:0"
+    figures = parse_disassembly(Disassembly(two, "", ""))
+    assert (figures["registers"], figures["stack_bytes"], figures["shared_bytes"]) == (
+        168,
+        8,
+        148680,
+    )
+    assert (figures["cluster"], figures["threads"], figures["consumer_registers"]) == (
+        1,
+        None,
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("figures", "spills"),
+    [
+        ({"stack_bytes": 0}, False),
+        ({"stack_bytes": 8}, True),
+        ({"stack_bytes": 0, "instructions": {"STL": 1}}, True),
+        ({"stack_bytes": 0, "instructions": {"LDL": 1}}, True),
+        ({"error": "no"}, False),
+    ],
+)
+def test_spills(figures: dict[str, Any], spills: bool) -> None:
+    assert report(**figures).spills is spills
+
+
+@pytest.mark.parametrize(
+    ("target", "opcodes", "expects", "misses"),
+    [
+        ("sm_90", ["HGMMA"], None, False),
+        ("sm_90", ["QGMMA"], None, False),
+        ("sm_90a", ["HMMA"], None, True),
+        ("sm_90", ["HGMMA", "HMMA"], None, False),
+        ("sm_90", [], None, False),
+        ("sm_90", [], True, True),
+        ("sm_90", ["HMMA"], False, False),
+        ("sm_100", ["UTCHMMA"], None, False),
+        ("sm_100", ["UTCQMMA"], True, False),
+        ("sm_100", ["HMMA"], None, True),
+        ("sm_103", ["HMMA"], None, True),
+        ("sm_120", ["HMMA"], None, False),
+        ("sm_120", ["OMMA"], None, False),
+        ("sm_120", ["QMMA"], None, False),
+        ("sm_120", [], True, True),
+        ("sm_80", ["HMMA"], None, False),
+    ],
+)
+def test_tensor_core_path_per_target(
+    target: str, opcodes: list[str], expects: bool | None, misses: bool
+) -> None:
+    found = report(
+        target, instructions=dict.fromkeys(opcodes, 4), stack_bytes=0, expects_tensor_core=expects
+    )
+    assert found.misses_tensor_core is misses
+    assert ("misses the tensor-core path" in found.verdict) is misses
+    assert found.tensor_core == (opcodes[0] if opcodes else None)
+
+
+def test_verdicts() -> None:
+    good = report(stack_bytes=0, instructions={"HGMMA": 8, "UTMALDG": 2})
+    assert good.verdict == "ok, 8 HGMMA, TMA, no spills"
+    bad = replace(good, stack_bytes=64, instructions={"HMMA": 8, "STL": 3, "LDL": 2})
+    assert bad.verdict == (
+        "spills (64 B of stack, 3 STL, 2 LDL), misses the tensor-core path (HMMA, not HGMMA)"
+    )
+    assert report(error="boom").verdict == "does not compile: boom"
+    assert not report(error="boom", expects_tensor_core=True).misses_tensor_core
+
+
+def test_a_report_survives_json() -> None:
+    one = report(stack_bytes=0, instructions={"HGMMA": 8}, seconds=1.5, expects_tensor_core=True)
+    assert CompileReport.from_dict(json.loads(json.dumps(one.to_dict()))) == one
+
+
+@pytest.mark.parametrize(("used", "fits"), [(1000, True), (1001, False), (None, False)])
+def test_shared_memory_limit(used: int | None, fits: bool) -> None:
+    spec: Any = SimpleNamespace(shared_memory_per_block_bytes=1000)
+    assert fits_shared_memory(report(shared_bytes=used), spec) is fits
+
+
+# -- real kernels --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("target", "opcode"), [("sm_90", "HGMMA"), ("sm_120", "HMMA")])
+def test_matmul_reaches_the_tensor_cores(target: str, opcode: str, tmp_path: Path) -> None:
+    found = compile_report(make_kernel(tiny_matmul), target, artifacts_dir=tmp_path)
+    assert found.error is None
+    assert (found.kernel, found.target) == ("tiny_matmul", target)
+    assert found.tiling == {"tm": 64, "tn": 64, "tk": 64, "num_worker_warps": None}
+    assert found.tensor_core == opcode
+    assert found.instructions[opcode] == sum(found.mma_shapes.values()) > 0
+    assert found.uses_tma and not found.spills and not found.misses_tensor_core
+    assert found.threads and found.threads % 128 == 0
+    assert found.cluster == 1
+    assert 0 < found.registers <= 255  # type: ignore[operator]
+    assert 0 < found.shared_bytes <= 228 * 1024  # type: ignore[operator]
+    assert found.total_instructions > 100  # type: ignore[operator]
+    assert found.verdict.startswith("ok")
+    files = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+    assert set(files) == {
+        f"tiny_matmul.{target}.{kind}" for kind in ("cubin", "sass", "resources.txt", "tileirbc")
+    }
+    assert files[f"tiny_matmul.{target}.cubin"] == found.cubin_bytes
+    assert opcode in (tmp_path / f"tiny_matmul.{target}.sass").read_text()
+
+
+def test_the_given_tiling_is_compiled_not_the_active_one() -> None:
+    kernel = make_kernel(tiny_matmul)
+    found = compile_report(kernel, "sm_90", TinyTiling(tm=16))
+    assert found.tiling["tm"] == 16
+    assert kernel.tiling.tm == 64
+    # A 16-row tile is too low for the warpgroup instructions.
+    assert found.misses_tensor_core
+    assert found.verdict == "misses the tensor-core path (HMMA, not HGMMA)"
+
+
+def test_a_copy_is_not_blamed_for_having_no_mma() -> None:
+    kernel = make_kernel(tiny_copy)
+    assert not compile_report(kernel, "sm_90").misses_tensor_core
+    assert compile_report(kernel, "sm_90", expects_tensor_core=True).misses_tensor_core
+
+
+def test_a_compile_error_is_a_report(tmp_path: Path) -> None:
+    found = compile_report(make_kernel(broken), "sm_90", artifacts_dir=tmp_path)
+    assert found.error is not None
+    assert "broken for sm_90" in found.error
+    assert found.verdict.startswith("does not compile: ")
+    assert found.registers is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_any_failure_of_a_compiler_is_a_report() -> None:
+    def fail(target: str, tiling: Any) -> None:
+        raise KernelCompileError("") from RuntimeError("deep down")
+
+    kernel: Any = SimpleNamespace(name="f", tiling=TinyTiling(), compile=fail)
+    assert compile_report(kernel, "sm_90").error == "KernelCompileError"
+
+
+@pytest.mark.parametrize("missing", ["cuobjdump", "nvdisasm"])
+def test_a_missing_tool_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = compile_module.find_tool
+    monkeypatch.setattr(compile_module, "find_tool", lambda n: None if n == missing else find(n))
+    with pytest.raises(MissingToolError, match=rf"{missing}.*hyper-mla\[cutile\]"):
+        compile_report(make_kernel(tiny_matmul), "sm_90")
+
+
+def test_a_tool_that_cannot_read_the_cubin_is_the_problem() -> None:
+    with pytest.raises(MissingToolError, match="cuobjdump: expected a .*, got"):
+        disassemble(b"no machine code")

@@ -1,0 +1,193 @@
+"""What is recorded about the machine, and that a missing thing is None, not an error."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import shlex
+import sys
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mla_var3
+from mla_var3.runtime import environment as env
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """Each test reads the machine anew."""
+    cached = (env._version, env._git, env._gpu, env._torch_cuda_version)
+    for function in cached:
+        function.cache_clear()
+    yield
+    for function in cached:
+        function.cache_clear()
+
+
+def _program(folder: Path, name: str, script: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def _no_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
+
+
+def test_record_is_json_and_complete() -> None:
+    record = env.environment()
+    assert json.loads(json.dumps(record)) == record
+    assert set(record) == {
+        *("date", "command", "versions", "cuda_runtime", "platform", "arch", "git", "gpu"),
+    }
+    assert record["versions"]["hyper-mla"] == mla_var3.__version__
+    assert record["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert record["versions"]["torch"]
+
+
+def test_command_can_be_pasted_into_a_shell(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = ["python", "-m", "mla_var3.kernel", "flash_mla", "--label=a b"]
+    monkeypatch.setattr(sys, "orig_argv", typed)
+    assert shlex.split(env.environment()["command"]) == typed
+
+
+def test_date_is_utc() -> None:
+    assert datetime.fromisoformat(env.environment()["date"]).utcoffset() == timedelta(0)
+
+
+def test_a_caller_cannot_spoil_the_next_record() -> None:
+    env.environment()["versions"]["python"] = "spoilt"
+    assert env.environment()["versions"]["python"] != "spoilt"
+
+
+def test_toolkit_versions_are_those_of_the_language() -> None:
+    assert set(env.toolkit_versions("cutile-dsl")) == {"cuda-tile", "tileiras", "ptxas"}
+    assert set(env.toolkit_versions("cute-dsl")) == {"cutlass-dsl"}
+    assert set(env.toolkit_versions()) == {"cuda-tile", "tileiras", "ptxas", "cutlass-dsl"}
+
+
+def test_nothing_installed_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _no_distributions(monkeypatch)
+    monkeypatch.setattr(env, "find_tool", lambda name: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(env, "_torch", lambda: None)
+    record = env.environment()
+    assert record["versions"]["tileiras"] is None
+    assert record["versions"]["torch"] is None
+    assert (record["git"], record["gpu"], record["cuda_runtime"]) == (None, None, None)
+
+
+def test_tool_versions_without_wheels_come_from_the_tools(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _no_distributions(monkeypatch)
+    banner = "echo 'Cuda compilation tools, release 13.4, V13.4.92'"
+    monkeypatch.setattr(env, "_wheel_bin_folders", list)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    _program(tmp_path, "tileiras", banner)
+    _program(tmp_path, "ptxas", "exit 3")
+    assert env.toolkit_versions("cutile-dsl") == {
+        "cuda-tile": None,
+        "tileiras": "13.4.92",
+        "ptxas": None,
+    }
+
+
+def test_tools_are_looked_for_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wheel, path, home = tmp_path / "wheel", tmp_path / "path", tmp_path / "home" / "bin"
+    monkeypatch.setattr(env, "_wheel_bin_folders", lambda: [wheel])
+    monkeypatch.setenv("PATH", str(path))
+    monkeypatch.setenv("CUDA_HOME", str(home.parent))
+    found = []
+    for folder in (home, path, wheel):
+        _program(folder, "hyper-mla-tool", "exit 0")
+        found.append(env.find_tool("hyper-mla-tool"))
+    assert found == [folder / "hyper-mla-tool" for folder in (home, path, wheel)]
+    assert env.find_tool("hyper-mla-no-such-tool") is None
+
+
+def test_a_file_that_cannot_run_is_no_tool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(env, "_wheel_bin_folders", lambda: [tmp_path])
+    (tmp_path / "hyper-mla-tool").write_text("text")
+    assert env.find_tool("hyper-mla-tool") is None
+
+
+def test_wheels_are_found_in_every_place_on_the_import_path(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for place in ("a", "b"):
+        (tmp_path / place / "nvidia" / "cu13" / "bin").mkdir(parents=True)
+        monkeypatch.syspath_prepend(tmp_path / place)
+    folders = env._wheel_bin_folders()
+    assert {tmp_path / p / "nvidia" / "cu13" / "bin" for p in ("a", "b")} <= set(folders)
+
+
+def test_a_strange_nvidia_module_is_survived(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
+        raise ValueError(f"{name}.__spec__ is not set")
+
+    monkeypatch.setattr(importlib.util, "find_spec", broken)
+    assert env._wheel_bin_folders() == []
+
+
+def test_commit_only_of_our_own_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(env, "_SOURCE_ROOT", tmp_path / "site-packages")
+    answers = {"--show-toplevel": f"{tmp_path}\n", "HEAD": "abc\n", "--porcelain": ""}
+    monkeypatch.setattr(env, "run_tool", lambda *command: answers[command[-1]])
+    assert env._git() is None
+    env._git.cache_clear()
+    monkeypatch.setattr(env, "_SOURCE_ROOT", tmp_path)
+    assert env._git() == {"commit": "abc", "dirty": False}
+
+
+SMI = """case "$*" in
+  *applications_clocks_setting*) echo 'not a valid field'; exit 2;;
+  *driver_version*) echo '580.95';;
+  *clocks.current.sm*) echo '1980';;
+  *power.limit*) echo '700.00';;
+  *) echo '[N/A]';;
+esac"""
+
+
+def test_clocks_with_a_field_that_the_driver_does_not_know(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    _program(tmp_path, "nvidia-smi", SMI)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    answers: dict[str, Any] = env._smi("1234")
+    assert answers == {
+        "driver": "580.95",
+        "sm_clock_mhz": 1980.0,
+        "max_sm_clock_mhz": None,
+        "memory_clock_mhz": None,
+        "power_limit_w": 700.0,
+        "max_power_limit_w": None,
+        "clocks_limited_by_setting": None,
+    }
+
+
+def test_clocks_in_one_query(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    line = "580.95.05, 345, 1980, 3201, 700.00, 700.00, Not Active"
+    _program(tmp_path, "nvidia-smi", f'echo "$*" >> {tmp_path}/calls; echo "{line}"')
+    monkeypatch.setenv("PATH", str(tmp_path))
+    answers = env._smi("GPU-1234")
+    assert answers["driver"] == "580.95.05"
+    assert answers["sm_clock_mhz"] == 345
+    assert answers["clocks_limited_by_setting"] is False
+    (call,) = (tmp_path / "calls").read_text().splitlines()
+    assert call.startswith("--id=GPU-1234 --query-gpu=driver_version,")
+
+
+def test_no_smi_no_clocks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert set(env._smi(None).values()) == {None}

@@ -1,0 +1,139 @@
+"""The examples in cuda.tile's own documentation, run on the CPU interpreter.
+
+They are collected from the installed package, with the output that it documents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.tile as ct
+import pytest
+from cuda.tile._stub import RawArrayMemory
+
+from mla_var3.errors import InterpreterError
+from mla_var3.runtime import interpreter
+
+MIN_PASSING = 131
+"""The number that must pass whatever is listed below; the package documents 139 examples."""
+
+NOT_PASSING: dict[str, str] = {}
+"""Example id -> why its documented output is not reproduced."""
+
+_PREAMBLE = "import math\nimport torch\nimport cuda.tile as ct\nstream = None\n"
+_ON_THE_CPU = (
+    ("cuda:0", "cpu"),
+    ("torch.cuda.current_stream()", "stream"),
+    ("torch.cuda.synchronize()", "pass"),
+    ("ct.launch(", "launch_example("),
+)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A documented example: a program and its output."""
+
+    id: str
+    code: str
+    output: str
+
+    @property
+    def expects_error(self) -> bool:
+        return self.output.startswith("Traceback")
+
+
+def documented_objects() -> Iterator[tuple[str, Any]]:
+    classes = [ct.Array, ct.Tile, ct.TiledView, RawArrayMemory]
+    for name in ct.__all__:
+        yield name, getattr(ct, name)
+    for owner in classes:
+        for name, member in vars(owner).items():
+            if isinstance(member, property):
+                member = member.fget
+            yield f"{owner.__name__}.{name}", getattr(member, "__func__", member)
+
+
+def directive_blocks(text: str) -> Iterator[tuple[str, dict[str, str], str]]:
+    """The (name, options, content) of each testcode and testoutput directive in a docstring."""
+    lines = text.splitlines()
+    for number, line in enumerate(lines):
+        match = re.match(r"( *)\.\. (testcode|testoutput)::$", line)
+        if not match:
+            continue
+        block = []
+        for following in lines[number + 1 :]:
+            if following.strip() and not following.startswith(match[1] + " "):
+                break
+            block.append(following)
+        options = {}
+        while block and (option := re.match(r" *:(\w+): *(.*)", block[0])):
+            options[option[1]] = option[2]
+            block.pop(0)
+        yield match[2], options, textwrap.dedent("\n".join(block)).strip("\n")
+
+
+def collect_examples() -> list[Example]:
+    examples = []
+    for name, documented in documented_objects():
+        blocks = directive_blocks(inspect.cleandoc(getattr(documented, "__doc__", None) or ""))
+        waiting: str | None = None
+        count = 0
+        for kind, options, content in blocks:
+            if kind == "testoutput" and waiting is not None:
+                examples.append(Example(f"{name}-{count}", waiting, content.strip()))
+                waiting = None
+                count += 1
+            elif kind == "testcode":
+                if options["template"] == "kernel_wrapper.py":
+                    content = "@ct.kernel\ndef kernel():\n" + textwrap.indent(content, "    ")
+                    content += "\n\nct.launch(stream, (1,), kernel, ())"
+                waiting = content
+    return examples
+
+
+EXAMPLES = collect_examples()
+
+
+def run(example: Example) -> str:
+    """The output of an example, with its kernels launched on the interpreter."""
+    code = _PREAMBLE + example.code
+    for on_gpu, on_cpu in _ON_THE_CPU:
+        code = code.replace(on_gpu, on_cpu)
+
+    def launch_example(stream: None, grid: Any, kernel: Any, args: Any) -> None:
+        interpreter.launch(grid, kernel, args)
+
+    namespace = {"__name__": "example", "launch_example": launch_example}
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        exec(compile(code, f"<example {example.id}>", "exec"), namespace)
+    return output.getvalue()
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.id)
+def test_documented_example(example: Example) -> None:
+    if example.id in NOT_PASSING:
+        pytest.xfail(NOT_PASSING[example.id])
+    if example.expects_error:
+        with pytest.raises(InterpreterError) as caught:
+            run(example)
+        error_name, _, message = example.output.splitlines()[-1].partition(": ")
+        cause = caught.value.__cause__
+        assert type(cause).__name__ == error_name
+        pattern = re.escape(message).replace(re.escape("..."), ".*")
+        assert re.search(pattern, str(caught.value), re.DOTALL)
+    else:
+        assert run(example).split() == example.output.split()
+
+
+def test_enough_examples_pass() -> None:
+    ids = [example.id for example in EXAMPLES]
+    assert len(ids) == len(set(ids))
+    assert set(NOT_PASSING) <= set(ids)
+    assert len(set(ids) - set(NOT_PASSING)) >= MIN_PASSING

@@ -1,0 +1,148 @@
+"""Timing: the arithmetic and the order of device calls, with a clock that needs no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from mla_var3.errors import InvalidArgumentError, UnsupportedError
+from mla_var3.runtime import measure
+from mla_var3.runtime.measure import Timing, percentile, summarise, time_gpu
+
+
+class FakeClock:
+    """Gives run i the time `times[i]`, and notes every call."""
+
+    def __init__(self, times: Callable[[int], float] = lambda i: 100.0 + i) -> None:
+        self.times = times
+        self.calls: list[str] = []
+        self.flushed = 0
+        self.synchronized = True
+
+    def capture(self, fn: Callable[[], None], warmup: int) -> Callable[[], None]:
+        self.calls.append("capture")
+        fn()
+        return lambda: self.calls.append("replay")
+
+    def enqueue(self, fn: Callable[[], None], cold_l2: bool) -> Any:
+        self.flushed += cold_l2
+        self.synchronized = False
+        fn()
+        self.calls.append("enqueue")
+        return self.calls.count("enqueue") - 1
+
+    def synchronize(self) -> None:
+        self.synchronized = True
+
+    def elapsed_us(self, handle: Any) -> float:
+        assert self.synchronized, "an event was read before the device was done"
+        return self.times(handle)
+
+
+@pytest.mark.parametrize(
+    ("percent", "expected"), [(0, 1.0), (10, 1.4), (50, 3.0), (90, 4.6), (100, 5.0)]
+)
+def test_percentile_interpolates(percent: float, expected: float) -> None:
+    assert percentile([5.0, 1.0, 4.0, 2.0, 3.0], percent) == pytest.approx(expected)
+
+
+def test_percentile_of_nothing_is_an_error() -> None:
+    with pytest.raises(InvalidArgumentError, match="values: expected at least one"):
+        percentile([], 50)
+
+
+def test_summary_of_runs() -> None:
+    timing = summarise([float(i) for i in range(1, 102)], timer="cuda-event", cold_l2=True)
+    assert (timing.median_us, timing.p10_us, timing.p90_us, timing.min_us) == (51, 11, 91, 1)
+    assert timing.spread_us == 40
+    assert timing.to_dict() == {
+        "median_us": 51.0,
+        "p10_us": 11.0,
+        "p90_us": 91.0,
+        "min_us": 1.0,
+        "runs": 101,
+        "timer": "cuda-event",
+        "cold_l2": True,
+        "spread_us": 40.0,
+    }
+
+
+def test_warmup_runs_are_not_counted() -> None:
+    clock = FakeClock(lambda i: 1e6 if i < 2 else 10.0)
+    launches: list[None] = []
+    timing = time_gpu(lambda: launches.append(None), runs=5, warmup=2, clock=clock)
+    assert timing == Timing(10.0, 10.0, 10.0, 10.0, 5, "cuda-event", True)
+    assert len(launches) == 7
+
+
+@pytest.mark.parametrize("cold", [True, False])
+def test_the_cache_is_flushed_before_each_run_on_request(cold: bool) -> None:
+    clock = FakeClock()
+    timing = time_gpu(lambda: None, runs=4, warmup=1, cold_l2=cold, clock=clock)
+    assert clock.flushed == (5 if cold else 0)
+    assert timing.cold_l2 is cold
+
+
+def test_a_graph_is_captured_once_and_replayed() -> None:
+    clock = FakeClock()
+    launches: list[None] = []
+    timing = time_gpu(lambda: launches.append(None), runs=4, warmup=1, graph=True, clock=clock)
+    assert timing.timer == "cuda-graph"
+    assert len(launches) == 1
+    assert clock.calls.count("capture") == 1
+    assert clock.calls.count("replay") == 5
+
+
+@pytest.mark.parametrize(
+    ("seconds_per_run", "expected"),
+    [(1e-6, 200), (0.04, 50), (10.0, 10)],
+    ids=["max", "fit", "min"],
+)
+def test_number_of_runs_follows_the_budget(
+    seconds_per_run: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    clock = FakeClock()
+
+    def work() -> None:
+        nonlocal now
+        now += seconds_per_run
+
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now)
+    assert time_gpu(work, max_seconds=2.0, clock=clock).runs == pytest.approx(expected, abs=1)
+
+
+@pytest.mark.parametrize(("argument", "value"), [("runs", 0), ("warmup", 0), ("max_seconds", 0.0)])
+def test_bad_arguments_are_named(argument: str, value: float) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"^{argument}: expected"):
+        time_gpu(lambda: None, clock=FakeClock(), **{argument: value})  # type: ignore[arg-type]
+
+
+def test_without_a_gpu_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UnsupportedError, match="time_gpu: expected a usable CUDA GPU, got none"):
+        time_gpu(lambda: None)
+
+
+def test_a_broken_context_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fails)
+    assert not measure.cuda_is_healthy()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert measure.cuda_is_healthy()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graph", [False, True])
+def test_on_a_gpu(graph: bool) -> None:
+    source = torch.ones(64 << 20, dtype=torch.uint8, device="cuda")
+    target = torch.zeros_like(source)
+    timing = time_gpu(lambda: target.copy_(source), graph=graph, max_seconds=0.2)  # type: ignore[arg-type,return-value]
+    assert 0 < timing.min_us <= timing.p10_us <= timing.median_us <= timing.p90_us
+    assert timing.runs >= 10
+    assert bool((target == 1).all())

@@ -1,0 +1,362 @@
+"""The cost model: against counting, against tensor sizes, and its choices against brute force."""
+
+import itertools
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mla_var3.conf.devices import load_devices
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.cost import Cost
+from mla_var3.op.mla import cost
+from mla_var3.op.mla.inputs import absorb_queries, decompress_all, decompress_newest, make_inputs
+from mla_var3.op.mla.problem import MlaProblem
+
+TINY = MlaProblem(b=3, s=2, t=5, h=2, d=4, p=2, k=8, lengths=(5, 0, 3))
+FULL = replace(TINY, lengths=None)
+H200 = (790.0, 4300.0)
+
+
+def multiply_adds(problem, per_token):
+    """Counts over every request, query, head and KV token; `per_token(position, old)`."""
+    total = 0
+    for length in problem.kv_lengths:
+        for _query, _head, position in itertools.product(
+            range(problem.s), range(problem.h), range(length)
+        ):
+            total += per_token(position, length)
+    return total
+
+
+def nbytes(*tensors):
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def outputs(problem, width):
+    rows = (problem.b, problem.s, problem.h)
+    return nbytes(torch.empty(*rows, width, dtype=torch.bfloat16), torch.empty(rows))
+
+
+@pytest.mark.parametrize("problem", [TINY, FULL])
+def test_flops_of_the_pure_paths_by_counting(problem):
+    d, p, k = problem.d, problem.p, problem.k
+    decompressed = multiply_adds(problem, lambda *_: (d + p) + d)
+    absorbed = multiply_adds(problem, lambda *_: (k + p) + k)
+    assert cost.flash_attention_cost(problem).flops == 2 * decompressed
+    assert cost.flash_mla_cost(problem).flops == 2 * absorbed
+    assert cost.flash_mla_split_kv_cost(problem, 3).flops == 2 * absorbed
+
+
+@pytest.mark.parametrize("problem", [TINY, FULL])
+@pytest.mark.parametrize("n", range(6))
+def test_flops_of_the_mix_by_counting(problem, n):
+    d, p, k = problem.d, problem.p, problem.k
+
+    def per_token(position, length):
+        new = position >= max(length - n, 0)
+        return (d + p) + d if new else (k + p) + k
+
+    expected = 2 * multiply_adds(problem, per_token)
+    assert cost.mla_var6_plus_cost(problem, n).flops == expected
+    assert cost.attention_block_specialized_cost(problem, n) == cost.mla_var6_plus_cost(problem, n)
+
+
+def test_mix_formula_with_equal_lengths():
+    b, s, t, h, d, p, k, n = 3, 2, 5, 2, 4, 2, 8, 3
+    old = t - n
+    expected = 2 * b * h * s * t * p + 4 * b * h * s * n * d + 4 * b * h * s * old * k
+    assert cost.mla_var6_plus_cost(FULL, n).flops == expected
+
+
+def test_flops_at_the_ends_of_the_mix_are_those_of_the_pure_paths():
+    for problem in (TINY, FULL):
+        mla, attention = cost.flash_mla_cost(problem), cost.flash_attention_cost(problem)
+        assert cost.mla_var6_plus_cost(problem, 0).flops == mla.flops
+        assert cost.mla_var6_plus_cost(problem, problem.t).flops == attention.flops
+
+
+def test_bytes_are_the_sizes_of_the_tensors():
+    x = make_inputs(FULL, "meta")
+    keys, values = decompress_all(x.c_kv, x.w_uk, x.w_uv)
+    q_latent = absorb_queries(x.q_nope, x.w_uk)
+    o, o_latent = outputs(FULL, FULL.d), outputs(FULL, FULL.k)
+    lse = FULL.b * FULL.s * FULL.h * 4
+    assert cost.flash_attention_cost(FULL).bytes == o + nbytes(
+        x.q_nope, x.q_rope, keys, values, x.k_rope
+    )
+    mla = nbytes(q_latent, x.q_rope, x.c_kv, x.k_rope) + o_latent
+    assert cost.flash_mla_cost(FULL).bytes == mla
+    partials = 3 * (FULL.b * FULL.s * FULL.h * FULL.k * 4 + lse)
+    assert cost.flash_mla_split_kv_cost(FULL, 3).bytes == mla + 2 * partials
+    assert cost.q_absorption_cost(FULL).bytes == nbytes(x.q_nope, x.w_uk, q_latent)
+    assert cost.output_up_projection_cost(FULL).bytes == nbytes(x.w_uv) + o_latent + o - 2 * lse
+    assert cost.decompress_combine_cost(FULL).bytes == o_latent + o + nbytes(x.w_uv) + o
+    for n in range(FULL.t + 1):
+        old = slice(0, FULL.t - n)
+        window = decompress_newest(x, n)
+        assert cost.decompressed_bytes(FULL, n) == nbytes(*window)
+        assert cost.attention_block_specialized_cost(FULL, n).bytes == (
+            nbytes(x.q_nope, x.q_rope, q_latent, x.c_kv[:, old], x.k_rope[:, old], *window)
+            + o_latent
+            + o
+        )
+        new = slice(FULL.t - n, FULL.t)
+        assert cost.decompression_cost(FULL, n).bytes == nbytes(
+            x.c_kv[:, new], x.k_rope[:, new], x.w_uk, x.w_uv, *window
+        )
+
+
+def test_lengths_count_where_slots_do_not():
+    tokens = sum(TINY.kv_lengths)
+    d, p, k, h = TINY.d, TINY.p, TINY.k, TINY.h
+    missing = FULL.b * FULL.t - tokens
+    difference = cost.flash_attention_cost(FULL).bytes - cost.flash_attention_cost(TINY).bytes
+    assert difference == missing * (2 * h * d + p) * 2
+    assert (
+        cost.flash_mla_cost(FULL).bytes - cost.flash_mla_cost(TINY).bytes == missing * (k + p) * 2
+    )
+
+
+def test_projection_flops():
+    rows = FULL.b * FULL.s * FULL.h
+    expected = 2 * rows * FULL.d * FULL.k
+    assert cost.q_absorption_cost(FULL).flops == expected
+    assert cost.output_up_projection_cost(FULL).flops == expected
+    assert cost.decompress_combine_cost(FULL).flops == expected
+    # Keys and values, each a [tokens, k] @ [k, d] product per head.
+    assert cost.decompression_cost(TINY, 2).flops == 2 * 2 * (2 + 2) * TINY.h * TINY.k * TINY.d
+
+
+def test_known_figures_of_the_headline_shape():
+    problem = MlaProblem(b=32, s=16, t=4096, h=128)
+    assert cost.flash_mla_cost(problem).flops == 2 * 32 * 16 * 4096 * 128 * 1088
+    assert cost.flash_mla_cost(problem).time_us(*H200) == pytest.approx(739, abs=1)
+    assert cost.flash_attention_cost(problem).time_us(*H200) == pytest.approx(2011, abs=1)
+
+
+def brute_force_n(problem, peaks, multiple):
+    # Only the attention stage depends on n. Adding the constant combine stage could round two
+    # different times to one and make a tie of them.
+    def time_us(n):
+        return cost.attention_block_specialized_cost(problem, n).time_us(*peaks)
+
+    return min(range(0, problem.t + 1, multiple), key=time_us)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_best_n_is_the_minimum_over_all_n(data):
+    b, t = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 300))
+    lengths = data.draw(st.none() | st.tuples(*[st.integers(0, t)] * b))
+    problem = MlaProblem(
+        b=b,
+        s=data.draw(st.sampled_from([1, 2, 5, 16, 43, 100])),
+        t=t,
+        h=data.draw(st.sampled_from([1, 2, 8, 128])),
+        d=data.draw(st.sampled_from([16, 128, 256])),
+        k=data.draw(st.sampled_from([64, 256, 512])),
+        lengths=lengths,
+    )
+    peaks = (data.draw(st.sampled_from([50.0, 209.5, 790.0, 2250.0])), 1792.0)
+    multiple = data.draw(st.sampled_from([1, 7, 64]))
+    found = cost.best_n(problem, *peaks, multiple=multiple)
+    assert found == brute_force_n(problem, peaks, multiple)
+
+
+@pytest.mark.parametrize("s", [1, 4, 16, 32, 64, 128, 512])
+def test_best_n_of_real_shapes_by_brute_force(s):
+    for lengths in (None, (4096, 1, 0, 2500)):
+        problem = MlaProblem(b=4, s=s, t=4096, h=128, lengths=lengths)
+        for multiple in (1, 64):
+            assert cost.best_n(problem, *H200, multiple=multiple) == brute_force_n(
+                problem, H200, multiple
+            )
+
+
+def test_best_n_prefers_less_memory():
+    nothing = MlaProblem(b=2, s=8, t=64, h=8, lengths=(0, 0))
+    assert cost.best_n(nothing, *H200) == 0
+    # Nothing beyond the longest request: a larger window would be empty slots.
+    short = MlaProblem(b=2, s=512, t=4096, h=128, lengths=(10, 100))
+    assert cost.best_n(short, *H200) <= 100
+    # With 2hd == k a window moves as many bytes as the latent rows: only FLOPs decide.
+    balanced = MlaProblem(b=1, s=1, t=64, h=2, d=128, k=512)
+    assert cost.best_n(balanced, 1e9, 1.0) == 0
+    assert cost.best_n(balanced, 1e-3, 1e9) == 64
+
+
+@pytest.mark.parametrize("multiple", [0, -1, True, 1.5])
+def test_best_n_names_multiple(multiple):
+    with pytest.raises(InvalidArgumentError, match="^multiple: expected a positive integer"):
+        cost.best_n(FULL, *H200, multiple=multiple)
+
+
+@pytest.mark.parametrize("n", [-1, 6])
+def test_costs_name_n(n):
+    for function in (
+        cost.mla_var6_plus_cost,
+        cost.attention_block_specialized_cost,
+        cost.decompression_cost,
+        cost.decompressed_bytes,
+    ):
+        with pytest.raises(InvalidArgumentError, match="^n: expected an integer from 0 to t=5"):
+            function(FULL, n)
+
+
+@pytest.mark.parametrize(
+    ("problem", "splits"),
+    [
+        (MlaProblem(b=4, s=1, t=32768, h=128), 16),  # 8 tiles on 132 SMs: one full wave
+        (MlaProblem(b=32, s=1, t=4096, h=128), 2),  # 64 tiles
+        (MlaProblem(b=32, s=16, t=4096, h=128), 1),  # 1024 tiles fill the SMs by themselves
+        (MlaProblem(b=1, s=1, t=1, h=16), 1),  # one KV tile cannot be split
+        (MlaProblem(b=1, s=1, t=4096, h=16, lengths=(0,)), 1),
+        (MlaProblem(b=1, s=1, t=8192, h=16), 128),  # every tile its own split
+        (MlaProblem(b=133, s=1, t=4096, h=64), 4),  # one tile more than SMs
+    ],
+)
+def test_split_count_of_known_shapes(problem, splits):
+    assert cost.split_count(problem) == splits
+
+
+@given(st.integers(1, 200), st.integers(1, 8), st.integers(1, 5000), st.sampled_from([8, 16, 128]))
+def test_split_count_never_loses_to_no_split(b, s, t, h):
+    problem = MlaProblem(b=b, s=s, t=t, h=h)
+    splits = cost.split_count(problem)
+    tiles, kv_tiles = b * math.ceil(s * h / 64), math.ceil(t / 64)
+
+    def steps(count):
+        return math.ceil(tiles * count / 132) * math.ceil(kv_tiles / count)
+
+    assert 1 <= splits <= kv_tiles
+    assert steps(splits) <= steps(1)
+    assert splits == 1 or steps(splits) < steps(1)
+    # No split is empty: fewer splits would do the same.
+    assert (splits - 1) * math.ceil(kv_tiles / splits) < kv_tiles
+
+
+@pytest.mark.parametrize("argument", ["sm_count", "rows_per_tile", "kv_tile"])
+def test_split_count_names_its_arguments(argument):
+    with pytest.raises(InvalidArgumentError, match=f"^{argument}: expected a positive integer"):
+        cost.split_count(FULL, **{argument: 0})
+    with pytest.raises(InvalidArgumentError, match="^splits: expected a positive integer"):
+        cost.flash_mla_split_kv_cost(FULL, 0)
+
+
+def test_predict_all_is_consistent_with_the_parts():
+    problem = MlaProblem(b=32, s=16, t=4096, h=128)
+    predictions = cost.predict_all(problem, *H200)
+    assert set(predictions) == {
+        "flash_attention",
+        "flash_mla",
+        "flash_mla_split_kv",
+        "mla_var6_plus",
+    }
+    assert all(name == prediction.kernel for name, prediction in predictions.items())
+    attention, mla = predictions["flash_attention"], predictions["flash_mla"]
+    split, mix = predictions["flash_mla_split_kv"], predictions["mla_var6_plus"]
+    assert attention.time_us == cost.flash_attention_cost(problem).time_us(*H200)
+    assert (attention.bound, mla.bound) == ("memory", "compute")
+    assert (attention.n, attention.splits, mla.n, mla.splits) == (None,) * 4
+    assert attention.end_to_end_us == attention.time_us
+    projections = cost.q_absorption_cost(problem).time_us(*H200)
+    assert mix.end_to_end_us == pytest.approx(mix.time_us + projections)
+    projections += cost.output_up_projection_cost(problem).time_us(*H200)
+    assert mla.end_to_end_us == pytest.approx(mla.time_us + projections)
+    assert mix.n == cost.best_n(problem, *H200)
+    assert mix.time_us == cost.mla_var6_plus_time_us(problem, mix.n, *H200)
+    assert mix.cost == cost.mla_var6_plus_cost(problem, mix.n) + cost.decompress_combine_cost(
+        problem
+    )
+    assert split.splits == cost.split_count(problem)
+    assert split.cost == cost.flash_mla_split_kv_cost(problem, split.splits)
+    assert split.time_us > mla.time_us
+
+
+def test_more_sms_more_splits():
+    problem = MlaProblem(b=4, s=1, t=32768, h=128)
+    few = cost.predict_all(problem, *H200, sm_count=32)["flash_mla_split_kv"].splits
+    many = cost.predict_all(problem, *H200, sm_count=148)["flash_mla_split_kv"].splits
+    assert few is not None
+    assert many is not None
+    assert few < many
+
+
+def test_crossovers_cover_every_s_once_and_name_the_fastest():
+    problem = MlaProblem(b=32, s=1, t=4096, h=128)
+    intervals = cost.crossovers(problem, *H200, s_max=200)
+    assert [interval.kernel for interval in intervals] == [
+        "flash_mla",
+        "mla_var6_plus",
+        "flash_attention",
+    ]
+    covered = [s for found in intervals for s in range(found.s_from, found.s_to + 1)]
+    assert covered == list(range(1, 201))
+    for interval in intervals:
+        for s in {interval.s_from, interval.s_to}:
+            predictions = cost.predict_all(replace(problem, s=s), *H200)
+            times = {name: predictions[name].end_to_end_us for name in predictions}
+            assert times[interval.kernel] == min(times.values())
+    with pytest.raises(InvalidArgumentError, match="^s_max: "):
+        cost.crossovers(problem, *H200, s_max=0)
+
+
+def test_cost_arithmetic():
+    total = Cost(1.0, 2.0) + Cost(3.0, 4.0)
+    assert total == Cost(4.0, 6.0)
+    assert total.intensity == pytest.approx(4 / 6)
+    assert Cost(1.0, 0.0).intensity == math.inf
+    assert Cost(0.0, 0.0).intensity == 0.0
+    # 2 TFLOP at 1 TFLOP/s take 2 s; 1 GB at 1 GB/s takes 1 s.
+    work = Cost(2e12, 1e9)
+    assert work.time_us(1.0, 1.0) == pytest.approx(2e6)
+    assert work.time_us(4.0, 1.0) == pytest.approx(1e6)
+    assert work.bound(1.0, 1.0) == "compute"
+    assert work.bound(4.0, 1.0) == "memory"
+    assert work.bound(2.0, 1.0) == "compute"
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
+def test_peaks_must_be_positive(value):
+    with pytest.raises(InvalidArgumentError, match="^peak_tflops: expected a positive number"):
+        Cost(1.0, 1.0).time_us(value, 1.0)
+    with pytest.raises(InvalidArgumentError, match="^peak_gbps: expected a positive number"):
+        cost.predict_all(FULL, 1.0, value)
+
+
+def test_documented_tables_are_what_the_model_says(repo_root):
+    page = (repo_root / "docs" / "cost-analysis.md").read_text(encoding="utf-8")
+    base = MlaProblem(b=32, s=1, t=4096, h=128)
+    for s in (1, 2, 4, 8, 16, 32, 43, 64, 96, 128, 256):
+        problem = replace(base, s=s)
+        found = cost.predict_all(problem, *H200)
+        mla, attention, mix = (
+            found[name].end_to_end_us for name in ("flash_mla", "flash_attention", "mla_var6_plus")
+        )
+        n = found["mla_var6_plus"].n
+        window = cost.decompressed_bytes(problem, n) / 2**30
+        gain = min(mla, attention) / mix
+        row = f"| {s} | {mla:.0f} | {attention:.0f} | {mix:.0f} | {n} | {window:.2f} | {gain:.2f} |"
+        assert row in page
+    for device in load_devices().values():
+        rates = {"vendor peak": (device.peak_tflops("bfloat16"), device.peak_gbps)}
+        if device.has_sustained:
+            rates["measured"] = (device.sustained_tflops("bfloat16"), device.sustained_gbps)
+        for label, (tflops, gbps) in rates.items():
+            fastest = ", ".join(
+                f"{found.kernel} {found.s_from}-{found.s_to}"
+                for found in cost.crossovers(base, tflops, gbps)
+            )
+            assert f"| {device.name} | {label} | {tflops:g} | {gbps:g} | {fastest} |" in page
+
+
+def test_documented_example_runs(repo_root, capsys):
+    page = (repo_root / "docs" / "cost-analysis.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    exec(compile(example, "docs/cost-analysis.md", "exec"), {})
+    assert "mla_var6_plus" in capsys.readouterr().out

@@ -1,0 +1,154 @@
+"""Input makers: shapes, poison, statistics, and the projections between the forms."""
+
+import pytest
+import torch
+
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.mla.inputs import (
+    absorb_queries,
+    decompress_all,
+    decompress_newest,
+    make_inputs,
+    up_project,
+)
+from mla_var3.op.mla.problem import MlaProblem
+
+PROBLEM = MlaProblem(b=4, s=3, t=10, h=5, d=8, p=4, k=16, lengths=(10, 0, 1, 7))
+
+
+def expected_shapes(problem):
+    b, s, t, h, d, p, k = (getattr(problem, name) for name in "bsthdpk")
+    return {
+        "q_nope": (b, s, h, d),
+        "q_rope": (b, s, h, p),
+        "c_kv": (b, t, k),
+        "k_rope": (b, t, p),
+        "w_uk": (h, d, k),
+        "w_uv": (h, k, d),
+        "lengths": (b,),
+    }
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_shapes_and_dtypes(device, dtype):
+    problem = MlaProblem(**{**PROBLEM.__dict__, "dtype": dtype})
+    inputs = make_inputs(problem, device)
+    for name, shape in expected_shapes(problem).items():
+        tensor = getattr(inputs, name)
+        assert tuple(tensor.shape) == shape
+        assert tensor.is_contiguous()
+        assert tensor.device.type == device
+        assert tensor.dtype == (torch.int32 if name == "lengths" else getattr(torch, dtype))
+
+
+def test_nan_exactly_beyond_each_length():
+    inputs = make_inputs(PROBLEM, "cpu", seed=0)
+    for request, length in enumerate(PROBLEM.kv_lengths):
+        for cache in (inputs.c_kv, inputs.k_rope):
+            assert not cache[request, :length].isnan().any()
+            assert cache[request, length:].isnan().all()
+    for name in ("q_nope", "q_rope", "w_uk", "w_uv"):
+        assert getattr(inputs, name).isfinite().all()
+    assert inputs.lengths.tolist() == list(PROBLEM.kv_lengths)
+
+
+def test_seed_repeats_and_none_does_not():
+    first, second = (make_inputs(PROBLEM, "cpu", seed=7) for _ in range(2))
+    assert torch.equal(first.q_nope, second.q_nope)
+    assert torch.equal(first.c_kv.nan_to_num(), second.c_kv.nan_to_num())
+    assert not torch.equal(first.q_nope, make_inputs(PROBLEM, "cpu", seed=8).q_nope)
+    assert not torch.equal(make_inputs(PROBLEM, "cpu").q_nope, make_inputs(PROBLEM, "cpu").q_nope)
+
+
+def test_global_random_state_is_left_alone():
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    make_inputs(PROBLEM, "cpu")
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_projected_operands_have_about_unit_variance():
+    problem = MlaProblem(b=1, s=8, t=64, h=4)
+    inputs = make_inputs(problem, "cpu", seed=0)
+    keys, values = decompress_all(inputs.c_kv, inputs.w_uk, inputs.w_uv)
+    assert values.float().std() == pytest.approx(1.0, rel=0.05)
+    for tensor in (keys, absorb_queries(inputs.q_nope, inputs.w_uk)):
+        assert 0.6 < tensor.float().std() < 1.5
+
+
+def test_projections_match_einsum():
+    inputs = make_inputs(PROBLEM, "cpu", seed=0)
+    q, w_uk, w_uv = inputs.q_nope.double(), inputs.w_uk.double(), inputs.w_uv.double()
+    latent = absorb_queries(q, w_uk)
+    assert latent.is_contiguous()
+    torch.testing.assert_close(latent, torch.einsum("bshd,hdk->bshk", q, w_uk))
+    output = up_project(latent, w_uv)
+    assert output.is_contiguous()
+    torch.testing.assert_close(output, torch.einsum("bshk,hkd->bshd", latent, w_uv))
+    assert absorb_queries(inputs.q_nope, inputs.w_uk).dtype is torch.bfloat16
+
+    cache = inputs.c_kv.double()
+    keys, values = decompress_all(cache, w_uk, w_uv)
+    torch.testing.assert_close(keys, torch.einsum("btk,hdk->bhtd", cache, w_uk), equal_nan=True)
+    torch.testing.assert_close(values, torch.einsum("btk,hkd->bhtd", cache, w_uv), equal_nan=True)
+
+
+@pytest.mark.parametrize("n", [0, 1, 3, 7, 9, 10])
+def test_decompress_newest_is_the_end_of_each_request(n):
+    inputs = make_inputs(PROBLEM, "cpu", seed=0)
+    keys, values = decompress_all(inputs.c_kv, inputs.w_uk, inputs.w_uv)
+    k_new, v_new, rope_new = decompress_newest(inputs, n)
+    assert tuple(k_new.shape) == tuple(v_new.shape) == (PROBLEM.b, PROBLEM.h, n, PROBLEM.d)
+    assert tuple(rope_new.shape) == (PROBLEM.b, n, PROBLEM.p)
+    for request, (old, new) in enumerate(PROBLEM.window(n)):
+        span = slice(old, old + new)
+        torch.testing.assert_close(k_new[request, :, :new], keys[request, :, span])
+        torch.testing.assert_close(v_new[request, :, :new], values[request, :, span])
+        assert torch.equal(rope_new[request, :new], inputs.k_rope[request, span])
+        for tensor in (k_new[request, :, new:], v_new[request, :, new:], rope_new[request, new:]):
+            assert tensor.isnan().all()
+
+
+def test_decompress_newest_poisons_even_a_clean_cache():
+    inputs = make_inputs(PROBLEM, "cpu", seed=0)
+    inputs.c_kv, inputs.k_rope = inputs.c_kv.nan_to_num(), inputs.k_rope.nan_to_num()
+    for tensor in decompress_newest(inputs, PROBLEM.t):
+        assert tensor[1].isnan().all()  # the request without tokens
+
+
+def test_meta_tensors_go_through_every_projection():
+    inputs = make_inputs(PROBLEM, "meta")
+    latent = absorb_queries(inputs.q_nope, inputs.w_uk)
+    assert tuple(latent.shape) == (4, 3, 5, 16)
+    assert tuple(up_project(latent, inputs.w_uv).shape) == (4, 3, 5, 8)
+    assert tuple(decompress_all(inputs.c_kv, inputs.w_uk, inputs.w_uv)[0].shape) == (4, 5, 10, 8)
+    for n in (0, 4):
+        k_new, v_new, rope_new = decompress_newest(inputs, n)
+        assert tuple(k_new.shape) == tuple(v_new.shape) == (4, 5, n, 8)
+        assert tuple(rope_new.shape) == (4, n, 4)
+        assert {tensor.device.type for tensor in (k_new, v_new, rope_new)} == {"meta"}
+
+
+def test_full_size_on_meta_costs_nothing():
+    inputs = make_inputs(MlaProblem(b=32, s=16, t=4096, h=128), "meta")
+    assert tuple(decompress_newest(inputs, 4096)[0].shape) == (32, 128, 4096, 128)
+
+
+@pytest.mark.parametrize("n", [-1, 11, True, 2.0])
+def test_decompress_newest_names_n(n):
+    with pytest.raises(InvalidArgumentError, match="^n: expected an integer from 0 to t=10, got"):
+        decompress_newest(make_inputs(PROBLEM, "meta"), n)
+
+
+def test_projections_name_the_wrong_operand():
+    inputs = make_inputs(PROBLEM, "meta")
+    with pytest.raises(InvalidArgumentError, match=r"^w_uk: expected \[5, 8, ...\] .*q_nope"):
+        absorb_queries(inputs.q_nope, inputs.w_uv)
+    with pytest.raises(InvalidArgumentError, match=r"^o_latent: expected 4 dimensions"):
+        up_project(inputs.c_kv, inputs.w_uv)
+    with pytest.raises(InvalidArgumentError, match=r"^w_uk: expected \[h, d, k=16\]"):
+        decompress_all(inputs.c_kv, inputs.w_uv, inputs.w_uv)
+    with pytest.raises(InvalidArgumentError, match=r"^w_uv: expected \[h=5, k=16, d=8\]"):
+        decompress_all(inputs.c_kv, inputs.w_uk, inputs.w_uk)

@@ -1,0 +1,147 @@
+"""The problem type: derived sizes, and errors that name the argument."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.mla.problem import MlaProblem
+
+sizes = st.integers(1, 64)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> MlaProblem:
+    b, t = draw(st.integers(1, 6)), draw(sizes)
+    lengths = draw(
+        st.none() | st.lists(st.integers(0, t), min_size=b, max_size=b).map(lambda x: tuple(x))
+    )
+    return MlaProblem(b, draw(sizes), t, draw(sizes), causal=draw(st.booleans()), lengths=lengths)
+
+
+def test_defaults_are_those_of_deepseek_v3():
+    problem = MlaProblem(b=2, s=16, t=4096, h=128)
+    assert (problem.d, problem.p, problem.k) == (128, 64, 512)
+    assert (problem.dtype, problem.causal, problem.element_size) == ("bfloat16", True, 2)
+    assert problem.softmax_scale == pytest.approx(192**-0.5)
+    assert problem.kv_lengths == (4096, 4096)
+    assert problem.total_tokens == 8192
+
+
+def test_given_scale_wins():
+    assert MlaProblem(1, 1, 1, 1, scale=0.25).softmax_scale == 0.25
+
+
+def test_lengths_become_a_tuple_so_that_the_problem_is_hashable():
+    problem = MlaProblem(2, 1, 8, 1, lengths=[3, 0])  # type: ignore[arg-type]
+    assert problem.lengths == (3, 0)
+    assert len({problem, dataclasses.replace(problem)}) == 1
+
+
+def test_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        MlaProblem(1, 1, 1, 1).b = 2  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", ["b", "s", "t", "h", "d", "p", "k"])
+@pytest.mark.parametrize("value", [0, -3, True, 2.0, "4", None])
+def test_sizes_must_be_positive_integers(name, value):
+    good = {"b": 1, "s": 1, "t": 1, "h": 1}
+    with pytest.raises(InvalidArgumentError, match=f"^{name}: expected a positive integer, got"):
+        MlaProblem(**(good | {name: value}))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "suggestion"),
+    [
+        ("bf16", "bfloat16"),
+        ("bfloat", "bfloat16"),
+        ("fp16", "float16"),
+        ("torch.float16", "float16"),
+    ],
+)
+def test_unknown_dtype_suggests_the_nearest(dtype, suggestion):
+    with pytest.raises(InvalidArgumentError, match=f"^dtype: .*did you mean '{suggestion}'"):
+        MlaProblem(1, 1, 1, 1, dtype=dtype)
+
+
+def test_far_dtype_suggests_nothing():
+    with pytest.raises(InvalidArgumentError) as error:
+        MlaProblem(1, 1, 1, 1, dtype="int8")
+    assert str(error.value) == "dtype: expected 'bfloat16' or 'float16', got 'int8'"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ((1,), r"^lengths: expected b=2 entries, got 1$"),
+        ((1, 9), r"^lengths\[1\]: expected an integer from 0 to t=8, got 9$"),
+        ((-1, 1), r"^lengths\[0\]: .*got -1$"),
+        ((1, True), r"^lengths\[1\]: .*got True$"),
+        ((1, 2.0), r"^lengths\[1\]: .*got 2.0$"),
+        ("12", r"^lengths: expected a sequence of b=2 integers"),
+        (5, r"^lengths: expected a sequence of b=2 integers"),
+    ],
+)
+def test_bad_lengths(lengths, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        MlaProblem(2, 1, 8, 1, lengths=lengths)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), "1", True])
+def test_bad_scale(scale):
+    with pytest.raises(InvalidArgumentError, match="^scale: expected a positive finite number"):
+        MlaProblem(1, 1, 1, 1, scale=scale)
+
+
+def test_causal_must_be_a_flag():
+    with pytest.raises(InvalidArgumentError, match="^causal: expected True or False, got 1"):
+        MlaProblem(1, 1, 1, 1, causal=1)  # type: ignore[arg-type]
+
+
+@given(problems(), st.data())
+def test_window_splits_every_request(problem, data):
+    n = data.draw(st.integers(0, problem.t))
+    windows = problem.window(n)
+    assert [old + new for old, new in windows] == list(problem.kv_lengths)
+    assert all(0 <= new <= n and old >= 0 for old, new in windows)
+    assert all(old == 0 or new == n for old, new in windows)
+
+
+@pytest.mark.parametrize("n", [-1, 9, True, 1.0])
+def test_window_names_n(n):
+    with pytest.raises(InvalidArgumentError, match="^n: expected an integer from 0 to t=8, got"):
+        MlaProblem(1, 1, 8, 1).window(n)
+
+
+@given(problems())
+def test_visible_counts_the_positions_the_mask_allows(problem):
+    for request, length in enumerate(problem.kv_lengths):
+        for query in (0, problem.s // 2, problem.s - 1):
+            allowed = [
+                position
+                for position in range(length)
+                if not problem.causal or position < length - problem.s + query + 1
+            ]
+            assert problem.visible(request, query) == len(allowed)
+
+
+def test_visible_checks_its_indices():
+    problem = MlaProblem(2, 3, 8, 1)
+    with pytest.raises(InvalidArgumentError, match="^request: .*b-1=1, got 2"):
+        problem.visible(2, 0)
+    with pytest.raises(InvalidArgumentError, match="^query: .*s-1=2, got -1"):
+        problem.visible(0, -1)
+
+
+def test_problem_cost_and_devices_do_not_load_torch(package_environment):
+    code = (
+        "import sys, mla_var3.op.mla.problem, mla_var3.op.mla.cost, mla_var3.conf.devices;"
+        "sys.exit('torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, check=False, env=package_environment).returncode == 0

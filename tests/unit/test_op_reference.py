@@ -1,0 +1,367 @@
+"""The reference: against other implementations, between its own paths, and with poison."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.mla import attend as attend_module
+from mla_var3.op.mla.inputs import (
+    MlaInputs,
+    absorb_queries,
+    decompress_all,
+    decompress_newest,
+    make_inputs,
+    up_project,
+)
+from mla_var3.op.mla.problem import MlaProblem
+from mla_var3.op.mla.reference import (
+    KvSegment,
+    attend,
+    compare,
+    reference_absorbed,
+    reference_decompressed,
+    reference_from_latent,
+    reference_mix,
+)
+
+# Mixed lengths: full, empty, shorter than s, just s, in between.
+PROBLEM = MlaProblem(b=5, s=4, t=11, h=3, d=8, p=4, k=16, lengths=(11, 0, 2, 4, 7))
+
+
+def wide(inputs: MlaInputs, dtype: torch.dtype = torch.float64) -> MlaInputs:
+    """The same values in a dtype in which the projections do not round."""
+    return MlaInputs(
+        **{
+            name: tensor if name == "lengths" else tensor.to(dtype)
+            for name, tensor in vars(inputs).items()
+        }
+    )
+
+
+def mask_options(problem):
+    return {"causal": problem.causal, "scale": problem.softmax_scale}
+
+
+def by_hand(problem: MlaProblem, inputs: MlaInputs):
+    """Attention row by row in Python, in float64, from decompressed keys."""
+    out = torch.zeros(problem.b, problem.s, problem.h, problem.d, dtype=torch.float64)
+    lse = torch.full((problem.b, problem.s, problem.h), -math.inf, dtype=torch.float64)
+    for r in range(problem.b):
+        for i in range(problem.s):
+            seen = problem.visible(r, i)
+            for head in range(problem.h):
+                if seen == 0:
+                    continue
+                latent = inputs.c_kv[r, :seen].double()
+                keys = latent @ inputs.w_uk[head].double().T
+                values = latent @ inputs.w_uv[head].double()
+                logits = keys @ inputs.q_nope[r, i, head].double()
+                logits += inputs.k_rope[r, :seen].double() @ inputs.q_rope[r, i, head].double()
+                logits *= problem.softmax_scale
+                lse[r, i, head] = logits.logsumexp(0)
+                out[r, i, head] = logits.softmax(0) @ values
+    return out, lse
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_every_path_equals_attention_by_hand(causal, scale):
+    problem = replace(PROBLEM, causal=causal, scale=scale)
+    inputs = make_inputs(problem, "cpu", seed=1)
+    expected = by_hand(problem, inputs)
+    exact = wide(inputs)
+    options = {**mask_options(problem), "compute_dtype": torch.float64}
+    q_latent = absorb_queries(exact.q_nope, exact.w_uk)
+    k, v = decompress_all(exact.c_kv, exact.w_uk, exact.w_uv)
+
+    found = {
+        "decompressed": reference_decompressed(
+            exact.q_nope, exact.q_rope, k, v, exact.k_rope, exact.lengths, **options
+        ),
+        "from_latent": reference_from_latent(exact, problem, compute_dtype=torch.float64),
+    }
+    o_latent, lse = reference_absorbed(
+        q_latent, exact.q_rope, exact.c_kv, exact.k_rope, exact.lengths, **options
+    )
+    found["absorbed"] = up_project(o_latent, exact.w_uv), lse
+    for n in (0, 1, 3, 4, 8, 11):
+        k_new, v_new, rope_new = decompress_newest(exact, n)
+        found[f"mix n={n}"] = reference_mix(
+            exact.q_nope,
+            q_latent,
+            exact.q_rope,
+            exact.c_kv,
+            exact.k_rope,
+            k_new,
+            v_new,
+            rope_new,
+            exact.w_uv,
+            problem.kv_lengths,
+            **options,
+        )
+    for name, (out, lse) in found.items():
+        assert out.shape == expected[0].shape, name
+        assert compare(out, expected[0]).relative_frobenius < 1e-13, name
+        assert compare(lse, expected[1]).relative_frobenius < 1e-13, name
+
+
+def test_float32_is_the_default_and_close_to_float64():
+    inputs = make_inputs(PROBLEM, "cpu", seed=2)
+    out, lse = reference_from_latent(inputs, PROBLEM)
+    assert out.dtype is lse.dtype is torch.float32
+    exact_out, exact_lse = by_hand(PROBLEM, inputs)
+    assert compare(out, exact_out).relative_frobenius < 1e-6
+    assert compare(lse, exact_lse).relative_frobenius < 1e-6
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_compute_dtype_rounds_like_that_dtype(dtype):
+    problem = MlaProblem(b=2, s=4, t=64, h=4, d=32, p=16, k=64, dtype=dtype)
+    torch_dtype = getattr(torch, dtype)
+    inputs = make_inputs(problem, "cpu", seed=3)
+    exact, _ = by_hand(problem, inputs)
+    out, lse = reference_from_latent(inputs, problem, compute_dtype=torch_dtype)
+    assert out.dtype is torch.float32
+    assert torch.equal(out, out.to(torch_dtype).float())
+    low, high = (1e-3, 2e-2) if dtype == "bfloat16" else (1e-4, 3e-3)
+    assert low < compare(out, exact).relative_frobenius < high
+
+    k, v = decompress_all(inputs.c_kv, inputs.w_uk, inputs.w_uv)
+    out, lse = reference_decompressed(
+        inputs.q_nope,
+        inputs.q_rope,
+        k,
+        v,
+        inputs.k_rope,
+        inputs.lengths,
+        **mask_options(problem),
+        compute_dtype=torch_dtype,
+    )
+    assert low < compare(out, exact).relative_frobenius < high
+    assert lse.dtype is torch.float32
+
+
+def test_mix_in_the_kernel_dtype_is_near_the_float32_one():
+    problem = replace(PROBLEM, d=32, p=16, k=64)
+    inputs = make_inputs(problem, "cpu", seed=4)
+    operands = (
+        inputs.q_nope,
+        absorb_queries(inputs.q_nope, inputs.w_uk),
+        inputs.q_rope,
+        inputs.c_kv,
+        inputs.k_rope,
+        *decompress_newest(inputs, 3),
+        inputs.w_uv,
+        inputs.lengths,
+    )
+    out, lse = reference_mix(*operands, **mask_options(problem), compute_dtype=torch.bfloat16)
+    ref, ref_lse = reference_mix(*operands, **mask_options(problem))
+    assert 1e-4 < compare(out, ref).relative_frobenius < 2e-2
+    assert compare(lse, ref_lse).relative_frobenius < 1e-2
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("s", "t"), [(1, 1), (1, 9), (3, 3), (4, 13)])
+def test_decompressed_matches_torch_sdpa(causal, s, t):
+    problem = MlaProblem(b=2, s=s, t=t, h=3, d=8, p=4, k=16, causal=causal)
+    inputs = make_inputs(problem, "cpu", seed=5)
+    k, v = (x.float() for x in decompress_all(inputs.c_kv, inputs.w_uk, inputs.w_uv))
+    q = torch.cat([inputs.q_nope, inputs.q_rope], -1).float()
+    keys = torch.cat([k, inputs.k_rope.float()[:, None].expand(-1, problem.h, -1, -1)], -1)
+    # Bottom-right alignment, which SDPA's own causal flag does not have.
+    mask = torch.ones(s, t, dtype=torch.bool).tril(t - s) if causal else None
+    expected = scaled_dot_product_attention(
+        q.transpose(1, 2), keys, v, attn_mask=mask, scale=problem.softmax_scale
+    ).transpose(1, 2)
+    out, _ = reference_decompressed(
+        inputs.q_nope, inputs.q_rope, k, v, inputs.k_rope, inputs.lengths, **mask_options(problem)
+    )
+    torch.testing.assert_close(out, expected)
+
+
+def test_rows_without_keys_are_zero_with_lse_minus_infinity():
+    inputs = make_inputs(PROBLEM, "cpu", seed=6)
+    out, lse = reference_from_latent(inputs, PROBLEM)
+    assert not out.isnan().any()
+    assert not lse.isnan().any()
+    for r in range(PROBLEM.b):
+        for i in range(PROBLEM.s):
+            blind = PROBLEM.visible(r, i) == 0
+            assert bool((lse[r, i] == -math.inf).all()) == blind
+            assert bool((out[r, i] == 0).all()) == blind
+
+
+def test_result_does_not_depend_on_unused_slots():
+    inputs = make_inputs(PROBLEM, "cpu", seed=7)
+    poisoned = reference_from_latent(inputs, PROBLEM)
+    inputs.c_kv, inputs.k_rope = inputs.c_kv.nan_to_num(3e4), inputs.k_rope.nan_to_num(-3e4)
+    clean = reference_from_latent(inputs, PROBLEM)
+    assert torch.equal(poisoned[0], clean[0])
+    assert torch.equal(poisoned[1], clean[1])
+
+
+def random_segments(b=2, s=3, h=4, m=6, e=5, ev=7, shared=False, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    heads = 1 if shared else h
+    return KvSegment(
+        q=torch.randn(b, s, h, e, generator=generator),
+        keys=torch.randn(b, heads, m, e, generator=generator),
+        values=torch.randn(b, heads, m, ev, generator=generator),
+        positions=torch.arange(m).expand(b, m),
+    )
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_segments_together_equal_one_segment(shared):
+    whole = random_segments(shared=shared)
+    (expected,), expected_lse = attend([whole], lengths=[6, 5], causal=True, scale=0.4)
+    # Slots in two segments, out of order, with NaN in slots marked unused.
+    parts = []
+    for picked in ([4, 1, 0], [5, 2, 3]):
+        nan = torch.full_like(whole.keys[:, :, :1], math.nan)
+        nan_values = torch.full_like(whole.values[:, :, :1], math.nan)
+        positions = torch.tensor([*picked, -1]).expand(2, 4)
+        parts.append(
+            KvSegment(
+                q=whole.q,
+                keys=torch.cat([whole.keys[:, :, picked], nan], 2),
+                values=torch.cat([whole.values[:, :, picked], nan_values], 2),
+                positions=positions,
+            )
+        )
+    outputs, lse = attend(parts, lengths=torch.tensor([6, 5]), causal=True, scale=0.4)
+    torch.testing.assert_close(outputs[0] + outputs[1], expected)
+    torch.testing.assert_close(lse, expected_lse)
+
+
+def test_empty_segment_contributes_nothing():
+    whole = random_segments()
+    empty = random_segments(m=0, ev=2)
+    (alone,), lse = attend([whole], lengths=[6, 6], causal=False, scale=1.0)
+    (first, second), lse_both = attend([empty, whole], lengths=[6, 6], causal=False, scale=1.0)
+    assert torch.equal(first, torch.zeros(2, 3, 4, 2))
+    assert torch.equal(second, alone)
+    assert torch.equal(lse, lse_both)
+
+
+def test_head_chunks_do_not_change_the_result(monkeypatch):
+    inputs = make_inputs(PROBLEM, "cpu", seed=8)
+    expected = reference_from_latent(inputs, PROBLEM)
+    monkeypatch.setattr(attend_module, "_CHUNK_ELEMENTS", 1)
+    found = reference_from_latent(inputs, PROBLEM)
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_large_logits_do_not_overflow():
+    segment = random_segments()
+    (out,), lse = attend([segment], lengths=[6, 6], causal=False, scale=1e4)
+    assert out.isfinite().all()
+    assert lse.isfinite().all()
+
+
+def test_callers_tf32_choice_is_restored_even_after_an_error(monkeypatch):
+    matmul = torch.backends.cuda.matmul
+    seen = []
+    original = attend_module._attend_heads
+
+    def spy(*args):
+        seen.append(matmul.fp32_precision)
+        original(*args)
+        raise RuntimeError("stop")
+
+    monkeypatch.setattr(attend_module, "_attend_heads", spy)
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32"
+        with pytest.raises(RuntimeError, match="stop"):
+            attend([random_segments()], lengths=[6, 6], causal=False, scale=1.0)
+        assert seen == ["ieee"]
+        assert matmul.fp32_precision == "tf32"
+    finally:
+        matmul.fp32_precision = before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"keys": torch.zeros(2, 3, 6, 5)}, r"^segments\[0\].keys: expected \[2, 4 or 1, 6, 5\]"),
+        ({"values": torch.zeros(2, 4, 5, 7)}, r"^segments\[0\].values: .*4 or 1, 6, ev\]"),
+        ({"positions": torch.zeros(2, 5)}, r"^segments\[0\].positions: expected \[2, 6\]"),
+    ],
+)
+def test_wrong_segment_is_named(change, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        attend([replace(random_segments(), **change)], lengths=[6, 6], causal=True, scale=1.0)
+
+
+def test_other_bad_arguments_are_named():
+    with pytest.raises(InvalidArgumentError, match="^segments: expected at least one"):
+        attend([], lengths=[], causal=True, scale=1.0)
+    with pytest.raises(InvalidArgumentError, match=r"^lengths: expected \[b=2\], got \[3\]"):
+        attend([random_segments()], lengths=[1, 2, 3], causal=True, scale=1.0)
+    with pytest.raises(InvalidArgumentError, match=r"^segments\[1\].q: expected \[2, 3, 4, e\]"):
+        attend([random_segments(), random_segments(s=2)], lengths=[1, 2], causal=True, scale=1.0)
+
+
+def test_compare_figures():
+    figures = compare(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 0.0]))
+    assert figures.relative_frobenius == pytest.approx(4 / 3)
+    assert (figures.max_abs, figures.nan_count, figures.mismatched_inf) == (4.0, 0, 0)
+    assert compare(torch.ones(3), torch.ones(3)).relative_frobenius == 0.0
+
+
+def test_compare_counts_equal_infinities_as_equal():
+    ref = torch.tensor([-math.inf, 2.0])
+    assert compare(torch.tensor([-math.inf, 2.0]), ref).relative_frobenius == 0.0
+    wrong_sign = compare(torch.tensor([math.inf, 2.0]), ref)
+    finite = compare(torch.tensor([-1e30, 2.0]), ref)
+    unexpected = compare(torch.tensor([-math.inf, -math.inf]), ref)
+    for figures in (wrong_sign, finite, unexpected):
+        assert figures.mismatched_inf == 1
+        assert figures.relative_frobenius == figures.max_abs == math.inf
+
+
+def test_compare_never_lets_a_nan_pass():
+    out, ref = torch.tensor([math.nan, 1.0, math.nan]), torch.tensor([1.0, 1.0, -math.inf])
+    figures = compare(out, ref)
+    assert figures.nan_count == 2
+    assert not figures.relative_frobenius <= 1e9
+    assert not figures.max_abs <= 1e9
+    broken_reference = compare(torch.ones(1), torch.tensor([math.nan]))
+    assert broken_reference.nan_count == 0
+    assert not broken_reference.relative_frobenius <= 1e9
+
+
+def test_compare_edges(monkeypatch):
+    assert compare(torch.zeros(0), torch.zeros(0)).relative_frobenius == 0.0
+    assert compare(torch.ones(2), torch.zeros(2)).relative_frobenius == math.inf
+    with pytest.raises(InvalidArgumentError, match=r"^out: expected the shape of ref \[2\]"):
+        compare(torch.ones(3), torch.ones(2))
+    monkeypatch.setattr("mla_var3.op.compare._COMPARE_ELEMENTS", 3)
+    out, ref = torch.arange(10.0).view(2, 5).T, torch.ones(5, 2)
+    expected = (out - ref).norm() / ref.norm()
+    figures = compare(out.half(), ref)
+    assert figures.relative_frobenius == pytest.approx(float(expected))
+    assert figures.max_abs == 8.0
+
+
+@pytest.mark.gpu
+def test_gpu_agrees_with_cpu_whatever_the_tf32_setting():
+    problem = MlaProblem(b=3, s=4, t=70, h=16, lengths=(70, 0, 33))
+    inputs = make_inputs(problem, "cpu", seed=9)
+    on_gpu = MlaInputs(**{name: tensor.cuda() for name, tensor in vars(inputs).items()})
+    expected = reference_from_latent(inputs, problem)
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        matmul.fp32_precision = "tf32"
+        found = reference_from_latent(on_gpu, problem)
+    finally:
+        matmul.fp32_precision = before
+    for one, other in zip(found, expected, strict=True):
+        assert compare(one.cpu(), other).relative_frobenius < 2e-6

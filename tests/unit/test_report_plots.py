@@ -1,0 +1,134 @@
+"""Plots are written, of a sensible size, and say what they show."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pytest
+
+from mla_var3.conf.devices import load_devices
+from mla_var3.op.mla.problem import MlaProblem
+from mla_var3.report.overview_plots import (
+    crossover_panels,
+    dense_s_values,
+    rates_text,
+    speedup_series,
+)
+from mla_var3.report.plots import (
+    COLOURS,
+    Panel,
+    Region,
+    bar_plot,
+    colour,
+    crossover_plot,
+    line_plot,
+)
+from mla_var3.report.sweep import crossover_text, sweep
+
+PROBLEM = MlaProblem(b=32, s=1, t=4096, h=128)
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", data[16:24])
+    return width, height
+
+
+def panel(title: str = "a device") -> Panel:
+    return Panel(
+        title,
+        "100 TFLOP/s",
+        [1, 2, 4, 8],
+        {"flash_mla": [1.0, 2.0, 4.0, 8.0], "flash_attention": [3.0, 3.0, 3.0, 3.1]},
+        [Region("flash_mla", 1, 2), Region("flash_attention", 3, 8)],
+    )
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_crossover_plot(count: int, tmp_path: Path) -> None:
+    panels = [panel(f"device {i}") for i in range(count)]
+    written = crossover_plot(panels, tmp_path / "sub" / "crossover", "heading of it")
+    assert [path.name for path in written] == ["crossover.png", "crossover.svg"]
+    width, height = png_size(written[0])
+    assert 800 < width < 3000 and 500 < height < 3000
+    svg = written[1].read_text()
+    for words in ("heading of it", "device 0", "query tokens", "time, µs", "s = 3", "flash_mla"):
+        assert words in svg
+    assert sorted(path.name for path in written[0].parent.iterdir()) == [
+        "crossover.png",
+        "crossover.svg",
+    ]
+
+
+def test_crossover_plot_needs_a_panel(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        crossover_plot([], tmp_path / "x", "heading")
+
+
+def test_line_and_bar_plots(tmp_path: Path) -> None:
+    lines = line_plot(
+        {"a": [(1, 1.0), (2, 3.0)], "b": [(1, 2.0)]},
+        tmp_path / "lines",
+        title="lines",
+        x_label="s",
+        y_label="time, µs",
+        log_x=True,
+        log_y=True,
+    )
+    bars = bar_plot(
+        {"s=1": {"a": 1.0, "b": 2.0}, "s=2": {"a": 3.0}},
+        tmp_path / "bars",
+        title="bars",
+        y_label="time, µs",
+        formats=("png",),
+    )
+    assert all(path.stat().st_size > 1000 for path in [*lines, *bars])
+    assert min(png_size(bars[0])) > 400
+
+
+def test_a_plot_made_twice_is_the_same(tmp_path: Path) -> None:
+    first = crossover_plot([panel()], tmp_path / "one", "heading", formats=("svg",))
+    second = crossover_plot([panel()], tmp_path / "two", "heading", formats=("svg",))
+    assert first[0].read_bytes() == second[0].read_bytes()
+
+
+def test_a_kernel_keeps_its_colour() -> None:
+    assert len(set(COLOURS.values())) == len(COLOURS)
+    assert colour("mla_var6_plus_v4") == COLOURS["mla_var6_plus"]
+    assert colour("flash_mla_split_kv_v1") == COLOURS["flash_mla_split_kv"]
+    assert (
+        colour("mla_var6_plus_v4", ["mla_var6_plus", "mla_var6_plus_v4"])
+        != COLOURS["mla_var6_plus"]
+    )
+    assert colour("x", ["x", "y"]) != colour("y", ["x", "y"])
+
+
+def test_sweeps_carry_their_rates() -> None:
+    for spec in load_devices().values():
+        entry = sweep(PROBLEM, spec, (1, 16, 256))
+        assert entry.compute.value == spec.sustained_tflops("bfloat16")
+        assert entry.memory.value == spec.sustained_gbps
+        assert entry.memory.sustained == ("sustained_dram_bw_GBps" in spec)
+        assert ("sustained" if entry.compute.sustained else "vendor peak") in entry.compute.origin
+        assert entry.compute.source in entry.compute.origin
+        assert set(entry.predictions) == set(COLOURS)
+        assert all(len(values) == 3 for values in entry.predictions.values())
+        data = entry.to_dict()
+        assert data["predicted"]["mla_var6_plus"][1]["s"] == 16
+        assert data["crossovers"][-1]["s_to"] == 256
+        assert "flash_attention for s >= " in crossover_text(entry)
+
+
+def test_what_the_plots_of_the_main_job_show() -> None:
+    assert dense_s_values(8, 2) == [1, 2, 3, 4, 6, 8]
+    assert {1, 2, 4, 8, 16, 32, 64, 128, 256} <= set(dense_s_values())
+    entry = sweep(PROBLEM, next(iter(load_devices().values())), (1, 16, 256))
+    (only,) = crossover_panels([entry])
+    assert only.title in entry.device
+    assert rates_text(entry.compute, entry.memory) == only.subtitle
+    assert only.regions[0].start == 1 and only.regions[-1].end == 256
+    ((device, points),) = speedup_series([entry]).items()
+    assert device == entry.device
+    assert dict(points)[16.0] > 1.0
