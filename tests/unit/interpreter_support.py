@@ -31,3 +31,18 @@ def elements(body: Callable[..., Any], *args: Any) -> torch.Tensor:
 def values(body: Callable[..., Any], *args: Any) -> Any:
     """The elements of the tile that `body` returns, as nested lists or a number."""
     return elements(body, *args).tolist()
+
+
+def load(array: Any, shape: Any) -> Any:
+    """The tile of `shape` at the origin of an array; for use in kernel code."""
+    return ct.load(array, (0,) * array.ndim, shape)
+
+
+def apply(function: Callable[..., Any], *tensors: torch.Tensor) -> torch.Tensor:
+    """The result of a function of whole arrays, each loaded as one tile."""
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+
+    def body(*arrays):
+        return function(*(load(a, s) for a, s in zip(arrays, shapes, strict=True)))
+
+    return elements(body, *tensors)

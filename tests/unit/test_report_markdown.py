@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mla_var3.report.markdown import (
+from mla_var3.runtime.markdown import (
     byte_count,
     flop_count,
     front_matter,

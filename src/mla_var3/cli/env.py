@@ -12,8 +12,8 @@ from rich.table import Table
 from mla_var3.cli.console import say, stdout
 from mla_var3.conf.devices import DeviceSpec, load_devices
 from mla_var3.errors import UnknownNameError
-from mla_var3.report.markdown import json_ready
 from mla_var3.runtime.environment import environment, find_tool
+from mla_var3.runtime.markdown import json_ready
 from mla_var3.runtime.paths import cache_root, output_root
 
 _CUTILE = 'pip install "hyper-mla[cutile]"'

@@ -17,6 +17,7 @@ from mla_var3.cli.console import (
     UsageError,
     guarded,
     say,
+    show_log,
     usage_errors,
 )
 from mla_var3.cli.options import RUN_OPTIONS, Request, build_parser, build_request, plan_options
@@ -84,9 +85,7 @@ def _main_for_design(package: str, argv: list[str]) -> int:
     languages = {name: key for key, name in paths.LANGUAGES.items()}
     words, rest = leading_words(argv, 1)
     with usage_errors():
-        if words and words[0] == design:
-            words = []
-        kernel = paths.find_kernel(design, *words, language=languages[folder])
+        kernel = paths.find_kernel(design, words[0] if words else None, languages[folder])
     return run_kernel(kernel, rest, f"python -m {package}")
 
 
@@ -206,19 +205,20 @@ def execute(request: Request) -> int:
     route = choose_route(request, cuda_available())
     if route.message:
         say(route.message, "bold")
+    show_log()
     plan, run = request.plan, request.run
-    ok = True
+    static = route.mode is NsightProfType.STATIC
+    if route.may_shrink and not static:
+        plan = checkable(plan)
     with ProgressReporter() as progress:
-        run.progress = progress
-        if route.mode is NsightProfType.STATIC:
-            result = profile_plan(plan, route.mode, dataclasses.replace(run, check=False))
-        else:
-            if route.on_cpu and route.may_shrink:
-                plan = checkable(plan)
-            result = profile_plan(plan, route.mode, run)
+        # Static mode runs nothing; what --check asks for is done beside it.
+        asked = dataclasses.replace(run, check=run.check and not static, progress=progress)
+        result = profile_plan(plan, route.mode, asked)
     print_result(result)
+    ok = True
     if result.check is not None:
-        print_check(result.check, "check")
+        where = "CPU interpreter" if route.on_cpu else "GPU"
+        print_check(result.check, f"check on the {where}: {describe_sizes(plan)}")
         ok = result.check.passed
     if route.check:
         ok = _check_beside(plan, run, route) and ok

@@ -14,6 +14,7 @@ import mla_var3
 from mla_var3.cli.console import UsageError, guarded, usage_errors
 from mla_var3.cli.parsing import Parser, parse
 from mla_var3.cli.selection import leading_words, take_kernel
+from mla_var3.cli.values import ValueType
 from mla_var3.errors import UnknownNameError
 
 COMMANDS = {
@@ -56,13 +57,23 @@ def _add_run(parser: Parser) -> None:
     parser.add_argument("version", nargs="?", help="version such as v2; v0 is the base version")
     job = parser.add_argument_group("main job")
     job.add_argument("--quick", action="store_true", help="smaller steps, about half the time")
-    job.add_argument("--device", default="auto", metavar="NAME", help="auto, cuda or cpu")
     job.add_argument(
-        "--out_dir", type=Path, metavar="FOLDER", help="(default: out/overview/<timestamp>)"
+        "--device", default="auto", metavar="NAME", help="auto, cuda or cpu (default: auto)"
     )
-    sizes = {"b": "requests", "s": "query tokens per request", "t": "KV slots", "h": "heads"}
+    job.add_argument(
+        "--out_dir",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of the report (default: out/overview/<timestamp>)",
+    )
+    sizes = {
+        "b": "requests in the batch (default: 32)",
+        "s": "query tokens per request (default: 16)",
+        "t": "KV slots per request (default: 4096)",
+        "h": "query heads (default: 128)",
+    }
     for name, text in sizes.items():
-        job.add_argument(f"--{name}", type=int, metavar="N", help=text)
+        job.add_argument(f"--{name}", type=ValueType(int), metavar="N", help=text)
 
 
 def _add_list(parser: Parser) -> None:
@@ -140,8 +151,9 @@ def _list(argv: list[str]) -> int:
 def _show(argv: list[str]) -> int:
     kernel, rest = take_kernel(argv)
     if kernel is None:
-        parser = _subparser("show")
-        parse(parser, rest)
+        if {"-h", "--help"} & set(rest):
+            _subparser("show").print_help()
+            return 0
         raise UsageError("kernel: expected the name of a kernel, got none")
     from mla_var3.cli.show import show_command
 

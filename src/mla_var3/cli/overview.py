@@ -16,7 +16,7 @@ from mla_var3.cli.console import (
     stdout,
 )
 from mla_var3.report.overview import KERNEL, OverviewOptions, OverviewResult, Step, run_overview
-from mla_var3.runtime.workflow import pick_device
+from mla_var3.runtime.workflow import RunOptions, pick_device
 
 _STYLES = {"ok": "green", "failed": "bold red", "skipped": "yellow"}
 
@@ -28,7 +28,7 @@ def overview_command(values: dict[str, Any]) -> int:
         values: the parsed options of `hyper-mla run`.
     """
     sizes = {name: values[name] for name in "bsth" if values.get(name) is not None}
-    where = pick_device(values["device"])
+    where = pick_device(RunOptions(device=values["device"]).device)
     if where == "cuda":
         say(f"{KERNEL} end to end: autotune, check and profile on the GPU, then the report", "bold")
     else:
@@ -61,7 +61,10 @@ def _started(step: Step) -> None:
 
 
 def _ended(step: Step) -> None:
-    say(f"  {step.status} in {step.seconds:.1f} s: {step.reason or step.summary}", _STYLES[step.status])
+    say(
+        f"  {step.status} in {step.seconds:.1f} s: {step.reason or step.summary}",
+        _STYLES[step.status],
+    )
     sys.stdout.flush()
 
 
@@ -71,7 +74,10 @@ def _print_summary(result: OverviewResult) -> None:
         table.add_column(title, justify="right" if title == "seconds" else "left")
     for step in result.steps:
         table.add_row(
-            step.title, step.status, f"{step.seconds:.1f}", step.reason or step.summary,
+            step.title,
+            step.status,
+            f"{step.seconds:.1f}",
+            step.reason or step.summary,
             style=_STYLES[step.status] if step.status != "ok" else "",
         )
     stdout().print(table)

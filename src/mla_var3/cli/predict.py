@@ -13,8 +13,8 @@ from mla_var3.cli.parsing import Parser, parse
 from mla_var3.cli.values import MIXED, ValueType, mixed_lengths
 from mla_var3.conf.devices import device_spec, load_devices
 from mla_var3.op.mla.problem import MlaProblem
-from mla_var3.report.markdown import json_ready, microseconds
 from mla_var3.report.sweep import DeviceSweep, sweep
+from mla_var3.runtime.markdown import json_ready, microseconds
 
 SIZES = {"b": 32, "s": 16, "t": 4096, "h": 128, "d": 128, "p": 64, "k": 512}
 _HELP = {

@@ -48,4 +48,5 @@ def take_kernel(argv: Sequence[str]) -> tuple[KernelId | None, list[str]]:
     if not words:
         return None, rest
     with usage_errors():
-        return find_kernel(words[0], *words[1:], language=language or DEFAULT_LANGUAGE), rest
+        version = words[1] if len(words) > 1 else None
+        return find_kernel(words[0], version, language or DEFAULT_LANGUAGE), rest

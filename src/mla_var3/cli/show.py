@@ -20,8 +20,8 @@ from mla_var3.cli.options import (
 )
 from mla_var3.cli.parsing import parse
 from mla_var3.conf.devices import DeviceSpec
-from mla_var3.report.markdown import byte_count, flop_count, json_ready, microseconds, number
 from mla_var3.runtime import paths
+from mla_var3.runtime.markdown import byte_count, flop_count, json_ready, microseconds, number
 from mla_var3.runtime.paths import KernelId
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.workflow import planning_device

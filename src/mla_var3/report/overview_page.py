@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from mla_var3.report.markdown import front_matter, microseconds, table
 from mla_var3.report.sweep import DeviceSweep, crossover_text
+from mla_var3.runtime.markdown import front_matter, microseconds, table
 
 
 class StepLike(Protocol):

@@ -22,7 +22,7 @@ _DASHED = ("flash_mla_split_kv",)
 FORMATS = ("png", "svg")
 _DPI = 150
 _TITLE_LENGTH = 36  # characters that fit above a small plot
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "font.size": 10,
     "axes.titlesize": 11,
     "axes.labelsize": 10,

@@ -113,7 +113,7 @@ class ConcurrentKernels(Stage):
         outcome = self.validate_joint_tiling_fn(chosen)
         if isinstance(outcome, Constraints):
             return outcome.failures
-        return () if outcome else (f"{self.name}: validate_joint_tiling_fn rejects the combination",)
+        return () if outcome else (f"{self.name}: validate_joint_tiling_fn rejects the tilings",)
 
     def launch(self) -> None:
         failures = self.joint_failures()

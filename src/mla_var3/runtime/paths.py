@@ -11,7 +11,7 @@ import os
 import pkgutil
 import re
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -63,7 +63,7 @@ class KernelId:
 
 
 def split_full_name(name: str) -> tuple[str, int]:
-    """"mla_var6_plus_v4" -> ("mla_var6_plus", 4); a base name has number 0."""
+    """ "mla_var6_plus_v4" -> ("mla_var6_plus", 4); a base name has number 0."""
     match = _VERSION.match(name)
     return (match["design"], int(match["number"])) if match else (name, 0)
 
@@ -122,9 +122,7 @@ def find_kernel(
         elsewhere = sorted({k.language for k in kernels if k.design == design})
         hint = f"It exists in {', '.join(elsewhere)}: use --language" if elsewhere else ""
         raise UnknownNameError(f"{language} kernel", name, designs, hint)
-    versions = {
-        k.version: k for k in kernels if k.design == design and k.language == language
-    }
+    versions = {k.version: k for k in kernels if k.design == design and k.language == language}
     if version is not None:
         text = "v0" if version == "base" else version if version.startswith("v") else f"v{version}"
     else:
@@ -149,7 +147,7 @@ def import_kernel_module(kernel: KernelId) -> ModuleType:
 
 
 def plan_class(kernel: KernelId) -> type[Any]:
-    """The KernelPlan subclass that is the version's entry point: the last one its module defines."""
+    """The KernelPlan subclass that is the version's entry point: the last in its module."""
     from mla_var3.runtime.plan import KernelPlan
 
     module = import_kernel_module(kernel)
@@ -182,7 +180,7 @@ def slug(text: str) -> str:
 
 def timestamp() -> str:
     """Sortable UTC time for folder names, fine enough that two runs do not collide."""
-    return datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S-%f")
+    return datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
 
 
 def profile_dir(mode: str, kernel: str, params: str, label: str | None = None) -> Path:

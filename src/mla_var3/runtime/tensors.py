@@ -1,4 +1,4 @@
-"""Checks of tensors that enter a plan; errors name the argument, what was expected and what came."""
+"""Checks of tensors that enter a plan; errors name the argument, what was expected and got."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from mla_var3.errors import InvalidArgumentError
 
 HINT_FIELDS = ("num_ctas", "occupancy", "num_worker_warps", "opt_level")
-"""Tiling fields that are compiler hints rather than tile sizes, in every language that knows them."""
+"""Tiling fields that are compiler hints rather than tile sizes."""
 
 
 class Constraints:
@@ -77,7 +77,8 @@ def require_valid(tiling: Tiling, pd: Any) -> None:
     """Raise an error naming the tiling and every constraint that does not hold."""
     failures = constraint_failures(tiling, pd)
     if failures:
-        raise InvalidArgumentError("tiling", "a legal tiling", f"{tiling.label()}: " + "; ".join(failures))
+        got = f"{tiling.label()}: " + "; ".join(failures)
+        raise InvalidArgumentError("tiling", "a legal tiling", got)
 
 
 def is_power_of_two(value: int) -> bool:

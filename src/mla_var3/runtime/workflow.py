@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mla_var3.conf.devices import DeviceSpec, device_spec
 from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
@@ -91,6 +92,12 @@ class Prepared:
     tuning: dict[str, StageTuning] = field(default_factory=dict)
     check: CheckResult | None = None
 
+    def require_device(self) -> DeviceSpec:
+        """The device entry of a plan prepared on a GPU."""
+        if self.device is None:
+            raise UnsupportedError(f"{self.plan.name}: expected a plan on a GPU, got the CPU")
+        return self.device
+
 
 def cuda_available() -> bool:
     """Whether a CUDA device can be used."""
@@ -134,7 +141,9 @@ def prepare(plan: KernelPlan, options: RunOptions) -> Prepared:
         inputs = plan.prepare_inputs("cuda")
         stage = plan.plan(*inputs)
         if options.autotune:
-            tuning = autotune(stage, plan, spec, options)
+            # refine_plan has just retuned the plan that it returned.
+            again = options.retune and not options.refine
+            tuning = autotune(stage, plan, spec, dataclasses.replace(options, retune=again))
         device: DeviceSpec | None = spec
     else:
         plan = plan.on_device(planning_device())
@@ -148,15 +157,10 @@ def prepare(plan: KernelPlan, options: RunOptions) -> Prepared:
 
 
 def planning_device() -> DeviceSpec:
-    """The device that model-driven choices assume when no GPU is there: the current one, or H200."""
+    """The device that model-driven choices assume: the current one, or an H200 without one."""
     if cuda_available():
         try:
             return current_device_spec()
         except UnknownNameError:
             log.warning("unknown GPU; model-driven choices assume an NVIDIA H200")
     return device_spec("NVIDIA H200")
-
-
-def describe(value: Any) -> str:
-    """Short text of a parameter value for tables."""
-    return "-" if value is None else str(value)

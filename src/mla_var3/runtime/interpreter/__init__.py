@@ -16,6 +16,9 @@ Limits:
       torch's: results agree with a GPU within rounding, not bit by bit.
     * Whether a value is a compile-time constant, and whether loop-carried variables keep their
       type, is not checked; compiling the kernel finds those.
+    * `not`, `and` and `or` give Python values instead of boolean scalars. Expressions inside
+      `static_eval` see the names of kernel code; only `static_iter(range(...))` and
+      `static_eval(range(...))` yield Python integers.
     * Alignment, TMA, latency and occupancy hints have no effect.
     * The sub-byte dtypes and `float8_e5m3fnu` have no torch counterpart and are refused.
 """

@@ -15,6 +15,7 @@ from mla_var3.runtime.interpreter.cutile_api import (
     DType,
     RoundingMode,
     TileTypeError,
+    broadcast_shapes,
     check_rd_and_ftz,
     ct,
     integer_exponent_dtype,
@@ -146,7 +147,10 @@ def _operand_dtype(name: str, x: DType | Number, y: DType | Number) -> DType:
     common = promoted(x, y, name == "truediv")
     if name not in _COMPARISONS | _BITWISE and common == ct.bool_:
         raise TileTypeError(f"{name} does not support bool; cast to an integer first")
-    if name in ("pow", "atan2") and is_integral(common):
+    if name in _COMPARISONS and is_restricted_float(common):
+        raise TileTypeError(f"comparison is not defined for dtype {common}")
+    unsupported = is_integral if name in ("pow", "atan2") else is_float if name == "cdiv" else None
+    if unsupported is not None and unsupported(common):
         raise TileTypeError(f"{name} is not defined for {x_dtype} and {y_dtype}")
     return common
 
@@ -190,9 +194,9 @@ def binary(
     y = y if isinstance(y, bool | int | float) else as_tile(y)
     dtype = _operand_dtype(name, loose_type(x), loose_type(y))
     a, b = _elements(x, dtype), _elements(y, dtype)
+    if a.shape != b.shape:
+        broadcast_shapes(a.shape, b.shape)
     if name in _COMPARISONS:
-        if is_restricted_float(dtype):
-            a, b = a.float(), b.float()
         return Tile(combine_elements(name, a, b, dtype), ct.bool_)
     if rounding is not None or flush:
         check_modes(name, rounding, flush, dtype)

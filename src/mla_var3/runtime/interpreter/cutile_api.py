@@ -3,7 +3,7 @@
 Other modules of the interpreter import cuTile names from here only, which keeps the list of private
 names that a new cuTile version may break in one place. Rules that cuTile already implements (dtype
 promotion, implicit casts, mma dtypes, rounding and memory-order checks) are called, not repeated.
-The package ships no type information, so all of it is `Any` to a type checker.
+The package ships no type information, so all of it is `Any` to a type checker, base classes too.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ integer_exponent_dtype = arithmetic_ops._fpowi_exponent_dtype
 BINOP_REGISTRY = ops_utils.BINOP_REGISTRY
 UNARYOP_REGISTRY = ops_utils.UNARYOP_REGISTRY
 check_rd_and_ftz = ops_utils.check_rd_and_ftz
+broadcast_shapes = ops_utils.broadcast_shapes2
 is_shape_broadcastable_to = ops_utils.is_shape_broadcastable_to
 reraise_tile_exception = ops_utils.reraise_tile_exception
 normalize_axis = op_impl.normalize_axis

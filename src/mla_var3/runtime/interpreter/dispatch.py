@@ -26,7 +26,7 @@ from mla_var3.runtime.interpreter.registry import IMPLEMENTATIONS
 BlockId = tuple[int, int, int]
 
 
-class InterpreterMode(DispatchMode):
+class InterpreterMode(DispatchMode):  # type: ignore[misc]
     """Carries out the operations of one launch.
 
     Attributes:

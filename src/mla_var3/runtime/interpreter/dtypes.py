@@ -244,6 +244,8 @@ def round_directed(exact: torch.Tensor, target: DType, rounding: RoundingMode) -
     """
     if target == ct.tfloat32 and rounding == ct.RoundingMode.RZ:
         return _drop_tf32_bits(round_directed(exact, ct.float32, rounding))
+    if exact.element_size() == 1:
+        exact = exact.float()
     nearest = exact.to(torch_dtype(target))
     back = nearest.to(exact.dtype)
     outward = torch.ones((), dtype=torch.int8)

@@ -17,10 +17,13 @@ from mla_var3.runtime.interpreter.cutile_api import (
     DType,
     RoundingMode,
     TileTypeError,
+    broadcast_shapes,
     ct,
     is_boolean,
     is_float,
     is_integral,
+    is_restricted_float,
+    is_unrestricted_float,
     reraise_tile_exception,
 )
 from mla_var3.runtime.interpreter.dtypes import NUMPY_DTYPES, cast, promoted, round_directed
@@ -46,6 +49,8 @@ class _Accepts(Enum):
 
 def _accepted_dtype(name: str, accepts: _Accepts, dtype: DType) -> DType:
     """The dtype that the operation works in."""
+    if is_restricted_float(dtype):
+        raise TileTypeError(f"{name} is not defined for dtype {dtype}")
     if is_float(dtype):
         if accepts is _Accepts.BITS:
             raise TileTypeError(f"{name} does not support float inputs, got {dtype}")
@@ -138,8 +143,8 @@ def _isnan(x: Any, /) -> Any:
     if isinstance(x, bool | int | float):
         return math.isnan(x)
     tile = as_tile(x)
-    if not is_float(tile.element):
-        raise TileTypeError(f"isnan needs floats, got {tile.element}")
+    if not is_unrestricted_float(tile.element):
+        raise TileTypeError(f"isnan is not defined for dtype {tile.element}")
     return Tile(torch.isnan(tile.tensor), ct.bool_)
 
 
@@ -147,14 +152,11 @@ def _isnan(x: Any, /) -> Any:
 def _where(condition: Any, x: Any, y: Any, /) -> Tile:
     chooser, first, second = as_tile(condition), as_tile(x), as_tile(y)
     dtype = promoted(loose_type(x), loose_type(y))
-    return Tile(
-        torch.where(
-            cast(chooser.tensor, chooser.element, ct.bool_),
-            cast(first.tensor, first.element, dtype),
-            cast(second.tensor, second.element, dtype),
-        ),
-        dtype,
-    )
+    broadcast_shapes(broadcast_shapes(first.shape, second.shape), chooser.shape)
+    mask = cast(chooser.tensor, chooser.element, ct.bool_)
+    on_true = cast(first.tensor, first.element, dtype)
+    on_false = cast(second.tensor, second.element, dtype)
+    return Tile(torch.where(mask, on_true, on_false), dtype)
 
 
 @implements(ct.assume_divisible_by)

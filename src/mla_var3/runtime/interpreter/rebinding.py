@@ -7,8 +7,8 @@ with builtins of its own. Helper functions are treated alike, however they are r
 name, through a module, a closure, a default value or as a `@ct.function`. Nothing outside is
 changed, so host code that runs at the same time is not affected.
 
-Methods are the exception: they keep Python's builtins. Loops and scalar comparisons work there all
-the same, `min` and `max` of non-scalar tiles raise.
+Methods and callable objects are the exception: they keep Python's builtins. Loops work there all
+the same, with Python integers, and so do `min` and `max` of scalars; of other tiles they raise.
 """
 
 from __future__ import annotations
@@ -104,6 +104,7 @@ class Rebinder:
             cell.fill(self)
         rebound.__qualname__ = function.__qualname__
         rebound.__module__ = function.__module__
+        rebound.__dict__.update(function.__dict__)
         if function.__defaults__ is not None:
             rebound.__defaults__ = tuple(map(self.convert, function.__defaults__))
         if function.__kwdefaults__ is not None:
@@ -136,10 +137,11 @@ class _Cell:
 
     def fill(self, rebinder: Rebinder) -> None:
         try:
-            self.new.cell_contents = rebinder.convert(self._cell.cell_contents)
+            value = self._cell.cell_contents
         except ValueError:
             # The variable is not assigned yet; using it raises NameError, as in Python.
             return
+        self.new.cell_contents = rebinder.convert(value)
 
 
 def _is_kernel_code(function: FunctionType) -> bool:

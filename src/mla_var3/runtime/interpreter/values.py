@@ -33,7 +33,7 @@ from mla_var3.runtime.interpreter.dtypes import (
 )
 
 
-class Tile(ct.Tile):
+class Tile(ct.Tile):  # type: ignore[misc]
     """A tile, or a dynamic scalar (a tile without axes).
 
     Tiles are immutable, so a tensor may be shared between tiles, be a view of another one or be
@@ -179,7 +179,7 @@ def number_tile(value: Number, element: DType | None = None) -> Tile:
     return Tile(constant(value, element), element)
 
 
-class Array(ct.Array):
+class Array(ct.Array):  # type: ignore[misc]
     """A global array: a CPU tensor that loads read and stores write.
 
     Attributes:
@@ -259,7 +259,7 @@ class ForeignPointer(Tile):
         self.array = array
 
 
-class TiledView(ct.TiledView):
+class TiledView(ct.TiledView):  # type: ignore[misc]
     """An array cut into tiles of one shape.
 
     Attributes:
@@ -289,7 +289,7 @@ class TiledView(ct.TiledView):
         return kernel_dtype(self.array.element)
 
 
-class RawMemory(RawArrayMemory):
+class RawMemory(RawArrayMemory):  # type: ignore[misc]
     """The memory of an array, addressed by element offset from the array's first element."""
 
     def __init__(self, array: Array) -> None:

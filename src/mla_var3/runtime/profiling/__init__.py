@@ -103,7 +103,9 @@ class ProfileResult:
             UnsupportedError: when the mode times nothing.
         """
         if self.total.time_us is None:
-            raise UnsupportedError(f"{self.mode.value} mode measures no time; use event mode on a GPU")
+            raise UnsupportedError(
+                f"{self.mode.value} mode measures no time; use event mode on a GPU"
+            )
         return self.total.time_us
 
 

@@ -16,46 +16,67 @@ import cuda.tile as ct
 NEG_INF = -math.inf
 LN_2 = math.log(2.0)
 LOG2_E = 1.0 / math.log(2.0)
+SCORE_FLOOR = -3.0e38
+"""Start of the running maximum. Finite, so that a row whose keys are all masked computes
+exp2(-inf - floor) = 0 instead of exp2(-inf + inf); below every finite scaled score."""
 LATENT_LATENCY = 4
 """Load-latency hint of the latent tiles. It decides how deep the compiler buffers them: with four
 parts, 4 gives two buffers and 494 TFLOP/s on an H200, 1 gives 405."""
 
 
-def causal_limits(query_index, length, s, causal):
-    """Number of KV positions that each query sees: `length - s + query + 1`, or all of them.
+def visible(row, length, s, CAUSAL, ROWS_PER_QUERY):
+    """Number of KV positions that a query row sees: `length - s + query + 1`, or all of them.
 
     Args:
-        query_index: int32 tile or scalar of query positions in 0..s-1 (may exceed it in padding).
+        row: int32 tile or scalar; ROWS_PER_QUERY consecutive rows belong to one query token.
         length: KV length of the request.
         s: query tokens of the request.
-        causal: compile-time flag.
+        CAUSAL: compile-time flag.
     """
-    if causal:
-        return ct.minimum(length - s + 1 + query_index, length)
-    return query_index * 0 + length
+    if CAUSAL:
+        return ct.minimum(length - s + 1 + row // ROWS_PER_QUERY, length)
+    return row * 0 + length
 
 
-def softmax_step(scores, m, l, scale_log2e, masked):  # noqa: E741 - l: the usual name of the sum
+def mask_scores(scores, tile, first_row, length, s, start, stop, CAUSAL, ROWS_PER_QUERY, BM, BN):
+    """Scores [BM, BN] of a KV tile with -inf where a row does not see the position.
+
+    Slot 0 of the array that the tile was read from is position `start`; positions from `stop` on
+    are not in it. The limits are made here, not in the caller, so that they occupy no registers in
+    the loop over unmasked tiles.
+    """
+    rows = first_row + ct.arange(BM, dtype=ct.int32)
+    limits = ct.minimum(visible(rows, length, s, CAUSAL, ROWS_PER_QUERY), stop)
+    limits = limits - (start + tile * BN)
+    return ct.where(ct.arange(BN, dtype=ct.int32)[None, :] < limits[:, None], scores, NEG_INF)
+
+
+def needs_mask(tile, full_tile):
+    """Whether a KV tile is among the masked ones, `tile >= full_tile`.
+
+    Written as a difference on purpose: at a plain comparison with the loop counter the compiler
+    splits the loop in two, and then buffers the tiles less deeply (flash_mla on an H200: 404
+    instead of 494 TFLOP/s).
+    """
+    return tile - full_tile >= 0
+
+
+def softmax_step(scores, m, l, scale_log2e):  # noqa: E741 - l is the usual name of the row sum
     """One online-softmax step over a tile of scores.
 
     Args:
         scores: [BM, BN] float32 scores, masked entries are -inf.
-        m: [BM, 1] running row maximum in base 2.
+        m: [BM, 1] running row maximum in base 2, SCORE_FLOOR before the first key.
         l: [BM, 1] running row sum.
         scale_log2e: softmax scale times log2 e.
-        masked: whether the tile may hold masked scores (a run-time scalar).
 
     Returns:
         (p, alpha, m, l): probabilities [BM, BN] relative to the new maximum, the factor [BM, 1] by
         which earlier accumulators shrink, and the new state.
     """
     m_new = ct.maximum(m, ct.max(scores, axis=-1, keepdims=True) * scale_log2e)
-    shift = m_new
-    if masked:
-        # A row that has seen no key keeps m = -inf; subtracting 0 instead avoids inf - inf.
-        shift = ct.where(m_new == NEG_INF, 0.0, m_new)
-    p = ct.exp2(scores * scale_log2e - shift, flush_to_zero=True)
-    alpha = ct.exp2(m - shift, flush_to_zero=True)
+    p = ct.exp2(scores * scale_log2e - m_new, flush_to_zero=True)
+    alpha = ct.exp2(m - m_new, flush_to_zero=True)
     return p, alpha, m_new, l * alpha + ct.sum(p, axis=-1, keepdims=True)
 
 
@@ -69,8 +90,8 @@ def load_column_parts(rows, request, row_tile, BM, KP, PARTS):
 
 
 def attend_latent(
-    q_parts, q_rope, c_kv, k_rope, request, first_tile, full_tile, last_tile, limits, stop,
-    scale_log2e, BM, BN, KP, PARTS, P,
+    q_parts, q_rope, c_kv, k_rope, request, first_tile, full_tile, last_tile,
+    first_row, length, s, stop, scale_log2e, CAUSAL, H, BM, BN, KP, PARTS, P,
 ):  # fmt: skip
     """Absorbed attention of BM query rows over latent KV tiles first_tile..last_tile-1.
 
@@ -79,12 +100,14 @@ def attend_latent(
     own P V is done, which is what lets the compiler overlap loads with the products (on an H200
     494 TFLOP/s with four parts of 128, 419 with two, 357 with one of 512).
 
-    Tiles from `full_tile` on are masked; `limits` [BM] is the number of positions that each row
-    sees, `stop` where the cache ends.
-
     Args:
         q_parts: PARTS tiles [BM, KP] of absorbed queries. q_rope: [BM, P].
         c_kv: array [b, t, K], K = PARTS * KP. k_rope: array [b, t, P].
+        request: index into the batch.
+        first_tile, full_tile, last_tile: tiles from full_tile on are masked.
+        first_row: row of the tile's first query among the s*H of the request.
+        length, s: KV length and query tokens of the request.
+        stop: positions from here on belong to somebody else or nobody; at most `length`.
 
     Returns:
         (acc_parts, m, l): unnormalised output, PARTS tiles [BM, KP] float32; row maximum and row
@@ -92,7 +115,7 @@ def attend_latent(
     """
     c_view = c_kv.slice(1, 0, stop)
     r_view = k_rope.slice(1, 0, stop)
-    m = ct.full((BM, 1), NEG_INF, dtype=ct.float32)
+    m = ct.full((BM, 1), SCORE_FLOOR, dtype=ct.float32)
     l = ct.zeros((BM, 1), dtype=ct.float32)  # noqa: E741
     acc_parts = ()
     for _ in ct.static_iter(range(PARTS)):
@@ -113,11 +136,9 @@ def attend_latent(
             padding_mode=ct.PaddingMode.ZERO, latency=LATENT_LATENCY,
         ).reshape((BN, P))  # fmt: skip
         scores = ct.mma(q_rope, ct.permute(r, (1, 0)), scores)
-        masked = j >= full_tile
-        if masked:
-            position = j * BN + ct.arange(BN, dtype=ct.int32)
-            scores = ct.where(position[None, :] < limits[:, None], scores, NEG_INF)
-        p, alpha, m, l = softmax_step(scores, m, l, scale_log2e, masked)  # noqa: E741
+        if needs_mask(j, full_tile):
+            scores = mask_scores(scores, j, first_row, length, s, 0, stop, CAUSAL, H, BM, BN)
+        p, alpha, m, l = softmax_step(scores, m, l, scale_log2e)  # noqa: E741
         p = p.astype(c_kv.dtype)
         updated = ()
         for i in ct.static_iter(range(PARTS)):
@@ -127,8 +148,8 @@ def attend_latent(
 
 
 def attend_heads(
-    q_nope, q_rope, keys, values, k_rope, request, head, full_tile, last_tile, limits, stop,
-    scale_log2e, BM, BN, D, P,
+    q_nope, q_rope, keys, values, k_rope, request, head, full_tile, last_tile,
+    first_row, length, s, start, scale_log2e, CAUSAL, BM, BN, D, P,
 ):  # fmt: skip
     """Decompressed attention of BM query rows of one head over KV tiles 0..last_tile-1.
 
@@ -137,14 +158,19 @@ def attend_heads(
     Args:
         q_nope: [BM, D]. q_rope: [BM, P].
         keys, values: arrays [b, h, t, D]. k_rope: array [b, t, P].
+        request, head: indices into the batch and the heads.
+        full_tile, last_tile: tiles from full_tile on are masked.
+        first_row: the tile's first query token.
+        length, s: KV length and query tokens of the request.
+        start: position of slot 0 of the arrays; 0 when they hold the whole request.
 
     Returns:
         (acc, m, l): unnormalised output [BM, D] float32, row maximum and row sum [BM, 1].
     """
-    k_view = keys.slice(2, 0, stop)
-    v_view = values.slice(2, 0, stop)
-    r_view = k_rope.slice(1, 0, stop)
-    m = ct.full((BM, 1), NEG_INF, dtype=ct.float32)
+    k_view = keys.slice(2, 0, length - start)
+    v_view = values.slice(2, 0, length - start)
+    r_view = k_rope.slice(1, 0, length - start)
+    m = ct.full((BM, 1), SCORE_FLOOR, dtype=ct.float32)
     l = ct.zeros((BM, 1), dtype=ct.float32)  # noqa: E741
     acc = ct.zeros((BM, D), dtype=ct.float32)
     for j in range(last_tile):
@@ -155,11 +181,9 @@ def attend_heads(
         r = r.reshape((BN, P))
         scores = ct.mma(q_nope, ct.permute(k, (1, 0)), ct.zeros((BM, BN), dtype=ct.float32))
         scores = ct.mma(q_rope, ct.permute(r, (1, 0)), scores)
-        masked = j >= full_tile
-        if masked:
-            position = j * BN + ct.arange(BN, dtype=ct.int32)
-            scores = ct.where(position[None, :] < limits[:, None], scores, NEG_INF)
-        p, alpha, m, l = softmax_step(scores, m, l, scale_log2e, masked)  # noqa: E741
+        if needs_mask(j, full_tile):
+            scores = mask_scores(scores, j, first_row, length, s, start, length, CAUSAL, 1, BM, BN)
+        p, alpha, m, l = softmax_step(scores, m, l, scale_log2e)  # noqa: E741
         v = ct.load(v_view, (request, head, j, 0), (1, 1, BN, D), padding_mode=ct.PaddingMode.ZERO)
         acc = ct.mma(p.astype(values.dtype), v.reshape((BN, D)), acc * alpha)
     return acc, m, l
@@ -178,7 +202,8 @@ def log_sum_exp(m, l):  # noqa: E741
 
 def store_column_parts(rows, index, acc_parts, l, BM, KP, PARTS):  # noqa: E741
     """Store normalised PARTS tiles [BM, KP] into `rows` [..., s*h, K] at tile `index`, which leaves
-    out the column."""
+    out the column.
+    """
     lead = ct.static_eval((1,) * (len(index) - 1))
     for i in ct.static_iter(range(PARTS)):
         out = normalise(acc_parts[i], l).astype(rows.dtype)

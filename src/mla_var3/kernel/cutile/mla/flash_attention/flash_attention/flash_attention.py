@@ -22,7 +22,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from mla_var3.kernel.cutile.mla.tile_ops import attend_heads, causal_limits, log_sum_exp, normalise
+from mla_var3.kernel.cutile.mla.tile_ops import attend_heads, log_sum_exp, normalise, visible
 from mla_var3.kernel.cutile.mla.tilings import HeadTiling
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.mla.cost import flash_attention_cost
@@ -54,14 +54,13 @@ def flash_attention(
     q = ct.load(q_nope, at, (1, BM, 1, D), padding_mode=ct.PaddingMode.ZERO).reshape((BM, D))
     qr = ct.load(q_rope, at, (1, BM, 1, P), padding_mode=ct.PaddingMode.ZERO).reshape((BM, P))
     length = ct.load(lengths, (request,), ())
-    first = query_tile * BM
-    limits = causal_limits(first + ct.arange(BM, dtype=ct.int32), length, s, CAUSAL)
-    lowest = causal_limits(first, length, s, CAUSAL)
-    highest = causal_limits(min(first + BM, s) - 1, length, s, CAUSAL)
+    first_row = query_tile * BM
+    lowest = visible(first_row, length, s, CAUSAL, 1)
+    highest = visible(min(first_row + BM, s) - 1, length, s, CAUSAL, 1)
     acc, m, l = attend_heads(
         q, qr, keys, values, k_rope, request, head,
         max(lowest, 0) // BN, ct.cdiv(max(highest, 0), BN),
-        limits, length, scale_log2e, BM, BN, D, P,
+        first_row, length, s, 0, scale_log2e, CAUSAL, BM, BN, D, P,
     )  # fmt: skip
     ct.store(o, at, normalise(acc, l).astype(o.dtype).reshape((1, BM, 1, D)))
     ct.store(lse, (request, query_tile, head), log_sum_exp(m, l).reshape((1, BM, 1)))

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from mla_var3.kernel.cutile.mla.tile_ops import (
     attend_latent,
-    causal_limits,
     load_column_parts,
     log_sum_exp,
     store_column_parts,
+    visible,
 )
 from mla_var3.kernel.cutile.mla.tilings import LatentTiling
 from mla_var3.kernel.mla_plan import MlaPlan
@@ -60,12 +60,11 @@ def flash_mla(
     qr = qr.reshape((BM, P))
     length = ct.load(lengths, (request,), ())
     first_row = row_tile * BM
-    limits = causal_limits((first_row + ct.arange(BM, dtype=ct.int32)) // H, length, s, CAUSAL)
-    lowest = causal_limits(first_row // H, length, s, CAUSAL)
-    highest = causal_limits((first_row + BM - 1) // H, length, s, CAUSAL)
+    lowest = visible(first_row, length, s, CAUSAL, H)
+    highest = visible(first_row + BM - 1, length, s, CAUSAL, H)
     acc, m, l = attend_latent(
         q, qr, c_kv, k_rope, request, 0, max(lowest, 0) // BN, ct.cdiv(max(highest, 0), BN),
-        limits, length, scale_log2e, BM, BN, KP, PARTS, P,
+        first_row, length, s, length, scale_log2e, CAUSAL, H, BM, BN, KP, PARTS, P,
     )  # fmt: skip
     store_column_parts(o_latent, (request, row_tile), acc, l, BM, KP, PARTS)
     ct.store(lse, (request, row_tile), log_sum_exp(m, l).reshape((1, BM)))

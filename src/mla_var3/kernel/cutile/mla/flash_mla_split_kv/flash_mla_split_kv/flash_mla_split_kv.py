@@ -15,7 +15,7 @@ Base version. Cost beside flash_mla: partial outputs in float32 are written and 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -95,7 +95,7 @@ class CtFlashMLASplitKV(MlaPlan):
     def _chosen_splits(self) -> int:
         return self.splits or self._with_splits(DEFAULT_SM_COUNT).splits or 1
 
-    def _stage_fields(self) -> dict[str, object]:
+    def _stage_fields(self) -> dict[str, Any]:
         return {**self.params(), "splits": self._chosen_splits()}
 
     def _partial_plan(self) -> CtSplitKVPartial:

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from mla_var3.kernel.cutile.mla.tile_ops import (
     attend_latent,
-    causal_limits,
     load_column_parts,
     log_sum_exp,
     store_column_parts,
+    visible,
 )
 from mla_var3.kernel.cutile.mla.tilings import LatentTiling
 from mla_var3.kernel.mla_plan import MlaPlan
@@ -54,15 +54,14 @@ def split_kv_partial(
     qr = qr.reshape((BM, P))
     length = ct.load(lengths, (request,), ())
     first_row = row_tile * BM
-    limits = causal_limits((first_row + ct.arange(BM, dtype=ct.int32)) // H, length, s, CAUSAL)
-    lowest = causal_limits(first_row // H, length, s, CAUSAL)
-    highest = causal_limits((first_row + BM - 1) // H, length, s, CAUSAL)
+    lowest = visible(first_row, length, s, CAUSAL, H)
+    highest = visible(first_row + BM - 1, length, s, CAUSAL, H)
     share_tiles = ct.cdiv(ct.cdiv(length, BN), splits)
     first_tile = share * share_tiles
     last_tile = min(first_tile + share_tiles, ct.cdiv(max(highest, 0), BN))
     acc, m, l = attend_latent(
         q, qr, c_kv, k_rope, request, first_tile, max(lowest, 0) // BN, last_tile,
-        limits, length, scale_log2e, BM, BN, KP, PARTS, P,
+        first_row, length, s, length, scale_log2e, CAUSAL, H, BM, BN, KP, PARTS, P,
     )  # fmt: skip
     store_column_parts(o_partial, (request, share, row_tile), acc, l, BM, KP, PARTS)
     ct.store(lse_partial, (request, share, row_tile), log_sum_exp(m, l).reshape((1, 1, BM)))
@@ -90,7 +89,9 @@ class CtSplitKVPartial(MlaPlan):
         outs, lses = [], []
         for share in range(self.splits):
             begin = (share * share_slots)[:, None]
-            inside = (slots >= begin) & (slots < torch.minimum(begin + share_slots[:, None], lengths[:, None]))
+            inside = (slots >= begin) & (
+                slots < torch.minimum(begin + share_slots[:, None], lengths[:, None])
+            )
             segment = KvSegment(
                 q=torch.cat([q_latent, q_rope], dim=-1),
                 keys=torch.cat([c_kv, k_rope], dim=-1)[:, None],

@@ -13,7 +13,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from mla_var3.kernel.cutile.mla.tile_ops import LOG2_E, NEG_INF, log_sum_exp, normalise
+from mla_var3.kernel.cutile.mla.tile_ops import LOG2_E, SCORE_FLOOR, log_sum_exp, normalise
 from mla_var3.kernel.cutile.mla.tilings import divides, tile_sides
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.mla.cost import flash_mla_split_kv_stages
@@ -52,7 +52,7 @@ def split_kv_reduce(
     row_tile = ct.bid(0)
     column_tile = ct.bid(1)
     request = ct.bid(2)
-    m = ct.full((BR, 1), NEG_INF, dtype=ct.float32)
+    m = ct.full((BR, 1), SCORE_FLOOR, dtype=ct.float32)
     l = ct.zeros((BR, 1), dtype=ct.float32)  # noqa: E741
     acc = ct.zeros((BR, KC), dtype=ct.float32)
     for chunk in range(ct.cdiv(splits, SP)):
@@ -66,9 +66,8 @@ def split_kv_reduce(
             padding_mode=ct.PaddingMode.NEG_INF,
         ).reshape((SP, BR, 1)) * LOG2_E  # fmt: skip
         m_new = ct.maximum(m, ct.max(part_lse, axis=0))
-        shift = ct.where(m_new == NEG_INF, 0.0, m_new)
-        alpha = ct.exp2(m - shift)
-        weight = ct.exp2(part_lse - shift[None, :, :])
+        alpha = ct.exp2(m - m_new)
+        weight = ct.exp2(part_lse - m_new[None, :, :])
         l = l * alpha + ct.sum(weight, axis=0)  # noqa: E741
         acc = acc * alpha + ct.sum(part * weight, axis=0)
         m = m_new

@@ -28,11 +28,11 @@ from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cutile.mla.tile_ops import (
     attend_heads,
     attend_latent,
-    causal_limits,
     load_column_parts,
     log_sum_exp,
     normalise,
     store_column_parts,
+    visible,
 )
 from mla_var3.kernel.cutile.mla.tilings import divides, tile_sides
 from mla_var3.kernel.mla_plan import MlaPlan
@@ -66,9 +66,7 @@ class AttentionBlockSpecializedTiling(Tiling):
 
     def validate(self, pd: "CtAttentionBlockSpecialized") -> Constraints:
         sides = {"Bm": self.Bm, "Bn": self.Bn, "Kp": self.Kp, "Hm": self.Hm, "Hn": self.Hn}
-        return Constraints(
-            *tile_sides(**sides, d=pd.d, p=pd.p), divides("Kp", self.Kp, "k", pd.k)
-        )
+        return Constraints(*tile_sides(**sides, d=pd.d, p=pd.p), divides("Kp", self.Kp, "k", pd.k))
 
     @classmethod
     def candidates(cls, target: str) -> list["AttentionBlockSpecializedTiling"]:
@@ -109,12 +107,12 @@ def attention_block_specialized(
         length = ct.load(lengths, (request,), ())
         old = max(length - n, 0)
         first_row = row_tile * BM
-        limits = causal_limits((first_row + ct.arange(BM, dtype=ct.int32)) // H, length, s, CAUSAL)
-        lowest = min(causal_limits(first_row // H, length, s, CAUSAL), old)
-        highest = min(causal_limits((first_row + BM - 1) // H, length, s, CAUSAL), old)
+        lowest = min(visible(first_row, length, s, CAUSAL, H), old)
+        highest = min(visible(first_row + BM - 1, length, s, CAUSAL, H), old)
         acc_parts, m, l = attend_latent(
-            q_parts, qr, c_kv, k_rope, request, 0, max(lowest, 0) // BN, ct.cdiv(max(highest, 0), BN),
-            ct.minimum(limits, old), old, scale_log2e, BM, BN, KP, PARTS, P,
+            q_parts, qr, c_kv, k_rope, request, 0,
+            max(lowest, 0) // BN, ct.cdiv(max(highest, 0), BN),
+            first_row, length, s, old, scale_log2e, CAUSAL, H, BM, BN, KP, PARTS, P,
         )  # fmt: skip
         store_column_parts(o_latent, (request, row_tile), acc_parts, l, BM, KP, PARTS)
         ct.store(lse_latent, (request, row_tile), log_sum_exp(m, l).reshape((1, BM)))
@@ -129,14 +127,13 @@ def attention_block_specialized(
         qr = ct.load(q_rope, at, (1, HM, 1, P), padding_mode=ct.PaddingMode.ZERO).reshape((HM, P))
         length = ct.load(lengths, (request,), ())
         old = max(length - n, 0)
-        first = query_tile * HM
-        limits = causal_limits(first + ct.arange(HM, dtype=ct.int32), length, s, CAUSAL) - old
-        lowest = causal_limits(first, length, s, CAUSAL) - old
-        highest = causal_limits(min(first + HM, s) - 1, length, s, CAUSAL) - old
+        first_row = query_tile * HM
+        lowest = visible(first_row, length, s, CAUSAL, 1) - old
+        highest = visible(min(first_row + HM, s) - 1, length, s, CAUSAL, 1) - old
         acc, m, l = attend_heads(
             q, qr, k_new, v_new, k_rope_new, request, head,
             max(lowest, 0) // HN, ct.cdiv(max(highest, 0), HN),
-            limits, length - old, scale_log2e, HM, HN, D, P,
+            first_row, length, s, old, scale_log2e, CAUSAL, HM, HN, D, P,
         )  # fmt: skip
         ct.store(o_new, at, normalise(acc, l).astype(o_new.dtype).reshape((1, HM, 1, D)))
         ct.store(lse_new, (request, query_tile, head), log_sum_exp(m, l).reshape((1, HM, 1)))

@@ -20,7 +20,7 @@ the latent role's shared memory allows, and the latent role runs at flash_mla's 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -84,7 +84,7 @@ class CtMlaVar6Plus(MlaPlan):
             raise InvalidArgumentError("n", "a number; resolve or on_device chooses one", "None")
         return self.n
 
-    def _stage_fields(self) -> dict[str, object]:
+    def _stage_fields(self) -> dict[str, Any]:
         return {key: value for key, value in self.params().items() if key != "n"}
 
     def _attention_plan(self) -> CtAttentionBlockSpecialized:
@@ -97,9 +97,7 @@ class CtMlaVar6Plus(MlaPlan):
     def _combine_plan(self) -> CtDecompressCombine:
         n = self._chosen_n()
         parts = "latent" if n == 0 else "new" if n == self.t else "both"
-        stage = CtDecompressCombine(
-            **self._stage_fields(), parts=parts, tiling=self.combine_tiling
-        )
+        stage = CtDecompressCombine(**self._stage_fields(), parts=parts, tiling=self.combine_tiling)
         stage._target = self._target
         return stage
 

@@ -1,0 +1,187 @@
+"""Checks, compile reports and profiles as rows, for screens and for markdown alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from mla_var3.runtime.markdown import (
+    byte_count,
+    flop_count,
+    microseconds,
+    number,
+    table,
+)
+
+if TYPE_CHECKING:
+    from mla_var3.runtime.check import CheckResult, OutputCheck
+    from mla_var3.runtime.compile import CompileReport
+    from mla_var3.runtime.profiling import ProfileResult, StageFigures
+
+Rows = list[tuple[object, ...]]
+
+STAGE_HEADERS = (
+    *("stage", "time", "spread", "predicted", "of roofline", "TFLOP/s", "GB/s"),
+    *("FLOPs", "bytes"),
+)
+COMPILE_HEADERS = (
+    *("kernel", "target", "registers", "stack", "shared memory", "threads"),
+    *("tensor core", "TMA", "verdict"),
+)
+CHECK_HEADERS = (
+    *("output", "relative error", "bound", "largest error", "bound"),
+    *("relative error of PyTorch", "outcome"),
+)
+
+
+def stage_rows(result: ProfileResult) -> Rows:
+    """Figures per stage, and of the whole when there are several."""
+    stages = list(result.stages)
+    if len(stages) != 1:
+        stages.append(result.total)
+    return [_stage_row(stage) for stage in stages]
+
+
+def _stage_row(stage: StageFigures) -> tuple[object, ...]:
+    share = None
+    if stage.time_us and stage.predicted_us:
+        share = f"{stage.predicted_us / stage.time_us:.0%}"
+    return (
+        stage.name,
+        microseconds(stage.time_us),
+        None if stage.spread_us is None else f"± {microseconds(stage.spread_us)}",
+        microseconds(stage.predicted_us),
+        share,
+        number(stage.tflops),
+        number(stage.gbps),
+        flop_count(stage.flops),
+        byte_count(stage.bytes),
+    )
+
+
+def stage_markdown(result: ProfileResult) -> str:
+    """Figures per stage as a markdown table."""
+    return table(STAGE_HEADERS, stage_rows(result))
+
+
+def stage_summary(result: ProfileResult) -> str:
+    """The whole run in one line."""
+    total = result.total
+    if total.time_us is None:
+        return f"predicted {microseconds(total.predicted_us)}"
+    text = (
+        f"{microseconds(total.time_us)}, {number(total.tflops)} TFLOP/s, {number(total.gbps)} GB/s"
+    )
+    if total.predicted_us:
+        text += f", predicted {microseconds(total.predicted_us)}"
+    return text
+
+
+def result_data(result: ProfileResult) -> dict[str, Any]:
+    """A profile, JSON-ready."""
+    return {
+        "kernel": result.kernel,
+        "mode": result.mode.value,
+        "stages": [_stage_data(stage) for stage in result.stages],
+        "total": _stage_data(result.total),
+        "check": None if result.check is None else check_data(result.check),
+        "record": result.record,
+        "out_dir": result.out_dir,
+    }
+
+
+def _stage_data(stage: StageFigures) -> dict[str, Any]:
+    return {
+        "name": stage.name,
+        "time_us": stage.time_us,
+        "spread_us": stage.spread_us,
+        "predicted_us": stage.predicted_us,
+        "flops": stage.flops,
+        "bytes": stage.bytes,
+        "tflops": stage.tflops,
+        "gbps": stage.gbps,
+        "extra": stage.extra,
+    }
+
+
+def check_rows(check: CheckResult) -> Rows:
+    """Errors and bounds per output."""
+    return [
+        (
+            f"{output.index} {list(output.shape)}",
+            number(output.error.relative_frobenius),
+            number(output.relative_bound),
+            number(output.error.max_abs),
+            number(output.max_bound),
+            number(output.baseline.relative_frobenius),
+            _outcome(output),
+        )
+        for output in check.outputs
+    ]
+
+
+def _outcome(output: OutputCheck) -> str:
+    if output.passed:
+        return "passed"
+    counts = {"NaN": output.error.nan_count, "wrong infinities": output.error.mismatched_inf}
+    found = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    return f"FAILED: {found}" if found else "FAILED"
+
+
+def check_markdown(check: CheckResult) -> str:
+    """Errors and bounds per output as a markdown table, and where the bounds come from."""
+    return (
+        table(CHECK_HEADERS, check_rows(check))
+        + "\nThe relative error is that of the Frobenius norm. A bound is twice the error that "
+        "the same computation has in PyTorch in the kernel's dtype, plus a small constant.\n"
+    )
+
+
+def check_summary(check: CheckResult) -> str:
+    """The check in one line."""
+    errors = ", ".join(
+        f"{number(o.error.relative_frobenius)} (bound {number(o.relative_bound)})"
+        for o in check.outputs
+    )
+    return f"check {'passed' if check.passed else 'FAILED'}, relative errors {errors}"
+
+
+def check_data(check: CheckResult) -> dict[str, Any]:
+    """A check, JSON-ready."""
+    return check.to_dict()
+
+
+def compile_reports(result: ProfileResult) -> list[CompileReport]:
+    """The compile reports of a static run, one per stage and target; empty in other modes."""
+    return [report for stage in result.stages for report in stage.extra.get("compile", ())]
+
+
+def compile_rows(reports: Sequence[CompileReport]) -> Rows:
+    """What each kernel became for each target."""
+    rows: Rows = []
+    for report in reports:
+        registers = report.registers
+        raised = report.consumer_registers
+        rows.append(
+            (
+                report.kernel,
+                report.target,
+                f"{registers} ({raised})" if raised and raised != registers else registers,
+                None if report.stack_bytes is None else f"{report.stack_bytes} B",
+                byte_count(report.shared_bytes),
+                report.threads,
+                report.tensor_core,
+                "yes" if report.uses_tma else "no",
+                report.verdict,
+            )
+        )
+    return rows
+
+
+def compile_markdown(reports: Sequence[CompileReport]) -> str:
+    """What each kernel became for each target as a markdown table, and how to read it."""
+    return (
+        table(COMPILE_HEADERS, compile_rows(reports))
+        + "\nRegisters per thread at launch, in brackets what the computing warps raise themselves "
+        "to. A stack above zero means spills.\n"
+    )

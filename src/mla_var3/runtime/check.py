@@ -1,0 +1,147 @@
+"""The check: outputs against the float32 reference, with a bound that PyTorch itself sets.
+
+A 16-bit kernel cannot be exact. How far it may be off is what the same computation in the kernel's
+dtype costs in plain PyTorch, twice that, plus a small absolute term.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mla_var3.errors import CheckFailedError, UnsupportedError
+from mla_var3.runtime.plan import KernelPlan
+from mla_var3.runtime.stage import Stage
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from mla_var3.op.compare import ErrorFigures
+
+FACTOR = 2.0
+RELATIVE_SLACK = 1e-5
+"""Added to the relative bound; a float32 output (log-sum-exp) has about 1e-7 of its own."""
+
+
+@dataclass(frozen=True)
+class OutputCheck:
+    """One output against its reference.
+
+    Attributes:
+        index: position among the outputs.
+        shape: its shape.
+        error: figures of the kernel.
+        baseline: figures of the same computation in PyTorch in the kernel's dtype.
+        relative_bound: largest relative Frobenius error that passes.
+        max_bound: largest absolute error that passes.
+    """
+
+    index: int
+    shape: tuple[int, ...]
+    error: ErrorFigures
+    baseline: ErrorFigures
+    relative_bound: float
+    max_bound: float
+
+    @property
+    def passed(self) -> bool:
+        """Within both bounds; NaN compares false and so never passes."""
+        return (
+            self.error.nan_count == 0
+            and self.error.mismatched_inf == 0
+            and self.error.relative_frobenius <= self.relative_bound
+            and self.error.max_abs <= self.max_bound
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures, JSON-ready."""
+        return {**dataclasses.asdict(self), "passed": self.passed}
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """The check of one run."""
+
+    outputs: tuple[OutputCheck, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every output passed."""
+        return all(output.passed for output in self.outputs)
+
+    def require(self) -> None:
+        """Raise CheckFailedError, with the figures, unless everything passed."""
+        failed = [output for output in self.outputs if not output.passed]
+        if failed:
+            raise CheckFailedError(
+                "; ".join(
+                    f"output {o.index}: relative error {o.error.relative_frobenius:.3g} "
+                    f"(bound {o.relative_bound:.3g}), largest {o.error.max_abs:.3g} "
+                    f"(bound {o.max_bound:.3g}), {o.error.nan_count} NaN, "
+                    f"{o.error.mismatched_inf} wrong infinities"
+                    for o in failed
+                )
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures of all outputs, JSON-ready."""
+        return {"passed": self.passed, "outputs": [output.to_dict() for output in self.outputs]}
+
+
+def poison_outputs(stage: Stage) -> None:
+    """Fill every kernel's floating-point outputs with NaN: what a kernel forgets to write shows."""
+    for kernel in stage.kernels():
+        for tensor in kernel.output_tensors:
+            if tensor.is_floating_point():
+                tensor.fill_(float("nan"))
+
+
+def check_stage(plan: KernelPlan, inputs: tuple[Tensor, ...], stage: Stage) -> CheckResult:
+    """Run a stage once on poisoned outputs and compare it with the plan's reference.
+
+    Raises:
+        UnsupportedError: the stage was planned without tensors.
+    """
+    import torch
+
+    from mla_var3.op.compare import compare
+
+    if stage.device_type == "meta":
+        raise UnsupportedError(f"{stage.name}: planned without tensors, nothing to check")
+    poison_outputs(stage)
+    stage.launch()
+    if stage.device_type == "cuda":
+        torch.cuda.synchronize()
+    references = plan.reference_fn(*inputs)
+    baselines = plan.reference_fn(*inputs, compute_dtype=_kernel_dtype(stage))
+    results = []
+    for index, (output, reference, baseline) in enumerate(
+        zip(stage.output_tensors, references, baselines, strict=True)
+    ):
+        own, other = compare(output, reference), compare(baseline, reference)
+        finite = reference[torch.isfinite(reference)]
+        largest = float(finite.abs().max()) if finite.numel() else 0.0
+        results.append(
+            OutputCheck(
+                index=index,
+                shape=tuple(output.shape),
+                error=own,
+                baseline=other,
+                relative_bound=FACTOR * other.relative_frobenius + RELATIVE_SLACK,
+                max_bound=FACTOR * other.max_abs + RELATIVE_SLACK * largest,
+            )
+        )
+    return CheckResult(tuple(results))
+
+
+def _kernel_dtype(stage: Stage) -> torch.dtype:
+    """The 16-bit dtype that the kernel computes in: that of its first floating-point input."""
+    import torch
+
+    for kernel in stage.kernels():
+        for tensor in kernel.input_tensors:
+            if tensor.is_floating_point():
+                return tensor.dtype
+    return torch.float32

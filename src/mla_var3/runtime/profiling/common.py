@@ -1,0 +1,174 @@
+"""What the profiling modes share: their arguments, the artifacts and the parts of a report."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mla_var3.runtime.environment import environment
+from mla_var3.runtime.files import write_atomic
+from mla_var3.runtime.markdown import front_matter, microseconds, number, table, write_json
+from mla_var3.runtime.paths import find_kernel, plan_class, profile_dir
+from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
+from mla_var3.runtime.workflow import RunOptions
+
+if TYPE_CHECKING:
+    from mla_var3.conf.devices import DeviceSpec
+    from mla_var3.runtime.check import CheckResult
+    from mla_var3.runtime.plan import KernelPlan
+    from mla_var3.runtime.stage import Stage
+    from mla_var3.runtime.workflow import Prepared
+
+
+def run_options(
+    options: RunOptions | None,
+    out_dir: str | Path | None,
+    label: str | None,
+    bench_runs: int | None,
+) -> RunOptions:
+    """The options of a run; the arguments of a mode's function win over `options`."""
+    changes: dict[str, Any] = {}
+    if out_dir is not None:
+        changes["out_dir"] = Path(out_dir)
+    if label is not None:
+        changes["label"] = label
+    if bench_runs is not None:
+        changes["bench_runs"] = bench_runs
+    return dataclasses.replace(options or RunOptions(), **changes)
+
+
+def plan_of_version(plan: KernelPlan, version: str | None) -> KernelPlan:
+    """The same problem in another version of the plan's design; None keeps the plan."""
+    if version is None:
+        return plan
+    kernel = plan.kernel_id
+    other = plan_class(find_kernel(kernel.design, version, kernel.language))
+    fields = {f.name for f in dataclasses.fields(other)}
+    found: KernelPlan = other(**{k: v for k, v in plan.params().items() if k in fields})
+    return found
+
+
+def open_folder(mode: NsightProfType, plan: KernelPlan, options: RunOptions) -> Path:
+    """The folder for the artifacts, created."""
+    if options.out_dir is None:
+        return profile_dir(mode.value, plan.name, plan.params_label(), options.label)
+    options.out_dir.mkdir(parents=True, exist_ok=True)
+    return options.out_dir
+
+
+def make_record(
+    mode: NsightProfType, plan: KernelPlan, device: DeviceSpec | None
+) -> dict[str, Any]:
+    """Identity, parameters and environment of a run, JSON-ready; figures are added to it."""
+    kernel = plan.kernel_id
+    return {
+        "kernel": kernel.full_name,
+        "design": kernel.design,
+        "version": kernel.version,
+        "language": kernel.language,
+        "prof_type": mode.value,
+        "device": device.name if device else None,
+        "params": plan.params(),
+        "environment": environment(),
+    }
+
+
+def write_artifacts(folder: Path, record: dict[str, Any], prepared: Prepared) -> None:
+    """`params.json`, and `tiling/` with the active tilings and the autotuning histories."""
+    write_json(folder / "params.json", record)
+    tiling_dir = folder / "tiling"
+    tiling_dir.mkdir(exist_ok=True)
+    for name, tiling in prepared.stage.tilings().items():
+        write_json(tiling_dir / f"{name}.json", tiling.to_dict())
+    for name, tuning in prepared.tuning.items():
+        if tuning.path.is_file():
+            (tiling_dir / name).mkdir(exist_ok=True)
+            write_atomic(tiling_dir / name / "autotuning.json", tuning.path.read_bytes())
+
+
+def stage_figures(
+    stage: Stage, time_us: float | None, spread_us: float | None, device: DeviceSpec, dtype: str
+) -> StageFigures:
+    """Figures of a stage beside its roofline on a device."""
+    cost = stage.cost()
+    return StageFigures(
+        name=stage.name,
+        time_us=time_us,
+        spread_us=spread_us,
+        flops=cost.flops,
+        bytes=cost.bytes,
+        predicted_us=stage.predict_us(device.sustained_tflops(dtype), device.sustained_gbps),
+    )
+
+
+def above_roofline(figures: StageFigures, stage: Stage, device: DeviceSpec, dtype: str) -> bool:
+    """Whether a time beats the device's specified peaks, which means that something is wrong."""
+    floor = stage.predict_us(device.peak_tflops(dtype), device.peak_gbps)
+    return figures.time_us is not None and figures.time_us < floor
+
+
+def header(title: str, record: dict[str, Any]) -> str:
+    """Top of a report: front matter for tools, a table for people."""
+    env = record["environment"]
+    versions = {name: v for name, v in env["versions"].items() if v is not None}
+    gpu = env["gpu"]
+    rows = [
+        ("device", record["device"] or "none: compiled and predicted only"),
+        ("problem", " ".join(f"{k}={v}" for k, v in record["params"].items() if v is not None)),
+        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
+        ("driver", gpu.get("driver_version") if gpu else None),
+        ("date", env["date"]),
+        ("command", f"`{env['command']}`"),
+    ]
+    matter = front_matter({key: record[key] for key in ("kernel", "prof_type", "device", "params")})
+    return f"{matter}\n# {title}\n\n" + table(("", ""), rows)
+
+
+def figures_table(result: ProfileResult) -> str:
+    """Measured against roofline, stage by stage and for the whole."""
+    stages = list(result.stages)
+    if len(stages) != 1:
+        stages.append(result.total)
+    rows = []
+    for stage in stages:
+        share = stage.predicted_us / stage.time_us if stage.time_us and stage.predicted_us else None
+        rows.append(
+            (
+                stage.name,
+                microseconds(stage.time_us),
+                None if stage.spread_us is None else f"± {microseconds(stage.spread_us)}",
+                microseconds(stage.predicted_us),
+                None if share is None else f"{share:.0%}",
+                number(stage.tflops),
+                number(stage.gbps),
+                number(stage.flops / stage.bytes if stage.bytes else None),
+            )
+        )
+    return table(
+        ("stage", "time", "spread", "roofline", "of roofline", "TFLOP/s", "GB/s", "FLOP/byte"), rows
+    )
+
+
+def tiling_table(stage: Stage) -> str:
+    """The tiling of every kernel."""
+    rows = [(name, tiling.label()) for name, tiling in stage.tilings().items()]
+    return table(("kernel", "tiling"), rows)
+
+
+def check_table(check: CheckResult) -> str:
+    """The check, output by output."""
+    return table(
+        ("output", "relative error", "bound", "largest error", "bound", "outcome"),
+        [
+            (
+                f"{o.index} {list(o.shape)}",
+                number(o.error.relative_frobenius),
+                number(o.relative_bound),
+                number(o.error.max_abs),
+                number(o.max_bound),
+                "passed" if o.passed else f"FAILED ({o.error.nan_count} NaN)",
+            )
+            for o in check.outputs
+        ],
+    )

@@ -1,0 +1,119 @@
+"""Event mode: times by CUDA events, end to end through the runtime, beside the roofline."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mla_var3.errors import UnsupportedError
+from mla_var3.runtime.compile import compile_report
+from mla_var3.runtime.files import write_atomic
+from mla_var3.runtime.markdown import microseconds
+from mla_var3.runtime.measure import time_gpu
+from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
+from mla_var3.runtime.profiling.common import (
+    above_roofline,
+    check_table,
+    figures_table,
+    header,
+    make_record,
+    open_folder,
+    plan_of_version,
+    run_options,
+    stage_figures,
+    tiling_table,
+    write_artifacts,
+)
+from mla_var3.runtime.workflow import RunOptions, pick_device, prepare
+
+if TYPE_CHECKING:
+    from mla_var3.conf.devices import DeviceSpec
+    from mla_var3.runtime.plan import KernelPlan
+    from mla_var3.runtime.stage import Stage
+
+
+def event_profile_plan(
+    plan: KernelPlan,
+    out_dir: str | Path | None = None,
+    version: str | None = None,
+    label: str | None = None,
+    bench_runs: int | None = None,
+    *,
+    options: RunOptions | None = None,
+) -> ProfileResult:
+    """Tune, check when asked, and time a plan on the current GPU.
+
+    Args:
+        plan: what to run.
+        out_dir: folder for the artifacts.
+        version: another version of the plan's design to run instead.
+        label: suffix of the artifact folder.
+        bench_runs: timed repetitions.
+        options: everything else.
+    """
+    run = run_options(options, out_dir, label, bench_runs)
+    if pick_device(run.device) != "cuda":
+        raise UnsupportedError(
+            "prof_type: expected a GPU for event mode, got the CPU; static mode needs none"
+        )
+    prepared = prepare(plan_of_version(plan, version), run)
+    if prepared.check is not None:
+        prepared.check.require()  # never time a wrong result
+    stage, chosen, spec = prepared.stage, prepared.plan, prepared.require_device()
+    dtype = str(getattr(chosen, "dtype", "bfloat16"))
+    kernels = list(stage.kernels())
+    total = _timed(stage, spec, dtype, run.bench_runs)
+    stages = [total]
+    if len(kernels) > 1:
+        stages = [_timed(kernel, spec, dtype, run.bench_runs) for kernel in kernels]
+    folder = open_folder(NsightProfType.EVENT, chosen, run)
+    record = make_record(NsightProfType.EVENT, chosen, spec)
+    result = ProfileResult(
+        kernel=chosen.name,
+        mode=NsightProfType.EVENT,
+        total=total,
+        stages=stages,
+        out_dir=folder,
+        check=prepared.check,
+        record=record,
+    )
+    record["total"] = vars(total)
+    record["stages"] = [vars(figures) for figures in stages]
+    record["tilings"] = {name: tiling.to_dict() for name, tiling in stage.tilings().items()}
+    record["check"] = prepared.check.to_dict() if prepared.check else None
+    record["above_roofline"] = above_roofline(total, stage, spec, dtype)
+    for kernel in kernels:
+        compile_report(kernel, spec.target, artifacts_dir=folder / "compiled" / kernel.name)
+    write_artifacts(folder, record, prepared)
+    write_atomic(folder / "report.md", _report(result, stage, spec, dtype))
+    return result
+
+
+def _timed(stage: Stage, spec: DeviceSpec, dtype: str, runs: int | None) -> StageFigures:
+    timing = time_gpu(stage.launch, runs=runs)
+    figures = stage_figures(stage, timing.median_us, timing.spread_us, spec, dtype)
+    figures.extra["timing"] = timing.to_dict()
+    return figures
+
+
+def _report(result: ProfileResult, stage: Stage, spec: DeviceSpec, dtype: str) -> str:
+    timing = result.total.extra["timing"]
+    parts = [
+        header(f"{result.kernel}, event mode", result.record),
+        "## Measured against roofline\n",
+        figures_table(result),
+        f"Median of {timing['runs']} runs by CUDA events, L2 cache cold, spread is half the distance "
+        "from the 10th to the 90th percentile. The whole is timed as launched by the runtime, each "
+        "stage also alone. The roofline takes the rates that the device sustains: "
+        f"{spec.sustained_tflops(dtype):.0f} TFLOP/s and {spec.sustained_gbps:.0f} GB/s; specified "
+        f"peaks are {spec.peak_tflops(dtype):.0f} TFLOP/s and {spec.peak_gbps:.0f} GB/s.\n",
+    ]
+    if result.record["above_roofline"]:
+        parts.append(
+            f"**Faster than the specified peaks allow** ({microseconds(result.total.time_us)}): "
+            "treat this measurement as wrong until explained.\n"
+        )
+    parts += ["## Tiling\n", tiling_table(stage)]
+    if result.check is not None:
+        parts += ["## Check\n", check_table(result.check)]
+    return "\n".join(parts)

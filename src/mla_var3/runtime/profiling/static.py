@@ -1,0 +1,165 @@
+"""Static mode: no GPU. Compile report per stage and target, roofline prediction per device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mla_var3.conf.devices import DeviceSpec, device_spec, load_devices
+from mla_var3.runtime.compile import CompileReport, compile_report
+from mla_var3.runtime.files import write_atomic
+from mla_var3.runtime.markdown import byte_count, microseconds, number, table
+from mla_var3.runtime.profiling import NsightProfType, ProfileResult
+from mla_var3.runtime.profiling.common import (
+    header,
+    make_record,
+    open_folder,
+    plan_of_version,
+    run_options,
+    stage_figures,
+    tiling_table,
+    write_artifacts,
+)
+from mla_var3.runtime.workflow import Prepared, RunOptions, planning_device
+
+if TYPE_CHECKING:
+    from mla_var3.runtime.plan import KernelPlan
+    from mla_var3.runtime.stage import Stage
+
+
+def static_profile_plan(
+    plan: KernelPlan,
+    out_dir: str | Path | None = None,
+    version: str | None = None,
+    label: str | None = None,
+    bench_runs: int | None = None,
+    *,
+    options: RunOptions | None = None,
+) -> ProfileResult:
+    """Compile every stage for every target, and predict; `bench_runs` has no meaning here.
+
+    Each target is planned for a device that has it, so model-driven fields and default tilings are
+    those that such a device would get.
+    """
+    run = run_options(options, out_dir, label, bench_runs)
+    plan = plan_of_version(plan, version)
+    here = planning_device()
+    dtype = str(getattr(plan, "dtype", "bfloat16"))
+    folder = open_folder(NsightProfType.STATIC, plan, run)
+    reports: list[CompileReport] = []
+    sections: list[str] = []
+    total = len(run.targets)
+    for done, target in enumerate(run.targets):
+        spec = _device_for(target, here)
+        stage = _empty(plan, target, spec, dtype)
+        for kernel in stage.kernels():
+            run.progress("compile", done, total, f"{kernel.name} for {target}")
+            artifacts = folder / "compiled" / kernel.name
+            reports.append(compile_report(kernel, target, artifacts_dir=artifacts))
+        sections.append(f"### {target}, planned for {spec.name}\n\n{tiling_table(stage)}")
+    run.progress("compile", total, total, "done")
+
+    stage = _empty(plan, here.target, here, dtype)
+    chosen = plan.on_device(here).for_target(here.target)
+    record = make_record(NsightProfType.STATIC, chosen, None)
+    record["planned_for"] = here.name
+    record["compile"] = [report.to_dict() for report in reports]
+    predictions = {
+        spec.name: _empty(plan, spec.target, spec, dtype).predict_us(
+            spec.sustained_tflops(dtype), spec.sustained_gbps
+        )
+        for spec in load_devices().values()
+    }
+    record["predicted_us"] = predictions
+    result = ProfileResult(
+        kernel=plan.name,
+        mode=NsightProfType.STATIC,
+        total=stage_figures(stage, None, None, here, dtype),
+        stages=[stage_figures(kernel, None, None, here, dtype) for kernel in stage.kernels()],
+        out_dir=folder,
+        record=record,
+    )
+    for figures in result.stages:
+        figures.extra["compile"] = [r for r in reports if r.kernel == figures.name]
+    write_artifacts(folder, record, Prepared(chosen, (), stage, None))
+    parts = [
+        header(f"{plan.name}, static mode", record),
+        "## Compile report\n",
+        compile_table(reports),
+        "Read from the machine code. A stack means spilled registers.\n",
+        "## Prediction\n",
+        _prediction_table(result, predictions, here),
+        "## Tilings\n",
+        *sections,
+    ]
+    write_atomic(folder / "report.md", "\n".join(parts))
+    return result
+
+
+def _device_for(target: str, here: DeviceSpec) -> DeviceSpec:
+    """The device that a target's plan assumes: this one if it fits, else the first in the table."""
+    if here.target == target:
+        return here
+    return next((spec for spec in load_devices().values() if spec.target == target), here)
+
+
+def _empty(plan: KernelPlan, target: str, spec: DeviceSpec, dtype: str) -> Stage:
+    chosen = plan.on_device(spec).for_target(target)
+    return chosen.plan_empty(spec.sustained_tflops(dtype), spec.sustained_gbps)
+
+
+def compile_table(reports: list[CompileReport]) -> str:
+    """Resources and instruction mix per kernel and target."""
+    rows = []
+    for r in reports:
+        mix = " ".join(f"{name} {count}" for name, count in r.instructions.items() if count)
+        rows.append(
+            (
+                r.kernel,
+                r.target,
+                r.registers,
+                r.stack_bytes,
+                byte_count(r.shared_bytes),
+                r.threads,
+                r.tensor_core,
+                "yes" if r.uses_tma else "no",
+                r.verdict,
+                mix,
+            )
+        )
+    return table(
+        ("kernel", "target", "registers", "stack bytes", "shared memory", "threads", "tensor core",
+         "TMA", "verdict", "instructions"),
+        rows,
+    )  # fmt: skip
+
+
+def _prediction_table(
+    result: ProfileResult, predictions: dict[str, float], here: DeviceSpec
+) -> str:
+    stages = [*result.stages, result.total] if len(result.stages) > 1 else result.stages
+    per_stage = table(
+        ("stage", f"roofline on {here.name}", "GFLOP", "MB", "FLOP/byte"),
+        [
+            (
+                s.name,
+                microseconds(s.predicted_us),
+                number(s.flops / 1e9),
+                number(s.bytes / 1e6),
+                number(s.flops / s.bytes if s.bytes else None),
+            )
+            for s in stages
+        ],
+    )
+    per_device = table(
+        ("device", "predicted", "rates"),
+        [
+            (name, microseconds(value), "sustained" if device_spec(name).has_sustained else "peak")
+            for name, value in predictions.items()
+        ],
+    )
+    note = (
+        "Predictions assume perfect overlap, at the rates that a device was measured to sustain "
+        "or, where none were measured, at its specified peaks (then they are too short).\n"
+    )
+    return f"{per_stage}\n{per_device}\n{note}"
