@@ -67,7 +67,7 @@ class MlaPlan(KernelPlan):
         return make_inputs(self.problem(), device, seed=self.seed)
 
     def cpu_check_plan(self) -> Self:
-        """At most two requests of a few tiles each, one of them short, sizes not multiples of any."""
+        """At most two requests of a few tiles each, one of them short."""
         b, t = min(self.b, 2), min(self.t, 150)
         lengths = (t, max(1, t // 3))[:b]
         return self.copy(b=b, s=min(self.s, 5), t=t, h=min(self.h, 24), lengths=lengths)

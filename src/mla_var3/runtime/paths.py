@@ -63,7 +63,7 @@ class KernelId:
 
 
 def split_full_name(name: str) -> tuple[str, int]:
-    """ "mla_var6_plus_v4" -> ("mla_var6_plus", 4); a base name has number 0."""
+    """Design and number of a full name: `mla_var6_plus_v4` has 4, a base name has 0."""
     match = _VERSION.match(name)
     return (match["design"], int(match["number"])) if match else (name, 0)
 

@@ -102,8 +102,8 @@ def _report(result: ProfileResult, stage: Stage, spec: DeviceSpec, dtype: str) -
         header(f"{result.kernel}, event mode", result.record),
         "## Measured against roofline\n",
         figures_table(result),
-        f"Median of {timing['runs']} runs by CUDA events, L2 cache cold, spread is half the distance "
-        "from the 10th to the 90th percentile. The whole is timed as launched by the runtime, each "
+        f"Median of {timing['runs']} runs by CUDA events, L2 cache cold; the spread is half the "
+        "distance from the 10th to the 90th percentile. The whole is timed as launched, each "
         "stage also alone. The roofline takes the rates that the device sustains: "
         f"{spec.sustained_tflops(dtype):.0f} TFLOP/s and {spec.sustained_gbps:.0f} GB/s; specified "
         f"peaks are {spec.peak_tflops(dtype):.0f} TFLOP/s and {spec.peak_gbps:.0f} GB/s.\n",

@@ -201,9 +201,7 @@ def log_sum_exp(m, l):  # noqa: E741
 
 
 def store_column_parts(rows, index, acc_parts, l, BM, KP, PARTS):  # noqa: E741
-    """Store normalised PARTS tiles [BM, KP] into `rows` [..., s*h, K] at tile `index`, which leaves
-    out the column.
-    """
+    """Store normalised PARTS tiles [BM, KP] into `rows` [..., s*h, K] at the row tile `index`."""
     lead = ct.static_eval((1,) * (len(index) - 1))
     for i in ct.static_iter(range(PARTS)):
         out = normalise(acc_parts[i], l).astype(rows.dtype)

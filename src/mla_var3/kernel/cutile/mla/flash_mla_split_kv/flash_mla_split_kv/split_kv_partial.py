@@ -45,7 +45,8 @@ def split_kv_partial(
     scale_log2e: float, s: int, splits: int, H: ConstInt, CAUSAL: ConstBool,
     BM: ConstInt, BN: ConstInt, KP: ConstInt, PARTS: ConstInt, P: ConstInt,
 ):  # fmt: skip
-    # q_latent [b, s*h, K], q_rope [b, s*h, P], o_partial [b, splits, s*h, K], lse_partial [b, splits, s*h]
+    # q_latent [b, s*h, K], q_rope [b, s*h, P]
+    # o_partial [b, splits, s*h, K], lse_partial [b, splits, s*h]
     row_tile = ct.bid(0)
     share = ct.bid(1)
     request = ct.bid(2)
@@ -88,10 +89,8 @@ class CtSplitKVPartial(MlaPlan):
         slots = torch.arange(self.t, device=c_kv.device)
         outs, lses = [], []
         for share in range(self.splits):
-            begin = (share * share_slots)[:, None]
-            inside = (slots >= begin) & (
-                slots < torch.minimum(begin + share_slots[:, None], lengths[:, None])
-            )
+            begin, end = (share * share_slots)[:, None], ((share + 1) * share_slots)[:, None]
+            inside = (slots >= begin) & (slots < end) & (slots < lengths[:, None])
             segment = KvSegment(
                 q=torch.cat([q_latent, q_rope], dim=-1),
                 keys=torch.cat([c_kv, k_rope], dim=-1)[:, None],

@@ -48,7 +48,8 @@ class SplitKVReduceTiling(Tiling):
 def split_kv_reduce(
     o_partial, lse_partial, o_latent, lse, splits: int, SP: ConstInt, BR: ConstInt, KC: ConstInt
 ):  # fmt: skip
-    # o_partial [b, splits, s*h, K], lse_partial [b, splits, s*h], o_latent [b, s*h, K], lse [b, s*h]
+    # o_partial [b, splits, s*h, K], lse_partial [b, splits, s*h]
+    # o_latent [b, s*h, K], lse [b, s*h]
     row_tile = ct.bid(0)
     column_tile = ct.bid(1)
     request = ct.bid(2)

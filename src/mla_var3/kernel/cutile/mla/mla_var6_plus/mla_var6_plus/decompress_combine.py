@@ -53,9 +53,9 @@ class DecompressCombineTiling(Tiling):
 def decompress_combine(
     o_latent, lse_latent, o_new, lse_new, w_uv, o, lse,
     HAS_LATENT: ConstBool, HAS_NEW: ConstBool,
-    CM: ConstInt, CK: ConstInt, K: ConstInt, D: ConstInt,
+    CM: ConstInt, CK: ConstInt, STEPS: ConstInt, D: ConstInt,
 ):  # fmt: skip
-    # o_latent [b*s, h, K], lse_latent [b*s, h], o_new [b*s, h, D], w_uv [h, K, D], o [b*s, h, D]
+    # o_latent [b*s, h, K], K = STEPS * CK, lse_latent [b*s, h], o_new [b*s, h, D], w_uv [h, K, D]
     row_tile = ct.bid(0)
     head = ct.bid(1)
     acc = ct.zeros((CM, D), dtype=ct.float32)
@@ -65,7 +65,7 @@ def decompress_combine(
         latent = ct.load(
             lse_latent, (row_tile, head), (CM, 1), padding_mode=ct.PaddingMode.NEG_INF
         ) * LOG2_E  # fmt: skip
-        for step in range(K // CK):
+        for step in range(STEPS):
             # x [CM, CK], w [CK, D]
             x = ct.load(
                 o_latent, (row_tile, head, step), (CM, 1, CK), padding_mode=ct.PaddingMode.ZERO
@@ -173,7 +173,7 @@ class CtDecompressCombine(MlaPlan):
                 self.parts != "latent",
                 tiling.Cm,
                 tiling.Ck,
-                k,
+                k // tiling.Ck,
                 d,
             )
 
