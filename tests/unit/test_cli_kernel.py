@@ -14,6 +14,7 @@ import pytest
 from mla_var3.cli import console, kernel
 from mla_var3.cli.options import RUN_OPTIONS, Request, build_parser, build_request, plan_options
 from mla_var3.cli.parsing import parse
+from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.op.compare import ErrorFigures
 from mla_var3.op.cost import Cost
@@ -105,10 +106,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(kernel, "profile_plan", machine.profile_plan)
     monkeypatch.setattr(kernel, "prepare", machine.prepare)
     monkeypatch.setattr("mla_var3.runtime.workflow.cuda_available", lambda: machine.gpu)
-    monkeypatch.setattr(
-        "mla_var3.runtime.workflow.current_device_spec",
-        lambda: kernel.planning_device.__globals__["device_spec"]("NVIDIA H200"),
-    )
+    for module in ("mla_var3.runtime.workflow", "mla_var3.cli.kernel"):
+        monkeypatch.setattr(f"{module}.current_device_spec", lambda: device_spec("NVIDIA H200"))
     monkeypatch.delenv(console.TRACEBACK_VARIABLE, raising=False)
     return machine
 
@@ -135,7 +134,9 @@ def request_for(*argv: str) -> Request:
         (["--prof_type=static"], False, STATIC, True, False, True),
         (["--prof_type=disabled", "--check"], False, DISABLED, True, False, True),
         (["--prof_type=disabled", "--check", "--device=cpu"], False, DISABLED, True, False, False),
+        (["--prof_type=disabled", "--device=cpu"], False, DISABLED, True, False, False),
         (["--prof_type=event"], True, EVENT, False, False, False),
+        (["--prof_type=event"], False, EVENT, True, False, False),
     ],
 )
 def test_routes(
@@ -167,9 +168,28 @@ def test_tiling_options_on_a_gpu_need_no_autotune() -> None:
     kernel.choose_route(request_for("--Bm=32"), has_gpu=False)
 
 
+def test_a_given_tiling_that_gives_way_is_announced() -> None:
+    class Picky(FakePlan):
+        def _default_tiling(self, name: str) -> FakeTiling | None:
+            return FakeTiling(16) if self._target == "sm_120" else None
+
+    request = request_for("--Bm=64")
+    request.plan = Picky()
+    (line,) = kernel.replaced_tilings(request, ("sm_90", "sm_120"))
+    assert line.startswith("sm_120: tiling Bm=64") and line.endswith("sm_120: Bm=16")
+    request.plan = Picky(tiling=FakeTiling(32))
+    assert kernel.replaced_tilings(request, ("sm_90", "sm_120")) == []
+
+
 def test_targets_are_only_for_static_mode() -> None:
     with pytest.raises(console.UsageError, match="--target"):
         kernel.choose_route(request_for("--target=sm_90", "--prof_type=event"), has_gpu=True)
+
+
+def test_a_mode_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NsightProfType, "available", property(lambda mode: mode is STATIC))
+    with pytest.raises(console.UsageError, match="--prof_type: this version has static, got ncu"):
+        kernel.choose_route(request_for("--prof_type=ncu"), has_gpu=True)
 
 
 def test_cuda_without_a_gpu_is_refused(machine: Machine) -> None:
@@ -189,7 +209,7 @@ def test_without_a_gpu_it_says_what_it_does(
         "no GPU here: static mode (compile report + prediction) and the check on the CPU "
         "interpreter" in out
     )
-    assert "b=5000 is 5 GFLOP, too much for the interpreter: the check uses b=2" in out
+    assert "b=5000 is 5 GFLOP, too much for the interpreter: it runs b=2 instead" in out
     assert "check on the CPU interpreter: b=2" in out
     assert "check passed" in out
     assert str(Path("some/where/report.md")) in out

@@ -12,6 +12,7 @@ from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.report.overview_plots import (
     crossover_panels,
     dense_s_values,
+    dense_sweeps,
     rates_text,
     speedup_series,
 )
@@ -125,10 +126,13 @@ def test_what_the_plots_of_the_main_job_show() -> None:
     assert dense_s_values(8, 2) == [1, 2, 3, 4, 6, 8]
     assert {1, 2, 4, 8, 16, 32, 64, 128, 256} <= set(dense_s_values())
     entry = sweep(PROBLEM, next(iter(load_devices().values())), (1, 16, 256))
+    (dense,) = dense_sweeps([entry])
+    assert dense.s_values == tuple(dense_s_values()) and dense.crossovers == entry.crossovers
+    assert dense.at(16) == entry.at(16)
     (only,) = crossover_panels([entry])
     assert only.title in entry.device
     assert rates_text(entry.compute, entry.memory) == only.subtitle
     assert only.regions[0].start == 1 and only.regions[-1].end == 256
     ((device, points),) = speedup_series([entry]).items()
-    assert device == entry.device
+    assert f"NVIDIA {device}" == entry.device
     assert dict(points)[16.0] > 1.0

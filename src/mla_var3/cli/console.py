@@ -183,7 +183,7 @@ class ProgressReporter:
         now = time.monotonic()
         if what not in self._started:
             self._started[what] = self._last_line = now
-            note(f"{what}: {total} steps")
+            note(f"{what}: {total} step{'' if total == 1 else 's'}")
         if done >= total:
             note(f"{what}: done in {now - self._started.pop(what):.1f} s")
         elif now - self._last_line > _HEARTBEAT_S:

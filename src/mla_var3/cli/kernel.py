@@ -31,6 +31,7 @@ from mla_var3.runtime.profiling import NsightProfType, ProfileResult, default_mo
 from mla_var3.runtime.workflow import (
     RunOptions,
     cuda_available,
+    current_device_spec,
     pick_device,
     planning_device,
     prepare,
@@ -150,7 +151,7 @@ class Route:
         mode: profiling mode.
         on_cpu: whether kernels run, if at all, in the interpreter.
         check: whether the check runs beside the mode, on the CPU.
-        may_shrink: whether a problem too large for the interpreter is checked at smaller sizes.
+        may_shrink: whether a problem too large for the interpreter may be run at smaller sizes.
         message: what to tell the user about the choice.
     """
 
@@ -173,6 +174,9 @@ def choose_route(request: Request, has_gpu: bool) -> Route:
     mode = request.mode
     if mode is None:
         mode = NsightProfType.STATIC if compile_only else default_mode("cpu" if on_cpu else "cuda")
+    if not mode.available:
+        offered = ", ".join(m.value for m in NsightProfType if m.available)
+        raise UsageError(f"--prof_type: this version has {offered}, got {mode.value}")
     if compile_only and mode is not NsightProfType.STATIC:
         raise UsageError(f"--target: only for --prof_type=static, got {mode.value}")
     static = mode is NsightProfType.STATIC
@@ -193,7 +197,9 @@ def choose_route(request: Request, has_gpu: bool) -> Route:
         mode=mode,
         on_cpu=on_cpu,
         check=static and (request.run.check or by_default),
-        may_shrink=on_cpu and not (device == "cpu" and request.run.check),
+        may_shrink=on_cpu
+        and mode in (NsightProfType.STATIC, NsightProfType.DISABLED)
+        and not (device == "cpu" and (request.run.check or request.mode is not None)),
         message=message,
     )
 
@@ -208,6 +214,10 @@ def execute(request: Request) -> int:
     show_log()
     plan, run = request.plan, request.run
     static = route.mode is NsightProfType.STATIC
+    if request.tilings_chosen and (static or not route.on_cpu):
+        targets = run.targets if static else (current_device_spec().target,)
+        for line in replaced_tilings(request, targets):
+            say(line, "yellow")
     if route.may_shrink and not static:
         plan = checkable(plan)
     with ProgressReporter() as progress:
@@ -224,6 +234,25 @@ def execute(request: Request) -> int:
         ok = _check_beside(plan, run, route) and ok
     print_where(result)
     return EXIT_OK if ok and compiled(result) else EXIT_FAILED
+
+
+def replaced_tilings(request: Request, targets: Sequence[str]) -> list[str]:
+    """Tilings that a target's default replaces although they were given.
+
+    A plan cannot tell a tiling that was spelled out from the default of its class when both have
+    the same values; the user has to know which one runs.
+    """
+    found = []
+    for target in targets:
+        used = request.plan.for_target(target).tiling_fields()
+        for name in request.tilings_chosen:
+            given = getattr(request.plan, name)
+            if used[name] != given:
+                found.append(
+                    f"{target}: {name} {given.label()} equals the general default and gives way "
+                    f"to the default for {target}: {used[name].label()}"
+                )
+    return found
 
 
 def _check_beside(plan: KernelPlan, run: RunOptions, route: Route) -> bool:
@@ -256,8 +285,8 @@ def checkable(plan: KernelPlan) -> KernelPlan:
         return plan
     small = plan.cpu_check_plan()
     say(
-        f"{describe_sizes(plan)} is {flops / 1e9:.3g} GFLOP, too much for the interpreter: the "
-        f"check uses {describe_sizes(small)}; --device=cpu --check runs the full problem"
+        f"{describe_sizes(plan)} is {flops / 1e9:.3g} GFLOP, too much for the interpreter: it runs "
+        f"{describe_sizes(small)} instead; --device=cpu --check runs the full problem"
     )
     return small
 

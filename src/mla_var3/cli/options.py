@@ -242,6 +242,7 @@ class Request:
         mode: the profiling mode that was asked for, None to choose.
         given: names of the options that were given.
         tiling_given: the tiling options among them.
+        tilings_chosen: fields of the plan whose tilings they set.
     """
 
     plan: KernelPlan
@@ -249,6 +250,7 @@ class Request:
     mode: NsightProfType | None
     given: frozenset[str]
     tiling_given: tuple[str, ...]
+    tilings_chosen: tuple[str, ...] = ()
 
 
 def build_request(options: PlanOptions, values: dict[str, Any]) -> Request:
@@ -273,7 +275,14 @@ def build_request(options: PlanOptions, values: dict[str, Any]) -> Request:
     if changes:
         plan = plan.copy(**changes)
     mode = parse_mode(values["prof_type"]) if "prof_type" in values else None
-    return Request(plan, run_options(plan, values), mode, frozenset(values), tuple(tiling_given))
+    return Request(
+        plan,
+        run_options(plan, values),
+        mode,
+        frozenset(values),
+        tuple(tiling_given),
+        tuple(tiling_changes),
+    )
 
 
 def run_options(plan: KernelPlan, values: dict[str, Any]) -> RunOptions:

@@ -5,17 +5,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from rich.table import Table
-
-from mla_var3.cli.console import (
-    EXIT_FAILED,
-    EXIT_OK,
-    ProgressReporter,
-    say,
-    show_log,
-    stdout,
-)
+from mla_var3.cli.console import EXIT_FAILED, EXIT_OK, ProgressReporter, say, show_log
+from mla_var3.cli.render import print_table
+from mla_var3.report import figures
 from mla_var3.report.overview import KERNEL, OverviewOptions, OverviewResult, Step, run_overview
+from mla_var3.report.overview_page import MEASURED_HEADERS, measured_rows
+from mla_var3.runtime.markdown import microseconds
 from mla_var3.runtime.workflow import RunOptions, pick_device
 
 _STYLES = {"ok": "green", "failed": "bold red", "skipped": "yellow"}
@@ -69,19 +64,30 @@ def _ended(step: Step) -> None:
 
 
 def _print_summary(result: OverviewResult) -> None:
-    table = Table(title="summary", title_justify="left")
-    for title in ("step", "outcome", "seconds", "result"):
-        table.add_column(title, justify="right" if title == "seconds" else "left")
-    for step in result.steps:
-        table.add_row(
-            step.title,
-            step.status,
-            f"{step.seconds:.1f}",
-            step.reason or step.summary,
-            style=_STYLES[step.status] if step.status != "ok" else "",
-        )
-    stdout().print(table)
+    if result.measured:
+        print_table("measured beside predicted", MEASURED_HEADERS, measured_rows(result.measured))
+    if result.compiled:
+        print_table("compiled", figures.COMPILE_HEADERS, figures.compile_rows(result.compiled))
+    if result.sweeps:
+        _print_predictions(result)
+    rows = [
+        (step.title, step.status, f"{step.seconds:.1f}", step.reason or step.summary)
+        for step in result.steps
+    ]
+    print_table("summary", ("step", "outcome", "seconds", "result"), rows)
     for plot in result.plots:
         if plot.suffix == ".png":
             say(f"plot:   {plot}")
     say(f"report: {result.report}", "bold")
+
+
+def _print_predictions(result: OverviewResult) -> None:
+    s = result.sweeps[0].problem.s
+    rows = []
+    for entry in result.sweeps:
+        times = entry.at(s)
+        shown = (microseconds(prediction.end_to_end_us) for prediction in times.values())
+        device = entry.device.removeprefix("NVIDIA ")
+        rows.append((device, *shown, times[KERNEL].n, entry.range_of(KERNEL)))
+    headers = ("device", *result.sweeps[0].predictions, "n", f"{KERNEL} fastest")
+    print_table(f"predicted end to end, s={s} (predictions, not measurements)", headers, rows)

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from mla_var3.cli.console import say, stdout
 from mla_var3.report import figures
+from mla_var3.runtime.markdown import microseconds
 
 if TYPE_CHECKING:
     from mla_var3.runtime.check import CheckResult
@@ -33,7 +34,14 @@ def print_result(result: ProfileResult) -> None:
     if reports:
         print_table("compile report", figures.COMPILE_HEADERS, figures.compile_rows(reports))
     title = f"{result.kernel}, {result.mode.value} mode"
+    device = result.record.get("device") or result.record.get("planned_for")
+    if device:
+        title += f", {device}"
     print_table(title, figures.STAGE_HEADERS, figures.stage_rows(result))
+    predicted = result.record.get("predicted_us")
+    if predicted:
+        each = ", ".join(f"{name} {microseconds(time_us)}" for name, time_us in predicted.items())
+        say(f"predicted, not measured: {each}")
 
 
 def print_check(check: CheckResult, title: str) -> None:

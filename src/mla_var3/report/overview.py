@@ -29,6 +29,7 @@ from mla_var3.report.overview_plots import (
 from mla_var3.report.plots import crossover_plot, line_plot
 from mla_var3.report.sweep import S_VALUES, DeviceSweep, device_rates, sweep
 from mla_var3.runtime import paths
+from mla_var3.runtime.compile import CompileReport
 from mla_var3.runtime.environment import environment
 from mla_var3.runtime.files import write_atomic
 from mla_var3.runtime.markdown import byte_count, microseconds, write_json
@@ -57,6 +58,8 @@ QUICK_CPU_SIZES = {"b": 2, "s": 2, "t": 100, "h": 8}
 _MEMORY_FACTOR = 3.0
 
 StepHook = Callable[["Step"], None]
+Measured = tuple[str, float, float | None]
+"""Kernel, measured and predicted microseconds."""
 
 
 @dataclass
@@ -108,12 +111,25 @@ class Step:
 
 @dataclass
 class OverviewResult:
-    """Where the report lies and how the steps went."""
+    """Where the report lies and what is in it.
+
+    Attributes:
+        folder: folder of the report.
+        report: the markdown page.
+        steps: the steps in order.
+        plots: image files.
+        compiled: what the kernels became per target.
+        sweeps: predictions per device.
+        measured: kernel, measured and predicted microseconds.
+    """
 
     folder: Path
     report: Path
     steps: list[Step]
     plots: list[Path]
+    compiled: list[CompileReport]
+    sweeps: list[DeviceSweep]
+    measured: list[Measured]
 
     @property
     def ok(self) -> bool:
@@ -129,7 +145,8 @@ class _Job:
     steps: list[Step] = field(default_factory=list)
     plots: list[Path] = field(default_factory=list)
     sweeps: list[DeviceSweep] = field(default_factory=list)
-    measured: list[tuple[str, float, float | None]] = field(default_factory=list)
+    measured: list[Measured] = field(default_factory=list)
+    compiled: list[CompileReport] = field(default_factory=list)
 
     def do(self, name: str, title: str, action: Callable[..., None], *arguments: object) -> None:
         step = Step(name, title)
@@ -207,7 +224,7 @@ def _compile(job: _Job, step: Step) -> None:
         progress=job.options.progress,
     )
     result = profile_plan(plan, NsightProfType.STATIC, options)
-    reports = figures.compile_reports(result)
+    reports = job.compiled = figures.compile_reports(result)
     step.text = (
         "Compiled ahead of time, without a GPU; figures read from the machine code. Artifacts: "
         "[static](static/report.md).\n\n" + figures.compile_markdown(reports)
@@ -285,7 +302,7 @@ def _plot(job: _Job, step: Step) -> None:
     if not job.sweeps:
         raise UnsupportedError("plots need the predictions, which failed")
     sizes = ", ".join(f"{name}={value}" for name, value in job.sizes.items() if name != "s")
-    dense = dense_sweeps(_problem(job), load_devices().values())
+    dense = dense_sweeps(job.sweeps)
     job.plots += crossover_plot(
         crossover_panels(dense),
         job.folder / "crossover",
@@ -294,10 +311,11 @@ def _plot(job: _Job, step: Step) -> None:
     job.plots += line_plot(
         speedup_series(dense),
         job.folder / "speedup",
-        title=f"Predicted gain of {KERNEL} over the better pure path, {sizes}",
+        title=f"{KERNEL}: predicted gain over the better pure path\n{sizes}",
         x_label="query tokens per request, s",
         y_label="time of the better pure path / time of mla_var6_plus",
         log_x=True,
+        reference=1.0,
     )
     step.data = [path.name for path in job.plots]
     step.summary = ", ".join(path.name for path in job.plots)
@@ -331,4 +349,6 @@ def _write(job: _Job, env: dict[str, Any]) -> OverviewResult:
             "plots": [path.name for path in job.plots],
         },
     )
-    return OverviewResult(job.folder, report, job.steps, job.plots)
+    return OverviewResult(
+        job.folder, report, job.steps, job.plots, job.compiled, job.sweeps, job.measured
+    )

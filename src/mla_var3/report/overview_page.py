@@ -112,17 +112,26 @@ def prediction_markdown(sweeps: Sequence[DeviceSweep], kernel: str) -> str:
     return "\n".join(parts)
 
 
-def measured_markdown(rows: Sequence[tuple[str, float, float | None]], device: str) -> str:
-    """Measured beside predicted kernel times; rows are kernel, measured and predicted."""
+MEASURED_HEADERS = ("kernel", "measured", "predicted", "measured / predicted")
+
+
+def measured_rows(
+    measured: Sequence[tuple[str, float, float | None]],
+) -> list[tuple[object, ...]]:
+    """Rows of measured beside predicted kernel times, from kernel, measured and predicted."""
+    return [
+        (
+            kernel,
+            microseconds(time_us),
+            microseconds(predicted),
+            f"{time_us / predicted:.2f}" if predicted else None,
+        )
+        for kernel, time_us, predicted in measured
+    ]
+
+
+def measured_markdown(measured: Sequence[tuple[str, float, float | None]], device: str) -> str:
+    """Measured beside predicted kernel times as a markdown table."""
     return f"Kernel times on {device}, without the projections around them.\n\n" + table(
-        ("kernel", "measured", "predicted", "measured / predicted"),
-        [
-            (
-                kernel,
-                microseconds(time_us),
-                microseconds(predicted),
-                f"{time_us / predicted:.2f}" if predicted else None,
-            )
-            for kernel, time_us, predicted in rows
-        ],
+        MEASURED_HEADERS, measured_rows(measured)
     )

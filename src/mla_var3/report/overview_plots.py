@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mla_var3.conf.devices import DeviceSpec
-from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.report.plots import Panel, Region
-from mla_var3.report.sweep import S_VALUES, DeviceSweep, Rate, sweep
+from mla_var3.report.sweep import S_VALUES, DeviceSweep, Rate
 
 PURE_PATHS = ("flash_mla", "flash_attention")
 
 
-def dense_s_values(last: int = S_VALUES[-1], per_octave: int = 4) -> list[int]:
+def dense_s_values(last: int = S_VALUES[-1], per_octave: int = 8) -> list[int]:
     """Query lengths close enough for smooth curves, the powers of two among them."""
     values, i = set(), 0
     while (s := round(2 ** (i / per_octave))) <= last:
@@ -55,10 +53,10 @@ def speedup_series(
         for i, s in enumerate(entry.s_values):
             pure = min(entry.predictions[path][i].end_to_end_us for path in PURE_PATHS)
             points.append((float(s), pure / entry.predictions[kernel][i].end_to_end_us))
-        series[entry.device] = points
+        series[entry.device.removeprefix("NVIDIA ")] = points
     return series
 
 
-def dense_sweeps(problem: MlaProblem, devices: Iterable[DeviceSpec]) -> list[DeviceSweep]:
-    """Predictions for smooth curves."""
-    return [sweep(problem, spec, dense_s_values()) for spec in devices]
+def dense_sweeps(sweeps: Iterable[DeviceSweep]) -> list[DeviceSweep]:
+    """The same predictions at enough points for smooth curves."""
+    return [entry.resampled(dense_s_values(entry.s_values[-1])) for entry in sweeps]

@@ -17,7 +17,9 @@ COLOURS = {
     "mla_var6_plus": "#D55E00",
     "flash_attention": "#009E73",
 }
-_MORE_COLOURS = ("#CC79A7", "#E69F00", "#000000", "#F0E442")
+_MORE_COLOURS = ("#CC79A7", "#E69F00", "#000000", *COLOURS.values())
+_LINE_STYLES = ("-", "--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1)))
+_MOST_MARKERS = 12  # more points than this make a curve, not a row of measurements
 _DASHED = ("flash_mla_split_kv",)
 FORMATS = ("png", "svg")
 _DPI = 150
@@ -183,24 +185,44 @@ def line_plot(
     y_label: str,
     log_x: bool = False,
     log_y: bool = False,
+    reference: float | None = None,
     formats: Sequence[str] = FORMATS,
 ) -> list[Path]:
-    """Draw named series of (x, y) points; labels carry the units."""
+    """Draw named series of (x, y) points.
+
+    Args:
+        series: name -> points in ascending x.
+        path: file without suffix.
+        title: heading.
+        x_label: what the x axis shows, with unit.
+        y_label: what the y axis shows, with unit.
+        log_x: logarithmic x axis, to the base 2.
+        log_y: logarithmic y axis.
+        reference: value of y to compare with, drawn as a line.
+        formats: file formats.
+    """
+    from matplotlib.ticker import FuncFormatter
+
     with _figure(7.6, 4.8) as figure:
         axis = figure.subplots()
-        for name, points in series.items():
+        if reference is not None:
+            axis.axhline(reference, color="#666666", linewidth=1.0)
+        for index, (name, points) in enumerate(series.items()):
             xs, ys = zip(*points, strict=True)
             axis.plot(
                 xs,
                 ys,
-                marker="o",
+                marker="o" if len(xs) <= _MOST_MARKERS else None,
                 markersize=4,
                 linewidth=1.8,
+                # Curves that lie on each other stay visible when their dashes differ.
+                linestyle=_LINE_STYLES[index % len(_LINE_STYLES)],
                 label=name,
                 color=colour(name, list(series)),
             )
         if log_x:
             axis.set_xscale("log", base=2)
+            axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         if log_y:
             axis.set_yscale("log")
         axis.set(xlabel=x_label, ylabel=y_label)

@@ -45,6 +45,7 @@ class DeviceSweep:
         device: name of the device.
         target: GPU code.
         compute, memory: the rates assumed.
+        sm_count: SMs of the device.
         problem: the problem; its s is replaced by each of `s_values`.
         s_values: the sweep.
         predictions: kernel id -> one prediction per value of s.
@@ -55,10 +56,27 @@ class DeviceSweep:
     target: str
     compute: Rate
     memory: Rate
+    sm_count: int
     problem: MlaProblem
     s_values: tuple[int, ...]
     predictions: dict[str, list[Prediction]]
     crossovers: list[Crossover]
+
+    def at(self, s: int) -> dict[str, Prediction]:
+        """Predictions for one query length, which need not be part of the sweep."""
+        rates = (self.compute.value, self.memory.value)
+        return predict_all(replace(self.problem, s=s), *rates, sm_count=self.sm_count)
+
+    def resampled(self, s_values: Sequence[int]) -> DeviceSweep:
+        """The same device and problem over other query lengths up to the same last one."""
+        points = [self.at(s) for s in s_values]
+        kernels = {kernel: [point[kernel] for point in points] for kernel in self.predictions}
+        return replace(self, s_values=tuple(s_values), predictions=kernels)
+
+    def range_of(self, kernel: str) -> str:
+        """The query lengths for which a kernel is predicted fastest, in words."""
+        found = [_range_text(c, self.s_values[-1]) for c in self.crossovers if c.kernel == kernel]
+        return " and ".join(found) or "never"
 
     def fastest(self, index: int) -> str:
         """The kernel predicted fastest, end to end, at one point of the sweep."""
@@ -122,22 +140,23 @@ def sweep(problem: MlaProblem, spec: DeviceSpec, s_values: Sequence[int] = S_VAL
         target=spec.target,
         compute=compute,
         memory=memory,
+        sm_count=spec.sm_count,
         problem=problem,
         s_values=tuple(s_values),
         predictions=predictions,
-        crossovers=crossovers(problem, compute.value, memory.value, s_max=max(s_values)),
+        crossovers=crossovers(problem, compute.value, memory.value, s_max=s_values[-1]),
     )
 
 
 def crossover_text(sweep: DeviceSweep) -> str:
     """The fastest kernel by query length, in words."""
-    parts = []
-    for crossover in sweep.crossovers:
-        if crossover.s_to == max(sweep.s_values):
-            where = f"s >= {crossover.s_from}"
-        elif crossover.s_from == crossover.s_to:
-            where = f"s = {crossover.s_from}"
-        else:
-            where = f"s = {crossover.s_from}..{crossover.s_to}"
-        parts.append(f"{crossover.kernel} for {where}")
-    return ", ".join(parts)
+    last = sweep.s_values[-1]
+    return ", ".join(f"{c.kernel} for {_range_text(c, last)}" for c in sweep.crossovers)
+
+
+def _range_text(crossover: Crossover, last: int) -> str:
+    if crossover.s_to >= last:
+        return f"s >= {crossover.s_from}"
+    if crossover.s_from == crossover.s_to:
+        return f"s = {crossover.s_from}"
+    return f"s = {crossover.s_from}..{crossover.s_to}"

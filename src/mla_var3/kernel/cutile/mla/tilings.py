@@ -53,7 +53,9 @@ class LatentTiling(Tiling):
         columns stays on tcgen05. sm_120: 99 KB of shared memory, so the latent tile must be small.
         """
         if target == "sm_120":
-            return [cls(Bm, Bn, num_worker_warps=None) for Bm, Bn in ((16, 32), (32, 32), (16, 16))]
+            return [cls(16, 64, Kp) for Kp in (512, 128)] + [
+                cls(16, 64, 512, num_worker_warps=None)
+            ]
         if target == "sm_100":
             return [cls(64, Bn, 512) for Bn in (64, 32)]
         return [cls(64, 64, Kp) for Kp in (128, 256, 512)]

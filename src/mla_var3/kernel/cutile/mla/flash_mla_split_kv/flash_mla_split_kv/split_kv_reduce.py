@@ -32,7 +32,7 @@ class SplitKVReduceTiling(Tiling):
     the kernel waits for memory once instead of `splits` times.
     """
 
-    Sp: int = 16
+    Sp: int = 8
     Br: int = 1
     Kc: int = 512
     occupancy: int | None = None
@@ -100,7 +100,7 @@ class CtSplitKVReduce(MlaPlan):
         return out.to(compute_dtype or torch.float32), lse.float()
 
     def _autotune_configs(self) -> Sequence[SplitKVReduceTiling]:
-        shapes = ((16, 1, 512), (16, 1, 256), (16, 1, 128), (8, 1, 512), (32, 1, 128))
+        shapes = ((8, 1, 512), (16, 1, 512), (16, 1, 256), (16, 1, 128))
         return [SplitKVReduceTiling(Sp, Br, Kc) for Sp, Br, Kc in shapes]
 
     def _algorithmic_flops_bytes(self, tiling: SplitKVReduceTiling) -> tuple[float, float]:

@@ -72,11 +72,9 @@ class AttentionBlockSpecializedTiling(Tiling):
     def candidates(cls, target: str) -> list["AttentionBlockSpecializedTiling"]:
         """Candidates per target, the default first (compare LatentTiling and HeadTiling)."""
         if target == "sm_120":
-            sides = ((16, 32, 128, 16, 64), (32, 32, 128, 32, 64), (16, 16, 128, 16, 32))
-            return [cls(*five, num_worker_warps=None) for five in sides]
+            return [cls(16, 64, Kp, 16, 64) for Kp in (512, 128)]
         if target == "sm_100":
-            sides = ((64, 64, 128, 64, 128), (64, 64, 128, 64, 64), (64, 32, 128, 64, 128))
-            return [cls(*five, num_worker_warps=None) for five in sides]
+            return [cls(64, 64, 512, 64, Hn) for Hn in (128, 64)]
         return [cls(64, 64, Kp, 64, Hn) for Kp in (128, 256) for Hn in (128, 64)]
 
 

@@ -1,0 +1,124 @@
+"""Profiles, checks and compile reports as rows and as data."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from mla_var3.cli.render import print_result, print_table
+from mla_var3.op.compare import ErrorFigures
+from mla_var3.report import figures
+from mla_var3.runtime.check import CheckResult, OutputCheck
+from mla_var3.runtime.compile import CompileReport
+from mla_var3.runtime.markdown import json_ready
+from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
+
+GOOD = CompileReport(
+    "first",
+    "sm_90",
+    {"Bm": 64},
+    registers=168,
+    consumer_registers=232,
+    stack_bytes=0,
+    shared_bytes=2048,
+    threads=384,
+    instructions={"HGMMA": 8, "UTMALDG": 2},
+)
+SPILLING = CompileReport(
+    "first",
+    "sm_120",
+    {"Bm": 64},
+    registers=255,
+    stack_bytes=544,
+    shared_bytes=1024,
+    threads=256,
+    instructions={"HMMA": 8, "STL": 3},
+)
+BROKEN = CompileReport("second", "sm_90", {}, error="does not fit")
+
+
+def result(timed: bool) -> ProfileResult:
+    first = StageFigures("first", 10.0 if timed else None, 0.5, 2e9, 1e6, 5.0)
+    second = StageFigures("second", None, None, 1e9, 0.0, None)
+    total = StageFigures("whole", 20.0 if timed else None, None, 3e9, 1e6, 5.0)
+    if not timed:
+        first.extra["compile"] = [GOOD, SPILLING]
+        second.extra["compile"] = [BROKEN]
+    mode = NsightProfType.EVENT if timed else NsightProfType.STATIC
+    return ProfileResult("whole", mode, total, [first, second], Path("out"))
+
+
+def test_stages_and_the_whole() -> None:
+    rows = figures.stage_rows(result(timed=True))
+    assert [row[0] for row in rows] == ["first", "second", "whole"]
+    assert rows[0][1:7] == ("10.0 µs", "± 0.500 µs", "5.00 µs", "50%", "200", "100")
+    assert rows[1][1:7] == ("-", None, "-", None, "-", "-")
+    text = figures.stage_markdown(result(timed=True))
+    assert text.startswith("| stage | time |")
+
+
+def test_one_stage_is_the_whole() -> None:
+    only = result(timed=True)
+    only.stages = only.stages[:1]
+    assert [row[0] for row in figures.stage_rows(only)] == ["first"]
+
+
+def test_summaries() -> None:
+    assert figures.stage_summary(result(timed=False)) == "predicted 5.00 µs"
+    assert figures.stage_summary(result(timed=True)).startswith("20.0 µs, 150 TFLOP/s, 50.0 GB/s")
+
+
+def test_compile_reports_come_by_stage() -> None:
+    reports = figures.compile_reports(result(timed=False))
+    assert reports == [GOOD, SPILLING, BROKEN]
+    assert figures.compile_reports(result(timed=True)) == []
+    rows = figures.compile_rows(reports)
+    assert rows[0][2:] == ("168 (232)", "0 B", "2.00 KiB", 384, "HGMMA", "yes", "ok")
+    assert rows[1][3] == "544 B" and "spills" in str(rows[1][-1])
+    assert rows[2][2:4] == (None, None) and "does not fit" in str(rows[2][-1])
+    assert "A stack above zero means spills" in figures.compile_markdown(reports)
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (ErrorFigures(0.001, 0.01, 0, 0), "passed"),
+        (ErrorFigures(0.003, 0.01, 0, 0), "FAILED"),
+        (ErrorFigures(math.nan, math.nan, 7, 0), "FAILED: 7 NaN"),
+        (ErrorFigures(math.inf, math.inf, 0, 2), "FAILED: 2 wrong infinities"),
+    ],
+)
+def test_checks(error: ErrorFigures, outcome: str) -> None:
+    baseline = ErrorFigures(0.001, 0.01, 0, 0)
+    check = CheckResult((OutputCheck(0, (2, 3), error, baseline, 0.002, 0.02),))
+    (row,) = figures.check_rows(check)
+    assert (row[0], row[-1]) == ("0 [2, 3]", outcome)
+    assert ("passed" in figures.check_summary(check)) == check.passed
+    assert "twice the error" in figures.check_markdown(check)
+    json.dumps(json_ready(figures.check_data(check)), allow_nan=False)
+
+
+def test_a_profile_is_json() -> None:
+    data = json.loads(json.dumps(json_ready(figures.result_data(result(timed=True)))))
+    assert data["mode"] == "event" and data["total"]["tflops"] == 150.0
+    assert data["check"] is None
+
+
+def test_screen_tables_leave_out_empty_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table("title [x]", ("a", "b", "c"), [("x[0]", None, 1), ("y", "-", 2)])
+    out = capsys.readouterr().out
+    assert "title [x]" in out and "x[0]" in out
+    assert "b" not in out
+
+
+def test_a_static_result_on_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    static = result(timed=False)
+    static.record = {"planned_for": "NVIDIA H200", "predicted_us": {"NVIDIA B200": 12.0}}
+    print_result(static)
+    out = capsys.readouterr().out
+    for words in ("compile report", "whole, static mode, NVIDIA H200", "NVIDIA B200 12.0 µs"):
+        assert words in out
+    assert "TFLOP/s" not in out
