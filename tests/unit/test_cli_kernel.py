@@ -22,7 +22,7 @@ from mla_var3.runtime.check import CheckResult, OutputCheck
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
 from mla_var3.runtime.stage import Stage
-from mla_var3.runtime.tiling import Tiling
+from mla_var3.runtime.tiling import Constraints, Tiling
 from mla_var3.runtime.workflow import RunOptions
 
 STATIC, EVENT, DISABLED = NsightProfType.STATIC, NsightProfType.EVENT, NsightProfType.DISABLED
@@ -31,6 +31,9 @@ STATIC, EVENT, DISABLED = NsightProfType.STATIC, NsightProfType.EVENT, NsightPro
 @dataclass
 class FakeTiling(Tiling):
     Bm: int = 64
+
+    def validate(self, pd: Any) -> Constraints:
+        return Constraints((self.Bm > 0, f"Bm: expected a positive number, got {self.Bm}"))
 
 
 @dataclass
@@ -65,7 +68,8 @@ class FakePlan(KernelPlan):
 
     def plan(self, *inputs: Any) -> Stage:
         cost = Cost(1e6 * self.b, 1.0)
-        return SimpleNamespace(cost=lambda: cost)  # type: ignore[return-value]
+        leaf = SimpleNamespace(tiling=self.tiling, plan=self)
+        return SimpleNamespace(cost=lambda: cost, kernels=lambda: [leaf])  # type: ignore[return-value]
 
 
 def fake_check(passed: bool) -> CheckResult:
@@ -252,6 +256,15 @@ def test_on_a_gpu(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
         assert words in out
     plan, mode, run = machine.profiled[0]
     assert (plan.b, plan.tiling.Bm, mode, run.autotune) == (5000, 32, EVENT, False)
+
+
+@pytest.mark.parametrize("argv", [[], ["--target=sm_90"], ["--prof_type=disabled"]])
+def test_an_illegal_tiling_is_refused_at_once(
+    argv: list[str], machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert kernel.run_plan(FakePlan(), ["--Bm=-1", *argv]) == 2
+    assert "Bm: expected a positive number, got -1" in capsys.readouterr().err
+    assert not machine.profiled
 
 
 def test_a_failed_check_is_exit_code_1(

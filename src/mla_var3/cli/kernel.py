@@ -28,6 +28,8 @@ from mla_var3.runtime import paths
 from mla_var3.runtime.paths import KernelId
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, default_mode, profile_plan
+from mla_var3.runtime.stage import Stage
+from mla_var3.runtime.tiling import require_valid
 from mla_var3.runtime.workflow import (
     RunOptions,
     cuda_available,
@@ -61,7 +63,12 @@ def main_for_design(package: str, argv: Sequence[str] | None = None) -> int:
 def run_plan(plan: KernelPlan, argv: Sequence[str] | None = None) -> int:
     """The command line of one plan, whose values are the defaults; returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    return guarded(lambda: _run(_importable(plan), arguments, plan.name))
+
+    def run() -> int:
+        importable = _importable(plan)
+        return _run(importable, arguments, importable.name)
+
+    return guarded(run)
 
 
 def _main(argv: list[str]) -> int:
@@ -214,10 +221,13 @@ def execute(request: Request) -> int:
     show_log()
     plan, run = request.plan, request.run
     static = route.mode is NsightProfType.STATIC
-    if request.tilings_chosen and (static or not route.on_cpu):
-        targets = run.targets if static else (current_device_spec().target,)
-        for line in replaced_tilings(request, targets):
-            say(line, "yellow")
+    if request.tilings_chosen:
+        for kernel in empty_stage(plan).kernels():
+            require_valid(kernel.tiling, kernel.plan)
+        if static or not route.on_cpu:
+            targets = run.targets if static else (current_device_spec().target,)
+            for line in replaced_tilings(request, targets):
+                say(line, "yellow")
     if route.may_shrink and not static:
         plan = checkable(plan)
     with ProgressReporter() as progress:
@@ -278,9 +288,7 @@ def _check_beside(plan: KernelPlan, run: RunOptions, route: Route) -> bool:
 
 def checkable(plan: KernelPlan) -> KernelPlan:
     """The plan, or a smaller one when the interpreter would take too long; says which."""
-    device = planning_device()
-    dtype = str(getattr(plan, "dtype", "bfloat16"))
-    flops = plan.plan_empty(device.sustained_tflops(dtype), device.sustained_gbps).cost().flops
+    flops = empty_stage(plan).cost().flops
     if flops <= CPU_CHECK_FLOPS:
         return plan
     small = plan.cpu_check_plan()
@@ -289,6 +297,13 @@ def checkable(plan: KernelPlan) -> KernelPlan:
         f"{describe_sizes(small)} instead; --device=cpu --check runs the full problem"
     )
     return small
+
+
+def empty_stage(plan: KernelPlan) -> Stage:
+    """The plan's runtime object without tensors, to ask for costs and tilings."""
+    device = planning_device()
+    dtype = str(getattr(plan, "dtype", "bfloat16"))
+    return plan.plan_empty(device.sustained_tflops(dtype), device.sustained_gbps)
 
 
 def describe_sizes(plan: KernelPlan) -> str:

@@ -368,3 +368,20 @@ def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if twice:
         raise ValueError(f"{', '.join(sorted(twice))} given twice")
     return dict(pairs)
+
+
+def shared_memory_limit(target: str) -> int | None:
+    """Shared memory that one thread block may use on every known device of a target, in bytes.
+
+    Args:
+        target: GPU code such as "sm_90".
+
+    Returns:
+        None when no device of that target is known.
+    """
+    limits = [
+        spec.shared_memory_per_block_bytes
+        for spec in load_devices().values()
+        if spec.target == target
+    ]
+    return min(limits, default=None)

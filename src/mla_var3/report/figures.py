@@ -171,7 +171,7 @@ def compile_rows(reports: Sequence[CompileReport]) -> Rows:
                 byte_count(report.shared_bytes),
                 report.threads,
                 report.tensor_core,
-                "yes" if report.uses_tma else "no",
+                None if report.error else "yes" if report.uses_tma else "no",
                 # What a good verdict says in words is in the other columns.
                 "ok" if report.verdict.startswith("ok") else report.verdict,
             )

@@ -1,8 +1,10 @@
 """Tile shapes that several cuTile MLA kernels share, with the evidence behind the candidates."""
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
+from mla_var3.conf.devices import shared_memory_limit
+from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.runtime.plan import Constraints, Tiling
 from mla_var3.runtime.tiling import is_power_of_two
 
@@ -24,6 +26,34 @@ def divides(name: str, value: int, whole_name: str, whole: int) -> tuple[bool, s
     return fits, f"{name}: expected a divisor of {whole_name}={whole}, got {value}"
 
 
+def fits_shared_memory(plan: MlaPlan, *tiles: tuple[int, int]) -> tuple[bool, str]:
+    """Constraint for `Tiling.validate`: the tiles fit a block's shared memory at the same time.
+
+    A tile set beyond it does not fail to compile: the compiler falls back to a path without the
+    copy engine and the fast matrix instructions, several times slower, which nobody asks for.
+
+    Args:
+        plan: gives the element size and the target.
+        tiles: (rows, columns) of every tile that is live at once.
+    """
+    limit = shared_memory_limit(plan._target)
+    need = sum(rows * columns for rows, columns in tiles) * plan.problem().element_size
+    return (
+        limit is None or need <= limit,
+        f"tiles: expected at most {limit} bytes of shared memory on {plan._target}, got {need}",
+    )
+
+
+def latent_tiles(plan: MlaPlan, Bm: int, Bn: int) -> tuple[tuple[int, int], ...]:
+    """Queries, latent tokens and probabilities of the absorbed loop."""
+    return (Bm, plan.k + plan.p), (Bn, plan.k + plan.p), (Bm, Bn)
+
+
+def head_tiles(plan: MlaPlan, Bm: int, Bn: int) -> tuple[tuple[int, int], ...]:
+    """Queries, keys and values of the decompressed loop."""
+    return (Bm, plan.d + plan.p), (Bn, plan.d + plan.p), (Bn, plan.d)
+
+
 @dataclass
 class LatentTiling(Tiling):
     """Bm query rows against Bn latent tokens, the latent dimension in parts of Kp columns.
@@ -39,10 +69,11 @@ class LatentTiling(Tiling):
     occupancy: int | None = None
     num_worker_warps: int | None = 8
 
-    def validate(self, pd: Any) -> Constraints:
+    def validate(self, pd: MlaPlan) -> Constraints:
         return Constraints(
             *tile_sides(Bm=self.Bm, Bn=self.Bn, Kp=self.Kp, p=pd.p),
             divides("Kp", self.Kp, "k", pd.k),
+            fits_shared_memory(pd, *latent_tiles(pd, self.Bm, self.Bn)),
         )
 
     @classmethod
@@ -75,8 +106,11 @@ class HeadTiling(Tiling):
     occupancy: int | None = 2
     num_worker_warps: int | None = None
 
-    def validate(self, pd: Any) -> Constraints:
-        return Constraints(*tile_sides(Bm=self.Bm, Bn=self.Bn, d=pd.d, p=pd.p))
+    def validate(self, pd: MlaPlan) -> Constraints:
+        return Constraints(
+            *tile_sides(Bm=self.Bm, Bn=self.Bn, d=pd.d, p=pd.p),
+            fits_shared_memory(pd, *head_tiles(pd, self.Bm, self.Bn)),
+        )
 
     @classmethod
     def candidates(cls, target: str, s: int) -> list[Self]:

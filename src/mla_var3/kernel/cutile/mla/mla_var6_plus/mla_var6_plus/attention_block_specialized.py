@@ -34,7 +34,13 @@ from mla_var3.kernel.cutile.mla.tile_ops import (
     store_column_parts,
     visible,
 )
-from mla_var3.kernel.cutile.mla.tilings import divides, tile_sides
+from mla_var3.kernel.cutile.mla.tilings import (
+    divides,
+    fits_shared_memory,
+    head_tiles,
+    latent_tiles,
+    tile_sides,
+)
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.mla.attend import KvSegment, attend
 from mla_var3.op.mla.cost import attention_block_specialized_cost
@@ -66,7 +72,12 @@ class AttentionBlockSpecializedTiling(Tiling):
 
     def validate(self, pd: "CtAttentionBlockSpecialized") -> Constraints:
         sides = {"Bm": self.Bm, "Bn": self.Bn, "Kp": self.Kp, "Hm": self.Hm, "Hn": self.Hn}
-        return Constraints(*tile_sides(**sides, d=pd.d, p=pd.p), divides("Kp", self.Kp, "k", pd.k))
+        return Constraints(
+            *tile_sides(**sides, d=pd.d, p=pd.p),
+            divides("Kp", self.Kp, "k", pd.k),
+            fits_shared_memory(pd, *latent_tiles(pd, self.Bm, self.Bn)),
+            fits_shared_memory(pd, *head_tiles(pd, self.Hm, self.Hn)),
+        )
 
     @classmethod
     def candidates(cls, target: str) -> list["AttentionBlockSpecializedTiling"]:

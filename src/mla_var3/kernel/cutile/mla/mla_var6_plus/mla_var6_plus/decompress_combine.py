@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cutile.mla.tile_ops import LN_2, LOG2_E, NEG_INF
-from mla_var3.kernel.cutile.mla.tilings import divides, tile_sides
+from mla_var3.kernel.cutile.mla.tilings import divides, fits_shared_memory, tile_sides
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.mla.cost import decompress_combine_cost
 from mla_var3.op.mla.inputs import up_project
@@ -46,6 +46,7 @@ class DecompressCombineTiling(Tiling):
         return Constraints(
             *tile_sides(Cm=self.Cm, Ck=self.Ck, d=pd.d),
             divides("Ck", self.Ck, "k", pd.k),
+            fits_shared_memory(pd, (self.Cm, self.Ck), (self.Ck, pd.d)),
         )
 
 

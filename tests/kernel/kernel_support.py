@@ -1,0 +1,163 @@
+"""Helpers of the kernel tests: plans by name, the check, and ways to spoil a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("cuda.tile")
+
+from mla_var3.kernel.cutile.mla.flash_mla_split_kv.flash_mla_split_kv.split_kv_partial import (  # noqa: E402
+    CtSplitKVPartial,
+)
+from mla_var3.kernel.cutile.mla.flash_mla_split_kv.flash_mla_split_kv.split_kv_reduce import (  # noqa: E402
+    CtSplitKVReduce,
+)
+from mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus.attention_block_specialized import (  # noqa: E402
+    CtAttentionBlockSpecialized,
+)
+from mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus.decompress_combine import (  # noqa: E402
+    CtDecompressCombine,
+)
+from mla_var3.kernel.mla_plan import MlaPlan  # noqa: E402
+from mla_var3.op.compare import compare  # noqa: E402
+from mla_var3.op.mla.inputs import up_project  # noqa: E402
+from mla_var3.op.mla.reference import reference_from_latent  # noqa: E402
+from mla_var3.runtime.check import CheckResult, check_stage  # noqa: E402
+from mla_var3.runtime.paths import find_kernel, plan_class  # noqa: E402
+from mla_var3.runtime.stage import Stage  # noqa: E402
+
+DESIGNS = ("flash_attention", "flash_mla", "flash_mla_split_kv", "mla_var6_plus")
+
+STAGES: dict[str, type[MlaPlan]] = {
+    "split_kv_partial": CtSplitKVPartial,
+    "split_kv_reduce": CtSplitKVReduce,
+    "attention_block_specialized": CtAttentionBlockSpecialized,
+    "decompress_combine": CtDecompressCombine,
+}
+
+INPUT_NAMES = {
+    "flash_attention": ("q_nope", "q_rope", "k", "v", "k_rope", "lengths"),
+    "flash_mla": ("q_latent", "q_rope", "c_kv", "k_rope", "lengths"),
+    "flash_mla_split_kv": ("q_latent", "q_rope", "c_kv", "k_rope", "lengths"),
+    "mla_var6_plus": (
+        *("q_nope", "q_latent", "q_rope", "c_kv", "k_rope"),
+        *("k_new", "v_new", "k_rope_new", "w_uv", "lengths"),
+    ),
+    "split_kv_partial": ("q_latent", "q_rope", "c_kv", "k_rope", "lengths"),
+    "split_kv_reduce": ("o_partial", "lse_partial"),
+    "attention_block_specialized": (
+        *("q_nope", "q_latent", "q_rope", "c_kv", "k_rope"),
+        *("k_new", "v_new", "k_rope_new", "lengths"),
+    ),
+    "decompress_combine": ("o_latent", "lse_latent", "o_new", "lse_new", "w_uv"),
+}
+"""The inputs of every plan in the order of `prepare_inputs`, by the names that errors use."""
+
+LSE_RELATIVE = 1e-6
+"""The log-sum-exp is float32 all the way, far below what the 16-bit bound of the check allows."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem; `n` and `splits` reach the designs that have them."""
+
+    s: int
+    t: int
+    h: int
+    lengths: tuple[int, ...]
+    n: int
+    splits: int = 2
+    dtype: str = "bfloat16"
+
+    def __str__(self) -> str:
+        lengths = "-".join(map(str, self.lengths))
+        return f"s{self.s}-t{self.t}-h{self.h}-len{lengths}-n{self.n}-{self.dtype}"
+
+
+def make_plan(name: str, **fields: Any) -> MlaPlan:
+    """The plan of a design or a stage, with fixed values for its inputs."""
+    cls = STAGES[name] if name in STAGES else plan_class(find_kernel(name))
+    plan: MlaPlan = cls(**{"seed": 0, **fields})
+    return plan
+
+
+def plan_of(name: str, case: Case, *, causal: bool = True, **fields: Any) -> MlaPlan:
+    """The plan of a design or a stage for a case."""
+    own: dict[str, Any] = {}
+    if name in ("mla_var6_plus", "attention_block_specialized"):
+        own["n"] = case.n
+    if name in ("flash_mla_split_kv", "split_kv_partial", "split_kv_reduce"):
+        own["splits"] = min(case.splits, case.t)
+    sizes = {"b": len(case.lengths), "s": case.s, "t": case.t, "h": case.h}
+    common = {"lengths": case.lengths, "dtype": case.dtype, "causal": causal}
+    return make_plan(name, **{**sizes, **common, **own, **fields})
+
+
+def check(plan: MlaPlan, inputs: tuple[Tensor, ...] | None = None) -> CheckResult:
+    """The outcome of the check of a plan on the CPU."""
+    inputs = plan.prepare_inputs("cpu") if inputs is None else inputs
+    return check_stage(plan, inputs, plan.plan(*inputs))
+
+
+def require(plan: MlaPlan, inputs: tuple[Tensor, ...] | None = None) -> Stage:
+    """Checks a plan, its log-sum-exp more strictly; returns what ran."""
+    inputs = plan.prepare_inputs("cpu") if inputs is None else inputs
+    stage = plan.plan(*inputs)
+    result = check_stage(plan, inputs, stage)
+    result.require()
+    for output in result.outputs:
+        if len(output.shape) == len(result.outputs[0].shape) - 1:
+            assert output.error.relative_frobenius <= LSE_RELATIVE, f"log-sum-exp: {output.error}"
+    return stage
+
+
+def require_end_to_end(plan: MlaPlan, stage: Stage) -> None:
+    """Compares what a design computed with the operation itself, from the raw latent cache.
+
+    The kernel's inputs are themselves projections rounded to 16 bits, so the bound is twice the
+    error of the whole operation in that dtype.
+    """
+    raw = plan.make_inputs("cpu")
+    output, lse = stage.output_tensors
+    if output.shape[-1] == plan.k:
+        output = up_project(output, raw.w_uv)
+    wanted, wanted_lse = reference_from_latent(raw, plan.problem())
+    rounded, rounded_lse = reference_from_latent(
+        raw, plan.problem(), compute_dtype=plan.torch_dtype
+    )
+    for got, exact, baseline in ((output, wanted, rounded), (lse, wanted_lse, rounded_lse)):
+        error, allowed = compare(got, exact), compare(baseline, exact)
+        assert error.mismatched_inf == 0
+        assert error.relative_frobenius <= 2 * allowed.relative_frobenius + 1e-5, (error, allowed)
+        assert error.max_abs <= 2 * allowed.max_abs + 1e-5, (error, allowed)
+
+
+@contextmanager
+def tampered(stage: Stage, kernel: str, change: Callable[[Any], Any]) -> Iterator[None]:
+    """Passes every argument of one kernel through `change` while the context lasts."""
+    [target] = [k for k in stage.kernels() if k.name == kernel]
+    original = target.args_fn  # type: ignore[attr-defined]
+    target.args_fn = lambda tiling: tuple(map(change, original(tiling)))  # type: ignore[attr-defined]
+    target._prepared = None  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        target.args_fn = original  # type: ignore[attr-defined]
+        target._prepared = None  # type: ignore[attr-defined]
+
+
+def all_kernels(plan: MlaPlan) -> list[str]:
+    """The kernel names of a plan."""
+    return [kernel.name for kernel in plan.plan(*plan.prepare_inputs("meta")).kernels()]
+
+
+def transposed_storage(tensor: Tensor, first: int, second: int) -> Tensor:
+    """The same values and shape, with two dimensions swapped in memory."""
+    return tensor.transpose(first, second).contiguous().transpose(first, second)
