@@ -43,8 +43,12 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep caches and outputs of a test out of the checkout and away from other tests."""
+def own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep caches and outputs of a test out of the checkout and away from other tests.
+
+    The width of a terminal, which parallel test runners pass on, must not change what is printed.
+    """
+    monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setenv("HYPER_MLA_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("HYPER_MLA_OUT_DIR", str(tmp_path / "out"))
 

@@ -8,6 +8,7 @@ out as it wants them, and is checked against the same float32 reference before i
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ class PeerLibraries:
 
     def __init__(self, folder: Path | None) -> None:
         self.absent: dict[str, str] = {}
+        # The libraries leave the driver's symbols to whoever loaded it.
+        ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
         for name, (namespace, file) in LIBRARIES.items():
             path = self._find(folder, file)
             if path is None:

@@ -8,30 +8,29 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 pytest.importorskip("cuda.tile")
 
-from mla_var3.kernel.cutile.mla.flash_mla_split_kv.flash_mla_split_kv.split_kv_partial import (  # noqa: E402
+from mla_var3.kernel.cutile.mla.flash_mla_split_kv.flash_mla_split_kv.split_kv_partial import (
     CtSplitKVPartial,
 )
-from mla_var3.kernel.cutile.mla.flash_mla_split_kv.flash_mla_split_kv.split_kv_reduce import (  # noqa: E402
+from mla_var3.kernel.cutile.mla.flash_mla_split_kv.flash_mla_split_kv.split_kv_reduce import (
     CtSplitKVReduce,
 )
-from mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus.attention_block_specialized import (  # noqa: E402
+from mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus.attention_block_specialized import (
     CtAttentionBlockSpecialized,
 )
-from mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus.decompress_combine import (  # noqa: E402
+from mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus.decompress_combine import (
     CtDecompressCombine,
 )
-from mla_var3.kernel.mla_plan import MlaPlan  # noqa: E402
-from mla_var3.op.compare import compare  # noqa: E402
-from mla_var3.op.mla.inputs import up_project  # noqa: E402
-from mla_var3.op.mla.reference import reference_from_latent  # noqa: E402
-from mla_var3.runtime.check import CheckResult, check_stage  # noqa: E402
-from mla_var3.runtime.paths import find_kernel, plan_class  # noqa: E402
-from mla_var3.runtime.stage import Stage  # noqa: E402
+from mla_var3.kernel.mla_plan import MlaPlan
+from mla_var3.op.compare import compare
+from mla_var3.op.mla.inputs import up_project
+from mla_var3.op.mla.reference import reference_from_latent
+from mla_var3.runtime.check import CheckResult, check_stage
+from mla_var3.runtime.paths import find_kernel, plan_class
+from mla_var3.runtime.stage import Stage
 
 DESIGNS = ("flash_attention", "flash_mla", "flash_mla_split_kv", "mla_var6_plus")
 

@@ -110,8 +110,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(kernel, "profile_plan", machine.profile_plan)
     monkeypatch.setattr(kernel, "prepare", machine.prepare)
     monkeypatch.setattr("mla_var3.runtime.workflow.cuda_available", lambda: machine.gpu)
-    for module in ("mla_var3.runtime.workflow", "mla_var3.cli.kernel"):
-        monkeypatch.setattr(f"{module}.current_device_spec", lambda: device_spec("NVIDIA H200"))
+    monkeypatch.setattr(
+        "mla_var3.runtime.workflow.current_device_spec", lambda: device_spec("NVIDIA H200")
+    )
     monkeypatch.delenv(console.TRACEBACK_VARIABLE, raising=False)
     return machine
 
@@ -172,17 +173,15 @@ def test_tiling_options_on_a_gpu_need_no_autotune() -> None:
     kernel.choose_route(request_for("--Bm=32"), has_gpu=False)
 
 
-def test_a_given_tiling_that_gives_way_is_announced() -> None:
-    class Picky(FakePlan):
-        def _default_tiling(self, name: str) -> FakeTiling | None:
-            return FakeTiling(16) if self._target == "sm_120" else None
+def test_a_given_tiling_stays_although_it_equals_the_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def default_tiling(self: FakePlan, name: str) -> FakeTiling | None:
+        return FakeTiling(16) if self._target == "sm_120" else None
 
-    request = request_for("--Bm=64")
-    request.plan = Picky()
-    (line,) = kernel.replaced_tilings(request, ("sm_90", "sm_120"))
-    assert line.startswith("sm_120: tiling Bm=64") and line.endswith("sm_120: Bm=16")
-    request.plan = Picky(tiling=FakeTiling(32))
-    assert kernel.replaced_tilings(request, ("sm_90", "sm_120")) == []
+    monkeypatch.setattr(FakePlan, "_default_tiling", default_tiling)
+    assert request_for().plan.for_target("sm_120").tiling == FakeTiling(16)
+    assert request_for("--Bm=64").plan.for_target("sm_120").tiling == FakeTiling(64)
 
 
 def test_targets_are_only_for_static_mode() -> None:

@@ -146,13 +146,15 @@ class ProgressReporter:
         if self._console.is_terminal:
             self._bar = Progress(
                 SpinnerColumn(),
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=30),
                 MofNCompleteColumn(),
                 TimeElapsedColumn(),
                 TextColumn("{task.fields[detail]}", style="dim", markup=False),
                 console=self._console,
                 transient=True,
+                # Results that go to a file or a pipe must not end up above the bar.
+                redirect_stdout=sys.stdout.isatty(),
             )
             self._bar.start()
         return self
@@ -176,7 +178,7 @@ class ProgressReporter:
 
     def _show_bar(self, bar: Progress, what: str, done: int, total: int, detail: str) -> None:
         if what not in self._tasks:
-            self._tasks[what] = bar.add_task(Text(what).plain, total=total, detail=detail)
+            self._tasks[what] = bar.add_task(what, total=total, detail=detail)
         bar.update(self._tasks[what], completed=done, total=total, detail=detail)
 
     def _print_lines(self, what: str, done: int, total: int, detail: str) -> None:

@@ -33,7 +33,6 @@ from mla_var3.runtime.tiling import require_valid
 from mla_var3.runtime.workflow import (
     RunOptions,
     cuda_available,
-    current_device_spec,
     pick_device,
     planning_device,
     prepare,
@@ -224,10 +223,6 @@ def execute(request: Request) -> int:
     if request.tilings_chosen:
         for kernel in empty_stage(plan).kernels():
             require_valid(kernel.tiling, kernel.plan)
-        if static or not route.on_cpu:
-            targets = run.targets if static else (current_device_spec().target,)
-            for line in replaced_tilings(request, targets):
-                say(line, "yellow")
     if route.may_shrink and not static:
         plan = checkable(plan)
     with ProgressReporter() as progress:
@@ -244,25 +239,6 @@ def execute(request: Request) -> int:
         ok = _check_beside(plan, run, route) and ok
     print_where(result)
     return EXIT_OK if ok and compiled(result) else EXIT_FAILED
-
-
-def replaced_tilings(request: Request, targets: Sequence[str]) -> list[str]:
-    """Tilings that a target's default replaces although they were given.
-
-    A plan cannot tell a tiling that was spelled out from the default of its class when both have
-    the same values; the user has to know which one runs.
-    """
-    found = []
-    for target in targets:
-        used = request.plan.for_target(target).tiling_fields()
-        for name in request.tilings_chosen:
-            given = getattr(request.plan, name)
-            if used[name] != given:
-                found.append(
-                    f"{target}: {name} {given.label()} equals the general default and gives way "
-                    f"to the default for {target}: {used[name].label()}"
-                )
-    return found
 
 
 def _check_beside(plan: KernelPlan, run: RunOptions, route: Route) -> bool:

@@ -273,7 +273,7 @@ def build_request(options: PlanOptions, values: dict[str, Any]) -> Request:
     for tiling, replaced in tiling_changes.items():
         changes[tiling] = dataclasses.replace(getattr(plan, tiling), **replaced)
     if changes:
-        plan = plan.copy(**changes)
+        plan = plan.copy(**changes).pin(*tiling_changes)
     mode = parse_mode(values["prof_type"]) if "prof_type" in values else None
     return Request(
         plan,

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from mla_var3.conf.devices import DeviceSpec
 from mla_var3.runtime.paths import KernelId, kernel_id_of_module
@@ -115,24 +115,33 @@ class KernelPlan(ABC):
     # -- copies ----------------------------------------------------------------------------------
 
     _target = "sm_90"
+    _pinned: ClassVar[frozenset[str]] = frozenset()
 
     def copy(self, **changes: Any) -> Self:
-        """A copy with some fields replaced, meant for the same target."""
+        """A copy with some fields replaced, meant for the same target, its tilings as pinned."""
         duplicate = dataclasses.replace(self, **changes)
-        duplicate._target = self._target
+        duplicate.__dict__.update(_target=self._target, _pinned=self._pinned)
+        return duplicate
+
+    def pin(self, *tilings: str) -> Self:
+        """A copy whose tilings, by field name, were chosen by somebody: no default replaces them."""
+        duplicate = self.copy()
+        duplicate.__dict__["_pinned"] = self._pinned | set(tilings)
         return duplicate
 
     def for_target(self, target: str) -> Self:
         """A copy meant for a compile target.
 
         Tilings that are still the default of their class become the default for that target and
-        shape; a tiling that somebody chose stays as it is.
+        shape; a tiling that somebody chose, or pinned, stays as it is.
         """
         duplicate = self.copy()
         duplicate._target = target
         for name, tiling in duplicate.tiling_fields().items():
+            if name in duplicate._pinned or tiling != type(tiling)():
+                continue
             better = duplicate._default_tiling(name)
-            if better is not None and tiling == type(tiling)():
+            if better is not None:
                 setattr(duplicate, name, better)
         return duplicate
 

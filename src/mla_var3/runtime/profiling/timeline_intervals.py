@@ -6,6 +6,7 @@ one that ends where another starts does not overlap it, and an empty one counts 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 Interval = tuple[int, int]
@@ -63,9 +64,7 @@ def covered_by(sets: Sequence[Iterable[Interval]], at_least: int) -> list[Interv
 
 def gaps(intervals: Iterable[Interval]) -> list[Interval]:
     """The uncovered stretches between the first start and the last end."""
-    merged = union(intervals)
-    pairs = zip(merged, merged[1:], strict=False)
-    return [(before[1], after[0]) for before, after in pairs]
+    return [(before[1], after[0]) for before, after in itertools.pairwise(union(intervals))]
 
 
 def most_overlap(busy: Sequence[int]) -> int:

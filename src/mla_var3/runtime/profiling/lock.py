@@ -1,0 +1,138 @@
+"""One profiling run at a time per device.
+
+The lock is a file in the temporary folder that the kernel of the operating system locks for us, so
+it is free again the moment its holder ends, in whichever way. What is written in the file only
+tells others who holds it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shlex
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+from mla_var3.errors import UnsupportedError
+from mla_var3.runtime.paths import slug
+
+log = logging.getLogger(__name__)
+
+DEFAULT_WAIT_S = 600.0
+_POLL_S = 0.2
+_held: dict[str, int] = {}
+"""Devices locked by this process, with how often: a mode may call another one."""
+
+
+def current_device_name() -> str:
+    """What names the current CUDA device for the lock: its UUID, or its index."""
+    import torch
+
+    index = torch.cuda.current_device()
+    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+    return str(uuid) if uuid is not None else str(index)
+
+
+def lock_path(device: str) -> Path:
+    """The lock file of a device."""
+    return (
+        Path(tempfile.gettempdir()) / f"hyper-mla-device-{slug(device.removeprefix('GPU-'))}.lock"
+    )
+
+
+@contextmanager
+def device_lock(device: str, wait_seconds: float | None = DEFAULT_WAIT_S) -> Iterator[None]:
+    """Hold a device for a profiling run; the same process may take it again inside.
+
+    Args:
+        device: UUID or index.
+        wait_seconds: how long to wait for another holder; None for as long as it takes.
+
+    Raises:
+        UnsupportedError: another process still holds it after the wait, or the lock file cannot
+            be opened.
+    """
+    path = lock_path(device)
+    key = str(path)
+    if _held.get(key):
+        _held[key] += 1
+        try:
+            yield
+        finally:
+            _held[key] -= 1
+        return
+    descriptor = _open(path)
+    try:
+        _acquire(descriptor, path, device, wait_seconds)
+        _held[key] = 1
+        try:
+            _describe(descriptor)
+            yield
+        finally:
+            del _held[key]
+            os.ftruncate(descriptor, 0)
+    finally:
+        os.close(descriptor)  # releases the lock; the file stays, or a waiter would lock a ghost
+
+
+def _open(path: Path) -> int:
+    try:
+        # Others on the machine lock the same file, whoever made it.
+        mask = os.umask(0)
+        try:
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        finally:
+            os.umask(mask)
+    except OSError as error:
+        raise UnsupportedError(
+            f"device lock: expected to open {path} for writing, got: {error.strerror}"
+        ) from error
+
+
+def _acquire(descriptor: int, path: Path, device: str, wait_seconds: float | None) -> None:
+    started = time.monotonic()
+    told = False
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            pass
+        waited = time.monotonic() - started
+        if wait_seconds is not None and waited >= wait_seconds:
+            raise UnsupportedError(
+                f"device {device}: expected to be the only profiling run, but {_holder(path)} "
+                f"holds it and did not end within {waited:.0f} s; wait for it, or end it"
+            )
+        if not told:
+            limit = "" if wait_seconds is None else f" for up to {wait_seconds:.0f} s"
+            log.info("device %s: waiting%s for %s", device, limit, _holder(path))
+            told = True
+        left = _POLL_S if wait_seconds is None else wait_seconds - waited
+        time.sleep(min(_POLL_S, max(left, 0.001)))
+
+
+def _describe(descriptor: int) -> None:
+    holder = {
+        "pid": os.getpid(),
+        "command": shlex.join(sys.orig_argv),
+        "since": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+
+
+def _holder(path: Path) -> str:
+    """Who holds the lock, as far as the file tells."""
+    try:
+        holder = json.loads(path.read_text(encoding="utf-8"))
+        return f"process {holder['pid']} ({holder['command']}, since {holder['since']})"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"

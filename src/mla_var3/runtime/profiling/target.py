@@ -1,0 +1,222 @@
+"""The program that runs under the profiler: launches every stage of a plan in its NVTX range.
+
+    python -m mla_var3.runtime.profiling.target <spec.json>
+
+The spec says which plan, with which tilings, how often. Planning, inputs, compilation and warm-up
+happen outside the ranges, so that a profiler that filters by range sees the stages only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from mla_var3.errors import InvalidArgumentError, UnsupportedError
+from mla_var3.runtime.markdown import write_json
+from mla_var3.runtime.tiling import tiling_from_dict
+
+if TYPE_CHECKING:
+    from mla_var3.runtime.plan import KernelPlan
+    from mla_var3.runtime.stage import KernelStage, Stage
+
+MODULE = "mla_var3.runtime.profiling.target"
+RANGE_PREFIX = "hyper_mla."
+NSIGHT_REPORT = "ncu-output-launch_stages-0.ncu-rep"
+"""How nsight-python names the report of `_run_nsight`, after the prefix it was given."""
+
+Range = Callable[[str], Any]
+
+
+@dataclass
+class TargetSpec:
+    """What the profiled program runs.
+
+    Attributes:
+        module, plan: where the plan class is.
+        params: the plan's fields.
+        plan_tilings: the plan's own tilings by field name; shapes may depend on them.
+        target: GPU code that the plan was made for.
+        tilings: the tiling of every leaf kernel in launch order, with the kernel's name.
+        runs: launches of each stage inside its range.
+        warmup: launches of the whole before.
+        nsight: arguments for nsight-python; None to mark the ranges only.
+    """
+
+    module: str
+    plan: str
+    params: dict[str, Any]
+    plan_tilings: dict[str, dict[str, Any]]
+    target: str
+    tilings: list[dict[str, Any]]
+    runs: int = 1
+    warmup: int = 2
+    nsight: dict[str, Any] | None = field(default=None)
+
+    @classmethod
+    def of(cls, plan: KernelPlan, stage: Stage, runs: int) -> Self:
+        """The spec of a plan and the runtime object made from it, with its active tilings."""
+        kind = type(plan)
+        return cls(
+            module=_importable_module(kind),
+            plan=kind.__qualname__,
+            params=plan.params(),
+            plan_tilings={name: t.to_dict() for name, t in plan.tiling_fields().items()},
+            target=plan._target,
+            tilings=[
+                {"kernel": kernel.name, "tiling": kernel.tiling.to_dict()}
+                for kernel in stage.kernels()
+            ],
+            runs=runs,
+        )
+
+    def write(self, path: Path) -> None:
+        """Write the spec as JSON."""
+        write_json(path, dataclasses.asdict(self))
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read what `write` wrote."""
+        return cls(**json.loads(path.read_text()))
+
+    def build_plan(self) -> KernelPlan:
+        """The plan again."""
+        found: Any = importlib.import_module(self.module)
+        for part in self.plan.split("."):
+            found = getattr(found, part)
+        # JSON has no tuples; a plan has no lists.
+        values = {k: tuple(v) if isinstance(v, list) else v for k, v in self.params.items()}
+        plan: KernelPlan = found(**values)
+        for name, fields in self.plan_tilings.items():
+            setattr(plan, name, tiling_from_dict(type(getattr(plan, name)), fields))
+        plan._target = self.target
+        return plan
+
+    def build_stage(self, plan: KernelPlan, device: str) -> Stage:
+        """The runtime object with the tilings of the spec."""
+        stage = plan.plan(*plan.prepare_inputs(device))
+        apply_tilings(stage, self.tilings)
+        return stage
+
+
+def apply_tilings(stage: Stage, tilings: Sequence[dict[str, Any]]) -> None:
+    """Set the tilings of all leaf kernels, given in launch order with the kernels' names."""
+    kernels = list(stage.kernels())
+    expected = [kernel.name for kernel in kernels]
+    if [entry["kernel"] for entry in tilings] != expected:
+        got = [entry["kernel"] for entry in tilings]
+        raise InvalidArgumentError("tilings", f"one for each of {expected}", got)
+    for kernel, entry in zip(kernels, tilings, strict=True):
+        kernel.tiling = tiling_from_dict(type(kernel.tiling), entry["tiling"])
+
+
+def stage_ranges(stage: Stage) -> list[tuple[str, KernelStage]]:
+    """Every leaf kernel with the name of its NVTX range, unique in the runtime object.
+
+    `/` and `@` mean something to the profiler's range filter and do not occur.
+    """
+    found: list[tuple[str, KernelStage]] = []
+    counts: dict[str, int] = {}
+    for kernel in stage.kernels():
+        counts[kernel.name] = counts.get(kernel.name, 0) + 1
+        suffix = f".{counts[kernel.name]}" if counts[kernel.name] > 1 else ""
+        found.append((f"{RANGE_PREFIX}{kernel.name}{suffix}", kernel))
+    return found
+
+
+def _importable_module(kind: type) -> str:
+    if kind.__module__ != "__main__":
+        return kind.__module__
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is None or not spec.name:
+        raise UnsupportedError(
+            f"{kind.__qualname__}: expected a plan class in a module that another process can "
+            "import, got one defined in a script; run the script with python -m, or use event mode"
+        )
+    return str(spec.name)
+
+
+@contextmanager
+def _nvtx_range(name: str) -> Iterator[None]:
+    import torch
+
+    torch.cuda.nvtx.range_push(name)
+    try:
+        yield
+    finally:
+        torch.cuda.nvtx.range_pop()
+
+
+def launch_ranges(stage: Stage, mark: Range, synchronize: Callable[[], None]) -> None:
+    """Launch every leaf kernel once, alone, inside its range."""
+    for name, kernel in stage_ranges(stage):
+        with mark(name):
+            kernel.launch()
+        synchronize()
+
+
+def _prepared_stage(spec: TargetSpec) -> Stage:
+    """The runtime object on the GPU, compiled and warm."""
+    import torch
+
+    stage = spec.build_stage(spec.build_plan(), "cuda")
+    for _ in range(spec.warmup):
+        stage.launch()
+    torch.cuda.synchronize()
+    return stage
+
+
+def _run_plain(spec: TargetSpec) -> None:
+    import torch
+
+    stage = _prepared_stage(spec)
+    for _ in range(spec.runs):
+        launch_ranges(stage, _nvtx_range, torch.cuda.synchronize)
+
+
+def _run_nsight(spec: TargetSpec) -> None:
+    """Let nsight-python profile; it starts this program again under ncu, with the same arguments."""
+    import nsight
+    import torch
+
+    under_profiler = "NSPY_NCU_PROFILE" in os.environ
+    stage = _prepared_stage(spec) if under_profiler else None
+
+    def launch_stages() -> None:
+        if stage is not None:
+            launch_ranges(stage, nsight.annotate, torch.cuda.synchronize)
+
+    nsight.analyze.kernel(
+        runs=spec.runs, output="quiet", thermal_mode="off", **(spec.nsight or {})
+    )(launch_stages)()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the spec named on the command line."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if len(given) != 1:
+        raise InvalidArgumentError("arguments", "one spec file", given)
+    _leave_script_folder()
+    spec = TargetSpec.read(Path(given[0]))
+    if spec.nsight is None:
+        _run_plain(spec)
+    else:
+        _run_nsight(spec)
+    return 0
+
+
+def _leave_script_folder() -> None:
+    """Started by path, Python would look for top-level modules beside this file first."""
+    here = Path(__file__).resolve().parent
+    sys.path[:] = [entry for entry in sys.path if not entry or Path(entry).resolve() != here]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,216 @@
+"""Bad input: every error names the argument, what was expected and what came."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from mla_var3.errors import HyperMlaError, InvalidArgumentError
+
+from .kernel_support import DESIGNS, INPUT_NAMES, STAGES, Case, make_plan, plan_of
+
+PLANS = (*DESIGNS, *STAGES)
+CASE = Case(s=3, t=20, h=8, lengths=(20, 7), n=5)
+SIZES = {"b": 2, "s": 3, "t": 20, "h": 8}
+EVERY_INPUT = [(name, argument) for name in PLANS for argument in INPUT_NAMES[name]]
+
+
+def inputs_of(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    plan = plan_of(name, CASE)
+    return plan, dict(zip(INPUT_NAMES[name], plan.prepare_inputs("cpu"), strict=True))
+
+
+# --- sizes and choices ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0, "2", None, True])
+@pytest.mark.parametrize("field", ["b", "s", "t", "h", "d", "p", "k"])
+@pytest.mark.parametrize("name", PLANS)
+def test_sizes(name: str, field: str, value: object) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"^{field}: expected a positive integer, got "):
+        make_plan(name, **{**SIZES, field: value})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bf16", "", None, torch.bfloat16])
+@pytest.mark.parametrize("name", PLANS)
+def test_dtype(name: str, dtype: object) -> None:
+    with pytest.raises(InvalidArgumentError, match="^dtype: expected 'bfloat16' or 'float16', got"):
+        make_plan(name, **SIZES, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ((20,), "lengths: expected b=2 entries, got 1"),
+        ((20, 21), "lengths[1]: expected an integer from 0 to t=20, got 21"),
+        ((-1, 3), "lengths[0]: expected an integer from 0 to t=20, got -1"),
+    ],
+    ids=["count", "beyond-t", "negative"],
+)
+@pytest.mark.parametrize("name", PLANS)
+def test_lengths(name: str, lengths: tuple[int, ...], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=re.escape(message)):
+        make_plan(name, **SIZES, lengths=lengths)
+
+
+@pytest.mark.parametrize("n", [-1, 21, 10**9])
+@pytest.mark.parametrize("name", ["mla_var6_plus", "attention_block_specialized"])
+def test_window_beyond_the_tokens(name: str, n: int) -> None:
+    with pytest.raises(InvalidArgumentError, match=rf"^n: expected .*20.*, got {n}$"):
+        make_plan(name, **SIZES, n=n)
+
+
+@pytest.mark.parametrize("n", [2.5, "5", True])
+@pytest.mark.parametrize("name", ["mla_var6_plus", "attention_block_specialized"])
+def test_window_of_the_wrong_type(name: str, n: object) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"^n: expected .*20.*, got "):
+        make_plan(name, **SIZES, n=n)
+
+
+@pytest.mark.parametrize("splits", [0, -1, 21])
+@pytest.mark.parametrize("name", ["flash_mla_split_kv", "split_kv_partial", "split_kv_reduce"])
+def test_splits_out_of_range(name: str, splits: int) -> None:
+    with pytest.raises(InvalidArgumentError, match=rf"^splits: expected .*, got {splits}$"):
+        make_plan(name, **SIZES, splits=splits)
+
+
+@pytest.mark.parametrize("splits", [2.5, "2", True])
+@pytest.mark.parametrize("name", ["flash_mla_split_kv", "split_kv_partial", "split_kv_reduce"])
+def test_splits_of_the_wrong_type(name: str, splits: object) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"^splits: expected .*, got "):
+        make_plan(name, **SIZES, splits=splits)
+
+
+def test_parts() -> None:
+    message = "^parts: expected both or latent or new, got 'old'$"
+    with pytest.raises(InvalidArgumentError, match=message):
+        make_plan("decompress_combine", **SIZES, parts="old")
+
+
+# --- tilings --------------------------------------------------------------------------------------
+
+BAD_TILINGS = [
+    ("flash_attention", {"Bm": 48}, "Bm: expected a power of two (a tile side), got 48"),
+    ("flash_attention", {"Bn": 0}, "Bn: expected a power of two (a tile side), got 0"),
+    ("flash_mla", {"Bm": -64}, "Bm: expected a power of two (a tile side), got -64"),
+    ("flash_mla", {"Kp": 1024}, "Kp: expected a divisor of k=512, got 1024"),
+    ("flash_mla", {"Kp": 96}, "Kp: expected a divisor of k=512, got 96"),
+    ("split_kv_partial", {"Bn": 100}, "Bn: expected a power of two (a tile side), got 100"),
+    ("split_kv_reduce", {"Kc": 1024}, "Kc: expected a divisor of k=512, got 1024"),
+    ("split_kv_reduce", {"Sp": 3}, "Sp: expected a power of two (a tile side), got 3"),
+    ("attention_block_specialized", {"Hn": 3}, "Hn: expected a power of two (a tile side), got 3"),
+    ("attention_block_specialized", {"Kp": 0}, "Kp: expected a divisor of k=512, got 0"),
+    ("decompress_combine", {"Ck": 384}, "Ck: expected a divisor of k=512, got 384"),
+]
+
+
+@pytest.mark.parametrize(("name", "sides", "message"), BAD_TILINGS)
+def test_illegal_tilings_are_refused_before_anything_runs(
+    name: str, sides: dict[str, int], message: str
+) -> None:
+    plan = plan_of(name, CASE)
+    tiling = type(plan.tiling)(**sides)  # type: ignore[attr-defined]
+    pattern = "^tiling: expected a legal tiling, got .*" + re.escape(message)
+    stage = plan.copy(tiling=tiling).plan(*plan.prepare_inputs("cpu"))
+    [kernel] = stage.kernels()
+    with pytest.raises(InvalidArgumentError, match=pattern):
+        stage.launch()
+    with pytest.raises(InvalidArgumentError, match=pattern):
+        kernel.compile("sm_90")
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "message"),
+    [
+        ("flash_attention", {"d": 96}, "d: expected a power of two (a tile side), got 96"),
+        ("flash_attention", {"p": 48}, "p: expected a power of two (a tile side), got 48"),
+        ("flash_mla", {"p": 48}, "p: expected a power of two (a tile side), got 48"),
+        ("flash_mla", {"k": 576}, "Kp: expected a divisor of k=576, got 128"),
+        ("mla_var6_plus", {"d": 96}, "d: expected a power of two (a tile side), got 96"),
+    ],
+)
+def test_widths_that_no_tile_has(name: str, sizes: dict[str, int], message: str) -> None:
+    plan = plan_of(name, CASE, **sizes)
+    with pytest.raises(InvalidArgumentError, match=re.escape(message)):
+        plan.plan(*plan.prepare_inputs("cpu")).launch()
+
+
+@pytest.mark.parametrize("field", ["tiling", "reduce_tiling"])
+def test_every_tiling_of_a_pipeline_counts(field: str) -> None:
+    plan = plan_of("flash_mla_split_kv", CASE)
+    sides = {"tiling": {"Kp": 96}, "reduce_tiling": {"Kc": 96}}[field]
+    tiling = type(getattr(plan, field))(**sides)
+    stage = plan.copy(**{field: tiling}).plan(*plan.prepare_inputs("cpu"))
+    with pytest.raises(InvalidArgumentError, match="expected a divisor of k=512, got 96"):
+        stage.launch()
+
+
+# --- tensors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "argument"), EVERY_INPUT)
+def test_wrong_shape(name: str, argument: str) -> None:
+    """Every dimension one too large, and a dimension too many: the message has both shapes."""
+    plan, inputs = inputs_of(name)
+    right = inputs[argument]
+    wrong_shapes = [
+        [size + (axis == wrong) for axis, size in enumerate(right.shape)]
+        for wrong in range(right.ndim)
+    ]
+    for shape in (*wrong_shapes, [1, *right.shape], []):
+        inputs[argument] = torch.zeros(shape, dtype=right.dtype)
+        with pytest.raises(InvalidArgumentError) as caught:
+            plan.plan(*inputs.values())
+        labelled = re.fullmatch(rf"{argument}: expected \[(.*)\], got (\[.*\])", str(caught.value))
+        assert labelled, caught.value
+        assert [int(part.split("=")[1]) for part in labelled[1].split(", ")] == list(right.shape)
+        assert labelled[2] == str(shape)
+
+
+@pytest.mark.parametrize(("name", "argument"), EVERY_INPUT)
+def test_wrong_dtype(name: str, argument: str) -> None:
+    plan, inputs = inputs_of(name)
+    right = inputs[argument].dtype
+    for wrong in (torch.float64, torch.float16, torch.int64):
+        if wrong is right:
+            continue
+        inputs[argument] = torch.zeros(inputs[argument].shape, dtype=wrong)
+        message = f"^{argument}: expected dtype {right}, got {wrong}$"
+        with pytest.raises(InvalidArgumentError, match=message):
+            plan.plan(*inputs.values())
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"), [pair for pair in EVERY_INPUT if pair[1] != INPUT_NAMES[pair[0]][0]]
+)
+def test_wrong_device(name: str, argument: str) -> None:
+    """All inputs share the device of the first one."""
+    plan, inputs = inputs_of(name)
+    inputs[argument] = inputs[argument].to("meta")
+    message = f"^{argument}: expected a tensor on cpu, got one on meta$"
+    with pytest.raises(InvalidArgumentError, match=message):
+        plan.plan(*inputs.values())
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_first_input_on_another_device(name: str) -> None:
+    plan, inputs = inputs_of(name)
+    first, second = INPUT_NAMES[name][:2]
+    inputs[first] = inputs[first].to("meta")
+    message = f"^{second}: expected a tensor on meta, got one on cpu$"
+    with pytest.raises(InvalidArgumentError, match=message):
+        plan.plan(*inputs.values())
+
+
+@pytest.mark.parametrize("lengths", [[21, 7], [-1, 7]], ids=["beyond-t", "negative"])
+@pytest.mark.parametrize("design", ["flash_attention", "flash_mla", "flash_mla_split_kv"])
+def test_lengths_that_lie_are_caught_on_the_cpu(design: str, lengths: list[int]) -> None:
+    """A GPU kernel cannot check the values; the interpreter refuses to read outside the array."""
+    plan, inputs = inputs_of(design)
+    inputs["lengths"].copy_(torch.tensor(lengths))
+    stage = plan.plan(*inputs.values())
+    with pytest.raises(HyperMlaError, match="slice"):
+        stage.launch()

@@ -1,0 +1,174 @@
+"""The check can fail: kernels spoiled in the ways that real bugs spoil them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from mla_var3.errors import CheckFailedError
+from mla_var3.kernel.mla_plan import MlaPlan
+from mla_var3.runtime.check import CheckResult, check_stage
+from mla_var3.runtime.stage import Stage
+
+from .kernel_support import DESIGNS, Case, all_kernels, check, plan_of, tampered
+
+CASE = Case(s=5, t=100, h=8, lengths=(100, 40), n=50)
+ATTENTION_KERNEL = {
+    "flash_attention": "flash_attention",
+    "flash_mla": "flash_mla",
+    "flash_mla_split_kv": "split_kv_partial",
+    "mla_var6_plus": "attention_block_specialized",
+}
+
+
+def spoiled(plan: MlaPlan, kernel: str, change: Callable[[Any], Any]) -> CheckResult:
+    inputs = plan.prepare_inputs("cpu")
+    stage = plan.plan(*inputs)
+    with tampered(stage, kernel, change):
+        return check_stage(plan, inputs, stage)
+
+
+def require_failure(result: CheckResult) -> None:
+    assert not result.passed
+    with pytest.raises(CheckFailedError, match="output 0: relative error"):
+        result.require()
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_a_tampered_stage_that_changes_nothing_passes(design: str) -> None:
+    """The tool of the tests below is not what makes them fail."""
+    assert spoiled(plan_of(design, CASE), ATTENTION_KERNEL[design], lambda arg: arg).passed
+
+
+@pytest.mark.parametrize("factor", [1.1, 1 / 1.1], ids=["larger", "smaller"])
+@pytest.mark.parametrize("design", DESIGNS)
+def test_a_wrong_scale(design: str, factor: float) -> None:
+    plan = plan_of(design, CASE)
+    kernel = ATTENTION_KERNEL[design]
+    require_failure(spoiled(plan, kernel, lambda a: a * factor if isinstance(a, float) else a))
+
+
+def shifted_lengths(by: int) -> Callable[[Any], Any]:
+    def change(argument: Any) -> Any:
+        if isinstance(argument, torch.Tensor) and argument.dtype == torch.int32:
+            return argument + by
+        return argument
+
+    return change
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_a_length_too_long_reads_a_poisoned_slot(design: str) -> None:
+    case = Case(s=5, t=100, h=8, lengths=(99, 40), n=50)
+    plan = plan_of(design, case, causal=False)
+    result = spoiled(plan, ATTENTION_KERNEL[design], shifted_lengths(1))
+    require_failure(result)
+    assert result.outputs[0].error.nan_count > 0
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("design", DESIGNS)
+def test_a_length_too_short_drops_the_newest_token(design: str, causal: bool) -> None:
+    plan = plan_of(design, CASE, causal=causal)
+    require_failure(spoiled(plan, ATTENTION_KERNEL[design], shifted_lengths(-1)))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("design", DESIGNS)
+def test_the_wrong_mask(design: str, causal: bool) -> None:
+    plan = plan_of(design, CASE, causal=causal)
+    kernel = ATTENTION_KERNEL[design]
+    require_failure(spoiled(plan, kernel, lambda a: not a if isinstance(a, bool) else a))
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_blocks_that_never_ran(design: str) -> None:
+    """The outputs start as NaN, so what no block writes shows; here the last request."""
+    plan = plan_of(design, CASE)
+    inputs = plan.prepare_inputs("cpu")
+    for name in all_kernels(plan):
+        stage = plan.plan(*inputs)
+        [kernel] = [k for k in stage.kernels() if k.name == name]
+        *others, last = kernel.grid_fn(kernel.tiling)  # type: ignore[attr-defined]
+        kernel.grid_fn = lambda tiling, others=others, last=last: (*others, last - 1)  # type: ignore[attr-defined]
+        result = check_stage(plan, inputs, stage)
+        require_failure(result)
+        assert result.outputs[0].error.nan_count > 0, name
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_a_log_sum_exp_in_the_wrong_base(design: str) -> None:
+    """The output alone is right; only the second output tells."""
+    plan = plan_of(design, CASE)
+    inputs = plan.prepare_inputs("cpu")
+    stage = plan.plan(*inputs)
+    spoil_after_launch(stage, lambda: stage.output_tensors[1].mul_(1.442695))
+    result = check_stage(plan, inputs, stage)
+    assert [output.passed for output in result.outputs] == [True, False]
+    with pytest.raises(CheckFailedError, match="output 1: relative error"):
+        result.require()
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), 0.75], ids=["nan", "inf", "one-wrong-element"]
+)
+@pytest.mark.parametrize("design", DESIGNS)
+def test_one_wrong_element(design: str, value: float) -> None:
+    """An error too small for the norm of the whole: the largest error catches it."""
+    plan = plan_of(design, CASE)
+    inputs = plan.prepare_inputs("cpu")
+    stage = plan.plan(*inputs)
+    spoil_after_launch(stage, lambda: stage.output_tensors[0].view(-1)[7].add_(value))
+    require_failure(check_stage(plan, inputs, stage))
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_heads_in_the_wrong_order(design: str) -> None:
+    plan = plan_of(design, CASE)
+    inputs = plan.prepare_inputs("cpu")
+    stage = plan.plan(*inputs)
+    out = stage.output_tensors[0]
+    spoil_after_launch(stage, lambda: out.copy_(out.roll(1, dims=2)))
+    require_failure(check_stage(plan, inputs, stage))
+
+
+def test_a_reduction_that_forgets_a_share() -> None:
+    plan = plan_of("flash_mla_split_kv", Case(s=2, t=200, h=8, lengths=(200, 130), n=0, splits=3))
+    assert check(plan).passed
+    result = spoiled(plan, "split_kv_reduce", forget_last_share)
+    require_failure(result)
+
+
+def forget_last_share(argument: Any) -> Any:
+    """Drops the last share of the partial log-sum-exp and hence its weight."""
+    if isinstance(argument, torch.Tensor) and argument.ndim == 3 and argument.shape[1] == 3:
+        poor = argument.clone()
+        poor[:, -1] = -torch.inf
+        return poor
+    return argument
+
+
+def test_a_window_at_the_wrong_place() -> None:
+    """n off by one: one token counted twice, or not at all."""
+    plan = plan_of("mla_var6_plus", CASE, causal=False)
+    for wrong in (CASE.n - 1, CASE.n + 1):
+        result = spoiled(
+            plan,
+            "attention_block_specialized",
+            lambda a, wrong=wrong: wrong if isinstance(a, int) and a == CASE.n else a,
+        )
+        assert not result.passed
+
+
+def spoil_after_launch(stage: Stage, spoil: Callable[[], object]) -> None:
+    """Makes a stage do something wrong after its own work."""
+    launch = stage.launch
+
+    def spoiling_launch() -> None:
+        launch()
+        spoil()
+
+    stage.launch = spoiling_launch  # type: ignore[method-assign]

@@ -1,0 +1,134 @@
+"""Inputs at the edges of what floating point can hold, and rows that see no key."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from .kernel_support import DESIGNS, INPUT_NAMES, Case, make_plan, plan_of, require
+
+CASE = Case(s=3, t=70, h=8, lengths=(70, 0, 20, 2), n=30)
+DTYPES = ["bfloat16", "float16"]
+
+
+def inputs_of(plan: object, design: str) -> dict[str, Tensor]:
+    return dict(zip(INPUT_NAMES[design], plan.prepare_inputs("cpu"), strict=True))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("factor", [1e3, 1e-4], ids=["huge", "tiny"])
+@pytest.mark.parametrize("design", DESIGNS)
+def test_scores_far_from_one(design: str, factor: float, dtype: str) -> None:
+    """Huge scores make the softmax a choice of one key: exp must neither overflow nor vanish."""
+    plan = plan_of(design, CASE, dtype=dtype)
+    inputs = inputs_of(plan, design)
+    for name in inputs:
+        if name.startswith("q_"):
+            inputs[name] = inputs[name] * factor
+    stage = require(plan, tuple(inputs.values()))
+    lse = stage.output_tensors[1]
+    assert lse[lse.isfinite()].abs().max() > (1e3 if factor > 1 else 1.0)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0], ids=["positive", "negative"])
+@pytest.mark.parametrize("design", DESIGNS)
+def test_scores_all_huge_and_of_one_sign(design: str, sign: float) -> None:
+    """All scores near +-30000: a running maximum that starts at 0 would lose the negative ones."""
+    plan = plan_of(design, CASE, dtype="bfloat16")
+    inputs = inputs_of(plan, design)
+    for name, tensor in inputs.items():
+        if name.startswith("q_") or name in ("k", "k_new", "k_rope", "k_rope_new", "c_kv"):
+            inputs[name] = torch.where(tensor.isnan(), tensor, 30.0)
+    for name in inputs:
+        if name.startswith("q_"):
+            inputs[name] = inputs[name] * sign
+    stage = require(plan, tuple(inputs.values()))
+    lse = stage.output_tensors[1]
+    finite = lse[lse.isfinite()]
+    assert (finite * sign > 5e3).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("design", DESIGNS)
+def test_equal_scores_give_the_mean(design: str, causal: bool, dtype: str) -> None:
+    """With zero queries every visible key weighs the same, and the lse is log(count)."""
+    plan = plan_of(design, CASE, dtype=dtype, causal=causal)
+    inputs = inputs_of(plan, design)
+    for name in inputs:
+        if name.startswith("q_"):
+            inputs[name] = torch.zeros_like(inputs[name])
+    lse = require(plan, tuple(inputs.values())).output_tensors[1]
+    problem = plan.problem()
+    for request in range(plan.b):
+        for query in range(plan.s):
+            count = problem.visible(request, query)
+            wanted = math.log(count) if count else -math.inf
+            assert lse[request, query].tolist() == pytest.approx([wanted] * plan.h, rel=1e-6)
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_rows_without_keys_are_exactly_zero(design: str) -> None:
+    plan = plan_of(design, Case(s=5, t=40, h=8, lengths=(3, 0, 40), n=20))
+    out, lse = require(plan).output_tensors
+    hidden = torch.tensor([[plan.problem().visible(r, q) == 0 for q in range(5)] for r in range(3)])
+    assert hidden.sum() == 2 + 5
+    assert torch.equal(out[hidden], torch.zeros_like(out[hidden]))
+    assert lse[hidden].eq(-math.inf).all()
+    assert lse[~hidden].isfinite().all()
+
+
+@pytest.mark.parametrize("poison", [math.inf, -math.inf, 6e4], ids=["inf", "-inf", "large"])
+@pytest.mark.parametrize("design", DESIGNS)
+def test_unused_slots_may_hold_anything(design: str, poison: float) -> None:
+    """Not NaN only: what an earlier request left there must not shine through."""
+    plan = plan_of(design, CASE)
+    inputs = inputs_of(plan, design)
+    clean = [output.clone() for output in require(plan, tuple(inputs.values())).output_tensors]
+    for name, tensor in inputs.items():
+        if tensor.is_floating_point():
+            inputs[name] = torch.where(tensor.isnan(), poison, tensor)
+    again = require(plan, tuple(inputs.values())).output_tensors
+    for before, after in zip(clean, again, strict=True):
+        assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_a_second_launch_gives_the_same(design: str) -> None:
+    """No kernel accumulates into its outputs."""
+    stage = require(plan_of(design, CASE))
+    first = [output.clone() for output in stage.output_tensors]
+    stage.launch()
+    for before, after in zip(first, stage.output_tensors, strict=True):
+        assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_a_launch_sees_what_the_inputs_hold_now(design: str) -> None:
+    """A plan is made once per batch layout and launched many times on the same tensors."""
+    plan = plan_of(design, CASE)
+    inputs = plan.prepare_inputs("cpu")
+    stage = require(plan, inputs)
+    fresh = plan.copy(seed=1).prepare_inputs("cpu")
+    for old, new in zip(inputs, fresh, strict=True):
+        old.copy_(new)
+    stage.launch()
+    wanted = require(plan, fresh).output_tensors
+    for got, expected in zip(stage.output_tensors, wanted, strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("design", [d for d in DESIGNS if d != "mla_var6_plus"])
+def test_lengths_may_change_between_launches(design: str) -> None:
+    """Lengths are data: growing by a token needs no new plan (a window would have to follow)."""
+    plan = make_plan(design, b=2, s=2, t=70, h=8)
+    inputs = list(plan.prepare_inputs("cpu"))
+    stage = plan.plan(*inputs)
+    for lengths in ((1, 0), (64, 65), (70, 2)):
+        inputs[-1].copy_(torch.tensor(lengths, dtype=torch.int32))
+        stage.launch()
+        wanted = plan.reference_fn(*inputs)
+        torch.testing.assert_close(stage.output_tensors[1], wanted[1], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,205 @@
+"""Inputs that are not contiguous: views of larger caches work, impossible layouts are named."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from mla_var3.errors import HyperMlaError, InvalidArgumentError
+from mla_var3.runtime.check import check_stage
+
+from .kernel_support import (
+    DESIGNS,
+    INPUT_NAMES,
+    STAGES,
+    Case,
+    make_plan,
+    plan_of,
+    require,
+    transposed_storage,
+)
+
+CASE = Case(s=3, t=70, h=8, lengths=(70, 0, 20), n=30)
+
+Inputs = dict[str, Tensor]
+
+
+def make(name: str) -> tuple[object, Inputs]:
+    plan = plan_of(name, CASE)
+    return plan, dict(zip(INPUT_NAMES[name], plan.prepare_inputs("cpu"), strict=True))
+
+
+def joined(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as slices of one tensor, side by side in the last dimension."""
+    both = torch.cat([first, second], dim=-1)
+    return both[..., : first.shape[-1]], both[..., first.shape[-1] :]
+
+
+def one_cache(inputs: Inputs) -> None:
+    """Latent and rope in one cache of 576 columns, as serving engines store them."""
+    inputs["c_kv"], inputs["k_rope"] = joined(inputs["c_kv"], inputs["k_rope"])
+    assert inputs["c_kv"].stride(1) == 576
+
+
+def one_query(inputs: Inputs) -> None:
+    """Both parts of a query side by side, as the projection leaves them."""
+    part = "q_nope" if "q_nope" in inputs else "q_latent"
+    inputs[part], inputs["q_rope"] = joined(inputs[part], inputs["q_rope"])
+
+
+def tokens_first(inputs: Inputs) -> None:
+    """Decompressed keys and values stored token by token, [b, t, h, d]."""
+    for name in ("k", "v", "k_new", "v_new"):
+        if name in inputs:
+            inputs[name] = transposed_storage(inputs[name], 1, 2)
+
+
+def padded_batch(inputs: Inputs) -> None:
+    """Slots of a larger cache: only the first t of every request belong to this call."""
+    for name in ("c_kv", "k_rope", "k", "v"):
+        if name in inputs:
+            tensor = inputs[name]
+            room = torch.full((*tensor.shape[:-2], 100, tensor.shape[-1]), torch.nan)
+            room = room.to(tensor.dtype)
+            room[..., : CASE.t, :] = tensor
+            inputs[name] = room[..., : CASE.t, :]
+
+
+def every_second_request(inputs: Inputs) -> None:
+    """A batch picked out of a larger one."""
+    for name in inputs:
+        if name not in ("w_uv", "lengths"):
+            inputs[name] = inputs[name].repeat_interleave(2, dim=0)[::2]
+
+
+@pytest.mark.parametrize(
+    ("design", "layout"),
+    [
+        pytest.param(design, layout, id=f"{design}-{layout.__name__}")
+        for design in DESIGNS
+        for layout in (one_cache, one_query, tokens_first, padded_batch, every_second_request)
+        if layout is not one_cache or "c_kv" in INPUT_NAMES[design]
+    ],
+)
+def test_views_work(design: str, layout: Callable[[Inputs], None]) -> None:
+    plan, inputs = make(design)
+    layout(inputs)
+    require(plan, tuple(inputs.values()))
+
+
+@pytest.mark.parametrize("design", ["flash_mla", "flash_mla_split_kv", "mla_var6_plus"])
+def test_a_prefix_shared_by_the_batch(design: str) -> None:
+    """A latent cache expanded over the batch: stride 0."""
+    own = {"n": 10} if design == "mla_var6_plus" else {}
+    plan = make_plan(design, b=3, s=2, t=40, h=8, **own)
+    inputs = dict(zip(INPUT_NAMES[design], plan.prepare_inputs("cpu"), strict=True))
+    for name in ("c_kv", "k_rope"):
+        inputs[name] = inputs[name][:1].expand(3, -1, -1)
+        assert inputs[name].stride(0) == 0
+    require(plan, tuple(inputs.values()))
+
+
+# --- queries whose s and h cannot be merged -------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*DESIGNS, *STAGES])
+def test_transposed_inputs_work_or_are_named(name: str) -> None:
+    """Heads outside tokens, [b, h, s, ...]: computed right, or refused with the argument's name."""
+    for argument in INPUT_NAMES[name]:
+        plan, inputs = make(name)
+        if inputs[argument].ndim < 4:
+            continue
+        inputs[argument] = transposed_storage(inputs[argument], -3, -2)
+        values = tuple(inputs.values())
+        try:
+            result = check_stage(plan, values, plan.plan(*values))
+        except HyperMlaError as error:
+            assert str(error).startswith(f"{argument}: expected")
+        else:
+            result.require()
+
+
+@pytest.mark.parametrize("design", ["flash_mla", "flash_mla_split_kv", "mla_var6_plus"])
+@pytest.mark.parametrize("argument", ["q_latent", "q_rope"])
+def test_transposed_queries_are_not_frozen_at_the_first_launch(design: str, argument: str) -> None:
+    """A copy made to merge s and h must not outlive the launch: inputs are updated in place."""
+    plan, inputs = make(design)
+    inputs[argument] = transposed_storage(inputs[argument], 1, 2)
+    try:
+        stage = plan.plan(*inputs.values())
+        stage.launch()
+    except HyperMlaError as error:
+        assert str(error).startswith(f"{argument}: expected")
+        return
+    inputs[argument].mul_(-1.0)
+    stage.launch()
+    lse = stage.output_tensors[1].clone()
+    wanted = plan.plan(*(tensor.clone() for tensor in inputs.values()))
+    wanted.launch()
+    assert torch.equal(lse, wanted.output_tensors[1])
+
+
+# --- layouts that no kernel can read --------------------------------------------------------------
+
+
+def odd_rows(tensor: Tensor) -> Tensor:
+    """Rows one element longer than the tensor is wide: no 16-byte alignment."""
+    room = torch.zeros((*tensor.shape[:-1], tensor.shape[-1] + 1), dtype=tensor.dtype)
+    return room[..., :-1].copy_(tensor)
+
+
+def odd_address(tensor: Tensor) -> Tensor:
+    """Strides are right, the first element is 2 bytes off."""
+    room = torch.zeros((*tensor.shape[:-1], tensor.shape[-1] + 8), dtype=tensor.dtype)
+    return room[..., 1 : 1 + tensor.shape[-1]].copy_(tensor)
+
+
+def every_second_column(tensor: Tensor) -> Tensor:
+    room = torch.zeros((*tensor.shape[:-1], 2 * tensor.shape[-1]), dtype=tensor.dtype)
+    return room[..., ::2].copy_(tensor)
+
+
+@pytest.mark.parametrize(
+    ("layout", "expected"),
+    [
+        (odd_rows, "a stride of dimension . that is a multiple of 16 bytes"),
+        (odd_address, "a base address aligned to 16 bytes"),
+        (every_second_column, "stride 1 in the last dimension"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [
+        (name, argument)
+        for name in (*DESIGNS, "split_kv_partial", "attention_block_specialized")
+        for argument in INPUT_NAMES[name]
+        if argument != "lengths"
+    ],
+)
+def test_impossible_strides_are_named(
+    name: str, argument: str, layout: Callable[[Tensor], Tensor], expected: str
+) -> None:
+    plan, inputs = make(name)
+    inputs[argument] = layout(inputs[argument])
+    with pytest.raises(InvalidArgumentError, match=f"^{argument}: expected {expected}, got"):
+        plan.plan(*inputs.values())
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_lengths_cut_out_of_a_longer_list(design: str) -> None:
+    """One element further the address is 4 bytes off; every second one has stride 2."""
+    plan, inputs = make(design)
+    longer = torch.cat([inputs["lengths"], inputs["lengths"]])
+    for lengths, expected in (
+        (longer[1:4], "a base address aligned to 16 bytes"),
+        (longer[::2], "stride 1 in the last dimension"),
+    ):
+        inputs["lengths"] = lengths
+        with pytest.raises(InvalidArgumentError, match=re.escape(f"lengths: expected {expected}")):
+            plan.plan(*inputs.values())
+    inputs["lengths"] = longer[:3]
+    require(plan, tuple(inputs.values()))

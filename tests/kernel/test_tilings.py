@@ -1,0 +1,59 @@
+"""Every candidate tiling computes the same thing, for every target."""
+
+from __future__ import annotations
+
+import pytest
+
+from mla_var3.runtime.tiling import Tiling, constraint_failures
+
+from .kernel_support import STAGES, make_plan, require
+
+KERNELS = ("flash_attention", "flash_mla", *STAGES)
+TARGETS = ("sm_90", "sm_100", "sm_120")
+SMALL = {"b": 2, "s": 3, "t": 67, "h": 8, "lengths": (67, 30)}
+MANY_QUERIES = {**SMALL, "s": 70, "h": 2}
+OWN = {
+    "split_kv_partial": {"splits": 2},
+    "split_kv_reduce": {"splits": 3},
+    "attention_block_specialized": {"n": 30},
+}
+
+
+def candidates() -> dict[str, tuple[str, Tiling, dict[str, object]]]:
+    """Distinct candidates of all targets, by a readable id."""
+    found: dict[str, tuple[str, Tiling, dict[str, object]]] = {}
+    for kernel in KERNELS:
+        for sizes in (SMALL, MANY_QUERIES):
+            for target in TARGETS:
+                plan = make_plan(kernel, **sizes, **OWN.get(kernel, {})).for_target(target)
+                for tiling in plan._autotune_configs():
+                    # Hints do not reach the interpreter, so tilings that differ in them only
+                    # are one.
+                    sides = {k: v for k, v in tiling.to_dict().items() if k[0].isupper()}
+                    text = "-".join(f"{key}{value}" for key, value in sides.items())
+                    found.setdefault(f"{kernel}-{text}", (kernel, tiling, sizes))
+    return found
+
+
+@pytest.mark.parametrize(("kernel", "tiling", "sizes"), candidates().values(), ids=candidates())
+def test_candidate(kernel: str, tiling: Tiling, sizes: dict[str, object]) -> None:
+    require(make_plan(kernel, **sizes, **OWN.get(kernel, {}), tiling=tiling))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_candidates_are_legal_and_distinct(kernel: str, target: str) -> None:
+    for sizes in (SMALL, MANY_QUERIES):
+        plan = make_plan(kernel, **sizes, **OWN.get(kernel, {})).for_target(target)
+        tilings = list(plan._autotune_configs())
+        assert tilings
+        assert len({tiling.label() for tiling in tilings}) == len(tilings)
+        for tiling in tilings:
+            assert constraint_failures(tiling, plan) == ()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("design", ["flash_mla_split_kv", "mla_var6_plus"])
+def test_pipelines_with_the_defaults_of_a_target(design: str, target: str) -> None:
+    own = {"n": 30} if design == "mla_var6_plus" else {"splits": 2}
+    require(make_plan(design, **SMALL, **own).for_target(target))
