@@ -70,11 +70,16 @@ def test_window_of_the_wrong_type(name: str, n: object) -> None:
         make_plan(name, **SIZES, n=n)
 
 
-@pytest.mark.parametrize("splits", [0, -1, 21])
+@pytest.mark.parametrize("splits", [0, -1])
 @pytest.mark.parametrize("name", ["flash_mla_split_kv", "split_kv_partial", "split_kv_reduce"])
 def test_splits_out_of_range(name: str, splits: int) -> None:
     with pytest.raises(InvalidArgumentError, match=rf"^splits: expected .*, got {splits}$"):
         make_plan(name, **SIZES, splits=splits)
+
+
+def test_more_splits_than_tokens() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"^splits: expected 1..20 \(t\), got 21$"):
+        make_plan("flash_mla_split_kv", **SIZES, splits=21)
 
 
 @pytest.mark.parametrize("splits", [2.5, "2", True])

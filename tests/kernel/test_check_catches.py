@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mla_var3.errors import CheckFailedError
+from mla_var3.errors import CheckFailedError, InterpreterError
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.runtime.check import CheckResult, check_stage
 from mla_var3.runtime.stage import Stage
@@ -152,15 +152,19 @@ def forget_last_share(argument: Any) -> Any:
 
 
 def test_a_window_at_the_wrong_place() -> None:
-    """n off by one: one token counted twice, or not at all."""
+    """n one too small: a token counted twice, another one at the wrong position."""
     plan = plan_of("mla_var6_plus", CASE, causal=False)
-    for wrong in (CASE.n - 1, CASE.n + 1):
-        result = spoiled(
-            plan,
-            "attention_block_specialized",
-            lambda a, wrong=wrong: wrong if isinstance(a, int) and a == CASE.n else a,
-        )
-        assert not result.passed
+    require_failure(spoiled(plan, "attention_block_specialized", another_window(CASE.n - 1)))
+
+
+def test_a_window_larger_than_its_arrays() -> None:
+    plan = plan_of("mla_var6_plus", CASE, causal=False)
+    with pytest.raises(InterpreterError, match="k_new"):
+        spoiled(plan, "attention_block_specialized", another_window(CASE.n + 1))
+
+
+def another_window(n: int) -> Callable[[Any], Any]:
+    return lambda argument: n if type(argument) is int and argument == CASE.n else argument
 
 
 def spoil_after_launch(stage: Stage, spoil: Callable[[], object]) -> None:

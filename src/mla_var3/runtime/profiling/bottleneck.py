@@ -216,7 +216,9 @@ def _gains(stage: StageMeasurement) -> list[tuple[str, float, str]]:
 
 
 def _latency_advice(stage: StageMeasurement, share: float) -> tuple[str, float, str]:
-    stalls = {k: v for k, v in (stage.stalls or {}).items() if k not in ("selected", "not_selected")}
+    stalls = {
+        k: v for k, v in (stage.stalls or {}).items() if k not in ("selected", "not_selected")
+    }
     if not stalls:
         occupancy = stage.figures.get("occupancy_pct", math.nan)
         return "hide latency (occupancy, more blocks)", share, f"occupancy={occupancy:.1f}%"
@@ -237,9 +239,7 @@ def _traffic_gains(stage: StageMeasurement) -> list[tuple[str, float, str]]:
     spilled, l2 = figures.get("local_bytes", 0.0), figures.get("l2_bytes", 0.0)
     if spilled:
         share = min(1.0, spilled / max(l2, spilled))
-        found.append(
-            ("remove register spilling", share, f"local spilling={byte_count(spilled)}")
-        )
+        found.append(("remove register spilling", share, f"local spilling={byte_count(spilled)}"))
     return found
 
 
@@ -256,7 +256,9 @@ def root_cause(stage: StageMeasurement) -> str:
         f"{stage.name} keeps the tensor cores busy {figures['tensor_pct']:.0f} % and DRAM "
         f"{figures['dram_pct']:.0f} % of the time"
     )
-    stalls = {k: v for k, v in (stage.stalls or {}).items() if k not in ("selected", "not_selected")}
+    stalls = {
+        k: v for k, v in (stage.stalls or {}).items() if k not in ("selected", "not_selected")
+    }
     if diagnosis.bound is Bound.LATENCY and stalls:
         reason = max(stalls, key=lambda name: stalls[name])
         first += f", so its warps mostly wait ({reason}: {STALL_MEANING.get(reason, reason)})"

@@ -117,7 +117,7 @@ def header(title: str, record: dict[str, Any]) -> str:
         ("device", record["device"] or "none: compiled and predicted only"),
         ("problem", " ".join(f"{k}={v}" for k, v in record["params"].items() if v is not None)),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
-        ("driver", gpu.get("driver_version") if gpu else None),
+        ("driver", gpu.get("driver") if gpu else None),
         ("date", env["date"]),
         ("command", f"`{env['command']}`"),
     ]

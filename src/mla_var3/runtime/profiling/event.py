@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mla_var3.errors import UnsupportedError
+from mla_var3.runtime.clocks import clock_state_of
 from mla_var3.runtime.compile import compile_report
 from mla_var3.runtime.files import write_atomic
 from mla_var3.runtime.markdown import microseconds
@@ -24,6 +25,7 @@ from mla_var3.runtime.profiling.common import (
     tiling_table,
     write_artifacts,
 )
+from mla_var3.runtime.profiling.lock import current_device_name, device_lock
 from mla_var3.runtime.workflow import RunOptions, pick_device, prepare
 
 if TYPE_CHECKING:
@@ -62,10 +64,11 @@ def event_profile_plan(
     stage, chosen, spec = prepared.stage, prepared.plan, prepared.require_device()
     dtype = str(getattr(chosen, "dtype", "bfloat16"))
     kernels = list(stage.kernels())
-    total = _timed(stage, spec, dtype, run.bench_runs)
-    stages = [total]
-    if len(kernels) > 1:
-        stages = [_timed(kernel, spec, dtype, run.bench_runs) for kernel in kernels]
+    with device_lock(current_device_name()):
+        total = _timed(stage, spec, dtype, run.bench_runs)
+        stages = [total]
+        if len(kernels) > 1:
+            stages = [_timed(kernel, spec, dtype, run.bench_runs) for kernel in kernels]
     folder = open_folder(NsightProfType.EVENT, chosen, run)
     record = make_record(NsightProfType.EVENT, chosen, spec)
     result = ProfileResult(
@@ -77,6 +80,7 @@ def event_profile_plan(
         check=prepared.check,
         record=record,
     )
+    record["clocks"] = clock_state_of(record["environment"]).to_dict()
     record["total"] = vars(total)
     record["stages"] = [vars(figures) for figures in stages]
     record["tilings"] = {name: tiling.to_dict() for name, tiling in stage.tilings().items()}
@@ -98,8 +102,10 @@ def _timed(stage: Stage, spec: DeviceSpec, dtype: str, runs: int | None) -> Stag
 
 def _report(result: ProfileResult, stage: Stage, spec: DeviceSpec, dtype: str) -> str:
     timing = result.total.extra["timing"]
+    clocks = clock_state_of(result.record["environment"])
     parts = [
         header(f"{result.kernel}, event mode", result.record),
+        f"GPU clocks: {clocks.describe()}.\n",
         "## Measured against roofline\n",
         figures_table(result),
         f"Median of {timing['runs']} runs by CUDA events, L2 cache cold; the spread is half the "

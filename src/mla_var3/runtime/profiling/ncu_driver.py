@@ -88,7 +88,9 @@ def find_ncu() -> NcuTool:
 
 def _newest_in_opt() -> Path | None:
     found = [
-        path for path in Path("/opt/nvidia/nsight-compute").glob("*/ncu") if os.access(path, os.X_OK)
+        path
+        for path in Path("/opt/nvidia/nsight-compute").glob("*/ncu")
+        if os.access(path, os.X_OK)
     ]
     return max(found, key=lambda path: _release(path.parent.name), default=None)
 
@@ -230,7 +232,9 @@ def run_ncu(command: Sequence[str], tool: NcuTool, report: Path, log_file: Path)
             f"ncu {tool.version}: expected to finish within {_TIMEOUT_S} s, got no end"
         ) from error
     except OSError as error:
-        raise MissingToolError(f"{command[0]}: expected a program that runs, got {error}") from error
+        raise MissingToolError(
+            f"{command[0]}: expected a program that runs, got {error}"
+        ) from error
     log_file.write_text(text)
     # nsight-python keeps ncu's own messages in a file beside the report.
     beside = report.with_suffix(".log")

@@ -158,6 +158,9 @@ STALL_MEANING = {
     "no_instruction": "instruction cache miss",
     "no_instructions": "instruction cache miss",
     "branch_resolving": "waiting for a branch target",
+    "drain": "waiting for stores to leave before the exit",
+    "imc_miss": "constant cache miss",
+    "dispatch_stall": "dispatcher held back",
     "not_selected": "ready, but another warp was issued",
     "selected": "issuing",
 }

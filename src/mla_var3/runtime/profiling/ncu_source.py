@@ -182,7 +182,8 @@ def line_profiles(
         if location is None:
             continue
         line_of = found.get(location["file_name"], {}).get(int(location["line"]))
-        text = plain_text(marker.get("message", ""))
+        # The rest is advice for CUDA C++ and its compiler.
+        text = plain_text(marker.get("message", "")).split(". ")[0].rstrip(".")
         # What this says is in the stall figures of the same line, with numbers.
         known = marker.get("rule_identifier") == "CPIStall"
         if line_of is not None and not known and text and text not in line_of.messages:
@@ -277,7 +278,8 @@ def _embedded_ptx(data: bytes, function: str) -> str | None:
         for name, section in _elf_sections(data, start):
             if name.startswith(".nv_debug_ptx_txt") and entry in section:
                 lines = section.rstrip(b"\0").split(b"\0")
-                return "\n".join(line.decode(errors="replace") for line in lines) + "\n"
+                text = "\n".join(line.decode(errors="replace") for line in lines)
+                return text.strip("\n") + "\n"
         start = data.find(b"\x7fELF", start + 4)
     return None
 

@@ -182,7 +182,7 @@ def _run_plain(spec: TargetSpec) -> None:
 
 
 def _run_nsight(spec: TargetSpec) -> None:
-    """Let nsight-python profile; it starts this program again under ncu, with the same arguments."""
+    """Let nsight-python profile: it starts this program again, under ncu."""
     import nsight
     import torch
 

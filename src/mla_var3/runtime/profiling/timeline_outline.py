@@ -94,8 +94,11 @@ def assign(shape: Outline, activities: Sequence[GpuActivity]) -> list[int | None
     found: list[int | None] = []
     for activity in activities:
         names = [name for name in waiting if name in activity.name]
-        name = max(names, key=len, default=None) if activity.kind == "kernel" else None
-        found.append(waiting[name].popleft() if name is not None and waiting[name] else None)
+        if activity.kind != "kernel" or not names:
+            found.append(None)
+            continue
+        places = waiting[max(names, key=len)]
+        found.append(places.popleft() if places else None)
     kernels = [i for i, activity in enumerate(activities) if activity.kind == "kernel"]
     if all(leaf is None for leaf in found) and len(kernels) == len(shape.names):
         for leaf, i in enumerate(kernels):

@@ -39,7 +39,7 @@ def timeline_plot(analysis: Analysis, path: Path, title: str) -> Path:
         run = analysis.typical(analysis.host_paced)
         panels.append((run, "on an idle GPU: at the pace of the host's launches", True))
     lanes = [len(_streams(run)) + int(host) for run, _, host in panels]
-    style = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
+    style: dict[Any, Any] = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
     with matplotlib.rc_context(style):
         height = 1.5 + sum(0.55 * count + 0.95 for count in lanes)
         figure = Figure(figsize=(_WIDTH, height), layout="constrained")

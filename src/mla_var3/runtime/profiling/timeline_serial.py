@@ -20,6 +20,9 @@ SERIAL_BELOW = 0.10
 """Two members count as serialised when they share less than this part of the shorter one."""
 _MIN_MEMBER_NS = 2_000
 """A shorter member ends before another could start; its overlap says nothing."""
+_LAUNCH_LATENCY_NS = 10_000
+"""A kernel that begins this soon after its launch call returned did not wait for the GPU (2 to 4 us
+are usual on an H200)."""
 _MAX_BLOCKS_PER_SM = 32
 _MAX_THREADS_PER_SM = 2048
 _MAX_THREADS_SM_120 = 1536
@@ -118,7 +121,7 @@ def _reason(
         text = f"both ran on stream {stream}, which executes in order"
         return "stream", first, second, text
     ended = ends.activity.end
-    if starts.launch.start >= ended:
+    if starts.activity.start - starts.launch.end < _LAUNCH_LATENCY_NS:
         late_us = (starts.launch.start - pieces[early][0].launch.start) / 1e3
         lasted_us = (ended - pieces[early][0].activity.start) / 1e3
         text = (

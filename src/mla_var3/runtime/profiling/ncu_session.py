@@ -1,0 +1,256 @@
+"""One run under Nsight Compute: prepare in this process, profile in another, read the report."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mla_var3.errors import UnsupportedError
+from mla_var3.runtime.clocks import clock_state_of
+from mla_var3.runtime.compile import compile_report
+from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
+from mla_var3.runtime.environment import environment
+from mla_var3.runtime.measure import time_gpu
+from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
+from mla_var3.runtime.profiling.bottleneck import StageMeasurement, diagnose
+from mla_var3.runtime.profiling.common import (
+    above_roofline,
+    make_record,
+    open_folder,
+    stage_figures,
+)
+from mla_var3.runtime.profiling.lock import current_device_name, device_lock
+from mla_var3.runtime.profiling.ncu_collect import Collection, collect, wanted_collector
+from mla_var3.runtime.profiling.ncu_driver import NcuTool, find_ncu, load_ncu_report
+from mla_var3.runtime.profiling.ncu_report_reader import (
+    StageProfile,
+    combine_figures,
+    read_launches,
+    stage_profiles,
+)
+from mla_var3.runtime.profiling.target import (
+    RANGE_PREFIX,
+    TargetSpec,
+    apply_tilings,
+    stage_ranges,
+)
+from mla_var3.runtime.workflow import Prepared, RunOptions, pick_device, prepare
+
+if TYPE_CHECKING:
+    from mla_var3.conf.devices import DeviceSpec
+    from mla_var3.runtime.plan import KernelPlan
+    from mla_var3.runtime.stage import Stage
+
+
+@dataclass
+class Session:
+    """Everything a report needs.
+
+    Attributes:
+        mode: profiling mode.
+        prepared: the plan; its stage holds no GPU memory any more.
+        device: the device entry.
+        folder: where the artifacts go.
+        tool: the profiler.
+        collection: how it was driven.
+        clock_control: ncu's clock option.
+        clocks: what is known about locked clocks, for people.
+        profiles: what was measured, per stage.
+        event_us: time of each stage by CUDA events, by stage name.
+    """
+
+    mode: NsightProfType
+    prepared: Prepared
+    device: DeviceSpec
+    folder: Path
+    tool: NcuTool
+    collection: Collection
+    clock_control: str
+    clocks: str
+    profiles: list[StageProfile]
+    event_us: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def report_path(self) -> Path:
+        """The profiler's report."""
+        return self.folder / "report.ncu-rep"
+
+    @property
+    def dtype(self) -> str:
+        """The plan's 16-bit type."""
+        return str(getattr(self.prepared.plan, "dtype", "bfloat16"))
+
+    @property
+    def is_concurrent(self) -> bool:
+        """Whether some stages are meant to run at the same time."""
+        return has_concurrency(self.prepared.stage)
+
+
+def profile(
+    mode: NsightProfType,
+    plan: KernelPlan,
+    options: RunOptions,
+    *,
+    metrics: Sequence[str] | None,
+    runs: int,
+) -> Session:
+    """Tune, check, time by events, then profile every stage under Nsight Compute.
+
+    Args:
+        mode: the mode that asks.
+        plan: what to profile.
+        options: how to run it.
+        metrics: what to collect; None for the full set with sources.
+        runs: profiled launches of each stage, unless the options say otherwise.
+
+    Raises:
+        MissingToolError: ncu or ncu-report is not installed.
+        UnsupportedError: no GPU, ncu too old, no right to the counters, or the profiled program
+            failed.
+        CheckFailedError: the result is wrong.
+    """
+    if pick_device(options.device) != "cuda":
+        raise UnsupportedError(
+            f"prof_type: expected a GPU for {mode.value} mode, got the CPU; static mode needs none"
+        )
+    tool = find_ncu()
+    load_ncu_report(tool)  # before minutes of tuning, not after them
+    collector = wanted_collector()
+    count = options.bench_runs or runs
+    with device_lock(current_device_name()):
+        prepared = prepare(plan, options)
+        if prepared.check is not None:
+            prepared.check.require()  # never profile a wrong result
+        device = prepared.require_device()
+        folder = open_folder(mode, prepared.plan, options).resolve()
+        target_spec = TargetSpec.of(prepared.plan, prepared.stage, count)
+        event_us = {}
+        for name, kernel in stage_ranges(prepared.stage):
+            event_us[name.removeprefix(RANGE_PREFIX)] = time_gpu(kernel.launch).median_us
+            artifacts = folder / "compiled" / kernel.name
+            compile_report(kernel, device.target, artifacts_dir=artifacts)
+        prepared = _without_tensors(prepared, target_spec)
+        options.progress("profile", 0, 1, f"{prepared.plan.name} under ncu {tool.version}")
+        collection = collect(tool, folder, target_spec, metrics, "none", collector)
+        options.progress("profile", 1, 1, "done")
+    names = [name.removeprefix(RANGE_PREFIX) for name, _ in stage_ranges(prepared.stage)]
+    launches = read_launches(folder / "report.ncu-rep", tool)
+    return Session(
+        mode=mode,
+        prepared=prepared,
+        device=device,
+        folder=folder,
+        tool=tool,
+        collection=collection,
+        clock_control="none",
+        clocks=clock_text(),
+        profiles=stage_profiles(launches, names, count),
+        event_us=event_us,
+    )
+
+
+def _without_tensors(prepared: Prepared, spec: TargetSpec) -> Prepared:
+    """The same without GPU memory, which the profiled program needs for itself."""
+    import torch
+
+    stage = prepared.plan.plan(*prepared.plan.prepare_inputs("meta"))
+    apply_tilings(stage, spec.tilings)
+    light = dataclasses.replace(prepared, inputs=(), stage=stage)
+    prepared.inputs, prepared.stage = (), stage
+    torch.cuda.empty_cache()
+    return light
+
+
+def has_concurrency(stage: Stage) -> bool:
+    """Whether a runtime object contains a concurrent group of more than one kernel."""
+    if isinstance(stage, ConcurrentKernels):
+        return len(list(stage.kernels())) > 1
+    if isinstance(stage, KernelPipeline):
+        return any(has_concurrency(part) for part in stage.stages)
+    return False
+
+
+def clock_text() -> str:
+    """Whether the clocks are locked, in words."""
+    now = environment()
+    reading = (now["gpu"] or {}).get("sm_clock_mhz")
+    text = clock_state_of(now).describe()
+    return f"{text}; nvidia-smi reads {reading:.0f} MHz" if reading else text
+
+
+def measurements(session: Session) -> list[StageMeasurement]:
+    """The stages as the bottleneck rules see them."""
+    found = []
+    kernels = list(session.prepared.stage.kernels())
+    for kernel, measured in zip(kernels, session.profiles, strict=True):
+        roofline = kernel.predict_us(
+            session.device.sustained_tflops(session.dtype), session.device.sustained_gbps
+        )
+        found.append(
+            StageMeasurement(
+                measured.name, measured.figures, roofline, kernel.cost().bytes, measured.stalls
+            )
+        )
+    return found
+
+
+def make_result(session: Session) -> ProfileResult:
+    """The result of a session, with its record; reports are not written yet."""
+    stage, device, dtype = session.prepared.stage, session.device, session.dtype
+    stages = []
+    for kernel, measured in zip(stage.kernels(), session.profiles, strict=True):
+        time_us = measured.figures["time_us"]
+        figures = stage_figures(kernel, time_us, measured.spread_us, device, dtype)
+        figures.name = measured.name
+        figures.extra = _extra(measured, session.event_us.get(measured.name))
+        stages.append(figures)
+    total_us = sum(measured.figures["time_us"] for measured in session.profiles)
+    total = stage_figures(stage, total_us, None, device, dtype)
+    total.extra = combine_figures([measured.figures for measured in session.profiles])
+    record = make_record(session.mode, session.prepared.plan, device)
+    check = session.prepared.check
+    record |= {
+        "total": vars(total),
+        "stages": [vars(figures) for figures in stages],
+        "tilings": {name: tiling.to_dict() for name, tiling in stage.tilings().items()},
+        "check": check.to_dict() if check else None,
+        "above_roofline": above_roofline(total, stage, device, dtype),
+        "profiler": {
+            "tool": f"ncu {session.tool.version}",
+            "collector": session.collection.collector,
+            "collector_note": session.collection.note,
+            "metrics_not_available": session.collection.dropped,
+            "clock_control": session.clock_control,
+            "clocks": session.clocks,
+            "runs": session.profiles[0].runs,
+        },
+    }
+    return ProfileResult(
+        kernel=session.prepared.plan.name,
+        mode=session.mode,
+        total=total,
+        stages=stages,
+        out_dir=session.folder,
+        check=check,
+        record=record,
+    )
+
+
+def _extra(measured: StageProfile, event_us: float | None) -> dict[str, Any]:
+    diagnosis = diagnose(StageMeasurement(measured.name, measured.figures))
+    return {
+        **measured.figures,
+        "function": measured.main.function,
+        "stalls": measured.stalls,
+        "event_us": event_us,
+        "bottleneck": diagnosis.bound.label,
+        "issues": [dataclasses.asdict(issue) for issue in diagnosis.issues],
+    }
+
+
+def total_stages(result: ProfileResult) -> list[StageFigures]:
+    """The rows of a table: the stages and, if there are several, the whole."""
+    return [*result.stages, result.total] if len(result.stages) > 1 else list(result.stages)
