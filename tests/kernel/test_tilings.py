@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mla_var3.runtime.tiling import Tiling, constraint_failures
+from mla_var3.kernel.mla_plan import MlaPlan
+from mla_var3.runtime.tiling import constraint_failures
 
 from .kernel_support import STAGES, make_plan, require
 
@@ -19,9 +20,9 @@ OWN = {
 }
 
 
-def candidates() -> dict[str, tuple[str, Tiling, dict[str, object]]]:
-    """Distinct candidates of all targets, by a readable id."""
-    found: dict[str, tuple[str, Tiling, dict[str, object]]] = {}
+def candidates() -> dict[str, MlaPlan]:
+    """A plan per distinct candidate of all targets, by a readable id."""
+    found: dict[str, MlaPlan] = {}
     for kernel in KERNELS:
         for sizes in (SMALL, MANY_QUERIES):
             for target in TARGETS:
@@ -31,13 +32,16 @@ def candidates() -> dict[str, tuple[str, Tiling, dict[str, object]]]:
                     # are one.
                     sides = {k: v for k, v in tiling.to_dict().items() if k[0].isupper()}
                     text = "-".join(f"{key}{value}" for key, value in sides.items())
-                    found.setdefault(f"{kernel}-{text}", (kernel, tiling, sizes))
+                    found.setdefault(f"{kernel}-{text}", plan.copy(tiling=tiling))
     return found
 
 
-@pytest.mark.parametrize(("kernel", "tiling", "sizes"), candidates().values(), ids=candidates())
-def test_candidate(kernel: str, tiling: Tiling, sizes: dict[str, object]) -> None:
-    require(make_plan(kernel, **sizes, **OWN.get(kernel, {}), tiling=tiling))
+CANDIDATES = candidates()
+
+
+@pytest.mark.parametrize("plan", CANDIDATES.values(), ids=CANDIDATES)
+def test_candidate(plan: MlaPlan) -> None:
+    require(plan)
 
 
 @pytest.mark.parametrize("target", TARGETS)

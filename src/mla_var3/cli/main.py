@@ -19,6 +19,8 @@ from mla_var3.errors import UnknownNameError
 
 COMMANDS = {
     "run": "run a kernel; without one the main job: mla_var6_plus end to end, with a report",
+    "profile": "profile a kernel in the richest mode that runs here, or several of its versions",
+    "compare": "runs, versions or kernels side by side, against the first of them",
     "list": "kernels, versions, languages, targets, and what runs on this machine",
     "show": "contract, options, cost, tiling candidates and cached tunings of one kernel",
     "predict": "predicted times of all kernels on the devices in the table",
@@ -93,8 +95,22 @@ def _add_predict(parser: Parser) -> None:
     add_arguments(parser)
 
 
+def _add_profile(parser: Parser) -> None:
+    from mla_var3.cli.profile import add_arguments
+
+    add_arguments(parser)
+
+
+def _add_compare(parser: Parser) -> None:
+    from mla_var3.cli.compare import add_arguments
+
+    add_arguments(parser)
+
+
 _ADD_ARGUMENTS: dict[str, Callable[[Parser], None]] = {
     "run": _add_run,
+    "profile": _add_profile,
+    "compare": _add_compare,
     "list": _add_list,
     "show": _add_show,
     "predict": _add_predict,
@@ -141,6 +157,18 @@ def _run(argv: list[str]) -> int:
     return overview_command(parse(parser, rest))
 
 
+def _profile(argv: list[str]) -> int:
+    from mla_var3.cli.profile import profile_command
+
+    return profile_command(_subparser("profile"), argv)
+
+
+def _compare(argv: list[str]) -> int:
+    from mla_var3.cli.compare import compare_command
+
+    return compare_command(_subparser("compare"), argv)
+
+
 def _list(argv: list[str]) -> int:
     values = parse(_subparser("list"), argv)
     from mla_var3.cli.inventory import list_command
@@ -176,6 +204,8 @@ def _env(argv: list[str]) -> int:
 
 _HANDLERS: dict[str, Callable[[list[str]], int]] = {
     "run": _run,
+    "profile": _profile,
+    "compare": _compare,
     "list": _list,
     "show": _show,
     "predict": _predict,

@@ -137,11 +137,11 @@ def check_stage(plan: KernelPlan, inputs: tuple[Tensor, ...], stage: Stage) -> C
 
 
 def _kernel_dtype(stage: Stage) -> torch.dtype:
-    """The 16-bit dtype that the kernel computes in: that of its first floating-point input."""
+    """The 16-bit dtype among the kernels' tensors, which is what they compute in."""
     import torch
 
     for kernel in stage.kernels():
-        for tensor in kernel.input_tensors:
-            if tensor.is_floating_point():
+        for tensor in (*kernel.input_tensors, *kernel.output_tensors):
+            if tensor.is_floating_point() and tensor.element_size() == 2:
                 return tensor.dtype
     return torch.float32

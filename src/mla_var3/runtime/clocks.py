@@ -94,14 +94,15 @@ def clock_state(gpu_uuid: str | None, current_sm_mhz: float | None = None) -> Cl
     return ClockState(True, sm_mhz, memory_mhz, since)
 
 
-def clock_state_of(environment: dict[str, Any]) -> ClockState:
-    """The clock state of the GPU in a record made by `mla_var3.runtime.environment`."""
+def announce_clocks(environment: dict[str, Any]) -> ClockState:
+    """The clock state of the GPU in a record of `mla_var3.runtime.environment`, also logged."""
     gpu = environment.get("gpu") or {}
-    return clock_state(gpu.get("uuid"), gpu.get("sm_clock_mhz"))
+    state = clock_state(gpu.get("uuid"), gpu.get("sm_clock_mhz"))
+    log.info("GPU clocks: %s", state.describe())
+    return state
 
 
 def _doubted(problem: str) -> ClockState:
-    log.warning("GPU clocks: %s", problem)
     return ClockState(False, problem=problem)
 
 

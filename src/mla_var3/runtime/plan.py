@@ -124,7 +124,7 @@ class KernelPlan(ABC):
         return duplicate
 
     def pin(self, *tilings: str) -> Self:
-        """A copy whose tilings, by field name, were chosen by somebody: no default replaces them."""
+        """A copy whose tilings, by field name, somebody chose: no default replaces them."""
         duplicate = self.copy()
         duplicate.__dict__["_pinned"] = self._pinned | set(tilings)
         return duplicate

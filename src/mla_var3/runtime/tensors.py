@@ -59,3 +59,21 @@ def check_tensor(
         raise InvalidArgumentError(
             name, f"a base address aligned to {ALIGNMENT_BYTES} bytes", hex(tensor.data_ptr())
         )
+
+
+def require_view(name: str, tensor: torch.Tensor, *shape: int) -> torch.Tensor:
+    """The tensor in another shape without a copy, which would not follow later changes.
+
+    Args:
+        name: the argument's name in the message.
+        tensor: what came.
+        shape: the shape that the kernel wants.
+    """
+    try:
+        return tensor.view(*shape)
+    except RuntimeError:
+        raise InvalidArgumentError(
+            name,
+            f"a layout that is {list(shape)} without a copy",
+            f"shape {list(tensor.shape)} with strides {tensor.stride()}",
+        ) from None

@@ -52,7 +52,7 @@ class MlaProblem:
     def __post_init__(self) -> None:
         """Checks every field; an error names it, what was expected and what came."""
         for name in _SIZES:
-            _require_int(name, getattr(self, name), minimum=1)
+            require_int(name, getattr(self, name), minimum=1)
         _require_dtype(self.dtype)
         if not isinstance(self.causal, bool):
             raise InvalidArgumentError("causal", "True or False", repr(self.causal))
@@ -91,7 +91,7 @@ class MlaProblem:
         Returns:
             Per request `(old, new)` with `new = min(n, len)` and `old = len - new`.
         """
-        _require_int("n", n, minimum=0, maximum=self.t, maximum_name="t")
+        require_int("n", n, minimum=0, maximum=self.t, maximum_name="t")
         return [(length - min(n, length), min(n, length)) for length in self.kv_lengths]
 
     def visible(self, request: int, query: int) -> int:
@@ -101,8 +101,8 @@ class MlaProblem:
             request: Index of the request, `0..b-1`.
             query: Index of the query token in the request, `0..s-1`.
         """
-        _require_int("request", request, minimum=0, maximum=self.b - 1, maximum_name="b-1")
-        _require_int("query", query, minimum=0, maximum=self.s - 1, maximum_name="s-1")
+        require_int("request", request, minimum=0, maximum=self.b - 1, maximum_name="b-1")
+        require_int("query", query, minimum=0, maximum=self.s - 1, maximum_name="s-1")
         length = self.kv_lengths[request]
         if not self.causal:
             return length
@@ -116,11 +116,11 @@ class MlaProblem:
         if len(lengths) != self.b:
             raise InvalidArgumentError("lengths", f"b={self.b} entries", f"{len(lengths)}")
         for index, length in enumerate(lengths):
-            _require_int(f"lengths[{index}]", length, minimum=0, maximum=self.t, maximum_name="t")
+            require_int(f"lengths[{index}]", length, minimum=0, maximum=self.t, maximum_name="t")
         return tuple(lengths)
 
 
-def _require_int(
+def require_int(
     argument: str,
     value: object,
     *,
@@ -128,6 +128,15 @@ def _require_int(
     maximum: int | None = None,
     maximum_name: str = "",
 ) -> None:
+    """Require an integer within bounds.
+
+    Args:
+        argument: its name in the message.
+        value: what came.
+        minimum: smallest value allowed.
+        maximum: largest value allowed; None for any.
+        maximum_name: what the largest value is called.
+    """
     if maximum is not None:
         expected = f"an integer from {minimum} to {maximum_name}={maximum}"
     else:

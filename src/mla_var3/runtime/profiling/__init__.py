@@ -7,8 +7,10 @@ module is all it takes to offer the mode.
 from __future__ import annotations
 
 import enum
+import functools
 import importlib
 import importlib.util
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
     from mla_var3.runtime.check import CheckResult
     from mla_var3.runtime.plan import KernelPlan
     from mla_var3.runtime.workflow import RunOptions
+
+
+log = logging.getLogger(__name__)
 
 
 class NsightProfType(enum.Enum):
@@ -120,12 +125,22 @@ def parse_mode(mode: NsightProfType | str) -> NsightProfType:
 
 
 def default_mode(device: str) -> NsightProfType:
-    """The richest mode that this version has for a device ("cuda" or "cpu")."""
+    """The richest mode that works for a device ("cuda" or "cpu"); says so when it is a lesser one."""
     if device != "cuda":
         return NsightProfType.STATIC
-    return (
-        NsightProfType.ANNOTATION if NsightProfType.ANNOTATION.available else NsightProfType.EVENT
-    )
+    reason = _why_no_annotation()
+    if reason is None:
+        return NsightProfType.ANNOTATION
+    log.warning("event mode instead of annotation mode: %s", reason)
+    return NsightProfType.EVENT
+
+
+@functools.cache
+def _why_no_annotation() -> str | None:
+    """Why annotation mode cannot run here; asked once, because it starts the profiler."""
+    annotation = importlib.import_module(NsightProfType.ANNOTATION.module)
+    reason: str | None = annotation.annotation_available()
+    return reason
 
 
 def profile_plan(

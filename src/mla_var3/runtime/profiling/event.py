@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mla_var3.errors import UnsupportedError
-from mla_var3.runtime.clocks import clock_state_of
+from mla_var3.runtime.clocks import ClockState, announce_clocks
 from mla_var3.runtime.compile import compile_report
 from mla_var3.runtime.files import write_atomic
 from mla_var3.runtime.markdown import microseconds
@@ -80,7 +80,7 @@ def event_profile_plan(
         check=prepared.check,
         record=record,
     )
-    record["clocks"] = clock_state_of(record["environment"]).to_dict()
+    record["clocks"] = announce_clocks(record["environment"]).to_dict()
     record["total"] = vars(total)
     record["stages"] = [vars(figures) for figures in stages]
     record["tilings"] = {name: tiling.to_dict() for name, tiling in stage.tilings().items()}
@@ -102,7 +102,7 @@ def _timed(stage: Stage, spec: DeviceSpec, dtype: str, runs: int | None) -> Stag
 
 def _report(result: ProfileResult, stage: Stage, spec: DeviceSpec, dtype: str) -> str:
     timing = result.total.extra["timing"]
-    clocks = clock_state_of(result.record["environment"])
+    clocks = ClockState(**result.record["clocks"])
     parts = [
         header(f"{result.kernel}, event mode", result.record),
         f"GPU clocks: {clocks.describe()}.\n",

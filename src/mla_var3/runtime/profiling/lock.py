@@ -14,6 +14,7 @@ import os
 import shlex
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 
 DEFAULT_WAIT_S = 600.0
 _POLL_S = 0.2
+_COMMAND_LENGTH = 160
 _held: dict[str, int] = {}
 """Devices locked by this process, with how often: a mode may call another one."""
 
@@ -109,10 +111,10 @@ def _acquire(descriptor: int, path: Path, device: str, wait_seconds: float | Non
         if wait_seconds is not None and waited >= wait_seconds:
             raise UnsupportedError(
                 f"device {device}: expected to be the only profiling run, but {_holder(path)} "
-                f"holds it and did not end within {waited:.0f} s; wait for it, or end it"
+                f"holds it and did not end within {wait_seconds:g} s; wait for it, or end it"
             )
         if not told:
-            limit = "" if wait_seconds is None else f" for up to {wait_seconds:.0f} s"
+            limit = "" if wait_seconds is None else f" for up to {wait_seconds:g} s"
             log.info("device %s: waiting%s for %s", device, limit, _holder(path))
             told = True
         left = _POLL_S if wait_seconds is None else wait_seconds - waited
@@ -133,6 +135,7 @@ def _holder(path: Path) -> str:
     """Who holds the lock, as far as the file tells."""
     try:
         holder = json.loads(path.read_text(encoding="utf-8"))
-        return f"process {holder['pid']} ({holder['command']}, since {holder['since']})"
+        command = textwrap.shorten(holder["command"], _COMMAND_LENGTH, placeholder=" ...")
+        return f"process {holder['pid']} ({command}, since {holder['since']})"
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"

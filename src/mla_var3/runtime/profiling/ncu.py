@@ -116,6 +116,7 @@ def _write_kernel(
         (file, number, line, total)
         for file, lines in files.items()
         for number, line in lines.items()
+        if file
     ]
     return sorted(found, key=lambda entry: -entry[2].samples)
 
@@ -128,21 +129,28 @@ def _write_sources(
     instructions: list[Instruction],
 ) -> None:
     """Annotated copies of this package's sources; nobody else's are copied."""
+    written: set[str] = set()
     for file, lines in files.items():
         own = package_path(file)
         source = source_text(measured.main, file) if own is not None else None
-        if source is None:
+        if own is None or source is None:
             continue
         text, origin = source
         share = sum(line.samples for line in lines.values()) / total if total else 0.0
+        count = sum(line.instructions for line in lines.values())
         title = (
             f"{shown_path(file)} in {measured.name}, {origin}.",
-            f"{share:.1%} of the kernel's {total:.0f} warp samples and {len(instructions)} "
-            "instructions come from",
-            f"this file or are partly so. [HOT]: at least {HOT_SHARE:.0%} of the samples.",
-            "Inlined code counts where it is written; line numbers are those of the original.",
+            f"{share:.1%} of the kernel's {total:.0f} warp samples and {count} of its "
+            f"{len(instructions)} instructions are here.",
+            f"[HOT]: at least {HOT_SHARE:.0%} of the samples. Inlined code counts where it is "
+            "written;",
+            "line numbers are those of the original.",
         )
-        write_atomic(folder / PurePosixPath(file).name, annotate_source(text, lines, total, title))
+        name = PurePosixPath(file).name
+        if name in written:  # two modules of one name in different packages
+            name = ".".join(own.parts)
+        written.add(name)
+        write_atomic(folder / name, annotate_source(text, lines, total, title))
 
 
 def _scope(rule: Rule) -> str | None:
@@ -180,7 +188,7 @@ def _compact_kernel(
             )
         )
     else:
-        parts.append("The report has no samples per instruction.\n")
+        parts.append("The report has no samples with a source line.\n")
     parts.append(
         f"Files: `{measured.name}/ncu-details.csv`, `{measured.name}/sass-metrics.csv`, "
         f"`{measured.name}/source.ptx`, `{measured.name}/annotated-src/`.\n"

@@ -94,7 +94,11 @@ class Launch:
         found = []
         for section in self.action.sections():
             metrics = [*section.header_metrics(), *section.body_metrics()]
-            rows = {m.name(): (_label(m), m.name(), _value(m)) for m in metrics}
+            rows = {
+                m.name(): (_label(m), m.name(), _value(m))
+                for m in metrics
+                if not m.name().startswith("breakdown:")  # lists of names, for the tool's charts
+            }
             if rows:
                 found.append(
                     Section(
@@ -145,6 +149,8 @@ def read_launches(path: Path, tool: NcuTool | None = None) -> list[Launch]:
             f"{path}: expected a report that ncu_report can read, got {error}; "
             'a newer reader may help: pip install "hyper-mla[profiling]"'
         ) from error
+    if not report.num_ranges():  # also what some releases make of a file that is no report
+        raise UnsupportedError(f"{path}: expected a report with profiled kernels, got none")
     found = []
     for action in _actions(report):
         name = _range_name(action)
@@ -218,7 +224,9 @@ def advice(rules: Sequence[Rule], at_least_pct: float = 5.0) -> list[Rule]:
     for rule in rules:
         worth = rule.is_advice and rule.message and rule.identifier not in NOT_OURS
         if worth and (rule.speedup_pct is None or rule.speedup_pct >= at_least_pct):
-            seen.setdefault((rule.identifier, rule.title), rule)
+            # The imbalance of SMs, their partitions and their L1 caches is one and the same.
+            title = "" if rule.identifier == "WorkloadImbalance" else rule.title
+            seen.setdefault((rule.identifier, title), rule)
     return sorted(seen.values(), key=lambda r: (not r.is_global, -(r.speedup_pct or 0.0)))
 
 

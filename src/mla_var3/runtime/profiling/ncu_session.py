@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UnsupportedError
-from mla_var3.runtime.clocks import clock_state_of
+from mla_var3.runtime.clocks import ClockState, announce_clocks
 from mla_var3.runtime.compile import compile_report
 from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
 from mla_var3.runtime.environment import environment
@@ -57,7 +57,7 @@ class Session:
         tool: the profiler.
         collection: how it was driven.
         clock_control: ncu's clock option.
-        clocks: what is known about locked clocks, for people.
+        clocks: whether our scripts hold the clocks.
         profiles: what was measured, per stage.
         event_us: time of each stage by CUDA events, by stage name.
     """
@@ -69,7 +69,7 @@ class Session:
     tool: NcuTool
     collection: Collection
     clock_control: str
-    clocks: str
+    clocks: ClockState
     profiles: list[StageProfile]
     event_us: dict[str, float] = field(default_factory=dict)
 
@@ -119,6 +119,7 @@ def profile(
     tool = find_ncu()
     load_ncu_report(tool)  # before minutes of tuning, not after them
     collector = wanted_collector()
+    clocks = announce_clocks(environment())
     count = options.bench_runs or runs
     with device_lock(current_device_name()):
         prepared = prepare(plan, options)
@@ -146,7 +147,7 @@ def profile(
         tool=tool,
         collection=collection,
         clock_control="none",
-        clocks=clock_text(),
+        clocks=clocks,
         profiles=stage_profiles(launches, names, count),
         event_us=event_us,
     )
@@ -171,14 +172,6 @@ def has_concurrency(stage: Stage) -> bool:
     if isinstance(stage, KernelPipeline):
         return any(has_concurrency(part) for part in stage.stages)
     return False
-
-
-def clock_text() -> str:
-    """Whether the clocks are locked, in words."""
-    now = environment()
-    reading = (now["gpu"] or {}).get("sm_clock_mhz")
-    text = clock_state_of(now).describe()
-    return f"{text}; nvidia-smi reads {reading:.0f} MHz" if reading else text
 
 
 def measurements(session: Session) -> list[StageMeasurement]:
@@ -217,6 +210,7 @@ def make_result(session: Session) -> ProfileResult:
         "stages": [vars(figures) for figures in stages],
         "tilings": {name: tiling.to_dict() for name, tiling in stage.tilings().items()},
         "check": check.to_dict() if check else None,
+        "clocks": session.clocks.to_dict(),
         "above_roofline": above_roofline(total, stage, device, dtype),
         "profiler": {
             "tool": f"ncu {session.tool.version}",
@@ -224,7 +218,6 @@ def make_result(session: Session) -> ProfileResult:
             "collector_note": session.collection.note,
             "metrics_not_available": session.collection.dropped,
             "clock_control": session.clock_control,
-            "clocks": session.clocks,
             "runs": session.profiles[0].runs,
         },
     }

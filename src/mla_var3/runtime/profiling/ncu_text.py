@@ -283,7 +283,7 @@ def method_table(session: Session) -> str:
         ("profiler", f"Nsight Compute {session.tool.version}"),
         ("collected by", how),
         ("runs", f"{session.profiles[0].runs} per stage, medians; caches flushed before each pass"),
-        ("clocks", f"{session.clocks}; ncu --clock-control {session.clock_control}"),
+        ("clocks", f"{session.clocks.describe()}; ncu --clock-control {session.clock_control}"),
     ]
     if collection.dropped:
         rows.append(("metrics not available", ", ".join(collection.dropped)))

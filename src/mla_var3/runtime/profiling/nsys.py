@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import InvalidArgumentError, MissingToolError, UnsupportedError
-from mla_var3.runtime.clocks import clock_state_of
+from mla_var3.runtime.clocks import ClockState, announce_clocks
 from mla_var3.runtime.files import write_atomic
 from mla_var3.runtime.measure import percentile
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
@@ -144,7 +144,7 @@ def summarise(prepared: Prepared, collected: Collected, folder: Path) -> Profile
     record["total"] = vars(total)
     record["stages"] = [vars(entry) for entry in stages]
     record["timeline"] = {"source": collected.timeline.source, "how": collected.how}
-    record["clocks"] = clock_state_of(record["environment"]).to_dict()
+    record["clocks"] = announce_clocks(record["environment"]).to_dict()
     record["tilings"] = {name: tiling.to_dict() for name, tiling in stage.tilings().items()}
     record["check"] = prepared.check.to_dict() if prepared.check else None
     record["above_roofline"] = above_roofline(total, stage, spec, dtype)
@@ -187,7 +187,7 @@ def _report(
     result: ProfileResult, analysis: Analysis, stage: Stage, spec: DeviceSpec, how: str
 ) -> str:
     record: dict[str, Any] = result.record
-    clocks = clock_state_of(record["environment"])
+    clocks = ClockState(**record["clocks"])
     parts = [
         header(f"{result.kernel}, nsys mode", record),
         f"{how}\n",

@@ -35,7 +35,7 @@ from mla_var3.op.mla.cost import flash_mla_cost
 from mla_var3.op.mla.inputs import absorb_queries
 from mla_var3.op.mla.reference import reference_absorbed
 from mla_var3.runtime.ct_kernel import CtKernel
-from mla_var3.runtime.tensors import check_tensor
+from mla_var3.runtime.tensors import check_tensor, require_view
 
 ConstInt = ct.Constant[int]
 ConstBool = ct.Constant[bool]
@@ -112,6 +112,8 @@ class CtFlashMLA(MlaPlan):
         check_tensor("c_kv", c_kv, [("b", b), ("t", t), ("k", k)], self.torch_dtype, device)
         check_tensor("k_rope", k_rope, [("b", b), ("t", t), ("p", p)], self.torch_dtype, device)
         check_tensor("lengths", lengths, [("b", b)], torch.int32, device)
+        latent_rows = require_view("q_latent", q_latent, b, s * h, k)
+        rope_rows = require_view("q_rope", q_rope, b, s * h, p)
         o_latent = q_latent.new_empty((b, s, h, k))
         lse = q_latent.new_empty((b, s, h), dtype=torch.float32)
 
@@ -120,8 +122,8 @@ class CtFlashMLA(MlaPlan):
 
         def args_fn(tiling: FlashMLATiling) -> tuple[object, ...]:
             return (
-                q_latent.reshape(b, s * h, k),
-                q_rope.reshape(b, s * h, p),
+                latent_rows,
+                rope_rows,
                 c_kv,
                 k_rope,
                 lengths,

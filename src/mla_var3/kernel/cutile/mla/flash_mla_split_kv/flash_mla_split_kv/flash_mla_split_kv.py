@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from mla_var3.conf.devices import DeviceSpec
-from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cutile.mla.flash_mla_split_kv.flash_mla_split_kv.split_kv_partial import (
     CtSplitKVPartial,
     SplitKVPartialTiling,
@@ -32,6 +31,7 @@ from mla_var3.kernel.cutile.mla.flash_mla_split_kv.flash_mla_split_kv.split_kv_r
 )
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.mla.cost import flash_mla_split_kv_cost, split_count
+from mla_var3.op.mla.problem import require_int
 from mla_var3.op.mla.reference import reference_absorbed
 from mla_var3.runtime.composite import KernelPipeline
 from mla_var3.runtime.plan import Tiling
@@ -52,8 +52,8 @@ class CtFlashMLASplitKV(MlaPlan):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.splits is not None and not 1 <= self.splits <= self.t:
-            raise InvalidArgumentError("splits", f"1..{self.t} (t)", self.splits)
+        if self.splits is not None:
+            require_int("splits", self.splits, minimum=1, maximum=self.t, maximum_name="t")
 
     def resolve(self, peak_tflops: float, peak_gbps: float) -> Self:
         return self._with_splits(DEFAULT_SM_COUNT)

@@ -27,8 +27,9 @@ from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.mla.attend import KvSegment, attend
 from mla_var3.op.mla.cost import flash_mla_split_kv_stages
 from mla_var3.op.mla.inputs import absorb_queries
+from mla_var3.op.mla.problem import require_int
 from mla_var3.runtime.ct_kernel import CtKernel
-from mla_var3.runtime.tensors import check_tensor
+from mla_var3.runtime.tensors import check_tensor, require_view
 
 ConstInt = ct.Constant[int]
 ConstBool = ct.Constant[bool]
@@ -74,6 +75,10 @@ class CtSplitKVPartial(MlaPlan):
 
     splits: int = field(default=1, metadata={"help": "shares of each request's tokens"})
     tiling: SplitKVPartialTiling = field(default_factory=SplitKVPartialTiling)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_int("splits", self.splits, minimum=1)
 
     def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
         raw = self.make_inputs(device)
@@ -128,6 +133,8 @@ class CtSplitKVPartial(MlaPlan):
         check_tensor("c_kv", c_kv, [("b", b), ("t", t), ("k", k)], dtype, device)
         check_tensor("k_rope", k_rope, [("b", b), ("t", t), ("p", p)], dtype, device)
         check_tensor("lengths", lengths, [("b", b)], torch.int32, device)
+        latent_rows = require_view("q_latent", q_latent, b, s * h, k)
+        rope_rows = require_view("q_rope", q_rope, b, s * h, p)
         o_partial = q_latent.new_empty((b, splits, s, h, k), dtype=torch.float32)
         lse_partial = q_latent.new_empty((b, splits, s, h), dtype=torch.float32)
 
@@ -136,8 +143,8 @@ class CtSplitKVPartial(MlaPlan):
 
         def args_fn(tiling: SplitKVPartialTiling) -> tuple[object, ...]:
             return (
-                q_latent.reshape(b, s * h, k),
-                q_rope.reshape(b, s * h, p),
+                latent_rows,
+                rope_rows,
                 c_kv,
                 k_rope,
                 lengths,

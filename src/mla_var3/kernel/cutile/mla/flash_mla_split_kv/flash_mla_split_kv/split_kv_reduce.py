@@ -17,9 +17,10 @@ from mla_var3.kernel.cutile.mla.tile_ops import LOG2_E, SCORE_FLOOR, log_sum_exp
 from mla_var3.kernel.cutile.mla.tilings import divides, tile_sides
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.mla.cost import flash_mla_split_kv_stages
+from mla_var3.op.mla.problem import require_int
 from mla_var3.runtime.ct_kernel import CtKernel
 from mla_var3.runtime.plan import Constraints, Tiling
-from mla_var3.runtime.tensors import check_tensor
+from mla_var3.runtime.tensors import check_tensor, require_view
 
 ConstInt = ct.Constant[int]
 
@@ -85,6 +86,10 @@ class CtSplitKVReduce(MlaPlan):
     splits: int = field(default=1, metadata={"help": "shares of each request's tokens"})
     tiling: SplitKVReduceTiling = field(default_factory=SplitKVReduceTiling)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_int("splits", self.splits, minimum=1)
+
     def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
         shape = (self.b, self.splits, self.s, self.h)
         o_partial = torch.randn((*shape, self.k), dtype=torch.float32, device=device)
@@ -114,6 +119,8 @@ class CtSplitKVReduce(MlaPlan):
         shares = [("b", b), ("splits", splits), ("s", s), ("h", h)]
         check_tensor("o_partial", o_partial, [*shares, ("k", k)], torch.float32, device)
         check_tensor("lse_partial", lse_partial, shares, torch.float32, device)
+        partial_rows = require_view("o_partial", o_partial, b, splits, s * h, k)
+        partial_lses = require_view("lse_partial", lse_partial, b, splits, s * h)
         o_latent = o_partial.new_empty((b, s, h, k), dtype=self.torch_dtype)
         lse = lse_partial.new_empty((b, s, h))
 
@@ -122,8 +129,8 @@ class CtSplitKVReduce(MlaPlan):
 
         def args_fn(tiling: SplitKVReduceTiling) -> tuple[object, ...]:
             return (
-                o_partial.view(b, splits, s * h, k),
-                lse_partial.view(b, splits, s * h),
+                partial_rows,
+                partial_lses,
                 o_latent.view(b, s * h, k),
                 lse.view(b, s * h),
                 splits,

@@ -24,7 +24,6 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cutile.mla.tile_ops import (
     attend_heads,
     attend_latent,
@@ -45,9 +44,10 @@ from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.mla.attend import KvSegment, attend
 from mla_var3.op.mla.cost import attention_block_specialized_cost
 from mla_var3.op.mla.inputs import absorb_queries, decompress_newest
+from mla_var3.op.mla.problem import require_int
 from mla_var3.runtime.ct_kernel import CtKernel
 from mla_var3.runtime.plan import Constraints, Tiling
-from mla_var3.runtime.tensors import check_tensor
+from mla_var3.runtime.tensors import check_tensor, require_view
 
 ConstInt = ct.Constant[int]
 ConstBool = ct.Constant[bool]
@@ -157,8 +157,7 @@ class CtAttentionBlockSpecialized(MlaPlan):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.n <= self.t:
-            raise InvalidArgumentError("n", f"0..{self.t} (t)", self.n)
+        require_int("n", self.n, minimum=0, maximum=self.t, maximum_name="t")
 
     def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
         raw = self.make_inputs(device)
@@ -215,6 +214,8 @@ class CtAttentionBlockSpecialized(MlaPlan):
         self._check_inputs(*inputs)
         q_nope, q_latent, q_rope, c_kv, k_rope, k_new, v_new, k_rope_new, lengths = inputs
         b, s, h, d, k, p, n = self.b, self.s, self.h, self.d, self.k, self.p, self.n
+        latent_rows = require_view("q_latent", q_latent, b, s * h, k)
+        rope_rows = require_view("q_rope", q_rope, b, s * h, p)
         if n == 0:
             # No head block will run, but the arguments still need a valid address.
             k_new = v_new = q_nope.new_zeros((1, 1, 1, d))
@@ -237,9 +238,9 @@ class CtAttentionBlockSpecialized(MlaPlan):
         def args_fn(tiling: AttentionBlockSpecializedTiling) -> tuple[object, ...]:
             return (
                 q_nope,
-                q_latent.reshape(b, s * h, k),
+                latent_rows,
                 q_rope,
-                q_rope.reshape(b, s * h, p),
+                rope_rows,
                 c_kv,
                 k_rope,
                 k_new,

@@ -24,7 +24,7 @@ from mla_var3.op.mla.cost import decompress_combine_cost
 from mla_var3.op.mla.inputs import up_project
 from mla_var3.runtime.ct_kernel import CtKernel
 from mla_var3.runtime.plan import Constraints, Tiling
-from mla_var3.runtime.tensors import check_tensor
+from mla_var3.runtime.tensors import check_tensor, require_view
 
 ConstInt = ct.Constant[int]
 ConstBool = ct.Constant[bool]
@@ -155,18 +155,21 @@ class CtDecompressCombine(MlaPlan):
         check_tensor("o_new", o_new, [*rows, ("d", d)], dtype, device)
         check_tensor("lse_new", lse_new, rows, torch.float32, device)
         check_tensor("w_uv", w_uv, [("h", h), ("k", k), ("d", d)], dtype, device)
-        o = torch.empty_like(o_new)
-        lse = torch.empty_like(lse_latent)
+        parts = (
+            require_view("o_latent", o_latent, b * s, h, k),
+            require_view("lse_latent", lse_latent, b * s, h),
+            require_view("o_new", o_new, b * s, h, d),
+            require_view("lse_new", lse_new, b * s, h),
+        )
+        o = o_new.new_empty((b, s, h, d))
+        lse = lse_latent.new_empty((b, s, h))
 
         def grid_fn(tiling: DecompressCombineTiling) -> tuple[int, int]:
             return (ct.cdiv(b * s, tiling.Cm), h)
 
         def args_fn(tiling: DecompressCombineTiling) -> tuple[object, ...]:
             return (
-                o_latent.view(b * s, h, k),
-                lse_latent.view(b * s, h),
-                o_new.view(b * s, h, d),
-                lse_new.view(b * s, h),
+                *parts,
                 w_uv,
                 o.view(b * s, h, d),
                 lse.view(b * s, h),

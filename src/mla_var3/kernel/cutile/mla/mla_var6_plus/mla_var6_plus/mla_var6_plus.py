@@ -37,6 +37,7 @@ from mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus.decompress_combine i
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.mla.cost import best_n, decompress_combine_cost, mla_var6_plus_cost
 from mla_var3.op.mla.inputs import absorb_queries, decompress_newest
+from mla_var3.op.mla.problem import require_int
 from mla_var3.op.mla.reference import reference_mix
 from mla_var3.runtime.composite import KernelPipeline
 from mla_var3.runtime.plan import Tiling
@@ -59,8 +60,8 @@ class CtMlaVar6Plus(MlaPlan):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.n is not None and not 0 <= self.n <= self.t:
-            raise InvalidArgumentError("n", f"0..{self.t} (t)", self.n)
+        if self.n is not None:
+            require_int("n", self.n, minimum=0, maximum=self.t, maximum_name="t")
 
     def resolve(self, peak_tflops: float, peak_gbps: float) -> Self:
         if self.n is not None:

@@ -1,0 +1,216 @@
+"""`hyper-mla compare`: runs, versions or kernels side by side, against the first of them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mla_var3.cli.console import EXIT_OK, UsageError, say, usage_errors
+from mla_var3.cli.parsing import Parser, parse
+from mla_var3.cli.values import MIXED, ValueType
+
+if TYPE_CHECKING:
+    from mla_var3.report.compare import Comparison
+    from mla_var3.report.compare_runs import Run
+    from mla_var3.runtime.paths import KernelId
+
+_SIZES = {
+    "b": "requests in the batch",
+    "s": "query tokens per request",
+    "t": "KV slots per request",
+    "h": "query heads",
+    "d": "head dimension without rope",
+    "p": "rope dimension",
+    "k": "latent dimension",
+}
+_RUN_OPTIONS = {
+    "no_autotune": "use the default tilings",
+    "retune": "search tilings again although a result is cached",
+    "check": "compare with the fp32 reference before timing",
+}
+
+
+def add_arguments(parser: Parser) -> None:
+    """The options of the command."""
+    parser.add_argument(
+        "runs",
+        nargs="*",
+        metavar="RUN",
+        help="profile output folder, or kernel[:version]; the first is the baseline",
+    )
+    parser.add_argument("--force", action="store_true", help="also different problems or devices")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
+    parser.add_argument(
+        "--out_dir",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of table and plot (default: out/compare/<timestamp>)",
+    )
+    group = parser.add_argument_group("kernels", "for runs that are given as kernel[:version]")
+    group.add_argument(
+        "--static", action="store_true", help="compare predictions; runs nothing and needs no GPU"
+    )
+    group.add_argument(
+        "--for_device",
+        metavar="NAME",
+        help="device of the predictions (default: this one, or an NVIDIA H200)",
+    )
+    unset: dict[str, Any] = {"default": argparse.SUPPRESS}
+    for name, text in _SIZES.items():
+        group.add_argument(f"--{name}", type=ValueType(int), metavar="N", help=text, **unset)
+    group.add_argument("--dtype", metavar="NAME", help="bfloat16 or float16", **unset)
+    group.add_argument(
+        "--lengths",
+        type=ValueType(int, optional=True, sequence=True, words=(MIXED,)),
+        metavar="N,N,...",
+        help="KV length per request: comma list or mixed",
+        **unset,
+    )
+    group.add_argument("--language", metavar="NAME", help="cutile-dsl or cute-dsl", **unset)
+    group.add_argument("--prof_type", metavar="MODE", help="profiling mode", **unset)
+    group.add_argument("--bench_runs", type=ValueType(int), metavar="N", help="timed runs", **unset)
+    for name, text in _RUN_OPTIONS.items():
+        group.add_argument(f"--{name}", action="store_true", help=text, **unset)
+
+
+def compare_command(parser: Parser, argv: Sequence[str]) -> int:
+    """Compare what the command line names; returns the exit code."""
+    values = parse(parser, argv)
+    items: list[str] = values.pop("runs")
+    if len(items) < 2:
+        raise UsageError(
+            f"RUN: expected at least two folders or kernel[:version] to compare, got {len(items)}"
+        )
+    own = {name: values.pop(name) for name in ("force", "json", "out_dir")}
+    sources = [_source(item, values) for item in items]
+    if values["for_device"] and not values["static"]:
+        raise UsageError("--for_device: only together with --static")
+    kernels = [source for source in sources if not isinstance(source, Path)]
+    given = [n for n in values if n not in ("static", "for_device") or values[n]]
+    if given and not kernels:
+        options = ", ".join(f"--{name}" for name in given)
+        raise UsageError(f"{options}: only for runs given as kernel[:version], got folders alone")
+    # Records first: one that cannot be read should not cost a profiling run.
+    recorded = {source: _recorded(source) for source in sources if isinstance(source, Path)}
+    runs = [recorded[s] if isinstance(s, Path) else _made(s, values) for s in sources]
+    return show_comparison(runs, own["force"], own["out_dir"], own["json"])
+
+
+def _source(item: str, values: dict[str, Any]) -> Path | KernelId:
+    """A folder that exists, or a kernel."""
+    from mla_var3.runtime.paths import DEFAULT_LANGUAGE, find_kernel
+
+    path = Path(item)
+    if path.exists() or "/" in item:
+        return path
+    name, colon, version = item.partition(":")
+    with usage_errors():
+        return find_kernel(
+            name, version if colon else None, values.get("language", DEFAULT_LANGUAGE)
+        )
+
+
+def _recorded(path: Path) -> Run:
+    from mla_var3.report.compare_runs import load_run
+
+    return load_run(path)
+
+
+def _made(kernel: KernelId, values: dict[str, Any]) -> Run:
+    """Predict or profile a kernel with the options that all kernels share."""
+    from mla_var3.cli.options import RUN_OPTIONS, build_request, plan_options
+    from mla_var3.runtime.paths import plan_class
+
+    shared = {k: v for k, v in values.items() if k not in ("static", "for_device", "language")}
+    options = plan_options(plan_class(kernel)(), RUN_OPTIONS)
+    unknown = [k for k in shared if k not in options.flags and k not in RUN_OPTIONS]
+    if unknown:
+        raise UsageError(f"--{unknown[0]}: {kernel.full_name} has no such field")
+    with usage_errors():
+        request = build_request(options, shared)
+    if values["static"]:
+        return _predicted(request.plan, values["for_device"])
+    return _profiled(request)
+
+
+def _predicted(plan: Any, device: str | None) -> Run:
+    from mla_var3.conf.devices import device_spec
+    from mla_var3.report.compare_runs import run_of_record
+    from mla_var3.runtime.profiling.common import stage_figures
+    from mla_var3.runtime.workflow import planning_device
+
+    with usage_errors():
+        spec = device_spec(device) if device else planning_device()
+    dtype = str(getattr(plan, "dtype", "bfloat16"))
+    chosen = plan.on_device(spec).for_target(spec.target)
+    stage = chosen.plan_empty(spec.sustained_tflops(dtype), spec.sustained_gbps)
+    return run_of_record(
+        {
+            "kernel": chosen.name,
+            "prof_type": "predicted",
+            "device": spec.name,
+            "params": chosen.params(),
+            "total": vars(stage_figures(stage, None, None, spec, dtype)),
+            "stages": [vars(stage_figures(k, None, None, spec, dtype)) for k in stage.kernels()],
+        }
+    )
+
+
+def _profiled(request: Any) -> Run:
+    from mla_var3.cli.console import ProgressReporter, show_log
+    from mla_var3.errors import UnsupportedError
+    from mla_var3.report.compare_runs import run_of_result
+    from mla_var3.runtime.profiling import profile_plan
+    from mla_var3.runtime.workflow import cuda_available
+
+    if not cuda_available():
+        raise UnsupportedError(
+            f"{request.plan.name}: expected a GPU to run it on, got none; --static compares "
+            "predictions, and folders of earlier runs can be compared anywhere"
+        )
+    show_log()
+    with ProgressReporter() as progress:
+        result = profile_plan(
+            request.plan, request.mode, dataclasses.replace(request.run, progress=progress)
+        )
+    if result.check is not None:
+        result.check.require()
+    return run_of_result(result)
+
+
+def show_comparison(
+    runs: Sequence[Run], force: bool, out_dir: Path | None, json_file: Path | None
+) -> int:
+    """Compare runs, print the table and write it beside the plot."""
+    from mla_var3.cli.render import print_table
+    from mla_var3.report.compare import compare
+
+    result = compare(runs, force=force)
+    baseline = result.runs[0]
+    title = f"vs baseline {baseline.label}, {baseline.device or 'no device'}"
+    print_table(title, result.headers(), result.cells())
+    for text in result.forced:
+        say(f"compared by force: {text}", "yellow")
+    for text in result.remarks:
+        say(f"note: {text}", "yellow")
+    say(f"comparison: {_write(result, out_dir, json_file) / 'compare.md'}", "bold")
+    return EXIT_OK
+
+
+def _write(result: Comparison, out_dir: Path | None, json_file: Path | None) -> Path:
+    from mla_var3.report.compare import comparison_data, comparison_markdown, comparison_plot
+    from mla_var3.runtime.files import write_atomic
+    from mla_var3.runtime.markdown import write_json
+    from mla_var3.runtime.paths import output_root, timestamp
+
+    folder = out_dir or output_root() / "compare" / timestamp()
+    text = comparison_markdown(result)
+    if comparison_plot(result, folder / "compare"):
+        text += "\n![times side by side](compare.png)\n"
+    write_atomic(folder / "compare.md", text)
+    for file in filter(None, (folder / "compare.json", json_file)):
+        write_json(file, comparison_data(result))
+    return folder

@@ -1,0 +1,182 @@
+"""The program that runs under the profiler: spec, ranges, tilings."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mla_var3.errors import InvalidArgumentError, UnsupportedError
+from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
+from mla_var3.runtime.paths import find_kernel, plan_class
+from mla_var3.runtime.plan import KernelPlan
+from mla_var3.runtime.profiling import target
+from mla_var3.runtime.profiling.target import (
+    TargetSpec,
+    apply_tilings,
+    launch_ranges,
+    stage_ranges,
+)
+from mla_var3.runtime.stage import Stage
+
+
+def make_plan(design: str = "mla_var6_plus", **fields: Any) -> KernelPlan:
+    sizes = {"b": 2, "s": 4, "t": 256, **fields}
+    plan: KernelPlan = plan_class(find_kernel(design))(**sizes)
+    return plan.resolve(800.0, 4000.0).for_target("sm_90")
+
+
+def meta_stage(plan: KernelPlan) -> Stage:
+    return plan.plan(*plan.prepare_inputs("meta"))
+
+
+@pytest.mark.parametrize(
+    "design", ["flash_attention", "flash_mla", "flash_mla_split_kv", "mla_var6_plus"]
+)
+def test_a_plan_survives_the_way_through_the_file(design: str, tmp_path: Path) -> None:
+    plan = make_plan(design, lengths=(256, 100))
+    stage = meta_stage(plan)
+    TargetSpec.of(plan, stage, runs=3).write(tmp_path / "spec.json")
+    spec = TargetSpec.read(tmp_path / "spec.json")
+    again = spec.build_plan()
+    assert again == plan
+    assert again._target == "sm_90"
+    assert spec.build_stage(again, "meta").tilings() == stage.tilings()
+    assert spec.runs == 3
+
+
+def test_tuned_tilings_are_used_not_those_of_the_plan(tmp_path: Path) -> None:
+    plan = make_plan("flash_mla")
+    stage = meta_stage(plan)
+    (kernel,) = stage.kernels()
+    kernel.tiling = type(kernel.tiling)(**{**kernel.tiling.to_dict(), "Bn": 32})
+    spec = TargetSpec.of(plan, stage, runs=1)
+    rebuilt = spec.build_stage(spec.build_plan(), "meta")
+    assert next(rebuilt.kernels()).tiling.Bn == 32
+    assert spec.build_plan() == plan
+
+
+def test_tilings_for_other_kernels_are_refused() -> None:
+    stage = meta_stage(make_plan())
+    with pytest.raises(InvalidArgumentError, match="one for each of .*decompress_combine"):
+        apply_tilings(stage, [{"kernel": "other", "tiling": {}}])
+
+
+def test_a_stage_plan_is_found_by_its_own_class() -> None:
+    """The module of a stage lies in a version package, but is not its entry point."""
+    plan = make_plan()
+    inner = plan._combine_plan()  # type: ignore[attr-defined]
+    spec = TargetSpec.of(inner, meta_stage(inner), runs=1)
+    assert type(spec.build_plan()) is type(inner)
+
+
+def test_a_plan_of_a_script_cannot_be_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan()
+    stage = meta_stage(plan)
+    monkeypatch.setattr(type(plan), "__module__", "__main__")
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=None))
+    with pytest.raises(UnsupportedError, match="expected a plan class in a module"):
+        TargetSpec.of(plan, stage, runs=1)
+    spec = SimpleNamespace(name="mla_var3.kernel.there")
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(__spec__=spec))
+    assert TargetSpec.of(plan, stage, runs=1).module == "mla_var3.kernel.there"
+
+
+def test_range_names_are_unique_and_safe_for_the_filter() -> None:
+    first, second = meta_stage(make_plan("flash_mla")), meta_stage(make_plan("flash_mla"))
+    group = ConcurrentKernels(_name="pair", concurrent_kernels=[first, second])
+    pipeline = KernelPipeline(_name="pipe", stages=[group, meta_stage(make_plan())])
+    names = [name for name, _ in stage_ranges(pipeline)]
+    assert names == [
+        "hyper_mla.flash_mla",
+        "hyper_mla.flash_mla.2",
+        "hyper_mla.attention_block_specialized",
+        "hyper_mla.decompress_combine",
+    ]
+    assert not any(set(name) & set("/@[],") for name in names)
+
+
+def test_each_kernel_is_launched_alone_inside_its_range() -> None:
+    events: list[str] = []
+
+    @contextmanager
+    def mark(name: str) -> Iterator[None]:
+        events.append(f"push {name}")
+        yield
+        events.append("pop")
+
+    kernels = [
+        SimpleNamespace(name=name, launch=lambda name=name: events.append(f"launch {name}"))
+        for name in ("a", "b")
+    ]
+    stage: Any = SimpleNamespace(kernels=lambda: iter(kernels))
+    launch_ranges(stage, mark, lambda: events.append("sync"))
+    assert events == [
+        *("push hyper_mla.a", "launch a", "pop", "sync"),
+        *("push hyper_mla.b", "launch b", "pop", "sync"),
+    ]
+
+
+def test_the_program_warms_up_outside_and_repeats_inside(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    counts = {"prepared": 0, "ranges": 0}
+    plan = make_plan()
+    TargetSpec.of(plan, meta_stage(plan), runs=4).write(tmp_path / "spec.json")
+
+    def prepared(spec: TargetSpec) -> None:
+        counts["prepared"] += 1
+
+    def ranges(*_: Any) -> None:
+        counts["ranges"] += 1
+
+    monkeypatch.setattr(target, "_prepared_stage", prepared)
+    monkeypatch.setattr(target, "launch_ranges", ranges)
+    assert target.main([str(tmp_path / "spec.json")]) == 0
+    assert counts == {"prepared": 1, "ranges": 4}
+
+
+@pytest.mark.parametrize("arguments", [[], ["a", "b"]])
+def test_the_program_wants_one_file(arguments: list[str]) -> None:
+    with pytest.raises(InvalidArgumentError, match="one spec file"):
+        target.main(arguments)
+
+
+@pytest.mark.parametrize("under_ncu", [False, True])
+def test_nsight_python_gets_the_stages_only_under_the_profiler(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, under_ncu: bool
+) -> None:
+    calls: list[Any] = []
+
+    def kernel(**options: Any) -> Any:
+        def decorate(function: Any) -> Any:
+            calls.append((options, function.__name__))
+            return function
+
+        return decorate
+
+    fake = SimpleNamespace(analyze=SimpleNamespace(kernel=kernel), annotate="annotate")
+    monkeypatch.setitem(sys.modules, "nsight", fake)
+    monkeypatch.setattr(target, "_prepared_stage", lambda spec: "stage")
+    monkeypatch.setattr(target, "launch_ranges", lambda *given: calls.append(given[:2]))
+    monkeypatch.delenv("NSPY_NCU_PROFILE", raising=False)
+    if under_ncu:
+        monkeypatch.setenv("NSPY_NCU_PROFILE", "signature")
+    plan = make_plan()
+    spec = TargetSpec.of(plan, meta_stage(plan), runs=2)
+    spec.nsight = {"metrics": ["m"], "clock_control": "none", "output_prefix": "x/nsight-"}
+    spec.write(tmp_path / "spec.json")
+    assert json.loads((tmp_path / "spec.json").read_text())["nsight"]["metrics"] == ["m"]
+    assert target.main([str(tmp_path / "spec.json")]) == 0
+    options, name = calls[0]
+    assert options["runs"] == 2
+    assert options["metrics"] == ["m"]
+    # nsight-python builds the report's name from the function's.
+    assert f"-{name}-" in target.NSIGHT_REPORT
+    assert calls[1:] == ([("stage", "annotate")] if under_ncu else [])

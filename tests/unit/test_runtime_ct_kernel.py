@@ -1,0 +1,355 @@
+"""The cuTile runtime without a GPU: what it caches, passes on, refuses and reports."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mla_var3.errors import InvalidArgumentError, KernelCompileError, UnsupportedError
+from mla_var3.runtime.paths import find_kernel, plan_class
+from mla_var3.runtime.tiling import Constraints, Tiling
+
+ct = pytest.importorskip("cuda.tile")
+
+from cuda.tile.compilation import ArrayConstraint, ScalarConstraint  # noqa: E402
+
+from mla_var3.runtime import ct_kernel  # noqa: E402
+from mla_var3.runtime.ct_kernel import CtKernel, kernel_source_files, signature_of  # noqa: E402
+
+Const = ct.Constant[int]
+
+
+@ct.kernel
+def add_number(x, out, number: float, SIDE: Const):
+    tile = ct.load(x, (ct.bid(0),), (SIDE,), padding_mode=ct.PaddingMode.ZERO)
+    ct.store(out, (ct.bid(0),), tile + number)
+
+
+@ct.kernel
+def narrowing(x, out, number: float, SIDE: Const):
+    wide = ct.zeros((SIDE,), dtype=ct.float32)
+    ct.store(out, (0,), wide)  # float32 into bfloat16 needs an explicit cast
+
+
+@dataclass
+class AddTiling(Tiling):
+    side: int = 8
+    occupancy: int | None = None
+    num_worker_warps: int | None = None
+
+    def validate(self, pd: Any) -> Constraints:
+        return Constraints((self.side <= 32, f"side: expected at most 32, got {self.side}"))
+
+
+@dataclass
+class Calls:
+    """How often the parts of a launch were built."""
+
+    grids: list[int] = field(default_factory=list)
+    args: list[int] = field(default_factory=list)
+
+
+def make_kernel(
+    function: Any = add_number,
+    *,
+    calls: Calls | None = None,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    **tiling: Any,
+) -> CtKernel:
+    x = torch.arange(20.0, device=device).to(dtype)
+    out = torch.zeros_like(x)
+    noted = calls or Calls()
+
+    def grid_fn(chosen: AddTiling) -> tuple[int]:
+        noted.grids.append(chosen.side)
+        return (ct.cdiv(20, chosen.side),)
+
+    def args_fn(chosen: AddTiling) -> Sequence[Any]:
+        noted.args.append(chosen.side)
+        return (x, out, 0.5, chosen.side)
+
+    return CtKernel(
+        kernel_fn=function,
+        tiling=AddTiling(**tiling),
+        plan=None,
+        input_tensors=[x],
+        output_tensors=[out],
+        algorithmic_flops_bytes_fn=lambda chosen: (20.0, 160.0),
+        grid_fn=grid_fn,
+        args_fn=args_fn,
+    )
+
+
+def wanted() -> torch.Tensor:
+    return torch.arange(20.0) + 0.5
+
+
+# --- launching ------------------------------------------------------------------------------------
+
+
+def test_the_name_is_that_of_the_function() -> None:
+    assert make_kernel().name == "add_number"
+    assert make_kernel().language == "cutile-dsl"
+
+
+def test_a_launch_on_cpu_tensors_computes() -> None:
+    kernel = make_kernel()
+    kernel.launch()
+    assert torch.equal(kernel.output_tensors[0], wanted())
+
+
+def test_arguments_are_built_once_for_a_tiling() -> None:
+    calls = Calls()
+    kernel = make_kernel(calls=calls)
+    for _ in range(3):
+        kernel.launch()
+    assert calls.args == calls.grids == [8]
+
+
+@pytest.mark.parametrize("how", ["mutated", "replaced"])
+def test_another_tiling_is_noticed(how: str) -> None:
+    """Also when the autotuner or a user changes a field of the very same object."""
+    calls = Calls()
+    kernel = make_kernel(calls=calls)
+    kernel.launch()
+    if how == "mutated":
+        kernel.tiling.side = 16
+    else:
+        kernel.tiling = AddTiling(side=16)
+    kernel.output_tensors[0].zero_()
+    kernel.launch()
+    assert torch.equal(kernel.output_tensors[0], wanted())
+    assert calls.args == calls.grids == [8, 16]
+
+
+def test_an_equal_tiling_is_the_same_tiling() -> None:
+    calls = Calls()
+    kernel = make_kernel(calls=calls)
+    kernel.launch()
+    kernel.tiling = AddTiling()
+    kernel.launch()
+    assert calls.args == [8]
+
+
+def test_a_changed_hint_is_another_kernel() -> None:
+    kernel = make_kernel()
+    kernel.launch()
+    before = kernel._prepare()[0]
+    assert kernel._prepare()[0] is before
+    kernel.tiling.occupancy = 2
+    assert kernel._prepare()[0] is not before
+
+
+def test_an_illegal_tiling_is_refused_even_after_a_good_launch() -> None:
+    kernel = make_kernel()
+    kernel.launch()
+    kernel.tiling.side = 64
+    with pytest.raises(InvalidArgumentError, match="side: expected at most 32, got 64"):
+        kernel.launch()
+    with pytest.raises(InvalidArgumentError, match="side: expected at most 32, got 64"):
+        kernel.compile("sm_90")
+
+
+def test_a_plan_without_tensors_refuses_to_launch() -> None:
+    kernel = make_kernel(device="meta")
+    with pytest.raises(UnsupportedError) as caught:
+        kernel.launch()
+    assert str(caught.value) == (
+        "add_number: planned without tensors (device 'meta'); "
+        "use plan(*prepare_inputs(device)) to run it"
+    )
+
+
+class NotedFunction:
+    """A kernel function that notes the hints asked of it."""
+
+    def __init__(self) -> None:
+        self.hints: list[dict[str, int]] = []
+        self._pyfunc = add_number._pyfunc
+
+    def replace_hints(self, **hints: int) -> Any:
+        self.hints.append(hints)
+        return add_number
+
+
+@pytest.mark.parametrize(
+    ("tiling", "hints"),
+    [
+        ({}, {}),
+        ({"occupancy": 2}, {"occupancy": 2}),
+        ({"occupancy": 1, "num_worker_warps": 8}, {"occupancy": 1, "num_worker_warps": 8}),
+    ],
+)
+def test_hints_are_passed_to_the_compiler(tiling: dict[str, int], hints: dict[str, int]) -> None:
+    function = NotedFunction()
+    make_kernel(function, **tiling).launch()
+    assert function.hints == [hints]
+
+
+# --- a pretended GPU ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], CtKernel]:
+    """Makes a kernel whose launch on "cuda" calls the given function instead of cuTile's."""
+
+    def make(launch: Any) -> CtKernel:
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the stream")
+        monkeypatch.setattr(ct_kernel.ct, "launch", launch)
+        kernel = make_kernel()
+        kernel.output_tensors = [SimpleNamespace(device=SimpleNamespace(type="cuda"))]  # type: ignore[list-item]
+        return kernel
+
+    return make
+
+
+def test_a_launch_on_cuda_goes_to_the_current_stream(on_gpu: Any) -> None:
+    seen: list[tuple[Any, ...]] = []
+    kernel = on_gpu(lambda *arguments: seen.append(arguments))
+    kernel.launch()
+    [(stream, grid, _, args)] = seen
+    assert stream == "the stream"
+    assert grid == (3,)
+    assert args[2:] == (0.5, 8)
+
+
+def test_a_kernel_that_does_not_compile_at_its_first_launch(on_gpu: Any) -> None:
+    """The just-in-time compiler's error is one of ours, like that of `compile`."""
+
+    def fail(*arguments: Any) -> None:
+        raise ct.TileError("no room in shared memory", None)
+
+    with pytest.raises(KernelCompileError, match="add_number"):
+        on_gpu(fail).launch()
+
+
+# --- compiling ------------------------------------------------------------------------------------
+
+
+def test_a_compile_error_is_ours_and_names_kernel_and_target(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    kernel = make_kernel(narrowing, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(KernelCompileError, match="^narrowing for sm_90: ") as caught:
+        kernel.compile("sm_90")
+    assert caught.value.__cause__ is not None
+    assert capfd.readouterr().err == ""
+    os.write(2, b"still here\n")
+    assert capfd.readouterr().err == "still here\n", "stderr must come back"
+
+
+def test_an_unknown_target_is_a_compile_error() -> None:
+    with pytest.raises(KernelCompileError, match="^add_number for sm_1: "):
+        make_kernel(device="meta").compile("sm_1")
+
+
+def test_the_given_tiling_is_compiled() -> None:
+    kernel = make_kernel(device="meta")
+    compiled = kernel.compile("sm_90", AddTiling(side=16))
+    assert compiled.target == "sm_90"
+    assert compiled.cubin[:4] == b"\x7fELF"
+    assert compiled.seconds > 0
+    assert set(compiled.artifacts) == {"add_number.tileirbc"}
+    assert kernel.tiling == AddTiling()
+
+
+# --- signatures -----------------------------------------------------------------------------------
+
+
+def parameters(*args: Any, kernel: Any = add_number) -> Any:
+    return signature_of(kernel, args).parameters
+
+
+def array(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def test_constants_are_passed_as_they_are_and_scalars_by_type() -> None:
+    x, out, number, side = parameters(array(20), array(20), 0.5, 8)
+    assert isinstance(x, ArrayConstraint)
+    assert isinstance(out, ArrayConstraint)
+    assert number == ScalarConstraint(ct.float32)
+    assert side.value == 8 if hasattr(side, "value") else side == 8
+
+
+def test_integers_are_32_bits() -> None:
+    assert parameters(array(20), array(20), 7, 8)[2] == ScalarConstraint(ct.int32)
+    assert parameters(array(20), array(20), True, 8)[2] == ScalarConstraint(ct.bool_)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "constant", "divisible", "sizes"),
+    [
+        (array(32, 64), (None, 1), (8, 1), (16, 16)),
+        (array(3, 64), (None, 1), (8, 1), (1, 16)),
+        (array(16, 9), (None, 1), (1, 1), (16, 1)),
+        (array(16, 4, dtype=torch.float32), (None, 1), (4, 1), (16, 1)),
+        (array(8, 16).T, (1, None), (1, 8), (16, 1)),
+        (array(1, 16).expand(4, 16), (None, 1), (8, 1), (1, 16)),
+    ],
+    ids=["aligned", "odd-rows", "odd-columns", "float32", "transposed", "expanded"],
+)
+def test_what_an_array_promises(
+    tensor: torch.Tensor,
+    constant: tuple[int | None, ...],
+    divisible: tuple[int, ...],
+    sizes: tuple[int, ...],
+) -> None:
+    """Strides of 1 and of whole 16-byte steps, sizes of whole 16s: all that the compiler needs."""
+    promise = parameters(tensor, array(20), 0.5, 8)[0]
+    assert tuple(promise.stride_constant) == constant
+    assert tuple(promise.stride_divisible_by) == divisible
+    assert tuple(promise.shape_divisible_by) == sizes
+    assert promise.ndim == tensor.ndim
+
+
+def test_wrong_arguments_are_named() -> None:
+    with pytest.raises(InvalidArgumentError, match="^args_fn: expected 4 kernel arguments, got 2$"):
+        parameters(array(20), array(20))
+    with pytest.raises(
+        InvalidArgumentError, match="^args_fn: expected tensors, ints, floats or constants, got str"
+    ):
+        parameters(array(20), array(20), "half", 8)
+
+
+# --- source files ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("design", "expected"),
+    [
+        ("flash_attention", {"flash_attention.py": {"flash_attention.py", "tile_ops.py"}}),
+        ("flash_mla", {"flash_mla.py": {"flash_mla.py", "tile_ops.py"}}),
+        (
+            "mla_var6_plus",
+            {
+                "attention_block_specialized.py": {
+                    "attention_block_specialized.py",
+                    "tile_ops.py",
+                    "tilings.py",
+                }
+            },
+        ),
+    ],
+)
+def test_source_files_follow_the_device_helpers(design: str, expected: dict[str, set[str]]) -> None:
+    fields = {"n": 1} if design == "mla_var6_plus" else {}
+    plan = plan_class(find_kernel(design))(b=1, s=1, t=8, h=8, **fields)
+    kernel = next(plan.plan(*plan.prepare_inputs("meta")).kernels())
+    [names] = expected.values()
+    files = kernel.source_files()
+    assert {file.name for file in files} == names
+    assert all(file.is_file() for file in files)
+    assert files == sorted(files)
+
+
+def test_source_files_of_a_kernel_outside_the_package() -> None:
+    assert kernel_source_files(add_number._pyfunc) == [Path(__file__)]

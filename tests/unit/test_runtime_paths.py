@@ -1,0 +1,289 @@
+"""Ids, modules and folders."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mla_var3.errors import MissingToolError, UnknownNameError
+from mla_var3.runtime import paths
+from mla_var3.runtime.paths import (
+    KernelId,
+    autotune_file,
+    cache_root,
+    discover_kernels,
+    find_kernel,
+    import_kernel_module,
+    kernel_id_of_module,
+    output_root,
+    plan_class,
+    profile_dir,
+    slug,
+    split_full_name,
+    timestamp,
+)
+
+FOUR = {"flash_attention", "flash_mla", "flash_mla_split_kv", "mla_var6_plus"}
+V4 = KernelId("mla_var6_plus", 4, "cutile-dsl", "mla")
+BASE = KernelId("mla_var6_plus", 0, "cutile-dsl", "mla")
+
+
+# --- ids ------------------------------------------------------------------------------------------
+
+
+def test_an_id_gives_name_version_and_module() -> None:
+    assert (V4.full_name, V4.version) == ("mla_var6_plus_v4", "v4")
+    assert V4.module == (
+        "mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus_v4.mla_var6_plus_v4"
+    )
+    assert (BASE.full_name, BASE.version) == ("mla_var6_plus", "v0")
+    assert BASE.module == "mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus.mla_var6_plus"
+    cute = KernelId("flash_mla", 2, "cute-dsl", "mla")
+    assert cute.module == "mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v2.flash_mla_v2"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("mla_var6_plus", ("mla_var6_plus", 0)),
+        ("mla_var6_plus_v4", ("mla_var6_plus", 4)),
+        ("mla_var6_plus_v12", ("mla_var6_plus", 12)),
+        ("flash_v2_v3", ("flash_v2", 3)),
+        ("name_v0", ("name_v0", 0)),
+        ("name_v01", ("name_v01", 0)),
+        ("name_v", ("name_v", 0)),
+    ],
+)
+def test_full_names(name: str, expected: tuple[str, int]) -> None:
+    assert split_full_name(name) == expected
+
+
+@pytest.mark.parametrize("kernel", [V4, BASE, KernelId("x", 1, "cute-dsl", "mla")], ids=str)
+def test_module_and_id_are_inverse(kernel: KernelId) -> None:
+    assert kernel_id_of_module(kernel.module) == kernel
+
+
+def test_a_stage_belongs_to_its_version() -> None:
+    package = BASE.module.rpartition(".")[0]
+    assert kernel_id_of_module(f"{package}.attention_block_specialized") == BASE
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "__main__",
+        "mla_var3.runtime.plan",
+        "mla_var3.kernel.cutile.mla.tile_ops",
+        "mla_var3.kernel.cutile.mla.flash_mla.flash_mla",
+        "mla_var3.kernel.triton.mla.flash_mla.flash_mla.flash_mla",
+        "other.kernel.cutile.mla.flash_mla.flash_mla.flash_mla",
+    ],
+)
+def test_other_modules_have_no_id(module: str) -> None:
+    assert kernel_id_of_module(module) is None
+
+
+def test_ids_sort_by_design_and_version() -> None:
+    later = KernelId("mla_var6_plus", 10, "cutile-dsl", "mla")
+    assert sorted([later, V4, BASE]) == [BASE, V4, later]
+
+
+# --- finding --------------------------------------------------------------------------------------
+
+
+def test_the_four_designs_are_found() -> None:
+    found = discover_kernels()
+    assert {kernel.design for kernel in found if kernel.number == 0} >= FOUR
+    assert found == sorted(found)
+    assert len(set(found)) == len(found)
+
+
+def test_discovery_imports_no_kernel(package_environment: dict[str, str]) -> None:
+    program = (
+        "import json, sys\n"
+        "from mla_var3.runtime.paths import discover_kernels\n"
+        "count = len(discover_kernels())\n"
+        "print(json.dumps([count, [m for m in sys.modules if m.startswith('mla_var3.kernel.')],"
+        " 'torch' in sys.modules]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=package_environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    count, modules, torch_loaded = json.loads(done.stdout)
+    assert count >= 4
+    assert modules == []
+    assert not torch_loaded
+
+
+@pytest.fixture
+def versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package with later versions and another language."""
+    numbers = {"mla_var6_plus": (0, 1, 4), "flash_mla": (0,), "flash_attention": (0, 2)}
+    kernels = [
+        KernelId(design, n, "cutile-dsl", "mla") for design, some in numbers.items() for n in some
+    ]
+    kernels.append(KernelId("flash_cute", 0, "cute-dsl", "mla"))
+    monkeypatch.setattr(paths, "discover_kernels", lambda: sorted(kernels))
+
+
+@pytest.mark.usefixtures("versions")
+@pytest.mark.parametrize(
+    ("name", "version", "number"),
+    [
+        ("mla_var6_plus", None, 0),
+        ("mla_var6_plus_v4", None, 4),
+        ("mla_var6_plus", "v4", 4),
+        ("mla_var6_plus", "4", 4),
+        ("mla_var6_plus", "v0", 0),
+        ("mla_var6_plus", "0", 0),
+        ("mla_var6_plus", "base", 0),
+        ("mla_var6_plus_v4", "v4", 4),
+    ],
+)
+def test_what_a_user_may_type(name: str, version: str | None, number: int) -> None:
+    assert find_kernel(name, version) == KernelId("mla_var6_plus", number, "cutile-dsl", "mla")
+
+
+@pytest.mark.usefixtures("versions")
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("mla_var6", "mla_var6_plus"),
+        ("mla_var6_plus_v0", "mla_var6_plus"),
+        ("flash_mal", "flash_mla"),
+        ("flashattention", "flash_attention"),
+    ],
+)
+def test_a_wrong_kernel_suggests_the_nearest(name: str, nearest: str) -> None:
+    with pytest.raises(UnknownNameError, match=f"unknown cutile-dsl kernel '{name}'") as caught:
+        find_kernel(name)
+    assert f"did you mean '{nearest}'" in str(caught.value)
+    assert "known: flash_attention, flash_mla, mla_var6_plus" in str(caught.value)
+
+
+@pytest.mark.usefixtures("versions")
+def test_a_kernel_of_another_language_says_so() -> None:
+    with pytest.raises(UnknownNameError, match="It exists in cute-dsl: use --language"):
+        find_kernel("flash_cute")
+    assert find_kernel("flash_cute", language="cute-dsl").language == "cute-dsl"
+
+
+@pytest.mark.usefixtures("versions")
+@pytest.mark.parametrize("version", ["v5", "5", "", "latest"])
+def test_a_wrong_version_lists_the_known_ones(version: str) -> None:
+    with pytest.raises(UnknownNameError, match="unknown version of mla_var6_plus") as caught:
+        find_kernel("mla_var6_plus", version)
+    assert "known: v0, v1, v4" in str(caught.value)
+    assert "v0 is the base version" in str(caught.value)
+
+
+@pytest.mark.usefixtures("versions")
+def test_a_wrong_version_in_the_name() -> None:
+    with pytest.raises(UnknownNameError, match="unknown version of mla_var6_plus 'v9'"):
+        find_kernel("mla_var6_plus_v9")
+
+
+@pytest.mark.usefixtures("versions")
+def test_two_versions_that_disagree_are_refused() -> None:
+    """Neither is taken silently."""
+    with pytest.raises((UnknownNameError, ValueError), match="version"):
+        find_kernel("mla_var6_plus_v4", "v1")
+
+
+def test_a_wrong_language_is_named() -> None:
+    with pytest.raises(UnknownNameError, match="unknown language 'cutile'.*'cutile-dsl'"):
+        find_kernel("flash_mla", language="cutile")
+
+
+# --- modules --------------------------------------------------------------------------------------
+
+
+def test_the_plan_of_a_version_is_the_one_of_its_module() -> None:
+    pytest.importorskip("cuda.tile")
+    for design in FOUR:
+        kernel = find_kernel(design)
+        plan = plan_class(kernel)
+        assert plan.__module__ == kernel.module
+        assert plan.__name__.startswith("Ct")
+        assert plan(b=1, s=1, t=8, h=8).kernel_id == kernel
+
+
+def test_a_missing_language_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'cuda'", name="cuda")
+
+    monkeypatch.setattr(paths.importlib, "import_module", fail)
+    with pytest.raises(MissingToolError) as caught:
+        import_kernel_module(BASE)
+    assert "needs the package cuda-tile" in str(caught.value)
+    assert 'pip install "hyper-mla[cutile]"' in str(caught.value)
+
+
+def test_a_missing_module_of_ours_is_not_blamed_on_the_language() -> None:
+    with pytest.raises(ModuleNotFoundError, match="mla_var6_plus_v4"):
+        import_kernel_module(V4)
+
+
+# --- folders --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("NVIDIA H200", "nvidia-h200"),
+        ("NVIDIA GeForce RTX 5090", "nvidia-geforce-rtx-5090"),
+        ("  Bn=64, two CTAs! ", "bn-64-two-ctas"),
+        ("a/../b", "a-b"),
+        ("größe", "gr-e"),
+    ],
+)
+def test_slug(text: str, expected: str) -> None:
+    assert slug(text) == expected
+
+
+def test_folders_follow_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYPER_MLA_OUT_DIR", str(tmp_path / "here"))
+    monkeypatch.setenv("HYPER_MLA_CACHE_DIR", str(tmp_path / "there"))
+    assert (output_root(), cache_root()) == (tmp_path / "here", tmp_path / "there")
+    monkeypatch.delenv("HYPER_MLA_OUT_DIR")
+    monkeypatch.delenv("HYPER_MLA_CACHE_DIR")
+    assert (output_root(), cache_root()) == (Path("out"), Path("cache"))
+
+
+def test_profile_folders_are_new_and_sorted_by_time() -> None:
+    folders = [profile_dir("event", "flash_mla", "b1_s1", "My Label") for _ in range(5)]
+    assert len(set(folders)) == 5
+    assert folders == sorted(folders)
+    for folder in folders:
+        assert folder.is_dir()
+        assert folder.parent == output_root() / "profiles" / "event" / "flash_mla" / "b1_s1"
+        assert folder.name.endswith("-my-label")
+    assert not profile_dir("event", "flash_mla", "b1_s1").name.endswith("-")
+
+
+def test_a_profile_folder_is_never_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "timestamp", lambda: "20260101-000000-000000")
+    profile_dir("event", "flash_mla", "b1")
+    with pytest.raises(FileExistsError):
+        profile_dir("event", "flash_mla", "b1")
+
+
+def test_timestamps_sort() -> None:
+    stamps = [timestamp() for _ in range(20)]
+    assert stamps == sorted(stamps)
+    assert len(stamps[0]) == len("20260101-000000-000000")
+
+
+def test_tuning_files_lie_by_device_and_kernel() -> None:
+    file = autotune_file("NVIDIA H200", "cutile-dsl", "flash_mla_v2", "flash_mla", "abc123")
+    expected = "kernel-autotune/nvidia-h200/cutile-dsl/flash_mla_v2/flash_mla-abc123.json"
+    assert file == cache_root() / expected
+    assert not file.parent.exists()

@@ -1,0 +1,138 @@
+"""Checks of tensors: every error names the argument, what was expected and what came."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.runtime.tensors import check_tensor, require_view
+
+CPU = torch.device("cpu")
+BF16 = torch.bfloat16
+
+
+def check(tensor: torch.Tensor, **changes: Any) -> None:
+    shape = [("b", 2), ("s", 3), ("d", 8)]
+    check_tensor("q", tensor, **{"shape": shape, "dtype": BF16, "device": CPU, **changes})
+
+
+def make(*shape: int, dtype: torch.dtype = BF16, device: str = "cpu") -> torch.Tensor:
+    return torch.zeros(shape or (2, 3, 8), dtype=dtype, device=device)
+
+
+def test_what_fits_is_silent() -> None:
+    check(make())
+    check(make(2, 5, 16)[:, :3, :8])  # a slice with strides of whole 16-byte steps
+    check(make(1, 3, 8).expand(2, -1, -1))
+    check(make(device="meta"), device=torch.device("meta"))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (make(2, 4, 8), r"q: expected [b=2, s=3, d=8], got [2, 4, 8]"),
+        (make(2, 24), r"q: expected [b=2, s=3, d=8], got [2, 24]"),
+        (make(2, 3, 8, 1), r"q: expected [b=2, s=3, d=8], got [2, 3, 8, 1]"),
+        (make(dtype=torch.float16), "q: expected dtype torch.bfloat16, got torch.float16"),
+        (make(dtype=torch.float32), "q: expected dtype torch.bfloat16, got torch.float32"),
+        (make(device="meta"), "q: expected a tensor on cpu, got one on meta"),
+        (
+            make(2, 3, 16)[..., ::2],
+            "q: expected stride 1 in the last dimension, got strides (48, 16, 2)",
+        ),
+        (
+            make(2, 8, 3).transpose(1, 2),
+            "q: expected stride 1 in the last dimension, got strides (24, 1, 3)",
+        ),
+        (
+            make(2, 3, 9)[..., :8],
+            "q: expected a stride of dimension b that is a multiple of 16 bytes, "
+            "got strides (27, 9, 1) of 2-byte elements",
+        ),
+        (
+            torch.zeros(64, dtype=BF16).as_strided((2, 3, 8), (32, 9, 1)),
+            "q: expected a stride of dimension s that is a multiple of 16 bytes, "
+            "got strides (32, 9, 1) of 2-byte elements",
+        ),
+    ],
+    ids=["size", "rank-below", "rank-above", "fp16", "fp32", "device", "columns", "transposed",
+         "outer-stride", "inner-stride"],
+)  # fmt: skip
+def test_errors(tensor: torch.Tensor, message: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        check(tensor)
+    assert str(caught.value) == message
+    assert caught.value.argument == "q"
+
+
+def test_base_address() -> None:
+    shifted = make(2, 3, 16)[..., 4:12]
+    with pytest.raises(
+        InvalidArgumentError, match="^q: expected a base address aligned to 16 bytes, got 0x"
+    ):
+        check(shifted)
+
+
+def test_a_stride_that_is_never_taken_does_not_matter() -> None:
+    """A dimension of size 1 may have any stride; so may an empty tensor."""
+    one = torch.zeros(64, dtype=BF16).as_strided((1, 3, 8), (27, 8, 1))
+    check(one, shape=[("b", 1), ("s", 3), ("d", 8)])
+    check(make(2, 0, 9)[..., :8], shape=[("b", 2), ("n", 0), ("d", 8)])
+
+
+def test_a_last_dimension_of_one_may_have_any_stride() -> None:
+    column = torch.zeros(4, 8, dtype=torch.float32)[:, :1]
+    check_tensor("x", column, [("b", 4), ("one", 1)], torch.float32, CPU)
+
+
+def test_shape_comes_before_dtype_before_device() -> None:
+    wrong = make(1, 3, 8, dtype=torch.float32, device="meta")
+    with pytest.raises(InvalidArgumentError, match=r"got \[1, 3, 8\]$"):
+        check(wrong)
+
+
+@pytest.mark.parametrize(
+    ("got", "wanted", "fits"),
+    [
+        (("cuda", 0), ("cuda", None), True),
+        (("cuda", 1), ("cuda", 1), True),
+        (("cuda", 1), ("cuda", 0), False),
+        (("cpu", None), ("cuda", 0), False),
+    ],
+)
+def test_device_indices(
+    got: tuple[str, int | None], wanted: tuple[str, int | None], fits: bool
+) -> None:
+    """`cuda` stands for any index; two different indices are two devices."""
+    tensor: Any = SimpleNamespace(
+        shape=(4,), ndim=1, dtype=BF16, device=torch.device(*filter(lambda x: x is not None, got)),
+        numel=lambda: 4, stride=lambda axis=None: (1,) if axis is None else 1,
+        element_size=lambda: 2, data_ptr=lambda: 0,
+    )  # fmt: skip
+    device = torch.device(*filter(lambda x: x is not None, wanted))
+    if fits:
+        check_tensor("q", tensor, [("b", 4)], BF16, device)
+    else:
+        with pytest.raises(InvalidArgumentError, match=f"^q: expected a tensor on {device}, got"):
+            check_tensor("q", tensor, [("b", 4)], BF16, device)
+
+
+def test_a_view_shares_the_storage() -> None:
+    tensor = make(2, 3, 8)
+    view = require_view("q", tensor, 6, 8)
+    assert view.shape == (6, 8)
+    assert view.data_ptr() == tensor.data_ptr()
+
+
+def test_a_copy_is_never_made() -> None:
+    """A copy would keep the values of the first launch."""
+    with pytest.raises(InvalidArgumentError) as caught:
+        require_view("q", make(3, 2, 8).transpose(0, 1), 6, 8)
+    assert str(caught.value) == (
+        "q: expected a layout that is [6, 8] without a copy, "
+        "got shape [2, 3, 8] with strides (8, 16, 1)"
+    )
