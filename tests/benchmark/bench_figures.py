@@ -59,7 +59,7 @@ class Figures:
     def ours(self, design: str, **fields: Any) -> tuple[Any, tuple[Tensor, ...], Tensor]:
         """Check and time one of our kernels; returns plan, inputs and reference output."""
         plan = plan_class(find_kernel(design))(**fields)
-        plan = plan.on_device(self.spec).for_target(self.spec.target)
+        plan = plan.for_target(self.spec.target).on_device(self.spec)
         inputs = plan.prepare_inputs("cuda")
         stage = plan.plan(*inputs)
         check = check_stage(plan, inputs, stage)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,11 @@ from mla_var3.runtime.clocks import ClockState, announce_clocks, clock_state, ma
 UUID = "GPU-12345678-1234-1234-1234-123456789abc"
 H200_CLOCKS = "\n".join(f"3201, {mhz}" for mhz in range(1980, 344, -15)) + "\n2619, 345"
 RTX5090_CLOCKS = "14001, 3090\n14001, 2407\n14001, 180\n405, 180"
+
+TOOLS = (
+    *("awk", "bash", "cat", "chmod", "date", "dirname", "env", "grep", "mktemp", "mv", "rm"),
+    *("sh", "sort", "tr", "uniq"),
+)
 
 # Every call is logged; a set command fails when its option is listed in $FAIL.
 NVIDIA_SMI = """#!/usr/bin/env bash
@@ -44,10 +50,13 @@ class Scripts:
         self.marker = folder / "clocks.json"
         self.bin = folder / "bin"
         self.bin.mkdir()
+        # Nothing else is on PATH, so that no test can ever reach the nvidia-smi of the machine.
+        for tool in TOOLS:
+            (self.bin / tool).symlink_to(str(shutil.which(tool)))
         self.install("nvidia-smi", NVIDIA_SMI)
         self.install("id", '#!/bin/sh\necho "${FAKE_UID:-0}"\n')
         self.environment = {
-            "PATH": f"{self.bin}:/usr/bin:/bin",
+            "PATH": str(self.bin),
             "SMI_LOG": str(self.log),
             "SMI_NAME": "NVIDIA H200",
             "SMI_UUID": UUID,
@@ -62,9 +71,7 @@ class Scripts:
         (self.bin / name).write_text(text)
         (self.bin / name).chmod(0o755)
 
-    def run(
-        self, script: str, *arguments: str, **changes: str
-    ) -> subprocess.CompletedProcess[str]:
+    def run(self, script: str, *arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [str(self.scripts / script), *arguments],
             env={**self.environment, **changes},

@@ -32,7 +32,10 @@ from .timeline_support import NAMES, OVERLAP, PIPE, TRACE
 TOOL = Nsys(Path("/opt/nsys"), "2025.3.1")
 
 STAND_IN = """#!/bin/sh
-if [ "$1" = --version ]; then echo "NVIDIA Nsight Systems version {version}"; exit {version_code}; fi
+if [ "$1" = --version ]; then
+    echo "NVIDIA Nsight Systems version {version}"
+    exit {version_code}
+fi
 if [ "$1" = stats ]; then echo "{stats_text}"; exit {stats_code}; fi
 exit 3
 """

@@ -128,9 +128,6 @@ def test_every_kernel_of_a_design_gets_a_tiling_that_fits(design: str, target: s
         for kernel in chosen.plan(*chosen.prepare_inputs("meta")).kernels():
             assert kernel.plan._target == target
             assert kernel.tiling.validate(kernel.plan)
-            assert kernel.tiling.label() in {t.label() for t in kernel.autotune_configs} or (
-                kernel.tiling == type(kernel.tiling)()
-            )
 
 
 def test_stages_keep_a_tiling_that_was_chosen() -> None:
@@ -165,15 +162,25 @@ def test_the_split_count_follows_the_device() -> None:
 
 @pytest.mark.parametrize("design", DESIGNS)
 def test_a_small_copy_for_the_cpu(design: str) -> None:
-    fields = {"n": 4096} if design == "mla_var6_plus" else {}
-    big = make(design, b=64, s=16, t=8192, h=128, **fields)
+    fields = {"n": 100} if design == "mla_var6_plus" else {}
+    big = make(design, b=64, s=16, t=8192, h=128, causal=False, dtype="float16", **fields)
     small = big.cpu_check_plan()
     assert (small.b, small.s, small.t, small.h) == (2, 5, 150, 24)
-    assert (small.dtype, small.causal) == (big.dtype, big.causal)
-    if design == "mla_var6_plus":
-        assert small.n == 75
+    assert (small.dtype, small.causal) == ("float16", False)
     tiny = make(design, b=1, s=1, t=1, h=8, **({"n": 1} if fields else {}))
     assert tiny.cpu_check_plan().t == 1
+
+
+@pytest.mark.parametrize(("n", "expected"), [(0, 0), (4096, 75), (8192, 150), (None, 75)])
+def test_a_small_copy_keeps_the_share_of_the_window(n: int | None, expected: int) -> None:
+    """Also where the pinned window is larger than the small problem."""
+    assert make("mla_var6_plus", t=8192, n=n).cpu_check_plan().n == expected
+
+
+@pytest.mark.parametrize("splits", [3, 400])
+def test_a_small_copy_still_splits(splits: int) -> None:
+    small = make("flash_mla_split_kv", t=65536, splits=splits).cpu_check_plan()
+    assert 2 <= small.splits <= small.t
 
 
 def test_neighbours_of_the_window() -> None:
@@ -205,6 +212,7 @@ def tensors_of(stage: Any) -> list[torch.Tensor]:
 def test_an_empty_plan_allocates_nothing(design: str) -> None:
     """A batch whose tensors would take terabytes: every tensor is a shape only."""
     plan = make(design, b=1024, s=64, t=65536, h=128)
+    make(design, b=1).plan_empty(*H200)  # what torch imports on first use is not ours
     tracemalloc.start()
     try:
         stage = plan.plan_empty(*H200)

@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 
 import pytest
-from .timeline_support import NAMES, OVERLAP, PAIR, PIPE, TRACE, pair_timeline
 
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
@@ -24,6 +23,8 @@ from mla_var3.runtime.profiling.timeline_report import (
 )
 from mla_var3.runtime.profiling.timeline_serial import resident_blocks, serialisations
 from mla_var3.runtime.profiling.timeline_trace import read_chrome_trace, write_chrome_trace
+
+from .timeline_support import NAMES, OVERLAP, PAIR, PIPE, TRACE, pair_timeline
 
 H200 = device_spec("NVIDIA H200")
 

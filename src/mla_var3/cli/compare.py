@@ -145,7 +145,7 @@ def _predicted(plan: Any, device: str | None) -> Run:
     with usage_errors():
         spec = device_spec(device) if device else planning_device()
     dtype = str(getattr(plan, "dtype", "bfloat16"))
-    chosen = plan.on_device(spec).for_target(spec.target)
+    chosen = plan.for_target(spec.target).on_device(spec)
     stage = chosen.plan_empty(spec.sustained_tflops(dtype), spec.sustained_gbps)
     return run_of_record(
         {

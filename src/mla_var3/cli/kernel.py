@@ -178,8 +178,12 @@ def choose_route(request: Request, has_gpu: bool) -> Route:
     on_cpu = device == "cpu" or (device == "auto" and not has_gpu)
     compile_only = "target" in request.given
     mode = request.mode
-    if mode is None:
-        mode = NsightProfType.STATIC if compile_only else default_mode("cpu" if on_cpu else "cuda")
+    if mode is None and compile_only:
+        mode = NsightProfType.STATIC
+    elif mode is None:
+        if device == "cuda":
+            pick_device(device)  # a missing GPU is the error to show, not what it would have run
+        mode = default_mode("cpu" if on_cpu else "cuda")
     if not mode.available:
         offered = ", ".join(m.value for m in NsightProfType if m.available)
         raise UsageError(f"--prof_type: this version has {offered}, got {mode.value}")

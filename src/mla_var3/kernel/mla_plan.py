@@ -66,6 +66,17 @@ class MlaPlan(KernelPlan):
         """Raw inputs of the operation, from which each kernel derives its own."""
         return make_inputs(self.problem(), device, seed=self.seed)
 
+    def random(self, device: torch.device | str, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+        """Normal float32 numbers, repeatable with `seed`, for stages whose inputs are partials."""
+        if torch.device(device).type == "meta":
+            return [torch.empty(shape, device=device) for shape in shapes]
+        generator = torch.Generator(device=device)
+        if self.seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(self.seed)
+        return [torch.randn(shape, generator=generator, device=device) for shape in shapes]
+
     def cpu_check_plan(self) -> Self:
         """At most two requests of a few tiles each, one of them short."""
         b, t = min(self.b, 2), min(self.t, 150)

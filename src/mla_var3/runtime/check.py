@@ -7,6 +7,7 @@ dtype costs in plain PyTorch, twice that, plus a small absolute term.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -129,11 +130,16 @@ def check_stage(plan: KernelPlan, inputs: tuple[Tensor, ...], stage: Stage) -> C
                 shape=tuple(output.shape),
                 error=own,
                 baseline=other,
-                relative_bound=FACTOR * other.relative_frobenius + RELATIVE_SLACK,
-                max_bound=FACTOR * other.max_abs + RELATIVE_SLACK * largest,
+                relative_bound=_bound(other.relative_frobenius, 1.0),
+                max_bound=_bound(other.max_abs, largest),
             )
         )
     return CheckResult(tuple(results))
+
+
+def _bound(baseline: float, scale: float) -> float:
+    """A baseline that overflowed is no yardstick: then only the slack is left."""
+    return (FACTOR * baseline if math.isfinite(baseline) else 0.0) + RELATIVE_SLACK * scale
 
 
 def _kernel_dtype(stage: Stage) -> torch.dtype:

@@ -75,7 +75,7 @@ class CtKernel(KernelStage):
         """
         if self._prepared is None or self._prepared[0] != self.tiling:
             require_valid(self.tiling, self.plan)
-            kernel = self.kernel_fn.replace_hints(**self.tiling.hints())
+            kernel = hinted_kernel(self.kernel_fn, self.tiling.hints())
             launchable = (kernel, self.grid_fn(self.tiling), tuple(self.args_fn(self.tiling)))
             self._prepared = (_frozen_copy(self.tiling), launchable)
         return self._prepared[1]
@@ -89,7 +89,10 @@ class CtKernel(KernelStage):
 
     def _launch_cuda(self) -> None:
         kernel, grid, args = self._prepare()
-        ct.launch(torch.cuda.current_stream(), grid, kernel, args)
+        try:
+            ct.launch(torch.cuda.current_stream(), grid, kernel, args)
+        except ct.TileError as error:  # compiled at the first launch
+            raise KernelCompileError(f"{self.name}: {_first_lines(error)}") from error
 
     def _launch_cpu(self) -> None:
         from mla_var3.runtime import interpreter
@@ -100,7 +103,7 @@ class CtKernel(KernelStage):
     def compile(self, target: str, tiling: Any = None) -> CompiledKernel:
         tiling = self.tiling if tiling is None else tiling
         require_valid(tiling, self.plan)
-        kernel = self.kernel_fn.replace_hints(**tiling.hints())
+        kernel = hinted_kernel(self.kernel_fn, tiling.hints())
         args = tuple(self.args_fn(tiling))
         start = time.perf_counter()
         try:
@@ -119,6 +122,22 @@ class CtKernel(KernelStage):
 
     def source_files(self) -> list[Path]:
         return kernel_source_files(self.kernel_fn._pyfunc)
+
+
+_hinted: dict[tuple[int, tuple[tuple[str, int], ...]], tuple[Any, Any]] = {}
+
+
+def hinted_kernel(kernel_fn: Any, hints: dict[str, int]) -> Any:
+    """The kernel with compiler hints, the same object for the same hints, for ever.
+
+    A kernel object owns the code it has loaded onto the GPU. A CUDA graph that captured its launch
+    keeps using that code after the plan is gone, so the object must not be collected; keeping it
+    also means that another plan with the same hints does not compile again.
+    """
+    key = (id(kernel_fn), tuple(sorted(hints.items())))
+    if key not in _hinted:
+        _hinted[key] = (kernel_fn, kernel_fn.replace_hints(**hints))
+    return _hinted[key][1]
 
 
 def signature_of(kernel: Any, args: Sequence[Any]) -> KernelSignature:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mla_var3.errors import MissingToolError, UnknownNameError
+from mla_var3.errors import InvalidArgumentError, MissingToolError, UnknownNameError
 
 KERNEL_PACKAGE = "mla_var3.kernel"
 LANGUAGES = {"cutile-dsl": "cutile", "cute-dsl": "cute_python"}
@@ -125,6 +125,8 @@ def find_kernel(
     versions = {k.version: k for k in kernels if k.design == design and k.language == language}
     if version is not None:
         text = "v0" if version == "base" else version if version.startswith("v") else f"v{version}"
+        if number and text != f"v{number}":
+            raise InvalidArgumentError("version", f"v{number}, as {name} says, or none", version)
     else:
         text = f"v{number}"
     if text not in versions:

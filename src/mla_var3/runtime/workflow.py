@@ -135,7 +135,7 @@ def prepare(plan: KernelPlan, options: RunOptions) -> Prepared:
         from mla_var3.runtime.autotune import autotune, refine_plan
 
         spec = current_device_spec()
-        plan = plan.on_device(spec).for_target(spec.target)
+        plan = plan.for_target(spec.target).on_device(spec)
         if options.refine:
             plan = refine_plan(plan, spec, options)
         inputs = plan.prepare_inputs("cuda")

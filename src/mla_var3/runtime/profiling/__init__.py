@@ -125,7 +125,7 @@ def parse_mode(mode: NsightProfType | str) -> NsightProfType:
 
 
 def default_mode(device: str) -> NsightProfType:
-    """The richest mode that works for a device ("cuda" or "cpu"); says so when it is a lesser one."""
+    """The richest mode that works for a device ("cuda" or "cpu"); logs when it is a lesser one."""
     if device != "cuda":
         return NsightProfType.STATIC
     reason = _why_no_annotation()

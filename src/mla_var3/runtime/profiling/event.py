@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mla_var3.errors import UnsupportedError
+from mla_var3.errors import MissingToolError, UnsupportedError
 from mla_var3.runtime.clocks import ClockState, announce_clocks
 from mla_var3.runtime.compile import compile_report
 from mla_var3.runtime.files import write_atomic
@@ -86,8 +86,12 @@ def event_profile_plan(
     record["tilings"] = {name: tiling.to_dict() for name, tiling in stage.tilings().items()}
     record["check"] = prepared.check.to_dict() if prepared.check else None
     record["above_roofline"] = above_roofline(total, stage, spec, dtype)
-    for kernel in kernels:
-        compile_report(kernel, spec.target, artifacts_dir=folder / "compiled" / kernel.name)
+    record["not_disassembled"] = None
+    try:
+        for kernel in kernels:
+            compile_report(kernel, spec.target, artifacts_dir=folder / "compiled" / kernel.name)
+    except MissingToolError as error:
+        record["not_disassembled"] = str(error)
     write_artifacts(folder, record, prepared)
     write_atomic(folder / "report.md", _report(result, stage, spec, dtype))
     return result
@@ -119,6 +123,8 @@ def _report(result: ProfileResult, stage: Stage, spec: DeviceSpec, dtype: str) -
             f"**Faster than the specified peaks allow** ({microseconds(result.total.time_us)}): "
             "treat this measurement as wrong until explained.\n"
         )
+    if result.record["not_disassembled"]:
+        parts.append(f"No compiled code is kept: {result.record['not_disassembled']}\n")
     parts += ["## Tiling\n", tiling_table(stage)]
     if result.check is not None:
         parts += ["## Check\n", check_table(result.check)]

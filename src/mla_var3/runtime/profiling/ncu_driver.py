@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 
 MINIMUM_VERSION = (2024, 1)
 """The oldest release whose reports and options this code was written for."""
+MINIMUM_READER = (2026, 2)
+"""The oldest ncu-report that may be loaded beside torch: 2025.3.1 crashes the process when a unit
+is read, 2026.2.0 and newer do not (torch 2.11 and 2.13). Newer ones read older reports."""
 CLOCK_CONTROLS = ("none", "base")
 RANGE_FILTER = r"regex:hyper_mla\..*/"
 """Push/pop ranges of the default domain; the slash says that a range opens here."""
@@ -103,27 +106,39 @@ def load_ncu_report(tool: NcuTool | None = None) -> Any:
     """The `ncu_report` module: the package, or else the copy that comes with Nsight Compute.
 
     Raises:
-        MissingToolError: neither can be imported.
+        MissingToolError: neither can be imported, or what is there is too old.
     """
     reasons = []
-    try:
-        return importlib.import_module("ncu_report")
-    except ImportError as error:
-        reasons.append(str(error))
-    for folder in _bundled_folders(tool) if tool else []:
-        sys.path.append(str(folder))
-        try:
-            module = importlib.import_module("ncu_report")
-        except ImportError as error:
-            reasons.append(f"{folder}: {error}")
-            sys.path.remove(str(folder))
-        else:
-            log.info("reading reports with the ncu_report module in %s", folder)
-            return module
+    needed = ".".join(map(str, MINIMUM_READER))
+    if importlib.util.find_spec("ncu_report") is not None:
+        version = _reader_version()
+        if version is None or _release(version) >= MINIMUM_READER:
+            return importlib.import_module("ncu_report")
+        reasons.append(f"version {version}")
+    elif tool is not None and tool.release < MINIMUM_READER:
+        reasons.append(f"the copy in ncu {tool.version}")
+    elif tool is not None:
+        for folder in _bundled_folders(tool):
+            sys.path.append(str(folder))
+            try:
+                module = importlib.import_module("ncu_report")
+            except ImportError as error:
+                reasons.append(f"{folder}: {error}")
+                sys.path.remove(str(folder))
+            else:
+                log.info("reading reports with the ncu_report module in %s", folder)
+                return module
     raise MissingToolError(
-        "ncu-report: expected the Python package that reads .ncu-rep files, got none "
-        f'({"; ".join(reasons)}); pip install "hyper-mla[profiling]"'
+        f"ncu-report: expected {needed} or newer of the Python package that reads .ncu-rep files, "
+        f'got {"; ".join(reasons) or "none"}; pip install "hyper-mla[profiling]"'
     )
+
+
+def _reader_version() -> str | None:
+    try:
+        return importlib.metadata.version("ncu-report")
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _bundled_folders(tool: NcuTool) -> list[Path]:

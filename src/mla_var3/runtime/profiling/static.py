@@ -60,7 +60,7 @@ def static_profile_plan(
     run.progress("compile", total, total, "done")
 
     stage = _empty(plan, here.target, here, dtype)
-    chosen = plan.on_device(here).for_target(here.target)
+    chosen = plan.for_target(here.target).on_device(here)
     record = make_record(NsightProfType.STATIC, chosen, None)
     record["planned_for"] = here.name
     record["compile"] = [report.to_dict() for report in reports]
@@ -104,7 +104,7 @@ def _device_for(target: str, here: DeviceSpec) -> DeviceSpec:
 
 
 def _empty(plan: KernelPlan, target: str, spec: DeviceSpec, dtype: str) -> Stage:
-    chosen = plan.on_device(spec).for_target(target)
+    chosen = plan.for_target(target).on_device(spec)
     return chosen.plan_empty(spec.sustained_tflops(dtype), spec.sustained_gbps)
 
 

@@ -69,6 +69,10 @@ class CtFlashMLASplitKV(MlaPlan):
         )
         return self.copy(splits=splits)
 
+    def cpu_check_plan(self) -> Self:
+        small = MlaPlan.cpu_check_plan(self.copy(splits=None))
+        return small.copy(splits=None if self.splits is None else min(self.splits, 3, small.t))
+
     def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
         return self._partial_plan().prepare_inputs(device)
 
@@ -83,7 +87,9 @@ class CtFlashMLASplitKV(MlaPlan):
         )
 
     def _default_tiling(self, name: str) -> Tiling | None:
-        return SplitKVPartialTiling.candidates(self._target)[0] if name == "tiling" else None
+        if name == "tiling":
+            return SplitKVPartialTiling.candidates(self._target)[0]
+        return self._reduce_plan()._default_tiling("tiling")
 
     def _autotune_configs(self) -> Sequence[Tiling]:
         return []

@@ -92,8 +92,7 @@ class CtSplitKVReduce(MlaPlan):
 
     def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
         shape = (self.b, self.splits, self.s, self.h)
-        o_partial = torch.randn((*shape, self.k), dtype=torch.float32, device=device)
-        return o_partial, torch.randn(shape, dtype=torch.float32, device=device)
+        return tuple(self.random(device, (*shape, self.k), shape))
 
     def reference_fn(
         self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
@@ -103,6 +102,9 @@ class CtSplitKVReduce(MlaPlan):
         weight = torch.exp(lse_partial.double() - lse[:, None]).nan_to_num(0.0)
         out = (o_partial.double() * weight[..., None]).sum(dim=1)
         return out.to(compute_dtype or torch.float32), lse.float()
+
+    def _default_tiling(self, name: str) -> SplitKVReduceTiling | None:
+        return SplitKVReduceTiling(Kc=min(SplitKVReduceTiling.Kc, self.k))
 
     def _autotune_configs(self) -> Sequence[SplitKVReduceTiling]:
         shapes = ((8, 1, 512), (16, 1, 512), (16, 1, 256), (16, 1, 128))

@@ -107,11 +107,11 @@ class CtDecompressCombine(MlaPlan):
             raise InvalidArgumentError("parts", " or ".join(PARTS), repr(self.parts))
 
     def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
-        rows, dtype = (self.b, self.s, self.h), self.torch_dtype
-        o_latent = torch.randn((*rows, self.k), dtype=dtype, device=device)
-        o_new = torch.randn((*rows, self.d), dtype=dtype, device=device)
-        lses = (torch.randn(rows, dtype=torch.float32, device=device) for _ in range(2))
-        lse_latent, lse_new = lses
+        rows = (self.b, self.s, self.h)
+        o_latent, o_new, lse_latent, lse_new = self.random(
+            device, (*rows, self.k), (*rows, self.d), rows, rows
+        )
+        o_latent, o_new = o_latent.to(self.torch_dtype), o_new.to(self.torch_dtype)
         return o_latent, lse_latent, o_new, lse_new, self.make_inputs(device).w_uv
 
     def reference_fn(

@@ -76,7 +76,8 @@ class CtMlaVar6Plus(MlaPlan):
         return [self.copy(n=n) for n in sorted(wanted - {center})]
 
     def cpu_check_plan(self) -> Self:
-        small = super().cpu_check_plan()
+        # Without n first: a window chosen for the large problem may not fit the small one.
+        small = MlaPlan.cpu_check_plan(self.copy(n=None))
         share = self._chosen_n() / self.t if self.n is not None else 0.5
         return small.copy(n=round(share * small.t))
 

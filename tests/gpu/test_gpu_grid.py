@@ -1,0 +1,124 @@
+"""The four designs on a GPU: a grid of shapes, each checked on poisoned outputs.
+
+A kernel is compiled anew for every head count, mask, dtype and (where it matters to the copy
+engine) divisibility of a dimension by 16, at 2 to 5 seconds each. So shapes come in few groups that
+share what is compiled in, and within a group t is mostly odd; the whole grid takes a few minutes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from mla_var3.runtime.check import check_stage
+from mla_var3.runtime.paths import find_kernel, plan_class
+
+pytest.importorskip("cuda.tile")
+
+DESIGNS = ("flash_attention", "flash_mla", "flash_mla_split_kv", "mla_var6_plus")
+LSE_RELATIVE = 1e-5
+"""The log-sum-exp is float32 throughout; the check's own bound is the 16-bit one."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """What is compiled in, and the (s, t, n) that share it."""
+
+    h: int
+    causal: bool
+    dtype: str
+    shapes: tuple[tuple[int, int, int], ...]
+
+
+GROUPS = (
+    Group(
+        128, True, "bfloat16",
+        ((1, 5000, 1666), (2, 1, 1), (3, 127, 126), (16, 4096, 1365), (64, 1021, 5),
+         (200, 2003, 667)),
+    ),
+    Group(128, False, "bfloat16", ((4, 4999, 4998), (33, 257, 257))),
+    Group(64, False, "bfloat16", ((11, 509, 169), (150, 149, 49))),
+    Group(32, True, "float16", ((6, 4801, 1), (100, 101, 33))),
+    Group(24, True, "float16", ((7, 997, 332), (1, 31, 10), (65, 67, 66))),
+    Group(16, True, "bfloat16", ((1, 1, 0), (5, 64, 21), (129, 1009, 0))),
+    Group(8, False, "float16", ((2, 2999, 999), (9, 3, 2))),
+)  # fmt: skip
+
+
+def mixed_lengths(s: int, t: int) -> tuple[int, ...]:
+    """Full, empty, one token, as many as queries, a bit more than half."""
+    return t, 0, 1, min(s, t), t // 2 + 1
+
+
+def cases() -> Iterator[Any]:
+    for group in GROUPS:
+        mask = "causal" if group.causal else "full"
+        for s, t, n in group.shapes:
+            for design in DESIGNS:
+                label = f"{design}-h{group.h}-{mask}-{group.dtype}-s{s}-t{t}"
+                yield pytest.param(design, group, s, t, n, id=label)
+
+
+GRID = list(cases())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("design", "group", "s", "t", "n"), GRID)
+def test_shape(design: str, group: Group, s: int, t: int, n: int) -> None:
+    own: dict[str, int] = {}
+    if design == "mla_var6_plus":
+        own["n"] = n
+    if design == "flash_mla_split_kv":
+        own["splits"] = min(t, 3 + s % 5)
+    lengths = mixed_lengths(s, t)
+    plan = plan_class(find_kernel(design))(
+        b=len(lengths), s=s, t=t, h=group.h, lengths=lengths, causal=group.causal,
+        dtype=group.dtype, seed=0, **own,
+    ).for_target(device_target())  # fmt: skip
+    inputs = plan.prepare_inputs("cuda")
+    stage = plan.plan(*inputs)
+    assert stage.device_type == "cuda"
+    result = check_stage(plan, inputs, stage)
+    result.require()
+    assert result.outputs[1].error.relative_frobenius <= LSE_RELATIVE
+    require_empty_rows(plan, stage)
+
+
+def require_empty_rows(plan: Any, stage: Any) -> None:
+    """Rows that see no key are exactly 0 and -inf."""
+    out, lse = stage.output_tensors
+    empty = torch.tensor(
+        [
+            [plan.problem().visible(request, query) == 0 for query in range(plan.s)]
+            for request in range(plan.b)
+        ],
+        device=out.device,
+    )
+    assert empty[1].all()
+    assert not out[empty].any()
+    assert (lse[empty] == -math.inf).all()
+    assert lse[~empty].isfinite().all()
+
+
+def device_target() -> str:
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}"
+
+
+def test_the_grid_is_large_and_varied() -> None:
+    """Needs no GPU."""
+    assert len(GRID) >= 72
+    sizes = [shape for group in GROUPS for shape in group.shapes]
+    assert {group.h for group in GROUPS} == {8, 16, 24, 32, 64, 128}
+    assert (min(s for s, _, _ in sizes), max(s for s, _, _ in sizes)) == (1, 200)
+    assert (min(t for _, t, _ in sizes), max(t for _, t, _ in sizes)) == (1, 5000)
+    assert all(0 <= n <= t for _, t, n in sizes)
+    assert {0, 1} <= {n for _, _, n in sizes}
+    assert any(n == t for _, t, n in sizes)
+    assert {group.causal for group in GROUPS} == {True, False}
+    assert {group.dtype for group in GROUPS} == {"bfloat16", "float16"}
