@@ -159,9 +159,20 @@ def test_the_reader_of_the_installation_is_the_second_choice(
     monkeypatch.delitem(sys.modules, "ncu_report", raising=False)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if "site-packages" not in entry])
     importlib.invalidate_caches()
-    module = load_ncu_report(NcuTool(tmp_path / "ncu", "2025.3.1"))
+    with pytest.raises(MissingToolError, match=r"2026\.2 or newer .* the copy in ncu 2025\.3\.1"):
+        load_ncu_report(NcuTool(tmp_path / "ncu", "2025.3.1"))
+    module = load_ncu_report(NcuTool(tmp_path / "ncu", "2026.2.0"))
     assert module.ORIGIN == "bundled"
     monkeypatch.delitem(sys.modules, "ncu_report")
+
+
+def test_a_reader_that_crashes_beside_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: builtins.object())
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2025.3.1")
+    with pytest.raises(
+        MissingToolError, match=r"expected 2026\.2 or newer .* got version 2025\.3\.1"
+    ):
+        load_ncu_report()
 
 
 # -- which collector ---------------------------------------------------------------------------

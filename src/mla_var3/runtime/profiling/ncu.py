@@ -111,7 +111,9 @@ def _write_kernel(
     write_atomic(folder / "source.ptx", source_ptx(session.report_path, launch, instructions))
     total = sum(item.values.get("samples", 0.0) for item in instructions)
     files = line_profiles(instructions, markers_of(launch))
-    _write_sources(folder / "annotated-src", measured, files, total, instructions)
+    _write_sources(
+        session.folder / "annotated-src" / measured.name, measured, files, total, instructions
+    )
     found = [
         (file, number, line, total)
         for file, lines in files.items()
@@ -191,7 +193,7 @@ def _compact_kernel(
         parts.append("The report has no samples with a source line.\n")
     parts.append(
         f"Files: `{measured.name}/ncu-details.csv`, `{measured.name}/sass-metrics.csv`, "
-        f"`{measured.name}/source.ptx`, `{measured.name}/annotated-src/`.\n"
+        f"`{measured.name}/source.ptx`, `annotated-src/{measured.name}/`.\n"
     )
     functions = {launch.function for launch in measured.launches}
     if len(functions) > 1:
