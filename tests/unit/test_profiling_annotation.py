@@ -15,7 +15,7 @@ from mla_var3.errors import CheckFailedError, MissingToolError, UnsupportedError
 from mla_var3.runtime.clocks import ClockState
 from mla_var3.runtime.composite import ConcurrentKernels
 from mla_var3.runtime.measure import summarise
-from mla_var3.runtime.profiling import NsightProfType, annotation, ncu_driver, ncu_session
+from mla_var3.runtime.profiling import NsightProfType, annotation, common, ncu_driver, ncu_session
 from mla_var3.runtime.profiling.annotation import (
     annotation_available,
     annotation_profile_plan,
@@ -146,8 +146,6 @@ class Machine:
         path = stand_in(folder / "ncu", STAND_IN.format(recording=str(RECORDING)))
         timing = summarise([20.0], timer="cuda-event", cold_l2=True)
         for name, value in {
-            "pick_device": lambda device: "cuda",
-            "prepare": self.prepare,
             "time_gpu": lambda fn: timing,
             "compile_report": lambda kernel, *_, **__: self.compiled.append(kernel.name),
             "current_device_name": lambda: "0",
@@ -155,6 +153,8 @@ class Machine:
             "announce_clocks": lambda environment: ClockState(True, 1500, 3201, "today"),
         }.items():
             monkeypatch.setattr(ncu_session, name, value)
+        monkeypatch.setattr(common, "pick_device", lambda device: "cuda")
+        monkeypatch.setattr(common, "prepare", self.prepare)
         monkeypatch.setattr(ncu_driver, "find_tool", lambda name: path)
         monkeypatch.setenv("HYPER_MLA_NCU_COLLECTOR", "ncu")
 
@@ -218,7 +218,7 @@ def test_missing_tools_are_found_before_anything_is_tuned(
 ) -> None:
     monkeypatch.setattr(ncu_driver, "find_tool", lambda name: None)
     monkeypatch.setattr(ncu_driver, "_newest_in_opt", lambda: None)
-    monkeypatch.setattr(ncu_session, "prepare", lambda *_: pytest.fail("tuned"))
+    monkeypatch.setattr(common, "prepare", lambda *_: pytest.fail("tuned"))
     with pytest.raises(MissingToolError, match="ncu: expected Nsight Compute"):
         annotation_profile_plan(recorded_plan())
     assert (annotation_available() or "").startswith("ncu: expected Nsight Compute")

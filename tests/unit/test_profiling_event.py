@@ -18,7 +18,7 @@ from mla_var3.runtime.check import check_stage
 from mla_var3.runtime.composite import KernelPipeline
 from mla_var3.runtime.measure import Timing, summarise
 from mla_var3.runtime.plan import KernelPlan
-from mla_var3.runtime.profiling import NsightProfType, event
+from mla_var3.runtime.profiling import NsightProfType, common, event
 from mla_var3.runtime.profiling.event import event_profile_plan
 from mla_var3.runtime.workflow import Prepared, RunOptions
 
@@ -82,9 +82,10 @@ class PretendedGpu:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> PretendedGpu:
     machine = PretendedGpu()
-    monkeypatch.setattr(event, "pick_device", lambda device: "cuda")
+    monkeypatch.setattr(common, "pick_device", lambda device: "cuda")
+    monkeypatch.setattr(common, "prepare", machine.prepare)
     monkeypatch.setattr(event, "current_device_name", lambda: "GPU-0")
-    for name in ("prepare", "time_gpu", "compile_report", "device_lock"):
+    for name in ("time_gpu", "compile_report", "device_lock"):
         monkeypatch.setattr(event, name, getattr(machine, name))
     return machine
 

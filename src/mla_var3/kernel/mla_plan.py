@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
 import torch
+from torch import Tensor
 
-from mla_var3.op.mla.inputs import MlaInputs, make_inputs, torch_dtype
+from mla_var3.op.mla.inputs import MlaInputs, absorb_queries, make_inputs, torch_dtype
 from mla_var3.op.mla.problem import MlaProblem
+from mla_var3.op.mla.reference import reference_absorbed
 from mla_var3.runtime.plan import KernelPlan
+from mla_var3.runtime.tensors import check_tensor, require_view
 
 
 @dataclass
@@ -76,6 +79,40 @@ class MlaPlan(KernelPlan):
         else:
             generator.manual_seed(self.seed)
         return [torch.randn(shape, generator=generator, device=device) for shape in shapes]
+
+    def absorbed_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
+        """Inputs of a kernel on the latent cache: q_latent, q_rope, c_kv, k_rope, lengths."""
+        raw = self.make_inputs(device)
+        q_latent = absorb_queries(raw.q_nope, raw.w_uk)
+        return q_latent, raw.q_rope, raw.c_kv, raw.k_rope, raw.lengths
+
+    def absorbed_rows(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Check such inputs; returns the queries as rows, [b, s*h, k] and [b, s*h, p]."""
+        q_latent, q_rope, c_kv, k_rope, lengths = inputs
+        dtype, device = self.torch_dtype, q_latent.device
+        b, t = ("b", self.b), ("t", self.t)
+        rows = [b, ("s", self.s), ("h", self.h)]
+        check_tensor("q_latent", q_latent, [*rows, ("k", self.k)], dtype, device)
+        check_tensor("q_rope", q_rope, [*rows, ("p", self.p)], dtype, device)
+        check_tensor("c_kv", c_kv, [b, t, ("k", self.k)], dtype, device)
+        check_tensor("k_rope", k_rope, [b, t, ("p", self.p)], dtype, device)
+        check_tensor("lengths", lengths, [b], torch.int32, device)
+        count = self.s * self.h
+        return (
+            require_view("q_latent", q_latent, self.b, count, self.k),
+            require_view("q_rope", q_rope, self.b, count, self.p),
+        )
+
+    def absorbed_reference(
+        self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Reference of a kernel on the latent cache: o_latent and lse."""
+        return reference_absorbed(
+            *inputs,
+            causal=self.causal,
+            scale=self.problem().softmax_scale,
+            compute_dtype=compute_dtype or torch.float32,
+        )
 
     def cpu_check_plan(self) -> Self:
         """At most two requests of a few tiles each, one of them short."""

@@ -6,16 +6,18 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mla_var3.errors import UnsupportedError
 from mla_var3.runtime.environment import environment
 from mla_var3.runtime.files import write_atomic
 from mla_var3.runtime.markdown import front_matter, microseconds, number, table, write_json
 from mla_var3.runtime.paths import find_kernel, plan_class, profile_dir
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
-from mla_var3.runtime.workflow import RunOptions
+from mla_var3.runtime.workflow import RunOptions, pick_device, prepare
 
 if TYPE_CHECKING:
     from mla_var3.conf.devices import DeviceSpec
     from mla_var3.runtime.check import CheckResult
+    from mla_var3.runtime.clocks import ClockState
     from mla_var3.runtime.plan import KernelPlan
     from mla_var3.runtime.stage import Stage
     from mla_var3.runtime.workflow import Prepared
@@ -72,6 +74,57 @@ def make_record(
         "params": plan.params(),
         "environment": environment(),
     }
+
+
+def require_gpu(mode: NsightProfType, options: RunOptions) -> None:
+    """Refuse a mode that measures where there is nothing to measure."""
+    if pick_device(options.device) != "cuda":
+        raise UnsupportedError(
+            f"prof_type: expected a GPU for {mode.value} mode, got the CPU; static mode needs none"
+        )
+
+
+def prepare_checked(plan: KernelPlan, options: RunOptions) -> Prepared:
+    """Plan, tune and check; a wrong result is an error here, because it must not be timed."""
+    prepared = prepare(plan, options)
+    if prepared.check is not None:
+        prepared.check.require()
+    return prepared
+
+
+def measured_result(
+    mode: NsightProfType,
+    prepared: Prepared,
+    total: StageFigures,
+    stages: list[StageFigures],
+    folder: Path,
+    clocks: ClockState,
+) -> ProfileResult:
+    """The result of a mode that measured, with its record; nothing is written yet."""
+    spec = prepared.require_device()
+    record = make_record(mode, prepared.plan, spec)
+    record |= {
+        "total": vars(total),
+        "stages": [vars(figures) for figures in stages],
+        "tilings": {name: tiling.to_dict() for name, tiling in prepared.stage.tilings().items()},
+        "check": prepared.check.to_dict() if prepared.check else None,
+        "clocks": clocks.to_dict(),
+        "above_roofline": above_roofline(total, prepared.stage, spec, plan_dtype(prepared.plan)),
+    }
+    return ProfileResult(
+        kernel=prepared.plan.name,
+        mode=mode,
+        total=total,
+        stages=stages,
+        out_dir=folder,
+        check=prepared.check,
+        record=record,
+    )
+
+
+def plan_dtype(plan: KernelPlan) -> str:
+    """The dtype whose rates apply to a plan."""
+    return str(getattr(plan, "dtype", "bfloat16"))
 
 
 def write_artifacts(folder: Path, record: dict[str, Any], prepared: Prepared) -> None:

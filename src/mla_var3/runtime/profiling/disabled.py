@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult
 from mla_var3.runtime.profiling.common import (
     make_record,
+    plan_dtype,
     plan_of_version,
     run_options,
     stage_figures,
@@ -33,7 +34,7 @@ def disabled_profile_plan(
     if prepared.check is None:
         prepared.stage.launch()
     device = prepared.device or planning_device()
-    dtype = str(getattr(prepared.plan, "dtype", "bfloat16"))
+    dtype = plan_dtype(prepared.plan)
     return ProfileResult(
         kernel=prepared.plan.name,
         mode=NsightProfType.DISABLED,

@@ -5,28 +5,31 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mla_var3.errors import MissingToolError, UnsupportedError
+from mla_var3.errors import MissingToolError
 from mla_var3.runtime.clocks import ClockState, announce_clocks
 from mla_var3.runtime.compile import compile_report
+from mla_var3.runtime.environment import environment
 from mla_var3.runtime.files import write_atomic
 from mla_var3.runtime.markdown import microseconds
 from mla_var3.runtime.measure import time_gpu
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
 from mla_var3.runtime.profiling.common import (
-    above_roofline,
     check_table,
     figures_table,
     header,
-    make_record,
+    measured_result,
     open_folder,
+    plan_dtype,
     plan_of_version,
+    prepare_checked,
+    require_gpu,
     run_options,
     stage_figures,
     tiling_table,
     write_artifacts,
 )
 from mla_var3.runtime.profiling.lock import current_device_name, device_lock
-from mla_var3.runtime.workflow import RunOptions, pick_device, prepare
+from mla_var3.runtime.workflow import RunOptions
 
 if TYPE_CHECKING:
     from mla_var3.conf.devices import DeviceSpec
@@ -54,15 +57,10 @@ def event_profile_plan(
         options: everything else.
     """
     run = run_options(options, out_dir, label, bench_runs)
-    if pick_device(run.device) != "cuda":
-        raise UnsupportedError(
-            "prof_type: expected a GPU for event mode, got the CPU; static mode needs none"
-        )
-    prepared = prepare(plan_of_version(plan, version), run)
-    if prepared.check is not None:
-        prepared.check.require()  # never time a wrong result
+    require_gpu(NsightProfType.EVENT, run)
+    prepared = prepare_checked(plan_of_version(plan, version), run)
     stage, chosen, spec = prepared.stage, prepared.plan, prepared.require_device()
-    dtype = str(getattr(chosen, "dtype", "bfloat16"))
+    dtype = plan_dtype(chosen)
     kernels = list(stage.kernels())
     with device_lock(current_device_name()):
         total = _timed(stage, spec, dtype, run.bench_runs)
@@ -70,22 +68,9 @@ def event_profile_plan(
         if len(kernels) > 1:
             stages = [_timed(kernel, spec, dtype, run.bench_runs) for kernel in kernels]
     folder = open_folder(NsightProfType.EVENT, chosen, run)
-    record = make_record(NsightProfType.EVENT, chosen, spec)
-    result = ProfileResult(
-        kernel=chosen.name,
-        mode=NsightProfType.EVENT,
-        total=total,
-        stages=stages,
-        out_dir=folder,
-        check=prepared.check,
-        record=record,
-    )
-    record["clocks"] = announce_clocks(record["environment"]).to_dict()
-    record["total"] = vars(total)
-    record["stages"] = [vars(figures) for figures in stages]
-    record["tilings"] = {name: tiling.to_dict() for name, tiling in stage.tilings().items()}
-    record["check"] = prepared.check.to_dict() if prepared.check else None
-    record["above_roofline"] = above_roofline(total, stage, spec, dtype)
+    clocks = announce_clocks(environment())
+    result = measured_result(NsightProfType.EVENT, prepared, total, stages, folder, clocks)
+    record = result.record
     record["not_disassembled"] = None
     try:
         for kernel in kernels:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mla_var3.errors import UnsupportedError
 from mla_var3.runtime.clocks import ClockState, announce_clocks
 from mla_var3.runtime.compile import compile_report
 from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
@@ -17,9 +16,10 @@ from mla_var3.runtime.measure import time_gpu
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
 from mla_var3.runtime.profiling.bottleneck import StageMeasurement, diagnose
 from mla_var3.runtime.profiling.common import (
-    above_roofline,
-    make_record,
+    measured_result,
     open_folder,
+    prepare_checked,
+    require_gpu,
     stage_figures,
 )
 from mla_var3.runtime.profiling.lock import current_device_name, device_lock
@@ -37,7 +37,7 @@ from mla_var3.runtime.profiling.target import (
     apply_tilings,
     stage_ranges,
 )
-from mla_var3.runtime.workflow import Prepared, RunOptions, pick_device, prepare
+from mla_var3.runtime.workflow import Prepared, RunOptions
 
 if TYPE_CHECKING:
     from mla_var3.conf.devices import DeviceSpec
@@ -112,19 +112,14 @@ def profile(
             failed.
         CheckFailedError: the result is wrong.
     """
-    if pick_device(options.device) != "cuda":
-        raise UnsupportedError(
-            f"prof_type: expected a GPU for {mode.value} mode, got the CPU; static mode needs none"
-        )
+    require_gpu(mode, options)
     tool = find_ncu()
     load_ncu_report(tool)  # before minutes of tuning, not after them
     collector = wanted_collector()
     clocks = announce_clocks(environment())
     count = options.bench_runs or runs
     with device_lock(current_device_name()):
-        prepared = prepare(plan, options)
-        if prepared.check is not None:
-            prepared.check.require()  # never profile a wrong result
+        prepared = prepare_checked(plan, options)
         device = prepared.require_device()
         folder = open_folder(mode, prepared.plan, options).resolve()
         target_spec = TargetSpec.of(prepared.plan, prepared.stage, count)
@@ -203,33 +198,18 @@ def make_result(session: Session) -> ProfileResult:
     total_us = sum(measured.figures["time_us"] for measured in session.profiles)
     total = stage_figures(stage, total_us, None, device, dtype)
     total.extra = combine_figures([measured.figures for measured in session.profiles])
-    record = make_record(session.mode, session.prepared.plan, device)
-    check = session.prepared.check
-    record |= {
-        "total": vars(total),
-        "stages": [vars(figures) for figures in stages],
-        "tilings": {name: tiling.to_dict() for name, tiling in stage.tilings().items()},
-        "check": check.to_dict() if check else None,
-        "clocks": session.clocks.to_dict(),
-        "above_roofline": above_roofline(total, stage, device, dtype),
-        "profiler": {
-            "tool": f"ncu {session.tool.version}",
-            "collector": session.collection.collector,
-            "collector_note": session.collection.note,
-            "metrics_not_available": session.collection.dropped,
-            "clock_control": session.clock_control,
-            "runs": session.profiles[0].runs,
-        },
-    }
-    return ProfileResult(
-        kernel=session.prepared.plan.name,
-        mode=session.mode,
-        total=total,
-        stages=stages,
-        out_dir=session.folder,
-        check=check,
-        record=record,
+    result = measured_result(
+        session.mode, session.prepared, total, stages, session.folder, session.clocks
     )
+    result.record["profiler"] = {
+        "tool": f"ncu {session.tool.version}",
+        "collector": session.collection.collector,
+        "collector_note": session.collection.note,
+        "metrics_not_available": session.collection.dropped,
+        "clock_control": session.clock_control,
+        "runs": session.profiles[0].runs,
+    }
+    return result
 
 
 def _extra(measured: StageProfile, event_us: float | None) -> dict[str, Any]:

@@ -14,17 +14,20 @@ from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import InvalidArgumentError, MissingToolError, UnsupportedError
 from mla_var3.runtime.clocks import ClockState, announce_clocks
+from mla_var3.runtime.environment import environment
 from mla_var3.runtime.files import write_atomic
 from mla_var3.runtime.measure import percentile
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
 from mla_var3.runtime.profiling.common import (
-    above_roofline,
     check_table,
     figures_table,
     header,
-    make_record,
+    measured_result,
     open_folder,
+    plan_dtype,
     plan_of_version,
+    prepare_checked,
+    require_gpu,
     run_options,
     stage_figures,
     tiling_table,
@@ -46,7 +49,7 @@ from mla_var3.runtime.profiling.timeline_report import (
 from mla_var3.runtime.profiling.timeline_target import write_request
 from mla_var3.runtime.profiling.timeline_torch import collect_with_torch
 from mla_var3.runtime.profiling.timeline_trace import write_chrome_trace
-from mla_var3.runtime.workflow import RunOptions, pick_device, prepare
+from mla_var3.runtime.workflow import RunOptions
 
 if TYPE_CHECKING:
     from mla_var3.conf.devices import DeviceSpec
@@ -85,13 +88,8 @@ def nsys_profile_plan(
         options: everything else.
     """
     run = run_options(options, out_dir, label, bench_runs)
-    if pick_device(run.device) != "cuda":
-        raise UnsupportedError(
-            "prof_type: expected a GPU for nsys mode, got the CPU; static mode needs none"
-        )
-    prepared = prepare(plan_of_version(plan, version), run)
-    if prepared.check is not None:
-        prepared.check.require()  # never time a wrong result
+    require_gpu(NsightProfType.NSYS, run)
+    prepared = prepare_checked(plan_of_version(plan, version), run)
     folder = open_folder(NsightProfType.NSYS, prepared.plan, run)
     counts = RunCounts(queued=run.bench_runs or DEFAULT_RUNS)
     with device_lock(current_device_name()):
@@ -134,29 +132,16 @@ def collect(prepared: Prepared, counts: RunCounts, folder: Path) -> Collected:
 def summarise(prepared: Prepared, collected: Collected, folder: Path) -> ProfileResult:
     """Turn a timeline into a result, and write what belongs to it."""
     stage, plan, spec = prepared.stage, prepared.plan, prepared.require_device()
-    dtype = str(getattr(plan, "dtype", "bfloat16"))
+    dtype = plan_dtype(plan)
     analysis = analyse(collected.timeline, outline(stage))
     total = _total(analysis, stage, spec, dtype)
     figures = timeline_figures(analysis, spec)
     total.extra.update(figures)
     stages = _stages(analysis, stage, spec, dtype)
-    record = make_record(NsightProfType.NSYS, plan, spec)
-    record["total"] = vars(total)
-    record["stages"] = [vars(entry) for entry in stages]
+    clocks = announce_clocks(environment())
+    result = measured_result(NsightProfType.NSYS, prepared, total, stages, folder, clocks)
+    record = result.record
     record["timeline"] = {"source": collected.timeline.source, "how": collected.how}
-    record["clocks"] = announce_clocks(record["environment"]).to_dict()
-    record["tilings"] = {name: tiling.to_dict() for name, tiling in stage.tilings().items()}
-    record["check"] = prepared.check.to_dict() if prepared.check else None
-    record["above_roofline"] = above_roofline(total, stage, spec, dtype)
-    result = ProfileResult(
-        kernel=plan.name,
-        mode=NsightProfType.NSYS,
-        total=total,
-        stages=stages,
-        out_dir=folder,
-        check=prepared.check,
-        record=record,
-    )
     write_artifacts(folder, record, prepared)
     sizes = " ".join(f"{k}={v}" for k, v in plan.params().items() if isinstance(v, (int, str)))
     timeline_plot(analysis, folder / "timeline.png", f"{plan.name}, {sizes}, {spec.name}")

@@ -14,6 +14,7 @@ from mla_var3.runtime.profiling.common import (
     header,
     make_record,
     open_folder,
+    plan_dtype,
     plan_of_version,
     run_options,
     stage_figures,
@@ -44,7 +45,7 @@ def static_profile_plan(
     run = run_options(options, out_dir, label, bench_runs)
     plan = plan_of_version(plan, version)
     here = planning_device()
-    dtype = str(getattr(plan, "dtype", "bfloat16"))
+    dtype = plan_dtype(plan)
     folder = open_folder(NsightProfType.STATIC, plan, run)
     reports: list[CompileReport] = []
     sections: list[str] = []

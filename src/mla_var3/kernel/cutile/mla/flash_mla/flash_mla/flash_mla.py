@@ -32,10 +32,7 @@ from mla_var3.kernel.cutile.mla.tile_ops import (
 from mla_var3.kernel.cutile.mla.tilings import LatentTiling
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.mla.cost import flash_mla_cost
-from mla_var3.op.mla.inputs import absorb_queries
-from mla_var3.op.mla.reference import reference_absorbed
 from mla_var3.runtime.ct_kernel import CtKernel
-from mla_var3.runtime.tensors import check_tensor, require_view
 
 ConstInt = ct.Constant[int]
 ConstBool = ct.Constant[bool]
@@ -77,20 +74,12 @@ class CtFlashMLA(MlaPlan):
     tiling: FlashMLATiling = field(default_factory=FlashMLATiling)
 
     def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
-        raw = self.make_inputs(device)
-        q_latent = absorb_queries(raw.q_nope, raw.w_uk)
-        return q_latent, raw.q_rope, raw.c_kv, raw.k_rope, raw.lengths
+        return self.absorbed_inputs(device)
 
     def reference_fn(
         self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, ...]:
-        problem = self.problem()
-        return reference_absorbed(
-            *inputs,
-            causal=self.causal,
-            scale=problem.softmax_scale,
-            compute_dtype=compute_dtype or torch.float32,
-        )
+        return self.absorbed_reference(*inputs, compute_dtype=compute_dtype)
 
     def _default_tiling(self, name: str) -> FlashMLATiling | None:
         return FlashMLATiling.candidates(self._target)[0]
@@ -103,17 +92,9 @@ class CtFlashMLA(MlaPlan):
         return cost.flops, cost.bytes
 
     def plan(self, *inputs: Tensor) -> CtKernel:
-        q_latent, q_rope, c_kv, k_rope, lengths = inputs
-        b, s, t, h, k, p = self.b, self.s, self.t, self.h, self.k, self.p
-        rows = [("b", b), ("s", s), ("h", h)]
-        device = q_latent.device
-        check_tensor("q_latent", q_latent, [*rows, ("k", k)], self.torch_dtype, device)
-        check_tensor("q_rope", q_rope, [*rows, ("p", p)], self.torch_dtype, device)
-        check_tensor("c_kv", c_kv, [("b", b), ("t", t), ("k", k)], self.torch_dtype, device)
-        check_tensor("k_rope", k_rope, [("b", b), ("t", t), ("p", p)], self.torch_dtype, device)
-        check_tensor("lengths", lengths, [("b", b)], torch.int32, device)
-        latent_rows = require_view("q_latent", q_latent, b, s * h, k)
-        rope_rows = require_view("q_rope", q_rope, b, s * h, p)
+        q_latent, _, c_kv, k_rope, lengths = inputs
+        latent_rows, rope_rows = self.absorbed_rows(*inputs)
+        b, s, h, k, p = self.b, self.s, self.h, self.k, self.p
         o_latent = q_latent.new_empty((b, s, h, k))
         lse = q_latent.new_empty((b, s, h), dtype=torch.float32)
 

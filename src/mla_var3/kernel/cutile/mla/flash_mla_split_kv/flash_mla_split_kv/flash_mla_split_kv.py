@@ -32,7 +32,6 @@ from mla_var3.kernel.cutile.mla.flash_mla_split_kv.flash_mla_split_kv.split_kv_r
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.mla.cost import flash_mla_split_kv_cost, split_count
 from mla_var3.op.mla.problem import require_int
-from mla_var3.op.mla.reference import reference_absorbed
 from mla_var3.runtime.composite import KernelPipeline
 from mla_var3.runtime.plan import Tiling
 
@@ -74,17 +73,12 @@ class CtFlashMLASplitKV(MlaPlan):
         return small.copy(splits=None if self.splits is None else min(self.splits, 3, small.t))
 
     def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
-        return self._partial_plan().prepare_inputs(device)
+        return self.absorbed_inputs(device)
 
     def reference_fn(
         self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, ...]:
-        return reference_absorbed(
-            *inputs,
-            causal=self.causal,
-            scale=self.problem().softmax_scale,
-            compute_dtype=compute_dtype or torch.float32,
-        )
+        return self.absorbed_reference(*inputs, compute_dtype=compute_dtype)
 
     def _default_tiling(self, name: str) -> Tiling | None:
         if name == "tiling":

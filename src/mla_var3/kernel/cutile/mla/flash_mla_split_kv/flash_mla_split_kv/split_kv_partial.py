@@ -26,10 +26,8 @@ from mla_var3.kernel.cutile.mla.tilings import LatentTiling
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.mla.attend import KvSegment, attend
 from mla_var3.op.mla.cost import flash_mla_split_kv_stages
-from mla_var3.op.mla.inputs import absorb_queries
 from mla_var3.op.mla.problem import require_int
 from mla_var3.runtime.ct_kernel import CtKernel
-from mla_var3.runtime.tensors import check_tensor, require_view
 
 ConstInt = ct.Constant[int]
 ConstBool = ct.Constant[bool]
@@ -81,9 +79,7 @@ class CtSplitKVPartial(MlaPlan):
         require_int("splits", self.splits, minimum=1)
 
     def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
-        raw = self.make_inputs(device)
-        q_latent = absorb_queries(raw.q_nope, raw.w_uk)
-        return q_latent, raw.q_rope, raw.c_kv, raw.k_rope, raw.lengths
+        return self.absorbed_inputs(device)
 
     def reference_fn(
         self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
@@ -124,17 +120,10 @@ class CtSplitKVPartial(MlaPlan):
         return cost.flops, cost.bytes
 
     def plan(self, *inputs: Tensor) -> CtKernel:
-        q_latent, q_rope, c_kv, k_rope, lengths = inputs
-        b, s, t, h, k, p = self.b, self.s, self.t, self.h, self.k, self.p
-        splits, dtype, device = self.splits, self.torch_dtype, q_latent.device
-        rows = [("b", b), ("s", s), ("h", h)]
-        check_tensor("q_latent", q_latent, [*rows, ("k", k)], dtype, device)
-        check_tensor("q_rope", q_rope, [*rows, ("p", p)], dtype, device)
-        check_tensor("c_kv", c_kv, [("b", b), ("t", t), ("k", k)], dtype, device)
-        check_tensor("k_rope", k_rope, [("b", b), ("t", t), ("p", p)], dtype, device)
-        check_tensor("lengths", lengths, [("b", b)], torch.int32, device)
-        latent_rows = require_view("q_latent", q_latent, b, s * h, k)
-        rope_rows = require_view("q_rope", q_rope, b, s * h, p)
+        q_latent, _, c_kv, k_rope, lengths = inputs
+        latent_rows, rope_rows = self.absorbed_rows(*inputs)
+        b, s, h, k, p = self.b, self.s, self.h, self.k, self.p
+        splits = self.splits
         o_partial = q_latent.new_empty((b, splits, s, h, k), dtype=torch.float32)
         lse_partial = q_latent.new_empty((b, splits, s, h), dtype=torch.float32)
 
