@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mla_var3.errors import UnsupportedError
 from mla_var3.op.compare import compare
 from mla_var3.runtime.check import check_stage
 from mla_var3.runtime.environment import environment
 from mla_var3.runtime.files import write_atomic
 from mla_var3.runtime.markdown import table
-from mla_var3.runtime.measure import time_gpu
+from mla_var3.runtime.measure import require_cuda, time_gpu
 from mla_var3.runtime.paths import find_kernel, plan_class
 from mla_var3.runtime.workflow import current_device_spec
 from tests.benchmark.peers import Peer, PeerLibraries, absorbed_peers, decompressed_peers
@@ -121,6 +122,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out_dir", type=Path, default=Path("out/tests/bench_figures"))
     parser.add_argument("--peer_libs", type=Path, help="folder with the peers' libraries")
     options = parser.parse_args(argv)
+    try:
+        require_cuda("bench_figures")
+    except UnsupportedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     figures = Figures(PeerLibraries(options.peer_libs))
     for name, reason in figures.libraries.absent.items():
         print(f"absent: {name}: {reason}")

@@ -1,7 +1,8 @@
 """What the tests of the Nsight Compute modes share: a recording, a session made of it, a stand-in.
 
 The recording is `mla_var6_plus` (b=8, s=16, t=2048, n=512) on an H200 under Nsight Compute
-2025.3.1, full set, without embedded sources.
+2025.3.1, full set, without embedded sources; folder names in it were replaced by others of the
+same length.
 """
 
 from __future__ import annotations

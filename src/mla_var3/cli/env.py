@@ -35,8 +35,9 @@ PACKAGES = {
     "cuda-tile": ("kernels in cutile-dsl, and the CPU interpreter", _CUTILE),
     "nvidia-cutlass-dsl": ("kernels in cute-dsl", 'pip install "hyper-mla[cute]"'),
     "matplotlib": ("plots in reports", "pip install matplotlib"),
-    "nsight-python": ("profiling mode annotation", 'pip install "hyper-mla[profiling]"'),
-    "nvtx": ("named ranges in profiles", 'pip install "hyper-mla[profiling]"'),
+    "ncu-report": ("profiling modes annotation and ncu", 'pip install "hyper-mla[profiling]"'),
+    "nsight-python": ("annotation mode's first choice", 'pip install "hyper-mla[profiling]"'),
+    "nvtx": ("needed by nsight-python", 'pip install "hyper-mla[profiling]"'),
 }
 """Distribution -> (what it is for, how to get it)."""
 

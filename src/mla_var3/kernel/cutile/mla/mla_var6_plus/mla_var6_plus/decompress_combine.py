@@ -136,7 +136,7 @@ class CtDecompressCombine(MlaPlan):
             DecompressCombineTiling(Cm, Ck, occupancy=2)
             for Cm, Ck in ((64, 64), (64, 128), (128, 64))
         ]
-        return [*two_per_sm, DecompressCombineTiling(64, 128), DecompressCombineTiling(128, 128)]
+        return [DecompressCombineTiling(), *two_per_sm, DecompressCombineTiling(128, 128)]
 
     def _default_tiling(self, name: str) -> DecompressCombineTiling | None:
         return DecompressCombineTiling(64, 64) if self._target == "sm_120" else None
