@@ -16,6 +16,7 @@ from mla_var3.runtime import workflow
 from mla_var3.runtime.workflow import (
     RunOptions,
     current_device_spec,
+    device_kind,
     pick_device,
     planning_device,
     prepare,
@@ -82,6 +83,20 @@ def test_with_a_gpu() -> None:
     assert pick_device("cuda") == "cuda"
     assert pick_device("cpu") == "cpu"
     assert current_device_spec() == H200
+
+
+def test_a_torch_device_is_its_kind_and_another_gpu_is_refused(
+    gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert [device_kind(d) for d in ("auto", "cpu", "cuda", "cuda:1")] == [
+        "auto",
+        "cpu",
+        "cuda",
+        "cuda",
+    ]
+    with pytest.raises(InvalidArgumentError, match=r"^device: expected the current device cuda:1"):
+        device_kind("cuda:0")
 
 
 def test_nothing_is_guessed_for_an_unknown_gpu(

@@ -186,15 +186,16 @@ class KernelPlan(ABC):
         """Tune, optionally check, profile and report this plan.
 
         Args:
-            device: "auto", "cuda" or "cpu".
+            device: "auto", "cuda" or "cpu", or a torch device; of several GPUs the current one.
             prof_type: profiling mode; None takes the default of the device.
             out_dir: folder for the artifacts; by default one below `out/profiles`.
             options: fields of `mla_var3.runtime.workflow.RunOptions`.
         """
         from mla_var3.runtime.profiling import profile_plan
-        from mla_var3.runtime.workflow import RunOptions
+        from mla_var3.runtime.workflow import RunOptions, device_kind
 
-        run = RunOptions(device=str(device), out_dir=Path(out_dir) if out_dir else None, **options)
+        kind = device_kind(str(device))
+        run = RunOptions(device=kind, out_dir=Path(out_dir) if out_dir else None, **options)
         return profile_plan(self, prof_type, run)
 
     def benchmark_kernel_argparse(self, argv: Sequence[str] | None = None) -> int:

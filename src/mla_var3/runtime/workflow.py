@@ -106,6 +106,20 @@ def cuda_available() -> bool:
     return torch.cuda.is_available()
 
 
+def device_kind(device: str) -> str:
+    """The kind of a device; "cuda:N" must be the current GPU, because nothing moves to another."""
+    kind, _, index = device.partition(":")
+    if kind == "cuda" and index and cuda_available():
+        import torch
+
+        current = torch.cuda.current_device()
+        if index != str(current):
+            raise InvalidArgumentError(
+                "device", f"the current device cuda:{current} (torch.cuda.set_device)", device
+            )
+    return kind
+
+
 def pick_device(device: str) -> str:
     """Resolve "auto"; an explicit "cuda" without a usable GPU is an error, never a fallback."""
     if device == "cuda" and not cuda_available():
