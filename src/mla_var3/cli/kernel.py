@@ -299,7 +299,7 @@ def describe_sizes(plan: KernelPlan) -> str:
 
 def compiled(result: ProfileResult) -> bool:
     """Whether every target of a static report compiled."""
-    from mla_var3.report.figures import compile_reports
+    from mla_var3.runtime.profiling.figures import compile_reports
 
     return not any(report.error for report in compile_reports(result))
 

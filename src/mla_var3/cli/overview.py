@@ -7,10 +7,10 @@ from typing import Any
 
 from mla_var3.cli.console import EXIT_FAILED, EXIT_OK, ProgressReporter, say, show_log
 from mla_var3.cli.render import print_table
-from mla_var3.report import figures
 from mla_var3.report.overview import KERNEL, OverviewOptions, OverviewResult, Step, run_overview
 from mla_var3.report.overview_page import MEASURED_HEADERS, measured_rows
 from mla_var3.runtime.markdown import microseconds
+from mla_var3.runtime.profiling import figures
 from mla_var3.runtime.workflow import RunOptions, pick_device
 
 _STYLES = {"ok": "green", "failed": "bold red", "skipped": "yellow"}

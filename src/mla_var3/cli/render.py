@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from mla_var3.cli.console import say, stdout
-from mla_var3.report import figures
 from mla_var3.runtime.markdown import microseconds
+from mla_var3.runtime.profiling import figures
 
 if TYPE_CHECKING:
     from mla_var3.runtime.check import CheckResult

@@ -18,7 +18,6 @@ from typing import Any
 from mla_var3.conf.devices import load_devices
 from mla_var3.errors import HyperMlaError, KernelCompileError, UnsupportedError
 from mla_var3.op.mla.problem import MlaProblem
-from mla_var3.report import figures
 from mla_var3.report.overview_page import measured_markdown, overview_page, prediction_markdown
 from mla_var3.report.overview_plots import (
     crossover_panels,
@@ -34,7 +33,7 @@ from mla_var3.runtime.environment import environment
 from mla_var3.runtime.files import write_atomic
 from mla_var3.runtime.markdown import byte_count, microseconds, write_json
 from mla_var3.runtime.plan import KernelPlan
-from mla_var3.runtime.profiling import NsightProfType, profile_plan
+from mla_var3.runtime.profiling import NsightProfType, figures, profile_plan
 from mla_var3.runtime.workflow import (
     TARGETS,
     Progress,

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 from mla_var3.errors import UnsupportedError
 from mla_var3.runtime.environment import environment
 from mla_var3.runtime.files import write_atomic
-from mla_var3.runtime.markdown import front_matter, microseconds, number, table, write_json
+from mla_var3.runtime.markdown import front_matter, table, write_json
 from mla_var3.runtime.paths import find_kernel, plan_class, profile_dir
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
 from mla_var3.runtime.workflow import RunOptions, pick_device, prepare
 
 if TYPE_CHECKING:
     from mla_var3.conf.devices import DeviceSpec
-    from mla_var3.runtime.check import CheckResult
     from mla_var3.runtime.clocks import ClockState
     from mla_var3.runtime.plan import KernelPlan
     from mla_var3.runtime.stage import Stage
@@ -178,50 +177,7 @@ def header(title: str, record: dict[str, Any]) -> str:
     return f"{matter}\n# {title}\n\n" + table(("", ""), rows)
 
 
-def figures_table(result: ProfileResult) -> str:
-    """Measured against roofline, stage by stage and for the whole."""
-    stages = list(result.stages)
-    if len(stages) != 1:
-        stages.append(result.total)
-    rows = []
-    for stage in stages:
-        share = stage.predicted_us / stage.time_us if stage.time_us and stage.predicted_us else None
-        rows.append(
-            (
-                stage.name,
-                microseconds(stage.time_us),
-                None if stage.spread_us is None else f"± {microseconds(stage.spread_us)}",
-                microseconds(stage.predicted_us),
-                None if share is None else f"{share:.0%}",
-                number(stage.tflops),
-                number(stage.gbps),
-                number(stage.flops / stage.bytes if stage.bytes else None),
-            )
-        )
-    return table(
-        ("stage", "time", "spread", "roofline", "of roofline", "TFLOP/s", "GB/s", "FLOP/byte"), rows
-    )
-
-
 def tiling_table(stage: Stage) -> str:
     """The tiling of every kernel."""
     rows = [(name, tiling.label()) for name, tiling in stage.tilings().items()]
     return table(("kernel", "tiling"), rows)
-
-
-def check_table(check: CheckResult) -> str:
-    """The check, output by output."""
-    return table(
-        ("output", "relative error", "bound", "largest error", "bound", "outcome"),
-        [
-            (
-                f"{o.index} {list(o.shape)}",
-                number(o.error.relative_frobenius),
-                number(o.relative_bound),
-                number(o.error.max_abs),
-                number(o.max_bound),
-                "passed" if o.passed else f"FAILED ({o.error.nan_count} NaN)",
-            )
-            for o in check.outputs
-        ],
-    )

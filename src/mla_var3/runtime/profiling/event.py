@@ -14,8 +14,6 @@ from mla_var3.runtime.markdown import microseconds
 from mla_var3.runtime.measure import time_gpu
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
 from mla_var3.runtime.profiling.common import (
-    check_table,
-    figures_table,
     header,
     measured_result,
     open_folder,
@@ -28,6 +26,7 @@ from mla_var3.runtime.profiling.common import (
     tiling_table,
     write_artifacts,
 )
+from mla_var3.runtime.profiling.figures import check_markdown, stage_markdown
 from mla_var3.runtime.profiling.lock import current_device_name, device_lock
 from mla_var3.runtime.workflow import RunOptions
 
@@ -96,7 +95,7 @@ def _report(result: ProfileResult, stage: Stage, spec: DeviceSpec, dtype: str) -
         header(f"{result.kernel}, event mode", result.record),
         f"GPU clocks: {clocks.describe()}.\n",
         "## Measured against roofline\n",
-        figures_table(result),
+        stage_markdown(result),
         f"Median of {timing['runs']} runs by CUDA events, L2 cache cold; the spread is half the "
         "distance from the 10th to the 90th percentile. The whole is timed as launched, each "
         "stage also alone. The roofline takes the rates that the device sustains: "
@@ -112,5 +111,5 @@ def _report(result: ProfileResult, stage: Stage, spec: DeviceSpec, dtype: str) -
         parts.append(f"No compiled code is kept: {result.record['not_disassembled']}\n")
     parts += ["## Tiling\n", tiling_table(stage)]
     if result.check is not None:
-        parts += ["## Check\n", check_table(result.check)]
+        parts += ["## Check\n", check_markdown(result.check)]
     return "\n".join(parts)

@@ -9,13 +9,13 @@ from mla_var3.runtime.files import write_atomic
 from mla_var3.runtime.markdown import number, table
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult
 from mla_var3.runtime.profiling.common import (
-    check_table,
     header,
     plan_of_version,
     run_options,
     tiling_table,
     write_artifacts,
 )
+from mla_var3.runtime.profiling.figures import check_markdown
 from mla_var3.runtime.profiling.ncu_metrics import MetricValue
 from mla_var3.runtime.profiling.ncu_report_reader import NOT_OURS, Rule, StageProfile, advice
 from mla_var3.runtime.profiling.ncu_session import Session, make_result, profile
@@ -224,7 +224,7 @@ def _report(session: Session, result: ProfileResult, kernels: list[str]) -> str:
         tiling_table(session.prepared.stage),
     ]
     if result.check is not None:
-        parts += ["## Check\n", check_table(result.check)]
+        parts += ["## Check\n", check_markdown(result.check)]
     return "\n".join(part for part in parts if part)
 
 

@@ -19,8 +19,6 @@ from mla_var3.runtime.files import write_atomic
 from mla_var3.runtime.measure import percentile
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
 from mla_var3.runtime.profiling.common import (
-    check_table,
-    figures_table,
     header,
     measured_result,
     open_folder,
@@ -33,6 +31,7 @@ from mla_var3.runtime.profiling.common import (
     tiling_table,
     write_artifacts,
 )
+from mla_var3.runtime.profiling.figures import check_markdown, stage_markdown
 from mla_var3.runtime.profiling.lock import current_device_name, device_lock
 from mla_var3.runtime.profiling.timeline_analysis import Analysis, analyse
 from mla_var3.runtime.profiling.timeline_csv import write_stats
@@ -178,7 +177,7 @@ def _report(
         f"{how}\n",
         f"GPU clocks: {clocks.describe()}.\n",
         "## Measured against roofline\n",
-        figures_table(result),
+        stage_markdown(result),
         f"Median of {len(analysis.queued)} runs, each enqueued as a whole before the GPU began it, "
         "L2 cache cold. The whole is the span from the first kernel's start to the last one's end; "
         "a stage's time is its kernel's, beside whatever ran at the same time.\n",
@@ -197,5 +196,5 @@ def _report(
         tiling_table(stage),
     ]
     if result.check is not None:
-        parts += ["## Check\n", check_table(result.check)]
+        parts += ["## Check\n", check_markdown(result.check)]
     return "\n".join(parts)

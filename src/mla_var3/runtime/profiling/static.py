@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mla_var3.conf.devices import DeviceSpec, device_spec, load_devices
 from mla_var3.runtime.compile import CompileReport, compile_report
 from mla_var3.runtime.files import write_atomic
-from mla_var3.runtime.markdown import byte_count, microseconds, number, table
+from mla_var3.runtime.markdown import microseconds, number, table
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult
 from mla_var3.runtime.profiling.common import (
     header,
@@ -21,6 +21,7 @@ from mla_var3.runtime.profiling.common import (
     tiling_table,
     write_artifacts,
 )
+from mla_var3.runtime.profiling.figures import compile_markdown
 from mla_var3.runtime.workflow import Prepared, RunOptions, planning_device
 
 if TYPE_CHECKING:
@@ -86,8 +87,9 @@ def static_profile_plan(
     parts = [
         header(f"{plan.name}, static mode", record),
         "## Compile report\n",
-        compile_table(reports),
-        "Read from the machine code. A stack means spilled registers.\n",
+        compile_markdown(reports),
+        "## Instruction mix\n",
+        _instruction_table(reports),
         "## Prediction\n",
         _prediction_table(result, predictions, here),
         "## Tilings\n",
@@ -109,30 +111,13 @@ def _empty(plan: KernelPlan, target: str, spec: DeviceSpec, dtype: str) -> Stage
     return chosen.plan_empty(spec.sustained_tflops(dtype), spec.sustained_gbps)
 
 
-def compile_table(reports: list[CompileReport]) -> str:
-    """Resources and instruction mix per kernel and target."""
+def _instruction_table(reports: list[CompileReport]) -> str:
+    """The instruction mix per kernel and target."""
     rows = []
     for r in reports:
         mix = " ".join(f"{name} {count}" for name, count in r.instructions.items() if count)
-        rows.append(
-            (
-                r.kernel,
-                r.target,
-                r.registers,
-                r.stack_bytes,
-                byte_count(r.shared_bytes),
-                r.threads,
-                r.tensor_core,
-                "yes" if r.uses_tma else "no",
-                r.verdict,
-                mix,
-            )
-        )
-    return table(
-        ("kernel", "target", "registers", "stack bytes", "shared memory", "threads", "tensor core",
-         "TMA", "verdict", "instructions"),
-        rows,
-    )  # fmt: skip
+        rows.append((r.kernel, r.target, mix))
+    return table(("kernel", "target", "instructions"), rows)
 
 
 def _prediction_table(

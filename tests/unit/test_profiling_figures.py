@@ -10,11 +10,10 @@ import pytest
 
 from mla_var3.cli.render import print_result, print_table
 from mla_var3.op.compare import ErrorFigures
-from mla_var3.report import figures
 from mla_var3.runtime.check import CheckResult, OutputCheck
 from mla_var3.runtime.compile import CompileReport
 from mla_var3.runtime.markdown import json_ready
-from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
+from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures, figures
 
 GOOD = CompileReport(
     "first",

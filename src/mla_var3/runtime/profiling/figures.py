@@ -22,7 +22,7 @@ Rows = list[tuple[object, ...]]
 
 STAGE_HEADERS = (
     *("stage", "time", "spread", "predicted", "of roofline", "TFLOP/s", "GB/s"),
-    *("FLOPs", "bytes"),
+    *("FLOP/byte", "FLOPs", "bytes"),
 )
 COMPILE_HEADERS = (
     *("kernel", "target", "registers", "stack", "shared memory", "threads"),
@@ -54,6 +54,7 @@ def _stage_row(stage: StageFigures) -> tuple[object, ...]:
         share,
         number(stage.tflops),
         number(stage.gbps),
+        number(stage.flops / stage.bytes if stage.bytes else None),
         flop_count(stage.flops),
         byte_count(stage.bytes),
     )
