@@ -24,6 +24,7 @@ COMMANDS = {
     "list": "kernels, versions, languages, targets, and what runs on this machine",
     "show": "contract, options, cost, tiling candidates and cached tunings of one kernel",
     "predict": "predicted times of all kernels on the devices in the table",
+    "clone": "a new version of a kernel from an existing one, under new names",
     "env": "this machine: GPU, versions, programs found and missing, known devices",
 }
 
@@ -107,6 +108,12 @@ def _add_compare(parser: Parser) -> None:
     add_arguments(parser)
 
 
+def _add_clone(parser: Parser) -> None:
+    from mla_var3.cli.clone import add_arguments
+
+    add_arguments(parser)
+
+
 _ADD_ARGUMENTS: dict[str, Callable[[Parser], None]] = {
     "run": _add_run,
     "profile": _add_profile,
@@ -114,6 +121,7 @@ _ADD_ARGUMENTS: dict[str, Callable[[Parser], None]] = {
     "list": _add_list,
     "show": _add_show,
     "predict": _add_predict,
+    "clone": _add_clone,
     "env": _add_list,
 }
 
@@ -195,6 +203,13 @@ def _predict(argv: list[str]) -> int:
     return predict_command(parser, argv)
 
 
+def _clone(argv: list[str]) -> int:
+    parser = _subparser("clone")
+    from mla_var3.cli.clone import clone_command
+
+    return clone_command(parser, argv)
+
+
 def _env(argv: list[str]) -> int:
     values = parse(_subparser("env"), argv)
     from mla_var3.cli.env import env_command
@@ -209,6 +224,7 @@ _HANDLERS: dict[str, Callable[[list[str]], int]] = {
     "list": _list,
     "show": _show,
     "predict": _predict,
+    "clone": _clone,
     "env": _env,
 }
 

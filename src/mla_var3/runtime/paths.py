@@ -82,7 +82,7 @@ def kernel_id_of_module(module: str) -> KernelId | None:
 
 def discover_kernels() -> list[KernelId]:
     """All kernel versions in the package, found by folder, without importing any of them."""
-    root = Path(importlib.import_module(KERNEL_PACKAGE).__path__[0])
+    root = _kernel_root()
     found = []
     for language, package in LANGUAGES.items():
         for layer in _subpackages(root / package):
@@ -92,6 +92,16 @@ def discover_kernels() -> list[KernelId]:
                     if owner == design:
                         found.append(KernelId(design, number, language, layer))
     return sorted(found)
+
+
+def version_folder(kernel: KernelId) -> Path:
+    """The folder of a version's package, there or not."""
+    layer = _kernel_root() / LANGUAGES[kernel.language] / kernel.layer
+    return layer / kernel.design / kernel.full_name
+
+
+def _kernel_root() -> Path:
+    return Path(importlib.import_module(KERNEL_PACKAGE).__path__[0])
 
 
 def _subpackages(folder: Path) -> list[str]:

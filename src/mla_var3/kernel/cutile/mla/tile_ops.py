@@ -55,8 +55,7 @@ def needs_mask(tile, full_tile):
     """Whether a KV tile is among the masked ones, `tile >= full_tile`.
 
     Written as a difference on purpose: at a plain comparison with the loop counter the compiler
-    splits the loop in two, and then buffers the tiles less deeply (flash_mla on an H200: 404
-    instead of 494 TFLOP/s).
+    splits the loop in two, which is slower (flash_mla on an H200: 404 instead of 494 TFLOP/s).
     """
     return tile - full_tile >= 0
 
@@ -98,7 +97,7 @@ def attend_latent(
     The latent tile serves as keys and as values, so it is read once. It is read as PARTS tiles of
     KP columns with an accumulator each: a part's buffer is free for the next tile as soon as its
     own P V is done, which is what lets the compiler overlap loads with the products (on an H200
-    494 TFLOP/s with four parts of 128, 419 with two, 357 with one of 512).
+    494 TFLOP/s with four parts of 128, 418 with two, 357 with one of 512).
 
     Args:
         q_parts: PARTS tiles [BM, KP] of absorbed queries. q_rope: [BM, P].

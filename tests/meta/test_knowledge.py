@@ -1,0 +1,368 @@
+"""The knowledge base, the device pages and the cuTile reference hold what they promise."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SECTIONS = [
+    "Applies to",
+    "Symptom / trigger metric",
+    "What to do",
+    "Evidence",
+    "Limits",
+    "Provenance",
+]
+EVIDENCE_COLUMNS = ["case", "measured", "device", "source"]
+DEVICE_COLUMNS = ["key", "value", "unit", "kind", "date", "source"]
+PROVENANCE = re.compile(r"\[20\d\d-(0[1-9]|1[0-2]), (sm_\d+[af]?|cpu), [^,\[\]]+, N=([1-9]\d*)\]")
+
+FENCE = re.compile(r"^(<!-- run -->\n)?```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s#]+)[^)]*\)")
+NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
+
+PRELUDE = """
+import cuda.tile as ct
+import torch
+from mla_var3.runtime.interpreter import launch
+
+ConstInt = ct.Constant[int]
+torch.manual_seed(0)
+"""
+
+
+def without_fences(text: str) -> str:
+    return FENCE.sub("", text)
+
+
+def sections_of(text: str) -> list[tuple[str, str]]:
+    """The second-level headings of a page with what stands under each."""
+    parts = re.split(r"^## +(.+?) *$", without_fences(text), flags=re.MULTILINE)
+    return list(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def tables_of(text: str) -> list[list[list[str]]]:
+    """Markdown tables as rows of cells, the heading first, the rule left out."""
+    tables: list[list[list[str]]] = []
+    inside = False
+    for line in text.splitlines():
+        if not line.startswith("|"):
+            inside = False
+            continue
+        if not inside:
+            tables.append([])
+        inside = True
+        if not re.fullmatch(r"[|:\- ]+", line):
+            tables[-1].append([cell.strip() for cell in line.strip().strip("|").split("|")])
+    return tables
+
+
+def numbers_in(text: str) -> set[str]:
+    return {match.replace(",", "").rstrip(".") for match in NUMBER.findall(text)}
+
+
+def page_problems(text: str, page: Path) -> list[str]:
+    """What a knowledge page lacks of the template.
+
+    Args:
+        text: The page.
+        page: Where it lies; sources are links relative to it.
+    """
+    problems = []
+    if len(re.findall(r"^# +\S", without_fences(text), re.MULTILINE)) != 1:
+        problems.append("expected one title")
+    sections = sections_of(text)
+    if [name for name, _ in sections] != SECTIONS:
+        return [*problems, f"expected the sections {SECTIONS}, got {[n for n, _ in sections]}"]
+    problems += [f"{name}: empty" for name, body in sections if not body.strip()]
+    bodies = dict(sections)
+    provenance = PROVENANCE.fullmatch(bodies["Provenance"].strip())
+    if provenance is None:
+        problems.append("Provenance: expected [YYYY-MM, arch, toolkit, N=k] and nothing else")
+    tables = tables_of(bodies["Evidence"])
+    if len(tables) != 1 or tables[0][0] != EVIDENCE_COLUMNS:
+        return [*problems, f"Evidence: expected one table with the columns {EVIDENCE_COLUMNS}"]
+    rows = tables[0][1:]
+    if not any(NUMBER.search(row[1]) for row in rows):
+        problems.append("Evidence: no number")
+    if provenance is not None and int(provenance.group(3)) != len(rows):
+        problems.append(f"Provenance: N={provenance.group(3)}, but {len(rows)} rows of evidence")
+    for row in rows:
+        problems += evidence_problems(row, page)
+    return problems
+
+
+def evidence_problems(row: list[str], page: Path) -> list[str]:
+    """An incomplete row, or one with a number that its linked source does not have."""
+    if len(row) != len(EVIDENCE_COLUMNS) or not all(row):
+        return [f"Evidence: incomplete row {row}"]
+    _, measured, _, source = row
+    problems = []
+    for target in LINK.findall(source):
+        cited = page.parent / target
+        if not cited.is_file():
+            problems.append(f"Evidence: {target} does not exist")
+        elif missing := numbers_in(measured) - numbers_in(cited.read_text()):
+            problems.append(f"Evidence: {sorted(missing)} not in {target}")
+    return problems
+
+
+def unlinked(index: Path, pages: list[Path]) -> list[str]:
+    """Pages that an index does not link to."""
+    linked = {(index.parent / target).resolve() for target in LINK.findall(index.read_text())}
+    return [page.name for page in pages if page.resolve() not in linked]
+
+
+def slug(device: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+def device_problems(text: str, entry: dict[str, Any]) -> list[str]:
+    """Figures of a device page that differ from its entry in the device table."""
+    tables = tables_of(text)
+    if len(tables) != 1 or tables[0][0] != DEVICE_COLUMNS:
+        return [f"expected one table with the columns {DEVICE_COLUMNS}"]
+    rows = {row[0]: row[1:] for row in tables[0][1:]}
+    figures = {key: value for key, value in entry.items() if key != "aliases"}
+    problems = [f"{key}: not on both sides" for key in rows.keys() ^ figures.keys()]
+    for key in rows.keys() & figures.keys():
+        figure = figures[key]
+        value = figure["value"]
+        printed = ", ".join(value) if isinstance(value, list) else str(value)
+        wanted = [printed, figure["unit"] or "-", figure["kind"], figure["date"], figure["source"]]
+        problems += [
+            f"{key}: expected {want!r}, got {got!r}"
+            for want, got in zip(wanted, rows[key], strict=True)
+            if want != got
+        ]
+    peak, bandwidth = (
+        entry[name]["value"] for name in ("peak_bfloat16_float32_tflops", "peak_dram_bw_GBps")
+    )
+    ridge = f"Ridge point: {peak * 1e3 / bandwidth:.1f} FLOP/byte"
+    if ridge not in text:
+        problems.append(f"expected {ridge!r}")
+    return problems
+
+
+def snippets_of(text: str) -> list[tuple[str, bool]]:
+    """Python blocks of a page, each with whether it is marked to be run."""
+    return [
+        (body, bool(run)) for run, language, body in FENCE.findall(text) if language == "python"
+    ]
+
+
+def syntax_problems(text: str) -> list[str]:
+    problems = []
+    for body, _ in snippets_of(text):
+        try:
+            ast.parse(textwrap.dedent(body))
+        except SyntaxError as error:
+            problems.append(f"{error.msg}: {body.splitlines()[0]}")
+    return problems
+
+
+def run_snippet(body: str, folder: Path) -> None:
+    """Run a snippet as a module of its own: kernels are read from a source file."""
+    path = folder / "snippet.py"
+    path.write_text(PRELUDE + body)
+    spec = importlib.util.spec_from_file_location("documented_snippet", path)
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+# --- the pages of this repository ---------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def knowledge(repo_root: Path) -> Path:
+    return repo_root / "docs" / "knowledge"
+
+
+@pytest.fixture(scope="module")
+def findings(knowledge: Path) -> list[Path]:
+    return sorted(path for path in knowledge.rglob("*.md") if path.name != "README.md")
+
+
+@pytest.fixture(scope="module")
+def device_table(source_root: Path) -> dict[str, Any]:
+    table: dict[str, Any] = json.loads((source_root / "conf" / "devices.json").read_text())
+    return table
+
+
+@pytest.fixture(scope="module")
+def reference(repo_root: Path) -> str:
+    return (repo_root / "docs" / "python-cuda-tile.md").read_text()
+
+
+def test_findings_lie_in_known_folders(knowledge: Path, findings: list[Path]) -> None:
+    kinds = ("optimizations", "anti-patterns")
+    allowed = {knowledge / kind for kind in kinds}
+    allowed |= {
+        knowledge / "languages" / key / k for key in ("cutile-dsl", "cute-dsl") for k in kinds
+    }
+    assert {page.parent for page in findings} <= allowed
+
+
+def test_findings_follow_the_template(knowledge: Path, findings: list[Path]) -> None:
+    problems = [
+        f"{page.relative_to(knowledge)}: {problem}"
+        for page in findings
+        for problem in page_problems(page.read_text(), page)
+    ]
+    assert findings and not problems, "\n" + "\n".join(problems)
+
+
+def test_findings_are_indexed(knowledge: Path) -> None:
+    index = knowledge / "README.md"
+    pages = [page for page in knowledge.rglob("*.md") if page != index]
+    assert unlinked(index, pages) == []
+
+
+def test_device_pages_equal_the_table(repo_root: Path, device_table: dict[str, Any]) -> None:
+    folder = repo_root / "docs" / "devices"
+    assert {page.stem for page in folder.glob("*.md")} == {slug(name) for name in device_table}
+    problems = [
+        f"{name}: {problem}"
+        for name, entry in device_table.items()
+        for problem in device_problems((folder / f"{slug(name)}.md").read_text(), entry)
+    ]
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def test_reference_snippets_parse(reference: str, findings: list[Path]) -> None:
+    assert [syntax_problems(text) for text in (reference, *(p.read_text() for p in findings))] == [
+        []
+    ] * (1 + len(findings))
+
+
+def test_reference_snippets_run(reference: str, tmp_path: Path) -> None:
+    marked = [body for body, run in snippets_of(reference) if run]
+    assert len(marked) >= 3
+    for body in marked:
+        run_snippet(body, tmp_path)
+
+
+def test_new_pages_are_linked_from_the_start_page(repo_root: Path, knowledge: Path) -> None:
+    docs = repo_root / "docs"
+    pages = [knowledge / "README.md", docs / "python-cuda-tile.md", docs / "cutile-dsl/index.md"]
+    assert unlinked(docs / "index.md", [*pages, *(docs / "devices").glob("*.md")]) == []
+
+
+# --- the checks themselves ----------------------------------------------------------------------
+
+GOOD_PAGE = """# Title
+
+## Applies to
+
+Everything.
+
+## Symptom / trigger metric
+
+Slow.
+
+## What to do
+
+```text
+## not a section
+```
+
+Less.
+
+## Evidence
+
+| case | measured | device | source |
+|---|---|---|---|
+| before | 1,230 us | H200 | [record](record.md) |
+| after | 4.5 us | H200 | prototype, 2026-11 |
+
+## Limits
+
+None known.
+
+## Provenance
+
+[2026-11, sm_90, cuda-tile 1.7.0 + tileiras 13.4.92, N=2]
+"""
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    (tmp_path / "record.md").write_text("It took 1230 us.\n")
+    return tmp_path / "page.md"
+
+
+def test_a_good_page_passes(page: Path) -> None:
+    assert page_problems(GOOD_PAGE, page) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("# Title\n", "", "one title"),
+        ("## Limits\n\nNone known.\n\n", "", "expected the sections"),
+        ("## Limits", "## Bounds", "expected the sections"),
+        ("## Applies to\n\nEverything.\n\n## Symp", "## Symp", "expected the sections"),
+        ("None known.", "", "Limits: empty"),
+        ("[2026-11, ", "[2026, ", "Provenance: expected"),
+        ("[2026-11, ", "[2026-13, ", "Provenance: expected"),
+        ("sm_90, ", "Hopper, ", "Provenance: expected"),
+        (", N=2]", "]", "Provenance: expected"),
+        (", N=2]", ", N=2] roughly", "Provenance: expected"),
+        ("N=2", "N=3", "N=3, but 2 rows"),
+        ("| measured |", "| result |", "one table with the columns"),
+        ("1,230 us", "1,231 us", "['1231'] not in record.md"),
+        ("(record.md)", "(gone.md)", "gone.md does not exist"),
+        ("| prototype, 2026-11 |", "| |", "incomplete row"),
+    ],
+)
+def test_a_bad_page_is_found(old: str, new: str, problem: str, page: Path) -> None:
+    assert old in GOOD_PAGE
+    assert problem in "\n".join(page_problems(GOOD_PAGE.replace(old, new, 1), page))
+
+
+def test_sections_out_of_order_and_evidence_without_numbers_are_found(page: Path) -> None:
+    swapped = GOOD_PAGE.replace("## Applies to", "## X").replace("## Limits", "## Applies to")
+    assert "expected the sections" in page_problems(swapped.replace("## X", "## Limits"), page)[0]
+    vague = GOOD_PAGE.replace("1,230 us", "slow").replace("4.5 us", "fast")
+    assert page_problems(vague, page) == ["Evidence: no number"]
+
+
+def test_a_page_outside_the_index_is_found(page: Path) -> None:
+    index = page.parent / "README.md"
+    index.write_text("[record](record.md), `page.md`\n")
+    page.write_text(GOOD_PAGE)
+    assert unlinked(index, [page, page.parent / "record.md"]) == ["page.md"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("| 989.4 |", "| 989 |", "peak_bfloat16_float32_tflops: expected '989.4', got '989'"),
+        ("| 132 | SM | measured |", "| 132 | SM | spec |", "sm_count: expected 'measured'"),
+        ("| sm_count |", "| sms |", "sm_count: not on both sides"),
+        ("Ridge point: 206.1", "Ridge point: 200.0", "expected 'Ridge point: 206.1"),
+        ("| key |", "| name |", "one table with the columns"),
+    ],
+)
+def test_a_wrong_device_figure_is_found(
+    old: str, new: str, problem: str, repo_root: Path, device_table: dict[str, Any]
+) -> None:
+    text = (repo_root / "docs/devices/nvidia-h200.md").read_text()
+    assert old in text
+    problems = device_problems(text.replace(old, new, 1), device_table["NVIDIA H200"])
+    assert problem in "\n".join(problems)
+
+
+def test_a_snippet_that_does_not_parse_or_hold_is_found(tmp_path: Path) -> None:
+    text = "```python\nct.load(x,\n```\n\n<!-- run -->\n```python\nassert ct.cdiv(5, 2) == 2\n```\n"
+    assert [run for _, run in snippets_of(text)] == [False, True]
+    assert len(syntax_problems(text)) == 1
+    with pytest.raises(AssertionError):
+        run_snippet(snippets_of(text)[1][0], tmp_path)
