@@ -175,6 +175,26 @@ def test_a_reader_that_crashes_beside_torch_is_refused(monkeypatch: pytest.Monke
         load_ncu_report()
 
 
+@pytest.mark.parametrize(
+    ("settings", "user", "refused"),
+    [
+        ("RmProfilingAdminOnly: 1\n", 1000, True),
+        ("RmProfilingAdminOnly: 1\n", 0, False),
+        ("RmProfilingAdminOnly: 0\n", 1000, False),
+        (None, 1000, False),
+    ],
+)
+def test_rights_to_the_counters_are_asked_in_advance(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: str | None, user: int, refused: bool
+) -> None:
+    file = tmp_path / "params"
+    if settings is not None:
+        file.write_text(f"ResmanDebugLevel: 4\n{settings}")
+    monkeypatch.setattr(ncu_driver, "DRIVER_SETTINGS", file)
+    monkeypatch.setattr("os.geteuid", lambda: user)
+    assert (ncu_driver.counters_problem() is not None) == refused
+
+
 # -- which collector ---------------------------------------------------------------------------
 
 

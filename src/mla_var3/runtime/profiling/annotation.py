@@ -17,7 +17,7 @@ from mla_var3.runtime.profiling.common import (
     write_artifacts,
 )
 from mla_var3.runtime.profiling.figures import check_markdown
-from mla_var3.runtime.profiling.ncu_driver import find_ncu, load_ncu_report
+from mla_var3.runtime.profiling.ncu_driver import counters_problem, find_ncu, load_ncu_report
 from mla_var3.runtime.profiling.ncu_metrics import FIGURES, annotation_metrics
 from mla_var3.runtime.profiling.ncu_session import (
     Session,
@@ -46,15 +46,12 @@ _MODE = NsightProfType.ANNOTATION
 
 
 def annotation_available() -> str | None:
-    """Why this machine cannot profile in annotation mode; None when it can.
-
-    Looks for the tools only: whether the counters may be read shows when they are.
-    """
+    """Why this machine cannot profile in annotation mode; None as far as can be told in advance."""
     try:
         load_ncu_report(find_ncu())
     except UnsupportedError as error:
         return str(error)
-    return None
+    return counters_problem()
 
 
 def annotation_profile_plan(

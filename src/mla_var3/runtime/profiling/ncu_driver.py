@@ -28,6 +28,7 @@ MINIMUM_VERSION = (2024, 1)
 MINIMUM_READER = (2026, 2)
 """The oldest ncu-report that may be loaded beside torch: 2025.3.1 crashes the process when a unit
 is read, 2026.2.0 and newer do not (torch 2.11 and 2.13). Newer ones read older reports."""
+DRIVER_SETTINGS = Path("/proc/driver/nvidia/params")
 CLOCK_CONTROLS = ("none", "base")
 RANGE_FILTER = r"regex:hyper_mla\..*/"
 """Push/pop ranges of the default domain; the slash says that a range opens here."""
@@ -132,6 +133,19 @@ def load_ncu_report(tool: NcuTool | None = None) -> Any:
         f"ncu-report: expected {needed} or newer of the Python package that reads .ncu-rep files, "
         f'got {"; ".join(reasons) or "none"}; pip install "hyper-mla[profiling]"'
     )
+
+
+def counters_problem() -> str | None:
+    """Why this user may not read the hardware counters, as far as the driver tells in advance."""
+    try:
+        settings = DRIVER_SETTINGS.read_text()
+    except OSError:
+        return None
+    if os.geteuid() != 0 and re.search(r"^RmProfilingAdminOnly: 1$", settings, re.MULTILINE):
+        return (
+            "ncu: expected the right to read the GPU's counters, got a driver that keeps it to root"
+        )
+    return None
 
 
 def _reader_version() -> str | None:
