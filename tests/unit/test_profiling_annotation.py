@@ -147,7 +147,6 @@ class Machine:
         timing = summarise([20.0], timer="cuda-event", cold_l2=True)
         for name, value in {
             "time_gpu": lambda fn: timing,
-            "compile_report": lambda kernel, *_, **__: self.compiled.append(kernel.name),
             "current_device_name": lambda: "0",
             "device_lock": lambda device: contextlib.nullcontext(),
             "announce_clocks": lambda environment: ClockState(True, 1500, 3201, "today"),
@@ -155,8 +154,12 @@ class Machine:
             monkeypatch.setattr(ncu_session, name, value)
         monkeypatch.setattr(common, "pick_device", lambda device: "cuda")
         monkeypatch.setattr(common, "prepare", self.prepare)
+        monkeypatch.setattr(common, "compile_report", self.compile_report)
         monkeypatch.setattr(ncu_driver, "find_tool", lambda name: path)
         monkeypatch.setenv("HYPER_MLA_NCU_COLLECTOR", "ncu")
+
+    def compile_report(self, kernel: Any, target: str, artifacts_dir: Path) -> None:
+        self.compiled.append(kernel.name)
 
     def prepare(self, plan: Any, options: RunOptions) -> Prepared:
         stage = plan.plan(*plan.prepare_inputs("meta"))

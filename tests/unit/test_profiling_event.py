@@ -85,7 +85,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> PretendedGpu:
     monkeypatch.setattr(common, "pick_device", lambda device: "cuda")
     monkeypatch.setattr(common, "prepare", machine.prepare)
     monkeypatch.setattr(event, "current_device_name", lambda: "GPU-0")
-    for name in ("time_gpu", "compile_report", "device_lock"):
+    monkeypatch.setattr(common, "compile_report", machine.compile_report)
+    for name in ("time_gpu", "device_lock"):
         monkeypatch.setattr(event, name, getattr(machine, name))
     return machine
 
@@ -210,7 +211,7 @@ def test_a_missing_disassembler_does_not_lose_the_measurement(
     def fail(kernel: Any, target: str, artifacts_dir: Path) -> None:
         raise MissingToolError("nvdisasm: expected the program, got none")
 
-    monkeypatch.setattr(event, "compile_report", fail)
+    monkeypatch.setattr(common, "compile_report", fail)
     result = event_profile_plan(DoublingPlan(), out_dir=tmp_path)
     assert result.get_total_time_us() == 50.0
     assert json.loads((tmp_path / "params.json").read_text())["total"]["time_us"] == 50.0

@@ -97,7 +97,7 @@ def test_checks(error: ErrorFigures, outcome: str) -> None:
     assert (row[0], row[-1]) == ("0 [2, 3]", outcome)
     assert ("passed" in figures.check_summary(check)) == check.passed
     assert "twice the error" in figures.check_markdown(check)
-    json.dumps(json_ready(figures.check_data(check)), allow_nan=False)
+    json.dumps(json_ready(check.to_dict()), allow_nan=False)
 
 
 def test_a_profile_is_json() -> None:

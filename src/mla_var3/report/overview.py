@@ -209,7 +209,7 @@ def _cpu_check(job: _Job, step: Step) -> None:
         "The kernels' own code, run tile by tile on CPU tensors by the interpreter, against the "
         f"fp32 reference.\n\nProblem: {shown}\n\n" + figures.check_markdown(prepared.check)
     )
-    step.data = {"params": prepared.plan.params(), "check": figures.check_data(prepared.check)}
+    step.data = {"params": prepared.plan.params(), "check": prepared.check.to_dict()}
     step.summary = figures.check_summary(prepared.check)
     prepared.check.require()
 

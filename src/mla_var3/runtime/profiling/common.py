@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mla_var3.errors import UnsupportedError
+from mla_var3.errors import MissingToolError, UnsupportedError
+from mla_var3.runtime.compile import compile_report
 from mla_var3.runtime.environment import environment
 from mla_var3.runtime.files import write_atomic
 from mla_var3.runtime.markdown import front_matter, table, write_json
@@ -18,8 +21,10 @@ if TYPE_CHECKING:
     from mla_var3.conf.devices import DeviceSpec
     from mla_var3.runtime.clocks import ClockState
     from mla_var3.runtime.plan import KernelPlan
-    from mla_var3.runtime.stage import Stage
+    from mla_var3.runtime.stage import KernelStage, Stage
     from mla_var3.runtime.workflow import Prepared
+
+log = logging.getLogger(__name__)
 
 
 def run_options(
@@ -124,6 +129,21 @@ def measured_result(
 def plan_dtype(plan: KernelPlan) -> str:
     """The dtype whose rates apply to a plan."""
     return str(getattr(plan, "dtype", "bfloat16"))
+
+
+def write_compiled(kernels: Iterable[KernelStage], target: str, folder: Path) -> str | None:
+    """Keep the compiled code of the kernels below `compiled/`.
+
+    Returns:
+        Why there is none; None when there is. A missing disassembler must not cost a measurement.
+    """
+    try:
+        for kernel in kernels:
+            compile_report(kernel, target, artifacts_dir=folder / "compiled" / kernel.name)
+    except MissingToolError as error:
+        log.warning("no compiled code is kept: %s", error)
+        return str(error)
+    return None
 
 
 def write_artifacts(folder: Path, record: dict[str, Any], prepared: Prepared) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mla_var3.errors import MissingToolError
 from mla_var3.runtime.clocks import ClockState, announce_clocks
-from mla_var3.runtime.compile import compile_report
 from mla_var3.runtime.environment import environment
 from mla_var3.runtime.files import write_atomic
 from mla_var3.runtime.markdown import microseconds
@@ -25,6 +23,7 @@ from mla_var3.runtime.profiling.common import (
     stage_figures,
     tiling_table,
     write_artifacts,
+    write_compiled,
 )
 from mla_var3.runtime.profiling.figures import check_markdown, stage_markdown
 from mla_var3.runtime.profiling.lock import current_device_name, device_lock
@@ -70,12 +69,7 @@ def event_profile_plan(
     clocks = announce_clocks(environment())
     result = measured_result(NsightProfType.EVENT, prepared, total, stages, folder, clocks)
     record = result.record
-    record["not_disassembled"] = None
-    try:
-        for kernel in kernels:
-            compile_report(kernel, spec.target, artifacts_dir=folder / "compiled" / kernel.name)
-    except MissingToolError as error:
-        record["not_disassembled"] = str(error)
+    record["not_disassembled"] = write_compiled(kernels, spec.target, folder)
     write_artifacts(folder, record, prepared)
     write_atomic(folder / "report.md", _report(result, stage, spec, dtype))
     return result

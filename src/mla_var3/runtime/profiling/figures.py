@@ -85,7 +85,7 @@ def result_data(result: ProfileResult) -> dict[str, Any]:
         "mode": result.mode.value,
         "stages": [_stage_data(stage) for stage in result.stages],
         "total": _stage_data(result.total),
-        "check": None if result.check is None else check_data(result.check),
+        "check": None if result.check is None else result.check.to_dict(),
         "record": result.record,
         "out_dir": result.out_dir,
     }
@@ -145,11 +145,6 @@ def check_summary(check: CheckResult) -> str:
         for o in check.outputs
     )
     return f"check {'passed' if check.passed else 'FAILED'}, relative errors {errors}"
-
-
-def check_data(check: CheckResult) -> dict[str, Any]:
-    """A check, JSON-ready."""
-    return check.to_dict()
 
 
 def compile_reports(result: ProfileResult) -> list[CompileReport]:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.runtime.clocks import ClockState, announce_clocks
-from mla_var3.runtime.compile import compile_report
 from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
 from mla_var3.runtime.environment import environment
 from mla_var3.runtime.measure import time_gpu
@@ -21,6 +20,7 @@ from mla_var3.runtime.profiling.common import (
     prepare_checked,
     require_gpu,
     stage_figures,
+    write_compiled,
 )
 from mla_var3.runtime.profiling.lock import current_device_name, device_lock
 from mla_var3.runtime.profiling.ncu_collect import Collection, collect, wanted_collector
@@ -60,6 +60,7 @@ class Session:
         clocks: whether our scripts hold the clocks.
         profiles: what was measured, per stage.
         event_us: time of each stage by CUDA events, by stage name.
+        not_disassembled: why no compiled code is kept, if so.
     """
 
     mode: NsightProfType
@@ -72,6 +73,7 @@ class Session:
     clocks: ClockState
     profiles: list[StageProfile]
     event_us: dict[str, float] = field(default_factory=dict)
+    not_disassembled: str | None = None
 
     @property
     def report_path(self) -> Path:
@@ -126,8 +128,7 @@ def profile(
         event_us = {}
         for name, kernel in stage_ranges(prepared.stage):
             event_us[name.removeprefix(RANGE_PREFIX)] = time_gpu(kernel.launch).median_us
-            artifacts = folder / "compiled" / kernel.name
-            compile_report(kernel, device.target, artifacts_dir=artifacts)
+        not_disassembled = write_compiled(prepared.stage.kernels(), device.target, folder)
         prepared = _without_tensors(prepared, target_spec)
         options.progress("profile", 0, 1, f"{prepared.plan.name} under ncu {tool.version}")
         collection = collect(tool, folder, target_spec, metrics, "none", collector)
@@ -145,6 +146,7 @@ def profile(
         clocks=clocks,
         profiles=stage_profiles(launches, names, count),
         event_us=event_us,
+        not_disassembled=not_disassembled,
     )
 
 
@@ -201,6 +203,7 @@ def make_result(session: Session) -> ProfileResult:
     result = measured_result(
         session.mode, session.prepared, total, stages, session.folder, session.clocks
     )
+    result.record["not_disassembled"] = session.not_disassembled
     result.record["profiler"] = {
         "tool": f"ncu {session.tool.version}",
         "collector": session.collection.collector,

@@ -73,7 +73,6 @@ class LineProfile:
 
     samples: float = 0.0
     instructions: int = 0
-    executed: float = 0.0
     spills: int = 0
     excess_sectors: float = 0.0
     excess_wavefronts: float = 0.0
@@ -172,7 +171,6 @@ def line_profiles(
         line = found.setdefault(item.file, {}).setdefault(item.line, LineProfile())
         line.samples += item.values.get("samples", 0.0)
         line.instructions += 1
-        line.executed += item.values.get("executed", 0.0)
         line.spills += item.spills
         line.excess_sectors += item.values.get("l2_sectors_excess", 0.0)
         line.excess_wavefronts += item.values.get("shared_wavefronts_excess", 0.0)
