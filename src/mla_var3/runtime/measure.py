@@ -22,12 +22,13 @@ MAX_RUNS = 200
 
 _L2_FACTOR = 2
 """The flush reads this many times the L2 cache, so that nothing of the last run survives. It reads
-rather than writes: dirty lines would be written back during the timed run (14 us on an H200)."""
+rather than writes: dirty lines would be written back during the timed run (flash_attention at
+b=8 s=16 t=4096 on an H200: 507 instead of 489 us)."""
 _MIN_FLUSH_BYTES = 64 << 20
 _HEAD_START_CYCLES = 400_000
 """The GPU spins this long before a timed run (about 0.2 ms), so that the whole run is enqueued by
-the time it starts. Without it the host's launch time (30-60 us per cuTile kernel, measured on an
-idle driver) would be in the figure whenever the kernel is shorter."""
+the time it starts. Without it the host's launch time (up to 77 us for the two kernels of
+mla_var6_plus, seen under the profiler) would be in the figure whenever the kernel is shorter."""
 
 
 @dataclass(frozen=True)
