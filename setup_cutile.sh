@@ -11,8 +11,8 @@ readonly SCRIPT="$ROOT/$(basename "${BASH_SOURCE[0]}")"
 readonly MIN_MAJOR=3 MIN_MINOR=11
 # Exact, because on machines without CUDA only an exact request selects the CPU build.
 readonly TORCH_REQUIREMENT="torch==2.13.0"
-readonly BASE_EXTRAS="cutile,dev,docs"
-readonly OPTIONAL_EXTRAS="cute,profiling"
+readonly BASE_EXTRAS="cute,cutile,dev,docs"
+readonly OPTIONAL_EXTRAS="profiling"
 readonly STAMP_NAME=".hyper-mla-setup"
 readonly LOG_NAME="hyper-mla-setup.log"
 
@@ -20,8 +20,8 @@ usage() {
     cat <<USAGE
 Usage: ./setup_cutile.sh [--extras LIST] [--force] [--help]
 
-Makes a virtual environment and installs HyperMLA into it, editable, with the cuTile compiler and
-the development and documentation tools. Needs Linux on x86_64 or aarch64 and Python
+Makes a virtual environment and installs HyperMLA into it, editable, with the cuTile and CuTe DSL
+compilers, the development and documentation tools. Needs Linux on x86_64 or aarch64 and Python
 $MIN_MAJOR.$MIN_MINOR or newer; no GPU, driver or CUDA toolkit. Running it again is quick and changes nothing
 unless pyproject.toml, this script or the interpreter has changed.
 
@@ -55,7 +55,7 @@ while (($#)); do
     case "$1" in
         --help | -h) usage; exit 0 ;;
         --force) FORCE=1 ;;
-        --extras) (($# > 1)) || fail "--extras: expected a list such as cute,profiling, got nothing"
+        --extras) (($# > 1)) || fail "--extras: expected a list such as profiling, got nothing"
                   ASKED_EXTRAS="$2"; shift ;;
         --extras=*) ASKED_EXTRAS="${1#*=}" ;;
         *) fail "unknown argument '$1'" "See ./setup_cutile.sh --help." ;;
@@ -298,9 +298,9 @@ say "installing HyperMLA, editable, with its extras: $WANTED_EXTRAS"
 pip_install "HyperMLA and its extras $WANTED_EXTRAS" -e "$ROOT[$WANTED_EXTRAS]"
 
 say "checking that it imports"
-"$VENV_PYTHON" -c 'import mla_var3, torch, cuda.tile' >>"$LOG" 2>&1 || {
+"$VENV_PYTHON" -c 'import mla_var3, torch, cuda.tile, cutlass' >>"$LOG" 2>&1 || {
     tail -n 15 "$LOG" | sed 's/^/    /' >&2
-    fail "the environment was installed but does not import mla_var3, torch and cuda.tile." \
+    fail "the environment was installed but does not import mla_var3, torch, cuda.tile and cutlass." \
          "It is not marked as complete. Try ./setup_cutile.sh --force for a fresh one."
 }
 

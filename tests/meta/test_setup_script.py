@@ -121,7 +121,7 @@ def test_first_run_installs_and_the_second_has_nothing_to_do(sandbox: Sandbox) -
     assert sandbox.complete
     torch_call, package_call = sandbox.pip_calls
     assert torch_call.endswith("torch==2.13.0")
-    assert package_call.endswith(f"-e {sandbox.root}[cutile,dev,docs]")
+    assert package_call.endswith(f"-e {sandbox.root}[cute,cutile,dev,docs]")
 
     for environment in ({}, {"PYTHON": ""}):
         second = sandbox.run(**environment)
@@ -142,17 +142,17 @@ def test_a_changed_file_means_a_new_install(sandbox: Sandbox, changed: str) -> N
 
 def test_extras_are_added_and_kept(sandbox: Sandbox) -> None:
     sandbox.run()
-    assert sandbox.run("--extras", "cute").returncode == 0
     assert sandbox.pip_calls[-1].endswith("[cute,cutile,dev,docs]")
-    assert "up to date" in sandbox.run().stdout
+    assert "up to date" in sandbox.run("--extras", "cute").stdout
     assert sandbox.run("--extras=profiling").returncode == 0
     assert sandbox.pip_calls[-1].endswith("[cute,cutile,dev,docs,profiling]")
+    assert "up to date" in sandbox.run().stdout
 
 
 def test_an_unknown_extra_or_argument_is_refused(sandbox: Sandbox) -> None:
     result = sandbox.run("--extras=cutee")
     assert result.returncode == 1
-    assert "--extras: expected some of cute, profiling, got 'cutee'" in result.stderr
+    assert "--extras: expected some of profiling, got 'cutee'" in result.stderr
     result = sandbox.run("--farce")
     assert result.returncode == 1
     assert "unknown argument '--farce'" in result.stderr
@@ -213,7 +213,7 @@ def test_a_failed_download_leaves_no_stamp(sandbox: Sandbox, breaks: str, what: 
 
 def test_a_failed_refresh_takes_the_old_stamp_away(sandbox: Sandbox) -> None:
     sandbox.run()
-    assert sandbox.run("--extras=cute", STAND_IN_BREAKS="-e ").returncode == 1
+    assert sandbox.run("--extras=profiling", STAND_IN_BREAKS="-e ").returncode == 1
     assert not sandbox.complete
     assert sandbox.run().returncode == 0
     assert sandbox.complete

@@ -68,7 +68,7 @@ class FakePlan(KernelPlan):
 
     def plan(self, *inputs: Any) -> Stage:
         cost = Cost(1e6 * self.b, 1.0)
-        leaf = SimpleNamespace(tiling=self.tiling, plan=self)
+        leaf = SimpleNamespace(tiling=self.tiling, plan=self, runs_on_cpu=True)
         return SimpleNamespace(cost=lambda: cost, kernels=lambda: [leaf])  # type: ignore[return-value]
 
 

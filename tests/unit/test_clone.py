@@ -21,7 +21,7 @@ from mla_var3.runtime.paths import discover_kernels, find_kernel, version_folder
 
 MLA = "kernel/cutile/mla"
 KERNELS = discover_kernels()
-BASES = [kernel.full_name for kernel in KERNELS if kernel.number == 0]
+BASES = [(kernel.full_name, kernel.language) for kernel in KERNELS if kernel.number == 0]
 
 # Clones every kernel and that clone again, under numbers that no real version has, then checks
 # all that the interpreter can run in the way that the command prints at its end.
@@ -245,13 +245,15 @@ def test_every_clone_and_its_clone_pass_their_check(
         assert ruff.returncode == 0, ruff.stdout + ruff.stderr
 
 
-@pytest.mark.parametrize("name", BASES)
-def test_nothing_of_the_clone_keeps_a_name_of_its_source(name: str, tree: Path) -> None:
+@pytest.mark.parametrize(("name", "language"), BASES)
+def test_nothing_of_the_clone_keeps_a_name_of_its_source(
+    name: str, language: str, tree: Path
+) -> None:
     """Through a clone and back: v7 -> v8 and v7 of another copy differ in the number alone."""
-    first = plan_clone(name, "v7")
+    first = plan_clone(name, "v7", language)
     write_clone(first)
-    second = plan_clone(f"{name}_v7", "v8")
-    third = plan_clone(name, "v8")
+    second = plan_clone(f"{name}_v7", "v8", language)
+    third = plan_clone(name, "v8", language)
     assert set(second.contents) == set(third.contents)
     for path, text in second.contents.items():
         assert text.replace(f"Parent: {name}_v7.", f"Parent: {name}.") == third.contents[path]
@@ -404,7 +406,7 @@ def test_the_command_refuses_in_one_line(tree: Path, capsys: pytest.CaptureFixtu
         (["flash_mla_v5", "v5"], "another version than flash_mla_v5"),
         (["flash_mla", "five"], "vN with N at least 1"),
         (["flash_mla", "v6", "--language=cuda"], "unknown language 'cuda'"),
-        (["flash_mla", "v6", "--language=cute-dsl"], "It exists in cutile-dsl"),
+        (["mla_var6_plus", "v6", "--language=cute-dsl"], "It exists in cutile-dsl"),
         (["flash_mla"], "required: version"),
         (["flash_mla", "v6", "v7"], "unexpected argument 'v7'"),
     ):

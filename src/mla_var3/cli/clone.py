@@ -53,4 +53,10 @@ def _print_next(plan: ClonePlan) -> None:
     say("next:")
     say(f"  write the idea beside 'Parent: {plan.source.full_name}.' in {entry}")
     say("  make format    # the new names are longer")
-    say(f"  python -m {design} {plan.target.version} --prof_type=disabled --check")
+    command = f"  python -m {design} {plan.target.version}"
+    check = f"{command} --prof_type=disabled --check"
+    if plan.target.language == DEFAULT_LANGUAGE:
+        say(check)
+    else:
+        say(f"{command} --prof_type=static    # without a GPU")
+        say(f"{check}    # with one")

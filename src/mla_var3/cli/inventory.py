@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import ctypes
 import importlib.metadata
-import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,11 +74,7 @@ def declared_targets(kernel: KernelId) -> tuple[str, ...]:
 
 
 def _source_of(kernel: KernelId) -> Path | None:
-    root = importlib.util.find_spec(paths.KERNEL_PACKAGE)
-    if root is None or not root.submodule_search_locations:
-        return None
-    parts = kernel.module.removeprefix(f"{paths.KERNEL_PACKAGE}.").split(".")
-    path = Path(next(iter(root.submodule_search_locations)), *parts).with_suffix(".py")
+    path = paths.version_folder(kernel) / f"{kernel.full_name}.py"
     return path if path.exists() else None
 
 

@@ -23,7 +23,7 @@ from mla_var3.cli.console import (
 from mla_var3.cli.options import RUN_OPTIONS, Request, build_parser, build_request, plan_options
 from mla_var3.cli.parsing import Parser, parse
 from mla_var3.cli.selection import leading_words, take_kernel
-from mla_var3.errors import UnknownNameError
+from mla_var3.errors import UnknownNameError, UnsupportedError
 from mla_var3.runtime import paths
 from mla_var3.runtime.paths import KernelId
 from mla_var3.runtime.plan import KernelPlan
@@ -196,21 +196,52 @@ def choose_route(request: Request, has_gpu: bool) -> Route:
     if device == "cuda" and not (static and not request.run.check):
         pick_device(device)
     by_default = on_cpu and request.mode is None and not compile_only
+    interpreted = not on_cpu or runs_on_cpu(request.plan)
+    if not interpreted:
+        _require_nothing_to_run(request, mode, by_default)
     message = ""
     if by_default:
         reason = "--device=cpu" if device == "cpu" else "no GPU here"
-        message = (
-            f"{reason}: static mode (compile report + prediction) and the check on the CPU "
-            "interpreter"
-        )
+        message = f"{reason}: static mode (compile report + prediction)"
+        if interpreted:
+            message += " and the check on the CPU interpreter"
+        else:
+            message += "; the check needs a GPU, because this language has no interpreter"
     return Route(
         mode=mode,
         on_cpu=on_cpu,
-        check=static and (request.run.check or by_default),
+        check=static and interpreted and (request.run.check or by_default),
         may_shrink=on_cpu
         and mode in (NsightProfType.STATIC, NsightProfType.DISABLED)
         and not (device == "cpu" and (request.run.check or request.mode is not None)),
         message=message,
+    )
+
+
+def runs_on_cpu(plan: KernelPlan) -> bool:
+    """Whether the language of every kernel of a plan has an interpreter for the CPU."""
+    return all(kernel.runs_on_cpu for kernel in empty_stage(plan).kernels())
+
+
+def _require_nothing_to_run(request: Request, mode: NsightProfType, by_default: bool) -> None:
+    """Refuse a request to run, on the CPU, kernels that run on GPUs only."""
+    asked = None
+    if request.run.check:
+        asked = "--check"
+    elif mode is NsightProfType.DISABLED:
+        asked = f"--prof_type={mode.value}"
+    elif by_default and request.run.device == "cpu":
+        asked = "--device=cpu"
+    if asked is None:
+        return
+    kernel = request.plan.kernel_id
+    others = {k.language for k in paths.discover_kernels() if k.design == kernel.design}
+    instead = "--prof_type=static compiles it and predicts its time here"
+    if paths.DEFAULT_LANGUAGE in others and kernel.language != paths.DEFAULT_LANGUAGE:
+        instead += f"; --language={paths.DEFAULT_LANGUAGE} has a version that the CPU can run"
+    raise UnsupportedError(
+        f"{asked}: expected a GPU for {kernel.full_name} ({kernel.language}), whose language has "
+        f"no interpreter, got the CPU; {instead}"
     )
 
 

@@ -21,9 +21,11 @@ COMMANDS = {
     "run": "run a kernel; without one the main job: mla_var6_plus end to end, with a report",
     "profile": "profile a kernel in the richest mode that runs here, or several of its versions",
     "compare": "runs, versions or kernels side by side, against the first of them",
+    "bench": "all kernels beside their peers: tables, plots, one HTML page, regression check",
     "list": "kernels, versions, languages, targets, and what runs on this machine",
     "show": "contract, options, cost, tiling candidates and cached tunings of one kernel",
     "predict": "predicted times of all kernels on the devices in the table",
+    "choose": "the kernel that mla_attention uses for a problem, and why",
     "clone": "a new version of a kernel from an existing one, under new names",
     "env": "this machine: GPU, versions, programs found and missing, known devices",
 }
@@ -96,6 +98,12 @@ def _add_predict(parser: Parser) -> None:
     add_arguments(parser)
 
 
+def _add_choose(parser: Parser) -> None:
+    from mla_var3.cli.choose import add_arguments
+
+    add_arguments(parser)
+
+
 def _add_profile(parser: Parser) -> None:
     from mla_var3.cli.profile import add_arguments
 
@@ -104,6 +112,12 @@ def _add_profile(parser: Parser) -> None:
 
 def _add_compare(parser: Parser) -> None:
     from mla_var3.cli.compare import add_arguments
+
+    add_arguments(parser)
+
+
+def _add_bench(parser: Parser) -> None:
+    from mla_var3.cli.bench import add_arguments
 
     add_arguments(parser)
 
@@ -118,9 +132,11 @@ _ADD_ARGUMENTS: dict[str, Callable[[Parser], None]] = {
     "run": _add_run,
     "profile": _add_profile,
     "compare": _add_compare,
+    "bench": _add_bench,
     "list": _add_list,
     "show": _add_show,
     "predict": _add_predict,
+    "choose": _add_choose,
     "clone": _add_clone,
     "env": _add_list,
 }
@@ -177,6 +193,12 @@ def _compare(argv: list[str]) -> int:
     return compare_command(_subparser("compare"), argv)
 
 
+def _bench(argv: list[str]) -> int:
+    from mla_var3.cli.bench import bench_command
+
+    return bench_command(_subparser("bench"), argv)
+
+
 def _list(argv: list[str]) -> int:
     values = parse(_subparser("list"), argv)
     from mla_var3.cli.inventory import list_command
@@ -203,6 +225,13 @@ def _predict(argv: list[str]) -> int:
     return predict_command(parser, argv)
 
 
+def _choose(argv: list[str]) -> int:
+    parser = _subparser("choose")
+    from mla_var3.cli.choose import choose_command
+
+    return choose_command(parser, argv)
+
+
 def _clone(argv: list[str]) -> int:
     parser = _subparser("clone")
     from mla_var3.cli.clone import clone_command
@@ -221,9 +250,11 @@ _HANDLERS: dict[str, Callable[[list[str]], int]] = {
     "run": _run,
     "profile": _profile,
     "compare": _compare,
+    "bench": _bench,
     "list": _list,
     "show": _show,
     "predict": _predict,
+    "choose": _choose,
     "clone": _clone,
     "env": _env,
 }

@@ -18,7 +18,7 @@ from mla_var3.runtime.paths import DEFAULT_LANGUAGE, LANGUAGES
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling import NsightProfType, parse_mode
 from mla_var3.runtime.tiling import Tiling
-from mla_var3.runtime.workflow import TARGETS, RunOptions
+from mla_var3.runtime.workflow import TARGETS, RunOptions, plan_targets
 
 HELP_TEXTS = {
     "b": "requests in the batch",
@@ -297,15 +297,10 @@ def run_options(plan: KernelPlan, values: dict[str, Any]) -> RunOptions:
         },
         label=values.get("label"),
     )
-    run.targets = plan_targets(type(plan))
+    run.targets = plan_targets(plan)
     if "target" in values:
         run.targets = parse_targets(values["target"], run.targets)
     return run
-
-
-def plan_targets(plan: type[Any]) -> tuple[str, ...]:
-    """The GPU codes a plan class is meant for."""
-    return tuple(getattr(plan, "targets", TARGETS))
 
 
 def parse_targets(text: str, known: Sequence[str]) -> tuple[str, ...]:

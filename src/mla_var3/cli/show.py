@@ -16,7 +16,6 @@ from mla_var3.cli.options import (
     build_parser,
     build_request,
     plan_options,
-    plan_targets,
 )
 from mla_var3.cli.parsing import parse
 from mla_var3.conf.devices import DeviceSpec
@@ -24,7 +23,7 @@ from mla_var3.runtime import paths
 from mla_var3.runtime.markdown import byte_count, flop_count, json_ready, microseconds, number
 from mla_var3.runtime.paths import KernelId
 from mla_var3.runtime.plan import KernelPlan
-from mla_var3.runtime.workflow import planning_device
+from mla_var3.runtime.workflow import plan_targets, planning_device
 
 
 def show_command(kernel: KernelId, argv: list[str]) -> int:
@@ -50,7 +49,7 @@ def show_command(kernel: KernelId, argv: list[str]) -> int:
 
 def _facts(kernel: KernelId, plan: KernelPlan) -> dict[str, Any]:
     device = planning_device()
-    targets = plan_targets(type(plan))
+    targets = plan_targets(plan)
     dtype = str(getattr(plan, "dtype", "bfloat16"))
     rates = (device.sustained_tflops(dtype), device.sustained_gbps)
     return {

@@ -21,6 +21,8 @@ from mla_var3.runtime.clone_text import excuse_long_imports, with_parent
 from mla_var3.runtime.paths import DEFAULT_LANGUAGE, KernelId, find_kernel, version_folder
 
 KERNEL_DECORATORS = ("ct.kernel", "cute.kernel")
+HOST_DECORATORS = ("cute.jit",)
+"""What marks the method of a class that launches kernels."""
 ROOT_CLASSES = ("KernelPlan", "Tiling")
 
 
@@ -34,7 +36,7 @@ class ClonePlan:
         folder: where it will lie.
         files: path below the source's folder -> path below the target's.
         contents: path below the target's folder -> new text; other files are copied as they are.
-        renames: old name -> new name of modules, kernel functions, plans and tilings.
+        renames: old name -> new name of modules, kernel functions, host classes, plans and tilings.
     """
 
     source: KernelId
@@ -177,8 +179,13 @@ def _new_names(
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and _is_kernel(node):
                 module.renames[node.name] = _snake(node.name, old.number, new.number)
                 labels[node.name] = module.renames[node.name]
-            elif isinstance(node, ast.ClassDef) and node.name in kinds:
+            elif isinstance(node, ast.ClassDef) and (node.name in kinds or _is_host(node)):
                 module.renames[node.name] = _camel(node.name, old.number, new.number)
+                kernels = [method.name for method in _methods(node) if _is_kernel(method)]
+                if kernels:
+                    found = {name: _snake(name, old.number, new.number) for name in kernels}
+                    module.methods[node.name] = found
+                    labels |= found
         if not module.is_package and (module.renames or name == (old.full_name,)):
             stems[name] = _snake(name[-1], old.number, new.number)
             labels[name[-1]] = stems[name]
@@ -200,8 +207,24 @@ def _new_names(
 
 def _is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Whether a function is decorated as a kernel: `@ct.kernel(occupancy=2)` is one."""
+    return _is_decorated(node, KERNEL_DECORATORS)
+
+
+def _is_host(node: ast.ClassDef) -> bool:
+    """Whether a class holds kernels or launches them."""
+    decorators = KERNEL_DECORATORS + HOST_DECORATORS
+    return any(_is_decorated(method, decorators) for method in _methods(node))
+
+
+def _methods(node: ast.ClassDef) -> list[ast.FunctionDef]:
+    return [method for method in node.body if isinstance(method, ast.FunctionDef)]
+
+
+def _is_decorated(
+    node: ast.FunctionDef | ast.AsyncFunctionDef, decorators: tuple[str, ...]
+) -> bool:
     plain = (d.func if isinstance(d, ast.Call) else d for d in node.decorator_list)
-    return any(ast.unparse(decorator) in KERNEL_DECORATORS for decorator in plain)
+    return any(ast.unparse(decorator) in decorators for decorator in plain)
 
 
 def _plans_and_tilings(modules: Iterable[Module], origin: Path) -> set[str]:

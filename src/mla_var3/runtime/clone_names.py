@@ -17,6 +17,8 @@ class Module:
         text: its source.
         tree: its syntax tree.
         renames: names it offers, its own and imported ones, that get another name.
+        methods: class of it -> its methods that get another name, old to new: kernels that are
+            methods of their host class.
     """
 
     name: tuple[str, ...]
@@ -24,6 +26,7 @@ class Module:
     text: str
     tree: ast.Module
     renames: dict[str, str] = field(default_factory=dict)
+    methods: dict[str, dict[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,9 @@ class PackageNames:
             elif owner is not None:
                 new.append(owner.renames.get(part, part))
             else:
-                new.append(part)
+                holder = self.modules.get(rest[: i - 1])
+                methods = holder.methods.get(rest[i - 1], {}) if holder is not None else {}
+                new.append(methods.get(part, part))
         return tuple(new)
 
 
@@ -89,6 +94,9 @@ def follow_imports(names: PackageNames) -> None:
                 for old, new in _imported_renames(names, module, node):
                     changed = changed or module.renames.get(old) != new
                     module.renames[old] = new
+                for name, methods in _imported_methods(names, module, node):
+                    changed = changed or module.methods.get(name) != methods
+                    module.methods[name] = methods
 
 
 def _imported_renames(
@@ -103,3 +111,18 @@ def _imported_renames(
             new = names.renamed((*base, alias.name))[-1]
             if new != alias.name:
                 yield alias.name, new
+
+
+def _imported_methods(
+    names: PackageNames, module: Module, node: ast.ImportFrom
+) -> Iterator[tuple[str, dict[str, str]]]:
+    """Classes with renamed methods that an import brings, by the names that it gives them."""
+    below = names.below(import_base(module, node, names.package))
+    owner = names.modules.get(below) if below is not None else None
+    if owner is None:
+        return
+    for alias in node.names:
+        if alias.name == "*":
+            yield from owner.methods.items()
+        elif alias.name in owner.methods:
+            yield alias.asname or alias.name, owner.methods[alias.name]

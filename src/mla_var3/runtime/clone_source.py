@@ -60,6 +60,7 @@ class _Rewriter:
         self._starts = starts
         self._tokens = list(tokenize.generate_tokens(io.StringIO(module.text).readline))
         self._modules = self._imported_modules()
+        self._class = ""
 
     def result(self) -> str:
         self._docstring(self.module.tree)
@@ -178,7 +179,9 @@ class _Rewriter:
                 self._definition(node, scopes)
                 self._docstring(node)
                 self._each([*node.decorator_list, *node.bases, *node.keywords], scopes)
+                outside, self._class = self._class, node.name
                 self._each(node.body, (*scopes, self._scope(node.body, is_class=True)))
+                self._class = outside
             case ast.Lambda():
                 self._each([*node.args.defaults, *node.args.kw_defaults], scopes)
                 self._visit(node.body, (*scopes, self._scope([node.body], node.args)))
@@ -234,7 +237,10 @@ class _Rewriter:
             if word in ("def", "class"):
                 break
         name, at = next(words)
-        self._replace(at, name, self._new(name, scopes))
+        new = self._new(name, scopes)
+        if scopes and scopes[-1].is_class and isinstance(node, _Function):
+            new = self.module.methods.get(self._class, {}).get(name, name)
+        self._replace(at, name, new)
 
     def _import_from(self, node: ast.ImportFrom) -> None:
         base = import_base(self.module, node, self.names.package)
@@ -256,7 +262,16 @@ class _Rewriter:
         self._replace(self._span(alias)[0], alias.name, new)
 
     def _attribute(self, node: ast.Attribute, scopes: tuple[_Scope, ...]) -> None:
-        """`stage.CtStage`, also by the full path, where `stage` is a module of the package."""
+        """`stage.CtStage`, also by the full path, where `stage` is a module of the package.
+
+        And `self.kernel`, `Host.kernel` and `Host(...).kernel`, where `Host` is a class whose
+        kernels are methods of it.
+        """
+        methods = self._methods_of(node.value, scopes)
+        if node.attr in methods:
+            self._replace(self._span(node)[1] - len(node.attr), node.attr, methods[node.attr])
+            self._visit(node.value, scopes)
+            return
         chain = [node.attr]
         value: ast.expr = node.value
         while isinstance(value, ast.Attribute):
@@ -267,6 +282,16 @@ class _Rewriter:
             new = self.names.renamed(path)[-1]
             self._replace(self._span(node)[1] - len(node.attr), node.attr, new)
         self._visit(node.value, scopes)
+
+    def _methods_of(self, value: ast.expr, scopes: tuple[_Scope, ...]) -> Mapping[str, str]:
+        """Renamed methods of what an expression stands for, as far as its text tells."""
+        if isinstance(value, ast.Call):
+            value = value.func
+        if not isinstance(value, ast.Name):
+            return {}
+        if value.id in ("self", "cls"):
+            return self.module.methods.get(self._class, {})
+        return self.module.methods.get(value.id, {}) if self._is_global(value.id, scopes) else {}
 
     def _call(self, node: ast.Call, scopes: tuple[_Scope, ...]) -> None:
         function = ast.unparse(node.func).split(".")[-1]

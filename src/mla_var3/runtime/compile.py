@@ -223,11 +223,10 @@ def compile_report(
     printed = _disassemble(compiled.cubin, *tools)
     if artifacts_dir is not None:
         _write_artifacts(artifacts_dir, kernel.name, compiled, printed)
+    figures = parse_disassembly(printed)
+    figures["shared_bytes"] += compiled.dynamic_shared_bytes
     return dataclasses.replace(
-        report,
-        **parse_disassembly(printed),
-        cubin_bytes=len(compiled.cubin),
-        seconds=round(compiled.seconds, 3),
+        report, **figures, cubin_bytes=len(compiled.cubin), seconds=round(compiled.seconds, 3)
     )
 
 

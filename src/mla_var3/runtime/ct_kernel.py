@@ -5,14 +5,9 @@ This module and the interpreter are the only host code that knows cuTile.
 
 from __future__ import annotations
 
-import inspect
 import io
-import os
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +23,8 @@ from cuda.tile.compilation import (
 )
 
 from mla_var3.errors import InvalidArgumentError, KernelCompileError
+from mla_var3.runtime.compiler_output import first_lines, quiet_compiler
+from mla_var3.runtime.kernel_sources import kernel_source_files
 from mla_var3.runtime.stage import CompiledKernel, KernelStage
 from mla_var3.runtime.tiling import require_valid
 
@@ -92,7 +89,7 @@ class CtKernel(KernelStage):
         try:
             ct.launch(torch.cuda.current_stream(), grid, kernel, args)
         except ct.TileError as error:  # compiled at the first launch
-            raise KernelCompileError(f"{self.name}: {_first_lines(error)}") from error
+            raise KernelCompileError(f"{self.name}: {first_lines(error)}") from error
 
     def _launch_cpu(self) -> None:
         from mla_var3.runtime import interpreter
@@ -107,12 +104,12 @@ class CtKernel(KernelStage):
         args = tuple(self.args_fn(tiling))
         start = time.perf_counter()
         try:
-            with _quiet_compiler():
+            with quiet_compiler():
                 signature = signature_of(kernel, args)
                 cubin = _export(kernel, signature, target, "cubin")
                 bytecode = _export(kernel, signature, target, "tileir_bytecode")
         except Exception as error:
-            raise KernelCompileError(f"{self.name} for {target}: {_first_lines(error)}") from error
+            raise KernelCompileError(f"{self.name} for {target}: {first_lines(error)}") from error
         return CompiledKernel(
             target=target,
             cubin=cubin,
@@ -201,48 +198,3 @@ def _export(kernel: Any, signature: KernelSignature, target: str, output_format:
 
 def _frozen_copy(tiling: Any) -> Any:
     return type(tiling)(**tiling.to_dict())
-
-
-def _first_lines(error: BaseException, count: int = 3) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: " + " ".join(lines[:count])
-
-
-@contextmanager
-def _quiet_compiler() -> Iterator[None]:
-    """Keep the compiler's own diagnostics off the screen; a failure arrives as an exception.
-
-    tileiras inherits file descriptor 2, so Python-level redirection would not reach it.
-    """
-    sys.stderr.flush()
-    saved = os.dup(2)
-    try:
-        with tempfile.TemporaryFile() as sink:
-            os.dup2(sink.fileno(), 2)
-            try:
-                yield
-            finally:
-                sys.stderr.flush()
-                os.dup2(saved, 2)
-    finally:
-        os.close(saved)
-
-
-def kernel_source_files(function: Callable[..., Any]) -> list[Path]:
-    """The files of the kernel function and of every HyperMLA helper that its module imports.
-
-    Device helpers are inlined into the kernel, so a change there is a change of the kernel.
-    """
-    found: dict[Path, None] = {}
-    pending = [inspect.getmodule(function)]
-    while pending:
-        module = pending.pop()
-        path = getattr(module, "__file__", None)
-        if module is None or path is None or Path(path) in found:
-            continue
-        found[Path(path)] = None
-        for value in vars(module).values():
-            owner = inspect.getmodule(value) if inspect.isfunction(value) else None
-            if owner is not None and owner.__name__.startswith("mla_var3.kernel."):
-                pending.append(owner)
-    return sorted(found)

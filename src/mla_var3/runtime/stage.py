@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mla_var3.errors import UnsupportedError
 from mla_var3.op.cost import Cost
@@ -30,12 +30,15 @@ class CompiledKernel:
         cubin: machine code.
         seconds: wall time of the compilation.
         artifacts: other files worth keeping (bytecode, intermediate code), by file name.
+        dynamic_shared_bytes: shared memory per block that the launch asks for beside what the
+            machine code itself declares.
     """
 
     target: str
     cubin: bytes
     seconds: float
     artifacts: dict[str, bytes] = field(default_factory=dict)
+    dynamic_shared_bytes: int = 0
 
 
 class Stage(ABC):
@@ -99,6 +102,8 @@ class KernelStage(Stage):
     autotune_configs: Sequence[Any] = ()
 
     language = ""
+    runs_on_cpu: ClassVar[bool] = True
+    """Whether the language has an interpreter for CPU tensors."""
 
     def cost(self) -> Cost:
         flops, nbytes = self.algorithmic_flops_bytes_fn(self.tiling)
@@ -126,6 +131,17 @@ class KernelStage(Stage):
                 f"{self.name}: planned without tensors (device {device_type!r}); "
                 "use plan(*prepare_inputs(device)) to run it"
             )
+
+    def require_target(self, target: str, device: str) -> None:
+        """Refuse a GPU that this kernel cannot run on; one that compiles for any refuses none.
+
+        Args:
+            target: GPU code of the device, for example "sm_90".
+            device: its name, for the message.
+
+        Raises:
+            UnsupportedError: the kernel needs another GPU.
+        """
 
     @abstractmethod
     def _launch_cuda(self) -> None:

@@ -47,7 +47,7 @@ class RunOptions:
         bench_runs: timed repetitions.
         out_dir: folder for artifacts.
         label: suffix of the artifact folder.
-        targets: compile targets of the static mode.
+        targets: compile targets of the static mode; None for those of the plan.
         progress: reporter for long work.
     """
 
@@ -60,7 +60,7 @@ class RunOptions:
     bench_runs: int | None = None
     out_dir: Path | None = None
     label: str | None = None
-    targets: tuple[str, ...] = TARGETS
+    targets: tuple[str, ...] | None = None
     progress: Progress = no_progress
 
     def __post_init__(self) -> None:
@@ -139,6 +139,20 @@ def current_device_spec() -> DeviceSpec:
     return device_spec(torch.cuda.get_device_name())
 
 
+def plan_targets(plan: KernelPlan | type[KernelPlan]) -> tuple[str, ...]:
+    """The compile targets that a plan is meant for: its `targets`, or all there are."""
+    return tuple(getattr(plan, "targets", TARGETS))
+
+
+def require_target(plan: KernelPlan, spec: DeviceSpec) -> None:
+    """Refuse a GPU that a kernel of the plan cannot run on, before anything is allocated on it.
+
+    Tuning would otherwise note the same failure for every candidate.
+    """
+    for kernel in plan.plan(*plan.prepare_inputs("meta")).kernels():
+        kernel.require_target(spec.target, spec.name)
+
+
 def prepare(plan: KernelPlan, options: RunOptions) -> Prepared:
     """Plan on the chosen device, tune when asked, check when asked."""
     from mla_var3.runtime.check import check_stage
@@ -150,6 +164,7 @@ def prepare(plan: KernelPlan, options: RunOptions) -> Prepared:
 
         spec = current_device_spec()
         plan = plan.for_target(spec.target).on_device(spec)
+        require_target(plan, spec)
         if options.refine:
             plan = refine_plan(plan, spec, options)
         inputs = plan.prepare_inputs("cuda")

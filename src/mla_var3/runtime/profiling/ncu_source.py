@@ -1,7 +1,7 @@
 """Source-level results: metrics per instruction and per line, PTX, and annotated sources.
 
-cuTile writes the Python file and line of every machine instruction into the cubin, so what Nsight
-Compute samples per instruction can be added up per line of the kernel.
+The compilers of both languages write the Python file and line of every machine instruction into the
+cubin, so what Nsight Compute samples per instruction can be added up per line of the kernel.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from mla_var3.runtime.profiling.common import (
     write_artifacts,
 )
 from mla_var3.runtime.profiling.figures import compile_markdown
-from mla_var3.runtime.workflow import Prepared, RunOptions, planning_device
+from mla_var3.runtime.workflow import Prepared, RunOptions, plan_targets, planning_device
 
 if TYPE_CHECKING:
     from mla_var3.runtime.plan import KernelPlan
@@ -45,13 +45,14 @@ def static_profile_plan(
     """
     run = run_options(options, out_dir, label, bench_runs)
     plan = plan_of_version(plan, version)
-    here = planning_device()
+    here = _planning_device(plan)
     dtype = plan_dtype(plan)
     folder = open_folder(NsightProfType.STATIC, plan, run)
     reports: list[CompileReport] = []
     sections: list[str] = []
-    total = len(run.targets)
-    for done, target in enumerate(run.targets):
+    targets = plan_targets(plan) if run.targets is None else run.targets
+    total = len(targets)
+    for done, target in enumerate(targets):
         spec = _device_for(target, here)
         stage = _empty(plan, target, spec, dtype)
         for kernel in stage.kernels():
@@ -71,6 +72,7 @@ def static_profile_plan(
             spec.sustained_tflops(dtype), spec.sustained_gbps
         )
         for spec in load_devices().values()
+        if _is_meant_for(plan, spec)
     }
     record["predicted_us"] = predictions
     result = ProfileResult(
@@ -97,6 +99,17 @@ def static_profile_plan(
     ]
     write_atomic(folder / "report.md", "\n".join(parts))
     return result
+
+
+def _is_meant_for(plan: KernelPlan, spec: DeviceSpec) -> bool:
+    return bool(set(spec.targets) & set(plan_targets(plan)))
+
+
+def _planning_device(plan: KernelPlan) -> DeviceSpec:
+    """The device that figures are for: this one, or the first that the plan is meant for."""
+    here = planning_device()
+    known = (here, *load_devices().values())
+    return next((spec for spec in known if _is_meant_for(plan, spec)), here)
 
 
 def _device_for(target: str, here: DeviceSpec) -> DeviceSpec:

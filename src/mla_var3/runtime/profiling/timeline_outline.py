@@ -76,13 +76,17 @@ def outline(stage: Stage) -> Outline:
     return Outline(stage.name, tuple(labels), tuple(names), tuple(groups))
 
 
+CUTE_PREFIX = "kernel_cutlass_"
+"""How the machine-code name of a CuTe DSL kernel begins."""
+
+
 def assign(shape: Outline, activities: Sequence[GpuActivity]) -> list[int | None]:
     """The kernel of the outline that each activity is, None for a helper that it does not name.
 
     A compiled kernel carries the name of its Python function with something around it (a mangled
-    signature, a prefix of the language), so the longest name that occurs in it decides. Kernels of
-    one name are told apart by their order. Where no name is found at all and the numbers agree, the
-    order alone decides.
+    signature, a prefix of the language), so the longest name that occurs in it decides; see
+    `_carries`. Kernels of one name are told apart by their order. Where no name is found at all and
+    the numbers agree, the order alone decides.
 
     Args:
         shape: the outline.
@@ -93,7 +97,7 @@ def assign(shape: Outline, activities: Sequence[GpuActivity]) -> list[int | None
         waiting.setdefault(name, deque()).append(index)
     found: list[int | None] = []
     for activity in activities:
-        names = [name for name in waiting if name in activity.name]
+        names = [name for name in waiting if _carries(activity.name, name)]
         if activity.kind != "kernel" or not names:
             found.append(None)
             continue
@@ -104,3 +108,13 @@ def assign(shape: Outline, activities: Sequence[GpuActivity]) -> list[int | None
         for leaf, i in enumerate(kernels):
             found[i] = leaf
     return found
+
+
+def _carries(compiled: str, name: str) -> bool:
+    """Whether a compiled kernel is the one of that name.
+
+    CuTe DSL writes the function's name right after its prefix, then the class and module that the
+    function is in and the types of its arguments: those may hold the names of other kernels.
+    """
+    _, prefix, rest = compiled.partition(CUTE_PREFIX)
+    return rest.startswith(f"{name}_") if prefix else name in compiled

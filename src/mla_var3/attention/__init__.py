@@ -1,0 +1,48 @@
+"""The public attention calls; names are loaded when they are used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mla_var3.attention.cache import LatentCache
+    from mla_var3.attention.call import explain, mla_attention, mla_latent_attention
+    from mla_var3.attention.choice import Explanation
+    from mla_var3.attention.masks import tree_ancestors
+    from mla_var3.attention.shape import CallShape
+    from mla_var3.attention.view import CacheView, paged_view
+
+__all__ = [
+    "CacheView",
+    "CallShape",
+    "Explanation",
+    "LatentCache",
+    "explain",
+    "mla_attention",
+    "mla_latent_attention",
+    "paged_view",
+    "tree_ancestors",
+]
+
+_HOMES = {
+    "CacheView": "view",
+    "CallShape": "shape",
+    "Explanation": "choice",
+    "LatentCache": "cache",
+    "explain": "call",
+    "mla_attention": "call",
+    "mla_latent_attention": "call",
+    "paged_view": "view",
+    "tree_ancestors": "masks",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -1,0 +1,214 @@
+"""The public calls: `mla_attention`, `mla_latent_attention` and `explain`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import fields
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from mla_var3.attention import debug
+from mla_var3.attention.backends import AUTO, Backend
+from mla_var3.attention.choice import Explanation, choose, settled
+from mla_var3.attention.shape import CallShape
+from mla_var3.attention.task import AttentionTask
+from mla_var3.attention.tiled import TorchTiled
+from mla_var3.attention.validate import Cache, Options, full_task, latent_task
+from mla_var3.conf.devices import DeviceSpec, device_spec
+from mla_var3.errors import InvalidArgumentError, UnknownNameError
+from mla_var3.runtime.workflow import current_device_spec, planning_device
+
+HEAD_WIDTH = 128
+"""d of the published models, for the default scale where the queries do not show it."""
+
+log = logging.getLogger(__name__)
+
+_OPTION_NAMES = tuple(field.name for field in fields(Options))
+_SIZE_NAMES = tuple(field.name for field in fields(CallShape))
+
+
+def mla_attention(
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    cache: Cache,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    *,
+    lengths: torch.Tensor | Sequence[int] | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    kernel: str = AUTO,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_q: int | None = None,
+    tree_mask: torch.Tensor | None = None,
+    max_kv: int | None = None,
+    total_lengths: torch.Tensor | Sequence[int] | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Multi-head Latent Attention of the newest tokens of every request over its cache.
+
+    The queries are the newest tokens: query i of a request of length L with s queries stands at
+    position L - s + i. A query that sees no token gives zeros and a log-sum-exp of -inf. For
+    inference: no gradients are kept.
+
+    Args:
+        q_nope: queries without rope, `[b, s, h, d]`, or packed `[total_q, h, d]` with
+            `cu_seqlens_q`; bfloat16, float16 or (PyTorch path only) float32.
+        q_rope: their rope part, `[b, s, h, p]` or `[total_q, h, p]`.
+        cache: a `LatentCache`, a `CacheView`, or a pair `(c_kv [b, t, k], k_rope [b, t, p])`. Slots
+            beyond a length may hold anything.
+        w_uk: up-projection of the keys, `[h, d, k]`.
+        w_uv: up-projection of the values, `[h, k, d]`.
+        lengths: tokens of each request, `[b]`; by default those of the cache, or t for a pair.
+        causal: whether a query sees no position after its own.
+        scale: factor on the logits; `(d + p) ** -0.5` by default.
+        out: where the output goes, of the output's shape and dtype.
+        return_lse: also return the log-sum-exp.
+        kernel: "auto" for the best one that serves the call, or an id such as "flash_mla",
+            "mla_var6_plus" or "torch_tiled", with ":<language>" to name the language too. A named
+            kernel is used or an error is raised, never another one.
+        cu_seqlens_q: first query of each request in packed queries, int32 `[b+1]`.
+        max_q: the most queries of any request, where they differ; the PyTorch path needs it on a
+            GPU.
+        tree_mask: which of the newest tokens a query sees, bool `[s, s]` or `[b, s, s]`, or the
+            parent of each token, int `[s]` or `[b, s]`, -1 for a child of the context. A parent
+            comes before its children; what is after a query stays hidden. All older tokens are
+            seen.
+        max_kv: a bound on the lengths known to the host, to look at less of the cache.
+        total_lengths: length of each request counted from the first slot of the cache, `[b]`, when
+            the cache holds only a part of the request (see `attention.distributed`).
+
+    Returns:
+        The output `[b, s, h, d]` (or `[total_q, h, d]`); with `return_lse` also the natural
+        log-sum-exp `[b, s, h]` (or `[total_q, h]`), float32.
+    """
+    options = Options(
+        lengths, causal, scale, out, cu_seqlens_q, max_q, tree_mask, max_kv, total_lengths
+    )
+    task = full_task(q_nope, q_rope, cache, w_uk, w_uv, options)
+    output, lse = _execute(task, kernel)
+    return (output, lse) if return_lse else output
+
+
+def mla_latent_attention(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    cache: Cache,
+    *,
+    d: int = HEAD_WIDTH,
+    kernel: str = AUTO,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The attention in the latent space alone, for engines that do the projections themselves.
+
+    Args:
+        q_latent: absorbed queries, `[b, s, h, k]`, or `[total_q, h, k]` with `cu_seqlens_q`.
+        q_rope: `[b, s, h, p]` or `[total_q, h, p]`.
+        cache: as for `mla_attention`; decompressed parts are not used.
+        d: head width without rope, for the default scale `(d + p) ** -0.5`.
+        kernel: as for `mla_attention`.
+        options: `lengths`, `causal`, `scale`, `out` (of the shape of `q_latent`), `cu_seqlens_q`,
+            `max_q`, `tree_mask`, `max_kv` and `total_lengths`, as for `mla_attention`.
+
+    Returns:
+        The latent output, of the shape of `q_latent`, and the log-sum-exp, float32.
+    """
+    task = latent_task(q_latent, q_rope, cache, _options(options), d)
+    return _execute(task, kernel)
+
+
+def explain(
+    *operands: Any, kernel: str = AUTO, device_name: str | None = None, **options: Any
+) -> Explanation:
+    """Say which kernel a call would use, and why; nothing is computed.
+
+    Either with the operands and options of a call (`q_nope, q_rope, cache, w_uk, w_uv`, or
+    `q_latent, q_rope, cache`), or with sizes, `explain(b=32, s=16, t=4096, h=128)`, and any other
+    field of `CallShape`.
+
+    Args:
+        operands: those of `mla_attention` or `mla_latent_attention`; none for sizes.
+        kernel: as for the calls.
+        device_name: the device that predictions are for; by default the current GPU, or an
+            NVIDIA H200 where there is none.
+        options: the other arguments of the call, or sizes.
+    """
+    if not operands:
+        spec = planning_device() if device_name is None else device_spec(device_name)
+        return choose(_shape_of(options), spec, kernel=kernel)[0]
+    options.pop("return_lse", None)
+    if len(operands) == 5:
+        task = full_task(*operands, _options(options))
+    elif len(operands) == 3:
+        d = options.pop("d", HEAD_WIDTH)
+        task = latent_task(*operands, _options(options), d)
+    else:
+        raise InvalidArgumentError(
+            "operands",
+            "5 (q_nope, q_rope, cache, w_uk, w_uv), 3 (q_latent, q_rope, cache) or sizes by name",
+            len(operands),
+        )
+    runs_on = task.q.device.type
+    spec = _spec_for(runs_on) if device_name is None else device_spec(device_name)
+    return choose(task.shape(), spec, kernel=kernel, runs_on=runs_on)[0]
+
+
+@torch.no_grad()
+def run_task(task: AttentionTask, kernel: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute a checked call with the kernel that `choose` picks."""
+    if debug.is_on():
+        debug.check_values(task)
+    device = task.q.device
+    if device.type != "cuda":
+        return _backend(task.shape(), kernel, device).run(task)
+    with torch.cuda.device(device):
+        return _backend(task.shape(), kernel, device).run(task)
+
+
+def _execute(task: AttentionTask, kernel: str) -> tuple[torch.Tensor, torch.Tensor]:
+    if not torch.compiler.is_compiling():
+        return run_task(task, kernel)
+    from mla_var3.attention.ops import traced
+
+    output, lse = traced(task, kernel)
+    return (output if task.out is None else task.out.copy_(output)), lse
+
+
+@lru_cache(maxsize=4096)
+def _backend(shape: CallShape, kernel: str, device: torch.device) -> Backend:
+    """The backend of a form of call; the choice is made once per device, which is the current."""
+    if settled(kernel, device.type):
+        return TorchTiled()  # without loading a kernel language for the comparison
+    try:
+        spec = _spec_for(device.type)
+    except UnknownNameError as error:
+        if kernel != AUTO:
+            raise
+        log.warning("%s; until then calls on this GPU use torch_tiled", error)
+        return TorchTiled()
+    return choose(shape, spec, kernel=kernel, runs_on=device.type)[1]
+
+
+def _spec_for(device_type: str) -> DeviceSpec:
+    return current_device_spec() if device_type == "cuda" else planning_device()
+
+
+def _options(given: dict[str, Any]) -> Options:
+    for name in given:
+        if name not in _OPTION_NAMES:
+            raise UnknownNameError("option", name, _OPTION_NAMES)
+    return Options(**given)
+
+
+def _shape_of(sizes: dict[str, Any]) -> CallShape:
+    for name in sizes:
+        if name not in _SIZE_NAMES:
+            raise UnknownNameError("size", name, _SIZE_NAMES)
+    for name in ("b", "s", "t", "h"):
+        if name not in sizes:
+            raise InvalidArgumentError(name, "a positive integer", "nothing")
+    return CallShape(**sizes)

@@ -1,0 +1,190 @@
+"""One attention over several GPUs: the heads shared out, or the KV tokens.
+
+Heads: each rank has some of the heads with their weights and the whole latent cache, and computes
+its own part; `gather_heads` joins the outputs where the next layer needs them whole.
+
+KV tokens: each rank has all heads and a stretch of every request's tokens. The ranks attend to
+their stretches, and the results are merged by log-sum-exp: one gather of the log-sum-exps and one
+sum of the weighted outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mla_var3.attention.call import mla_attention
+from mla_var3.attention.checks import require_int, require_tensor
+from mla_var3.attention.merge import joint_lse, share_of
+from mla_var3.attention.validate import Cache
+from mla_var3.errors import InvalidArgumentError, UnsupportedError
+
+Group = dist.ProcessGroup | None
+"""A process group; None is the default one."""
+
+
+def head_range(h: int, rank: int, world: int) -> slice:
+    """The heads of a rank: consecutive, and where h does not divide the first ranks have one more.
+
+    Args:
+        h: heads of the model.
+        rank: number of the rank in its group.
+        world: ranks in the group.
+    """
+    require_int("h", h, minimum=1)
+    require_int("world", world, minimum=1, maximum=h, maximum_name="h")
+    require_int("rank", rank, minimum=0, maximum=world - 1, maximum_name="world-1")
+    base, more = divmod(h, world)
+    first = rank * base + min(rank, more)
+    return slice(first, first + base + (rank < more))
+
+
+def gather_heads(o: torch.Tensor, h: int, group: Group = None) -> torch.Tensor:
+    """The outputs of all heads, on every rank.
+
+    Args:
+        o: output of this rank's heads, `[..., h_rank, d]`.
+        h: heads of the model.
+        group: the ranks that share them.
+
+    Returns:
+        `[..., h, d]`.
+    """
+    rank, world = _place(group)
+    ranges = [head_range(h, index, world) for index in range(world)]
+    own = ranges[rank]
+    if o.dim() < 2 or o.shape[-2] != own.stop - own.start:
+        raise InvalidArgumentError(
+            "o", f"[..., {own.stop - own.start} heads of rank {rank}, d]", list(o.shape)
+        )
+    # Collectives want equal sizes: ranks with fewer heads send a row of zeros along.
+    most = ranges[0].stop - ranges[0].start
+    padded = o.new_zeros((*o.shape[:-2], most, o.shape[-1]))
+    padded[..., : o.shape[-2], :] = o
+    parts = [torch.empty_like(padded) for _ in range(world)]
+    dist.all_gather(parts, padded, group=group)
+    kept = [
+        part[..., : heads.stop - heads.start, :] for part, heads in zip(parts, ranges, strict=True)
+    ]
+    return torch.cat(kept, dim=-2)
+
+
+@dataclass(frozen=True)
+class KvShare:
+    """The stretch of every request's tokens that a rank has: `start..start+size-1`.
+
+    Attributes:
+        rank, world: the rank and how many there are.
+        size: slots per rank.
+    """
+
+    rank: int
+    world: int
+    size: int
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        require_int("world", self.world, minimum=1)
+        require_int("rank", self.rank, minimum=0, maximum=self.world - 1, maximum_name="world-1")
+        require_int("size", self.size, minimum=1)
+
+    @classmethod
+    def of(cls, t: int, group: Group = None) -> KvShare:
+        """Equal stretches of t slots for the ranks of a group."""
+        rank, world = _place(group)
+        return cls(rank, world, -(-t // world))
+
+    @property
+    def start(self) -> int:
+        """First position of the stretch."""
+        return self.rank * self.size
+
+    def lengths(self, total_lengths: torch.Tensor) -> torch.Tensor:
+        """Tokens of each request that this rank has, int32 `[b]`."""
+        return (total_lengths - self.start).clamp(0, self.size).to(torch.int32)
+
+
+def kv_parallel_attention(
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    cache: Cache,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    *,
+    total_lengths: torch.Tensor,
+    share: KvShare,
+    group: Group = None,
+    return_lse: bool = False,
+    **options: Any,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`mla_attention` over KV tokens that lie on several ranks; every rank gets the result.
+
+    Args:
+        q_nope: `[b, s, h, d]`, the same on all ranks.
+        q_rope: `[b, s, h, p]`, likewise.
+        cache: this rank's stretch, its first slot being position `share.start`.
+        w_uk: `[h, d, k]`.
+        w_uv: `[h, k, d]`.
+        total_lengths: tokens of each request over all ranks, int32 `[b]`.
+        share: which stretch this rank has.
+        group: the ranks.
+        return_lse: also return the log-sum-exp.
+        options: other options of `mla_attention`, but for `lengths` and `out`.
+    """
+    require_tensor(
+        "total_lengths",
+        total_lengths,
+        [("b", None)],
+        [torch.int32, torch.int64],
+        q_nope.device,
+    )
+    for name in ("lengths", "out"):
+        if name in options:
+            raise InvalidArgumentError(name, "none: it follows from total_lengths", "one")
+    result = mla_attention(
+        q_nope,
+        q_rope,
+        cache,
+        w_uk,
+        w_uv,
+        lengths=share.lengths(total_lengths),
+        total_lengths=(total_lengths - share.start).to(torch.int32),
+        return_lse=True,
+        **options,
+    )
+    assert isinstance(result, tuple)
+    output, lse = merge_over_ranks(*result, group=group)
+    return (output, lse) if return_lse else output
+
+
+def merge_over_ranks(
+    o: torch.Tensor, lse: torch.Tensor, group: Group = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Join attention over parts of the KV tokens that lie on different ranks.
+
+    Args:
+        o: normalised output of this rank's part, `[..., e]`.
+        lse: its log-sum-exp, `[...]`, float32.
+        group: the ranks.
+
+    Returns:
+        Output in the dtype of `o` and log-sum-exp over the tokens of all ranks.
+    """
+    _, world = _place(group)
+    lses = [torch.empty_like(lse) for _ in range(world)]
+    dist.all_gather(lses, lse.contiguous(), group=group)
+    joint = joint_lse(torch.stack(lses))
+    weighted = o.float() * share_of(lse, joint)[..., None]
+    dist.all_reduce(weighted, group=group)
+    return weighted.to(o.dtype), joint
+
+
+def _place(group: Group) -> tuple[int, int]:
+    if not dist.is_available() or not dist.is_initialized():
+        raise UnsupportedError(
+            "group: expected an initialised torch.distributed process group, got none"
+        )
+    return dist.get_rank(group), dist.get_world_size(group)

@@ -1,0 +1,115 @@
+"""What the cost model expects of each kernel for a call, from `q_nope` to the output.
+
+On top of the roofline of `op/mla/cost` two things count here that decide between kernels: SMs that
+have no tile to work on (the attention stage is stretched by the share of SM turns left empty), and
+the work that a call has to do because the cache lacks a decompressed copy, or has it as a ring.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mla_var3.attention.shape import CallShape
+from mla_var3.conf.devices import DeviceSpec
+from mla_var3.op.cost import Cost
+from mla_var3.op.mla.cost import (
+    attention_block_specialized_cost,
+    best_n,
+    decompress_combine_cost,
+    decompressed_bytes,
+    decompression_cost,
+    flash_attention_cost,
+    flash_mla_cost,
+    flash_mla_split_kv_stages,
+    output_up_projection_cost,
+    q_absorption_cost,
+    split_count,
+)
+from mla_var3.runtime.paths import split_full_name
+
+WINDOW_STEP = 128
+"""The model's n is rounded to whole tiles of the kernel that reads it."""
+TILE_ROWS = 64
+"""Query rows per tile of all kernels."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Predicted times of one kernel in microseconds.
+
+    Attributes:
+        kernel_us: the kernel alone.
+        others_us: projections, decompression and reordering around it.
+        fill: share of SM turns of the attention stage that have a tile.
+        choice: `n` or `splits` that the kernel would use.
+    """
+
+    kernel_us: float
+    others_us: float
+    fill: float
+    choice: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def total_us(self) -> float:
+        """The whole call."""
+        return self.kernel_us + self.others_us
+
+
+def estimate(kernel: str, shape: CallShape, spec: DeviceSpec) -> Estimate | None:
+    """The estimate of a kernel; None for one that the cost model does not know.
+
+    Args:
+        kernel: its id; versions are estimated like their design.
+        shape: the form of the call.
+        spec: the device.
+    """
+    problem = shape.problem()
+    rates = spec.sustained_tflops(problem.dtype), spec.sustained_gbps
+
+    def time_us(*costs: Cost) -> float:
+        return sum(cost.time_us(*rates) for cost in costs)
+
+    projections = (
+        0.0
+        if shape.latent_only
+        else time_us(q_absorption_cost(problem), output_up_projection_cost(problem))
+    )
+    latent_tiles = shape.b * _ceil_div(shape.s * shape.h, TILE_ROWS)
+    head_tiles = shape.b * shape.h * _ceil_div(shape.s, TILE_ROWS)
+    design = split_full_name(kernel)[0]
+    if design == "flash_mla":
+        fill = _fill(latent_tiles, spec.sm_count)
+        return Estimate(time_us(flash_mla_cost(problem)) / fill, projections, fill)
+    if design == "flash_mla_split_kv":
+        splits = split_count(problem, spec.sm_count)
+        attention, reduction = flash_mla_split_kv_stages(problem, splits)
+        fill = _fill(latent_tiles * splits, spec.sm_count)
+        kernel_us = time_us(attention) / fill + time_us(reduction)
+        return Estimate(kernel_us, projections, fill, {"splits": splits})
+    if design == "flash_attention":
+        fill = _fill(head_tiles, spec.sm_count)
+        has_copy = shape.window >= shape.t
+        others = 0.0 if has_copy else time_us(decompression_cost(problem, shape.t))
+        return Estimate(time_us(flash_attention_cost(problem)) / fill, others, fill)
+    if design == "mla_var6_plus":
+        n = min(shape.window, shape.t)
+        others = time_us(q_absorption_cost(problem))
+        if not shape.window:
+            n = min(best_n(problem, *rates, multiple=WINDOW_STEP), shape.t)
+            others += time_us(decompression_cost(problem, n)) if n else 0.0
+        elif shape.window < shape.t:  # read and written once, to straighten the ring
+            others += time_us(Cost(0, 2 * decompressed_bytes(problem, n)))
+        tiles = (latent_tiles if n < shape.t else 0) + (head_tiles if n else 0)
+        fill = _fill(tiles, spec.sm_count)
+        attention = attention_block_specialized_cost(problem, n)
+        kernel_us = time_us(attention) / fill + time_us(decompress_combine_cost(problem))
+        return Estimate(kernel_us, others, fill, {"n": n})
+    return None
+
+
+def _fill(tiles: int, sm_count: int) -> float:
+    return tiles / (_ceil_div(tiles, sm_count) * sm_count)
+
+
+def _ceil_div(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)

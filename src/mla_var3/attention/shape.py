@@ -1,0 +1,86 @@
+"""What decides which kernel serves a call: sizes and options, without tensors."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.mla.problem import DTYPES, MlaProblem, require_int
+
+_SIZES = ("b", "s", "t", "h", "d", "p", "k")
+CALL_DTYPES = (*DTYPES, "float32")
+
+
+@dataclass(frozen=True)
+class CallShape:
+    """The form of one attention call; hashable, and valid once constructed.
+
+    Attributes:
+        b, s, t, h, d, p, k: sizes as everywhere; s is the most queries of any request.
+        dtype: bfloat16, float16 or float32.
+        causal: whether a query sees no later position.
+        page_size: tokens per page; None for a dense cache.
+        window: slots of the ring of decompressed tokens.
+        prefix: tokens of the decompressed shared prefix.
+        ragged: whether requests have different numbers of queries.
+        tree: whether the newest tokens form a tree.
+        partial: whether the cache holds a part of each request only.
+        latent_only: whether the caller does the projections.
+        scale: factor on the logits; None for `(d + p) ** -0.5`.
+        aligned: whether the cache's rows are whole and start at multiples of 16 bytes.
+    """
+
+    b: int
+    s: int
+    t: int
+    h: int
+    d: int = 128
+    p: int = 64
+    k: int = 512
+    dtype: str = "bfloat16"
+    causal: bool = True
+    page_size: int | None = None
+    window: int = 0
+    prefix: int = 0
+    ragged: bool = False
+    tree: bool = False
+    partial: bool = False
+    latent_only: bool = False
+    scale: float | None = None
+    aligned: bool = True
+
+    def __post_init__(self) -> None:
+        """Check every field; an error names it, what was expected and what came."""
+        for name in _SIZES:
+            require_int(name, getattr(self, name), minimum=1)
+        require_int("window", self.window, minimum=0)
+        require_int("prefix", self.prefix, minimum=0)
+        if self.page_size is not None:
+            require_int("page_size", self.page_size, minimum=1)
+        if self.dtype not in CALL_DTYPES:
+            raise InvalidArgumentError("dtype", " or ".join(CALL_DTYPES), repr(self.dtype))
+
+    @property
+    def default_scale(self) -> bool:
+        """Whether the scale is the one that follows from the sizes."""
+        usual = float((self.d + self.p) ** -0.5)
+        return self.scale is None or abs(self.scale - usual) <= 1e-6 * usual
+
+    def problem(self) -> MlaProblem:
+        """The problem for the cost model, with every request at its full length."""
+        return MlaProblem(
+            b=self.b,
+            s=self.s,
+            t=self.t,
+            h=self.h,
+            d=self.d,
+            p=self.p,
+            k=self.k,
+            dtype=self.dtype if self.dtype in DTYPES else DTYPES[0],
+            causal=self.causal,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, JSON-ready."""
+        return asdict(self)

@@ -1,0 +1,201 @@
+"""The memory of a cache: what each part takes, and what a budget buys."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.mla.problem import require_int
+
+PAGE_STEP = 64
+"""Page sizes are multiples of this: the kernels read whole tiles of 64 tokens from a page."""
+_INT32 = 4
+
+
+@dataclass(frozen=True)
+class CacheSizes:
+    """Bytes of a cache by part, and how many tokens it holds.
+
+    Attributes:
+        latent_bytes: latent rows and rope keys.
+        window_bytes: ring of the newest tokens, decompressed.
+        prefix_bytes: shared prefix, decompressed.
+        index_bytes: lengths, block table and free list.
+        tokens: tokens that all requests together can have, a shared prefix counted once.
+        tokens_per_request: tokens that one request can have.
+        window_tokens: decompressed tokens per request.
+        prefix_tokens: tokens of the shared prefix.
+    """
+
+    latent_bytes: int
+    window_bytes: int
+    prefix_bytes: int
+    index_bytes: int
+    tokens: int
+    tokens_per_request: int
+    window_tokens: int
+    prefix_tokens: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All parts together."""
+        return self.latent_bytes + self.window_bytes + self.prefix_bytes + self.index_bytes
+
+    def to_dict(self) -> dict[str, int]:
+        """The fields and their sum, JSON-ready."""
+        return {**asdict(self), "total_bytes": self.total_bytes}
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """The sizes that a cache is allocated by.
+
+    Attributes:
+        b: requests.
+        t: slots per request, a multiple of the page size in a paged cache.
+        k, p: latent and rope width.
+        element_size: bytes per element.
+        page_size: tokens per page; None for a dense cache.
+        num_pages: pages of all requests; 0 for a dense cache.
+        window: slots of the ring.
+        prefix: tokens of the shared prefix.
+        heads, head_dim: of the decompressed parts.
+    """
+
+    b: int
+    t: int
+    k: int
+    p: int
+    element_size: int
+    page_size: int | None
+    num_pages: int
+    window: int
+    prefix: int
+    heads: int
+    head_dim: int
+
+    def sizes(self) -> CacheSizes:
+        """What a cache of this shape takes."""
+        decompressed = 2 * self.heads * self.head_dim * self.element_size
+        if self.page_size is None:
+            rows, index = self.b * self.t, 0
+            tokens = rows - self.prefix * max(self.b - 1, 0)
+        else:
+            rows = tokens = self.num_pages * self.page_size
+            index = self.b * (self.t // self.page_size) + self.num_pages + 1
+        index += 2 * self.b + (self.b if self.window else 0)
+        return CacheSizes(
+            latent_bytes=rows * (self.k + self.p) * self.element_size,
+            window_bytes=self.b * self.window * decompressed,
+            prefix_bytes=self.prefix * decompressed,
+            index_bytes=index * _INT32,
+            tokens=tokens,
+            tokens_per_request=self.t,
+            window_tokens=self.window,
+            prefix_tokens=self.prefix,
+        )
+
+
+def pages_in_budget(shape: CacheShape, budget_bytes: int) -> int:
+    """Pages of a paged cache that fit a budget beside its other parts.
+
+    Raises:
+        InvalidArgumentError: not even the shared prefix and one page fit.
+    """
+    if shape.page_size is None:
+        raise InvalidArgumentError("page_size", "a number of tokens", None)
+    page_bytes = shape.page_size * (shape.k + shape.p) * shape.element_size + _INT32
+    fixed = replace(shape, num_pages=0).sizes().total_bytes
+    least = shape.prefix // shape.page_size + 1
+    pages = (budget_bytes - fixed) // page_bytes
+    if pages < least:
+        raise InvalidArgumentError(
+            "budget_bytes", f"at least {fixed + least * page_bytes} bytes", budget_bytes
+        )
+    return min(pages, shape.b * (shape.t // shape.page_size))
+
+
+def slots_in_budget(shape: CacheShape, budget_bytes: int) -> int:
+    """Slots per request of a dense cache that fit a budget, in steps of 64.
+
+    Raises:
+        InvalidArgumentError: not even one step, or the prefix, fits.
+    """
+    step_bytes = shape.b * PAGE_STEP * (shape.k + shape.p) * shape.element_size
+    fixed = replace(shape, t=0).sizes().total_bytes
+    steps = (budget_bytes - fixed) // step_bytes
+    least = max(1, -(-shape.prefix // PAGE_STEP))
+    if steps < least:
+        raise InvalidArgumentError(
+            "budget_bytes", f"at least {fixed + least * step_bytes} bytes", budget_bytes
+        )
+    return int(steps) * PAGE_STEP
+
+
+def cache_shape(
+    b: int,
+    t: int | None,
+    *,
+    k: int,
+    p: int,
+    element_size: int,
+    page_size: int | None,
+    num_pages: int | None,
+    window: int,
+    prefix: int,
+    heads: int | None,
+    head_dim: int,
+    budget_bytes: int | None,
+) -> CacheShape:
+    """The shape of a cache from the arguments of `LatentCache.allocate`, each of them checked."""
+    for name, value in (("b", b), ("k", k), ("p", p), ("head_dim", head_dim)):
+        require_int(name, value, minimum=1)
+    if t is not None:
+        require_int("t", t, minimum=1)
+    elif page_size is not None or budget_bytes is None:
+        raise InvalidArgumentError("t", "slots per request (or a budget, if dense)", None)
+    for name, value in (("window", window), ("prefix", prefix)):
+        require_int(name, value, minimum=0, maximum=t, maximum_name="t")
+    if window or prefix:
+        require_int("heads", heads, minimum=1)
+    if budget_bytes is not None:
+        require_int("budget_bytes", budget_bytes, minimum=1)
+        if num_pages is not None:
+            raise InvalidArgumentError("num_pages", "none beside budget_bytes", num_pages)
+    shape = CacheShape(b, t or 0, k, p, element_size, None, 0, window, prefix, heads or 0, head_dim)
+    if page_size is not None:
+        return _paged_shape(shape, page_size, num_pages, budget_bytes)
+    if num_pages is not None:
+        raise InvalidArgumentError("num_pages", "none without page_size", num_pages)
+    return _dense_shape(shape, t, budget_bytes)
+
+
+def _dense_shape(shape: CacheShape, t: int | None, budget_bytes: int | None) -> CacheShape:
+    """The shape of a dense cache: `t` slots per request, and no more than the budget gives."""
+    if budget_bytes is not None:
+        fitting = slots_in_budget(shape, budget_bytes)
+        t = fitting if t is None else min(t, fitting)
+    least = max(1, shape.window, shape.prefix)
+    require_int("t", t, minimum=least)
+    return replace(shape, t=t or 0)
+
+
+def _paged_shape(
+    shape: CacheShape, page_size: int, num_pages: int | None, budget_bytes: int | None
+) -> CacheShape:
+    """The shape of a paged cache: whole pages per request, as many as given, bought or needed."""
+    require_int("page_size", page_size, minimum=1)
+    if page_size % PAGE_STEP:
+        raise InvalidArgumentError("page_size", f"a multiple of {PAGE_STEP}", page_size)
+    if shape.prefix % page_size:
+        raise InvalidArgumentError(
+            "prefix", f"whole pages, a multiple of page_size={page_size}", shape.prefix
+        )
+    max_pages, shared = -(-shape.t // page_size), shape.prefix // page_size
+    shape = replace(shape, page_size=page_size, t=max_pages * page_size)
+    if budget_bytes is not None:
+        num_pages = pages_in_budget(shape, budget_bytes)
+    elif num_pages is None:
+        num_pages = shared + shape.b * (max_pages - shared)
+    require_int("num_pages", num_pages, minimum=max(1, shared))
+    return replace(shape, num_pages=num_pages)

@@ -1,0 +1,56 @@
+"""Rows of a batch with a different number of tokens per request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Which request and place each row belongs to.
+
+    Attributes:
+        requests: int64 `[m]`, within bounds even for rows of no request.
+        offsets: int64 `[m]`, place among the tokens of the request.
+        valid: bool `[m]`, whether the row holds a token.
+        counts: int64 `[b]`, tokens of each request.
+        most: host-side bound on the counts.
+        leading: dimensions of the tensor that holds the rows, for messages.
+    """
+
+    requests: torch.Tensor
+    offsets: torch.Tensor
+    valid: torch.Tensor
+    counts: torch.Tensor
+    most: int
+    leading: list[tuple[str, int | None]]
+
+
+def padded_rows(b: int, m: int, counts: torch.Tensor | None, device: torch.device) -> TokenRows:
+    """Rows of a tensor `[b, m, ...]`, of which each request uses the first `counts`."""
+    index = torch.arange(b * m, device=device)
+    requests, offsets = index // max(m, 1), index % max(m, 1)
+    if counts is None:
+        counts = torch.full((b,), m, dtype=torch.int64, device=device)
+        valid = torch.ones_like(index, dtype=torch.bool)
+    else:
+        counts = counts.clamp(0, m)
+        valid = offsets < counts[requests]
+    return TokenRows(requests, offsets, valid, counts, m, [("b", b), ("m", m)])
+
+
+def ragged_rows(cu_seqlens: torch.Tensor, total: int) -> TokenRows:
+    """Rows of a packed tensor `[total, ...]`; request r has rows `cu_seqlens[r]..[r+1]-1`.
+
+    Rows at and beyond the last bound belong to no request.
+    """
+    bounds = cu_seqlens.long()
+    index = torch.arange(total, device=bounds.device)
+    found = torch.searchsorted(bounds[1:].contiguous(), index, right=True)
+    requests = found.clamp(max=bounds.shape[0] - 2)
+    offsets = index - bounds[requests]
+    valid = (found < bounds.shape[0] - 1) & (offsets >= 0)
+    counts = (bounds[1:] - bounds[:-1]).clamp(0, total)
+    return TokenRows(requests, offsets, valid, counts, total, [("total", total)])

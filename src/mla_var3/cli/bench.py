@@ -1,0 +1,245 @@
+"""`hyper-mla bench`: measure our kernels beside the peers, or predict, and write the report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mla_var3.cli.console import (
+    EXIT_FAILED,
+    EXIT_OK,
+    ProgressReporter,
+    UsageError,
+    guarded,
+    note,
+    say,
+    show_log,
+    usage_errors,
+)
+from mla_var3.cli.parsing import Parser, parse
+from mla_var3.cli.values import ValueType
+
+if TYPE_CHECKING:
+    from mla_var3.report.bench_record import BenchRow
+    from mla_var3.report.bench_run import BenchOptions, BenchResult
+
+EXIT_ABSENT = 3
+"""A version that was asked for by name does not exist."""
+
+DESCRIPTION = """\
+Suites:
+  figures    the headline figures, ours and the peers', at fixed shapes (the default)
+  all        all kernels and versions in both languages at one shape (b=32 s=16 t=4096 h=128)
+  sweep      the newest versions and the peers over b, s, t and h
+  var6_plus  one version of mla_var6_plus over s and n, beside the pure paths
+
+With a GPU everything is checked and then timed; without one the same report is made from
+predictions, or with --records from recorded results. Exit code 0: fine; 1: one of our kernels
+failed, or --against found a row that is worse or nothing to compare; 3: the version that was
+asked for does not exist.
+"""
+
+_SIZES = {
+    "b": "requests in the batch",
+    "s": "query tokens per request",
+    "t": "KV slots per request",
+    "h": "query heads",
+}
+
+
+def add_arguments(parser: Parser) -> None:
+    """The options of the command."""
+    parser.epilog = DESCRIPTION
+    parser.add_argument(
+        "suite", nargs="?", default="figures", help="figures, all, sweep or var6_plus"
+    )
+    what = parser.add_argument_group("what is run")
+    numbers = ValueType(int, sequence=True)
+    for name, text in _SIZES.items():
+        what.add_argument(
+            f"--{name}", type=numbers, metavar="N,N,...", help=f"{text}; the sweep takes several"
+        )
+    what.add_argument("--n", type=numbers, metavar="N,N,...", help="windows of var6_plus")
+    what.add_argument("--version", metavar="vN", help="version of var6_plus (default: v0)")
+    what.add_argument(
+        "--kernels",
+        type=ValueType(str, sequence=True),
+        default=(),
+        metavar="NAME,...",
+        help="all, latest, designs or full names",
+    )
+    what.add_argument(
+        "--backends",
+        type=ValueType(str, sequence=True),
+        default=(),
+        metavar="NAME,...",
+        help="cutile-dsl, cute-dsl, peers, flashmla, fa3_qv, flashinfer, triton, fa3, "
+        "fa3_one_split, sdpa (default: all)",
+    )
+    what.add_argument("--dtype", default="bfloat16", metavar="NAME", help="bfloat16 or float16")
+    what.add_argument(
+        "--causal", type=ValueType(bool), default=True, metavar="true|false", help="mask or not"
+    )
+    how = parser.add_argument_group("how it is run")
+    how.add_argument(
+        "--rounds", type=ValueType(int), default=3, metavar="N", help="timings of each (default: 3)"
+    )
+    how.add_argument(
+        "--max_seconds",
+        type=ValueType(float),
+        default=0.4,
+        metavar="X",
+        help="length of one timing (default: 0.4)",
+    )
+    how.add_argument("--tune", action="store_true", help="search tilings before timing")
+    how.add_argument("--peer_libs", type=Path, metavar="FOLDER", help="the peers' libraries")
+    how.add_argument(
+        "--mode", default="auto", metavar="NAME", help="auto, measure or predict (default: auto)"
+    )
+    how.add_argument("--predict_for", metavar="DEVICE", help="predict for a device of the table")
+    how.add_argument(
+        "--records", type=Path, nargs="+", default=(), metavar="FILE", help="read, run nothing"
+    )
+    result = parser.add_argument_group("what becomes of it")
+    result.add_argument("--against", type=Path, metavar="FILE", help="an earlier record to beat")
+    result.add_argument(
+        "--across_versions",
+        action="store_true",
+        help="compare also where compilers or peers have other versions",
+    )
+    result.add_argument(
+        "--out_dir", type=Path, metavar="FOLDER", help="default: out/bench/<suite>/<timestamp>"
+    )
+
+
+def bench_command(parser: Parser, argv: Sequence[str]) -> int:
+    """Run a suite and print what came out."""
+    return run(parse(parser, argv))
+
+
+def bench_program(suite: str, name: str, argv: Sequence[str], **fixed: Any) -> int:
+    """One suite as a program of its own, for the modules of `tests/benchmark`.
+
+    Args:
+        suite: the suite; the command line cannot change it.
+        name: name of the program, and of the folder below `out/tests`.
+        argv: command line.
+        fixed: options that the program pins.
+    """
+    from mla_var3.runtime import paths
+
+    def action() -> int:
+        parser = Parser(prog=f"python -m tests.benchmark.{name}")
+        add_arguments(parser)
+        values = parse(parser, [suite, *argv])
+        for option, value in fixed.items():
+            if values[option] not in (None, value):
+                raise UsageError(f"--{option}: expected {value}, which {name} pins, or none")
+        values |= fixed
+        values["out_dir"] = values["out_dir"] or (
+            paths.output_root() / "tests" / name / paths.timestamp()
+        )
+        return run(values)
+
+    return guarded(action)
+
+
+def run(values: dict[str, Any]) -> int:
+    """Run a suite from parsed options; returns the exit code."""
+    from mla_var3.report.bench_run import run_bench
+
+    with usage_errors():
+        options = _options(values)
+    show_log()
+    _announce(options)
+    with ProgressReporter() as progress, usage_errors():
+        options.progress = progress
+        options.on_rows = _print_rows
+        result = run_bench(options)
+    if options.records:
+        _print_rows(result.record.rows)
+    _print_summary(result)
+    return _exit_code(result, read_only=bool(options.records))
+
+
+def _options(values: dict[str, Any]) -> BenchOptions:
+    from mla_var3.errors import InvalidArgumentError
+    from mla_var3.report.bench_run import AUTO, MEASURE, PREDICT, BenchOptions
+
+    if values["mode"] not in (AUTO, MEASURE, PREDICT):
+        raise InvalidArgumentError("mode", "auto, measure or predict", values["mode"])
+    same = (
+        "suite", "dtype", "causal", "version", "kernels", "backends", "rounds", "max_seconds",
+        "tune", "peer_libs", "mode", "predict_for", "against", "across_versions", "out_dir",
+    )  # fmt: skip
+    return BenchOptions(
+        sizes={name: values[name] for name in _SIZES if values[name] is not None},
+        n_values=values["n"],
+        records=tuple(values["records"]),
+        **{name: values[name] for name in same},
+    )
+
+
+def _announce(options: BenchOptions) -> None:
+    from mla_var3.report.bench_run import PREDICT
+    from mla_var3.runtime.workflow import cuda_available
+
+    if options.records:
+        say(f"benchmark report from {len(options.records)} recorded results", "bold")
+    elif options.mode == PREDICT or options.predict_for or not cuda_available():
+        asked = options.mode == PREDICT or options.predict_for
+        reason = "as asked" if asked else "no GPU here"
+        say(f"benchmark {options.suite}, {reason}: predictions, not measurements", "bold")
+    else:
+        say(f"benchmark {options.suite}: check, then time {options.rounds} rounds", "bold")
+
+
+def _print_rows(rows: Sequence[BenchRow]) -> None:
+    from mla_var3.cli.render import print_table
+    from mla_var3.report.bench_analysis import shape_groups
+    from mla_var3.report.bench_page import HEADERS, cells, group_rows
+    from mla_var3.report.bench_record import PREDICTED
+
+    for group in shape_groups(rows):
+        if group.timed:
+            kind = ", predicted" if group.kind == PREDICTED else ""
+            lines = [cells(group, row) for row in group_rows(group)]
+            print_table(f"{group.title} on {group.device}{kind}", HEADERS, lines)
+
+
+def _print_summary(result: BenchResult) -> None:
+    from mla_var3.cli.render import print_table
+    from mla_var3.report.bench_analysis import doubts
+    from mla_var3.report.bench_page import VERDICT_HEADERS, troubles, verdict_rows
+
+    for doubt in doubts(result.record.rows):
+        say(f"to be explained: {doubt}", "yellow")
+    lines = troubles(result.record)
+    if lines:
+        print_table("not taking part", ("kernel", "status", "reason"), lines)
+    regression = result.regression
+    if regression is not None:
+        if regression.verdicts:
+            title = "against the earlier record"
+            print_table(title, VERDICT_HEADERS, verdict_rows(regression))
+        for row, why in regression.not_compared:
+            note(f"not compared: {row}: {why}")
+        for remark in regression.remarks:
+            note(remark)
+        say(f"verdict: {regression.summary}", "green" if regression.passed else "bold red")
+    for plot in result.plots:
+        if plot.missing:
+            note(f"{plot.title}: not drawn, {plot.missing}")
+    for text in result.record.notes:
+        say(text)
+    for kind, path in result.files.items():
+        say(f"{kind + ':':10} {path}", "bold" if kind == "html" else "")
+
+
+def _exit_code(result: BenchResult, read_only: bool) -> int:
+    if result.missing:
+        return EXIT_ABSENT
+    worse = result.regression is not None and not result.regression.passed
+    broken = bool(result.failed) and not read_only
+    return EXIT_FAILED if worse or broken else EXIT_OK

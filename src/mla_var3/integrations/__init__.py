@@ -1,0 +1,1 @@
+"""The attention under the names and signatures that serving engines already call."""

@@ -1,0 +1,170 @@
+"""The interface of FlashMLA's dense decoding, served by this package.
+
+An engine that imports `flash_mla` imports this module instead. What is served: a paged bfloat16 or
+float16 cache whose rows hold the latent part and the rope part side by side (576 wide, of which 512
+are values), pages of 64 tokens or a multiple, causal or not, any number of heads. Sparse attention
+and the fp8 cache are refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mla_var3.attention.call import mla_latent_attention
+from mla_var3.attention.checks import INDEX_DTYPES, require_int, require_tensor
+from mla_var3.attention.sizes import PAGE_STEP
+from mla_var3.attention.view import paged_view
+from mla_var3.errors import InvalidArgumentError, UnsupportedError
+
+_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass
+class FlashMLASchedMeta:
+    """What calls that share a schedule have in common; the first call fills it in.
+
+    The kernels here schedule themselves, so all that is kept is the form of the calls, to refuse
+    one that differs as FlashMLA does.
+
+    Attributes:
+        config: the form of the calls; None before the first.
+    """
+
+    config: dict[str, object] | None = None
+
+    def require(self, config: dict[str, object]) -> None:
+        """Keep the form of the first call, and require it of the later ones."""
+        if self.config is None:
+            self.config = config
+        for name, value in config.items():
+            if self.config[name] != value:
+                raise InvalidArgumentError(
+                    f"tile_scheduler_metadata ({name})",
+                    f"{self.config[name]}, as in the first call with it",
+                    value,
+                )
+
+
+def get_mla_metadata(*arguments: object, **options: object) -> tuple[FlashMLASchedMeta, None]:
+    """The metadata that `flash_mla_with_kvcache` takes.
+
+    Args:
+        arguments: accepted and not used, as in FlashMLA; older callers pass lengths and heads.
+        options: likewise.
+
+    Returns:
+        Empty metadata, and None in the place of the number of splits.
+    """
+    return FlashMLASchedMeta(), None
+
+
+def flash_mla_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: FlashMLASchedMeta,
+    num_splits: None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    extra_k_cache: torch.Tensor | None = None,
+    extra_indices_in_kvcache: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of the newest tokens over a paged latent cache.
+
+    Args:
+        q: absorbed queries with their rope part, `[b, s, h, k+p]`.
+        k_cache: `[num_pages, page, h_k, k+p]`; `h_k` divides `h`, head i reads the rows of
+            `i // (h / h_k)`.
+        block_table: int32 `[b, max_pages]`; entries beyond a request's tokens may be anything.
+        cache_seqlens: int32 `[b]`, tokens of each request, the queries being the newest.
+        head_dim_v: k, the first columns of a row, which are the values.
+        tile_scheduler_metadata: from `get_mla_metadata`.
+        num_splits: None.
+        softmax_scale: factor on the logits; `(k + p) ** -0.5` by default.
+        causal: whether a query sees no position after its own.
+        is_fp8_kvcache: only False is served.
+        indices: sparse attention is not served; None.
+        attn_sink: belongs to sparse attention; None.
+        extra_k_cache: likewise.
+        extra_indices_in_kvcache: likewise.
+        topk_length: likewise.
+        extra_topk_length: likewise.
+
+    Returns:
+        The output `[b, s, h, k]` and the natural log-sum-exp `[b, h, s]`, float32. A query that
+        sees no token has zeros and, as in FlashMLA, a log-sum-exp of +inf.
+    """
+    sparse = {
+        "indices": indices,
+        "attn_sink": attn_sink,
+        "extra_k_cache": extra_k_cache,
+        "extra_indices_in_kvcache": extra_indices_in_kvcache,
+        "topk_length": topk_length,
+        "extra_topk_length": extra_topk_length,
+    }
+    for name, value in sparse.items():
+        if value is not None:
+            raise UnsupportedError(f"{name}: expected None (dense attention), got sparse attention")
+    if is_fp8_kvcache:
+        raise UnsupportedError("is_fp8_kvcache: expected False (a 16-bit cache), got True")
+    if not isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
+        raise InvalidArgumentError(
+            "tile_scheduler_metadata",
+            "the first value of get_mla_metadata",
+            type(tile_scheduler_metadata).__name__,
+        )
+    if num_splits is not None:
+        raise InvalidArgumentError("num_splits", "None", type(num_splits).__name__)
+    labels = [("b", None), ("s", None), ("h", None), ("k+p", None)]
+    require_tensor("q", q, labels, _DTYPES, None)
+    b, _, h, width = q.shape
+    require_int("head_dim_v", head_dim_v, minimum=1, maximum=width - 1, maximum_name="k+p-1")
+    device = q.device
+    pages = [("num_pages", None), ("page", None), ("h_k", None), ("k+p", width)]
+    require_tensor("k_cache", k_cache, pages, [q.dtype], device)
+    require_tensor(
+        "block_table", block_table, [("b", b), ("max_pages", None)], INDEX_DTYPES, device
+    )
+    require_tensor("cache_seqlens", cache_seqlens, [("b", b)], INDEX_DTYPES, device)
+    assert block_table is not None and cache_seqlens is not None
+    page_size, kv_heads = k_cache.shape[1], k_cache.shape[2]
+    if page_size % PAGE_STEP:
+        raise InvalidArgumentError("k_cache", f"pages of a multiple of {PAGE_STEP}", page_size)
+    if kv_heads == 0 or h % kv_heads:
+        raise InvalidArgumentError("k_cache", f"h_k that divides h={h}", kv_heads)
+    tile_scheduler_metadata.require(
+        {
+            "b": b,
+            "s": q.shape[1],
+            "h": h,
+            "page": page_size,
+            "h_k": kv_heads,
+            "causal": causal,
+        }
+    )
+    scale = width**-0.5 if softmax_scale is None else softmax_scale
+    group = h // kv_heads
+    outputs, lses = [], []
+    for head in range(kv_heads):
+        rows = q[:, :, head * group : (head + 1) * group]
+        output, lse = mla_latent_attention(
+            rows[..., :head_dim_v],
+            rows[..., head_dim_v:],
+            paged_view(k_cache[:, :, head], block_table, cache_seqlens, k=head_dim_v),
+            causal=causal,
+            scale=scale,
+        )
+        outputs.append(output)
+        lses.append(lse)
+    joined = torch.cat(lses, dim=2).transpose(1, 2)
+    joined = torch.where(joined == -torch.inf, torch.inf, joined)
+    return torch.cat(outputs, dim=2), joined.contiguous()

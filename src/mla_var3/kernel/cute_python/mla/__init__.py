@@ -1,0 +1,1 @@
+"""CuTe DSL kernels for MLA layers."""

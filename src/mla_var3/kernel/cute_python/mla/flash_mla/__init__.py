@@ -1,0 +1,1 @@
+"""The flash_mla design: its versions, `flash_mla` being the base."""

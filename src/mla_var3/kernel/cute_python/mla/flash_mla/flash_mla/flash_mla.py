@@ -1,0 +1,659 @@
+"""flash_mla: absorbed attention over the latent cache, scheduled by hand for Hopper.
+
+Computes, for every request, o = softmax(q_latent c_kv^T + q_rope k_rope^T) c_kv.
+
+    q_latent [b, s, h, 512]   absorbed queries        q_rope [b, s, h, 64]
+    c_kv     [b, t, 512]      latent cache            k_rope [b, t, 64]
+             or [pages, page, 512] and [pages, page, 64] with a block table [b, pages of a request]
+    lengths  [b] int32        KV length per request, on the device
+    -> o_latent [b, s, h, 512] in the input dtype, lse [b, s, h] float32 (natural logarithm)
+
+bfloat16 and float16; causal (bottom-right) or not; any b, s, t >= 1 and h; page sizes that are
+multiples of 64; slots beyond a length may hold NaN. Rows without a visible key give 0 and -inf.
+Device code also takes packed queries of different counts (`query_begins`) and leaves out the
+`newest` tokens. One compilation per dtype and cache layout serves all shapes. Target: sm_90a.
+
+How it works. A block has 64 query rows and two warpgroups; each holds half of the 512 output
+columns and, of every pair of KV blocks, computes the scores of one:
+
+    warpgroup 0                            warpgroup 1
+    softmax of the even block              scores of the odd block (still running)
+    P even -> shared memory                O right += P even V right
+    O left += P even V left                softmax of the odd block
+                                           P odd -> shared memory
+    O left += P odd V left                 O right += P odd V right
+    scores of the next even block          scores of the next odd block
+
+So the tensor cores have work during either softmax. A third warpgroup gives its registers to
+these two, except for one warp that loads: each half of a KV block is replaced as soon as its last
+reader is done. The rope columns of a block make room for P. Results of an item are written while
+the next item's queries and first blocks are on their way (see `schedule.py` for items and cuts;
+`merge_partials.py` joins what was cut).
+
+Base version. Limits: fewer than 64 rows are padded to 64; only k=512 and p=64.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Self
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils as utils
+import cutlass.utils.hopper_helpers as sm90
+import torch
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from torch import Tensor
+
+from mla_var3.conf.devices import DeviceSpec
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.kernel.cute_python.mla.latent_loader import (
+    CONSUMERS,
+    EVEN_GROUPS,
+    LEFT,
+    ODD_GROUPS,
+    SIGNALS,
+    Signal,
+    arrivals,
+    load_all,
+)
+from mla_var3.kernel.cute_python.mla.latent_ops import (
+    HALF,
+    LATENT,
+    LN_2,
+    ROPE,
+    ROPE_TILE,
+    TILE,
+    add_values,
+    clear_rows,
+    hide,
+    rescale,
+    row_total,
+    scores,
+    softmax,
+    store_narrow,
+    store_wide,
+    two_rows,
+)
+from mla_var3.kernel.cute_python.mla.merge_partials import MergeTiling, merge_stage
+from mla_var3.kernel.cute_python.mla.paging import check_paged, dense_inputs, paged_inputs
+from mla_var3.kernel.cute_python.mla.schedule import (
+    DEFAULT_SM_COUNT,
+    KV_BLOCK,
+    ROWS,
+    GangShape,
+    Work,
+    gang_shape,
+    item_at,
+    part_range,
+    pieces,
+    row_limit,
+)
+from mla_var3.kernel.mla_plan import MlaPlan
+from mla_var3.op.mla.cost import flash_mla_cost
+from mla_var3.runtime.composite import KernelPipeline
+from mla_var3.runtime.cute_kernel import CuteKernel, Int64Arg
+from mla_var3.runtime.plan import Constraints, Tiling
+
+THREADS = CONSUMERS + 128
+"""Registers go to warpgroups, so the loading warp has one of its own, the rest of which idles."""
+LOADER = CONSUMERS // 32
+LOADER_REGISTERS = 40
+CONSUMER_REGISTERS = 232
+
+
+class Barrier(IntEnum):
+    """Named barriers of the computing threads; 0 is the one of the whole block."""
+
+    EVEN = 1  # probabilities, scales and maximum of the even block are there
+    ODD = 2  # the same of the odd block
+    FINISH = 3
+    GROUP = 4  # and 5: one per warpgroup
+
+
+class FlashMLASm90:
+    """Host and device code for one element type."""
+
+    def __init__(self, dtype):
+        self.dtype = dtype
+
+    @cute.jit
+    def __call__(
+        self,
+        q_latent: cute.Pointer,
+        q_rope: cute.Pointer,
+        latent: cute.Pointer,
+        rope: cute.Pointer,
+        table: cute.Pointer | None,
+        lengths: cute.Pointer,
+        query_begins: cute.Pointer | None,
+        o_latent: cute.Pointer,
+        lse: cute.Pointer,
+        o_partial: cute.Pointer,
+        lse_partial: cute.Pointer,
+        merges: cute.Pointer,
+        scale_log2e: Float32,
+        requests: Int32,
+        queries: Int32,
+        heads: Int32,
+        total_rows: Int32,
+        q_latent_stride: Int32,
+        q_rope_stride: Int32,
+        pages: Int32,
+        page_tokens: Int32,
+        latent_page_stride: Int64,
+        latent_stride: Int32,
+        rope_page_stride: Int64,
+        rope_stride: Int32,
+        table_stride: Int32,
+        newest: Int32,
+        causal: Int32,
+        gang: Int32,
+        groups: Int32,
+        parts: Int32,
+        stream: cuda.CUstream,
+    ):
+        dtype = self.dtype
+
+        # Columns as (64, tiles): a copy then takes several column tiles at once.
+        def rows_of(pointer, tiles, stride):
+            shape, strides = (total_rows, (TILE, tiles)), (cute.assume(stride, divby=8), (1, TILE))
+            return cute.make_tensor(pointer, cute.make_layout(shape, stride=strides))
+
+        def pages_of(pointer, tiles, stride, page_stride):
+            shape = (page_tokens, (TILE, tiles), pages)
+            strides = (cute.assume(stride, divby=8), (1, TILE), cute.assume(page_stride, divby=8))
+            return cute.make_tensor(pointer, cute.make_layout(shape, stride=strides))
+
+        swizzle = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
+        row_layout = cute.tile_to_shape(swizzle, (TILE, LATENT + ROPE), order=(0, 1))
+
+        def copies_of(tensor, tiles):
+            load = cpasync.CopyBulkTensorTileG2SOp()
+            layout = cute.tile_to_shape(swizzle, (TILE, tiles * TILE), order=(0, 1))
+            return cpasync.make_tiled_tma_atom(load, tensor, layout, (TILE, tiles * TILE))
+
+        def mma(b_major, columns, a_source):
+            a_major = OperandMajorMode.K
+            shape = (ROWS, columns)
+            return sm90.make_trivial_tiled_mma(
+                dtype, dtype, a_major, b_major, Float32, (1, 1, 1), shape, a_source
+            )
+
+        @cute.struct
+        class Shared:
+            signals: cute.struct.MemRange[Int64, SIGNALS]
+            row_max: cute.struct.MemRange[Float32, ROWS]
+            scale_even: cute.struct.MemRange[Float32, ROWS]
+            scale_odd: cute.struct.MemRange[Float32, ROWS]
+            row_sum: cute.struct.MemRange[Float32, 2 * ROWS]
+            q: cute.struct.Align[cute.struct.MemRange[dtype, ROWS * (LATENT + ROPE)], 1024]
+            even: cute.struct.Align[cute.struct.MemRange[dtype, KV_BLOCK * (LATENT + ROPE)], 1024]
+            odd: cute.struct.Align[cute.struct.MemRange[dtype, KV_BLOCK * (LATENT + ROPE)], 1024]
+
+        self.Shared = Shared
+        line = cute.make_layout
+        slots = gang * parts * 2
+        table_tensor = None
+        if const_expr(table is not None):
+            table_tensor = cute.make_tensor(
+                table, line((requests, table_stride), stride=(table_stride, 1))
+            )
+        begins_tensor = None
+        if const_expr(query_begins is not None):
+            begins_tensor = cute.make_tensor(query_begins, line(requests + 1))
+        shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+        self.flash_mla(
+            mma(OperandMajorMode.K, KV_BLOCK, shared),
+            mma(OperandMajorMode.MN, HALF, registers),
+            mma(OperandMajorMode.MN, HALF, shared),
+            *copies_of(rows_of(q_latent, ROPE_TILE, q_latent_stride), len(LEFT)),
+            *copies_of(rows_of(q_rope, 1, q_rope_stride), 1),
+            *copies_of(pages_of(latent, ROPE_TILE, latent_stride, latent_page_stride), len(LEFT)),
+            *copies_of(pages_of(rope, 1, rope_stride, rope_page_stride), 1),
+            table_tensor,
+            cute.make_tensor(lengths, line(requests)),
+            begins_tensor,
+            o_latent,
+            cute.make_tensor(lse, line(total_rows)),
+            o_partial,
+            cute.make_tensor(lse_partial, line(slots * ROWS)),
+            cute.make_tensor(merges, line((slots, 4), stride=(4, 1))),
+            scale_log2e,
+            requests,
+            queries,
+            heads,
+            pages,
+            page_tokens,
+            newest,
+            causal,
+            gang,
+            groups,
+            parts,
+            row_layout,
+        ).launch(grid=(gang, parts, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)
+
+    @cute.kernel
+    def flash_mla(
+        self,
+        qk_mma: cute.TiledMma,
+        pv_mma: cute.TiledMma,
+        pv_mma_shared: cute.TiledMma,
+        q_copy: cute.CopyAtom,
+        q_global: cute.Tensor,
+        qr_copy: cute.CopyAtom,
+        qr_global: cute.Tensor,
+        c_copy: cute.CopyAtom,
+        c_global: cute.Tensor,
+        r_copy: cute.CopyAtom,
+        r_global: cute.Tensor,
+        table: cute.Tensor | None,
+        lengths: cute.Tensor,
+        query_begins: cute.Tensor | None,
+        o_latent: cute.Pointer,
+        lse: cute.Tensor,
+        o_partial: cute.Pointer,
+        lse_partial: cute.Tensor,
+        merges: cute.Tensor,
+        scale_log2e: Float32,
+        requests: Int32,
+        queries: Int32,
+        heads: Int32,
+        pages: Int32,
+        page_tokens: Int32,
+        newest: Int32,
+        causal: Int32,
+        gang: Int32,
+        groups: Int32,
+        parts: Int32,
+        row_layout: cute.ComposedLayout,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        member, part, _ = cute.arch.block_idx()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        store = utils.SmemAllocator().allocate(self.Shared)
+        signals = store.signals.data_ptr()
+        if thread == 0:
+            for i in cutlass.range_constexpr(SIGNALS):
+                cute.arch.mbarrier_init(signals + i, arrivals(i))
+            cute.arch.mbarrier_init_fence()
+            for i in cutlass.range_constexpr(2):
+                merges[(part * gang + member) * 2 + i, 0] = Int32(0)
+        cute.arch.sync_threads()
+        work = Work(
+            part_range(lengths, requests, groups, newest, part, parts),
+            lengths, query_begins, queries, heads, gang, groups, newest, causal, member,
+        )  # fmt: skip
+        swizzle = row_layout.inner
+        s_q = store.q.get_tensor(row_layout.outer, swizzle=swizzle)
+        s_even = store.even.get_tensor(row_layout.outer, swizzle=swizzle)
+        s_odd = store.odd.get_tensor(row_layout.outer, swizzle=swizzle)
+        if warp_index >= LOADER:
+            cute.arch.setmaxregister_decrease(LOADER_REGISTERS)
+            if warp_index == LOADER:
+                load_all(
+                    q_copy, q_global, qr_copy, qr_global, c_copy, c_global, r_copy, r_global,
+                    s_q, s_even, s_odd, signals, table, pages, page_tokens, work,
+                )  # fmt: skip
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            line = cute.make_layout(ROWS)
+            rows = (
+                store.row_max.get_tensor(line),
+                store.scale_even.get_tensor(line),
+                store.scale_odd.get_tensor(line),
+                store.row_sum.get_tensor(cute.make_layout((ROWS, 2))),
+            )
+            self.compute(
+                qk_mma, pv_mma, pv_mma_shared, s_q, s_even, s_odd, signals, rows,
+                (o_latent, lse, o_partial, lse_partial, merges), scale_log2e, part, work,
+            )  # fmt: skip
+            # Not from the idle warps: that would be at the start, and the merge would come too soon.
+            cute.arch.griddepcontrol_launch_dependents()
+
+    # -- the computing warpgroups ----------------------------------------------------------------
+
+    @cute.jit
+    def compute(
+        self,
+        qk_mma: cute.TiledMma,
+        pv_mma: cute.TiledMma,
+        pv_mma_shared: cute.TiledMma,
+        s_q: cute.Tensor,
+        s_even: cute.Tensor,
+        s_odd: cute.Tensor,
+        signals: cute.Pointer,
+        rows: cutlass.Constexpr,
+        outputs: cutlass.Constexpr,
+        scale_log2e: Float32,
+        part: Int32,
+        work: cutlass.Constexpr,
+    ):
+        """Warpgroup 0 owns the even KV blocks and the left half of the output, 1 the others."""
+        row_max, scale_even, scale_odd, row_sum = rows
+        thread, _, _ = cute.arch.thread_idx()
+        group = cute.arch.make_warp_uniform(thread // 128)
+        t = thread % 128
+        lane = t % 32
+        row0 = (t // 32) * 16 + lane // 4
+
+        # The rope columns of a KV block are of no use once its scores exist: they hold P then.
+        p_even = cute.local_tile(s_even, (KV_BLOCK, TILE), (0, ROPE_TILE))
+        p_odd = cute.local_tile(s_odd, (KV_BLOCK, TILE), (0, ROPE_TILE))
+        thr_qk = qk_mma.get_slice(t)
+        thr_pv, thr_pv_shared = pv_mma.get_slice(t), pv_mma_shared.get_slice(t)
+        f_q = qk_mma.make_fragment_A(thr_qk.partition_A(s_q))
+        f_even = qk_mma.make_fragment_B(thr_qk.partition_B(s_even))
+        f_odd = qk_mma.make_fragment_B(thr_qk.partition_B(s_odd))
+
+        def values(block):
+            # (256, 64): this warpgroup's half of the latent columns, transposed
+            half = cute.local_tile(block, (KV_BLOCK, HALF), (0, group))
+            return cute.composition(half, cute.make_ordered_layout((HALF, KV_BLOCK), order=(1, 0)))
+
+        v_even = pv_mma.make_fragment_B(thr_pv.partition_B(values(s_even)))
+        v_odd = pv_mma.make_fragment_B(thr_pv.partition_B(values(s_odd)))
+        f_p_even = pv_mma_shared.make_fragment_A(thr_pv_shared.partition_A(p_even))
+        f_p_odd = pv_mma_shared.make_fragment_A(thr_pv_shared.partition_A(p_odd))
+        store_p = cute.make_tiled_copy_C(
+            cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), qk_mma
+        ).get_slice(t)
+        p_even_target, p_odd_target = store_p.partition_D(p_even), store_p.partition_D(p_odd)
+
+        acc_o = cute.make_rmem_tensor(thr_pv.partition_shape_C((ROWS, HALF)), Float32)
+        acc_s = cute.make_rmem_tensor(thr_qk.partition_shape_C((ROWS, KV_BLOCK)), Float32)
+        o, s = two_rows(acc_o, HALF), two_rows(acc_s, KV_BLOCK)
+        # The same registers as an operand A of the second product and as the result of the first.
+        p_operand = cute.make_rmem_tensor(
+            cute.make_layout(((2, 2, 2), 1, 4), stride=((1, 2, 4), 0, 8)), self.dtype
+        )
+        p_result = cute.make_tensor(p_operand.iterator, acc_s.layout)
+        sums = cute.make_rmem_tensor(2, Float32)
+        limits = cute.make_rmem_tensor(2, Int32)
+        scale = cute.make_rmem_tensor(2, Float32)
+
+        item = item_at(work.part[0], work)
+        phase = Int32(0)
+        q_phase = Int32(0)
+        if item.live:
+            cute.arch.mbarrier_wait(signals + Signal.QUERY, 0)
+            if group == 0:
+                scores(qk_mma, f_q, f_even, acc_s, signals + Signal.EVEN, phase, EVEN_GROUPS)
+            else:
+                scores(qk_mma, f_q, f_odd, acc_s, signals + Signal.ODD, phase, ODD_GROUPS)
+            warpgroup.wait_group(0)
+        while item.live:
+            following = item_at(item.index + work.part[4], work)
+            acc_o.fill(0.0)
+            sums.fill(0.0)
+            for r in cutlass.range_constexpr(2):
+                limits[r] = row_limit(item, row0 + 8 * r, work)
+            lowest = row_limit(item, 0, work)
+            if group == 0:
+                for pair in cutlass.range(item.pairs, unroll=1):
+                    final = pair == item.pairs - 1
+                    if final:
+                        self.free(signals + Signal.QUERY_FREE, lane)
+                    token = (item.first + 2 * pair) * KV_BLOCK
+                    if token + KV_BLOCK > lowest:
+                        hide(s, token, limits, lane)
+                        if token + KV_BLOCK > item.length and token < item.length:
+                            clear_rows(s_even, item.length - token, t, Barrier.GROUP)
+                    softmax(s, sums, row_max, scale_even, scale, row0, lane, pair == 0, scale_log2e)
+                    p_result.store(acc_s.load().to(self.dtype))
+                    cute.copy(store_p, store_p.retile(p_result), p_even_target)
+                    cute.arch.fence_view_async_shared()
+                    cute.arch.barrier_arrive(barrier_id=Barrier.EVEN, number_of_threads=CONSUMERS)
+                    rescale(o, scale)
+                    add_values(pv_mma, acc_o, p_operand, v_even)
+                    warpgroup.wait_group(0)
+                    self.free(signals + Signal.EVEN_FREE, lane)
+                    cute.arch.barrier(barrier_id=Barrier.ODD, number_of_threads=CONSUMERS)
+                    for r in cutlass.range_constexpr(2):
+                        scale[r] = scale_odd[row0 + 8 * r]
+                        sums[r] = sums[r] * scale[r]
+                    rescale(o, scale)
+                    add_values(pv_mma_shared, acc_o, f_p_odd, v_odd)
+                    warpgroup.wait_group(0)
+                    self.free(signals + Signal.ODD_FREE, lane)
+                    phase ^= 1
+                    if final and following.live:
+                        cute.arch.mbarrier_wait(signals + Signal.QUERY, q_phase ^ 1)
+                    scores(qk_mma, f_q, f_even, acc_s, signals + Signal.EVEN, phase, EVEN_GROUPS)
+                    warpgroup.wait_group(0)
+            else:
+                for pair in cutlass.range(item.pairs, unroll=1):
+                    final = pair == item.pairs - 1
+                    if final:
+                        self.free(signals + Signal.QUERY_FREE, lane)
+                    token = (item.first + 2 * pair + 1) * KV_BLOCK
+                    cute.arch.barrier(barrier_id=Barrier.EVEN, number_of_threads=CONSUMERS)
+                    for r in cutlass.range_constexpr(2):
+                        scale[r] = scale_even[row0 + 8 * r]
+                        sums[r] = sums[r] * scale[r]
+                    rescale(o, scale)
+                    add_values(pv_mma_shared, acc_o, f_p_even, v_even)
+                    if token + KV_BLOCK > lowest:
+                        hide(s, token, limits, lane)
+                        if token + KV_BLOCK > item.length and token < item.length:
+                            clear_rows(s_odd, item.length - token, t, Barrier.GROUP + 1)
+                    softmax(s, sums, row_max, scale_odd, scale, row0, lane, False, scale_log2e)
+                    p_result.store(acc_s.load().to(self.dtype))
+                    cute.copy(store_p, store_p.retile(p_result), p_odd_target)
+                    cute.arch.fence_view_async_shared()
+                    cute.arch.barrier_arrive(barrier_id=Barrier.ODD, number_of_threads=CONSUMERS)
+                    warpgroup.wait_group(0)
+                    self.free(signals + (Signal.EVEN_FREE + 1), lane)
+                    rescale(o, scale)
+                    add_values(pv_mma, acc_o, p_operand, v_odd)
+                    warpgroup.wait_group(0)
+                    self.free(signals + (Signal.ODD_FREE + 1), lane)
+                    phase ^= 1
+                    if final and following.live:
+                        cute.arch.mbarrier_wait(signals + Signal.QUERY, q_phase ^ 1)
+                    scores(qk_mma, f_q, f_odd, acc_s, signals + Signal.ODD, phase, ODD_GROUPS)
+                    warpgroup.wait_group(0)
+            self.finish(o, sums, row_max, row_sum, outputs, item, part, row0, lane, group, work)
+            q_phase ^= 1
+            item = following
+
+    @cute.jit
+    def free(self, signal: cute.Pointer, lane: Int32):
+        """Tell the loading warp that this warp has read what it needs."""
+        if lane == 0:
+            cute.arch.mbarrier_arrive(signal)
+
+    @cute.jit
+    def finish(
+        self,
+        o: cute.Tensor,
+        sums: cute.Tensor,
+        row_max: cute.Tensor,
+        row_sum: cute.Tensor,
+        outputs: cutlass.Constexpr,
+        item: cutlass.Constexpr,
+        part: Int32,
+        row0: Int32,
+        lane: Int32,
+        group: Int32,
+        work: cutlass.Constexpr,
+    ):
+        """Divide by the row sums of both warpgroups and write the item's result or piece."""
+        o_latent, lse, o_partial, lse_partial, merges = outputs
+        for r in cutlass.range_constexpr(2):
+            total = row_total(sums[r])
+            if lane % 4 == 0:
+                row_sum[row0 + 8 * r, group] = total
+        cute.arch.barrier(barrier_id=Barrier.FINISH, number_of_threads=CONSUMERS)
+        slot = (part * work.gang + work.member) * 2
+        if item.index != work.part[0]:
+            slot += 1
+        for r in cutlass.range_constexpr(2):
+            row = row0 + 8 * r
+            total = row_sum[row, 0] + row_sum[row, 1]
+            inverse = Float32(0.0)
+            log_sum = -Float32.inf
+            if total > 0.0:
+                inverse = cute.arch.rcp_approx(total)
+                log_sum = row_max[row] + cute.math.log2(total, fastmath=True)
+            o[r, None].store(o[r, None].load() * inverse)
+            speaks = group == 0 and lane % 4 == 0
+            if item.piece != 0:
+                start = (Int64(slot) * ROWS + row) * LATENT
+                store_wide(o[r, None], o_partial + (start + group * HALF), lane)
+                if speaks:
+                    lse_partial[slot * ROWS + row] = log_sum
+            else:
+                inside = item.row + row < item.rows
+                at = Int64(item.base + item.row + row)
+                target = o_latent + (at * LATENT + group * HALF)
+                store_narrow(o[r, None], target, lane, inside, self.dtype)
+                if speaks and inside:
+                    lse[at] = log_sum * LN_2
+        if item.piece != 0 and group == 0 and row0 == 0 and lane == 0:
+            merges[slot, 0] = item.piece
+            merges[slot, 1] = item.base + item.row
+            merges[slot, 2] = cutlass.min(item.rows - item.row, ROWS)
+
+
+@dataclass
+class FlashMLATiling(Tiling):
+    """How blocks work together; the tiles themselves are fixed by what fits an SM.
+
+    Attributes:
+        gang: blocks that walk through the same KV blocks in step; 0 lets the shape decide.
+        sms: SMs to use; 0 takes all of the device. The kernel is persistent and needs no more.
+    """
+
+    gang: int = 0
+    sms: int = 0
+
+    def validate(self, pd: "CuteFlashMLA") -> Constraints:
+        return Constraints(
+            (
+                0 <= self.gang <= pd.row_tiles,
+                f"gang: expected 0 to {pd.row_tiles} (tiles of 64 rows), got {self.gang}",
+            ),
+            (
+                0 <= self.sms <= pd.sm_count,
+                f"sms: expected 0 to {pd.sm_count} (SMs of the device), got {self.sms}",
+            ),
+        )
+
+
+@dataclass
+class CuteFlashMLA(MlaPlan):
+    """Plan of the base version of flash_mla in CuTe DSL."""
+
+    page: int = field(
+        default=0,
+        metadata={"help": "tokens of a cache page, a multiple of 64; 0 for a dense cache"},
+    )
+    tiling: FlashMLATiling = field(default_factory=FlashMLATiling)
+    merge_tiling: MergeTiling = field(default_factory=MergeTiling)
+
+    targets = ("sm_90",)
+    sm_count = DEFAULT_SM_COUNT
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, wanted in (("k", LATENT), ("p", ROPE)):
+            if getattr(self, name) != wanted:
+                raise InvalidArgumentError(
+                    name, f"{wanted}, which the tiles are made for", getattr(self, name)
+                )
+        if self.page < 0 or self.page % KV_BLOCK:
+            raise InvalidArgumentError("page", f"a multiple of {KV_BLOCK}, or 0", self.page)
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles of 64 query rows per request."""
+        return -(-self.s * self.h // ROWS)
+
+    def copy(self, **changes: object) -> Self:
+        duplicate = super().copy(**changes)
+        duplicate.__dict__["sm_count"] = self.sm_count
+        return duplicate
+
+    def on_device(self, spec: DeviceSpec) -> Self:
+        duplicate = super().on_device(spec).copy()
+        duplicate.__dict__["sm_count"] = spec.sm_count
+        return duplicate
+
+    def gangs(self, tiling: FlashMLATiling) -> GangShape:
+        """The gangs of a launch with this tiling."""
+        return gang_shape(self.row_tiles, self.b, tiling.sms or self.sm_count, tiling.gang)
+
+    def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
+        inputs = self.absorbed_inputs(device)
+        return paged_inputs(inputs, self.page, self.seed) if self.page else inputs
+
+    def reference_fn(
+        self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, ...]:
+        dense = dense_inputs(inputs, self.t) if self.page else inputs
+        return self.absorbed_reference(*dense, compute_dtype=compute_dtype)
+
+    def _autotune_configs(self) -> Sequence[FlashMLATiling]:
+        sizes = [0, *(size for size in (1, 2, 4, 8, 16, 32) if size < self.row_tiles)]
+        return [FlashMLATiling(gang=size) for size in sizes]
+
+    def _algorithmic_flops_bytes(self, tiling: FlashMLATiling) -> tuple[float, float]:
+        cost = flash_mla_cost(self.problem())
+        return cost.flops, cost.bytes
+
+    def plan(self, *inputs: Tensor) -> KernelPipeline:
+        q_latent, q_rope, latent, rope, lengths, *rest = inputs
+        rows = self.absorbed_rows(*inputs[:5]) if not self.page else self.paged_rows(*inputs)
+        table = rest[0] if rest else None
+        o_latent = q_latent.new_empty(q_latent.shape)
+        lse = q_latent.new_empty(q_latent.shape[:-1], dtype=torch.float32)
+        slots = 2 * self.sm_count
+        o_partial = q_latent.new_empty((slots, ROWS, LATENT), dtype=torch.float32)
+        lse_partial = q_latent.new_empty((slots, ROWS), dtype=torch.float32)
+        merges = lengths.new_empty((slots, 4))
+        dtype = {torch.bfloat16: BFloat16, torch.float16: Float16}[self.torch_dtype]
+
+        def args_fn(tiling: FlashMLATiling) -> tuple[object, ...]:
+            shape = self.gangs(tiling)
+            return (
+                *rows, latent, rope, table, lengths, None, o_latent, lse,
+                o_partial, lse_partial, merges, self.scale_log2e,
+                self.b, self.s, self.h, lse.numel(), rows[0].stride(-2), rows[1].stride(-2),
+                latent.shape[0], latent.shape[1],
+                Int64Arg(latent.stride(0)), latent.stride(1),
+                Int64Arg(rope.stride(0)), rope.stride(1),
+                0 if table is None else table.stride(0), 0, int(self.causal),
+                shape.gang, shape.groups, shape.parts,
+            )  # fmt: skip
+
+        attention = CuteKernel(
+            kernel_fn=FlashMLASm90.flash_mla,
+            host_fn=lambda tiling: FlashMLASm90(dtype),
+            args_fn=args_fn,
+            requires_arch="sm_90a",
+            tiling=self.tiling,
+            plan=self,
+            input_tensors=list(inputs),
+            output_tensors=[o_latent, lse, o_partial, lse_partial],
+            autotune_configs=self._autotune_configs(),
+            algorithmic_flops_bytes_fn=self._algorithmic_flops_bytes,
+        )
+        shape = self.gangs(self.tiling)
+        count = pieces(self.problem().kv_lengths, shape) * shape.gang
+        merge = merge_stage(
+            self, self.merge_tiling, dtype, (o_partial, lse_partial, merges), (o_latent, lse),
+            lambda: self.gangs(attention.tiling), self.sm_count, count,
+        )  # fmt: skip
+        return KernelPipeline(_name=self.name, stages=[attention, merge])
+
+    def paged_rows(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Check paged inputs; returns the queries as rows."""
+        return check_paged(self, self.page, inputs)
+
+
+if __name__ == "__main__":
+    raise SystemExit(CuteFlashMLA().benchmark_kernel_argparse())

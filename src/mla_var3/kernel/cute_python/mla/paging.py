@@ -1,0 +1,86 @@
+"""Paged latent caches for plans: the same tokens as in a dense cache, scattered over pages.
+
+A page holds latent and rope columns side by side, as serving engines store them, so that the
+kernel sees two views with the strides of the whole.
+"""
+
+import torch
+from torch import Tensor
+
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.kernel.mla_plan import MlaPlan
+from mla_var3.runtime.tensors import check_tensor, require_view
+
+SPARE_PAGES = 3
+"""Pages that belong to nobody and hold NaN: a kernel that strays shows."""
+
+
+def paged_inputs(inputs: tuple[Tensor, ...], page: int, seed: int | None) -> tuple[Tensor, ...]:
+    """Inputs of a dense cache with the cache scattered over pages.
+
+    Args:
+        inputs: q_latent, q_rope, c_kv, k_rope, lengths.
+        page: tokens of a page.
+        seed: of the scattering; None for a fresh one.
+
+    Returns:
+        q_latent, q_rope, pages of the latent [pages, page, k], of the rope [pages, page, p],
+        lengths, block table [b, pages of a request] int32.
+    """
+    q_latent, q_rope, c_kv, k_rope, lengths = inputs
+    b, t, k = c_kv.shape
+    each = -(-t // page)
+    count = b * each + SPARE_PAGES
+    pool = c_kv.new_full((count, page, k + k_rope.shape[-1]), float("nan"))
+    if c_kv.is_meta:
+        table = lengths.new_empty((b, each))
+    else:
+        generator = torch.Generator()
+        if seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(seed)
+        order = torch.randperm(count, generator=generator)[: b * each].to(c_kv.device)
+        padded = pool.new_full((b, each * page, pool.shape[-1]), float("nan"))
+        padded[:, :t, :k] = c_kv
+        padded[:, :t, k:] = k_rope
+        pool[order] = padded.view(b * each, page, -1)
+        table = order.to(torch.int32).view(b, each)
+    return q_latent, q_rope, pool[..., :k], pool[..., k:], lengths, table
+
+
+def dense_inputs(inputs: tuple[Tensor, ...], t: int) -> tuple[Tensor, ...]:
+    """The inputs of a dense cache again, for the reference."""
+    q_latent, q_rope, latent, rope, lengths, table = inputs
+
+    def gather(pages: Tensor) -> Tensor:
+        return pages[table.long()].flatten(1, 2)[:, :t]
+
+    return q_latent, q_rope, gather(latent), gather(rope), lengths
+
+
+def check_paged(plan: MlaPlan, page: int, inputs: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """Check the inputs of a paged kernel; returns the queries as rows."""
+    q_latent, q_rope, latent, rope, lengths, table = inputs
+    dtype, device = plan.torch_dtype, q_latent.device
+    rows = [("b", plan.b), ("s", plan.s), ("h", plan.h)]
+    pages = [("pages", latent.shape[0]), ("page", page)]
+    check_tensor("q_latent", q_latent, [*rows, ("k", plan.k)], dtype, device)
+    check_tensor("q_rope", q_rope, [*rows, ("p", plan.p)], dtype, device)
+    check_tensor("latent", latent, [*pages, ("k", plan.k)], dtype, device)
+    check_tensor("rope", rope, [*pages, ("p", plan.p)], dtype, device)
+    check_tensor("lengths", lengths, [("b", plan.b)], torch.int32, device)
+    if table.dim() != 2 or table.shape[0] != plan.b or table.shape[1] * page < plan.t:
+        needed = -(-plan.t // page)
+        raise InvalidArgumentError(
+            "table", f"[b={plan.b}, at least {needed} pages]", list(table.shape)
+        )
+    if table.dtype != torch.int32 or table.stride(1) != 1:
+        raise InvalidArgumentError(
+            "table", "int32 with stride 1 in a row", f"{table.dtype} with strides {table.stride()}"
+        )
+    count = plan.s * plan.h
+    return (
+        require_view("q_latent", q_latent, plan.b, count, plan.k),
+        require_view("q_rope", q_rope, plan.b, count, plan.p),
+    )

@@ -1,0 +1,187 @@
+"""What each benchmark suite consists of: shapes, our kernels and the peers to run beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+from mla_var3.errors import UnknownNameError
+from mla_var3.op.mla.problem import MlaProblem
+from mla_var3.runtime.paths import LANGUAGES, KernelId, discover_kernels, split_full_name
+
+SUITES = {
+    "figures": "the headline figures, ours and the peers', at fixed shapes",
+    "all": "all kernels and versions in both languages at one shape",
+    "sweep": "the newest versions and the peers over b, s, t and h",
+    "var6_plus": "one version of mla_var6_plus over s and n, beside the pure paths",
+}
+
+ABSORBED_PEERS = ("flashmla", "fa3_qv", "flashinfer", "triton")
+DECOMPRESSED_PEERS = ("fa3", "fa3_one_split", "sdpa")
+PEERS = (*ABSORBED_PEERS, *DECOMPRESSED_PEERS)
+
+COMMON = MlaProblem(b=32, s=16, t=4096, h=128)
+"""The shape of the public comparison."""
+SWEEP = {
+    "b": (32,),
+    "s": (1, 2, 4, 8, 16, 32, 64, 128),
+    "t": (1024, 2048, 4096, 8192),
+    "h": (128,),
+}
+WINDOW_S = (16, 32, 64)
+WINDOW_STEPS = 8
+"""The window of mla_var6_plus is measured at every eighth of t."""
+
+DESIGN = "mla_var6_plus"
+PURE_PATHS = ("flash_mla", "flash_attention")
+LAYER = "mla"
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """One of our kernels, with plan fields that the suite pins."""
+
+    kernel: KernelId
+    fields: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape and who runs at it; `peers` are names out of `PEERS`."""
+
+    problem: MlaProblem
+    kernels: tuple[KernelChoice, ...]
+    peers: tuple[str, ...] = ()
+
+
+def mla_kernels() -> list[KernelId]:
+    """All kernels of the MLA layer, in both languages."""
+    return [kernel for kernel in discover_kernels() if kernel.layer == LAYER]
+
+
+def newest(kernels: Iterable[KernelId]) -> list[KernelId]:
+    """The newest version of each design in each language."""
+    latest: dict[tuple[str, str], KernelId] = {}
+    for kernel in sorted(kernels):
+        latest[kernel.design, kernel.language] = kernel
+    return sorted(latest.values())
+
+
+def select_kernels(words: Sequence[str], kernels: Sequence[KernelId]) -> list[KernelId]:
+    """The kernels that a user named.
+
+    Args:
+        words: "all", "latest", designs (all their versions) or full names; `_v0` is the base.
+        kernels: what there is.
+
+    Raises:
+        UnknownNameError: a name that nothing has.
+    """
+    chosen: set[KernelId] = set()
+    for word in words:
+        if word == "all":
+            found = set(kernels)
+        elif word == "latest":
+            found = set(newest(kernels))
+        else:
+            base = word.removesuffix("_v0")
+            found = {k for k in kernels if k.full_name == base}
+            if base == word and not split_full_name(word)[1]:
+                found = {k for k in kernels if k.design == word}
+        if not found:
+            known = {k.full_name for k in kernels} | {"all", "latest"}
+            raise UnknownNameError("kernel", word, known)
+        chosen |= found
+    return sorted(chosen)
+
+
+def select_backends(words: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Languages and peers among the named backends; without names all of them.
+
+    Raises:
+        UnknownNameError: a name that is neither a language nor a peer.
+    """
+    if not words:
+        return tuple(LANGUAGES), PEERS
+    for word in words:
+        if word not in (*LANGUAGES, *PEERS, "peers"):
+            raise UnknownNameError("backend", word, (*LANGUAGES, *PEERS, "peers"))
+    peers = PEERS if "peers" in words else tuple(name for name in PEERS if name in words)
+    return tuple(name for name in LANGUAGES if name in words), peers
+
+
+def figures_cases(kernels: Sequence[KernelId], peers: Sequence[str]) -> list[Case]:
+    """The headline figures: base and newest versions at the shapes of each regime."""
+    shown = sorted({kernel for kernel in kernels if not kernel.number} | set(newest(kernels)))
+
+    def of(*designs: str) -> tuple[KernelChoice, ...]:
+        return tuple(KernelChoice(kernel) for kernel in shown if kernel.design in designs)
+
+    def wanted(*names: str) -> tuple[str, ...]:
+        return tuple(name for name in names if name in peers)
+
+    few, many = replace(COMMON, b=8), replace(COMMON, b=2, s=1024)
+    cases = [
+        Case(few, of("flash_attention"), wanted(*DECOMPRESSED_PEERS)),
+        Case(replace(many, causal=False), of("flash_attention"), wanted(*DECOMPRESSED_PEERS)),
+        Case(many, of("flash_attention"), wanted(*DECOMPRESSED_PEERS)),
+        Case(
+            replace(COMMON, b=4, s=1, t=32768),
+            of("flash_mla", "flash_mla_split_kv"),
+            wanted(*ABSORBED_PEERS),
+        ),
+    ]
+    for s in WINDOW_S:
+        without_window = tuple(replace(choice, fields={"n": 0}) for choice in of(DESIGN))
+        cases.append(
+            Case(
+                replace(COMMON, s=s),
+                (*of(*PURE_PATHS, DESIGN), *without_window),
+                wanted(*ABSORBED_PEERS, "fa3", "fa3_one_split"),
+            )
+        )
+    return cases
+
+
+def sweep_cases(
+    base: MlaProblem,
+    sizes: Mapping[str, Sequence[int]],
+    kernels: Sequence[KernelId],
+    peers: Sequence[str],
+) -> list[Case]:
+    """The grid over the sizes; a size that is not given keeps that of `base`."""
+    choices = tuple(KernelChoice(kernel) for kernel in kernels)
+    names = [name for name in ("b", "h", "t", "s") if name in sizes]
+    cases = []
+    for values in product(*(sizes[name] for name in names)):
+        changes: dict[str, Any] = dict(zip(names, values, strict=True))
+        cases.append(Case(replace(base, **changes), choices, tuple(peers)))
+    return cases
+
+
+def window_cases(
+    base: MlaProblem,
+    s_values: Sequence[int],
+    n_values: Sequence[int] | None,
+    versions: Sequence[KernelId],
+    kernels: Sequence[KernelId],
+    peers: Sequence[str],
+) -> list[Case]:
+    """mla_var6_plus over s and n, beside the newest pure paths.
+
+    Args:
+        base: everything but s.
+        s_values: query lengths.
+        n_values: windows; every eighth of t by default. The model's choice comes besides.
+        versions: the version in every language that has it.
+        kernels: where the pure paths are taken from.
+        peers: names out of `PEERS`.
+    """
+    if n_values is None:
+        n_values = sorted({base.t * i // WINDOW_STEPS for i in range(WINDOW_STEPS + 1)})
+    pure = [KernelChoice(k) for k in newest(kernels) if k.design in PURE_PATHS]
+    windows = [KernelChoice(v, {"n": n}) for v in versions for n in n_values]
+    chosen = tuple([KernelChoice(v) for v in versions] + windows + pure)
+    return [Case(replace(base, s=s), chosen, tuple(peers)) for s in s_values]

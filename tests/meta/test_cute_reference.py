@@ -1,0 +1,165 @@
+"""The CuTe DSL pages: names exist, snippets compile, and figures are those of the compiler."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+pytest.importorskip("cutlass", reason="needs the extra cute: nvidia-cutlass-dsl")
+
+from . import cute_findings
+from .api_names import exists, mentioned
+
+SNIPPET = re.compile(
+    r"^<!-- compile: (?P<expected>[^\n]+) -->\n```python\n(?P<body>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+FINDINGS = Path("docs", "knowledge", "languages", "cute-dsl")
+
+
+def snippets_of(page: str) -> list[tuple[str, dict[str, int]]]:
+    """Snippets of a page that are to be compiled, with the instructions they have to have."""
+    found = []
+    for match in SNIPPET.finditer(page):
+        pairs = (item.split("=") for item in match["expected"].split(", "))
+        found.append((match["body"], {name: int(count) for name, count in pairs}))
+    return found
+
+
+def run_snippet(body: str, folder: Path) -> ModuleType:
+    """Run a snippet as a module: CuTe DSL reads functions from their source file."""
+    path = folder / "snippet.py"
+    path.write_text(body)
+    spec = importlib.util.spec_from_file_location("documented_cute_snippet", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules[spec.name]
+    return module
+
+
+def differences(expected: Mapping[str, int], found: Mapping[str, int]) -> list[str]:
+    return [
+        f"{name}: expected {count}, got {found.get(name, 0)}"
+        for name, count in expected.items()
+        if found.get(name, 0) != count
+    ]
+
+
+def counted(row: str) -> dict[str, int]:
+    """The instructions that a cell of an evidence table counts: `8 LDG.E.U16, 1 MUFU.EX2`."""
+    return {name: int(count) for count, name in re.findall(r"(\d+) ([A-Z][A-Z0-9a-z.]+)\b", row)}
+
+
+def evidence(page: str, case: str) -> str:
+    """The measured cell of a case in an evidence table."""
+    rows = re.findall(rf"^\| {re.escape(case)} \| ([^|]+) \|", page, re.MULTILINE)
+    assert len(rows) == 1, f"expected one row {case!r}, got {len(rows)}"
+    return str(rows[0])
+
+
+# --- the pages ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reference(repo_root: Path) -> str:
+    return (repo_root / "docs" / "cute-dsl" / "index.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def findings(repo_root: Path) -> dict[str, str]:
+    return {path.stem: path.read_text() for path in (repo_root / FINDINGS).rglob("*.md")}
+
+
+def test_names_exist(reference: str, findings: dict[str, str]) -> None:
+    assert len(mentioned(reference)) > 50
+    for title, page in {"reference": reference, **findings}.items():
+        missing = sorted(name for name in mentioned(page) if not exists(name))
+        assert not missing, f"{title}: {missing}"
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_snippets_compile(reference: str, number: int, tmp_path: Path) -> None:
+    body, expected = snippets_of(reference)[number]
+    module = run_snippet(body, tmp_path)
+    assert differences(expected, cute_findings.instructions(module.machine_code)) == []
+
+
+def test_all_compiled_snippets_are_tested(reference: str) -> None:
+    assert len(snippets_of(reference)) == reference.count("<!-- compile") == 2
+
+
+@pytest.mark.parametrize(
+    ("case", "promise", "alignment"),
+    [
+        ("pointer 16 bytes, stride a multiple of 8", True, 16),
+        ("pointer 16 bytes, stride unknown", False, 16),
+        ("pointer 2 bytes, stride a multiple of 8", True, 2),
+    ],
+)
+def test_alignment_finding(
+    findings: dict[str, str], case: str, promise: bool, alignment: int
+) -> None:
+    stated = counted(evidence(findings["state-alignment"], case))
+    assert len(stated) == 2
+    assert differences(stated, cute_findings.row_copy(promise, alignment)) == []
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_exponential_finding(findings: dict[str, str], fast: bool) -> None:
+    cell = evidence(findings["fast-exponential"], f"`fastmath={fast}`, per element")
+    assert len(counted(cell)) == 3
+    assert differences(counted(cell), cute_findings.exponential(fast)) == []
+
+
+def test_accumulation_finding(findings: dict[str, str]) -> None:
+    page = findings["accumulate-flag-in-a-helper"]
+    for case, way in (
+        ("flag in the loop body", "flag in the loop"),
+        ("branch, helper with an atom of its own", "atom in a helper"),
+    ):
+        stated = counted(evidence(page, case))
+        assert len(stated) == 2
+        assert differences(stated, cute_findings.accumulation(way)) == []
+    shared = "branch, helper that sets the flag of the shared object"
+    assert evidence(page, shared) == "does not compile"
+    with pytest.raises(Exception, match="operand #0 does not dominate this use"):
+        cute_findings.accumulation("flag in a helper")
+
+
+# --- the checks themselves ----------------------------------------------------------------------
+
+
+def test_names_are_found_and_resolved() -> None:
+    page = (
+        "`cute.arch.barrier` `@cute.kernel` `cute.barrier_arrive` `plan.py` `ct.load`\n"
+        "```python\nwarp = cute.arch.warp_idx()\nwarp.mine\nctx = warpgroup.Field.ACCUMULATE\n```\n"
+    )
+    names = mentioned(page)
+    assert names == {
+        "cutlass.cute.arch.barrier",
+        "cutlass.cute.kernel",
+        "cutlass.cute.barrier_arrive",
+        "cutlass.cute.arch.warp_idx",
+        "cutlass.cute.nvgpu.warpgroup.Field.ACCUMULATE",
+        "cuda.tile.load",
+    }
+    assert {name for name in names if not exists(name)} == {"cutlass.cute.barrier_arrive"}
+
+
+def test_a_wrong_count_is_found() -> None:
+    assert counted("8 LDG.E.U16, 1 MUFU.EX2, 0 FSETP") == {
+        "LDG.E.U16": 8,
+        "MUFU.EX2": 1,
+        "FSETP": 0,
+    }
+    assert differences({"HGMMA": 4, "LDL": 0}, {"HGMMA": 8}) == ["HGMMA: expected 4, got 8"]

@@ -1,0 +1,216 @@
+"""The skills: front matter, what they name exists, catalogues are complete, commands parse.
+
+Paths, links and the commands of `hyper-mla` in them are checked with all other pages in
+`test_docs.py`.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .api_names import exists, mentioned
+
+SKILLS = (
+    "cute-dsl-ref",
+    "design-cute-dsl-kernel",
+    "design-cutile-dsl-kernel",
+    "design-kernel",
+    "learn-cute-dsl",
+    "mla-analysis",
+    "optimization-catalog",
+    "optimization-catalog-cute-dsl",
+    "profile-kernel",
+)
+MODES = ("annotation", "event", "ncu", "nsys", "static")
+
+FRONT_MATTER = re.compile(r"\A---\n(?P<fields>(?:[a-z]+: [^\n]+\n)+)---\n\n# \S")
+LINES = 120
+"""A skill is loaded as a whole: details go to files beside it."""
+
+
+def front_matter(text: str) -> dict[str, str]:
+    """The fields at the head of a skill; empty when there are none of the expected form."""
+    match = FRONT_MATTER.match(text)
+    if match is None:
+        return {}
+    return dict(line.split(": ", 1) for line in match["fields"].splitlines())
+
+
+def skill_problems(text: str, folder_name: str) -> list[str]:
+    """What is wrong with the head or the length of a skill."""
+    fields = front_matter(text)
+    if sorted(fields) != ["description", "name"]:
+        return [f"expected front matter with name and description, got {sorted(fields)}"]
+    problems = []
+    if fields["name"] != folder_name:
+        problems.append(f"name: expected {folder_name}, got {fields['name']}")
+    if "Use when" not in fields["description"] and "Use after" not in fields["description"]:
+        problems.append("description: expected the triggers, 'Use when ...'")
+    if not 80 <= len(fields["description"]) <= 1024:
+        problems.append("description: expected 80 to 1024 characters")
+    # A colon and a space would end the value for a YAML reader.
+    if ": " in fields["description"] or fields["description"].startswith(("[", "{", '"', "'")):
+        problems.append("description: expected plain YAML text")
+    if len(text.splitlines()) > LINES:
+        problems.append(f"expected at most {LINES} lines, got {len(text.splitlines())}")
+    return problems
+
+
+def catalogue_problems(catalogue: str, pages: list[str]) -> list[str]:
+    """Pages that a catalogue does not name, and pages that it names twice."""
+    named = re.findall(r"`(docs/knowledge/[^`*]+\.md)`", catalogue)
+    return [
+        f"{page}: expected once, got {named.count(page)} times"
+        for page in pages
+        if named.count(page) != 1
+    ]
+
+
+def script_commands(text: str) -> list[list[str]]:
+    """Documented calls of our scripts, without the interpreter."""
+    commands = []
+    for block in re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        for line in block.splitlines():
+            words = shlex.split(line, comments=True)
+            words = words[1:] if words[:1] in (["python"], ["bash"]) else words
+            if words and words[0].removeprefix("./").startswith("scripts/"):
+                commands.append([words[0].removeprefix("./"), *words[1:]])
+    return commands
+
+
+# --- the skills of this repository --------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(repo_root: Path) -> Path:
+    return repo_root / ".claude" / "skills"
+
+
+@pytest.fixture(scope="module")
+def texts(folder: Path) -> dict[str, str]:
+    """All pages of the skills by their path below the folder."""
+    return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*.md")}
+
+
+def test_the_skills_are_there(folder: Path) -> None:
+    assert tuple(sorted(path.name for path in folder.iterdir() if path.is_dir())) == SKILLS
+
+
+def test_the_skills_belong_to_the_repository(repo_files: list[Path], folder: Path) -> None:
+    """They must not be ignored by git."""
+    assert {folder / name / "SKILL.md" for name in SKILLS} <= set(repo_files)
+
+
+@pytest.mark.parametrize("name", SKILLS)
+def test_a_skill_has_a_head_and_is_short(folder: Path, name: str) -> None:
+    assert skill_problems((folder / name / "SKILL.md").read_text(), name) == []
+
+
+@pytest.mark.parametrize("name", SKILLS)
+def test_every_reference_is_linked(folder: Path, name: str) -> None:
+    linked = re.findall(r"\]\((references/[^)#]+)", (folder / name / "SKILL.md").read_text())
+    there = [path.relative_to(folder / name).as_posix() for path in (folder / name).rglob("*.md")]
+    assert sorted(set(linked)) == sorted(path for path in there if path != "SKILL.md")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_has_a_reference(folder: Path, mode: str) -> None:
+    page = folder / "profile-kernel" / "references" / f"mode-{mode}.md"
+    assert page.read_text().startswith(f"# {mode}\n")
+
+
+def test_skills_that_are_named_exist(texts: dict[str, str]) -> None:
+    pattern = r"`((?:cute-dsl|design|learn|mla|optimization|profile)-[a-z-]+)`"
+    goals = {"mla-decode", "mla-decode-fp8"}
+    named = {name for text in texts.values() for name in re.findall(pattern, text)} - goals
+    assert named <= set(SKILLS)
+    assert {"design-kernel", "cute-dsl-ref", "optimization-catalog-cute-dsl"} <= named
+
+
+@pytest.mark.parametrize("language", ["cuda.tile", "cutlass"])
+def test_names_of_the_languages_exist(texts: dict[str, str], language: str) -> None:
+    pytest.importorskip(language)
+    names = {
+        name
+        for text in texts.values()
+        for name in mentioned(text)
+        if name.startswith(f"{language}.")
+    }
+    assert len(names) >= 5
+    assert sorted(name for name in names if not exists(name)) == []
+
+
+def test_the_catalogues_are_complete(repo_root: Path, folder: Path) -> None:
+    knowledge = repo_root / "docs" / "knowledge"
+    pages = sorted(
+        path.relative_to(repo_root).as_posix()
+        for path in knowledge.rglob("*.md")
+        if path.name != "README.md"
+    )
+    cute = [page for page in pages if "/cute-dsl/" in page]
+    others = [page for page in pages if "/cute-dsl/" not in page]
+    for name, expected in (
+        ("optimization-catalog", others),
+        ("optimization-catalog-cute-dsl", cute),
+    ):
+        text = (folder / name / "SKILL.md").read_text()
+        assert catalogue_problems(text, expected) == []
+
+
+def test_options_of_scripts_exist(texts: dict[str, str], repo_root: Path) -> None:
+    commands = [command for text in texts.values() for command in script_commands(text)]
+    assert len(commands) >= 5
+    for script, *arguments in commands:
+        path = repo_root / script
+        assert path.is_file(), script
+        runner = sys.executable if path.suffix == ".py" else "bash"
+        shown = subprocess.run(
+            [runner, str(path), "--help"], capture_output=True, text=True, check=True
+        ).stdout
+        options = {word.partition("=")[0] for word in arguments if word.startswith("--")}
+        assert {option for option in options if option not in shown} == set(), script
+
+
+# --- the checks themselves ----------------------------------------------------------------------
+
+GOOD = (
+    "---\nname: some-skill\ndescription: Does something well for those who ask for it. "
+    "Use when it has to be done again and again.\n---\n\n# Title\n"
+)
+
+
+def test_a_good_skill_passes() -> None:
+    assert skill_problems(GOOD, "some-skill") == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("---\nname", "name", "front matter"),
+        ("name: some-skill\n", "", "front matter"),
+        ("name: some-skill", "name: other", "name: expected some-skill"),
+        ("Use when", "Made for when", "triggers"),
+        ("well for", "well: for", "plain YAML"),
+        ("# Title\n", "# Title\n" + "line\n" * LINES, "at most"),
+        (" for those who ask for it", "", "80 to 1024"),
+    ],
+)
+def test_a_bad_skill_is_found(old: str, new: str, problem: str) -> None:
+    assert old in GOOD
+    assert problem in "\n".join(skill_problems(GOOD.replace(old, new, 1), "some-skill"))
+
+
+def test_an_incomplete_catalogue_is_found() -> None:
+    catalogue = "| a | `docs/knowledge/x.md` |\n| b | `docs/knowledge/x.md` |\n"
+    assert len(catalogue_problems(catalogue, ["docs/knowledge/x.md", "docs/knowledge/y.md"])) == 2
+
+
+def test_script_commands_are_read() -> None:
+    text = "```bash\npython scripts/a.py --x=1 # why\n./scripts/b.sh\nhyper-mla list\n```\n"
+    assert script_commands(text) == [["scripts/a.py", "--x=1"], ["scripts/b.sh"]]

@@ -1,0 +1,235 @@
+"""The tutorial does what it says: its files, changes and commands are made and run, in order.
+
+The page is followed in a copy of the package, where the new kernel exists. Its commands stand in
+blocks marked `{.bash}` for that reason: in this checkout, where there is no such kernel, they could
+not even be parsed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+BLOCK = re.compile(
+    r"(?:^<!-- (?P<note>file|says): (?P<text>[^\n]+) -->\n)?"
+    r"^```(?P<info>[^\n]*)\n(?P<body>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing that the page asks for.
+
+    Attributes:
+        kind: write a file, apply a change, run commands, or run commands that have to fail.
+        body: the block.
+        text: the file's path, or what the commands have to print.
+        line: where the block begins on the page.
+    """
+
+    kind: Literal["file", "diff", "run", "fails"]
+    body: str
+    text: str
+    line: int
+
+
+def steps_of(page: str) -> Iterator[Step]:
+    """What a page asks for, in order; plain blocks are for reading."""
+    kinds: dict[str, Literal["diff", "run", "fails"]] = {
+        "diff": "diff",
+        "{.bash}": "run",
+        "{.bash .fails}": "fails",
+    }
+    for block in BLOCK.finditer(page):
+        line = page.count("\n", 0, block.start()) + 1
+        text = block["text"] or ""
+        if block["note"] == "file":
+            yield Step("file", block["body"], text, line)
+        elif block["info"] in kinds:
+            yield Step(kinds[block["info"]], block["body"], text, line)
+
+
+def unnamed_files(page: str) -> list[str]:
+    """Files whose name the paragraph before them does not tell the reader: comments are hidden."""
+    blocks = [block for block in BLOCK.finditer(page) if block["note"] == "file"]
+    paragraphs = [page[: block.start()].rstrip("\n").rpartition("\n\n")[2] for block in blocks]
+    return [
+        block["text"]
+        for block, paragraph in zip(blocks, paragraphs, strict=True)
+        if not re.search(rf"`[^`]*\b{re.escape(Path(block['text']).name)}`", paragraph)
+    ]
+
+
+class Copy:
+    """A copy of the package in which a page is followed."""
+
+    def __init__(self, root: Path, repo_root: Path) -> None:
+        self.root = root
+        shutil.copytree(
+            repo_root / "src" / "mla_var3",
+            root / "src" / "mla_var3",
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
+        (root / "tests" / "kernel").mkdir(parents=True)
+        for name in ("pyproject.toml", "tests/conftest.py"):
+            shutil.copy(repo_root / name, root / name)
+        programs = root / "bin"
+        programs.mkdir()
+        start = {
+            "python": "",
+            "ruff": "-m ruff",
+            "hyper-mla": "-c 'import sys; from mla_var3.cli.main import main; sys.exit(main())'",
+        }
+        for program, arguments in start.items():
+            path = programs / program
+            path.write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
+            path.chmod(0o755)
+        self.environment = {
+            **os.environ,
+            "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": str(root / "src"),
+            "HYPER_MLA_OUT_DIR": str(root / "out"),
+            "HYPER_MLA_CACHE_DIR": str(root / "cache"),
+            "COLUMNS": "200",
+        }
+
+    def follow(self, step: Step) -> None:
+        """Do one step.
+
+        Raises:
+            AssertionError: it did not come out as the page says.
+        """
+        if step.kind == "file":
+            path = self.root / step.text
+            assert path.parent.is_dir(), f"line {step.line}: no folder for {step.text}"
+            path.write_text(step.body)
+            return
+        if step.kind == "diff":
+            self._run(["git", "apply", "-"], step, step.body, fails=False)
+            return
+        script = "set -euo pipefail\n" + step.body
+        self._run(["bash", "-c", script], step, None, fails=step.kind == "fails")
+
+    def _run(self, command: list[str], step: Step, stdin: str | None, *, fails: bool) -> None:
+        result = subprocess.run(
+            command,
+            cwd=self.root,
+            env=self.environment,
+            input=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        where = f"line {step.line}:\n{step.body}\n{result.stdout}"
+        assert bool(result.returncode) == fails, f"exit code {result.returncode}, {where}"
+        assert step.text in result.stdout, f"expected {step.text!r}, {where}"
+
+
+@pytest.fixture
+def copy(tmp_path: Path, repo_root: Path) -> Copy:
+    return Copy(tmp_path, repo_root)
+
+
+@pytest.mark.slow
+def test_the_tutorial_can_be_followed(copy: Copy, repo_root: Path) -> None:
+    pytest.importorskip("cuda.tile")
+    page = (repo_root / "docs" / "tutorial.md").read_text()
+    steps = list(steps_of(page))
+    assert {step.kind for step in steps} == {"file", "diff", "run", "fails"}
+    assert unnamed_files(page) == []
+    for step in steps:
+        copy.follow(step)
+    # What a reader writes after this page has to pass the same gates as everything else.
+    written = [str(copy.root / step.text) for step in steps if step.kind == "file"]
+    designs = [str(Path(each).parent) for each in written]
+    for arguments in (["format", "--check"], ["check"]):
+        result = subprocess.run(
+            [sys.executable, "-m", "ruff", *arguments, *designs],
+            cwd=copy.root,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+
+
+# --- the checks themselves ----------------------------------------------------------------------
+
+PAGE = """
+<!-- file: src/new.py -->
+```python
+x = 1
+```
+
+```diff
+--- a/src/new.py
++++ b/src/new.py
+@@ -1 +1 @@
+-x = 1
++x = 2
+```
+
+<!-- says: two -->
+```{.bash}
+test "$(cat src/new.py)" = "x = 2" && echo two
+```
+
+```{.bash .fails}
+echo no; exit 3
+```
+
+```bash
+rm -rf not run
+```
+"""
+
+
+def test_a_page_is_read_in_order() -> None:
+    steps = list(steps_of(PAGE))
+    assert [(step.kind, step.text) for step in steps] == [
+        ("file", "src/new.py"),
+        ("diff", ""),
+        ("run", "two"),
+        ("fails", ""),
+    ]
+    assert steps[0].body == "x = 1\n"
+
+
+def test_a_file_that_readers_cannot_name_is_found() -> None:
+    assert unnamed_files(PAGE) == ["src/new.py"]
+    assert unnamed_files("Now `new.py`:\n" + PAGE) == []
+
+
+def test_a_page_is_followed(copy: Copy) -> None:
+    for step in steps_of(PAGE):
+        copy.follow(step)
+    assert (copy.root / "src" / "new.py").read_text() == "x = 2\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("echo two", "echo three"),
+        ("exit 3", "exit 0"),
+        ("-x = 1", "-x = 7"),
+        ("src/new.py -->", "gone/new.py -->"),
+        ("&& echo two", "&& false"),
+    ],
+)
+def test_a_step_that_comes_out_otherwise_is_found(copy: Copy, old: str, new: str) -> None:
+    assert old in PAGE
+    with pytest.raises(AssertionError):
+        for step in steps_of(PAGE.replace(old, new, 1)):
+            copy.follow(step)

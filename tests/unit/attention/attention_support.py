@@ -1,0 +1,179 @@
+"""Random calls of the attention, and a float64 oracle that knows every option."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mla_var3.attention.cache import LatentCache
+from mla_var3.op.compare import compare
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+
+
+@dataclass
+class Model:
+    """Weights of one attention layer."""
+
+    w_uk: torch.Tensor
+    w_uv: torch.Tensor
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """h, d, k."""
+        h, d, k = self.w_uk.shape
+        return h, d, k
+
+
+def normal(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def make_model(
+    generator: torch.Generator,
+    h: int = 2,
+    d: int = 6,
+    k: int = 8,
+    dtype: torch.dtype = torch.float32,
+) -> Model:
+    return Model(
+        (normal(generator, h, d, k, dtype=torch.float32) * (d * k) ** -0.25).to(dtype),
+        (normal(generator, h, k, d, dtype=torch.float32) * k**-0.5).to(dtype),
+    )
+
+
+def oracle(
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    model: Model,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    tree: torch.Tensor | None = None,
+    end: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One request in float64: queries `[s, h, ...]` over its tokens `[m, ...]`.
+
+    `end` is the length of the whole request when the tokens are only its first part.
+    """
+    s, m = q_nope.shape[0], latent.shape[0]
+    end = m if end is None else end
+    latent, rope = latent.double(), rope.double()
+    keys = torch.einsum("mk,hdk->hmd", latent, model.w_uk.double())
+    values = torch.einsum("mk,hkd->hmd", latent, model.w_uv.double())
+    logits = torch.einsum("shd,hmd->shm", q_nope.double(), keys)
+    logits = logits + torch.einsum("shp,mp->shm", q_rope.double(), rope)
+    logits = logits * ((q_nope.shape[-1] + q_rope.shape[-1]) ** -0.5 if scale is None else scale)
+    hidden = torch.zeros((s, m), dtype=torch.bool)
+    for i in range(s):
+        first_hidden = max(0, end - s + i + 1)
+        if causal:
+            hidden[i, first_hidden:] = True
+        for draft in range(s):
+            if tree is not None and 0 <= end - s + draft < m and not tree[i, draft]:
+                hidden[i, end - s + draft] = True
+    logits = logits.masked_fill(hidden[:, None], -torch.inf)
+    lse = torch.logsumexp(logits, -1) if m else logits.new_full(logits.shape[:2], -torch.inf)
+    weights = torch.where((lse == -torch.inf)[..., None], 0.0, torch.exp(logits - lse[..., None]))
+    return torch.einsum("shm,hmd->shd", weights, values), lse
+
+
+def latent_oracle(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    latent: torch.Tensor,
+    rope: torch.Tensor,
+    **more: object,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same in the latent space: identity weights make every head's keys the latent rows."""
+    h, k = q_latent.shape[1], q_latent.shape[2]
+    identity = torch.eye(k).expand(h, k, k)
+    return oracle(q_latent, q_rope, latent, rope, Model(identity, identity), **more)  # type: ignore[arg-type]
+
+
+def assert_close(
+    output: torch.Tensor, expected: torch.Tensor, lse: torch.Tensor, expected_lse: torch.Tensor
+) -> None:
+    tolerance = TOLERANCE[output.dtype]
+    figures = compare(output, expected.to(torch.float64))
+    assert figures.nan_count == 0
+    # Values have unit variance: an output near zero comes from sums that cancel, whose rounding
+    # error is that of the terms.
+    norm = float(expected.double().norm())
+    allowed = tolerance * (norm + expected.numel() ** 0.5)
+    assert norm == 0.0 or figures.relative_frobenius * norm <= allowed, figures
+    assert norm > 0.0 or figures.max_abs == 0.0, figures
+    lse_figures = compare(lse, expected_lse.to(torch.float64))
+    size = torch.nan_to_num(expected_lse, neginf=0.0).abs().sum() / max(1, expected_lse.numel())
+    assert lse_figures.max_abs <= tolerance * (1 + float(size)), lse_figures
+
+
+def filled_cache(
+    generator: torch.Generator,
+    lengths: Sequence[int],
+    model: Model,
+    *,
+    p: int = 4,
+    t: int = 130,
+    dtype: torch.dtype = torch.float32,
+    page_size: int | None = None,
+    window: int = 0,
+    prefix: int = 0,
+    steps: int = 2,
+) -> tuple[LatentCache, list[torch.Tensor]]:
+    """A cache filled in a few appends, NaN where no token lies, and its tokens `[m, k+p]`."""
+    h, d, k = model.sizes
+    cache = LatentCache.allocate(
+        len(lengths), t, k=k, p=p, dtype=dtype, page_size=page_size, window=window, prefix=prefix,
+        heads=h, head_dim=d,
+    )  # fmt: skip
+    cache.buffer.fill_(torch.nan)
+    if cache.window is not None:
+        cache.window.k_new.fill_(torch.nan)
+        cache.window.v_new.fill_(torch.nan)
+    shared = normal(generator, prefix, k + p, dtype=dtype)
+    if prefix:
+        cache.set_prefix(shared[:, :k], shared[:, k:], model.w_uk, model.w_uv)
+    tokens = [
+        torch.cat([shared, normal(generator, max(0, m - prefix), k + p, dtype=dtype)])
+        for m in lengths
+    ]
+    done = [prefix] * len(lengths)
+    for step in range(steps, 0, -1):
+        counts = [
+            (len(rows) - at + step - 1) // step for rows, at in zip(tokens, done, strict=True)
+        ]
+        width = max(counts)
+        padded = torch.full((len(lengths), width, k + p), torch.nan, dtype=dtype)
+        for request, (rows, at, count) in enumerate(zip(tokens, done, counts, strict=True)):
+            padded[request, :count] = rows[at : at + count]
+        taken = cache.append(
+            padded[..., :k], padded[..., k:], counts, w_uk=model.w_uk, w_uv=model.w_uv
+        )
+        assert taken.tolist() == counts
+        done = [at + count for at, count in zip(done, counts, strict=True)]
+    assert cache.lengths.tolist() == [len(rows) for rows in tokens]
+    return cache, tokens
+
+
+def random_parents(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    """Parents of random trees: each token's parent is an earlier one or the context."""
+    s = shape[-1]
+    draws = torch.rand(shape, generator=generator)
+    order = torch.arange(s)
+    return (draws * (order + 1)).long() - 1
+
+
+def ancestors_by_walking(parents: Sequence[int]) -> torch.Tensor:
+    s = len(parents)
+    mask = torch.zeros((s, s), dtype=torch.bool)
+    for token in range(s):
+        at = token
+        while at >= 0:
+            mask[token, at] = True
+            at = parents[at]
+    return mask

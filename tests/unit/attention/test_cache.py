@@ -1,0 +1,452 @@
+"""LatentCache: sizes, appending, dropping, paging, the ring, and a long soak against lists."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+import mla_var3
+from mla_var3.attention.cache import LatentCache
+from mla_var3.attention.scatter import masked_put
+from mla_var3.errors import InvalidArgumentError, UnsupportedError
+
+from .attention_support import assert_close, filled_cache, make_model, normal, oracle
+
+K, P, H, D = 3, 2, 2, 4
+
+
+def make_cache(b: int = 2, t: int | None = 130, **options: Any) -> LatentCache:
+    return LatentCache.allocate(b, t, k=K, p=P, dtype=torch.float32, heads=H, head_dim=D, **options)
+
+
+def rows(*counts: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Recognisable tokens `[b, m, ...]`: request and number."""
+    m = max(counts)
+    token = first + torch.arange(m) + 1000.0 * torch.arange(len(counts))[:, None]
+    return token[..., None].expand(-1, -1, K).clone(), token[..., None].expand(-1, -1, P) + 0.5
+
+
+def held(cache: LatentCache) -> list[list[float]]:
+    """The tokens that the cache says it has, by their first latent column."""
+    view = cache.view()
+    found = []
+    for request, length in enumerate(cache.lengths.tolist()):
+        positions = torch.arange(length).expand(view.requests, -1)
+        latent, rope = view.rows(positions)
+        assert torch.equal(latent[request, :, 0] + 0.5, rope[request, :, 0])
+        found.append(latent[request, :, 0].tolist())
+    return found
+
+
+# --- masked_put -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("valid", [[0, 0, 0], [1, 0, 0], [0, 1, 1], [1, 1, 1]])
+def test_masked_put_writes_the_valid_rows_only(valid: list[int]) -> None:
+    target = torch.arange(10.0).view(5, 2)
+    expected = target.clone()
+    index = torch.tensor([4, 2, 0])
+    values = torch.full((3, 2), torch.nan)
+    for row, is_valid in enumerate(valid):
+        if is_valid:
+            values[row] = 100.0 + row
+            expected[index[row]] = values[row]
+        else:
+            index[row] = 10**9  # out of bounds, and never used
+    masked_put(target, (index,), values, torch.tensor(valid, dtype=torch.bool))
+    assert torch.equal(target, expected)
+
+
+# --- allocation -----------------------------------------------------------------------------------
+
+
+def test_dense_layout_is_one_buffer() -> None:
+    cache = LatentCache.allocate(2, 64)
+    assert cache.buffer.shape == (2, 64, 576)
+    assert cache.buffer.dtype is torch.bfloat16
+    assert cache.c_kv.shape == (2, 64, 512) and cache.k_rope.shape == (2, 64, 64)
+    assert cache.c_kv.data_ptr() == cache.buffer.data_ptr()
+    assert cache.block_table is None
+    assert cache.lengths.dtype is torch.int32
+
+
+def test_paged_layout() -> None:
+    cache = LatentCache.allocate(3, 200, page_size=64, num_pages=7)
+    assert cache.buffer.shape == (7, 64, 576)
+    assert cache.block_table is not None
+    assert cache.block_table.shape == (3, 4) and cache.block_table.dtype is torch.int32
+    assert cache.sizes().tokens == 7 * 64
+    assert cache.sizes().tokens_per_request == 256
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"t": 100},
+        {"t": 100, "window": 16},
+        {"t": 100, "prefix": 30},
+        {"t": 128, "page_size": 64},
+        {"t": 500, "page_size": 128, "num_pages": 3, "window": 8, "prefix": 128},
+    ],
+)
+def test_sizes_are_those_of_the_tensors(options: dict[str, int]) -> None:
+    cache = make_cache(3, **options)
+    tensors: list[torch.Tensor] = [cache.lengths, cache.refused]
+    if cache.pages is not None:
+        tensors += [cache.pages.block_table, cache.pages.free, cache.pages.free_count]
+    if cache.window is not None:
+        tensors += [cache.window.start, cache.window.k_new, cache.window.v_new]
+    if cache.prefix is not None:
+        tensors += [cache.prefix.k_prefix, cache.prefix.v_prefix]
+    tensors.append(cache.buffer)
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    assert cache.sizes().total_bytes == total
+    assert cache.sizes().to_dict()["total_bytes"] == total
+
+
+@pytest.mark.parametrize("page_size", [None, 64, 128])
+@pytest.mark.parametrize("window", [0, 10])
+def test_a_budget_is_used_and_kept(page_size: int | None, window: int) -> None:
+    for budget in (60_000, 100_001):
+        t = 8192 if page_size else None
+        cache = make_cache(2, t, page_size=page_size, window=window, budget_bytes=budget)
+        used = cache.sizes().total_bytes
+        step = 64 * 2 if page_size is None else page_size
+        assert used <= budget
+        assert used + step * (K + P) * 4 + 4 > budget
+
+
+def test_a_budget_that_buys_all_pages_stops_there() -> None:
+    assert make_cache(2, 64, page_size=64, budget_bytes=10**9).sizes().tokens == 128
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"b": 0}, "b: expected a positive integer, got 0"),
+        ({"t": None}, "t: expected slots per request"),
+        ({"t": 0}, "t: expected a positive integer, got 0"),
+        ({"page_size": 63}, "page_size: expected a multiple of 64, got 63"),
+        ({"num_pages": 3}, "num_pages: expected none without page_size, got 3"),
+        (
+            {"page_size": 64, "num_pages": 3, "budget_bytes": 10**6},
+            "num_pages: expected none beside budget_bytes, got 3",
+        ),
+        ({"window": 131}, "window: expected an integer from 0 to t=130, got 131"),
+        ({"window": 8, "heads": None}, "heads: expected a positive integer, got None"),
+        ({"page_size": 64, "prefix": 10}, "prefix: expected whole pages"),
+        ({"budget_bytes": 100}, "budget_bytes: expected at least"),
+        ({"page_size": 64, "budget_bytes": 100}, "budget_bytes: expected at least"),
+        ({"dtype": torch.float64}, "dtype: expected bfloat16, float16 or float32"),
+    ],
+)
+def test_wrong_sizes(options: dict[str, Any], message: str) -> None:
+    arguments = {"b": 2, "t": 130, "k": K, "p": P, "heads": H, "head_dim": D, **options}
+    with pytest.raises(InvalidArgumentError, match=message):
+        LatentCache.allocate(**arguments)
+
+
+# --- changes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", [None, 64])
+def test_append_truncate_evict(page_size: int | None) -> None:
+    cache = make_cache(2, page_size=page_size)
+    assert cache.append(*rows(70, 70), [70, 3]).tolist() == [70, 3]
+    assert held(cache) == [list(range(70)), [1000, 1001, 1002]]
+    cache.append(*rows(2, 2, first=500))
+    assert held(cache) == [[*range(70), 500, 501], [1000, 1001, 1002, 1500, 1501]]
+    cache.truncate([10, 1])
+    assert held(cache) == [list(range(62)), [1000, 1001, 1002, 1500]]
+    cache.truncate(torch.tensor([0, 99]))
+    assert held(cache) == [list(range(62)), []]
+    cache.evict([0])
+    assert held(cache) == [[], []]
+    cache.check()
+
+
+def test_packed_append(generator: torch.Generator) -> None:
+    cache = make_cache(3, page_size=64)
+    latent, rope = rows(9)
+    bounds = torch.tensor([0, 2, 2, 7], dtype=torch.int32)
+    assert cache.append(latent[0], rope[0], cu_seqlens=bounds).tolist() == [2, 0, 5]
+    assert held(cache) == [[0, 1], [], [2, 3, 4, 5, 6]]
+
+
+def test_evict_by_mask() -> None:
+    cache = make_cache(3)
+    cache.append(*rows(4, 4, 4))
+    cache.evict(torch.tensor([True, False, True]))
+    assert cache.lengths.tolist() == [0, 4, 0]
+
+
+def test_what_does_not_fit_is_refused_whole() -> None:
+    cache = make_cache(2, 8)
+    cache.append(*rows(6, 6), [6, 1])
+    assert cache.append(*rows(3, 3, first=50)).tolist() == [0, 3]
+    assert held(cache) == [list(range(6)), [1000, 1050, 1051, 1052]]
+    assert cache.refused.tolist() == [3, 0]
+    with pytest.raises(UnsupportedError, match="cache: expected room .* got 3 refused"):
+        cache.check()
+
+
+def test_pages_go_to_the_first_and_nobody_overtakes() -> None:
+    cache = make_cache(4, 256, page_size=64, num_pages=3)
+    assert cache.pages is not None
+    taken = cache.append(*rows(130, 130, 130, 130), [64, 130, 1, 0])
+    assert taken.tolist() == [64, 0, 0, 0]
+    assert cache.pages.free_count.tolist() == [2]
+    # Within a page that is already held there is room, whatever became of the others.
+    taken = cache.append(*rows(65, 65, 65, 65, first=500), [65, 65, 0, 0])
+    assert taken.tolist() == [65, 0, 0, 0]
+    assert held(cache)[0] == [*range(64), *range(500, 565)]
+    cache.evict([0])
+    assert cache.append(*rows(64, 64, 64, 64), [0, 64, 64, 64]).tolist() == [0, 64, 64, 64]
+
+
+def test_addresses_stay() -> None:
+    cache = make_cache(2, page_size=64, window=5)
+    weights = {"w_uk": torch.randn(H, D, K), "w_uv": torch.randn(H, K, D)}
+    names = ("latent", "rope", "lengths", "block_table", "k_new", "v_new", "window_start")
+    before = [getattr(cache.view(), name).data_ptr() for name in names]
+    cache.append(*rows(70, 70), **weights)
+    cache.truncate([5, 6], **weights, most=6)
+    cache.evict([0])
+    assert [getattr(cache.view(), name).data_ptr() for name in names] == before
+
+
+# --- the decompressed parts -----------------------------------------------------------------------
+
+
+def ring(cache: LatentCache) -> list[dict[int, float]]:
+    """Position -> mark of the key, for every position that the ring claims to hold."""
+    assert cache.window is not None
+    n = cache.window.n
+    return [
+        {x: float(cache.window.k_new[request, 0, x % n, 0]) for x in range(start, length)}
+        for request, (start, length) in enumerate(
+            zip(cache.window.start.tolist(), cache.lengths.tolist(), strict=True)
+        )
+    ]
+
+
+def marked(*counts: int, first: int = 0) -> dict[str, torch.Tensor]:
+    """Keys and values with the same marks as `rows`."""
+    latent, _ = rows(*counts, first=first)
+    mark = latent[..., :1, None].expand(-1, -1, H, D)
+    return {"k_new": mark, "v_new": -mark}
+
+
+def test_the_ring_holds_the_newest_and_survives_dropping() -> None:
+    cache = make_cache(2, window=4)
+    cache.append(*rows(6, 6), [6, 2], **marked(6, 6))
+    assert ring(cache) == [{2: 2, 3: 3, 4: 4, 5: 5}, {0: 1000, 1: 1001}]
+    cache.truncate([3, 1])  # 3, 4 and 5 overwrote 0 and 1: only 2 is left of the newest four
+    assert ring(cache) == [{2: 2}, {0: 1000}]
+    cache.append(*rows(2, 2, first=70), [2, 0], **marked(2, 2, first=70))
+    assert ring(cache) == [{2: 2, 3: 70, 4: 71}, {0: 1000}]
+    cache.truncate([9, 0])
+    assert ring(cache) == [{}, {0: 1000}]
+    cache.append(*rows(1, 1, first=90), [1, 1], **marked(1, 1, first=90))
+    assert ring(cache) == [{0: 90}, {0: 1000, 1: 1090}]
+
+
+@pytest.mark.parametrize("most", [None, 1, 2, 9])
+def test_refill_brings_tokens_back(most: int | None, generator: torch.Generator) -> None:
+    model = make_model(generator, H, D, K)
+    cache, tokens = filled_cache(generator, [40, 2], model, p=P, window=8)
+    assert cache.window is not None
+    cache.truncate([3, 1], w_uk=model.w_uk, w_uv=model.w_uv, most=most)
+    missing = 0 if most is None else max(0, 3 - most)
+    assert cache.window.start.tolist() == [29 + missing, 0]
+    for request, length in enumerate((37, 1)):
+        for x in range(int(cache.window.start[request]), length):
+            keys = torch.einsum("k,hdk->hd", tokens[request][x, :K], model.w_uk)
+            torch.testing.assert_close(cache.window.k_new[request, :, x % 8], keys)
+
+
+def test_a_prefix_is_shared_and_stays(generator: torch.Generator) -> None:
+    for page_size in (None, 64):
+        cache = make_cache(2, 200, page_size=page_size, prefix=64, window=4)
+        latent, rope = rows(64)
+        weights = {"w_uk": torch.randn(H, D, K), "w_uv": torch.randn(H, K, D)}
+        with pytest.raises(InvalidArgumentError, match="prefix: expected set_prefix before"):
+            cache.append(*rows(1, 1), **weights)
+        cache.set_prefix(latent[0], rope[0], **weights)
+        cache.append(*rows(70, 70), [70, 0], **weights)
+        assert held(cache) == [[*range(64), *range(70)], list(range(64))]
+        cache.truncate([500, 500])
+        assert held(cache) == [list(range(64))] * 2
+        cache.append(*rows(1, 1), **weights)
+        cache.evict([0, 1])
+        assert held(cache) == [list(range(64))] * 2
+        assert cache.prefix is not None
+        expected = torch.einsum("mk,hdk->hmd", latent[0], weights["w_uk"])
+        torch.testing.assert_close(cache.prefix.k_prefix, expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.append(*rows(2)), r"latent: expected \[b=2, m, k=3\], got \[1, 2, 3\]"),
+        (
+            lambda c: c.append(rows(2, 2)[0], rows(3, 3)[1]),
+            r"rope: expected \[b=2, m=2, p=2\], got \[2, 3, 2\]",
+        ),
+        (
+            lambda c: c.append(rows(2, 2)[0].half(), rows(2, 2)[1]),
+            "latent: expected dtype torch.float32, got torch.float16",
+        ),
+        (lambda c: c.append(*rows(2, 2), [1]), r"counts: expected \[b=2\], got \[1\]"),
+        (lambda c: c.append(*rows(2, 2), "ab"), "counts: expected integers"),
+        (
+            lambda c: c.append(*rows(2, 2), cu_seqlens=torch.tensor([0, 1, 2]), counts=[1, 1]),
+            "counts: expected none beside cu_seqlens",
+        ),
+        (
+            lambda c: c.append(rows(2)[0][0], rows(2)[1][0], cu_seqlens=torch.tensor([0, 2])),
+            r"cu_seqlens: expected \[b\+1=3\], got \[2\]",
+        ),
+        (
+            lambda c: c.append(*rows(2, 2)),
+            "k_new: expected k_new and v_new, or w_uk and w_uv, .* got none of them",
+        ),
+        (
+            lambda c: c.append(*rows(2, 2), w_uk=torch.randn(H, D, K)),
+            "k_new: expected k_new and v_new, or w_uk and w_uv, .* got w_uk",
+        ),
+        (
+            lambda c: c.append(*rows(2, 2), **marked(3, 3)),
+            r"k_new: expected \[b=2, m=2, h=2, d=4\], got \[2, 3, 2, 4\]",
+        ),
+        (
+            lambda c: c.append(*rows(2, 2), w_uk=torch.randn(H, D, K), w_uv=torch.randn(H, D, K)),
+            r"w_uv: expected \[h=2, k=3, d=4\], got \[2, 4, 3\]",
+        ),
+        (lambda c: c.truncate([1.5, 2]), "counts: expected"),
+        (
+            lambda c: c.truncate([1, 2], w_uk=torch.randn(H, D, K)),
+            "w_uk: expected w_uk and w_uv, or neither, got one of them",
+        ),
+        (
+            lambda c: c.truncate([1, 2], w_uk=torch.randn(H, K), w_uv=torch.randn(H, K, D)),
+            r"w_uk: expected \[h=2, d=4, k=3\], got \[2, 3\]",
+        ),
+        (lambda c: c.evict([2]), "requests: expected an integer from 0 to b-1=1, got 2"),
+        (lambda c: c.evict(torch.ones(3, dtype=torch.bool)), r"requests: expected \[b=2\], got"),
+        (
+            lambda c: c.set_prefix(*rows(2), torch.randn(H, D, K), torch.randn(H, K, D)),
+            "prefix: expected a cache allocated with prefix > 0, got 0",
+        ),
+    ],
+)
+def test_wrong_changes(change: Any, message: str) -> None:
+    cache = make_cache(2, window=4)
+    with pytest.raises(InvalidArgumentError, match=message):
+        change(cache)
+    assert cache.lengths.tolist() == [0, 0]
+    assert not cache.buffer.any()
+
+
+# --- soak -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("page_size", "steps"), [(None, 2000), (64, 8000)])
+def test_ten_thousand_steps_of_speculative_decoding(page_size: int | None, steps: int) -> None:
+    """Append drafts, drop the rejected, evict: after every step the cache is what lists say."""
+    chance = random.Random(7)
+    generator = torch.Generator().manual_seed(7)
+    model = make_model(generator, 1, 2, K)
+    b, t, n, most = 3, 192, 6, 5
+    options = {} if page_size is None else {"page_size": page_size, "num_pages": 6}
+    cache = LatentCache.allocate(
+        b, t, k=K, p=P, dtype=torch.float32, heads=1, head_dim=2, window=n, **options
+    )
+    assert cache.window is not None
+    lists: list[list[torch.Tensor]] = [[] for _ in range(b)]
+    free_pages = 6
+    for step in range(steps):
+        action = chance.random()
+        if action < 0.03:
+            gone = chance.randrange(b)
+            cache.evict([gone])
+            lists[gone] = []
+        elif action < 0.45:
+            counts = [chance.randrange(most) for _ in range(b)]
+            refill = chance.random() < 0.5
+            weights = {"w_uk": model.w_uk, "w_uv": model.w_uv, "most": 3} if refill else {}
+            cache.truncate(torch.tensor(counts), **weights)
+            lists = [
+                rows_[: max(0, len(rows_) - c)] for rows_, c in zip(lists, counts, strict=True)
+            ]
+        else:
+            m = 40 if chance.random() < 0.05 else most
+            counts = [chance.randrange(m + 1) for _ in range(b)]
+            new = torch.randn(b, m, K + P, generator=generator)
+            taken = cache.append(
+                new[..., :K], new[..., K:], torch.tensor(counts), w_uk=model.w_uk, w_uv=model.w_uv
+            ).tolist()
+            assert taken == _expected_taken(counts, lists, t, page_size, free_pages)
+            for request, count in enumerate(taken):
+                lists[request] += list(new[request, :count])
+        lengths = [len(rows_) for rows_ in lists]
+        assert cache.lengths.tolist() == lengths
+        if page_size is not None and cache.pages is not None:
+            held_pages = sum(-(-length // page_size) for length in lengths)
+            free_pages = int(cache.pages.free_count)
+            assert free_pages == 6 - held_pages
+        if step % 10 == 0:
+            _require_contents(cache, lists, model.w_uk)
+        if step % 200 == 0:
+            _require_attention(cache, lists, model, generator)
+
+
+def _expected_taken(
+    counts: list[int], lists: list[list[torch.Tensor]], t: int, page_size: int | None, free: int
+) -> list[int]:
+    taken, used = [], 0
+    for count, rows_ in zip(counts, lists, strict=True):
+        fits = len(rows_) + count <= t
+        if page_size is not None and fits:
+            need = -(-(len(rows_) + count) // page_size) - -(-len(rows_) // page_size)
+            used += need
+            fits = need == 0 or used <= free
+        taken.append(count if fits else 0)
+    return taken
+
+
+def _require_contents(
+    cache: LatentCache, lists: list[list[torch.Tensor]], w_uk: torch.Tensor
+) -> None:
+    assert cache.window is not None
+    view, n = cache.view(), cache.window.n
+    for request, tokens in enumerate(lists):
+        if not tokens:
+            continue
+        expected = torch.stack(tokens)
+        positions = torch.arange(len(tokens)).expand(view.requests, -1)
+        latent, rope = view.rows(positions)
+        assert torch.equal(torch.cat([latent, rope], -1)[request], expected)
+        start = int(cache.window.start[request])
+        assert max(0, len(tokens) - n) <= start <= len(tokens)
+        keys = torch.einsum("mk,hdk->mhd", expected[start:, :K], w_uk)
+        slots = torch.arange(start, len(tokens)) % n
+        torch.testing.assert_close(cache.window.k_new[request].transpose(0, 1)[slots], keys)
+
+
+def _require_attention(
+    cache: LatentCache, lists: list[list[torch.Tensor]], model: Any, generator: torch.Generator
+) -> None:
+    q_nope, q_rope = (normal(generator, 3, 2, 1, w, dtype=torch.float32) for w in (2, P))
+    output, lse = mla_var3.mla_attention(
+        q_nope, q_rope, cache, model.w_uk, model.w_uv, return_lse=True
+    )
+    for request, tokens in enumerate(lists):
+        rows_ = torch.stack(tokens) if tokens else torch.empty(0, K + P)
+        expected, expected_lse = oracle(
+            q_nope[request], q_rope[request], rows_[:, :K], rows_[:, K:], model
+        )
+        assert_close(output[request], expected, lse[request], expected_lse)

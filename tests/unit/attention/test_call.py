@@ -1,0 +1,318 @@
+"""`mla_attention` against a float64 oracle, with its options crossed."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import mla_var3
+from mla_var3.attention.masks import tree_ancestors
+from mla_var3.attention.view import paged_view
+from mla_var3.op.mla.inputs import absorb_queries, make_inputs
+from mla_var3.op.mla.problem import MlaProblem
+from mla_var3.op.mla.reference import reference_from_latent
+
+from .attention_support import (
+    ancestors_by_walking,
+    assert_close,
+    filled_cache,
+    latent_oracle,
+    make_model,
+    normal,
+    oracle,
+    random_parents,
+)
+
+mla_attention = mla_var3.mla_attention
+P = 4
+
+
+@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_options_crossed(data: st.DataObject) -> None:
+    """Random sizes, caches, masks, query packing and strides, each against the oracle."""
+    draw = data.draw
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16]))
+    model = make_model(
+        generator, draw(st.integers(1, 3)), draw(st.integers(1, 9)), draw(st.integers(1, 9)), dtype
+    )
+    h, d, k = model.sizes
+    b = draw(st.integers(1, 3))
+    page_size = draw(st.sampled_from([None, 64]))
+    prefix = draw(st.sampled_from([0, 0, 64 if page_size else 5]))
+    window = draw(st.sampled_from([0, 0, 1, 7, 130]))
+    lengths = [max(prefix, draw(st.integers(0, 130))) for _ in range(b)]
+    cache, tokens = filled_cache(
+        generator, lengths, model, p=P, t=130, dtype=dtype, page_size=page_size, window=window,
+        prefix=prefix, steps=draw(st.integers(1, 3)),
+    )  # fmt: skip
+    ragged = draw(st.booleans())
+    counts = [draw(st.integers(0, 5)) if ragged else 0 for _ in range(b)]
+    s = draw(st.integers(1, 5))
+    if not ragged:
+        counts = [s] * b
+    masking = draw(st.sampled_from(["causal", "full", "mask", "parents"]))
+    most = max(1, *counts)
+    shape = (b, most) if draw(st.booleans()) else (most,)
+    parents = random_parents(generator, *shape)
+    trees = tree_ancestors(parents).expand(b, most, most)
+    tree_mask = {"mask": tree_ancestors(parents), "parents": parents}.get(masking)
+    scale = draw(st.sampled_from([None, 0.3]))
+    strided = draw(st.booleans())
+    q_nope = normal(generator, sum(counts), h, d * (1 + strided), dtype=dtype)
+    q_rope = normal(generator, sum(counts), h, P * (1 + strided), dtype=dtype)
+    if strided:
+        q_nope, q_rope = q_nope[..., ::2], q_rope[..., ::2]
+    bounds = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32)
+    options: dict[str, object] = {"cu_seqlens_q": bounds}
+    queries = q_nope, q_rope
+    if ragged:
+        if tree_mask is not None or draw(st.booleans()):
+            options["max_q"] = most
+    else:
+        options = {}
+        queries = q_nope.view(b, s, h, -1), q_rope.view(b, s, h, -1)
+    output, lse = mla_attention(
+        *queries, cache, model.w_uk, model.w_uv, causal=masking != "full", scale=scale,
+        tree_mask=tree_mask, return_lse=True, **options,
+    )  # fmt: skip
+    expected = [
+        oracle(
+            q_nope[first:last],
+            q_rope[first:last],
+            rows[:, :k],
+            rows[:, k:],
+            model,
+            scale=scale,
+            causal=masking != "full",
+            tree=None if tree_mask is None else tree,
+        )
+        for (first, last), rows, tree in zip(
+            itertools.pairwise(bounds.tolist()), tokens, trees, strict=True
+        )
+    ]
+    assert_close(
+        output.flatten(0, -3),
+        torch.cat([part for part, _ in expected]),
+        lse.flatten(0, -2),
+        torch.cat([part for _, part in expected]),
+    )
+
+
+def test_agrees_with_the_reference_at_model_widths() -> None:
+    problem = MlaProblem(b=2, s=3, t=150, h=4, lengths=(150, 71))
+    raw = make_inputs(problem, "cpu", seed=1)
+    output, lse = mla_attention(
+        raw.q_nope, raw.q_rope, (raw.c_kv, raw.k_rope), raw.w_uk, raw.w_uv, lengths=raw.lengths,
+        return_lse=True,
+    )  # fmt: skip
+    expected, expected_lse = reference_from_latent(raw, problem)
+    assert_close(output, expected, lse, expected_lse)
+
+
+def test_the_output_alone_and_into_a_given_tensor(generator: torch.Generator) -> None:
+    model = make_model(generator)
+    cache, _ = filled_cache(generator, [9, 4], model)
+    q_nope, q_rope = (normal(generator, 2, 3, 2, w, dtype=torch.float32) for w in (6, P))
+    alone = mla_attention(q_nope, q_rope, cache, model.w_uk, model.w_uv)
+    out = torch.full((2, 3, 2, 6), torch.nan)
+    same = mla_attention(q_nope, q_rope, cache, model.w_uk, model.w_uv, out=out)
+    assert same is out
+    assert torch.equal(out, alone)
+    packed = torch.empty(6, 2, 6)
+    bounds = torch.tensor([0, 3, 6], dtype=torch.int32)
+    mla_attention(
+        q_nope.flatten(0, 1), q_rope.flatten(0, 1), cache, model.w_uk, model.w_uv, out=packed,
+        cu_seqlens_q=bounds,
+    )  # fmt: skip
+    torch.testing.assert_close(packed.view_as(alone), alone)
+
+
+def test_a_pair_without_lengths_is_full(generator: torch.Generator) -> None:
+    model = make_model(generator)
+    c_kv, k_rope = (normal(generator, 1, 11, w, dtype=torch.float32) for w in (8, P))
+    q_nope, q_rope = (normal(generator, 1, 2, 2, w, dtype=torch.float32) for w in (6, P))
+    output, lse = mla_attention(
+        q_nope, q_rope, (c_kv, k_rope), model.w_uk, model.w_uv, return_lse=True
+    )
+    assert_close(output[0], *_swap(oracle(q_nope[0], q_rope[0], c_kv[0], k_rope[0], model), lse[0]))
+
+
+def _swap(
+    expected: tuple[torch.Tensor, torch.Tensor], lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return expected[0], lse, expected[1]
+
+
+def test_latent_attention(generator: torch.Generator) -> None:
+    model = make_model(generator)
+    cache, tokens = filled_cache(generator, [70, 0, 3], model, page_size=64, window=5)
+    q_latent, q_rope = (normal(generator, 3, 2, 2, w, dtype=torch.float32) for w in (8, P))
+    output, lse = mla_var3.mla_latent_attention(q_latent, q_rope, cache, d=6)
+    for request, rows in enumerate(tokens):
+        expected = latent_oracle(
+            q_latent[request], q_rope[request], rows[:, :8], rows[:, 8:], scale=(6 + P) ** -0.5
+        )
+        assert_close(output[request], *_swap(expected, lse[request]))
+
+
+def test_a_foreign_paged_cache(generator: torch.Generator) -> None:
+    """Pages in any order, wild entries beyond the tokens, int64 lengths."""
+    model = make_model(generator)
+    pages = normal(generator, 6, 64, 8 + P, dtype=torch.float32)
+    table = torch.tensor([[4, 1, 2147480000], [3, -7, 999]], dtype=torch.int32)
+    lengths = torch.tensor([100, 64])
+    view = paged_view(pages, table, lengths, k=8)
+    q_nope, q_rope = (normal(generator, 2, 2, 2, w, dtype=torch.float32) for w in (6, P))
+    output, lse = mla_attention(
+        q_nope, q_rope, view, model.w_uk, model.w_uv, return_lse=True, max_kv=128
+    )
+    for request, rows in enumerate((pages[[4, 1]].flatten(0, 1)[:100], pages[3])):
+        expected = oracle(q_nope[request], q_rope[request], rows[:, :8], rows[:, 8:], model)
+        assert_close(output[request], *_swap(expected, lse[request]))
+
+
+def test_tokens_without_a_key_give_zero(generator: torch.Generator) -> None:
+    model = make_model(generator)
+    cache, _ = filled_cache(generator, [0, 2], model)
+    q_nope, q_rope = (normal(generator, 2, 3, 2, w, dtype=torch.float32) for w in (6, P))
+    output, lse = mla_attention(q_nope, q_rope, cache, model.w_uk, model.w_uv, return_lse=True)
+    assert torch.equal(output[0], torch.zeros(3, 2, 6))
+    assert torch.equal(lse[0], torch.full((3, 2), -torch.inf))
+    assert torch.equal(output[1, 0], torch.zeros(2, 6))  # the first query lies before the tokens
+    assert lse[1].isfinite().tolist() == [[False, False], [True, True], [True, True]]
+
+
+def test_no_queries_at_all(generator: torch.Generator) -> None:
+    model = make_model(generator)
+    cache, _ = filled_cache(generator, [3, 2], model)
+    bounds = torch.zeros(3, dtype=torch.int32)
+    output, lse = mla_attention(
+        torch.empty(0, 2, 6), torch.empty(0, 2, P), cache, model.w_uk, model.w_uv,
+        cu_seqlens_q=bounds, return_lse=True,
+    )  # fmt: skip
+    assert output.shape == (0, 2, 6) and lse.shape == (0, 2)
+
+
+def test_packed_rows_beyond_the_last_bound_are_zero(generator: torch.Generator) -> None:
+    model = make_model(generator)
+    cache, _ = filled_cache(generator, [3, 2], model)
+    q_nope, q_rope = (normal(generator, 6, 2, w, dtype=torch.float32) for w in (6, P))
+    bounds = torch.tensor([0, 1, 3], dtype=torch.int32)
+    output, lse = mla_attention(
+        q_nope, q_rope, cache, model.w_uk, model.w_uv, cu_seqlens_q=bounds, return_lse=True
+    )
+    assert output[:3].abs().sum() > 0
+    assert torch.equal(output[3:], torch.zeros(3, 2, 6))
+    assert torch.equal(lse[3:], torch.full((3, 2), -torch.inf))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_huge_scores_do_not_overflow(dtype: torch.dtype, generator: torch.Generator) -> None:
+    """Logits far beyond the range of float16, in both signs."""
+    model = make_model(generator, d=16, k=16, dtype=dtype)
+    cache, tokens = filled_cache(generator, [40], model, dtype=dtype, window=7)
+    for rows in tokens:
+        rows.mul_(100)
+    cache.buffer.mul_(100)
+    assert cache.window is not None
+    cache.window.k_new.mul_(100)
+    cache.window.v_new.mul_(100)
+    q_nope, q_rope = (normal(generator, 1, 2, 2, w, dtype=dtype) * 200 for w in (16, P))
+    output, lse = mla_attention(
+        q_nope, q_rope, cache, model.w_uk, model.w_uv, scale=4.0, return_lse=True
+    )
+    expected, expected_lse = oracle(
+        q_nope[0], q_rope[0], tokens[0][:, :16], tokens[0][:, 16:], model, scale=4.0
+    )
+    assert float(expected_lse.abs().max()) > 65504
+    assert output.isfinite().all() and lse.isfinite().all()
+    assert_close(output[0].float().to(dtype), expected, lse[0], expected_lse)
+
+
+def test_results_repeat_bit_by_bit(generator: torch.Generator) -> None:
+    model = make_model(generator)
+    cache, _ = filled_cache(generator, [90, 33], model, page_size=64, window=8)
+    q_nope, q_rope = (normal(generator, 2, 3, 2, w, dtype=torch.float32) for w in (6, P))
+    first = mla_attention(q_nope, q_rope, cache, model.w_uk, model.w_uv)
+    assert torch.equal(first, mla_attention(q_nope, q_rope, cache, model.w_uk, model.w_uv))
+
+
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=12), st.randoms())
+@settings(max_examples=100, deadline=None)
+def test_tree_ancestors_by_walking(draws: list[int], _: object) -> None:
+    parents = [draw % (token + 1) - 1 for token, draw in enumerate(draws)]
+    assert torch.equal(tree_ancestors(torch.tensor(parents)), ancestors_by_walking(parents))
+
+
+def test_a_later_parent_counts_as_the_context() -> None:
+    assert torch.equal(tree_ancestors(torch.tensor([1, 5, 0])), ancestors_by_walking([-1, -1, 0]))
+
+
+@pytest.mark.parametrize(
+    "kernel", ["flash_mla", "flash_mla_split_kv", "flash_attention", "mla_var6_plus"]
+)
+@pytest.mark.parametrize("window", [0, 16, 70])
+def test_the_kernels_on_the_interpreter(
+    kernel: str, window: int, generator: torch.Generator
+) -> None:
+    """Each named kernel is what runs, and gives what the oracle says."""
+    model = make_model(generator, h=2, d=16, k=128, dtype=torch.bfloat16)
+    cache, tokens = filled_cache(
+        generator, [70, 21], model, p=16, t=70, dtype=torch.bfloat16, window=window
+    )
+    # One element into their storage: kernels get copies at aligned addresses.
+    q_nope, q_rope = (
+        normal(generator, 2 * 3 * 2 * 16 + 1, dtype=torch.bfloat16)[1:].view(2, 3, 2, 16)
+        for _ in range(2)
+    )
+    explanation = mla_var3.explain(q_nope, q_rope, cache, model.w_uk, model.w_uv, kernel=kernel)
+    assert explanation.kernel == kernel.partition(":")[0]
+    assert explanation.path == "interpreter"
+    output, lse = mla_attention(
+        q_nope, q_rope, cache, model.w_uk, model.w_uv, kernel=kernel, return_lse=True
+    )
+    for request, rows in enumerate(tokens):
+        expected = oracle(q_nope[request], q_rope[request], rows[:, :128], rows[:, 128:], model)
+        assert_close(output[request], *_swap(expected, lse[request]))
+
+
+def test_a_short_ring_is_filled_up_for_the_mixed_kernel(generator: torch.Generator) -> None:
+    """After dropped tokens the mixed kernel refuses to guess: NaN until the ring is filled up."""
+    model = make_model(generator, h=2, d=16, k=128, dtype=torch.bfloat16)
+    cache, tokens = filled_cache(
+        generator, [60, 21], model, p=16, t=70, dtype=torch.bfloat16, window=16
+    )
+    q_nope, q_rope = (normal(generator, 2, 2, 2, 16, dtype=torch.bfloat16) for _ in range(2))
+
+    def attend(kernel: str) -> torch.Tensor:
+        return mla_attention(q_nope, q_rope, cache, model.w_uk, model.w_uv, kernel=kernel)
+
+    cache.truncate([3, 0])
+    assert attend("mla_var6_plus")[0].isnan().all()
+    assert not attend("torch_tiled").isnan().any()
+    cache.refill(model.w_uk, model.w_uv, 3)
+    mixed = attend("mla_var6_plus")
+    for request, rows in enumerate((tokens[0][:57], tokens[1])):
+        expected, lse = oracle(
+            q_nope[request], q_rope[request], rows[:, :128], rows[:, 128:], model
+        )
+        assert_close(mixed[request], expected, lse, lse)
+
+
+def test_absorbed_queries_match_the_full_call(generator: torch.Generator) -> None:
+    model = make_model(generator)
+    cache, _ = filled_cache(generator, [20, 13], model)
+    q_nope, q_rope = (normal(generator, 2, 2, 2, w, dtype=torch.float32) for w in (6, P))
+    full, lse = mla_attention(q_nope, q_rope, cache, model.w_uk, model.w_uv, return_lse=True)
+    latent, latent_lse = mla_var3.mla_latent_attention(
+        absorb_queries(q_nope, model.w_uk), q_rope, cache, d=6
+    )
+    projected = torch.einsum("bshk,hkd->bshd", latent, model.w_uv)
+    torch.testing.assert_close(projected, full)
+    torch.testing.assert_close(latent_lse, lse)

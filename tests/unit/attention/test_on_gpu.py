@@ -1,0 +1,116 @@
+"""The attention call on a GPU: against the oracle, captured in a graph, with the checks on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import mla_var3
+from mla_var3.attention.cache import LatentCache
+from mla_var3.errors import UnsupportedError
+
+from .attention_support import Model, assert_close, make_model, normal, oracle
+
+pytestmark = pytest.mark.gpu
+
+B, S, H, D, P, K, T = 2, 3, 16, 128, 64, 512, 512
+
+
+@pytest.fixture
+def model(generator: torch.Generator) -> Model:
+    made = make_model(generator, H, D, K, torch.bfloat16)
+    return Model(made.w_uk.cuda(), made.w_uv.cuda())
+
+
+def make_cache(**options: Any) -> LatentCache:
+    cache = LatentCache.allocate(B, T, device="cuda", heads=H, head_dim=D, **options)
+    cache.buffer.fill_(torch.nan)
+    return cache
+
+
+def require_right(
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    q: tuple[torch.Tensor, torch.Tensor],
+    cache: LatentCache,
+    model: Model,
+) -> None:
+    """Compare with the oracle over the tokens that the cache holds."""
+    view, weights = cache.view(), Model(model.w_uk.cpu(), model.w_uv.cpu())
+    for request, length in enumerate(cache.lengths.tolist()):
+        positions = torch.arange(length, device="cuda").expand(B, -1)
+        latent, rope = (rows[request].cpu() for rows in view.rows(positions))
+        expected, expected_lse = oracle(
+            q[0][request].cpu(), q[1][request].cpu(), latent, rope, weights
+        )
+        assert_close(output[request].cpu(), expected, lse[request].cpu(), expected_lse)
+
+
+@pytest.mark.parametrize("options", [{}, {"page_size": 64}, {"window": 128}])
+@pytest.mark.parametrize("kernel", ["auto", "torch_tiled", "mla_var6_plus", "flash_mla:cutile-dsl"])
+def test_every_path(
+    options: dict[str, int], kernel: str, model: Model, generator: torch.Generator
+) -> None:
+    cache = make_cache(**options)
+    rows = normal(generator, B, 300, K + P, dtype=torch.bfloat16).cuda()
+    weights = {"w_uk": model.w_uk, "w_uv": model.w_uv} if "window" in options else {}
+    cache.append(rows[..., :K], rows[..., K:], [300, 77], **weights)
+    q = tuple(normal(generator, B, S, H, w, dtype=torch.bfloat16).cuda() for w in (D, P))
+    operands = (*q, cache, model.w_uk, model.w_uv)
+    if "page_size" in options and kernel not in ("auto", "torch_tiled"):
+        with pytest.raises(UnsupportedError, match="a paged cache"):
+            mla_var3.mla_attention(*operands, kernel=kernel)
+        return
+    output, lse = mla_var3.mla_attention(*operands, kernel=kernel, return_lse=True)
+    require_right(output, lse, (q[0], q[1]), cache, model)
+
+
+def test_a_captured_step(model: Model, generator: torch.Generator) -> None:
+    """Append, attend and drop in one graph; replayed with other drafts and other rejections."""
+    cache = make_cache(page_size=64, window=64)
+    latent, rope = (torch.zeros(B, S, w, dtype=torch.bfloat16, device="cuda") for w in (K, P))
+    q_nope, q_rope = (torch.zeros(B, S, H, w, dtype=torch.bfloat16, device="cuda") for w in (D, P))
+    rejected = torch.zeros(B, dtype=torch.int32, device="cuda")
+    out = torch.empty_like(q_nope)
+    lse = torch.empty(B, S, H, device="cuda")
+    weights = {"w_uk": model.w_uk, "w_uv": model.w_uv}
+
+    def step() -> None:
+        cache.truncate(rejected, **weights, most=S)
+        cache.append(latent, rope, **weights)
+        result = mla_var3.mla_attention(
+            q_nope, q_rope, cache, model.w_uk, model.w_uv, kernel="torch_tiled", out=out,
+            return_lse=True,
+        )  # fmt: skip
+        lse.copy_(result[1])
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    cache.evict(list(range(B)))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    cache.evict(list(range(B)))
+    for turn in range(40):
+        for tensor in (latent, rope, q_nope, q_rope):
+            tensor.copy_(normal(generator, *tensor.shape, dtype=torch.bfloat16))
+        rejected.copy_(torch.tensor([turn % 3, (turn + 1) % 2], dtype=torch.int32))
+        graph.replay()
+        if turn % 8 == 7:
+            require_right(out, lse, (q_nope, q_rope), cache, model)
+    cache.check()
+
+
+def test_the_checks_refuse_a_capture(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make_cache()
+    q_nope, q_rope = (torch.zeros(B, S, H, w, dtype=torch.bfloat16, device="cuda") for w in (D, P))
+    monkeypatch.setenv("HYPER_MLA_DEBUG", "1")
+    mla_var3.mla_attention(q_nope, q_rope, cache, model.w_uk, model.w_uv, kernel="torch_tiled")
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(UnsupportedError, match="HYPER_MLA_DEBUG"), torch.cuda.graph(graph):
+        mla_var3.mla_attention(q_nope, q_rope, cache, model.w_uk, model.w_uv, kernel="torch_tiled")

@@ -1,0 +1,119 @@
+"""The calls inside `torch.compile` and `torch.export`, through their operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import mla_var3
+from mla_var3.attention.cache import LatentCache
+from mla_var3.attention.ops import latent_attention_op, mla_attention_op
+
+from .attention_support import Model, filled_cache, make_model, normal
+
+P = 4
+
+
+@pytest.fixture
+def call(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, LatentCache, Model]:
+    model = make_model(generator)
+    cache, _ = filled_cache(generator, [70, 9], model, page_size=64, window=5)
+    q_nope, q_rope = (normal(generator, 2, 3, 2, w, dtype=torch.float32) for w in (6, P))
+    return q_nope, q_rope, cache, model
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compile_without_a_break(backend: str, call: Any) -> None:
+    q_nope, q_rope, cache, model = call
+    parents = torch.tensor([-1, 0, 0])
+
+    def layer(q_nope: torch.Tensor, q_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output, lse = mla_var3.mla_attention(
+            q_nope * 2, q_rope, cache, model.w_uk, model.w_uv, tree_mask=parents, return_lse=True
+        )
+        return output + 1, lse
+
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    for got, expected in zip(compiled(q_nope, q_rope), layer(q_nope, q_rope), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_compile_follows_the_cache_and_fills_out(call: Any) -> None:
+    """The compiled program reads the cache when it runs, and writes where it is told."""
+    q_nope, q_rope, cache, model = call
+    out = torch.empty(2, 3, 2, 6)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def layer(q_nope: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return mla_var3.mla_attention(q_nope, q_rope, cache, model.w_uk, model.w_uv, out=out)
+
+    layer(q_nope, out)
+    before = out.clone()
+    cache.truncate([2, 1])
+    layer(q_nope, out)
+    assert not torch.equal(out, before)
+    expected = mla_var3.mla_attention(q_nope, q_rope, cache, model.w_uk, model.w_uv)
+    torch.testing.assert_close(out, expected)
+
+
+def test_compile_of_latent_and_packed_queries(call: Any) -> None:
+    _, q_rope, cache, _ = call
+    bounds = torch.tensor([0, 2, 6], dtype=torch.int32)
+
+    def layer(q: torch.Tensor, q_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return mla_var3.mla_latent_attention(q, q_rope, cache, d=6, cu_seqlens_q=bounds, max_q=4)
+
+    q_latent = torch.randn(6, 2, 8)
+    rope = q_rope.flatten(0, 1)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for got, expected in zip(compiled(q_latent, rope), layer(q_latent, rope), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.w_uk = torch.nn.Parameter(model.w_uk, requires_grad=False)
+        self.w_uv = torch.nn.Parameter(model.w_uv, requires_grad=False)
+
+    def forward(
+        self,
+        q_nope: torch.Tensor,
+        q_rope: torch.Tensor,
+        c_kv: torch.Tensor,
+        k_rope: torch.Tensor,
+        lengths: torch.Tensor,
+    ) -> torch.Tensor:
+        cache = (c_kv, k_rope)
+        return mla_var3.mla_attention(q_nope, q_rope, cache, self.w_uk, self.w_uv, lengths=lengths)
+
+
+def test_export(generator: torch.Generator) -> None:
+    layer = Layer(make_model(generator))
+    shapes = [(2, 3, 2, 6), (2, 3, 2, P), (2, 20, 8), (2, 20, P)]
+    operands = [normal(generator, *shape, dtype=torch.float32) for shape in shapes]
+    lengths = torch.tensor([20, 7], dtype=torch.int32)
+    program = torch.export.export(layer, (*operands, lengths))
+    targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert "hyper_mla.mla_attention.default" in targets
+    torch.testing.assert_close(program.module()(*operands, lengths), layer(*operands, lengths))
+
+
+def test_the_operators_keep_their_promises(call: Any) -> None:
+    """Schema and shapes without values agree with what really comes out."""
+    q_nope, q_rope, cache, model = call
+    view = cache.view()
+    full = (
+        q_nope, q_rope, view.latent, view.rope, view.lengths, model.w_uk, model.w_uv,
+        view.block_table, view.k_new, view.v_new, view.window_start, None, None, None, None, None,
+        True, 0.3, 3, None, "auto",
+    )  # fmt: skip
+    latent = (
+        torch.randn(2, 3, 2, 8), q_rope, view.latent, view.rope, view.lengths, view.block_table,
+        None, None, None, True, 0.3, 3, None, "auto",
+    )  # fmt: skip
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(mla_attention_op, full, test_utils=tests)
+    torch.library.opcheck(latent_attention_op, latent, test_utils=tests)

@@ -1,0 +1,64 @@
+"""The names that the package offers, and what importing and using them leaves behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import mla_var3
+from mla_var3 import attention
+
+from .attention_support import filled_cache, make_model, normal
+
+
+def test_names_are_offered_and_listed() -> None:
+    for name in ("LatentCache", "explain", "mla_attention", "mla_latent_attention"):
+        assert getattr(mla_var3, name) is getattr(attention, name)
+        assert name in dir(mla_var3)
+    for name in attention.__all__:
+        assert getattr(attention, name) is not None
+        assert name in dir(attention)
+
+
+@pytest.mark.parametrize("module", [mla_var3, attention])
+def test_other_names_are_errors(module: object) -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'mla_atention'"):
+        module.mla_atention  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_a_call_on_the_cpu_loads_no_kernel_language(package_environment: dict[str, str]) -> None:
+    code = (
+        "import sys, torch, mla_var3\n"
+        "c = mla_var3.LatentCache.allocate(1, 8, k=4, p=2, dtype=torch.float32)\n"
+        "c.append(torch.ones(1, 3, 4), torch.ones(1, 3, 2))\n"
+        "q = torch.ones(1, 1, 1, 2)\n"
+        "mla_var3.mla_attention(q, q, c, torch.ones(1, 2, 4), torch.ones(1, 4, 2))\n"
+        "assert not {'cuda.tile', 'cutlass'} & set(sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=package_environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_parameters_leave_no_gradients_behind(generator: torch.Generator) -> None:
+    model = make_model(generator)
+    cache, _ = filled_cache(generator, [9, 4], model, window=3)
+    for weight in (model.w_uk, model.w_uv):
+        weight.requires_grad_()
+    rows = normal(generator, 2, 1, 12, dtype=torch.float32).requires_grad_()
+    cache.append(rows[..., :8], rows[..., 8:], w_uk=model.w_uk, w_uv=model.w_uv)
+    cache.truncate([1, 0], w_uk=model.w_uk, w_uv=model.w_uv)
+    assert not cache.buffer.requires_grad
+    assert cache.window is not None and not cache.window.k_new.requires_grad
+    q_nope, q_rope = (normal(generator, 2, 1, 2, w, dtype=torch.float32) for w in (6, 4))
+    output = mla_var3.mla_attention(q_nope, q_rope, cache, model.w_uk, model.w_uv)
+    assert not output.requires_grad

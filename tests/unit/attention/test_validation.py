@@ -1,0 +1,253 @@
+"""Every wrong argument of the calls raises an error that names it, what was expected and came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import mla_var3
+from mla_var3.attention.cache import LatentCache
+from mla_var3.attention.view import CacheView, paged_view
+from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
+
+B, S, H, D, P, K, T = 2, 3, 2, 6, 4, 8, 70
+
+Arguments = dict[str, Any]
+
+
+def arguments() -> Arguments:
+    return {
+        "q_nope": torch.randn(B, S, H, D),
+        "q_rope": torch.randn(B, S, H, P),
+        "cache": (torch.randn(B, T, K), torch.randn(B, T, P)),
+        "w_uk": torch.randn(H, D, K),
+        "w_uv": torch.randn(H, K, D),
+    }
+
+
+def changed(**changes: Any) -> Callable[[Arguments], Arguments]:
+    return lambda given: {**given, **changes}
+
+
+BOUNDS = torch.tensor([0, 3, 6], dtype=torch.int32)
+PACKED = {"q_nope": torch.randn(6, H, D), "q_rope": torch.randn(6, H, P), "cu_seqlens_q": BOUNDS}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (changed(q_nope=3), r"q_nope: expected a tensor \[b, s, h, d\], got int"),
+        (changed(q_nope=torch.randn(B, S, H)), r"q_nope: expected \[b, s, h, d\], got \[2, 3, 2\]"),
+        (changed(q_nope=torch.randn(B, 0, H, D)), "q_nope: expected s of at least 1"),
+        (changed(q_nope=torch.ones(B, S, H, D).long()), "q_nope: expected dtype torch.bfloat16 or"),
+        (changed(q_nope=torch.randn(B, S, H, D).half()), "w_uk: expected dtype torch.float16"),
+        (
+            changed(q_rope=torch.randn(B, S, 1, P)),
+            r"q_rope: expected \[b=2, s=3, h=2, p=4\], got \[2, 3, 1, 4\]",
+        ),
+        (changed(q_rope=None), "q_rope: expected a tensor .* got NoneType"),
+        (changed(q_rope=torch.randn(B, S, H, P).half()), "q_rope: expected dtype torch.float32"),
+        (
+            changed(q_rope=torch.empty(B, S, H, P, device="meta")),
+            "q_rope: expected a tensor on cpu, got one on meta",
+        ),
+        (
+            changed(w_uk=torch.randn(H, D + 1, K)),
+            r"w_uk: expected \[h=2, d=6, k\], got \[2, 7, 8\]",
+        ),
+        (
+            changed(w_uv=torch.randn(H, D, K)),
+            r"w_uv: expected \[h=2, k=8, d=6\], got \[2, 6, 8\]",
+        ),
+        (changed(cache=5), "cache: expected a LatentCache, a CacheView or a pair .* got int"),
+        (changed(cache=(1, 2, 3)), "cache: expected a LatentCache, a CacheView or a pair"),
+        (
+            changed(cache=(torch.randn(B, T, 9), torch.randn(B, T, P))),
+            r"cache\[0\] \(c_kv\): expected \[b=2, t, k=8\], got \[2, 70, 9\]",
+        ),
+        (
+            changed(cache=(torch.randn(B, T, K), torch.randn(B, T - 1, P))),
+            r"cache\[1\] \(k_rope\): expected \[b=2, t=70, p=4\], got \[2, 69, 4\]",
+        ),
+        (
+            changed(cache=(torch.randn(B, T, K).half(), torch.randn(B, T, P))),
+            r"cache\[0\] \(c_kv\): expected dtype torch.float32, got torch.float16",
+        ),
+        (
+            changed(cache=LatentCache.allocate(3, T, k=K, p=P, dtype=torch.float32)),
+            r"cache.c_kv: expected \[b=2, t, k=8\], got \[3, 70, 8\]",
+        ),
+        (
+            changed(cache=LatentCache.allocate(B, T, k=K, p=P)),
+            "cache.c_kv: expected dtype torch.float32, got torch.bfloat16",
+        ),
+        (
+            changed(
+                cache=LatentCache.allocate(
+                    B, T, k=K, p=P, dtype=torch.float32, window=4, heads=1, head_dim=D
+                )
+            ),
+            r"cache.k_new: expected \[b=2, h=2, n, d=6\], got \[2, 1, 4, 6\]",
+        ),
+        (
+            changed(cache=(torch.randn(B, 0, K), torch.randn(B, 0, P))),
+            "cache: expected at least one slot per request, got none",
+        ),
+        (changed(lengths=[1]), r"lengths: expected \[b=2\], got \[1\]"),
+        (changed(lengths=torch.ones(B)), "lengths: expected dtype torch.int32 or torch.int64"),
+        (changed(causal=1), "causal: expected True or False, got 1"),
+        (changed(scale=0), "scale: expected a positive finite number or None, got 0"),
+        (changed(scale="x"), "scale: expected a positive finite number or None, got 'x'"),
+        (changed(scale=float("inf")), "scale: expected a positive finite number or None, got inf"),
+        (
+            changed(out=torch.empty(B, S, H, K)),
+            r"out: expected \[b=2, s=3, h=2, d=6\], got \[2, 3, 2, 8\]",
+        ),
+        (changed(out=torch.empty(B, S, H, D).half()), "out: expected dtype torch.float32"),
+        (changed(max_q=2), "max_q: expected s=3 without cu_seqlens_q, got 2"),
+        (changed(max_kv=0), "max_kv: expected a positive integer, got 0"),
+        (
+            changed(cache=(torch.randn(B, 2, K), torch.randn(B, 2, P))),
+            r"s: expected at most the t=2 slots of a request \(causal\), got 3",
+        ),
+        (
+            changed(cu_seqlens_q=BOUNDS),
+            r"q_nope: expected \[total_q, h, d\], got \[2, 3, 2, 6\]",
+        ),
+        (
+            changed(**{**PACKED, "cu_seqlens_q": BOUNDS[:2]}),
+            r"cu_seqlens_q: expected \[b\+1=3\], got \[2\]",
+        ),
+        (
+            changed(**{**PACKED, "cu_seqlens_q": BOUNDS.float()}),
+            "cu_seqlens_q: expected dtype torch.int32 or torch.int64",
+        ),
+        (
+            changed(tree_mask=torch.ones(S, S, dtype=torch.bool), causal=False),
+            "tree_mask: expected none with causal=False, got a tree",
+        ),
+        (changed(tree_mask=[0]), "tree_mask: expected a tensor, got list"),
+        (
+            changed(tree_mask=torch.ones(4, 4, dtype=torch.bool)),
+            r"tree_mask: expected \[s=3, s=3\], got \[4, 4\]",
+        ),
+        (
+            changed(tree_mask=torch.zeros(3, S, dtype=torch.int32)),
+            r"tree_mask: expected \[b=2, s=3\], got \[3, 3\]",
+        ),
+        (changed(tree_mask=torch.zeros(S)), "tree_mask: expected dtype torch.bool or"),
+        (changed(total_lengths=[1, 2, 3]), r"total_lengths: expected \[b=2\], got \[3\]"),
+    ],
+)
+def test_wrong_arguments(change: Callable[[Arguments], Arguments], message: str) -> None:
+    given = change(arguments())
+    operands = [given.pop(name) for name in ("q_nope", "q_rope", "cache", "w_uk", "w_uv")]
+    with pytest.raises(InvalidArgumentError, match=message):
+        mla_var3.mla_attention(*operands, **given)
+    with pytest.raises(InvalidArgumentError, match=message):
+        mla_var3.explain(*operands, **given)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "error", "message"),
+    [
+        ("flash_mle", UnknownNameError, "unknown kernel 'flash_mle'; did you mean 'flash_mla'"),
+        ("flash_mla:c", UnknownNameError, "unknown kernel 'flash_mla:c'"),
+        (
+            "mla_var6_plus",
+            UnsupportedError,
+            r"got 'mla_var6_plus'; mla_var6_plus \(cutile-dsl\): it does not support float32",
+        ),
+    ],
+)
+def test_a_named_kernel_is_used_or_refused(
+    kernel: str, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        mla_var3.mla_attention(**arguments(), kernel=kernel)
+
+
+def test_unknown_options_are_named() -> None:
+    given = arguments()
+    with pytest.raises(UnknownNameError, match="unknown option 'casual'; did you mean 'causal'"):
+        mla_var3.mla_latent_attention(
+            torch.randn(B, S, H, K), given["q_rope"], given["cache"], casual=True
+        )
+    with pytest.raises(InvalidArgumentError, match="operands: expected 5 .* got 2"):
+        mla_var3.explain(1, 2)
+    with pytest.raises(InvalidArgumentError, match="d: expected a positive integer, got 0"):
+        mla_var3.mla_latent_attention(torch.randn(B, S, H, K), given["q_rope"], given["cache"], d=0)
+
+
+def test_foreign_pages_are_checked() -> None:
+    pages, table = torch.randn(4, 64, K + P), torch.zeros(B, 2, dtype=torch.int32)
+    lengths = torch.zeros(B, dtype=torch.int32)
+    with pytest.raises(InvalidArgumentError, match=r"block_table: expected \[b=3, max_pages\]"):
+        paged_view(pages, table, torch.zeros(3, dtype=torch.int32), k=K)
+    with pytest.raises(InvalidArgumentError, match=r"pages: expected \[num_pages, page, k\+p\]"):
+        paged_view(pages[0], table, lengths, k=K)
+
+
+# --- values on the device -------------------------------------------------------------------------
+
+
+def paged_arguments(**changes: Any) -> Arguments:
+    view = CacheView(
+        latent=torch.randn(4, 64, K),
+        rope=torch.randn(4, 64, P),
+        lengths=torch.tensor([70, 0], dtype=torch.int32),
+        block_table=torch.tensor([[3, 1], [-1, 9]], dtype=torch.int32),
+    )
+    return {**arguments(), "cache": replace(view, **changes)}
+
+
+def int32(*values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        (
+            {"lengths": int32(129, 0)},
+            {},
+            r"lengths\[0\]: expected a number from 0 to t=128, got 129",
+        ),
+        ({"lengths": int32(5, -1)}, {}, r"lengths\[1\]: expected a number from 0 to t=128, got -1"),
+        ({}, {"max_kv": 64}, r"lengths\[0\]: expected a number from 0 to max_kv=64, got 70"),
+        ({"lengths": int32(2, 0)}, {}, r"lengths\[0\]: expected at least the s=3 .* got 2"),
+        (
+            {"block_table": int32([3, 4], [0, 0])},
+            {},
+            r"block_table\[0, 1\]: expected a page from 0 to 3, got 4",
+        ),
+        (
+            {"block_table": int32([-1, 0], [0, 0])},
+            {},
+            r"block_table\[0, 0\]: expected a page from 0 to 3, got -1",
+        ),
+        ({}, {**PACKED, "cu_seqlens_q": int32(0, 4, 3)}, "cu_seqlens_q: expected ascending bounds"),
+        ({}, {**PACKED, "cu_seqlens_q": int32(0, 4, 7)}, "cu_seqlens_q: expected ascending bounds"),
+        ({"lengths": int32(9, 9)}, {**PACKED, "max_q": 2}, "max_q: expected at least 3, got 2"),
+    ],
+)
+def test_debug_mode_reads_the_device(
+    changes: Arguments, options: Arguments, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {**paged_arguments(**changes), **options}
+    mla_var3.mla_attention(**given)  # without it nothing is read back, and nothing breaks
+    monkeypatch.setenv("HYPER_MLA_DEBUG", "1")
+    with pytest.raises(InvalidArgumentError, match=message):
+        mla_var3.mla_attention(**given)
+
+
+def test_debug_mode_lets_right_values_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYPER_MLA_DEBUG", "1")
+    mla_var3.mla_attention(**paged_arguments())
+    mla_var3.mla_attention(
+        **{**paged_arguments(lengths=int32(3, 4), block_table=int32([0, 0], [0, 0])), **PACKED}
+    )

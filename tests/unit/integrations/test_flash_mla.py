@@ -1,0 +1,152 @@
+"""FlashMLA's dense decoding: its test's cases at small sizes, against plain PyTorch in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mla_var3.errors import InvalidArgumentError, UnsupportedError
+from mla_var3.integrations.flash_mla import (
+    FlashMLASchedMeta,
+    flash_mla_with_kvcache,
+    get_mla_metadata,
+)
+from mla_var3.op.compare import compare
+
+PAGE = 64
+WILD = 2147480000
+
+
+def make_case(
+    lengths: list[int], s: int, h: int, h_k: int, *, width: int = 576, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Shuffled pages; what lies beyond the tokens is NaN, what names it a wild page number."""
+    generator = torch.Generator().manual_seed(len(lengths) * 100 + s * 10 + h)
+    b, columns = len(lengths), max(1, -(-max(lengths) // PAGE)) + 1
+    table = torch.randperm(b * columns, generator=generator).view(b, columns).to(torch.int32)
+    cache = (torch.randn(b * columns, PAGE, h_k, width, generator=generator) / 10).clamp(-1, 1)
+    q = (torch.randn(b, s, h, width, generator=generator) / 10).clamp(-1, 1)
+    for request, length in enumerate(lengths):
+        used, rest = divmod(length, PAGE)
+        pages = table[request].tolist()
+        if rest:
+            cache[pages[used], rest:] = torch.nan
+            used += 1
+        cache[pages[used:]] = torch.nan
+        table[request, used:] = WILD
+    return {
+        "q": q.to(dtype),
+        "k_cache": cache.to(dtype),
+        "block_table": table,
+        "cache_seqlens": torch.tensor(lengths, dtype=torch.int32),
+    }
+
+
+def expected(
+    case: dict[str, Any], values: int, causal: bool, scale: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q = case["q"].double()
+    b, s, h, width = q.shape
+    group = h // case["k_cache"].shape[2]
+    output = torch.zeros(b, s, h, values, dtype=torch.float64)
+    lse = torch.full((b, h, s), torch.inf, dtype=torch.float64)
+    for request, length in enumerate(case["cache_seqlens"].tolist()):
+        pages = case["block_table"][request, : -(-length // PAGE)].long()
+        rows = case["k_cache"][pages].double().flatten(0, 1)[:length]  # [m, h_k, width]
+        for i in range(s):
+            seen = rows[: max(0, length - s + i + 1)] if causal else rows
+            for head in range(h):
+                keys = seen[:, head // group]
+                if len(keys):
+                    logits = keys @ q[request, i, head] * (scale or width**-0.5)
+                    lse[request, head, i] = logits.logsumexp(0)
+                    output[request, i, head] = logits.softmax(0) @ keys[:, :values]
+    return output, lse
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("s", [1, 3])
+@pytest.mark.parametrize("lengths", [[20], [140, 140], [140, 64, 0, 7, 0]])
+@pytest.mark.parametrize(("h", "h_k"), [(1, 1), (3, 3), (6, 2)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dense_decoding(
+    causal: bool, s: int, lengths: list[int], h: int, h_k: int, dtype: torch.dtype
+) -> None:
+    case = make_case(lengths, s, h, h_k, width=72, dtype=dtype)
+    metadata, num_splits = get_mla_metadata()
+    output, lse = flash_mla_with_kvcache(
+        **case, head_dim_v=64, tile_scheduler_metadata=metadata, num_splits=num_splits,
+        causal=causal,
+    )  # fmt: skip
+    want, want_lse = expected(case, 64, causal)
+    assert output.shape == (len(lengths), s, h, 64) and output.dtype is dtype
+    assert lse.shape == (len(lengths), h, s) and lse.dtype is torch.float32
+    assert compare(output, want).relative_frobenius < (1e-2 if dtype is torch.bfloat16 else 2e-3)
+    assert compare(lse, want_lse).max_abs < 1e-4
+
+
+def test_the_widths_of_the_models() -> None:
+    case = make_case([70, 3], 2, 4, 1, dtype=torch.bfloat16)
+    metadata, _ = get_mla_metadata(case["cache_seqlens"], 2 * 4, 1)
+    output, lse = flash_mla_with_kvcache(
+        case["q"], case["k_cache"], case["block_table"], case["cache_seqlens"], 512, metadata,
+        softmax_scale=0.2, causal=True,
+    )  # fmt: skip
+    want, want_lse = expected(case, 512, True, 0.2)
+    assert compare(output, want).relative_frobenius < 1e-2
+    assert compare(lse, want_lse).max_abs < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"indices": torch.zeros(1, 1, 1)}, UnsupportedError, "indices: expected None"),
+        ({"attn_sink": torch.zeros(1)}, UnsupportedError, "attn_sink: expected None"),
+        ({"is_fp8_kvcache": True}, UnsupportedError, "is_fp8_kvcache: expected False"),
+        ({"num_splits": torch.zeros(1)}, InvalidArgumentError, "num_splits: expected None"),
+        (
+            {"tile_scheduler_metadata": torch.zeros(1)},
+            InvalidArgumentError,
+            "tile_scheduler_metadata: expected the first value of get_mla_metadata, got Tensor",
+        ),
+        ({"q": torch.zeros(1, 2, 3)}, InvalidArgumentError, r"q: expected \[b, s, h, k\+p\]"),
+        ({"q": torch.zeros(1, 1, 2, 72)}, InvalidArgumentError, "q: expected dtype torch.bfloat16"),
+        ({"head_dim_v": 72}, InvalidArgumentError, r"head_dim_v: expected .* k\+p-1=71, got 72"),
+        (
+            {"k_cache": torch.zeros(3, 64, 1, 71, dtype=torch.bfloat16)},
+            InvalidArgumentError,
+            r"k_cache: expected \[num_pages, page, h_k, k\+p=72\]",
+        ),
+        (
+            {"k_cache": torch.zeros(3, 32, 1, 72, dtype=torch.bfloat16)},
+            InvalidArgumentError,
+            "k_cache: expected pages of a multiple of 64, got 32",
+        ),
+        (
+            {"k_cache": torch.zeros(3, 64, 3, 72, dtype=torch.bfloat16)},
+            InvalidArgumentError,
+            "k_cache: expected h_k that divides h=2, got 3",
+        ),
+        ({"block_table": None}, InvalidArgumentError, "block_table: expected a tensor"),
+        ({"cache_seqlens": None}, InvalidArgumentError, "cache_seqlens: expected a tensor"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    case = make_case([20], 1, 2, 1, width=72, dtype=torch.bfloat16)
+    given = {**case, "head_dim_v": 64, "tile_scheduler_metadata": FlashMLASchedMeta(), **changes}
+    with pytest.raises(error, match=message):
+        flash_mla_with_kvcache(**given)
+
+
+def test_metadata_belongs_to_one_form_of_call() -> None:
+    metadata, _ = get_mla_metadata()
+    for s in (1, 1, 2):
+        case = make_case([20], s, 2, 1, width=72, dtype=torch.bfloat16)
+        given = {**case, "head_dim_v": 64, "tile_scheduler_metadata": metadata}
+        if s == 1:
+            flash_mla_with_kvcache(**given)
+            continue
+        with pytest.raises(InvalidArgumentError, match=r"\(s\): expected 1, as in the first call"):
+            flash_mla_with_kvcache(**given)

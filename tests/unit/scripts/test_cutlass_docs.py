@@ -1,0 +1,283 @@
+"""The CUTLASS documentation builder, on a tiny checkout and with stand-ins for the converters."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TOOLS = (
+    *("basename", "bash", "cat", "cp", "dirname", "env", "find", "grep", "ls", "mkdir", "mktemp"),
+    *("mv", "rm", "sed", "sh", "sort", "touch", "wc"),
+)
+
+# Notes its arguments and writes the page it was asked for; fails on a page that says so.
+PANDOC = """#!/usr/bin/env bash
+echo "$*" >>"$CALLS"
+for word in "$@"; do
+    case $word in
+        --output=*) target=${word#--output=} ;;
+        *) source=$word ;;
+    esac
+done
+grep -q "breaks pandoc" "$source" && exit 64
+grep -q "nothing comes" "$source" && { touch "$target"; exit 0; }
+{ echo "# from rst"; cat "$source"; } >"$target"
+"""
+
+# Copies a prepared export to the folder it was asked for.
+DOXYBOOK = """#!/usr/bin/env bash
+echo "$*" >>"$CALLS"
+while (($#)); do
+    [[ $1 == --output ]] && output=$2
+    shift
+done
+[[ -d $output ]] || exit 3
+cp "$EXPORT"/*.json "$output"
+"""
+
+EXPORT: dict[str, dict[str, Any]] = {
+    "classcutlass_1_1Array": {
+        "kind": "class",
+        "name": "cutlass::Array",
+        "title": "cutlass::Array",
+        "brief": "Fixed-size array.",
+        "includes": "<array.h>",
+        "baseClasses": [{"name": "cutlass::Base", "refid": "gone"}],
+        "publicFunctions": [
+            {
+                "kind": "function",
+                "name": "fill",
+                "refid": "classcutlass_1_1Array_1a1",
+                "anchor": "#function-fill",
+                "definition": "void cutlass::Array::fill",
+                "argsString": "(T const & value)",
+                "templateParams": [{"typePlain": "typename", "name": "T"}],
+                "brief": "Sets every element.",
+                "paramList": [{"name": "value", "text": "what to set"}],
+                "note": "Costs `size()` stores.",
+            }
+        ],
+        "publicTypes": [
+            {
+                "kind": "enum",
+                "name": "Kind",
+                "refid": "x",
+                "definition": "enum Kind",
+                "enumvalues": [{"name": "kDense", "initializer": "= 0", "brief": "no holes"}],
+            }
+        ],
+    },
+    "namespacecutlass": {
+        "kind": "namespace",
+        "name": "cutlass",
+        "publicClasses": [
+            {"kind": "class", "name": "cutlass::Array", "refid": "classcutlass_1_1Array"}
+        ],
+    },
+}
+
+
+class Builder:
+    """Runs the script against a checkout in a temporary folder."""
+
+    def __init__(self, folder: Path, script: Path) -> None:
+        self.script = script
+        self.out = folder / "pages"
+        self.calls = folder / "calls.log"
+        self.checkout = folder / "cutlass"
+        self.bin = folder / "bin"
+        self.bin.mkdir()
+        for tool in TOOLS:
+            (self.bin / tool).symlink_to(str(shutil.which(tool)))
+        (self.bin / "python3").symlink_to(sys.executable)
+        self.install("pandoc", PANDOC)
+        self.write("media/docs/cpp/quickstart.md", "# Quick start\n![p](../../images/a.png)\n")
+        self.write("media/docs/cpp/cute/00_layout.md", "# Layout\n![](../../../images/a.png)\n")
+        self.write("media/docs/cpp/cute/index.rst", "CuTe\n====\n")
+        self.write("media/images/a.png", "picture")
+        self.export = folder / "export"
+        self.export.mkdir()
+        for refid, entry in EXPORT.items():
+            entry = {"refid": refid, **entry}
+            (self.export / f"{refid}.json").write_text(json.dumps(entry))
+        (self.export / "manifest.json").write_text("[]")
+
+    def write(self, name: str, text: str) -> None:
+        path = self.checkout / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def install(self, name: str, text: str) -> None:
+        (self.bin / name).write_text(text)
+        (self.bin / name).chmod(0o755)
+
+    def with_api(self) -> None:
+        self.install("doxybook2", DOXYBOOK)
+        self.write("doxygen/xml/index.xml", "<doxygenindex/>")
+
+    def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(self.bin / "bash"), str(self.script), *arguments],
+            env={
+                "PATH": str(self.bin),
+                "CALLS": str(self.calls),
+                "EXPORT": str(self.export),
+                "PYTHONPATH": "",
+                **environment,
+            },
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    def build(self, **environment: str) -> subprocess.CompletedProcess[str]:
+        return self.run(str(self.checkout), "--out", str(self.out), **environment)
+
+    def leftovers(self) -> list[str]:
+        return [path.name for path in self.out.parent.iterdir() if path.name.startswith(".cutlass")]
+
+
+@pytest.fixture
+def builder(tmp_path: Path, repo_root: Path) -> Builder:
+    return Builder(tmp_path, repo_root / "scripts" / "convert-cutlass-html-docs-to-markdown.sh")
+
+
+def test_guides_are_kept_and_rst_is_converted(builder: Builder) -> None:
+    result = builder.build()
+    assert result.returncode == 0, result.stderr
+    assert (builder.out / "quickstart.md").read_text() == "# Quick start\n![p](images/a.png)\n"
+    assert (builder.out / "cute/00_layout.md").read_text() == "# Layout\n![](../images/a.png)\n"
+    assert (builder.out / "images/a.png").read_text() == "picture"
+    assert (builder.out / "cute/index.md").read_text().startswith("# from rst\nCuTe")
+    assert not (builder.out / "cute/index.rst").exists()
+    assert "--from=rst --to=gfm" in builder.calls.read_text()
+    index = (builder.out / "index.md").read_text()
+    assert "- [Quick start](quickstart.md)" in index
+    assert "- [Layout](cute/00_layout.md)" in index
+    assert "- [API reference](api/index.md)" in index
+    assert "4 pages, 1 of them converted" in result.stdout
+    assert builder.leftovers() == []
+
+
+def test_the_checkout_may_come_from_the_environment(builder: Builder) -> None:
+    out = f"--out={builder.out}"
+    assert builder.run(out, HYPER_MLA_CUTLASS_DIR=str(builder.checkout)).returncode == 0
+    assert (builder.out / "quickstart.md").is_file()
+
+
+def test_without_doxybook_the_api_is_left_out_and_said(builder: Builder) -> None:
+    result = builder.build()
+    assert "API reference left out: doxybook2: expected on PATH" in result.stdout
+    assert "Not exported here" in (builder.out / "api/index.md").read_text()
+
+
+def test_without_xml_the_api_is_left_out_and_said(builder: Builder) -> None:
+    builder.install("doxybook2", DOXYBOOK)
+    result = builder.build()
+    assert result.returncode == 0
+    assert "API reference left out: Doxygen XML: expected index.xml" in result.stdout
+
+
+def test_the_api_is_rendered(builder: Builder, repo_root: Path) -> None:
+    builder.with_api()
+    result = builder.build()
+    assert result.returncode == 0, result.stderr
+    assert "API reference: 3 pages" in result.stdout
+    config = repo_root / "scripts" / "doxybook2" / "config.json"
+    assert f"--config {config}" in builder.calls.read_text()
+    index = (builder.out / "api/index.md").read_text()
+    assert "- [`cutlass::Array`](classcutlass_1_1Array.md): Fixed-size array." in index
+    assert index.index("## Namespaces") < index.index("## Classes")
+    page = (builder.out / "api/classcutlass_1_1Array.md").read_text()
+    assert "#include <array.h>" in page
+    assert '<a id="function-fill"></a>' in page
+    assert "template <typename T>\nvoid cutlass::Array::fill(T const & value)" in page
+    assert "- `value`: what to set" in page
+    assert "Note: Costs `size()` stores." in page
+    assert "- `kDense` = 0 no holes" in page
+    assert "Inherits from: `cutlass::Base`" in page  # it has no page to link to
+    namespace = (builder.out / "api/namespacecutlass.md").read_text()
+    assert "- [`cutlass::Array`](classcutlass_1_1Array.md)" in namespace
+    assert not (builder.out / "json").exists()
+
+
+def test_a_tree_made_before_is_replaced_as_a_whole(builder: Builder) -> None:
+    assert builder.build().returncode == 0
+    (builder.checkout / "media/docs/cpp/quickstart.md").unlink()
+    assert builder.build().returncode == 0
+    assert not (builder.out / "quickstart.md").exists()
+    assert builder.leftovers() == []
+
+
+def test_a_folder_of_others_is_refused(builder: Builder) -> None:
+    builder.out.mkdir()
+    (builder.out / "thesis.md").write_text("years of work")
+    result = builder.build()
+    assert result.returncode == 1
+    assert "--out: expected a tree that this script made" in result.stderr
+    assert [path.name for path in builder.out.iterdir()] == ["thesis.md"]
+
+
+@pytest.mark.parametrize("text", ["breaks pandoc", "nothing comes"])
+def test_a_failure_leaves_the_old_tree(builder: Builder, text: str) -> None:
+    assert builder.build().returncode == 0
+    builder.write("media/docs/cpp/quickstart.md", "# Newer\n")
+    builder.write("media/docs/cpp/cute/index.rst", text)
+    result = builder.build()
+    assert result.returncode == 1
+    assert "pandoc" in result.stderr
+    assert "Quick start" in (builder.out / "quickstart.md").read_text()
+    assert builder.leftovers() == []
+
+
+def test_a_broken_export_leaves_nothing(builder: Builder) -> None:
+    builder.with_api()
+    (builder.export / "classcutlass_1_1Array.json").write_text('{"kind": "class"}')
+    result = builder.build()
+    assert result.returncode == 1
+    assert "expected kind, name and refid" in result.stderr
+    assert not builder.out.exists()
+    assert builder.leftovers() == []
+
+
+def test_missing_pandoc_is_an_error_only_when_needed(builder: Builder) -> None:
+    (builder.bin / "pandoc").unlink()
+    result = builder.build()
+    assert result.returncode == 1
+    assert "pandoc: expected on PATH" in result.stderr
+    (builder.checkout / "media/docs/cpp/cute/index.rst").unlink()
+    assert builder.build().returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["{checkout}/gone"], 1, "CUTLASS: expected a checkout"),
+        (["{checkout}/media"], 1, "CUTLASS: expected a checkout with media/docs/cpp"),
+        (["--out"], 2, "--out: expected a folder, got nothing"),
+        (["--format", "x"], 2, "unknown argument '--format'"),
+        (["{checkout}", "{checkout}"], 2, "CUTLASS: expected one folder"),
+        (["--help"], 0, ""),
+    ],
+)
+def test_arguments_are_checked(
+    builder: Builder, arguments: list[str], code: int, message: str
+) -> None:
+    filled = [each.format(checkout=builder.checkout) for each in arguments]
+    result = builder.run(*filled)
+    assert result.returncode == code
+    assert message in result.stderr
+    assert [path.name for path in builder.checkout.iterdir()] == ["media"]
+
+
+def test_the_config_pins_flat_pages(builder: Builder) -> None:
+    """The config pins what the renderer relies on: flat pages with .md links."""
+    config = json.loads((builder.script.parent / "doxybook2" / "config.json").read_text())
+    assert (config["useFolders"], config["linkSuffix"], config["baseUrl"]) == (False, ".md", "")

@@ -1,0 +1,176 @@
+"""The index of CuTe DSL examples, on a tiny checkout."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+MLA = """
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import tcgen05
+from cutlass.pipeline import PipelineTmaUmma
+
+
+class Decode:
+    @cute.jit
+    def __call__(self, q):
+        self.attend(q).launch(grid=(1, 1, 1), block=(32, 1, 1), use_pdl=True)
+
+    @cute.kernel
+    def attend(self, q):
+        cute.arch.mbarrier_wait(q, 0)
+"""
+HOPPER = """
+import cutlass
+import cutlass.cute as cute
+
+
+@cute.kernel(preprocess=True)
+def multiply(a):
+    op = cute.nvgpu.warpgroup.MmaF16BF16Op
+    cute.arch.setmaxregister_increase(240)
+"""
+HELPERS = "import cutlass\n\n\ndef ceil(a, b):\n    return -(-a // b)\n"
+
+
+@pytest.fixture(scope="module")
+def script(repo_root: Path) -> Path:
+    return repo_root / "scripts" / "index-cutlass-examples.py"
+
+
+@pytest.fixture(scope="module")
+def index(script: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("index_cutlass_examples", script)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    root = tmp_path / "cutlass"
+    sources = {
+        "blackwell/mla/mla_decode_fp16.py": MLA,
+        "blackwell/mla/mla_helpers.py": HELPERS,
+        "hopper/fmha.py": HOPPER,
+        "blackwell/fmha.py": MLA,
+        "notebooks/plot.py": "import math\n",
+    }
+    for name, text in sources.items():
+        path = root / "examples/python/CuTeDSL" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def run(index: ModuleType, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = index.main(list(words))
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
+
+
+def test_sources_are_read_not_run(index: ModuleType, checkout: Path) -> None:
+    examples = {each.path: each for each in index.read_examples(index.examples_folder(checkout))}
+    assert set(examples) == {
+        "blackwell/fmha.py",
+        "blackwell/mla/mla_decode_fp16.py",
+        "blackwell/mla/mla_helpers.py",
+        "hopper/fmha.py",
+    }
+    decode = examples["blackwell/mla/mla_decode_fp16.py"]
+    assert (decode.needs, decode.kernels, decode.hosts) == ("sm_100", ("attend",), ("__call__",))
+    assert decode.features == ("TMA pipeline", "mbarriers", "dependent launch", "tcgen05")
+    hopper = examples["hopper/fmha.py"]
+    assert (hopper.needs, hopper.kernels) == ("sm_90", ("multiply",))
+    assert hopper.features == ("warp roles", "wgmma")
+    assert examples["blackwell/mla/mla_helpers.py"].needs == "sm_100, by its folder"
+
+
+def test_a_path_is_in_reading_order_and_says_what_is_missing(
+    index: ModuleType, checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = run(index, capsys, str(checkout), "--path", "B", "--json")
+    answer = json.loads(out)
+    assert code == 0
+    assert [each["path"] for each in answer["examples"]] == [
+        "blackwell/mla/mla_helpers.py",
+        "blackwell/mla/mla_decode_fp16.py",
+        "blackwell/fmha.py",  # the names mean the Blackwell examples
+    ]
+    assert answer["missing"] == ["mla/mla_decode_fp8.py"]
+
+
+def test_the_table_lists_examples_and_needs(
+    index: ModuleType, checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = run(index, capsys, str(checkout), "--goal", "mla-decode-fp8")
+    assert code == 0
+    assert "not in this checkout: mla/mla_decode_fp8.py" in out
+    assert (
+        "| hopper/fmha.py | sm_90 | 1 | warp roles, wgmma |" in run(index, capsys, str(checkout))[1]
+    )
+
+
+def test_notes_tick_what_names_show(
+    index: ModuleType, checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "notes" / "fmha.md"
+    code, out, _ = run(
+        index, capsys, str(checkout), "--notes", "hopper/fmha.py", "--out", str(target)
+    )
+    assert (code, out) == (0, f"{target}\n")
+    text = target.read_text()
+    assert "- [x] wgmma" in text
+    assert "- [ ] tcgen05" in text
+    assert "- Kernel: multiply" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["{folder}/gone"], "CUTLASS: expected a checkout of CUTLASS"),
+        (["{folder}", "--goal", "mla"], "unknown goal 'mla'"),
+        (["{folder}", "--path", "D"], "unknown path 'D'"),
+        (["{folder}", "--notes", "fmha.py"], "expected the path of one example, got fmha.py: "),
+        (["{folder}", "--notes", "fmhaa.py"], "did you mean 'fmha.py'"),
+    ],
+)
+def test_bad_arguments_say_what_was_expected(
+    index: ModuleType,
+    checkout: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    message: str,
+) -> None:
+    code, _, err = run(index, capsys, *(word.format(folder=checkout) for word in words))
+    assert code == 1
+    assert message in err
+
+
+def test_a_source_that_does_not_parse_is_named(
+    index: ModuleType, checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (checkout / "examples/python/CuTeDSL/broken.py").write_text("import cutlass\ndef (:\n")
+    code, _, err = run(index, capsys, str(checkout))
+    assert code == 1
+    assert "broken.py: expected Python source" in err
+
+
+def test_the_checkout_may_come_from_the_environment(script: Path, checkout: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, str(script), "--goal", "mla-decode"],
+        env={"HYPER_MLA_CUTLASS_DIR": str(checkout), "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "blackwell/mla/mla_decode_fp16.py" in result.stdout
