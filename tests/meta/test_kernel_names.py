@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 FIRST_KERNELS = ("flash_attention", "flash_mla", "flash_mla_split_kv", "mla_var6_plus")
+KERNEL_DECORATORS = {"ct.kernel", "cute.kernel"}
 
 
 def decorator_names(function: ast.FunctionDef) -> set[str]:
@@ -20,11 +21,12 @@ def decorator_names(function: ast.FunctionDef) -> set[str]:
     }
 
 
-def ct_kernels_of(source: str) -> list[str]:
+def kernels_of(source: str) -> list[str]:
+    """Kernel functions in either language; in CuTe DSL they are methods as well."""
     return [
         node.name
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.FunctionDef) and "ct.kernel" in decorator_names(node)
+        if isinstance(node, ast.FunctionDef) and decorator_names(node) & KERNEL_DECORATORS
     ]
 
 
@@ -82,10 +84,10 @@ def naming_problems(sources: Mapping[str, str]) -> list[str]:
         for path, source in sources.items():
             module = PurePosixPath(path)
             if version in module.parents:
-                kernels = ct_kernels_of(source)
+                kernels = kernels_of(source)
                 if kernels and module.stem not in kernels:
                     problems.append(
-                        f"{path}: no @ct.kernel function is named {module.stem}, only "
+                        f"{path}: no kernel function is named {module.stem}, only "
                         + ", ".join(kernels)
                     )
     return problems
@@ -124,11 +126,34 @@ GOOD = {
         "@ct.kernel\ndef flash_v2(): ...\n"
         "class Shared(KernelPlan): ...\nclass CtFlashV2(Shared[int]): ..."
     ),
+    "kernel/cute_python/mla/merge.py": "class M:\n    @cute.kernel\n    def anything(self): ...",
+    "kernel/cute_python/mla/flash/__main__.py": "",
+    "kernel/cute_python/mla/flash/flash/flash.py": (
+        "class Host:\n"
+        "    @cute.jit\n    def __call__(self): ...\n"
+        "    @cute.kernel\n    def flash(self): ...\n"
+        "class CuteFlash(KernelPlan): ..."
+    ),
+    "kernel/cute_python/mla/flash/flash/combine.py": "@cute.kernel\ndef combine(): ...",
 }
 
 
 def test_good_names_pass() -> None:
     assert naming_problems(GOOD) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "kernels"),
+    [
+        ("@ct.kernel\ndef one(): ...\n@ct.kernel(occupancy=2)\ndef two(): ...", ["one", "two"]),
+        ("@cute.kernel\ndef one(): ...", ["one"]),
+        ("class Host:\n    @cute.kernel\n    def one(self): ...", ["one"]),
+        ("class Host:\n    @cute.jit\n    def one(self): ...\n@ct.function\ndef two(): ...", []),
+    ],
+    ids=["cutile", "cute", "cute-method", "helpers"],
+)
+def test_kernels_of_both_languages_are_seen(source: str, kernels: list[str]) -> None:
+    assert kernels_of(source) == kernels
 
 
 @pytest.mark.parametrize(
@@ -150,3 +175,18 @@ def test_a_planted_wrong_name_is_found(changes: dict[str, str], removed: str, me
     problems = naming_problems(planted)
     assert len(problems) == 1, problems
     assert message in problems[0]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "@cute.kernel\ndef other(): ...",
+        "class Host:\n    @cute.kernel\n    def other(self): ...",
+    ],
+    ids=["function", "method"],
+)
+def test_a_planted_wrong_name_of_a_cute_kernel_is_found(source: str) -> None:
+    path = "kernel/cute_python/mla/flash/flash/combine.py"
+    assert naming_problems({**GOOD, path: source}) == [
+        f"{path}: no kernel function is named combine, only other"
+    ]

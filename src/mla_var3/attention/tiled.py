@@ -149,15 +149,12 @@ def _latent_tiles(
     """Latent rows from the shared prefix (`skip`) up to the ring."""
     b, page = cache.requests, cache.page_size or 1
     extent = -(-extent // page) * page
-    # A prefix of a dense cache may end anywhere; the positions below it are masked out.
-    for first in range(skip // page * page, extent, step):
+    for first in range(skip, extent, step):  # a shared prefix of a paged cache is whole pages
         last = min(first + step, extent)
         latent, rope = cache.tile(first, last)
         positions = torch.arange(first, last, device=latent.device).expand(b, -1)
-        hidden = positions < skip
         if window_start is not None:
-            hidden = hidden | (positions >= window_start.long()[:, None])
-        positions = torch.where(hidden, -1, positions)
+            positions = torch.where(positions < window_start.long()[:, None], positions, -1)
         keys = torch.cat([latent, rope], dim=-1)
         unused = (positions < 0) | (positions >= cache.lengths[:, None])
         keys = keys.masked_fill(unused[:, :, None], 0.0)  # 0 * NaN would still be NaN

@@ -45,11 +45,42 @@ class Signal(IntEnum):
 SIGNALS = Signal.QUERY_FREE + 1
 
 
-def arrivals(signal: int) -> int:
-    """Arrivals that complete a barrier: the loading thread, or the warps that have read."""
+class Barrier(IntEnum):
+    """Named barriers of the computing threads; 0 is the one of the whole block."""
+
+    EVEN = 1  # probabilities, scales and maximum of the even block are there
+    ODD = 2  # the same of the odd block
+    FINISH = 3
+    GROUP = 4  # and 5: one per warpgroup
+
+
+def arrivals(signal: int, p_readers: int) -> int:
+    """Arrivals that complete a barrier: the loading thread, or the warps that have read.
+
+    Args:
+        signal: the barrier.
+        p_readers: warpgroups that read a P from shared memory, where a rope tile was.
+    """
     if signal < Signal.EVEN_FREE:
         return 1
-    return CONSUMERS // 32 if signal == Signal.QUERY_FREE else 4
+    if signal == Signal.QUERY_FREE:
+        return CONSUMERS // 32
+    return 4 * p_readers if signal in (Signal.EVEN_FREE + 1, Signal.ODD_FREE) else 4
+
+
+@cute.jit
+def init_signals(signals: cute.Pointer, p_readers: cutlass.Constexpr):
+    """Set up the barriers; one thread calls it."""
+    for signal in cutlass.range_constexpr(SIGNALS):
+        cute.arch.mbarrier_init(signals + signal, arrivals(signal, p_readers))
+    cute.arch.mbarrier_init_fence()
+
+
+@cute.jit
+def free(signal: cute.Pointer, lane: Int32):
+    """Tell the loading warp that this warp has read what it needs."""
+    if lane == 0:
+        cute.arch.mbarrier_arrive(signal)
 
 
 @cute.jit

@@ -100,7 +100,8 @@ def gang_shape(tiles: int, requests: int, sm_count: int, gang: int = 0) -> GangS
         cut = (1.0 - SPLIT_COST) * ideal * most / items, GangShape(size, groups, most)
         return max(whole, cut, key=lambda pair: pair[0])
 
-    sizes = [min(gang, tiles)] if gang else range(1, min(tiles, sm_count) + 1)
+    most = min(tiles, sm_count)
+    sizes = [min(gang, most)] if gang else range(1, most + 1)
     candidates = [rated(size) for size in sizes]
     best = max(share for share, _ in candidates)
     near = (shape for share, shape in candidates if share >= best - GANG_WORTH)

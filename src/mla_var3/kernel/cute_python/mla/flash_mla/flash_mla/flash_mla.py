@@ -35,7 +35,6 @@ Base version. Limits: fewer than 64 rows are padded to 64; only k=512 and p=64.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Self
 
 import cuda.bindings.driver as cuda
@@ -50,14 +49,17 @@ from torch import Tensor
 
 from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import InvalidArgumentError
+from mla_var3.kernel.cute_python.mla.few_rows import compute_few
 from mla_var3.kernel.cute_python.mla.latent_loader import (
     CONSUMERS,
     EVEN_GROUPS,
     LEFT,
     ODD_GROUPS,
     SIGNALS,
+    Barrier,
     Signal,
-    arrivals,
+    free,
+    init_signals,
     load_all,
 )
 from mla_var3.kernel.cute_python.mla.latent_ops import (
@@ -105,20 +107,12 @@ LOADER_REGISTERS = 40
 CONSUMER_REGISTERS = 232
 
 
-class Barrier(IntEnum):
-    """Named barriers of the computing threads; 0 is the one of the whole block."""
-
-    EVEN = 1  # probabilities, scales and maximum of the even block are there
-    ODD = 2  # the same of the odd block
-    FINISH = 3
-    GROUP = 4  # and 5: one per warpgroup
-
-
 class FlashMLASm90:
     """Host and device code for one element type."""
 
-    def __init__(self, dtype):
+    def __init__(self, dtype, few=0):
         self.dtype = dtype
+        self.few = few
 
     @cute.jit
     def __call__(
@@ -176,8 +170,7 @@ class FlashMLASm90:
             layout = cute.tile_to_shape(swizzle, (TILE, tiles * TILE), order=(0, 1))
             return cpasync.make_tiled_tma_atom(load, tensor, layout, (TILE, tiles * TILE))
 
-        def mma(b_major, columns, a_source):
-            a_major = OperandMajorMode.K
+        def mma(a_major, b_major, columns, a_source):
             shape = (ROWS, columns)
             return sm90.make_trivial_tiled_mma(
                 dtype, dtype, a_major, b_major, Float32, (1, 1, 1), shape, a_source
@@ -190,6 +183,9 @@ class FlashMLASm90:
             scale_even: cute.struct.MemRange[Float32, ROWS]
             scale_odd: cute.struct.MemRange[Float32, ROWS]
             row_sum: cute.struct.MemRange[Float32, 2 * ROWS]
+            row_max_few: cute.struct.MemRange[Float32, 2 * ROWS]
+            scales_few: cute.struct.MemRange[Float32, 2 * ROWS]
+            warp_rows: cute.struct.MemRange[Float32, CONSUMERS // 32 * ROWS]
             q: cute.struct.Align[cute.struct.MemRange[dtype, ROWS * (LATENT + ROPE)], 1024]
             even: cute.struct.Align[cute.struct.MemRange[dtype, KV_BLOCK * (LATENT + ROPE)], 1024]
             odd: cute.struct.Align[cute.struct.MemRange[dtype, KV_BLOCK * (LATENT + ROPE)], 1024]
@@ -205,14 +201,25 @@ class FlashMLASm90:
         begins_tensor = None
         if const_expr(query_begins is not None):
             begins_tensor = cute.make_tensor(query_begins, line(requests + 1))
+        K, MN = OperandMajorMode.K, OperandMajorMode.MN
         shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+        if const_expr(self.few > 0):
+            products = (mma(K, K, self.few, shared), mma(MN, K, self.few, shared))
+            products = (*products, products[1])
+        else:
+            products = (
+                mma(K, K, KV_BLOCK, shared),
+                mma(K, MN, HALF, registers),
+                mma(K, MN, HALF, shared),
+            )
         self.flash_mla(
-            mma(OperandMajorMode.K, KV_BLOCK, shared),
-            mma(OperandMajorMode.MN, HALF, registers),
-            mma(OperandMajorMode.MN, HALF, shared),
+            *products,
             *copies_of(rows_of(q_latent, ROPE_TILE, q_latent_stride), len(LEFT)),
             *copies_of(rows_of(q_rope, 1, q_rope_stride), 1),
-            *copies_of(pages_of(latent, ROPE_TILE, latent_stride, latent_page_stride), len(LEFT)),
+            *copies_of(
+                pages_of(latent, ROPE_TILE, latent_stride, latent_page_stride),
+                len(LEFT),
+            ),
             *copies_of(pages_of(rope, 1, rope_stride, rope_page_stride), 1),
             table_tensor,
             cute.make_tensor(lengths, line(requests)),
@@ -234,7 +241,12 @@ class FlashMLASm90:
             groups,
             parts,
             row_layout,
-        ).launch(grid=(gang, parts, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)
+        ).launch(
+            grid=(gang, parts, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )
 
     @cute.kernel
     def flash_mla(
@@ -277,9 +289,7 @@ class FlashMLASm90:
         store = utils.SmemAllocator().allocate(self.Shared)
         signals = store.signals.data_ptr()
         if thread == 0:
-            for i in cutlass.range_constexpr(SIGNALS):
-                cute.arch.mbarrier_init(signals + i, arrivals(i))
-            cute.arch.mbarrier_init_fence()
+            init_signals(signals, 2 if self.few > 0 else 1)
             for i in cutlass.range_constexpr(2):
                 merges[(part * gang + member) * 2 + i, 0] = Int32(0)
         cute.arch.sync_threads()
@@ -300,18 +310,30 @@ class FlashMLASm90:
                 )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            line = cute.make_layout(ROWS)
-            rows = (
-                store.row_max.get_tensor(line),
-                store.scale_even.get_tensor(line),
-                store.scale_odd.get_tensor(line),
-                store.row_sum.get_tensor(cute.make_layout((ROWS, 2))),
-            )
-            self.compute(
-                qk_mma, pv_mma, pv_mma_shared, s_q, s_even, s_odd, signals, rows,
-                (o_latent, lse, o_partial, lse_partial, merges), scale_log2e, part, work,
-            )  # fmt: skip
-            # Not from the idle warps: that would be at the start, and the merge would come too soon.
+            outputs = (o_latent, lse, o_partial, lse_partial, merges)
+            line, two = cute.make_layout(ROWS), cute.make_layout((ROWS, 2))
+            if const_expr(self.few > 0):
+                exchange = (
+                    store.row_max_few.get_tensor(two),
+                    store.scales_few.get_tensor(two),
+                    store.warp_rows.get_tensor(cute.make_layout((ROWS, CONSUMERS // 32))),
+                )
+                compute_few(
+                    qk_mma, pv_mma, s_q, s_even, s_odd, signals, exchange, outputs, scale_log2e,
+                    part, work, self.few, self.dtype,
+                )  # fmt: skip
+            else:
+                exchange = (
+                    store.row_max.get_tensor(line),
+                    store.scale_even.get_tensor(line),
+                    store.scale_odd.get_tensor(line),
+                    store.row_sum.get_tensor(two),
+                )
+                self.compute(
+                    qk_mma, pv_mma, pv_mma_shared, s_q, s_even, s_odd, signals, exchange,
+                    outputs, scale_log2e, part, work,
+                )  # fmt: skip
+            # Not from the idle warps, which would ask for the merge at the start.
             cute.arch.griddepcontrol_launch_dependents()
 
     # -- the computing warpgroups ----------------------------------------------------------------
@@ -326,14 +348,14 @@ class FlashMLASm90:
         s_even: cute.Tensor,
         s_odd: cute.Tensor,
         signals: cute.Pointer,
-        rows: cutlass.Constexpr,
+        exchange: cutlass.Constexpr,
         outputs: cutlass.Constexpr,
         scale_log2e: Float32,
         part: Int32,
         work: cutlass.Constexpr,
     ):
         """Warpgroup 0 owns the even KV blocks and the left half of the output, 1 the others."""
-        row_max, scale_even, scale_odd, row_sum = rows
+        row_max, scale_even, scale_odd, row_sum = exchange
         thread, _, _ = cute.arch.thread_idx()
         group = cute.arch.make_warp_uniform(thread // 128)
         t = thread % 128
@@ -396,7 +418,7 @@ class FlashMLASm90:
                 for pair in cutlass.range(item.pairs, unroll=1):
                     final = pair == item.pairs - 1
                     if final:
-                        self.free(signals + Signal.QUERY_FREE, lane)
+                        free(signals + Signal.QUERY_FREE, lane)
                     token = (item.first + 2 * pair) * KV_BLOCK
                     if token + KV_BLOCK > lowest:
                         hide(s, token, limits, lane)
@@ -410,7 +432,7 @@ class FlashMLASm90:
                     rescale(o, scale)
                     add_values(pv_mma, acc_o, p_operand, v_even)
                     warpgroup.wait_group(0)
-                    self.free(signals + Signal.EVEN_FREE, lane)
+                    free(signals + Signal.EVEN_FREE, lane)
                     cute.arch.barrier(barrier_id=Barrier.ODD, number_of_threads=CONSUMERS)
                     for r in cutlass.range_constexpr(2):
                         scale[r] = scale_odd[row0 + 8 * r]
@@ -418,7 +440,7 @@ class FlashMLASm90:
                     rescale(o, scale)
                     add_values(pv_mma_shared, acc_o, f_p_odd, v_odd)
                     warpgroup.wait_group(0)
-                    self.free(signals + Signal.ODD_FREE, lane)
+                    free(signals + Signal.ODD_FREE, lane)
                     phase ^= 1
                     if final and following.live:
                         cute.arch.mbarrier_wait(signals + Signal.QUERY, q_phase ^ 1)
@@ -428,7 +450,7 @@ class FlashMLASm90:
                 for pair in cutlass.range(item.pairs, unroll=1):
                     final = pair == item.pairs - 1
                     if final:
-                        self.free(signals + Signal.QUERY_FREE, lane)
+                        free(signals + Signal.QUERY_FREE, lane)
                     token = (item.first + 2 * pair + 1) * KV_BLOCK
                     cute.arch.barrier(barrier_id=Barrier.EVEN, number_of_threads=CONSUMERS)
                     for r in cutlass.range_constexpr(2):
@@ -446,11 +468,11 @@ class FlashMLASm90:
                     cute.arch.fence_view_async_shared()
                     cute.arch.barrier_arrive(barrier_id=Barrier.ODD, number_of_threads=CONSUMERS)
                     warpgroup.wait_group(0)
-                    self.free(signals + (Signal.EVEN_FREE + 1), lane)
+                    free(signals + (Signal.EVEN_FREE + 1), lane)
                     rescale(o, scale)
                     add_values(pv_mma, acc_o, p_operand, v_odd)
                     warpgroup.wait_group(0)
-                    self.free(signals + (Signal.ODD_FREE + 1), lane)
+                    free(signals + (Signal.ODD_FREE + 1), lane)
                     phase ^= 1
                     if final and following.live:
                         cute.arch.mbarrier_wait(signals + Signal.QUERY, q_phase ^ 1)
@@ -459,12 +481,6 @@ class FlashMLASm90:
             self.finish(o, sums, row_max, row_sum, outputs, item, part, row0, lane, group, work)
             q_phase ^= 1
             item = following
-
-    @cute.jit
-    def free(self, signal: cute.Pointer, lane: Int32):
-        """Tell the loading warp that this warp has read what it needs."""
-        if lane == 0:
-            cute.arch.mbarrier_arrive(signal)
 
     @cute.jit
     def finish(
@@ -526,13 +542,20 @@ class FlashMLATiling(Tiling):
     Attributes:
         gang: blocks that walk through the same KV blocks in step; 0 lets the shape decide.
         sms: SMs to use; 0 takes all of the device. The kernel is persistent and needs no more.
+        few: query rows on the N side of the products, a multiple of 8 that holds all rows of a
+            request; 0 puts 64 of them on the M side.
     """
 
     gang: int = 0
     sms: int = 0
+    few: int = 0
 
     def validate(self, pd: "CuteFlashMLA") -> Constraints:
         return Constraints(
+            (
+                self.few == 0 or (self.few % 8 == 0 and pd.s * pd.h <= self.few < ROWS),
+                f"few: expected 0, or a multiple of 8 from s*h={pd.s * pd.h} to 56, got {self.few}",
+            ),
             (
                 0 <= self.gang <= pd.row_tiles,
                 f"gang: expected 0 to {pd.row_tiles} (tiles of 64 rows), got {self.gang}",
@@ -632,7 +655,7 @@ class CuteFlashMLA(MlaPlan):
 
         attention = CuteKernel(
             kernel_fn=FlashMLASm90.flash_mla,
-            host_fn=lambda tiling: FlashMLASm90(dtype),
+            host_fn=lambda tiling: FlashMLASm90(dtype, tiling.few),
             args_fn=args_fn,
             requires_arch="sm_90a",
             tiling=self.tiling,

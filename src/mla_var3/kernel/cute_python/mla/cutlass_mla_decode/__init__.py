@@ -1,0 +1,1 @@
+"""The cutlass_mla_decode design: its versions, `cutlass_mla_decode` being the base."""

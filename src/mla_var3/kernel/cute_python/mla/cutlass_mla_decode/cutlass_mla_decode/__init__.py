@@ -1,0 +1,1 @@
+"""The base version of cutlass_mla_decode."""

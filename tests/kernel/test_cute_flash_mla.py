@@ -1,0 +1,498 @@
+"""flash_mla in CuTe DSL without a GPU: what it compiles to, its keys, plans, pages and errors."""
+
+from __future__ import annotations
+
+import fcntl
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
+
+from mla_var3.cli import kernel as kernel_command
+from mla_var3.conf.devices import device_spec
+from mla_var3.errors import HyperMlaError, InvalidArgumentError, KernelCompileError
+from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla.flash_mla import (
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    LOADER_REGISTERS,
+    THREADS,
+    CuteFlashMLA,
+    FlashMLASm90,
+    FlashMLATiling,
+)
+from mla_var3.kernel.cute_python.mla.merge_partials import MergeTiling
+from mla_var3.kernel.cute_python.mla.paging import SPARE_PAGES, dense_inputs, paged_inputs
+from mla_var3.kernel.cute_python.mla.schedule import DEFAULT_SM_COUNT
+from mla_var3.runtime import cute_kernel, workflow
+from mla_var3.runtime.compile import CompileReport, fits_shared_memory
+from mla_var3.runtime.cute_arguments import kinds_of
+from mla_var3.runtime.cute_kernel import CuteKernel
+from mla_var3.runtime.tiling import constraint_failures
+
+from ..unit.cute_support import note_compilations
+
+SMALL: dict[str, Any] = {"b": 2, "s": 2, "t": 200, "h": 64, "seed": 0}
+HOPPER = device_spec("NVIDIA H200")
+SHARED_BYTES = 227 * 1024
+SM_REGISTERS = 64 * 1024
+SERIALISED = re.compile(r"C75\d\d\b|wgmma\S* instructions are serialized", re.IGNORECASE)
+"""How the assembler says that matrix products wait for each other (C7510, C7512, C7515, C7520)."""
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "bfloat16": {"dtype": "bfloat16"},
+    "float16": {"dtype": "float16"},
+    "paged": {"dtype": "bfloat16", "page": 64},
+}
+
+
+def make(**fields: Any) -> CuteFlashMLA:
+    return CuteFlashMLA(**{**SMALL, **fields})
+
+
+def kernels(plan: CuteFlashMLA) -> list[CuteKernel]:
+    """The attention kernel and the merge, on tensors without memory."""
+    return list(plan.plan(*plan.prepare_inputs("meta")).kernels())  # type: ignore[arg-type]
+
+
+# --- what it compiles to --------------------------------------------------------------------------
+
+COMPILE = """
+import contextlib, json, sys
+from mla_var3.runtime import cute_kernel
+from mla_var3.runtime.compile import compile_report
+from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla.flash_mla import CuteFlashMLA
+cute_kernel.quiet_compiler = contextlib.nullcontext
+reports = {}
+for name, fields in json.loads(sys.argv[1]).items():
+    plan = CuteFlashMLA(**fields).for_target("sm_90")
+    for kernel in plan.plan(*plan.prepare_inputs("meta")).kernels():
+        print(f"== {name} {kernel.name}", file=sys.stderr, flush=True)
+        reports[f"{name} {kernel.name}"] = compile_report(kernel, "sm_90").to_dict()
+print(json.dumps(reports))
+"""
+
+
+class Compiled:
+    """All variants, compiled once: reports and what the assembler said, by variant and kernel."""
+
+    def __init__(self, reports: dict[str, Any], remarks: str, cache: Path) -> None:
+        self.cache = cache
+        self.reports = {name: CompileReport.from_dict(values) for name, values in reports.items()}
+        parts = re.split(r"^== (.+)$", remarks, flags=re.MULTILINE)
+        self.remarks = dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.fixture(scope="session")
+def compiled(
+    package_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Compiled:
+    """In a process of its own, because the assembler's remarks are asked for by the environment.
+
+    Once for all workers of a parallel run: the first one compiles, the others wait for it.
+    """
+    root = tmp_path_factory.getbasetemp()
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "cute-flash-mla"
+    folder.mkdir(exist_ok=True)
+    cache, result = folder / "cache", folder / "result.json"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not result.is_file():
+            reports, remarks = compile_variants(package_environment, cache)
+            result.write_text(json.dumps({"reports": reports, "remarks": remarks}))
+    return Compiled(**json.loads(result.read_text()), cache=cache)
+
+
+def compile_variants(environment: dict[str, str], cache: Path) -> tuple[dict[str, Any], str]:
+    fields = {name: {**SMALL, **own} for name, own in VARIANTS.items()}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, json.dumps(fields)],
+        env={
+            **environment,
+            "HYPER_MLA_CACHE_DIR": str(cache),
+            "CUTE_DSL_COMPILER_OPT": "remarks{ptx}",
+            "PYTHONPATH": os.pathsep.join([environment["PYTHONPATH"], *filter(None, sys.path)]),
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_attention_kernel_is_what_it_is_written_to_be(compiled: Compiled, variant: str) -> None:
+    report = compiled.reports[f"{variant} flash_mla"]
+    assert report.error is None
+    assert not report.spills, report.verdict
+    assert report.stack_bytes == 0
+    assert set(report.mma) == {"HGMMA"}
+    assert report.instructions["UTMALDG"] > 0
+    assert report.threads == THREADS
+    assert report.shared_bytes is not None and report.shared_bytes <= SHARED_BYTES
+    assert fits_shared_memory(report, HOPPER)
+    kinds = {"BF16"} if VARIANTS[variant]["dtype"] == "bfloat16" else {"F16", "F32"}
+    assert all(kinds & set(shape.split(".")) for shape in report.mma_shapes), report.mma_shapes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_registers_of_an_sm_suffice(compiled: Compiled, variant: str) -> None:
+    """At the launch, and after the warpgroups have traded theirs."""
+    report = compiled.reports[f"{variant} flash_mla"]
+    assert report.registers is not None
+    assert report.registers * THREADS <= SM_REGISTERS
+    assert report.consumer_registers == CONSUMER_REGISTERS
+    traded = CONSUMERS * CONSUMER_REGISTERS + (THREADS - CONSUMERS) * LOADER_REGISTERS
+    assert traded <= report.registers * THREADS
+    assert report.instructions["USETMAXREG"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_matrix_products_are_not_serialised(compiled: Compiled, variant: str) -> None:
+    remarks = compiled.remarks[f"{variant} flash_mla"]
+    # Without the assembler's remarks an absent warning would mean nothing.
+    assert re.search(r"Compiling entry function '\w*flash_mla", remarks)
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in remarks
+    found = [line for line in remarks.splitlines() if SERIALISED.search(line)]
+    assert not found, found
+
+
+@pytest.mark.parametrize("code", ["C7510", "C7512", "C7515", "C7520"])
+def test_the_warnings_would_be_seen(code: str) -> None:
+    said = f"ptxas info    : ({code}) Potential Performance Loss: wgmma.mma_async instructions are"
+    assert SERIALISED.search(said)
+    assert not SERIALISED.search("ptxas info    : Used 168 registers, used 6 barriers")
+
+
+@pytest.mark.slow
+def test_the_merge_is_light(compiled: Compiled) -> None:
+    for name in ("bfloat16", "float16"):
+        report = compiled.reports[f"{name} merge_partials"]
+        assert report.error is None
+        assert not report.spills
+        assert report.registers is not None and report.shared_bytes is not None
+        # As many blocks as its tiling may ask for are on an SM at the same time.
+        most = max(n for n in range(1, 9) if MergeTiling(n).validate(make()))
+        assert most * report.registers * (report.threads or 0) <= SM_REGISTERS
+        assert most * report.shared_bytes <= SHARED_BYTES
+
+
+# --- one program for all shapes -------------------------------------------------------------------
+
+
+def keys(**fields: Any) -> list[str]:
+    """Cache keys of both programs."""
+    found = []
+    for kernel in kernels(make(**fields)):
+        host, args = kernel._host_and_args(kernel.tiling)
+        key = cute_kernel._key(kernel.kernel_fn, host, kinds_of(args), kernel.tiling, "sm_90a")
+        found.append(key.digest)
+    return found
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"b": 1},
+        {"b": 128, "s": 1, "h": 128},
+        {"s": 200},
+        {"t": 1},
+        {"t": 20_000, "lengths": (0, 19_999)},
+        {"h": 8},
+        {"causal": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("page", [0, 64])
+def test_one_program_serves_all_shapes(page: int, other: dict[str, Any]) -> None:
+    assert keys(page=page, **other) == keys(page=page)
+
+
+def test_one_program_serves_all_page_sizes() -> None:
+    assert keys(page=192) == keys(page=64)
+
+
+def test_dtype_and_kind_of_cache_make_other_programs() -> None:
+    dense, paged = keys(), keys(page=64)
+    assert dense[0] != paged[0]
+    assert dense[1] == paged[1]
+    assert not set(dense) & set(keys(dtype="float16"))
+
+
+# --- plans ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"k": 256}, "k: expected 512, which the tiles are made for, got 256"),
+        ({"p": 32}, "p: expected 64, which the tiles are made for, got 32"),
+        ({"page": 100}, "page: expected a multiple of 64, or 0, got 100"),
+        ({"page": -64}, "page: expected a multiple of 64, or 0, got -64"),
+        ({"b": 0}, "b: expected a positive integer, got 0"),
+        ({"dtype": "float32"}, "dtype: expected 'bfloat16' or 'float16', got 'float32'"),
+        ({"lengths": (201, 1)}, "lengths[0]: expected an integer from 0 to t=200, got 201"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_a_wrong_size_is_named(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=re.escape(message)):
+        make(**fields)
+
+
+@pytest.mark.parametrize(
+    ("tiling", "argument"),
+    [
+        (FlashMLATiling(gang=-1), "gang"),
+        (FlashMLATiling(gang=1000), "gang"),
+        (FlashMLATiling(sms=-1), "sms"),
+        (FlashMLATiling(sms=DEFAULT_SM_COUNT + 1), "sms"),
+    ],
+    ids=str,
+)
+def test_a_wrong_tiling_is_named_before_anything_is_compiled(
+    tiling: FlashMLATiling, argument: str
+) -> None:
+    attention, _ = kernels(make())
+    with pytest.raises(
+        HyperMlaError, match=rf"{argument}: expected .*, got {getattr(tiling, argument)}"
+    ):
+        attention.compile("sm_90", tiling)
+
+
+@pytest.mark.parametrize("blocks", [0, 5])
+def test_a_wrong_merge_tiling_is_named(blocks: int) -> None:
+    _, merge = kernels(make())
+    with pytest.raises(HyperMlaError, match=f"blocks_per_sm: expected .*, got {blocks}"):
+        merge.compile("sm_90", MergeTiling(blocks))
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_100", "sm_120"])
+def test_another_architecture_is_refused(target: str) -> None:
+    for kernel in kernels(make()):
+        with pytest.raises(
+            KernelCompileError, match=f"{kernel.name} for {target}: expected sm_90a"
+        ):
+            kernel.compile(target)
+
+
+def test_every_candidate_is_valid_and_fits_the_buffers_of_the_plan() -> None:
+    for s, h in ((1, 8), (1, 128), (2, 64), (200, 128)):
+        plan = make(s=s, h=h)
+        attention, _ = kernels(plan)
+        _, _, o_partial, lse_partial = attention.output_tensors
+        chosen = [FlashMLATiling(gang=plan.row_tiles), FlashMLATiling(gang=1, sms=1)]
+        for tiling in (*attention.autotune_configs, *chosen):
+            assert constraint_failures(tiling, plan) == ()
+            shape = plan.gangs(tiling)
+            assert 1 <= shape.blocks <= (tiling.sms or DEFAULT_SM_COUNT)
+            assert 2 * shape.blocks <= o_partial.shape[0] == lse_partial.shape[0]
+
+
+def test_the_device_decides_how_many_sms_are_used() -> None:
+    plan = make(b=64, s=8, h=128).on_device(HOPPER)
+    assert plan.sm_count == HOPPER.sm_count
+    assert plan.copy(b=1).sm_count == HOPPER.sm_count
+    assert plan.gangs(FlashMLATiling(sms=10)).blocks <= 10
+
+
+class Recorded:
+    """Stands in for a prepared launch; remembers the arguments."""
+
+    launched: ClassVar[list[tuple[Any, ...]]] = []
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        self.args = args
+
+    def launch(self) -> None:
+        self.launched.append(self.args)
+
+
+def test_the_merge_follows_another_tiling_of_the_attention_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its prepared arguments name the gangs; those of an earlier launch would find no pieces."""
+    monkeypatch.setattr(
+        CuteKernel, "_bind", lambda self, tiling: Recorded(tuple(self.args_fn(tiling)))
+    )
+    monkeypatch.setattr(Recorded, "launched", [])
+    plan = make(s=8)
+    attention, merge = kernels(plan)
+    seen = []
+    for gang in (0, 2, 1, 0):
+        attention.tiling = FlashMLATiling(gang=gang)
+        for kernel in (attention, merge):
+            kernel._launch_host(kernel.tiling)
+        seen.append(plan.gangs(attention.tiling))
+        attention_args, merge_args = Recorded.launched[-2:]
+        assert attention_args[-3:] == (seen[-1].gang, seen[-1].groups, seen[-1].parts)
+        assert merge_args[-3:-1] == (seen[-1].gang, seen[-1].parts)
+    assert len(set(seen)) == 3
+
+
+# --- inputs ---------------------------------------------------------------------------------------
+
+
+def padded(tensor: Tensor, dim: int) -> Tensor:
+    """The same values as a view of a tensor that is one longer in a dimension."""
+    shape = list(tensor.shape)
+    shape[dim] += 1
+    view = tensor.new_zeros(shape).narrow(dim, 0, tensor.shape[dim])
+    return view.copy_(tensor)
+
+
+def test_a_cache_that_is_a_view_of_a_larger_one_is_taken() -> None:
+    plan = make()
+    q_latent, q_rope, c_kv, k_rope, lengths = plan.prepare_inputs("cpu")
+    attention = next(iter(plan.plan(q_latent, q_rope, padded(c_kv, 1), k_rope, lengths).kernels()))
+    args = attention.args_fn(plan.tiling)  # type: ignore[attr-defined]
+    assert tuple(
+        getattr(args[i], "value", args[i])
+        for i in parameter_places("latent_page_stride", "latent_stride")
+    ) == (201 * 512, 512)
+
+
+def parameter_places(*names: str) -> list[int]:
+    """Where arguments stand in the call of the host function."""
+    order = [name for name in inspect.signature(FlashMLASm90.__call__).parameters if name != "self"]
+    return [order.index(name) for name in names]
+
+
+@pytest.mark.parametrize("page", [0, 64])
+@pytest.mark.parametrize("index", [0, 1])
+def test_queries_with_a_gap_between_requests_are_refused_by_name(page: int, index: int) -> None:
+    """The kernel sees all rows at one distance, so a gap would be read as rows."""
+    plan = make(page=page)
+    inputs = list(plan.prepare_inputs("cpu"))
+    inputs[index] = padded(inputs[index], 1)
+    with pytest.raises(InvalidArgumentError, match=rf"^{('q_latent', 'q_rope')[index]}: expected"):
+        plan.plan(*inputs)
+
+
+PAGED_NAMES = ("q_latent", "q_rope", "latent", "rope", "lengths", "table")
+
+
+@pytest.mark.parametrize("index", range(6), ids=PAGED_NAMES)
+def test_a_paged_input_of_another_dtype_is_named(index: int) -> None:
+    plan = make(page=64)
+    inputs = list(plan.prepare_inputs("cpu"))
+    inputs[index] = inputs[index].to(torch.float64)
+    with pytest.raises(InvalidArgumentError, match=f"^{PAGED_NAMES[index]}: expected .*float64"):
+        plan.plan(*inputs)
+
+
+@pytest.mark.parametrize("index", range(6), ids=PAGED_NAMES)
+def test_a_paged_input_of_another_shape_is_named(index: int) -> None:
+    plan = make(page=64)
+    inputs = list(plan.prepare_inputs("cpu"))
+    inputs[index] = inputs[index].narrow(-1, 0, inputs[index].shape[-1] - 1)
+    with pytest.raises(InvalidArgumentError, match=f"^{PAGED_NAMES[index]}: expected "):
+        plan.plan(*inputs)
+
+
+def test_a_table_that_is_not_stored_row_by_row_is_named() -> None:
+    plan = make(page=64)
+    *inputs, table = plan.prepare_inputs("cpu")
+    with pytest.raises(InvalidArgumentError, match="^table: expected int32 with stride 1"):
+        plan.plan(*inputs, table.t().contiguous().t())
+
+
+@pytest.mark.parametrize("page", [64, 128, 192])
+@pytest.mark.parametrize("t", [1, 64, 200, 385])
+def test_pages_hold_what_the_dense_cache_does(page: int, t: int) -> None:
+    plan = make(b=3, t=t, lengths=(t, 0, (t + 1) // 2))
+    dense = plan.prepare_inputs("cpu")
+    paged = paged_inputs(dense, page, 0)
+    _, _, latent, rope, _, table = paged
+    assert latent.shape == (3 * -(-t // page) + SPARE_PAGES, page, plan.k)
+    assert rope.shape[:2] == latent.shape[:2]
+    used = table.flatten().tolist()
+    assert len(set(used)) == len(used)
+    spare = sorted(set(range(latent.shape[0])) - set(used))
+    assert len(spare) == SPARE_PAGES
+    assert latent[spare].isnan().all() and rope[spare].isnan().all()
+    assert latent.data_ptr() + plan.k * latent.element_size() == rope.data_ptr()
+    for got, wanted in zip(dense_inputs(paged, t), dense, strict=True):
+        assert torch.equal(got.nan_to_num(nan=-7.0), wanted.nan_to_num(nan=-7.0))
+
+
+def test_pages_are_scattered_and_repeatable() -> None:
+    tables = [make(page=64, t=900, seed=seed).prepare_inputs("cpu")[-1] for seed in (0, 0, 1)]
+    assert torch.equal(tables[0], tables[1])
+    assert not torch.equal(tables[0], tables[2])
+    ordered = torch.arange(tables[0].numel(), dtype=torch.int32).view_as(tables[0])
+    assert not torch.equal(tables[0], ordered)
+
+
+@pytest.mark.parametrize("page", [0, 64, 192])
+def test_the_reference_of_pages_is_that_of_the_dense_cache(page: int) -> None:
+    fields = {"s": 3, "h": 8, "lengths": (200, 77)}
+    paged, dense = make(page=page, **fields), make(**fields)
+    wanted = dense.reference_fn(*dense.prepare_inputs("cpu"))
+    for got, exact in zip(paged.reference_fn(*paged.prepare_inputs("cpu")), wanted, strict=True):
+        assert torch.equal(got, exact)
+
+
+def test_empty_inputs_have_the_shapes_of_real_ones() -> None:
+    plan = make(page=128)
+    for real, empty in zip(plan.prepare_inputs("cpu"), plan.prepare_inputs("meta"), strict=True):
+        assert (real.shape, real.dtype, real.stride()) == (empty.shape, empty.dtype, empty.stride())
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (kernel_command, workflow):
+        monkeypatch.setattr(module, "cuda_available", lambda: False)
+
+
+SIZES = ["--b=2", "--s=2", "--t=200", "--h=64"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("without_gpu")
+def test_static_mode_from_the_command_line(
+    compiled: Compiled, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the cache of the process above, so that nothing is compiled a second time."""
+    compilations = note_compilations(monkeypatch)
+    monkeypatch.setenv("HYPER_MLA_CACHE_DIR", str(compiled.cache))
+    assert kernel_command.main(["flash_mla", "--language=cute-dsl", *SIZES]) == 0
+    out = capsys.readouterr().out
+    assert "no GPU here: static mode" in out
+    assert "flash_mla" in out and "merge_partials" in out
+    assert "sm_90" in out and "sm_100" not in out
+    assert compilations == []
+
+
+@pytest.mark.usefixtures("without_gpu")
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        (["--target=sm_100"], 2, "unknown target 'sm_100'"),
+        (["--page=65"], 2, "page: expected a multiple of 64, or 0, got 65"),
+        (["--k=128"], 2, "k: expected 512"),
+        (["--device=cpu", "--check"], 1, "--check: expected a GPU for flash_mla (cute-dsl)"),
+    ],
+)
+def test_what_the_command_line_refuses(
+    argv: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert kernel_command.main(["flash_mla", "--language=cute-dsl", *SIZES, *argv]) == code
+    assert message in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,374 @@
+"""The schedule of the CuTe DSL kernels on plain integers: cuts, balance, pieces, gangs, merging.
+
+The device code cannot run here, so what it does with its part (`item_at`, the two slots of a block,
+the search of the merge) is modelled below in the words of the docstrings, and driven by the same
+`part_begins` that the tests on a GPU compare with the device's own cuts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
+
+from mla_var3.kernel.cute_python.mla.merge_partials import THREADS as MERGE_THREADS
+from mla_var3.kernel.cute_python.mla.schedule import (
+    DEFAULT_SM_COUNT,
+    GANG_WORTH,
+    ITEM_COST,
+    KV_BLOCK,
+    SPLIT_COST,
+    GangShape,
+    Piece,
+    cut_block,
+    cut_position,
+    gang_shape,
+    part_begins,
+    pieces,
+)
+
+INT32_MAX = 2**31 - 1
+CUT_MOVES = ITEM_COST + 1
+"""KV blocks by which a cut leaves its ideal place: down to an item's start, whose fixed cost is not
+divided, or up by one to an even block."""
+
+LENGTHS = st.lists(
+    st.one_of(st.just(0), st.integers(1, 200), st.integers(1, 20_000)), min_size=1, max_size=40
+)
+SHAPES = st.builds(GangShape, st.integers(1, 8), st.integers(1, 5), st.integers(1, 150))
+
+
+@dataclass(frozen=True)
+class Span:
+    """KV blocks `first` to `last` of an item, as a block of the kernel takes them."""
+
+    item: int
+    first: int
+    last: int
+    piece: int
+
+
+def block_counts(lengths: Sequence[int], groups: int) -> list[int]:
+    return [-(-length // KV_BLOCK) for length in lengths for _ in range(groups)]
+
+
+def spans(lengths: Sequence[int], shape: GangShape) -> list[list[Span]]:
+    """Per part, the items that a gang goes through."""
+    counts = block_counts(lengths, shape.groups)
+    begins = part_begins(lengths, shape)
+    return [list(part_spans(counts, begin, end)) for begin, end in itertools.pairwise(begins)]
+
+
+def part_spans(counts: list[int], begin: tuple[int, int], end: tuple[int, int]) -> Iterator[Span]:
+    stop = end[0] + (end[1] > 0)
+    for item in range(begin[0], stop):
+        first = begin[1] if item == begin[0] else 0
+        last = end[1] if item == end[0] else counts[item]
+        piece = 0
+        if first > 0 or last < counts[item]:
+            piece = Piece.PART | (Piece.FIRST if first == 0 else 0)
+            piece |= Piece.LAST if last == counts[item] else 0
+        yield Span(item, first, last, piece)
+
+
+def cost(part: Sequence[Span]) -> int:
+    """Length of a part on the line: an item's fixed cost lies at its start."""
+    return sum(span.last - span.first + ITEM_COST * (span.first == 0) for span in part)
+
+
+# --- cuts -----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300, deadline=None)
+@given(LENGTHS, SHAPES)
+@example([0], GangShape(1, 1, 132))
+@example([1], GangShape(1, 1, 132))
+@example([0, 0, 0], GangShape(2, 3, 7))
+@example([64] * 12, GangShape(1, 1, 4))
+@example([64 * 100], GangShape(1, 1, 132))
+@example([0, 20_000, 0, 1], GangShape(1, 2, 132))
+def test_parts_cover_every_block_once_and_in_order(lengths: list[int], shape: GangShape) -> None:
+    counts = block_counts(lengths, shape.groups)
+    begins = part_begins(lengths, shape)
+    assert begins[0] == (0, 0)
+    assert begins[-1] == (len(counts), 0)
+    assert begins == sorted(begins)
+    reached = [0] * len(counts)
+    finished: list[int] = []
+    for span in itertools.chain.from_iterable(spans(lengths, shape)):
+        assert span.first == reached[span.item], "a gap or an overlap"
+        assert span.first <= span.last <= counts[span.item]
+        reached[span.item] = span.last
+        if span.last == counts[span.item]:
+            finished.append(span.item)
+    # Also an item without blocks is visited, once: its rows are written too.
+    assert finished == list(range(len(counts)))
+
+
+@settings(max_examples=300, deadline=None)
+@given(LENGTHS, SHAPES)
+def test_cuts_are_at_even_blocks_inside_the_item(lengths: list[int], shape: GangShape) -> None:
+    counts = block_counts(lengths, shape.groups)
+    for item, block in part_begins(lengths, shape):
+        assert block % 2 == 0
+        assert block == 0 or block < counts[item]
+
+
+@settings(max_examples=300, deadline=None)
+@given(LENGTHS, SHAPES)
+def test_parts_are_balanced(lengths: list[int], shape: GangShape) -> None:
+    """Both ends of a part are where they ought to be, but for what a cut may move."""
+    total = sum(count + ITEM_COST for count in block_counts(lengths, shape.groups))
+    costs = [cost(part) for part in spans(lengths, shape)]
+    assert sum(costs) == total
+    assert max(costs) <= -(-total // shape.parts) + CUT_MOVES
+    assert min(costs) >= total // shape.parts - CUT_MOVES
+
+
+@pytest.mark.parametrize("t", [0, 1, 64, 65, 4096])
+@pytest.mark.parametrize(("requests", "parts"), [(12, 4), (132, 132), (1, 1), (64, 2)])
+def test_equal_lengths_that_divide_evenly_are_not_cut(t: int, requests: int, parts: int) -> None:
+    shape = GangShape(1, 1, parts)
+    assert [len(part) for part in spans([t] * requests, shape)] == [requests // parts] * parts
+    assert pieces([t] * requests, shape) == 0
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 128, 129, 640])
+def test_more_parts_than_blocks(length: int) -> None:
+    """The rest of the parts has nothing, or an empty piece, and nothing is lost."""
+    shape = GangShape(1, 1, 500)
+    taken = [span for part in spans([length], shape) for span in part]
+    assert sum(span.last - span.first for span in taken) == -(-length // KV_BLOCK)
+    assert sum(span.last > span.first or span.piece == 0 for span in taken) <= length // 128 + 1
+
+
+def test_thousands_of_requests() -> None:
+    lengths = [(index * 7919) % 9000 for index in range(5000)]
+    shape = GangShape(2, 1, 66)
+    costs = [cost(part) for part in spans(lengths, shape)]
+    assert max(costs) - min(costs) <= 2 * CUT_MOVES + 1
+    assert pieces(lengths, shape) <= 2 * (shape.parts - 1)
+
+
+@given(st.integers(0, 500), st.integers(0, 500))
+def test_cut_block(blocks: int, local: int) -> None:
+    """Never before the cut's own block by more than nothing, never behind it by more than one."""
+    cut = cut_block(local, blocks)
+    wanted = max(local - ITEM_COST, 0)
+    assert cut % 2 == 0
+    assert wanted <= cut <= wanted + 1
+
+
+@given(st.integers(0, INT32_MAX), st.integers(1, 512), st.data())
+def test_cut_position_is_the_exact_share(total: int, parts: int, data: st.DataObject) -> None:
+    part = data.draw(st.integers(0, parts))
+    assert cut_position(total, part, parts) == total * part // parts
+
+
+class Int32Only(int):
+    """An integer that refuses any step of arithmetic whose result 32 bits cannot hold."""
+
+    def __new__(cls, value: int) -> Int32Only:
+        assert -INT32_MAX - 1 <= value <= INT32_MAX, f"{value} overflows 32 bits"
+        return super().__new__(cls, value)
+
+    def __add__(self, other: int) -> Int32Only:
+        return Int32Only(int(self) + other)
+
+    def __sub__(self, other: int) -> Int32Only:
+        return Int32Only(int(self) - other)
+
+    def __mul__(self, other: int) -> Int32Only:
+        return Int32Only(int(self) * other)
+
+    def __floordiv__(self, other: int) -> Int32Only:
+        return Int32Only(int(self) // other)
+
+    def __mod__(self, other: int) -> Int32Only:
+        return Int32Only(int(self) % other)
+
+
+LARGEST = [(100_000, 1_000_000), (1, 1_000_000), (100_000, 1), (25_000, 5_000_000)]
+"""(items, tokens of each) of the largest batches whose line still fits."""
+
+
+@pytest.mark.parametrize(("items", "t"), LARGEST)
+@pytest.mark.parametrize("parts", [1, 7, DEFAULT_SM_COUNT, MERGE_THREADS // 2])
+def test_no_step_overflows_for_the_largest_sizes(items: int, t: int, parts: int) -> None:
+    blocks = -(-t // KV_BLOCK)
+    total = Int32Only((blocks + ITEM_COST) * items)
+    for part in (0, 1, parts // 2, parts - 1, parts):
+        position = cut_position(total, Int32Only(part), Int32Only(parts))
+        assert position == int(total) * part // parts
+        local = position % (blocks + ITEM_COST)
+        assert cut_block(Int32Only(local), Int32Only(blocks)) <= blocks + 1
+
+
+def test_the_overflow_check_sees_an_overflow() -> None:
+    with pytest.raises(AssertionError, match="overflows"):
+        Int32Only(INT32_MAX) * 2
+
+
+# --- pieces and the merge -------------------------------------------------------------------------
+
+
+@settings(max_examples=300, deadline=None)
+@given(LENGTHS, SHAPES)
+@example([64 * 100], GangShape(1, 1, 132))
+@example([64 * 7, 64 * 5], GangShape(1, 1, 3))
+def test_pieces_are_those_that_the_parts_make(lengths: list[int], shape: GangShape) -> None:
+    made = [span for part in spans(lengths, shape) for span in part]
+    assert pieces(lengths, shape) == sum(
+        1 for span in made if span.piece and span.last > span.first
+    )
+
+
+def member_rows(rows: Sequence[int], item: int, shape: GangShape, member: int) -> bool:
+    """Whether a member of a gang has a tile in the item of a request with so many tiles."""
+    return (item % shape.groups) * shape.gang + member < rows[item // shape.groups]
+
+
+def filled_slots(
+    lengths: Sequence[int], tiles: Sequence[int], shape: GangShape
+) -> tuple[dict[int, Span], set[tuple[int, int]]]:
+    """What all blocks leave: pieces by slot, and the (item, member) that were written whole."""
+    slots: dict[int, Span] = {}
+    whole: set[tuple[int, int]] = set()
+    begins = part_begins(lengths, shape)
+    for part, taken in enumerate(spans(lengths, shape)):
+        for member in range(shape.gang):
+            for span in taken:
+                if not member_rows(tiles, span.item, shape, member):
+                    continue
+                if not span.piece:
+                    assert (span.item, member) not in whole
+                    whole.add((span.item, member))
+                    continue
+                slot = (part * shape.gang + member) * 2 + (span.item != begins[part][0])
+                assert slot not in slots, "two pieces in one slot"
+                slots[slot] = span
+    return slots, whole
+
+
+def merged(slots: dict[int, Span], first: int, shape: GangShape) -> list[Span]:
+    """The pieces of an item by the merge's rule, from the slot that holds its first one."""
+    found = [slots[first]]
+    slot = first // 2 * 2
+    while not found[-1].piece & Piece.LAST:
+        slot += 2 * shape.gang
+        assert slot < shape.blocks * 2, "the last piece was not found"
+        found.append(slots[slot])
+    return found
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[int], list[int], GangShape]:
+    """Lengths, tiles per request (packed queries: each its own count), and gangs for them."""
+    lengths = draw(LENGTHS)
+    equal = draw(st.booleans())
+    most = draw(st.integers(1, 12))
+    count = len(lengths)
+    counts = st.lists(st.integers(0, most), min_size=count, max_size=count)
+    tiles = [most] * count if equal else draw(counts)
+    sms = draw(st.integers(1, 150))
+    chosen = draw(st.integers(0, min(sms, most)))
+    return lengths, tiles, gang_shape(most, count, sms, chosen)
+
+
+@settings(max_examples=300, deadline=None)
+@given(batches())
+@example(([64 * 100], [1], GangShape(1, 1, 132)))
+@example(([64 * 9, 0, 64 * 3], [3, 0, 2], GangShape(2, 2, 5)))
+def test_the_merge_finds_every_piece(batch: tuple[list[int], list[int], GangShape]) -> None:
+    lengths, tiles, shape = batch
+    counts = block_counts(lengths, shape.groups)
+    slots, done = filled_slots(lengths, tiles, shape)
+    used = set()
+    for first, span in slots.items():
+        if not span.piece & Piece.FIRST:
+            continue
+        found = merged(slots, first, shape)
+        used.update(id(one) for one in found)
+        assert {one.item for one in found} == {span.item}
+        # Together they are the whole item, in order.
+        edges = [0, *(one.last for one in found)]
+        assert edges[:-1] == [one.first for one in found]
+        assert edges[-1] == counts[span.item]
+        member = first // 2 % shape.gang
+        assert (span.item, member) not in done
+        done.add((span.item, member))
+    wanted = {
+        (item, member)
+        for item in range(len(counts))
+        for member in range(shape.gang)
+        if member_rows(tiles, item, shape, member)
+    }
+    assert done == wanted
+    if shape.blocks <= MERGE_THREADS // 2:
+        assert all(slot < MERGE_THREADS for slot in slots)
+
+
+# --- gangs ----------------------------------------------------------------------------------------
+
+TILES = st.one_of(st.integers(1, 12), st.integers(1, 500))
+REQUESTS = st.one_of(st.integers(1, 12), st.integers(1, 3000))
+SM_COUNTS = st.one_of(st.integers(1, 16), st.integers(1, 256))
+
+
+@given(TILES, REQUESTS, SM_COUNTS)
+def test_a_gang_fits_the_device_and_covers_all_tiles(tiles: int, requests: int, sms: int) -> None:
+    shape = gang_shape(tiles, requests, sms)
+    assert 1 <= shape.blocks <= sms
+    assert shape.parts >= 1
+    assert shape.gang * (shape.groups - 1) < tiles <= shape.gang * shape.groups
+
+
+@given(TILES, REQUESTS, SM_COUNTS, st.data())
+def test_a_chosen_gang_is_honoured(
+    tiles: int, requests: int, sms: int, data: st.DataObject
+) -> None:
+    gang = data.draw(st.integers(1, min(tiles, sms)))
+    shape = gang_shape(tiles, requests, sms, gang)
+    assert shape.gang == gang
+    assert 1 <= shape.blocks <= sms
+    assert shape.gang * (shape.groups - 1) < tiles <= shape.gang * shape.groups
+
+
+BLOCKS = 20_000
+"""KV blocks of a request: so many that the fixed cost of an item and even cuts hardly count."""
+COARSENESS = 0.01
+
+
+def busy_share(tiles: int, requests: int, sms: int, shape: GangShape) -> float:
+    """Share of all SMs that have work, on average until the last is done; equal lengths."""
+    slowest = max(cost(part) for part in spans([BLOCKS * KV_BLOCK] * requests, shape))
+    return requests * tiles * BLOCKS / (sms * slowest)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 16))
+@example(1, 1, 1)
+@example(3, 1, 16)
+@example(8, 4, 13)
+def test_as_many_sms_are_busy_as_promised(tiles: int, requests: int, sms: int) -> None:
+    """Against every gang and every number of parts that fit."""
+    best = max(
+        busy_share(tiles, requests, sms, GangShape(gang, -(-tiles // gang), parts))
+        for gang in range(1, min(tiles, sms) + 1)
+        for parts in range(1, sms // gang + 1)
+    )
+    chosen = busy_share(tiles, requests, sms, gang_shape(tiles, requests, sms))
+    assert chosen >= best - SPLIT_COST - GANG_WORTH - COARSENESS
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 4, 32])
+def test_the_largest_gang_among_equals_is_taken(tiles: int) -> None:
+    """It reads the cache least often."""
+    sms = 4 * tiles
+    assert gang_shape(tiles, 4, sms) == GangShape(tiles, 1, 4)
