@@ -2,13 +2,14 @@
 
 The function has the signature
 
-    absorbed(q_latent, q_rope, latent, rope, block_table, page_size, lengths, cu_seqlens_q, tree,
-             causal, scale, out, lse)
+    absorbed(q_latent, q_rope, latent, rope, block_table, lengths, cu_seqlens_q, max_q, causal,
+             scale, out, lse)
 
 with the tensors of `AttentionTask` and `CacheView`: contiguous queries `[b, s, h, ...]`, or
-`[total_q, h, ...]` with `cu_seqlens_q`. It writes `out`, of the shape of `q_latent`, and `lse`,
-float32, without the last dimension. A kernel of the package offers `absorbed` in its version
-module, and beside it `unsupported(shape) -> str | None`, which gets a `CallShape`.
+`[total_q, h, ...]` with `cu_seqlens_q`; no request has more than `max_q` queries. It writes `out`,
+of the shape of `q_latent`, and `lse`, float32, without the last dimension. A kernel of the package
+offers `absorbed` in its version module, and beside it `unsupported(shape) -> str | None`, which
+gets a `CallShape`.
 """
 
 from __future__ import annotations
@@ -98,10 +99,9 @@ class AbsorbedKernel:
             cache.latent,
             cache.rope,
             cache.block_table,
-            cache.page_size,
             kernel_ready(cache.lengths),
             task.cu_seqlens_q,
-            task.tree,
+            task.q.shape[1] if task.cu_seqlens_q is None else task.max_q or task.q.shape[0],
             task.causal,
             task.scale,
             out,

@@ -30,6 +30,7 @@ EXIT_ABSENT = 3
 DESCRIPTION = """\
 Suites:
   figures    the headline figures, ours and the peers', at fixed shapes (the default)
+  absorbed   kernels on the latent cache: decoding, verifying, long and mixed contexts
   all        all kernels and versions in both languages at one shape (b=32 s=16 t=4096 h=128)
   sweep      the newest versions and the peers over b, s, t and h
   var6_plus  one version of mla_var6_plus over s and n, beside the pure paths
@@ -52,7 +53,7 @@ def add_arguments(parser: Parser) -> None:
     """The options of the command."""
     parser.epilog = DESCRIPTION
     parser.add_argument(
-        "suite", nargs="?", default="figures", help="figures, all, sweep or var6_plus"
+        "suite", nargs="?", default="figures", help="figures, absorbed, all, sweep or var6_plus"
     )
     what = parser.add_argument_group("what is run")
     numbers = ValueType(int, sequence=True)

@@ -250,10 +250,15 @@ class SpeedupGrid:
     cells: dict[tuple[int, int], float]
 
 
+def _without_s_and_t(problem: MlaProblem) -> MlaProblem:
+    """The problem with s and t out of account; given lengths belong to their t."""
+    return replace(problem, s=1) if problem.lengths else replace(problem, s=1, t=1)
+
+
 def speedup_grid(rows: Sequence[BenchRow]) -> SpeedupGrid | None:
     """The family of shapes with the most cells over s and t; None without any."""
     best: SpeedupGrid | None = None
-    for groups in _families(rows, lambda problem: replace(problem, s=1, t=1)):
+    for groups in _families(rows, _without_s_and_t):
         cells = {}
         for group in groups:
             ours = group.best_ours

@@ -61,11 +61,12 @@ class PeerInputs:
         return torch.cat([q_latent, self.raw.q_rope], dim=-1)
 
     def latent_cache(self) -> Tensor:
-        """[b, whole pages, k + p], zero past t."""
+        """[b, whole pages, k + p], zero in slots without a token: not every peer bears NaN."""
         b, t, _ = self.raw.c_kv.shape
         cache = self.raw.c_kv.new_zeros((b, -(-t // PAGE) * PAGE, self.problem.k + self.problem.p))
         cache[:, :t] = torch.cat([self.raw.c_kv, self.raw.k_rope], dim=-1)
-        return cache
+        used = torch.arange(cache.shape[1], device=cache.device) < self.raw.lengths[:, None]
+        return cache.masked_fill_(~used[:, :, None], 0.0)
 
     def page_table(self) -> Tensor:
         """[b, pages]: the pages of a request lie one after the other."""

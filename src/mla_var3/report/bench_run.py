@@ -33,10 +33,12 @@ from mla_var3.report.bench_regression import Regression, compare_records
 from mla_var3.report.bench_suites import (
     COMMON,
     DESIGN,
+    FIXED_SUITES,
     SUITES,
     SWEEP,
     WINDOW_S,
     Case,
+    absorbed_cases,
     figures_cases,
     mla_kernels,
     select_backends,
@@ -117,13 +119,15 @@ class BenchOptions:
             raise InvalidArgumentError("rounds", "a number of at least 1", self.rounds)
         if not self.max_seconds > 0:
             raise InvalidArgumentError("max_seconds", "a positive number", self.max_seconds)
-        if self.suite == "figures":
+        if self.suite in FIXED_SUITES:
             given = [*self.sizes, *(["causal"] if not self.causal else [])]
             given += ["dtype"] if self.dtype != COMMON.dtype else []
             given += ["kernels"] if self.kernels else []
             if given:
                 raise InvalidArgumentError(
-                    given[0], "none: the suite figures has fixed shapes (use all or sweep)", "one"
+                    given[0],
+                    f"none: the suite {self.suite} has fixed shapes (use all or sweep)",
+                    "one",
                 )
         for name, values in self.sizes.items():
             if not values or (name in _ONE_VALUE.get(self.suite, ()) and len(values) > 1):
@@ -197,6 +201,8 @@ def build_cases(options: BenchOptions) -> tuple[list[Case], dict[str, str]]:
     kernels = [kernel for kernel in mla_kernels() if kernel.language in languages]
     if options.suite == "figures":
         return figures_cases(kernels, peers), {}
+    if options.suite == "absorbed":
+        return absorbed_cases(kernels, peers), {}
     base = _base(options)
     if options.suite == "var6_plus":
         return _window_cases(base, options, languages, kernels, peers)

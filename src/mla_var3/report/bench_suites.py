@@ -13,6 +13,7 @@ from mla_var3.runtime.paths import LANGUAGES, KernelId, discover_kernels, split_
 
 SUITES = {
     "figures": "the headline figures, ours and the peers', at fixed shapes",
+    "absorbed": "kernels on the latent cache: decoding, verifying, long and mixed contexts",
     "all": "all kernels and versions in both languages at one shape",
     "sweep": "the newest versions and the peers over b, s, t and h",
     "var6_plus": "one version of mla_var6_plus over s and n, beside the pure paths",
@@ -33,6 +34,18 @@ SWEEP = {
 WINDOW_S = (16, 32, 64)
 WINDOW_STEPS = 8
 """The window of mla_var6_plus is measured at every eighth of t."""
+
+ABSORBED_SHAPES = (
+    *((128, s, 4096, 128) for s in (1, 2)),
+    *((32, s, 4096, 128) for s in (4, 8, 16, 32, 64)),
+    *((1, s, 65536, h) for h in (128, 16) for s in (1, 4)),
+)
+"""(b, s, t, h) of decoding and verifying, and of single requests with a long context."""
+MIXED_SHAPES = ((64, 4, 16384, 16), (64, 1, 16384, 16))
+"""(b, s, t, h) with lengths from MIXED_SHORTEST to t, as after tensor parallelism."""
+MIXED_SHORTEST = 256
+FIXED_SUITES = ("figures", "absorbed")
+"""Suites whose shapes are part of what they are."""
 
 DESIGN = "mla_var6_plus"
 PURE_PATHS = ("flash_mla", "flash_attention")
@@ -143,6 +156,19 @@ def figures_cases(kernels: Sequence[KernelId], peers: Sequence[str]) -> list[Cas
             )
         )
     return cases
+
+
+def absorbed_cases(kernels: Sequence[KernelId], peers: Sequence[str]) -> list[Case]:
+    """The newest absorbed kernels of both languages beside the absorbed peers."""
+    ours = tuple(KernelChoice(k) for k in newest(kernels) if k.design == PURE_PATHS[0])
+    theirs = tuple(name for name in ABSORBED_PEERS if name in peers)
+    problems = [MlaProblem(b=b, s=s, t=t, h=h) for b, s, t, h in ABSORBED_SHAPES]
+    for b, s, t, h in MIXED_SHAPES:
+        # Spread evenly and shuffled by a stride that has no common divisor with b.
+        lengths = [MIXED_SHORTEST + (t - MIXED_SHORTEST) * i // (b - 1) for i in range(b)]
+        mixed = tuple(lengths[i * 37 % b] for i in range(b))
+        problems.append(MlaProblem(b=b, s=s, t=t, h=h, lengths=mixed))
+    return [Case(problem, ours, theirs) for problem in problems]
 
 
 def sweep_cases(

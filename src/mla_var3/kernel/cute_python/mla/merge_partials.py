@@ -14,12 +14,13 @@ it on the device (programmatic dependent launch).
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils as utils
 from cutlass import Float32, Int32
+from cutlass.memory import SmemAllocator
 from torch import Tensor
 
 from mla_var3.kernel.cute_python.mla.latent_ops import LATENT, LN_2
@@ -107,7 +108,7 @@ class MergePartials:
         blocks, _, _ = cute.arch.grid_dim()
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        store = utils.SmemAllocator().allocate(self.Shared)
+        store = SmemAllocator().allocate(self.Shared)
         counts = store.counts.get_tensor(cute.make_layout(THREADS // 32))
         owners = store.owners.get_tensor(cute.make_layout(THREADS))
         flags = store.flags.get_tensor(cute.make_layout(THREADS))
@@ -281,7 +282,8 @@ def merge_stage(
     dtype: type,
     partials: tuple[Tensor, Tensor, Tensor],
     outputs: tuple[Tensor, Tensor],
-    shape_fn: Callable[[], GangShape],
+    attention: CuteKernel,
+    shape_fn: Callable[[Any], GangShape],
     sm_count: int,
     pieces: int,
 ) -> CuteKernel:
@@ -293,14 +295,15 @@ def merge_stage(
         dtype: element type of the output, as the language names it.
         partials: o_partial, lse_partial and merges.
         outputs: o_latent and lse.
-        shape_fn: the gangs of the attention kernel, as its tiling is at the launch.
+        attention: the kernel that leaves the pieces.
+        shape_fn: its gangs with a tiling.
         sm_count: SMs to use.
         pieces: pieces to expect, for the cost.
     """
     o_latent, lse = outputs
 
     def args_fn(tiling: MergeTiling) -> tuple[object, ...]:
-        shape = shape_fn()
+        shape = shape_fn(attention.tiling)
         blocks = sm_count * tiling.blocks_per_sm
         return (*partials, o_latent, lse, lse.numel(), shape.gang, shape.parts, blocks)
 
@@ -315,6 +318,7 @@ def merge_stage(
         host_fn=lambda tiling: MergePartials(dtype),
         args_fn=args_fn,
         requires_arch="sm_90a",
+        follows=attention,
         tiling=tiling,
         plan=plan,
         input_tensors=list(partials),

@@ -35,51 +35,37 @@ Base version. Limits: fewer than 64 rows are padded to 64; only k=512 and p=64.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-import cutlass.utils as utils
 import cutlass.utils.hopper_helpers as sm90
 import torch
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, const_expr
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.memory import SmemAllocator
 from torch import Tensor
 
 from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.few_rows import compute_few
+from mla_var3.kernel.cute_python.mla.latent_call import ELEMENT_TYPES, launch_absorbed
 from mla_var3.kernel.cute_python.mla.latent_loader import (
     CONSUMERS,
-    EVEN_GROUPS,
     LEFT,
-    ODD_GROUPS,
     SIGNALS,
-    Barrier,
-    Signal,
-    free,
     init_signals,
     load_all,
 )
 from mla_var3.kernel.cute_python.mla.latent_ops import (
     HALF,
     LATENT,
-    LN_2,
     ROPE,
     ROPE_TILE,
     TILE,
-    add_values,
-    clear_rows,
-    hide,
-    rescale,
-    row_total,
-    scores,
-    softmax,
-    store_narrow,
-    store_wide,
-    two_rows,
 )
+from mla_var3.kernel.cute_python.mla.many_rows import compute_many
 from mla_var3.kernel.cute_python.mla.merge_partials import MergeTiling, merge_stage
 from mla_var3.kernel.cute_python.mla.paging import check_paged, dense_inputs, paged_inputs
 from mla_var3.kernel.cute_python.mla.schedule import (
@@ -89,21 +75,22 @@ from mla_var3.kernel.cute_python.mla.schedule import (
     GangShape,
     Work,
     gang_shape,
-    item_at,
     part_range,
     pieces,
-    row_limit,
 )
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.mla.cost import flash_mla_cost
 from mla_var3.runtime.composite import KernelPipeline
 from mla_var3.runtime.cute_kernel import CuteKernel, Int64Arg
 from mla_var3.runtime.plan import Constraints, Tiling
+from mla_var3.runtime.tensors import require_view
 
 THREADS = CONSUMERS + 128
 """Registers go to warpgroups, so the loading warp has one of its own, the rest of which idles."""
 LOADER = CONSUMERS // 32
 LOADER_REGISTERS = 40
+FEW_BELOW = 25
+"""Fewer query rows than this go to the N side of the products."""
 CONSUMER_REGISTERS = 232
 
 
@@ -204,8 +191,8 @@ class FlashMLASm90:
         K, MN = OperandMajorMode.K, OperandMajorMode.MN
         shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
         if const_expr(self.few > 0):
-            products = (mma(K, K, self.few, shared), mma(MN, K, self.few, shared))
-            products = (*products, products[1])
+            transposed = mma(MN, K, self.few, shared)
+            products = (mma(K, K, self.few, shared), transposed, transposed)
         else:
             products = (
                 mma(K, K, KV_BLOCK, shared),
@@ -286,7 +273,7 @@ class FlashMLASm90:
         thread, _, _ = cute.arch.thread_idx()
         member, part, _ = cute.arch.block_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        store = utils.SmemAllocator().allocate(self.Shared)
+        store = SmemAllocator().allocate(self.Shared)
         signals = store.signals.data_ptr()
         if thread == 0:
             init_signals(signals, 2 if self.few > 0 else 1)
@@ -313,13 +300,13 @@ class FlashMLASm90:
             outputs = (o_latent, lse, o_partial, lse_partial, merges)
             line, two = cute.make_layout(ROWS), cute.make_layout((ROWS, 2))
             if const_expr(self.few > 0):
-                exchange = (
+                by_group = (
                     store.row_max_few.get_tensor(two),
                     store.scales_few.get_tensor(two),
                     store.warp_rows.get_tensor(cute.make_layout((ROWS, CONSUMERS // 32))),
                 )
                 compute_few(
-                    qk_mma, pv_mma, s_q, s_even, s_odd, signals, exchange, outputs, scale_log2e,
+                    qk_mma, pv_mma, s_q, s_even, s_odd, signals, by_group, outputs, scale_log2e,
                     part, work, self.few, self.dtype,
                 )  # fmt: skip
             else:
@@ -329,210 +316,12 @@ class FlashMLASm90:
                     store.scale_odd.get_tensor(line),
                     store.row_sum.get_tensor(two),
                 )
-                self.compute(
+                compute_many(
                     qk_mma, pv_mma, pv_mma_shared, s_q, s_even, s_odd, signals, exchange,
-                    outputs, scale_log2e, part, work,
+                    outputs, scale_log2e, part, work, self.dtype,
                 )  # fmt: skip
             # Not from the idle warps, which would ask for the merge at the start.
             cute.arch.griddepcontrol_launch_dependents()
-
-    # -- the computing warpgroups ----------------------------------------------------------------
-
-    @cute.jit
-    def compute(
-        self,
-        qk_mma: cute.TiledMma,
-        pv_mma: cute.TiledMma,
-        pv_mma_shared: cute.TiledMma,
-        s_q: cute.Tensor,
-        s_even: cute.Tensor,
-        s_odd: cute.Tensor,
-        signals: cute.Pointer,
-        exchange: cutlass.Constexpr,
-        outputs: cutlass.Constexpr,
-        scale_log2e: Float32,
-        part: Int32,
-        work: cutlass.Constexpr,
-    ):
-        """Warpgroup 0 owns the even KV blocks and the left half of the output, 1 the others."""
-        row_max, scale_even, scale_odd, row_sum = exchange
-        thread, _, _ = cute.arch.thread_idx()
-        group = cute.arch.make_warp_uniform(thread // 128)
-        t = thread % 128
-        lane = t % 32
-        row0 = (t // 32) * 16 + lane // 4
-
-        # The rope columns of a KV block are of no use once its scores exist: they hold P then.
-        p_even = cute.local_tile(s_even, (KV_BLOCK, TILE), (0, ROPE_TILE))
-        p_odd = cute.local_tile(s_odd, (KV_BLOCK, TILE), (0, ROPE_TILE))
-        thr_qk = qk_mma.get_slice(t)
-        thr_pv, thr_pv_shared = pv_mma.get_slice(t), pv_mma_shared.get_slice(t)
-        f_q = qk_mma.make_fragment_A(thr_qk.partition_A(s_q))
-        f_even = qk_mma.make_fragment_B(thr_qk.partition_B(s_even))
-        f_odd = qk_mma.make_fragment_B(thr_qk.partition_B(s_odd))
-
-        def values(block):
-            # (256, 64): this warpgroup's half of the latent columns, transposed
-            half = cute.local_tile(block, (KV_BLOCK, HALF), (0, group))
-            return cute.composition(half, cute.make_ordered_layout((HALF, KV_BLOCK), order=(1, 0)))
-
-        v_even = pv_mma.make_fragment_B(thr_pv.partition_B(values(s_even)))
-        v_odd = pv_mma.make_fragment_B(thr_pv.partition_B(values(s_odd)))
-        f_p_even = pv_mma_shared.make_fragment_A(thr_pv_shared.partition_A(p_even))
-        f_p_odd = pv_mma_shared.make_fragment_A(thr_pv_shared.partition_A(p_odd))
-        store_p = cute.make_tiled_copy_C(
-            cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), qk_mma
-        ).get_slice(t)
-        p_even_target, p_odd_target = store_p.partition_D(p_even), store_p.partition_D(p_odd)
-
-        acc_o = cute.make_rmem_tensor(thr_pv.partition_shape_C((ROWS, HALF)), Float32)
-        acc_s = cute.make_rmem_tensor(thr_qk.partition_shape_C((ROWS, KV_BLOCK)), Float32)
-        o, s = two_rows(acc_o, HALF), two_rows(acc_s, KV_BLOCK)
-        # The same registers as an operand A of the second product and as the result of the first.
-        p_operand = cute.make_rmem_tensor(
-            cute.make_layout(((2, 2, 2), 1, 4), stride=((1, 2, 4), 0, 8)), self.dtype
-        )
-        p_result = cute.make_tensor(p_operand.iterator, acc_s.layout)
-        sums = cute.make_rmem_tensor(2, Float32)
-        limits = cute.make_rmem_tensor(2, Int32)
-        scale = cute.make_rmem_tensor(2, Float32)
-
-        item = item_at(work.part[0], work)
-        phase = Int32(0)
-        q_phase = Int32(0)
-        if item.live:
-            cute.arch.mbarrier_wait(signals + Signal.QUERY, 0)
-            if group == 0:
-                scores(qk_mma, f_q, f_even, acc_s, signals + Signal.EVEN, phase, EVEN_GROUPS)
-            else:
-                scores(qk_mma, f_q, f_odd, acc_s, signals + Signal.ODD, phase, ODD_GROUPS)
-            warpgroup.wait_group(0)
-        while item.live:
-            following = item_at(item.index + work.part[4], work)
-            acc_o.fill(0.0)
-            sums.fill(0.0)
-            for r in cutlass.range_constexpr(2):
-                limits[r] = row_limit(item, row0 + 8 * r, work)
-            lowest = row_limit(item, 0, work)
-            if group == 0:
-                for pair in cutlass.range(item.pairs, unroll=1):
-                    final = pair == item.pairs - 1
-                    if final:
-                        free(signals + Signal.QUERY_FREE, lane)
-                    token = (item.first + 2 * pair) * KV_BLOCK
-                    if token + KV_BLOCK > lowest:
-                        hide(s, token, limits, lane)
-                        if token + KV_BLOCK > item.length and token < item.length:
-                            clear_rows(s_even, item.length - token, t, Barrier.GROUP)
-                    softmax(s, sums, row_max, scale_even, scale, row0, lane, pair == 0, scale_log2e)
-                    p_result.store(acc_s.load().to(self.dtype))
-                    cute.copy(store_p, store_p.retile(p_result), p_even_target)
-                    cute.arch.fence_view_async_shared()
-                    cute.arch.barrier_arrive(barrier_id=Barrier.EVEN, number_of_threads=CONSUMERS)
-                    rescale(o, scale)
-                    add_values(pv_mma, acc_o, p_operand, v_even)
-                    warpgroup.wait_group(0)
-                    free(signals + Signal.EVEN_FREE, lane)
-                    cute.arch.barrier(barrier_id=Barrier.ODD, number_of_threads=CONSUMERS)
-                    for r in cutlass.range_constexpr(2):
-                        scale[r] = scale_odd[row0 + 8 * r]
-                        sums[r] = sums[r] * scale[r]
-                    rescale(o, scale)
-                    add_values(pv_mma_shared, acc_o, f_p_odd, v_odd)
-                    warpgroup.wait_group(0)
-                    free(signals + Signal.ODD_FREE, lane)
-                    phase ^= 1
-                    if final and following.live:
-                        cute.arch.mbarrier_wait(signals + Signal.QUERY, q_phase ^ 1)
-                    scores(qk_mma, f_q, f_even, acc_s, signals + Signal.EVEN, phase, EVEN_GROUPS)
-                    warpgroup.wait_group(0)
-            else:
-                for pair in cutlass.range(item.pairs, unroll=1):
-                    final = pair == item.pairs - 1
-                    if final:
-                        free(signals + Signal.QUERY_FREE, lane)
-                    token = (item.first + 2 * pair + 1) * KV_BLOCK
-                    cute.arch.barrier(barrier_id=Barrier.EVEN, number_of_threads=CONSUMERS)
-                    for r in cutlass.range_constexpr(2):
-                        scale[r] = scale_even[row0 + 8 * r]
-                        sums[r] = sums[r] * scale[r]
-                    rescale(o, scale)
-                    add_values(pv_mma_shared, acc_o, f_p_even, v_even)
-                    if token + KV_BLOCK > lowest:
-                        hide(s, token, limits, lane)
-                        if token + KV_BLOCK > item.length and token < item.length:
-                            clear_rows(s_odd, item.length - token, t, Barrier.GROUP + 1)
-                    softmax(s, sums, row_max, scale_odd, scale, row0, lane, False, scale_log2e)
-                    p_result.store(acc_s.load().to(self.dtype))
-                    cute.copy(store_p, store_p.retile(p_result), p_odd_target)
-                    cute.arch.fence_view_async_shared()
-                    cute.arch.barrier_arrive(barrier_id=Barrier.ODD, number_of_threads=CONSUMERS)
-                    warpgroup.wait_group(0)
-                    free(signals + (Signal.EVEN_FREE + 1), lane)
-                    rescale(o, scale)
-                    add_values(pv_mma, acc_o, p_operand, v_odd)
-                    warpgroup.wait_group(0)
-                    free(signals + (Signal.ODD_FREE + 1), lane)
-                    phase ^= 1
-                    if final and following.live:
-                        cute.arch.mbarrier_wait(signals + Signal.QUERY, q_phase ^ 1)
-                    scores(qk_mma, f_q, f_odd, acc_s, signals + Signal.ODD, phase, ODD_GROUPS)
-                    warpgroup.wait_group(0)
-            self.finish(o, sums, row_max, row_sum, outputs, item, part, row0, lane, group, work)
-            q_phase ^= 1
-            item = following
-
-    @cute.jit
-    def finish(
-        self,
-        o: cute.Tensor,
-        sums: cute.Tensor,
-        row_max: cute.Tensor,
-        row_sum: cute.Tensor,
-        outputs: cutlass.Constexpr,
-        item: cutlass.Constexpr,
-        part: Int32,
-        row0: Int32,
-        lane: Int32,
-        group: Int32,
-        work: cutlass.Constexpr,
-    ):
-        """Divide by the row sums of both warpgroups and write the item's result or piece."""
-        o_latent, lse, o_partial, lse_partial, merges = outputs
-        for r in cutlass.range_constexpr(2):
-            total = row_total(sums[r])
-            if lane % 4 == 0:
-                row_sum[row0 + 8 * r, group] = total
-        cute.arch.barrier(barrier_id=Barrier.FINISH, number_of_threads=CONSUMERS)
-        slot = (part * work.gang + work.member) * 2
-        if item.index != work.part[0]:
-            slot += 1
-        for r in cutlass.range_constexpr(2):
-            row = row0 + 8 * r
-            total = row_sum[row, 0] + row_sum[row, 1]
-            inverse = Float32(0.0)
-            log_sum = -Float32.inf
-            if total > 0.0:
-                inverse = cute.arch.rcp_approx(total)
-                log_sum = row_max[row] + cute.math.log2(total, fastmath=True)
-            o[r, None].store(o[r, None].load() * inverse)
-            speaks = group == 0 and lane % 4 == 0
-            if item.piece != 0:
-                start = (Int64(slot) * ROWS + row) * LATENT
-                store_wide(o[r, None], o_partial + (start + group * HALF), lane)
-                if speaks:
-                    lse_partial[slot * ROWS + row] = log_sum
-            else:
-                inside = item.row + row < item.rows
-                at = Int64(item.base + item.row + row)
-                target = o_latent + (at * LATENT + group * HALF)
-                store_narrow(o[r, None], target, lane, inside, self.dtype)
-                if speaks and inside:
-                    lse[at] = log_sum * LN_2
-        if item.piece != 0 and group == 0 and row0 == 0 and lane == 0:
-            merges[slot, 0] = item.piece
-            merges[slot, 1] = item.base + item.row
-            merges[slot, 2] = cutlass.min(item.rows - item.row, ROWS)
 
 
 @dataclass
@@ -565,6 +354,11 @@ class FlashMLATiling(Tiling):
                 f"sms: expected 0 to {pd.sm_count} (SMs of the device), got {self.sms}",
             ),
         )
+
+
+def default_few(rows: int) -> int:
+    """Query rows for the N side of the products: all of them when one tile would not be full."""
+    return 0 if rows >= FEW_BELOW else -(-rows // 8) * 8
 
 
 @dataclass
@@ -620,9 +414,16 @@ class CuteFlashMLA(MlaPlan):
         dense = dense_inputs(inputs, self.t) if self.page else inputs
         return self.absorbed_reference(*dense, compute_dtype=compute_dtype)
 
+    def _default_tiling(self, name: str) -> Tiling | None:
+        return FlashMLATiling(few=default_few(self.s * self.h)) if name == "tiling" else None
+
     def _autotune_configs(self) -> Sequence[FlashMLATiling]:
         sizes = [0, *(size for size in (1, 2, 4, 8, 16, 32) if size < self.row_tiles)]
-        return [FlashMLATiling(gang=size) for size in sizes]
+        configs = [FlashMLATiling(gang=size) for size in sizes]
+        rows = self.s * self.h
+        if rows < ROWS - 7:
+            configs.append(FlashMLATiling(few=-(-rows // 8) * 8))
+        return configs
 
     def _algorithmic_flops_bytes(self, tiling: FlashMLATiling) -> tuple[float, float]:
         cost = flash_mla_cost(self.problem())
@@ -631,6 +432,12 @@ class CuteFlashMLA(MlaPlan):
     def plan(self, *inputs: Tensor) -> KernelPipeline:
         q_latent, q_rope, latent, rope, lengths, *rest = inputs
         rows = self.absorbed_rows(*inputs[:5]) if not self.page else self.paged_rows(*inputs)
+        # All rows lie at one distance from each other, across requests too.
+        count = self.b * self.s * self.h
+        rows = (
+            require_view("q_latent", rows[0], count, self.k),
+            require_view("q_rope", rows[1], count, self.p),
+        )
         table = rest[0] if rest else None
         o_latent = q_latent.new_empty(q_latent.shape)
         lse = q_latent.new_empty(q_latent.shape[:-1], dtype=torch.float32)
@@ -638,7 +445,7 @@ class CuteFlashMLA(MlaPlan):
         o_partial = q_latent.new_empty((slots, ROWS, LATENT), dtype=torch.float32)
         lse_partial = q_latent.new_empty((slots, ROWS), dtype=torch.float32)
         merges = lengths.new_empty((slots, 4))
-        dtype = {torch.bfloat16: BFloat16, torch.float16: Float16}[self.torch_dtype]
+        dtype = ELEMENT_TYPES[self.torch_dtype]
 
         def args_fn(tiling: FlashMLATiling) -> tuple[object, ...]:
             shape = self.gangs(tiling)
@@ -666,16 +473,63 @@ class CuteFlashMLA(MlaPlan):
             algorithmic_flops_bytes_fn=self._algorithmic_flops_bytes,
         )
         shape = self.gangs(self.tiling)
-        count = pieces(self.problem().kv_lengths, shape) * shape.gang
+        cut = pieces(self.problem().kv_lengths, shape) * shape.gang
         merge = merge_stage(
             self, self.merge_tiling, dtype, (o_partial, lse_partial, merges), (o_latent, lse),
-            lambda: self.gangs(attention.tiling), self.sm_count, count,
+            attention, self.gangs, self.sm_count, cut,
         )  # fmt: skip
         return KernelPipeline(_name=self.name, stages=[attention, merge])
 
     def paged_rows(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Check paged inputs; returns the queries as rows."""
         return check_paged(self, self.page, inputs)
+
+
+def unsupported(shape: Any) -> str | None:
+    """Why the kernel cannot serve a call of this shape; None when it can."""
+    if (shape.k, shape.p) != (LATENT, ROPE):
+        return f"k={shape.k} and p={shape.p}; it is made for {LATENT} and {ROPE}"
+    if shape.page_size is not None and shape.page_size % KV_BLOCK:
+        return f"pages of {shape.page_size} tokens; it takes multiples of {KV_BLOCK}"
+    if shape.tree:
+        return "trees of draft tokens"
+    return None
+
+
+def absorbed(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    rope: Tensor,
+    block_table: Tensor | None,
+    lengths: Tensor,
+    query_begins: Tensor | None,
+    max_queries: int,
+    causal: bool,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Attention on tensors that change from call to call; safe in a CUDA graph.
+
+    Args:
+        q_latent, q_rope: contiguous, [b, s, h, ...], or [queries, h, ...] with `query_begins`.
+        latent, rope: dense [b, t, ...] or paged [pages, page, ...] cache.
+        block_table: [b, pages of a request] int32 for a paged cache.
+        lengths: [b] int32, on the device.
+        query_begins: [b + 1] int32, on the device; None when all requests have s queries.
+        max_queries: most queries of any request.
+        causal: whether a query sees no later token.
+        scale: factor on the logits.
+        out: like q_latent.
+        lse: float32, like q_latent without the last dimension.
+    """
+    rows = max_queries * q_latent.shape[-2]
+    few = default_few(rows)
+    launch_absorbed(
+        FlashMLASm90.flash_mla, FlashMLASm90, FlashMLATiling(few=few), few, q_latent, q_rope,
+        latent, rope, block_table, lengths, query_begins, max_queries, causal, scale, out, lse,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,0 +1,129 @@
+"""Absorbed kernels on tensors that change from call to call: what a serving engine needs.
+
+A plan fixes its tensors and prepares its arguments. Here programs are kept by what they were
+compiled for, and arguments are written anew for every launch.
+"""
+
+import functools
+import math
+from typing import Any
+
+import torch
+from cutlass import BFloat16, Float16
+from torch import Tensor
+
+from mla_var3.errors import UnsupportedError
+from mla_var3.kernel.cute_python.mla.latent_ops import LATENT
+from mla_var3.kernel.cute_python.mla.merge_partials import MergePartials, MergeTiling
+from mla_var3.kernel.cute_python.mla.schedule import ROWS, GangShape, gang_shape
+from mla_var3.runtime.cute_kernel import CuteProgram, Int64Arg, program_for, require_arch
+from mla_var3.runtime.plan import Tiling
+
+ELEMENT_TYPES = {torch.bfloat16: BFloat16, torch.float16: Float16}
+MERGE_TILING = MergeTiling()
+
+_programs: dict[tuple[Any, ...], tuple[CuteProgram, CuteProgram]] = {}
+_workspaces: dict[tuple[int, int, int], tuple[Tensor, Tensor, Tensor]] = {}
+
+shape_for = functools.lru_cache(maxsize=4096)(gang_shape)
+
+
+@functools.cache
+def sm_count_of(index: int) -> int:
+    """SMs of a GPU."""
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
+def workspace(device: torch.device, slots: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for pieces: o_partial, lse_partial, merges.
+
+    Work on one stream is in order, so calls on it share their room. A CUDA graph gets room of its
+    own, because it may be replayed on any stream.
+    """
+
+    def allocate() -> tuple[Tensor, Tensor, Tensor]:
+        return (
+            torch.empty((slots, ROWS, LATENT), dtype=torch.float32, device=device),
+            torch.empty((slots, ROWS), dtype=torch.float32, device=device),
+            torch.empty((slots, 4), dtype=torch.int32, device=device),
+        )
+
+    if torch.cuda.is_current_stream_capturing():
+        return allocate()
+    key = (device.index, torch.cuda.current_stream(device).cuda_stream, slots)
+    found = _workspaces.get(key)
+    if found is None:
+        found = _workspaces[key] = allocate()
+    return found
+
+
+def launch_absorbed(
+    kernel_fn: Any,
+    host_class: Any,
+    tiling: Tiling,
+    few: int,
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    rope: Tensor,
+    block_table: Tensor | None,
+    lengths: Tensor,
+    query_begins: Tensor | None,
+    max_queries: int,
+    causal: bool,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Launch an absorbed kernel and the merge of its pieces on the current stream.
+
+    Args:
+        kernel_fn: the kernel function of the host class.
+        host_class: its host class, made with an element type and `few`.
+        tiling: its tiling, which its programs are kept by.
+        few: query rows on the N side, or 0.
+        q_latent, q_rope: contiguous, [b, s, h, ...], or [queries, h, ...] with `query_begins`.
+        latent, rope: dense [b, t, ...] or paged [pages, page, ...] cache.
+        block_table: [b, pages of a request] int32 for a paged cache.
+        lengths: [b] int32.
+        query_begins: [b + 1] int32, or None when all requests have `max_queries`.
+        max_queries: most queries of any request.
+        causal: whether a query sees no later token.
+        scale: factor on the logits.
+        out, lse: outputs.
+    """
+    device = out.device
+    heads, requests = q_latent.shape[-2], lengths.shape[0]
+    sm_count = sm_count_of(device.index)
+    shape: GangShape = shape_for(-(-max_queries * heads // ROWS), requests, sm_count)
+    partials = workspace(device, 2 * sm_count)
+    rows = lse.numel()
+    arguments = (
+        q_latent, q_rope, latent, rope, block_table, lengths, query_begins, out, lse, *partials,
+        scale / math.log(2.0), requests, max_queries, heads, rows,
+        q_latent.stride(-2), q_rope.stride(-2), latent.shape[0], latent.shape[1],
+        Int64Arg(latent.stride(0)), latent.stride(1), Int64Arg(rope.stride(0)), rope.stride(1),
+        0 if block_table is None else block_table.stride(0), 0, int(causal),
+        shape.gang, shape.groups, shape.parts,
+    )  # fmt: skip
+    blocks = sm_count * MERGE_TILING.blocks_per_sm
+    merge_arguments = (*partials, out, lse, rows, shape.gang, shape.parts, blocks)
+    key = (kernel_fn, out.dtype, few, block_table is None, query_begins is None, device.index)
+    programs = _programs.get(key)
+    if programs is None:
+        require_arch(kernel_fn.__name__, "sm_90a", device)
+        element = ELEMENT_TYPES.get(out.dtype)
+        if element is None:
+            raise UnsupportedError(
+                f"{kernel_fn.__name__}: expected a 16-bit dtype, got {out.dtype}"
+            )
+        host = host_class(element, few)
+        programs = _programs[key] = (
+            program_for(kernel_fn, host, arguments, tiling, device),
+            program_for(
+                MergePartials.merge_partials, MergePartials(element), merge_arguments,
+                MERGE_TILING, device,
+            ),
+        )  # fmt: skip
+    programs[0](*arguments)
+    programs[1](*merge_arguments)

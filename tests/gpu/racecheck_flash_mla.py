@@ -1,0 +1,78 @@
+"""Small runs of flash_mla in CuTe DSL for the sanitizer, which slows a kernel down manyfold.
+
+    compute-sanitizer --tool racecheck .venv/bin/python -m tests.gpu.racecheck_flash_mla
+    compute-sanitizer --tool memcheck .venv/bin/python -m tests.gpu.racecheck_flash_mla
+    compute-sanitizer --tool synccheck .venv/bin/python -m tests.gpu.racecheck_flash_mla
+
+Runs each case once, prints what it ran, compares with a reference computed on the CPU, where the
+sanitizer does not look, and ends with 1 if a result is wrong.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from mla_var3.kernel.cute_python.mla.paging import paged_inputs
+from mla_var3.kernel.cute_python.mla.schedule import pieces
+from mla_var3.op.compare import compare
+from mla_var3.runtime.check import poison_outputs
+from mla_var3.runtime.workflow import current_device_spec
+
+from .test_cute_flash_mla import LSE_RELATIVE, RELATIVE, Case, choose_gangs
+
+DEVICE = "cuda"
+
+
+def cases() -> Iterator[Case]:
+    """Cut by many parts, cut by three, and whole; dense and in pages, with both masks."""
+    for t, page in itertools.product((200, 450, 700), (0, 64)):
+        yield Case(2, 2, t, 64, "mixed", page=page)
+        yield Case(2, 2, t, 64, "edges", page=page, gang=1, sms=3, causal=False)
+        yield Case(2, 2, t, 64, "equal", page=page, gang=2, sms=4)
+
+
+def run(case: Case) -> bool:
+    """Run a case once; whether the result is right."""
+    plan = case.plan().for_target("sm_90").on_device(current_device_spec())
+    dense = plan.absorbed_inputs("cpu")
+    inputs = tuple(tensor.to(DEVICE) for tensor in dense)
+    if plan.page:
+        inputs = paged_inputs(inputs, plan.page, plan.seed)
+    stage = plan.plan(*inputs)
+    shape = case.shape(plan)
+    choose_gangs(stage, shape)
+    poison_outputs(stage)
+    stage.launch()
+    torch.cuda.synchronize()
+    out, lse = (output.cpu() for output in stage.output_tensors)
+    wanted, wanted_lse = plan.absorbed_reference(*dense)
+    error, lse_error = compare(out, wanted), compare(lse, wanted_lse)
+    right = (
+        error.relative_frobenius < RELATIVE[plan.dtype]
+        and lse_error.relative_frobenius < LSE_RELATIVE
+    )
+    cut = pieces(plan.problem().kv_lengths, shape) * shape.gang
+    print(
+        f"{'ok' if right else 'WRONG'}: {case}, {shape.parts} gangs of {shape.gang}, {cut} pieces, "
+        f"relative error {error.relative_frobenius:.2g}, of lse {lse_error.relative_frobenius:.2g}",
+        flush=True,
+    )
+    return right
+
+
+def main() -> int:
+    """Run all cases; 0 when every result is right."""
+    if not torch.cuda.is_available():
+        print("expected a CUDA device, got none", file=sys.stderr)
+        return 1
+    outcomes = [run(case) for case in cases()]
+    print(f"{sum(outcomes)} of {len(outcomes)} right")
+    return 0 if all(outcomes) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
