@@ -356,7 +356,7 @@ def test_help_is_exit_code_0(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "kernel: expected one of flash_attention, "),
+        ([], "kernel: expected one of cutlass_mla_decode, flash_attention, "),
         (["flash_mlaa"], "did you mean 'flash_mla'"),
         (["flash_mla", "v9"], "unknown version of flash_mla 'v9'"),
         (["flash_mla", "--language=cutile-dls"], "did you mean 'cutile-dsl'"),

@@ -2,8 +2,8 @@
 
 The function has the signature
 
-    absorbed(q_latent, q_rope, latent, rope, block_table, lengths, cu_seqlens_q, max_q, causal,
-             scale, out, lse)
+    absorbed(q_latent, q_rope, latent, rope, block_table, lengths, cu_seqlens_q, tree, max_q,
+             causal, scale, out, lse)
 
 with the tensors of `AttentionTask` and `CacheView`: contiguous queries `[b, s, h, ...]`, or
 `[total_q, h, ...]` with `cu_seqlens_q`; no request has more than `max_q` queries. It writes `out`,
@@ -101,6 +101,7 @@ class AbsorbedKernel:
             cache.block_table,
             kernel_ready(cache.lengths),
             task.cu_seqlens_q,
+            task.tree,
             task.q.shape[1] if task.cu_seqlens_q is None else task.max_q or task.q.shape[0],
             task.causal,
             task.scale,

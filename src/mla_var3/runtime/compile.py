@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _TOOL_TIMEOUT_S = 120
+SYSTEM_SHARED_BYTES = 1024
+"""Shared memory per block that the driver reserves and the cubin counts as the kernel's."""
 
 _MMA = re.compile(r"[A-Z]G?MMA|UTC\w*MMA")
 """Opcodes of all tensor-core generations: HMMA, HGMMA, QGMMA, UTCHMMA, ..."""
@@ -224,7 +226,10 @@ def compile_report(
     if artifacts_dir is not None:
         _write_artifacts(artifacts_dir, kernel.name, compiled, printed)
     figures = parse_disassembly(printed)
-    figures["shared_bytes"] += compiled.dynamic_shared_bytes
+    if compiled.dynamic_shared_bytes:
+        # The kibibyte that the system keeps for itself is not part of what a block may ask for.
+        own = max(figures["shared_bytes"] - SYSTEM_SHARED_BYTES, 0)
+        figures["shared_bytes"] = own + compiled.dynamic_shared_bytes
     return dataclasses.replace(
         report, **figures, cubin_bytes=len(compiled.cubin), seconds=round(compiled.seconds, 3)
     )

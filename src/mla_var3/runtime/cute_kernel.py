@@ -297,6 +297,8 @@ def _trace_and_compile(
             # Line information costs nothing at run time, and the profiler shows sources by it.
             options = f"--gpu-arch {arch} --generate-line-info --keep-ptx --keep-cubin"
             options += f" --dump-dir {folder}"
+            if (level := key.fields["tiling"].get("opt_level")) is not None:
+                options += f" --opt-level {level}"
             arguments = [_placeholder(kind) for kind in kinds]
             function = cute.compile(host, *arguments, make_fake_stream(), options=options)
             _offer_runtime_symbols()

@@ -213,10 +213,11 @@ def plugged() -> Iterator[list[dict[str, Any]]]:
     calls: list[dict[str, Any]] = []
 
     def absorbed(
-        q_latent: Any, q_rope: Any, latent: Any, rope: Any, block_table: Any, page_size: Any,
-        lengths: Any, cu_seqlens_q: Any, tree: Any, causal: Any, scale: Any, out: Any, lse: Any,
+        q_latent: Any, q_rope: Any, latent: Any, rope: Any, block_table: Any,
+        lengths: Any, cu_seqlens_q: Any, tree: Any, max_q: int, causal: Any, scale: Any, out: Any,
+        lse: Any,
     ) -> None:  # fmt: skip
-        calls.append({"page_size": page_size, "cu": cu_seqlens_q, "tree": tree})
+        calls.append({"max_q": max_q, "cu": cu_seqlens_q, "tree": tree})
         dense = latent[block_table.long()].flatten(1, 2), rope[block_table.long()].flatten(1, 2)
         result = reference_absorbed(q_latent, q_rope, *dense, lengths, causal=causal, scale=scale)
         out.copy_(result[0])
@@ -246,7 +247,7 @@ def test_a_plugged_kernel_serves_what_it_supports(
     assert mla_var3.explain(*operands, kernel="flash_mla").language == "cute-dsl"
     cache.block_table.clamp_(min=0)  # type: ignore[union-attr]
     output, lse = mla_var3.mla_attention(*operands, kernel="flash_mla", return_lse=True)
-    assert [call["page_size"] for call in plugged] == [64]
+    assert [call["max_q"] for call in plugged] == [2]
     for request, rows in enumerate(tokens):
         expected, expected_lse = oracle(
             q_nope[request], q_rope[request], rows[:, :8], rows[:, 8:], model

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.cost import Bound, Cost
 from mla_var3.op.mla.problem import MlaProblem
+from mla_var3.op.mla.window_form import PLAIN, WindowForm
 
 _FLOAT32 = 4
 # Beyond this many waves of tiles a last, partly filled wave costs less than a quarter of the
@@ -89,14 +90,16 @@ def flash_mla_split_kv_stages(problem: MlaProblem, splits: int) -> tuple[Cost, C
     return Cost(whole.flops, whole.bytes - result + partials), Cost(0, partials + result)
 
 
-def attention_block_specialized_cost(problem: MlaProblem, n: int) -> Cost:
+def attention_block_specialized_cost(
+    problem: MlaProblem, n: int, form: WindowForm = PLAIN
+) -> Cost:
     """First stage of mla_var6_plus: old tokens latent, the `n` newest decompressed.
 
     Reads all three query forms, the latent cache of the old tokens and the window of the new ones;
     writes a latent and a decompressed partial output in the problem's dtype, each with its lse.
     """
     old, new = _old_new(problem, n)
-    return _mix_cost(problem, old, new)
+    return _mix_cost(problem, old, new, form)
 
 
 def decompress_combine_cost(problem: MlaProblem) -> Cost:
@@ -137,11 +140,10 @@ def decompression_cost(problem: MlaProblem, n: int) -> Cost:
     return Cost(4 * new * h * k * d, elements * problem.element_size)
 
 
-def decompressed_bytes(problem: MlaProblem, n: int) -> int:
+def decompressed_bytes(problem: MlaProblem, n: int, form: WindowForm = PLAIN) -> int:
     """Memory of the decompressed window: keys, values and rope keys of `n` slots per request."""
     problem.window(n)  # for its check of n
-    per_slot = 2 * problem.h * problem.d + problem.p
-    return problem.b * n * per_slot * problem.element_size
+    return problem.b * n * form.token_bytes(problem)
 
 
 def mla_var6_plus_time_us(
@@ -308,15 +310,15 @@ def _old_new(problem: MlaProblem, n: int) -> tuple[int, int]:
     return sum(old for old, _ in windows), sum(new for _, new in windows)
 
 
-def _mix_cost(problem: MlaProblem, old: int, new: int) -> Cost:
+def _mix_cost(problem: MlaProblem, old: int, new: int, form: WindowForm = PLAIN) -> Cost:
     """Attention over `old` latent and `new` decompressed tokens of the whole batch."""
     h, s, d, p, k = problem.h, problem.s, problem.d, problem.p, problem.k
     flops = 2 * h * s * (old + new) * p + 4 * h * s * new * d + 4 * h * s * old * k
     queries = _rows(problem) * (d + k + p)
-    cache = old * (k + p) + new * (2 * h * d + p)
     partials = _rows(problem) * (k + d)
-    elements = queries + cache + partials
-    return Cost(flops, elements * problem.element_size + 2 * _lse_bytes(problem))
+    elements = queries + old * (k + p) + partials
+    window = new * form.token_bytes(problem)
+    return Cost(flops, elements * problem.element_size + window + 2 * _lse_bytes(problem))
 
 
 def _balanced_tokens(problem: MlaProblem, peak_tflops: float, peak_gbps: float) -> float | None:

@@ -11,7 +11,7 @@ eight threads of a column in a warp, and over the four warps through shared memo
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from mla_var3.kernel.cute_python.mla.latent_loader import (
@@ -35,7 +35,14 @@ from mla_var3.kernel.cute_python.mla.latent_ops import (
     clear_rows,
     scores,
 )
-from mla_var3.kernel.cute_python.mla.schedule import KV_BLOCK, ROWS, item_at, row_limit
+from mla_var3.kernel.cute_python.mla.schedule import (
+    KV_BLOCK,
+    ROWS,
+    first_hidden,
+    item_at,
+    row_limit,
+    tree_hides,
+)
 
 GROUP_WARPS = 4
 
@@ -128,7 +135,7 @@ def compute_few(
         for j in cutlass.range_constexpr(columns // 8):
             for e in cutlass.range_constexpr(2):
                 limits[e, j] = row_limit(item, j * 8 + (lane % 4) * 2 + e, work)
-        lowest = row_limit(item, 0, work)
+        lowest = first_hidden(item, work)
         if group == 0:
             for pair in cutlass.range(item.pairs, unroll=1):
                 final = pair == item.pairs - 1
@@ -136,7 +143,7 @@ def compute_few(
                     free(signals + Signal.QUERY_FREE, lane)
                 token = (item.first + 2 * pair) * KV_BLOCK
                 if token + KV_BLOCK > lowest:
-                    hide_few(s, token, limits, t, columns)
+                    hide_few(s, token, limits, t, columns, item, work)
                     if token + KV_BLOCK > item.length and token < item.length:
                         clear_rows(s_even, item.length - token, t, Barrier.GROUP)
                 softmax_few(
@@ -175,7 +182,7 @@ def compute_few(
                 rescale_few(o, scale, columns)
                 add_values(pv_mma, acc_o, v_even, f_p_even)
                 if token + KV_BLOCK > lowest:
-                    hide_few(s, token, limits, t, columns)
+                    hide_few(s, token, limits, t, columns, item, work)
                     if token + KV_BLOCK > item.length and token < item.length:
                         clear_rows(s_odd, item.length - token, t, Barrier.GROUP + 1)
                 softmax_few(
@@ -210,13 +217,19 @@ def hide_few(
     limits: cute.Tensor,
     t: Int32,
     columns: cutlass.Constexpr,
+    item: cutlass.Constexpr,
+    work: cutlass.Constexpr,
 ):
-    """Scores of tokens at or beyond a row's limit become -inf, whatever they are."""
+    """Scores of tokens that a row does not see become -inf, whatever they are."""
     for r in cutlass.range_constexpr(2):
         token = first_token + t // 4 % 8 + t // 32 * 16 + 8 * r
         for j in cutlass.range_constexpr(columns // 8):
             for e in cutlass.range_constexpr(2):
-                if token >= limits[e, j]:
+                hidden = token >= limits[e, j]
+                if const_expr(work.tree is not None):
+                    row = j * 8 + (t % 4) * 2 + e
+                    hidden = hidden or tree_hides(item, row, token, work)
+                if hidden:
                     s[(e, j), r] = -Float32.inf
 
 

@@ -69,6 +69,7 @@ def launch_absorbed(
     block_table: Tensor | None,
     lengths: Tensor,
     query_begins: Tensor | None,
+    tree: Tensor | None,
     max_queries: int,
     causal: bool,
     scale: float,
@@ -87,6 +88,7 @@ def launch_absorbed(
         block_table: [b, pages of a request] int32 for a paged cache.
         lengths: [b] int32.
         query_begins: [b + 1] int32, or None when all requests have `max_queries`.
+        tree: bool [b, max_queries, max_queries], which of the newest tokens a query sees; or None.
         max_queries: most queries of any request.
         causal: whether a query sees no later token.
         scale: factor on the logits.
@@ -98,17 +100,24 @@ def launch_absorbed(
     shape: GangShape = shape_for(-(-max_queries * heads // ROWS), requests, sm_count)
     partials = workspace(device, 2 * sm_count)
     rows = lse.numel()
+    if tree is not None and tree.stride(2) != 1:
+        tree = tree.contiguous()
+    bytes_of_tree = None if tree is None else tree.view(torch.uint8)
     arguments = (
-        q_latent, q_rope, latent, rope, block_table, lengths, query_begins, out, lse, *partials,
+        q_latent, q_rope, latent, rope, block_table, lengths, query_begins, bytes_of_tree, out,
+        lse, *partials,
         scale / math.log(2.0), requests, max_queries, heads, rows,
         q_latent.stride(-2), q_rope.stride(-2), latent.shape[0], latent.shape[1],
         Int64Arg(latent.stride(0)), latent.stride(1), Int64Arg(rope.stride(0)), rope.stride(1),
-        0 if block_table is None else block_table.stride(0), 0, int(causal),
+        0 if block_table is None else block_table.stride(0),
+        0 if tree is None else tree.stride(0), 0 if tree is None else tree.stride(1),
+        0, int(causal),
         shape.gang, shape.groups, shape.parts,
     )  # fmt: skip
     blocks = sm_count * MERGE_TILING.blocks_per_sm
     merge_arguments = (*partials, out, lse, rows, shape.gang, shape.parts, blocks)
-    key = (kernel_fn, out.dtype, few, block_table is None, query_begins is None, device.index)
+    options = (block_table is None, query_begins is None, tree is None)
+    key = (kernel_fn, out.dtype, few, options, device.index)
     programs = _programs.get(key)
     if programs is None:
         require_arch(kernel_fn.__name__, "sm_90a", device)

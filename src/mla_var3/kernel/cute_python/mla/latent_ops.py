@@ -7,10 +7,10 @@ A warpgroup holds scores as a wgmma accumulator of 64 x 64 and half of the outpu
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from mla_var3.kernel.cute_python.mla.schedule import KV_BLOCK
+from mla_var3.kernel.cute_python.mla.schedule import KV_BLOCK, tree_hides
 
 LATENT = 512
 ROPE = 64
@@ -80,13 +80,24 @@ def add_values(mma: cute.TiledMma, acc: cute.Tensor, p: cute.Tensor, v: cute.Ten
 
 
 @cute.jit
-def hide(s: cute.Tensor, first_token: Int32, limits: cute.Tensor, lane: Int32):
-    """Scores of tokens at or beyond a row's limit become -inf, whatever they are."""
+def hide(
+    s: cute.Tensor,
+    first_token: Int32,
+    limits: cute.Tensor,
+    row: Int32,
+    lane: Int32,
+    item: cutlass.Constexpr,
+    work: cutlass.Constexpr,
+):
+    """Scores of tokens that a row does not see become -inf, whatever they are."""
     for r in cutlass.range_constexpr(2):
         for j in cutlass.range_constexpr(KV_BLOCK // 8):
             for e in cutlass.range_constexpr(2):
                 token = first_token + j * 8 + (lane % 4) * 2 + e
-                if token >= limits[r]:
+                hidden = token >= limits[r]
+                if const_expr(work.tree is not None):
+                    hidden = hidden or tree_hides(item, row + 8 * r, token, work)
+                if hidden:
                     s[r, (e, j)] = -Float32.inf
 
 

@@ -35,7 +35,13 @@ from mla_var3.kernel.cute_python.mla.latent_ops import (
     store_wide,
     two_rows,
 )
-from mla_var3.kernel.cute_python.mla.schedule import KV_BLOCK, ROWS, item_at, row_limit
+from mla_var3.kernel.cute_python.mla.schedule import (
+    KV_BLOCK,
+    ROWS,
+    first_hidden,
+    item_at,
+    row_limit,
+)
 
 
 @cute.jit
@@ -113,7 +119,7 @@ def compute_many(
         sums.fill(0.0)
         for r in cutlass.range_constexpr(2):
             limits[r] = row_limit(item, row0 + 8 * r, work)
-        lowest = row_limit(item, 0, work)
+        lowest = first_hidden(item, work)
         if group == 0:
             for pair in cutlass.range(item.pairs, unroll=1):
                 final = pair == item.pairs - 1
@@ -121,7 +127,7 @@ def compute_many(
                     free(signals + Signal.QUERY_FREE, lane)
                 token = (item.first + 2 * pair) * KV_BLOCK
                 if token + KV_BLOCK > lowest:
-                    hide(s, token, limits, lane)
+                    hide(s, token, limits, row0, lane, item, work)
                     if token + KV_BLOCK > item.length and token < item.length:
                         clear_rows(s_even, item.length - token, t, Barrier.GROUP)
                 softmax(s, sums, row_max, scale_even, scale, row0, lane, pair == 0, scale_log2e)
@@ -159,7 +165,7 @@ def compute_many(
                 rescale(o, scale)
                 add_values(pv_mma_shared, acc_o, f_p_even, v_even)
                 if token + KV_BLOCK > lowest:
-                    hide(s, token, limits, lane)
+                    hide(s, token, limits, row0, lane, item, work)
                     if token + KV_BLOCK > item.length and token < item.length:
                         clear_rows(s_odd, item.length - token, t, Barrier.GROUP + 1)
                 softmax(s, sums, row_max, scale_odd, scale, row0, lane, False, scale_log2e)

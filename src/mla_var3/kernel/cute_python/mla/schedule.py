@@ -311,6 +311,8 @@ class Work:
         lengths: tokens per request.
         query_begins: first query of each request and of the one behind the last; None when all
             requests have `queries` of them.
+        tree: bytes [b, s, s], not 0 where a query sees one of the newest tokens; None when the
+            order of the tokens alone decides.
         queries, heads, gang, groups, newest, causal: sizes, as in the kernel's contract.
         member: the block's place in its gang.
     """
@@ -318,6 +320,7 @@ class Work:
     part: tuple[Any, ...]
     lengths: Any
     query_begins: Any
+    tree: Any
     queries: Any
     heads: Any
     gang: Any
@@ -387,3 +390,26 @@ def row_limit(item: cutlass.Constexpr, row: Int32, work: cutlass.Constexpr) -> I
         query = (item.row + row) // work.heads
         limit = cutlass.min(limit, item.length - item.rows // work.heads + query + 1)
     return limit
+
+
+@cute.jit
+def first_hidden(item: cutlass.Constexpr, work: cutlass.Constexpr) -> Int32:
+    """The first token that some row of an item's tile may not see."""
+    lowest = row_limit(item, 0, work)
+    if const_expr(work.tree is not None):
+        lowest = cutlass.min(lowest, item.length - item.rows // work.heads)
+    return lowest
+
+
+@cute.jit
+def tree_hides(
+    item: cutlass.Constexpr, row: Int32, token: Int32, work: cutlass.Constexpr
+) -> Boolean:
+    """Whether a token is one of the newest and not on the way to a row's own token."""
+    count = item.rows // work.heads
+    draft = token - (item.length - count)
+    hidden = Boolean(False)
+    if draft >= 0 and draft < count:
+        query = cutlass.min((item.row + row) // work.heads, count - 1)
+        hidden = work.tree[item.index // work.groups, query, draft] == 0
+    return hidden

@@ -186,10 +186,12 @@ class CutlassMlaDecodeTiling(Tiling):
     Attributes:
         splits: parts that the tokens of a request are cut into; 0 lets the example choose.
         persistent: whether a block takes several pieces of work, or one.
+        opt_level: of the compiler; the example asks for 2, and spills at 3.
     """
 
     splits: int = 0
     persistent: bool = True
+    opt_level: int = 2
 
     def validate(self, pd: "CuteCutlassMlaDecode") -> Constraints:
         most = min(MOST_SPLITS, pd.tiles) if pd.h == HEADS else 1
@@ -203,6 +205,10 @@ class CutlassMlaDecodeTiling(Tiling):
                 pd.b * pd.s * pd.h * self.splits * (LATENT + 1) < 1 << 31,
                 f"splits: expected partial results of fewer than 2**31 elements, which the example "
                 f"can count, got {self.splits} splits of b={pd.b} s={pd.s} h={pd.h}",
+            ),
+            (
+                0 <= self.opt_level <= 3,
+                f"opt_level: expected 0 to 3, got {self.opt_level}",
             ),
         )
 

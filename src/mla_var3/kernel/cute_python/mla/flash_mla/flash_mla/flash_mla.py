@@ -111,6 +111,7 @@ class FlashMLASm90:
         table: cute.Pointer | None,
         lengths: cute.Pointer,
         query_begins: cute.Pointer | None,
+        tree: cute.Pointer | None,
         o_latent: cute.Pointer,
         lse: cute.Pointer,
         o_partial: cute.Pointer,
@@ -130,6 +131,8 @@ class FlashMLASm90:
         rope_page_stride: Int64,
         rope_stride: Int32,
         table_stride: Int32,
+        tree_stride: Int32,
+        tree_row_stride: Int32,
         newest: Int32,
         causal: Int32,
         gang: Int32,
@@ -188,6 +191,10 @@ class FlashMLASm90:
         begins_tensor = None
         if const_expr(query_begins is not None):
             begins_tensor = cute.make_tensor(query_begins, line(requests + 1))
+        tree_tensor = None
+        if const_expr(tree is not None):
+            strides = (tree_stride, tree_row_stride, 1)
+            tree_tensor = cute.make_tensor(tree, line((requests, queries, queries), stride=strides))
         K, MN = OperandMajorMode.K, OperandMajorMode.MN
         shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
         if const_expr(self.few > 0):
@@ -211,6 +218,7 @@ class FlashMLASm90:
             table_tensor,
             cute.make_tensor(lengths, line(requests)),
             begins_tensor,
+            tree_tensor,
             o_latent,
             cute.make_tensor(lse, line(total_rows)),
             o_partial,
@@ -252,6 +260,7 @@ class FlashMLASm90:
         table: cute.Tensor | None,
         lengths: cute.Tensor,
         query_begins: cute.Tensor | None,
+        tree: cute.Tensor | None,
         o_latent: cute.Pointer,
         lse: cute.Tensor,
         o_partial: cute.Pointer,
@@ -282,7 +291,7 @@ class FlashMLASm90:
         cute.arch.sync_threads()
         work = Work(
             part_range(lengths, requests, groups, newest, part, parts),
-            lengths, query_begins, queries, heads, gang, groups, newest, causal, member,
+            lengths, query_begins, tree, queries, heads, gang, groups, newest, causal, member,
         )  # fmt: skip
         swizzle = row_layout.inner
         s_q = store.q.get_tensor(row_layout.outer, swizzle=swizzle)
@@ -450,13 +459,13 @@ class CuteFlashMLA(MlaPlan):
         def args_fn(tiling: FlashMLATiling) -> tuple[object, ...]:
             shape = self.gangs(tiling)
             return (
-                *rows, latent, rope, table, lengths, None, o_latent, lse,
+                *rows, latent, rope, table, lengths, None, None, o_latent, lse,
                 o_partial, lse_partial, merges, self.scale_log2e,
                 self.b, self.s, self.h, lse.numel(), rows[0].stride(-2), rows[1].stride(-2),
                 latent.shape[0], latent.shape[1],
                 Int64Arg(latent.stride(0)), latent.stride(1),
                 Int64Arg(rope.stride(0)), rope.stride(1),
-                0 if table is None else table.stride(0), 0, int(self.causal),
+                0 if table is None else table.stride(0), 0, 0, 0, int(self.causal),
                 shape.gang, shape.groups, shape.parts,
             )  # fmt: skip
 
@@ -491,8 +500,6 @@ def unsupported(shape: Any) -> str | None:
         return f"k={shape.k} and p={shape.p}; it is made for {LATENT} and {ROPE}"
     if shape.page_size is not None and shape.page_size % KV_BLOCK:
         return f"pages of {shape.page_size} tokens; it takes multiples of {KV_BLOCK}"
-    if shape.tree:
-        return "trees of draft tokens"
     return None
 
 
@@ -504,6 +511,7 @@ def absorbed(
     block_table: Tensor | None,
     lengths: Tensor,
     query_begins: Tensor | None,
+    tree: Tensor | None,
     max_queries: int,
     causal: bool,
     scale: float,
@@ -518,6 +526,8 @@ def absorbed(
         block_table: [b, pages of a request] int32 for a paged cache.
         lengths: [b] int32, on the device.
         query_begins: [b + 1] int32, on the device; None when all requests have s queries.
+        tree: [b, max_queries, max_queries] bool, which of the newest tokens a query sees, within
+            causal order; None for causal order alone.
         max_queries: most queries of any request.
         causal: whether a query sees no later token.
         scale: factor on the logits.
@@ -527,9 +537,24 @@ def absorbed(
     rows = max_queries * q_latent.shape[-2]
     few = default_few(rows)
     launch_absorbed(
-        FlashMLASm90.flash_mla, FlashMLASm90, FlashMLATiling(few=few), few, q_latent, q_rope,
-        latent, rope, block_table, lengths, query_begins, max_queries, causal, scale, out, lse,
-    )  # fmt: skip
+        FlashMLASm90.flash_mla,
+        FlashMLASm90,
+        FlashMLATiling(few=few),
+        few,
+        q_latent,
+        q_rope,
+        latent,
+        rope,
+        block_table,
+        lengths,
+        query_begins,
+        tree,
+        max_queries,
+        causal,
+        scale,
+        out,
+        lse,
+    )
 
 
 if __name__ == "__main__":

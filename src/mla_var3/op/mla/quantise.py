@@ -1,0 +1,178 @@
+"""Decompressed keys and values in 8 bits: e4m3 with one scale per token and head.
+
+A row is the key or the value of one token and head. Its scale is the row's largest magnitude over
+448, the largest e4m3 number, so every row uses the whole range and an outlier costs only its own
+row precision. Scales are float32. The rope part of the keys is shared by the heads, so it is small,
+and stays in the problem's dtype.
+
+An element keeps a relative error of at most 2**-4 down to 2**-6 of the scale, half a unit in the
+last of its three mantissa bits; below that the absolute error is at most 2**-10 of the scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.compare import ErrorFigures, compare
+from mla_var3.op.mla.attend import Lengths
+from mla_var3.op.mla.reference import reference_mix
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+# The least scale: a subnormal one would become zero on a GPU that flushes them. It is also the
+# scale of a row of zeros, so that no kernel ever divides by zero or needs a branch.
+_LEAST_SCALE = torch.finfo(torch.float32).tiny
+_SOURCES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class QuantisedRows:
+    """Keys or values in 8 bits.
+
+    Attributes:
+        values: float8_e4m3fn, `[..., d]`.
+        scales: float32, `[...]`; an element is worth its e4m3 number times its row's scale.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+
+    def __post_init__(self) -> None:
+        """Checks dtypes and shapes."""
+        if self.values.dtype is not E4M3:
+            raise InvalidArgumentError("values", E4M3, self.values.dtype)
+        if self.scales.dtype is not torch.float32:
+            raise InvalidArgumentError("scales", torch.float32, self.scales.dtype)
+        if self.scales.shape != self.values.shape[:-1]:
+            raise InvalidArgumentError(
+                "scales", list(self.values.shape[:-1]), list(self.scales.shape)
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of both tensors."""
+        return self.values.nbytes + self.scales.nbytes
+
+
+@dataclass(frozen=True)
+class FormErrors:
+    """Where the error of a kernel on an 8-bit window comes from.
+
+    Attributes:
+        kernel: The output against the float32 attention on the same 8-bit window: what the kernel
+            itself gets wrong, to be bounded like that of any other kernel.
+        form: That attention against the one on unrounded keys and values: what the 8-bit form
+            costs, whatever kernel reads it.
+        total: The output against the attention on unrounded keys and values.
+    """
+
+    kernel: ErrorFigures
+    form: ErrorFigures
+    total: ErrorFigures
+
+
+def quantise(rows: torch.Tensor) -> QuantisedRows:
+    """Rounds rows to 8 bits, each with its own scale.
+
+    A row with a NaN or an infinity has no scale and becomes NaN throughout: a slot without a token
+    stays poisoned, and an overflow is not hidden.
+
+    Args:
+        rows: Keys or values `[..., d]`, float16, bfloat16, float32 or float64.
+    """
+    if rows.dtype not in _SOURCES:
+        expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in _SOURCES)
+        raise InvalidArgumentError("rows", f"one of the dtypes {expected}", rows.dtype)
+    if rows.dim() < 1 or rows.shape[-1] == 0:
+        raise InvalidArgumentError("rows", "[..., d] with d > 0", list(rows.shape))
+    wide = rows if rows.dtype is torch.float64 else rows.float()
+    peaks = wide.abs().amax(-1)
+    # clamp keeps NaN, and turns a peak of zero into the least scale.
+    scales = (peaks / E4M3_MAX).float().clamp(min=_LEAST_SCALE)
+    scales = torch.where(peaks.isfinite() & scales.isfinite(), scales, torch.nan)
+    # Never beyond 448 by more than the rounding of the scale, which e4m3 rounds back to 448.
+    return QuantisedRows((wide / scales.to(wide.dtype)[..., None]).to(E4M3), scales)
+
+
+def dequantise(rows: QuantisedRows, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What quantised rows are worth, `[..., d]`.
+
+    Args:
+        rows: The rows.
+        dtype: Of the result. The product is computed in float32, or in float64, where it is exact.
+    """
+    wide = torch.float64 if dtype is torch.float64 else torch.float32
+    return (rows.values.to(wide) * rows.scales.to(wide)[..., None]).to(dtype)
+
+
+def reference_mix_quantised(
+    q_nope: torch.Tensor,
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    c_kv: torch.Tensor,
+    k_rope: torch.Tensor,
+    k_new: QuantisedRows,
+    v_new: QuantisedRows,
+    k_rope_new: torch.Tensor,
+    w_uv: torch.Tensor,
+    lengths: Lengths,
+    *,
+    causal: bool,
+    scale: float,
+    compute_dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`reference_mix` on an 8-bit window: old tokens latent, the `n` newest from e4m3.
+
+    Args:
+        q_nope: `[b, s, h, d]`.
+        q_latent: `[b, s, h, k]`.
+        q_rope: `[b, s, h, p]`.
+        c_kv: `[b, t, k]`.
+        k_rope: `[b, t, p]`.
+        k_new: `[b, h, n, d]` with scales `[b, h, n]`.
+        v_new: `[b, h, n, d]` with scales `[b, h, n]`.
+        k_rope_new: `[b, n, p]`.
+        w_uv: `[h, k, d]`.
+        lengths: KV tokens of each request, `[b]`.
+        causal: See `attend`.
+        scale: See `attend`.
+        compute_dtype: See `attend`; the window is dequantised to it.
+
+    Returns:
+        The output `[b, s, h, d]` and the log-sum-exp `[b, s, h]`.
+    """
+    return reference_mix(
+        q_nope,
+        q_latent,
+        q_rope,
+        c_kv,
+        k_rope,
+        dequantise(k_new, compute_dtype),
+        dequantise(v_new, compute_dtype),
+        k_rope_new,
+        w_uv,
+        lengths,
+        causal=causal,
+        scale=scale,
+        compute_dtype=compute_dtype,
+    )
+
+
+def form_errors(
+    out: torch.Tensor, on_form: torch.Tensor, unrounded: torch.Tensor
+) -> FormErrors:
+    """Tells a kernel's error and that of the 8-bit form apart.
+
+    Args:
+        out: Output of the kernel on the 8-bit window.
+        on_form: Of `reference_mix_quantised` on the same window.
+        unrounded: Of `reference_mix` on the keys and values before they were rounded.
+    """
+    return FormErrors(
+        kernel=compare(out, on_form),
+        form=compare(on_form, unrounded),
+        total=compare(out, unrounded),
+    )

@@ -1,0 +1,50 @@
+"""The forms in which decompressed keys and values are kept, and the bytes each takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mla_var3.errors import UnknownNameError
+from mla_var3.op.mla.problem import MlaProblem
+
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class WindowForm:
+    """How a decompressed token is stored; its rope part always has the problem's dtype.
+
+    Attributes:
+        name: "plain" or "fp8".
+        element_bytes: Bytes of one element of a key or value; None: as the problem's dtype.
+        scale_bytes: Bytes of the scale that each key and each value has per head; 0 for none.
+        description: The form in words.
+    """
+
+    name: str
+    element_bytes: int | None
+    scale_bytes: int
+    description: str
+
+    def token_bytes(self, problem: MlaProblem) -> int:
+        """Bytes of the keys and values of all heads and of the rope part of one token."""
+        element = problem.element_size if self.element_bytes is None else self.element_bytes
+        row = problem.d * element + self.scale_bytes
+        return 2 * problem.h * row + problem.p * problem.element_size
+
+
+PLAIN = WindowForm("plain", None, 0, "in the dtype of the problem")
+FP8 = WindowForm("fp8", 1, _FLOAT32, "e4m3 with a float32 scale per token and head")
+FORMS = {form.name: form for form in (PLAIN, FP8)}
+
+
+def window_form(name: str) -> WindowForm:
+    """The form of a name.
+
+    Raises:
+        UnknownNameError: There is no such form.
+    """
+    try:
+        return FORMS[name]
+    except KeyError:
+        raise UnknownNameError("window form", name, FORMS) from None
