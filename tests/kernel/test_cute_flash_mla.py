@@ -496,3 +496,15 @@ def test_what_the_command_line_refuses(
 ) -> None:
     assert kernel_command.main(["flash_mla", "--language=cute-dsl", *SIZES, *argv]) == code
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_gangs_and_sm_limits_share_one_program(
+    compiled: Compiled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are arguments: a search over them must not compile anew for each."""
+    compilations = note_compilations(monkeypatch)
+    monkeypatch.setenv("HYPER_MLA_CACHE_DIR", str(compiled.cache))
+    [kernel, _] = CuteFlashMLA(**{**SMALL, "s": 4}).plan_empty(1.0, 1.0).kernels()
+    for tiling in (FlashMLATiling(gang=1), FlashMLATiling(gang=2, sms=7)):
+        assert kernel.compile("sm_90", tiling).cubin
+    assert compilations == []

@@ -232,7 +232,7 @@ def test_a_cache_that_cannot_be_written_costs_nothing_but_a_warning(
 
 def key_of(host: Any, sources: list[Path] | None = None) -> str:
     return cute_cache.program_key(
-        "kernel", host, kinds_of((1,)), {}, "sm_90a", sources or [], "compiler 1"
+        "kernel", host, kinds_of((1,)), None, "sm_90a", sources or [], "compiler 1"
     ).digest
 
 

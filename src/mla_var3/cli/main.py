@@ -26,6 +26,7 @@ COMMANDS = {
     "show": "contract, options, cost, tiling candidates and cached tunings of one kernel",
     "predict": "predicted times of all kernels on the devices in the table",
     "choose": "the kernel that mla_attention uses for a problem, and why",
+    "plan": "how many tokens to keep decompressed in the memory there is, and the time to expect",
     "clone": "a new version of a kernel from an existing one, under new names",
     "env": "this machine: GPU, versions, programs found and missing, known devices",
 }
@@ -104,6 +105,12 @@ def _add_choose(parser: Parser) -> None:
     add_arguments(parser)
 
 
+def _add_plan(parser: Parser) -> None:
+    from mla_var3.cli.plan import add_arguments
+
+    add_arguments(parser)
+
+
 def _add_profile(parser: Parser) -> None:
     from mla_var3.cli.profile import add_arguments
 
@@ -137,6 +144,7 @@ _ADD_ARGUMENTS: dict[str, Callable[[Parser], None]] = {
     "show": _add_show,
     "predict": _add_predict,
     "choose": _add_choose,
+    "plan": _add_plan,
     "clone": _add_clone,
     "env": _add_list,
 }
@@ -232,6 +240,13 @@ def _choose(argv: list[str]) -> int:
     return choose_command(parser, argv)
 
 
+def _plan(argv: list[str]) -> int:
+    parser = _subparser("plan")
+    from mla_var3.cli.plan import plan_command
+
+    return plan_command(parser, argv)
+
+
 def _clone(argv: list[str]) -> int:
     parser = _subparser("clone")
     from mla_var3.cli.clone import clone_command
@@ -255,6 +270,7 @@ _HANDLERS: dict[str, Callable[[list[str]], int]] = {
     "show": _show,
     "predict": _predict,
     "choose": _choose,
+    "plan": _plan,
     "clone": _clone,
     "env": _env,
 }

@@ -37,7 +37,7 @@ from mla_var3.runtime.paths import cache_root
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 2
+_FORMAT = 3
 _KEY, _OBJECT, _CUBIN, _PTX = "key.json", "program.o", "program.cubin", "program.ptx"
 
 
@@ -92,7 +92,7 @@ def program_key(
     name: str,
     host: Any,
     kinds: Sequence[ArgumentKind],
-    tiling: dict[str, Any],
+    opt_level: int | None,
     arch: str,
     sources: Sequence[Path],
     toolchain: str,
@@ -103,7 +103,8 @@ def program_key(
         name: kernel name.
         host: the host function; values that it carries are constants of the program.
         kinds: kinds of the arguments.
-        tiling: the tiling it was made for.
+        opt_level: the compiler's level; None for its default. Of a tiling nothing else matters
+            that the host function does not carry.
         arch: architecture.
         sources: files with the kernel and its helpers.
         toolchain: package and version of the compiler.
@@ -113,7 +114,7 @@ def program_key(
         "kernel": name,
         "host": host_identity(host),
         "arguments": [str(kind) for kind in kinds],
-        "tiling": tiling,
+        "opt_level": opt_level,
         "arch": arch,
         "sources": [[path.name, _file_digest(path)] for path in sources],
         "toolchain": toolchain,

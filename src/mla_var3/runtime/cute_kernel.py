@@ -3,7 +3,7 @@
 This module is the only host code that knows CuTe DSL. A kernel of this repository gives a
 `host_fn`, which makes the `@cute.jit` host function for a tiling, and an `args_fn` with its
 arguments (see `cute_arguments.py` for what each becomes). A program is compiled once per host
-function, argument kinds, tiling and architecture, is kept on the disk (`cute_cache.py`), and once
+function, argument kinds and architecture, is kept on the disk (`cute_cache.py`), and once
 loaded stays for the life of the process.
 """
 
@@ -263,7 +263,7 @@ def _key(
         str(kernel_fn.__name__),
         host,
         kinds,
-        tiling.to_dict(),
+        getattr(tiling, "opt_level", None),
         arch,
         traced_source_files(kernel_fn, host),
         _toolchain(),
@@ -297,7 +297,7 @@ def _trace_and_compile(
             # Line information costs nothing at run time, and the profiler shows sources by it.
             options = f"--gpu-arch {arch} --generate-line-info --keep-ptx --keep-cubin"
             options += f" --dump-dir {folder}"
-            if (level := key.fields["tiling"].get("opt_level")) is not None:
+            if (level := key.fields["opt_level"]) is not None:
                 options += f" --opt-level {level}"
             arguments = [_placeholder(kind) for kind in kinds]
             function = cute.compile(host, *arguments, make_fake_stream(), options=options)

@@ -90,9 +90,7 @@ def flash_mla_split_kv_stages(problem: MlaProblem, splits: int) -> tuple[Cost, C
     return Cost(whole.flops, whole.bytes - result + partials), Cost(0, partials + result)
 
 
-def attention_block_specialized_cost(
-    problem: MlaProblem, n: int, form: WindowForm = PLAIN
-) -> Cost:
+def attention_block_specialized_cost(problem: MlaProblem, n: int, form: WindowForm = PLAIN) -> Cost:
     """First stage of mla_var6_plus: old tokens latent, the `n` newest decompressed.
 
     Reads all three query forms, the latent cache of the old tokens and the window of the new ones;

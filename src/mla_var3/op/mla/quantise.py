@@ -161,9 +161,7 @@ def reference_mix_quantised(
     )
 
 
-def form_errors(
-    out: torch.Tensor, on_form: torch.Tensor, unrounded: torch.Tensor
-) -> FormErrors:
+def form_errors(out: torch.Tensor, on_form: torch.Tensor, unrounded: torch.Tensor) -> FormErrors:
     """Tells a kernel's error and that of the 8-bit form apart.
 
     Args:

@@ -50,9 +50,7 @@ def make_shared_prefix_inputs(
     problem, prefix = shared.problem, shared.prefix
     # Drawn at full length first: the prefix must hold tokens although request 0 may be shorter.
     plain = make_inputs(replace(problem, lengths=None), device, seed)
-    plain.lengths = torch.tensor(
-        problem.kv_lengths, dtype=torch.int32, device=plain.lengths.device
-    )
+    plain.lengths = torch.tensor(problem.kv_lengths, dtype=torch.int32, device=plain.lengths.device)
     latent, k_rope_prefix = plain.c_kv[0, :prefix].clone(), plain.k_rope[0, :prefix].clone()
     keys, values = decompress_all(latent[None], plain.w_uk, plain.w_uv)
     slots = torch.arange(problem.t, device=plain.lengths.device)[None]  # [1, t]

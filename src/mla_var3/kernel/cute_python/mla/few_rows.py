@@ -20,6 +20,7 @@ from mla_var3.kernel.cute_python.mla.latent_loader import (
     ODD_GROUPS,
     Barrier,
     Signal,
+    announce,
     free,
 )
 from mla_var3.kernel.cute_python.mla.latent_ops import (
@@ -62,6 +63,7 @@ def compute_few(
     work: cutlass.Constexpr,
     columns: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
+    strict: cutlass.Constexpr,
 ):
     """Warpgroup 0 owns the even KV blocks and the left half of the output, 1 the others.
 
@@ -76,6 +78,7 @@ def compute_few(
         work: what decides its items.
         columns: query rows, rounded up to a multiple of 8.
         dtype: element type.
+        strict: see `announce`.
     """
     row_max, scales, warp_rows = exchange
     thread, _, _ = cute.arch.thread_idx()
@@ -151,7 +154,7 @@ def compute_few(
                     scale_log2e, columns, dtype,
                 )  # fmt: skip
                 cute.arch.fence_view_async_shared()
-                cute.arch.barrier_arrive(barrier_id=Barrier.EVEN, number_of_threads=CONSUMERS)
+                announce(Barrier.EVEN, strict)
                 # All warps of the group have to be done with P before it is an operand here.
                 cute.arch.barrier(barrier_id=Barrier.GROUP, number_of_threads=128)
                 rescale_few(o, scale, columns)
@@ -190,7 +193,7 @@ def compute_few(
                     scale_log2e, columns, dtype,
                 )  # fmt: skip
                 cute.arch.fence_view_async_shared()
-                cute.arch.barrier_arrive(barrier_id=Barrier.ODD, number_of_threads=CONSUMERS)
+                announce(Barrier.ODD, strict)
                 warpgroup.wait_group(0)
                 free(signals + (Signal.EVEN_FREE + 1), lane)
                 cute.arch.barrier(barrier_id=Barrier.GROUP + 1, number_of_threads=128)

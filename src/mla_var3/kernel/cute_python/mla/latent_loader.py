@@ -84,6 +84,21 @@ def free(signal: cute.Pointer, lane: Int32):
 
 
 @cute.jit
+def announce(barrier: cutlass.Constexpr, strict: cutlass.Constexpr):
+    """Tell the other warpgroup that what it waits for at a named barrier is there.
+
+    Args:
+        barrier: the barrier.
+        strict: wait for the other warpgroup as well. It is not needed, but the sanitizer does not
+            follow an arrival without a wait.
+    """
+    if const_expr(strict):
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=CONSUMERS)
+    else:
+        cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=CONSUMERS)
+
+
+@cute.jit
 def load_all(
     q_copy: cute.CopyAtom,
     q_global: cute.Tensor,

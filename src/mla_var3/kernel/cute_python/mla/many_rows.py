@@ -16,6 +16,7 @@ from mla_var3.kernel.cute_python.mla.latent_loader import (
     ODD_GROUPS,
     Barrier,
     Signal,
+    announce,
     free,
 )
 from mla_var3.kernel.cute_python.mla.latent_ops import (
@@ -59,6 +60,7 @@ def compute_many(
     part: Int32,
     work: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
+    strict: cutlass.Constexpr,
 ):
     """Warpgroup 0 owns the even KV blocks and the left half of the output, 1 the others."""
     row_max, scale_even, scale_odd, row_sum = exchange
@@ -134,7 +136,7 @@ def compute_many(
                 p_result.store(acc_s.load().to(dtype))
                 cute.copy(store_p, store_p.retile(p_result), p_even_target)
                 cute.arch.fence_view_async_shared()
-                cute.arch.barrier_arrive(barrier_id=Barrier.EVEN, number_of_threads=CONSUMERS)
+                announce(Barrier.EVEN, strict)
                 rescale(o, scale)
                 add_values(pv_mma, acc_o, p_operand, v_even)
                 warpgroup.wait_group(0)
@@ -172,7 +174,7 @@ def compute_many(
                 p_result.store(acc_s.load().to(dtype))
                 cute.copy(store_p, store_p.retile(p_result), p_odd_target)
                 cute.arch.fence_view_async_shared()
-                cute.arch.barrier_arrive(barrier_id=Barrier.ODD, number_of_threads=CONSUMERS)
+                announce(Barrier.ODD, strict)
                 warpgroup.wait_group(0)
                 free(signals + (Signal.EVEN_FREE + 1), lane)
                 rescale(o, scale)

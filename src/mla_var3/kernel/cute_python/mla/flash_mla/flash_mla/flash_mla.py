@@ -97,9 +97,10 @@ CONSUMER_REGISTERS = 232
 class FlashMLASm90:
     """Host and device code for one element type."""
 
-    def __init__(self, dtype, few=0):
+    def __init__(self, dtype, few=0, strict=False):
         self.dtype = dtype
         self.few = few
+        self.strict = strict
 
     @cute.jit
     def __call__(
@@ -316,7 +317,7 @@ class FlashMLASm90:
                 )
                 compute_few(
                     qk_mma, pv_mma, s_q, s_even, s_odd, signals, by_group, outputs, scale_log2e,
-                    part, work, self.few, self.dtype,
+                    part, work, self.few, self.dtype, self.strict,
                 )  # fmt: skip
             else:
                 exchange = (
@@ -327,7 +328,7 @@ class FlashMLASm90:
                 )
                 compute_many(
                     qk_mma, pv_mma, pv_mma_shared, s_q, s_even, s_odd, signals, exchange,
-                    outputs, scale_log2e, part, work, self.dtype,
+                    outputs, scale_log2e, part, work, self.dtype, self.strict,
                 )  # fmt: skip
             # Not from the idle warps, which would ask for the merge at the start.
             cute.arch.griddepcontrol_launch_dependents()
