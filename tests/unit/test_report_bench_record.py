@@ -167,3 +167,12 @@ def test_circumstances_come_from_the_environment() -> None:
     assert around["device"] == "NVIDIA H200"
     assert around["versions"]["driver"] == "580"
     assert circumstances({}, "NVIDIA B200")["device"] == "NVIDIA B200"
+
+
+def test_given_lengths_are_kept_and_shown(tmp_path: Path) -> None:
+    problem = MlaProblem(b=2, s=1, t=64, h=8, lengths=(3, 64))
+    file = tmp_path / "record.json"
+    save_record(record(replace(row(), problem=problem)), file)
+    [again] = load_record(file).rows
+    assert again.problem == problem
+    assert shape_text(problem) == "b=2 s=1 t=3..64 h=8"

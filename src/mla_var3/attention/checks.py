@@ -47,20 +47,25 @@ def require_tensor(
         dtypes: the dtypes that are allowed.
         device: where it has to be; None for anywhere.
     """
-    labels = ", ".join(label if size is None else f"{label}={size}" for label, size in shape)
     if not isinstance(tensor, torch.Tensor):
-        raise InvalidArgumentError(name, f"a tensor [{labels}]", type(tensor).__name__)
-    fits = tensor.dim() == len(shape) and all(
-        size is None or size == got for (_, size), got in zip(shape, tensor.shape, strict=True)
-    )
-    if not fits:
-        raise InvalidArgumentError(name, f"[{labels}]", list(tensor.shape))
+        raise InvalidArgumentError(name, f"a tensor [{_labels(shape)}]", type(tensor).__name__)
+    # Every call passes here several times, so nothing is formatted before something is wrong.
+    sizes = tensor.shape
+    if len(sizes) != len(shape):
+        raise InvalidArgumentError(name, f"[{_labels(shape)}]", list(sizes))
+    for (_, size), got in zip(shape, sizes, strict=True):
+        if size is not None and size != got:
+            raise InvalidArgumentError(name, f"[{_labels(shape)}]", list(sizes))
     if tensor.dtype not in dtypes:
         expected = " or ".join(str(dtype) for dtype in dtypes)
         raise InvalidArgumentError(name, f"dtype {expected}", tensor.dtype)
     if device is not None and tensor.device != device:
         raise InvalidArgumentError(name, f"a tensor on {device}", f"one on {tensor.device}")
     return tensor
+
+
+def _labels(shape: Shape) -> str:
+    return ", ".join(label if size is None else f"{label}={size}" for label, size in shape)
 
 
 def kernel_ready(tensor: torch.Tensor) -> torch.Tensor:

@@ -174,7 +174,7 @@ def _candidate(backend: Backend, shape: CallShape, spec: DeviceSpec) -> Candidat
     refusal = backend.unsupported(shape)
     if refusal is None and backend.kernel != TORCH_TILED:
         refusal = _target_refusal(backend, spec)
-    expected = None if refusal else estimate(backend.kernel, shape, spec)
+    expected = None if refusal else estimate(backend.kernel, shape, spec, backend.language)
     if expected is None:
         return Candidate(backend.kernel, backend.language, refusal, backend.missing())
     measured = _measured(backend, shape, spec, expected.choice)

@@ -1,8 +1,9 @@
 """What the cost model expects of each kernel for a call, from `q_nope` to the output.
 
-On top of the roofline of `op/mla/cost` two things count here that decide between kernels: SMs that
-have no tile to work on (the attention stage is stretched by the share of SM turns left empty), and
-the work that a call has to do because the cache lacks a decompressed copy, or has it as a ring.
+On top of the roofline of `op/mla/cost` three things count here that decide between kernels: the
+rates that a kernel has been seen to reach on the device (`conf/kernel_rates.json`), SMs that have
+no tile to work on (the attention stage is stretched by the share of SM turns left empty), and the
+work that a call has to do because the cache lacks a decompressed copy, or has it as a ring.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass, field
 
 from mla_var3.attention.shape import CallShape
 from mla_var3.conf.devices import DeviceSpec
+from mla_var3.conf.kernel_rates import kernel_rates
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import (
     attention_block_specialized_cost,
@@ -55,16 +57,28 @@ class Estimate:
         return self.kernel_us + self.others_us
 
 
-def estimate(kernel: str, shape: CallShape, spec: DeviceSpec) -> Estimate | None:
+def estimate(
+    kernel: str, shape: CallShape, spec: DeviceSpec, language: str = ""
+) -> Estimate | None:
     """The estimate of a kernel; None for one that the cost model does not know.
 
     Args:
         kernel: its id; versions are estimated like their design.
         shape: the form of the call.
         spec: the device.
+        language: its language, for rates that were recorded; without one the device's rates count.
     """
     problem = shape.problem()
     rates = spec.sustained_tflops(problem.dtype), spec.sustained_gbps
+    seen = kernel_rates(spec.name, kernel, language)
+
+    def kernel_us(cost: Cost, tiles: int) -> tuple[float, float]:
+        """The attention stage, and the share of SM turns that have a tile."""
+        if seen is None:
+            fill = _fill(tiles, spec.sm_count)
+            return time_us(cost) / fill, fill
+        fill = 1.0 if seen.balanced else _fill(tiles, spec.sm_count)
+        return cost.time_us(seen.tflops, seen.gbps) / fill + seen.fixed_us, fill
 
     def time_us(*costs: Cost) -> float:
         return sum(cost.time_us(*rates) for cost in costs)
@@ -78,19 +92,19 @@ def estimate(kernel: str, shape: CallShape, spec: DeviceSpec) -> Estimate | None
     head_tiles = shape.b * shape.h * _ceil_div(shape.s, TILE_ROWS)
     design = split_full_name(kernel)[0]
     if design == "flash_mla":
-        fill = _fill(latent_tiles, spec.sm_count)
-        return Estimate(time_us(flash_mla_cost(problem)) / fill, projections, fill)
+        attention_us, fill = kernel_us(flash_mla_cost(problem), latent_tiles)
+        return Estimate(attention_us, projections, fill)
     if design == "flash_mla_split_kv":
         splits = split_count(problem, spec.sm_count)
         attention, reduction = flash_mla_split_kv_stages(problem, splits)
-        fill = _fill(latent_tiles * splits, spec.sm_count)
-        kernel_us = time_us(attention) / fill + time_us(reduction)
-        return Estimate(kernel_us, projections, fill, {"splits": splits})
+        attention_us, fill = kernel_us(attention, latent_tiles * splits)
+        total_us = attention_us + time_us(reduction)
+        return Estimate(total_us, projections, fill, {"splits": splits})
     if design == "flash_attention":
-        fill = _fill(head_tiles, spec.sm_count)
+        attention_us, fill = kernel_us(flash_attention_cost(problem), head_tiles)
         has_copy = shape.window >= shape.t
         others = 0.0 if has_copy else time_us(decompression_cost(problem, shape.t))
-        return Estimate(time_us(flash_attention_cost(problem)) / fill, others, fill)
+        return Estimate(attention_us, others, fill)
     if design == "mla_var6_plus":
         n = min(shape.window, shape.t)
         others = time_us(q_absorption_cost(problem))
@@ -100,10 +114,9 @@ def estimate(kernel: str, shape: CallShape, spec: DeviceSpec) -> Estimate | None
         elif shape.window < shape.t:  # read and written once, to straighten the ring
             others += time_us(Cost(0, 2 * decompressed_bytes(problem, n)))
         tiles = (latent_tiles if n < shape.t else 0) + (head_tiles if n else 0)
-        fill = _fill(tiles, spec.sm_count)
-        attention = attention_block_specialized_cost(problem, n)
-        kernel_us = time_us(attention) / fill + time_us(decompress_combine_cost(problem))
-        return Estimate(kernel_us, others, fill, {"n": n})
+        attention_us, fill = kernel_us(attention_block_specialized_cost(problem, n), tiles)
+        total_us = attention_us + time_us(decompress_combine_cost(problem))
+        return Estimate(total_us, others, fill, {"n": n})
     return None
 
 

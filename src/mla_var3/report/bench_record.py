@@ -120,7 +120,10 @@ class BenchRow:
         sizes = asdict(self.problem)
         derived = {"tflops": self.tflops, "gbps": self.gbps, "end_to_end_us": self.end_to_end_us}
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {**values, "problem": {name: sizes[name] for name in _SIZES}, **derived}
+        problem = {name: sizes[name] for name in _SIZES}
+        if self.problem.lengths is not None:
+            problem["lengths"] = list(self.problem.lengths)
+        return {**values, "problem": problem, **derived}
 
 
 @dataclass
@@ -170,6 +173,8 @@ def shape_text(problem: MlaProblem) -> str:
     """Sizes of a problem in one short text; usual widths, dtype and mask are left out."""
     usual = MlaProblem(b=1, s=1, t=1, h=1)
     parts = [f"{name}={getattr(problem, name)}" for name in ("b", "s", "t", "h")]
+    if problem.lengths is not None:
+        parts[2] = f"t={min(problem.lengths)}..{max(problem.lengths)}"
     parts += [
         f"{name}={getattr(problem, name)}"
         for name in ("d", "p", "k")

@@ -15,6 +15,7 @@ from mla_var3.conf.devices import DeviceSpec, device_spec
 from mla_var3.errors import InvalidArgumentError, UnknownNameError
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.report.bench_analysis import row_speedups
+from mla_var3.report.bench_measure import MAX_SECONDS, ROUNDS
 from mla_var3.report.bench_page import html_page, markdown_page
 from mla_var3.report.bench_plots import Plot, draw_plots
 from mla_var3.report.bench_record import (
@@ -60,8 +61,6 @@ from mla_var3.runtime.workflow import (
 )
 
 MEASURE, PREDICT, AUTO = "measure", "predict", "auto"
-ROUNDS = 3
-MAX_SECONDS = 0.4
 _ONE_VALUE = {"all": ("b", "s", "t", "h"), "var6_plus": ("b", "t", "h")}
 
 

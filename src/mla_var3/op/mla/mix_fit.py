@@ -25,7 +25,6 @@ from mla_var3.op.mla.window_form import window_form
 LEAST_RECORDS = 3
 _WORST_ERROR = 0.25  # a parameter known no better than this, relatively, is not determined
 _LEAST_NOISE = 1e-3  # no timing repeats better, so exact rows do not make a parameter certain
-_CLEARLY_BETTER = 0.98  # of the squares that remain
 _NO_DIFFERENCE = 1e-4  # relative; rows explained this well are explained
 _ITERATIONS = 80
 _STEP = 1e-4  # of a logarithm, for the derivatives
@@ -176,13 +175,23 @@ class _Search:
         best: _Solution | None = None
         for values in self._starts():
             found = self._drop_undetermined(self._minimise(values))
-            # The starts come from simple to rich, and a richer solution wins only where it explains
-            # the rows clearly better.
-            floor = len(self._times) * _NO_DIFFERENCE**2
-            if best is None or found.squares + floor < _CLEARLY_BETTER * (best.squares + floor):
+            if best is None or self._score(found) < self._score(best):
                 best = found
         assert best is not None
         return best
+
+    def _score(self, solution: _Solution) -> float:
+        """What remains and what was spent on it: less is better.
+
+        The Bayesian information criterion with the correction for few rows. Without it a further
+        parameter would always win, because it can follow the noise.
+        """
+        count, spent = len(self._times), len(solution.values)
+        if count - spent <= 1:
+            return math.inf if spent else 0.0
+        mean = solution.squares / count + _NO_DIFFERENCE**2
+        few = 2 * spent * (spent + 1) / (count - spent - 1)
+        return count * math.log(mean) + spent * math.log(count) + few
 
     def _starts(self) -> list[dict[str, float]]:
         """Where to begin: with and without a limit of the whole chip, bends of both kinds."""

@@ -211,9 +211,8 @@ class MixModel:
             if step == 1:
                 break
             first, last = max(0, best - step), min(len(candidates) - 1, best + step)
-        # The ends are not on the curve between them, so the search must not forget them.
-        ends_and_best: list[int] = sorted({0, candidates[best], candidates[-1]})
-        return min(ends_and_best, key=time_us)
+        # Not just of the last round: its steps need not meet the best of the round before.
+        return min(sorted(times), key=times.__getitem__)
 
     def largest_n(self, problem: MlaProblem, max_bytes: int | None, multiple: int = 1) -> int:
         """The largest window that fits, whether it is a good one or not."""

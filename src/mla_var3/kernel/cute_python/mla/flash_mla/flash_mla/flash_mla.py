@@ -10,8 +10,9 @@ Computes, for every request, o = softmax(q_latent c_kv^T + q_rope k_rope^T) c_kv
 
 bfloat16 and float16; causal (bottom-right) or not; any b, s, t >= 1 and h; page sizes that are
 multiples of 64; slots beyond a length may hold NaN. Rows without a visible key give 0 and -inf.
-Device code also takes packed queries of different counts (`query_begins`) and leaves out the
-`newest` tokens. One compilation per dtype and cache layout serves all shapes. Target: sm_90a.
+`absorbed` also takes packed queries of different counts (`query_begins`) and trees of draft tokens;
+the device code can leave out the `newest` tokens. One compilation per dtype, cache layout, `few`
+and set of these options serves all shapes. Target: sm_90a.
 
 How it works. A block has 64 query rows and two warpgroups; each holds half of the 512 output
 columns and, of every pair of KV blocks, computes the scores of one:
@@ -30,7 +31,8 @@ reader is done. The rope columns of a block make room for P. Results of an item 
 the next item's queries and first blocks are on their way (see `schedule.py` for items and cuts;
 `merge_partials.py` joins what was cut).
 
-Base version. Limits: fewer than 64 rows are padded to 64; only k=512 and p=64.
+Base version. Limits: 25 to 63 rows are padded to 64 (fewer go to the N side, see `few_rows.py`);
+only k=512 and p=64.
 """
 
 from collections.abc import Sequence

@@ -1,0 +1,57 @@
+"""The pictures of the documentation show what the records and the model say now."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location(
+        "draw_docs_plots", ROOT / "scripts" / "draw-docs-plots.py"
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_pictures_are_up_to_date(script: ModuleType) -> None:
+    assert script.outdated(script.IMAGES) == [], "run scripts/draw-docs-plots.py"
+
+
+def test_a_changed_source_or_missing_picture_is_noticed(script: ModuleType, tmp_path: Path) -> None:
+    images = tmp_path / "images"
+    shutil.copytree(script.IMAGES, images)
+    assert script.outdated(images) == []
+    (images / "model-gain.svg").unlink()
+    known = json.loads((images / script.MANIFEST).read_text())
+    known["measured-roofline.svg"]["sha256"] = "0"
+    (images / script.MANIFEST).write_text(json.dumps(known))
+    assert sorted(script.outdated(images)) == ["measured-roofline.svg", "model-gain.svg"]
+
+
+def test_every_picture_is_shown_somewhere(script: ModuleType) -> None:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    shown = {
+        Path(target).name
+        for page in pages
+        for target in re.findall(r"!\[[^\]]*\]\(([^)\s]+)", page.read_text())
+    }
+    assert set(script.SOURCES) <= shown
+
+
+def test_the_pictures_are_drawn_anew(script: ModuleType, tmp_path: Path) -> None:
+    script.draw(tmp_path)
+    assert script.outdated(tmp_path) == []
+    text = (tmp_path / "measured-time-over-s.svg").read_text()
+    assert "<svg" in text and "http://www.w3.org/2000/svg" in text
