@@ -11,7 +11,14 @@ import mla_var3
 from mla_var3.attention.cache import LatentCache
 from mla_var3.errors import UnsupportedError
 
-from .attention_support import Model, assert_close, make_model, normal, oracle
+from ..unit.attention.attention_support import (
+    Model,
+    assert_close,
+    make_model,
+    normal,
+    oracle,
+    random_parents,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -67,7 +74,34 @@ def test_every_path(
     require_right(output, lse, (q[0], q[1]), cache, model)
 
 
-def test_a_captured_step(model: Model, generator: torch.Generator) -> None:
+@pytest.mark.parametrize("page_size", [None, 64])
+@pytest.mark.parametrize("counts", [None, (5, 2)])
+@pytest.mark.parametrize("h", [4, H])
+def test_trees_and_packed_queries_in_the_fast_kernel(
+    h: int, counts: tuple[int, int] | None, page_size: int | None, generator: torch.Generator
+) -> None:
+    """Against the PyTorch path, which is compared with the oracle elsewhere; 20 and 80 rows."""
+    s = 5
+    options = {} if page_size is None else {"page_size": page_size}
+    cache = make_cache(**options)
+    rows = normal(generator, B, 300, K + P, dtype=torch.bfloat16).cuda()
+    cache.append(rows[..., :K], rows[..., K:], [300, 131])
+    shape = (B, s) if counts is None else (sum(counts),)
+    q = [normal(generator, *shape, h, w, dtype=torch.bfloat16).cuda() for w in (K, P)]
+    call: dict[str, Any] = {"tree_mask": random_parents(generator, B, s).cuda()}
+    if counts is not None:
+        call |= {"cu_seqlens_q": torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).int()}
+        call["cu_seqlens_q"] = call["cu_seqlens_q"].cuda()
+        call["max_q"] = s
+    for options in (call, {name: value for name, value in call.items() if name != "tree_mask"}):
+        found = mla_var3.mla_latent_attention(*q, cache, kernel="flash_mla:cute-dsl", **options)
+        wanted = mla_var3.mla_latent_attention(*q, cache, kernel="torch_tiled", **options)
+        torch.testing.assert_close(found[0], wanted[0], rtol=0.02, atol=0.02)
+        torch.testing.assert_close(found[1], wanted[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kernel", ["torch_tiled", "flash_mla:cute-dsl"])
+def test_a_captured_step(kernel: str, model: Model, generator: torch.Generator) -> None:
     """Append, attend and drop in one graph; replayed with other drafts and other rejections."""
     cache = make_cache(page_size=64, window=64)
     latent, rope = (torch.zeros(B, S, w, dtype=torch.bfloat16, device="cuda") for w in (K, P))
@@ -81,8 +115,7 @@ def test_a_captured_step(model: Model, generator: torch.Generator) -> None:
         cache.truncate(rejected, **weights, most=S)
         cache.append(latent, rope, **weights)
         result = mla_var3.mla_attention(
-            q_nope, q_rope, cache, model.w_uk, model.w_uv, kernel="torch_tiled", out=out,
-            return_lse=True,
+            q_nope, q_rope, cache, model.w_uk, model.w_uv, kernel=kernel, out=out, return_lse=True,
         )  # fmt: skip
         lse.copy_(result[1])
 
