@@ -94,6 +94,8 @@ def launch_absorbed(
         scale: factor on the logits.
         out, lse: outputs.
     """
+    if lse.numel() == 0:
+        return  # no query, nothing to write
     device = out.device
     heads, requests = q_latent.shape[-2], lengths.shape[0]
     sm_count = sm_count_of(device.index)
