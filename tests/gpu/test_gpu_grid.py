@@ -20,7 +20,15 @@ from mla_var3.runtime.paths import find_kernel, plan_class
 
 pytest.importorskip("cuda.tile")
 
-DESIGNS = ("flash_attention", "flash_mla", "flash_mla_split_kv", "mla_var6_plus")
+DESIGNS = (
+    "flash_attention",
+    "flash_mla",
+    "flash_mla_split_kv",
+    "mla_var6_plus",
+    "mla_var6_plus_v2",
+    "mla_var6_plus_v3",
+    "mla_var6_plus_v4",
+)
 LSE_RELATIVE = 1e-5
 """The log-sum-exp is float32 throughout; the check's own bound is the 16-bit one."""
 
@@ -71,7 +79,7 @@ GRID = list(cases())
 @pytest.mark.parametrize(("design", "group", "s", "t", "n"), GRID)
 def test_shape(design: str, group: Group, s: int, t: int, n: int) -> None:
     own: dict[str, int] = {}
-    if design == "mla_var6_plus":
+    if design.startswith("mla_var6_plus"):
         own["n"] = n
     if design == "flash_mla_split_kv":
         own["splits"] = min(t, 3 + s % 5)

@@ -35,6 +35,7 @@ class Candidate:
         measured_us: measured kernel time plus the predicted rest of the call; None without one.
         source: where the measured time comes from.
         choice: `n` or `splits` that the kernel would use.
+        rated: whether the prediction is made with rates that the kernel was seen to reach.
     """
 
     kernel: str
@@ -45,6 +46,7 @@ class Candidate:
     measured_us: float | None = None
     source: str | None = None
     choice: dict[str, int] = field(default_factory=dict)
+    rated: bool = False
 
 
 @dataclass(frozen=True)
@@ -155,9 +157,14 @@ def _decide(
         best = min(timed, key=lambda pair: pair[1].measured_us or 0.0)
         reason = f"{prefix}fastest of {len(timed)} measured on {spec.name}: {_times(timed, True)}"
         return best, reason, True
+    # A roofline always beats the rates that a kernel really reached, so where some kernels have
+    # such rates the others, which nobody has timed on the device, do not compete with them.
+    rated = [pair for pair in kernels if pair[1].rated]
+    compared = rated or kernels
     # Of equal predictions the first in the order of the backends wins: min keeps it.
-    best = min(kernels, key=lambda pair: _or_infinite(pair[1].predicted_us))
-    reason = f"{prefix}predicted fastest on {spec.name}, not measured: {_times(kernels, False)}"
+    best = min(compared, key=lambda pair: _or_infinite(pair[1].predicted_us))
+    basis = "by the rates of each kernel, not measured here" if rated else "not measured"
+    reason = f"{prefix}predicted fastest on {spec.name}, {basis}: {_times(compared, False)}"
     return best, reason, False
 
 
@@ -187,6 +194,7 @@ def _candidate(backend: Backend, shape: CallShape, spec: DeviceSpec) -> Candidat
         measured_us=None if measured is None else measured.kernel_us + expected.others_us,
         source=None if measured is None else measured.source,
         choice=expected.choice,
+        rated=expected.rated,
     )
 
 

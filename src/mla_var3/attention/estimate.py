@@ -44,12 +44,14 @@ class Estimate:
         others_us: projections, decompression and reordering around it.
         fill: share of SM turns of the attention stage that have a tile.
         choice: `n` or `splits` that the kernel would use.
+        rated: whether the kernel's own rates on the device went in; otherwise it is the roofline.
     """
 
     kernel_us: float
     others_us: float
     fill: float
     choice: dict[str, int] = field(default_factory=dict)
+    rated: bool = False
 
     @property
     def total_us(self) -> float:
@@ -71,6 +73,7 @@ def estimate(
     problem = shape.problem()
     rates = spec.sustained_tflops(problem.dtype), spec.sustained_gbps
     seen = kernel_rates(spec.name, kernel, language)
+    rated = seen is not None
 
     def kernel_us(cost: Cost, tiles: int) -> tuple[float, float]:
         """The attention stage, and the share of SM turns that have a tile."""
@@ -93,18 +96,18 @@ def estimate(
     design = split_full_name(kernel)[0]
     if design == "flash_mla":
         attention_us, fill = kernel_us(flash_mla_cost(problem), latent_tiles)
-        return Estimate(attention_us, projections, fill)
+        return Estimate(attention_us, projections, fill, rated=rated)
     if design == "flash_mla_split_kv":
         splits = split_count(problem, spec.sm_count)
         attention, reduction = flash_mla_split_kv_stages(problem, splits)
         attention_us, fill = kernel_us(attention, latent_tiles * splits)
         total_us = attention_us + time_us(reduction)
-        return Estimate(total_us, projections, fill, {"splits": splits})
+        return Estimate(total_us, projections, fill, {"splits": splits}, rated)
     if design == "flash_attention":
         attention_us, fill = kernel_us(flash_attention_cost(problem), head_tiles)
         has_copy = shape.window >= shape.t
         others = 0.0 if has_copy else time_us(decompression_cost(problem, shape.t))
-        return Estimate(attention_us, others, fill)
+        return Estimate(attention_us, others, fill, rated=rated)
     if design == "mla_var6_plus":
         n = min(shape.window, shape.t)
         others = time_us(q_absorption_cost(problem))
@@ -116,7 +119,7 @@ def estimate(
         tiles = (latent_tiles if n < shape.t else 0) + (head_tiles if n else 0)
         attention_us, fill = kernel_us(attention_block_specialized_cost(problem, n), tiles)
         total_us = attention_us + time_us(decompress_combine_cost(problem))
-        return Estimate(total_us, others, fill, {"n": n})
+        return Estimate(total_us, others, fill, {"n": n}, rated)
     return None
 
 

@@ -55,6 +55,21 @@ def test_few_tiles_are_split() -> None:
     assert explanation.candidates[0].choice["splits"] > 1
 
 
+def test_a_kernel_that_nobody_timed_does_not_win_by_its_roofline() -> None:
+    """Versions without rates on the device are listed, and chosen only when they are named."""
+    sizes = {**SIZES, "s": 43, "window": 4096}
+    explanation = mla_var3.explain(**sizes, device_name=H200)
+    times = {c.kernel: c for c in explanation.candidates if c.language == "cutile-dsl"}
+    fast = min(times.values(), key=lambda c: c.predicted_us or float("inf"))
+    assert any(c.rated for c in explanation.candidates)
+    chosen = explanation.candidates[0]
+    assert chosen.rated and (fast.rated or (fast.predicted_us or 0) < (chosen.predicted_us or 0))
+    named = mla_var3.explain(**sizes, device_name=H200, kernel="mla_var6_plus_v4")
+    assert named.kernel == "mla_var6_plus_v4"
+    elsewhere = mla_var3.explain(**sizes, device_name="NVIDIA B200")
+    assert not any(c.rated for c in elsewhere.candidates)
+
+
 def test_decompressed_copies_change_the_estimate() -> None:
     """Kernels on decompressed tokens pay for making them, unless the cache has them."""
     spec = device_spec(H200)

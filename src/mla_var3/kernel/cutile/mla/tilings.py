@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Self
 
-from mla_var3.conf.devices import shared_memory_limit
+import torch
+
+from mla_var3.conf.devices import load_devices, shared_memory_limit
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.runtime.plan import Constraints, Tiling
 from mla_var3.runtime.tiling import is_power_of_two
@@ -42,6 +44,20 @@ def fits_shared_memory(plan: MlaPlan, *tiles: tuple[int, int]) -> tuple[bool, st
         limit is None or need <= limit,
         f"tiles: expected at most {limit} bytes of shared memory on {plan._target}, got {need}",
     )
+
+
+def multiprocessors(device: torch.device, target: str, fewest: int = 1) -> int:
+    """SMs of a GPU; elsewhere those of the smallest known device of the target.
+
+    Args:
+        device: where the tensors are.
+        target: GPU code that the kernel is planned for.
+        fewest: what to assume for a target without a known device.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).multi_processor_count)
+    known = [spec.sm_count for spec in load_devices().values() if spec.target == target]
+    return min(known, default=fewest)
 
 
 def latent_tiles(plan: MlaPlan, Bm: int, Bn: int) -> tuple[tuple[int, int], ...]:

@@ -1,0 +1,152 @@
+"""mla_var6_plus_v2: old tokens absorbed, the n newest decompressed, at the same time.
+
+A pipeline of two kernels: `attention_block_specialized_v2` reads the old tokens in latent space on
+some SMs (compute bound) while other SMs stream the decompressed window (memory bound), and
+`decompress_combine_v2` up-projects the latent part and merges both by log-sum-exp.
+
+    q_nope [b, s, h, d]   q_latent [b, s, h, k]   q_rope [b, s, h, p]
+    c_kv [b, t, k]        k_rope [b, t, p]
+    k_new, v_new [b, h, n, d], k_rope_new [b, n, p]   window: slot j is position max(len-n,0)+j
+    w_uv [h, k, d]        lengths [b] int32
+    -> o [b, s, h, d] in the input dtype, lse [b, s, h] float32 (natural logarithm)
+
+bfloat16 and float16; causal (bottom-right) or not; any s, t >= 1 and any n in 0..t; slots beyond a
+length may hold NaN. Rows without a visible key give 0 and -inf. Targets: sm_90, sm_100, sm_120.
+
+n follows from the cost model (`--n` pins it, `--refine` lets timing move it).
+Parent: mla_var6_plus. Idea: a launch order that knows how long a block takes. The roles stay
+interleaved in proportion, but the role with the longer blocks leads and some of the other's blocks
+are held back for the end, so that the grid does not end with one long block per SM.
+Limits: both roles are one kernel, so the head role gets the one block per SM that the latent
+role's shared memory allows, and the latent role runs at flash_mla's rate.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus_v2.attention_block_specialized_v2 import (  # noqa: E501
+    AttentionBlockSpecializedTilingV2,
+    CtAttentionBlockSpecializedV2,
+)
+from mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus_v2.decompress_combine_v2 import (
+    CtDecompressCombineV2,
+    DecompressCombineTilingV2,
+)
+from mla_var3.kernel.mla_plan import MlaPlan
+from mla_var3.op.mla.cost import best_n, decompress_combine_cost, mla_var6_plus_cost
+from mla_var3.op.mla.inputs import absorb_queries, decompress_newest
+from mla_var3.op.mla.problem import require_int
+from mla_var3.op.mla.reference import reference_mix
+from mla_var3.runtime.composite import KernelPipeline
+from mla_var3.runtime.plan import Tiling
+
+WINDOW_STEP = 128
+"""The model's n is rounded to whole tiles of the head role."""
+REFINE_STEPS = (-4, -2, -1, 1, 2, 4)
+"""Neighbours of the model's n that `refinements` offers, in eighths of it."""
+
+
+@dataclass
+class CtMlaVar6PlusV2(MlaPlan):
+    """Plan of version 2 of mla_var6_plus."""
+
+    n: int | None = field(
+        default=None, metadata={"help": "newest tokens kept decompressed; default by the model"}
+    )
+    tiling: AttentionBlockSpecializedTilingV2 = field(
+        default_factory=AttentionBlockSpecializedTilingV2
+    )
+    combine_tiling: DecompressCombineTilingV2 = field(default_factory=DecompressCombineTilingV2)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.n is not None:
+            require_int("n", self.n, minimum=0, maximum=self.t, maximum_name="t")
+
+    def resolve(self, peak_tflops: float, peak_gbps: float) -> Self:
+        if self.n is not None:
+            return self
+        n = best_n(self.problem(), peak_tflops, peak_gbps, multiple=WINDOW_STEP)
+        return self.copy(n=min(n, self.t))
+
+    def refinements(self) -> list[Self]:
+        center = self._chosen_n()
+        step = max(WINDOW_STEP, center // 8 // WINDOW_STEP * WINDOW_STEP)
+        wanted = {min(max(center + k * step, 0), self.t) for k in REFINE_STEPS} | {0, self.t}
+        return [self.copy(n=n) for n in sorted(wanted - {center})]
+
+    def cpu_check_plan(self) -> Self:
+        # Without n first: a window chosen for the large problem may not fit the small one.
+        small = MlaPlan.cpu_check_plan(self.copy(n=None))
+        share = self._chosen_n() / self.t if self.n is not None else 0.5
+        return small.copy(n=round(share * small.t))
+
+    def _chosen_n(self) -> int:
+        if self.n is None:
+            raise InvalidArgumentError("n", "a number; resolve or on_device chooses one", "None")
+        return self.n
+
+    def _stage_fields(self) -> dict[str, Any]:
+        return {key: value for key, value in self.params().items() if key != "n"}
+
+    def _attention_plan(self) -> CtAttentionBlockSpecializedV2:
+        stage = CtAttentionBlockSpecializedV2(
+            **self._stage_fields(), n=self._chosen_n(), tiling=self.tiling
+        )
+        stage._target = self._target
+        return stage
+
+    def _combine_plan(self) -> CtDecompressCombineV2:
+        n = self._chosen_n()
+        parts = "latent" if n == 0 else "new" if n == self.t else "both"
+        stage = CtDecompressCombineV2(
+            **self._stage_fields(), parts=parts, tiling=self.combine_tiling
+        )
+        stage._target = self._target
+        return stage
+
+    def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
+        raw = self.make_inputs(device)
+        q_latent = absorb_queries(raw.q_nope, raw.w_uk)
+        window = decompress_newest(raw, self._chosen_n())
+        return (
+            raw.q_nope, q_latent, raw.q_rope, raw.c_kv, raw.k_rope, *window, raw.w_uv, raw.lengths,
+        )  # fmt: skip
+
+    def reference_fn(
+        self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, ...]:
+        return reference_mix(
+            *inputs,
+            causal=self.causal,
+            scale=self.problem().softmax_scale,
+            compute_dtype=compute_dtype or torch.float32,
+        )
+
+    def _default_tiling(self, name: str) -> Tiling | None:
+        if name == "tiling":
+            return AttentionBlockSpecializedTilingV2.candidates(self._target)[0]
+        return self.copy(n=0)._combine_plan()._default_tiling("tiling")
+
+    def _autotune_configs(self) -> Sequence[Tiling]:
+        return []
+
+    def _algorithmic_flops_bytes(self, tiling: Tiling) -> tuple[float, float]:
+        problem = self.problem()
+        cost = mla_var6_plus_cost(problem, self._chosen_n()) + decompress_combine_cost(problem)
+        return cost.flops, cost.bytes
+
+    def plan(self, *inputs: Tensor) -> KernelPipeline:
+        *attention_inputs, w_uv, lengths = inputs
+        attention = self._attention_plan().plan(*attention_inputs, lengths)
+        combine = self._combine_plan().plan(*attention.output_tensors, w_uv)
+        return KernelPipeline(_name="mla_var6_plus_v2", stages=[attention, combine])
+
+
+if __name__ == "__main__":
+    raise SystemExit(CtMlaVar6PlusV2().benchmark_kernel_argparse())

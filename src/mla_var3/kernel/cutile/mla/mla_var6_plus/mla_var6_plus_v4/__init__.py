@@ -1,0 +1,1 @@
+"""Version 4 of mla_var6_plus."""

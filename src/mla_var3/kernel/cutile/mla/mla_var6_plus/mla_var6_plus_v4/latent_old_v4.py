@@ -1,0 +1,212 @@
+"""One of two concurrent kernels of mla_var6_plus_v4: absorbed attention over the old tokens.
+
+    q_latent [b, s, h, k]   q_rope [b, s, h, p]
+    c_kv [b, t, k]          k_rope [b, t, p]      old tokens are positions < len - n
+    lengths [b] int32
+    -> o_latent [b, s, h, k] in the input dtype, lse_latent [b, s, h] float32: over the old tokens
+
+Compute bound. Persistent blocks on a share of the SMs, each with every blocks-th tile of s*h query
+rows; its tiles fill the shared memory of an SM, so no block of the other kernel runs beside it. The
+causal limit cuts into the old tokens where n < s. Rows without an old token give 0 and -inf.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import cuda.tile as ct
+import torch
+from torch import Tensor
+
+from mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus_v4.sm_shares import (
+    DEFAULT_SHARE,
+    FEWEST_SMS,
+    SHARES,
+    share_constraint,
+    shared_sms,
+)
+from mla_var3.kernel.cutile.mla.tile_ops import (
+    attend_latent,
+    load_column_parts,
+    log_sum_exp,
+    store_column_parts,
+    visible,
+)
+from mla_var3.kernel.cutile.mla.tilings import (
+    divides,
+    fits_shared_memory,
+    latent_tiles,
+    multiprocessors,
+    tile_sides,
+)
+from mla_var3.kernel.mla_plan import MlaPlan
+from mla_var3.op.mla.attend import KvSegment, attend
+from mla_var3.op.mla.cost import flash_mla_cost
+from mla_var3.op.mla.problem import require_int
+from mla_var3.runtime.ct_kernel import CtKernel
+from mla_var3.runtime.plan import Constraints, Tiling
+
+ConstInt = ct.Constant[int]
+ConstBool = ct.Constant[bool]
+
+
+@dataclass
+class LatentOldTilingV4(Tiling):
+    """Bm query rows against Bn latent tokens, in parts of Kp columns, on Share percent of the SMs.
+
+    On sm_90 the 64 x 512 accumulator needs num_worker_warps=8, as in LatentTiling.
+    """
+
+    Bm: int = 64
+    Bn: int = 64
+    Kp: int = 128
+    Share: int = field(
+        default=DEFAULT_SHARE, metadata={"help": "percent of the SMs that this kernel takes"}
+    )
+    num_ctas: int | None = None
+    occupancy: int | None = None
+    num_worker_warps: int | None = 8
+
+    def validate(self, pd: "CtLatentOldV4") -> Constraints:
+        blocks_per_sm = self.occupancy or 1
+        return Constraints(
+            *tile_sides(Bm=self.Bm, Bn=self.Bn, Kp=self.Kp, p=pd.p),
+            divides("Kp", self.Kp, "k", pd.k),
+            fits_shared_memory(pd, *(latent_tiles(pd, self.Bm, self.Bn) * blocks_per_sm)),
+            share_constraint(self.Share),
+        )
+
+    @classmethod
+    def candidates(cls, target: str) -> list["LatentOldTilingV4"]:
+        """Candidates per target, the default first (compare LatentTiling)."""
+        sides = {"sm_100": (64, 64, 512), "sm_120": (16, 64, 512)}.get(target, (64, 64, 128))
+        return [cls(*sides, Share=share) for share in SHARES]
+
+
+@ct.kernel
+def latent_old_v4(
+    q_latent, q_rope, c_kv, k_rope, lengths, o_latent, lse_latent,
+    scale_log2e: float, s: int, n: int, tiles: int, row_tiles: int,
+    H: ConstInt, CAUSAL: ConstBool, BM: ConstInt, BN: ConstInt, KP: ConstInt, PARTS: ConstInt,
+    P: ConstInt,
+):  # fmt: skip
+    # q_latent [b, s*h, K], q_rope [b, s*h, P], o_latent [b, s*h, K], lse_latent [b, s*h]
+    for tile in range(ct.bid(0), tiles, ct.num_blocks(0)):
+        request = tile // row_tiles
+        row_tile = tile % row_tiles
+        q_parts = load_column_parts(q_latent, request, row_tile, BM, KP, PARTS)
+        qr = ct.load(
+            q_rope, (request, row_tile, 0), (1, BM, P), padding_mode=ct.PaddingMode.ZERO
+        ).reshape((BM, P))
+        length = ct.load(lengths, (request,), ())
+        old = max(length - n, 0)
+        first_row = row_tile * BM
+        lowest = min(visible(first_row, length, s, CAUSAL, H), old)
+        highest = min(visible(first_row + BM - 1, length, s, CAUSAL, H), old)
+        acc_parts, m, l = attend_latent(
+            q_parts, qr, c_kv, k_rope, request, 0,
+            max(lowest, 0) // BN, ct.cdiv(max(highest, 0), BN),
+            first_row, length, s, old, scale_log2e, CAUSAL, H, BM, BN, KP, PARTS, P,
+        )  # fmt: skip
+        store_column_parts(o_latent, (request, row_tile), acc_parts, l, BM, KP, PARTS)
+        ct.store(lse_latent, (request, row_tile), log_sum_exp(m, l).reshape((1, BM)))
+
+
+@dataclass
+class CtLatentOldV4(MlaPlan):
+    """Plan of the kernel over the old tokens."""
+
+    n: int = field(default=0, metadata={"help": "newest tokens that are left out"})
+    alone: bool = field(default=False, metadata={"help": "take all SMs, whatever Share says"})
+    tiling: LatentOldTilingV4 = field(default_factory=LatentOldTilingV4)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_int("n", self.n, minimum=0, maximum=self.t, maximum_name="t")
+
+    def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
+        return self.absorbed_inputs(device)
+
+    def reference_fn(
+        self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, ...]:
+        q_latent, q_rope, c_kv, k_rope, lengths = inputs
+        slots = torch.arange(self.t, device=c_kv.device)
+        old = KvSegment(
+            q=torch.cat([q_latent, q_rope], dim=-1),
+            keys=torch.cat([c_kv, k_rope], dim=-1)[:, None],
+            values=c_kv[:, None],
+            positions=torch.where(slots < (lengths - self.n)[:, None], slots, -1),
+        )
+        [out], lse = attend(
+            [old],
+            lengths=lengths,
+            causal=self.causal,
+            scale=self.problem().softmax_scale,
+            compute_dtype=compute_dtype or torch.float32,
+        )
+        return out, lse
+
+    def _default_tiling(self, name: str) -> LatentOldTilingV4 | None:
+        return self._autotune_configs()[0]
+
+    def _autotune_configs(self) -> Sequence[LatentOldTilingV4]:
+        found = LatentOldTilingV4.candidates(self._target)
+        return found[:1] if self.alone else found
+
+    def _algorithmic_flops_bytes(self, tiling: Any) -> tuple[float, float]:
+        old = tuple(first for first, _ in self.problem().window(self.n))
+        cost = flash_mla_cost(self.copy(lengths=old).problem())
+        return cost.flops, cost.bytes
+
+    def sm_share(self, tiling: LatentOldTilingV4, sm_count: int) -> int:
+        """SMs that the persistent blocks take."""
+        return sm_count if self.alone else shared_sms(tiling.Share, sm_count)
+
+    def plan(self, *inputs: Tensor) -> CtKernel:
+        latent_rows, rope_rows = self.absorbed_rows(*inputs)
+        q_latent, _, c_kv, k_rope, lengths = inputs
+        b, s, h, k, p = self.b, self.s, self.h, self.k, self.p
+        o_latent = q_latent.new_empty((b, s, h, k))
+        lse_latent = q_latent.new_empty((b, s, h), dtype=torch.float32)
+        sm_count = multiprocessors(q_latent.device, self._target, FEWEST_SMS)
+
+        def grid_fn(tiling: LatentOldTilingV4) -> tuple[int]:
+            blocks = self.sm_share(tiling, sm_count) * (tiling.occupancy or 1)
+            return (min(blocks, b * ct.cdiv(s * h, tiling.Bm)),)
+
+        def args_fn(tiling: LatentOldTilingV4) -> tuple[object, ...]:
+            row_tiles = ct.cdiv(s * h, tiling.Bm)
+            return (
+                latent_rows,
+                rope_rows,
+                c_kv,
+                k_rope,
+                lengths,
+                o_latent.view(b, s * h, k),
+                lse_latent.view(b, s * h),
+                self.scale_log2e,
+                s,
+                self.n,
+                b * row_tiles,
+                row_tiles,
+                h,
+                self.causal,
+                tiling.Bm,
+                tiling.Bn,
+                tiling.Kp,
+                k // tiling.Kp,
+                p,
+            )
+
+        return CtKernel(
+            kernel_fn=latent_old_v4,
+            grid_fn=grid_fn,
+            args_fn=args_fn,
+            tiling=self.tiling,
+            plan=self,
+            input_tensors=list(inputs),
+            output_tensors=[o_latent, lse_latent],
+            autotune_configs=self._autotune_configs(),
+            algorithmic_flops_bytes_fn=self._algorithmic_flops_bytes,
+        )

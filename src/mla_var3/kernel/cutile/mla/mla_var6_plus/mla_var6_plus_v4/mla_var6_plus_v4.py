@@ -1,0 +1,214 @@
+"""mla_var6_plus_v4: old tokens absorbed, the n newest decompressed, at the same time.
+
+Three kernels. `latent_old_v4` reads the old tokens in latent space (compute bound) while
+`window_new_v4` streams the decompressed window (memory bound) on other SMs and another stream; then
+`decompress_combine_v4` up-projects the latent part and merges both by log-sum-exp.
+
+    q_nope [b, s, h, d]   q_latent [b, s, h, k]   q_rope [b, s, h, p]
+    c_kv [b, t, k]        k_rope [b, t, p]
+    k_new, v_new [b, h, n, d], k_rope_new [b, n, p]   window: slot j is position max(len-n,0)+j
+    w_uv [h, k, d]        lengths [b] int32
+    -> o [b, s, h, d] in the input dtype, lse [b, s, h] float32 (natural logarithm)
+
+bfloat16 and float16; causal (bottom-right) or not; any s, t >= 1 and any n in 0..t; slots beyond a
+length may hold NaN. Rows without a visible key give 0 and -inf. Targets: sm_90, sm_100, sm_120.
+
+n follows from the cost model (`--n` pins it, `--refine` lets timing move it).
+Parent: mla_var6_plus. Idea: each role is a kernel of its own, with its own tiles, hints and blocks
+per SM. Both are persistent and share the SMs by the size of their grids; `Share` of each tiling
+says how, and a pair of tilings that needs more SMs than there are is refused. With n=0 or n=t one
+kernel has no tokens: it is left out and the other takes all SMs.
+Limits: the shares are fixed at the launch, so the SMs of the kernel that ends first idle until the
+other has ended, and the latent kernel runs at flash_mla's rate.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus_v4.decompress_combine_v4 import (
+    CtDecompressCombineV4,
+    DecompressCombineTilingV4,
+)
+from mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus_v4.latent_old_v4 import (
+    CtLatentOldV4,
+    LatentOldTilingV4,
+)
+from mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus_v4.sm_shares import (
+    FEWEST_SMS,
+    joint_constraints,
+)
+from mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus_v4.window_new_v4 import (
+    CtWindowNewV4,
+    WindowNewTilingV4,
+)
+from mla_var3.kernel.cutile.mla.tilings import multiprocessors
+from mla_var3.kernel.mla_plan import MlaPlan
+from mla_var3.op.mla.cost import best_n, decompress_combine_cost, mla_var6_plus_cost
+from mla_var3.op.mla.inputs import absorb_queries, decompress_newest
+from mla_var3.op.mla.problem import require_int
+from mla_var3.op.mla.reference import reference_mix
+from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
+from mla_var3.runtime.plan import Constraints, Tiling
+from mla_var3.runtime.stage import Stage
+
+WINDOW_STEP = 128
+"""The model's n is rounded to whole tiles of the head role."""
+LATENT_PRIORITY, WINDOW_PRIORITY = -1, 0
+"""CUDA stream priorities; the lower one starts first."""
+REFINE_STEPS = (-4, -2, -1, 1, 2, 4)
+"""Neighbours of the model's n that `refinements` offers, in eighths of it."""
+
+
+@dataclass
+class CtMlaVar6PlusV4(MlaPlan):
+    """Plan of version 4 of mla_var6_plus."""
+
+    n: int | None = field(
+        default=None, metadata={"help": "newest tokens kept decompressed; default by the model"}
+    )
+    tiling: LatentOldTilingV4 = field(default_factory=LatentOldTilingV4)
+    window_tiling: WindowNewTilingV4 = field(default_factory=WindowNewTilingV4)
+    combine_tiling: DecompressCombineTilingV4 = field(default_factory=DecompressCombineTilingV4)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.n is not None:
+            require_int("n", self.n, minimum=0, maximum=self.t, maximum_name="t")
+
+    def resolve(self, peak_tflops: float, peak_gbps: float) -> Self:
+        if self.n is not None:
+            return self
+        n = best_n(self.problem(), peak_tflops, peak_gbps, multiple=WINDOW_STEP)
+        return self.copy(n=min(n, self.t))
+
+    def refinements(self) -> list[Self]:
+        center = self._chosen_n()
+        step = max(WINDOW_STEP, center // 8 // WINDOW_STEP * WINDOW_STEP)
+        wanted = {min(max(center + k * step, 0), self.t) for k in REFINE_STEPS} | {0, self.t}
+        return [self.copy(n=n) for n in sorted(wanted - {center})]
+
+    def cpu_check_plan(self) -> Self:
+        # Without n first: a window chosen for the large problem may not fit the small one.
+        small = MlaPlan.cpu_check_plan(self.copy(n=None))
+        share = self._chosen_n() / self.t if self.n is not None else 0.5
+        return small.copy(n=round(share * small.t))
+
+    def _chosen_n(self) -> int:
+        if self.n is None:
+            raise InvalidArgumentError("n", "a number; resolve or on_device chooses one", "None")
+        return self.n
+
+    def _stage_fields(self) -> dict[str, Any]:
+        return {key: value for key, value in self.params().items() if key != "n"}
+
+    def _latent_plan(self) -> CtLatentOldV4:
+        n = self._chosen_n()
+        stage = CtLatentOldV4(**self._stage_fields(), n=n, alone=n == 0, tiling=self.tiling)
+        stage._target = self._target
+        return stage
+
+    def _window_plan(self) -> CtWindowNewV4:
+        n = self._chosen_n()
+        stage = CtWindowNewV4(
+            **self._stage_fields(), n=n, alone=n == self.t, tiling=self.window_tiling
+        )
+        stage._target = self._target
+        return stage
+
+    def _combine_plan(self) -> CtDecompressCombineV4:
+        n = self._chosen_n()
+        parts = "latent" if n == 0 else "new" if n == self.t else "both"
+        stage = CtDecompressCombineV4(
+            **self._stage_fields(), parts=parts, tiling=self.combine_tiling
+        )
+        stage._target = self._target
+        return stage
+
+    def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
+        raw = self.make_inputs(device)
+        q_latent = absorb_queries(raw.q_nope, raw.w_uk)
+        window = decompress_newest(raw, self._chosen_n())
+        return (
+            raw.q_nope, q_latent, raw.q_rope, raw.c_kv, raw.k_rope, *window, raw.w_uv, raw.lengths,
+        )  # fmt: skip
+
+    def reference_fn(
+        self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, ...]:
+        return reference_mix(
+            *inputs,
+            causal=self.causal,
+            scale=self.problem().softmax_scale,
+            compute_dtype=compute_dtype or torch.float32,
+        )
+
+    def _default_tiling(self, name: str) -> Tiling | None:
+        if name == "tiling":
+            return LatentOldTilingV4.candidates(self._target)[0]
+        if name == "window_tiling":
+            return WindowNewTilingV4.candidates(self._target)[0]
+        return self.copy(n=0)._combine_plan()._default_tiling("tiling")
+
+    def _autotune_configs(self) -> Sequence[Tiling]:
+        return []
+
+    def _algorithmic_flops_bytes(self, tiling: Tiling) -> tuple[float, float]:
+        problem = self.problem()
+        cost = mla_var6_plus_cost(problem, self._chosen_n()) + decompress_combine_cost(problem)
+        return cost.flops, cost.bytes
+
+    def plan(self, *inputs: Tensor) -> KernelPipeline:
+        (
+            q_nope, q_latent, q_rope, c_kv, k_rope, k_new, v_new, k_rope_new, w_uv, lengths,
+        ) = inputs  # fmt: skip
+        latent_inputs = (q_latent, q_rope, c_kv, k_rope, lengths)
+        window_inputs = (q_nope, q_rope, k_new, v_new, k_rope_new, lengths)
+        n, rows = self._chosen_n(), (self.b, self.s, self.h)
+        members: list[Stage] = []
+        # The part of a kernel that is left out has to exist, but is never read.
+        outputs = [
+            *(q_nope.new_empty((*rows, self.k)), q_nope.new_empty(rows, dtype=torch.float32)),
+            *(q_nope.new_empty((*rows, self.d)), q_nope.new_empty(rows, dtype=torch.float32)),
+        ]
+        if n < self.t:
+            members.append(self._latent_plan().plan(*latent_inputs))
+            outputs[:2] = members[-1].output_tensors
+        if n > 0:
+            members.append(self._window_plan().plan(*window_inputs))
+            outputs[2:] = members[-1].output_tensors
+        attention = members[0] if len(members) == 1 else self._overlapped(members, q_nope.device)
+        combine = self._combine_plan().plan(*outputs, w_uv)
+        return KernelPipeline(_name="mla_var6_plus_v4", stages=[attention, combine])
+
+    def _overlapped(self, members: list[Stage], device: torch.device) -> ConcurrentKernels:
+        """Both kernels at the same time, the latent one first.
+
+        The order matters: latent blocks that find all SMs empty take one each. Window blocks that
+        came first would spread over all SMs, one on each, and leave a latent block no room.
+        """
+        latent, window = self._latent_plan(), self._window_plan()
+        sm_count = multiprocessors(device, self._target, FEWEST_SMS)
+
+        def validate(tilings: list[Any]) -> Constraints:
+            of_latent, of_window = tilings
+            return joint_constraints(
+                latent.sm_share(of_latent, sm_count),
+                window.sm_share(of_window, sm_count),
+                sm_count,
+            )
+
+        return ConcurrentKernels(
+            _name="old_and_new",
+            concurrent_kernels=members,
+            validate_joint_tiling_fn=validate,
+            stream_priorities=[LATENT_PRIORITY, WINDOW_PRIORITY],
+        )
+
+
+if __name__ == "__main__":
+    raise SystemExit(CtMlaVar6PlusV4().benchmark_kernel_argparse())

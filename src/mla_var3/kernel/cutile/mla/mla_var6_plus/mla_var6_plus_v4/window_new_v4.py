@@ -1,0 +1,218 @@
+"""One of two concurrent kernels of mla_var6_plus_v4: decompressed attention over the newest tokens.
+
+    q_nope [b, s, h, d]   q_rope [b, s, h, p]
+    k_new, v_new [b, h, n, d], k_rope_new [b, n, p]: the window, slot j is position max(len-n,0)+j
+    lengths [b] int32
+    -> o_new [b, s, h, d] in the input dtype, lse_new [b, s, h] float32: over the window
+
+Memory bound. Persistent blocks on a share of the SMs, by default two on each, so that one loads
+while the other computes; each has every blocks-th tile of the queries of a head. n >= 1. Rows that
+see no token of the window give 0 and -inf.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import cuda.tile as ct
+import torch
+from torch import Tensor
+
+from mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus_v4.sm_shares import (
+    DEFAULT_SHARE,
+    FEWEST_SMS,
+    SHARES,
+    share_constraint,
+    shared_sms,
+)
+from mla_var3.kernel.cutile.mla.tile_ops import attend_heads, log_sum_exp, normalise, visible
+from mla_var3.kernel.cutile.mla.tilings import (
+    fits_shared_memory,
+    head_tiles,
+    multiprocessors,
+    tile_sides,
+)
+from mla_var3.kernel.mla_plan import MlaPlan
+from mla_var3.op.mla.attend import KvSegment, attend
+from mla_var3.op.mla.cost import flash_attention_cost
+from mla_var3.op.mla.inputs import decompress_newest
+from mla_var3.op.mla.problem import require_int
+from mla_var3.runtime.ct_kernel import CtKernel
+from mla_var3.runtime.plan import Constraints, Tiling
+from mla_var3.runtime.tensors import check_tensor
+
+ConstInt = ct.Constant[int]
+ConstBool = ct.Constant[bool]
+
+
+@dataclass
+class WindowNewTilingV4(Tiling):
+    """Bm queries of one head against Bn tokens of the window, on Share percent of the SMs."""
+
+    Bm: int = 64
+    Bn: int = 128
+    Share: int = field(
+        default=DEFAULT_SHARE, metadata={"help": "percent of the SMs that this kernel takes"}
+    )
+    num_ctas: int | None = None
+    occupancy: int | None = 2
+    num_worker_warps: int | None = None
+
+    def validate(self, pd: "CtWindowNewV4") -> Constraints:
+        blocks_per_sm = self.occupancy or 1
+        return Constraints(
+            *tile_sides(Bm=self.Bm, Bn=self.Bn, d=pd.d, p=pd.p),
+            fits_shared_memory(pd, *(head_tiles(pd, self.Bm, self.Bn) * blocks_per_sm)),
+            share_constraint(self.Share),
+        )
+
+    @classmethod
+    def candidates(cls, target: str) -> list["WindowNewTilingV4"]:
+        """Candidates per target, the default first (compare HeadTiling)."""
+        if target == "sm_120":
+            return [cls(64, 64, share, occupancy=None) for share in SHARES]
+        if target == "sm_100":
+            return [cls(64, 128, share, occupancy=None) for share in SHARES]
+        return [cls(64, Bn, share) for Bn in (128, 64) for share in SHARES]
+
+
+@ct.kernel
+def window_new_v4(
+    q_nope, q_rope, k_new, v_new, k_rope_new, lengths, o_new, lse_new,
+    scale_log2e: float, s: int, n: int, tiles: int, query_tiles: int,
+    H: ConstInt, CAUSAL: ConstBool, BM: ConstInt, BN: ConstInt, D: ConstInt, P: ConstInt,
+):  # fmt: skip
+    # q_nope [b, s, h, D], q_rope [b, s, h, P], o_new [b, s, h, D], lse_new [b, s, h]
+    for tile in range(ct.bid(0), tiles, ct.num_blocks(0)):
+        query_tile = tile % query_tiles
+        head = tile // query_tiles % H
+        request = tile // (query_tiles * H)
+        at = (request, query_tile, head, 0)
+        q = ct.load(q_nope, at, (1, BM, 1, D), padding_mode=ct.PaddingMode.ZERO).reshape((BM, D))
+        qr = ct.load(q_rope, at, (1, BM, 1, P), padding_mode=ct.PaddingMode.ZERO).reshape((BM, P))
+        length = ct.load(lengths, (request,), ())
+        old = max(length - n, 0)
+        first_row = query_tile * BM
+        lowest = visible(first_row, length, s, CAUSAL, 1) - old
+        highest = visible(min(first_row + BM, s) - 1, length, s, CAUSAL, 1) - old
+        acc, m, l = attend_heads(
+            q, qr, k_new, v_new, k_rope_new, request, head,
+            max(lowest, 0) // BN, ct.cdiv(max(highest, 0), BN),
+            first_row, length, s, old, scale_log2e, CAUSAL, BM, BN, D, P,
+        )  # fmt: skip
+        ct.store(o_new, at, normalise(acc, l).astype(o_new.dtype).reshape((1, BM, 1, D)))
+        ct.store(lse_new, (request, query_tile, head), log_sum_exp(m, l).reshape((1, BM, 1)))
+
+
+@dataclass
+class CtWindowNewV4(MlaPlan):
+    """Plan of the kernel over the newest tokens."""
+
+    n: int = field(default=1, metadata={"help": "newest tokens, kept decompressed"})
+    alone: bool = field(default=False, metadata={"help": "take all SMs, whatever Share says"})
+    tiling: WindowNewTilingV4 = field(default_factory=WindowNewTilingV4)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_int("n", self.n, minimum=1, maximum=self.t, maximum_name="t")
+
+    def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
+        raw = self.make_inputs(device)
+        return raw.q_nope, raw.q_rope, *decompress_newest(raw, self.n), raw.lengths
+
+    def reference_fn(
+        self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, ...]:
+        q_nope, q_rope, k_new, v_new, k_rope_new, lengths = inputs
+        positions = (lengths - self.n).clamp(min=0)[:, None]
+        positions = positions + torch.arange(self.n, device=k_new.device)
+        rope_new = k_rope_new[:, None].expand(-1, self.h, -1, -1)
+        window = KvSegment(
+            q=torch.cat([q_nope, q_rope], dim=-1),
+            keys=torch.cat([k_new, rope_new], dim=-1),
+            values=v_new,
+            positions=torch.where(positions < lengths[:, None], positions, -1),
+        )
+        [out], lse = attend(
+            [window],
+            lengths=lengths,
+            causal=self.causal,
+            scale=self.problem().softmax_scale,
+            compute_dtype=compute_dtype or torch.float32,
+        )
+        return out, lse
+
+    def _default_tiling(self, name: str) -> WindowNewTilingV4 | None:
+        return self._autotune_configs()[0]
+
+    def _autotune_configs(self) -> Sequence[WindowNewTilingV4]:
+        found = WindowNewTilingV4.candidates(self._target)
+        return [each for each in found if not self.alone or each.Share == DEFAULT_SHARE]
+
+    def _algorithmic_flops_bytes(self, tiling: Any) -> tuple[float, float]:
+        new = tuple(tokens for _, tokens in self.problem().window(self.n))
+        cost = flash_attention_cost(self.copy(lengths=new).problem())
+        return cost.flops, cost.bytes
+
+    def sm_share(self, tiling: WindowNewTilingV4, sm_count: int) -> int:
+        """SMs that the persistent blocks take."""
+        return sm_count if self.alone else shared_sms(tiling.Share, sm_count)
+
+    def plan(self, *inputs: Tensor) -> CtKernel:
+        self._check_inputs(*inputs)
+        q_nope, *_, lengths = inputs
+        b, s, h, d = self.b, self.s, self.h, self.d
+        o_new = q_nope.new_empty((b, s, h, d))
+        lse_new = q_nope.new_empty((b, s, h), dtype=torch.float32)
+        sm_count = multiprocessors(q_nope.device, self._target, FEWEST_SMS)
+
+        def grid_fn(tiling: WindowNewTilingV4) -> tuple[int]:
+            blocks = self.sm_share(tiling, sm_count) * (tiling.occupancy or 1)
+            return (min(blocks, b * h * ct.cdiv(s, tiling.Bm)),)
+
+        def args_fn(tiling: WindowNewTilingV4) -> tuple[object, ...]:
+            query_tiles = ct.cdiv(s, tiling.Bm)
+            return (
+                *inputs,
+                o_new,
+                lse_new,
+                self.scale_log2e,
+                s,
+                self.n,
+                b * h * query_tiles,
+                query_tiles,
+                h,
+                self.causal,
+                tiling.Bm,
+                tiling.Bn,
+                d,
+                self.p,
+            )
+
+        return CtKernel(
+            kernel_fn=window_new_v4,
+            grid_fn=grid_fn,
+            args_fn=args_fn,
+            tiling=self.tiling,
+            plan=self,
+            input_tensors=list(inputs),
+            output_tensors=[o_new, lse_new],
+            autotune_configs=self._autotune_configs(),
+            algorithmic_flops_bytes_fn=self._algorithmic_flops_bytes,
+        )
+
+    def _check_inputs(self, *inputs: Tensor) -> None:
+        dtype, device = self.torch_dtype, inputs[0].device
+        b, n = ("b", self.b), ("n", self.n)
+        rows = [b, ("s", self.s), ("h", self.h)]
+        window = [b, ("h", self.h), n, ("d", self.d)]
+        shapes = {
+            "q_nope": [*rows, ("d", self.d)],
+            "q_rope": [*rows, ("p", self.p)],
+            "k_new": window,
+            "v_new": window,
+            "k_rope_new": [b, n, ("p", self.p)],
+        }
+        for (name, shape), tensor in zip(shapes.items(), inputs[:-1], strict=True):
+            check_tensor(name, tensor, shape, dtype, device)
+        check_tensor("lengths", inputs[-1], [b], torch.int32, device)

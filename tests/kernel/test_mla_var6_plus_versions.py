@@ -1,0 +1,373 @@
+"""Versions 2 to 4 of mla_var6_plus: the same operation as the base, each with its own arrangement.
+
+Unused slots hold NaN and every output starts as NaN, as in `test_designs.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mla_var3.conf.devices import device_spec, load_devices
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.kernel.mla_plan import MlaPlan
+from mla_var3.op.compare import compare
+from mla_var3.runtime.autotune_units import units_of
+from mla_var3.runtime.check import poison_outputs
+from mla_var3.runtime.compile import compile_report, fits_shared_memory
+from mla_var3.runtime.composite import ConcurrentKernels
+from mla_var3.runtime.ct_kernel import CtKernel
+from mla_var3.runtime.tiling import constraint_failures
+
+from .kernel_support import INPUT_NAMES, Case, make_plan, require, require_end_to_end
+
+BASE = "mla_var6_plus"
+V2, V3, V4 = (f"{BASE}_v{number}" for number in (2, 3, 4))
+VERSIONS = (V2, V3, V4)
+TARGETS = ("sm_90", "sm_100", "sm_120")
+TARGET_DEVICES = {
+    "sm_90": "NVIDIA H200",
+    "sm_100": "NVIDIA B200",
+    "sm_120": "NVIDIA GeForce RTX 5090",
+}
+
+CASES = [
+    Case(s=1, t=1, h=8, lengths=(1, 0), n=1),
+    Case(s=3, t=67, h=5, lengths=(67, 0, 22), n=30, dtype="float16"),
+    Case(s=5, t=151, h=3, lengths=(151, 3, 50), n=100),
+    Case(s=9, t=20, h=2, lengths=(1, 8, 20), n=5, dtype="float16"),
+    # more queries than a tile of a head, more rows than a latent tile
+    Case(s=70, t=131, h=2, lengths=(131, 43), n=40),
+]
+"""Few heads: the interpreter's time goes by head blocks. `test_designs.py` has the long table."""
+SMALL: dict[str, Any] = {"b": 2, "s": 1, "t": 70, "h": 8, "lengths": (70, 41)}
+
+
+def plan_for(version: str, case: Case, causal: bool) -> MlaPlan:
+    return make_plan(
+        version, b=len(case.lengths), s=case.s, t=case.t, h=case.h, lengths=case.lengths,
+        dtype=case.dtype, causal=causal, n=case.n,
+    )  # fmt: skip
+
+
+def attention_of(plan: Any) -> Any:
+    """The first kernel of a plan on CPU tensors, its outputs full of NaN."""
+    stage = plan.plan(*plan.prepare_inputs("cpu"))
+    poison_outputs(stage)
+    return next(iter(stage.kernels()))
+
+
+def written(kernel: Any) -> tuple[int, int]:
+    """How many (request, head) pairs of o_latent and o_new hold no NaN, for s=1."""
+    o_latent, _, o_new, _ = kernel.output_tensors
+    return tuple(int((~x.isnan().any(dim=-1)).sum()) for x in (o_latent, o_new))  # type: ignore[return-value]
+
+
+# --- all versions ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_shapes(version: str, case: Case) -> None:
+    plan = plan_for(version, case, causal=True)
+    require_end_to_end(plan, require(plan))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_without_a_mask(version: str) -> None:
+    require(plan_for(version, CASES[2], causal=False))
+
+
+@pytest.mark.parametrize("n", [0, 1, 35, 69, 70], ids="n{}".format)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_any_window(version: str, n: int) -> None:
+    """With n < s the causal limit cuts into the old tokens, with len < n there are no old ones."""
+    require(make_plan(version, b=4, s=9, t=70, h=2, n=n, lengths=(70, 0, 1, 40)))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_same_bits_as_the_base(version: str) -> None:
+    """The default tiles are those of the base, and where a tile runs does not change it."""
+    sizes = {"b": 2, "s": 3, "t": 140, "h": 3, "lengths": (140, 61), "n": 50}
+    base, other = make_plan(BASE, **sizes), make_plan(version, **sizes)
+    inputs = base.prepare_inputs("cpu")
+    stages = [plan.plan(*inputs) for plan in (base, other)]
+    for stage in stages:
+        poison_outputs(stage)
+        stage.launch()
+    for expected, found in zip(*(stage.output_tensors for stage in stages), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_window_is_read_from_its_own_arrays_only(version: str) -> None:
+    plan = make_plan(version, **SMALL, n=30)
+    inputs = dict(zip(INPUT_NAMES[BASE], plan.prepare_inputs("cpu"), strict=True))
+    for request, length in enumerate(SMALL["lengths"]):
+        for name in ("c_kv", "k_rope"):
+            inputs[name][request, length - 30 :] = torch.nan
+    require(plan, tuple(inputs.values()))
+
+
+@pytest.mark.parametrize("target", TARGETS[1:])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_defaults_of_other_targets(version: str, target: str) -> None:
+    require(make_plan(version, **SMALL, n=30).for_target(target))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("version", VERSIONS)
+def test_candidates_are_legal_and_distinct(version: str, target: str) -> None:
+    plan = make_plan(version, b=32, s=16, t=4096, h=128, n=1024).for_target(target)
+    for kernel in plan.plan(*plan.prepare_inputs("meta")).kernels():
+        labels = [tiling.label() for tiling in kernel.autotune_configs]
+        assert len(set(labels)) == len(labels) > 0
+        for tiling in (kernel.tiling, *kernel.autotune_configs):
+            assert constraint_failures(tiling, kernel.plan) == ()
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_model_and_refinements_are_those_of_the_base(version: str) -> None:
+    sizes = {"b": 32, "s": 32, "t": 4096, "h": 128}
+    rates = (790.0, 4300.0)
+    base, other = (make_plan(name, **sizes).resolve(*rates) for name in (BASE, version))
+    windows = [[plan.n, *(each.n for each in plan.refinements())] for plan in (base, other)]  # type: ignore[attr-defined]
+    assert windows[0] == windows[1]
+    assert 0 < windows[0][0] < 4096
+    times = [plan.plan(*plan.prepare_inputs("meta")).predict_us(*rates) for plan in (base, other)]
+    # Two kernels read the rope queries twice, so v4 may need a little more.
+    assert times[0] <= times[1] <= 1.01 * times[0]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_check_problem_is_small_and_keeps_the_share_of_n(version: str) -> None:
+    plan = make_plan(version, b=32, s=16, t=4096, h=128, n=1024).cpu_check_plan()
+    assert plan.n == round(plan.t / 4)  # type: ignore[attr-defined]
+    assert plan.b * plan.s * plan.h * plan.t < 100_000
+
+
+# --- v2: the launch order -------------------------------------------------------------------------
+
+
+def written_after(blocks: int, n: int, hold_back: int) -> tuple[int, int]:
+    """What the first blocks of the launch order write: SMALL has 2 latent and 16 head blocks."""
+    plan: Any = make_plan(V2, **SMALL, n=n)
+    kernel = attention_of(plan)
+    kernel.tiling.HoldBack = hold_back
+    assert kernel.grid_fn(kernel.tiling) == (18,)
+    kernel.grid_fn = lambda tiling: (blocks,)
+    kernel.launch()
+    return written(kernel)
+
+
+def test_the_role_with_longer_blocks_leads() -> None:
+    """A latent block writes 8 heads, a head block one."""
+    assert written_after(1, n=10, hold_back=25) == (8, 0)
+    assert written_after(1, n=69, hold_back=25) == (0, 1)
+
+
+def test_both_roles_run_from_the_start_and_short_blocks_end_the_grid() -> None:
+    assert written_after(4, n=10, hold_back=25) == (8, 3)
+    assert written_after(14, n=10, hold_back=25) == (16, 12)
+    assert written_after(18, n=10, hold_back=25) == (16, 16)
+
+
+def test_nothing_or_everything_is_held_back() -> None:
+    assert written_after(9, n=10, hold_back=0) == (8, 8)
+    assert written_after(10, n=10, hold_back=0) == (16, 8)
+    assert written_after(2, n=10, hold_back=100) == (16, 0)
+
+
+def test_an_order_needs_a_percentage() -> None:
+    plan: Any = make_plan(V2, **SMALL, n=30)
+    plan.tiling.HoldBack = 101
+    with pytest.raises(InvalidArgumentError, match="HoldBack: expected a percentage"):
+        plan.plan(*plan.prepare_inputs("cpu")).launch()
+
+
+# --- v3: the queues -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0, 50, 100], ids="share{}".format)
+def test_every_tile_is_taken_once_whatever_the_shares(share: int) -> None:
+    """Block 0 begins with either role, finds its queue empty in time and goes on with the other."""
+    plan: Any = make_plan(V3, **SMALL, n=30)
+    plan.tiling.LatentShare = share
+    kernel = next(iter(require(plan).kernels()))
+    (blocks,) = kernel.grid_fn(kernel.tiling)  # type: ignore[attr-defined]
+    # Each block takes one number too many from each queue: that is how it knows of the end.
+    assert kernel.queues[:, 0].tolist() == [2 + blocks, 16 + blocks]  # type: ignore[attr-defined]
+    assert not kernel.queues[:, 1:].any()  # type: ignore[attr-defined]
+
+
+def test_blocks_are_as_many_as_the_device_holds() -> None:
+    plan: Any = make_plan(V3, b=32, s=16, t=4096, h=128, n=1024)
+    smallest = min(spec.sm_count for spec in load_devices().values() if spec.target == "sm_90")
+    kernel = next(iter(plan.plan(*plan.prepare_inputs("meta")).kernels()))
+    assert kernel.grid_fn(kernel.tiling) == (smallest,)
+    kernel.tiling.BlocksPerSm = 2
+    assert kernel.grid_fn(kernel.tiling) == (2 * smallest,)
+
+
+def test_each_launch_begins_with_full_queues() -> None:
+    """Over repeated launches, and after one that left the counters anywhere."""
+    plan: Any = make_plan(V3, **SMALL, n=30)
+    inputs = plan.prepare_inputs("cpu")
+    stage = plan.plan(*inputs)
+    kernel: Any = next(iter(stage.kernels()))
+    wanted = plan.reference_fn(*inputs)[0]
+    for left_over in (0, 7, 10_000):
+        kernel.queues.fill_(left_over)
+        poison_outputs(stage)
+        stage.launch()
+        assert compare(stage.output_tensors[0], wanted).relative_frobenius < 0.01
+
+
+def test_without_the_reset_a_second_launch_would_do_nothing() -> None:
+    """So the test above can fail."""
+    kernel = attention_of(make_plan(V3, **SMALL, n=30))
+    kernel.launch()
+    assert written(kernel) == (16, 16)
+    poison_outputs(kernel)
+    CtKernel.launch(kernel)
+    assert written(kernel) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("LatentShare", -1), ("LatentShare", 101), ("BlocksPerSm", 0)]
+)
+def test_a_queue_tiling_out_of_range(field: str, value: int) -> None:
+    plan: Any = make_plan(V3, **SMALL, n=30)
+    setattr(plan.tiling, field, value)
+    with pytest.raises(InvalidArgumentError, match=f"{field}: expected"):
+        plan.plan(*plan.prepare_inputs("cpu")).launch()
+
+
+# --- v4: two kernels at the same time -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("n", "kernels"),
+    [
+        (0, ["latent_old_v4", "decompress_combine_v4"]),
+        (30, ["latent_old_v4", "window_new_v4", "decompress_combine_v4"]),
+        (70, ["window_new_v4", "decompress_combine_v4"]),
+    ],
+    ids=["n0", "n30", "nt"],
+)
+def test_a_kernel_without_tokens_is_left_out(n: int, kernels: list[str]) -> None:
+    plan = make_plan(V4, **SMALL, n=n)
+    stage: Any = plan.plan(*plan.prepare_inputs("meta"))
+    assert [kernel.name for kernel in stage.kernels()] == kernels
+    assert isinstance(stage.stages[0], ConcurrentKernels) == (len(kernels) == 3)
+
+
+def large(n: int) -> Any:
+    """v4 on a problem that fills a device, without tensors."""
+    plan = make_plan(V4, b=32, s=16, t=4096, h=128, n=n)
+    return plan.plan(*plan.prepare_inputs("meta"))
+
+
+def test_the_grids_share_the_device() -> None:
+    sm_count = min(spec.sm_count for spec in load_devices().values() if spec.target == "sm_90")
+    latent, window, _ = large(1024).kernels()
+    assert latent.grid_fn(latent.tiling) == (sm_count // 2,)
+    assert window.grid_fn(window.tiling) == (2 * (sm_count // 2),)  # two blocks per SM
+    alone = next(iter(large(0).kernels()))
+    assert alone.grid_fn(alone.tiling) == (sm_count,)
+    assert len({tiling.Share for tiling in alone.autotune_configs}) == 1
+
+
+@pytest.mark.parametrize(
+    ("latent", "window", "fits"),
+    [(50, 50, True), (25, 75, True), (25, 25, True), (99, 1, True), (75, 50, False)],
+)
+def test_joint_tilings_may_not_need_more_sms_than_there_are(
+    latent: int, window: int, fits: bool
+) -> None:
+    group = large(1024).stages[0]
+    tilings = [kernel.tiling for kernel in group.kernels()]
+    tilings[0].Share, tilings[1].Share = latent, window
+    failures = group.joint_failures(tilings)
+    assert (failures == ()) == fits
+    assert all("SMs for both kernels" in failure for failure in failures)
+
+
+def test_tuning_tries_the_pairs_that_fit() -> None:
+    """The group is one unit, and only the joint constraint refuses pairs."""
+    unit = units_of(large(1024))[0]
+    assert list(unit.kernels) == ["latent_old_v4", "window_new_v4"]
+    latent, window = unit.candidates().values()
+    sums = [(a.Share + b.Share, unit.joint_failures((a, b))) for a in latent for b in window]  # type: ignore[attr-defined]
+    assert any(total > 100 for total, _ in sums)
+    assert any(total == 100 for total, _ in sums)
+    assert all((failures == ()) == (total <= 100) for total, failures in sums)
+
+
+def test_an_oversubscribed_pair_does_not_launch() -> None:
+    plan: Any = make_plan(V4, **SMALL, n=30)
+    plan.tiling.Share = 80
+    with pytest.raises(InvalidArgumentError, match="SMs for both kernels"):
+        plan.plan(*plan.prepare_inputs("cpu")).launch()
+
+
+def test_blocks_that_do_not_fit_an_sm_are_refused() -> None:
+    plan: Any = make_plan(V4, **SMALL, n=30)
+    latent, window, _ = plan.plan(*plan.prepare_inputs("meta")).kernels()
+    latent.tiling.occupancy = 2
+    window.tiling.occupancy = 3
+    for kernel in (latent, window):
+        [failure] = constraint_failures(kernel.tiling, kernel.plan)
+        assert "shared memory" in failure
+    window.tiling.Share = 0
+    assert any("Share" in each for each in constraint_failures(window.tiling, window.plan))
+
+
+@pytest.mark.parametrize("n", [1, 30, 69], ids="n{}".format)
+def test_few_blocks_for_many_tiles(n: int) -> None:
+    """One SM each: every block goes through several tiles."""
+    plan: Any = make_plan(V4, b=3, s=9, t=70, h=3, n=n, lengths=(70, 0, 33))
+    plan.tiling.Share = plan.window_tiling.Share = 1
+    stage = require(plan)
+    latent, window, _ = stage.kernels()
+    assert latent.grid_fn(latent.tiling) == (1,)  # type: ignore[attr-defined]
+    assert window.grid_fn(window.tiling) == (2,)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_each_kernel_alone(causal: bool) -> None:
+    plan: Any = make_plan(
+        V4, b=3, s=5, t=67, h=3, n=30, lengths=(67, 0, 20), causal=causal, dtype="float16"
+    )
+    require(plan._latent_plan())
+    require(plan._window_plan())
+
+
+# --- machine code ---------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("version", "target"),
+    [
+        (version, target)
+        for version in VERSIONS
+        for target in TARGETS
+        # v2 differs from the base in the arithmetic on the block index alone.
+        if version != V2 or target == "sm_90"
+    ],
+)
+def test_compiles(version: str, target: str) -> None:
+    """For every target; on sm_90 by wgmma and the copy engine, without spills."""
+    plan = make_plan(version, b=32, s=16, t=4096, h=128, n=1024).for_target(target)
+    *attention, _ = plan.plan(*plan.prepare_inputs("meta")).kernels()
+    for kernel in attention:  # the combine stage is that of the base, see test_compile.py
+        report = compile_report(kernel, target)
+        assert report.error is None
+        assert fits_shared_memory(report, device_spec(TARGET_DEVICES[target]))
+        if target == "sm_90":
+            assert not report.spills, report.verdict
+            assert set(report.mma) == {"HGMMA"}
+            assert report.uses_tma
