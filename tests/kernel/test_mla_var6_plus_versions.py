@@ -251,9 +251,9 @@ def test_a_queue_tiling_out_of_range(field: str, value: int) -> None:
 @pytest.mark.parametrize(
     ("n", "kernels"),
     [
-        (0, ["latent_old_v4", "decompress_combine_v4"]),
-        (30, ["latent_old_v4", "window_new_v4", "decompress_combine_v4"]),
-        (70, ["window_new_v4", "decompress_combine_v4"]),
+        (0, ["latent_old_v4", "decompress_combine"]),
+        (30, ["latent_old_v4", "window_new_v4", "decompress_combine"]),
+        (70, ["window_new_v4", "decompress_combine"]),
     ],
     ids=["n0", "n30", "nt"],
 )

@@ -41,7 +41,9 @@ from mla_var3.kernel.cute_python.mla.schedule import (
     ROWS,
     first_hidden,
     item_at,
+    note_piece,
     row_limit,
+    slot_of,
     tree_hides,
 )
 
@@ -346,9 +348,7 @@ def finish_few(
             if lane < 4:
                 warp_rows[j * 8 + lane * 2 + e, group * GROUP_WARPS + t // 32] = total
     cute.arch.barrier(barrier_id=Barrier.FINISH, number_of_threads=CONSUMERS)
-    slot = (part * work.gang + work.member) * 2
-    if item.index != work.part[0]:
-        slot += 1
+    slot = slot_of(item, part, work)
     for j in cutlass.range_constexpr(columns // 8):
         for e in cutlass.range_constexpr(2):
             row = j * 8 + (lane % 4) * 2 + e
@@ -382,6 +382,4 @@ def finish_few(
     # The next item's first maximum must not come before everyone has read this one.
     cute.arch.barrier(barrier_id=Barrier.FINISH, number_of_threads=CONSUMERS)
     if item.piece != 0 and group == 0 and t == 0:
-        merges[slot, 0] = item.piece
-        merges[slot, 1] = item.base
-        merges[slot, 2] = cutlass.min(item.rows, ROWS)
+        note_piece(merges, slot, item)

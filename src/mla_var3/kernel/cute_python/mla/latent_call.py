@@ -17,13 +17,17 @@ from mla_var3.kernel.cute_python.mla.latent_ops import LATENT
 from mla_var3.kernel.cute_python.mla.merge_partials import MergePartials, MergeTiling
 from mla_var3.kernel.cute_python.mla.schedule import ROWS, GangShape, gang_shape
 from mla_var3.runtime.cute_kernel import CuteProgram, Int64Arg, program_for, require_arch
+from mla_var3.runtime.cute_launch import raw_stream
 from mla_var3.runtime.plan import Tiling
 
 ELEMENT_TYPES = {torch.bfloat16: BFloat16, torch.float16: Float16}
 MERGE_TILING = MergeTiling()
 
+Partials = tuple[Tensor, Tensor, Tensor]
+"""o_partial, lse_partial and merges, see `merge_partials.py`."""
+
 _programs: dict[tuple[Any, ...], tuple[CuteProgram, CuteProgram]] = {}
-_workspaces: dict[tuple[int, int, int], tuple[Tensor, Tensor, Tensor]] = {}
+_workspaces: dict[tuple[int, int, int], Partials] = {}
 
 shape_for = functools.lru_cache(maxsize=4096)(gang_shape)
 
@@ -34,27 +38,78 @@ def sm_count_of(index: int) -> int:
     return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
-def workspace(device: torch.device, slots: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Room for pieces: o_partial, lse_partial, merges.
+def allocate_partials(device: torch.device, sm_count: int) -> Partials:
+    """Room for pieces: o_partial, lse_partial, merges, with two slots for every block."""
+    slots = 2 * sm_count
+    return (
+        torch.empty((slots, ROWS, LATENT), dtype=torch.float32, device=device),
+        torch.empty((slots, ROWS), dtype=torch.float32, device=device),
+        torch.empty((slots, 4), dtype=torch.int32, device=device),
+    )
+
+
+def workspace(device: torch.device, sm_count: int) -> Partials:
+    """Room for pieces that calls share.
 
     Work on one stream is in order, so calls on it share their room. A CUDA graph gets room of its
     own, because it may be replayed on any stream.
     """
-
-    def allocate() -> tuple[Tensor, Tensor, Tensor]:
-        return (
-            torch.empty((slots, ROWS, LATENT), dtype=torch.float32, device=device),
-            torch.empty((slots, ROWS), dtype=torch.float32, device=device),
-            torch.empty((slots, 4), dtype=torch.int32, device=device),
-        )
-
     if torch.cuda.is_current_stream_capturing():
-        return allocate()
-    key = (device.index, torch.cuda.current_stream(device).cuda_stream, slots)
+        return allocate_partials(device, sm_count)
+    key = (device.index, raw_stream(device.index), sm_count)
     found = _workspaces.get(key)
     if found is None:
-        found = _workspaces[key] = allocate()
+        found = _workspaces[key] = allocate_partials(device, sm_count)
     return found
+
+
+def attention_arguments(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    rope: Tensor,
+    block_table: Tensor | None,
+    lengths: Tensor,
+    query_begins: Tensor | None,
+    tree: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    partials: Partials,
+    scale_log2e: float,
+    queries: int,
+    heads: int,
+    causal: bool,
+    shape: GangShape,
+    newest: int = 0,
+) -> tuple[object, ...]:
+    """The arguments of an absorbed kernel's host function, in order.
+
+    Args:
+        q_latent, q_rope: queries whose rows, the last dimension but one, lie at equal distances.
+        latent, rope: dense [b, t, ...] or paged [pages, page, ...] cache.
+        block_table: for a paged cache.
+        lengths: [b] int32.
+        query_begins: [b + 1] int32, or None when all requests have `queries`.
+        tree: bool [b, queries, queries] with stride 1 in a row, or None.
+        out, lse: outputs.
+        partials: room for pieces.
+        scale_log2e: softmax scale times log2 e.
+        queries: queries of a request, the most of any where they differ.
+        heads: query heads.
+        causal: whether a query sees no later token.
+        shape: the gangs.
+        newest: newest tokens to leave out.
+    """
+    return (
+        q_latent, q_rope, latent, rope, block_table, lengths, query_begins,
+        None if tree is None else tree.view(torch.uint8), out, lse, *partials,
+        scale_log2e, lengths.shape[0], queries, heads, lse.numel(),
+        q_latent.stride(-2), q_rope.stride(-2), latent.shape[0], latent.shape[1],
+        Int64Arg(latent.stride(0)), latent.stride(1), Int64Arg(rope.stride(0)), rope.stride(1),
+        0 if block_table is None else block_table.stride(0),
+        0 if tree is None else tree.stride(0), 0 if tree is None else tree.stride(1),
+        newest, int(causal), shape.gang, shape.groups, shape.parts,
+    )  # fmt: skip
 
 
 def launch_absorbed(
@@ -100,24 +155,15 @@ def launch_absorbed(
     heads, requests = q_latent.shape[-2], lengths.shape[0]
     sm_count = sm_count_of(device.index)
     shape: GangShape = shape_for(-(-max_queries * heads // ROWS), requests, sm_count)
-    partials = workspace(device, 2 * sm_count)
-    rows = lse.numel()
+    partials = workspace(device, sm_count)
     if tree is not None and tree.stride(2) != 1:
         tree = tree.contiguous()
-    bytes_of_tree = None if tree is None else tree.view(torch.uint8)
-    arguments = (
-        q_latent, q_rope, latent, rope, block_table, lengths, query_begins, bytes_of_tree, out,
-        lse, *partials,
-        scale / math.log(2.0), requests, max_queries, heads, rows,
-        q_latent.stride(-2), q_rope.stride(-2), latent.shape[0], latent.shape[1],
-        Int64Arg(latent.stride(0)), latent.stride(1), Int64Arg(rope.stride(0)), rope.stride(1),
-        0 if block_table is None else block_table.stride(0),
-        0 if tree is None else tree.stride(0), 0 if tree is None else tree.stride(1),
-        0, int(causal),
-        shape.gang, shape.groups, shape.parts,
+    arguments = attention_arguments(
+        q_latent, q_rope, latent, rope, block_table, lengths, query_begins, tree, out, lse,
+        partials, scale / math.log(2.0), max_queries, heads, causal, shape,
     )  # fmt: skip
     blocks = sm_count * MERGE_TILING.blocks_per_sm
-    merge_arguments = (*partials, out, lse, rows, shape.gang, shape.parts, blocks)
+    merge_arguments = (*partials, out, lse, lse.numel(), shape.gang, shape.parts, blocks)
     options = (block_table is None, query_begins is None, tree is None)
     key = (kernel_fn, out.dtype, few, options, device.index)
     programs = _programs.get(key)

@@ -41,7 +41,9 @@ from mla_var3.kernel.cute_python.mla.schedule import (
     ROWS,
     first_hidden,
     item_at,
+    note_piece,
     row_limit,
+    slot_of,
 )
 
 
@@ -213,9 +215,7 @@ def finish_many(
         if lane % 4 == 0:
             row_sum[row0 + 8 * r, group] = total
     cute.arch.barrier(barrier_id=Barrier.FINISH, number_of_threads=CONSUMERS)
-    slot = (part * work.gang + work.member) * 2
-    if item.index != work.part[0]:
-        slot += 1
+    slot = slot_of(item, part, work)
     for r in cutlass.range_constexpr(2):
         row = row0 + 8 * r
         total = row_sum[row, 0] + row_sum[row, 1]
@@ -239,6 +239,4 @@ def finish_many(
             if speaks and inside:
                 lse[at] = log_sum * LN_2
     if item.piece != 0 and group == 0 and row0 == 0 and lane == 0:
-        merges[slot, 0] = item.piece
-        merges[slot, 1] = item.base + item.row
-        merges[slot, 2] = cutlass.min(item.rows - item.row, ROWS)
+        note_piece(merges, slot, item)

@@ -16,9 +16,9 @@ needs no planning step, and a CUDA graph may be replayed with other lengths.
 import bisect
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Self
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -286,21 +286,6 @@ class Item:
         """Pairs of KV blocks; an item without visible tokens still takes one, all hidden."""
         return cutlass.max((self.last - self.first + 1) // 2, 1)
 
-    # How the language carries the fields through loops and branches.
-
-    def __extract_mlir_values__(self) -> list[Any]:
-        values = []
-        for field in fields(self):
-            values.extend(cutlass.extract_mlir_values(getattr(self, field.name)))
-        return values
-
-    def __new_from_mlir_values__(self, values: list[Any]) -> Self:
-        made = [
-            cutlass.new_from_mlir_values(getattr(self, field.name), [value])
-            for field, value in zip(fields(self), values, strict=True)
-        ]
-        return type(self)(*made)
-
 
 @dataclass(frozen=True)
 class Work:
@@ -380,6 +365,23 @@ def item_at(index: Int32, work: cutlass.Constexpr) -> Item:
             else:
                 index += step
     return Item(index, live, row, base, rows, length, first, last, piece)
+
+
+@cute.jit
+def slot_of(item: cutlass.Constexpr, part: Int32, work: cutlass.Constexpr) -> Int32:
+    """Where a block leaves a piece: the even slot for its part's first item, the odd one else."""
+    slot = (part * work.gang + work.member) * 2
+    if item.index != work.part[0]:
+        slot += 1
+    return slot
+
+
+@cute.jit
+def note_piece(merges: cute.Tensor, slot: Int32, item: cutlass.Constexpr):
+    """Tell the merge what a slot holds; one thread calls it."""
+    merges[slot, 0] = item.piece
+    merges[slot, 1] = item.base + item.row
+    merges[slot, 2] = cutlass.min(item.rows - item.row, ROWS)
 
 
 @cute.jit

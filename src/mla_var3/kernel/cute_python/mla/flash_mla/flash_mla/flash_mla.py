@@ -52,7 +52,12 @@ from torch import Tensor
 from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.few_rows import compute_few
-from mla_var3.kernel.cute_python.mla.latent_call import ELEMENT_TYPES, launch_absorbed
+from mla_var3.kernel.cute_python.mla.latent_call import (
+    ELEMENT_TYPES,
+    allocate_partials,
+    attention_arguments,
+    launch_absorbed,
+)
 from mla_var3.kernel.cute_python.mla.latent_loader import (
     CONSUMERS,
     LEFT,
@@ -83,7 +88,7 @@ from mla_var3.kernel.cute_python.mla.schedule import (
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.mla.cost import flash_mla_cost
 from mla_var3.runtime.composite import KernelPipeline
-from mla_var3.runtime.cute_kernel import CuteKernel, Int64Arg
+from mla_var3.runtime.cute_kernel import CuteKernel
 from mla_var3.runtime.plan import Constraints, Tiling
 from mla_var3.runtime.tensors import require_view
 
@@ -453,23 +458,13 @@ class CuteFlashMLA(MlaPlan):
         table = rest[0] if rest else None
         o_latent = q_latent.new_empty(q_latent.shape)
         lse = q_latent.new_empty(q_latent.shape[:-1], dtype=torch.float32)
-        slots = 2 * self.sm_count
-        o_partial = q_latent.new_empty((slots, ROWS, LATENT), dtype=torch.float32)
-        lse_partial = q_latent.new_empty((slots, ROWS), dtype=torch.float32)
-        merges = lengths.new_empty((slots, 4))
+        partials = allocate_partials(q_latent.device, self.sm_count)
         dtype = ELEMENT_TYPES[self.torch_dtype]
 
         def args_fn(tiling: FlashMLATiling) -> tuple[object, ...]:
-            shape = self.gangs(tiling)
-            return (
-                *rows, latent, rope, table, lengths, None, None, o_latent, lse,
-                o_partial, lse_partial, merges, self.scale_log2e,
-                self.b, self.s, self.h, lse.numel(), rows[0].stride(-2), rows[1].stride(-2),
-                latent.shape[0], latent.shape[1],
-                Int64Arg(latent.stride(0)), latent.stride(1),
-                Int64Arg(rope.stride(0)), rope.stride(1),
-                0 if table is None else table.stride(0), 0, 0, 0, int(self.causal),
-                shape.gang, shape.groups, shape.parts,
+            return attention_arguments(
+                *rows, latent, rope, table, lengths, None, None, o_latent, lse, partials,
+                self.scale_log2e, self.s, self.h, self.causal, self.gangs(tiling),
             )  # fmt: skip
 
         attention = CuteKernel(
@@ -480,14 +475,14 @@ class CuteFlashMLA(MlaPlan):
             tiling=self.tiling,
             plan=self,
             input_tensors=list(inputs),
-            output_tensors=[o_latent, lse, o_partial, lse_partial],
+            output_tensors=[o_latent, lse, *partials[:2]],
             autotune_configs=self._autotune_configs(),
             algorithmic_flops_bytes_fn=self._algorithmic_flops_bytes,
         )
         shape = self.gangs(self.tiling)
         cut = pieces(self.problem().kv_lengths, shape) * shape.gang
         merge = merge_stage(
-            self, self.merge_tiling, dtype, (o_partial, lse_partial, merges), (o_latent, lse),
+            self, self.merge_tiling, dtype, partials, (o_latent, lse),
             attention, self.gangs, self.sm_count, cut,
         )  # fmt: skip
         return KernelPipeline(_name=self.name, stages=[attention, merge])

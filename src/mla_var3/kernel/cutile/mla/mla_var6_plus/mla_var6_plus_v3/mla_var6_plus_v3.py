@@ -2,7 +2,7 @@
 
 A pipeline of two kernels: `attention_block_specialized_v3` reads the old tokens in latent space on
 some SMs (compute bound) while other SMs stream the decompressed window (memory bound), and
-`decompress_combine_v3` up-projects the latent part and merges both by log-sum-exp.
+`decompress_combine` up-projects the latent part and merges both by log-sum-exp.
 
     q_nope [b, s, h, d]   q_latent [b, s, h, k]   q_rope [b, s, h, p]
     c_kv [b, t, k]        k_rope [b, t, p]
@@ -29,13 +29,13 @@ import torch
 from torch import Tensor
 
 from mla_var3.errors import InvalidArgumentError
+from mla_var3.kernel.cutile.mla.decompress_combine import (
+    CtDecompressCombine,
+    DecompressCombineTiling,
+)
 from mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus_v3.attention_block_specialized_v3 import (  # noqa: E501
     AttentionBlockSpecializedTilingV3,
     CtAttentionBlockSpecializedV3,
-)
-from mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus_v3.decompress_combine_v3 import (
-    CtDecompressCombineV3,
-    DecompressCombineTilingV3,
 )
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.mla.cost import best_n, decompress_combine_cost, mla_var6_plus_cost
@@ -61,7 +61,7 @@ class CtMlaVar6PlusV3(MlaPlan):
     tiling: AttentionBlockSpecializedTilingV3 = field(
         default_factory=AttentionBlockSpecializedTilingV3
     )
-    combine_tiling: DecompressCombineTilingV3 = field(default_factory=DecompressCombineTilingV3)
+    combine_tiling: DecompressCombineTiling = field(default_factory=DecompressCombineTiling)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,12 +101,10 @@ class CtMlaVar6PlusV3(MlaPlan):
         stage._target = self._target
         return stage
 
-    def _combine_plan(self) -> CtDecompressCombineV3:
+    def _combine_plan(self) -> CtDecompressCombine:
         n = self._chosen_n()
         parts = "latent" if n == 0 else "new" if n == self.t else "both"
-        stage = CtDecompressCombineV3(
-            **self._stage_fields(), parts=parts, tiling=self.combine_tiling
-        )
+        stage = CtDecompressCombine(**self._stage_fields(), parts=parts, tiling=self.combine_tiling)
         stage._target = self._target
         return stage
 

@@ -2,7 +2,7 @@
 
 Three kernels. `latent_old_v4` reads the old tokens in latent space (compute bound) while
 `window_new_v4` streams the decompressed window (memory bound) on other SMs and another stream; then
-`decompress_combine_v4` up-projects the latent part and merges both by log-sum-exp.
+`decompress_combine` up-projects the latent part and merges both by log-sum-exp.
 
     q_nope [b, s, h, d]   q_latent [b, s, h, k]   q_rope [b, s, h, p]
     c_kv [b, t, k]        k_rope [b, t, p]
@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus_v4.decompress_combine_v4 import (
-    CtDecompressCombineV4,
-    DecompressCombineTilingV4,
+from mla_var3.kernel.cutile.mla.decompress_combine import (
+    CtDecompressCombine,
+    DecompressCombineTiling,
 )
 from mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus_v4.latent_old_v4 import (
     CtLatentOldV4,
@@ -73,7 +73,7 @@ class CtMlaVar6PlusV4(MlaPlan):
     )
     tiling: LatentOldTilingV4 = field(default_factory=LatentOldTilingV4)
     window_tiling: WindowNewTilingV4 = field(default_factory=WindowNewTilingV4)
-    combine_tiling: DecompressCombineTilingV4 = field(default_factory=DecompressCombineTilingV4)
+    combine_tiling: DecompressCombineTiling = field(default_factory=DecompressCombineTiling)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,12 +120,10 @@ class CtMlaVar6PlusV4(MlaPlan):
         stage._target = self._target
         return stage
 
-    def _combine_plan(self) -> CtDecompressCombineV4:
+    def _combine_plan(self) -> CtDecompressCombine:
         n = self._chosen_n()
         parts = "latent" if n == 0 else "new" if n == self.t else "both"
-        stage = CtDecompressCombineV4(
-            **self._stage_fields(), parts=parts, tiling=self.combine_tiling
-        )
+        stage = CtDecompressCombine(**self._stage_fields(), parts=parts, tiling=self.combine_tiling)
         stage._target = self._target
         return stage
 
