@@ -243,7 +243,7 @@ def notes(example: Example) -> str:
     """Empty reading notes for an example, its patterns ticked as far as names tell."""
     lines = [f"# Reading notes: {example.path}", "", f"- Needs: {example.needs}"]
     lines += [f"- Kernel: {name}" for name in example.kernels]
-    lines += [f"- Host function: {name}" for name in example.hosts]
+    lines += [f"- `@cute.jit` function: {name}" for name in example.hosts]
     lines += ["", "## Questions before reading", "", "1. "]
     for heading, questions in QUESTIONS.items():
         lines += ["", f"## {heading}", ""]

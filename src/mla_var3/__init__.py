@@ -18,7 +18,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from mla_var3 import attention
 
-    return getattr(attention, name)
+    value = globals()[name] = getattr(attention, name)
+    return value
 
 
 def __dir__() -> list[str]:

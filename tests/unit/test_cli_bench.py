@@ -16,9 +16,10 @@ from mla_var3.cli.bench import EXIT_ABSENT, bench_program
 from mla_var3.cli.main import main
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError, UnknownNameError
-from mla_var3.report import bench_contenders, bench_measure, bench_run
+from mla_var3.report import bench_contenders, bench_measure, bench_run, bench_session
+from mla_var3.report.bench_options import BenchOptions
 from mla_var3.report.bench_record import OURS, PEER, PREDICTED, PROJECTION, load_record
-from mla_var3.report.bench_run import BenchOptions, build_cases
+from mla_var3.report.bench_run import build_cases
 from mla_var3.report.bench_suites import (
     PEERS,
     figures_cases,
@@ -187,6 +188,9 @@ def test_predictions_are_not_compared_with_measurements(tmp_path: Path) -> None:
         (["all", "--mode=guess"], 2, "mode: expected auto, measure or predict"),
         (["all", "--mode=measure"], 1, "expected a usable CUDA GPU"),
         (["all", "--rounds=0"], 2, "rounds: expected a number of at least 1"),
+        (["all", "--patience=0"], 2, "patience: expected a positive number"),
+        (["all", "--resume=x.json"], 2, "resume: expected a GPU to go on with"),
+        (["all", "--resume=x.json", "--mode=predict"], 2, "resume: expected none with predictions"),
         (["--against=gone.json"], 2, "gone.json: expected a readable record"),
         (["--records", "gone.json"], 2, "gone.json: expected a readable record"),
         (["all", "--agianst=x"], 2, "did you mean --against"),
@@ -215,7 +219,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(bench_run, "cuda_available", lambda: True)
     monkeypatch.setattr("mla_var3.runtime.workflow.cuda_available", lambda: True)
-    monkeypatch.setattr(bench_run, "current_device_spec", lambda: device_spec("H200"))
+    monkeypatch.setattr(bench_session, "current_device_spec", lambda: device_spec("H200"))
     monkeypatch.setattr(bench_contenders, "contenders", field_of)
     monkeypatch.setattr(bench_measure, "gpu_timer", lambda seconds: FakeTimer())
     monkeypatch.setattr(bench_measure, "warm_up", lambda: log.append("warm up"))

@@ -97,6 +97,16 @@ def test_crossings_lie_where_the_lines_meet() -> None:
     assert crossing.s == pytest.approx(32.0)
 
 
+def test_a_tie_is_no_crossing() -> None:
+    lines = {
+        "a": [(1, 10.0), (2, 20.0), (4, 40.0), (8, 80.0)],
+        "b": [(1, 12.0), (2, 20.0), (4, 40.0), (8, 40.0)],
+    }
+    (only,) = find_crossings(dict(reversed(lines.items())))
+    assert (only.before, only.after) == ("a", "b")
+    assert 4 <= only.s < 8
+
+
 def test_a_crossing_without_both_lines_is_put_in_the_middle() -> None:
     (crossing,) = find_crossings({"a": [(4, 1.0)], "b": [(16, 1.0)]})
     assert crossing.s == pytest.approx(8.0)
@@ -129,6 +139,19 @@ def test_the_grid_holds_the_best_of_ours_over_the_best_peer() -> None:
     assert grid.cells[8, 1024] == pytest.approx(72 / 60)
     assert grid.cells[128, 4096] == pytest.approx(72 * 128 / 1920)
     assert speedup_grid([row()]) is None
+
+
+def test_the_cells_of_a_grid_are_all_of_one_kind() -> None:
+    both = [row(s=1, time_us=100.0), peer(s=1, time_us=150.0)]  # 140 against 190 end to end
+    alone = [row(s=2, time_us=100.0, projections_us=None), peer(s=2, time_us=120.0)]
+    grid = speedup_grid([*both, *alone])
+    assert grid is not None
+    assert grid.basis == KERNEL_ONLY
+    assert grid.cells == pytest.approx({(1, 4096): 1.5, (2, 4096): 1.2})
+    grid = speedup_grid(both)
+    assert grid is not None
+    assert grid.basis == END_TO_END
+    assert grid.cells == pytest.approx({(1, 4096): 190 / 140})
 
 
 def test_too_good_to_be_true_is_said() -> None:
@@ -200,6 +223,12 @@ def test_the_bars_name_every_kernel(tmp_path: Path) -> None:
     text = svg(drawn(tmp_path, row(choices={"n": 5}), peer())["kernels"])
     for shown in ("flash_mla n=5", "FlashMLA", "time end to end, µs (ours in blue)"):
         assert shown in text
+
+
+def test_among_equals_the_bars_show_the_common_shape(tmp_path: Path) -> None:
+    rows = [row(s=s, t=t) for s, t in ((1, 1024), (16, 4096), (32, 4096))]
+    text = svg(drawn(tmp_path, *rows)["kernels"])
+    assert "b=32 s=16 t=4096 h=128" in text
 
 
 def test_predictions_are_marked_on_every_plot(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from mla_var3.report.bench_record import (
     ABSENT,
     DECOMPRESSED,
     FAILED,
+    LOST,
     MIX,
     OK,
     PROJECTION,
@@ -113,8 +114,10 @@ def test_a_lost_device_fails_the_rest_with_the_culprit() -> None:
         FakeContender("next", log),
         healthy=lambda: False,
     )
-    assert [r.status for r in rows] == [FAILED] * 3
-    assert "killer" in rows[2].reason
+    assert [r.status for r in rows] == [LOST, FAILED, LOST]
+    assert rows[1].reason == "illegal address"
+    assert rows[2].reason == "the CUDA context was lost with killer"
+    assert rows[2].asked == {"n": 7}
     assert "build next" not in log
 
 

@@ -191,6 +191,8 @@ def test_the_headline_says_who_wins() -> None:
     )
     assert "1.05x slower than FlashMLA" in headline(groups[1])
     assert headline(shape_groups([row()])[0]) == ""
+    (even,) = shape_groups([row("ours", 1000.0), peer(time_us=1001.0)])
+    assert headline(even) == "ours is as fast as FlashMLA (end to end)"
 
 
 def test_troubles_name_the_shapes_where_not_all_are_meant() -> None:
@@ -198,6 +200,14 @@ def test_troubles_name_the_shapes_where_not_all_are_meant() -> None:
     assert troubles(found) == [("a", "failed", "why (b=32 s=16 t=4096 h=128)")]
     everywhere = record(*(row("a", None, s=s, status=ABSENT, reason="why") for s in (1, 2)))
     assert troubles(everywhere) == [("a", "absent", "why")]
+
+
+def test_troubles_at_many_shapes_are_counted() -> None:
+    rows = [row("broken", None, s=s, status=FAILED, reason="NaN") for s in range(1, 8)]
+    ((_, _, reason),) = troubles(record(*rows, row(s=64)))
+    assert "s=4 t" in reason
+    assert "s=5 t" not in reason
+    assert "3 more shapes" in reason
 
 
 def test_the_method_is_that_of_the_record() -> None:

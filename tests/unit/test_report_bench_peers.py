@@ -14,13 +14,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_var3.errors import CheckFailedError, MissingToolError, UnknownNameError
+from mla_var3.errors import (
+    CheckFailedError,
+    MissingToolError,
+    UnknownNameError,
+    UnsupportedError,
+)
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.report import bench_peer_libraries as libraries_module
 from mla_var3.report.bench_contenders import PeerContender
 from mla_var3.report.bench_peer_libraries import MODULES, PeerLibraries, call_known
 from mla_var3.report.bench_peers import KERNELS, peer_kernel
-from mla_var3.report.bench_suites import PEERS
+from mla_var3.report.bench_suites import ABSORBED_PEERS, DECOMPRESSED_PEERS, PEERS
 
 SMALL = MlaProblem(b=2, s=3, t=70, h=4)
 
@@ -190,6 +195,24 @@ def test_every_peer_gets_the_right_numbers(name: str, causal: bool) -> None:
 def test_the_operator_libraries_get_the_right_numbers(name: str) -> None:
     ready = PeerContender(name, SMALL, stand_ins(operators=True), device="cpu").build()
     assert 0 < ready.check() < 0.005
+
+
+@pytest.mark.parametrize("operators", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", ABSORBED_PEERS)
+def test_lengths_of_the_requests_are_kept_by_those_on_the_latent_cache(
+    name: str, causal: bool, operators: bool
+) -> None:
+    problem = MlaProblem(b=3, s=3, t=200, h=4, causal=causal, lengths=(3, 200, 71))
+    ready = PeerContender(name, problem, stand_ins(operators), device="cpu").build()
+    assert 0 < ready.check() < 0.005
+
+
+@pytest.mark.parametrize("name", DECOMPRESSED_PEERS)
+def test_decompressed_peers_take_whole_requests_only(name: str) -> None:
+    problem = MlaProblem(b=2, s=3, t=70, h=4, lengths=(70, 5))
+    with pytest.raises(UnsupportedError, match="expected t=70 tokens in every request"):
+        PeerContender(name, problem, stand_ins(), device="cpu").build()
 
 
 def test_a_peer_that_computes_something_else_is_caught() -> None:

@@ -68,6 +68,12 @@ def test_the_json_schema(tmp_path: Path) -> None:
     assert entry["rounds_us"] == [1001.0, 999.0, 1000.0]
 
 
+def test_the_csv_tells_lengths_apart() -> None:
+    problem = MlaProblem(b=2, s=1, t=64, h=8, lengths=(3, 64))
+    text = csv_text(record(row(), row(problem=problem)), {})
+    assert [line["lengths"] for line in csv.DictReader(io.StringIO(text))] == ["", "3..64"]
+
+
 def test_the_csv_schema() -> None:
     found = record(
         row(choices={"n": 0}), peer(), row("flash_mla", None, status=FAILED, reason="a,b")

@@ -54,6 +54,9 @@ def register(backend: Backend) -> None:
 
 def unregister(kernel: str, language: str) -> None:
     """Remove a backend that `register` added, if it is there."""
+    from mla_var3.attention.fast_path import forget_forms
+
+    forget_forms()  # they name the backends of earlier calls
     _registered[:] = [
         known for known in _registered if (known.kernel, known.language) != (kernel, language)
     ]

@@ -69,6 +69,7 @@ class LatentCache:
         )
         self.prefix = Prefix(heads, shape.prefix, head_dim, dtype, device) if shape.prefix else None
         self._prefix_filled = self.prefix is None
+        self._view = self._made_view()
 
     @classmethod
     def allocate(
@@ -144,6 +145,10 @@ class LatentCache:
 
     def view(self) -> CacheView:
         """The tensors for the attention; they stay the same through the life of the cache."""
+        # A traced program slices the buffer itself, to see that both are one memory.
+        return self._made_view() if torch.compiler.is_compiling() else self._view
+
+    def _made_view(self) -> CacheView:
         window, prefix = self.window, self.prefix
         return CacheView(
             latent=self.c_kv,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from functools import lru_cache
 from typing import Any
@@ -11,8 +12,10 @@ from typing import Any
 import torch
 
 from mla_var3.attention import debug
+from mla_var3.attention.absorbed import AbsorbedKernel, Launch
 from mla_var3.attention.backends import AUTO, Backend
 from mla_var3.attention.choice import Explanation, choose, settled
+from mla_var3.attention.fast_path import Key, full_key, keep_form, known_form, latent_key
 from mla_var3.attention.shape import CallShape
 from mla_var3.attention.task import AttentionTask
 from mla_var3.attention.tiled import TorchTiled
@@ -86,12 +89,36 @@ def mla_attention(
         The output `[b, s, h, d]` (or `[total_q, h, d]`); with `return_lse` also the natural
         log-sum-exp `[b, s, h]` (or `[total_q, h]`), float32.
     """
-    options = Options(
-        lengths, causal, scale, out, cu_seqlens_q, max_q, tree_mask, max_kv, total_lengths
-    )
-    task = full_task(q_nope, q_rope, cache, w_uk, w_uv, options)
-    output, lse = _execute(task, kernel)
-    return (output, lse) if return_lse else output
+    # Only what is given, so that the short way has little to look at.
+    options: dict[str, Any] = {}
+    if lengths is not None:
+        options["lengths"] = lengths
+    if causal is not True:
+        options["causal"] = causal
+    if scale is not None:
+        options["scale"] = scale
+    if out is not None:
+        options["out"] = out
+    if cu_seqlens_q is not None:
+        options["cu_seqlens_q"] = cu_seqlens_q
+    if max_q is not None:
+        options["max_q"] = max_q
+    if tree_mask is not None:
+        options["tree_mask"] = tree_mask
+    if max_kv is not None:
+        options["max_kv"] = max_kv
+    if total_lengths is not None:
+        options["total_lengths"] = total_lengths
+    key = result = None
+    if may_repeat():
+        key = full_key(q_nope, q_rope, cache, w_uk, w_uv, kernel, options)
+        form = known_form(key)
+        if form is not None:
+            result = form.attend(q_nope, q_rope, cache, w_uk, w_uv, options)
+    if result is None:
+        task = full_task(q_nope, q_rope, cache, w_uk, w_uv, Options(**options))
+        result = _execute(task, kernel, key, cache, options)
+    return result if return_lse else result[0]
 
 
 def mla_latent_attention(
@@ -117,8 +144,17 @@ def mla_latent_attention(
     Returns:
         The latent output, of the shape of `q_latent`, and the log-sum-exp, float32.
     """
+    key = None
+    if may_repeat():
+        key = latent_key(q_latent, q_rope, cache, d, kernel, options)
+        form = known_form(key)
+        if form is not None:
+            result: tuple[torch.Tensor, torch.Tensor] | None
+            result = form.attend(q_latent, q_rope, cache, options)
+            if result is not None:
+                return result
     task = latent_task(q_latent, q_rope, cache, _options(options), d)
-    return _execute(task, kernel)
+    return _execute(task, kernel, key, cache, options)
 
 
 def explain(
@@ -157,21 +193,38 @@ def explain(
     return choose(task.shape(), spec, kernel=kernel, runs_on=runs_on)[0]
 
 
-@torch.no_grad()
 def run_task(task: AttentionTask, kernel: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute a checked call with the kernel that `choose` picks."""
+    output, lse, _ = _run(task, kernel)
+    return output, lse
+
+
+@torch.no_grad()
+def _run(task: AttentionTask, kernel: str) -> tuple[torch.Tensor, torch.Tensor, Launch | None]:
+    """Output, log-sum-exp and, where the kernel has one, the launch that repeats them."""
     if debug.is_on():
         debug.check_values(task)
     device = task.q.device
-    if device.type != "cuda":
-        return _backend(task.shape(), kernel, device).run(task)
-    with torch.cuda.device(device):
-        return _backend(task.shape(), kernel, device).run(task)
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        backend = _backend(task.shape(), kernel, device)
+        if isinstance(backend, AbsorbedKernel):
+            return backend.run_repeatable(task)
+        return *backend.run(task), None
 
 
-def _execute(task: AttentionTask, kernel: str) -> tuple[torch.Tensor, torch.Tensor]:
+def may_repeat() -> bool:
+    """Whether a call of a known form may go the short way."""
+    return not (torch.compiler.is_compiling() or debug.is_on())
+
+
+def _execute(
+    task: AttentionTask, kernel: str, key: Key | None, cache: Cache, options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute a checked call, and keep its launch for the next calls of its form."""
     if not torch.compiler.is_compiling():
-        return run_task(task, kernel)
+        output, lse, launch = _run(task, kernel)
+        keep_form(key, task, launch, cache, options)
+        return output, lse
     from mla_var3.attention.ops import traced
 
     output, lse = traced(task, kernel)

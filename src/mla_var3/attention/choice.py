@@ -9,7 +9,7 @@ from typing import Any
 
 from mla_var3.attention.backends import AUTO, TORCH_TILED, Backend, backends, named
 from mla_var3.attention.estimate import estimate
-from mla_var3.attention.planned import PlannedKernel, planned
+from mla_var3.attention.planned import PlannedKernel, tuning_plan
 from mla_var3.attention.shape import CallShape
 from mla_var3.attention.tuned import Measured, has_histories, local_result, shipped_result
 from mla_var3.conf.devices import DeviceSpec
@@ -215,7 +215,7 @@ def _measured(
         return None
     kernel: KernelId = find_kernel(backend.kernel, language=backend.language)
     try:
-        return local_result(planned(kernel, shape, spec.name), spec)
+        return local_result(tuning_plan(kernel, shape, spec.name), spec)
     except HyperMlaError as error:  # no reason not to run the kernel
         log.warning("%s: tuning results cannot be read: %s", backend.kernel, error)
         return None

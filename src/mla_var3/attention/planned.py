@@ -138,7 +138,7 @@ def planned(kernel: KernelId, shape: CallShape, device: str) -> Any:
     spec = device_spec(device)
     cls = plan_class(kernel)
     fields = {name: getattr(shape, name) for name in ("b", "s", "t", "h", "d", "p", "k", "causal")}
-    if not shape.default_scale and _takes_scale(cls):
+    if not shape.default_scale:
         fields["scale"] = shape.scale
     if shape.window and kernel.design == "mla_var6_plus":
         fields["n"] = min(shape.window, shape.t)
@@ -146,20 +146,19 @@ def planned(kernel: KernelId, shape: CallShape, device: str) -> Any:
     return plan.for_target(spec.target).on_device(spec)
 
 
+def tuning_plan(kernel: KernelId, shape: CallShape, device: str) -> Any:
+    """The plan under which a call's tuning results are kept: times do not depend on the scale."""
+    return planned(kernel, dataclasses.replace(shape, scale=None), device)
+
+
 @lru_cache(maxsize=512)
 def _tuned(kernel: KernelId, shape: CallShape, device: str) -> dict[str, Tiling]:
-    return best_tilings(planned(kernel, shape, device), device_spec(device))
-
-
-def _takes_scale(cls: type[Any]) -> bool:
-    return "scale" in {field.name for field in dataclasses.fields(cls)}
+    return best_tilings(tuning_plan(kernel, shape, device), device_spec(device))
 
 
 @lru_cache(maxsize=512)
 def _refusal(kernel: KernelId, shape: CallShape) -> str | None:
     """What the plan itself has against a form of call."""
-    if not shape.default_scale and not _takes_scale(plan_class(kernel)):
-        return f"a scale other than (d + p) ** -0.5, {shape.scale:g}"
     plan = planned(kernel, shape, planning_device().name)
     for tiling in plan.tiling_fields().values():
         failures = constraint_failures(tiling, plan)

@@ -157,10 +157,12 @@ def _task(
     for name in ("max_q", "max_kv"):
         if getattr(options, name) is not None:
             require_int(name, getattr(options, name), minimum=1)
-    ragged, max_q = options.cu_seqlens_q is not None, options.max_q
-    if ragged:
+    query_bounds, max_q = options.cu_seqlens_q, options.max_q
+    ragged = query_bounds is not None
+    if query_bounds is not None:
         bounds = [("b+1", b + 1)]
-        require_tensor("cu_seqlens_q", options.cu_seqlens_q, bounds, INDEX_DTYPES, device)
+        require_tensor("cu_seqlens_q", query_bounds, bounds, INDEX_DTYPES, device)
+        query_bounds = query_bounds.to(torch.int32)
     else:
         if max_q is not None and max_q != q.shape[1]:
             raise InvalidArgumentError("max_q", f"s={q.shape[1]} without cu_seqlens_q", max_q)
@@ -194,7 +196,7 @@ def _task(
         causal=options.causal,
         scale=_scale(options.scale, key_width),
         tree=tree,
-        cu_seqlens_q=options.cu_seqlens_q,
+        cu_seqlens_q=query_bounds,
         max_q=max_q,
         max_kv=options.max_kv,
         total_lengths=total,

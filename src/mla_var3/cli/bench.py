@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +26,17 @@ from mla_var3.cli.parsing import Parser, parse
 from mla_var3.cli.values import ValueType
 
 if TYPE_CHECKING:
+    from mla_var3.report.bench_options import BenchOptions
     from mla_var3.report.bench_record import BenchRow
-    from mla_var3.report.bench_run import BenchOptions, BenchResult
+    from mla_var3.report.bench_run import BenchResult
 
 EXIT_ABSENT = 3
 """A version that was asked for by name does not exist."""
+
+STANDARD_ERROR = 2
+"""The last of the files that a process passes on."""
+MOST_NOTES = 12
+"""Rows that could not be compared are listed up to here; the files have all of them."""
 
 DESCRIPTION = """\
 Suites:
@@ -36,9 +47,11 @@ Suites:
   var6_plus  one version of mla_var6_plus over s and n, beside the pure paths
 
 With a GPU everything is checked and then timed; without one the same report is made from
-predictions, or with --records from recorded results. Exit code 0: fine; 1: one of our kernels
-failed, or --against found a row that is worse or nothing to compare; 3: the version that was
-asked for does not exist.
+predictions, or with --records from recorded results. The record is written after every shape;
+--resume goes on with it. A kernel that takes the device down, or does not come back, costs its
+own row: a new process measures the others. Exit code 0: fine; 1: one of our kernels failed, or
+--against found a row that is worse or nothing to compare; 3: the version that was asked for does
+not exist.
 """
 
 _SIZES = {
@@ -84,14 +97,28 @@ def add_arguments(parser: Parser) -> None:
     )
     how = parser.add_argument_group("how it is run")
     how.add_argument(
-        "--rounds", type=ValueType(int), default=3, metavar="N", help="timings of each (default: 3)"
+        "--quick",
+        action="store_true",
+        help="one short round; fewer shapes of the sweep, fewer windows of var6_plus",
+    )
+    how.add_argument(
+        "--rounds",
+        type=ValueType(int),
+        metavar="N",
+        help="timings of each (default: 3, with --quick 1)",
     )
     how.add_argument(
         "--max_seconds",
         type=ValueType(float),
-        default=0.4,
         metavar="X",
-        help="length of one timing (default: 0.4)",
+        help="length of one timing (default: 0.4, with --quick 0.15)",
+    )
+    how.add_argument(
+        "--patience",
+        type=ValueType(float),
+        default=180.0,
+        metavar="X",
+        help="seconds until a kernel counts as hung (default: 180; with --tune ten times it)",
     )
     how.add_argument("--tune", action="store_true", help="search tilings before timing")
     how.add_argument("--peer_libs", type=Path, metavar="FOLDER", help="the peers' libraries")
@@ -101,6 +128,9 @@ def add_arguments(parser: Parser) -> None:
     how.add_argument("--predict_for", metavar="DEVICE", help="predict for a device of the table")
     how.add_argument(
         "--records", type=Path, nargs="+", default=(), metavar="FILE", help="read, run nothing"
+    )
+    how.add_argument(
+        "--resume", type=Path, metavar="FILE", help="record of an interrupted run to go on with"
     )
     result = parser.add_argument_group("what becomes of it")
     result.add_argument("--against", type=Path, metavar="FILE", help="an earlier record to beat")
@@ -155,9 +185,16 @@ def run(values: dict[str, Any]) -> int:
     show_log()
     _announce(options)
     with ProgressReporter() as progress, usage_errors():
+
+        def go_on(record: Path) -> None:
+            progress.__exit__(None, None, None)
+            _start_again(record)
+
         options.progress = progress
         options.on_rows = _print_rows
-        result = run_bench(options)
+        options.on_lost = go_on
+        with _termination_interrupts():
+            result = run_bench(options)
     if options.records:
         _print_rows(result.record.rows)
     _print_summary(result)
@@ -166,15 +203,19 @@ def run(values: dict[str, Any]) -> int:
 
 def _options(values: dict[str, Any]) -> BenchOptions:
     from mla_var3.errors import InvalidArgumentError
-    from mla_var3.report.bench_run import AUTO, MEASURE, PREDICT, BenchOptions
+    from mla_var3.report.bench_measure import MAX_SECONDS, QUICK_ROUNDS, QUICK_SECONDS, ROUNDS
+    from mla_var3.report.bench_options import AUTO, MEASURE, PREDICT, BenchOptions
 
     if values["mode"] not in (AUTO, MEASURE, PREDICT):
         raise InvalidArgumentError("mode", "auto, measure or predict", values["mode"])
     same = (
-        "suite", "dtype", "causal", "version", "kernels", "backends", "rounds", "max_seconds",
-        "tune", "peer_libs", "mode", "predict_for", "against", "across_versions", "out_dir",
+        "suite", "dtype", "causal", "version", "kernels", "backends", "quick", "patience", "tune",
+        "peer_libs", "mode", "predict_for", "resume", "against", "across_versions", "out_dir",
     )  # fmt: skip
+    rounds, seconds = (QUICK_ROUNDS, QUICK_SECONDS) if values["quick"] else (ROUNDS, MAX_SECONDS)
     return BenchOptions(
+        rounds=rounds if values["rounds"] is None else values["rounds"],
+        max_seconds=seconds if values["max_seconds"] is None else values["max_seconds"],
         sizes={name: values[name] for name in _SIZES if values[name] is not None},
         n_values=values["n"],
         records=tuple(values["records"]),
@@ -182,8 +223,34 @@ def _options(values: dict[str, Any]) -> BenchOptions:
     )
 
 
+@contextmanager
+def _termination_interrupts() -> Iterator[None]:
+    """A time limit ends the run as Ctrl-C does: the kernel that is running is not to blame."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _start_again(record: Path) -> None:
+    """Go on in a new process: this one has lost its CUDA context, or hangs in it."""
+    note(f"the device was lost; a new process goes on from {record}")
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    # The driver ends a kernel that still runs, and frees its memory, when its files are closed.
+    for file in Path("/proc/self/fd").iterdir():
+        if int(file.name) > STANDARD_ERROR:
+            with suppress(OSError):
+                os.set_inheritable(int(file.name), False)
+    os.execv(sys.executable, [*sys.orig_argv, "--resume", str(record)])
+
+
 def _announce(options: BenchOptions) -> None:
-    from mla_var3.report.bench_run import PREDICT
+    from mla_var3.report.bench_options import PREDICT
     from mla_var3.runtime.workflow import cuda_available
 
     if options.records:
@@ -193,7 +260,8 @@ def _announce(options: BenchOptions) -> None:
         reason = "as asked" if asked else "no GPU here"
         say(f"benchmark {options.suite}, {reason}: predictions, not measurements", "bold")
     else:
-        say(f"benchmark {options.suite}: check, then time {options.rounds} rounds", "bold")
+        rounds = f"{options.rounds} round{'' if options.rounds == 1 else 's'}"
+        say(f"benchmark {options.suite}: check, then time {rounds}", "bold")
 
 
 def _print_rows(rows: Sequence[BenchRow]) -> None:
@@ -224,8 +292,11 @@ def _print_summary(result: BenchResult) -> None:
         if regression.verdicts:
             title = "against the earlier record"
             print_table(title, VERDICT_HEADERS, verdict_rows(regression))
-        for row, why in regression.not_compared:
+        for row, why in regression.not_compared[:MOST_NOTES]:
             note(f"not compared: {row}: {why}")
+        more = len(regression.not_compared) - MOST_NOTES
+        if more > 0:
+            note(f"not compared: {more} more, see {result.files['regression']}")
         for remark in regression.remarks:
             note(remark)
         say(f"verdict: {regression.summary}", "green" if regression.passed else "bold red")

@@ -9,16 +9,27 @@ and the fp8 cache are refused.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from mla_var3.attention.call import mla_latent_attention
+from mla_var3.attention.backends import AUTO
+from mla_var3.attention.call import HEAD_WIDTH, may_repeat, mla_latent_attention
 from mla_var3.attention.checks import INDEX_DTYPES, require_int, require_tensor
+from mla_var3.attention.fast_path import (
+    LatentForm,
+    Result,
+    call_form,
+    known_form,
+    latent_key,
+    store_form,
+)
 from mla_var3.attention.sizes import PAGE_STEP
 from mla_var3.attention.view import paged_view
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 
 _DTYPES = (torch.bfloat16, torch.float16)
+_INFINITY, _NAN = float("inf"), float("nan")
 
 
 @dataclass
@@ -45,6 +56,40 @@ class FlashMLASchedMeta:
                     f"{self.config[name]}, as in the first call with it",
                     value,
                 )
+
+
+@dataclass(frozen=True, slots=True)
+class PagedForm:
+    """A form of call with one KV head, see `attention/fast_path`.
+
+    Attributes:
+        latent: the call that it becomes.
+        config: what metadata keeps of it.
+        rope_at: bytes from a row's start to its rope part, in queries and pages.
+    """
+
+    latent: LatentForm
+    config: dict[str, object]
+    rope_at: int
+
+    def serves(self, metadata: object) -> bool:
+        """Whether metadata is for calls of this form; what is still empty becomes so."""
+        if type(metadata) is not FlashMLASchedMeta:
+            return False
+        if metadata.config is None:
+            metadata.config = self.config
+        return metadata.config is self.config or metadata.config == self.config
+
+    def attend(
+        self, q: torch.Tensor, k_cache: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor
+    ) -> Result | None:
+        """Output and log-sum-exp; None where this call has to go the whole way."""
+        queries, pages, rope_at = q.data_ptr(), k_cache.data_ptr(), self.rope_at
+        result = self.latent.attend_at(
+            queries, queries + rope_at, pages, pages + rope_at,
+            table.data_ptr(), lengths.data_ptr(), 0, 0,
+        )  # fmt: skip
+        return None if result is None else (result[0], _by_head(result[1]))
 
 
 def get_mla_metadata(*arguments: object, **options: object) -> tuple[FlashMLASchedMeta, None]:
@@ -103,6 +148,18 @@ def flash_mla_with_kvcache(
         The output `[b, s, h, k]` and the natural log-sum-exp `[b, h, s]`, float32. A query that
         sees no token has zeros and, as in FlashMLA, a log-sum-exp of +inf.
     """
+    key = None
+    if may_repeat():
+        key = call_form(
+            "flash_mla", q, k_cache, block_table, cache_seqlens, head_dim_v, num_splits,
+            softmax_scale, causal, is_fp8_kvcache, indices, attn_sink, extra_k_cache,
+            extra_indices_in_kvcache, topk_length, extra_topk_length,
+        )  # fmt: skip
+        form = known_form(key)
+        if form is not None and form.serves(tile_scheduler_metadata):
+            result: Result | None = form.attend(q, k_cache, block_table, cache_seqlens)
+            if result is not None:
+                return result
     sparse = {
         "indices": indices,
         "attn_sink": attn_sink,
@@ -141,30 +198,41 @@ def flash_mla_with_kvcache(
         raise InvalidArgumentError("k_cache", f"pages of a multiple of {PAGE_STEP}", page_size)
     if kv_heads == 0 or h % kv_heads:
         raise InvalidArgumentError("k_cache", f"h_k that divides h={h}", kv_heads)
-    tile_scheduler_metadata.require(
-        {
-            "b": b,
-            "s": q.shape[1],
-            "h": h,
-            "page": page_size,
-            "h_k": kv_heads,
-            "causal": causal,
-        }
-    )
+    config: dict[str, object] = {
+        "b": b,
+        "s": q.shape[1],
+        "h": h,
+        "page": page_size,
+        "h_k": kv_heads,
+        "causal": causal,
+    }
+    tile_scheduler_metadata.require(config)
     scale = width**-0.5 if softmax_scale is None else softmax_scale
     group = h // kv_heads
     outputs, lses = [], []
     for head in range(kv_heads):
         rows = q[:, :, head * group : (head + 1) * group]
-        output, lse = mla_latent_attention(
+        operands = (
             rows[..., :head_dim_v],
             rows[..., head_dim_v:],
             paged_view(k_cache[:, :, head], block_table, cache_seqlens, k=head_dim_v),
-            causal=causal,
-            scale=scale,
         )
+        options: dict[str, Any] = {"causal": causal, "scale": scale}
+        output, lse = mla_latent_attention(*operands, **options)
         outputs.append(output)
         lses.append(lse)
-    joined = torch.cat(lses, dim=2).transpose(1, 2)
-    joined = torch.where(joined == -torch.inf, torch.inf, joined)
-    return torch.cat(outputs, dim=2), joined.contiguous()
+    if kv_heads > 1:
+        return torch.cat(outputs, dim=2), _by_head(torch.cat(lses, dim=2))
+    if block_table.dtype is cache_seqlens.dtype is torch.int32:
+        latent = known_form(latent_key(*operands, HEAD_WIDTH, AUTO, options))
+        if latent is not None:
+            store_form(key, PagedForm(latent, config, head_dim_v * q.element_size()))
+    return outputs[0], _by_head(lses[0])
+
+
+def _by_head(lse: torch.Tensor) -> torch.Tensor:
+    """The log-sum-exp `[b, s, h]` as FlashMLA gives it: `[b, h, s]`, +inf instead of -inf.
+
+    In place, and turned as a view, which is what FlashMLA returns too.
+    """
+    return lse.nan_to_num_(_NAN, _INFINITY, _INFINITY).mT

@@ -33,6 +33,10 @@ class MlaPlan(KernelPlan):
         default=None, metadata={"help": "KV length per request: comma list or mixed; default all t"}
     )
     seed: int | None = field(default=None, metadata={"help": "seed of the inputs; default fresh"})
+    scale: float | None = field(
+        default=None,
+        metadata={"help": "factor on the logits, for example with YaRN; none: (d+p)^-0.5"},
+    )
 
     targets: ClassVar[tuple[str, ...]] = ("sm_90", "sm_100", "sm_120")
 
@@ -53,6 +57,7 @@ class MlaPlan(KernelPlan):
             dtype=self.dtype,
             causal=self.causal,
             lengths=self.lengths,
+            scale=self.scale,
         )
 
     @property

@@ -36,12 +36,13 @@ LARGE_WIN = 1.10
 
 @dataclass(frozen=True)
 class ShapeGroup:
-    """The rows of one shape on one device."""
+    """The rows of one shape on one device; `only_kernels` leaves the projections out of account."""
 
     problem: MlaProblem
     device: str
     kind: str
     rows: tuple[BenchRow, ...]
+    only_kernels: bool = False
 
     @property
     def title(self) -> str:
@@ -57,7 +58,7 @@ class ShapeGroup:
     def basis(self) -> str:
         """End to end where every kernel has that figure, otherwise the kernel alone."""
         known = all(row.end_to_end_us is not None for row in self.timed)
-        return END_TO_END if known else KERNEL_ONLY
+        return END_TO_END if known and not self.only_kernels else KERNEL_ONLY
 
     def figure(self, row: BenchRow) -> float:
         """The time to compare a row by."""
@@ -163,18 +164,17 @@ def times_over_s(rows: Sequence[BenchRow]) -> TimesOverS | None:
     best = max(_families(rows, lambda problem: replace(problem, s=1)), key=rank, default=[])
     if len({group.problem.s for group in best}) < 2:
         return None
-    basis = END_TO_END if all(g.basis == END_TO_END for g in best) else KERNEL_ONLY
+    best = _one_basis(best)
     series: dict[str, dict[int, float]] = {}
     for group in best:
         for row in group.timed:
-            value = row.end_to_end_us if basis == END_TO_END else row.time_us
-            if value is not None:
-                at = series.setdefault(row.series, {})
-                at[row.problem.s] = min(value, at.get(row.problem.s, math.inf))
+            at = series.setdefault(row.series, {})
+            at[row.problem.s] = min(group.figure(row), at.get(row.problem.s, math.inf))
     lines = {name: sorted(points.items()) for name, points in series.items()}
     first = best[0]
     title = " ".join(part for part in first.title.split() if not part.startswith("s="))
-    return TimesOverS(title, first.device, first.kind, basis, lines, find_crossings(lines))
+    crossings = find_crossings(lines)
+    return TimesOverS(title, first.device, first.kind, first.basis, lines, crossings)
 
 
 def find_crossings(series: dict[str, list[tuple[int, float]]]) -> list[Crossing]:
@@ -185,11 +185,14 @@ def find_crossings(series: dict[str, list[tuple[int, float]]]) -> list[Crossing]
     def fastest(s: int) -> str:
         return min((name for name in points if s in points[name]), key=lambda n: points[n][s])
 
-    found = []
+    found: list[Crossing] = []
+    before = fastest(lengths[0]) if lengths else ""
     for low, high in pairwise(lengths):
-        before, after = fastest(low), fastest(high)
-        if before != after:
-            found.append(Crossing(_meet(points[before], points[after], low, high), before, after))
+        after = fastest(high)
+        if points[before].get(high) == points[after][high]:
+            continue  # predictions are often equal: a tie changes nothing
+        found.append(Crossing(_meet(points[before], points[after], low, high), before, after))
+        before = after
     return found
 
 
@@ -258,7 +261,7 @@ def _without_s_and_t(problem: MlaProblem) -> MlaProblem:
 def speedup_grid(rows: Sequence[BenchRow]) -> SpeedupGrid | None:
     """The family of shapes with the most cells over s and t; None without any."""
     best: SpeedupGrid | None = None
-    for groups in _families(rows, _without_s_and_t):
+    for groups in map(_one_basis, _families(rows, _without_s_and_t)):
         cells = {}
         for group in groups:
             ours = group.best_ours
@@ -266,12 +269,16 @@ def speedup_grid(rows: Sequence[BenchRow]) -> SpeedupGrid | None:
             if ratio is not None:
                 cells[group.problem.s, group.problem.t] = ratio
         if cells and (best is None or len(cells) > len(best.cells)):
-            basis = {group.basis for group in groups}
             first = groups[0]
             words = [w for w in first.title.split() if not w.startswith(("s=", "t="))]
-            shown = basis.pop() if len(basis) == 1 else KERNEL_ONLY
-            best = SpeedupGrid(" ".join(words), first.device, first.kind, shown, cells)
+            best = SpeedupGrid(" ".join(words), first.device, first.kind, first.basis, cells)
     return best
+
+
+def _one_basis(groups: Sequence[ShapeGroup]) -> list[ShapeGroup]:
+    """The groups, all compared by the same kind of time."""
+    mixed = len({group.basis for group in groups}) > 1
+    return [replace(group, only_kernels=mixed) for group in groups]
 
 
 def _families(

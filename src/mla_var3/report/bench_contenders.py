@@ -181,6 +181,10 @@ class PeerContender:
 
         kernel = peer_kernel(self.name)
         self.libraries.require(kernel.library)
+        if kernel.path == DECOMPRESSED and self.problem.lengths is not None:
+            raise UnsupportedError(
+                f"{kernel.title}: expected t={self.problem.t} tokens in every request, got lengths"
+            )
         inputs = PeerInputs.make(self.problem, self.device)
         run = kernel.build(self.libraries, inputs)
 

@@ -10,7 +10,9 @@ import gc
 import logging
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
@@ -19,11 +21,13 @@ from mla_var3.report.bench_contenders import LEFT_TO_OTHERS, Contender, Ready
 from mla_var3.report.bench_record import (
     ABSENT,
     FAILED,
+    LOST,
     MEASURED,
     OK,
     PROJECTION,
     BenchRow,
 )
+from mla_var3.report.bench_watch import Watchdog
 from mla_var3.runtime.measure import Timing, cuda_is_healthy, time_gpu
 from mla_var3.runtime.workflow import Progress, no_progress
 
@@ -31,7 +35,10 @@ log = logging.getLogger(__name__)
 
 ROUNDS = 3
 MAX_SECONDS = 0.4
+QUICK_ROUNDS = 1
+QUICK_SECONDS = 0.15
 WARM_UP_SECONDS = 0.5
+ENDED = "the process ended while it ran"
 
 Timer = Callable[[Callable[[], None]], Timing]
 Item = TypeVar("Item")
@@ -96,6 +103,8 @@ def measure_case(
     what: str = "",
     release: Callable[[], None] | None = None,
     healthy: Callable[[], bool] | None = None,
+    watchdog: Watchdog | None = None,
+    checkpoint: Callable[[Sequence[BenchRow]], None] | None = None,
 ) -> list[BenchRow]:
     """Check and time all contenders of one shape.
 
@@ -109,16 +118,39 @@ def measure_case(
         what: what the progress is about.
         release: gives memory back after each contender.
         healthy: whether the device still works after a failure.
+        watchdog: gives up on a contender that holds the device for too long.
+        checkpoint: called before each contender runs for the first time, with the rows as they
+            are to be read if it takes the whole process down.
 
     Returns:
         One row per contender, in the given order; one that cannot take part or fails is a row
-        with its reason.
+        with its reason. Those that a lost device left without their turn are "lost".
     """
     if rounds < 1:
         raise InvalidArgumentError("rounds", "a number of at least 1", rounds)
     release, healthy = release or release_memory, healthy or cuda_is_healthy
     outcomes = [_Outcome() for _ in contenders]
     total, done = rounds * len(contenders), 0
+
+    def without_the_device(culprit: int, why: str) -> list[_Outcome]:
+        """The outcomes if nothing more can run: who has not had all its rounds is lost."""
+        reason = f"{why} {contenders[culprit].kernel}"
+        return [
+            replace(other, status=LOST, reason=reason)
+            if index != culprit and other.status == OK and len(other.timings) < rounds
+            else other
+            for index, other in enumerate(outcomes)
+        ]
+
+    def rows(results: Sequence[_Outcome]) -> list[BenchRow]:
+        found = zip(contenders, results, strict=True)
+        return with_projections([_row(problem, *each, around) for each in found])
+
+    def rows_if_ended(culprit: int, reason: str) -> list[BenchRow]:
+        results = without_the_device(culprit, "the run ended with")
+        results[culprit] = replace(results[culprit], status=FAILED, reason=reason)
+        return rows(results)
+
     for round_index in range(rounds):
         for index in rotated(range(len(contenders)), round_index, rounds):
             outcome, contender = outcomes[index], contenders[index]
@@ -126,19 +158,15 @@ def measure_case(
             done += 1
             if outcome.status != OK:
                 continue
-            _one_round(outcome, contender, timer)
-            release()
+            if checkpoint is not None and outcome.ready is None:
+                checkpoint(rows_if_ended(index, ENDED))
+            with watchdog.over(partial(rows_if_ended, index)) if watchdog else nullcontext():
+                _one_round(outcome, contender, timer)
+                release()
             if outcome.status == FAILED and not healthy():
-                lost = f"the CUDA context was lost when {contender.kernel} failed"
-                for other in outcomes:
-                    if other is not outcome and other.status == OK and len(other.timings) < rounds:
-                        other.status, other.reason = FAILED, lost
+                outcomes = without_the_device(index, "the CUDA context was lost with")
     progress(what, total, total, "")
-    rows = [
-        _row(problem, contender, outcome, around)
-        for contender, outcome in zip(contenders, outcomes, strict=True)
-    ]
-    return with_projections(rows)
+    return rows(outcomes)
 
 
 def _one_round(outcome: _Outcome, contender: Contender, timer: Timer) -> None:
@@ -174,6 +202,7 @@ def _row(
         language=contender.language,
         path=ready.path if ready else "",
         choices=ready.choices if ready else contender.asked,
+        asked=contender.asked,
         status=outcome.status,
         reason=outcome.reason,
         error=outcome.error,

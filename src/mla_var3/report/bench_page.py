@@ -53,6 +53,10 @@ _COUNTED = (
 )
 
 
+_NAMED_SHAPES = 4
+"""Of a reason that holds for several shapes, so many are named."""
+
+
 def method(record: BenchRecord) -> list[str]:
     """How the figures of this record came about, sentence by sentence."""
     measured = [row for row in record.rows if row.kind != PREDICTED and row.status == OK]
@@ -123,6 +127,7 @@ def headline(group: ShapeGroup) -> str:
         return ""
     ratio = group.figure(rival) / group.figure(ours)
     how = f"{ratio:.2f}x as fast as" if ratio >= 1 else f"{1 / ratio:.2f}x slower than"
+    how = "as fast as" if "1.00x" in how else how
     predicted = "predicted " if group.kind == PREDICTED else ""
     return f"{ours.label} is {predicted}{how} {rival.label} ({group.basis})"
 
@@ -137,7 +142,9 @@ def troubles(record: BenchRecord) -> list[tuple[str, str, str]]:
     lines = []
     for (label, status, reason), where in found.items():
         all_shapes = len(set(where)) == len(shapes)
-        lines.append((label, status, reason if all_shapes else f"{reason} ({'; '.join(where)})"))
+        named = where[:_NAMED_SHAPES]
+        named += [f"{len(where) - len(named)} more shapes"] if len(where) > len(named) else []
+        lines.append((label, status, reason if all_shapes else f"{reason} ({'; '.join(named)})"))
     known = {label for label, _, _ in lines}
     lines += [(k, "absent", why) for k, why in record.absent.items() if k not in known]
     return lines

@@ -1,7 +1,7 @@
 """The peers' kernels on our inputs: each gets the same numbers, laid out as it wants them.
 
-A peer reads either the latent cache (absorbed) or cached keys and values (decompressed). All
-requests have `t` tokens. A peer is checked against the float32 reference before it is timed.
+A peer reads either the latent cache (absorbed) or cached keys and values (decompressed; there all
+requests have `t` tokens). A peer is checked against the float32 reference before it is timed.
 """
 
 from __future__ import annotations
@@ -229,19 +229,19 @@ def _flashinfer(libraries: PeerLibraries, inputs: PeerInputs) -> Run:
 def _triton(libraries: PeerLibraries, inputs: PeerInputs) -> Run:
     """The Triton kernel of vLLM knows one query per request, so every query is a request."""
     problem = inputs.problem
-    b, s, t, h, k, p = problem.b, problem.s, problem.t, problem.h, problem.k, problem.p
+    b, s, h, k, p = problem.b, problem.s, problem.h, problem.k, problem.p
     attend = libraries.modules["triton"].decode_attention_fwd
     q = inputs.latent_queries().view(b * s, h, k + p)
     paged = inputs.latent_cache().view(-1, PAGE, 1, k + p)
-    visible = torch.arange(t - s + 1, t + 1, dtype=torch.int32, device=q.device)
-    if not problem.causal:
-        visible = torch.full_like(visible, t)
+    lengths = inputs.raw.lengths[:, None].expand(b, s)
+    later = torch.arange(s - 1, -1, -1, dtype=torch.int32, device=q.device)
+    visible = lengths - later if problem.causal else lengths
     out, lse = q.new_empty((b * s, h, k)), torch.empty((b * s, h), device=q.device)
     partials = torch.empty((b * s, h, TRITON_SPLITS, k + 1), device=q.device)
     operands = {
         "q": q, "k_buffer": paged, "v_buffer": paged[..., :k], "o": out, "lse": lse,
         "req_to_token": inputs.page_table().repeat_interleave(s, dim=0),
-        "b_seq_len": visible.repeat(b), "attn_logits": partials, "num_kv_splits": TRITON_SPLITS,
+        "b_seq_len": visible.reshape(-1), "attn_logits": partials, "num_kv_splits": TRITON_SPLITS,
         "sm_scale": problem.softmax_scale, "page_size": PAGE, "is_mla": True,
     }  # fmt: skip
 

@@ -23,11 +23,15 @@ from mla_var3.report.bench_analysis import (
     times_over_s,
 )
 from mla_var3.report.bench_record import OK, OURS, PREDICTED, PROJECTION, BenchRecord, BenchRow
+from mla_var3.report.bench_suites import COMMON
 from mla_var3.report.sweep import device_rates
 
 MOST_LINES = 12
 MOST_BARS = 30
 _MODEL_POINTS = 64
+_LABEL_ROWS = 4
+_COARSE_FROM = 10
+"""From here on crossings are given in whole tokens."""
 _MARKERS = "osD^vP*Xhp<>"
 # Beside the colours of the base versions, so that no peer looks like one of them.
 _PALETTE = ("#CC79A7", "#E69F00", "#000000", "#7F3C8D", "#8C564B", "#B5BD00", "#999999", "#17697A")
@@ -83,20 +87,21 @@ def _over_s(rows: Sequence[BenchRow], folder: Path) -> Plot:
             "time_s", title, caption, missing="it needs two values of s at the same b, t, h"
         )
     lines = _main_lines(data)
+    shown = [each for each in data.crossings if {each.before, each.after} <= set(lines)]
     with plots._figure(8.4, 5.2) as figure:
         axis = figure.subplots()
         _draw_lines(axis, lines, list(lines))
-        for crossing in data.crossings:
-            if {crossing.before, crossing.after} <= set(lines):
-                axis.axvline(crossing.s, color="#666666", linewidth=0.9, linestyle=":")
-                axis.annotate(
-                    f"s ≈ {crossing.s:.0f}",
-                    (crossing.s, 0.02),
-                    xycoords=("data", "axes fraction"),
-                    xytext=(3, 0),
-                    textcoords="offset points",
-                    fontsize=8,
-                )
+        for index, crossing in enumerate(shown):
+            axis.axvline(crossing.s, color="#666666", linewidth=0.9, linestyle=":")
+            axis.annotate(
+                f"s ≈ {crossing.s:.1f}" if crossing.s < _COARSE_FROM else f"s ≈ {crossing.s:.0f}",
+                # One above the other: two crossings may lie side by side.
+                (crossing.s, 0.02 + 0.045 * (index % _LABEL_ROWS)),
+                xycoords=("data", "axes fraction"),
+                xytext=(3, 0),
+                textcoords="offset points",
+                fontsize=8,
+            )
         lengths = sorted({s for points in lines.values() for s, _ in points})
         _log_axes(axis, lengths)
         axis.set(xlabel="query tokens per request, s", ylabel=f"{word(data.kind)} {data.basis}, µs")
@@ -249,11 +254,14 @@ def _heat_map(rows: Sequence[BenchRow], folder: Path) -> Plot:
 
 def _bars(rows: Sequence[BenchRow], folder: Path) -> Plot:
     title = "All kernels at one shape"
-    caption = "The shape with the most rows, fastest first; the whisker is the spread."
+    caption = (
+        "The shape with the most rows, that of the public comparison where several have as many; "
+        "fastest first. The whisker is the spread."
+    )
     groups = [group for group in shape_groups(rows) if group.timed]
     if not groups:
         return Plot("kernels", title, caption, missing="no figures")
-    group = max(groups, key=lambda group: len(group.timed))
+    group = max(groups, key=lambda group: (len(group.timed), group.problem == COMMON))
     shown = sorted(group.timed, key=group.figure)[:MOST_BARS]
     with plots._figure(8.4, 1.6 + 0.32 * len(shown)) as figure:
         axis = figure.subplots()

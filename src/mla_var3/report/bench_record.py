@@ -27,7 +27,7 @@ SCHEMA = "hyper-mla-bench/1"
 OURS, PEER, PROJECTION = "ours", "peer", "projection"
 ABSORBED, DECOMPRESSED, MIX = "absorbed", "decompressed", "mix"
 MEASURED, PREDICTED = "measured", "predicted"
-OK, ABSENT, FAILED = "ok", "absent", "failed"
+OK, ABSENT, FAILED, LOST = "ok", "absent", "failed", "lost"
 
 _SIZES = ("b", "s", "t", "h", "d", "p", "k", "dtype", "causal")
 _FIRST_FORM_DESIGNS = ("flash_attention", "flash_mla", "flash_mla_split_kv", "mla_var6_plus")
@@ -46,7 +46,9 @@ class BenchRow:
         path: "absorbed", "decompressed" or "mix"; empty where it is not known.
         language: language key of one of our kernels.
         choices: what the run chose, such as n or splits.
-        status: "ok", "absent" (cannot run here) or "failed" (ran and is wrong, or broke).
+        asked: the choices that the suite pinned.
+        status: "ok", "absent" (cannot run here), "failed" (ran and is wrong, or broke) or "lost"
+            (another one took the device down before its turn).
         reason: why it is not "ok".
         time_us: median of the rounds' medians, or the roofline time of a prediction.
         spread_us: half the distance from the smallest 10th to the largest 90th percentile.
@@ -66,6 +68,7 @@ class BenchRow:
     path: str = ""
     language: str = ""
     choices: Mapping[str, int] = field(default_factory=dict)
+    asked: Mapping[str, int] = field(default_factory=dict)
     status: str = OK
     reason: str = ""
     time_us: float | None = None
@@ -131,7 +134,7 @@ class BenchRecord:
     """The rows of one benchmark run.
 
     Attributes:
-        suite: what was run: figures, all, sweep or var6_plus; "records" for rows read together.
+        suite: what was run, such as "figures"; "records" for rows read together.
         environment: what `mla_var3.runtime.environment.environment` said at the start.
         rows: the rows.
         absent: peer or kernel that could not take part -> reason.
@@ -253,9 +256,9 @@ def row_key(row: BenchRow) -> tuple[Any, ...]:
 
 CSV_COLUMNS = (
     "kernel", "language", "source", "kind", "path", "b", "s", "t", "h", "d", "p", "k", "dtype",
-    "causal", "choices", "status", "reason", "time_us", "spread_us", "end_to_end_us", "runs",
-    "timer", "tflops", "gbps", "error", "speedup_over_best_peer", "device", "date", "command",
-    "versions",
+    "causal", "lengths", "choices", "status", "reason", "time_us", "spread_us", "end_to_end_us",
+    "runs", "timer", "tflops", "gbps", "error", "speedup_over_best_peer", "device", "date",
+    "command", "versions",
 )  # fmt: skip
 
 
@@ -271,7 +274,9 @@ def csv_text(record: BenchRecord, speedups: Mapping[int, float]) -> str:
     writer.writeheader()
     for index, row in enumerate(record.rows):
         values = row.to_dict()
-        values |= values.pop("problem")
+        values |= {"lengths": None, **values.pop("problem")}
+        if row.problem.lengths is not None:
+            values["lengths"] = f"{min(row.problem.lengths)}..{max(row.problem.lengths)}"
         values["choices"] = " ".join(f"{k}={v}" for k, v in row.choices.items())
         values["versions"] = " ".join(f"{k}={v}" for k, v in row.versions.items() if v)
         values["speedup_over_best_peer"] = speedups.get(index)

@@ -6,20 +6,21 @@ one self-contained HTML page.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mla_var3.conf.devices import DeviceSpec, device_spec
-from mla_var3.errors import InvalidArgumentError, UnknownNameError
+from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.report.bench_analysis import row_speedups
-from mla_var3.report.bench_measure import MAX_SECONDS, ROUNDS
+from mla_var3.report.bench_options import MEASURE, PREDICT, BenchOptions
 from mla_var3.report.bench_page import html_page, markdown_page
 from mla_var3.report.bench_plots import Plot, draw_plots
 from mla_var3.report.bench_record import (
     FAILED,
+    LOST,
     OURS,
     BenchRecord,
     BenchRow,
@@ -27,17 +28,18 @@ from mla_var3.report.bench_record import (
     csv_text,
     load_record,
     merge_records,
-    row_key,
     save_record,
 )
 from mla_var3.report.bench_regression import Regression, compare_records
+from mla_var3.report.bench_session import measure, unique_rows
 from mla_var3.report.bench_suites import (
     COMMON,
     DESIGN,
-    FIXED_SUITES,
-    SUITES,
+    QUICK_SWEEP,
+    QUICK_WINDOW_STEPS,
     SWEEP,
     WINDOW_S,
+    WINDOW_STEPS,
     Case,
     absorbed_cases,
     figures_cases,
@@ -52,89 +54,7 @@ from mla_var3.runtime.environment import environment
 from mla_var3.runtime.files import write_atomic
 from mla_var3.runtime.markdown import write_json
 from mla_var3.runtime.measure import require_cuda
-from mla_var3.runtime.workflow import (
-    Progress,
-    cuda_available,
-    current_device_spec,
-    no_progress,
-    planning_device,
-)
-
-MEASURE, PREDICT, AUTO = "measure", "predict", "auto"
-_ONE_VALUE = {"all": ("b", "s", "t", "h"), "var6_plus": ("b", "t", "h")}
-
-
-@dataclass
-class BenchOptions:
-    """What to run.
-
-    Attributes:
-        suite: one of `mla_var3.report.bench_suites.SUITES`.
-        sizes: b, s, t and h, each one or several values.
-        dtype, causal: the rest of the problem.
-        n_values: windows of the suite var6_plus.
-        version: version of mla_var6_plus for that suite.
-        kernels: "all", "latest", designs or full names.
-        backends: languages and peers; all of them when empty.
-        rounds: how often each contender is timed.
-        max_seconds: time for one timing.
-        tune: search tilings before timing.
-        peer_libs: folder with the peers' operator libraries.
-        mode: "measure", "predict", or "auto": measure where there is a GPU.
-        predict_for: device of the table to predict for.
-        records: records to read instead of running anything.
-        against: earlier record to compare with.
-        across_versions: compare also where compilers or peers have other versions.
-        out_dir: folder of the report.
-        progress: reporter for long work.
-        on_rows: called with the rows of each finished shape.
-    """
-
-    suite: str = "figures"
-    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    dtype: str = "bfloat16"
-    causal: bool = True
-    n_values: tuple[int, ...] | None = None
-    version: str | None = None
-    kernels: tuple[str, ...] = ()
-    backends: tuple[str, ...] = ()
-    rounds: int = ROUNDS
-    max_seconds: float = MAX_SECONDS
-    tune: bool = False
-    peer_libs: Path | None = None
-    mode: str = AUTO
-    predict_for: str | None = None
-    records: tuple[Path, ...] = ()
-    against: Path | None = None
-    across_versions: bool = False
-    out_dir: Path | None = None
-    progress: Progress = no_progress
-    on_rows: Callable[[Sequence[BenchRow]], None] = lambda rows: None
-
-    def __post_init__(self) -> None:
-        if self.suite not in SUITES:
-            raise UnknownNameError("suite", self.suite, SUITES)
-        if self.rounds < 1:
-            raise InvalidArgumentError("rounds", "a number of at least 1", self.rounds)
-        if not self.max_seconds > 0:
-            raise InvalidArgumentError("max_seconds", "a positive number", self.max_seconds)
-        if self.suite in FIXED_SUITES:
-            given = [*self.sizes, *(["causal"] if not self.causal else [])]
-            given += ["dtype"] if self.dtype != COMMON.dtype else []
-            given += ["kernels"] if self.kernels else []
-            if given:
-                raise InvalidArgumentError(
-                    given[0],
-                    f"none: the suite {self.suite} has fixed shapes (use all or sweep)",
-                    "one",
-                )
-        for name, values in self.sizes.items():
-            if not values or (name in _ONE_VALUE.get(self.suite, ()) and len(values) > 1):
-                count = "one value" if name in _ONE_VALUE.get(self.suite, ()) else "some values"
-                raise InvalidArgumentError(name, f"{count} for the suite {self.suite}", values)
-        for name, value in (("n", self.n_values), ("version", self.version)):
-            if value is not None and self.suite != "var6_plus":
-                raise InvalidArgumentError(name, "none: only the suite var6_plus has it", value)
+from mla_var3.runtime.workflow import cuda_available, planning_device
 
 
 @dataclass
@@ -159,8 +79,9 @@ class BenchResult:
 
     @property
     def failed(self) -> list[BenchRow]:
-        """Our rows that broke or are wrong."""
-        return [r for r in self.record.rows if r.source == OURS and r.status == FAILED]
+        """Our rows that broke, are wrong, or never had their turn."""
+        bad = (FAILED, LOST)
+        return [row for row in self.record.rows if row.source == OURS and row.status in bad]
 
 
 def run_bench(options: BenchOptions) -> BenchResult:
@@ -171,8 +92,11 @@ def run_bench(options: BenchOptions) -> BenchResult:
     """
     # Read first: a file that cannot be used should not cost a measurement.
     earlier = load_record(options.against) if options.against else None
+    if options.resume and not _measures(options):
+        raise InvalidArgumentError("resume", "a GPU to go on with", "none")
     name = "records" if options.records else options.suite
-    folder = options.out_dir or paths.output_root() / "bench" / name / paths.timestamp()
+    folder = options.out_dir or (options.resume.parent if options.resume else None)
+    folder = folder or paths.output_root() / "bench" / name / paths.timestamp()
     missing: dict[str, str] = {}
     if options.records:
         record = merge_records(load_record(path) for path in options.records)
@@ -181,7 +105,7 @@ def run_bench(options: BenchOptions) -> BenchResult:
         record = BenchRecord(options.suite, environment(), absent=dict(missing))
         save = folder / f"{name}.json"
         if _measures(options):
-            _measure(record, cases, options, save)
+            measure(record, cases, options, save)
         else:
             _predict(record, cases, options)
     regression = None
@@ -207,7 +131,8 @@ def build_cases(options: BenchOptions) -> tuple[list[Case], dict[str, str]]:
         return _window_cases(base, options, languages, kernels, peers)
     default = ("all",) if options.suite == "all" else ("latest",)
     chosen = select_kernels(options.kernels or default, kernels) if kernels else []
-    sizes = {**(SWEEP if options.suite == "sweep" else {}), **options.sizes}
+    grid = QUICK_SWEEP if options.quick else SWEEP
+    sizes = {**(grid if options.suite == "sweep" else {}), **options.sizes}
     return sweep_cases(base, sizes, chosen, peers), {}
 
 
@@ -235,7 +160,8 @@ def _window_cases(
     if not versions:
         return [], reasons
     s_values = options.sizes.get("s", WINDOW_S)
-    cases = window_cases(base, s_values, options.n_values, versions, kernels, peers)
+    steps = QUICK_WINDOW_STEPS if options.quick else WINDOW_STEPS
+    cases = window_cases(base, s_values, options.n_values, versions, kernels, peers, steps)
     # Another language may simply not have the version, unless it was asked for by name.
     return cases, reasons if options.backends else {}
 
@@ -246,40 +172,6 @@ def _measures(options: BenchOptions) -> bool:
     if options.mode == MEASURE:
         require_cuda("bench")
     return options.mode == MEASURE or cuda_available()
-
-
-def _measure(record: BenchRecord, cases: Sequence[Case], options: BenchOptions, save: Path) -> None:
-    from mla_var3.report.bench_contenders import contenders
-    from mla_var3.report.bench_measure import gpu_timer, measure_case, warm_up
-    from mla_var3.report.bench_peer_libraries import PeerLibraries
-    from mla_var3.report.bench_peers import peer_kernel
-
-    spec = current_device_spec()
-    wanted = {peer_kernel(name).library for case in cases for name in case.peers}
-    libraries = PeerLibraries(options.peer_libs, wanted) if wanted else None
-    record.settings = {
-        "rounds": options.rounds,
-        "seconds per timing": options.max_seconds,
-        "tilings": "tuned" if options.tune else "default",
-    }
-    around = circumstances(record.environment, spec.name)
-    timer = gpu_timer(options.max_seconds)
-    warm_up()
-    by_case = [
-        contenders(case, libraries, spec.target, tune=options.tune, progress=options.progress)
-        for case in cases
-    ]
-    total, before = sum(map(len, by_case)) * options.rounds, 0
-    for case, entrants in zip(cases, by_case, strict=True):
-        progress = _part_of(options.progress, before, total)
-        rows = measure_case(
-            case.problem, entrants, timer, around, rounds=options.rounds, progress=progress
-        )
-        before += len(entrants) * options.rounds
-        entrants.clear()  # the peers of a case share its float32 references, which are large
-        record.rows += unique_rows(rows)
-        options.on_rows(rows)
-        save_record(record, save)  # an interrupted run keeps the shapes that are done
 
 
 def _predict(record: BenchRecord, cases: Sequence[Case], options: BenchOptions) -> None:
@@ -297,18 +189,6 @@ def _predict(record: BenchRecord, cases: Sequence[Case], options: BenchOptions) 
         record.rows += rows
         options.on_rows(rows)
     options.progress("predictions", len(cases), len(cases), "")
-
-
-def unique_rows(rows: Sequence[BenchRow]) -> list[BenchRow]:
-    """The rows without repetitions: the model may choose an n that was asked for as well."""
-    return list({row_key(row): row for row in rows}.values())
-
-
-def _part_of(progress: Progress, before: int, total: int) -> Progress:
-    def report(what: str, done: int, _: int, detail: str) -> None:
-        progress("bench", before + done, total, detail)
-
-    return report
 
 
 def _write(

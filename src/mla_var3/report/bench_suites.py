@@ -31,9 +31,10 @@ SWEEP = {
     "t": (1024, 2048, 4096, 8192),
     "h": (128,),
 }
+QUICK_SWEEP = {**SWEEP, "s": (1, 4, 16, 64), "t": (1024, 4096)}
 WINDOW_S = (16, 32, 64)
-WINDOW_STEPS = 8
-"""The window of mla_var6_plus is measured at every eighth of t."""
+WINDOW_STEPS, QUICK_WINDOW_STEPS = 8, 4
+"""The window of mla_var6_plus is measured at every eighth of t, in a quick run at every quarter."""
 
 ABSORBED_SHAPES = (
     *((128, s, 4096, 128) for s in (1, 2)),
@@ -194,19 +195,22 @@ def window_cases(
     versions: Sequence[KernelId],
     kernels: Sequence[KernelId],
     peers: Sequence[str],
+    steps: int = WINDOW_STEPS,
 ) -> list[Case]:
     """mla_var6_plus over s and n, beside the newest pure paths.
 
     Args:
         base: everything but s.
         s_values: query lengths.
-        n_values: windows; every eighth of t by default. The model's choice comes besides.
+        n_values: windows; `steps` equal steps from 0 to t by default. The model's choice comes
+            besides.
         versions: the version in every language that has it.
         kernels: where the pure paths are taken from.
         peers: names out of `PEERS`.
+        steps: of the windows.
     """
     if n_values is None:
-        n_values = sorted({base.t * i // WINDOW_STEPS for i in range(WINDOW_STEPS + 1)})
+        n_values = sorted({base.t * i // steps for i in range(steps + 1)})
     pure = [KernelChoice(k) for k in newest(kernels) if k.design in PURE_PATHS]
     windows = [KernelChoice(v, {"n": n}) for v in versions for n in n_values]
     chosen = tuple([KernelChoice(v) for v in versions] + windows + pure)

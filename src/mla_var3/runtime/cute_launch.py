@@ -7,7 +7,9 @@ the GPU or allocates on it, so a CUDA graph can capture a launch.
 
 from __future__ import annotations
 
+import ctypes
 import re
+import struct
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +17,15 @@ from typing import Any
 import torch
 
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
-from mla_var3.runtime.cute_arguments import ArgumentBuffer, ArgumentKind
+from mla_var3.runtime.cute_arguments import (
+    FLOAT32,
+    INT32,
+    INT64,
+    POINTER,
+    ArgumentBuffer,
+    ArgumentKind,
+    Int64Arg,
+)
 
 Entry = Callable[[Any], Any]
 """The compiled host function: takes the addresses of its arguments."""
@@ -45,6 +55,100 @@ class BoundLaunch:
     def launch(self) -> None:
         """Launch on the current CUDA stream."""
         _call(self._name, self._entry, self._buffer, self._device)
+
+
+_NUMBER_FORMATS = {INT32: "i4x", INT64: "q", FLOAT32: "f4x"}
+"""How `struct` writes a number into a cell of 8 bytes."""
+
+
+class RepeatedLaunch:
+    """A program whose numbers stay while every launch brings the addresses of its tensors anew.
+
+    The shortest way to launch on changing tensors: all addresses are written at once, nothing is
+    looked at. Whoever calls it has made sure that the tensors differ in their addresses only from
+    those that the program was launched with before, alignment included. Safe in several threads.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        entry: Entry,
+        kinds: Sequence[ArgumentKind],
+        device: int,
+        args: Sequence[Any],
+    ) -> None:
+        """Keep the numbers among the arguments; of a tensor nothing is kept.
+
+        Args:
+            name: kernel name.
+            entry: the compiled host function.
+            kinds: kinds of the arguments.
+            device: index of the GPU.
+            args: the arguments of a launch that was made before.
+        """
+        self.device = device
+        self._name = name
+        self._entry = entry
+        self._kinds = kinds
+        self._numbers = [
+            value for kind, value in zip(kinds, args, strict=True) if kind.tag in _NUMBER_FORMATS
+        ]
+        self._own = threading.local()
+
+    def __call__(self, *addresses: int) -> None:
+        """Launch on the current CUDA stream of the device, which is the current one.
+
+        Args:
+            addresses: of the tensors, in the order of the arguments; any number for an argument
+                that is None.
+        """
+        self.launch_on(raw_stream(self.device), *addresses)
+
+    def launch_on(self, stream: int, *addresses: int) -> None:
+        """Launch on a CUDA stream, by its handle; else as a call."""
+        try:
+            write, cells, packed, result = self._own.memory
+        except AttributeError:
+            write, cells, packed, result = self._own.memory = self._lay_out()
+        write(cells, 0, *addresses, stream)
+        self._entry(packed)
+        if result.value:
+            raise UnsupportedError(f"{self._name}: {describe_cuda_error(result.value)}")
+
+    def _lay_out(self) -> tuple[Callable[..., None], Any, Any, ctypes.c_int32]:
+        """The memory of this thread.
+
+        Returns:
+            What writes addresses and stream, the cells that it writes into, the addresses of all
+            cells as the host function takes them, and the cell of the error code.
+        """
+        formats = [_NUMBER_FORMATS.get(kind.tag, "") for kind in self._kinds]
+        pointers = formats.count("")  # and what is absent, whose cells nobody reads
+        changing = struct.Struct(f"={pointers + 1}Q")
+        numbers = (v.value if isinstance(v, Int64Arg) else v for v in self._numbers)
+        # The cells: addresses, the stream, the numbers, the error code.
+        content = bytes(changing.size) + struct.pack(f"={''.join(formats)}8x", *numbers)
+        cells = (ctypes.c_uint64 * (len(content) // 8)).from_buffer_copy(content)
+        base = ctypes.addressof(cells)
+        places = [base + 8 * cell for cell in _cell_order(self._kinds, pointers)]
+        packed = (ctypes.c_void_p * len(places))(*places)
+        result = ctypes.c_int32.from_buffer(cells, len(content) - 8)
+        return changing.pack_into, cells, packed, result
+
+
+def _cell_order(kinds: Sequence[ArgumentKind], pointers: int) -> list[int]:
+    """Which cell each parameter of the host function reads, see `RepeatedLaunch`."""
+    next_pointer, next_number = 0, pointers + 1
+    order = []
+    for kind in kinds:
+        if kind.tag in _NUMBER_FORMATS:
+            order.append(next_number)
+            next_number += 1
+            continue
+        # The host function has no parameter for what is absent.
+        order += [next_pointer] if kind.tag == POINTER else []
+        next_pointer += 1
+    return [*order, pointers, next_number]  # the stream and the error code
 
 
 class CuteProgram:
@@ -84,6 +188,10 @@ class CuteProgram:
         """The program with arguments of its own, for repeated launches."""
         buffer = ArgumentBuffer(self.kinds, self.device)
         return BoundLaunch(self.name, self._entry, buffer, self.device, args)
+
+    def repeated(self, *args: Any) -> RepeatedLaunch:
+        """The program with the numbers of these arguments, for launches on other tensors."""
+        return RepeatedLaunch(self.name, self._entry, self.kinds, self.device, args)
 
     def __call__(self, *args: Any) -> None:
         """Launch on the current CUDA stream, with other arguments than last time.

@@ -1,13 +1,16 @@
 """Absorbed kernels on tensors that change from call to call: what a serving engine needs.
 
 A plan fixes its tensors and prepares its arguments. Here programs are kept by what they were
-compiled for, and arguments are written anew for every launch.
+compiled for, and arguments are written anew for every launch. One program launches the attention
+and the merge of its pieces, which spares the host the way into compiled code.
 """
 
 import functools
 import math
+import threading
 from typing import Any
 
+import cutlass.cute as cute
 import torch
 from cutlass import BFloat16, Float16
 from torch import Tensor
@@ -16,8 +19,9 @@ from mla_var3.errors import UnsupportedError
 from mla_var3.kernel.cute_python.mla.latent_ops import LATENT
 from mla_var3.kernel.cute_python.mla.merge_partials import MergePartials, MergeTiling
 from mla_var3.kernel.cute_python.mla.schedule import ROWS, GangShape, gang_shape
+from mla_var3.runtime.cute_arguments import FLOAT_ALIGNMENT, INT_ALIGNMENT
 from mla_var3.runtime.cute_kernel import CuteProgram, Int64Arg, program_for, require_arch
-from mla_var3.runtime.cute_launch import raw_stream
+from mla_var3.runtime.cute_launch import RepeatedLaunch, current_device_index, raw_stream
 from mla_var3.runtime.plan import Tiling
 
 ELEMENT_TYPES = {torch.bfloat16: BFloat16, torch.float16: Float16}
@@ -26,8 +30,14 @@ MERGE_TILING = MergeTiling()
 Partials = tuple[Tensor, Tensor, Tensor]
 """o_partial, lse_partial and merges, see `merge_partials.py`."""
 
-_programs: dict[tuple[Any, ...], tuple[CuteProgram, CuteProgram]] = {}
-_workspaces: dict[tuple[int, int, int], Partials] = {}
+OUTPUTS = slice(8, 13)
+"""Where the outputs and the room for pieces are among the arguments of an absorbed kernel."""
+TOTAL_ROWS, GANG, PARTS = 17, -3, -1
+"""Where the merge finds its numbers among them."""
+
+_programs: dict[tuple[Any, ...], CuteProgram] = {}
+_own = threading.local()
+"""Of each thread, `rooms`: room for pieces by device, stream and SMs."""
 
 shape_for = functools.lru_cache(maxsize=4096)(gang_shape)
 
@@ -49,18 +59,106 @@ def allocate_partials(device: torch.device, sm_count: int) -> Partials:
 
 
 def workspace(device: torch.device, sm_count: int) -> Partials:
-    """Room for pieces that calls share.
+    """Room for pieces that the calls of a thread share.
 
-    Work on one stream is in order, so calls on it share their room. A CUDA graph gets room of its
-    own, because it may be replayed on any stream.
+    Work on one stream is in order, so calls on it share their room. Another thread may launch
+    between the two kernels of a call, so it has its own. A CUDA graph gets room of its own too,
+    because it may be replayed on any stream.
     """
     if torch.cuda.is_current_stream_capturing():
         return allocate_partials(device, sm_count)
+    rooms: dict[tuple[int, int, int], Partials] = _own.__dict__.setdefault("rooms", {})
     key = (device.index, raw_stream(device.index), sm_count)
-    found = _workspaces.get(key)
+    found = rooms.get(key)
     if found is None:
-        found = _workspaces[key] = allocate_partials(device, sm_count)
+        found = rooms[key] = allocate_partials(device, sm_count)
     return found
+
+
+class AttentionAndMerge:
+    """Host code that launches an absorbed kernel and the merge of its pieces."""
+
+    def __init__(self, host_class, element, few):
+        self.host_class = host_class
+        self.element = element
+        self.few = few
+
+    @cute.jit
+    def __call__(self, *arguments):
+        """The arguments of the absorbed kernel, the blocks of the merge, the stream."""
+        *attention, merge_blocks, stream = arguments
+        out, lse, *partials = attention[OUTPUTS]
+        self.host_class(self.element, self.few)(*attention, stream)
+        MergePartials(self.element)(
+            *partials, out, lse, attention[TOTAL_ROWS], attention[GANG], attention[PARTS],
+            merge_blocks, stream,
+        )  # fmt: skip
+
+
+class AbsorbedLaunch:
+    """Repeats an absorbed launch on other tensors of the same shapes, strides and dtypes."""
+
+    def __init__(self, launch: RepeatedLaunch, device: torch.device, sm_count: int) -> None:
+        """Keep what the launches have in common.
+
+        Args:
+            launch: the program with its numbers.
+            device: the GPU.
+            sm_count: its SMs.
+        """
+        self._launch = launch
+        self._device = device
+        self._index: int = device.index
+        self._sm_count = sm_count
+        self._own = threading.local()
+
+    def ready(self) -> bool:
+        """Whether it can launch now: on its device, outside of a capture.
+
+        A captured launch needs room of its own, see `workspace`.
+        """
+        return (
+            current_device_index() == self._index and not torch.cuda.is_current_stream_capturing()
+        )
+
+    def __call__(
+        self,
+        q_latent: int,
+        q_rope: int,
+        latent: int,
+        rope: int,
+        table: int,
+        lengths: int,
+        begins: int,
+        tree: int,
+        out: int,
+        lse: int,
+    ) -> bool:
+        """Launch on the current stream; the arguments are addresses, any number for absent ones.
+
+        Returns:
+            False, and nothing is launched, where an address is not aligned as compiled for.
+        """
+        if (q_latent | q_rope | latent | rope | out | lse) & (FLOAT_ALIGNMENT - 1):
+            return False
+        if (table | lengths | begins | tree) & (INT_ALIGNMENT - 1):
+            return False
+        stream = raw_stream(self._index)
+        try:
+            room = self._own.rooms[stream]
+        except (AttributeError, KeyError):
+            room = self._find_room(stream)
+        self._launch.launch_on(
+            stream, q_latent, q_rope, latent, rope, table, lengths, begins, tree, out, lse, *room[0]
+        )
+        return True
+
+    def _find_room(self, stream: int) -> tuple[tuple[int, ...], Partials]:
+        """Room for pieces on a stream, by its addresses, and the tensors that hold it."""
+        partials = workspace(self._device, self._sm_count)
+        room = tuple(part.data_ptr() for part in partials), partials
+        self._own.__dict__.setdefault("rooms", {})[stream] = room
+        return room
 
 
 def attention_arguments(
@@ -130,7 +228,7 @@ def launch_absorbed(
     scale: float,
     out: Tensor,
     lse: Tensor,
-) -> None:
+) -> AbsorbedLaunch | None:
     """Launch an absorbed kernel and the merge of its pieces on the current stream.
 
     Args:
@@ -138,7 +236,8 @@ def launch_absorbed(
         host_class: its host class, made with an element type and `few`.
         tiling: its tiling, which its programs are kept by.
         few: query rows on the N side, or 0.
-        q_latent, q_rope: contiguous, [b, s, h, ...], or [queries, h, ...] with `query_begins`.
+        q_latent, q_rope: [b, s, h, ...], or [queries, h, ...] with `query_begins`; rows, the last
+            dimension but one, at equal distances.
         latent, rope: dense [b, t, ...] or paged [pages, page, ...] cache.
         block_table: [b, pages of a request] int32 for a paged cache.
         lengths: [b] int32.
@@ -147,40 +246,42 @@ def launch_absorbed(
         max_queries: most queries of any request.
         causal: whether a query sees no later token.
         scale: factor on the logits.
-        out, lse: outputs.
+        out, lse: outputs, contiguous.
+
+    Returns:
+        The same launch for other tensors; None where there was nothing to launch, or where a
+        tensor was copied first.
     """
     if lse.numel() == 0:
-        return  # no query, nothing to write
+        return None  # no query, nothing to write
     device = out.device
     heads, requests = q_latent.shape[-2], lengths.shape[0]
     sm_count = sm_count_of(device.index)
     shape: GangShape = shape_for(-(-max_queries * heads // ROWS), requests, sm_count)
     partials = workspace(device, sm_count)
-    if tree is not None and tree.stride(2) != 1:
+    copied = tree is not None and tree.stride(2) != 1
+    if tree is not None and copied:
         tree = tree.contiguous()
-    arguments = attention_arguments(
-        q_latent, q_rope, latent, rope, block_table, lengths, query_begins, tree, out, lse,
-        partials, scale / math.log(2.0), max_queries, heads, causal, shape,
+    arguments = (
+        *attention_arguments(
+            q_latent, q_rope, latent, rope, block_table, lengths, query_begins, tree, out, lse,
+            partials, scale / math.log(2.0), max_queries, heads, causal, shape,
+        ),
+        sm_count * MERGE_TILING.blocks_per_sm,
     )  # fmt: skip
-    blocks = sm_count * MERGE_TILING.blocks_per_sm
-    merge_arguments = (*partials, out, lse, lse.numel(), shape.gang, shape.parts, blocks)
-    options = (block_table is None, query_begins is None, tree is None)
-    key = (kernel_fn, out.dtype, few, options, device.index)
-    programs = _programs.get(key)
-    if programs is None:
+    present = (block_table is not None, query_begins is not None, tree is not None)
+    key = (kernel_fn, out.dtype, few, present, device.index)
+    program = _programs.get(key)
+    if program is None:
         require_arch(kernel_fn.__name__, "sm_90a", device)
         element = ELEMENT_TYPES.get(out.dtype)
         if element is None:
             raise UnsupportedError(
                 f"{kernel_fn.__name__}: expected a 16-bit dtype, got {out.dtype}"
             )
-        host = host_class(element, few)
-        programs = _programs[key] = (
-            program_for(kernel_fn, host, arguments, tiling, device),
-            program_for(
-                MergePartials.merge_partials, MergePartials(element), merge_arguments,
-                MERGE_TILING, device,
-            ),
-        )  # fmt: skip
-    programs[0](*arguments)
-    programs[1](*merge_arguments)
+        host = AttentionAndMerge(host_class, element, few)
+        program = _programs[key] = program_for(kernel_fn, host, arguments, tiling, device)
+    program(*arguments)
+    if copied:
+        return None
+    return AbsorbedLaunch(program.repeated(*arguments), device, sm_count)

@@ -54,6 +54,7 @@ from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.few_rows import compute_few
 from mla_var3.kernel.cute_python.mla.latent_call import (
     ELEMENT_TYPES,
+    AbsorbedLaunch,
     allocate_partials,
     attention_arguments,
     launch_absorbed,
@@ -515,11 +516,12 @@ def absorbed(
     scale: float,
     out: Tensor,
     lse: Tensor,
-) -> None:
+) -> AbsorbedLaunch | None:
     """Attention on tensors that change from call to call; safe in a CUDA graph.
 
     Args:
-        q_latent, q_rope: contiguous, [b, s, h, ...], or [queries, h, ...] with `query_begins`.
+        q_latent, q_rope: rows at equal distances, [b, s, h, ...], or [queries, h, ...] with
+            `query_begins`.
         latent, rope: dense [b, t, ...] or paged [pages, page, ...] cache.
         block_table: [b, pages of a request] int32 for a paged cache.
         lengths: [b] int32, on the device.
@@ -531,10 +533,13 @@ def absorbed(
         scale: factor on the logits.
         out: like q_latent.
         lse: float32, like q_latent without the last dimension.
+
+    Returns:
+        What to launch again for a call of the same form; None when there was nothing to launch.
     """
     rows = max_queries * q_latent.shape[-2]
     few = default_few(rows)
-    launch_absorbed(
+    return launch_absorbed(
         FlashMLASm90.flash_mla,
         FlashMLASm90,
         FlashMLATiling(few=few),

@@ -1,0 +1,206 @@
+"""What a call of the attention costs the host, outside of CUDA graphs.
+
+    .venv/bin/python -m tests.gpu.attention_overhead --json overhead.json
+
+Calls of one form on other tensors every time are enqueued without waiting, in windows short enough
+that the queue of the GPU does not fill up; a figure is the median over windows of the time per
+call. Beside the calls, what they consist of: the launch alone, and the two products of
+`mla_attention`, whose cost is subtracted from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mla_var3.attention.call import HEAD_WIDTH, mla_attention, mla_latent_attention
+from mla_var3.attention.fast_path import known_form, latent_key
+from mla_var3.attention.projections import project_heads
+from mla_var3.attention.view import CacheView, paged_view
+from mla_var3.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+from mla_var3.runtime.measure import percentile
+
+from .attention_record import cuda_is_missing, write_record
+
+K, P, D, PAGE = 512, 64, HEAD_WIDTH, 64
+KERNEL = "flash_mla:cute-dsl"
+VARIANTS = 8
+"""Sets of tensors that take turns, so that no call meets the tensors of the one before."""
+LIMIT_US = 15.0
+"""What a call may cost the host."""
+
+Call = Callable[[int], object]
+
+
+def window_us(call: Call, calls: int) -> float:
+    """Host time per call of one window; the GPU is idle before it."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for turn in range(calls):
+        call(turn % VARIANTS)
+    return (time.perf_counter() - start) / calls * 1e6
+
+
+def figures(call: Call, calls: int, windows: int) -> dict[str, float]:
+    """Median and spread over windows, after a first call of every variant and one window."""
+    for turn in range(VARIANTS):
+        call(turn)
+    window_us(call, calls)
+    samples = [window_us(call, calls) for _ in range(windows)]
+    torch.cuda.synchronize()
+    return {
+        "median_us": percentile(samples, 50),
+        "p10_us": percentile(samples, 10),
+        "p90_us": percentile(samples, 90),
+        "min_us": min(samples),
+    }
+
+
+class Operands:
+    """Tensors of a decoding step, in several variants."""
+
+    def __init__(self, b: int, s: int, t: int, h: int, dtype: torch.dtype) -> None:
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, device="cuda", dtype=torch.float32).to(dtype)
+
+        turns, pages = range(VARIANTS), t // PAGE
+        self.q = [random(b, s, h, K + P) for _ in turns]
+        self.q_latent = [random(b, s, h, K) for _ in turns]
+        self.q_nope = [random(b, s, h, D) for _ in turns]
+        self.q_rope = [random(b, s, h, P) for _ in turns]
+        self.pages = random(b * pages, PAGE, 1, K + P)
+        self.tables = [torch.randperm(b * pages, device="cuda").view(b, pages).int() for _ in turns]
+        self.lengths = [torch.randint(s, t + 1, (b,), device="cuda").int() for _ in turns]
+        self.views: list[CacheView] = [
+            paged_view(self.pages[:, :, 0], table, lengths)
+            for table, lengths in zip(self.tables, self.lengths, strict=True)
+        ]
+        self.w_uk = random(h, D, K) * (D * K) ** -0.25
+        self.w_uv = random(h, K, D) * K**-0.5
+
+
+def launch_alone(operands: Operands) -> Call:
+    """The launch of `mla_latent_attention` on prepared addresses, with outputs of its own."""
+    q, q_rope, views = operands.q_latent, operands.q_rope, operands.views
+    mla_latent_attention(q[0], q_rope[0], views[0], kernel=KERNEL)
+    form = known_form(latent_key(q[0], q_rope[0], views[0], HEAD_WIDTH, KERNEL, {}))
+    if form is None:
+        raise RuntimeError(f"{KERNEL}: expected a launch that can be repeated, got none")
+    out = torch.empty_like(q[0])
+    lse = torch.empty(q[0].shape[:-1], device="cuda")
+    addresses = []
+    for turn, view in enumerate(views):
+        assert view.block_table is not None
+        tensors = (q[turn], q_rope[turn], view.latent, view.rope, view.block_table, view.lengths)
+        addresses.append(
+            (*(tensor.data_ptr() for tensor in tensors), 0, 0, out.data_ptr(), lse.data_ptr())
+        )
+    return lambda turn: form.launch(*addresses[turn])
+
+
+def products_alone(operands: Operands) -> Call:
+    """The two products of `mla_attention` into memory that is there."""
+    q_nope, latent = operands.q_nope, operands.q_latent[0]
+    by_head = [(q.flatten(0, 1).transpose(0, 1)) for q in q_nope]
+    first = torch.empty_like(latent).flatten(0, 1).transpose(0, 1)
+    second = project_heads(latent, operands.w_uv).flatten(0, 1).transpose(0, 1)
+    rows = latent.flatten(0, 1).transpose(0, 1)
+
+    def call(turn: int) -> None:
+        torch.bmm(by_head[turn], operands.w_uk, out=first)
+        torch.bmm(rows, operands.w_uv, out=second)
+
+    return call
+
+
+def contenders(operands: Operands) -> dict[str, Call]:
+    """What is measured, by name."""
+    metadata, _ = get_mla_metadata()
+    q, views = operands.q_latent, operands.views
+    weights = operands.w_uk, operands.w_uv
+
+    def latent(turn: int) -> Any:
+        return mla_latent_attention(q[turn], operands.q_rope[turn], views[turn], kernel=KERNEL)
+
+    def whole(turn: int) -> Any:
+        return mla_attention(
+            operands.q_nope[turn], operands.q_rope[turn], views[turn], *weights, kernel=KERNEL
+        )
+
+    def flash(turn: int) -> Any:
+        return flash_mla_with_kvcache(
+            operands.q[turn], operands.pages, operands.tables[turn], operands.lengths[turn], K,
+            metadata, causal=True,
+        )  # fmt: skip
+
+    return {
+        "mla_latent_attention": latent,
+        "flash_mla_with_kvcache": flash,
+        "mla_attention": whole,
+        "launch alone": launch_alone(operands),
+        "products alone": products_alone(operands),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure; 1 where a call costs the host more than it may."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, help="where the record goes")
+    parser.add_argument("--b", type=int, default=32)
+    parser.add_argument("--s", type=int, default=2)
+    parser.add_argument("--t", type=int, default=1024)
+    parser.add_argument("--h", type=int, default=16)
+    parser.add_argument("--calls", type=int, default=200, help="calls of a window")
+    parser.add_argument("--windows", type=int, default=25)
+    given = parser.parse_args(arguments)
+    if cuda_is_missing():
+        return 1
+    sizes = {name: getattr(given, name) for name in ("b", "s", "t", "h")}
+    with torch.inference_mode():
+        operands = Operands(**sizes, dtype=torch.bfloat16)
+        results = {
+            name: figures(call, given.calls, given.windows)
+            for name, call in contenders(operands).items()
+        }
+    products = results["products alone"]["median_us"]
+    results["mla_attention"]["beyond_products_us"] = (
+        results["mla_attention"]["median_us"] - products
+    )
+    for name, values in results.items():
+        line = ", ".join(f"{key} {value:.2f}" for key, value in values.items())
+        print(f"{name}: {line}")
+    judged = {
+        "mla_latent_attention": results["mla_latent_attention"]["median_us"],
+        "flash_mla_with_kvcache": results["flash_mla_with_kvcache"]["median_us"],
+        "mla_attention": results["mla_attention"]["beyond_products_us"],
+    }
+    above = {name: value for name, value in judged.items() if value >= LIMIT_US}
+    for name, value in above.items():
+        print(f"{name}: expected less than {LIMIT_US} us, got {value:.2f}", file=sys.stderr)
+    write_record(
+        given.json,
+        "attention_overhead",
+        {
+            "sizes": sizes,
+            "kernel": KERNEL,
+            "calls": given.calls,
+            "windows": given.windows,
+            "timer": "time.perf_counter around a window of calls, median over windows",
+            "limit_us": LIMIT_US,
+            "host_us_per_call": results,
+            "passed": not above,
+        },
+    )
+    return 1 if above else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,116 @@
+"""FlashMLA's function called again with other tensors of the same form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from mla_var3.attention import call
+from mla_var3.attention.absorbed import AbsorbedKernel
+from mla_var3.errors import InvalidArgumentError, UnsupportedError
+from mla_var3.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+
+from ..attention.repeat_support import KERNEL, RepeatableKernel, repeatable_kernel
+
+B, S, H, K, P, PAGE = 3, 2, 4, 64, 8, 64
+DTYPE = torch.bfloat16
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[RepeatableKernel]:
+    """Every call is served by a kernel that can be repeated."""
+    with repeatable_kernel() as made:
+        backend = AbsorbedKernel(KERNEL, "torch", made, runs_on_cpu=True)
+        monkeypatch.setattr(call, "_backend", lambda shape, kernel, device: backend)
+        yield made
+
+
+def arguments(generator: torch.Generator, lengths: list[int], **changes: Any) -> dict[str, Any]:
+    shape = (B * 2, PAGE, 1, K + P)
+    case = {
+        "q": torch.randn(B, S, H, K + P, generator=generator).to(DTYPE),
+        "k_cache": torch.randn(shape, generator=generator).to(DTYPE),
+        "block_table": torch.randperm(B * 2, generator=generator).view(B, 2).to(torch.int32),
+        "cache_seqlens": torch.tensor(lengths, dtype=torch.int32),
+        "head_dim_v": K,
+        "tile_scheduler_metadata": get_mla_metadata()[0],
+        "causal": True,
+    }
+    return {**case, **changes}
+
+
+def whole_way(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The result without the short way."""
+    with monkeypatch.context() as patch:
+        patch.setenv("HYPER_MLA_DEBUG", "1")
+        return flash_mla_with_kvcache(**case)
+
+
+def test_other_tensors_of_the_same_form(
+    kernel: RepeatableKernel, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for turn, lengths in enumerate(([100, 0, 7], [2, 128, 64], [0, 0, 3])):
+        case = arguments(generator, lengths)
+        found = flash_mla_with_kvcache(**case)
+        assert kernel.repeats == turn
+        wanted = whole_way(case, monkeypatch)
+        for one, other in zip(found, wanted, strict=True):
+            assert torch.equal(one, other)
+        empty = [request for request, length in enumerate(lengths) if length == 0]
+        assert (found[1][empty] == torch.inf).all() and (found[0][empty] == 0).all()
+        assert not (found[1] == -torch.inf).any()
+
+
+def test_metadata_is_for_one_form(kernel: RepeatableKernel, generator: torch.Generator) -> None:
+    metadata = get_mla_metadata()[0]
+    flash_mla_with_kvcache(**arguments(generator, [9, 9, 9]))
+    flash_mla_with_kvcache(**arguments(generator, [9, 9, 9], causal=False))
+    for _ in range(2):
+        case = arguments(generator, [9, 9, 9], tile_scheduler_metadata=metadata)
+        flash_mla_with_kvcache(**case)
+    assert kernel.repeats == 2
+    with pytest.raises(InvalidArgumentError, match=r"tile_scheduler_metadata \(causal\)"):
+        flash_mla_with_kvcache(**{**case, "causal": False})
+    with pytest.raises(InvalidArgumentError, match="tile_scheduler_metadata: expected the first"):
+        flash_mla_with_kvcache(**{**case, "tile_scheduler_metadata": None})
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "name"),
+    [
+        ({"is_fp8_kvcache": True}, UnsupportedError, "is_fp8_kvcache"),
+        ({"indices": torch.zeros(B, S, 4, dtype=torch.int32)}, UnsupportedError, "indices"),
+        ({"num_splits": torch.zeros(1)}, InvalidArgumentError, "num_splits"),
+        ({"head_dim_v": float(K)}, InvalidArgumentError, "head_dim_v"),
+        ({"block_table": torch.zeros(2, 2, dtype=torch.int32)}, InvalidArgumentError, "block"),
+        ({"cache_seqlens": torch.zeros(B)}, InvalidArgumentError, "cache_seqlens"),
+        ({"softmax_scale": -1.0}, InvalidArgumentError, "scale"),
+        ({"causal": 1}, InvalidArgumentError, "causal"),
+    ],
+)
+def test_a_bad_call_beside_a_known_form(
+    changes: dict[str, Any],
+    error: type[Exception],
+    name: str,
+    kernel: RepeatableKernel,
+    generator: torch.Generator,
+) -> None:
+    flash_mla_with_kvcache(**arguments(generator, [9, 9, 9]))
+    with pytest.raises(error, match=f"^{name}"):
+        flash_mla_with_kvcache(**arguments(generator, [9, 9, 9], **changes))
+
+
+def test_indices_of_64_bits_and_two_heads_go_the_whole_way(
+    kernel: RepeatableKernel, generator: torch.Generator
+) -> None:
+    for _ in range(2):
+        case = arguments(generator, [9, 9, 9])
+        flash_mla_with_kvcache(**{**case, "cache_seqlens": case["cache_seqlens"].long()})
+        pages = case["k_cache"].expand(-1, -1, 2, -1).contiguous()
+        flash_mla_with_kvcache(
+            **{**case, "k_cache": pages, "tile_scheduler_metadata": get_mla_metadata()[0]}
+        )
+    assert kernel.calls + kernel.repeats == 2 + 2 * 2
