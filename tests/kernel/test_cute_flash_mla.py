@@ -21,15 +21,15 @@ pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl"
 from mla_var3.cli import kernel as kernel_command
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import HyperMlaError, InvalidArgumentError, KernelCompileError
-from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla.flash_mla import (
+from mla_var3.kernel.cute_python.mla.absorbed_attention import (
     CONSUMER_REGISTERS,
     CONSUMERS,
     LOADER_REGISTERS,
     THREADS,
-    CuteFlashMLA,
     FlashMLASm90,
     FlashMLATiling,
 )
+from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla.flash_mla import CuteFlashMLA
 from mla_var3.kernel.cute_python.mla.merge_partials import MergeTiling
 from mla_var3.kernel.cute_python.mla.paging import SPARE_PAGES, dense_inputs, paged_inputs
 from mla_var3.kernel.cute_python.mla.schedule import DEFAULT_SM_COUNT

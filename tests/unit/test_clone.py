@@ -406,7 +406,7 @@ def test_the_command_refuses_in_one_line(tree: Path, capsys: pytest.CaptureFixtu
         (["flash_mla_v5", "v5"], "another version than flash_mla_v5"),
         (["flash_mla", "five"], "vN with N at least 1"),
         (["flash_mla", "v6", "--language=cuda"], "unknown language 'cuda'"),
-        (["mla_var6_plus", "v6", "--language=cute-dsl"], "It exists in cutile-dsl"),
+        (["flash_mla_split_kv", "v6", "--language=cute-dsl"], "It exists in cutile-dsl"),
         (["flash_mla"], "required: version"),
         (["flash_mla", "v6", "v7"], "unexpected argument 'v7'"),
     ):

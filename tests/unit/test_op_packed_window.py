@@ -15,16 +15,13 @@ from mla_var3.op.mla.packed_window import (
 )
 from mla_var3.op.mla.quantise import E4M3, QuantisedRows, dequantise, quantise
 
-B, H, D, P = 2, 3, 32, 16
-
-Window = tuple[QuantisedRows, QuantisedRows, torch.Tensor]
+B, H, D = 2, 3, 32
 
 
-def window(n: int, generator: torch.Generator) -> Window:
+def window(n: int, generator: torch.Generator) -> tuple[QuantisedRows, QuantisedRows]:
     rows = torch.randn(2, B, H, n, D, generator=generator)
-    rope = torch.randn(B, n, P, generator=generator)
     spread = torch.logspace(-3, 3, max(n, 1))[:n, None]  # every token has another scale
-    return quantise(rows[0] * spread), quantise(rows[1] / spread), (rope * spread).bfloat16()
+    return quantise(rows[0] * spread), quantise(rows[1] / spread)
 
 
 def test_the_order_is_a_permutation_in_which_a_threads_tokens_are_neighbours() -> None:
@@ -40,39 +37,25 @@ def test_slots_are_whole_blocks(n: int, slots: int, generator: torch.Generator) 
     assert packed.keys.shape == (B, H, slots, D)
     assert packed.values.shape == (B, H, slots // 16, D, 16)
     assert packed.scales.shape == (B, H, slots, 2)
-    assert packed.k_rope.shape == (B, slots, 2 * P)
-    assert packed.rope_scales.shape == (B, slots)
-    assert packed.keys.dtype is packed.values.dtype is packed.k_rope.dtype is E4M3
-    assert packed.scales.dtype is packed.rope_scales.dtype is torch.float32
+    assert packed.keys.dtype is packed.values.dtype is E4M3
+    assert packed.scales.dtype is torch.float32
     assert all(tensor.is_contiguous() for tensor in packed)
 
 
 @pytest.mark.parametrize("n", [0, 1, 16, 63, 64, 65, 100, 192])
 def test_a_round_trip(n: int, generator: torch.Generator) -> None:
-    k, v, _ = window(n, generator)
-    again_k, again_v, _ = unpack_window(pack_window(k, v, torch.ones(B, n, P)), n)
+    k, v = window(n, generator)
+    again_k, again_v = unpack_window(pack_window(k, v), n)
     for again, before in ((again_k, k), (again_v, v)):
         assert torch.equal(again.values.view(torch.uint8), before.values.view(torch.uint8))
         assert torch.equal(again.scales, before.scales)
 
 
-def test_rope_keys_are_as_precise_as_bfloat16(generator: torch.Generator) -> None:
-    k, v, rope = window(100, generator)
-    _, _, again = unpack_window(pack_window(k, v, rope), 100)
-    peaks = rope.float().abs().amax(-1, keepdim=True)
-    error = (again - rope.float()).abs()
-    # A rest is at most 2**-4 of its number and has a relative error of at most 2**-4 itself; below
-    # that the smallest e4m3 number counts, 2**-9 of the scale.
-    assert bool((error <= torch.maximum(rope.float().abs() * 2**-8, peaks / 448 * 2**-10)).all())
-    rounded_only = dequantise(quantise(rope))
-    assert float(error.norm()) < 0.1 * float((rounded_only - rope.float()).norm())
-
-
 def test_where_each_token_lies(generator: torch.Generator) -> None:
     """Token by token, not by the code under test."""
     n = 100
-    k, v, rope = window(n, generator)
-    packed = pack_window(k, v, rope)
+    k, v = window(n, generator)
+    packed = pack_window(k, v)
     for slot in range(padded_slots(n)):
         token = slot // 16 * 16 + TOKEN_ORDER[slot % 16]
         column = packed.values[:, :, slot // 16, :, slot % 16].float()
@@ -84,50 +67,41 @@ def test_where_each_token_lies(generator: torch.Generator) -> None:
             assert torch.equal(packed.keys[:, :, slot].float(), k.values[:, :, slot].float())
             assert torch.equal(packed.scales[:, :, slot, 0], k.scales[:, :, slot])
             assert torch.equal(packed.scales[:, :, slot, 1], v.scales[:, :, slot])
-            halves = packed.k_rope[:, slot].float().chunk(2, dim=-1)
-            worth = halves[0] * packed.rope_scales[:, slot, None]
-            torch.testing.assert_close(worth, rope[:, slot].float(), rtol=2**-4, atol=1e-2)
-            assert bool((halves[1].abs() <= 16.0).all())  # half the last place of 448
         else:
             for tensor in (packed.keys[:, :, slot], packed.scales[:, :, slot]):
-                assert bool(tensor.float().isnan().all())
-            for tensor in (packed.k_rope[:, slot], packed.rope_scales[:, slot]):
                 assert bool(tensor.float().isnan().all())
 
 
 def test_slots_without_a_token_stay_poisoned(generator: torch.Generator) -> None:
     rows = torch.randn(B, H, 20, D, generator=generator)
     rows[:, :, 7] = torch.nan
-    packed = pack_window(quantise(rows), quantise(rows), rows[:, 0])
-    k, v, rope = unpack_window(packed, 20)
-    for found in (dequantise(k), dequantise(v), rope[:, None]):
+    k, v = unpack_window(pack_window(quantise(rows), quantise(rows)), 20)
+    for found in (dequantise(k), dequantise(v)):
         assert bool(found[:, :, 7].isnan().all())
         assert not bool(found[:, :, :7].isnan().any())
 
 
 def test_zeros_stay_zeros() -> None:
     zeros = quantise(torch.zeros(1, 1, 5, D))
-    k, v, rope = unpack_window(pack_window(zeros, zeros, torch.zeros(1, 5, P)), 5)
-    assert not dequantise(k).any() and not dequantise(v).any() and not rope.any()
+    k, v = unpack_window(pack_window(zeros, zeros), 5)
+    assert not dequantise(k).any() and not dequantise(v).any()
 
 
 def test_shapes_without_memory() -> None:
     rows = torch.empty(B, H, 70, D, device="meta", dtype=torch.bfloat16)
-    packed = pack_window(quantise(rows), quantise(rows), rows[:, 0])
+    packed = pack_window(quantise(rows), quantise(rows))
     assert packed.values.shape == (B, H, 8, D, 16)
     assert all(tensor.is_meta for tensor in packed)
 
 
 def test_wrong_operands_of_packing_are_named(generator: torch.Generator) -> None:
-    k, v, rope = window(10, generator)
+    k, v = window(10, generator)
     flat = QuantisedRows(k.values[0], k.scales[0])
     with pytest.raises(InvalidArgumentError, match=r"k: expected \[b, h, n, d\]"):
-        pack_window(flat, flat, rope)
+        pack_window(flat, flat)
     short = QuantisedRows(v.values[:, :, :9], v.scales[:, :, :9])
     with pytest.raises(InvalidArgumentError, match=r"v: expected \[2, 3, 10, 32\]"):
-        pack_window(k, short, rope)
-    with pytest.raises(InvalidArgumentError, match=r"k_rope: expected \[2, 10, p\]"):
-        pack_window(k, v, rope[:, :9])
+        pack_window(k, short)
 
 
 def test_wrong_operands_of_unpacking_are_named(generator: torch.Generator) -> None:
@@ -136,8 +110,6 @@ def test_wrong_operands_of_unpacking_are_named(generator: torch.Generator) -> No
         ("keys", packed.keys[:, :, :10], f"slots in multiples of {SLOT_MULTIPLE}, got 10"),
         ("values", packed.keys, r"\[2, 3, 4, 32, 16\]"),
         ("scales", packed.scales[..., :1], r"\[2, 3, 64, 2\]"),
-        ("k_rope", packed.k_rope[:1], r"\[2, 64, 32\]"),
-        ("rope_scales", packed.rope_scales[:, :1], r"\[2, 64\]"),
     ):
         with pytest.raises(InvalidArgumentError, match=f"{name}: expected {expected}"):
             unpack_window(packed._replace(**{name: tensor}), 10)

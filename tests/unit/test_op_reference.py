@@ -238,12 +238,13 @@ def test_segments_together_equal_one_segment(shared):
     torch.testing.assert_close(lse, expected_lse)
 
 
-def test_empty_segment_contributes_nothing():
-    whole = random_segments()
-    empty = random_segments(m=0, ev=2)
+@pytest.mark.parametrize("h", [1, 4])
+def test_empty_segment_contributes_nothing(h):
+    whole = random_segments(h=h)
+    empty = random_segments(h=h, m=0, ev=2)
     (alone,), lse = attend([whole], lengths=[6, 6], causal=False, scale=1.0)
     (first, second), lse_both = attend([empty, whole], lengths=[6, 6], causal=False, scale=1.0)
-    assert torch.equal(first, torch.zeros(2, 3, 4, 2))
+    assert torch.equal(first, torch.zeros(2, 3, h, 2))
     assert torch.equal(second, alone)
     assert torch.equal(lse, lse_both)
 

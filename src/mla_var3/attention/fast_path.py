@@ -1,11 +1,9 @@
 """Repeated calls of one form: the short way to a launch.
 
-The form of a call is everything that its checks and the choice of a kernel look at: shapes,
-strides, dtypes and devices of the tensors, and the values of the other arguments. The first call of
-a form goes the whole way. Where it ended in a kernel that took every tensor as it is, the launch is
-kept by the form, and the next call of that form allocates its outputs, writes addresses and
-launches. Whatever is not known goes the whole way again: another form, an address that is not
-aligned, a capture of a CUDA graph, another current device.
+The first call of a form (see `forms`) goes the whole way. Where it ended in a kernel that took
+every tensor as it is, the launch is kept by the form, and the next call of that form allocates its
+outputs, writes addresses and launches. Whatever is not known goes the whole way again: another
+form, an address that is not aligned, a capture of a CUDA graph, another current device.
 
 Checks of values on the device (`debug`) and traced programs never come here.
 """
@@ -13,25 +11,61 @@ Checks of values on the device (`debug`) and traced programs never come here.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from mla_var3.attention.absorbed import Launch
 from mla_var3.attention.cache import LatentCache
+from mla_var3.attention.forms import Call, Tensors, Values, store_form
+from mla_var3.attention.scratch import shared_memory, stream_of
 from mla_var3.attention.task import AttentionTask
 from mla_var3.attention.view import CacheView
+from mla_var3.runtime.torch_fast import Maker, set_gradients, tensor_maker, view_as
 
-FORMS_KEPT = 4096
-"""Above this the forms are forgotten, all at once; a serving engine has a few per batch size."""
-
-Key = tuple[Any, ...]
 Result = tuple[torch.Tensor, torch.Tensor]
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
-"""Shape and strides: `torch.empty_strided` has less to find out than `torch.empty`."""
+"""Shape and strides."""
+
+_WEIGHTS = 3
+"""Tensors of a whole call before the first whose address is asked for."""
+_LAUNCH_ORDER = (
+    "q", "q_rope", "latent", "rope", "block_table", "lengths", "cu_seqlens_q", "tree_mask"
+)  # fmt: skip
+_DECOMPRESSED = ("k_new", "v_new", "window_start", "k_prefix", "v_prefix")
+
+_data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
+
+
+class Addresses:
+    """Where a launch finds its tensors among those of a call.
+
+    Attributes:
+        fixed: addresses that every call has: of nothing, and of lengths that are kept here.
+        pick: takes the launch's addresses, in its order, out of these and those of the call.
+    """
+
+    __slots__ = ("_lengths", "fixed", "pick")
+
+    def __init__(
+        self, names: Sequence[str], order: Sequence[str], lengths: torch.Tensor | None
+    ) -> None:
+        """Find the places.
+
+        Args:
+            names: of the call's tensors; the last of two of one name counts.
+            order: names in the order of the launch; one that is not there has the address 0.
+            lengths: those of a pair of tensors, where every slot is used; None for other caches.
+        """
+        self._lengths = lengths  # keeps the memory
+        self.fixed = (0, 0 if lengths is None else lengths.data_ptr())
+        known = {"lengths": 0 if lengths is None else 1}
+        places = known | {name: len(self.fixed) + place for place, name in enumerate(names)}
+        self.pick = itemgetter(*(places.get(name, 0) for name in order))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,59 +74,33 @@ class LatentForm:
 
     Attributes:
         launch: launches the kernel.
+        addresses: where it finds its tensors.
         outputs: shape and strides of the latent output.
         sums: shape and strides of the log-sum-exp.
         dtype, device: of the output.
-        lengths: those of a pair of tensors, where every slot is used; None for other caches.
+        empty: makes tensors there.
+        out_at: place of a given output among the tensors; None without one.
     """
 
     launch: Launch
+    addresses: Addresses
     outputs: Layout
     sums: Layout
     dtype: torch.dtype
     device: torch.device
-    lengths: torch.Tensor | None
+    empty: Maker
+    out_at: int | None
 
-    def attend(
-        self,
-        q_latent: torch.Tensor,
-        q_rope: torch.Tensor,
-        cache: Any,
-        options: Mapping[str, Any],
-    ) -> Result | None:
+    def attend(self, tensors: Tensors) -> Result | None:
         """Output and log-sum-exp; None where this call has to go the whole way."""
-        return self.attend_at(
-            q_latent.data_ptr(),
-            q_rope.data_ptr(),
-            *_cache_addresses(cache, options, self.lengths),
-            _address(options.get("cu_seqlens_q")),
-            _address(options.get("tree_mask")),
-            options.get("out"),
-        )
-
-    def attend_at(
-        self,
-        q_latent: int,
-        q_rope: int,
-        latent: int,
-        rope: int,
-        table: int,
-        lengths: int,
-        bounds: int,
-        tree: int,
-        out: torch.Tensor | None = None,
-    ) -> Result | None:
-        """The same by addresses."""
-        launch = self.launch
+        launch, places, empty, out_at = self.launch, self.addresses, self.empty, self.out_at
         if not launch.ready():
             return None
-        if out is None:
-            out = torch.empty_strided(*self.outputs, dtype=self.dtype, device=self.device)
-        lse = torch.empty_strided(*self.sums, dtype=torch.float32, device=self.device)
+        out = empty(*self.outputs, self.dtype) if out_at is None else tensors[out_at]
+        lse = empty(*self.sums, torch.float32)
         done = launch(
-            q_latent, q_rope, latent, rope, table, lengths, bounds, tree,
-            out.data_ptr(), lse.data_ptr(),
-        )  # fmt: skip
+            *places.pick((*places.fixed, *map(_data_ptr, tensors))), out.data_ptr(), lse.data_ptr()
+        )
         return (out, lse) if done else None
 
 
@@ -101,7 +109,7 @@ class FullForm:
     """A form of call with the projections around the latent space.
 
     Attributes:
-        latent: the part in the latent space.
+        latent: the part in the latent space; its addresses leave out the queries.
         queries: shape and strides of `q_nope` by head, `[h, count, d]`.
         latents: those of latent queries and outputs by head.
         by_head: those of the output by head.
@@ -113,90 +121,83 @@ class FullForm:
     latents: Layout
     by_head: Layout
     outputs: Layout
+    _own: threading.local = field(default_factory=threading.local, compare=False)
 
-    def attend(
-        self,
-        q_nope: torch.Tensor,
-        q_rope: torch.Tensor,
-        cache: Any,
-        w_uk: torch.Tensor,
-        w_uv: torch.Tensor,
-        options: Mapping[str, Any],
-    ) -> Result | None:
+    def attend(self, tensors: Tensors) -> Result | None:
         """Output and log-sum-exp; None where this call has to go the whole way."""
-        if torch.is_grad_enabled():
-            with torch.no_grad():
-                return self._attend(q_nope, q_rope, cache, w_uk, w_uv, options)
-        return self._attend(q_nope, q_rope, cache, w_uk, w_uv, options)
+        if not torch.is_grad_enabled():
+            return self._attend(tensors)
+        set_gradients(False)
+        try:
+            return self._attend(tensors)
+        finally:
+            set_gradients(True)
 
-    def _attend(
-        self,
-        q_nope: torch.Tensor,
-        q_rope: torch.Tensor,
-        cache: Any,
-        w_uk: torch.Tensor,
-        w_uv: torch.Tensor,
-        options: Mapping[str, Any],
-    ) -> Result | None:
+    def _attend(self, tensors: Tensors) -> Result | None:
         form = self.latent
-        launch, dtype, device = form.launch, form.dtype, form.device
+        launch, places, empty, out_at = form.launch, form.addresses, form.empty, form.out_at
         if not launch.ready():
             return None
-        q_latent = torch.empty_strided(*self.latents, dtype=dtype, device=device)
-        torch.bmm(q_nope.as_strided(*self.queries), w_uk, out=q_latent)
-        o_latent = torch.empty_strided(*self.latents, dtype=dtype, device=device)
-        lse = torch.empty_strided(*form.sums, dtype=torch.float32, device=device)
-        done = launch(
-            q_latent.data_ptr(),
-            q_rope.data_ptr(),
-            *_cache_addresses(cache, options, form.lengths),
-            _address(options.get("cu_seqlens_q")),
-            _address(options.get("tree_mask")),
-            o_latent.data_ptr(),
+        w_uk, w_uv, q_nope = tensors[:_WEIGHTS]
+        try:
+            q_latent, o_latent, q_at, o_at = self._own.between[stream_of(form.device)]
+        except (AttributeError, KeyError):
+            q_latent, o_latent, q_at, o_at = self._between()
+        torch.bmm(view_as(q_nope, *self.queries, 0), w_uk, out=q_latent)
+        lse = empty(*form.sums, torch.float32)
+        if not launch(
+            q_at,
+            *places.pick((*places.fixed, *map(_data_ptr, tensors[_WEIGHTS:]))),
+            o_at,
             lse.data_ptr(),
-        )
-        if not done:
+        ):
             return None
-        out = options.get("out")
-        if out is None:
-            out = torch.empty_strided(*self.outputs, dtype=dtype, device=device)
-        torch.bmm(o_latent, w_uv, out=out.as_strided(*self.by_head))
+        out = empty(*self.outputs, form.dtype) if out_at is None else tensors[out_at]
+        torch.bmm(o_latent, w_uv, out=view_as(out, *self.by_head, 0))
         return out, lse
 
-
-_forms: dict[Key, Any] = {}
-
-
-def call_form(*arguments: Any) -> Key | None:
-    """The form of a call by its arguments, tensors and others; None for one that has no form."""
-    form: list[Any] = []
-    for argument in arguments:
-        kind = type(argument)
-        if argument is None:
-            form.append(None)
-        elif kind is torch.Tensor or kind is torch.nn.Parameter:
-            form += (argument.shape, argument.stride(), argument.dtype, argument.device)
-        elif isinstance(argument, torch.Tensor):
-            return None  # a subclass may stand for something else than memory
-        else:
-            form += (kind, argument)  # equal numbers of different types are different
-    return tuple(form)
+    def _between(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        """Latent queries and outputs by head, and their addresses; kept where they are small."""
+        form, (shape, strides) = self.latent, self.latents
+        count = math.prod(shape)
+        memory = shared_memory(form.device, 2 * count * form.dtype.itemsize)
+        if memory is None:
+            pair = [form.empty(shape, strides, form.dtype) for _ in range(2)]
+            return pair[0], pair[1], pair[0].data_ptr(), pair[1].data_ptr()
+        with torch.inference_mode(False):  # as the memory, to be written in any mode
+            parts = memory.view(form.dtype)[: 2 * count].view(2, count)
+            q_latent, o_latent = (part.as_strided(shape, strides) for part in parts)
+        found = q_latent, o_latent, q_latent.data_ptr(), o_latent.data_ptr()
+        self._own.__dict__.setdefault("between", {})[stream_of(form.device)] = found
+        return found
 
 
-def latent_key(
+def latent_call(
     q_latent: torch.Tensor,
     q_rope: torch.Tensor,
     cache: Any,
     d: int,
     kernel: str,
     options: Mapping[str, Any],
-) -> Key | None:
-    """The form of a call of `mla_latent_attention`; None for one that has no form."""
-    parts = _cache_parts(cache)
-    return call_form("latent", q_latent, q_rope, *parts[:4], d, kernel, *options, *options.values())
+) -> Call | None:
+    """A call of `mla_latent_attention`, taken apart; None for one that has no form."""
+    view = cache.view() if isinstance(cache, LatentCache) else cache
+    if type(view) is not CacheView:
+        call = _pair_call(cache, ("latent", d.__class__, d, kernel), (q_latent, q_rope))
+    elif view.block_table is None:
+        call = (
+            ("latent", d.__class__, d, kernel),
+            (q_latent, q_rope, view.latent, view.rope, view.lengths),
+        )
+    else:
+        call = (
+            ("latent", d.__class__, d, kernel, "paged"),
+            (q_latent, q_rope, view.latent, view.rope, view.block_table, view.lengths),
+        )
+    return _with_options(call, options) if options else call
 
 
-def full_key(
+def full_call(
     q_nope: torch.Tensor,
     q_rope: torch.Tensor,
     cache: Any,
@@ -204,24 +205,31 @@ def full_key(
     w_uv: torch.Tensor,
     kernel: str,
     options: Mapping[str, Any],
-) -> Key | None:
-    """The form of a call of `mla_attention`; None for one that has no form."""
-    parts = _cache_parts(cache)
-    return call_form(
-        "full", q_nope, q_rope, w_uk, w_uv, kernel, *parts, *options, *options.values()
-    )
-
-
-def known_form(key: Key | None) -> Any:
-    """What is kept for a form: a `LatentForm` or `FullForm` by the key's kind; None for nothing."""
-    try:
-        return None if key is None else _forms.get(key)
-    except TypeError:  # a value without a hash, such as a list of lengths
-        return None
+) -> Call | None:
+    """A call of `mla_attention`, taken apart; None for one that has no form."""
+    view = cache.view() if isinstance(cache, LatentCache) else cache
+    call: Call | None
+    if type(view) is not CacheView:
+        call = _pair_call(cache, ("full", kernel), (w_uk, w_uv, q_nope, q_rope))
+    elif view.block_table is None:
+        call = (
+            ("full", kernel),
+            (w_uk, w_uv, q_nope, q_rope, view.latent, view.rope, view.lengths),
+        )
+    else:
+        call = (
+            ("full", kernel, "paged"),
+            (w_uk, w_uv, q_nope, q_rope, view.latent, view.rope, view.block_table, view.lengths),
+        )
+    if call is not None and type(view) is CacheView and _is_decompressed(view):
+        parts = {name: getattr(view, name) for name in _DECOMPRESSED}
+        present = {name: part for name, part in parts.items() if part is not None}
+        call = (*call[0], *present), (*call[1], *present.values())
+    return _with_options(call, options) if options else call
 
 
 def keep_form(
-    key: Key | None,
+    call: Call | None,
     task: AttentionTask,
     launch: Launch | None,
     cache: Any,
@@ -230,61 +238,87 @@ def keep_form(
     """Keep the launch of a call for the next ones of its form, where they can use it.
 
     Args:
-        key: the form.
+        call: the call, taken apart.
         task: the call, checked.
         launch: its launch; None when it has none.
         cache: the cache as the caller gave it.
         options: the optional arguments as the caller gave them.
     """
-    if key is None or launch is None or not _as_given(task, options):
+    if call is None or launch is None or not _as_given(task, options):
         return
     out = task.out
     if out is not None and not out.is_contiguous():
         return  # it is written through a copy
-    made = _is_pair(cache) and options.get("lengths") is None
-    form = _form_of(task, launch, task.cache.lengths if made else None)
-    if form is not None:
-        store_form(key, form)
-
-
-def store_form(key: Key | None, form: Any) -> None:
-    """Keep something for a form of call."""
-    if key is None:
+    if task.w_uk is not None and not task.q.is_contiguous():
         return
-    if len(_forms) >= FORMS_KEPT:
-        _forms.clear()
-    with suppress(TypeError):  # a value without a hash, such as a list of lengths
-        _forms[key] = form
-
-
-def forget_forms() -> None:
-    """Forget all forms, for when other kernels may be chosen than before."""
-    _forms.clear()
+    store_form(call, _form_of(task, launch, cache, options))
 
 
 def _form_of(
-    task: AttentionTask, launch: Launch, lengths: torch.Tensor | None
-) -> LatentForm | FullForm | None:
+    task: AttentionTask, launch: Launch, cache: Any, options: Mapping[str, Any]
+) -> LatentForm | FullForm:
+    names = _tensor_names(task, cache, options)
+    out_at = names.index("out") if "out" in names else None
+    kept = task.cache.lengths if "lengths" not in names else None
+    if task.w_uk is None:
+        addresses = Addresses(names, _LAUNCH_ORDER, kept)
+    else:
+        addresses = Addresses(names[_WEIGHTS:], _LAUNCH_ORDER[1:], kept)
     rows, d, h = tuple(task.q.shape[:-1]), task.q.shape[-1], task.h
-    k, width = task.cache.latent.shape[-1], task.width
+    k, width, device = task.cache.latent.shape[-1], task.width, task.q.device
     latent = LatentForm(
-        launch, _dense((*rows, k)), _dense(rows), task.q.dtype, task.q.device, lengths
-    )
+        launch, addresses, dense((*rows, k)), dense(rows), task.q.dtype, device,
+        tensor_maker(device), out_at,
+    )  # fmt: skip
     if task.w_uk is None:
         return latent
-    if not task.q.is_contiguous():
-        return None
     count = math.prod(rows[:-1])
     queries, latents, by_head = (
         ((h, count, columns), (columns, h * columns, 1)) for columns in (d, k, width)
     )
-    return FullForm(latent, queries, latents, by_head, _dense((*rows, width)))
+    return FullForm(latent, queries, latents, by_head, dense((*rows, width)))
 
 
-def _dense(shape: tuple[int, ...]) -> Layout:
+def dense(shape: tuple[int, ...]) -> Layout:
     """A contiguous layout."""
     strides = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
     return shape, tuple(strides)
+
+
+def _tensor_names(task: AttentionTask, cache: Any, options: Mapping[str, Any]) -> list[str]:
+    """Names of a call's tensors, in the order in which it is taken apart."""
+    names = ["q", "q_rope"] if task.w_uk is None else ["w_uk", "w_uv", "q", "q_rope"]
+    names += ["latent", "rope"]
+    if not isinstance(cache, (tuple, list)):
+        view = cache.view() if isinstance(cache, LatentCache) else cache
+        names += ["lengths"] if view.block_table is None else ["block_table", "lengths"]
+        if task.w_uk is not None:
+            names += [name for name in _DECOMPRESSED if getattr(view, name) is not None]
+    return names + [name for name, value in options.items() if isinstance(value, torch.Tensor)]
+
+
+def _pair_call(cache: Any, values: Values, queries: Tensors) -> Call | None:
+    """A call on a pair of tensors; None for what is no pair."""
+    if not isinstance(cache, (tuple, list)) or len(cache) != 2:
+        return None
+    return (*values, "pair"), (*queries, *cache)
+
+
+def _with_options(call: Call | None, options: Mapping[str, Any]) -> Call | None:
+    """A call with its options: their names, the types and values of plain ones, the tensors."""
+    if call is None:
+        return None
+    values, tensors = call
+    for name, value in options.items():
+        if isinstance(value, torch.Tensor):
+            values, tensors = (*values, name), (*tensors, value)
+        else:  # equal numbers of different types are different
+            values = (*values, name, value.__class__, value)
+    return values, tensors
+
+
+def _is_decompressed(view: CacheView) -> bool:
+    return view.k_new is not None or view.k_prefix is not None
 
 
 def _as_given(task: AttentionTask, options: Mapping[str, Any]) -> bool:
@@ -299,40 +333,3 @@ def _as_given(task: AttentionTask, options: Mapping[str, Any]) -> bool:
         for given, taken in pairs
         if taken is not None
     )
-
-
-def _is_pair(cache: Any) -> bool:
-    return isinstance(cache, (tuple, list))
-
-
-def _cache_parts(cache: Any) -> tuple[Any, ...]:
-    """The tensors of a cache that a call may use, decompressed ones behind the other four."""
-    if _is_pair(cache):
-        return (*cache, "pair", None)
-    view = cache.view() if isinstance(cache, LatentCache) else cache
-    if not isinstance(view, CacheView):
-        return (cache,)
-    parts = view.latent, view.rope, view.lengths, view.block_table
-    if view.k_new is None and view.k_prefix is None:
-        return parts
-    return *parts, view.k_new, view.v_new, view.window_start, view.k_prefix, view.v_prefix
-
-
-def _cache_addresses(
-    cache: Any, options: Mapping[str, Any], full_lengths: torch.Tensor | None
-) -> tuple[int, int, int, int]:
-    """Addresses of latent rows, rope rows, block table and lengths."""
-    lengths = options.get("lengths")
-    if _is_pair(cache):
-        latent, rope = cache
-        table, own = None, full_lengths
-    else:
-        view = cache.view() if isinstance(cache, LatentCache) else cache
-        latent, rope, table, own = view.latent, view.rope, view.block_table, view.lengths
-    if lengths is None:
-        lengths = own
-    return latent.data_ptr(), rope.data_ptr(), _address(table), _address(lengths)
-
-
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

@@ -45,6 +45,7 @@ Suites:
   all        all kernels and versions in both languages at one shape (b=32 s=16 t=4096 h=128)
   sweep      the newest versions and the peers over b, s, t and h
   var6_plus  one version of mla_var6_plus over s and n, beside the pure paths
+  mix        the mix on Hopper: 16 bits, 8 bits and a shared prefix, beside the pure paths
 
 With a GPU everything is checked and then timed; without one the same report is made from
 predictions, or with --records from recorded results. The record is written after every shape;
@@ -66,7 +67,10 @@ def add_arguments(parser: Parser) -> None:
     """The options of the command."""
     parser.epilog = DESCRIPTION
     parser.add_argument(
-        "suite", nargs="?", default="figures", help="figures, absorbed, all, sweep or var6_plus"
+        "suite",
+        nargs="?",
+        default="figures",
+        help="figures, absorbed, all, sweep, var6_plus or mix",
     )
     what = parser.add_argument_group("what is run")
     numbers = ValueType(int, sequence=True)

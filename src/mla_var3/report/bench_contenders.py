@@ -314,16 +314,20 @@ def make_plan(choice: KernelChoice, problem: MlaProblem, target: str) -> KernelP
 
 
 def path_of(plan: KernelPlan, stage: Stage) -> str:
-    """Which path a kernel takes: a window makes it a mix, a latent output is the absorbed path."""
-    if hasattr(plan, "n"):
-        return MIX
+    """Which path a kernel takes: a window makes it a mix, a latent output is the absorbed path.
+
+    A mix whose window holds every token is the decompressed path: it needs no projection.
+    """
+    for name in ("n", "prefix"):
+        if hasattr(plan, name):
+            return DECOMPRESSED if getattr(plan, name) == getattr(plan, "t", None) else MIX
     latent = getattr(plan, "k", None)
     return ABSORBED if stage.output_tensors[0].shape[-1] == latent else DECOMPRESSED
 
 
 def choices_of(plan: KernelPlan) -> dict[str, int]:
     """The choices of a resolved plan that belong into its name."""
-    found = {name: getattr(plan, name, None) for name in ("n", "splits")}
+    found = {name: getattr(plan, name, None) for name in ("n", "prefix", "splits")}
     return {name: int(value) for name, value in found.items() if value is not None}
 
 

@@ -43,6 +43,7 @@ from mla_var3.report.bench_suites import (
     Case,
     absorbed_cases,
     figures_cases,
+    mix_cases,
     mla_kernels,
     select_backends,
     select_kernels,
@@ -126,6 +127,8 @@ def build_cases(options: BenchOptions) -> tuple[list[Case], dict[str, str]]:
         return figures_cases(kernels, peers), {}
     if options.suite == "absorbed":
         return absorbed_cases(kernels, peers), {}
+    if options.suite == "mix":
+        return mix_cases(kernels, peers), {}
     base = _base(options)
     if options.suite == "var6_plus":
         return _window_cases(base, options, languages, kernels, peers)

@@ -17,6 +17,7 @@ SUITES = {
     "all": "all kernels and versions in both languages at one shape",
     "sweep": "the newest versions and the peers over b, s, t and h",
     "var6_plus": "one version of mla_var6_plus over s and n, beside the pure paths",
+    "mix": "the mix on Hopper: 16 bits, 8 bits and a shared prefix, beside the pure paths",
 }
 
 ABSORBED_PEERS = ("flashmla", "fa3_qv", "flashinfer", "triton")
@@ -45,7 +46,16 @@ ABSORBED_SHAPES = (
 MIXED_SHAPES = ((64, 4, 16384, 16), (64, 1, 16384, 16))
 """(b, s, t, h) with lengths from MIXED_SHORTEST to t, as after tensor parallelism."""
 MIXED_SHORTEST = 256
-FIXED_SUITES = ("figures", "absorbed")
+MIX_SHAPES = (
+    *((32, s, 4096, 128) for s in (8, 16, 32, 43, 64, 128)),
+    (8, 32, 16384, 128),
+    *((32, 32, 4096, h) for h in (64, 16)),
+)
+"""(b, s, t, h) around the crossover of the two pure paths, and its neighbours in t and h."""
+MIX_8_BIT_S = (32, 43, 64)
+PREFIX_SHAPE, PREFIX = (64, 4, 4608, 128), 4096
+"""(b, s, t, h) whose requests share their first PREFIX tokens."""
+FIXED_SUITES = ("figures", "absorbed", "mix")
 """Suites whose shapes are part of what they are."""
 
 DESIGN = "mla_var6_plus"
@@ -70,6 +80,17 @@ class Case:
     peers: tuple[str, ...] = ()
 
 
+SPECIAL = {("mla_var6_plus_v2", "cute-dsl"), ("mla_var6_plus_v3", "cute-dsl")}
+"""Versions that answer another question than the others, so their times stand beside them only when
+they are named: a window of 8-bit numbers, whose error is larger, and requests that share a prefix,
+which is less work."""
+
+
+def comparable(kernels: Iterable[KernelId]) -> list[KernelId]:
+    """The kernels that compute the same from the same tokens."""
+    return [k for k in kernels if (k.full_name, k.language) not in SPECIAL]
+
+
 def mla_kernels() -> list[KernelId]:
     """All kernels of the MLA layer, in both languages."""
     return [kernel for kernel in discover_kernels() if kernel.layer == LAYER]
@@ -78,7 +99,7 @@ def mla_kernels() -> list[KernelId]:
 def newest(kernels: Iterable[KernelId]) -> list[KernelId]:
     """The newest version of each design in each language."""
     latest: dict[tuple[str, str], KernelId] = {}
-    for kernel in sorted(kernels):
+    for kernel in sorted(comparable(kernels)):
         latest[kernel.design, kernel.language] = kernel
     return sorted(latest.values())
 
@@ -96,14 +117,14 @@ def select_kernels(words: Sequence[str], kernels: Sequence[KernelId]) -> list[Ke
     chosen: set[KernelId] = set()
     for word in words:
         if word == "all":
-            found = set(kernels)
+            found = set(comparable(kernels))
         elif word == "latest":
             found = set(newest(kernels))
         else:
             base = word.removesuffix("_v0")
             found = {k for k in kernels if k.full_name == base}
             if base == word and not split_full_name(word)[1]:
-                found = {k for k in kernels if k.design == word}
+                found = {k for k in comparable(kernels) if k.design == word}
         if not found:
             known = {k.full_name for k in kernels} | {"all", "latest"}
             raise UnknownNameError("kernel", word, known)
@@ -170,6 +191,26 @@ def absorbed_cases(kernels: Sequence[KernelId], peers: Sequence[str]) -> list[Ca
         mixed = tuple(lengths[i * 37 % b] for i in range(b))
         problems.append(MlaProblem(b=b, s=s, t=t, h=h, lengths=mixed))
     return [Case(problem, ours, theirs) for problem in problems]
+
+
+def mix_cases(kernels: Sequence[KernelId], peers: Sequence[str]) -> list[Case]:
+    """The mix in CuTe DSL at the model's n, its special versions, the pure paths and the peers."""
+    ours = {kernel.full_name: kernel for kernel in kernels if kernel.language == "cute-dsl"}
+    theirs = tuple(name for name in (*ABSORBED_PEERS, "fa3") if name in peers)
+
+    def choice(name: str, **fields: int) -> tuple[KernelChoice, ...]:
+        return (KernelChoice(ours[name], fields),) if name in ours else ()
+
+    cases = []
+    for b, s, t, h in MIX_SHAPES:
+        chosen = (*choice(DESIGN), *choice("flash_mla"), *choice("flash_attention"))
+        if s in MIX_8_BIT_S and h == COMMON.h and t == COMMON.t:
+            chosen += choice(f"{DESIGN}_v2", n=t)
+        cases.append(Case(MlaProblem(b=b, s=s, t=t, h=h), chosen, theirs))
+    b, s, t, h = PREFIX_SHAPE
+    chosen = (*choice(f"{DESIGN}_v3", prefix=PREFIX), *choice("flash_mla"))
+    absorbed = tuple(name for name in theirs if name in ABSORBED_PEERS)
+    return [*cases, Case(MlaProblem(b=b, s=s, t=t, h=h), chosen, absorbed)]
 
 
 def sweep_cases(

@@ -26,6 +26,7 @@ from mla_var3.runtime.cute_arguments import (
     ArgumentKind,
     Int64Arg,
 )
+from mla_var3.runtime.torch_fast import current_device_index, raw_stream
 
 Entry = Callable[[Any], Any]
 """The compiled host function: takes the addresses of its arguments."""
@@ -93,6 +94,8 @@ class RepeatedLaunch:
         self._numbers = [
             value for kind, value in zip(kinds, args, strict=True) if kind.tag in _NUMBER_FORMATS
         ]
+        # Those of absent tensors too, whose cells nobody reads.
+        self._pointers = len(kinds) - len(self._numbers)
         self._own = threading.local()
 
     def __call__(self, *addresses: int) -> None:
@@ -102,28 +105,50 @@ class RepeatedLaunch:
             addresses: of the tensors, in the order of the arguments; any number for an argument
                 that is None.
         """
-        self.launch_on(raw_stream(self.device), *addresses)
-
-    def launch_on(self, stream: int, *addresses: int) -> None:
-        """Launch on a CUDA stream, by its handle; else as a call."""
         try:
             write, cells, packed, result = self._own.memory
         except AttributeError:
             write, cells, packed, result = self._own.memory = self._lay_out()
-        write(cells, 0, *addresses, stream)
+        write(cells, 0, *addresses, raw_stream(self.device))
         self._entry(packed)
         if result.value:
-            raise UnsupportedError(f"{self._name}: {describe_cuda_error(result.value)}")
+            raise self._failure(result.value)
+
+    def on_stream(self, stream: int, *last: int) -> Callable[..., None]:
+        """The launch on one CUDA stream, with the last of the addresses fixed.
+
+        Args:
+            stream: handle of the stream.
+            last: the addresses at the end.
+
+        Returns:
+            What takes the addresses before them and launches. One thread at a time may use it.
+        """
+        write_all, cells, packed, result = self._lay_out()
+        first = self._pointers - len(last)
+        write_all(cells, 0, *(0 for _ in range(first)), *last, stream)
+        write, entry = struct.Struct(f"={first}Q").pack_into, self._entry
+
+        def launch(*addresses: int) -> None:
+            write(cells, 0, *addresses)
+            entry(packed)
+            if result.value:
+                raise self._failure(result.value)
+
+        return launch
+
+    def _failure(self, code: int) -> UnsupportedError:
+        return UnsupportedError(f"{self._name}: {describe_cuda_error(code)}")
 
     def _lay_out(self) -> tuple[Callable[..., None], Any, Any, ctypes.c_int32]:
-        """The memory of this thread.
+        """Memory for the arguments, which one thread at a time may use.
 
         Returns:
             What writes addresses and stream, the cells that it writes into, the addresses of all
             cells as the host function takes them, and the cell of the error code.
         """
         formats = [_NUMBER_FORMATS.get(kind.tag, "") for kind in self._kinds]
-        pointers = formats.count("")  # and what is absent, whose cells nobody reads
+        pointers = self._pointers
         changing = struct.Struct(f"={pointers + 1}Q")
         numbers = (v.value if isinstance(v, Int64Arg) else v for v in self._numbers)
         # The cells: addresses, the stream, the numbers, the error code.
@@ -218,23 +243,9 @@ def _call(name: str, entry: Entry, buffer: ArgumentBuffer, device: int) -> None:
         raise UnsupportedError(f"{name}: {describe_cuda_error(buffer.result.value)}")
 
 
-def current_device_index() -> int:
-    """Index of the current GPU."""
-    return int(torch._C._cuda_getDevice())
-
-
 def current_device() -> torch.device:
     """The current GPU."""
     return torch.device("cuda", current_device_index())
-
-
-def raw_stream(device: int) -> int:
-    """Handle of the current CUDA stream of a device.
-
-    torch's own generated code asks in this way; making a Stream object takes longer than all else
-    in a launch.
-    """
-    return int(torch._C._cuda_getCurrentRawStream(device))
 
 
 def describe_cuda_error(code: int) -> str:

@@ -174,7 +174,7 @@ def _attend_heads(
 def _matmul(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
     """`[hc, s, x] @ [hc or 1, x, y]`; a shared matrix becomes one large product."""
     if matrices.shape[0] == 1:
-        product = rows.reshape(-1, rows.shape[-1]) @ matrices[0]
+        product = rows.flatten(0, 1) @ matrices[0]
         return product.view(*rows.shape[:2], matrices.shape[-1])
     return torch.bmm(rows, matrices)
 

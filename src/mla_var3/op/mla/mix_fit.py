@@ -29,9 +29,12 @@ _NO_DIFFERENCE = 1e-4  # relative; rows explained this well are explained
 _ITERATIONS = 80
 _STEP = 1e-4  # of a logarithm, for the derivatives
 _START_SHARPNESS = (1.5, 4.0)
-_SHARPEST = 64.0  # beyond it the curve is a corner for every whole number of SMs
+# Beyond the largest sharpness the curve is a corner for every whole number of SMs. The step of the
+# derivatives keeps a starvation of all the rate within what the model takes.
+_LIMITS = {"stream_sharpness": (1.0, 64.0), "starvation": (1e-6, 1.0 - 2 * _STEP)}
 _START_LAUNCH_US = 3.0
 _UNLIMITED_TFLOPS = 1e9
+_START_SHARED = {"together": 0.9, "starvation": 0.5}
 
 Vector = npt.NDArray[np.float64]
 
@@ -194,13 +197,15 @@ class _Search:
         return count * math.log(mean) + spent * math.log(count) + few
 
     def _starts(self) -> list[dict[str, float]]:
-        """Where to begin: with and without a limit of the whole chip, bends of both kinds."""
+        """Where to begin: with and without limits of what is shared, bends of both kinds."""
         flops = [work.latent.flops + work.heads.flops for work in self._work]
         seen = max(count / time for count, time in zip(flops, self._times, strict=True)) / 1e6
         values = {name: getattr(self._start, name).value for name in UNITS}
         values["launch_us"] = values["launch_us"] or _START_LAUNCH_US
+        apart = {name: value for name, value in values.items() if name not in _START_SHARED}
         return [
-            {**values, "chip_tflops": chip, "stream_sharpness": sharpness}
+            {**begin, "chip_tflops": chip, "stream_sharpness": sharpness}
+            for begin in (apart, {**values, **_START_SHARED})
             for chip in (_UNLIMITED_TFLOPS, float(seen))
             for sharpness in _START_SHARPNESS
         ]
@@ -254,9 +259,10 @@ class _Search:
 
     @staticmethod
     def _bounded(names: Sequence[str], point: Vector) -> Vector:
-        if "stream_sharpness" in names:
-            index = names.index("stream_sharpness")
-            point[index] = min(max(point[index], 0.0), math.log(_SHARPEST))
+        for name, (low, high) in _LIMITS.items():
+            if name in names:
+                index = names.index(name)
+                point[index] = min(max(point[index], math.log(low)), math.log(high))
         return point
 
     def _errors(self, names: Sequence[str], point: Vector, remains: Vector) -> dict[str, float]:

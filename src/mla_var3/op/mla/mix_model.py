@@ -37,7 +37,7 @@ from mla_var3.op.mla.mix_parameters import MixParameters
 from mla_var3.op.mla.problem import MlaProblem, require_int
 from mla_var3.op.mla.window_form import PLAIN, WindowForm
 
-MixBound = Literal["latent", "heads", "chip", "memory"]
+MixBound = Literal["latent", "heads", "chip", "memory", "together"]
 
 _NOTHING = Cost(0, 0)
 # Windows looked at before the search narrows to the neighbourhood of the best of them.
@@ -66,10 +66,11 @@ class MixTime:
     Attributes:
         n: Decompressed tokens per request.
         split: SMs of the absorbed work; the others do the decompressed work.
-        latent_us: The absorbed work on its SMs.
+        latent_us: The absorbed work on its SMs, held up by the stream of the others.
         heads_us: The decompressed work on its SMs.
         chip_us: All FLOPs at the rate of the whole chip.
         memory_us: All bytes at the bandwidth of the memory.
+        together_us: What both kinds need at least when they run at once.
         attention_us: The attention: the longest of these, and the launch.
         others_us: Projections and merge, with their launches.
     """
@@ -80,6 +81,7 @@ class MixTime:
     heads_us: float
     chip_us: float
     memory_us: float
+    together_us: float
     attention_us: float
     others_us: float
 
@@ -96,6 +98,7 @@ class MixTime:
             "heads": self.heads_us,
             "chip": self.chip_us,
             "memory": self.memory_us,
+            "together": self.together_us,
         }
         return max(times, key=times.__getitem__)
 
@@ -124,8 +127,8 @@ def mix_work(problem: MlaProblem, n: int, form: WindowForm = PLAIN) -> MixWork:
 
 def part_times_us(
     parameters: MixParameters, work: MixWork, split: int
-) -> tuple[float, float, float, float]:
-    """Times of the absorbed work, the decompressed work, the chip's limit and the memory's.
+) -> tuple[float, float, float, float, float]:
+    """Times of the absorbed and the decompressed work, limits of chip, memory and both at once.
 
     Args:
         parameters: The rates.
@@ -133,12 +136,20 @@ def part_times_us(
         split: SMs of the absorbed work; infinitely long where a kind has work and no SM.
     """
     flops, moved = work.latent.flops + work.heads.flops, work.latent.bytes + work.heads.bytes
-    rest = parameters.sm_count - split
+    sms, rest = parameters.sm_count, parameters.sm_count - split
+    latent, heads = _alone_us(parameters, work, split, rest)
+    lost = parameters.starvation.value * rest / sms
+    if 0.0 < lost and math.isfinite(latent):
+        # The rate is lower only until the stream has ended. Some SM is left, so it is not zero.
+        latent += lost * min(heads, latent / (1.0 - lost))
+    both = work.latent != _NOTHING and work.heads != _NOTHING
+    one_by_one = sum(_alone_us(parameters, work, sms, sms)) if both else 0.0
     return (
-        _part_us(parameters, work.latent, split, parameters.latent_tflops_per_sm.value),
-        _part_us(parameters, work.heads, rest, parameters.heads_tflops_per_sm.value),
+        latent,
+        heads,
         flops / (parameters.chip_tflops.value * 1e6),
         moved / (parameters.stream_gbps.value * 1e3),
+        parameters.together.value * one_by_one,
     )
 
 
@@ -244,7 +255,7 @@ class MixModel:
         low, high = 1, sms - 1
         while low < high:
             middle = (low + high) // 2
-            latent, heads, _, _ = part_times_us(self.parameters, work, middle)
+            latent, heads, *_ = part_times_us(self.parameters, work, middle)
             if latent <= heads:
                 high = middle
             else:
@@ -257,6 +268,16 @@ class MixModel:
             raise InvalidArgumentError(
                 "problem.dtype", f"{self.parameters.dtype}, as the parameters", problem.dtype
             )
+
+
+def _alone_us(
+    parameters: MixParameters, work: MixWork, latent_sms: int, heads_sms: int
+) -> tuple[float, float]:
+    """Both kinds of work, each on so many SMs as if the other did nothing."""
+    return (
+        _part_us(parameters, work.latent, latent_sms, parameters.latent_tflops_per_sm.value),
+        _part_us(parameters, work.heads, heads_sms, parameters.heads_tflops_per_sm.value),
+    )
 
 
 def _part_us(parameters: MixParameters, cost: Cost, sms: int, tflops_per_sm: float) -> float:

@@ -28,12 +28,16 @@ UNITS = {
     "stream_gbps_per_sm": "GB/s per SM",
     "stream_gbps": "GB/s",
     "stream_sharpness": "",
+    "together": "",
+    "starvation": "",
     "launch_us": "µs",
 }
 """Every parameter and its unit."""
 ORIGINS: tuple[str, ...] = get_args(Origin)
 # Parameters of which zero is a value; the others divide something.
-_MAY_BE_ZERO = ("launch_us",)
+_MAY_BE_ZERO = ("together", "starvation", "launch_us")
+# With all of it one kind of work waits until the other has ended.
+_AT_MOST_ONE = ("starvation",)
 # One SM alone is taken to draw this many times its even share of the memory bandwidth.
 _ASSUMED_REACH = 2.0
 
@@ -69,6 +73,10 @@ class MixParameters:
         stream_gbps_per_sm: What one SM alone draws from memory.
         stream_gbps: What all of them draw at most.
         stream_sharpness: Exponent of the bend between the two; infinity is a sharp corner.
+        together: Least time of both kinds at once, as a share of that of one after the other, each
+            on all SMs; they share the power and the memory's queue. 0 is no such limit.
+        starvation: Share of its rate that the absorbed work loses while all other SMs, in the
+            limit all SMs, stream; fewer take evenly less. From 0, nothing, to 1.
         launch_us: Fixed time of every kernel launch.
     """
 
@@ -81,6 +89,8 @@ class MixParameters:
     stream_gbps_per_sm: Parameter
     stream_gbps: Parameter
     stream_sharpness: Parameter
+    together: Parameter
+    starvation: Parameter
     launch_us: Parameter
 
     def __post_init__(self) -> None:
@@ -172,6 +182,8 @@ def derived_parameters(spec: DeviceSpec, dtype: str = "bfloat16") -> MixParamete
         ),
         stream_gbps=stream,
         stream_sharpness=Parameter(math.inf, "assumed", "a sharp corner, as in a roofline"),
+        together=Parameter(0.0, "assumed", "both kinds of work run beside each other unhindered"),
+        starvation=Parameter(0.0, "assumed", "the stream holds up no loads of the absorbed work"),
         launch_us=Parameter(0.0, "assumed", "launches are left out, as in a roofline"),
     )
 
@@ -265,5 +277,7 @@ def _require_parameter(name: str, parameter: object) -> None:
     least = "zero or a positive number" if name in _MAY_BE_ZERO else "a positive number"
     if not number or not (value > 0 or (value == 0 and name in _MAY_BE_ZERO)):
         raise InvalidArgumentError(name, least, repr(value))
+    if name in _AT_MOST_ONE and value > 1:
+        raise InvalidArgumentError(name, "a number from 0 to 1", repr(value))
     if parameter.origin not in ORIGINS:
         raise InvalidArgumentError(f"{name}: origin", " or ".join(ORIGINS), repr(parameter.origin))

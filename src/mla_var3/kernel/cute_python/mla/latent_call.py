@@ -8,6 +8,7 @@ and the merge of its pieces, which spares the host the way into compiled code.
 import functools
 import math
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import cutlass.cute as cute
@@ -21,8 +22,9 @@ from mla_var3.kernel.cute_python.mla.merge_partials import MergePartials, MergeT
 from mla_var3.kernel.cute_python.mla.schedule import ROWS, GangShape, gang_shape
 from mla_var3.runtime.cute_arguments import FLOAT_ALIGNMENT, INT_ALIGNMENT
 from mla_var3.runtime.cute_kernel import CuteProgram, Int64Arg, program_for, require_arch
-from mla_var3.runtime.cute_launch import RepeatedLaunch, current_device_index, raw_stream
+from mla_var3.runtime.cute_launch import RepeatedLaunch
 from mla_var3.runtime.plan import Tiling
+from mla_var3.runtime.torch_fast import current_device_index, is_capturing, raw_stream
 
 ELEMENT_TYPES = {torch.bfloat16: BFloat16, torch.float16: Float16}
 MERGE_TILING = MergeTiling()
@@ -65,7 +67,7 @@ def workspace(device: torch.device, sm_count: int) -> Partials:
     between the two kernels of a call, so it has its own. A CUDA graph gets room of its own too,
     because it may be replayed on any stream.
     """
-    if torch.cuda.is_current_stream_capturing():
+    if is_capturing():
         return allocate_partials(device, sm_count)
     rooms: dict[tuple[int, int, int], Partials] = _own.__dict__.setdefault("rooms", {})
     key = (device.index, raw_stream(device.index), sm_count)
@@ -117,9 +119,7 @@ class AbsorbedLaunch:
 
         A captured launch needs room of its own, see `workspace`.
         """
-        return (
-            current_device_index() == self._index and not torch.cuda.is_current_stream_capturing()
-        )
+        return current_device_index() == self._index and not is_capturing()
 
     def __call__(
         self,
@@ -139,26 +139,25 @@ class AbsorbedLaunch:
         Returns:
             False, and nothing is launched, where an address is not aligned as compiled for.
         """
-        if (q_latent | q_rope | latent | rope | out | lse) & (FLOAT_ALIGNMENT - 1):
-            return False
-        if (table | lengths | begins | tree) & (INT_ALIGNMENT - 1):
+        if (q_latent | q_rope | latent | rope | out | lse) & (FLOAT_ALIGNMENT - 1) or (
+            table | lengths | begins | tree
+        ) & (INT_ALIGNMENT - 1):
             return False
         stream = raw_stream(self._index)
         try:
-            room = self._own.rooms[stream]
+            launch = self._own.launches[stream]
         except (AttributeError, KeyError):
-            room = self._find_room(stream)
-        self._launch.launch_on(
-            stream, q_latent, q_rope, latent, rope, table, lengths, begins, tree, out, lse, *room[0]
-        )
+            launch = self._on_stream(stream)
+        launch[0](q_latent, q_rope, latent, rope, table, lengths, begins, tree, out, lse)
         return True
 
-    def _find_room(self, stream: int) -> tuple[tuple[int, ...], Partials]:
-        """Room for pieces on a stream, by its addresses, and the tensors that hold it."""
+    def _on_stream(self, stream: int) -> tuple[Callable[..., None], Partials]:
+        """The launch on a stream in this thread, and the room for pieces that it writes into."""
         partials = workspace(self._device, self._sm_count)
-        room = tuple(part.data_ptr() for part in partials), partials
-        self._own.__dict__.setdefault("rooms", {})[stream] = room
-        return room
+        launch = self._launch.on_stream(stream, *(part.data_ptr() for part in partials))
+        found = launch, partials
+        self._own.__dict__.setdefault("launches", {})[stream] = found
+        return found
 
 
 def attention_arguments(

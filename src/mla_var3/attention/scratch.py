@@ -1,0 +1,52 @@
+"""Memory between the steps of one call, which the calls of a thread on one stream share.
+
+Work on a stream is in order, so the next call may write where the one before has read. Another
+thread may enqueue between the steps of a call, so it has memory of its own. Captured calls must not
+come here: a CUDA graph may be replayed on any stream.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from mla_var3.runtime.torch_fast import raw_stream
+
+SMALLEST_BYTES = 1 << 20
+LARGEST_BYTES = 1 << 26
+"""Above this a call runs so long that allocating costs nothing, and keeping memory does."""
+
+_own = threading.local()
+"""Of each thread, `buffers`: memory by device, stream and size."""
+
+
+def stream_of(device: torch.device) -> int:
+    """The stream that work on a device goes to now; 0 where there are none."""
+    return 0 if device.index is None or device.type != "cuda" else raw_stream(device.index)
+
+
+def shared_memory(device: torch.device, needed: int) -> torch.Tensor | None:
+    """Memory that the calls of this thread on the current stream share.
+
+    Sizes are powers of two, so all buffers of a stream together take less than twice the largest.
+
+    Args:
+        device: where; the current one when it is a GPU.
+        needed: bytes.
+
+    Returns:
+        At least so many bytes, as uint8; None for more than is kept.
+    """
+    if needed > LARGEST_BYTES:
+        return None
+    size = max(SMALLEST_BYTES, 1 << (needed - 1).bit_length())
+    key = (device, stream_of(device), size)
+    buffers: dict[tuple[torch.device, int, int], torch.Tensor]
+    buffers = _own.__dict__.setdefault("buffers", {})
+    found = buffers.get(key)
+    if found is None:
+        # Of inference mode it could not be written outside of it.
+        with torch.inference_mode(False):
+            found = buffers[key] = torch.empty(size, dtype=torch.uint8, device=device)
+    return found

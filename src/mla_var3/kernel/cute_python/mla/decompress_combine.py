@@ -1,0 +1,426 @@
+"""decompress_combine: up-project the latent part of an output and merge it with the other part.
+
+    o_latent [b*s, h, 512]    lse_latent [b*s, h] float32    over the tokens that stay latent
+    o_new    [b*s, h, 128]    lse_new    [b*s, h] float32    over the decompressed tokens
+    w_uv     [h, 512, 128]
+    -> o [b*s, h, 128] in the input dtype, lse [b*s, h] float32 (natural logarithm)
+
+o = (o_latent w_uv) * exp(lse_latent - lse) + o_new * exp(lse_new - lse), lse = logaddexp of both.
+Without o_new only the up-projection is left, and no log-sum-exp is read or written. Rows that
+neither part has a token for give 0 and -inf. bfloat16 and float16. Target: sm_90a.
+
+How it works. A block keeps w_uv of one head in shared memory and takes every splits-th tile of 128
+rows. A warp loads o_latent in steps of 64 latent columns through a ring, two warpgroups multiply 64
+rows each and merge from registers, so the up-projected part never leaves the SM. The kernel is
+bound by memory: it reads o_latent once, and w_uv once per block.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+import torch
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+from torch import Tensor
+
+from mla_var3.kernel.cute_python.mla.latent_ops import LATENT, LN_2, MMA_DEPTH, TILE, two_rows
+from mla_var3.kernel.mla_plan import MlaPlan
+from mla_var3.op.mla.cost import decompress_combine_cost, output_up_projection_cost
+from mla_var3.runtime.cute_kernel import CuteKernel
+from mla_var3.runtime.plan import Constraints, Tiling
+from mla_var3.runtime.tensors import check_tensor, require_view
+
+HEAD = 128
+"""Columns of a head: d."""
+COMBINE_ROWS = 128
+"""Rows of a tile: 64 for each of the two warpgroups."""
+GROUP_ROWS = 64
+STEPS = LATENT // TILE
+STAGES = 5
+"""Steps of o_latent on their way: beside w_uv of a head (128 KiB) an SM has room for five."""
+CONSUMERS = 256
+THREADS = CONSUMERS + 128
+LOADER = CONSUMERS // 32
+LOADER_REGISTERS = 40
+CONSUMER_REGISTERS = 232
+LOG2_E = 1.4426950408889634
+
+ARRIVED, FREE, WEIGHTS = 0, STAGES, 2 * STAGES
+"""First barrier of each kind: a step has arrived, its place is free, a step of w_uv is there."""
+SIGNALS = 2 * STAGES + STEPS
+
+
+@dataclass
+class DecompressCombineTiling(Tiling):
+    """How many blocks share the rows of a head.
+
+    Attributes:
+        splits: blocks per head; 0 takes as many as fill the device.
+    """
+
+    splits: int = 0
+
+    def validate(self, pd: Any) -> Constraints:
+        most = row_tiles(pd.b * pd.s)
+        return Constraints(
+            (
+                0 <= self.splits <= most,
+                f"splits: expected 0 to {most} (tiles of {COMBINE_ROWS} rows), got {self.splits}",
+            )
+        )
+
+
+def row_tiles(rows: int) -> int:
+    """Tiles that the rows of a head make."""
+    return -(-rows // COMBINE_ROWS)
+
+
+class DecompressCombineSm90:
+    """Host and device code for one element type."""
+
+    def __init__(self, dtype):
+        self.dtype = dtype
+
+    @cute.jit
+    def __call__(
+        self,
+        o_latent: cute.Pointer,
+        w_uv: cute.Pointer,
+        lse_latent: cute.Pointer | None,
+        o_new: cute.Pointer | None,
+        lse_new: cute.Pointer | None,
+        o: cute.Pointer,
+        lse: cute.Pointer | None,
+        rows: Int32,
+        heads: Int32,
+        splits: Int32,
+        stream: cuda.CUstream,
+    ):
+        dtype = self.dtype
+        swizzle = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
+        load = cpasync.CopyBulkTensorTileG2SOp()
+
+        def copies_of(tensor, shape):
+            layout = cute.tile_to_shape(swizzle, shape, order=(0, 1))
+            return cpasync.make_tiled_tma_atom(load, tensor, layout, shape)
+
+        row_stride = cute.assume(Int64(heads) * LATENT, divby=8)
+        latent_rows = cute.make_layout((rows, LATENT, heads), stride=(row_stride, 1, LATENT))
+        # Columns as (64, 2): a copy then takes both column tiles at once.
+        weight_shape = (LATENT, (TILE, HEAD // TILE), heads)
+        weights = cute.make_layout(weight_shape, stride=(HEAD, (1, TILE), LATENT * HEAD))
+        mma = sm90.make_trivial_tiled_mma(
+            dtype,
+            dtype,
+            OperandMajorMode.K,
+            OperandMajorMode.MN,
+            Float32,
+            (1, 1, 1),
+            (GROUP_ROWS, HEAD),
+            warpgroup.OperandSource.SMEM,
+        )
+
+        @cute.struct
+        class Shared:
+            signals: cute.struct.MemRange[Int64, SIGNALS]
+            x: cute.struct.Align[cute.struct.MemRange[dtype, COMBINE_ROWS * TILE * STAGES], 1024]
+            w: cute.struct.Align[cute.struct.MemRange[dtype, LATENT * HEAD], 1024]
+
+        self.Shared = Shared
+        parts = None
+        if const_expr(o_new is not None):
+            line = cute.make_layout(rows * heads)
+            parts = tuple(cute.make_tensor(each, line) for each in (lse_latent, lse_new, lse))
+        self.decompress_combine(
+            mma,
+            *copies_of(cute.make_tensor(o_latent, latent_rows), (COMBINE_ROWS, TILE)),
+            *copies_of(cute.make_tensor(w_uv, weights), (TILE, HEAD)),
+            parts,
+            o_new,
+            o,
+            rows,
+            heads,
+            splits,
+            cute.tile_to_shape(swizzle, (COMBINE_ROWS, TILE, STAGES), order=(0, 1, 2)),
+            cute.tile_to_shape(swizzle, (TILE, HEAD, STEPS), order=(0, 1, 2)),
+        ).launch(grid=(heads, splits, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)
+
+    @cute.kernel
+    def decompress_combine(
+        self,
+        mma: cute.TiledMma,
+        x_copy: cute.CopyAtom,
+        x_global: cute.Tensor,
+        w_copy: cute.CopyAtom,
+        w_global: cute.Tensor,
+        log_sums: tuple | None,
+        o_new: cute.Pointer | None,
+        o: cute.Pointer,
+        rows: Int32,
+        heads: Int32,
+        splits: Int32,
+        x_layout: cute.ComposedLayout,
+        w_layout: cute.ComposedLayout,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        head, part, _ = cute.arch.block_idx()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        store = SmemAllocator().allocate(self.Shared)
+        signals = store.signals.data_ptr()
+        if thread == 0:
+            for i in cutlass.range_constexpr(SIGNALS):
+                # A place is free when the eight computing warps are done with it.
+                cute.arch.mbarrier_init(signals + i, LOADER if FREE <= i < WEIGHTS else 1)
+            cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+        s_x = store.x.get_tensor(x_layout.outer, swizzle=x_layout.inner)  # (128, 64, stage)
+        s_w = store.w.get_tensor(w_layout.outer, swizzle=w_layout.inner)  # (64, 128, step)
+        if warp_index >= LOADER:
+            cute.arch.setmaxregister_decrease(LOADER_REGISTERS)
+            if warp_index == LOADER:
+                self.load(
+                    x_copy, x_global, w_copy, w_global, s_x, s_w, signals, rows, splits, head, part
+                )
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            self.compute(
+                mma, s_x, s_w, signals, log_sums, o_new, o, rows, heads, splits, head, part
+            )
+
+    @cute.jit
+    def load(
+        self,
+        x_copy: cute.CopyAtom,
+        x_global: cute.Tensor,
+        w_copy: cute.CopyAtom,
+        w_global: cute.Tensor,
+        s_x: cute.Tensor,
+        s_w: cute.Tensor,
+        signals: cute.Pointer,
+        rows: Int32,
+        splits: Int32,
+        head: Int32,
+        part: Int32,
+    ):
+        """Fill the ring with the block's tiles; w_uv comes with the steps of the first one."""
+
+        def places(copy, shared, tensor, shape):
+            tiles = cute.local_tile(tensor, shape, (None, None, None))
+            return cpasync.tma_partition(
+                copy,
+                0,
+                cute.make_layout(1),
+                cute.group_modes(shared, 0, 2),
+                cute.group_modes(tiles, 0, 2),
+            )
+
+        x_to, x_from = places(x_copy, s_x, x_global, (COMBINE_ROWS, TILE))
+        w_to, w_from = places(w_copy, s_w, w_global, (TILE, HEAD))
+        stage = Int32(0)
+        phase = Int32(1)  # all places are free at the start
+        first = cutlass.Boolean(True)
+        for tile in cutlass.range(part, self.tiles(rows), splits, unroll=1):
+            for step in cutlass.range_constexpr(STEPS):
+                cute.arch.mbarrier_wait(signals + FREE + stage, phase)
+                arrived = signals + ARRIVED + stage
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(arrived, COMBINE_ROWS * TILE * 2)
+                at = (None, tile, step, head)
+                cute.copy(x_copy, x_from[at], x_to[(None, stage)], tma_bar_ptr=arrived)
+                if first:
+                    there = signals + (WEIGHTS + step)
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive_and_expect_tx(there, TILE * HEAD * 2)
+                    at = (None, step, 0, head)
+                    cute.copy(w_copy, w_from[at], w_to[(None, step)], tma_bar_ptr=there)
+                stage += 1
+                if stage == STAGES:
+                    stage = Int32(0)
+                    phase ^= 1
+            first = cutlass.Boolean(False)
+
+    @cute.jit
+    def compute(
+        self,
+        mma: cute.TiledMma,
+        s_x: cute.Tensor,
+        s_w: cute.Tensor,
+        signals: cute.Pointer,
+        log_sums: tuple | None,
+        o_new: cute.Pointer | None,
+        o: cute.Pointer,
+        rows: Int32,
+        heads: Int32,
+        splits: Int32,
+        head: Int32,
+        part: Int32,
+    ):
+        """Multiply 64 rows of every tile with w_uv, merge and store them."""
+        thread, _, _ = cute.arch.thread_idx()
+        group = cute.arch.make_warp_uniform(thread // 128)
+        own = thread % 128
+        lane = own % 32
+        part_of = mma.get_slice(own)
+        half = cute.local_tile(s_x, (GROUP_ROWS, TILE, STAGES), (group, 0, 0))
+        x = mma.make_fragment_A(part_of.partition_A(half))
+        w_view = cute.make_tensor(s_w.iterator, cute.select(s_w.layout, mode=[1, 0, 2]))
+        w = mma.make_fragment_B(part_of.partition_B(w_view))
+        acc = cute.make_rmem_tensor(part_of.partition_shape_C((GROUP_ROWS, HEAD)), Float32)
+        atom = cute.make_mma_atom(mma.op)
+        stage = Int32(0)
+        phase = Int32(0)
+        for tile in cutlass.range(part, self.tiles(rows), splits, unroll=1):
+            for step in cutlass.range_constexpr(STEPS):
+                cute.arch.mbarrier_wait(signals + ARRIVED + stage, phase)
+                cute.arch.mbarrier_wait(signals + (WEIGHTS + step), 0)
+                warpgroup.fence()
+                for i in cutlass.range_constexpr(TILE // MMA_DEPTH):
+                    atom.set(warpgroup.Field.ACCUMULATE, step + i > 0)
+                    cute.gemm(atom, acc, x[(None, None, i, stage)], w[(None, None, i, step)], acc)
+                warpgroup.commit_group()
+                warpgroup.wait_group(0)
+                if lane == 0:
+                    cute.arch.mbarrier_arrive(signals + FREE + stage)
+                stage += 1
+                if stage == STAGES:
+                    stage = Int32(0)
+                    phase ^= 1
+            projected = two_rows(acc, HEAD)
+            first = tile * COMBINE_ROWS + group * GROUP_ROWS + (own // 32) * 16 + lane // 4
+            for r in cutlass.range_constexpr(2):
+                row = first + 8 * r
+                if row < rows:
+                    at = Int64(row) * heads + head
+                    if const_expr(log_sums is None):
+                        self.store(projected[r, None], o, at, lane)
+                    else:
+                        self.merge(projected[r, None], log_sums, o_new, o, at, lane)
+
+    @cute.jit
+    def merge(
+        self,
+        row: cute.Tensor,
+        log_sums: tuple,
+        o_new: cute.Pointer,
+        o: cute.Pointer,
+        at: Int64,
+        lane: Int32,
+    ):
+        """Add the other part to a thread's columns of a row, both weighted, and store the result.
+
+        Args:
+            row: the up-projected columns.
+            log_sums: of the latent part, of the new part, and where the joint one goes.
+            o_new, o: the other part and the output.
+            at: which row, of all heads.
+            lane: this thread's place in its warp.
+        """
+        lse_latent, lse_new, lse = log_sums
+        latent, new = lse_latent[at] * LOG2_E, lse_new[at] * LOG2_E
+        top = cute.arch.fmax(latent, new)
+        if top == -Float32.inf:
+            top = Float32(0.0)  # no difference of infinities
+        latent_weight = cute.math.exp2(latent - top, fastmath=True)
+        new_weight = cute.math.exp2(new - top, fastmath=True)
+        total = latent_weight + new_weight
+        inverse = Float32(0.0)
+        if total > 0.0:
+            inverse = cute.arch.rcp_approx(total)
+        other = cute.make_rmem_tensor((2, HEAD // 8), self.dtype)
+        cute.autovec_copy(self.columns_of(o_new, at, lane), other)
+        mine = cute.make_tensor(row.iterator, self.own_columns())
+        shares = other.load().to(Float32) * (new_weight * inverse)
+        mine.store(mine.load() * (latent_weight * inverse) + shares)
+        self.store(row, o, at, lane)
+        if lane % 4 == 0:
+            log_sum = -Float32.inf
+            if total > 0.0:
+                log_sum = (top + cute.math.log2(total, fastmath=True)) * LN_2
+            lse[at] = log_sum
+
+    @cute.jit
+    def store(self, row: cute.Tensor, o: cute.Pointer, at: Int64, lane: Int32):
+        """Store this thread's columns of a row in 16 bits."""
+        mine = cute.make_tensor(row.iterator, self.own_columns())
+        narrow = cute.make_rmem_tensor((2, HEAD // 8), self.dtype)
+        narrow.store(mine.load().to(self.dtype))
+        cute.autovec_copy(narrow, self.columns_of(o, at, lane))
+
+    def own_columns(self):
+        """Layout of a row of the accumulator as (column of a pair, group of 8 columns)."""
+        return cute.make_layout((2, HEAD // 8), stride=(1, 4))
+
+    def columns_of(self, base, at, lane):
+        """The same columns of row `at` in global memory."""
+        place = (base + (at * HEAD + (lane % 4) * 2)).align(4)
+        return cute.make_tensor(place, cute.make_layout((2, HEAD // 8), stride=(1, 8)))
+
+    def tiles(self, rows):
+        """Tiles that the rows make."""
+        return (rows + COMBINE_ROWS - 1) // COMBINE_ROWS
+
+
+def combine_stage(
+    plan: MlaPlan,
+    tiling: DecompressCombineTiling,
+    dtype: type,
+    latent: tuple[Tensor, Tensor],
+    new: tuple[Tensor, Tensor] | None,
+    w_uv: Tensor,
+    sm_count: int,
+) -> CuteKernel:
+    """The stage that up-projects the latent part and merges the other one, if there is one.
+
+    Args:
+        plan: the plan that it belongs to.
+        tiling: its tiling.
+        dtype: element type, as the language names it.
+        latent: o_latent [b, s, h, 512] and its log-sum-exp, both contiguous.
+        new: o_new [b, s, h, 128] and its log-sum-exp, likewise; None to up-project only.
+        w_uv: [h, 512, 128], contiguous.
+        sm_count: SMs of the device.
+
+    Returns:
+        The stage; its outputs are o and lse, which is that of `latent` when there is no other.
+    """
+    o_latent, lse_latent = latent
+    b, s, h, k = o_latent.shape
+    shape = [("h", h), ("k", k), ("d", plan.d)]
+    check_tensor("w_uv", w_uv, shape, o_latent.dtype, o_latent.device)
+    weights = require_view("w_uv", w_uv, h * k * plan.d)
+    o = o_latent.new_empty((b, s, h, plan.d))
+    lse = lse_latent if new is None else torch.empty_like(lse_latent)
+    parts = (None, None, None, o, None) if new is None else (lse_latent, *new, o, lse)
+    default = max(1, min(sm_count // h, row_tiles(b * s)))
+
+    def args_fn(tiling: DecompressCombineTiling) -> tuple[object, ...]:
+        return (o_latent, weights, *parts, b * s, h, tiling.splits or default)
+
+    cost_of: Callable[..., Any] = (
+        output_up_projection_cost if new is None else decompress_combine_cost
+    )
+
+    def cost_fn(tiling: DecompressCombineTiling) -> tuple[float, float]:
+        cost = cost_of(plan.problem())
+        return cost.flops, cost.bytes
+
+    wanted = {default, default + 1, 2 * default}
+    configs = [0, *sorted(n for n in wanted if n <= row_tiles(b * s) and n != default)]
+    return CuteKernel(
+        kernel_fn=DecompressCombineSm90.decompress_combine,
+        host_fn=lambda tiling: DecompressCombineSm90(dtype),
+        args_fn=args_fn,
+        requires_arch="sm_90a",
+        tiling=tiling,
+        plan=plan,
+        input_tensors=[*latent, *(new or ()), w_uv],
+        output_tensors=[o, lse],
+        algorithmic_flops_bytes_fn=cost_fn,
+        autotune_configs=[DecompressCombineTiling(n) for n in configs],
+    )

@@ -1,0 +1,1 @@
+"""The base version of flash_attention."""

@@ -1,0 +1,115 @@
+"""flash_attention: attention over decompressed keys and values, scheduled by hand for Hopper.
+
+Computes, for every request and head, o = softmax(q_nope k^T + q_rope k_rope^T) v. The rope part of
+the keys is one array for all heads, so a token costs 2*128 elements per head and 64 once.
+
+    q_nope [b, s, h, 128]   q_rope [b, s, h, 64]
+    k, v   [b, h, t, 128]   k_rope [b, t, 64]
+    lengths [b] int32       KV length per request, on the device
+    -> o [b, s, h, 128] in the input dtype, lse [b, s, h] float32 (natural logarithm)
+
+bfloat16 and float16; causal (bottom-right) or not; any b, s, t >= 1 and h; slots beyond a length
+may hold NaN. Rows without a visible key give 0 and -inf. One compilation per dtype, form and
+whether windows are cut serves all shapes. Target: sm_90a.
+
+The kernel is the one of `window_rows.py` with a window as long as the cache: persistent blocks, a
+warp that loads blocks of 64 tokens into a ring, two warpgroups with 64 query rows each. Few jobs
+are cut over the tokens and merged (`window_merge.py`).
+
+Base version. Limits: fewer than 64 queries are padded to 64 rows (free while memory bound); only
+d=128 and p=64.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mla_var3.kernel.cute_python.mla.hopper_plan import HopperPlan
+from mla_var3.kernel.cute_python.mla.latent_call import ELEMENT_TYPES
+from mla_var3.kernel.cute_python.mla.window_jobs import HEAD, ROPE
+from mla_var3.kernel.cute_python.mla.window_stage import (
+    HEADS,
+    TILES,
+    WindowOperands,
+    WindowShape,
+    WindowTiling,
+    window_stage,
+)
+from mla_var3.op.mla.cost import flash_attention_cost
+from mla_var3.op.mla.inputs import decompress_all
+from mla_var3.op.mla.reference import reference_decompressed
+from mla_var3.runtime.cute_kernel import CuteKernel
+from mla_var3.runtime.tensors import check_tensor
+
+TUNED_PARTS = (1, 2, 4, 8)
+"""Cuts that tuning tries beside the one that the shape suggests."""
+
+
+@dataclass
+class CuteFlashAttention(HopperPlan):
+    """Plan of the base version of flash_attention in CuTe DSL."""
+
+    tiling: WindowTiling = field(default_factory=WindowTiling)
+
+    targets = ("sm_90",)
+    made_for = {"d": HEAD, "p": ROPE}
+
+    @property
+    def window_shape(self) -> WindowShape:
+        """How the work may be cut."""
+        return WindowShape(self.b, self.s, self.h, max(self.problem().kv_lengths))
+
+    def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
+        raw = self.make_inputs(device)
+        keys, values = decompress_all(raw.c_kv, raw.w_uk, raw.w_uv)
+        return raw.q_nope, raw.q_rope, keys, values, raw.k_rope, raw.lengths
+
+    def reference_fn(
+        self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, ...]:
+        return reference_decompressed(
+            *inputs,
+            causal=self.causal,
+            scale=self.problem().softmax_scale,
+            compute_dtype=compute_dtype or torch.float32,
+        )
+
+    def _autotune_configs(self) -> Sequence[WindowTiling]:
+        shape = self.window_shape
+        other = HEADS if shape.form(WindowTiling()) == TILES else TILES
+        cuts = [parts for parts in TUNED_PARTS if parts <= shape.kv_blocks]
+        return [WindowTiling(), *(WindowTiling(parts=n) for n in cuts), WindowTiling(form=other)]
+
+    def _algorithmic_flops_bytes(self, tiling: WindowTiling) -> tuple[float, float]:
+        cost = flash_attention_cost(self.problem())
+        return cost.flops, cost.bytes
+
+    def plan(self, *inputs: Tensor) -> CuteKernel:
+        q_nope, q_rope, keys, values, k_rope, lengths = inputs
+        dtype, device = self.torch_dtype, q_nope.device
+        rows = [("b", self.b), ("s", self.s), ("h", self.h)]
+        tokens = [("b", self.b), ("h", self.h), ("t", self.t), ("d", self.d)]
+        check_tensor("q_nope", q_nope, [*rows, ("d", self.d)], dtype, device)
+        check_tensor("q_rope", q_rope, [*rows, ("p", self.p)], dtype, device)
+        check_tensor("k", keys, tokens, dtype, device)
+        check_tensor("v", values, tokens, dtype, device)
+        rope = [("b", self.b), ("t", self.t), ("p", self.p)]
+        check_tensor("k_rope", k_rope, rope, dtype, device)
+        check_tensor("lengths", lengths, [("b", self.b)], torch.int32, device)
+        return window_stage(
+            self,
+            self.tiling,
+            ELEMENT_TYPES[dtype],
+            WindowOperands(q_nope, q_rope, keys, values, k_rope, lengths),
+            self.window_shape,
+            self.t,
+            self.sm_count,
+            self._algorithmic_flops_bytes,
+            self._autotune_configs(),
+        )
+
+
+if __name__ == "__main__":
+    raise SystemExit(CuteFlashAttention().benchmark_kernel_argparse())

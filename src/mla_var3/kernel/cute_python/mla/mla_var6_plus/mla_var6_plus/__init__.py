@@ -1,0 +1,1 @@
+"""The base version of mla_var6_plus."""

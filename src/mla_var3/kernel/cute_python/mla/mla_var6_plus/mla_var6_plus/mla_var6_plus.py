@@ -1,0 +1,85 @@
+"""mla_var6_plus: old tokens absorbed, the n newest decompressed, at the same time, on Hopper.
+
+The absorbed kernel reads the old tokens in latent space (compute bound) on some SMs while the
+decompressed kernel streams the window (memory bound) on the others; then `decompress_combine`
+up-projects the latent part and merges both by log-sum-exp.
+
+    q_nope [b, s, h, 128]   q_latent [b, s, h, 512]   q_rope [b, s, h, 64]
+    c_kv [b, t, 512]        k_rope [b, t, 64]
+    k_new, v_new [b, h, n, 128], k_rope_new [b, n, 64]   window: slot j is position max(len-n,0)+j
+    w_uv [h, 512, 128]      lengths [b] int32
+    -> o [b, s, h, 128] in the input dtype, lse [b, s, h] float32 (natural logarithm)
+
+bfloat16 and float16; causal (bottom-right) or not; any b, s, t >= 1, h and any n in 0..t; slots
+beyond a length may hold NaN. Rows without a visible key give 0 and -inf. Target: sm_90a.
+
+n follows from the cost model (`--n` pins it, `--refine` lets timing move it). With n=0 the absorbed
+kernel has all SMs and is followed by the up-projection alone, with n=t the decompressed kernel
+writes the output. In between each kernel is persistent on SMs of its own: `sms` of the two tilings,
+by default as many as make both end together; a pair that needs more than there are is refused.
+
+Base version. Kernels: `absorbed_attention.py`, `window_rows.py`, `decompress_combine.py`.
+Limits: the split of the SMs is fixed at the launch, so those of the kernel that ends first idle
+until the other has ended; only d=128, k=512 and p=64.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mla_var3.kernel.cute_python.mla.newest_mix import NewestMixPlan
+from mla_var3.kernel.cute_python.mla.window_stage import WindowOperands
+from mla_var3.op.cost import Cost
+from mla_var3.op.mla.cost import flash_attention_cost
+from mla_var3.op.mla.inputs import absorb_queries, decompress_newest
+from mla_var3.op.mla.reference import reference_mix
+from mla_var3.runtime.composite import KernelPipeline
+from mla_var3.runtime.tensors import check_tensor
+
+
+@dataclass
+class CuteMlaVar6Plus(NewestMixPlan):
+    """Plan of the base version of mla_var6_plus in CuTe DSL."""
+
+    targets = ("sm_90",)
+
+    def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
+        raw = self.make_inputs(device)
+        q_latent = absorb_queries(raw.q_nope, raw.w_uk)
+        window = decompress_newest(raw, self.chosen_n)
+        return (
+            raw.q_nope, q_latent, raw.q_rope, raw.c_kv, raw.k_rope, *window, raw.w_uv, raw.lengths,
+        )  # fmt: skip
+
+    def reference_fn(
+        self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, ...]:
+        return reference_mix(
+            *inputs,
+            causal=self.causal,
+            scale=self.problem().softmax_scale,
+            compute_dtype=compute_dtype or torch.float32,
+        )
+
+    def window_cost(self) -> Cost:
+        return flash_attention_cost(replace(self.problem(), lengths=tuple(self.new_lengths())))
+
+    def plan(self, *inputs: Tensor) -> KernelPipeline:
+        (
+            q_nope, q_latent, q_rope, c_kv, k_rope, k_new, v_new, k_rope_new, w_uv, lengths,
+        ) = inputs  # fmt: skip
+        latent = (q_latent, q_rope, c_kv, k_rope, lengths)
+        self.absorbed_rows(*latent)
+        self._check_queries(q_nope, w_uv)
+        dtype, device, n = self.torch_dtype, q_nope.device, ("n", self.chosen_n)
+        window = [("b", self.b), ("h", self.h), n, ("d", self.d)]
+        check_tensor("k_new", k_new, window, dtype, device)
+        check_tensor("v_new", v_new, window, dtype, device)
+        check_tensor("k_rope_new", k_rope_new, [("b", self.b), n, ("p", self.p)], dtype, device)
+        operands = WindowOperands(q_nope, q_rope, k_new, v_new, k_rope_new, lengths)
+        return self._mixed(latent, self.chosen_n, operands, w_uv)
+
+
+if __name__ == "__main__":
+    raise SystemExit(CuteMlaVar6Plus().benchmark_kernel_argparse())

@@ -1,0 +1,1 @@
+"""Version 2 of mla_var6_plus."""

@@ -1,0 +1,1 @@
+"""Version 3 of mla_var6_plus."""

@@ -1,0 +1,406 @@
+"""The computing warpgroups of the decompressed kernel: 64 query rows and a head's output each.
+
+Keys and values have 16 bits, or 8 (see `window_fp8.py`).
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from mla_var3.kernel.cute_python.mla.latent_loader import free
+from mla_var3.kernel.cute_python.mla.latent_ops import (
+    LAZY_RISE,
+    LN_2,
+    MMA_DEPTH,
+    SCORE_FLOOR,
+    rescale,
+    row_total,
+    two_rows,
+)
+from mla_var3.kernel.cute_python.mla.window_fp8 import (
+    LARGEST_WEIGHT,
+    MMA_DEPTH_8,
+    SCALE_FLOOR,
+    clear_columns,
+    clear_scales,
+    divide_rows,
+    load_queries_8,
+    round_weights_8,
+    scale_scores,
+    scale_weights,
+    settle,
+)
+from mla_var3.kernel.cute_python.mla.window_jobs import (
+    BLOCK,
+    HEAD,
+    ROPE,
+    ROWS,
+    inside,
+    job_at,
+    row_limit,
+)
+
+
+@cute.jit
+def compute(
+    products: cutlass.Constexpr,
+    shared: cutlass.Constexpr,
+    ring: cutlass.Constexpr,
+    queries: cutlass.Constexpr,
+    outputs: cutlass.Constexpr,
+    scale_log2e: Float32,
+    block: Int32,
+    blocks: Int32,
+    window: cutlass.Constexpr,
+    dtype: cutlass.Constexpr,
+    fp8: cutlass.Constexpr,
+    wide: cutlass.Constexpr,
+):
+    """Attend with one head or one tile of rows per warpgroup.
+
+    Args:
+        products: q k, q_rope k_rope and p v.
+        shared: keys, values, rope keys and, in 8 bits, scales of all stages.
+        ring: the ring's barriers and stages.
+        queries: pointers to q_nope and q_rope.
+        outputs: pointers to o and lse.
+        scale_log2e: softmax scale times log2 e.
+        block, blocks: which of the persistent blocks this is.
+        window: sizes.
+        dtype: of queries and output.
+        fp8: whether keys and values have 8 bits.
+        wide: whether to write parts in float32.
+    """
+    qk_mma, rope_mma, pv_mma = products
+    s_k, s_v, s_r, s_scales = shared
+    thread, _, _ = cute.arch.thread_idx()
+    group = cute.arch.make_warp_uniform(thread // 128)
+    t = thread % 128
+    lane = t % 32
+    row0 = (t // 32) * 16 + lane // 4
+    unit = 0 if window.tiles else group
+    thr_qk, thr_r, thr_pv = qk_mma.get_slice(t), rope_mma.get_slice(t), pv_mma.get_slice(t)
+    f_k = qk_mma.make_fragment_B(thr_qk.partition_B(s_k))
+    f_r = rope_mma.make_fragment_B(thr_r.partition_B(s_r))
+    f_v = pv_mma.make_fragment_B(thr_pv.partition_B(s_v))
+    acc_o = cute.make_rmem_tensor(thr_pv.partition_shape_C((ROWS, HEAD)), Float32)
+    acc_s = cute.make_rmem_tensor(thr_qk.partition_shape_C((ROWS, BLOCK)), Float32)
+    o, s = two_rows(acc_o, HEAD), two_rows(acc_s, BLOCK)
+    q_rope = operand(ROPE // MMA_DEPTH, dtype)
+    acc_r = acc_s
+    if const_expr(fp8):
+        acc_r = cute.make_rmem_tensor(acc_s.layout, Float32)
+        q = operand(HEAD // MMA_DEPTH_8, Float8E4M3FN, 4)
+        p = operand(BLOCK // MMA_DEPTH_8, Float8E4M3FN, 4)
+    else:
+        q = operand(HEAD // MMA_DEPTH, dtype)
+        p = operand(BLOCK // MMA_DEPTH, dtype)
+    sums, top = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+    scale, q_scale = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+    q_scale.fill(1.0)
+    v_scale = cute.make_rmem_tensor(1, Float32)
+    limits = cute.make_rmem_tensor(2, Int32)
+    stage = Int32(0)
+    phase = Int32(0)
+    for index in cutlass.range(block, window.jobs, blocks, unroll=1):
+        job = job_at(index, window)
+        head = job.head if window.tiles else job.head + group
+        first_row = (job.tile + group) * ROWS if window.tiles else job.tile * ROWS
+        start = (Int64(job.request) * window.queries + first_row) * window.heads + head
+        rows = (
+            inside(head, first_row + row0, window),
+            inside(head, first_row + row0 + 8, window),
+        )
+        sources = (queries[0] + start * HEAD, queries[1] + start * ROPE)
+        load_queries(q_rope, sources[1], ROPE, row0, rows, window.heads, lane)
+        if const_expr(fp8):
+            load_queries_8(q, q_scale, sources[0], row0, rows, window.heads, lane, dtype)
+            divide_rows(q_rope, q_scale, dtype)
+        else:
+            load_queries(q, sources[0], HEAD, row0, rows, window.heads, lane)
+        acc_o.fill(0.0)
+        sums.fill(0.0)
+        top.fill(SCORE_FLOOR)
+        v_scale.fill(SCALE_FLOOR)
+        for r in cutlass.range_constexpr(2):
+            limits[r] = row_limit(job, first_row + row0 + 8 * r, window)
+        lowest = cute.arch.warp_redux_sync(cutlass.min(limits[0], limits[1]), "min")
+
+        # The scores of a block are computed while the values of the block before are added up.
+        # The products' operands are used up in between, so one set of registers serves all blocks.
+        token = job.first * BLOCK
+        slot = stage * ring.units + unit
+        cute.arch.mbarrier_wait(ring.keys(stage), phase)
+        if const_expr(fp8):
+            if token + BLOCK > job.tokens:
+                clear_scales(s_scales, slot, job.tokens - token, t, group)
+        multiply_queries(qk_mma, acc_s, q, f_k, slot)
+        multiply_rope(rope_mma, acc_r, q_rope, f_r, stage, fp8)
+        warpgroup.commit_group()
+        warpgroup.wait_group(0)
+        softmax(
+            s, acc_r, sums, top, scale, q_scale, v_scale, s_scales, slot, token, lowest,
+            limits, lane, scale_log2e, fp8,
+        )  # fmt: skip
+        free(ring.keys_free(stage), lane)
+        round_weights(p, acc_s, dtype, fp8)
+        for at in cutlass.range(job.first + 1, job.last, unroll=1):
+            token = at * BLOCK
+            v_slot, v_stage, v_phase = slot, stage, phase
+            stage, phase = ring.after(stage, phase)
+            slot = stage * ring.units + unit
+            cute.arch.mbarrier_wait(ring.keys(stage), phase)
+            if const_expr(fp8):
+                if token + BLOCK > job.tokens:
+                    clear_scales(s_scales, slot, job.tokens - token, t, group)
+            multiply_queries(qk_mma, acc_s, q, f_k, slot)
+            multiply_rope(rope_mma, acc_r, q_rope, f_r, stage, fp8)
+            warpgroup.commit_group()
+            cute.arch.mbarrier_wait(ring.values(v_stage), v_phase)
+            multiply_values(pv_mma, acc_o, p, f_v, v_slot)
+            warpgroup.wait_group(1)
+            if const_expr(not fp8):
+                free(ring.keys_free(stage), lane)
+            softmax(
+                s, acc_r, sums, top, scale, q_scale, v_scale, s_scales, slot, token,
+                lowest, limits, lane, scale_log2e, fp8,
+            )  # fmt: skip
+            if const_expr(fp8):  # the scales have come with the keys
+                free(ring.keys_free(stage), lane)
+            warpgroup.wait_group(0)
+            free(ring.values_free(v_stage), lane)
+            rescale(o, scale)
+            round_weights(p, acc_s, dtype, fp8)
+        cute.arch.mbarrier_wait(ring.values(stage), phase)
+        if token + BLOCK > job.tokens:
+            if const_expr(fp8):
+                clear_columns(s_v, slot, job.tokens - token, t, group)
+            else:
+                clear_rows(s_v, slot, job.tokens - token, t, group)
+        multiply_values(pv_mma, acc_o, p, f_v, slot)
+        warpgroup.wait_group(0)
+        free(ring.values_free(stage), lane)
+        stage, phase = ring.after(stage, phase)
+        if const_expr(wide):
+            start += Int64(job.part) * window.requests * window.queries * window.heads
+        unit_value = Float32(1.0)
+        if const_expr(fp8):
+            unit_value = v_scale[0] * (1.0 / LARGEST_WEIGHT)
+        finish(
+            o, sums, top, unit_value, outputs, start, row0, rows, window.heads, lane, dtype, wide
+        )
+
+
+def operand(steps: int, dtype, in_row: int = 2) -> cute.Tensor:
+    """Registers of an operand A: in_row neighbours in k, two rows, two halves of k, steps."""
+    shape = ((in_row, 2, 2), 1, steps)
+    strides = ((1, in_row, 2 * in_row), 0, 4 * in_row)
+    return cute.make_rmem_tensor(cute.make_layout(shape, stride=strides), dtype)
+
+
+@cute.jit
+def load_queries(
+    target: cute.Tensor,
+    source: cute.Pointer,
+    columns: cutlass.Constexpr,
+    row0: Int32,
+    rows: cutlass.Constexpr,
+    heads: Int32,
+    lane: Int32,
+):
+    """Two rows into the registers of an operand A; zeros for rows that are not there."""
+    words = cute.recast_tensor(target, Int32)
+    for k in cutlass.range_constexpr(columns // MMA_DEPTH):
+        for half in cutlass.range_constexpr(2):
+            for r in cutlass.range_constexpr(2):
+                value = Int32(0)
+                if rows[r]:
+                    at = Int64(row0 + 8 * r) * heads * columns
+                    at += k * MMA_DEPTH + half * 8 + (lane % 4) * 2
+                    place = cute.recast_ptr((source + at).align(4), dtype=Int32)
+                    value = cute.make_tensor(place, 1)[0]
+                words[(0, r, half), 0, k] = value
+
+
+@cute.jit
+def multiply_queries(
+    mma: cute.TiledMma, acc: cute.Tensor, q: cute.Tensor, keys: cute.Tensor, slot: Int32
+):
+    """Acc = q k^T; returns before it is done."""
+    warpgroup.fence()
+    atom = cute.make_mma_atom(mma.op)
+    for k in cutlass.range_constexpr(cute.size(q, mode=[2])):
+        atom.set(warpgroup.Field.ACCUMULATE, k > 0)
+        cute.gemm(atom, acc, q[(None, None, k)], keys[(None, None, k, slot)], acc)
+
+
+@cute.jit
+def multiply_rope(
+    mma: cute.TiledMma,
+    acc: cute.Tensor,
+    q: cute.Tensor,
+    keys: cute.Tensor,
+    stage: Int32,
+    alone: cutlass.Constexpr,
+):
+    """Acc += q_rope k_rope^T, or = when it is alone; returns before it is done."""
+    atom = cute.make_mma_atom(mma.op)
+    for k in cutlass.range_constexpr(ROPE // MMA_DEPTH):
+        atom.set(warpgroup.Field.ACCUMULATE, k > 0 or not alone)
+        cute.gemm(atom, acc, q[(None, None, k)], keys[(None, None, k, stage)], acc)
+
+
+@cute.jit
+def multiply_values(
+    mma: cute.TiledMma, acc: cute.Tensor, p: cute.Tensor, values: cute.Tensor, slot: Int32
+):
+    """Acc += p v; returns before it is done."""
+    warpgroup.fence()
+    atom = cute.make_mma_atom(mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, True)
+    for k in cutlass.range_constexpr(cute.size(p, mode=[2])):
+        cute.gemm(atom, acc, p[(None, None, k)], values[(None, None, k, slot)], acc)
+    warpgroup.commit_group()
+
+
+@cute.jit
+def softmax(
+    s: cute.Tensor,
+    acc_r: cute.Tensor,
+    sums: cute.Tensor,
+    top: cute.Tensor,
+    scale: cute.Tensor,
+    q_scale: cute.Tensor,
+    v_scale: cute.Tensor,
+    scales: cutlass.Constexpr,
+    slot: Int32,
+    token: Int32,
+    lowest: Int32,
+    limits: cute.Tensor,
+    lane: Int32,
+    scale_log2e: Float32,
+    fp8: cutlass.Constexpr,
+):
+    """Scores to weights, relative to a running maximum.
+
+    Args:
+        s: scores of this thread's two rows, replaced.
+        acc_r: the rope part of the scores, where it is apart.
+        sums: sums of this thread's weights, updated.
+        top: running maximum per row, updated.
+        scale: factor per row by which earlier results shrink, written.
+        q_scale: scales of the query rows; 1 in 16 bits.
+        v_scale: the largest scale of the values so far, updated; in 8 bits.
+        scales: those of keys and values in 8 bits.
+        slot: the head's place in the ring.
+        token: first token of the block.
+        lowest: the first token that some row of the warp does not see.
+        limits: the first token that a row does not see.
+        lane: this thread's place in its warp.
+        scale_log2e: softmax scale times log2 e.
+        fp8: whether keys and values have 8 bits.
+    """
+    shrink = Float32(1.0)
+    if const_expr(fp8):
+        largest = scale_scores(s, two_rows(acc_r, BLOCK), scales, slot, lane)
+        largest = cute.arch.fmax(largest, v_scale[0])
+        shrink = v_scale[0] / largest
+        v_scale[0] = largest
+    if token + BLOCK > lowest:
+        hide_tokens(s, token, limits, lane)
+    for r in cutlass.range_constexpr(2):
+        factor = scale_log2e * q_scale[r] if const_expr(fp8) else scale_log2e
+        best = s[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
+        best = cute.arch.fmax(best, cute.arch.shuffle_sync_bfly(best, offset=1))
+        best = cute.arch.fmax(best, cute.arch.shuffle_sync_bfly(best, offset=2))
+        new = top[r]
+        if const_expr(fp8):  # a weight above the largest would not fit
+            new = cute.arch.fmax(new, best * factor)
+        elif best * factor > new + LAZY_RISE:
+            new = best * factor
+        scale[r] = cute.math.exp2(top[r] - new, fastmath=True)
+        top[r] = new
+        weights = cute.math.exp2(s[r, None].load() * factor - new, fastmath=True)
+        s[r, None].store(weights)
+        added = weights.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+        sums[r] = sums[r] * scale[r] + added
+    if const_expr(fp8):
+        scale_weights(s, LARGEST_WEIGHT / v_scale[0], scales, slot, lane)
+        for r in cutlass.range_constexpr(2):
+            scale[r] = scale[r] * shrink
+
+
+@cute.jit
+def hide_tokens(s: cute.Tensor, token: Int32, limits: cute.Tensor, lane: Int32):
+    """Scores of tokens that a row does not see become -inf, whatever they are."""
+    for r in cutlass.range_constexpr(2):
+        for j in cutlass.range_constexpr(BLOCK // 8):
+            for e in cutlass.range_constexpr(2):
+                if token + j * 8 + (lane % 4) * 2 + e >= limits[r]:
+                    s[r, (e, j)] = -Float32.inf
+
+
+@cute.jit
+def round_weights(
+    p: cute.Tensor, acc_s: cute.Tensor, dtype: cutlass.Constexpr, fp8: cutlass.Constexpr
+):
+    """Weights to the registers of an operand A."""
+    if const_expr(fp8):
+        round_weights_8(p, two_rows(acc_s, BLOCK))
+    else:
+        # The result of one product has the layout of the next one's operand.
+        cute.make_tensor(p.iterator, acc_s.layout).store(acc_s.load().to(dtype))
+
+
+@cute.jit
+def clear_rows(values: cute.Tensor, slot: Int32, valid: Int32, t: Int32, group: Int32):
+    """Zero the rows of values that hold no token: 0 * NaN would poison the output."""
+    zero = cute.make_rmem_tensor(8, values.element_type)
+    zero.fill(0.0)
+    tile = cute.make_tensor(values.iterator, cute.select(values.layout, mode=[1, 0, 2]))
+    first = cutlass.max(valid, 0)
+    for i in cutlass.range(t, (BLOCK - first) * (HEAD // 8), 128, unroll=1):
+        at = (first + i // (HEAD // 8), i % (HEAD // 8))
+        target = cute.local_tile(tile[(None, None, slot)], (1, 8), at)
+        cute.autovec_copy(zero, cute.group_modes(target, 0, 2))
+    settle(group)
+
+
+@cute.jit
+def finish(
+    o: cute.Tensor,
+    sums: cute.Tensor,
+    top: cute.Tensor,
+    unit_value: Float32,
+    outputs: cutlass.Constexpr,
+    start: Int64,
+    row0: Int32,
+    rows: cutlass.Constexpr,
+    heads: Int32,
+    lane: Int32,
+    dtype: cutlass.Constexpr,
+    wide: cutlass.Constexpr,
+):
+    """Divide by the row sums and write the rows that are there."""
+    out, lse = outputs
+    element = Float32 if wide else dtype
+    for r in cutlass.range_constexpr(2):
+        total = row_total(sums[r])
+        inverse = Float32(0.0)
+        log_sum = -Float32.inf
+        if total > 0.0:
+            inverse = cute.arch.rcp_approx(total) * unit_value
+            log_sum = top[r] + cute.math.log2(total, fastmath=True)
+        o[r, None].store(o[r, None].load() * inverse)
+        if rows[r]:
+            at = start + Int64(row0 + 8 * r) * heads
+            columns = cute.make_layout((2, HEAD // 8), stride=(1, 4))
+            row = cute.make_rmem_tensor((2, HEAD // 8), element)
+            row.store(cute.make_tensor(o[r, None].iterator, columns).load().to(element))
+            place = (out + (at * HEAD + (lane % 4) * 2)).align(8 if wide else 4)
+            cute.autovec_copy(
+                row, cute.make_tensor(place, cute.make_layout((2, HEAD // 8), stride=(1, 8)))
+            )
+            if lane % 4 == 0:
+                lse[at] = log_sum * LN_2

@@ -1,0 +1,172 @@
+"""What a block of the decompressed kernel does next, and what its rows see.
+
+A job is 64 query rows for each of two warpgroups against some blocks of 64 tokens: two heads of one
+tile of rows ("heads"), or two tiles of rows of one head, which then read the same keys and values
+("tiles"). Blocks are persistent and take every blocks-th job, neighbours in the order in which they
+share data: the heads of a request share its rope keys, the tiles of a head its keys and values.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+
+HEAD = 128
+ROPE = 64
+ROWS = 64
+"""Query rows of a warpgroup: the M of a wgmma."""
+BLOCK = 64
+"""Tokens of a block: 128 bytes of rope keys."""
+GROUPS = 2
+"""Computing warpgroups."""
+
+
+def window_parts(requests: int, units: int, kv_blocks: int, blocks: int) -> int:
+    """How many parts to cut each window into, so that few jobs still fill the SMs.
+
+    Args:
+        requests: requests of the batch.
+        units: jobs of a request without cuts.
+        kv_blocks: blocks of 64 tokens of the longest window.
+        blocks: persistent blocks.
+    """
+    jobs = requests * units
+    most = max(1, kv_blocks // 4)  # a part shorter than the ring does not fill it
+    if jobs >= 2 * blocks:
+        return 1
+
+    def share_at_work(parts: int) -> float:
+        rounds = -(-jobs * parts // blocks)
+        return jobs * parts / (rounds * blocks)
+
+    # Each part more costs a merge, so it has to pay.
+    return max(range(1, min(most, 32) + 1), key=lambda parts: share_at_work(parts) - 0.01 * parts)
+
+
+@dataclass(frozen=True)
+class Window:
+    """What decides the jobs: sizes of the problem, as in the kernel's contract.
+
+    Attributes:
+        lengths: tokens per request.
+        requests, queries, heads: sizes.
+        slots: tokens that there is room for.
+        window: tokens that are kept decompressed.
+        causal: not 0 when a query sees no later token.
+        parts: parts of every window.
+        tiles: whether a job is two tiles of a head; constant.
+        shared: whether all requests have the same window, a prefix; constant.
+    """
+
+    lengths: Any
+    requests: Any
+    queries: Any
+    heads: Any
+    slots: Any
+    window: Any
+    causal: Any
+    parts: Any
+    tiles: bool
+    shared: bool
+
+    @property
+    def rows(self) -> Any:
+        """Query rows of a head that meet the same keys."""
+        return self.requests * self.queries if self.shared else self.queries
+
+    @property
+    def row_tiles(self) -> Any:
+        """Tiles of rows of a head."""
+        return (self.rows + ROWS - 1) // ROWS
+
+    @property
+    def units(self) -> Any:
+        """Jobs of a request without cuts."""
+        if self.tiles:
+            return self.heads * ((self.row_tiles + 1) // GROUPS)
+        return (self.heads + 1) // GROUPS * self.row_tiles
+
+    @property
+    def jobs(self) -> Any:
+        """All jobs."""
+        return (1 if self.shared else self.requests) * self.units * self.parts
+
+
+@dataclass
+class Job:
+    """A job.
+
+    Attributes:
+        request: whose keys and values.
+        head, tile: of warpgroup 0; the other one has the next head or the next tile.
+        part: which part of the window.
+        tokens: tokens of the window that exist.
+        first, last: blocks of tokens, `last` not included; at least one, so that a job without
+            tokens is no exception for those who compute.
+        stop: the first token behind the job's.
+    """
+
+    request: Any
+    head: Any
+    tile: Any
+    part: Any
+    tokens: Any
+    first: Any
+    last: Any
+    stop: Any
+
+
+@cute.jit
+def job_at(index: Int32, window: cutlass.Constexpr) -> Job:
+    """The job of a number; the loading warp and the computing warpgroups get the same one."""
+    units = window.units
+    unit = index % units
+    request = index // units % (window.jobs // (units * window.parts))
+    part = index // (window.jobs // window.parts)
+    if const_expr(window.tiles):
+        pairs = (window.row_tiles + 1) // GROUPS
+        head, tile = unit // pairs, unit % pairs * GROUPS
+        widest = tile + GROUPS - 1
+    else:
+        pairs = (window.heads + 1) // GROUPS
+        head, tile = unit % pairs * GROUPS, unit // pairs
+        widest = tile
+    if const_expr(window.shared):
+        tokens = window.window
+        seen = tokens
+    else:
+        length = window.lengths[request]
+        tokens = cutlass.min(length, window.window)
+        seen = tokens
+        if window.causal != 0:  # the last row sees most
+            last_row = cutlass.min(widest * ROWS + ROWS, window.queries)
+            seen = cutlass.min(seen, cutlass.max(tokens - window.queries + last_row, 0))
+    blocks = (tokens + BLOCK - 1) // BLOCK
+    first = blocks * part // window.parts
+    last = cutlass.min(blocks * (part + 1) // window.parts, (seen + BLOCK - 1) // BLOCK)
+    stop = last * BLOCK
+    return Job(request, head, tile, part, tokens, first, cutlass.max(last, first + 1), stop)
+
+
+@cute.jit
+def row_limit(job: cutlass.Constexpr, row: Int32, window: cutlass.Constexpr) -> Int32:
+    """How many tokens of the window a row sees."""
+    if const_expr(window.shared):
+        request = cutlass.min(row // window.queries, window.requests - 1)
+        length = window.lengths[request]
+        limit = cutlass.min(length, job.tokens)
+        if window.causal != 0:
+            limit = cutlass.min(limit, length - window.queries + row % window.queries + 1)
+    else:
+        limit = job.tokens
+        if window.causal != 0:
+            limit = cutlass.min(limit, job.tokens - window.queries + row + 1)
+    return cutlass.min(limit, job.stop)
+
+
+@cute.jit
+def inside(head: Int32, row: Int32, window: cutlass.Constexpr) -> Boolean:
+    """Whether there is such a row."""
+    return row < window.rows and head < window.heads

@@ -1,0 +1,351 @@
+"""The mix and decompressed attention in CuTe DSL on a Hopper GPU, against float32 references.
+
+Caches hold NaN in every slot without a token, outputs are poisoned before each run. Lengths, mask
+and dtype change at different paces, so that they meet in many ways; programs are few, because one
+serves all shapes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
+
+from mla_var3.kernel.cute_python.mla.absorbed_attention import FlashMLATiling
+from mla_var3.kernel.cute_python.mla.flash_attention.flash_attention.flash_attention import (
+    CuteFlashAttention,
+)
+from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus.mla_var6_plus import (
+    CuteMlaVar6Plus,
+)
+from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus_v2.mla_var6_plus_v2 import (
+    CuteMlaVar6PlusV2,
+)
+from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus_v3.mla_var6_plus_v3 import (
+    CuteMlaVar6PlusV3,
+)
+from mla_var3.kernel.cute_python.mla.window_stage import HEADS, TILES, WindowTiling
+from mla_var3.op.compare import compare
+from mla_var3.op.mla.inputs import decompress_newest
+from mla_var3.runtime.check import check_stage, poison_outputs
+from mla_var3.runtime.workflow import current_device_spec
+
+DEVICE = "cuda"
+RELATIVE = {"bfloat16": 0.003, "float16": 0.0006}
+"""Relative error of the output: probabilities, the latent part before its up-projection and the
+output are each rounded to 9 or 12 bits."""
+RELATIVE_8 = 0.04
+"""Against the reference on the same 8-bit window: queries and weights are rounded to the 4 bits of
+e4m3, and with them all the kernel's scores and products."""
+LSE_RELATIVE = 1e-5
+LSE_RELATIVE_8 = 0.01
+"""Rounded queries move the scores of all tokens."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hopper() -> None:
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip(f"written for sm_90a, this is a {torch.cuda.get_device_name()}")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem; `new` is how many tokens are decompressed, also as "t" or "t-1"."""
+
+    new: int | str
+    s: int
+    h: int
+    causal: bool = True
+    dtype: str = "bfloat16"
+    parts: int = 1
+    form: str = ""
+    t: int = 200
+    b: int = 3
+    pattern: str = "mixed"
+
+    def __str__(self) -> str:
+        mask = "causal" if self.causal else "full"
+        return (
+            f"n{self.new}-b{self.b}-s{self.s}-t{self.t}-h{self.h}-{self.pattern}-{mask}"
+            f"-{self.dtype}-parts{self.parts}{self.form}"
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are decompressed."""
+        return self.new if isinstance(self.new, int) else self.t - self.new.count("-1")
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        t, s = self.t, self.s
+        patterns = {
+            "mixed": (t, 0, max(min(s - 1, t), 1)),
+            "edges": (128, 64, 65),
+            "short": (1, t - 1, t // 2 + 1),
+        }
+        return tuple(itertools.islice(itertools.cycle(patterns[self.pattern]), self.b))
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        return {
+            "b": self.b,
+            "s": self.s,
+            "t": self.t,
+            "h": self.h,
+            "lengths": self.lengths,
+            "causal": self.causal,
+            "dtype": self.dtype,
+            "seed": 0,
+        }
+
+    @property
+    def window_tiling(self) -> WindowTiling:
+        """A window has no more parts than blocks of 64 tokens."""
+        most = -(-min(self.tokens, max(self.lengths)) // 64)
+        return WindowTiling(parts=max(1, min(self.parts, most)), form=self.form)
+
+
+NEW: tuple[int | str, ...] = (0, 1, 63, 64, 100, "t-1", "t")
+QUERIES = (1, 5, 16, 33, 64, 65, 128, 130)
+
+
+def mix_cases() -> list[Case]:
+    """Every number of new tokens with every number of queries, then large and cut ones."""
+    heads = itertools.cycle((1, 3, 8, 16, 128))
+    masks = itertools.cycle((True, False, True))
+    patterns = itertools.cycle(("mixed", "edges", "short", "mixed"))
+    # Few kinds of programs: float16 is never cut.
+    kinds = itertools.cycle(
+        (("bfloat16", 1), ("bfloat16", 3), ("float16", 1), ("bfloat16", 3), ("bfloat16", 1))
+    )
+    found = []
+    for new, s in itertools.product(NEW, QUERIES):
+        dtype, parts = next(kinds)
+        found.append(Case(new, s, next(heads), next(masks), dtype, parts, pattern=next(patterns)))
+    return [
+        *found,
+        Case(512, 4, 128, t=2000, b=5, pattern="short"),
+        Case(1000, 16, 16, t=2000, b=2, pattern="short"),
+        Case(100, 16, 128, b=40, pattern="edges"),
+        Case(190, 130, 16, parts=3, causal=False),
+        Case("t", 5, 3, parts=3, t=700, b=1),
+        Case("t", 130, 3, parts=3, t=700, b=2),
+        Case("t", 16, 8, form=TILES),
+        Case("t", 130, 8, form=HEADS),
+    ]
+
+
+MIX_CASES = mix_cases()
+PREFIX_CASES = [
+    Case(0, 5, 8), Case(1, 1, 3), Case(63, 16, 16, dtype="float16"), Case(64, 33, 8, causal=False),
+    Case(100, 5, 128, pattern="edges"), Case(100, 65, 3, parts=2), Case(128, 16, 16, b=9),
+    Case(150, 130, 1, pattern="short"), Case("t-1", 16, 8, causal=False, dtype="float16"),
+    Case("t", 5, 16), Case("t", 64, 8, parts=3, pattern="short"), Case(190, 7, 128, b=20),
+]  # fmt: skip
+EIGHT_CASES = [
+    Case(1, 5, 8), Case(63, 16, 3), Case(64, 1, 128, pattern="short"), Case(100, 33, 16, b=5),
+    Case(100, 65, 8, causal=False), Case("t-1", 16, 8, pattern="edges"), Case("t", 16, 16),
+    Case("t", 130, 3, parts=3, pattern="short"), Case(192, 5, 16, parts=3, causal=False),
+    Case("t", 64, 8, dtype="float16"), Case(0, 5, 8),
+]  # fmt: skip
+ATTENTION_CASES = [
+    Case("t", 1, 128), Case("t", 5, 3, causal=False), Case("t", 64, 16, pattern="edges"),
+    Case("t", 65, 8, dtype="float16"), Case("t", 128, 1, pattern="short"), Case("t", 130, 16, b=1),
+    Case("t", 1, 1, parts=3, b=1), Case("t", 33, 8, parts=2, t=1), Case("t", 130, 3, parts=3),
+    Case("t", 16, 8, t=3000, b=1, parts=3), Case("t", 130, 3, form=HEADS, causal=False),
+    Case("t", 5, 8, form=TILES),
+]  # fmt: skip
+
+
+def mix_of(case: Case) -> Any:
+    return CuteMlaVar6Plus(**case.sizes, n=case.tokens, window_tiling=case.window_tiling)
+
+
+def eight_bits_of(case: Case) -> Any:
+    return CuteMlaVar6PlusV2(**case.sizes, n=case.tokens, window_tiling=case.window_tiling)
+
+
+def prefix_of(case: Case) -> Any:
+    # The prefix has its length whatever those of the requests are.
+    tiling = WindowTiling(parts=max(1, min(case.parts, -(-case.tokens // 64))), form=case.form)
+    return CuteMlaVar6PlusV3(**case.sizes, prefix=case.tokens, window_tiling=tiling)
+
+
+def attention_of(case: Case) -> Any:
+    return CuteFlashAttention(**case.sizes, tiling=case.window_tiling)
+
+
+def planned(plan: Any) -> tuple[Any, tuple[Tensor, ...], Any]:
+    plan = plan.on_device(current_device_spec())
+    inputs = plan.prepare_inputs(DEVICE)
+    return plan, inputs, plan.plan(*inputs)
+
+
+def outputs_of(stage: Any) -> list[Tensor]:
+    torch.cuda.synchronize()
+    return [output.clone() for output in stage.output_tensors]
+
+
+def require_close(
+    got: Sequence[Tensor], wanted: Sequence[Tensor], relative: float, lse_relative: float
+) -> None:
+    """Output and log-sum-exp within their bounds, rows without a key exactly 0 and -inf."""
+    out, lse = got
+    empty = wanted[1] == -math.inf
+    assert torch.equal(lse == -math.inf, empty)
+    assert not out[empty].any()
+    error, lse_error = compare(out, wanted[0]), compare(lse, wanted[1])
+    assert error.relative_frobenius < relative, error
+    assert lse_error.relative_frobenius < lse_relative, lse_error
+
+
+def require_correct(plan: Any, relative: float, lse_relative: float = LSE_RELATIVE) -> None:
+    """Twice on poisoned outputs: what is left in the buffers of the first run must not matter."""
+    plan, inputs, stage = planned(plan)
+    check_stage(plan, inputs, stage).require()
+    first = outputs_of(stage)
+    require_close(first, plan.reference_fn(*inputs), relative, lse_relative)
+    poison_outputs(stage)
+    stage.launch()
+    for again, before in zip(outputs_of(stage), first, strict=True):
+        assert torch.equal(again, before)
+
+
+# --- shapes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", MIX_CASES, ids=str)
+def test_the_mix(case: Case) -> None:
+    require_correct(mix_of(case), RELATIVE[case.dtype])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ATTENTION_CASES, ids=str)
+def test_decompressed_attention(case: Case) -> None:
+    require_correct(attention_of(case), RELATIVE[case.dtype])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", PREFIX_CASES, ids=str)
+def test_a_shared_prefix(case: Case) -> None:
+    require_correct(prefix_of(case), RELATIVE[case.dtype])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", EIGHT_CASES, ids=str)
+def test_a_window_in_eight_bits(case: Case) -> None:
+    require_correct(eight_bits_of(case), RELATIVE_8, LSE_RELATIVE_8)
+
+
+@pytest.mark.gpu
+def test_what_eight_bits_cost_is_mostly_their_form() -> None:
+    """Against keys and values before they were rounded: the form's error, and the kernel's."""
+    plan, inputs, stage = planned(eight_bits_of(Case(190, 16, 16, pattern="short")))
+    check_stage(plan, inputs, stage).require()
+    window = decompress_newest(plan.make_inputs(DEVICE), plan.n)
+    found = plan.errors(stage.output_tensors[0], inputs, window)
+    assert found.kernel.relative_frobenius < RELATIVE_8
+    assert 0.005 < found.form.relative_frobenius < 0.1
+    joint = math.hypot(found.kernel.relative_frobenius, found.form.relative_frobenius)
+    assert found.total.relative_frobenius < 1.3 * joint
+
+
+def test_the_cases_are_many_and_varied() -> None:
+    """Needs no GPU."""
+    assert len(MIX_CASES) >= 60
+    assert len(set(MIX_CASES)) == len(MIX_CASES)
+    assert {case.new for case in MIX_CASES} >= set(NEW)
+    assert {case.s for case in MIX_CASES} >= set(QUERIES)
+    assert {case.h for case in MIX_CASES} == {1, 3, 8, 16, 128}
+    assert len({(case.dtype, case.causal) for case in MIX_CASES}) == 4
+    lengths = [(length, case.s) for case in MIX_CASES for length in case.lengths]
+    assert any(length == 0 for length, _ in lengths)
+    assert sum(0 < length < s for length, s in lengths) >= 20
+    cut = [case.window_tiling.parts for case in MIX_CASES if case.tokens]
+    assert {1, 3} <= set(cut) and sum(parts == 3 for parts in cut) >= 5
+
+
+def test_every_case_can_be_planned() -> None:
+    """Needs no GPU: the plan takes the inputs and the tiling."""
+    groups = (
+        (MIX_CASES, mix_of),
+        (ATTENTION_CASES, attention_of),
+        (PREFIX_CASES, prefix_of),
+        (EIGHT_CASES, eight_bits_of),
+    )
+    for cases, make in groups:
+        for case in cases:
+            plan = make(case)
+            for kernel in plan.plan(*plan.prepare_inputs("meta")).kernels():
+                assert not kernel.tiling.validate(plan).failures, (case, kernel.name)
+                assert kernel.args_fn(kernel.tiling)  # type: ignore[attr-defined]
+
+
+# --- SMs, values, graphs --------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_other_splits_of_the_sms() -> None:
+    plan, inputs, stage = planned(mix_of(Case(150, 16, 16)))
+    latent, _, window, _ = stage.kernels()
+    most = plan.sm_count
+    for sms in ((1, 1), (most - 1, 1), (1, most - 1), (most // 2, most // 2), (7, 13)):
+        latent.tiling, window.tiling = FlashMLATiling(sms=sms[0]), WindowTiling(sms=sms[1], parts=1)
+        check_stage(plan, inputs, stage).require()
+
+
+@pytest.mark.gpu
+def test_views_of_larger_windows() -> None:
+    """Strides that are not those of the sizes, as a ring that is longer than n has."""
+    plan, inputs, _ = planned(mix_of(Case(100, 5, 8)))
+    wider = [*inputs]
+    for index in (5, 6):
+        rows = torch.full((3, 9, 140, 128), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+        rows[:, :8, :100] = inputs[index]
+        wider[index] = rows[:, :8, :100]
+    rope = torch.full((3, 140, 96), torch.nan, dtype=torch.bfloat16, device=DEVICE)
+    rope[:, :100, :64] = inputs[7]
+    wider[7] = rope[:, :100, :64]
+    check_stage(plan, tuple(wider), plan.plan(*wider)).require()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("factor", [100.0, -100.0])
+def test_huge_scores(factor: float) -> None:
+    """Hundreds of powers of two apart: a row is nearly one token, and nothing overflows."""
+    plan, inputs, stage = planned(mix_of(Case(100, 5, 16)))
+    for queries in inputs[:3]:
+        queries.mul_(factor)
+    poison_outputs(stage)
+    stage.launch()
+    wanted = plan.reference_fn(*inputs, compute_dtype=torch.float64)
+    require_close(outputs_of(stage), wanted, RELATIVE["bfloat16"], LSE_RELATIVE)
+
+
+@pytest.mark.gpu
+def test_a_graph_is_replayed_with_other_lengths() -> None:
+    """Lengths and caches are rewritten in place; both kernels find their work anew."""
+    plan, inputs, stage = planned(mix_of(Case(100, 5, 8)))
+    stage.launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        stage.launch()
+    for lengths in ((200, 200, 200), (0, 0, 0), (1, 100, 101), (99, 3, 0)):
+        fresh = plan.copy(lengths=lengths).prepare_inputs(DEVICE)
+        for tensor, values in zip(inputs, fresh, strict=True):
+            tensor.copy_(values)
+        poison_outputs(stage)
+        graph.replay()
+        require_close(
+            outputs_of(stage), plan.reference_fn(*inputs), RELATIVE["bfloat16"], LSE_RELATIVE
+        )

@@ -1,0 +1,657 @@
+"""The mix and decompressed attention in CuTe DSL without a GPU: compiling, plans, SMs, errors."""
+
+from __future__ import annotations
+
+import fcntl
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
+
+from mla_var3.cli import kernel as kernel_command
+from mla_var3.conf.devices import device_spec
+from mla_var3.errors import HyperMlaError, InvalidArgumentError
+from mla_var3.kernel.cute_python.mla import decompress_combine
+from mla_var3.kernel.cute_python.mla.absorbed_attention import FlashMLASm90, FlashMLATiling
+from mla_var3.kernel.cute_python.mla.decompress_combine import (
+    DecompressCombineSm90,
+    DecompressCombineTiling,
+    row_tiles,
+)
+from mla_var3.kernel.cute_python.mla.flash_attention.flash_attention.flash_attention import (
+    CuteFlashAttention,
+)
+from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus.mla_var6_plus import (
+    CuteMlaVar6Plus,
+)
+from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus_v2.mla_var6_plus_v2 import (
+    CuteMlaVar6PlusV2,
+)
+from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus_v3.mla_var6_plus_v3 import (
+    CuteMlaVar6PlusV3,
+)
+from mla_var3.kernel.cute_python.mla.sm_split import SmSplit, balanced_split, neighbours
+from mla_var3.kernel.cute_python.mla.window_rows import WindowSm90
+from mla_var3.kernel.cute_python.mla.window_stage import (
+    ARGUMENTS,
+    HEADS,
+    LSE,
+    OUT,
+    PARTS,
+    TILES,
+    WindowShape,
+    WindowTiling,
+)
+from mla_var3.op.cost import Cost
+from mla_var3.op.mla.inputs import absorb_queries, decompress_newest
+from mla_var3.op.mla.reference import reference_from_latent
+from mla_var3.op.mla.shared_prefix_reference import make_shared_prefix_inputs
+from mla_var3.runtime import workflow
+from mla_var3.runtime.compile import CompileReport, fits_shared_memory
+from mla_var3.runtime.composite import ConcurrentKernels
+from mla_var3.runtime.paths import find_kernel, plan_class
+from mla_var3.runtime.tiling import constraint_failures
+
+HOPPER = device_spec("NVIDIA H200")
+SMALL: dict[str, Any] = {"b": 2, "s": 2, "t": 300, "h": 64, "seed": 0}
+SM_REGISTERS = 64 * 1024
+SERIALISED = re.compile(r"C75\d\d\b|wgmma\S* instructions are serialized", re.IGNORECASE)
+"""How the assembler says that matrix products wait for each other (C7510, C7512, C7515, C7520)."""
+PLANS: dict[str, Any] = {
+    "flash_attention": CuteFlashAttention,
+    "mla_var6_plus": CuteMlaVar6Plus,
+    "mla_var6_plus_v2": CuteMlaVar6PlusV2,
+    "mla_var6_plus_v3": CuteMlaVar6PlusV3,
+}
+
+
+def make(name: str, **fields: Any) -> Any:
+    return PLANS[name](**{**SMALL, **fields}).on_device(HOPPER)
+
+
+def stage_of(plan: Any) -> Any:
+    """On tensors without memory."""
+    return plan.plan(*plan.prepare_inputs("meta"))
+
+
+def kernels(plan: Any) -> dict[str, Any]:
+    return {kernel.name: kernel for kernel in stage_of(plan).kernels()}
+
+
+def named_arguments(kernel: Any, host: type, tiling: Any = None) -> dict[str, Any]:
+    """Arguments by the names of the host function; what follows them is left out."""
+    names = list(inspect.signature(host.__call__).parameters)[1:-1]  # type: ignore[operator]
+    return dict(zip(names, kernel.args_fn(tiling or kernel.tiling), strict=False))
+
+
+# --- what they compile to -------------------------------------------------------------------------
+
+VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "heads": ("flash_attention", {}, {"parts": 1}),
+    "heads float16": ("flash_attention", {"dtype": "float16"}, {"parts": 1}),
+    "tiles": ("flash_attention", {"s": 100}, {"parts": 1}),
+    "cut": ("flash_attention", {}, {"parts": 3}),
+    "mix": ("mla_var6_plus", {"n": 100}, {"parts": 1}),
+    "latent only": ("mla_var6_plus", {"n": 0}, {}),
+    "latent only float16": ("mla_var6_plus", {"n": 0, "dtype": "float16"}, {}),
+    "8 bits": ("mla_var6_plus_v2", {"n": 100}, {"parts": 1}),
+    "prefix": ("mla_var6_plus_v3", {"prefix": 100, "s": 40}, {"parts": 1}),
+}
+"""Per variant: the plan, its fields, and the tiling of the decompressed kernel."""
+# The decompressed kernel of "mix" is the program of "heads".
+WINDOWS = ["heads", "heads float16", "tiles", "cut", "8 bits", "prefix"]
+COMBINES = ["mix", "latent only", "latent only float16"]
+
+COMPILE = """
+import contextlib, json, sys
+from mla_var3.runtime import cute_kernel
+from mla_var3.runtime.compile import compile_report
+from mla_var3.runtime.paths import find_kernel, plan_class
+cute_kernel.quiet_compiler = contextlib.nullcontext
+reports, done = {}, set()
+for variant, (name, fields, window) in json.loads(sys.argv[1]).items():
+    plan = plan_class(find_kernel(name, language="cute-dsl"))(**fields)
+    for kernel in plan.plan(*plan.prepare_inputs("meta")).kernels():
+        if kernel.name in ("flash_mla", "merge_partials"):
+            continue
+        if kernel.name == "window_attention":
+            kernel.tiling = type(kernel.tiling)(**window)
+        print(f"== {variant} {kernel.name}", file=sys.stderr, flush=True)
+        reports[f"{variant} {kernel.name}"] = compile_report(kernel, "sm_90").to_dict()
+print(json.dumps(reports))
+"""
+
+
+class Compiled:
+    """All variants, compiled once: reports and what the assembler said, by variant and kernel."""
+
+    def __init__(self, reports: dict[str, Any], remarks: str) -> None:
+        self.reports = {name: CompileReport.from_dict(values) for name, values in reports.items()}
+        parts = re.split(r"^== (.+)$", remarks, flags=re.MULTILINE)
+        self.remarks = dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.fixture(scope="session")
+def compiled(
+    package_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Compiled:
+    """In a process of its own, because the assembler's remarks are asked for by the environment.
+
+    Once for all workers of a parallel run: the first one compiles, the others wait for it.
+    """
+    root = tmp_path_factory.getbasetemp()
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "cute-var6-plus"
+    folder.mkdir(exist_ok=True)
+    result = folder / "result.json"
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not result.is_file():
+            reports, remarks = compile_variants(package_environment, folder / "cache")
+            result.write_text(json.dumps({"reports": reports, "remarks": remarks}))
+    return Compiled(**json.loads(result.read_text()))
+
+
+def compile_variants(environment: dict[str, str], cache: Path) -> tuple[dict[str, Any], str]:
+    asked = {
+        variant: (name, {**SMALL, **fields}, window)
+        for variant, (name, fields, window) in VARIANTS.items()
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, json.dumps(asked)],
+        env={
+            **environment,
+            "HYPER_MLA_CACHE_DIR": str(cache),
+            "CUTE_DSL_COMPILER_OPT": "remarks{ptx}",
+            "PYTHONPATH": os.pathsep.join([environment["PYTHONPATH"], *filter(None, sys.path)]),
+        },
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+def require_well_compiled(report: CompileReport, remarks: str) -> None:
+    assert report.error is None
+    assert not report.spills, report.verdict
+    assert report.stack_bytes == 0
+    assert report.instructions["UTMALDG"] > 0
+    assert report.instructions["USETMAXREG"] == 2
+    assert report.registers is not None and report.registers * 384 <= SM_REGISTERS
+    assert fits_shared_memory(report, HOPPER)
+    # Without the assembler's remarks an absent warning would mean nothing.
+    assert re.search(rf"Compiling entry function '\w*{report.kernel}", remarks)
+    found = [line for line in remarks.splitlines() if SERIALISED.search(line)]
+    assert not found, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", WINDOWS)
+def test_the_decompressed_kernel_is_what_it_is_written_to_be(
+    compiled: Compiled, variant: str
+) -> None:
+    report = compiled.reports[f"{variant} window_attention"]
+    require_well_compiled(report, compiled.remarks[f"{variant} window_attention"])
+    # In 8 bits the rope part stays in 16.
+    assert set(report.mma) == ({"HGMMA", "QGMMA"} if variant == "8 bits" else {"HGMMA"})
+
+
+@pytest.mark.slow
+def test_the_merge_of_parts_is_in_the_program_that_cuts(compiled: Compiled) -> None:
+    assert "merge_windows" in compiled.remarks["cut window_attention"]
+    assert "merge_windows" not in compiled.remarks["heads window_attention"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", COMBINES)
+def test_the_combine_kernel_is_what_it_is_written_to_be(compiled: Compiled, variant: str) -> None:
+    report = compiled.reports[f"{variant} decompress_combine"]
+    require_well_compiled(report, compiled.remarks[f"{variant} decompress_combine"])
+    assert set(report.mma) == {"HGMMA"}
+    assert report.threads == decompress_combine.THREADS
+    assert report.registers == 168
+    assert report.consumer_registers == decompress_combine.CONSUMER_REGISTERS
+    # The other part is read only where there is one.
+    assert bool(report.instructions.get("LDG")) is (variant == "mix")
+
+
+# --- who is there ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_registry_finds_the_plan(name: str) -> None:
+    kernel = find_kernel(name, language="cute-dsl")
+    assert kernel.full_name == name
+    assert plan_class(kernel) is PLANS[name]
+    assert PLANS[name].targets == ("sm_90",)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "wanted"),
+    [
+        ("flash_attention", {}, ["window_attention"]),
+        ("mla_var6_plus", {"n": 0}, ["flash_mla", "merge_partials", "decompress_combine"]),
+        (
+            "mla_var6_plus",
+            {"n": 100},
+            ["flash_mla", "merge_partials", "window_attention", "decompress_combine"],
+        ),
+        ("mla_var6_plus", {"n": 300}, ["window_attention"]),
+        ("mla_var6_plus_v2", {"n": 300}, ["window_attention"]),
+        ("mla_var6_plus_v2", {"n": 0}, ["flash_mla", "merge_partials", "decompress_combine"]),
+        ("mla_var6_plus_v3", {"prefix": 0}, ["flash_mla", "merge_partials", "decompress_combine"]),
+        ("mla_var6_plus_v3", {"prefix": 300}, ["window_attention"]),
+    ],
+    ids=str,
+)
+def test_a_kernel_without_tokens_is_left_out(
+    name: str, fields: dict[str, Any], wanted: list[str]
+) -> None:
+    stage = stage_of(make(name, **fields))
+    assert [kernel.name for kernel in stage.kernels()] == wanted
+    rows = (SMALL["b"], SMALL["s"], SMALL["h"])
+    assert [tuple(tensor.shape) for tensor in stage.output_tensors] == [(*rows, 128), rows]
+    assert [tensor.dtype for tensor in stage.output_tensors] == [torch.bfloat16, torch.float32]
+
+
+def test_the_latent_kernel_leaves_out_the_window_and_nothing_else() -> None:
+    plan = make("mla_var6_plus", n=100, lengths=(300, 60))
+    named = named_arguments(kernels(plan)["window_attention"], WindowSm90)
+    assert (named["window"], named["slots"], named["requests"]) == (100, 100, 2)
+    assert plan.latent_lengths() == [200, 0]
+    assert plan.new_lengths() == [100, 60]
+    assert named_arguments(kernels(plan)["flash_mla"], FlashMLASm90)["newest"] == 100
+
+
+def test_a_prefix_is_one_window_and_the_latent_kernel_starts_behind_it() -> None:
+    plan = make("mla_var6_plus_v3", prefix=128, lengths=(300, 60))
+    named = named_arguments(kernels(plan)["window_attention"], WindowSm90)
+    assert (named["window"], named["slots"], named["requests"]) == (128, 128, 2)
+    assert tuple(named["keys"].shape) == (1, 64, 128, 128)
+    inputs = plan.prepare_inputs("cpu")
+    assert inputs[-1].tolist() == [172, 0]
+    latent = next(iter(plan.plan(*inputs).kernels())).input_tensors[2]
+    assert latent.data_ptr() == inputs[6][:, 128:].data_ptr()
+
+
+def test_eight_bits_are_half_the_bytes_and_padded_slots() -> None:
+    plain, packed = make("mla_var6_plus", n=100), make("mla_var6_plus_v2", n=100)
+    named = named_arguments(kernels(packed)["window_attention"], WindowSm90)
+    assert (named["window"], named["slots"], named["requests"]) == (100, 128, 2)
+    assert named["scales"] is not None and named["r_token"] == 64
+    assert tuple(named["k_rope"].shape) == (2, 128, 64)
+    assert packed.window_cost().flops == plain.window_cost().flops
+    assert 0.5 < packed.window_cost().bytes / plain.window_cost().bytes < 0.6
+
+
+@pytest.mark.parametrize("n", [0, 37, 300])
+def test_the_cost_of_the_parts_is_that_of_the_whole(n: int) -> None:
+    plan = make("mla_var6_plus", n=n, lengths=(300, 60))
+    flops, _ = plan._algorithmic_flops_bytes(plan.tiling)
+    s, h, d, p, k = plan.s, plan.h, plan.d, plan.p, plan.k
+    old, new = sum(plan.latent_lengths()), sum(plan.new_lengths())
+    assert flops == 2 * h * s * (old * (2 * k + p) + new * (2 * d + p))
+
+
+# --- references -----------------------------------------------------------------------------------
+
+
+def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((got.double() - wanted.double()).norm() / wanted.double().norm())
+
+
+TINY: dict[str, Any] = {"b": 2, "s": 3, "t": 90, "h": 2, "lengths": (90, 40), "seed": 1}
+
+
+@pytest.mark.parametrize("name", ["mla_var6_plus", "mla_var6_plus_v2"])
+def test_the_reference_is_the_operation(name: str) -> None:
+    """Against the absorbed path alone, which knows nothing of windows; 8 bits cost what they do."""
+    plan = make(name, **TINY, n=50)
+    inputs = plan.prepare_inputs("cpu")
+    got, got_lse = plan.reference_fn(*inputs)
+    wanted, lse = reference_from_latent(plan.make_inputs("cpu"), plan.problem())
+    bound = 0.1 if name.endswith("v2") else 0.01
+    assert relative(got, wanted) < bound
+    assert relative(got_lse, lse) < bound
+
+
+def test_the_errors_of_the_form_and_of_the_kernel_are_told_apart() -> None:
+    plan = make("mla_var6_plus_v2", **TINY, n=50)
+    raw = plan.make_inputs("cpu")
+    inputs = plan.prepare_inputs("cpu")
+    assert torch.equal(inputs[1], absorb_queries(raw.q_nope, raw.w_uk))
+    window = decompress_newest(raw, 50)
+    exact = plan.reference_fn(*inputs)[0]
+    perfect = plan.errors(exact, inputs, window)
+    assert perfect.kernel.relative_frobenius == 0.0
+    assert 0.01 < perfect.form.relative_frobenius < 0.1
+    assert perfect.total == perfect.form
+    # What the check allows for queries and weights of e4m3 is a few percent, and not nothing.
+    yardstick = plan.reference_fn(*inputs, compute_dtype=torch.bfloat16)[0]
+    assert 0.005 < plan.errors(yardstick, inputs, window).kernel.relative_frobenius < 0.06
+
+
+def test_the_reference_of_a_prefix_is_the_operation() -> None:
+    plan = make("mla_var6_plus_v3", **TINY, prefix=50)
+    made = make_shared_prefix_inputs(plan.shared_problem(), "cpu", seed=1)
+    wanted, _ = reference_from_latent(made.plain, plan.problem())
+    assert relative(plan.reference_fn(*plan.prepare_inputs("cpu"))[0], wanted) < 0.01
+
+
+# --- SMs ------------------------------------------------------------------------------------------
+
+
+def test_the_split_makes_both_end_together() -> None:
+    latent, window = Cost(flops=5.2e12, bytes=0.0), Cost(flops=0.0, bytes=60e9)
+    assert balanced_split(latent, window, 132) == SmSplit(66, 66)
+    assert balanced_split(latent + latent, window, 132) == SmSplit(88, 44)
+    nothing = Cost(0.0, 0.0)
+    assert balanced_split(nothing, window, 132) == SmSplit(1, 131)
+    assert balanced_split(latent, nothing, 132) == SmSplit(131, 1)
+    assert balanced_split(nothing, nothing, 2) == SmSplit(1, 1)
+
+
+def test_neighbours_use_all_sms_and_leave_each_kernel_one() -> None:
+    for split in (SmSplit(66, 66), SmSplit(1, 131), SmSplit(131, 1), SmSplit(1, 1)):
+        found = neighbours(split)
+        assert split not in found and len(set(found)) == len(found)
+        for other in found:
+            assert other.latent + other.window == split.latent + split.window
+            assert min(other.latent, other.window) >= 1
+    assert len(neighbours(SmSplit(66, 66))) == 4
+
+
+@pytest.mark.parametrize("n", [64, 512, 2048, 4000])
+def test_a_longer_window_gets_more_sms(n: int) -> None:
+    sizes = {"b": 32, "s": 16, "t": 4096, "h": 128}
+    split = make("mla_var6_plus", **sizes, n=n).split()
+    longer = make("mla_var6_plus", **sizes, n=n + 64).split()
+    assert split.latent + split.window == HOPPER.sm_count
+    assert longer.window >= split.window
+    assert make("mla_var6_plus_v2", **sizes, n=n).split().window <= split.window
+
+
+def test_a_chosen_share_leaves_the_other_kernel_the_rest() -> None:
+    plan = make("mla_var6_plus", n=100, tiling=FlashMLATiling(sms=100))
+    assert plan.split() == SmSplit(100, 32)
+    plan = make("mla_var6_plus", n=100, window_tiling=WindowTiling(sms=100))
+    assert plan.split() == SmSplit(32, 100)
+
+
+def together(plan: Any) -> ConcurrentKernels:
+    found = stage_of(plan).stages[0]
+    assert isinstance(found, ConcurrentKernels)
+    return found
+
+
+@pytest.mark.parametrize("name", ["mla_var6_plus", "mla_var6_plus_v2", "mla_var6_plus_v3"])
+def test_more_sms_than_there_are_is_refused(name: str) -> None:
+    own = {"prefix": 100} if name.endswith("v3") else {"n": 100}
+    group = together(make(name, **own))
+    assert group.joint_failures() == ()
+    latent, merge, window = (kernel.tiling for kernel in group.kernels())
+    most = HOPPER.sm_count
+    for sms in ((most - 1, 1), (60, 60)):
+        chosen = [FlashMLATiling(sms=sms[0]), merge, WindowTiling(sms=sms[1])]
+        assert group.joint_failures(chosen) == ()
+    for pair in ((most, 1), (1, most), (100, 33)):
+        [failure] = group.joint_failures(
+            [FlashMLATiling(sms=pair[0]), merge, WindowTiling(sms=pair[1])]
+        )
+        assert f"at most {most} SMs for both kernels, got {pair[0]} + {pair[1]}" in failure
+    assert latent.sms == window.sms == 0
+
+
+def test_every_candidate_is_valid_and_some_pairs_fit() -> None:
+    for s, h, n in ((1, 8, 100), (16, 128, 100), (100, 16, 299), (2, 64, 0), (2, 64, 300)):
+        plan = make("mla_var6_plus", s=s, h=h, n=n)
+        stage = stage_of(plan)
+        for kernel in stage.kernels():
+            for tiling in kernel.autotune_configs:
+                assert constraint_failures(tiling, plan) == ()
+                assert kernel.args_fn(tiling)
+        if 0 < n < plan.t:
+            group = together(plan)
+            latent, merge, window = group.kernels()
+            fits = [
+                not group.joint_failures([a, merge.tiling, b])
+                for a in latent.autotune_configs
+                for b in window.autotune_configs
+            ]
+            assert 5 <= sum(fits) < len(fits)
+
+
+# --- the decompressed kernel's jobs ---------------------------------------------------------------
+
+
+def test_the_form_follows_the_rows() -> None:
+    assert WindowShape(2, 64, 8, 300).form(WindowTiling()) == HEADS
+    assert WindowShape(2, 65, 8, 300).form(WindowTiling()) == TILES
+    assert WindowShape(2, 65, 8, 300).form(WindowTiling(form=HEADS)) == HEADS
+
+
+@pytest.mark.parametrize(
+    ("shape", "form", "units"),
+    [
+        (WindowShape(2, 1, 8, 300), HEADS, 4),
+        (WindowShape(2, 64, 3, 300), HEADS, 2),
+        (WindowShape(2, 65, 3, 300), HEADS, 4),
+        (WindowShape(2, 65, 3, 300), TILES, 3),
+        (WindowShape(2, 129, 3, 300), TILES, 6),
+        (WindowShape(1, 1, 1, 300), TILES, 1),
+    ],
+    ids=str,
+)
+def test_jobs_of_a_window(shape: WindowShape, form: str, units: int) -> None:
+    assert shape.units(form) == units
+
+
+def test_no_block_without_a_job() -> None:
+    shape = WindowShape(2, 1, 8, 300)
+    assert shape.blocks(WindowTiling(parts=1), 132) == 8
+    assert shape.blocks(WindowTiling(parts=3), 132) == 24
+    assert shape.blocks(WindowTiling(parts=3), 10) == 10
+
+
+def test_the_arguments_are_those_of_the_kernel_and_four_of_the_merge() -> None:
+    kernel = kernels(make("flash_attention"))["window_attention"]
+    assert len(kernel.args_fn(kernel.tiling)) == len(ARGUMENTS) + 4
+    assert [ARGUMENTS[i] for i in (OUT, LSE, PARTS)] == ["o", "lse", "parts"]
+
+
+def test_parts_have_room_of_their_own_and_one_part_needs_none() -> None:
+    kernel = kernels(make("flash_attention"))["window_attention"]
+    named = named_arguments(kernel, WindowSm90, WindowTiling(parts=3))
+    assert tuple(named["o"].shape) == (3, 2, 2, 64, 128) and named["o"].dtype is torch.float32
+    assert tuple(named["lse"].shape) == (3, 2, 2, 64)
+    assert kernel.host_fn(WindowTiling(parts=3)).wide
+    named = named_arguments(kernel, WindowSm90, WindowTiling(parts=1))
+    assert named["o"] is kernel.output_tensors[0] and named["lse"] is kernel.output_tensors[1]
+    assert not kernel.host_fn(WindowTiling(parts=1)).wide
+
+
+@pytest.mark.parametrize(
+    ("tiling", "message"),
+    [
+        (WindowTiling(sms=-1), "sms: expected 0 to 132"),
+        (WindowTiling(sms=133), "sms: expected 0 to 132"),
+        (WindowTiling(parts=-1), "parts: expected 0 to 5"),
+        (WindowTiling(parts=6), "parts: expected 0 to 5"),
+        (WindowTiling(form="rows"), "form: expected heads, tiles or nothing, got 'rows'"),
+    ],
+    ids=str,
+)
+def test_a_wrong_tiling_is_named_before_anything_is_compiled(
+    tiling: WindowTiling, message: str
+) -> None:
+    kernel = kernels(make("flash_attention"))["window_attention"]
+    with pytest.raises(HyperMlaError, match=re.escape(message)):
+        kernel.compile("sm_90", tiling)
+
+
+# --- the combine stage ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("splits", [-1, 3])
+def test_a_wrong_split_of_the_rows_is_named(splits: int) -> None:
+    plan = make("mla_var6_plus", b=2, s=100, n=100)
+    assert row_tiles(200) == 2
+    with pytest.raises(HyperMlaError, match=f"splits: expected 0 to 2 .* got {splits}"):
+        kernels(plan)["decompress_combine"].compile("sm_90", DecompressCombineTiling(splits))
+
+
+@pytest.mark.parametrize(("h", "splits"), [(128, 1), (64, 2), (8, 4), (1, 4)])
+def test_the_rows_of_a_head_are_shared_by_as_many_blocks_as_fit(h: int, splits: int) -> None:
+    plan = make("mla_var6_plus", b=4, s=128, h=h, n=100)
+    named = named_arguments(kernels(plan)["decompress_combine"], DecompressCombineSm90)
+    assert named["splits"] == splits
+    assert (named["rows"], named["heads"]) == (512, h)
+
+
+def test_the_log_sum_exp_is_that_of_the_latent_part_when_it_is_alone() -> None:
+    stage = stage_of(make("mla_var6_plus", n=0))
+    *_, merge, combine = stage.kernels()
+    assert stage.output_tensors[1] is merge.output_tensors[1]
+    named = named_arguments(combine, DecompressCombineSm90)
+    assert [named[x] for x in ("lse_latent", "o_new", "lse_new", "lse")] == [None] * 4
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("flash_attention", {"d": 64}, "d: expected 128, which the tiles are made for, got 64"),
+        ("flash_attention", {"p": 32}, "p: expected 64, which the tiles are made for, got 32"),
+        ("mla_var6_plus", {"k": 256}, "k: expected 512, which the tiles are made for, got 256"),
+        ("mla_var6_plus", {"n": 301}, "n: expected an integer from 0 to t=300, got 301"),
+        ("mla_var6_plus_v2", {"n": -1}, "n: expected an integer from 0 to t=300, got -1"),
+        ("mla_var6_plus_v3", {"prefix": 301}, "prefix: expected an integer from 0 to t=300"),
+    ],
+    ids=str,
+)
+def test_a_wrong_size_is_named(name: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=re.escape(message)):
+        make(name, **fields)
+
+
+NAMES = {
+    "flash_attention": ("q_nope", "q_rope", "k", "v", "k_rope", "lengths"),
+    "mla_var6_plus": (
+        *("q_nope", "q_latent", "q_rope", "c_kv", "k_rope"),
+        *("k_new", "v_new", "k_rope_new", "w_uv", "lengths"),
+    ),
+    "mla_var6_plus_v2": (
+        *("q_nope", "q_latent", "q_rope", "c_kv", "k_rope"),
+        *("keys", "values", "scales", "k_rope_new", "w_uv", "lengths"),
+    ),
+    "mla_var6_plus_v3": (
+        *("q_nope", "q_latent", "q_rope", "k_prefix", "v_prefix", "k_rope_prefix"),
+        *("c_kv", "k_rope", "w_uv", "lengths", "own_lengths"),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "index"), [(name, i) for name, names in NAMES.items() for i in range(len(names))]
+)
+def test_a_wrong_tensor_is_named(name: str, index: int) -> None:
+    own = {"prefix": 100} if name.endswith("v3") else {}
+    own = own if name == "flash_attention" or own else {"n": 100}
+    plan = make(name, **own)
+    inputs = plan.prepare_inputs("meta")
+    assert len(inputs) == len(NAMES[name])
+    wrong = [*inputs]
+    wrong[index] = torch.empty((*inputs[index].shape, 1), device="meta", dtype=inputs[index].dtype)
+    with pytest.raises(InvalidArgumentError, match=f"^{NAMES[name][index]}: expected"):
+        plan.plan(*wrong)
+    wrong[index] = inputs[index].to(torch.float64)
+    with pytest.raises(InvalidArgumentError, match=f"^{NAMES[name][index]}: expected dtype"):
+        plan.plan(*wrong)
+
+
+@pytest.mark.parametrize("name", ["q_nope", "q_rope", "q_latent", "w_uv"])
+def test_gaps_are_refused_by_name(name: str) -> None:
+    plan = make("mla_var6_plus", n=100)
+    inputs = [*plan.prepare_inputs("meta")]
+    index = NAMES["mla_var6_plus"].index(name)
+    shape = list(inputs[index].shape)
+    longer = torch.empty([shape[0], shape[1] + 1, *shape[2:]], device="meta", dtype=torch.bfloat16)
+    inputs[index] = longer[:, : shape[1]]
+    with pytest.raises(InvalidArgumentError, match=f"^{name}: expected a layout"):
+        plan.plan(*inputs)
+
+
+@pytest.mark.parametrize("name", ["keys", "values", "scales"])
+def test_a_packed_window_has_no_gaps(name: str) -> None:
+    plan = make("mla_var6_plus_v2", n=100)
+    inputs = [*plan.prepare_inputs("meta")]
+    index = NAMES["mla_var6_plus_v2"].index(name)
+    shape = inputs[index].shape
+    longer = torch.empty((shape[0], shape[1] + 1, *shape[2:]), device="meta")
+    inputs[index] = longer.to(inputs[index].dtype)[:, : shape[1]]
+    with pytest.raises(InvalidArgumentError, match=f"^{name}: expected a layout"):
+        plan.plan(*inputs)
+
+
+def test_a_small_copy_keeps_the_share_of_decompressed_tokens() -> None:
+    small = make("mla_var6_plus", t=4000, n=1000).cpu_check_plan()
+    assert (small.t, small.n) == (150, 38)
+    small = make("mla_var6_plus_v3", t=4000, prefix=3000).cpu_check_plan()
+    assert (small.t, small.prefix) == (150, 112)
+
+
+def test_an_unresolved_choice_says_who_makes_it() -> None:
+    for plan in (CuteMlaVar6Plus(**SMALL), CuteMlaVar6PlusV3(**SMALL)):
+        with pytest.raises(InvalidArgumentError, match="resolve or on_device chooses one"):
+            plan.prepare_inputs("meta")
+    assert make("mla_var6_plus").n is not None
+    assert make("mla_var6_plus_v3").prefix == 128
+
+
+def test_refinements_surround_the_choice() -> None:
+    plan = make("mla_var6_plus", b=32, s=16, t=4096, h=128, n=1024)
+    found = [other.n for other in plan.refinements()]
+    assert found == sorted(found) and 1024 not in found
+    assert {0, 4096} <= set(found) and min(n for n in found if n) < 1024 < max(found)
+
+
+# --- the command line -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (kernel_command, workflow):
+        monkeypatch.setattr(module, "cuda_available", lambda: False)
+
+
+@pytest.mark.usefixtures("without_gpu")
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        (["v2", "--n=1000"], 2, "n: expected an integer from 0 to t=200, got 1000"),
+        (["v3", "--prefix=201"], 2, "prefix: expected an integer from 0 to t=200"),
+        (["--target=sm_100"], 2, "unknown target 'sm_100'"),
+        (["--device=cpu", "--check"], 1, "--check: expected a GPU for mla_var6_plus (cute-dsl)"),
+        (["--sms=3"], 2, "tiling.sms"),
+    ],
+    ids=str,
+)
+def test_what_the_command_line_refuses(
+    argv: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--b=2", "--s=2", "--t=200", "--h=64"]
+    assert kernel_command.main(["mla_var6_plus", *argv, "--language=cute-dsl", *sizes]) == code
+    assert message in " ".join(capsys.readouterr().err.split())
