@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from mla_var3.attention.call import HEAD_WIDTH, mla_attention, mla_latent_attention
-from mla_var3.attention.fast_path import known_form, latent_key
+from mla_var3.attention.fast_path import latent_parts
+from mla_var3.attention.forms import find_form
 from mla_var3.attention.projections import project_heads
 from mla_var3.attention.view import CacheView, paged_view
 from mla_var3.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
@@ -89,7 +90,7 @@ def launch_alone(operands: Operands) -> Call:
     """The launch of `mla_latent_attention` on prepared addresses, with outputs of its own."""
     q, q_rope, views = operands.q_latent, operands.q_rope, operands.views
     mla_latent_attention(q[0], q_rope[0], views[0], kernel=KERNEL)
-    form = known_form(latent_key(q[0], q_rope[0], views[0], HEAD_WIDTH, KERNEL, {}))
+    form = find_form(latent_parts(q[0], q_rope[0], views[0], HEAD_WIDTH, KERNEL, {}))
     if form is None:
         raise RuntimeError(f"{KERNEL}: expected a launch that can be repeated, got none")
     out = torch.empty_like(q[0])

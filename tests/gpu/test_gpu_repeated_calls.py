@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mla_var3.attention import fast_path
+from mla_var3.attention import fast_path, forms
 from mla_var3.attention.cache import LatentCache
 from mla_var3.attention.call import HEAD_WIDTH, mla_attention, mla_latent_attention
 from mla_var3.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
@@ -24,7 +24,7 @@ LENGTHS = (1000, 77, 640)
 
 @pytest.fixture(autouse=True)
 def no_forms() -> None:
-    fast_path.forget_forms()
+    forms.forget_forms()
 
 
 def filled(generator: torch.Generator, page_size: int | None) -> LatentCache:
@@ -63,17 +63,17 @@ def test_other_tensors_of_the_same_form(
         options: dict[str, Any] = {"scale": scale, "return_lse": True}
         found = mla_attention(*whole, cache, *weights, kernel=KERNEL, **options)
         same(found, mla_attention(*whole, cache, *weights, kernel="torch_tiled", **options))
-        assert len(fast_path._forms) == 2, f"turn {turn}: one form of each call"
+        assert len(forms._forms) == 2, f"turn {turn}: one form of each call"
 
 
-@pytest.mark.parametrize("s", [1, 2])
-def test_flash_mla(s: int, generator: torch.Generator) -> None:
+@pytest.mark.parametrize(("s", "h"), [(1, H), (2, H), (2, 128), (1, 16), (4, 2)])
+def test_flash_mla(s: int, h: int, generator: torch.Generator) -> None:
     metadata, _ = get_mla_metadata()
     lengths = torch.tensor([1000, 0, 640], dtype=torch.int32, device="cuda")
     for _ in range(3):
         pages = normal(generator, B * T // PAGE, PAGE, 1, K + P, dtype=torch.bfloat16).cuda()
         table = torch.randperm(B * T // PAGE, generator=generator).view(B, -1).int().cuda()
-        q = normal(generator, B, s, H, K + P, dtype=torch.bfloat16).cuda()
+        q = normal(generator, B, s, h, K + P, dtype=torch.bfloat16).cuda()
         out, lse = flash_mla_with_kvcache(q, pages, table, lengths, K, metadata, causal=True)
         view = LatentCache.allocate(B, T, device="cuda", page_size=PAGE).view()
         view.latent.copy_(pages[:, :, 0, :K])
@@ -129,8 +129,8 @@ def test_a_graph_captured_after_the_form_is_known(generator: torch.Generator) ->
     cache = filled(generator, PAGE)
     q, other = queries(generator, K), queries(generator, K)
     wanted = mla_latent_attention(*q, cache, kernel=KERNEL)
-    key = fast_path.latent_key(*q, cache, HEAD_WIDTH, KERNEL, {})
-    assert fast_path.known_form(key) is not None
+    parts = fast_path.latent_parts(*q, cache, HEAD_WIDTH, KERNEL, {})
+    assert forms.find_form(parts) is not None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = mla_latent_attention(*q, cache, kernel=KERNEL)

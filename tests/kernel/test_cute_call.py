@@ -40,8 +40,8 @@ class Note:
     def repeated(self, *args: Any) -> Note:
         return Note(self.log, f"{self.name} again")
 
-    def launch_on(self, stream: int, *addresses: int) -> None:
-        self.log.append((self.name, (stream, *addresses)))
+    def on_stream(self, stream: int, *last: int) -> Any:
+        return lambda *addresses: self.log.append((self.name, (stream, *addresses, *last)))
 
 
 @pytest.fixture
@@ -122,6 +122,9 @@ def test_one_program_serves_all_shapes_and_another_each_form(
     table = torch.empty((2, 4), dtype=torch.int32, device="meta")
     flash_mla.absorbed(**absorbed(2, 4, 16, block_table=table))
     assert len(latent_call._programs) == 3
+    for _ in range(2):
+        flash_mla.absorbed(**absorbed(2, 4, 16, block_table=table, empty_positive=True))
+    assert len(latent_call._programs) == 4
 
 
 def test_a_launch_is_repeated_on_other_addresses(
@@ -135,7 +138,7 @@ def test_a_launch_is_repeated_on_other_addresses(
     state = {"stream": 7, "capturing": False, "device": 0}
     monkeypatch.setattr(latent_call, "raw_stream", lambda device: state["stream"])
     monkeypatch.setattr(latent_call, "current_device_index", lambda: state["device"])
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
+    monkeypatch.setattr(latent_call, "is_capturing", lambda: state["capturing"])
     monkeypatch.setattr(latent_call, "workspace", lambda device, sms: rooms[state["stream"]])
     launch = latent_call.AbsorbedLaunch(
         Note(calls, "again"),  # type: ignore[arg-type]
@@ -167,7 +170,7 @@ def test_a_launch_is_repeated_on_other_addresses(
 def test_threads_do_not_share_the_room_for_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread may launch between the attention and the merge of a call."""
     monkeypatch.setattr(latent_call, "raw_stream", lambda device: 7)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(latent_call, "is_capturing", lambda: False)
     monkeypatch.setattr(latent_call, "allocate_partials", lambda device, sms: (torch.empty(1),) * 3)
     device = torch.device("cuda", 0)
     here = latent_call.workspace(device, SMS)
@@ -240,6 +243,33 @@ def test_both_kernels_are_in_one_program_unchanged(paged: bool, few: int) -> Non
     both = latent_call.AttentionAndMerge(host, element, few)
     assert code(kernel, both, (*attention, SMS), tiling) == alone
     assert set(alone) == {"flash_mla", "merge_partials"} and all(alone.values())
+
+
+@pytest.mark.parametrize("few", [0, 8])
+def test_both_kernels_know_both_log_sums_of_nothing(few: int) -> None:
+    """Where +inf is asked for, both choose by a comparison with -inf that they lack otherwise."""
+    given = absorbed(2, 1, 8 if few else 128)
+    shape = gang_shape(1, 2, SMS)
+    partials = latent_call.allocate_partials(torch.device("meta"), SMS)
+    names = ("q_latent", "q_rope", "latent", "rope", "block_table", "lengths", "query_begins")
+    attention = latent_call.attention_arguments(
+        *(given[name] for name in names), None, given["out"], given["lse"], partials,
+        0.1, 1, given["q_latent"].shape[2], True, shape,
+    )  # fmt: skip
+    element, host = latent_call.ELEMENT_TYPES[torch.bfloat16], flash_mla.FlashMLASm90
+    tiling = flash_mla.FlashMLATiling(few=few)
+
+    def choices(empty_positive: bool) -> dict[str, int]:
+        both = latent_call.AttentionAndMerge(host, element, few, empty_positive)
+        kinds = kinds_of((*attention, SMS))
+        ptx = compile_program(host.flash_mla, both, kinds, tiling, "sm_90a").ptx
+        parts = re.split(r"\.entry kernel_cutlass_(flash_mla|merge_partials)_", ptx)[1:]
+        found = zip(parts[::2], parts[1::2], strict=True)
+        return {name: len(re.findall(r"0f7F800000", text)) for name, text in found}
+
+    plain, positive = choices(False), choices(True)
+    assert set(plain) == {"flash_mla", "merge_partials"}
+    assert all(positive[name] > plain[name] for name in plain)
 
 
 DRIVER = r"""

@@ -52,7 +52,10 @@ from mla_var3.kernel.cute_python.mla.window_stage import (
     WindowTiling,
 )
 from mla_var3.op.cost import Cost
+from mla_var3.op.mla.cost import best_n
 from mla_var3.op.mla.inputs import absorb_queries, decompress_newest
+from mla_var3.op.mla.mix_model import MixModel
+from mla_var3.op.mla.mix_parameters import mix_parameters
 from mla_var3.op.mla.reference import reference_from_latent
 from mla_var3.op.mla.shared_prefix_reference import make_shared_prefix_inputs
 from mla_var3.runtime import workflow
@@ -380,6 +383,32 @@ def test_a_longer_window_gets_more_sms(n: int) -> None:
     assert split.latent + split.window == HOPPER.sm_count
     assert longer.window >= split.window
     assert make("mla_var6_plus_v2", **sizes, n=n).split().window <= split.window
+
+
+def test_a_fitted_model_chooses_the_window_and_the_sms() -> None:
+    sizes = {"b": 32, "s": 43, "t": 4096, "h": 128}
+    parameters = mix_parameters(HOPPER)
+    assert parameters.fitted
+    model, plan = MixModel(parameters), make("mla_var6_plus", **sizes)
+    assert plan.n == model.best_n(plan.problem(), multiple=128)
+    assert 0 < plan.n < plan.t
+    wanted = model.best_split(plan.problem(), plan.n)
+    # Gangs take whole numbers of SMs.
+    assert wanted - 16 < plan.split().latent <= wanted
+    assert plan.copy(b=8).on_device(HOPPER).n == plan.n
+    chosen = {s: make("mla_var6_plus", **{**sizes, "s": s}).n for s in (1, 200)}
+    assert chosen == {1: 0, 200: 4096}
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"), [("NVIDIA H100 80GB HBM3", "bfloat16"), ("NVIDIA H200", "float16")]
+)
+def test_without_a_fit_the_roofline_chooses(device: str, dtype: str) -> None:
+    spec = device_spec(device)
+    plan = CuteMlaVar6Plus(b=32, s=43, t=4096, h=128, dtype=dtype).on_device(spec)
+    rates = spec.sustained_tflops(dtype), spec.sustained_gbps
+    assert plan.model is None
+    assert plan.n == best_n(plan.problem(), *rates, multiple=128)
 
 
 def test_a_chosen_share_leaves_the_other_kernel_the_rest() -> None:

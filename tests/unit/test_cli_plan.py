@@ -11,7 +11,7 @@ import pytest
 from mla_var3.cli.main import main
 from mla_var3.conf.devices import device_spec
 from mla_var3.op.mla.mix_model import MixModel
-from mla_var3.op.mla.mix_parameters import derived_parameters
+from mla_var3.op.mla.mix_parameters import derived_parameters, mix_parameters
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.op.mla.window_form import FP8
 from mla_var3.op.mla.window_plan import plan_window
@@ -30,22 +30,28 @@ FILES = {
 def test_the_table_says_that_it_predicts_and_from_what(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert main([*H200, "--budget=2GiB", f"--out_dir={tmp_path}"]) == 0
+    assert main([*H200, "--budget=1GiB", f"--out_dir={tmp_path}"]) == 0
     out = capsys.readouterr().out
-    model = MixModel(derived_parameters(device_spec("H200")))
-    expected = plan_window(MlaProblem(32, 32, 4096, 128), model, 2**31, multiple=128).chosen
+    model = MixModel(mix_parameters(device_spec("H200")))
+    expected = plan_window(MlaProblem(32, 32, 4096, 128), model, 2**30, multiple=128).chosen
     assert f"keep n={expected.n} tokens per request" in out
     for words in (
         "predicted for NVIDIA H200",
         "predictions of a model, not measurements",
-        "No parameter was fitted",
+        "Fitted to measured times: latent_tflops_per_sm",
+        "2026-11-15-nvidia-h200-mix.json",
         "assumed",
-        "measured",
         "chosen",
         "over budget",
         "per layer would allow",
     ):
         assert words in out, words
+
+
+def test_without_a_fit_it_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    argv = ["plan", "--device_name=B200", "--s=32", "--budget=2GiB", f"--out_dir={tmp_path}"]
+    assert main(argv) == 0
+    assert "No parameter was fitted" in capsys.readouterr().out
 
 
 def test_files(tmp_path: Path) -> None:
@@ -78,7 +84,7 @@ def test_json_prints_nothing_else_and_writes_only_when_asked(
     assert main(argv) == 0
     plan = json.loads(capsys.readouterr().out)
     assert not (tmp_path / "products").exists()
-    model = MixModel(derived_parameters(device_spec("H200")), FP8)
+    model = MixModel(mix_parameters(device_spec("H200")), FP8)
     expected = plan_window(
         MlaProblem(32, 32, 4096, 128), model, 100 * 2**30, layers=61, multiple=128
     )

@@ -76,6 +76,16 @@ def test_the_rates_come_back(noise: float, tolerance: float) -> None:
     assert found.rms == pytest.approx(noise, abs=0.2 * noise + 1e-5)
 
 
+def test_what_both_kinds_share_comes_back() -> None:
+    shared = {"together": 0.95, "starvation": 0.4}
+    truth = START.with_values(TRUTH | shared | {"chip_tflops": 5000.0})
+    found = fit(rows(truth, 0.01), START, "synthetic rows")
+    assert set(shared) <= set(found.determined)
+    for name, value in shared.items():
+        assert found.parameters.parameters[name].value == pytest.approx(value, rel=0.05), name
+    assert found.rms == pytest.approx(0.01, abs=0.003)
+
+
 def test_an_8_bit_window_is_fitted_with_its_own_bytes() -> None:
     truth = START.with_values(TRUTH)
     mixed = rows(truth, 0.01) + rows(truth, 0.01, form="fp8")

@@ -46,6 +46,8 @@ TOY = replace(
             "stream_gbps_per_sm": 40.0,
             "stream_gbps": 200.0,
             "stream_sharpness": 3.0,
+            "together": 0.8,
+            "starvation": 0.5,
             "launch_us": 5.0,
         }
     ),
@@ -72,7 +74,7 @@ def test_without_a_fit_the_device_table_gives_everything(name: str, dtype: str) 
         assert parameter.source and parameter.error is None
     measured = "sustained_dram_bw_GBps" in spec
     assert found.stream_gbps.origin == ("measured" if measured else "vendor")
-    for guess in ("stream_gbps_per_sm", "stream_sharpness", "launch_us"):
+    for guess in ("stream_gbps_per_sm", "stream_sharpness", "together", "starvation", "launch_us"):
         assert found.parameters[guess].origin == "assumed"
 
 
@@ -95,11 +97,25 @@ def test_an_infinite_sharpness_is_a_corner() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("chip_tflops", 0.0), ("stream_gbps", -1.0), ("launch_us", -1.0), ("chip_tflops", math.nan)],
+    [
+        ("chip_tflops", 0.0),
+        ("stream_gbps", -1.0),
+        ("launch_us", -1.0),
+        ("chip_tflops", math.nan),
+        ("together", -0.1),
+        ("starvation", 1.01),
+    ],
 )
 def test_bad_values_are_refused_by_name(name: str, value: float) -> None:
     with pytest.raises(InvalidArgumentError, match=f"^{name}: expected"):
         TOY.with_values({name: value})
+
+
+def test_the_stream_takes_all_of_the_rate_or_nothing() -> None:
+    assert [TOY.lost_to_stream(sms) for sms in (0, 5, 10)] == [0.0, 0.25, 1.0]
+    evenly, unhindered = (TOY.with_values({"starvation": value}) for value in (1.0, 0.0))
+    assert evenly.lost_to_stream(3) == pytest.approx(0.3)
+    assert [unhindered.lost_to_stream(sms) for sms in (0, 5, 10)] == [0.0] * 3
 
 
 def test_parameters_survive_a_file(tmp_path: Path) -> None:
@@ -205,18 +221,46 @@ def test_the_pure_paths_cost_what_the_roofline_says() -> None:
 def test_times_by_hand() -> None:
     n, split = 256, 4
     work = mix_work(PROBLEM, n)
-    latent, heads, chip, memory = part_times_us(TOY, work, split)
-    four, six = TOY.bandwidth_gbps(4), TOY.bandwidth_gbps(6)
-    assert latent == max(work.latent.flops / (4 * 2.0 * 1e6), work.latent.bytes / (four * 1e3))
+    latent, heads, chip, memory, together = part_times_us(TOY, work, split)
+    four, six, ten = (TOY.bandwidth_gbps(sms) for sms in (4, 6, 10))
+    alone = max(work.latent.flops / (4 * 2.0 * 1e6), work.latent.bytes / (four * 1e3))
+    # While six of ten SMs stream, 0.6 ** 2 of the rate is gone; afterwards it is whole again.
+    done_beside_the_stream = (1 - 0.6**2) * heads
+    assert alone > done_beside_the_stream
+    assert latent == pytest.approx(heads + alone - done_beside_the_stream)
     assert heads == max(work.heads.flops / (6 * 1.0 * 1e6), work.heads.bytes / (six * 1e3))
     assert chip == (work.latent.flops + work.heads.flops) / 18e6
     assert memory == (work.latent.bytes + work.heads.bytes) / 200e3
+    latent_on_all = max(work.latent.flops / 20e6, work.latent.bytes / (ten * 1e3))
+    heads_on_all = max(work.heads.flops / 10e6, work.heads.bytes / (ten * 1e3))
+    assert together == pytest.approx(0.8 * (latent_on_all + heads_on_all))
     found = MixModel(TOY).time_us(PROBLEM, n, split)
-    assert found.attention_us == max(latent, heads, chip, memory) + 5.0
+    assert found.attention_us == max(latent, heads, chip, memory, together) + 5.0
     others = [cost.time_us(18.0, 200.0) + 5.0 for cost in work.others]
     assert found.total_us == pytest.approx(found.attention_us + sum(others))
-    waits = {"latent": latent, "heads": heads, "chip": chip, "memory": memory}
+    waits = {
+        "latent": latent,
+        "heads": heads,
+        "chip": chip,
+        "memory": memory,
+        "together": together,
+    }
     assert waits[found.bound] == max(waits.values())
+
+
+def test_absorbed_work_that_ends_before_the_stream_is_slow_throughout() -> None:
+    work = mix_work(PROBLEM, 500)
+    latent, heads, *_ = part_times_us(TOY, work, 5)
+    alone, *_ = part_times_us(TOY.with_values({"starvation": 0.0}), work, 5)
+    assert latent < heads
+    assert latent == pytest.approx(alone / (1 - 0.5**2))
+
+
+@pytest.mark.parametrize(("n", "split"), [(0, 6), (512, 4)])
+def test_what_is_alone_shares_nothing(n: int, split: int) -> None:
+    work = mix_work(PROBLEM, n)
+    apart = TOY.with_values({"together": 0.0, "starvation": 0.0})
+    assert part_times_us(TOY, work, split) == part_times_us(apart, work, split)
 
 
 def test_work_without_an_sm_never_ends() -> None:
@@ -233,6 +277,7 @@ def test_work_without_an_sm_never_ends() -> None:
         ("heads", {"heads_tflops_per_sm": 1e-3}),
         ("chip", {"chip_tflops": 1e-3}),
         ("memory", {"stream_gbps": 1e-3}),
+        ("together", {"together": 1e3}),
     ],
 )
 def test_each_limit_can_be_the_one_that_binds(bound: str, slow: dict[str, float]) -> None:
@@ -248,7 +293,7 @@ def test_each_limit_can_be_the_one_that_binds(bound: str, slow: dict[str, float]
 # --- choices --------------------------------------------------------------------------------------
 
 rates = st.builds(
-    lambda f, g, chip, r, level, q, launch: replace(
+    lambda f, g, chip, r, level, q, shared, launch: replace(
         H200.with_values(
             {
                 "latent_tflops_per_sm": f,
@@ -257,6 +302,8 @@ rates = st.builds(
                 "stream_gbps_per_sm": r,
                 "stream_gbps": level,
                 "stream_sharpness": q,
+                "together": shared[0],
+                "starvation": shared[1],
                 "launch_us": launch,
             }
         ),
@@ -268,6 +315,7 @@ rates = st.builds(
     st.floats(5, 100),
     st.floats(20, 800),
     st.sampled_from([1.0, 2.5, 8.0, math.inf]),
+    st.tuples(st.sampled_from([0.0, 0.6, 0.9, 1.1]), st.sampled_from([0.0, 0.3, 0.8, 1.0])),
     st.floats(0, 10),
 )
 problems = st.sampled_from([PROBLEM, RAGGED, replace(PROBLEM, s=1), replace(RAGGED, s=64, h=2)])

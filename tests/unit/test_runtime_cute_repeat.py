@@ -55,8 +55,14 @@ def test_addresses_change_and_numbers_stay(device: Device) -> None:
         (16, -5, 32, 0.25, 1 << 40, STREAM),
         (48, -5, 64, 0.25, 1 << 40, STREAM),
     ]
-    repeated.launch_on(5, 16, 0, 32)
-    assert device.seen[-1][-1] == 5
+    launch = repeated.on_stream(5, 9, 96)
+    launch(80)
+    repeated(16, 0, 32)
+    launch(112)
+    assert [seen[:3:2] + seen[-1:] for seen in device.seen[2:]] == [
+        (80, 96, 5), (16, 32, STREAM), (112, 96, 5)
+    ]  # fmt: skip
+    assert all(seen[1] == -5 and seen[3:5] == (0.25, 1 << 40) for seen in device.seen)
 
 
 def test_the_number_of_addresses_is_checked(device: Device) -> None:
@@ -71,8 +77,9 @@ def test_an_error_of_the_driver_is_raised(device: Device) -> None:
     args = arguments()
     repeated = CuteProgram("scale", kinds_of(args), 0, device).repeated(*args)
     device.code = 1
-    with pytest.raises(UnsupportedError, match="scale: the launch failed with cudaError"):
-        repeated(16, 0, 32)
+    for launch in (repeated, repeated.on_stream(5)):
+        with pytest.raises(UnsupportedError, match="scale: the launch failed with cudaError"):
+            launch(16, 0, 32)
 
 
 def test_every_thread_has_its_own_memory(device: Device) -> None:

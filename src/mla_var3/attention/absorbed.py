@@ -3,14 +3,15 @@
 The function has the signature
 
     absorbed(q_latent, q_rope, latent, rope, block_table, lengths, cu_seqlens_q, tree, max_q,
-             causal, scale, out, lse)
+             causal, scale, out, lse, empty_positive=False)
 
 with the tensors of `AttentionTask` and `CacheView`: queries `[b, s, h, ...]`, or `[total_q, h,
 ...]` with `cu_seqlens_q`, whose rows lie at equal distances, the stride of h; no request has more
 than `max_q` queries. It writes `out`, of the shape of `q_latent`, and `lse`, float32, without the
-last dimension, both contiguous. It may return a `Launch`, which repeats what it did on other
-tensors of the same form. A kernel of the package offers `absorbed` in its version module, and
-beside it `unsupported(shape) -> str | None`, which gets a `CallShape`.
+last dimension, both contiguous; `empty_positive` is that of `AttentionTask`. It may return a
+`Launch`, which repeats what it did on other tensors of the same form. A kernel of the package
+offers `absorbed` in its version module, and beside it `unsupported(shape) -> str | None`, which
+gets a `CallShape`.
 """
 
 from __future__ import annotations
@@ -142,6 +143,7 @@ class AbsorbedKernel:
             task.scale,
             out,
             lse,
+            empty_positive=task.empty_positive,
         )
         for before, after in zip(given, taken, strict=True):
             if before is not None and after is not None and before.data_ptr() != after.data_ptr():

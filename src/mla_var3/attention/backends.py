@@ -54,7 +54,7 @@ def register(backend: Backend) -> None:
 
 def unregister(kernel: str, language: str) -> None:
     """Remove a backend that `register` added, if it is there."""
-    from mla_var3.attention.fast_path import forget_forms
+    from mla_var3.attention.forms import forget_forms
 
     forget_forms()  # they name the backends of earlier calls
     _registered[:] = [

@@ -15,7 +15,8 @@ from mla_var3.attention import debug
 from mla_var3.attention.absorbed import AbsorbedKernel, Launch
 from mla_var3.attention.backends import AUTO, Backend
 from mla_var3.attention.choice import Explanation, choose, settled
-from mla_var3.attention.fast_path import Key, full_key, keep_form, known_form, latent_key
+from mla_var3.attention.fast_path import full_parts, keep_form, latent_parts
+from mla_var3.attention.forms import Call, find_form
 from mla_var3.attention.shape import CallShape
 from mla_var3.attention.task import AttentionTask
 from mla_var3.attention.tiled import TorchTiled
@@ -109,15 +110,15 @@ def mla_attention(
         options["max_kv"] = max_kv
     if total_lengths is not None:
         options["total_lengths"] = total_lengths
-    key = result = None
+    parts = result = None
     if may_repeat():
-        key = full_key(q_nope, q_rope, cache, w_uk, w_uv, kernel, options)
-        form = known_form(key)
-        if form is not None:
-            result = form.attend(q_nope, q_rope, cache, w_uk, w_uv, options)
+        parts = full_parts(q_nope, q_rope, cache, w_uk, w_uv, kernel, options)
+        form = find_form(parts)
+        if form is not None and parts is not None:
+            result = form.attend(parts[1])
     if result is None:
         task = full_task(q_nope, q_rope, cache, w_uk, w_uv, Options(**options))
-        result = _execute(task, kernel, key, cache, options)
+        result = _execute_and_keep(task, kernel, parts, cache, options)
     return result if return_lse else result[0]
 
 
@@ -144,17 +145,16 @@ def mla_latent_attention(
     Returns:
         The latent output, of the shape of `q_latent`, and the log-sum-exp, float32.
     """
-    key = None
+    parts = None
     if may_repeat():
-        key = latent_key(q_latent, q_rope, cache, d, kernel, options)
-        form = known_form(key)
-        if form is not None:
-            result: tuple[torch.Tensor, torch.Tensor] | None
-            result = form.attend(q_latent, q_rope, cache, options)
+        parts = latent_parts(q_latent, q_rope, cache, d, kernel, options)
+        form = find_form(parts)
+        if form is not None and parts is not None:
+            result: tuple[torch.Tensor, torch.Tensor] | None = form.attend(parts[1])
             if result is not None:
                 return result
     task = latent_task(q_latent, q_rope, cache, _options(options), d)
-    return _execute(task, kernel, key, cache, options)
+    return _execute_and_keep(task, kernel, parts, cache, options)
 
 
 def explain(
@@ -209,7 +209,8 @@ def _run(task: AttentionTask, kernel: str) -> tuple[torch.Tensor, torch.Tensor, 
         backend = _backend(task.shape(), kernel, device)
         if isinstance(backend, AbsorbedKernel):
             return backend.run_repeatable(task)
-        return *backend.run(task), None
+        output, lse = backend.run(task)
+        return output, task.with_empty_sums(lse), None
 
 
 def may_repeat() -> bool:
@@ -217,18 +218,28 @@ def may_repeat() -> bool:
     return not (torch.compiler.is_compiling() or debug.is_on())
 
 
-def _execute(
-    task: AttentionTask, kernel: str, key: Key | None, cache: Cache, options: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute a checked call, and keep its launch for the next calls of its form."""
+def execute(task: AttentionTask, kernel: str) -> tuple[torch.Tensor, torch.Tensor, Launch | None]:
+    """Compute a checked call; inside of a traced program, by its operator.
+
+    Returns:
+        Output, log-sum-exp and, where the kernel has one, the launch that repeats them.
+    """
     if not torch.compiler.is_compiling():
-        output, lse, launch = _run(task, kernel)
-        keep_form(key, task, launch, cache, options)
-        return output, lse
+        return _run(task, kernel)
     from mla_var3.attention.ops import traced
 
     output, lse = traced(task, kernel)
-    return (output if task.out is None else task.out.copy_(output)), lse
+    output = output if task.out is None else task.out.copy_(output)
+    return output, task.with_empty_sums(lse), None
+
+
+def _execute_and_keep(
+    task: AttentionTask, kernel: str, parts: Call | None, cache: Cache, options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute a checked call, and keep its launch for the next calls of its form."""
+    output, lse, launch = execute(task, kernel)
+    keep_form(parts, task, launch, cache, options)
+    return output, lse
 
 
 @lru_cache(maxsize=4096)

@@ -8,7 +8,9 @@ brought into range.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -17,10 +19,16 @@ from mla_var3.errors import InvalidArgumentError, UnsupportedError
 
 VARIABLE = "HYPER_MLA_DEBUG"
 
+# Every call asks. What `os.environ` looks into answers at once; `os.environ` itself translates the
+# name and raises and catches two errors where the variable is not set, as it mostly is.
+_environment: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
+_KEY: Any = VARIABLE if _environment is os.environ else os.environ.encodekey(VARIABLE)
+_OFF = (None, "", "0", b"", b"0")
+
 
 def is_on() -> bool:
     """Whether the environment asks for the checks."""
-    return os.environ.get(VARIABLE, "") not in ("", "0")
+    return _environment.get(_KEY) not in _OFF
 
 
 def check_values(task: AttentionTask) -> None:

@@ -3,7 +3,8 @@
 On top of the roofline of `op/mla/cost` three things count here that decide between kernels: the
 rates that a kernel has been seen to reach on the device (`conf/kernel_rates.json`), SMs that have
 no tile to work on (the attention stage is stretched by the share of SM turns left empty), and the
-work that a call has to do because the cache lacks a decompressed copy, or has it as a ring.
+work that a call has to do because the cache lacks a decompressed copy, or has it as a ring. The mix
+in CuTe DSL shares the SMs out; where the model of that was fitted on the device, it counts instead.
 """
 
 from __future__ import annotations
@@ -27,12 +28,17 @@ from mla_var3.op.mla.cost import (
     q_absorption_cost,
     split_count,
 )
+from mla_var3.op.mla.mix_model import MixModel, mix_work
+from mla_var3.op.mla.mix_parameters import mix_parameters
 from mla_var3.runtime.paths import split_full_name
 
 WINDOW_STEP = 128
 """The model's n is rounded to whole tiles of the kernel that reads it."""
 TILE_ROWS = 64
 """Query rows per tile of all kernels."""
+
+FITTED_MIX = ("mla_var6_plus", "cute-dsl")
+"""Kernel and language whose times the parameters in `conf/mix_rates.json` were fitted to."""
 
 
 @dataclass(frozen=True)
@@ -109,18 +115,34 @@ def estimate(
         others = 0.0 if has_copy else time_us(decompression_cost(problem, shape.t))
         return Estimate(attention_us, others, fill, rated=rated)
     if design == "mla_var6_plus":
-        n = min(shape.window, shape.t)
-        others = time_us(q_absorption_cost(problem))
+        model = _fitted_mix(kernel, problem.dtype, spec, language)
+        n, others = min(shape.window, shape.t), 0.0
         if not shape.window:
-            n = min(best_n(problem, *rates, multiple=WINDOW_STEP), shape.t)
+            if model is not None:
+                n = model.best_n(problem, multiple=WINDOW_STEP)
+            else:
+                n = min(best_n(problem, *rates, multiple=WINDOW_STEP), shape.t)
             others += time_us(decompression_cost(problem, n)) if n else 0.0
         elif shape.window < shape.t:  # read and written once, to straighten the ring
             others += time_us(Cost(0, 2 * decompressed_bytes(problem, n)))
+        if model is not None:
+            absorption, *after = mix_work(problem, n).others or (Cost(0, 0),)
+            total_us = model.at(problem, n).attention_us + time_us(*after)
+            return Estimate(total_us, others + time_us(absorption), 1.0, {"n": n}, rated=True)
+        others += time_us(q_absorption_cost(problem))
         tiles = (latent_tiles if n < shape.t else 0) + (head_tiles if n else 0)
         attention_us, fill = kernel_us(attention_block_specialized_cost(problem, n), tiles)
         total_us = attention_us + time_us(decompress_combine_cost(problem))
         return Estimate(total_us, others, fill, {"n": n}, rated)
     return None
+
+
+def _fitted_mix(kernel: str, dtype: str, spec: DeviceSpec, language: str) -> MixModel | None:
+    """The model of the mix where it was fitted to this kernel on this device."""
+    if (kernel, language) != FITTED_MIX:
+        return None
+    parameters = mix_parameters(spec, dtype)
+    return MixModel(parameters) if parameters.fitted else None
 
 
 def _fill(tiles: int, sm_count: int) -> float:

@@ -22,7 +22,7 @@ import torch
 from mla_var3.attention.absorbed import Launch
 from mla_var3.attention.cache import LatentCache
 from mla_var3.attention.forms import Call, Tensors, Values, store_form
-from mla_var3.attention.scratch import shared_memory, stream_of
+from mla_var3.attention.scratch import shared_memory, stream_reader
 from mla_var3.attention.task import AttentionTask
 from mla_var3.attention.view import CacheView
 from mla_var3.runtime.torch_fast import Maker, set_gradients, tensor_maker, view_as
@@ -114,6 +114,7 @@ class FullForm:
         latents: those of latent queries and outputs by head.
         by_head: those of the output by head.
         outputs: those of the output.
+        stream: tells the current stream.
     """
 
     latent: LatentForm
@@ -121,6 +122,7 @@ class FullForm:
     latents: Layout
     by_head: Layout
     outputs: Layout
+    stream: Callable[[], int]
     _own: threading.local = field(default_factory=threading.local, compare=False)
 
     def attend(self, tensors: Tensors) -> Result | None:
@@ -140,7 +142,7 @@ class FullForm:
             return None
         w_uk, w_uv, q_nope = tensors[:_WEIGHTS]
         try:
-            q_latent, o_latent, q_at, o_at = self._own.between[stream_of(form.device)]
+            q_latent, o_latent, q_at, o_at = self._own.between[self.stream()]
         except (AttributeError, KeyError):
             q_latent, o_latent, q_at, o_at = self._between()
         torch.bmm(view_as(q_nope, *self.queries, 0), w_uk, out=q_latent)
@@ -168,11 +170,11 @@ class FullForm:
             parts = memory.view(form.dtype)[: 2 * count].view(2, count)
             q_latent, o_latent = (part.as_strided(shape, strides) for part in parts)
         found = q_latent, o_latent, q_latent.data_ptr(), o_latent.data_ptr()
-        self._own.__dict__.setdefault("between", {})[stream_of(form.device)] = found
+        self._own.__dict__.setdefault("between", {})[self.stream()] = found
         return found
 
 
-def latent_call(
+def latent_parts(
     q_latent: torch.Tensor,
     q_rope: torch.Tensor,
     cache: Any,
@@ -194,10 +196,10 @@ def latent_call(
             ("latent", d.__class__, d, kernel, "paged"),
             (q_latent, q_rope, view.latent, view.rope, view.block_table, view.lengths),
         )
-    return _with_options(call, options) if options else call
+    return _with_options(call, options, getattr(view, "lengths", None)) if options else call
 
 
-def full_call(
+def full_parts(
     q_nope: torch.Tensor,
     q_rope: torch.Tensor,
     cache: Any,
@@ -225,7 +227,7 @@ def full_call(
         parts = {name: getattr(view, name) for name in _DECOMPRESSED}
         present = {name: part for name, part in parts.items() if part is not None}
         call = (*call[0], *present), (*call[1], *present.values())
-    return _with_options(call, options) if options else call
+    return _with_options(call, options, getattr(view, "lengths", None)) if options else call
 
 
 def keep_form(
@@ -267,7 +269,7 @@ def _form_of(
     rows, d, h = tuple(task.q.shape[:-1]), task.q.shape[-1], task.h
     k, width, device = task.cache.latent.shape[-1], task.width, task.q.device
     latent = LatentForm(
-        launch, addresses, dense((*rows, k)), dense(rows), task.q.dtype, device,
+        launch, addresses, _dense((*rows, k)), _dense(rows), task.q.dtype, device,
         tensor_maker(device), out_at,
     )  # fmt: skip
     if task.w_uk is None:
@@ -276,10 +278,16 @@ def _form_of(
     queries, latents, by_head = (
         ((h, count, columns), (columns, h * columns, 1)) for columns in (d, k, width)
     )
-    return FullForm(latent, queries, latents, by_head, dense((*rows, width)))
+    outputs = _dense((*rows, width))
+    return FullForm(latent, queries, latents, by_head, outputs, stream_reader(device))
 
 
-def dense(shape: tuple[int, ...]) -> Layout:
+def layout_of(tensor: torch.Tensor) -> Layout:
+    """Shape and strides of a tensor."""
+    return tuple(tensor.shape), tensor.stride()
+
+
+def _dense(shape: tuple[int, ...]) -> Layout:
     """A contiguous layout."""
     strides = [math.prod(shape[place + 1 :]) for place in range(len(shape))]
     return shape, tuple(strides)
@@ -289,12 +297,18 @@ def _tensor_names(task: AttentionTask, cache: Any, options: Mapping[str, Any]) -
     """Names of a call's tensors, in the order in which it is taken apart."""
     names = ["q", "q_rope"] if task.w_uk is None else ["w_uk", "w_uv", "q", "q_rope"]
     names += ["latent", "rope"]
+    lengths = None
     if not isinstance(cache, (tuple, list)):
         view = cache.view() if isinstance(cache, LatentCache) else cache
+        lengths = view.lengths
         names += ["lengths"] if view.block_table is None else ["block_table", "lengths"]
         if task.w_uk is not None:
             names += [name for name in _DECOMPRESSED if getattr(view, name) is not None]
-    return names + [name for name, value in options.items() if isinstance(value, torch.Tensor)]
+    return names + [
+        name
+        for name, value in options.items()
+        if isinstance(value, torch.Tensor) and value is not lengths
+    ]
 
 
 def _pair_call(cache: Any, values: Values, queries: Tensors) -> Call | None:
@@ -304,14 +318,22 @@ def _pair_call(cache: Any, values: Values, queries: Tensors) -> Call | None:
     return (*values, "pair"), (*queries, *cache)
 
 
-def _with_options(call: Call | None, options: Mapping[str, Any]) -> Call | None:
-    """A call with its options: their names, the types and values of plain ones, the tensors."""
+def _with_options(
+    call: Call | None, options: Mapping[str, Any], lengths: torch.Tensor | None
+) -> Call | None:
+    """A call with its options: their names, the types and values of plain ones, the tensors.
+
+    Lengths that are those of the cache do not count twice, which no check of tensors would pass.
+    """
     if call is None:
         return None
     values, tensors = call
     for name, value in options.items():
         if isinstance(value, torch.Tensor):
-            values, tensors = (*values, name), (*tensors, value)
+            if value is lengths:
+                values = (*values, name, "of the cache")
+            else:
+                values, tensors = (*values, name), (*tensors, value)
         else:  # equal numbers of different types are different
             values = (*values, name, value.__class__, value)
     return values, tensors

@@ -8,6 +8,8 @@ come here: a CUDA graph may be replayed on any stream.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -21,9 +23,9 @@ _own = threading.local()
 """Of each thread, `buffers`: memory by device, stream and size."""
 
 
-def stream_of(device: torch.device) -> int:
-    """The stream that work on a device goes to now; 0 where there are none."""
-    return 0 if device.index is None or device.type != "cuda" else raw_stream(device.index)
+def stream_reader(device: torch.device) -> Callable[[], int]:
+    """What tells the stream that work on a device goes to; always 0 where there are none."""
+    return partial(raw_stream, device.index) if device.type == "cuda" else int
 
 
 def shared_memory(device: torch.device, needed: int) -> torch.Tensor | None:
@@ -41,7 +43,7 @@ def shared_memory(device: torch.device, needed: int) -> torch.Tensor | None:
     if needed > LARGEST_BYTES:
         return None
     size = max(SMALLEST_BYTES, 1 << (needed - 1).bit_length())
-    key = (device, stream_of(device), size)
+    key = (device, stream_reader(device)(), size)
     buffers: dict[tuple[torch.device, int, int], torch.Tensor]
     buffers = _own.__dict__.setdefault("buffers", {})
     found = buffers.get(key)

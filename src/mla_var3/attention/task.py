@@ -31,6 +31,8 @@ class AttentionTask:
         max_kv: host-side bound on the lengths; None for the capacity.
         total_lengths: int32 `[b]`, see `Visibility.ends`; None when the cache holds all tokens.
         out: where the output goes; None for a new tensor.
+        empty_positive: whether a query that sees no token has a log-sum-exp of +inf, as in
+            FlashMLA, not -inf. `with_empty_sums` does it after kernels that know one way only.
     """
 
     q: torch.Tensor
@@ -46,6 +48,7 @@ class AttentionTask:
     max_kv: int | None = None
     total_lengths: torch.Tensor | None = None
     out: torch.Tensor | None = None
+    empty_positive: bool = False
 
     @property
     def latent_only(self) -> bool:
@@ -61,6 +64,12 @@ class AttentionTask:
     def width(self) -> int:
         """Width of the output."""
         return self.cache.latent.shape[-1] if self.w_uv is None else self.w_uv.shape[2]
+
+    def with_empty_sums(self, lse: torch.Tensor) -> torch.Tensor:
+        """A log-sum-exp with -inf for queries that see no token, as this call wants it."""
+        if not self.empty_positive:
+            return lse
+        return lse.masked_fill(lse == -torch.inf, torch.inf)
 
     def visibility(self, s: int) -> Visibility:
         """What the queries see, with s query rows per request."""

@@ -43,6 +43,7 @@ _WAITS = {
     "heads": "decompressed work",
     "chip": "power",
     "memory": "memory",
+    "together": "both at once",
 }
 
 

@@ -8,28 +8,23 @@ and the fp8 cache are refused.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
+from mla_var3.attention.absorbed import Launch
 from mla_var3.attention.backends import AUTO
-from mla_var3.attention.call import HEAD_WIDTH, may_repeat, mla_latent_attention
+from mla_var3.attention.call import HEAD_WIDTH, execute, may_repeat
 from mla_var3.attention.checks import INDEX_DTYPES, require_int, require_tensor
-from mla_var3.attention.fast_path import (
-    LatentForm,
-    Result,
-    call_form,
-    known_form,
-    latent_key,
-    store_form,
-)
+from mla_var3.attention.fast_path import Layout, Result, layout_of
+from mla_var3.attention.forms import Call, find_form, store_form
 from mla_var3.attention.sizes import PAGE_STEP
+from mla_var3.attention.validate import Options, latent_task
 from mla_var3.attention.view import paged_view
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
+from mla_var3.runtime.torch_fast import Maker, tensor_maker
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_INFINITY, _NAN = float("inf"), float("nan")
 
 
 @dataclass
@@ -60,15 +55,23 @@ class FlashMLASchedMeta:
 
 @dataclass(frozen=True, slots=True)
 class PagedForm:
-    """A form of call with one KV head, see `attention/fast_path`.
+    """A form of call with one KV head, see `attention/forms`.
 
     Attributes:
-        latent: the call that it becomes.
+        launch: launches the kernel.
+        outputs: shape and strides of the output.
+        sums: shape and strides of the log-sum-exp `[b, h, s]`, in memory `[b, s, h]`.
+        dtype: of the output.
+        empty: makes tensors on its device.
         config: what metadata keeps of it.
         rope_at: bytes from a row's start to its rope part, in queries and pages.
     """
 
-    latent: LatentForm
+    launch: Launch
+    outputs: Layout
+    sums: Layout
+    dtype: torch.dtype
+    empty: Maker
     config: dict[str, object]
     rope_at: int
 
@@ -76,20 +79,27 @@ class PagedForm:
         """Whether metadata is for calls of this form; what is still empty becomes so."""
         if type(metadata) is not FlashMLASchedMeta:
             return False
-        if metadata.config is None:
-            metadata.config = self.config
-        return metadata.config is self.config or metadata.config == self.config
+        if metadata.config is not self.config:
+            if metadata.config is not None and metadata.config != self.config:
+                return False
+            metadata.config = self.config  # the same object, which the next call sees at once
+        return True
 
     def attend(
         self, q: torch.Tensor, k_cache: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor
     ) -> Result | None:
         """Output and log-sum-exp; None where this call has to go the whole way."""
-        queries, pages, rope_at = q.data_ptr(), k_cache.data_ptr(), self.rope_at
-        result = self.latent.attend_at(
-            queries, queries + rope_at, pages, pages + rope_at,
-            table.data_ptr(), lengths.data_ptr(), 0, 0,
+        launch, empty, rope_at = self.launch, self.empty, self.rope_at
+        if not launch.ready():
+            return None
+        queries, pages = q.data_ptr(), k_cache.data_ptr()
+        out = empty(*self.outputs, self.dtype)
+        lse = empty(*self.sums, torch.float32)
+        done = launch(
+            queries, queries + rope_at, pages, pages + rope_at, table.data_ptr(),
+            lengths.data_ptr(), 0, 0, out.data_ptr(), lse.data_ptr(),
         )  # fmt: skip
-        return None if result is None else (result[0], _by_head(result[1]))
+        return (out, lse) if done else None
 
 
 def get_mla_metadata(*arguments: object, **options: object) -> tuple[FlashMLASchedMeta, None]:
@@ -148,14 +158,25 @@ def flash_mla_with_kvcache(
         The output `[b, s, h, k]` and the natural log-sum-exp `[b, h, s]`, float32. A query that
         sees no token has zeros and, as in FlashMLA, a log-sum-exp of +inf.
     """
-    key = None
-    if may_repeat():
-        key = call_form(
-            "flash_mla", q, k_cache, block_table, cache_seqlens, head_dim_v, num_splits,
-            softmax_scale, causal, is_fp8_kvcache, indices, attn_sink, extra_k_cache,
-            extra_indices_in_kvcache, topk_length, extra_topk_length,
+    parts: Call | None = None
+    # What is not served has no form; most calls give none of it.
+    if (
+        num_splits is None
+        and is_fp8_kvcache is False
+        and indices is None
+        and attn_sink is None
+        and extra_k_cache is None
+        and extra_indices_in_kvcache is None
+        and topk_length is None
+        and extra_topk_length is None
+        and may_repeat()
+    ):
+        parts = (
+            ("flash_mla", head_dim_v.__class__, head_dim_v, softmax_scale.__class__,
+             softmax_scale, causal.__class__, causal),
+            (q, k_cache, block_table, cache_seqlens),
         )  # fmt: skip
-        form = known_form(key)
+        form = find_form(parts)
         if form is not None and form.serves(tile_scheduler_metadata):
             result: Result | None = form.attend(q, k_cache, block_table, cache_seqlens)
             if result is not None:
@@ -209,30 +230,29 @@ def flash_mla_with_kvcache(
     tile_scheduler_metadata.require(config)
     scale = width**-0.5 if softmax_scale is None else softmax_scale
     group = h // kv_heads
+    options = Options(causal=causal, scale=scale)
     outputs, lses = [], []
+    launch = None
     for head in range(kv_heads):
         rows = q[:, :, head * group : (head + 1) * group]
-        operands = (
-            rows[..., :head_dim_v],
-            rows[..., head_dim_v:],
-            paged_view(k_cache[:, :, head], block_table, cache_seqlens, k=head_dim_v),
-        )
-        options: dict[str, Any] = {"causal": causal, "scale": scale}
-        output, lse = mla_latent_attention(*operands, **options)
+        view = paged_view(k_cache[:, :, head], block_table, cache_seqlens, k=head_dim_v)
+        operands = rows[..., :head_dim_v], rows[..., head_dim_v:], view
+        task = replace(latent_task(*operands, options, HEAD_WIDTH), empty_positive=True)
+        output, lse, launch = execute(task, AUTO)
         outputs.append(output)
         lses.append(lse)
     if kv_heads > 1:
-        return torch.cat(outputs, dim=2), _by_head(torch.cat(lses, dim=2))
-    if block_table.dtype is cache_seqlens.dtype is torch.int32:
-        latent = known_form(latent_key(*operands, HEAD_WIDTH, AUTO, options))
-        if latent is not None:
-            store_form(key, PagedForm(latent, config, head_dim_v * q.element_size()))
-    return outputs[0], _by_head(lses[0])
-
-
-def _by_head(lse: torch.Tensor) -> torch.Tensor:
-    """The log-sum-exp `[b, s, h]` as FlashMLA gives it: `[b, h, s]`, +inf instead of -inf.
-
-    In place, and turned as a view, which is what FlashMLA returns too.
-    """
-    return lse.nan_to_num_(_NAN, _INFINITY, _INFINITY).mT
+        return torch.cat(outputs, dim=2), torch.cat(lses, dim=2).mT
+    result = outputs[0], lses[0].mT
+    if launch is not None and block_table.dtype is cache_seqlens.dtype is torch.int32:
+        form = PagedForm(
+            launch=launch,
+            outputs=layout_of(result[0]),
+            sums=layout_of(result[1]),
+            dtype=q.dtype,
+            empty=tensor_maker(device),
+            config=config,
+            rope_at=head_dim_v * q.element_size(),
+        )
+        store_form(parts, form)
+    return result

@@ -32,6 +32,7 @@ def attend(
     scale: float,
     out: torch.Tensor,
     lse: torch.Tensor,
+    empty_positive: bool = False,
 ) -> None:
     """The kernel's work, by the PyTorch path."""
     task = AttentionTask(
@@ -41,13 +42,18 @@ def attend(
     output, sums = TorchTiled().run(task)
     out.copy_(output)
     lse.copy_(sums)
+    if empty_positive:
+        lse[lse == -torch.inf] = torch.inf
 
 
 class MemoryLaunch:
     """Repeats the work on the memory at other addresses, as a GPU would."""
 
-    def __init__(self, kernel: RepeatableKernel, arguments: tuple[Any, ...]) -> None:
+    def __init__(
+        self, kernel: RepeatableKernel, arguments: tuple[Any, ...], empty_positive: bool
+    ) -> None:
         self.kernel = kernel
+        self.empty_positive = empty_positive
         self.numbers = arguments[8:11]
         tensors = (*arguments[:8], *arguments[11:])
         self.forms = [None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors]
@@ -59,7 +65,7 @@ class MemoryLaunch:
         if any(address % 16 for address in addresses):
             return False
         tensors = [self._at(*pair) for pair in zip(addresses, self.forms, strict=True)]
-        attend(*tensors[:8], *self.numbers, *tensors[8:])
+        attend(*tensors[:8], *self.numbers, *tensors[8:], self.empty_positive)
         self.kernel.repeats += 1
         return True
 
@@ -88,10 +94,10 @@ class RepeatableKernel:
         self.calls = self.repeats = 0
         self.ready = True
 
-    def __call__(self, *arguments: Any) -> MemoryLaunch:
-        attend(*arguments)
+    def __call__(self, *arguments: Any, empty_positive: bool = False) -> MemoryLaunch:
+        attend(*arguments, empty_positive)
         self.calls += 1
-        return MemoryLaunch(self, arguments)
+        return MemoryLaunch(self, arguments, empty_positive)
 
 
 @contextmanager

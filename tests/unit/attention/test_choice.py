@@ -19,6 +19,8 @@ from mla_var3.attention.shape import CallShape
 from mla_var3.cli.main import main
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
+from mla_var3.op.mla.mix_model import MixModel
+from mla_var3.op.mla.mix_parameters import mix_parameters
 from mla_var3.op.mla.reference import reference_absorbed
 from mla_var3.runtime.autotune_cache import History, history_path, tuning_key
 from mla_var3.runtime.autotune_units import units_of
@@ -88,6 +90,30 @@ def test_decompressed_copies_change_the_estimate() -> None:
     assert estimate("no_such_kernel", bare, spec) is None
     latent = CallShape(**SIZES, latent_only=True)
     assert total("flash_mla", latent) < total("flash_mla", bare)
+
+
+def test_the_mix_is_estimated_by_its_own_model_where_that_was_fitted() -> None:
+    spec = device_spec(H200)
+    sizes = {**SIZES, "s": 43}
+    model = MixModel(mix_parameters(spec))
+    for window in (0, 1024, 2048, 4096):
+        shape = CallShape(**sizes, window=window)
+        found = estimate("mla_var6_plus", shape, spec, "cute-dsl")
+        assert found is not None and found.rated
+        n = window or model.best_n(shape.problem(), multiple=128)
+        assert found.choice == {"n": n}
+        assert found.kernel_us >= model.at(shape.problem(), n).attention_us
+    # A whole copy needs no projection, no merge and no reordering.
+    assert (found.kernel_us, found.others_us) == (
+        pytest.approx(model.at(shape.problem(), 4096).attention_us),
+        0.0,
+    )
+    for kernel, language, device in (
+        ("mla_var6_plus_v2", "cute-dsl", H200),
+        ("mla_var6_plus", "cute-dsl", "NVIDIA H100 80GB HBM3"),
+    ):
+        unrated = estimate(kernel, shape, device_spec(device), language)
+        assert unrated is not None and not unrated.rated
 
 
 @pytest.mark.parametrize(
@@ -230,8 +256,9 @@ def plugged() -> Iterator[list[dict[str, Any]]]:
     def absorbed(
         q_latent: Any, q_rope: Any, latent: Any, rope: Any, block_table: Any,
         lengths: Any, cu_seqlens_q: Any, tree: Any, max_q: int, causal: Any, scale: Any, out: Any,
-        lse: Any,
+        lse: Any, empty_positive: bool,
     ) -> None:  # fmt: skip
+        assert not empty_positive
         calls.append({"max_q": max_q, "cu": cu_seqlens_q, "tree": tree})
         dense = latent[block_table.long()].flatten(1, 2), rope[block_table.long()].flatten(1, 2)
         result = reference_absorbed(q_latent, q_rope, *dense, lengths, causal=causal, scale=scale)
@@ -287,7 +314,7 @@ def test_a_gpu_kernel_is_refused_on_the_cpu(generator: torch.Generator) -> None:
     model = make_model(generator, dtype=torch.bfloat16, k=8, d=8)
     cache, _ = filled_cache(generator, [9], model, p=8, t=128, dtype=torch.bfloat16)
     q = normal(generator, 1, 2, 2, 8, dtype=torch.bfloat16)
-    backends.register(AbsorbedKernel("gpu_only", "cute-dsl", lambda *_: None))
+    backends.register(AbsorbedKernel("gpu_only", "cute-dsl", lambda *_, **options: None))
     try:
         with pytest.raises(UnsupportedError, match=r"gpu_only \(cute-dsl\): it needs a GPU"):
             mla_var3.mla_attention(q, q, cache, model.w_uk, model.w_uv, kernel="gpu_only")

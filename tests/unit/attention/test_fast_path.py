@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from mla_var3.attention import fast_path
+from mla_var3.attention import fast_path, forms, scratch
 from mla_var3.attention.cache import LatentCache
 from mla_var3.attention.call import _backend, mla_attention, mla_latent_attention
 from mla_var3.attention.view import CacheView
 from mla_var3.errors import InvalidArgumentError
+from mla_var3.runtime import torch_fast
 
 from .attention_support import filled_cache, make_model, normal
 from .repeat_support import KERNEL, RepeatableKernel, repeatable_kernel
@@ -258,33 +260,180 @@ def test_forms_are_forgotten_with_their_backend(
 ) -> None:
     cache, q = cache_of(generator), queries(generator, K)
     mla_latent_attention(*q, cache, kernel=KERNEL)
-    assert fast_path._forms
+    assert forms._forms
     with repeatable_kernel() as other:
         _backend.cache_clear()
-        assert not fast_path._forms
+        assert not forms._forms
         mla_latent_attention(*q, cache, kernel=KERNEL)
         assert other.calls == 1
-    assert not fast_path._forms
+    assert not forms._forms
 
 
 def test_no_more_forms_than_allowed(
     kernel: RepeatableKernel, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fast_path, "FORMS_KEPT", 2)
+    monkeypatch.setattr(forms, "FORMS_KEPT", 2)
     cache, q = cache_of(generator), queries(generator, K)
     for s in (1, 2, 3, 4):
         part = tuple(rows[:, :s].contiguous() for rows in q)
         mla_latent_attention(*part, cache, kernel=KERNEL)
-        assert len(fast_path._forms) <= 2
+        assert len(forms._forms) <= 2
 
 
-def test_subclasses_of_tensors_have_no_form(generator: torch.Generator) -> None:
+def test_subclasses_of_tensors_have_no_form(
+    kernel: RepeatableKernel, generator: torch.Generator
+) -> None:
     class Odd(torch.Tensor):
         """Stands for tensors that are not plain memory."""
 
     q = queries(generator, K)
     view: CacheView = cache_of(generator).view()
     odd = q[0].as_subclass(Odd)  # type: ignore[no-untyped-call]
-    assert fast_path.latent_key(*q, view, 128, KERNEL, {}) is not None
-    assert fast_path.latent_key(odd, q[1], view, 128, KERNEL, {}) is None
-    assert fast_path.latent_key(*q, view, 128, KERNEL, {"lengths": odd}) is None
+    mla_latent_attention(*q, view, kernel=KERNEL)
+
+    def found(*operands: Any, **options: Any) -> Any:
+        return forms.find_form(fast_path.latent_parts(*operands, 128, KERNEL, options))
+
+    assert found(*q, view) is not None
+    assert found(odd, q[1], view) is None
+    assert found(*q, view, lengths=odd) is None
+    forms.store_form(fast_path.latent_parts(odd, q[1], view, 128, KERNEL, {}), "odd")
+    assert found(odd, q[1], view) is None
+
+
+# --- the check of all tensors at once -------------------------------------------------------------
+
+
+Known = Callable[..., Any]
+
+
+@pytest.fixture(params=["checks", "keys"])
+def known(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Known]:
+    """Keeps a name for tensors and values, or finds it, with and without the check of torch."""
+    if request.param == "keys":
+        monkeypatch.setattr(torch_fast, "_guards", None)
+    forms.forget_forms()
+
+    def call(*tensors: Any, keep: str | None = None, values: tuple[Any, ...] = ()) -> Any:
+        if keep is not None:
+            forms.store_form((values, tensors), keep)
+        return forms.find_form((values, tensors))
+
+    yield call
+    forms.forget_forms()
+
+
+def test_a_form_is_everything_but_memory_and_content(known: Known) -> None:
+    plain = torch.zeros(4, 1, 6)
+    other = torch.zeros(3, dtype=torch.int32)
+    assert known(plain, other, keep="kept") == "kept"
+    assert known(torch.ones(5, 1, 6)[1:], torch.ones(3, dtype=torch.int32)) == "kept"
+    different = [
+        plain.half(),
+        plain[:3],
+        plain.as_strided((4, 1, 6), (6, 99, 1)),  # a stride that reaches nothing
+        torch.zeros(6, 1, 4).transpose(0, 2),
+        plain.to("meta"),
+        plain.view(4, 6),
+        None,
+        3,
+    ]
+    for tensor in different:
+        assert known(tensor, other) is None
+    assert known(plain, other, values=("more",)) is None
+
+
+def test_more_forms_of_the_same_values_than_are_checked(known: Known) -> None:
+    sizes = range(1, 2 * forms.RECENT + 1)
+    for size in sizes:
+        known(torch.zeros(size), keep=f"size {size}")
+    for _ in range(2):
+        for size in sizes:
+            assert known(torch.ones(size)) == f"size {size}"
+    assert all(len(recent) <= forms.RECENT for recent in forms._recent.values())
+
+
+def test_a_form_in_every_state_of_torch(known: Known) -> None:
+    kept = torch.zeros(3)
+    known(kept, keep="kept")
+    with torch.inference_mode():
+        for _ in range(2):
+            assert known(torch.ones(3)) == "kept" and known(kept) == "kept"
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    for _ in range(2):
+        assert known(parameter) == "kept" and known(torch.ones(3)) == "kept"
+        with torch.no_grad():
+            assert known(parameter) == "kept" and known(torch.ones(3)) == "kept"
+
+
+def test_a_tensor_that_is_there_twice(known: Known) -> None:
+    both = torch.zeros(3)
+    assert known(both, both, keep="kept") == "kept"
+    assert known(torch.ones(3), torch.ones(3)) == "kept"
+    assert known(both, torch.ones(4)) is None
+
+
+def test_lengths_of_the_cache_given_once_more(
+    kernel: RepeatableKernel, generator: torch.Generator
+) -> None:
+    q, view = queries(generator, K), cache_of(generator).view()
+    for turn in range(3):
+        found = mla_latent_attention(*q, view, kernel=KERNEL, lengths=view.lengths)
+        assert kernel.repeats == turn
+        same(found, mla_latent_attention(*q, view, kernel="torch_tiled"))
+    shorter = torch.ones_like(view.lengths)
+    for _ in range(2):
+        found = mla_latent_attention(*q, view, kernel=KERNEL, lengths=shorter)
+        same(found, mla_latent_attention(*q, view, kernel="torch_tiled", lengths=shorter))
+
+
+# --- memory between the products ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("largest", [0, scratch.LARGEST_BYTES])
+def test_whole_calls_in_and_outside_of_inference_mode(
+    largest: int,
+    kernel: RepeatableKernel,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scratch, "LARGEST_BYTES", largest)
+    cache = cache_of(generator)
+    results = []
+    for inference in (True, False, True, False):
+        with torch.inference_mode(inference):
+            operands = (*queries(generator, D), cache, MODEL.w_uk, MODEL.w_uv)
+            found = mla_attention(*operands, kernel=KERNEL, return_lse=True)
+            wanted = mla_attention(*operands, kernel="torch_tiled", return_lse=True)
+            results.append((found, wanted))
+    for found, wanted in results:  # no later call has written into an earlier result
+        same(found, wanted)
+    assert (kernel.calls, kernel.repeats) == (1, 3)
+
+
+def test_the_state_of_gradients_is_restored(
+    kernel: RepeatableKernel, generator: torch.Generator
+) -> None:
+    operands = (*queries(generator, D), cache_of(generator), MODEL.w_uk, MODEL.w_uv)
+    mla_attention(*operands, kernel=KERNEL)
+    for wanted in (True, False):
+        with torch.set_grad_enabled(wanted):
+            mla_attention(*operands, kernel=KERNEL)
+            assert torch.is_grad_enabled() is wanted
+    assert kernel.repeats == 2
+
+
+def test_memory_is_of_one_thread_and_has_few_sizes() -> None:
+    device = torch.device("cpu")
+    here = scratch.shared_memory(device, scratch.SMALLEST_BYTES + 1)
+    assert here is not None and here.numel() == 2 * scratch.SMALLEST_BYTES
+    assert scratch.shared_memory(device, 2 * scratch.SMALLEST_BYTES) is here
+    assert scratch.shared_memory(device, 1) is not here
+    assert scratch.shared_memory(device, scratch.LARGEST_BYTES + 1) is None
+    there: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: there.append(scratch.shared_memory(device, here.numel()))
+    )
+    thread.start()
+    thread.join()
+    assert there[0] is not here

@@ -7,7 +7,10 @@ the `n` newest, so each kind has the rate of its SMs only:
 - absorbed: the larger of its FLOPs over the rate of its SMs and its bytes over their bandwidth;
 - decompressed: the same with the other SMs; few queries make it a matter of bandwidth, which does
   not grow evenly with the SMs (`MixParameters.bandwidth_gbps`);
-- both: no faster than all FLOPs at the rate of the whole chip, and all bytes at that of the memory.
+- both: no faster than all FLOPs at the rate of the whole chip, and all bytes at that of the memory;
+- at once: no faster than `together` of both kinds one after the other, each on all SMs, because
+  they share the power and the memory's queue. In that queue the loads of the absorbed work wait
+  behind the stream, so it is slower while many SMs stream (`MixParameters.lost_to_stream`).
 
 The longest of these is the time of the attention. Projections and the merge follow it, each at the
 rates of the whole chip. Outside the model: tiles that do not fill their SMs evenly, and queries
@@ -138,12 +141,14 @@ def part_times_us(
     flops, moved = work.latent.flops + work.heads.flops, work.latent.bytes + work.heads.bytes
     sms, rest = parameters.sm_count, parameters.sm_count - split
     latent, heads = _alone_us(parameters, work, split, rest)
-    lost = parameters.starvation.value * rest / sms
-    if 0.0 < lost and math.isfinite(latent):
-        # The rate is lower only until the stream has ended. Some SM is left, so it is not zero.
-        latent += lost * min(heads, latent / (1.0 - lost))
-    both = work.latent != _NOTHING and work.heads != _NOTHING
-    one_by_one = sum(_alone_us(parameters, work, sms, sms)) if both else 0.0
+    one_by_one = 0.0
+    if work.latent != _NOTHING and work.heads != _NOTHING:
+        if parameters.together.value:
+            one_by_one = sum(_alone_us(parameters, work, sms, sms))
+        lost = parameters.lost_to_stream(rest)
+        if 0.0 < lost < 1.0:
+            # The rate is lower only until the stream has ended.
+            latent += lost * min(heads, latent / (1.0 - lost))
     return (
         latent,
         heads,
@@ -181,20 +186,39 @@ class MixModel:
     def best_split(self, problem: MlaProblem, n: int) -> int:
         """The SMs that the absorbed work should get for one `n`."""
         self._require_dtype(problem)
-        return self._best_split(mix_work(problem, n, self.form))
+        return self.split_of(mix_work(problem, n, self.form))
+
+    def split_of(self, work: MixWork) -> int:
+        """The SMs that the absorbed part of some work should get: all or none if it is alone."""
+        sms = self.parameters.sm_count
+        if work.heads == _NOTHING:
+            return sms
+        if work.latent == _NOTHING:
+            return 0
+        # More SMs make the absorbed work shorter and the other longer: look for the crossing.
+        low, high = 1, sms - 1
+        while low < high:
+            middle = (low + high) // 2
+            latent, heads, *_ = part_times_us(self.parameters, work, middle)
+            if latent <= heads:
+                high = middle
+            else:
+                low = middle + 1
+        before = max(1, low - 1)
+        return min((low, before), key=lambda g: max(part_times_us(self.parameters, work, g)))
 
     def at(self, problem: MlaProblem, n: int) -> MixTime:
         """The time of one `n` at its best split."""
         self._require_dtype(problem)
         work = mix_work(problem, n, self.form)
-        return self._time(work, n, self._best_split(work))
+        return self._time(work, n, self.split_of(work))
 
     def best_n(self, problem: MlaProblem, max_bytes: int | None = None, multiple: int = 1) -> int:
         """The window of least time that fits.
 
-        The ends count as the pure paths that they are. In between the time falls up to one point
-        and rises after it, but for the steps of whole SMs, so the neighbourhood of the best of a
-        few windows is where the best one lies.
+        The ends count as the pure paths that they are. In between the time changes slowly, but for
+        the steps of whole SMs, so the neighbourhood of the best of a few windows is where the best
+        one lies.
 
         Args:
             problem: Sizes and lengths.
@@ -244,24 +268,6 @@ class MixModel:
         rates = self.parameters.chip_tflops.value, self.parameters.stream_gbps.value
         others = sum(cost.time_us(*rates) + launch for cost in work.others)
         return MixTime(n, split, *parts, attention_us=max(parts) + launch, others_us=others)
-
-    def _best_split(self, work: MixWork) -> int:
-        sms = self.parameters.sm_count
-        if work.heads == _NOTHING:
-            return sms
-        if work.latent == _NOTHING:
-            return 0
-        # More SMs make the absorbed work shorter and the other longer: look for the crossing.
-        low, high = 1, sms - 1
-        while low < high:
-            middle = (low + high) // 2
-            latent, heads, *_ = part_times_us(self.parameters, work, middle)
-            if latent <= heads:
-                high = middle
-            else:
-                low = middle + 1
-        before = max(1, low - 1)
-        return min((low, before), key=lambda g: max(part_times_us(self.parameters, work, g)))
 
     def _require_dtype(self, problem: MlaProblem) -> None:
         if problem.dtype != self.parameters.dtype:

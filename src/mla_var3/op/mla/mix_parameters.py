@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -36,7 +37,7 @@ UNITS = {
 ORIGINS: tuple[str, ...] = get_args(Origin)
 # Parameters of which zero is a value; the others divide something.
 _MAY_BE_ZERO = ("together", "starvation", "launch_us")
-# With all of it one kind of work waits until the other has ended.
+# Beyond one, the best split would no longer be where both kinds of work end together.
 _AT_MOST_ONE = ("starvation",)
 # One SM alone is taken to draw this many times its even share of the memory bandwidth.
 _ASSUMED_REACH = 2.0
@@ -75,8 +76,8 @@ class MixParameters:
         stream_sharpness: Exponent of the bend between the two; infinity is a sharp corner.
         together: Least time of both kinds at once, as a share of that of one after the other, each
             on all SMs; they share the power and the memory's queue. 0 is no such limit.
-        starvation: Share of its rate that the absorbed work loses while all other SMs, in the
-            limit all SMs, stream; fewer take evenly less. From 0, nothing, to 1.
+        starvation: How much of its rate the absorbed work loses to SMs that stream, whose loads
+            its own wait behind (`lost_to_stream`); from 0, nothing, to 1.
         launch_us: Fixed time of every kernel launch.
     """
 
@@ -125,6 +126,16 @@ class MixParameters:
         sharpness = self.stream_sharpness.value
         # The ratio never exceeds one, so that no power of it overflows.
         return float(low * (1.0 + (low / high) ** sharpness) ** (-1.0 / sharpness))
+
+    def lost_to_stream(self, sms: int) -> float:
+        """Share of its rate that the absorbed work loses while so many SMs stream.
+
+        The share of the SMs that stream, to the power of one over the starvation: all of the rate
+        when all of them do, next to nothing when few do. The power is at least one, so that a
+        further SM of the absorbed work never delays its end.
+        """
+        starvation = self.starvation.value
+        return float((sms / self.sm_count) ** (1.0 / starvation)) if starvation else 0.0
 
     def with_values(self, values: Mapping[str, float]) -> MixParameters:
         """A copy with other numbers, for a search; their provenance stays what it was."""
@@ -210,10 +221,16 @@ def mix_parameters(
                 return parameters
         raise InvalidArgumentError(str(path), f"parameters of {spec.name} in {dtype}", "none")
     if shipped_path().is_file():
-        for parameters in read_parameters(shipped_path()):
+        for parameters in _shipped(shipped_path()):
             if (parameters.device, parameters.dtype) == (spec.name, dtype):
                 return parameters
     return derived_parameters(spec, dtype)
+
+
+@lru_cache(maxsize=4)
+def _shipped(path: Path) -> tuple[MixParameters, ...]:
+    """Read once: the choice of a kernel asks again and again."""
+    return tuple(read_parameters(path))
 
 
 def read_parameters(path: Path) -> list[MixParameters]:

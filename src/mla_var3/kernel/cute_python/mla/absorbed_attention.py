@@ -83,12 +83,13 @@ CONSUMER_REGISTERS = 232
 
 
 class FlashMLASm90:
-    """Host and device code for one element type."""
+    """Host and device code for one element type; see `final_lse` for `empty_positive`."""
 
-    def __init__(self, dtype, few=0, strict=False):
+    def __init__(self, dtype, few=0, strict=False, empty_positive=False):
         self.dtype = dtype
         self.few = few
         self.strict = strict
+        self.empty_positive = empty_positive
 
     @cute.jit
     def __call__(
@@ -295,7 +296,7 @@ class FlashMLASm90:
                 )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            outputs = (o_latent, lse, o_partial, lse_partial, merges)
+            outputs = (o_latent, lse, o_partial, lse_partial, merges, self.empty_positive)
             line, two = cute.make_layout(ROWS), cute.make_layout((ROWS, 2))
             if const_expr(self.few > 0):
                 by_group = (

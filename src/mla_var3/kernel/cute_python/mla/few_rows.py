@@ -27,7 +27,6 @@ from mla_var3.kernel.cute_python.mla.latent_ops import (
     HALF,
     LATENT,
     LAZY_RISE,
-    LN_2,
     ROPE,
     ROPE_TILE,
     SCORE_FLOOR,
@@ -36,6 +35,7 @@ from mla_var3.kernel.cute_python.mla.latent_ops import (
     clear_rows,
     scores,
 )
+from mla_var3.kernel.cute_python.mla.merge_partials import final_lse
 from mla_var3.kernel.cute_python.mla.schedule import (
     KV_BLOCK,
     ROWS,
@@ -74,7 +74,7 @@ def compute_few(
         s_q, s_even, s_odd: the query tile and the KV blocks in shared memory.
         signals: memory barriers.
         exchange: in shared memory, maximum and scales per row by warpgroup, and warp results.
-        outputs: o_latent, lse, o_partial, lse_partial, merges.
+        outputs: o_latent, lse, o_partial, lse_partial, merges, `empty_positive` of `final_lse`.
         scale_log2e: softmax scale times log2 e.
         part: the block's part.
         work: what decides its items.
@@ -338,7 +338,7 @@ def finish_few(
     dtype: cutlass.Constexpr,
 ):
     """Divide by the row sums of all warps and write the item's result or piece."""
-    o_latent, lse, o_partial, lse_partial, merges = outputs
+    o_latent, lse, o_partial, lse_partial, merges, empty_positive = outputs
     lane = t % 32
     for j in cutlass.range_constexpr(columns // 8):
         for e in cutlass.range_constexpr(2):
@@ -373,7 +373,7 @@ def finish_few(
             elif row < item.rows:
                 at = Int64(item.base + row)
                 if speaks:
-                    lse[at] = log_sum * LN_2
+                    lse[at] = final_lse(log_sum, empty_positive)
                 for tile in cutlass.range_constexpr(HALF // 64):
                     for r in cutlass.range_constexpr(2):
                         start = at * LATENT + column + tile * 64 + r * 8

@@ -80,18 +80,20 @@ def workspace(device: torch.device, sm_count: int) -> Partials:
 class AttentionAndMerge:
     """Host code that launches an absorbed kernel and the merge of its pieces."""
 
-    def __init__(self, host_class, element, few):
+    def __init__(self, host_class, element, few, empty_positive=False):
         self.host_class = host_class
         self.element = element
         self.few = few
+        self.empty_positive = empty_positive
 
     @cute.jit
     def __call__(self, *arguments):
         """The arguments of the absorbed kernel, the blocks of the merge, the stream."""
         *attention, merge_blocks, stream = arguments
         out, lse, *partials = attention[OUTPUTS]
-        self.host_class(self.element, self.few)(*attention, stream)
-        MergePartials(self.element)(
+        host = self.host_class(self.element, self.few, empty_positive=self.empty_positive)
+        host(*attention, stream)
+        MergePartials(self.element, self.empty_positive)(
             *partials, out, lse, attention[TOTAL_ROWS], attention[GANG], attention[PARTS],
             merge_blocks, stream,
         )  # fmt: skip
@@ -227,6 +229,7 @@ def launch_absorbed(
     scale: float,
     out: Tensor,
     lse: Tensor,
+    empty_positive: bool = False,
 ) -> AbsorbedLaunch | None:
     """Launch an absorbed kernel and the merge of its pieces on the current stream.
 
@@ -246,6 +249,7 @@ def launch_absorbed(
         causal: whether a query sees no later token.
         scale: factor on the logits.
         out, lse: outputs, contiguous.
+        empty_positive: see `final_lse`.
 
     Returns:
         The same launch for other tensors; None where there was nothing to launch, or where a
@@ -269,7 +273,7 @@ def launch_absorbed(
         sm_count * MERGE_TILING.blocks_per_sm,
     )  # fmt: skip
     present = (block_table is not None, query_begins is not None, tree is not None)
-    key = (kernel_fn, out.dtype, few, present, device.index)
+    key = (kernel_fn, out.dtype, few, present, empty_positive, device.index)
     program = _programs.get(key)
     if program is None:
         require_arch(kernel_fn.__name__, "sm_90a", device)
@@ -278,7 +282,7 @@ def launch_absorbed(
             raise UnsupportedError(
                 f"{kernel_fn.__name__}: expected a 16-bit dtype, got {out.dtype}"
             )
-        host = AttentionAndMerge(host_class, element, few)
+        host = AttentionAndMerge(host_class, element, few, empty_positive)
         program = _programs[key] = program_for(kernel_fn, host, arguments, tiling, device)
     program(*arguments)
     if copied:

@@ -22,7 +22,6 @@ from mla_var3.kernel.cute_python.mla.latent_loader import (
 from mla_var3.kernel.cute_python.mla.latent_ops import (
     HALF,
     LATENT,
-    LN_2,
     ROPE_TILE,
     TILE,
     add_values,
@@ -36,6 +35,7 @@ from mla_var3.kernel.cute_python.mla.latent_ops import (
     store_wide,
     two_rows,
 )
+from mla_var3.kernel.cute_python.mla.merge_partials import final_lse
 from mla_var3.kernel.cute_python.mla.schedule import (
     KV_BLOCK,
     ROWS,
@@ -209,7 +209,7 @@ def finish_many(
     dtype: cutlass.Constexpr,
 ):
     """Divide by the row sums of both warpgroups and write the item's result or piece."""
-    o_latent, lse, o_partial, lse_partial, merges = outputs
+    o_latent, lse, o_partial, lse_partial, merges, empty_positive = outputs
     for r in cutlass.range_constexpr(2):
         total = row_total(sums[r])
         if lane % 4 == 0:
@@ -237,6 +237,6 @@ def finish_many(
             target = o_latent + (at * LATENT + group * HALF)
             store_narrow(o[r, None], target, lane, inside, dtype)
             if speaks and inside:
-                lse[at] = log_sum * LN_2
+                lse[at] = final_lse(log_sum, empty_positive)
     if item.piece != 0 and group == 0 and row0 == 0 and lane == 0:
         note_piece(merges, slot, item)

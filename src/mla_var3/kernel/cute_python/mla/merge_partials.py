@@ -19,7 +19,7 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 from torch import Tensor
 
@@ -51,11 +51,26 @@ class MergeTiling(Tiling):
         )
 
 
-class MergePartials:
-    """Host and device code for one element type."""
+@cute.jit
+def final_lse(log_sum: Float32, empty_positive: cutlass.Constexpr):
+    """The log-sum-exp of a row as it is returned, from one in powers of two.
 
-    def __init__(self, dtype):
+    A row without a visible token has -inf, or +inf where `empty_positive` asks for it, as FlashMLA
+    returns it. Pieces have -inf in any case.
+    """
+    result = log_sum * LN_2
+    if const_expr(empty_positive):
+        if log_sum == -Float32.inf:
+            result = Float32.inf
+    return result
+
+
+class MergePartials:
+    """Host and device code for one element type; see `final_lse` for `empty_positive`."""
+
+    def __init__(self, dtype, empty_positive=False):
         self.dtype = dtype
+        self.empty_positive = empty_positive
 
     @cute.jit
     def __call__(
@@ -258,7 +273,7 @@ class MergePartials:
         narrow.store((acc.load() * inverse).to(self.dtype))
         cute.autovec_copy(narrow, cute.local_tile(o_latent[row, None], (4,), (column // 4,)))
         if column == 0:
-            lse[row] = log_sum * LN_2
+            lse[row] = final_lse(log_sum, self.empty_positive)
 
     @cute.jit
     def piece_lse(

@@ -106,10 +106,14 @@ class CuteMixPlan(HopperPlan):
         pinned = self.tiling.sms or self.sm_count - self.window_tiling.sms
         if pinned != self.sm_count:
             return SmSplit(max(pinned, 1), max(self.sm_count - pinned, 1))
-        guess = balanced_split(self.latent_cost(), self.window_cost(), self.sm_count)
+        guess = self.balanced_split()
         # Gangs take whole numbers of SMs; those that they leave over go to the other kernel.
         used = gang_shape(self.row_tiles, self.b, guess.latent, self.tiling.gang).blocks
         return SmSplit(used, self.sm_count - used)
+
+    def balanced_split(self) -> SmSplit:
+        """The split of all SMs at which both kernels are expected to end together."""
+        return balanced_split(self.latent_cost(), self.window_cost(), self.sm_count)
 
     def latent_sms(self, tiling: FlashMLATiling) -> int:
         """SMs of the latent kernel."""

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Self
+from typing import ClassVar, Self
 
+from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.mix_plan import CuteMixPlan
+from mla_var3.kernel.cute_python.mla.sm_split import SmSplit
 from mla_var3.kernel.cute_python.mla.window_stage import WindowShape
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.mla.cost import best_n
-from mla_var3.op.mla.problem import require_int
+from mla_var3.op.mla.mix_model import MixModel, MixWork
+from mla_var3.op.mla.mix_parameters import mix_parameters
+from mla_var3.op.mla.problem import MlaProblem, require_int
+from mla_var3.op.mla.window_form import PLAIN, WindowForm
 
 WINDOW_STEP = 128
 """The model's n is rounded to whole blocks of the decompressed kernel, two at a time."""
@@ -18,9 +23,31 @@ REFINE_STEPS = (-4, -2, -1, 1, 2, 4)
 """Neighbours of the model's n that `refinements` offers, in eighths of it."""
 
 
+WORTH_MIXING = 0.08
+"""What the model must promise over the better pure path before a plan mixes. It is the model's own
+error on single rows: with less, a mix that is slower than a pure path would be chosen."""
+
+
+def worthwhile_n(model: MixModel, problem: MlaProblem) -> int:
+    """The model's n, or that of the better pure path where the mix is not clearly better."""
+    ends = {n: model.at(problem, n).total_us for n in (0, max(problem.kv_lengths))}
+    pure = min(ends, key=ends.__getitem__)
+    n = model.best_n(problem, multiple=WINDOW_STEP)
+    return n if model.at(problem, n).total_us < (1.0 - WORTH_MIXING) * ends[pure] else pure
+
+
 @dataclass
 class NewestMixPlan(CuteMixPlan):
-    """Plan of a mix with a window of the newest tokens."""
+    """Plan of a mix with a window of the newest tokens.
+
+    Attributes:
+        window_form: how the window is stored.
+        model: the model of the mix on the device that it is planned for, if it was fitted there; it
+            then chooses n and the SMs. Otherwise the roofline does, and rates that any SM has.
+    """
+
+    window_form: ClassVar[WindowForm] = PLAIN
+    model: ClassVar[MixModel | None] = None
 
     n: int | None = field(
         default=None, metadata={"help": "newest tokens kept decompressed; default by the model"}
@@ -31,11 +58,33 @@ class NewestMixPlan(CuteMixPlan):
         if self.n is not None:
             require_int("n", self.n, minimum=0, maximum=self.t, maximum_name="t")
 
+    def copy(self, **changes: object) -> Self:
+        duplicate = super().copy(**changes)
+        duplicate.__dict__["model"] = self.model
+        return duplicate
+
+    def on_device(self, spec: DeviceSpec) -> Self:
+        parameters = mix_parameters(spec, self.dtype)
+        model = MixModel(parameters, self.window_form) if parameters.fitted else None
+        duplicate = self.copy()
+        duplicate.__dict__["model"] = model
+        return super(NewestMixPlan, duplicate).on_device(spec)
+
     def resolve(self, peak_tflops: float, peak_gbps: float) -> Self:
         if self.n is not None:
             return self
-        n = best_n(self.problem(), peak_tflops, peak_gbps, multiple=WINDOW_STEP)
+        if self.model is not None:
+            n = worthwhile_n(self.model, self.problem())
+        else:
+            n = best_n(self.problem(), peak_tflops, peak_gbps, multiple=WINDOW_STEP)
         return self.copy(n=min(n, self.t))
+
+    def balanced_split(self) -> SmSplit:
+        if self.model is None:
+            return super().balanced_split()
+        wanted = self.model.split_of(MixWork(self.latent_cost(), self.window_cost(), ()))
+        chosen = min(max(wanted, 1), self.sm_count - 1)
+        return SmSplit(chosen, self.sm_count - chosen)
 
     def refinements(self) -> list[Self]:
         center = self.chosen_n

@@ -146,6 +146,7 @@ def absorbed(
     scale: float,
     out: Tensor,
     lse: Tensor,
+    empty_positive: bool = False,
 ) -> AbsorbedLaunch | None:
     """Attention on tensors that change from call to call; safe in a CUDA graph.
 
@@ -163,6 +164,7 @@ def absorbed(
         scale: factor on the logits.
         out: like q_latent.
         lse: float32, like q_latent without the last dimension.
+        empty_positive: whether a query that sees no token has a log-sum-exp of +inf, not -inf.
 
     Returns:
         What to launch again for a call of the same form; None when there was nothing to launch.
@@ -187,6 +189,7 @@ def absorbed(
         scale,
         out,
         lse,
+        empty_positive,
     )
 
 

@@ -61,6 +61,7 @@ class CuteMlaVar6PlusV2(NewestMixPlan):
     """Plan of version 2 of mla_var6_plus in CuTe DSL."""
 
     targets = ("sm_90",)
+    window_form = FP8
 
     def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
         raw = self.make_inputs(device)
