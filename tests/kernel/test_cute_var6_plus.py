@@ -365,6 +365,13 @@ def test_the_split_makes_both_end_together() -> None:
     assert balanced_split(nothing, nothing, 2) == SmSplit(1, 1)
 
 
+def test_jobs_are_not_divided_between_sms() -> None:
+    """256 jobs take three turns on 86 SMs as on 127; the others are left to the latent kernel."""
+    latent, window = Cost(36.5e9, 0), Cost(86e9, 0)
+    assert balanced_split(latent, window, 132).window > 90
+    assert balanced_split(latent, window, 132, jobs=256) == SmSplit(46, 86)
+
+
 def test_neighbours_use_all_sms_and_leave_each_kernel_one() -> None:
     for split in (SmSplit(66, 66), SmSplit(1, 131), SmSplit(131, 1), SmSplit(1, 1)):
         found = neighbours(split)

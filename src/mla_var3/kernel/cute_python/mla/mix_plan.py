@@ -113,7 +113,13 @@ class CuteMixPlan(HopperPlan):
 
     def balanced_split(self) -> SmSplit:
         """The split of all SMs at which both kernels are expected to end together."""
-        return balanced_split(self.latent_cost(), self.window_cost(), self.sm_count)
+        shape = self.window_shape
+        jobs = shape.requests * shape.units(shape.form(self.window_tiling))
+        # Windows that are cut into parts fill their SMs evenly.
+        whole = jobs >= self.sm_count
+        return balanced_split(
+            self.latent_cost(), self.window_cost(), self.sm_count, jobs if whole else 0
+        )
 
     def latent_sms(self, tiling: FlashMLATiling) -> int:
         """SMs of the latent kernel."""

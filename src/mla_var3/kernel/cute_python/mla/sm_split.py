@@ -23,20 +23,28 @@ class SmSplit:
     window: int
 
 
-def balanced_split(latent: Cost, window: Cost, sm_count: int) -> SmSplit:
+def balanced_split(latent: Cost, window: Cost, sm_count: int, jobs: int = 0) -> SmSplit:
     """The split at which both kernels are expected to end together.
 
     Args:
         latent: work of the latent kernel, which the tensor cores bound with many rows.
         window: work of the decompressed kernel, which the memory bounds unless many rows share it.
         sm_count: SMs of the device, at least two.
+        jobs: equal pieces of the window's work, of which an SM takes whole ones; 0 for so many
+            that it does not matter.
     """
-    latent_us, window_us = (
-        max(work.time_us(LATENT_TFLOPS_PER_SM, WINDOW_GBPS_PER_SM), 1e-9)
-        for work in (latent, window)
-    )
-    wanted = round(sm_count * latent_us / (latent_us + window_us))
-    chosen = min(max(wanted, 1), sm_count - 1)
+
+    def last_us(sms: int) -> float:
+        latent_us, window_us = (
+            max(work.time_us(LATENT_TFLOPS_PER_SM, WINDOW_GBPS_PER_SM), 1e-9)
+            for work in (latent, window)
+        )
+        rest = sm_count - sms
+        turns = -(-jobs // rest) / jobs if jobs else 1.0 / rest
+        return max(latent_us / sms, window_us * turns)
+
+    # Of equally good splits the one with most SMs for the latent kernel, which starves first.
+    chosen = min(range(sm_count - 1, 0, -1), key=last_us)
     return SmSplit(chosen, sm_count - chosen)
 
 
