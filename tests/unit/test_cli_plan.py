@@ -39,7 +39,7 @@ def test_the_table_says_that_it_predicts_and_from_what(
         "predicted for NVIDIA H200",
         "predictions of a model, not measurements",
         "Fitted to measured times: latent_tflops_per_sm",
-        "2026-11-15-nvidia-h200-mix.json",
+        "2026-11-15-nvidia-h200-mix-rows.json",
         "assumed",
         "chosen",
         "over budget",

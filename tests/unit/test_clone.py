@@ -271,10 +271,10 @@ def test_the_names_of_the_specification(tree: Path) -> None:
     entry = plan.contents["mla_var6_plus_v5.py"]
     assert entry.startswith('"""mla_var6_plus_v5: ')
     assert "\nParent: mla_var6_plus_v2.\n" in entry
-    assert "class CtMlaVar6PlusV5(MlaPlan):" in entry
+    assert "class CtMlaVar6PlusV5(NewestWindowPlan):" in entry
     assert '_name="mla_var6_plus_v5"' in entry
-    assert "import best_n, decompress_combine_cost, mla_var6_plus_cost" in entry
-    assert "from mla_var3.kernel.mla_plan import MlaPlan" in entry
+    assert "import decompress_combine_cost, mla_var6_plus_cost" in entry
+    assert "from mla_var3.kernel.newest_window import NewestWindowPlan" in entry
     assert plan.contents["__init__.py"] == '"""Version 5 of mla_var6_plus."""\n'
 
 

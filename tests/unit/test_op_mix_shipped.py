@@ -18,7 +18,7 @@ from mla_var3.op.mla.problem import MlaProblem
 ROOT = Path(__file__).parents[2]
 H200 = device_spec("H200")
 SHIPPED = mix_parameters(H200)
-SOURCE = "docs/results/2026-11-15-nvidia-h200-mix.json"
+SOURCE = "docs/results/2026-11-15-nvidia-h200-mix-rows.json"
 
 
 @pytest.fixture(scope="module")

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar, Self
 
 from mla_var3.conf.devices import DeviceSpec
-from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.mix_plan import CuteMixPlan
 from mla_var3.kernel.cute_python.mla.sm_split import SmSplit
 from mla_var3.kernel.cute_python.mla.window_stage import WindowShape
-from mla_var3.kernel.mla_plan import MlaPlan
-from mla_var3.op.mla.cost import best_n
+from mla_var3.kernel.newest_window import WINDOW_STEP, NewestWindowPlan
 from mla_var3.op.mla.mix_model import MixModel, MixWork
 from mla_var3.op.mla.mix_parameters import mix_parameters
-from mla_var3.op.mla.problem import MlaProblem, require_int
+from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.op.mla.window_form import PLAIN, WindowForm
-
-WINDOW_STEP = 128
-"""The model's n is rounded to whole blocks of the decompressed kernel, two at a time."""
-REFINE_STEPS = (-4, -2, -1, 1, 2, 4)
-"""Neighbours of the model's n that `refinements` offers, in eighths of it."""
-
 
 WORTH_MIXING = 0.08
 """What the model must promise over the better pure path before a plan mixes. It is the model's own
@@ -37,7 +29,7 @@ def worthwhile_n(model: MixModel, problem: MlaProblem) -> int:
 
 
 @dataclass
-class NewestMixPlan(CuteMixPlan):
+class NewestMixPlan(NewestWindowPlan, CuteMixPlan):
     """Plan of a mix with a window of the newest tokens.
 
     Attributes:
@@ -48,15 +40,6 @@ class NewestMixPlan(CuteMixPlan):
 
     window_form: ClassVar[WindowForm] = PLAIN
     model: ClassVar[MixModel | None] = None
-
-    n: int | None = field(
-        default=None, metadata={"help": "newest tokens kept decompressed; default by the model"}
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.n is not None:
-            require_int("n", self.n, minimum=0, maximum=self.t, maximum_name="t")
 
     def copy(self, **changes: object) -> Self:
         duplicate = super().copy(**changes)
@@ -70,14 +53,10 @@ class NewestMixPlan(CuteMixPlan):
         duplicate.__dict__["model"] = model
         return super(NewestMixPlan, duplicate).on_device(spec)
 
-    def resolve(self, peak_tflops: float, peak_gbps: float) -> Self:
-        if self.n is not None:
-            return self
-        if self.model is not None:
-            n = worthwhile_n(self.model, self.problem())
-        else:
-            n = best_n(self.problem(), peak_tflops, peak_gbps, multiple=WINDOW_STEP)
-        return self.copy(n=min(n, self.t))
+    def model_n(self, peak_tflops: float, peak_gbps: float) -> int:
+        if self.model is None:
+            return super().model_n(peak_tflops, peak_gbps)
+        return worthwhile_n(self.model, self.problem())
 
     def balanced_split(self) -> SmSplit:
         if self.model is None:
@@ -85,25 +64,6 @@ class NewestMixPlan(CuteMixPlan):
         wanted = self.model.split_of(MixWork(self.latent_cost(), self.window_cost(), ()))
         chosen = min(max(wanted, 1), self.sm_count - 1)
         return SmSplit(chosen, self.sm_count - chosen)
-
-    def refinements(self) -> list[Self]:
-        center = self.chosen_n
-        step = max(WINDOW_STEP, center // 8 // WINDOW_STEP * WINDOW_STEP)
-        wanted = {min(max(center + k * step, 0), self.t) for k in REFINE_STEPS} | {0, self.t}
-        return [self.copy(n=n) for n in sorted(wanted - {center})]
-
-    def cpu_check_plan(self) -> Self:
-        # Without n first: a window chosen for the large problem may not fit the small one.
-        small = MlaPlan.cpu_check_plan(self.copy(n=None))
-        share = self.n / self.t if self.n is not None else 0.5
-        return small.copy(n=round(share * small.t))
-
-    @property
-    def chosen_n(self) -> int:
-        """Newest tokens that are decompressed."""
-        if self.n is None:
-            raise InvalidArgumentError("n", "a number; resolve or on_device chooses one", "None")
-        return self.n
 
     def latent_lengths(self) -> list[int]:
         return [old for old, _ in self.problem().window(self.chosen_n)]

@@ -25,15 +25,12 @@ until the other has ended; only d=128, k=512 and p=64.
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from mla_var3.kernel.cute_python.mla.newest_mix import NewestMixPlan
 from mla_var3.kernel.cute_python.mla.window_stage import WindowOperands
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import flash_attention_cost
-from mla_var3.op.mla.inputs import absorb_queries, decompress_newest
-from mla_var3.op.mla.reference import reference_mix
 from mla_var3.runtime.composite import KernelPipeline
 from mla_var3.runtime.tensors import check_tensor
 
@@ -43,24 +40,6 @@ class CuteMlaVar6Plus(NewestMixPlan):
     """Plan of the base version of mla_var6_plus in CuTe DSL."""
 
     targets = ("sm_90",)
-
-    def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
-        raw = self.make_inputs(device)
-        q_latent = absorb_queries(raw.q_nope, raw.w_uk)
-        window = decompress_newest(raw, self.chosen_n)
-        return (
-            raw.q_nope, q_latent, raw.q_rope, raw.c_kv, raw.k_rope, *window, raw.w_uv, raw.lengths,
-        )  # fmt: skip
-
-    def reference_fn(
-        self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
-    ) -> tuple[Tensor, ...]:
-        return reference_mix(
-            *inputs,
-            causal=self.causal,
-            scale=self.problem().softmax_scale,
-            compute_dtype=compute_dtype or torch.float32,
-        )
 
     def window_cost(self) -> Cost:
         return flash_attention_cost(replace(self.problem(), lengths=tuple(self.new_lengths())))

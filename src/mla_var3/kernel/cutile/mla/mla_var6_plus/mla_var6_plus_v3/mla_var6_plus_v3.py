@@ -23,12 +23,9 @@ role's shared memory allows, and the latent role runs at flash_mla's rate.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
 
-import torch
 from torch import Tensor
 
-from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cutile.mla.decompress_combine import (
     CtDecompressCombine,
     DecompressCombineTiling,
@@ -37,94 +34,34 @@ from mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus_v3.attention_block_s
     AttentionBlockSpecializedTilingV3,
     CtAttentionBlockSpecializedV3,
 )
-from mla_var3.kernel.mla_plan import MlaPlan
-from mla_var3.op.mla.cost import best_n, decompress_combine_cost, mla_var6_plus_cost
-from mla_var3.op.mla.inputs import absorb_queries, decompress_newest
-from mla_var3.op.mla.problem import require_int
-from mla_var3.op.mla.reference import reference_mix
+from mla_var3.kernel.newest_window import NewestWindowPlan
+from mla_var3.op.mla.cost import decompress_combine_cost, mla_var6_plus_cost
 from mla_var3.runtime.composite import KernelPipeline
 from mla_var3.runtime.plan import Tiling
 
-WINDOW_STEP = 128
-"""The model's n is rounded to whole tiles of the head role."""
-REFINE_STEPS = (-4, -2, -1, 1, 2, 4)
-"""Neighbours of the model's n that `refinements` offers, in eighths of it."""
-
 
 @dataclass
-class CtMlaVar6PlusV3(MlaPlan):
+class CtMlaVar6PlusV3(NewestWindowPlan):
     """Plan of version 3 of mla_var6_plus."""
 
-    n: int | None = field(
-        default=None, metadata={"help": "newest tokens kept decompressed; default by the model"}
-    )
     tiling: AttentionBlockSpecializedTilingV3 = field(
         default_factory=AttentionBlockSpecializedTilingV3
     )
     combine_tiling: DecompressCombineTiling = field(default_factory=DecompressCombineTiling)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.n is not None:
-            require_int("n", self.n, minimum=0, maximum=self.t, maximum_name="t")
-
-    def resolve(self, peak_tflops: float, peak_gbps: float) -> Self:
-        if self.n is not None:
-            return self
-        n = best_n(self.problem(), peak_tflops, peak_gbps, multiple=WINDOW_STEP)
-        return self.copy(n=min(n, self.t))
-
-    def refinements(self) -> list[Self]:
-        center = self._chosen_n()
-        step = max(WINDOW_STEP, center // 8 // WINDOW_STEP * WINDOW_STEP)
-        wanted = {min(max(center + k * step, 0), self.t) for k in REFINE_STEPS} | {0, self.t}
-        return [self.copy(n=n) for n in sorted(wanted - {center})]
-
-    def cpu_check_plan(self) -> Self:
-        # Without n first: a window chosen for the large problem may not fit the small one.
-        small = MlaPlan.cpu_check_plan(self.copy(n=None))
-        share = self._chosen_n() / self.t if self.n is not None else 0.5
-        return small.copy(n=round(share * small.t))
-
-    def _chosen_n(self) -> int:
-        if self.n is None:
-            raise InvalidArgumentError("n", "a number; resolve or on_device chooses one", "None")
-        return self.n
-
-    def _stage_fields(self) -> dict[str, Any]:
-        return {key: value for key, value in self.params().items() if key != "n"}
-
     def _attention_plan(self) -> CtAttentionBlockSpecializedV3:
         stage = CtAttentionBlockSpecializedV3(
-            **self._stage_fields(), n=self._chosen_n(), tiling=self.tiling
+            **self.stage_fields(), n=self.chosen_n, tiling=self.tiling
         )
         stage._target = self._target
         return stage
 
     def _combine_plan(self) -> CtDecompressCombine:
-        n = self._chosen_n()
+        n = self.chosen_n
         parts = "latent" if n == 0 else "new" if n == self.t else "both"
-        stage = CtDecompressCombine(**self._stage_fields(), parts=parts, tiling=self.combine_tiling)
+        stage = CtDecompressCombine(**self.stage_fields(), parts=parts, tiling=self.combine_tiling)
         stage._target = self._target
         return stage
-
-    def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
-        raw = self.make_inputs(device)
-        q_latent = absorb_queries(raw.q_nope, raw.w_uk)
-        window = decompress_newest(raw, self._chosen_n())
-        return (
-            raw.q_nope, q_latent, raw.q_rope, raw.c_kv, raw.k_rope, *window, raw.w_uv, raw.lengths,
-        )  # fmt: skip
-
-    def reference_fn(
-        self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
-    ) -> tuple[Tensor, ...]:
-        return reference_mix(
-            *inputs,
-            causal=self.causal,
-            scale=self.problem().softmax_scale,
-            compute_dtype=compute_dtype or torch.float32,
-        )
 
     def _default_tiling(self, name: str) -> Tiling | None:
         if name == "tiling":
@@ -136,7 +73,7 @@ class CtMlaVar6PlusV3(MlaPlan):
 
     def _algorithmic_flops_bytes(self, tiling: Tiling) -> tuple[float, float]:
         problem = self.problem()
-        cost = mla_var6_plus_cost(problem, self._chosen_n()) + decompress_combine_cost(problem)
+        cost = mla_var6_plus_cost(problem, self.chosen_n) + decompress_combine_cost(problem)
         return cost.flops, cost.bytes
 
     def plan(self, *inputs: Tensor) -> KernelPipeline:

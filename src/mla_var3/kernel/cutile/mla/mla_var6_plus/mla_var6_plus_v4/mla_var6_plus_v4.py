@@ -24,12 +24,11 @@ other has ended, and the latent kernel runs at flash_mla's rate.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cutile.mla.decompress_combine import (
     CtDecompressCombine,
     DecompressCombineTiling,
@@ -47,103 +46,44 @@ from mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus_v4.window_new_v4 imp
     WindowNewTilingV4,
 )
 from mla_var3.kernel.cutile.mla.tilings import multiprocessors
-from mla_var3.kernel.mla_plan import MlaPlan
-from mla_var3.op.mla.cost import best_n, decompress_combine_cost, mla_var6_plus_cost
-from mla_var3.op.mla.inputs import absorb_queries, decompress_newest
-from mla_var3.op.mla.problem import require_int
-from mla_var3.op.mla.reference import reference_mix
+from mla_var3.kernel.newest_window import NewestWindowPlan
+from mla_var3.op.mla.cost import decompress_combine_cost, mla_var6_plus_cost
 from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
 from mla_var3.runtime.plan import Constraints, Tiling
 from mla_var3.runtime.stage import Stage
 
-WINDOW_STEP = 128
-"""The model's n is rounded to whole tiles of the head role."""
 LATENT_PRIORITY, WINDOW_PRIORITY = -1, 0
 """CUDA stream priorities; the lower one starts first."""
-REFINE_STEPS = (-4, -2, -1, 1, 2, 4)
-"""Neighbours of the model's n that `refinements` offers, in eighths of it."""
 
 
 @dataclass
-class CtMlaVar6PlusV4(MlaPlan):
+class CtMlaVar6PlusV4(NewestWindowPlan):
     """Plan of version 4 of mla_var6_plus."""
 
-    n: int | None = field(
-        default=None, metadata={"help": "newest tokens kept decompressed; default by the model"}
-    )
     tiling: LatentOldTilingV4 = field(default_factory=LatentOldTilingV4)
     window_tiling: WindowNewTilingV4 = field(default_factory=WindowNewTilingV4)
     combine_tiling: DecompressCombineTiling = field(default_factory=DecompressCombineTiling)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.n is not None:
-            require_int("n", self.n, minimum=0, maximum=self.t, maximum_name="t")
-
-    def resolve(self, peak_tflops: float, peak_gbps: float) -> Self:
-        if self.n is not None:
-            return self
-        n = best_n(self.problem(), peak_tflops, peak_gbps, multiple=WINDOW_STEP)
-        return self.copy(n=min(n, self.t))
-
-    def refinements(self) -> list[Self]:
-        center = self._chosen_n()
-        step = max(WINDOW_STEP, center // 8 // WINDOW_STEP * WINDOW_STEP)
-        wanted = {min(max(center + k * step, 0), self.t) for k in REFINE_STEPS} | {0, self.t}
-        return [self.copy(n=n) for n in sorted(wanted - {center})]
-
-    def cpu_check_plan(self) -> Self:
-        # Without n first: a window chosen for the large problem may not fit the small one.
-        small = MlaPlan.cpu_check_plan(self.copy(n=None))
-        share = self._chosen_n() / self.t if self.n is not None else 0.5
-        return small.copy(n=round(share * small.t))
-
-    def _chosen_n(self) -> int:
-        if self.n is None:
-            raise InvalidArgumentError("n", "a number; resolve or on_device chooses one", "None")
-        return self.n
-
-    def _stage_fields(self) -> dict[str, Any]:
-        return {key: value for key, value in self.params().items() if key != "n"}
-
     def _latent_plan(self) -> CtLatentOldV4:
-        n = self._chosen_n()
-        stage = CtLatentOldV4(**self._stage_fields(), n=n, alone=n == 0, tiling=self.tiling)
+        n = self.chosen_n
+        stage = CtLatentOldV4(**self.stage_fields(), n=n, alone=n == 0, tiling=self.tiling)
         stage._target = self._target
         return stage
 
     def _window_plan(self) -> CtWindowNewV4:
-        n = self._chosen_n()
+        n = self.chosen_n
         stage = CtWindowNewV4(
-            **self._stage_fields(), n=n, alone=n == self.t, tiling=self.window_tiling
+            **self.stage_fields(), n=n, alone=n == self.t, tiling=self.window_tiling
         )
         stage._target = self._target
         return stage
 
     def _combine_plan(self) -> CtDecompressCombine:
-        n = self._chosen_n()
+        n = self.chosen_n
         parts = "latent" if n == 0 else "new" if n == self.t else "both"
-        stage = CtDecompressCombine(**self._stage_fields(), parts=parts, tiling=self.combine_tiling)
+        stage = CtDecompressCombine(**self.stage_fields(), parts=parts, tiling=self.combine_tiling)
         stage._target = self._target
         return stage
-
-    def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
-        raw = self.make_inputs(device)
-        q_latent = absorb_queries(raw.q_nope, raw.w_uk)
-        window = decompress_newest(raw, self._chosen_n())
-        return (
-            raw.q_nope, q_latent, raw.q_rope, raw.c_kv, raw.k_rope, *window, raw.w_uv, raw.lengths,
-        )  # fmt: skip
-
-    def reference_fn(
-        self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
-    ) -> tuple[Tensor, ...]:
-        return reference_mix(
-            *inputs,
-            causal=self.causal,
-            scale=self.problem().softmax_scale,
-            compute_dtype=compute_dtype or torch.float32,
-        )
 
     def _default_tiling(self, name: str) -> Tiling | None:
         if name == "tiling":
@@ -157,7 +97,7 @@ class CtMlaVar6PlusV4(MlaPlan):
 
     def _algorithmic_flops_bytes(self, tiling: Tiling) -> tuple[float, float]:
         problem = self.problem()
-        cost = mla_var6_plus_cost(problem, self._chosen_n()) + decompress_combine_cost(problem)
+        cost = mla_var6_plus_cost(problem, self.chosen_n) + decompress_combine_cost(problem)
         return cost.flops, cost.bytes
 
     def plan(self, *inputs: Tensor) -> KernelPipeline:
@@ -166,7 +106,7 @@ class CtMlaVar6PlusV4(MlaPlan):
         ) = inputs  # fmt: skip
         latent_inputs = (q_latent, q_rope, c_kv, k_rope, lengths)
         window_inputs = (q_nope, q_rope, k_new, v_new, k_rope_new, lengths)
-        n, rows = self._chosen_n(), (self.b, self.s, self.h)
+        n, rows = self.chosen_n, (self.b, self.s, self.h)
         members: list[Stage] = []
         # The part of a kernel that is left out has to exist, but is never read.
         outputs = [
