@@ -259,6 +259,17 @@ def test_what_eight_bits_cost_is_mostly_their_form() -> None:
     assert found.total.relative_frobenius < 1.3 * joint
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_small_query_beside_a_large_rope_part(dtype: str) -> None:
+    """One scale per row for both: the rope part must not leave the range of 16 bits."""
+    plan, inputs, stage = planned(eight_bits_of(Case("t", 16, 8, dtype=dtype)))
+    inputs[0].mul_(1e-4)  # q_nope; the window holds every token, so nothing else reads it
+    poison_outputs(stage)
+    stage.launch()
+    require_close(outputs_of(stage), plan.reference_fn(*inputs), RELATIVE_8, LSE_RELATIVE_8)
+
+
 def test_the_cases_are_many_and_varied() -> None:
     """Needs no GPU."""
     assert len(MIX_CASES) >= 60

@@ -115,7 +115,7 @@ def compute(
         sources = (queries[0] + start * HEAD, queries[1] + start * ROPE)
         load_queries(q_rope, sources[1], ROPE, row0, rows, window.heads, lane)
         if const_expr(fp8):
-            load_queries_8(q, q_scale, sources[0], row0, rows, window.heads, lane, dtype)
+            load_queries_8(q, q_rope, q_scale, sources[0], row0, rows, window.heads, lane, dtype)
             divide_rows(q_rope, q_scale, dtype)
         else:
             load_queries(q, sources[0], HEAD, row0, rows, window.heads, lane)

@@ -26,6 +26,7 @@ FIRST_BARRIER = 1
 @cute.jit
 def load_queries_8(
     q: cute.Tensor,
+    q_rope: cute.Tensor,
     scales: cute.Tensor,
     source: cute.Pointer,
     row0: Int32,
@@ -36,8 +37,11 @@ def load_queries_8(
 ):
     """Two rows as e4m3 numbers into the registers of an operand A, each with a scale.
 
+    The scale is that of the larger part, so that the rope part divided by it fits 16 bits too.
+
     Args:
         q: registers.
+        q_rope: the rope part of the same rows, in 16 bits.
         scales: one per row, written.
         source: the first element of row 0.
         row0: this thread's first row; the other is 8 behind.
@@ -58,10 +62,11 @@ def load_queries_8(
                     four = cute.make_rmem_tensor(4, dtype)
                     cute.autovec_copy(cute.make_tensor((source + at).align(8), 4), four)
                     row[None, half, k].store(four.load().to(Float32))
-        peak = cute.arch.fmax(
-            row.load().reduce(cute.ReductionOp.MAX, Float32(0.0), 0),
-            -row.load().reduce(cute.ReductionOp.MIN, Float32(0.0), 0),
-        )
+        parts = (row.load(), q_rope[(None, r, None), 0, None].load().to(Float32))
+        peak = Float32(0.0)
+        for i in cutlass.range_constexpr(2):
+            peak = cute.arch.fmax(peak, parts[i].reduce(cute.ReductionOp.MAX, Float32(0.0), 0))
+            peak = cute.arch.fmax(peak, -parts[i].reduce(cute.ReductionOp.MIN, Float32(0.0), 0))
         peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, offset=1))
         peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, offset=2))
         scale = Float32(1.0)
