@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import inspect
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -34,19 +28,18 @@ from mla_var3.kernel.cute_python.mla.merge_partials import MergeTiling
 from mla_var3.kernel.cute_python.mla.paging import SPARE_PAGES, dense_inputs, paged_inputs
 from mla_var3.kernel.cute_python.mla.schedule import DEFAULT_SM_COUNT
 from mla_var3.runtime import cute_kernel, workflow
-from mla_var3.runtime.compile import CompileReport, fits_shared_memory
+from mla_var3.runtime.compile import fits_shared_memory
 from mla_var3.runtime.cute_arguments import kinds_of
 from mla_var3.runtime.cute_kernel import CuteKernel
 from mla_var3.runtime.tiling import constraint_failures
 
 from ..unit.cute_support import note_compilations
+from .compile_once import SERIALISED, Compiled, compile_once
 
 SMALL: dict[str, Any] = {"b": 2, "s": 2, "t": 200, "h": 64, "seed": 0}
 HOPPER = device_spec("NVIDIA H200")
 SHARED_BYTES = 227 * 1024
 SM_REGISTERS = 64 * 1024
-SERIALISED = re.compile(r"C75\d\d\b|wgmma\S* instructions are serialized", re.IGNORECASE)
-"""How the assembler says that matrix products wait for each other (C7510, C7512, C7515, C7520)."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
@@ -82,53 +75,12 @@ print(json.dumps(reports))
 """
 
 
-class Compiled:
-    """All variants, compiled once: reports and what the assembler said, by variant and kernel."""
-
-    def __init__(self, reports: dict[str, Any], remarks: str, cache: Path) -> None:
-        self.cache = cache
-        self.reports = {name: CompileReport.from_dict(values) for name, values in reports.items()}
-        parts = re.split(r"^== (.+)$", remarks, flags=re.MULTILINE)
-        self.remarks = dict(zip(parts[1::2], parts[2::2], strict=True))
-
-
 @pytest.fixture(scope="session")
 def compiled(
     package_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Compiled:
-    """In a process of its own, because the assembler's remarks are asked for by the environment.
-
-    Once for all workers of a parallel run: the first one compiles, the others wait for it.
-    """
-    root = tmp_path_factory.getbasetemp()
-    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "cute-flash-mla"
-    folder.mkdir(exist_ok=True)
-    cache, result = folder / "cache", folder / "result.json"
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not result.is_file():
-            reports, remarks = compile_variants(package_environment, cache)
-            result.write_text(json.dumps({"reports": reports, "remarks": remarks}))
-    return Compiled(**json.loads(result.read_text()), cache=cache)
-
-
-def compile_variants(environment: dict[str, str], cache: Path) -> tuple[dict[str, Any], str]:
-    fields = {name: {**SMALL, **own} for name, own in VARIANTS.items()}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, json.dumps(fields)],
-        env={
-            **environment,
-            "HYPER_MLA_CACHE_DIR": str(cache),
-            "CUTE_DSL_COMPILER_OPT": "remarks{ptx}",
-            "PYTHONPATH": os.pathsep.join([environment["PYTHONPATH"], *filter(None, sys.path)]),
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+    variants = {name: {**SMALL, **own} for name, own in VARIANTS.items()}
+    return compile_once("cute-flash-mla", COMPILE, variants, package_environment, tmp_path_factory)
 
 
 @pytest.mark.slow

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import inspect
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,11 +58,11 @@ from mla_var3.runtime.composite import ConcurrentKernels
 from mla_var3.runtime.paths import find_kernel, plan_class
 from mla_var3.runtime.tiling import constraint_failures
 
+from .compile_once import SERIALISED, Compiled, compile_once
+
 HOPPER = device_spec("NVIDIA H200")
 SMALL: dict[str, Any] = {"b": 2, "s": 2, "t": 300, "h": 64, "seed": 0}
 SM_REGISTERS = 64 * 1024
-SERIALISED = re.compile(r"C75\d\d\b|wgmma\S* instructions are serialized", re.IGNORECASE)
-"""How the assembler says that matrix products wait for each other (C7510, C7512, C7515, C7520)."""
 PLANS: dict[str, Any] = {
     "flash_attention": CuteFlashAttention,
     "mla_var6_plus": CuteMlaVar6Plus,
@@ -134,55 +128,15 @@ print(json.dumps(reports))
 """
 
 
-class Compiled:
-    """All variants, compiled once: reports and what the assembler said, by variant and kernel."""
-
-    def __init__(self, reports: dict[str, Any], remarks: str) -> None:
-        self.reports = {name: CompileReport.from_dict(values) for name, values in reports.items()}
-        parts = re.split(r"^== (.+)$", remarks, flags=re.MULTILINE)
-        self.remarks = dict(zip(parts[1::2], parts[2::2], strict=True))
-
-
 @pytest.fixture(scope="session")
 def compiled(
     package_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Compiled:
-    """In a process of its own, because the assembler's remarks are asked for by the environment.
-
-    Once for all workers of a parallel run: the first one compiles, the others wait for it.
-    """
-    root = tmp_path_factory.getbasetemp()
-    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "cute-var6-plus"
-    folder.mkdir(exist_ok=True)
-    result = folder / "result.json"
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not result.is_file():
-            reports, remarks = compile_variants(package_environment, folder / "cache")
-            result.write_text(json.dumps({"reports": reports, "remarks": remarks}))
-    return Compiled(**json.loads(result.read_text()))
-
-
-def compile_variants(environment: dict[str, str], cache: Path) -> tuple[dict[str, Any], str]:
-    asked = {
+    variants = {
         variant: (name, {**SMALL, **fields}, window)
         for variant, (name, fields, window) in VARIANTS.items()
     }
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, json.dumps(asked)],
-        env={
-            **environment,
-            "HYPER_MLA_CACHE_DIR": str(cache),
-            "CUTE_DSL_COMPILER_OPT": "remarks{ptx}",
-            "PYTHONPATH": os.pathsep.join([environment["PYTHONPATH"], *filter(None, sys.path)]),
-        },
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+    return compile_once("cute-var6-plus", COMPILE, variants, package_environment, tmp_path_factory)
 
 
 def require_well_compiled(report: CompileReport, remarks: str) -> None:

@@ -43,6 +43,9 @@ from mla_var3.op.mla.window_form import PLAIN, WindowForm
 MixBound = Literal["latent", "heads", "chip", "memory", "together"]
 
 _NOTHING = Cost(0, 0)
+WORTH_MIXING = 0.08
+"""What the model must promise over the better pure path before a plan mixes. It is the model's own
+error on single rows: with less, a mix that is slower than a pure path would be chosen."""
 # Windows looked at before the search narrows to the neighbourhood of the best of them.
 _SEARCH_POINTS = 64
 
@@ -248,6 +251,13 @@ class MixModel:
             first, last = max(0, best - step), min(len(candidates) - 1, best + step)
         # Not just of the last round: its steps need not meet the best of the round before.
         return min(sorted(times), key=times.__getitem__)
+
+    def worthwhile_n(self, problem: MlaProblem, multiple: int = 1) -> int:
+        """The best `n`, or that of the better pure path where the mix is not clearly better."""
+        ends = {n: self.at(problem, n).total_us for n in (0, max(problem.kv_lengths))}
+        pure = min(ends, key=ends.__getitem__)
+        n = self.best_n(problem, multiple=multiple)
+        return n if self.at(problem, n).total_us < (1.0 - WORTH_MIXING) * ends[pure] else pure
 
     def largest_n(self, problem: MlaProblem, max_bytes: int | None, multiple: int = 1) -> int:
         """The largest window that fits, whether it is a good one or not."""

@@ -46,7 +46,6 @@ from mla_var3.kernel.cute_python.mla.latent_call import (
     attention_arguments,
 )
 from mla_var3.kernel.cute_python.mla.latent_loader import (
-    CONSUMERS,
     LEFT,
     SIGNALS,
     init_signals,
@@ -69,17 +68,19 @@ from mla_var3.kernel.cute_python.mla.schedule import (
     part_range,
     pieces,
 )
+from mla_var3.kernel.cute_python.mla.warpgroups import (
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    LOADER,
+    LOADER_REGISTERS,
+    THREADS,
+)
 from mla_var3.runtime.composite import KernelPipeline
 from mla_var3.runtime.cute_kernel import CuteKernel
 from mla_var3.runtime.plan import Constraints, Tiling
 
-THREADS = CONSUMERS + 128
-"""Registers go to warpgroups, so the loading warp has one of its own, the rest of which idles."""
-LOADER = CONSUMERS // 32
-LOADER_REGISTERS = 40
 FEW_BELOW = 25
 """Fewer query rows than this go to the N side of the products."""
-CONSUMER_REGISTERS = 232
 
 
 class FlashMLASm90:

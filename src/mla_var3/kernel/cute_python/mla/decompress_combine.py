@@ -29,26 +29,37 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from torch import Tensor
 
-from mla_var3.kernel.cute_python.mla.latent_ops import LATENT, LN_2, MMA_DEPTH, TILE, two_rows
+from mla_var3.kernel.cute_python.mla.latent_ops import (
+    LATENT,
+    LN_2,
+    MMA_DEPTH,
+    TILE,
+    columns_at,
+    own_columns,
+    store_row,
+    two_rows,
+)
+from mla_var3.kernel.cute_python.mla.warpgroups import (
+    CONSUMER_REGISTERS,
+    LOADER,
+    LOADER_REGISTERS,
+    THREADS,
+    free,
+    next_stage,
+)
+from mla_var3.kernel.cute_python.mla.window_jobs import HEAD
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.mla.cost import decompress_combine_cost, output_up_projection_cost
 from mla_var3.runtime.cute_kernel import CuteKernel
 from mla_var3.runtime.plan import Constraints, Tiling
 from mla_var3.runtime.tensors import check_tensor, require_view
 
-HEAD = 128
-"""Columns of a head: d."""
 COMBINE_ROWS = 128
 """Rows of a tile: 64 for each of the two warpgroups."""
 GROUP_ROWS = 64
 STEPS = LATENT // TILE
 STAGES = 5
 """Steps of o_latent on their way: beside w_uv of a head (128 KiB) an SM has room for five."""
-CONSUMERS = 256
-THREADS = CONSUMERS + 128
-LOADER = CONSUMERS // 32
-LOADER_REGISTERS = 40
-CONSUMER_REGISTERS = 232
 LOG2_E = 1.4426950408889634
 
 ARRIVED, FREE, WEIGHTS = 0, STAGES, 2 * STAGES
@@ -239,10 +250,7 @@ class DecompressCombineSm90:
                         cute.arch.mbarrier_arrive_and_expect_tx(there, TILE * HEAD * 2)
                     at = (None, step, 0, head)
                     cute.copy(w_copy, w_from[at], w_to[(None, step)], tma_bar_ptr=there)
-                stage += 1
-                if stage == STAGES:
-                    stage = Int32(0)
-                    phase ^= 1
+                stage, phase = next_stage(stage, phase, STAGES)
             first = cutlass.Boolean(False)
 
     @cute.jit
@@ -285,12 +293,8 @@ class DecompressCombineSm90:
                     cute.gemm(atom, acc, x[(None, None, i, stage)], w[(None, None, i, step)], acc)
                 warpgroup.commit_group()
                 warpgroup.wait_group(0)
-                if lane == 0:
-                    cute.arch.mbarrier_arrive(signals + FREE + stage)
-                stage += 1
-                if stage == STAGES:
-                    stage = Int32(0)
-                    phase ^= 1
+                free(signals + FREE + stage, lane)
+                stage, phase = next_stage(stage, phase, STAGES)
             projected = two_rows(acc, HEAD)
             first = tile * COMBINE_ROWS + group * GROUP_ROWS + (own // 32) * 16 + lane // 4
             for r in cutlass.range_constexpr(2):
@@ -298,7 +302,7 @@ class DecompressCombineSm90:
                 if row < rows:
                     at = Int64(row) * heads + head
                     if const_expr(log_sums is None):
-                        self.store(projected[r, None], o, at, lane)
+                        store_row(projected[r, None], HEAD, o, at * HEAD, lane, self.dtype)
                     else:
                         self.merge(projected[r, None], log_sums, o_new, o, at, lane)
 
@@ -333,33 +337,16 @@ class DecompressCombineSm90:
         if total > 0.0:
             inverse = cute.arch.rcp_approx(total)
         other = cute.make_rmem_tensor((2, HEAD // 8), self.dtype)
-        cute.autovec_copy(self.columns_of(o_new, at, lane), other)
-        mine = cute.make_tensor(row.iterator, self.own_columns())
+        cute.autovec_copy(columns_at(o_new, at * HEAD, HEAD, lane, self.dtype), other)
+        mine = own_columns(row, HEAD)
         shares = other.load().to(Float32) * (new_weight * inverse)
         mine.store(mine.load() * (latent_weight * inverse) + shares)
-        self.store(row, o, at, lane)
+        store_row(row, HEAD, o, at * HEAD, lane, self.dtype)
         if lane % 4 == 0:
             log_sum = -Float32.inf
             if total > 0.0:
                 log_sum = (top + cute.math.log2(total, fastmath=True)) * LN_2
             lse[at] = log_sum
-
-    @cute.jit
-    def store(self, row: cute.Tensor, o: cute.Pointer, at: Int64, lane: Int32):
-        """Store this thread's columns of a row in 16 bits."""
-        mine = cute.make_tensor(row.iterator, self.own_columns())
-        narrow = cute.make_rmem_tensor((2, HEAD // 8), self.dtype)
-        narrow.store(mine.load().to(self.dtype))
-        cute.autovec_copy(narrow, self.columns_of(o, at, lane))
-
-    def own_columns(self):
-        """Layout of a row of the accumulator as (column of a pair, group of 8 columns)."""
-        return cute.make_layout((2, HEAD // 8), stride=(1, 4))
-
-    def columns_of(self, base, at, lane):
-        """The same columns of row `at` in global memory."""
-        place = (base + (at * HEAD + (lane % 4) * 2)).align(4)
-        return cute.make_tensor(place, cute.make_layout((2, HEAD // 8), stride=(1, 8)))
 
     def tiles(self, rows):
         """Tiles that the rows make."""

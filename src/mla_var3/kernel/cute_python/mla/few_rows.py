@@ -15,13 +15,11 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from mla_var3.kernel.cute_python.mla.latent_loader import (
-    CONSUMERS,
     EVEN_GROUPS,
     ODD_GROUPS,
     Barrier,
     Signal,
     announce,
-    free,
 )
 from mla_var3.kernel.cute_python.mla.latent_ops import (
     HALF,
@@ -46,6 +44,7 @@ from mla_var3.kernel.cute_python.mla.schedule import (
     slot_of,
     tree_hides,
 )
+from mla_var3.kernel.cute_python.mla.warpgroups import CONSUMERS, free
 
 GROUP_WARPS = 4
 
@@ -150,7 +149,7 @@ def compute_few(
                 if token + KV_BLOCK > lowest:
                     hide_few(s, token, limits, t, columns, item, work)
                     if token + KV_BLOCK > item.length and token < item.length:
-                        clear_rows(s_even, item.length - token, t, Barrier.GROUP)
+                        clear_rows(s_even, LATENT, item.length - token, t, Barrier.GROUP)
                 softmax_few(
                     s, sums, scale, row_max, scales, warp_rows, p_even, t, 0, pair == 0,
                     scale_log2e, columns, dtype,
@@ -189,7 +188,7 @@ def compute_few(
                 if token + KV_BLOCK > lowest:
                     hide_few(s, token, limits, t, columns, item, work)
                     if token + KV_BLOCK > item.length and token < item.length:
-                        clear_rows(s_odd, item.length - token, t, Barrier.GROUP + 1)
+                        clear_rows(s_odd, LATENT, item.length - token, t, Barrier.GROUP + 1)
                 softmax_few(
                     s, sums, scale, row_max, scales, warp_rows, p_odd, t, 1, Boolean(False),
                     scale_log2e, columns, dtype,

@@ -19,9 +19,8 @@ from mla_var3.kernel.cute_python.mla.latent_ops import (
     TILE_BYTES,
 )
 from mla_var3.kernel.cute_python.mla.schedule import KV_BLOCK, item_at
+from mla_var3.kernel.cute_python.mla.warpgroups import CONSUMERS
 
-CONSUMERS = 256
-"""Threads of the two computing warpgroups."""
 LEFT, RIGHT = (0, 1, 2, 3), (4, 5, 6, 7)
 """Column tiles of a copy: half of the latent columns. Fewer and larger copies keep the loading warp
 from becoming what everything waits for."""
@@ -74,13 +73,6 @@ def init_signals(signals: cute.Pointer, p_readers: cutlass.Constexpr):
     for signal in cutlass.range_constexpr(SIGNALS):
         cute.arch.mbarrier_init(signals + signal, arrivals(signal, p_readers))
     cute.arch.mbarrier_init_fence()
-
-
-@cute.jit
-def free(signal: cute.Pointer, lane: Int32):
-    """Tell the loading warp that this warp has read what it needs."""
-    if lane == 0:
-        cute.arch.mbarrier_arrive(signal)
 
 
 @cute.jit

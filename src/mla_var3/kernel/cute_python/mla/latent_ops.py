@@ -7,10 +7,11 @@ A warpgroup holds scores as a wgmma accumulator of 64 x 64 and half of the outpu
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, Numeric, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from mla_var3.kernel.cute_python.mla.schedule import KV_BLOCK, tree_hides
+from mla_var3.kernel.cute_python.mla.warpgroups import settle
 
 LATENT = 512
 ROPE = 64
@@ -84,38 +85,47 @@ def hide(
     s: cute.Tensor,
     first_token: Int32,
     limits: cute.Tensor,
-    row: Int32,
     lane: Int32,
-    item: cutlass.Constexpr,
-    work: cutlass.Constexpr,
+    row: Int32 = 0,
+    item: cutlass.Constexpr = None,
+    work: cutlass.Constexpr = None,
 ):
-    """Scores of tokens that a row does not see become -inf, whatever they are."""
+    """Scores of tokens that a row does not see become -inf, whatever they are.
+
+    Args:
+        s: scores of this thread's two rows.
+        first_token: the first token of the block.
+        limits: per row the first token that it does not see.
+        lane: this thread's place in its warp.
+        row, item, work: this thread's first row and what it belongs to, for trees of tokens.
+    """
     for r in cutlass.range_constexpr(2):
         for j in cutlass.range_constexpr(KV_BLOCK // 8):
             for e in cutlass.range_constexpr(2):
                 token = first_token + j * 8 + (lane % 4) * 2 + e
                 hidden = token >= limits[r]
-                if const_expr(work.tree is not None):
+                if const_expr(work is not None and work.tree is not None):
                     hidden = hidden or tree_hides(item, row + 8 * r, token, work)
                 if hidden:
                     s[r, (e, j)] = -Float32.inf
 
 
 @cute.jit
-def clear_rows(kv: cute.Tensor, valid: Int32, thread: Int32, barrier: cutlass.Constexpr):
-    """Zero the rows of a KV block that hold no token: 0 * NaN would poison the output.
+def clear_rows(
+    tile: cute.Tensor, columns: cutlass.Constexpr, valid: Int32, thread: Int32, barrier: Int32
+):
+    """Zero the rows of a tile that hold no token: 0 * NaN would poison the output.
 
     All 128 threads of a warpgroup call it; `barrier` is a named barrier of theirs.
     """
-    zero = cute.make_rmem_tensor(8, kv.element_type)
+    zero = cute.make_rmem_tensor(8, tile.element_type)
     zero.fill(0.0)
-    chunks = (KV_BLOCK - valid) * (LATENT // 8)
+    chunks = (KV_BLOCK - valid) * (columns // 8)
     for i in cutlass.range(thread, chunks, 128, unroll=1):
-        row = valid + i // (LATENT // 8)
-        target = cute.local_tile(kv, (1, 8), (row, i % (LATENT // 8)))
+        row = valid + i // (columns // 8)
+        target = cute.local_tile(tile, (1, 8), (row, i % (columns // 8)))
         cute.autovec_copy(zero, cute.group_modes(target, 0, 2))
-    cute.arch.fence_view_async_shared()
-    cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
+    settle(barrier)
 
 
 @cute.jit
@@ -181,14 +191,41 @@ def row_total(own: Float32) -> Float32:
     return own
 
 
+def own_columns(row: cute.Tensor, columns: int) -> cute.Tensor:
+    """A row of `two_rows` as (column of a pair, group of 8 columns)."""
+    return cute.make_tensor(row.iterator, cute.make_layout((2, columns // 8), stride=(1, 4)))
+
+
+def columns_at(
+    base: cute.Pointer, offset: Int64, columns: int, lane: Int32, element: type[Numeric]
+) -> cute.Tensor:
+    """The same columns of the row in memory that begins `offset` elements behind `base`."""
+    place = (base + (offset + (lane % 4) * 2)).align(element.width // 4)  # two elements
+    return cute.make_tensor(place, cute.make_layout((2, columns // 8), stride=(1, 8)))
+
+
 @cute.jit
-def store_wide(row: cute.Tensor, target: cute.Pointer, lane: Int32):
-    """Store this thread's columns of a row of half an output in float32."""
-    columns = cute.make_tensor(row.iterator, cute.make_layout((2, HALF // 8), stride=(1, 4)))
-    place = (target + (lane % 4) * 2).align(8)
-    cute.autovec_copy(
-        columns, cute.make_tensor(place, cute.make_layout((2, HALF // 8), stride=(1, 8)))
-    )
+def store_row(
+    row: cute.Tensor,
+    columns: cutlass.Constexpr,
+    base: cute.Pointer,
+    offset: Int64,
+    lane: Int32,
+    element: cutlass.Constexpr,
+):
+    """Store this thread's columns of a row of `two_rows` as elements of another type.
+
+    Args:
+        row: the columns.
+        columns: of the whole row.
+        base: where the rows begin.
+        offset: elements from there to the row.
+        lane: this thread's place in its warp.
+        element: the type in memory.
+    """
+    converted = cute.make_rmem_tensor((2, columns // 8), element)
+    converted.store(own_columns(row, columns).load().to(element))
+    cute.autovec_copy(converted, columns_at(base, offset, columns, lane, element))
 
 
 @cute.jit
@@ -201,9 +238,8 @@ def store_narrow(
     each has 4 columns in a row and the four fill a memory sector of 32 bytes. All threads of the
     warp take part in the trade, whether their row is written or not.
     """
-    columns = cute.make_tensor(row.iterator, cute.make_layout((2, HALF // 8), stride=(1, 4)))
     narrow = cute.make_rmem_tensor((2, HALF // 8), dtype)
-    narrow.store(columns.load().to(dtype))
+    narrow.store(own_columns(row, HALF).load().to(dtype))
     words = cute.recast_tensor(narrow, Int32)  # (1, 32)
     out = cute.make_rmem_tensor((2, HALF // 16), Int32)
     odd = lane % 2

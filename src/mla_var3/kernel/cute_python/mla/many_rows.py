@@ -11,13 +11,11 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import warp, warpgroup
 
 from mla_var3.kernel.cute_python.mla.latent_loader import (
-    CONSUMERS,
     EVEN_GROUPS,
     ODD_GROUPS,
     Barrier,
     Signal,
     announce,
-    free,
 )
 from mla_var3.kernel.cute_python.mla.latent_ops import (
     HALF,
@@ -32,7 +30,7 @@ from mla_var3.kernel.cute_python.mla.latent_ops import (
     scores,
     softmax,
     store_narrow,
-    store_wide,
+    store_row,
     two_rows,
 )
 from mla_var3.kernel.cute_python.mla.merge_partials import final_lse
@@ -45,6 +43,7 @@ from mla_var3.kernel.cute_python.mla.schedule import (
     row_limit,
     slot_of,
 )
+from mla_var3.kernel.cute_python.mla.warpgroups import CONSUMERS, free
 
 
 @cute.jit
@@ -131,9 +130,9 @@ def compute_many(
                     free(signals + Signal.QUERY_FREE, lane)
                 token = (item.first + 2 * pair) * KV_BLOCK
                 if token + KV_BLOCK > lowest:
-                    hide(s, token, limits, row0, lane, item, work)
+                    hide(s, token, limits, lane, row0, item, work)
                     if token + KV_BLOCK > item.length and token < item.length:
-                        clear_rows(s_even, item.length - token, t, Barrier.GROUP)
+                        clear_rows(s_even, LATENT, item.length - token, t, Barrier.GROUP)
                 softmax(s, sums, row_max, scale_even, scale, row0, lane, pair == 0, scale_log2e)
                 p_result.store(acc_s.load().to(dtype))
                 cute.copy(store_p, store_p.retile(p_result), p_even_target)
@@ -169,9 +168,9 @@ def compute_many(
                 rescale(o, scale)
                 add_values(pv_mma_shared, acc_o, f_p_even, v_even)
                 if token + KV_BLOCK > lowest:
-                    hide(s, token, limits, row0, lane, item, work)
+                    hide(s, token, limits, lane, row0, item, work)
                     if token + KV_BLOCK > item.length and token < item.length:
-                        clear_rows(s_odd, item.length - token, t, Barrier.GROUP + 1)
+                        clear_rows(s_odd, LATENT, item.length - token, t, Barrier.GROUP + 1)
                 softmax(s, sums, row_max, scale_odd, scale, row0, lane, False, scale_log2e)
                 p_result.store(acc_s.load().to(dtype))
                 cute.copy(store_p, store_p.retile(p_result), p_odd_target)
@@ -228,7 +227,7 @@ def finish_many(
         speaks = group == 0 and lane % 4 == 0
         if item.piece != 0:
             start = (Int64(slot) * ROWS + row) * LATENT
-            store_wide(o[r, None], o_partial + (start + group * HALF), lane)
+            store_row(o[r, None], HALF, o_partial, start + group * HALF, lane, Float32)
             if speaks:
                 lse_partial[slot * ROWS + row] = log_sum
         else:

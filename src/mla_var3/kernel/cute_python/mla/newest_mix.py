@@ -12,20 +12,7 @@ from mla_var3.kernel.cute_python.mla.window_stage import WindowShape
 from mla_var3.kernel.newest_window import WINDOW_STEP, NewestWindowPlan
 from mla_var3.op.mla.mix_model import MixModel, MixWork
 from mla_var3.op.mla.mix_parameters import mix_parameters
-from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.op.mla.window_form import PLAIN, WindowForm
-
-WORTH_MIXING = 0.08
-"""What the model must promise over the better pure path before a plan mixes. It is the model's own
-error on single rows: with less, a mix that is slower than a pure path would be chosen."""
-
-
-def worthwhile_n(model: MixModel, problem: MlaProblem) -> int:
-    """The model's n, or that of the better pure path where the mix is not clearly better."""
-    ends = {n: model.at(problem, n).total_us for n in (0, max(problem.kv_lengths))}
-    pure = min(ends, key=ends.__getitem__)
-    n = model.best_n(problem, multiple=WINDOW_STEP)
-    return n if model.at(problem, n).total_us < (1.0 - WORTH_MIXING) * ends[pure] else pure
 
 
 @dataclass
@@ -56,7 +43,7 @@ class NewestMixPlan(NewestWindowPlan, CuteMixPlan):
     def model_n(self, peak_tflops: float, peak_gbps: float) -> int:
         if self.model is None:
             return super().model_n(peak_tflops, peak_gbps)
-        return worthwhile_n(self.model, self.problem())
+        return self.model.worthwhile_n(self.problem(), multiple=WINDOW_STEP)
 
     def balanced_split(self) -> SmSplit:
         if self.model is None:

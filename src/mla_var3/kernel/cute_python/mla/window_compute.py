@@ -8,17 +8,23 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from mla_var3.kernel.cute_python.mla.latent_loader import free
 from mla_var3.kernel.cute_python.mla.latent_ops import (
     LAZY_RISE,
     LN_2,
     MMA_DEPTH,
+    ROPE,
     SCORE_FLOOR,
+    clear_rows,
+    hide,
     rescale,
     row_total,
+    store_row,
     two_rows,
 )
+from mla_var3.kernel.cute_python.mla.schedule import ROWS
+from mla_var3.kernel.cute_python.mla.warpgroups import free
 from mla_var3.kernel.cute_python.mla.window_fp8 import (
+    FIRST_BARRIER,
     LARGEST_WEIGHT,
     MMA_DEPTH_8,
     SCALE_FLOOR,
@@ -29,13 +35,10 @@ from mla_var3.kernel.cute_python.mla.window_fp8 import (
     round_weights_8,
     scale_scores,
     scale_weights,
-    settle,
 )
 from mla_var3.kernel.cute_python.mla.window_jobs import (
     BLOCK,
     HEAD,
-    ROPE,
-    ROWS,
     inside,
     job_at,
     row_limit,
@@ -89,6 +92,7 @@ def compute(
     o, s = two_rows(acc_o, HEAD), two_rows(acc_s, BLOCK)
     q_rope = operand(ROPE // MMA_DEPTH, dtype)
     acc_r = acc_s
+    values_by_row = cute.make_tensor(s_v.iterator, cute.select(s_v.layout, mode=[1, 0, 2]))
     if const_expr(fp8):
         acc_r = cute.make_rmem_tensor(acc_s.layout, Float32)
         q = operand(HEAD // MMA_DEPTH_8, Float8E4M3FN, 4)
@@ -177,7 +181,8 @@ def compute(
             if const_expr(fp8):
                 clear_columns(s_v, slot, job.tokens - token, t, group)
             else:
-                clear_rows(s_v, slot, job.tokens - token, t, group)
+                first = cutlass.max(job.tokens - token, 0)
+                clear_rows(values_by_row[(None, None, slot)], HEAD, first, t, FIRST_BARRIER + group)
         multiply_values(pv_mma, acc_o, p, f_v, slot)
         warpgroup.wait_group(0)
         free(ring.values_free(stage), lane)
@@ -308,7 +313,7 @@ def softmax(
         shrink = v_scale[0] / largest
         v_scale[0] = largest
     if token + BLOCK > lowest:
-        hide_tokens(s, token, limits, lane)
+        hide(s, token, limits, lane)
     for r in cutlass.range_constexpr(2):
         factor = scale_log2e * q_scale[r] if const_expr(fp8) else scale_log2e
         best = s[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
@@ -332,16 +337,6 @@ def softmax(
 
 
 @cute.jit
-def hide_tokens(s: cute.Tensor, token: Int32, limits: cute.Tensor, lane: Int32):
-    """Scores of tokens that a row does not see become -inf, whatever they are."""
-    for r in cutlass.range_constexpr(2):
-        for j in cutlass.range_constexpr(BLOCK // 8):
-            for e in cutlass.range_constexpr(2):
-                if token + j * 8 + (lane % 4) * 2 + e >= limits[r]:
-                    s[r, (e, j)] = -Float32.inf
-
-
-@cute.jit
 def round_weights(
     p: cute.Tensor, acc_s: cute.Tensor, dtype: cutlass.Constexpr, fp8: cutlass.Constexpr
 ):
@@ -351,20 +346,6 @@ def round_weights(
     else:
         # The result of one product has the layout of the next one's operand.
         cute.make_tensor(p.iterator, acc_s.layout).store(acc_s.load().to(dtype))
-
-
-@cute.jit
-def clear_rows(values: cute.Tensor, slot: Int32, valid: Int32, t: Int32, group: Int32):
-    """Zero the rows of values that hold no token: 0 * NaN would poison the output."""
-    zero = cute.make_rmem_tensor(8, values.element_type)
-    zero.fill(0.0)
-    tile = cute.make_tensor(values.iterator, cute.select(values.layout, mode=[1, 0, 2]))
-    first = cutlass.max(valid, 0)
-    for i in cutlass.range(t, (BLOCK - first) * (HEAD // 8), 128, unroll=1):
-        at = (first + i // (HEAD // 8), i % (HEAD // 8))
-        target = cute.local_tile(tile[(None, None, slot)], (1, 8), at)
-        cute.autovec_copy(zero, cute.group_modes(target, 0, 2))
-    settle(group)
 
 
 @cute.jit
@@ -395,12 +376,6 @@ def finish(
         o[r, None].store(o[r, None].load() * inverse)
         if rows[r]:
             at = start + Int64(row0 + 8 * r) * heads
-            columns = cute.make_layout((2, HEAD // 8), stride=(1, 4))
-            row = cute.make_rmem_tensor((2, HEAD // 8), element)
-            row.store(cute.make_tensor(o[r, None].iterator, columns).load().to(element))
-            place = (out + (at * HEAD + (lane % 4) * 2)).align(8 if wide else 4)
-            cute.autovec_copy(
-                row, cute.make_tensor(place, cute.make_layout((2, HEAD // 8), stride=(1, 8)))
-            )
+            store_row(o[r, None], HEAD, out, at * HEAD, lane, element)
             if lane % 4 == 0:
                 lse[at] = log_sum * LN_2

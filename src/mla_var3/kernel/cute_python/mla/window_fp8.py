@@ -10,6 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64
 
+from mla_var3.kernel.cute_python.mla.warpgroups import settle
 from mla_var3.kernel.cute_python.mla.window_jobs import BLOCK, HEAD
 from mla_var3.op.mla.packed_window import TOKEN_ORDER
 
@@ -136,13 +137,6 @@ def round_weights_8(p: cute.Tensor, s: cute.Tensor):
 
 
 @cute.jit
-def settle(group: Int32):
-    """What this warpgroup's threads wrote to shared memory is there for its products."""
-    cute.arch.fence_view_async_shared()
-    cute.arch.barrier(barrier_id=FIRST_BARRIER + group, number_of_threads=128)
-
-
-@cute.jit
 def clear_columns(values: cute.Tensor, slot: Int32, valid: Int32, t: Int32, group: Int32):
     """Zero the tokens of transposed values that are none: 0 * NaN would poison the output.
 
@@ -157,7 +151,7 @@ def clear_columns(values: cute.Tensor, slot: Int32, valid: Int32, t: Int32, grou
             if at * 16 + TOKEN_ORDER[i] >= valid:
                 numbers[i] = cutlass.Uint8(0)
         cute.autovec_copy(kept, cute.group_modes(place, 0, 2))
-    settle(group)
+    settle(FIRST_BARRIER + group)
 
 
 @cute.jit
@@ -166,4 +160,4 @@ def clear_scales(scales: cute.Tensor, slot: Int32, valid: Int32, t: Int32, group
     if t >= valid and t < BLOCK:
         scales[2 * t, slot] = Float32(0.0)
         scales[2 * t + 1, slot] = Float32(0.0)
-    settle(group)
+    settle(FIRST_BARRIER + group)

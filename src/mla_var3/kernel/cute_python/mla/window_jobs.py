@@ -13,12 +13,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
+from mla_var3.kernel.cute_python.mla.schedule import KV_BLOCK, ROWS
+
 HEAD = 128
-ROPE = 64
-ROWS = 64
-"""Query rows of a warpgroup: the M of a wgmma."""
-BLOCK = 64
-"""Tokens of a block: 128 bytes of rope keys."""
+"""Columns of a head: d."""
+BLOCK = KV_BLOCK
+"""Tokens of a block."""
 GROUPS = 2
 """Computing warpgroups."""
 

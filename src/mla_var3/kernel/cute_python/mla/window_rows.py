@@ -31,26 +31,26 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
+from mla_var3.kernel.cute_python.mla.latent_ops import ROPE, TILE
+from mla_var3.kernel.cute_python.mla.schedule import ROWS
+from mla_var3.kernel.cute_python.mla.warpgroups import (
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    LOADER,
+    LOADER_REGISTERS,
+    THREADS,
+    next_stage,
+)
 from mla_var3.kernel.cute_python.mla.window_compute import compute
 from mla_var3.kernel.cute_python.mla.window_jobs import (
     BLOCK,
     GROUPS,
     HEAD,
-    ROPE,
-    ROWS,
     Window,
     job_at,
 )
 
-CONSUMERS = GROUPS * 128
-THREADS = CONSUMERS + 128
-"""Registers go to warpgroups, so the loading warp has one of its own, the rest of which idles."""
-LOADER = CONSUMERS // 32
-LOADER_REGISTERS = 40
-CONSUMER_REGISTERS = 232
 SHARED_BYTES = 220 << 10
-TILE = 64
-"""Columns of a 16-bit tile: 128 bytes, the widest swizzle of shared memory."""
 
 
 @dataclass(frozen=True)
@@ -84,14 +84,9 @@ class Ring:
         """Barrier of the readers of a stage's values."""
         return self.barriers + (stage * 4 + 3)
 
-    @cute.jit
-    def after(self, stage: Int32, phase: Int32):
+    def after(self, stage: Any, phase: Any) -> Any:
         """The next stage, and the phase of its barriers."""
-        stage += 1
-        if stage == self.stages:
-            stage = Int32(0)
-            phase ^= 1
-        return stage, phase
+        return next_stage(stage, phase, self.stages)
 
 
 class WindowSm90:

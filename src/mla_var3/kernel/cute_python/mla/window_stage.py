@@ -15,7 +15,8 @@ from cutlass import const_expr
 from torch import Tensor
 
 from mla_var3.kernel.cute_python.mla.hopper_plan import HopperPlan
-from mla_var3.kernel.cute_python.mla.window_jobs import BLOCK, GROUPS, ROWS, window_parts
+from mla_var3.kernel.cute_python.mla.schedule import ROWS
+from mla_var3.kernel.cute_python.mla.window_jobs import BLOCK, GROUPS, window_parts
 from mla_var3.kernel.cute_python.mla.window_merge import WindowMerge
 from mla_var3.kernel.cute_python.mla.window_rows import WindowSm90
 from mla_var3.runtime.cute_kernel import CuteKernel, Int64Arg

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from mla_var3.kernel.cute_python.mla.hopper_plan import HopperPlan
 from mla_var3.kernel.cute_python.mla.latent_call import ELEMENT_TYPES
-from mla_var3.kernel.cute_python.mla.window_jobs import HEAD, ROPE
+from mla_var3.kernel.cute_python.mla.latent_ops import ROPE
+from mla_var3.kernel.cute_python.mla.window_jobs import HEAD
 from mla_var3.kernel.cute_python.mla.window_stage import (
     HEADS,
     TILES,
