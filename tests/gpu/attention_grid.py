@@ -37,6 +37,8 @@ CLOSE = 1.05
 WANTED_SHARE = 0.95
 KERNELS = (
     "flash_mla:cute-dsl",
+    "flash_attention:cute-dsl",
+    "mla_var6_plus:cute-dsl",
     "flash_mla:cutile-dsl",
     "flash_mla_split_kv:cutile-dsl",
     "flash_attention:cutile-dsl",
@@ -167,6 +169,7 @@ class Operands:
         if self.cache.window is not None:
             self.cache.window.k_new.normal_(generator=generator)
             self.cache.window.v_new.normal_(generator=generator)
+            self.cache.window.k_rope_new.normal_(generator=generator)
             self.cache.window.start.fill_(form.t - form.n)
         rows = form.b, form.s, form.h
         self.q_rope = normal(*rows, P)

@@ -63,6 +63,10 @@ def test_other_tensors_of_the_same_form(
         options: dict[str, Any] = {"scale": scale, "return_lse": True}
         found = mla_attention(*whole, cache, *weights, kernel=KERNEL, **options)
         same(found, mla_attention(*whole, cache, *weights, kernel="torch_tiled", **options))
+        for inference in (False, True):  # the memory between the products is another
+            with torch.inference_mode(inference):
+                alone = mla_attention(*whole, cache, *weights, kernel=KERNEL, scale=scale)
+            torch.testing.assert_close(alone, found[0], rtol=0.02, atol=0.02)
         assert len(forms._forms) == 2, f"turn {turn}: one form of each call"
 
 

@@ -4,7 +4,7 @@
     CUTE_DSL_LIBS=libdriver.so python -m tests.kernel.joined_launch launch
 
 The first compiles into the cache; with another driver than the compiler's own that is not possible.
-The second launches one by one, then both in one, then once more by addresses.
+The second launches one by one, then both in one, then twice more by addresses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mla_var3.kernel.cute_python.mla.merge_partials import MergePartials, MergeT
 from mla_var3.kernel.cute_python.mla.schedule import gang_shape
 from mla_var3.runtime import cute_kernel, cute_launch
 from mla_var3.runtime.cute_arguments import kinds_of
-from mla_var3.runtime.cute_launch import CuteProgram
+from mla_var3.runtime.cute_launch import CuteProgram, short_entry
 
 B, S, H, SMS = 4, 2, 64, 132
 NO_GPU, STREAM = -1, 4711
@@ -57,7 +57,8 @@ def programs(link: bool) -> list[tuple[CuteProgram | None, tuple[Any, ...]]]:
         program = None
         if link:
             function = cute_kernel._link(key, compiled)
-            program = CuteProgram(key.name, kinds, NO_GPU, function.capi_func, (function,))
+            entry = short_entry(function.capi_func)
+            program = CuteProgram(key.name, kinds, NO_GPU, entry, (function,))
         made.append((program, args))
     return made
 
@@ -76,7 +77,10 @@ def main() -> None:
     program, args = made[-1]
     assert program is not None
     pointers = [arg for arg in args if arg is None or isinstance(arg, torch.Tensor)]
-    program.repeated(*args)(*(0 if arg is None else arg.data_ptr() for arg in pointers))
+    addresses = [0 if arg is None else arg.data_ptr() for arg in pointers]
+    repeated = program.repeated(*args)
+    repeated(*addresses)
+    assert repeated.on_stream(STREAM, *addresses[10:])(*addresses[:10])
 
 
 if __name__ == "__main__":

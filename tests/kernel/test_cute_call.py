@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import shutil
@@ -24,8 +25,10 @@ from mla_var3.kernel.cute_python.mla.merge_partials import MergePartials, MergeT
 from mla_var3.kernel.cute_python.mla.schedule import gang_shape
 from mla_var3.runtime.cute_arguments import kinds_of
 from mla_var3.runtime.cute_kernel import compile_program
+from mla_var3.runtime.cute_launch import RepeatedLaunch
 
 SMS = 132
+NUMBERS_OF_THE_MERGE = (latent_call.TOTAL_ROWS, latent_call.GANG, latent_call.PARTS)
 
 
 class Note:
@@ -39,9 +42,6 @@ class Note:
 
     def repeated(self, *args: Any) -> Note:
         return Note(self.log, f"{self.name} again")
-
-    def on_stream(self, stream: int, *last: int) -> Any:
-        return lambda *addresses: self.log.append((self.name, (stream, *addresses, *last)))
 
 
 @pytest.fixture
@@ -127,30 +127,49 @@ def test_one_program_serves_all_shapes_and_another_each_form(
     assert len(latent_call._programs) == 4
 
 
-def test_a_launch_is_repeated_on_other_addresses(
-    calls: list[tuple[str, tuple[Any, ...]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def absorbed_arguments(s: int = 2, h: int = 64, **changes: Any) -> tuple[Any, ...]:
+    """Arguments of the program for a small call on meta tensors."""
+    given = absorbed(2, s, h, **changes)
+    names = ("q_latent", "q_rope", "latent", "rope", "block_table", "lengths", "query_begins")
+    return (
+        *latent_call.attention_arguments(
+            *(given[name] for name in names), given["tree"], given["out"], given["lse"],
+            latent_call.allocate_partials(torch.device("meta"), SMS), 0.1, s, h, True,
+            gang_shape(1, 2, SMS),
+        ),
+        SMS,
+    )  # fmt: skip
+
+
+def test_a_launch_is_repeated_on_other_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the room of the stream; not where an address is not aligned, nor in a capture."""
-    rooms = {
-        stream: tuple(torch.empty(4, dtype=dtype) for dtype in (torch.float32, torch.int32))
-        for stream in (7, 8)
-    }
+    rooms = {stream: tuple(torch.empty(4) for _ in range(3)) for stream in (7, 8)}
     state = {"stream": 7, "capturing": False, "device": 0}
     monkeypatch.setattr(latent_call, "raw_stream", lambda device: state["stream"])
     monkeypatch.setattr(latent_call, "current_device_index", lambda: state["device"])
     monkeypatch.setattr(latent_call, "is_capturing", lambda: state["capturing"])
     monkeypatch.setattr(latent_call, "workspace", lambda device, sms: rooms[state["stream"]])
-    launch = latent_call.AbsorbedLaunch(
-        Note(calls, "again"),  # type: ignore[arg-type]
-        torch.device("cuda", 0),
-        SMS,
+    index = {"dtype": torch.int32, "device": "meta"}
+    arguments = absorbed_arguments(
+        block_table=torch.empty((2, 4), **index),  # type: ignore[call-overload]
+        query_begins=torch.empty(3, **index),  # type: ignore[call-overload]
+        tree=torch.empty((2, 2, 2), dtype=torch.bool, device="meta"),
     )
-    addresses = (64, 128, 256, 512, 0, 4, 0, 0, 1024, 2048)
+    seen: list[tuple[int, ...]] = []
+
+    def entry(packed: Any) -> None:
+        """Reads what the compiled host function would: 13 addresses first, the stream behind."""
+        cells = [*range(13), len(packed) - 2]
+        seen.append(tuple(ctypes.c_uint64.from_address(packed[cell]).value for cell in cells))
+
+    repeated = RepeatedLaunch("flash_mla", entry, kinds_of(arguments), 0, arguments)
+    launch = latent_call.AbsorbedLaunch(repeated, torch.device("cuda", 0), SMS)
+    addresses = (64, 128, 256, 512, 4, 8, 12, 20, 1024, 2048)
     assert launch.ready() and launch(*addresses)
     state["stream"] = 8
     assert launch(*addresses)
-    assert [entry for _, entry in calls] == [
-        (stream, *addresses, *(part.data_ptr() for part in rooms[stream])) for stream in (7, 8)
+    assert seen == [
+        (*addresses, *(part.data_ptr() for part in rooms[stream]), stream) for stream in (7, 8)
     ]
     for place in (0, 1, 2, 3, 8, 9):
         wrong = list(addresses)
@@ -160,7 +179,7 @@ def test_a_launch_is_repeated_on_other_addresses(
         wrong = list(addresses)
         wrong[place] += 2
         assert not launch(*wrong)
-    assert len(calls) == 2
+    assert len(seen) == 2
     state["capturing"] = True
     assert not launch.ready()
     state.update(capturing=False, device=1)
@@ -221,15 +240,11 @@ def code_of(cubin: bytes) -> dict[str, bytes]:
 def test_both_kernels_are_in_one_program_unchanged(paged: bool, few: int) -> None:
     """The same machine code as compiled one by one, for plans."""
     table = torch.empty((2, 4), dtype=torch.int32, device="meta") if paged else None
-    given = absorbed(2, 1, 8 if few else 128, block_table=table)
-    shape = gang_shape(1, 2, SMS)
-    partials = latent_call.allocate_partials(torch.device("meta"), SMS)
-    names = ("q_latent", "q_rope", "latent", "rope", "block_table", "lengths", "query_begins")
-    attention = latent_call.attention_arguments(
-        *(given[name] for name in names), None, given["out"], given["lse"], partials,
-        0.1, 1, given["q_latent"].shape[2], True, shape,
-    )  # fmt: skip
-    merge = (*partials, given["out"], given["lse"], 16, shape.gang, shape.parts, SMS)
+    together = absorbed_arguments(1, 8 if few else 128, block_table=table)
+    attention, blocks = together[:-1], together[-1]
+    out, lse, *partials = attention[latent_call.OUTPUTS]
+    numbers = (attention[place] for place in NUMBERS_OF_THE_MERGE)
+    merge = (*partials, out, lse, *numbers, blocks)
     element = latent_call.ELEMENT_TYPES[torch.bfloat16]
     kernel, host = flash_mla.FlashMLASm90.flash_mla, flash_mla.FlashMLASm90
     tiling = flash_mla.FlashMLATiling(few=few)
@@ -241,27 +256,20 @@ def test_both_kernels_are_in_one_program_unchanged(paged: bool, few: int) -> Non
     alone = code(kernel, host(element, few), attention, tiling)
     alone |= code(MergePartials.merge_partials, MergePartials(element), merge, MergeTiling())
     both = latent_call.AttentionAndMerge(host, element, few)
-    assert code(kernel, both, (*attention, SMS), tiling) == alone
+    assert code(kernel, both, together, tiling) == alone
     assert set(alone) == {"flash_mla", "merge_partials"} and all(alone.values())
 
 
 @pytest.mark.parametrize("few", [0, 8])
 def test_both_kernels_know_both_log_sums_of_nothing(few: int) -> None:
     """Where +inf is asked for, both choose by a comparison with -inf that they lack otherwise."""
-    given = absorbed(2, 1, 8 if few else 128)
-    shape = gang_shape(1, 2, SMS)
-    partials = latent_call.allocate_partials(torch.device("meta"), SMS)
-    names = ("q_latent", "q_rope", "latent", "rope", "block_table", "lengths", "query_begins")
-    attention = latent_call.attention_arguments(
-        *(given[name] for name in names), None, given["out"], given["lse"], partials,
-        0.1, 1, given["q_latent"].shape[2], True, shape,
-    )  # fmt: skip
+    arguments = absorbed_arguments(1, 8 if few else 128)
     element, host = latent_call.ELEMENT_TYPES[torch.bfloat16], flash_mla.FlashMLASm90
     tiling = flash_mla.FlashMLATiling(few=few)
 
     def choices(empty_positive: bool) -> dict[str, int]:
         both = latent_call.AttentionAndMerge(host, element, few, empty_positive)
-        kinds = kinds_of((*attention, SMS))
+        kinds = kinds_of(arguments)
         ptx = compile_program(host.flash_mla, both, kinds, tiling, "sm_90a").ptx
         parts = re.split(r"\.entry kernel_cutlass_(flash_mla|merge_partials)_", ptx)[1:]
         found = zip(parts[::2], parts[1::2], strict=True)
@@ -319,9 +327,9 @@ def test_one_call_launches_both_kernels_as_they_are_launched_alone(
 
     assert run("compile") == []
     launches = run("launch", CUTE_DSL_LIBS=str(library))
-    assert len(launches) == 6
-    alone, together, again = launches[:2], launches[2:4], launches[4:]
-    assert together == alone and again == alone
+    assert len(launches) == 8
+    alone = launches[:2]
+    assert launches[2:] == 3 * alone
     overlap = 6  # the attribute of programmatic dependent launch
     assert [launch[5:7] for launch in alone] == [[overlap, 0], [overlap, 1]]
 

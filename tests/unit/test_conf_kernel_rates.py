@@ -11,7 +11,7 @@ from mla_var3.conf import kernel_rates as module
 from mla_var3.conf.devices import load_devices
 from mla_var3.conf.kernel_rates import KernelRates, kernel_rates
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.op.mla.cost import flash_mla_cost
+from mla_var3.op.mla.cost import flash_attention_cost, flash_mla_cost
 from mla_var3.op.mla.problem import MlaProblem
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,6 +40,24 @@ def test_the_absorbed_kernel_is_estimated_as_it_was_measured() -> None:
         expected = flash_mla_cost(problem).time_us(rates.tflops, rates.gbps) + rates.fixed_us
         bound = 0.2 if measured < 100 else 0.11
         assert expected == pytest.approx(measured, rel=bound), row["problem"]
+
+
+def test_decompressed_attention_is_estimated_as_it_was_measured() -> None:
+    """From few queries, where memory decides, to 128, where products do."""
+    rates = kernel_rates("NVIDIA H200", "flash_attention", "cute-dsl")
+    assert rates is not None and rates.balanced
+    record = (ROOT / rates.source).with_suffix(".json")
+    ours = [
+        row
+        for row in json.loads(record.read_text())["rows"]
+        if (row["kernel"], row.get("language")) == ("flash_attention", "cute-dsl")
+    ]
+    assert {row["problem"]["s"] for row in ours} >= {8, 128}
+    names = MlaProblem.__dataclass_fields__
+    for row in ours:
+        problem = MlaProblem(**{k: v for k, v in row["problem"].items() if k in names})
+        expected = flash_attention_cost(problem).time_us(rates.tflops, rates.gbps) + rates.fixed_us
+        assert expected == pytest.approx(row["time_us"], rel=0.05), row["problem"]
 
 
 def test_what_was_not_recorded_has_no_rates() -> None:

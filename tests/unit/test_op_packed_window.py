@@ -21,7 +21,7 @@ B, H, D = 2, 3, 32
 def window(n: int, generator: torch.Generator) -> tuple[QuantisedRows, QuantisedRows]:
     rows = torch.randn(2, B, H, n, D, generator=generator)
     spread = torch.logspace(-3, 3, max(n, 1))[:n, None]  # every token has another scale
-    return quantise(rows[0] * spread), quantise(rows[1] / spread)
+    return quantise(rows[0] * spread), quantise(rows[1] / spread, powers_of_two=True)
 
 
 def test_the_order_is_a_permutation_in_which_a_threads_tokens_are_neighbours() -> None:
@@ -66,7 +66,7 @@ def test_where_each_token_lies(generator: torch.Generator) -> None:
         if slot < n:
             assert torch.equal(packed.keys[:, :, slot].float(), k.values[:, :, slot].float())
             assert torch.equal(packed.scales[:, :, slot, 0], k.scales[:, :, slot])
-            assert torch.equal(packed.scales[:, :, slot, 1], v.scales[:, :, slot])
+            assert torch.equal(2.0 ** packed.scales[:, :, slot, 1], v.scales[:, :, slot])
         else:
             for tensor in (packed.keys[:, :, slot], packed.scales[:, :, slot]):
                 assert bool(tensor.float().isnan().all())
@@ -75,21 +75,21 @@ def test_where_each_token_lies(generator: torch.Generator) -> None:
 def test_slots_without_a_token_stay_poisoned(generator: torch.Generator) -> None:
     rows = torch.randn(B, H, 20, D, generator=generator)
     rows[:, :, 7] = torch.nan
-    k, v = unpack_window(pack_window(quantise(rows), quantise(rows)), 20)
+    k, v = unpack_window(pack_window(quantise(rows), quantise(rows, powers_of_two=True)), 20)
     for found in (dequantise(k), dequantise(v)):
         assert bool(found[:, :, 7].isnan().all())
         assert not bool(found[:, :, :7].isnan().any())
 
 
 def test_zeros_stay_zeros() -> None:
-    zeros = quantise(torch.zeros(1, 1, 5, D))
+    zeros = quantise(torch.zeros(1, 1, 5, D), powers_of_two=True)
     k, v = unpack_window(pack_window(zeros, zeros), 5)
     assert not dequantise(k).any() and not dequantise(v).any()
 
 
 def test_shapes_without_memory() -> None:
     rows = torch.empty(B, H, 70, D, device="meta", dtype=torch.bfloat16)
-    packed = pack_window(quantise(rows), quantise(rows))
+    packed = pack_window(quantise(rows), quantise(rows, powers_of_two=True))
     assert packed.values.shape == (B, H, 8, D, 16)
     assert all(tensor.is_meta for tensor in packed)
 
@@ -102,6 +102,9 @@ def test_wrong_operands_of_packing_are_named(generator: torch.Generator) -> None
     short = QuantisedRows(v.values[:, :, :9], v.scales[:, :, :9])
     with pytest.raises(InvalidArgumentError, match=r"v: expected \[2, 3, 10, 32\]"):
         pack_window(k, short)
+    others = QuantisedRows(v.values, v.scales * 1.5)
+    with pytest.raises(InvalidArgumentError, match="v: expected scales that are powers of two"):
+        pack_window(k, others)
 
 
 def test_wrong_operands_of_unpacking_are_named(generator: torch.Generator) -> None:

@@ -63,6 +63,24 @@ def test_the_largest_element_of_a_row_takes_the_largest_number(
     assert bool((stored.values.float().abs().amax(-1) == E4M3_MAX).all())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scales_that_are_powers_of_two(dtype: torch.dtype, generator: torch.Generator) -> None:
+    rows = rows_of(dtype, generator)
+    stored = quantise(rows, powers_of_two=True)
+    exact = rows.double().abs().amax(-1) / E4M3_MAX
+    scales = stored.scales.double()
+    assert torch.equal(scales.log2().round().exp2(), scales)
+    assert bool(((scales >= exact * (1 - 1e-6)) & (scales < 2 * exact)).all())
+    error = (dequantise(stored, torch.float64) - rows.double()).abs()
+    assert bool((error <= bounds(rows, stored.scales)).all())
+
+
+def test_powers_of_two_stay_what_they_are_and_end_at_a_least_one() -> None:
+    peaks = E4M3_MAX * torch.tensor([2.0**-70, 2.0**-60, 0.25, 1.0, 2.0**20, 0.0])
+    scales = quantise(peaks[:, None], powers_of_two=True).scales
+    assert scales.tolist() == [2.0**-60, 2.0**-60, 0.25, 1.0, 2.0**20, 2.0**-60]
+
+
 def test_rows_have_scales_of_their_own() -> None:
     rows = torch.ones(2, 8)
     rows[1] *= 1e6

@@ -65,11 +65,45 @@ def test_addresses_change_and_numbers_stay(device: Device) -> None:
     assert all(seen[1] == -5 and seen[3:5] == (0.25, 1 << 40) for seen in device.seen)
 
 
+def test_what_is_not_aligned_is_not_launched(device: Device) -> None:
+    """As the program was compiled for: 16 bytes for floats, 4 for integers, none for the absent."""
+    args = arguments()
+    launch = CuteProgram("scale", kinds_of(args), 0, device).repeated(*args).on_stream(5)
+    assert launch(16, 3, 4)
+    for addresses in (
+        (8, 0, 4),
+        (16 + 1, 0, 4),
+        (16, 0, 2),
+        (1 << 47 | 4, 0, 4),
+        (0, 0, 1 << 40 | 1),
+    ):
+        assert not launch(*addresses)
+    assert len(device.seen) == 1
+    assert launch(1 << 47, 0, 1 << 47 | 4)
+    assert device.seen[-1][:3:2] == (1 << 47, 1 << 47 | 4)
+
+
+def test_a_host_function_that_ctypes_only_calls() -> None:
+    """No conversion: it gets the address of the array itself, and its result is not looked at."""
+    seen: list[Any] = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+    def host_function(packed: int) -> int:
+        seen.append(packed)
+        return 7
+
+    packed = (ctypes.c_void_p * 3)()
+    assert cute_launch.short_entry(host_function)(packed) is None
+    assert seen == [ctypes.addressof(packed)]
+
+
 def test_the_number_of_addresses_is_checked(device: Device) -> None:
     args = arguments()
     repeated = CuteProgram("scale", kinds_of(args), 0, device).repeated(*args)
     with pytest.raises(Exception, match="pack_into expected 4 items"):
         repeated(16, 32)
+    with pytest.raises(Exception, match="pack expected 3 items"):
+        repeated.on_stream(5)(16, 32)
     assert not device.seen
 
 

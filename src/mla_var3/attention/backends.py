@@ -65,11 +65,12 @@ def unregister(kernel: str, language: str) -> None:
 def backends() -> list[Backend]:
     """All backends, in the order in which they win where times are equal.
 
-    Added ones come first, then the kernels of the package, hand-scheduled languages before
-    compiled ones and base versions before later ones, and the PyTorch path at the end.
+    Added ones come first, then the absorbed kernels of the package that take any tensors, then its
+    plans, base versions before later ones and of each the hand-scheduled language before the
+    compiled one, and the PyTorch path at the end.
     """
     from mla_var3.attention.absorbed import ABSORBED_DESIGNS, AbsorbedKernel
-    from mla_var3.attention.planned import PLANNED_DESIGNS, PlannedKernel
+    from mla_var3.attention.planned import PlannedKernel, service_of
     from mla_var3.attention.tiled import TorchTiled
 
     found: list[Backend] = list(_registered)
@@ -80,11 +81,12 @@ def backends() -> list[Backend]:
         for kernel in kernels
         if kernel.language == "cute-dsl" and kernel.design in ABSORBED_DESIGNS
     ]
-    own += [
-        PlannedKernel(kernel)
-        for kernel in sorted(kernels, key=lambda kernel: kernel.number)
-        if kernel.language == "cutile-dsl" and kernel.design in PLANNED_DESIGNS
-    ]
+    # By number first: False comes before True, and CuTe DSL before the others.
+    order = sorted(kernels, key=lambda kernel: (kernel.number, kernel.language != "cute-dsl"))
+    for kernel in order:
+        service = service_of(kernel)
+        if service is not None:
+            own.append(PlannedKernel(kernel, service))
     own.append(TorchTiled())
     return found + [known for known in own if (known.kernel, known.language) not in taken]
 

@@ -63,11 +63,9 @@ class LatentCache:
         self.buffer = torch.zeros(rows, dtype=dtype, device=device)
         self.lengths = torch.zeros((b,), dtype=torch.int32, device=device)
         self.refused = torch.zeros((b,), dtype=torch.int32, device=device)
-        heads, head_dim = shape.heads, shape.head_dim
-        self.window = (
-            Window(b, heads, shape.window, head_dim, dtype, device) if shape.window else None
-        )
-        self.prefix = Prefix(heads, shape.prefix, head_dim, dtype, device) if shape.prefix else None
+        head = (shape.head_dim, shape.p, dtype, device)
+        self.window = Window(b, shape.heads, shape.window, *head) if shape.window else None
+        self.prefix = Prefix(shape.heads, shape.prefix, *head) if shape.prefix else None
         self._prefix_filled = self.prefix is None
         self._view = self._made_view()
 
@@ -160,6 +158,8 @@ class LatentCache:
             window_start=None if window is None else window.start,
             k_prefix=None if prefix is None else prefix.k_prefix,
             v_prefix=None if prefix is None else prefix.v_prefix,
+            k_rope_new=None if window is None else window.k_rope_new,
+            k_rope_prefix=None if prefix is None else prefix.k_rope_prefix,
         )
 
     def sizes(self) -> CacheSizes:
@@ -190,7 +190,7 @@ class LatentCache:
             self.buffer[:, : self.prefix.length] = rows
         else:
             self.buffer.flatten(0, 1)[: self.prefix.length] = rows
-        self.prefix.write(*decompress_rows(latent, w_uk, w_uv))
+        self.prefix.write(*decompress_rows(latent, w_uk, w_uv), rope)
         self._prefix_filled = True
         if self.window is not None:
             self.window.start.fill_(self.prefix.length)
@@ -255,7 +255,8 @@ class LatentCache:
         new_lengths = lengths + taken
         if self.window is not None and decompressed is not None:
             newest = positions >= new_lengths[tokens.requests] - self.window.n
-            self.window.write(tokens.requests, positions, *decompressed, valid & newest)
+            kept = valid & newest
+            self.window.write(tokens.requests, positions, *decompressed, flat_rope, kept)
             self.window.grow(new_lengths)
         self.lengths.copy_(new_lengths)
         self.refused.add_((asked - taken).to(torch.int32))
@@ -329,9 +330,9 @@ class LatentCache:
         require_int("most", most, minimum=0)
         oldest = (self.lengths.long() - self.window.n).clamp(min=self._shape.prefix)
         positions = self.window.missing(min(most, self.window.n))
-        latent, _ = self.view().rows(positions)
-        keys, values = decompress_rows(latent.flatten(0, 1), w_uk, w_uv)
-        self.window.bring_back(positions, oldest, keys, values)
+        latent, rope = (rows.flatten(0, 1) for rows in self.view().rows(positions))
+        keys, values = decompress_rows(latent, w_uk, w_uv)
+        self.window.bring_back(positions, oldest, keys, values, rope)
 
     def check(self) -> None:
         """Ask the device whether everything fitted; waits for it.

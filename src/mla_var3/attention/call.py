@@ -30,6 +30,9 @@ HEAD_WIDTH = 128
 
 log = logging.getLogger(__name__)
 
+# Asked in every call.
+_is_compiling, _checks_values = torch.compiler.is_compiling, debug.is_on
+
 _OPTION_NAMES = tuple(field.name for field in fields(Options))
 _SIZE_NAMES = tuple(field.name for field in fields(CallShape))
 
@@ -115,7 +118,7 @@ def mla_attention(
         parts = full_parts(q_nope, q_rope, cache, w_uk, w_uv, kernel, options)
         form = find_form(parts)
         if form is not None and parts is not None:
-            result = form.attend(parts[1])
+            result = form.attend(parts[1], return_lse)
     if result is None:
         task = full_task(q_nope, q_rope, cache, w_uk, w_uv, Options(**options))
         result = _execute_and_keep(task, kernel, parts, cache, options)
@@ -202,7 +205,7 @@ def run_task(task: AttentionTask, kernel: str) -> tuple[torch.Tensor, torch.Tens
 @torch.no_grad()
 def _run(task: AttentionTask, kernel: str) -> tuple[torch.Tensor, torch.Tensor, Launch | None]:
     """Output, log-sum-exp and, where the kernel has one, the launch that repeats them."""
-    if debug.is_on():
+    if _checks_values():
         debug.check_values(task)
     device = task.q.device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -215,7 +218,7 @@ def _run(task: AttentionTask, kernel: str) -> tuple[torch.Tensor, torch.Tensor, 
 
 def may_repeat() -> bool:
     """Whether a call of a known form may go the short way."""
-    return not (torch.compiler.is_compiling() or debug.is_on())
+    return not (_is_compiling() or _checks_values())
 
 
 def execute(task: AttentionTask, kernel: str) -> tuple[torch.Tensor, torch.Tensor, Launch | None]:
@@ -224,7 +227,7 @@ def execute(task: AttentionTask, kernel: str) -> tuple[torch.Tensor, torch.Tenso
     Returns:
         Output, log-sum-exp and, where the kernel has one, the launch that repeats them.
     """
-    if not torch.compiler.is_compiling():
+    if not _is_compiling():
         return _run(task, kernel)
     from mla_var3.attention.ops import traced
 

@@ -3,13 +3,14 @@
 On top of the roofline of `op/mla/cost` three things count here that decide between kernels: the
 rates that a kernel has been seen to reach on the device (`conf/kernel_rates.json`), SMs that have
 no tile to work on (the attention stage is stretched by the share of SM turns left empty), and the
-work that a call has to do because the cache lacks a decompressed copy, or has it as a ring. The mix
-in CuTe DSL shares the SMs out; where the model of that was fitted on the device, it counts instead.
+work that a call has to do because the cache lacks a decompressed copy, or has it as a ring that the
+kernel does not read as it lies. The mixes in CuTe DSL share the SMs out: with a ring, where the
+model of that was fitted on the device, it counts instead; with a shared prefix the times add up.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mla_var3.attention.shape import CallShape
 from mla_var3.conf.devices import DeviceSpec
@@ -30,6 +31,7 @@ from mla_var3.op.mla.cost import (
 )
 from mla_var3.op.mla.mix_model import MixModel, mix_work
 from mla_var3.op.mla.mix_parameters import mix_parameters
+from mla_var3.op.mla.shared_prefix import SharedPrefixProblem, shared_prefix_attention_cost
 from mla_var3.runtime.paths import split_full_name
 
 WINDOW_STEP = 128
@@ -41,6 +43,14 @@ FITTED_MIX = ("mla_var6_plus", "cute-dsl")
 """Kernel and language whose times the parameters in `conf/mix_rates.json` were fitted to."""
 
 
+READ_RINGS = ("cute-dsl",)
+"""Languages whose mix reads a ring as it lies."""
+SHARED_PREFIX_RATES = ("flash_mla", "flash_attention")
+"""Kernels with the rates of its two: that of the latent tokens, that of the decompressed ones."""
+SHARED_PREFIX = ("mla_var6_plus_v3", "cute-dsl")
+"""The mix whose decompressed tokens are those that all requests share."""
+
+
 @dataclass(frozen=True)
 class Estimate:
     """Predicted times of one kernel in microseconds.
@@ -49,7 +59,7 @@ class Estimate:
         kernel_us: the kernel alone.
         others_us: projections, decompression and reordering around it.
         fill: share of SM turns of the attention stage that have a tile.
-        choice: `n` or `splits` that the kernel would use.
+        choice: `n`, `prefix` or `splits` that the kernel would use.
         rated: whether the kernel's own rates on the device went in; otherwise it is the roofline.
     """
 
@@ -100,6 +110,8 @@ def estimate(
     latent_tiles = shape.b * _ceil_div(shape.s * shape.h, TILE_ROWS)
     head_tiles = shape.b * shape.h * _ceil_div(shape.s, TILE_ROWS)
     design = split_full_name(kernel)[0]
+    if (kernel, language) == SHARED_PREFIX:
+        return _shared_prefix(shape, spec)
     if design == "flash_mla":
         attention_us, fill = kernel_us(flash_mla_cost(problem), latent_tiles)
         return Estimate(attention_us, projections, fill, rated=rated)
@@ -111,7 +123,7 @@ def estimate(
         return Estimate(total_us, projections, fill, {"splits": splits}, rated)
     if design == "flash_attention":
         attention_us, fill = kernel_us(flash_attention_cost(problem), head_tiles)
-        has_copy = shape.window >= shape.t
+        has_copy = shape.window >= shape.t and not shape.prefix
         others = 0.0 if has_copy else time_us(decompression_cost(problem, shape.t))
         return Estimate(attention_us, others, fill, rated=rated)
     if design == "mla_var6_plus":
@@ -123,7 +135,8 @@ def estimate(
             else:
                 n = min(best_n(problem, *rates, multiple=WINDOW_STEP), shape.t)
             others += time_us(decompression_cost(problem, n)) if n else 0.0
-        elif shape.window < shape.t:  # read and written once, to straighten the ring
+        elif shape.window < shape.t and language not in READ_RINGS:
+            # Read and written once, to straighten the ring.
             others += time_us(Cost(0, 2 * decompressed_bytes(problem, n)))
         if model is not None:
             absorption, *after = mix_work(problem, n).others or (Cost(0, 0),)
@@ -135,6 +148,34 @@ def estimate(
         total_us = attention_us + time_us(decompress_combine_cost(problem))
         return Estimate(total_us, others, fill, {"n": n}, rated)
     return None
+
+
+def _shared_prefix(shape: CallShape, spec: DeviceSpec) -> Estimate:
+    """The shared tokens decompressed and read once, the others latent, on SMs of their own.
+
+    Each kernel has some of the SMs for as long as the other has the rest, so their times on all
+    SMs add up.
+    """
+    problem = shape.problem()
+    device = spec.sustained_tflops(problem.dtype), spec.sustained_gbps
+    shared = SharedPrefixProblem(problem, min(shape.prefix, shape.t))
+    attention = shared_prefix_attention_cost(shared)
+    own = tuple(length - min(shared.prefix, length) for length in problem.kv_lengths)
+    latent = flash_mla_cost(replace(problem, lengths=own))
+    window = Cost(attention.flops - latent.flops, attention.bytes - latent.bytes)
+    seen = [kernel_rates(spec.name, name, SHARED_PREFIX[1]) for name in SHARED_PREFIX_RATES]
+    total_us = 0.0
+    for cost, rates in zip((latent, window), seen, strict=True):
+        if rates is None:
+            total_us += cost.time_us(*device)
+        elif cost.flops:
+            total_us += cost.time_us(rates.tflops, rates.gbps) + rates.fixed_us
+    others_us = 0.0
+    if shared.own_tokens:
+        total_us += decompress_combine_cost(problem).time_us(*device)
+        others_us = q_absorption_cost(problem).time_us(*device)
+    choice = {"prefix": shared.prefix}
+    return Estimate(total_us, others_us, 1.0, choice, all(rates is not None for rates in seen))
 
 
 def _fitted_mix(kernel: str, dtype: str, spec: DeviceSpec, language: str) -> MixModel | None:

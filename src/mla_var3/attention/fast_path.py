@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -25,47 +26,76 @@ from mla_var3.attention.forms import Call, Tensors, Values, store_form
 from mla_var3.attention.scratch import shared_memory, stream_reader
 from mla_var3.attention.task import AttentionTask
 from mla_var3.attention.view import CacheView
-from mla_var3.runtime.torch_fast import Maker, set_gradients, tensor_maker, view_as
+from mla_var3.runtime.tensors import ALIGNMENT_BYTES
+from mla_var3.runtime.torch_fast import Maker, tensor_maker, view_as, without_gradients
 
 Result = tuple[torch.Tensor, torch.Tensor]
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
 """Shape and strides."""
 
-_WEIGHTS = 3
-"""Tensors of a whole call before the first whose address is asked for."""
+_SUM_BYTES = torch.float32.itemsize
+_BEFORE_ROPE = 3
+"""Tensors of a whole call before `q_rope`, none of which the launch reads."""
 _LAUNCH_ORDER = (
     "q", "q_rope", "latent", "rope", "block_table", "lengths", "cu_seqlens_q", "tree_mask"
 )  # fmt: skip
-_DECOMPRESSED = ("k_new", "v_new", "window_start", "k_prefix", "v_prefix")
+_CACHE = ("latent", "rope", "lengths", "block_table")
+_DECOMPRESSED = tuple(part.name for part in fields(CacheView) if part.name not in _CACHE)
+"""What a view may hold beside the cache itself."""
 
-_data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
+AddressReader = Callable[[Tensors], tuple[int, ...]]
+"""Takes the tensors of a call; their addresses in the order of a launch, without its outputs."""
 
 
-class Addresses:
-    """Where a launch finds its tensors among those of a call.
+def _paged_addresses(tensors: Tensors) -> tuple[int, ...]:
+    q, q_rope, latent, rope, block_table, lengths = tensors
+    return (
+        q.data_ptr(), q_rope.data_ptr(), latent.data_ptr(), rope.data_ptr(),
+        block_table.data_ptr(), lengths.data_ptr(), 0, 0,
+    )  # fmt: skip
 
-    Attributes:
-        fixed: addresses that every call has: of nothing, and of lengths that are kept here.
-        pick: takes the launch's addresses, in its order, out of these and those of the call.
+
+def _dense_addresses(tensors: Tensors) -> tuple[int, ...]:
+    q, q_rope, latent, rope, lengths = tensors
+    return (
+        q.data_ptr(), q_rope.data_ptr(), latent.data_ptr(), rope.data_ptr(),
+        0, lengths.data_ptr(), 0, 0,
+    )  # fmt: skip
+
+
+# A call that is written out costs half of one that is made for each tensor of a sequence.
+_FREQUENT: dict[tuple[str, ...], AddressReader] = {
+    ("q", "q_rope", "latent", "rope", "block_table", "lengths"): _paged_addresses,
+    ("q", "q_rope", "latent", "rope", "lengths"): _dense_addresses,
+}
+
+
+def address_reader(names: Sequence[str], lengths: torch.Tensor | None) -> AddressReader:
+    """What takes the addresses of a launch, in its order, from the tensors of a call.
+
+    Args:
+        names: of the call's tensors; the last of two of one name counts.
+        lengths: those of a pair of tensors, where every slot is used, which are kept; None for
+            other caches.
     """
+    if lengths is None and tuple(names) in _FREQUENT:
+        return _FREQUENT[tuple(names)]
+    # Addresses that every call has: of nothing, and of lengths that are kept here.
+    fixed = (0, 0 if lengths is None else lengths.data_ptr())
+    known = {"lengths": 0 if lengths is None else 1}
+    places = known | {name: len(fixed) + place for place, name in enumerate(names)}
+    pick = itemgetter(*(places.get(name, 0) for name in _LAUNCH_ORDER))
+    # The memory of the lengths lives as long as what knows their address.
+    return partial(_picked_addresses, pick, fixed, lengths)
 
-    __slots__ = ("_lengths", "fixed", "pick")
 
-    def __init__(
-        self, names: Sequence[str], order: Sequence[str], lengths: torch.Tensor | None
-    ) -> None:
-        """Find the places.
-
-        Args:
-            names: of the call's tensors; the last of two of one name counts.
-            order: names in the order of the launch; one that is not there has the address 0.
-            lengths: those of a pair of tensors, where every slot is used; None for other caches.
-        """
-        self._lengths = lengths  # keeps the memory
-        self.fixed = (0, 0 if lengths is None else lengths.data_ptr())
-        known = {"lengths": 0 if lengths is None else 1}
-        places = known | {name: len(self.fixed) + place for place, name in enumerate(names)}
-        self.pick = itemgetter(*(places.get(name, 0) for name in order))
+def _picked_addresses(
+    pick: Callable[[tuple[int, ...]], tuple[int, ...]],
+    fixed: tuple[int, ...],
+    lengths: torch.Tensor | None,
+    tensors: Tensors,
+) -> tuple[int, ...]:
+    return pick((*fixed, *[tensor.data_ptr() for tensor in tensors]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +104,7 @@ class LatentForm:
 
     Attributes:
         launch: launches the kernel.
-        addresses: where it finds its tensors.
+        addresses: finds the addresses of its tensors.
         outputs: shape and strides of the latent output.
         sums: shape and strides of the log-sum-exp.
         dtype, device: of the output.
@@ -83,7 +113,7 @@ class LatentForm:
     """
 
     launch: Launch
-    addresses: Addresses
+    addresses: AddressReader
     outputs: Layout
     sums: Layout
     dtype: torch.dtype
@@ -93,14 +123,12 @@ class LatentForm:
 
     def attend(self, tensors: Tensors) -> Result | None:
         """Output and log-sum-exp; None where this call has to go the whole way."""
-        launch, places, empty, out_at = self.launch, self.addresses, self.empty, self.out_at
+        launch, empty, out_at = self.launch, self.empty, self.out_at
         if not launch.ready():
             return None
         out = empty(*self.outputs, self.dtype) if out_at is None else tensors[out_at]
         lse = empty(*self.sums, torch.float32)
-        done = launch(
-            *places.pick((*places.fixed, *map(_data_ptr, tensors))), out.data_ptr(), lse.data_ptr()
-        )
+        done = launch(*self.addresses(tensors), out.data_ptr(), lse.data_ptr())
         return (out, lse) if done else None
 
 
@@ -109,7 +137,8 @@ class FullForm:
     """A form of call with the projections around the latent space.
 
     Attributes:
-        latent: the part in the latent space; its addresses leave out the queries.
+        latent: the part in the latent space, with the latent queries in the place of the weights
+            and of `q_nope`.
         queries: shape and strides of `q_nope` by head, `[h, count, d]`.
         latents: those of latent queries and outputs by head.
         by_head: those of the output by head.
@@ -125,52 +154,54 @@ class FullForm:
     stream: Callable[[], int]
     _own: threading.local = field(default_factory=threading.local, compare=False)
 
-    def attend(self, tensors: Tensors) -> Result | None:
-        """Output and log-sum-exp; None where this call has to go the whole way."""
-        if not torch.is_grad_enabled():
-            return self._attend(tensors)
-        set_gradients(False)
-        try:
-            return self._attend(tensors)
-        finally:
-            set_gradients(True)
+    def attend(
+        self, tensors: Tensors, with_sums: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Output and, if asked for, log-sum-exp; None where this call has to go the whole way."""
+        if torch.is_inference_mode_enabled():
+            return self._attend(tensors, with_sums, True)
+        with without_gradients():
+            return self._attend(tensors, with_sums, False)
 
-    def _attend(self, tensors: Tensors) -> Result | None:
+    def _attend(
+        self, tensors: Tensors, with_sums: bool, inference: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         form = self.latent
-        launch, places, empty, out_at = form.launch, form.addresses, form.empty, form.out_at
+        launch, empty, out_at = form.launch, form.empty, form.out_at
         if not launch.ready():
             return None
-        w_uk, w_uv, q_nope = tensors[:_WEIGHTS]
         try:
-            q_latent, o_latent, q_at, o_at = self._own.between[self.stream()]
+            between = self._own.between[self.stream(), inference]
         except (AttributeError, KeyError):
-            q_latent, o_latent, q_at, o_at = self._between()
+            between = self._between(inference)
+        q_latent, o_latent, own_sums = between
+        w_uk, w_uv, q_nope = tensors[:_BEFORE_ROPE]
         torch.bmm(view_as(q_nope, *self.queries, 0), w_uk, out=q_latent)
-        lse = empty(*form.sums, torch.float32)
-        if not launch(
-            q_at,
-            *places.pick((*places.fixed, *map(_data_ptr, tensors[_WEIGHTS:]))),
-            o_at,
-            lse.data_ptr(),
-        ):
+        sums = empty(*form.sums, torch.float32) if with_sums else own_sums
+        addresses = form.addresses((q_latent, *tensors[_BEFORE_ROPE:]))
+        if not launch(*addresses, o_latent.data_ptr(), sums.data_ptr()):
             return None
         out = empty(*self.outputs, form.dtype) if out_at is None else tensors[out_at]
         torch.bmm(o_latent, w_uv, out=view_as(out, *self.by_head, 0))
-        return out, lse
+        return out, sums if with_sums else None
 
-    def _between(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-        """Latent queries and outputs by head, and their addresses; kept where they are small."""
+    def _between(self, inference: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Latent queries, latent outputs by head, and log-sum-exp that no caller asked for.
+
+        Kept where they are small, for each mode.
+        """
         form, (shape, strides) = self.latent, self.latents
-        count = math.prod(shape)
-        memory = shared_memory(form.device, 2 * count * form.dtype.itemsize)
+        count, sums = math.prod(shape), math.prod(form.sums[0])
+        # The sums first, in whole units of what alignment asks for.
+        start = -(-sums * _SUM_BYTES // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        memory = shared_memory(form.device, 2 * count * form.dtype.itemsize + start)
         if memory is None:
-            pair = [form.empty(shape, strides, form.dtype) for _ in range(2)]
-            return pair[0], pair[1], pair[0].data_ptr(), pair[1].data_ptr()
-        with torch.inference_mode(False):  # as the memory, to be written in any mode
-            parts = memory.view(form.dtype)[: 2 * count].view(2, count)
-            q_latent, o_latent = (part.as_strided(shape, strides) for part in parts)
-        found = q_latent, o_latent, q_latent.data_ptr(), o_latent.data_ptr()
-        self._own.__dict__.setdefault("between", {})[self.stream()] = found
+            first, second = (form.empty(shape, strides, form.dtype) for _ in range(2))
+            return first, second, form.empty(*form.sums, torch.float32)
+        rows = memory[start:].view(form.dtype)[: 2 * count].view(2, count)
+        first, second = (part.as_strided(shape, strides) for part in rows)
+        found = first, second, memory[: sums * _SUM_BYTES].view(torch.float32)
+        self._own.__dict__.setdefault("between", {})[self.stream(), inference] = found
         return found
 
 
@@ -262,10 +293,9 @@ def _form_of(
     names = _tensor_names(task, cache, options)
     out_at = names.index("out") if "out" in names else None
     kept = task.cache.lengths if "lengths" not in names else None
-    if task.w_uk is None:
-        addresses = Addresses(names, _LAUNCH_ORDER, kept)
-    else:
-        addresses = Addresses(names[_WEIGHTS:], _LAUNCH_ORDER[1:], kept)
+    # Of a whole call the latent queries come first, in the place of three tensors.
+    own = names if task.w_uk is None else ["q", *names[_BEFORE_ROPE:]]
+    addresses = address_reader(own, kept)
     rows, d, h = tuple(task.q.shape[:-1]), task.q.shape[-1], task.h
     k, width, device = task.cache.latent.shape[-1], task.width, task.q.device
     latent = LatentForm(

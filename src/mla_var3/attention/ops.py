@@ -28,6 +28,8 @@ def mla_attention_op(
     window_start: Tensor | None,
     k_prefix: Tensor | None,
     v_prefix: Tensor | None,
+    k_rope_new: Tensor | None,
+    k_rope_prefix: Tensor | None,
     cu_seqlens_q: Tensor | None,
     tree: Tensor | None,
     total_lengths: Tensor | None,
@@ -41,8 +43,9 @@ def mla_attention_op(
     from mla_var3.attention.call import run_task
 
     cache = CacheView(
-        latent, rope, lengths, block_table, k_new, v_new, window_start, k_prefix, v_prefix
-    )
+        latent, rope, lengths, block_table, k_new, v_new, window_start, k_prefix, v_prefix,
+        k_rope_new, k_rope_prefix,
+    )  # fmt: skip
     task = AttentionTask(
         q=q_nope,
         q_rope=q_rope,
@@ -151,6 +154,8 @@ def traced(task: AttentionTask, kernel: str) -> tuple[Tensor, Tensor]:
             cache.window_start,
             cache.k_prefix,
             cache.v_prefix,
+            cache.k_rope_new,
+            cache.k_rope_prefix,
             *options,
         )
     output, lse = result

@@ -20,7 +20,7 @@ LARGEST_BYTES = 1 << 26
 """Above this a call runs so long that allocating costs nothing, and keeping memory does."""
 
 _own = threading.local()
-"""Of each thread, `buffers`: memory by device, stream and size."""
+"""Of each thread, `buffers`: memory by device, stream, size and mode."""
 
 
 def stream_reader(device: torch.device) -> Callable[[], int]:
@@ -32,6 +32,8 @@ def shared_memory(device: torch.device, needed: int) -> torch.Tensor | None:
     """Memory that the calls of this thread on the current stream share.
 
     Sizes are powers of two, so all buffers of a stream together take less than twice the largest.
+    In inference mode it is other memory than outside: memory of inference mode cannot be written
+    outside of it, and operations on other memory cost more in it.
 
     Args:
         device: where; the current one when it is a GPU.
@@ -43,12 +45,10 @@ def shared_memory(device: torch.device, needed: int) -> torch.Tensor | None:
     if needed > LARGEST_BYTES:
         return None
     size = max(SMALLEST_BYTES, 1 << (needed - 1).bit_length())
-    key = (device, stream_reader(device)(), size)
-    buffers: dict[tuple[torch.device, int, int], torch.Tensor]
+    key = (device, stream_reader(device)(), size, torch.is_inference_mode_enabled())
+    buffers: dict[tuple[torch.device, int, int, bool], torch.Tensor]
     buffers = _own.__dict__.setdefault("buffers", {})
     found = buffers.get(key)
     if found is None:
-        # Of inference mode it could not be written outside of it.
-        with torch.inference_mode(False):
-            found = buffers[key] = torch.empty(size, dtype=torch.uint8, device=device)
+        found = buffers[key] = torch.empty(size, dtype=torch.uint8, device=device)
     return found

@@ -18,8 +18,8 @@ class CacheSizes:
 
     Attributes:
         latent_bytes: latent rows and rope keys.
-        window_bytes: ring of the newest tokens, decompressed.
-        prefix_bytes: shared prefix, decompressed.
+        window_bytes: ring of the newest tokens, decompressed, with their rope keys.
+        prefix_bytes: shared prefix, likewise.
         index_bytes: lengths, block table and free list.
         tokens: tokens that all requests together can have, a shared prefix counted once.
         tokens_per_request: tokens that one request can have.
@@ -76,7 +76,7 @@ class CacheShape:
 
     def sizes(self) -> CacheSizes:
         """What a cache of this shape takes."""
-        decompressed = 2 * self.heads * self.head_dim * self.element_size
+        decompressed = (2 * self.heads * self.head_dim + self.p) * self.element_size
         if self.page_size is None:
             rows, index = self.b * self.t, 0
             tokens = rows - self.prefix * max(self.b - 1, 0)

@@ -58,7 +58,7 @@ def full_task(
     p = q_rope.shape[-1] if isinstance(q_rope, torch.Tensor) and q_rope.dim() else None
     require_tensor("q_rope", q_rope, [*rows, h, ("p", p)], dtypes, device)
     view = _checked_view(cache, w_uk.shape[2], q_rope, options)
-    _require_decompressed(view, q_nope.shape[-2], q_nope.shape[-1])
+    _require_decompressed(view, q_nope.shape[-2], q_nope.shape[-1], q_rope.shape[-1])
     width = q_nope.shape[-1] + q_rope.shape[-1]
     return _task(q_nope, q_rope, view, w_uk, w_uv, options, width, w_uv.shape[2])
 
@@ -77,7 +77,7 @@ def latent_task(
     shape = [*rows, ("h", q_latent.shape[-2]), ("p", p)]
     require_tensor("q_rope", q_rope, shape, [q_latent.dtype], q_latent.device)
     view = _checked_view(cache, q_latent.shape[-1], q_rope, options)
-    view = replace(view, k_new=None, v_new=None, window_start=None, k_prefix=None, v_prefix=None)
+    view = CacheView(view.latent, view.rope, view.lengths, view.block_table)
     width = head_width + q_rope.shape[-1]
     return _task(q_latent, q_rope, view, None, None, options, width, q_latent.shape[-1])
 
@@ -132,10 +132,13 @@ def _checked_view(cache: object, k: int, q_rope: torch.Tensor, options: Options)
     return view
 
 
-def _require_decompressed(view: CacheView, h: int, d: int) -> None:
+def _require_decompressed(view: CacheView, h: int, d: int, p: int) -> None:
+    b, n, m = ("b", view.requests), ("n", view.window or None), ("m", view.prefix or None)
     for name, tensor, shape in (
-        ("cache.k_new", view.k_new, [("b", view.requests), ("h", h), ("n", None), ("d", d)]),
+        ("cache.k_new", view.k_new, [b, ("h", h), ("n", None), ("d", d)]),
+        ("cache.k_rope_new", view.k_rope_new, [b, n, ("p", p)]),
         ("cache.k_prefix", view.k_prefix, [("h", h), ("m", None), ("d", d)]),
+        ("cache.k_rope_prefix", view.k_rope_prefix, [m, ("p", p)]),
     ):
         if tensor is not None:
             require_tensor(name, tensor, shape, [view.latent.dtype], view.latent.device)

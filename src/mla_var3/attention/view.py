@@ -21,6 +21,9 @@ class CacheView:
         k_new, v_new: ring of the newest tokens, `[b, h, n, d]`, position x in slot x % n.
         window_start: int32 `[b]`, the oldest position in the ring.
         k_prefix, v_prefix: shared first tokens, `[h, m, d]`.
+        k_rope_new: `[b, n, p]`, the rope keys of the ring in its order, for kernels that read its
+            slots as they lie; None where only `rope` has them.
+        k_rope_prefix: `[m, p]`, those of the shared first tokens, likewise.
     """
 
     latent: torch.Tensor
@@ -32,6 +35,8 @@ class CacheView:
     window_start: torch.Tensor | None = None
     k_prefix: torch.Tensor | None = None
     v_prefix: torch.Tensor | None = None
+    k_rope_new: torch.Tensor | None = None
+    k_rope_prefix: torch.Tensor | None = None
 
     @property
     def page_size(self) -> int | None:
@@ -84,6 +89,37 @@ class CacheView:
         index = self.block_table[requests, positions // page].long()
         index = index.clamp(0, self.latent.shape[0] - 1)
         return self.latent[index, positions % page], self.rope[index, positions % page]
+
+    def full_copy(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Keys and values of all tokens, `[b, h, t, d]`, slot x at position x; None without.
+
+        A ring as long as the cache never turns. Of a shared prefix it has nothing.
+        """
+        if self.k_new is None or self.v_new is None or self.prefix or self.window != self.capacity:
+            return None
+        return self.k_new, self.v_new
+
+    def ring_start(self) -> torch.Tensor:
+        """int32 `[b]`, the oldest position of the ring; a view without one has a full ring."""
+        if self.window_start is not None:
+            return self.window_start
+        return (self.lengths - self.window).clamp_(min=0)
+
+    def ring_rope(self) -> torch.Tensor:
+        """Rope keys `[b, n, p]` in the order of the ring: those of the view, or gathered."""
+        if self.k_rope_new is not None:
+            return self.k_rope_new
+        n = self.window
+        oldest = (self.lengths.long() - n).clamp(min=0)[:, None]
+        slots = torch.arange(n, device=oldest.device)
+        return self.rows(oldest + (slots - oldest) % n)[1]
+
+    def prefix_rope(self) -> torch.Tensor:
+        """Rope keys `[m, p]` of the shared first tokens: those of the view, or gathered."""
+        if self.k_rope_prefix is not None:
+            return self.k_rope_prefix
+        positions = torch.arange(self.prefix, device=self.rope.device)
+        return self.rows(positions.expand(self.requests, -1))[1][0]
 
 
 def paged_view(

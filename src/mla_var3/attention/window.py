@@ -35,13 +35,18 @@ class Window:
 
     Attributes:
         k_new, v_new: `[b, h, n, d]`.
+        k_rope_new: `[b, n, p]`, the rope keys of the same tokens once more: a kernel that reads the
+            slots as they lie needs all parts of a token in the same slot.
         start: int32 `[b]`, the oldest position in the ring.
     """
 
-    def __init__(self, b: int, h: int, n: int, d: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, b: int, h: int, n: int, d: int, p: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         """Make an empty ring."""
         self.k_new = torch.zeros((b, h, n, d), dtype=dtype, device=device)
         self.v_new = torch.zeros((b, h, n, d), dtype=dtype, device=device)
+        self.k_rope_new = torch.zeros((b, n, p), dtype=dtype, device=device)
         self.start = torch.zeros((b,), dtype=torch.int32, device=device)
 
     @property
@@ -88,12 +93,23 @@ class Window:
         positions: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
+        rope: torch.Tensor,
         valid: torch.Tensor,
     ) -> None:
-        """Put tokens `[m, h, d]` into their slots; the valid ones must not share a slot."""
+        """Put tokens into their slots; the valid ones must not share a slot.
+
+        Args:
+            requests: int64 `[m]`.
+            positions: int64 `[m]`.
+            keys: `[m, h, d]`.
+            values: `[m, h, d]`.
+            rope: `[m, p]`.
+            valid: bool `[m]`, which of them to put.
+        """
         places = (requests, positions % self.n)
         masked_put(self.k_new.transpose(1, 2), places, keys, valid)
         masked_put(self.v_new.transpose(1, 2), places, values, valid)
+        masked_put(self.k_rope_new, places, rope, valid)
 
     def grow(self, lengths: torch.Tensor) -> None:
         """After tokens were written up to `lengths`: the oldest slots now hold newer tokens."""
@@ -114,13 +130,14 @@ class Window:
         oldest: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
+        rope: torch.Tensor,
     ) -> None:
         """Put positions of `missing` back into their slots, down to `oldest`, int64 `[b]`."""
         start = self.start.long()
         valid = (positions >= oldest[:, None]).flatten()
         requests = torch.arange(start.shape[0], device=start.device)
         requests = requests[:, None].expand_as(positions)
-        self.write(requests.flatten(), positions.flatten(), keys, values, valid)
+        self.write(requests.flatten(), positions.flatten(), keys, values, rope, valid)
         lowest = torch.maximum(start - positions.shape[1], oldest)
         self.start.copy_(torch.minimum(start, lowest))
 
@@ -131,15 +148,20 @@ class Prefix:
     Attributes:
         length: tokens.
         k_prefix, v_prefix: `[h, length, d]`.
+        k_rope_prefix: `[length, p]`, their rope keys, beside those in the latent cache.
     """
 
-    def __init__(self, h: int, length: int, d: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, h: int, length: int, d: int, p: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         """Make room for a prefix."""
         self.length = length
         self.k_prefix = torch.zeros((h, length, d), dtype=dtype, device=device)
         self.v_prefix = torch.zeros((h, length, d), dtype=dtype, device=device)
+        self.k_rope_prefix = torch.zeros((length, p), dtype=dtype, device=device)
 
-    def write(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Fill it with `[length, h, d]`."""
+    def write(self, keys: torch.Tensor, values: torch.Tensor, rope: torch.Tensor) -> None:
+        """Fill it with `[length, h, d]` and rope keys `[length, p]`."""
         self.k_prefix.copy_(keys.transpose(0, 1))
         self.v_prefix.copy_(values.transpose(0, 1))
+        self.k_rope_prefix.copy_(rope)

@@ -39,6 +39,7 @@ from mla_var3.runtime.cute_launch import (
     arch_of_target,
     current_device,
     require_arch,
+    short_entry,
 )
 from mla_var3.runtime.kernel_sources import traced_source_files
 from mla_var3.runtime.stage import CompiledKernel, KernelStage
@@ -394,4 +395,5 @@ def _load(key: ProgramKey, host: Any, kinds: Sequence[ArgumentKind], device: int
         raise UnsupportedError(
             f"{key.name}: expected machine code that loads, got {first_lines(error)}"
         ) from error
-    return CuteProgram(key.name, kinds, device, executor.jit_module.capi_func, (function, executor))
+    entry = short_entry(executor.jit_module.capi_func)
+    return CuteProgram(key.name, kinds, device, entry, (function, executor))

@@ -32,6 +32,21 @@ Entry = Callable[[Any], Any]
 """The compiled host function: takes the addresses of its arguments."""
 
 
+def short_entry(host_function: Any) -> Entry:
+    """A compiled host function that is called with an array of addresses as it is.
+
+    Without a declared parameter ctypes converts nothing, and without a result it makes none: the
+    host function writes its error code into the last argument.
+
+    Args:
+        host_function: as ctypes knows it; the caller keeps it and its code.
+    """
+    address = ctypes.cast(host_function, ctypes.c_void_p).value
+    if address is None:
+        raise InvalidArgumentError("host_function", "a function of compiled code", "a null pointer")
+    return ctypes.CFUNCTYPE(None)(address)
+
+
 class BoundLaunch:
     """A program with arguments of its own.
 
@@ -95,7 +110,10 @@ class RepeatedLaunch:
             value for kind, value in zip(kinds, args, strict=True) if kind.tag in _NUMBER_FORMATS
         ]
         # Those of absent tensors too, whose cells nobody reads.
-        self._pointers = len(kinds) - len(self._numbers)
+        self._low_bits = [
+            max(kind.alignment - 1, 0) for kind in kinds if kind.tag not in _NUMBER_FORMATS
+        ]
+        self._pointers = len(self._low_bits)
         self._own = threading.local()
 
     def __call__(self, *addresses: int) -> None:
@@ -114,7 +132,7 @@ class RepeatedLaunch:
         if result.value:
             raise self._failure(result.value)
 
-    def on_stream(self, stream: int, *last: int) -> Callable[..., None]:
+    def on_stream(self, stream: int, *last: int) -> Callable[..., bool]:
         """The launch on one CUDA stream, with the last of the addresses fixed.
 
         Args:
@@ -122,18 +140,29 @@ class RepeatedLaunch:
             last: the addresses at the end.
 
         Returns:
-            What takes the addresses before them and launches. One thread at a time may use it.
+            What takes the addresses before them and launches; False, and nothing is launched,
+            where one of them is not aligned as the program was compiled for. One thread at a time
+            may use it.
         """
         write_all, cells, packed, result = self._lay_out()
         first = self._pointers - len(last)
         write_all(cells, 0, *(0 for _ in range(first)), *last, stream)
-        write, entry = struct.Struct(f"={first}Q").pack_into, self._entry
+        pack, entry = struct.Struct(f"<{first}Q").pack, self._entry
+        changing = memoryview(cells).cast("B")[: 8 * first]
+        # All addresses as one number, and the bits that must not be set in it: one operation
+        # looks at all of them.
+        number = int.from_bytes
+        unaligned = number(pack(*self._low_bits[:first]), "little")
 
-        def launch(*addresses: int) -> None:
-            write(cells, 0, *addresses)
+        def launch(*addresses: int) -> bool:
+            content = pack(*addresses)
+            if number(content, "little") & unaligned:
+                return False
+            changing[:] = content
             entry(packed)
             if result.value:
                 raise self._failure(result.value)
+            return True
 
         return launch
 

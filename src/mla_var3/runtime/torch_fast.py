@@ -7,6 +7,7 @@ where this torch lacks it the public function takes its place: slower, with the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -51,12 +52,14 @@ Making a Stream object takes longer than all else in a launch.
 """
 
 
-def _set_gradients(on: bool) -> None:
-    torch.autograd.grad_mode.set_grad_enabled(on)
+without_gradients: Callable[[], AbstractContextManager[Any]] = getattr(
+    torch._C, "_AutoDispatchBelowAutograd", torch.no_grad
+)
+"""Operations in it keep no gradients; of this thread only.
 
-
-set_gradients: Callable[[bool], None] = getattr(torch._C, "_set_grad_enabled", _set_gradients)
-"""Turns gradients on or off in this thread; whoever does restores what was."""
+They go past the part of torch that would, where `torch.no_grad` has it look and do nothing. Not
+needed in inference mode.
+"""
 
 
 def _view(

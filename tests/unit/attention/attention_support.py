@@ -135,6 +135,7 @@ def filled_cache(
     if cache.window is not None:
         cache.window.k_new.fill_(torch.nan)
         cache.window.v_new.fill_(torch.nan)
+        cache.window.k_rope_new.fill_(torch.nan)
     shared = normal(generator, prefix, k + p, dtype=dtype)
     if prefix:
         cache.set_prefix(shared[:, :k], shared[:, k:], model.w_uk, model.w_uv)

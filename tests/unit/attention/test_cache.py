@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -98,9 +99,11 @@ def test_sizes_are_those_of_the_tensors(options: dict[str, int]) -> None:
     if cache.pages is not None:
         tensors += [cache.pages.block_table, cache.pages.free, cache.pages.free_count]
     if cache.window is not None:
-        tensors += [cache.window.start, cache.window.k_new, cache.window.v_new]
+        window = cache.window
+        tensors += [window.start, window.k_new, window.v_new, window.k_rope_new]
     if cache.prefix is not None:
-        tensors += [cache.prefix.k_prefix, cache.prefix.v_prefix]
+        prefix = cache.prefix
+        tensors += [prefix.k_prefix, prefix.v_prefix, prefix.k_rope_prefix]
     tensors.append(cache.buffer)
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     assert cache.sizes().total_bytes == total
@@ -210,7 +213,9 @@ def test_pages_go_to_the_first_and_nobody_overtakes() -> None:
 def test_addresses_stay() -> None:
     cache = make_cache(2, page_size=64, window=5)
     weights = {"w_uk": torch.randn(H, D, K), "w_uv": torch.randn(H, K, D)}
-    names = ("latent", "rope", "lengths", "block_table", "k_new", "v_new", "window_start")
+    names = (
+        "latent", "rope", "lengths", "block_table", "k_new", "v_new", "k_rope_new", "window_start",
+    )  # fmt: skip
     before = [getattr(cache.view(), name).data_ptr() for name in names]
     cache.append(*rows(70, 70), **weights)
     cache.truncate([5, 6], **weights, most=6)
@@ -224,13 +229,14 @@ def test_addresses_stay() -> None:
 def ring(cache: LatentCache) -> list[dict[int, float]]:
     """Position -> mark of the key, for every position that the ring claims to hold."""
     assert cache.window is not None
-    n = cache.window.n
-    return [
-        {x: float(cache.window.k_new[request, 0, x % n, 0]) for x in range(start, length)}
-        for request, (start, length) in enumerate(
-            zip(cache.window.start.tolist(), cache.lengths.tolist(), strict=True)
-        )
-    ]
+    n, found = cache.window.n, []
+    bounds = zip(cache.window.start.tolist(), cache.lengths.tolist(), strict=True)
+    for request, (start, length) in enumerate(bounds):
+        slots = torch.arange(start, length) % n
+        marks = cache.window.k_new[request, 0, slots, 0]
+        assert torch.equal(cache.window.k_rope_new[request, slots, 0], marks + 0.5)
+        found.append(dict(zip(range(start, length), marks.tolist(), strict=True)))
+    return found
 
 
 def marked(*counts: int, first: int = 0) -> dict[str, torch.Tensor]:
@@ -266,6 +272,7 @@ def test_refill_brings_tokens_back(most: int | None, generator: torch.Generator)
         for x in range(int(cache.window.start[request]), length):
             keys = torch.einsum("k,hdk->hd", tokens[request][x, :K], model.w_uk)
             torch.testing.assert_close(cache.window.k_new[request, :, x % 8], keys)
+            assert torch.equal(cache.window.k_rope_new[request, x % 8], tokens[request][x, K:])
 
 
 def test_a_prefix_is_shared_and_stays(generator: torch.Generator) -> None:
@@ -286,6 +293,8 @@ def test_a_prefix_is_shared_and_stays(generator: torch.Generator) -> None:
         assert cache.prefix is not None
         expected = torch.einsum("mk,hdk->hmd", latent[0], weights["w_uk"])
         torch.testing.assert_close(cache.prefix.k_prefix, expected)
+        assert torch.equal(cache.prefix.k_rope_prefix, rope[0])
+        assert torch.equal(replace(cache.view(), k_rope_prefix=None).prefix_rope(), rope[0])
 
 
 @pytest.mark.parametrize(
@@ -435,6 +444,9 @@ def _require_contents(
         keys = torch.einsum("mk,hdk->mhd", expected[start:, :K], w_uk)
         slots = torch.arange(start, len(tokens)) % n
         torch.testing.assert_close(cache.window.k_new[request].transpose(0, 1)[slots], keys)
+        # The ring of rope keys, as appended, and as a view without one would gather it.
+        for rope_ring in (view.ring_rope(), replace(view, k_rope_new=None).ring_rope()):
+            assert torch.equal(rope_ring[request, slots], expected[start:, K:])
 
 
 def _require_attention(

@@ -35,8 +35,9 @@ H200 = "NVIDIA H200"
 
 @pytest.fixture(autouse=True)
 def only_cutile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The choice among the plan-driven kernels, with no shipped times."""
+    """The choice among the plan-driven kernels of cuTile, with no shipped times."""
     monkeypatch.setattr("mla_var3.attention.absorbed.ABSORBED_DESIGNS", ())
+    monkeypatch.setattr("mla_var3.attention.planned.CUTE_SERVICES", {})
     monkeypatch.setattr(tuned, "tuned_folder", lambda: tmp_path / "tuned")
 
 

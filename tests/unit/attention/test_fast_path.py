@@ -411,16 +411,94 @@ def test_whole_calls_in_and_outside_of_inference_mode(
     assert (kernel.calls, kernel.repeats) == (1, 3)
 
 
-def test_the_state_of_gradients_is_restored(
+def test_memory_between_the_products_is_of_the_mode(
     kernel: RepeatableKernel, generator: torch.Generator
 ) -> None:
-    operands = (*queries(generator, D), cache_of(generator), MODEL.w_uk, MODEL.w_uv)
+    """That of inference mode cannot be written outside of it; the other costs more inside."""
+    cache, q = cache_of(generator), queries(generator, D)
+    weights = MODEL.w_uk, MODEL.w_uv
+    mla_attention(*q, cache, *weights, kernel=KERNEL)
+    form = forms.find_form(fast_path.full_parts(*q, cache, *weights, KERNEL, {}))
+    for inference in (False, True, False, True):
+        with torch.inference_mode(inference):
+            mla_attention(*q, cache, *weights, kernel=KERNEL)
+    assert kernel.repeats == 4
+    kept = {inference: tensors for (_, inference), tensors in form._own.between.items()}
+    assert set(kept) == {False, True}
+    for inference, tensors in kept.items():
+        assert all(tensor.is_inference() is inference for tensor in tensors)
+
+
+@pytest.mark.parametrize("largest", [0, scratch.LARGEST_BYTES])
+def test_a_log_sum_exp_that_nobody_asked_for(
+    largest: int,
+    kernel: RepeatableKernel,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It takes no memory of its own, and none that another result lies in."""
+    monkeypatch.setattr(scratch, "LARGEST_BYTES", largest)
+    made: list[tuple[int, ...]] = []
+
+    def maker(device: torch.device) -> Any:
+        def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Any:
+            made.append(shape)
+            return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+        return empty
+
+    monkeypatch.setattr(fast_path, "tensor_maker", maker)
+    cache = cache_of(generator)
+    found = []
+    for asked in (True, False, True, False, False, True):
+        operands = (*queries(generator, D), cache, MODEL.w_uk, MODEL.w_uv)
+        wanted = mla_attention(*operands, kernel="torch_tiled", return_lse=True)
+        made.clear()
+        result = mla_attention(*operands, kernel=KERNEL, return_lse=asked)
+        assert isinstance(result, tuple) is asked
+        if largest and kernel.repeats:
+            assert made == ([(B, S, H)] if asked else []) + [(B, S, H, D)]
+        found.append((result if asked else (result,), wanted if asked else wanted[:1]))
+    assert kernel.repeats == 5
+    for result, wanted in found:
+        same(result, wanted)
+
+
+@pytest.mark.parametrize("way", [torch_fast.without_gradients, torch.no_grad])
+def test_the_state_of_gradients_is_restored(
+    way: Any,
+    kernel: RepeatableKernel,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(fast_path, "without_gradients", way)
+    weights = [torch.nn.Parameter(weight) for weight in (MODEL.w_uk, MODEL.w_uv)]
+    operands = (*queries(generator, D), cache_of(generator), *weights)
     mla_attention(*operands, kernel=KERNEL)
+    factor = torch.ones(1, requires_grad=True)
     for wanted in (True, False):
         with torch.set_grad_enabled(wanted):
-            mla_attention(*operands, kernel=KERNEL)
+            output = mla_attention(*operands, kernel=KERNEL)
+            assert isinstance(output, torch.Tensor) and not output.requires_grad
             assert torch.is_grad_enabled() is wanted
+            assert (factor * 2).requires_grad is wanted
     assert kernel.repeats == 2
+
+
+def test_an_error_between_the_products_leaves_gradients_on(
+    kernel: RepeatableKernel, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = MODEL.w_uk, MODEL.w_uv
+    operands = (*queries(generator, D), cache_of(generator), *weights)
+    mla_attention(*operands, kernel=KERNEL)
+
+    def fail(*addresses: int) -> bool:
+        raise RuntimeError("the launch failed")
+
+    monkeypatch.setattr("tests.unit.attention.repeat_support.MemoryLaunch.__call__", fail)
+    with pytest.raises(RuntimeError, match="the launch failed"):
+        mla_attention(*operands, kernel=KERNEL)
+    assert (torch.ones(1, requires_grad=True) * 2).requires_grad
 
 
 def test_memory_is_of_one_thread_and_has_few_sizes() -> None:

@@ -112,6 +112,8 @@ class MixTime:
 def mix_work(problem: MlaProblem, n: int, form: WindowForm = PLAIN) -> MixWork:
     """The work of one `n`; each kind reads its own queries and writes its own partial output.
 
+    Operations on the window count by the effort of its form.
+
     Args:
         problem: Sizes and lengths.
         n: Decompressed tokens per request, `0..t`.
@@ -124,7 +126,7 @@ def mix_work(problem: MlaProblem, n: int, form: WindowForm = PLAIN) -> MixWork:
     new_lengths = tuple(new for _, new in windows)
     heads = flash_attention_cost(replace(problem, lengths=new_lengths))
     smaller = PLAIN.token_bytes(problem) - form.token_bytes(problem)
-    heads = Cost(heads.flops, heads.bytes - sum(new_lengths) * smaller)
+    heads = Cost(form.effort * heads.flops, heads.bytes - sum(new_lengths) * smaller)
     if n >= max(problem.kv_lengths):
         return MixWork(_NOTHING, heads, ())
     latent = flash_mla_cost(replace(problem, lengths=tuple(old for old, _ in windows)))

@@ -33,7 +33,8 @@ class PackedWindow(NamedTuple):
     Attributes:
         keys: float8_e4m3fn, `[b, h, slots, d]`.
         values: float8_e4m3fn, `[b, h, slots / 16, d, 16]`, the last in `TOKEN_ORDER`.
-        scales: float32, `[b, h, slots, 2]`: the key's and the value's.
+        scales: float32, `[b, h, slots, 2]`: the key's, and the binary logarithm of the value's, a
+            whole number.
     """
 
     keys: torch.Tensor
@@ -51,12 +52,13 @@ def pack_window(k: QuantisedRows, v: QuantisedRows) -> PackedWindow:
 
     Args:
         k: Keys, `[b, h, n, d]` with scales `[b, h, n]`.
-        v: Values, likewise.
+        v: Values, likewise; their scales are powers of two.
     """
     if k.values.dim() != 4:
         raise InvalidArgumentError("k", "[b, h, n, d]", list(k.values.shape))
     if v.values.shape != k.values.shape:
         raise InvalidArgumentError("v", list(k.values.shape), list(v.values.shape))
+    exponents = _exponents(v.scales)
     b, h, n, d = k.values.shape
     slots = padded_slots(n)
     grouped = _pad_bytes(v.values, slots).view(b, h, slots // TOKEN_GROUP, TOKEN_GROUP, d)
@@ -65,7 +67,7 @@ def pack_window(k: QuantisedRows, v: QuantisedRows) -> PackedWindow:
         keys=_pad_bytes(k.values, slots).view(E4M3),
         values=grouped.index_select(3, order).transpose(3, 4).contiguous().view(E4M3),
         scales=functional.pad(
-            torch.stack([k.scales, v.scales], dim=-1), (0, 0, 0, slots - n), value=torch.nan
+            torch.stack([k.scales, exponents], dim=-1), (0, 0, 0, slots - n), value=torch.nan
         ),
     )
 
@@ -95,8 +97,20 @@ def unpack_window(packed: PackedWindow, n: int) -> tuple[QuantisedRows, Quantise
     tokens = values.view(torch.uint8).index_select(4, places_tensor).transpose(3, 4)
     return (
         QuantisedRows(keys[:, :, :n], scales[:, :, :n, 0]),
-        QuantisedRows(tokens.reshape(b, h, slots, d).view(E4M3)[:, :, :n], scales[:, :, :n, 1]),
+        QuantisedRows(
+            tokens.reshape(b, h, slots, d).view(E4M3)[:, :, :n], scales[:, :, :n, 1].exp2()
+        ),
     )
+
+
+def _exponents(scales: torch.Tensor) -> torch.Tensor:
+    """Binary logarithms of powers of two, in float32; NaN stays."""
+    mantissas, exponents = torch.frexp(scales)  # a mantissa is at least 0.5
+    known = ~scales.isnan()
+    if not scales.is_meta and bool((known & (mantissas != 0.5)).any()):
+        expected = "scales that are powers of two, as quantise(..., powers_of_two=True) makes them"
+        raise InvalidArgumentError("v", expected, "others")
+    return torch.where(known, (exponents - 1).float(), torch.nan)
 
 
 def _pad_bytes(rows: torch.Tensor, slots: int) -> torch.Tensor:

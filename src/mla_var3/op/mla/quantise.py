@@ -5,6 +5,9 @@ A row is the key or the value of one token and head. Its scale is the row's larg
 row precision. Scales are float32. The rope part of the keys is shared by the heads, so it is small,
 and stays in the problem's dtype.
 
+Where a kernel wants it, scales are rounded up to powers of two. That costs no precision: e4m3
+numbers are floating-point numbers, and only those near the least one lose a bit.
+
 An element keeps a relative error of at most 2**-4 down to 2**-6 of the scale, half a unit in the
 last of its three mantissa bits; below that the absolute error is at most 2**-10 of the scale.
 """
@@ -25,6 +28,9 @@ E4M3_MAX = 448.0
 # The least scale: a subnormal one would become zero on a GPU that flushes them. It is also the
 # scale of a row of zeros, so that no kernel ever divides by zero or needs a branch.
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
+_LEAST_EXPONENT = -60
+"""Of a power of two. A kernel takes the scales of all tokens relative to the largest in float32, so
+they must not be worlds apart; values below 448 * 2**-60 do not matter to any output."""
 _SOURCES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -74,7 +80,7 @@ class FormErrors:
     total: ErrorFigures
 
 
-def quantise(rows: torch.Tensor) -> QuantisedRows:
+def quantise(rows: torch.Tensor, *, powers_of_two: bool = False) -> QuantisedRows:
     """Rounds rows to 8 bits, each with its own scale.
 
     A row with a NaN or an infinity has no scale and becomes NaN throughout: a slot without a token
@@ -82,6 +88,7 @@ def quantise(rows: torch.Tensor) -> QuantisedRows:
 
     Args:
         rows: Keys or values `[..., d]`, float16, bfloat16, float32 or float64.
+        powers_of_two: Whether scales are rounded up to powers of two, from 2**-60 on.
     """
     if rows.dtype not in _SOURCES:
         expected = ", ".join(str(dtype).removeprefix("torch.") for dtype in _SOURCES)
@@ -92,6 +99,10 @@ def quantise(rows: torch.Tensor) -> QuantisedRows:
     peaks = wide.abs().amax(-1)
     # clamp keeps NaN, and turns a peak of zero into the least scale.
     scales = (peaks / E4M3_MAX).float().clamp(min=_LEAST_SCALE)
+    if powers_of_two:
+        mantissas, exponents = torch.frexp(scales)  # a mantissa is at least 0.5
+        exponents = torch.where(mantissas == 0.5, exponents - 1, exponents)
+        scales = torch.ldexp(torch.ones_like(scales), exponents.clamp(min=_LEAST_EXPONENT))
     scales = torch.where(peaks.isfinite() & scales.isfinite(), scales, torch.nan)
     # Never beyond 448 by more than the rounding of the scale, which e4m3 rounds back to 448.
     return QuantisedRows((wide / scales.to(wide.dtype)[..., None]).to(E4M3), scales)

@@ -18,12 +18,15 @@ class WindowForm:
         name: "plain" or "fp8".
         element_bytes: Bytes of one element of a key or value; None: as the problem's dtype.
         scale_bytes: Bytes of the scale that each key and each value has per head; 0 for none.
+        effort: What an operation on it takes of a kernel's time, that on the problem's dtype being
+            1: scaling and rounding are no operations of the count.
         description: The form in words.
     """
 
     name: str
     element_bytes: int | None
     scale_bytes: int
+    effort: float
     description: str
 
     def token_bytes(self, problem: MlaProblem) -> int:
@@ -33,8 +36,10 @@ class WindowForm:
         return 2 * problem.h * row + problem.p * problem.element_size
 
 
-PLAIN = WindowForm("plain", None, 0, "in the dtype of the problem")
-FP8 = WindowForm("fp8", 1, _FLOAT32, "e4m3 with a float32 scale per token and head")
+PLAIN = WindowForm("plain", None, 0, 1.0, "in the dtype of the problem")
+# Effort: 1402 us at b=32 s=64 t=4096 h=128 on an H200, 489 TFLOP/s where the model has 740; see
+# docs/results/2026-11-15-nvidia-h200-mix-development.md.
+FP8 = WindowForm("fp8", 1, _FLOAT32, 1.5, "e4m3 with a float32 scale per token and head")
 FORMS = {form.name: form for form in (PLAIN, FP8)}
 
 

@@ -361,7 +361,8 @@ def finish_few(
                 log_sum = row_max[row, 1] + cute.math.log2(total, fastmath=True)
             column = group * HALF + t // 4 % 8 + t // 32 * 16
             speaks = group == 0 and t < 4
-            if item.piece != 0:
+            exists = row < item.rows
+            if exists and item.piece != 0:
                 if speaks:
                     lse_partial[slot * ROWS + row] = log_sum
                 start = (Int64(slot) * ROWS + row) * LATENT + column
@@ -369,7 +370,7 @@ def finish_few(
                     for r in cutlass.range_constexpr(2):
                         place = cute.make_tensor(o_partial + (start + tile * 64 + r * 8), 1)
                         place[0] = o[(e, j), (r, tile)] * inverse
-            elif row < item.rows:
+            elif exists:
                 at = Int64(item.base + row)
                 if speaks:
                     lse[at] = final_lse(log_sum, empty_positive)

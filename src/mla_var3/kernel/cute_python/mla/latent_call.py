@@ -20,7 +20,6 @@ from mla_var3.errors import UnsupportedError
 from mla_var3.kernel.cute_python.mla.latent_ops import LATENT
 from mla_var3.kernel.cute_python.mla.merge_partials import MergePartials, MergeTiling
 from mla_var3.kernel.cute_python.mla.schedule import ROWS, GangShape, gang_shape
-from mla_var3.runtime.cute_arguments import FLOAT_ALIGNMENT, INT_ALIGNMENT
 from mla_var3.runtime.cute_kernel import CuteProgram, Int64Arg, program_for, require_arch
 from mla_var3.runtime.cute_launch import RepeatedLaunch
 from mla_var3.runtime.plan import Tiling
@@ -123,37 +122,24 @@ class AbsorbedLaunch:
         """
         return current_device_index() == self._index and not is_capturing()
 
-    def __call__(
-        self,
-        q_latent: int,
-        q_rope: int,
-        latent: int,
-        rope: int,
-        table: int,
-        lengths: int,
-        begins: int,
-        tree: int,
-        out: int,
-        lse: int,
-    ) -> bool:
-        """Launch on the current stream; the arguments are addresses, any number for absent ones.
+    def __call__(self, *addresses: int) -> bool:
+        """Launch on the current stream.
+
+        Args:
+            addresses: of q_latent, q_rope, latent, rope, block_table, lengths, query_begins, tree,
+                out and lse; any number for absent ones.
 
         Returns:
             False, and nothing is launched, where an address is not aligned as compiled for.
         """
-        if (q_latent | q_rope | latent | rope | out | lse) & (FLOAT_ALIGNMENT - 1) or (
-            table | lengths | begins | tree
-        ) & (INT_ALIGNMENT - 1):
-            return False
         stream = raw_stream(self._index)
         try:
-            launch = self._own.launches[stream]
+            launch, _ = self._own.launches[stream]
         except (AttributeError, KeyError):
-            launch = self._on_stream(stream)
-        launch[0](q_latent, q_rope, latent, rope, table, lengths, begins, tree, out, lse)
-        return True
+            launch, _ = self._on_stream(stream)
+        return launch(*addresses)
 
-    def _on_stream(self, stream: int) -> tuple[Callable[..., None], Partials]:
+    def _on_stream(self, stream: int) -> tuple[Callable[..., bool], Partials]:
         """The launch on a stream in this thread, and the room for pieces that it writes into."""
         partials = workspace(self._device, self._sm_count)
         launch = self._launch.on_stream(stream, *(part.data_ptr() for part in partials))

@@ -225,13 +225,14 @@ def finish_many(
             log_sum = row_max[row] + cute.math.log2(total, fastmath=True)
         o[r, None].store(o[r, None].load() * inverse)
         speaks = group == 0 and lane % 4 == 0
+        inside = item.row + row < item.rows
         if item.piece != 0:
-            start = (Int64(slot) * ROWS + row) * LATENT
-            store_row(o[r, None], HALF, o_partial, start + group * HALF, lane, Float32)
-            if speaks:
-                lse_partial[slot * ROWS + row] = log_sum
+            if inside:
+                start = (Int64(slot) * ROWS + row) * LATENT
+                store_row(o[r, None], HALF, o_partial, start + group * HALF, lane, Float32)
+                if speaks:
+                    lse_partial[slot * ROWS + row] = log_sum
         else:
-            inside = item.row + row < item.rows
             at = Int64(item.base + item.row + row)
             target = o_latent + (at * LATENT + group * HALF)
             store_narrow(o[r, None], target, lane, inside, dtype)

@@ -11,13 +11,16 @@ and connects them:
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Self
 
+import torch
 from torch import Tensor
 
+from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.absorbed_attention import (
     AbsorbedOperands,
     FlashMLATiling,
@@ -29,9 +32,10 @@ from mla_var3.kernel.cute_python.mla.decompress_combine import (
     combine_stage,
 )
 from mla_var3.kernel.cute_python.mla.hopper_plan import HopperPlan
-from mla_var3.kernel.cute_python.mla.latent_call import ELEMENT_TYPES
+from mla_var3.kernel.cute_python.mla.latent_call import ELEMENT_TYPES, shape_for
 from mla_var3.kernel.cute_python.mla.latent_ops import LATENT, ROPE
 from mla_var3.kernel.cute_python.mla.merge_partials import MergeTiling
+from mla_var3.kernel.cute_python.mla.paging import check_paged
 from mla_var3.kernel.cute_python.mla.schedule import ROWS, GangShape, gang_shape
 from mla_var3.kernel.cute_python.mla.sm_split import (
     SmSplit,
@@ -55,6 +59,29 @@ from mla_var3.runtime.tensors import check_tensor, require_view
 
 LATENT_PRIORITY, WINDOW_PRIORITY = -1, 0
 """CUDA stream priorities; the lower one starts first."""
+
+
+@dataclass(frozen=True)
+class LatentTokens:
+    """What the latent kernel attends to.
+
+    Attributes:
+        q_latent, q_rope: [b, s, h, 512] and [b, s, h, 64].
+        latent, rope: dense [b, t, ...] or paged [pages, page, ...] cache.
+        lengths: [b] int32.
+        table: block table of a paged cache, [b, pages of a request] int32.
+        newest: newest tokens to leave out.
+        seen_by_all: whether all queries see all of these tokens, so that only lengths hide any.
+    """
+
+    q_latent: Tensor
+    q_rope: Tensor
+    latent: Tensor
+    rope: Tensor
+    lengths: Tensor
+    table: Tensor | None = None
+    newest: int = 0
+    seen_by_all: bool = False
 
 
 @dataclass
@@ -131,7 +158,20 @@ class CuteMixPlan(HopperPlan):
 
     def gangs(self, tiling: FlashMLATiling) -> GangShape:
         """The gangs of the latent kernel with this tiling."""
-        return gang_shape(self.row_tiles, self.b, self.latent_sms(tiling), tiling.gang)
+        return shape_for(self.row_tiles, self.b, self.latent_sms(tiling), tiling.gang)
+
+    def settled(self) -> Self:
+        """The same plan with the SMs of its kernels written into its tilings.
+
+        For calls that build their stages anew each time: what is written down is not worked out.
+        """
+        split, slots = self.split(), self.decompressed_slots()
+        if slots in (0, self.t) or self.sm_count < 2:
+            return self
+        return self.copy(
+            tiling=replace(self.tiling, sms=self.latent_sms(self.tiling)),
+            window_tiling=replace(self.window_tiling, sms=self.window_tiling.sms or split.window),
+        )
 
     def _splits(self) -> list[SmSplit]:
         """Splits that tuning tries beside the one of the model."""
@@ -167,36 +207,52 @@ class CuteMixPlan(HopperPlan):
 
     # -- stages ------------------------------------------------------------------------------------
 
-    def _absorbed(self, inputs: tuple[Tensor, ...], newest: int) -> KernelPipeline:
-        """The latent kernel on q_latent, q_rope, c_kv, k_rope and lengths, checked before."""
-        q_latent, q_rope, latent, rope, lengths = inputs
+    def _absorbed(self, tokens: LatentTokens) -> KernelPipeline:
+        """The latent kernel, on what was checked before."""
         count = self.b * self.s * self.h
         operands = AbsorbedOperands(
-            require_view("q_latent", q_latent, count, self.k),
-            require_view("q_rope", q_rope, count, self.p),
-            latent,
-            rope,
-            lengths,
-            newest=newest,
+            require_view("q_latent", tokens.q_latent, count, self.k),
+            require_view("q_rope", tokens.q_rope, count, self.p),
+            tokens.latent,
+            tokens.rope,
+            tokens.lengths,
+            tokens.table,
+            tokens.newest,
         )
         cost = self.latent_cost()
         return absorbed_stage(
-            self, self.tiling, self.merge_tiling, operands, self.gangs, self.latent_lengths(),
+            self._without_mask if tokens.seen_by_all else self,
+            self.tiling, self.merge_tiling, operands, self.gangs, self.latent_lengths(),
             lambda tiling: (cost.flops, cost.bytes), self._autotune_configs(), "latent_tokens",
         )  # fmt: skip
 
-    def _window(self, operands: WindowOperands, shared: bool) -> CuteKernel:
+    @functools.cached_property
+    def _without_mask(self) -> Self:
+        return self.copy(causal=False)
+
+    def check_latent(self, tokens: LatentTokens, page: int = 0) -> None:
+        """Check what the latent kernel attends to; `page` is the tokens of a page, if it is paged.
+
+        Raises:
+            InvalidArgumentError: names the argument that is wrong.
+        """
+        rows = (tokens.q_latent, tokens.q_rope, tokens.latent, tokens.rope, tokens.lengths)
+        if tokens.table is None:
+            self.absorbed_rows(*rows)
+        else:
+            check_paged(self, page, (*rows, tokens.table))
+
+    def _window(self, operands: WindowOperands, shared: bool, alone: bool = False) -> CuteKernel:
         cost = self.window_cost()
         return window_stage(
             self, self.window_tiling, ELEMENT_TYPES[self.torch_dtype], operands,
             self.window_shape, self.decompressed_slots(), self.split().window,
-            lambda tiling: (cost.flops, cost.bytes), self._window_configs(), shared,
+            lambda tiling: (cost.flops, cost.bytes), self._window_configs(), shared, alone,
         )  # fmt: skip
 
     def _mixed(
         self,
-        latent: tuple[Tensor, ...],
-        newest: int,
+        latent: LatentTokens | None,
         window: WindowOperands,
         w_uv: Tensor,
         shared: bool = False,
@@ -204,16 +260,18 @@ class CuteMixPlan(HopperPlan):
         """The stages, on inputs that are checked.
 
         Args:
-            latent: q_latent, q_rope, c_kv, k_rope and lengths of the latent kernel.
-            newest: newest tokens that it leaves out.
+            latent: what the latent kernel attends to; None where all tokens are decompressed.
             window: operands of the decompressed kernel.
             w_uv: for the up-projection.
             shared: whether the decompressed tokens are a prefix of all requests.
         """
         slots, dtype = self.decompressed_slots(), ELEMENT_TYPES[self.torch_dtype]
         if slots == self.t:
-            return KernelPipeline(_name=self.name, stages=[self._window(window, shared)])
-        old = self._absorbed(latent, newest)
+            alone = self._window(window, shared, alone=True)
+            return KernelPipeline(_name=self.name, stages=[alone])
+        if latent is None:
+            raise InvalidArgumentError("latent", f"the tokens beside {slots} of {self.t}", None)
+        old = self._absorbed(latent)
         new = self._window(window, shared) if slots else None
         combine = combine_stage(
             self,
@@ -248,3 +306,15 @@ class CuteMixPlan(HopperPlan):
         check_tensor("q_nope", q_nope, [*rows, ("d", self.d)], dtype, device)
         weights = [("h", self.h), ("k", self.k), ("d", self.d)]
         check_tensor("w_uv", w_uv, weights, dtype, device)
+
+    def _check_newest(self, operands: WindowOperands) -> None:
+        """A window of the newest tokens in 16 bits."""
+        dtype, device = self.torch_dtype, operands.q_nope.device
+        b, n = ("b", self.b), ("n", self.decompressed_slots())
+        window = [b, ("h", self.h), n, ("d", self.d)]
+        check_tensor("k_new", operands.keys, window, dtype, device)
+        check_tensor("v_new", operands.values, window, dtype, device)
+        check_tensor("k_rope_new", operands.k_rope, [b, n, ("p", self.p)], dtype, device)
+        check_tensor("lengths", operands.lengths, [b], torch.int32, device)
+        if operands.starts is not None:
+            check_tensor("starts", operands.starts, [b], torch.int32, device)

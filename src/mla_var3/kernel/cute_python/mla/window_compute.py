@@ -1,11 +1,11 @@
 """The computing warpgroups of the decompressed kernel: 64 query rows and a head's output each.
 
-Keys and values have 16 bits, or 8 (see `window_fp8.py`).
+Keys and values have 16 bits; with 8 bits `window_fp8.py` computes.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from mla_var3.kernel.cute_python.mla.latent_ops import (
@@ -22,25 +22,15 @@ from mla_var3.kernel.cute_python.mla.latent_ops import (
     two_rows,
 )
 from mla_var3.kernel.cute_python.mla.schedule import ROWS
-from mla_var3.kernel.cute_python.mla.warpgroups import free
-from mla_var3.kernel.cute_python.mla.window_fp8 import (
-    FIRST_BARRIER,
-    LARGEST_WEIGHT,
-    MMA_DEPTH_8,
-    SCALE_FLOOR,
-    clear_columns,
-    clear_scales,
-    divide_rows,
-    load_queries_8,
-    round_weights_8,
-    scale_scores,
-    scale_weights,
-)
+from mla_var3.kernel.cute_python.mla.warpgroups import free, settle
 from mla_var3.kernel.cute_python.mla.window_jobs import (
     BLOCK,
+    FIRST_BARRIER,
     HEAD,
     inside,
     job_at,
+    place_of,
+    places_end,
     row_limit,
 )
 
@@ -57,14 +47,13 @@ def compute(
     blocks: Int32,
     window: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
-    fp8: cutlass.Constexpr,
     wide: cutlass.Constexpr,
 ):
     """Attend with one head or one tile of rows per warpgroup.
 
     Args:
         products: q k, q_rope k_rope and p v.
-        shared: keys, values, rope keys and, in 8 bits, scales of all stages.
+        shared: keys, values and rope keys of all stages.
         ring: the ring's barriers and stages.
         queries: pointers to q_nope and q_rope.
         outputs: pointers to o and lse.
@@ -72,11 +61,10 @@ def compute(
         block, blocks: which of the persistent blocks this is.
         window: sizes.
         dtype: of queries and output.
-        fp8: whether keys and values have 8 bits.
         wide: whether to write parts in float32.
     """
     qk_mma, rope_mma, pv_mma = products
-    s_k, s_v, s_r, s_scales = shared
+    s_k, s_v, s_r = shared
     thread, _, _ = cute.arch.thread_idx()
     group = cute.arch.make_warp_uniform(thread // 128)
     t = thread % 128
@@ -91,19 +79,11 @@ def compute(
     acc_s = cute.make_rmem_tensor(thr_qk.partition_shape_C((ROWS, BLOCK)), Float32)
     o, s = two_rows(acc_o, HEAD), two_rows(acc_s, BLOCK)
     q_rope = operand(ROPE // MMA_DEPTH, dtype)
-    acc_r = acc_s
     values_by_row = cute.make_tensor(s_v.iterator, cute.select(s_v.layout, mode=[1, 0, 2]))
-    if const_expr(fp8):
-        acc_r = cute.make_rmem_tensor(acc_s.layout, Float32)
-        q = operand(HEAD // MMA_DEPTH_8, Float8E4M3FN, 4)
-        p = operand(BLOCK // MMA_DEPTH_8, Float8E4M3FN, 4)
-    else:
-        q = operand(HEAD // MMA_DEPTH, dtype)
-        p = operand(BLOCK // MMA_DEPTH, dtype)
+    q = operand(HEAD // MMA_DEPTH, dtype)
+    p = operand(BLOCK // MMA_DEPTH, dtype)
     sums, top = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
-    scale, q_scale = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
-    q_scale.fill(1.0)
-    v_scale = cute.make_rmem_tensor(1, Float32)
+    scale = cute.make_rmem_tensor(2, Float32)
     limits = cute.make_rmem_tensor(2, Int32)
     stage = Int32(0)
     phase = Int32(0)
@@ -118,15 +98,10 @@ def compute(
         )
         sources = (queries[0] + start * HEAD, queries[1] + start * ROPE)
         load_queries(q_rope, sources[1], ROPE, row0, rows, window.heads, lane)
-        if const_expr(fp8):
-            load_queries_8(q, q_rope, q_scale, sources[0], row0, rows, window.heads, lane, dtype)
-            divide_rows(q_rope, q_scale, dtype)
-        else:
-            load_queries(q, sources[0], HEAD, row0, rows, window.heads, lane)
+        load_queries(q, sources[0], HEAD, row0, rows, window.heads, lane)
         acc_o.fill(0.0)
         sums.fill(0.0)
         top.fill(SCORE_FLOOR)
-        v_scale.fill(SCALE_FLOOR)
         for r in cutlass.range_constexpr(2):
             limits[r] = row_limit(job, first_row + row0 + 8 * r, window)
         lowest = cute.arch.warp_redux_sync(cutlass.min(limits[0], limits[1]), "min")
@@ -136,72 +111,60 @@ def compute(
         token = job.first * BLOCK
         slot = stage * ring.units + unit
         cute.arch.mbarrier_wait(ring.keys(stage), phase)
-        if const_expr(fp8):
-            if token + BLOCK > job.tokens:
-                clear_scales(s_scales, slot, job.tokens - token, t, group)
         multiply_queries(qk_mma, acc_s, q, f_k, slot)
-        multiply_rope(rope_mma, acc_r, q_rope, f_r, stage, fp8)
+        multiply_rope(rope_mma, acc_s, q_rope, f_r, stage)
         warpgroup.commit_group()
         warpgroup.wait_group(0)
-        softmax(
-            s, acc_r, sums, top, scale, q_scale, v_scale, s_scales, slot, token, lowest,
-            limits, lane, scale_log2e, fp8,
-        )  # fmt: skip
+        softmax(s, sums, top, scale, token, lowest, limits, lane, scale_log2e, job, window)
         free(ring.keys_free(stage), lane)
-        round_weights(p, acc_s, dtype, fp8)
+        round_weights(p, acc_s, dtype)
         for at in cutlass.range(job.first + 1, job.last, unroll=1):
             token = at * BLOCK
             v_slot, v_stage, v_phase = slot, stage, phase
             stage, phase = ring.after(stage, phase)
             slot = stage * ring.units + unit
+            if const_expr(window.ring):
+                # Here, where no product is on its way.
+                if job.gone > 0:
+                    cute.arch.mbarrier_wait(ring.values(v_stage), v_phase)
+                    held = values_by_row[(None, None, v_slot)]
+                    clear_places(held, token - BLOCK, t, FIRST_BARRIER + group, job, window)
             cute.arch.mbarrier_wait(ring.keys(stage), phase)
-            if const_expr(fp8):
-                if token + BLOCK > job.tokens:
-                    clear_scales(s_scales, slot, job.tokens - token, t, group)
             multiply_queries(qk_mma, acc_s, q, f_k, slot)
-            multiply_rope(rope_mma, acc_r, q_rope, f_r, stage, fp8)
+            multiply_rope(rope_mma, acc_s, q_rope, f_r, stage)
             warpgroup.commit_group()
             cute.arch.mbarrier_wait(ring.values(v_stage), v_phase)
             multiply_values(pv_mma, acc_o, p, f_v, v_slot)
             warpgroup.wait_group(1)
-            if const_expr(not fp8):
-                free(ring.keys_free(stage), lane)
-            softmax(
-                s, acc_r, sums, top, scale, q_scale, v_scale, s_scales, slot, token,
-                lowest, limits, lane, scale_log2e, fp8,
-            )  # fmt: skip
-            if const_expr(fp8):  # the scales have come with the keys
-                free(ring.keys_free(stage), lane)
+            free(ring.keys_free(stage), lane)
+            softmax(s, sums, top, scale, token, lowest, limits, lane, scale_log2e, job, window)
             warpgroup.wait_group(0)
             free(ring.values_free(v_stage), lane)
             rescale(o, scale)
-            round_weights(p, acc_s, dtype, fp8)
+            round_weights(p, acc_s, dtype)
         cute.arch.mbarrier_wait(ring.values(stage), phase)
+        if const_expr(window.ring):
+            if job.gone > 0:
+                held = values_by_row[(None, None, slot)]
+                clear_places(held, token, t, FIRST_BARRIER + group, job, window)
         if token + BLOCK > job.tokens:
-            if const_expr(fp8):
-                clear_columns(s_v, slot, job.tokens - token, t, group)
-            else:
-                first = cutlass.max(job.tokens - token, 0)
-                clear_rows(values_by_row[(None, None, slot)], HEAD, first, t, FIRST_BARRIER + group)
+            first = cutlass.max(job.tokens - token, 0)
+            clear_rows(values_by_row[(None, None, slot)], HEAD, first, t, FIRST_BARRIER + group)
         multiply_values(pv_mma, acc_o, p, f_v, slot)
         warpgroup.wait_group(0)
         free(ring.values_free(stage), lane)
         stage, phase = ring.after(stage, phase)
         if const_expr(wide):
             start += Int64(job.part) * window.requests * window.queries * window.heads
-        unit_value = Float32(1.0)
-        if const_expr(fp8):
-            unit_value = v_scale[0] * (1.0 / LARGEST_WEIGHT)
         finish(
-            o, sums, top, unit_value, outputs, start, row0, rows, window.heads, lane, dtype, wide
+            o, sums, top, outputs, start, row0, rows, window.heads, lane, dtype, wide, job.broken
         )
 
 
-def operand(steps: int, dtype, in_row: int = 2) -> cute.Tensor:
-    """Registers of an operand A: in_row neighbours in k, two rows, two halves of k, steps."""
-    shape = ((in_row, 2, 2), 1, steps)
-    strides = ((1, in_row, 2 * in_row), 0, 4 * in_row)
-    return cute.make_rmem_tensor(cute.make_layout(shape, stride=strides), dtype)
+def operand(steps: int, dtype) -> cute.Tensor:
+    """Registers of an operand A: two neighbours in k, two rows, two halves of k, steps."""
+    layout = cute.make_layout(((2, 2, 2), 1, steps), stride=((1, 2, 4), 0, 8))
+    return cute.make_rmem_tensor(layout, dtype)
 
 
 @cute.jit
@@ -242,17 +205,12 @@ def multiply_queries(
 
 @cute.jit
 def multiply_rope(
-    mma: cute.TiledMma,
-    acc: cute.Tensor,
-    q: cute.Tensor,
-    keys: cute.Tensor,
-    stage: Int32,
-    alone: cutlass.Constexpr,
+    mma: cute.TiledMma, acc: cute.Tensor, q: cute.Tensor, keys: cute.Tensor, stage: Int32
 ):
-    """Acc += q_rope k_rope^T, or = when it is alone; returns before it is done."""
+    """Acc += q_rope k_rope^T; returns before it is done."""
     atom = cute.make_mma_atom(mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, True)
     for k in cutlass.range_constexpr(ROPE // MMA_DEPTH):
-        atom.set(warpgroup.Field.ACCUMULATE, k > 0 or not alone)
         cute.gemm(atom, acc, q[(None, None, k)], keys[(None, None, k, stage)], acc)
 
 
@@ -272,80 +230,98 @@ def multiply_values(
 @cute.jit
 def softmax(
     s: cute.Tensor,
-    acc_r: cute.Tensor,
     sums: cute.Tensor,
     top: cute.Tensor,
     scale: cute.Tensor,
-    q_scale: cute.Tensor,
-    v_scale: cute.Tensor,
-    scales: cutlass.Constexpr,
-    slot: Int32,
     token: Int32,
     lowest: Int32,
     limits: cute.Tensor,
     lane: Int32,
     scale_log2e: Float32,
-    fp8: cutlass.Constexpr,
+    job: cutlass.Constexpr,
+    window: cutlass.Constexpr,
 ):
     """Scores to weights, relative to a running maximum.
 
     Args:
         s: scores of this thread's two rows, replaced.
-        acc_r: the rope part of the scores, where it is apart.
         sums: sums of this thread's weights, updated.
         top: running maximum per row, updated.
         scale: factor per row by which earlier results shrink, written.
-        q_scale: scales of the query rows; 1 in 16 bits.
-        v_scale: the largest scale of the values so far, updated; in 8 bits.
-        scales: those of keys and values in 8 bits.
-        slot: the head's place in the ring.
         token: first token of the block.
         lowest: the first token that some row of the warp does not see.
         limits: the first token that a row does not see.
         lane: this thread's place in its warp.
         scale_log2e: softmax scale times log2 e.
-        fp8: whether keys and values have 8 bits.
+        job, window: what the block belongs to, for the order of a ring.
     """
-    shrink = Float32(1.0)
-    if const_expr(fp8):
-        largest = scale_scores(s, two_rows(acc_r, BLOCK), scales, slot, lane)
-        largest = cute.arch.fmax(largest, v_scale[0])
-        shrink = v_scale[0] / largest
-        v_scale[0] = largest
-    if token + BLOCK > lowest:
+    if const_expr(window.ring):
+        if job.gone > 0 or places_end(token, job, window) > lowest:
+            hide_places(s, token, limits, lane, job, window)
+    elif token + BLOCK > lowest:
         hide(s, token, limits, lane)
     for r in cutlass.range_constexpr(2):
-        factor = scale_log2e * q_scale[r] if const_expr(fp8) else scale_log2e
         best = s[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
         best = cute.arch.fmax(best, cute.arch.shuffle_sync_bfly(best, offset=1))
         best = cute.arch.fmax(best, cute.arch.shuffle_sync_bfly(best, offset=2))
         new = top[r]
-        if const_expr(fp8):  # a weight above the largest would not fit
-            new = cute.arch.fmax(new, best * factor)
-        elif best * factor > new + LAZY_RISE:
-            new = best * factor
+        if best * scale_log2e > new + LAZY_RISE:
+            new = best * scale_log2e
         scale[r] = cute.math.exp2(top[r] - new, fastmath=True)
         top[r] = new
-        weights = cute.math.exp2(s[r, None].load() * factor - new, fastmath=True)
+        weights = cute.math.exp2(s[r, None].load() * scale_log2e - new, fastmath=True)
         s[r, None].store(weights)
         added = weights.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
         sums[r] = sums[r] * scale[r] + added
-    if const_expr(fp8):
-        scale_weights(s, LARGEST_WEIGHT / v_scale[0], scales, slot, lane)
-        for r in cutlass.range_constexpr(2):
-            scale[r] = scale[r] * shrink
 
 
 @cute.jit
-def round_weights(
-    p: cute.Tensor, acc_s: cute.Tensor, dtype: cutlass.Constexpr, fp8: cutlass.Constexpr
+def hide_places(
+    s: cute.Tensor,
+    token: Int32,
+    limits: cute.Tensor,
+    lane: Int32,
+    job: cutlass.Constexpr,
+    window: cutlass.Constexpr,
 ):
+    """Scores of slots that a row does not see, in a ring, become -inf, whatever they are."""
+    for j in cutlass.range_constexpr(BLOCK // 8):
+        for e in cutlass.range_constexpr(2):
+            place = place_of(token + j * 8 + (lane % 4) * 2 + e, job, window)
+            for r in cutlass.range_constexpr(2):
+                if place >= limits[r] or place < job.gone:
+                    s[r, (e, j)] = -Float32.inf
+
+
+@cute.jit
+def clear_places(
+    tile: cute.Tensor,
+    token: Int32,
+    thread: Int32,
+    barrier: Int32,
+    job: cutlass.Constexpr,
+    window: cutlass.Constexpr,
+):
+    """Zero the rows of a block of a ring before its oldest token: 0 * NaN would poison the output.
+
+    All 128 threads of a warpgroup call it; `barrier` is a named barrier of theirs.
+    """
+    zero = cute.make_rmem_tensor(8, tile.element_type)
+    zero.fill(0.0)
+    chunks = HEAD // 8
+    for i in cutlass.range(thread, BLOCK * chunks, 128, unroll=1):
+        row = i // chunks
+        if place_of(token + row, job, window) < job.gone:
+            target = cute.local_tile(tile, (1, 8), (row, i % chunks))
+            cute.autovec_copy(zero, cute.group_modes(target, 0, 2))
+    settle(barrier)
+
+
+@cute.jit
+def round_weights(p: cute.Tensor, acc_s: cute.Tensor, dtype: cutlass.Constexpr):
     """Weights to the registers of an operand A."""
-    if const_expr(fp8):
-        round_weights_8(p, two_rows(acc_s, BLOCK))
-    else:
-        # The result of one product has the layout of the next one's operand.
-        cute.make_tensor(p.iterator, acc_s.layout).store(acc_s.load().to(dtype))
+    # The result of one product has the layout of the next one's operand.
+    cute.make_tensor(p.iterator, acc_s.layout).store(acc_s.load().to(dtype))
 
 
 @cute.jit
@@ -353,7 +329,6 @@ def finish(
     o: cute.Tensor,
     sums: cute.Tensor,
     top: cute.Tensor,
-    unit_value: Float32,
     outputs: cutlass.Constexpr,
     start: Int64,
     row0: Int32,
@@ -362,8 +337,9 @@ def finish(
     lane: Int32,
     dtype: cutlass.Constexpr,
     wide: cutlass.Constexpr,
+    broken: Boolean | None,
 ):
-    """Divide by the row sums and write the rows that are there."""
+    """Divide by the row sums and write the rows that are there; NaN where tokens are missing."""
     out, lse = outputs
     element = Float32 if wide else dtype
     for r in cutlass.range_constexpr(2):
@@ -371,8 +347,13 @@ def finish(
         inverse = Float32(0.0)
         log_sum = -Float32.inf
         if total > 0.0:
-            inverse = cute.arch.rcp_approx(total) * unit_value
+            inverse = cute.arch.rcp_approx(total)
             log_sum = top[r] + cute.math.log2(total, fastmath=True)
+        if const_expr(broken is not None):
+            if broken:
+                inverse = Float32(float("nan"))
+                # Infinite parts merge to NaN; of parts that are NaN the merge would see nothing.
+                log_sum = Float32.inf if const_expr(wide) else Float32(float("nan"))
         o[r, None].store(o[r, None].load() * inverse)
         if rows[r]:
             at = start + Int64(row0 + 8 * r) * heads

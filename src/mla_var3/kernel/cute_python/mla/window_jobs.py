@@ -21,6 +21,8 @@ BLOCK = KV_BLOCK
 """Tokens of a block."""
 GROUPS = 2
 """Computing warpgroups."""
+FIRST_BARRIER = 1
+"""Named barriers, one per warpgroup; 0 is the one of the whole block."""
 
 
 def window_parts(requests: int, units: int, kv_blocks: int, blocks: int) -> int:
@@ -58,6 +60,9 @@ class Window:
         parts: parts of every window.
         tiles: whether a job is two tiles of a head; constant.
         shared: whether all requests have the same window, a prefix; constant.
+        starts: in a ring the oldest position that it holds, per request; None when the slots are
+            in order.
+        alone: whether nobody else attends to the tokens before a ring; constant.
     """
 
     lengths: Any
@@ -70,6 +75,13 @@ class Window:
     parts: Any
     tiles: bool
     shared: bool
+    starts: Any = None
+    alone: bool = False
+
+    @property
+    def ring(self) -> bool:
+        """Whether slot x holds the position with position % window == x; constant."""
+        return self.starts is not None
 
     @property
     def rows(self) -> Any:
@@ -106,6 +118,9 @@ class Job:
         first, last: blocks of tokens, `last` not included; at least one, so that a job without
             tokens is no exception for those who compute.
         stop: the first token behind the job's.
+        cut: in a ring the slot of its oldest place.
+        gone: in a ring the places before its oldest token.
+        broken: whether tokens of a ring are missing.
     """
 
     request: Any
@@ -116,6 +131,9 @@ class Job:
     first: Any
     last: Any
     stop: Any
+    cut: Any
+    gone: Any
+    broken: Any
 
 
 @cute.jit
@@ -140,14 +158,38 @@ def job_at(index: Int32, window: cutlass.Constexpr) -> Job:
         length = window.lengths[request]
         tokens = cutlass.min(length, window.window)
         seen = tokens
-        if window.causal != 0:  # the last row sees most
-            last_row = cutlass.min(widest * ROWS + ROWS, window.queries)
-            seen = cutlass.min(seen, cutlass.max(tokens - window.queries + last_row, 0))
+        # The newest tokens of a ring may be anywhere in it, so all of its blocks are read.
+        if const_expr(not window.ring):
+            if window.causal != 0:  # the last row sees most
+                last_row = cutlass.min(widest * ROWS + ROWS, window.queries)
+                seen = cutlass.min(seen, cutlass.max(tokens - window.queries + last_row, 0))
     blocks = (tokens + BLOCK - 1) // BLOCK
     first = blocks * part // window.parts
     last = cutlass.min(blocks * (part + 1) // window.parts, (seen + BLOCK - 1) // BLOCK)
     stop = last * BLOCK
-    return Job(request, head, tile, part, tokens, first, cutlass.max(last, first + 1), stop)
+    cut, gone, broken = None, None, None
+    if const_expr(window.ring):
+        cut, gone, broken = ring_state(request, window)
+    last = cutlass.max(last, first + 1)
+    return Job(request, head, tile, part, tokens, first, last, stop, cut, gone, broken)
+
+
+@cute.jit
+def ring_state(request: Int32, window: cutlass.Constexpr):
+    """The slot of a ring's oldest place, the places before its oldest token, and what is missing.
+
+    Tokens are missing where the ring begins later than its places allow and the kernel of the older
+    tokens, which shows them to every query, may not show them to some; or where there is none.
+    """
+    length = window.lengths[request]
+    start = cutlass.min(window.starts[request], length)
+    oldest = cutlass.max(length - window.window, 0)
+    seen_by_all = length
+    if window.causal != 0:
+        seen_by_all = cutlass.max(length - window.queries + 1, 0)
+    if const_expr(window.alone):
+        seen_by_all = Int32(0)
+    return oldest % window.window, start - oldest, start < oldest or start > seen_by_all
 
 
 @cute.jit
@@ -163,7 +205,31 @@ def row_limit(job: cutlass.Constexpr, row: Int32, window: cutlass.Constexpr) -> 
         limit = job.tokens
         if window.causal != 0:
             limit = cutlass.min(limit, job.tokens - window.queries + row + 1)
-    return cutlass.min(limit, job.stop)
+    if const_expr(window.ring):
+        # In the order of positions, which says nothing about blocks: all of the job's, or none.
+        if job.stop <= job.first * BLOCK:
+            limit = Int32(0)
+    else:
+        limit = cutlass.min(limit, job.stop)
+    return limit
+
+
+@cute.jit
+def places_end(token: Int32, job: cutlass.Constexpr, window: cutlass.Constexpr) -> Int32:
+    """The place behind the newest one of a block of a ring."""
+    end = token + BLOCK
+    if token < job.cut:  # some slots, at least, hold the newer part
+        end = cutlass.min(end, job.cut) + window.window
+    return end - job.cut
+
+
+@cute.jit
+def place_of(slot: Int32, job: cutlass.Constexpr, window: cutlass.Constexpr) -> Int32:
+    """Where a slot of a ring is in the order of positions, counted from the oldest place."""
+    place = slot - job.cut
+    if place < 0:
+        place += window.window
+    return place
 
 
 @cute.jit

@@ -5,19 +5,28 @@
     lengths [b] int32       window: slot j is position max(len - window, 0) + j
     -> o [b, s, h, 128] in the input dtype, lse [b, s, h] float32 (natural logarithm)
 
-In 8 bits (`fp8`) keys are e4m3 and values are e4m3 [b, h, slots / 16, 128, 16]: transposed in
+In 8 bits keys are e4m3 and values are e4m3 [b, h, slots / 16, 128, 16]: transposed in
 groups of 16 tokens, whose order is 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15; slots is a multiple of
-64; scales [b, h, slots, 2] float32 hold the key's and the value's (`op/mla/packed_window.py`).
+64; scales [b, h, slots, 2] float32 hold the key's and the exponent of the value's
+(`op/mla/packed_window.py`).
 `shared`: the window is a prefix of all requests, keys and values [h, slots, 128], slot j is its
 position, and rows of different requests meet it in one tile. `wide`: windows are cut into parts, o
 and lse get one more dimension in front, and o is float32 (see `window_merge.py`).
 
+`ring`: slot x holds the position with position % window == x among the newest `window` ones, as a
+cache writes them, and starts [b] int32 is the oldest position that it has. The blocks are read as
+they lie, because a softmax has no order; only masks ask for positions, which blocks without one of
+the newest tokens do not need. Somebody else shows all tokens before starts to every query, or, in
+a ring that is `alone`, nobody does. Where tokens are missing because of that the rows are NaN.
+slots = window, a multiple of 64.
+
 Rows without a visible token give 0 and -inf; slots that hold no token may hold NaN.
 
-How it works. A warp loads blocks of 64 tokens into a ring as deep as shared memory allows: an SM
-pulls about 60 GB/s, whatever the number of rows, once 100 to 200 KB are on their way. Two
+How it works. A warp loads blocks of 64 tokens into a ring as deep as shared memory allows, so that
+100 to 200 KB are on their way: an SM pulls 98 GB/s without products, about 60 GB/s with them. Two
 warpgroups take a head each, or a tile of rows each, and run at their own pace, so that one
-multiplies while the other is at its softmax. Queries stay in registers.
+multiplies while the other is at its softmax. Queries stay in registers; in 8 bits they are on the
+N side of the products, in shared memory (`window_fp8.py`).
 """
 
 from dataclasses import dataclass
@@ -42,6 +51,7 @@ from mla_var3.kernel.cute_python.mla.warpgroups import (
     next_stage,
 )
 from mla_var3.kernel.cute_python.mla.window_compute import compute
+from mla_var3.kernel.cute_python.mla.window_fp8 import EXCHANGE_BYTES, GROUP_WARPS, compute_8
 from mla_var3.kernel.cute_python.mla.window_jobs import (
     BLOCK,
     GROUPS,
@@ -92,17 +102,32 @@ class Ring:
 class WindowSm90:
     """Host and device code for one element type."""
 
-    def __init__(self, dtype, form="heads", fp8=False, shared=False, wide=False):
+    def __init__(
+        self, dtype, form="heads", columns=0, shared=False, wide=False, ring=False, alone=False
+    ):
+        """Choose what to compile.
+
+        Args:
+            dtype: element type of queries and output, and of keys and values of 16 bits.
+            form: what the warpgroups of a block have in common, "heads" or "tiles".
+            columns: query rows on the N side of the products for keys and values of 8 bits; 0 for
+                16 bits.
+            shared, wide, ring, alone: see above.
+        """
         self.dtype = dtype
         self.form = form
-        self.fp8 = fp8
+        self.columns = columns
+        self.fp8 = columns > 0
         self.shared = shared
         self.wide = wide
+        self.ring = ring
+        self.alone = alone
         self.units = 1 if form == "tiles" else GROUPS
-        element, scale_bytes = (1, 8) if fp8 else (2, 0)
+        element, scale_bytes = (1, 8) if self.fp8 else (2, 0)
         self.key_bytes = self.units * BLOCK * (HEAD * element + scale_bytes) + BLOCK * ROPE * 2
         self.value_bytes = self.units * BLOCK * HEAD * element
-        self.stages = SHARED_BYTES // (self.key_bytes + self.value_bytes)
+        room = SHARED_BYTES - GROUPS * columns * EXCHANGE_BYTES
+        self.stages = room // (self.key_bytes + self.value_bytes)
 
     @cute.jit
     def __call__(
@@ -114,6 +139,7 @@ class WindowSm90:
         k_rope: cute.Pointer,
         scales: cute.Pointer | None,
         lengths: cute.Pointer,
+        starts: cute.Pointer | None,
         o: cute.Pointer,
         lse: cute.Pointer,
         scale_log2e: Float32,
@@ -202,26 +228,37 @@ class WindowSm90:
         rope_copies = copies(rope_tensor, rope_atom, (BLOCK, ROPE), self.stages)
 
         def mma(kind, b_major, columns):
+            source = warpgroup.OperandSource.RMEM  # queries, or weights
+            if const_expr(self.fp8):
+                source, columns = warpgroup.OperandSource.SMEM, self.columns
             return sm90.make_trivial_tiled_mma(
-                kind, kind, OperandMajorMode.K, b_major, Float32, (1, 1, 1), (ROWS, columns),
-                warpgroup.OperandSource.RMEM,
-            )  # fmt: skip
+                kind, kind, OperandMajorMode.K, b_major, Float32, (1, 1, 1), (ROWS, columns), source
+            )
 
         K, MN = OperandMajorMode.K, OperandMajorMode.MN
         stages, units = self.stages, self.units
         scale_count = 2 * BLOCK * units * stages if const_expr(self.fp8) else 0
 
         head_elements = BLOCK * HEAD * units * stages
+        rows_8 = GROUPS * self.columns
 
         @cute.struct
         class Shared:
             barriers: cute.struct.MemRange[Int64, 4 * stages]
+            q_scales: cute.struct.Align[cute.struct.MemRange[Float32, rows_8], 16]
+            warp_rows: cute.struct.Align[cute.struct.MemRange[Float32, rows_8 * GROUP_WARPS], 16]
+            q_nope: cute.struct.Align[cute.struct.MemRange[element, rows_8 * HEAD], 1024]
+            q_rope: cute.struct.Align[cute.struct.MemRange[dtype, rows_8 * ROPE], 1024]
+            weights: cute.struct.Align[cute.struct.MemRange[element, rows_8 * 2 * BLOCK], 128]
             scales: cute.struct.Align[cute.struct.MemRange[Float32, scale_count], 128]
             keys: cute.struct.Align[cute.struct.MemRange[element, head_elements], 1024]
             values: cute.struct.Align[cute.struct.MemRange[element, head_elements], 1024]
             rope: cute.struct.Align[cute.struct.MemRange[dtype, BLOCK * ROPE * stages], 1024]
 
         self.Shared = Shared
+        start_tensor = None
+        if const_expr(self.ring):
+            start_tensor = cute.make_tensor(starts, cute.make_layout(requests))
         rows = requests * queries * heads
         outputs = rows * parts if const_expr(self.wide) else rows
         self.window_attention(
@@ -235,6 +272,7 @@ class WindowSm90:
             q_nope,
             q_rope,
             cute.make_tensor(lengths, cute.make_layout(requests)),
+            start_tensor,
             o,
             cute.make_tensor(lse, cute.make_layout(outputs)),
             scale_log2e,
@@ -268,6 +306,7 @@ class WindowSm90:
         q_nope: cute.Pointer,
         q_rope: cute.Pointer,
         lengths: cute.Tensor,
+        starts: cute.Tensor | None,
         o: cute.Pointer,
         lse: cute.Tensor,
         scale_log2e: Float32,
@@ -296,9 +335,6 @@ class WindowSm90:
         s_k = store.keys.get_tensor(k_layout.outer, swizzle=k_layout.inner)
         s_v = store.values.get_tensor(v_layout.outer, swizzle=v_layout.inner)
         s_r = store.rope.get_tensor(r_layout.outer, swizzle=r_layout.inner)
-        v_operand = s_v  # columns first, then tokens
-        if const_expr(not self.fp8):
-            v_operand = cute.make_tensor(s_v.iterator, cute.select(s_v.layout, mode=[1, 0, 2]))
         s_scales = None
         if const_expr(self.fp8):
             scale_layout = cute.make_layout((2 * BLOCK, self.units * self.stages))
@@ -306,7 +342,7 @@ class WindowSm90:
         copies = (k_copy, k_global, v_copy, v_global, r_copy, r_global, scale_copy, scale_global)
         work = Window(
             lengths, requests, queries, heads, slots, window, causal, parts,
-            self.form == "tiles", self.shared,
+            self.form == "tiles", self.shared, starts, self.alone,
         )  # fmt: skip
         if warp_index >= LOADER:
             cute.arch.setmaxregister_decrease(LOADER_REGISTERS)
@@ -314,11 +350,37 @@ class WindowSm90:
                 self.load(copies, (s_k, s_v, s_r, s_scales), ring, work, block, blocks)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            compute(
-                (qk_mma, rope_mma, pv_mma), (s_k, v_operand, s_r, s_scales), ring,
-                (q_nope, q_rope), (o, lse), scale_log2e, block, blocks, work,
-                self.dtype, self.fp8, self.wide,
-            )  # fmt: skip
+            products, rows, outputs = (qk_mma, rope_mma, pv_mma), (q_nope, q_rope), (o, lse)
+            if const_expr(self.fp8):
+                compute_8(
+                    products, (s_k, s_v, s_r, s_scales), self.exchange(store), ring, rows,
+                    outputs, scale_log2e, block, blocks, work, self.dtype, self.columns, self.wide,
+                )  # fmt: skip
+            else:
+                # columns first, then tokens
+                by_column = cute.make_tensor(s_v.iterator, cute.select(s_v.layout, mode=[1, 0, 2]))
+                compute(
+                    products, (s_k, by_column, s_r), ring, rows, outputs, scale_log2e, block,
+                    blocks, work, self.dtype, self.wide,
+                )  # fmt: skip
+
+    def exchange(self, store):
+        """What the warpgroups keep in shared memory in 8 bits, see `compute_8`."""
+        kinds = warpgroup.SmemLayoutAtomKind
+
+        def tiles(memory, element, kind, *shape):
+            atom = warpgroup.make_smem_layout_atom(kind, element)
+            layout = cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
+            return memory.get_tensor(layout.outer, swizzle=layout.inner)
+
+        rows = self.columns
+        return (
+            tiles(store.q_nope, Float8E4M3FN, kinds.K_SW128, rows, HEAD, GROUPS),
+            tiles(store.q_rope, self.dtype, kinds.K_SW128, rows, ROPE, GROUPS),
+            store.q_scales.get_tensor(cute.make_layout((rows, 1, GROUPS))),
+            store.warp_rows.get_tensor(cute.make_layout((rows, GROUP_WARPS, GROUPS))),
+            tiles(store.weights, Float8E4M3FN, kinds.K_INTER, rows, BLOCK, 2, GROUPS),
+        )
 
     @cute.jit
     def load(

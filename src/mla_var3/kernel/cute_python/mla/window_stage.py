@@ -14,8 +14,10 @@ import torch
 from cutlass import const_expr
 from torch import Tensor
 
+from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.hopper_plan import HopperPlan
 from mla_var3.kernel.cute_python.mla.schedule import ROWS
+from mla_var3.kernel.cute_python.mla.window_fp8 import columns_for
 from mla_var3.kernel.cute_python.mla.window_jobs import BLOCK, GROUPS, window_parts
 from mla_var3.kernel.cute_python.mla.window_merge import WindowMerge
 from mla_var3.kernel.cute_python.mla.window_rows import WindowSm90
@@ -122,6 +124,8 @@ class WindowOperands:
         lengths: [b] int32.
         scales: of keys and values in 8 bits, all three as `pack_window` lays them out; None for
             16 bits.
+        starts: [b] int32, the oldest position of a window that is a ring; None where slots are in
+            order.
     """
 
     q_nope: Tensor
@@ -131,29 +135,34 @@ class WindowOperands:
     k_rope: Tensor
     lengths: Tensor
     scales: Tensor | None = None
+    starts: Tensor | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
         """All of them that are there."""
         found = [self.q_nope, self.q_rope, self.keys, self.values, self.k_rope, self.lengths]
-        return found if self.scales is None else [*found, self.scales]
+        return [*found, *(extra for extra in (self.scales, self.starts) if extra is not None)]
 
 
 class WindowProgram:
     """Host code that launches the decompressed kernel and, if windows are cut, their merge."""
 
-    def __init__(self, dtype, form, fp8, shared, wide):
+    def __init__(self, dtype, form, columns, shared, wide, ring, alone):
         self.dtype = dtype
         self.form = form
-        self.fp8 = fp8
+        self.columns = columns
         self.shared = shared
         self.wide = wide
+        self.ring = ring
+        self.alone = alone
 
     @cute.jit
     def __call__(self, *arguments):
         """The arguments of the kernel; o, lse, rows and blocks of the merge; the stream."""
         *attention, o, lse, rows, merge_blocks, stream = arguments
-        WindowSm90(self.dtype, self.form, self.fp8, self.shared, self.wide)(*attention, stream)
+        WindowSm90(
+            self.dtype, self.form, self.columns, self.shared, self.wide, self.ring, self.alone
+        )(*attention, stream)
         if const_expr(self.wide):
             WindowMerge(self.dtype)(
                 attention[OUT], attention[LSE], o, lse, rows, attention[PARTS], merge_blocks, stream
@@ -171,6 +180,7 @@ def window_stage(
     cost_fn: Callable[[Any], tuple[float, float]],
     configs: Sequence[WindowTiling],
     shared: bool = False,
+    alone: bool = False,
 ) -> CuteKernel:
     """The stage that attends over the decompressed tokens; its outputs are o and lse.
 
@@ -185,6 +195,7 @@ def window_stage(
         cost_fn: its FLOPs and bytes.
         configs: candidate tilings.
         shared: whether the window is a prefix of all requests.
+        alone: whether nobody attends to the tokens before a window that is a ring.
     """
     q_nope, keys, values, k_rope = operands.q_nope, operands.keys, operands.values, operands.k_rope
     b, s, h, d = q_nope.shape
@@ -195,13 +206,25 @@ def window_stage(
     )
     o = q_nope.new_empty((b, s, h, d))
     lse = q_nope.new_empty((b, s, h), dtype=torch.float32)
-    fp8 = operands.scales is not None
+    fp8, ring = operands.scales is not None, operands.starts is not None
+    columns = columns_for(shape.rows) if fp8 else 0
+    if ring and (window % BLOCK or window != keys.shape[2]):
+        raise InvalidArgumentError(
+            "window",
+            f"a multiple of {BLOCK} for a ring, as many as it has slots",
+            f"{window} with {keys.shape[2]} slots",
+        )
+    if ring and (shared or fp8):
+        raise InvalidArgumentError(
+            "starts", "none for a shared window or one in 8 bits, which are no rings", "a ring"
+        )
 
     def cut(tiling: WindowTiling) -> int:
         return shape.parts(tiling, tiling.sms or share)
 
     def host_fn(tiling: WindowTiling) -> WindowProgram:
-        return WindowProgram(dtype, shape.form(tiling), fp8, shared, cut(tiling) > 1)
+        form, wide = shape.form(tiling), cut(tiling) > 1
+        return WindowProgram(dtype, form, columns, shared, wide, ring, ring and alone)
 
     def args_fn(tiling: WindowTiling) -> tuple[object, ...]:
         sms, parts = tiling.sms or share, cut(tiling)
@@ -214,8 +237,8 @@ def window_stage(
             )
             merged = (o, lse)
         return (
-            *queries, keys, values, k_rope, operands.scales, operands.lengths, *written,
-            plan.scale_log2e, b, s, h, keys.shape[2],
+            *queries, keys, values, k_rope, operands.scales, operands.lengths,
+            operands.starts, *written, plan.scale_log2e, b, s, h, keys.shape[2],
             keys.stride(2), Int64Arg(keys.stride(1)), Int64Arg(keys.stride(0)),
             values.stride(2), Int64Arg(values.stride(1)), Int64Arg(values.stride(0)),
             k_rope.stride(1), Int64Arg(k_rope.stride(0)),

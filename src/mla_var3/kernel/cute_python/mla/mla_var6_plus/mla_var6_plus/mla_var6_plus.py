@@ -18,6 +18,9 @@ kernel has all SMs and is followed by the up-projection alone, with n=t the deco
 writes the output. In between each kernel is persistent on SMs of its own: `sms` of the two tilings,
 by default as many as make both end together; a pair that needs more than there are is refused.
 
+A cache may keep the window as a ring, slot x holding the position with position % n == x; then the
+stages of `plan_parts` read it as it lies.
+
 Base version. Kernels: `absorbed_attention.py`, `window_rows.py`, `decompress_combine.py`.
 Limits: the split of the SMs is fixed at the launch, so those of the kernel that ends first idle
 until the other has ended; only d=128, k=512 and p=64.
@@ -27,12 +30,12 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from mla_var3.kernel.cute_python.mla.mix_plan import LatentTokens
 from mla_var3.kernel.cute_python.mla.newest_mix import NewestMixPlan
 from mla_var3.kernel.cute_python.mla.window_stage import WindowOperands
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import flash_attention_cost
 from mla_var3.runtime.composite import KernelPipeline
-from mla_var3.runtime.tensors import check_tensor
 
 
 @dataclass
@@ -48,16 +51,27 @@ class CuteMlaVar6Plus(NewestMixPlan):
         (
             q_nope, q_latent, q_rope, c_kv, k_rope, k_new, v_new, k_rope_new, w_uv, lengths,
         ) = inputs  # fmt: skip
-        latent = (q_latent, q_rope, c_kv, k_rope, lengths)
-        self.absorbed_rows(*latent)
-        self._check_queries(q_nope, w_uv)
-        dtype, device, n = self.torch_dtype, q_nope.device, ("n", self.chosen_n)
-        window = [("b", self.b), ("h", self.h), n, ("d", self.d)]
-        check_tensor("k_new", k_new, window, dtype, device)
-        check_tensor("v_new", v_new, window, dtype, device)
-        check_tensor("k_rope_new", k_rope_new, [("b", self.b), n, ("p", self.p)], dtype, device)
-        operands = WindowOperands(q_nope, q_rope, k_new, v_new, k_rope_new, lengths)
-        return self._mixed(latent, self.chosen_n, operands, w_uv)
+        latent = LatentTokens(q_latent, q_rope, c_kv, k_rope, lengths, newest=self.chosen_n)
+        window = WindowOperands(q_nope, q_rope, k_new, v_new, k_rope_new, lengths)
+        return self.plan_parts(latent, window, w_uv)
+
+    def plan_parts(
+        self, latent: LatentTokens | None, window: WindowOperands, w_uv: Tensor, page: int = 0
+    ) -> KernelPipeline:
+        """The stages on what each kernel reads, for caches that hold it in other ways.
+
+        Args:
+            latent: the older tokens, dense or paged; None with n=t, where there are none.
+            window: the newest n, in order or as a ring with `starts`. Before a ring all tokens are
+                seen by all queries.
+            w_uv: for the up-projection.
+            page: tokens of a page where the older ones are paged.
+        """
+        if latent is not None:
+            self.check_latent(latent, page)
+        self._check_queries(window.q_nope, w_uv)
+        self._check_newest(window)
+        return self._mixed(latent, window, w_uv)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mla_var3.kernel.cute_python.mla.mix_plan import LatentTokens
 from mla_var3.kernel.cute_python.mla.newest_mix import NewestMixPlan
 from mla_var3.kernel.cute_python.mla.window_stage import WindowOperands
 from mla_var3.op.cost import Cost
@@ -67,7 +68,7 @@ class CuteMlaVar6PlusV2(NewestMixPlan):
         raw = self.make_inputs(device)
         q_latent = absorb_queries(raw.q_nope, raw.w_uk)
         k_new, v_new, k_rope_new = decompress_newest(raw, self.chosen_n)
-        packed = pack_window(quantise(k_new), quantise(v_new))
+        packed = pack_window(quantise(k_new), quantise(v_new, powers_of_two=True))
         missing = padded_slots(self.chosen_n) - self.chosen_n
         k_rope_new = functional.pad(k_rope_new, (0, 0, 0, missing), value=torch.nan)
         return (
@@ -123,8 +124,8 @@ class CuteMlaVar6PlusV2(NewestMixPlan):
 
     def plan(self, *inputs: Tensor) -> KernelPipeline:
         q_nope, q_latent, q_rope, c_kv, k_rope, *packed, k_rope_new, w_uv, lengths = inputs
-        latent = (q_latent, q_rope, c_kv, k_rope, lengths)
-        self.absorbed_rows(*latent)
+        latent = LatentTokens(q_latent, q_rope, c_kv, k_rope, lengths, newest=self.chosen_n)
+        self.check_latent(latent)
         self._check_queries(q_nope, w_uv)
         window = PackedWindow(*packed)
         self._check_window(window, k_rope_new)
@@ -137,7 +138,7 @@ class CuteMlaVar6PlusV2(NewestMixPlan):
             lengths,
             window.scales,
         )
-        return self._mixed(latent, self.chosen_n, operands, w_uv)
+        return self._mixed(latent, operands, w_uv)
 
     def _check_window(self, window: PackedWindow, k_rope_new: Tensor) -> None:
         device, slots = k_rope_new.device, padded_slots(self.chosen_n)

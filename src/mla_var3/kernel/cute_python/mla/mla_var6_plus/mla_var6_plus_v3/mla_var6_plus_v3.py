@@ -20,6 +20,7 @@ Without a choice the prefix is half of the slots, which says nothing about a wor
 is how much the requests really share. Limits: those of the base version; one prefix per batch.
 """
 
+import functools
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.kernel.cute_python.mla.mix_plan import CuteMixPlan
+from mla_var3.kernel.cute_python.mla.mix_plan import CuteMixPlan, LatentTokens
 from mla_var3.kernel.cute_python.mla.window_jobs import BLOCK
 from mla_var3.kernel.cute_python.mla.window_stage import WindowOperands, WindowShape
 from mla_var3.kernel.mla_plan import MlaPlan
@@ -125,20 +126,44 @@ class CuteMlaVar6PlusV3(CuteMixPlan):
             q_nope, q_latent, q_rope, k_prefix, v_prefix, k_rope_prefix, c_kv, k_rope, w_uv,
             lengths, own_lengths,
         ) = inputs  # fmt: skip
-        prefix = self.decompressed_slots()
         self.absorbed_rows(q_latent, q_rope, c_kv, k_rope, lengths)
-        self._check_queries(q_nope, w_uv)
-        dtype, device, tokens = self.torch_dtype, q_nope.device, ("prefix", prefix)
-        rows = [("h", self.h), tokens, ("d", self.d)]
-        check_tensor("k_prefix", k_prefix, rows, dtype, device)
-        check_tensor("v_prefix", v_prefix, rows, dtype, device)
-        check_tensor("k_rope_prefix", k_rope_prefix, [tokens, ("p", self.p)], dtype, device)
-        check_tensor("own_lengths", own_lengths, [("b", self.b)], torch.int32, device)
-        latent = (q_latent, q_rope, c_kv[:, prefix:], k_rope[:, prefix:], own_lengths)
-        operands = WindowOperands(
+        check_tensor("own_lengths", own_lengths, [("b", self.b)], torch.int32, q_nope.device)
+        prefix = self.decompressed_slots()
+        own = LatentTokens(q_latent, q_rope, c_kv[:, prefix:], k_rope[:, prefix:], own_lengths)
+        shared = WindowOperands(
             q_nope, q_rope, k_prefix[None], v_prefix[None], k_rope_prefix[None], lengths
         )
-        return self._mixed(latent, 0, operands, w_uv, shared=True)
+        return self.plan_parts(own, shared, w_uv)
+
+    def plan_parts(
+        self, own: LatentTokens | None, shared: WindowOperands, w_uv: Tensor, page: int = 0
+    ) -> KernelPipeline:
+        """The stages on what each kernel reads, for paged caches too.
+
+        Args:
+            own: the tokens behind the prefix, dense or paged; None with prefix=t, where there are
+                none.
+            shared: the prefix as one window, and the lengths of the whole requests.
+            w_uv: for the up-projection.
+            page: tokens of a page where the cache is paged.
+        """
+        if own is not None and self.decompressed_slots() < self.t:
+            self._behind_prefix.check_latent(own, page)
+        self._check_queries(shared.q_nope, w_uv)
+        dtype, device = self.torch_dtype, shared.q_nope.device
+        one, tokens = ("prefixes", 1), ("prefix", self.decompressed_slots())
+        rows = [one, ("h", self.h), tokens, ("d", self.d)]
+        check_tensor("k_prefix", shared.keys, rows, dtype, device)
+        check_tensor("v_prefix", shared.values, rows, dtype, device)
+        rope = [one, tokens, ("p", self.p)]
+        check_tensor("k_rope_prefix", shared.k_rope, rope, dtype, device)
+        check_tensor("lengths", shared.lengths, [("b", self.b)], torch.int32, device)
+        return self._mixed(own, shared, w_uv, shared=True)
+
+    @functools.cached_property
+    def _behind_prefix(self) -> Self:
+        """The plan of the tokens behind the prefix, for its checks."""
+        return self.copy(t=self.t - self.decompressed_slots(), prefix=0, lengths=None)
 
 
 if __name__ == "__main__":

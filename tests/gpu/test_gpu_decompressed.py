@@ -1,0 +1,360 @@
+"""Calls on caches with decompressed tokens on a Hopper GPU: the kernels of CuTe DSL that read them.
+
+Caches hold NaN wherever no token lies, in the latent buffer, the ring and its rope keys. Results
+are compared with the attention in float32 over the latent tokens, which knows nothing of copies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
+
+import mla_var3
+from mla_var3.attention.cache import LatentCache
+from mla_var3.attention.view import CacheView
+
+from ..unit.attention.attention_support import Model, assert_close, make_model, normal
+
+pytestmark = pytest.mark.gpu
+
+D, P, K = 128, 64, 512
+RING, COPY, PREFIX = (
+    f"{kernel}:cute-dsl" for kernel in ("mla_var6_plus", "flash_attention", "mla_var6_plus_v3")
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hopper() -> None:
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip(f"written for sm_90a, this is a {torch.cuda.get_device_name()}")
+
+
+def model_of(generator: torch.Generator, h: int, dtype: torch.dtype = torch.bfloat16) -> Model:
+    made = make_model(generator, h, D, K, dtype)
+    return Model(made.w_uk.cuda(), made.w_uv.cuda())
+
+
+def random_rows(generator: torch.Generator, model: Model, *shape: int) -> torch.Tensor:
+    return normal(generator, *shape, dtype=model.w_uk.dtype).cuda()
+
+
+def make_cache(
+    generator: torch.Generator,
+    model: Model,
+    lengths: list[int],
+    t: int = 512,
+    steps: int = 3,
+    **options: Any,
+) -> LatentCache:
+    """A cache with NaN in unused slots, filled in a few appends, so that a ring has turned."""
+    cache = LatentCache.allocate(
+        len(lengths), t, dtype=model.w_uk.dtype, device="cuda", heads=model.w_uk.shape[0], **options
+    )
+    cache.buffer.fill_(torch.nan)
+    if cache.window is not None:
+        for part in (cache.window.k_new, cache.window.v_new, cache.window.k_rope_new):
+            part.fill_(torch.nan)
+    prefix = options.get("prefix", 0)
+    if prefix:
+        shared = random_rows(generator, model, prefix, K + P)
+        cache.set_prefix(shared[:, :K], shared[:, K:], model.w_uk, model.w_uv)
+    for step in range(steps, 0, -1):
+        held = cache.lengths.tolist()
+        counts = [max(0, end - at) // step for end, at in zip(lengths, held, strict=True)]
+        if max(counts):
+            append(cache, generator, model, max(counts), counts)
+    wanted = [max(length, prefix) for length in lengths]
+    assert cache.lengths.tolist() == wanted
+    return cache
+
+
+def append(
+    cache: LatentCache,
+    generator: torch.Generator,
+    model: Model,
+    m: int,
+    counts: list[int] | None = None,
+) -> None:
+    rows = random_rows(generator, model, cache.lengths.shape[0], m, K + P)
+    weights = {} if cache.window is None else {"w_uk": model.w_uk, "w_uv": model.w_uv}
+    cache.append(rows[..., :K], rows[..., K:], counts, **weights)
+
+
+def queries_of(
+    generator: torch.Generator, model: Model, b: int, s: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    h = model.w_uk.shape[0]
+    return tuple(random_rows(generator, model, b, s, h, w) for w in (D, P))  # type: ignore[return-value]
+
+
+def reference(
+    q: tuple[torch.Tensor, torch.Tensor], cache: LatentCache, model: Model, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """In float32 over the latent tokens, in order."""
+    view = cache.view()
+    positions = torch.arange(view.capacity, device="cuda").expand(view.requests, -1)
+    latent, rope = (rows.float() for rows in view.rows(positions))
+    plain = CacheView(latent, rope, view.lengths)
+    output, lse = mla_var3.mla_attention(
+        q[0].float(), q[1].float(), plain, model.w_uk.float(), model.w_uv.float(),
+        kernel="torch_tiled", return_lse=True, **options,
+    )  # fmt: skip
+    return output, lse
+
+
+def require_right(
+    kernel: str,
+    q: tuple[torch.Tensor, torch.Tensor],
+    cache: LatentCache,
+    model: Model,
+    **options: Any,
+) -> None:
+    output, lse = mla_var3.mla_attention(
+        *q, cache, model.w_uk, model.w_uv, kernel=kernel, return_lse=True, **options
+    )
+    wanted, wanted_lse = reference(q, cache, model, **options)
+    for request in range(output.shape[0]):
+        assert_close(
+            output[request].cpu(),
+            wanted[request].cpu(),
+            lse[request].cpu(),
+            wanted_lse[request].cpu(),
+        )
+
+
+# --- the ring -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", [None, 64])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("s", "h", "window"), [(1, 16, 64), (5, 3, 128), (16, 16, 192), (64, 8, 64), (100, 4, 128)]
+)
+def test_a_ring(
+    s: int, h: int, window: int, causal: bool, page_size: int | None, generator: torch.Generator
+) -> None:
+    """Shorter than the ring, as long, longer, turned by an odd number of slots, and empty."""
+    model = model_of(generator, h)
+    lengths = [500, s, max(window, s), window + s + 7, 2 * window + s, 0]
+    cache = make_cache(generator, model, lengths, window=window, page_size=page_size)
+    q = queries_of(generator, model, len(lengths), s)
+    require_right(RING, q, cache, model, causal=causal)
+
+
+def test_a_ring_in_float16_with_another_scale(generator: torch.Generator) -> None:
+    model = model_of(generator, 16, torch.float16)
+    cache = make_cache(generator, model, [500, 40, 130], window=128)
+    require_right(RING, queries_of(generator, model, 3, 4), cache, model, scale=0.05)
+
+
+@pytest.mark.parametrize("length", [2000, 900, 1024, 1031])
+def test_a_ring_that_is_cut_into_parts(length: int, generator: torch.Generator) -> None:
+    """One request of few heads: the window is shared out over the SMs and merged."""
+    model = model_of(generator, 4)
+    cache = make_cache(generator, model, [length], t=2304, window=1024)
+    require_right(RING, queries_of(generator, model, 1, 4), cache, model)
+
+
+def test_a_ring_of_many_requests(generator: torch.Generator) -> None:
+    model = model_of(generator, 128)
+    lengths = [1500 - 97 * i for i in range(12)]
+    cache = make_cache(generator, model, lengths, t=1536, window=512, page_size=64)
+    require_right(RING, queries_of(generator, model, 12, 43), cache, model)
+
+
+@pytest.mark.parametrize("page_size", [None, 64])
+def test_wrapping_and_dropping(page_size: int | None, generator: torch.Generator) -> None:
+    """The ring turns and loses tokens, which the older half then attends to."""
+    model, s = model_of(generator, 16), 5
+    cache = make_cache(generator, model, [300, 60, 129], window=128, page_size=page_size)
+    for dropped in ([0, 0, 0], [1, 4, 2], [60, 0, 5], [0, 30, 100], [3, 3, 3]):
+        cache.truncate(dropped)
+        append(cache, generator, model, s)
+        require_right(RING, queries_of(generator, model, 3, s), cache, model)
+    cache.evict([1])
+    append(cache, generator, model, s)
+    require_right(RING, queries_of(generator, model, 3, s), cache, model)
+
+
+@pytest.mark.parametrize(("t", "window", "h"), [(512, 128, 16), (2304, 1024, 2)])
+def test_missing_tokens_are_nan_until_the_ring_is_filled_up(
+    t: int, window: int, h: int, generator: torch.Generator
+) -> None:
+    """The older half cannot hide single tokens of a ring that begins behind the first query."""
+    model = model_of(generator, h)
+    cache = make_cache(generator, model, [2 * window + 9, 70], t=t, window=window)
+    q = queries_of(generator, model, 2, 4)
+    operands = (*q, cache, model.w_uk, model.w_uv)
+    cache.truncate([window - 1, 0])
+    output = mla_var3.mla_attention(*operands, kernel=RING)
+    assert output[0].isnan().all()
+    assert not output[1].isnan().any()
+    require_right(RING, q, cache, model, causal=False)
+    cache.refill(model.w_uk, model.w_uv)
+    require_right(RING, q, cache, model)
+
+
+def test_fewer_tokens_than_the_cache_has(generator: torch.Generator) -> None:
+    model = model_of(generator, 16)
+    cache = make_cache(generator, model, [500, 100], window=128)
+    lengths = torch.tensor([480, 33], dtype=torch.int32, device="cuda")
+    for kernel in (RING, COPY):
+        require_right(kernel, queries_of(generator, model, 2, 3), cache, model, lengths=lengths)
+    require_right(RING, queries_of(generator, model, 2, 3), cache, model, max_kv=501)
+
+
+def test_all_tokens_within_the_ring(generator: torch.Generator) -> None:
+    """A bound on the lengths that the ring holds: nothing is attended in latent form."""
+    model = model_of(generator, 16)
+    cache = make_cache(generator, model, [100, 64, 3], window=128)
+    q = queries_of(generator, model, 3, 3)
+    require_right(RING, q, cache, model, max_kv=128)
+    append(cache, generator, model, 120)
+    cache.truncate([120, 120, 120])
+    output = mla_var3.mla_attention(*q, cache, model.w_uk, model.w_uv, kernel=RING, max_kv=128)
+    assert output[0].isnan().all() and output[1].isnan().all()
+    assert not output[2].isnan().any()  # 123 tokens never turned the ring
+
+
+# --- a whole copy ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", [None, 64])
+@pytest.mark.parametrize("window", [0, 128, 512])
+@pytest.mark.parametrize(("s", "h"), [(1, 16), (7, 3), (130, 4)])
+def test_a_whole_copy_or_one_made_by_the_call(
+    s: int, h: int, window: int, page_size: int | None, generator: torch.Generator
+) -> None:
+    model = model_of(generator, h)
+    cache = make_cache(generator, model, [500, 131, 0], window=window, page_size=page_size)
+    for options in ({}, {"max_kv": 501}, {"causal": False}):
+        require_right(COPY, queries_of(generator, model, 3, s), cache, model, **options)
+
+
+# --- a shared prefix ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", [None, 64])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("s", "h", "b"), [(1, 16, 3), (4, 8, 20), (70, 2, 3)])
+def test_a_shared_prefix(
+    s: int, h: int, b: int, causal: bool, page_size: int | None, generator: torch.Generator
+) -> None:
+    model = model_of(generator, h)
+    lengths = [192 + (0, s, 250, 3)[i % 4] for i in range(b)]
+    prefix = 192 if page_size else 170
+    cache = make_cache(generator, model, lengths, prefix=prefix, page_size=page_size)
+    q = queries_of(generator, model, b, s)
+    require_right(PREFIX, q, cache, model, causal=causal)
+
+
+@pytest.mark.parametrize("page_size", [None, 64])
+def test_a_prefix_and_a_ring(page_size: int | None, generator: torch.Generator) -> None:
+    """The ring holds nothing of the prefix; either copy serves the call."""
+    model, s = model_of(generator, 16), 4
+    cache = make_cache(
+        generator, model, [400, 128 + s, 140], window=128, prefix=128, page_size=page_size
+    )
+    for kernel in (RING, PREFIX, COPY):
+        require_right(kernel, queries_of(generator, model, 3, s), cache, model)
+    append(cache, generator, model, s)
+    for kernel in (RING, PREFIX):
+        require_right(kernel, queries_of(generator, model, 3, s), cache, model)
+
+
+# --- how they are called --------------------------------------------------------------------------
+
+
+def test_auto_takes_them(generator: torch.Generator) -> None:
+    """The choice by sizes is tested elsewhere; here its result runs."""
+    model = model_of(generator, 128)
+    for options, s, wanted in (
+        ({"window": 512}, 64, "flash_attention"),
+        ({"window": 384}, 64, "mla_var6_plus"),
+        ({"prefix": 448}, 32, "mla_var6_plus_v3"),
+    ):
+        cache = make_cache(generator, model, [500] * 16, **options)
+        q = queries_of(generator, model, 16, s)
+        choice = mla_var3.explain(*q, cache, model.w_uk, model.w_uv)
+        if choice.device == "NVIDIA H200":  # where their rates are known
+            assert choice.kernel == wanted and choice.language == "cute-dsl", str(choice)
+        require_right("auto", q, cache, model)
+
+
+def test_into_a_given_tensor_and_on_another_stream(generator: torch.Generator) -> None:
+    model = model_of(generator, 16)
+    cache = make_cache(generator, model, [500, 70], window=128)
+    q = queries_of(generator, model, 2, 3)
+    wanted = mla_var3.mla_attention(*q, cache, model.w_uk, model.w_uv, kernel=RING)
+    out = torch.full_like(wanted, torch.nan)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            mla_var3.mla_attention(*q, cache, model.w_uk, model.w_uv, kernel=RING, out=out)
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.testing.assert_close(out, wanted, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("page_size", [None, 64])
+@pytest.mark.parametrize(
+    ("kernel", "options"),
+    [
+        (RING, {"window": 64}),
+        (COPY, {"window": 512}),
+        (PREFIX, {"prefix": 64}),
+        (RING, {"window": 64, "prefix": 64}),
+    ],
+    ids=str,
+)
+def test_a_captured_step(
+    kernel: str, options: dict[str, int], page_size: int | None, generator: torch.Generator
+) -> None:
+    """Drop, append and attend in one graph; replayed while lengths and ring move on."""
+    b, s, h = 2, 3, 16
+    model = model_of(generator, h)
+    cache = make_cache(generator, model, [0, 0], page_size=page_size, **options)
+    latent, rope = (torch.zeros(b, s, w, dtype=torch.bfloat16, device="cuda") for w in (K, P))
+    q_nope, q_rope = (torch.zeros(b, s, h, w, dtype=torch.bfloat16, device="cuda") for w in (D, P))
+    rejected = torch.zeros(b, dtype=torch.int32, device="cuda")
+    out = torch.empty_like(q_nope)
+    lse = torch.empty(b, s, h, device="cuda")
+    weights = {"w_uk": model.w_uk, "w_uv": model.w_uv} if "window" in options else {}
+
+    def step() -> None:
+        cache.truncate(rejected)
+        cache.append(latent, rope, **weights)
+        result = mla_var3.mla_attention(
+            q_nope, q_rope, cache, model.w_uk, model.w_uv, kernel=kernel, out=out, return_lse=True,
+        )  # fmt: skip
+        lse.copy_(result[1])
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    cache.evict(list(range(b)))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    cache.evict(list(range(b)))
+    for turn in range(60):
+        for tensor in (latent, rope, q_nope, q_rope):
+            tensor.copy_(normal(generator, *tensor.shape, dtype=torch.bfloat16))
+        rejected.copy_(torch.tensor([turn % 3, (turn + 1) % 2], dtype=torch.int32))
+        graph.replay()
+        if turn % 6 == 5:
+            wanted, wanted_lse = reference((q_nope, q_rope), cache, model)
+            for request in range(b):
+                assert_close(
+                    out[request].cpu(),
+                    wanted[request].cpu(),
+                    lse[request].cpu(),
+                    wanted_lse[request].cpu(),
+                )
+    cache.check()

@@ -1,0 +1,181 @@
+"""Stages that are kept by form: later calls get the addresses that a stage of their own would."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
+
+from mla_var3.conf.devices import device_spec
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.kernel.cute_python.mla import stage_call
+from mla_var3.kernel.cute_python.mla.window_stage import WindowTiling
+from mla_var3.runtime.paths import find_kernel, plan_class
+
+SIZES: dict[str, Any] = {"b": 2, "s": 3, "t": 300, "h": 4, "seed": 0}
+PLANS = {
+    "flash_attention": {},
+    "mla_var6_plus": {"n": 100},
+    "mla_var6_plus_v2": {"n": 100},
+    "whole window": {"n": 300},
+}
+
+
+class Launches:
+    """Stands for the GPU: notes the addresses of each launch, by kernel."""
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+        self.addresses: list[tuple[str, tuple[int, ...]]] = []
+
+    def program_for(self, kernel_fn: Any, host: Any, args: Any, tiling: Any, device: Any) -> Any:
+        self.loaded.append(kernel_fn.__name__)
+        launches = self
+
+        class Program:
+            def repeated(self, *arguments: Any) -> Callable[..., None]:
+                def launch(*addresses: int) -> None:
+                    launches.addresses.append((kernel_fn.__name__, addresses))
+
+                return launch
+
+        return Program()
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    found = Launches()
+    monkeypatch.setattr(stage_call, "program_for", found.program_for)
+    monkeypatch.setattr(stage_call, "require_arch", lambda *arguments: None)
+    monkeypatch.setattr(stage_call, "_programs", {})
+    monkeypatch.setattr(stage_call, "_kept", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(stage_call._AtOnce, "run", stage_call._InTurn.run)
+    return found
+
+
+def plan_of(name: str, **fields: Any) -> Any:
+    kernel = "mla_var6_plus" if name == "whole window" else name
+    made = plan_class(find_kernel(kernel, language="cute-dsl"))(
+        **{**SIZES, **PLANS.get(name, {}), **fields}
+    )
+    return made.on_device(device_spec("NVIDIA H200"))
+
+
+def pointers(stage: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """What a stage of its own would pass."""
+    found = []
+    alive = []  # addresses are compared after all are made
+    for kernel in stage.kernels():
+        arguments = kernel.args_fn(kernel.tiling)
+        alive.append(arguments)
+        found.append(
+            (
+                kernel.name,
+                tuple(
+                    0 if argument is None else argument.data_ptr()
+                    for argument in arguments
+                    if argument is None or isinstance(argument, Tensor)
+                ),
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_kept_stage_passes_what_a_new_one_would(
+    name: str, parts: int, launches: Launches
+) -> None:
+    plan = plan_of(name)
+    field = "tiling" if name == "flash_attention" else "window_tiling"
+    plan = plan.copy(**{field: WindowTiling(parts=parts)})
+    first, second = plan.prepare_inputs("cpu"), plan.prepare_inputs("cpu")
+    stage_call.run_stage("form", first, lambda: plan.plan(*first))
+    launches.addresses.clear()
+
+    def never() -> Any:
+        raise AssertionError("built again")
+
+    outputs = stage_call.run_stage("form", second, never)
+    stage = plan.plan(*second)
+    wanted = pointers(stage)
+    assert [kernel for kernel, _ in launches.addresses] == [kernel for kernel, _ in wanted]
+    operands = {tensor.data_ptr() for tensor in second if tensor.numel()}
+    own: dict[int, int] = {}
+    for (_, got), (_, fresh) in zip(launches.addresses, wanted, strict=True):
+        assert len(got) == len(fresh)
+        for address, expected in zip(got, fresh, strict=True):
+            if expected in operands or expected == 0:
+                assert address == expected
+            else:  # memory of the call: the same one wherever the new stage has the same one
+                assert own.setdefault(expected, address) == address
+    assert len(set(own.values())) == len(own)
+    for output, expected in zip(outputs, stage.output_tensors, strict=True):
+        assert own[expected.data_ptr()] == output.data_ptr()
+        assert (output.shape, output.dtype) == (expected.shape, expected.dtype)
+
+
+def test_programs_are_loaded_once_for_many_forms(launches: Launches) -> None:
+    for b in (2, 3):
+        plan = plan_of("mla_var6_plus", b=b).copy(window_tiling=WindowTiling(parts=1))
+        inputs = plan.prepare_inputs("cpu")
+        stage_call.run_stage(b, inputs, functools.partial(plan.plan, *inputs))
+    names = ["flash_mla", "merge_partials", "window_attention", "decompress_combine"]
+    assert launches.loaded == names
+    half = plan_of("mla_var6_plus", dtype="float16").copy(window_tiling=WindowTiling(parts=1))
+    inputs = half.prepare_inputs("cpu")
+    stage_call.run_stage("half", inputs, lambda: half.plan(*inputs))
+    assert launches.loaded == names * 2
+
+
+def test_other_strides_are_another_form(launches: Launches) -> None:
+    plan = plan_of("flash_attention")
+    inputs = list(plan.prepare_inputs("cpu"))
+    built = 0
+
+    def build() -> Any:
+        nonlocal built
+        built += 1
+        return plan.plan(*inputs)
+
+    for _ in range(2):
+        stage_call.run_stage("form", inputs, build)
+    keys = torch.zeros(2, 4, 310, 128, dtype=torch.bfloat16)
+    inputs[2] = keys[:, :, :300]
+    for _ in range(2):
+        stage_call.run_stage("form", inputs, build)
+    assert built == 2
+
+
+def test_an_odd_address_is_refused_beside_a_known_form(launches: Launches) -> None:
+    plan = plan_of("flash_attention")
+    inputs = list(plan.prepare_inputs("cpu"))
+    stage_call.run_stage("form", inputs, lambda: plan.plan(*inputs))
+    odd = torch.zeros(inputs[0].numel() + 1, dtype=torch.bfloat16)[1:].view(inputs[0].shape)
+    inputs[0] = odd
+    with pytest.raises(InvalidArgumentError, match="q_nope: expected a base address aligned"):
+        stage_call.run_stage("form", inputs, lambda: plan.plan(*inputs))
+
+
+def test_a_view_that_is_no_operand_is_refused(launches: Launches) -> None:
+    """The plan of a prefix cuts its own tokens off: those have to be operands themselves."""
+    plan = plan_of("mla_var6_plus_v3", prefix=128)
+    inputs = plan.prepare_inputs("cpu")
+    with pytest.raises(InvalidArgumentError, match="operands: expected every view"):
+        stage_call.run_stage("form", inputs, lambda: plan.plan(*inputs))
+
+
+def test_few_forms_are_kept(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_call, "MOST_KEPT", 3)
+    plan = plan_of("flash_attention")
+    inputs = plan.prepare_inputs("cpu")
+    for form in range(10):
+        stage_call.run_stage(form, inputs, lambda: plan.plan(*inputs))
+        assert len(stage_call._kept) <= 3

@@ -1,0 +1,124 @@
+"""What the CuTe DSL kernels of a stage do by their contracts, in float64, on the stage's arguments.
+
+Instead of a launch: the operands, numbers and options that a stage hands to its kernels are those
+that a GPU would get.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from mla_var3.kernel.cute_python.mla.absorbed_attention import FlashMLASm90
+from mla_var3.kernel.cute_python.mla.decompress_combine import DecompressCombineSm90
+from mla_var3.kernel.cute_python.mla.window_rows import WindowSm90
+
+HOSTS: dict[str, Any] = {
+    "flash_mla": FlashMLASm90,
+    "window_attention": WindowSm90,
+    "decompress_combine": DecompressCombineSm90,
+}
+
+
+def emulate(stage: Any) -> None:
+    """Write the outputs of all kernels of a stage, in order."""
+    for kernel in stage.kernels():
+        if kernel.name == "merge_partials":
+            continue  # joins pieces, of which an emulation makes none
+        tiling = kernel.tiling
+        if kernel.name == "window_attention":
+            tiling = replace(tiling, parts=1)
+        assert not tiling.validate(kernel.plan).failures
+        names = list(inspect.signature(HOSTS[kernel.name].__call__).parameters)[1:-1]
+        named = dict(zip(names, kernel.args_fn(tiling), strict=False))
+        outputs = EMULATIONS[kernel.name](named, kernel.host_fn(tiling))
+        for target, result in zip(kernel.output_tensors, outputs, strict=False):
+            target.copy_(result.view(target.shape))
+
+
+def attended(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One request: queries [s, h, x], keys and values [h, m, ...], visible [s, m]."""
+    logits = torch.einsum("shx,hmx->shm", q.double(), keys.double()) * scale
+    logits = logits.masked_fill(~visible[:, None], -torch.inf)
+    lse = torch.logsumexp(logits, -1)
+    weights = torch.where((lse == -torch.inf)[..., None], 0.0, torch.exp(logits - lse[..., None]))
+    held = visible.any(0)[None, :, None]
+    values = torch.where(held, values.double(), 0.0)
+    return torch.einsum("shm,hmd->shd", weights, values), lse
+
+
+def scale_of(named: dict[str, Any]) -> float:
+    return float(named["scale_log2e"]) * float(torch.log(torch.tensor(2.0)))
+
+
+def flash_mla(named: dict[str, Any], host: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    b, s, h = (named[name] for name in ("requests", "queries", "heads"))
+    q = torch.cat([named["q_latent"].view(b, s, h, -1), named["q_rope"].view(b, s, h, -1)], -1)
+    outputs, sums = [], []
+    for request, length in enumerate(named["lengths"].tolist()):
+        latent, rope = (
+            rows[request] if named["table"] is None else rows[named["table"][request].long()]
+            for rows in (named["latent"], named["rope"])
+        )
+        latent, rope = (rows.reshape(-1, rows.shape[-1])[:length] for rows in (latent, rope))
+        keys = torch.cat([latent, rope], -1).expand(h, -1, -1)
+        positions = torch.arange(length)
+        visible = (positions < length - named["newest"]).expand(s, -1)
+        if named["causal"]:
+            visible = visible & (positions < length - s + 1 + torch.arange(s)[:, None])
+        o, lse = attended(q[request], keys, keys[..., :512], visible, scale_of(named))
+        outputs.append(o)
+        sums.append(lse)
+    return torch.stack(outputs), torch.stack(sums)
+
+
+def window_attention(named: dict[str, Any], host: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    b, s, h = (named[name] for name in ("requests", "queries", "heads"))
+    q = torch.cat([named["q_nope"].view(b, s, h, -1), named["q_rope"].view(b, s, h, -1)], -1)
+    n, outputs, sums = named["window"], [], []
+    slots, rows = torch.arange(named["slots"]), torch.arange(s)[:, None]
+    assert host.ring is (named["starts"] is not None)
+    for request, length in enumerate(named["lengths"].tolist()):
+        at = 0 if host.shared else request
+        keys, values, rope = (named[name][at] for name in ("keys", "values", "k_rope"))
+        keys = torch.cat([keys, rope.expand(h, -1, -1)], -1)
+        oldest, start, missing = max(length - n, 0), 0, False
+        positions = slots if host.shared else oldest + slots
+        if host.ring:
+            assert n % 64 == 0 and n == named["slots"]
+            start = min(int(named["starts"][request]), length)
+            positions = oldest + (slots - oldest) % n
+            seen_by_all = max(length - s + 1, 0) if named["causal"] else length
+            missing = start < oldest or start > (0 if host.alone else seen_by_all)
+        visible = ((positions >= start) & (positions < length)).expand(s, -1)
+        if named["causal"]:
+            visible = visible & (positions < length - s + 1 + rows)
+        o, lse = attended(q[request], keys, values, visible, scale_of(named))
+        outputs.append(o * (torch.nan if missing else 1.0))
+        sums.append(lse * (torch.nan if missing else 1.0))
+    return torch.stack(outputs), torch.stack(sums)
+
+
+def decompress_combine(named: dict[str, Any], host: Any) -> tuple[torch.Tensor, ...]:
+    h = named["heads"]
+    latent = named["o_latent"].view(-1, h, 512).double()
+    old = torch.einsum("rhk,hkd->rhd", latent, named["w_uv"].view(h, 512, 128).double())
+    if named["o_new"] is None:
+        return (old,)
+    sums = [named[name].view(-1, h).double() for name in ("lse_latent", "lse_new")]
+    lse = torch.logaddexp(*sums)
+    shares = [torch.nan_to_num(torch.exp(one - lse), nan=0.0)[..., None] for one in sums]
+    o = old * shares[0] + named["o_new"].view(-1, h, 128).double() * shares[1]
+    return o, lse
+
+
+EMULATIONS: dict[str, Any] = {
+    "flash_mla": flash_mla,
+    "window_attention": window_attention,
+    "decompress_combine": decompress_combine,
+}

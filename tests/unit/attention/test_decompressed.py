@@ -1,0 +1,340 @@
+"""The CuTe DSL kernels on decompressed tokens as backends: what they get, refuse, and are worth.
+
+Their stages are built on CPU tensors and computed by the kernels' contracts in float64, so that
+everything but the machine code is that of a call on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
+
+import mla_var3
+from mla_var3.attention.cache import LatentCache
+from mla_var3.attention.estimate import estimate
+from mla_var3.attention.planned import PlannedKernel, planned, service_of
+from mla_var3.attention.shape import CallShape
+from mla_var3.attention.task import AttentionTask
+from mla_var3.attention.validate import Options, full_task
+from mla_var3.conf.devices import device_spec
+from mla_var3.errors import UnsupportedError
+from mla_var3.runtime.paths import find_kernel
+
+from .attention_support import Model, assert_close, filled_cache, make_model, normal, oracle
+from .emulated_stages import emulate
+
+H200 = "NVIDIA H200"
+H, D, P, K = 2, 128, 64, 512
+SIZES: dict[str, Any] = {"b": 32, "s": 43, "t": 4096, "h": 128}
+LANGUAGE = "cute-dsl"
+
+
+@pytest.fixture
+def model(generator: torch.Generator) -> Model:
+    return make_model(generator, H, D, K, torch.bfloat16)
+
+
+def backend(kernel: str) -> PlannedKernel:
+    found = find_kernel(kernel, language=LANGUAGE)
+    service = service_of(found)
+    assert service is not None
+    return PlannedKernel(found, service)
+
+
+def stage_of(kernel: str, task: AttentionTask) -> Any:
+    shape = task.shape()
+    assert backend(kernel).unsupported(shape) is None
+    found = find_kernel(kernel, language=LANGUAGE)
+    service = service_of(found)
+    assert service is not None
+    plan = planned(found, shape, H200)
+    return service.build(plan, shape, service.operands(task, shape, plan))
+
+
+def attend(kernel: str, task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
+    stage = stage_of(kernel, task)
+    emulate(stage)
+    output, lse = stage.output_tensors[:2]
+    return output, lse
+
+
+def task_on(
+    cache: Any, model: Model, generator: torch.Generator, s: int = 3, **options: Any
+) -> AttentionTask:
+    b = (cache.view() if isinstance(cache, LatentCache) else cache).requests
+    q_nope, q_rope = (normal(generator, b, s, H, w, dtype=torch.bfloat16) for w in (D, P))
+    return full_task(q_nope, q_rope, cache, model.w_uk, model.w_uv, Options(**options))
+
+
+def require_right(
+    result: tuple[torch.Tensor, torch.Tensor],
+    task: AttentionTask,
+    tokens: list[torch.Tensor],
+    model: Model,
+) -> None:
+    for request, rows in enumerate(tokens):
+        expected, lse = oracle(
+            task.q[request], task.q_rope[request], rows[:, :K], rows[:, K:], model,
+            causal=task.causal, scale=task.scale,
+        )  # fmt: skip
+        assert_close(result[0][request], expected, result[1][request], lse)
+
+
+def cache_and_tokens(
+    generator: torch.Generator, lengths: list[int], model: Model, **options: Any
+) -> tuple[LatentCache, list[torch.Tensor]]:
+    return filled_cache(
+        generator, lengths, model, p=P, dtype=torch.bfloat16, **{"t": 256, "steps": 3, **options}
+    )
+
+
+def append(
+    cache: LatentCache, tokens: list[torch.Tensor], m: int, model: Model, generator: torch.Generator
+) -> list[torch.Tensor]:
+    """The tokens after m more of each request."""
+    new = normal(generator, len(tokens), m, K + P, dtype=torch.bfloat16)
+    cache.append(new[..., :K], new[..., K:], w_uk=model.w_uk, w_uv=model.w_uv)
+    return [torch.cat([old, more]) for old, more in zip(tokens, new, strict=True)]
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", [None, 64])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [64, 128])
+def test_the_mix_reads_a_ring_as_it_lies(
+    page_size: int | None, causal: bool, window: int, model: Model, generator: torch.Generator
+) -> None:
+    lengths = [200, 40, 0, window, window + 1]
+    cache, tokens = cache_and_tokens(generator, lengths, model, page_size=page_size, window=window)
+    task = task_on(cache, model, generator, causal=causal, scale=0.05)
+    require_right(attend("mla_var6_plus", task), task, tokens, model)
+
+
+def test_the_ring_is_not_copied(model: Model, generator: torch.Generator) -> None:
+    cache, _ = cache_and_tokens(generator, [200, 40], model, window=64)
+    assert cache.window is not None
+    stage = stage_of("mla_var6_plus", task_on(cache, model, generator))
+    kernel = next(kernel for kernel in stage.kernels() if kernel.name == "window_attention")
+    addresses = [tensor.data_ptr() for tensor in kernel.input_tensors]
+    ring = cache.window
+    for part in (ring.k_new, ring.v_new, ring.k_rope_new, ring.start):
+        assert part.data_ptr() in addresses
+
+
+@pytest.mark.parametrize("page_size", [None, 64])
+def test_wrapping_and_dropping(
+    page_size: int | None, model: Model, generator: torch.Generator
+) -> None:
+    """The ring turns, loses tokens and is shorter for a while; the older half takes those over."""
+    cache, tokens = cache_and_tokens(generator, [150, 30], model, page_size=page_size, window=64)
+    for dropped in ([0, 0], [7, 2], [30, 0], [1, 12]):
+        cache.truncate(dropped)
+        tokens = [rows[: len(rows) - gone] for rows, gone in zip(tokens, dropped, strict=True)]
+        tokens = append(cache, tokens, 9, model, generator)
+        task = task_on(cache, model, generator, s=9)
+        require_right(attend("mla_var6_plus", task), task, tokens, model)
+
+
+def test_a_ring_that_lacks_the_queries_is_visibly_wrong(
+    model: Model, generator: torch.Generator
+) -> None:
+    """Without a mask the older half may have all of them; with one it would show too much."""
+    cache, tokens = cache_and_tokens(generator, [200, 40], model, window=64)
+    cache.truncate([64, 0])
+    task = task_on(cache, model, generator)
+    output, _ = attend("mla_var6_plus", task)
+    assert output[0].isnan().all() and not output[1].isnan().any()
+    cut = [tokens[0][:136], tokens[1]]
+    open_task = replace(task, causal=False)
+    require_right(attend("mla_var6_plus", open_task), open_task, cut, model)
+    cache.refill(model.w_uk, model.w_uv)
+    require_right(attend("mla_var6_plus", task), task, cut, model)
+
+
+def test_a_ring_beside_a_shared_prefix(model: Model, generator: torch.Generator) -> None:
+    cache, tokens = cache_and_tokens(generator, [200, 70, 68], model, window=64, prefix=64)
+    for kernel in ("mla_var6_plus", "mla_var6_plus_v3"):
+        task = task_on(cache, model, generator)
+        require_right(attend(kernel, task), task, tokens, model)
+
+
+def test_a_call_on_fewer_tokens_than_the_cache_has(
+    model: Model, generator: torch.Generator
+) -> None:
+    cache, tokens = cache_and_tokens(generator, [200, 40], model, window=64)
+    task = task_on(cache, model, generator, lengths=[190, 33])
+    shorter = [tokens[0][:190], tokens[1][:33]]
+    require_right(attend("mla_var6_plus", task), task, shorter, model)
+    require_right(attend("flash_attention", task), task, shorter, model)
+
+
+def test_a_bound_on_the_lengths_within_the_ring(model: Model, generator: torch.Generator) -> None:
+    cache, tokens = cache_and_tokens(generator, [90, 40], model, window=128)
+    task = task_on(cache, model, generator, max_kv=100)
+    stage = stage_of("mla_var6_plus", task)
+    assert [kernel.name for kernel in stage.kernels()] == ["window_attention"]
+    require_right(attend("mla_var6_plus", task), task, tokens, model)
+    tokens = append(cache, tokens, 100, model, generator)
+    cache.truncate([100, 100])  # the ring has lost its first tokens, and nobody else is asked
+    assert attend("mla_var6_plus", task)[0].isnan().all()
+
+
+@pytest.mark.parametrize("page_size", [None, 64])
+@pytest.mark.parametrize("window", [0, 64, 256])
+def test_a_whole_copy_or_one_made_by_the_call(
+    page_size: int | None, window: int, model: Model, generator: torch.Generator
+) -> None:
+    cache, tokens = cache_and_tokens(
+        generator, [200, 40, 0], model, page_size=page_size, window=window
+    )
+    for options in ({}, {"max_kv": 201}):
+        task = task_on(cache, model, generator, **options)
+        stage = stage_of("flash_attention", task)
+        (kernel,) = stage.kernels()
+        copied = cache.window is None or kernel.input_tensors[2].data_ptr() not in (
+            cache.window.k_new.data_ptr(),
+        )
+        assert copied is (window < 256)
+        require_right(attend("flash_attention", task), task, tokens, model)
+
+
+def test_a_whole_ring_has_nothing_of_a_prefix(model: Model, generator: torch.Generator) -> None:
+    cache, tokens = cache_and_tokens(generator, [200, 70], model, window=256, prefix=64)
+    task = task_on(cache, model, generator)
+    assert cache.view().full_copy() is None
+    require_right(attend("flash_attention", task), task, tokens, model)
+    refusal = backend("mla_var6_plus").unsupported(task.shape())
+    assert refusal is not None and "beside a shared prefix" in refusal
+
+
+@pytest.mark.parametrize("page_size", [None, 64])
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_shared_prefix_is_read_once(
+    page_size: int | None, causal: bool, model: Model, generator: torch.Generator
+) -> None:
+    cache, tokens = cache_and_tokens(
+        generator, [200, 70, 128], model, page_size=page_size, prefix=128 if page_size else 100
+    )
+    tokens = [torch.cat([rows, tokens[0][len(rows) : cache.prefix.length]]) for rows in tokens]  # type: ignore[union-attr]
+    task = task_on(cache, model, generator, causal=causal)
+    require_right(attend("mla_var6_plus_v3", task), task, tokens, model)
+
+
+def test_views_without_rope_keys_of_their_own(model: Model, generator: torch.Generator) -> None:
+    """As other owners of caches, and traced programs, pass them."""
+    cache, tokens = cache_and_tokens(
+        generator, [200, 128], model, page_size=64, window=64, prefix=64
+    )
+    bare = replace(cache.view(), k_rope_new=None, k_rope_prefix=None)
+    for kernel in ("mla_var6_plus", "mla_var6_plus_v3"):
+        task = task_on(bare, model, generator)
+        require_right(attend(kernel, task), task, tokens, model)
+    full = replace(bare, window_start=None, k_prefix=None, v_prefix=None)
+    task = task_on(full, model, generator)
+    require_right(attend("mla_var6_plus", task), task, tokens, model)
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kernel", "options", "refusal"),
+    [
+        ("mla_var6_plus", {}, "a cache without a ring"),
+        ("mla_var6_plus", {"window": 100}, "a ring of 100 slots; it takes multiples of 64"),
+        ("mla_var6_plus", {"window": 64, "s": 65}, "65 queries over a ring of 64 slots"),
+        ("mla_var6_plus", {"window": 64, "page_size": 80}, "pages of 80 tokens"),
+        ("mla_var6_plus", {"window": 64, "k": 256}, "these sizes: k: expected 512"),
+        ("mla_var6_plus_v3", {}, "a cache without a decompressed shared prefix"),
+        ("mla_var6_plus_v3", {"prefix": 96, "page_size": 64}, "ends inside of a page"),
+        ("flash_attention", {"d": 64}, "these sizes: d: expected 128"),
+        *(
+            (kernel, {"window": 64, "prefix": 64, **options}, refusal)
+            for kernel in ("flash_attention", "mla_var6_plus", "mla_var6_plus_v3")
+            for options, refusal in (
+                ({"ragged": True}, "different numbers of queries per request"),
+                ({"tree": True}, "a tree of tokens"),
+                ({"partial": True}, "a cache that holds a part"),
+                ({"dtype": "float32"}, "float32"),
+                ({"aligned": False}, "16-byte aligned"),
+                ({"latent_only": True}, "queries in the latent space"),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_refusals(kernel: str, options: dict[str, Any], refusal: str) -> None:
+    shape = CallShape(**{**SIZES, **options})
+    assert refusal in str(backend(kernel).unsupported(shape))
+
+
+def test_more_queries_than_the_ring_without_a_mask() -> None:
+    shape = CallShape(**{**SIZES, "s": 65}, window=64, causal=False)
+    assert backend("mla_var6_plus").unsupported(shape) is None
+
+
+def test_on_other_gpus_and_on_the_cpu(model: Model, generator: torch.Generator) -> None:
+    listed = mla_var3.explain(**SIZES, window=2048, device_name="NVIDIA B200").candidates
+    refusals = {c.kernel: c.refusal for c in listed if c.language == LANGUAGE}
+    for kernel in ("flash_attention", "mla_var6_plus"):
+        assert "it is written for sm_90" in str(refusals[kernel])
+    cache, _ = cache_and_tokens(generator, [70], model, window=64)
+    q_nope, q_rope = (normal(generator, 1, 1, H, w, dtype=torch.bfloat16) for w in (D, P))
+    with pytest.raises(UnsupportedError, match="it needs a GPU"):
+        mla_var3.mla_attention(
+            q_nope, q_rope, cache, model.w_uk, model.w_uv, kernel=f"mla_var6_plus:{LANGUAGE}"
+        )
+
+
+# --- the choice -----------------------------------------------------------------------------------
+
+
+def chosen(**options: Any) -> tuple[str, str]:
+    found = mla_var3.explain(**{**SIZES, **options}, device_name=H200)
+    return found.kernel, found.language
+
+
+def test_what_the_cache_holds_decides() -> None:
+    assert chosen() == ("flash_mla", LANGUAGE)
+    assert chosen(window=4096) in (("flash_attention", LANGUAGE), ("mla_var6_plus", LANGUAGE))
+    assert chosen(window=2304) == ("mla_var6_plus", LANGUAGE)
+    assert chosen(window=2304, page_size=64) == ("mla_var6_plus", LANGUAGE)
+    assert chosen(b=64, s=4, t=4608, prefix=4096) == ("mla_var6_plus_v3", LANGUAGE)
+    # Few queries are cheap in latent form, whatever else there is.
+    assert chosen(s=8, window=2304) == ("flash_mla", LANGUAGE)
+
+
+def test_all_are_listed() -> None:
+    found = mla_var3.explain(**SIZES, window=2048, prefix=1024, device_name=H200)
+    times = {c.kernel: c for c in found.candidates if c.language == LANGUAGE}
+    assert set(times) == {"flash_mla", "flash_attention", "mla_var6_plus", "mla_var6_plus_v3"}
+    assert all(c.rated and c.predicted_us for c in times.values())
+    assert times["mla_var6_plus"].choice == {"n": 2048}
+    assert times["mla_var6_plus_v3"].choice == {"prefix": 1024}
+
+
+def test_a_ring_that_is_read_as_it_lies_costs_no_reordering() -> None:
+    spec, shape = device_spec(H200), CallShape(**SIZES, window=2048)
+    cute = estimate("mla_var6_plus", shape, spec, LANGUAGE)
+    cutile = estimate("mla_var6_plus", shape, spec, "cutile-dsl")
+    assert cute is not None and cutile is not None
+    assert cute.others_us < cutile.others_us / 5
+
+
+def test_the_prefix_is_estimated_as_it_was_measured() -> None:
+    """The row of the record of 2026-11-15: 271.7 us, 291.8 us with the absorption of queries."""
+    shape = CallShape(b=64, s=4, t=4608, h=128, prefix=4096)
+    found = estimate("mla_var6_plus_v3", shape, device_spec(H200), LANGUAGE)
+    assert found is not None and found.rated
+    assert found.kernel_us == pytest.approx(271.7, rel=0.1)
+    elsewhere = estimate("mla_var6_plus_v3", shape, device_spec("NVIDIA B200"), LANGUAGE)
+    assert elsewhere is not None and not elsewhere.rated
+    whole = estimate("mla_var6_plus_v3", replace(shape, prefix=4608), device_spec(H200), LANGUAGE)
+    assert whole is not None and whole.others_us == 0.0
