@@ -41,15 +41,18 @@ class Cases:
         seen: the cases that the test has.
     """
 
-    def __init__(self, function: Callable[[Any], None], every: int, timing: bool) -> None:
+    def __init__(
+        self, function: Callable[[Any], None], every: int, first: int, timing: bool
+    ) -> None:
         self._function = function
         self._every = every
+        self._first = first
         self._timing = timing
         self.run = self.seen = 0
 
     def __call__(self, case: Any) -> None:
         self.seen += 1
-        if (self.seen - 1) % self._every:
+        if (self.seen - 1 - self._first) % self._every:
             return
         if not self._timing:
             case.test_performance = False
@@ -99,6 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="a checkout of FlashMLA")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--every", type=int, default=1, help="run every N-th case only")
+    parser.add_argument(
+        "--first", type=int, default=0, help="begin with this one, so that runs can share the cases"
+    )
     parser.add_argument("--no_timing", action="store_true", help="check the last cases only")
     parser.add_argument("--json", type=Path, help="where the record goes")
     given = parser.parse_args(arguments)
@@ -107,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     timing = offer_triton() and not given.no_timing
     test: Any = imported_test(given.folder)
     rename_kernels()
-    cases = test.test_flash_mla = Cases(test.test_flash_mla, given.every, timing)
+    cases = test.test_flash_mla = Cases(test.test_flash_mla, given.every, given.first, timing)
     start, failure = time.perf_counter(), None
     try:
         test.main(DTYPES[given.dtype])
@@ -128,6 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "test_sha256": hashlib.sha256(source).hexdigest(),
             "dtype": given.dtype,
             "every": given.every,
+            "first": given.first,
             "timing": timing,
             "cases_run": cases.run,
             "cases": cases.seen,

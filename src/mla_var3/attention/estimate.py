@@ -1,10 +1,11 @@
 """What the cost model expects of each kernel for a call, from `q_nope` to the output.
 
-On top of the roofline of `op/mla/cost` three things count here that decide between kernels: the
+On top of the roofline of `op/mla/cost` four things count here that decide between kernels: the
 rates that a kernel has been seen to reach on the device (`conf/kernel_rates.json`), SMs that have
-no tile to work on (the attention stage is stretched by the share of SM turns left empty), and the
-work that a call has to do because the cache lacks a decompressed copy, or has it as a ring that the
-kernel does not read as it lies. The mixes in CuTe DSL share the SMs out: with a ring, where the
+no tile to work on (the attention stage is stretched by the share of SM turns left empty), the work
+that a call has to do because the cache lacks a decompressed copy, or has it as a ring that the
+kernel does not read as it lies, and what the operations around a kernel take however small they
+are. The mixes in CuTe DSL share the SMs out: with a ring, where the
 model of that was fitted on the device, it counts instead; with a shared prefix the times add up.
 """
 
@@ -39,14 +40,23 @@ WINDOW_STEP = 128
 TILE_ROWS = 64
 """Query rows per tile of all kernels."""
 
+PRODUCT_US = 5.0
+"""What a matrix product of torch takes at least."""
+DECOMPRESSION_US, DECOMPRESSION_EFFORT = 25.0, 2.2
+"""What decompressing in a call takes at least, and of its roofline: several operations of torch."""
+MIX_US, MIX_EFFORT = 45.0, 1.08
+"""The same of a mix, whose model is one of the attention alone at a well chosen n: fork and join of
+its kernels, the operations around them, and an n that the cache decides."""
+COMBINE_EFFORT = 1.6
+"""What up-projection and merge of a mix take of their roofline."""
+# The figures are those of docs/results/2026-11-15-nvidia-h200-attention-grid.md.
+
 FITTED_MIX = ("mla_var6_plus", "cute-dsl")
 """Kernel and language whose times the parameters in `conf/mix_rates.json` were fitted to."""
-
-
 READ_RINGS = ("cute-dsl",)
 """Languages whose mix reads a ring as it lies."""
-SHARED_PREFIX_RATES = ("flash_mla", "flash_attention")
-"""Kernels with the rates of its two: that of the latent tokens, that of the decompressed ones."""
+MIX_RATES = ("flash_mla", "flash_attention")
+"""Kernels with the rates of a mix's two: for latent tokens, and for decompressed ones."""
 SHARED_PREFIX = ("mla_var6_plus_v3", "cute-dsl")
 """The mix whose decompressed tokens are those that all requests share."""
 
@@ -97,16 +107,22 @@ def estimate(
             fill = _fill(tiles, spec.sm_count)
             return time_us(cost) / fill, fill
         fill = 1.0 if seen.balanced else _fill(tiles, spec.sm_count)
-        return cost.time_us(seen.tflops, seen.gbps) / fill + seen.fixed_us, fill
+        turns = tiles / (fill * spec.sm_count)
+        own_us = cost.time_us(seen.tflops, seen.gbps) / fill
+        return own_us + seen.fixed_us + turns * seen.tile_us, fill
 
     def time_us(*costs: Cost) -> float:
         return sum(cost.time_us(*rates) for cost in costs)
 
-    projections = (
-        0.0
-        if shape.latent_only
-        else time_us(q_absorption_cost(problem), output_up_projection_cost(problem))
-    )
+    def decompression_us(tokens: int) -> float:
+        return DECOMPRESSION_US + DECOMPRESSION_EFFORT * time_us(
+            decompression_cost(problem, tokens)
+        )
+
+    projections = 0.0
+    if not shape.latent_only:
+        projections = 2 * PRODUCT_US
+        projections += time_us(q_absorption_cost(problem), output_up_projection_cost(problem))
     latent_tiles = shape.b * _ceil_div(shape.s * shape.h, TILE_ROWS)
     head_tiles = shape.b * shape.h * _ceil_div(shape.s, TILE_ROWS)
     design = split_full_name(kernel)[0]
@@ -124,7 +140,7 @@ def estimate(
     if design == "flash_attention":
         attention_us, fill = kernel_us(flash_attention_cost(problem), head_tiles)
         has_copy = shape.window >= shape.t and not shape.prefix
-        others = 0.0 if has_copy else time_us(decompression_cost(problem, shape.t))
+        others = 0.0 if has_copy else decompression_us(shape.t)
         return Estimate(attention_us, others, fill, rated=rated)
     if design == "mla_var6_plus":
         model = _fitted_mix(kernel, problem.dtype, spec, language)
@@ -134,18 +150,27 @@ def estimate(
                 n = model.best_n(problem, multiple=WINDOW_STEP)
             else:
                 n = min(best_n(problem, *rates, multiple=WINDOW_STEP), shape.t)
-            others += time_us(decompression_cost(problem, n)) if n else 0.0
+            others += decompression_us(n) if n else 0.0
         elif shape.window < shape.t and language not in READ_RINGS:
             # Read and written once, to straighten the ring.
             others += time_us(Cost(0, 2 * decompressed_bytes(problem, n)))
         if model is not None:
-            absorption, *after = mix_work(problem, n).others or (Cost(0, 0),)
-            total_us = model.at(problem, n).attention_us + time_us(*after)
-            return Estimate(total_us, others + time_us(absorption), 1.0, {"n": n}, rated=True)
-        others += time_us(q_absorption_cost(problem))
+            total_us = model.at(problem, n).attention_us
+            latent, window = (kernel_rates(spec.name, name, language) for name in MIX_RATES)
+            if n >= shape.t:
+                total_us += window.fixed_us if window else 0.0
+            else:
+                absorption, combine = mix_work(problem, n).others
+                turns = latent_tiles / model.at(problem, n).split if n else 0.0
+                total_us += turns * latent.tile_us if latent else 0.0
+                total_us += COMBINE_EFFORT * time_us(combine)
+                total_us = MIX_EFFORT * total_us + MIX_US
+                others += PRODUCT_US + time_us(absorption)
+            return Estimate(total_us, others, 1.0, {"n": n}, rated=True)
+        others += PRODUCT_US + time_us(q_absorption_cost(problem))
         tiles = (latent_tiles if n < shape.t else 0) + (head_tiles if n else 0)
         attention_us, fill = kernel_us(attention_block_specialized_cost(problem, n), tiles)
-        total_us = attention_us + time_us(decompress_combine_cost(problem))
+        total_us = attention_us + time_us(decompress_combine_cost(problem)) + MIX_US
         return Estimate(total_us, others, fill, {"n": n}, rated)
     return None
 
@@ -163,7 +188,7 @@ def _shared_prefix(shape: CallShape, spec: DeviceSpec) -> Estimate:
     own = tuple(length - min(shared.prefix, length) for length in problem.kv_lengths)
     latent = flash_mla_cost(replace(problem, lengths=own))
     window = Cost(attention.flops - latent.flops, attention.bytes - latent.bytes)
-    seen = [kernel_rates(spec.name, name, SHARED_PREFIX[1]) for name in SHARED_PREFIX_RATES]
+    seen = [kernel_rates(spec.name, name, SHARED_PREFIX[1]) for name in MIX_RATES]
     total_us = 0.0
     for cost, rates in zip((latent, window), seen, strict=True):
         if rates is None:

@@ -14,7 +14,7 @@ from importlib import resources
 
 from mla_var3.errors import InvalidArgumentError
 
-_FIELDS = {"tflops", "gbps", "fixed_us", "balanced", "source", "date"}
+_FIELDS = {"tflops", "gbps", "fixed_us", "tile_us", "balanced", "source", "date"}
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class KernelRates:
         tflops: matrix rate where it is compute bound.
         gbps: rate of reading where it is memory bound.
         fixed_us: time of a launch with next to nothing to do.
+        tile_us: time of a tile of query rows beside its tokens, on the SM that has it: its queries
+            come and its output goes.
         balanced: whether it shares its work out over all SMs whatever the shape.
         source: the record that shows it.
         date: when that was.
@@ -33,6 +35,7 @@ class KernelRates:
     tflops: float
     gbps: float
     fixed_us: float
+    tile_us: float
     balanced: bool
     source: str
     date: str
@@ -41,8 +44,9 @@ class KernelRates:
         for name in ("tflops", "gbps"):
             if not getattr(self, name) > 0:
                 raise InvalidArgumentError(name, "a positive number", getattr(self, name))
-        if not self.fixed_us >= 0:
-            raise InvalidArgumentError("fixed_us", "a number of at least 0", self.fixed_us)
+        for name in ("fixed_us", "tile_us"):
+            if not getattr(self, name) >= 0:
+                raise InvalidArgumentError(name, "a number of at least 0", getattr(self, name))
 
 
 @lru_cache(maxsize=1)

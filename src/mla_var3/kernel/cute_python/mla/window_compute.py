@@ -1,11 +1,11 @@
 """The computing warpgroups of the decompressed kernel: 64 query rows and a head's output each.
 
-Keys and values have 16 bits; with 8 bits `window_fp8.py` computes.
+Keys and values have 16 bits, or 8 and many rows (see `window_fp8_rows.py`).
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from mla_var3.kernel.cute_python.mla.latent_ops import (
@@ -23,6 +23,16 @@ from mla_var3.kernel.cute_python.mla.latent_ops import (
 )
 from mla_var3.kernel.cute_python.mla.schedule import ROWS
 from mla_var3.kernel.cute_python.mla.warpgroups import free, settle
+from mla_var3.kernel.cute_python.mla.window_fp8 import WEIGHT_BITS, clear_columns
+from mla_var3.kernel.cute_python.mla.window_fp8_rows import (
+    MMA_DEPTH_8,
+    clear_scales,
+    divide_rows,
+    load_queries_by_row,
+    round_weights_by_row,
+    scale_scores,
+    softmax_by_row,
+)
 from mla_var3.kernel.cute_python.mla.window_jobs import (
     BLOCK,
     FIRST_BARRIER,
@@ -47,13 +57,14 @@ def compute(
     blocks: Int32,
     window: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
+    fp8: cutlass.Constexpr,
     wide: cutlass.Constexpr,
 ):
     """Attend with one head or one tile of rows per warpgroup.
 
     Args:
         products: q k, q_rope k_rope and p v.
-        shared: keys, values and rope keys of all stages.
+        shared: keys, values, rope keys and, in 8 bits, scales of all stages.
         ring: the ring's barriers and stages.
         queries: pointers to q_nope and q_rope.
         outputs: pointers to o and lse.
@@ -61,10 +72,11 @@ def compute(
         block, blocks: which of the persistent blocks this is.
         window: sizes.
         dtype: of queries and output.
+        fp8: whether keys and values have 8 bits.
         wide: whether to write parts in float32.
     """
     qk_mma, rope_mma, pv_mma = products
-    s_k, s_v, s_r = shared
+    s_k, s_v, s_r, s_scales = shared
     thread, _, _ = cute.arch.thread_idx()
     group = cute.arch.make_warp_uniform(thread // 128)
     t = thread % 128
@@ -79,11 +91,19 @@ def compute(
     acc_s = cute.make_rmem_tensor(thr_qk.partition_shape_C((ROWS, BLOCK)), Float32)
     o, s = two_rows(acc_o, HEAD), two_rows(acc_s, BLOCK)
     q_rope = operand(ROPE // MMA_DEPTH, dtype)
+    acc_r = acc_s
     values_by_row = cute.make_tensor(s_v.iterator, cute.select(s_v.layout, mode=[1, 0, 2]))
-    q = operand(HEAD // MMA_DEPTH, dtype)
-    p = operand(BLOCK // MMA_DEPTH, dtype)
+    if const_expr(fp8):
+        acc_r = cute.make_rmem_tensor(acc_s.layout, Float32)
+        q = operand(HEAD // MMA_DEPTH_8, Float8E4M3FN, 4)
+        p = operand(BLOCK // MMA_DEPTH_8, Float8E4M3FN, 4)
+    else:
+        q = operand(HEAD // MMA_DEPTH, dtype)
+        p = operand(BLOCK // MMA_DEPTH, dtype)
     sums, top = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
-    scale = cute.make_rmem_tensor(2, Float32)
+    scale, q_scale = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+    q_scale.fill(1.0)
+    exponents = cute.make_rmem_tensor((2, BLOCK // 8), Float32)
     limits = cute.make_rmem_tensor(2, Int32)
     stage = Int32(0)
     phase = Int32(0)
@@ -98,7 +118,13 @@ def compute(
         )
         sources = (queries[0] + start * HEAD, queries[1] + start * ROPE)
         load_queries(q_rope, sources[1], ROPE, row0, rows, window.heads, lane)
-        load_queries(q, sources[0], HEAD, row0, rows, window.heads, lane)
+        if const_expr(fp8):
+            load_queries_by_row(
+                q, q_rope, q_scale, sources[0], row0, rows, window.heads, lane, dtype
+            )
+            divide_rows(q_rope, q_scale, dtype)
+        else:
+            load_queries(q, sources[0], HEAD, row0, rows, window.heads, lane)
         acc_o.fill(0.0)
         sums.fill(0.0)
         top.fill(SCORE_FLOOR)
@@ -111,13 +137,19 @@ def compute(
         token = job.first * BLOCK
         slot = stage * ring.units + unit
         cute.arch.mbarrier_wait(ring.keys(stage), phase)
+        if const_expr(fp8):
+            if token + BLOCK > job.tokens:
+                clear_scales(s_scales, slot, job.tokens - token, t, group)
         multiply_queries(qk_mma, acc_s, q, f_k, slot)
-        multiply_rope(rope_mma, acc_s, q_rope, f_r, stage)
+        multiply_rope(rope_mma, acc_r, q_rope, f_r, stage, fp8)
         warpgroup.commit_group()
         warpgroup.wait_group(0)
-        softmax(s, sums, top, scale, token, lowest, limits, lane, scale_log2e, job, window)
+        softmax(
+            s, acc_r, exponents, sums, top, scale, q_scale, s_scales, slot, token, lowest,
+            limits, lane, scale_log2e, fp8, job, window,
+        )  # fmt: skip
         free(ring.keys_free(stage), lane)
-        round_weights(p, acc_s, dtype)
+        round_weights(p, acc_s, dtype, fp8)
         for at in cutlass.range(job.first + 1, job.last, unroll=1):
             token = at * BLOCK
             v_slot, v_stage, v_phase = slot, stage, phase
@@ -130,41 +162,56 @@ def compute(
                     held = values_by_row[(None, None, v_slot)]
                     clear_places(held, token - BLOCK, t, FIRST_BARRIER + group, job, window)
             cute.arch.mbarrier_wait(ring.keys(stage), phase)
+            if const_expr(fp8):
+                if token + BLOCK > job.tokens:
+                    clear_scales(s_scales, slot, job.tokens - token, t, group)
             multiply_queries(qk_mma, acc_s, q, f_k, slot)
-            multiply_rope(rope_mma, acc_s, q_rope, f_r, stage)
+            multiply_rope(rope_mma, acc_r, q_rope, f_r, stage, fp8)
             warpgroup.commit_group()
             cute.arch.mbarrier_wait(ring.values(v_stage), v_phase)
             multiply_values(pv_mma, acc_o, p, f_v, v_slot)
             warpgroup.wait_group(1)
-            free(ring.keys_free(stage), lane)
-            softmax(s, sums, top, scale, token, lowest, limits, lane, scale_log2e, job, window)
+            if const_expr(not fp8):
+                free(ring.keys_free(stage), lane)
+            softmax(
+                s, acc_r, exponents, sums, top, scale, q_scale, s_scales, slot, token,
+                lowest, limits, lane, scale_log2e, fp8, job, window,
+            )  # fmt: skip
+            if const_expr(fp8):  # the scales have come with the keys
+                free(ring.keys_free(stage), lane)
             warpgroup.wait_group(0)
             free(ring.values_free(v_stage), lane)
             rescale(o, scale)
-            round_weights(p, acc_s, dtype)
+            round_weights(p, acc_s, dtype, fp8)
         cute.arch.mbarrier_wait(ring.values(stage), phase)
         if const_expr(window.ring):
             if job.gone > 0:
                 held = values_by_row[(None, None, slot)]
                 clear_places(held, token, t, FIRST_BARRIER + group, job, window)
         if token + BLOCK > job.tokens:
-            first = cutlass.max(job.tokens - token, 0)
-            clear_rows(values_by_row[(None, None, slot)], HEAD, first, t, FIRST_BARRIER + group)
+            if const_expr(fp8):
+                clear_columns(s_v, slot, job.tokens - token, t, group)
+            else:
+                first = cutlass.max(job.tokens - token, 0)
+                clear_rows(values_by_row[(None, None, slot)], HEAD, first, t, FIRST_BARRIER + group)
         multiply_values(pv_mma, acc_o, p, f_v, slot)
         warpgroup.wait_group(0)
         free(ring.values_free(stage), lane)
         stage, phase = ring.after(stage, phase)
         if const_expr(wide):
             start += Int64(job.part) * window.requests * window.queries * window.heads
+        bits = WEIGHT_BITS if const_expr(fp8) else 0.0
         finish(
-            o, sums, top, outputs, start, row0, rows, window.heads, lane, dtype, wide, job.broken
-        )
+            o, sums, top, bits, outputs, start, row0, rows, window.heads, lane, dtype, wide,
+            job.broken,
+        )  # fmt: skip
 
 
-def operand(steps: int, dtype) -> cute.Tensor:
-    """Registers of an operand A: two neighbours in k, two rows, two halves of k, steps."""
-    layout = cute.make_layout(((2, 2, 2), 1, steps), stride=((1, 2, 4), 0, 8))
-    return cute.make_rmem_tensor(layout, dtype)
+def operand(steps: int, dtype, in_row: int = 2) -> cute.Tensor:
+    """Registers of an operand A: in_row neighbours in k, two rows, two halves of k, steps."""
+    shape = ((in_row, 2, 2), 1, steps)
+    strides = ((1, in_row, 2 * in_row), 0, 4 * in_row)
+    return cute.make_rmem_tensor(cute.make_layout(shape, stride=strides), dtype)
 
 
 @cute.jit
@@ -205,12 +252,17 @@ def multiply_queries(
 
 @cute.jit
 def multiply_rope(
-    mma: cute.TiledMma, acc: cute.Tensor, q: cute.Tensor, keys: cute.Tensor, stage: Int32
+    mma: cute.TiledMma,
+    acc: cute.Tensor,
+    q: cute.Tensor,
+    keys: cute.Tensor,
+    stage: Int32,
+    alone: cutlass.Constexpr,
 ):
-    """Acc += q_rope k_rope^T; returns before it is done."""
+    """Acc += q_rope k_rope^T, or = when it is alone; returns before it is done."""
     atom = cute.make_mma_atom(mma.op)
-    atom.set(warpgroup.Field.ACCUMULATE, True)
     for k in cutlass.range_constexpr(ROPE // MMA_DEPTH):
+        atom.set(warpgroup.Field.ACCUMULATE, k > 0 or not alone)
         cute.gemm(atom, acc, q[(None, None, k)], keys[(None, None, k, stage)], acc)
 
 
@@ -230,14 +282,20 @@ def multiply_values(
 @cute.jit
 def softmax(
     s: cute.Tensor,
+    acc_r: cute.Tensor,
+    exponents: cute.Tensor,
     sums: cute.Tensor,
     top: cute.Tensor,
     scale: cute.Tensor,
+    q_scale: cute.Tensor,
+    scales: cutlass.Constexpr,
+    slot: Int32,
     token: Int32,
     lowest: Int32,
     limits: cute.Tensor,
     lane: Int32,
     scale_log2e: Float32,
+    fp8: cutlass.Constexpr,
     job: cutlass.Constexpr,
     window: cutlass.Constexpr,
 ):
@@ -245,34 +303,45 @@ def softmax(
 
     Args:
         s: scores of this thread's two rows, replaced.
+        acc_r: the rope part of the scores, where it is apart.
+        exponents: room for those of the value scales in 8 bits.
         sums: sums of this thread's weights, updated.
         top: running maximum per row, updated.
         scale: factor per row by which earlier results shrink, written.
+        q_scale: scales of the query rows; 1 in 16 bits.
+        scales: those of keys and values in 8 bits.
+        slot: the head's place in the ring.
         token: first token of the block.
         lowest: the first token that some row of the warp does not see.
         limits: the first token that a row does not see.
         lane: this thread's place in its warp.
         scale_log2e: softmax scale times log2 e.
+        fp8: whether keys and values have 8 bits.
         job, window: what the block belongs to, for the order of a ring.
     """
+    if const_expr(fp8):
+        scale_scores(s, two_rows(acc_r, BLOCK), exponents, scales, slot, lane)
     if const_expr(window.ring):
         if job.gone > 0 or places_end(token, job, window) > lowest:
             hide_places(s, token, limits, lane, job, window)
     elif token + BLOCK > lowest:
         hide(s, token, limits, lane)
-    for r in cutlass.range_constexpr(2):
-        best = s[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
-        best = cute.arch.fmax(best, cute.arch.shuffle_sync_bfly(best, offset=1))
-        best = cute.arch.fmax(best, cute.arch.shuffle_sync_bfly(best, offset=2))
-        new = top[r]
-        if best * scale_log2e > new + LAZY_RISE:
-            new = best * scale_log2e
-        scale[r] = cute.math.exp2(top[r] - new, fastmath=True)
-        top[r] = new
-        weights = cute.math.exp2(s[r, None].load() * scale_log2e - new, fastmath=True)
-        s[r, None].store(weights)
-        added = weights.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-        sums[r] = sums[r] * scale[r] + added
+    if const_expr(fp8):
+        softmax_by_row(s, exponents, sums, top, scale, q_scale, scale_log2e)
+    else:
+        for r in cutlass.range_constexpr(2):
+            best = s[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
+            best = cute.arch.fmax(best, cute.arch.shuffle_sync_bfly(best, offset=1))
+            best = cute.arch.fmax(best, cute.arch.shuffle_sync_bfly(best, offset=2))
+            new = top[r]
+            if best * scale_log2e > new + LAZY_RISE:
+                new = best * scale_log2e
+            scale[r] = cute.math.exp2(top[r] - new, fastmath=True)
+            top[r] = new
+            weights = cute.math.exp2(s[r, None].load() * scale_log2e - new, fastmath=True)
+            s[r, None].store(weights)
+            added = weights.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            sums[r] = sums[r] * scale[r] + added
 
 
 @cute.jit
@@ -318,10 +387,15 @@ def clear_places(
 
 
 @cute.jit
-def round_weights(p: cute.Tensor, acc_s: cute.Tensor, dtype: cutlass.Constexpr):
+def round_weights(
+    p: cute.Tensor, acc_s: cute.Tensor, dtype: cutlass.Constexpr, fp8: cutlass.Constexpr
+):
     """Weights to the registers of an operand A."""
-    # The result of one product has the layout of the next one's operand.
-    cute.make_tensor(p.iterator, acc_s.layout).store(acc_s.load().to(dtype))
+    if const_expr(fp8):
+        round_weights_by_row(p, two_rows(acc_s, BLOCK))
+    else:
+        # The result of one product has the layout of the next one's operand.
+        cute.make_tensor(p.iterator, acc_s.layout).store(acc_s.load().to(dtype))
 
 
 @cute.jit
@@ -329,6 +403,7 @@ def finish(
     o: cute.Tensor,
     sums: cute.Tensor,
     top: cute.Tensor,
+    bits: cutlass.Constexpr,
     outputs: cutlass.Constexpr,
     start: Int64,
     row0: Int32,
@@ -339,7 +414,10 @@ def finish(
     wide: cutlass.Constexpr,
     broken: Boolean | None,
 ):
-    """Divide by the row sums and write the rows that are there; NaN where tokens are missing."""
+    """Divide by the row sums and write the rows that are there; NaN where tokens are missing.
+
+    Weights and their sums are 2**bits too large.
+    """
     out, lse = outputs
     element = Float32 if wide else dtype
     for r in cutlass.range_constexpr(2):
@@ -348,7 +426,7 @@ def finish(
         log_sum = -Float32.inf
         if total > 0.0:
             inverse = cute.arch.rcp_approx(total)
-            log_sum = top[r] + cute.math.log2(total, fastmath=True)
+            log_sum = top[r] - bits + cute.math.log2(total, fastmath=True)
         if const_expr(broken is not None):
             if broken:
                 inverse = Float32(float("nan"))

@@ -1,4 +1,4 @@
-"""The computing warpgroups of the decompressed kernel when keys and values have 8 bits.
+"""The computing warpgroups of the decompressed kernel with 8 bits and up to 48 query rows.
 
 Tokens are on the M side of the products and query rows on the N side, which is as wide as there are
 rows:
@@ -19,6 +19,8 @@ it as long as no weight is too large for e4m3: the weights of a block are comput
 of the blocks before, and the barrier behind them, which is needed anyway, tells every warp whether
 one was. Then, and in the first block, the maximum is looked for and the weights are computed again.
 """
+
+import operator
 
 import cutlass
 import cutlass.cute as cute
@@ -48,13 +50,17 @@ ROW_THREADS = 4
 """Threads that load a query row."""
 EXCHANGE_BYTES = 2 * HEAD + 2 * BLOCK + 4 + 4 * GROUP_WARPS
 """Shared memory of a query row: its two parts, weights of two blocks, scale, a number per warp."""
-COLUMN_CHOICES = (16, 32, 48, 64)
-"""Query rows on the N side that the kernel is compiled for."""
+COLUMN_CHOICES = (16, 32, 48)
+"""Query rows on the N side that the kernel is compiled for. With 64 the M side is as fast and takes
+less energy: shared memory is read half as often."""
+BYTE_CHOICES = ((0x7632, 0x5140, 0x7160), (0x5410, 0x3524, 0x3726))
+"""For threads of even and of odd tokens: which bytes of two words of weights go to the neighbour,
+and how those that stay and those that come are put together to two words."""
 
 
 def columns_for(rows: int) -> int:
-    """Query rows on the N side for a head that has so many, or tiles of 64 of them."""
-    return next((columns for columns in COLUMN_CHOICES if rows <= columns), ROWS)
+    """Query rows on the N side for a head that has so many; 0 where the M side is better."""
+    return next((columns for columns in COLUMN_CHOICES if rows <= columns), 0)
 
 
 @cute.jit
@@ -206,8 +212,6 @@ def load_queries_8(
 ):
     """Query rows into shared memory as e4m3 numbers, each with a scale; zeros for absent rows.
 
-    The scale is that of the larger part, so that the rope part divided by it fits 16 bits too.
-
     Args:
         target, rope_target: [columns, 128] in e4m3, [columns, 64] in 16 bits.
         scales: one per row, written.
@@ -231,15 +235,7 @@ def load_queries_8(
             copy_row(queries[0], at * HEAD + quarter * (HEAD // ROW_THREADS), nope)
             copy_row(queries[1], at * ROPE + quarter * (ROPE // ROW_THREADS), rope)
         parts = (nope.load().to(Float32), rope.load().to(Float32))
-        peak = Float32(0.0)
-        for i in cutlass.range_constexpr(2):
-            peak = cute.arch.fmax(peak, parts[i].reduce(cute.ReductionOp.MAX, Float32(0.0), 0))
-            peak = cute.arch.fmax(peak, -parts[i].reduce(cute.ReductionOp.MIN, Float32(0.0), 0))
-        peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, offset=1))
-        peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, offset=2))
-        scale = Float32(1.0)
-        if peak > 0.0:
-            scale = peak * (1.0 / E4M3_MAX)
+        scale = row_scale(parts)
         rounded = cute.make_rmem_tensor(HEAD // ROW_THREADS, Float8E4M3FN)
         rounded.store((parts[0] * (1.0 / scale)).to(Float8E4M3FN))
         rope.store((parts[1] * (1.0 / scale)).to(dtype))
@@ -254,6 +250,24 @@ def load_queries_8(
                 place = cute.local_tile(rope_target, (1, 8), (row, quarter * 2 + i))
                 cute.autovec_copy(cute.local_tile(rope, (8,), (i,)), cute.group_modes(place, 0, 2))
     settle(FIRST_BARRIER + group)
+
+
+@cute.jit
+def row_scale(parts: cutlass.Constexpr) -> Float32:
+    """The scale of a query row, of whose two parts four neighbouring threads have a quarter each.
+
+    It is that of the larger part, so that the rope part divided by it fits 16 bits too.
+    """
+    peak = Float32(0.0)
+    for i in cutlass.range_constexpr(2):
+        peak = cute.arch.fmax(peak, parts[i].reduce(cute.ReductionOp.MAX, Float32(0.0), 0))
+        peak = cute.arch.fmax(peak, -parts[i].reduce(cute.ReductionOp.MIN, Float32(0.0), 0))
+    peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, offset=1))
+    peak = cute.arch.fmax(peak, cute.arch.shuffle_sync_bfly(peak, offset=2))
+    scale = Float32(1.0)
+    if peak > 0.0:
+        scale = peak * (1.0 / E4M3_MAX)
+    return scale
 
 
 @cute.jit
@@ -441,18 +455,21 @@ def store_weights(words: cute.Tensor, rounded: cute.Tensor, t: Int32, columns: c
     has the even row then, the other one the odd row, of which each stores a word. The words of a
     warp lie in a row.
     """
-    lane = t % 32
-    odd = lane // 4 % 2
-    # Which bytes of two words go out, and where the bytes that stay and those that come belong.
-    send, first, second = Int32(0x7632), Int32(0x5140), Int32(0x7160)
-    if odd == 1:
-        send, first, second = Int32(0x5410), Int32(0x3524), Int32(0x3726)
-    place = t // 32 * (columns * 4) + ((lane % 4) * 2 + odd) * 4 + lane // 8
+    send, first, second = (Int32(choice) for choice in BYTE_CHOICES[0])
+    if t // 4 % 2 == 1:
+        send, first, second = (Int32(choice) for choice in BYTE_CHOICES[1])
+    place = word_place(t, columns)
     for j in cutlass.range_constexpr(0, columns // 8, 2):
         going = Int32(cute.arch.prmt(rounded[j], rounded[j + 1], send))
         coming = cute.arch.shuffle_sync_bfly(going, offset=4)
         words[place + j * 32] = Int32(cute.arch.prmt(rounded[j], coming, first))
         words[place + (j + 1) * 32] = Int32(cute.arch.prmt(rounded[j + 1], coming, second))
+
+
+def word_place(t, columns):
+    """The word of the first 8 rows that a thread stores; those of the next 8 are 32 behind."""
+    lane = t % 32
+    return t // 32 * (columns * 4) + ((lane % 4) * 2 + lane // 4 % 2) * 4 + lane // 8
 
 
 @cute.jit
@@ -468,21 +485,14 @@ def raise_bases(
     first: Boolean,
 ):
     """Let the running maximum of the rows follow where it has to, with all that depends on it."""
-    lane = t % 32
+    tops = cute.make_rmem_tensor(sums.layout, Float32)
     for j in cutlass.range_constexpr(columns // 8):
         for e in cutlass.range_constexpr(2):
-            top = cute.arch.fmax(s[(e, j), 0], s[(e, j), 1])
-            for step in cutlass.range_constexpr(3):
-                top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=4 << step))
-            if lane < 4:
-                warp_rows[j * 8 + lane * 2 + e, t // 32] = top
-    cute.arch.barrier(barrier_id=FIRST_BARRIER + group, number_of_threads=128)
+            tops[e, j] = cute.arch.fmax(s[(e, j), 0], s[(e, j), 1])
+    join_warps(tops, warp_rows, t, group, columns, cute.arch.fmax)
     for j in cutlass.range_constexpr(columns // 8):
         for e in cutlass.range_constexpr(2):
-            row = j * 8 + (lane % 4) * 2 + e
-            top = warp_rows[row, 0]
-            for warp in cutlass.range_constexpr(1, GROUP_WARPS):
-                top = cute.arch.fmax(top, warp_rows[row, warp])
+            top = tops[e, j]
             rise = Float32(0.0)
             if top > LARGEST_BITS or (first and top > -Float32.inf):
                 rise = top - WEIGHT_BITS
@@ -493,6 +503,42 @@ def raise_bases(
                 shrink = cute.math.exp2(-rise, fastmath=True)
                 sums[e, j] = sums[e, j] * shrink
                 o[(e, j), None].store(o[(e, j), None].load() * shrink)
+
+
+@cute.jit
+def join_warps(
+    numbers: cute.Tensor,
+    warp_rows: cute.Tensor,
+    t: Int32,
+    group: Int32,
+    columns: cutlass.Constexpr,
+    join: cutlass.Constexpr,
+):
+    """Join the numbers that the threads of a warpgroup have of a row; every thread gets the result.
+
+    Args:
+        numbers: this thread's, one per row, replaced.
+        warp_rows: room for a number per row and warp; nobody may still be reading it.
+        t, group: this thread and its warpgroup.
+        columns: rows.
+        join: joins two numbers.
+    """
+    lane = t % 32
+    for j in cutlass.range_constexpr(columns // 8):
+        for e in cutlass.range_constexpr(2):
+            joined = numbers[e, j]
+            for step in cutlass.range_constexpr(3):
+                joined = join(joined, cute.arch.shuffle_sync_bfly(joined, offset=4 << step))
+            if lane < 4:
+                warp_rows[j * 8 + lane * 2 + e, t // 32] = joined
+    cute.arch.barrier(barrier_id=FIRST_BARRIER + group, number_of_threads=128)
+    for j in cutlass.range_constexpr(columns // 8):
+        for e in cutlass.range_constexpr(2):
+            row = j * 8 + (lane % 4) * 2 + e
+            joined = warp_rows[row, 0]
+            for warp in cutlass.range_constexpr(1, GROUP_WARPS):
+                joined = join(joined, warp_rows[row, warp])
+            numbers[e, j] = joined
 
 
 @cute.jit
@@ -533,21 +579,11 @@ def finish_8(
     """Divide by the row sums of all warps and write the rows that are there."""
     out, lse = outputs
     element = Float32 if wide else dtype
-    lane = t % 32
+    join_warps(sums, warp_rows, t, group, columns, operator.add)
     for j in cutlass.range_constexpr(columns // 8):
         for e in cutlass.range_constexpr(2):
+            row = j * 8 + (t % 4) * 2 + e
             total = sums[e, j]
-            for step in cutlass.range_constexpr(3):
-                total += cute.arch.shuffle_sync_bfly(total, offset=4 << step)
-            if lane < 4:
-                warp_rows[j * 8 + lane * 2 + e, t // 32] = total
-    cute.arch.barrier(barrier_id=FIRST_BARRIER + group, number_of_threads=128)
-    for j in cutlass.range_constexpr(columns // 8):
-        for e in cutlass.range_constexpr(2):
-            row = j * 8 + (lane % 4) * 2 + e
-            total = warp_rows[row, 0]
-            for warp in cutlass.range_constexpr(1, GROUP_WARPS):
-                total += warp_rows[row, warp]
             inverse = Float32(0.0)
             log_sum = -Float32.inf
             if total > 0.0:

@@ -25,8 +25,8 @@ Rows without a visible token give 0 and -inf; slots that hold no token may hold 
 How it works. A warp loads blocks of 64 tokens into a ring as deep as shared memory allows, so that
 100 to 200 KB are on their way: an SM pulls 98 GB/s without products, about 60 GB/s with them. Two
 warpgroups take a head each, or a tile of rows each, and run at their own pace, so that one
-multiplies while the other is at its softmax. Queries stay in registers; in 8 bits they are on the
-N side of the products, in shared memory (`window_fp8.py`).
+multiplies while the other is at its softmax. Queries stay in registers; with 8 bits
+and few of them they are on the N side of the products, in shared memory (`window_fp8.py`).
 """
 
 from dataclasses import dataclass
@@ -103,21 +103,29 @@ class WindowSm90:
     """Host and device code for one element type."""
 
     def __init__(
-        self, dtype, form="heads", columns=0, shared=False, wide=False, ring=False, alone=False
+        self,
+        dtype,
+        form="heads",
+        fp8=False,
+        columns=0,
+        shared=False,
+        wide=False,
+        ring=False,
+        alone=False,
     ):
         """Choose what to compile.
 
         Args:
             dtype: element type of queries and output, and of keys and values of 16 bits.
             form: what the warpgroups of a block have in common, "heads" or "tiles".
-            columns: query rows on the N side of the products for keys and values of 8 bits; 0 for
-                16 bits.
+            fp8: whether keys and values have 8 bits.
+            columns: query rows on the N side of the products, with 8 bits; 0 for the M side.
             shared, wide, ring, alone: see above.
         """
         self.dtype = dtype
         self.form = form
+        self.fp8 = fp8
         self.columns = columns
-        self.fp8 = columns > 0
         self.shared = shared
         self.wide = wide
         self.ring = ring
@@ -229,7 +237,7 @@ class WindowSm90:
 
         def mma(kind, b_major, columns):
             source = warpgroup.OperandSource.RMEM  # queries, or weights
-            if const_expr(self.fp8):
+            if const_expr(self.columns > 0):
                 source, columns = warpgroup.OperandSource.SMEM, self.columns
             return sm90.make_trivial_tiled_mma(
                 kind, kind, OperandMajorMode.K, b_major, Float32, (1, 1, 1), (ROWS, columns), source
@@ -351,21 +359,23 @@ class WindowSm90:
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             products, rows, outputs = (qk_mma, rope_mma, pv_mma), (q_nope, q_rope), (o, lse)
-            if const_expr(self.fp8):
+            if const_expr(self.columns > 0):
                 compute_8(
                     products, (s_k, s_v, s_r, s_scales), self.exchange(store), ring, rows,
                     outputs, scale_log2e, block, blocks, work, self.dtype, self.columns, self.wide,
                 )  # fmt: skip
             else:
-                # columns first, then tokens
-                by_column = cute.make_tensor(s_v.iterator, cute.select(s_v.layout, mode=[1, 0, 2]))
+                by_column = s_v  # columns first, then tokens
+                if const_expr(not self.fp8):
+                    swapped = cute.select(s_v.layout, mode=[1, 0, 2])
+                    by_column = cute.make_tensor(s_v.iterator, swapped)
                 compute(
-                    products, (s_k, by_column, s_r), ring, rows, outputs, scale_log2e, block,
-                    blocks, work, self.dtype, self.wide,
+                    products, (s_k, by_column, s_r, s_scales), ring, rows, outputs, scale_log2e,
+                    block, blocks, work, self.dtype, self.fp8, self.wide,
                 )  # fmt: skip
 
     def exchange(self, store):
-        """What the warpgroups keep in shared memory in 8 bits, see `compute_8`."""
+        """What the warpgroups keep in shared memory with rows on the N side, see `compute_8`."""
         kinds = warpgroup.SmemLayoutAtomKind
 
         def tiles(memory, element, kind, *shape):

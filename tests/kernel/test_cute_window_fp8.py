@@ -1,0 +1,58 @@
+"""The 8-bit window kernel: which weights its threads trade, in plain Python."""
+
+from __future__ import annotations
+
+import pytest
+
+from mla_var3.kernel.cute_python.mla.window_fp8 import (
+    BYTE_CHOICES,
+    COLUMN_CHOICES,
+    columns_for,
+    word_place,
+)
+from mla_var3.op.mla.packed_window import TOKEN_ORDER
+
+LANES = 32
+
+
+def pick_bytes(first: list[object], second: list[object], selector: int) -> list[object]:
+    """What `prmt` does: each nibble names one of eight bytes."""
+    together = first + second
+    return [together[selector >> 4 * i & 7] for i in range(4)]
+
+
+@pytest.mark.parametrize("columns", COLUMN_CHOICES)
+def test_weights_arrive_in_the_order_of_the_tokens(columns: int) -> None:
+    """Every byte of the block carries its query row and its token."""
+    stored: dict[int, list[object]] = {}
+    for warp in range(4):
+        words = {}  # per lane and group of 8 rows: two rows of two tokens each
+        for lane in range(LANES):
+            tokens = [warp * 16 + lane // 4 + 8 * r for r in range(2)]
+            for j in range(columns // 8):
+                own = [j * 8 + lane % 4 * 2 + e for e in range(2)]
+                words[lane, j] = [(row, token) for row in own for token in tokens]
+        for j in range(0, columns // 8, 2):
+            going = {
+                lane: pick_bytes(words[lane, j], words[lane, j + 1], BYTE_CHOICES[lane // 4 % 2][0])
+                for lane in range(LANES)
+            }
+            for lane in range(LANES):
+                _, *choices = BYTE_CHOICES[lane // 4 % 2]
+                for k in range(2):
+                    place = word_place(warp * LANES + lane, columns) + (j + k) * 32
+                    assert place not in stored
+                    stored[place] = pick_bytes(words[lane, j + k], going[lane ^ 4], choices[k])
+    assert sorted(stored) == list(range(columns * 64 // 4))
+    for place, found in stored.items():
+        # 16 bytes of a row, rows one behind the other, then the next 16 tokens.
+        group, row, first = place // (columns * 4), place // 4 % columns, place % 4 * 4
+        order = [group * 16 + TOKEN_ORDER[first + i] for i in range(4)]
+        assert found == [(row, token) for token in order]
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1, 16), (16, 16), (17, 32), (43, 48), (49, 0), (64, 0), (200, 0)]
+)
+def test_few_rows_are_columns(rows: int, columns: int) -> None:
+    assert columns_for(rows) == columns
