@@ -126,8 +126,8 @@ def slug(device: str) -> str:
 
 def device_problems(text: str, entry: dict[str, Any]) -> list[str]:
     """Figures of a device page that differ from its entry in the device table."""
-    tables = tables_of(text)
-    if len(tables) != 1 or tables[0][0] != DEVICE_COLUMNS:
+    tables = [table for table in tables_of(text) if table[0] == DEVICE_COLUMNS]
+    if len(tables) != 1:
         return [f"expected one table with the columns {DEVICE_COLUMNS}"]
     rows = {row[0]: row[1:] for row in tables[0][1:]}
     figures = {key: value for key, value in entry.items() if key != "aliases"}

@@ -36,7 +36,10 @@ from mla_var3.runtime.markdown import byte_count, front_matter, json_ready, micr
 
 _WINDOW_DTYPES = (*DTYPES, FP8.name)
 _MOST_ROWS = 12
-_HEADERS = ("n", "window", "all layers", "SMs latent", "attention", "end to end", "waits for", "")
+_HEADERS = (
+    "n", "window", "all layers", "SMs latent", "attention", "end to end", "waits for", "energy",
+    "for long", "",
+)  # fmt: skip
 _PREDICTED = "These are predictions of a model, not measurements."
 _WAITS = {
     "latent": "absorbed work",
@@ -181,6 +184,12 @@ def summary(plan: WindowPlan) -> str:
         )
     elif chosen.window_bytes < plan.layer_budget_bytes:
         text += "; more memory would not help"
+    lasting = plan.lasting
+    if lasting.n != chosen.n:
+        text += (
+            f"; repeated without a pause it takes {microseconds(chosen.lasting_us)} at the power "
+            f"limit, and n={lasting.n} {microseconds(lasting.lasting_us)}"
+        )
     return text
 
 
@@ -275,6 +284,8 @@ def _rows(plan: WindowPlan) -> list[tuple[object, ...]]:
                 microseconds(point.time.attention_us),
                 microseconds(point.time.total_us),
                 _WAITS[point.time.bound],
+                None if point.joules is None else f"{point.joules:.2f} J",
+                None if point.joules is None else microseconds(point.lasting_us),
                 _remark(plan, point),
             )
         )

@@ -26,6 +26,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from mla_var3.conf.energy import energy_rates
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import (
@@ -254,12 +255,44 @@ class MixModel:
         # Not just of the last round: its steps need not meet the best of the round before.
         return min(sorted(times), key=times.__getitem__)
 
+    def joules(self, problem: MlaProblem, n: int) -> float | None:
+        """Energy of the attention; None where nobody measured what work costs on the device."""
+        rates = energy_rates(self.parameters.device)
+        if rates is None:
+            return None
+        work = mix_work(problem, n, self.form)
+        operations = rates.latent_joules_per_tflop * work.latent.flops
+        operations += rates.heads_joules_per_tflop * work.heads.flops / self.form.effort
+        moved = work.latent.bytes + work.heads.bytes
+        return operations / 1e12 + rates.joules_per_gb * moved / 1e9
+
+    def lasting_us(self, problem: MlaProblem, n: int) -> float:
+        """Time of one `n` that is repeated without a pause, from `q_nope` to `o`.
+
+        It is that of `at`, which a device at rest takes, or what the energy of the attention takes
+        at the power limit.
+        """
+        found, joules = self.at(problem, n), self.joules(problem, n)
+        rates = energy_rates(self.parameters.device)
+        if rates is None or joules is None:
+            return found.total_us
+        return max(found.total_us, joules / rates.power_limit_w * 1e6 + found.others_us)
+
     def worthwhile_n(self, problem: MlaProblem, multiple: int = 1) -> int:
-        """The best `n`, or that of the better pure path where the mix is not clearly better."""
-        ends = {n: self.at(problem, n).total_us for n in (0, max(problem.kv_lengths))}
-        pure = min(ends, key=ends.__getitem__)
+        """The best `n`, or that of the better pure path where the mix is not clearly better.
+
+        It has to be better for long, too.
+        """
+        ends = (0, max(problem.kv_lengths))
         n = self.best_n(problem, multiple=multiple)
-        return n if self.at(problem, n).total_us < (1.0 - WORTH_MIXING) * ends[pure] else pure
+        for time_us in (self._total_us, self.lasting_us):
+            pure = min(ends, key=lambda end: time_us(problem, end))
+            if time_us(problem, n) >= (1.0 - WORTH_MIXING) * time_us(problem, pure):
+                return min(ends, key=lambda end: self.lasting_us(problem, end))
+        return n
+
+    def _total_us(self, problem: MlaProblem, n: int) -> float:
+        return self.at(problem, n).total_us
 
     def largest_n(self, problem: MlaProblem, max_bytes: int | None, multiple: int = 1) -> int:
         """The largest window that fits, whether it is a good one or not."""

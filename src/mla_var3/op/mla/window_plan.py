@@ -36,11 +36,15 @@ class PlanPoint:
         n: Decompressed tokens per request.
         window_bytes: Memory of the window in one layer, for the whole batch.
         time: What the model expects of it, per layer.
+        joules: Energy of its attention, per layer; None where it is not known.
+        lasting_us: Its time when it is repeated without a pause, per layer.
     """
 
     n: int
     window_bytes: int
     time: MixTime
+    joules: float | None
+    lasting_us: float
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form."""
@@ -50,6 +54,8 @@ class PlanPoint:
             **asdict(self.time),
             "total_us": self.time.total_us,
             "bound": self.time.bound,
+            "joules": self.joules,
+            "lasting_us": self.lasting_us,
         }
 
 
@@ -83,6 +89,12 @@ class WindowPlan:
         return self.budget_bytes // self.layers
 
     @property
+    def lasting(self) -> PlanPoint:
+        """The best window of the curve for long that fits; the chosen one of equally good ones."""
+        fitting = [p for p in self.curve if p.window_bytes <= self.layer_budget_bytes]
+        return min([self.chosen, *fitting], key=lambda point: point.lasting_us)
+
+    @property
     def without_us(self) -> float:
         """Time of one layer with nothing decompressed."""
         return self.curve[0].time.total_us
@@ -103,6 +115,7 @@ class WindowPlan:
             "chosen_bytes_all_layers": self.chosen.window_bytes * self.layers,
             "chosen_us_all_layers": self.chosen.time.total_us * self.layers,
             "unlimited": self.unlimited.to_dict(),
+            "lasting": self.lasting.to_dict(),
             "curve": [point.to_dict() for point in self.curve],
         }
 
@@ -171,7 +184,13 @@ def plan_curve(
 
 def plan_point(problem: MlaProblem, model: MixModel, n: int) -> PlanPoint:
     """One window at its best split of the SMs."""
-    return PlanPoint(n, decompressed_bytes(problem, n, model.form), model.at(problem, n))
+    return PlanPoint(
+        n=n,
+        window_bytes=decompressed_bytes(problem, n, model.form),
+        time=model.at(problem, n),
+        joules=model.joules(problem, n),
+        lasting_us=model.lasting_us(problem, n),
+    )
 
 
 def parse_bytes(text: str, argument: str = "budget") -> int:
