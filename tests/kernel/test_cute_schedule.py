@@ -24,6 +24,7 @@ from mla_var3.kernel.cute_python.mla.schedule import (
     ITEM_COST,
     KV_BLOCK,
     SPLIT_COST,
+    STREAM_COST,
     GangShape,
     Piece,
     cut_block,
@@ -351,20 +352,33 @@ def busy_share(tiles: int, requests: int, sms: int, shape: GangShape) -> float:
     return requests * tiles * BLOCKS / (sms * slowest)
 
 
+def worth(tiles: int, requests: int, sms: int, shape: GangShape) -> float:
+    """That share, less what gangs cost that are alone on their KV blocks."""
+    in_step = requests * shape.groups % shape.parts == 0  # then they take turns
+    streams = -(-shape.parts // shape.groups) if in_step else shape.parts
+    return busy_share(tiles, requests, sms, shape) - STREAM_COST * streams
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 16))
 @example(1, 1, 1)
 @example(3, 1, 16)
 @example(8, 4, 13)
+@example(10, 1, 11)
 def test_as_many_sms_are_busy_as_promised(tiles: int, requests: int, sms: int) -> None:
     """Against every gang and every number of parts that fit."""
     best = max(
-        busy_share(tiles, requests, sms, GangShape(gang, -(-tiles // gang), parts))
+        worth(tiles, requests, sms, GangShape(gang, -(-tiles // gang), parts))
         for gang in range(1, min(tiles, sms) + 1)
         for parts in range(1, sms // gang + 1)
     )
-    chosen = busy_share(tiles, requests, sms, gang_shape(tiles, requests, sms))
+    chosen = worth(tiles, requests, sms, gang_shape(tiles, requests, sms))
     assert chosen >= best - SPLIT_COST - GANG_WORTH - COARSENESS
+
+
+def test_a_gang_that_shares_its_kv_blocks_is_worth_some_idle_sms() -> None:
+    """86 tiles: 66 gangs of two fill all SMs, three of 44 read the cache a 22nd as often."""
+    assert gang_shape(86, 32, 132) == GangShape(44, 2, 3)
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 4, 32])
