@@ -19,6 +19,7 @@ from ..unit.attention.attention_support import (
     oracle,
     random_parents,
 )
+from .captured_step import replayed_steps
 
 pytestmark = pytest.mark.gpu
 
@@ -119,21 +120,8 @@ def test_a_captured_step(kernel: str, model: Model, generator: torch.Generator) 
         )  # fmt: skip
         lse.copy_(result[1])
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    cache.evict(list(range(B)))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    cache.evict(list(range(B)))
-    for turn in range(40):
-        for tensor in (latent, rope, q_nope, q_rope):
-            tensor.copy_(normal(generator, *tensor.shape, dtype=torch.bfloat16))
-        rejected.copy_(torch.tensor([turn % 3, (turn + 1) % 2], dtype=torch.int32))
-        graph.replay()
+    inputs = (latent, rope, q_nope, q_rope)
+    for turn in replayed_steps(step, cache, inputs, rejected, generator, 40):
         if turn % 8 == 7:
             require_right(out, lse, (q_nope, q_rope), cache, model)
     cache.check()

@@ -18,6 +18,7 @@ from mla_var3.attention.cache import LatentCache
 from mla_var3.attention.view import CacheView
 
 from ..unit.attention.attention_support import Model, assert_close, make_model, normal
+from .captured_step import replayed_steps
 
 pytestmark = pytest.mark.gpu
 
@@ -333,21 +334,8 @@ def test_a_captured_step(
         )  # fmt: skip
         lse.copy_(result[1])
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    cache.evict(list(range(b)))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    cache.evict(list(range(b)))
-    for turn in range(60):
-        for tensor in (latent, rope, q_nope, q_rope):
-            tensor.copy_(normal(generator, *tensor.shape, dtype=torch.bfloat16))
-        rejected.copy_(torch.tensor([turn % 3, (turn + 1) % 2], dtype=torch.int32))
-        graph.replay()
+    inputs = (latent, rope, q_nope, q_rope)
+    for turn in replayed_steps(step, cache, inputs, rejected, generator, 60):
         if turn % 6 == 5:
             wanted, wanted_lse = reference((q_nope, q_rope), cache, model)
             for request in range(b):

@@ -27,13 +27,12 @@ from mla_var3.attention.plan_stages import (
 )
 from mla_var3.attention.projections import project_heads
 from mla_var3.attention.shape import CallShape
+from mla_var3.attention.sizes import PAGE_STEP
 from mla_var3.attention.task import AttentionTask
 from mla_var3.attention.view import CacheView
 from mla_var3.op.mla.inputs import decompress_all
 from mla_var3.runtime.stage import Stage
 
-BLOCK = 64
-"""Tokens of a block: the kernels read whole ones of pages and rings."""
 _HOPPER = ("sm_90",)
 
 
@@ -44,8 +43,8 @@ def _run(form: Hashable, operands: Operands, build: Callable[[], Stage]) -> list
 
 
 def _paged_refusal(shape: CallShape) -> str | None:
-    if shape.page_size is not None and shape.page_size % BLOCK:
-        return f"pages of {shape.page_size} tokens; it takes multiples of {BLOCK}"
+    if shape.page_size is not None and shape.page_size % PAGE_STEP:
+        return f"pages of {shape.page_size} tokens; it takes multiples of {PAGE_STEP}"
     return None
 
 
@@ -56,7 +55,8 @@ def _refusal(shape: CallShape) -> str | None:
 def _ring_refusal(shape: CallShape) -> str | None:
     reasons = {
         "a cache without a ring of decompressed tokens (window)": not shape.window,
-        f"a ring of {shape.window} slots; it takes multiples of {BLOCK}": shape.window % BLOCK,
+        f"a ring of {shape.window} slots; it takes multiples of {PAGE_STEP}": shape.window
+        % PAGE_STEP,
         f"{shape.s} queries over a ring of {shape.window} slots, which has to hold them all": (
             shape.causal and shape.s > shape.window
         ),

@@ -155,13 +155,14 @@ def estimate(
             # Read and written once, to straighten the ring.
             others += time_us(Cost(0, 2 * decompressed_bytes(problem, n)))
         if model is not None:
-            total_us = model.at(problem, n).attention_us
+            mix = model.at(problem, n)
+            total_us = mix.attention_us
             latent, window = (kernel_rates(spec.name, name, language) for name in MIX_RATES)
             if n >= shape.t:
                 total_us += window.fixed_us if window else 0.0
             else:
                 absorption, combine = mix_work(problem, n).others
-                turns = latent_tiles / model.at(problem, n).split if n else 0.0
+                turns = latent_tiles / mix.split if n else 0.0
                 total_us += turns * latent.tile_us if latent else 0.0
                 total_us += COMBINE_EFFORT * time_us(combine)
                 total_us = MIX_EFFORT * total_us + MIX_US

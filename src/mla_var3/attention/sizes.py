@@ -8,7 +8,8 @@ from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.mla.problem import require_int
 
 PAGE_STEP = 64
-"""Page sizes are multiples of this: the kernels read whole tiles of 64 tokens from a page."""
+"""Page sizes are multiples of this: the kernels read whole tiles of 64 tokens from a page, and from
+a ring."""
 _INT32 = 4
 
 

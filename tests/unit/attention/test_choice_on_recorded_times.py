@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ import pytest
 
 from mla_var3.attention.call import explain
 
+from ...gpu.attention_grid import CLOSE, Form, name
+
 GRID = Path("docs/results/2026-11-15-nvidia-h200-attention-grid-rows.json")
-CLOSE = 1.05
-K, P, D, PAGE = 512, 64, 128, 64
 
 
 @pytest.fixture(scope="module")
@@ -22,17 +23,8 @@ def rows(repo_root: Path) -> list[dict[str, Any]]:
 
 
 def choice(row: dict[str, Any]) -> str:
-    latent = row["kind"].startswith("latent")
-    chosen = explain(
-        **{name: row[name] for name in ("b", "s", "t", "h", "dtype")},
-        window=row["n"],
-        page_size=PAGE if row["kind"].endswith("paged") else None,
-        latent_only=latent,
-        d=K if latent else D,
-        scale=(D + P) ** -0.5 if latent else None,
-        device_name="NVIDIA H200",
-    )
-    return f"{chosen.kernel}:{chosen.language}"
+    form = Form(**{field.name: row[field.name] for field in fields(Form)})
+    return name(explain(**form.sizes(), device_name="NVIDIA H200"))
 
 
 def test_the_choice_is_close_to_the_best_kernel_that_was_timed(rows: list[dict[str, Any]]) -> None:

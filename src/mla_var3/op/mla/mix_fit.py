@@ -198,7 +198,7 @@ class _Search:
 
     def _starts(self) -> list[dict[str, float]]:
         """Where to begin: with and without limits of what is shared, bends of both kinds."""
-        flops = [work.latent.flops + work.heads.flops for work in self._work]
+        flops = [work.flops for work in self._work]
         seen = max(count / time for count, time in zip(flops, self._times, strict=True)) / 1e6
         values = {name: getattr(self._start, name).value for name in UNITS}
         values["launch_us"] = values["launch_us"] or _START_LAUNCH_US

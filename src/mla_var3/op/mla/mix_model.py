@@ -59,11 +59,23 @@ class MixWork:
         latent: Attention of the old tokens in the latent space.
         heads: Attention of the window on decompressed keys and values.
         others: The kernels around the attention: projections, merge.
+        effort: What an operation on the window takes of a kernel's time, see `WindowForm`.
     """
 
     latent: Cost
     heads: Cost
     others: tuple[Cost, ...]
+    effort: float = 1.0
+
+    @property
+    def heads_effort(self) -> Cost:
+        """The work on the window as the kernel's time counts it."""
+        return replace(self.heads, flops=self.effort * self.heads.flops)
+
+    @property
+    def flops(self) -> float:
+        """Operations of the attention as time counts them."""
+        return self.latent.flops + self.heads_effort.flops
 
 
 @dataclass(frozen=True)
@@ -113,8 +125,6 @@ class MixTime:
 def mix_work(problem: MlaProblem, n: int, form: WindowForm = PLAIN) -> MixWork:
     """The work of one `n`; each kind reads its own queries and writes its own partial output.
 
-    Operations on the window count by the effort of its form.
-
     Args:
         problem: Sizes and lengths.
         n: Decompressed tokens per request, `0..t`.
@@ -127,11 +137,12 @@ def mix_work(problem: MlaProblem, n: int, form: WindowForm = PLAIN) -> MixWork:
     new_lengths = tuple(new for _, new in windows)
     heads = flash_attention_cost(replace(problem, lengths=new_lengths))
     smaller = PLAIN.token_bytes(problem) - form.token_bytes(problem)
-    heads = Cost(form.effort * heads.flops, heads.bytes - sum(new_lengths) * smaller)
+    heads = Cost(heads.flops, heads.bytes - sum(new_lengths) * smaller)
     if n >= max(problem.kv_lengths):
-        return MixWork(_NOTHING, heads, ())
+        return MixWork(_NOTHING, heads, (), form.effort)
     latent = flash_mla_cost(replace(problem, lengths=tuple(old for old, _ in windows)))
-    return MixWork(latent, heads, (q_absorption_cost(problem), decompress_combine_cost(problem)))
+    others = (q_absorption_cost(problem), decompress_combine_cost(problem))
+    return MixWork(latent, heads, others, form.effort)
 
 
 def part_times_us(
@@ -144,7 +155,7 @@ def part_times_us(
         work: What has to be done.
         split: SMs of the absorbed work; infinitely long where a kind has work and no SM.
     """
-    flops, moved = work.latent.flops + work.heads.flops, work.latent.bytes + work.heads.bytes
+    moved = work.latent.bytes + work.heads.bytes
     sms, rest = parameters.sm_count, parameters.sm_count - split
     latent, heads = _alone_us(parameters, work, split, rest)
     one_by_one = 0.0
@@ -158,7 +169,7 @@ def part_times_us(
     return (
         latent,
         heads,
-        flops / (parameters.chip_tflops.value * 1e6),
+        work.flops / (parameters.chip_tflops.value * 1e6),
         moved / (parameters.stream_gbps.value * 1e3),
         parameters.together.value * one_by_one,
     )
@@ -262,7 +273,7 @@ class MixModel:
             return None
         work = mix_work(problem, n, self.form)
         operations = rates.latent_joules_per_tflop * work.latent.flops
-        operations += rates.heads_joules_per_tflop * work.heads.flops / self.form.effort
+        operations += rates.heads_joules_per_tflop * work.heads.flops
         moved = work.latent.bytes + work.heads.bytes
         return operations / 1e12 + rates.joules_per_gb * moved / 1e9
 
@@ -327,7 +338,7 @@ def _alone_us(
     """Both kinds of work, each on so many SMs as if the other did nothing."""
     return (
         _part_us(parameters, work.latent, latent_sms, parameters.latent_tflops_per_sm.value),
-        _part_us(parameters, work.heads, heads_sms, parameters.heads_tflops_per_sm.value),
+        _part_us(parameters, work.heads_effort, heads_sms, parameters.heads_tflops_per_sm.value),
     )
 
 

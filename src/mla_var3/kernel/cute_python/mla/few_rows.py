@@ -44,9 +44,7 @@ from mla_var3.kernel.cute_python.mla.schedule import (
     slot_of,
     tree_hides,
 )
-from mla_var3.kernel.cute_python.mla.warpgroups import CONSUMERS, free
-
-GROUP_WARPS = 4
+from mla_var3.kernel.cute_python.mla.warpgroups import CONSUMERS, GROUP_WARPS, free
 
 
 @cute.jit

@@ -13,6 +13,8 @@ CONSUMERS = 256
 THREADS = CONSUMERS + 128
 LOADER = CONSUMERS // 32
 """The warp that loads; also how many warps compute."""
+GROUP_WARPS = 4
+"""Warps of a warpgroup."""
 LOADER_REGISTERS = 40
 CONSUMER_REGISTERS = 232
 

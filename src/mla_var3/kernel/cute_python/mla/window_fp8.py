@@ -29,7 +29,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from mla_var3.kernel.cute_python.mla.latent_ops import LN_2, ROPE
 from mla_var3.kernel.cute_python.mla.schedule import ROWS
-from mla_var3.kernel.cute_python.mla.warpgroups import free, settle
+from mla_var3.kernel.cute_python.mla.warpgroups import GROUP_WARPS, free, settle
 from mla_var3.kernel.cute_python.mla.window_jobs import (
     BLOCK,
     FIRST_BARRIER,
@@ -39,13 +39,12 @@ from mla_var3.kernel.cute_python.mla.window_jobs import (
     row_limit,
 )
 from mla_var3.op.mla.packed_window import TOKEN_ORDER
+from mla_var3.op.mla.quantise import E4M3_MAX
 
-E4M3_MAX = 448.0
 WEIGHT_BITS = 6.0
 """A weight at the running maximum is 2**6: what is small stays above e4m3's least number, 2**-9."""
 LARGEST_BITS = 8.75
 """A larger weight than 2**8.75 makes the running maximum follow; e4m3 ends at 448."""
-GROUP_WARPS = 4
 ROW_THREADS = 4
 """Threads that load a query row."""
 EXCHANGE_BYTES = 2 * HEAD + 2 * BLOCK + 4 + 4 * GROUP_WARPS

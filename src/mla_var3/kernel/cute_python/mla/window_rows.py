@@ -45,13 +45,14 @@ from mla_var3.kernel.cute_python.mla.schedule import ROWS
 from mla_var3.kernel.cute_python.mla.warpgroups import (
     CONSUMER_REGISTERS,
     CONSUMERS,
+    GROUP_WARPS,
     LOADER,
     LOADER_REGISTERS,
     THREADS,
     next_stage,
 )
 from mla_var3.kernel.cute_python.mla.window_compute import compute
-from mla_var3.kernel.cute_python.mla.window_fp8 import EXCHANGE_BYTES, GROUP_WARPS, compute_8
+from mla_var3.kernel.cute_python.mla.window_fp8 import EXCHANGE_BYTES, compute_8
 from mla_var3.kernel.cute_python.mla.window_jobs import (
     BLOCK,
     GROUPS,
