@@ -6,7 +6,7 @@ rest of which idles.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Float32, Int32
 
 CONSUMERS = 256
 """Threads of the two computing warpgroups."""
@@ -44,3 +44,21 @@ def settle(barrier: Int32):
     """
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
+
+
+@cute.jit
+def keep_order(total: Float32):
+    """What comes later in the program, such as waiting for a product, waits for `total`.
+
+    The compiler for the GPU moves a wait in front of arithmetic that does not need it, and the
+    product then runs alone. It keeps the order of a wait and a store, which never happens here; a
+    branch instead would make it wait after every product.
+
+    Args:
+        total: what has to be there; not negative.
+    """
+    cute.arch.inline_ptx(
+        "{ .reg .pred p; .reg .b32 a; setp.lt.f32 p, {$r0}, 0f00000000; mov.b32 a, {$r0};"
+        " @p st.volatile.shared.f32 [a], {$r0}; }",
+        read_only_args=[total],
+    )

@@ -3,6 +3,9 @@
 Keys and values have 16 bits, or 8 and many rows (see `window_fp8_rows.py`).
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, const_expr
@@ -22,7 +25,7 @@ from mla_var3.kernel.cute_python.mla.latent_ops import (
     two_rows,
 )
 from mla_var3.kernel.cute_python.mla.schedule import ROWS
-from mla_var3.kernel.cute_python.mla.warpgroups import free, settle
+from mla_var3.kernel.cute_python.mla.warpgroups import free, keep_order, settle
 from mla_var3.kernel.cute_python.mla.window_fp8 import WEIGHT_BITS, clear_columns
 from mla_var3.kernel.cute_python.mla.window_fp8_rows import (
     MMA_DEPTH_8,
@@ -107,43 +110,30 @@ def compute(
     limits = cute.make_rmem_tensor(2, Int32)
     stage = Int32(0)
     phase = Int32(0)
-    for index in cutlass.range(block, window.jobs, blocks, unroll=1):
-        job = job_at(index, window)
-        head = job.head if window.tiles else job.head + group
-        first_row = (job.tile + group) * ROWS if window.tiles else job.tile * ROWS
-        start = (Int64(job.request) * window.queries + first_row) * window.heads + head
-        rows = (
-            inside(head, first_row + row0, window),
-            inside(head, first_row + row0 + 8, window),
-        )
-        sources = (queries[0] + start * HEAD, queries[1] + start * ROPE)
-        load_queries(q_rope, sources[1], ROPE, row0, rows, window.heads, lane)
-        if const_expr(fp8):
-            load_queries_by_row(
-                q, q_rope, q_scale, sources[0], row0, rows, window.heads, lane, dtype
-            )
-            divide_rows(q_rope, q_scale, dtype)
-        else:
-            load_queries(q, sources[0], HEAD, row0, rows, window.heads, lane)
+    operands = ((qk_mma, acc_s, q, f_k), (rope_mma, acc_r, q_rope, f_r))
+    # Queries and first scores of a job come while the results of the one before are written.
+    index = block
+    job = job_at(cutlass.min(index, window.jobs - 1), window)
+    own = rows_at(job, group, row0, window)
+    fetch_queries(q, q_rope, q_scale, queries, own, row0, lane, window, dtype, fp8)
+    if index < window.jobs:
+        start_scores(
+            operands, s_scales, ring, stage, phase, unit, job.tokens - job.first * BLOCK, t,
+            group, fp8,
+        )  # fmt: skip
+        warpgroup.wait_group(0)
+    while index < window.jobs:
         acc_o.fill(0.0)
         sums.fill(0.0)
         top.fill(SCORE_FLOOR)
         for r in cutlass.range_constexpr(2):
-            limits[r] = row_limit(job, first_row + row0 + 8 * r, window)
+            limits[r] = row_limit(job, own.first + row0 + 8 * r, window)
         lowest = cute.arch.warp_redux_sync(cutlass.min(limits[0], limits[1]), "min")
 
         # The scores of a block are computed while the values of the block before are added up.
         # The products' operands are used up in between, so one set of registers serves all blocks.
         token = job.first * BLOCK
         slot = stage * ring.units + unit
-        cute.arch.mbarrier_wait(ring.keys(stage), phase)
-        if const_expr(fp8):
-            if token + BLOCK > job.tokens:
-                clear_scales(s_scales, slot, job.tokens - token, t, group)
-        multiply_queries(qk_mma, acc_s, q, f_k, slot)
-        multiply_rope(rope_mma, acc_r, q_rope, f_r, stage, fp8)
-        warpgroup.commit_group()
-        warpgroup.wait_group(0)
         softmax(
             s, acc_r, exponents, sums, top, scale, q_scale, s_scales, slot, token, lowest,
             limits, lane, scale_log2e, fp8, job, window,
@@ -161,13 +151,9 @@ def compute(
                     cute.arch.mbarrier_wait(ring.values(v_stage), v_phase)
                     held = values_by_row[(None, None, v_slot)]
                     clear_places(held, token - BLOCK, t, FIRST_BARRIER + group, job, window)
-            cute.arch.mbarrier_wait(ring.keys(stage), phase)
-            if const_expr(fp8):
-                if token + BLOCK > job.tokens:
-                    clear_scales(s_scales, slot, job.tokens - token, t, group)
-            multiply_queries(qk_mma, acc_s, q, f_k, slot)
-            multiply_rope(rope_mma, acc_r, q_rope, f_r, stage, fp8)
-            warpgroup.commit_group()
+            start_scores(
+                operands, s_scales, ring, stage, phase, slot, job.tokens - token, t, group, fp8
+            )
             cute.arch.mbarrier_wait(ring.values(v_stage), v_phase)
             multiply_values(pv_mma, acc_o, p, f_v, v_slot)
             warpgroup.wait_group(1)
@@ -179,10 +165,16 @@ def compute(
             )  # fmt: skip
             if const_expr(fp8):  # the scales have come with the keys
                 free(ring.keys_free(stage), lane)
+            else:  # in 8 bits the order makes no difference
+                keep_order(sums[0] + sums[1])
             warpgroup.wait_group(0)
             free(ring.values_free(v_stage), lane)
             rescale(o, scale)
             round_weights(p, acc_s, dtype, fp8)
+        index += blocks
+        next_job = job_at(cutlass.min(index, window.jobs - 1), window)
+        next_own = rows_at(next_job, group, row0, window)
+        fetch_queries(q, q_rope, q_scale, queries, next_own, row0, lane, window, dtype, fp8)
         cute.arch.mbarrier_wait(ring.values(stage), phase)
         if const_expr(window.ring):
             if job.gone > 0:
@@ -194,17 +186,116 @@ def compute(
             else:
                 first = cutlass.max(job.tokens - token, 0)
                 clear_rows(values_by_row[(None, None, slot)], HEAD, first, t, FIRST_BARRIER + group)
+        v_stage = stage
+        stage, phase = ring.after(stage, phase)
         multiply_values(pv_mma, acc_o, p, f_v, slot)
         warpgroup.wait_group(0)
-        free(ring.values_free(stage), lane)
-        stage, phase = ring.after(stage, phase)
+        free(ring.values_free(v_stage), lane)
+        # Behind the last job too, with zeros: a product that may not be there would be waited for.
+        slot = stage * ring.units + unit
+        valid = next_job.tokens - next_job.first * BLOCK
+        start_scores(operands, s_scales, ring, stage, phase, slot, valid, t, group, fp8)
+        start = own.start
         if const_expr(wide):
             start += Int64(job.part) * window.requests * window.queries * window.heads
         bits = WEIGHT_BITS if const_expr(fp8) else 0.0
         finish(
-            o, sums, top, bits, outputs, start, row0, rows, window.heads, lane, dtype, wide,
-            job.broken,
+            o, sums, top, bits, outputs, start, row0, (own.upper, own.lower), window.heads, lane,
+            dtype, wide, job.broken if const_expr(window.ring) else None,
         )  # fmt: skip
+        warpgroup.wait_group(0)
+        job = next_job
+        own = next_own
+
+
+@cute.jit
+def start_scores(
+    operands: cutlass.Constexpr,
+    scales: cutlass.Constexpr,
+    ring: cutlass.Constexpr,
+    stage: Int32,
+    phase: Int32,
+    slot: Int32,
+    valid: Int32,
+    t: Int32,
+    group: Int32,
+    fp8: cutlass.Constexpr,
+):
+    """Scores of a block, once its keys are there; returns before they are done.
+
+    Args:
+        operands: of both products: the product, its result, queries and keys.
+        scales: those of keys and values in 8 bits.
+        ring: the ring's barriers and stages.
+        stage, phase, slot: where the block is in it.
+        valid: tokens of the block that exist, or more.
+        t, group: this thread and its warpgroup.
+        fp8: whether keys and values have 8 bits.
+    """
+    (qk_mma, acc_s, q, f_k), (rope_mma, acc_r, q_rope, f_r) = operands
+    cute.arch.mbarrier_wait(ring.keys(stage), phase)
+    if const_expr(fp8):
+        if valid < BLOCK:
+            clear_scales(scales, slot, valid, t, group)
+    multiply_queries(qk_mma, acc_s, q, f_k, slot)
+    multiply_rope(rope_mma, acc_r, q_rope, f_r, stage, fp8)
+    warpgroup.commit_group()
+
+
+@dataclass
+class OwnRows:
+    """The rows of a warpgroup in a job, as a thread sees them.
+
+    Attributes:
+        first: first row among those of the head.
+        start: the same among all rows of queries and outputs.
+        upper, lower: whether the thread's two rows exist.
+    """
+
+    first: Any
+    start: Any
+    upper: Any
+    lower: Any
+
+
+@cute.jit
+def rows_at(
+    job: cutlass.Constexpr, group: Int32, row0: Int32, window: cutlass.Constexpr
+) -> OwnRows:
+    """The rows of a warpgroup in a job."""
+    head = job.head if window.tiles else job.head + group
+    first = (job.tile + group) * ROWS if window.tiles else job.tile * ROWS
+    start = (Int64(job.request) * window.queries + first) * window.heads + head
+    return OwnRows(
+        first,
+        start,
+        inside(head, first + row0, window),
+        inside(head, first + row0 + 8, window),
+    )
+
+
+@cute.jit
+def fetch_queries(
+    q: cute.Tensor,
+    q_rope: cute.Tensor,
+    q_scale: cute.Tensor,
+    queries: cutlass.Constexpr,
+    own: cutlass.Constexpr,
+    row0: Int32,
+    lane: Int32,
+    window: cutlass.Constexpr,
+    dtype: cutlass.Constexpr,
+    fp8: cutlass.Constexpr,
+):
+    """Queries of a thread's two rows into the registers of the first products."""
+    rows = (own.upper, own.lower)
+    sources = (queries[0] + own.start * HEAD, queries[1] + own.start * ROPE)
+    load_queries(q_rope, sources[1], ROPE, row0, rows, window.heads, lane)
+    if const_expr(fp8):
+        load_queries_by_row(q, q_rope, q_scale, sources[0], row0, rows, window.heads, lane, dtype)
+        divide_rows(q_rope, q_scale, dtype)
+    else:
+        load_queries(q, sources[0], HEAD, row0, rows, window.heads, lane)
 
 
 def operand(steps: int, dtype, in_row: int = 2) -> cute.Tensor:

@@ -167,7 +167,7 @@ def job_at(index: Int32, window: cutlass.Constexpr) -> Job:
     first = blocks * part // window.parts
     last = cutlass.min(blocks * (part + 1) // window.parts, (seen + BLOCK - 1) // BLOCK)
     stop = last * BLOCK
-    cut, gone, broken = None, None, None
+    cut, gone, broken = Int32(0), Int32(0), Boolean(False)
     if const_expr(window.ring):
         cut, gone, broken = ring_state(request, window)
     last = cutlass.max(last, first + 1)
