@@ -30,14 +30,16 @@ from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla.flash_mla import (
     FlashMLASm90,
     FlashMLATiling,
 )
-from mla_var3.kernel.cute_python.mla.merge_partials import MergePartials
+from mla_var3.kernel.cute_python.mla.merge_partials import merge_rows
 from mla_var3.kernel.cute_python.mla.paging import dense_inputs
 from mla_var3.kernel.cute_python.mla.schedule import (
+    ITEM_COST,
     KV_BLOCK,
     GangShape,
     part_begins,
     part_range,
     pieces,
+    takes_turns,
 )
 from mla_var3.op.compare import compare
 from mla_var3.op.mla.attend import KvSegment, attend
@@ -162,29 +164,24 @@ def planned(case: Case) -> tuple[CuteFlashMLA, tuple[Tensor, ...], Any]:
     return plan, inputs, stage
 
 
-HOSTS: dict[str, type] = {"flash_mla": FlashMLASm90, "merge_partials": MergePartials}
-
-
-def named_arguments(kernel: CuteKernel, args: Sequence[Any]) -> dict[str, Any]:
+def named_arguments(args: Sequence[Any]) -> dict[str, Any]:
     """Arguments by the names that the host function gives them; the stream is not among them."""
-    parameters = inspect.signature(HOSTS[kernel.name].__call__).parameters  # type: ignore[operator]
+    parameters = inspect.signature(FlashMLASm90.__call__).parameters
     return dict(zip(list(parameters)[1:-1], args, strict=True))
 
 
 def choose_gangs(stage: Any, shape: GangShape) -> None:
-    """Launch with these gangs in both kernels.
+    """Launch with these gangs.
 
     By arguments: a tiling of its own would be compiled anew, although only numbers differ.
     """
-    for kernel in stage.kernels():
-        original = kernel.args_fn
+    (kernel,) = stage.kernels()
+    original = kernel.args_fn
 
-        def args_fn(tiling: Any, kernel: Any = kernel, original: Any = original) -> tuple[Any, ...]:
-            named = named_arguments(kernel, original(tiling))
-            gangs = {name: value for name, value in vars(shape).items() if name in named}
-            return tuple({**named, **gangs}.values())
+    def args_fn(tiling: Any) -> tuple[Any, ...]:
+        return tuple({**named_arguments(original(tiling)), **vars(shape)}.values())
 
-        kernel.args_fn = args_fn
+    kernel.args_fn = args_fn
 
 
 def outputs_of(stage: Any) -> list[Tensor]:
@@ -253,13 +250,12 @@ def test_every_case_can_be_planned() -> None:
         stage = plan.plan(*plan.prepare_inputs("meta"))
         shape = case.shape(plan)
         choose_gangs(stage, shape)
-        attention, merge = stage.kernels()
-        named = [named_arguments(k, k.args_fn(k.tiling)) for k in (attention, merge)]  # type: ignore[attr-defined]
-        assert [values["gang"] for values in named] == [shape.gang] * 2
-        assert [values["parts"] for values in named] == [shape.parts] * 2
+        (attention,) = stage.kernels()
+        named = named_arguments(attention.args_fn(attention.tiling))  # type: ignore[attr-defined]
+        assert (named["gang"], named["parts"]) == (shape.gang, shape.parts)
         assert case.gang in (0, shape.gang)
         assert shape.blocks <= (case.sms or plan.sm_count)
-        assert named[0]["merges"].shape[0] >= 2 * shape.blocks
+        assert named["merges"].shape[0] >= merge_rows(shape.blocks)
 
 
 # --- the schedule on the device -------------------------------------------------------------------
@@ -338,7 +334,9 @@ def test_the_device_makes_the_same_cuts_as_the_host() -> None:
         begins = part_begins(old, GangShape(1, groups, parts))
         items = len(lengths) * groups
         wanted = [[*begin, *end, 1] for begin, end in itertools.pairwise(begins)]
-        if len({-(-length // KV_BLOCK) for length in old}) == 1 and items % parts == 0:
+        blocks = [-(-length // KV_BLOCK) for length in old]
+        total = sum(count + ITEM_COST for count in blocks) * groups
+        if takes_turns(max(blocks), items, parts, total):
             wanted = [[part, 0, items, 0, parts] for part in range(parts)]
         assert ranges.tolist() == wanted, (len(lengths), groups, newest, parts)
 
@@ -395,7 +393,7 @@ def test_repeated_runs_are_identical(page: int) -> None:
 @pytest.mark.gpu
 def test_another_tiling_on_the_same_stage() -> None:
     plan, inputs, stage = planned(Case(3, 8, 1500, 128))
-    attention, _ = stage.kernels()
+    (attention,) = stage.kernels()
     for gang, sms in ((0, 0), (1, 0), (16, 0), (2, 40), (0, 0)):
         attention.tiling = FlashMLATiling(gang=gang, sms=sms)
         check_stage(plan, inputs, stage).require()
@@ -487,7 +485,7 @@ def test_two_streams_at_once(sms: int) -> None:
 def launch_with(kernel: CuteKernel, **changes: Any) -> None:
     """Launch the program of a stage, with some arguments other than the plan gives."""
     assert kernel.host_fn is not None and kernel.args_fn is not None
-    named = named_arguments(kernel, kernel.args_fn(kernel.tiling))
+    named = named_arguments(kernel.args_fn(kernel.tiling))
     assert set(changes) <= set(named)
     values = tuple({**named, **changes}.values())
     made = kernel.host_fn(kernel.tiling)
@@ -497,12 +495,12 @@ def launch_with(kernel: CuteKernel, **changes: Any) -> None:
 def run_packed(
     stage: Any, queries: tuple[Tensor, Tensor], begins: Tensor | None, newest: int
 ) -> tuple[Tensor, Tensor]:
-    """Output [queries, h, k] and log-sum-exp [queries, h], through both kernels."""
+    """Output [queries, h, k] and log-sum-exp [queries, h]."""
     q_latent, q_rope = queries
     out = torch.full_like(q_latent, torch.nan)
     lse = torch.full(q_latent.shape[:2], torch.nan, device=q_latent.device)
     rows = {"o_latent": out, "lse": lse, "total_rows": lse.numel()}
-    attention, merge = stage.kernels()
+    (attention,) = stage.kernels()
     packed: dict[str, Any] = {}
     if begins is not None:
         # The count that all requests would share has no meaning then.
@@ -512,7 +510,6 @@ def run_packed(
         q_latent=q_latent, q_rope=q_rope, newest=newest,
         q_latent_stride=q_latent.stride(1), q_rope_stride=q_rope.stride(1),
     )  # fmt: skip
-    launch_with(merge, **rows)
     torch.cuda.synchronize()
     return out, lse
 

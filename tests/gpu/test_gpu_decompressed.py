@@ -270,12 +270,12 @@ def test_a_prefix_and_a_ring(page_size: int | None, generator: torch.Generator) 
 # --- how they are called --------------------------------------------------------------------------
 
 
-def test_auto_takes_them(generator: torch.Generator) -> None:
+def test_auto_takes_them_where_they_pay(generator: torch.Generator) -> None:
     """The choice by sizes is tested elsewhere; here its result runs."""
     model = model_of(generator, 128)
     for options, s, wanted in (
         ({"window": 512}, 64, "flash_attention"),
-        ({"window": 384}, 64, "mla_var6_plus"),
+        ({"window": 384}, 64, "flash_mla"),  # beside one that would have to be mixed
         ({"prefix": 448}, 32, "mla_var6_plus_v3"),
     ):
         cache = make_cache(generator, model, [500] * 16, **options)

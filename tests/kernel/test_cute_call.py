@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-import re
 import shutil
-import struct
 import subprocess
 import sys
 import threading
@@ -21,14 +19,15 @@ pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl"
 
 from mla_var3.kernel.cute_python.mla import latent_call
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla import flash_mla
-from mla_var3.kernel.cute_python.mla.merge_partials import MergePartials, MergeTiling
 from mla_var3.kernel.cute_python.mla.schedule import gang_shape
+from mla_var3.kernel.cute_python.mla.warpgroups import THREADS
 from mla_var3.runtime.cute_arguments import kinds_of
 from mla_var3.runtime.cute_kernel import compile_program
 from mla_var3.runtime.cute_launch import RepeatedLaunch
 
+from . import noted_launch
+
 SMS = 132
-NUMBERS_OF_THE_MERGE = (latent_call.TOTAL_ROWS, latent_call.GANG, latent_call.PARTS)
 
 
 class Note:
@@ -84,15 +83,14 @@ def absorbed(b: int, s: int, h: int, **changes: Any) -> dict[str, Any]:
     return {**arguments, **changes}
 
 
-def test_one_launch_has_the_gangs_and_the_blocks_of_the_merge(
+def test_a_call_is_one_launch_with_its_gangs(
     calls: list[tuple[str, tuple[Any, ...]]],
 ) -> None:
     flash_mla.absorbed(**absorbed(3, 2, 64))
     ((name, arguments),) = calls
     assert name == "flash_mla"
     shape = gang_shape(2, 3, SMS)
-    assert arguments[-4:-1] == (shape.gang, shape.groups, shape.parts)
-    assert arguments[-1] == SMS * MergeTiling().blocks_per_sm
+    assert arguments[-3:] == (shape.gang, shape.groups, shape.parts)
 
 
 def test_a_batch_without_queries_launches_nothing(
@@ -109,7 +107,7 @@ def test_a_tree_is_given_as_bytes_with_its_strides(
     flash_mla.absorbed(**absorbed(2, 4, 16, tree=tree))
     given = [arg for arg in calls[0][1] if isinstance(arg, torch.Tensor)]
     assert any(arg.dtype is torch.uint8 and arg.shape == (2, 4, 4) for arg in given)
-    assert calls[0][1][-8:-6] == (0, 4)
+    assert calls[0][1][-7:-5] == (0, 4)
 
 
 def test_one_program_serves_all_shapes_and_another_each_form(
@@ -131,13 +129,10 @@ def absorbed_arguments(s: int = 2, h: int = 64, **changes: Any) -> tuple[Any, ..
     """Arguments of the program for a small call on meta tensors."""
     given = absorbed(2, s, h, **changes)
     names = ("q_latent", "q_rope", "latent", "rope", "block_table", "lengths", "query_begins")
-    return (
-        *latent_call.attention_arguments(
-            *(given[name] for name in names), given["tree"], given["out"], given["lse"],
-            latent_call.allocate_partials(torch.device("meta"), SMS), 0.1, s, h, True,
-            gang_shape(1, 2, SMS),
-        ),
-        SMS,
+    return latent_call.attention_arguments(
+        *(given[name] for name in names), given["tree"], given["out"], given["lse"],
+        latent_call.allocate_partials(torch.device("meta"), SMS), 0.1, s, h, True,
+        gang_shape(1, 2, SMS),
     )  # fmt: skip
 
 
@@ -187,7 +182,7 @@ def test_a_launch_is_repeated_on_other_addresses(monkeypatch: pytest.MonkeyPatch
 
 
 def test_threads_do_not_share_the_room_for_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread may launch between the attention and the merge of a call."""
+    """The default stream of every thread has the same number and is another stream."""
     monkeypatch.setattr(latent_call, "raw_stream", lambda device: 7)
     monkeypatch.setattr(latent_call, "is_capturing", lambda: False)
     monkeypatch.setattr(latent_call, "allocate_partials", lambda device, sms: (torch.empty(1),) * 3)
@@ -221,63 +216,36 @@ def flash_mla_launch(**changes: Any) -> Any:
     )
 
 
-def code_of(cubin: bytes) -> dict[str, bytes]:
-    """The machine code in an ELF file, by the kernel's own name."""
-    (sections_at,) = struct.unpack_from("<Q", cubin, 40)
-    size, count, names = struct.unpack_from("<HHH", cubin, 58)
-    headers = [struct.unpack_from("<IIQQQQ", cubin, sections_at + i * size) for i in range(count)]
-    found = {}
-    for name_at, _, _, _, offset, length in headers:
-        start = headers[names][4] + name_at
-        name = cubin[start : cubin.index(b"\0", start)].decode()
-        match = re.match(r"\.text\.kernel_cutlass_(flash_mla|merge_partials)_", name)
-        if match:
-            found[match[1]] = cubin[offset : offset + length]
-    return found
-
-
-@pytest.mark.parametrize(("paged", "few"), [(False, 0), (True, 8)])
-def test_both_kernels_are_in_one_program_unchanged(paged: bool, few: int) -> None:
-    """The same machine code as compiled one by one, for plans."""
-    table = torch.empty((2, 4), dtype=torch.int32, device="meta") if paged else None
-    together = absorbed_arguments(1, 8 if few else 128, block_table=table)
-    attention, blocks = together[:-1], together[-1]
-    out, lse, *partials = attention[latent_call.OUTPUTS]
-    numbers = (attention[place] for place in NUMBERS_OF_THE_MERGE)
-    merge = (*partials, out, lse, *numbers, blocks)
-    element = latent_call.ELEMENT_TYPES[torch.bfloat16]
-    kernel, host = flash_mla.FlashMLASm90.flash_mla, flash_mla.FlashMLASm90
+def ptx_of(few: int, empty_positive: bool = False) -> str:
+    """The kernel for a small call, for the GPU's assembler."""
+    arguments = absorbed_arguments(1, 8 if few else 128)
+    element, host = latent_call.ELEMENT_TYPES[torch.bfloat16], flash_mla.FlashMLASm90
+    made = host(element, few, empty_positive=empty_positive)
     tiling = flash_mla.FlashMLATiling(few=few)
-
-    def code(kernel_fn: Any, host_fn: Any, args: Any, tiling: Any) -> dict[str, bytes]:
-        program = compile_program(kernel_fn, host_fn, kinds_of(args), tiling, "sm_90a")
-        return code_of(program.cubin)
-
-    alone = code(kernel, host(element, few), attention, tiling)
-    alone |= code(MergePartials.merge_partials, MergePartials(element), merge, MergeTiling())
-    both = latent_call.AttentionAndMerge(host, element, few)
-    assert code(kernel, both, together, tiling) == alone
-    assert set(alone) == {"flash_mla", "merge_partials"} and all(alone.values())
+    return compile_program(host.flash_mla, made, kinds_of(arguments), tiling, "sm_90a").ptx
 
 
 @pytest.mark.parametrize("few", [0, 8])
-def test_both_kernels_know_both_log_sums_of_nothing(few: int) -> None:
+def test_pieces_and_whole_items_know_both_log_sums_of_nothing(few: int) -> None:
     """Where +inf is asked for, both choose by a comparison with -inf that they lack otherwise."""
-    arguments = absorbed_arguments(1, 8 if few else 128)
-    element, host = latent_call.ELEMENT_TYPES[torch.bfloat16], flash_mla.FlashMLASm90
-    tiling = flash_mla.FlashMLATiling(few=few)
 
-    def choices(empty_positive: bool) -> dict[str, int]:
-        both = latent_call.AttentionAndMerge(host, element, few, empty_positive)
-        kinds = kinds_of(arguments)
-        ptx = compile_program(host.flash_mla, both, kinds, tiling, "sm_90a").ptx
-        parts = re.split(r"\.entry kernel_cutlass_(flash_mla|merge_partials)_", ptx)[1:]
-        found = zip(parts[::2], parts[1::2], strict=True)
-        return {name: len(re.findall(r"0f7F800000", text)) for name, text in found}
+    def choices(empty_positive: bool) -> list[int]:
+        # A block says that its pieces are written between the two.
+        attention, merge = ptx_of(few, empty_positive).split("st.release.gpu")
+        return [text.count("0f7F800000") for text in (attention, merge)]
 
     plain, positive = choices(False), choices(True)
-    assert set(plain) == {"flash_mla", "merge_partials"}
-    assert all(positive[name] > plain[name] for name in plain)
+    assert all(more > less for more, less in zip(positive, plain, strict=True))
+
+
+@pytest.mark.parametrize("few", [0, 8])
+def test_pieces_of_other_blocks_are_read_after_their_word_and_from_shared_caches(few: int) -> None:
+    """Loads that may keep what memory held when the kernel began would give old pieces."""
+    before, after = ptx_of(few).split("st.release.gpu")
+    assert "ld.acquire.gpu" in after and "ld.acquire.gpu" not in before
+    assert "ld.global.nc" not in after
+    pieces = after.index("ld.global.v4")
+    assert after.rindex("ld.acquire.gpu") < after.index("atom.global") < pieces
 
 
 DRIVER = r"""
@@ -305,10 +273,10 @@ int _cuKernelGetAttribute(int *v, int a, void *k, int d) { *v = 0; return 0; }
 """
 
 
-def test_one_call_launches_both_kernels_as_they_are_launched_alone(
+def test_every_way_to_launch_is_one_launch(
     repo_root: Path, package_environment: dict[str, str], tmp_path: Path
 ) -> None:
-    """The real host code on a driver that only notes: grids, shared memory, stream, attributes."""
+    """The real host code on a driver that only notes: grid, shared memory, stream, attributes."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("needs a C compiler to build a driver that notes launches")
@@ -318,7 +286,7 @@ def test_one_call_launches_both_kernels_as_they_are_launched_alone(
 
     def run(step: str, **extra: str) -> list[Any]:
         done = subprocess.run(
-            [sys.executable, "-m", "tests.kernel.joined_launch", step],
+            [sys.executable, "-m", "tests.kernel.noted_launch", step],
             cwd=repo_root, capture_output=True, text=True, timeout=300, check=False,
             env={**package_environment, "HYPER_MLA_CACHE_DIR": str(tmp_path / "cache"), **extra},
         )  # fmt: skip
@@ -327,11 +295,12 @@ def test_one_call_launches_both_kernels_as_they_are_launched_alone(
 
     assert run("compile") == []
     launches = run("launch", CUTE_DSL_LIBS=str(library))
-    assert len(launches) == 8
-    alone = launches[:2]
-    assert launches[2:] == 3 * alone
-    overlap = 6  # the attribute of programmatic dependent launch
-    assert [launch[5:7] for launch in alone] == [[overlap, 0], [overlap, 1]]
+    shape = gang_shape(noted_launch.TILES, noted_launch.B, noted_launch.SMS)
+    assert len(launches) == 3 and launches[1:] == 2 * launches[:1]
+    assert launches[0][:3] == [shape.gang, shape.parts, THREADS]
+    # The attribute of programmatic dependent launch: a launch on the same room must not overlap.
+    overlap = 6
+    assert launches[0][4:7] == [noted_launch.STREAM, overlap, 0]
 
 
 def test_what_it_does_not_serve_is_said() -> None:

@@ -24,7 +24,7 @@ from mla_var3.kernel.cute_python.mla.absorbed_attention import (
     FlashMLATiling,
 )
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla.flash_mla import CuteFlashMLA
-from mla_var3.kernel.cute_python.mla.merge_partials import MergeTiling
+from mla_var3.kernel.cute_python.mla.merge_partials import merge_cost, merge_rows
 from mla_var3.kernel.cute_python.mla.paging import SPARE_PAGES, dense_inputs, paged_inputs
 from mla_var3.kernel.cute_python.mla.schedule import DEFAULT_SM_COUNT
 from mla_var3.runtime import cute_kernel, workflow
@@ -52,9 +52,11 @@ def make(**fields: Any) -> CuteFlashMLA:
     return CuteFlashMLA(**{**SMALL, **fields})
 
 
-def kernels(plan: CuteFlashMLA) -> list[CuteKernel]:
-    """The attention kernel and the merge, on tensors without memory."""
-    return list(plan.plan(*plan.prepare_inputs("meta")).kernels())  # type: ignore[arg-type]
+def kernel_of(plan: CuteFlashMLA) -> CuteKernel:
+    """Its only kernel, on tensors without memory."""
+    (kernel,) = plan.plan(*plan.prepare_inputs("meta")).kernels()
+    assert isinstance(kernel, CuteKernel)
+    return kernel
 
 
 # --- what it compiles to --------------------------------------------------------------------------
@@ -130,30 +132,15 @@ def test_the_warnings_would_be_seen(code: str) -> None:
     assert not SERIALISED.search("ptxas info    : Used 168 registers, used 6 barriers")
 
 
-@pytest.mark.slow
-def test_the_merge_is_light(compiled: Compiled) -> None:
-    for name in ("bfloat16", "float16"):
-        report = compiled.reports[f"{name} merge_partials"]
-        assert report.error is None
-        assert not report.spills
-        assert report.registers is not None and report.shared_bytes is not None
-        # As many blocks as its tiling may ask for are on an SM at the same time.
-        most = max(n for n in range(1, 9) if MergeTiling(n).validate(make()))
-        assert most * report.registers * (report.threads or 0) <= SM_REGISTERS
-        assert most * report.shared_bytes <= SHARED_BYTES
-
-
 # --- one program for all shapes -------------------------------------------------------------------
 
 
-def keys(**fields: Any) -> list[str]:
-    """Cache keys of both programs."""
-    found = []
-    for kernel in kernels(make(**fields)):
-        host, args = kernel._host_and_args(kernel.tiling)
-        key = cute_kernel._key(kernel.kernel_fn, host, kinds_of(args), kernel.tiling, "sm_90a")
-        found.append(key.digest)
-    return found
+def key(**fields: Any) -> str:
+    """Cache key of the program."""
+    kernel = kernel_of(make(**fields))
+    host, args = kernel._host_and_args(kernel.tiling)
+    found = cute_kernel._key(kernel.kernel_fn, host, kinds_of(args), kernel.tiling, "sm_90a")
+    return found.digest
 
 
 @pytest.mark.parametrize(
@@ -171,18 +158,15 @@ def keys(**fields: Any) -> list[str]:
 )
 @pytest.mark.parametrize("page", [0, 64])
 def test_one_program_serves_all_shapes(page: int, other: dict[str, Any]) -> None:
-    assert keys(page=page, **other) == keys(page=page)
+    assert key(page=page, **other) == key(page=page)
 
 
 def test_one_program_serves_all_page_sizes() -> None:
-    assert keys(page=192) == keys(page=64)
+    assert key(page=192) == key(page=64)
 
 
 def test_dtype_and_kind_of_cache_make_other_programs() -> None:
-    dense, paged = keys(), keys(page=64)
-    assert dense[0] != paged[0]
-    assert dense[1] == paged[1]
-    assert not set(dense) & set(keys(dtype="float16"))
+    assert len({key(), key(page=64), key(dtype="float16")}) == 3
 
 
 # --- plans ----------------------------------------------------------------------------------------
@@ -219,40 +203,34 @@ def test_a_wrong_size_is_named(fields: dict[str, Any], message: str) -> None:
 def test_a_wrong_tiling_is_named_before_anything_is_compiled(
     tiling: FlashMLATiling, argument: str
 ) -> None:
-    attention, _ = kernels(make())
+    attention = kernel_of(make())
     with pytest.raises(
         HyperMlaError, match=rf"{argument}: expected .*, got {getattr(tiling, argument)}"
     ):
         attention.compile("sm_90", tiling)
 
 
-@pytest.mark.parametrize("blocks", [0, 5])
-def test_a_wrong_merge_tiling_is_named(blocks: int) -> None:
-    _, merge = kernels(make())
-    with pytest.raises(HyperMlaError, match=f"blocks_per_sm: expected .*, got {blocks}"):
-        merge.compile("sm_90", MergeTiling(blocks))
-
-
 @pytest.mark.parametrize("target", ["sm_80", "sm_100", "sm_120"])
 def test_another_architecture_is_refused(target: str) -> None:
-    for kernel in kernels(make()):
-        with pytest.raises(
-            KernelCompileError, match=f"{kernel.name} for {target}: expected sm_90a"
-        ):
-            kernel.compile(target)
+    with pytest.raises(KernelCompileError, match=f"flash_mla for {target}: expected sm_90a"):
+        kernel_of(make()).compile(target)
 
 
 def test_every_candidate_is_valid_and_fits_the_buffers_of_the_plan() -> None:
     for s, h in ((1, 8), (1, 128), (2, 64), (200, 128)):
         plan = make(s=s, h=h)
-        attention, _ = kernels(plan)
-        _, _, o_partial, lse_partial = attention.output_tensors
+        attention = kernel_of(plan)
+        assert attention.args_fn is not None
+        args = attention.args_fn(attention.tiling)
+        names = ("o_partial", "lse_partial", "merges")
+        o_partial, lse_partial, merges = (args[place] for place in parameter_places(*names))
         chosen = [FlashMLATiling(gang=plan.row_tiles), FlashMLATiling(gang=1, sms=1)]
         for tiling in (*attention.autotune_configs, *chosen):
             assert constraint_failures(tiling, plan) == ()
             shape = plan.gangs(tiling)
             assert 1 <= shape.blocks <= (tiling.sms or DEFAULT_SM_COUNT)
             assert 2 * shape.blocks <= o_partial.shape[0] == lse_partial.shape[0]
+            assert merge_rows(shape.blocks) <= merges.shape[0]
 
 
 def test_the_device_decides_how_many_sms_are_used() -> None:
@@ -274,26 +252,34 @@ class Recorded:
         self.launched.append(self.args)
 
 
-def test_the_merge_follows_another_tiling_of_the_attention_kernel(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its prepared arguments name the gangs; those of an earlier launch would find no pieces."""
+def test_another_tiling_has_its_own_gangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prepared arguments name the gangs; those of an earlier launch would find other pieces."""
     monkeypatch.setattr(
         CuteKernel, "_bind", lambda self, tiling: Recorded(tuple(self.args_fn(tiling)))
     )
     monkeypatch.setattr(Recorded, "launched", [])
     plan = make(s=8)
-    attention, merge = kernels(plan)
+    attention = kernel_of(plan)
     seen = []
     for gang in (0, 2, 1, 0):
         attention.tiling = FlashMLATiling(gang=gang)
-        for kernel in (attention, merge):
-            kernel._launch_host(kernel.tiling)
+        attention._launch_host(attention.tiling)
         seen.append(plan.gangs(attention.tiling))
-        attention_args, merge_args = Recorded.launched[-2:]
-        assert attention_args[-3:] == (seen[-1].gang, seen[-1].groups, seen[-1].parts)
-        assert merge_args[-3:-1] == (seen[-1].gang, seen[-1].parts)
+        assert Recorded.launched[-1][-3:] == (seen[-1].gang, seen[-1].groups, seen[-1].parts)
     assert len(set(seen)) == 3
+
+
+def test_the_cost_counts_the_pieces_that_a_tiling_makes() -> None:
+    """One long request: every gang has a piece of it; a single gang has all of it."""
+    plan = make(b=1, s=1, t=64 * 1000)
+    attention = kernel_of(plan)
+    whole, cut = FlashMLATiling(sms=1), FlashMLATiling(sms=10)
+    assert attention.algorithmic_flops_bytes_fn is not None
+    without = attention.algorithmic_flops_bytes_fn(whole)
+    assert without == plan._algorithmic_flops_bytes(whole)
+    flops, moved = attention.algorithmic_flops_bytes_fn(cut)
+    assert (flops - without[0], moved - without[1]) == merge_cost(10, 2)
+    assert merge_cost(10, 2)[1] == 10 * 64 * (512 * (4 + 2) + 4)
 
 
 # --- inputs ---------------------------------------------------------------------------------------
@@ -428,7 +414,7 @@ def test_static_mode_from_the_command_line(
     assert kernel_command.main(["flash_mla", "--language=cute-dsl", *SIZES]) == 0
     out = capsys.readouterr().out
     assert "no GPU here: static mode" in out
-    assert "flash_mla" in out and "merge_partials" in out
+    assert "flash_mla" in out
     assert "sm_90" in out and "sm_100" not in out
     assert compilations == []
 
@@ -456,7 +442,7 @@ def test_gangs_and_sm_limits_share_one_program(
     """They are arguments: a search over them must not compile anew for each."""
     compilations = note_compilations(monkeypatch)
     monkeypatch.setenv("HYPER_MLA_CACHE_DIR", str(compiled.cache))
-    [kernel, _] = CuteFlashMLA(**{**SMALL, "s": 4}).plan_empty(1.0, 1.0).kernels()
+    [kernel] = CuteFlashMLA(**{**SMALL, "s": 4}).plan_empty(1.0, 1.0).kernels()
     for tiling in (FlashMLATiling(gang=1), FlashMLATiling(gang=2, sms=7)):
         assert kernel.compile("sm_90", tiling).cubin
     assert compilations == []

@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
-from mla_var3.kernel.cute_python.mla.merge_partials import THREADS as MERGE_THREADS
+from mla_var3.kernel.cute_python.mla.merge_partials import MOST_SLOTS, merge_rows
 from mla_var3.kernel.cute_python.mla.schedule import (
     DEFAULT_SM_COUNT,
     GANG_WORTH,
     ITEM_COST,
     KV_BLOCK,
+    MERGE_COST,
     SPLIT_COST,
     STREAM_COST,
     GangShape,
@@ -32,6 +33,7 @@ from mla_var3.kernel.cute_python.mla.schedule import (
     gang_shape,
     part_begins,
     pieces,
+    takes_turns,
 )
 
 INT32_MAX = 2**31 - 1
@@ -124,12 +126,20 @@ def test_cuts_are_at_even_blocks_inside_the_item(lengths: list[int], shape: Gang
 @settings(max_examples=300, deadline=None)
 @given(LENGTHS, SHAPES)
 def test_parts_are_balanced(lengths: list[int], shape: GangShape) -> None:
-    """Both ends of a part are where they ought to be, but for what a cut may move."""
-    total = sum(count + ITEM_COST for count in block_counts(lengths, shape.groups))
+    """Both ends of a part are where they ought to be, but for what a cut may move.
+
+    Without cuts no part is longer than cutting would make all of them.
+    """
+    counts = block_counts(lengths, shape.groups)
+    total = sum(count + ITEM_COST for count in counts)
     costs = [cost(part) for part in spans(lengths, shape)]
     assert sum(costs) == total
-    assert max(costs) <= -(-total // shape.parts) + CUT_MOVES
-    assert min(costs) >= total // shape.parts - CUT_MOVES
+    if takes_turns(max(counts), len(counts), shape.parts, total):
+        assert max(costs) <= total // shape.parts + MERGE_COST
+        assert pieces(lengths, shape) == 0
+    else:
+        assert max(costs) <= -(-total // shape.parts) + CUT_MOVES
+        assert min(costs) >= total // shape.parts - CUT_MOVES
 
 
 @pytest.mark.parametrize("t", [0, 1, 64, 65, 4096])
@@ -138,6 +148,12 @@ def test_equal_lengths_that_divide_evenly_are_not_cut(t: int, requests: int, par
     shape = GangShape(1, 1, parts)
     assert [len(part) for part in spans([t] * requests, shape)] == [requests // parts] * parts
     assert pieces([t] * requests, shape) == 0
+
+
+@pytest.mark.parametrize(("t", "cut"), [(64, False), (256, False), (448, False), (640, True)])
+def test_few_tokens_are_not_cut(t: int, cut: bool) -> None:
+    """One item of t tokens for 132 gangs: joining its pieces costs more than a few KV blocks."""
+    assert (pieces([t], GangShape(1, 1, 132)) > 0) == cut
 
 
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 128, 129, 640])
@@ -200,10 +216,12 @@ LARGEST = [(100_000, 1_000_000), (1, 1_000_000), (100_000, 1), (25_000, 5_000_00
 
 
 @pytest.mark.parametrize(("items", "t"), LARGEST)
-@pytest.mark.parametrize("parts", [1, 7, DEFAULT_SM_COUNT, MERGE_THREADS // 2])
+@pytest.mark.parametrize("parts", [1, 7, DEFAULT_SM_COUNT, MOST_SLOTS // 2])
 def test_no_step_overflows_for_the_largest_sizes(items: int, t: int, parts: int) -> None:
     blocks = -(-t // KV_BLOCK)
     total = Int32Only((blocks + ITEM_COST) * items)
+    whole = takes_turns(Int32Only(blocks), Int32Only(items), Int32Only(parts), total)
+    assert whole == (-(-items // parts) * (blocks + ITEM_COST) <= total // parts + MERGE_COST)
     for part in (0, 1, parts // 2, parts - 1, parts):
         position = cut_position(total, Int32Only(part), Int32Only(parts))
         assert position == int(total) * part // parts
@@ -311,8 +329,7 @@ def test_the_merge_finds_every_piece(batch: tuple[list[int], list[int], GangShap
         if member_rows(tiles, item, shape, member)
     }
     assert done == wanted
-    if shape.blocks <= MERGE_THREADS // 2:
-        assert all(slot < MERGE_THREADS for slot in slots)
+    assert all(slot < 2 * shape.blocks < merge_rows(shape.blocks) for slot in slots)
 
 
 # --- gangs ----------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ reports, done = {}, set()
 for variant, (name, fields, window) in json.loads(sys.argv[1]).items():
     plan = plan_class(find_kernel(name, language="cute-dsl"))(**fields)
     for kernel in plan.plan(*plan.prepare_inputs("meta")).kernels():
-        if kernel.name in ("flash_mla", "merge_partials"):
+        if kernel.name == "flash_mla":
             continue
         if kernel.name == "window_attention":
             kernel.tiling = type(kernel.tiling)(**window)
@@ -201,16 +201,16 @@ def test_the_registry_finds_the_plan(name: str) -> None:
     ("name", "fields", "wanted"),
     [
         ("flash_attention", {}, ["window_attention"]),
-        ("mla_var6_plus", {"n": 0}, ["flash_mla", "merge_partials", "decompress_combine"]),
+        ("mla_var6_plus", {"n": 0}, ["flash_mla", "decompress_combine"]),
         (
             "mla_var6_plus",
             {"n": 100},
-            ["flash_mla", "merge_partials", "window_attention", "decompress_combine"],
+            ["flash_mla", "window_attention", "decompress_combine"],
         ),
         ("mla_var6_plus", {"n": 300}, ["window_attention"]),
         ("mla_var6_plus_v2", {"n": 300}, ["window_attention"]),
-        ("mla_var6_plus_v2", {"n": 0}, ["flash_mla", "merge_partials", "decompress_combine"]),
-        ("mla_var6_plus_v3", {"prefix": 0}, ["flash_mla", "merge_partials", "decompress_combine"]),
+        ("mla_var6_plus_v2", {"n": 0}, ["flash_mla", "decompress_combine"]),
+        ("mla_var6_plus_v3", {"prefix": 0}, ["flash_mla", "decompress_combine"]),
         ("mla_var6_plus_v3", {"prefix": 300}, ["window_attention"]),
     ],
     ids=str,
@@ -396,15 +396,13 @@ def test_more_sms_than_there_are_is_refused(name: str) -> None:
     own = {"prefix": 100} if name.endswith("v3") else {"n": 100}
     group = together(make(name, **own))
     assert group.joint_failures() == ()
-    latent, merge, window = (kernel.tiling for kernel in group.kernels())
+    latent, window = (kernel.tiling for kernel in group.kernels())
     most = HOPPER.sm_count
     for sms in ((most - 1, 1), (60, 60)):
-        chosen = [FlashMLATiling(sms=sms[0]), merge, WindowTiling(sms=sms[1])]
+        chosen = [FlashMLATiling(sms=sms[0]), WindowTiling(sms=sms[1])]
         assert group.joint_failures(chosen) == ()
     for pair in ((most, 1), (1, most), (100, 33)):
-        [failure] = group.joint_failures(
-            [FlashMLATiling(sms=pair[0]), merge, WindowTiling(sms=pair[1])]
-        )
+        [failure] = group.joint_failures([FlashMLATiling(sms=pair[0]), WindowTiling(sms=pair[1])])
         assert f"at most {most} SMs for both kernels, got {pair[0]} + {pair[1]}" in failure
     assert latent.sms == window.sms == 0
 
@@ -419,9 +417,9 @@ def test_every_candidate_is_valid_and_some_pairs_fit() -> None:
                 assert kernel.args_fn(tiling)
         if 0 < n < plan.t:
             group = together(plan)
-            latent, merge, window = group.kernels()
+            latent, window = group.kernels()
             fits = [
-                not group.joint_failures([a, merge.tiling, b])
+                not group.joint_failures([a, b])
                 for a in latent.autotune_configs
                 for b in window.autotune_configs
             ]

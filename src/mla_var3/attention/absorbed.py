@@ -12,13 +12,23 @@ last dimension, both contiguous; `empty_positive` is that of `AttentionTask`. It
 `Launch`, which repeats what it did on other tensors of the same form. A kernel of the package
 offers `absorbed` in its version module, and beside it `unsupported(shape) -> str | None`, which
 gets a `CallShape`.
+
+It may also offer the products around the attention as kernels of the same launch,
+
+    whole(q_nope, q_rope, w_uk, w_uv, latent, rope, block_table, lengths, cu_seqlens_q, tree, max_q,
+          causal, scale, out=None, empty_positive=False)
+
+which returns output, log-sum-exp and a `WholeLaunch` or None; or None for a call whose products it
+leaves to torch, as for widths, layouts or counts of queries that its kernels are not made for.
+Which of the two computes the products follows from the call's tensors alone, so that results do not
+depend on whether a form was seen before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -54,7 +64,30 @@ class Launch(Protocol):
         """
 
 
+@runtime_checkable
+class WholeLaunch(Launch, Protocol):
+    """Repeats a whole call, with its products.
+
+    Its addresses are those of w_uk, w_uv, q_nope, q_rope, latent, rope, block_table, lengths,
+    cu_seqlens_q, tree, out and lse, then of memory for the latent queries and outputs.
+    """
+
+    def bound(self, *between: int) -> tuple[Callable[..., bool], Any]:
+        """The launch on the current stream with the memory for latent queries and outputs fixed.
+
+        Args:
+            between: the two addresses.
+
+        Returns:
+            What takes the other addresses and launches, for one thread at a time; and what has to
+            live as long as it is used.
+        """
+
+
 AbsorbedFunction = Callable[..., Launch | None]
+WholeFunction = Callable[..., tuple[torch.Tensor, torch.Tensor, WholeLaunch | None] | None]
+Attended = tuple[torch.Tensor, torch.Tensor, Launch | None]
+"""Output, log-sum-exp and, where every tensor was taken as it is, the launch."""
 
 
 class AbsorbedKernel:
@@ -74,12 +107,14 @@ class AbsorbedKernel:
         *,
         runs_on_cpu: bool = False,
         kernel_id: KernelId | None = None,
+        whole: WholeFunction | None = None,
     ) -> None:
-        """Wrap a function; with a kernel id the function is found in its module when needed."""
+        """Wrap a function; with a kernel id the functions are found in its module when needed."""
         self.runs_on_cpu = runs_on_cpu
         self.kernel = kernel
         self.language = language
         self._function = function
+        self._whole = whole
         self._unsupported = unsupported
         self._kernel_id = kernel_id
 
@@ -112,53 +147,63 @@ class AbsorbedKernel:
         output, lse, _ = self.run_repeatable(task)
         return output, lse
 
-    def run_repeatable(
-        self, task: AttentionTask
-    ) -> tuple[torch.Tensor, torch.Tensor, Launch | None]:
+    def run_repeatable(self, task: AttentionTask) -> Attended:
         """Output, log-sum-exp and, where every tensor was taken as it is, the launch."""
-        cache = task.cache
-        absorbed = task.q if task.w_uk is None else project_heads(task.q, task.w_uk)
-        given = (absorbed, task.q_rope, cache.block_table, cache.lengths, task.cu_seqlens_q)
-        taken = (
-            _equal_rows(absorbed),
-            _equal_rows(task.q_rope),
-            *(None if index is None else _dense_inside(index) for index in given[2:]),
-        )
-        q_latent, q_rope, table, lengths, bounds = taken
-        direct = task.out if task.latent_only and _is_dense(task.out) else None
+        absorbed = self._resolve()
+        if task.w_uk is None or task.w_uv is None:
+            direct = task.out if _is_dense(task.out) else None
+            out, lse, launch = self._attend(absorbed, task, task.q, direct)
+            if task.out is None or direct is not None:
+                return out, lse, launch
+            return task.out.copy_(out), lse, None
+        found = None if self._whole is None else self._run_whole(self._whole, task)
+        if found is not None:
+            return found
+        latent, lse, launch = self._attend(absorbed, task, project_heads(task.q, task.w_uk), None)
+        if self._whole is not None and not _takes_addresses(task):
+            launch = None  # the next call of this form may have its products from the kernel
+        return project_heads(latent, task.w_uv, task.out), lse, launch
+
+    def _attend(
+        self,
+        absorbed: AbsorbedFunction,
+        task: AttentionTask,
+        q: torch.Tensor,
+        out: torch.Tensor | None,
+    ) -> Attended:
+        """The part in the latent space; `q` is in it, and so is `out`, if there is one."""
+        q_latent, same_rows = _unless_copied(q, _equal_rows(q))
+        q_rope, indices, same = _taken(task)
         # Not like q_latent, whose rows may lie further apart.
-        out = absorbed.new_empty(absorbed.shape) if direct is None else direct
-        lse = absorbed.new_empty(absorbed.shape[:-1], dtype=torch.float32)
-        launch = self._resolve()(
-            q_latent,
-            q_rope,
-            cache.latent,
-            cache.rope,
-            table,
-            lengths,
-            bounds,
-            task.tree,
-            task.q.shape[1] if task.cu_seqlens_q is None else task.max_q or task.q.shape[0],
-            task.causal,
-            task.scale,
-            out,
-            lse,
+        result = q.new_empty(q.shape) if out is None else out
+        lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        cache = task.cache
+        launch = absorbed(
+            q_latent, q_rope, cache.latent, cache.rope, *indices, task.tree, _most_queries(task),
+            task.causal, task.scale, result, lse, empty_positive=task.empty_positive,
+        )  # fmt: skip
+        return result, lse, launch if same_rows and same else None
+
+    def _run_whole(self, whole: WholeFunction, task: AttentionTask) -> Attended | None:
+        """The whole call by the kernel's own products; None where it leaves them to torch."""
+        q_rope, indices, same = _taken(task)
+        cache = task.cache
+        done = whole(
+            task.q, q_rope, task.w_uk, task.w_uv, cache.latent, cache.rope, *indices, task.tree,
+            _most_queries(task), task.causal, task.scale, task.out,
             empty_positive=task.empty_positive,
-        )
-        for before, after in zip(given, taken, strict=True):
-            if before is not None and after is not None and before.data_ptr() != after.data_ptr():
-                launch = None
-        if task.w_uv is not None:
-            return project_heads(out, task.w_uv, task.out), lse, launch
-        if task.out is None or direct is not None:
-            return out, lse, launch
-        return task.out.copy_(out), lse, None
+        )  # fmt: skip
+        if done is None:
+            return None
+        out, lse, launch = done
+        return out, lse, launch if same else None
 
     def _resolve(self) -> AbsorbedFunction:
         if self._function is None:
             assert self._kernel_id is not None
             module: Any = import_kernel_module(self._kernel_id)
             self._function = module.absorbed
+            self._whole = getattr(module, "whole", None)
         return self._function
 
 
@@ -169,6 +214,40 @@ def missing_language(language: str) -> str | None:
     except ModuleNotFoundError:  # not even the parent package
         found = False
     return None if found else f"the package {LANGUAGE_DISTRIBUTIONS[language]} is not installed"
+
+
+Indices = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]
+"""Block table, lengths and bounds of packed queries."""
+
+
+def _taken(task: AttentionTask) -> tuple[torch.Tensor, Indices, bool]:
+    """Rope part and indices as kernels take them, and whether all are those of the call."""
+    cache, bounds = task.cache, task.cu_seqlens_q
+    q_rope, same = _unless_copied(task.q_rope, _equal_rows(task.q_rope))
+    lengths, same_lengths = _unless_copied(cache.lengths, _dense_inside(cache.lengths))
+    table = cache.block_table
+    if table is not None:
+        table, unchanged = _unless_copied(table, _dense_inside(table))
+        same = same and unchanged
+    if bounds is not None:
+        bounds, unchanged = _unless_copied(bounds, _dense_inside(bounds))
+        same = same and unchanged
+    return q_rope, (table, lengths, bounds), same and same_lengths
+
+
+def _unless_copied(given: torch.Tensor, taken: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    """What is taken, and whether it is the memory that was given."""
+    return taken, given.data_ptr() == taken.data_ptr()
+
+
+def _most_queries(task: AttentionTask) -> int:
+    return task.q.shape[1] if task.cu_seqlens_q is None else task.max_q or task.q.shape[0]
+
+
+def _takes_addresses(task: AttentionTask) -> bool:
+    """Whether kernels can read queries and weights, and write the output, where they are."""
+    tensors = (task.q, task.w_uk, task.w_uv, task.out)
+    return all(tensor is None or tensor.data_ptr() % ALIGNMENT_BYTES == 0 for tensor in tensors)
 
 
 def _equal_rows(q: torch.Tensor) -> torch.Tensor:

@@ -42,6 +42,8 @@ TILE_ROWS = 64
 
 PRODUCT_US = 5.0
 """What a matrix product of torch takes at least."""
+OWN_PRODUCT_US, OWN_PRODUCT_QUERIES = 2.0, 256
+"""The same of a product that the kernel launches itself, and up to how many queries it does."""
 DECOMPRESSION_US, DECOMPRESSION_EFFORT = 25.0, 2.2
 """What decompressing in a call takes at least, and of its roofline: several operations of torch."""
 MIX_US, MIX_EFFORT = 45.0, 1.08
@@ -51,6 +53,8 @@ COMBINE_EFFORT = 1.6
 """What up-projection and merge of a mix take of their roofline."""
 # The figures are those of docs/results/2026-11-15-nvidia-h200-attention-grid.md.
 
+OWN_PRODUCTS = ("flash_mla", "cute-dsl")
+"""The kernel that launches the products around it."""
 FITTED_MIX = ("mla_var6_plus", "cute-dsl")
 """Kernel and language whose times the parameters in `conf/mix_rates.json` were fitted to."""
 READ_RINGS = ("cute-dsl",)
@@ -103,13 +107,15 @@ def estimate(
 
     def kernel_us(cost: Cost, tiles: int) -> tuple[float, float]:
         """The attention stage, and the share of SM turns that have a tile."""
+        fill = _fill(tiles, spec.sm_count)
         if seen is None:
-            fill = _fill(tiles, spec.sm_count)
             return time_us(cost) / fill, fill
-        fill = 1.0 if seen.balanced else _fill(tiles, spec.sm_count)
-        turns = tiles / (fill * spec.sm_count)
-        own_us = cost.time_us(seen.tflops, seen.gbps) / fill
-        return own_us + seen.fixed_us + turns * seen.tile_us, fill
+        # One SM's tiles, with as many of them on each.
+        even_us = cost.time_us(seen.tflops, seen.gbps) + tiles / spec.sm_count * seen.tile_us
+        whole_us = even_us / fill
+        if seen.cut_us is None or whole_us <= even_us + seen.cut_us:
+            return seen.fixed_us + whole_us, fill
+        return seen.fixed_us + even_us + seen.cut_us, 1.0
 
     def time_us(*costs: Cost) -> float:
         return sum(cost.time_us(*rates) for cost in costs)
@@ -121,7 +127,8 @@ def estimate(
 
     projections = 0.0
     if not shape.latent_only:
-        projections = 2 * PRODUCT_US
+        own = (kernel, language) == OWN_PRODUCTS and shape.b * shape.s <= OWN_PRODUCT_QUERIES
+        projections = 2 * (OWN_PRODUCT_US if own else PRODUCT_US)
         projections += time_us(q_absorption_cost(problem), output_up_projection_cost(problem))
     latent_tiles = shape.b * _ceil_div(shape.s * shape.h, TILE_ROWS)
     head_tiles = shape.b * shape.h * _ceil_div(shape.s, TILE_ROWS)

@@ -12,90 +12,32 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import torch
 
-from mla_var3.attention.absorbed import Launch
+from mla_var3.attention.absorbed import Launch, WholeLaunch
+from mla_var3.attention.addresses import AddressReader, address_reader
 from mla_var3.attention.cache import LatentCache
 from mla_var3.attention.forms import Call, Tensors, Values, store_form
+from mla_var3.attention.forms import Layout as Layout
 from mla_var3.attention.scratch import shared_memory, stream_reader
 from mla_var3.attention.task import AttentionTask
 from mla_var3.attention.view import CacheView
+from mla_var3.attention.whole_form import WholeForm
 from mla_var3.runtime.tensors import ALIGNMENT_BYTES
 from mla_var3.runtime.torch_fast import Maker, tensor_maker, view_as, without_gradients
 
 Result = tuple[torch.Tensor, torch.Tensor]
-Layout = tuple[tuple[int, ...], tuple[int, ...]]
-"""Shape and strides."""
 
 _SUM_BYTES = torch.float32.itemsize
 _BEFORE_ROPE = 3
 """Tensors of a whole call before `q_rope`, none of which the launch reads."""
-_LAUNCH_ORDER = (
-    "q", "q_rope", "latent", "rope", "block_table", "lengths", "cu_seqlens_q", "tree_mask"
-)  # fmt: skip
 _CACHE = ("latent", "rope", "lengths", "block_table")
 _DECOMPRESSED = tuple(part.name for part in fields(CacheView) if part.name not in _CACHE)
 """What a view may hold beside the cache itself."""
-
-AddressReader = Callable[[Tensors], tuple[int, ...]]
-"""Takes the tensors of a call; their addresses in the order of a launch, without its outputs."""
-
-
-def _paged_addresses(tensors: Tensors) -> tuple[int, ...]:
-    q, q_rope, latent, rope, block_table, lengths = tensors
-    return (
-        q.data_ptr(), q_rope.data_ptr(), latent.data_ptr(), rope.data_ptr(),
-        block_table.data_ptr(), lengths.data_ptr(), 0, 0,
-    )  # fmt: skip
-
-
-def _dense_addresses(tensors: Tensors) -> tuple[int, ...]:
-    q, q_rope, latent, rope, lengths = tensors
-    return (
-        q.data_ptr(), q_rope.data_ptr(), latent.data_ptr(), rope.data_ptr(),
-        0, lengths.data_ptr(), 0, 0,
-    )  # fmt: skip
-
-
-# A call that is written out costs half of one that is made for each tensor of a sequence.
-_FREQUENT: dict[tuple[str, ...], AddressReader] = {
-    ("q", "q_rope", "latent", "rope", "block_table", "lengths"): _paged_addresses,
-    ("q", "q_rope", "latent", "rope", "lengths"): _dense_addresses,
-}
-
-
-def address_reader(names: Sequence[str], lengths: torch.Tensor | None) -> AddressReader:
-    """What takes the addresses of a launch, in its order, from the tensors of a call.
-
-    Args:
-        names: of the call's tensors; the last of two of one name counts.
-        lengths: those of a pair of tensors, where every slot is used, which are kept; None for
-            other caches.
-    """
-    if lengths is None and tuple(names) in _FREQUENT:
-        return _FREQUENT[tuple(names)]
-    # Addresses that every call has: of nothing, and of lengths that are kept here.
-    fixed = (0, 0 if lengths is None else lengths.data_ptr())
-    known = {"lengths": 0 if lengths is None else 1}
-    places = known | {name: len(fixed) + place for place, name in enumerate(names)}
-    pick = itemgetter(*(places.get(name, 0) for name in _LAUNCH_ORDER))
-    # The memory of the lengths lives as long as what knows their address.
-    return partial(_picked_addresses, pick, fixed, lengths)
-
-
-def _picked_addresses(
-    pick: Callable[[tuple[int, ...]], tuple[int, ...]],
-    fixed: tuple[int, ...],
-    lengths: torch.Tensor | None,
-    tensors: Tensors,
-) -> tuple[int, ...]:
-    return pick((*fixed, *[tensor.data_ptr() for tensor in tensors]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +76,9 @@ class LatentForm:
 
 @dataclass(frozen=True, slots=True)
 class FullForm:
-    """A form of call with the projections around the latent space.
+    """A form of call with the projections around the latent space, as products of torch.
+
+    For calls whose products are no kernels of the launch itself (see `whole_form`).
 
     Attributes:
         latent: the part in the latent space, with the latent queries in the place of the weights
@@ -289,15 +233,21 @@ def keep_form(
 
 def _form_of(
     task: AttentionTask, launch: Launch, cache: Any, options: Mapping[str, Any]
-) -> LatentForm | FullForm:
+) -> LatentForm | FullForm | WholeForm:
     names = _tensor_names(task, cache, options)
     out_at = names.index("out") if "out" in names else None
     kept = task.cache.lengths if "lengths" not in names else None
+    rows, d, h = tuple(task.q.shape[:-1]), task.q.shape[-1], task.h
+    k, width, device = task.cache.latent.shape[-1], task.width, task.q.device
+    if isinstance(launch, WholeLaunch):
+        return WholeForm(
+            launch, address_reader(names, kept), _dense((*rows, width)), _dense(rows),
+            math.prod(rows) * k, task.q.dtype, device, tensor_maker(device), out_at,
+            stream_reader(device),
+        )  # fmt: skip
     # Of a whole call the latent queries come first, in the place of three tensors.
     own = names if task.w_uk is None else ["q", *names[_BEFORE_ROPE:]]
     addresses = address_reader(own, kept)
-    rows, d, h = tuple(task.q.shape[:-1]), task.q.shape[-1], task.h
-    k, width, device = task.cache.latent.shape[-1], task.width, task.q.device
     latent = LatentForm(
         launch, addresses, _dense((*rows, k)), _dense(rows), task.q.dtype, device,
         tensor_maker(device), out_at,

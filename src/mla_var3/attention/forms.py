@@ -23,6 +23,8 @@ RECENT = 8
 Values = tuple[Any, ...]
 Tensors = tuple[Any, ...]
 Call = tuple[Values, Tensors]
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shape and strides."""
 
 _forms: dict[Values, tuple[LayoutCheck | None, Any]] = {}
 _recent: dict[Values, tuple[tuple[LayoutCheck, Any], ...]] = {}

@@ -14,7 +14,7 @@ from importlib import resources
 
 from mla_var3.errors import InvalidArgumentError
 
-_FIELDS = {"tflops", "gbps", "fixed_us", "tile_us", "balanced", "source", "date"}
+_FIELDS = {"tflops", "gbps", "fixed_us", "tile_us", "cut_us", "source", "date"}
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class KernelRates:
         fixed_us: time of a launch with next to nothing to do.
         tile_us: time of a tile of query rows beside its tokens, on the SM that has it: its queries
             come and its output goes.
-        balanced: whether it shares its work out over all SMs whatever the shape.
+        cut_us: time that it takes to share its work out over all SMs whatever the shape, by cutting
+            it over the tokens; None for a kernel that has as many blocks as tiles.
         source: the record that shows it.
         date: when that was.
     """
@@ -36,7 +37,7 @@ class KernelRates:
     gbps: float
     fixed_us: float
     tile_us: float
-    balanced: bool
+    cut_us: float | None
     source: str
     date: str
 
@@ -44,8 +45,8 @@ class KernelRates:
         for name in ("tflops", "gbps"):
             if not getattr(self, name) > 0:
                 raise InvalidArgumentError(name, "a positive number", getattr(self, name))
-        for name in ("fixed_us", "tile_us"):
-            if not getattr(self, name) >= 0:
+        for name in ("fixed_us", "tile_us", "cut_us"):
+            if not (getattr(self, name) or 0.0) >= 0:
                 raise InvalidArgumentError(name, "a number of at least 0", getattr(self, name))
 
 

@@ -89,15 +89,13 @@ class CuteKernel(KernelStage):
         args_fn: tiling -> arguments of the host function in order, without the stream.
         requires_arch: architecture that the kernel is written for, for example "sm_90a"; empty for
             a kernel that runs on any.
-        follows: a kernel whose tiling the arguments depend on as well.
     """
 
     launch_fn: Callable[[Any], None] | None = field(default=None, kw_only=True)
     host_fn: Callable[[Any], Any] | None = field(default=None, kw_only=True)
     args_fn: Callable[[Any], Sequence[Any]] | None = field(default=None, kw_only=True)
     requires_arch: str = field(default="", kw_only=True)
-    follows: KernelStage | None = field(default=None, repr=False, kw_only=True)
-    _prepared: tuple[list[Any], BoundLaunch] | None = field(default=None, repr=False, kw_only=True)
+    _prepared: tuple[Any, BoundLaunch] | None = field(default=None, repr=False, kw_only=True)
 
     language = LANGUAGE
     runs_on_cpu = False
@@ -139,11 +137,10 @@ class CuteKernel(KernelStage):
     def _launch_host(self, tiling: Any) -> None:
         """Launch with prepared arguments, made when a tiling that they depend on is a new one."""
         prepared = self._prepared
-        tilings = [tiling] if self.follows is None else [tiling, self.follows.tiling]
-        if prepared is None or prepared[0] != tilings:
+        if prepared is None or prepared[0] != tiling:
             require_valid(tiling, self.plan)
-            copies = [tiling_from_dict(type(one), one.to_dict()) for one in tilings]
-            self._prepared = prepared = (copies, self._bind(tiling))
+            copy = tiling_from_dict(type(tiling), tiling.to_dict())
+            self._prepared = prepared = (copy, self._bind(tiling))
         prepared[1].launch()
 
     def _bind(self, tiling: Any) -> BoundLaunch:

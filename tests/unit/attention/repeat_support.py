@@ -11,6 +11,7 @@ import torch
 
 from mla_var3.attention import backends
 from mla_var3.attention.absorbed import AbsorbedKernel
+from mla_var3.attention.projections import project_heads
 from mla_var3.attention.task import AttentionTask
 from mla_var3.attention.tiled import TorchTiled
 from mla_var3.attention.view import CacheView
@@ -56,7 +57,7 @@ class MemoryLaunch:
         self.empty_positive = empty_positive
         self.numbers = arguments[8:11]
         tensors = (*arguments[:8], *arguments[11:])
-        self.forms = [None if t is None else (t.shape, t.stride(), t.dtype) for t in tensors]
+        self.forms = [form_of(tensor) for tensor in tensors]
 
     def ready(self) -> bool:
         return self.kernel.ready
@@ -64,21 +65,26 @@ class MemoryLaunch:
     def __call__(self, *addresses: int) -> bool:
         if any(address % 16 for address in addresses):
             return False
-        tensors = [self._at(*pair) for pair in zip(addresses, self.forms, strict=True)]
+        tensors = [tensor_at(*pair) for pair in zip(addresses, self.forms, strict=True)]
         attend(*tensors[:8], *self.numbers, *tensors[8:], self.empty_positive)
         self.kernel.repeats += 1
         return True
 
-    @staticmethod
-    def _at(address: int, form: Any) -> Any:
-        if form is None:
-            assert address == 0
-            return None
-        shape, strides, dtype = form
-        reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        bytes_long = (reach + 1) * dtype.itemsize
-        memory = (ctypes.c_char * bytes_long).from_address(address)
-        return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
+
+def form_of(tensor: torch.Tensor | None) -> Any:
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def tensor_at(address: int, form: Any) -> Any:
+    """The memory at an address, as a tensor."""
+    if form is None:
+        assert address == 0
+        return None
+    shape, strides, dtype = form
+    reach = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    bytes_long = (reach + 1) * dtype.itemsize
+    memory = (ctypes.c_char * bytes_long).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
 
 
 class RepeatableKernel:
@@ -100,11 +106,79 @@ class RepeatableKernel:
         return MemoryLaunch(self, arguments, empty_positive)
 
 
+class WholeMemoryLaunch:
+    """Repeats a whole call on the memory at other addresses."""
+
+    def __init__(
+        self, whole: RepeatableWhole, tensors: tuple[Any, ...], numbers: tuple[Any, ...]
+    ) -> None:
+        self.whole = whole
+        self.numbers = numbers
+        self.forms = [form_of(tensor) for tensor in tensors]
+        self.bindings = 0
+
+    def ready(self) -> bool:
+        return self.whole.ready
+
+    def __call__(self, *addresses: int) -> bool:
+        if any(address % 16 for address in addresses):
+            return False
+        tensors = [tensor_at(*pair) for pair in zip(addresses, self.forms, strict=True)]
+        self.whole.compute(tensors, self.numbers)
+        self.whole.repeats += 1
+        return True
+
+    def bound(self, *between: int) -> tuple[Any, Any]:
+        self.bindings += 1
+        return (lambda *addresses: self(*addresses, *between)), None
+
+
+class RepeatableWhole:
+    """Whole calls of the kernel, with counters.
+
+    Attributes:
+        calls, repeats, ready: as of `RepeatableKernel`.
+        serves: whether the products are its own.
+    """
+
+    def __init__(self) -> None:
+        self.calls = self.repeats = 0
+        self.ready = self.serves = True
+
+    @staticmethod
+    def compute(tensors: Any, numbers: Any) -> None:
+        """Products and attention into the tensors of a launch, in its order."""
+        w_uk, w_uv, q_nope, *read, out, lse, q_latent, o_latent = tensors
+        q_latent.copy_(project_heads(q_nope, w_uk))
+        attend(q_latent, *read, *numbers, o_latent, lse)
+        out.copy_(project_heads(o_latent, w_uv))
+
+    def __call__(
+        self, q_nope: torch.Tensor, q_rope: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor,
+        *rest: Any, empty_positive: bool = False,
+    ) -> Any:  # fmt: skip
+        *read, max_q, causal, scale, given = rest
+        aligned = all(
+            tensor is None or (tensor.is_contiguous() and tensor.data_ptr() % 16 == 0)
+            for tensor in (q_nope, w_uk, w_uv, given)
+        )
+        if not (self.serves and aligned):
+            return None
+        out = torch.empty_like(q_nope) if given is None else given
+        lse = q_nope.new_empty(q_nope.shape[:-1], dtype=torch.float32)
+        between = [q_nope.new_empty((*q_nope.shape[:-1], w_uk.shape[2])) for _ in range(2)]
+        tensors = (w_uk, w_uv, q_nope, q_rope, *read, out, lse, *between)
+        numbers = (max_q, causal, scale)
+        self.compute(tensors, numbers)
+        self.calls += 1
+        return out, lse, WholeMemoryLaunch(self, tensors, numbers)
+
+
 @contextmanager
-def repeatable_kernel() -> Iterator[RepeatableKernel]:
+def repeatable_kernel(whole: RepeatableWhole | None = None) -> Iterator[RepeatableKernel]:
     """The kernel, as a backend of the name `KERNEL`."""
     kernel = RepeatableKernel()
-    backends.register(AbsorbedKernel(KERNEL, "torch", kernel, runs_on_cpu=True))
+    backends.register(AbsorbedKernel(KERNEL, "torch", kernel, runs_on_cpu=True, whole=whole))
     try:
         yield kernel
     finally:

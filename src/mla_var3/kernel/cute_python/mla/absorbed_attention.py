@@ -20,8 +20,8 @@ columns and, of every pair of KV blocks, computes the scores of one:
 So the tensor cores have work during either softmax. A third warpgroup gives its registers to
 these two, except for one warp that loads: each half of a KV block is replaced as soon as its last
 reader is done. The rope columns of a block make room for P. Results of an item are written while
-the next item's queries and first blocks are on their way (see `schedule.py` for items and cuts;
-`merge_partials.py` joins what was cut).
+the next item's queries and first blocks are on their way (see `schedule.py` for items and cuts).
+In the end the blocks join what was cut, in the same launch (`merge_partials.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import cuda.bindings.driver as cuda
-import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 import torch
@@ -59,7 +58,14 @@ from mla_var3.kernel.cute_python.mla.latent_ops import (
     TILE,
 )
 from mla_var3.kernel.cute_python.mla.many_rows import compute_many
-from mla_var3.kernel.cute_python.mla.merge_partials import MergeTiling, merge_stage
+from mla_var3.kernel.cute_python.mla.merge_partials import (
+    cuts_items,
+    merge_cost,
+    merge_pieces,
+    merge_room,
+    merge_rows,
+    open_merge,
+)
 from mla_var3.kernel.cute_python.mla.schedule import (
     KV_BLOCK,
     ROWS,
@@ -75,7 +81,6 @@ from mla_var3.kernel.cute_python.mla.warpgroups import (
     LOADER_REGISTERS,
     THREADS,
 )
-from mla_var3.runtime.composite import KernelPipeline
 from mla_var3.runtime.cute_kernel import CuteKernel
 from mla_var3.runtime.plan import Constraints, Tiling
 
@@ -84,9 +89,16 @@ FEW_BELOW = 25
 
 
 class FlashMLASm90:
-    """Host and device code for one element type; see `final_lse` for `empty_positive`."""
+    """Host and device code for one element type; see `final_lse` for `empty_positive`.
 
-    def __init__(self, dtype, few=0, strict=False, empty_positive=False):
+    With `early` it starts before the kernel in front of it has ended (programmatic dependent
+    launch) and waits for it before it reads the queries, which all it writes follows from, except
+    for the states of its own room for pieces. The kernel in front must not be one that uses this
+    room, and must have been launched without overlap.
+    """
+
+    def __init__(self, dtype, few=0, strict=False, empty_positive=False, early=False):
+        self.early = early
         self.dtype = dtype
         self.few = few
         self.strict = strict
@@ -160,6 +172,7 @@ class FlashMLASm90:
         @cute.struct
         class Shared:
             signals: cute.struct.MemRange[Int64, SIGNALS]
+            missing: cute.struct.MemRange[Int32, 1]
             row_max: cute.struct.MemRange[Float32, ROWS]
             scale_even: cute.struct.MemRange[Float32, ROWS]
             scale_odd: cute.struct.MemRange[Float32, ROWS]
@@ -173,7 +186,7 @@ class FlashMLASm90:
 
         self.Shared = Shared
         line = cute.make_layout
-        slots = gang * parts * 2
+        blocks = gang * parts
         table_tensor = None
         if const_expr(table is not None):
             table_tensor = cute.make_tensor(
@@ -213,8 +226,8 @@ class FlashMLASm90:
             o_latent,
             cute.make_tensor(lse, line(total_rows)),
             o_partial,
-            cute.make_tensor(lse_partial, line(slots * ROWS)),
-            cute.make_tensor(merges, line((slots, 4), stride=(4, 1))),
+            cute.make_tensor(lse_partial, line(2 * blocks * ROWS)),
+            cute.make_tensor(merges, line((merge_rows(blocks), 4), stride=(4, 1))),
             scale_log2e,
             requests,
             queries,
@@ -232,6 +245,7 @@ class FlashMLASm90:
             block=(THREADS, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=self.early,
         )
 
     @cute.kernel
@@ -275,15 +289,19 @@ class FlashMLASm90:
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         store = SmemAllocator().allocate(self.Shared)
         signals = store.signals.data_ptr()
+        missing = store.missing.get_tensor(cute.make_layout(1))
         if thread == 0:
             init_signals(signals, 2 if self.few > 0 else 1)
-            for i in cutlass.range_constexpr(2):
-                merges[(part * gang + member) * 2 + i, 0] = Int32(0)
+            missing[0] = Int32(0)
         cute.arch.sync_threads()
         work = Work(
             part_range(lengths, requests, groups, newest, part, parts),
             lengths, query_begins, tree, queries, heads, gang, groups, newest, causal, member,
         )  # fmt: skip
+        blocks, block = gang * parts, part * gang + member
+        cuts = cuts_items(work.part, parts)
+        if thread == 0 and cuts:
+            open_merge(merges, blocks, block)
         swizzle = row_layout.inner
         s_q = store.q.get_tensor(row_layout.outer, swizzle=swizzle)
         s_even = store.even.get_tensor(row_layout.outer, swizzle=swizzle)
@@ -291,6 +309,8 @@ class FlashMLASm90:
         if warp_index >= LOADER:
             cute.arch.setmaxregister_decrease(LOADER_REGISTERS)
             if warp_index == LOADER:
+                if const_expr(self.early):
+                    cute.arch.griddepcontrol_wait()
                 load_all(
                     q_copy, q_global, qr_copy, qr_global, c_copy, c_global, r_copy, r_global,
                     s_q, s_even, s_odd, signals, table, pages, page_tokens, work,
@@ -320,8 +340,12 @@ class FlashMLASm90:
                     qk_mma, pv_mma, pv_mma_shared, s_q, s_even, s_odd, signals, exchange,
                     outputs, scale_log2e, part, work, self.dtype, self.strict,
                 )  # fmt: skip
-            # Not from the idle warps, which would ask for the merge at the start.
+            # All blocks that get here have an SM, so a kernel that was launched to start early may
+            # have theirs as they end. Not from the idle warps, which are here at the start.
             cute.arch.griddepcontrol_launch_dependents()
+            if cuts:
+                room = merge_room(store.q.data_ptr())
+                merge_pieces(outputs, missing, room, gang, blocks, block, self.dtype)
 
 
 @dataclass
@@ -391,25 +415,22 @@ class AbsorbedOperands:
 def absorbed_stage(
     plan: HopperPlan,
     tiling: FlashMLATiling,
-    merge_tiling: MergeTiling,
     operands: AbsorbedOperands,
     gangs: Callable[[FlashMLATiling], GangShape],
     kv_lengths: Sequence[int],
     cost_fn: Callable[[Any], tuple[float, float]],
     configs: Sequence[FlashMLATiling],
-    name: str,
-) -> KernelPipeline:
-    """The attention over latent rows and the merge of its pieces; its outputs are o_latent and lse.
+) -> CuteKernel:
+    """The attention over latent rows; its outputs are o_latent and lse.
 
     Args:
-        plan: the plan that they belong to.
-        tiling, merge_tiling: tilings of the two kernels.
+        plan: the plan that it belongs to.
+        tiling: its tiling.
         operands: what the attention reads.
         gangs: the gangs of a launch with a tiling.
         kv_lengths: tokens that are attended, per request.
-        cost_fn: FLOPs and bytes of the attention.
-        configs: candidate tilings of the attention.
-        name: name of the pipeline.
+        cost_fn: FLOPs and bytes of the attention, without what joining pieces takes.
+        configs: candidate tilings.
     """
     rows = (plan.b, plan.s, plan.h)
     q_latent = operands.q_latent
@@ -425,7 +446,15 @@ def absorbed_stage(
             plan.h, plan.causal, gangs(tiling), operands.newest,
         )  # fmt: skip
 
-    attention = CuteKernel(
+    def whole_cost_fn(tiling: FlashMLATiling) -> tuple[float, float]:
+        shape = gangs(tiling)
+        flops, moved = cost_fn(tiling)
+        more_flops, more_moved = merge_cost(
+            pieces(kv_lengths, shape) * shape.gang, o_latent.element_size()
+        )
+        return flops + more_flops, moved + more_moved
+
+    return CuteKernel(
         kernel_fn=FlashMLASm90.flash_mla,
         host_fn=lambda tiling: FlashMLASm90(dtype, tiling.few),
         args_fn=args_fn,
@@ -433,13 +462,7 @@ def absorbed_stage(
         tiling=tiling,
         plan=plan,
         input_tensors=operands.tensors,
-        output_tensors=[o_latent, lse, *partials[:2]],
+        output_tensors=[o_latent, lse],
         autotune_configs=configs,
-        algorithmic_flops_bytes_fn=cost_fn,
+        algorithmic_flops_bytes_fn=whole_cost_fn,
     )
-    shape = gangs(tiling)
-    cut = pieces(kv_lengths, shape) * shape.gang
-    merge = merge_stage(
-        plan, merge_tiling, dtype, partials, (o_latent, lse), attention, gangs, plan.sm_count, cut
-    )
-    return KernelPipeline(_name=name, stages=[attention, merge])

@@ -9,10 +9,11 @@ o = (o_latent w_uv) * exp(lse_latent - lse) + o_new * exp(lse_new - lse), lse = 
 Without o_new only the up-projection is left, and no log-sum-exp is read or written. Rows that
 neither part has a token for give 0 and -inf. bfloat16 and float16. Target: sm_90a.
 
-How it works. A block keeps w_uv of one head in shared memory and takes every splits-th tile of 128
-rows. A warp loads o_latent in steps of 64 latent columns through a ring, two warpgroups multiply 64
-rows each and merge from registers, so the up-projected part never leaves the SM. The kernel is
-bound by memory: it reads o_latent once, and w_uv once per block.
+How it works. A block keeps w_uv of one head in shared memory, or a part of its columns where there
+are few rows and heads, and takes every splits-th tile of 128 rows. A warp loads o_latent in steps
+of 64 latent columns through a ring, two warpgroups multiply 64 rows each and merge from registers,
+so the up-projected part never leaves the SM. The kernel is bound by memory: it reads o_latent once,
+and w_uv once per block.
 """
 
 from collections.abc import Callable
@@ -61,10 +62,12 @@ STEPS = LATENT // TILE
 STAGES = 5
 """Steps of o_latent on their way: beside w_uv of a head (128 KiB) an SM has room for five."""
 LOG2_E = 1.4426950408889634
+COLUMNS = (HEAD, HEAD // 2, HEAD // 4)
+"""Output columns that a block may make: all of a head, or a part."""
 
-ARRIVED, FREE, WEIGHTS = 0, STAGES, 2 * STAGES
-"""First barrier of each kind: a step has arrived, its place is free, a step of w_uv is there."""
-SIGNALS = 2 * STAGES + STEPS
+WEIGHTS, ARRIVED = 0, STEPS
+"""First barrier of each kind: a step of w_uv is there, a step of o_latent has arrived in its place;
+behind these, as many that say that a place is free."""
 
 
 @dataclass
@@ -92,11 +95,40 @@ def row_tiles(rows: int) -> int:
     return -(-rows // COMBINE_ROWS)
 
 
-class DecompressCombineSm90:
-    """Host and device code for one element type."""
+def default_splits(rows: int, heads: int, sm_count: int) -> int:
+    """Blocks per head: as many as fill the device and have a tile each."""
+    return max(1, min(sm_count // heads, row_tiles(rows)))
 
-    def __init__(self, dtype):
+
+def columns_for(rows: int, heads: int, sm_count: int) -> int:
+    """Output columns of a block without another part to merge: all of a head, or a part.
+
+    With one tile of rows the weights are most of what is read, and an SM alone reads slowly, so
+    that few heads are spread over more SMs. With more tiles all blocks of a head have rows.
+    """
+    if row_tiles(rows) > 1:
+        return HEAD
+    return min(
+        columns for columns in COLUMNS if columns == HEAD or heads * HEAD <= sm_count * columns
+    )
+
+
+class DecompressCombineSm90:
+    """Host and device code for one element type, and `columns` of the output for each block.
+
+    With `early` it starts before the kernel in front of it has ended (programmatic dependent
+    launch): w_uv comes at once, o_latent after that kernel, and nothing is written before either.
+    The kernel in front must have waited for those before it, or have been launched without overlap.
+    """
+
+    def __init__(self, dtype, early=False, columns=HEAD):
         self.dtype = dtype
+        self.early = early
+        self.columns = columns
+        # Beside less of w_uv a whole tile has room.
+        self.stages = STAGES if columns == HEAD else STEPS
+        self.first_free = ARRIVED + self.stages
+        self.signal_count = self.first_free + self.stages
 
     @cute.jit
     def __call__(
@@ -113,19 +145,24 @@ class DecompressCombineSm90:
         splits: Int32,
         stream: cuda.CUstream,
     ):
-        dtype = self.dtype
-        swizzle = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
+        dtype, columns, stages = self.dtype, self.columns, self.stages
+        kinds = warpgroup.SmemLayoutAtomKind
+        swizzle = warpgroup.make_smem_layout_atom(kinds.K_SW128, dtype)
+        # As long as the rows of the block's weights.
+        w_kind = kinds.K_SW128 if columns >= TILE else kinds.K_SW64
+        w_swizzle = warpgroup.make_smem_layout_atom(w_kind, dtype)
         load = cpasync.CopyBulkTensorTileG2SOp()
 
-        def copies_of(tensor, shape):
-            layout = cute.tile_to_shape(swizzle, shape, order=(0, 1))
+        def copies_of(tensor, atom, shape):
+            layout = cute.tile_to_shape(atom, shape, order=(0, 1))
             return cpasync.make_tiled_tma_atom(load, tensor, layout, shape)
 
         row_stride = cute.assume(Int64(heads) * LATENT, divby=8)
         latent_rows = cute.make_layout((rows, LATENT, heads), stride=(row_stride, 1, LATENT))
         # Columns as (64, 2): a copy then takes both column tiles at once.
-        weight_shape = (LATENT, (TILE, HEAD // TILE), heads)
-        weights = cute.make_layout(weight_shape, stride=(HEAD, (1, TILE), LATENT * HEAD))
+        wide = min(columns, TILE)
+        weight_shape = (LATENT, (wide, HEAD // wide), heads)
+        weights = cute.make_layout(weight_shape, stride=(HEAD, (1, wide), LATENT * HEAD))
         mma = sm90.make_trivial_tiled_mma(
             dtype,
             dtype,
@@ -133,15 +170,15 @@ class DecompressCombineSm90:
             OperandMajorMode.MN,
             Float32,
             (1, 1, 1),
-            (GROUP_ROWS, HEAD),
+            (GROUP_ROWS, columns),
             warpgroup.OperandSource.SMEM,
         )
 
         @cute.struct
         class Shared:
-            signals: cute.struct.MemRange[Int64, SIGNALS]
-            x: cute.struct.Align[cute.struct.MemRange[dtype, COMBINE_ROWS * TILE * STAGES], 1024]
-            w: cute.struct.Align[cute.struct.MemRange[dtype, LATENT * HEAD], 1024]
+            signals: cute.struct.MemRange[Int64, self.signal_count]
+            x: cute.struct.Align[cute.struct.MemRange[dtype, COMBINE_ROWS * TILE * stages], 1024]
+            w: cute.struct.Align[cute.struct.MemRange[dtype, LATENT * columns], 1024]
 
         self.Shared = Shared
         parts = None
@@ -150,17 +187,23 @@ class DecompressCombineSm90:
             parts = tuple(cute.make_tensor(each, line) for each in (lse_latent, lse_new, lse))
         self.decompress_combine(
             mma,
-            *copies_of(cute.make_tensor(o_latent, latent_rows), (COMBINE_ROWS, TILE)),
-            *copies_of(cute.make_tensor(w_uv, weights), (TILE, HEAD)),
+            *copies_of(cute.make_tensor(o_latent, latent_rows), swizzle, (COMBINE_ROWS, TILE)),
+            *copies_of(cute.make_tensor(w_uv, weights), w_swizzle, (TILE, columns)),
             parts,
             o_new,
             o,
             rows,
             heads,
             splits,
-            cute.tile_to_shape(swizzle, (COMBINE_ROWS, TILE, STAGES), order=(0, 1, 2)),
-            cute.tile_to_shape(swizzle, (TILE, HEAD, STEPS), order=(0, 1, 2)),
-        ).launch(grid=(heads, splits, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)
+            cute.tile_to_shape(swizzle, (COMBINE_ROWS, TILE, stages), order=(0, 1, 2)),
+            cute.tile_to_shape(w_swizzle, (TILE, columns, STEPS), order=(0, 1, 2)),
+        ).launch(
+            grid=(heads, splits, HEAD // columns),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=self.early,
+        )
 
     @cute.kernel
     def decompress_combine(
@@ -180,29 +223,31 @@ class DecompressCombineSm90:
         w_layout: cute.ComposedLayout,
     ):
         thread, _, _ = cute.arch.thread_idx()
-        head, part, _ = cute.arch.block_idx()
+        head, part, column_part = cute.arch.block_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         store = SmemAllocator().allocate(self.Shared)
         signals = store.signals.data_ptr()
         if thread == 0:
-            for i in cutlass.range_constexpr(SIGNALS):
+            for i in cutlass.range_constexpr(self.signal_count):
                 # A place is free when the eight computing warps are done with it.
-                cute.arch.mbarrier_init(signals + i, LOADER if FREE <= i < WEIGHTS else 1)
+                cute.arch.mbarrier_init(signals + i, LOADER if i >= self.first_free else 1)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         s_x = store.x.get_tensor(x_layout.outer, swizzle=x_layout.inner)  # (128, 64, stage)
-        s_w = store.w.get_tensor(w_layout.outer, swizzle=w_layout.inner)  # (64, 128, step)
+        s_w = store.w.get_tensor(w_layout.outer, swizzle=w_layout.inner)  # (64, columns, step)
         if warp_index >= LOADER:
             cute.arch.setmaxregister_decrease(LOADER_REGISTERS)
             if warp_index == LOADER:
                 self.load(
-                    x_copy, x_global, w_copy, w_global, s_x, s_w, signals, rows, splits, head, part
-                )
+                    x_copy, x_global, w_copy, w_global, s_x, s_w, signals, rows, splits, head, part,
+                    column_part,
+                )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             self.compute(
-                mma, s_x, s_w, signals, log_sums, o_new, o, rows, heads, splits, head, part
-            )
+                mma, s_x, s_w, signals, log_sums, o_new, o, rows, heads, splits, head, part,
+                column_part,
+            )  # fmt: skip
 
     @cute.jit
     def load(
@@ -218,8 +263,9 @@ class DecompressCombineSm90:
         splits: Int32,
         head: Int32,
         part: Int32,
+        column_part: Int32,
     ):
-        """Fill the ring with the block's tiles; w_uv comes with the steps of the first one."""
+        """Bring w_uv of the head, then fill the ring with the block's tiles."""
 
         def places(copy, shared, tensor, shape):
             tiles = cute.local_tile(tensor, shape, (None, None, None))
@@ -232,26 +278,28 @@ class DecompressCombineSm90:
             )
 
         x_to, x_from = places(x_copy, s_x, x_global, (COMBINE_ROWS, TILE))
-        w_to, w_from = places(w_copy, s_w, w_global, (TILE, HEAD))
+        w_to, w_from = places(w_copy, s_w, w_global, (TILE, self.columns))
+        if part < self.tiles(rows):  # what is on its way has to be waited for
+            for step in cutlass.range_constexpr(STEPS):
+                there = signals + (WEIGHTS + step)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(there, TILE * self.columns * 2)
+                at = (None, step, column_part, head)
+                cute.copy(w_copy, w_from[at], w_to[(None, step)], tma_bar_ptr=there)
+        if const_expr(self.early):
+            # The computing warps follow: they write what they made of steps that come after this.
+            cute.arch.griddepcontrol_wait()
         stage = Int32(0)
         phase = Int32(1)  # all places are free at the start
-        first = cutlass.Boolean(True)
         for tile in cutlass.range(part, self.tiles(rows), splits, unroll=1):
             for step in cutlass.range_constexpr(STEPS):
-                cute.arch.mbarrier_wait(signals + FREE + stage, phase)
+                cute.arch.mbarrier_wait(signals + self.first_free + stage, phase)
                 arrived = signals + ARRIVED + stage
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(arrived, COMBINE_ROWS * TILE * 2)
                 at = (None, tile, step, head)
                 cute.copy(x_copy, x_from[at], x_to[(None, stage)], tma_bar_ptr=arrived)
-                if first:
-                    there = signals + (WEIGHTS + step)
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive_and_expect_tx(there, TILE * HEAD * 2)
-                    at = (None, step, 0, head)
-                    cute.copy(w_copy, w_from[at], w_to[(None, step)], tma_bar_ptr=there)
-                stage, phase = next_stage(stage, phase, STAGES)
-            first = cutlass.Boolean(False)
+                stage, phase = next_stage(stage, phase, self.stages)
 
     @cute.jit
     def compute(
@@ -268,6 +316,7 @@ class DecompressCombineSm90:
         splits: Int32,
         head: Int32,
         part: Int32,
+        column_part: Int32,
     ):
         """Multiply 64 rows of every tile with w_uv, merge and store them."""
         thread, _, _ = cute.arch.thread_idx()
@@ -275,11 +324,11 @@ class DecompressCombineSm90:
         own = thread % 128
         lane = own % 32
         part_of = mma.get_slice(own)
-        half = cute.local_tile(s_x, (GROUP_ROWS, TILE, STAGES), (group, 0, 0))
+        half = cute.local_tile(s_x, (GROUP_ROWS, TILE, self.stages), (group, 0, 0))
         x = mma.make_fragment_A(part_of.partition_A(half))
         w_view = cute.make_tensor(s_w.iterator, cute.select(s_w.layout, mode=[1, 0, 2]))
         w = mma.make_fragment_B(part_of.partition_B(w_view))
-        acc = cute.make_rmem_tensor(part_of.partition_shape_C((GROUP_ROWS, HEAD)), Float32)
+        acc = cute.make_rmem_tensor(part_of.partition_shape_C((GROUP_ROWS, self.columns)), Float32)
         atom = cute.make_mma_atom(mma.op)
         stage = Int32(0)
         phase = Int32(0)
@@ -293,16 +342,17 @@ class DecompressCombineSm90:
                     cute.gemm(atom, acc, x[(None, None, i, stage)], w[(None, None, i, step)], acc)
                 warpgroup.commit_group()
                 warpgroup.wait_group(0)
-                free(signals + FREE + stage, lane)
-                stage, phase = next_stage(stage, phase, STAGES)
-            projected = two_rows(acc, HEAD)
+                free(signals + self.first_free + stage, lane)
+                stage, phase = next_stage(stage, phase, self.stages)
+            projected = two_rows(acc, self.columns)
             first = tile * COMBINE_ROWS + group * GROUP_ROWS + (own // 32) * 16 + lane // 4
             for r in cutlass.range_constexpr(2):
                 row = first + 8 * r
                 if row < rows:
                     at = Int64(row) * heads + head
                     if const_expr(log_sums is None):
-                        store_row(projected[r, None], HEAD, o, at * HEAD, lane, self.dtype)
+                        place = at * HEAD + column_part * self.columns
+                        store_row(projected[r, None], self.columns, o, place, lane, self.dtype)
                     else:
                         self.merge(projected[r, None], log_sums, o_new, o, at, lane)
 
@@ -384,7 +434,7 @@ def combine_stage(
     o = o_latent.new_empty((b, s, h, plan.d))
     lse = lse_latent if new is None else torch.empty_like(lse_latent)
     parts = (None, None, None, o, None) if new is None else (lse_latent, *new, o, lse)
-    default = max(1, min(sm_count // h, row_tiles(b * s)))
+    default = default_splits(b * s, h, sm_count)
 
     def args_fn(tiling: DecompressCombineTiling) -> tuple[object, ...]:
         return (o_latent, weights, *parts, b * s, h, tiling.splits or default)

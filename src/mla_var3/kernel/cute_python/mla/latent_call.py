@@ -1,8 +1,8 @@
 """Absorbed kernels on tensors that change from call to call: what a serving engine needs.
 
 A plan fixes its tensors and prepares its arguments. Here programs are kept by what they were
-compiled for, and arguments are written anew for every launch. One program launches the attention
-and the merge of its pieces, which spares the host the way into compiled code.
+compiled for, and arguments are written anew for every launch. A call is one launch: the blocks
+of the attention join its pieces themselves.
 """
 
 import functools
@@ -11,14 +11,13 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import cutlass.cute as cute
 import torch
 from cutlass import BFloat16, Float16
 from torch import Tensor
 
 from mla_var3.errors import UnsupportedError
 from mla_var3.kernel.cute_python.mla.latent_ops import LATENT
-from mla_var3.kernel.cute_python.mla.merge_partials import MergePartials, MergeTiling
+from mla_var3.kernel.cute_python.mla.merge_partials import merge_rows
 from mla_var3.kernel.cute_python.mla.schedule import ROWS, GangShape, gang_shape
 from mla_var3.runtime.cute_kernel import CuteProgram, Int64Arg, program_for, require_arch
 from mla_var3.runtime.cute_launch import RepeatedLaunch
@@ -26,15 +25,9 @@ from mla_var3.runtime.plan import Tiling
 from mla_var3.runtime.torch_fast import current_device_index, is_capturing, raw_stream
 
 ELEMENT_TYPES = {torch.bfloat16: BFloat16, torch.float16: Float16}
-MERGE_TILING = MergeTiling()
 
 Partials = tuple[Tensor, Tensor, Tensor]
 """o_partial, lse_partial and merges, see `merge_partials.py`."""
-
-OUTPUTS = slice(8, 13)
-"""Where the outputs and the room for pieces are among the arguments of an absorbed kernel."""
-TOTAL_ROWS, GANG, PARTS = 17, -3, -1
-"""Where the merge finds its numbers among them."""
 
 _programs: dict[tuple[Any, ...], CuteProgram] = {}
 _own = threading.local()
@@ -50,20 +43,23 @@ def sm_count_of(index: int) -> int:
 
 
 def allocate_partials(device: torch.device, sm_count: int) -> Partials:
-    """Room for pieces: o_partial, lse_partial, merges, with two slots for every block."""
+    """Room for pieces: o_partial, lse_partial, merges, with two slots for every block.
+
+    The kernel takes it as it is, so nothing is written here, nor in a CUDA graph at every replay.
+    """
     slots = 2 * sm_count
     return (
         torch.empty((slots, ROWS, LATENT), dtype=torch.float32, device=device),
         torch.empty((slots, ROWS), dtype=torch.float32, device=device),
-        torch.empty((slots, 4), dtype=torch.int32, device=device),
+        torch.empty((merge_rows(sm_count), 4), dtype=torch.int32, device=device),
     )
 
 
 def workspace(device: torch.device, sm_count: int) -> Partials:
     """Room for pieces that the calls of a thread share.
 
-    Work on one stream is in order, so calls on it share their room. Another thread may launch
-    between the two kernels of a call, so it has its own. A CUDA graph gets room of its own too,
+    Work on one stream is in order, so calls on it share their room. Other threads have their own,
+    because the default stream of each is the same number. A CUDA graph gets room of its own too,
     because it may be replayed on any stream.
     """
     if is_capturing():
@@ -74,28 +70,6 @@ def workspace(device: torch.device, sm_count: int) -> Partials:
     if found is None:
         found = rooms[key] = allocate_partials(device, sm_count)
     return found
-
-
-class AttentionAndMerge:
-    """Host code that launches an absorbed kernel and the merge of its pieces."""
-
-    def __init__(self, host_class, element, few, empty_positive=False):
-        self.host_class = host_class
-        self.element = element
-        self.few = few
-        self.empty_positive = empty_positive
-
-    @cute.jit
-    def __call__(self, *arguments):
-        """The arguments of the absorbed kernel, the blocks of the merge, the stream."""
-        *attention, merge_blocks, stream = arguments
-        out, lse, *partials = attention[OUTPUTS]
-        host = self.host_class(self.element, self.few, empty_positive=self.empty_positive)
-        host(*attention, stream)
-        MergePartials(self.element, self.empty_positive)(
-            *partials, out, lse, attention[TOTAL_ROWS], attention[GANG], attention[PARTS],
-            merge_blocks, stream,
-        )  # fmt: skip
 
 
 class AbsorbedLaunch:
@@ -217,7 +191,7 @@ def launch_absorbed(
     lse: Tensor,
     empty_positive: bool = False,
 ) -> AbsorbedLaunch | None:
-    """Launch an absorbed kernel and the merge of its pieces on the current stream.
+    """Launch an absorbed kernel on the current stream.
 
     Args:
         kernel_fn: the kernel function of the host class.
@@ -251,12 +225,9 @@ def launch_absorbed(
     copied = tree is not None and tree.stride(2) != 1
     if tree is not None and copied:
         tree = tree.contiguous()
-    arguments = (
-        *attention_arguments(
-            q_latent, q_rope, latent, rope, block_table, lengths, query_begins, tree, out, lse,
-            partials, scale / math.log(2.0), max_queries, heads, causal, shape,
-        ),
-        sm_count * MERGE_TILING.blocks_per_sm,
+    arguments = attention_arguments(
+        q_latent, q_rope, latent, rope, block_table, lengths, query_begins, tree, out, lse,
+        partials, scale / math.log(2.0), max_queries, heads, causal, shape,
     )  # fmt: skip
     present = (block_table is not None, query_begins is not None, tree is not None)
     key = (kernel_fn, out.dtype, few, present, empty_positive, device.index)
@@ -268,7 +239,7 @@ def launch_absorbed(
             raise UnsupportedError(
                 f"{kernel_fn.__name__}: expected a 16-bit dtype, got {out.dtype}"
             )
-        host = AttentionAndMerge(host_class, element, few, empty_positive)
+        host = host_class(element, few, empty_positive=empty_positive)
         program = _programs[key] = program_for(kernel_fn, host, arguments, tiling, device)
     program(*arguments)
     if copied:

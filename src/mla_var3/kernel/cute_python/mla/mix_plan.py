@@ -3,9 +3,8 @@
 A version says which tokens are decompressed and in what form; this plan gives each kernel its SMs
 and connects them:
 
-    both kinds of tokens   (absorbed attention, its merge) beside decompressed attention, then
-                           decompress_combine
-    latent tokens only     absorbed attention, its merge, up-projection
+    both kinds of tokens   absorbed beside decompressed attention, then decompress_combine
+    latent tokens only     absorbed attention, up-projection
     decompressed only      decompressed attention, which writes the final output
 """
 
@@ -34,7 +33,6 @@ from mla_var3.kernel.cute_python.mla.decompress_combine import (
 from mla_var3.kernel.cute_python.mla.hopper_plan import HopperPlan
 from mla_var3.kernel.cute_python.mla.latent_call import ELEMENT_TYPES, shape_for
 from mla_var3.kernel.cute_python.mla.latent_ops import LATENT, ROPE
-from mla_var3.kernel.cute_python.mla.merge_partials import MergeTiling
 from mla_var3.kernel.cute_python.mla.paging import check_paged
 from mla_var3.kernel.cute_python.mla.schedule import ROWS, GangShape, gang_shape
 from mla_var3.kernel.cute_python.mla.sm_split import (
@@ -89,7 +87,6 @@ class CuteMixPlan(HopperPlan):
     """Plan of a mix; a version adds which tokens are decompressed."""
 
     tiling: FlashMLATiling = field(default_factory=FlashMLATiling)
-    merge_tiling: MergeTiling = field(default_factory=MergeTiling)
     window_tiling: WindowTiling = field(default_factory=WindowTiling)
     combine_tiling: DecompressCombineTiling = field(default_factory=DecompressCombineTiling)
 
@@ -207,7 +204,7 @@ class CuteMixPlan(HopperPlan):
 
     # -- stages ------------------------------------------------------------------------------------
 
-    def _absorbed(self, tokens: LatentTokens) -> KernelPipeline:
+    def _absorbed(self, tokens: LatentTokens) -> CuteKernel:
         """The latent kernel, on what was checked before."""
         count = self.b * self.s * self.h
         operands = AbsorbedOperands(
@@ -222,8 +219,8 @@ class CuteMixPlan(HopperPlan):
         cost = self.latent_cost()
         return absorbed_stage(
             self._without_mask if tokens.seen_by_all else self,
-            self.tiling, self.merge_tiling, operands, self.gangs, self.latent_lengths(),
-            lambda tiling: (cost.flops, cost.bytes), self._autotune_configs(), "latent_tokens",
+            self.tiling, operands, self.gangs, self.latent_lengths(),
+            lambda tiling: (cost.flops, cost.bytes), self._autotune_configs(),
         )  # fmt: skip
 
     @functools.cached_property
@@ -285,9 +282,9 @@ class CuteMixPlan(HopperPlan):
         attention = old if new is None else self._together(old, new)
         return KernelPipeline(_name=self.name, stages=[attention, combine])
 
-    def _together(self, old: KernelPipeline, new: CuteKernel) -> ConcurrentKernels:
+    def _together(self, old: CuteKernel, new: CuteKernel) -> ConcurrentKernels:
         def validate(tilings: list[Any]) -> Constraints:
-            of_latent, _, of_window = tilings
+            of_latent, of_window = tilings
             return joint_constraints(
                 self.latent_sms(of_latent), self.window_sms(of_window), self.sm_count
             )

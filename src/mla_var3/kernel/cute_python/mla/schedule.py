@@ -7,7 +7,8 @@ times: an *item* is one request seen by one gang, item = request * groups + grou
 
 All items in a row form a line, each as long as its KV blocks plus a fixed cost for starting and
 finishing it. The line is cut into as many equal *parts* as there are gangs. A cut inside an item
-makes its pieces partial results, which `merge_partials` joins.
+makes its pieces partial results, which `merge_partials` joins. Where that would cost more than it
+saves, as with equal lengths or few tokens, the gangs take whole items in turns instead.
 
 Every block finds its own part when it starts, from the lengths on the device. So a changed length
 needs no planning step, and a CUDA graph may be replayed with other lengths.
@@ -32,6 +33,9 @@ DEFAULT_SM_COUNT = 132
 """SMs assumed where no device is known."""
 ITEM_COST = 2
 """Cost of starting and finishing an item, in KV blocks."""
+MERGE_COST = 9
+"""Cost of cutting items, in KV blocks: the pieces are written, waited for and joined. On an H200 a
+launch that cuts takes 15 us more than one that does not, of small problems measured cold."""
 SPLIT_COST = 0.05
 """Share of the time that writing and merging pieces costs at most."""
 SPLIT_ITEMS = 0.2
@@ -120,18 +124,32 @@ def gang_shape(tiles: int, requests: int, sm_count: int, gang: int = 0) -> GangS
     return max(near, key=lambda shape: shape.gang)
 
 
+def takes_turns(longest, items, parts, total):
+    """Whether gangs take whole items in turns: cutting them would cost more than it saves.
+
+    Plain arithmetic, so that it holds for Python integers as well as for device values.
+
+    Args:
+        longest: most KV blocks of any item.
+        items, parts: their numbers.
+        total: length of the line.
+    """
+    rounds = (items + parts - 1) // parts
+    return rounds * (longest + ITEM_COST) <= total // parts + MERGE_COST
+
+
 def part_begins(lengths: Sequence[int], shape: GangShape) -> list[tuple[int, int]]:
     """Where each part begins, as (item, KV block), and where the last one ends.
 
-    The same cuts as `part_range` makes on the device, for planning and tests. Equal lengths that
-    need no cuts are dealt out in turns there; here each part still gets its number of items.
+    The same cuts as `part_range` makes on the device, for planning and tests. Items that are taken
+    in turns there are in a row here; each part still gets its number of them.
     """
     blocks = [-(-length // KV_BLOCK) for length in lengths for _ in range(shape.groups)]
     starts = list(itertools.accumulate((count + ITEM_COST for count in blocks), initial=0))
     total = starts[-1]
-    if len(set(blocks)) == 1 and len(blocks) % shape.parts == 0:
-        each = len(blocks) // shape.parts
-        return [(part * each, 0) for part in range(shape.parts + 1)]
+    if takes_turns(max(blocks), len(blocks), shape.parts, total):
+        each, rest = divmod(len(blocks), shape.parts)
+        return [(part * each + min(part, rest), 0) for part in range(shape.parts + 1)]
     begins = []
     for part in range(shape.parts + 1):
         position = cut_position(total, part, shape.parts)
@@ -167,8 +185,8 @@ def part_range(
 ):
     """The items of a part; all lanes of a warp call it together and get the same answer.
 
-    With equal lengths, and items that go into the parts without a rest, nothing is cut, and the
-    parts take turns: the gangs at work are then on neighbouring items, often of one request.
+    Where nothing is cut (`takes_turns`) the gangs at work are on neighbouring items, often of one
+    request.
 
     Returns:
         (item, KV block) of the begin and of the end, which is not included: the part holds the
@@ -179,24 +197,21 @@ def part_range(
     chunks = (requests + 31) // 32
     items = requests * groups
     total = Int32(0)
-    shortest = Int32(0x7FFFFFFF)
     longest = Int32(0)
     for chunk in cutlass.range(chunks, unroll=1):
         request = chunk * 32 + lane
         if request < requests:
             blocks = kv_blocks(lengths, request, newest)
             total += blocks + ITEM_COST
-            shortest = cutlass.min(shortest, blocks)
             longest = cutlass.max(longest, blocks)
     total = cute.arch.warp_redux_sync(total, "add") * groups
-    shortest = cute.arch.warp_redux_sync(shortest, "min")
     longest = cute.arch.warp_redux_sync(longest, "max")
     step = Int32(1)
     begin_item = part
     begin_block = Int32(0)
     end_item = items
     end_block = Int32(0)
-    if shortest == longest and items % parts == 0:
+    if takes_turns(longest, items, parts, total):
         step = parts
     else:
         begin_item, begin_block, end_item, end_block = cut_part(

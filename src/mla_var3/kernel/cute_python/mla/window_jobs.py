@@ -118,8 +118,8 @@ class Job:
         first, last: blocks of tokens, `last` not included; at least one, so that a job without
             tokens is no exception for those who compute.
         stop: the first token behind the job's.
-        cut: in a ring the slot of its oldest place.
-        gone: in a ring the places before its oldest token.
+        cut: in a ring the slot of its oldest place; 0 elsewhere.
+        gone: in a ring the places before its oldest token; 0 elsewhere.
         broken: whether tokens of a ring are missing.
     """
 

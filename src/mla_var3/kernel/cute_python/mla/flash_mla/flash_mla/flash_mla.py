@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from mla_var3.errors import InvalidArgumentError
+from mla_var3.kernel.cute_python.mla import whole_call
 from mla_var3.kernel.cute_python.mla.absorbed_attention import (
     AbsorbedOperands,
     FlashMLASm90,
@@ -38,7 +39,6 @@ from mla_var3.kernel.cute_python.mla.absorbed_attention import (
 from mla_var3.kernel.cute_python.mla.hopper_plan import HopperPlan
 from mla_var3.kernel.cute_python.mla.latent_call import AbsorbedLaunch, launch_absorbed
 from mla_var3.kernel.cute_python.mla.latent_ops import LATENT, ROPE
-from mla_var3.kernel.cute_python.mla.merge_partials import MergeTiling
 from mla_var3.kernel.cute_python.mla.paging import check_paged, dense_inputs, paged_inputs
 from mla_var3.kernel.cute_python.mla.schedule import KV_BLOCK, ROWS, GangShape, gang_shape
 from mla_var3.op.mla.cost import flash_mla_cost
@@ -56,7 +56,6 @@ class CuteFlashMLA(HopperPlan):
         metadata={"help": "tokens of a cache page, a multiple of 64; 0 for a dense cache"},
     )
     tiling: FlashMLATiling = field(default_factory=FlashMLATiling)
-    merge_tiling: MergeTiling = field(default_factory=MergeTiling)
 
     targets = ("sm_90",)
     made_for = {"k": LATENT, "p": ROPE}
@@ -113,10 +112,11 @@ class CuteFlashMLA(HopperPlan):
             lengths,
             rest[0] if rest else None,
         )
-        return absorbed_stage(
-            self, self.tiling, self.merge_tiling, operands, self.gangs, self.problem().kv_lengths,
-            self._algorithmic_flops_bytes, self._autotune_configs(), self.name,
+        attention = absorbed_stage(
+            self, self.tiling, operands, self.gangs, self.problem().kv_lengths,
+            self._algorithmic_flops_bytes, self._autotune_configs(),
         )  # fmt: skip
+        return KernelPipeline(_name=self.name, stages=[attention])
 
     def paged_rows(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Check paged inputs; returns the queries as rows."""
@@ -191,6 +191,10 @@ def absorbed(
         lse,
         empty_positive,
     )
+
+
+whole = whole_call.whole
+"""The attention with the products around it in one launch of the host."""
 
 
 if __name__ == "__main__":

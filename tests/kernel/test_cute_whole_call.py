@@ -1,0 +1,417 @@
+"""Whole calls in CuTe DSL without a GPU: what the products compile to, and what is launched."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
+
+from mla_var3.attention.absorbed import WholeLaunch
+from mla_var3.conf.devices import device_spec
+from mla_var3.kernel.cute_python.mla import (
+    decompress_combine,
+    head_products,
+    latent_call,
+    whole_call,
+)
+from mla_var3.kernel.cute_python.mla.absorbed_attention import FlashMLASm90, FlashMLATiling
+from mla_var3.kernel.cute_python.mla.decompress_combine import DecompressCombineSm90, columns_for
+from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla import flash_mla
+from mla_var3.kernel.cute_python.mla.head_products import HeadProductsSm90
+from mla_var3.kernel.cute_python.mla.schedule import ROWS, gang_shape
+from mla_var3.runtime.compile import CompileReport, fits_shared_memory
+from mla_var3.runtime.cute_arguments import kinds_of
+from mla_var3.runtime.cute_kernel import compile_program
+from mla_var3.runtime.cute_launch import RepeatedLaunch
+
+from . import whole_launch
+from .compile_once import SERIALISED, Compiled, compile_once
+from .test_cute_call import DRIVER
+from .whole_launch import SIZES, SMS
+
+HOPPER = device_spec("NVIDIA H200")
+SM_REGISTERS, SM_SHARED_BYTES, RESERVED_BYTES = 64 * 1024, 228 * 1024, 1024
+"""Of a Hopper SM; the last for every block."""
+
+# --- what the products compile to -----------------------------------------------------------------
+
+VARIANTS: dict[str, Any] = {
+    "queries": ("head_products", "bfloat16", 0),
+    "queries float16": ("head_products", "float16", 0),
+    "outputs": ("decompress_combine", "bfloat16", 128),
+    "outputs, half": ("decompress_combine", "bfloat16", 64),
+    "outputs, quarter": ("decompress_combine", "bfloat16", 32),
+    "outputs, quarter float16": ("decompress_combine", "float16", 32),
+}
+"""Per variant: the kernel, the dtype, and the columns of a block."""
+
+COMPILE = """
+import contextlib, json, sys
+from dataclasses import dataclass
+import torch
+from mla_var3.kernel.cute_python.mla import decompress_combine, head_products, latent_call
+from mla_var3.runtime import cute_kernel
+from mla_var3.runtime.compile import compile_report
+from mla_var3.runtime.plan import Constraints, Tiling
+cute_kernel.quiet_compiler = contextlib.nullcontext
+
+@dataclass
+class Any(Tiling):
+    def validate(self, pd):
+        return Constraints()
+
+reports = {}
+for variant, (name, dtype, columns) in json.loads(sys.argv[1]).items():
+    rows = torch.empty(8, dtype=getattr(torch, dtype), device="meta")
+    element = latent_call.ELEMENT_TYPES[rows.dtype]
+    if name == "head_products":
+        host = head_products.HeadProductsSm90(element)
+        arguments = (rows, rows, rows, 1, 1, 1)
+    else:
+        host = decompress_combine.DecompressCombineSm90(element, True, columns)
+        arguments = (rows, rows, None, None, None, rows, None, 1, 1, 1)
+    kernel = cute_kernel.CuteKernel(
+        kernel_fn=getattr(type(host), name), host_fn=lambda tiling: host,
+        args_fn=lambda tiling: arguments, requires_arch="sm_90a", tiling=Any(), plan=None,
+        input_tensors=[], output_tensors=[rows],
+        algorithmic_flops_bytes_fn=lambda tiling: (0.0, 0.0),
+    )
+    print(f"== {variant} {name}", file=sys.stderr, flush=True)
+    reports[f"{variant} {name}"] = compile_report(kernel, "sm_90").to_dict()
+print(json.dumps(reports))
+"""
+
+
+@pytest.fixture(scope="session")
+def compiled(
+    package_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Compiled:
+    return compile_once("cute-products", COMPILE, VARIANTS, package_environment, tmp_path_factory)
+
+
+def report_of(compiled: Compiled, variant: str) -> CompileReport:
+    """The report of a variant that neither spills nor lets its products wait for each other."""
+    name = f"{variant} {VARIANTS[variant][0]}"
+    report, remarks = compiled.reports[name], compiled.remarks[name]
+    assert report.error is None
+    assert not report.spills and report.stack_bytes == 0
+    assert set(report.mma) == {"HGMMA"}
+    # Without the assembler's remarks an absent warning would mean nothing.
+    assert re.search(rf"Compiling entry function '\w*{report.kernel}", remarks)
+    found = [line for line in remarks.splitlines() if SERIALISED.search(line)]
+    assert not found, found
+    return report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name.startswith("queries")])
+def test_the_product_of_the_queries(compiled: Compiled, variant: str) -> None:
+    report = report_of(compiled, variant)
+    assert report.threads == head_products.THREADS
+    # One product of the whole depth; the copy engine moves everything from and to memory.
+    assert report.mma["HGMMA"] == head_products.HEAD // head_products.MMA_DEPTH
+    assert report.instructions["UTMALDG"] and report.instructions["UTMASTG"] == 1
+    assert not report.instructions.get("LDG") and not report.instructions.get("STG")
+    assert report.registers is not None and report.shared_bytes is not None
+    blocks = head_products.BLOCKS_PER_SM
+    assert blocks * report.registers * head_products.THREADS <= SM_REGISTERS
+    assert blocks * (report.shared_bytes + RESERVED_BYTES) <= SM_SHARED_BYTES
+
+
+def held_bytes(columns: int) -> int:
+    """Shared memory of an output block: the weights of its columns and the ring."""
+    stages = DecompressCombineSm90(None, True, columns).stages
+    return 2 * (decompress_combine.COMBINE_ROWS * stages * 64 + 512 * columns)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name.startswith("outputs")])
+def test_the_product_of_the_outputs(compiled: Compiled, variant: str) -> None:
+    report = report_of(compiled, variant)
+    columns = VARIANTS[variant][2]
+    assert any(f"64x{columns}x16" in shape for shape in report.mma_shapes)
+    assert not report.instructions.get("LDG")
+    assert fits_shared_memory(report, HOPPER)
+    held = held_bytes(columns)
+    assert report.shared_bytes is not None and held <= report.shared_bytes <= held + 2048
+
+
+# --- how the work is cut --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("queries", [1, 63, 64, 65, 1000])
+@pytest.mark.parametrize("heads", [1, 16, 128])
+def test_blocks_of_the_queries_product(queries: int, heads: int) -> None:
+    items = head_products.item_count(queries, heads)
+    assert items * 64 * 128 >= queries * heads * 512 > (items - heads * 4) * 64 * 128
+    blocks = head_products.block_count(queries, heads, SMS)
+    assert 1 <= blocks <= items
+    assert blocks == items or blocks == 3 * SMS
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "columns"),
+    [
+        (1, 1, 32), (1, 16, 32), (128, 16, 32), (129, 16, 128), (64, 33, 32), (64, 34, 64),
+        (1, 66, 64), (1, 67, 128), (1, 128, 128),
+    ],
+)  # fmt: skip
+def test_columns_of_an_output_block(rows: int, heads: int, columns: int) -> None:
+    """As many blocks as there are SMs, and parts only where the weights are what is read."""
+    assert columns_for(rows, heads, SMS) == columns
+    assert columns == 128 or heads * (128 // columns) <= SMS
+
+
+# --- the call -------------------------------------------------------------------------------------
+
+
+class Note:
+    """Stands for a compiled program; keeps what it is called with."""
+
+    def __init__(self, log: list[tuple[Any, ...]], name: str) -> None:
+        self.log, self.name = log, name
+
+    def __call__(self, *args: Any) -> None:
+        self.log.append((self.name, args))
+
+    def repeated(self, *args: Any) -> Note:
+        return Note(self.log, f"{self.name} again")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
+    """What programs were made for and launched with, without a GPU."""
+    log: list[tuple[Any, ...]] = []
+
+    def program_for(kernel_fn: Any, host: Any, args: Any, tiling: Any, device: Any) -> Note:
+        assert isinstance(host, whole_call.WholeCall) and tiling.few == host.few
+        return Note(log, kernel_fn.__name__)
+
+    monkeypatch.setattr(whole_call, "program_for", program_for)
+    monkeypatch.setattr(whole_call, "require_arch", lambda *args: None)
+    monkeypatch.setattr(whole_call, "sm_count_of", lambda index: SMS)
+    monkeypatch.setattr(whole_call, "workspace", lambda device, sms: ("o", "lse", "merges"))
+    monkeypatch.setattr(whole_call, "_programs", {})
+    yield log
+
+
+def call(b: int = 2, s: int = 2, h: int = 16, **changes: Any) -> dict[str, Any]:
+    """Arguments of `whole` on meta tensors."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    arguments = {
+        "q_nope": empty(b, s, h, 128), "q_rope": empty(b, s, h, 64), "w_uk": empty(h, 128, 512),
+        "w_uv": empty(h, 512, 128), "latent": empty(b, 256, 512), "rope": empty(b, 256, 64),
+        "block_table": None, "lengths": empty(b, dtype=torch.int32), "query_begins": None,
+        "tree": None, "max_queries": s, "causal": True, "scale": 0.1,
+    }  # fmt: skip
+    return {**arguments, **changes}
+
+
+def test_the_kernel_offers_whole_calls() -> None:
+    assert flash_mla.whole is whole_call.whole
+
+
+def test_one_launch_has_what_all_kernels_need(calls: list[tuple[Any, ...]]) -> None:
+    given = call(3, 2, 64)
+    found = whole_call.whole(**given)
+    assert found is not None
+    out, lse, launch = found
+    assert out.shape == (3, 2, 64, 128) and lse.shape == (3, 2, 64)
+    assert isinstance(launch, WholeLaunch)
+    ((name, arguments),) = calls
+    assert name == "flash_mla"
+    first = [given[key] for key in ("w_uk", "w_uv", "q_nope", "q_rope", "latent", "rope")]
+    assert all(one is other for one, other in zip(arguments, first, strict=False))
+    changing = arguments[: whole_launch.CHANGING]
+    assert changing[-2] is out and changing[-1] is lse
+    between = arguments[whole_launch.CHANGING : whole_launch.CHANGING + 2]
+    assert [tensor.shape for tensor in between] == 2 * [(3, 2, 64, 512)]
+    assert arguments[-5:] == (6, 64, min(64 * 4, 3 * SMS), 1, 64)
+
+
+def test_programs_by_what_they_are_compiled_for(calls: list[tuple[Any, ...]]) -> None:
+    for b, s, h in ((1, 1, 128), (7, 3, 128), (2, 9, 128), (1, 2, 16), (200, 2, 16)):
+        whole_call.whole(**call(b, s, h))
+    assert len(whole_call._programs) == 1
+    whole_call.whole(**call(1, 1, 16))  # few rows
+    table = torch.empty((2, 4), dtype=torch.int32, device="meta")
+    whole_call.whole(**call(2, 1, 128, block_table=table))
+    whole_call.whole(**call(2, 1, 128, empty_positive=True))
+    assert len(whole_call._programs) == 4
+
+
+def rows_at(stride: int) -> torch.Tensor:
+    return torch.empty((2, 2, 16, stride), dtype=torch.bfloat16, device="meta")[..., :128]
+
+
+def odd_rows() -> torch.Tensor:
+    """Contiguous, at an address that is not aligned."""
+    return torch.empty(2 * 2 * 16 * 128 + 1, dtype=torch.bfloat16)[1:].view(2, 2, 16, 128)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"w_uk": torch.empty((16, 64, 512), dtype=torch.bfloat16, device="meta")},
+        {"w_uk": torch.empty((16, 512, 128), dtype=torch.bfloat16, device="meta").mT},
+        {"w_uv": torch.empty((16, 512, 64), dtype=torch.bfloat16, device="meta")},
+        {"w_uv": torch.empty((16, 128, 512), dtype=torch.bfloat16, device="meta").mT},
+        {"q_nope": rows_at(192)},
+        {"out": rows_at(192)},
+        {"out": odd_rows()},
+        {"q_nope": odd_rows()},
+        {"b": 0},
+        {"b": 1, "s": whole_call.MOST_QUERIES + 1},
+    ],
+)  # fmt: skip
+def test_products_that_are_left_to_torch(
+    changes: dict[str, Any], calls: list[tuple[Any, ...]]
+) -> None:
+    assert whole_call.whole(**call(**changes)) is None
+    assert calls == []
+
+
+def test_a_tree_that_is_copied_is_not_repeated(calls: list[tuple[Any, ...]]) -> None:
+    tree = torch.empty((2, 2, 2), dtype=torch.bool, device="meta")
+    for given, repeats in ((tree, True), (tree.transpose(1, 2), False)):
+        found = whole_call.whole(**call(tree=given))
+        assert found is not None and (found[2] is not None) is repeats
+
+
+def test_a_launch_is_bound_to_the_memory_between_the_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All addresses arrive where the host function reads them; unaligned ones launch nothing."""
+    room = tuple(torch.empty(4) for _ in range(3))
+    monkeypatch.setattr(whole_call, "raw_stream", lambda device: 7)
+    monkeypatch.setattr(latent_call, "raw_stream", lambda device: 7)
+    for module in (whole_call, latent_call):
+        monkeypatch.setattr(module, "workspace", lambda device, sms: room)
+    arguments = whole_launch.arguments("meta", *SIZES[0])
+    seen: list[tuple[int, ...]] = []
+
+    def entry(packed: Any) -> None:
+        cells = [*range(15), len(packed) - 2]  # without the two that are absent
+        seen.append(tuple(ctypes.c_uint64.from_address(packed[cell]).value for cell in cells))
+
+    repeated = RepeatedLaunch("flash_mla", entry, kinds_of(arguments), 0, arguments)
+    launch = whole_call.WholeLaunch(repeated, torch.device("cuda", 0), SMS)
+    addresses = (16, 32, 48, 64, 80, 96, 4, 8, 0, 0, 112, 128)
+    between = (1024, 2048)
+    bound, kept = launch.bound(*between)
+    assert kept is room
+    assert bound(*addresses) and launch(*addresses, *between)
+    present = (*addresses[:8], *addresses[10:])
+    assert seen == 2 * [(*present, *between, *(part.data_ptr() for part in room), 7)]
+    for place in (0, 1, 2, 3, 4, 5, 10, 11):
+        wrong = list(addresses)
+        wrong[place] += 8
+        assert not bound(*wrong) and not launch(*wrong, *between)
+    assert not launch(*addresses, 1032, 2048)
+    assert len(seen) == 2
+
+
+# --- the program ----------------------------------------------------------------------------------
+
+KERNELS = ("head_products", "flash_mla", "decompress_combine")
+
+
+def code_of(cubin: bytes) -> list[tuple[str, bytes]]:
+    """The machine code in an ELF file, with the kernels' own names."""
+    (sections_at,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names = struct.unpack_from("<HHH", cubin, 58)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, sections_at + i * size) for i in range(count)]
+    found = []
+    for name_at, _, _, _, offset, length in headers:
+        start = headers[names][4] + name_at
+        name = cubin[start : cubin.index(b"\0", start)].decode()
+        match = re.match(rf"\.text\.kernel_cutlass_({'|'.join(KERNELS)})_", name)
+        if match:
+            found.append((match[1], cubin[offset : offset + length]))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("few", [0, 8])
+def test_all_kernels_are_in_one_program_unchanged(few: int) -> None:
+    """The same machine code as compiled one by one."""
+    element, tiling = latent_call.ELEMENT_TYPES[torch.bfloat16], FlashMLATiling(few=few)
+    together = whole_launch.arguments("meta", 2, 1, 8 if few else 128)
+    w_uk, w_uv, q_nope, *read = together[:10]
+    out, lse, q_latent, o_latent = together[10:14]
+    attention = (q_latent, *read, o_latent, lse, *together[14 : -whole_call.NUMBERS])
+    host = whole_launch.host(few)
+
+    def code(kernel_fn: Any, host_fn: Any, args: Any) -> list[tuple[str, bytes]]:
+        program = compile_program(kernel_fn, host_fn, kinds_of(args), tiling, "sm_90a")
+        return code_of(program.cubin)
+
+    projection, attention_fn = HeadProductsSm90.head_products, FlashMLASm90.flash_mla
+    alone = code(projection, HeadProductsSm90(element), (q_nope, w_uk, q_latent, 1, 1, 1))
+    alone += code(attention_fn, FlashMLASm90(element, few, early=True), attention)
+    for columns in decompress_combine.COLUMNS:
+        alone += code(
+            DecompressCombineSm90.decompress_combine,
+            DecompressCombineSm90(element, True, columns),
+            (o_latent, w_uv, None, None, None, out, None, 1, 1, 1),
+        )
+    assert [name for name, _ in alone] == [*KERNELS, *KERNELS[-1:], *KERNELS[-1:]]
+    assert len({text for _, text in alone}) == len(alone)
+    assert sorted(code(attention_fn, host, together)) == sorted(alone)
+
+
+@pytest.mark.slow
+def test_one_call_launches_all_kernels_in_order(
+    repo_root: Path, package_environment: dict[str, str], tmp_path: Path
+) -> None:
+    """The real host code on a driver that only notes: grids, stream, what may start early."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("needs a C compiler to build a driver that notes launches")
+    source, library = tmp_path / "driver.c", tmp_path / "libdriver.so"
+    source.write_text(DRIVER)
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+
+    def run(step: str, **extra: str) -> list[Any]:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.kernel.whole_launch", step],
+            cwd=repo_root, capture_output=True, text=True, timeout=300, check=False,
+            env={**package_environment, "HYPER_MLA_CACHE_DIR": str(tmp_path / "cache"), **extra},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    assert run("compile") == []
+    launches = run("launch", CUTE_DSL_LIBS=str(library))
+    assert len(launches) == 3 * len(SIZES) + 6
+    assert launches[-6:] == 2 * launches[:3]
+    early = 6  # the attribute of programmatic dependent launch: all but the first have it
+    for place, (b, s, h) in enumerate(SIZES):
+        queries, attention, outputs = launches[3 * place : 3 * place + 3]
+        blocks = head_products.block_count(b * s, h, SMS)
+        assert queries[:3] == [blocks, 1, head_products.THREADS]
+        shape = gang_shape(-(-s * h // ROWS), b, SMS)
+        assert attention[:2] == [shape.gang, shape.parts]
+        splits = decompress_combine.default_splits(b * s, h, SMS)
+        assert outputs[:3] == [h, splits, decompress_combine.THREADS]
+        # What the product of the output keeps in shared memory tells its columns.
+        columns = columns_for(b * s, h, SMS)
+        assert held_bytes(columns) <= outputs[3] <= held_bytes(columns) + 2048
+        overlaps = [launch[4:7] for launch in (queries, attention, outputs)]
+        assert overlaps == [[whole_launch.STREAM, early, int(last)] for last in (0, 1, 1)]
+    assert {columns_for(b * s, h, SMS) for b, s, h in SIZES} == set(decompress_combine.COLUMNS)
