@@ -45,11 +45,11 @@ CHUNK = 128
 """Columns of a row that a warp reads at once: 16 bytes of float32 per lane."""
 CHUNKS = LATENT // CHUNK
 LOADS = 16
-"""Reads of 16 bytes that a lane starts before it uses the first; 8 warps hide the memory's latency
-with no fewer."""
+"""Reads of 16 bytes that a lane starts before it uses the first: 8 warps alone have few on their way.
+Other numbers were not measured."""
 LOOKS = 16
 """How often a block looks for others that have not started before it leaves. Blocks without work
-end while the last ones are being started."""
+end while the last ones are being started. Other numbers were not measured."""
 MOST_SLOTS = 2048
 """Slots whose records fit into the query tile, two for each block."""
 
