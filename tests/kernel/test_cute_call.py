@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
-import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +21,7 @@ from mla_var3.runtime.cute_arguments import kinds_of
 from mla_var3.runtime.cute_kernel import compile_program
 from mla_var3.runtime.cute_launch import RepeatedLaunch
 
+from ..unit.noting_driver import OVERLAP, STREAM, noted_launches
 from . import noted_launch
 
 SMS = 132
@@ -248,59 +245,18 @@ def test_pieces_of_other_blocks_are_read_after_their_word_and_from_shared_caches
     assert after.rindex("ld.acquire.gpu") < after.index("atom.global") < pieces
 
 
-DRIVER = r"""
-#include <stdint.h>
-#include <stdio.h>
-typedef struct {
-    uint32_t grid[3], block[3]; uint64_t shared; void *stream; char *attributes; uint32_t count;
-} Config;
-int _cudaLaunchKernelEx(Config *c, void *kernel, void **args) {
-    printf("[%u, %u, %u, %lu, %lu", c->grid[0], c->grid[1], c->block[0], (long)c->shared,
-           (long)c->stream);
-    for (uint32_t i = 0; i < c->count; i++)  /* an attribute: its id, then 64 bytes of value */
-        printf(", %d, %d", *(int *)(c->attributes + 72 * i), *(int *)(c->attributes + 72 * i + 8));
-    printf("]\n");
-    fflush(stdout);
-    return 0;
-}
-int _cudaFuncSetAttribute(void *f, int a, int v) { return 0; }
-int _cudaGetDevice(int *d) { *d = 0; return 0; }
-int _cudaDeviceGetAttribute(int *v, int a, int d) { *v = 0; return 0; }
-int _cudaKernelSetAttributeForDevice(void *k, int a, int v, int d) { return 0; }
-int _cudaLibraryGetKernel(void **k, void *l, const char *n) { return 0; }
-int _cudaLibraryLoadData(void **l, void *c) { return 0; }
-int _cuKernelGetAttribute(int *v, int a, void *k, int d) { *v = 0; return 0; }
-"""
-
-
 def test_every_way_to_launch_is_one_launch(
     repo_root: Path, package_environment: dict[str, str], tmp_path: Path
 ) -> None:
     """The real host code on a driver that only notes: grid, shared memory, stream, attributes."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("needs a C compiler to build a driver that notes launches")
-    source, library = tmp_path / "driver.c", tmp_path / "libdriver.so"
-    source.write_text(DRIVER)
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
-
-    def run(step: str, **extra: str) -> list[Any]:
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.kernel.noted_launch", step],
-            cwd=repo_root, capture_output=True, text=True, timeout=300, check=False,
-            env={**package_environment, "HYPER_MLA_CACHE_DIR": str(tmp_path / "cache"), **extra},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return [json.loads(line) for line in done.stdout.splitlines()]
-
-    assert run("compile") == []
-    launches = run("launch", CUTE_DSL_LIBS=str(library))
+    launches = noted_launches(noted_launch.__name__, repo_root, package_environment, tmp_path)
     shape = gang_shape(noted_launch.TILES, noted_launch.B, noted_launch.SMS)
     assert len(launches) == 3 and launches[1:] == 2 * launches[:1]
-    assert launches[0][:3] == [shape.gang, shape.parts, THREADS]
-    # The attribute of programmatic dependent launch: a launch on the same room must not overlap.
-    overlap = 6
-    assert launches[0][4:7] == [noted_launch.STREAM, overlap, 0]
+    launch = launches[0]
+    assert (launch["grid"], launch["block"]) == ([shape.gang, shape.parts, 1], [THREADS, 1, 1])
+    assert launch["stream"] == STREAM
+    # A launch on the same room must not overlap.
+    assert launch["attributes"][str(OVERLAP)] == 0
 
 
 def test_what_it_does_not_serve_is_said() -> None:

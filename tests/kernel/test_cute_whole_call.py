@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import re
-import shutil
 import struct
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,14 +27,15 @@ from mla_var3.kernel.cute_python.mla.decompress_combine import DecompressCombine
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla import flash_mla
 from mla_var3.kernel.cute_python.mla.head_products import HeadProductsSm90
 from mla_var3.kernel.cute_python.mla.schedule import ROWS, gang_shape
+from mla_var3.kernel.cute_python.mla.window_jobs import HEAD
 from mla_var3.runtime.compile import CompileReport, fits_shared_memory
 from mla_var3.runtime.cute_arguments import kinds_of
 from mla_var3.runtime.cute_kernel import compile_program
 from mla_var3.runtime.cute_launch import RepeatedLaunch
 
+from ..unit.noting_driver import OVERLAP, STREAM, noted_launches
 from . import whole_launch
 from .compile_once import SERIALISED, Compiled, compile_once
-from .test_cute_call import DRIVER
 from .whole_launch import SIZES, SMS
 
 HOPPER = device_spec("NVIDIA H200")
@@ -380,38 +377,23 @@ def test_one_call_launches_all_kernels_in_order(
     repo_root: Path, package_environment: dict[str, str], tmp_path: Path
 ) -> None:
     """The real host code on a driver that only notes: grids, stream, what may start early."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("needs a C compiler to build a driver that notes launches")
-    source, library = tmp_path / "driver.c", tmp_path / "libdriver.so"
-    source.write_text(DRIVER)
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
-
-    def run(step: str, **extra: str) -> list[Any]:
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.kernel.whole_launch", step],
-            cwd=repo_root, capture_output=True, text=True, timeout=300, check=False,
-            env={**package_environment, "HYPER_MLA_CACHE_DIR": str(tmp_path / "cache"), **extra},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return [json.loads(line) for line in done.stdout.splitlines()]
-
-    assert run("compile") == []
-    launches = run("launch", CUTE_DSL_LIBS=str(library))
+    launches = noted_launches(whole_launch.__name__, repo_root, package_environment, tmp_path)
     assert len(launches) == 3 * len(SIZES) + 6
     assert launches[-6:] == 2 * launches[:3]
-    early = 6  # the attribute of programmatic dependent launch: all but the first have it
     for place, (b, s, h) in enumerate(SIZES):
         queries, attention, outputs = launches[3 * place : 3 * place + 3]
         blocks = head_products.block_count(b * s, h, SMS)
-        assert queries[:3] == [blocks, 1, head_products.THREADS]
+        assert queries["grid"] == [blocks, 1, 1]
+        assert queries["block"] == [head_products.THREADS, 1, 1]
         shape = gang_shape(-(-s * h // ROWS), b, SMS)
-        assert attention[:2] == [shape.gang, shape.parts]
+        assert attention["grid"] == [shape.gang, shape.parts, 1]
         splits = decompress_combine.default_splits(b * s, h, SMS)
-        assert outputs[:3] == [h, splits, decompress_combine.THREADS]
-        # What the product of the output keeps in shared memory tells its columns.
         columns = columns_for(b * s, h, SMS)
-        assert held_bytes(columns) <= outputs[3] <= held_bytes(columns) + 2048
-        overlaps = [launch[4:7] for launch in (queries, attention, outputs)]
-        assert overlaps == [[whole_launch.STREAM, early, int(last)] for last in (0, 1, 1)]
+        assert outputs["grid"] == [h, splits, HEAD // columns]
+        assert outputs["block"] == [decompress_combine.THREADS, 1, 1]
+        assert held_bytes(columns) <= outputs["shared"] <= held_bytes(columns) + 2048
+        parts = (queries, attention, outputs)
+        assert {launch["stream"] for launch in parts} == {STREAM}
+        # All but the first may start early.
+        assert [launch["attributes"][str(OVERLAP)] for launch in parts] == [0, 1, 1]
     assert {columns_for(b * s, h, SMS) for b, s, h in SIZES} == set(decompress_combine.COLUMNS)

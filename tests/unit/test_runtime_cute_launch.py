@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import shutil
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +31,7 @@ from .cute_support import (
     run_process,
     scale_add,
 )
+from .noting_driver import STREAM, build_driver
 
 
 @pytest.fixture
@@ -327,29 +326,11 @@ def test_a_stored_program_that_does_not_link_is_made_again(
 
 # --- real host code, on a driver that only notes --------------------------------------------------
 
-FAKE_DRIVER = r"""
-#include <stdint.h>
-#include <stdio.h>
-typedef struct { uint32_t grid[3], block[3]; uint64_t shared; void *stream; } Config;
-int _cudaLaunchKernelEx(Config *c, void *kernel, void **args) {
-    printf("{\"grid\": [%u, %u, %u], \"block\": [%u, %u, %u], \"stream\": %lu}\n", c->grid[0],
-           c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], (unsigned long)c->stream);
-    fflush(stdout);
-    return 0;
-}
-int _cudaFuncSetAttribute(void *f, int a, int v) { return 0; }
-int _cudaGetDevice(int *d) { *d = 0; return 0; }
-int _cudaDeviceGetAttribute(int *v, int a, int d) { *v = 0; return 0; }
-int _cudaKernelSetAttributeForDevice(void *k, int a, int v, int d) { return 0; }
-int _cudaLibraryGetKernel(void **k, void *l, const char *n) { return 0; }
-int _cudaLibraryLoadData(void **l, void *c) { return 0; }
-int _cuKernelGetAttribute(int *v, int a, void *k, int d) { *v = 0; return 0; }
-"""
-
-LAUNCH_ON_FAKE_DRIVER = """
+LAUNCH_ON_NOTING_DRIVER = """
 import sys, torch
 sys.path.insert(0, sys.argv[1])
 from tests.unit.cute_support import ScalePlan
+from tests.unit.noting_driver import STREAM
 from mla_var3.runtime import cute_kernel
 from mla_var3.runtime.cute_arguments import ArgumentBuffer, Int64Arg
 kernel = ScalePlan().plan_empty(1.0, 1.0)
@@ -361,7 +342,7 @@ function = cute_kernel._link(key, program)
 buffer = ArgumentBuffer(kinds, None)
 x = torch.zeros(8, dtype=torch.bfloat16)
 buffer.write((x, x, torch.zeros(8), 1000, Int64Arg(1), 2.0))
-buffer.stream.value = 4711
+buffer.stream.value = STREAM
 buffer.result.value = 99
 function.capi_func(buffer.packed)
 sys.exit(buffer.result.value)
@@ -372,17 +353,13 @@ def test_the_compiled_host_function_launches_on_the_given_stream(
     repo_root: Path, package_environment: dict[str, str], tmp_path: Path
 ) -> None:
     """The real host code on a driver that only notes what it is asked for."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("needs a C compiler to build a driver that notes launches")
-    source, library = tmp_path / "driver.c", tmp_path / "libdriver.so"
-    source.write_text(FAKE_DRIVER)
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    library = build_driver(tmp_path)
     own = {"HYPER_MLA_CACHE_DIR": str(tmp_path / "shared")}
     run_process(SECOND_PROCESS, repo_root, package_environment, **own)
     own["CUTE_DSL_LIBS"] = str(library)
-    launched = run_process(LAUNCH_ON_FAKE_DRIVER, repo_root, package_environment, **own)
-    assert launched == {"grid": [8, 1, 1], "block": [128, 1, 1], "stream": 4711}
+    launched = run_process(LAUNCH_ON_NOTING_DRIVER, repo_root, package_environment, **own)
+    assert (launched["grid"], launched["block"]) == ([8, 1, 1], [128, 1, 1])
+    assert launched["stream"] == STREAM
 
 
 def test_a_real_host_function_reads_this_buffer() -> None:

@@ -45,8 +45,8 @@ CHUNK = 128
 """Columns of a row that a warp reads at once: 16 bytes of float32 per lane."""
 CHUNKS = LATENT // CHUNK
 LOADS = 16
-"""Reads of 16 bytes that a lane starts before it uses the first: 8 warps alone have few on their way.
-Other numbers were not measured."""
+"""Reads of 16 bytes that a lane starts before it uses the first: the 8 warps of a block have few on
+their way otherwise. Other numbers were not measured."""
 LOOKS = 16
 """How often a block looks for others that have not started before it leaves. Blocks without work
 end while the last ones are being started. Other numbers were not measured."""
