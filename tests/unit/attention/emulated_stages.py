@@ -80,19 +80,19 @@ def window_attention(named: dict[str, Any], host: Any) -> tuple[torch.Tensor, to
     q = torch.cat([named["q_nope"].view(b, s, h, -1), named["q_rope"].view(b, s, h, -1)], -1)
     n, outputs, sums = named["window"], [], []
     slots, rows = torch.arange(named["slots"]), torch.arange(s)[:, None]
-    assert host.ring is (named["starts"] is not None)
+    assert host.kernel.ring is (named["starts"] is not None)
     for request, length in enumerate(named["lengths"].tolist()):
-        at = 0 if host.shared else request
+        at = 0 if host.kernel.shared else request
         keys, values, rope = (named[name][at] for name in ("keys", "values", "k_rope"))
         keys = torch.cat([keys, rope.expand(h, -1, -1)], -1)
         oldest, start, missing = max(length - n, 0), 0, False
-        positions = slots if host.shared else oldest + slots
-        if host.ring:
+        positions = slots if host.kernel.shared else oldest + slots
+        if host.kernel.ring:
             assert n % 64 == 0 and n == named["slots"]
             start = min(int(named["starts"][request]), length)
             positions = oldest + (slots - oldest) % n
             seen_by_all = max(length - s + 1, 0) if named["causal"] else length
-            missing = start < oldest or start > (0 if host.alone else seen_by_all)
+            missing = start < oldest or start > (0 if host.kernel.alone else seen_by_all)
         visible = ((positions >= start) & (positions < length)).expand(s, -1)
         if named["causal"]:
             visible = visible & (positions < length - s + 1 + rows)

@@ -100,42 +100,33 @@ class Ring:
         return next_stage(stage, phase, self.stages)
 
 
+@dataclass(eq=False, repr=False)
 class WindowSm90:
-    """Host and device code for one element type."""
+    """Host and device code of one variant.
 
-    def __init__(
-        self,
-        dtype,
-        form="heads",
-        fp8=False,
-        columns=0,
-        shared=False,
-        wide=False,
-        ring=False,
-        alone=False,
-    ):
-        """Choose what to compile.
+    Attributes:
+        dtype: element type of queries and output, and of keys and values of 16 bits.
+        form: what the warpgroups of a block have in common, "heads" or "tiles".
+        fp8: whether keys and values have 8 bits.
+        columns: query rows on the N side of the products, with 8 bits; 0 for the M side.
+        shared, wide, ring, alone: see above.
+    """
 
-        Args:
-            dtype: element type of queries and output, and of keys and values of 16 bits.
-            form: what the warpgroups of a block have in common, "heads" or "tiles".
-            fp8: whether keys and values have 8 bits.
-            columns: query rows on the N side of the products, with 8 bits; 0 for the M side.
-            shared, wide, ring, alone: see above.
-        """
-        self.dtype = dtype
-        self.form = form
-        self.fp8 = fp8
-        self.columns = columns
-        self.shared = shared
-        self.wide = wide
-        self.ring = ring
-        self.alone = alone
-        self.units = 1 if form == "tiles" else GROUPS
+    dtype: Any
+    form: str = "heads"
+    fp8: bool = False
+    columns: int = 0
+    shared: bool = False
+    wide: bool = False
+    ring: bool = False
+    alone: bool = False
+
+    def __post_init__(self):
+        self.units = 1 if self.form == "tiles" else GROUPS
         element, scale_bytes = (1, 8) if self.fp8 else (2, 0)
         self.key_bytes = self.units * BLOCK * (HEAD * element + scale_bytes) + BLOCK * ROPE * 2
         self.value_bytes = self.units * BLOCK * HEAD * element
-        room = SHARED_BYTES - GROUPS * columns * EXCHANGE_BYTES
+        room = SHARED_BYTES - GROUPS * self.columns * EXCHANGE_BYTES
         self.stages = room // (self.key_bytes + self.value_bytes)
 
     @cute.jit

@@ -147,26 +147,16 @@ class WindowOperands:
 class WindowProgram:
     """Host code that launches the decompressed kernel and, if windows are cut, their merge."""
 
-    def __init__(self, dtype, form, fp8, columns, shared, wide, ring, alone):
-        self.dtype = dtype
-        self.form = form
-        self.fp8 = fp8
-        self.columns = columns
-        self.shared = shared
-        self.wide = wide
-        self.ring = ring
-        self.alone = alone
+    def __init__(self, kernel: WindowSm90):
+        self.kernel = kernel
 
     @cute.jit
     def __call__(self, *arguments):
         """The arguments of the kernel; o, lse, rows and blocks of the merge; the stream."""
         *attention, o, lse, rows, merge_blocks, stream = arguments
-        WindowSm90(
-            self.dtype, self.form, self.fp8, self.columns, self.shared, self.wide, self.ring,
-            self.alone,
-        )(*attention, stream)  # fmt: skip
-        if const_expr(self.wide):
-            WindowMerge(self.dtype)(
+        self.kernel(*attention, stream)
+        if const_expr(self.kernel.wide):
+            WindowMerge(self.kernel.dtype)(
                 attention[OUT], attention[LSE], o, lse, rows, attention[PARTS], merge_blocks, stream
             )
 
@@ -226,7 +216,8 @@ def window_stage(
 
     def host_fn(tiling: WindowTiling) -> WindowProgram:
         form, wide = shape.form(tiling), cut(tiling) > 1
-        return WindowProgram(dtype, form, fp8, columns, shared, wide, ring, ring and alone)
+        kernel = WindowSm90(dtype, form, fp8, columns, shared, wide, ring, ring and alone)
+        return WindowProgram(kernel)
 
     def args_fn(tiling: WindowTiling) -> tuple[object, ...]:
         sms, parts = tiling.sms or share, cut(tiling)
