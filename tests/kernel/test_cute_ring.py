@@ -265,7 +265,7 @@ def test_the_older_tokens_are_shown_to_every_query() -> None:
         kernel = kernels[name]
         named = dict(zip(names, kernel.args_fn(kernel.tiling), strict=False))
         assert named["causal"] == causal, name
-    assert kernels["window_attention"].host_fn(WindowTiling()).ring
+    assert kernels["window_attention"].host_fn(WindowTiling()).kernel.ring
 
 
 @pytest.mark.parametrize(

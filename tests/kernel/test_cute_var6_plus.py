@@ -469,10 +469,10 @@ def test_parts_have_room_of_their_own_and_one_part_needs_none() -> None:
     named = named_arguments(kernel, WindowSm90, WindowTiling(parts=3))
     assert tuple(named["o"].shape) == (3, 2, 2, 64, 128) and named["o"].dtype is torch.float32
     assert tuple(named["lse"].shape) == (3, 2, 2, 64)
-    assert kernel.host_fn(WindowTiling(parts=3)).wide
+    assert kernel.host_fn(WindowTiling(parts=3)).kernel.wide
     named = named_arguments(kernel, WindowSm90, WindowTiling(parts=1))
     assert named["o"] is kernel.output_tensors[0] and named["lse"] is kernel.output_tensors[1]
-    assert not kernel.host_fn(WindowTiling(parts=1)).wide
+    assert not kernel.host_fn(WindowTiling(parts=1)).kernel.wide
 
 
 @pytest.mark.parametrize(

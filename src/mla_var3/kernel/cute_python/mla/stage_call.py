@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
+from mla_var3.runtime.cute_cache import host_identity
 from mla_var3.runtime.cute_kernel import CuteKernel, CuteProgram, program_for, require_arch
 from mla_var3.runtime.cute_launch import RepeatedLaunch
 from mla_var3.runtime.stage import Stage
@@ -187,8 +188,7 @@ def _program(kernel: CuteKernel, host: Any, arguments: tuple[Any, ...]) -> CuteP
     # A fresh host object carries what it was made with, and nothing else.
     key = (
         kernel.kernel_fn,
-        type(host),
-        tuple(vars(host).items()),
+        str(host_identity(host)),
         tuple(each.dtype if isinstance(each, Tensor) else type(each) for each in arguments),
         getattr(kernel.tiling, "opt_level", None),
         device.index,
