@@ -36,6 +36,7 @@ from mla_var3.kernel.cute_python.mla.latent_ops import (
     MMA_DEPTH,
     TILE,
     columns_at,
+    copy_places,
     own_columns,
     store_row,
     two_rows,
@@ -266,19 +267,8 @@ class DecompressCombineSm90:
         column_part: Int32,
     ):
         """Bring w_uv of the head, then fill the ring with the block's tiles."""
-
-        def places(copy, shared, tensor, shape):
-            tiles = cute.local_tile(tensor, shape, (None, None, None))
-            return cpasync.tma_partition(
-                copy,
-                0,
-                cute.make_layout(1),
-                cute.group_modes(shared, 0, 2),
-                cute.group_modes(tiles, 0, 2),
-            )
-
-        x_to, x_from = places(x_copy, s_x, x_global, (COMBINE_ROWS, TILE))
-        w_to, w_from = places(w_copy, s_w, w_global, (TILE, self.columns))
+        x_to, x_from = copy_places(x_copy, s_x, x_global, (COMBINE_ROWS, TILE))
+        w_to, w_from = copy_places(w_copy, s_w, w_global, (TILE, self.columns))
         if part < self.tiles(rows):  # what is on its way has to be waited for
             for step in cutlass.range_constexpr(STEPS):
                 there = signals + (WEIGHTS + step)

@@ -23,7 +23,7 @@ from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
 from cutlass.memory import SmemAllocator
 
-from mla_var3.kernel.cute_python.mla.latent_ops import LATENT, MMA_DEPTH, TILE
+from mla_var3.kernel.cute_python.mla.latent_ops import LATENT, MMA_DEPTH, TILE, copy_places
 from mla_var3.kernel.cute_python.mla.warpgroups import settle
 from mla_var3.kernel.cute_python.mla.window_jobs import HEAD
 
@@ -158,21 +158,11 @@ class HeadProductsSm90:
         s_x = shared.x.get_tensor(x_layout.outer, swizzle=x_layout.inner)  # (64, 128, stage)
         s_w = shared.w.get_tensor(w_layout.outer, swizzle=w_layout.inner)  # (128, 128)
 
-        def places(copy, tile, tensor, shape):
-            tiles = cute.local_tile(tensor, shape, (None, None, None))
-            return cpasync.tma_partition(
-                copy,
-                0,
-                cute.make_layout(1),
-                cute.group_modes(tile, 0, 2),
-                cute.group_modes(tiles, 0, 2),
-            )
-
         loads = (
-            (x_copy, *places(x_copy, s_x, x_global, (ITEM_ROWS, HEAD))),
-            (w_copy, *places(w_copy, s_w, w_global, (HEAD, ITEM_COLUMNS))),
+            (x_copy, *copy_places(x_copy, s_x, x_global, (ITEM_ROWS, HEAD))),
+            (w_copy, *copy_places(w_copy, s_w, w_global, (HEAD, ITEM_COLUMNS))),
         )
-        y_from, y_to = places(y_copy, s_x, y_global, (ITEM_ROWS, ITEM_COLUMNS))
+        y_from, y_to = copy_places(y_copy, s_x, y_global, (ITEM_ROWS, ITEM_COLUMNS))
 
         part_of = mma.get_slice(thread)
         x = mma.make_fragment_A(part_of.partition_A(s_x))

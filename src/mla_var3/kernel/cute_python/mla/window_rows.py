@@ -40,7 +40,7 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 
-from mla_var3.kernel.cute_python.mla.latent_ops import ROPE, TILE
+from mla_var3.kernel.cute_python.mla.latent_ops import ROPE, TILE, copy_places
 from mla_var3.kernel.cute_python.mla.schedule import ROWS
 from mla_var3.kernel.cute_python.mla.warpgroups import (
     CONSUMER_REGISTERS,
@@ -397,28 +397,19 @@ class WindowSm90:
         """Fill the ring, as its places become free; one warp calls it."""
         k_copy, k_global, v_copy, v_global, r_copy, r_global, scale_copy, scale_global = copies
         s_k, s_v, s_r, s_scales = shared
-        one = cute.make_layout(1)
-
-        def partition(copy, target, source, tile, rank):
-            parts = cute.local_tile(source, tile, (None,) * rank)
-            return cpasync.tma_partition(
-                copy, 0, one,
-                cute.group_modes(target, 0, len(tile)), cute.group_modes(parts, 0, len(tile)),
-            )  # fmt: skip
-
-        k_target, k_source = partition(k_copy, s_k, k_global, (BLOCK, HEAD), 4)
+        k_target, k_source = copy_places(k_copy, s_k, k_global, (BLOCK, HEAD))
         v_target, v_source = s_v, v_global
         if const_expr(self.fp8):
             flat = cute.make_layout((BLOCK * HEAD, self.units * self.stages))
             v_target = cute.make_tensor(s_v.iterator, flat)
         else:
-            v_target, v_source = partition(v_copy, s_v, v_global, (BLOCK, HEAD), 4)
-        r_target, r_source = partition(r_copy, s_r, r_global, (BLOCK, ROPE), 3)
+            v_target, v_source = copy_places(v_copy, s_v, v_global, (BLOCK, HEAD))
+        r_target, r_source = copy_places(r_copy, s_r, r_global, (BLOCK, ROPE))
         scale_target: Any = None
         scale_source: Any = None
         if const_expr(self.fp8):
-            scale_target, scale_source = partition(
-                scale_copy, s_scales, scale_global, (2 * BLOCK,), 3
+            scale_target, scale_source = copy_places(
+                scale_copy, s_scales, scale_global, (2 * BLOCK,)
             )
         keys = (
             (k_copy, k_source, k_target), (r_copy, r_source, r_target),
