@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,37 +22,15 @@ from mla_var3.runtime.cute_launch import RepeatedLaunch
 
 from ..unit.noting_driver import OVERLAP, STREAM, noted_launches
 from . import noted_launch
+from .noted_calls import Calls, note_calls
 
 SMS = 132
 
 
-class Note:
-    """Stands for a compiled program; keeps what it is called with."""
-
-    def __init__(self, log: list[tuple[str, tuple[Any, ...]]], name: str) -> None:
-        self.log, self.name = log, name
-
-    def __call__(self, *args: Any) -> None:
-        self.log.append((self.name, args))
-
-    def repeated(self, *args: Any) -> Note:
-        return Note(self.log, f"{self.name} again")
-
-
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, tuple[Any, ...]]]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """What the program was launched with, without a GPU."""
-    log: list[tuple[str, tuple[Any, ...]]] = []
-
-    def program_for(kernel_fn: Any, host: Any, args: Any, tiling: Any, device: Any) -> Note:
-        return Note(log, kernel_fn.__name__)
-
-    monkeypatch.setattr(latent_call, "program_for", program_for)
-    monkeypatch.setattr(latent_call, "require_arch", lambda *args: None)
-    monkeypatch.setattr(latent_call, "sm_count_of", lambda index: SMS)
-    monkeypatch.setattr(latent_call, "workspace", lambda device, slots: ("o", "lse", "merges"))
-    monkeypatch.setattr(latent_call, "_programs", {})
-    yield log
+    return note_calls(monkeypatch, latent_call, SMS)
 
 
 def absorbed(b: int, s: int, h: int, **changes: Any) -> dict[str, Any]:
@@ -81,7 +58,7 @@ def absorbed(b: int, s: int, h: int, **changes: Any) -> dict[str, Any]:
 
 
 def test_a_call_is_one_launch_with_its_gangs(
-    calls: list[tuple[str, tuple[Any, ...]]],
+    calls: Calls,
 ) -> None:
     flash_mla.absorbed(**absorbed(3, 2, 64))
     ((name, arguments),) = calls
@@ -91,14 +68,14 @@ def test_a_call_is_one_launch_with_its_gangs(
 
 
 def test_a_batch_without_queries_launches_nothing(
-    calls: list[tuple[str, tuple[Any, ...]]],
+    calls: Calls,
 ) -> None:
     flash_mla.absorbed(**absorbed(0, 2, 64))
     assert calls == []
 
 
 def test_a_tree_is_given_as_bytes_with_its_strides(
-    calls: list[tuple[str, tuple[Any, ...]]],
+    calls: Calls,
 ) -> None:
     tree = torch.empty((4, 4), dtype=torch.bool, device="meta").expand(2, 4, 4)
     flash_mla.absorbed(**absorbed(2, 4, 16, tree=tree))
@@ -108,7 +85,7 @@ def test_a_tree_is_given_as_bytes_with_its_strides(
 
 
 def test_one_program_serves_all_shapes_and_another_each_form(
-    calls: list[tuple[str, tuple[Any, ...]]],
+    calls: Calls,
 ) -> None:
     for b, s, h in ((1, 1, 128), (7, 3, 64), (2, 9, 24)):
         flash_mla.absorbed(**absorbed(b, s, h))
@@ -194,7 +171,7 @@ def test_threads_do_not_share_the_room_for_pieces(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_tree_that_is_copied_is_not_repeated(
-    calls: list[tuple[str, tuple[Any, ...]]],
+    calls: Calls,
 ) -> None:
     tree = torch.empty((2, 4, 4), dtype=torch.bool, device="meta")
     assert flash_mla_launch(tree=tree) is not None

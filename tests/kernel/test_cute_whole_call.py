@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import re
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from mla_var3.runtime.cute_launch import RepeatedLaunch
 from ..unit.noting_driver import OVERLAP, STREAM, noted_launches
 from . import whole_launch
 from .compile_once import SERIALISED, Compiled, compile_once
+from .noted_calls import Calls, note_calls
 from .whole_launch import SIZES, SMS
 
 HOPPER = device_spec("NVIDIA H200")
@@ -174,34 +174,10 @@ def test_columns_of_an_output_block(rows: int, heads: int, columns: int) -> None
 # --- the call -------------------------------------------------------------------------------------
 
 
-class Note:
-    """Stands for a compiled program; keeps what it is called with."""
-
-    def __init__(self, log: list[tuple[Any, ...]], name: str) -> None:
-        self.log, self.name = log, name
-
-    def __call__(self, *args: Any) -> None:
-        self.log.append((self.name, args))
-
-    def repeated(self, *args: Any) -> Note:
-        return Note(self.log, f"{self.name} again")
-
-
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """What programs were made for and launched with, without a GPU."""
-    log: list[tuple[Any, ...]] = []
-
-    def program_for(kernel_fn: Any, host: Any, args: Any, tiling: Any, device: Any) -> Note:
-        assert isinstance(host, whole_call.WholeCall) and tiling.few == host.few
-        return Note(log, kernel_fn.__name__)
-
-    monkeypatch.setattr(whole_call, "program_for", program_for)
-    monkeypatch.setattr(whole_call, "require_arch", lambda *args: None)
-    monkeypatch.setattr(whole_call, "sm_count_of", lambda index: SMS)
-    monkeypatch.setattr(whole_call, "workspace", lambda device, sms: ("o", "lse", "merges"))
-    monkeypatch.setattr(whole_call, "_programs", {})
-    yield log
+    return note_calls(monkeypatch, whole_call, SMS, whole_call.WholeCall)
 
 
 def call(b: int = 2, s: int = 2, h: int = 16, **changes: Any) -> dict[str, Any]:
@@ -223,7 +199,7 @@ def test_the_kernel_offers_whole_calls() -> None:
     assert flash_mla.whole is whole_call.whole
 
 
-def test_one_launch_has_what_all_kernels_need(calls: list[tuple[Any, ...]]) -> None:
+def test_one_launch_has_what_all_kernels_need(calls: Calls) -> None:
     given = call(3, 2, 64)
     found = whole_call.whole(**given)
     assert found is not None
@@ -241,7 +217,7 @@ def test_one_launch_has_what_all_kernels_need(calls: list[tuple[Any, ...]]) -> N
     assert arguments[-5:] == (6, 64, min(64 * 4, 3 * SMS), 1, 64)
 
 
-def test_programs_by_what_they_are_compiled_for(calls: list[tuple[Any, ...]]) -> None:
+def test_programs_by_what_they_are_compiled_for(calls: Calls) -> None:
     for b, s, h in ((1, 1, 128), (7, 3, 128), (2, 9, 128), (1, 2, 16), (200, 2, 16)):
         whole_call.whole(**call(b, s, h))
     assert len(whole_call._programs) == 1
@@ -276,14 +252,12 @@ def odd_rows() -> torch.Tensor:
         {"b": 1, "s": whole_call.MOST_QUERIES + 1},
     ],
 )  # fmt: skip
-def test_products_that_are_left_to_torch(
-    changes: dict[str, Any], calls: list[tuple[Any, ...]]
-) -> None:
+def test_products_that_are_left_to_torch(changes: dict[str, Any], calls: Calls) -> None:
     assert whole_call.whole(**call(**changes)) is None
     assert calls == []
 
 
-def test_a_tree_that_is_copied_is_not_repeated(calls: list[tuple[Any, ...]]) -> None:
+def test_a_tree_that_is_copied_is_not_repeated(calls: Calls) -> None:
     tree = torch.empty((2, 2, 2), dtype=torch.bool, device="meta")
     for given, repeats in ((tree, True), (tree.transpose(1, 2), False)):
         found = whole_call.whole(**call(tree=given))
