@@ -45,6 +45,7 @@ from mla_var3.kernel.cute_python.mla.window_jobs import (
     place_of,
     places_end,
     row_limit,
+    rows_of_group,
 )
 
 
@@ -263,9 +264,7 @@ def rows_at(
     job: cutlass.Constexpr, group: Int32, row0: Int32, window: cutlass.Constexpr
 ) -> OwnRows:
     """The rows of a warpgroup in a job."""
-    head = job.head if window.tiles else job.head + group
-    first = (job.tile + group) * ROWS if window.tiles else job.tile * ROWS
-    start = (Int64(job.request) * window.queries + first) * window.heads + head
+    head, first, start = rows_of_group(job, group, window)
     return OwnRows(
         first,
         start,

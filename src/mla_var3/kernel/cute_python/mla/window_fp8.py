@@ -28,7 +28,6 @@ from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from mla_var3.kernel.cute_python.mla.latent_ops import LN_2, ROPE
-from mla_var3.kernel.cute_python.mla.schedule import ROWS
 from mla_var3.kernel.cute_python.mla.warpgroups import GROUP_WARPS, free, settle
 from mla_var3.kernel.cute_python.mla.window_jobs import (
     BLOCK,
@@ -37,6 +36,7 @@ from mla_var3.kernel.cute_python.mla.window_jobs import (
     inside,
     job_at,
     row_limit,
+    rows_of_group,
 )
 from mla_var3.op.mla.packed_window import TOKEN_ORDER
 from mla_var3.op.mla.quantise import E4M3_MAX
@@ -135,9 +135,7 @@ def compute_8(
     turn = Int32(0)
     for index in cutlass.range(block, window.jobs, blocks, unroll=1):
         job = job_at(index, window)
-        head = job.head if window.tiles else job.head + group
-        first_row = (job.tile + group) * ROWS if window.tiles else job.tile * ROWS
-        start = (Int64(job.request) * window.queries + first_row) * window.heads + head
+        head, first_row, start = rows_of_group(job, group, window)
         load_queries_8(
             s_q, s_qr, q_scales, queries, start, head, first_row, window, t, group, columns, dtype
         )

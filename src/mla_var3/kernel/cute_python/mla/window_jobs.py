@@ -11,7 +11,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Boolean, Int32, Int64, const_expr
 
 from mla_var3.kernel.cute_python.mla.schedule import KV_BLOCK, ROWS
 
@@ -172,6 +172,20 @@ def job_at(index: Int32, window: cutlass.Constexpr) -> Job:
         cut, gone, broken = ring_state(request, window)
     last = cutlass.max(last, first + 1)
     return Job(request, head, tile, part, tokens, first, last, stop, cut, gone, broken)
+
+
+@cute.jit
+def rows_of_group(job: cutlass.Constexpr, group: Int32, window: cutlass.Constexpr):
+    """The rows of a warpgroup in a job.
+
+    Returns:
+        Their head, the first of them among those of the head, and the same among all rows of
+        queries and outputs.
+    """
+    head = job.head if window.tiles else job.head + group
+    first = (job.tile + group) * ROWS if window.tiles else job.tile * ROWS
+    start = (Int64(job.request) * window.queries + first) * window.heads + head
+    return head, first, start
 
 
 @cute.jit
