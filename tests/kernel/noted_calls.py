@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import pytest
+
+from mla_var3.kernel.cute_python.mla import latent_call
 
 Calls = list[tuple[str, tuple[Any, ...]]]
 """Kernels that were launched, each with its arguments."""
@@ -24,16 +25,13 @@ class Note:
         return Note(self.log, f"{self.name} again")
 
 
-def note_calls(
-    monkeypatch: pytest.MonkeyPatch, module: ModuleType, sms: int, host: type | None = None
-) -> Calls:
-    """What a module launches, from now on: its programs are notes, its GPU has so many SMs.
+def note_calls(monkeypatch: pytest.MonkeyPatch, sms: int, host: type | None = None) -> Calls:
+    """What calls launch, from now on: programs are notes, the GPU has so many SMs.
 
     Args:
         monkeypatch: undoes it.
-        module: the module that makes programs and calls.
         sms: SMs of the GPU.
-        host: type that its host code must have; None for any.
+        host: type that the host code must have; None for any.
     """
     log: Calls = []
 
@@ -41,9 +39,9 @@ def note_calls(
         assert host is None or (isinstance(made, host) and tiling.few == getattr(made, "few", None))
         return Note(log, kernel_fn.__name__)
 
-    monkeypatch.setattr(module, "program_for", program_for)
-    monkeypatch.setattr(module, "require_arch", lambda *args: None)
-    monkeypatch.setattr(module, "sm_count_of", lambda index: sms)
-    monkeypatch.setattr(module, "workspace", lambda device, slots: ("o", "lse", "merges"))
-    monkeypatch.setattr(module, "_programs", {})
+    monkeypatch.setattr(latent_call, "program_for", program_for)
+    monkeypatch.setattr(latent_call, "require_arch", lambda *args: None)
+    monkeypatch.setattr(latent_call, "sm_count_of", lambda index: sms)
+    monkeypatch.setattr(latent_call, "workspace", lambda device, slots: ("o", "lse", "merges"))
+    monkeypatch.setattr(latent_call, "_programs", {})
     return log

@@ -30,7 +30,7 @@ SMS = 132
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """What the program was launched with, without a GPU."""
-    return note_calls(monkeypatch, latent_call, SMS)
+    return note_calls(monkeypatch, SMS)
 
 
 def absorbed(b: int, s: int, h: int, **changes: Any) -> dict[str, Any]:

@@ -177,7 +177,7 @@ def test_columns_of_an_output_block(rows: int, heads: int, columns: int) -> None
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """What programs were made for and launched with, without a GPU."""
-    return note_calls(monkeypatch, whole_call, SMS, whole_call.WholeCall)
+    return note_calls(monkeypatch, SMS, whole_call.WholeCall)
 
 
 def call(b: int = 2, s: int = 2, h: int = 16, **changes: Any) -> dict[str, Any]:
@@ -220,12 +220,12 @@ def test_one_launch_has_what_all_kernels_need(calls: Calls) -> None:
 def test_programs_by_what_they_are_compiled_for(calls: Calls) -> None:
     for b, s, h in ((1, 1, 128), (7, 3, 128), (2, 9, 128), (1, 2, 16), (200, 2, 16)):
         whole_call.whole(**call(b, s, h))
-    assert len(whole_call._programs) == 1
+    assert len(latent_call._programs) == 1
     whole_call.whole(**call(1, 1, 16))  # few rows
     table = torch.empty((2, 4), dtype=torch.int32, device="meta")
     whole_call.whole(**call(2, 1, 128, block_table=table))
     whole_call.whole(**call(2, 1, 128, empty_positive=True))
-    assert len(whole_call._programs) == 4
+    assert len(latent_call._programs) == 4
 
 
 def rows_at(stride: int) -> torch.Tensor:
@@ -249,7 +249,7 @@ def odd_rows() -> torch.Tensor:
         {"out": odd_rows()},
         {"q_nope": odd_rows()},
         {"b": 0},
-        {"b": 1, "s": whole_call.MOST_QUERIES + 1},
+        {"b": 1, "s": whole_call.OWN_PRODUCT_QUERIES + 1},
     ],
 )  # fmt: skip
 def test_products_that_are_left_to_torch(changes: dict[str, Any], calls: Calls) -> None:

@@ -44,7 +44,7 @@ def arguments(device: str, b: int, s: int, h: int) -> tuple[Any, ...]:
 
 def host(few: int = 0) -> whole_call.WholeCall:
     element = latent_call.ELEMENT_TYPES[torch.bfloat16]
-    return whole_call.WholeCall(FlashMLASm90, element, few)
+    return whole_call.WholeCall(element, few)
 
 
 def main() -> None:

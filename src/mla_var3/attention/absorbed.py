@@ -88,6 +88,10 @@ AbsorbedFunction = Callable[..., Launch | None]
 WholeFunction = Callable[..., tuple[torch.Tensor, torch.Tensor, WholeLaunch | None] | None]
 Attended = tuple[torch.Tensor, torch.Tensor, Launch | None]
 """Output, log-sum-exp and, where every tensor was taken as it is, the launch."""
+Indices = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]
+"""Block table, lengths and bounds of packed queries."""
+Taken = tuple[torch.Tensor, Indices, bool]
+"""Rope part and indices as kernels take them, and whether all are those of the call."""
 
 
 class AbsorbedKernel:
@@ -150,16 +154,18 @@ class AbsorbedKernel:
     def run_repeatable(self, task: AttentionTask) -> Attended:
         """Output, log-sum-exp and, where every tensor was taken as it is, the launch."""
         absorbed = self._resolve()
+        taken = _taken(task)
         if task.w_uk is None or task.w_uv is None:
             direct = task.out if _is_dense(task.out) else None
-            out, lse, launch = self._attend(absorbed, task, task.q, direct)
+            out, lse, launch = self._attend(absorbed, task, taken, task.q, direct)
             if task.out is None or direct is not None:
                 return out, lse, launch
             return task.out.copy_(out), lse, None
-        found = None if self._whole is None else self._run_whole(self._whole, task)
+        found = None if self._whole is None else self._run_whole(self._whole, task, taken)
         if found is not None:
             return found
-        latent, lse, launch = self._attend(absorbed, task, project_heads(task.q, task.w_uk), None)
+        q = project_heads(task.q, task.w_uk)
+        latent, lse, launch = self._attend(absorbed, task, taken, q, None)
         if self._whole is not None and not _takes_addresses(task):
             launch = None  # the next call of this form may have its products from the kernel
         return project_heads(latent, task.w_uv, task.out), lse, launch
@@ -168,12 +174,13 @@ class AbsorbedKernel:
         self,
         absorbed: AbsorbedFunction,
         task: AttentionTask,
+        taken: Taken,
         q: torch.Tensor,
         out: torch.Tensor | None,
     ) -> Attended:
         """The part in the latent space; `q` is in it, and so is `out`, if there is one."""
         q_latent, same_rows = _unless_copied(q, _equal_rows(q))
-        q_rope, indices, same = _taken(task)
+        q_rope, indices, same = taken
         # Not like q_latent, whose rows may lie further apart.
         result = q.new_empty(q.shape) if out is None else out
         lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
@@ -184,9 +191,11 @@ class AbsorbedKernel:
         )  # fmt: skip
         return result, lse, launch if same_rows and same else None
 
-    def _run_whole(self, whole: WholeFunction, task: AttentionTask) -> Attended | None:
+    def _run_whole(
+        self, whole: WholeFunction, task: AttentionTask, taken: Taken
+    ) -> Attended | None:
         """The whole call by the kernel's own products; None where it leaves them to torch."""
-        q_rope, indices, same = _taken(task)
+        q_rope, indices, same = taken
         cache = task.cache
         done = whole(
             task.q, q_rope, task.w_uk, task.w_uv, cache.latent, cache.rope, *indices, task.tree,
@@ -216,12 +225,7 @@ def missing_language(language: str) -> str | None:
     return None if found else f"the package {LANGUAGE_DISTRIBUTIONS[language]} is not installed"
 
 
-Indices = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]
-"""Block table, lengths and bounds of packed queries."""
-
-
-def _taken(task: AttentionTask) -> tuple[torch.Tensor, Indices, bool]:
-    """Rope part and indices as kernels take them, and whether all are those of the call."""
+def _taken(task: AttentionTask) -> Taken:
     cache, bounds = task.cache, task.cu_seqlens_q
     q_rope, same = _unless_copied(task.q_rope, _equal_rows(task.q_rope))
     lengths, same_lengths = _unless_copied(cache.lengths, _dense_inside(cache.lengths))

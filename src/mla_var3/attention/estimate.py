@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from mla_var3.attention.shape import CallShape
 from mla_var3.conf.devices import DeviceSpec
 from mla_var3.conf.kernel_rates import kernel_rates
+from mla_var3.kernel.mla_plan import OWN_PRODUCT_QUERIES
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import (
     attention_block_specialized_cost,
@@ -42,8 +43,8 @@ TILE_ROWS = 64
 
 PRODUCT_US = 5.0
 """What a matrix product of torch takes at least."""
-OWN_PRODUCT_US, OWN_PRODUCT_QUERIES = 2.0, 256
-"""The same of a product that the kernel launches itself, and up to how many queries it does."""
+OWN_PRODUCT_US = 2.0
+"""The same of a product that the kernel launches itself."""
 DECOMPRESSION_US, DECOMPRESSION_EFFORT = 25.0, 2.2
 """What decompressing in a call takes at least, and of its roofline: several operations of torch."""
 MIX_US, MIX_EFFORT = 45.0, 1.08

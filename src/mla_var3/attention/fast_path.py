@@ -21,8 +21,7 @@ import torch
 from mla_var3.attention.absorbed import Launch, WholeLaunch
 from mla_var3.attention.addresses import AddressReader, address_reader
 from mla_var3.attention.cache import LatentCache
-from mla_var3.attention.forms import Call, Tensors, Values, store_form
-from mla_var3.attention.forms import Layout as Layout
+from mla_var3.attention.forms import Call, Layout, Tensors, Values, store_form
 from mla_var3.attention.scratch import shared_memory, stream_reader
 from mla_var3.attention.task import AttentionTask
 from mla_var3.attention.view import CacheView

@@ -16,8 +16,8 @@ from mla_var3.attention.absorbed import Launch
 from mla_var3.attention.backends import AUTO
 from mla_var3.attention.call import HEAD_WIDTH, execute, may_repeat
 from mla_var3.attention.checks import INDEX_DTYPES, require_int, require_tensor
-from mla_var3.attention.fast_path import Layout, Result, layout_of
-from mla_var3.attention.forms import Call, find_form, store_form
+from mla_var3.attention.fast_path import Result, layout_of
+from mla_var3.attention.forms import Call, Layout, find_form, store_form
 from mla_var3.attention.sizes import PAGE_STEP
 from mla_var3.attention.validate import Options, latent_task
 from mla_var3.attention.view import paged_view

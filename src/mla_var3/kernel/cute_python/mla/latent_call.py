@@ -171,6 +171,74 @@ def attention_arguments(
     )  # fmt: skip
 
 
+def call_arguments(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    rope: Tensor,
+    block_table: Tensor | None,
+    lengths: Tensor,
+    query_begins: Tensor | None,
+    tree: Tensor | None,
+    max_queries: int,
+    causal: bool,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[tuple[Any, ...], int, bool]:
+    """The arguments of an absorbed kernel for one call, see `launch_absorbed`.
+
+    Returns:
+        The arguments, the SMs of the device, and whether a tensor was copied for them.
+    """
+    device, heads = q_latent.device, q_latent.shape[-2]
+    sm_count = sm_count_of(device.index)
+    shape: GangShape = shape_for(-(-max_queries * heads // ROWS), lengths.shape[0], sm_count)
+    copied = tree is not None and tree.stride(2) != 1
+    if tree is not None and copied:
+        tree = tree.contiguous()
+    arguments = attention_arguments(
+        q_latent, q_rope, latent, rope, block_table, lengths, query_begins, tree, out, lse,
+        workspace(device, sm_count), scale / math.log(2.0), max_queries, heads, causal, shape,
+    )  # fmt: skip
+    return arguments, sm_count, copied
+
+
+def call_program(
+    kernel_fn: Any,
+    host_class: Any,
+    tiling: Tiling,
+    few: int,
+    empty_positive: bool,
+    arguments: tuple[Any, ...],
+    like: Tensor,
+) -> CuteProgram:
+    """The program of a call, compiled for its dtype and for which of its tensors there are.
+
+    Args:
+        kernel_fn: the kernel function of the attention.
+        host_class: the host code, made with an element type, `few` and `empty_positive`.
+        tiling: the tiling of the attention.
+        few: query rows on the N side, or 0.
+        empty_positive: see `final_lse`.
+        arguments: those of the host code.
+        like: a tensor of the call's dtype and device.
+    """
+    present = tuple(argument is not None for argument in arguments)
+    key = (kernel_fn, host_class, like.dtype, few, present, empty_positive, like.device.index)
+    program = _programs.get(key)
+    if program is None:
+        require_arch(kernel_fn.__name__, "sm_90a", like.device)
+        element = ELEMENT_TYPES.get(like.dtype)
+        if element is None:
+            raise UnsupportedError(
+                f"{kernel_fn.__name__}: expected a 16-bit dtype, got {like.dtype}"
+            )
+        host = host_class(element, few, empty_positive=empty_positive)
+        program = _programs[key] = program_for(kernel_fn, host, arguments, tiling, like.device)
+    return program
+
+
 def launch_absorbed(
     kernel_fn: Any,
     host_class: Any,
@@ -217,31 +285,12 @@ def launch_absorbed(
     """
     if lse.numel() == 0:
         return None  # no query, nothing to write
-    device = out.device
-    heads, requests = q_latent.shape[-2], lengths.shape[0]
-    sm_count = sm_count_of(device.index)
-    shape: GangShape = shape_for(-(-max_queries * heads // ROWS), requests, sm_count)
-    partials = workspace(device, sm_count)
-    copied = tree is not None and tree.stride(2) != 1
-    if tree is not None and copied:
-        tree = tree.contiguous()
-    arguments = attention_arguments(
-        q_latent, q_rope, latent, rope, block_table, lengths, query_begins, tree, out, lse,
-        partials, scale / math.log(2.0), max_queries, heads, causal, shape,
+    arguments, sm_count, copied = call_arguments(
+        q_latent, q_rope, latent, rope, block_table, lengths, query_begins, tree, max_queries,
+        causal, scale, out, lse,
     )  # fmt: skip
-    present = (block_table is not None, query_begins is not None, tree is not None)
-    key = (kernel_fn, out.dtype, few, present, empty_positive, device.index)
-    program = _programs.get(key)
-    if program is None:
-        require_arch(kernel_fn.__name__, "sm_90a", device)
-        element = ELEMENT_TYPES.get(out.dtype)
-        if element is None:
-            raise UnsupportedError(
-                f"{kernel_fn.__name__}: expected a 16-bit dtype, got {out.dtype}"
-            )
-        host = host_class(element, few, empty_positive=empty_positive)
-        program = _programs[key] = program_for(kernel_fn, host, arguments, tiling, device)
+    program = call_program(kernel_fn, host_class, tiling, few, empty_positive, arguments, out)
     program(*arguments)
     if copied:
         return None
-    return AbsorbedLaunch(program.repeated(*arguments), device, sm_count)
+    return AbsorbedLaunch(program.repeated(*arguments), out.device, sm_count)

@@ -16,7 +16,6 @@ this last one has ended: no call writes into memory between the steps, or into t
 that the call before still reads.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -40,22 +39,15 @@ from mla_var3.kernel.cute_python.mla.head_products import HeadProductsSm90, bloc
 from mla_var3.kernel.cute_python.mla.latent_call import (
     ELEMENT_TYPES,
     AbsorbedLaunch,
-    attention_arguments,
-    shape_for,
-    sm_count_of,
+    call_arguments,
+    call_program,
     workspace,
 )
 from mla_var3.kernel.cute_python.mla.latent_ops import LATENT
-from mla_var3.kernel.cute_python.mla.schedule import ROWS
 from mla_var3.kernel.cute_python.mla.window_jobs import HEAD
-from mla_var3.runtime.cute_kernel import CuteProgram, program_for, require_arch
+from mla_var3.kernel.mla_plan import OWN_PRODUCT_QUERIES
 from mla_var3.runtime.tensors import ALIGNMENT_BYTES
 from mla_var3.runtime.torch_fast import raw_stream
-
-MOST_QUERIES = 256
-"""Queries of all requests up to which the products are launched here. On an H200 a whole call takes
-the GPU no longer with them, up to this number; at 1024 queries and 128 heads the products take 132
-instead of 109 us, and the host has time for those of torch."""
 
 READ, WRITTEN = slice(1, 8), 8
 """Among the arguments of the attention: what it reads beside its queries, and its output, which the
@@ -63,17 +55,11 @@ log-sum-exp follows."""
 NUMBERS = 5
 """Numbers of the products, at the end."""
 
-_programs: dict[tuple[Any, ...], CuteProgram] = {}
-
 
 class WholeCall:
-    """Host code that launches the queries' product, the attention and the output's product.
+    """Host code that launches the queries' product, the attention and the output's product."""
 
-    The attention is that of `host_class`, with `few` and `empty_positive`.
-    """
-
-    def __init__(self, host_class, element, few, empty_positive=False):
-        self.host_class = host_class
+    def __init__(self, element, few, empty_positive=False):
         self.element = element
         self.few = few
         self.empty_positive = empty_positive
@@ -87,7 +73,7 @@ class WholeCall:
         read = len(range(*READ.indices(len(rest))))
         out, lse, q_latent, o_latent = rest[read : read + 4]
         HeadProductsSm90(self.element)(q_nope, w_uk, q_latent, queries, heads, blocks, stream)
-        attention = self.host_class(
+        attention = FlashMLASm90(
             self.element, self.few, empty_positive=self.empty_positive, early=True
         )
         attention(q_latent, *rest[:read], o_latent, lse, *rest[read + 4 :], stream)
@@ -160,7 +146,7 @@ def serves(q_nope: Tensor, w_uk: Tensor, w_uv: Tensor, out: Tensor | None) -> bo
     shapes = tuple(w_uk.shape) == (heads, HEAD, LATENT) and tuple(w_uv.shape) == (
         heads, LATENT, HEAD
     )  # fmt: skip
-    most = MOST_QUERIES * heads * HEAD
+    most = OWN_PRODUCT_QUERIES * heads * HEAD
     if not shapes or not 0 < q_nope.numel() <= most or q_nope.dtype not in ELEMENT_TYPES:
         return False
     given = (q_nope, w_uk, w_uv) if out is None else (q_nope, w_uk, w_uv, out)
@@ -203,32 +189,20 @@ def whole(
     """
     if not serves(q_nope, w_uk, w_uv, out):
         return None
-    device, heads = q_nope.device, q_nope.shape[-2]
-    sm_count = sm_count_of(device.index)
-    rows = max_queries * heads
-    shape = shape_for(-(-rows // ROWS), lengths.shape[0], sm_count)
-    copied = tree is not None and tree.stride(2) != 1
-    if tree is not None and copied:
-        tree = tree.contiguous()
     result = torch.empty_like(q_nope) if out is None else out
     lse = q_nope.new_empty(q_nope.shape[:-1], dtype=torch.float32)
     q_latent, o_latent = (q_nope.new_empty((*q_nope.shape[:-1], LATENT)) for _ in range(2))
-    attention = attention_arguments(
-        q_latent, q_rope, latent, rope, block_table, lengths, query_begins, tree, o_latent, lse,
-        workspace(device, sm_count), scale / math.log(2.0), max_queries, heads, causal, shape,
+    attention, sm_count, copied = call_arguments(
+        q_latent, q_rope, latent, rope, block_table, lengths, query_begins, tree, max_queries,
+        causal, scale, o_latent, lse,
     )  # fmt: skip
     arguments = whole_arguments(attention, q_nope, w_uk, w_uv, result, sm_count)
-    few = default_few(rows)
-    present = (block_table is not None, query_begins is not None, tree is not None)
-    key = (q_nope.dtype, few, present, empty_positive, device.index)
-    program = _programs.get(key)
-    if program is None:
-        kernel_fn, element = FlashMLASm90.flash_mla, ELEMENT_TYPES[q_nope.dtype]
-        require_arch(kernel_fn.__name__, "sm_90a", device)
-        host = WholeCall(FlashMLASm90, element, few, empty_positive)
-        program = program_for(kernel_fn, host, arguments, FlashMLATiling(few=few), device)
-        _programs[key] = program
+    few = default_few(max_queries * q_nope.shape[-2])
+    program = call_program(
+        FlashMLASm90.flash_mla, WholeCall, FlashMLATiling(few=few), few, empty_positive, arguments,
+        q_nope,
+    )  # fmt: skip
     program(*arguments)
     if copied:
         return result, lse, None
-    return result, lse, WholeLaunch(program.repeated(*arguments), device, sm_count)
+    return result, lse, WholeLaunch(program.repeated(*arguments), q_nope.device, sm_count)
