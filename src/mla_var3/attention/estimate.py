@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from mla_var3.attention.shape import CallShape
 from mla_var3.conf.devices import DeviceSpec
-from mla_var3.conf.kernel_rates import kernel_rates
-from mla_var3.kernel.mla_plan import OWN_PRODUCT_QUERIES
+from mla_var3.conf.kernel_rates import OWN_PRODUCT_QUERIES, kernel_rates
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import (
     attention_block_specialized_cost,

@@ -15,11 +15,6 @@ from mla_var3.op.mla.reference import reference_absorbed
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.tensors import check_tensor, require_view
 
-OWN_PRODUCT_QUERIES = 256
-"""Queries of all requests up to which a kernel that can do so launches the products around it. On
-an H200 a whole call takes the GPU no longer with them, up to this number; at 1024 queries and 128
-heads the products take 132 instead of 109 us, and the host has time for those of torch."""
-
 
 @dataclass
 class MlaPlan(KernelPlan):

@@ -24,6 +24,7 @@ import cutlass.cute as cute
 import torch
 from torch import Tensor
 
+from mla_var3.conf.kernel_rates import OWN_PRODUCT_QUERIES
 from mla_var3.kernel.cute_python.mla.absorbed_attention import (
     FlashMLASm90,
     FlashMLATiling,
@@ -45,7 +46,6 @@ from mla_var3.kernel.cute_python.mla.latent_call import (
 )
 from mla_var3.kernel.cute_python.mla.latent_ops import LATENT
 from mla_var3.kernel.cute_python.mla.window_jobs import HEAD
-from mla_var3.kernel.mla_plan import OWN_PRODUCT_QUERIES
 from mla_var3.runtime.tensors import ALIGNMENT_BYTES
 from mla_var3.runtime.torch_fast import raw_stream
 
