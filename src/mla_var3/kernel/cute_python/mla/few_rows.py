@@ -167,7 +167,7 @@ def compute_few(
                 rescale_few(o, scale, columns)
                 add_values(pv_mma, acc_o, v_odd, f_p_odd)
                 warpgroup.wait_group(0)
-                free(signals + Signal.ODD_FREE, lane)
+                free(signals + (Signal.ODD_FREE + 1), lane)
                 phase ^= 1
                 if final and following.live:
                     cute.arch.mbarrier_wait(signals + Signal.QUERY, q_phase ^ 1)

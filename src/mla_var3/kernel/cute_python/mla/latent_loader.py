@@ -25,9 +25,10 @@ LEFT, RIGHT = (0, 1, 2, 3), (4, 5, 6, 7)
 """Column tiles of a copy: half of the latent columns. Fewer and larger copies keep the loading warp
 from becoming what everything waits for."""
 EVEN_GROUPS = (LEFT, (*RIGHT, ROPE_TILE))
-ODD_GROUPS = ((*LEFT, ROPE_TILE), RIGHT)
-"""Column tiles that arrive together and become free together. The rope tile holds P after its
-scores are computed, and P is read by the other warpgroup last."""
+ODD_GROUPS = (RIGHT, (*LEFT, ROPE_TILE))
+"""Column tiles that arrive together and become free together. The warpgroup that computes a block's
+scores is the first to be done with its half of the values. The rope tile holds P after its scores
+are computed, and P is read by the other warpgroup last."""
 
 
 class Signal(IntEnum):
@@ -64,7 +65,7 @@ def arrivals(signal: int, p_readers: int) -> int:
         return 1
     if signal == Signal.QUERY_FREE:
         return CONSUMERS // 32
-    return 4 * p_readers if signal in (Signal.EVEN_FREE + 1, Signal.ODD_FREE) else 4
+    return 4 * p_readers if signal in (Signal.EVEN_FREE + 1, Signal.ODD_FREE + 1) else 4
 
 
 @cute.jit
@@ -223,15 +224,15 @@ def load_pair(
 ):
     """Copy two KV blocks, each part as soon as its readers are done with the old one."""
     even_halves, even_rope, odd_halves, odd_rope = places
-    for half in cutlass.range_constexpr(2):
+    for group in cutlass.range_constexpr(2):
         load_half(
-            cache, even_halves, even_rope, signals + (Signal.EVEN + half),
-            signals + (Signal.EVEN_FREE + half), phase, even, half, EVEN_GROUPS[half],
+            cache, even_halves, even_rope, signals + (Signal.EVEN + group),
+            signals + (Signal.EVEN_FREE + group), phase, even, EVEN_GROUPS[group],
         )  # fmt: skip
-    for half in cutlass.range_constexpr(2):
+    for group in cutlass.range_constexpr(2):
         load_half(
-            cache, odd_halves, odd_rope, signals + (Signal.ODD + half),
-            signals + (Signal.ODD_FREE + half), phase, odd, half, ODD_GROUPS[half],
+            cache, odd_halves, odd_rope, signals + (Signal.ODD + group),
+            signals + (Signal.ODD_FREE + group), phase, odd, ODD_GROUPS[group],
         )  # fmt: skip
 
 
@@ -244,12 +245,12 @@ def load_half(
     free: cute.Pointer,
     phase: Int32,
     place: cutlass.Constexpr,
-    half: cutlass.Constexpr,
     tiles: cutlass.Constexpr,
 ):
     """Copy half of the latent columns of a KV block, with the rope tile if it is of them."""
     c_copy, c_blocks, r_copy, r_blocks, _, _, _ = cache
     block, page = place
+    half = tiles[0] // len(LEFT)
     cute.arch.mbarrier_wait(free, phase ^ 1)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(arrived, len(tiles) * TILE_BYTES)

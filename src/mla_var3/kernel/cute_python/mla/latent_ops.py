@@ -148,58 +148,72 @@ def clear_rows(
 
 
 @cute.jit
-def softmax(
-    s: cute.Tensor,
-    row_sums: cute.Tensor,
-    row_max: cute.Tensor,
-    scales: cute.Tensor,
-    own_scale: cute.Tensor,
-    row: Int32,
-    lane: Int32,
-    first: Boolean,
-    scale_log2e: Float32,
+def highest(s: cute.Tensor, best: cute.Tensor):
+    """The highest score of each of this thread's two rows, among its own columns."""
+    for r in cutlass.range_constexpr(2):
+        best[r] = s[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
+
+
+@cute.jit
+def rises(
+    best: cute.Tensor, top: cute.Tensor, factor: Float32, margin: cutlass.Constexpr = LAZY_RISE
+) -> Boolean:
+    """Whether the maximum of any row of the warp has to follow its scores, see `raise_top`."""
+    rising = best[0] * factor > top[0] + margin or best[1] * factor > top[1] + margin
+    return cute.arch.vote_ballot_sync(rising) != 0
+
+
+@cute.jit
+def raise_top(
+    best: cute.Tensor,
+    top: cute.Tensor,
+    scale: cute.Tensor,
+    sums: cute.Tensor,
+    factor: Float32,
+    margin: cutlass.Constexpr = LAZY_RISE,
 ):
-    """Scores to probabilities, relative to the running maximum that both warpgroups share.
+    """Let the running maxima of this thread's rows follow scores that lie far above.
 
     Args:
-        s: scores of this thread's two rows, replaced.
-        row_sums: sums of this thread's probabilities, updated.
-        row_max: running maximum per row, in shared memory, updated.
-        scales: factor per row by which earlier results shrink, in shared memory, written.
-        own_scale: the same factors for this thread's rows.
-        row: this thread's first row.
-        lane: this thread's place in its warp.
-        first: whether there is no earlier result.
-        scale_log2e: softmax scale times log2 e.
+        best: the highest score of each row among this thread's columns.
+        top: running maximum per row, updated.
+        scale: factor per row by which earlier results shrink, written.
+        sums: sums of this thread's probabilities, which shrink by it.
+        factor: from scores to powers of two, the unit of the maxima.
+        margin: how far above a score may lie without a rise.
     """
     for r in cutlass.range_constexpr(2):
-        at = row + 8 * r
-        top = s[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
-        top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1))
-        top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=2))
-        old = row_max[at]
-        if first:
-            old = Float32(SCORE_FLOOR)
-        new = old
-        if top * scale_log2e > old + LAZY_RISE:
-            new = top * scale_log2e
-        scale = cute.math.exp2(old - new, fastmath=True)
-        own_scale[r] = scale
-        cute.arch.sync_warp()  # all four threads of the row have read the old maximum
-        if lane % 4 == 0:
-            scales[at] = scale
-            row_max[at] = new
-        p = cute.math.exp2(s[r, None].load() * scale_log2e - new, fastmath=True)
+        of_row = cute.arch.fmax(best[r], cute.arch.shuffle_sync_bfly(best[r], offset=1))
+        of_row = cute.arch.fmax(of_row, cute.arch.shuffle_sync_bfly(of_row, offset=2)) * factor
+        new = top[r]
+        if of_row > new + margin:
+            new = of_row
+        scale[r] = cute.math.exp2(top[r] - new, fastmath=True)
+        sums[r] = sums[r] * scale[r]
+        top[r] = new
+
+
+@cute.jit
+def weigh(s: cute.Tensor, top: cute.Tensor, sums: cute.Tensor, factor: Float32):
+    """Scores of two rows to probabilities, relative to the running maxima, and their sums."""
+    for r in cutlass.range_constexpr(2):
+        p = cute.math.exp2(s[r, None].load() * factor - top[r], fastmath=True)
         s[r, None].store(p)
-        row_sums[r] = row_sums[r] * scale + p.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+        sums[r] = sums[r] + p.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+
+
+@cute.jit
+def shrink(o: cute.Tensor, scale: cute.Tensor):
+    """Multiply two rows of an output by their scales."""
+    for r in cutlass.range_constexpr(2):
+        o[r, None].store(o[r, None].load() * scale[r])
 
 
 @cute.jit
 def rescale(o: cute.Tensor, scale: cute.Tensor):
     """Multiply two rows of an output by their scales, unless no row of the warp needs it."""
     if cute.arch.vote_ballot_sync(scale[0] != 1.0 or scale[1] != 1.0) != 0:
-        for r in cutlass.range_constexpr(2):
-            o[r, None].store(o[r, None].load() * scale[r])
+        shrink(o, scale)
 
 
 @cute.jit

@@ -12,17 +12,20 @@ from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from mla_var3.kernel.cute_python.mla.latent_ops import (
-    LAZY_RISE,
     LN_2,
     MMA_DEPTH,
     ROPE,
     SCORE_FLOOR,
     clear_rows,
     hide,
+    highest,
+    raise_top,
     rescale,
+    rises,
     row_total,
     store_row,
     two_rows,
+    weigh,
 )
 from mla_var3.kernel.cute_python.mla.schedule import ROWS
 from mla_var3.kernel.cute_python.mla.warpgroups import free, keep_order, settle
@@ -419,19 +422,12 @@ def softmax(
     if const_expr(fp8):
         softmax_by_row(s, exponents, sums, top, scale, q_scale, scale_log2e)
     else:
-        for r in cutlass.range_constexpr(2):
-            best = s[r, None].load().reduce(cute.ReductionOp.MAX, -Float32.inf, 0)
-            best = cute.arch.fmax(best, cute.arch.shuffle_sync_bfly(best, offset=1))
-            best = cute.arch.fmax(best, cute.arch.shuffle_sync_bfly(best, offset=2))
-            new = top[r]
-            if best * scale_log2e > new + LAZY_RISE:
-                new = best * scale_log2e
-            scale[r] = cute.math.exp2(top[r] - new, fastmath=True)
-            top[r] = new
-            weights = cute.math.exp2(s[r, None].load() * scale_log2e - new, fastmath=True)
-            s[r, None].store(weights)
-            added = weights.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-            sums[r] = sums[r] * scale[r] + added
+        best = cute.make_rmem_tensor(2, Float32)
+        highest(s, best)
+        scale.fill(1.0)
+        if rises(best, top, scale_log2e):
+            raise_top(best, top, scale, sums, scale_log2e)
+        weigh(s, top, sums, scale_log2e)
 
 
 @cute.jit
