@@ -3,12 +3,14 @@
     .venv/bin/python -m tests.gpu.attention_overhead --json overhead.json
 
 Calls of one form on other tensors every time are enqueued without waiting; a figure is the median
-over windows of the time per call. The problem is so small that the GPU is not behind the host: with
-a queue of waiting work the enqueueing itself gets slower, and the figure would be the GPU's. What
-the GPU still has to do when the last call of a window has returned is in the record (`behind_us`,
-per call). Beside the calls, the launch of `mla_latent_attention` alone, and what the two products
-around it cost by torch: `mla_attention` launches its own, and an engine that calls
-`mla_latent_attention` does those.
+over windows of the time per call. What is measured takes turns window by window, so that all of it
+meets the host in the same states: one that shares its cores with others can be half as fast for
+seconds. How fast it was tells an empty tensor that torch makes and frees. The problem is so small
+that the GPU is not behind the host: with a queue of waiting work the enqueueing itself gets slower,
+and the figure would be the GPU's. What the GPU still has to do when the last call of a window has
+returned is in the record (`behind_us`, per call). Beside the calls, the launch of
+`mla_latent_attention` alone, and what the two products around it cost by torch: `mla_attention`
+launches its own, and an engine that calls `mla_latent_attention` does those.
 """
 
 from __future__ import annotations
@@ -56,19 +58,26 @@ def window_us(call: Call, calls: int) -> tuple[float, float]:
     return (returned - start) / calls * 1e6, (done - returned) / calls * 1e6
 
 
-def figures(call: Call, calls: int, windows: int) -> dict[str, float]:
+def figures(calls: dict[str, Call], count: int, windows: int) -> dict[str, dict[str, float]]:
     """Median and spread over windows, after a first call of every variant and one window."""
-    for turn in range(VARIANTS):
-        call(turn)
-    window_us(call, calls)
-    pairs = [window_us(call, calls) for _ in range(windows)]
-    samples = [host for host, _ in pairs]
+    for call in calls.values():
+        for turn in range(VARIANTS):
+            call(turn)
+        window_us(call, count)
+    pairs: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    for _ in range(windows):
+        for name, call in calls.items():
+            pairs[name].append(window_us(call, count))
+    return {name: _spread(*zip(*found, strict=True)) for name, found in pairs.items()}
+
+
+def _spread(host: Sequence[float], behind: Sequence[float]) -> dict[str, float]:
     return {
-        "median_us": percentile(samples, 50),
-        "p10_us": percentile(samples, 10),
-        "p90_us": percentile(samples, 90),
-        "min_us": min(samples),
-        "behind_us": percentile([behind for _, behind in pairs], 50),
+        "median_us": percentile(host, 50),
+        "p10_us": percentile(host, 10),
+        "p90_us": percentile(host, 90),
+        "min_us": min(host),
+        "behind_us": percentile(behind, 50),
     }
 
 
@@ -96,7 +105,10 @@ class Operands:
 
 
 def launch_alone(operands: Operands) -> Call:
-    """The launch of `mla_latent_attention` on prepared addresses, with outputs of its own."""
+    """The launch of `mla_latent_attention` on prepared addresses, with outputs of its own.
+
+    Stream and memory of the launch are known before, as they are to repeated calls.
+    """
     q, q_rope, views = operands.q_latent, operands.q_rope, operands.views
     mla_latent_attention(q[0], q_rope[0], views[0], kernel=KERNEL)
     form = find_form(latent_parts(q[0], q_rope[0], views[0], HEAD_WIDTH, KERNEL, {}))
@@ -111,7 +123,12 @@ def launch_alone(operands: Operands) -> Call:
         addresses.append(
             (*(tensor.data_ptr() for tensor in tensors), 0, 0, out.data_ptr(), lse.data_ptr())
         )
-    return lambda turn: form.launch(*addresses[turn])
+    launch, kept = form.launch.bound()
+
+    def call(turn: int) -> Any:
+        return launch(addresses[turn]), kept
+
+    return call
 
 
 def products_alone(operands: Operands) -> Call:
@@ -155,6 +172,7 @@ def contenders(operands: Operands) -> dict[str, Call]:
         "mla_attention": whole,
         "launch alone": launch_alone(operands),
         "products alone": products_alone(operands),
+        "an empty tensor": lambda turn: torch.empty(64, device="cuda"),
     }
 
 
@@ -169,17 +187,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--t", type=int, default=128)
     parser.add_argument("--h", type=int, default=16)
     parser.add_argument("--calls", type=int, default=200, help="calls of a window")
-    parser.add_argument("--windows", type=int, default=25)
+    parser.add_argument("--windows", type=int, default=200)
     given = parser.parse_args(arguments)
     if cuda_is_missing():
         return 1
     sizes = {name: getattr(given, name) for name in ("b", "s", "t", "h")}
     with torch.inference_mode():
         operands = Operands(**sizes, dtype=torch.bfloat16)
-        results = {
-            name: figures(call, given.calls, given.windows)
-            for name, call in contenders(operands).items()
-        }
+        results = figures(contenders(operands), given.calls, given.windows)
     for name, values in results.items():
         line = ", ".join(f"{key} {value:.2f}" for key, value in values.items())
         print(f"{name}: {line}")

@@ -47,7 +47,7 @@ def main() -> None:
     addresses = addresses_of(args)
     repeated = program.repeated(*args)
     repeated(*addresses)
-    assert repeated.on_stream(STREAM, *addresses[10:])(*addresses[:10])
+    assert repeated.on_stream(STREAM, *addresses[10:])(addresses[:10])
 
 
 if __name__ == "__main__":

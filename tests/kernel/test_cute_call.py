@@ -134,25 +134,30 @@ def test_a_launch_is_repeated_on_other_addresses(monkeypatch: pytest.MonkeyPatch
     repeated = RepeatedLaunch("flash_mla", entry, kinds_of(arguments), 0, arguments)
     launch = latent_call.AbsorbedLaunch(repeated, torch.device("cuda", 0), SMS)
     addresses = (64, 128, 256, 512, 4, 8, 12, 20, 1024, 2048)
-    assert launch.ready() and launch(*addresses)
-    state["stream"] = 8
-    assert launch(*addresses)
+    for stream in (7, 8):
+        state["stream"] = stream
+        assert launch.stream() == stream
+        on_stream, kept = launch.bound()
+        assert kept is rooms[stream] and on_stream(addresses)
     assert seen == [
         (*addresses, *(part.data_ptr() for part in rooms[stream]), stream) for stream in (7, 8)
     ]
     for place in (0, 1, 2, 3, 8, 9):
         wrong = list(addresses)
         wrong[place] += 8
-        assert not launch(*wrong)
+        assert not on_stream(wrong)
     for place in (4, 5, 6, 7):
         wrong = list(addresses)
         wrong[place] += 2
-        assert not launch(*wrong)
+        assert not on_stream(wrong)
     assert len(seen) == 2
     state["capturing"] = True
-    assert not launch.ready()
-    state.update(capturing=False, device=1)
-    assert not launch.ready()
+    assert launch.stream() is None
+    for stream in (0, 8):
+        state.update(capturing=False, device=0, stream=stream)
+        assert launch.stream() == stream
+        state["device"] = 1
+        assert launch.stream() is None
 
 
 def test_threads_do_not_share_the_room_for_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

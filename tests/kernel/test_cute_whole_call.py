@@ -13,7 +13,6 @@ import torch
 
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
-from mla_var3.attention.absorbed import WholeLaunch
 from mla_var3.conf.devices import device_spec
 from mla_var3.kernel.cute_python.mla import (
     decompress_combine,
@@ -205,7 +204,7 @@ def test_one_launch_has_what_all_kernels_need(calls: Calls) -> None:
     assert found is not None
     out, lse, launch = found
     assert out.shape == (3, 2, 64, 128) and lse.shape == (3, 2, 64)
-    assert isinstance(launch, WholeLaunch)
+    assert isinstance(launch, whole_call.WholeLaunch) and launch.between == 2
     ((name, arguments),) = calls
     assert name == "flash_mla"
     first = [given[key] for key in ("w_uk", "w_uv", "q_nope", "q_rope", "latent", "rope")]
@@ -269,10 +268,8 @@ def test_a_launch_is_bound_to_the_memory_between_the_steps(
 ) -> None:
     """All addresses arrive where the host function reads them; unaligned ones launch nothing."""
     room = tuple(torch.empty(4) for _ in range(3))
-    monkeypatch.setattr(whole_call, "raw_stream", lambda device: 7)
     monkeypatch.setattr(latent_call, "raw_stream", lambda device: 7)
-    for module in (whole_call, latent_call):
-        monkeypatch.setattr(module, "workspace", lambda device, sms: room)
+    monkeypatch.setattr(latent_call, "workspace", lambda device, sms: room)
     arguments = whole_launch.arguments("meta", *SIZES[0])
     seen: list[tuple[int, ...]] = []
 
@@ -286,14 +283,15 @@ def test_a_launch_is_bound_to_the_memory_between_the_steps(
     between = (1024, 2048)
     bound, kept = launch.bound(*between)
     assert kept is room
-    assert bound(*addresses) and launch(*addresses, *between)
+    free, _ = launch.bound()
+    assert bound(addresses) and free((*addresses, *between))
     present = (*addresses[:8], *addresses[10:])
     assert seen == 2 * [(*present, *between, *(part.data_ptr() for part in room), 7)]
     for place in (0, 1, 2, 3, 4, 5, 10, 11):
         wrong = list(addresses)
         wrong[place] += 8
-        assert not bound(*wrong) and not launch(*wrong, *between)
-    assert not launch(*addresses, 1032, 2048)
+        assert not bound(wrong) and not free((*wrong, *between))
+    assert not free((*addresses, 1032, 2048))
     assert len(seen) == 2
 
 

@@ -59,7 +59,7 @@ def main() -> None:
     addresses = addresses_of(args)
     repeated = program.repeated(*args)
     repeated(*addresses)
-    assert repeated.on_stream(STREAM, *addresses[CHANGING:])(*addresses[:CHANGING])
+    assert repeated.on_stream(STREAM, *addresses[CHANGING:])(addresses[:CHANGING])
 
 
 if __name__ == "__main__":

@@ -56,9 +56,9 @@ def test_addresses_change_and_numbers_stay(device: Device) -> None:
         (48, -5, 64, 0.25, 1 << 40, STREAM),
     ]
     launch = repeated.on_stream(5, 9, 96)
-    launch(80)
+    launch((80,))
     repeated(16, 0, 32)
-    launch(112)
+    launch((112,))
     assert [seen[:3:2] + seen[-1:] for seen in device.seen[2:]] == [
         (80, 96, 5), (16, 32, STREAM), (112, 96, 5)
     ]  # fmt: skip
@@ -69,7 +69,7 @@ def test_what_is_not_aligned_is_not_launched(device: Device) -> None:
     """As the program was compiled for: 16 bytes for floats, 4 for integers, none for the absent."""
     args = arguments()
     launch = CuteProgram("scale", kinds_of(args), 0, device).repeated(*args).on_stream(5)
-    assert launch(16, 3, 4)
+    assert launch((16, 3, 4))
     for addresses in (
         (8, 0, 4),
         (16 + 1, 0, 4),
@@ -77,9 +77,9 @@ def test_what_is_not_aligned_is_not_launched(device: Device) -> None:
         (1 << 47 | 4, 0, 4),
         (0, 0, 1 << 40 | 1),
     ):
-        assert not launch(*addresses)
+        assert not launch(addresses)
     assert len(device.seen) == 1
-    assert launch(1 << 47, 0, 1 << 47 | 4)
+    assert launch((1 << 47, 0, 1 << 47 | 4))
     assert device.seen[-1][:3:2] == (1 << 47, 1 << 47 | 4)
 
 
@@ -103,7 +103,7 @@ def test_the_number_of_addresses_is_checked(device: Device) -> None:
     with pytest.raises(Exception, match="pack_into expected 4 items"):
         repeated(16, 32)
     with pytest.raises(Exception, match="pack expected 3 items"):
-        repeated.on_stream(5)(16, 32)
+        repeated.on_stream(5)((16, 32))
     assert not device.seen
 
 
@@ -111,9 +111,10 @@ def test_an_error_of_the_driver_is_raised(device: Device) -> None:
     args = arguments()
     repeated = CuteProgram("scale", kinds_of(args), 0, device).repeated(*args)
     device.code = 1
-    for launch in (repeated, repeated.on_stream(5)):
-        with pytest.raises(UnsupportedError, match="scale: the launch failed with cudaError"):
-            launch(16, 0, 32)
+    with pytest.raises(UnsupportedError, match="scale: the launch failed with cudaError"):
+        repeated(16, 0, 32)
+    with pytest.raises(UnsupportedError, match="scale: the launch failed with cudaError"):
+        repeated.on_stream(5)((16, 0, 32))
 
 
 def test_every_thread_has_its_own_memory(device: Device) -> None:

@@ -18,7 +18,7 @@ It may also offer the products around the attention as kernels of the same launc
     whole(q_nope, q_rope, w_uk, w_uv, latent, rope, block_table, lengths, cu_seqlens_q, tree, max_q,
           causal, scale, out=None, empty_positive=False)
 
-which returns output, log-sum-exp and a `WholeLaunch` or None; or None for a call whose products it
+which returns output, log-sum-exp and a `Launch` or None; or None for a call whose products it
 leaves to torch, as for widths, layouts or counts of queries that its kernels are not made for.
 Which of the two computes the products follows from the call's tensors alone, so that results do not
 depend on whether a form was seen before.
@@ -26,9 +26,9 @@ depend on whether a form was seen before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 
@@ -46,46 +46,45 @@ ABSORBED_DESIGNS = ("flash_mla",)
 LANGUAGE_MODULES = {"cutile-dsl": "cuda.tile", "cute-dsl": "cutlass"}
 
 
+StreamLaunch = Callable[[Sequence[int]], bool]
+"""Takes addresses and launches on one stream, for one thread at a time. False, and nothing is
+launched, where an address is not aligned as it has to be."""
+
+
 class Launch(Protocol):
-    """Repeats a call on tensors that differ from the first ones in their addresses only."""
+    """Repeats a call on tensors that differ from the first ones in their addresses only.
 
-    def ready(self) -> bool:
-        """Whether it can be used now; the current device or a capture may forbid it."""
+    The addresses are those of q_latent, q_rope, latent, rope, block_table, lengths, cu_seqlens_q,
+    tree, out and lse; 0 for what is absent. Of a launch with the products around the attention they
+    are those of w_uk, w_uv, q_nope, q_rope and so on to lse, then of memory between the steps, for
+    the latent queries and outputs.
 
-    def __call__(self, *addresses: int) -> bool:
-        """Launch on the current stream.
-
-        Args:
-            addresses: of q_latent, q_rope, latent, rope, block_table, lengths, cu_seqlens_q, tree,
-                out and lse; 0 for what is absent.
-
-        Returns:
-            False, and nothing is launched, where an address is not aligned as it has to be.
-        """
-
-
-@runtime_checkable
-class WholeLaunch(Launch, Protocol):
-    """Repeats a whole call, with its products.
-
-    Its addresses are those of w_uk, w_uv, q_nope, q_rope, latent, rope, block_table, lengths,
-    cu_seqlens_q, tree, out and lse, then of memory for the latent queries and outputs.
+    Attributes:
+        between: how many pieces of memory there are between the steps: 2, or 0 without products.
     """
 
-    def bound(self, *between: int) -> tuple[Callable[..., bool], Any]:
-        """The launch on the current stream with the memory for latent queries and outputs fixed.
+    between: int
+
+    def stream(self) -> int | None:
+        """The stream that it would launch on now; None where it cannot be used now.
+
+        The current device or a capture may forbid it.
+        """
+
+    def bound(self, *between: int) -> tuple[StreamLaunch, Any]:
+        """The launch on the current stream, where it can be used now.
 
         Args:
-            between: the two addresses.
+            between: addresses of the memory between the steps, to be fixed; none to leave them
+                to each launch.
 
         Returns:
-            What takes the other addresses and launches, for one thread at a time; and what has to
-            live as long as it is used.
+            What takes the other addresses and launches; and what has to live as long as it is used.
         """
 
 
 AbsorbedFunction = Callable[..., Launch | None]
-WholeFunction = Callable[..., tuple[torch.Tensor, torch.Tensor, WholeLaunch | None] | None]
+WholeFunction = Callable[..., tuple[torch.Tensor, torch.Tensor, Launch | None] | None]
 Attended = tuple[torch.Tensor, torch.Tensor, Launch | None]
 """Output, log-sum-exp and, where every tensor was taken as it is, the launch."""
 Indices = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]

@@ -10,8 +10,9 @@ import torch
 
 from mla_var3.attention.forms import Tensors
 
-AddressReader = Callable[[Tensors], tuple[int, ...]]
-"""Takes the tensors of a call; their addresses in the order of a launch, without its outputs."""
+AddressReader = Callable[[Tensors, int, int], tuple[int, ...]]
+"""Takes the tensors of a call and the addresses of output and log-sum-exp; all addresses in the
+order of a launch."""
 
 _LATENT_ORDER = (
     "q", "q_rope", "latent", "rope", "block_table", "lengths", "cu_seqlens_q", "tree_mask"
@@ -19,35 +20,35 @@ _LATENT_ORDER = (
 _WHOLE_ORDER = ("w_uk", "w_uv", *_LATENT_ORDER)
 
 
-def _latent_paged(tensors: Tensors) -> tuple[int, ...]:
+def _latent_paged(tensors: Tensors, out: int, sums: int) -> tuple[int, ...]:
     q, q_rope, latent, rope, block_table, lengths = tensors
     return (
         q.data_ptr(), q_rope.data_ptr(), latent.data_ptr(), rope.data_ptr(),
-        block_table.data_ptr(), lengths.data_ptr(), 0, 0,
+        block_table.data_ptr(), lengths.data_ptr(), 0, 0, out, sums,
     )  # fmt: skip
 
 
-def _latent_dense(tensors: Tensors) -> tuple[int, ...]:
+def _latent_dense(tensors: Tensors, out: int, sums: int) -> tuple[int, ...]:
     q, q_rope, latent, rope, lengths = tensors
     return (
         q.data_ptr(), q_rope.data_ptr(), latent.data_ptr(), rope.data_ptr(),
-        0, lengths.data_ptr(), 0, 0,
+        0, lengths.data_ptr(), 0, 0, out, sums,
     )  # fmt: skip
 
 
-def _whole_paged(tensors: Tensors) -> tuple[int, ...]:
+def _whole_paged(tensors: Tensors, out: int, sums: int) -> tuple[int, ...]:
     w_uk, w_uv, q, q_rope, latent, rope, block_table, lengths = tensors
     return (
         w_uk.data_ptr(), w_uv.data_ptr(), q.data_ptr(), q_rope.data_ptr(), latent.data_ptr(),
-        rope.data_ptr(), block_table.data_ptr(), lengths.data_ptr(), 0, 0,
+        rope.data_ptr(), block_table.data_ptr(), lengths.data_ptr(), 0, 0, out, sums,
     )  # fmt: skip
 
 
-def _whole_dense(tensors: Tensors) -> tuple[int, ...]:
+def _whole_dense(tensors: Tensors, out: int, sums: int) -> tuple[int, ...]:
     w_uk, w_uv, q, q_rope, latent, rope, lengths = tensors
     return (
         w_uk.data_ptr(), w_uv.data_ptr(), q.data_ptr(), q_rope.data_ptr(), latent.data_ptr(),
-        rope.data_ptr(), 0, lengths.data_ptr(), 0, 0,
+        rope.data_ptr(), 0, lengths.data_ptr(), 0, 0, out, sums,
     )  # fmt: skip
 
 
@@ -86,5 +87,27 @@ def _picked(
     fixed: tuple[int, ...],
     lengths: torch.Tensor | None,
     tensors: Tensors,
+    out: int,
+    sums: int,
 ) -> tuple[int, ...]:
-    return pick((*fixed, *[tensor.data_ptr() for tensor in tensors]))
+    return (*pick((*fixed, *[tensor.data_ptr() for tensor in tensors])), out, sums)
+
+
+def column_reader(rope_at: int) -> AddressReader:
+    """The same for a call whose queries and pages hold latent and rope part side by side.
+
+    Its tensors are queries, pages, block table and lengths.
+
+    Args:
+        rope_at: bytes from a row's start to its rope part.
+    """
+
+    def read(tensors: Tensors, out: int, sums: int) -> tuple[int, ...]:
+        q, pages, block_table, lengths = tensors
+        row, page = q.data_ptr(), pages.data_ptr()
+        return (
+            row, row + rope_at, page, page + rope_at, block_table.data_ptr(), lengths.data_ptr(),
+            0, 0, out, sums,
+        )  # fmt: skip
+
+    return read

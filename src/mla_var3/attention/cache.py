@@ -67,7 +67,7 @@ class LatentCache:
         self.window = Window(b, shape.heads, shape.window, *head) if shape.window else None
         self.prefix = Prefix(shape.heads, shape.prefix, *head) if shape.prefix else None
         self._prefix_filled = self.prefix is None
-        self._view = self._made_view()
+        self.kept_view = self._made_view()  # what `view` gives outside of traced programs
 
     @classmethod
     def allocate(
@@ -144,7 +144,7 @@ class LatentCache:
     def view(self) -> CacheView:
         """The tensors for the attention; they stay the same through the life of the cache."""
         # A traced program slices the buffer itself, to see that both are one memory.
-        return self._made_view() if torch.compiler.is_compiling() else self._view
+        return self._made_view() if torch.compiler.is_compiling() else self.kept_view
 
     def _made_view(self) -> CacheView:
         window, prefix = self.window, self.prefix

@@ -30,8 +30,10 @@ HEAD_WIDTH = 128
 
 log = logging.getLogger(__name__)
 
-# Asked in every call.
-_is_compiling, _checks_values = torch.compiler.is_compiling, debug.is_on
+_is_compiling = torch.compiler.is_compiling
+# Asked before the short way in every call. Whatever else traces brings tensors of a class of its
+# own, which have no form.
+is_traced, checks_values = torch.compiler.is_dynamo_compiling, debug.is_on
 
 _OPTION_NAMES = tuple(field.name for field in fields(Options))
 _SIZE_NAMES = tuple(field.name for field in fields(CallShape))
@@ -114,7 +116,7 @@ def mla_attention(
     if total_lengths is not None:
         options["total_lengths"] = total_lengths
     parts = result = None
-    if may_repeat():
+    if not (is_traced() or checks_values()):
         parts = full_parts(q_nope, q_rope, cache, w_uk, w_uv, kernel, options)
         form = find_form(parts)
         if form is not None and parts is not None:
@@ -149,7 +151,7 @@ def mla_latent_attention(
         The latent output, of the shape of `q_latent`, and the log-sum-exp, float32.
     """
     parts = None
-    if may_repeat():
+    if not (is_traced() or checks_values()):
         parts = latent_parts(q_latent, q_rope, cache, d, kernel, options)
         form = find_form(parts)
         if form is not None and parts is not None:
@@ -205,7 +207,7 @@ def run_task(task: AttentionTask, kernel: str) -> tuple[torch.Tensor, torch.Tens
 @torch.no_grad()
 def _run(task: AttentionTask, kernel: str) -> tuple[torch.Tensor, torch.Tensor, Launch | None]:
     """Output, log-sum-exp and, where the kernel has one, the launch that repeats them."""
-    if _checks_values():
+    if checks_values():
         debug.check_values(task)
     device = task.q.device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -214,11 +216,6 @@ def _run(task: AttentionTask, kernel: str) -> tuple[torch.Tensor, torch.Tensor, 
             return backend.run_repeatable(task)
         output, lse = backend.run(task)
         return output, task.with_empty_sums(lse), None
-
-
-def may_repeat() -> bool:
-    """Whether a call of a known form may go the short way."""
-    return not (_is_compiling() or _checks_values())
 
 
 def execute(task: AttentionTask, kernel: str) -> tuple[torch.Tensor, torch.Tensor, Launch | None]:

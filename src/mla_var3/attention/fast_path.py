@@ -12,24 +12,22 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 
-from mla_var3.attention.absorbed import Launch, WholeLaunch
-from mla_var3.attention.addresses import AddressReader, address_reader
+from mla_var3.attention.absorbed import Launch
+from mla_var3.attention.addresses import address_reader
 from mla_var3.attention.cache import LatentCache
 from mla_var3.attention.forms import Call, Layout, Tensors, Values, store_form
-from mla_var3.attention.scratch import shared_memory, stream_reader
+from mla_var3.attention.launch_form import LaunchForm
+from mla_var3.attention.scratch import add_sums, aligned, shared_memory
 from mla_var3.attention.task import AttentionTask
 from mla_var3.attention.view import CacheView
 from mla_var3.attention.whole_form import WholeForm
-from mla_var3.runtime.tensors import ALIGNMENT_BYTES
-from mla_var3.runtime.torch_fast import Maker, tensor_maker, view_as, without_gradients
-
-Result = tuple[torch.Tensor, torch.Tensor]
+from mla_var3.runtime.torch_fast import tensor_maker, view_as, without_gradients
 
 _SUM_BYTES = torch.float32.itemsize
 _BEFORE_ROPE = 3
@@ -37,40 +35,6 @@ _BEFORE_ROPE = 3
 _CACHE = ("latent", "rope", "lengths", "block_table")
 _DECOMPRESSED = tuple(part.name for part in fields(CacheView) if part.name not in _CACHE)
 """What a view may hold beside the cache itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class LatentForm:
-    """A form of call in the latent space, with its launch.
-
-    Attributes:
-        launch: launches the kernel.
-        addresses: finds the addresses of its tensors.
-        outputs: shape and strides of the latent output.
-        sums: shape and strides of the log-sum-exp.
-        dtype, device: of the output.
-        empty: makes tensors there.
-        out_at: place of a given output among the tensors; None without one.
-    """
-
-    launch: Launch
-    addresses: AddressReader
-    outputs: Layout
-    sums: Layout
-    dtype: torch.dtype
-    device: torch.device
-    empty: Maker
-    out_at: int | None
-
-    def attend(self, tensors: Tensors) -> Result | None:
-        """Output and log-sum-exp; None where this call has to go the whole way."""
-        launch, empty, out_at = self.launch, self.empty, self.out_at
-        if not launch.ready():
-            return None
-        out = empty(*self.outputs, self.dtype) if out_at is None else tensors[out_at]
-        lse = empty(*self.sums, torch.float32)
-        done = launch(*self.addresses(tensors), out.data_ptr(), lse.data_ptr())
-        return (out, lse) if done else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +50,13 @@ class FullForm:
         latents: those of latent queries and outputs by head.
         by_head: those of the output by head.
         outputs: those of the output.
-        stream: tells the current stream.
     """
 
-    latent: LatentForm
+    latent: LaunchForm
     queries: Layout
     latents: Layout
     by_head: Layout
     outputs: Layout
-    stream: Callable[[], int]
     _own: threading.local = field(default_factory=threading.local, compare=False)
 
     def attend(
@@ -110,33 +72,36 @@ class FullForm:
         self, tensors: Tensors, with_sums: bool, inference: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         form = self.latent
-        launch, empty, out_at = form.launch, form.empty, form.out_at
-        if not launch.ready():
+        stream, empty, out_at = form.launch.stream(), form.empty, form.out_at
+        if stream is None:
             return None
         try:
-            between = self._own.between[self.stream(), inference]
+            between = self._own.between[stream, inference]
         except (AttributeError, KeyError):
-            between = self._between(inference)
-        q_latent, o_latent, own_sums = between
+            between = self._between(stream, inference)
+        q_latent, o_latent, sums = between
+        launch, stock, _, _ = form.prepared(stream, inference)
         w_uk, w_uv, q_nope = tensors[:_BEFORE_ROPE]
         torch.bmm(view_as(q_nope, *self.queries, 0), w_uk, out=q_latent)
-        sums = empty(*form.sums, torch.float32) if with_sums else own_sums
-        addresses = form.addresses((q_latent, *tensors[_BEFORE_ROPE:]))
-        if not launch(*addresses, o_latent.data_ptr(), sums.data_ptr()):
+        if with_sums:
+            sums = stock.pop() if stock else add_sums(stock, form.sums, empty)
+        read = (q_latent, *tensors[_BEFORE_ROPE:])
+        if not launch(form.addresses(read, o_latent.data_ptr(), sums.data_ptr())):
             return None
         out = empty(*self.outputs, form.dtype) if out_at is None else tensors[out_at]
         torch.bmm(o_latent, w_uv, out=view_as(out, *self.by_head, 0))
         return out, sums if with_sums else None
 
-    def _between(self, inference: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _between(
+        self, stream: int, inference: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Latent queries, latent outputs by head, and log-sum-exp that no caller asked for.
 
         Kept where they are small, for each mode.
         """
         form, (shape, strides) = self.latent, self.latents
         count, sums = math.prod(shape), math.prod(form.sums[0])
-        # The sums first, in whole units of what alignment asks for.
-        start = -(-sums * _SUM_BYTES // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        start = aligned(sums * _SUM_BYTES)  # behind the sums
         memory = shared_memory(form.device, 2 * count * form.dtype.itemsize + start)
         if memory is None:
             first, second = (form.empty(shape, strides, form.dtype) for _ in range(2))
@@ -144,7 +109,7 @@ class FullForm:
         rows = memory[start:].view(form.dtype)[: 2 * count].view(2, count)
         first, second = (part.as_strided(shape, strides) for part in rows)
         found = first, second, memory[: sums * _SUM_BYTES].view(torch.float32)
-        self._own.__dict__.setdefault("between", {})[self.stream(), inference] = found
+        self._own.__dict__.setdefault("between", {})[stream, inference] = found
         return found
 
 
@@ -157,8 +122,8 @@ def latent_parts(
     options: Mapping[str, Any],
 ) -> Call | None:
     """A call of `mla_latent_attention`, taken apart; None for one that has no form."""
-    view = cache.view() if isinstance(cache, LatentCache) else cache
-    if type(view) is not CacheView:
+    view = cache if type(cache) is CacheView else _view_of(cache)
+    if view is None:
         call = _pair_call(cache, ("latent", d.__class__, d, kernel), (q_latent, q_rope))
     elif view.block_table is None:
         call = (
@@ -183,9 +148,9 @@ def full_parts(
     options: Mapping[str, Any],
 ) -> Call | None:
     """A call of `mla_attention`, taken apart; None for one that has no form."""
-    view = cache.view() if isinstance(cache, LatentCache) else cache
+    view = cache if type(cache) is CacheView else _view_of(cache)
     call: Call | None
-    if type(view) is not CacheView:
+    if view is None:
         call = _pair_call(cache, ("full", kernel), (w_uk, w_uv, q_nope, q_rope))
     elif view.block_table is None:
         call = (
@@ -197,7 +162,7 @@ def full_parts(
             ("full", kernel, "paged"),
             (w_uk, w_uv, q_nope, q_rope, view.latent, view.rope, view.block_table, view.lengths),
         )
-    if call is not None and type(view) is CacheView and _is_decompressed(view):
+    if call is not None and view is not None and _is_decompressed(view):
         parts = {name: getattr(view, name) for name in _DECOMPRESSED}
         present = {name: part for name, part in parts.items() if part is not None}
         call = (*call[0], *present), (*call[1], *present.values())
@@ -232,25 +197,28 @@ def keep_form(
 
 def _form_of(
     task: AttentionTask, launch: Launch, cache: Any, options: Mapping[str, Any]
-) -> LatentForm | FullForm | WholeForm:
+) -> LaunchForm | FullForm:
     names = _tensor_names(task, cache, options)
     out_at = names.index("out") if "out" in names else None
     kept = task.cache.lengths if "lengths" not in names else None
     rows, d, h = tuple(task.q.shape[:-1]), task.q.shape[-1], task.h
     k, width, device = task.cache.latent.shape[-1], task.width, task.q.device
-    if isinstance(launch, WholeLaunch):
+    common: dict[str, Any] = {
+        "launch": launch,
+        "sums": _dense(rows),
+        "dtype": task.q.dtype,
+        "device": device,
+        "empty": tensor_maker(device),
+        "out_at": out_at,
+    }
+    if launch.between:
         return WholeForm(
-            launch, address_reader(names, kept), _dense((*rows, width)), _dense(rows),
-            math.prod(rows) * k, task.q.dtype, device, tensor_maker(device), out_at,
-            stream_reader(device),
+            addresses=address_reader(names, kept), outputs=_dense((*rows, width)),
+            between=math.prod(rows) * k, **common,
         )  # fmt: skip
     # Of a whole call the latent queries come first, in the place of three tensors.
     own = names if task.w_uk is None else ["q", *names[_BEFORE_ROPE:]]
-    addresses = address_reader(own, kept)
-    latent = LatentForm(
-        launch, addresses, _dense((*rows, k)), _dense(rows), task.q.dtype, device,
-        tensor_maker(device), out_at,
-    )  # fmt: skip
+    latent = LaunchForm(addresses=address_reader(own, kept), outputs=_dense((*rows, k)), **common)
     if task.w_uk is None:
         return latent
     count = math.prod(rows[:-1])
@@ -258,7 +226,7 @@ def _form_of(
         ((h, count, columns), (columns, h * columns, 1)) for columns in (d, k, width)
     )
     outputs = _dense((*rows, width))
-    return FullForm(latent, queries, latents, by_head, outputs, stream_reader(device))
+    return FullForm(latent, queries, latents, by_head, outputs)
 
 
 def layout_of(tensor: torch.Tensor) -> Layout:
@@ -288,6 +256,11 @@ def _tensor_names(task: AttentionTask, cache: Any, options: Mapping[str, Any]) -
         for name, value in options.items()
         if isinstance(value, torch.Tensor) and value is not lengths
     ]
+
+
+def _view_of(cache: Any) -> CacheView | None:
+    """The view of a cache; None for what has none."""
+    return cache.kept_view if isinstance(cache, LatentCache) else None
 
 
 def _pair_call(cache: Any, values: Values, queries: Tensors) -> Call | None:

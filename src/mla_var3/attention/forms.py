@@ -36,14 +36,18 @@ def find_form(call: Call | None) -> Any:
         return None
     values, tensors = call
     try:
-        recent = _recent.get(values, ())
+        recent = _recent[values]
+    except KeyError:
+        return _find_by_key(values, tensors)
     except TypeError:  # a value without a hash, such as a list of lengths
         return None
-    for known in recent:
-        if known[0](*tensors):
-            if known is not recent[0]:
-                _use(values, *known)
-            return known[1]
+    check, form = recent[0]
+    if check(*tensors):
+        return form
+    for check, form in recent[1:]:
+        if check(*tensors):
+            _use(values, check, form)
+            return form
     return _find_by_key(values, tensors)
 
 

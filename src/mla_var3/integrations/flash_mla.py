@@ -12,17 +12,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mla_var3.attention.absorbed import Launch
+from mla_var3.attention.addresses import column_reader
 from mla_var3.attention.backends import AUTO
-from mla_var3.attention.call import HEAD_WIDTH, execute, may_repeat
+from mla_var3.attention.call import HEAD_WIDTH, checks_values, execute, is_traced
 from mla_var3.attention.checks import INDEX_DTYPES, require_int, require_tensor
-from mla_var3.attention.fast_path import Result, layout_of
-from mla_var3.attention.forms import Call, Layout, find_form, store_form
+from mla_var3.attention.fast_path import layout_of
+from mla_var3.attention.forms import Call, find_form, store_form
+from mla_var3.attention.launch_form import LaunchForm
 from mla_var3.attention.sizes import PAGE_STEP
 from mla_var3.attention.validate import Options, latent_task
 from mla_var3.attention.view import paged_view
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
-from mla_var3.runtime.torch_fast import Maker, tensor_maker
+from mla_var3.runtime.torch_fast import tensor_maker
 
 _DTYPES = (torch.bfloat16, torch.float16)
 
@@ -53,27 +54,15 @@ class FlashMLASchedMeta:
                 )
 
 
-@dataclass(frozen=True, slots=True)
-class PagedForm:
-    """A form of call with one KV head, see `attention/forms`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedForm(LaunchForm):
+    """A form of call with one KV head, whose log-sum-exp `[b, h, s]` is `[b, s, h]` in memory.
 
     Attributes:
-        launch: launches the kernel.
-        outputs: shape and strides of the output.
-        sums: shape and strides of the log-sum-exp `[b, h, s]`, in memory `[b, s, h]`.
-        dtype: of the output.
-        empty: makes tensors on its device.
         config: what metadata keeps of it.
-        rope_at: bytes from a row's start to its rope part, in queries and pages.
     """
 
-    launch: Launch
-    outputs: Layout
-    sums: Layout
-    dtype: torch.dtype
-    empty: Maker
     config: dict[str, object]
-    rope_at: int
 
     def serves(self, metadata: object) -> bool:
         """Whether metadata is for calls of this form; what is still empty becomes so."""
@@ -84,22 +73,6 @@ class PagedForm:
                 return False
             metadata.config = self.config  # the same object, which the next call sees at once
         return True
-
-    def attend(
-        self, q: torch.Tensor, k_cache: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor
-    ) -> Result | None:
-        """Output and log-sum-exp; None where this call has to go the whole way."""
-        launch, empty, rope_at = self.launch, self.empty, self.rope_at
-        if not launch.ready():
-            return None
-        queries, pages = q.data_ptr(), k_cache.data_ptr()
-        out = empty(*self.outputs, self.dtype)
-        lse = empty(*self.sums, torch.float32)
-        done = launch(
-            queries, queries + rope_at, pages, pages + rope_at, table.data_ptr(),
-            lengths.data_ptr(), 0, 0, out.data_ptr(), lse.data_ptr(),
-        )  # fmt: skip
-        return (out, lse) if done else None
 
 
 def get_mla_metadata(*arguments: object, **options: object) -> tuple[FlashMLASchedMeta, None]:
@@ -169,7 +142,7 @@ def flash_mla_with_kvcache(
         and extra_indices_in_kvcache is None
         and topk_length is None
         and extra_topk_length is None
-        and may_repeat()
+        and not (is_traced() or checks_values())
     ):
         parts = (
             ("flash_mla", head_dim_v.__class__, head_dim_v, softmax_scale.__class__,
@@ -178,9 +151,9 @@ def flash_mla_with_kvcache(
         )  # fmt: skip
         form = find_form(parts)
         if form is not None and form.serves(tile_scheduler_metadata):
-            result: Result | None = form.attend(q, k_cache, block_table, cache_seqlens)
-            if result is not None:
-                return result
+            repeated: tuple[torch.Tensor, torch.Tensor] | None = form.attend(parts[1])
+            if repeated is not None:
+                return repeated
     sparse = {
         "indices": indices,
         "attn_sink": attn_sink,
@@ -247,12 +220,13 @@ def flash_mla_with_kvcache(
     if launch is not None and block_table.dtype is cache_seqlens.dtype is torch.int32:
         form = PagedForm(
             launch=launch,
+            addresses=column_reader(head_dim_v * q.element_size()),
             outputs=layout_of(result[0]),
             sums=layout_of(result[1]),
             dtype=q.dtype,
+            device=device,
             empty=tensor_maker(device),
             config=config,
-            rope_at=head_dim_v * q.element_size(),
         )
         store_form(parts, form)
     return result

@@ -74,6 +74,27 @@ view_as: Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...], int], torch.T
 """The memory of a tensor by another shape and strides, from an offset in elements on."""
 
 
+_below_views: Callable[[], AbstractContextManager[Any]] | None = getattr(
+    torch._C, "_AutoDispatchBelowADInplaceOrView", None
+)
+
+
+def separate_rows(memory: torch.Tensor) -> Sequence[torch.Tensor]:
+    """What lies at each index of the first dimension, as tensors that have only memory in common.
+
+    To torch none is a view of another: each has its own version, and may take part in a graph of
+    gradients whatever happens to the others. `Tensor.unbind` gives such only in inference mode.
+
+    Returns:
+        The tensors; none where this torch cannot make them.
+    """
+    if _below_views is None:
+        return ()
+    with _below_views():
+        rows: Sequence[torch.Tensor] = memory.unbind()
+    return rows
+
+
 def layout_check(tensors: Sequence[torch.Tensor]) -> LayoutCheck | None:
     """A check of the types, shapes, strides, dtypes and devices of tensors, all in one call.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,6 +50,8 @@ def attend(
 class MemoryLaunch:
     """Repeats the work on the memory at other addresses, as a GPU would."""
 
+    between = 0
+
     def __init__(
         self, kernel: RepeatableKernel, arguments: tuple[Any, ...], empty_positive: bool
     ) -> None:
@@ -59,10 +61,13 @@ class MemoryLaunch:
         tensors = (*arguments[:8], *arguments[11:])
         self.forms = [form_of(tensor) for tensor in tensors]
 
-    def ready(self) -> bool:
-        return self.kernel.ready
+    def stream(self) -> int | None:
+        return self.kernel.stream
 
-    def __call__(self, *addresses: int) -> bool:
+    def bound(self) -> tuple[Any, Any]:
+        return self.launch, None
+
+    def launch(self, addresses: Sequence[int]) -> bool:
         if any(address % 16 for address in addresses):
             return False
         tensors = [tensor_at(*pair) for pair in zip(addresses, self.forms, strict=True)]
@@ -93,12 +98,12 @@ class RepeatableKernel:
     Attributes:
         calls: calls that went the whole way.
         repeats: calls that went the short way.
-        ready: what launches say when they are asked.
+        stream: what launches say when they are asked; None where they cannot be used.
     """
 
     def __init__(self) -> None:
         self.calls = self.repeats = 0
-        self.ready = True
+        self.stream: int | None = 0
 
     def __call__(self, *arguments: Any, empty_positive: bool = False) -> MemoryLaunch:
         attend(*arguments, empty_positive)
@@ -107,7 +112,13 @@ class RepeatableKernel:
 
 
 class WholeMemoryLaunch:
-    """Repeats a whole call on the memory at other addresses."""
+    """Repeats a whole call on the memory at other addresses.
+
+    Attributes:
+        bindings: the memory between the steps that it was bound to, each time.
+    """
+
+    between = 2
 
     def __init__(
         self, whole: RepeatableWhole, tensors: tuple[Any, ...], numbers: tuple[Any, ...]
@@ -115,12 +126,12 @@ class WholeMemoryLaunch:
         self.whole = whole
         self.numbers = numbers
         self.forms = [form_of(tensor) for tensor in tensors]
-        self.bindings = 0
+        self.bindings: list[tuple[int, ...]] = []
 
-    def ready(self) -> bool:
-        return self.whole.ready
+    def stream(self) -> int | None:
+        return self.whole.stream
 
-    def __call__(self, *addresses: int) -> bool:
+    def launch(self, addresses: Sequence[int]) -> bool:
         if any(address % 16 for address in addresses):
             return False
         tensors = [tensor_at(*pair) for pair in zip(addresses, self.forms, strict=True)]
@@ -129,21 +140,22 @@ class WholeMemoryLaunch:
         return True
 
     def bound(self, *between: int) -> tuple[Any, Any]:
-        self.bindings += 1
-        return (lambda *addresses: self(*addresses, *between)), None
+        self.bindings.append(between)
+        return (lambda addresses: self.launch((*addresses, *between))), None
 
 
 class RepeatableWhole:
     """Whole calls of the kernel, with counters.
 
     Attributes:
-        calls, repeats, ready: as of `RepeatableKernel`.
+        calls, repeats, stream: as of `RepeatableKernel`.
         serves: whether the products are its own.
     """
 
     def __init__(self) -> None:
         self.calls = self.repeats = 0
-        self.ready = self.serves = True
+        self.stream: int | None = 0
+        self.serves = True
 
     @staticmethod
     def compute(tensors: Any, numbers: Any) -> None:

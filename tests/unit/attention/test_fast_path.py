@@ -18,7 +18,7 @@ from mla_var3.errors import InvalidArgumentError
 from mla_var3.runtime import torch_fast
 
 from .attention_support import filled_cache, make_model, normal
-from .repeat_support import KERNEL, RepeatableKernel, repeatable_kernel
+from .repeat_support import KERNEL, MemoryLaunch, RepeatableKernel, repeatable_kernel
 
 B, S, H, D, P, K, T = 3, 4, 2, 16, 8, 32, 130
 DTYPE = torch.float16
@@ -186,7 +186,7 @@ def test_what_is_copied_goes_the_whole_way(
 def test_a_launch_that_is_not_ready(kernel: RepeatableKernel, generator: torch.Generator) -> None:
     cache, q = cache_of(generator), queries(generator, K)
     mla_latent_attention(*q, cache, kernel=KERNEL)
-    kernel.ready = False
+    kernel.stream = None
     found = mla_latent_attention(*q, cache, kernel=KERNEL)
     assert (kernel.calls, kernel.repeats) == (2, 0)
     same(found, mla_latent_attention(*q, cache, kernel="torch_tiled"))
@@ -215,6 +215,33 @@ def test_the_checks_of_values(
     with pytest.raises(InvalidArgumentError, match=r"lengths\[0\]"):
         mla_latent_attention(*q, replace(cache.view(), lengths=lengths), kernel=KERNEL)
     assert kernel.repeats == 0
+
+
+class Layer(torch.nn.Module):
+    """A call on a pair of tensors, to be traced."""
+
+    def forward(self, *operands: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return mla_latent_attention(*operands[:2], (operands[2], operands[3]), kernel=KERNEL)
+
+
+@pytest.mark.parametrize("way", ["compile", "export", "export strictly"])
+def test_traced_programs_of_a_known_form(
+    way: str, kernel: RepeatableKernel, generator: torch.Generator
+) -> None:
+    """They hold the operator, which is asked anew whenever they run."""
+    layer, operands = Layer(), (*queries(generator, K), *pair(generator)[0])
+    wanted = [layer(*operands) for _ in range(2)][1]
+    assert (kernel.calls, kernel.repeats) == (1, 1)
+    traced: Any
+    if way == "compile":
+        traced = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    else:
+        program = torch.export.export(layer, operands, strict=way == "export strictly")
+        names = [str(node.target) for node in program.graph.nodes]
+        assert sum("hyper_mla.latent_attention" in name for name in names) == 1
+        traced = program.module()
+    same(traced(*operands), wanted)
+    assert (kernel.calls, kernel.repeats) == (2, 1)
 
 
 BAD: list[Any] = [
@@ -457,7 +484,8 @@ def test_a_log_sum_exp_that_nobody_asked_for(
         result = mla_attention(*operands, kernel=KERNEL, return_lse=asked)
         assert isinstance(result, tuple) is asked
         if largest and kernel.repeats:
-            assert made == ([(B, S, H)] if asked else []) + [(B, S, H, D)]
+            *sums, output = made
+            assert output == (B, S, H, D) and (asked or not sums)
         found.append((result if asked else (result,), wanted if asked else wanted[:1]))
     assert kernel.repeats == 5
     for result, wanted in found:
@@ -492,10 +520,10 @@ def test_an_error_between_the_products_leaves_gradients_on(
     operands = (*queries(generator, D), cache_of(generator), *weights)
     mla_attention(*operands, kernel=KERNEL)
 
-    def fail(*addresses: int) -> bool:
+    def fail(launch: MemoryLaunch, addresses: Any) -> bool:
         raise RuntimeError("the launch failed")
 
-    monkeypatch.setattr("tests.unit.attention.repeat_support.MemoryLaunch.__call__", fail)
+    monkeypatch.setattr(MemoryLaunch, "launch", fail)
     with pytest.raises(RuntimeError, match="the launch failed"):
         mla_attention(*operands, kernel=KERNEL)
     assert (torch.ones(1, requires_grad=True) * 2).requires_grad

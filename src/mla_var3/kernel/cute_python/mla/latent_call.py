@@ -8,7 +8,7 @@ of the attention join its pieces themselves.
 import functools
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -73,7 +73,14 @@ def workspace(device: torch.device, sm_count: int) -> Partials:
 
 
 class AbsorbedLaunch:
-    """Repeats an absorbed launch on other tensors of the same shapes, strides and dtypes."""
+    """Repeats an absorbed launch on other tensors of the same shapes, strides and dtypes.
+
+    Its addresses are those of q_latent, q_rope, latent, rope, block_table, lengths, query_begins,
+    tree, out and lse; any number for absent ones.
+    """
+
+    between = 0
+    """Pieces of memory between the steps of the launch, last of its addresses."""
 
     def __init__(self, launch: RepeatedLaunch, device: torch.device, sm_count: int) -> None:
         """Keep what the launches have in common.
@@ -87,39 +94,35 @@ class AbsorbedLaunch:
         self._device = device
         self._index: int = device.index
         self._sm_count = sm_count
-        self._own = threading.local()
 
-    def ready(self) -> bool:
-        """Whether it can launch now: on its device, outside of a capture.
+    def stream(self) -> int | None:
+        """The current stream; None where it cannot launch now.
 
-        A captured launch needs room of its own, see `workspace`.
+        It launches on its device, outside of a capture: a captured launch needs room of its own,
+        see `workspace`.
         """
-        return current_device_index() == self._index and not is_capturing()
+        index = self._index
+        if current_device_index() != index:
+            return None
+        stream = raw_stream(index)
+        # The default stream, 0, is never captured: neither torch nor the driver allows it.
+        return None if stream and is_capturing() else stream
 
-    def __call__(self, *addresses: int) -> bool:
-        """Launch on the current stream.
+    def bound(self, *between: int) -> tuple[Callable[[Sequence[int]], bool], Any]:
+        """The launch on the current stream.
 
         Args:
-            addresses: of q_latent, q_rope, latent, rope, block_table, lengths, query_begins, tree,
-                out and lse; any number for absent ones.
+            between: addresses of the memory between the steps, to be fixed; none to leave them to
+                each launch.
 
         Returns:
-            False, and nothing is launched, where an address is not aligned as compiled for.
+            What takes the other addresses and launches, for one thread at a time; False, and
+            nothing is launched, where an address is not aligned as compiled for. And what has to
+            live as long as it is used: the room for pieces.
         """
-        stream = raw_stream(self._index)
-        try:
-            launch, _ = self._own.launches[stream]
-        except (AttributeError, KeyError):
-            launch, _ = self._on_stream(stream)
-        return launch(*addresses)
-
-    def _on_stream(self, stream: int) -> tuple[Callable[..., bool], Partials]:
-        """The launch on a stream in this thread, and the room for pieces that it writes into."""
         partials = workspace(self._device, self._sm_count)
-        launch = self._launch.on_stream(stream, *(part.data_ptr() for part in partials))
-        found = launch, partials
-        self._own.__dict__.setdefault("launches", {})[stream] = found
-        return found
+        room = (*between, *(part.data_ptr() for part in partials))
+        return self._launch.on_stream(raw_stream(self._index), *room), partials
 
 
 def attention_arguments(

@@ -16,7 +16,6 @@ this last one has ended: no call writes into memory between the steps, or into t
 that the call before still reads.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import cutlass
@@ -42,12 +41,10 @@ from mla_var3.kernel.cute_python.mla.latent_call import (
     AbsorbedLaunch,
     call_arguments,
     call_program,
-    workspace,
 )
 from mla_var3.kernel.cute_python.mla.latent_ops import LATENT
 from mla_var3.kernel.cute_python.mla.window_jobs import HEAD
 from mla_var3.runtime.tensors import ALIGNMENT_BYTES
-from mla_var3.runtime.torch_fast import raw_stream
 
 READ, WRITTEN = slice(1, 8), 8
 """Among the arguments of the attention: what it reads beside its queries, and its output, which the
@@ -88,23 +85,11 @@ class WholeCall:
 class WholeLaunch(AbsorbedLaunch):
     """Repeats a whole call on other tensors of the same shapes, strides and dtypes.
 
-    Called with the addresses of w_uk, w_uv, q_nope, q_rope, latent, rope, block_table, lengths,
+    Its addresses are those of w_uk, w_uv, q_nope, q_rope, latent, rope, block_table, lengths,
     query_begins, tree, out, lse, q_latent and o_latent; any number for absent ones.
     """
 
-    def bound(self, *between: int) -> tuple[Callable[..., bool], Any]:
-        """The launch on the current stream with the memory between its steps fixed.
-
-        Args:
-            between: addresses of q_latent and o_latent.
-
-        Returns:
-            What takes the other addresses and launches, as this object does, for one thread at a
-            time; and what has to live as long as it is used.
-        """
-        partials = workspace(self._device, self._sm_count)
-        room = (*between, *(part.data_ptr() for part in partials))
-        return self._launch.on_stream(raw_stream(self._index), *room), partials
+    between = 2
 
 
 def whole_arguments(
