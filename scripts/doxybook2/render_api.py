@@ -28,7 +28,6 @@ KINDS = {
 """The compounds that get a page, in the order of the landing page, with their headings there."""
 
 NOT_MEMBERS = ("baseClasses", "derivedClasses", "parentBreadcrumbs", "moduleBreadcrumbs")
-PARAMETER_LISTS = {"templateParamsList": "Template parameters", "paramList": "Parameters"}
 NOTES = ("note", "warning", "attention", "remark", "pre", "post", "invariant", "deprecated")
 
 

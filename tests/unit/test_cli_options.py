@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from mla_var3.cli import sizes
 from mla_var3.cli.console import UsageError, usage_errors
 from mla_var3.cli.options import (
     RUN_OPTIONS,
@@ -20,6 +21,7 @@ from mla_var3.cli.options import (
 from mla_var3.cli.parsing import parse
 from mla_var3.cli.values import ValueType, mixed_lengths, value_type
 from mla_var3.errors import HyperMlaError, InvalidArgumentError
+from mla_var3.report import overview
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling import NsightProfType
 from mla_var3.runtime.stage import Stage
@@ -141,7 +143,7 @@ def test_mixed_lengths_follow_b_and_t() -> None:
 
 
 @pytest.mark.parametrize(
-    ("b", "t", "lengths"), [(1, 50, (50,)), (2, 50, (1, 50)), (3, 1, (1, 1, 1)), (0, 5, ())]
+    ("b", "t", "lengths"), [(1, 50, (50,)), (2, 50, (1, 50)), (3, 1, (1, 1, 1))]
 )
 def test_mixed_lengths_of_small_batches(b: int, t: int, lengths: tuple[int, ...]) -> None:
     assert mixed_lengths(b, t) == lengths
@@ -285,3 +287,7 @@ def test_a_plan_field_must_not_take_the_name_of_a_run_option() -> None:
 )
 def test_value_types_of_annotations(annotation: Any, expected: ValueType | None) -> None:
     assert value_type(annotation) == expected
+
+
+def test_the_help_of_run_states_the_sizes_of_the_main_job() -> None:
+    assert {name: sizes.SIZES[name] for name in sizes.CALL_SIZES} == overview.SIZES

@@ -121,11 +121,11 @@ def test_the_record_is_complete(outcome: tuple[Path, Any]) -> None:
 def test_a_large_difference_to_event_time_is_explained(tmp_path: Path) -> None:
     session = recorded_session(NsightProfType.ANNOTATION, tmp_path)
     result = write_annotation(session)
-    text = timer_table(session, result)
+    text = timer_table(result)
     assert "-14.7%" in text
     assert "decompress_combine: 2.94 µs apart; it was profiled at an SM clock of 1826 MHz" in text
     result.stages[1].extra["event_us"] = 17.0
-    assert "They agree within 10%" in timer_table(session, result)
+    assert "They agree within 10%" in timer_table(result)
 
 
 def test_concurrent_stages_are_sent_to_the_timeline(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from mla_var3.attention.shape import CallShape
-from mla_var3.errors import UnknownNameError
+from mla_var3.errors import InvalidArgumentError, UnknownNameError
 from mla_var3.runtime.paths import discover_kernels
 
 if TYPE_CHECKING:
@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 TORCH_TILED = "torch_tiled"
+
+
+def require_kernel_name(kernel: object) -> None:
+    """Require text where a kernel is named; which names there are, `named` says."""
+    if not isinstance(kernel, str):
+        raise InvalidArgumentError("kernel", "the name of a kernel or 'auto'", repr(kernel))
 
 
 class Backend(Protocol):
@@ -101,6 +107,7 @@ def named(kernel: str, known: Sequence[Backend]) -> list[Backend]:
     Raises:
         UnknownNameError: there is none.
     """
+    require_kernel_name(kernel)
     if kernel == AUTO:
         return list(known)
     name, _, language = kernel.partition(":")

@@ -16,8 +16,10 @@ from mla_var3.attention.checks import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
     index_tensor,
+    require_device,
     require_int,
     require_tensor,
+    zero_rows,
 )
 from mla_var3.attention.pages import PagePool
 from mla_var3.attention.scatter import masked_put
@@ -60,7 +62,7 @@ class LatentCache:
                 device,
                 shape.prefix // shape.page_size,
             )
-        self.buffer = torch.zeros(rows, dtype=dtype, device=device)
+        self.buffer = zero_rows("b, t", rows, dtype, device)
         self.lengths = torch.zeros((b,), dtype=torch.int32, device=device)
         self.refused = torch.zeros((b,), dtype=torch.int32, device=device)
         head = (shape.head_dim, shape.p, dtype, device)
@@ -122,7 +124,7 @@ class LatentCache:
             head_dim=head_dim,
             budget_bytes=budget_bytes,
         )
-        return cls(shape, dtype, torch.empty((), device=device).device)
+        return cls(shape, dtype, require_device(device))
 
     # -- the tensors ------------------------------------------------------------------------------
 
@@ -390,11 +392,8 @@ class LatentCache:
         require_tensor("rope", rope, [*sizes, ("p", self._shape.p)], dtypes, device)
 
     def _require_weights(self, w_uk: torch.Tensor, w_uv: torch.Tensor) -> None:
-        h, d, k = (
-            ("h", self._shape.heads or None),
-            ("d", self._shape.head_dim),
-            ("k", self._shape.k),
-        )
+        shape = self._shape
+        h, d, k = ("h", shape.heads or None), ("d", shape.head_dim), ("k", shape.k)
         dtypes, device = [self.buffer.dtype], self.buffer.device
         require_tensor("w_uk", w_uk, [h, d, k], dtypes, device)
         require_tensor("w_uv", w_uv, [h, k, d], dtypes, device)

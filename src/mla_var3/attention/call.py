@@ -13,7 +13,7 @@ import torch
 
 from mla_var3.attention import debug
 from mla_var3.attention.absorbed import AbsorbedKernel, Launch
-from mla_var3.attention.backends import AUTO, Backend
+from mla_var3.attention.backends import AUTO, Backend, require_kernel_name
 from mla_var3.attention.choice import Explanation, choose, settled
 from mla_var3.attention.fast_path import full_parts, keep_form, latent_parts
 from mla_var3.attention.forms import Call, find_form
@@ -209,6 +209,7 @@ def _run(task: AttentionTask, kernel: str) -> tuple[torch.Tensor, torch.Tensor, 
     """Output, log-sum-exp and, where the kernel has one, the launch that repeats them."""
     if checks_values():
         debug.check_values(task)
+    require_kernel_name(kernel)
     device = task.q.device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         backend = _backend(task.shape(), kernel, device)

@@ -6,7 +6,9 @@ cannot take as it is belongs to the kernel's own `unsupported`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
@@ -26,8 +28,10 @@ __all__ = [
     "Shape",
     "index_tensor",
     "kernel_ready",
+    "require_device",
     "require_int",
     "require_tensor",
+    "zero_rows",
 ]
 
 
@@ -66,6 +70,28 @@ def require_tensor(
 
 def _labels(shape: Shape) -> str:
     return ", ".join(label if size is None else f"{label}={size}" for label, size in shape)
+
+
+def require_device(device: object) -> torch.device:
+    """The device by its name, if tensors can be made there."""
+    try:
+        return torch.empty((), device=cast("torch.device", device)).device
+    except (AssertionError, RuntimeError, TypeError) as error:  # torch raises all three
+        got = f"{device!r} ({str(error).splitlines()[0]})"
+        raise InvalidArgumentError("device", "a device of this machine, such as cpu", got) from None
+
+
+def zero_rows(
+    name: str, rows: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Zeros of a shape that a caller chose, who hears of it if they are too many for the host."""
+    try:
+        return torch.zeros(rows, dtype=dtype, device=device)
+    except RuntimeError as error:
+        if device.type != "cpu":  # a GPU has an error of its own for this, which callers catch
+            raise
+        got = f"{math.prod(rows) * dtype.itemsize} bytes"
+        raise InvalidArgumentError(name, "no more than fits into memory", got) from error
 
 
 def kernel_ready(tensor: torch.Tensor) -> torch.Tensor:

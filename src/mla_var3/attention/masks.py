@@ -20,6 +20,12 @@ def tree_ancestors(parents: torch.Tensor) -> torch.Tensor:
     Returns:
         bool `[..., s, s]`: row i is true at i and at all ancestors of i.
     """
+    if not isinstance(parents, torch.Tensor) or not parents.dim():
+        got = list(parents.shape) if isinstance(parents, torch.Tensor) else type(parents).__name__
+        raise InvalidArgumentError("parents", "a tensor [..., s]", got)
+    if parents.dtype not in INDEX_DTYPES:
+        expected = " or ".join(str(dtype) for dtype in INDEX_DTYPES)
+        raise InvalidArgumentError("parents", f"dtype {expected}", parents.dtype)
     s = parents.shape[-1]
     order = torch.arange(s, device=parents.device)
     is_parent = (parents[..., None] == order) & (order < order[:, None])

@@ -6,9 +6,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.op.mla.problem import DTYPES, MlaProblem, require_int
+from mla_var3.op.mla.problem import (
+    DTYPES,
+    MOST,
+    SIZE_NAMES,
+    MlaProblem,
+    require_int,
+    require_scale,
+    require_size,
+    require_sizes,
+)
 
-_SIZES = ("b", "s", "t", "h", "d", "p", "k")
+_FLAGS = ("causal", "ragged", "tree", "partial", "latent_only", "aligned")
 CALL_DTYPES = (*DTYPES, "float32")
 
 
@@ -52,12 +61,17 @@ class CallShape:
 
     def __post_init__(self) -> None:
         """Check every field; an error names it, what was expected and what came."""
-        for name in _SIZES:
-            require_int(name, getattr(self, name), minimum=1)
-        require_int("window", self.window, minimum=0)
-        require_int("prefix", self.prefix, minimum=0)
+        require_sizes(self)
+        for name in ("window", "prefix"):
+            require_int(name, getattr(self, name), minimum=0, maximum=MOST)
         if self.page_size is not None:
-            require_int("page_size", self.page_size, minimum=1)
+            require_size("page_size", self.page_size)
+        for name in _FLAGS:
+            flag = getattr(self, name)
+            if flag is not True and flag is not False:
+                raise InvalidArgumentError(name, "True or False", repr(flag))
+        if self.scale is not None:
+            require_scale(self.scale)
         if self.dtype not in CALL_DTYPES:
             raise InvalidArgumentError("dtype", " or ".join(CALL_DTYPES), repr(self.dtype))
 
@@ -70,13 +84,7 @@ class CallShape:
     def problem(self) -> MlaProblem:
         """The problem for the cost model, with every request at its full length."""
         return MlaProblem(
-            b=self.b,
-            s=self.s,
-            t=self.t,
-            h=self.h,
-            d=self.d,
-            p=self.p,
-            k=self.k,
+            **{name: getattr(self, name) for name in SIZE_NAMES},
             dtype=self.dtype if self.dtype in DTYPES else DTYPES[0],
             causal=self.causal,
         )

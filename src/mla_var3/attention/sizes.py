@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.op.mla.problem import require_int
+from mla_var3.op.mla.problem import MOST_REQUESTS, require_int, require_size
 
 PAGE_STEP = 64
 """Page sizes are multiples of this: the kernels read whole tiles of 64 tokens from a page, and from
@@ -149,18 +149,19 @@ def cache_shape(
     budget_bytes: int | None,
 ) -> CacheShape:
     """The shape of a cache from the arguments of `LatentCache.allocate`, each of them checked."""
-    for name, value in (("b", b), ("k", k), ("p", p), ("head_dim", head_dim)):
-        require_int(name, value, minimum=1)
+    require_size("b", b, MOST_REQUESTS)
+    for name, value in (("k", k), ("p", p), ("head_dim", head_dim)):
+        require_size(name, value)
     if t is not None:
-        require_int("t", t, minimum=1)
+        require_size("t", t)
     elif page_size is not None or budget_bytes is None:
         raise InvalidArgumentError("t", "slots per request (or a budget, if dense)", None)
     for name, value in (("window", window), ("prefix", prefix)):
         require_int(name, value, minimum=0, maximum=t, maximum_name="t")
-    if window or prefix:
-        require_int("heads", heads, minimum=1)
+    if window or prefix or heads is not None:
+        require_size("heads", heads)
     if budget_bytes is not None:
-        require_int("budget_bytes", budget_bytes, minimum=1)
+        require_size("budget_bytes", budget_bytes, 2**63 - 1)
         if num_pages is not None:
             raise InvalidArgumentError("num_pages", "none beside budget_bytes", num_pages)
     shape = CacheShape(b, t or 0, k, p, element_size, None, 0, window, prefix, heads or 0, head_dim)
@@ -199,4 +200,5 @@ def _paged_shape(
     elif num_pages is None:
         num_pages = shared + shape.b * (max_pages - shared)
     require_int("num_pages", num_pages, minimum=max(1, shared))
+    require_size("num_pages", num_pages)
     return replace(shape, num_pages=num_pages)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -20,6 +19,7 @@ from mla_var3.attention.masks import checked_tree
 from mla_var3.attention.task import AttentionTask
 from mla_var3.attention.view import CacheView
 from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.mla.problem import require_scale
 
 Cache = LatentCache | CacheView | tuple[torch.Tensor, torch.Tensor]
 """What the calls take as `cache`: ours, a view of somebody else's, or `(c_kv, k_rope)`."""
@@ -133,15 +133,26 @@ def _checked_view(cache: object, k: int, q_rope: torch.Tensor, options: Options)
 
 
 def _require_decompressed(view: CacheView, h: int, d: int, p: int) -> None:
-    b, n, m = ("b", view.requests), ("n", view.window or None), ("m", view.prefix or None)
-    for name, tensor, shape in (
-        ("cache.k_new", view.k_new, [b, ("h", h), ("n", None), ("d", d)]),
-        ("cache.k_rope_new", view.k_rope_new, [b, n, ("p", p)]),
-        ("cache.k_prefix", view.k_prefix, [("h", h), ("m", None), ("d", d)]),
-        ("cache.k_rope_prefix", view.k_rope_prefix, [m, ("p", p)]),
-    ):
-        if tensor is not None:
-            require_tensor(name, tensor, shape, [view.latent.dtype], view.latent.device)
+    """Checks the ring and the shared prefix, each of which is whole or not there."""
+    dtypes, device = [view.latent.dtype], view.latent.device
+    rows: list[tuple[str, int | None]] = [("b", view.requests)]
+    for suffix, label, leading in (("new", "n", rows), ("prefix", "m", [])):
+        keys, values, rope = (getattr(view, f"{part}_{suffix}") for part in ("k", "v", "k_rope"))
+        start = view.window_start if suffix == "new" else None
+        if keys is None:
+            if any(part is not None for part in (values, rope, start)):
+                raise InvalidArgumentError(f"cache.k_{suffix}", "one beside its other parts", None)
+            continue
+        shape = [*leading, ("h", h), (label, None), ("d", d)]
+        require_tensor(f"cache.k_{suffix}", keys, shape, dtypes, device)
+        length = (label, keys.shape[-2])
+        shape = [*leading, ("h", h), length, ("d", d)]
+        require_tensor(f"cache.v_{suffix}", values, shape, dtypes, device)
+        if rope is not None:
+            shape = [*leading, length, ("p", p)]
+            require_tensor(f"cache.k_rope_{suffix}", rope, shape, dtypes, device)
+        if start is not None:
+            require_tensor("cache.window_start", start, rows, [torch.int32], device)
 
 
 def _task(
@@ -178,6 +189,8 @@ def _task(
     if tree is not None:
         if not options.causal:
             raise InvalidArgumentError("tree_mask", "none with causal=False", "a tree")
+        if not isinstance(tree, torch.Tensor):
+            raise InvalidArgumentError("tree_mask", "a tensor", type(tree).__name__)
         s = tree.shape[-1] if ragged and max_q is None and tree.dim() else max_q
         tree = checked_tree(tree, b, s or 0, device)
         max_q = s
@@ -210,8 +223,5 @@ def _task(
 def _scale(scale: float | None, key_width: int) -> float:
     if scale is None:
         return float(key_width**-0.5)
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise InvalidArgumentError("scale", "a positive finite number or None", repr(scale))
-    if not math.isfinite(scale) or scale <= 0:
-        raise InvalidArgumentError("scale", "a positive finite number or None", scale)
+    require_scale(scale)
     return float(scale)

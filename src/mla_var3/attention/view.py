@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mla_var3.attention.checks import INDEX_DTYPES, require_int, require_tensor
+from mla_var3.attention.checks import FLOAT_DTYPES, INDEX_DTYPES, require_int, require_tensor
 
 
 @dataclass(frozen=True)
@@ -133,12 +133,11 @@ def paged_view(
         lengths: int32 `[b]`.
         k: width of the latent part.
     """
-    require_int("k", k, minimum=1)
     shape = [("num_pages", None), ("page", None), ("k+p", None)]
-    require_tensor("pages", pages, shape, [pages.dtype], None)
-    rows = [("b", lengths.shape[0] if lengths.dim() == 1 else None)]
-    table = [*rows, ("max_pages", None)]
-    require_tensor("lengths", lengths, rows, INDEX_DTYPES, pages.device)
+    require_tensor("pages", pages, shape, FLOAT_DTYPES, None)
+    require_int("k", k, minimum=1, maximum=pages.shape[-1] - 1, maximum_name="k+p-1")
+    require_tensor("lengths", lengths, [("b", None)], INDEX_DTYPES, pages.device)
+    table = [("b", lengths.shape[0]), ("max_pages", None)]
     require_tensor("block_table", block_table, table, INDEX_DTYPES, pages.device)
     return CacheView(
         latent=pages[..., :k],

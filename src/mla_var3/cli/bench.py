@@ -23,6 +23,7 @@ from mla_var3.cli.console import (
     usage_errors,
 )
 from mla_var3.cli.parsing import Parser, parse
+from mla_var3.cli.sizes import CALL_SIZES, add_unset_sizes
 from mla_var3.cli.values import ValueType
 
 if TYPE_CHECKING:
@@ -55,13 +56,6 @@ own row: a new process measures the others. Exit code 0: fine; 1: one of our ker
 not exist.
 """
 
-_SIZES = {
-    "b": "requests in the batch",
-    "s": "query tokens per request",
-    "t": "KV slots per request",
-    "h": "query heads",
-}
-
 
 def add_arguments(parser: Parser) -> None:
     """The options of the command."""
@@ -74,10 +68,8 @@ def add_arguments(parser: Parser) -> None:
     )
     what = parser.add_argument_group("what is run")
     numbers = ValueType(int, sequence=True)
-    for name, text in _SIZES.items():
-        what.add_argument(
-            f"--{name}", type=numbers, metavar="N,N,...", help=f"{text}; the sweep takes several"
-        )
+    several = {"type": numbers, "metavar": "N,N,..."}
+    add_unset_sizes(what, CALL_SIZES, "; the sweep takes several", **several)
     what.add_argument("--n", type=numbers, metavar="N,N,...", help="windows of var6_plus")
     what.add_argument("--version", metavar="vN", help="version of var6_plus (default: v0)")
     what.add_argument(
@@ -220,7 +212,7 @@ def _options(values: dict[str, Any]) -> BenchOptions:
     return BenchOptions(
         rounds=rounds if values["rounds"] is None else values["rounds"],
         max_seconds=seconds if values["max_seconds"] is None else values["max_seconds"],
-        sizes={name: values[name] for name in _SIZES if values[name] is not None},
+        sizes={name: values[name] for name in CALL_SIZES if values[name] is not None},
         n_values=values["n"],
         records=tuple(values["records"]),
         **{name: values[name] for name in same},

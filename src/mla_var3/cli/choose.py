@@ -10,22 +10,13 @@ from rich.table import Table
 
 from mla_var3.cli.console import say, stdout, usage_errors
 from mla_var3.cli.parsing import Parser, parse
-from mla_var3.cli.predict import SIZES
+from mla_var3.cli.sizes import SIZE_TEXTS, SIZES, add_sizes
 from mla_var3.cli.values import ValueType
 from mla_var3.runtime.markdown import json_ready, microseconds
 
 if TYPE_CHECKING:
     from mla_var3.attention.choice import Candidate, Explanation
 
-_HELP = {
-    "b": "requests in the batch",
-    "s": "query tokens per request, the most of any",
-    "t": "KV slots per request",
-    "h": "query heads",
-    "d": "head dimension without rope",
-    "p": "rope dimension",
-    "k": "latent dimension",
-}
 _COUNTS = {
     "window": "newest tokens that the cache keeps decompressed",
     "prefix": "shared first tokens that the cache keeps decompressed",
@@ -39,15 +30,7 @@ _FLAGS = {
 
 def add_arguments(parser: Parser) -> None:
     """The options of the command."""
-    number = ValueType(int)
-    for name, default in SIZES.items():
-        parser.add_argument(
-            f"--{name}",
-            type=number,
-            default=default,
-            metavar="N",
-            help=f"{_HELP[name]} (default: {default})",
-        )
+    add_sizes(parser, {**SIZE_TEXTS, "s": "query tokens per request, the most of any"})
     parser.add_argument(
         "--dtype",
         default="bfloat16",
@@ -69,7 +52,7 @@ def add_arguments(parser: Parser) -> None:
     )
     for name, text in _COUNTS.items():
         parser.add_argument(
-            f"--{name}", type=number, default=0, metavar="N", help=f"{text} (default: 0)"
+            f"--{name}", type=ValueType(int), default=0, metavar="N", help=f"{text} (default: 0)"
         )
     for name, text in _FLAGS.items():
         parser.add_argument(f"--{name}", action="store_true", help=text)

@@ -10,22 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from mla_var3.cli.console import EXIT_OK, UsageError, say, usage_errors
 from mla_var3.cli.parsing import Parser, parse
-from mla_var3.cli.values import MIXED, ValueType
+from mla_var3.cli.sizes import add_lengths, add_unset_sizes
+from mla_var3.cli.values import ValueType
 
 if TYPE_CHECKING:
     from mla_var3.report.compare import Comparison
     from mla_var3.report.compare_runs import Run
     from mla_var3.runtime.paths import KernelId
 
-_SIZES = {
-    "b": "requests in the batch",
-    "s": "query tokens per request",
-    "t": "KV slots per request",
-    "h": "query heads",
-    "d": "head dimension without rope",
-    "p": "rope dimension",
-    "k": "latent dimension",
-}
 _RUN_OPTIONS = {
     "no_autotune": "use the default tilings",
     "retune": "search tilings again although a result is cached",
@@ -59,16 +51,9 @@ def add_arguments(parser: Parser) -> None:
         help="device of the predictions (default: this one, or an NVIDIA H200)",
     )
     unset: dict[str, Any] = {"default": argparse.SUPPRESS}
-    for name, text in _SIZES.items():
-        group.add_argument(f"--{name}", type=ValueType(int), metavar="N", help=text, **unset)
+    add_unset_sizes(group, **unset)
     group.add_argument("--dtype", metavar="NAME", help="bfloat16 or float16", **unset)
-    group.add_argument(
-        "--lengths",
-        type=ValueType(int, optional=True, sequence=True, words=(MIXED,)),
-        metavar="N,N,...",
-        help="KV length per request: comma list or mixed",
-        **unset,
-    )
+    add_lengths(group, note="", **unset)
     group.add_argument("--language", metavar="NAME", help="cutile-dsl or cute-dsl", **unset)
     group.add_argument("--prof_type", metavar="MODE", help="profiling mode", **unset)
     group.add_argument("--bench_runs", type=ValueType(int), metavar="N", help="timed runs", **unset)
@@ -202,11 +187,11 @@ def show_comparison(
 
 def _write(result: Comparison, out_dir: Path | None, json_file: Path | None) -> Path:
     from mla_var3.report.compare import comparison_data, comparison_markdown, comparison_plot
-    from mla_var3.runtime.files import write_atomic
+    from mla_var3.runtime.files import make_folder, write_atomic
     from mla_var3.runtime.markdown import write_json
     from mla_var3.runtime.paths import output_root, timestamp
 
-    folder = out_dir or output_root() / "compare" / timestamp()
+    folder = make_folder(out_dir or output_root() / "compare" / timestamp())
     text = comparison_markdown(result)
     if comparison_plot(result, folder / "compare"):
         text += "\n![times side by side](compare.png)\n"

@@ -103,15 +103,30 @@ def guarded(action: Callable[[], int]) -> int:
     except Exception as error:
         if os.environ.get(TRACEBACK_VARIABLE, "") not in ("", "0") or not _is_expected(error):
             raise
-        print_error(str(error))
+        print_error(_message(error))
         usage = isinstance(error, (UsageError, InvalidArgumentError))
         return EXIT_USAGE if usage else EXIT_FAILED
 
 
 def _is_expected(error: Exception) -> bool:
     # torch is not imported here: a command that never needed it must not pay for its import.
-    out_of_memory = type(error).__name__ == "OutOfMemoryError"
+    out_of_memory = type(error).__name__ == "OutOfMemoryError" or _is_out_of_host_memory(error)
     return isinstance(error, (HyperMlaError, OSError)) or out_of_memory
+
+
+def _is_out_of_host_memory(error: Exception) -> bool:
+    # torch's allocator on the host has no error of its own.
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        # Of two names the second is the one that was asked for, the first a temporary file's.
+        path = error.filename if error.filename2 is None else error.filename2
+        return f"{path}: expected a path that can be used here, got {error.strerror}"
+    if _is_out_of_host_memory(error):
+        return f"sizes: expected tensors that fit into this machine's memory, got {error}"
+    return str(error)
 
 
 class _NoteHandler(logging.Handler):

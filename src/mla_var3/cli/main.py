@@ -14,7 +14,7 @@ import mla_var3
 from mla_var3.cli.console import UsageError, guarded, usage_errors
 from mla_var3.cli.parsing import Parser, parse
 from mla_var3.cli.selection import leading_words, take_kernel
-from mla_var3.cli.values import ValueType
+from mla_var3.cli.sizes import CALL_SIZES, SIZES, add_unset_sizes
 from mla_var3.errors import UnknownNameError
 
 COMMANDS = {
@@ -72,14 +72,8 @@ def _add_run(parser: Parser) -> None:
         metavar="FOLDER",
         help="folder of the report (default: out/overview/<timestamp>)",
     )
-    sizes = {
-        "b": "requests in the batch (default: 32)",
-        "s": "query tokens per request (default: 16)",
-        "t": "KV slots per request (default: 4096)",
-        "h": "query heads (default: 128)",
-    }
-    for name, text in sizes.items():
-        job.add_argument(f"--{name}", type=ValueType(int), metavar="N", help=text)
+    for name in CALL_SIZES:
+        add_unset_sizes(job, (name,), f" (default: {SIZES[name]})")
 
 
 def _add_list(parser: Parser) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from mla_var3.cli.console import UsageError
 from mla_var3.cli.parsing import Parser
+from mla_var3.cli.sizes import SIZE_TEXTS
 from mla_var3.cli.values import MIXED, ValueType, field_types, mixed_lengths, unreadable
 from mla_var3.errors import UnknownNameError
 from mla_var3.runtime.paths import DEFAULT_LANGUAGE, LANGUAGES
@@ -21,13 +22,7 @@ from mla_var3.runtime.tiling import Tiling
 from mla_var3.runtime.workflow import TARGETS, RunOptions, plan_targets
 
 HELP_TEXTS = {
-    "b": "requests in the batch",
-    "s": "query tokens per request",
-    "t": "KV slots per request",
-    "h": "query heads",
-    "d": "head dimension without rope",
-    "p": "rope dimension",
-    "k": "latent dimension",
+    **SIZE_TEXTS,
     "dtype": "element type: bfloat16 or float16",
     "causal": "mask later tokens, aligned bottom-right",
     "lengths": "KV length per request: comma list, or mixed (spread from 1 to t); none: all t",

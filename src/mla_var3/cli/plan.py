@@ -13,10 +13,9 @@ from typing import Any
 
 from mla_var3.attention.estimate import WINDOW_STEP
 from mla_var3.cli.console import say, stdout, usage_errors
-from mla_var3.cli.options import HELP_TEXTS
 from mla_var3.cli.parsing import Parser, parse
-from mla_var3.cli.predict import SIZES
 from mla_var3.cli.render import print_table
+from mla_var3.cli.sizes import SIZES, add_lengths, add_sizes
 from mla_var3.cli.values import MIXED, ValueType, mixed_lengths
 from mla_var3.conf.devices import DeviceSpec, device_spec
 from mla_var3.errors import InvalidArgumentError
@@ -31,7 +30,7 @@ from mla_var3.op.mla.window_plan import (
     plan_curve,
     plan_window,
 )
-from mla_var3.runtime.files import write_atomic
+from mla_var3.runtime.files import make_folder, write_atomic
 from mla_var3.runtime.markdown import byte_count, front_matter, json_ready, microseconds, table
 
 _WINDOW_DTYPES = (*DTYPES, FP8.name)
@@ -52,15 +51,7 @@ _WAITS = {
 
 def add_arguments(parser: Parser) -> None:
     """The options of the command."""
-    number = ValueType(int)
-    for name, default in SIZES.items():
-        parser.add_argument(
-            f"--{name}",
-            type=number,
-            default=default,
-            metavar="N",
-            help=f"{HELP_TEXTS[name]} (default: {default})",
-        )
+    add_sizes(parser)
     parser.add_argument(
         "--budget",
         required=True,
@@ -69,7 +60,10 @@ def add_arguments(parser: Parser) -> None:
         "layer, or of all with --layers",
     )
     parser.add_argument(
-        "--layers", type=number, metavar="N", help="layers that share the budget (default: 1)"
+        "--layers",
+        type=ValueType(int),
+        metavar="N",
+        help="layers that share the budget (default: 1)",
     )
     parser.add_argument(
         "--dtype",
@@ -78,12 +72,7 @@ def add_arguments(parser: Parser) -> None:
         help="of the decompressed keys and values: bfloat16, float16, or fp8 (e4m3 with a scale "
         "per token and head, all else bfloat16) (default: bfloat16)",
     )
-    parser.add_argument(
-        "--lengths",
-        type=ValueType(int, optional=True, sequence=True, words=(MIXED,)),
-        metavar="N,N,...",
-        help="KV length per request: comma list or mixed (default: all t)",
-    )
+    add_lengths(parser)
     parser.add_argument(
         "--device_name",
         metavar="NAME",
@@ -123,12 +112,12 @@ def plan_command(parser: Parser, argv: Sequence[str]) -> int:
     if as_json:
         print(json.dumps(json_ready(plan.to_dict()), indent=2))
         if out_dir is not None:
-            write_plan(plan, out_dir)
+            write_plan(plan, make_folder(out_dir))
         return 0
-    _print(plan)
     from mla_var3.runtime.paths import output_root, timestamp
 
-    folder = out_dir or output_root() / "plan" / timestamp()
+    folder = make_folder(out_dir or output_root() / "plan" / timestamp())
+    _print(plan)
     for file in write_plan(plan, folder):
         say(f"written: {file}")
     return 0

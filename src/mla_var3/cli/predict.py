@@ -10,46 +10,24 @@ from rich.table import Table
 
 from mla_var3.cli.console import say, stdout, usage_errors
 from mla_var3.cli.parsing import Parser, parse
-from mla_var3.cli.values import MIXED, ValueType, mixed_lengths
+from mla_var3.cli.sizes import SIZES, add_lengths, add_sizes
+from mla_var3.cli.values import MIXED, mixed_lengths
 from mla_var3.conf.devices import device_spec, load_devices
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.report.sweep import DeviceSweep, sweep
 from mla_var3.runtime.markdown import json_ready, microseconds
 
-SIZES = {"b": 32, "s": 16, "t": 4096, "h": 128, "d": 128, "p": 64, "k": 512}
-_HELP = {
-    "b": "requests in the batch",
-    "s": "query tokens per request",
-    "t": "KV slots per request",
-    "h": "query heads",
-    "d": "head dimension without rope",
-    "p": "rope dimension",
-    "k": "latent dimension",
-}
-
 
 def add_arguments(parser: Parser) -> None:
     """The options of the command."""
-    for name, default in SIZES.items():
-        parser.add_argument(
-            f"--{name}",
-            type=ValueType(int),
-            default=default,
-            metavar="N",
-            help=f"{_HELP[name]} (default: {default})",
-        )
+    add_sizes(parser)
     parser.add_argument(
         "--dtype",
         default="bfloat16",
         metavar="NAME",
         help="bfloat16 or float16 (default: bfloat16)",
     )
-    parser.add_argument(
-        "--lengths",
-        type=ValueType(int, optional=True, sequence=True, words=(MIXED,)),
-        metavar="N,N,...",
-        help="KV length per request: comma list or mixed (default: all t)",
-    )
+    add_lengths(parser)
     parser.add_argument(
         "--device", metavar="NAME", help="one device of the table (default: all of them)"
     )
@@ -61,7 +39,7 @@ def predict_command(parser: Parser, argv: Sequence[str]) -> int:
     values = parse(parser, argv)
     with usage_errors():
         device = values.pop("device")
-        specs = [device_spec(device)] if device else list(load_devices().values())
+        specs = [device_spec(device)] if device is not None else list(load_devices().values())
     as_json = values.pop("json")
     if values["lengths"] == MIXED:
         values["lengths"] = mixed_lengths(values["b"], values["t"])

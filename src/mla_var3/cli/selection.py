@@ -49,4 +49,6 @@ def take_kernel(argv: Sequence[str]) -> tuple[KernelId | None, list[str]]:
         return None, rest
     with usage_errors():
         version = words[1] if len(words) > 1 else None
-        return find_kernel(words[0], version, language or DEFAULT_LANGUAGE), rest
+        return find_kernel(
+            words[0], version, DEFAULT_LANGUAGE if language is None else language
+        ), rest

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mla_var3.errors import HyperMlaError
+from mla_var3.op.mla.problem import MOST_REQUESTS, require_size
 
 _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
@@ -47,6 +48,8 @@ class ValueType:
         if not self.sequence:
             return self._scalar(text)
         parts = [part for part in text.strip().strip("()[]").split(",") if part.strip()]
+        if not parts:
+            raise argparse.ArgumentTypeError(f"expected {self.expected}, got {text!r}")
         return tuple(self._scalar(part) for part in parts)
 
     def _scalar(self, text: str) -> Any:
@@ -118,13 +121,11 @@ def _union_members(annotation: Any) -> tuple[Any, ...]:
 
 
 def mixed_lengths(b: int, t: int) -> tuple[int, ...]:
-    """`b` lengths spread evenly from 1 to t; a single request has t.
-
-    Raises:
-        HyperMlaError: never for positive sizes; a size below one is left to the plan to reject.
-    """
-    if b < 2 or t < 1:
-        return (t,) * max(b, 0)
+    """`b` lengths spread evenly from 1 to t; a single request has t."""
+    require_size("b", b, MOST_REQUESTS)
+    require_size("t", t)
+    if b == 1:
+        return (t,)
     return tuple(round(1 + i * (t - 1) / (b - 1)) for i in range(b))
 
 

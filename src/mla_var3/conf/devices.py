@@ -185,11 +185,6 @@ class DeviceSpec:
         """Most shared memory one thread block can opt in to."""
         return int(self["shared_memory_per_block_KiB"]) * 1024
 
-    @property
-    def l2_cache_bytes(self) -> int | None:
-        """Size of the L2 cache, None where it is not recorded."""
-        return int(self["l2_cache_MiB"] * 2**20) if "l2_cache_MiB" in self else None
-
     def peak_tflops(self, dtype: str) -> float:
         """Vendor's dense matrix rate in TFLOP/s for a 16-bit dtype with float32 accumulation."""
         return self[_rate_key("peak", dtype)]
@@ -232,6 +227,8 @@ def device_spec(name: str) -> DeviceSpec:
     Raises:
         UnknownNameError: No entry; the message says how to add one.
     """
+    if not isinstance(name, str):
+        raise InvalidArgumentError("device_name", "the name of a device", repr(name))
     devices = load_devices()
     wanted = _normalised(name)
     for spec in devices.values():

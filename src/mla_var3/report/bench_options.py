@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError, UnknownNameError
 from mla_var3.report.bench_measure import MAX_SECONDS, ROUNDS
 from mla_var3.report.bench_record import BenchRow
@@ -80,8 +82,12 @@ class BenchOptions:
         if self.rounds < 1:
             raise InvalidArgumentError("rounds", "a number of at least 1", self.rounds)
         for name in ("max_seconds", "patience"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise InvalidArgumentError(name, "a positive number", getattr(self, name))
+        if self.predict_for is not None:
+            device_spec(self.predict_for)  # an unknown name is an error at once
+        if self.peer_libs is not None and not self.peer_libs.is_dir():
+            raise InvalidArgumentError("peer_libs", "a folder", self.peer_libs)
         if self.resume and (self.records or self.predict_for or self.mode == PREDICT):
             other = "records" if self.records else "predictions"
             raise InvalidArgumentError("resume", f"none with {other}", self.resume)
@@ -99,6 +105,8 @@ class BenchOptions:
             if not values or (name in _ONE_VALUE.get(self.suite, ()) and len(values) > 1):
                 count = "one value" if name in _ONE_VALUE.get(self.suite, ()) else "some values"
                 raise InvalidArgumentError(name, f"{count} for the suite {self.suite}", values)
+        if self.n_values == ():
+            raise InvalidArgumentError("n", "some windows", self.n_values)
         for name, value in (("n", self.n_values), ("version", self.version)):
             if value is not None and self.suite != "var6_plus":
                 raise InvalidArgumentError(name, "none: only the suite var6_plus has it", value)

@@ -52,7 +52,7 @@ from mla_var3.report.bench_suites import (
 )
 from mla_var3.runtime import paths
 from mla_var3.runtime.environment import environment
-from mla_var3.runtime.files import write_atomic
+from mla_var3.runtime.files import make_folder, write_atomic
 from mla_var3.runtime.markdown import write_json
 from mla_var3.runtime.measure import require_cuda
 from mla_var3.runtime.workflow import cuda_available, planning_device
@@ -103,6 +103,7 @@ def run_bench(options: BenchOptions) -> BenchResult:
         record = merge_records(load_record(path) for path in options.records)
     else:
         cases, missing = build_cases(options)
+        make_folder(folder)  # now, for the same reason
         record = BenchRecord(options.suite, environment(), absent=dict(missing))
         save = folder / f"{name}.json"
         if _measures(options):
@@ -151,7 +152,7 @@ def _window_cases(
     kernels: Sequence[paths.KernelId],
     peers: Sequence[str],
 ) -> tuple[list[Case], dict[str, str]]:
-    wanted = f"v{(options.version or '0').removeprefix('v')}"
+    wanted = f"v{'0' if options.version is None else options.version.removeprefix('v')}"
     versions, reasons = [], {}
     for language in languages:
         there = {k.version: k for k in kernels if (k.design, k.language) == (DESIGN, language)}
@@ -207,7 +208,7 @@ def _write(
         "markdown": folder / f"{name}.md",
         "html": folder / f"{name}.html",
     }
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     save_record(record, files["json"])
     write_atomic(files["csv"], csv_text(record, row_speedups(record.rows)))
     plots = draw_plots(record, folder)

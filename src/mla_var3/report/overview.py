@@ -30,7 +30,7 @@ from mla_var3.report.sweep import S_VALUES, DeviceSweep, device_rates, sweep
 from mla_var3.runtime import paths
 from mla_var3.runtime.compile import CompileReport
 from mla_var3.runtime.environment import environment
-from mla_var3.runtime.files import write_atomic
+from mla_var3.runtime.files import make_folder, write_atomic
 from mla_var3.runtime.markdown import byte_count, microseconds, write_json
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling import NsightProfType, figures, profile_plan
@@ -172,7 +172,7 @@ def run_overview(options: OverviewOptions) -> OverviewResult:
     folder = options.out_dir or paths.output_root() / "overview" / paths.timestamp()
     job = _Job(options, folder, {**SIZES, **options.sizes})
     _problem(job)  # bad sizes are the caller's mistake, not a failed step
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     started = environment()
     if where == "cuda":
         for kernel in (KERNEL, *(() if options.quick else COMPARED)):

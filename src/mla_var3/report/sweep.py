@@ -11,6 +11,8 @@ from mla_var3.op.mla.cost import Crossover, Prediction, crossovers, predict_all
 from mla_var3.op.mla.problem import MlaProblem
 
 S_VALUES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# Every query length up to the last is predicted, which for those of a whole prompt takes minutes.
+_LONGEST_COMPARED = 1024
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class DeviceSweep:
         problem: the problem; its s is replaced by each of `s_values`.
         s_values: the sweep.
         predictions: kernel id -> one prediction per value of s.
-        crossovers: for which s each kernel is predicted fastest.
+        crossovers: for which s each kernel is predicted fastest, up to the last of `s_values`
+            or 1024.
     """
 
     device: str
@@ -144,13 +147,15 @@ def sweep(problem: MlaProblem, spec: DeviceSpec, s_values: Sequence[int] = S_VAL
         problem=problem,
         s_values=tuple(s_values),
         predictions=predictions,
-        crossovers=crossovers(problem, compute.value, memory.value, s_max=s_values[-1]),
+        crossovers=crossovers(
+            problem, compute.value, memory.value, s_max=min(s_values[-1], _LONGEST_COMPARED)
+        ),
     )
 
 
 def crossover_text(sweep: DeviceSweep) -> str:
     """The fastest kernel by query length, in words."""
-    last = sweep.s_values[-1]
+    last = sweep.crossovers[-1].s_to
     return ", ".join(f"{c.kernel} for {_range_text(c, last)}" for c in sweep.crossovers)
 
 

@@ -133,7 +133,10 @@ def hinted_kernel(kernel_fn: Any, hints: dict[str, int]) -> Any:
     """
     key = (id(kernel_fn), tuple(sorted(hints.items())))
     if key not in _hinted:
-        _hinted[key] = (kernel_fn, kernel_fn.replace_hints(**hints))
+        try:
+            _hinted[key] = (kernel_fn, kernel_fn.replace_hints(**hints))
+        except (TypeError, ValueError) as error:  # cuTile checks them, and names the hint
+            raise InvalidArgumentError("tiling", "compiler hints of cuTile", error) from None
     return _hinted[key][1]
 
 

@@ -6,6 +6,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from mla_var3.errors import InvalidArgumentError
+
 
 def write_atomic(path: Path, data: bytes | str) -> None:
     """Write a file so that a reader, another writer or a kill never leaves half of it.
@@ -29,6 +31,23 @@ def write_atomic(path: Path, data: bytes | str) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def make_folder(path: Path, argument: str = "out_dir") -> Path:
+    """The folder, made if it is not there; an error before any work if nothing can go into it.
+
+    Args:
+        path: the folder.
+        argument: what the caller knows it by.
+    """
+    expected = "a folder that can be written to"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidArgumentError(argument, expected, f"{path} ({error.strerror})") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise InvalidArgumentError(argument, expected, f"{path} (no permission)")
+    return path
 
 
 def _umask() -> int:

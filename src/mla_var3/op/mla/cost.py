@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.cost import Bound, Cost
-from mla_var3.op.mla.problem import MlaProblem
+from mla_var3.op.mla.problem import MlaProblem, require_int
 from mla_var3.op.mla.window_form import PLAIN, WindowForm
 
 _FLOAT32 = 4
@@ -82,8 +81,7 @@ def flash_mla_split_kv_stages(problem: MlaProblem, splits: int) -> tuple[Cost, C
 
     The reduction's FLOPs are left out: it has two per element and runs at memory speed.
     """
-    if isinstance(splits, bool) or not isinstance(splits, int) or splits < 1:
-        raise InvalidArgumentError("splits", "a positive integer", repr(splits))
+    require_int("splits", splits, minimum=1)
     whole = flash_mla_cost(problem)
     partials = splits * (_rows(problem) * problem.k * _FLOAT32 + _lse_bytes(problem))
     result = _rows(problem) * problem.k * problem.element_size + _lse_bytes(problem)
@@ -168,8 +166,7 @@ def best_n(problem: MlaProblem, peak_tflops: float, peak_gbps: float, multiple: 
     Returns:
         The best `n`; of equally good ones the smallest, because the window costs memory.
     """
-    if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
-        raise InvalidArgumentError("multiple", "a positive integer", repr(multiple))
+    require_int("multiple", multiple, minimum=1)
     last = problem.t // multiple * multiple
     # Past the longest request a larger window holds nothing more.
     longest = min(last, _round_up(max(problem.kv_lengths), multiple))
@@ -206,8 +203,7 @@ def split_count(
         ("rows_per_tile", rows_per_tile),
         ("kv_tile", kv_tile),
     ):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InvalidArgumentError(argument, "a positive integer", repr(value))
+        require_int(argument, value, minimum=1)
     tiles = problem.b * _ceil_div(problem.s * problem.h, rows_per_tile)
     kv_tiles = max(1, _ceil_div(max(problem.kv_lengths), kv_tile))
     most = max(1, min(kv_tiles, _ceil_div(_MAX_SPLIT_WAVES * sm_count, tiles)))
@@ -280,8 +276,7 @@ def crossovers(
         Intervals in ascending order that cover `1..s_max`. Equal times go to the kernel that
         needs less memory.
     """
-    if isinstance(s_max, bool) or not isinstance(s_max, int) or s_max < 1:
-        raise InvalidArgumentError("s_max", "a positive integer", repr(s_max))
+    require_int("s_max", s_max, minimum=1)
     by_memory = ("flash_mla", "mla_var6_plus", "flash_attention")
     found: list[Crossover] = []
     for s in range(1, s_max + 1):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.op.mla.problem import MlaProblem
+from mla_var3.op.mla.problem import MlaProblem, require_int
 
 _NAN = float("nan")
 
@@ -66,6 +66,7 @@ def make_inputs(
         if seed is None:
             generator.seed()
         else:
+            require_int("seed", seed, minimum=-(2**63), maximum=2**63 - 1)
             generator.manual_seed(seed)
 
     def normal(*shape: int, std: float = 1.0) -> torch.Tensor:
@@ -153,8 +154,7 @@ def decompress_newest(inputs: MlaInputs, n: int) -> tuple[torch.Tensor, torch.Te
         `k_new [b, h, n, d]`, `v_new [b, h, n, d]` and `k_rope_new [b, n, p]`.
     """
     b, t, _ = inputs.c_kv.shape
-    if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n <= t:
-        raise InvalidArgumentError("n", f"an integer from 0 to t={t}", repr(n))
+    require_int("n", n, minimum=0, maximum=t, maximum_name="t")
     _require_weights(inputs.c_kv.shape[-1], inputs.w_uk, inputs.w_uv)
     h, d, _ = inputs.w_uk.shape
     lengths = inputs.lengths.long()[:, None]  # [b, 1]

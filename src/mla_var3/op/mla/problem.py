@@ -15,7 +15,11 @@ from mla_var3.errors import InvalidArgumentError
 
 DTYPES = ("bfloat16", "float16")
 
-_SIZES = ("b", "s", "t", "h", "d", "p", "k")
+SIZE_NAMES = ("b", "s", "t", "h", "d", "p", "k")
+
+# Kernels count with 32-bit integers. Requests are also walked through one by one on the host.
+MOST = 2**31 - 1
+MOST_REQUESTS = 2**20
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,7 @@ class MlaProblem:
 
     def __post_init__(self) -> None:
         """Checks every field; an error names it, what was expected and what came."""
-        for name in _SIZES:
-            require_int(name, getattr(self, name), minimum=1)
+        require_sizes(self)
         _require_dtype(self.dtype)
         if not isinstance(self.causal, bool):
             raise InvalidArgumentError("causal", "True or False", repr(self.causal))
@@ -60,7 +63,7 @@ class MlaProblem:
             # A list is accepted and stored as a tuple, so that the problem stays hashable.
             object.__setattr__(self, "lengths", self._checked_lengths(self.lengths))
         if self.scale is not None:
-            _require_scale(self.scale)
+            require_scale(self.scale)
 
     @property
     def softmax_scale(self) -> float:
@@ -120,6 +123,20 @@ class MlaProblem:
         return tuple(lengths)
 
 
+def require_sizes(owner: object) -> None:
+    """Require that the seven sizes, attributes of `owner`, are positive and can be counted with."""
+    for name in SIZE_NAMES:
+        require_size(name, getattr(owner, name), MOST_REQUESTS if name == "b" else MOST)
+
+
+def require_size(argument: str, value: object, most: int = MOST) -> None:
+    """Require a positive integer up to `most`, which only the message about too much names."""
+    if value.__class__ is int and 0 < value <= most:  # type: ignore[operator]
+        return  # calls come here for every size, nearly always with good ones
+    require_int(argument, value, minimum=1)
+    require_int(argument, value, minimum=1, maximum=most)
+
+
 def require_int(
     argument: str,
     value: object,
@@ -135,17 +152,18 @@ def require_int(
         value: what came.
         minimum: smallest value allowed.
         maximum: largest value allowed; None for any.
-        maximum_name: what the largest value is called.
+        maximum_name: what the largest value is called; empty for a plain number.
     """
+    # bool is a subclass of int, and `--b=True` is never what was meant.
+    number = value if isinstance(value, int) and not isinstance(value, bool) else None
+    if number is not None and minimum <= number and (maximum is None or number <= maximum):
+        return
     if maximum is not None:
-        expected = f"an integer from {minimum} to {maximum_name}={maximum}"
+        most = f"{maximum_name}={maximum}" if maximum_name else f"{maximum}"
+        expected = f"an integer from {minimum} to {most}"
     else:
         expected = "a positive integer" if minimum == 1 else f"an integer >= {minimum}"
-    # bool is a subclass of int, and `--b=True` is never what was meant.
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidArgumentError(argument, expected, repr(value))
-    if value < minimum or (maximum is not None and value > maximum):
-        raise InvalidArgumentError(argument, expected, value)
+    raise InvalidArgumentError(argument, expected, repr(value) if number is None else number)
 
 
 def _require_dtype(dtype: object) -> None:
@@ -160,7 +178,8 @@ def _require_dtype(dtype: object) -> None:
     raise InvalidArgumentError("dtype", " or ".join(repr(known) for known in DTYPES), got)
 
 
-def _require_scale(scale: object) -> None:
+def require_scale(scale: object) -> None:
+    """Require a softmax scale that can be computed with."""
     expected = "a positive finite number or None"
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise InvalidArgumentError("scale", expected, repr(scale))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.cost import Cost
-from mla_var3.op.mla.cost import decompress_combine_cost, flash_mla_cost
+from mla_var3.op.mla.cost import flash_mla_cost
 from mla_var3.op.mla.problem import MlaProblem, require_int
 from mla_var3.op.mla.window_form import PLAIN, WindowForm
 
@@ -77,14 +77,6 @@ def shared_prefix_attention_cost(shared: SharedPrefixProblem, form: WindowForm =
     return Cost(flops, elements * problem.element_size + prefix + 2 * rows * _FLOAT32)
 
 
-def shared_prefix_stages(
-    shared: SharedPrefixProblem, form: WindowForm = PLAIN
-) -> tuple[Cost, Cost]:
-    """The attention, and the stage that up-projects its latent part and merges both."""
-    attention = shared_prefix_attention_cost(shared, form)
-    return attention, decompress_combine_cost(shared.problem)
-
-
 def absorbed_copied_cost(shared: SharedPrefixProblem) -> Cost:
     """All tokens latent, every request with its own copy of the prefix."""
     return flash_mla_cost(shared.problem)
@@ -96,17 +88,3 @@ def absorbed_shared_cost(shared: SharedPrefixProblem) -> Cost:
     copied = flash_mla_cost(problem)
     saved = (shared.prefix_pairs - shared.prefix_tokens) * (problem.k + problem.p)
     return Cost(copied.flops, copied.bytes - saved * problem.element_size)
-
-
-def prefix_decompression_cost(shared: SharedPrefixProblem, form: WindowForm = PLAIN) -> Cost:
-    """Making keys and values of the prefix, once for all calls that use it."""
-    problem = shared.problem
-    h, k, d, p = problem.h, problem.k, problem.d, problem.p
-    read = shared.prefix * (k + p) + 2 * h * k * d
-    written = prefix_bytes(shared, form)
-    return Cost(4 * shared.prefix * h * k * d, read * problem.element_size + written)
-
-
-def prefix_bytes(shared: SharedPrefixProblem, form: WindowForm = PLAIN) -> int:
-    """Memory of the decompressed prefix: keys, values and rope keys, once for the batch."""
-    return shared.prefix * form.token_bytes(shared.problem)

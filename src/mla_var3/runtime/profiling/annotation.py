@@ -121,7 +121,7 @@ def _write_metrics(session: Session, result: ProfileResult) -> None:
 def _report(session: Session, result: ProfileResult) -> str:
     parts = [
         header(f"{result.kernel}, annotation mode", result.record),
-        contract(session, result),
+        contract(session),
         "## Measured against roofline\n",
         roofline_table(session, result),
         whole_note(session),
@@ -137,7 +137,7 @@ def _report(session: Session, result: ProfileResult) -> str:
         "## Outside the healthy ranges\n",
         issues_table(session),
         "## Duration and event time\n",
-        timer_table(session, result),
+        timer_table(result),
         "## How it was measured\n",
         method_table(session),
         "## Tiling\n",

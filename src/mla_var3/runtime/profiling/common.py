@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from mla_var3.errors import MissingToolError, UnsupportedError
 from mla_var3.runtime.compile import compile_report
 from mla_var3.runtime.environment import environment
-from mla_var3.runtime.files import write_atomic
+from mla_var3.runtime.files import make_folder, write_atomic
 from mla_var3.runtime.markdown import front_matter, table, write_json
 from mla_var3.runtime.paths import find_kernel, plan_class, profile_dir
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
@@ -59,8 +59,7 @@ def open_folder(mode: NsightProfType, plan: KernelPlan, options: RunOptions) -> 
     """The folder for the artifacts, created."""
     if options.out_dir is None:
         return profile_dir(mode.value, plan.name, plan.params_label(), options.label)
-    options.out_dir.mkdir(parents=True, exist_ok=True)
-    return options.out_dir
+    return make_folder(options.out_dir)
 
 
 def make_record(

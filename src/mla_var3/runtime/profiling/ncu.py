@@ -207,7 +207,7 @@ def _compact_kernel(
 def _report(session: Session, result: ProfileResult, kernels: list[str]) -> str:
     parts = [
         header(f"{result.kernel}, ncu mode", result.record),
-        contract(session, result),
+        contract(session),
         "## Key metrics\n",
         metrics_table(result),
         whole_note(session),
@@ -217,7 +217,7 @@ def _report(session: Session, result: ProfileResult, kernels: list[str]) -> str:
         + "; ".join(f"{name} ({why})" for name, why in NOT_OURS.items())
         + ". All of it is in `report-verbose.md`; `report.ncu-rep` opens in Nsight Compute.\n",
         "## Duration and event time\n",
-        timer_table(session, result),
+        timer_table(result),
         "## How it was measured\n",
         method_table(session),
         "## Tiling\n",

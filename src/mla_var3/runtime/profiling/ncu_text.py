@@ -63,7 +63,7 @@ def _percent(value: float | None) -> str | None:
     return None if value is None else f"{value:.1f}"
 
 
-def contract(session: Session, result: ProfileResult) -> str:
+def contract(session: Session) -> str:
     """The compact result: configuration, stages, bottleneck and what to try first."""
     kernel, params = session.prepared.plan.kernel_id, session.prepared.plan.params()
     shown = {k: v for k, v in params.items() if k in ("b", "s", "t", "dtype")}
@@ -243,7 +243,7 @@ def whole_note(session: Session) -> str:
     return text
 
 
-def timer_table(session: Session, result: ProfileResult) -> str:
+def timer_table(result: ProfileResult) -> str:
     """The profiler's duration beside the time by CUDA events, and why they differ."""
     rows, far = [], []
     for stage in result.stages:

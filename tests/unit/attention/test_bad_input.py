@@ -1,0 +1,162 @@
+"""Wrong values for the public names beyond the operands of a call, which test_validation has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import mla_var3
+from mla_var3.attention import CacheView, CallShape, LatentCache, paged_view, tree_ancestors
+from mla_var3.errors import HyperMlaError, InvalidArgumentError
+
+B, T, H, D, P, K = 2, 8, 2, 6, 4, 8
+NO_TEXT = (None, 3, [], torch.ones(1))
+
+
+def operands() -> dict[str, torch.Tensor]:
+    return {
+        "q_nope": torch.ones(B, 1, H, D),
+        "q_rope": torch.ones(B, 1, H, P),
+        "w_uk": torch.ones(H, D, K),
+        "w_uv": torch.ones(H, K, D),
+    }
+
+
+def view(**parts: Any) -> CacheView:
+    lengths = torch.full((B,), T, dtype=torch.int32)
+    return CacheView(torch.ones(B, T, K), torch.ones(B, T, P), lengths, **parts)
+
+
+def refused(message: str, call: Callable[[], object]) -> None:
+    with pytest.raises(HyperMlaError) as caught:
+        call()
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("kernel", NO_TEXT)
+def test_a_kernel_is_named_by_text(kernel: Any) -> None:
+    message = "kernel: expected the name of a kernel or 'auto', got "
+    refused(message, lambda: mla_var3.mla_attention(**operands(), cache=view(), kernel=kernel))
+    refused(message, lambda: mla_var3.explain(b=1, s=1, t=8, h=1, kernel=kernel))
+
+
+def test_a_device_is_named_by_text() -> None:
+    sizes = {"b": 1, "s": 1, "t": 8, "h": 1}
+    refused("device_name: expected the name", lambda: mla_var3.explain(**sizes, device_name=3))
+
+
+@pytest.mark.parametrize("flag", ["causal", "ragged", "tree", "partial", "latent_only", "aligned"])
+def test_flags_are_true_or_false(flag: str) -> None:
+    wrong: dict[str, Any] = {flag: [1]}
+    refused(f"{flag}: expected True or False, got [1]", lambda: CallShape(1, 1, 8, 1, **wrong))
+
+
+@pytest.mark.parametrize("scale", ["x", float("nan"), float("inf"), 0.0, -1.0])
+def test_a_scale_is_positive_and_finite(scale: Any) -> None:
+    message = "scale: expected a positive finite number or None, got"
+    refused(message, lambda: CallShape(1, 1, 8, 1, scale=scale))
+
+
+@pytest.mark.parametrize("size", ["b", "s", "t", "h", "d", "p", "k", "page_size"])
+def test_sizes_have_an_end(size: str) -> None:
+    sizes: dict[str, Any] = {"b": 1, "s": 1, "t": 8, "h": 1, size: 2**40}
+    refused(f"{size}: expected an integer from 1 to ", lambda: CallShape(**sizes))
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "message"),
+    [
+        ("pages", None, "pages: expected a tensor [num_pages, page, k+p], got NoneType"),
+        ("pages", torch.ones(3, 64, 12, dtype=torch.int32), "pages: expected dtype torch.bfloat16"),
+        ("lengths", [1, 2], "lengths: expected a tensor [b], got list"),
+        ("lengths", torch.ones(2, 2), "lengths: expected [b], got [2, 2]"),
+        ("block_table", torch.zeros(3, 1, dtype=torch.int32), "block_table: expected [b=2, max"),
+        ("k", 12, "k: expected an integer from 1 to k+p-1=11, got 12"),
+        ("k", 0, "k: expected an integer from 1 to k+p-1=11, got 0"),
+    ],
+)
+def test_a_view_of_pages(argument: str, value: Any, message: str) -> None:
+    given = {
+        "pages": torch.ones(3, 64, 12),
+        "block_table": torch.zeros(2, 1, dtype=torch.int32),
+        "lengths": torch.ones(2, dtype=torch.int32),
+        "k": 8,
+        argument: value,
+    }
+    refused(message, lambda: paged_view(**given))
+
+
+@pytest.mark.parametrize(
+    ("parents", "message"),
+    [
+        ([0, 1], "parents: expected a tensor [..., s], got list"),
+        (torch.tensor(1), "parents: expected a tensor [..., s], got []"),
+        (torch.ones(3), "parents: expected dtype torch.int32 or torch.int64, got torch.float32"),
+    ],
+)
+def test_parents_are_a_tensor_of_indices(parents: Any, message: str) -> None:
+    refused(message, lambda: tree_ancestors(parents))
+
+
+def test_a_tree_over_packed_queries_is_a_tensor() -> None:
+    given = operands()
+    for name in ("q_nope", "q_rope"):
+        given[name] = given[name][:, 0]
+    bounds = torch.tensor([0, 1, 2], dtype=torch.int32)
+    tree: Any = [[True]]
+
+    def call() -> object:
+        return mla_var3.mla_attention(**given, cache=view(), cu_seqlens_q=bounds, tree_mask=tree)
+
+    refused("tree_mask: expected a tensor, got list", call)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"k_new": torch.ones(3)}, "cache.k_new: expected [b=2, h=2, n, d=6], got [3]"),
+        ({"k_new": torch.ones(B, H, 3, D)}, "cache.v_new: expected a tensor [b=2, h=2, n=3, d=6]"),
+        ({"v_new": torch.ones(B, H, 3, D)}, "cache.k_new: expected one beside its other"),
+        (
+            {"window_start": torch.zeros(B, dtype=torch.int32)},
+            "cache.k_new: expected one beside its other parts, got None",
+        ),
+        (
+            {"k_prefix": torch.ones(H, 3, D), "v_prefix": torch.ones(H, 2, D)},
+            "cache.v_prefix: expected [h=2, m=3, d=6], got [2, 2, 6]",
+        ),
+        (
+            {
+                "k_new": torch.ones(B, H, 3, D),
+                "v_new": torch.ones(B, H, 3, D),
+                "window_start": torch.zeros(B),
+            },
+            "cache.window_start: expected dtype torch.int32, got torch.float32",
+        ),
+    ],
+)
+def test_decompressed_parts_are_whole(parts: dict[str, torch.Tensor], message: str) -> None:
+    refused(message, lambda: mla_var3.mla_attention(**operands(), cache=view(**parts)))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"device": "nowhere"}, "device: expected a device of this machine, such as cpu, got 'now"),
+        ({"device": 1.5}, "device: expected a device of this machine, such as cpu, got 1.5"),
+        ({"heads": "x"}, "heads: expected a positive integer, got 'x'"),
+        ({"b": 2**40}, "b: expected an integer from 1 to 1048576, got 1099511627776"),
+        ({"t": 2**40}, "t: expected an integer from 1 to 2147483647, got 1099511627776"),
+        ({"t": None, "budget_bytes": 10**30}, "budget_bytes: expected an integer from 1 to 92233"),
+        ({"page_size": 64, "num_pages": 2**40}, "num_pages: expected an integer from 1 to 21474"),
+        ({"t": 2**31 - 1, "k": 2**20}, "b, t: expected no more than fits into memory, got 1801446"),
+    ],
+)
+def test_a_cache_that_cannot_be(wrong: dict[str, Any], message: str) -> None:
+    given = {"b": 2, "t": 64, "k": K, "p": P, "dtype": torch.float32, **wrong}
+    with pytest.raises(InvalidArgumentError) as caught:
+        LatentCache.allocate(**given)
+    assert message in str(caught.value)
