@@ -11,6 +11,7 @@ import torch
 
 from mla_var3.attention import backends
 from mla_var3.attention.absorbed import AbsorbedKernel
+from mla_var3.attention.call import _backend
 from mla_var3.attention.projections import project_heads
 from mla_var3.attention.task import AttentionTask
 from mla_var3.attention.tiled import TorchTiled
@@ -191,7 +192,9 @@ def repeatable_kernel(whole: RepeatableWhole | None = None) -> Iterator[Repeatab
     """The kernel, as a backend of the name `KERNEL`."""
     kernel = RepeatableKernel()
     backends.register(AbsorbedKernel(KERNEL, "torch", kernel, runs_on_cpu=True, whole=whole))
+    _backend.cache_clear()
     try:
         yield kernel
     finally:
         backends.unregister(KERNEL, "torch")
+        _backend.cache_clear()

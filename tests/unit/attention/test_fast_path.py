@@ -27,10 +27,8 @@ MODEL = make_model(torch.Generator().manual_seed(5), H, D, K, DTYPE)
 
 @pytest.fixture
 def kernel() -> Iterator[RepeatableKernel]:
-    _backend.cache_clear()
     with repeatable_kernel() as made:
         yield made
-    _backend.cache_clear()
 
 
 Make = Callable[[torch.Generator], tuple[Any, dict[str, Any]]]

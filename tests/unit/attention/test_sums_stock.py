@@ -16,7 +16,7 @@ import torch
 
 from mla_var3.attention import call, forms, scratch
 from mla_var3.attention.absorbed import AbsorbedKernel
-from mla_var3.attention.call import _backend, mla_attention, mla_latent_attention
+from mla_var3.attention.call import mla_attention, mla_latent_attention
 from mla_var3.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from mla_var3.runtime import torch_fast
 
@@ -47,10 +47,8 @@ def whole() -> RepeatableWhole:
 
 @pytest.fixture
 def kernel(whole: RepeatableWhole) -> Iterator[RepeatableKernel]:
-    _backend.cache_clear()
     with repeatable_kernel(whole) as made:
         yield made
-    _backend.cache_clear()
 
 
 @pytest.fixture(params=["latent", "whole", "products of torch", "flash_mla"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mla_var3.attention import absorbed, addresses, fast_path, forms, scratch
-from mla_var3.attention.call import _backend, mla_attention
+from mla_var3.attention.call import mla_attention
 from mla_var3.attention.whole_form import WholeForm
 
 from .repeat_support import KERNEL, RepeatableKernel, RepeatableWhole, repeatable_kernel
@@ -39,10 +39,8 @@ def whole() -> RepeatableWhole:
 
 @pytest.fixture
 def kernel(whole: RepeatableWhole) -> Iterator[RepeatableKernel]:
-    _backend.cache_clear()
     with repeatable_kernel(whole) as made:
         yield made
-    _backend.cache_clear()
 
 
 def form_of(operands: Any, **options: Any) -> Any:
