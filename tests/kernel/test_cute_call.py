@@ -184,15 +184,8 @@ def test_a_tree_that_is_copied_is_not_repeated(
 
 
 def flash_mla_launch(**changes: Any) -> Any:
-    """What `launch_absorbed` returns for a small call."""
-    arguments = absorbed(2, 4, 16, **changes)
-    return latent_call.launch_absorbed(
-        flash_mla.FlashMLASm90.flash_mla,
-        flash_mla.FlashMLASm90,
-        flash_mla.FlashMLATiling(),
-        0,
-        **arguments,
-    )
+    """What `absorbed` returns for a small call."""
+    return flash_mla.absorbed(**absorbed(2, 4, 16, **changes))
 
 
 def ptx_of(few: int, empty_positive: bool = False) -> str:

@@ -21,7 +21,6 @@ from mla_var3.kernel.cute_python.mla.merge_partials import merge_rows
 from mla_var3.kernel.cute_python.mla.schedule import ROWS, GangShape, gang_shape
 from mla_var3.runtime.cute_kernel import CuteProgram, Int64Arg, program_for, require_arch
 from mla_var3.runtime.cute_launch import RepeatedLaunch
-from mla_var3.runtime.plan import Tiling
 from mla_var3.runtime.torch_fast import current_device_index, is_capturing, raw_stream
 
 ELEMENT_TYPES = {torch.bfloat16: BFloat16, torch.float16: Float16}
@@ -189,7 +188,22 @@ def call_arguments(
     out: Tensor,
     lse: Tensor,
 ) -> tuple[tuple[Any, ...], int, bool]:
-    """The arguments of an absorbed kernel for one call, see `launch_absorbed`.
+    """The arguments of an absorbed kernel for one call on changing tensors.
+
+    Args:
+        q_latent, q_rope: [b, s, h, ...], or [queries, h, ...] with `query_begins`; rows, the last
+            dimension but one, at equal distances.
+        latent, rope: dense [b, t, ...] or paged [pages, page, ...] cache.
+        block_table: [b, pages of a request] int32 for a paged cache.
+        lengths: [b] int32, on the device.
+        query_begins: [b + 1] int32, on the device; None when all requests have `max_queries`.
+        tree: bool [b, max_queries, max_queries], which of the newest tokens a query sees, within
+            causal order; None for causal order alone.
+        max_queries: most queries of any request.
+        causal: whether a query sees no later token.
+        scale: factor on the logits.
+        out: like q_latent, contiguous.
+        lse: float32, like q_latent without the last dimension, contiguous.
 
     Returns:
         The arguments, the SMs of the device, and whether a tensor was copied for them.
@@ -210,8 +224,7 @@ def call_arguments(
 def call_program(
     kernel_fn: Any,
     host_class: Any,
-    tiling: Tiling,
-    few: int,
+    tiling: Any,
     empty_positive: bool,
     arguments: tuple[Any, ...],
     like: Tensor,
@@ -221,13 +234,13 @@ def call_program(
     Args:
         kernel_fn: the kernel function of the attention.
         host_class: the host code, made with an element type, `few` and `empty_positive`.
-        tiling: the tiling of the attention.
-        few: query rows on the N side, or 0.
+        tiling: the tiling of the attention, which says `few`: query rows on the N side, or 0.
         empty_positive: see `final_lse`.
         arguments: those of the host code.
         like: a tensor of the call's dtype and device.
     """
     present = tuple(argument is not None for argument in arguments)
+    few = tiling.few
     key = (kernel_fn, host_class, like.dtype, few, present, empty_positive, like.device.index)
     program = _programs.get(key)
     if program is None:
@@ -240,60 +253,3 @@ def call_program(
         host = host_class(element, few, empty_positive=empty_positive)
         program = _programs[key] = program_for(kernel_fn, host, arguments, tiling, like.device)
     return program
-
-
-def launch_absorbed(
-    kernel_fn: Any,
-    host_class: Any,
-    tiling: Tiling,
-    few: int,
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    rope: Tensor,
-    block_table: Tensor | None,
-    lengths: Tensor,
-    query_begins: Tensor | None,
-    tree: Tensor | None,
-    max_queries: int,
-    causal: bool,
-    scale: float,
-    out: Tensor,
-    lse: Tensor,
-    empty_positive: bool = False,
-) -> AbsorbedLaunch | None:
-    """Launch an absorbed kernel on the current stream.
-
-    Args:
-        kernel_fn: the kernel function of the host class.
-        host_class: its host class, made with an element type and `few`.
-        tiling: its tiling, which its programs are kept by.
-        few: query rows on the N side, or 0.
-        q_latent, q_rope: [b, s, h, ...], or [queries, h, ...] with `query_begins`; rows, the last
-            dimension but one, at equal distances.
-        latent, rope: dense [b, t, ...] or paged [pages, page, ...] cache.
-        block_table: [b, pages of a request] int32 for a paged cache.
-        lengths: [b] int32.
-        query_begins: [b + 1] int32, or None when all requests have `max_queries`.
-        tree: bool [b, max_queries, max_queries], which of the newest tokens a query sees; or None.
-        max_queries: most queries of any request.
-        causal: whether a query sees no later token.
-        scale: factor on the logits.
-        out, lse: outputs, contiguous.
-        empty_positive: see `final_lse`.
-
-    Returns:
-        The same launch for other tensors; None where there was nothing to launch, or where a
-        tensor was copied first.
-    """
-    if lse.numel() == 0:
-        return None  # no query, nothing to write
-    arguments, sm_count, copied = call_arguments(
-        q_latent, q_rope, latent, rope, block_table, lengths, query_begins, tree, max_queries,
-        causal, scale, out, lse,
-    )  # fmt: skip
-    program = call_program(kernel_fn, host_class, tiling, few, empty_positive, arguments, out)
-    program(*arguments)
-    if copied:
-        return None
-    return AbsorbedLaunch(program.repeated(*arguments), out.device, sm_count)

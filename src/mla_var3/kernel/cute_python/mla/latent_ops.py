@@ -194,6 +194,23 @@ def raise_top(
 
 
 @cute.jit
+def follow_scores(
+    s: cute.Tensor,
+    top: cute.Tensor,
+    scale: cute.Tensor,
+    sums: cute.Tensor,
+    factor: Float32,
+    margin: cutlass.Constexpr = LAZY_RISE,
+):
+    """Let maxima that no other warpgroup shares follow the scores of two rows, see `raise_top`."""
+    best = cute.make_rmem_tensor(2, Float32)
+    highest(s, best)
+    scale.fill(1.0)
+    if rises(best, top, factor, margin):
+        raise_top(best, top, scale, sums, factor, margin)
+
+
+@cute.jit
 def weigh(s: cute.Tensor, top: cute.Tensor, sums: cute.Tensor, factor: Float32):
     """Scores of two rows to probabilities, relative to the running maxima, and their sums."""
     for r in cutlass.range_constexpr(2):

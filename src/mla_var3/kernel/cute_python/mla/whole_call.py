@@ -164,7 +164,7 @@ def whole(
         q_rope: their rope part, rows at equal distances.
         w_uk, w_uv: [h, 128, 512] and [h, 512, 128].
         latent, rope, block_table, lengths, query_begins, tree, max_queries, causal, scale: as for
-            the attention alone, see `launch_absorbed`.
+            the attention alone, see `call_arguments`.
         out: where the output goes, like q_nope; None for a new tensor.
         empty_positive: see `final_lse`.
 
@@ -182,11 +182,10 @@ def whole(
         causal, scale, o_latent, lse,
     )  # fmt: skip
     arguments = whole_arguments(attention, q_nope, w_uk, w_uv, result, sm_count)
-    few = default_few(max_queries * q_nope.shape[-2])
+    tiling = FlashMLATiling(few=default_few(max_queries * q_nope.shape[-2]))
     program = call_program(
-        FlashMLASm90.flash_mla, WholeCall, FlashMLATiling(few=few), few, empty_positive, arguments,
-        q_nope,
-    )  # fmt: skip
+        FlashMLASm90.flash_mla, WholeCall, tiling, empty_positive, arguments, q_nope
+    )
     program(*arguments)
     if copied:
         return result, lse, None

@@ -17,11 +17,9 @@ from mla_var3.kernel.cute_python.mla.latent_ops import (
     ROPE,
     SCORE_FLOOR,
     clear_rows,
+    follow_scores,
     hide,
-    highest,
-    raise_top,
     rescale,
-    rises,
     row_total,
     store_row,
     two_rows,
@@ -422,11 +420,7 @@ def softmax(
     if const_expr(fp8):
         softmax_by_row(s, exponents, sums, top, scale, q_scale, scale_log2e)
     else:
-        best = cute.make_rmem_tensor(2, Float32)
-        highest(s, best)
-        scale.fill(1.0)
-        if rises(best, top, scale_log2e):
-            raise_top(best, top, scale, sums, scale_log2e)
+        follow_scores(s, top, scale, sums, scale_log2e)
         weigh(s, top, sums, scale_log2e)
 
 

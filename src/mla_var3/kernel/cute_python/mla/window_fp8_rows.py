@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64
 
-from mla_var3.kernel.cute_python.mla.latent_ops import highest, raise_top, rises
+from mla_var3.kernel.cute_python.mla.latent_ops import follow_scores
 from mla_var3.kernel.cute_python.mla.warpgroups import settle
 from mla_var3.kernel.cute_python.mla.window_fp8 import (
     LARGEST_BITS,
@@ -132,11 +132,7 @@ def softmax_by_row(
         for j in cutlass.range_constexpr(BLOCK // 8):
             for e in cutlass.range_constexpr(2):
                 s[r, (e, j)] = s[r, (e, j)] * factor + exponents[e, j]
-    best = cute.make_rmem_tensor(2, Float32)
-    highest(s, best)
-    scale.fill(1.0)
-    if rises(best, top, Float32(1.0), LARGEST_BITS - WEIGHT_BITS):
-        raise_top(best, top, scale, sums, Float32(1.0), LARGEST_BITS - WEIGHT_BITS)
+    follow_scores(s, top, scale, sums, Float32(1.0), LARGEST_BITS - WEIGHT_BITS)
     for j in cutlass.range_constexpr(BLOCK // 8):
         for e in cutlass.range_constexpr(2):
             inverse = inverse_power(exponents[e, j])

@@ -37,7 +37,11 @@ from mla_var3.kernel.cute_python.mla.absorbed_attention import (
     default_few,
 )
 from mla_var3.kernel.cute_python.mla.hopper_plan import HopperPlan
-from mla_var3.kernel.cute_python.mla.latent_call import AbsorbedLaunch, launch_absorbed
+from mla_var3.kernel.cute_python.mla.latent_call import (
+    AbsorbedLaunch,
+    call_arguments,
+    call_program,
+)
 from mla_var3.kernel.cute_python.mla.latent_ops import LATENT, ROPE
 from mla_var3.kernel.cute_python.mla.paging import check_paged, dense_inputs, paged_inputs
 from mla_var3.kernel.cute_python.mla.schedule import KV_BLOCK, ROWS, GangShape, gang_shape
@@ -151,46 +155,28 @@ def absorbed(
     """Attention on tensors that change from call to call; safe in a CUDA graph.
 
     Args:
-        q_latent, q_rope: rows at equal distances, [b, s, h, ...], or [queries, h, ...] with
-            `query_begins`.
-        latent, rope: dense [b, t, ...] or paged [pages, page, ...] cache.
-        block_table: [b, pages of a request] int32 for a paged cache.
-        lengths: [b] int32, on the device.
-        query_begins: [b + 1] int32, on the device; None when all requests have s queries.
-        tree: [b, max_queries, max_queries] bool, which of the newest tokens a query sees, within
-            causal order; None for causal order alone.
-        max_queries: most queries of any request.
-        causal: whether a query sees no later token.
-        scale: factor on the logits.
-        out: like q_latent.
-        lse: float32, like q_latent without the last dimension.
+        q_latent, q_rope, latent, rope, block_table, lengths, query_begins, tree, max_queries,
+        causal, scale, out, lse: see `call_arguments`.
         empty_positive: whether a query that sees no token has a log-sum-exp of +inf, not -inf.
 
     Returns:
-        What to launch again for a call of the same form; None when there was nothing to launch.
+        The same launch for other tensors; None where there was nothing to launch, or where a
+        tensor was copied first.
     """
-    rows = max_queries * q_latent.shape[-2]
-    few = default_few(rows)
-    return launch_absorbed(
-        FlashMLASm90.flash_mla,
-        FlashMLASm90,
-        FlashMLATiling(few=few),
-        few,
-        q_latent,
-        q_rope,
-        latent,
-        rope,
-        block_table,
-        lengths,
-        query_begins,
-        tree,
-        max_queries,
-        causal,
-        scale,
-        out,
-        lse,
-        empty_positive,
+    if lse.numel() == 0:
+        return None  # no query, nothing to write
+    arguments, sm_count, copied = call_arguments(
+        q_latent, q_rope, latent, rope, block_table, lengths, query_begins, tree, max_queries,
+        causal, scale, out, lse,
+    )  # fmt: skip
+    tiling = FlashMLATiling(few=default_few(max_queries * q_latent.shape[-2]))
+    program = call_program(
+        FlashMLASm90.flash_mla, FlashMLASm90, tiling, empty_positive, arguments, out
     )
+    program(*arguments)
+    if copied:
+        return None
+    return AbsorbedLaunch(program.repeated(*arguments), out.device, sm_count)
 
 
 whole = whole_call.whole
