@@ -25,12 +25,6 @@ DTYPE = torch.float16
 MODEL = make_model(torch.Generator().manual_seed(5), H, D, K, DTYPE)
 
 
-@pytest.fixture
-def kernel() -> Iterator[RepeatableKernel]:
-    with repeatable_kernel() as made:
-        yield made
-
-
 Make = Callable[[torch.Generator], tuple[Any, dict[str, Any]]]
 
 

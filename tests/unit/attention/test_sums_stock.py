@@ -20,7 +20,7 @@ from mla_var3.attention.call import mla_attention, mla_latent_attention
 from mla_var3.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from mla_var3.runtime import torch_fast
 
-from .repeat_support import KERNEL, RepeatableKernel, RepeatableWhole, repeatable_kernel
+from .repeat_support import KERNEL, RepeatableKernel, RepeatableWhole
 from .test_fast_path import MODEL, B, D, H, K, P, S, cache_of, queries, same
 
 CALLS = 2 * scratch.SUMS_AT_ONCE + 3
@@ -43,12 +43,6 @@ def no_stock() -> Iterator[None]:
 @pytest.fixture
 def whole() -> RepeatableWhole:
     return RepeatableWhole()
-
-
-@pytest.fixture
-def kernel(whole: RepeatableWhole) -> Iterator[RepeatableKernel]:
-    with repeatable_kernel(whole) as made:
-        yield made
 
 
 @pytest.fixture(params=["latent", "whole", "products of torch", "flash_mla"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from mla_var3.attention import absorbed, addresses, fast_path, forms, scratch
 from mla_var3.attention.call import mla_attention
 from mla_var3.attention.whole_form import WholeForm
 
-from .repeat_support import KERNEL, RepeatableKernel, RepeatableWhole, repeatable_kernel
+from .repeat_support import KERNEL, RepeatableKernel, RepeatableWhole
 from .test_fast_path import (
     DTYPE,
     MAKES,
@@ -35,12 +34,6 @@ WEIGHTS = MODEL.w_uk, MODEL.w_uv
 @pytest.fixture
 def whole() -> RepeatableWhole:
     return RepeatableWhole()
-
-
-@pytest.fixture
-def kernel(whole: RepeatableWhole) -> Iterator[RepeatableKernel]:
-    with repeatable_kernel(whole) as made:
-        yield made
 
 
 def form_of(operands: Any, **options: Any) -> Any:
