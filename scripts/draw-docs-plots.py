@@ -65,10 +65,10 @@ def outdated(images: Path) -> list[str]:
 
 def draw(images: Path) -> None:
     """Draw all pictures."""
+    from mla_var3.bench.plots import draw_plots
+    from mla_var3.bench.record import load_record, merge_records
     from mla_var3.conf.devices import device_spec
     from mla_var3.op.mla.problem import MlaProblem
-    from mla_var3.report.bench_plots import draw_plots
-    from mla_var3.report.bench_record import load_record, merge_records
     from mla_var3.report.overview_plots import crossover_panels, dense_sweeps, speedup_series
     from mla_var3.report.plots import crossover_plot, line_plot
     from mla_var3.report.sweep import sweep

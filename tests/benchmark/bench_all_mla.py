@@ -7,7 +7,7 @@ Writes the comparison as `all.csv`, with the record, plots and pages beside it.
 
 import sys
 
-from mla_var3.cli.bench import bench_program
+from mla_var3.cli.commands.bench import bench_program
 
 if __name__ == "__main__":
     sys.exit(bench_program("all", "bench_all_mla", sys.argv[1:]))

@@ -8,7 +8,7 @@ theirs. Peers that are not installed are reported absent. Without a GPU: predict
 
 import sys
 
-from mla_var3.cli.bench import bench_program
+from mla_var3.cli.commands.bench import bench_program
 
 if __name__ == "__main__":
     sys.exit(bench_program("figures", "bench_figures", sys.argv[1:]))

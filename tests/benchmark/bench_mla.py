@@ -5,7 +5,7 @@ python -m tests.benchmark.bench_mla [--s 1,4,16,64] [--backends cutile-dsl,fa3_q
 
 import sys
 
-from mla_var3.cli.bench import bench_program
+from mla_var3.cli.commands.bench import bench_program
 
 if __name__ == "__main__":
     sys.exit(bench_program("sweep", "bench_mla", sys.argv[1:]))

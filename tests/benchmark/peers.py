@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mla_var3.bench.peer_libraries import PeerLibraries
+from mla_var3.bench.peers import KERNELS
 from mla_var3.cli.render import print_table
-from mla_var3.report.bench_peer_libraries import PeerLibraries
-from mla_var3.report.bench_peers import KERNELS
 
 
 def main(argv: Sequence[str] | None = None) -> int:

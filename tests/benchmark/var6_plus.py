@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from mla_var3.cli.bench import bench_program
+from mla_var3.cli.commands.bench import bench_program
 
 
 def main(version: str, argv: Sequence[str] | None = None) -> int:

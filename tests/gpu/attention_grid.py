@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from mla_var3.attention.cache import LatentCache
+from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.call import explain, mla_attention, mla_latent_attention
-from mla_var3.attention.choice import Candidate, Explanation
+from mla_var3.attention.select.choice import Candidate, Explanation
 from mla_var3.errors import HyperMlaError
 from mla_var3.runtime.measure import time_gpu
 

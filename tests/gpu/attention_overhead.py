@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
+from mla_var3.attention.backends.projections import project_heads
+from mla_var3.attention.cache.view import CacheView, paged_view
 from mla_var3.attention.call import HEAD_WIDTH, mla_attention, mla_latent_attention
-from mla_var3.attention.fast_path import latent_parts
-from mla_var3.attention.forms import find_form
-from mla_var3.attention.projections import project_heads
-from mla_var3.attention.view import CacheView, paged_view
+from mla_var3.attention.replay.key import find_form
+from mla_var3.attention.replay.replay import latent_parts
 from mla_var3.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from mla_var3.runtime.measure import percentile
 

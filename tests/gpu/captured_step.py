@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from mla_var3.attention.cache import LatentCache
+from mla_var3.attention.cache.latent_cache import LatentCache
 
 from ..unit.attention.attention_support import normal
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import torch
 
-from mla_var3.kernel.cute_python.mla.decompress_combine import (
+from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES, sm_count_of
+from mla_var3.kernel.cute_python.mla.projections.outputs import (
     DecompressCombineSm90,
     columns_for,
     default_splits,
 )
-from mla_var3.kernel.cute_python.mla.head_products import HeadProductsSm90, block_count
-from mla_var3.kernel.cute_python.mla.latent_call import ELEMENT_TYPES, sm_count_of
+from mla_var3.kernel.cute_python.mla.projections.queries import HeadProductsSm90, block_count
 from mla_var3.runtime.cute_kernel import program_for
 
 

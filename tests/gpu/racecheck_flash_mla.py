@@ -20,9 +20,9 @@ from collections.abc import Iterator
 import torch
 
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla.flash_mla import FlashMLASm90
-from mla_var3.kernel.cute_python.mla.latent_call import ELEMENT_TYPES
-from mla_var3.kernel.cute_python.mla.paging import paged_inputs
-from mla_var3.kernel.cute_python.mla.schedule import pieces
+from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES
+from mla_var3.kernel.cute_python.mla.latent.paging import paged_inputs
+from mla_var3.kernel.cute_python.mla.latent.schedule import pieces
 from mla_var3.op.compare import compare
 from mla_var3.runtime.check import poison_outputs
 from mla_var3.runtime.workflow import current_device_spec

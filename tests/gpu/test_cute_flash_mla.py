@@ -30,9 +30,9 @@ from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla.flash_mla import (
     FlashMLASm90,
     FlashMLATiling,
 )
-from mla_var3.kernel.cute_python.mla.merge_partials import merge_rows
-from mla_var3.kernel.cute_python.mla.paging import dense_inputs
-from mla_var3.kernel.cute_python.mla.schedule import (
+from mla_var3.kernel.cute_python.mla.latent.merge import merge_rows
+from mla_var3.kernel.cute_python.mla.latent.paging import dense_inputs
+from mla_var3.kernel.cute_python.mla.latent.schedule import (
     ITEM_COST,
     KV_BLOCK,
     GangShape,

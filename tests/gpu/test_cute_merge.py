@@ -18,7 +18,7 @@ import cuda.bindings.driver as cuda
 from cutlass import Int32, cute
 from cutlass.memory import SmemAllocator
 
-from mla_var3.kernel.cute_python.mla.merge_partials import State
+from mla_var3.kernel.cute_python.mla.latent.merge import State
 from mla_var3.runtime.check import poison_outputs
 from mla_var3.runtime.cute_kernel import program_for
 from mla_var3.runtime.plan import Tiling

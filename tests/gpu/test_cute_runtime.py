@@ -23,11 +23,17 @@ from mla_var3.runtime.workflow import RunOptions, prepare
 
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
-from mla_var3.runtime import cute_kernel, cute_launch
-from mla_var3.runtime.cute_arguments import Int64Arg
+from mla_var3.runtime import cute_kernel
+from mla_var3.runtime.cute import launch as cute_launch
+from mla_var3.runtime.cute.arguments import Int64Arg
 from mla_var3.runtime.cute_kernel import CuteKernel, program_for
-
-from ..unit.cute_support import ScaleAdd, ScalePlan, ScaleTiling, note_compilations, scale_add
+from tests.unit.runtime.cute.cute_support import (
+    ScaleAdd,
+    ScalePlan,
+    ScaleTiling,
+    note_compilations,
+    scale_add,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -265,7 +271,7 @@ RELOAD = """
 import json, sys
 sys.path.insert(0, sys.argv[1])
 import torch
-from tests.unit.cute_support import ScalePlan
+from tests.unit.runtime.cute.cute_support import ScalePlan
 from mla_var3.runtime import cute_kernel
 made = []
 original = cute_kernel._trace_and_compile

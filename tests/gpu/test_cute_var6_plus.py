@@ -19,10 +19,11 @@ from torch import Tensor
 
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
-from mla_var3.kernel.cute_python.mla.absorbed_attention import FlashMLATiling
+from mla_var3.kernel.cute_python.mla.decompressed.stage import HEADS, TILES, WindowTiling
 from mla_var3.kernel.cute_python.mla.flash_attention.flash_attention.flash_attention import (
     CuteFlashAttention,
 )
+from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLATiling
 from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus.mla_var6_plus import (
     CuteMlaVar6Plus,
 )
@@ -32,7 +33,6 @@ from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus_v2.mla_var6_plu
 from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus_v3.mla_var6_plus_v3 import (
     CuteMlaVar6PlusV3,
 )
-from mla_var3.kernel.cute_python.mla.window_stage import HEADS, TILES, WindowTiling
 from mla_var3.op.compare import compare
 from mla_var3.op.mla.inputs import decompress_newest
 from mla_var3.runtime.check import check_stage, poison_outputs

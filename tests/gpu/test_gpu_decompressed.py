@@ -14,8 +14,8 @@ import torch
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
 import mla_var3
-from mla_var3.attention.cache import LatentCache
-from mla_var3.attention.view import CacheView
+from mla_var3.attention.cache.latent_cache import LatentCache
+from mla_var3.attention.cache.view import CacheView
 
 from ..unit.attention.attention_support import Model, assert_close, make_model, normal
 from .captured_step import replayed_steps

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from mla_var3.attention import fast_path, forms
-from mla_var3.attention.cache import LatentCache
+from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.call import HEAD_WIDTH, mla_attention, mla_latent_attention
+from mla_var3.attention.replay import key as forms
+from mla_var3.attention.replay import replay as fast_path
 from mla_var3.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
 from ..unit.attention.attention_support import make_model, normal

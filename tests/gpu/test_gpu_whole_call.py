@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from mla_var3.attention import fast_path, forms
+from mla_var3.attention.backends.projections import project_heads
 from mla_var3.attention.call import mla_attention
-from mla_var3.attention.projections import project_heads
-from mla_var3.attention.whole_form import WholeForm
-from mla_var3.kernel.cute_python.mla import whole_call
+from mla_var3.attention.replay import key as forms
+from mla_var3.attention.replay import replay as fast_path
+from mla_var3.attention.replay.whole_form import WholeForm
+from mla_var3.kernel.cute_python.mla.latent import whole_call
 
 from ..unit.attention.attention_support import make_model, normal
 from .products_alone import output_product, query_product

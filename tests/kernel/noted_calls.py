@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mla_var3.kernel.cute_python.mla import latent_call
+from mla_var3.kernel.cute_python.mla.latent import call as latent_call
 
 Calls = list[tuple[str, tuple[Any, ...]]]
 """Kernels that were launched, each with its arguments."""

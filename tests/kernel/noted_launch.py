@@ -1,4 +1,4 @@
-"""Launches the absorbed attention on a driver that only notes, see `tests/unit/noting_driver.py`.
+"""Launches the absorbed attention on a driver that only notes, see `noting_driver.py`.
 
 Once with tensors, then twice by addresses.
 """
@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from mla_var3.kernel.cute_python.mla import latent_call
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla import flash_mla
-from mla_var3.kernel.cute_python.mla.schedule import gang_shape
-
-from ..unit.noting_driver import STREAM, addresses_of, program_for_step
+from mla_var3.kernel.cute_python.mla.latent import call as latent_call
+from mla_var3.kernel.cute_python.mla.latent.schedule import gang_shape
+from tests.unit.runtime.cute.noting_driver import STREAM, addresses_of, program_for_step
 
 B, S, H, SMS = 4, 2, 64, 132
 TILES = S * H // 64

@@ -12,15 +12,15 @@ import torch
 
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
-from mla_var3.kernel.cute_python.mla import latent_call
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla import flash_mla
-from mla_var3.kernel.cute_python.mla.schedule import gang_shape
-from mla_var3.kernel.cute_python.mla.warpgroups import THREADS
-from mla_var3.runtime.cute_arguments import kinds_of
+from mla_var3.kernel.cute_python.mla.hopper.warps import THREADS
+from mla_var3.kernel.cute_python.mla.latent import call as latent_call
+from mla_var3.kernel.cute_python.mla.latent.schedule import gang_shape
+from mla_var3.runtime.cute.arguments import kinds_of
+from mla_var3.runtime.cute.launch import RepeatedLaunch
 from mla_var3.runtime.cute_kernel import compile_program
-from mla_var3.runtime.cute_launch import RepeatedLaunch
+from tests.unit.runtime.cute.noting_driver import OVERLAP, STREAM, noted_launches
 
-from ..unit.noting_driver import OVERLAP, STREAM, noted_launches
 from . import noted_launch
 from .noted_calls import Calls, note_calls
 
@@ -235,7 +235,7 @@ def test_every_way_to_launch_is_one_launch(
 
 
 def test_what_it_does_not_serve_is_said() -> None:
-    from mla_var3.attention.shape import CallShape
+    from mla_var3.attention.request.shape import CallShape
 
     assert flash_mla.unsupported(CallShape(b=1, s=1, t=64, h=8)) is None
     assert "k=256" in str(flash_mla.unsupported(CallShape(b=1, s=1, t=64, h=8, k=256)))

@@ -12,10 +12,11 @@ from torch import Tensor
 
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
-from mla_var3.cli import kernel as kernel_command
+from mla_var3.cli.commands import kernel as kernel_command
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import HyperMlaError, InvalidArgumentError, KernelCompileError
-from mla_var3.kernel.cute_python.mla.absorbed_attention import (
+from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla.flash_mla import CuteFlashMLA
+from mla_var3.kernel.cute_python.mla.latent.kernel import (
     CONSUMER_REGISTERS,
     CONSUMERS,
     LOADER_REGISTERS,
@@ -23,17 +24,16 @@ from mla_var3.kernel.cute_python.mla.absorbed_attention import (
     FlashMLASm90,
     FlashMLATiling,
 )
-from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla.flash_mla import CuteFlashMLA
-from mla_var3.kernel.cute_python.mla.merge_partials import merge_cost, merge_rows
-from mla_var3.kernel.cute_python.mla.paging import SPARE_PAGES, dense_inputs, paged_inputs
-from mla_var3.kernel.cute_python.mla.schedule import DEFAULT_SM_COUNT
+from mla_var3.kernel.cute_python.mla.latent.merge import merge_cost, merge_rows
+from mla_var3.kernel.cute_python.mla.latent.paging import SPARE_PAGES, dense_inputs, paged_inputs
+from mla_var3.kernel.cute_python.mla.latent.schedule import DEFAULT_SM_COUNT
 from mla_var3.runtime import cute_kernel, workflow
 from mla_var3.runtime.compile import fits_shared_memory
-from mla_var3.runtime.cute_arguments import kinds_of
+from mla_var3.runtime.cute.arguments import kinds_of
 from mla_var3.runtime.cute_kernel import CuteKernel
 from mla_var3.runtime.tiling import constraint_failures
+from tests.unit.runtime.cute.cute_support import note_compilations
 
-from ..unit.cute_support import note_compilations
 from .compile_once import SERIALISED, Compiled, compile_once
 
 SMALL: dict[str, Any] = {"b": 2, "s": 2, "t": 200, "h": 64, "seed": 0}

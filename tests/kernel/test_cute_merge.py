@@ -11,13 +11,8 @@ from hypothesis import strategies as st
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
 from mla_var3.conf.devices import load_devices
-from mla_var3.kernel.cute_python.mla.merge_partials import (
-    MOST_SLOTS,
-    State,
-    cuts_items,
-    merge_rows,
-)
-from mla_var3.kernel.cute_python.mla.schedule import KV_BLOCK, GangShape, gang_shape, pieces
+from mla_var3.kernel.cute_python.mla.latent.merge import MOST_SLOTS, State, cuts_items, merge_rows
+from mla_var3.kernel.cute_python.mla.latent.schedule import KV_BLOCK, GangShape, gang_shape, pieces
 
 
 def step_of(lengths: Sequence[int], shape: GangShape) -> int:

@@ -21,15 +21,19 @@ pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl"
 
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.kernel.cute_python.mla import window_jobs
-from mla_var3.kernel.cute_python.mla.absorbed_attention import FlashMLASm90
-from mla_var3.kernel.cute_python.mla.mix_plan import LatentTokens
+from mla_var3.kernel.cute_python.mla.decompressed import jobs as window_jobs
+from mla_var3.kernel.cute_python.mla.decompressed.jobs import BLOCK, Job, Window
+from mla_var3.kernel.cute_python.mla.decompressed.kernel import WindowSm90
+from mla_var3.kernel.cute_python.mla.decompressed.stage import (
+    WindowOperands,
+    WindowShape,
+    WindowTiling,
+)
+from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLASm90
+from mla_var3.kernel.cute_python.mla.mix.plan import LatentTokens
 from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus.mla_var6_plus import (
     CuteMlaVar6Plus,
 )
-from mla_var3.kernel.cute_python.mla.window_jobs import BLOCK, Job, Window
-from mla_var3.kernel.cute_python.mla.window_rows import WindowSm90
-from mla_var3.kernel.cute_python.mla.window_stage import WindowOperands, WindowShape, WindowTiling
 
 from .compile_once import Compiled, compile_once
 from .test_cute_var6_plus import require_well_compiled
@@ -205,8 +209,8 @@ RING_VARIANTS = {
 COMPILE = """
 import contextlib, json, sys
 import torch
-from mla_var3.kernel.cute_python.mla.window_stage import WindowOperands, WindowTiling
-from mla_var3.kernel.cute_python.mla.mix_plan import LatentTokens
+from mla_var3.kernel.cute_python.mla.decompressed.stage import WindowOperands, WindowTiling
+from mla_var3.kernel.cute_python.mla.mix.plan import LatentTokens
 from mla_var3.runtime import cute_kernel
 from mla_var3.runtime.compile import compile_report
 from mla_var3.runtime.paths import find_kernel, plan_class

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
-from mla_var3.kernel.cute_python.mla.merge_partials import MOST_SLOTS, merge_rows
-from mla_var3.kernel.cute_python.mla.schedule import (
+from mla_var3.kernel.cute_python.mla.latent.merge import MOST_SLOTS, merge_rows
+from mla_var3.kernel.cute_python.mla.latent.schedule import (
     DEFAULT_SM_COUNT,
     GANG_WORTH,
     ITEM_COST,

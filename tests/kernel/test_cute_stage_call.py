@@ -14,8 +14,8 @@ pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl"
 
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.kernel.cute_python.mla import stage_call
-from mla_var3.kernel.cute_python.mla.window_stage import WindowTiling
+from mla_var3.kernel.cute_python.mla.decompressed.stage import WindowTiling
+from mla_var3.kernel.cute_python.mla.hopper import stage_call
 from mla_var3.runtime.paths import find_kernel, plan_class
 
 SIZES: dict[str, Any] = {"b": 2, "s": 3, "t": 300, "h": 4, "seed": 0}

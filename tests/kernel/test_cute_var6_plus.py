@@ -11,31 +11,11 @@ import torch
 
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
-from mla_var3.cli import kernel as kernel_command
+from mla_var3.cli.commands import kernel as kernel_command
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import HyperMlaError, InvalidArgumentError
-from mla_var3.kernel.cute_python.mla import decompress_combine
-from mla_var3.kernel.cute_python.mla.absorbed_attention import FlashMLASm90, FlashMLATiling
-from mla_var3.kernel.cute_python.mla.decompress_combine import (
-    DecompressCombineSm90,
-    DecompressCombineTiling,
-    row_tiles,
-)
-from mla_var3.kernel.cute_python.mla.flash_attention.flash_attention.flash_attention import (
-    CuteFlashAttention,
-)
-from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus.mla_var6_plus import (
-    CuteMlaVar6Plus,
-)
-from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus_v2.mla_var6_plus_v2 import (
-    CuteMlaVar6PlusV2,
-)
-from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus_v3.mla_var6_plus_v3 import (
-    CuteMlaVar6PlusV3,
-)
-from mla_var3.kernel.cute_python.mla.sm_split import SmSplit, balanced_split, neighbours
-from mla_var3.kernel.cute_python.mla.window_rows import WindowSm90
-from mla_var3.kernel.cute_python.mla.window_stage import (
+from mla_var3.kernel.cute_python.mla.decompressed.kernel import WindowSm90
+from mla_var3.kernel.cute_python.mla.decompressed.stage import (
     ARGUMENTS,
     HEADS,
     LSE,
@@ -45,13 +25,33 @@ from mla_var3.kernel.cute_python.mla.window_stage import (
     WindowShape,
     WindowTiling,
 )
+from mla_var3.kernel.cute_python.mla.flash_attention.flash_attention.flash_attention import (
+    CuteFlashAttention,
+)
+from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLASm90, FlashMLATiling
+from mla_var3.kernel.cute_python.mla.mix.sm_split import SmSplit, balanced_split, neighbours
+from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus.mla_var6_plus import (
+    CuteMlaVar6Plus,
+)
+from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus_v2.mla_var6_plus_v2 import (
+    CuteMlaVar6PlusV2,
+)
+from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus_v3.mla_var6_plus_v3 import (
+    CuteMlaVar6PlusV3,
+)
+from mla_var3.kernel.cute_python.mla.projections import outputs as decompress_combine
+from mla_var3.kernel.cute_python.mla.projections.outputs import (
+    DecompressCombineSm90,
+    DecompressCombineTiling,
+    row_tiles,
+)
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import best_n
 from mla_var3.op.mla.inputs import absorb_queries, decompress_newest
-from mla_var3.op.mla.mix_model import MixModel
-from mla_var3.op.mla.mix_parameters import mix_parameters
+from mla_var3.op.mla.model.mix import MixModel
+from mla_var3.op.mla.model.parameters import mix_parameters
+from mla_var3.op.mla.prefix.reference import make_shared_prefix_inputs
 from mla_var3.op.mla.reference import reference_from_latent
-from mla_var3.op.mla.shared_prefix_reference import make_shared_prefix_inputs
 from mla_var3.runtime import workflow
 from mla_var3.runtime.compile import CompileReport, fits_shared_memory
 from mla_var3.runtime.composite import ConcurrentKernels

@@ -14,24 +14,22 @@ import torch
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
 from mla_var3.conf.devices import device_spec
-from mla_var3.kernel.cute_python.mla import (
-    decompress_combine,
-    head_products,
-    latent_call,
-    whole_call,
-)
-from mla_var3.kernel.cute_python.mla.absorbed_attention import FlashMLASm90, FlashMLATiling
-from mla_var3.kernel.cute_python.mla.decompress_combine import DecompressCombineSm90, columns_for
+from mla_var3.kernel.cute_python.mla.decompressed.jobs import HEAD
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla import flash_mla
-from mla_var3.kernel.cute_python.mla.head_products import HeadProductsSm90
-from mla_var3.kernel.cute_python.mla.schedule import ROWS, gang_shape
-from mla_var3.kernel.cute_python.mla.window_jobs import HEAD
+from mla_var3.kernel.cute_python.mla.latent import call as latent_call
+from mla_var3.kernel.cute_python.mla.latent import whole_call
+from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLASm90, FlashMLATiling
+from mla_var3.kernel.cute_python.mla.latent.schedule import ROWS, gang_shape
+from mla_var3.kernel.cute_python.mla.projections import outputs as decompress_combine
+from mla_var3.kernel.cute_python.mla.projections import queries as head_products
+from mla_var3.kernel.cute_python.mla.projections.outputs import DecompressCombineSm90, columns_for
+from mla_var3.kernel.cute_python.mla.projections.queries import HeadProductsSm90
 from mla_var3.runtime.compile import CompileReport, fits_shared_memory
-from mla_var3.runtime.cute_arguments import kinds_of
+from mla_var3.runtime.cute.arguments import kinds_of
+from mla_var3.runtime.cute.launch import RepeatedLaunch
 from mla_var3.runtime.cute_kernel import compile_program
-from mla_var3.runtime.cute_launch import RepeatedLaunch
+from tests.unit.runtime.cute.noting_driver import OVERLAP, STREAM, noted_launches
 
-from ..unit.noting_driver import OVERLAP, STREAM, noted_launches
 from . import whole_launch
 from .compile_once import SERIALISED, Compiled, compile_once
 from .noted_calls import Calls, note_calls

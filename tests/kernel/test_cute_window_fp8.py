@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from mla_var3.kernel.cute_python.mla.window_fp8 import (
+from mla_var3.kernel.cute_python.mla.decompressed.fp8_few import (
     BYTE_CHOICES,
     COLUMN_CHOICES,
     columns_for,
     word_place,
 )
-from mla_var3.op.mla.packed_window import TOKEN_ORDER
+from mla_var3.op.mla.window.packed import TOKEN_ORDER
 
 LANES = 32
 

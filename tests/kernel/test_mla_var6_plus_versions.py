@@ -14,7 +14,7 @@ from mla_var3.conf.devices import device_spec, load_devices
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.compare import compare
-from mla_var3.runtime.autotune_units import units_of
+from mla_var3.runtime.autotune.units import units_of
 from mla_var3.runtime.check import poison_outputs
 from mla_var3.runtime.compile import compile_report, fits_shared_memory
 from mla_var3.runtime.composite import ConcurrentKernels

@@ -1,4 +1,4 @@
-"""Launches a whole call on a driver that only notes, see `tests/unit/noting_driver.py`.
+"""Launches a whole call on a driver that only notes, see `noting_driver.py`.
 
 Once for each of `SIZES`, then the first of them by addresses: all of them, and with those between
 the steps fixed.
@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from mla_var3.kernel.cute_python.mla import latent_call, whole_call
-from mla_var3.kernel.cute_python.mla.absorbed_attention import FlashMLASm90, FlashMLATiling
-from mla_var3.kernel.cute_python.mla.schedule import ROWS, gang_shape
-
-from ..unit.noting_driver import STREAM, addresses_of, program_for_step
+from mla_var3.kernel.cute_python.mla.latent import call as latent_call
+from mla_var3.kernel.cute_python.mla.latent import whole_call
+from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLASm90, FlashMLATiling
+from mla_var3.kernel.cute_python.mla.latent.schedule import ROWS, gang_shape
+from tests.unit.runtime.cute.noting_driver import STREAM, addresses_of, program_for_step
 
 SIZES = ((4, 2, 64), (3, 2, 16), (5, 1, 128), (129, 1, 16))
 """Requests, queries and heads."""

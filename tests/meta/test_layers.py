@@ -13,7 +13,10 @@ import pytest
 PACKAGE = "mla_var3"
 
 # A room may import itself and what stands before it.
-ROOMS = ("errors", "conf", "op", "runtime", "kernel", "attention", "integrations", "report", "cli")
+ROOMS = (
+    "errors", "conf", "op", "runtime", "kernel", "attention", "integrations", "bench", "report",
+    "dev", "cli",
+)  # fmt: skip
 RANK = {room: rank for rank, room in enumerate(ROOMS)}
 
 # Language of the kernels: where it may be imported, as folders (ending in /) and files.

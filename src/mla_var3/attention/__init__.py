@@ -6,12 +6,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mla_var3.attention.cache import LatentCache
+    from mla_var3.attention.cache.latent_cache import LatentCache
+    from mla_var3.attention.cache.view import CacheView, paged_view
     from mla_var3.attention.call import explain, mla_attention, mla_latent_attention
-    from mla_var3.attention.choice import Explanation
-    from mla_var3.attention.masks import tree_ancestors
-    from mla_var3.attention.shape import CallShape
-    from mla_var3.attention.view import CacheView, paged_view
+    from mla_var3.attention.request.masks import tree_ancestors
+    from mla_var3.attention.request.shape import CallShape
+    from mla_var3.attention.select.choice import Explanation
 
 __all__ = [
     "CacheView",
@@ -26,15 +26,15 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CacheView": "view",
-    "CallShape": "shape",
-    "Explanation": "choice",
-    "LatentCache": "cache",
+    "CacheView": "cache.view",
+    "CallShape": "request.shape",
+    "Explanation": "select.choice",
+    "LatentCache": "cache.latent_cache",
     "explain": "call",
     "mla_attention": "call",
     "mla_latent_attention": "call",
-    "paged_view": "view",
-    "tree_ancestors": "masks",
+    "paged_view": "cache.view",
+    "tree_ancestors": "request.masks",
 }
 
 

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from mla_var3.attention import debug
-from mla_var3.attention.absorbed import AbsorbedKernel, Launch
-from mla_var3.attention.backends import AUTO, Backend, require_kernel_name
-from mla_var3.attention.choice import Explanation, choose, settled
-from mla_var3.attention.fast_path import full_parts, keep_form, latent_parts
-from mla_var3.attention.forms import Call, find_form
-from mla_var3.attention.shape import CallShape
-from mla_var3.attention.task import AttentionTask
-from mla_var3.attention.tiled import TorchTiled
-from mla_var3.attention.validate import Cache, Options, full_task, latent_task
+from mla_var3.attention.backends.latent import AbsorbedKernel, Launch
+from mla_var3.attention.backends.registry import AUTO, Backend, require_kernel_name
+from mla_var3.attention.backends.torch_tiled import TorchTiled
+from mla_var3.attention.replay.key import Call, find_form
+from mla_var3.attention.replay.replay import full_parts, keep_form, latent_parts
+from mla_var3.attention.request import debug
+from mla_var3.attention.request.shape import CallShape
+from mla_var3.attention.request.task import AttentionTask
+from mla_var3.attention.request.validate import Cache, Options, full_task, latent_task
+from mla_var3.attention.select.choice import Explanation, choose, settled
 from mla_var3.conf.devices import DeviceSpec, device_spec
 from mla_var3.errors import InvalidArgumentError, UnknownNameError
 from mla_var3.runtime.workflow import current_device_spec, planning_device

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from mla_var3.attention.call import mla_attention
-from mla_var3.attention.checks import require_int, require_tensor
 from mla_var3.attention.merge import joint_lse, share_of
-from mla_var3.attention.validate import Cache
+from mla_var3.attention.request.checks import require_int, require_tensor
+from mla_var3.attention.request.validate import Cache
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 
 Group = dist.ProcessGroup | None

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mla_var3.attention.task import AttentionTask
-from mla_var3.attention.view import CacheView
+from mla_var3.attention.cache.view import CacheView
+from mla_var3.attention.request.task import AttentionTask
 
 
 @torch.library.custom_op("hyper_mla::mla_attention", mutates_args=())

@@ -88,43 +88,43 @@ def _add_show(parser: Parser) -> None:
 
 
 def _add_predict(parser: Parser) -> None:
-    from mla_var3.cli.predict import add_arguments
+    from mla_var3.cli.commands.predict import add_arguments
 
     add_arguments(parser)
 
 
 def _add_choose(parser: Parser) -> None:
-    from mla_var3.cli.choose import add_arguments
+    from mla_var3.cli.commands.choose import add_arguments
 
     add_arguments(parser)
 
 
 def _add_plan(parser: Parser) -> None:
-    from mla_var3.cli.plan import add_arguments
+    from mla_var3.cli.commands.plan import add_arguments
 
     add_arguments(parser)
 
 
 def _add_profile(parser: Parser) -> None:
-    from mla_var3.cli.profile import add_arguments
+    from mla_var3.cli.commands.profile import add_arguments
 
     add_arguments(parser)
 
 
 def _add_compare(parser: Parser) -> None:
-    from mla_var3.cli.compare import add_arguments
+    from mla_var3.cli.commands.compare import add_arguments
 
     add_arguments(parser)
 
 
 def _add_bench(parser: Parser) -> None:
-    from mla_var3.cli.bench import add_arguments
+    from mla_var3.cli.commands.bench import add_arguments
 
     add_arguments(parser)
 
 
 def _add_clone(parser: Parser) -> None:
-    from mla_var3.cli.clone import add_arguments
+    from mla_var3.cli.commands.clone import add_arguments
 
     add_arguments(parser)
 
@@ -173,10 +173,10 @@ def _subparser(name: str) -> Parser:
 def _run(argv: list[str]) -> int:
     kernel, rest = take_kernel(argv)
     if kernel is not None:
-        from mla_var3.cli.kernel import run_kernel
+        from mla_var3.cli.commands.kernel import run_kernel
 
         return run_kernel(kernel, rest, prog=f"hyper-mla run {kernel.full_name}")
-    from mla_var3.cli.overview import overview_command
+    from mla_var3.cli.commands.overview import overview_command
 
     parser = _subparser("run")
     parser.epilog = _RUN_EPILOG
@@ -184,26 +184,26 @@ def _run(argv: list[str]) -> int:
 
 
 def _profile(argv: list[str]) -> int:
-    from mla_var3.cli.profile import profile_command
+    from mla_var3.cli.commands.profile import profile_command
 
     return profile_command(_subparser("profile"), argv)
 
 
 def _compare(argv: list[str]) -> int:
-    from mla_var3.cli.compare import compare_command
+    from mla_var3.cli.commands.compare import compare_command
 
     return compare_command(_subparser("compare"), argv)
 
 
 def _bench(argv: list[str]) -> int:
-    from mla_var3.cli.bench import bench_command
+    from mla_var3.cli.commands.bench import bench_command
 
     return bench_command(_subparser("bench"), argv)
 
 
 def _list(argv: list[str]) -> int:
     values = parse(_subparser("list"), argv)
-    from mla_var3.cli.inventory import list_command
+    from mla_var3.cli.commands.inventory import list_command
 
     return list_command(values["json"])
 
@@ -215,42 +215,42 @@ def _show(argv: list[str]) -> int:
             _subparser("show").print_help()
             return 0
         raise UsageError("kernel: expected the name of a kernel, got none")
-    from mla_var3.cli.show import show_command
+    from mla_var3.cli.commands.show import show_command
 
     return show_command(kernel, rest)
 
 
 def _predict(argv: list[str]) -> int:
     parser = _subparser("predict")
-    from mla_var3.cli.predict import predict_command
+    from mla_var3.cli.commands.predict import predict_command
 
     return predict_command(parser, argv)
 
 
 def _choose(argv: list[str]) -> int:
     parser = _subparser("choose")
-    from mla_var3.cli.choose import choose_command
+    from mla_var3.cli.commands.choose import choose_command
 
     return choose_command(parser, argv)
 
 
 def _plan(argv: list[str]) -> int:
     parser = _subparser("plan")
-    from mla_var3.cli.plan import plan_command
+    from mla_var3.cli.commands.plan import plan_command
 
     return plan_command(parser, argv)
 
 
 def _clone(argv: list[str]) -> int:
     parser = _subparser("clone")
-    from mla_var3.cli.clone import clone_command
+    from mla_var3.cli.commands.clone import clone_command
 
     return clone_command(parser, argv)
 
 
 def _env(argv: list[str]) -> int:
     values = parse(_subparser("env"), argv)
-    from mla_var3.cli.env import env_command
+    from mla_var3.cli.commands.env import env_command
 
     return env_command(values["json"])
 

@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from mla_var3.attention.addresses import column_reader
-from mla_var3.attention.backends import AUTO
+from mla_var3.attention.backends.registry import AUTO
+from mla_var3.attention.cache.sizes import PAGE_STEP
+from mla_var3.attention.cache.view import paged_view
 from mla_var3.attention.call import HEAD_WIDTH, checks_values, execute, is_traced
-from mla_var3.attention.checks import INDEX_DTYPES, require_int, require_tensor
-from mla_var3.attention.fast_path import layout_of
-from mla_var3.attention.forms import Call, find_form, store_form
-from mla_var3.attention.launch_form import LaunchForm
-from mla_var3.attention.sizes import PAGE_STEP
-from mla_var3.attention.validate import Options, latent_task
-from mla_var3.attention.view import paged_view
+from mla_var3.attention.replay.key import Call, find_form, store_form
+from mla_var3.attention.replay.launch_form import LaunchForm
+from mla_var3.attention.replay.pointers import column_reader
+from mla_var3.attention.replay.replay import layout_of
+from mla_var3.attention.request.checks import INDEX_DTYPES, require_int, require_tensor
+from mla_var3.attention.request.validate import Options, latent_task
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.runtime.torch_fast import tensor_maker
 

@@ -1,5 +1,5 @@
 """`python -m mla_var3.kernel <kernel> [<version>] [options]`."""
 
-from mla_var3.cli.kernel import main
+from mla_var3.cli.commands.kernel import main
 
 raise SystemExit(main())

@@ -28,11 +28,12 @@ from cutlass.cute.runtime import make_ptr
 from cutlass.runtime import find_runtime_libraries, load_module, make_fake_stream
 
 from mla_var3.errors import InvalidArgumentError, KernelCompileError, UnsupportedError
-from mla_var3.runtime import cute_arguments, cute_cache
 from mla_var3.runtime.compiler_output import first_lines, quiet_compiler
-from mla_var3.runtime.cute_arguments import ArgumentKind, Int64Arg, kinds_of
-from mla_var3.runtime.cute_cache import CompiledProgram, ProgramKey
-from mla_var3.runtime.cute_launch import (
+from mla_var3.runtime.cute import arguments as cute_arguments
+from mla_var3.runtime.cute import cache as cute_cache
+from mla_var3.runtime.cute.arguments import ArgumentKind, Int64Arg, kinds_of
+from mla_var3.runtime.cute.cache import CompiledProgram, ProgramKey
+from mla_var3.runtime.cute.launch import (
     BoundLaunch,
     CuteProgram,
     arch_of_device,

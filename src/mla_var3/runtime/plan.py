@@ -203,5 +203,5 @@ class KernelPlan(ABC):
 
         The command line lies above the runtime and is loaded only here, by name.
         """
-        command_line = importlib.import_module("mla_var3.cli.kernel")
+        command_line = importlib.import_module("mla_var3.cli.commands.kernel")
         return int(command_line.run_plan(self, argv))

@@ -17,7 +17,7 @@ from mla_var3.runtime.stage import Stage
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mla_var3.runtime.autotune import StageTuning
+    from mla_var3.runtime.autotune.tune import StageTuning
     from mla_var3.runtime.check import CheckResult
 
 log = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ def prepare(plan: KernelPlan, options: RunOptions) -> Prepared:
     where = pick_device(options.device)
     tuning: dict[str, StageTuning] = {}
     if where == "cuda":
-        from mla_var3.runtime.autotune import autotune, refine_plan
+        from mla_var3.runtime.autotune.tune import autotune, refine_plan
 
         spec = current_device_spec()
         plan = plan.for_target(spec.target).on_device(spec)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mla_var3.attention.cache import LatentCache
+from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.op.compare import compare
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from mla_var3.kernel.cute_python.mla.absorbed_attention import FlashMLASm90
-from mla_var3.kernel.cute_python.mla.decompress_combine import DecompressCombineSm90
-from mla_var3.kernel.cute_python.mla.window_rows import WindowSm90
+from mla_var3.kernel.cute_python.mla.decompressed.kernel import WindowSm90
+from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLASm90
+from mla_var3.kernel.cute_python.mla.projections.outputs import DecompressCombineSm90
 
 HOSTS: dict[str, Any] = {
     "flash_mla": FlashMLASm90,

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from mla_var3.attention import backends
-from mla_var3.attention.absorbed import AbsorbedKernel
+from mla_var3.attention.backends import registry as backends
+from mla_var3.attention.backends.latent import AbsorbedKernel
+from mla_var3.attention.backends.projections import project_heads
+from mla_var3.attention.backends.torch_tiled import TorchTiled
+from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.call import _backend
-from mla_var3.attention.projections import project_heads
-from mla_var3.attention.task import AttentionTask
-from mla_var3.attention.tiled import TorchTiled
-from mla_var3.attention.view import CacheView
+from mla_var3.attention.request.task import AttentionTask
 
 KERNEL = "repeatable"
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import mla_var3
-from mla_var3.attention.cache import LatentCache
-from mla_var3.attention.scatter import masked_put
+from mla_var3.attention.cache.latent_cache import LatentCache
+from mla_var3.attention.cache.scatter import masked_put
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 
 from .attention_support import assert_close, filled_cache, make_model, normal, oracle

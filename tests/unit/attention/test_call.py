@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import mla_var3
-from mla_var3.attention.masks import tree_ancestors
-from mla_var3.attention.view import paged_view
+from mla_var3.attention.cache.view import paged_view
+from mla_var3.attention.request.masks import tree_ancestors
 from mla_var3.op.mla.inputs import absorb_queries, make_inputs
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.op.mla.reference import reference_from_latent

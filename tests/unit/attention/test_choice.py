@@ -11,20 +11,21 @@ import pytest
 import torch
 
 import mla_var3
-from mla_var3.attention import backends, tuned
-from mla_var3.attention.absorbed import AbsorbedKernel
+from mla_var3.attention.backends import registry as backends
+from mla_var3.attention.backends.latent import AbsorbedKernel
 from mla_var3.attention.call import _backend
-from mla_var3.attention.estimate import estimate
-from mla_var3.attention.shape import CallShape
+from mla_var3.attention.request.shape import CallShape
+from mla_var3.attention.select import tuned
+from mla_var3.attention.select.estimate import estimate
 from mla_var3.cli.main import main
 from mla_var3.conf.devices import device_spec
 from mla_var3.conf.kernel_rates import kernel_rates
 from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
-from mla_var3.op.mla.mix_model import MixModel
-from mla_var3.op.mla.mix_parameters import mix_parameters
+from mla_var3.op.mla.model.mix import MixModel
+from mla_var3.op.mla.model.parameters import mix_parameters
 from mla_var3.op.mla.reference import reference_absorbed
-from mla_var3.runtime.autotune_cache import History, history_path, tuning_key
-from mla_var3.runtime.autotune_units import units_of
+from mla_var3.runtime.autotune.history import History, history_path, tuning_key
+from mla_var3.runtime.autotune.units import units_of
 from mla_var3.runtime.measure import Timing
 from mla_var3.runtime.paths import find_kernel, plan_class
 
@@ -37,8 +38,8 @@ H200 = "NVIDIA H200"
 @pytest.fixture(autouse=True)
 def only_cutile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The choice among the plan-driven kernels of cuTile, with no shipped times."""
-    monkeypatch.setattr("mla_var3.attention.absorbed.ABSORBED_DESIGNS", ())
-    monkeypatch.setattr("mla_var3.attention.planned.CUTE_SERVICES", {})
+    monkeypatch.setattr("mla_var3.attention.backends.latent.ABSORBED_DESIGNS", ())
+    monkeypatch.setattr("mla_var3.attention.backends.plans.CUTE_SERVICES", {})
     monkeypatch.setattr(tuned, "tuned_folder", lambda: tmp_path / "tuned")
 
 

@@ -15,12 +15,12 @@ import torch
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
 import mla_var3
-from mla_var3.attention.cache import LatentCache
-from mla_var3.attention.estimate import estimate
-from mla_var3.attention.planned import PlannedKernel, planned, service_of
-from mla_var3.attention.shape import CallShape
-from mla_var3.attention.task import AttentionTask
-from mla_var3.attention.validate import Options, full_task
+from mla_var3.attention.backends.plans import PlannedKernel, planned, service_of
+from mla_var3.attention.cache.latent_cache import LatentCache
+from mla_var3.attention.request.shape import CallShape
+from mla_var3.attention.request.task import AttentionTask
+from mla_var3.attention.request.validate import Options, full_task
+from mla_var3.attention.select.estimate import estimate
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import UnsupportedError
 from mla_var3.runtime.paths import find_kernel

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from mla_var3.attention import fast_path, forms, scratch
-from mla_var3.attention.cache import LatentCache
+from mla_var3.attention.cache.latent_cache import LatentCache
+from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.call import _backend, mla_attention, mla_latent_attention
-from mla_var3.attention.view import CacheView
+from mla_var3.attention.replay import key as forms
+from mla_var3.attention.replay import replay as fast_path
+from mla_var3.attention.replay import scratch
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.runtime import torch_fast
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mla_var3
-from mla_var3.attention.cache import LatentCache
+from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.errors import InvalidArgumentError
 
 B, S, H, D, P, K = 3, 4, 2, 8, 8, 16

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mla_var3
-from mla_var3.attention.cache import LatentCache
+from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.ops import latent_attention_op, mla_attention_op
 
 from .attention_support import Model, filled_cache, make_model, normal

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from mla_var3.attention import call, forms, scratch
-from mla_var3.attention.absorbed import AbsorbedKernel
+from mla_var3.attention import call
+from mla_var3.attention.backends.latent import AbsorbedKernel
 from mla_var3.attention.call import mla_attention, mla_latent_attention
+from mla_var3.attention.replay import key as forms
+from mla_var3.attention.replay import scratch
 from mla_var3.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from mla_var3.runtime import torch_fast
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import mla_var3
-from mla_var3.attention.cache import LatentCache
-from mla_var3.attention.view import CacheView, paged_view
+from mla_var3.attention.cache.latent_cache import LatentCache
+from mla_var3.attention.cache.view import CacheView, paged_view
 from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
 
 B, S, H, D, P, K, T = 2, 3, 2, 6, 4, 8, 70

@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from mla_var3.attention import absorbed, addresses, fast_path, forms, scratch
+from mla_var3.attention.backends import latent as absorbed
 from mla_var3.attention.call import mla_attention
-from mla_var3.attention.whole_form import WholeForm
+from mla_var3.attention.replay import key as forms
+from mla_var3.attention.replay import pointers as addresses
+from mla_var3.attention.replay import replay as fast_path
+from mla_var3.attention.replay import scratch
+from mla_var3.attention.replay.whole_form import WholeForm
 
 from .repeat_support import KERNEL, RepeatableKernel, RepeatableWhole
 from .test_fast_path import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mla_var3.attention import call
-from mla_var3.attention.absorbed import AbsorbedKernel
+from mla_var3.attention.backends.latent import AbsorbedKernel
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from mla_var3.op.cost import Bound, Cost
 from mla_var3.op.mla.problem import MlaProblem, require_int
-from mla_var3.op.mla.window_form import PLAIN, WindowForm
+from mla_var3.op.mla.window.formats import PLAIN, WindowForm
 
 _FLOAT32 = 4
 # Beyond this many waves of tiles a last, partly filled wave costs less than a quarter of the

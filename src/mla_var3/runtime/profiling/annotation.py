@@ -17,15 +17,10 @@ from mla_var3.runtime.profiling.common import (
     write_artifacts,
 )
 from mla_var3.runtime.profiling.figures import check_markdown
-from mla_var3.runtime.profiling.ncu_driver import counters_problem, find_ncu, load_ncu_report
-from mla_var3.runtime.profiling.ncu_metrics import FIGURES, annotation_metrics
-from mla_var3.runtime.profiling.ncu_session import (
-    Session,
-    make_result,
-    profile,
-    total_stages,
-)
-from mla_var3.runtime.profiling.ncu_text import (
+from mla_var3.runtime.profiling.ncu.driver import counters_problem, find_ncu, load_ncu_report
+from mla_var3.runtime.profiling.ncu.metrics import FIGURES, annotation_metrics
+from mla_var3.runtime.profiling.ncu.session import Session, make_result, profile, total_stages
+from mla_var3.runtime.profiling.ncu.text import (
     contract,
     issues_table,
     method_table,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from mla_var3.runtime.markdown import byte_count
-from mla_var3.runtime.profiling.ncu_metrics import STALL_MEANING
+from mla_var3.runtime.profiling.ncu.metrics import STALL_MEANING
 
 TENSOR_HIGH_PCT = 60.0
 DRAM_HIGH_PCT = 70.0

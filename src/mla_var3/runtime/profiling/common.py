@@ -19,8 +19,8 @@ from mla_var3.runtime.workflow import RunOptions, pick_device, prepare
 
 if TYPE_CHECKING:
     from mla_var3.conf.devices import DeviceSpec
-    from mla_var3.runtime.clocks import ClockState
     from mla_var3.runtime.plan import KernelPlan
+    from mla_var3.runtime.profiling.clocks import ClockState
     from mla_var3.runtime.stage import KernelStage, Stage
     from mla_var3.runtime.workflow import Prepared
 

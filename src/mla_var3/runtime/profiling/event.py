@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mla_var3.runtime.clocks import ClockState, announce_clocks
 from mla_var3.runtime.environment import environment
 from mla_var3.runtime.files import write_atomic
 from mla_var3.runtime.markdown import microseconds
 from mla_var3.runtime.measure import time_gpu
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
+from mla_var3.runtime.profiling.clocks import ClockState, announce_clocks
 from mla_var3.runtime.profiling.common import (
     header,
     measured_result,

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import InvalidArgumentError, MissingToolError, UnsupportedError
-from mla_var3.runtime.clocks import ClockState, announce_clocks
 from mla_var3.runtime.environment import environment
 from mla_var3.runtime.files import write_atomic
 from mla_var3.runtime.measure import percentile
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
+from mla_var3.runtime.profiling.clocks import ClockState, announce_clocks
 from mla_var3.runtime.profiling.common import (
     header,
     measured_result,
@@ -33,21 +33,21 @@ from mla_var3.runtime.profiling.common import (
 )
 from mla_var3.runtime.profiling.figures import check_markdown, stage_markdown
 from mla_var3.runtime.profiling.lock import current_device_name, device_lock
-from mla_var3.runtime.profiling.timeline_analysis import Analysis, analyse
-from mla_var3.runtime.profiling.timeline_csv import write_stats
-from mla_var3.runtime.profiling.timeline_launch import DEFAULT_RUNS, RunCounts
-from mla_var3.runtime.profiling.timeline_model import CUPTI, Timeline
-from mla_var3.runtime.profiling.timeline_nsys import collect_with_nsys, find_nsys
-from mla_var3.runtime.profiling.timeline_outline import outline
-from mla_var3.runtime.profiling.timeline_plot import timeline_plot
-from mla_var3.runtime.profiling.timeline_report import (
+from mla_var3.runtime.profiling.timeline.analysis import Analysis, analyse
+from mla_var3.runtime.profiling.timeline.csv import write_stats
+from mla_var3.runtime.profiling.timeline.launch import DEFAULT_RUNS, RunCounts
+from mla_var3.runtime.profiling.timeline.model import CUPTI, Timeline
+from mla_var3.runtime.profiling.timeline.nsys import collect_with_nsys, find_nsys
+from mla_var3.runtime.profiling.timeline.outline import outline
+from mla_var3.runtime.profiling.timeline.plot import timeline_plot
+from mla_var3.runtime.profiling.timeline.report import (
     kernel_figures,
     timeline_figures,
     timeline_sections,
 )
-from mla_var3.runtime.profiling.timeline_target import write_request
-from mla_var3.runtime.profiling.timeline_torch import collect_with_torch
-from mla_var3.runtime.profiling.timeline_trace import write_chrome_trace
+from mla_var3.runtime.profiling.timeline.target import write_request
+from mla_var3.runtime.profiling.timeline.torch import collect_with_torch
+from mla_var3.runtime.profiling.timeline.trace import write_chrome_trace
 from mla_var3.runtime.workflow import RunOptions
 
 if TYPE_CHECKING:

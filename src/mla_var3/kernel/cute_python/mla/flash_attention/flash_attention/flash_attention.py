@@ -26,11 +26,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mla_var3.kernel.cute_python.mla.hopper_plan import HopperPlan
-from mla_var3.kernel.cute_python.mla.latent_call import ELEMENT_TYPES
-from mla_var3.kernel.cute_python.mla.latent_ops import ROPE
-from mla_var3.kernel.cute_python.mla.window_jobs import HEAD
-from mla_var3.kernel.cute_python.mla.window_stage import (
+from mla_var3.kernel.cute_python.mla.decompressed.jobs import HEAD
+from mla_var3.kernel.cute_python.mla.decompressed.stage import (
     HEADS,
     TILES,
     WindowOperands,
@@ -38,6 +35,9 @@ from mla_var3.kernel.cute_python.mla.window_stage import (
     WindowTiling,
     window_stage,
 )
+from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
+from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES
+from mla_var3.kernel.cute_python.mla.latent.ops import ROPE
 from mla_var3.op.mla.cost import flash_attention_cost
 from mla_var3.op.mla.inputs import decompress_all
 from mla_var3.op.mla.reference import reference_decompressed

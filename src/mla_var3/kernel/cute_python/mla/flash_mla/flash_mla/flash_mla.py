@@ -28,23 +28,19 @@ import torch
 from torch import Tensor
 
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.kernel.cute_python.mla import whole_call
-from mla_var3.kernel.cute_python.mla.absorbed_attention import (
+from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
+from mla_var3.kernel.cute_python.mla.latent import whole_call
+from mla_var3.kernel.cute_python.mla.latent.call import AbsorbedLaunch, call_arguments, call_program
+from mla_var3.kernel.cute_python.mla.latent.kernel import (
     AbsorbedOperands,
     FlashMLASm90,
     FlashMLATiling,
     absorbed_stage,
     default_few,
 )
-from mla_var3.kernel.cute_python.mla.hopper_plan import HopperPlan
-from mla_var3.kernel.cute_python.mla.latent_call import (
-    AbsorbedLaunch,
-    call_arguments,
-    call_program,
-)
-from mla_var3.kernel.cute_python.mla.latent_ops import LATENT, ROPE
-from mla_var3.kernel.cute_python.mla.paging import check_paged, dense_inputs, paged_inputs
-from mla_var3.kernel.cute_python.mla.schedule import KV_BLOCK, ROWS, GangShape, gang_shape
+from mla_var3.kernel.cute_python.mla.latent.ops import LATENT, ROPE
+from mla_var3.kernel.cute_python.mla.latent.paging import check_paged, dense_inputs, paged_inputs
+from mla_var3.kernel.cute_python.mla.latent.schedule import KV_BLOCK, ROWS, GangShape, gang_shape
 from mla_var3.op.mla.cost import flash_mla_cost
 from mla_var3.runtime.composite import KernelPipeline
 from mla_var3.runtime.plan import Tiling

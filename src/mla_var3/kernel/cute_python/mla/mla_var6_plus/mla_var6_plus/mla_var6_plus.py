@@ -30,9 +30,9 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from mla_var3.kernel.cute_python.mla.mix_plan import LatentTokens
-from mla_var3.kernel.cute_python.mla.newest_mix import NewestMixPlan
-from mla_var3.kernel.cute_python.mla.window_stage import WindowOperands
+from mla_var3.kernel.cute_python.mla.decompressed.stage import WindowOperands
+from mla_var3.kernel.cute_python.mla.mix.newest import NewestMixPlan
+from mla_var3.kernel.cute_python.mla.mix.plan import LatentTokens
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import flash_attention_cost
 from mla_var3.runtime.composite import KernelPipeline

@@ -29,20 +29,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mla_var3.kernel.cute_python.mla.mix_plan import LatentTokens
-from mla_var3.kernel.cute_python.mla.newest_mix import NewestMixPlan
-from mla_var3.kernel.cute_python.mla.window_stage import WindowOperands
+from mla_var3.kernel.cute_python.mla.decompressed.stage import WindowOperands
+from mla_var3.kernel.cute_python.mla.mix.newest import NewestMixPlan
+from mla_var3.kernel.cute_python.mla.mix.plan import LatentTokens
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import flash_attention_cost
 from mla_var3.op.mla.inputs import absorb_queries, decompress_newest
-from mla_var3.op.mla.packed_window import (
+from mla_var3.op.mla.reference import reference_mix
+from mla_var3.op.mla.window.formats import FP8, PLAIN
+from mla_var3.op.mla.window.packed import (
     TOKEN_GROUP,
     PackedWindow,
     pack_window,
     padded_slots,
     unpack_window,
 )
-from mla_var3.op.mla.quantise import (
+from mla_var3.op.mla.window.quantise import (
     E4M3,
     FormErrors,
     QuantisedRows,
@@ -51,8 +53,6 @@ from mla_var3.op.mla.quantise import (
     quantise,
     reference_mix_quantised,
 )
-from mla_var3.op.mla.reference import reference_mix
-from mla_var3.op.mla.window_form import FP8, PLAIN
 from mla_var3.runtime.composite import KernelPipeline
 from mla_var3.runtime.tensors import check_tensor, require_view
 

@@ -28,18 +28,15 @@ import torch
 from torch import Tensor
 
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.kernel.cute_python.mla.mix_plan import CuteMixPlan, LatentTokens
-from mla_var3.kernel.cute_python.mla.window_jobs import BLOCK
-from mla_var3.kernel.cute_python.mla.window_stage import WindowOperands, WindowShape
+from mla_var3.kernel.cute_python.mla.decompressed.jobs import BLOCK
+from mla_var3.kernel.cute_python.mla.decompressed.stage import WindowOperands, WindowShape
+from mla_var3.kernel.cute_python.mla.mix.plan import CuteMixPlan, LatentTokens
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.inputs import absorb_queries
+from mla_var3.op.mla.prefix.problem import SharedPrefixProblem, shared_prefix_attention_cost
+from mla_var3.op.mla.prefix.reference import make_shared_prefix_inputs, reference_shared_prefix
 from mla_var3.op.mla.problem import require_int
-from mla_var3.op.mla.shared_prefix import SharedPrefixProblem, shared_prefix_attention_cost
-from mla_var3.op.mla.shared_prefix_reference import (
-    make_shared_prefix_inputs,
-    reference_shared_prefix,
-)
 from mla_var3.runtime.composite import KernelPipeline
 from mla_var3.runtime.tensors import check_tensor
 

@@ -1,0 +1,1 @@
+"""What computes a call."""

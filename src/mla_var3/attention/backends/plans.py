@@ -1,0 +1,146 @@
+"""The kernels of the package that are driven by plans: the same s for all requests.
+
+A plan is made once per form of call and kept; a call gets its operands together, and the runtime
+object is built from the plan and them and launched. How that goes is the plan's `Service`: cuTile
+plans take dense caches (`plan_stages.py`), are built in every call, and run on CPU tensors in the
+interpreter, for small sizes and only when the kernel was named; plans of CuTe DSL read decompressed
+tokens of dense and paged caches (`decompressed.py`) and are built once per form.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from mla_var3.attention.backends.decompressed import CUTE_SERVICES
+from mla_var3.attention.backends.latent import missing_language
+from mla_var3.attention.backends.plan_stages import CUTILE_SERVICES, Service
+from mla_var3.attention.request.shape import CallShape
+from mla_var3.attention.request.task import AttentionTask
+from mla_var3.attention.select.tuned import best_tilings
+from mla_var3.conf.devices import device_spec
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.mla.inputs import up_project
+from mla_var3.runtime.paths import KernelId, plan_class
+from mla_var3.runtime.stage import Stage
+from mla_var3.runtime.tiling import Tiling, constraint_failures
+from mla_var3.runtime.workflow import current_device_spec, planning_device
+
+
+def service_of(kernel: KernelId) -> Service | None:
+    """How a kernel version serves calls; None when it serves none through a plan."""
+    if kernel.language == "cute-dsl":
+        return CUTE_SERVICES.get(kernel.full_name)
+    return CUTILE_SERVICES.get(kernel.design)
+
+
+class PlannedKernel:
+    """A backend around one kernel version and its plan."""
+
+    def __init__(self, kernel_id: KernelId, service: Service) -> None:
+        """Wrap a kernel version; nothing of it is imported yet."""
+        self._id = kernel_id
+        self._service = service
+
+    @property
+    def kernel(self) -> str:
+        return self._id.full_name
+
+    @property
+    def language(self) -> str:
+        return self._id.language
+
+    @property
+    def runs_on_cpu(self) -> bool:
+        return self._service.runs_on_cpu
+
+    @property
+    def targets(self) -> tuple[str, ...] | None:
+        """What it is written for; None for all."""
+        return self._service.targets
+
+    def missing(self) -> str | None:
+        return missing_language(self.language)
+
+    def unsupported(self, shape: CallShape) -> str | None:
+        reasons = {
+            "different numbers of queries per request": shape.ragged,
+            "a tree of tokens": shape.tree,
+            "a cache that holds a part of each request (total_lengths)": shape.partial,
+            "float32; it takes bfloat16 and float16": shape.dtype == "float32",
+            "cache rows that are not 16-byte aligned": not shape.aligned,
+        }
+        refusal = self._service.refusal(shape)
+        if refusal is not None:
+            return refusal
+        for reason, holds in reasons.items():
+            if holds:
+                return reason
+        if self.missing():
+            return None  # the shape alone says nothing against it
+        return _refusal(self._id, shape)
+
+    def run(self, task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
+        shape, service = task.shape(), self._service
+        spec = current_device_spec() if task.q.is_cuda else planning_device()
+        plan = planned(self._id, shape, spec.name)
+        operands = service.operands(task, shape, plan)
+
+        def build() -> Stage:
+            stage = service.build(plan, shape, operands)
+            if task.q.is_cuda:
+                tuned = _tuned(self._id, shape, spec.name)
+                for kernel in stage.kernels():
+                    kernel.tiling = tuned.get(kernel.name, kernel.tiling)
+            return stage
+
+        output, lse, *_ = service.run((self._id, shape, spec.name), operands, build)
+        if service.latent and task.w_uv is not None:
+            output = up_project(output, task.w_uv)
+        return (output if task.out is None else task.out.copy_(output)), lse
+
+
+@lru_cache(maxsize=512)
+def planned(kernel: KernelId, shape: CallShape, device: str) -> Any:
+    """The plan of a kernel for a form of call on a device, by its name; every choice made."""
+    plan = _tunable(kernel, shape, device)
+    return plan.settled() if hasattr(plan, "settled") else plan
+
+
+@lru_cache(maxsize=512)
+def _tunable(kernel: KernelId, shape: CallShape, device: str) -> Any:
+    """The same with tilings that are still the ones tuning starts from."""
+    spec, service = device_spec(device), service_of(kernel)
+    assert service is not None
+    fields = service.fields(shape)
+    if not shape.default_scale:
+        fields["scale"] = shape.scale
+    plan = plan_class(kernel)(**fields, dtype=shape.dtype)
+    return plan.for_target(spec.target).on_device(spec)
+
+
+def tuning_plan(kernel: KernelId, shape: CallShape, device: str) -> Any:
+    """The plan under which a call's tuning results are kept: times do not depend on the scale."""
+    return _tunable(kernel, dataclasses.replace(shape, scale=None), device)
+
+
+@lru_cache(maxsize=512)
+def _tuned(kernel: KernelId, shape: CallShape, device: str) -> dict[str, Tiling]:
+    return best_tilings(tuning_plan(kernel, shape, device), device_spec(device))
+
+
+@lru_cache(maxsize=512)
+def _refusal(kernel: KernelId, shape: CallShape) -> str | None:
+    """What the plan itself has against a form of call."""
+    try:
+        plan = planned(kernel, shape, planning_device().name)
+    except InvalidArgumentError as error:  # tiles that are made for other sizes
+        return f"these sizes: {error}"
+    for tiling in plan.tiling_fields().values():
+        failures = constraint_failures(tiling, plan)
+        if failures:
+            return f"these sizes: {'; '.join(failures)}"
+    return None

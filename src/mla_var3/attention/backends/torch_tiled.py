@@ -1,0 +1,263 @@
+"""`torch_tiled`: the attention in PyTorch, tile by tile, with every option, on any device.
+
+An online softmax over tiles of KV tokens: products of the input dtype, accumulated in float32, as
+the kernels do it. Every shape is known on the host and nothing is read back on a GPU, so a CUDA
+graph can capture a call. On the CPU the lengths are read, to leave out tiles that nobody uses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+
+from mla_var3.attention.backends.registry import TORCH_TILED
+from mla_var3.attention.cache.tokens import ragged_rows
+from mla_var3.attention.cache.view import CacheView
+from mla_var3.attention.merge import merge_parts
+from mla_var3.attention.request.masks import Visibility
+from mla_var3.attention.request.shape import CallShape
+from mla_var3.attention.request.task import AttentionTask
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.mla.inputs import absorb_queries, up_project
+
+# Scores alive at a time: 128 MiB in float32. Long tiles amortise the launches of a step.
+_SCORE_ELEMENTS = 1 << 25
+_TILE_STEP = 64
+_TILE_MOST = 2048
+
+Tile = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Keys `[b, g, m, e]`, values `[b, g, m, ev]` (g = 1 or h) and positions int64 `[b, m]`."""
+
+
+class TorchTiled:
+    """The backend that serves every call, and the only one that the CPU gets by itself."""
+
+    kernel = TORCH_TILED
+    language = "torch"
+    runs_on_cpu = True
+
+    def missing(self) -> str | None:
+        """None: PyTorch is always there."""
+        return None
+
+    def unsupported(self, shape: CallShape) -> str | None:
+        """None: there is nothing it cannot do."""
+        return None
+
+    def run(self, task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and log-sum-exp of a call."""
+        if task.cu_seqlens_q is None:
+            return _attention(task)
+        return _ragged(task)
+
+
+def _ragged(task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pads the queries of every request to the same number, and packs the result again."""
+    assert task.cu_seqlens_q is not None
+    total = task.q.shape[0]
+    rows = ragged_rows(task.cu_seqlens_q, total)
+    s = task.max_q
+    if s is None:
+        if task.q.device.type != "cpu":
+            raise InvalidArgumentError(
+                "max_q", f"the most queries of any request, for {TORCH_TILED} on a GPU", None
+            )
+        s = int(rows.counts.max()) if rows.counts.numel() else 0
+    lse = task.q.new_full((total, task.h), -math.inf, dtype=torch.float32)
+    output = _output(task, (total, task.h, task.width))
+    if s == 0 or total == 0:
+        return output.zero_(), lse
+    first = task.cu_seqlens_q[:-1].long()
+    places = (first[:, None] + torch.arange(s, device=first.device)).clamp(0, total - 1)
+    padded = replace(task, q=task.q[places], q_rope=task.q_rope[places], out=None)
+    tree = task.tree
+    if tree is not None and tree.shape[1] != s:
+        padded = replace(padded, tree=tree[:, :s, :s])
+    attended, attended_lse = _attention(padded)
+    offsets = rows.offsets.clamp(0, s - 1)
+    valid = rows.valid & (rows.offsets < s)
+    output.copy_(torch.where(valid[:, None, None], attended[rows.requests, offsets], 0.0))
+    return output, torch.where(valid[:, None], attended_lse[rows.requests, offsets], lse)
+
+
+def _attention(task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
+    cache, dtype = task.cache, task.q.dtype
+    sees = task.visibility(task.q.shape[1])
+    extent = _extent(cache, task.max_kv)
+    if task.w_uk is None or task.w_uv is None:
+        latent, lse = _attend_latent(task.q, task, sees, extent, None)
+        return _deliver(task, latent), lse
+    q_latent = absorb_queries(task.q, task.w_uk)
+    latent, lse = _attend_latent(q_latent, task, sees, extent, cache.window_start)
+    parts = [(up_project(latent.to(dtype), task.w_uv), lse)]
+    q_heads = torch.cat([task.q, task.q_rope], dim=-1).transpose(1, 2)  # [b, h, s, d+p]
+    for tiles in (_prefix_tiles(cache), _window_tiles(cache)):
+        if tiles is not None:
+            newest, newest_lse = _online(q_heads, tiles, sees, task.scale, task.width)
+            parts.append((newest.transpose(1, 2), newest_lse.transpose(1, 2)))
+    output, lse = merge_parts(parts)
+    return _deliver(task, output), lse
+
+
+def _output(task: AttentionTask, shape: tuple[int, ...]) -> torch.Tensor:
+    return task.q.new_empty(shape) if task.out is None else task.out
+
+
+def _deliver(task: AttentionTask, output: torch.Tensor) -> torch.Tensor:
+    if task.out is None:
+        return output.to(task.q.dtype)
+    return task.out.copy_(output)
+
+
+def _extent(cache: CacheView, max_kv: int | None) -> int:
+    """Slots per request that have to be looked at."""
+    extent = cache.capacity if max_kv is None else min(max_kv, cache.capacity)
+    if cache.lengths.device.type == "cpu" and cache.lengths.numel():
+        extent = min(extent, max(0, int(cache.lengths.max())))
+    return extent
+
+
+def _attend_latent(
+    q_latent: torch.Tensor,
+    task: AttentionTask,
+    sees: Visibility,
+    extent: int,
+    window_start: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latent output `[b, s, h, k]` in float32 and its log-sum-exp."""
+    b, s, h, _ = q_latent.shape
+    q = torch.cat([q_latent, task.q_rope], dim=-1).reshape(b, 1, s * h, -1)
+    skip = 0 if task.latent_only else task.cache.prefix
+    step = _tile_size(b * s * h, task.cache.page_size)
+    tiles = _latent_tiles(task.cache, skip, extent, step, window_start)
+    output, lse = _online(q, tiles, sees, task.scale, task.cache.latent.shape[-1], heads=h)
+    return output.view(b, s, h, -1), lse.view(b, s, h)
+
+
+def _tile_size(rows: int, page_size: int | None) -> int:
+    size = max(1, min(_TILE_MOST, _SCORE_ELEMENTS // max(1, rows)))
+    step = page_size or _TILE_STEP
+    return max(1, size // step) * step
+
+
+def _latent_tiles(
+    cache: CacheView, skip: int, extent: int, step: int, window_start: torch.Tensor | None
+) -> Iterator[Tile]:
+    """Latent rows from the shared prefix (`skip`) up to the ring."""
+    b, page = cache.requests, cache.page_size or 1
+    extent = -(-extent // page) * page
+    for first in range(skip, extent, step):  # a shared prefix of a paged cache is whole pages
+        last = min(first + step, extent)
+        latent, rope = cache.tile(first, last)
+        positions = torch.arange(first, last, device=latent.device).expand(b, -1)
+        if window_start is not None:
+            positions = torch.where(positions < window_start.long()[:, None], positions, -1)
+        keys = torch.cat([latent, rope], dim=-1)
+        unused = (positions < 0) | (positions >= cache.lengths[:, None])
+        keys = keys.masked_fill(unused[:, :, None], 0.0)  # 0 * NaN would still be NaN
+        yield keys[:, None], keys[:, None, :, : latent.shape[-1]], positions
+
+
+def _window_tiles(cache: CacheView) -> Iterator[Tile] | None:
+    if cache.k_new is None or cache.v_new is None or cache.window_start is None:
+        return None
+    return _ring_tiles(cache, cache.k_new, cache.v_new, cache.window_start)
+
+
+def _ring_tiles(
+    cache: CacheView, k_new: torch.Tensor, v_new: torch.Tensor, start: torch.Tensor
+) -> Iterator[Tile]:
+    """The ring, slot by slot; a slot's position is the newest that belongs into it."""
+    b, h, n, _ = k_new.shape
+    newest = cache.lengths.long()[:, None] - 1  # [b, 1]
+    start = start.long().clamp(min=cache.prefix)[:, None]
+    step = _tile_size(b * h, None)
+    for first in range(0, n, step):
+        last = min(first + step, n)
+        slots = torch.arange(first, last, device=start.device)
+        positions = newest - (newest - slots) % n
+        positions = torch.where(positions >= start, positions, -1)
+        unused = (positions < 0)[:, None, :, None]
+        _, rope = cache.rows(positions)
+        keys = torch.cat(
+            [k_new[:, :, first:last], rope[:, None].expand(-1, h, -1, -1)], dim=-1
+        ).masked_fill(unused, 0.0)
+        yield keys, v_new[:, :, first:last].masked_fill(unused, 0.0), positions
+
+
+def _prefix_tiles(cache: CacheView) -> Iterator[Tile] | None:
+    if cache.k_prefix is None or cache.v_prefix is None:
+        return None
+    return _shared_tiles(cache, cache.k_prefix, cache.v_prefix)
+
+
+def _shared_tiles(
+    cache: CacheView, k_prefix: torch.Tensor, v_prefix: torch.Tensor
+) -> Iterator[Tile]:
+    """The shared prefix; every request has it, as far as its length goes."""
+    b, (h, m, _) = cache.requests, k_prefix.shape
+    step = _tile_size(b * h, None)
+    for first in range(0, m, step):
+        last = min(first + step, m)
+        positions = torch.arange(first, last, device=k_prefix.device).expand(b, -1)
+        _, rope = cache.rows(positions)
+        unused = (positions >= cache.lengths[:, None])[:, :, None]
+        rope = rope.masked_fill(unused, 0.0)[:, None].expand(-1, h, -1, -1)
+        keys = torch.cat([k_prefix[:, first:last].expand(b, -1, -1, -1), rope], dim=-1)
+        yield keys, v_prefix[:, first:last].expand(b, -1, -1, -1), positions
+
+
+def _online(
+    q: torch.Tensor,
+    tiles: Iterator[Tile],
+    sees: Callable[[torch.Tensor], torch.Tensor],
+    scale: float,
+    width: int,
+    heads: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax attention over tiles that come one by one.
+
+    Args:
+        q: `[b, g, r, e]`; with g = 1 the rows are (query, head), else they are the queries.
+        tiles: the KV tokens.
+        sees: positions -> whether each query sees them, `[b, s, m]`.
+        scale: factor on the logits.
+        width: ev, width of the values.
+        heads: heads per query in the rows of g = 1; None for g = h.
+
+    Returns:
+        Normalised output `[b, g, r, ev]` and log-sum-exp `[b, g, r]`, float32.
+    """
+    peak = torch.full(q.shape[:3], -math.inf, dtype=torch.float32, device=q.device)
+    total = torch.zeros_like(peak)
+    output = torch.zeros((*q.shape[:3], width), dtype=torch.float32, device=q.device)
+    for keys, values, positions in tiles:
+        hidden = ~sees(positions)
+        if heads is None:
+            hidden = hidden[:, None]  # [b, 1, s, m]
+        else:
+            hidden = hidden[:, :, None].expand(-1, -1, heads, -1).flatten(1, 2)[:, None]
+        scores = _matmul(q, keys.transpose(2, 3)) * scale
+        scores = scores.masked_fill(hidden, -math.inf)
+        new_peak = torch.maximum(peak, scores.amax(-1))
+        # A row that has seen no key has a peak of -inf, and -inf - -inf would be NaN.
+        shift = torch.where(new_peak == -math.inf, 0.0, new_peak)
+        weights = torch.exp(scores - shift[..., None])
+        fade = torch.exp(peak - shift)
+        total = total * fade + weights.sum(-1)
+        output = output * fade[..., None] + _matmul(weights.to(q.dtype), values)
+        peak = new_peak
+    divisor = torch.where(total == 0.0, 1.0, total)
+    lse = torch.where(total == 0.0, -math.inf, peak + divisor.log())
+    return output / divisor[..., None], lse
+
+
+def _matmul(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    """`[b, g, r, x] @ [b, g, x, y]` in float32: exact products of the inputs, float32 sums."""
+    if rows.is_cuda and rows.dtype is not torch.float32:
+        product = torch.bmm(rows.flatten(0, 1), matrices.flatten(0, 1), out_dtype=torch.float32)
+        return product.view(*rows.shape[:3], matrices.shape[-1])
+    return torch.matmul(rows.float(), matrices.float())

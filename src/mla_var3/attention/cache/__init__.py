@@ -1,0 +1,1 @@
+"""The latent cache and its parts."""

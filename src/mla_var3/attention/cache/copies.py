@@ -1,0 +1,167 @@
+"""Decompressed copies of part of a latent cache: a ring of the newest tokens, a shared prefix.
+
+The latent cache always holds every token; what lies here is a copy in another form, so a kernel
+that cannot use it loses nothing but time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from mla_var3.attention.cache.scatter import masked_put
+from mla_var3.attention.request.checks import Shape, require_tensor
+from mla_var3.errors import InvalidArgumentError
+
+
+def decompress_rows(
+    latent: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values `[m, h, d]` of latent rows `[m, k]`, in the input dtype."""
+    heads, width = w_uk.shape[0], w_uk.shape[1]
+    keys = latent @ w_uk.reshape(heads * width, -1).T
+    values = latent @ w_uv.transpose(0, 1).reshape(latent.shape[-1], -1)
+    return keys.view(-1, heads, width), values.view(-1, heads, w_uv.shape[2])
+
+
+class Window:
+    """A ring of the newest tokens of every request, decompressed.
+
+    Position x lies in slot x % n. The ring of a request holds the positions from `start` to its
+    length; older ones are attended in latent form. Dropping tokens shortens the range from above.
+    The slots below `start` have been overwritten by the dropped tokens, so the ring stays shorter
+    than n until new tokens come or `refill` decompresses the missing ones again.
+
+    Attributes:
+        k_new, v_new: `[b, h, n, d]`.
+        k_rope_new: `[b, n, p]`, the rope keys of the same tokens once more: a kernel that reads the
+            slots as they lie needs all parts of a token in the same slot.
+        start: int32 `[b]`, the oldest position in the ring.
+    """
+
+    def __init__(
+        self, b: int, h: int, n: int, d: int, p: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Make an empty ring."""
+        self.k_new = torch.zeros((b, h, n, d), dtype=dtype, device=device)
+        self.v_new = torch.zeros((b, h, n, d), dtype=dtype, device=device)
+        self.k_rope_new = torch.zeros((b, n, p), dtype=dtype, device=device)
+        self.start = torch.zeros((b,), dtype=torch.int32, device=device)
+
+    @property
+    def n(self) -> int:
+        """Slots per request."""
+        return self.k_new.shape[2]
+
+    def decompressed(
+        self, latent: torch.Tensor, leading: Shape, given: Mapping[str, torch.Tensor | None]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of new tokens, `[m, h, d]`: as given, or made from the weights.
+
+        Args:
+            latent: `[m, k]`.
+            leading: dimensions of the tokens in `k_new` and `v_new`, before h and d.
+            given: `k_new` and `v_new`, or `w_uk` and `w_uv`; the others None.
+        """
+        names = [name for name, value in given.items() if value is not None]
+        _, h, _, d = self.k_new.shape
+        shapes: dict[str, Shape]
+        if names == ["w_uk", "w_uv"]:
+            k = ("k", latent.shape[-1])
+            shapes = {"w_uk": [("h", h), ("d", d), k], "w_uv": [("h", h), k, ("d", d)]}
+        elif names == ["k_new", "v_new"]:
+            shapes = {name: [*leading, ("h", h), ("d", d)] for name in names}
+        else:
+            raise InvalidArgumentError(
+                "k_new",
+                "k_new and v_new, or w_uk and w_uv, for a cache with a window",
+                ", ".join(names) or "none of them",
+            )
+        dtypes, device = [self.k_new.dtype], self.k_new.device
+        first, second = (
+            require_tensor(name, given[name], shape, dtypes, device)
+            for name, shape in shapes.items()
+        )
+        if "w_uk" in shapes:
+            return decompress_rows(latent, first, second)
+        return first.flatten(0, -3), second.flatten(0, -3)
+
+    def write(
+        self,
+        requests: torch.Tensor,
+        positions: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rope: torch.Tensor,
+        valid: torch.Tensor,
+    ) -> None:
+        """Put tokens into their slots; the valid ones must not share a slot.
+
+        Args:
+            requests: int64 `[m]`.
+            positions: int64 `[m]`.
+            keys: `[m, h, d]`.
+            values: `[m, h, d]`.
+            rope: `[m, p]`.
+            valid: bool `[m]`, which of them to put.
+        """
+        places = (requests, positions % self.n)
+        masked_put(self.k_new.transpose(1, 2), places, keys, valid)
+        masked_put(self.v_new.transpose(1, 2), places, values, valid)
+        masked_put(self.k_rope_new, places, rope, valid)
+
+    def grow(self, lengths: torch.Tensor) -> None:
+        """After tokens were written up to `lengths`: the oldest slots now hold newer tokens."""
+        self.start.copy_(torch.maximum(self.start.long(), lengths - self.n))
+
+    def shrink(self, lengths: torch.Tensor) -> None:
+        """After tokens at and beyond `lengths` were dropped."""
+        self.start.copy_(torch.minimum(self.start.long(), lengths))
+
+    def missing(self, most: int) -> torch.Tensor:
+        """The `most` positions before the ring, newest first, int64 `[b, most]`; some below 0."""
+        steps = torch.arange(most, device=self.start.device)
+        return self.start.long()[:, None] - 1 - steps
+
+    def bring_back(
+        self,
+        positions: torch.Tensor,
+        oldest: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rope: torch.Tensor,
+    ) -> None:
+        """Put positions of `missing` back into their slots, down to `oldest`, int64 `[b]`."""
+        start = self.start.long()
+        valid = (positions >= oldest[:, None]).flatten()
+        requests = torch.arange(start.shape[0], device=start.device)
+        requests = requests[:, None].expand_as(positions)
+        self.write(requests.flatten(), positions.flatten(), keys, values, rope, valid)
+        lowest = torch.maximum(start - positions.shape[1], oldest)
+        self.start.copy_(torch.minimum(start, lowest))
+
+
+class Prefix:
+    """The first tokens of all requests, the same for each, decompressed once.
+
+    Attributes:
+        length: tokens.
+        k_prefix, v_prefix: `[h, length, d]`.
+        k_rope_prefix: `[length, p]`, their rope keys, beside those in the latent cache.
+    """
+
+    def __init__(
+        self, h: int, length: int, d: int, p: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Make room for a prefix."""
+        self.length = length
+        self.k_prefix = torch.zeros((h, length, d), dtype=dtype, device=device)
+        self.v_prefix = torch.zeros((h, length, d), dtype=dtype, device=device)
+        self.k_rope_prefix = torch.zeros((length, p), dtype=dtype, device=device)
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, rope: torch.Tensor) -> None:
+        """Fill it with `[length, h, d]` and rope keys `[length, p]`."""
+        self.k_prefix.copy_(keys.transpose(0, 1))
+        self.v_prefix.copy_(values.transpose(0, 1))
+        self.k_rope_prefix.copy_(rope)

@@ -1,0 +1,399 @@
+"""LatentCache: the KV cache of MLA, dense or paged, with optional decompressed parts.
+
+All state lives on the device and keeps its address. `append`, `truncate`, `evict` and `refill` are
+made of tensor operations of fixed shape that never read back, so a CUDA graph can capture them when
+their counts are tensors on the device. What does not fit is refused on the device too: `append`
+returns what it took, `check` asks the device and raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mla_var3.attention.cache.copies import Prefix, Window, decompress_rows
+from mla_var3.attention.cache.pages import PagePool
+from mla_var3.attention.cache.scatter import masked_put
+from mla_var3.attention.cache.sizes import CacheShape, CacheSizes, cache_shape
+from mla_var3.attention.cache.tokens import TokenRows, padded_rows, ragged_rows
+from mla_var3.attention.cache.view import CacheView
+from mla_var3.attention.request.checks import (
+    FLOAT_DTYPES,
+    INDEX_DTYPES,
+    index_tensor,
+    require_device,
+    require_int,
+    require_tensor,
+    zero_rows,
+)
+from mla_var3.errors import InvalidArgumentError, UnsupportedError
+
+Counts = torch.Tensor | Sequence[int]
+
+
+class LatentCache:
+    """The cache of a batch of requests; `allocate` makes one.
+
+    Attributes:
+        buffer: the one buffer of latent rows and rope keys: `[b, t, k+p]`, or paged
+            `[num_pages, page_size, k+p]`. `c_kv` and `k_rope` are its columns.
+        lengths: int32 `[b]`, tokens of each request.
+        refused: int32 `[b]`, tokens that did not fit since the start.
+        pages: block table and free list; None in a dense cache.
+        window: ring of the newest tokens, decompressed; None without one.
+        prefix: shared first tokens, decompressed; None without.
+    """
+
+    def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
+        """Make an empty cache; `allocate` is the way with checks and defaults."""
+        self._shape = shape
+        b, width = shape.b, shape.k + shape.p
+        self.pages: PagePool | None = None
+        if shape.page_size is None:
+            rows: tuple[int, ...] = (b, shape.t, width)
+        else:
+            rows = (shape.num_pages, shape.page_size, width)
+            self.pages = PagePool(
+                b,
+                shape.t // shape.page_size,
+                shape.num_pages,
+                shape.page_size,
+                device,
+                shape.prefix // shape.page_size,
+            )
+        self.buffer = zero_rows("b, t", rows, dtype, device)
+        self.lengths = torch.zeros((b,), dtype=torch.int32, device=device)
+        self.refused = torch.zeros((b,), dtype=torch.int32, device=device)
+        head = (shape.head_dim, shape.p, dtype, device)
+        self.window = Window(b, shape.heads, shape.window, *head) if shape.window else None
+        self.prefix = Prefix(shape.heads, shape.prefix, *head) if shape.prefix else None
+        self._prefix_filled = self.prefix is None
+        self.kept_view = self._made_view()  # what `view` gives outside of traced programs
+
+    @classmethod
+    def allocate(
+        cls,
+        b: int,
+        t: int | None = None,
+        *,
+        k: int = 512,
+        p: int = 64,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+        page_size: int | None = None,
+        num_pages: int | None = None,
+        window: int = 0,
+        prefix: int = 0,
+        heads: int | None = None,
+        head_dim: int = 128,
+        budget_bytes: int | None = None,
+    ) -> LatentCache:
+        """Allocate an empty cache by sizes or by a memory budget.
+
+        Args:
+            b: requests.
+            t: slots per request. A dense cache with a budget takes what the budget gives when this
+                is left out; a paged cache rounds it up to whole pages.
+            k: latent width.
+            p: rope width.
+            dtype: bfloat16, float16 or float32.
+            device: where it lives.
+            page_size: tokens per page, a multiple of 64; None for a dense cache.
+            num_pages: pages of all requests; by default enough for every request to be full.
+            window: newest tokens of each request to keep decompressed as well.
+            prefix: tokens at the start that all requests share, kept decompressed once; filled by
+                `set_prefix`. Whole pages in a paged cache.
+            heads: heads of the decompressed parts.
+            head_dim: their width.
+            budget_bytes: most memory for everything: sets `num_pages`, or `t` of a dense cache.
+        """
+        if dtype not in FLOAT_DTYPES:
+            raise InvalidArgumentError("dtype", "bfloat16, float16 or float32", dtype)
+        shape = cache_shape(
+            b,
+            t,
+            k=k,
+            p=p,
+            element_size=dtype.itemsize,
+            page_size=page_size,
+            num_pages=num_pages,
+            window=window,
+            prefix=prefix,
+            heads=heads,
+            head_dim=head_dim,
+            budget_bytes=budget_bytes,
+        )
+        return cls(shape, dtype, require_device(device))
+
+    # -- the tensors ------------------------------------------------------------------------------
+
+    @property
+    def c_kv(self) -> torch.Tensor:
+        """The latent rows, a view of `buffer`."""
+        return self.buffer[..., : self._shape.k]
+
+    @property
+    def k_rope(self) -> torch.Tensor:
+        """The rope keys, a view of `buffer`."""
+        return self.buffer[..., self._shape.k :]
+
+    @property
+    def block_table(self) -> torch.Tensor | None:
+        """int32 `[b, max_pages]`; None in a dense cache."""
+        return None if self.pages is None else self.pages.block_table
+
+    def view(self) -> CacheView:
+        """The tensors for the attention; they stay the same through the life of the cache."""
+        # A traced program slices the buffer itself, to see that both are one memory.
+        return self._made_view() if torch.compiler.is_compiling() else self.kept_view
+
+    def _made_view(self) -> CacheView:
+        window, prefix = self.window, self.prefix
+        return CacheView(
+            latent=self.c_kv,
+            rope=self.k_rope,
+            lengths=self.lengths,
+            block_table=self.block_table,
+            k_new=None if window is None else window.k_new,
+            v_new=None if window is None else window.v_new,
+            window_start=None if window is None else window.start,
+            k_prefix=None if prefix is None else prefix.k_prefix,
+            v_prefix=None if prefix is None else prefix.v_prefix,
+            k_rope_new=None if window is None else window.k_rope_new,
+            k_rope_prefix=None if prefix is None else prefix.k_rope_prefix,
+        )
+
+    def sizes(self) -> CacheSizes:
+        """Memory by part, and capacity."""
+        return self._shape.sizes()
+
+    # -- changes ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def set_prefix(
+        self, latent: torch.Tensor, rope: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor
+    ) -> None:
+        """Fill the shared prefix and start every request with it; earlier contents are gone.
+
+        Args:
+            latent: `[prefix, k]`.
+            rope: `[prefix, p]`.
+            w_uk: `[h, d, k]`.
+            w_uv: `[h, k, d]`.
+        """
+        if self.prefix is None:
+            raise InvalidArgumentError("prefix", "a cache allocated with prefix > 0", 0)
+        length = ("prefix", self.prefix.length)
+        self._require_rows(latent, rope, [length])
+        self._require_weights(w_uk, w_uv)
+        rows = torch.cat([latent, rope], dim=-1)
+        if self.pages is None:
+            self.buffer[:, : self.prefix.length] = rows
+        else:
+            self.buffer.flatten(0, 1)[: self.prefix.length] = rows
+        self.prefix.write(*decompress_rows(latent, w_uk, w_uv), rope)
+        self._prefix_filled = True
+        if self.window is not None:
+            self.window.start.fill_(self.prefix.length)
+        self._set_lengths(torch.zeros_like(self.lengths, dtype=torch.int64))
+
+    @torch.no_grad()
+    def append(
+        self,
+        latent: torch.Tensor,
+        rope: torch.Tensor,
+        counts: Counts | None = None,
+        *,
+        cu_seqlens: torch.Tensor | None = None,
+        k_new: torch.Tensor | None = None,
+        v_new: torch.Tensor | None = None,
+        w_uk: torch.Tensor | None = None,
+        w_uv: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Add new tokens at the end of every request.
+
+        The tokens of a request are taken all or none. None are taken where they would exceed the
+        slots of the request or where no pages are left; `refused` counts them.
+
+        Args:
+            latent: `[b, m, k]`, or packed `[total, k]` with `cu_seqlens`.
+            rope: `[b, m, p]`, or `[total, p]`.
+            counts: tokens of each request, `0..m`, int `[b]`; by default m for all. The rows
+                beyond a count may hold anything.
+            cu_seqlens: int32 `[b+1]`, first token of each request in packed rows.
+            k_new: decompressed keys, `[b, m, h, d]` or `[total, h, d]`, for a cache with a window.
+            v_new: decompressed values, likewise.
+            w_uk: `[h, d, k]`; with `w_uv` instead of `k_new` and `v_new`.
+            w_uv: `[h, k, d]`.
+
+        Returns:
+            int32 `[b]`: tokens that were taken.
+        """
+        if not self._prefix_filled:
+            raise InvalidArgumentError("prefix", "set_prefix before the first append", "nothing")
+        tokens = self._token_rows(latent, rope, counts, cu_seqlens)
+        flat_latent, flat_rope = latent.flatten(0, -2), rope.flatten(0, -2)
+        # Before anything changes: a wrong argument must leave the cache as it was.
+        decompressed = None
+        if self.window is not None:
+            given = {"k_new": k_new, "v_new": v_new, "w_uk": w_uk, "w_uv": w_uv}
+            decompressed = self.window.decompressed(flat_latent, tokens.leading, given)
+        lengths = self.lengths.long()
+        asked = tokens.counts
+        if self.pages is None:
+            granted = lengths + asked <= self._shape.t
+        else:
+            granted = self.pages.reserve(lengths, asked, tokens.most)
+        taken = torch.where(granted, asked, 0)
+        valid = tokens.valid & granted[tokens.requests]
+        positions = lengths[tokens.requests] + tokens.offsets
+        if self.pages is None:
+            slots = tokens.requests * self._shape.t + positions
+        else:
+            slots = self.pages.rows(tokens.requests, positions)
+        rows = torch.cat([flat_latent, flat_rope], dim=-1)
+        masked_put(self.buffer.view(-1, rows.shape[-1]), (slots,), rows, valid)
+        new_lengths = lengths + taken
+        if self.window is not None and decompressed is not None:
+            newest = positions >= new_lengths[tokens.requests] - self.window.n
+            kept = valid & newest
+            self.window.write(tokens.requests, positions, *decompressed, flat_rope, kept)
+            self.window.grow(new_lengths)
+        self.lengths.copy_(new_lengths)
+        self.refused.add_((asked - taken).to(torch.int32))
+        return taken.to(torch.int32)
+
+    @torch.no_grad()
+    def truncate(
+        self,
+        counts: Counts,
+        *,
+        w_uk: torch.Tensor | None = None,
+        w_uv: torch.Tensor | None = None,
+        most: int | None = None,
+    ) -> None:
+        """Drop the newest tokens of every request, for example rejected drafts.
+
+        Pages that hold none of the remaining tokens are free again. The ring keeps what it has of
+        the remaining tokens; with weights it is filled up again by `refill`.
+
+        Args:
+            counts: tokens to drop, int `[b]`; at most the request's own (a shared prefix stays).
+            w_uk: `[h, d, k]`, to fill the ring up.
+            w_uv: `[h, k, d]`.
+            most: with weights, the host-side bound on `counts` for `refill`.
+        """
+        dropped = self._counts("counts", counts).clamp(min=0)
+        if w_uk is None or w_uv is None:
+            if w_uk is not w_uv:
+                raise InvalidArgumentError("w_uk", "w_uk and w_uv, or neither", "one of them")
+            self._set_lengths(self.lengths.long() - dropped)
+            return
+        self._require_weights(w_uk, w_uv)
+        self._set_lengths(self.lengths.long() - dropped)
+        self.refill(w_uk, w_uv, most)
+
+    @torch.no_grad()
+    def evict(self, requests: Counts) -> None:
+        """Empty some requests; only a shared prefix stays.
+
+        Args:
+            requests: their indices, int, or a bool mask `[b]`.
+        """
+        b = self._shape.b
+        if isinstance(requests, torch.Tensor) and requests.dtype is torch.bool:
+            gone = require_tensor(
+                "requests", requests, [("b", b)], [torch.bool], self.lengths.device
+            )
+        else:
+            index = index_tensor(
+                "requests", requests, [("count", None)], self.lengths.device, torch.int64
+            )
+            if not isinstance(requests, torch.Tensor):
+                for request in requests:
+                    require_int("requests", request, minimum=0, maximum=b - 1, maximum_name="b-1")
+            gone = (torch.arange(b, device=index.device)[:, None] == index).any(1)
+        self._set_lengths(torch.where(gone, 0, self.lengths.long()))
+
+    @torch.no_grad()
+    def refill(self, w_uk: torch.Tensor, w_uv: torch.Tensor, most: int | None = None) -> None:
+        """Decompress tokens that dropping others brought back among the newest.
+
+        Args:
+            w_uk: `[h, d, k]`.
+            w_uv: `[h, k, d]`.
+            most: tokens per request to bring back at most; by default a whole ring.
+        """
+        self._require_weights(w_uk, w_uv)
+        if self.window is None:
+            return
+        most = self.window.n if most is None else most
+        require_int("most", most, minimum=0)
+        oldest = (self.lengths.long() - self.window.n).clamp(min=self._shape.prefix)
+        positions = self.window.missing(min(most, self.window.n))
+        latent, rope = (rows.flatten(0, 1) for rows in self.view().rows(positions))
+        keys, values = decompress_rows(latent, w_uk, w_uv)
+        self.window.bring_back(positions, oldest, keys, values, rope)
+
+    def check(self) -> None:
+        """Ask the device whether everything fitted; waits for it.
+
+        Raises:
+            UnsupportedError: tokens were refused since the start.
+        """
+        refused = self.refused.tolist()
+        if any(refused):
+            which = {request: count for request, count in enumerate(refused) if count}
+            raise UnsupportedError(
+                f"cache: expected room for every token, got {sum(refused)} refused "
+                f"(by request: {which}); {self.sizes().tokens} tokens fit altogether, "
+                f"{self._shape.t} per request"
+            )
+
+    # -- parts ------------------------------------------------------------------------------------
+
+    def _set_lengths(self, lengths: torch.Tensor) -> None:
+        lengths = lengths.clamp(min=self._shape.prefix)
+        if self.pages is not None:
+            self.pages.release(lengths)
+        if self.window is not None:
+            self.window.shrink(lengths)
+        self.lengths.copy_(lengths)
+
+    def _token_rows(
+        self,
+        latent: torch.Tensor,
+        rope: torch.Tensor,
+        counts: Counts | None,
+        cu_seqlens: torch.Tensor | None,
+    ) -> TokenRows:
+        b, device = self._shape.b, self.lengths.device
+        if cu_seqlens is None:
+            self._require_rows(latent, rope, [("b", b), ("m", None)])
+            given = None if counts is None else self._counts("counts", counts)
+            return padded_rows(b, latent.shape[1], given, device)
+        if counts is not None:
+            raise InvalidArgumentError("counts", "none beside cu_seqlens", "both")
+        self._require_rows(latent, rope, [("total", None)])
+        bounds = require_tensor("cu_seqlens", cu_seqlens, [("b+1", b + 1)], INDEX_DTYPES, device)
+        return ragged_rows(bounds, latent.shape[0])
+
+    def _counts(self, name: str, counts: Counts) -> torch.Tensor:
+        shape = [("b", self._shape.b)]
+        return index_tensor(name, counts, shape, self.lengths.device, torch.int64)
+
+    def _require_rows(
+        self, latent: torch.Tensor, rope: torch.Tensor, leading: list[tuple[str, int | None]]
+    ) -> None:
+        dtypes, device = [self.buffer.dtype], self.buffer.device
+        require_tensor("latent", latent, [*leading, ("k", self._shape.k)], dtypes, device)
+        sizes = [(label, size) for (label, _), size in zip(leading, latent.shape, strict=False)]
+        require_tensor("rope", rope, [*sizes, ("p", self._shape.p)], dtypes, device)
+
+    def _require_weights(self, w_uk: torch.Tensor, w_uv: torch.Tensor) -> None:
+        shape = self._shape
+        h, d, k = ("h", shape.heads or None), ("d", shape.head_dim), ("k", shape.k)
+        dtypes, device = [self.buffer.dtype], self.buffer.device
+        require_tensor("w_uk", w_uk, [h, d, k], dtypes, device)
+        require_tensor("w_uv", w_uv, [h, k, d], dtypes, device)

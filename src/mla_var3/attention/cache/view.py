@@ -1,0 +1,152 @@
+"""A cache as the attention sees it, whoever owns the memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mla_var3.attention.request.checks import (
+    FLOAT_DTYPES,
+    INDEX_DTYPES,
+    require_int,
+    require_tensor,
+)
+
+
+@dataclass(frozen=True)
+class CacheView:
+    """The tensors of a cache.
+
+    Attributes:
+        latent: `[b, t, k]`, or `[num_pages, page, k]` with a block table.
+        rope: `[b, t, p]`, or `[num_pages, page, p]`.
+        lengths: int32 `[b]`, tokens of each request.
+        block_table: int32 `[b, max_pages]`; None for a dense cache.
+        k_new, v_new: ring of the newest tokens, `[b, h, n, d]`, position x in slot x % n.
+        window_start: int32 `[b]`, the oldest position in the ring.
+        k_prefix, v_prefix: shared first tokens, `[h, m, d]`.
+        k_rope_new: `[b, n, p]`, the rope keys of the ring in its order, for kernels that read its
+            slots as they lie; None where only `rope` has them.
+        k_rope_prefix: `[m, p]`, those of the shared first tokens, likewise.
+    """
+
+    latent: torch.Tensor
+    rope: torch.Tensor
+    lengths: torch.Tensor
+    block_table: torch.Tensor | None = None
+    k_new: torch.Tensor | None = None
+    v_new: torch.Tensor | None = None
+    window_start: torch.Tensor | None = None
+    k_prefix: torch.Tensor | None = None
+    v_prefix: torch.Tensor | None = None
+    k_rope_new: torch.Tensor | None = None
+    k_rope_prefix: torch.Tensor | None = None
+
+    @property
+    def page_size(self) -> int | None:
+        """Tokens per page; None for a dense cache."""
+        return None if self.block_table is None else self.latent.shape[1]
+
+    @property
+    def capacity(self) -> int:
+        """Slots per request."""
+        if self.block_table is None:
+            return self.latent.shape[1]
+        return self.block_table.shape[1] * self.latent.shape[1]
+
+    @property
+    def requests(self) -> int:
+        """Requests in the batch."""
+        return self.lengths.shape[0]
+
+    @property
+    def window(self) -> int:
+        """Slots of the ring; 0 without one."""
+        return 0 if self.k_new is None else self.k_new.shape[2]
+
+    @property
+    def prefix(self) -> int:
+        """Tokens of the shared prefix; 0 without one."""
+        return 0 if self.k_prefix is None else self.k_prefix.shape[1]
+
+    def tile(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latent and rope rows of the slots `first..last-1` of every request, `[b, m, ...]`.
+
+        In a paged cache both ends must be at page borders. Slots without a page give rows of some
+        other page; whoever uses them masks by length.
+        """
+        if self.block_table is None:
+            return self.latent[:, first:last], self.rope[:, first:last]
+        page = self.latent.shape[1]
+        pages = self.block_table[:, first // page : last // page]
+        index = pages.long().clamp(0, self.latent.shape[0] - 1)
+        shape = (index.shape[0], index.shape[1] * page)
+        return self.latent[index].view(*shape, -1), self.rope[index].view(*shape, -1)
+
+    def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latent and rope rows at positions int64 `[b, m]`, brought into the capacity."""
+        positions = positions.clamp(0, self.capacity - 1)
+        requests = torch.arange(self.requests, device=positions.device)[:, None]
+        if self.block_table is None:
+            return self.latent[requests, positions], self.rope[requests, positions]
+        page = self.latent.shape[1]
+        index = self.block_table[requests, positions // page].long()
+        index = index.clamp(0, self.latent.shape[0] - 1)
+        return self.latent[index, positions % page], self.rope[index, positions % page]
+
+    def full_copy(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Keys and values of all tokens, `[b, h, t, d]`, slot x at position x; None without.
+
+        A ring as long as the cache never turns. Of a shared prefix it has nothing.
+        """
+        if self.k_new is None or self.v_new is None or self.prefix or self.window != self.capacity:
+            return None
+        return self.k_new, self.v_new
+
+    def ring_start(self) -> torch.Tensor:
+        """int32 `[b]`, the oldest position of the ring; a view without one has a full ring."""
+        if self.window_start is not None:
+            return self.window_start
+        return (self.lengths - self.window).clamp_(min=0)
+
+    def ring_rope(self) -> torch.Tensor:
+        """Rope keys `[b, n, p]` in the order of the ring: those of the view, or gathered."""
+        if self.k_rope_new is not None:
+            return self.k_rope_new
+        n = self.window
+        oldest = (self.lengths.long() - n).clamp(min=0)[:, None]
+        slots = torch.arange(n, device=oldest.device)
+        return self.rows(oldest + (slots - oldest) % n)[1]
+
+    def prefix_rope(self) -> torch.Tensor:
+        """Rope keys `[m, p]` of the shared first tokens: those of the view, or gathered."""
+        if self.k_rope_prefix is not None:
+            return self.k_rope_prefix
+        positions = torch.arange(self.prefix, device=self.rope.device)
+        return self.rows(positions.expand(self.requests, -1))[1][0]
+
+
+def paged_view(
+    pages: torch.Tensor, block_table: torch.Tensor, lengths: torch.Tensor, *, k: int = 512
+) -> CacheView:
+    """The view of a paged cache that somebody else owns, such as a serving engine.
+
+    Args:
+        pages: `[num_pages, page, k+p]`, latent row and rope key of each token side by side.
+        block_table: int32 `[b, max_pages]`; entries beyond a request's tokens may be anything.
+        lengths: int32 `[b]`.
+        k: width of the latent part.
+    """
+    shape = [("num_pages", None), ("page", None), ("k+p", None)]
+    require_tensor("pages", pages, shape, FLOAT_DTYPES, None)
+    require_int("k", k, minimum=1, maximum=pages.shape[-1] - 1, maximum_name="k+p-1")
+    require_tensor("lengths", lengths, [("b", None)], INDEX_DTYPES, pages.device)
+    table = [("b", lengths.shape[0]), ("max_pages", None)]
+    require_tensor("block_table", block_table, table, INDEX_DTYPES, pages.device)
+    return CacheView(
+        latent=pages[..., :k],
+        rope=pages[..., k:],
+        lengths=lengths.to(torch.int32),
+        block_table=block_table.to(torch.int32),
+    )

@@ -1,0 +1,1 @@
+"""The short path of repeated calls."""

@@ -1,0 +1,1 @@
+"""A call, checked: arguments, shapes, masks."""

@@ -1,0 +1,93 @@
+"""Which KV positions a query sees: causal order, trees of draft tokens, ragged query counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mla_var3.attention.request.checks import INDEX_DTYPES, require_tensor
+from mla_var3.errors import InvalidArgumentError
+
+
+def tree_ancestors(parents: torch.Tensor) -> torch.Tensor:
+    """The mask of a tree of tokens: which tokens lie on the way from a token to the root.
+
+    Args:
+        parents: int `[..., s]`, for every token the index of its parent, which comes before it;
+            -1 (like any index that is not before the token) for a child of the context.
+
+    Returns:
+        bool `[..., s, s]`: row i is true at i and at all ancestors of i.
+    """
+    if not isinstance(parents, torch.Tensor) or not parents.dim():
+        got = list(parents.shape) if isinstance(parents, torch.Tensor) else type(parents).__name__
+        raise InvalidArgumentError("parents", "a tensor [..., s]", got)
+    if parents.dtype not in INDEX_DTYPES:
+        expected = " or ".join(str(dtype) for dtype in INDEX_DTYPES)
+        raise InvalidArgumentError("parents", f"dtype {expected}", parents.dtype)
+    s = parents.shape[-1]
+    order = torch.arange(s, device=parents.device)
+    is_parent = (parents[..., None] == order) & (order < order[:, None])
+    reach = (is_parent | torch.eye(s, dtype=torch.bool, device=parents.device)).float()
+    steps = 1
+    while steps < s:  # reach covers `steps` generations; squaring doubles them
+        reach = (reach @ reach).clamp(max=1.0)
+        steps *= 2
+    return reach > 0
+
+
+def checked_tree(tree: object, b: int, s: int, device: torch.device) -> torch.Tensor:
+    """A tree mask in any accepted form as bool `[b, s, s]`.
+
+    Args:
+        tree: bool `[s, s]` or `[b, s, s]`, or parents as int `[s]` or `[b, s]`.
+        b: requests.
+        s: query tokens; the most of any request when they differ.
+        device: where it has to be.
+    """
+    if not isinstance(tree, torch.Tensor):
+        raise InvalidArgumentError("tree_mask", "a tensor", type(tree).__name__)
+    is_mask = tree.dtype is torch.bool
+    tail = [("s", s), ("s", s)] if is_mask else [("s", s)]
+    shape = tail if tree.dim() == len(tail) else [("b", b), *tail]
+    require_tensor("tree_mask", tree, shape, [torch.bool, *INDEX_DTYPES], device)
+    mask = tree if is_mask else tree_ancestors(tree)
+    return mask.expand(b, s, s)
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """What the queries of a batch see.
+
+    Attributes:
+        lengths: int64 `[b]`, tokens in the cache.
+        ends: int64 `[b]`, length of each request counted from the first slot of the cache; beyond
+            `lengths` where the cache holds only the first part of a request.
+        counts: int64 `[b]`, query tokens of each request, its newest tokens.
+        s: query rows per request, of which each request uses the first `counts`.
+        causal: whether a query sees no position after its own.
+        tree: bool `[b, s, s]`, which of the newest tokens a query sees, within causal order.
+    """
+
+    lengths: torch.Tensor
+    ends: torch.Tensor
+    counts: torch.Tensor
+    s: int
+    causal: bool
+    tree: torch.Tensor | None
+
+    def __call__(self, positions: torch.Tensor) -> torch.Tensor:
+        """Whether query i sees a position: bool `[b, s, m]` for int64 `[b, m]`; -1 is unseen."""
+        query = torch.arange(self.s, device=positions.device)  # [s]
+        at = positions[:, None, :]  # [b, 1, m]
+        first = (self.ends - self.counts)[:, None, None]  # position of the first query
+        seen = (at >= 0) & (at < self.lengths[:, None, None])
+        seen = seen & (query < self.counts[:, None])[:, :, None]
+        if self.causal:
+            seen = seen & (at <= first + query[:, None])
+        if self.tree is not None:
+            draft = at - first  # index among the newest tokens
+            column = draft.clamp(0, self.s - 1).expand(-1, self.s, -1)
+            seen = seen & ((draft < 0) | self.tree.gather(2, column))
+        return seen

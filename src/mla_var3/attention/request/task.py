@@ -1,0 +1,119 @@
+"""One attention call in the form that every backend takes: checked, nothing left open."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mla_var3.attention.cache.view import CacheView
+from mla_var3.attention.request.masks import Visibility
+from mla_var3.attention.request.shape import CallShape
+from mla_var3.runtime.tensors import ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True)
+class AttentionTask:
+    """Operands and options of one call.
+
+    Attributes:
+        q: `q_nope [b, s, h, d]`, or `q_latent [b, s, h, k]` when `w_uk` is None; `[total, h, ...]`
+            with `cu_seqlens_q`.
+        q_rope: `[b, s, h, p]`, or `[total, h, p]`.
+        cache: the KV tokens.
+        w_uk, w_uv: `[h, d, k]` and `[h, k, d]`; None when the caller does the projections.
+        causal: whether a query sees no later position.
+        scale: factor on the logits.
+        tree: bool `[b, s, s]`; None for plain causal order.
+        cu_seqlens_q: int32 `[b+1]`; None when all requests have s queries.
+        max_q: queries per request, the most of any when they differ; None when only the device
+            knows.
+        max_kv: host-side bound on the lengths; None for the capacity.
+        total_lengths: int32 `[b]`, see `Visibility.ends`; None when the cache holds all tokens.
+        out: where the output goes; None for a new tensor.
+        empty_positive: whether a query that sees no token has a log-sum-exp of +inf, as in
+            FlashMLA, not -inf. `with_empty_sums` does it after kernels that know one way only.
+    """
+
+    q: torch.Tensor
+    q_rope: torch.Tensor
+    cache: CacheView
+    w_uk: torch.Tensor | None
+    w_uv: torch.Tensor | None
+    causal: bool
+    scale: float
+    tree: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    max_q: int | None = None
+    max_kv: int | None = None
+    total_lengths: torch.Tensor | None = None
+    out: torch.Tensor | None = None
+    empty_positive: bool = False
+
+    @property
+    def latent_only(self) -> bool:
+        """Whether queries and output are in the latent space."""
+        return self.w_uk is None
+
+    @property
+    def h(self) -> int:
+        """Heads."""
+        return self.q.shape[-2]
+
+    @property
+    def width(self) -> int:
+        """Width of the output."""
+        return self.cache.latent.shape[-1] if self.w_uv is None else self.w_uv.shape[2]
+
+    def with_empty_sums(self, lse: torch.Tensor) -> torch.Tensor:
+        """A log-sum-exp with -inf for queries that see no token, as this call wants it."""
+        if not self.empty_positive:
+            return lse
+        return lse.masked_fill(lse == -torch.inf, torch.inf)
+
+    def visibility(self, s: int) -> Visibility:
+        """What the queries see, with s query rows per request."""
+        lengths = self.cache.lengths.long()
+        if self.cu_seqlens_q is None:
+            counts = torch.full_like(lengths, s)
+        else:
+            bounds = self.cu_seqlens_q.long()
+            counts = (bounds[1:] - bounds[:-1]).clamp(0, s)
+        ends = lengths if self.total_lengths is None else self.total_lengths.long()
+        return Visibility(lengths, ends, counts, s, self.causal, self.tree)
+
+    def shape(self) -> CallShape:
+        """What decides which kernels can serve the call."""
+        cache, ragged = self.cache, self.cu_seqlens_q is not None
+        b = cache.requests
+        mean = -(-self.q.shape[0] // max(b, 1)) if ragged else self.q.shape[1]
+        d = self.q.shape[-1] if self.w_uk is None else self.w_uk.shape[1]
+        p = self.q_rope.shape[-1]
+        return CallShape(
+            b=b,
+            s=max(1, self.max_q or mean),
+            t=cache.capacity if self.max_kv is None else min(self.max_kv, cache.capacity),
+            h=self.h,
+            d=d,
+            p=p,
+            k=cache.latent.shape[-1],
+            dtype=str(self.q.dtype).removeprefix("torch."),
+            causal=self.causal,
+            page_size=cache.page_size,
+            window=cache.window,
+            prefix=cache.prefix,
+            ragged=ragged,
+            tree=self.tree is not None,
+            partial=self.total_lengths is not None,
+            latent_only=self.latent_only,
+            scale=self.scale,
+            aligned=all(_is_aligned(rows) for rows in (cache.latent, cache.rope)),
+        )
+
+
+def _is_aligned(rows: torch.Tensor) -> bool:
+    """Whether the copy engine of a GPU can read the rows: stride 1 inside, 16-byte steps."""
+    element = rows.element_size()
+    steps = (stride * element for stride in rows.stride()[:-1])
+    whole = rows.stride(-1) == 1 and all(step % ALIGNMENT_BYTES == 0 for step in steps)
+    return whole and rows.storage_offset() * element % ALIGNMENT_BYTES == 0

@@ -1,0 +1,227 @@
+"""From the arguments of the public calls to an `AttentionTask`, with every check on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from mla_var3.attention.cache.latent_cache import LatentCache
+from mla_var3.attention.cache.view import CacheView
+from mla_var3.attention.request.checks import (
+    FLOAT_DTYPES,
+    INDEX_DTYPES,
+    index_tensor,
+    require_int,
+    require_tensor,
+)
+from mla_var3.attention.request.masks import checked_tree
+from mla_var3.attention.request.task import AttentionTask
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.mla.problem import require_scale
+
+Cache = LatentCache | CacheView | tuple[torch.Tensor, torch.Tensor]
+"""What the calls take as `cache`: ours, a view of somebody else's, or `(c_kv, k_rope)`."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The optional arguments that both public calls share; see `mla_attention`."""
+
+    lengths: torch.Tensor | Sequence[int] | None = None
+    causal: bool = True
+    scale: float | None = None
+    out: torch.Tensor | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    max_q: int | None = None
+    tree_mask: torch.Tensor | None = None
+    max_kv: int | None = None
+    total_lengths: torch.Tensor | Sequence[int] | None = None
+
+
+def full_task(
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    cache: Cache,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    options: Options,
+) -> AttentionTask:
+    """The task of `mla_attention`."""
+    rows = _query_rows("q_nope", q_nope, options)
+    h, d = ("h", q_nope.shape[-2]), ("d", q_nope.shape[-1])
+    dtypes, device = [q_nope.dtype], q_nope.device
+    require_tensor("w_uk", w_uk, [h, d, ("k", None)], dtypes, device)
+    k = ("k", w_uk.shape[2])
+    require_tensor("w_uv", w_uv, [h, k, d], dtypes, device)
+    p = q_rope.shape[-1] if isinstance(q_rope, torch.Tensor) and q_rope.dim() else None
+    require_tensor("q_rope", q_rope, [*rows, h, ("p", p)], dtypes, device)
+    view = _checked_view(cache, w_uk.shape[2], q_rope, options)
+    _require_decompressed(view, q_nope.shape[-2], q_nope.shape[-1], q_rope.shape[-1])
+    width = q_nope.shape[-1] + q_rope.shape[-1]
+    return _task(q_nope, q_rope, view, w_uk, w_uv, options, width, w_uv.shape[2])
+
+
+def latent_task(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    cache: Cache,
+    options: Options,
+    head_width: int,
+) -> AttentionTask:
+    """The task of `mla_latent_attention`; `head_width` is d, for the default scale."""
+    rows = _query_rows("q_latent", q_latent, options)
+    require_int("d", head_width, minimum=1)
+    p = q_rope.shape[-1] if isinstance(q_rope, torch.Tensor) and q_rope.dim() else None
+    shape = [*rows, ("h", q_latent.shape[-2]), ("p", p)]
+    require_tensor("q_rope", q_rope, shape, [q_latent.dtype], q_latent.device)
+    view = _checked_view(cache, q_latent.shape[-1], q_rope, options)
+    view = CacheView(view.latent, view.rope, view.lengths, view.block_table)
+    width = head_width + q_rope.shape[-1]
+    return _task(q_latent, q_rope, view, None, None, options, width, q_latent.shape[-1])
+
+
+def _query_rows(name: str, q: object, options: Options) -> list[tuple[str, int | None]]:
+    """Checks the queries; their dimensions before the heads."""
+    ragged = options.cu_seqlens_q is not None
+    labels = ("total_q",) if ragged else ("b", "s")
+    tail = {"q_nope": "d"}.get(name, "k")
+    shape: list[tuple[str, int | None]] = [(label, None) for label in (*labels, "h", tail)]
+    checked = require_tensor(name, q, shape, FLOAT_DTYPES, None)
+    for label, size in zip((*labels, "h", tail), checked.shape, strict=True):
+        if size == 0 and label not in ("total_q", "b"):
+            raise InvalidArgumentError(name, f"{label} of at least 1", list(checked.shape))
+    return [(label, size) for label, size in zip(labels, checked.shape, strict=False)]
+
+
+def _checked_view(cache: object, k: int, q_rope: torch.Tensor, options: Options) -> CacheView:
+    """The view of any accepted cache, with the lengths of the call."""
+    device, dtype, p = q_rope.device, q_rope.dtype, q_rope.shape[-1]
+    ragged = options.cu_seqlens_q is not None
+    b = None if ragged else q_rope.shape[0]
+    if isinstance(cache, LatentCache):
+        view = cache.view()
+    elif isinstance(cache, CacheView):
+        view = cache
+    elif isinstance(cache, (tuple, list)) and len(cache) == 2:
+        c_kv, k_rope = cache
+        shape = [("b", b), ("t", None), ("k", k)]
+        require_tensor("cache[0] (c_kv)", c_kv, shape, [dtype], device)
+        full = torch.full((c_kv.shape[0],), c_kv.shape[1], dtype=torch.int32, device=device)
+        view = CacheView(c_kv, k_rope, full)
+    else:
+        raise InvalidArgumentError(
+            "cache", "a LatentCache, a CacheView or a pair (c_kv, k_rope)", type(cache).__name__
+        )
+    rows = [("b", b), ("t", None)] if view.block_table is None else [("num_pages", None)] * 2
+    require_tensor("cache.c_kv", view.latent, [*rows, ("k", k)], [dtype], device)
+    same = [(label, size) for (label, _), size in zip(rows, view.latent.shape, strict=False)]
+    name = "cache[1] (k_rope)" if isinstance(cache, (tuple, list)) else "cache.k_rope"
+    require_tensor(name, view.rope, [*same, ("p", p)], [dtype], device)
+    requests = [("b", view.requests if b is None else b)]
+    require_tensor("cache.lengths", view.lengths, requests, [torch.int32], device)
+    if view.block_table is not None:
+        table = [*requests, ("max_pages", None)]
+        require_tensor("cache.block_table", view.block_table, table, [torch.int32], device)
+    if view.capacity == 0:
+        raise InvalidArgumentError("cache", "at least one slot per request", "none")
+    if options.lengths is not None:
+        given = index_tensor("lengths", options.lengths, requests, device, torch.int32)
+        view = replace(view, lengths=given)
+    return view
+
+
+def _require_decompressed(view: CacheView, h: int, d: int, p: int) -> None:
+    """Checks the ring and the shared prefix, each of which is whole or not there."""
+    dtypes, device = [view.latent.dtype], view.latent.device
+    rows: list[tuple[str, int | None]] = [("b", view.requests)]
+    for suffix, label, leading in (("new", "n", rows), ("prefix", "m", [])):
+        keys, values, rope = (getattr(view, f"{part}_{suffix}") for part in ("k", "v", "k_rope"))
+        start = view.window_start if suffix == "new" else None
+        if keys is None:
+            if any(part is not None for part in (values, rope, start)):
+                raise InvalidArgumentError(f"cache.k_{suffix}", "one beside its other parts", None)
+            continue
+        shape = [*leading, ("h", h), (label, None), ("d", d)]
+        require_tensor(f"cache.k_{suffix}", keys, shape, dtypes, device)
+        length = (label, keys.shape[-2])
+        shape = [*leading, ("h", h), length, ("d", d)]
+        require_tensor(f"cache.v_{suffix}", values, shape, dtypes, device)
+        if rope is not None:
+            shape = [*leading, length, ("p", p)]
+            require_tensor(f"cache.k_rope_{suffix}", rope, shape, dtypes, device)
+        if start is not None:
+            require_tensor("cache.window_start", start, rows, [torch.int32], device)
+
+
+def _task(
+    q: torch.Tensor,
+    q_rope: torch.Tensor,
+    view: CacheView,
+    w_uk: torch.Tensor | None,
+    w_uv: torch.Tensor | None,
+    options: Options,
+    key_width: int,
+    out_width: int,
+) -> AttentionTask:
+    device, b = q.device, view.requests
+    if not isinstance(options.causal, bool):
+        raise InvalidArgumentError("causal", "True or False", repr(options.causal))
+    for name in ("max_q", "max_kv"):
+        if getattr(options, name) is not None:
+            require_int(name, getattr(options, name), minimum=1)
+    query_bounds, max_q = options.cu_seqlens_q, options.max_q
+    ragged = query_bounds is not None
+    if query_bounds is not None:
+        bounds = [("b+1", b + 1)]
+        require_tensor("cu_seqlens_q", query_bounds, bounds, INDEX_DTYPES, device)
+        query_bounds = query_bounds.to(torch.int32)
+    else:
+        if max_q is not None and max_q != q.shape[1]:
+            raise InvalidArgumentError("max_q", f"s={q.shape[1]} without cu_seqlens_q", max_q)
+        max_q = q.shape[1]
+        if options.causal and options.total_lengths is None and max_q > view.capacity:
+            raise InvalidArgumentError(
+                "s", f"at most the t={view.capacity} slots of a request (causal)", max_q
+            )
+    tree = options.tree_mask
+    if tree is not None:
+        if not options.causal:
+            raise InvalidArgumentError("tree_mask", "none with causal=False", "a tree")
+        if not isinstance(tree, torch.Tensor):
+            raise InvalidArgumentError("tree_mask", "a tensor", type(tree).__name__)
+        s = tree.shape[-1] if ragged and max_q is None and tree.dim() else max_q
+        tree = checked_tree(tree, b, s or 0, device)
+        max_q = s
+    total = options.total_lengths
+    if total is not None:
+        total = index_tensor("total_lengths", total, [("b", b)], device, torch.int32)
+    out = options.out
+    if out is not None:
+        labels = ("total_q",) if ragged else ("b", "s")
+        leading = [(label, size) for label, size in zip(labels, q.shape, strict=False)]
+        shape = [*leading, ("h", q.shape[-2]), ("d" if w_uv is not None else "k", out_width)]
+        require_tensor("out", out, shape, [q.dtype], device)
+    return AttentionTask(
+        q=q,
+        q_rope=q_rope,
+        cache=view,
+        w_uk=w_uk,
+        w_uv=w_uv,
+        causal=options.causal,
+        scale=_scale(options.scale, key_width),
+        tree=tree,
+        cu_seqlens_q=query_bounds,
+        max_q=max_q,
+        max_kv=options.max_kv,
+        total_lengths=total,
+        out=out,
+    )
+
+
+def _scale(scale: float | None, key_width: int) -> float:
+    if scale is None:
+        return float(key_width**-0.5)
+    require_scale(scale)
+    return float(scale)

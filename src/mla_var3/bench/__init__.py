@@ -1,0 +1,1 @@
+"""Benchmarks: our kernels beside the peers, records, pages."""

@@ -1,0 +1,335 @@
+"""Who takes part in a benchmark: our kernels, the peers, and the projections around them.
+
+A contender is built anew for every round, so that only one of them holds memory at a time, and
+always from the same numbers. Building never times and timing never builds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from mla_var3.bench.record import ABSORBED, DECOMPRESSED, MIX, OURS, PEER, PROJECTION
+from mla_var3.bench.suites import Case, KernelChoice
+from mla_var3.errors import CheckFailedError, UnsupportedError
+from mla_var3.op.cost import Cost
+from mla_var3.op.mla.cost import output_up_projection_cost, q_absorption_cost
+from mla_var3.op.mla.problem import MlaProblem
+from mla_var3.runtime.paths import KernelId, plan_class
+from mla_var3.runtime.plan import KernelPlan
+from mla_var3.runtime.stage import Stage
+from mla_var3.runtime.workflow import Progress, RunOptions, no_progress, prepare
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mla_var3.bench.peer_libraries import PeerLibraries
+
+PEER_ERROR_LIMIT = 0.01
+"""A 16-bit peer above this relative error computes something else."""
+SEED = 1
+ABSORPTION, UP_PROJECTION = "query absorption", "output up-projection"
+LEFT_TO_OTHERS = {
+    ABSORBED: (ABSORPTION, UP_PROJECTION),
+    MIX: (ABSORPTION,),
+    DECOMPRESSED: (),
+}
+"""Path -> the projections that it does not do itself."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A contender that can be timed.
+
+    Attributes:
+        run: enqueues the work once.
+        check: compares with the float32 reference; returns the relative error, or raises.
+        cost: FLOPs and bytes.
+        path: "absorbed", "decompressed" or "mix".
+        choices: what it chose, such as n.
+    """
+
+    run: Callable[[], Any]
+    check: Callable[[], float]
+    cost: Cost
+    path: str
+    choices: dict[str, int] = field(default_factory=dict)
+
+
+class Contender(Protocol):
+    """One row of the comparison before it is measured."""
+
+    @property
+    def kernel(self) -> str:
+        """Kernel id or name."""
+
+    @property
+    def language(self) -> str:
+        """Language key of our kernels."""
+
+    @property
+    def source(self) -> str:
+        """Whose it is: "ours", "peer" or "projection"."""
+
+    @property
+    def asked(self) -> dict[str, int]:
+        """Choices that the suite pinned."""
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Versions besides those of the environment."""
+
+    def build(self) -> Ready:
+        """Allocate and lay out; raises UnsupportedError where it cannot take part."""
+
+
+@dataclass(frozen=True)
+class KernelContender:
+    """One of our kernels."""
+
+    choice: KernelChoice
+    problem: MlaProblem
+    target: str
+    device: str = "cuda"
+    tune: bool = False
+    progress: Progress = no_progress
+
+    source = OURS
+
+    @property
+    def kernel(self) -> str:
+        return self.choice.kernel.full_name
+
+    @property
+    def language(self) -> str:
+        return self.choice.kernel.language
+
+    @property
+    def asked(self) -> dict[str, int]:
+        return dict(self.choice.fields)
+
+    @property
+    def versions(self) -> dict[str, str]:
+        return {}
+
+    def build(self) -> Ready:
+        from mla_var3.runtime.check import check_stage
+
+        plan = make_plan(self.choice, self.problem, self.target)
+        options = RunOptions(device=self.device, autotune=self.tune, progress=self.progress)
+        prepared = prepare(plan, options)
+        stage = prepared.stage
+
+        def check() -> float:
+            outcome = check_stage(prepared.plan, prepared.inputs, stage)
+            outcome.require()
+            return outcome.outputs[0].error.relative_frobenius
+
+        return Ready(
+            stage.launch,
+            check,
+            stage.cost(),
+            path_of(prepared.plan, stage),
+            choices_of(prepared.plan),
+        )
+
+
+@dataclass(frozen=True)
+class PeerContender:
+    """A peer's kernel.
+
+    Attributes:
+        name: its short name, see `mla_var3.bench.peers.KERNELS`.
+        problem: the problem.
+        libraries: what is installed.
+        references: float32 outputs by path, shared by the peers of a case.
+        device: where it runs.
+    """
+
+    name: str
+    problem: MlaProblem
+    libraries: PeerLibraries
+    references: dict[str, Tensor] = field(default_factory=dict, compare=False)
+    device: str = "cuda"
+
+    source = PEER
+    language = ""
+
+    @property
+    def kernel(self) -> str:
+        from mla_var3.bench.peers import peer_kernel
+
+        return peer_kernel(self.name).title
+
+    @property
+    def asked(self) -> dict[str, int]:
+        return {}
+
+    @property
+    def versions(self) -> dict[str, str]:
+        from mla_var3.bench.peers import peer_kernel
+
+        library = peer_kernel(self.name).library
+        known = self.libraries.versions
+        return {library: known[library]} if library in known else {}
+
+    def build(self) -> Ready:
+        from mla_var3.bench.peers import PeerInputs, peer_kernel, reference
+        from mla_var3.op.compare import compare
+
+        kernel = peer_kernel(self.name)
+        self.libraries.require(kernel.library)
+        if kernel.path == DECOMPRESSED and self.problem.lengths is not None:
+            raise UnsupportedError(
+                f"{kernel.title}: expected t={self.problem.t} tokens in every request, got lengths"
+            )
+        inputs = PeerInputs.make(self.problem, self.device)
+        run = kernel.build(self.libraries, inputs)
+
+        def check() -> float:
+            if kernel.path not in self.references:
+                self.references[kernel.path] = reference(kernel.path, inputs)
+            error = compare(run(), self.references[kernel.path]).relative_frobenius
+            if not error <= PEER_ERROR_LIMIT:  # NaN fails too
+                raise CheckFailedError(
+                    f"{kernel.title}: relative error {error:.3g} (bound {PEER_ERROR_LIMIT:g})"
+                )
+            return error
+
+        return Ready(run, check, kernel.cost(self.problem), kernel.path)
+
+
+@dataclass(frozen=True)
+class ProjectionContender:
+    """A projection as PyTorch does it, for the end-to-end time of kernels that leave it out."""
+
+    kernel: str
+    problem: MlaProblem
+    device: str = "cuda"
+
+    source = PROJECTION
+    language = ""
+
+    @property
+    def asked(self) -> dict[str, int]:
+        return {}
+
+    @property
+    def versions(self) -> dict[str, str]:
+        return {}
+
+    def build(self) -> Ready:
+        import torch
+
+        from mla_var3.op.compare import compare
+        from mla_var3.op.mla.inputs import torch_dtype
+
+        problem = self.problem
+        absorbs = self.kernel == ABSORPTION
+        width, to = (problem.d, problem.k) if absorbs else (problem.k, problem.d)
+        rows, h, dtype = problem.b * problem.s, problem.h, torch_dtype(problem)
+        generator = torch.Generator(device=self.device).manual_seed(SEED)
+
+        def normal(*shape: int) -> Tensor:
+            values = torch.randn(shape, generator=generator, device=self.device)
+            return values.mul_(float(width) ** -0.25).to(dtype)
+
+        x, weight = normal(rows, h, width), normal(h, width, to)
+        out = torch.empty((rows, h, to), dtype=dtype, device=self.device)
+        # Straight into the layout that the next kernel reads, as an engine would do it.
+        operands, result = (x.transpose(0, 1), weight), out.transpose(0, 1)
+
+        def run() -> None:
+            torch.bmm(*operands, out=result)
+
+        def check() -> float:
+            run()
+            exact = torch.bmm(*(operand.float() for operand in operands))
+            error = compare(result, exact).relative_frobenius
+            if not error <= PEER_ERROR_LIMIT:
+                raise CheckFailedError(f"{self.kernel}: relative error {error:.3g}")
+            return error
+
+        cost = q_absorption_cost(problem) if absorbs else output_up_projection_cost(problem)
+        return Ready(run, check, cost, "")
+
+
+def contenders(
+    case: Case,
+    libraries: PeerLibraries | None,
+    target: str,
+    *,
+    device: str = "cuda",
+    tune: bool = False,
+    progress: Progress = no_progress,
+) -> list[Contender]:
+    """Everybody who runs at a case, the projections last; peers only where there are libraries."""
+    references: dict[str, Tensor] = {}
+    found: list[Contender] = [
+        KernelContender(choice, case.problem, target, device, tune, progress)
+        for choice in case.kernels
+    ]
+    found += [
+        PeerContender(name, case.problem, libraries, references, device)
+        for name in case.peers
+        if libraries is not None
+    ]
+    return found + [
+        ProjectionContender(name, case.problem, device) for name in (ABSORPTION, UP_PROJECTION)
+    ]
+
+
+def make_plan(choice: KernelChoice, problem: MlaProblem, target: str) -> KernelPlan:
+    """The plan of one of our kernels for a problem.
+
+    Raises:
+        UnsupportedError: the kernel cannot compute it, or not on this target.
+    """
+    cls = plan_class(choice.kernel)
+    fields = {f.name for f in dataclasses.fields(cls)}
+    sizes = {k: v for k, v in dataclasses.asdict(problem).items() if v is not None}
+    wanted = {**sizes, **choice.fields}
+    defaults = MlaProblem(b=1, s=1, t=1, h=1)
+    missing = [
+        f"{name}={value}"
+        for name, value in wanted.items()
+        if name not in fields and value != getattr(defaults, name, None)
+    ]
+    if missing:
+        raise UnsupportedError(
+            f"{_id(choice.kernel)}: expected a plan that takes {', '.join(missing)}, "
+            f"got the fields {', '.join(sorted(fields))}"
+        )
+    targets = getattr(cls, "targets", None)
+    if targets is not None and target not in targets:
+        raise UnsupportedError(
+            f"{_id(choice.kernel)}: expected one of its targets {', '.join(targets)}, got {target}"
+        )
+    if "seed" in fields:
+        wanted["seed"] = SEED
+    plan: KernelPlan = cls(**{name: value for name, value in wanted.items() if name in fields})
+    return plan.for_target(target)
+
+
+def path_of(plan: KernelPlan, stage: Stage) -> str:
+    """Which path a kernel takes: a window makes it a mix, a latent output is the absorbed path.
+
+    A mix whose window holds every token is the decompressed path: it needs no projection.
+    """
+    for name in ("n", "prefix"):
+        if hasattr(plan, name):
+            return DECOMPRESSED if getattr(plan, name) == getattr(plan, "t", None) else MIX
+    latent = getattr(plan, "k", None)
+    return ABSORBED if stage.output_tensors[0].shape[-1] == latent else DECOMPRESSED
+
+
+def choices_of(plan: KernelPlan) -> dict[str, int]:
+    """The choices of a resolved plan that belong into its name."""
+    found = {name: getattr(plan, name, None) for name in ("n", "prefix", "splits")}
+    return {name: int(value) for name, value in found.items() if value is not None}
+
+
+def _id(kernel: KernelId) -> str:
+    return f"{kernel.full_name} ({kernel.language})"

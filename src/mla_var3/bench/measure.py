@@ -1,0 +1,250 @@
+"""Measuring a case: check first, then time in several rounds with a rotating order.
+
+A card warms up while it works, and whoever runs first would profit. So every contender is timed
+once per round, and each round starts somewhere else in the list.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from mla_var3.bench.contenders import LEFT_TO_OTHERS, Contender, Ready
+from mla_var3.bench.record import ABSENT, FAILED, LOST, MEASURED, OK, PROJECTION, BenchRow
+from mla_var3.bench.watch import Watchdog
+from mla_var3.errors import InvalidArgumentError, UnsupportedError
+from mla_var3.op.mla.problem import MlaProblem
+from mla_var3.runtime.measure import Timing, cuda_is_healthy, time_gpu
+from mla_var3.runtime.workflow import Progress, no_progress
+
+log = logging.getLogger(__name__)
+
+ROUNDS = 3
+MAX_SECONDS = 0.4
+QUICK_ROUNDS = 1
+QUICK_SECONDS = 0.15
+WARM_UP_SECONDS = 0.5
+ENDED = "the process ended while it ran"
+
+Timer = Callable[[Callable[[], None]], Timing]
+Item = TypeVar("Item")
+
+
+@dataclass
+class _Outcome:
+    ready: Ready | None = None
+    error: float | None = None
+    status: str = OK
+    reason: str = ""
+    timings: list[Timing] = field(default_factory=list)
+
+    def take(self, ready: Ready) -> None:
+        # Only the figures: run and check hold the contender's tensors.
+        self.ready = replace(ready, run=_released, check=_released)
+
+
+def _released() -> float:
+    raise UnsupportedError("a contender is built again for every round")
+
+
+def gpu_timer(max_seconds: float = MAX_SECONDS) -> Timer:
+    """Times CUDA-graph replays with a cold L2 cache."""
+
+    def timer(run: Callable[[], None]) -> Timing:
+        return time_gpu(run, graph=True, max_seconds=max_seconds)
+
+    return timer
+
+
+def rotated(items: Sequence[Item], round_index: int, rounds: int) -> list[Item]:
+    """The order of one round: the starts of the rounds are spread evenly over the list."""
+    if not items:
+        return []
+    step = max(1, len(items) // max(1, rounds))
+    start = round_index * step % len(items)
+    return [*items[start:], *items[:start]]
+
+
+def combine(timings: Sequence[Timing]) -> Timing:
+    """One figure for several rounds: the median of their medians, the widest of their spreads."""
+    return Timing(
+        median_us=statistics.median(timing.median_us for timing in timings),
+        p10_us=min(timing.p10_us for timing in timings),
+        p90_us=max(timing.p90_us for timing in timings),
+        min_us=min(timing.min_us for timing in timings),
+        runs=sum(timing.runs for timing in timings),
+        timer=timings[0].timer,
+        cold_l2=all(timing.cold_l2 for timing in timings),
+    )
+
+
+def measure_case(
+    problem: MlaProblem,
+    contenders: Sequence[Contender],
+    timer: Timer,
+    around: Mapping[str, Any],
+    *,
+    rounds: int = ROUNDS,
+    progress: Progress = no_progress,
+    what: str = "",
+    release: Callable[[], None] | None = None,
+    healthy: Callable[[], bool] | None = None,
+    watchdog: Watchdog | None = None,
+    checkpoint: Callable[[Sequence[BenchRow]], None] | None = None,
+) -> list[BenchRow]:
+    """Check and time all contenders of one shape.
+
+    Args:
+        problem: the shape.
+        contenders: who takes part.
+        timer: times one run.
+        around: device, date, command and versions for the rows.
+        rounds: how often each contender is timed.
+        progress: reporter for long work.
+        what: what the progress is about.
+        release: gives memory back after each contender.
+        healthy: whether the device still works after a failure.
+        watchdog: gives up on a contender that holds the device for too long.
+        checkpoint: called before each contender runs for the first time, with the rows as they
+            are to be read if it takes the whole process down.
+
+    Returns:
+        One row per contender, in the given order; one that cannot take part or fails is a row
+        with its reason. Those that a lost device left without their turn are "lost".
+    """
+    if rounds < 1:
+        raise InvalidArgumentError("rounds", "a number of at least 1", rounds)
+    release, healthy = release or release_memory, healthy or cuda_is_healthy
+    outcomes = [_Outcome() for _ in contenders]
+    total, done = rounds * len(contenders), 0
+
+    def without_the_device(culprit: int, why: str) -> list[_Outcome]:
+        """The outcomes if nothing more can run: who has not had all its rounds is lost."""
+        reason = f"{why} {contenders[culprit].kernel}"
+        return [
+            replace(other, status=LOST, reason=reason)
+            if index != culprit and other.status == OK and len(other.timings) < rounds
+            else other
+            for index, other in enumerate(outcomes)
+        ]
+
+    def rows(results: Sequence[_Outcome]) -> list[BenchRow]:
+        found = zip(contenders, results, strict=True)
+        return with_projections([_row(problem, *each, around) for each in found])
+
+    def rows_if_ended(culprit: int, reason: str) -> list[BenchRow]:
+        results = without_the_device(culprit, "the run ended with")
+        results[culprit] = replace(results[culprit], status=FAILED, reason=reason)
+        return rows(results)
+
+    for round_index in range(rounds):
+        for index in rotated(range(len(contenders)), round_index, rounds):
+            outcome, contender = outcomes[index], contenders[index]
+            progress(what, done, total, contender.kernel)
+            done += 1
+            if outcome.status != OK:
+                continue
+            if checkpoint is not None and outcome.ready is None:
+                checkpoint(rows_if_ended(index, ENDED))
+            with watchdog.over(partial(rows_if_ended, index)) if watchdog else nullcontext():
+                _one_round(outcome, contender, timer)
+                release()
+            if outcome.status == FAILED and not healthy():
+                outcomes = without_the_device(index, "the CUDA context was lost with")
+    progress(what, total, total, "")
+    return rows(outcomes)
+
+
+def _one_round(outcome: _Outcome, contender: Contender, timer: Timer) -> None:
+    try:
+        ready = contender.build()
+        if outcome.ready is None:
+            outcome.take(ready)
+            outcome.error = ready.check()
+        outcome.timings.append(timer(ready.run))
+    except UnsupportedError as reason:
+        outcome.status, outcome.reason = ABSENT, _one_line(reason)
+    except Exception as error:
+        # A contender that breaks, whatever way, must not take the others with it.
+        log.debug("%s failed", contender.kernel, exc_info=True)
+        outcome.status, outcome.reason = FAILED, _one_line(error)
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    text = lines[0][:300] if lines else ""
+    return text or type(error).__name__
+
+
+def _row(
+    problem: MlaProblem, contender: Contender, outcome: _Outcome, around: Mapping[str, Any]
+) -> BenchRow:
+    ready = outcome.ready
+    row = BenchRow(
+        problem=problem,
+        kernel=contender.kernel,
+        source=contender.source,
+        kind=MEASURED,
+        language=contender.language,
+        path=ready.path if ready else "",
+        choices=ready.choices if ready else contender.asked,
+        asked=contender.asked,
+        status=outcome.status,
+        reason=outcome.reason,
+        error=outcome.error,
+        flops=ready.cost.flops if ready else None,
+        bytes=ready.cost.bytes if ready else None,
+        **{**around, "versions": {**around.get("versions", {}), **contender.versions}},
+    )
+    if outcome.status != OK:
+        return row
+    timing = combine(outcome.timings)
+    return replace(
+        row,
+        time_us=timing.median_us,
+        spread_us=timing.spread_us,
+        rounds_us=tuple(each.median_us for each in outcome.timings),
+        runs=timing.runs,
+        timer=timing.timer + ("" if timing.cold_l2 else ", warm L2"),
+    )
+
+
+def with_projections(rows: Sequence[BenchRow]) -> list[BenchRow]:
+    """The rows with the time of the projections that each leaves to others, where it is known."""
+    times = {row.kernel: row.time_us for row in rows if row.source == PROJECTION}
+    found = []
+    for row in rows:
+        needed = [times.get(name) for name in LEFT_TO_OTHERS.get(row.path, (None,)) if name]
+        known = row.path in LEFT_TO_OTHERS and row.status == OK and None not in needed
+        projections = sum(time_us for time_us in needed if time_us is not None) if known else None
+        found.append(replace(row, projections_us=projections))
+    return found
+
+
+def release_memory() -> None:
+    """Give freed GPU memory back, so that the next contender finds the card as the first did."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available() and cuda_is_healthy():
+        torch.cuda.empty_cache()
+
+
+def warm_up(seconds: float = WARM_UP_SECONDS) -> None:
+    """Bring the clocks up before the first timing."""
+    import time
+
+    import torch
+
+    x = torch.randn((8192, 8192), dtype=torch.bfloat16, device="cuda")
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for _ in range(10):
+            torch.mm(x, x)
+        torch.cuda.synchronize()

@@ -1,0 +1,221 @@
+"""A record against an earlier one: better, same or worse, judged by the spread that was measured.
+
+Rows are compared only where they are the same measurement: kernel, language, shape, choices, kind,
+timer, device, and the versions that decide the machine code. Everything else is said, not compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mla_var3.bench.record import OK, PREDICTED, BenchRecord, BenchRow, row_key
+from mla_var3.runtime.environment import toolkit_versions
+
+BETTER, SAME, WORSE = "better", "same", "worse"
+
+SPREADS = 2.0
+"""The neutral zone is this many combined spreads wide on either side. A spread is half the distance
+from the 10th to the 90th percentile, 1.28 standard deviations of normal noise."""
+LEAST_SHARE = 0.01
+"""And never narrower than this share of the earlier time: clocks differ that much from run to run
+although each run's own spread is small."""
+_NOT_THE_PEERS = ("hyper-mla", "python", "driver")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One row against its earlier measurement.
+
+    Attributes:
+        row: the new row.
+        before: the earlier one.
+        zone_us: half width of the neutral zone.
+        verdict: "better", "same" or "worse".
+    """
+
+    row: BenchRow
+    before: BenchRow
+    zone_us: float
+    verdict: str
+
+    @property
+    def change(self) -> float:
+        """New over earlier time, minus one."""
+        return _time(self.row) / _time(self.before) - 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "kernel": self.row.label,
+            "shape": self.row.shape,
+            "before_us": self.before.time_us,
+            "after_us": self.row.time_us,
+            "change": self.change,
+            "neutral_zone_us": self.zone_us,
+            "verdict": self.verdict,
+        }
+
+
+@dataclass
+class Regression:
+    """The outcome of a comparison.
+
+    Attributes:
+        verdicts: the rows that could be compared.
+        not_compared: row -> why not.
+        remarks: differences that do not forbid a comparison.
+    """
+
+    verdicts: list[Verdict] = field(default_factory=list)
+    not_compared: list[tuple[str, str]] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+    def count(self, verdict: str) -> int:
+        """How many rows have a verdict."""
+        return sum(each.verdict == verdict for each in self.verdicts)
+
+    @property
+    def passed(self) -> bool:
+        """Something was compared and nothing became worse."""
+        return bool(self.verdicts) and not self.count(WORSE)
+
+    @property
+    def summary(self) -> str:
+        """One line."""
+        counts = ", ".join(f"{self.count(v)} {v}" for v in (BETTER, SAME, WORSE))
+        return f"{counts}, {len(self.not_compared)} not compared"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "passed": self.passed,
+            "summary": self.summary,
+            "verdicts": [each.to_dict() for each in self.verdicts],
+            "not_compared": [{"row": row, "reason": why} for row, why in self.not_compared],
+            "remarks": self.remarks,
+        }
+
+
+def judge(before: BenchRow, after: BenchRow) -> Verdict:
+    """The verdict on two measurements of the same thing."""
+    noise = math.hypot(before.spread_us or 0.0, after.spread_us or 0.0)
+    zone = max(SPREADS * noise, LEAST_SHARE * _time(before))
+    difference = _time(after) - _time(before)
+    verdict = SAME if abs(difference) <= zone else BETTER if difference < 0 else WORSE
+    return Verdict(after, before, zone, verdict)
+
+
+def compare_records(
+    after: BenchRecord, before: BenchRecord, *, across_versions: bool = False
+) -> Regression:
+    """Compare what can be compared.
+
+    Args:
+        after: the new record.
+        before: the earlier one.
+        across_versions: compare also where compilers or peers have other versions.
+    """
+    result = Regression()
+    earlier = {row_key(row): row for row in before.rows}
+    seen = set()
+    for row in after.rows:
+        key = row_key(row)
+        seen.add(key)
+        name = f"{row.label}, {row.shape}"
+        old = earlier.get(key)
+        if old is None:
+            result.not_compared.append((name, _why_unmatched(row, before.rows)))
+            continue
+        reasons = _differences(old, row)
+        versions = _version_differences(old, row)
+        if versions and not across_versions:
+            reasons.append(f"other versions: {', '.join(versions)} (--across_versions compares)")
+        elif versions:
+            remark = f"{name}: compared across versions: {', '.join(versions)}"
+            result.remarks.append(remark)
+        if reasons:
+            result.not_compared.append((name, "; ".join(reasons)))
+        else:
+            result.verdicts.append(judge(old, row))
+    for key, row in earlier.items():
+        if key not in seen:
+            result.not_compared.append((f"{row.label}, {row.shape}", "only in the earlier record"))
+    drivers = {row.versions.get("driver") for rows in (before.rows, after.rows) for row in rows}
+    known = sorted(str(driver) for driver in drivers if driver)
+    if len(known) > 1:
+        result.remarks.append(f"drivers differ: {', '.join(known)}")
+    result.remarks += _setting_differences(before, after)
+    return result
+
+
+def _setting_differences(before: BenchRecord, after: BenchRecord) -> list[str]:
+    """How the runs differ, apart from what they ran; said, because it may explain a verdict."""
+    found = [
+        f"{name} differ: {before.settings[name]} against {after.settings[name]}"
+        for name in before.settings
+        if name in after.settings and before.settings[name] != after.settings[name]
+    ]
+    limits = [
+        (record.environment.get("gpu") or {}).get("clocks_limited_by_setting")
+        for record in (before, after)
+    ]
+    if None not in limits and limits[0] != limits[1]:
+        locked = ["locked" if limit else "not locked" for limit in limits]
+        found.append(f"clocks were {locked[0]} before and are {locked[1]} now")
+    return found
+
+
+def _why_unmatched(row: BenchRow, rows: Sequence[BenchRow]) -> str:
+    same_kernel = [
+        other
+        for other in rows
+        if (other.kernel, other.language, other.source) == (row.kernel, row.language, row.source)
+    ]
+    if not same_kernel:
+        return "this kernel is not in the earlier record"
+    kinds = {other.kind for other in same_kernel}
+    if row.kind not in kinds:
+        return f"{row.kind} against {', '.join(sorted(kinds))}"
+    same_shape = [other for other in same_kernel if other.problem == row.problem]
+    if not same_shape:
+        return "no such shape in the earlier record"
+    choices = sorted({" ".join(f"{k}={v}" for k, v in o.choices.items()) for o in same_shape})
+    return f"other choices in the earlier record: {', '.join(choices)}"
+
+
+def _differences(before: BenchRow, after: BenchRow) -> list[str]:
+    reasons = []
+    if before.device != after.device:
+        reasons.append(f"device {before.device or 'unknown'} against {after.device or 'unknown'}")
+    for row, when in ((before, "earlier"), (after, "new")):
+        if row.status != OK or row.time_us is None:
+            reasons.append(f"{row.status} in the {when} record: {row.reason}")
+        elif row.spread_us is None and row.kind != PREDICTED:
+            reasons.append(f"no spread in the {when} record")
+    if before.timer != after.timer and not reasons:
+        reasons.append(f"timer {before.timer} against {after.timer}")
+    return reasons
+
+
+def _version_differences(before: BenchRow, after: BenchRow) -> list[str]:
+    """Versions that decide what ran: the compilers of our kernels, the library of a peer."""
+    if after.kind == PREDICTED:
+        return []
+    if after.language:
+        names = list(toolkit_versions(after.language))
+    else:
+        ignored = {*_NOT_THE_PEERS, *toolkit_versions()}
+        names = [name for name in {**before.versions, **after.versions} if name not in ignored]
+    return [
+        f"{name} {before.versions.get(name) or 'not recorded'} against "
+        f"{after.versions.get(name) or 'not recorded'}"
+        for name in names
+        if before.versions.get(name) != after.versions.get(name)
+    ]
+
+
+def _time(row: BenchRow) -> float:
+    return math.nan if row.time_us is None else row.time_us

@@ -1,0 +1,62 @@
+"""`hyper-mla clone`: a new version of a kernel from an existing one, under new names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mla_var3.cli.console import EXIT_OK, say, usage_errors
+from mla_var3.cli.parsing import Parser, parse
+from mla_var3.dev.clone.clone import ClonePlan, plan_clone, write_clone
+from mla_var3.runtime.paths import DEFAULT_LANGUAGE
+
+
+def add_arguments(parser: Parser) -> None:
+    """The options of the command."""
+    parser.add_argument("source", help="full name of the version to copy: mla_var6_plus_v2")
+    parser.add_argument("version", help="the new version: v5")
+    parser.add_argument(
+        "--language",
+        default=DEFAULT_LANGUAGE,
+        metavar="NAME",
+        help=f"cutile-dsl or cute-dsl (default: {DEFAULT_LANGUAGE})",
+    )
+    parser.add_argument("--dry_run", action="store_true", help="show the new names, write nothing")
+
+
+def clone_command(parser: Parser, argv: Sequence[str]) -> int:
+    """Clone what the command line names; returns the exit code."""
+    values = parse(parser, argv)
+    with usage_errors():
+        plan = plan_clone(values["source"], values["version"], values["language"])
+    if values["dry_run"]:
+        say(f"{plan.target.full_name} from {plan.source.full_name}, not written: {plan.folder}")
+    else:
+        write_clone(plan)
+        say(f"{plan.target.full_name} from {plan.source.full_name}: {plan.folder}", "bold")
+    _print_names(plan)
+    if not values["dry_run"]:
+        _print_next(plan)
+    return EXIT_OK
+
+
+def _print_names(plan: ClonePlan) -> None:
+    for before, after in plan.files.items():
+        say(f"  {after}" if before == after else f"  {after}  (was {before})")
+    say("names:")
+    for before, after in plan.renames.items():
+        say(f"  {before} -> {after}")
+
+
+def _print_next(plan: ClonePlan) -> None:
+    design = plan.target.module.rsplit(".", 2)[0]
+    entry = plan.folder / f"{plan.target.full_name}.py"
+    say("next:")
+    say(f"  write the idea beside 'Parent: {plan.source.full_name}.' in {entry}")
+    say("  make format    # the new names are longer")
+    command = f"  python -m {design} {plan.target.version}"
+    check = f"{command} --prof_type=disabled --check"
+    if plan.target.language == DEFAULT_LANGUAGE:
+        say(check)
+    else:
+        say(f"{command} --prof_type=static    # without a GPU")
+        say(f"{check}    # with one")

@@ -1,0 +1,335 @@
+"""`hyper-mla plan`: how many tokens to keep decompressed in the memory there is, and what it gives.
+
+Everything here is predicted; the command says so and from which parameters.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mla_var3.attention.select.estimate import WINDOW_STEP
+from mla_var3.cli.console import say, stdout, usage_errors
+from mla_var3.cli.parsing import Parser, parse
+from mla_var3.cli.render import print_table
+from mla_var3.cli.sizes import SIZES, add_lengths, add_sizes
+from mla_var3.cli.values import MIXED, ValueType, mixed_lengths
+from mla_var3.conf.devices import DeviceSpec, device_spec
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.mla.model.mix import MixModel
+from mla_var3.op.mla.model.parameters import UNITS, MixParameters, mix_parameters
+from mla_var3.op.mla.model.window_plan import (
+    PlanPoint,
+    WindowPlan,
+    parse_bytes,
+    plan_curve,
+    plan_window,
+)
+from mla_var3.op.mla.problem import DTYPES, MlaProblem
+from mla_var3.op.mla.window.formats import FP8, PLAIN, WindowForm
+from mla_var3.runtime.files import make_folder, write_atomic
+from mla_var3.runtime.markdown import byte_count, front_matter, json_ready, microseconds, table
+
+_WINDOW_DTYPES = (*DTYPES, FP8.name)
+_MOST_ROWS = 12
+_HEADERS = (
+    "n", "window", "all layers", "SMs latent", "attention", "end to end", "waits for", "energy",
+    "for long", "",
+)  # fmt: skip
+_PREDICTED = "These are predictions of a model, not measurements."
+_WAITS = {
+    "latent": "absorbed work",
+    "heads": "decompressed work",
+    "chip": "power",
+    "memory": "memory",
+    "together": "both at once",
+}
+
+
+def add_arguments(parser: Parser) -> None:
+    """The options of the command."""
+    add_sizes(parser)
+    parser.add_argument(
+        "--budget",
+        required=True,
+        metavar="AMOUNT",
+        help="memory for decompressed keys and values: bytes, or with a unit such as 4GiB; of one "
+        "layer, or of all with --layers",
+    )
+    parser.add_argument(
+        "--layers",
+        type=ValueType(int),
+        metavar="N",
+        help="layers that share the budget (default: 1)",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="bfloat16",
+        metavar="NAME",
+        help="of the decompressed keys and values: bfloat16, float16, or fp8 (e4m3 with a scale "
+        "per token and head, all else bfloat16) (default: bfloat16)",
+    )
+    add_lengths(parser)
+    parser.add_argument(
+        "--device_name",
+        metavar="NAME",
+        help="device of the table to plan for (default: the GPU here, else an NVIDIA H200)",
+    )
+    parser.add_argument(
+        "--parameters",
+        type=Path,
+        metavar="FILE",
+        help="fitted parameters (default: those that ship for the device, else its table entry)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--out_dir",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of table and plots (default: out/plan/<timestamp>; none with --json)",
+    )
+
+
+def plan_command(parser: Parser, argv: Sequence[str]) -> int:
+    """Print the plan, and write it with its plots."""
+    values = parse(parser, argv)
+    as_json, out_dir, layers = values["json"], values["out_dir"], values["layers"]
+    with usage_errors():
+        spec = _device(values["device_name"])
+    problem, form = _problem(values)
+    parameters = mix_parameters(spec, problem.dtype, values["parameters"])
+    plan = plan_window(
+        problem,
+        MixModel(parameters, form),
+        parse_bytes(values["budget"]),
+        layers=1 if layers is None else layers,
+        multiple=WINDOW_STEP,
+        memory_bytes=int(spec["dram_GiB"] * 2**30) if "dram_GiB" in spec else None,
+    )
+    if as_json:
+        print(json.dumps(json_ready(plan.to_dict()), indent=2))
+        if out_dir is not None:
+            write_plan(plan, make_folder(out_dir))
+        return 0
+    from mla_var3.runtime.paths import output_root, timestamp
+
+    folder = make_folder(out_dir or output_root() / "plan" / timestamp())
+    _print(plan)
+    for file in write_plan(plan, folder):
+        say(f"written: {file}")
+    return 0
+
+
+def write_plan(plan: WindowPlan, folder: Path) -> list[Path]:
+    """Write the plan as JSON, as a page and as plots of time against n and against memory."""
+    from mla_var3.report.plots import line_plot
+
+    record, page = folder / "plan.json", folder / "plan.md"
+    write_atomic(record, json.dumps(json_ready(plan.to_dict()), indent=2) + "\n")
+    curves = _curves(plan)
+    title = f"predicted for {plan.model.parameters.device}, {_sizes(plan.problem)}"
+    plots = [
+        *line_plot(
+            {name: [(p.n, p.time.total_us) for p in points] for name, points in curves.items()},
+            folder / "time-against-n",
+            title=title,
+            x_label="decompressed tokens per request, n",
+            y_label="predicted time of a layer, µs",
+        ),
+        *line_plot(
+            {
+                name: [(p.window_bytes / 2**30, p.time.total_us) for p in points]
+                for name, points in curves.items()
+            },
+            folder / "time-against-memory",
+            title=title,
+            x_label="decompressed keys and values of a layer, GiB",
+            y_label="predicted time of a layer, µs",
+        ),
+    ]
+    write_atomic(page, _page(plan))
+    return [record, page, *plots]
+
+
+def summary(plan: WindowPlan) -> str:
+    """The plan in one sentence."""
+    chosen, best = plan.chosen, plan.unlimited
+    if chosen.n == 0:
+        text = f"keep nothing decompressed: {microseconds(chosen.time.total_us)} per layer"
+    else:
+        gain = plan.without_us / chosen.time.total_us
+        text = (
+            f"keep n={chosen.n} tokens per request decompressed, {byte_count(chosen.window_bytes)} "
+            f"per layer: {microseconds(chosen.time.total_us)} per layer, {gain:.2f}x as fast as "
+            "with none"
+        )
+    if best.n > chosen.n:
+        text += (
+            f"; {byte_count(best.window_bytes)} per layer would allow n={best.n} and "
+            f"{microseconds(best.time.total_us)}"
+        )
+    elif chosen.window_bytes < plan.layer_budget_bytes:
+        text += "; more memory would not help"
+    lasting = plan.lasting
+    if lasting.n != chosen.n:
+        text += (
+            f"; repeated without a pause it takes {microseconds(chosen.lasting_us)} at the power "
+            f"limit, and n={lasting.n} {microseconds(lasting.lasting_us)}"
+        )
+    return text
+
+
+def _device(name: str | None) -> DeviceSpec:
+    if name is not None:
+        return device_spec(name)
+    from mla_var3.runtime.workflow import planning_device
+
+    return planning_device()
+
+
+def _problem(values: dict[str, Any]) -> tuple[MlaProblem, WindowForm]:
+    dtype = values["dtype"]
+    if dtype not in _WINDOW_DTYPES:
+        raise InvalidArgumentError("dtype", " or ".join(_WINDOW_DTYPES), repr(dtype))
+    lengths = values["lengths"]
+    if lengths == MIXED:
+        lengths = mixed_lengths(values["b"], values["t"])
+    problem = MlaProblem(
+        **{name: values[name] for name in SIZES},
+        dtype=DTYPES[0] if dtype == FP8.name else dtype,
+        lengths=lengths,
+    )
+    return problem, FP8 if dtype == FP8.name else PLAIN
+
+
+def _print(plan: WindowPlan) -> None:
+    title = (
+        f"predicted for {plan.model.parameters.device}, {_sizes(plan.problem)}, "
+        f"window {_form_name(plan)}, budget {_budget(plan)}"
+    )
+    print_table(title, _HEADERS, _rows(plan))
+    say(summary(plan), "bold")
+    if plan.layers > 1:
+        say(
+            f"all {plan.layers} layers: {byte_count(plan.chosen.window_bytes * plan.layers)}, "
+            f"{microseconds(plan.chosen.time.total_us * plan.layers)}"
+        )
+    stdout().print()
+    print_table("parameters", ("parameter", "value", "origin", "source"), _parameter_rows(plan))
+    say(f"{_PREDICTED} {_trust(plan.model.parameters)}")
+
+
+def _page(plan: WindowPlan) -> str:
+    parameters = plan.model.parameters
+    head = {
+        "kind": "plan",
+        "predicted": True,
+        "device": parameters.device,
+        "fitted": parameters.fitted,
+        "n": plan.chosen.n,
+    }
+    return "\n".join(
+        [
+            front_matter(head),
+            f"# Decompressed window, {_sizes(plan.problem)}",
+            "",
+            f"{parameters.device}, window {_form_name(plan)}, budget {_budget(plan)}. {_PREDICTED}",
+            "",
+            f"{summary(plan)[0].upper()}{summary(plan)[1:]}.",
+            "",
+            table([*_HEADERS[:-1], "choice"], _rows(plan)),
+            "![time against n](time-against-n.png)",
+            "",
+            "![time against memory](time-against-memory.png)",
+            "",
+            "## Parameters",
+            "",
+            _trust(parameters),
+            "",
+            table(("parameter", "value", "origin", "source"), _parameter_rows(plan)),
+        ]
+    )
+
+
+def _rows(plan: WindowPlan) -> list[tuple[object, ...]]:
+    """A readable number of windows, the chosen and the best one always among them."""
+    keep = {0, plan.chosen.n, plan.unlimited.n, plan.curve[-1].n}
+    step = math.ceil(len(plan.curve) / _MOST_ROWS)
+    keep |= {point.n for point in plan.curve[::step]}
+    rows: list[tuple[object, ...]] = []
+    for point in plan.curve:
+        if point.n not in keep:
+            continue
+        all_layers = byte_count(point.window_bytes * plan.layers) if plan.layers > 1 else None
+        rows.append(
+            (
+                point.n,
+                byte_count(point.window_bytes),
+                all_layers,
+                point.time.split,
+                microseconds(point.time.attention_us),
+                microseconds(point.time.total_us),
+                _WAITS[point.time.bound],
+                None if point.joules is None else f"{point.joules:.2f} J",
+                None if point.joules is None else microseconds(point.lasting_us),
+                _remark(plan, point),
+            )
+        )
+    return rows
+
+
+def _remark(plan: WindowPlan, point: PlanPoint) -> str:
+    if point.n == plan.chosen.n:
+        return "chosen"
+    if point.n == plan.unlimited.n:
+        return "best of all"
+    return "over budget" if point.window_bytes > plan.layer_budget_bytes else ""
+
+
+def _parameter_rows(plan: WindowPlan) -> list[tuple[str, str, str, str]]:
+    rows: list[tuple[str, str, str, str]] = []
+    for name, parameter in plan.model.parameters.parameters.items():
+        value = f"{parameter.value:.4g} {UNITS[name]}".strip()
+        if parameter.error is not None:
+            value += f" ± {100 * parameter.error:.1f} %"
+        rows.append((name, value, parameter.origin, parameter.source))
+    return rows
+
+
+def _trust(parameters: MixParameters) -> str:
+    if parameters.fitted:
+        names = [n for n, p in parameters.parameters.items() if p.origin == "fitted"]
+        return f"Fitted to measured times: {', '.join(names)}."
+    return (
+        "No parameter was fitted to measured kernels: all follow from the device table or are "
+        "assumed, and no kernel has been shown to reach these times."
+    )
+
+
+def _curves(plan: WindowPlan) -> dict[str, list[PlanPoint]]:
+    """The planned form and the other one, and the chosen point on the first."""
+    other = PLAIN if plan.model.form is FP8 else FP8
+    other_model = MixModel(plan.model.parameters, other)
+    names = {PLAIN.name: plan.problem.dtype, FP8.name: FP8.name}
+    return {
+        names[plan.model.form.name]: list(plan.curve),
+        names[other.name]: list(plan_curve(plan.problem, other_model, plan.multiple)),
+        f"chosen, n={plan.chosen.n}": [plan.chosen],
+    }
+
+
+def _sizes(problem: MlaProblem) -> str:
+    return " ".join(f"{name}={getattr(problem, name)}" for name in ("b", "s", "t", "h"))
+
+
+def _form_name(plan: WindowPlan) -> str:
+    return FP8.name if plan.model.form is FP8 else plan.problem.dtype
+
+
+def _budget(plan: WindowPlan) -> str:
+    if plan.layers == 1:
+        return f"{byte_count(plan.budget_bytes)} per layer"
+    return f"{byte_count(plan.budget_bytes)} for {plan.layers} layers"

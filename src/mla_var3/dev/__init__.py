@@ -1,0 +1,1 @@
+"""Tools for people who write kernels; nothing of the product imports them."""

@@ -1,0 +1,1 @@
+"""A new version of a kernel from an existing one."""

@@ -1,0 +1,1 @@
+"""The decompressed attention kernel for Hopper."""

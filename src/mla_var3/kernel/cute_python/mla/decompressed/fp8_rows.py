@@ -1,0 +1,163 @@
+"""What is different in the decompressed kernel with query rows on the M side in 8 bits.
+
+Scores, scales and weights are those of `window_fp8.py`, which has the rows on the N side and is
+faster up to 48 of them. With 64 rows nothing is padded here either, and queries and weights stay in
+registers, which takes less energy than shared memory. The maximum of a row is exact but for a
+margin that e4m3 leaves.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Int32, Int64
+
+from mla_var3.kernel.cute_python.mla.decompressed.fp8_few import (
+    LARGEST_BITS,
+    WEIGHT_BITS,
+    inverse_power,
+    row_scale,
+)
+from mla_var3.kernel.cute_python.mla.decompressed.jobs import BLOCK, FIRST_BARRIER, HEAD
+from mla_var3.kernel.cute_python.mla.hopper.warps import settle
+from mla_var3.kernel.cute_python.mla.latent.ops import follow_scores
+
+MMA_DEPTH_8 = 32
+
+
+@cute.jit
+def load_queries_by_row(
+    q: cute.Tensor,
+    q_rope: cute.Tensor,
+    scales: cute.Tensor,
+    source: cute.Pointer,
+    row0: Int32,
+    rows: cutlass.Constexpr,
+    heads: Int32,
+    lane: Int32,
+    dtype: cutlass.Constexpr,
+):
+    """Two rows as e4m3 numbers into the registers of an operand A, each with a scale.
+
+    Args:
+        q: registers.
+        q_rope: the rope part of the same rows, in 16 bits.
+        scales: one per row, written.
+        source: the first element of row 0.
+        row0: this thread's first row; the other is 8 behind.
+        rows: whether they exist; others are zeros.
+        heads: rows of the memory between two rows.
+        lane: this thread's place in its warp.
+        dtype: of the source.
+    """
+    steps = HEAD // MMA_DEPTH_8
+    for r in cutlass.range_constexpr(2):
+        row = cute.make_rmem_tensor((4, 2, steps), Float32)
+        row.fill(0.0)
+        if rows[r]:
+            for k in cutlass.range_constexpr(steps):
+                for half in cutlass.range_constexpr(2):
+                    at = Int64(row0 + 8 * r) * heads * HEAD
+                    at += k * MMA_DEPTH_8 + half * 16 + (lane % 4) * 4
+                    four = cute.make_rmem_tensor(4, dtype)
+                    cute.autovec_copy(cute.make_tensor((source + at).align(8), 4), four)
+                    row[None, half, k].store(four.load().to(Float32))
+        parts = (row.load(), q_rope[(None, r, None), 0, None].load().to(Float32))
+        scale = row_scale(parts)
+        scales[r] = scale
+        rounded = cute.make_rmem_tensor((4, 2, steps), Float8E4M3FN)
+        rounded.store((row.load() * (1.0 / scale)).to(Float8E4M3FN))
+        for k in cutlass.range_constexpr(steps):
+            for half in cutlass.range_constexpr(2):
+                q[(None, r, half), 0, k].store(rounded[None, half, k].load())
+
+
+@cute.jit
+def divide_rows(q: cute.Tensor, scales: cute.Tensor, dtype: cutlass.Constexpr):
+    """Divide the two rows of an operand A by their scales."""
+    for r in cutlass.range_constexpr(2):
+        row = q[(None, r, None), 0, None]
+        row.store((row.load().to(Float32) * (1.0 / scales[r])).to(dtype))
+
+
+@cute.jit
+def scale_scores(
+    s: cute.Tensor,
+    rope: cute.Tensor,
+    exponents: cute.Tensor,
+    scales: cute.Tensor,
+    slot: Int32,
+    lane: Int32,
+):
+    """Products of e4m3 numbers to scores, and the exponents of the value scales to registers.
+
+    Args:
+        s: q8 k8 of this thread's two rows, replaced.
+        rope: their rope part.
+        exponents: of this thread's columns, written.
+        scales: of all tokens in the ring.
+        slot: the head's place in the ring.
+        lane: this thread's place in its warp.
+    """
+    for j in cutlass.range_constexpr(BLOCK // 8):
+        four = cute.make_rmem_tensor(4, Float32)
+        cute.autovec_copy(cute.local_tile(scales[(None, slot)], (4,), (j * 4 + lane % 4,)), four)
+        for e in cutlass.range_constexpr(2):
+            for r in cutlass.range_constexpr(2):
+                s[r, (e, j)] = s[r, (e, j)] * four[2 * e] + rope[r, (e, j)]
+            exponents[e, j] = four[2 * e + 1]
+
+
+@cute.jit
+def softmax_by_row(
+    s: cute.Tensor,
+    exponents: cute.Tensor,
+    sums: cute.Tensor,
+    top: cute.Tensor,
+    scale: cute.Tensor,
+    q_scale: cute.Tensor,
+    scale_log2e: Float32,
+):
+    """Scores to weights with the scales of the values in them, relative to a running maximum.
+
+    Args:
+        s: scores of this thread's two rows, replaced.
+        exponents: of the value scales of this thread's columns.
+        sums: sums of this thread's weights without those scales, updated.
+        top: running maximum per row, scales included, updated.
+        scale: factor per row by which earlier results shrink, written.
+        q_scale: scales of the query rows.
+        scale_log2e: softmax scale times log2 e.
+    """
+    for r in cutlass.range_constexpr(2):
+        factor = scale_log2e * q_scale[r]
+        for j in cutlass.range_constexpr(BLOCK // 8):
+            for e in cutlass.range_constexpr(2):
+                s[r, (e, j)] = s[r, (e, j)] * factor + exponents[e, j]
+    follow_scores(s, top, scale, sums, Float32(1.0), LARGEST_BITS - WEIGHT_BITS)
+    for j in cutlass.range_constexpr(BLOCK // 8):
+        for e in cutlass.range_constexpr(2):
+            inverse = inverse_power(exponents[e, j])
+            for r in cutlass.range_constexpr(2):
+                weight = cute.math.exp2(s[r, (e, j)] - (top[r] - WEIGHT_BITS), fastmath=True)
+                s[r, (e, j)] = weight
+                sums[r] = sums[r] + weight * inverse
+
+
+@cute.jit
+def round_weights_by_row(p: cute.Tensor, s: cute.Tensor):
+    """Weights to the registers of an operand A: four k in a row are columns of two groups of 8."""
+    for k in cutlass.range_constexpr(BLOCK // MMA_DEPTH_8):
+        for half in cutlass.range_constexpr(2):
+            for r in cutlass.range_constexpr(2):
+                four = cute.make_rmem_tensor(4, Float32)
+                for i in cutlass.range_constexpr(4):
+                    four[i] = s[r, (i % 2, 4 * k + 2 * half + i // 2)]
+                p[(None, r, half), 0, k].store(four.load().to(Float8E4M3FN))
+
+
+@cute.jit
+def clear_scales(scales: cute.Tensor, slot: Int32, valid: Int32, t: Int32, group: Int32):
+    """Zero the scales of slots that hold no token."""
+    if t >= valid and t < BLOCK:
+        scales[2 * t, slot] = Float32(0.0)
+        scales[2 * t + 1, slot] = Float32(0.0)
+    settle(FIRST_BARRIER + group)

@@ -1,0 +1,1 @@
+"""What the CuTe DSL kernels for Hopper share."""

@@ -1,0 +1,46 @@
+"""What the plans of the CuTe DSL kernels for Hopper share: fixed sizes, target, SMs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from mla_var3.conf.devices import DeviceSpec
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.kernel.cute_python.mla.latent.schedule import DEFAULT_SM_COUNT
+from mla_var3.kernel.mla_plan import MlaPlan
+
+
+@dataclass
+class HopperPlan(MlaPlan):
+    """A plan whose kernels are written for sm_90a and for some sizes only.
+
+    A version names its `targets` itself, because lists of kernels read them without importing it.
+
+    Attributes:
+        made_for: sizes that the tiles are made for, by field.
+        sm_count: SMs of the device that it is planned for.
+    """
+
+    made_for: ClassVar[Mapping[str, int]] = {}
+    sm_count = DEFAULT_SM_COUNT
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, wanted in self.made_for.items():
+            if getattr(self, name) != wanted:
+                raise InvalidArgumentError(
+                    name, f"{wanted}, which the tiles are made for", getattr(self, name)
+                )
+
+    def copy(self, **changes: object) -> Self:
+        duplicate = super().copy(**changes)
+        duplicate.__dict__["sm_count"] = self.sm_count
+        return duplicate
+
+    def on_device(self, spec: DeviceSpec) -> Self:
+        # The SMs first: choices of the model may depend on them.
+        duplicate = self.copy()
+        duplicate.__dict__["sm_count"] = spec.sm_count
+        return super(HopperPlan, duplicate).on_device(spec)

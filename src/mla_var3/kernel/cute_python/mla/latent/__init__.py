@@ -1,0 +1,1 @@
+"""The latent attention kernel for Hopper."""

@@ -1,0 +1,457 @@
+"""The absorbed kernel for Hopper: attention over latent rows, as flash_mla and the mix use it.
+
+    q_latent [b, s, h, 512]   q_rope [b, s, h, 64]
+    latent [b, t, 512] and rope [b, t, 64], or pages of them with a block table
+    -> o_latent [b, s, h, 512] in the input dtype, lse [b, s, h] float32 (natural logarithm)
+
+The contract is that of flash_mla; in addition the `newest` tokens of every request can be left out.
+
+How it works. A block has 64 query rows and two warpgroups; each holds half of the 512 output
+columns and, of every pair of KV blocks, computes the scores of one:
+
+    warpgroup 0                            warpgroup 1
+    softmax of the even block              scores of the odd block (still running)
+    P even -> shared memory                O right += P even V right
+    O left += P even V left                softmax of the odd block
+                                           P odd -> shared memory
+    O left += P odd V left                 O right += P odd V right
+    scores of the next even block          scores of the next odd block
+
+So the tensor cores have work during either softmax. A third warpgroup gives its registers to
+these two, except for one warp that loads: each half of a KV block is replaced as soon as its last
+reader is done. The rope columns of a block make room for P. Results of an item are written while
+the next item's queries and first blocks are on their way (see `schedule.py` for items and cuts).
+In the end the blocks join what was cut, in the same launch (`merge_partials.py`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+import torch
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass.memory import SmemAllocator
+from torch import Tensor
+
+from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
+from mla_var3.kernel.cute_python.mla.hopper.warps import (
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    LOADER,
+    LOADER_REGISTERS,
+    THREADS,
+)
+from mla_var3.kernel.cute_python.mla.latent.call import (
+    ELEMENT_TYPES,
+    allocate_partials,
+    attention_arguments,
+)
+from mla_var3.kernel.cute_python.mla.latent.few_rows import compute_few
+from mla_var3.kernel.cute_python.mla.latent.loader import LEFT, SIGNALS, init_signals, load_all
+from mla_var3.kernel.cute_python.mla.latent.merge import (
+    cuts_items,
+    merge_cost,
+    merge_pieces,
+    merge_room,
+    merge_rows,
+    open_merge,
+)
+from mla_var3.kernel.cute_python.mla.latent.ops import HALF, LATENT, ROPE, ROPE_TILE, TILE
+from mla_var3.kernel.cute_python.mla.latent.rows64 import compute_many
+from mla_var3.kernel.cute_python.mla.latent.schedule import (
+    KV_BLOCK,
+    ROWS,
+    GangShape,
+    Work,
+    part_range,
+    pieces,
+)
+from mla_var3.runtime.cute_kernel import CuteKernel
+from mla_var3.runtime.plan import Constraints, Tiling
+
+FEW_BELOW = 25
+"""Fewer query rows than this go to the N side of the products."""
+
+
+class FlashMLASm90:
+    """Host and device code for one element type; see `final_lse` for `empty_positive`.
+
+    With `early` it starts before the kernel in front of it has ended (programmatic dependent
+    launch) and waits for it before it reads the queries, which all it writes follows from, except
+    for the states of its own room for pieces. The kernel in front must not be one that uses this
+    room, and must have been launched without overlap.
+    """
+
+    def __init__(self, dtype, few=0, strict=False, empty_positive=False, early=False):
+        self.early = early
+        self.dtype = dtype
+        self.few = few
+        self.strict = strict
+        self.empty_positive = empty_positive
+
+    @cute.jit
+    def __call__(
+        self,
+        q_latent: cute.Pointer,
+        q_rope: cute.Pointer,
+        latent: cute.Pointer,
+        rope: cute.Pointer,
+        table: cute.Pointer | None,
+        lengths: cute.Pointer,
+        query_begins: cute.Pointer | None,
+        tree: cute.Pointer | None,
+        o_latent: cute.Pointer,
+        lse: cute.Pointer,
+        o_partial: cute.Pointer,
+        lse_partial: cute.Pointer,
+        merges: cute.Pointer,
+        scale_log2e: Float32,
+        requests: Int32,
+        queries: Int32,
+        heads: Int32,
+        total_rows: Int32,
+        q_latent_stride: Int32,
+        q_rope_stride: Int32,
+        pages: Int32,
+        page_tokens: Int32,
+        latent_page_stride: Int64,
+        latent_stride: Int32,
+        rope_page_stride: Int64,
+        rope_stride: Int32,
+        table_stride: Int32,
+        tree_stride: Int32,
+        tree_row_stride: Int32,
+        newest: Int32,
+        causal: Int32,
+        gang: Int32,
+        groups: Int32,
+        parts: Int32,
+        stream: cuda.CUstream,
+    ):
+        dtype = self.dtype
+
+        # Columns as (64, tiles): a copy then takes several column tiles at once.
+        def rows_of(pointer, tiles, stride):
+            shape, strides = (total_rows, (TILE, tiles)), (cute.assume(stride, divby=8), (1, TILE))
+            return cute.make_tensor(pointer, cute.make_layout(shape, stride=strides))
+
+        def pages_of(pointer, tiles, stride, page_stride):
+            shape = (page_tokens, (TILE, tiles), pages)
+            strides = (cute.assume(stride, divby=8), (1, TILE), cute.assume(page_stride, divby=8))
+            return cute.make_tensor(pointer, cute.make_layout(shape, stride=strides))
+
+        swizzle = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
+        row_layout = cute.tile_to_shape(swizzle, (TILE, LATENT + ROPE), order=(0, 1))
+
+        def copies_of(tensor, tiles):
+            load = cpasync.CopyBulkTensorTileG2SOp()
+            layout = cute.tile_to_shape(swizzle, (TILE, tiles * TILE), order=(0, 1))
+            return cpasync.make_tiled_tma_atom(load, tensor, layout, (TILE, tiles * TILE))
+
+        def mma(a_major, b_major, columns, a_source):
+            shape = (ROWS, columns)
+            return sm90.make_trivial_tiled_mma(
+                dtype, dtype, a_major, b_major, Float32, (1, 1, 1), shape, a_source
+            )
+
+        @cute.struct
+        class Shared:
+            signals: cute.struct.MemRange[Int64, SIGNALS]
+            missing: cute.struct.MemRange[Int32, 1]
+            row_max: cute.struct.MemRange[Float32, ROWS]
+            scale_even: cute.struct.MemRange[Float32, ROWS]
+            scale_odd: cute.struct.MemRange[Float32, ROWS]
+            row_sum: cute.struct.MemRange[Float32, 2 * ROWS]
+            row_max_few: cute.struct.MemRange[Float32, 2 * ROWS]
+            scales_few: cute.struct.MemRange[Float32, 2 * ROWS]
+            warp_rows: cute.struct.MemRange[Float32, CONSUMERS // 32 * ROWS]
+            q: cute.struct.Align[cute.struct.MemRange[dtype, ROWS * (LATENT + ROPE)], 1024]
+            even: cute.struct.Align[cute.struct.MemRange[dtype, KV_BLOCK * (LATENT + ROPE)], 1024]
+            odd: cute.struct.Align[cute.struct.MemRange[dtype, KV_BLOCK * (LATENT + ROPE)], 1024]
+
+        self.Shared = Shared
+        line = cute.make_layout
+        blocks = gang * parts
+        table_tensor = None
+        if const_expr(table is not None):
+            table_tensor = cute.make_tensor(
+                table, line((requests, table_stride), stride=(table_stride, 1))
+            )
+        begins_tensor = None
+        if const_expr(query_begins is not None):
+            begins_tensor = cute.make_tensor(query_begins, line(requests + 1))
+        tree_tensor = None
+        if const_expr(tree is not None):
+            strides = (tree_stride, tree_row_stride, 1)
+            tree_tensor = cute.make_tensor(tree, line((requests, queries, queries), stride=strides))
+        K, MN = OperandMajorMode.K, OperandMajorMode.MN
+        shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+        if const_expr(self.few > 0):
+            transposed = mma(MN, K, self.few, shared)
+            products = (mma(K, K, self.few, shared), transposed, transposed)
+        else:
+            products = (
+                mma(K, K, KV_BLOCK, shared),
+                mma(K, MN, HALF, registers),
+                mma(K, MN, HALF, shared),
+            )
+        self.flash_mla(
+            *products,
+            *copies_of(rows_of(q_latent, ROPE_TILE, q_latent_stride), len(LEFT)),
+            *copies_of(rows_of(q_rope, 1, q_rope_stride), 1),
+            *copies_of(
+                pages_of(latent, ROPE_TILE, latent_stride, latent_page_stride),
+                len(LEFT),
+            ),
+            *copies_of(pages_of(rope, 1, rope_stride, rope_page_stride), 1),
+            table_tensor,
+            cute.make_tensor(lengths, line(requests)),
+            begins_tensor,
+            tree_tensor,
+            o_latent,
+            cute.make_tensor(lse, line(total_rows)),
+            o_partial,
+            cute.make_tensor(lse_partial, line(2 * blocks * ROWS)),
+            cute.make_tensor(merges, line((merge_rows(blocks), 4), stride=(4, 1))),
+            scale_log2e,
+            requests,
+            queries,
+            heads,
+            pages,
+            page_tokens,
+            newest,
+            causal,
+            gang,
+            groups,
+            parts,
+            row_layout,
+        ).launch(
+            grid=(gang, parts, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=self.early,
+        )
+
+    @cute.kernel
+    def flash_mla(
+        self,
+        qk_mma: cute.TiledMma,
+        pv_mma: cute.TiledMma,
+        pv_mma_shared: cute.TiledMma,
+        q_copy: cute.CopyAtom,
+        q_global: cute.Tensor,
+        qr_copy: cute.CopyAtom,
+        qr_global: cute.Tensor,
+        c_copy: cute.CopyAtom,
+        c_global: cute.Tensor,
+        r_copy: cute.CopyAtom,
+        r_global: cute.Tensor,
+        table: cute.Tensor | None,
+        lengths: cute.Tensor,
+        query_begins: cute.Tensor | None,
+        tree: cute.Tensor | None,
+        o_latent: cute.Pointer,
+        lse: cute.Tensor,
+        o_partial: cute.Pointer,
+        lse_partial: cute.Tensor,
+        merges: cute.Tensor,
+        scale_log2e: Float32,
+        requests: Int32,
+        queries: Int32,
+        heads: Int32,
+        pages: Int32,
+        page_tokens: Int32,
+        newest: Int32,
+        causal: Int32,
+        gang: Int32,
+        groups: Int32,
+        parts: Int32,
+        row_layout: cute.ComposedLayout,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        member, part, _ = cute.arch.block_idx()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        store = SmemAllocator().allocate(self.Shared)
+        signals = store.signals.data_ptr()
+        missing = store.missing.get_tensor(cute.make_layout(1))
+        if thread == 0:
+            init_signals(signals, 2 if self.few > 0 else 1)
+            missing[0] = Int32(0)
+        cute.arch.sync_threads()
+        work = Work(
+            part_range(lengths, requests, groups, newest, part, parts),
+            lengths, query_begins, tree, queries, heads, gang, groups, newest, causal, member,
+        )  # fmt: skip
+        blocks, block = gang * parts, part * gang + member
+        cuts = cuts_items(work.part, parts)
+        if thread == 0 and cuts:
+            open_merge(merges, blocks, block)
+        swizzle = row_layout.inner
+        s_q = store.q.get_tensor(row_layout.outer, swizzle=swizzle)
+        s_even = store.even.get_tensor(row_layout.outer, swizzle=swizzle)
+        s_odd = store.odd.get_tensor(row_layout.outer, swizzle=swizzle)
+        if warp_index >= LOADER:
+            cute.arch.setmaxregister_decrease(LOADER_REGISTERS)
+            if warp_index == LOADER:
+                if const_expr(self.early):
+                    cute.arch.griddepcontrol_wait()
+                load_all(
+                    q_copy, q_global, qr_copy, qr_global, c_copy, c_global, r_copy, r_global,
+                    s_q, s_even, s_odd, signals, table, pages, page_tokens, work,
+                )  # fmt: skip
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            outputs = (o_latent, lse, o_partial, lse_partial, merges, self.empty_positive)
+            line, two = cute.make_layout(ROWS), cute.make_layout((ROWS, 2))
+            if const_expr(self.few > 0):
+                by_group = (
+                    store.row_max_few.get_tensor(two),
+                    store.scales_few.get_tensor(two),
+                    store.warp_rows.get_tensor(cute.make_layout((ROWS, CONSUMERS // 32))),
+                )
+                compute_few(
+                    qk_mma, pv_mma, s_q, s_even, s_odd, signals, by_group, outputs, scale_log2e,
+                    part, work, self.few, self.dtype, self.strict,
+                )  # fmt: skip
+            else:
+                exchange = (
+                    store.row_max.get_tensor(line),
+                    store.scale_even.get_tensor(line),
+                    store.scale_odd.get_tensor(line),
+                    store.row_sum.get_tensor(two),
+                )
+                compute_many(
+                    qk_mma, pv_mma, pv_mma_shared, s_q, s_even, s_odd, signals, exchange,
+                    outputs, scale_log2e, part, work, self.dtype, self.strict,
+                )  # fmt: skip
+            # All blocks that get here have an SM, so a kernel that was launched to start early may
+            # have theirs as they end. Not from the idle warps, which are here at the start.
+            cute.arch.griddepcontrol_launch_dependents()
+            if cuts:
+                room = merge_room(store.q.data_ptr())
+                merge_pieces(outputs, missing, room, gang, blocks, block, self.dtype)
+
+
+@dataclass
+class FlashMLATiling(Tiling):
+    """How blocks work together; the tiles themselves are fixed by what fits an SM.
+
+    Attributes:
+        gang: blocks that walk through the same KV blocks in step; 0 lets the shape decide.
+        sms: SMs to use; 0 takes all of the device. The kernel is persistent and needs no more.
+        few: query rows on the N side of the products, a multiple of 8 that holds all rows of a
+            request; 0 puts 64 of them on the M side.
+    """
+
+    gang: int = 0
+    sms: int = 0
+    few: int = 0
+
+    def validate(self, pd: Any) -> Constraints:
+        return Constraints(
+            (
+                self.few == 0 or (self.few % 8 == 0 and pd.s * pd.h <= self.few < ROWS),
+                f"few: expected 0, or a multiple of 8 from s*h={pd.s * pd.h} to 56, got {self.few}",
+            ),
+            (
+                0 <= self.gang <= pd.row_tiles,
+                f"gang: expected 0 to {pd.row_tiles} (tiles of 64 rows), got {self.gang}",
+            ),
+            (
+                0 <= self.sms <= pd.sm_count,
+                f"sms: expected 0 to {pd.sm_count} (SMs of the device), got {self.sms}",
+            ),
+        )
+
+
+def default_few(rows: int) -> int:
+    """Query rows for the N side of the products: all of them when one tile would not be full."""
+    return 0 if rows >= FEW_BELOW else -(-rows // 8) * 8
+
+
+@dataclass(frozen=True)
+class AbsorbedOperands:
+    """The tensors that the kernel reads.
+
+    Attributes:
+        q_latent, q_rope: queries as rows at equal distances, [b*s*h, 512] and [b*s*h, 64].
+        latent, rope: dense [b, t, ...] or paged [pages, page, ...] cache.
+        lengths: [b] int32.
+        table: block table of a paged cache.
+        newest: newest tokens to leave out.
+    """
+
+    q_latent: Tensor
+    q_rope: Tensor
+    latent: Tensor
+    rope: Tensor
+    lengths: Tensor
+    table: Tensor | None = None
+    newest: int = 0
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of them that are there."""
+        found = [self.q_latent, self.q_rope, self.latent, self.rope, self.lengths]
+        return found if self.table is None else [*found, self.table]
+
+
+def absorbed_stage(
+    plan: HopperPlan,
+    tiling: FlashMLATiling,
+    operands: AbsorbedOperands,
+    gangs: Callable[[FlashMLATiling], GangShape],
+    kv_lengths: Sequence[int],
+    cost_fn: Callable[[Any], tuple[float, float]],
+    configs: Sequence[FlashMLATiling],
+) -> CuteKernel:
+    """The attention over latent rows; its outputs are o_latent and lse.
+
+    Args:
+        plan: the plan that it belongs to.
+        tiling: its tiling.
+        operands: what the attention reads.
+        gangs: the gangs of a launch with a tiling.
+        kv_lengths: tokens that are attended, per request.
+        cost_fn: FLOPs and bytes of the attention, without what joining pieces takes.
+        configs: candidate tilings.
+    """
+    rows = (plan.b, plan.s, plan.h)
+    q_latent = operands.q_latent
+    o_latent = q_latent.new_empty((*rows, LATENT))
+    lse = q_latent.new_empty(rows, dtype=torch.float32)
+    partials = allocate_partials(q_latent.device, plan.sm_count)
+    dtype = ELEMENT_TYPES[plan.torch_dtype]
+
+    def args_fn(tiling: FlashMLATiling) -> tuple[object, ...]:
+        return attention_arguments(
+            q_latent, operands.q_rope, operands.latent, operands.rope, operands.table,
+            operands.lengths, None, None, o_latent, lse, partials, plan.scale_log2e, plan.s,
+            plan.h, plan.causal, gangs(tiling), operands.newest,
+        )  # fmt: skip
+
+    def whole_cost_fn(tiling: FlashMLATiling) -> tuple[float, float]:
+        shape = gangs(tiling)
+        flops, moved = cost_fn(tiling)
+        more_flops, more_moved = merge_cost(
+            pieces(kv_lengths, shape) * shape.gang, o_latent.element_size()
+        )
+        return flops + more_flops, moved + more_moved
+
+    return CuteKernel(
+        kernel_fn=FlashMLASm90.flash_mla,
+        host_fn=lambda tiling: FlashMLASm90(dtype, tiling.few),
+        args_fn=args_fn,
+        requires_arch="sm_90a",
+        tiling=tiling,
+        plan=plan,
+        input_tensors=operands.tensors,
+        output_tensors=[o_latent, lse],
+        autotune_configs=configs,
+        algorithmic_flops_bytes_fn=whole_cost_fn,
+    )

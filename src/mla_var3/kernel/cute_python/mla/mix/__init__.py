@@ -1,0 +1,1 @@
+"""The mix: latent and decompressed attention at the same time."""

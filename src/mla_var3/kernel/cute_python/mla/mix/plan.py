@@ -1,0 +1,317 @@
+"""What the versions of the mix share: some tokens latent, the others decompressed, at once.
+
+A version says which tokens are decompressed and in what form; this plan gives each kernel its SMs
+and connects them:
+
+    both kinds of tokens   absorbed beside decompressed attention, then decompress_combine
+    latent tokens only     absorbed attention, up-projection
+    decompressed only      decompressed attention, which writes the final output
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.kernel.cute_python.mla.decompressed.jobs import HEAD
+from mla_var3.kernel.cute_python.mla.decompressed.stage import (
+    WindowOperands,
+    WindowShape,
+    WindowTiling,
+    window_stage,
+)
+from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
+from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES, shape_for
+from mla_var3.kernel.cute_python.mla.latent.kernel import (
+    AbsorbedOperands,
+    FlashMLATiling,
+    absorbed_stage,
+    default_few,
+)
+from mla_var3.kernel.cute_python.mla.latent.ops import LATENT, ROPE
+from mla_var3.kernel.cute_python.mla.latent.paging import check_paged
+from mla_var3.kernel.cute_python.mla.latent.schedule import ROWS, GangShape, gang_shape
+from mla_var3.kernel.cute_python.mla.mix.sm_split import (
+    SmSplit,
+    balanced_split,
+    joint_constraints,
+    neighbours,
+)
+from mla_var3.kernel.cute_python.mla.projections.outputs import (
+    DecompressCombineTiling,
+    combine_stage,
+)
+from mla_var3.op.cost import Cost
+from mla_var3.op.mla.cost import flash_mla_cost
+from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
+from mla_var3.runtime.cute_kernel import CuteKernel
+from mla_var3.runtime.plan import Constraints, Tiling
+from mla_var3.runtime.tensors import check_tensor, require_view
+
+LATENT_PRIORITY, WINDOW_PRIORITY = -1, 0
+"""CUDA stream priorities; the lower one starts first."""
+
+
+@dataclass(frozen=True)
+class LatentTokens:
+    """What the latent kernel attends to.
+
+    Attributes:
+        q_latent, q_rope: [b, s, h, 512] and [b, s, h, 64].
+        latent, rope: dense [b, t, ...] or paged [pages, page, ...] cache.
+        lengths: [b] int32.
+        table: block table of a paged cache, [b, pages of a request] int32.
+        newest: newest tokens to leave out.
+        seen_by_all: whether all queries see all of these tokens, so that only lengths hide any.
+    """
+
+    q_latent: Tensor
+    q_rope: Tensor
+    latent: Tensor
+    rope: Tensor
+    lengths: Tensor
+    table: Tensor | None = None
+    newest: int = 0
+    seen_by_all: bool = False
+
+
+@dataclass
+class CuteMixPlan(HopperPlan):
+    """Plan of a mix; a version adds which tokens are decompressed."""
+
+    tiling: FlashMLATiling = field(default_factory=FlashMLATiling)
+    window_tiling: WindowTiling = field(default_factory=WindowTiling)
+    combine_tiling: DecompressCombineTiling = field(default_factory=DecompressCombineTiling)
+
+    made_for = {"k": LATENT, "d": HEAD, "p": ROPE}
+
+    # -- what a version says -----------------------------------------------------------------------
+
+    @abstractmethod
+    def latent_lengths(self) -> list[int]:
+        """Latent tokens that are attended, per request."""
+
+    @abstractmethod
+    def decompressed_slots(self) -> int:
+        """Slots for decompressed tokens: none means latent only, t means decompressed only."""
+
+    @abstractmethod
+    def window_cost(self) -> Cost:
+        """Work of the decompressed kernel."""
+
+    @property
+    @abstractmethod
+    def window_shape(self) -> WindowShape:
+        """How the work of the decompressed kernel may be cut."""
+
+    # -- SMs ---------------------------------------------------------------------------------------
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles of 64 query rows per request."""
+        return -(-self.s * self.h // ROWS)
+
+    def split(self) -> SmSplit:
+        """SMs of each kernel where its tiling names none.
+
+        A kernel that is alone has all of them. When somebody chose the SMs of one kernel, the other
+        has the rest; otherwise both should end together.
+        """
+        slots = self.decompressed_slots()
+        if slots in (0, self.t) or self.sm_count < 2:
+            return SmSplit(self.sm_count, self.sm_count)
+        pinned = self.tiling.sms or self.sm_count - self.window_tiling.sms
+        if pinned != self.sm_count:
+            return SmSplit(max(pinned, 1), max(self.sm_count - pinned, 1))
+        guess = self.balanced_split()
+        # Gangs take whole numbers of SMs; those that they leave over go to the other kernel.
+        used = gang_shape(self.row_tiles, self.b, guess.latent, self.tiling.gang).blocks
+        return SmSplit(used, self.sm_count - used)
+
+    def balanced_split(self) -> SmSplit:
+        """The split of all SMs at which both kernels are expected to end together."""
+        shape = self.window_shape
+        jobs = shape.requests * shape.units(shape.form(self.window_tiling))
+        # Windows that are cut into parts fill their SMs evenly.
+        whole = jobs >= self.sm_count
+        return balanced_split(
+            self.latent_cost(), self.window_cost(), self.sm_count, jobs if whole else 0
+        )
+
+    def latent_sms(self, tiling: FlashMLATiling) -> int:
+        """SMs of the latent kernel."""
+        return tiling.sms or self.split().latent
+
+    def window_sms(self, tiling: WindowTiling) -> int:
+        """SMs of the decompressed kernel."""
+        return tiling.sms or self.split().window
+
+    def gangs(self, tiling: FlashMLATiling) -> GangShape:
+        """The gangs of the latent kernel with this tiling."""
+        return shape_for(self.row_tiles, self.b, self.latent_sms(tiling), tiling.gang)
+
+    def settled(self) -> Self:
+        """The same plan with the SMs of its kernels written into its tilings.
+
+        For calls that build their stages anew each time: what is written down is not worked out.
+        """
+        split, slots = self.split(), self.decompressed_slots()
+        if slots in (0, self.t) or self.sm_count < 2:
+            return self
+        return self.copy(
+            tiling=replace(self.tiling, sms=self.latent_sms(self.tiling)),
+            window_tiling=replace(self.window_tiling, sms=self.window_tiling.sms or split.window),
+        )
+
+    def _splits(self) -> list[SmSplit]:
+        """Splits that tuning tries beside the one of the model."""
+        together = 0 < self.decompressed_slots() < self.t
+        return neighbours(self.split()) if together and self.sm_count > 1 else []
+
+    # -- tilings and costs -------------------------------------------------------------------------
+
+    def _few(self) -> int:
+        return default_few(self.s * self.h)
+
+    def _default_tiling(self, name: str) -> Tiling | None:
+        return FlashMLATiling(few=self._few()) if name == "tiling" else None
+
+    def _autotune_configs(self) -> Sequence[FlashMLATiling]:
+        few = self._few()
+        return [
+            FlashMLATiling(sms=sms, few=few) for sms in (0, *(x.latent for x in self._splits()))
+        ]
+
+    def _window_configs(self) -> list[WindowTiling]:
+        return [WindowTiling(sms=sms) for sms in (0, *(x.window for x in self._splits()))]
+
+    def latent_cost(self) -> Cost:
+        """Work of the latent kernel."""
+        return flash_mla_cost(replace(self.problem(), lengths=tuple(self.latent_lengths())))
+
+    def _algorithmic_flops_bytes(self, tiling: Tiling) -> tuple[float, float]:
+        slots = self.decompressed_slots()
+        parts = [self.latent_cost()] if slots < self.t else []
+        parts += [self.window_cost()] if slots > 0 else []
+        return sum(cost.flops for cost in parts), sum(cost.bytes for cost in parts)
+
+    # -- stages ------------------------------------------------------------------------------------
+
+    def _absorbed(self, tokens: LatentTokens) -> CuteKernel:
+        """The latent kernel, on what was checked before."""
+        count = self.b * self.s * self.h
+        operands = AbsorbedOperands(
+            require_view("q_latent", tokens.q_latent, count, self.k),
+            require_view("q_rope", tokens.q_rope, count, self.p),
+            tokens.latent,
+            tokens.rope,
+            tokens.lengths,
+            tokens.table,
+            tokens.newest,
+        )
+        cost = self.latent_cost()
+        return absorbed_stage(
+            self._without_mask if tokens.seen_by_all else self,
+            self.tiling, operands, self.gangs, self.latent_lengths(),
+            lambda tiling: (cost.flops, cost.bytes), self._autotune_configs(),
+        )  # fmt: skip
+
+    @functools.cached_property
+    def _without_mask(self) -> Self:
+        return self.copy(causal=False)
+
+    def check_latent(self, tokens: LatentTokens, page: int = 0) -> None:
+        """Check what the latent kernel attends to; `page` is the tokens of a page, if it is paged.
+
+        Raises:
+            InvalidArgumentError: names the argument that is wrong.
+        """
+        rows = (tokens.q_latent, tokens.q_rope, tokens.latent, tokens.rope, tokens.lengths)
+        if tokens.table is None:
+            self.absorbed_rows(*rows)
+        else:
+            check_paged(self, page, (*rows, tokens.table))
+
+    def _window(self, operands: WindowOperands, shared: bool, alone: bool = False) -> CuteKernel:
+        cost = self.window_cost()
+        return window_stage(
+            self, self.window_tiling, ELEMENT_TYPES[self.torch_dtype], operands,
+            self.window_shape, self.decompressed_slots(), self.split().window,
+            lambda tiling: (cost.flops, cost.bytes), self._window_configs(), shared, alone,
+        )  # fmt: skip
+
+    def _mixed(
+        self,
+        latent: LatentTokens | None,
+        window: WindowOperands,
+        w_uv: Tensor,
+        shared: bool = False,
+    ) -> KernelPipeline:
+        """The stages, on inputs that are checked.
+
+        Args:
+            latent: what the latent kernel attends to; None where all tokens are decompressed.
+            window: operands of the decompressed kernel.
+            w_uv: for the up-projection.
+            shared: whether the decompressed tokens are a prefix of all requests.
+        """
+        slots, dtype = self.decompressed_slots(), ELEMENT_TYPES[self.torch_dtype]
+        if slots == self.t:
+            alone = self._window(window, shared, alone=True)
+            return KernelPipeline(_name=self.name, stages=[alone])
+        if latent is None:
+            raise InvalidArgumentError("latent", f"the tokens beside {slots} of {self.t}", None)
+        old = self._absorbed(latent)
+        new = self._window(window, shared) if slots else None
+        combine = combine_stage(
+            self,
+            self.combine_tiling,
+            dtype,
+            (old.output_tensors[0], old.output_tensors[1]),
+            None if new is None else (new.output_tensors[0], new.output_tensors[1]),
+            w_uv,
+            self.sm_count,
+        )
+        attention = old if new is None else self._together(old, new)
+        return KernelPipeline(_name=self.name, stages=[attention, combine])
+
+    def _together(self, old: CuteKernel, new: CuteKernel) -> ConcurrentKernels:
+        def validate(tilings: list[Any]) -> Constraints:
+            of_latent, of_window = tilings
+            return joint_constraints(
+                self.latent_sms(of_latent), self.window_sms(of_window), self.sm_count
+            )
+
+        return ConcurrentKernels(
+            _name="latent_and_decompressed",
+            concurrent_kernels=[old, new],
+            validate_joint_tiling_fn=validate,
+            stream_priorities=[LATENT_PRIORITY, WINDOW_PRIORITY],
+        )
+
+    def _check_queries(self, q_nope: Tensor, w_uv: Tensor) -> None:
+        """What the latent kernel does not check itself."""
+        dtype, device = self.torch_dtype, q_nope.device
+        rows = [("b", self.b), ("s", self.s), ("h", self.h)]
+        check_tensor("q_nope", q_nope, [*rows, ("d", self.d)], dtype, device)
+        weights = [("h", self.h), ("k", self.k), ("d", self.d)]
+        check_tensor("w_uv", w_uv, weights, dtype, device)
+
+    def _check_newest(self, operands: WindowOperands) -> None:
+        """A window of the newest tokens in 16 bits."""
+        dtype, device = self.torch_dtype, operands.q_nope.device
+        b, n = ("b", self.b), ("n", self.decompressed_slots())
+        window = [b, ("h", self.h), n, ("d", self.d)]
+        check_tensor("k_new", operands.keys, window, dtype, device)
+        check_tensor("v_new", operands.values, window, dtype, device)
+        check_tensor("k_rope_new", operands.k_rope, [b, n, ("p", self.p)], dtype, device)
+        check_tensor("lengths", operands.lengths, [b], torch.int32, device)
+        if operands.starts is not None:
+            check_tensor("starts", operands.starts, [b], torch.int32, device)

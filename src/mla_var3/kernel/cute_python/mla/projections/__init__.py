@@ -1,0 +1,1 @@
+"""The projections into and out of the latent space, for Hopper."""

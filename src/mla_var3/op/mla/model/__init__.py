@@ -1,0 +1,1 @@
+"""The model of time: rates, the mix, how much to keep decompressed."""

@@ -1,0 +1,353 @@
+"""How long the mix takes when the SMs are shared out between its two kinds of work.
+
+The roofline of `op/mla/cost.py` lets both kinds run at the full rate of the device at once. Here
+`split` SMs do the absorbed work of the old tokens and the others stream the decompressed window of
+the `n` newest, so each kind has the rate of its SMs only:
+
+- absorbed: the larger of its FLOPs over the rate of its SMs and its bytes over their bandwidth;
+- decompressed: the same with the other SMs; few queries make it a matter of bandwidth, which does
+  not grow evenly with the SMs (`MixParameters.bandwidth_gbps`);
+- both: no faster than all FLOPs at the rate of the whole chip, and all bytes at that of the memory;
+- at once: no faster than `together` of both kinds one after the other, each on all SMs, because
+  they share the power and the memory's queue. In that queue the loads of the absorbed work wait
+  behind the stream, so it is slower while many SMs stream (`MixParameters.lost_to_stream`).
+
+The longest of these is the time of the attention. Projections and the merge follow it, each at the
+rates of the whole chip. Outside the model: tiles that do not fill their SMs evenly, and queries
+hidden by the mask, which count as in the cost model.
+
+The ends are the pure paths: `n = 0` is flash_mla with both projections, and a window that holds
+every token is flash_attention with none. What is compared is the whole way from `q_nope` to `o`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from mla_var3.conf.energy import energy_rates
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.cost import Cost
+from mla_var3.op.mla.cost import (
+    decompress_combine_cost,
+    decompressed_bytes,
+    flash_attention_cost,
+    flash_mla_cost,
+    output_up_projection_cost,
+    q_absorption_cost,
+)
+from mla_var3.op.mla.model.parameters import MixParameters
+from mla_var3.op.mla.problem import MlaProblem, require_int
+from mla_var3.op.mla.window.formats import PLAIN, WindowForm
+
+MixBound = Literal["latent", "heads", "chip", "memory", "together"]
+
+_NOTHING = Cost(0, 0)
+WORTH_MIXING = 0.08
+"""What the model must promise over the better pure path before a plan mixes. It is the model's own
+error on single rows: with less, a mix that is slower than a pure path would be chosen."""
+# Windows looked at before the search narrows to the neighbourhood of the best of them.
+_SEARCH_POINTS = 64
+
+
+@dataclass(frozen=True)
+class MixWork:
+    """What has to be done for one `n`.
+
+    Attributes:
+        latent: Attention of the old tokens in the latent space.
+        heads: Attention of the window on decompressed keys and values.
+        others: The kernels around the attention: projections, merge.
+        effort: What an operation on the window takes of a kernel's time, see `WindowForm`.
+    """
+
+    latent: Cost
+    heads: Cost
+    others: tuple[Cost, ...]
+    effort: float = 1.0
+
+    @property
+    def heads_effort(self) -> Cost:
+        """The work on the window as the kernel's time counts it."""
+        return replace(self.heads, flops=self.effort * self.heads.flops)
+
+    @property
+    def flops(self) -> float:
+        """Operations of the attention as time counts them."""
+        return self.latent.flops + self.heads_effort.flops
+
+
+@dataclass(frozen=True)
+class MixTime:
+    """Predicted time of one choice of `n` and split, in microseconds.
+
+    Attributes:
+        n: Decompressed tokens per request.
+        split: SMs of the absorbed work; the others do the decompressed work.
+        latent_us: The absorbed work on its SMs, held up by the stream of the others.
+        heads_us: The decompressed work on its SMs.
+        chip_us: All FLOPs at the rate of the whole chip.
+        memory_us: All bytes at the bandwidth of the memory.
+        together_us: What both kinds need at least when they run at once.
+        attention_us: The attention: the longest of these, and the launch.
+        others_us: Projections and merge, with their launches.
+    """
+
+    n: int
+    split: int
+    latent_us: float
+    heads_us: float
+    chip_us: float
+    memory_us: float
+    together_us: float
+    attention_us: float
+    others_us: float
+
+    @property
+    def total_us(self) -> float:
+        """From `q_nope` to `o`."""
+        return self.attention_us + self.others_us
+
+    @property
+    def bound(self) -> MixBound:
+        """What the attention waits for."""
+        times: dict[MixBound, float] = {
+            "latent": self.latent_us,
+            "heads": self.heads_us,
+            "chip": self.chip_us,
+            "memory": self.memory_us,
+            "together": self.together_us,
+        }
+        return max(times, key=times.__getitem__)
+
+
+def mix_work(problem: MlaProblem, n: int, form: WindowForm = PLAIN) -> MixWork:
+    """The work of one `n`; each kind reads its own queries and writes its own partial output.
+
+    Args:
+        problem: Sizes and lengths.
+        n: Decompressed tokens per request, `0..t`.
+        form: How the window is stored.
+    """
+    windows = problem.window(n)
+    if n == 0:
+        others = (q_absorption_cost(problem), output_up_projection_cost(problem))
+        return MixWork(flash_mla_cost(problem), _NOTHING, others)
+    new_lengths = tuple(new for _, new in windows)
+    heads = flash_attention_cost(replace(problem, lengths=new_lengths))
+    smaller = PLAIN.token_bytes(problem) - form.token_bytes(problem)
+    heads = Cost(heads.flops, heads.bytes - sum(new_lengths) * smaller)
+    if n >= max(problem.kv_lengths):
+        return MixWork(_NOTHING, heads, (), form.effort)
+    latent = flash_mla_cost(replace(problem, lengths=tuple(old for old, _ in windows)))
+    others = (q_absorption_cost(problem), decompress_combine_cost(problem))
+    return MixWork(latent, heads, others, form.effort)
+
+
+def part_times_us(
+    parameters: MixParameters, work: MixWork, split: int
+) -> tuple[float, float, float, float, float]:
+    """Times of the absorbed and the decompressed work, limits of chip, memory and both at once.
+
+    Args:
+        parameters: The rates.
+        work: What has to be done.
+        split: SMs of the absorbed work; infinitely long where a kind has work and no SM.
+    """
+    moved = work.latent.bytes + work.heads.bytes
+    sms, rest = parameters.sm_count, parameters.sm_count - split
+    latent, heads = _alone_us(parameters, work, split, rest)
+    one_by_one = 0.0
+    if work.latent != _NOTHING and work.heads != _NOTHING:
+        if parameters.together.value:
+            one_by_one = sum(_alone_us(parameters, work, sms, sms))
+        lost = parameters.lost_to_stream(rest)
+        if 0.0 < lost < 1.0:
+            # The rate is lower only until the stream has ended.
+            latent += lost * min(heads, latent / (1.0 - lost))
+    return (
+        latent,
+        heads,
+        work.flops / (parameters.chip_tflops.value * 1e6),
+        moved / (parameters.stream_gbps.value * 1e3),
+        parameters.together.value * one_by_one,
+    )
+
+
+@dataclass(frozen=True)
+class MixModel:
+    """The model of one device and form of the window.
+
+    Attributes:
+        parameters: The rates it computes with.
+        form: How the window is stored.
+    """
+
+    parameters: MixParameters
+    form: WindowForm = PLAIN
+
+    def time_us(self, problem: MlaProblem, n: int, split: int) -> MixTime:
+        """The time of one choice.
+
+        Args:
+            problem: Sizes and lengths, in the dtype of the parameters.
+            n: Decompressed tokens per request, `0..t`.
+            split: SMs of the absorbed work, from 0 to all.
+        """
+        self._require_dtype(problem)
+        most = self.parameters.sm_count
+        require_int("split", split, minimum=0, maximum=most, maximum_name="sm_count")
+        return self._time(mix_work(problem, n, self.form), n, split)
+
+    def best_split(self, problem: MlaProblem, n: int) -> int:
+        """The SMs that the absorbed work should get for one `n`."""
+        self._require_dtype(problem)
+        return self.split_of(mix_work(problem, n, self.form))
+
+    def split_of(self, work: MixWork) -> int:
+        """The SMs that the absorbed part of some work should get: all or none if it is alone."""
+        sms = self.parameters.sm_count
+        if work.heads == _NOTHING:
+            return sms
+        if work.latent == _NOTHING:
+            return 0
+        # More SMs make the absorbed work shorter and the other longer: look for the crossing.
+        low, high = 1, sms - 1
+        while low < high:
+            middle = (low + high) // 2
+            latent, heads, *_ = part_times_us(self.parameters, work, middle)
+            if latent <= heads:
+                high = middle
+            else:
+                low = middle + 1
+        before = max(1, low - 1)
+        return min((low, before), key=lambda g: max(part_times_us(self.parameters, work, g)))
+
+    def at(self, problem: MlaProblem, n: int) -> MixTime:
+        """The time of one `n` at its best split."""
+        self._require_dtype(problem)
+        work = mix_work(problem, n, self.form)
+        return self._time(work, n, self.split_of(work))
+
+    def best_n(self, problem: MlaProblem, max_bytes: int | None = None, multiple: int = 1) -> int:
+        """The window of least time that fits.
+
+        The ends count as the pure paths that they are. In between the time changes slowly, but for
+        the steps of whole SMs, so the neighbourhood of the best of a few windows is where the best
+        one lies.
+
+        Args:
+            problem: Sizes and lengths.
+            max_bytes: Memory for the decompressed window of the batch; None for any.
+            multiple: Only multiples of it are considered, and the whole cache.
+
+        Returns:
+            The best `n`; of equally good ones the smallest, because the window costs memory.
+        """
+        self._require_dtype(problem)
+        require_int("multiple", multiple, minimum=1)
+        candidates = self._candidates(problem, max_bytes, multiple)
+        times: dict[int, float] = {}
+
+        def time_us(n: int) -> float:
+            if n not in times:
+                times[n] = self.at(problem, n).total_us
+            return times[n]
+
+        first, last = 0, len(candidates) - 1
+        while True:
+            step = max(1, (last - first) // _SEARCH_POINTS)
+            indices = sorted({*range(first, last + 1, step), last})
+            best = min(indices, key=lambda index: time_us(candidates[index]))
+            if step == 1:
+                break
+            first, last = max(0, best - step), min(len(candidates) - 1, best + step)
+        # Not just of the last round: its steps need not meet the best of the round before.
+        return min(sorted(times), key=times.__getitem__)
+
+    def joules(self, problem: MlaProblem, n: int) -> float | None:
+        """Energy of the attention; None where nobody measured what work costs on the device."""
+        rates = energy_rates(self.parameters.device)
+        if rates is None:
+            return None
+        work = mix_work(problem, n, self.form)
+        operations = rates.latent_joules_per_tflop * work.latent.flops
+        operations += rates.heads_joules_per_tflop * work.heads.flops
+        moved = work.latent.bytes + work.heads.bytes
+        return operations / 1e12 + rates.joules_per_gb * moved / 1e9
+
+    def lasting_us(self, problem: MlaProblem, n: int) -> float:
+        """Time of one `n` that is repeated without a pause, from `q_nope` to `o`.
+
+        It is that of `at`, which a device at rest takes, or what the energy of the attention takes
+        at the power limit.
+        """
+        found, joules = self.at(problem, n), self.joules(problem, n)
+        rates = energy_rates(self.parameters.device)
+        if rates is None or joules is None:
+            return found.total_us
+        return max(found.total_us, joules / rates.power_limit_w * 1e6 + found.others_us)
+
+    def worthwhile_n(self, problem: MlaProblem, multiple: int = 1) -> int:
+        """The best `n`, or that of the better pure path where the mix is not clearly better.
+
+        It has to be better for long, too.
+        """
+        ends = (0, max(problem.kv_lengths))
+        n = self.best_n(problem, multiple=multiple)
+        for time_us in (self._total_us, self.lasting_us):
+            pure = min(ends, key=lambda end: time_us(problem, end))
+            if time_us(problem, n) >= (1.0 - WORTH_MIXING) * time_us(problem, pure):
+                return min(ends, key=lambda end: self.lasting_us(problem, end))
+        return n
+
+    def _total_us(self, problem: MlaProblem, n: int) -> float:
+        return self.at(problem, n).total_us
+
+    def largest_n(self, problem: MlaProblem, max_bytes: int | None, multiple: int = 1) -> int:
+        """The largest window that fits, whether it is a good one or not."""
+        return self._candidates(problem, max_bytes, multiple)[-1]
+
+    def _candidates(self, problem: MlaProblem, max_bytes: int | None, multiple: int) -> list[int]:
+        longest = max(problem.kv_lengths)
+        if max_bytes is not None:
+            require_int("max_bytes", max_bytes, minimum=0)
+            fitting = int(max_bytes // decompressed_bytes(problem, 1, self.form))
+            if fitting < longest:
+                return list(range(0, fitting + 1, multiple))
+        return sorted({*range(0, longest, multiple), longest})
+
+    def _time(self, work: MixWork, n: int, split: int) -> MixTime:
+        parts = part_times_us(self.parameters, work, split)
+        launch = self.parameters.launch_us.value
+        rates = self.parameters.chip_tflops.value, self.parameters.stream_gbps.value
+        others = sum(cost.time_us(*rates) + launch for cost in work.others)
+        return MixTime(n, split, *parts, attention_us=max(parts) + launch, others_us=others)
+
+    def _require_dtype(self, problem: MlaProblem) -> None:
+        if problem.dtype != self.parameters.dtype:
+            raise InvalidArgumentError(
+                "problem.dtype", f"{self.parameters.dtype}, as the parameters", problem.dtype
+            )
+
+
+def _alone_us(
+    parameters: MixParameters, work: MixWork, latent_sms: int, heads_sms: int
+) -> tuple[float, float]:
+    """Both kinds of work, each on so many SMs as if the other did nothing."""
+    return (
+        _part_us(parameters, work.latent, latent_sms, parameters.latent_tflops_per_sm.value),
+        _part_us(parameters, work.heads_effort, heads_sms, parameters.heads_tflops_per_sm.value),
+    )
+
+
+def _part_us(parameters: MixParameters, cost: Cost, sms: int, tflops_per_sm: float) -> float:
+    if cost == _NOTHING:
+        return 0.0
+    if sms == 0:
+        return math.inf
+    return max(
+        cost.flops / (sms * tflops_per_sm * 1e6),
+        cost.bytes / (parameters.bandwidth_gbps(sms) * 1e3),
+    )

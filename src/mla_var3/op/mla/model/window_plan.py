@@ -1,0 +1,212 @@
+"""How many tokens to keep decompressed within a given amount of memory."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.mla.cost import decompressed_bytes
+from mla_var3.op.mla.model.mix import MixModel, MixTime
+from mla_var3.op.mla.problem import MlaProblem, require_int
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+_AMOUNT = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)")
+# Points of a curve; more would only make tables and plots larger.
+_CURVE_POINTS = 64
+
+
+@dataclass(frozen=True)
+class PlanPoint:
+    """One size of the window.
+
+    Attributes:
+        n: Decompressed tokens per request.
+        window_bytes: Memory of the window in one layer, for the whole batch.
+        time: What the model expects of it, per layer.
+        joules: Energy of its attention, per layer; None where it is not known.
+        lasting_us: Its time when it is repeated without a pause, per layer.
+    """
+
+    n: int
+    window_bytes: int
+    time: MixTime
+    joules: float | None
+    lasting_us: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        return {
+            "n": self.n,
+            "window_bytes": self.window_bytes,
+            **asdict(self.time),
+            "total_us": self.time.total_us,
+            "bound": self.time.bound,
+            "joules": self.joules,
+            "lasting_us": self.lasting_us,
+        }
+
+
+@dataclass(frozen=True)
+class WindowPlan:
+    """The window to keep, and what others would give.
+
+    Attributes:
+        problem: Sizes and lengths of one call.
+        model: The model and its parameters.
+        layers: Layers that share the budget.
+        budget_bytes: Memory for the windows of all layers.
+        multiple: Windows considered are multiples of it, or the whole cache.
+        chosen: The best window that fits.
+        unlimited: The best one if memory were no concern.
+        curve: Windows from none to everything, in ascending order, the two above among them.
+    """
+
+    problem: MlaProblem
+    model: MixModel
+    layers: int
+    budget_bytes: int
+    multiple: int
+    chosen: PlanPoint
+    unlimited: PlanPoint
+    curve: tuple[PlanPoint, ...]
+
+    @property
+    def layer_budget_bytes(self) -> int:
+        """Memory for the window of one layer."""
+        return self.budget_bytes // self.layers
+
+    @property
+    def lasting(self) -> PlanPoint:
+        """The best window of the curve for long that fits; the chosen one of equally good ones."""
+        fitting = [p for p in self.curve if p.window_bytes <= self.layer_budget_bytes]
+        return min([self.chosen, *fitting], key=lambda point: point.lasting_us)
+
+    @property
+    def without_us(self) -> float:
+        """Time of one layer with nothing decompressed."""
+        return self.curve[0].time.total_us
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        return {
+            "predicted": True,
+            "problem": asdict(self.problem),
+            "form": asdict(self.model.form),
+            "parameters": self.model.parameters.to_dict(),
+            "fitted": self.model.parameters.fitted,
+            "layers": self.layers,
+            "budget_bytes": self.budget_bytes,
+            "layer_budget_bytes": self.layer_budget_bytes,
+            "multiple": self.multiple,
+            "chosen": self.chosen.to_dict(),
+            "chosen_bytes_all_layers": self.chosen.window_bytes * self.layers,
+            "chosen_us_all_layers": self.chosen.time.total_us * self.layers,
+            "unlimited": self.unlimited.to_dict(),
+            "lasting": self.lasting.to_dict(),
+            "curve": [point.to_dict() for point in self.curve],
+        }
+
+
+def plan_window(
+    problem: MlaProblem,
+    model: MixModel,
+    budget_bytes: int,
+    *,
+    layers: int = 1,
+    multiple: int = 1,
+    memory_bytes: int | None = None,
+) -> WindowPlan:
+    """Chooses the window of least predicted time within a budget.
+
+    Args:
+        problem: Sizes and lengths of one call.
+        model: Device, kernels and form of the window.
+        budget_bytes: Memory for the windows of all layers, for the whole batch.
+        layers: Layers that share it evenly.
+        multiple: Windows considered are multiples of it, or the whole cache.
+        memory_bytes: Memory of the device, which a budget must not exceed; None where unknown.
+    """
+    require_int("budget", budget_bytes, minimum=1)
+    require_int("layers", layers, minimum=1)
+    require_int("multiple", multiple, minimum=1)
+    if memory_bytes is not None and budget_bytes > memory_bytes:
+        raise InvalidArgumentError(
+            "budget",
+            f"at most {memory_bytes} bytes, the memory of {model.parameters.device}",
+            f"{budget_bytes} bytes",
+        )
+    least_n = min(multiple, problem.t)
+    least = layers * decompressed_bytes(problem, least_n, model.form)
+    if budget_bytes < least:
+        raise InvalidArgumentError(
+            "budget",
+            f"at least {least} bytes, which is {least_n} tokens of each of {problem.b} requests "
+            f"in {layers} layer{'' if layers == 1 else 's'} (a unit such as GiB may follow)",
+            f"{budget_bytes} bytes",
+        )
+    chosen = model.best_n(problem, budget_bytes // layers, multiple)
+    unlimited = model.best_n(problem, None, multiple)
+    largest = model.largest_n(problem, None, multiple)
+    return WindowPlan(
+        problem=problem,
+        model=model,
+        layers=layers,
+        budget_bytes=budget_bytes,
+        multiple=multiple,
+        chosen=plan_point(problem, model, chosen),
+        unlimited=plan_point(problem, model, unlimited),
+        curve=plan_curve(problem, model, multiple, (chosen, unlimited, largest)),
+    )
+
+
+def plan_curve(
+    problem: MlaProblem, model: MixModel, multiple: int, also: tuple[int, ...] = ()
+) -> tuple[PlanPoint, ...]:
+    """Windows from none to everything, evenly spread multiples and those named."""
+    largest = model.largest_n(problem, None, multiple)
+    step = multiple * max(1, -(-largest // (multiple * _CURVE_POINTS)))
+    sizes = sorted({*range(0, largest, step), largest, *also})
+    return tuple(plan_point(problem, model, n) for n in sizes)
+
+
+def plan_point(problem: MlaProblem, model: MixModel, n: int) -> PlanPoint:
+    """One window at its best split of the SMs."""
+    return PlanPoint(
+        n=n,
+        window_bytes=decompressed_bytes(problem, n, model.form),
+        time=model.at(problem, n),
+        joules=model.joules(problem, n),
+        lasting_us=model.lasting_us(problem, n),
+    )
+
+
+def parse_bytes(text: str, argument: str = "budget") -> int:
+    """Reads an amount of memory: a number of bytes, or a number with a unit such as 1.5GiB.
+
+    Args:
+        text: The amount; KiB, MiB, GiB and TiB are powers of 1024, kB, MB, GB and TB of 1000.
+        argument: Its name in the message.
+    """
+    match = _AMOUNT.fullmatch(text.strip().lower())
+    unit = None if match is None else _UNITS.get(match.group(2))
+    if match is None or unit is None:
+        raise InvalidArgumentError(
+            argument, "a number of bytes, or one with KiB, MiB, GiB, kB, MB or GB", repr(text)
+        )
+    amount = int(float(match.group(1)) * unit) if "." in match.group(1) else int(match[1]) * unit
+    if amount < 1:
+        raise InvalidArgumentError(argument, "a positive amount of memory", repr(text))
+    return amount

@@ -1,0 +1,1 @@
+"""Requests that share their first tokens."""

@@ -1,0 +1,152 @@
+"""Inputs and reference of requests that share their first tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.mla.attend import KvSegment, Lengths, attend, ieee_float32, lengths_tensor
+from mla_var3.op.mla.inputs import MlaInputs, decompress_all, make_inputs, up_project
+from mla_var3.op.mla.prefix.problem import SharedPrefixProblem
+
+_NAN = float("nan")
+
+
+@dataclass
+class SharedPrefixInputs:
+    """The operands of a call with a shared prefix.
+
+    Attributes:
+        plain: The same call without sharing: the latent rows of the prefix stand in the cache of
+            every request. For a comparison; a kernel must not need it.
+        c_kv: Latent cache, `[b, t, k]`, slot = position; NaN in the slots of the prefix and at
+            and beyond each length, so that a kernel that reads them fails its check.
+        k_rope: Rope part of the keys, `[b, t, p]`; NaN likewise.
+        k_prefix: Keys of the prefix, `[h, prefix, d]`.
+        v_prefix: Values of the prefix, `[h, prefix, d]`.
+        k_rope_prefix: Rope part of its keys, `[prefix, p]`.
+    """
+
+    plain: MlaInputs
+    c_kv: torch.Tensor
+    k_rope: torch.Tensor
+    k_prefix: torch.Tensor
+    v_prefix: torch.Tensor
+    k_rope_prefix: torch.Tensor
+
+
+def make_shared_prefix_inputs(
+    shared: SharedPrefixProblem, device: torch.device | str, seed: int | None = None
+) -> SharedPrefixInputs:
+    """Makes random inputs whose requests have the same first tokens.
+
+    Args:
+        shared: The problem.
+        device: Where the tensors live. On "meta" they have shapes and no values.
+        seed: Makes the values repeatable on one kind of device; None draws fresh ones.
+    """
+    problem, prefix = shared.problem, shared.prefix
+    # Drawn at full length first: the prefix must hold tokens although request 0 may be shorter.
+    plain = make_inputs(replace(problem, lengths=None), device, seed)
+    plain.lengths = torch.tensor(problem.kv_lengths, dtype=torch.int32, device=plain.lengths.device)
+    latent, k_rope_prefix = plain.c_kv[0, :prefix].clone(), plain.k_rope[0, :prefix].clone()
+    keys, values = decompress_all(latent[None], plain.w_uk, plain.w_uv)
+    slots = torch.arange(problem.t, device=plain.lengths.device)[None]  # [1, t]
+    unused = (slots >= plain.lengths[:, None])[..., None]  # [b, t, 1]
+    for rows, first in ((plain.c_kv, latent), (plain.k_rope, k_rope_prefix)):
+        rows[:, :prefix] = first
+        rows.masked_fill_(unused, _NAN)
+    in_prefix = (slots < prefix)[..., None]
+    return SharedPrefixInputs(
+        plain=plain,
+        c_kv=plain.c_kv.masked_fill(in_prefix, _NAN),
+        k_rope=plain.k_rope.masked_fill(in_prefix, _NAN),
+        k_prefix=keys[0],
+        v_prefix=values[0],
+        k_rope_prefix=k_rope_prefix,
+    )
+
+
+def reference_shared_prefix(
+    q_nope: torch.Tensor,
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    k_prefix: torch.Tensor,
+    v_prefix: torch.Tensor,
+    k_rope_prefix: torch.Tensor,
+    c_kv: torch.Tensor,
+    k_rope: torch.Tensor,
+    w_uv: torch.Tensor,
+    lengths: Lengths,
+    *,
+    causal: bool,
+    scale: float,
+    compute_dtype: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The shared prefix decompressed, the own tokens in the latent space, under one softmax.
+
+    Args:
+        q_nope: `[b, s, h, d]`.
+        q_latent: `[b, s, h, k]`.
+        q_rope: `[b, s, h, p]`.
+        k_prefix: `[h, prefix, d]`, slot `j` at position `j` of every request.
+        v_prefix: `[h, prefix, d]`.
+        k_rope_prefix: `[prefix, p]`.
+        c_kv: `[b, t, k]`; of request `r` only positions from `prefix` to its length are read.
+        k_rope: `[b, t, p]`, likewise.
+        w_uv: `[h, k, d]`, for the latent share of the output.
+        lengths: KV tokens of each request, the prefix counted, `[b]`.
+        causal: See `attend`.
+        scale: See `attend`.
+        compute_dtype: See `attend`.
+
+    Returns:
+        The output `[b, s, h, d]` and the log-sum-exp `[b, s, h]`.
+    """
+    b, t, _ = c_kv.shape
+    prefix = _require_prefix(k_prefix, v_prefix, k_rope_prefix, t)
+    kv_lengths = lengths_tensor(lengths, b, c_kv.device)
+    rope = k_rope_prefix.expand(k_prefix.shape[0], -1, -1)  # [h, prefix, p]
+    slots = torch.arange(t, device=c_kv.device)
+    own_slots = torch.where(slots >= prefix, slots, -1)
+    segments = [
+        KvSegment(
+            q=torch.cat([q_nope, q_rope], dim=-1),
+            keys=torch.cat([k_prefix, rope], dim=-1).expand(b, -1, -1, -1),
+            values=v_prefix.expand(b, -1, -1, -1),
+            positions=slots[:prefix].expand(b, -1),
+        ),
+        KvSegment(
+            q=torch.cat([q_latent, q_rope], dim=-1),
+            keys=torch.cat([c_kv, k_rope], dim=-1)[:, None],
+            values=c_kv[:, None],
+            positions=own_slots.expand(b, -1),
+        ),
+    ]
+    (shared, latent), lse = attend(
+        segments, lengths=kv_lengths, causal=causal, scale=scale, compute_dtype=compute_dtype
+    )
+    with ieee_float32():
+        projected = up_project(latent.to(compute_dtype), w_uv.to(compute_dtype))
+    output = (projected.to(shared.dtype) + shared).to(compute_dtype).to(shared.dtype)
+    return output, lse
+
+
+def _require_prefix(
+    k_prefix: torch.Tensor, v_prefix: torch.Tensor, k_rope_prefix: torch.Tensor, t: int
+) -> int:
+    """Checks the operands of the prefix; `attend` checks the widths."""
+    if k_prefix.dim() != 3 or k_prefix.shape[1] > t:
+        raise InvalidArgumentError("k_prefix", f"[h, prefix, d], prefix <= t={t}", _shape(k_prefix))
+    h, prefix, _ = k_prefix.shape
+    if v_prefix.dim() != 3 or tuple(v_prefix.shape[:2]) != (h, prefix):
+        raise InvalidArgumentError("v_prefix", f"[{h}, {prefix}, d]", _shape(v_prefix))
+    if k_rope_prefix.dim() != 2 or k_rope_prefix.shape[0] != prefix:
+        raise InvalidArgumentError("k_rope_prefix", f"[{prefix}, p]", _shape(k_rope_prefix))
+    return prefix
+
+
+def _shape(tensor: torch.Tensor) -> list[int]:
+    return list(tensor.shape)

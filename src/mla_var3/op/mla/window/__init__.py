@@ -1,0 +1,1 @@
+"""Formats of decompressed keys and values."""

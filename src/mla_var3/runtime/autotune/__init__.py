@@ -1,0 +1,1 @@
+"""Autotuning: the fastest tiling of every kernel."""

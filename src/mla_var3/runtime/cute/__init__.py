@@ -1,0 +1,1 @@
+"""CuTe DSL programs on the host: arguments, compile cache, launch."""

@@ -1,0 +1,246 @@
+"""The compile cache of CuTe DSL kernels: what a compiled program is, its key and its file.
+
+An entry is one zip file `cute-compile/<kernel>/<key>.zip` below the cache folder, with the object
+file (host code and machine code), the cubin, the PTX and the key in full. The checksums of the
+format tell a damaged entry; it counts as missing and is replaced. Files appear whole or not at all,
+so several processes may use one folder; what two of them compile at the same time is the same.
+
+Reloading an entry neither traces nor compiles: the object is linked into the process. The object
+holds host code for one kind of machine, therefore the host is part of the key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import inspect
+import io
+import json
+import logging
+import platform
+import sys
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.runtime.cute.arguments import ArgumentKind
+from mla_var3.runtime.files import write_atomic
+from mla_var3.runtime.paths import cache_root
+
+log = logging.getLogger(__name__)
+
+_FORMAT = 3
+_KEY, _OBJECT, _CUBIN, _PTX = "key.json", "program.o", "program.cubin", "program.ptx"
+
+
+@dataclass(frozen=True)
+class CompiledProgram:
+    """A host function with its kernels, compiled for one architecture.
+
+    Attributes:
+        name: kernel name.
+        arch: architecture, for example "sm_90a".
+        object_code: relocatable object with the host code and the machine code.
+        cubin: machine code alone.
+        ptx: intermediate code.
+        seconds: wall time of the compilation, when it was done.
+        dynamic_shared_bytes: shared memory per block that the launch asks for, at most.
+    """
+
+    name: str
+    arch: str
+    object_code: bytes
+    cubin: bytes
+    ptx: str
+    seconds: float
+    dynamic_shared_bytes: int
+
+
+@dataclass(frozen=True)
+class ProgramKey:
+    """Everything that decides what a compiled program is.
+
+    Attributes:
+        name: kernel name.
+        fields: the parts of the key, JSON-ready.
+    """
+
+    name: str
+    fields: dict[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """Short name of the key."""
+        text = json.dumps(self.fields, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+    @property
+    def path(self) -> Path:
+        """Where the entry lies, or would."""
+        return cache_root() / "cute-compile" / self.name / f"{self.digest}.zip"
+
+
+def program_key(
+    name: str,
+    host: Any,
+    kinds: Sequence[ArgumentKind],
+    opt_level: int | None,
+    arch: str,
+    sources: Sequence[Path],
+    toolchain: str,
+) -> ProgramKey:
+    """The key of a program.
+
+    Args:
+        name: kernel name.
+        host: the host function; values that it carries are constants of the program.
+        kinds: kinds of the arguments.
+        opt_level: the compiler's level; None for its default. Of a tiling nothing else matters
+            that the host function does not carry.
+        arch: architecture.
+        sources: files with the kernel and its helpers.
+        toolchain: package and version of the compiler.
+    """
+    fields = {
+        "format": _FORMAT,
+        "kernel": name,
+        "host": host_identity(host),
+        "arguments": [str(kind) for kind in kinds],
+        "opt_level": opt_level,
+        "arch": arch,
+        "sources": [[path.name, _file_digest(path)] for path in sources],
+        "toolchain": toolchain,
+        "machine": host_machine(),
+    }
+    return ProgramKey(name, fields)
+
+
+def host_identity(host: Any, outer: tuple[Any, ...] = ()) -> dict[str, Any]:
+    """A host function by name, with every value that it carries into the trace.
+
+    The compiler sees such a value as a constant, so two functions that differ in one are two
+    programs.
+
+    Args:
+        host: the function, or an object that can be called.
+        outer: the functions that carry it, for one that refers to itself.
+
+    Raises:
+        InvalidArgumentError: a value that cannot be compared.
+    """
+    if inspect.isfunction(host) or inspect.ismethod(host):
+        function = inspect.unwrap(host)
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        carried = {name: cell.cell_contents for name, cell in cells}
+        carried.update(enumerate(function.__defaults__ or ()))
+        carried.update(function.__kwdefaults__ or {})
+        name = f"{function.__module__}.{function.__qualname__}"
+    else:
+        carried = vars(host) if hasattr(host, "__dict__") else {}
+        name = _type_name(type(host))
+    if any(host is carrier for carrier in outer):
+        return {"name": name}
+    outer = (*outer, host)
+    values = {str(k): _comparable(v, f"host_fn, value {k!r}", outer) for k, v in carried.items()}
+    return {"name": name, "values": values}
+
+
+def _comparable(value: Any, where: str, outer: tuple[Any, ...]) -> Any:
+    if value is None or (isinstance(value, (bool, int, str)) and not isinstance(value, enum.Enum)):
+        return value
+    if isinstance(value, (float, torch.dtype)):
+        return repr(value)
+    if isinstance(value, enum.Enum):
+        return f"{_type_name(type(value))}.{value.name}"
+    if isinstance(value, type):
+        return _type_name(value)
+    if isinstance(value, ModuleType):
+        return value.__name__
+    if inspect.isfunction(value):
+        return host_identity(value, outer)
+    if isinstance(value, (tuple, list)):
+        return [_comparable(item, where, outer) for item in value]
+    if isinstance(value, dict):
+        return {str(k): _comparable(v, where, outer) for k, v in sorted(value.items(), key=str)}
+    if dataclasses.is_dataclass(value):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        return {"type": _type_name(type(value)), **_comparable(fields, where, outer)}
+    raise InvalidArgumentError(
+        where,
+        "numbers, strings, types, enums, functions, dataclasses or collections of them, "
+        "which the compile cache can compare",
+        type(value).__name__,
+    )
+
+
+def _type_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _file_digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@functools.cache
+def host_machine() -> str:
+    """The kind of machine that host code is made for: the code may use what its CPU has."""
+    parts = [sys.platform, platform.machine(), platform.python_version()]
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    parts.append(hashlib.sha256(" ".join(sorted(features.split())).encode()).hexdigest()[:12])
+    return " ".join(parts)
+
+
+def read_entry(key: ProgramKey) -> CompiledProgram | None:
+    """The program of a key from the disk; None when there is no good one."""
+    try:
+        content = key.path.read_bytes()
+    except OSError:
+        return None
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            stored = json.loads(archive.read(_KEY))
+            if stored["key"] != key.fields:
+                raise ValueError("it is of another key")
+            return CompiledProgram(
+                name=key.name,
+                arch=str(key.fields["arch"]),
+                object_code=archive.read(_OBJECT),
+                cubin=archive.read(_CUBIN),
+                ptx=archive.read(_PTX).decode(),
+                seconds=float(stored["seconds"]),
+                dynamic_shared_bytes=int(stored["dynamic_shared_bytes"]),
+            )
+    except Exception as error:  # damage may show in any layer of the format
+        log.warning("%s: ignored and made again, %s", key.path, error)
+        return None
+
+
+def write_entry(key: ProgramKey, program: CompiledProgram) -> None:
+    """Keep a program for later processes; a folder that cannot be written to is only reported."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        stored = {
+            "key": key.fields,
+            "seconds": program.seconds,
+            "dynamic_shared_bytes": program.dynamic_shared_bytes,
+        }
+        archive.writestr(_KEY, json.dumps(stored, sort_keys=True, indent=1))
+        archive.writestr(_OBJECT, program.object_code)
+        archive.writestr(_CUBIN, program.cubin)
+        archive.writestr(_PTX, program.ptx)
+    try:
+        write_atomic(key.path, buffer.getvalue())
+    except OSError as error:
+        log.warning("%s: the compiled kernel is not kept, %s", key.path, error)

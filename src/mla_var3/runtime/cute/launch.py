@@ -1,0 +1,333 @@
+"""Launching compiled CuTe DSL programs: prepared arguments, current stream, architecture check.
+
+A launch costs the host a few microseconds: the arguments lie in memory already, and only the stream
+and what has changed are written before the compiled host function is called. Nothing here waits for
+the GPU or allocates on it, so a CUDA graph can capture a launch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from mla_var3.errors import InvalidArgumentError, UnsupportedError
+from mla_var3.runtime.cute.arguments import (
+    FLOAT32,
+    INT32,
+    INT64,
+    POINTER,
+    ArgumentBuffer,
+    ArgumentKind,
+    Int64Arg,
+)
+from mla_var3.runtime.torch_fast import current_device_index, raw_stream
+
+Entry = Callable[[Any], Any]
+"""The compiled host function: takes the addresses of its arguments."""
+
+
+def short_entry(host_function: Any) -> Entry:
+    """A compiled host function that is called with an array of addresses as it is.
+
+    Without a declared parameter ctypes converts nothing, and without a result it makes none: the
+    host function writes its error code into the last argument.
+
+    Args:
+        host_function: as ctypes knows it; the caller keeps it and its code.
+    """
+    address = ctypes.cast(host_function, ctypes.c_void_p).value
+    if address is None:
+        raise InvalidArgumentError("host_function", "a function of compiled code", "a null pointer")
+    return ctypes.CFUNCTYPE(None)(address)
+
+
+class BoundLaunch:
+    """A program with arguments of its own.
+
+    One thread at a time may use it; programs give each caller another.
+    """
+
+    def __init__(
+        self, name: str, entry: Entry, buffer: ArgumentBuffer, device: int, args: Sequence[Any]
+    ) -> None:
+        self._name = name
+        self._entry = entry
+        self._buffer = buffer
+        self._device = device
+        self._args: tuple[Any, ...] = ()
+        self.update(*args)
+
+    def update(self, *args: Any) -> None:
+        """Take other arguments of the same kinds; tensors are kept alive until the next update."""
+        self._buffer.write(args)
+        self._args = args
+
+    def launch(self) -> None:
+        """Launch on the current CUDA stream."""
+        _call(self._name, self._entry, self._buffer, self._device)
+
+
+_NUMBER_FORMATS = {INT32: "i4x", INT64: "q", FLOAT32: "f4x"}
+"""How `struct` writes a number into a cell of 8 bytes."""
+
+
+class RepeatedLaunch:
+    """A program whose numbers stay while every launch brings the addresses of its tensors anew.
+
+    The shortest way to launch on changing tensors: all addresses are written at once, nothing is
+    looked at. Whoever calls it has made sure that the tensors differ in their addresses only from
+    those that the program was launched with before, alignment included. Safe in several threads.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        entry: Entry,
+        kinds: Sequence[ArgumentKind],
+        device: int,
+        args: Sequence[Any],
+    ) -> None:
+        """Keep the numbers among the arguments; of a tensor nothing is kept.
+
+        Args:
+            name: kernel name.
+            entry: the compiled host function.
+            kinds: kinds of the arguments.
+            device: index of the GPU.
+            args: the arguments of a launch that was made before.
+        """
+        self.device = device
+        self._name = name
+        self._entry = entry
+        self._kinds = kinds
+        self._numbers = [
+            value for kind, value in zip(kinds, args, strict=True) if kind.tag in _NUMBER_FORMATS
+        ]
+        # Those of absent tensors too, whose cells nobody reads.
+        self._low_bits = [
+            max(kind.alignment - 1, 0) for kind in kinds if kind.tag not in _NUMBER_FORMATS
+        ]
+        self._pointers = len(self._low_bits)
+        self._own = threading.local()
+
+    def __call__(self, *addresses: int) -> None:
+        """Launch on the current CUDA stream of the device, which is the current one.
+
+        Args:
+            addresses: of the tensors, in the order of the arguments; any number for an argument
+                that is None.
+        """
+        try:
+            write, cells, packed, result = self._own.memory
+        except AttributeError:
+            write, cells, packed, result = self._own.memory = self._lay_out()
+        write(cells, 0, *addresses, raw_stream(self.device))
+        self._entry(packed)
+        if result.value:
+            raise self._failure(result.value)
+
+    def on_stream(self, stream: int, *last: int) -> Callable[[Sequence[int]], bool]:
+        """The launch on one CUDA stream, with the last of the addresses fixed.
+
+        Args:
+            stream: handle of the stream.
+            last: the addresses at the end.
+
+        Returns:
+            What takes the addresses before them and launches; False, and nothing is launched,
+            where one of them is not aligned as the program was compiled for. One thread at a time
+            may use it.
+        """
+        write_all, cells, packed, result = self._lay_out()
+        first = self._pointers - len(last)
+        write_all(cells, 0, *(0 for _ in range(first)), *last, stream)
+        pack, entry = _cells(first).pack, self._entry
+        changing = memoryview(cells).cast("B")[: 8 * first]
+        # All addresses as one number, and the bits that must not be set in it: one operation
+        # looks at all of them.
+        number = int.from_bytes
+        unaligned = number(pack(*self._low_bits[:first]), "little")
+
+        def launch(addresses: Sequence[int]) -> bool:
+            content = pack(*addresses)
+            if number(content, "little") & unaligned:
+                return False
+            changing[:] = content
+            entry(packed)
+            if result.value:
+                raise self._failure(result.value)
+            return True
+
+        return launch
+
+    def _failure(self, code: int) -> UnsupportedError:
+        return UnsupportedError(f"{self._name}: {describe_cuda_error(code)}")
+
+    def _lay_out(self) -> tuple[Callable[..., None], Any, Any, ctypes.c_int32]:
+        """Memory for the arguments, which one thread at a time may use.
+
+        Returns:
+            What writes addresses and stream, the cells that it writes into, the addresses of all
+            cells as the host function takes them, and the cell of the error code.
+        """
+        formats = [_NUMBER_FORMATS.get(kind.tag, "") for kind in self._kinds]
+        pointers = self._pointers
+        changing = _cells(pointers + 1)
+        numbers = (v.value if isinstance(v, Int64Arg) else v for v in self._numbers)
+        # The cells: addresses, the stream, the numbers, the error code.
+        content = bytes(changing.size) + struct.pack(f"={''.join(formats)}8x", *numbers)
+        cells = (ctypes.c_uint64 * (len(content) // 8)).from_buffer_copy(content)
+        base = ctypes.addressof(cells)
+        places = [base + 8 * cell for cell in _cell_order(self._kinds, pointers)]
+        packed = (ctypes.c_void_p * len(places))(*places)
+        result = ctypes.c_int32.from_buffer(cells, len(content) - 8)
+        return changing.pack_into, cells, packed, result
+
+
+def _cells(count: int) -> struct.Struct:
+    """How addresses are written into cells of 8 bytes.
+
+    As sizes of memory (N), which `struct` takes from Python's numbers in half the time that it
+    needs for Q.
+    """
+    return struct.Struct(f"{count}N")
+
+
+def _cell_order(kinds: Sequence[ArgumentKind], pointers: int) -> list[int]:
+    """Which cell each parameter of the host function reads, see `RepeatedLaunch`."""
+    next_pointer, next_number = 0, pointers + 1
+    order = []
+    for kind in kinds:
+        if kind.tag in _NUMBER_FORMATS:
+            order.append(next_number)
+            next_number += 1
+            continue
+        # The host function has no parameter for what is absent.
+        order += [next_pointer] if kind.tag == POINTER else []
+        next_pointer += 1
+    return [*order, pointers, next_number]  # the stream and the error code
+
+
+class CuteProgram:
+    """A compiled and loaded host function, for arguments of certain kinds and any shape.
+
+    Attributes:
+        name: kernel name.
+        kinds: kinds of the arguments, without the stream.
+        device: index of the GPU it is loaded on.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kinds: Sequence[ArgumentKind],
+        device: int,
+        entry: Entry,
+        owners: Sequence[Any] = (),
+    ) -> None:
+        """Wrap a loaded host function.
+
+        Args:
+            name: kernel name.
+            kinds: kinds of the arguments.
+            device: index of the GPU.
+            entry: the compiled host function.
+            owners: what keeps the code loaded as long as it is referred to.
+        """
+        self.name = name
+        self.kinds = tuple(kinds)
+        self.device = device
+        self._entry = entry
+        self._owners = tuple(owners)
+        self._own = threading.local()
+
+    def bind(self, *args: Any) -> BoundLaunch:
+        """The program with arguments of its own, for repeated launches."""
+        buffer = ArgumentBuffer(self.kinds, self.device)
+        return BoundLaunch(self.name, self._entry, buffer, self.device, args)
+
+    def repeated(self, *args: Any) -> RepeatedLaunch:
+        """The program with the numbers of these arguments, for launches on other tensors."""
+        return RepeatedLaunch(self.name, self._entry, self.kinds, self.device, args)
+
+    def __call__(self, *args: Any) -> None:
+        """Launch on the current CUDA stream, with other arguments than last time.
+
+        The caller keeps the tensors, as with any operation of torch.
+        """
+        buffer = getattr(self._own, "buffer", None)
+        if buffer is None:
+            buffer = self._own.buffer = ArgumentBuffer(self.kinds, self.device)
+        buffer.write(args)
+        _call(self.name, self._entry, buffer, self.device)
+
+
+def _call(name: str, entry: Entry, buffer: ArgumentBuffer, device: int) -> None:
+    if current_device_index() != device:
+        raise InvalidArgumentError(
+            f"{name}: device",
+            f"cuda:{device} as the current device, where its tensors are",
+            f"cuda:{current_device_index()}",
+        )
+    buffer.stream.value = raw_stream(device)
+    entry(buffer.packed)
+    if buffer.result.value:
+        raise UnsupportedError(f"{name}: {describe_cuda_error(buffer.result.value)}")
+
+
+def current_device() -> torch.device:
+    """The current GPU."""
+    return torch.device("cuda", current_device_index())
+
+
+def describe_cuda_error(code: int) -> str:
+    """A CUDA error code in words."""
+    from cuda.bindings import runtime
+
+    try:
+        name = runtime.cudaError_t(code).name
+    except ValueError:
+        name = "an unknown CUDA error"
+    return f"the launch failed with {name} (code {code})"
+
+
+def arch_of_target(target: str) -> str:
+    """The architecture that a compile target means: "sm_90" is "sm_90a", "sm_90a" is itself.
+
+    From Hopper on the matrix and bulk-copy instructions exist in the architecture-specific form
+    only.
+    """
+    match = re.fullmatch(r"sm_(\d+)([af]?)", target)
+    if match is None:
+        raise InvalidArgumentError("target", "a target such as sm_90 or sm_90a", repr(target))
+    if match[2] or int(match[1]) < 90:
+        return target
+    return f"{target}a"
+
+
+def arch_of_device(device: torch.device) -> str:
+    """The architecture of a GPU."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return arch_of_target(f"sm_{major}{minor}")
+
+
+def require_arch(name: str, required: str, device: torch.device) -> None:
+    """Refuse a GPU that lacks the instructions of a kernel, before anything is launched on it.
+
+    Args:
+        name: kernel name.
+        required: architecture that the kernel is written for; empty for any.
+        device: the GPU.
+    """
+    if required and required != arch_of_device(device):
+        major, minor = torch.cuda.get_device_capability(device)
+        raise UnsupportedError(
+            f"{name}: expected a GPU of {required}, whose instructions it is written with, got "
+            f"{torch.cuda.get_device_name(device)} of compute capability {major}.{minor}"
+        )

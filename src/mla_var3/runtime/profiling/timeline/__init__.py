@@ -1,0 +1,1 @@
+"""Timelines: collecting, analysing and drawing them."""

@@ -1,0 +1,219 @@
+"""The pages: all rows, nothing from elsewhere, valid HTML, both colour schemes."""
+
+from __future__ import annotations
+
+import base64
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from mla_var3.bench.analysis import shape_groups
+from mla_var3.bench.page import HEADERS, cells, headline, html_page, markdown_page, method, troubles
+from mla_var3.bench.plots import Plot, draw_plots
+from mla_var3.bench.predict import NOTE
+from mla_var3.bench.record import ABSENT, FAILED, OK, PREDICTED, BenchRecord, load_record
+from mla_var3.bench.regression import compare_records
+from tests.unit.bench.bench_support import peer, record, row
+
+RESULTS = Path(__file__).parents[3] / "docs" / "results"
+RECORDS = sorted(set(RESULTS.glob("*.json")) - set(RESULTS.glob("*-rows.json")))
+"""Of benchmarks; rows of a fit are no record of one."""
+VOID = {"meta", "img", "br", "link", "input", "hr"}
+
+
+class Page(HTMLParser):
+    """Reads a page strictly: every tag is closed, in order, and every row has all its cells."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.cells: list[list[str]] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "tr":
+            self.cells.append([])
+        if tag in ("td", "th"):
+            self.cells[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if {"td", "th"} & set(self.open):
+            self.cells[-1][-1] += data.strip()
+
+
+def full_record() -> BenchRecord:
+    rows = [
+        row("flash_mla", 1000.0),
+        row("mla_var6_plus_v2", 800.0, choices={"n": 1024}),
+        row("flash_mla", None, language="cute-dsl", status=FAILED, reason="output 0: <NaN> & more"),
+        peer("FlashMLA", 900.0),
+        peer("FlashInfer", None, status=ABSENT, reason="flashinfer: not installed"),
+        row("flash_mla", 2000.0, s=32),
+        peer("FlashMLA", 1900.0, s=32),
+    ]
+    return record(*rows, settings={"rounds": 3}, absent={"triton": "no module named vllm"})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("plots")
+
+
+@pytest.fixture(scope="module")
+def full_page(folder: Path) -> str:
+    """The page of `full_record`, drawn once for all tests that only read it."""
+    return page_of(full_record(), folder)
+
+
+def page_of(found: BenchRecord, folder: Path) -> str:
+    return html_page(found, draw_plots(found, folder))
+
+
+def test_the_page_is_well_formed_and_complete(full_page: str) -> None:
+    found, text = full_record(), full_page
+    page = Page(text)
+    assert text.startswith("<!DOCTYPE html>")
+    tables = ["".join(cell) for line in page.cells for cell in line]
+    for group in shape_groups(found.rows):
+        for timed in group.timed:
+            expected = list(cells(group, timed))
+            assert expected in page.cells, timed.label
+    for reason in ("output 0: <NaN> & more", "flashinfer: not installed", "no module named vllm"):
+        assert any(reason in cell for cell in tables), reason
+    for shown in ("NVIDIA H200", "hyper-mla bench figures", "abc with local changes", "rounds 3"):
+        assert any(shown in cell for cell in tables), shown
+
+
+def test_the_page_needs_nothing_else(full_page: str) -> None:
+    text = full_page
+    outside = re.sub(r"base64,[^\"]+", "", text)
+    assert not re.search(r"https?:|//[a-z]|url\(|@import|<script|<link|<iframe", outside)
+    for tag, attributes in Page(text).tags:
+        if "src" in attributes:
+            assert str(attributes["src"]).startswith("data:image/png;base64,"), tag
+        if "href" in attributes:
+            anchor = str(attributes["href"])
+            assert anchor.startswith("#")
+            assert f'id="{anchor[1:]}"' in text
+
+
+def test_the_images_are_the_plots(full_page: str, folder: Path) -> None:
+    text = full_page
+    inline = [base64.b64decode(data) for data in re.findall(r"base64,([^\"]+)", text)]
+    files = [path.read_bytes() for path in folder.glob("*.png")]
+    assert len(inline) == len(files) == 4
+    assert sorted(inline) == sorted(files)
+    assert "Time of mla_var6_plus against its window: not drawn" in text
+
+
+def test_light_and_dark(full_page: str) -> None:
+    text = full_page
+    assert '<meta name="color-scheme" content="light dark">' in text
+    light, dark = re.findall(r":root \{([^}]*)\}", text)
+    names = [re.findall(r"(--[\w-]+):", block) for block in (light, dark)]
+    assert sorted(names[0]) == sorted(names[1])
+    assert set(re.findall(r"var\((--[\w-]+)\)", text)) <= set(names[0])
+
+
+def test_what_is_in_a_row_cannot_break_the_page() -> None:
+    text = html_page(record(row("<script>alert(1)</script>"), notes=["<b>"]), [])
+    assert "<script>" not in text
+    Page(text)
+
+
+def test_predictions_are_labelled(full_page: str) -> None:
+    text = html_page(record(row("mla_var6_plus", kind=PREDICTED), notes=[NOTE]), [])
+    assert "predicted" in text.split("</title>")[0]
+    assert "Predictions, not measurements" in text
+    assert "How it was predicted" in text
+    assert "How it was measured" in full_page
+    assert "predicted" not in full_page.split("</title>")[0]
+
+
+def test_the_verdicts_are_on_the_page() -> None:
+    found = full_record()
+    earlier = full_record()
+    earlier.rows[0] = replace(earlier.rows[0], time_us=500.0)
+    text = html_page(found, [], compare_records(found, earlier))
+    assert "0 better, 4 same, 1 worse, 2 not compared" in text
+    assert '<tr class="worse">' in text
+    assert "+100.0 %" in text
+    assert "1 worse" in markdown_page(found, [], compare_records(found, earlier))
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
+def test_the_published_records_become_pages(path: Path, tmp_path: Path) -> None:
+    found = load_record(path)
+    text = page_of(found, tmp_path)
+    page = Page(text)
+    shown = [line for line in page.cells if len(line) == len(HEADERS)]
+    groups = [group for group in shape_groups(found.rows) if group.timed]
+    timed = [row for group in groups for row in group.rows if row.status == OK]
+    assert len(shown) == len(groups) + len(timed)
+
+
+def test_the_markdown_has_every_row_and_reason(tmp_path: Path) -> None:
+    found = full_record()
+    text = markdown_page(found, [Plot("x", "Roofline", "Caption.", (tmp_path / "roofline.png",))])
+    assert text.startswith("---\nkind:")
+    for entry in found.rows:
+        assert entry.label in text
+        assert entry.reason in text
+    assert "![Roofline](roofline.png)" in text
+    assert "## To be explained" in text  # a win of 12 %
+    assert "## To be explained" not in markdown_page(record(row(), peer()), [])
+
+
+def test_the_headline_says_who_wins() -> None:
+    groups = shape_groups(full_record().rows)
+    assert headline(groups[0]) == (
+        "mla_var6_plus_v2 n=1024 is 1.12x as fast as FlashMLA (end to end)"
+    )
+    assert "1.05x slower than FlashMLA" in headline(groups[1])
+    assert headline(shape_groups([row()])[0]) == ""
+    (even,) = shape_groups([row("ours", 1000.0), peer(time_us=1001.0)])
+    assert headline(even) == "ours is as fast as FlashMLA (end to end)"
+
+
+def test_troubles_name_the_shapes_where_not_all_are_meant() -> None:
+    found = record(row("a", None, status=FAILED, reason="why"), row("b", s=32))
+    assert troubles(found) == [("a", "failed", "why (b=32 s=16 t=4096 h=128)")]
+    everywhere = record(*(row("a", None, s=s, status=ABSENT, reason="why") for s in (1, 2)))
+    assert troubles(everywhere) == [("a", "absent", "why")]
+
+
+def test_troubles_at_many_shapes_are_counted() -> None:
+    rows = [row("broken", None, s=s, status=FAILED, reason="NaN") for s in range(1, 8)]
+    ((_, _, reason),) = troubles(record(*rows, row(s=64)))
+    assert "s=4 t" in reason
+    assert "s=5 t" not in reason
+    assert "3 more shapes" in reason
+
+
+def test_the_method_is_that_of_the_record() -> None:
+    def said(found: BenchRecord) -> str:
+        return " ".join(method(found))
+
+    rounds = said(record(row(), peer()))
+    assert "several rounds" in rounds
+    assert "End to end" in rounds
+    once = said(load_record(RESULTS / "2026-11-15-nvidia-h200.json"))
+    assert "several rounds" not in once
+    assert "End to end" not in once
+    assert "10th to the 90th percentile" in once
+    predicted = said(record(row(kind=PREDICTED)))
+    assert "checked" not in predicted
+    assert "faster pure path" in predicted

@@ -1,0 +1,295 @@
+"""Peers: our layouts are right, wrong results are caught, and absence has a reason.
+
+The peers' kernels cannot run here. Stand-ins with their interfaces compute plain attention from
+exactly what they are handed, so a wrong page, stride, length or scale shows as an error.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mla_var3.bench import peer_libraries as libraries_module
+from mla_var3.bench.contenders import PeerContender
+from mla_var3.bench.peer_libraries import MODULES, PeerLibraries, call_known
+from mla_var3.bench.peers import KERNELS, peer_kernel
+from mla_var3.bench.suites import ABSORBED_PEERS, DECOMPRESSED_PEERS, PEERS
+from mla_var3.errors import (
+    CheckFailedError,
+    MissingToolError,
+    UnknownNameError,
+    UnsupportedError,
+)
+from mla_var3.op.mla.problem import MlaProblem
+
+SMALL = MlaProblem(b=2, s=3, t=70, h=4)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
+    """q [s, h, x], k [t, hk, x], v [t, hk, y] -> [s, h, y], bottom-right causal, in float32."""
+    s, h, _ = q.shape
+    t = k.shape[0]
+    k, v = (x.float().expand(-1, h, -1) for x in (k, v))
+    scores = torch.einsum("shx,thx->hst", q.float(), k) * scale
+    if causal:
+        hidden = torch.arange(t)[None] > torch.arange(s)[:, None] + t - s
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return torch.einsum("hst,thy->shy", scores.softmax(-1), v).to(q.dtype)
+
+
+def flash_mla_package() -> ModuleType:
+    def flash_mla_with_kvcache(
+        q: Tensor, cache: Tensor, table: Tensor, lengths: Tensor, width: int, metadata: Any,
+        splits: Any, softmax_scale: float, causal: bool,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        assert metadata == ("metadata", q.shape[1] * q.shape[2])
+        out = []
+        for r in range(len(q)):
+            rows = cache[table[r].long()].flatten(0, 1)[: int(lengths[r])]
+            out.append(attend(q[r], rows, rows[..., :width], softmax_scale, causal))
+        return torch.stack(out), None
+
+    module: Any = ModuleType("flash_mla")
+    module.get_mla_metadata = lambda lengths, rows, heads: (("metadata", rows), None)
+    module.flash_mla_with_kvcache = flash_mla_with_kvcache
+    return module
+
+
+def flash_attn_interface() -> ModuleType:
+    def flash_attn_with_kvcache(
+        q: Tensor, k_cache: Tensor, v_cache: Tensor, cache_seqlens: Tensor, softmax_scale: float,
+        causal: bool, num_splits: int, qv: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        out = []
+        for r in range(len(q)):
+            length = int(cache_seqlens[r])
+            k, v = k_cache[r, :length], v_cache[r, :length]
+            if qv is not None:
+                k, query = torch.cat([k, v], -1), torch.cat([q[r], qv[r]], -1)
+            else:
+                query = q[r]
+            out.append(attend(query, k, v, softmax_scale, causal))
+        return torch.stack(out)
+
+    module: Any = ModuleType("flash_attn_interface")
+    module.flash_attn_with_kvcache = flash_attn_with_kvcache
+    return module
+
+
+class FlashInferWrapper:
+    def __init__(self, workspace: Tensor) -> None:
+        assert workspace.dtype == torch.int8
+
+    def plan(
+        self, q_starts: Tensor, kv_starts: Tensor, pages: Tensor, lengths: Tensor, h: int, k: int,
+        p: int, page: int, causal: bool, scale: float, q_type: Any, kv_type: Any,
+    ) -> None:  # fmt: skip
+        self.planned = (q_starts, kv_starts, pages, lengths, causal, scale)
+
+    def run(self, q: Tensor, q_pe: Tensor, ckv: Tensor, kpe: Tensor, out: Tensor) -> None:
+        q_starts, kv_starts, pages, lengths, causal, scale = self.planned
+        for r in range(len(lengths)):
+            rows = slice(int(q_starts[r]), int(q_starts[r + 1]))
+            own = pages[int(kv_starts[r]) : int(kv_starts[r + 1])].long()
+            length = int(lengths[r])
+            latent, rope = (x[own].flatten(0, 1)[:length, None] for x in (ckv, kpe))
+            query = torch.cat([q[rows], q_pe[rows]], -1)
+            out[rows] = attend(query, torch.cat([latent, rope], -1), latent, scale, causal)
+
+
+def triton_module() -> ModuleType:
+    def decode_attention_fwd(
+        q: Tensor, k_buffer: Tensor, v_buffer: Tensor, o: Tensor, lse: Tensor,
+        req_to_token: Tensor, b_seq_len: Tensor, attn_logits: Tensor, num_kv_splits: int,
+        sm_scale: float, page_size: int = 1, logit_cap: float = 0.0,
+    ) -> None:  # fmt: skip
+        assert num_kv_splits == attn_logits.shape[2]
+        assert k_buffer.shape[1] == page_size
+        for r in range(len(q)):
+            own, length = req_to_token[r].long(), int(b_seq_len[r])
+            k, v = (x[own].flatten(0, 1)[:length] for x in (k_buffer, v_buffer))
+            o[r] = attend(q[r : r + 1], k, v, sm_scale, False)[0]
+
+    module: Any = ModuleType("triton_decode")
+    module.decode_attention_fwd = decode_attention_fwd
+    return module
+
+
+class Operator:
+    """A torch operator: positional arguments with names in a schema."""
+
+    def __init__(self, names: str, function: Any) -> None:
+        self._schema = SimpleNamespace(arguments=[SimpleNamespace(name=n) for n in names.split()])
+        self.function = function
+
+    def __call__(self, *arguments: Any) -> Any:
+        names = [argument.name for argument in self._schema.arguments]
+        return self.function(**dict(zip(names, arguments, strict=True)))
+
+
+def flashmla_operator(**given: Any) -> Any:
+    module: Any = flash_mla_package()
+    q = given["q"]
+    plan = given["meta"] or ("metadata", q.shape[1] * q.shape[2])
+    out, lse = module.flash_mla_with_kvcache(
+        q, given["cache"], given["table"], given["lengths"], given["width"], plan, None,
+        softmax_scale=given["scale"], causal=given["causal"],
+    )  # fmt: skip
+    return out, lse, plan, None
+
+
+def fa3_operator(**given: Any) -> Any:
+    assert given["window_size_left"] == -1
+    assert given["unknown_extra"] is None
+    starts, out = given["cu_seqlens_q"], []
+    for r in range(len(starts) - 1):
+        rows = slice(int(starts[r]), int(starts[r + 1]))
+        q = given["q"][rows]
+        if given["q_v"] is not None:
+            length = int(given["seqused_k"][r])
+            k, v = given["k"][r, :length], given["v"][r, :length]
+            q, k = torch.cat([q, given["q_v"][rows]], -1), torch.cat([k, v], -1)
+        else:
+            own = slice(*map(int, given["cu_seqlens_k"][r : r + 2]))
+            k, v = given["k"][own], given["v"][own]
+        out.append(attend(q, k, v, given["softmax_scale"], given["is_causal"]))
+    return torch.cat(out), None
+
+
+def stand_ins(operators: bool = False) -> PeerLibraries:
+    found = PeerLibraries(wanted=())
+    found.modules = {
+        "flashmla": flash_mla_package(),
+        "fa3": flash_attn_interface(),
+        "flashinfer": SimpleNamespace(BatchMLAPagedAttentionWrapper=FlashInferWrapper),
+        "triton": triton_module(),
+    }
+    if operators:
+        mla = Operator("q cache width lengths table scale causal meta splits x", flashmla_operator)
+        names = (
+            "q k v q_v cu_seqlens_q cu_seqlens_k seqused_k max_seqlen_q max_seqlen_k "
+            "softmax_scale is_causal window_size_left num_splits unknown_extra"
+        )
+        fa3 = Operator(names, fa3_operator)
+        found.operators = {
+            "flashmla": SimpleNamespace(dense_decode_fwd=SimpleNamespace(default=mla)),
+            "fa3": SimpleNamespace(fwd=SimpleNamespace(default=fa3)),
+        }
+    return found
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", PEERS)
+def test_every_peer_gets_the_right_numbers(name: str, causal: bool) -> None:
+    problem = MlaProblem(b=2, s=3, t=70, h=4, causal=causal)
+    ready = PeerContender(name, problem, stand_ins(), device="cpu").build()
+    assert 0 < ready.check() < 0.005
+
+
+@pytest.mark.parametrize("name", ["flashmla", "fa3_qv", "fa3", "fa3_one_split"])
+def test_the_operator_libraries_get_the_right_numbers(name: str) -> None:
+    ready = PeerContender(name, SMALL, stand_ins(operators=True), device="cpu").build()
+    assert 0 < ready.check() < 0.005
+
+
+@pytest.mark.parametrize("operators", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", ABSORBED_PEERS)
+def test_lengths_of_the_requests_are_kept_by_those_on_the_latent_cache(
+    name: str, causal: bool, operators: bool
+) -> None:
+    problem = MlaProblem(b=3, s=3, t=200, h=4, causal=causal, lengths=(3, 200, 71))
+    ready = PeerContender(name, problem, stand_ins(operators), device="cpu").build()
+    assert 0 < ready.check() < 0.005
+
+
+@pytest.mark.parametrize("name", DECOMPRESSED_PEERS)
+def test_decompressed_peers_take_whole_requests_only(name: str) -> None:
+    problem = MlaProblem(b=2, s=3, t=70, h=4, lengths=(70, 5))
+    with pytest.raises(UnsupportedError, match="expected t=70 tokens in every request"):
+        PeerContender(name, problem, stand_ins(), device="cpu").build()
+
+
+def test_a_peer_that_computes_something_else_is_caught() -> None:
+    libraries = stand_ins()
+    right = libraries.modules["fa3"].flash_attn_with_kvcache
+    libraries.modules["fa3"].flash_attn_with_kvcache = lambda **given: right(
+        **{**given, "causal": False}
+    )
+    ready = PeerContender("fa3_qv", SMALL, libraries, device="cpu").build()
+    with pytest.raises(CheckFailedError, match=r"FlashAttention-3 qv: relative error .* \(bound 0"):
+        ready.check()
+
+
+def test_peers_of_a_case_share_the_reference() -> None:
+    shared: dict[str, Tensor] = {}
+    for name in ("flashmla", "fa3_qv", "sdpa"):
+        PeerContender(name, SMALL, stand_ins(), shared, "cpu").build().check()
+    assert set(shared) == {"absorbed", "decompressed"}
+
+
+def test_the_suites_and_the_peers_agree_on_names() -> None:
+    assert set(KERNELS) == set(PEERS)
+    with pytest.raises(UnknownNameError, match="did you mean 'flashmla'"):
+        peer_kernel("flashmls")
+
+
+def test_absent_libraries_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    for modules in MODULES.values():
+        for module in modules:
+            monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr(libraries_module, "_find", lambda folder, file: None)
+    libraries = PeerLibraries()
+    assert "torch" in libraries.versions
+    for name in ("flashmla", "fa3", "flashinfer", "triton"):
+        assert libraries.absent[name]
+    contender = PeerContender("flashmla", SMALL, libraries, device="cpu")
+    with pytest.raises(MissingToolError, match="_flashmla_C.abi3.so not found"):
+        contender.build()
+    assert contender.versions == {}
+
+
+def test_a_package_joins_when_it_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_mla", flash_mla_package())
+    libraries = PeerLibraries(wanted=("flashmla",))
+    assert "flashmla" not in libraries.absent
+    assert libraries.versions["flashmla"] == "flash_mla unknown"
+    contender = PeerContender("flashmla", SMALL, libraries, device="cpu")
+    assert contender.build().check() < 0.005
+    assert contender.versions == {"flashmla": "flash_mla unknown"}
+
+
+def test_a_package_that_breaks_on_import_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> Any:
+        raise RuntimeError("wrong CUDA\nmore")
+
+    monkeypatch.setattr(libraries_module.importlib, "import_module", broken)
+    libraries = PeerLibraries(wanted=("flashinfer",))
+    assert libraries.absent == {"flashinfer": f"{MODULES['flashinfer'][0]}: wrong CUDA"}
+
+
+def test_a_folder_without_libraries_says_so(tmp_path: Any) -> None:
+    libraries = PeerLibraries(tmp_path, wanted=("fa3",))
+    assert "_vllm_fa3_C.abi3.so not found in --peer_libs" in libraries.absent["fa3"]
+
+
+def test_a_broken_library_file_says_so(tmp_path: Any) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "_flashmla_C.abi3.so").write_bytes(b"no library")
+    libraries = PeerLibraries(tmp_path, wanted=("flashmla",))
+    assert "flashmla" in libraries.absent
+    assert not libraries.operators
+
+
+def test_a_release_with_other_arguments_is_refused() -> None:
+    def newer(q: Any, pages: Any, page_size: int = 1) -> Any:
+        return q
+
+    with pytest.raises(MissingToolError, match="also wants pages"):
+        call_known(newer, q=1)
+    assert call_known(newer, q=1, pages=2, other=3) == 1

@@ -1,0 +1,141 @@
+"""The regression check: three zones, and what is said instead of compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mla_var3.bench.record import FAILED, PREDICTED, BenchRow
+from mla_var3.bench.regression import (
+    BETTER,
+    LEAST_SHARE,
+    SAME,
+    SPREADS,
+    WORSE,
+    Regression,
+    compare_records,
+    judge,
+)
+from tests.unit.bench.bench_support import AROUND, peer, record, row
+
+
+def compare(before: list[BenchRow], after: list[BenchRow], **options: Any) -> Regression:
+    return compare_records(record(*after), record(*before), **options)
+
+
+@pytest.mark.parametrize(
+    ("time_us", "verdict"),
+    [(900.0, BETTER), (971.0, BETTER), (972.0, SAME), (1000.0, SAME), (1028.0, SAME),
+     (1029.0, WORSE), (1200.0, WORSE)],
+)  # fmt: skip
+def test_the_spread_sets_the_zones(time_us: float, verdict: str) -> None:
+    # Twice the root of 10² + 10²: 28.3 us on either side.
+    found = judge(row(time_us=1000.0, spread_us=10.0), row(time_us=time_us, spread_us=10.0))
+    assert found.zone_us == pytest.approx(SPREADS * 200**0.5)
+    assert found.verdict == verdict
+    assert found.change == pytest.approx(time_us / 1000 - 1)
+
+
+@pytest.mark.parametrize(("time_us", "verdict"), [(989.0, BETTER), (1010.0, SAME), (1011.0, WORSE)])
+def test_the_neutral_zone_is_never_narrower_than_a_share(time_us: float, verdict: str) -> None:
+    found = judge(row(time_us=1000.0, spread_us=0.1), row(time_us=time_us, spread_us=0.1))
+    assert found.zone_us == LEAST_SHARE * 1000
+    assert found.verdict == verdict
+
+
+def test_nothing_worse_passes_and_one_worse_row_does_not() -> None:
+    before = [row(), peer(), row(s=32)]
+    good = compare(before, [row(time_us=500.0), peer(), row(s=32)])
+    assert good.passed
+    assert good.summary == "1 better, 2 same, 0 worse, 0 not compared"
+    bad = compare(before, [row(time_us=500.0), peer(), row(s=32, time_us=2000.0)])
+    assert not bad.passed
+    assert bad.to_dict()["verdicts"][2]["verdict"] == WORSE
+
+
+def test_nothing_compared_does_not_pass() -> None:
+    assert not compare([row()], [row("flash_attention")]).passed
+    assert not compare([], []).passed
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reason"),
+    [
+        (row(device="NVIDIA B200"), row(), "device NVIDIA B200 against NVIDIA H200"),
+        (row("flash_mla_v1"), row("flash_mla_v2"), "this kernel is not in the earlier record"),
+        (row(language="cute-dsl"), row(), "this kernel is not in the earlier record"),
+        (row(s=8), row(), "no such shape in the earlier record"),
+        (row(choices={"n": 1}), row(choices={"n": 2}), "other choices in the earlier record: n=1"),
+        (row(kind=PREDICTED), row(), "measured against predicted"),
+        (row(timer="cuda-event"), row(), "timer cuda-event against cuda-graph"),
+        (row(spread_us=None), row(), "no spread in the earlier record"),
+        (row(), row(time_us=None, status=FAILED, reason="NaN"), "failed in the new record: NaN"),
+    ],
+)
+def test_what_does_not_match_is_said_and_not_compared(
+    before: BenchRow, after: BenchRow, reason: str
+) -> None:
+    found = compare([before], [after])
+    assert found.verdicts == []
+    assert reason in found.not_compared[0][1]
+    assert found.not_compared[0][0].startswith(after.label)
+
+
+def test_what_is_gone_is_said() -> None:
+    found = compare([row(), peer()], [row()])
+    assert found.not_compared == [
+        ("FlashMLA, b=32 s=16 t=4096 h=128", "only in the earlier record")
+    ]
+
+
+def versions(**changes: str) -> dict[str, str]:
+    return {**AROUND["versions"], **{k.replace("_", "-"): v for k, v in changes.items()}}
+
+
+def test_another_compiler_is_compared_on_request_only() -> None:
+    new = row(versions=versions(cuda_tile="1.8.0"))
+    found = compare([row()], [new])
+    assert "cuda-tile 1.7.0 against 1.8.0" in found.not_compared[0][1]
+    forced = compare([row()], [new], across_versions=True)
+    assert forced.count(SAME) == 1
+    assert "cuda-tile 1.7.0 against 1.8.0" in forced.remarks[0]
+
+
+def test_versions_that_do_not_decide_the_machine_code_do_not_matter() -> None:
+    new = row(versions={**versions(torch="2.10"), "hyper-mla": "0.2.0"})
+    assert compare([row()], [new]).count(SAME) == 1
+
+
+def test_a_peer_is_tied_to_its_library_and_torch() -> None:
+    def with_library(version: str, **changes: str) -> BenchRow:
+        return peer(versions={**versions(**changes), "flashmla": version})
+
+    assert compare([with_library("1")], [with_library("1", cuda_tile="2")]).passed
+    other = compare([with_library("1")], [with_library("2")])
+    assert "flashmla 1 against 2" in other.not_compared[0][1]
+    assert "torch" in compare([peer()], [peer(versions=versions(torch="3"))]).not_compared[0][1]
+
+
+def test_another_driver_is_a_remark() -> None:
+    found = compare([row()], [row(versions=versions(driver="590"))])
+    assert found.passed
+    assert found.remarks == ["drivers differ: 580, 590"]
+
+
+def test_predictions_compare_with_predictions() -> None:
+    old, new = (row(kind=PREDICTED, spread_us=0.0, time_us=t) for t in (100.0, 90.0))
+    assert compare([old], [new]).count(BETTER) == 1
+
+
+def test_other_settings_and_clocks_are_remarks() -> None:
+    before = record(row(), settings={"tilings": "default", "rounds": 3})
+    after = record(row(), settings={"tilings": "tuned", "rounds": 3})
+    for found, limited in ((before, True), (after, False)):
+        found.environment = {"gpu": {"clocks_limited_by_setting": limited}}
+    result = compare_records(after, before)
+    assert result.passed
+    assert result.remarks == [
+        "tilings differ: default against tuned",
+        "clocks were locked before and are not locked now",
+    ]

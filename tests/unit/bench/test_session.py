@@ -1,0 +1,379 @@
+"""A benchmark on a device that fails: every suite, what is kept, who runs again, and where."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mla_var3.bench import contenders as bench_contenders
+from mla_var3.bench import measure as bench_measure
+from mla_var3.bench import run as bench_run
+from mla_var3.bench import session as bench_session
+from mla_var3.bench.measure import ENDED, measure_case
+from mla_var3.bench.options import BenchOptions
+from mla_var3.bench.record import FAILED, LOST, OK, PEER, BenchRow, load_record, save_record
+from mla_var3.bench.resume import resumable_rows, split_case
+from mla_var3.bench.run import build_cases, run_bench
+from mla_var3.bench.suites import SUITES, mla_kernels
+from mla_var3.bench.watch import Watchdog
+from mla_var3.cli.main import main
+from mla_var3.conf.devices import device_spec
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.mla.problem import MlaProblem
+from tests.unit.bench.bench_support import AROUND, PROBLEM, FakeContender, FakeTimer, record, row
+
+FIELDS = {"tune", "progress"}
+
+
+class FakeGpu:
+    """A GPU on which named contenders break; some take the context with them."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.broken: dict[str, Exception] = {}
+        self.deadly: set[str] = set()
+        self.dead = False
+
+    def contenders(self, case: Any, _: Any, target: str, **options: Any) -> list[FakeContender]:
+        assert target == "sm_90"
+        assert set(options) == FIELDS
+        ours = [
+            _Pinned(choice.kernel.full_name, self.log, language=choice.kernel.language,
+                    choices=dict(choice.fields), pinned=dict(choice.fields))
+            for choice in case.kernels
+        ]  # fmt: skip
+        theirs = [_Pinned(name, self.log, source=PEER, language="") for name in case.peers]
+        for each in [*ours, *theirs]:
+            each.broken = self.broken.get(each.kernel)
+            each.on_build = self._built
+        return [*ours, *theirs]
+
+    def _built(self, name: str) -> None:
+        if self.dead:
+            raise RuntimeError("CUDA error: an earlier error")
+        self.dead = name in self.deadly
+        if self.dead:
+            raise RuntimeError("CUDA error: illegal address")
+
+    def healthy(self) -> bool:
+        return not self.dead
+
+
+class _Pinned(FakeContender):
+    def __init__(self, *arguments: Any, pinned: dict[str, int] | None = None, **rest: Any) -> None:
+        super().__init__(*arguments, **rest)
+        self.pinned = pinned or {}
+        self.on_build: Callable[[str], None] = lambda name: None
+
+    @property
+    def asked(self) -> dict[str, int]:
+        return self.pinned
+
+    def build(self) -> Any:
+        ready = super().build()
+        self.on_build(self.kernel)
+        return ready
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    """A fake GPU behind the whole benchmark; plots have tests of their own."""
+    fake = FakeGpu()
+    monkeypatch.setattr(bench_run, "cuda_available", lambda: True)
+    monkeypatch.setattr("mla_var3.runtime.workflow.cuda_available", lambda: True)
+    monkeypatch.setattr(bench_run, "draw_plots", lambda record, folder: [])
+    monkeypatch.setattr(bench_session, "current_device_spec", lambda: device_spec("H200"))
+    monkeypatch.setattr(bench_session, "cuda_is_healthy", fake.healthy)
+    monkeypatch.setattr(bench_contenders, "contenders", fake.contenders)
+    monkeypatch.setattr(bench_measure, "gpu_timer", lambda seconds: FakeTimer())
+    monkeypatch.setattr(bench_measure, "warm_up", lambda: None)
+    monkeypatch.setattr(bench_measure, "release_memory", lambda: None)
+    monkeypatch.setattr(bench_measure, "cuda_is_healthy", fake.healthy)
+    return fake
+
+
+def names(rows: list[BenchRow], status: str) -> set[str]:
+    return {row.kernel for row in rows if row.status == status}
+
+
+@pytest.mark.parametrize("suite", list(SUITES))
+def test_in_every_suite_one_broken_kernel_costs_its_own_rows_only(
+    suite: str, gpu: FakeGpu, tmp_path: Path
+) -> None:
+    gpu.broken = {"flash_mla": RuntimeError("out of memory"), "fa3_qv": RuntimeError("no")}
+    result = run_bench(BenchOptions(suite=suite, quick=True, out_dir=tmp_path))
+    rows = result.record.rows
+    shapes = {row.problem for row in rows}
+    cases, _ = build_cases(BenchOptions(suite=suite, quick=True))
+    assert shapes == {case.problem for case in cases}
+    assert names(rows, FAILED) <= {"flash_mla", "fa3_qv"}
+    expected = {c.kernel.full_name for case in cases for c in case.kernels} - {"flash_mla"}
+    expected |= {name for case in cases for name in case.peers} - {"fa3_qv"}
+    assert names(rows, OK) == expected
+    for kind in ("json", "csv", "markdown", "html"):
+        assert result.files[kind].stat().st_size > 0
+
+
+def test_a_quick_run_has_fewer_shapes_and_windows() -> None:
+    def count(suite: str, quick: bool) -> int:
+        cases, _ = build_cases(BenchOptions(suite=suite, quick=quick))
+        return sum(len(case.kernels) for case in cases)
+
+    assert count("sweep", quick=True) * 3 < count("sweep", quick=False)
+    assert count("var6_plus", quick=True) < count("var6_plus", quick=False)
+    for suite in ("figures", "absorbed", "all"):
+        assert count(suite, quick=True) == count(suite, quick=False)
+
+
+def test_quick_sets_rounds_and_seconds_unless_they_are_given(gpu: FakeGpu, tmp_path: Path) -> None:
+    argv = ["bench", "all", "--t=64", "--backends=cutile-dsl", "--quick", f"--out_dir={tmp_path}"]
+    assert main(argv) == 0
+    expected = {"rounds": 1, "seconds per timing": 0.15, "tilings": "default", "grid": "quick"}
+    assert load_record(tmp_path / "all.json").settings == expected
+    assert main([*argv, "--rounds=2", "--max_seconds=0.3"]) == 0
+    settings = load_record(tmp_path / "all.json").settings
+    assert (settings["rounds"], settings["seconds per timing"]) == (2, 0.3)
+
+
+def test_a_lost_device_starts_again_and_nothing_but_the_culprit_is_missing(
+    gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu.deadly = {"flash_attention"}
+    argv = ["bench", "sweep", "--s=1,2", "--t=64", "--backends=cutile-dsl,sdpa", "--rounds=2"]
+    argv.append(f"--out_dir={tmp_path}")
+    starts: list[list[str]] = []
+
+    class Replaced(BaseException):
+        """The process is gone."""
+
+    def execv(program: str, arguments: list[str]) -> None:
+        assert program == sys.executable
+        starts.append(arguments)
+        raise Replaced
+
+    monkeypatch.setattr(os, "execv", execv)
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "mla_var3.cli", *argv])
+    pending, rebuilt = list(argv), []
+    for _ in range(10):
+        gpu.dead, gpu.log[:] = False, []
+        try:
+            code = main(pending)
+        except Replaced:
+            assert starts[-1][:3] == ["python", "-m", "mla_var3.cli"]
+            pending = starts[-1][3:]
+            rebuilt.append(list(gpu.log))
+        else:
+            break
+    assert code == 1
+    assert len(starts) == 2  # the culprit broke once at each of the two shapes
+    rows = load_record(tmp_path / "sweep.json").rows
+    assert names(rows, FAILED) == {"flash_attention"}
+    assert names(rows, LOST) == set()
+    everybody = {kernel.full_name for kernel in mla_kernels() if kernel.language == "cutile-dsl"}
+    expected = {row.kernel for row in rows}
+    assert expected <= everybody | {"sdpa"}
+    for s in (1, 2):
+        assert {row.kernel for row in rows if row.problem.s == s} == expected
+    assert "build flash_attention" not in gpu.log
+
+
+def test_without_a_new_process_the_run_ends_there_and_says_so(gpu: FakeGpu, tmp_path: Path) -> None:
+    gpu.deadly = {"flash_attention"}
+    options = BenchOptions(suite="sweep", sizes={"s": (1, 2), "t": (64,)}, out_dir=tmp_path)
+    result = run_bench(options)
+    assert {row.problem.s for row in result.record.rows} == {1}
+    assert LOST in {row.status for row in result.record.rows}
+    assert any("lost on the way" in note for note in result.record.notes)
+    assert result.failed
+    assert "lost on the way" in result.files["html"].read_text()
+
+
+def test_the_last_one_may_break_the_device_without_a_new_start(
+    gpu: FakeGpu, tmp_path: Path
+) -> None:
+    gpu.deadly = {"sdpa"}
+
+    def refuse(record: Path) -> None:
+        raise AssertionError("nothing was left to measure")
+
+    options = BenchOptions(
+        suite="all", rounds=1, backends=("cutile-dsl", "sdpa"), out_dir=tmp_path, on_lost=refuse
+    )
+    rows = run_bench(options).record.rows
+    assert names(rows, FAILED) == {"sdpa"}
+    assert names(rows, LOST) == set()
+
+
+def test_resuming_measures_only_what_is_missing(gpu: FakeGpu, tmp_path: Path) -> None:
+    small: dict[str, Any] = {"suite": "sweep", "backends": ("cutile-dsl",), "rounds": 1}
+    first = BenchOptions(sizes={"s": (1,), "t": (64,)}, out_dir=tmp_path, **small)
+    done = run_bench(first).files["json"]
+    assert gpu.log
+    gpu.log.clear()
+    more = BenchOptions(sizes={"s": (1, 2), "t": (64,)}, resume=done, **small)
+    result = run_bench(more)
+    assert result.folder == tmp_path
+    assert {row.problem.s for row in result.record.rows} == {1, 2}
+    half = len(result.record.rows) // 2
+    assert len([line for line in gpu.log if line.startswith("run")]) == half
+    gpu.log.clear()
+    other = run_bench(BenchOptions(sizes={"s": (4,), "t": (64,)}, resume=done, **small))
+    assert {row.problem.s for row in other.record.rows} == {1, 2, 4}  # nothing of the file is lost
+
+
+def test_a_time_limit_blames_nobody(
+    gpu: FakeGpu,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def terminated(run: Callable[[], None]) -> Any:
+        if len([line for line in gpu.log if line.startswith("check")]) > 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return FakeTimer()(run)
+
+    monkeypatch.setattr(bench_measure, "gpu_timer", lambda seconds: terminated)
+    before = signal.getsignal(signal.SIGTERM)
+    argv = ["bench", "sweep", "--s=1,2,4", "--t=64", "--backends=cutile-dsl", "--quick"]
+    assert main([*argv, f"--out_dir={tmp_path}"]) == 130
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert "--resume goes on with it" in capsys.readouterr().err
+    rows = load_record(tmp_path / "sweep.json").rows
+    assert {row.problem.s for row in rows} == {1}
+    assert {row.status for row in rows} == {OK}
+
+
+def test_only_a_record_of_the_same_suite_and_device_is_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    save_record(record(row()), path)
+    assert resumable_rows(path, "figures", "NVIDIA H200")
+    with pytest.raises(InvalidArgumentError, match="a record of the suite sweep, got figures"):
+        resumable_rows(path, "sweep", "NVIDIA H200")
+    with pytest.raises(InvalidArgumentError, match="a record of NVIDIA B200, got NVIDIA H200"):
+        resumable_rows(path, "figures", "NVIDIA B200")
+
+
+def test_pinned_choices_tell_rows_of_one_kernel_apart() -> None:
+    entrants = [_Pinned("k", [], pinned=pinned) for pinned in ({}, {"n": 4}, {"n": 8})]
+    rows = [
+        row("k", choices={"n": 4}),
+        row("k", choices={"n": 8}, asked={"n": 8}),
+        row("other", None, status=LOST),
+    ]
+    kept, waiting = split_case(PROBLEM, entrants, rows)
+    assert kept == rows[:2]
+    assert [each.asked for each in waiting] == [{"n": 4}]
+    elsewhere = MlaProblem(b=1, s=1, t=1, h=1)
+    assert split_case(elsewhere, entrants, rows) == ([], entrants)
+    assert split_case(PROBLEM, entrants, rows[:2]) == (rows[:2], [])
+
+
+def test_a_contender_that_does_not_come_back_is_given_up() -> None:
+    given_up: list[list[BenchRow]] = []
+    released = threading.Event()
+
+    def give_up(rows: Any) -> None:
+        given_up.append(list(rows))
+        released.set()
+
+    def hang(run: Callable[[], None]) -> Any:
+        if hang.calls:
+            assert released.wait(30)
+        hang.calls += 1
+        return FakeTimer()(run)
+
+    hang.calls = 0
+    fakes = [FakeContender(name, []) for name in ("done", "hung", "next")]
+    measure_case(
+        PROBLEM, fakes, hang, AROUND, rounds=1,
+        release=lambda: None, healthy=lambda: True, watchdog=Watchdog(0.2, give_up),
+    )  # fmt: skip
+    (rows,) = given_up
+    assert [each.status for each in rows] == [OK, FAILED, LOST]
+    assert rows[1].reason == "did not finish within 0.2 s"
+    assert rows[2].reason == "the run ended with hung"
+
+
+def test_the_watchdog_leaves_the_patient_alone() -> None:
+    calls: list[Any] = []
+    watchdog = Watchdog(0.1, calls.append)
+    with watchdog.over(lambda reason: []):
+        pass
+    before = threading.active_count()
+    threading.Event().wait(0.3)
+    assert calls == []
+    assert threading.active_count() <= before
+
+
+PROGRAM = """
+import os, signal, sys, time
+from mla_var3.cli.main import main
+from mla_var3.conf.devices import device_spec
+from mla_var3.report import bench_contenders, bench_measure, bench_run, bench_session
+from mla_var3.runtime import workflow
+from tests.unit.bench.bench_support import FakeContender, FakeTimer
+
+class Hanging(FakeContender):
+    def build(self):
+        if self.kernel == "flash_attention":
+            time.sleep(600)
+        if self.kernel == "flash_mla":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return super().build()
+
+def entrants(case, libraries, target, **options):
+    return [Hanging(choice.kernel.full_name, []) for choice in case.kernels]
+
+workflow.cuda_available = bench_run.cuda_available = lambda: True
+bench_session.current_device_spec = lambda: device_spec("H200")
+bench_session.cuda_is_healthy = bench_measure.cuda_is_healthy = lambda: True
+bench_contenders.contenders = entrants
+bench_measure.gpu_timer = lambda seconds: FakeTimer()
+bench_measure.warm_up = bench_measure.release_memory = lambda: None
+bench_run.draw_plots = lambda record, folder: []
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_hanging_process_is_replaced_and_a_crash_can_be_resumed(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(textwrap.dedent(PROGRAM))
+    root = Path(__file__).parents[3]
+    argv = [sys.executable, str(program), "bench", "all", "--t=64", "--backends=cutile-dsl"]
+    argv += ["--quick", "--patience=1", f"--out_dir={tmp_path}"]
+
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*argv, *more],
+            cwd=root,
+            env={**os.environ, "PYTHONPATH": str(root)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    path = tmp_path / "all.json"
+    first = run()
+    assert first.returncode == -signal.SIGSEGV, first.stderr
+    assert first.stderr.count("a new process goes on from") == 1
+    rows = {row.kernel: row for row in load_record(path).rows}
+    assert rows["flash_attention"].reason == "did not finish within 1 s"
+    assert (rows["flash_mla"].status, rows["flash_mla"].reason) == (FAILED, ENDED)
+    assert rows["mla_var6_plus"].status == LOST
+    second = run("--resume", str(path))
+    assert second.returncode == 1, second.stderr
+    rows = {row.kernel: row for row in load_record(path).rows}
+    bad = {name for name, row in rows.items() if row.status != OK}
+    assert bad == {"flash_attention", "flash_mla"}
+    assert len(rows) > len(bad)
+    assert (tmp_path / "all.html").is_file()

@@ -1,0 +1,386 @@
+"""`hyper-mla bench`: predictions, records, measurement, verdicts and exit codes, end to end."""
+
+from __future__ import annotations
+
+import csv
+import json
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mla_var3.bench import contenders as bench_contenders
+from mla_var3.bench import measure as bench_measure
+from mla_var3.bench import run as bench_run
+from mla_var3.bench import session as bench_session
+from mla_var3.bench.options import BenchOptions
+from mla_var3.bench.record import OURS, PEER, PREDICTED, PROJECTION, load_record
+from mla_var3.bench.run import build_cases
+from mla_var3.bench.suites import PEERS, figures_cases, newest, select_backends, select_kernels
+from mla_var3.cli.commands.bench import EXIT_ABSENT, bench_program
+from mla_var3.cli.main import main
+from mla_var3.conf.devices import device_spec
+from mla_var3.errors import InvalidArgumentError, UnknownNameError
+from mla_var3.runtime.paths import KernelId
+from tests.unit.bench.bench_support import FakeContender, FakeTimer
+
+RESULTS = Path(__file__).parents[3] / "docs" / "results"
+CUTILE = [
+    KernelId("flash_attention", 0, "cutile-dsl", "mla"),
+    KernelId("flash_mla", 0, "cutile-dsl", "mla"),
+    KernelId("mla_var6_plus", 0, "cutile-dsl", "mla"),
+]
+MANY = [
+    *CUTILE,
+    KernelId("flash_mla", 2, "cutile-dsl", "mla"),
+    KernelId("flash_mla", 10, "cutile-dsl", "mla"),
+    KernelId("flash_mla", 1, "cute-dsl", "mla"),
+]
+
+
+@pytest.fixture(autouse=True)
+def these_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only kernels that are sure to be there, on a machine without a GPU."""
+    monkeypatch.setattr(bench_run, "mla_kernels", lambda: list(CUTILE))
+    monkeypatch.setattr(bench_run, "cuda_available", lambda: False)
+    monkeypatch.setattr("mla_var3.runtime.workflow.cuda_available", lambda: False)
+
+
+@pytest.fixture
+def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plots take most of the time and have tests of their own."""
+    monkeypatch.setattr(bench_run, "draw_plots", lambda record, folder: [])
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_sweep_without_a_gpu_makes_the_whole_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["bench", "sweep", "--s=16,64", "--t=1024,4096", f"--out_dir={tmp_path}"]
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert "predictions, not measurements" in out
+    images = {f"{name}.{kind}" for name in ("time_s", "roofline", "speedup", "kernels")
+              for kind in ("png", "svg")}  # fmt: skip
+    assert files(tmp_path) == images | {f"sweep.{kind}" for kind in ("json", "csv", "md", "html")}
+    found = load_record(tmp_path / "sweep.json")
+    assert {row.kind for row in found.rows} == {PREDICTED}
+    assert {row.source for row in found.rows} == {OURS, PROJECTION}
+    assert len(found.rows) == 4 * (3 + 2)
+    assert all(row.device == "NVIDIA H200" and row.command for row in found.rows)
+    lines = list(csv.DictReader((tmp_path / "sweep.csv").read_text().splitlines()))
+    assert len(lines) == len(found.rows)
+    assert "Predictions, not measurements" in (tmp_path / "sweep.html").read_text()
+
+
+@pytest.mark.usefixtures("no_plots")
+def test_the_prediction_is_that_of_the_cost_model(tmp_path: Path) -> None:
+    from mla_var3.op.mla.cost import predict_all
+    from mla_var3.op.mla.problem import MlaProblem
+
+    assert main(["bench", "all", "--predict_for=B200", f"--out_dir={tmp_path}"]) == 0
+    spec = device_spec("B200")
+    rates = (spec.sustained_tflops("bfloat16"), spec.sustained_gbps)
+    model = predict_all(MlaProblem(b=32, s=16, t=4096, h=128), *rates)
+    for row in load_record(tmp_path / "all.json").rows:
+        if row.kernel in ("flash_mla", "flash_attention"):
+            assert row.time_us == pytest.approx(model[row.kernel].time_us)
+            assert row.end_to_end_us == pytest.approx(model[row.kernel].end_to_end_us)
+            assert row.device == spec.name
+
+
+@pytest.mark.usefixtures("no_plots")
+def test_a_kernel_that_cannot_be_planned_is_a_row_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ghost = KernelId("ghost", 0, "cutile-dsl", "mla")
+    monkeypatch.setattr(bench_run, "mla_kernels", lambda: [*CUTILE, ghost])
+    assert main(["bench", "all", "--t=512", f"--out_dir={tmp_path}"]) == 1
+    rows = {row.kernel: row for row in load_record(tmp_path / "all.json").rows}
+    assert rows["ghost"].time_us is None
+    assert "ghost" in rows["ghost"].reason
+    assert rows["flash_mla"].time_us
+
+
+def test_recorded_results_make_the_same_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = RESULTS / "2026-11-15-nvidia-h200.json"
+    assert main(["bench", "--records", str(record), f"--out_dir={tmp_path}"]) == 0
+    out = capsys.readouterr().out
+    assert "FlashAttention-3 qv" in out
+    assert "to be explained" in out
+    assert {"records.html", "time_n.png", "speedup.svg"} <= files(tmp_path)
+
+
+def test_the_windows_of_a_version(tmp_path: Path) -> None:
+    argv = ["bench", "var6_plus", "--s=16", "--n=0,512,4096", f"--out_dir={tmp_path}"]
+    assert main(argv) == 0
+    found = load_record(tmp_path / "var6_plus.json")
+    windows = {row.choices["n"] for row in found.rows if row.kernel == "mla_var6_plus"}
+    assert {0, 512, 4096} < windows  # and what the model chose
+    assert {"flash_mla", "flash_attention"} < {row.kernel for row in found.rows}
+    assert "time_n.png" in files(tmp_path)
+
+
+@pytest.mark.usefixtures("no_plots")
+def test_a_version_that_does_not_exist_is_absent_and_the_exit_code_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "var6_plus", "--version=v77", f"--out_dir={tmp_path}"]) == EXIT_ABSENT
+    out = capsys.readouterr().out
+    assert "mla_var6_plus v77 (cutile-dsl)" in out
+    assert "does not exist; there are v0" in out
+    assert load_record(tmp_path / "var6_plus.json").rows == []
+    argv = ["bench", "var6_plus", "--backends=cutile-dsl,cute-dsl", f"--out_dir={tmp_path}"]
+    assert main(argv) == EXIT_ABSENT
+    assert load_record(tmp_path / "var6_plus.json").rows
+
+
+@pytest.mark.usefixtures("no_plots")
+def test_against_an_earlier_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["bench", "all", "--t=1024"]
+    assert main([*argv, f"--out_dir={tmp_path / 'a'}"]) == 0
+    earlier = tmp_path / "a" / "all.json"
+    capsys.readouterr()
+    assert main([*argv, f"--against={earlier}", f"--out_dir={tmp_path / 'b'}"]) == 0
+    assert "verdict: 0 better, 5 same, 0 worse, 0 not compared" in capsys.readouterr().out
+    data = json.loads(earlier.read_text())
+    for row in data["rows"]:
+        row["time_us"] *= 0.5
+    earlier.write_text(json.dumps(data))
+    assert main([*argv, f"--against={earlier}", f"--out_dir={tmp_path / 'c'}"]) == 1
+    assert "5 worse" in capsys.readouterr().out
+    verdicts = json.loads((tmp_path / "c" / "regression.json").read_text())
+    assert verdicts["passed"] is False
+
+
+@pytest.mark.usefixtures("no_plots")
+def test_predictions_are_not_compared_with_measurements(tmp_path: Path) -> None:
+    record = RESULTS / "2026-11-15-nvidia-h200.json"
+    assert main(["bench", "figures", f"--against={record}", f"--out_dir={tmp_path}"]) == 1
+    verdicts = json.loads((tmp_path / "regression.json").read_text())
+    assert verdicts["verdicts"] == []
+    assert "predicted against measured" in {entry["reason"] for entry in verdicts["not_compared"]}
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        (["figurs"], 2, "did you mean 'figures'"),
+        (["all", "--b=1,2"], 2, "b: expected one value for the suite all"),
+        (["figures", "--s=1"], 2, "the suite figures has fixed shapes"),
+        (["all", "--n=1"], 2, "only the suite var6_plus has it"),
+        (["all", "--t=0"], 2, "t: expected a positive integer"),
+        (["sweep", "--kernels=flash_mlb"], 2, "did you mean 'flash_mla'"),
+        (["sweep", "--backends=flashmls"], 2, "did you mean 'flashmla'"),
+        (["all", "--predict_for=H999"], 2, "unknown device 'H999'"),
+        (["all", "--mode=guess"], 2, "mode: expected auto, measure or predict"),
+        (["all", "--mode=measure"], 1, "expected a usable CUDA GPU"),
+        (["all", "--rounds=0"], 2, "rounds: expected a number of at least 1"),
+        (["all", "--patience=0"], 2, "patience: expected a positive number"),
+        (["all", "--resume=x.json"], 2, "resume: expected a GPU to go on with"),
+        (["all", "--resume=x.json", "--mode=predict"], 2, "resume: expected none with predictions"),
+        (["--against=gone.json"], 2, "gone.json: expected a readable record"),
+        (["--records", "gone.json"], 2, "gone.json: expected a readable record"),
+        (["all", "--agianst=x"], 2, "did you mean --against"),
+    ],
+)
+def test_bad_command_lines(
+    argv: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *argv]) == code
+    assert message in capsys.readouterr().err
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A GPU made of fakes; returns the log of what the contenders did."""
+    log: list[str] = []
+
+    def field_of(case: Any, libraries: Any, target: str, **options: Any) -> list[FakeContender]:
+        assert target == "sm_90"
+        ours = [FakeContender(choice.kernel.full_name, log) for choice in case.kernels]
+        theirs = [FakeContender(name, log, source=PEER, language="") for name in case.peers]
+        return ours + theirs
+
+    monkeypatch.setattr(bench_run, "cuda_available", lambda: True)
+    monkeypatch.setattr("mla_var3.runtime.workflow.cuda_available", lambda: True)
+    monkeypatch.setattr(bench_session, "current_device_spec", lambda: device_spec("H200"))
+    monkeypatch.setattr(bench_contenders, "contenders", field_of)
+    monkeypatch.setattr(bench_measure, "gpu_timer", lambda seconds: FakeTimer())
+    monkeypatch.setattr(bench_measure, "warm_up", lambda: log.append("warm up"))
+    monkeypatch.setattr(bench_measure, "release_memory", lambda: None)
+    monkeypatch.setattr(bench_measure, "cuda_is_healthy", lambda: True)
+    return log
+
+
+@pytest.mark.usefixtures("no_plots")
+def test_a_measured_run(gpu: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["bench", "all", "--rounds=2", "--backends=cutile-dsl,sdpa", f"--out_dir={tmp_path}"]
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert "check, then time 2 rounds" in out
+    assert "predict" not in out
+    assert gpu[0] == "warm up"
+    runs = [line[4:] for line in gpu if line.startswith("run")]
+    assert runs[:4] == ["flash_attention", "flash_mla", "mla_var6_plus", "sdpa"]
+    assert runs[4:] == ["mla_var6_plus", "sdpa", "flash_attention", "flash_mla"]
+    found = load_record(tmp_path / "all.json")
+    assert found.settings == {"rounds": 2, "seconds per timing": 0.4, "tilings": "default"}
+    assert {row.kind for row in found.rows} == {"measured"}
+
+
+@pytest.mark.usefixtures("no_plots")
+def test_a_kernel_that_fails_its_check_fails_the_command(
+    gpu: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(self: FakeContender) -> float:
+        raise RuntimeError("NaN")
+
+    monkeypatch.setattr(FakeContender, "_check", wrong)
+    argv = ["bench", "all", "--backends=cutile-dsl", f"--out_dir={tmp_path}"]
+    assert main(argv) == 1
+    assert not [line for line in gpu if line.startswith("run")]
+    assert {row.reason for row in load_record(tmp_path / "all.json").rows} == {"NaN"}
+
+
+def test_an_interrupted_run_keeps_the_finished_shapes(
+    gpu: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop_at_the_second(run: Callable[[], None]) -> Any:
+        if len([line for line in gpu if line.startswith("run")]) >= 3:
+            raise KeyboardInterrupt
+        return FakeTimer()(run)
+
+    monkeypatch.setattr(bench_measure, "gpu_timer", lambda seconds: stop_at_the_second)
+    argv = ["bench", "sweep", "--s=1,2", "--t=64", "--rounds=1", "--backends=cutile-dsl"]
+    assert main([*argv, f"--out_dir={tmp_path}"]) == 130
+    found = load_record(tmp_path / "sweep.json")
+    assert {row.problem.s for row in found.rows} == {1}
+
+
+# --- suites and modules ---------------------------------------------------------------------------
+
+
+def test_newest_is_by_number_and_language() -> None:
+    assert [(k.full_name, k.language) for k in newest(MANY)] == [
+        ("flash_attention", "cutile-dsl"),
+        ("flash_mla_v1", "cute-dsl"),
+        ("flash_mla_v10", "cutile-dsl"),
+        ("mla_var6_plus", "cutile-dsl"),
+    ]
+
+
+def test_kernels_are_selected_by_word() -> None:
+    def names(*words: str) -> list[str]:
+        return [k.full_name for k in select_kernels(words, MANY)]
+
+    assert len(names("all")) == len(MANY)
+    assert names("flash_mla_v2") == ["flash_mla_v2"]
+    assert names("flash_mla_v0") == ["flash_mla"]
+    assert len(names("flash_mla")) == 4
+    assert names("latest", "flash_mla_v2").count("flash_mla_v2") == 1
+    with pytest.raises(UnknownNameError, match="did you mean 'flash_mla_v2'"):
+        names("flash_mla_v3")
+
+
+def test_backends_are_languages_and_peers() -> None:
+    assert select_backends(()) == (("cutile-dsl", "cute-dsl"), PEERS)
+    assert select_backends(("sdpa", "cute-dsl")) == (("cute-dsl",), ("sdpa",))
+    assert select_backends(("peers",)) == ((), PEERS)
+
+
+def test_the_figures_keep_their_shapes() -> None:
+    cases = figures_cases(MANY, PEERS)
+    shapes = [(c.problem.b, c.problem.s, c.problem.t, c.problem.causal) for c in cases]
+    assert shapes == [
+        (8, 16, 4096, True),
+        (2, 1024, 4096, False),
+        (2, 1024, 4096, True),
+        (4, 1, 32768, True),
+        (32, 16, 4096, True),
+        (32, 32, 4096, True),
+        (32, 64, 4096, True),
+    ]
+    last = [(c.kernel.full_name, dict(c.fields)) for c in cases[-1].kernels]
+    assert ("mla_var6_plus", {}) in last
+    assert ("mla_var6_plus", {"n": 0}) in last
+    assert ("flash_mla_v10", {}) in last
+    assert ("flash_mla_v2", {}) not in last
+
+
+def test_all_takes_every_version_at_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_run, "mla_kernels", lambda: list(MANY))
+    (case,), missing = build_cases(BenchOptions(suite="all", sizes={"t": (512,)}))
+    assert missing == {}
+    assert (case.problem.b, case.problem.s, case.problem.t, case.problem.h) == (32, 16, 512, 128)
+    assert [choice.kernel for choice in case.kernels] == sorted(MANY)
+    assert case.peers == PEERS
+
+
+def test_the_sweep_is_the_product_of_the_sizes() -> None:
+    sizes = {"b": (1, 2), "s": (4,), "t": (64, 128), "h": (16, 128)}
+    cases, _ = build_cases(BenchOptions(suite="sweep", sizes=sizes))
+    assert len({case.problem for case in cases}) == 8
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(UnknownNameError, match="suite"):
+        BenchOptions(suite="al")
+    with pytest.raises(InvalidArgumentError, match="max_seconds"):
+        BenchOptions(max_seconds=0)
+    with pytest.raises(InvalidArgumentError, match="s: expected some values"):
+        BenchOptions(suite="sweep", sizes={"s": ()})
+
+
+@pytest.mark.usefixtures("no_plots")
+@pytest.mark.parametrize(
+    ("module", "argv", "suite", "code"),
+    [
+        ("bench_all_mla", ["--t=512"], "all", 0),
+        ("bench_mla", ["--s=1,16", "--t=512"], "sweep", 0),
+        ("bench_mla_var6_plus", ["--s=16", "--t=512"], "var6_plus", 0),
+        ("bench_figures", [], "figures", 0),
+    ],
+)
+def test_the_modules_write_below_their_own_folder(
+    module: str,
+    argv: list[str],
+    suite: str,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "argv", [module, *argv])
+    monkeypatch.syspath_prepend(str(RESULTS.parents[1]))
+    with pytest.raises(SystemExit) as request:
+        runpy.run_module(f"tests.benchmark.{module}", run_name="__main__")
+    assert request.value.code == code
+    (page,) = (tmp_path / "out" / "tests" / module).glob(f"*/{suite}.html")
+    assert "<h1>" in page.read_text()
+
+
+@pytest.mark.usefixtures("no_plots")
+@pytest.mark.parametrize("version", ["v3", "v4"])
+def test_the_version_modules_pin_their_version(
+    version: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = f"bench_mla_var6_plus_{version}"
+    monkeypatch.setattr(sys, "argv", [module])
+    monkeypatch.syspath_prepend(str(RESULTS.parents[1]))
+    with pytest.raises(SystemExit) as request:
+        runpy.run_module(f"tests.benchmark.{module}", run_name="__main__")
+    assert request.value.code == EXIT_ABSENT
+    assert f"mla_var6_plus {version} (cutile-dsl)" in capsys.readouterr().out
+    assert bench_program("var6_plus", module, ["--version=v1"], version=version) == 2
+    assert f"expected {version}" in capsys.readouterr().err

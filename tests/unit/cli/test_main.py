@@ -1,0 +1,251 @@
+"""The console script: commands, JSON, what it imports and how fast it starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mla_var3.cli import main as program
+from mla_var3.cli.commands import inventory
+from mla_var3.cli.main import COMMANDS, build_parser, main
+from mla_var3.runtime import paths
+
+START_LIMIT_S = 0.5
+
+PROBE = """
+import json, sys, time
+from mla_var3.cli.main import main
+code = main(sys.argv[1:])
+heavy = [m for m in ("torch", "numpy", "cuda.tile", "cutlass", "matplotlib") if m in sys.modules]
+print(json.dumps({"code": code, "heavy": heavy, "cpu_s": time.process_time()}), file=sys.stderr)
+"""
+
+Probe = Callable[..., tuple[dict[str, Any], str]]
+
+
+@pytest.fixture
+def probe(package_environment: dict[str, str], tmp_path: Path) -> Probe:
+    def start(*argv: str) -> tuple[dict[str, Any], str]:
+        done = subprocess.run(
+            [sys.executable, "-c", PROBE, *argv],
+            env=package_environment,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        report: dict[str, Any] = json.loads(done.stderr.splitlines()[-1])
+        return report, done.stdout
+
+    return start
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["list"], ["list", "--json"], ["run", "--help"]])
+def test_light_commands_start_at_once_and_import_nothing_heavy(
+    argv: list[str], probe: Probe
+) -> None:
+    report, _ = probe(*argv)
+    assert report["code"] == 0
+    assert report["heavy"] == []
+    # CPU time, because the machine that runs the tests may be busy with others.
+    assert report["cpu_s"] < START_LIMIT_S
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"    {command}" in out for command in COMMANDS)
+    assert main([]) == 0
+    assert capsys.readouterr().out == out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    assert f"usage: hyper-mla {command}" in capsys.readouterr().out
+
+
+def test_the_whole_parser_knows_every_command() -> None:
+    parser = build_parser()
+    for argv in (["run"], ["run", "flash_mla", "v0"], ["list", "--json"], ["show", "flash_mla"]):
+        assert parser.parse_args(argv).command == argv[0]
+    assert parser.parse_args(["predict", "--b=2"]).b == 2
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("hyper-mla ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["lisst"], "unknown command 'lisst'; did you mean 'list'?"),
+        (["list", "--jsn"], "unknown option '--jsn'; did you mean --json?"),
+        (["--bogus"], "unknown option '--bogus'"),
+        (["show"], "kernel: expected the name of a kernel, got none"),
+        (["show", "mla_var6"], "did you mean 'mla_var6_plus'"),
+        (["show", "flash_mla", "v5"], "unknown version of flash_mla 'v5'"),
+        (["show", "flash_mla", "--tt=5"], "unknown option '--tt'"),
+        (["run", "flash_atention"], "did you mean 'flash_attention'"),
+        (["run", "--quik"], "did you mean --quick?"),
+        (["run", "--b=x"], "--b: expected an integer, got 'x'"),
+        (["run", "--device=tpu"], "device: expected auto, cuda or cpu, got 'tpu'"),
+        (["run", "--b=0"], "b: expected a positive integer, got 0"),
+        (["predict", "--device=H20"], "unknown device 'H20'"),
+        (["predict", "--s=0"], "s: expected a positive integer, got 0"),
+        (["predict", "extra"], "unexpected argument 'extra'"),
+    ],
+)
+def test_wrong_command_lines(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.startswith("error: ") and err.count("\n") == 1
+
+
+# --- list -----------------------------------------------------------------------------------------
+
+
+def test_list_shows_every_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    out = capsys.readouterr().out
+    for kernel in paths.discover_kernels():
+        assert kernel.design in out and kernel.language in out
+
+
+def test_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["full_name"] for row in rows] == [k.full_name for k in paths.discover_kernels()]
+    for row in rows:
+        assert row["targets"] and row["module"].startswith("mla_var3.kernel.")
+        assert row["gpu"]["runs"] or row["gpu"]["reason"]
+        assert row["cpu"]["runs"] or row["cpu"]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "installed", "reason"),
+    [
+        (inventory.Gpu("NVIDIA H200", "sm_90"), True, None),
+        (inventory.Gpu("NVIDIA A100", "sm_80"), True, "made for sm_90"),
+        (inventory.Gpu("NVIDIA H200", "sm_90"), False, "pip install"),
+        (None, True, "why not"),
+    ],
+)
+def test_list_says_why_a_kernel_does_not_run(
+    gpu: inventory.Gpu | None,
+    installed: bool,
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(inventory, "find_gpu", lambda: (gpu, "why not"))
+    monkeypatch.setattr(inventory, "_installed", lambda distribution: installed)
+    row = next(row for row in inventory.inventory() if row["language"] == "cutile-dsl")
+    assert row["gpu"]["runs"] == (reason is None)
+    if reason is not None:
+        assert reason in row["gpu"]["reason"]
+    assert row["cpu"]["runs"] == row["compiles"] == installed
+
+
+@pytest.mark.parametrize(
+    ("line", "targets"),
+    [
+        ("targets: ClassVar[tuple[str, ...]] = ('sm_90',)", ("sm_90",)),
+        ("targets = ['sm_100', 'sm_120']", ("sm_100", "sm_120")),
+        ("targets = compute()", inventory.DEFAULT_TARGETS),
+        ("other = 1", inventory.DEFAULT_TARGETS),
+    ],
+)
+def test_targets_are_read_from_the_source(
+    line: str, targets: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "kernel.py"
+    source.write_text(f"class CtFake:\n    {line}\n")
+    monkeypatch.setattr(inventory, "_source_of", lambda kernel: source)
+    assert inventory.declared_targets(paths.discover_kernels()[0]) == targets
+
+
+def test_declared_targets_are_those_of_the_class() -> None:
+    for kernel in paths.discover_kernels():
+        if kernel.language == "cutile-dsl":
+            assert inventory.declared_targets(kernel) == paths.plan_class(kernel).targets
+
+
+# --- show, env, predict ---------------------------------------------------------------------------
+
+
+def test_show(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "mla_var6_plus", "--b=3"]) == 0
+    out = capsys.readouterr().out
+    for words in ("decompress_combine", "predicted on", "sm_120", "tiling candidates"):
+        assert words in out
+    assert "cached tunings: none" in out
+
+
+def test_show_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = paths.cache_root() / "kernel-autotune" / "some-gpu" / "cutile-dsl" / "flash_mla"
+    folder.mkdir(parents=True)
+    (folder / "flash_mla-abc.json").write_text("{}")
+    assert main(["show", "flash_mla", "v0", "--b=3", "--lengths=mixed", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["fields"]["b"] == 3 and facts["fields"]["lengths"] == [1, 2048, 4096]
+    assert facts["contract"].startswith("flash_mla")
+    assert facts["stages"][0]["flops"] > 0
+    assert set(facts["candidates"]) == set(facts["targets"])
+    assert [Path(path).name for path in facts["tunings"]] == ["flash_mla-abc.json"]
+
+
+def test_env(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env"]) == 0
+    out = capsys.readouterr().out
+    for words in ("GPU:", "versions:", "tileiras", "NVIDIA H200", "torch"):
+        assert words in out
+    assert 'pip install "hyper-mla"' not in out
+
+
+def test_env_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["versions"]["torch"]
+    assert facts["packages"]["nvtx"]["install"] == 'pip install "hyper-mla[profiling]"'
+    assert facts["devices"]["NVIDIA H200"]["values"]["peak_dram_bw_GBps"]["source"]
+
+
+def test_predict(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "--device=NVIDIA H200", "--s=16"]) == 0
+    out = capsys.readouterr().out
+    for words in ("mla_var6_plus *", "n=", "predictions, not measurements", "TFLOP/s"):
+        assert words in out
+    assert "B200" not in out
+
+
+def test_predict_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "--b=4", "--t=100", "--lengths=mixed", "--json"]) == 0
+    entries = json.loads(capsys.readouterr().out)
+    assert len(entries) >= 5
+    assert entries[0]["problem"]["lengths"] == [1, 34, 67, 100]
+    assert set(entries[0]["predicted"]) >= {"flash_mla", "mla_var6_plus"}
+
+
+# --- run ------------------------------------------------------------------------------------------
+
+
+def test_run_hands_a_kernel_to_its_own_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        "mla_var3.cli.commands.kernel.run_kernel",
+        lambda kernel, argv, prog: seen.append((kernel.full_name, argv)) or 0,
+    )
+    assert program.main(["run", "flash_mla", "v0", "--b=2", "--tune-max-iters=3"]) == 0
+    assert seen == [("flash_mla", ["--b=2", "--tune-max-iters=3"])]

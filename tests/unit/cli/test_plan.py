@@ -1,0 +1,172 @@
+"""`hyper-mla plan`: table, JSON, files, what it says about itself, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from mla_var3.cli.main import main
+from mla_var3.conf.devices import device_spec
+from mla_var3.op.mla.model.mix import MixModel
+from mla_var3.op.mla.model.parameters import derived_parameters, mix_parameters
+from mla_var3.op.mla.model.window_plan import plan_window
+from mla_var3.op.mla.problem import MlaProblem
+from mla_var3.op.mla.window.formats import FP8
+
+H200 = ["plan", "--device_name=H200", "--s=32"]
+FILES = {
+    "plan.json",
+    "plan.md",
+    "time-against-n.png",
+    "time-against-n.svg",
+    "time-against-memory.png",
+    "time-against-memory.svg",
+}
+
+
+def test_the_table_says_that_it_predicts_and_from_what(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main([*H200, "--budget=1GiB", f"--out_dir={tmp_path}"]) == 0
+    out = capsys.readouterr().out
+    model = MixModel(mix_parameters(device_spec("H200")))
+    expected = plan_window(MlaProblem(32, 32, 4096, 128), model, 2**30, multiple=128).chosen
+    assert f"keep n={expected.n} tokens per request" in out
+    for words in (
+        "predicted for NVIDIA H200",
+        "predictions of a model, not measurements",
+        "Fitted to measured times: latent_tflops_per_sm",
+        "2026-11-15-nvidia-h200-mix-rows.json",
+        "assumed",
+        "chosen",
+        "over budget",
+        "per layer would allow",
+    ):
+        assert words in out, words
+
+
+def test_without_a_fit_it_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    argv = ["plan", "--device_name=B200", "--s=32", "--budget=2GiB", f"--out_dir={tmp_path}"]
+    assert main(argv) == 0
+    assert "No parameter was fitted" in capsys.readouterr().out
+
+
+def test_files(tmp_path: Path) -> None:
+    assert main([*H200, "--budget=2GiB", f"--out_dir={tmp_path / 'new'}"]) == 0
+    assert {file.name for file in (tmp_path / "new").iterdir()} == FILES
+    page = (tmp_path / "new" / "plan.md").read_text()
+    record = json.loads((tmp_path / "new" / "plan.json").read_text())
+    assert "predicted: true" in page and "not measurements" in page
+    assert f"n: {record['chosen']['n']}" in page
+    for plot in FILES:
+        if plot.endswith(".png"):
+            assert f"({plot})" in page
+    svg = (tmp_path / "new" / "time-against-memory.svg").read_text()
+    for words in ("GiB", "bfloat16", "fp8", "chosen, n=", "predicted"):
+        assert words in svg
+
+
+def test_the_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYPER_MLA_OUT_DIR", str(tmp_path / "products"))
+    assert main([*H200, "--budget=2GiB"]) == 0
+    (folder,) = (tmp_path / "products" / "plan").iterdir()
+    assert {file.name for file in folder.iterdir()} == FILES
+
+
+def test_json_prints_nothing_else_and_writes_only_when_asked(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYPER_MLA_OUT_DIR", str(tmp_path / "products"))
+    argv = [*H200, "--budget=100GiB", "--layers=61", "--dtype=fp8", "--json"]
+    assert main(argv) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert not (tmp_path / "products").exists()
+    model = MixModel(mix_parameters(device_spec("H200")), FP8)
+    expected = plan_window(
+        MlaProblem(32, 32, 4096, 128), model, 100 * 2**30, layers=61, multiple=128
+    )
+    assert plan["chosen"]["n"] == expected.chosen.n
+    assert plan["form"]["name"] == "fp8" and plan["problem"]["dtype"] == "bfloat16"
+    assert plan["layers"] == 61
+    assert main([*argv, f"--out_dir={tmp_path / 'kept'}"]) == 0
+    assert json.loads(capsys.readouterr().out) == plan
+    assert {file.name for file in (tmp_path / "kept").iterdir()} == FILES
+
+
+def test_layers_are_summed_up(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*H200, "--budget=100GiB", "--layers=61"]) == 0
+    out = capsys.readouterr().out
+    assert "100 GiB for 61 layers" in out and "all 61 layers:" in out and "all layers" in out
+
+
+def test_where_a_window_does_not_pay(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--device_name=H200", "--s=1", "--budget=2GiB"]) == 0
+    assert "keep nothing decompressed" in capsys.readouterr().out
+
+
+def test_fitted_parameters_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    content = derived_parameters(device_spec("H200")).to_dict()
+    content["launch_us"] |= {"value": 50.0, "origin": "fitted", "source": "a test", "error": 0.02}
+    path = tmp_path / "rates.json"
+    path.write_text(json.dumps([content]))
+    assert main([*H200, "--budget=2GiB", f"--parameters={path}"]) == 0
+    out = capsys.readouterr().out
+    assert "Fitted to measured times: launch_us." in out and "50 µs ± 2.0 %" in out
+    assert main(["plan", "--device_name=B200", "--budget=2GiB", f"--parameters={path}"]) == 2
+    assert "expected parameters of NVIDIA B200 in bfloat16" in capsys.readouterr().err
+
+
+def test_lengths_and_dtype_reach_the_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*H200, "--budget=2GiB", "--dtype=float16", "--b=4", "--lengths=mixed", "--json"]
+    assert main(argv) == 0
+    problem = json.loads(capsys.readouterr().out)["problem"]
+    assert problem["dtype"] == "float16" and problem["lengths"] == [1, 1366, 2731, 4096]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "the following arguments are required: --budget"),
+        (["--budget=4"], "budget: expected at least"),
+        (["--budget=0"], "budget: expected a positive amount of memory"),
+        (["--budget=-4GiB"], "budget: expected a number of bytes"),
+        (["--budget=lots"], "budget: expected a number of bytes"),
+        (["--budget=9TiB"], "budget: expected at most"),
+        (["--budget=1GiB", "--layers=0"], "layers: expected a positive integer, got 0"),
+        (["--budget=1GiB", "--layers=two"], "--layers: expected an integer, got 'two'"),
+        (["--budget=1GiB", "--dtype=fp4"], "dtype: expected bfloat16 or float16 or fp8"),
+        (["--budget=1GiB", "--b=0"], "b: expected a positive integer, got 0"),
+        (["--budget=1GiB", "--device_name=H9"], "unknown device 'H9'"),
+        (["--budget=1GiB", "--parameters=missing.json"], "missing.json: expected a readable file"),
+    ],
+)
+def test_nonsense_is_refused(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["plan", "--device_name=H200", *argv, f"--out_dir={tmp_path / 'none'}"]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_examples_of_the_page_run(repo_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (repo_root / "docs" / "planning.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(compile(block, "docs/planning.md", "exec"), {})
+    out = capsys.readouterr().out
+    for words in ("MixTime", "latent_tflops_per_sm", "absorbed_copied_cost"):
+        assert words in out
+
+
+def test_the_page_names_every_option_and_parameter(repo_root: Path) -> None:
+    page = (repo_root / "docs" / "planning.md").read_text()
+    parameters = derived_parameters(device_spec("H200")).parameters
+    options = {"budget", "layers", "dtype", "lengths", "device_name", "parameters", "json"}
+    for name in (*parameters, *(f"--{option}" for option in options)):
+        assert f"`{name}`" in page, name

@@ -1,0 +1,483 @@
+"""cutlass_mla_decode: the example of a checkout is found, imported, described and refused.
+
+A tiny checkout with code of our own stands in for CUTLASS. Against a real one the kernel is
+compiled when HYPER_MLA_CUTLASS_DIR names it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
+
+from mla_var3.bench.contenders import choices_of, make_plan
+from mla_var3.bench.suites import KernelChoice
+from mla_var3.cli import main as main_command
+from mla_var3.cli.commands import kernel as kernel_command
+from mla_var3.conf.devices import device_spec
+from mla_var3.errors import (
+    InvalidArgumentError,
+    KernelCompileError,
+    MissingToolError,
+    UnsupportedError,
+)
+from mla_var3.kernel.cute_python.mla.cutlass_mla_decode.cutlass_mla_decode import checkout
+from mla_var3.kernel.cute_python.mla.cutlass_mla_decode.cutlass_mla_decode.cutlass_mla_decode import (  # noqa: E501
+    TILE,
+    CuteCutlassMlaDecode,
+    CutlassMlaDecodeTiling,
+    MlaDecodeSm100,
+)
+from mla_var3.op.mla.cost import flash_mla_cost
+from mla_var3.op.mla.problem import MlaProblem
+from mla_var3.runtime.compile import compile_report
+from mla_var3.runtime.cute import cache as cute_cache
+from mla_var3.runtime.cute.arguments import Int64Arg
+from mla_var3.runtime.paths import KernelId
+
+REAL = os.environ.get(checkout.VARIABLE)
+NEW, OLD = checkout.PLACES.values()
+NAME = KernelId("cutlass_mla_decode", 0, "cute-dsl", "mla")
+RATES = (2000.0, 7000.0)
+
+HELPERS = "SPLITS = 3\n"
+EXAMPLE = """\
+import cutlass
+import cutlass.cute as cute
+
+from {package}.mla_helpers import SPLITS
+
+seen = []
+
+
+class {name}:
+    def __init__({init}):
+        self.page_size, self.clusters = page_size, max_active_clusters
+
+    @cute.jit
+    def __call__({call}):
+        tensors = dict(q_latent=q_latent, q_rope=q_rope, c_latent=c_latent, c_rope=c_rope)
+        tensors.update(page_table=page_table, o=o, lse=lse, cache_seqs=cache_seqs)
+        found = dict()
+        for name, tensor in tensors.items():
+            found[name] = (str(tensor.element_type), str(tensor.layout))
+        found["workspace"] = workspace is not None
+        seen.append(found)
+        self.count(lse, split_kv).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
+
+    @cute.kernel
+    def count(self, lse: cute.Tensor, split_kv: cutlass.Int32):
+        lse[0, 0, 0] = cutlass.Float32(split_kv + SPLITS)
+
+    @staticmethod
+    def can_implement({can}):
+        return K < 5000
+
+    @staticmethod
+    def get_split_kv({split}):
+        return min(SPLITS, max_active_blocks)
+
+    @staticmethod
+    def get_workspace_size({size}):
+        return 0 if split_kv == 1 else B * H * S * split_kv * (D + 1) * acc_dtype.width // 8
+"""
+
+
+def example_source(place: Path, **changed: str) -> str:
+    """An example with the interface that the plan relies on, or a changed one."""
+    wanted = {
+        key: ", ".join(checkout.PARAMETERS[name].split())
+        for key, name in {
+            "init": "__init__",
+            "call": "__call__",
+            "can": "can_implement",
+            "split": "get_split_kv",
+            "size": "get_workspace_size",
+        }.items()
+    }
+    package = ".".join(place.parent.parts)
+    return EXAMPLE.format(**{"package": package, "name": checkout.CLASS, **wanted, **changed})
+
+
+def make_checkout(folder: Path, place: Path = NEW, helpers: str = HELPERS, **changed: str) -> Path:
+    path = folder / checkout.EXAMPLES / place
+    path.parent.mkdir(parents=True)
+    path.write_text(example_source(place, **changed))
+    (path.parent / "mla_helpers.py").write_text(helpers)
+    pins = folder / "python" / "CuTeDSL"
+    pins.mkdir(parents=True)
+    (pins / "requirements.txt").write_text("# what it needs\nnvidia-cutlass-dsl==4.9.7\n")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No checkout unless a test names one."""
+    monkeypatch.delenv(checkout.VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Path:
+    return make_checkout(tmp_path / "cutlass")
+
+
+def empty(**fields: Any) -> Any:
+    return CuteCutlassMlaDecode(**fields).plan_empty(*RATES)
+
+
+def arguments(stage: Any, tiling: CutlassMlaDecodeTiling) -> dict[str, Any]:
+    """The arguments of the host function by name, without the stream."""
+    _, *names, stream = inspect.signature(MlaDecodeSm100.__call__).parameters
+    assert stream == "stream"
+    values = [each.value if isinstance(each, Int64Arg) else each for each in stage.args_fn(tiling)]
+    return dict(zip(names, values, strict=True))
+
+
+# -- the checkout ---------------------------------------------------------------------------------
+
+
+def test_the_option_wins_over_the_variable_and_that_over_the_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert checkout.checkout_folder(None) == Path("third_party", "cutlass")
+    monkeypatch.setenv(checkout.VARIABLE, "from-variable")
+    assert checkout.checkout_folder(None) == Path("from-variable")
+    assert checkout.checkout_folder("named") == Path("named")
+
+
+def test_a_missing_checkout_is_named_with_the_ways_to_name_one(tmp_path: Path) -> None:
+    with pytest.raises(MissingToolError) as caught:
+        checkout.load_example(tmp_path / "nothing")
+    for part in ("--cutlass_dir", checkout.VARIABLE, str(tmp_path / "nothing"), "CuTeDSL"):
+        assert part in str(caught.value)
+
+
+def test_a_missing_example_is_named_with_the_paths_expected(tmp_path: Path) -> None:
+    (tmp_path / checkout.EXAMPLES / "cute").mkdir(parents=True)
+    with pytest.raises(MissingToolError) as caught:
+        checkout.load_example(tmp_path)
+    for place in (NEW, OLD):
+        assert str(checkout.EXAMPLES / place) in str(caught.value)
+
+
+@pytest.mark.parametrize("place", [NEW, OLD], ids=["4.5", "4.4"])
+def test_the_example_is_imported_with_its_helpers(tmp_path: Path, place: Path) -> None:
+    folder = make_checkout(tmp_path / "cutlass", place)
+    # As in CUTLASS 4.4: a module and a folder of one name, and the helpers are in the folder.
+    (folder / checkout.EXAMPLES / place.parent).with_suffix(".py").write_text("raise OSError\n")
+    example = checkout.load_example(folder)
+    assert example.cls.__name__ == checkout.CLASS
+    assert [path.name for path in example.files] == ["mla_decode_fp16.py", "mla_helpers.py"]
+    assert example.release == "4.9.7"
+    assert example.cls.get_split_kv(1, 1, 1, (128, 128), 99) == 3
+    assert checkout.load_example(folder) is example
+    assert checkout.loaded_example(example.fingerprint) is example
+
+
+def test_importing_leaves_the_interpreter_and_the_checkout_as_they_were(
+    fake: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = ModuleType("cute")
+    monkeypatch.setitem(sys.modules, "cute", own)
+    files = sorted(fake.rglob("*"))
+    example = fake / checkout.EXAMPLES / NEW
+    example.write_text("import sys\nsys.path.insert(0, 'stray')\n" + example.read_text())
+    before = list(sys.path), list(sys.meta_path), sys.dont_write_bytecode
+    names = set(sys.modules)
+    checkout.load_example(fake)
+    assert (list(sys.path), list(sys.meta_path), sys.dont_write_bytecode) == before
+    assert sys.modules["cute"] is own
+    assert all(name.startswith("hyper_mla_cutlass_") for name in set(sys.modules) - names)
+    assert sorted(fake.rglob("*")) == files
+
+
+def test_a_failing_import_restores_too_and_names_the_release(fake: Path) -> None:
+    helpers = fake / checkout.EXAMPLES / NEW.parent / "mla_helpers.py"
+    helpers.write_text("from cutlass.cute import gone_since\n")
+    before = list(sys.path), list(sys.meta_path), set(sys.modules)
+    with pytest.raises(UnsupportedError, match=r"gone_since.*nvidia-cutlass-dsl 4\.9\.7") as caught:
+        checkout.load_example(fake)
+    assert str(fake / checkout.EXAMPLES / NEW) in str(caught.value)
+    assert (list(sys.path), list(sys.meta_path), set(sys.modules)) == before
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"name": "Renamed"}, f"no class {checkout.CLASS}"),
+        ({"split": "B, S, max_active_blocks"}, r"get_split_kv\(B S max_active_blocks\) instead of"),
+    ],
+)
+def test_a_changed_example_is_refused(tmp_path: Path, changed: dict[str, str], said: str) -> None:
+    folder = make_checkout(tmp_path / "cutlass", **changed)
+    with pytest.raises(UnsupportedError, match=said) as caught:
+        checkout.load_example(folder)
+    assert "written against nvidia-cutlass-dsl 4.9.7" in str(caught.value)
+
+
+def test_a_copy_of_the_examples_alone_has_no_release(fake: Path) -> None:
+    (fake / "python" / "CuTeDSL" / "requirements.txt").unlink()
+    assert checkout.load_example(fake).release == ""
+    assert "an unknown nvidia-cutlass-dsl" in checkout.load_example(fake).origin
+
+
+def test_two_checkouts_do_not_mix(tmp_path: Path) -> None:
+    folders = [make_checkout(tmp_path / str(n), helpers=f"SPLITS = {n}\n") for n in (5, 6)]
+    five, six = (checkout.load_example(folder) for folder in folders)
+    assert five.cls.get_split_kv(1, 1, 1, (128, 128), 99) == 5
+    assert six.cls.get_split_kv(1, 1, 1, (128, 128), 99) == 6
+    assert five.fingerprint != six.fingerprint
+
+
+# -- the plan -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "argument"),
+    [
+        ({"dtype": "bfloat16"}, "dtype: expected float16"),
+        ({"k": 256}, "k: expected 512"),
+        ({"p": 32}, "p: expected 64"),
+        ({"h": 129}, "h: expected 1 to 128"),
+        ({"s": 5, "causal": False}, "s: expected 1 to 4"),
+        ({"s": 2}, "causal: expected False"),
+        ({"b": 2, "lengths": (7, 0)}, "lengths: expected at least 1"),
+    ],
+)
+def test_what_the_example_does_not_take_is_refused(fields: dict[str, Any], argument: str) -> None:
+    with pytest.raises(UnsupportedError, match=argument):
+        CuteCutlassMlaDecode(**fields)
+
+
+@pytest.mark.parametrize("page", [0, 1, 48, 256])
+def test_a_page_must_divide_a_tile(page: int) -> None:
+    with pytest.raises(InvalidArgumentError, match="page: expected a divisor of 128"):
+        CuteCutlassMlaDecode(page=page)
+
+
+def test_planning_and_costs_need_no_checkout() -> None:
+    plan = CuteCutlassMlaDecode(b=3, t=300)
+    stage = plan.plan_empty(*RATES)
+    assert stage.name == "cutlass_mla_decode"
+    assert stage.cost() == flash_mla_cost(plan.problem())
+    assert all(tiling.validate(plan) for tiling in stage.autotune_configs)
+    assert {tiling.splits for tiling in stage.autotune_configs} == {0, 1, 2}
+    assert all("third_party" not in str(path) for path in stage.source_files())
+    with pytest.raises(MissingToolError, match="cutlass_dir"):
+        stage.compile("sm_100")
+
+
+@pytest.mark.parametrize("lengths", [None, (300, 1, 129)])
+@pytest.mark.parametrize("page", [128, 32])
+def test_the_reference_reads_the_pages(lengths: tuple[int, ...] | None, page: int) -> None:
+    plan = CuteCutlassMlaDecode(b=3, s=2, t=300, h=2, causal=False, page=page, lengths=lengths)
+    inputs = plan.copy(seed=3).prepare_inputs("cpu")
+    q_latent, q_rope, latent, rope, given, table = (each.double() for each in inputs)
+    o_latent, lse = plan.reference_fn(*inputs)
+    for request, length in enumerate(plan.problem().kv_lengths):
+        assert int(given[request]) == length
+        pages = table[request].long()
+        keys = torch.cat([latent, rope], -1)[pages].flatten(0, 1)
+        assert keys.shape[0] == 384
+        assert not keys[length:].any(), "slots beyond a length are finite, here zero"
+        query = torch.cat([q_latent, q_rope], -1)[request]
+        scores = query @ keys[:length].T * (plan.d + plan.p) ** -0.5
+        wanted = torch.softmax(scores, -1) @ keys[:length, : plan.k]
+        torch.testing.assert_close(o_latent[request].double(), wanted, rtol=1e-3, atol=1e-3)
+        base_two = torch.logsumexp(scores, -1) / math.log(2.0)
+        torch.testing.assert_close(lse[request].double(), base_two, rtol=1e-4, atol=1e-4)
+
+
+def test_a_table_must_cover_whole_tiles() -> None:
+    plan = CuteCutlassMlaDecode(b=1, t=130, h=2, page=32)
+    *others, table = plan.prepare_inputs("cpu")
+    assert table.shape == (1, 8)
+    with pytest.raises(InvalidArgumentError, match="table: .*at least 8 pages"):
+        plan.plan(*others, table[:, :5].contiguous())
+
+
+def test_the_folder_of_a_run_does_not_name_the_checkout(tmp_path: Path) -> None:
+    plan = CuteCutlassMlaDecode(cutlass_dir=str(tmp_path))
+    assert plan.params()["cutlass_dir"] == str(tmp_path)
+    assert plan.params_label() == CuteCutlassMlaDecode().params_label()
+    assert "/" not in plan.params_label()
+
+
+def test_the_device_decides_the_clusters() -> None:
+    spec = device_spec("NVIDIA H200")
+    plan = CuteCutlassMlaDecode().on_device(spec)
+    assert plan.clusters == spec.sm_count // 2
+    assert plan.copy(b=2).clusters == plan.clusters
+
+
+@pytest.mark.parametrize(
+    ("fields", "splits", "legal"),
+    [
+        ({"t": 1000}, 8, True),
+        ({"t": 1000}, 9, False),
+        ({"t": 1000}, -1, False),
+        ({"t": 1000, "h": 64}, 1, True),
+        ({"t": 1000, "h": 64}, 2, False),
+        ({"t": 100_000}, 256, True),
+        ({"t": 100_000}, 257, False),
+        ({"t": 100_000, "b": 4096}, 32, False),
+    ],
+)
+def test_legal_splits(fields: dict[str, int], splits: int, legal: bool) -> None:
+    plan = CuteCutlassMlaDecode(**{"b": 1, **fields})
+    assert bool(CutlassMlaDecodeTiling(splits=splits).validate(plan)) is legal
+
+
+# -- compiling ------------------------------------------------------------------------------------
+
+
+def test_the_splits_are_those_of_the_example_and_decide_the_workspace(fake: Path) -> None:
+    plan = CuteCutlassMlaDecode(b=2, t=1000, cutlass_dir=str(fake))
+    assert plan.split_count(CutlassMlaDecodeTiling()) == 3
+    assert plan.split_count(CutlassMlaDecodeTiling(splits=2)) == 2
+    assert plan.copy(h=64).split_count(CutlassMlaDecodeTiling()) == 1
+    stage: Any = plan.plan_empty(*RATES)
+    split = arguments(stage, CutlassMlaDecodeTiling())
+    assert split["partials"].numel() == 2 * 128 * 3 * 513
+    assert (split["splits"], split["partial_bytes"]) == (3, 4 * 2 * 128 * 3 * 513)
+    whole = arguments(stage, CutlassMlaDecodeTiling(splits=1))
+    assert (whole["partials"], whole["partial_bytes"]) == (None, 0)
+
+
+def test_the_strides_lead_to_the_elements(fake: Path) -> None:
+    plan = CuteCutlassMlaDecode(
+        b=2, s=3, t=300, h=5, causal=False, page=64, cutlass_dir=str(fake), seed=1
+    )
+    inputs = plan.prepare_inputs("cpu")
+    stage = plan.plan(*inputs)
+    given = arguments(stage, stage.tiling)
+    assert (given["requests"], given["queries"], given["heads"]) == (2, 3, 5)
+    for name, tensor in zip(("q_latent", "q_rope"), inputs, strict=False):
+        row, request = given[f"{name}_stride"], given[f"{name}_request_stride"]
+        shape = (5, tensor.shape[-1], 3, 2)
+        seen = torch.as_strided(given[name], shape, (row, 1, 5 * row, request))
+        assert torch.equal(seen, tensor.permute(2, 3, 1, 0))
+    for name, tensor in (("latent", inputs[2]), ("rope", inputs[3])):
+        token, page = given[f"{name}_stride"], given[f"{name}_page_stride"]
+        shape = (64, tensor.shape[-1], given["pages"])
+        start = given[name].storage_offset()
+        seen = torch.as_strided(given[name], shape, (token, 1, page), start)
+        torch.testing.assert_close(seen, tensor.permute(1, 2, 0), equal_nan=True, rtol=0, atol=0)
+    shape = (given["table_width"], 2)
+    seen = torch.as_strided(given["table"], shape, (1, given["table_stride"]))
+    assert torch.equal(seen, inputs[5].T)
+
+
+@pytest.mark.parametrize(("splits", "workspace"), [(1, False), (2, True)])
+def test_it_compiles_with_tensors_in_the_modes_of_the_example(
+    fake: Path, splits: int, workspace: bool
+) -> None:
+    plan = CuteCutlassMlaDecode(b=2, t=1000, page=64, cutlass_dir=str(fake))
+    stage: Any = plan.copy(tiling=CutlassMlaDecodeTiling(splits=splits)).plan_empty(*RATES)
+    compiled = stage.compile("sm_100")
+    assert compiled.target == "sm_100a" and compiled.cubin[:4] == b"\x7fELF"
+    found = sys.modules[checkout.load_example(fake).cls.__module__].seen[-1]
+    assert found.pop("workspace") is workspace
+    types = {name: kind for name, (kind, _) in found.items()}
+    assert types.pop("lse") == "Float32"
+    assert types.pop("cache_seqs") == types.pop("page_table") == "Int32"
+    assert set(types.values()) == {"Float16"}
+    shapes = {name: layout.partition(":")[0] for name, (_, layout) in found.items()}
+    assert shapes == {
+        "q_latent": "(?,512,?,?)",
+        "q_rope": "(?,64,?,?)",
+        "c_latent": "(64,512,?)",
+        "c_rope": "(64,64,?)",
+        "page_table": "(?,?)",
+        "o": "(?,512,?,?)",
+        "lse": "(?,?,?)",
+        "cache_seqs": "?",
+    }
+    for name in ("q_latent", "q_rope", "c_latent", "c_rope", "o"):
+        assert found[name][1].partition(":")[2].split(",")[1] == "1", "columns are contiguous"
+
+
+def test_a_changed_helper_is_another_program(tmp_path: Path) -> None:
+    hosts = []
+    for n in (2, 4):
+        folder = make_checkout(tmp_path / str(n), helpers=f"SPLITS = {n}\n")
+        stage: Any = empty(b=1, t=1000, cutlass_dir=str(folder))
+        assert {path.name for path in stage.source_files()} >= {"mla_helpers.py", "checkout.py"}
+        hosts.append(cute_cache.host_identity(stage.host_fn(stage.tiling)))
+    assert hosts[0] != hosts[1]
+
+
+def test_the_example_has_the_last_word(fake: Path) -> None:
+    stage: Any = empty(t=6000, cutlass_dir=str(fake))
+    with pytest.raises(UnsupportedError, match="the example refuses b=64 s=1 t=6000"):
+        stage.compile("sm_100")
+
+
+def test_what_does_not_compile_names_the_release(fake: Path) -> None:
+    path = fake / checkout.EXAMPLES / NEW
+    path.write_text(path.read_text().replace("self.count(lse", "cute.gone_since(lse"))
+    stage: Any = empty(t=1000, cutlass_dir=str(fake))
+    with pytest.raises(KernelCompileError, match=r"gone_since.*nvidia-cutlass-dsl 4\.9\.7"):
+        stage.compile("sm_100")
+
+
+def test_other_architectures_are_refused(fake: Path) -> None:
+    stage: Any = empty(cutlass_dir=str(fake))
+    with pytest.raises(KernelCompileError, match="expected sm_100a"):
+        stage.compile("sm_90")
+    with pytest.raises(UnsupportedError, match=r"expected a GPU of sm_100a.*NVIDIA H200"):
+        stage.require_target("sm_90", "NVIDIA H200")
+    with pytest.raises(UnsupportedError, match="sm_100a"):
+        stage.require_target("sm_120", "NVIDIA GeForce RTX 5090")
+
+
+# -- around it ------------------------------------------------------------------------------------
+
+
+def test_the_command_line_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["cutlass_mla_decode", "--language=cute-dsl", "--prof_type=static", "--b=1", "--t=200"]
+    assert kernel_command.main(argv) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: cutlass_dir: expected a checkout of CUTLASS")
+
+
+def test_the_inventory_and_its_page_need_no_checkout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main_command.main(["list"]) == 0
+    assert main_command.main(["show", "cutlass_mla_decode", "--language=cute-dsl"]) == 0
+    assert "splits=0" in capsys.readouterr().out
+
+
+def test_it_is_a_row_of_a_benchmark_with_its_reason() -> None:
+    decode = MlaProblem(b=4, s=1, t=512, h=128, dtype="float16")
+    plan = make_plan(KernelChoice(NAME), decode, "sm_100")
+    assert choices_of(plan) == {}
+    with pytest.raises(UnsupportedError, match="expected one of its targets sm_100, got sm_90"):
+        make_plan(KernelChoice(NAME), decode, "sm_90")
+    with pytest.raises(UnsupportedError, match="dtype: expected float16"):
+        make_plan(KernelChoice(NAME), MlaProblem(b=4, s=1, t=512, h=128), "sm_100")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(REAL is None, reason=f"needs a CUTLASS checkout: {checkout.VARIABLE} is unset")
+@pytest.mark.parametrize(
+    "tiling",
+    [CutlassMlaDecodeTiling(1, True), CutlassMlaDecodeTiling(4, False)],
+    ids=["whole", "split"],
+)
+@pytest.mark.parametrize("page", [TILE, 64])
+def test_a_real_checkout_compiles(tiling: CutlassMlaDecodeTiling, page: int) -> None:
+    stage = empty(t=4096, page=page, cutlass_dir=REAL, tiling=tiling)
+    report = compile_report(stage, "sm_100", expects_tensor_core=True)
+    assert report.error is None and not report.spills
+    assert report.tensor_core == "UTCHMMA" and report.uses_tma
+    assert (b"reduction_kernel" in stage.compile("sm_100").cubin) is (tiling.splits > 1)

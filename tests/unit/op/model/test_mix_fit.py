@@ -1,0 +1,154 @@
+"""Fitting the model of the mix: known rates come back from synthetic rows, the rest stays."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import asdict
+
+import pytest
+
+from mla_var3.conf.devices import device_spec
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.mla.model.fit import LEAST_RECORDS, MixRecord, fit
+from mla_var3.op.mla.model.mix import MixModel
+from mla_var3.op.mla.model.parameters import MixParameters, derived_parameters
+from mla_var3.op.mla.problem import MlaProblem
+from mla_var3.op.mla.window.formats import window_form
+
+START = derived_parameters(device_spec("H200"))
+SMS = START.sm_count
+# Made up, and far from the start on purpose.
+TRUTH = {
+    "latent_tflops_per_sm": 4.0,
+    "heads_tflops_per_sm": 3.0,
+    "chip_tflops": 480.0,
+    "stream_gbps_per_sm": 50.0,
+    "stream_gbps": 3900.0,
+    "stream_sharpness": 2.5,
+    "launch_us": 6.0,
+}
+ARRANGEMENTS = (
+    (0, SMS),
+    (0, 66),
+    (0, 33),
+    (1, 0),
+    (1, 44),
+    (1, 88),
+    (1, 110),
+    (0.5, 66),
+    (0.5, 40),
+    (0.5, 100),
+    (0.25, 90),
+    (0.75, 30),
+)
+
+
+def rows(
+    truth: MixParameters, noise: float = 0.0, arrangements=ARRANGEMENTS, form: str = "plain"
+) -> list[MixRecord]:
+    """Rows as the model of `truth` gives them, with noise on every time."""
+    chance = random.Random(7)
+    model = MixModel(truth, window_form(form))
+    found = []
+    for b, t in ((32, 4096), (2, 512), (1, 128)):
+        for s in (1, 8, 32, 64, 512):
+            for share, sms in arrangements:
+                n = int(share * t)
+                problem = MlaProblem(b=b, s=s, t=t, h=128)
+                time_us = model.time_us(problem, n, sms).attention_us
+                time_us *= math.exp(chance.gauss(0.0, noise))
+                found.append(MixRecord(b, s, t, 128, n, sms, time_us, form=form))
+    return found
+
+
+@pytest.mark.parametrize(("noise", "tolerance"), [(0.0, 1e-3), (0.01, 0.03), (0.03, 0.1)])
+def test_the_rates_come_back(noise: float, tolerance: float) -> None:
+    found = fit(rows(START.with_values(TRUTH), noise), START, "synthetic rows")
+    assert set(found.determined) == set(TRUTH)
+    for name, value in TRUTH.items():
+        parameter = found.parameters.parameters[name]
+        # The exponent of the bend is the least certain of them.
+        allowed = tolerance * (4 if name == "stream_sharpness" else 1)
+        assert parameter.value == pytest.approx(value, rel=allowed), name
+        assert parameter.origin == "fitted" and "synthetic rows" in parameter.source
+        assert parameter.error is not None and parameter.error < 0.25
+    assert found.rms == pytest.approx(noise, abs=0.2 * noise + 1e-5)
+
+
+def test_what_both_kinds_share_comes_back() -> None:
+    shared = {"together": 0.95, "starvation": 0.4}
+    truth = START.with_values(TRUTH | shared | {"chip_tflops": 5000.0})
+    found = fit(rows(truth, 0.01), START, "synthetic rows")
+    assert set(shared) <= set(found.determined)
+    for name, value in shared.items():
+        assert found.parameters.parameters[name].value == pytest.approx(value, rel=0.05), name
+    assert found.rms == pytest.approx(0.01, abs=0.003)
+
+
+def test_an_8_bit_window_is_fitted_with_its_own_bytes() -> None:
+    truth = START.with_values(TRUTH)
+    mixed = rows(truth, 0.01) + rows(truth, 0.01, form="fp8")
+    found = fit(mixed, START, "synthetic rows")
+    assert found.parameters.stream_gbps.value == pytest.approx(3900.0, rel=0.03)
+    assert found.parameters.stream_gbps_per_sm.value == pytest.approx(50.0, rel=0.03)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01])
+def test_a_limit_that_no_row_meets_is_not_called_fitted(noise: float) -> None:
+    truth = START.with_values(TRUTH | {"chip_tflops": 5000.0})
+    found = fit(rows(truth, noise), START, "synthetic rows")
+    assert "chip_tflops" not in found.determined
+    assert found.parameters.chip_tflops == START.chip_tflops
+    assert found.parameters.latent_tflops_per_sm.value == pytest.approx(4.0, rel=0.02)
+
+
+def test_rows_of_one_kind_determine_that_kind_only() -> None:
+    only_latent = rows(START.with_values(TRUTH), 0.005, arrangements=((0, 66), (0, 33)))
+    busy = [row for row in only_latent if row.s >= 32 and row.b == 32]
+    found = fit(busy, START, "synthetic rows")
+    assert found.determined == ("latent_tflops_per_sm",)
+    assert found.parameters.latent_tflops_per_sm.value == pytest.approx(4.0, rel=0.02)
+    for name in set(TRUTH) - {"latent_tflops_per_sm"}:
+        assert found.parameters.parameters[name] == START.parameters[name]
+
+
+def test_noise_shows_in_the_errors() -> None:
+    truth = START.with_values(TRUTH)
+    quiet, loud = (fit(rows(truth, noise), START, "x").parameters for noise in (0.005, 0.05))
+    assert (loud.stream_gbps.error or 0) > 3 * (quiet.stream_gbps.error or 0) > 0
+
+
+def test_records_may_be_mappings_and_residuals_keep_their_order() -> None:
+    records = rows(START.with_values(TRUTH))
+    records[5] = MixRecord(**{**asdict(records[5]), "time_us": records[5].time_us * 1.3})
+    found = fit([asdict(record) for record in records], START, "synthetic rows")
+    worst = min(found.residuals)
+    assert found.residuals.index(worst) == 5 and worst == pytest.approx(1 / 1.3 - 1, rel=0.1)
+
+
+def test_the_fitted_model_chooses_as_the_true_one_does() -> None:
+    truth = START.with_values(TRUTH)
+    fitted = fit(rows(truth, 0.02), START, "synthetic rows").parameters
+    for s in (16, 32, 64):
+        problem = MlaProblem(b=32, s=s, t=4096, h=128)
+        chosen = MixModel(fitted).best_n(problem, multiple=128)
+        real = MixModel(truth)
+        best = real.at(problem, real.best_n(problem, multiple=128)).total_us
+        assert real.at(problem, chosen).total_us <= 1.03 * best
+
+
+def test_bad_records_are_refused() -> None:
+    good = rows(START.with_values(TRUTH))
+    with pytest.raises(InvalidArgumentError, match=f"records: expected at least {LEAST_RECORDS}"):
+        fit(good[:2], START, "x")
+    with pytest.raises(InvalidArgumentError, match="time_us: expected a positive number"):
+        MixRecord(1, 1, 1, 1, 0, 132, 0.0)
+    with pytest.raises(InvalidArgumentError, match=r"records\[3\].sms: expected an integer from 0"):
+        fit([*good[:3], MixRecord(1, 1, 64, 8, 0, 133, 3.0)], START, "x")
+    with pytest.raises(InvalidArgumentError, match=r"records\[3\].sms: expected SMs for both"):
+        fit([*good[:3], MixRecord(1, 1, 64, 8, 0, 0, 3.0)], START, "x")
+    with pytest.raises(InvalidArgumentError, match=r"records\[3\].dtype: expected bfloat16"):
+        fit([*good[:3], MixRecord(1, 1, 64, 8, 0, 9, 3.0, dtype="float16")], START, "x")
+    with pytest.raises(LookupError, match="unknown window form"):
+        fit([*good[:3], MixRecord(1, 1, 64, 8, 0, 9, 3.0, form="int4")], START, "x")

@@ -1,0 +1,407 @@
+"""The model of the mix on shared SMs: its parts by hand, its choices against brute force."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mla_var3.conf.devices import device_spec, load_devices
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.mla.cost import (
+    attention_block_specialized_cost,
+    decompressed_bytes,
+    flash_attention_cost,
+    flash_mla_cost,
+    predict_all,
+)
+from mla_var3.op.mla.model import parameters as parameters_module
+from mla_var3.op.mla.model.mix import MixModel, mix_work, part_times_us
+from mla_var3.op.mla.model.parameters import (
+    UNITS,
+    MixParameters,
+    Parameter,
+    derived_parameters,
+    mix_parameters,
+    read_parameters,
+)
+from mla_var3.op.mla.problem import MlaProblem
+from mla_var3.op.mla.window.formats import FP8, PLAIN
+
+H200 = derived_parameters(device_spec("H200"))
+# Round numbers of no device: 10 SMs, of which a few draw most of the bandwidth.
+TOY = replace(
+    H200.with_values(
+        {
+            "latent_tflops_per_sm": 2.0,
+            "heads_tflops_per_sm": 1.0,
+            "chip_tflops": 18.0,
+            "stream_gbps_per_sm": 40.0,
+            "stream_gbps": 200.0,
+            "stream_sharpness": 3.0,
+            "together": 0.8,
+            "starvation": 0.5,
+            "launch_us": 5.0,
+        }
+    ),
+    sm_count=10,
+)
+PROBLEM = MlaProblem(b=4, s=16, t=512, h=8, d=32, p=16, k=128)
+RAGGED = replace(PROBLEM, lengths=(512, 0, 100, 300))
+
+
+# --- parameters -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", load_devices())
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_without_a_fit_the_device_table_gives_everything(name: str, dtype: str) -> None:
+    spec = device_spec(name)
+    found = derived_parameters(spec, dtype)
+    assert found.chip_tflops.value == spec.sustained_tflops(dtype)
+    assert found.stream_gbps.value == spec.sustained_gbps
+    whole = found.latent_tflops_per_sm.value * spec.sm_count
+    assert whole == pytest.approx(found.chip_tflops.value)
+    assert not found.fitted
+    for parameter in found.parameters.values():
+        assert parameter.source and parameter.error is None
+    measured = "sustained_dram_bw_GBps" in spec
+    assert found.stream_gbps.origin == ("measured" if measured else "vendor")
+    for guess in ("stream_gbps_per_sm", "stream_sharpness", "together", "starvation", "launch_us"):
+        assert found.parameters[guess].origin == "assumed"
+
+
+def test_bandwidth_is_proportional_first_and_level_last() -> None:
+    curve = [TOY.bandwidth_gbps(sms) for sms in range(200)]
+    assert curve[0] == 0.0
+    assert curve[1] == pytest.approx(40.0, rel=0.01)
+    assert curve[199] == pytest.approx(200.0, rel=0.001) and curve[199] <= 200.0
+    steps = [after - before for before, after in itertools.pairwise(curve)]
+    assert all(step >= 0 for step in steps)
+    assert all(later <= earlier + 1e-9 for earlier, later in itertools.pairwise(steps))
+    # Where both limits are equal the sharpness alone says how much is lost.
+    assert TOY.bandwidth_gbps(5) == pytest.approx(200.0 * 2 ** (-1 / 3))
+
+
+def test_an_infinite_sharpness_is_a_corner() -> None:
+    sharp = TOY.with_values({"stream_sharpness": math.inf})
+    assert [sharp.bandwidth_gbps(sms) for sms in (1, 4, 5, 6, 10)] == [40, 160, 200, 200, 200]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("chip_tflops", 0.0),
+        ("stream_gbps", -1.0),
+        ("launch_us", -1.0),
+        ("chip_tflops", math.nan),
+        ("together", -0.1),
+        ("starvation", 1.01),
+    ],
+)
+def test_bad_values_are_refused_by_name(name: str, value: float) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"^{name}: expected"):
+        TOY.with_values({name: value})
+
+
+def test_the_stream_takes_all_of_the_rate_or_nothing() -> None:
+    assert [TOY.lost_to_stream(sms) for sms in (0, 5, 10)] == [0.0, 0.25, 1.0]
+    evenly, unhindered = (TOY.with_values({"starvation": value}) for value in (1.0, 0.0))
+    assert evenly.lost_to_stream(3) == pytest.approx(0.3)
+    assert [unhindered.lost_to_stream(sms) for sms in (0, 5, 10)] == [0.0] * 3
+
+
+def test_parameters_survive_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "rates.json"
+    fitted = replace(H200, launch_us=Parameter(4.0, "fitted", "a test", 0.1))
+    path.write_text(json.dumps([H200.to_dict() | {"dtype": "float16"}, fitted.to_dict()]))
+    assert read_parameters(path)[1] == fitted
+    found = mix_parameters(device_spec("H200"), "bfloat16", path)
+    assert found == fitted and found.fitted
+    with pytest.raises(InvalidArgumentError, match="expected parameters of NVIDIA B200"):
+        mix_parameters(device_spec("B200"), "bfloat16", path)
+
+
+def test_shipped_fits_are_used_for_their_own_device_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "mix_rates.json"
+    monkeypatch.setattr(parameters_module, "shipped_path", lambda: path)
+    spec = device_spec("H200")
+    assert mix_parameters(spec) == derived_parameters(spec)
+    fitted = replace(H200, launch_us=Parameter(4.0, "fitted", "a test", 0.1))
+    path.write_text(json.dumps([fitted.to_dict()]))
+    assert mix_parameters(spec) == fitted
+    assert mix_parameters(spec, "float16") == derived_parameters(spec, "float16")
+    assert mix_parameters(device_spec("B200")) == derived_parameters(device_spec("B200"))
+
+
+def broken(change: dict[str, Any]) -> list[Any]:
+    return [H200.to_dict() | change]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "expected parameters in JSON"),
+        ({}, "expected a list of parameters, got dict"),
+        ([1], "entry: expected an object"),
+        ([{"device": "x"}], "entry: expected chip_tflops"),
+        (broken({"launch_us": 3}), "launch_us: expected value, unit, origin"),
+        (broken({"sm_count": 0}), "sm_count: expected"),
+        (broken({"dtype": "float32"}), "dtype: expected bfloat16 or float16"),
+        (
+            broken({"launch_us": {**H200.to_dict()["launch_us"], "unit": "ms"}}),
+            "launch_us: unit: expected 'µs', got 'ms'",
+        ),
+        (
+            broken({"launch_us": {**H200.to_dict()["launch_us"], "origin": "guessed"}}),
+            "launch_us: origin: expected vendor or measured",
+        ),
+        (
+            broken({"launch_us": {**H200.to_dict()["launch_us"], "value": "3"}}),
+            "launch_us: expected zero or a positive number",
+        ),
+    ],
+)
+def test_bad_files_are_refused(content: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "rates.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(InvalidArgumentError) as caught:
+        read_parameters(path)
+    assert str(path) in str(caught.value) and message in str(caught.value)
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="expected a readable file"):
+        read_parameters(tmp_path / "none.json")
+
+
+# --- work and times -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("problem", [PROBLEM, RAGGED])
+@pytest.mark.parametrize("form", [PLAIN, FP8])
+@pytest.mark.parametrize("n", [1, 64, 300, 511])
+def test_the_work_adds_up_to_that_of_the_cost_model(problem, form, n) -> None:
+    work = mix_work(problem, n, form)
+    whole = attention_block_specialized_cost(problem, n, form)
+    # Both kinds of work read the rope part of the queries.
+    rope = problem.b * problem.s * problem.h * problem.p * 2
+    assert work.latent.flops + work.heads.flops == whole.flops
+    # Time counts the operations on the window by the effort that they take.
+    assert work.flops == work.latent.flops + form.effort * work.heads.flops
+    assert work.latent.bytes + work.heads.bytes == whole.bytes + rope
+
+
+def test_the_ends_are_the_pure_paths() -> None:
+    for problem in (PROBLEM, RAGGED):
+        none, everything = mix_work(problem, 0), mix_work(problem, problem.t)
+        assert none.latent == flash_mla_cost(problem) and none.heads.bytes == 0
+        assert everything.heads == flash_attention_cost(problem)
+        assert everything.latent.bytes == 0 and everything.others == ()
+        assert len(none.others) == 2
+
+
+def test_the_pure_paths_cost_what_the_roofline_says() -> None:
+    problem = MlaProblem(b=32, s=64, t=4096, h=128)
+    roofline = predict_all(problem, H200.chip_tflops.value, H200.stream_gbps.value)
+    model = MixModel(H200)
+    for n, kernel in ((0, "flash_mla"), (4096, "flash_attention")):
+        found = model.at(problem, n)
+        assert found.total_us == pytest.approx(roofline[kernel].end_to_end_us)
+    assert (model.best_split(problem, 0), model.best_split(problem, 4096)) == (132, 0)
+
+
+def test_times_by_hand() -> None:
+    n, split = 256, 4
+    work = mix_work(PROBLEM, n)
+    latent, heads, chip, memory, together = part_times_us(TOY, work, split)
+    four, six, ten = (TOY.bandwidth_gbps(sms) for sms in (4, 6, 10))
+    alone = max(work.latent.flops / (4 * 2.0 * 1e6), work.latent.bytes / (four * 1e3))
+    # While six of ten SMs stream, 0.6 ** 2 of the rate is gone; afterwards it is whole again.
+    done_beside_the_stream = (1 - 0.6**2) * heads
+    assert alone > done_beside_the_stream
+    assert latent == pytest.approx(heads + alone - done_beside_the_stream)
+    assert heads == max(work.heads.flops / (6 * 1.0 * 1e6), work.heads.bytes / (six * 1e3))
+    assert chip == (work.latent.flops + work.heads.flops) / 18e6
+    assert memory == (work.latent.bytes + work.heads.bytes) / 200e3
+    latent_on_all = max(work.latent.flops / 20e6, work.latent.bytes / (ten * 1e3))
+    heads_on_all = max(work.heads.flops / 10e6, work.heads.bytes / (ten * 1e3))
+    assert together == pytest.approx(0.8 * (latent_on_all + heads_on_all))
+    found = MixModel(TOY).time_us(PROBLEM, n, split)
+    assert found.attention_us == max(latent, heads, chip, memory, together) + 5.0
+    others = [cost.time_us(18.0, 200.0) + 5.0 for cost in work.others]
+    assert found.total_us == pytest.approx(found.attention_us + sum(others))
+    waits = {
+        "latent": latent,
+        "heads": heads,
+        "chip": chip,
+        "memory": memory,
+        "together": together,
+    }
+    assert waits[found.bound] == max(waits.values())
+
+
+def test_absorbed_work_that_ends_before_the_stream_is_slow_throughout() -> None:
+    work = mix_work(PROBLEM, 500)
+    latent, heads, *_ = part_times_us(TOY, work, 5)
+    alone, *_ = part_times_us(TOY.with_values({"starvation": 0.0}), work, 5)
+    assert latent < heads
+    assert latent == pytest.approx(alone / (1 - 0.5**2))
+
+
+@pytest.mark.parametrize(("n", "split"), [(0, 6), (512, 4)])
+def test_what_is_alone_shares_nothing(n: int, split: int) -> None:
+    work = mix_work(PROBLEM, n)
+    apart = TOY.with_values({"together": 0.0, "starvation": 0.0})
+    assert part_times_us(TOY, work, split) == part_times_us(apart, work, split)
+
+
+def test_work_without_an_sm_never_ends() -> None:
+    model = MixModel(TOY)
+    assert math.isinf(model.time_us(PROBLEM, 0, 0).total_us)
+    assert math.isinf(model.time_us(PROBLEM, 256, 10).total_us)
+    assert math.isfinite(model.time_us(PROBLEM, 512, 0).total_us)
+
+
+@pytest.mark.parametrize(
+    ("bound", "slow"),
+    [
+        ("latent", {"latent_tflops_per_sm": 1e-3}),
+        ("heads", {"heads_tflops_per_sm": 1e-3}),
+        ("chip", {"chip_tflops": 1e-3}),
+        ("memory", {"stream_gbps": 1e-3}),
+        ("together", {"together": 1e3}),
+    ],
+)
+def test_each_limit_can_be_the_one_that_binds(bound: str, slow: dict[str, float]) -> None:
+    fast = dict.fromkeys(
+        ("latent_tflops_per_sm", "heads_tflops_per_sm", "chip_tflops", "stream_gbps"), 1e6
+    )
+    # One SM draws more than the memory gives: each kind alone then gets everything, both do not.
+    corner = {"stream_gbps_per_sm": 1e9, "stream_sharpness": math.inf}
+    model = MixModel(TOY.with_values(fast | corner | slow))
+    assert model.time_us(PROBLEM, 256, 5).bound == bound
+
+
+# --- choices --------------------------------------------------------------------------------------
+
+rates = st.builds(
+    lambda f, g, chip, r, level, q, shared, launch: replace(
+        H200.with_values(
+            {
+                "latent_tflops_per_sm": f,
+                "heads_tflops_per_sm": g,
+                "chip_tflops": chip,
+                "stream_gbps_per_sm": r,
+                "stream_gbps": level,
+                "stream_sharpness": q,
+                "together": shared[0],
+                "starvation": shared[1],
+                "launch_us": launch,
+            }
+        ),
+        sm_count=12,
+    ),
+    st.floats(0.2, 20),
+    st.floats(0.2, 20),
+    st.floats(2, 300),
+    st.floats(5, 100),
+    st.floats(20, 800),
+    st.sampled_from([1.0, 2.5, 8.0, math.inf]),
+    st.tuples(st.sampled_from([0.0, 0.6, 0.9, 1.1]), st.sampled_from([0.0, 0.3, 0.8, 1.0])),
+    st.floats(0, 10),
+)
+problems = st.sampled_from([PROBLEM, RAGGED, replace(PROBLEM, s=1), replace(RAGGED, s=64, h=2)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(rates, problems, st.integers(1, 511), st.sampled_from([PLAIN, FP8]))
+def test_the_split_is_the_best_of_all(parameters, problem, n, form) -> None:
+    model = MixModel(parameters, form)
+    found = model.time_us(problem, n, model.best_split(problem, n)).total_us
+    every = [model.time_us(problem, n, g).total_us for g in range(parameters.sm_count + 1)]
+    assert found == pytest.approx(min(every), rel=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rates, problems, st.sampled_from([PLAIN, FP8]), st.none() | st.integers(0, 600_000))
+def test_the_window_is_the_best_of_all_that_fit(parameters, problem, form, budget) -> None:
+    model = MixModel(parameters, form)
+    n = model.best_n(problem, budget, multiple=16)
+    assert budget is None or decompressed_bytes(problem, n, form) <= budget
+    longest = max(problem.kv_lengths)
+    fitting = [
+        size
+        for size in {*range(0, longest, 16), longest}
+        if budget is None or decompressed_bytes(problem, size, form) <= budget
+    ]
+    assert n in fitting
+    best = min(model.at(problem, size).total_us for size in fitting)
+    assert model.at(problem, n).total_us == pytest.approx(best, rel=1e-9)
+
+
+@pytest.mark.parametrize("s", [4, 32, 64, 200])
+def test_a_fine_search_comes_within_the_steps_of_whole_sms(s: int) -> None:
+    problem = MlaProblem(b=8, s=s, t=3000, h=64)
+    rounded = H200.with_values({"stream_sharpness": 3.0})
+    model = MixModel(rounded)
+    found = model.at(problem, model.best_n(problem)).total_us
+    best = min(model.at(problem, n).total_us for n in range(0, 3001, 7))
+    assert found <= best * 1.005
+
+
+@pytest.mark.parametrize("s", [1, 32, 256])
+def test_a_long_cache_is_searched_in_rounds(s: int) -> None:
+    problem = MlaProblem(b=2, s=s, t=200_000, h=128)
+    model = MixModel(H200)
+    found = model.at(problem, model.best_n(problem)).total_us
+    assert found <= min(model.at(problem, n).total_us for n in range(0, 200_001, 500)) * 1.005
+
+
+def test_both_ends_and_the_middle_are_chosen_somewhere() -> None:
+    model = MixModel(H200)
+    shape = MlaProblem(b=32, s=1, t=4096, h=128)
+    chosen = {s: model.best_n(replace(shape, s=s), multiple=128) for s in (1, 32, 256)}
+    assert chosen[1] == 0 and chosen[256] == 4096
+    assert 0 < chosen[32] < 4096
+
+
+def test_fewer_bytes_make_a_larger_window_pay() -> None:
+    problem = MlaProblem(b=32, s=32, t=4096, h=128)
+    plain, small = MixModel(H200, PLAIN), MixModel(H200, FP8)
+    times = [m.at(problem, m.best_n(problem, multiple=128)).total_us for m in (plain, small)]
+    assert times[1] < times[0]
+    assert small.best_n(problem, multiple=128) > plain.best_n(problem, multiple=128)
+
+
+def test_bad_choices_are_refused() -> None:
+    model = MixModel(H200)
+    with pytest.raises(InvalidArgumentError, match="split: expected an integer from 0 to sm_count"):
+        model.time_us(PROBLEM, 0, 133)
+    with pytest.raises(InvalidArgumentError, match="n: expected an integer from 0 to t=512"):
+        model.at(PROBLEM, 513)
+    with pytest.raises(InvalidArgumentError, match="problem.dtype: expected bfloat16"):
+        model.best_n(replace(PROBLEM, dtype="float16"))
+    with pytest.raises(InvalidArgumentError, match="max_bytes: expected"):
+        model.best_n(PROBLEM, -1)
+    with pytest.raises(InvalidArgumentError, match="multiple: expected"):
+        model.best_n(PROBLEM, multiple=0)
+
+
+def test_requests_without_tokens_need_no_window() -> None:
+    empty = replace(PROBLEM, lengths=(0, 0, 0, 0))
+    assert MixModel(H200).best_n(empty) == 0
+
+
+def test_every_parameter_has_a_unit_and_a_field() -> None:
+    fields = set(MixParameters.__dataclass_fields__) - {"device", "dtype", "sm_count"}
+    assert fields == set(UNITS)

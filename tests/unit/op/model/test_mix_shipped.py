@@ -1,0 +1,80 @@
+"""The shipped parameters of the mix against the times that they were fitted to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mla_var3.conf.devices import device_spec
+from mla_var3.op.mla.cost import q_absorption_cost
+from mla_var3.op.mla.model.fit import MixRecord, fit
+from mla_var3.op.mla.model.mix import MixModel
+from mla_var3.op.mla.model.parameters import derived_parameters, mix_parameters
+from mla_var3.op.mla.problem import MlaProblem
+
+ROOT = Path(__file__).parents[4]
+H200 = device_spec("H200")
+SHIPPED = mix_parameters(H200)
+SOURCE = "docs/results/2026-11-15-nvidia-h200-mix-rows.json"
+
+
+@pytest.fixture(scope="module")
+def record() -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((ROOT / SOURCE).read_text(encoding="utf-8"))
+    return content
+
+
+def plain_rows(record: dict[str, Any]) -> list[MixRecord]:
+    return [MixRecord(**row) for row in record["rows"] if row["form"] == "plain"]
+
+
+def test_the_shipped_parameters_are_the_fit_of_their_record(record: dict[str, Any]) -> None:
+    found = fit(plain_rows(record), derived_parameters(H200), SOURCE)
+    for name, parameter in found.parameters.parameters.items():
+        shipped = SHIPPED.parameters[name]
+        assert shipped.value == pytest.approx(parameter.value, rel=1e-3), name
+        assert (shipped.origin, shipped.source) == (parameter.origin, parameter.source)
+    assert {"together", "starvation"} <= set(found.determined)
+    assert found.rms < 0.055
+
+
+def test_every_mix_was_slower_than_its_parts_alone(record: dict[str, Any]) -> None:
+    """What the terms are for: a mix is slower than its slower part alone on the same SMs."""
+    times = {(row.s, row.n, row.sms): row.time_us for row in plain_rows(record)}
+    for (s, n, sms), time_us in times.items():
+        if 0 < n < 4096:
+            latent, heads = times[s, 0, sms] * (1 - n / 4096), times[s, 4096, sms] * n / 4096
+            assert time_us > max(latent, heads)
+
+
+@pytest.mark.parametrize("s", [16, 32, 43, 48, 64])
+def test_what_the_model_chooses_was_measured_near_the_best(record: dict[str, Any], s: int) -> None:
+    """From `q_nope` to `o`: projections that were not measured count as predicted."""
+    problem = MlaProblem(b=32, s=s, t=4096, h=128)
+    model = MixModel(SHIPPED)
+    rates = SHIPPED.chip_tflops.value, SHIPPED.stream_gbps.value
+    absorption_us = q_absorption_cost(problem).time_us(*rates)
+    measured = {
+        (row["n"], row["sms"]): row["with_combine_us"] + absorption_us
+        for row in record["with_combine"]
+        if row["s"] == s
+    }
+    for row in plain_rows(record):
+        if row.s == s and (row.n, row.sms) in ((0, 132), (4096, 0)):
+            others_us = model.at(problem, row.n).others_us
+            for upward in record["up_projection"]:
+                if row.n == 0 and upward["s"] == s:
+                    others_us = absorption_us + upward["time_us"]
+            measured[row.n, row.sms] = row.time_us + others_us
+    chosen = model.at(problem, model.best_n(problem, multiple=128))
+    nearest = min(
+        measured,
+        key=lambda pair: (
+            ((pair[0] - chosen.n) / problem.t) ** 2
+            + ((pair[1] - chosen.split) / SHIPPED.sm_count) ** 2
+        ),
+    )
+    assert measured[nearest] <= 1.1 * min(measured.values())

@@ -1,0 +1,139 @@
+"""Planning the decompressed window within a budget."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from mla_var3.conf.devices import device_spec
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.mla.cost import decompressed_bytes
+from mla_var3.op.mla.model.mix import MixModel
+from mla_var3.op.mla.model.parameters import derived_parameters
+from mla_var3.op.mla.model.window_plan import parse_bytes, plan_curve, plan_window
+from mla_var3.op.mla.problem import MlaProblem
+from mla_var3.op.mla.window.formats import FP8, PLAIN
+
+GIB = 2**30
+MODEL = MixModel(derived_parameters(device_spec("H200")))
+PROBLEM = MlaProblem(b=32, s=32, t=4096, h=128)
+
+
+@pytest.mark.parametrize(
+    ("text", "amount"),
+    [
+        ("123456", 123456),
+        ("4GiB", 4 * GIB),
+        ("4 gib", 4 * GIB),
+        (" 1.5GiB ", 3 * GIB // 2),
+        ("0.5kB", 500),
+        (".5KiB", 512),
+        ("2MB", 2_000_000),
+        ("7MiB", 7 * 2**20),
+        ("1TiB", 2**40),
+        ("3 B", 3),
+        ("9007199254740993", 9007199254740993),  # more than a float holds exactly
+    ],
+)
+def test_amounts(text: str, amount: int) -> None:
+    assert parse_bytes(text) == amount
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1e9", "4 parsecs", "1.2.3", "nan", "inf"])
+def test_what_is_no_amount_is_refused(text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="^budget: expected a number of bytes"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["0", "0GiB", "0.0001 B"])
+def test_nothing_is_no_amount(text: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="^memory: expected a positive amount"):
+        parse_bytes(text, "memory")
+
+
+def test_the_window_fits_and_no_better_one_does() -> None:
+    budget = 2 * GIB
+    plan = plan_window(PROBLEM, MODEL, budget, multiple=128)
+    assert plan.chosen.window_bytes == decompressed_bytes(PROBLEM, plan.chosen.n) <= budget
+    assert plan.chosen.n % 128 == 0
+    fitting = [point for point in plan.curve if point.window_bytes <= budget]
+    assert plan.chosen.time.total_us == min(point.time.total_us for point in fitting)
+    assert plan.unlimited.time.total_us == min(point.time.total_us for point in plan.curve)
+    assert plan.unlimited.n > plan.chosen.n  # the budget is what limits it here
+
+
+def test_more_memory_is_never_slower() -> None:
+    times = [
+        plan_window(PROBLEM, MODEL, budget * GIB, multiple=128).chosen.time.total_us
+        for budget in range(1, 10)
+    ]
+    assert times == sorted(times, reverse=True)
+    assert times[0] > times[-1]
+
+
+def test_layers_share_the_budget() -> None:
+    one = plan_window(PROBLEM, MODEL, 2 * GIB, multiple=128)
+    many = plan_window(PROBLEM, MODEL, 61 * 2 * GIB, layers=61, multiple=128)
+    assert many.chosen == one.chosen
+    assert many.layer_budget_bytes == one.budget_bytes
+    assert many.to_dict()["chosen_bytes_all_layers"] == 61 * one.chosen.window_bytes
+
+
+def test_an_8_bit_window_holds_more() -> None:
+    small = plan_window(PROBLEM, replace(MODEL, form=FP8), 2 * GIB, multiple=128)
+    plain = plan_window(PROBLEM, replace(MODEL, form=PLAIN), 2 * GIB, multiple=128)
+    assert small.chosen.n > plain.chosen.n
+    assert small.chosen.time.total_us < plain.chosen.time.total_us
+
+
+def test_the_curve_runs_from_nothing_to_everything() -> None:
+    plan = plan_window(PROBLEM, MODEL, GIB, multiple=128)
+    sizes = [point.n for point in plan.curve]
+    assert sizes[0] == 0 and sizes[-1] == 4096 and sizes == sorted(set(sizes))
+    assert {plan.chosen.n, plan.unlimited.n} <= set(sizes)
+    assert plan.without_us == plan.curve[0].time.total_us
+    long = plan_curve(replace(PROBLEM, t=1_000_000), MODEL, 128)
+    assert len(long) < 100 and long[-1].n == 1_000_000
+
+
+def test_a_cache_shorter_than_the_step_can_be_kept_whole() -> None:
+    problem = replace(PROBLEM, t=100, s=128)
+    plan = plan_window(problem, MODEL, GIB, multiple=128)
+    assert [point.n for point in plan.curve] == [0, 100]
+
+
+def test_lengths_count() -> None:
+    ragged = replace(PROBLEM, lengths=(64,) * 32)
+    plan = plan_window(ragged, MODEL, GIB, multiple=128)
+    assert plan.curve[-1].n == 64
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"budget_bytes": 0}, "budget: expected a positive integer"),
+        ({"budget_bytes": 4}, "budget: expected at least .* 128 tokens of each of 32 requests"),
+        ({"layers": 1000}, "in 1000 layers .* got 1073741824 bytes"),
+        ({"layers": 0}, "layers: expected a positive integer, got 0"),
+        ({"memory_bytes": GIB - 1}, "budget: expected at most 1073741823 bytes, the memory of NV"),
+        ({"multiple": 0}, "multiple: expected a positive integer"),
+    ],
+)
+def test_nonsense_is_refused_by_name(change: dict[str, int], message: str) -> None:
+    arguments = {"budget_bytes": GIB, "multiple": 128, **change}
+    with pytest.raises(InvalidArgumentError, match=message):
+        plan_window(PROBLEM, MODEL, **arguments)
+
+
+def test_the_plan_as_json() -> None:
+    plan = plan_window(PROBLEM, MODEL, GIB, multiple=128)
+    written = json.loads(json.dumps(plan.to_dict(), allow_nan=False))
+    assert written["predicted"] is True and written["fitted"] is False
+    assert written["chosen"]["n"] == plan.chosen.n
+    assert written["chosen"]["total_us"] == plan.chosen.time.total_us
+    assert len(written["curve"]) == len(plan.curve)
+    for name, parameter in written["parameters"].items():
+        if isinstance(parameter, dict):
+            assert parameter["origin"] in ("vendor", "measured", "derived", "assumed"), name

@@ -1,0 +1,198 @@
+"""A prefix shared by the requests: against the same call with the prefix in every request."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.mla.cost import flash_mla_cost
+from mla_var3.op.mla.inputs import MlaInputs, absorb_queries
+from mla_var3.op.mla.prefix.problem import (
+    SharedPrefixProblem,
+    absorbed_copied_cost,
+    absorbed_shared_cost,
+    shared_prefix_attention_cost,
+)
+from mla_var3.op.mla.prefix.reference import (
+    SharedPrefixInputs,
+    make_shared_prefix_inputs,
+    reference_shared_prefix,
+)
+from mla_var3.op.mla.problem import MlaProblem
+from mla_var3.op.mla.reference import reference_from_latent
+from mla_var3.op.mla.window.formats import FP8, PLAIN
+from mla_var3.op.mla.window.quantise import dequantise, quantise
+
+# Full, empty, within the prefix, at its end, just past it, own tokens fewer than queries.
+PROBLEM = MlaProblem(b=6, s=4, t=12, h=3, d=8, p=4, k=16, lengths=(12, 0, 2, 5, 6, 8))
+
+
+def wide(inputs: MlaInputs) -> MlaInputs:
+    return MlaInputs(
+        **{
+            name: tensor if name == "lengths" else tensor.double()
+            for name, tensor in vars(inputs).items()
+        }
+    )
+
+
+def shared_attention(problem: MlaProblem, x: SharedPrefixInputs):
+    plain = wide(x.plain)
+    return reference_shared_prefix(
+        plain.q_nope,
+        absorb_queries(plain.q_nope, plain.w_uk),
+        plain.q_rope,
+        x.k_prefix.double(),
+        x.v_prefix.double(),
+        x.k_rope_prefix.double(),
+        x.c_kv.double(),
+        x.k_rope.double(),
+        plain.w_uv,
+        plain.lengths,
+        causal=problem.causal,
+        scale=problem.softmax_scale,
+        compute_dtype=torch.float64,
+    )
+
+
+def exact_prefix(x: SharedPrefixInputs, prefix: int) -> SharedPrefixInputs:
+    """The same inputs with keys and values that were not rounded to 16 bits."""
+    longest = int(x.plain.lengths.argmax())
+    latent = x.plain.c_kv[longest, :prefix].double()
+    return replace(
+        x,
+        k_prefix=torch.einsum("mk,hdk->hmd", latent, x.plain.w_uk.double()),
+        v_prefix=torch.einsum("mk,hkd->hmd", latent, x.plain.w_uv.double()),
+    )
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("prefix", [0, 1, 5, 12])
+def test_it_equals_attention_with_the_prefix_copied(causal: bool, prefix: int) -> None:
+    problem = replace(PROBLEM, causal=causal)
+    x = exact_prefix(
+        make_shared_prefix_inputs(SharedPrefixProblem(problem, prefix), "cpu", 5), prefix
+    )
+    found, found_lse = shared_attention(problem, x)
+    expected, lse = reference_from_latent(wide(x.plain), problem, compute_dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(found_lse, lse, rtol=1e-9, atol=1e-10)
+
+
+def test_the_prefix_matters_and_its_slots_are_poisoned() -> None:
+    x = make_shared_prefix_inputs(SharedPrefixProblem(PROBLEM, 5), "cpu", 5)
+    assert bool(x.c_kv[:, :5].isnan().all()) and bool(x.k_rope[:, :5].isnan().all())
+    assert not bool(x.c_kv[0, 5:].isnan().any())
+    before, _ = shared_attention(PROBLEM, x)
+    assert not bool(before.isnan().any())
+    after, _ = shared_attention(PROBLEM, replace(x, v_prefix=x.v_prefix + 1.0))
+    assert not torch.equal(before[0], after[0])
+    assert torch.equal(before[1], after[1])  # a request without tokens
+
+
+def test_requests_start_with_the_same_tokens_and_differ_after_them() -> None:
+    problem = replace(PROBLEM, lengths=None)
+    x = make_shared_prefix_inputs(SharedPrefixProblem(problem, 5), "cpu", 1)
+    first = x.plain.c_kv[:1, :5].expand(problem.b, -1, -1)
+    assert torch.equal(x.plain.c_kv[:, :5], first)
+    assert not torch.equal(x.plain.c_kv[0, 5:], x.plain.c_kv[1, 5:])
+    keys = torch.einsum("mk,hdk->hmd", x.plain.c_kv[0, :5].double(), x.plain.w_uk.double())
+    torch.testing.assert_close(x.k_prefix.double(), keys, rtol=2e-2, atol=2e-2)
+    assert torch.equal(x.plain.k_rope[3, :5], x.k_rope_prefix)
+    again = make_shared_prefix_inputs(SharedPrefixProblem(problem, 5), "cpu", 1)
+    assert torch.equal(again.k_prefix, x.k_prefix)
+
+
+def test_an_8_bit_prefix_comes_near() -> None:
+    problem = replace(PROBLEM, lengths=None)
+    x = make_shared_prefix_inputs(SharedPrefixProblem(problem, 5), "cpu", 2)
+    rough = replace(
+        x, k_prefix=dequantise(quantise(x.k_prefix)), v_prefix=dequantise(quantise(x.v_prefix))
+    )
+    (found, _), (expected, _) = shared_attention(problem, rough), shared_attention(problem, x)
+    error = float((found - expected).norm() / expected.norm())
+    assert 1e-4 < error < 0.1
+
+
+def test_bad_prefixes_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="prefix: expected an integer from 0 to t=12"):
+        SharedPrefixProblem(PROBLEM, 13)
+    with pytest.raises(InvalidArgumentError, match="prefix: expected an integer"):
+        SharedPrefixProblem(PROBLEM, True)
+    with pytest.raises(InvalidArgumentError, match="problem: expected an MlaProblem"):
+        SharedPrefixProblem("mla", 1)  # type: ignore[arg-type]
+    x = make_shared_prefix_inputs(SharedPrefixProblem(PROBLEM, 5), "cpu", 0)
+    for field, tensor in (
+        ("k_prefix", torch.zeros(3, 13, 8)),
+        ("v_prefix", x.v_prefix[:, :4]),
+        ("k_rope_prefix", x.k_rope_prefix[:4]),
+    ):
+        with pytest.raises(InvalidArgumentError, match=f"^{field}: expected"):
+            shared_attention(PROBLEM, replace(x, **{field: tensor}))
+
+
+# --- cost -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix", [0, 3, 5, 12])
+@pytest.mark.parametrize("lengths", [PROBLEM.lengths, None])
+def test_flops_by_counting(prefix: int, lengths: tuple[int, ...] | None) -> None:
+    problem = replace(PROBLEM, lengths=lengths)
+    shared = SharedPrefixProblem(problem, prefix)
+    d, p, k = problem.d, problem.p, problem.k
+    mixed = absorbed = 0
+    for length in problem.kv_lengths:
+        for _, _, position in itertools.product(range(problem.s), range(problem.h), range(length)):
+            absorbed += (k + p) + k
+            mixed += (d + p) + d if position < prefix else (k + p) + k
+    assert shared_prefix_attention_cost(shared).flops == 2 * mixed
+    assert absorbed_copied_cost(shared).flops == 2 * absorbed
+    assert absorbed_shared_cost(shared).flops == 2 * absorbed
+
+
+def test_bytes_are_the_sizes_of_the_tensors() -> None:
+    problem = replace(PROBLEM, lengths=None)
+    shared = SharedPrefixProblem(problem, 5)
+    x = make_shared_prefix_inputs(shared, "meta")
+    q_latent = absorb_queries(x.plain.q_nope, x.plain.w_uk)
+    rows = problem.b * problem.s * problem.h
+    queries = x.plain.q_nope.nbytes + x.plain.q_rope.nbytes + q_latent.nbytes
+    prefix = x.k_prefix.nbytes + x.v_prefix.nbytes + x.k_rope_prefix.nbytes
+    own = x.c_kv[:, 5:].nbytes + x.k_rope[:, 5:].nbytes
+    partials = rows * (problem.k + problem.d) * 2 + 2 * rows * 4
+    assert shared_prefix_attention_cost(shared).bytes == queries + prefix + own + partials
+    copied = flash_mla_cost(problem)
+    once = x.plain.c_kv[0, :5].nbytes + x.plain.k_rope[0, :5].nbytes
+    assert absorbed_copied_cost(shared) == copied
+    assert absorbed_shared_cost(shared).bytes == copied.bytes - (problem.b - 1) * once
+
+
+def test_an_8_bit_prefix_takes_fewer_bytes() -> None:
+    problem = replace(PROBLEM, lengths=None)
+    shared = SharedPrefixProblem(problem, 5)
+    x = make_shared_prefix_inputs(shared, "cpu", 0)
+    plain = x.k_prefix.nbytes + x.v_prefix.nbytes
+    stored = quantise(x.k_prefix).nbytes + quantise(x.v_prefix).nbytes
+    costs = [shared_prefix_attention_cost(shared, form) for form in (PLAIN, FP8)]
+    assert costs[0].bytes - costs[1].bytes == plain - stored > 0
+    assert costs[0].flops == costs[1].flops
+
+
+def test_without_a_prefix_nothing_is_shared() -> None:
+    shared = SharedPrefixProblem(PROBLEM, 0)
+    assert absorbed_shared_cost(shared) == absorbed_copied_cost(shared)
+    assert shared_prefix_attention_cost(shared).flops == flash_mla_cost(PROBLEM).flops
+    assert (shared.prefix_tokens, shared.prefix_pairs) == (0, 0)
+    assert shared.own_tokens == PROBLEM.total_tokens
+
+
+def test_more_requests_read_the_prefix_no_more_often() -> None:
+    base = MlaProblem(b=1, s=8, t=4096, h=16)
+    few, many = (SharedPrefixProblem(replace(base, b=b), 4096) for b in (1, 64))
+    rows = 8 * 16 * (2 * (base.d + base.k) + base.p) * 2 + 8 * 16 * 2 * 4
+    added = shared_prefix_attention_cost(many).bytes - shared_prefix_attention_cost(few).bytes
+    assert added == 63 * rows

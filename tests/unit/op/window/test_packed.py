@@ -1,0 +1,120 @@
+"""The 8-bit window as the kernels read it: order, padding, round trip, errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.mla.window.packed import (
+    SLOT_MULTIPLE,
+    TOKEN_ORDER,
+    pack_window,
+    padded_slots,
+    unpack_window,
+)
+from mla_var3.op.mla.window.quantise import E4M3, QuantisedRows, dequantise, quantise
+
+B, H, D = 2, 3, 32
+
+
+def window(n: int, generator: torch.Generator) -> tuple[QuantisedRows, QuantisedRows]:
+    rows = torch.randn(2, B, H, n, D, generator=generator)
+    spread = torch.logspace(-3, 3, max(n, 1))[:n, None]  # every token has another scale
+    return quantise(rows[0] * spread), quantise(rows[1] / spread, powers_of_two=True)
+
+
+def test_the_order_is_a_permutation_in_which_a_threads_tokens_are_neighbours() -> None:
+    assert sorted(TOKEN_ORDER) == list(range(16))
+    for c in range(4):
+        assert TOKEN_ORDER[4 * c : 4 * c + 4] == (2 * c, 2 * c + 1, 8 + 2 * c, 9 + 2 * c)
+
+
+@pytest.mark.parametrize(("n", "slots"), [(0, 0), (1, 64), (63, 64), (64, 64), (65, 128)])
+def test_slots_are_whole_blocks(n: int, slots: int, generator: torch.Generator) -> None:
+    assert padded_slots(n) == slots
+    packed = pack_window(*window(n, generator))
+    assert packed.keys.shape == (B, H, slots, D)
+    assert packed.values.shape == (B, H, slots // 16, D, 16)
+    assert packed.scales.shape == (B, H, slots, 2)
+    assert packed.keys.dtype is packed.values.dtype is E4M3
+    assert packed.scales.dtype is torch.float32
+    assert all(tensor.is_contiguous() for tensor in packed)
+
+
+@pytest.mark.parametrize("n", [0, 1, 16, 63, 64, 65, 100, 192])
+def test_a_round_trip(n: int, generator: torch.Generator) -> None:
+    k, v = window(n, generator)
+    again_k, again_v = unpack_window(pack_window(k, v), n)
+    for again, before in ((again_k, k), (again_v, v)):
+        assert torch.equal(again.values.view(torch.uint8), before.values.view(torch.uint8))
+        assert torch.equal(again.scales, before.scales)
+
+
+def test_where_each_token_lies(generator: torch.Generator) -> None:
+    """Token by token, not by the code under test."""
+    n = 100
+    k, v = window(n, generator)
+    packed = pack_window(k, v)
+    for slot in range(padded_slots(n)):
+        token = slot // 16 * 16 + TOKEN_ORDER[slot % 16]
+        column = packed.values[:, :, slot // 16, :, slot % 16].float()
+        if token < n:
+            assert torch.equal(column, v.values[:, :, token].float())
+        else:
+            assert bool(column.isnan().all())
+        if slot < n:
+            assert torch.equal(packed.keys[:, :, slot].float(), k.values[:, :, slot].float())
+            assert torch.equal(packed.scales[:, :, slot, 0], k.scales[:, :, slot])
+            assert torch.equal(2.0 ** packed.scales[:, :, slot, 1], v.scales[:, :, slot])
+        else:
+            for tensor in (packed.keys[:, :, slot], packed.scales[:, :, slot]):
+                assert bool(tensor.float().isnan().all())
+
+
+def test_slots_without_a_token_stay_poisoned(generator: torch.Generator) -> None:
+    rows = torch.randn(B, H, 20, D, generator=generator)
+    rows[:, :, 7] = torch.nan
+    k, v = unpack_window(pack_window(quantise(rows), quantise(rows, powers_of_two=True)), 20)
+    for found in (dequantise(k), dequantise(v)):
+        assert bool(found[:, :, 7].isnan().all())
+        assert not bool(found[:, :, :7].isnan().any())
+
+
+def test_zeros_stay_zeros() -> None:
+    zeros = quantise(torch.zeros(1, 1, 5, D), powers_of_two=True)
+    k, v = unpack_window(pack_window(zeros, zeros), 5)
+    assert not dequantise(k).any() and not dequantise(v).any()
+
+
+def test_shapes_without_memory() -> None:
+    rows = torch.empty(B, H, 70, D, device="meta", dtype=torch.bfloat16)
+    packed = pack_window(quantise(rows), quantise(rows, powers_of_two=True))
+    assert packed.values.shape == (B, H, 8, D, 16)
+    assert all(tensor.is_meta for tensor in packed)
+
+
+def test_wrong_operands_of_packing_are_named(generator: torch.Generator) -> None:
+    k, v = window(10, generator)
+    flat = QuantisedRows(k.values[0], k.scales[0])
+    with pytest.raises(InvalidArgumentError, match=r"k: expected \[b, h, n, d\]"):
+        pack_window(flat, flat)
+    short = QuantisedRows(v.values[:, :, :9], v.scales[:, :, :9])
+    with pytest.raises(InvalidArgumentError, match=r"v: expected \[2, 3, 10, 32\]"):
+        pack_window(k, short)
+    others = QuantisedRows(v.values, v.scales * 1.5)
+    with pytest.raises(InvalidArgumentError, match="v: expected scales that are powers of two"):
+        pack_window(k, others)
+
+
+def test_wrong_operands_of_unpacking_are_named(generator: torch.Generator) -> None:
+    packed = pack_window(*window(10, generator))
+    for name, tensor, expected in (
+        ("keys", packed.keys[:, :, :10], f"slots in multiples of {SLOT_MULTIPLE}, got 10"),
+        ("values", packed.keys, r"\[2, 3, 4, 32, 16\]"),
+        ("scales", packed.scales[..., :1], r"\[2, 3, 64, 2\]"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=f"{name}: expected {expected}"):
+            unpack_window(packed._replace(**{name: tensor}), 10)
+    with pytest.raises(InvalidArgumentError, match="n: expected an integer from 0 to 64, got 65"):
+        unpack_window(packed, 65)

@@ -1,0 +1,200 @@
+"""The 8-bit form of keys and values: bounds, special rows, and whose error is whose."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.mla.cost import attention_block_specialized_cost, decompressed_bytes
+from mla_var3.op.mla.inputs import absorb_queries, decompress_newest, make_inputs
+from mla_var3.op.mla.problem import MlaProblem
+from mla_var3.op.mla.reference import reference_mix
+from mla_var3.op.mla.window.formats import FP8, PLAIN, window_form
+from mla_var3.op.mla.window.quantise import (
+    E4M3,
+    E4M3_MAX,
+    QuantisedRows,
+    dequantise,
+    form_errors,
+    quantise,
+    reference_mix_quantised,
+)
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def rows_of(dtype: torch.dtype, generator: torch.Generator, std: float = 1.0) -> torch.Tensor:
+    rows = torch.randn(3, 4, 50, 32, generator=generator, dtype=torch.float64) * std
+    # Magnitudes from 1 down to 2**-14 within each row, so that small elements are in it too.
+    return (rows * torch.logspace(0, -14, 32, base=2.0, dtype=torch.float64)).to(dtype)
+
+
+def bounds(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Half a unit in the last place of e4m3, a little widened for the rounding of the scale."""
+    subnormal = scales.double()[..., None] * 2**-10
+    return torch.maximum(rows.double().abs() * 2**-4, subnormal) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_round_trip_stays_within_half_a_unit(
+    dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    rows = rows_of(dtype, generator)
+    stored = quantise(rows)
+    assert stored.values.dtype is E4M3 and stored.values.shape == rows.shape
+    assert stored.scales.dtype is torch.float32 and stored.scales.shape == rows.shape[:-1]
+    error = (dequantise(stored, torch.float64) - rows.double()).abs()
+    assert bool((error <= bounds(rows, stored.scales)).all())
+    # The bound is not generous: some element comes near it.
+    assert float((error / bounds(rows, stored.scales)).max()) > 0.9
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_largest_element_of_a_row_takes_the_largest_number(
+    dtype: torch.dtype, generator: torch.Generator
+) -> None:
+    rows = rows_of(dtype, generator)
+    stored = quantise(rows)
+    peaks = rows.double().abs().amax(-1)
+    torch.testing.assert_close(stored.scales.double(), peaks / E4M3_MAX, rtol=1e-6, atol=0.0)
+    assert bool((stored.values.float().abs().amax(-1) == E4M3_MAX).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scales_that_are_powers_of_two(dtype: torch.dtype, generator: torch.Generator) -> None:
+    rows = rows_of(dtype, generator)
+    stored = quantise(rows, powers_of_two=True)
+    exact = rows.double().abs().amax(-1) / E4M3_MAX
+    scales = stored.scales.double()
+    assert torch.equal(scales.log2().round().exp2(), scales)
+    assert bool(((scales >= exact * (1 - 1e-6)) & (scales < 2 * exact)).all())
+    error = (dequantise(stored, torch.float64) - rows.double()).abs()
+    assert bool((error <= bounds(rows, stored.scales)).all())
+
+
+def test_powers_of_two_stay_what_they_are_and_end_at_a_least_one() -> None:
+    peaks = E4M3_MAX * torch.tensor([2.0**-70, 2.0**-60, 0.25, 1.0, 2.0**20, 0.0])
+    scales = quantise(peaks[:, None], powers_of_two=True).scales
+    assert scales.tolist() == [2.0**-60, 2.0**-60, 0.25, 1.0, 2.0**20, 2.0**-60]
+
+
+def test_rows_have_scales_of_their_own() -> None:
+    rows = torch.ones(2, 8)
+    rows[1] *= 1e6
+    alone = dequantise(quantise(rows[:1]))
+    assert torch.equal(dequantise(quantise(rows))[:1], alone)
+
+
+def test_zeros_stay_zeros_with_a_scale_that_can_divide() -> None:
+    stored = quantise(torch.zeros(2, 5, 16, dtype=torch.bfloat16))
+    assert torch.equal(dequantise(stored), torch.zeros(2, 5, 16))
+    # A scale that is subnormal would be zero on a GPU that flushes such numbers.
+    assert bool((stored.scales >= torch.finfo(torch.float32).tiny).all())
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_a_row_that_is_not_finite_becomes_nan_and_no_other(poison: float) -> None:
+    rows = torch.ones(3, 16)
+    rows[1, 7] = poison
+    stored = quantise(rows)
+    back = dequantise(stored)
+    # In both tensors: a kernel may meet either first.
+    assert bool(stored.values[1].float().isnan().all() & stored.scales[1].isnan())
+    assert bool(back[1].isnan().all())
+    assert torch.equal(back[[0, 2]], rows[[0, 2]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_largest_and_smallest_numbers_of_a_dtype(dtype: torch.dtype) -> None:
+    largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
+    rows = torch.tensor([[largest, -largest, 1.0, 0.0]], dtype=dtype)
+    back = dequantise(quantise(rows), torch.float64)
+    assert back[0, :2].tolist() == pytest.approx([float(rows[0, 0]), float(rows[0, 1])], rel=1e-6)
+    tiny = torch.full((1, 4), torch.finfo(dtype).tiny, dtype=dtype)
+    stored = quantise(tiny)
+    error = (dequantise(stored, torch.float64) - tiny.double()).abs()
+    assert bool((error <= bounds(tiny, stored.scales)).all())
+
+
+def test_a_float64_beyond_float32_has_no_scale() -> None:
+    assert bool(dequantise(quantise(torch.full((1, 4), 1e300, dtype=torch.float64))).isnan().all())
+
+
+def test_bad_rows_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="rows: expected one of the dtypes float16"):
+        quantise(torch.ones(2, 4, dtype=torch.int32))
+    with pytest.raises(InvalidArgumentError, match=r"rows: expected \[..., d\] with d > 0"):
+        quantise(torch.ones(2, 0))
+    good = quantise(torch.ones(2, 4))
+    with pytest.raises(InvalidArgumentError, match="scales: expected"):
+        QuantisedRows(good.values, good.scales[:1])
+    with pytest.raises(InvalidArgumentError, match="values: expected torch.float8_e4m3fn"):
+        QuantisedRows(torch.ones(2, 4), good.scales)
+    with pytest.raises(InvalidArgumentError, match="scales: expected torch.float32"):
+        QuantisedRows(good.values, good.scales.half())
+
+
+def mix(problem: MlaProblem, n: int):
+    inputs = make_inputs(problem, "cpu", seed=3)
+    k_new, v_new, rope = decompress_newest(inputs, n)
+    queries = inputs.q_nope, absorb_queries(inputs.q_nope, inputs.w_uk), inputs.q_rope
+    before = (*queries, inputs.c_kv, inputs.k_rope)
+    after = (rope, inputs.w_uv, inputs.lengths)
+    options = {"causal": problem.causal, "scale": problem.softmax_scale}
+    return before, (k_new, v_new), after, options
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("n", [0, 1, 5, 11])
+def test_the_reference_is_attention_on_what_the_window_is_worth(dtype: str, n: int) -> None:
+    problem = MlaProblem(b=4, s=3, t=11, h=2, d=16, p=4, k=32, dtype=dtype, lengths=(11, 0, 2, 7))
+    before, (k_new, v_new), after, options = mix(problem, n)
+    k8, v8 = quantise(k_new), quantise(v_new)
+    out, lse = reference_mix_quantised(*before, k8, v8, *after, **options)
+    # Multiplied out by hand, from the bits.
+    k_worth = k8.values.double() * k8.scales.double()[..., None]
+    v_worth = v8.values.double() * v8.scales.double()[..., None]
+    expected, expected_lse = reference_mix(
+        *before, k_worth, v_worth, *after, **options, compute_dtype=torch.float64
+    )
+    assert not bool(out.isnan().any())  # slots without a token are poisoned and must not leak
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-5)
+
+
+def test_the_error_of_the_form_and_that_of_a_kernel_are_told_apart() -> None:
+    problem = MlaProblem(b=2, s=4, t=64, h=4, d=32, p=8, k=64)
+    before, (k_new, v_new), after, options = mix(problem, 48)
+    unrounded, _ = reference_mix(*before, k_new, v_new, *after, **options)
+    k8, v8 = quantise(k_new), quantise(v_new)
+    on_form, _ = reference_mix_quantised(*before, k8, v8, *after, **options)
+    exact = form_errors(on_form, on_form, unrounded)
+    assert exact.kernel.relative_frobenius == 0.0
+    assert exact.form == exact.total
+    # Three mantissa bits: more than bfloat16's eight give, less than a tenth.
+    assert 0.005 < exact.form.relative_frobenius < 0.1
+    wrong = form_errors(on_form * 1.01, on_form, unrounded)
+    assert wrong.kernel.relative_frobenius == pytest.approx(0.01, rel=1e-3)
+    assert wrong.form == exact.form
+
+
+def test_bytes_of_the_form_are_those_of_the_tensors() -> None:
+    problem = MlaProblem(b=3, s=2, t=9, h=2, d=16, p=4, k=32)
+    inputs = make_inputs(problem, "cpu", seed=0)
+    for n in (0, 4, 9):
+        k_new, v_new, rope = decompress_newest(inputs, n)
+        stored = quantise(k_new).nbytes + quantise(v_new).nbytes + rope.nbytes
+        plain = k_new.nbytes + v_new.nbytes + rope.nbytes
+        assert decompressed_bytes(problem, n, FP8) == stored
+        assert decompressed_bytes(problem, n, PLAIN) == decompressed_bytes(problem, n) == plain
+        cost, small = (attention_block_specialized_cost(problem, n, form) for form in (PLAIN, FP8))
+        assert (cost.flops, cost.bytes - small.bytes) == (small.flops, plain - stored)
+
+
+def test_forms_by_name() -> None:
+    assert window_form("fp8") is FP8 and window_form("plain") is PLAIN
+    with pytest.raises(LookupError, match="unknown window form 'fp4'; did you mean 'fp8'"):
+        window_form("fp4")

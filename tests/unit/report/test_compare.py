@@ -1,0 +1,381 @@
+"""Comparing runs: records, refusals, tables, JSON, plots, and both commands."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mla_var3.cli.commands import kernel as kernel_cli
+from mla_var3.cli.main import main
+from mla_var3.errors import InvalidArgumentError, UnsupportedError
+from mla_var3.report.compare import (
+    change_text,
+    compare,
+    comparison_data,
+    comparison_markdown,
+    comparison_plot,
+)
+from mla_var3.report.compare_runs import Run, load_run, run_of_record, run_of_result
+from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
+
+SIZES = {"b": 32, "s": 16, "t": 4096, "h": 128, "d": 128, "p": 64, "k": 512}
+
+
+def figures(name: str, time_us: float | None, **extra: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "time_us": time_us,
+        "spread_us": None if time_us is None else 0.5,
+        "flops": 1e9,
+        "bytes": 1e6,
+        "predicted_us": 80.0,
+        "extra": extra,
+    }
+
+
+def record(
+    kernel: str = "mla_var6_plus",
+    time_us: float | None = 100.0,
+    *,
+    mode: str = "event",
+    device: str | None = "NVIDIA H200",
+    stages: dict[str, float] | None = None,
+    extra: dict[str, Any] | None = None,
+    **params: Any,
+) -> dict[str, Any]:
+    return {
+        "kernel": kernel,
+        "prof_type": mode,
+        "device": device,
+        "params": {**SIZES, "dtype": "bfloat16", "lengths": None, "n": 512, "seed": None, **params},
+        "total": figures(kernel, time_us, **(extra or {})),
+        "stages": [figures(n, t) for n, t in (stages or {kernel: time_us or 0.0}).items()],
+        "clocks": {"locked": False},
+    }
+
+
+def run(*arguments: Any, **changes: Any) -> Run:
+    return run_of_record(record(*arguments, **changes))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Callable[..., Path]:
+    def write(folder: str, *arguments: Any, **changes: Any) -> Path:
+        path = tmp_path / folder
+        path.mkdir(parents=True)
+        (path / "params.json").write_text(json.dumps(record(*arguments, **changes)))
+        return path
+
+    return write
+
+
+# -- records -----------------------------------------------------------------------------------
+
+
+def test_a_folder_and_its_record_are_the_same_run(saved: Callable[..., Path]) -> None:
+    folder = saved("a", stages={"x": 60.0, "y": 40.0})
+    found = load_run(folder)
+    assert found == load_run(folder / "params.json")
+    assert (found.total.time_us, found.stages["x"].time_us) == (100.0, 60.0)
+    assert found.problem["t"] == 4096
+    assert found.choices == {"n": 512}
+
+
+def test_a_folder_of_runs_names_the_last(saved: Callable[..., Path], tmp_path: Path) -> None:
+    saved("runs/20260101")
+    last = saved("runs/20260102")
+    with pytest.raises(InvalidArgumentError, match=f"there are 2 below it, the last is {last}"):
+        load_run(tmp_path / "runs")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"kernel": "x"}'])
+def test_a_broken_record(text: str, tmp_path: Path) -> None:
+    (tmp_path / "params.json").write_text(text)
+    with pytest.raises(InvalidArgumentError, match="expected the record of a profile"):
+        load_run(tmp_path)
+
+
+def test_a_static_record_has_predictions_only() -> None:
+    found = run_of_record(
+        {
+            "kernel": "flash_mla",
+            "prof_type": "static",
+            "device": None,
+            "planned_for": "NVIDIA H200",
+            "params": SIZES,
+            "predicted_us": {"NVIDIA H200": 70.0, "NVIDIA B200": 50.0},
+        }
+    )
+    assert found.device == "NVIDIA H200"
+    assert (found.total.time_us, found.total.predicted_us) == (None, 70.0)
+    assert found.stages == {}
+
+
+def test_extra_numbers_become_metrics_and_the_rest_is_left() -> None:
+    extra = {"metrics": {"TC%": 61.0, "note": "x"}, "idle_us": 4, "ok": True, "timing": {"runs": 9}}
+    assert run(extra=extra).total.extra == {"TC%": 61.0, "idle_us": 4.0}
+
+
+def test_a_result_is_a_run_too() -> None:
+    total = StageFigures("flash_mla", 50.0, 1.0, 1e9, 1e6, 40.0)
+    plain = {"kernel": "flash_mla", "prof_type": "event", "device": "NVIDIA H200", "params": SIZES}
+    result = ProfileResult("flash_mla", NsightProfType.EVENT, total, [total], record=plain)
+    found = run_of_result(result)
+    assert (found.total.time_us, found.total.tflops, found.total.gbps) == (50.0, 20.0, 20.0)
+    assert found.total.of_roofline == 80.0
+
+
+# -- comparing ---------------------------------------------------------------------------------
+
+
+def test_changes_against_the_baseline() -> None:
+    result = compare([run(), run("mla_var6_plus_v2", 80.0), run("mla_var6_plus_v3", 125.0)])
+    times = next(row for row in result.rows if row.metric == "time")
+    assert times.where == "total"
+    assert (times.change(1), times.change(2)) == (-20.0, 25.0)
+    rates = next(row for row in result.rows if row.metric == "TFLOP/s")
+    assert rates.change(1) == pytest.approx(25.0)
+
+
+@pytest.mark.parametrize(
+    ("metric", "percent", "text"),
+    [
+        ("time", -20.0, "-20.0 % (faster)"),
+        ("time", 3.14, "+3.1 % (slower)"),
+        ("time", 0.0, "+0.0 %"),
+        ("GB/s", 25.0, "+25.0 %"),
+        ("GB/s", None, "-"),
+    ],
+)
+def test_how_a_change_reads(metric: str, percent: float | None, text: str) -> None:
+    assert change_text(metric, percent) == text
+
+
+def test_other_problems_and_devices_are_refused_by_name() -> None:
+    others = [run("b_v1", 80.0, t=8192, lengths=[1, 2]), run("c_v1", 70.0, device="NVIDIA B200")]
+    with pytest.raises(UnsupportedError) as refused:
+        compare([run(), *others])
+    message = str(refused.value)
+    assert "t 4096 against 8192" in message
+    assert "lengths None against [1, 2]" in message
+    assert "device NVIDIA H200 against NVIDIA B200" in message
+    assert "--force" in message
+    forced = compare([run(), *others], force=True)
+    assert len(forced.forced) == 2
+    assert "compared by force" in comparison_markdown(forced)
+
+
+def test_choices_may_differ() -> None:
+    assert compare([run(), run("x_v2", 90.0, n=1024, seed=3)]).forced == []
+
+
+def test_remarks() -> None:
+    locked = run_of_record({**record("mla_var6_plus_v2", mode="nsys"), "clocks": {"locked": True}})
+    text = " ".join(compare([run(), locked]).remarks)
+    assert "the modes differ (mla_var6_plus: event, mla_var6_plus_v2: nsys)" in text
+    assert "only mla_var6_plus_v2 ran with locked clocks" in text
+    assert "no measured time in flash_mla" in " ".join(
+        compare([run(), run("flash_mla", None)]).remarks
+    )
+    assert any("predict adds them" in t for t in compare([run(), run("flash_mla")]).remarks)
+
+
+def test_missing_stages_and_figures_are_dashes() -> None:
+    first = run(stages={"attention": 70.0, "combine": 30.0})
+    second = run("mla_var6_plus_v2", 90.0, stages={"attention": 60.0, "reduce": 30.0})
+    cells = compare([first, second]).cells()
+    times = {row[0]: row[2:] for row in cells if row[1] == "time"}
+    assert times["attention"] == ("70.0 µs", "60.0 µs", "-14.3 % (faster)")
+    assert times["combine"] == ("30.0 µs", "-", "-")
+    assert times["reduce"] == ("-", "30.0 µs", "-")
+
+
+def test_a_single_stage_is_not_repeated() -> None:
+    assert {row.where for row in compare([run(), run()]).rows} == {"total"}
+
+
+def test_equal_labels_are_told_apart() -> None:
+    labels = [r.label for r in compare([run(), run(), run("v", mode="nsys")]).runs]
+    assert labels == ["mla_var6_plus #1", "mla_var6_plus #2", "v"]
+    labels = [r.label for r in compare([run(), run(mode="nsys")]).runs]
+    assert labels == ["mla_var6_plus event", "mla_var6_plus nsys"]
+
+
+def test_two_runs_read_as_the_contract_wants() -> None:
+    text = comparison_markdown(compare([run(), run("mla_var6_plus_v2", 80.0)]))
+    assert "### vs Baseline (mla_var6_plus)" in text
+    assert "| Metric | Previous: mla_var6_plus | Current: mla_var6_plus_v2 | Change |" in text
+    assert "| time | 100 µs | 80.0 µs | -20.0 % (faster) |" in text
+
+
+def test_the_data_and_the_plot(tmp_path: Path) -> None:
+    result = compare([run(), run("mla_var6_plus_v2", 80.0)])
+    data = json.loads(json.dumps(comparison_data(result)))
+    time = next(entry for entry in data["metrics"] if entry["metric"] == "time")
+    assert time["values"] == {"mla_var6_plus": 100.0, "mla_var6_plus_v2": 80.0}
+    assert time["change_percent"] == {"mla_var6_plus_v2": -20.0}
+    assert {f.name for f in comparison_plot(result, tmp_path / "c")} == {"c.png", "c.svg"}
+    nothing = compare([run(extra={}), run("x_v1")])
+    nothing.rows.clear()
+    assert comparison_plot(nothing, tmp_path / "d") == []
+
+
+def test_one_run_alone() -> None:
+    with pytest.raises(InvalidArgumentError, match="at least two"):
+        compare([run()])
+
+
+# -- hyper-mla compare -------------------------------------------------------------------------
+
+
+def test_the_command_compares_folders(
+    saved: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = saved("a"), saved("b", "mla_var6_plus_v2", 80.0)
+    out, file = tmp_path / "out", tmp_path / "figures.json"
+    arguments = [str(first), str(second), f"--out_dir={out}", f"--json={file}"]
+    assert main(["compare", *arguments]) == 0
+    shown = capsys.readouterr().out
+    assert "-20.0 % (faster)" in shown
+    assert str(out / "compare.md") in shown
+    assert json.loads(file.read_text()) == json.loads((out / "compare.json").read_text())
+    assert (out / "compare.png").is_file()
+    assert "![times side by side](compare.png)" in (out / "compare.md").read_text()
+
+
+def test_the_command_refuses_and_can_be_forced(
+    saved: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [str(saved("a")), str(saved("b", s=4))]
+    assert main(["compare", *folders]) == 1
+    assert "s 16 against 4" in capsys.readouterr().err
+    assert main(["compare", *folders, "--force"]) == 0
+    assert "compared by force" in capsys.readouterr().out
+
+
+def test_the_command_predicts_kernels(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    sizes = ["--b=4", "--s=16", "--t=1024"]
+    arguments = ["flash_mla", "mla_var6_plus:v0", "--static", "--for_device=H100", *sizes]
+    assert main(["compare", *arguments, f"--json={file}"]) == 0
+    data = json.loads(file.read_text())
+    assert [entry["device"] for entry in data["runs"]] == ["NVIDIA H100 80GB HBM3"] * 2
+    assert data["runs"][1]["params"]["t"] == 1024
+    assert "times are predictions" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["flash_mla"], 2, "expected at least two"),
+        (["flash_mla", "flash_mlo"], 2, "did you mean 'flash_mla'"),
+        (["flash_mla", "flash_mla:v99", "--static"], 2, "v99"),
+        (["flash_mla", "no/such", "--static"], 2, "a profile output folder"),
+        (["flash_mla", "flash_attention", "--for_device=H200"], 2, "only together with --static"),
+        (["flash_mla", "flash_attention", "--static", "--for_device=H2O"], 2, "H2O"),
+        (["flash_mla", "flash_attention", "--stat"], 2, "did you mean --static"),
+        (["flash_mla", "flash_attention", "--static", "--b=0"], 2, "b: expected"),
+    ],
+)
+def test_wrong_command_lines(
+    arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", *arguments]) == code
+    assert message in capsys.readouterr().err
+
+
+def test_options_for_kernels_need_a_kernel(
+    saved: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", str(saved("a")), str(saved("b")), "--b=4"]) == 2
+    assert "--b: only for runs given as kernel[:version]" in capsys.readouterr().err
+
+
+def test_running_kernels_needs_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mla_var3.runtime.workflow.cuda_available", lambda: False)
+    assert main(["compare", "flash_mla", "flash_attention"]) == 1
+    assert "--static compares predictions" in capsys.readouterr().err
+
+
+# -- hyper-mla profile -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def profiled(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Stands for running a kernel: notes its arguments and leaves a record."""
+    calls: list[list[str]] = []
+
+    def fake(kernel: Any, argv: list[str], prog: str) -> int:
+        calls.append([kernel.full_name, *argv])
+        folder = next((a.split("=")[1] for a in argv if a.startswith("--out_dir=")), None)
+        if "--fail" in argv:
+            raise UnsupportedError("no such luck")
+        if folder:
+            Path(folder).mkdir(parents=True)
+            time_us = 100.0 - 10.0 * len(calls)
+            text = json.dumps(record(kernel.full_name, time_us))
+            (Path(folder) / "params.json").write_text(text)
+        return 0
+
+    monkeypatch.setattr(kernel_cli, "run_kernel", fake)
+    return calls
+
+
+def test_profile_passes_everything_on(profiled: list[list[str]]) -> None:
+    assert main(["profile", "flash_mla", "v0", "--b=4", "--prof_type=nsys"]) == 0
+    assert profiled == [["flash_mla", "--b=4", "--prof_type=nsys"]]
+
+
+def test_profile_several_versions_compares_them(
+    profiled: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from mla_var3.cli.commands import profile
+    from mla_var3.runtime.paths import KernelId
+
+    def find(design: str, version: str, language: str) -> KernelId:
+        return KernelId(design, int(version.lstrip("v")), language, "mla")
+
+    monkeypatch.setattr(profile, "find_kernel", find)
+    arguments = ["mla_var6_plus", "--versions", "v0,v2", "--b=4", f"--out_dir={tmp_path}"]
+    assert main(["profile", *arguments]) == 0
+    assert [call[0] for call in profiled] == ["mla_var6_plus", "mla_var6_plus_v2"]
+    assert profiled[1][-1] == f"--out_dir={tmp_path / 'mla_var6_plus_v2'}"
+    assert "-11.1 % (faster)" in capsys.readouterr().out
+    assert (tmp_path / "compare.md").is_file()
+
+
+def test_a_version_that_fails_does_not_stop_the_others(
+    profiled: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", "mla_var6_plus", "--versions=v0", "--fail"]) == 1
+    assert "mla_var6_plus: no such luck" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "expected the name of a kernel"),
+        (["flash_mlo"], "did you mean 'flash_mla'"),
+        (["mla_var6_plus", "--versions=v99"], "v99"),
+        (["mla_var6_plus", "--versions=,"], "expected versions such as v0,v2"),
+    ],
+)
+def test_wrong_profile_command_lines(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["profile", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_profile_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "flash_mla", "--help"]) == 0
+    assert "--prof_type" in capsys.readouterr().out

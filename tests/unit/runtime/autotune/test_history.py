@@ -1,0 +1,178 @@
+"""Tuning files: keys, and that a file is whole whatever happens while it is written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mla_var3.runtime.autotune import history as autotune_cache
+from mla_var3.runtime.autotune.history import History, canonical, key_digest, tuning_key
+from mla_var3.runtime.files import write_atomic
+from mla_var3.runtime.measure import summarise
+from mla_var3.runtime.tiling import Tiling
+
+SPEC: Any = SimpleNamespace(name="NVIDIA Fake", compute_capability=(9, 0))
+TIMING = summarise([1.0], timer="cuda-event", cold_l2=True)
+
+
+class FakePlan:
+    name = "fake"
+    kernel_id = SimpleNamespace(language="cutile-dsl")
+
+    def __init__(self, **params: Any) -> None:
+        self._params = params
+
+    def params(self) -> dict[str, Any]:
+        return self._params
+
+
+def fake_kernel(*files: Path) -> Any:
+    return SimpleNamespace(
+        language="cutile-dsl",
+        plan=FakePlan(),
+        tiling=Tiling(),
+        source_files=lambda: list(files),
+    )
+
+
+def make_key(*files: Path, stage: str = "attend", **params: Any) -> dict[str, Any]:
+    plan: Any = FakePlan(**params)
+    return tuning_key(plan, SPEC, stage, [fake_kernel(*files)])
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "source.py"
+    path.write_text("one")
+    return path
+
+
+def test_key_holds_what_a_result_depends_on(source: Path) -> None:
+    key = make_key(source, b=2, lengths=(1, 2))
+    assert set(key) == {
+        *("schema", "device", "compute_capability", "toolkit", "source"),
+        *("kernel", "stage", "problem"),
+    }
+    assert key["device"] == "NVIDIA Fake"
+    assert key["compute_capability"] == [9, 0]
+    assert set(key["toolkit"]) == {"cuda-tile", "tileiras", "ptxas"}
+    assert key["problem"] == {"b": 2, "lengths": [1, 2]}
+    assert json.loads(json.dumps(key)) == key
+
+
+def test_each_part_of_the_key_changes_the_file(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digests = {key_digest(make_key(source, b=2))}
+    assert key_digest(make_key(source, b=2)) in digests, "the same twice is the same file"
+    digests.add(key_digest(make_key(source, b=3)))
+    digests.add(key_digest(make_key(source, b=2, stage="other")))
+    source.write_text("two")
+    digests.add(key_digest(make_key(source, b=2)))
+    monkeypatch.setattr(autotune_cache, "toolkit_versions", lambda language: {"cuda-tile": "9"})
+    digests.add(key_digest(make_key(source, b=2)))
+    assert len(digests) == 5
+
+
+def test_a_checkout_may_move(tmp_path: Path) -> None:
+    hashes = set()
+    for folder in ("here", "there"):
+        path = tmp_path / folder / "source.py"
+        path.parent.mkdir()
+        path.write_text("same")
+        hashes.add(make_key(path)["source"])
+    assert len(hashes) == 1
+
+
+def test_files_do_not_run_into_each_other(tmp_path: Path) -> None:
+    a, b = tmp_path / "a.py", tmp_path / "b.py"
+    hashes = set()
+    for first, second in (("xy", "z"), ("x", "yz")):
+        a.write_text(first)
+        b.write_text(second)
+        hashes.add(make_key(a, b)["source"])
+    assert len(hashes) == 2
+
+
+def test_tilings_of_nested_plans_are_not_in_the_key() -> None:
+    @dataclass
+    class Nested:
+        tiling: Tiling
+
+        def params(self) -> dict[str, Any]:
+            return {"t": 8}
+
+    assert canonical({"part": Nested(Tiling())}) == '{"part":{"t":8}}'
+
+
+def test_nothing_is_written_before_there_is_a_result(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "attend-x.json"
+    history = History(path, {"stage": "attend"})
+    assert not path.parent.exists()
+    history.record({"rows": 1}, "rejected", "cheap", save=False)
+    assert not path.exists()
+    history.record({"rows": 2}, "ok", timing=TIMING)
+    assert [e["config"]["rows"] for e in json.loads(path.read_text())["results"]] == [1, 2]
+
+
+def test_an_interrupted_write_leaves_the_old_file_and_no_litter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "attend-x.json"
+    key = {"stage": "attend", "problem": {}}
+    history = History(path, key)
+    history.record({"rows": 1}, "ok", timing=TIMING)
+    old = path.read_bytes()
+
+    def interrupted(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        history.record({"rows": 2}, "ok", timing=TIMING)
+    assert path.read_bytes() == old
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    assert len(History(path, key).entries) == 1
+
+
+WRITER = """
+import json, sys
+from pathlib import Path
+from mla_var3.runtime.files import write_atomic
+path, who = Path(sys.argv[1]), sys.argv[2]
+for i in range(60):
+    write_atomic(path, json.dumps({"who": who, "data": [i] * 4000}))
+"""
+
+
+def test_two_processes_that_write_the_same_file_do_not_mix(
+    tmp_path: Path, package_environment: dict[str, str]
+) -> None:
+    path = tmp_path / "shared.json"
+    write_atomic(path, json.dumps({"who": "nobody", "data": [0] * 4000}))
+    writers = [
+        subprocess.Popen([sys.executable, "-c", WRITER, str(path), who], env=package_environment)
+        for who in ("one", "two")
+    ]
+    reads = 0
+    while any(writer.poll() is None for writer in writers):
+        stored = json.loads(path.read_text())
+        assert len(stored["data"]) == 4000 and len(set(stored["data"])) == 1
+        reads += 1
+    assert [writer.returncode for writer in writers] == [0, 0]
+    assert reads > 1
+    assert [p.name for p in tmp_path.iterdir() if p.is_file()] == ["shared.json"]
+
+
+def test_files_get_the_usual_permissions(tmp_path: Path) -> None:
+    plain, atomic = tmp_path / "plain", tmp_path / "atomic"
+    plain.write_text("x")
+    write_atomic(atomic, "x")
+    assert plain.stat().st_mode == atomic.stat().st_mode

@@ -1,0 +1,107 @@
+"""Compiled host code on a driver that only notes what it is asked for, without a GPU.
+
+A test names a module with two steps:
+
+    python -m MODULE compile
+    CUTE_DSL_LIBS=libdriver.so python -m MODULE launch
+
+The first compiles into the cache; with another driver than the compiler's own that is not possible.
+The second links what was compiled and launches, and the driver prints a line of JSON per launch.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mla_var3.runtime import cute_kernel
+from mla_var3.runtime.cute import launch as cute_launch
+from mla_var3.runtime.cute.arguments import kinds_of
+from mla_var3.runtime.cute.launch import CuteProgram, short_entry
+
+NO_GPU, STREAM = -1, 4711
+OVERLAP = 6
+"""The attribute of programmatic dependent launch."""
+SOURCE = r"""
+#include <stdint.h>
+#include <stdio.h>
+typedef struct {
+    uint32_t grid[3], block[3]; uint64_t shared; void *stream; char *attributes; uint32_t count;
+} Config;
+int _cudaLaunchKernelEx(Config *c, void *kernel, void **args) {
+    printf("{\"grid\": [%u, %u, %u], \"block\": [%u, %u, %u], \"shared\": %lu, \"stream\": %lu",
+           c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2],
+           (unsigned long)c->shared, (unsigned long)c->stream);
+    printf(", \"attributes\": {");
+    for (uint32_t i = 0; i < c->count; i++)  /* an attribute: its id, then 64 bytes of value */
+        printf("%s\"%d\": %d", i ? ", " : "", *(int *)(c->attributes + 72 * i),
+               *(int *)(c->attributes + 72 * i + 8));
+    printf("}}\n");
+    fflush(stdout);
+    return 0;
+}
+int _cudaFuncSetAttribute(void *f, int a, int v) { return 0; }
+int _cudaGetDevice(int *d) { *d = 0; return 0; }
+int _cudaDeviceGetAttribute(int *v, int a, int d) { *v = 0; return 0; }
+int _cudaKernelSetAttributeForDevice(void *k, int a, int v, int d) { return 0; }
+int _cudaLibraryGetKernel(void **k, void *l, const char *n) { return 0; }
+int _cudaLibraryLoadData(void **l, void *c) { return 0; }
+int _cuKernelGetAttribute(int *v, int a, void *k, int d) { *v = 0; return 0; }
+"""
+
+
+def build_driver(folder: Path) -> Path:
+    """The driver as a library; skips the test where there is no C compiler."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("needs a C compiler to build a driver that notes launches")
+    source, library = folder / "driver.c", folder / "libdriver.so"
+    source.write_text(SOURCE)
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    return library
+
+
+def noted_launches(
+    module: str, repo_root: Path, environment: dict[str, str], folder: Path
+) -> list[dict[str, Any]]:
+    """What a module launches, in order."""
+    library = build_driver(folder)
+
+    def run(step: str, **extra: str) -> list[dict[str, Any]]:
+        done = subprocess.run(
+            [sys.executable, "-m", module, step],
+            cwd=repo_root, capture_output=True, text=True, timeout=300, check=False,
+            env={**environment, "HYPER_MLA_CACHE_DIR": str(folder / "cache"), **extra},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    assert run("compile") == []
+    return run("launch", CUTE_DSL_LIBS=str(library))
+
+
+def program_for_step(
+    kernel_fn: Any, host: Any, args: tuple[Any, ...], tiling: Any
+) -> CuteProgram | None:
+    """The program of such a module; None in its first step, which only compiles it."""
+    kinds = kinds_of(args)
+    key = cute_kernel._key(kernel_fn, host, kinds, tiling, "sm_90a")
+    compiled = cute_kernel._compile(key, host, kinds)
+    if sys.argv[1] == "compile":
+        return None
+    cute_launch.current_device_index = lambda: NO_GPU
+    cute_launch.raw_stream = lambda device: STREAM
+    function = cute_kernel._link(key, compiled)
+    return CuteProgram(key.name, kinds, NO_GPU, short_entry(function.capi_func), (function,))
+
+
+def addresses_of(args: tuple[Any, ...]) -> list[int]:
+    """Addresses of the tensors among arguments, 0 for absent ones."""
+    given = [arg for arg in args if arg is None or hasattr(arg, "data_ptr")]
+    return [0 if arg is None else arg.data_ptr() for arg in given]

@@ -1,0 +1,449 @@
+"""The CuTe DSL runtime without a GPU: compiling, caching, refusing."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mla_var3.conf.devices import device_spec, load_devices
+from mla_var3.errors import InvalidArgumentError, KernelCompileError, UnsupportedError
+
+pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
+
+from mla_var3.runtime import cute_kernel, workflow
+from mla_var3.runtime.check import check_stage
+from mla_var3.runtime.compile import compile_report
+from mla_var3.runtime.cute import cache as cute_cache
+from mla_var3.runtime.cute import launch as cute_launch
+from mla_var3.runtime.cute.arguments import kinds_of
+from mla_var3.runtime.cute_kernel import CuteKernel
+from mla_var3.runtime.kernel_sources import traced_source_files
+from mla_var3.runtime.profiling.static import static_profile_plan
+from mla_var3.runtime.workflow import RunOptions
+from tests.unit.runtime.cute.cute_support import (
+    SECOND_PROCESS,
+    ScaleAdd,
+    ScalePlan,
+    ScaleTiling,
+    empty,
+    note_compilations,
+    run_process,
+)
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    return note_compilations(monkeypatch)
+
+
+def cache_files(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "cache" / "cute-compile").rglob("*.zip"))
+
+
+# --- compiling ------------------------------------------------------------------------------------
+
+
+def test_a_kernel_compiles_for_its_architecture_without_a_gpu(
+    compilations: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    compiled = empty(requires_arch="sm_90a").compile("sm_90")
+    assert capfd.readouterr() == ("", "")
+    assert compiled.target == "sm_90a"
+    assert compiled.cubin.startswith(b"\x7fELF")
+    ptx = compiled.artifacts["scale_add.ptx"].decode()
+    assert ".target sm_90a" in ptx and "kernel_cutlass_scale_add_" in ptx
+    assert compiled.seconds > 0 and len(compilations) == 1
+
+
+def test_the_compile_report_reads_it(tmp_path: Path) -> None:
+    report = compile_report(empty(), "sm_90", artifacts_dir=tmp_path / "kept")
+    assert report.error is None
+    assert report.threads == 128 and not report.spills
+    names = {path.name for path in (tmp_path / "kept").iterdir()}
+    assert {"scale_add.sm_90a.cubin", "scale_add.sm_90a.ptx", "scale_add.sm_90a.sass"} <= names
+
+
+def test_line_information_points_into_the_source() -> None:
+    ptx = empty().compile("sm_90").artifacts["scale_add.ptx"].decode()
+    assert "cute_support.py" in ptx
+
+
+HOST_CODE = """
+  llvm.func @first(%arg0: !llvm.ptr) {
+    %0 = llvm.mlir.constant(164864 : i64) : i64
+    %7 = llvm.getelementptr %6[0, 2] : (!llvm.ptr) -> !llvm.ptr, !llvm.struct<(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32)>
+    llvm.store %0, %7 : i64, !llvm.ptr
+  }
+  llvm.func @second(%arg0: !llvm.ptr) {
+    %0 = llvm.mlir.constant(1024 : i64) : i64
+    %1 = llvm.mlir.constant(999999 : i64) : i64
+    %7 = llvm.getelementptr %6[0, 2] : (!llvm.ptr) -> !llvm.ptr, !llvm.struct<(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32)>
+    llvm.store %0, %7 : i64, !llvm.ptr
+    llvm.store %1, %8 : i64, !llvm.ptr
+  }
+"""  # noqa: E501
+
+
+def test_shared_memory_that_the_launch_asks_for_is_known() -> None:
+    assert cute_kernel._dynamic_shared_bytes(HOST_CODE) == 164864
+    assert cute_kernel._dynamic_shared_bytes("") == 0
+    assert empty().compile("sm_90").dynamic_shared_bytes == 0
+    kernel = dataclasses.replace(empty(), host_fn=lambda tiling: ScaleAdd(128, shared=4096))
+    assert kernel.compile("sm_90").dynamic_shared_bytes == 4096
+
+
+def test_one_compilation_serves_every_shape(compilations: list[str], tmp_path: Path) -> None:
+    first = empty(n=1000).compile("sm_90")
+    second = empty(n=77, factor=3.5).compile("sm_90")
+    assert first.cubin == second.cubin
+    assert len(compilations) == len(cache_files(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": "float16"},
+        {"with_bias": False},
+        {"offset": 1.0},
+        {"tiling": ScaleTiling(threads=256)},
+    ],
+)
+def test_another_dtype_tiling_constant_or_absent_argument_is_another_program(
+    changes: dict[str, Any], compilations: list[str]
+) -> None:
+    for kernel in (empty(), empty(**changes)):
+        kernel.compile("sm_90")
+    assert len(set(compilations)) == 2
+    first, second = cute_kernel._compiled.values()
+    assert first.object_code != second.object_code
+
+
+def test_another_architecture_is_another_program(compilations: list[str]) -> None:
+    kernel = empty()
+    assert kernel.compile("sm_90").cubin != kernel.compile("sm_100").cubin
+    assert kernel.compile("sm_100").target == "sm_100a"
+    assert len(compilations) == 2
+
+
+def test_a_target_that_the_kernel_is_not_written_for_is_an_error_with_a_reason() -> None:
+    kernel = empty(requires_arch="sm_90a")
+    with pytest.raises(KernelCompileError, match=r"scale_add for sm_100: expected sm_90a.*sm_100a"):
+        kernel.compile("sm_100")
+    report = compile_report(kernel, "sm_100")
+    assert report.error is not None and "expected sm_90a" in report.error
+
+
+def test_a_kernel_that_does_not_compile_says_why_and_prints_nothing(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with pytest.raises(KernelCompileError, match=r"scale_add for sm_90a: .*undefined_name") as info:
+        empty(tiling=ScaleTiling(unknown=True)).compile("sm_90")
+    assert "\n" not in str(info.value) and "\x1b" not in str(info.value)
+    assert capfd.readouterr() == ("", "")
+    assert cache_files(tmp_path) == []
+
+
+def test_an_illegal_tiling_is_refused_before_compiling(compilations: list[str]) -> None:
+    with pytest.raises(InvalidArgumentError, match="threads: expected at most 1024"):
+        empty().compile("sm_90", ScaleTiling(threads=2048))
+    assert compilations == []
+
+
+def test_a_launch_fn_alone_cannot_be_compiled_ahead() -> None:
+    kernel = dataclasses.replace(empty(), host_fn=None, args_fn=None, launch_fn=lambda tiling: None)
+    with pytest.raises(KernelCompileError, match="expected host_fn and args_fn"):
+        kernel.compile("sm_90")
+
+
+def test_the_source_of_the_kernel_is_a_source_file() -> None:
+    assert [path.name for path in empty().source_files()] == ["cute_support.py"]
+
+
+# --- the cache ------------------------------------------------------------------------------------
+
+
+def test_a_second_process_neither_traces_nor_compiles(
+    repo_root: Path, package_environment: dict[str, str], tmp_path: Path
+) -> None:
+    own = {"HYPER_MLA_CACHE_DIR": str(tmp_path / "shared")}
+    first = run_process(SECOND_PROCESS, repo_root, package_environment, **own)
+    second = run_process(SECOND_PROCESS, repo_root, package_environment, **own)
+    assert (first["made"], second["made"]) == (1, 0)
+    assert first["size"] == second["size"] > 0
+    assert second["linked"]
+
+
+def damaged(path: Path, how: str) -> None:
+    content = path.read_bytes()
+    if how == "cut short":
+        path.write_bytes(content[: len(content) // 2])
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "flipped":
+        with zipfile.ZipFile(path) as archive:
+            offset = archive.getinfo("program.cubin").header_offset
+        middle = offset + 200
+        path.write_bytes(content[:middle] + bytes([content[middle] ^ 0xFF]) + content[middle + 1 :])
+    else:
+        other = path.with_name("other.zip")
+        with zipfile.ZipFile(path) as old, zipfile.ZipFile(other, "w") as new:
+            for name in old.namelist():
+                data = old.read(name)
+                if name == "key.json":
+                    data = data.replace(b"sm_90a", b"sm_100a")
+                new.writestr(name, data)
+        other.replace(path)
+
+
+@pytest.mark.parametrize("how", ["cut short", "empty", "flipped", "of another key"])
+def test_a_damaged_entry_is_ignored_and_made_again(
+    how: str, compilations: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernel = empty()
+    wanted = kernel.compile("sm_90").cubin
+    (entry,) = cache_files(tmp_path)
+    damaged(entry, how)
+    cute_kernel._compiled.clear()
+    assert kernel.compile("sm_90").cubin == wanted
+    assert len(compilations) == 2
+    assert "ignored and made again" in caplog.text
+    cute_kernel._compiled.clear()
+    kernel.compile("sm_90")
+    assert len(compilations) == 2
+
+
+def test_a_cache_that_cannot_be_written_costs_nothing_but_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocked = tmp_path / "blocked"
+    blocked.write_text("a file where a folder should be")
+    monkeypatch.setenv("HYPER_MLA_CACHE_DIR", str(blocked))
+    monkeypatch.setattr(cute_kernel, "_compiled", {})
+    assert empty().compile("sm_90").cubin
+    assert "is not kept" in caplog.text
+
+
+def key_of(host: Any, sources: list[Path] | None = None) -> str:
+    return cute_cache.program_key(
+        "kernel", host, kinds_of((1,)), None, "sm_90a", sources or [], "compiler 1"
+    ).digest
+
+
+def test_the_content_of_the_sources_is_part_of_the_key(tmp_path: Path) -> None:
+    source = tmp_path / "kernel.py"
+    source.write_text("a = 1\n")
+    before = key_of(ScaleAdd(1), [source])
+    assert key_of(ScaleAdd(1), [source]) == before
+    source.write_text("a = 2\n")
+    assert key_of(ScaleAdd(1), [source]) != before
+
+
+def function_with(value: Any) -> Callable[[], Any]:
+    def host() -> Any:
+        return value
+
+    return host
+
+
+def recursive(value: Any) -> Callable[[], Any]:
+    def host() -> Any:
+        return host, value
+
+    return host
+
+
+def test_what_a_host_function_carries_is_part_of_the_key() -> None:
+    values = [1, 1.0, "1", (1,), True, torch.float16, torch.bfloat16, int, ScaleTiling()]
+    values += [ScaleTiling(64), {"a": 1}, len, function_with(1), function_with(2)]
+    values.remove(len)
+    keys = [key_of(function_with(value)) for value in values]
+    assert len(set(keys)) == len(keys)
+    assert keys == [key_of(function_with(value)) for value in values]
+    assert key_of(recursive(1)) != key_of(recursive(2))
+
+
+def test_a_value_that_cannot_be_compared_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"host_fn, value 'value': .*Tensor"):
+        key_of(function_with(torch.zeros(1)))
+
+
+# --- construction and refusals --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"host_fn": None, "args_fn": None}, "launch_fn: expected either .* got neither"),
+        ({"launch_fn": lambda tiling: None}, "launch_fn: expected either .* got both"),
+        ({"host_fn": None}, "host_fn: expected host_fn and args_fn together"),
+        ({"args_fn": None}, "args_fn: expected host_fn and args_fn together"),
+    ],
+)
+def test_exactly_one_way_to_launch(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        dataclasses.replace(empty(), **given)
+
+
+def test_a_copy_launches_for_itself() -> None:
+    first = empty()
+    second = dataclasses.replace(first, tiling=ScaleTiling(threads=64))
+    assert second.launch_fn.__self__ is second  # type: ignore[union-attr]
+
+
+def test_cpu_tensors_are_refused_with_what_to_do_instead() -> None:
+    plan = ScalePlan()
+    inputs = plan.prepare_inputs("cpu")
+    stage = plan.plan(*inputs)
+    with pytest.raises(UnsupportedError, match=r"CuTe DSL kernels need a GPU.*--prof_type=static"):
+        stage.launch()
+    with pytest.raises(UnsupportedError, match="need a GPU"):
+        check_stage(plan, inputs, stage)
+
+
+def test_an_empty_plan_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="planned without tensors"):
+        empty().launch()
+
+
+def test_a_gpu_of_another_architecture_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce RTX 5090")
+    device = torch.device("cuda", 0)
+    cute_launch.require_arch("flash", "", device)
+    cute_launch.require_arch("flash", "sm_120a", device)
+    with pytest.raises(
+        UnsupportedError,
+        match=r"flash: expected a GPU of sm_90a.*NVIDIA GeForce RTX 5090.*capability 12\.0",
+    ):
+        cute_launch.require_arch("flash", "sm_90a", device)
+
+
+def test_a_launch_fn_is_not_called_on_the_wrong_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    called: list[ScaleTiling] = []
+    kernel = dataclasses.replace(
+        empty(requires_arch="sm_90a"), host_fn=None, args_fn=None, launch_fn=called.append
+    )
+    monkeypatch.setattr(CuteKernel, "device_type", "cuda")
+    monkeypatch.setattr(cute_launch, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA B200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    with pytest.raises(UnsupportedError, match="NVIDIA B200"):
+        kernel.launch()
+    assert called == []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    kernel.launch()
+    assert called == [kernel.tiling]
+
+
+def test_preparing_for_the_wrong_gpu_is_refused() -> None:
+    kernel = empty(requires_arch="sm_90a")
+    kernel.require_target("sm_90", "NVIDIA H200")
+    with pytest.raises(UnsupportedError, match=r"sm_90a.*NVIDIA B200 \(sm_100\)"):
+        kernel.require_target("sm_100", "NVIDIA B200")
+    empty().require_target("sm_100", "NVIDIA B200")
+    with pytest.raises(UnsupportedError, match="sm_90a"):
+        workflow.require_target(ScalePlan(requires_arch="sm_90a"), device_spec("NVIDIA B200"))
+
+
+@pytest.mark.parametrize(
+    ("target", "arch"),
+    [("sm_90", "sm_90a"), ("sm_90a", "sm_90a"), ("sm_100", "sm_100a"), ("sm_80", "sm_80"),
+     ("sm_120a", "sm_120a"), ("sm_100f", "sm_100f")],
+)  # fmt: skip
+def test_the_architecture_of_a_target(target: str, arch: str) -> None:
+    assert cute_launch.arch_of_target(target) == arch
+
+
+@pytest.mark.parametrize("target", ["", "90", "sm_", "compute_90", "sm_90b"])
+def test_a_target_that_is_none_is_refused(target: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="target: expected a target such as sm_90"):
+        cute_launch.arch_of_target(target)
+
+
+# --- static mode ----------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class HopperPlan(ScalePlan):
+    targets = ("sm_90",)
+
+
+def test_static_mode_keeps_to_the_targets_of_the_plan(tmp_path: Path) -> None:
+    plan = HopperPlan(requires_arch="sm_90a")
+    result = static_profile_plan(plan, options=RunOptions(device="cpu", out_dir=tmp_path / "s"))
+    assert [report["target"] for report in result.record["compile"]] == ["sm_90"]
+    assert result.record["compile"][0]["error"] is None
+    hopper = {spec.name for spec in load_devices().values() if spec.target == "sm_90"}
+    assert set(result.record["predicted_us"]) == hopper != set()
+    compiled = tmp_path / "s" / "compiled" / "scale_add"
+    assert (compiled / "scale_add.sm_90a.ptx").is_file()
+
+
+def test_a_target_asked_for_that_makes_no_sense_is_an_entry_not_a_crash(tmp_path: Path) -> None:
+    plan = HopperPlan(requires_arch="sm_90a")
+    options = RunOptions(device="cpu", out_dir=tmp_path / "s", targets=("sm_90", "sm_100"))
+    errors = [r["error"] for r in static_profile_plan(plan, options=options).record["compile"]]
+    assert errors[0] is None and "expected sm_90a" in errors[1]
+
+
+# --- source files ---------------------------------------------------------------------------------
+
+MODULES = {
+    "__init__.py": "",
+    "constants.py": "WIDTH = 4\n",
+    "layouts.py": "from .constants import WIDTH\n\nclass Layout: ...\n",
+    "plans.py": "from mla_var3.runtime.plan import KernelPlan\n\nclass Base(KernelPlan): ...\n",
+    "unused.py": "",
+    "whole.py": "",
+    "kernel.py": (
+        "from . import whole\n"
+        "from .layouts import Layout\n"
+        "from .plans import Base\n\n"
+        "class Host:\n    layout = Layout\n"
+    ),
+}
+
+
+def test_every_import_of_a_traced_module_counts_except_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A constant, a class or a module can decide what a traced kernel does."""
+    package = tmp_path / "traced_package"
+    package.mkdir()
+    for name, text in MODULES.items():
+        (package / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("kernel", "unused"):
+        importlib.import_module(f"traced_package.{name}")
+    host = sys.modules["traced_package.kernel"].Host
+    found = [path.name for path in traced_source_files(host, host())]
+    assert found == ["constants.py", "kernel.py", "layouts.py", "whole.py"]
+    for name in [name for name in sys.modules if name.startswith("traced_package")]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_a_changed_helper_is_another_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    helper = tmp_path / "helper.py"
+    helper.write_text("WIDTH = 4\n")
+    keys = []
+    for text in ("WIDTH = 4\n", "WIDTH = 8\n"):
+        helper.write_text(text)
+        monkeypatch.setattr(cute_kernel, "traced_source_files", lambda *roots: [helper])
+        kernel = empty()
+        host, args = kernel._host_and_args(kernel.tiling)
+        keys.append(
+            cute_kernel._key(kernel.kernel_fn, host, kinds_of(args), kernel.tiling, "sm_90a")
+        )
+    assert keys[0].path != keys[1].path

@@ -1,0 +1,384 @@
+"""Launching CuTe DSL programs without a GPU: on a Python function, and on a driver that notes."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mla_var3.errors import InvalidArgumentError, UnsupportedError
+
+pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
+
+from mla_var3.runtime import cute_kernel
+from mla_var3.runtime.autotune.tune import Instruments, autotune
+from mla_var3.runtime.cute import cache as cute_cache
+from mla_var3.runtime.cute import launch as cute_launch
+from mla_var3.runtime.cute.arguments import Int64Arg, kinds_of
+from mla_var3.runtime.cute_kernel import CuteKernel, CuteProgram, compile_program
+from mla_var3.runtime.measure import Timing, summarise
+from mla_var3.runtime.workflow import RunOptions
+from tests.unit.runtime.cute.cute_support import (
+    SECOND_PROCESS,
+    ScalePlan,
+    ScaleTiling,
+    empty,
+    note_compilations,
+    run_process,
+    scale_add,
+)
+from tests.unit.runtime.cute.noting_driver import STREAM, build_driver
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    return note_compilations(monkeypatch)
+
+
+# --- launching, on a GPU that is a Python function ------------------------------------------------
+
+
+class FakeGpu:
+    """Stands for the GPU: reads the argument buffer as the compiled host function would."""
+
+    def __init__(self, types: list[Any]) -> None:
+        self.types = types
+        self.calls: list[list[Any]] = []
+        self.code = 0
+        self.stream = 7
+        self.device = 0
+
+        @ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)
+        def entry(packed: int) -> int:
+            cells = (ctypes.c_void_p * (len(self.types) + 2)).from_address(packed)
+            read = [*self.types, ctypes.c_void_p]
+            self.calls.append(
+                [kind.from_address(cell).value for kind, cell in zip(read, cells, strict=False)]
+            )
+            ctypes.c_int32.from_address(cells[len(self.types) + 1]).value = self.code
+            return self.code
+
+        self.entry = entry
+
+
+TYPES = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    fake = FakeGpu(TYPES)
+    monkeypatch.setattr(cute_launch, "current_device_index", lambda: fake.device)
+    monkeypatch.setattr(cute_launch, "raw_stream", lambda device: fake.stream)
+    return fake
+
+
+class OnGpu(torch.Tensor):
+    """A CPU tensor that says it is on the first GPU."""
+
+    def get_device(self) -> int:
+        return 0
+
+
+def on_gpu(size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(size, dtype=dtype).as_subclass(OnGpu)
+
+
+def arguments(size: int = 64) -> tuple[Any, ...]:
+    return on_gpu(size), on_gpu(size), None, size, Int64Arg(1 << 40), 0.5
+
+
+def program(gpu: FakeGpu) -> CuteProgram:
+    return CuteProgram("scale_add", kinds_of(arguments()), 0, gpu.entry)
+
+
+def test_a_bound_launch_passes_its_arguments_and_the_current_stream(gpu: FakeGpu) -> None:
+    args = arguments()
+    bound = program(gpu).bind(*args)
+    bound.launch()
+    gpu.stream = 9
+    bound.launch()
+    expected = [args[0].data_ptr(), args[1].data_ptr(), 64, 1 << 40, 0.5]
+    assert gpu.calls == [[*expected, 7], [*expected, 9]]
+
+
+def test_new_arguments_are_written_into_the_same_buffer(gpu: FakeGpu) -> None:
+    bound = program(gpu).bind(*arguments())
+    other = arguments(128)
+    packed = ctypes.addressof(bound._buffer.packed)
+    bound.update(*other)
+    bound.launch()
+    assert gpu.calls[-1][:3] == [other[0].data_ptr(), other[1].data_ptr(), 128]
+    assert ctypes.addressof(bound._buffer.packed) == packed
+
+
+def test_callers_of_one_program_do_not_share_arguments(gpu: FakeGpu) -> None:
+    shared = program(gpu)
+    first, second = shared.bind(*arguments(64)), shared.bind(*arguments(128))
+    shared(*arguments(256))
+    first.launch()
+    second.launch()
+    assert [call[2] for call in gpu.calls] == [256, 64, 128]
+
+
+def test_a_program_is_called_with_arguments_that_change(gpu: FakeGpu) -> None:
+    shared = program(gpu)
+    for size in (1, 2, 3):
+        shared(*arguments(size))
+    assert [call[2] for call in gpu.calls] == [1, 2, 3]
+    assert shared._own.buffer is shared._own.buffer
+
+
+def test_a_cuda_error_is_raised_by_name(gpu: FakeGpu) -> None:
+    gpu.code = 9
+    with pytest.raises(UnsupportedError, match=r"scale_add: .*cudaErrorInvalidConfiguration"):
+        program(gpu)(*arguments())
+    gpu.code = 123456
+    with pytest.raises(UnsupportedError, match=r"unknown CUDA error.*123456"):
+        program(gpu)(*arguments())
+
+
+def test_another_current_device_is_refused(gpu: FakeGpu) -> None:
+    bound = program(gpu).bind(*arguments())
+    gpu.device = 1
+    with pytest.raises(InvalidArgumentError, match=r"cuda:0 as the current device.*cuda:1"):
+        bound.launch()
+    assert gpu.calls == []
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (0, on_gpu(64, torch.float16), "argument 0: expected a tensor of torch.bfloat16"),
+        (0, None, "argument 0: expected a tensor"),
+        (1, on_gpu(65)[1:], "argument 1: expected a base address aligned to 16 bytes"),
+        (1, torch.zeros(4, dtype=torch.bfloat16), "argument 1: expected a tensor on cuda:0"),
+        (2, on_gpu(64), "argument 2: expected None"),
+        (3, 1 << 31, "argument 3: expected a number that fits int32"),
+        (3, True, "argument 3: expected an int"),
+        (3, Int64Arg(3), "argument 3: expected an int"),
+        (3, 3.0, "argument 3: expected an int"),
+        (4, 3, "argument 4: expected an Int64Arg"),
+        (4, Int64Arg(1 << 63), "argument 4: expected a number that fits int64"),
+        (5, 1, "argument 5: expected a float"),
+    ],
+)
+def test_an_argument_of_another_kind_is_refused(
+    place: int, value: Any, message: str, gpu: FakeGpu
+) -> None:
+    args = [*arguments()]
+    args[place] = value
+    with pytest.raises(InvalidArgumentError, match=message):
+        program(gpu)(*args)
+    assert gpu.calls == []
+
+
+def test_the_number_of_arguments_is_checked(gpu: FakeGpu) -> None:
+    with pytest.raises(InvalidArgumentError, match="arguments: expected 6 of them, got 5"):
+        program(gpu)(*arguments()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (True, r"args_fn\[0\]: expected a tensor, number or None .*host_fn"),
+        ("text", r"args_fn\[0\]: expected a tensor, int, Int64Arg, float or None, got str"),
+        (torch.zeros(1, dtype=torch.complex64), r"args_fn\[0\]: expected a tensor of bfloat16"),
+    ],
+)
+def test_a_value_that_no_kernel_takes_is_refused(value: Any, message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        kinds_of((value,))
+
+
+def test_alignments_of_the_kinds() -> None:
+    dtypes = [torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.uint8]
+    kinds = kinds_of([torch.zeros(4, dtype=dtype, device="meta") for dtype in dtypes])
+    assert [kind.alignment for kind in kinds] == [16, 16, 4, 8, 4]
+
+
+# --- the stage, on the same fake ------------------------------------------------------------------
+
+
+@pytest.fixture
+def stage_on_gpu(gpu: FakeGpu, compilations: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A way to plan whose kernels believe to be on a GPU; the code is compiled, not loaded."""
+    gpu.types = [ctypes.c_void_p] * 3 + TYPES[2:]
+    monkeypatch.setattr(CuteKernel, "device_type", "cuda")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.code == -1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    def load(key: Any, host: Any, kinds: Any, device: int) -> CuteProgram:
+        cute_kernel._compile(key, host, kinds)
+        return CuteProgram(key.name, kinds, device, gpu.entry)
+
+    monkeypatch.setattr(cute_kernel, "_load", load)
+
+    def plan(**fields: Any) -> CuteKernel:
+        made = ScalePlan(**fields)
+        inputs = [tensor.as_subclass(OnGpu) for tensor in made.prepare_inputs("cpu")]
+        return made.plan(*inputs)
+
+    return plan
+
+
+def test_a_stage_launches_and_two_shapes_share_a_program(
+    stage_on_gpu: Any, gpu: FakeGpu, compilations: list[str]
+) -> None:
+    first, second = stage_on_gpu(n=100), stage_on_gpu(n=300, factor=3.0)
+    for stage in (first, second, first):
+        stage.launch()
+    assert [call[3] for call in gpu.calls] == [100, 300, 100]
+    assert [call[5] for call in gpu.calls] == [2.0, 3.0, 2.0]
+    assert gpu.calls[0][0] == first.input_tensors[0].data_ptr()
+    assert gpu.calls[0][1] == first.output_tensors[0].data_ptr()
+    assert len(compilations) == len(cute_kernel._programs) == 1
+
+
+def test_arguments_are_prepared_once_per_tiling(
+    stage_on_gpu: Any, gpu: FakeGpu, compilations: list[str]
+) -> None:
+    stage = stage_on_gpu()
+    built: list[int] = []
+    args_fn = stage.args_fn
+
+    def counted(tiling: ScaleTiling) -> Any:
+        built.append(tiling.threads)
+        return args_fn(tiling)
+
+    stage.args_fn = counted
+    stage.launch()
+    stage.launch()
+    stage.tiling.threads = 256
+    stage.launch()
+    stage.launch_fn(ScaleTiling(threads=64))
+    assert built == [128, 256, 64]
+    assert len(gpu.calls) == 4 and len(compilations) == 3
+
+
+def test_the_first_launch_inside_a_capture_is_refused(stage_on_gpu: Any, gpu: FakeGpu) -> None:
+    stage = stage_on_gpu()
+    gpu.code = -1
+    with pytest.raises(UnsupportedError, match="one launch before the capture"):
+        stage.launch()
+    gpu.code = 0
+    stage.launch()
+    gpu.code = -1
+    with pytest.raises(UnsupportedError, match="the launch failed"):  # it got as far as the GPU
+        stage.launch()
+
+
+def test_programs_stay_loaded(stage_on_gpu: Any) -> None:
+    stage_on_gpu().launch()
+    (loaded,) = cute_kernel._programs.values()
+    stage_on_gpu().launch()
+    assert [*cute_kernel._programs.values()] == [loaded]
+
+
+def test_tuning_times_the_candidates_and_keeps_failures_with_their_reason(
+    stage_on_gpu: Any, gpu: FakeGpu
+) -> None:
+    stage = stage_on_gpu()
+    spec: Any = SimpleNamespace(
+        name="NVIDIA H200",
+        compute_capability=(9, 0),
+        target="sm_90",
+        shared_memory_per_block_bytes=232448,
+    )
+
+    def time(launch: Any) -> Timing:
+        launch()
+        microseconds = 5.0 if stage.tiling.threads == 256 else 10.0
+        return summarise([microseconds], timer="cuda-event", cold_l2=True)
+
+    instruments = Instruments(time=time, healthy=lambda: True)
+    plan = stage.plan
+    outcome = autotune(stage, plan, spec, RunOptions(), instruments=instruments)["scale_add"]
+    assert stage.tiling == ScaleTiling(threads=256)
+    assert len(gpu.calls) == 2
+    text = outcome.path.read_text()
+    assert "undefined_name" in text and "cutlass-dsl" in text
+
+
+def test_a_stored_program_that_does_not_link_is_made_again(
+    compilations: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It gets as far as loading machine code, which fails for want of a GPU."""
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is there: loading would succeed")
+    kernel = empty()
+    host, args = kernel._host_and_args(kernel.tiling)
+    kinds = kinds_of(args)
+    good = compile_program(scale_add, host, kinds, kernel.tiling, "sm_90a")
+    key = cute_kernel._key(scale_add, host, kinds, kernel.tiling, "sm_90a")
+    cute_cache.write_entry(key, dataclasses.replace(good, object_code=b"no object"))
+    cute_kernel._compiled.clear()
+    with pytest.raises(UnsupportedError, match="scale_add: expected machine code that loads"):
+        cute_kernel._load(key, host, kinds, 0)
+    assert len(compilations) == 2 and "made again" in caplog.text
+    stored = cute_cache.read_entry(key)
+    assert stored is not None and stored.object_code != b"no object"
+
+
+# --- real host code, on a driver that only notes --------------------------------------------------
+
+LAUNCH_ON_NOTING_DRIVER = """
+import sys, torch
+sys.path.insert(0, sys.argv[1])
+from tests.unit.runtime.cute.cute_support import ScalePlan
+from tests.unit.runtime.cute.noting_driver import STREAM
+from mla_var3.runtime import cute_kernel
+from mla_var3.runtime.cute.arguments import ArgumentBuffer, Int64Arg
+kernel = ScalePlan().plan_empty(1.0, 1.0)
+host, args = kernel._host_and_args(kernel.tiling)
+kinds = cute_kernel.kinds_of(args)
+key = cute_kernel._key(kernel.kernel_fn, host, kinds, kernel.tiling, "sm_90a")
+program = cute_kernel.cute_cache.read_entry(key)
+function = cute_kernel._link(key, program)
+buffer = ArgumentBuffer(kinds, None)
+x = torch.zeros(8, dtype=torch.bfloat16)
+buffer.write((x, x, torch.zeros(8), 1000, Int64Arg(1), 2.0))
+buffer.stream.value = STREAM
+buffer.result.value = 99
+function.capi_func(buffer.packed)
+sys.exit(buffer.result.value)
+"""
+
+
+def test_the_compiled_host_function_launches_on_the_given_stream(
+    repo_root: Path, package_environment: dict[str, str], tmp_path: Path
+) -> None:
+    """The real host code on a driver that only notes what it is asked for."""
+    library = build_driver(tmp_path)
+    own = {"HYPER_MLA_CACHE_DIR": str(tmp_path / "shared")}
+    run_process(SECOND_PROCESS, repo_root, package_environment, **own)
+    own["CUTE_DSL_LIBS"] = str(library)
+    launched = run_process(LAUNCH_ON_NOTING_DRIVER, repo_root, package_environment, **own)
+    assert (launched["grid"], launched["block"]) == ([8, 1, 1], [128, 1, 1])
+    assert launched["stream"] == STREAM
+
+
+def test_a_real_host_function_reads_this_buffer() -> None:
+    """Without a driver it fails, but in the launch: it found its arguments and the result."""
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is there: tests/gpu/test_cute_runtime.py launches for real")
+    kernel = empty(with_bias=False)
+    host, _ = kernel._host_and_args(kernel.tiling)
+    args = (torch.zeros(8, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.bfloat16), None)
+    args = (*args, 8, Int64Arg(1), 2.0)
+    kinds = kinds_of(args)
+    key = cute_kernel._key(scale_add, host, kinds, kernel.tiling, "sm_90a")
+    function = cute_kernel._link(
+        key, compile_program(scale_add, host, kinds, kernel.tiling, "sm_90a")
+    )
+    buffer = cute_launch.ArgumentBuffer(kinds, None)
+    buffer.write(args)
+    buffer.result.value = 0
+    function.capi_func(buffer.packed)
+    assert buffer.result.value != 0
+    assert "cudaError" in cute_launch.describe_cuda_error(buffer.result.value)

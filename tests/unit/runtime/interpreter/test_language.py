@@ -1,0 +1,222 @@
+"""The language of kernels: control flow, builtins, helpers, static evaluation, printing."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import types
+from typing import Any
+
+import cuda.tile as ct
+import pytest
+import torch
+
+from mla_var3.errors import InterpreterError
+from mla_var3.runtime import interpreter
+from tests.unit.runtime.interpreter.interpreter_support import evaluate, values
+
+TILE = 4
+
+
+# ----------------------------------------------------------------------- control flow and builtins
+
+
+def test_persistent_loop_over_work() -> None:
+    out = torch.zeros(10, dtype=torch.int32)
+
+    @ct.kernel
+    def kernel(out, work_count):
+        for work in range(ct.bid(0), work_count, ct.num_blocks(0)):
+            ct.store(out, (work,), ct.bid(0) + 1)
+
+    interpreter.launch((3,), kernel, (out, 10))
+    assert out.tolist() == [1, 2, 3, 1, 2, 3, 1, 2, 3, 1]
+
+
+def test_while_if_and_logic_on_dynamic_scalars() -> None:
+    def collatz(n):
+        steps = 0 * n
+        while n != 1 and not n < 1:
+            steps += 1
+            if n % 2 == 0:
+                n = n // 2
+                continue
+            n = 3 * n + 1
+        return steps
+
+    assert values(collatz, 27) == 111
+
+
+def test_loop_variable_is_a_dynamic_int32() -> None:
+    def body():
+        for i in range(2, 7, 4):
+            last = i
+        return last
+
+    tile = evaluate(body)
+    assert tile.element == ct.int32
+    assert tile.shape == ()
+    assert values(lambda: tuple(i.astype(ct.float32) for i in range(2))[1]) == 1.0
+
+
+def test_range_takes_the_widest_dtype() -> None:
+    def body(n):
+        for i in range(1, n.astype(ct.int64)):
+            last = i
+        return last
+
+    tile = evaluate(body, 5)
+    assert (tile.element, tile.tensor.item()) == (ct.int64, 4)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (lambda: range(4, 0, -1), "step of range must be positive"),
+        (lambda: range(ct.bid(0) * 1.0), "signed integer scalars"),
+        (lambda: range(ct.arange(4, dtype=ct.int32)), "signed integer scalars"),
+        (lambda: max(ct.bid(0), 1, 2), "exactly two arguments"),
+        (lambda: int(ct.bid(0)), r"int\(\) expects a constant"),
+        (lambda: float(ct.bid(0)), r"float\(\) expects a constant"),
+        (lambda: bool(ct.zeros((4,), ct.bool_)), "truth value of a bool_ tile of shape"),
+        (lambda: [*ct.zeros((4,), ct.bool_)], "cannot be iterated"),
+    ],
+)
+def test_misused_builtin(body: Any, message: str) -> None:
+    with pytest.raises(InterpreterError, match=message):
+        evaluate(body)
+
+
+def plain_helper(x, limit):
+    total = ct.zeros((TILE,), ct.int32)
+    for i in range(2):
+        total = total + min(x, limit) * max(i, 1).astype(ct.int32)
+    return total
+
+
+@ct.function
+def decorated_helper(x, limit):
+    return plain_helper(x, limit) + max(x, 0)
+
+
+class Namespace:
+    helper = staticmethod(plain_helper)
+
+
+helper_module = types.ModuleType("helper_module")
+exec("def through_module(x, limit):\n    return max(min(x, limit), 0)", vars(helper_module))
+
+
+def test_builtins_in_helpers() -> None:
+    def nested(x, limit, inner=plain_helper):
+        def local(y):
+            return max(inner(x, limit), y)
+
+        return local(decorated_helper(x, limit))
+
+    x = torch.tensor([-3, 0, 5, 9], dtype=torch.int32)
+
+    def body(array):
+        tile = ct.load(array, (0,), (TILE,))
+        return nested(tile, 6) + helper_module.through_module(tile, 6) + (lambda t: min(t, 1))(tile)
+
+    plain = 2 * x.clamp(max=6)
+    expected = torch.maximum(plain, plain + x.clamp(min=0)) + x.clamp(0, 6) + x.clamp(max=1)
+    assert values(body, x) == expected.tolist()
+
+
+def test_recursive_helper() -> None:
+    def factorial(n):
+        return 1 if n == 0 else max(n, 1) * factorial(n - 1)
+
+    assert evaluate(lambda: factorial(5)) == 120
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    low: int
+    high: int
+
+    def clamp(self, x):
+        for _ in range(x):
+            x = x if x < self.high else x - x + self.high
+        return x
+
+
+def test_methods_work_on_scalars() -> None:
+    bounds = Bounds(0, 6)
+    assert values(lambda n: bounds.clamp(n), 9) == 6
+
+
+def test_host_code_at_the_same_time_is_not_affected() -> None:
+    meeting = threading.Barrier(2, timeout=10)
+    seen = []
+
+    def host_thread() -> None:
+        meeting.wait()
+        seen.append((max(1, 2), list(range(2)), type(range(2)) is range))
+        try:
+            ct.bid(0)
+        except RuntimeError as error:
+            seen.append(str(error))
+        meeting.wait()
+
+    @ct.kernel
+    def kernel():
+        meeting.wait()
+        meeting.wait()
+
+    thread = threading.Thread(target=host_thread)
+    thread.start()
+    interpreter.launch((1,), kernel, ())
+    thread.join()
+    assert seen == [(2, [0, 1], True), "Device functions can only be called from device code."]
+
+
+def test_static_evaluation() -> None:
+    def body():
+        parts = ()
+        for i in ct.static_iter(range(4)):
+            parts += ((i + 1) % 4,)
+        size = ct.static_eval(sum(parts) + 2)
+        ct.static_assert(size == 8)
+        return ct.arange(ct.ensure_constant(size), dtype=ct.int32)
+
+    assert values(body) == list(range(8))
+
+
+def test_dtype_as_function() -> None:
+    tile = evaluate(lambda n: ct.float32(n) / 2, 3)
+    assert (tile.element, tile.tensor.item()) == (ct.float32, 1.5)
+    assert evaluate(lambda: ct.int8(300)).tensor.item() == 44
+
+
+def test_programmatic_dependent_launch_is_a_no_op() -> None:
+    def body():
+        ct.grid_dependency_control_wait()
+        ct.grid_dependency_control_launch_dependents()
+        return ct.bid(0)
+
+    assert values(body) == 0
+
+
+# ---------------------------------------------------------------------------------------- printing
+
+
+def test_printing(capsys: pytest.CaptureFixture[str]) -> None:
+    def body():
+        x = ct.arange(2, dtype=ct.float32) / 2
+        ct.print("x:", x, sep="", end=";\n")
+        print(f"{x[None, :]:.2f} {ct.bid(0)} {x > 0.1}")
+        ct.printf("%d%% %5.2f %lld %x\n", ct.bid(0) + 3, x, ct.full((), 7, ct.int64), 255)
+
+    evaluate(body)
+    assert capsys.readouterr().out == (
+        "x:[0.000000, 0.500000];\n[[0.00, 0.50]] 0 [0, 1]\n3% [ 0.00,  0.50] 7 ff\n"
+    )
+
+
+@pytest.mark.parametrize("arguments", [("%d", 1.5), ("%s", 1), ("%d",), ("text", 1)])
+def test_printf_checks_its_format(arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(InterpreterError, match="operation printf"):
+        evaluate(lambda: ct.printf(*arguments))

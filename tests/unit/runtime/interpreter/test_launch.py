@@ -1,0 +1,294 @@
+"""Launching: the package, grids, arguments, and errors that say where."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import types
+from typing import Annotated, Any
+
+import cuda.tile as ct
+import pytest
+import torch
+from cuda.tile._execution import is_stub
+from cuda.tile._stub import RawArrayMemory
+
+from mla_var3.errors import InterpreterError, InvalidArgumentError, MissingToolError
+from mla_var3.runtime import interpreter
+from mla_var3.runtime.interpreter.language import SUBSTITUTES
+from mla_var3.runtime.interpreter.registry import IMPLEMENTATIONS
+from mla_var3.runtime.interpreter.version import require_pinned_cutile
+from tests.unit.runtime.interpreter.interpreter_support import evaluate, values
+
+TILE = 4
+Const = ct.Constant[int]
+
+
+@ct.kernel
+def copy_tile(x, out):
+    ct.store(out, (ct.bid(0),), ct.load(x, (ct.bid(0),), (TILE,)))
+
+
+@ct.kernel
+def record_block(out):
+    x, y, z = ct.bid(0), ct.bid(1), ct.bid(2)
+    ct.store(out, (x, y, z), ct.atomic_add(out, (0, 0, 0), 0) * 0 + x + 10 * y + 100 * z)
+
+
+# ------------------------------------------------------------------------------------- the package
+
+
+@pytest.mark.parametrize("found", ["1.6.0", "1.7.1", None])
+def test_other_cutile_version_is_refused(
+    found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(MissingToolError, match=re.escape("cuda-tile==1.7.0")) as caught:
+        require_pinned_cutile()
+    assert (found or "not installed") in str(caught.value)
+
+
+def test_every_operation_is_implemented() -> None:
+    owners: list[Any] = [ct.Array, ct.Tile, ct.TiledView, ct.Slice, RawArrayMemory]
+    stubs = {name: getattr(ct, name) for name in ct.__all__}
+    for owner in owners:
+        members = {f"{owner.__name__}.{name}": value for name, value in vars(owner).items()}
+        stubs |= {name: getattr(m, "__func__", m) for name, m in members.items()}
+    functions = {n: f for n, f in stubs.items() if isinstance(f, types.FunctionType)}
+    missing = [
+        name
+        for name, function in functions.items()
+        if is_stub(function) and function not in IMPLEMENTATIONS and function not in SUBSTITUTES
+    ]
+    # Dtypes are made on the host.
+    assert missing == ["foreign_pointer_dtype"]
+
+
+# --------------------------------------------------------------------------------- grid and blocks
+
+
+def test_blocks_run_over_the_whole_grid() -> None:
+    out = torch.full((2, 3, 4), -1, dtype=torch.int32)
+    interpreter.launch((2, 3, 4), record_block, (out,))
+    expected = [[[x + 10 * y + 100 * z for z in range(4)] for y in range(3)] for x in range(2)]
+    assert out.tolist() == expected
+
+
+@pytest.mark.parametrize("blocks", [[1, 3], [(1,), (3, 0, 0)], iter([3, 1])])
+def test_chosen_blocks_only(blocks: Any) -> None:
+    x, out = torch.arange(16), torch.zeros(16, dtype=torch.int64)
+    interpreter.launch((4,), copy_tile, (x, out), blocks=blocks)
+    assert out.tolist() == [0] * 4 + [4, 5, 6, 7] + [0] * 4 + [12, 13, 14, 15]
+
+
+@pytest.mark.parametrize("block", [4, (0, 1), -1, (0, 0, 0, 0), (), "a"])
+def test_block_outside_the_grid(block: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"blocks: expected block ids in the grid"):
+        interpreter.launch((4,), copy_tile, (torch.zeros(16), torch.zeros(16)), blocks=[block])
+
+
+@pytest.mark.parametrize("grid", [(), (0,), (-1, 2), (1, 1, 1, 1), (1.0,), 4, (True,), "1", None])
+def test_bad_grid(grid: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="grid: expected one to three positive integers"):
+        interpreter.launch(grid, copy_tile, (torch.zeros(4), torch.zeros(4)))
+
+
+def test_num_blocks() -> None:
+    found = []
+
+    @ct.kernel
+    def kernel():
+        found.append(tuple(int(str(ct.num_blocks(axis))) for axis in (0, 1, 2)))
+
+    interpreter.launch((2, 1, 3), kernel, (), blocks=[0])
+    assert found == [(2, 1, 3)]
+
+
+# --------------------------------------------------------------------------------------- arguments
+
+
+def test_not_a_kernel() -> None:
+    with pytest.raises(InvalidArgumentError, match="kernel: expected an object made by @ct.kernel"):
+        interpreter.launch((1,), lambda: None, ())
+
+
+def test_wrong_number_of_arguments() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"args: expected 2 arguments \(x, out\), got 1"):
+        interpreter.launch((1,), copy_tile, (torch.zeros(4),))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (torch.zeros(4, device="meta"), "x: expected a tensor on the CPU, got one on meta"),
+        (torch.zeros(4, dtype=torch.complex64), "x: expected a dtype that cuTile has"),
+        (torch.zeros(4, 4).to_sparse(), "x: expected a strided tensor"),
+        ("text", "x: expected a CPU tensor, a number"),
+        (None, "x: expected a CPU tensor, a number"),
+        ((1, "text"), r"x\[1\]: expected a CPU tensor"),
+        ([1], r"x\[0\]: expected a CPU tensor"),
+        (2**31, "x: expected an integer that fits int32"),
+        (torch.zeros(1).expand(2**32), "x: expected a shape and strides that fit int32"),
+    ],
+)
+def test_bad_argument(value: Any, message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        interpreter.launch((1,), copy_tile, (value, torch.zeros(4)))
+
+
+def test_scalars_become_typed_and_constants_stay() -> None:
+    seen = {}
+
+    @ct.kernel
+    def kernel(i, f, b, big: ct.ScalarInt64, size: Const, pair: ct.Constant[tuple[int, float]]):
+        seen["dtypes"] = [str(value.dtype) for value in (i, f, b, big)]
+        seen["float"] = f == f * 1.0 and str(f)
+        seen["constants"] = (size, *pair)
+
+    interpreter.launch((1,), kernel, (3, 0.1, True, 2**40, 8, (2, 0.5)))
+    assert seen["dtypes"] == ["int32", "float32", "bool_", "int64"]
+    assert seen["constants"] == (8, 2, 0.5)
+
+
+def test_constant_must_be_a_number() -> None:
+    @ct.kernel
+    def kernel(size: Const):
+        pass
+
+    with pytest.raises(InvalidArgumentError, match="size: expected a constant"):
+        interpreter.launch((1,), kernel, (torch.zeros(1),))
+
+
+def test_tuples_and_lists_of_arrays() -> None:
+    out = torch.zeros(2, 4)
+
+    @ct.kernel
+    def kernel(pair: tuple[ct.Array, int], arrays, out):
+        array, scale = pair
+        last = ct.load(arrays[len(arrays) - 1], (0,), (4,))
+        ct.store(out, (0, 0), (ct.load(array, (0,), (4,)) * scale).reshape((1, 4)))
+        for i in range(len(arrays)):
+            last = last + ct.load(arrays[i], (0,), (4,))
+        ct.store(out, (1, 0), last[None, :])
+
+    ones = torch.ones(4)
+    interpreter.launch((1,), kernel, ((ones, 3), [ones, 2 * ones], out))
+    assert out.tolist() == [[3.0] * 4, [5.0] * 4]
+
+
+def test_tuple_of_wrong_length() -> None:
+    @ct.kernel
+    def kernel(pair: tuple[int, int]):
+        pass
+
+    with pytest.raises(InvalidArgumentError, match="pair: expected a tuple of 2"):
+        interpreter.launch((1,), kernel, ((1,),))
+    with pytest.raises(InvalidArgumentError, match="pair: expected a tuple, got 1"):
+        interpreter.launch((1,), kernel, (1,))
+
+
+def test_array_attributes() -> None:
+    seen = {}
+
+    @ct.kernel
+    def kernel(
+        plain,
+        wide: ct.IndexedWithInt64,
+        static: Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(-1,))],
+    ):
+        seen["plain"] = (plain.ndim, str(plain.shape[0].dtype), plain.strides[0] == 6)
+        seen["wide"] = str(wide.shape[0].dtype)
+        seen["static"] = (isinstance(static.shape[0], ct.Tile), static.shape[1])
+        seen["dtype"] = (plain.dtype == torch.float16, plain.dtype == ct.float16, plain.dtype.name)
+
+    x = torch.zeros(4, 6, dtype=torch.float16)
+    interpreter.launch((1,), kernel, (x, x, x))
+    assert seen["plain"][:2] == (2, "int32")
+    assert bool(seen["plain"][2])
+    assert seen["wide"] == "int64"
+    assert seen["static"] == (True, 6)
+    assert seen["dtype"] == (True, True, "float16")
+
+
+def test_strided_arguments_and_autograd() -> None:
+    x = torch.arange(32.0).reshape(4, 8).requires_grad_()
+    out = torch.zeros(8, 2)
+    interpreter.launch((2,), copy_tile, (x[:, 3].expand(2, 4).reshape(-1), out[:, 1]))
+    assert out[:, 1].tolist() == [3.0, 11.0, 19.0, 27.0] * 2
+    assert not out[:, 0].any()
+
+
+def test_default_device_is_not_used() -> None:
+    x, out = torch.ones(4), torch.zeros(4)
+    with torch.device("meta"):
+        interpreter.launch((1,), copy_tile, (x, out))
+    assert out.tolist() == [1.0] * 4
+
+
+# ------------------------------------------------------------------------------------------ errors
+
+
+@ct.kernel
+def fails_in_second_block(x, out):
+    tile = ct.load(x, (ct.bid(0),), (TILE,))
+    ct.store(out, (ct.bid(0),), tile)  # the line to be named
+
+
+def test_error_names_kernel_block_operation_and_line() -> None:
+    with pytest.raises(InterpreterError) as caught:
+        interpreter.launch((3,), fails_in_second_block, (torch.zeros(12), torch.zeros(4)))
+    message = str(caught.value)
+    assert "kernel fails_in_second_block, block (1, 0, 0), operation store" in message
+    assert "wholly outside array out of shape (4,)" in message
+    line = fails_in_second_block._pyfunc.__code__.co_firstlineno + 3
+    assert f"{__file__}:{line} in fails_in_second_block: ct.store(out" in message
+    assert isinstance(caught.value.__cause__, InterpreterError)
+
+
+def failing_helper(x):
+    return ct.reshape(x, (3,))
+
+
+def test_error_in_a_helper_names_both_lines() -> None:
+    @ct.kernel
+    def kernel(x):
+        failing_helper(ct.load(x, (0,), (TILE,)))
+
+    with pytest.raises(InterpreterError) as caught:
+        interpreter.launch((1,), kernel, (torch.zeros(4),))
+    message = str(caught.value)
+    assert "operation reshape" in message
+    assert "in failing_helper: return ct.reshape(x, (3,))" in message
+    assert "in kernel: failing_helper(ct.load(x, (0,), (TILE,)))" in message
+    assert isinstance(caught.value.__cause__, ct.TileTypeError)
+
+
+def test_plain_python_error_in_a_kernel() -> None:
+    @ct.kernel
+    def kernel():
+        return 1 // 0
+
+    with pytest.raises(InterpreterError, match=r"kernel kernel, block .*: ZeroDivisionError") as c:
+        interpreter.launch((1,), kernel, ())
+    assert isinstance(c.value.__cause__, ZeroDivisionError)
+
+
+def test_failed_assertion() -> None:
+    def body(limit):
+        ct.assert_(ct.arange(4, dtype=ct.int32) < limit, "too large")
+        return limit
+
+    assert values(body, 4) == 4
+    with pytest.raises(InterpreterError, match="operation assert_: AssertionError: too large"):
+        evaluate(body, 3)
+
+
+def test_unknown_operation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(IMPLEMENTATIONS, ct.bid)
+    with pytest.raises(InterpreterError, match="bid is not supported by the CPU interpreter"):
+        evaluate(lambda: ct.bid(0))

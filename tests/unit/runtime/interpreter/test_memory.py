@@ -1,0 +1,322 @@
+"""Tile-shaped memory access: loads, stores, slices and tiled views."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import cuda.tile as ct
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mla_var3.errors import InterpreterError
+from mla_var3.runtime import interpreter
+from tests.unit.runtime.interpreter.interpreter_support import elements, evaluate, values
+
+DTYPES = [
+    torch.bool,
+    torch.int8,
+    torch.int64,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e8m0fnu,
+]
+ZERO = ct.PaddingMode.ZERO
+
+
+def grid_of(rows: int, columns: int) -> torch.Tensor:
+    return torch.arange(rows * columns, dtype=torch.float32).reshape(rows, columns)
+
+
+# ---------------------------------------------------------------------------------- load and store
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_can_be_moved(dtype: torch.dtype) -> None:
+    x = torch.tensor([1, 0, 1, 1, 1]).to(dtype)
+    out = torch.zeros(7).to(dtype)
+
+    @ct.kernel
+    def kernel(x, out):
+        tile = ct.load(x, (0,), (8,), padding_mode=ZERO)
+        tile = ct.where(ct.arange(8, dtype=ct.int32) < 8, tile, tile)
+        ct.store(out, (0,), ct.cat((ct.extract(tile, (0,), (4,)), ct.extract(tile, (1,), 4)), 0))
+        index = ct.arange(4, dtype=ct.int32)
+        ct.scatter(out, index + 5, ct.gather(x, index))
+
+    interpreter.launch((1,), kernel, (x, out))
+    padding = torch.zeros(1).to(dtype).float().item()
+    expected = [*x.float().tolist(), *x.float().tolist()[:2]]
+    assert out.float().tolist() == expected
+    assert values(lambda a: ct.load(a, (1,), (4,), padding_mode=ZERO).astype(ct.float32), x) == [
+        x.float().tolist()[4],
+        *[padding] * 3,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        (ct.PaddingMode.ZERO, 0.0),
+        (ct.PaddingMode.NAN, math.nan),
+        (ct.PaddingMode.POS_INF, math.inf),
+        (ct.PaddingMode.NEG_INF, -math.inf),
+        (ct.PaddingMode.UNDETERMINED, math.nan),
+    ],
+    ids=lambda mode: getattr(mode, "name", ""),
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_padding_modes(mode: Any, expected: float, dtype: torch.dtype) -> None:
+    x = grid_of(3, 3).to(dtype)
+    tile = elements(lambda a: ct.load(a, (1, 0), (2, 4), padding_mode=mode), x).float()
+    wanted = torch.full((2, 4), expected)
+    wanted[0, :3] = x[2].float()
+    torch.testing.assert_close(tile, wanted, equal_nan=True)
+
+
+def test_negative_zero_padding() -> None:
+    mode = ct.PaddingMode.NEG_ZERO
+    tile = elements(lambda a: ct.load(a, (0,), (4,), padding_mode=mode), torch.ones(3))
+    assert torch.signbit(tile).tolist() == [False, False, False, True]
+
+
+def test_undetermined_padding_of_integers_is_poison() -> None:
+    x = torch.ones(3, dtype=torch.int32)
+    assert values(lambda a: ct.load(a, (0,), (4,)), x) == [1, 1, 1, 2**31 - 1]
+
+
+def test_float_padding_of_an_integer_array() -> None:
+    x = torch.ones(3, dtype=torch.int32)
+    with pytest.raises(InterpreterError, match="padding mode NAN needs a float array"):
+        evaluate(lambda a: ct.load(a, (0,), (4,), padding_mode=ct.PaddingMode.NAN), x)
+
+
+def test_load_orders() -> None:
+    x = torch.arange(24.0).reshape(2, 3, 4)
+    fortran = elements(lambda a: ct.load(a, (1, 0, 0), (2, 2, 2), order="F"), x)
+    assert torch.equal(fortran, x.permute(2, 1, 0)[2:4, 0:2])
+    custom = elements(lambda a: ct.load(a, (0, 1, 0), (1, 2, 2), order=(0, -1, 1)), x)
+    assert torch.equal(custom, x.permute(0, 2, 1)[:1, 2:4, :2])
+
+
+def test_store_order_and_clipping() -> None:
+    out = torch.zeros(3, 5)
+
+    @ct.kernel
+    def kernel(out):
+        tile = ct.arange(8, dtype=ct.float32).reshape((4, 2)) + 1
+        ct.store(out, (1, 1), tile, order=(1, 0))
+
+    interpreter.launch((1,), kernel, (out,))
+    expected = torch.zeros(3, 5)
+    expected[2, 4] = 1.0
+    assert torch.equal(out, expected)
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(
+    shape=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    tile=st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4])),
+    index=st.tuples(st.integers(-2, 9), st.integers(-2, 9)),
+)
+def test_load_and_store_agree_with_slices(
+    shape: tuple[int, int], tile: tuple[int, int], index: tuple[int, int]
+) -> None:
+    x, out = grid_of(*shape), torch.full(shape, -1.0)
+
+    @ct.kernel
+    def kernel(x, out, i, j):
+        ct.store(out, (i, j), ct.load(x, (i, j), tile, padding_mode=ZERO))
+
+    start = [i * n for i, n in zip(index, tile, strict=True)]
+    if any(not 0 <= s < n for s, n in zip(start, shape, strict=True)):
+        with pytest.raises(InterpreterError, match="wholly outside"):
+            interpreter.launch((1,), kernel, (x, out, *index))
+        return
+    interpreter.launch((1,), kernel, (x, out, *index))
+    covered = tuple(slice(s, s + n) for s, n in zip(start, tile, strict=True))
+    expected = torch.full(shape, -1.0)
+    expected[covered] = x[covered]
+    assert torch.equal(out, expected)
+
+
+def test_loaded_tile_does_not_change_with_the_array() -> None:
+    x = torch.arange(4.0)
+
+    @ct.kernel
+    def kernel(x):
+        before = ct.load(x, (0,), (4,))
+        ct.store(x, (0,), before * 0)
+        ct.store(x, (0,), before + 1)
+
+    interpreter.launch((1,), kernel, (x,))
+    assert x.tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize("index", [2, -1])
+def test_tile_wholly_outside(index: int) -> None:
+    x = torch.zeros(6)
+    with pytest.raises(InterpreterError, match=r"operation load: tile .* lies wholly outside"):
+        evaluate(lambda a: ct.load(a, (index,), (4,), padding_mode=ZERO), x)
+    with pytest.raises(InterpreterError, match=r"operation store: tile .* lies wholly outside"):
+        evaluate(lambda a: ct.store(a, (index,), ct.zeros(4, ct.float32)), x)
+
+
+def test_unchecked_bounds_that_are_violated() -> None:
+    x = torch.zeros(6)
+    assert values(lambda a: ct.load(a, (0,), (4,), check_bounds=False), x) == [0.0] * 4
+    for body in (
+        lambda a: ct.load(a, (1,), (4,), check_bounds=False),
+        lambda a: ct.store(a, (1,), ct.zeros(4, ct.float32), check_bounds=False),
+        lambda a: a.tiled_view(4).load(1, check_bounds=False),
+        lambda a: ct.gather(a, ct.arange(8, dtype=ct.int32), check_bounds=False),
+        lambda a: ct.scatter(a, -1, 0.0, check_bounds=False),
+        lambda a: ct.atomic_add(a, 6, 1.0, check_bounds=False),
+    ):
+        with pytest.raises(InterpreterError, match="check_bounds=False, but"):
+            evaluate(body, x)
+
+
+def test_scalars_in_and_out() -> None:
+    x = torch.arange(6, dtype=torch.int32).reshape(2, 3)
+    assert values(lambda a: ct.load(a, (1, 2), ()), x) == 5
+    evaluate(lambda a: ct.store(a, (0, 1), 7), x)
+    assert x.tolist() == [[0, 7, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tile_dtype", "allowed"),
+    [
+        (torch.bfloat16, ct.float32, False),
+        (torch.float16, ct.float32, False),
+        (torch.float16, ct.bfloat16, False),
+        (torch.int32, ct.float32, False),
+        (torch.int32, ct.int64, False),
+        (torch.int32, ct.uint32, False),
+        (torch.float32, ct.bfloat16, True),
+        (torch.float32, ct.int32, True),
+        (torch.int64, ct.int32, True),
+        (torch.int32, ct.bool_, True),
+    ],
+)
+def test_implicit_casts_on_store(dtype: torch.dtype, tile_dtype: Any, allowed: bool) -> None:
+    out = torch.zeros(4, dtype=dtype)
+    index = ct.int32
+    stores = [
+        lambda a: ct.store(a, (0,), ct.ones((4,), tile_dtype)),
+        lambda a: a.tiled_view(4).store(0, ct.ones((4,), tile_dtype)),
+        lambda a: ct.scatter(a, ct.arange(4, dtype=index), ct.ones((4,), tile_dtype)),
+        lambda a: a.get_raw_memory().store_offset(0, ct.ones((), tile_dtype)),
+    ]
+    for store in stores:
+        if allowed:
+            evaluate(store, out)
+        else:
+            with pytest.raises(InterpreterError, match="cannot implicitly cast"):
+                evaluate(store, out)
+    assert out.tolist() == [1 if allowed else 0] * 4
+
+
+def test_constant_out_of_range_on_store() -> None:
+    with pytest.raises(InterpreterError, match="300 is out of range of int8"):
+        evaluate(lambda a: ct.store(a, 0, 300), torch.zeros(1, dtype=torch.int8))
+    with pytest.raises(InterpreterError, match=r"cannot implicitly cast 1.5 to int32"):
+        evaluate(lambda a: ct.store(a, 0, 1.5), torch.zeros(1, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (lambda a: ct.load(a, (0,), (2, 2)), r"index \(0,\) does not match the rank 2"),
+        (lambda a: ct.load(a, (0, 0), (2,)), "does not match the rank 2"),
+        (lambda a: ct.load(a, (0, 0), (3, 2)), "3 is not a power of two"),
+        (lambda a: ct.load(a, (0, 0), (1 << 13, 1 << 12)), "has more than"),
+        (lambda a: ct.load(a, (0, 0), (2, 2), order=(0, 0)), "names an axis twice"),
+        (lambda a: ct.load(a, (0, 0), (2, 2), order="A"), "order must be"),
+        (lambda a: ct.load(a, (0, 0.0), (2, 2)), "signed integer scalar"),
+        (lambda a: ct.load(a, (0, 0), (2, 2), latency=11), "Latency must be between 1 and 10"),
+        (lambda a: ct.load(a, (0, 0), (2, 2), memory_order=ct.MemoryOrder.RELEASE), "memory order"),
+        (lambda a: ct.store(a, (0, 0), ct.zeros((4,), ct.float32)), "of rank 2"),
+        (lambda a: ct.load(ct.bid(0), (0,), (2,)), "expected an array"),
+        (lambda a: a[0, 0], "not subscriptable"),
+        (lambda a: ct.num_tiles(a, 2, (2, 2)), "out of range"),
+    ],
+)
+def test_bad_load_or_store(body: Any, message: str) -> None:
+    with pytest.raises(InterpreterError, match=message):
+        evaluate(body, torch.zeros(4, 4))
+
+
+def test_num_tiles() -> None:
+    x = torch.zeros(5, 9)
+    assert values(lambda a: ct.num_tiles(a, 1, (2, 4)), x) == 3
+    assert values(lambda a: ct.num_tiles(a, 1, (2, 4), order="F"), x) == 2
+
+
+# -------------------------------------------------------------------------- slices and tiled views
+
+
+def test_slice_with_dynamic_bounds() -> None:
+    x = grid_of(8, 4)
+
+    def body(a, start):
+        part = a.slice(0, start, start + 3)
+        return ct.load(part, (1, 0), (2, 4), padding_mode=ZERO) + part.shape[0]
+
+    expected = torch.zeros(2, 4)
+    expected[0] = x[4]
+    assert torch.equal(elements(body, x, 2), expected + 3)
+
+
+@pytest.mark.parametrize("bounds", [(-1, 2), (8, 8), (3, 2), (0, 9)])
+def test_bad_slice(bounds: tuple[int, int]) -> None:
+    with pytest.raises(InterpreterError, match=r"slice \[.*\] of array parameters\[0\]"):
+        evaluate(lambda a, low, high: a.slice(0, low, high), grid_of(8, 4), *bounds)
+
+
+def test_tiled_view() -> None:
+    x = grid_of(5, 4)
+
+    def body(a):
+        view = a.tiled_view((2, 4), padding_mode=ZERO, traversal_steps=(1, 4))
+        assert view.tile_shape == (2, 4)
+        assert view.traversal_steps == (1, 4)
+        assert view.dtype == ct.float32
+        assert view.num_tiles(0) == 5
+        view.store((0, 0), ct.full((1, 4), -1.0, ct.float32))
+        return view.load((4, 0))
+
+    last = elements(body, x)
+    assert last.tolist() == [[16.0, 17.0, 18.0, 19.0], [0.0] * 4]
+    assert x[:2].eq(-1).all() and x[2:].ge(0).all()
+
+
+def test_scalar_tiled_view() -> None:
+    x = torch.arange(4.0)
+    assert values(lambda a: a.tiled_view(()).load(2), x) == 2.0
+    evaluate(lambda a: a.tiled_view(()).store(1, 9.0), x)
+    assert x.tolist() == [0.0, 9.0, 2.0, 3.0]
+
+
+def test_tiled_view_atomic_stores() -> None:
+    x = torch.tensor([1, 2, 3], dtype=torch.int32)
+
+    def body(a):
+        view = a.tiled_view(4)
+        view.atomic_store_add(0, ct.arange(4, dtype=ct.int32))
+        view.atomic_store_max(0, 4)
+        view.atomic_store_xor(0, ct.full((4,), 1, ct.int32))
+
+    evaluate(body, x)
+    assert x.tolist() == [5, 5, 4]
+    with pytest.raises(InterpreterError, match="wholly outside"):
+        evaluate(lambda a: a.tiled_view(4).atomic_store_add(1, 1), x)

@@ -1,0 +1,317 @@
+"""Nsight Compute: finding it, its command lines, its failures; all with a stand-in program."""
+
+from __future__ import annotations
+
+import builtins
+import importlib.metadata
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mla_var3.errors import InvalidArgumentError, MissingToolError, UnsupportedError
+from mla_var3.runtime.profiling.ncu import collect as ncu_collect
+from mla_var3.runtime.profiling.ncu import driver as ncu_driver
+from mla_var3.runtime.profiling.ncu.collect import collect, wanted_collector
+from mla_var3.runtime.profiling.ncu.driver import (
+    NcuTool,
+    UnknownMetricsError,
+    child_environment,
+    find_ncu,
+    load_ncu_report,
+    ncu_command,
+    nsight_problem,
+    run_ncu,
+)
+from mla_var3.runtime.profiling.target import TargetSpec
+from tests.unit.runtime.profiling.ncu.ncu_support import TOOL, stand_in
+
+VERSION = "print('NVIDIA (R) Nsight Compute Command Line Profiler\\nVersion {}.0 (build 1)')"
+WRITE = """
+out = args[args.index("-o") + 1]
+open(out + ".ncu-rep", "w").write("report")
+"""
+SPEC = TargetSpec("m", "P", {}, {}, "sm_90", [])
+
+
+def install(monkeypatch: pytest.MonkeyPatch, folder: Path, body: str) -> Path:
+    path = stand_in(folder / "ncu", body)
+    monkeypatch.setattr(ncu_driver, "find_tool", lambda name: path)
+    return path
+
+
+def test_the_version_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = install(monkeypatch, tmp_path, VERSION.format("2025.3.1"))
+    tool = find_ncu()
+    assert tool == NcuTool(path, "2025.3.1.0")
+    assert tool.release == (2025, 3, 1, 0)
+
+
+def test_no_ncu_says_what_is_needed_and_what_works_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ncu_driver, "find_tool", lambda name: None)
+    monkeypatch.setattr(ncu_driver, "_newest_in_opt", lambda: None)
+    with pytest.raises(MissingToolError, match=r"ncu: .*2024\.1 or newer.*prof_type=event"):
+        find_ncu()
+
+
+def test_an_old_ncu_is_named_with_both_versions(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install(monkeypatch, tmp_path, VERSION.format("2023.3.1"))
+    with pytest.raises(UnsupportedError, match=r"expected .*2024\.1 or newer, got 2023\.3\.1"):
+        find_ncu()
+
+
+def test_a_broken_ncu_is_told_from_an_old_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install(monkeypatch, tmp_path, "sys.exit(1)")
+    with pytest.raises(UnsupportedError, match="does not answer --version"):
+        find_ncu()
+
+
+def test_command_of_the_hand_picked_metrics() -> None:
+    command = ncu_command(TOOL, Path("/o/report"), Path("/o/target.json"), metrics=["a.sum", "b"])
+    assert command == [
+        *("/opt/ncu", "--target-processes", "all"),
+        *("--nvtx", "--nvtx-include", r"regex:hyper_mla\..*/"),
+        *("--clock-control", "none", "--cache-control", "all"),
+        *("--metrics", "a.sum,b", "-f", "-o", "/o/report"),
+        *(sys.executable, "-m", "mla_var3.runtime.profiling.target", "/o/target.json"),
+    ]
+
+
+def test_command_of_the_full_set() -> None:
+    command = ncu_command(TOOL, Path("r"), Path("t"), metrics=None, clock_control="base")
+    assert "--metrics" not in command
+    assert " ".join(command[3:14]) == (
+        r"--nvtx --nvtx-include regex:hyper_mla\..*/ --clock-control base --cache-control all "
+        "--set full --import-source yes"
+    )
+
+
+def test_an_unknown_clock_control_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match="clock_control: expected none or base"):
+        ncu_command(TOOL, Path("r"), Path("t"), metrics=None, clock_control="boost")
+
+
+def test_the_profiled_program_finds_this_package(source_root: Path) -> None:
+    environment = child_environment(TOOL)
+    assert environment["PYTHONPATH"].split(":")[0] == str(source_root.parent)
+    assert environment["PATH"].split(":")[0] == "/opt"
+
+
+def run_stand_in(folder: Path, body: str) -> Path:
+    path = stand_in(folder / "ncu", body)
+    report = folder / "report.ncu-rep"
+    command = [str(path), "-o", str(folder / "report")]
+    run_ncu(command, NcuTool(path, "2025.3.1"), report, folder / "profiler.log")
+    return report
+
+
+def test_a_good_run_leaves_report_and_log(tmp_path: Path) -> None:
+    assert run_stand_in(tmp_path, f"print('==PROF== hello'){WRITE}").read_text() == "report"
+    assert "==PROF== hello" in (tmp_path / "profiler.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (
+            "print('==ERROR== ERR_NVGPUCTRPERM - The user does not have permission'); sys.exit(1)",
+            r"ncu 2025\.3\.1: .*ERR_NVGPUCTRPERM; run as root.*RestrictProfilingToAdminUsers=0",
+        ),
+        (
+            "print('RuntimeError: boom', file=sys.stderr); sys.exit(3)",
+            r"(?s)exit code 3 .*profiler\.log.*RuntimeError: boom",
+        ),
+        ("print('==WARNING== No kernels were profiled.')", "got no kernel ran in a range"),
+        ("print('fine')", r"expected the report report\.ncu-rep, got none"),
+    ],
+)
+def test_failures_are_explained(tmp_path: Path, body: str, expected: str) -> None:
+    with pytest.raises(UnsupportedError, match=expected):
+        run_stand_in(tmp_path, body)
+
+
+def test_unknown_metrics_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UnknownMetricsError) as raised:
+        run_stand_in(tmp_path, "print('==ERROR== Failed to find metric a__b.sum'); sys.exit(1)")
+    assert raised.value.names == ("a__b.sum",)
+
+
+def test_a_missing_reader_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ncu_report", None)
+    with pytest.raises(MissingToolError, match=r"ncu-report: .*hyper-mla\[profiling\]"):
+        load_ncu_report(TOOL)
+
+
+def test_the_reader_of_the_installation_is_the_second_choice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bundled = tmp_path / "extras" / "python"
+    bundled.mkdir(parents=True)
+    (bundled / "ncu_report.py").write_text("ORIGIN = 'bundled'\n")
+    monkeypatch.delitem(sys.modules, "ncu_report", raising=False)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if "site-packages" not in entry])
+    importlib.invalidate_caches()
+    with pytest.raises(MissingToolError, match=r"2026\.2 or newer .* the copy in ncu 2025\.3\.1"):
+        load_ncu_report(NcuTool(tmp_path / "ncu", "2025.3.1"))
+    module = load_ncu_report(NcuTool(tmp_path / "ncu", "2026.2.0"))
+    assert module.ORIGIN == "bundled"
+    monkeypatch.delitem(sys.modules, "ncu_report")
+
+
+def test_a_reader_that_crashes_beside_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: builtins.object())
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2025.3.1")
+    with pytest.raises(
+        MissingToolError, match=r"expected 2026\.2 or newer .* got version 2025\.3\.1"
+    ):
+        load_ncu_report()
+
+
+@pytest.mark.parametrize(
+    ("settings", "user", "refused"),
+    [
+        ("RmProfilingAdminOnly: 1\n", 1000, True),
+        ("RmProfilingAdminOnly: 1\n", 0, False),
+        ("RmProfilingAdminOnly: 0\n", 1000, False),
+        (None, 1000, False),
+    ],
+)
+def test_rights_to_the_counters_are_asked_in_advance(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: str | None, user: int, refused: bool
+) -> None:
+    file = tmp_path / "params"
+    if settings is not None:
+        file.write_text(f"ResmanDebugLevel: 4\n{settings}")
+    monkeypatch.setattr(ncu_driver, "DRIVER_SETTINGS", file)
+    monkeypatch.setattr("os.geteuid", lambda: user)
+    assert (ncu_driver.counters_problem() is not None) == refused
+
+
+# -- which collector ---------------------------------------------------------------------------
+
+
+def have_nsight(monkeypatch: pytest.MonkeyPatch, version: str = "0.9.6") -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: builtins.object())
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+
+
+def test_nsight_python_is_usable_when_it_fits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    have_nsight(monkeypatch)
+    assert nsight_problem(TOOL, Path("/plain/folder")) is None
+    assert "cannot handle the path" in (nsight_problem(TOOL, Path("/a folder")) or "")
+    have_nsight(monkeypatch, "1.0.0")
+    assert nsight_problem(TOOL, tmp_path) == "nsight-python 1.0.0 needs ncu 2026.2, got 2025.3.1"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert nsight_problem(TOOL, tmp_path) == "the package nsight is not installed"
+
+
+class Runs:
+    """Stands for the program runs: records them, fails as told."""
+
+    def __init__(self, failures: dict[str, Exception]) -> None:
+        self.failures = failures
+        self.commands: list[list[str]] = []
+
+    def __call__(self, command: Any, tool: NcuTool, report: Path, log_file: Path) -> None:
+        self.commands.append(list(command))
+        kind = "ncu" if "--metrics" in command or "--set" in command else "nsight-python"
+        if kind in self.failures:
+            raise self.failures.pop(kind)
+        report.write_text(kind)
+
+
+def run_collect(
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    collector: str,
+    *,
+    problem: str | None = None,
+    failures: dict[str, Exception] | None = None,
+    metrics: list[str] | None = None,
+) -> tuple[Any, Runs]:
+    runs = Runs(failures or {})
+    monkeypatch.setattr(ncu_collect, "run_ncu", runs)
+    monkeypatch.setattr(ncu_collect, "nsight_problem", lambda tool, where: problem)
+    wanted = ["a", "b"] if metrics is None else metrics
+    return collect(TOOL, folder, SPEC, wanted, "none", collector), runs
+
+
+def test_nsight_python_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    done, runs = run_collect(monkeypatch, tmp_path, "auto")
+    assert done.collector == "nsight-python"
+    assert (tmp_path / "report.ncu-rep").read_text() == "nsight-python"
+    assert runs.commands[0][1:] == [
+        "-m", "mla_var3.runtime.profiling.target", str(tmp_path / "target.json"),
+    ]  # fmt: skip
+    nsight = TargetSpec.read(tmp_path / "target.json").nsight
+    assert nsight == {
+        "metrics": ["a", "b"],
+        "clock_control": "none",
+        "output_prefix": f"{tmp_path}/nsight-",
+    }
+
+
+def test_ncu_is_driven_directly_otherwise_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    done, _ = run_collect(monkeypatch, tmp_path, "auto", problem="the package nsight is missing")
+    assert (done.collector, done.note) == ("ncu", "the package nsight is missing")
+    assert "driving ncu with NVTX ranges instead" in caplog.text
+    assert TargetSpec.read(tmp_path / "target.json").nsight is None
+
+
+def test_a_failure_of_nsight_python_is_kept_as_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    failures: dict[str, Exception] = {"nsight-python": UnsupportedError("it broke\ntrace")}
+    done, _ = run_collect(monkeypatch, tmp_path, "auto", failures=failures)
+    assert (done.collector, done.note) == ("ncu", "nsight-python failed: it broke")
+
+
+def test_missing_rights_are_not_tried_twice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    failures: dict[str, Exception] = {"nsight-python": UnsupportedError("ERR_NVGPUCTRPERM")}
+    with pytest.raises(UnsupportedError, match="ERR_NVGPUCTRPERM"):
+        run_collect(monkeypatch, tmp_path, "auto", failures=failures)
+
+
+def test_a_collector_that_was_asked_for_is_not_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(UnsupportedError, match="expected nsight-python, got it is not there"):
+        run_collect(monkeypatch, tmp_path, "nsight-python", problem="it is not there")
+    done, _ = run_collect(monkeypatch, tmp_path, "ncu")
+    assert (done.collector, done.note) == ("ncu", "$HYPER_MLA_NCU_COLLECTOR asks for it")
+
+
+def test_metrics_that_do_not_exist_are_left_out_and_listed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    failures: dict[str, Exception] = {"ncu": UnknownMetricsError(["b"])}
+    done, runs = run_collect(monkeypatch, tmp_path, "ncu", failures=failures)
+    assert done.dropped == ("b",)
+    assert [c[c.index("--metrics") + 1] for c in runs.commands] == ["a,b", "a"]
+    failures = {"ncu": UnknownMetricsError(["a"])}
+    with pytest.raises(UnknownMetricsError):
+        run_collect(monkeypatch, tmp_path, "ncu", failures=failures, metrics=["a"])
+
+
+def test_the_collector_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HYPER_MLA_NCU_COLLECTOR", raising=False)
+    assert wanted_collector() == "auto"
+    monkeypatch.setenv("HYPER_MLA_NCU_COLLECTOR", "ncu")
+    assert wanted_collector() == "ncu"
+    monkeypatch.setenv("HYPER_MLA_NCU_COLLECTOR", "magic")
+    with pytest.raises(InvalidArgumentError, match="auto or nsight-python or ncu, got 'magic'"):
+        wanted_collector()

@@ -1,0 +1,240 @@
+"""Annotation mode: its report on a real recording, and the whole way with a stand-in for ncu."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mla_var3.conf.devices import device_spec
+from mla_var3.errors import CheckFailedError, MissingToolError, UnsupportedError
+from mla_var3.runtime.composite import ConcurrentKernels
+from mla_var3.runtime.measure import summarise
+from mla_var3.runtime.profiling import NsightProfType, annotation, common
+from mla_var3.runtime.profiling.annotation import (
+    annotation_available,
+    annotation_profile_plan,
+    write_annotation,
+)
+from mla_var3.runtime.profiling.clocks import ClockState
+from mla_var3.runtime.profiling.ncu import driver as ncu_driver
+from mla_var3.runtime.profiling.ncu import session as ncu_session
+from mla_var3.runtime.profiling.ncu.text import timer_table, whole_note
+from mla_var3.runtime.workflow import Prepared, RunOptions
+
+pytest.importorskip("ncu_report", reason="the package that reads .ncu-rep is not installed")
+
+from tests.unit.runtime.profiling.ncu.ncu_support import (
+    RECORDING,
+    STAGES,
+    recorded_plan,
+    recorded_session,
+    stand_in,
+)
+
+STAND_IN = """
+import json, lzma, pathlib
+if "--version" in args:
+    print("Version 2025.3.1.0 (build 1)")
+    sys.exit(0)
+out = pathlib.Path(args[args.index("-o") + 1])
+(out.parent / "arguments.json").write_text(json.dumps(args))
+data = lzma.decompress(pathlib.Path({recording!r}).read_bytes())
+pathlib.Path(str(out) + ".ncu-rep").write_bytes(data)
+"""
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("annotation")
+    return folder, write_annotation(recorded_session(NsightProfType.ANNOTATION, folder))
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_contract_is_in_the_report(outcome: tuple[Path, Any]) -> None:
+    text = (outcome[0] / "report.md").read_text()
+    for line in (
+        "## Profile: mla_var6_plus v0",
+        "| 8 | 16 | 2048 | bfloat16 |",
+        "| Stage | Duration (us) | TC% | DRAM% | Occ% | Bottleneck | Key Issue |",
+        "| attention_block_specialized | 291.07 | 27.3 | 23.2 | 15.3 | Latency-bound | "
+        "register or shared memory pressure (occupancy=15.3%) |",
+        "### Bottleneck: Latency-bound",
+        "### Top 3 Opportunities (ranked by estimated impact)",
+    ):
+        assert line in text
+    assert "1. hide latency" in text
+    assert "trigger: [stall long_scoreboard=42%]" in text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "| mla_var6_plus | 308 µs |",
+        "| tensor core utilisation | 27.3% | 11.8% | 26.4% |",
+        "| L2 hit rate | 51.8% | 22.7% |",
+        "| achieved occupancy | 15.3% | 8.9% |",
+        "| registers per thread | 168 | 255 | - |",
+        "| static shared memory per block | 217 KiB | 224 KiB | - |",
+        "| local spilling | 0 B | 0 B | 0 B |",
+        "| waves per SM | 9.70 | 1.94 | - |",
+        "ncu driven with NVTX ranges (the package nsight is not installed)",
+        "clocks not locked",
+        "Bm=64 Bn=64",
+    ],
+)
+def test_the_report_has_every_figure(outcome: tuple[Path, Any], text: str) -> None:
+    assert text in (outcome[0] / "report.md").read_text()
+
+
+def test_raw_metrics_are_as_collected(outcome: tuple[Path, Any]) -> None:
+    rows = rows_of(outcome[0] / "nsight_raw_metrics.csv")
+    found = [r for r in rows if r["metric"] == "gpu__time_duration.sum"]
+    assert [(r["stage"], r["run"], float(r["value"]), r["unit"]) for r in found] == [
+        (STAGES[0], "0", 291072.0, "ns"),
+        (STAGES[1], "0", 17056.0, "ns"),
+    ]
+
+
+def test_formatted_metrics_name_their_units(outcome: tuple[Path, Any]) -> None:
+    rows = rows_of(outcome[0] / "nsight_formatted_metrics.csv")
+    assert [row["stage"] for row in rows] == [*STAGES, "mla_var6_plus"]
+    assert float(rows[0]["time_us [us]"]) == pytest.approx(291.072)
+    assert rows[0]["bottleneck"] == "Latency-bound"
+
+
+def test_roofline_csv_compares_with_the_device(outcome: tuple[Path, Any]) -> None:
+    whole = rows_of(outcome[0] / "roofline_metrics.csv")[-1]
+    assert float(whole["measured_us"]) == pytest.approx(308.128)
+    assert float(whole["peak_gbps"]) == device_spec("NVIDIA H200").peak_gbps
+    assert 0 < float(whole["of_roofline_pct"]) < 100
+
+
+def test_the_record_is_complete(outcome: tuple[Path, Any]) -> None:
+    record = json.loads((outcome[0] / "params.json").read_text())
+    assert record["prof_type"] == "annotation"
+    assert record["stages"][0]["extra"]["event_us"] == 290.0
+    assert record["clocks"]["locked"] is False
+    assert record["above_roofline"] is False
+
+
+def test_a_large_difference_to_event_time_is_explained(tmp_path: Path) -> None:
+    session = recorded_session(NsightProfType.ANNOTATION, tmp_path)
+    result = write_annotation(session)
+    text = timer_table(result)
+    assert "-14.7%" in text
+    assert "decompress_combine: 2.94 µs apart; it was profiled at an SM clock of 1826 MHz" in text
+    result.stages[1].extra["event_us"] = 17.0
+    assert "They agree within 10%" in timer_table(result)
+
+
+def test_concurrent_stages_are_sent_to_the_timeline(tmp_path: Path) -> None:
+    session = recorded_session(NsightProfType.ANNOTATION, tmp_path)
+    assert "prof_type=nsys" not in whole_note(session)
+    stages = list(session.prepared.stage.kernels())
+    session.prepared.stage = ConcurrentKernels(_name="both", concurrent_kernels=stages)
+    assert "The profiler serialises them" in whole_note(session)
+    assert "prof_type=nsys" in whole_note(session)
+
+
+class Machine:
+    """A GPU machine as far as a session sees it: planning, timing and compiling are replaced."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.compiled: list[str] = []
+        self.check: Any = None
+        path = stand_in(folder / "ncu", STAND_IN.format(recording=str(RECORDING)))
+        timing = summarise([20.0], timer="cuda-event", cold_l2=True)
+        for name, value in {
+            "time_gpu": lambda fn: timing,
+            "current_device_name": lambda: "0",
+            "device_lock": lambda device: contextlib.nullcontext(),
+            "announce_clocks": lambda environment: ClockState(True, 1500, 3201, "today"),
+        }.items():
+            monkeypatch.setattr(ncu_session, name, value)
+        monkeypatch.setattr(common, "pick_device", lambda device: "cuda")
+        monkeypatch.setattr(common, "prepare", self.prepare)
+        monkeypatch.setattr(common, "compile_report", self.compile_report)
+        monkeypatch.setattr(ncu_driver, "find_tool", lambda name: path)
+        monkeypatch.setenv("HYPER_MLA_NCU_COLLECTOR", "ncu")
+
+    def compile_report(self, kernel: Any, target: str, artifacts_dir: Path) -> None:
+        self.compiled.append(kernel.name)
+
+    def prepare(self, plan: Any, options: RunOptions) -> Prepared:
+        stage = plan.plan(*plan.prepare_inputs("meta"))
+        return Prepared(plan, (), stage, device_spec("NVIDIA H200"), {}, self.check)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+    return Machine(monkeypatch, tmp_path)
+
+
+def test_the_whole_way(machine: Machine, tmp_path: Path) -> None:
+    result = annotation_profile_plan(recorded_plan(), out_dir=tmp_path / "out", bench_runs=1)
+    assert result.get_total_time_us() == pytest.approx(308.128)
+    assert result.out_dir == tmp_path / "out"
+    assert machine.compiled == list(STAGES)
+    arguments = json.loads((tmp_path / "out" / "arguments.json").read_text())
+    assert arguments[-3:-1] == ["-m", "mla_var3.runtime.profiling.target"]
+    spec = json.loads(Path(arguments[-1]).read_text())
+    assert spec["runs"] == 1
+    assert [entry["kernel"] for entry in spec["tilings"]] == list(STAGES)
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "clocks locked by scripts/lock-gpu-clock.sh at 1500 MHz" in text
+    assert "ncu driven with NVTX ranges ($HYPER_MLA_NCU_COLLECTOR asks for it)" in text
+
+
+def test_other_modes_take_the_same_way(machine: Machine, tmp_path: Path) -> None:
+    from mla_var3.runtime.profiling.ncu.mode import ncu_profile_plan
+
+    result = ncu_profile_plan(recorded_plan(), out_dir=tmp_path / "out", label="x")
+    assert result.mode is NsightProfType.NCU
+    arguments = json.loads((tmp_path / "out" / "arguments.json").read_text())
+    assert "--import-source" in arguments
+
+
+def test_more_runs_than_were_profiled_is_an_error(machine: Machine, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="expected a multiple of 3 profiled launches"):
+        annotation_profile_plan(recorded_plan(), out_dir=tmp_path / "out")
+
+
+def test_a_wrong_result_is_not_profiled(machine: Machine, tmp_path: Path) -> None:
+    class Failed:
+        def require(self) -> None:
+            raise CheckFailedError("wrong")
+
+    machine.check = Failed()
+    with pytest.raises(CheckFailedError):
+        annotation_profile_plan(recorded_plan(), out_dir=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_a_gpu_the_mode_says_so() -> None:
+    with pytest.raises(UnsupportedError, match="expected a GPU for annotation mode, got the CPU"):
+        annotation_profile_plan(recorded_plan(), options=RunOptions(device="cpu"))
+
+
+def test_missing_tools_are_found_before_anything_is_tuned(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ncu_driver, "find_tool", lambda name: None)
+    monkeypatch.setattr(ncu_driver, "_newest_in_opt", lambda: None)
+    monkeypatch.setattr(common, "prepare", lambda *_: pytest.fail("tuned"))
+    with pytest.raises(MissingToolError, match="ncu: expected Nsight Compute"):
+        annotation_profile_plan(recorded_plan())
+    assert (annotation_available() or "").startswith("ncu: expected Nsight Compute")
+
+
+def test_the_mode_is_available_with_its_tools(machine: Machine) -> None:
+    assert annotation_available() is None
+    assert annotation.DEFAULT_RUNS > 1

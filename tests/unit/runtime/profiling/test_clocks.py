@@ -1,0 +1,351 @@
+"""Clock scripts, with stand-ins for nvidia-smi and id, and what profiling says about clocks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mla_var3.conf.devices import device_spec
+from mla_var3.runtime.profiling import clocks
+from mla_var3.runtime.profiling.clocks import ClockState, announce_clocks, clock_state, marker_file
+
+UUID = "GPU-12345678-1234-1234-1234-123456789abc"
+H200_CLOCKS = "\n".join(f"3201, {mhz}" for mhz in range(1980, 344, -15)) + "\n2619, 345"
+RTX5090_CLOCKS = "14001, 3090\n14001, 2407\n14001, 180\n405, 180"
+
+TOOLS = (
+    *("awk", "bash", "cat", "chmod", "date", "dirname", "env", "grep", "mktemp", "mv", "rm"),
+    *("sh", "sort", "tr", "uniq"),
+)
+
+# Every call is logged; a set command fails when its option is listed in $FAIL.
+NVIDIA_SMI = """#!/usr/bin/env bash
+echo "$*" >> "$SMI_LOG"
+case "$*" in
+    *--query-gpu=*)
+        if [ -z "$SMI_NAME" ]; then echo "No devices were found"; exit 6; fi
+        echo "$SMI_NAME, $SMI_UUID, $SMI_PERSISTENCE" ;;
+    *--query-supported-clocks=*) echo "$SMI_CLOCKS" ;;
+    *)
+        for option in $SMI_FAIL; do
+            if [[ " $* " == *" $option "* ]]; then echo "${SMI_TEXT:-failed}"; exit "$SMI_CODE"; fi
+        done
+        echo "done" ;;
+esac
+"""
+
+
+class Scripts:
+    """Runs the scripts against a stand-in card."""
+
+    def __init__(self, folder: Path, scripts: Path) -> None:
+        self.scripts = scripts
+        self.log = folder / "calls.log"
+        self.marker = folder / "clocks.json"
+        self.bin = folder / "bin"
+        self.bin.mkdir()
+        # Nothing else is on PATH, so that no test can ever reach the nvidia-smi of the machine.
+        for tool in TOOLS:
+            (self.bin / tool).symlink_to(str(shutil.which(tool)))
+        self.install("nvidia-smi", NVIDIA_SMI)
+        self.install("id", '#!/bin/sh\necho "${FAKE_UID:-0}"\n')
+        self.environment = {
+            "PATH": str(self.bin),
+            "SMI_LOG": str(self.log),
+            "SMI_NAME": "NVIDIA H200",
+            "SMI_UUID": UUID,
+            "SMI_PERSISTENCE": "Disabled",
+            "SMI_CLOCKS": H200_CLOCKS,
+            "SMI_FAIL": "",
+            "SMI_CODE": "1",
+            "HYPER_MLA_CLOCK_STATE": str(self.marker),
+        }
+
+    def install(self, name: str, text: str) -> None:
+        (self.bin / name).write_text(text)
+        (self.bin / name).chmod(0o755)
+
+    def run(self, script: str, *arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(self.scripts / script), *arguments],
+            env={**self.environment, **changes},
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+
+    def settings(self) -> list[str]:
+        """The calls that would change the card."""
+        calls = self.log.read_text().splitlines() if self.log.exists() else []
+        return [call for call in calls if "--query" not in call]
+
+
+@pytest.fixture
+def scripts(tmp_path: Path, repo_root: Path) -> Scripts:
+    return Scripts(tmp_path, repo_root / "scripts")
+
+
+def test_an_h200_is_locked_by_its_profile(scripts: Scripts) -> None:
+    done = scripts.run("lock-gpu-clock.sh")
+    assert done.returncode == 0, done.stderr
+    assert scripts.settings() == ["-i 0 -pm 1", "-i 0 -lgc 1500,1500", "-i 0 -lmc 3201,3201"]
+    assert "SM clock 1500 MHz, memory clock 3201 MHz" in done.stdout
+    marker = json.loads(scripts.marker.read_text())
+    assert (marker["device"], marker["uuid"]) == ("NVIDIA H200", UUID)
+    assert (marker["sm_mhz"], marker["memory_mhz"]) == (1500, 3201)
+    assert [p.name for p in scripts.marker.parent.glob(".hyper*")] == []
+
+
+def test_an_rtx_5090_is_locked_as_specified(scripts: Scripts) -> None:
+    card = {"SMI_NAME": "NVIDIA GeForce RTX 5090", "SMI_CLOCKS": RTX5090_CLOCKS}
+    done = scripts.run("lock-gpu-clock.sh", "--gpu", "1", **card)
+    assert done.returncode == 0, done.stderr
+    assert scripts.settings()[1:] == ["-i 1 -lgc 2407,2407", "-i 1 -lmc 14001,14001"]
+    spec = device_spec("RTX 5090")
+    assert (spec["sm_clock_MHz"], spec["mem_clock_MHz"]) == (2407, 14001)
+
+
+def test_an_h100_is_locked_by_its_profile(scripts: Scripts) -> None:
+    done = scripts.run(
+        "h100-lock-gpu-clock.sh", SMI_NAME="NVIDIA H100 80GB HBM3", SMI_CLOCKS="2619, 1500"
+    )
+    assert done.returncode == 0, done.stderr
+    assert scripts.settings()[1:] == ["-i 0 -lgc 1500,1500", "-i 0 -lmc 2619,2619"]
+
+
+def test_reset_undoes_it(scripts: Scripts) -> None:
+    scripts.run("lock-gpu-clock.sh")
+    scripts.log.unlink()
+    done = scripts.run("reset-gpu-clock.sh")
+    assert done.returncode == 0, done.stderr
+    assert scripts.settings() == ["-i 0 -rgc", "-i 0 -rmc", "-i 0 -pm 0"]
+    assert not scripts.marker.exists()
+
+
+def test_reset_leaves_persistence_mode_that_was_on(scripts: Scripts) -> None:
+    scripts.run("lock-gpu-clock.sh", SMI_PERSISTENCE="Enabled")
+    scripts.log.unlink()
+    assert scripts.run("reset-gpu-clock.sh").returncode == 0
+    assert scripts.settings() == ["-i 0 -rgc", "-i 0 -rmc"]
+
+
+def test_a_failed_reset_keeps_the_marker(scripts: Scripts) -> None:
+    scripts.run("lock-gpu-clock.sh")
+    done = scripts.run("reset-gpu-clock.sh", SMI_FAIL="-rmc")
+    assert done.returncode == 1
+    assert "not all clocks were reset" in done.stderr
+    assert scripts.marker.exists()
+
+
+@pytest.mark.parametrize("script", ["lock-gpu-clock.sh", "reset-gpu-clock.sh"])
+def test_a_dry_run_changes_nothing_and_needs_no_rights(script: str, scripts: Scripts) -> None:
+    done = scripts.run(script, "--dry-run", FAKE_UID="1000")
+    assert done.returncode == 0, done.stderr
+    assert "would run: nvidia-smi -i 0" in done.stdout
+    assert scripts.settings() == []
+    assert not scripts.marker.exists()
+
+
+@pytest.mark.parametrize("script", ["lock-gpu-clock.sh", "reset-gpu-clock.sh"])
+def test_without_rights(script: str, scripts: Scripts) -> None:
+    done = scripts.run(script, FAKE_UID="1000")
+    assert done.returncode == 1
+    assert "needs root; run: sudo" in done.stderr
+    assert scripts.settings() == []
+
+
+def test_root_in_a_container(scripts: Scripts) -> None:
+    text = "The current user does not have permission to change clocks"
+    done = scripts.run("lock-gpu-clock.sh", SMI_FAIL="-pm", SMI_TEXT=text, SMI_CODE="4")
+    assert done.returncode == 1
+    assert text in done.stderr
+    assert "run it on the host" in done.stderr
+
+
+def test_without_nvidia_smi(scripts: Scripts) -> None:
+    (scripts.bin / "nvidia-smi").unlink()
+    done = scripts.run("lock-gpu-clock.sh")
+    assert done.returncode == 1
+    assert "nvidia-smi: expected on PATH" in done.stderr
+
+
+def test_without_a_card(scripts: Scripts) -> None:
+    done = scripts.run("lock-gpu-clock.sh", SMI_NAME="")
+    assert done.returncode == 1
+    assert "card 0: expected one that nvidia-smi knows, got: No devices were found" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GH200 480GB", "NVIDIA GeForce RTX 5090 D", "Tesla T4"])
+def test_an_unknown_card_lists_the_profiles(name: str, scripts: Scripts) -> None:
+    done = scripts.run("lock-gpu-clock.sh", SMI_NAME=name)
+    assert done.returncode == 1
+    assert f"no clock profile for '{name}'; there are: h100 h200 rtx5090." in done.stderr
+    assert scripts.settings() == []
+
+
+def test_the_profile_of_another_card_is_refused(scripts: Scripts) -> None:
+    done = scripts.run("rtx5090-lock-gpu-clock.sh")
+    assert done.returncode == 1
+    assert "this profile is for 'NVIDIA GeForce RTX 5090', got 'NVIDIA H200'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("supported", "message"),
+    [
+        ("3201, 1200\n3201, 345", "SM clock: NVIDIA H200 supports 345 to 1200 MHz, got 1500"),
+        ("[N/A], [N/A]", "memory clock: expected a list of supported clocks"),
+    ],
+)
+def test_unsupported_clocks(supported: str, message: str, scripts: Scripts) -> None:
+    done = scripts.run("lock-gpu-clock.sh", SMI_CLOCKS=supported)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert scripts.settings() == []
+
+
+def test_an_unsupported_memory_clock(scripts: Scripts) -> None:
+    card = {"SMI_NAME": "NVIDIA GeForce RTX 5090", "SMI_CLOCKS": "10001, 2407"}
+    done = scripts.run("lock-gpu-clock.sh", **card)
+    assert done.returncode == 1
+    assert "supports 10001 MHz, got 14001" in done.stderr
+
+
+def test_the_nearest_step_is_taken_and_named(scripts: Scripts) -> None:
+    done = scripts.run("lock-gpu-clock.sh", SMI_CLOCKS="3201, 1980\n3201, 1507\n3201, 345")
+    assert done.returncode == 0, done.stderr
+    assert "the driver takes 1507 MHz" in done.stderr
+    assert json.loads(scripts.marker.read_text())["sm_mhz"] == 1507
+
+
+@pytest.mark.parametrize(
+    ("failing", "undone"),
+    [
+        ("-lgc", ["-i 0 -pm 0"]),
+        ("-lmc", ["-i 0 -rgc", "-i 0 -pm 0"]),
+    ],
+)
+def test_a_partial_failure_is_undone(failing: str, undone: list[str], scripts: Scripts) -> None:
+    done = scripts.run("lock-gpu-clock.sh", SMI_FAIL=failing)
+    assert done.returncode == 1
+    assert f"nvidia-smi -i 0 {failing}" in done.stderr
+    calls = scripts.settings()
+    failed = next(i for i, call in enumerate(calls) if failing in call)
+    assert calls[failed + 1 :] == undone
+    assert not scripts.marker.exists()
+
+
+def test_not_supported_with_exit_code_zero_is_a_failure(scripts: Scripts) -> None:
+    text = "Setting locked memory clocks is not supported for GPU 0"
+    done = scripts.run("lock-gpu-clock.sh", SMI_FAIL="-lmc", SMI_TEXT=text, SMI_CODE="0")
+    assert done.returncode == 1
+    assert "not supported by this card" in done.stderr
+    assert scripts.settings()[-2:] == ["-i 0 -rgc", "-i 0 -pm 0"]
+
+
+def test_a_marker_that_cannot_be_written_undoes_all(scripts: Scripts, tmp_path: Path) -> None:
+    done = scripts.run("lock-gpu-clock.sh", HYPER_MLA_CLOCK_STATE=str(tmp_path / "no" / "x.json"))
+    assert done.returncode == 1
+    assert scripts.settings()[-3:] == ["-i 0 -rmc", "-i 0 -rgc", "-i 0 -pm 0"]
+
+
+@pytest.mark.parametrize("arguments", [["--gpu", "one"], ["--gpu"], ["--fast"]])
+def test_wrong_arguments(arguments: list[str], scripts: Scripts) -> None:
+    done = scripts.run("lock-gpu-clock.sh", *arguments)
+    assert done.returncode == 2
+    assert "--help lists the options" in done.stderr
+
+
+def test_every_script_has_help_and_is_strict(scripts: Scripts) -> None:
+    found = sorted(scripts.scripts.glob("*-gpu-clock.sh"))
+    for script in (s for s in found if not s.name.startswith("lib")):
+        assert os.access(script, os.X_OK)
+        assert "set -euo pipefail" in script.read_text()
+        done = scripts.run(script.name, "--help")
+        assert done.returncode == 0
+        assert f"usage: {script.name}" in done.stdout
+    assert scripts.settings() == []
+
+
+# -- what Python reads -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    path = tmp_path / "clocks.json"
+    monkeypatch.setenv("HYPER_MLA_CLOCK_STATE", str(path))
+
+    def write(**changes: Any) -> None:
+        content = {
+            "device": "NVIDIA H200",
+            "uuid": UUID,
+            "sm_mhz": 1500,
+            "memory_mhz": 3201,
+            "date": "2026-11-15T00:00:00+00:00",
+            "boot_id": clocks._boot_id(),
+            **changes,
+        }
+        path.write_text(json.dumps(content))
+
+    return write
+
+
+def test_the_scripts_marker_is_believed(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripts.run("lock-gpu-clock.sh")
+    monkeypatch.setenv("HYPER_MLA_CLOCK_STATE", str(scripts.marker))
+    state = clock_state(UUID.removeprefix("GPU-"))
+    assert (state.locked, state.sm_mhz, state.memory_mhz) == (True, 1500, 3201)
+
+
+def test_locked(marker: Any) -> None:
+    marker()
+    state = clock_state(UUID, current_sm_mhz=1500.0)
+    assert state.describe() == (
+        "clocks locked by scripts/lock-gpu-clock.sh at 1500 MHz (SM) and 3201 MHz (memory) since "
+        "2026-11-15T00:00:00+00:00"
+    )
+    assert ClockState(**state.to_dict()) == state
+
+
+def test_not_locked(marker: Any) -> None:
+    assert clock_state(UUID) == ClockState(False)
+    assert clock_state(None) == ClockState(False)
+    assert announce_clocks({"gpu": None}).locked is False
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"boot_id": "another"}, "from before the last restart"),
+        ({"uuid": "GPU-other"}, "about another card"),
+        ({"sm_mhz": None}, "not a clock marker"),
+    ],
+)
+def test_a_stale_marker_is_not_believed(changes: dict[str, Any], problem: str, marker: Any) -> None:
+    marker(**changes)
+    state = clock_state(UUID)
+    assert not state.locked
+    assert problem in str(state.problem)
+    assert problem in state.describe()
+
+
+def test_a_faster_card_shows_that_the_lock_is_gone(marker: Any) -> None:
+    marker()
+    assert clock_state(UUID, current_sm_mhz=1515.0).locked
+    assert "runs at 1980 MHz" in str(clock_state(UUID, current_sm_mhz=1980.0).problem)
+
+
+def test_a_broken_marker(marker: Any, tmp_path: Path) -> None:
+    (tmp_path / "clocks.json").write_text("{")
+    assert "cannot be read" in str(clock_state(UUID).problem)
+
+
+def test_the_default_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HYPER_MLA_CLOCK_STATE", raising=False)
+    assert marker_file("ab") == Path("/tmp/hyper-mla-clocks-GPU-ab.json")

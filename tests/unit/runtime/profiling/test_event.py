@@ -1,0 +1,217 @@
+"""Event mode with a pretended GPU: the order of things, the figures, the artifacts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from mla_var3.conf.devices import device_spec
+from mla_var3.errors import CheckFailedError, MissingToolError, UnsupportedError
+from mla_var3.runtime.check import check_stage
+from mla_var3.runtime.composite import KernelPipeline
+from mla_var3.runtime.measure import Timing, summarise
+from mla_var3.runtime.plan import KernelPlan
+from mla_var3.runtime.profiling import NsightProfType, common, event
+from mla_var3.runtime.profiling.event import event_profile_plan
+from mla_var3.runtime.workflow import Prepared, RunOptions
+from tests.unit.runtime.runtime_support import DoublingPlan
+
+H200 = device_spec("NVIDIA H200")
+
+
+@dataclass
+class TwicePlan(DoublingPlan):
+    """Two kernels in order."""
+
+    def reference_fn(self, *inputs: Tensor, compute_dtype: Any = None) -> tuple[Tensor, ...]:
+        return ((inputs[0].float() * 4).to(compute_dtype or inputs[0].float().dtype),)
+
+    def plan(self, *inputs: Tensor) -> Any:
+        first = super().plan(*inputs)
+        second = super().plan(*first.output_tensors)
+        first.kernel_fn, second.kernel_fn = "first", "second"
+        second.log = first.log
+        return KernelPipeline(_name="twice", stages=[first, second])
+
+
+@dataclass
+class PretendedGpu:
+    """What event mode asks of the machine."""
+
+    tuning: dict[str, Any] = field(default_factory=dict)
+    time_us: Callable[[], float] = lambda: 50.0
+    timed: list[int | None] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)
+
+    def prepare(self, plan: KernelPlan, options: RunOptions) -> Prepared:
+        self.log.append("prepare")
+        plan = plan.on_device(H200).for_target("sm_90")
+        inputs = plan.prepare_inputs("cpu")
+        stage = plan.plan(*inputs)
+        check = check_stage(plan, inputs, stage) if options.check else None
+        return Prepared(plan, inputs, stage, H200, self.tuning, check)
+
+    def time_gpu(self, launch: Callable[[], None], runs: int | None = None) -> Timing:
+        launch()
+        self.timed.append(runs)
+        self.log.append("time")
+        median = self.time_us()
+        samples = [median - 1.0, median, median + 1.0]
+        return summarise(samples, timer="cuda-event", cold_l2=True)
+
+    def compile_report(self, kernel: Any, target: str, artifacts_dir: Path) -> None:
+        self.log.append(f"compile {kernel.name} for {target}")
+        artifacts_dir.mkdir(parents=True)
+        (artifacts_dir / f"{kernel.name}.{target}.cubin").write_bytes(b"code")
+
+    @contextmanager
+    def device_lock(self, device: str) -> Iterator[None]:
+        self.log.append(f"lock {device}")
+        yield
+        self.log.append("unlock")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> PretendedGpu:
+    machine = PretendedGpu()
+    monkeypatch.setattr(common, "pick_device", lambda device: "cuda")
+    monkeypatch.setattr(common, "prepare", machine.prepare)
+    monkeypatch.setattr(event, "current_device_name", lambda: "GPU-0")
+    monkeypatch.setattr(common, "compile_report", machine.compile_report)
+    for name in ("time_gpu", "device_lock"):
+        monkeypatch.setattr(event, name, getattr(machine, name))
+    return machine
+
+
+def test_a_cpu_is_refused_before_anything_is_prepared() -> None:
+    with pytest.raises(UnsupportedError, match="^prof_type: expected a GPU for event mode"):
+        event_profile_plan(DoublingPlan(), options=RunOptions(device="cpu"))
+
+
+def test_one_kernel_is_timed_once(gpu: PretendedGpu) -> None:
+    result = event_profile_plan(DoublingPlan())
+    assert result.mode is NsightProfType.EVENT
+    assert result.get_total_time_us() == 50.0
+    assert [stage.name for stage in result.stages] == ["doubling"]
+    assert len(gpu.timed) == 1
+    assert result.total.spread_us == pytest.approx(0.8)
+    assert result.total.extra["timing"]["timer"] == "cuda-event"
+
+
+def test_a_pipeline_is_timed_as_a_whole_and_by_stage(gpu: PretendedGpu) -> None:
+    times = iter((50.0, 20.0, 31.0))
+    gpu.time_us = lambda: next(times)
+    result = event_profile_plan(TwicePlan(), bench_runs=7)
+    assert result.get_total_time_us() == 50.0
+    assert [(stage.name, stage.time_us) for stage in result.stages] == [
+        ("first", 20.0),
+        ("second", 31.0),
+    ]
+    assert gpu.timed == [7, 7, 7]
+
+
+def test_timing_holds_the_device_and_comes_after_preparing(gpu: PretendedGpu) -> None:
+    event_profile_plan(TwicePlan())
+    assert gpu.log == [
+        "prepare",
+        *("lock GPU-0", "time", "time", "time", "unlock"),
+        *("compile first for sm_90", "compile second for sm_90"),
+    ]
+
+
+def test_a_wrong_result_is_never_timed(gpu: PretendedGpu) -> None:
+    with pytest.raises(CheckFailedError, match="output 0"):
+        event_profile_plan(DoublingPlan(error=1.0), options=RunOptions(check=True))
+    assert gpu.timed == []
+
+
+def test_artifacts(gpu: PretendedGpu, tmp_path: Path) -> None:
+    history = tmp_path / "history.json"
+    history.write_text('{"results": []}')
+    gpu.tuning = {"first": type("Tuning", (), {"path": history})()}
+    result = event_profile_plan(
+        TwicePlan(), out_dir=tmp_path / "here", options=RunOptions(check=True)
+    )
+    assert result.out_dir == tmp_path / "here"
+    found = {
+        str(path.relative_to(result.out_dir))
+        for path in result.out_dir.rglob("*")
+        if path.is_file()
+    }
+    assert found == {
+        "report.md",
+        "params.json",
+        "tiling/first.json",
+        "tiling/second.json",
+        "tiling/first/autotuning.json",
+        "compiled/first/first.sm_90.cubin",
+        "compiled/second/second.sm_90.cubin",
+    }
+
+
+def test_the_record_is_complete(gpu: PretendedGpu, tmp_path: Path) -> None:
+    event_profile_plan(TwicePlan(), out_dir=tmp_path, options=RunOptions(check=True))
+    record = json.loads((tmp_path / "params.json").read_text())
+    assert record["prof_type"] == "event"
+    assert record["device"] == "NVIDIA H200"
+    assert record["total"]["time_us"] == 50.0
+    assert [stage["name"] for stage in record["stages"]] == ["first", "second"]
+    assert record["total"]["extra"]["timing"]["runs"] == 3
+    assert record["tilings"]["first"]["rows"] == 64
+    assert record["check"]["passed"] is True
+    assert record["above_roofline"] is False
+    assert {"command", "versions", "date"} <= set(record["environment"])
+
+
+def test_the_report(gpu: PretendedGpu, tmp_path: Path) -> None:
+    event_profile_plan(TwicePlan(), out_dir=tmp_path, options=RunOptions(check=True))
+    text = (tmp_path / "report.md").read_text()
+    for expected in (
+        "event mode",
+        "## Measured against roofline",
+        "| twice |",
+        "| first |",
+        "Median of 3 runs by CUDA events, L2 cache cold",
+        "## Tiling",
+        "## Check",
+        "passed",
+    ):
+        assert expected in text
+    assert "treat this measurement as wrong" not in text
+
+
+def test_a_time_above_the_roofline_is_called_wrong(gpu: PretendedGpu, tmp_path: Path) -> None:
+    gpu.time_us = lambda: 1e-9
+    result = event_profile_plan(DoublingPlan(b=1000), out_dir=tmp_path)
+    assert result.record["above_roofline"] is True
+    assert "treat this measurement as wrong until explained" in (tmp_path / "report.md").read_text()
+
+
+def test_the_default_folder_carries_the_label(gpu: PretendedGpu) -> None:
+    result = event_profile_plan(DoublingPlan(b=5), label="Second try")
+    assert result.out_dir is not None
+    assert result.out_dir.name.endswith("-second-try")
+    assert result.out_dir.parent.name.startswith("b5_")
+    assert result.out_dir.parents[1].name == "runtime_support"
+
+
+def test_a_missing_disassembler_does_not_lose_the_measurement(
+    gpu: PretendedGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU host often has no nvdisasm; the times are in by then."""
+
+    def fail(kernel: Any, target: str, artifacts_dir: Path) -> None:
+        raise MissingToolError("nvdisasm: expected the program, got none")
+
+    monkeypatch.setattr(common, "compile_report", fail)
+    result = event_profile_plan(DoublingPlan(), out_dir=tmp_path)
+    assert result.get_total_time_us() == 50.0
+    assert json.loads((tmp_path / "params.json").read_text())["total"]["time_us"] == 50.0
+    assert "nvdisasm" in (tmp_path / "report.md").read_text()

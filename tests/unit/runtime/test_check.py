@@ -1,0 +1,254 @@
+"""The check: how its bounds come about, and what can never pass."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mla_var3.errors import CheckFailedError, UnsupportedError
+from mla_var3.op.compare import ErrorFigures
+from mla_var3.runtime.check import (
+    FACTOR,
+    RELATIVE_SLACK,
+    CheckResult,
+    OutputCheck,
+    check_stage,
+    poison_outputs,
+)
+from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
+from tests.unit.runtime.runtime_support import DoublingPlan, fake_kernel
+
+GOOD = OutputCheck(
+    index=0,
+    shape=(2, 4),
+    error=ErrorFigures(0.001, 0.01, 0, 0),
+    baseline=ErrorFigures(0.001, 0.01, 0, 0),
+    relative_bound=0.002,
+    max_bound=0.02,
+)
+
+
+def with_error(**changes: float) -> OutputCheck:
+    return replace(GOOD, error=replace(GOOD.error, **changes))  # type: ignore[arg-type]
+
+
+# --- one output -----------------------------------------------------------------------------------
+
+
+def test_within_both_bounds_passes() -> None:
+    assert GOOD.passed
+    assert with_error(relative_frobenius=0.002, max_abs=0.02).passed, "a bound itself is allowed"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"relative_frobenius": 0.0021},
+        {"max_abs": 0.021},
+        {"nan_count": 1},
+        {"mismatched_inf": 1},
+        {"relative_frobenius": math.nan},
+        {"max_abs": math.nan},
+        {"relative_frobenius": math.inf},
+        {"max_abs": math.inf},
+    ],
+    ids=lambda changes: "-".join(f"{key}={value}" for key, value in changes.items()),
+)
+def test_one_figure_out_of_bounds_fails(changes: dict[str, float]) -> None:
+    assert not with_error(**changes).passed
+
+
+@pytest.mark.parametrize("bound", ["relative_bound", "max_bound"])
+def test_a_bound_that_is_not_a_number_lets_nothing_pass(bound: str) -> None:
+    assert not replace(GOOD, **{bound: math.nan}).passed
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+def test_all_outputs_must_pass() -> None:
+    bad = replace(with_error(nan_count=3, relative_frobenius=math.nan), index=1)
+    assert CheckResult((GOOD, GOOD)).passed
+    result = CheckResult((GOOD, bad))
+    assert not result.passed
+    CheckResult((GOOD,)).require()
+    with pytest.raises(CheckFailedError) as caught:
+        result.require()
+    message = str(caught.value)
+    assert message.startswith("output 1: relative error nan (bound 0.002), largest 0.01 (bound 0.0")
+    assert "3 NaN" in message
+    assert "output 0" not in message
+
+
+def test_a_failed_check_is_an_assertion_too() -> None:
+    assert issubclass(CheckFailedError, AssertionError)
+
+
+def test_results_are_json() -> None:
+    restored = json.loads(json.dumps(CheckResult((GOOD,)).to_dict()))
+    assert restored["passed"] is True
+    [output] = restored["outputs"]
+    assert output["passed"] is True
+    assert output["error"]["max_abs"] == 0.01
+    assert output["shape"] == [2, 4]
+
+
+# --- running --------------------------------------------------------------------------------------
+
+
+@dataclass
+class OutputsPlan(DoublingPlan):
+    """Leaves a given output, against a given reference and baseline."""
+
+    output: Any = None
+    reference: Any = None
+    baseline: Any = None
+
+    def reference_fn(
+        self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, ...]:
+        return (self.reference if compute_dtype is None else self.baseline,)
+
+    def run(self) -> OutputCheck:
+        inputs = self.prepare_inputs("cpu")
+        stage = self.plan(*inputs)
+        stage.output_tensors = [torch.empty_like(self.output)]
+        stage._launch_cpu = lambda: stage.output_tensors[0].copy_(self.output)  # type: ignore[method-assign]
+        [output] = check_stage(self, inputs, stage).outputs
+        return output
+
+
+def judged(output: Any, reference: Any, baseline: Any) -> OutputCheck:
+    tensors = [torch.tensor(values) for values in (output, reference, baseline)]
+    return OutputsPlan(output=tensors[0], reference=tensors[1], baseline=tensors[2]).run()
+
+
+def test_the_bound_is_twice_the_error_of_the_baseline() -> None:
+    outcome = judged([3.0, 4.0], [3.0, 4.0], [3.03, 4.04])
+    assert (FACTOR, RELATIVE_SLACK) == (2.0, 1e-5)
+    assert outcome.baseline.relative_frobenius == pytest.approx(0.01, rel=1e-4)
+    assert outcome.relative_bound == pytest.approx(2 * 0.01 + 1e-5, rel=1e-4)
+    assert outcome.max_bound == pytest.approx(2 * 0.04 + 4e-5, rel=1e-4)
+
+
+@pytest.mark.parametrize(("error", "passed"), [(0.0199, True), (0.0201, False), (-0.0201, False)])
+def test_around_the_bound(error: float, passed: bool) -> None:
+    outcome = judged([3.0 * (1 + error), 4.0 * (1 + error)], [3.0, 4.0], [3.03, 4.04])
+    assert outcome.passed is passed
+
+
+def test_an_exact_baseline_leaves_the_slack() -> None:
+    assert judged([1.0, 1.000005], [1.0, 1.0], [1.0, 1.0]).passed
+    assert not judged([1.0, 1.0001], [1.0, 1.0], [1.0, 1.0]).passed
+
+
+def test_nan_never_passes() -> None:
+    """Not in the output, and not excused by NaN in the baseline or the reference."""
+    nan, inf = math.nan, math.inf
+    assert not judged([1.0, nan], [1.0, 1.0], [1.0, 1.0]).passed
+    assert not judged([1.0, nan], [1.0, 1.0], [1.0, nan]).passed
+    assert not judged([1.0, nan], [1.0, nan], [1.0, nan]).passed
+    assert not judged([1.0, 1.0], [1.0, nan], [1.0, 1.0]).passed
+    assert not judged([nan, nan], [inf, inf], [inf, inf]).passed
+
+
+def test_infinities_must_be_equal() -> None:
+    inf = math.inf
+    assert judged([1.0, -inf], [1.0, -inf], [1.0, -inf]).passed
+    for output, reference in (([1.0, inf], [1.0, -inf]), ([1.0, 9.0], [1.0, -inf])):
+        outcome = judged(output, reference, reference)
+        assert not outcome.passed
+        assert outcome.error.mismatched_inf == 1
+    assert judged([1.0, -inf], [1.0, 2.0], [1.0, 2.0]).error.mismatched_inf == 1
+
+
+def test_an_infinite_baseline_excuses_nothing() -> None:
+    """PyTorch overflows where the kernel does not: then there is no yardstick."""
+    outcome = judged([1.0, 70000.0], [1.0, 1.0], [1.0, math.inf])
+    assert not outcome.passed
+
+
+def test_a_reference_of_zeros() -> None:
+    assert judged([0.0, 0.0], [0.0, 0.0], [0.0, 0.0]).passed
+    assert not judged([0.0, 1e-3], [0.0, 0.0], [0.0, 0.0]).passed
+
+
+def test_rows_without_keys_only() -> None:
+    inf = math.inf
+    assert judged([-inf, -inf], [-inf, -inf], [-inf, -inf]).passed
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_baseline_is_in_the_dtype_of_the_kernel(dtype: str) -> None:
+    plan = DoublingPlan(b=100, dtype=dtype)
+    seen: list[Any] = []
+    reference_fn = plan.reference_fn
+    plan.reference_fn = lambda *inputs, compute_dtype=None: (  # type: ignore[method-assign]
+        seen.append(compute_dtype) or reference_fn(*inputs, compute_dtype=compute_dtype)
+    )
+    inputs = plan.prepare_inputs("cpu")
+    result = check_stage(plan, inputs, plan.plan(*inputs))
+    assert seen == [None, getattr(torch, dtype)]
+    assert result.passed
+    assert result.outputs[0].shape == (100,)
+
+
+def test_a_16_bit_output_of_32_bit_inputs_has_a_16_bit_baseline() -> None:
+    """A reduction of float32 partials rounds once, and may."""
+    plan = DoublingPlan(b=100, dtype="float32")
+    inputs = (plan.prepare_inputs("cpu")[0] * 1.2345,)
+    stage = plan.plan(*inputs)
+    stage.output_tensors = [torch.empty(100, dtype=torch.bfloat16)]
+    assert check_stage(plan, inputs, stage).passed
+
+
+def test_a_wrong_kernel_fails() -> None:
+    plan = DoublingPlan(error=0.1)
+    inputs = plan.prepare_inputs("cpu")
+    assert not check_stage(plan, inputs, plan.plan(*inputs)).passed
+
+
+def test_a_kernel_that_writes_nothing_fails() -> None:
+    """Even when an earlier run left the right values in the output."""
+    plan = DoublingPlan()
+    inputs = plan.prepare_inputs("cpu")
+    stage = plan.plan(*inputs)
+    stage.launch()
+    stage._launch_cpu = lambda: None  # type: ignore[method-assign]
+    result = check_stage(plan, inputs, stage)
+    assert result.outputs[0].error.nan_count == plan.b
+    assert not result.passed
+
+
+def test_poison_reaches_every_kernel_and_spares_integers() -> None:
+    first, second, third = fake_kernel("a"), fake_kernel("b"), fake_kernel("c")
+    counter = torch.zeros(2, dtype=torch.int32)
+    third.output_tensors.append(counter)
+    group = ConcurrentKernels(_name="g", concurrent_kernels=[second, third])
+    poison_outputs(KernelPipeline(_name="p", stages=[first, group]))
+    for kernel in (first, second, third):
+        assert kernel.output_tensors[0].isnan().all()
+        assert not kernel.input_tensors[0].isnan().any()
+    assert counter.tolist() == [0, 0]
+
+
+def test_a_plan_without_tensors_cannot_be_checked() -> None:
+    plan = DoublingPlan()
+    inputs = plan.prepare_inputs("meta")
+    with pytest.raises(UnsupportedError, match="^doubling: planned without tensors"):
+        check_stage(plan, inputs, plan.plan(*inputs))
+
+
+def test_a_missing_output_is_not_ignored() -> None:
+    plan = DoublingPlan()
+    inputs = plan.prepare_inputs("cpu")
+    stage = plan.plan(*inputs)
+    stage.output_tensors = [*stage.output_tensors, torch.zeros(1)]
+    with pytest.raises(ValueError, match="zip"):
+        check_stage(plan, inputs, stage)

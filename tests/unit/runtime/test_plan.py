@@ -1,0 +1,311 @@
+"""Plans: parameters, copies for targets, planning without tensors, prediction."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import tracemalloc
+from typing import Any
+
+import pytest
+import torch
+
+from mla_var3.conf.devices import device_spec, load_devices
+from mla_var3.op.cost import Cost
+from mla_var3.op.mla import cost
+from mla_var3.runtime.paths import find_kernel, plan_class
+from tests.unit.runtime.runtime_support import DoublingPlan, FakeTiling
+
+pytest.importorskip("cuda.tile")
+
+DESIGNS = ("flash_attention", "flash_mla", "flash_mla_split_kv", "mla_var6_plus")
+H200 = (790.0, 4300.0)
+
+
+def make(design: str, **fields: Any) -> Any:
+    sizes = {"b": 4, "s": 2, "t": 256, "h": 16}
+    return plan_class(find_kernel(design))(**{**sizes, **fields})
+
+
+# --- parameters -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_params_are_the_fields_without_tilings(design: str) -> None:
+    plan = make(design, lengths=(1, 2, 3, 4))
+    params = plan.params()
+    names = {f.name for f in dataclasses.fields(plan)}
+    assert set(params) == names - set(plan.tiling_fields())
+    assert params["b"] == 4
+    assert json.loads(json.dumps(params))["lengths"] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("design", "tilings"),
+    [
+        ("flash_attention", ["tiling"]),
+        ("flash_mla", ["tiling"]),
+        ("flash_mla_split_kv", ["tiling", "reduce_tiling"]),
+        ("mla_var6_plus", ["tiling", "combine_tiling"]),
+    ],
+)
+def test_tiling_fields(design: str, tilings: list[str]) -> None:
+    assert list(make(design).tiling_fields()) == tilings
+
+
+def test_the_label_names_what_is_set() -> None:
+    label = make("flash_mla").params_label()
+    assert label.startswith("b4_s2_t256_h16_d128_p64_k512_dtypebfloat16_causalTrue")
+    assert "lengths" not in label
+    assert "_lengths1-2-3-4" in make("flash_mla", lengths=(1, 2, 3, 4)).params_label()
+    many = make("flash_mla", b=6, lengths=(1, 2, 3, 4, 5, 6)).params_label()
+    assert "_lengths6values" in many
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_the_label_is_a_folder_name(design: str) -> None:
+    label = make(design).params_label()
+    assert "/" not in label
+    assert " " not in label
+    assert len(label) < 200
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_name_and_id(design: str) -> None:
+    plan = make(design)
+    assert plan.name == design
+    assert plan.kernel_id == find_kernel(design)
+
+
+def test_a_plan_outside_the_package_has_a_local_id() -> None:
+    kernel = DoublingPlan().kernel_id
+    assert (kernel.layer, kernel.number) == ("local", 0)
+    assert DoublingPlan().name == "runtime_support"
+
+
+# --- copies ---------------------------------------------------------------------------------------
+
+
+def test_a_copy_carries_the_target() -> None:
+    plan = DoublingPlan().for_target("sm_120")
+    copy = plan.copy(b=3)
+    assert (copy.b, copy._target, plan.b) == (3, "sm_120", 8)
+
+
+def test_a_default_tiling_becomes_that_of_the_target() -> None:
+    assert DoublingPlan().for_target("sm_120").tiling == FakeTiling(rows=16)
+    assert DoublingPlan().for_target("sm_90").tiling == FakeTiling()
+    assert DoublingPlan().for_target("sm_77").tiling == FakeTiling()
+
+
+def test_a_chosen_tiling_stays() -> None:
+    chosen = FakeTiling(rows=32)
+    assert DoublingPlan(tiling=chosen).for_target("sm_120").tiling == chosen
+
+
+def test_a_pinned_tiling_stays_although_it_is_the_default() -> None:
+    pinned = DoublingPlan().pin("tiling")
+    assert pinned.for_target("sm_120").tiling == FakeTiling()
+    assert pinned.copy(b=2).for_target("sm_120").tiling == FakeTiling()
+    assert DoublingPlan().for_target("sm_120").tiling == FakeTiling(rows=16), "others are not"
+
+
+def test_the_original_is_left_alone() -> None:
+    plan = DoublingPlan()
+    plan.for_target("sm_120")
+    assert (plan._target, plan.tiling) == ("sm_90", FakeTiling())
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("design", DESIGNS)
+def test_every_kernel_of_a_design_gets_a_tiling_that_fits(design: str, target: str) -> None:
+    """What for_target chooses is legal there, and the stages know the target too."""
+    for s in (2, 100):
+        plan = make(design, s=s, **({"n": 128} if design == "mla_var6_plus" else {}))
+        chosen = plan.for_target(target)
+        for kernel in chosen.plan(*chosen.prepare_inputs("meta")).kernels():
+            assert kernel.plan._target == target
+            assert kernel.tiling.validate(kernel.plan)
+
+
+def test_stages_keep_a_tiling_that_was_chosen() -> None:
+    plan = make("mla_var6_plus", n=64)
+    combine = type(plan.combine_tiling)(Cm=128, Ck=64)
+    stage = plan.copy(combine_tiling=combine).for_target("sm_90").plan(*plan.prepare_inputs("meta"))
+    assert stage.tilings()["decompress_combine"] == combine
+
+
+# --- choices left to the model --------------------------------------------------------------------
+
+
+def test_model_driven_fields_are_resolved_and_pinned_ones_kept() -> None:
+    free = make("mla_var6_plus", b=32, s=32, t=4096, h=128)
+    resolved = free.resolve(*H200)
+    assert free.n is None
+    assert 0 < resolved.n < 4096
+    assert resolved.n % 128 == 0
+    assert free.copy(n=7).resolve(*H200).n == 7
+
+
+def test_the_split_count_follows_the_device() -> None:
+    free = make("flash_mla_split_kv", b=1, s=1, t=32768, h=16)
+    counts = {spec.name: free.on_device(spec).splits for spec in load_devices().values()}
+    assert free.splits is None
+    assert all(count >= 1 for count in counts.values())
+    sms = {spec.name: spec.sm_count for spec in load_devices().values()}
+    most, fewest = max(sms, key=lambda name: sms[name]), min(sms, key=lambda name: sms[name])
+    assert counts[most] >= counts[fewest]
+    assert free.copy(splits=3).on_device(device_spec("NVIDIA H200")).splits == 3
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_a_small_copy_for_the_cpu(design: str) -> None:
+    fields = {"n": 100} if design == "mla_var6_plus" else {}
+    big = make(design, b=64, s=16, t=8192, h=128, causal=False, dtype="float16", **fields)
+    small = big.cpu_check_plan()
+    assert (small.b, small.s, small.t, small.h) == (2, 5, 150, 24)
+    assert (small.dtype, small.causal) == ("float16", False)
+    tiny = make(design, b=1, s=1, t=1, h=8, **({"n": 1} if fields else {}))
+    assert tiny.cpu_check_plan().t == 1
+
+
+@pytest.mark.parametrize(("n", "expected"), [(0, 0), (4096, 75), (8192, 150), (None, 75)])
+def test_a_small_copy_keeps_the_share_of_the_window(n: int | None, expected: int) -> None:
+    """Also where the pinned window is larger than the small problem."""
+    assert make("mla_var6_plus", t=8192, n=n).cpu_check_plan().n == expected
+
+
+@pytest.mark.parametrize("splits", [3, 400])
+def test_a_small_copy_still_splits(splits: int) -> None:
+    small = make("flash_mla_split_kv", t=65536, splits=splits).cpu_check_plan()
+    assert 2 <= small.splits <= small.t
+
+
+def test_neighbours_of_the_window() -> None:
+    plan = make("mla_var6_plus", t=4096, n=1024)
+    windows = [other.n for other in plan.refinements()]
+    assert windows == sorted(set(windows))
+    assert 1024 not in windows
+    assert {0, 4096} <= set(windows)
+    assert all(0 <= n <= 4096 for n in windows)
+    assert make("flash_mla").refinements() == []
+
+
+# --- planning without tensors ---------------------------------------------------------------------
+
+
+def tensors_of(stage: Any) -> list[torch.Tensor]:
+    return [
+        tensor
+        for kernel in stage.kernels()
+        for tensor in (
+            *kernel.input_tensors,
+            *kernel.output_tensors,
+            *(a for a in kernel.args_fn(kernel.tiling) if isinstance(a, torch.Tensor)),
+        )
+    ]
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_an_empty_plan_allocates_nothing(design: str) -> None:
+    """A batch whose tensors would take terabytes: every tensor is a shape only."""
+    plan = make(design, b=1024, s=64, t=65536, h=128)
+    make(design, b=1).plan_empty(*H200)  # what torch imports on first use is not ours
+    tracemalloc.start()
+    try:
+        stage = plan.plan_empty(*H200)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    tensors = tensors_of(stage)
+    assert tensors
+    assert {tensor.device.type for tensor in tensors} == {"meta"}
+    assert sum(tensor.nbytes for tensor in tensors) > 1 << 36
+    assert peak < 8 << 20
+    assert stage.device_type == "meta"
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_an_empty_plan_has_the_shapes_of_a_real_one(design: str) -> None:
+    plan = make(design, lengths=(256, 0, 1, 7)).resolve(*H200)
+    real = plan.plan(*plan.prepare_inputs("cpu"))
+    empty = plan.plan_empty(*H200)
+    assert [kernel.name for kernel in real.kernels()] == [kernel.name for kernel in empty.kernels()]
+    for have, want in zip(tensors_of(empty), tensors_of(real), strict=True):
+        assert (have.shape, have.dtype, have.stride()) == (want.shape, want.dtype, want.stride())
+
+
+# --- prediction -----------------------------------------------------------------------------------
+
+
+def costs(plan: Any) -> list[Cost]:
+    """The cost model's own word on the stages of a plan."""
+    problem = plan.problem()
+    if plan.name == "flash_attention":
+        return [cost.flash_attention_cost(problem)]
+    if plan.name == "flash_mla":
+        return [cost.flash_mla_cost(problem)]
+    if plan.name == "flash_mla_split_kv":
+        return list(cost.flash_mla_split_kv_stages(problem, plan.splits))
+    return [
+        cost.attention_block_specialized_cost(problem, plan.n),
+        cost.decompress_combine_cost(problem),
+    ]
+
+
+@pytest.mark.parametrize("lengths", [None, (256, 0, 1, 77)], ids=["full", "mixed"])
+@pytest.mark.parametrize("design", DESIGNS)
+def test_prediction_is_the_cost_model(design: str, lengths: tuple[int, ...] | None) -> None:
+    plan = make(design, lengths=lengths).resolve(*H200)
+    stage = plan.plan_empty(*H200)
+    expected = costs(plan)
+    assert [kernel.cost() for kernel in stage.kernels()] == expected
+    assert stage.cost() == sum(expected[1:], start=expected[0])
+    assert stage.predict_us(*H200) == pytest.approx(sum(c.time_us(*H200) for c in expected))
+    flops, nbytes = plan._algorithmic_flops_bytes(plan.tiling)
+    assert (flops, nbytes) == pytest.approx((stage.cost().flops, stage.cost().bytes))
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_predictions_agree_with_predict_all(design: str) -> None:
+    plan = make(design, b=32, s=16, t=4096, h=128)
+    problem = plan.problem()
+    wanted = cost.predict_all(problem, *H200)[design]
+    changes = {"n": wanted.n, "splits": wanted.splits}
+    chosen = plan.copy(**{k: v for k, v in changes.items() if v is not None})
+    assert chosen.plan_empty(*H200).predict_us(*H200) == pytest.approx(wanted.time_us)
+
+
+def test_twice_the_rates_is_half_the_time() -> None:
+    stage = make("flash_mla").plan_empty(*H200)
+    slow, fast = stage.predict_us(*H200), stage.predict_us(2 * H200[0], 2 * H200[1])
+    assert math.isclose(slow, 2 * fast)
+
+
+# --- inputs ---------------------------------------------------------------------------------------
+
+
+STAGE_MODULES = {
+    "split_kv_reduce": ("flash_mla_split_kv", "CtSplitKVReduce"),
+    "decompress_combine": ("mla_var6_plus", "CtDecompressCombine"),
+}
+
+
+@pytest.mark.parametrize("name", [*DESIGNS, *STAGE_MODULES])
+def test_a_seed_makes_the_inputs_repeatable(name: str) -> None:
+    """And leaves the caller's random state alone."""
+    if name in STAGE_MODULES:
+        design, class_name = STAGE_MODULES[name]
+        package = find_kernel(design).module.rpartition(".")[0]
+        module = __import__(f"{package}.{name}", fromlist=[class_name])
+        plan = getattr(module, class_name)(b=2, s=2, t=16, h=8, seed=3)
+    else:
+        plan = make(name, b=2, t=16, seed=3, **({"n": 8} if name == "mla_var6_plus" else {}))
+    state = torch.get_rng_state()
+    first, again = plan.prepare_inputs("cpu"), plan.prepare_inputs("cpu")
+    assert torch.equal(torch.get_rng_state(), state)
+    other = plan.copy(seed=4).prepare_inputs("cpu")
+    for x, y in zip(first, again, strict=True):
+        assert torch.equal(x.nan_to_num(9.0), y.nan_to_num(9.0))
+    assert not torch.equal(first[0], other[0])

@@ -1,0 +1,331 @@
+"""Stages, pipelines and concurrent groups, nested in any way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mla_var3.errors import InvalidArgumentError, UnsupportedError
+from mla_var3.op.cost import Cost
+from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
+from mla_var3.runtime.stage import Stage
+from mla_var3.runtime.tiling import Constraints
+from tests.unit.runtime.runtime_support import FakeTiling, fake_kernel
+
+# --- one kernel -----------------------------------------------------------------------------------
+
+
+def test_a_kernel_is_its_own_only_kernel() -> None:
+    kernel = fake_kernel("alone", flops=3e6, nbytes=5e3)
+    assert list(kernel.kernels()) == [kernel]
+    assert kernel.cost() == Cost(3e6, 5e3)
+    assert kernel.tilings() == {"alone": FakeTiling()}
+    assert kernel.device_type == "cpu"
+    assert kernel.predict_us(1.0, 1.0) == max(3e6 / 1e6, 5e3 / 1e3)
+
+
+def test_the_cost_follows_the_active_tiling() -> None:
+    kernel = fake_kernel("alone")
+    kernel.algorithmic_flops_bytes_fn = lambda tiling: (tiling.rows, 1)
+    kernel.tiling = FakeTiling(rows=16)
+    assert kernel.cost() == Cost(16.0, 1.0)
+
+
+@pytest.mark.parametrize(("device", "noted"), [("cpu", "k"), ("cuda", "k on cuda")])
+def test_a_launch_goes_where_the_tensors_are(device: str, noted: str) -> None:
+    kernel = fake_kernel("k")
+    kernel.output_tensors = [SimpleNamespace(device=SimpleNamespace(type=device))]  # type: ignore[list-item]
+    kernel.launch()
+    assert kernel.log == [noted]
+
+
+def test_a_plan_without_tensors_does_not_launch() -> None:
+    kernel = fake_kernel("empty", device="meta")
+    with pytest.raises(UnsupportedError, match=r"^empty: planned without tensors \(device 'meta'"):
+        kernel.launch()
+    assert kernel.log == []
+
+
+def test_an_illegal_tiling_does_not_launch() -> None:
+    kernel = fake_kernel("k", rows=0)
+    with pytest.raises(InvalidArgumentError, match="^tiling: expected a legal tiling, got rows=0"):
+        kernel.launch()
+    assert kernel.log == []
+
+
+# --- nesting --------------------------------------------------------------------------------------
+
+
+def pipeline(name: str, *stages: Stage, **more: Any) -> KernelPipeline:
+    return KernelPipeline(_name=name, stages=list(stages), **more)
+
+
+def group(name: str, *stages: Stage, **more: Any) -> ConcurrentKernels:
+    return ConcurrentKernels(_name=name, concurrent_kernels=list(stages), **more)
+
+
+def test_any_nesting_launches_in_order() -> None:
+    log: list[str] = []
+
+    def k(name: str) -> Stage:
+        return fake_kernel(name, log)
+
+    stage = pipeline(
+        "outer",
+        k("a"),
+        group("g", pipeline("p", k("b"), group("gg", k("c"), k("d"))), k("e")),
+        pipeline("q", k("f")),
+        k("a"),
+    )
+    stage.launch()
+    assert log == ["a", "b", "c", "d", "e", "f", "a"]
+    assert [kernel.name for kernel in stage.kernels()] == log
+    assert stage.cost() == Cost(7e6, 7e3)
+    assert list(stage.tilings()) == ["a", "b", "c", "d", "e", "f"]
+
+
+def test_a_failing_stage_stops_the_pipeline() -> None:
+    log: list[str] = []
+    stage = pipeline("p", fake_kernel("a", log), fake_kernel("b", log, rows=0), fake_kernel("c"))
+    with pytest.raises(InvalidArgumentError):
+        stage.launch()
+    assert log == ["a"]
+
+
+@pytest.mark.parametrize("kind", [pipeline, group])
+def test_the_device_is_that_of_the_first_kernel(kind: Any) -> None:
+    assert kind("x", fake_kernel("a", device="meta"), fake_kernel("b")).device_type == "meta"
+
+
+@pytest.mark.parametrize("kind", [pipeline, group])
+def test_composites_without_tensors_do_not_launch(kind: Any) -> None:
+    with pytest.raises(UnsupportedError, match="^a: planned without tensors"):
+        kind("x", fake_kernel("a", device="meta")).launch()
+
+
+# --- names and outputs ----------------------------------------------------------------------------
+
+
+def test_the_name_of_a_pipeline_has_an_alias() -> None:
+    stages = [fake_kernel("a")]
+    assert KernelPipeline(_name="one", stages=stages).name == "one"
+    assert KernelPipeline(pipeline_name="two", stages=stages).name == "two"
+    assert KernelPipeline("three", stages).name == "three"
+
+
+def test_composites_need_a_name_and_members() -> None:
+    with pytest.raises(InvalidArgumentError, match="^_name: expected the pipeline's name, got ''"):
+        KernelPipeline(stages=[fake_kernel("a")])
+    with pytest.raises(InvalidArgumentError, match="^stages: expected at least one stage"):
+        KernelPipeline(_name="p")
+    with pytest.raises(InvalidArgumentError, match="^_name: expected the group's name, got ''"):
+        ConcurrentKernels(concurrent_kernels=[fake_kernel("a")])
+    with pytest.raises(InvalidArgumentError, match="^concurrent_kernels: expected at least one"):
+        ConcurrentKernels(_name="g")
+
+
+def test_one_priority_per_member() -> None:
+    with pytest.raises(
+        InvalidArgumentError, match=r"^stream_priorities: expected one per member \(2\), got 1$"
+    ):
+        group("g", fake_kernel("a"), fake_kernel("b"), stream_priorities=[-1])
+
+
+def test_outputs() -> None:
+    """A pipeline gives what its last stage gives, a group what all members give; or as told."""
+    a, b, c = (fake_kernel(name) for name in "abc")
+    together = group("g", b, c)
+    outputs = [*b.output_tensors, *c.output_tensors]
+    assert all(x is y for x, y in zip(together.output_tensors, outputs, strict=True))
+    assert pipeline("p", a, together).output_tensors == together.output_tensors
+    assert pipeline("p", together, a).output_tensors == a.output_tensors
+    chosen = [a.output_tensors[0]]
+    assert group("g", b, c, output_tensors=chosen).output_tensors is chosen
+    assert pipeline("p", a, b, output_tensors=chosen).output_tensors is chosen
+
+
+# --- prediction -----------------------------------------------------------------------------------
+
+
+def test_a_pipeline_takes_the_sum() -> None:
+    compute, memory = fake_kernel("c", flops=6e6, nbytes=1e3), fake_kernel("m", flops=1, nbytes=4e3)
+    stage = pipeline("p", compute, memory)
+    assert stage.predict_us(1.0, 1.0) == pytest.approx(6.0 + 4.0)
+
+
+def test_a_group_overlaps() -> None:
+    """A compute-bound and a memory-bound member hide each other; two of a kind add up."""
+    compute, memory = fake_kernel("c", flops=6e6, nbytes=1e3), fake_kernel("m", flops=1, nbytes=4e3)
+    assert group("g", compute, memory).predict_us(1.0, 1.0) == pytest.approx(6.000001)
+    assert group("g", compute, compute).predict_us(1.0, 1.0) == pytest.approx(12.0)
+    assert group("g", compute, memory).predict_us(6.0, 1.0) == pytest.approx(5.0)
+
+
+def test_a_group_is_not_faster_than_a_member_that_is_a_pipeline() -> None:
+    """Stages in order do not overlap each other, even where the total work would allow it."""
+    compute, memory = fake_kernel("c", flops=6e6, nbytes=0), fake_kernel("m", flops=0, nbytes=5e3)
+    tiny = fake_kernel("t", flops=1e3, nbytes=1)
+    assert group("g", pipeline("p", compute, memory), tiny).predict_us(1.0, 1.0) == 11.0
+
+
+def test_prediction_of_nested_stages() -> None:
+    a = fake_kernel("a", flops=2e6, nbytes=0)
+    b = fake_kernel("b", flops=0, nbytes=3e3)
+    stage = pipeline("p", group("g", a, b), a, pipeline("q", b, b))
+    assert stage.predict_us(1.0, 1.0) == pytest.approx(3.0 + 2.0 + 6.0)
+
+
+# --- joint tilings --------------------------------------------------------------------------------
+
+
+def test_joint_validation_sees_all_leaf_tilings_in_order() -> None:
+    seen: list[list[int]] = []
+
+    def validate(tilings: list[FakeTiling]) -> bool:
+        seen.append([tiling.rows for tiling in tilings])
+        return True
+
+    members = pipeline("p", fake_kernel("a", rows=1), fake_kernel("b", rows=2)), fake_kernel("c")
+    stage = group("g", *members, validate_joint_tiling_fn=validate)
+    stage.launch()
+    assert seen == [[1, 2, 64]]
+    assert stage.joint_failures([FakeTiling(rows=7)] * 3) == ()
+    assert seen[-1] == [7, 7, 7]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "message"),
+    [
+        (False, "g: validate_joint_tiling_fn rejects the tilings"),
+        (Constraints((False, "too much shared memory"), (False, "too slow")), "too much shared"),
+    ],
+    ids=["bool", "constraints"],
+)
+def test_a_joint_tiling_that_does_not_fit_launches_nothing(outcome: Any, message: str) -> None:
+    log: list[str] = []
+    stage = group(
+        "g",
+        fake_kernel("a", log),
+        fake_kernel("b", log),
+        validate_joint_tiling_fn=lambda tilings: outcome,
+    )
+    with pytest.raises(InvalidArgumentError, match="^tiling: expected a joint tiling that fits"):
+        stage.launch()
+    assert log == []
+    assert message in "; ".join(stage.joint_failures())
+
+
+def test_a_group_without_a_validator_takes_any_tiling() -> None:
+    assert group("g", fake_kernel("a")).joint_failures() == ()
+
+
+def test_joint_validation_counts_inside_a_pipeline_too() -> None:
+    log: list[str] = []
+    strict = group("g", fake_kernel("b", log), validate_joint_tiling_fn=lambda tilings: False)
+    with pytest.raises(InvalidArgumentError):
+        pipeline("p", fake_kernel("a", log), strict).launch()
+    assert log == ["a"]
+
+
+# --- streams --------------------------------------------------------------------------------------
+
+
+class PretendedCuda:
+    """Streams and events that only note what they are asked for."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.streams = 0
+        self.events = 0
+        self.current: Any = self.make_stream()
+        self.current.name = "current"
+
+    def make_stream(self, priority: int = 0) -> Any:
+        name = f"s{self.streams}"
+        self.streams += 1
+        stream = SimpleNamespace(name=name, priority=priority)
+        stream.wait_event = lambda event: self.log.append(f"{stream.name} waits {event.name}")
+        return stream
+
+    def make_event(self) -> Any:
+        event = SimpleNamespace(name=f"e{self.events}")
+        self.events += 1
+        event.record = lambda stream: self.log.append(f"{event.name} on {stream.name}")
+        return event
+
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> PretendedCuda:
+    pretended = PretendedCuda()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: pretended.current)
+    monkeypatch.setattr(torch.cuda, "Stream", pretended.make_stream)
+    monkeypatch.setattr(torch.cuda, "Event", pretended.make_event)
+    monkeypatch.setattr(torch.cuda, "stream", pretended.on)
+    return pretended
+
+
+def on_cuda(name: str, cuda: PretendedCuda) -> Any:
+    kernel = fake_kernel(name)
+    kernel.output_tensors = [SimpleNamespace(device=SimpleNamespace(type="cuda"))]  # type: ignore[list-item]
+    kernel._launch_cuda = lambda: cuda.log.append(f"{name} on {cuda.current.name}")  # type: ignore[method-assign]
+    return kernel
+
+
+def test_members_fork_from_and_join_the_current_stream(cuda: PretendedCuda) -> None:
+    """All wait for what came before, the current stream waits for all of them."""
+    stage = pipeline(
+        "p", on_cuda("before", cuda), group("g", on_cuda("a", cuda), on_cuda("b", cuda)),
+        on_cuda("after", cuda),
+    )  # fmt: skip
+    stage.launch()
+    assert cuda.log == [
+        "before on current",
+        "e0 on current",
+        *("s1 waits e0", "a on s1", "e1 on s1", "current waits e1"),
+        *("s2 waits e0", "b on s2", "e2 on s2", "current waits e2"),
+        "after on current",
+    ]
+
+
+def test_no_member_waits_for_another(cuda: PretendedCuda) -> None:
+    """The fork event is the only one that a member's stream waits for."""
+    group("g", *(on_cuda(name, cuda) for name in "abc")).launch()
+    waits = [line for line in cuda.log if " waits " in line and not line.startswith("current")]
+    assert waits == ["s1 waits e0", "s2 waits e0", "s3 waits e0"]
+
+
+def test_streams_are_made_once_with_their_priorities(cuda: PretendedCuda) -> None:
+    stage = group("g", on_cuda("a", cuda), on_cuda("b", cuda), stream_priorities=[-1, 0])
+    stage.launch()
+    stage.launch()
+    assert cuda.streams == 1 + 2
+    assert [stream.priority for stream in stage._streams] == [-1, 0]
+
+
+def test_a_group_in_a_group_forks_from_its_own_stream(cuda: PretendedCuda) -> None:
+    inner = group("inner", on_cuda("a", cuda), on_cuda("b", cuda))
+    group("outer", inner, on_cuda("c", cuda)).launch()
+    assert "e1 on s1" in cuda.log  # the inner fork, on the outer member's stream
+    assert {"s3 waits e1", "a on s3", "s4 waits e1", "b on s4", "c on s2"} <= set(cuda.log)
+    assert "current waits e4" in cuda.log
+
+
+def test_the_current_stream_comes_back_after_an_error(cuda: PretendedCuda) -> None:
+    bad = on_cuda("bad", cuda)
+    bad.tiling = FakeTiling(rows=0)
+    with pytest.raises(InvalidArgumentError):
+        group("g", bad).launch()
+    assert cuda.current.name == "current"

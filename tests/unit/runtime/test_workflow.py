@@ -1,0 +1,212 @@
+"""Preparing a run: the device, the plan, the check."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mla_var3.conf.devices import device_spec
+from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
+from mla_var3.runtime import workflow
+from mla_var3.runtime.autotune import tune as autotune_module
+from mla_var3.runtime.workflow import (
+    RunOptions,
+    current_device_spec,
+    device_kind,
+    pick_device,
+    planning_device,
+    prepare,
+)
+from tests.unit.runtime.runtime_support import DoublingPlan, FakeTiling
+
+H200 = device_spec("NVIDIA H200")
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A machine with a GPU by name, whose tensors lie in ordinary memory."""
+    machine = SimpleNamespace(name="NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: machine.name)
+    inputs = DoublingPlan.prepare_inputs
+    monkeypatch.setattr(DoublingPlan, "prepare_inputs", lambda plan, device: inputs(plan, "cpu"))
+    return machine
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["gpu", "CPU", "cuda:0", ""])
+def test_unknown_devices_are_refused(device: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="^device: expected auto, cuda or cpu, got"):
+        RunOptions(device=device)
+
+
+@pytest.mark.parametrize("name", ["tune_max_iters", "bench_runs"])
+@pytest.mark.parametrize("value", [0, -5])
+def test_counts_must_be_positive(name: str, value: int) -> None:
+    message = f"^{name}: expected a number of at least 1, got {value}$"
+    with pytest.raises(InvalidArgumentError, match=message):
+        RunOptions(**{name: value})
+
+
+def test_progress_is_silent_by_default() -> None:
+    RunOptions().progress("compile", 0, 1, "x")
+
+
+# --- the device -----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_without_a_gpu() -> None:
+    assert pick_device("auto") == "cpu"
+    assert pick_device("cpu") == "cpu"
+    with pytest.raises(UnsupportedError) as caught:
+        pick_device("cuda")
+    assert str(caught.value).startswith("device: expected a usable CUDA GPU for --device=cuda, got")
+    assert "--device=cpu" in str(caught.value)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_with_a_gpu() -> None:
+    assert pick_device("auto") == "cuda"
+    assert pick_device("cuda") == "cuda"
+    assert pick_device("cpu") == "cpu"
+    assert current_device_spec() == H200
+
+
+def test_a_torch_device_is_its_kind_and_another_gpu_is_refused(
+    gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert [device_kind(d) for d in ("auto", "cpu", "cuda", "cuda:1")] == [
+        "auto",
+        "cpu",
+        "cuda",
+        "cuda",
+    ]
+    with pytest.raises(InvalidArgumentError, match=r"^device: expected the current device cuda:1"):
+        device_kind("cuda:0")
+
+
+def test_nothing_is_guessed_for_an_unknown_gpu(
+    gpu: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu.name = "NVIDIA H9000"
+    with pytest.raises(UnknownNameError, match="H9000"):
+        current_device_spec()
+    with pytest.raises(UnknownNameError, match="H9000"):
+        prepare(DoublingPlan(), RunOptions(device="cuda"))
+    with caplog.at_level(logging.WARNING):
+        assert planning_device() == H200
+    assert "unknown GPU; model-driven choices assume an NVIDIA H200" in caplog.text
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_planning_assumes_an_h200_without_a_gpu() -> None:
+    assert planning_device() == H200
+
+
+# --- preparing ------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_on_the_cpu() -> None:
+    """Model-driven fields are resolved for the planning device; nothing is tuned or checked."""
+    prepared = prepare(DoublingPlan(), RunOptions())
+    assert prepared.plan.choice == round(H200.sustained_tflops("bfloat16"))  # type: ignore[attr-defined]
+    assert prepared.device is None
+    assert prepared.tuning == {}
+    assert prepared.check is None
+    assert prepared.stage.device_type == "cpu"
+    assert prepared.stage.log == []  # type: ignore[attr-defined]
+    assert prepared.inputs[0].device.type == "cpu"
+    with pytest.raises(UnsupportedError, match="expected a plan on a GPU, got the CPU"):
+        prepared.require_device()
+
+
+@pytest.mark.usefixtures("no_gpu")
+@pytest.mark.parametrize("error", [0.0, 1.0])
+def test_the_check_runs_when_asked(error: float) -> None:
+    prepared = prepare(DoublingPlan(error=error), RunOptions(check=True))
+    assert prepared.check is not None
+    assert prepared.check.passed is (error == 0.0)
+    assert prepared.stage.log == ["doubling"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_cuda_without_a_gpu_prepares_nothing() -> None:
+    with pytest.raises(UnsupportedError, match="^device: expected a usable CUDA GPU"):
+        prepare(DoublingPlan(), RunOptions(device="cuda"))
+
+
+@pytest.fixture
+def tuning(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Notes the calls of the tuner instead of tuning."""
+    calls: list[tuple[Any, ...]] = []
+
+    def autotune(stage: Any, plan: Any, spec: Any, options: RunOptions) -> dict[str, str]:
+        calls.append(("autotune", plan.b, spec.name, options.retune))
+        stage.tiling = FakeTiling(rows=128)
+        return {"doubling": "tuned"}
+
+    def refine_plan(plan: Any, spec: Any, options: RunOptions) -> Any:
+        calls.append(("refine", plan.b, spec.name, options.retune))
+        return plan.copy(b=3)
+
+    monkeypatch.setattr(autotune_module, "autotune", autotune)
+    monkeypatch.setattr(autotune_module, "refine_plan", refine_plan)
+    return calls
+
+
+@pytest.mark.usefixtures("gpu")
+def test_on_a_gpu_it_tunes_then_checks(tuning: list[tuple[Any, ...]]) -> None:
+    prepared = prepare(DoublingPlan(), RunOptions(check=True))
+    assert tuning == [("autotune", 8, "NVIDIA H200", False)]
+    assert prepared.tuning == {"doubling": "tuned"}
+    assert prepared.stage.tilings() == {"doubling": FakeTiling(rows=128)}
+    assert prepared.require_device() == H200
+    assert prepared.plan._target == "sm_90"
+    assert prepared.check is not None
+    assert prepared.check.passed
+
+
+@pytest.mark.usefixtures("gpu")
+def test_on_a_gpu_without_autotuning(tuning: list[tuple[Any, ...]]) -> None:
+    prepared = prepare(DoublingPlan(), RunOptions(autotune=False))
+    assert tuning == []
+    assert prepared.tuning == {}
+
+
+@pytest.mark.usefixtures("gpu")
+def test_refining_comes_first_and_retunes_once(tuning: list[tuple[Any, ...]]) -> None:
+    prepared = prepare(DoublingPlan(), RunOptions(refine=True, retune=True))
+    assert tuning == [("refine", 8, "NVIDIA H200", True), ("autotune", 3, "NVIDIA H200", False)]
+    assert prepared.plan.b == 3  # type: ignore[attr-defined]
+
+
+def test_the_plan_is_made_for_the_target_of_the_gpu(
+    gpu: SimpleNamespace, tuning: list[tuple[Any, ...]]
+) -> None:
+    gpu.name = "NVIDIA GeForce RTX 5090"
+    prepared = prepare(DoublingPlan(), RunOptions(autotune=False))
+    assert prepared.plan._target == "sm_120"
+    assert prepared.stage.tilings() == {"doubling": FakeTiling(rows=16)}
+    assert tuning == []
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_cpu_can_be_asked_for_on_a_gpu_machine(tuning: list[tuple[Any, ...]]) -> None:
+    prepared = prepare(DoublingPlan(), RunOptions(device="cpu", check=True))
+    assert prepared.device is None
+    assert tuning == []
+    assert workflow.cuda_available()
