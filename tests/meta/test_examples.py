@@ -1,0 +1,37 @@
+"""The examples run as they are, without a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+# `own_kernel.py` profiles by default; the check alone is enough here.
+OPTIONS = {"own_kernel.py": ["--device=cpu", "--prof_type=disabled", "--check"]}
+# Need an engine of their own, see `docs/serving.md`.
+ENGINES = {"vllm_deepseek.py"}
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in ENGINES])
+def test_an_example_runs(name: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name), *OPTIONS.get(name, [])],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip()
+
+
+def test_the_page_lists_every_example() -> None:
+    page = (ROOT / "examples" / "README.md").read_text()
+    assert [name for name in EXAMPLES if name not in ENGINES and f"`{name}`" not in page] == []
