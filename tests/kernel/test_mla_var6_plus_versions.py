@@ -5,6 +5,7 @@ Unused slots hold NaN and every output starts as NaN, as in `test_designs.py`.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -371,3 +372,16 @@ def test_compiles(version: str, target: str) -> None:
             assert not report.spills, report.verdict
             assert set(report.mma) == {"HGMMA"}
             assert report.uses_tma
+
+
+@pytest.mark.slow
+def test_v3_draws_its_tiles_in_one_loop(tmp_path: Path) -> None:
+    """Two loops over the queues hang on a GPU (see the kernel), and each brings a draw of its own.
+
+    `tests/gpu/test_gpu_many_launches.py` launches the kernel; this one needs no GPU.
+    """
+    plan = make_plan(V3, b=5, s=6, t=1907, h=16, n=1246)
+    kernel = next(iter(plan.plan(*plan.prepare_inputs("meta")).kernels()))
+    compile_report(kernel, "sm_90", artifacts_dir=tmp_path)
+    [sass] = tmp_path.glob("*.sass")
+    assert sass.read_text().count("ATOMG.E.ADD") == 1

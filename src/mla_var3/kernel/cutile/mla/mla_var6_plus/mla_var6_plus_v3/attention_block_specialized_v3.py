@@ -147,62 +147,63 @@ def attention_block_specialized_v3(
     before = ct.cdiv(ct.bid(0) * latent_first_blocks, blocks)
     after = ct.cdiv((ct.bid(0) + 1) * latent_first_blocks, blocks)
     role = 1 - (after - before)
-    for _ in range(QUEUES):
-        tiles = latent_count * (1 - role) + head_count * role
+    # One loop over both queues. With a loop per queue the compiler (tileiras 13.4) signals the end
+    # of a loop's stores on a barrier that nobody acknowledges; a CTA that finds its second queue
+    # empty signals twice, a warp that has not yet looked misses the phase, and the CTA hangs.
+    queues_left = QUEUES
+    while queues_left > 0:
         tile = ct.atomic_add(queues, (role, 0), 1, memory_order=ct.MemoryOrder.RELAXED)
-        while tile < tiles:
-            if role == 0:
-                # q_latent [b, s*h, K], q_rope_rows [b, s*h, P]
-                # o_latent [b, s*h, K], lse_latent [b, s*h]
-                request = tile // latent_row_tiles
-                row_tile = tile % latent_row_tiles
-                q_parts = load_column_parts(q_latent, request, row_tile, BM, KP, PARTS)
-                qr = ct.load(
-                    q_rope_rows,
-                    (request, row_tile, 0),
-                    (1, BM, P),
-                    padding_mode=ct.PaddingMode.ZERO,
-                ).reshape((BM, P))
-                length = ct.load(lengths, (request,), ())
-                old = max(length - n, 0)
-                first_row = row_tile * BM
-                lowest = min(visible(first_row, length, s, CAUSAL, H), old)
-                highest = min(visible(first_row + BM - 1, length, s, CAUSAL, H), old)
-                acc_parts, m, l = attend_latent(
-                    q_parts, qr, c_kv, k_rope, request, 0,
-                    max(lowest, 0) // BN, ct.cdiv(max(highest, 0), BN),
-                    first_row, length, s, old, scale_log2e, CAUSAL, H, BM, BN, KP, PARTS, P,
-                )  # fmt: skip
-                store_column_parts(o_latent, (request, row_tile), acc_parts, l, BM, KP, PARTS)
-                ct.store(lse_latent, (request, row_tile), log_sum_exp(m, l).reshape((1, BM)))
-            else:
-                # q_nope [b, s, h, D], q_rope [b, s, h, P], o_new [b, s, h, D], lse_new [b, s, h]
-                query_tile = tile % head_query_tiles
-                head = tile // head_query_tiles % H
-                request = tile // (head_query_tiles * H)
-                at = (request, query_tile, head, 0)
-                q = ct.load(q_nope, at, (1, HM, 1, D), padding_mode=ct.PaddingMode.ZERO).reshape(
-                    (HM, D)
-                )
-                qr = ct.load(q_rope, at, (1, HM, 1, P), padding_mode=ct.PaddingMode.ZERO).reshape(
-                    (HM, P)
-                )
-                length = ct.load(lengths, (request,), ())
-                old = max(length - n, 0)
-                first_row = query_tile * HM
-                lowest = visible(first_row, length, s, CAUSAL, 1) - old
-                highest = visible(min(first_row + HM, s) - 1, length, s, CAUSAL, 1) - old
-                acc, m, l = attend_heads(
-                    q, qr, k_new, v_new, k_rope_new, request, head,
-                    max(lowest, 0) // HN, ct.cdiv(max(highest, 0), HN),
-                    first_row, length, s, old, scale_log2e, CAUSAL, HM, HN, D, P,
-                )  # fmt: skip
-                ct.store(o_new, at, normalise(acc, l).astype(o_new.dtype).reshape((1, HM, 1, D)))
-                ct.store(
-                    lse_new, (request, query_tile, head), log_sum_exp(m, l).reshape((1, HM, 1))
-                )
-            tile = ct.atomic_add(queues, (role, 0), 1, memory_order=ct.MemoryOrder.RELAXED)
-        role = 1 - role
+        if tile >= latent_count * (1 - role) + head_count * role:
+            role = 1 - role
+            queues_left = queues_left - 1
+        elif role == 0:
+            # q_latent [b, s*h, K], q_rope_rows [b, s*h, P]
+            # o_latent [b, s*h, K], lse_latent [b, s*h]
+            request = tile // latent_row_tiles
+            row_tile = tile % latent_row_tiles
+            q_parts = load_column_parts(q_latent, request, row_tile, BM, KP, PARTS)
+            qr = ct.load(
+                q_rope_rows,
+                (request, row_tile, 0),
+                (1, BM, P),
+                padding_mode=ct.PaddingMode.ZERO,
+            ).reshape((BM, P))
+            length = ct.load(lengths, (request,), ())
+            old = max(length - n, 0)
+            first_row = row_tile * BM
+            lowest = min(visible(first_row, length, s, CAUSAL, H), old)
+            highest = min(visible(first_row + BM - 1, length, s, CAUSAL, H), old)
+            acc_parts, m, l = attend_latent(
+                q_parts, qr, c_kv, k_rope, request, 0,
+                max(lowest, 0) // BN, ct.cdiv(max(highest, 0), BN),
+                first_row, length, s, old, scale_log2e, CAUSAL, H, BM, BN, KP, PARTS, P,
+            )  # fmt: skip
+            store_column_parts(o_latent, (request, row_tile), acc_parts, l, BM, KP, PARTS)
+            ct.store(lse_latent, (request, row_tile), log_sum_exp(m, l).reshape((1, BM)))
+        else:
+            # q_nope [b, s, h, D], q_rope [b, s, h, P], o_new [b, s, h, D], lse_new [b, s, h]
+            query_tile = tile % head_query_tiles
+            head = tile // head_query_tiles % H
+            request = tile // (head_query_tiles * H)
+            at = (request, query_tile, head, 0)
+            q = ct.load(q_nope, at, (1, HM, 1, D), padding_mode=ct.PaddingMode.ZERO).reshape(
+                (HM, D)
+            )
+            qr = ct.load(q_rope, at, (1, HM, 1, P), padding_mode=ct.PaddingMode.ZERO).reshape(
+                (HM, P)
+            )
+            length = ct.load(lengths, (request,), ())
+            old = max(length - n, 0)
+            first_row = query_tile * HM
+            lowest = visible(first_row, length, s, CAUSAL, 1) - old
+            highest = visible(min(first_row + HM, s) - 1, length, s, CAUSAL, 1) - old
+            acc, m, l = attend_heads(
+                q, qr, k_new, v_new, k_rope_new, request, head,
+                max(lowest, 0) // HN, ct.cdiv(max(highest, 0), HN),
+                first_row, length, s, old, scale_log2e, CAUSAL, HM, HN, D, P,
+            )  # fmt: skip
+            ct.store(o_new, at, normalise(acc, l).astype(o_new.dtype).reshape((1, HM, 1, D)))
+            ct.store(lse_new, (request, query_tile, head), log_sum_exp(m, l).reshape((1, HM, 1)))
 
 
 @dataclass
