@@ -88,7 +88,8 @@ def supervise(
         What went wrong, or None.
     """
     command = [sys.executable, __file__, name, "--language", language]
-    environment = {**os.environ, "PYTHONPATH": str(source)}
+    paths = [str(source), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     with tempfile.TemporaryFile("w+") as output:
         child = subprocess.Popen(
             [*command, "--launches", str(launches), "--child"],
