@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import types
 import typing
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 from mla_var3.errors import HyperMlaError
 from mla_var3.op.mla.problem import MOST_REQUESTS, require_size
+from mla_var3.runtime.plan import option_fields
 
 _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
@@ -88,7 +88,7 @@ def field_types(owner: Any) -> dict[str, ValueType | None]:
     except NameError:  # a name that only a type checker imports
         hints = {}
     found: dict[str, ValueType | None] = {}
-    for field in dataclasses.fields(owner):
+    for field in option_fields(owner):
         if field.init:
             default = getattr(owner, field.name)
             found[field.name] = value_type(hints.get(field.name, type(default)), field.name)

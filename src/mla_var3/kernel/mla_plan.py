@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
@@ -46,6 +47,10 @@ class MlaPlan(KernelPlan):
 
     def problem(self) -> MlaProblem:
         """The problem that this plan computes."""
+        return self._problem
+
+    @functools.cached_property
+    def _problem(self) -> MlaProblem:
         return MlaProblem(
             b=self.b,
             s=self.s,

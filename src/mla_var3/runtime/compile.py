@@ -224,7 +224,7 @@ def compile_report(
         return dataclasses.replace(report, error=str(error) or type(error).__name__)
     printed = _disassemble(compiled.cubin, *tools)
     if artifacts_dir is not None:
-        _write_artifacts(artifacts_dir, kernel.name, compiled, printed)
+        _write_artifacts(artifacts_dir, kernel, compiled, printed)
     figures = parse_disassembly(printed)
     if compiled.dynamic_shared_bytes:
         # The kibibyte that the system keeps for itself is not part of what a block may ask for.
@@ -348,11 +348,14 @@ def _run(tool: Path, *arguments: str | Path) -> str:
 
 
 def _write_artifacts(
-    folder: Path, kernel: str, compiled: CompiledKernel, printed: Disassembly
+    folder: Path, kernel: KernelStage, compiled: CompiledKernel, printed: Disassembly
 ) -> None:
-    prefix = f"{kernel}.{compiled.target}"
+    prefix = f"{kernel.name}.{compiled.target}"
     write_atomic(folder / f"{prefix}.cubin", compiled.cubin)
     write_atomic(folder / f"{prefix}.sass", printed.sass)
     write_atomic(folder / f"{prefix}.resources.txt", printed.resources)
     for name, content in compiled.artifacts.items():
-        write_atomic(folder / f"{prefix}.{name.removeprefix(f'{kernel}.')}", content)
+        write_atomic(folder / f"{prefix}.{name.removeprefix(f'{kernel.name}.')}", content)
+    text = kernel.mlir_text(compiled)
+    if text is not None:
+        write_atomic(folder / f"{prefix}.mlir", text)

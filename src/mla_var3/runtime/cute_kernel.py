@@ -189,6 +189,9 @@ class CuteKernel(KernelStage):
             dynamic_shared_bytes=program.dynamic_shared_bytes,
         )
 
+    def why_no_mlir(self) -> str | None:
+        return "the compile cache of CuTe DSL keeps its PTX and machine code"
+
     def source_files(self) -> list[Path]:
         roots = [self.kernel_fn]
         if self.host_fn is not None:

@@ -11,8 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from mla_var3.runtime.paths import KERNEL_PACKAGE
-from mla_var3.runtime.plan import KernelPlan
+from mla_var3.runtime.paths import KERNEL_PACKAGE, is_plan_class
 
 
 def kernel_source_files(function: Callable[..., Any]) -> list[Path]:
@@ -70,7 +69,7 @@ def _imported_modules(module: ModuleType, path: Path) -> Iterator[ModuleType]:
             if node.level:
                 base = importlib.util.resolve_name("." * node.level + base, package)
             values = [getattr(module, alias.asname or alias.name, None) for alias in node.names]
-            if all(isinstance(v, type) and issubclass(v, KernelPlan) for v in values):
+            if all(map(is_plan_class, values)):
                 continue
             # A name in it may be a module itself.
             names = [base, *(f"{base}.{alias.name}" for alias in node.names)]

@@ -158,17 +158,18 @@ def import_kernel_module(kernel: KernelId) -> ModuleType:
         ) from error
 
 
+def is_plan_class(value: object) -> bool:
+    """Whether a name in a kernel module is a `KernelPlan` class, told without importing that."""
+    return isinstance(value, type) and hasattr(value, "benchmark_kernel_argparse")
+
+
 def plan_class(kernel: KernelId) -> type[Any]:
     """The KernelPlan subclass that is the version's entry point: the last in its module."""
-    from mla_var3.runtime.plan import KernelPlan
-
     module = import_kernel_module(kernel)
     plans = [
         value
         for value in vars(module).values()
-        if isinstance(value, type)
-        and issubclass(value, KernelPlan)
-        and value.__module__ == module.__name__
+        if is_plan_class(value) and value.__module__ == module.__name__
     ]
     if not plans:
         raise UnknownNameError("KernelPlan in", kernel.module, [], "The module must define one")
@@ -195,12 +196,10 @@ def timestamp() -> str:
     return datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
 
 
-def profile_dir(mode: str, kernel: str, params: str, label: str | None = None) -> Path:
-    """A new folder `out/profiles/<mode>/<kernel>/<params>/<timestamp>`, created."""
+def profile_path(mode: str, kernel: str, params: str, label: str | None = None) -> Path:
+    """A new path `out/profiles/<mode>/<kernel>/<params>/<timestamp>`."""
     name = timestamp() + (f"-{slug(label)}" if label else "")
-    folder = output_root() / "profiles" / mode / kernel / params / name
-    folder.mkdir(parents=True, exist_ok=False)
-    return folder
+    return output_root() / "profiles" / mode / kernel / params / name
 
 
 def autotune_file(device: str, language: str, kernel: str, stage: str, key: str) -> Path:

@@ -178,7 +178,7 @@ def test_a_given_tiling_stays_although_it_equals_the_default(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def default_tiling(self: FakePlan, name: str) -> FakeTiling | None:
-        return FakeTiling(16) if self._target == "sm_120" else None
+        return FakeTiling(16) if self.target.code == "sm_120" else None
 
     monkeypatch.setattr(FakePlan, "_default_tiling", default_tiling)
     assert request_for().plan.for_target("sm_120").tiling == FakeTiling(16)

@@ -175,7 +175,7 @@ def test_on_a_gpu_it_tunes_then_checks(tuning: list[tuple[Any, ...]]) -> None:
     assert prepared.tuning == {"doubling": "tuned"}
     assert prepared.stage.tilings() == {"doubling": FakeTiling(rows=128)}
     assert prepared.require_device() == H200
-    assert prepared.plan._target == "sm_90"
+    assert prepared.plan.target.code == "sm_90"
     assert prepared.check is not None
     assert prepared.check.passed
 
@@ -199,7 +199,7 @@ def test_the_plan_is_made_for_the_target_of_the_gpu(
 ) -> None:
     gpu.name = "NVIDIA GeForce RTX 5090"
     prepared = prepare(DoublingPlan(), RunOptions(autotune=False))
-    assert prepared.plan._target == "sm_120"
+    assert prepared.plan.target.code == "sm_120"
     assert prepared.stage.tilings() == {"doubling": FakeTiling(rows=16)}
     assert tuning == []
 

@@ -28,13 +28,12 @@ from mla_var3.runtime import paths
 from mla_var3.runtime.paths import KernelId
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, default_mode, profile_plan
-from mla_var3.runtime.stage import Stage
 from mla_var3.runtime.tiling import require_valid
 from mla_var3.runtime.workflow import (
     RunOptions,
     cuda_available,
+    empty_stage,
     pick_device,
-    planning_device,
     prepare,
 )
 
@@ -308,13 +307,6 @@ def checkable(plan: KernelPlan) -> KernelPlan:
         f"{describe_sizes(small)} instead; --device=cpu --check runs the full problem"
     )
     return small
-
-
-def empty_stage(plan: KernelPlan) -> Stage:
-    """The plan's runtime object without tensors, to ask for costs and tilings."""
-    device = planning_device()
-    dtype = str(getattr(plan, "dtype", "bfloat16"))
-    return plan.plan_empty(device.sustained_tflops(dtype), device.sustained_gbps)
 
 
 def describe_sizes(plan: KernelPlan) -> str:

@@ -46,7 +46,7 @@ def test_a_plan_survives_the_way_through_the_file(design: str, tmp_path: Path) -
     spec = TargetSpec.read(tmp_path / "spec.json")
     again = spec.build_plan()
     assert again == plan
-    assert again._target == "sm_90"
+    assert again.target.code == "sm_90"
     assert spec.build_stage(again, "meta").tilings() == stage.tilings()
     assert spec.runs == 3
 

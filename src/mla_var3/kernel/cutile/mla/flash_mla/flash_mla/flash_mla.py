@@ -82,10 +82,10 @@ class CtFlashMLA(MlaPlan):
         return self.absorbed_reference(*inputs, compute_dtype=compute_dtype)
 
     def _default_tiling(self, name: str) -> FlashMLATiling | None:
-        return FlashMLATiling.candidates(self._target)[0]
+        return FlashMLATiling.candidates(self.target.code)[0]
 
     def _autotune_configs(self) -> Sequence[FlashMLATiling]:
-        return FlashMLATiling.candidates(self._target)
+        return FlashMLATiling.candidates(self.target.code)
 
     def _algorithmic_flops_bytes(self, tiling: FlashMLATiling) -> tuple[float, float]:
         cost = flash_mla_cost(self.problem())

@@ -151,7 +151,7 @@ class CtLatentOldV4(MlaPlan):
         return self._autotune_configs()[0]
 
     def _autotune_configs(self) -> Sequence[LatentOldTilingV4]:
-        found = LatentOldTilingV4.candidates(self._target)
+        found = LatentOldTilingV4.candidates(self.target.code)
         return found[:1] if self.alone else found
 
     def _algorithmic_flops_bytes(self, tiling: Any) -> tuple[float, float]:
@@ -169,7 +169,7 @@ class CtLatentOldV4(MlaPlan):
         b, s, h, k, p = self.b, self.s, self.h, self.k, self.p
         o_latent = q_latent.new_empty((b, s, h, k))
         lse_latent = q_latent.new_empty((b, s, h), dtype=torch.float32)
-        sm_count = multiprocessors(q_latent.device, self._target, FEWEST_SMS)
+        sm_count = multiprocessors(q_latent.device, self.target.code, FEWEST_SMS)
 
         def grid_fn(tiling: LatentOldTilingV4) -> tuple[int]:
             blocks = self.sm_share(tiling, sm_count) * (tiling.occupancy or 1)
