@@ -10,10 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mla_var3.cli.arguments import (
+    MIXED,
+    SIZE_TEXTS,
+    Parser,
+    ValueType,
+    field_types,
+    mixed_lengths,
+    unreadable,
+)
 from mla_var3.cli.console import UsageError
-from mla_var3.cli.parsing import Parser
-from mla_var3.cli.sizes import SIZE_TEXTS
-from mla_var3.cli.values import MIXED, ValueType, field_types, mixed_lengths, unreadable
 from mla_var3.errors import UnknownNameError
 from mla_var3.runtime.paths import DEFAULT_LANGUAGE, LANGUAGES
 from mla_var3.runtime.plan import KernelPlan
@@ -106,7 +112,7 @@ def _tiling_types(tiling: Tiling) -> dict[str, ValueType]:
 RUN_OPTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "language": (
         "run",
-        f"kernel language: {' or '.join(LANGUAGES)} (default: {DEFAULT_LANGUAGE})",
+        f"kernel language: {' or '.join(LANGUAGES)} (default: {DEFAULT_LANGUAGE}, or the only one)",
         {"metavar": "NAME"},
     ),
     "device": (

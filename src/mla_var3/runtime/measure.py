@@ -168,14 +168,19 @@ def _runs_that_fit(run: Callable[[int], object], max_seconds: float) -> int:
     return int(min(MAX_RUNS, max(MIN_RUNS, max_seconds / max(per_run, 1e-9))))
 
 
-def require_cuda(what: str) -> None:
-    """Raise UnsupportedError, naming what asked for it, where no CUDA device can be used."""
+def require_cuda(what: str, instead: str = "") -> None:
+    """Raise UnsupportedError where no CUDA device can be used.
+
+    Args:
+        what: what needs it.
+        instead: what the user can do without one.
+    """
     import torch
 
     if not torch.cuda.is_available():
         raise UnsupportedError(
-            f"{what}: expected a usable CUDA GPU, got none (torch.cuda.is_available() is false); "
-            "the static mode predicts without one"
+            f"{what}: expected a usable CUDA GPU, got none (torch.cuda.is_available() is false)"
+            + (f"; {instead}" if instead else "")
         )
 
 

@@ -110,27 +110,35 @@ def _subpackages(folder: Path) -> list[str]:
     return [info.name for info in pkgutil.iter_modules([str(folder)]) if info.ispkg]
 
 
-def find_kernel(
-    name: str, version: str | None = None, language: str = DEFAULT_LANGUAGE
-) -> KernelId:
+def find_kernel(name: str, version: str | None = None, language: str | None = None) -> KernelId:
     """Resolve what a user typed.
 
     Args:
-        name: design, or full name with version ("mla_var6_plus", "mla_var6_plus_v4").
+        name: design, or full name with version ("mla_var6_plus", "mla_var6_plus_v4"); version and
+            language may follow, as in "flash_mla:cute-dsl" and "mla_var6_plus:v4".
         version: "v4", "4", "v0" or "base" for the base version, None to take it from the name.
-        language: language key.
+        language: language key; None for cuTile, or for the only language that the design has.
 
     Raises:
         UnknownNameError: with the nearest names.
+        InvalidArgumentError: the name and the other arguments contradict each other.
     """
-    if language not in LANGUAGES:
+    name, *suffixes = name.split(":")
+    for suffix in suffixes:
+        if suffix in LANGUAGES:
+            language = _agreeing("language", language, suffix)
+        else:
+            version = _agreeing("version", version, suffix)
+    if language is not None and language not in LANGUAGES:
         raise UnknownNameError("language", language, LANGUAGES)
     kernels = discover_kernels()
     design, number = split_full_name(name)
-    designs = {k.design for k in kernels if k.language == language}
-    if design not in designs:
-        elsewhere = sorted({k.language for k in kernels if k.design == design})
-        hint = f"It exists in {', '.join(elsewhere)}: use --language" if elsewhere else ""
+    offered = sorted({k.language for k in kernels if k.design == design})
+    if language is None:
+        language = offered[0] if len(offered) == 1 else DEFAULT_LANGUAGE
+    if language not in offered:
+        designs = {k.design for k in kernels if k.language == language}
+        hint = f"It exists in {', '.join(offered)}: use --language" if offered else ""
         raise UnknownNameError(f"{language} kernel", name, designs, hint)
     versions = {k.version: k for k in kernels if k.design == design and k.language == language}
     if version is not None:
@@ -142,6 +150,12 @@ def find_kernel(
     if text not in versions:
         raise UnknownNameError(f"version of {design}", text, versions, "v0 is the base version")
     return versions[text]
+
+
+def _agreeing(argument: str, given: str | None, suffix: str) -> str:
+    if given not in (None, suffix):
+        raise InvalidArgumentError(argument, f"{suffix}, as the kernel's name says, or none", given)
+    return suffix
 
 
 def import_kernel_module(kernel: KernelId) -> ModuleType:

@@ -214,7 +214,7 @@ def require_memory(plan: KernelPlan, stage: Stage, where: str) -> None:
     """
     need, free = tensor_bytes(stage), free_memory(where)
     if free is not None and need > free:
-        sizes = " ".join(f"{k}={v}" for k, v in plan.params().items() if isinstance(v, int))
+        sizes = " ".join(f"{k}={v}" for k, v in plan.params().items() if type(v) is int)
         raise InvalidArgumentError(
             "sizes",
             f"tensors that fit the {byte_count(free)} of free "

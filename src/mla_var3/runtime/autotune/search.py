@@ -94,8 +94,10 @@ class Search:
             if complete:
                 kept = self._filter.least_bad(self._candidates)
                 complete = not kept or self._scan(kept)
-        except BaseException:
+        except BaseException as error:
             self._unit.set_tilings(defaults)
+            if isinstance(error, KeyboardInterrupt):
+                error.add_note("tuning results so far are kept and the next run resumes there")
             raise
         self._history.finish(complete)
 
