@@ -121,7 +121,8 @@ def check_stage(plan: KernelPlan, inputs: tuple[Tensor, ...], stage: Stage) -> C
         wait_for_device(stage.name)
     dtype = _kernel_dtype(stage)
     references = plan.reference_fn(*inputs)
-    baselines = _baselines(plan, inputs, dtype) or [None] * len(references)
+    baselines: Sequence[Tensor | None] = _baselines(plan, inputs, dtype)
+    baselines = baselines or [None] * len(references)
     results = []
     for index, (output, reference, baseline) in enumerate(
         zip(stage.output_tensors, references, baselines, strict=True)
@@ -150,11 +151,11 @@ def check_stage(plan: KernelPlan, inputs: tuple[Tensor, ...], stage: Stage) -> C
 
 def _baselines(
     plan: KernelPlan, inputs: tuple[Tensor, ...], dtype: torch.dtype
-) -> Sequence[Tensor] | None:
-    """The reference computed in the kernel's dtype, None where the plan cannot do that."""
+) -> tuple[Tensor, ...]:
+    """The reference computed in the kernel's dtype; nothing where the plan cannot do that."""
     parameters = inspect.signature(plan.reference_fn).parameters
     if "compute_dtype" not in parameters:
-        return None
+        return ()
     return plan.reference_fn(*inputs, compute_dtype=dtype)
 
 

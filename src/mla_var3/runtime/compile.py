@@ -10,9 +10,13 @@ import collections
 import dataclasses
 import logging
 import math
+import os
 import re
 import subprocess
+import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -55,6 +59,7 @@ _REPORTED = (
 _INSTRUCTION = re.compile(
     r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)((?:\.\w+)*)\s*([^;]*);"
 )
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)")
 _THREADS = re.compile(r"EIATTR_REQNTID\s+Format:\s*\S+\s+Value:\s*([0-9a-fx ]+)")
 _CLUSTER = re.compile(r"EIATTR_CTA_PER_CLUSTER\s+Format:\s*\S+\s+Value:\s*([0-9a-fx ]+)")
@@ -359,3 +364,30 @@ def _write_artifacts(
     text = kernel.mlir_text(compiled)
     if text is not None:
         write_atomic(folder / f"{prefix}.mlir", text)
+
+
+def first_lines(error: BaseException, count: int = 3) -> str:
+    """The type and the first lines of an error, in one line and without terminal colours."""
+    lines = [line.strip() for line in _COLOUR.sub("", str(error)).splitlines() if line.strip()]
+    return f"{type(error).__name__}: " + " ".join(lines[:count])
+
+
+@contextmanager
+def quiet_compiler() -> Iterator[None]:
+    """Keep a compiler's own diagnostics off the screen; a failure arrives as an exception.
+
+    Compilers write to file descriptor 2 directly, from native code or from a program that they
+    start, so Python-level redirection would not reach them.
+    """
+    sys.stderr.flush()
+    saved = os.dup(2)
+    try:
+        with tempfile.TemporaryFile() as sink:
+            os.dup2(sink.fileno(), 2)
+            try:
+                yield
+            finally:
+                sys.stderr.flush()
+                os.dup2(saved, 2)
+    finally:
+        os.close(saved)

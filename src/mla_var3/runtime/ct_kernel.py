@@ -24,9 +24,9 @@ from cuda.tile.compilation import (
 )
 
 from mla_var3.errors import InvalidArgumentError, KernelCompileError
-from mla_var3.runtime.compiler_output import first_lines, quiet_compiler
+from mla_var3.runtime.compile import first_lines, quiet_compiler
 from mla_var3.runtime.environment import find_tool, run_tool
-from mla_var3.runtime.kernel_sources import kernel_source_files
+from mla_var3.runtime.paths import kernel_source_files
 from mla_var3.runtime.stage import CompiledKernel, KernelStage
 from mla_var3.runtime.tiling import require_valid
 

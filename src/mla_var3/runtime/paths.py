@@ -1,4 +1,4 @@
-"""Where things are: kernel ids to modules, and the folders for outputs and caches.
+"""Where things are: kernel ids to modules and sources, and the folders for outputs and caches.
 
 This is the only place that maps an id such as `mla_var6_plus_v4` to a module, and the only way by
 which the runtime finds kernels (it never imports them by name).
@@ -6,15 +6,20 @@ which the runtime finds kernels (it never imports them by name).
 
 from __future__ import annotations
 
+import ast
 import importlib
+import importlib.util
+import inspect
 import os
 import pkgutil
 import re
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 from mla_var3.errors import InvalidArgumentError, MissingToolError, UnknownNameError
 
@@ -172,7 +177,7 @@ def import_kernel_module(kernel: KernelId) -> ModuleType:
         ) from error
 
 
-def is_plan_class(value: object) -> bool:
+def is_plan_class(value: object) -> TypeGuard[type[Any]]:
     """Whether a name in a kernel module is a `KernelPlan` class, told without importing that."""
     return isinstance(value, type) and hasattr(value, "benchmark_kernel_argparse")
 
@@ -188,6 +193,72 @@ def plan_class(kernel: KernelId) -> type[Any]:
     if not plans:
         raise UnknownNameError("KernelPlan in", kernel.module, [], "The module must define one")
     return plans[-1]
+
+
+def kernel_source_files(function: Callable[..., Any]) -> list[Path]:
+    """The files of the kernel function and of every HyperMLA helper that its module imports.
+
+    Device helpers are inlined into the kernel, so a change there is a change of the kernel.
+    """
+    found: dict[Path, None] = {}
+    pending = [inspect.getmodule(function)]
+    while pending:
+        module = pending.pop()
+        path = getattr(module, "__file__", None)
+        if module is None or path is None or Path(path) in found:
+            continue
+        found[Path(path)] = None
+        for value in vars(module).values():
+            owner = inspect.getmodule(value) if inspect.isfunction(value) else None
+            if owner is not None and owner.__name__.startswith(f"{KERNEL_PACKAGE}."):
+                pending.append(owner)
+    return sorted(found)
+
+
+def traced_source_files(*roots: Any) -> list[Path]:
+    """The files of what is traced, and of every kernel module that they import, by any name.
+
+    For languages whose host code is traced into the kernel as well: there a class, a constant or a
+    whole module can decide what the kernel does, so every import counts. Only an import of nothing
+    but plan classes does not: a plan calls the kernel, it is no part of it.
+
+    Args:
+        roots: functions, classes or instances; their modules are where the search starts.
+    """
+    modules = [inspect.getmodule(root) for root in roots]
+    found: dict[Path, None] = {}
+    pending = [module for module in modules if module is not None]
+    while pending:
+        module = pending.pop()
+        path = getattr(module, "__file__", None)
+        if path is None or Path(path) in found:
+            continue
+        found[Path(path)] = None
+        pending.extend(_imported_modules(module, Path(path)))
+    return sorted(found)
+
+
+def _imported_modules(module: ModuleType, path: Path) -> Iterator[ModuleType]:
+    """The loaded kernel modules that a module's import statements name."""
+    package = module.__package__ or ""
+    inside = tuple({f"{KERNEL_PACKAGE}.", f"{package}." if package else f"{KERNEL_PACKAGE}."})
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = importlib.util.resolve_name("." * node.level + base, package)
+            values = [getattr(module, alias.asname or alias.name, None) for alias in node.names]
+            if all(map(is_plan_class, values)):
+                continue
+            # A name in it may be a module itself.
+            names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        for name in names:
+            if name.startswith(inside) and name in sys.modules:
+                yield sys.modules[name]
 
 
 def output_root() -> Path:

@@ -116,10 +116,10 @@ def test_each_kernel_is_launched_alone_inside_its_range() -> None:
         for name in ("a", "b")
     ]
     stage: Any = SimpleNamespace(kernels=lambda: iter(kernels))
-    launch_ranges(stage, mark, lambda: events.append("sync"))
+    launch_ranges(stage, mark, lambda kernel: events.append(f"wait {kernel}"))
     assert events == [
-        *("push hyper_mla.a", "launch a", "pop", "sync"),
-        *("push hyper_mla.b", "launch b", "pop", "sync"),
+        *("push hyper_mla.a", "launch a", "pop", "wait a"),
+        *("push hyper_mla.b", "launch b", "pop", "wait b"),
     ]
 
 
