@@ -33,7 +33,7 @@ class Renames(Protocol):
 
     @property
     def ambiguous(self) -> Mapping[str, Sequence[str]]:
-        """Name that stands for several options -> those options."""
+        """Name that several options share -> those options."""
 
 
 class Parser(argparse.ArgumentParser):

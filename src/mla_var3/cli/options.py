@@ -34,9 +34,9 @@ HELP_TEXTS = {
     "lengths": "KV length per request: comma list, or mixed (spread from 1 to t); none: all t",
     "seed": "seed of the inputs; none: fresh ones",
     "n": "newest tokens attended decompressed; none: chosen by the cost model",
-    "num_ctas": "compiler hint: thread blocks per cluster",
-    "occupancy": "compiler hint: thread blocks per SM",
-    "num_worker_warps": "compiler hint: worker warps per thread block",
+    "num_ctas": "compiler hint: CTAs per cluster",
+    "occupancy": "compiler hint: CTAs per SM",
+    "num_worker_warps": "compiler hint: worker warps per CTA",
     "opt_level": "compiler hint: optimisation level",
 }
 """Help for well-known fields that carry no text of their own."""
@@ -139,7 +139,7 @@ RUN_OPTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "refine": (
         "run",
-        "let timing refine what the cost model chose, such as n (default: off)",
+        "choose between neighbours of the cost model's choice, such as n, by timing (default: off)",
         {"flag": True},
     ),
     "prof_type": (

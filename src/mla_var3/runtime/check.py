@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 FACTOR = 2.0
 RELATIVE_SLACK = 1e-5
-"""Added to the relative bound; a float32 output (log-sum-exp) has about 1e-7 of its own."""
+"""Added to the relative bound; a float32 output (the LSE) has about 1e-7 of its own."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def _baselines(
 
 
 def _bound(baseline: float, scale: float) -> float:
-    """A baseline that overflowed is no yardstick: then only the slack is left."""
+    """Without a finite baseline only the slack is left."""
     return (FACTOR * baseline if math.isfinite(baseline) else 0.0) + RELATIVE_SLACK * scale
 
 

@@ -1,7 +1,7 @@
-"""Compile reports: what a kernel became, read from its machine code, without a GPU.
+"""Compile reports: figures read from the machine code of a kernel, without a GPU.
 
-Works on cubins, whatever language made them. The resource figures come from cuobjdump, the
-instruction mix from nvdisasm.
+It works on cubins of any language. The resource figures come from cuobjdump, the instruction mix
+from nvdisasm.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 _TOOL_TIMEOUT_S = 120
 SYSTEM_SHARED_BYTES = 1024
-"""Shared memory per block that the driver reserves and the cubin counts as the kernel's."""
+"""Shared memory per CTA that the driver reserves and the cubin counts as the kernel's."""
 
 _MMA = re.compile(r"[A-Z]G?MMA|UTC\w*MMA")
 """Opcodes of all tensor-core generations: HMMA, HGMMA, QGMMA, UTCHMMA, ..."""
@@ -67,7 +67,7 @@ _CLUSTER = re.compile(r"EIATTR_CTA_PER_CLUSTER\s+Format:\s*\S+\s+Value:\s*([0-9a
 
 @dataclass(frozen=True)
 class CompileReport:
-    """What one kernel became for one target.
+    """The machine code of one kernel for one target, in figures.
 
     Attributes:
         kernel: kernel name.
@@ -75,17 +75,17 @@ class CompileReport:
         tiling: the tiling it was compiled with.
         registers: registers per thread at launch.
         stack_bytes: stack per thread; above zero means spills.
-        shared_bytes: shared memory per block.
-        threads: threads per block.
-        cluster: blocks per cluster.
+        shared_bytes: shared memory per CTA.
+        threads: threads per CTA.
+        cluster: CTAs per cluster.
         instructions: how many instructions of each notable opcode the code holds.
         total_instructions: all instructions.
         mma_shapes: the matrix instructions with their shape and types.
-        consumer_registers: registers per thread that the computing warps raise themselves to, None
+        consumer_registers: registers per thread that the consumer warps raise themselves to, None
             when they keep the launch value.
         cubin_bytes: size of the machine code file.
         seconds: wall time of the compilation.
-        expects_tensor_core: whether the kernel ought to use the tensor cores; None to judge by
+        expects_tensor_core: whether the kernel should use the tensor cores; None to judge by
             whether it uses any.
         error: why it did not compile; then the figures are None or empty.
     """
@@ -206,7 +206,7 @@ def compile_report(
         target: GPU code, for example "sm_90".
         tiling: tiling to compile with; the active one by default.
         artifacts_dir: folder for the cubin, its disassembly and what the compiler left behind.
-        expects_tensor_core: whether the kernel ought to use the tensor cores; None to judge by
+        expects_tensor_core: whether the kernel should use the tensor cores; None to judge by
             whether it does any matrix product.
 
     Returns:
@@ -232,7 +232,7 @@ def compile_report(
         _write_artifacts(artifacts_dir, kernel, compiled, printed)
     figures = parse_disassembly(printed)
     if compiled.dynamic_shared_bytes:
-        # The kibibyte that the system keeps for itself is not part of what a block may ask for.
+        # The kibibyte that the driver reserves is not part of what a CTA may ask for.
         own = max(figures["shared_bytes"] - SYSTEM_SHARED_BYTES, 0)
         figures["shared_bytes"] = own + compiled.dynamic_shared_bytes
     return dataclasses.replace(
@@ -241,7 +241,7 @@ def compile_report(
 
 
 def fits_shared_memory(report: CompileReport, spec: DeviceSpec) -> bool:
-    """Whether a block of the compiled kernel fits the device's shared memory."""
+    """Whether a CTA of the compiled kernel fits the device's shared memory."""
     return (
         report.shared_bytes is not None
         and report.shared_bytes <= spec.shared_memory_per_block_bytes

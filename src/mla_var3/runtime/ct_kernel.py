@@ -142,7 +142,7 @@ _hinted: dict[tuple[int, tuple[tuple[str, int], ...]], tuple[Any, Any]] = {}
 
 
 def hinted_kernel(kernel_fn: Any, hints: dict[str, int]) -> Any:
-    """The kernel with compiler hints, the same object for the same hints, for ever.
+    """The kernel with compiler hints, the same object for the same hints, forever.
 
     A kernel object owns the code it has loaded onto the GPU. A CUDA graph that captured its launch
     keeps using that code after the plan is gone, so the object must not be collected; keeping it

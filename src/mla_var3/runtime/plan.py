@@ -238,7 +238,7 @@ class KernelPlan(ABC):
     def benchmark_kernel_argparse(self, argv: Sequence[str] | None = None) -> int:
         """Command line of this plan; returns the exit code.
 
-        The command line lies above the runtime; the package loads it on first use.
+        The package loads the command line, which is above the runtime, on first use.
         """
         return int(mla_var3.run_plan(self, argv))
 

@@ -31,7 +31,7 @@ class CompiledKernel:
         cubin: machine code.
         seconds: wall time of the compilation.
         artifacts: other files worth keeping (bytecode, intermediate code), by file name.
-        dynamic_shared_bytes: shared memory per block that the launch asks for beside what the
+        dynamic_shared_bytes: shared memory per CTA that the launch asks for beside what the
             machine code itself declares.
     """
 
@@ -146,7 +146,7 @@ class KernelStage(Stage):
             )
 
     def require_target(self, target: str, device: str) -> None:
-        """Refuse a GPU that this kernel cannot run on; one that compiles for any refuses none.
+        """Refuse a GPU that this kernel cannot run on; none by default.
 
         Args:
             target: GPU code of the device, for example "sm_90".

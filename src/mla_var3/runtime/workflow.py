@@ -45,7 +45,7 @@ MEMORY_INFO = Path("/proc/meminfo")
 CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 Progress = Callable[[str, int, int, str], None]
-"""(what, done, total, detail): called as long work goes on."""
+"""(what, done, total, detail): called during long work."""
 
 
 def no_progress(what: str, done: int, total: int, detail: str) -> None:
@@ -172,7 +172,7 @@ def prepare(plan: KernelPlan, options: RunOptions) -> Prepared:
     plan = plan.resolved(Target.of(device)) if device else plan.on_device(planning_device())
     stage = empty_stage(plan)
     if device is not None:
-        # Tuning would otherwise note the same failure for every candidate.
+        # Otherwise every candidate of the tuner would fail in the same way.
         for kernel in stage.kernels():
             kernel.require_target(device.target, device.name)
     require_memory(plan, stage, where)

@@ -150,7 +150,7 @@ def _run(plan: KernelPlan, argv: list[str], prog: str) -> int:
 
 @dataclass(frozen=True)
 class Route:
-    """What a request amounts to on this machine.
+    """How this machine serves a request.
 
     Attributes:
         mode: profiling mode.
@@ -331,6 +331,6 @@ def compiled(result: ProfileResult) -> bool:
 
 
 def print_where(result: ProfileResult) -> None:
-    """Print where the artifacts lie."""
+    """Print the path of the report."""
     if result.out_dir is not None:
         say(f"report: {result.out_dir / 'report.md'}", "bold")

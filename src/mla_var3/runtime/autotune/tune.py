@@ -1,7 +1,7 @@
 """Autotuning: the fastest tiling of every kernel, and the fastest of neighbouring plans.
 
 Each candidate is first judged without the GPU (constraints, machine code), then timed with a cold
-L2 cache. Every outcome, failures included, goes to a JSON history that later calls go on from; see
+L2 cache. Every outcome, failures included, goes to a JSON history that later calls resume from; see
 `history.py` for when a history is used and when it is refused.
 """
 
@@ -189,7 +189,7 @@ def _time_plan(
 
 
 class Search:
-    """One search: goes through the candidates, notes every outcome, applies the best."""
+    """One search: tries the candidates, records every outcome, applies the best."""
 
     def __init__(
         self,

@@ -153,7 +153,7 @@ def compile_reports(result: ProfileResult) -> list[CompileReport]:
 
 
 def compile_rows(reports: Sequence[CompileReport]) -> Rows:
-    """What each kernel became for each target."""
+    """The compile reports as rows."""
     rows: Rows = []
     for report in reports:
         registers = report.registers
@@ -176,7 +176,7 @@ def compile_rows(reports: Sequence[CompileReport]) -> Rows:
 
 
 def compile_markdown(reports: Sequence[CompileReport]) -> str:
-    """What each kernel became for each target as a markdown table, and how to read it."""
+    """The compile reports as a markdown table, and how to read it."""
     return (
         table(COMPILE_HEADERS, compile_rows(reports))
         + "\nRegisters per thread at launch, in brackets what the consumer warps raise themselves "

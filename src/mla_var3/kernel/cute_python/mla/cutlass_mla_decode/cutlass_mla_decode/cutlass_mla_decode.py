@@ -301,7 +301,7 @@ class CutlassMlaDecodeKernel(MlaPlan):
         return int(self.example().cls.get_split_kv(self.b, self.s, longest, QK_TILE, blocks))
 
     def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
-        q_latent, q_rope, c_kv, k_rope, lengths = self.absorbed_inputs(device)
+        q_latent, q_rope, c_kv, k_rope, lengths = self.latent_inputs(device)
         slots = -(-self.t // TILE) * TILE
         beyond = torch.arange(slots, device=device) >= lengths.unsqueeze(1)
 
@@ -317,7 +317,7 @@ class CutlassMlaDecodeKernel(MlaPlan):
         self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, ...]:
         dense = dense_inputs(inputs, self.t)
-        o_latent, lse = self.absorbed_reference(*dense, compute_dtype=compute_dtype)
+        o_latent, lse = self.latent_reference(*dense, compute_dtype=compute_dtype)
         return o_latent, lse * LOG2_E
 
     def _autotune_configs(self) -> Sequence[CutlassMlaDecodeTiling]:

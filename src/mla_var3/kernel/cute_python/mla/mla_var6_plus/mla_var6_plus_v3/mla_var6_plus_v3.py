@@ -121,7 +121,7 @@ class CuteMlaVar6PlusV3(CuteMixPlan):
             q_nope, q_latent, q_rope, k_prefix, v_prefix, k_rope_prefix, c_kv, k_rope, w_uv,
             lengths, own_lengths,
         ) = inputs  # fmt: skip
-        self.absorbed_rows(q_latent, q_rope, c_kv, k_rope, lengths)
+        self.latent_rows(q_latent, q_rope, c_kv, k_rope, lengths)
         check_tensor("own_lengths", own_lengths, [("b", self.b)], torch.int32, q_nope.device)
         prefix = self.decompressed_slots()
         own = LatentTokens(q_latent, q_rope, c_kv[:, prefix:], k_rope[:, prefix:], own_lengths)

@@ -61,12 +61,12 @@ class CtFlashMLASplitKV(MlaPlan):
         return small.copy(splits=None if self.splits is None else min(self.splits, 3, small.t))
 
     def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
-        return self.absorbed_inputs(device)
+        return self.latent_inputs(device)
 
     def reference_fn(
         self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, ...]:
-        return self.absorbed_reference(*inputs, compute_dtype=compute_dtype)
+        return self.latent_reference(*inputs, compute_dtype=compute_dtype)
 
     def _default_tiling(self, name: str) -> Tiling | None:
         if name == "tiling":
