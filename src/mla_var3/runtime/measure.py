@@ -73,7 +73,7 @@ class Timing:
 class GpuClock(Protocol):
     """The device calls that timing needs."""
 
-    def capture(self, fn: Callable[[], None], warmup: int) -> Callable[[], None]:
+    def capture(self, fn: Callable[[], None], warmup: int, what: str) -> Callable[[], None]:
         """Capture `fn` in a CUDA graph; the result replays it."""
 
     def enqueue(self, fn: Callable[[], None], cold_l2: bool) -> Any:
@@ -122,7 +122,7 @@ def time_gpu(
         raise InvalidArgumentError("max_seconds", "a positive number", max_seconds)
     clock = CudaClock() if clock is None else clock
     what = what or str(getattr(getattr(fn, "__self__", None), "name", "the timed work"))
-    work = clock.capture(fn, warmup) if graph else fn
+    work = clock.capture(fn, warmup, what) if graph else fn
 
     def run(count: int) -> list[Any]:
         handles = [clock.enqueue(work, cold_l2) for _ in range(count)]
@@ -260,7 +260,7 @@ class CudaClock:
         self._flush_bytes = max(_L2_FACTOR * properties.L2_cache_size, _MIN_FLUSH_BYTES)
         self._flush_buffer: Any = None
 
-    def capture(self, fn: Callable[[], None], warmup: int) -> Callable[[], None]:
+    def capture(self, fn: Callable[[], None], warmup: int, what: str) -> Callable[[], None]:
         """Warm up on a side stream, as PyTorch asks for, then capture."""
         torch = self._torch
         side = torch.cuda.Stream()
@@ -269,6 +269,7 @@ class CudaClock:
             for _ in range(warmup):  # compiles and allocates, which a capture must not
                 fn()
         torch.cuda.current_stream().wait_stream(side)
+        wait_for_device(what)  # torch waits too before a capture, without a limit
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             fn()

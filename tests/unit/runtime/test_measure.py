@@ -30,7 +30,7 @@ class FakeClock:
         self.ended: set[Any] = set()
         self.waited_for: set[str] = set()
 
-    def capture(self, fn: Callable[[], None], warmup: int) -> Callable[[], None]:
+    def capture(self, fn: Callable[[], None], warmup: int, what: str) -> Callable[[], None]:
         self.calls.append("capture")
         fn()
         return lambda: self.calls.append("replay")
