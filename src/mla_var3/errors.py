@@ -51,6 +51,10 @@ class MissingToolError(UnsupportedError):
     """A program or package that the request needs is not installed."""
 
 
+class DeviceTimeoutError(HyperMlaError, TimeoutError):
+    """Work on the GPU did not end within the time limit; this process cannot use the GPU again."""
+
+
 class KernelCompileError(HyperMlaError, RuntimeError):
     """A kernel did not compile for a target."""
 

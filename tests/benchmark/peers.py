@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mla_var3.bench.peer_libraries import PeerLibraries
 from mla_var3.bench.peers import KERNELS
-from mla_var3.cli.render import print_table
+from mla_var3.cli.console import print_table
 
 
 def main(argv: Sequence[str] | None = None) -> int:

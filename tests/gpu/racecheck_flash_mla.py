@@ -43,7 +43,7 @@ def cases() -> Iterator[Case]:
 def run(case: Case) -> bool:
     """Run a case once; whether the result is right."""
     plan = case.plan().for_target("sm_90").on_device(current_device_spec())
-    dense = plan.absorbed_inputs("cpu")
+    dense = plan.latent_inputs("cpu")
     inputs = tuple(tensor.to(DEVICE) for tensor in dense)
     if plan.page:
         inputs = paged_inputs(inputs, plan.page, plan.seed)
@@ -57,7 +57,7 @@ def run(case: Case) -> bool:
     stage.launch()
     torch.cuda.synchronize()
     out, lse = (output.cpu() for output in stage.output_tensors)
-    wanted, wanted_lse = plan.absorbed_reference(*dense)
+    wanted, wanted_lse = plan.latent_reference(*dense)
     error, lse_error = compare(out, wanted), compare(lse, wanted_lse)
     right = (
         error.relative_frobenius < RELATIVE[plan.dtype]

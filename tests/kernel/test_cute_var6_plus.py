@@ -609,7 +609,7 @@ def test_a_small_copy_keeps_the_share_of_decompressed_tokens() -> None:
 
 def test_an_unresolved_choice_says_who_makes_it() -> None:
     for plan in (CuteMlaVar6Plus(**SMALL), CuteMlaVar6PlusV3(**SMALL)):
-        with pytest.raises(InvalidArgumentError, match="resolve or on_device chooses one"):
+        with pytest.raises(InvalidArgumentError, match="`resolved` chooses one"):
             plan.prepare_inputs("meta")
     assert make("mla_var6_plus").n is not None
     assert make("mla_var6_plus_v3").prefix == 128

@@ -174,7 +174,7 @@ def _measures(options: BenchOptions) -> bool:
     if options.mode == PREDICT or options.predict_for:
         return False
     if options.mode == MEASURE:
-        require_cuda("bench")
+        require_cuda("bench --mode=measure", "--mode=predict needs none")
     return options.mode == MEASURE or cuda_available()
 
 

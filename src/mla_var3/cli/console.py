@@ -1,4 +1,4 @@
-"""What all commands print with: consoles, error lines, exit codes and progress."""
+"""What all commands print with: consoles, tables, error lines, exit codes and progress."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.progress import (
@@ -21,9 +21,21 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.table import Table
 from rich.text import Text
 
-from mla_var3.errors import HyperMlaError, InvalidArgumentError, UnknownNameError
+from mla_var3.errors import (
+    DeviceTimeoutError,
+    HyperMlaError,
+    InvalidArgumentError,
+    UnknownNameError,
+)
+from mla_var3.runtime.markdown import microseconds
+from mla_var3.runtime.profiling import figures
+
+if TYPE_CHECKING:
+    from mla_var3.runtime.check import CheckResult
+    from mla_var3.runtime.profiling.result import ProfileResult
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -77,7 +89,7 @@ def print_error(message: str) -> None:
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """Names that do not exist are the command line's fault while it is being read."""
+    """While a command line is read, an unknown name in it is a usage error."""
     try:
         yield
     except UnknownNameError as error:
@@ -93,19 +105,29 @@ def guarded(action: Callable[[], int]) -> int:
         return action()
     except SystemExit as request:  # argparse leaves this way after --help and --version
         return request.code if isinstance(request.code, int) else EXIT_OK
-    except KeyboardInterrupt:
-        print_error("interrupted; tuning results so far are kept and the next run resumes there")
+    except KeyboardInterrupt as interrupt:
+        # Work that can be resumed says so in a note.
+        print_error("; ".join(["interrupted", *getattr(interrupt, "__notes__", [])]))
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader, for example `head`, has seen enough. Python would complain again at exit.
+        # The reader, for example `head`, closed the pipe. Python would complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except Exception as error:
         if os.environ.get(TRACEBACK_VARIABLE, "") not in ("", "0") or not _is_expected(error):
             raise
         print_error(_message(error))
+        if isinstance(error, DeviceTimeoutError):
+            _leave_hung_device()
         usage = isinstance(error, (UsageError, InvalidArgumentError))
         return EXIT_USAGE if usage else EXIT_FAILED
+
+
+def _leave_hung_device() -> None:
+    """End the process at once: its normal end would wait for the kernel that hangs."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(EXIT_FAILED)
 
 
 def _is_expected(error: Exception) -> bool:
@@ -121,12 +143,46 @@ def _is_out_of_host_memory(error: Exception) -> bool:
 
 def _message(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None:
-        # Of two names the second is the one that was asked for, the first a temporary file's.
+        # Of two names the second is the target, the first a temporary file.
         path = error.filename if error.filename2 is None else error.filename2
         return f"{path}: expected a path that can be used here, got {error.strerror}"
     if _is_out_of_host_memory(error):
         return f"sizes: expected tensors that fit into this machine's memory, got {error}"
     return str(error)
+
+
+def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print a table; columns without any value are left out."""
+    kept = [i for i in range(len(headers)) if any(row[i] not in (None, "-") for row in rows)]
+    table = Table(title=title, title_justify="left")
+    for i in kept:
+        numeric = all(str(row[i])[:1] in "0123456789-±" or row[i] is None for row in rows)
+        table.add_column(headers[i], justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*("-" if row[i] is None else str(row[i]) for i in kept))
+    stdout().print(table)
+
+
+def print_result(result: ProfileResult) -> None:
+    """Print the figures of a profile, and the compile report if it has one."""
+    reports = figures.compile_reports(result)
+    if reports:
+        print_table("compile report", figures.COMPILE_HEADERS, figures.compile_rows(reports))
+    title = f"{result.kernel}, {result.mode.value} mode"
+    device = result.record.get("device") or result.record.get("planned_for")
+    if device:
+        title += f", {device}"
+    print_table(title, figures.STAGE_HEADERS, figures.stage_rows(result))
+    predicted = result.record.get("predicted_us")
+    if predicted:
+        each = ", ".join(f"{name} {microseconds(time_us)}" for name, time_us in predicted.items())
+        say(f"predicted, not measured: {each}")
+
+
+def print_check(check: CheckResult, title: str) -> None:
+    """Print errors and bounds per output, and the verdict."""
+    print_table(title, figures.CHECK_HEADERS, figures.check_rows(check))
+    say("check passed" if check.passed else "check FAILED", "green" if check.passed else "bold red")
 
 
 class _NoteHandler(logging.Handler):

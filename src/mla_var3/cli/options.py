@@ -10,10 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mla_var3.cli.arguments import (
+    MIXED,
+    SIZE_TEXTS,
+    Parser,
+    ValueType,
+    field_types,
+    mixed_lengths,
+    unreadable,
+)
 from mla_var3.cli.console import UsageError
-from mla_var3.cli.parsing import Parser
-from mla_var3.cli.sizes import SIZE_TEXTS
-from mla_var3.cli.values import MIXED, ValueType, field_types, mixed_lengths, unreadable
 from mla_var3.errors import UnknownNameError
 from mla_var3.runtime.paths import DEFAULT_LANGUAGE, LANGUAGES
 from mla_var3.runtime.plan import KernelPlan
@@ -28,9 +34,9 @@ HELP_TEXTS = {
     "lengths": "KV length per request: comma list, or mixed (spread from 1 to t); none: all t",
     "seed": "seed of the inputs; none: fresh ones",
     "n": "newest tokens attended decompressed; none: chosen by the cost model",
-    "num_ctas": "compiler hint: thread blocks per cluster",
-    "occupancy": "compiler hint: thread blocks per SM",
-    "num_worker_warps": "compiler hint: worker warps per thread block",
+    "num_ctas": "compiler hint: CTAs per cluster",
+    "occupancy": "compiler hint: CTAs per SM",
+    "num_worker_warps": "compiler hint: worker warps per CTA",
     "opt_level": "compiler hint: optimisation level",
 }
 """Help for well-known fields that carry no text of their own."""
@@ -106,7 +112,7 @@ def _tiling_types(tiling: Tiling) -> dict[str, ValueType]:
 RUN_OPTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "language": (
         "run",
-        f"kernel language: {' or '.join(LANGUAGES)} (default: {DEFAULT_LANGUAGE})",
+        f"kernel language: {' or '.join(LANGUAGES)} (default: {DEFAULT_LANGUAGE}, or the only one)",
         {"metavar": "NAME"},
     ),
     "device": (
@@ -133,7 +139,7 @@ RUN_OPTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "refine": (
         "run",
-        "let timing refine what the cost model chose, such as n (default: off)",
+        "choose between neighbours of the cost model's choice, such as n, by timing (default: off)",
         {"flag": True},
     ),
     "prof_type": (

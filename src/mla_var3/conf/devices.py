@@ -1,9 +1,10 @@
 """The device table: what each GPU can do, every value with its unit, kind, source and date.
 
 The table is `devices.json` beside this module. The environment variable HYPER_MLA_DEVICES may name
-another file of the same form, whose entries are added; an entry of the same name replaces the
-shipped one, and `DeviceSpec.origin` says where a device came from. A value that nobody published or
-measured is left out: a missing key is an error where it is needed, never a guess.
+another file whose entries are added; an entry of the same name replaces the shipped one, and
+`DeviceSpec.origin` says where a device came from. Such an entry may also be flat, with bare values:
+these replace single values of the shipped entry. A value that nobody published or measured is left
+out: a missing key is an error where it is needed, never a guess.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -258,7 +260,7 @@ def _normalised(name: str) -> str:
 def _load(paths: tuple[str, ...]) -> Mapping[str, DeviceSpec]:
     devices: dict[str, DeviceSpec] = {}
     for path in paths:
-        for name, spec in _read(path).items():
+        for name, spec in _read(path, devices).items():
             if name in devices:
                 _LOG.warning("%s: the entry of %s replaces it", name, path)
             devices[name] = spec
@@ -275,7 +277,7 @@ def _load(paths: tuple[str, ...]) -> Mapping[str, DeviceSpec]:
     return MappingProxyType(devices)
 
 
-def _read(path: str) -> dict[str, DeviceSpec]:
+def _read(path: str, known: Mapping[str, DeviceSpec]) -> dict[str, DeviceSpec]:
     try:
         table = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
     except OSError as error:
@@ -284,35 +286,79 @@ def _read(path: str) -> dict[str, DeviceSpec]:
         raise InvalidArgumentError(path, "a device table in JSON", error) from error
     if not isinstance(table, dict) or not table:
         raise InvalidArgumentError(path, "an object with one entry per device", _kind_of(table))
-    return {name: _device(path, name, entry) for name, entry in table.items()}
+    return {name: _device(path, name, entry, known.get(name)) for name, entry in table.items()}
 
 
-def _device(path: str, name: str, entry: object) -> DeviceSpec:
+def _device(path: str, name: str, entry: object, known: DeviceSpec | None) -> DeviceSpec:
     where = f"{path}: {name}"
     if not isinstance(entry, dict):
         raise InvalidArgumentError(where, "an object with one entry per key", _kind_of(entry))
-    missing = [key for key in REQUIRED_KEYS if key not in entry]
-    if missing:
-        raise InvalidArgumentError(
-            where, "the keys " + ", ".join(REQUIRED_KEYS), "none for " + ", ".join(missing)
-        )
-    aliases = entry.get(_ALIASES_KEY, [])
-    if not _is_names(aliases):
-        raise InvalidArgumentError(f"{where}: {_ALIASES_KEY}", "a list of names", repr(aliases))
+    if not any(isinstance(value, dict) for value in entry.values()):
+        return _flat_device(path, name, entry, known)
+    _require_keys(where, entry)
+    aliases = _aliases(where, entry)
     values = {
         key: _value(f"{where}: {key}", key, raw)
         for key, raw in entry.items()
         if key != _ALIASES_KEY
     }
-    return DeviceSpec(name, tuple(aliases), MappingProxyType(values), path)
+    return DeviceSpec(name, aliases, MappingProxyType(values), path)
 
 
-def _value(where: str, key: str, raw: object) -> Value:
+def _flat_device(
+    path: str, name: str, entry: dict[str, object], known: DeviceSpec | None
+) -> DeviceSpec:
+    """A device whose entry gives bare values, such as `"peak_dram_bw_GBps": 1792.0`.
+
+    They replace those of the known device of that name; a peak also replaces the measured rate,
+    so that predictions follow it.
+    """
+    values = {} if known is None else dict(known.values)
+    for key, raw in entry.items():
+        if key == _ALIASES_KEY:
+            continue
+        where = f"{path}: {name}: {key}"
+        values.pop(key.replace("peak_", "sustained_"), None)
+        number = _NUMBERS.get(_known_key(where, key))
+        unit = number.unit if number else ""
+        values[key] = Value(_checked(where, key, raw), unit, "spec", path, _date_of(path))
+    _require_keys(f"{path}: {name}", values)
+    aliases = _aliases(f"{path}: {name}", entry, () if known is None else known.aliases)
+    return DeviceSpec(name, aliases, MappingProxyType(values), path)
+
+
+def _require_keys(where: str, found: Mapping[str, object]) -> None:
+    missing = [key for key in REQUIRED_KEYS if key not in found]
+    if missing:
+        raise InvalidArgumentError(
+            where, "the keys " + ", ".join(REQUIRED_KEYS), "none for " + ", ".join(missing)
+        )
+
+
+def _aliases(
+    where: str, entry: dict[str, object], default: tuple[str, ...] = ()
+) -> tuple[str, ...]:
+    aliases = entry.get(_ALIASES_KEY, list(default))
+    if not _is_names(aliases):
+        raise InvalidArgumentError(f"{where}: {_ALIASES_KEY}", "a list of names", repr(aliases))
+    return tuple(aliases)  # type: ignore[arg-type]
+
+
+def _date_of(path: str) -> str:
+    return datetime.fromtimestamp(Path(path).stat().st_mtime, UTC).date().isoformat()
+
+
+def _known_key(where: str, key: str) -> str:
     known = (*_NUMBERS, _CAPABILITY_KEY, _TARGETS_KEY)
     if key not in known:
         nearest = difflib.get_close_matches(key, known, n=1)
         hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
         raise InvalidArgumentError(where, f"one of the keys {', '.join(known)}", f"{key!r}{hint}")
+    return key
+
+
+def _value(where: str, key: str, raw: object) -> Value:
+    _known_key(where, key)
     if not isinstance(raw, dict):
         raise InvalidArgumentError(where, f"an object with {', '.join(_FIELDS)}", _kind_of(raw))
     if set(raw) != set(_FIELDS):

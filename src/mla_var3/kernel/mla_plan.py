@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
@@ -46,6 +47,10 @@ class MlaPlan(KernelPlan):
 
     def problem(self) -> MlaProblem:
         """The problem that this plan computes."""
+        return self._problem
+
+    @functools.cached_property
+    def _problem(self) -> MlaProblem:
         return MlaProblem(
             b=self.b,
             s=self.s,
@@ -85,13 +90,13 @@ class MlaPlan(KernelPlan):
             generator.manual_seed(self.seed)
         return [torch.randn(shape, generator=generator, device=device) for shape in shapes]
 
-    def absorbed_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
-        """Inputs of a kernel on the latent cache: q_latent, q_rope, c_kv, k_rope, lengths."""
+    def latent_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
+        """Inputs of a latent kernel: q_latent, q_rope, c_kv, k_rope, lengths."""
         raw = self.make_inputs(device)
         q_latent = absorb_queries(raw.q_nope, raw.w_uk)
         return q_latent, raw.q_rope, raw.c_kv, raw.k_rope, raw.lengths
 
-    def absorbed_rows(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def latent_rows(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Check such inputs; returns the queries as rows, [b, s*h, k] and [b, s*h, p]."""
         q_latent, q_rope, c_kv, k_rope, lengths = inputs
         dtype, device = self.torch_dtype, q_latent.device
@@ -108,10 +113,10 @@ class MlaPlan(KernelPlan):
             require_view("q_rope", q_rope, self.b, count, self.p),
         )
 
-    def absorbed_reference(
+    def latent_reference(
         self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Reference of a kernel on the latent cache: o_latent and lse."""
+        """Reference of a latent kernel: o_latent and lse."""
         return reference_absorbed(
             *inputs,
             causal=self.causal,

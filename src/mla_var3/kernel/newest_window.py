@@ -38,17 +38,17 @@ class NewestWindowPlan(MlaPlan):
     def chosen_n(self) -> int:
         """Newest tokens that are decompressed."""
         if self.n is None:
-            raise InvalidArgumentError("n", "a number; resolve or on_device chooses one", "None")
+            raise InvalidArgumentError("n", "a number; `resolved` chooses one", "None")
         return self.n
 
     def model_n(self, peak_tflops: float, peak_gbps: float) -> int:
         """The n of the cost model at the rates of a device."""
         return best_n(self.problem(), peak_tflops, peak_gbps, multiple=WINDOW_STEP)
 
-    def resolve(self, peak_tflops: float, peak_gbps: float) -> Self:
+    def _model_fields(self, peak_tflops: float, peak_gbps: float) -> dict[str, Any]:
         if self.n is not None:
-            return self
-        return self.copy(n=min(self.model_n(peak_tflops, peak_gbps), self.t))
+            return {}
+        return {"n": min(self.model_n(peak_tflops, peak_gbps), self.t)}
 
     def refinements(self) -> list[Self]:
         center = self.chosen_n
@@ -81,5 +81,6 @@ class NewestWindowPlan(MlaPlan):
         )
 
     def stage_fields(self) -> dict[str, Any]:
-        """The fields that the plans of single stages have too."""
-        return {key: value for key, value in self.params().items() if key != "n"}
+        """The fields that the plans of single stages share, the target among them."""
+        shared = {key: value for key, value in self.params().items() if key != "n"}
+        return {**shared, "target": self.target}

@@ -1,7 +1,7 @@
-"""Compile reports: what a kernel became, read from its machine code, without a GPU.
+"""Compile reports: figures read from the machine code of a kernel, without a GPU.
 
-Works on cubins, whatever language made them. The resource figures come from cuobjdump, the
-instruction mix from nvdisasm.
+It works on cubins of any language. The resource figures come from cuobjdump, the instruction mix
+from nvdisasm.
 """
 
 from __future__ import annotations
@@ -10,9 +10,13 @@ import collections
 import dataclasses
 import logging
 import math
+import os
 import re
 import subprocess
+import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -29,7 +33,7 @@ log = logging.getLogger(__name__)
 
 _TOOL_TIMEOUT_S = 120
 SYSTEM_SHARED_BYTES = 1024
-"""Shared memory per block that the driver reserves and the cubin counts as the kernel's."""
+"""Shared memory per CTA that the driver reserves and the cubin counts as the kernel's."""
 
 _MMA = re.compile(r"[A-Z]G?MMA|UTC\w*MMA")
 """Opcodes of all tensor-core generations: HMMA, HGMMA, QGMMA, UTCHMMA, ..."""
@@ -55,6 +59,7 @@ _REPORTED = (
 _INSTRUCTION = re.compile(
     r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)((?:\.\w+)*)\s*([^;]*);"
 )
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)")
 _THREADS = re.compile(r"EIATTR_REQNTID\s+Format:\s*\S+\s+Value:\s*([0-9a-fx ]+)")
 _CLUSTER = re.compile(r"EIATTR_CTA_PER_CLUSTER\s+Format:\s*\S+\s+Value:\s*([0-9a-fx ]+)")
@@ -62,7 +67,7 @@ _CLUSTER = re.compile(r"EIATTR_CTA_PER_CLUSTER\s+Format:\s*\S+\s+Value:\s*([0-9a
 
 @dataclass(frozen=True)
 class CompileReport:
-    """What one kernel became for one target.
+    """The machine code of one kernel for one target, in figures.
 
     Attributes:
         kernel: kernel name.
@@ -70,17 +75,17 @@ class CompileReport:
         tiling: the tiling it was compiled with.
         registers: registers per thread at launch.
         stack_bytes: stack per thread; above zero means spills.
-        shared_bytes: shared memory per block.
-        threads: threads per block.
-        cluster: blocks per cluster.
+        shared_bytes: shared memory per CTA.
+        threads: threads per CTA.
+        cluster: CTAs per cluster.
         instructions: how many instructions of each notable opcode the code holds.
         total_instructions: all instructions.
         mma_shapes: the matrix instructions with their shape and types.
-        consumer_registers: registers per thread that the computing warps raise themselves to, None
+        consumer_registers: registers per thread that the consumer warps raise themselves to, None
             when they keep the launch value.
         cubin_bytes: size of the machine code file.
         seconds: wall time of the compilation.
-        expects_tensor_core: whether the kernel ought to use the tensor cores; None to judge by
+        expects_tensor_core: whether the kernel should use the tensor cores; None to judge by
             whether it uses any.
         error: why it did not compile; then the figures are None or empty.
     """
@@ -201,7 +206,7 @@ def compile_report(
         target: GPU code, for example "sm_90".
         tiling: tiling to compile with; the active one by default.
         artifacts_dir: folder for the cubin, its disassembly and what the compiler left behind.
-        expects_tensor_core: whether the kernel ought to use the tensor cores; None to judge by
+        expects_tensor_core: whether the kernel should use the tensor cores; None to judge by
             whether it does any matrix product.
 
     Returns:
@@ -224,10 +229,10 @@ def compile_report(
         return dataclasses.replace(report, error=str(error) or type(error).__name__)
     printed = _disassemble(compiled.cubin, *tools)
     if artifacts_dir is not None:
-        _write_artifacts(artifacts_dir, kernel.name, compiled, printed)
+        _write_artifacts(artifacts_dir, kernel, compiled, printed)
     figures = parse_disassembly(printed)
     if compiled.dynamic_shared_bytes:
-        # The kibibyte that the system keeps for itself is not part of what a block may ask for.
+        # The kibibyte that the driver reserves is not part of what a CTA may ask for.
         own = max(figures["shared_bytes"] - SYSTEM_SHARED_BYTES, 0)
         figures["shared_bytes"] = own + compiled.dynamic_shared_bytes
     return dataclasses.replace(
@@ -236,7 +241,7 @@ def compile_report(
 
 
 def fits_shared_memory(report: CompileReport, spec: DeviceSpec) -> bool:
-    """Whether a block of the compiled kernel fits the device's shared memory."""
+    """Whether a CTA of the compiled kernel fits the device's shared memory."""
     return (
         report.shared_bytes is not None
         and report.shared_bytes <= spec.shared_memory_per_block_bytes
@@ -348,11 +353,41 @@ def _run(tool: Path, *arguments: str | Path) -> str:
 
 
 def _write_artifacts(
-    folder: Path, kernel: str, compiled: CompiledKernel, printed: Disassembly
+    folder: Path, kernel: KernelStage, compiled: CompiledKernel, printed: Disassembly
 ) -> None:
-    prefix = f"{kernel}.{compiled.target}"
+    prefix = f"{kernel.name}.{compiled.target}"
     write_atomic(folder / f"{prefix}.cubin", compiled.cubin)
     write_atomic(folder / f"{prefix}.sass", printed.sass)
     write_atomic(folder / f"{prefix}.resources.txt", printed.resources)
     for name, content in compiled.artifacts.items():
-        write_atomic(folder / f"{prefix}.{name.removeprefix(f'{kernel}.')}", content)
+        write_atomic(folder / f"{prefix}.{name.removeprefix(f'{kernel.name}.')}", content)
+    text = kernel.mlir_text(compiled)
+    if text is not None:
+        write_atomic(folder / f"{prefix}.mlir", text)
+
+
+def first_lines(error: BaseException, count: int = 3) -> str:
+    """The type and the first lines of an error, in one line and without terminal colours."""
+    lines = [line.strip() for line in _COLOUR.sub("", str(error)).splitlines() if line.strip()]
+    return f"{type(error).__name__}: " + " ".join(lines[:count])
+
+
+@contextmanager
+def quiet_compiler() -> Iterator[None]:
+    """Keep a compiler's own diagnostics off the screen; a failure arrives as an exception.
+
+    Compilers write to file descriptor 2 directly, from native code or from a program that they
+    start, so Python-level redirection would not reach them.
+    """
+    sys.stderr.flush()
+    saved = os.dup(2)
+    try:
+        with tempfile.TemporaryFile() as sink:
+            os.dup2(sink.fileno(), 2)
+            try:
+                yield
+            finally:
+                sys.stderr.flush()
+                os.dup2(saved, 2)
+    finally:
+        os.close(saved)

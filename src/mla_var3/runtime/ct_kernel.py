@@ -6,6 +6,7 @@ This module and the interpreter are the only host code that knows cuTile.
 from __future__ import annotations
 
 import io
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,8 +24,9 @@ from cuda.tile.compilation import (
 )
 
 from mla_var3.errors import InvalidArgumentError, KernelCompileError
-from mla_var3.runtime.compiler_output import first_lines, quiet_compiler
-from mla_var3.runtime.kernel_sources import kernel_source_files
+from mla_var3.runtime.compile import first_lines, quiet_compiler
+from mla_var3.runtime.environment import find_tool, run_tool
+from mla_var3.runtime.paths import kernel_source_files
 from mla_var3.runtime.stage import CompiledKernel, KernelStage
 from mla_var3.runtime.tiling import require_valid
 
@@ -37,6 +39,7 @@ _DTYPES = {
     torch.int32: ct.int32,
     torch.int64: ct.int64,
 }
+_DISASSEMBLER = "tileirdisasm"
 _TMA_ALIGNMENT = 16
 _SHAPE_DIVISOR = 16
 
@@ -117,6 +120,20 @@ class CtKernel(KernelStage):
             artifacts={f"{self.name}.tileirbc": bytecode},
         )
 
+    def mlir_text(self, compiled: CompiledKernel) -> str | None:
+        tool = find_tool(_DISASSEMBLER)
+        if tool is None:
+            return None
+        with tempfile.NamedTemporaryFile(suffix=".tileirbc") as file:
+            file.write(compiled.artifacts[f"{self.name}.tileirbc"])
+            file.flush()
+            return run_tool(tool, file.name)
+
+    def why_no_mlir(self) -> str | None:
+        if find_tool(_DISASSEMBLER) is None:
+            return f"{_DISASSEMBLER}, which comes with CUDA 13.4, is not installed"
+        return None
+
     def source_files(self) -> list[Path]:
         return kernel_source_files(self.kernel_fn._pyfunc)
 
@@ -125,7 +142,7 @@ _hinted: dict[tuple[int, tuple[tuple[str, int], ...]], tuple[Any, Any]] = {}
 
 
 def hinted_kernel(kernel_fn: Any, hints: dict[str, int]) -> Any:
-    """The kernel with compiler hints, the same object for the same hints, for ever.
+    """The kernel with compiler hints, the same object for the same hints, forever.
 
     A kernel object owns the code it has loaded onto the GPU. A CUDA graph that captured its launch
     keeps using that code after the plan is gone, so the object must not be collected; keeping it

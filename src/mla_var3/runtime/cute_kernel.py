@@ -28,7 +28,7 @@ from cutlass.cute.runtime import make_ptr
 from cutlass.runtime import find_runtime_libraries, load_module, make_fake_stream
 
 from mla_var3.errors import InvalidArgumentError, KernelCompileError, UnsupportedError
-from mla_var3.runtime.compiler_output import first_lines, quiet_compiler
+from mla_var3.runtime.compile import first_lines, quiet_compiler
 from mla_var3.runtime.cute import arguments as cute_arguments
 from mla_var3.runtime.cute import cache as cute_cache
 from mla_var3.runtime.cute.arguments import ArgumentKind, Int64Arg, kinds_of
@@ -42,7 +42,7 @@ from mla_var3.runtime.cute.launch import (
     require_arch,
     short_entry,
 )
-from mla_var3.runtime.kernel_sources import traced_source_files
+from mla_var3.runtime.paths import traced_source_files
 from mla_var3.runtime.stage import CompiledKernel, KernelStage
 from mla_var3.runtime.tiling import require_valid, tiling_from_dict
 
@@ -188,6 +188,9 @@ class CuteKernel(KernelStage):
             artifacts={f"{self.name}.ptx": program.ptx.encode()},
             dynamic_shared_bytes=program.dynamic_shared_bytes,
         )
+
+    def why_no_mlir(self) -> str | None:
+        return "the compile cache of CuTe DSL keeps its PTX and machine code"
 
     def source_files(self) -> list[Path]:
         roots = [self.kernel_fn]

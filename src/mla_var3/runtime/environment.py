@@ -95,7 +95,7 @@ def find_tool(name: str) -> Path | None:
     """A program of the CUDA toolkit, or None.
 
     The wheels come first because they are what the kernel language itself runs; a toolkit that
-    happens to lie on PATH may be of another release.
+    happens to be on PATH may be of another release.
     """
     folders = [*_wheel_bin_folders()]
     on_path = shutil.which(name)
@@ -154,7 +154,7 @@ def _version(name: str) -> str | None:
 def _git() -> dict[str, Any] | None:
     """Commit of the checkout this package runs from; None for an installed package.
 
-    The top of the repository is compared, because site-packages may lie inside somebody else's
+    The top of the repository is compared, because site-packages may be inside another
     checkout.
     """
     git = ("git", "--no-optional-locks", "-C", _SOURCE_ROOT)

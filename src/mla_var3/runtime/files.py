@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mla_var3.errors import InvalidArgumentError
@@ -48,6 +50,26 @@ def make_folder(path: Path, argument: str = "out_dir") -> Path:
     if not os.access(path, os.W_OK | os.X_OK):
         raise InvalidArgumentError(argument, expected, f"{path} (no permission)")
     return path
+
+
+@contextmanager
+def output_folder(path: Path, argument: str = "out_dir") -> Iterator[Path]:
+    """A folder for the artifacts of a run, made if it is not there.
+
+    Of the folders that this made, those that are empty at the end are removed: a run that failed
+    leaves nothing behind.
+
+    Args:
+        path: the folder.
+        argument: what the caller knows it by.
+    """
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        yield make_folder(path, argument)
+    finally:
+        with suppress(OSError):  # the first that is not empty ends it
+            for folder in made:
+                folder.rmdir()
 
 
 def _umask() -> int:

@@ -1,24 +1,32 @@
 """Timing on the GPU: one figure per run by CUDA events, with the L2 cache cold.
 
-What is timed, how often and how the figures are summed up is decided here; the calls that need a
-GPU are behind `GpuClock`, so that tests can put a clock of their own in its place.
+`time_gpu` decides what is timed and how often. The calls that need a GPU are behind `GpuClock`, so
+that tests can bring a clock of their own. Every wait on the GPU goes through `wait_for_device`,
+which has a time limit.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from mla_var3.errors import InvalidArgumentError, UnsupportedError
+from mla_var3.errors import DeviceTimeoutError, InvalidArgumentError, UnsupportedError
 
 EVENT_TIMER = "cuda-event"
 GRAPH_TIMER = "cuda-graph"
 
 MIN_RUNS = 10
 MAX_RUNS = 200
+
+TIMEOUT_VARIABLE = "HYPER_MLA_TIMEOUT_S"
+DEFAULT_TIMEOUT_S = 60.0
+"""How long one launch may run; kernels of the largest benchmark shapes take well under a second."""
+_HEALTH_TIMEOUT_S = 5.0
+_FIRST_POLL_S, _LAST_POLL_S = 20e-6, 5e-3
 
 _L2_FACTOR = 2
 """The flush reads this many times the L2 cache, so that nothing of the last run survives. It reads
@@ -65,14 +73,14 @@ class Timing:
 class GpuClock(Protocol):
     """The device calls that timing needs."""
 
-    def capture(self, fn: Callable[[], None], warmup: int) -> Callable[[], None]:
+    def capture(self, fn: Callable[[], None], warmup: int, what: str) -> Callable[[], None]:
         """Capture `fn` in a CUDA graph; the result replays it."""
 
     def enqueue(self, fn: Callable[[], None], cold_l2: bool) -> Any:
-        """Enqueue one timed run; the handle is good for `elapsed_us` after `synchronize`."""
+        """Enqueue one timed run; the handle is good for `elapsed_us` after `wait`."""
 
-    def synchronize(self) -> None:
-        """Wait until everything enqueued is done."""
+    def wait(self, handle: Any, what: str) -> None:
+        """Wait until a run has ended; `what` names the kernel if it takes too long."""
 
     def elapsed_us(self, handle: Any) -> float:
         """The time of one run."""
@@ -87,6 +95,7 @@ def time_gpu(
     graph: bool = False,
     max_seconds: float = 2.0,
     clock: GpuClock | None = None,
+    what: str | None = None,
 ) -> Timing:
     """Time what `fn` enqueues on the current CUDA stream.
 
@@ -98,9 +107,12 @@ def time_gpu(
         graph: capture `fn` in a CUDA graph once and time its replays.
         max_seconds: budget of the timed runs, flushes included, when `runs` is None.
         clock: what measures; the current CUDA device by default.
+        what: name of the kernel for a timeout; that of the stage whose `launch` is timed by
+            default.
 
     Raises:
         UnsupportedError: there is no CUDA device.
+        DeviceTimeoutError: a run does not end.
     """
     if runs is not None and runs < 1:
         raise InvalidArgumentError("runs", "a number of at least 1", runs)
@@ -109,15 +121,19 @@ def time_gpu(
     if not max_seconds > 0:
         raise InvalidArgumentError("max_seconds", "a positive number", max_seconds)
     clock = CudaClock() if clock is None else clock
-    work = clock.capture(fn, warmup) if graph else fn
-    for _ in range(warmup):
-        clock.enqueue(work, cold_l2)
-    clock.synchronize()
+    what = what or str(getattr(getattr(fn, "__self__", None), "name", "the timed work"))
+    work = clock.capture(fn, warmup, what) if graph else fn
+
+    def run(count: int) -> list[Any]:
+        handles = [clock.enqueue(work, cold_l2) for _ in range(count)]
+        for handle in handles:
+            clock.wait(handle, what)
+        return handles
+
+    run(warmup)
     if runs is None:
-        runs = _runs_that_fit(clock, work, cold_l2, max_seconds)
-    handles = [clock.enqueue(work, cold_l2) for _ in range(runs)]
-    clock.synchronize()
-    samples = [clock.elapsed_us(handle) for handle in handles]
+        runs = _runs_that_fit(run, max_seconds)
+    samples = [clock.elapsed_us(handle) for handle in run(runs)]
     return summarise(samples, timer=GRAPH_TIMER if graph else EVENT_TIMER, cold_l2=cold_l2)
 
 
@@ -143,37 +159,87 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return float(np.percentile(np.asarray(values, dtype=np.float64), percent))
 
 
-def _runs_that_fit(
-    clock: GpuClock, work: Callable[[], None], cold_l2: bool, max_seconds: float
-) -> int:
+def _runs_that_fit(run: Callable[[int], object], max_seconds: float) -> int:
     """How many runs fit the budget, judged by the wall time of a few, flushes included."""
     probe = 3
     start = time.perf_counter()
-    for _ in range(probe):
-        clock.enqueue(work, cold_l2)
-    clock.synchronize()
+    run(probe)
     per_run = (time.perf_counter() - start) / probe
     return int(min(MAX_RUNS, max(MIN_RUNS, max_seconds / max(per_run, 1e-9))))
 
 
-def require_cuda(what: str) -> None:
-    """Raise UnsupportedError, naming what asked for it, where no CUDA device can be used."""
+def require_cuda(what: str, instead: str = "") -> None:
+    """Raise UnsupportedError where no CUDA device can be used.
+
+    Args:
+        what: what needs it.
+        instead: what the user can do without one.
+    """
     import torch
 
     if not torch.cuda.is_available():
         raise UnsupportedError(
-            f"{what}: expected a usable CUDA GPU, got none (torch.cuda.is_available() is false); "
-            "the static mode predicts without one"
+            f"{what}: expected a usable CUDA GPU, got none (torch.cuda.is_available() is false)"
+            + (f"; {instead}" if instead else "")
         )
 
 
-def cuda_is_healthy() -> bool:
-    """Whether the CUDA context still works: after some errors every later call fails."""
-    import torch
+class DeviceEvent(Protocol):
+    """The part of `torch.cuda.Event` that waiting needs."""
 
+    def query(self) -> bool:
+        """Whether everything before the event has ended."""
+
+
+def timeout_s() -> float:
+    """The time limit of one launch in seconds: $HYPER_MLA_TIMEOUT_S, or 60."""
+    text = os.environ.get(TIMEOUT_VARIABLE, "")
     try:
-        torch.cuda.synchronize()
-    except RuntimeError:
+        limit = float(text) if text else DEFAULT_TIMEOUT_S
+    except ValueError:
+        limit = 0.0
+    if not limit > 0:
+        raise InvalidArgumentError(TIMEOUT_VARIABLE, "a positive number of seconds", repr(text))
+    return limit
+
+
+def wait_for_device(
+    what: str, limit_s: float | None = None, event: DeviceEvent | None = None
+) -> None:
+    """Wait for the GPU, but not forever: a kernel that hangs cannot be stopped by its process.
+
+    Args:
+        what: the kernel that is waited for, for the message.
+        limit_s: how long to wait; `timeout_s()` by default.
+        event: what to wait for; everything enqueued on the current stream by default.
+
+    Raises:
+        DeviceTimeoutError: the work has not ended within the limit.
+    """
+    limit = timeout_s() if limit_s is None else limit_s
+    if event is None:
+        import torch
+
+        event = torch.cuda.Event()
+        event.record()
+    end = time.monotonic() + limit
+    pause = _FIRST_POLL_S
+    while not event.query():
+        if time.monotonic() >= end:
+            raise DeviceTimeoutError(
+                f"{what}: expected to end on the GPU within {limit:g} s, got no answer: it hangs "
+                f"or is very slow ({TIMEOUT_VARIABLE} sets the limit); this process cannot use the "
+                "GPU any more"
+            )
+        time.sleep(pause)
+        pause = min(2 * pause, _LAST_POLL_S)
+
+
+def cuda_is_healthy() -> bool:
+    """Whether the CUDA context still works: after some errors every later call fails or hangs."""
+    try:
+        wait_for_device("the GPU", _HEALTH_TIMEOUT_S)
+    except (RuntimeError, DeviceTimeoutError):
         return False
     return True
 
@@ -194,7 +260,7 @@ class CudaClock:
         self._flush_bytes = max(_L2_FACTOR * properties.L2_cache_size, _MIN_FLUSH_BYTES)
         self._flush_buffer: Any = None
 
-    def capture(self, fn: Callable[[], None], warmup: int) -> Callable[[], None]:
+    def capture(self, fn: Callable[[], None], warmup: int, what: str) -> Callable[[], None]:
         """Warm up on a side stream, as PyTorch asks for, then capture."""
         torch = self._torch
         side = torch.cuda.Stream()
@@ -203,6 +269,7 @@ class CudaClock:
             for _ in range(warmup):  # compiles and allocates, which a capture must not
                 fn()
         torch.cuda.current_stream().wait_stream(side)
+        wait_for_device(what)  # torch waits too before a capture, without a limit
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             fn()
@@ -226,9 +293,9 @@ class CudaClock:
         stop.record()
         return start, stop
 
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        self._torch.cuda.synchronize()
+    def wait(self, handle: Any, what: str) -> None:
+        """Wait for the event behind a run."""
+        wait_for_device(what, event=handle[1])
 
     def elapsed_us(self, handle: Any) -> float:
         """The time between the two events."""

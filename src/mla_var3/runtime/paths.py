@@ -1,4 +1,4 @@
-"""Where things are: kernel ids to modules, and the folders for outputs and caches.
+"""Where things are: kernel ids to modules and sources, and the folders for outputs and caches.
 
 This is the only place that maps an id such as `mla_var6_plus_v4` to a module, and the only way by
 which the runtime finds kernels (it never imports them by name).
@@ -6,15 +6,20 @@ which the runtime finds kernels (it never imports them by name).
 
 from __future__ import annotations
 
+import ast
 import importlib
+import importlib.util
+import inspect
 import os
 import pkgutil
 import re
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeGuard
 
 from mla_var3.errors import InvalidArgumentError, MissingToolError, UnknownNameError
 
@@ -110,27 +115,35 @@ def _subpackages(folder: Path) -> list[str]:
     return [info.name for info in pkgutil.iter_modules([str(folder)]) if info.ispkg]
 
 
-def find_kernel(
-    name: str, version: str | None = None, language: str = DEFAULT_LANGUAGE
-) -> KernelId:
+def find_kernel(name: str, version: str | None = None, language: str | None = None) -> KernelId:
     """Resolve what a user typed.
 
     Args:
-        name: design, or full name with version ("mla_var6_plus", "mla_var6_plus_v4").
+        name: design, or full name with version ("mla_var6_plus", "mla_var6_plus_v4"); version and
+            language may follow, as in "flash_mla:cute-dsl" and "mla_var6_plus:v4".
         version: "v4", "4", "v0" or "base" for the base version, None to take it from the name.
-        language: language key.
+        language: language key; None for cuTile, or for the only language that the design has.
 
     Raises:
         UnknownNameError: with the nearest names.
+        InvalidArgumentError: the name and the other arguments contradict each other.
     """
-    if language not in LANGUAGES:
+    name, *suffixes = name.split(":")
+    for suffix in suffixes:
+        if suffix in LANGUAGES:
+            language = _agreeing("language", language, suffix)
+        else:
+            version = _agreeing("version", version, suffix)
+    if language is not None and language not in LANGUAGES:
         raise UnknownNameError("language", language, LANGUAGES)
     kernels = discover_kernels()
     design, number = split_full_name(name)
-    designs = {k.design for k in kernels if k.language == language}
-    if design not in designs:
-        elsewhere = sorted({k.language for k in kernels if k.design == design})
-        hint = f"It exists in {', '.join(elsewhere)}: use --language" if elsewhere else ""
+    offered = sorted({k.language for k in kernels if k.design == design})
+    if language is None:
+        language = offered[0] if len(offered) == 1 else DEFAULT_LANGUAGE
+    if language not in offered:
+        designs = {k.design for k in kernels if k.language == language}
+        hint = f"It exists in {', '.join(offered)}: use --language" if offered else ""
         raise UnknownNameError(f"{language} kernel", name, designs, hint)
     versions = {k.version: k for k in kernels if k.design == design and k.language == language}
     if version is not None:
@@ -142,6 +155,12 @@ def find_kernel(
     if text not in versions:
         raise UnknownNameError(f"version of {design}", text, versions, "v0 is the base version")
     return versions[text]
+
+
+def _agreeing(argument: str, given: str | None, suffix: str) -> str:
+    if given not in (None, suffix):
+        raise InvalidArgumentError(argument, f"{suffix}, as the kernel's name says, or none", given)
+    return suffix
 
 
 def import_kernel_module(kernel: KernelId) -> ModuleType:
@@ -158,21 +177,88 @@ def import_kernel_module(kernel: KernelId) -> ModuleType:
         ) from error
 
 
+def is_plan_class(value: object) -> TypeGuard[type[Any]]:
+    """Whether a name in a kernel module is a `KernelPlan` class, told without importing that."""
+    return isinstance(value, type) and hasattr(value, "benchmark_kernel_argparse")
+
+
 def plan_class(kernel: KernelId) -> type[Any]:
     """The KernelPlan subclass that is the version's entry point: the last in its module."""
-    from mla_var3.runtime.plan import KernelPlan
-
     module = import_kernel_module(kernel)
     plans = [
         value
         for value in vars(module).values()
-        if isinstance(value, type)
-        and issubclass(value, KernelPlan)
-        and value.__module__ == module.__name__
+        if is_plan_class(value) and value.__module__ == module.__name__
     ]
     if not plans:
         raise UnknownNameError("KernelPlan in", kernel.module, [], "The module must define one")
     return plans[-1]
+
+
+def kernel_source_files(function: Callable[..., Any]) -> list[Path]:
+    """The files of the kernel function and of every HyperMLA helper that its module imports.
+
+    Device helpers are inlined into the kernel, so a change there is a change of the kernel.
+    """
+    found: dict[Path, None] = {}
+    pending = [inspect.getmodule(function)]
+    while pending:
+        module = pending.pop()
+        path = getattr(module, "__file__", None)
+        if module is None or path is None or Path(path) in found:
+            continue
+        found[Path(path)] = None
+        for value in vars(module).values():
+            owner = inspect.getmodule(value) if inspect.isfunction(value) else None
+            if owner is not None and owner.__name__.startswith(f"{KERNEL_PACKAGE}."):
+                pending.append(owner)
+    return sorted(found)
+
+
+def traced_source_files(*roots: Any) -> list[Path]:
+    """The files of what is traced, and of every kernel module that they import, by any name.
+
+    For languages whose host code is traced into the kernel as well: there a class, a constant or a
+    whole module can decide what the kernel does, so every import counts. Only an import of nothing
+    but plan classes does not: a plan calls the kernel, it is no part of it.
+
+    Args:
+        roots: functions, classes or instances; their modules are where the search starts.
+    """
+    modules = [inspect.getmodule(root) for root in roots]
+    found: dict[Path, None] = {}
+    pending = [module for module in modules if module is not None]
+    while pending:
+        module = pending.pop()
+        path = getattr(module, "__file__", None)
+        if path is None or Path(path) in found:
+            continue
+        found[Path(path)] = None
+        pending.extend(_imported_modules(module, Path(path)))
+    return sorted(found)
+
+
+def _imported_modules(module: ModuleType, path: Path) -> Iterator[ModuleType]:
+    """The loaded kernel modules that a module's import statements name."""
+    package = module.__package__ or ""
+    inside = tuple({f"{KERNEL_PACKAGE}.", f"{package}." if package else f"{KERNEL_PACKAGE}."})
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = importlib.util.resolve_name("." * node.level + base, package)
+            values = [getattr(module, alias.asname or alias.name, None) for alias in node.names]
+            if all(map(is_plan_class, values)):
+                continue
+            # A name in it may be a module itself.
+            names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        for name in names:
+            if name.startswith(inside) and name in sys.modules:
+                yield sys.modules[name]
 
 
 def output_root() -> Path:
@@ -195,12 +281,10 @@ def timestamp() -> str:
     return datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
 
 
-def profile_dir(mode: str, kernel: str, params: str, label: str | None = None) -> Path:
-    """A new folder `out/profiles/<mode>/<kernel>/<params>/<timestamp>`, created."""
+def profile_path(mode: str, kernel: str, params: str, label: str | None = None) -> Path:
+    """A new path `out/profiles/<mode>/<kernel>/<params>/<timestamp>`."""
     name = timestamp() + (f"-{slug(label)}" if label else "")
-    folder = output_root() / "profiles" / mode / kernel / params / name
-    folder.mkdir(parents=True, exist_ok=False)
-    return folder
+    return output_root() / "profiles" / mode / kernel / params / name
 
 
 def autotune_file(device: str, language: str, kernel: str, stage: str, key: str) -> Path:

@@ -8,25 +8,30 @@ of its tiling, are the options of its command line.
 from __future__ import annotations
 
 import dataclasses
-import importlib
+import functools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, Self
 
+import mla_var3
 from mla_var3.conf.devices import DeviceSpec
 from mla_var3.runtime.paths import KernelId, kernel_id_of_module
 from mla_var3.runtime.stage import Stage
+from mla_var3.runtime.target import TARGETS, Target
 from mla_var3.runtime.tiling import Constraints, Tiling
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from mla_var3.runtime.profiling import NsightProfType, ProfileResult
+    from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult
 
-__all__ = ["Constraints", "KernelPlan", "Tiling"]
+__all__ = ["Constraints", "KernelPlan", "Target", "Tiling"]
+
+_INTERNAL = {"internal": True}
+"""Metadata of a field that is no parameter of the problem and no option of the command line."""
 
 
 @dataclass
@@ -34,8 +39,23 @@ class KernelPlan(ABC):
     """Base of all kernel plans.
 
     A subclass adds its problem sizes and a `tiling` as dataclass fields and implements the abstract
-    methods. A plan of several stages keeps each stage as a plan of its own and only connects them.
+    methods. A plan of several stages builds each stage from a plan of its own, with its own
+    `target`, and connects them.
+
+    Attributes:
+        target: the hardware that the plan is made for; `resolved` sets it.
+        pinned: names of the tiling fields that a user chose; no default replaces them.
     """
+
+    target: Target = field(default=Target(), kw_only=True, repr=False, metadata=_INTERNAL)
+    pinned: frozenset[str] = field(
+        default=frozenset(), kw_only=True, repr=False, metadata=_INTERNAL
+    )
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__(**settings)
+        if "plan" in cls.__dict__:
+            setattr(cls, "plan", _binding(cls.__dict__["plan"]))  # noqa: B010
 
     @property
     def kernel_id(self) -> KernelId:
@@ -66,7 +86,8 @@ class KernelPlan(ABC):
         Args:
             inputs: what `prepare_inputs` returned.
             compute_dtype: None for float32. The kernel's own dtype gives the same computation as
-                plain PyTorch does it, whose error sets the bound of the check.
+                plain PyTorch does it, whose error sets the bound of the check. A plan may leave
+                this argument out; then the check uses a fixed bound.
         """
 
     @abstractmethod
@@ -75,7 +96,10 @@ class KernelPlan(ABC):
 
     @abstractmethod
     def _algorithmic_flops_bytes(self, tiling: Any) -> tuple[float, float]:
-        """FLOPs and bytes that the algorithm needs, for the roofline."""
+        """FLOPs and bytes that the algorithm needs, for the roofline.
+
+        A plan may also take the inputs: `_algorithmic_flops_bytes(self, *inputs, tiling)`.
+        """
 
     @abstractmethod
     def plan(self, *inputs: Tensor) -> Stage:
@@ -93,12 +117,15 @@ class KernelPlan(ABC):
 
     # -- optional hooks --------------------------------------------------------------------------
 
-    def resolve(self, peak_tflops: float, peak_gbps: float) -> Self:
-        """A copy in which every field left to the model has a value; the plan itself by default."""
-        return self
+    def _model_fields(self, peak_tflops: float, peak_gbps: float) -> dict[str, Any]:
+        """Values for the fields that are left to the cost model, none by default.
+
+        `self.target` and the tilings are set when this is called.
+        """
+        return {}
 
     def _default_tiling(self, name: str) -> Tiling | None:
-        """The tiling to start from for the field `name`, by shape and `self._target`.
+        """The tiling to start from for the field `name`, by shape and `self.target`.
 
         None keeps the default of the tiling class.
         """
@@ -114,44 +141,61 @@ class KernelPlan(ABC):
 
     # -- copies ----------------------------------------------------------------------------------
 
-    _target = "sm_90"
-    _pinned: ClassVar[frozenset[str]] = frozenset()
-
     def copy(self, **changes: Any) -> Self:
-        """A copy with some fields replaced, meant for the same target, its tilings as pinned."""
-        duplicate = dataclasses.replace(self, **changes)
-        duplicate.__dict__.update(_target=self._target, _pinned=self._pinned)
-        return duplicate
+        """A copy with some fields replaced."""
+        return dataclasses.replace(self, **changes)
 
     def pin(self, *tilings: str) -> Self:
-        """A copy whose tilings, by field name, somebody chose: no default replaces them."""
-        duplicate = self.copy()
-        duplicate.__dict__["_pinned"] = self._pinned | set(tilings)
-        return duplicate
+        """A copy whose tilings, by field name, a user chose: no default replaces them."""
+        return self.copy(pinned=self.pinned | set(tilings))
 
-    def for_target(self, target: str) -> Self:
-        """A copy meant for a compile target.
+    def resolved(self, target: Target) -> Self:
+        """A copy for a target with every choice made: tilings, and fields left to the model.
 
         Tilings that are still the default of their class become the default for that target and
-        shape; a tiling that somebody chose, or pinned, stays as it is.
+        shape; a tiling that a user chose, or pinned, stays as it is.
         """
-        duplicate = self.copy()
-        duplicate._target = target
-        for name, tiling in duplicate.tiling_fields().items():
-            if name in duplicate._pinned or tiling != type(tiling)():
+        chosen = self.copy(target=target)
+        chosen._set_default_tilings()
+        if target.device is not None:
+            chosen._set_model_fields(*target.rates(plan_dtype(chosen)))
+        return chosen
+
+    def for_target(self, code: str) -> Self:
+        """`resolved` for a compile target alone: no field is left to a model of a device."""
+        chosen = self.copy(target=dataclasses.replace(self.target, code=code))
+        chosen._set_default_tilings()
+        return chosen
+
+    def on_device(self, spec: DeviceSpec) -> Self:
+        """`resolved` for a device without touching the tilings or the compile target."""
+        chosen = self.copy(target=dataclasses.replace(self.target, device=spec))
+        chosen._set_model_fields(*chosen.target.rates(plan_dtype(chosen)))
+        return chosen
+
+    def resolve(self, peak_tflops: float, peak_gbps: float) -> Self:
+        """The plan with every field that is left to the model set, by these rates."""
+        changes = self._model_fields(peak_tflops, peak_gbps)
+        return self.copy(**changes) if changes else self
+
+    def _set_default_tilings(self) -> None:
+        for name, tiling in self.tiling_fields().items():
+            if name in self.pinned or tiling != type(tiling)():
                 continue
-            better = duplicate._default_tiling(name)
+            better = self._default_tiling(name)
             if better is not None:
-                setattr(duplicate, name, better)
-        return duplicate
+                setattr(self, name, better)
+
+    def _set_model_fields(self, peak_tflops: float, peak_gbps: float) -> None:
+        for name, value in self._model_fields(peak_tflops, peak_gbps).items():
+            setattr(self, name, value)
 
     # -- identity and parameters -----------------------------------------------------------------
 
     def params(self) -> dict[str, Any]:
-        """The plan's own fields without the tiling, JSON-ready."""
-        tilings = self.tiling_fields()
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {name: value for name, value in values.items() if name not in tilings}
+        """The plan's own fields without target and tilings, JSON-ready."""
+        values = {f.name: getattr(self, f.name) for f in option_fields(self)}
+        return {name: value for name, value in values.items() if not isinstance(value, Tiling)}
 
     def params_label(self) -> str:
         """Folder name of the parameters, for example `b32_s16_t4096_...`."""
@@ -168,11 +212,6 @@ class KernelPlan(ABC):
         """The plan's tilings by field name: one for a single kernel, one per stage otherwise."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tiling)}
-
-    def on_device(self, spec: DeviceSpec) -> Self:
-        """`resolve` with a device's sustained rates."""
-        dtype = str(getattr(self, "dtype", "bfloat16"))
-        return self.resolve(spec.sustained_tflops(dtype), spec.sustained_gbps)
 
     # -- running ---------------------------------------------------------------------------------
 
@@ -191,17 +230,43 @@ class KernelPlan(ABC):
             out_dir: folder for the artifacts; by default one below `out/profiles`.
             options: fields of `mla_var3.runtime.workflow.RunOptions`.
         """
-        from mla_var3.runtime.profiling import profile_plan
-        from mla_var3.runtime.workflow import RunOptions, device_kind
-
-        kind = device_kind(str(device))
-        run = RunOptions(device=kind, out_dir=Path(out_dir) if out_dir else None, **options)
-        return profile_plan(self, prof_type, run)
+        result: ProfileResult = mla_var3.benchmark_kernel(
+            self, device, prof_type, out_dir, **options
+        )
+        return result
 
     def benchmark_kernel_argparse(self, argv: Sequence[str] | None = None) -> int:
         """Command line of this plan; returns the exit code.
 
-        The command line lies above the runtime and is loaded only here, by name.
+        The package loads the command line, which is above the runtime, on first use.
         """
-        command_line = importlib.import_module("mla_var3.cli.commands.kernel")
-        return int(command_line.run_plan(self, argv))
+        return int(mla_var3.run_plan(self, argv))
+
+
+def _binding(build: Callable[..., Stage]) -> Callable[..., Stage]:
+    """`plan` of a subclass; the kernels that it builds without a plan get the one it belongs to."""
+
+    @functools.wraps(build)
+    def plan(self: KernelPlan, *inputs: Any, **options: Any) -> Stage:
+        stage = build(self, *inputs, **options)
+        for kernel in stage.kernels():
+            if kernel.plan is None:
+                kernel.plan = self
+        return stage
+
+    return plan
+
+
+def option_fields(plan: Any) -> list[dataclasses.Field[Any]]:
+    """The fields of a plan or tiling that are parameters: all but `target` and `pinned`."""
+    return [f for f in dataclasses.fields(plan) if not f.metadata.get("internal")]
+
+
+def plan_dtype(plan: KernelPlan) -> str:
+    """The dtype whose rates apply to a plan."""
+    return str(getattr(plan, "dtype", "bfloat16"))
+
+
+def plan_targets(plan: KernelPlan | type[KernelPlan]) -> tuple[str, ...]:
+    """The compile targets that a plan supports: its `targets`, or all there are."""
+    return tuple(getattr(plan, "targets", TARGETS))

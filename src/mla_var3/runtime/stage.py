@@ -7,6 +7,7 @@ wrappers (`CtKernel`, `CuteKernel`) derive from it. `KernelPipeline` and `Concur
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ class CompiledKernel:
         cubin: machine code.
         seconds: wall time of the compilation.
         artifacts: other files worth keeping (bytecode, intermediate code), by file name.
-        dynamic_shared_bytes: shared memory per block that the launch asks for beside what the
+        dynamic_shared_bytes: shared memory per CTA that the launch asks for beside what the
             machine code itself declares.
     """
 
@@ -80,6 +81,16 @@ class Stage(ABC):
         return next(iter(self.kernels())).device_type
 
 
+def call_cost(
+    function: Callable[..., tuple[float, float]], inputs: Sequence[Tensor], tiling: Any
+) -> tuple[float, float]:
+    """FLOPs and bytes by a function of the tiling, or of the inputs and the tiling."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.name == "tiling" and p.kind is p.KEYWORD_ONLY for p in parameters):
+        return function(*inputs, tiling=tiling)
+    return function(tiling)
+
+
 @dataclass
 class KernelStage(Stage):
     """One GPU kernel with its arguments; the part that does not depend on the language.
@@ -89,24 +100,26 @@ class KernelStage(Stage):
         tiling: the active tiling.
         input_tensors, output_tensors: what the kernel reads and writes.
         autotune_configs: candidate tilings.
-        algorithmic_flops_bytes_fn: tiling -> (FLOPs, bytes) for the roofline.
-        plan: the plan that built it; tilings are validated against it.
+        algorithmic_flops_bytes_fn: tiling -> (FLOPs, bytes) for the roofline; a function with a
+            keyword-only argument `tiling` gets the input tensors as well.
+        plan: the plan that built it; tilings are validated against it. `KernelPlan.plan` sets it
+            where the constructor got none.
     """
 
     kernel_fn: Any
     tiling: Any
-    plan: Any
     input_tensors: list[Tensor]
     output_tensors: list[Tensor]
-    algorithmic_flops_bytes_fn: Callable[[Any], tuple[float, float]]
+    algorithmic_flops_bytes_fn: Callable[..., tuple[float, float]]
     autotune_configs: Sequence[Any] = ()
+    plan: Any = field(default=None, kw_only=True)
 
     language = ""
     runs_on_cpu: ClassVar[bool] = True
     """Whether the language has an interpreter for CPU tensors."""
 
     def cost(self) -> Cost:
-        flops, nbytes = self.algorithmic_flops_bytes_fn(self.tiling)
+        flops, nbytes = call_cost(self.algorithmic_flops_bytes_fn, self.input_tensors, self.tiling)
         return Cost(float(flops), float(nbytes))
 
     def predict_us(self, peak_tflops: float, peak_gbps: float) -> float:
@@ -133,7 +146,7 @@ class KernelStage(Stage):
             )
 
     def require_target(self, target: str, device: str) -> None:
-        """Refuse a GPU that this kernel cannot run on; one that compiles for any refuses none.
+        """Refuse a GPU that this kernel cannot run on; none by default.
 
         Args:
             target: GPU code of the device, for example "sm_90".
@@ -142,6 +155,14 @@ class KernelStage(Stage):
         Raises:
             UnsupportedError: the kernel needs another GPU.
         """
+
+    def mlir_text(self, compiled: CompiledKernel) -> str | None:
+        """The compiler's input as MLIR text, None where the toolchain gives none."""
+        return None
+
+    def why_no_mlir(self) -> str | None:
+        """Why the compiled artifacts hold no MLIR text; None when they do."""
+        return "its language gives none"
 
     @abstractmethod
     def _launch_cuda(self) -> None:

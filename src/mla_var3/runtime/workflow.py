@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 
 from mla_var3.conf.devices import DeviceSpec, device_spec
 from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
-from mla_var3.runtime.plan import KernelPlan
+from mla_var3.runtime.markdown import byte_count
+from mla_var3.runtime.plan import KernelPlan, plan_dtype, plan_targets
 from mla_var3.runtime.stage import Stage
+from mla_var3.runtime.target import ASSUMED_DEVICE, TARGETS, Target
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,11 +24,28 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-TARGETS = ("sm_90", "sm_100", "sm_120")
-"""Compile targets of a static report: Hopper, data-centre Blackwell, consumer Blackwell."""
+__all__ = [
+    "TARGETS",
+    "Prepared",
+    "Progress",
+    "RunOptions",
+    "cuda_available",
+    "current_device_spec",
+    "device_kind",
+    "empty_stage",
+    "no_progress",
+    "pick_device",
+    "plan_targets",
+    "planning_device",
+    "prepare",
+    "require_memory",
+]
+
+MEMORY_INFO = Path("/proc/meminfo")
+CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 Progress = Callable[[str, int, int, str], None]
-"""(what, done, total, detail): called as long work goes on."""
+"""(what, done, total, detail): called during long work."""
 
 
 def no_progress(what: str, done: int, total: int, detail: str) -> None:
@@ -139,50 +158,100 @@ def current_device_spec() -> DeviceSpec:
     return device_spec(torch.cuda.get_device_name())
 
 
-def plan_targets(plan: KernelPlan | type[KernelPlan]) -> tuple[str, ...]:
-    """The compile targets that a plan is meant for: its `targets`, or all there are."""
-    return tuple(getattr(plan, "targets", TARGETS))
-
-
-def require_target(plan: KernelPlan, spec: DeviceSpec) -> None:
-    """Refuse a GPU that a kernel of the plan cannot run on, before anything is allocated on it.
-
-    Tuning would otherwise note the same failure for every candidate.
-    """
-    for kernel in plan.plan(*plan.prepare_inputs("meta")).kernels():
-        kernel.require_target(spec.target, spec.name)
-
-
 def prepare(plan: KernelPlan, options: RunOptions) -> Prepared:
-    """Plan on the chosen device, tune when asked, check when asked."""
+    """Plan on the chosen device, tune when asked, check when asked.
+
+    Raises:
+        InvalidArgumentError: the tensors do not fit the memory of the device.
+        UnsupportedError: there is no such device, or a kernel of the plan cannot run on it.
+    """
     from mla_var3.runtime.check import check_stage
 
     where = pick_device(options.device)
-    tuning: dict[str, StageTuning] = {}
-    if where == "cuda":
-        from mla_var3.runtime.autotune.tune import autotune, refine_plan
+    device = current_device_spec() if where == "cuda" else None
+    plan = plan.resolved(Target.of(device)) if device else plan.on_device(planning_device())
+    stage = empty_stage(plan)
+    if device is not None:
+        # Otherwise every candidate of the tuner would fail in the same way.
+        for kernel in stage.kernels():
+            kernel.require_target(device.target, device.name)
+    require_memory(plan, stage, where)
+    if device is not None and options.refine:
+        from mla_var3.runtime.autotune.tune import refine_plan
 
-        spec = current_device_spec()
-        plan = plan.for_target(spec.target).on_device(spec)
-        require_target(plan, spec)
-        if options.refine:
-            plan = refine_plan(plan, spec, options)
-        inputs = plan.prepare_inputs("cuda")
-        stage = plan.plan(*inputs)
-        if options.autotune:
-            # refine_plan has just retuned the plan that it returned.
-            again = options.retune and not options.refine
-            tuning = autotune(stage, plan, spec, dataclasses.replace(options, retune=again))
-        device: DeviceSpec | None = spec
-    else:
-        plan = plan.on_device(planning_device())
-        inputs = plan.prepare_inputs("cpu")
-        stage = plan.plan(*inputs)
-        device = None
+        plan = refine_plan(plan, device, options)
+    inputs = plan.prepare_inputs(where)
+    stage = plan.plan(*inputs)
+    tuning: dict[str, StageTuning] = {}
+    if device is not None and options.autotune:
+        from mla_var3.runtime.autotune.tune import autotune
+
+        # refine_plan has just retuned the plan that it returned.
+        again = options.retune and not options.refine
+        tuning = autotune(stage, plan, device, dataclasses.replace(options, retune=again))
     prepared = Prepared(plan, inputs, stage, device, tuning)
     if options.check:
         prepared.check = check_stage(plan, inputs, stage)
     return prepared
+
+
+def empty_stage(plan: KernelPlan) -> Stage:
+    """The plan's runtime object without tensors, for costs, tilings and compiling."""
+    device = plan.target.device or planning_device()
+    return plan.plan_empty(*Target.of(device).rates(plan_dtype(plan)))
+
+
+def require_memory(plan: KernelPlan, stage: Stage, where: str) -> None:
+    """Refuse a problem whose tensors alone exceed the free memory, before anything is allocated.
+
+    Args:
+        plan: the plan, for the message.
+        stage: its runtime object without tensors.
+        where: "cuda" or "cpu".
+
+    Raises:
+        InvalidArgumentError: names the sizes, what they need and what is free.
+    """
+    need, free = tensor_bytes(stage), free_memory(where)
+    if free is not None and need > free:
+        sizes = " ".join(f"{k}={v}" for k, v in plan.params().items() if type(v) is int)
+        raise InvalidArgumentError(
+            "sizes",
+            f"tensors that fit the {byte_count(free)} of free "
+            f"{'GPU' if where == 'cuda' else 'main'} memory",
+            f"{plan.name} with {sizes}, which needs at least {byte_count(need)}",
+        )
+
+
+def tensor_bytes(stage: Stage) -> int:
+    """Bytes of all tensors that the kernels of a runtime object read and write, each once."""
+    storages = {}
+    for kernel in stage.kernels():
+        for tensor in (*kernel.input_tensors, *kernel.output_tensors):
+            storage = tensor.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def free_memory(where: str) -> int | None:
+    """Bytes that can be allocated on the GPU or in main memory; None where nothing tells."""
+    if where == "cuda":
+        import torch
+
+        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return int(torch.cuda.mem_get_info()[0]) + unused
+    limits = []
+    try:
+        fields = dict(line.split(":") for line in MEMORY_INFO.read_text().splitlines())
+        limits.append(int(fields["MemAvailable"].split()[0]) * 1024)
+    except (OSError, ValueError, KeyError):
+        log.debug("%s tells no free memory", MEMORY_INFO)
+    try:
+        most = int((CONTROL_GROUP / "memory.max").read_text())
+        limits.append(most - int((CONTROL_GROUP / "memory.current").read_text()))
+    except (OSError, ValueError):  # no control group, or "max": no limit
+        pass
+    return min(limits, default=None)
 
 
 def planning_device() -> DeviceSpec:
@@ -191,5 +260,5 @@ def planning_device() -> DeviceSpec:
         try:
             return current_device_spec()
         except UnknownNameError:
-            log.warning("unknown GPU; model-driven choices assume an NVIDIA H200")
-    return device_spec("NVIDIA H200")
+            log.warning("unknown GPU; model-driven choices assume an %s", ASSUMED_DEVICE)
+    return device_spec(ASSUMED_DEVICE)

@@ -37,7 +37,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (("predict", f"--b={HUGE}"), "b: expected an integer from 1 to 1048576, got 9999"),
         (("predict", f"--b={HUGE}", "--lengths=mixed"), "b: expected an integer from 1 to 1048576"),
         (("predict", f"--s={HUGE}"), "s: expected an integer from 1 to 2147483647, got 9999"),
-        (("predict", "--device="), "unknown device ''"),
+        (("predict", "--for_device="), "unknown device ''"),
         (("predict", "--lengths="), "--lengths: expected a comma list, each an integer or mixed"),
         (("choose", f"--window={HUGE}"), "window: expected an integer from 0 to 2147483647, got"),
         (("choose", f"--prefix={HUGE}"), "prefix: expected an integer from 0 to 2147483647, got"),
@@ -50,7 +50,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (("bench", "all", "--backends=,"), "--backends: expected a comma list, each text, got ','"),
         (("bench", "var6_plus", "--n="), "--n: expected a comma list, each an integer, got ''"),
         (("bench", "all", "--max_seconds=inf"), "max_seconds: expected a positive number, got inf"),
-        (("bench", "all", "--predict_for="), "unknown device ''"),
+        (("bench", "all", "--for_device="), "unknown device ''"),
         (("bench", "all", "--peer_libs=nowhere"), "peer_libs: expected a folder, got nowhere"),
         (("plan", "--budget=1GiB", "--out_dir=file"), "out_dir: expected a folder that can be wri"),
         (
@@ -87,11 +87,16 @@ def test_an_absent_version_is_not_the_base_version() -> None:
     assert main(["bench", "var6_plus", "--version=", "--mode=predict", "--quick"]) == 3
 
 
-def test_more_than_the_memory_is_a_clean_error(capsys: pytest.CaptureFixture[str]) -> None:
-    # More than a process can address, so that no machine even tries.
-    assert main([*SMALL_RUN, "--b=1024", "--t=2000000000"]) == 1
-    error = capsys.readouterr().err
-    assert "error: sizes: expected tensors that fit into this machine's memory, got" in error
+@pytest.mark.parametrize(
+    "argv", [SMALL_RUN, ("run", "mla_var6_plus", "--device=cpu", "--check")], ids=["run", "check"]
+)
+def test_more_than_the_memory_is_refused_at_once(
+    argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*argv, "--b=4096", "--s=128", "--t=1000000"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("error: sizes: expected tensors that fit the ")
+    assert "b=4096 s=128 t=1000000" in error and "which needs at least" in error
 
 
 def test_a_file_that_cannot_take_its_name(
@@ -116,5 +121,5 @@ def test_a_folder_without_permission(
 
 
 def test_predictions_for_a_whole_prompt_come_soon(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["predict", "--s=2000000000", "--device=NVIDIA H200", "--json"]) == 0
+    assert main(["predict", "--s=2000000000", "--for_device=NVIDIA H200", "--json"]) == 0
     assert '"s_to": 1024' in capsys.readouterr().out

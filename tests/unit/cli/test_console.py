@@ -1,4 +1,4 @@
-"""Consoles, progress and what a closed pipe does."""
+"""Progress, the log, and how a command ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from mla_var3.cli import console
-from mla_var3.cli.console import ProgressReporter
+from mla_var3.cli.console import ProgressReporter, guarded
+from mla_var3.errors import DeviceTimeoutError
 
 
 def test_progress_without_a_terminal_is_a_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,34 +26,6 @@ def test_progress_without_a_terminal_is_a_few_lines(capsys: pytest.CaptureFixtur
     assert lines[1].startswith("autotune x: done in ")
     assert lines[2] == "compile: 1 step"
     assert len(lines) == 4
-
-
-def test_long_work_shows_a_sign_of_life(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = 0.0
-    monkeypatch.setattr(console.time, "monotonic", lambda: now)
-    with ProgressReporter() as progress:
-        progress("autotune x", 0, 9, "")
-        now = 10.0
-        progress("autotune x", 1, 9, "Bm=1")
-        now = 50.0
-        progress("autotune x", 2, 9, "Bm=[2]")
-    assert capsys.readouterr().err.splitlines() == [
-        "autotune x: 9 steps",
-        "autotune x: 2 of 9 Bm=[2]",
-    ]
-
-
-def test_progress_on_a_terminal_is_a_bar(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    with ProgressReporter() as progress:
-        progress("autotune x", 1, 4, "Bm=[64]")
-        progress("autotune x", 4, 4, "done")
-    err = capsys.readouterr().err
-    assert "autotune x" in err and "4/4" in err
 
 
 def test_the_log_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,10 +62,30 @@ def test_a_reader_that_stops_early_is_no_error(
     assert errors == ""
 
 
-def test_wide_output_is_not_cut_where_there_is_no_terminal(
+def interrupted(note: str = "") -> int:
+    interrupt = KeyboardInterrupt()
+    if note:
+        interrupt.add_note(note)
+    raise interrupt
+
+
+def test_an_interrupt_tells_only_what_was_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert guarded(interrupted) == 130
+    assert capsys.readouterr().err == "error: interrupted\n"
+    assert guarded(lambda: interrupted("results so far are kept")) == 130
+    assert capsys.readouterr().err == "error: interrupted; results so far are kept\n"
+
+
+def test_a_hung_kernel_ends_the_process(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-    assert console.stdout().width == 120
-    console.say("y" * 300)
-    assert capsys.readouterr().out == "y" * 300 + "\n"
+    """The normal end of the process would wait for the kernel."""
+    ended: list[int] = []
+    monkeypatch.setattr(console.os, "_exit", ended.append)
+
+    def hangs() -> int:
+        raise DeviceTimeoutError("flash_mla: expected to end within 60 s")
+
+    assert guarded(hangs) == 1
+    assert ended == [1]
+    assert "error: flash_mla: expected to end" in capsys.readouterr().err

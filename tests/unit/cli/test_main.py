@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from mla_var3.cli import main as program
-from mla_var3.cli.commands import inventory
-from mla_var3.cli.main import COMMANDS, build_parser, main
+from mla_var3.cli.commands import env
+from mla_var3.cli.commands import list as inventory
+from mla_var3.cli.main import COMMANDS, main
 from mla_var3.runtime import paths
 
 START_LIMIT_S = 0.5
@@ -73,13 +74,6 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     assert f"usage: hyper-mla {command}" in capsys.readouterr().out
 
 
-def test_the_whole_parser_knows_every_command() -> None:
-    parser = build_parser()
-    for argv in (["run"], ["run", "flash_mla", "v0"], ["list", "--json"], ["show", "flash_mla"]):
-        assert parser.parse_args(argv).command == argv[0]
-    assert parser.parse_args(["predict", "--b=2"]).b == 2
-
-
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("hyper-mla ")
@@ -100,7 +94,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "--b=x"], "--b: expected an integer, got 'x'"),
         (["run", "--device=tpu"], "device: expected auto, cuda or cpu, got 'tpu'"),
         (["run", "--b=0"], "b: expected a positive integer, got 0"),
-        (["predict", "--device=H20"], "unknown device 'H20'"),
+        (["predict", "--for_device=H20"], "unknown device 'H20'"),
         (["predict", "--s=0"], "s: expected a positive integer, got 0"),
         (["predict", "extra"], "unexpected argument 'extra'"),
     ],
@@ -163,8 +157,8 @@ def test_list_says_why_a_kernel_does_not_run(
     [
         ("targets: ClassVar[tuple[str, ...]] = ('sm_90',)", ("sm_90",)),
         ("targets = ['sm_100', 'sm_120']", ("sm_100", "sm_120")),
-        ("targets = compute()", inventory.DEFAULT_TARGETS),
-        ("other = 1", inventory.DEFAULT_TARGETS),
+        ("targets = compute()", inventory.TARGETS),
+        ("other = 1", inventory.TARGETS),
     ],
 )
 def test_targets_are_read_from_the_source(
@@ -209,9 +203,19 @@ def test_show_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_env(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env"]) == 0
     out = capsys.readouterr().out
-    for words in ("GPU:", "versions:", "tileiras", "NVIDIA H200", "torch"):
+    for words in ("GPU:", "versions:", "tileiras", "NVIDIA H200", "torch", "r580.126.09"):
         assert words in out
     assert 'pip install "hyper-mla"' not in out
+
+
+@pytest.mark.parametrize(
+    ("driver", "sufficient"),
+    [("580.126.09", True), ("610.1", True), ("580.126.8", False), ("570.200", False), (None, None)],
+)
+def test_the_driver_that_cutile_needs(driver: str | None, sufficient: bool | None) -> None:
+    found = env._driver_requirement({"driver": driver})
+    assert found["sufficient"] is sufficient
+    assert "r580.126.09" in found["remark"]
 
 
 def test_env_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,7 +227,7 @@ def test_env_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_predict(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["predict", "--device=NVIDIA H200", "--s=16"]) == 0
+    assert main(["predict", "--for_device=NVIDIA H200", "--s=16"]) == 0
     out = capsys.readouterr().out
     for words in ("mla_var6_plus *", "n=", "predictions, not measurements", "TFLOP/s"):
         assert words in out
@@ -249,3 +253,40 @@ def test_run_hands_a_kernel_to_its_own_command_line(monkeypatch: pytest.MonkeyPa
     )
     assert program.main(["run", "flash_mla", "v0", "--b=2", "--tune-max-iters=3"]) == 0
     assert seen == [("flash_mla", ["--b=2", "--tune-max-iters=3"])]
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "old"),
+    [
+        (["predict", "--device=NVIDIA H200", "--s=1"], "--device"),
+        (["choose", "--device-name=NVIDIA H200", "--s=1"], "--device_name"),
+        (["plan", "--device_name=NVIDIA H200", "--budget=1GiB", "--json"], "--device_name"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_an_old_name_of_an_option_still_works(
+    argv: list[str], old: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 0
+    captured = capsys.readouterr()
+    assert f"{old} is now --for_device" in captured.err
+    assert "H200" in captured.out
+
+
+@pytest.mark.parametrize(
+    ("words", "language"),
+    [
+        (["cutlass_mla_decode"], "cute-dsl"),
+        (["flash_mla:cute-dsl"], "cute-dsl"),
+        (["flash_mla"], "cutile-dsl"),
+        (["mla_var6_plus:v4:cutile-dsl"], "cutile-dsl"),
+    ],
+)
+def test_a_kernel_is_found_without_the_language_option(
+    words: list[str], language: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", *words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["language"] == language

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from mla_var3.cli import sizes
+from mla_var3.cli.arguments import CALL_SIZES, SIZES, ValueType, mixed_lengths, parse, value_type
 from mla_var3.cli.console import UsageError, usage_errors
 from mla_var3.cli.options import (
     RUN_OPTIONS,
@@ -18,8 +18,6 @@ from mla_var3.cli.options import (
     build_request,
     plan_options,
 )
-from mla_var3.cli.parsing import parse
-from mla_var3.cli.values import ValueType, mixed_lengths, value_type
 from mla_var3.errors import HyperMlaError, InvalidArgumentError
 from mla_var3.report import overview
 from mla_var3.runtime.plan import KernelPlan
@@ -290,4 +288,4 @@ def test_value_types_of_annotations(annotation: Any, expected: ValueType | None)
 
 
 def test_the_help_of_run_states_the_sizes_of_the_main_job() -> None:
-    assert {name: sizes.SIZES[name] for name in sizes.CALL_SIZES} == overview.SIZES
+    assert {name: SIZES[name] for name in CALL_SIZES} == overview.SIZES

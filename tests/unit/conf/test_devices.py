@@ -176,6 +176,32 @@ def test_user_file_adds_and_replaces(table, write, monkeypatch, caplog):
     assert set(load_devices(path)) == {"NVIDIA Example", "NVIDIA B200"}
 
 
+def test_a_flat_entry_replaces_single_values(write, monkeypatch):
+    """The form of the specification: bare peaks, which predictions then follow."""
+    shipped = device_spec("NVIDIA H200")
+    path = write({"NVIDIA H200": {"peak_bfloat16_float32_tflops": 500.5}})
+    monkeypatch.setenv(devices.ENVIRONMENT_VARIABLE, str(path))
+    spec = device_spec("NVIDIA H200")
+    assert spec.peak_tflops("bfloat16") == spec.sustained_tflops("bfloat16") == 500.5
+    assert spec.entry("peak_bfloat16_float32_tflops").source == str(path)
+    assert spec.sm_count == shipped.sm_count
+    assert spec.sustained_gbps == shipped.sustained_gbps
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "message"),
+    [
+        ("NVIDIA New", {"peak_dram_bw_GBps": 1792.0}, "NVIDIA New: expected the keys"),
+        ("NVIDIA H200", {"peak_dram_bw_GBps": -1}, "expected a positive number, got -1"),
+        ("NVIDIA H200", {"peak_dram_bw": 1.0}, "did you mean 'peak_dram_bw_GBps'"),
+    ],
+)
+def test_a_wrong_flat_entry_is_refused(write, monkeypatch, name, entry, message):
+    monkeypatch.setenv(devices.ENVIRONMENT_VARIABLE, str(write({name: entry})))
+    with pytest.raises(InvalidArgumentError, match=message):
+        load_devices()
+
+
 def test_alias_of_two_devices_is_refused(table, write, monkeypatch):
     path = write({"NVIDIA Example": table["NVIDIA H200"]})
     monkeypatch.setenv(devices.ENVIRONMENT_VARIABLE, str(path))

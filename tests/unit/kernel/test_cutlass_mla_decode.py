@@ -33,7 +33,7 @@ from mla_var3.errors import (
 from mla_var3.kernel.cute_python.mla.cutlass_mla_decode.cutlass_mla_decode import checkout
 from mla_var3.kernel.cute_python.mla.cutlass_mla_decode.cutlass_mla_decode.cutlass_mla_decode import (  # noqa: E501
     TILE,
-    CuteCutlassMlaDecode,
+    CutlassMlaDecodeKernel,
     CutlassMlaDecodeTiling,
     MlaDecodeSm100,
 )
@@ -132,7 +132,7 @@ def fake(tmp_path: Path) -> Path:
 
 
 def empty(**fields: Any) -> Any:
-    return CuteCutlassMlaDecode(**fields).plan_empty(*RATES)
+    return CutlassMlaDecodeKernel(**fields).plan_empty(*RATES)
 
 
 def arguments(stage: Any, tiling: CutlassMlaDecodeTiling) -> dict[str, Any]:
@@ -256,17 +256,17 @@ def test_two_checkouts_do_not_mix(tmp_path: Path) -> None:
 )
 def test_what_the_example_does_not_take_is_refused(fields: dict[str, Any], argument: str) -> None:
     with pytest.raises(UnsupportedError, match=argument):
-        CuteCutlassMlaDecode(**fields)
+        CutlassMlaDecodeKernel(**fields)
 
 
 @pytest.mark.parametrize("page", [0, 1, 48, 256])
 def test_a_page_must_divide_a_tile(page: int) -> None:
     with pytest.raises(InvalidArgumentError, match="page: expected a divisor of 128"):
-        CuteCutlassMlaDecode(page=page)
+        CutlassMlaDecodeKernel(page=page)
 
 
 def test_planning_and_costs_need_no_checkout() -> None:
-    plan = CuteCutlassMlaDecode(b=3, t=300)
+    plan = CutlassMlaDecodeKernel(b=3, t=300)
     stage = plan.plan_empty(*RATES)
     assert stage.name == "cutlass_mla_decode"
     assert stage.cost() == flash_mla_cost(plan.problem())
@@ -280,7 +280,7 @@ def test_planning_and_costs_need_no_checkout() -> None:
 @pytest.mark.parametrize("lengths", [None, (300, 1, 129)])
 @pytest.mark.parametrize("page", [128, 32])
 def test_the_reference_reads_the_pages(lengths: tuple[int, ...] | None, page: int) -> None:
-    plan = CuteCutlassMlaDecode(b=3, s=2, t=300, h=2, causal=False, page=page, lengths=lengths)
+    plan = CutlassMlaDecodeKernel(b=3, s=2, t=300, h=2, causal=False, page=page, lengths=lengths)
     inputs = plan.copy(seed=3).prepare_inputs("cpu")
     q_latent, q_rope, latent, rope, given, table = (each.double() for each in inputs)
     o_latent, lse = plan.reference_fn(*inputs)
@@ -299,7 +299,7 @@ def test_the_reference_reads_the_pages(lengths: tuple[int, ...] | None, page: in
 
 
 def test_a_table_must_cover_whole_tiles() -> None:
-    plan = CuteCutlassMlaDecode(b=1, t=130, h=2, page=32)
+    plan = CutlassMlaDecodeKernel(b=1, t=130, h=2, page=32)
     *others, table = plan.prepare_inputs("cpu")
     assert table.shape == (1, 8)
     with pytest.raises(InvalidArgumentError, match="table: .*at least 8 pages"):
@@ -307,15 +307,15 @@ def test_a_table_must_cover_whole_tiles() -> None:
 
 
 def test_the_folder_of_a_run_does_not_name_the_checkout(tmp_path: Path) -> None:
-    plan = CuteCutlassMlaDecode(cutlass_dir=str(tmp_path))
+    plan = CutlassMlaDecodeKernel(cutlass_dir=str(tmp_path))
     assert plan.params()["cutlass_dir"] == str(tmp_path)
-    assert plan.params_label() == CuteCutlassMlaDecode().params_label()
+    assert plan.params_label() == CutlassMlaDecodeKernel().params_label()
     assert "/" not in plan.params_label()
 
 
 def test_the_device_decides_the_clusters() -> None:
     spec = device_spec("NVIDIA H200")
-    plan = CuteCutlassMlaDecode().on_device(spec)
+    plan = CutlassMlaDecodeKernel().on_device(spec)
     assert plan.clusters == spec.sm_count // 2
     assert plan.copy(b=2).clusters == plan.clusters
 
@@ -334,7 +334,7 @@ def test_the_device_decides_the_clusters() -> None:
     ],
 )
 def test_legal_splits(fields: dict[str, int], splits: int, legal: bool) -> None:
-    plan = CuteCutlassMlaDecode(**{"b": 1, **fields})
+    plan = CutlassMlaDecodeKernel(**{"b": 1, **fields})
     assert bool(CutlassMlaDecodeTiling(splits=splits).validate(plan)) is legal
 
 
@@ -342,7 +342,7 @@ def test_legal_splits(fields: dict[str, int], splits: int, legal: bool) -> None:
 
 
 def test_the_splits_are_those_of_the_example_and_decide_the_workspace(fake: Path) -> None:
-    plan = CuteCutlassMlaDecode(b=2, t=1000, cutlass_dir=str(fake))
+    plan = CutlassMlaDecodeKernel(b=2, t=1000, cutlass_dir=str(fake))
     assert plan.split_count(CutlassMlaDecodeTiling()) == 3
     assert plan.split_count(CutlassMlaDecodeTiling(splits=2)) == 2
     assert plan.copy(h=64).split_count(CutlassMlaDecodeTiling()) == 1
@@ -355,7 +355,7 @@ def test_the_splits_are_those_of_the_example_and_decide_the_workspace(fake: Path
 
 
 def test_the_strides_lead_to_the_elements(fake: Path) -> None:
-    plan = CuteCutlassMlaDecode(
+    plan = CutlassMlaDecodeKernel(
         b=2, s=3, t=300, h=5, causal=False, page=64, cutlass_dir=str(fake), seed=1
     )
     inputs = plan.prepare_inputs("cpu")
@@ -382,7 +382,7 @@ def test_the_strides_lead_to_the_elements(fake: Path) -> None:
 def test_it_compiles_with_tensors_in_the_modes_of_the_example(
     fake: Path, splits: int, workspace: bool
 ) -> None:
-    plan = CuteCutlassMlaDecode(b=2, t=1000, page=64, cutlass_dir=str(fake))
+    plan = CutlassMlaDecodeKernel(b=2, t=1000, page=64, cutlass_dir=str(fake))
     stage: Any = plan.copy(tiling=CutlassMlaDecodeTiling(splits=splits)).plan_empty(*RATES)
     compiled = stage.compile("sm_100")
     assert compiled.target == "sm_100a" and compiled.cubin[:4] == b"\x7fELF"

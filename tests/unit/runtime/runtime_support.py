@@ -108,11 +108,11 @@ class DoublingPlan(KernelPlan):
     ) -> tuple[Tensor, ...]:
         return ((inputs[0].float() * 2).to(compute_dtype or torch.float32),)
 
-    def resolve(self, peak_tflops: float, peak_gbps: float) -> DoublingPlan:
-        return self if self.choice is not None else self.copy(choice=round(peak_tflops))
+    def _model_fields(self, peak_tflops: float, peak_gbps: float) -> dict[str, Any]:
+        return {} if self.choice is not None else {"choice": round(peak_tflops)}
 
     def _default_tiling(self, name: str) -> FakeTiling | None:
-        return {"sm_90": None, "sm_120": FakeTiling(rows=16)}.get(self._target)
+        return {"sm_90": None, "sm_120": FakeTiling(rows=16)}.get(self.target.code)
 
     def _autotune_configs(self) -> Sequence[FakeTiling]:
         return [FakeTiling(), FakeTiling(rows=32)]

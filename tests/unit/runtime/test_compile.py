@@ -228,7 +228,8 @@ def test_matmul_reaches_the_tensor_cores(target: str, opcode: str, tmp_path: Pat
     assert found.verdict.startswith("ok")
     files = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
     assert set(files) == {
-        f"tiny_matmul.{target}.{kind}" for kind in ("cubin", "sass", "resources.txt", "tileirbc")
+        f"tiny_matmul.{target}.{kind}"
+        for kind in ("cubin", "sass", "resources.txt", "tileirbc", "mlir")
     }
     assert files[f"tiny_matmul.{target}.cubin"] == found.cubin_bytes
     assert opcode in (tmp_path / f"tiny_matmul.{target}.sass").read_text()

@@ -8,9 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from mla_var3.errors import InvalidArgumentError, UnsupportedError
+from mla_var3.errors import DeviceTimeoutError, InvalidArgumentError, UnsupportedError
 from mla_var3.runtime import measure
-from mla_var3.runtime.measure import Timing, percentile, summarise, time_gpu
+from mla_var3.runtime.measure import (
+    Timing,
+    percentile,
+    summarise,
+    time_gpu,
+    wait_for_device,
+)
+from tests.unit.runtime.runtime_support import fake_kernel
 
 
 class FakeClock:
@@ -20,25 +27,26 @@ class FakeClock:
         self.times = times
         self.calls: list[str] = []
         self.flushed = 0
-        self.synchronized = True
+        self.ended: set[Any] = set()
+        self.waited_for: set[str] = set()
 
-    def capture(self, fn: Callable[[], None], warmup: int) -> Callable[[], None]:
+    def capture(self, fn: Callable[[], None], warmup: int, what: str) -> Callable[[], None]:
         self.calls.append("capture")
         fn()
         return lambda: self.calls.append("replay")
 
     def enqueue(self, fn: Callable[[], None], cold_l2: bool) -> Any:
         self.flushed += cold_l2
-        self.synchronized = False
         fn()
         self.calls.append("enqueue")
         return self.calls.count("enqueue") - 1
 
-    def synchronize(self) -> None:
-        self.synchronized = True
+    def wait(self, handle: Any, what: str) -> None:
+        self.ended.add(handle)
+        self.waited_for.add(what)
 
     def elapsed_us(self, handle: Any) -> float:
-        assert self.synchronized, "an event was read before the device was done"
+        assert handle in self.ended, "an event was read before its run had ended"
         return self.times(handle)
 
 
@@ -127,14 +135,64 @@ def test_without_a_gpu_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
         time_gpu(lambda: None)
 
 
-def test_a_broken_context_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails() -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+# --- waiting --------------------------------------------------------------------------------------
 
-    monkeypatch.setattr(torch.cuda, "synchronize", fails)
-    assert not measure.cuda_is_healthy()
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    assert measure.cuda_is_healthy()
+
+class FakeEvent:
+    """An event that is over after some questions, never by default, or whose device is broken."""
+
+    def __init__(self, questions: float = float("inf"), broken: bool = False) -> None:
+        self.questions = questions
+        self.broken = broken
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        if self.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        self.questions -= 1
+        return self.questions < 0
+
+
+def test_a_kernel_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DeviceTimeoutError, match=r"^flash_mla: expected to end .* within 0.01 s"):
+        wait_for_device("flash_mla", 0.01, FakeEvent())
+    monkeypatch.setenv("HYPER_MLA_TIMEOUT_S", "0.02")
+    with pytest.raises(DeviceTimeoutError, match=r"within 0.02 s.*HYPER_MLA_TIMEOUT_S sets"):
+        wait_for_device("flash_mla", event=FakeEvent())
+
+
+def test_waiting_ends_with_the_work() -> None:
+    event = FakeEvent(questions=3)
+    wait_for_device("flash_mla", 10.0, event)
+    assert event.questions < 0
+
+
+@pytest.mark.parametrize("value", ["soon", "0", "-1", "nan"])
+def test_a_bad_limit_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYPER_MLA_TIMEOUT_S", value)
+    with pytest.raises(InvalidArgumentError, match="HYPER_MLA_TIMEOUT_S: expected a positive"):
+        wait_for_device("flash_mla", event=FakeEvent(0))
+
+
+def test_timing_waits_in_the_name_of_the_kernel() -> None:
+    clock = FakeClock()
+    time_gpu(fake_kernel("k").launch, runs=1, clock=clock)
+    assert clock.waited_for == {"k"}
+
+
+@pytest.mark.parametrize(
+    ("event", "healthy"),
+    [(FakeEvent(0), True), (FakeEvent(broken=True), False), (FakeEvent(), False)],
+    ids=["healthy", "broken", "hung"],
+)
+def test_a_lost_gpu_is_noticed(
+    event: FakeEvent, healthy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(measure, "_HEALTH_TIMEOUT_S", 0.01)
+    assert measure.cuda_is_healthy() is healthy
 
 
 @pytest.mark.gpu

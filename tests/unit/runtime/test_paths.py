@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mla_var3.errors import MissingToolError, UnknownNameError
+from mla_var3.errors import InvalidArgumentError, MissingToolError, UnknownNameError
 from mla_var3.runtime import paths
 from mla_var3.runtime.paths import (
     KernelId,
@@ -22,7 +22,7 @@ from mla_var3.runtime.paths import (
     kernel_id_of_module,
     output_root,
     plan_class,
-    profile_dir,
+    profile_path,
     slug,
     split_full_name,
     timestamp,
@@ -171,10 +171,25 @@ def test_a_wrong_kernel_suggests_the_nearest(name: str, nearest: str) -> None:
 
 
 @pytest.mark.usefixtures("versions")
-def test_a_kernel_of_another_language_says_so() -> None:
+def test_a_design_in_one_language_needs_no_option() -> None:
+    for name, language in (
+        ("flash_cute", None),
+        ("flash_cute", "cute-dsl"),
+        ("flash_cute:cute-dsl", None),
+        ("flash_cute:v0:cute-dsl", "cute-dsl"),
+    ):
+        assert find_kernel(name, language=language).language == "cute-dsl"
     with pytest.raises(UnknownNameError, match="It exists in cute-dsl: use --language"):
-        find_kernel("flash_cute")
-    assert find_kernel("flash_cute", language="cute-dsl").language == "cute-dsl"
+        find_kernel("flash_cute", language="cutile-dsl")
+
+
+@pytest.mark.usefixtures("versions")
+def test_a_suffix_is_a_version_or_a_language() -> None:
+    assert find_kernel("mla_var6_plus:v4").version == "v4"
+    with pytest.raises(InvalidArgumentError, match="^version: expected v4, as the kernel's name"):
+        find_kernel("mla_var6_plus:v4", "v1")
+    with pytest.raises(InvalidArgumentError, match="^language: expected cute-dsl, as"):
+        find_kernel("flash_cute:cute-dsl", language="cutile-dsl")
 
 
 @pytest.mark.usefixtures("versions")
@@ -261,21 +276,13 @@ def test_folders_follow_the_environment(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_profile_folders_are_new_and_sorted_by_time() -> None:
-    folders = [profile_dir("event", "flash_mla", "b1_s1", "My Label") for _ in range(5)]
+    folders = [profile_path("event", "flash_mla", "b1_s1", "My Label") for _ in range(5)]
     assert len(set(folders)) == 5
     assert folders == sorted(folders)
     for folder in folders:
-        assert folder.is_dir()
         assert folder.parent == output_root() / "profiles" / "event" / "flash_mla" / "b1_s1"
         assert folder.name.endswith("-my-label")
-    assert not profile_dir("event", "flash_mla", "b1_s1").name.endswith("-")
-
-
-def test_a_profile_folder_is_never_reused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "timestamp", lambda: "20260101-000000-000000")
-    profile_dir("event", "flash_mla", "b1")
-    with pytest.raises(FileExistsError):
-        profile_dir("event", "flash_mla", "b1")
+    assert not profile_path("event", "flash_mla", "b1_s1").name.endswith("-")
 
 
 def test_timestamps_sort() -> None:

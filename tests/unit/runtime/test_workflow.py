@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,9 +35,10 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A machine with a GPU by name, whose tensors lie in ordinary memory."""
-    machine = SimpleNamespace(name="NVIDIA H200")
+    machine = SimpleNamespace(name="NVIDIA H200", free=1 << 30)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: machine.name)
+    monkeypatch.setattr(workflow, "free_memory", lambda where: machine.free)
     inputs = DoublingPlan.prepare_inputs
     monkeypatch.setattr(DoublingPlan, "prepare_inputs", lambda plan, device: inputs(plan, "cpu"))
     return machine
@@ -149,6 +151,54 @@ def test_cuda_without_a_gpu_prepares_nothing() -> None:
         prepare(DoublingPlan(), RunOptions(device="cuda"))
 
 
+# --- memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_a_problem_beyond_the_memory_is_refused_before_anything_is_allocated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    allocated: list[str] = []
+    inputs = DoublingPlan.prepare_inputs
+
+    def noted(plan: DoublingPlan, device: Any) -> Any:
+        allocated.append(str(device))
+        return inputs(plan, device)
+
+    monkeypatch.setattr(DoublingPlan, "prepare_inputs", noted)
+    with pytest.raises(InvalidArgumentError) as caught:
+        prepare(DoublingPlan(b=1 << 50), RunOptions(device="cpu", check=True))
+    assert allocated == ["meta"]
+    text = str(caught.value)
+    assert text.startswith("sizes: expected tensors that fit the ")
+    assert " of free main memory, got " in text
+    assert text.endswith(f"b={1 << 50} limit=1000 choice=790, which needs at least 4096 TiB")
+    assert "\n" not in text
+
+
+def test_the_gpu_has_a_memory_of_its_own(gpu: SimpleNamespace) -> None:
+    gpu.free = 31
+    with pytest.raises(InvalidArgumentError, match="31 B of free GPU memory.*at least 32 B"):
+        prepare(DoublingPlan(b=8), RunOptions(autotune=False))
+
+
+def test_free_memory_is_the_least_of_machine_and_control_group(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    info = tmp_path / "meminfo"
+    info.write_text("MemTotal:       99 kB\nMemAvailable:   10 kB\n")
+    monkeypatch.setattr(workflow, "MEMORY_INFO", info)
+    monkeypatch.setattr(workflow, "CONTROL_GROUP", tmp_path)
+    assert workflow.free_memory("cpu") == 10240
+    (tmp_path / "memory.current").write_text("1000\n")
+    for most, expected in (("max", 10240), ("5000", 4000)):
+        (tmp_path / "memory.max").write_text(f"{most}\n")
+        assert workflow.free_memory("cpu") == expected
+    monkeypatch.setattr(workflow, "MEMORY_INFO", tmp_path / "none")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert workflow.free_memory("cpu") is None
+
+
 @pytest.fixture
 def tuning(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """Notes the calls of the tuner instead of tuning."""
@@ -175,7 +225,7 @@ def test_on_a_gpu_it_tunes_then_checks(tuning: list[tuple[Any, ...]]) -> None:
     assert prepared.tuning == {"doubling": "tuned"}
     assert prepared.stage.tilings() == {"doubling": FakeTiling(rows=128)}
     assert prepared.require_device() == H200
-    assert prepared.plan._target == "sm_90"
+    assert prepared.plan.target.code == "sm_90"
     assert prepared.check is not None
     assert prepared.check.passed
 
@@ -199,7 +249,7 @@ def test_the_plan_is_made_for_the_target_of_the_gpu(
 ) -> None:
     gpu.name = "NVIDIA GeForce RTX 5090"
     prepared = prepare(DoublingPlan(), RunOptions(autotune=False))
-    assert prepared.plan._target == "sm_120"
+    assert prepared.plan.target.code == "sm_120"
     assert prepared.stage.tilings() == {"doubling": FakeTiling(rows=16)}
     assert tuning == []
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mla_var3.cli.arguments import CALL_SIZES, Parser, ValueType, add_unset_sizes, parse
 from mla_var3.cli.console import (
     EXIT_FAILED,
     EXIT_OK,
@@ -22,9 +23,6 @@ from mla_var3.cli.console import (
     show_log,
     usage_errors,
 )
-from mla_var3.cli.parsing import Parser, parse
-from mla_var3.cli.sizes import CALL_SIZES, add_unset_sizes
-from mla_var3.cli.values import ValueType
 
 if TYPE_CHECKING:
     from mla_var3.bench.options import BenchOptions
@@ -121,7 +119,7 @@ def add_arguments(parser: Parser) -> None:
     how.add_argument(
         "--mode", default="auto", metavar="NAME", help="auto, measure or predict (default: auto)"
     )
-    how.add_argument("--predict_for", metavar="DEVICE", help="predict for a device of the table")
+    parser.add_for_device("predict for a device of the table", "predict_for", "predict_for")
     how.add_argument(
         "--records", type=Path, nargs="+", default=(), metavar="FILE", help="read, run nothing"
     )
@@ -264,7 +262,7 @@ def _print_rows(rows: Sequence[BenchRow]) -> None:
     from mla_var3.bench.analysis import shape_groups
     from mla_var3.bench.page import HEADERS, cells, group_rows
     from mla_var3.bench.record import PREDICTED
-    from mla_var3.cli.render import print_table
+    from mla_var3.cli.console import print_table
 
     for group in shape_groups(rows):
         if group.timed:
@@ -276,7 +274,7 @@ def _print_rows(rows: Sequence[BenchRow]) -> None:
 def _print_summary(result: BenchResult) -> None:
     from mla_var3.bench.analysis import doubts
     from mla_var3.bench.page import VERDICT_HEADERS, troubles, verdict_rows
-    from mla_var3.cli.render import print_table
+    from mla_var3.cli.console import print_table
 
     for doubt in doubts(result.record.rows):
         say(f"to be explained: {doubt}", "yellow")

@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from mla_var3.cli.arguments import SIZE_TEXTS, SIZES, Parser, ValueType, add_sizes, parse
 from mla_var3.cli.console import say, stdout, usage_errors
-from mla_var3.cli.parsing import Parser, parse
-from mla_var3.cli.sizes import SIZE_TEXTS, SIZES, add_sizes
-from mla_var3.cli.values import ValueType
 from mla_var3.runtime.markdown import json_ready, microseconds
 
 if TYPE_CHECKING:
@@ -59,10 +57,10 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--kernel", default="auto", metavar="NAME", help="a kernel to insist on (default: auto)"
     )
-    parser.add_argument(
-        "--device_name",
-        metavar="NAME",
-        help="device of the table to choose for (default: the GPU here, else an NVIDIA H200)",
+    parser.add_for_device(
+        "device of the table to choose for (default: the GPU here, else an NVIDIA H200)",
+        "device_name",
+        "device_name",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mla_var3.cli.arguments import Parser, parse
 from mla_var3.cli.console import EXIT_OK, say, usage_errors
-from mla_var3.cli.parsing import Parser, parse
 from mla_var3.dev.clone.clone import ClonePlan, plan_clone, write_clone
 from mla_var3.runtime.paths import DEFAULT_LANGUAGE
 

@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mla_var3.cli.arguments import Parser, ValueType, add_lengths, add_unset_sizes, parse
 from mla_var3.cli.console import EXIT_OK, UsageError, say, usage_errors
-from mla_var3.cli.parsing import Parser, parse
-from mla_var3.cli.sizes import add_lengths, add_unset_sizes
-from mla_var3.cli.values import ValueType
 
 if TYPE_CHECKING:
     from mla_var3.report.compare import Comparison
@@ -86,16 +84,13 @@ def compare_command(parser: Parser, argv: Sequence[str]) -> int:
 
 def _source(item: str, values: dict[str, Any]) -> Path | KernelId:
     """A folder that exists, or a kernel."""
-    from mla_var3.runtime.paths import DEFAULT_LANGUAGE, find_kernel
+    from mla_var3.runtime.paths import find_kernel
 
     path = Path(item)
     if path.exists() or "/" in item:
         return path
-    name, colon, version = item.partition(":")
     with usage_errors():
-        return find_kernel(
-            name, version if colon else None, values.get("language", DEFAULT_LANGUAGE)
-        )
+        return find_kernel(item, None, values.get("language"))
 
 
 def _recorded(path: Path) -> Run:
@@ -124,14 +119,16 @@ def _made(kernel: KernelId, values: dict[str, Any]) -> Run:
 def _predicted(plan: Any, device: str | None) -> Run:
     from mla_var3.conf.devices import device_spec
     from mla_var3.report.compare_runs import run_of_record
+    from mla_var3.runtime.plan import plan_dtype
     from mla_var3.runtime.profiling.common import stage_figures
-    from mla_var3.runtime.workflow import planning_device
+    from mla_var3.runtime.target import Target
+    from mla_var3.runtime.workflow import empty_stage, planning_device
 
     with usage_errors():
         spec = device_spec(device) if device else planning_device()
-    dtype = str(getattr(plan, "dtype", "bfloat16"))
-    chosen = plan.for_target(spec.target).on_device(spec)
-    stage = chosen.plan_empty(spec.sustained_tflops(dtype), spec.sustained_gbps)
+    dtype = plan_dtype(plan)
+    chosen = plan.resolved(Target.of(spec))
+    stage = empty_stage(chosen)
     return run_of_record(
         {
             "kernel": chosen.name,
@@ -170,7 +167,7 @@ def show_comparison(
     runs: Sequence[Run], force: bool, out_dir: Path | None, json_file: Path | None
 ) -> int:
     """Compare runs, print the table and write it beside the plot."""
-    from mla_var3.cli.render import print_table
+    from mla_var3.cli.console import print_table
     from mla_var3.report.compare import compare
 
     result = compare(runs, force=force)

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 import shutil
+from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
 
+from mla_var3.cli.arguments import Parser, parse
 from mla_var3.cli.console import say, stdout
 from mla_var3.conf.devices import DeviceSpec, load_devices
 from mla_var3.errors import UnknownNameError
 from mla_var3.runtime.environment import environment, find_tool
 from mla_var3.runtime.markdown import json_ready
 from mla_var3.runtime.paths import cache_root, output_root
+
+CUTILE_DRIVER = "580.126.09"
+"""Oldest Linux driver with which the profilers see cuTile kernels."""
 
 _CUTILE = 'pip install "hyper-mla[cutile]"'
 _NSIGHT = "install it from https://developer.nvidia.com/nsight-tools or with the CUDA toolkit"
@@ -58,11 +64,32 @@ def env_facts() -> dict[str, Any]:
         "folders": {"out": str(output_root().resolve()), "cache": str(cache_root().resolve())},
         "devices": {spec.name: _device_facts(spec) for spec in load_devices().values()},
         "this_device_known": _known(here["gpu"]),
+        "driver_requirement": _driver_requirement(here["gpu"]),
     }
 
 
-def env_command(as_json: bool) -> int:
+def _driver_requirement(gpu: dict[str, Any] | None) -> dict[str, Any]:
+    """The driver that cuTile kernels need, and whether this machine has it."""
+    found = (gpu or {}).get("driver")
+    fits = None if not found else _numbers(found) >= _numbers(CUTILE_DRIVER)
+    remark = f"profiling of cuTile kernels needs r{CUTILE_DRIVER} or newer"
+    if fits:
+        remark = f"new enough to profile cuTile kernels (r{CUTILE_DRIVER})"
+    return {"cutile": CUTILE_DRIVER, "found": found, "sufficient": fits, "remark": remark}
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version))
+
+
+def add_arguments(parser: Parser) -> None:
+    """The options of the command."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def env_command(parser: Parser, argv: Sequence[str]) -> int:
     """Print what this machine offers."""
+    as_json = parse(parser, argv)["json"]
     facts = env_facts()
     if as_json:
         print(json.dumps(json_ready(facts), indent=2))
@@ -104,9 +131,10 @@ def _print_gpu(facts: dict[str, Any]) -> None:
     gpu = facts["gpu"]
     if gpu is None:
         say("GPU:      none usable; kernels run in the CPU interpreter and compile for all targets")
+        say(f"driver:   none; {facts['driver_requirement']['remark']}")
         return
     say(f"GPU:      {gpu['name']}, compute capability {gpu['compute_capability']}")
-    say(f"driver:   {gpu.get('driver') or 'unknown'}")
+    say(f"driver:   {gpu.get('driver') or 'unknown'}, {facts['driver_requirement']['remark']}")
     if facts["this_device_known"] is not True:
         say(f"warning:  {facts['this_device_known']}", "yellow")
 

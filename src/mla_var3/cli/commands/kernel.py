@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mla_var3.cli.arguments import Parser, leading_words, parse, take_kernel
 from mla_var3.cli.console import (
     EXIT_FAILED,
     EXIT_OK,
@@ -21,21 +22,19 @@ from mla_var3.cli.console import (
     usage_errors,
 )
 from mla_var3.cli.options import RUN_OPTIONS, Request, build_parser, build_request, plan_options
-from mla_var3.cli.parsing import Parser, parse
-from mla_var3.cli.selection import leading_words, take_kernel
 from mla_var3.errors import UnknownNameError, UnsupportedError
 from mla_var3.runtime import paths
 from mla_var3.runtime.paths import KernelId
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, default_mode, profile_plan
-from mla_var3.runtime.stage import Stage
 from mla_var3.runtime.tiling import require_valid
 from mla_var3.runtime.workflow import (
     RunOptions,
     cuda_available,
+    empty_stage,
     pick_device,
-    planning_device,
     prepare,
+    require_memory,
 )
 
 CPU_CHECK_FLOPS = 3e9
@@ -151,7 +150,7 @@ def _run(plan: KernelPlan, argv: list[str], prog: str) -> int:
 
 @dataclass(frozen=True)
 class Route:
-    """What a request amounts to on this machine.
+    """How this machine serves a request.
 
     Attributes:
         mode: profiling mode.
@@ -247,7 +246,7 @@ def _require_nothing_to_run(request: Request, mode: NsightProfType, by_default: 
 
 def execute(request: Request) -> int:
     """Run a request and print what came out; returns the exit code."""
-    from mla_var3.cli.render import print_check, print_result
+    from mla_var3.cli.console import print_check, print_result
 
     route = choose_route(request, cuda_available())
     if route.message:
@@ -255,6 +254,9 @@ def execute(request: Request) -> int:
     show_log()
     plan, run = request.plan, request.run
     static = route.mode is NsightProfType.STATIC
+    if route.check and not route.may_shrink:
+        # Before minutes of compiling, not after them.
+        require_memory(plan, empty_stage(plan), "cpu" if route.on_cpu else "cuda")
     if request.tilings_chosen:
         for kernel in empty_stage(plan).kernels():
             require_valid(kernel.tiling, kernel.plan)
@@ -278,7 +280,7 @@ def execute(request: Request) -> int:
 
 def _check_beside(plan: KernelPlan, run: RunOptions, route: Route) -> bool:
     """The check that static mode itself does not make."""
-    from mla_var3.cli.render import print_check
+    from mla_var3.cli.console import print_check
 
     if route.may_shrink:
         plan = checkable(plan)
@@ -310,13 +312,6 @@ def checkable(plan: KernelPlan) -> KernelPlan:
     return small
 
 
-def empty_stage(plan: KernelPlan) -> Stage:
-    """The plan's runtime object without tensors, to ask for costs and tilings."""
-    device = planning_device()
-    dtype = str(getattr(plan, "dtype", "bfloat16"))
-    return plan.plan_empty(device.sustained_tflops(dtype), device.sustained_gbps)
-
-
 def describe_sizes(plan: KernelPlan) -> str:
     """The plan's fields that are set, in one line."""
     parts = []
@@ -336,6 +331,6 @@ def compiled(result: ProfileResult) -> bool:
 
 
 def print_where(result: ProfileResult) -> None:
-    """Print where the artifacts lie."""
+    """Print the path of the report."""
     if result.out_dir is not None:
         say(f"report: {result.out_dir / 'report.md'}", "bold")

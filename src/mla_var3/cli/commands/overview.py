@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from mla_var3.cli.console import EXIT_FAILED, EXIT_OK, ProgressReporter, say, show_log
-from mla_var3.cli.render import print_table
+from mla_var3.cli.console import EXIT_FAILED, EXIT_OK, ProgressReporter, print_table, say, show_log
 from mla_var3.report.overview import KERNEL, OverviewOptions, OverviewResult, Step, run_overview
 from mla_var3.report.overview_page import MEASURED_HEADERS, measured_rows
 from mla_var3.runtime.markdown import microseconds

@@ -12,11 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from mla_var3.attention.select.estimate import WINDOW_STEP
-from mla_var3.cli.console import say, stdout, usage_errors
-from mla_var3.cli.parsing import Parser, parse
-from mla_var3.cli.render import print_table
-from mla_var3.cli.sizes import SIZES, add_lengths, add_sizes
-from mla_var3.cli.values import MIXED, ValueType, mixed_lengths
+from mla_var3.cli.arguments import (
+    MIXED,
+    SIZES,
+    Parser,
+    ValueType,
+    add_lengths,
+    add_sizes,
+    mixed_lengths,
+    parse,
+)
+from mla_var3.cli.console import print_table, say, stdout, usage_errors
 from mla_var3.conf.devices import DeviceSpec, device_spec
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.mla.model.mix import MixModel
@@ -73,10 +79,10 @@ def add_arguments(parser: Parser) -> None:
         "per token and head, all else bfloat16) (default: bfloat16)",
     )
     add_lengths(parser)
-    parser.add_argument(
-        "--device_name",
-        metavar="NAME",
-        help="device of the table to plan for (default: the GPU here, else an NVIDIA H200)",
+    parser.add_for_device(
+        "device of the table to plan for (default: the GPU here, else an NVIDIA H200)",
+        "device_name",
+        "device_name",
     )
     parser.add_argument(
         "--parameters",

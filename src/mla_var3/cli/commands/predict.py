@@ -8,10 +8,16 @@ from typing import Any
 
 from rich.table import Table
 
+from mla_var3.cli.arguments import (
+    MIXED,
+    SIZES,
+    Parser,
+    add_lengths,
+    add_sizes,
+    mixed_lengths,
+    parse,
+)
 from mla_var3.cli.console import say, stdout, usage_errors
-from mla_var3.cli.parsing import Parser, parse
-from mla_var3.cli.sizes import SIZES, add_lengths, add_sizes
-from mla_var3.cli.values import MIXED, mixed_lengths
 from mla_var3.conf.devices import device_spec, load_devices
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.report.sweep import DeviceSweep, sweep
@@ -28,9 +34,7 @@ def add_arguments(parser: Parser) -> None:
         help="bfloat16 or float16 (default: bfloat16)",
     )
     add_lengths(parser)
-    parser.add_argument(
-        "--device", metavar="NAME", help="one device of the table (default: all of them)"
-    )
+    parser.add_for_device("one device of the table (default: all of them)", "device", "device")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 

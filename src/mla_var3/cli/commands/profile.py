@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from mla_var3.cli.arguments import Parser, take_kernel, take_option
 from mla_var3.cli.console import EXIT_FAILED, EXIT_OK, UsageError, print_error, say, usage_errors
-from mla_var3.cli.parsing import Parser
-from mla_var3.cli.selection import take_kernel, take_option
 from mla_var3.errors import HyperMlaError
 from mla_var3.runtime.paths import KernelId, find_kernel, output_root, timestamp
 

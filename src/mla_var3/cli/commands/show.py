@@ -5,34 +5,48 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from mla_var3.cli.console import say, stdout, usage_errors
+from mla_var3.cli.arguments import Parser, parse, take_kernel
+from mla_var3.cli.console import EXIT_OK, UsageError, say, stdout, usage_errors
 from mla_var3.cli.options import (
     RUN_OPTIONS,
     build_parser,
     build_request,
     plan_options,
 )
-from mla_var3.cli.parsing import parse
-from mla_var3.conf.devices import DeviceSpec
 from mla_var3.runtime import paths
 from mla_var3.runtime.markdown import byte_count, flop_count, json_ready, microseconds, number
 from mla_var3.runtime.paths import KernelId
-from mla_var3.runtime.plan import KernelPlan
-from mla_var3.runtime.workflow import plan_targets, planning_device
+from mla_var3.runtime.plan import KernelPlan, plan_dtype, plan_targets
+from mla_var3.runtime.target import Target
+from mla_var3.runtime.workflow import empty_stage, planning_device
 
 
-def show_command(kernel: KernelId, argv: list[str]) -> int:
-    """Print what one kernel offers.
+def add_arguments(parser: Parser) -> None:
+    """The arguments that are not the kernel's own."""
+    parser.add_argument("kernel", help="kernel id, such as mla_var6_plus")
+    parser.add_argument("version", nargs="?", help="version such as v2; v0 is the base version")
+    parser.add_argument("--language", metavar="NAME", help="cutile-dsl or cute-dsl")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
-    Args:
-        kernel: the kernel version.
-        argv: plan options, the cost is that of the problem they describe; and --json.
-    """
+
+def show_command(parser: Parser, argv: Sequence[str]) -> int:
+    """Print what one kernel offers, and its cost for the problem that the options describe."""
+    kernel, rest = take_kernel(argv)
+    if kernel is None:
+        if {"-h", "--help"} & set(rest):
+            parser.print_help()
+            return EXIT_OK
+        raise UsageError("kernel: expected the name of a kernel, got none")
+    return _show(kernel, rest)
+
+
+def _show(kernel: KernelId, argv: list[str]) -> int:
     options = plan_options(paths.plan_class(kernel)(), RUN_OPTIONS)
     parser = build_parser(options, f"hyper-mla show {kernel.full_name}")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -50,8 +64,9 @@ def show_command(kernel: KernelId, argv: list[str]) -> int:
 def _facts(kernel: KernelId, plan: KernelPlan) -> dict[str, Any]:
     device = planning_device()
     targets = plan_targets(plan)
-    dtype = str(getattr(plan, "dtype", "bfloat16"))
-    rates = (device.sustained_tflops(dtype), device.sustained_gbps)
+    here = Target.of(device)
+    rates = here.rates(plan_dtype(plan))
+    resolved = plan.resolve(*rates)
     return {
         "kernel": kernel.full_name,
         "language": kernel.language,
@@ -61,7 +76,7 @@ def _facts(kernel: KernelId, plan: KernelPlan) -> dict[str, Any]:
         "fields": plan.params(),
         "tilings": {field: tiling.to_dict() for field, tiling in plan.tiling_fields().items()},
         "predicted_on": device.name,
-        "resolved": plan.resolve(*rates).params(),
+        "resolved": resolved.params(),
         "stages": [
             {
                 "name": stage.name,
@@ -70,21 +85,16 @@ def _facts(kernel: KernelId, plan: KernelPlan) -> dict[str, Any]:
                 "intensity": stage.cost().intensity,
                 "predicted_us": stage.predict_us(*rates),
             }
-            for stage in plan.plan_empty(*rates).kernels()
+            for stage in resolved.plan_empty(*rates).kernels()
         ],
-        "candidates": {target: _candidates(plan, target, device) for target in targets},
+        "candidates": {code: _candidates(plan, Target(code, device)) for code in targets},
         "tunings": [str(path) for path in _tuning_files(kernel)],
     }
 
 
-def _candidates(
-    plan: KernelPlan, target: str, device: DeviceSpec
-) -> dict[str, list[dict[str, Any]]]:
+def _candidates(plan: KernelPlan, target: Target) -> dict[str, list[dict[str, Any]]]:
     """Tilings the autotuner would try, by stage."""
-    dtype = str(getattr(plan, "dtype", "bfloat16"))
-    stage = plan.for_target(target).plan_empty(
-        device.sustained_tflops(dtype), device.sustained_gbps
-    )
+    stage = empty_stage(plan.resolved(target))
     return {k.name: [tiling.to_dict() for tiling in k.autotune_configs] for k in stage.kernels()}
 
 

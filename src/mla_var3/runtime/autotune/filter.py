@@ -1,4 +1,4 @@
-"""What can be said about a candidate without the GPU: constraints, then its machine code."""
+"""Judging candidates without the GPU: constraints, then machine code."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _compile(kernel: KernelStage, target: str, tiling: Any) -> CompileReport:
 
 @dataclass(frozen=True)
 class Instruments:
-    """What a search measures with; tests put their own in.
+    """What a search measures with; tests bring their own.
 
     Attributes:
         time: times what a function launches, with a cold L2 cache.
@@ -63,7 +63,7 @@ class Check:
 
     @property
     def accepted(self) -> bool:
-        """Whether nothing speaks against it."""
+        """Whether it can run and should run well."""
         return not self.hard and not self.soft
 
 
@@ -104,7 +104,7 @@ class StaticFilter:
         return constraint_failures(tiling, self._unit.kernels[name].plan)
 
     def check(self, name: str, tiling: Tiling) -> Check:
-        """Judge a tiling of one kernel, compiling it when nobody did before."""
+        """Judge a tiling of one kernel, compiling it at most once."""
         key = member(name, tiling)
         if key not in self._checks:
             self._checks[key] = self._make_check(name, tiling)
@@ -171,7 +171,7 @@ class StaticFilter:
         if not fits_shared_memory(report, self._spec):
             offered = self._spec.shared_memory_per_block_bytes
             text = (
-                f"needs {report.shared_bytes} B of shared memory per block, "
+                f"needs {report.shared_bytes} B of shared memory per CTA, "
                 f"{self._spec.name} has {offered}"
             )
             return Check(hard=(text,), report=report)

@@ -1,8 +1,8 @@
-"""The tuning history of one stage: a JSON file that survives interruption and refuses strangers.
+"""The tuning history of one stage: a JSON file that survives interruption.
 
 A file is found by a digest of its key (device, compute capability, toolkit, kernel sources, stage,
 problem) and holds the whole key; it is used only when the two agree. It is rewritten as a whole
-after every candidate, so an interrupted search goes on where it stopped.
+after every candidate, so an interrupted search resumes where it stopped.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DIGEST_LENGTH = 12
 
 
 class Entry(TypedDict):
-    """One candidate and what became of it.
+    """One candidate and its outcome.
 
     Keys:
         config: the fields of the tiling; for kernels tuned together, those of each by its name.
@@ -217,7 +217,7 @@ class History:
 
         Args:
             config: the candidate.
-            status: what became of it.
+            status: its outcome.
             reason: why.
             timing: its time.
             compiled: figures of the compile report.
@@ -358,7 +358,7 @@ def _differences(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> list
 
 
 def _mention_others(path: Path, key: dict[str, Any]) -> None:
-    """Say that results for the same stage and problem exist that must not be used, and why."""
+    """Log that results for the same stage and problem exist but are not used, and why."""
     others = []
     for other in sorted(path.parent.glob(f"{key['stage']}-*.json")):
         stored = None if other == path else _read(other)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mla_var3.errors import UnsupportedError
@@ -10,9 +9,9 @@ from mla_var3.runtime.files import write_atomic
 from mla_var3.runtime.markdown import microseconds
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult
 from mla_var3.runtime.profiling.common import (
+    compiled_note,
     header,
-    plan_of_version,
-    run_options,
+    profiling_mode,
     tiling_table,
     write_artifacts,
 )
@@ -49,28 +48,10 @@ def annotation_available() -> str | None:
     return counters_problem()
 
 
-def annotation_profile_plan(
-    plan: KernelPlan,
-    out_dir: str | Path | None = None,
-    version: str | None = None,
-    label: str | None = None,
-    bench_runs: int | None = None,
-    *,
-    options: RunOptions | None = None,
-) -> ProfileResult:
-    """Tune, check when asked, and profile every stage of a plan under Nsight Compute.
-
-    Args:
-        plan: what to run.
-        out_dir: folder for the artifacts.
-        version: another version of the plan's design to run instead.
-        label: suffix of the artifact folder.
-        bench_runs: profiled launches of each stage, 3 by default.
-        options: everything else.
-    """
-    run = run_options(options, out_dir, label, bench_runs)
-    chosen = plan_of_version(plan, version)
-    session = profile(_MODE, chosen, run, metrics=annotation_metrics(), runs=DEFAULT_RUNS)
+@profiling_mode(_MODE, gpu=True)
+def annotation_profile_plan(plan: KernelPlan, run: RunOptions) -> ProfileResult:
+    """Tune, check when asked, and profile every stage of a plan under Nsight Compute."""
+    session = profile(_MODE, plan, run, metrics=annotation_metrics(), runs=DEFAULT_RUNS)
     return write_annotation(session)
 
 
@@ -135,6 +116,7 @@ def _report(session: Session, result: ProfileResult) -> str:
         timer_table(result),
         "## How it was measured\n",
         method_table(session),
+        compiled_note(session.prepared.stage),
         "## Tiling\n",
         tiling_table(session.prepared.stage),
     ]

@@ -23,10 +23,10 @@ class ClockState:
     """What is known about a GPU's clocks.
 
     Attributes:
-        locked: whether our script locked them and nothing speaks against it still holding.
+        locked: whether our script locked them and the lock still seems to hold.
         sm_mhz, memory_mhz: the locked clocks; None when not locked.
         since: when they were locked, ISO 8601.
-        problem: why a marker was not believed; None when there was none to doubt.
+        problem: why a marker was ignored; None when none was.
     """
 
     locked: bool

@@ -1,20 +1,24 @@
-"""What the profiling modes share: their arguments, the artifacts and the parts of a report."""
+"""What the profiling modes share: the prologue, the artifacts and the parts of a report."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mla_var3.errors import MissingToolError, UnsupportedError
 from mla_var3.runtime.compile import compile_report
 from mla_var3.runtime.environment import environment
-from mla_var3.runtime.files import make_folder, write_atomic
+from mla_var3.runtime.files import output_folder, write_atomic
 from mla_var3.runtime.markdown import front_matter, table, write_json
-from mla_var3.runtime.paths import find_kernel, plan_class, profile_dir
-from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
+from mla_var3.runtime.paths import find_kernel, plan_class, profile_path
+from mla_var3.runtime.plan import plan_dtype
+from mla_var3.runtime.profiling.lock import current_device_name, device_lock
+from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult, StageFigures
 from mla_var3.runtime.workflow import RunOptions, pick_device, prepare
 
 if TYPE_CHECKING:
@@ -25,6 +29,83 @@ if TYPE_CHECKING:
     from mla_var3.runtime.workflow import Prepared
 
 log = logging.getLogger(__name__)
+
+
+class ProfileFunction(Protocol):
+    """The public function of a mode, `<mode>_profile_plan`."""
+
+    def __call__(
+        self,
+        plan: KernelPlan,
+        out_dir: str | Path | None = None,
+        version: str | None = None,
+        label: str | None = None,
+        bench_runs: int | None = None,
+        *,
+        options: RunOptions | None = None,
+    ) -> ProfileResult:
+        """Profile a plan.
+
+        Args:
+            plan: what to run.
+            out_dir: folder for the artifacts.
+            version: another version of the plan's design to run instead.
+            label: suffix of the artifact folder.
+            bench_runs: timed, recorded or profiled runs; each mode has its own default.
+            options: everything else; the arguments above win over it.
+        """
+
+
+def profiling_mode(
+    mode: NsightProfType, *, gpu: bool
+) -> Callable[[Callable[[KernelPlan, RunOptions], ProfileResult]], ProfileFunction]:
+    """Make the public function of a mode from one that takes a plan and its run options.
+
+    Args:
+        mode: the mode.
+        gpu: whether it measures, and so refuses the CPU.
+    """
+
+    def decorate(run: Callable[[KernelPlan, RunOptions], ProfileResult]) -> ProfileFunction:
+        @functools.wraps(run)
+        def profile(
+            plan: KernelPlan,
+            out_dir: str | Path | None = None,
+            version: str | None = None,
+            label: str | None = None,
+            bench_runs: int | None = None,
+            *,
+            options: RunOptions | None = None,
+        ) -> ProfileResult:
+            chosen = run_options(options, out_dir, label, bench_runs)
+            if gpu:
+                require_gpu(mode, chosen)
+            return run(plan_of_version(plan, version), chosen)
+
+        return profile
+
+    return decorate
+
+
+@contextmanager
+def measuring(
+    mode: NsightProfType, plan: KernelPlan, options: RunOptions
+) -> Iterator[tuple[Prepared, Path]]:
+    """What every measuring mode starts with: the device to itself, a checked plan, its folder."""
+    with device_lock(current_device_name()):
+        prepared = prepare_checked(plan, options)
+        with artifact_folder(mode, prepared.plan, options) as folder:
+            yield prepared, folder
+
+
+@contextmanager
+def artifact_folder(mode: NsightProfType, plan: KernelPlan, options: RunOptions) -> Iterator[Path]:
+    """The folder for the artifacts; one that stays empty, because the run failed, is removed."""
+    wanted = options.out_dir or profile_path(
+        mode.value, plan.name, plan.params_label(), options.label
+    )
+    with output_folder(wanted) as folder:
+        yield folder
 
 
 def run_options(
@@ -53,13 +134,6 @@ def plan_of_version(plan: KernelPlan, version: str | None) -> KernelPlan:
     fields = {f.name for f in dataclasses.fields(other)}
     found: KernelPlan = other(**{k: v for k, v in plan.params().items() if k in fields})
     return found
-
-
-def open_folder(mode: NsightProfType, plan: KernelPlan, options: RunOptions) -> Path:
-    """The folder for the artifacts, created."""
-    if options.out_dir is None:
-        return profile_dir(mode.value, plan.name, plan.params_label(), options.label)
-    return make_folder(options.out_dir)
 
 
 def make_record(
@@ -123,11 +197,6 @@ def measured_result(
         check=prepared.check,
         record=record,
     )
-
-
-def plan_dtype(plan: KernelPlan) -> str:
-    """The dtype whose rates apply to a plan."""
-    return str(getattr(plan, "dtype", "bfloat16"))
 
 
 def write_compiled(kernels: Iterable[KernelStage], target: str, folder: Path) -> str | None:
@@ -194,6 +263,13 @@ def header(title: str, record: dict[str, Any]) -> str:
     ]
     matter = front_matter({key: record[key] for key in ("kernel", "prof_type", "device", "params")})
     return f"{matter}\n# {title}\n\n" + table(("", ""), rows)
+
+
+def compiled_note(stage: Stage) -> str:
+    """Which kernels have no MLIR text in `compiled/`, and why; empty when all have."""
+    reasons = {k.name: k.why_no_mlir() for k in stage.kernels()}
+    missing = [f"{name} ({reason})" for name, reason in reasons.items() if reason]
+    return f"`compiled/` holds no MLIR text of {', '.join(missing)}.\n" if missing else ""
 
 
 def tiling_table(stage: Stage) -> str:

@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mla_var3.runtime.profiling import NsightProfType, ProfileResult
-from mla_var3.runtime.profiling.common import (
-    make_record,
-    plan_dtype,
-    plan_of_version,
-    run_options,
-    stage_figures,
-)
+from mla_var3.runtime.measure import wait_for_device
+from mla_var3.runtime.plan import plan_dtype
+from mla_var3.runtime.profiling.common import make_record, profiling_mode, stage_figures
+from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult
 from mla_var3.runtime.workflow import RunOptions, planning_device, prepare
 
 if TYPE_CHECKING:
     from mla_var3.runtime.plan import KernelPlan
 
 
-def disabled_profile_plan(
-    plan: KernelPlan,
-    out_dir: str | Path | None = None,
-    version: str | None = None,
-    label: str | None = None,
-    bench_runs: int | None = None,
-    *,
-    options: RunOptions | None = None,
-) -> ProfileResult:
-    """Run a plan once; the arguments are those of the other modes."""
-    run = run_options(options, out_dir, label, bench_runs)
-    prepared = prepare(plan_of_version(plan, version), run)
+@profiling_mode(NsightProfType.DISABLED, gpu=False)
+def disabled_profile_plan(plan: KernelPlan, run: RunOptions) -> ProfileResult:
+    """Run a plan once."""
+    prepared = prepare(plan, run)
     if prepared.check is None:
         prepared.stage.launch()
+        if prepared.device is not None:
+            wait_for_device(prepared.stage.name)
     device = prepared.device or planning_device()
     dtype = plan_dtype(prepared.plan)
     return ProfileResult(

@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mla_var3.runtime.environment import environment
 from mla_var3.runtime.files import write_atomic
 from mla_var3.runtime.markdown import microseconds
 from mla_var3.runtime.measure import time_gpu
-from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
+from mla_var3.runtime.plan import plan_dtype
 from mla_var3.runtime.profiling.clocks import ClockState, announce_clocks
 from mla_var3.runtime.profiling.common import (
+    compiled_note,
     header,
     measured_result,
-    open_folder,
-    plan_dtype,
-    plan_of_version,
-    prepare_checked,
-    require_gpu,
-    run_options,
+    measuring,
+    profiling_mode,
     stage_figures,
     tiling_table,
     write_artifacts,
     write_compiled,
 )
 from mla_var3.runtime.profiling.figures import check_markdown, stage_markdown
-from mla_var3.runtime.profiling.lock import current_device_name, device_lock
+from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult, StageFigures
 from mla_var3.runtime.workflow import RunOptions
 
 if TYPE_CHECKING:
@@ -35,43 +31,23 @@ if TYPE_CHECKING:
     from mla_var3.runtime.stage import Stage
 
 
-def event_profile_plan(
-    plan: KernelPlan,
-    out_dir: str | Path | None = None,
-    version: str | None = None,
-    label: str | None = None,
-    bench_runs: int | None = None,
-    *,
-    options: RunOptions | None = None,
-) -> ProfileResult:
-    """Tune, check when asked, and time a plan on the current GPU.
-
-    Args:
-        plan: what to run.
-        out_dir: folder for the artifacts.
-        version: another version of the plan's design to run instead.
-        label: suffix of the artifact folder.
-        bench_runs: timed repetitions.
-        options: everything else.
-    """
-    run = run_options(options, out_dir, label, bench_runs)
-    require_gpu(NsightProfType.EVENT, run)
-    prepared = prepare_checked(plan_of_version(plan, version), run)
-    stage, chosen, spec = prepared.stage, prepared.plan, prepared.require_device()
-    dtype = plan_dtype(chosen)
-    kernels = list(stage.kernels())
-    with device_lock(current_device_name()):
+@profiling_mode(NsightProfType.EVENT, gpu=True)
+def event_profile_plan(plan: KernelPlan, run: RunOptions) -> ProfileResult:
+    """Tune, check when asked, and time a plan on the current GPU."""
+    with measuring(NsightProfType.EVENT, plan, run) as (prepared, folder):
+        stage, spec = prepared.stage, prepared.require_device()
+        dtype = plan_dtype(prepared.plan)
+        kernels = list(stage.kernels())
         total = _timed(stage, spec, dtype, run.bench_runs)
         stages = [total]
         if len(kernels) > 1:
             stages = [_timed(kernel, spec, dtype, run.bench_runs) for kernel in kernels]
-    folder = open_folder(NsightProfType.EVENT, chosen, run)
-    clocks = announce_clocks(environment())
-    result = measured_result(NsightProfType.EVENT, prepared, total, stages, folder, clocks)
-    record = result.record
-    record["not_disassembled"] = write_compiled(kernels, spec.target, folder)
-    write_artifacts(folder, record, prepared)
-    write_atomic(folder / "report.md", _report(result, stage, spec, dtype))
+        clocks = announce_clocks(environment())
+        result = measured_result(NsightProfType.EVENT, prepared, total, stages, folder, clocks)
+        record = result.record
+        record["not_disassembled"] = write_compiled(kernels, spec.target, folder)
+        write_artifacts(folder, record, prepared)
+        write_atomic(folder / "report.md", _report(result, stage, spec, dtype))
     return result
 
 
@@ -103,7 +79,7 @@ def _report(result: ProfileResult, stage: Stage, spec: DeviceSpec, dtype: str) -
         )
     if result.record["not_disassembled"]:
         parts.append(f"No compiled code is kept: {result.record['not_disassembled']}\n")
-    parts += ["## Tiling\n", tiling_table(stage)]
+    parts += [compiled_note(stage), "## Tiling\n", tiling_table(stage)]
     if result.check is not None:
         parts += ["## Check\n", check_markdown(result.check)]
-    return "\n".join(parts)
+    return "\n".join(part for part in parts if part)

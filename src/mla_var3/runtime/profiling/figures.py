@@ -16,7 +16,7 @@ from mla_var3.runtime.markdown import (
 if TYPE_CHECKING:
     from mla_var3.runtime.check import CheckResult, OutputCheck
     from mla_var3.runtime.compile import CompileReport
-    from mla_var3.runtime.profiling import ProfileResult, StageFigures
+    from mla_var3.runtime.profiling.result import ProfileResult, StageFigures
 
 Rows = list[tuple[object, ...]]
 
@@ -114,7 +114,7 @@ def check_rows(check: CheckResult) -> Rows:
             number(output.relative_bound),
             number(output.error.max_abs),
             number(output.max_bound),
-            number(output.baseline.relative_frobenius),
+            number(output.baseline.relative_frobenius if output.baseline else None),
             _outcome(output),
         )
         for output in check.outputs
@@ -153,7 +153,7 @@ def compile_reports(result: ProfileResult) -> list[CompileReport]:
 
 
 def compile_rows(reports: Sequence[CompileReport]) -> Rows:
-    """What each kernel became for each target."""
+    """The compile reports as rows."""
     rows: Rows = []
     for report in reports:
         registers = report.registers
@@ -176,9 +176,9 @@ def compile_rows(reports: Sequence[CompileReport]) -> Rows:
 
 
 def compile_markdown(reports: Sequence[CompileReport]) -> str:
-    """What each kernel became for each target as a markdown table, and how to read it."""
+    """The compile reports as a markdown table, and how to read it."""
     return (
         table(COMPILE_HEADERS, compile_rows(reports))
-        + "\nRegisters per thread at launch, in brackets what the computing warps raise themselves "
+        + "\nRegisters per thread at launch, in brackets what the consumer warps raise themselves "
         "to. A stack above zero means spills.\n"
     )

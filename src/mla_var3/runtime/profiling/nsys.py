@@ -15,24 +15,20 @@ from typing import TYPE_CHECKING, Any
 from mla_var3.errors import InvalidArgumentError, MissingToolError, UnsupportedError
 from mla_var3.runtime.environment import environment
 from mla_var3.runtime.files import write_atomic
-from mla_var3.runtime.measure import percentile
+from mla_var3.runtime.measure import percentile, wait_for_device
+from mla_var3.runtime.plan import plan_dtype
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
 from mla_var3.runtime.profiling.clocks import ClockState, announce_clocks
 from mla_var3.runtime.profiling.common import (
     header,
     measured_result,
-    open_folder,
-    plan_dtype,
-    plan_of_version,
-    prepare_checked,
-    require_gpu,
-    run_options,
+    measuring,
+    profiling_mode,
     stage_figures,
     tiling_table,
     write_artifacts,
 )
 from mla_var3.runtime.profiling.figures import check_markdown, stage_markdown
-from mla_var3.runtime.profiling.lock import current_device_name, device_lock
 from mla_var3.runtime.profiling.timeline.analysis import Analysis, analyse
 from mla_var3.runtime.profiling.timeline.csv import write_stats
 from mla_var3.runtime.profiling.timeline.launch import DEFAULT_RUNS, RunCounts
@@ -67,41 +63,18 @@ class Collected:
     how: str
 
 
-def nsys_profile_plan(
-    plan: KernelPlan,
-    out_dir: str | Path | None = None,
-    version: str | None = None,
-    label: str | None = None,
-    bench_runs: int | None = None,
-    *,
-    options: RunOptions | None = None,
-) -> ProfileResult:
-    """Tune, check when asked, and record the timeline of a plan on the current GPU.
-
-    Args:
-        plan: what to run.
-        out_dir: folder for the artifacts.
-        version: another version of the plan's design to run instead.
-        label: suffix of the artifact folder.
-        bench_runs: recorded runs.
-        options: everything else.
-    """
-    run = run_options(options, out_dir, label, bench_runs)
-    require_gpu(NsightProfType.NSYS, run)
-    prepared = prepare_checked(plan_of_version(plan, version), run)
-    folder = open_folder(NsightProfType.NSYS, prepared.plan, run)
+@profiling_mode(NsightProfType.NSYS, gpu=True)
+def nsys_profile_plan(plan: KernelPlan, run: RunOptions) -> ProfileResult:
+    """Tune, check when asked, and record the timeline of a plan on the current GPU."""
     counts = RunCounts(queued=run.bench_runs or DEFAULT_RUNS)
-    with device_lock(current_device_name()):
-        collected = collect(prepared, counts, folder)
-    return summarise(prepared, collected, folder)
+    with measuring(NsightProfType.NSYS, plan, run) as (prepared, folder):
+        return summarise(prepared, collect(prepared, counts, folder), folder)
 
 
 def collect(prepared: Prepared, counts: RunCounts, folder: Path) -> Collected:
     """Record with Nsight Systems where it works, else with CUPTI; says which, and why."""
-    import torch
-
     prepared.stage.launch()  # what is compiled at first use must not be in the timeline
-    torch.cuda.synchronize()
+    wait_for_device(prepared.stage.name)
     try:
         tool = find_nsys()
         with tempfile.TemporaryDirectory() as scratch:

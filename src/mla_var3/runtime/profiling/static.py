@@ -2,75 +2,88 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mla_var3.conf.devices import DeviceSpec, device_spec, load_devices
 from mla_var3.runtime.compile import CompileReport, compile_report
 from mla_var3.runtime.files import write_atomic
 from mla_var3.runtime.markdown import microseconds, number, table
-from mla_var3.runtime.profiling import NsightProfType, ProfileResult
+from mla_var3.runtime.plan import plan_dtype, plan_targets
 from mla_var3.runtime.profiling.common import (
+    artifact_folder,
+    compiled_note,
     header,
     make_record,
-    open_folder,
-    plan_dtype,
-    plan_of_version,
-    run_options,
+    profiling_mode,
     stage_figures,
     tiling_table,
     write_artifacts,
 )
 from mla_var3.runtime.profiling.figures import compile_markdown
-from mla_var3.runtime.workflow import Prepared, RunOptions, plan_targets, planning_device
+from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult
+from mla_var3.runtime.target import Target
+from mla_var3.runtime.workflow import Prepared, RunOptions, empty_stage, planning_device
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from mla_var3.runtime.plan import KernelPlan
     from mla_var3.runtime.stage import Stage
 
 
-def static_profile_plan(
-    plan: KernelPlan,
-    out_dir: str | Path | None = None,
-    version: str | None = None,
-    label: str | None = None,
-    bench_runs: int | None = None,
-    *,
-    options: RunOptions | None = None,
-) -> ProfileResult:
-    """Compile every stage for every target, and predict; `bench_runs` has no meaning here.
+class _Planner:
+    """The plan resolved for each target, once."""
+
+    def __init__(self, plan: KernelPlan) -> None:
+        self._plan = plan
+        self._known: list[tuple[Target, KernelPlan, Stage]] = []
+
+    def __call__(self, target: Target) -> tuple[KernelPlan, Stage]:
+        for known, plan, stage in self._known:
+            if known == target:
+                return plan, stage
+        plan = self._plan.resolved(target)
+        self._known.append((target, plan, empty_stage(plan)))
+        return self._known[-1][1:]
+
+
+@profiling_mode(NsightProfType.STATIC, gpu=False)
+def static_profile_plan(plan: KernelPlan, run: RunOptions) -> ProfileResult:
+    """Compile every stage for every target, and predict.
 
     Each target is planned for a device that has it, so model-driven fields and default tilings are
     those that such a device would get.
     """
-    run = run_options(options, out_dir, label, bench_runs)
-    plan = plan_of_version(plan, version)
+    with artifact_folder(NsightProfType.STATIC, plan, run) as folder:
+        return _profile(plan, run, folder)
+
+
+def _profile(plan: KernelPlan, run: RunOptions, folder: Path) -> ProfileResult:
     here = _planning_device(plan)
     dtype = plan_dtype(plan)
-    folder = open_folder(NsightProfType.STATIC, plan, run)
+    planned = _Planner(plan)
     reports: list[CompileReport] = []
     sections: list[str] = []
     targets = plan_targets(plan) if run.targets is None else run.targets
     total = len(targets)
-    for done, target in enumerate(targets):
-        spec = _device_for(target, here)
-        stage = _empty(plan, target, spec, dtype)
+    for done, code in enumerate(targets):
+        target = Target.of_code(code, here)
+        _, stage = planned(target)
         for kernel in stage.kernels():
-            run.progress("compile", done, total, f"{kernel.name} for {target}")
+            run.progress("compile", done, total, f"{kernel.name} for {code}")
             artifacts = folder / "compiled" / kernel.name
-            reports.append(compile_report(kernel, target, artifacts_dir=artifacts))
-        sections.append(f"### {target}, planned for {spec.name}\n\n{tiling_table(stage)}")
+            reports.append(compile_report(kernel, code, artifacts_dir=artifacts))
+        sections.append(
+            f"### {code}, planned for {target.require_device().name}\n\n{tiling_table(stage)}"
+        )
     run.progress("compile", total, total, "done")
 
-    stage = _empty(plan, here.target, here, dtype)
-    chosen = plan.for_target(here.target).on_device(here)
+    chosen, stage = planned(Target.of(here))
     record = make_record(NsightProfType.STATIC, chosen, None)
     record["planned_for"] = here.name
     record["compile"] = [report.to_dict() for report in reports]
     predictions = {
-        spec.name: _empty(plan, spec.target, spec, dtype).predict_us(
-            spec.sustained_tflops(dtype), spec.sustained_gbps
-        )
+        spec.name: planned(Target.of(spec))[1].predict_us(*Target.of(spec).rates(dtype))
         for spec in load_devices().values()
         if _is_meant_for(plan, spec)
     }
@@ -90,6 +103,7 @@ def static_profile_plan(
         header(f"{plan.name}, static mode", record),
         "## Compile report\n",
         compile_markdown(reports),
+        compiled_note(stage),
         "## Instruction mix\n",
         _instruction_table(reports),
         "## Prediction\n",
@@ -97,7 +111,7 @@ def static_profile_plan(
         "## Tilings\n",
         *sections,
     ]
-    write_atomic(folder / "report.md", "\n".join(parts))
+    write_atomic(folder / "report.md", "\n".join(part for part in parts if part))
     return result
 
 
@@ -106,22 +120,10 @@ def _is_meant_for(plan: KernelPlan, spec: DeviceSpec) -> bool:
 
 
 def _planning_device(plan: KernelPlan) -> DeviceSpec:
-    """The device that figures are for: this one, or the first that the plan is meant for."""
+    """The device that figures are for: this one, or the first that the plan supports."""
     here = planning_device()
     known = (here, *load_devices().values())
     return next((spec for spec in known if _is_meant_for(plan, spec)), here)
-
-
-def _device_for(target: str, here: DeviceSpec) -> DeviceSpec:
-    """The device that a target's plan assumes: this one if it fits, else the first in the table."""
-    if here.target == target:
-        return here
-    return next((spec for spec in load_devices().values() if spec.target == target), here)
-
-
-def _empty(plan: KernelPlan, target: str, spec: DeviceSpec, dtype: str) -> Stage:
-    chosen = plan.for_target(target).on_device(spec)
-    return chosen.plan_empty(spec.sustained_tflops(dtype), spec.sustained_gbps)
 
 
 def _instruction_table(reports: list[CompileReport]) -> str:

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.runtime.markdown import write_json
+from mla_var3.runtime.measure import timeout_s, wait_for_device
+from mla_var3.runtime.target import Target
 from mla_var3.runtime.tiling import tiling_from_dict
 
 if TYPE_CHECKING:
@@ -31,6 +33,9 @@ MODULE = "mla_var3.runtime.profiling.target"
 RANGE_PREFIX = "hyper_mla."
 NSIGHT_REPORT = "ncu-output-launch_stages-0.ncu-rep"
 """How nsight-python names the report of `_run_nsight`, after the prefix it was given."""
+
+REPLAYS = 100
+"""Passes of the full Nsight Compute set, and some to spare."""
 
 Range = Callable[[str], Any]
 
@@ -69,7 +74,7 @@ class TargetSpec:
             plan=kind.__qualname__,
             params=plan.params(),
             plan_tilings={name: t.to_dict() for name, t in plan.tiling_fields().items()},
-            target=plan._target,
+            target=plan.target.code,
             tilings=[
                 {"kernel": kernel.name, "tiling": kernel.tiling.to_dict()}
                 for kernel in stage.kernels()
@@ -96,7 +101,7 @@ class TargetSpec:
         plan: KernelPlan = found(**values)
         for name, fields in self.plan_tilings.items():
             setattr(plan, name, tiling_from_dict(type(getattr(plan, name)), fields))
-        plan._target = self.target
+        plan.target = Target(self.target)
         return plan
 
     def build_stage(self, plan: KernelPlan, device: str) -> Stage:
@@ -154,44 +159,44 @@ def _nvtx_range(name: str) -> Iterator[None]:
         torch.cuda.nvtx.range_pop()
 
 
-def launch_ranges(stage: Stage, mark: Range, synchronize: Callable[[], None]) -> None:
+def launch_ranges(stage: Stage, mark: Range, wait: Callable[[str], None]) -> None:
     """Launch every leaf kernel once, alone, inside its range."""
     for name, kernel in stage_ranges(stage):
         with mark(name):
             kernel.launch()
-        synchronize()
+        wait(kernel.name)
+
+
+def _wait_for_profiler(kernel: str) -> None:
+    """Wait for a launch that the profiler replays, once per pass."""
+    wait_for_device(kernel, REPLAYS * timeout_s())
 
 
 def _prepared_stage(spec: TargetSpec) -> Stage:
     """The runtime object on the GPU, compiled and warm."""
-    import torch
-
     stage = spec.build_stage(spec.build_plan(), "cuda")
     for _ in range(spec.warmup):
         stage.launch()
-    torch.cuda.synchronize()
+        wait_for_device(stage.name)
     return stage
 
 
 def _run_plain(spec: TargetSpec) -> None:
-    import torch
-
     stage = _prepared_stage(spec)
     for _ in range(spec.runs):
-        launch_ranges(stage, _nvtx_range, torch.cuda.synchronize)
+        launch_ranges(stage, _nvtx_range, _wait_for_profiler)
 
 
 def _run_nsight(spec: TargetSpec) -> None:
     """Let nsight-python profile: it starts this program again, under ncu."""
     import nsight
-    import torch
 
     under_profiler = "NSPY_NCU_PROFILE" in os.environ
     stage = _prepared_stage(spec) if under_profiler else None
 
     def launch_stages() -> None:
         if stage is not None:
-            launch_ranges(stage, nsight.annotate, torch.cuda.synchronize)
+            launch_ranges(stage, nsight.annotate, _wait_for_profiler)
 
     nsight.analyze.kernel(
         runs=spec.runs, output="quiet", thermal_mode="off", **(spec.nsight or {})

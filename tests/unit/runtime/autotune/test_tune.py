@@ -371,15 +371,18 @@ def test_progress_is_reported(world: World, kernel: MakeKernel, plan: FakePlan) 
 # -- interruption, cache -------------------------------------------------------------------------
 
 
-def test_an_interrupted_search_goes_on_where_it_stopped(
+def test_an_interrupted_search_resumes_where_it_stopped(
     world: World, kernel: MakeKernel, plan: FakePlan
 ) -> None:
     world.interrupt_after = 2
     world.reports = {128: {"stack_bytes": 8}}
     rows = [64, 128, 32, 16, 8]
     stage = kernel(rows)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         tune(world, stage, plan)
+    assert caught.value.__notes__ == [
+        "tuning results so far are kept and the next run resumes there"
+    ]
     assert stage.tiling.rows == 64, "the tiling is as it was"
     (path,) = Path(_cache_files(plan)[0]).parent.glob("*.json")
     stored = json.loads(path.read_text())

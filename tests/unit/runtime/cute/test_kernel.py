@@ -25,7 +25,7 @@ from mla_var3.runtime.cute import cache as cute_cache
 from mla_var3.runtime.cute import launch as cute_launch
 from mla_var3.runtime.cute.arguments import kinds_of
 from mla_var3.runtime.cute_kernel import CuteKernel
-from mla_var3.runtime.kernel_sources import traced_source_files
+from mla_var3.runtime.paths import traced_source_files
 from mla_var3.runtime.profiling.static import static_profile_plan
 from mla_var3.runtime.workflow import RunOptions
 from tests.unit.runtime.cute.cute_support import (

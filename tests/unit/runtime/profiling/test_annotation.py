@@ -155,11 +155,11 @@ class Machine:
         timing = summarise([20.0], timer="cuda-event", cold_l2=True)
         for name, value in {
             "time_gpu": lambda fn: timing,
-            "current_device_name": lambda: "0",
-            "device_lock": lambda device: contextlib.nullcontext(),
             "announce_clocks": lambda environment: ClockState(True, 1500, 3201, "today"),
         }.items():
             monkeypatch.setattr(ncu_session, name, value)
+        monkeypatch.setattr(common, "current_device_name", lambda: "0")
+        monkeypatch.setattr(common, "device_lock", lambda device: contextlib.nullcontext())
         monkeypatch.setattr(common, "pick_device", lambda device: "cuda")
         monkeypatch.setattr(common, "prepare", self.prepare)
         monkeypatch.setattr(common, "compile_report", self.compile_report)

@@ -103,21 +103,23 @@ def test_an_h200_is_locked_by_its_profile(scripts: Scripts) -> None:
     assert [p.name for p in scripts.marker.parent.glob(".hyper*")] == []
 
 
-def test_an_rtx_5090_is_locked_as_specified(scripts: Scripts) -> None:
-    card = {"SMI_NAME": "NVIDIA GeForce RTX 5090", "SMI_CLOCKS": RTX5090_CLOCKS}
-    done = scripts.run("lock-gpu-clock.sh", "--gpu", "1", **card)
+@pytest.mark.parametrize(
+    ("name", "clocks", "locked"),
+    [
+        ("NVIDIA GeForce RTX 5090", RTX5090_CLOCKS, (2407, 14001)),
+        ("NVIDIA H100 80GB HBM3", "2619, 1500", (1500, 2619)),
+    ],
+)
+def test_a_card_is_locked_by_its_profile(
+    name: str, clocks: str, locked: tuple[int, int], scripts: Scripts
+) -> None:
+    done = scripts.run("lock-gpu-clock.sh", "--gpu", "1", SMI_NAME=name, SMI_CLOCKS=clocks)
     assert done.returncode == 0, done.stderr
-    assert scripts.settings()[1:] == ["-i 1 -lgc 2407,2407", "-i 1 -lmc 14001,14001"]
-    spec = device_spec("RTX 5090")
-    assert (spec["sm_clock_MHz"], spec["mem_clock_MHz"]) == (2407, 14001)
-
-
-def test_an_h100_is_locked_by_its_profile(scripts: Scripts) -> None:
-    done = scripts.run(
-        "h100-lock-gpu-clock.sh", SMI_NAME="NVIDIA H100 80GB HBM3", SMI_CLOCKS="2619, 1500"
-    )
-    assert done.returncode == 0, done.stderr
-    assert scripts.settings()[1:] == ["-i 0 -lgc 1500,1500", "-i 0 -lmc 2619,2619"]
+    sm, memory = locked
+    assert scripts.settings()[1:] == [f"-i 1 -lgc {sm},{sm}", f"-i 1 -lmc {memory},{memory}"]
+    if "5090" in name:
+        spec = device_spec("RTX 5090")
+        assert (spec["sm_clock_MHz"], spec["mem_clock_MHz"]) == locked
 
 
 def test_reset_undoes_it(scripts: Scripts) -> None:
@@ -153,20 +155,33 @@ def test_a_dry_run_changes_nothing_and_needs_no_rights(script: str, scripts: Scr
     assert not scripts.marker.exists()
 
 
-@pytest.mark.parametrize("script", ["lock-gpu-clock.sh", "reset-gpu-clock.sh"])
-def test_without_rights(script: str, scripts: Scripts) -> None:
-    done = scripts.run(script, FAKE_UID="1000")
-    assert done.returncode == 1
-    assert "needs root; run: sudo" in done.stderr
-    assert scripts.settings() == []
+RTX5090 = {"SMI_NAME": "NVIDIA GeForce RTX 5090"}
+CONTAINER = {"SMI_FAIL": "-pm", "SMI_TEXT": "no permission to change clocks", "SMI_CODE": "4"}
 
 
-def test_root_in_a_container(scripts: Scripts) -> None:
-    text = "The current user does not have permission to change clocks"
-    done = scripts.run("lock-gpu-clock.sh", SMI_FAIL="-pm", SMI_TEXT=text, SMI_CODE="4")
+@pytest.mark.parametrize(
+    ("script", "changes", "message"),
+    [
+        ("lock", {"FAKE_UID": "1000"}, "needs root; run: sudo"),
+        ("reset", {"FAKE_UID": "1000"}, "needs root; run: sudo"),
+        ("lock", CONTAINER, "run it on the host"),
+        ("lock", {"SMI_NAME": ""}, "card 0: expected one that nvidia-smi knows, got: No devices"),
+        ("lock", {"SMI_NAME": "Tesla T4"}, "no clock profile for 'Tesla T4'; there are: h100 h200"),
+        ("lock", {"SMI_NAME": "NVIDIA GeForce RTX 5090 D"}, "no clock profile for"),
+        ("rtx5090-lock", {}, "this profile is for 'NVIDIA GeForce RTX 5090', got 'NVIDIA H200'"),
+        ("lock", {"SMI_CLOCKS": "3201, 1200\n3201, 345"}, "supports 345 to 1200 MHz, got 1500"),
+        ("lock", {"SMI_CLOCKS": "[N/A], [N/A]"}, "memory clock: expected a list of supported"),
+        ("lock", {**RTX5090, "SMI_CLOCKS": "10001, 2407"}, "supports 10001 MHz, got 14001"),
+    ],
+)
+def test_what_cannot_be_locked_is_refused(
+    script: str, changes: dict[str, str], message: str, scripts: Scripts
+) -> None:
+    done = scripts.run(f"{script}-gpu-clock.sh", **changes)
     assert done.returncode == 1
-    assert text in done.stderr
-    assert "run it on the host" in done.stderr
+    assert message in done.stderr
+    assert [call for call in scripts.settings() if "-pm" not in call] == []
+    assert not scripts.marker.exists()
 
 
 def test_without_nvidia_smi(scripts: Scripts) -> None:
@@ -174,47 +189,6 @@ def test_without_nvidia_smi(scripts: Scripts) -> None:
     done = scripts.run("lock-gpu-clock.sh")
     assert done.returncode == 1
     assert "nvidia-smi: expected on PATH" in done.stderr
-
-
-def test_without_a_card(scripts: Scripts) -> None:
-    done = scripts.run("lock-gpu-clock.sh", SMI_NAME="")
-    assert done.returncode == 1
-    assert "card 0: expected one that nvidia-smi knows, got: No devices were found" in done.stderr
-
-
-@pytest.mark.parametrize("name", ["NVIDIA GH200 480GB", "NVIDIA GeForce RTX 5090 D", "Tesla T4"])
-def test_an_unknown_card_lists_the_profiles(name: str, scripts: Scripts) -> None:
-    done = scripts.run("lock-gpu-clock.sh", SMI_NAME=name)
-    assert done.returncode == 1
-    assert f"no clock profile for '{name}'; there are: h100 h200 rtx5090." in done.stderr
-    assert scripts.settings() == []
-
-
-def test_the_profile_of_another_card_is_refused(scripts: Scripts) -> None:
-    done = scripts.run("rtx5090-lock-gpu-clock.sh")
-    assert done.returncode == 1
-    assert "this profile is for 'NVIDIA GeForce RTX 5090', got 'NVIDIA H200'" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("supported", "message"),
-    [
-        ("3201, 1200\n3201, 345", "SM clock: NVIDIA H200 supports 345 to 1200 MHz, got 1500"),
-        ("[N/A], [N/A]", "memory clock: expected a list of supported clocks"),
-    ],
-)
-def test_unsupported_clocks(supported: str, message: str, scripts: Scripts) -> None:
-    done = scripts.run("lock-gpu-clock.sh", SMI_CLOCKS=supported)
-    assert done.returncode == 1
-    assert message in done.stderr
-    assert scripts.settings() == []
-
-
-def test_an_unsupported_memory_clock(scripts: Scripts) -> None:
-    card = {"SMI_NAME": "NVIDIA GeForce RTX 5090", "SMI_CLOCKS": "10001, 2407"}
-    done = scripts.run("lock-gpu-clock.sh", **card)
-    assert done.returncode == 1
-    assert "supports 10001 MHz, got 14001" in done.stderr
 
 
 def test_the_nearest_step_is_taken_and_named(scripts: Scripts) -> None:

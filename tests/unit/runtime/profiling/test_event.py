@@ -83,10 +83,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> PretendedGpu:
     machine = PretendedGpu()
     monkeypatch.setattr(common, "pick_device", lambda device: "cuda")
     monkeypatch.setattr(common, "prepare", machine.prepare)
-    monkeypatch.setattr(event, "current_device_name", lambda: "GPU-0")
+    monkeypatch.setattr(common, "current_device_name", lambda: "GPU-0")
+    monkeypatch.setattr(common, "device_lock", machine.device_lock)
     monkeypatch.setattr(common, "compile_report", machine.compile_report)
-    for name in ("time_gpu", "device_lock"):
-        monkeypatch.setattr(event, name, getattr(machine, name))
+    monkeypatch.setattr(event, "time_gpu", machine.time_gpu)
     return machine
 
 
@@ -120,9 +120,8 @@ def test_a_pipeline_is_timed_as_a_whole_and_by_stage(gpu: PretendedGpu) -> None:
 def test_timing_holds_the_device_and_comes_after_preparing(gpu: PretendedGpu) -> None:
     event_profile_plan(TwicePlan())
     assert gpu.log == [
-        "prepare",
-        *("lock GPU-0", "time", "time", "time", "unlock"),
-        *("compile first for sm_90", "compile second for sm_90"),
+        *("lock GPU-0", "prepare", "time", "time", "time"),
+        *("compile first for sm_90", "compile second for sm_90", "unlock"),
     ]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mla_var3.cli.render import print_result, print_table
+from mla_var3.cli.console import print_result, print_table
 from mla_var3.op.compare import ErrorFigures
 from mla_var3.runtime.check import CheckResult, OutputCheck
 from mla_var3.runtime.compile import CompileReport

@@ -11,18 +11,18 @@ import pytest
 
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import UnknownNameError, UnsupportedError
-from mla_var3.runtime import profiling
 from mla_var3.runtime.profiling import (
     NsightProfType,
     ProfileResult,
     StageFigures,
     default_mode,
+    modes,
     parse_mode,
     profile_plan,
 )
 from mla_var3.runtime.profiling.common import (
     above_roofline,
-    open_folder,
+    artifact_folder,
     plan_of_version,
     run_options,
     stage_figures,
@@ -57,10 +57,6 @@ def test_an_unknown_mode_suggests_the_nearest(typed: str, nearest: str) -> None:
     assert all(mode.value in str(got.value) for mode in NsightProfType)
 
 
-def test_the_modes_of_this_issue_are_here() -> None:
-    assert all(mode.available for mode in HERE)
-
-
 def test_a_mode_that_is_not_there_lists_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
     available = property(lambda mode: mode in HERE)
     monkeypatch.setattr(NsightProfType, "available", available)
@@ -93,8 +89,8 @@ def test_without_a_mode_the_default_runs(monkeypatch: pytest.MonkeyPatch) -> Non
     module = SimpleNamespace(
         disabled_profile_plan=lambda plan, options: called.append("disabled"),
     )
-    monkeypatch.setattr(profiling, "default_mode", lambda device: NsightProfType.DISABLED)
-    monkeypatch.setattr(profiling.importlib, "import_module", lambda name: module)
+    monkeypatch.setattr(modes, "default_mode", lambda device: NsightProfType.DISABLED)
+    monkeypatch.setattr(modes.importlib, "import_module", lambda name: module)
     profile_plan(DoublingPlan(), None, CPU)
     assert called == ["disabled"]
 
@@ -153,13 +149,29 @@ def test_arguments_win_over_options() -> None:
 
 
 def test_folders_are_made_where_asked(tmp_path: Path) -> None:
-    asked = open_folder(NsightProfType.EVENT, DoublingPlan(), RunOptions(out_dir=tmp_path / "a/b"))
-    assert asked == tmp_path / "a/b"
-    assert asked.is_dir()
-    default = open_folder(NsightProfType.EVENT, DoublingPlan(b=2), RunOptions(label="try"))
-    assert default.is_dir()
-    assert default.parent.name.startswith("b2_")
-    assert default.name.endswith("-try")
+    asked = RunOptions(out_dir=tmp_path / "a/b")
+    with artifact_folder(NsightProfType.EVENT, DoublingPlan(), asked) as folder:
+        assert folder == tmp_path / "a/b"
+        (folder / "report.md").write_text("")
+    assert folder.is_dir()
+    labelled = RunOptions(label="try")
+    with artifact_folder(NsightProfType.EVENT, DoublingPlan(b=2), labelled) as folder:
+        assert folder.is_dir()
+        assert folder.parent.name.startswith("b2_")
+        assert folder.name.endswith("-try")
+
+
+def test_a_run_that_fails_leaves_no_folder_behind(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    for wanted in (kept / "a" / "b", kept):
+        options = RunOptions(out_dir=wanted)
+        with (
+            pytest.raises(UnsupportedError),
+            artifact_folder(NsightProfType.EVENT, DoublingPlan(), options),
+        ):
+            raise UnsupportedError("no")
+    assert list(tmp_path.rglob("*")) == [kept], "what was there before stays"
 
 
 # --- versions -------------------------------------------------------------------------------------
@@ -198,6 +210,7 @@ def test_disabled_mode_runs_once_and_leaves_nothing(check: bool, tmp_path: Path)
         stage.log = log
         return stage
 
+    plan.on_device = lambda spec: plan  # type: ignore[method-assign]
     plan.resolve = lambda *rates: plan  # type: ignore[method-assign]
     plan.plan = noted  # type: ignore[method-assign]
     options = RunOptions(device="cpu", check=check)

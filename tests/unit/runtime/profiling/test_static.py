@@ -66,7 +66,7 @@ def test_artifacts(compiled: ProfileResult) -> None:
         "tiling/flash_attention.json",
         *(
             f"compiled/flash_attention/flash_attention.sm_90.{end}"
-            for end in ("cubin", "sass", "resources.txt", "tileirbc")
+            for end in ("cubin", "sass", "resources.txt", "tileirbc", "mlir")
         ),
     }
 

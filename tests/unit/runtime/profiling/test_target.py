@@ -46,7 +46,7 @@ def test_a_plan_survives_the_way_through_the_file(design: str, tmp_path: Path) -
     spec = TargetSpec.read(tmp_path / "spec.json")
     again = spec.build_plan()
     assert again == plan
-    assert again._target == "sm_90"
+    assert again.target.code == "sm_90"
     assert spec.build_stage(again, "meta").tilings() == stage.tilings()
     assert spec.runs == 3
 
@@ -116,10 +116,10 @@ def test_each_kernel_is_launched_alone_inside_its_range() -> None:
         for name in ("a", "b")
     ]
     stage: Any = SimpleNamespace(kernels=lambda: iter(kernels))
-    launch_ranges(stage, mark, lambda: events.append("sync"))
+    launch_ranges(stage, mark, lambda kernel: events.append(f"wait {kernel}"))
     assert events == [
-        *("push hyper_mla.a", "launch a", "pop", "sync"),
-        *("push hyper_mla.b", "launch b", "pop", "sync"),
+        *("push hyper_mla.a", "launch a", "pop", "wait a"),
+        *("push hyper_mla.b", "launch b", "pop", "wait b"),
     ]
 
 

@@ -13,6 +13,7 @@ A part that has no tokens for any request (`parts`) is not read at all.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import cuda.tile as ct
 import torch
@@ -43,6 +44,11 @@ class DecompressCombineTiling(Tiling):
     num_ctas: int | None = None
     occupancy: int | None = None
     num_worker_warps: int | None = None
+
+    @classmethod
+    def default(cls, target: str) -> Self | None:
+        """The tiling to start from on a compile target; None for the fields' own defaults."""
+        return cls(64, 64) if target == "sm_120" else None
 
     def validate(self, pd: "CtDecompressCombine") -> Constraints:
         return Constraints(
@@ -141,7 +147,7 @@ class CtDecompressCombine(MlaPlan):
         return [DecompressCombineTiling(), *two_per_sm, DecompressCombineTiling(128, 128)]
 
     def _default_tiling(self, name: str) -> DecompressCombineTiling | None:
-        return DecompressCombineTiling(64, 64) if self._target == "sm_120" else None
+        return DecompressCombineTiling.default(self.target.code)
 
     def _algorithmic_flops_bytes(self, tiling: DecompressCombineTiling) -> tuple[float, float]:
         cost = decompress_combine_cost(self.problem())

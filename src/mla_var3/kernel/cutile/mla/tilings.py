@@ -38,11 +38,11 @@ def fits_shared_memory(plan: MlaPlan, *tiles: tuple[int, int]) -> tuple[bool, st
         plan: gives the element size and the target.
         tiles: (rows, columns) of every tile that is live at once.
     """
-    limit = shared_memory_limit(plan._target)
+    limit = shared_memory_limit(plan.target.code)
     need = sum(rows * columns for rows, columns in tiles) * plan.problem().element_size
     return (
         limit is None or need <= limit,
-        f"tiles: expected at most {limit} bytes of shared memory on {plan._target}, got {need}",
+        f"tiles: expected at most {limit} bytes of shared memory on {plan.target.code}, got {need}",
     )
 
 

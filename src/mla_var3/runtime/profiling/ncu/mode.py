@@ -10,8 +10,7 @@ from mla_var3.runtime.markdown import number, table
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult
 from mla_var3.runtime.profiling.common import (
     header,
-    plan_of_version,
-    run_options,
+    profiling_mode,
     tiling_table,
     write_artifacts,
 )
@@ -53,28 +52,10 @@ _TOP_LINES = 8
 _TOP_ADVICE = 8
 
 
-def ncu_profile_plan(
-    plan: KernelPlan,
-    out_dir: str | Path | None = None,
-    version: str | None = None,
-    label: str | None = None,
-    bench_runs: int | None = None,
-    *,
-    options: RunOptions | None = None,
-) -> ProfileResult:
-    """Tune, check when asked, and profile every stage with the full Nsight Compute set.
-
-    Args:
-        plan: what to run.
-        out_dir: folder for the artifacts.
-        version: another version of the plan's design to run instead.
-        label: suffix of the artifact folder.
-        bench_runs: profiled launches of each stage, 1 by default: each takes dozens of passes.
-        options: everything else.
-    """
-    run = run_options(options, out_dir, label, bench_runs)
-    chosen = plan_of_version(plan, version)
-    return write_ncu(profile(_MODE, chosen, run, metrics=None, runs=DEFAULT_RUNS))
+@profiling_mode(_MODE, gpu=True)
+def ncu_profile_plan(plan: KernelPlan, run: RunOptions) -> ProfileResult:
+    """Tune, check when asked, and profile every stage with the full Nsight Compute set."""
+    return write_ncu(profile(_MODE, plan, run, metrics=None, runs=DEFAULT_RUNS))
 
 
 def write_ncu(session: Session) -> ProfileResult:

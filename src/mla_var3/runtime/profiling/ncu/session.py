@@ -16,13 +16,10 @@ from mla_var3.runtime.profiling.bottleneck import StageMeasurement, diagnose
 from mla_var3.runtime.profiling.clocks import ClockState, announce_clocks
 from mla_var3.runtime.profiling.common import (
     measured_result,
-    open_folder,
-    prepare_checked,
-    require_gpu,
+    measuring,
     stage_figures,
     write_compiled,
 )
-from mla_var3.runtime.profiling.lock import current_device_name, device_lock
 from mla_var3.runtime.profiling.ncu.collect import Collection, collect, wanted_collector
 from mla_var3.runtime.profiling.ncu.driver import NcuTool, find_ncu, load_ncu_report
 from mla_var3.runtime.profiling.ncu.reader import (
@@ -114,16 +111,13 @@ def profile(
             failed.
         CheckFailedError: the result is wrong.
     """
-    require_gpu(mode, options)
     tool = find_ncu()
     load_ncu_report(tool)  # before minutes of tuning, not after them
     collector = wanted_collector()
     clocks = announce_clocks(environment())
     count = options.bench_runs or runs
-    with device_lock(current_device_name()):
-        prepared = prepare_checked(plan, options)
-        device = prepared.require_device()
-        folder = open_folder(mode, prepared.plan, options).resolve()
+    with measuring(mode, plan, options) as (prepared, made):
+        device, folder = prepared.require_device(), made.resolve()
         target_spec = TargetSpec.of(prepared.plan, prepared.stage, count)
         event_us = {}
         for name, kernel in stage_ranges(prepared.stage):

@@ -254,7 +254,7 @@ def test_without_nsight_systems_cupti_collects_and_says_so(
         trace.write_bytes(TRACE.read_bytes())
         return read_chrome_trace(trace)
 
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(nsys, "wait_for_device", lambda kernel: None)
     monkeypatch.setattr(nsys, "find_nsys", find)
     monkeypatch.setattr(nsys, "collect_with_nsys", broken)
     monkeypatch.setattr(nsys, "collect_with_torch", record)

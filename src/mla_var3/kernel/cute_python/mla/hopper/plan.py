@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
-from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.latent.schedule import DEFAULT_SM_COUNT
 from mla_var3.kernel.mla_plan import MlaPlan
@@ -20,11 +19,14 @@ class HopperPlan(MlaPlan):
 
     Attributes:
         made_for: sizes that the tiles are made for, by field.
-        sm_count: SMs of the device that it is planned for.
     """
 
     made_for: ClassVar[Mapping[str, int]] = {}
-    sm_count = DEFAULT_SM_COUNT
+
+    @property
+    def sm_count(self) -> int:
+        """SMs of the device that it is planned for."""
+        return self.target.sm_count(DEFAULT_SM_COUNT)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -33,14 +35,3 @@ class HopperPlan(MlaPlan):
                 raise InvalidArgumentError(
                     name, f"{wanted}, which the tiles are made for", getattr(self, name)
                 )
-
-    def copy(self, **changes: object) -> Self:
-        duplicate = super().copy(**changes)
-        duplicate.__dict__["sm_count"] = self.sm_count
-        return duplicate
-
-    def on_device(self, spec: DeviceSpec) -> Self:
-        # The SMs first: choices of the model may depend on them.
-        duplicate = self.copy()
-        duplicate.__dict__["sm_count"] = spec.sm_count
-        return super(HopperPlan, duplicate).on_device(spec)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import ClassVar
 
-from mla_var3.conf.devices import DeviceSpec
 from mla_var3.kernel.cute_python.mla.decompressed.stage import WindowShape
 from mla_var3.kernel.cute_python.mla.mix.plan import CuteMixPlan
 from mla_var3.kernel.cute_python.mla.mix.sm_split import SmSplit
@@ -21,24 +21,20 @@ class NewestMixPlan(NewestWindowPlan, CuteMixPlan):
 
     Attributes:
         window_form: how the window is stored.
-        model: the model of the mix on the device that it is planned for, if it was fitted there; it
-            then chooses n and the SMs. Otherwise the roofline does, and rates that any SM has.
     """
 
     window_form: ClassVar[WindowForm] = PLAIN
-    model: ClassVar[MixModel | None] = None
 
-    def copy(self, **changes: object) -> Self:
-        duplicate = super().copy(**changes)
-        duplicate.__dict__["model"] = self.model
-        return duplicate
+    @functools.cached_property
+    def model(self) -> MixModel | None:
+        """The model of the mix on the device that the plan is made for, if it was fitted there.
 
-    def on_device(self, spec: DeviceSpec) -> Self:
-        parameters = mix_parameters(spec, self.dtype)
-        model = MixModel(parameters, self.window_form) if parameters.fitted else None
-        duplicate = self.copy()
-        duplicate.__dict__["model"] = model
-        return super(NewestMixPlan, duplicate).on_device(spec)
+        It then chooses n and the SMs. Otherwise the roofline does, and rates that any SM has.
+        """
+        if self.target.device is None:
+            return None
+        parameters = mix_parameters(self.target.device, self.dtype)
+        return MixModel(parameters, self.window_form) if parameters.fitted else None
 
     def model_n(self, peak_tflops: float, peak_gbps: float) -> int:
         if self.model is None:

@@ -235,7 +235,7 @@ class CuteMixPlan(HopperPlan):
         """
         rows = (tokens.q_latent, tokens.q_rope, tokens.latent, tokens.rope, tokens.lengths)
         if tokens.table is None:
-            self.absorbed_rows(*rows)
+            self.latent_rows(*rows)
         else:
             check_paged(self, page, (*rows, tokens.table))
 

@@ -29,7 +29,7 @@ requests.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -38,7 +38,6 @@ import torch
 from cutlass import Float16, Float32, Int8, Int32, Int64
 from torch import Tensor
 
-from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import (
     InvalidArgumentError,
     KernelCompileError,
@@ -193,7 +192,7 @@ class CutlassMlaDecodeTiling(Tiling):
     persistent: bool = True
     opt_level: int = 2
 
-    def validate(self, pd: "CuteCutlassMlaDecode") -> Constraints:
+    def validate(self, pd: "CutlassMlaDecodeKernel") -> Constraints:
         most = min(MOST_SPLITS, pd.tiles) if pd.h == HEADS else 1
         return Constraints(
             (
@@ -233,7 +232,7 @@ class ImportedKernel(CuteKernel):
 
 
 @dataclass
-class CuteCutlassMlaDecode(MlaPlan):
+class CutlassMlaDecodeKernel(MlaPlan):
     """Plan of the imported MLA decode example."""
 
     dtype: str = field(default="float16", metadata={"help": "float16, all that the example takes"})
@@ -249,7 +248,6 @@ class CuteCutlassMlaDecode(MlaPlan):
     tiling: CutlassMlaDecodeTiling = field(default_factory=CutlassMlaDecodeTiling)
 
     targets = ("sm_100",)
-    sm_count = DEFAULT_SM_COUNT
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -285,17 +283,7 @@ class CuteCutlassMlaDecode(MlaPlan):
     @property
     def clusters(self) -> int:
         """Clusters that the device runs at a time: a block fills an SM."""
-        return self.sm_count // CLUSTER
-
-    def copy(self, **changes: object) -> Self:
-        duplicate = super().copy(**changes)
-        duplicate.__dict__["sm_count"] = self.sm_count
-        return duplicate
-
-    def on_device(self, spec: DeviceSpec) -> Self:
-        duplicate = super().on_device(spec).copy()
-        duplicate.__dict__["sm_count"] = spec.sm_count
-        return duplicate
+        return self.target.sm_count(DEFAULT_SM_COUNT) // CLUSTER
 
     def params_label(self) -> str:
         # A folder name: the place of the checkout is no part of the problem.
@@ -313,7 +301,7 @@ class CuteCutlassMlaDecode(MlaPlan):
         return int(self.example().cls.get_split_kv(self.b, self.s, longest, QK_TILE, blocks))
 
     def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
-        q_latent, q_rope, c_kv, k_rope, lengths = self.absorbed_inputs(device)
+        q_latent, q_rope, c_kv, k_rope, lengths = self.latent_inputs(device)
         slots = -(-self.t // TILE) * TILE
         beyond = torch.arange(slots, device=device) >= lengths.unsqueeze(1)
 
@@ -329,7 +317,7 @@ class CuteCutlassMlaDecode(MlaPlan):
         self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, ...]:
         dense = dense_inputs(inputs, self.t)
-        o_latent, lse = self.absorbed_reference(*dense, compute_dtype=compute_dtype)
+        o_latent, lse = self.latent_reference(*dense, compute_dtype=compute_dtype)
         return o_latent, lse * LOG2_E
 
     def _autotune_configs(self) -> Sequence[CutlassMlaDecodeTiling]:
@@ -412,4 +400,4 @@ class CuteCutlassMlaDecode(MlaPlan):
 
 
 if __name__ == "__main__":
-    raise SystemExit(CuteCutlassMlaDecode().benchmark_kernel_argparse())
+    raise SystemExit(CutlassMlaDecodeKernel().benchmark_kernel_argparse())

@@ -75,14 +75,14 @@ class CuteFlashMLA(HopperPlan):
         return gang_shape(self.row_tiles, self.b, tiling.sms or self.sm_count, tiling.gang)
 
     def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
-        inputs = self.absorbed_inputs(device)
+        inputs = self.latent_inputs(device)
         return paged_inputs(inputs, self.page, self.seed) if self.page else inputs
 
     def reference_fn(
         self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, ...]:
         dense = dense_inputs(inputs, self.t) if self.page else inputs
-        return self.absorbed_reference(*dense, compute_dtype=compute_dtype)
+        return self.latent_reference(*dense, compute_dtype=compute_dtype)
 
     def _default_tiling(self, name: str) -> Tiling | None:
         return FlashMLATiling(few=default_few(self.s * self.h)) if name == "tiling" else None
@@ -101,7 +101,7 @@ class CuteFlashMLA(HopperPlan):
 
     def plan(self, *inputs: Tensor) -> KernelPipeline:
         _, _, latent, rope, lengths, *rest = inputs
-        rows = self.absorbed_rows(*inputs[:5]) if not self.page else self.paged_rows(*inputs)
+        rows = self.latent_rows(*inputs[:5]) if not self.page else self.paged_rows(*inputs)
         # All rows lie at one distance from each other, across requests too.
         count = self.b * self.s * self.h
         operands = AbsorbedOperands(

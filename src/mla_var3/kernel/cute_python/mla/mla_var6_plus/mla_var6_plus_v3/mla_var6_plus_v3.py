@@ -22,7 +22,7 @@ is how much the requests really share. Limits: those of the base version; one pr
 
 import functools
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -56,10 +56,8 @@ class CuteMlaVar6PlusV3(CuteMixPlan):
         if self.prefix is not None:
             require_int("prefix", self.prefix, minimum=0, maximum=self.t, maximum_name="t")
 
-    def resolve(self, peak_tflops: float, peak_gbps: float) -> Self:
-        if self.prefix is not None:
-            return self
-        return self.copy(prefix=self.t // 2 // BLOCK * BLOCK)
+    def _model_fields(self, peak_tflops: float, peak_gbps: float) -> dict[str, Any]:
+        return {} if self.prefix is not None else {"prefix": self.t // 2 // BLOCK * BLOCK}
 
     def cpu_check_plan(self) -> Self:
         small = MlaPlan.cpu_check_plan(self.copy(prefix=None))
@@ -69,7 +67,7 @@ class CuteMlaVar6PlusV3(CuteMixPlan):
     def shared_problem(self) -> SharedPrefixProblem:
         """The problem with its prefix."""
         if self.prefix is None:
-            raise InvalidArgumentError("prefix", "a number; resolve or on_device chooses one", None)
+            raise InvalidArgumentError("prefix", "a number; `resolved` chooses one", None)
         return SharedPrefixProblem(self.problem(), self.prefix)
 
     def latent_lengths(self) -> list[int]:
@@ -123,7 +121,7 @@ class CuteMlaVar6PlusV3(CuteMixPlan):
             q_nope, q_latent, q_rope, k_prefix, v_prefix, k_rope_prefix, c_kv, k_rope, w_uv,
             lengths, own_lengths,
         ) = inputs  # fmt: skip
-        self.absorbed_rows(q_latent, q_rope, c_kv, k_rope, lengths)
+        self.latent_rows(q_latent, q_rope, c_kv, k_rope, lengths)
         check_tensor("own_lengths", own_lengths, [("b", self.b)], torch.int32, q_nope.device)
         prefix = self.decompressed_slots()
         own = LatentTokens(q_latent, q_rope, c_kv[:, prefix:], k_rope[:, prefix:], own_lengths)

@@ -91,7 +91,7 @@ class CtFlashAttention(MlaPlan):
         return self._autotune_configs()[0]
 
     def _autotune_configs(self) -> Sequence[FlashAttentionTiling]:
-        return FlashAttentionTiling.candidates(self._target, self.s)
+        return FlashAttentionTiling.candidates(self.target.code, self.s)
 
     def _algorithmic_flops_bytes(self, tiling: FlashAttentionTiling) -> tuple[float, float]:
         cost = flash_attention_cost(self.problem())

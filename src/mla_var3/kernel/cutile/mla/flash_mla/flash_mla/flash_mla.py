@@ -74,18 +74,18 @@ class CtFlashMLA(MlaPlan):
     tiling: FlashMLATiling = field(default_factory=FlashMLATiling)
 
     def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
-        return self.absorbed_inputs(device)
+        return self.latent_inputs(device)
 
     def reference_fn(
         self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, ...]:
-        return self.absorbed_reference(*inputs, compute_dtype=compute_dtype)
+        return self.latent_reference(*inputs, compute_dtype=compute_dtype)
 
     def _default_tiling(self, name: str) -> FlashMLATiling | None:
-        return FlashMLATiling.candidates(self._target)[0]
+        return FlashMLATiling.candidates(self.target.code)[0]
 
     def _autotune_configs(self) -> Sequence[FlashMLATiling]:
-        return FlashMLATiling.candidates(self._target)
+        return FlashMLATiling.candidates(self.target.code)
 
     def _algorithmic_flops_bytes(self, tiling: FlashMLATiling) -> tuple[float, float]:
         cost = flash_mla_cost(self.problem())
@@ -93,7 +93,7 @@ class CtFlashMLA(MlaPlan):
 
     def plan(self, *inputs: Tensor) -> CtKernel:
         q_latent, _, c_kv, k_rope, lengths = inputs
-        latent_rows, rope_rows = self.absorbed_rows(*inputs)
+        latent_rows, rope_rows = self.latent_rows(*inputs)
         b, s, h, k, p = self.b, self.s, self.h, self.k, self.p
         o_latent = q_latent.new_empty((b, s, h, k))
         lse = q_latent.new_empty((b, s, h), dtype=torch.float32)

@@ -20,7 +20,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from mla_var3.conf.devices import DeviceSpec
 from mla_var3.kernel.cutile.mla.flash_mla_split_kv.flash_mla_split_kv.split_kv_partial import (
     CtSplitKVPartial,
     SplitKVPartialTiling,
@@ -54,36 +53,25 @@ class CtFlashMLASplitKV(MlaPlan):
         if self.splits is not None:
             require_int("splits", self.splits, minimum=1, maximum=self.t, maximum_name="t")
 
-    def resolve(self, peak_tflops: float, peak_gbps: float) -> Self:
-        return self._with_splits(DEFAULT_SM_COUNT)
-
-    def on_device(self, spec: DeviceSpec) -> Self:
-        return self._with_splits(spec.sm_count)
-
-    def _with_splits(self, sm_count: int) -> Self:
-        if self.splits is not None:
-            return self
-        splits = split_count(
-            self.problem(), sm_count, rows_per_tile=self.tiling.Bm, kv_tile=self.tiling.Bn
-        )
-        return self.copy(splits=splits)
+    def _model_fields(self, peak_tflops: float, peak_gbps: float) -> dict[str, Any]:
+        return {} if self.splits is not None else {"splits": self._chosen_splits()}
 
     def cpu_check_plan(self) -> Self:
         small = MlaPlan.cpu_check_plan(self.copy(splits=None))
         return small.copy(splits=None if self.splits is None else min(self.splits, 3, small.t))
 
     def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
-        return self.absorbed_inputs(device)
+        return self.latent_inputs(device)
 
     def reference_fn(
         self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, ...]:
-        return self.absorbed_reference(*inputs, compute_dtype=compute_dtype)
+        return self.latent_reference(*inputs, compute_dtype=compute_dtype)
 
     def _default_tiling(self, name: str) -> Tiling | None:
         if name == "tiling":
-            return SplitKVPartialTiling.candidates(self._target)[0]
-        return self._reduce_plan()._default_tiling("tiling")
+            return SplitKVPartialTiling.candidates(self.target.code)[0]
+        return SplitKVReduceTiling(Kc=min(SplitKVReduceTiling.Kc, self.k))
 
     def _autotune_configs(self) -> Sequence[Tiling]:
         return []
@@ -93,20 +81,21 @@ class CtFlashMLASplitKV(MlaPlan):
         return cost.flops, cost.bytes
 
     def _chosen_splits(self) -> int:
-        return self.splits or self._with_splits(DEFAULT_SM_COUNT).splits or 1
+        return self.splits or split_count(
+            self.problem(),
+            self.target.sm_count(DEFAULT_SM_COUNT),
+            rows_per_tile=self.tiling.Bm,
+            kv_tile=self.tiling.Bn,
+        )
 
     def _stage_fields(self) -> dict[str, Any]:
-        return {**self.params(), "splits": self._chosen_splits()}
+        return {**self.params(), "splits": self._chosen_splits(), "target": self.target}
 
     def _partial_plan(self) -> CtSplitKVPartial:
-        stage = CtSplitKVPartial(**self._stage_fields(), tiling=self.tiling)
-        stage._target = self._target
-        return stage
+        return CtSplitKVPartial(**self._stage_fields(), tiling=self.tiling)
 
     def _reduce_plan(self) -> CtSplitKVReduce:
-        stage = CtSplitKVReduce(**self._stage_fields(), tiling=self.reduce_tiling)
-        stage._target = self._target
-        return stage
+        return CtSplitKVReduce(**self._stage_fields(), tiling=self.reduce_tiling)
 
     def plan(self, *inputs: Tensor) -> KernelPipeline:
         partial = self._partial_plan().plan(*inputs)

@@ -79,7 +79,7 @@ class CtSplitKVPartial(MlaPlan):
         require_int("splits", self.splits, minimum=1)
 
     def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
-        return self.absorbed_inputs(device)
+        return self.latent_inputs(device)
 
     def reference_fn(
         self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
@@ -110,10 +110,10 @@ class CtSplitKVPartial(MlaPlan):
         return torch.stack(outs, dim=1), torch.stack(lses, dim=1)
 
     def _autotune_configs(self) -> Sequence[SplitKVPartialTiling]:
-        return SplitKVPartialTiling.candidates(self._target)
+        return SplitKVPartialTiling.candidates(self.target.code)
 
     def _default_tiling(self, name: str) -> SplitKVPartialTiling | None:
-        return SplitKVPartialTiling.candidates(self._target)[0]
+        return SplitKVPartialTiling.candidates(self.target.code)[0]
 
     def _algorithmic_flops_bytes(self, tiling: SplitKVPartialTiling) -> tuple[float, float]:
         cost = flash_mla_split_kv_stages(self.problem(), self.splits)[0]
@@ -121,7 +121,7 @@ class CtSplitKVPartial(MlaPlan):
 
     def plan(self, *inputs: Tensor) -> CtKernel:
         q_latent, _, c_kv, k_rope, lengths = inputs
-        latent_rows, rope_rows = self.absorbed_rows(*inputs)
+        latent_rows, rope_rows = self.latent_rows(*inputs)
         b, s, h, k, p = self.b, self.s, self.h, self.k, self.p
         splits = self.splits
         o_partial = q_latent.new_empty((b, splits, s, h, k), dtype=torch.float32)

@@ -204,7 +204,7 @@ class CtAttentionBlockSpecialized(MlaPlan):
         return self._autotune_configs()[0]
 
     def _autotune_configs(self) -> Sequence[AttentionBlockSpecializedTiling]:
-        return AttentionBlockSpecializedTiling.candidates(self._target)
+        return AttentionBlockSpecializedTiling.candidates(self.target.code)
 
     def _algorithmic_flops_bytes(self, tiling: Any) -> tuple[float, float]:
         cost = attention_block_specialized_cost(self.problem(), self.n)

@@ -225,7 +225,7 @@ class CtAttentionBlockSpecializedV2(MlaPlan):
         return self._autotune_configs()[0]
 
     def _autotune_configs(self) -> Sequence[AttentionBlockSpecializedTilingV2]:
-        return AttentionBlockSpecializedTilingV2.candidates(self._target)
+        return AttentionBlockSpecializedTilingV2.candidates(self.target.code)
 
     def _algorithmic_flops_bytes(self, tiling: Any) -> tuple[float, float]:
         cost = attention_block_specialized_cost(self.problem(), self.n)

@@ -264,7 +264,7 @@ class CtAttentionBlockSpecializedV3(MlaPlan):
         return self._autotune_configs()[0]
 
     def _autotune_configs(self) -> Sequence[AttentionBlockSpecializedTilingV3]:
-        return AttentionBlockSpecializedTilingV3.candidates(self._target)
+        return AttentionBlockSpecializedTilingV3.candidates(self.target.code)
 
     def _algorithmic_flops_bytes(self, tiling: Any) -> tuple[float, float]:
         cost = attention_block_specialized_cost(self.problem(), self.n)
@@ -285,7 +285,7 @@ class CtAttentionBlockSpecializedV3(MlaPlan):
         lse_latent = q_nope.new_empty((b, s, h), dtype=torch.float32)
         lse_new = torch.empty_like(lse_latent)
         queues = lengths.new_zeros((QUEUES, QUEUE_STRIDE))
-        sm_count = multiprocessors(q_nope.device, self._target)
+        sm_count = multiprocessors(q_nope.device, self.target.code)
 
         def tile_counts(tiling: AttentionBlockSpecializedTilingV3) -> tuple[int, int, int, int]:
             row_tiles, query_tiles = ct.cdiv(s * h, tiling.Bm), ct.cdiv(s, tiling.Hm)

@@ -50,23 +50,19 @@ class CtMlaVar6PlusV3(NewestWindowPlan):
     combine_tiling: DecompressCombineTiling = field(default_factory=DecompressCombineTiling)
 
     def _attention_plan(self) -> CtAttentionBlockSpecializedV3:
-        stage = CtAttentionBlockSpecializedV3(
+        return CtAttentionBlockSpecializedV3(
             **self.stage_fields(), n=self.chosen_n, tiling=self.tiling
         )
-        stage._target = self._target
-        return stage
 
     def _combine_plan(self) -> CtDecompressCombine:
         n = self.chosen_n
         parts = "latent" if n == 0 else "new" if n == self.t else "both"
-        stage = CtDecompressCombine(**self.stage_fields(), parts=parts, tiling=self.combine_tiling)
-        stage._target = self._target
-        return stage
+        return CtDecompressCombine(**self.stage_fields(), parts=parts, tiling=self.combine_tiling)
 
     def _default_tiling(self, name: str) -> Tiling | None:
         if name == "tiling":
-            return AttentionBlockSpecializedTilingV3.candidates(self._target)[0]
-        return self.copy(n=0)._combine_plan()._default_tiling("tiling")
+            return AttentionBlockSpecializedTilingV3.candidates(self.target.code)[0]
+        return DecompressCombineTiling.default(self.target.code)
 
     def _autotune_configs(self) -> Sequence[Tiling]:
         return []

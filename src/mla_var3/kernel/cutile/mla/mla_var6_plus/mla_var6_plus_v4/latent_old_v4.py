@@ -125,7 +125,7 @@ class CtLatentOldV4(MlaPlan):
         require_int("n", self.n, minimum=0, maximum=self.t, maximum_name="t")
 
     def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
-        return self.absorbed_inputs(device)
+        return self.latent_inputs(device)
 
     def reference_fn(
         self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
@@ -151,7 +151,7 @@ class CtLatentOldV4(MlaPlan):
         return self._autotune_configs()[0]
 
     def _autotune_configs(self) -> Sequence[LatentOldTilingV4]:
-        found = LatentOldTilingV4.candidates(self._target)
+        found = LatentOldTilingV4.candidates(self.target.code)
         return found[:1] if self.alone else found
 
     def _algorithmic_flops_bytes(self, tiling: Any) -> tuple[float, float]:
@@ -164,12 +164,12 @@ class CtLatentOldV4(MlaPlan):
         return sm_count if self.alone else shared_sms(tiling.Share, sm_count)
 
     def plan(self, *inputs: Tensor) -> CtKernel:
-        latent_rows, rope_rows = self.absorbed_rows(*inputs)
+        latent_rows, rope_rows = self.latent_rows(*inputs)
         q_latent, _, c_kv, k_rope, lengths = inputs
         b, s, h, k, p = self.b, self.s, self.h, self.k, self.p
         o_latent = q_latent.new_empty((b, s, h, k))
         lse_latent = q_latent.new_empty((b, s, h), dtype=torch.float32)
-        sm_count = multiprocessors(q_latent.device, self._target, FEWEST_SMS)
+        sm_count = multiprocessors(q_latent.device, self.target.code, FEWEST_SMS)
 
         def grid_fn(tiling: LatentOldTilingV4) -> tuple[int]:
             blocks = self.sm_share(tiling, sm_count) * (tiling.occupancy or 1)

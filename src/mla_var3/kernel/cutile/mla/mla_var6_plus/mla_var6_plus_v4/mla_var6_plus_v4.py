@@ -66,31 +66,25 @@ class CtMlaVar6PlusV4(NewestWindowPlan):
 
     def _latent_plan(self) -> CtLatentOldV4:
         n = self.chosen_n
-        stage = CtLatentOldV4(**self.stage_fields(), n=n, alone=n == 0, tiling=self.tiling)
-        stage._target = self._target
-        return stage
+        return CtLatentOldV4(**self.stage_fields(), n=n, alone=n == 0, tiling=self.tiling)
 
     def _window_plan(self) -> CtWindowNewV4:
         n = self.chosen_n
-        stage = CtWindowNewV4(
+        return CtWindowNewV4(
             **self.stage_fields(), n=n, alone=n == self.t, tiling=self.window_tiling
         )
-        stage._target = self._target
-        return stage
 
     def _combine_plan(self) -> CtDecompressCombine:
         n = self.chosen_n
         parts = "latent" if n == 0 else "new" if n == self.t else "both"
-        stage = CtDecompressCombine(**self.stage_fields(), parts=parts, tiling=self.combine_tiling)
-        stage._target = self._target
-        return stage
+        return CtDecompressCombine(**self.stage_fields(), parts=parts, tiling=self.combine_tiling)
 
     def _default_tiling(self, name: str) -> Tiling | None:
         if name == "tiling":
-            return LatentOldTilingV4.candidates(self._target)[0]
+            return LatentOldTilingV4.candidates(self.target.code)[0]
         if name == "window_tiling":
-            return WindowNewTilingV4.candidates(self._target)[0]
-        return self.copy(n=0)._combine_plan()._default_tiling("tiling")
+            return WindowNewTilingV4.candidates(self.target.code)[0]
+        return DecompressCombineTiling.default(self.target.code)
 
     def _autotune_configs(self) -> Sequence[Tiling]:
         return []
@@ -130,7 +124,7 @@ class CtMlaVar6PlusV4(NewestWindowPlan):
         came first would spread over all SMs, one on each, and leave a latent block no room.
         """
         latent, window = self._latent_plan(), self._window_plan()
-        sm_count = multiprocessors(device, self._target, FEWEST_SMS)
+        sm_count = multiprocessors(device, self.target.code, FEWEST_SMS)
 
         def validate(tilings: list[Any]) -> Constraints:
             of_latent, of_window = tilings

@@ -146,7 +146,7 @@ class CtWindowNewV4(MlaPlan):
         return self._autotune_configs()[0]
 
     def _autotune_configs(self) -> Sequence[WindowNewTilingV4]:
-        found = WindowNewTilingV4.candidates(self._target)
+        found = WindowNewTilingV4.candidates(self.target.code)
         return [each for each in found if not self.alone or each.Share == DEFAULT_SHARE]
 
     def _algorithmic_flops_bytes(self, tiling: Any) -> tuple[float, float]:
@@ -164,7 +164,7 @@ class CtWindowNewV4(MlaPlan):
         b, s, h, d = self.b, self.s, self.h, self.d
         o_new = q_nope.new_empty((b, s, h, d))
         lse_new = q_nope.new_empty((b, s, h), dtype=torch.float32)
-        sm_count = multiprocessors(q_nope.device, self._target, FEWEST_SMS)
+        sm_count = multiprocessors(q_nope.device, self.target.code, FEWEST_SMS)
 
         def grid_fn(tiling: WindowNewTilingV4) -> tuple[int]:
             blocks = self.sm_share(tiling, sm_count) * (tiling.occupancy or 1)

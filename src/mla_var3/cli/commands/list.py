@@ -10,17 +10,18 @@ import ast
 import ctypes
 import importlib.metadata
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from mla_var3.cli.arguments import Parser, parse
 from mla_var3.cli.console import say, stdout
 from mla_var3.runtime import paths
 from mla_var3.runtime.paths import KernelId
-
-DEFAULT_TARGETS = ("sm_90", "sm_100", "sm_120")
+from mla_var3.runtime.target import TARGETS
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def _attribute(cuda: Any, attribute: int, device: Any) -> int:
 def declared_targets(kernel: KernelId) -> tuple[str, ...]:
     """The targets a version's source declares, read without importing it."""
     source = _source_of(kernel)
-    targets = DEFAULT_TARGETS
+    targets = TARGETS
     for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))) if source else ():
         names = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
         if any(isinstance(name, ast.Name) and name.id == "targets" for name in names):
@@ -124,31 +125,36 @@ def _installed(distribution: str) -> bool:
     return True
 
 
-def list_command(as_json: bool) -> int:
+def add_arguments(parser: Parser) -> None:
+    """The options of the command."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def list_command(parser: Parser, argv: Sequence[str]) -> int:
     """Print all kernels."""
+    as_json = parse(parser, argv)["json"]
     rows = inventory()
     if as_json:
         print(json.dumps(rows, indent=2))
         return 0
     gpu, no_gpu = find_gpu()
     table = Table(title="kernels", title_justify="left")
-    for title in ("kernel", "version", "language", "targets", "here, GPU", "here, CPU", "compile"):
+    for title in ("kernel", "language", "targets", "GPU", "CPU", "compiles"):
         table.add_column(title, overflow="fold")
     for row in rows:
         table.add_row(
-            row["kernel"],
-            row["version"],
+            row["full_name"],
             row["language"],
             " ".join(row["targets"]),
-            _yes_no(row["gpu"]),
-            _yes_no(row["cpu"], "yes, interpreter"),
+            *("yes" if row[place]["runs"] else "no" for place in ("gpu", "cpu")),
             "yes" if row["compiles"] else "no",
         )
     stdout().print(table)
+    say("GPU, CPU, compiles: whether it runs and compiles on this machine")
     say(f"GPU: {gpu.name} ({gpu.target})" if gpu else f"GPU: none, {no_gpu}")
+    for place in ("gpu", "cpu"):
+        for reason in dict.fromkeys(row[place]["reason"] for row in rows):
+            if reason and reason != no_gpu:
+                say(f"{place.upper()}, no: {reason}")
     say("hyper-mla show <kernel> tells more; hyper-mla run <kernel> --help lists its options")
     return 0
-
-
-def _yes_no(answer: dict[str, Any], yes: str = "yes") -> str:
-    return yes if answer["runs"] else f"no: {answer['reason']}"

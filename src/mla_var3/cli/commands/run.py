@@ -1,0 +1,53 @@
+"""`hyper-mla run`: one kernel, or without one the main job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mla_var3.cli.arguments import (
+    CALL_SIZES,
+    SIZES,
+    Parser,
+    add_unset_sizes,
+    parse,
+    take_kernel,
+)
+
+EPILOG = """\
+With a kernel the options are those of the kernel:
+  hyper-mla run <kernel> [<version>] [options]
+  hyper-mla run flash_mla --help
+"""
+
+
+def add_arguments(parser: Parser) -> None:
+    """The options of the main job."""
+    parser.epilog = EPILOG
+    parser.add_argument("kernel", nargs="?", help="kernel id; left out: the main job")
+    parser.add_argument("version", nargs="?", help="version such as v2; v0 is the base version")
+    job = parser.add_argument_group("main job")
+    job.add_argument("--quick", action="store_true", help="smaller steps, about half the time")
+    job.add_argument(
+        "--device", default="auto", metavar="NAME", help="auto, cuda or cpu (default: auto)"
+    )
+    job.add_argument(
+        "--out_dir",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of the report (default: out/overview/<timestamp>)",
+    )
+    for name in CALL_SIZES:
+        add_unset_sizes(job, (name,), f" (default: {SIZES[name]})")
+
+
+def run_command(parser: Parser, argv: Sequence[str]) -> int:
+    """Run the kernel that the command line names, or the main job; returns the exit code."""
+    kernel, rest = take_kernel(argv)
+    if kernel is not None:
+        from mla_var3.cli.commands.kernel import run_kernel
+
+        return run_kernel(kernel, rest, prog=f"hyper-mla run {kernel.full_name}")
+    from mla_var3.cli.commands.overview import overview_command
+
+    return overview_command(parse(parser, rest))

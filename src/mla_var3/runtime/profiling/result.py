@@ -1,0 +1,112 @@
+"""What a profiling run returns: its mode, the figures per stage, and the record."""
+
+from __future__ import annotations
+
+import enum
+import importlib.util
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mla_var3.errors import UnknownNameError, UnsupportedError
+
+if TYPE_CHECKING:
+    from mla_var3.runtime.check import CheckResult
+
+
+class NsightProfType(enum.Enum):
+    """The profiling modes, by their command line names."""
+
+    ANNOTATION = "annotation"
+    EVENT = "event"
+    NCU = "ncu"
+    NSYS = "nsys"
+    STATIC = "static"
+    DISABLED = "disabled"
+
+    @property
+    def module(self) -> str:
+        """Module that implements the mode."""
+        return f"{__package__}.{self.value}"
+
+    @property
+    def available(self) -> bool:
+        """Whether this version of HyperMLA has the mode."""
+        return importlib.util.find_spec(self.module) is not None
+
+
+@dataclass
+class StageFigures:
+    """Figures of one stage or of the whole run.
+
+    Attributes:
+        name: stage name.
+        time_us: median time in microseconds; None where nothing was timed (static mode).
+        spread_us: half the distance between the 10th and the 90th percentile.
+        flops, bytes: what the algorithm needs.
+        predicted_us: roofline time on the device named in the result.
+        extra: mode-specific figures.
+    """
+
+    name: str
+    time_us: float | None
+    spread_us: float | None
+    flops: float
+    bytes: float
+    predicted_us: float | None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tflops(self) -> float | None:
+        """Achieved TFLOP/s."""
+        return None if not self.time_us else self.flops / self.time_us / 1e6
+
+    @property
+    def gbps(self) -> float | None:
+        """Achieved GB/s."""
+        return None if not self.time_us else self.bytes / self.time_us / 1e3
+
+
+@dataclass
+class ProfileResult:
+    """What a profiling run returns.
+
+    Attributes:
+        kernel: full kernel name.
+        mode: profiling mode.
+        total: figures of the whole runtime object.
+        stages: figures per kernel.
+        out_dir: folder of the artifacts; None in disabled mode.
+        check: outcome of the check; None when none ran.
+        record: environment, parameters and figures, JSON-ready.
+    """
+
+    kernel: str
+    mode: NsightProfType
+    total: StageFigures
+    stages: list[StageFigures]
+    out_dir: Path | None = None
+    check: CheckResult | None = None
+    record: dict[str, Any] = field(default_factory=dict)
+
+    def get_total_time_us(self) -> float:
+        """Median time of the whole runtime object in microseconds.
+
+        Raises:
+            UnsupportedError: when the mode times nothing.
+        """
+        if self.total.time_us is None:
+            raise UnsupportedError(
+                f"{self.mode.value} mode measures no time; use event mode on a GPU"
+            )
+        return self.total.time_us
+
+
+def parse_mode(mode: NsightProfType | str) -> NsightProfType:
+    """A mode from its command line name."""
+    if isinstance(mode, NsightProfType):
+        return mode
+    try:
+        return NsightProfType(mode)
+    except ValueError:
+        raise UnknownNameError("prof_type", mode, [m.value for m in NsightProfType]) from None
