@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,14 +19,16 @@ from mla_var3.conf.devices import device_spec
 from mla_var3.errors import MissingToolError, UnsupportedError
 from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
 from mla_var3.runtime.profiling import nsys
-from mla_var3.runtime.profiling.timeline import launch as timeline_launch
-from mla_var3.runtime.profiling.timeline import nsys as timeline_nsys
-from mla_var3.runtime.profiling.timeline import target as timeline_target
-from mla_var3.runtime.profiling.timeline.launch import RunCounts, head_start_cycles, stage_ranges
-from mla_var3.runtime.profiling.timeline.model import CUPTI
-from mla_var3.runtime.profiling.timeline.nsys import Nsys, find_nsys
-from mla_var3.runtime.profiling.timeline.outline import outline
-from mla_var3.runtime.profiling.timeline.trace import read_chrome_trace
+from mla_var3.runtime.profiling.timeline import collect as timeline_collect
+from mla_var3.runtime.profiling.timeline.analysis import outline
+from mla_var3.runtime.profiling.timeline.collect import (
+    Nsys,
+    RunCounts,
+    find_nsys,
+    head_start_cycles,
+    ranges_below,
+)
+from mla_var3.runtime.profiling.timeline.formats import read_chrome_trace
 from mla_var3.runtime.stage import Stage
 from mla_var3.runtime.workflow import Prepared, RunOptions
 from tests.unit.runtime.profiling.timeline.timeline_support import NAMES, OVERLAP, PIPE, TRACE
@@ -40,6 +43,18 @@ if [ "$1" = --version ]; then
 fi
 if [ "$1" = stats ]; then echo "{stats_text}"; exit {stats_code}; fi
 exit 3
+"""
+
+RECORDER = """#!/bin/sh
+while [ $# -gt 1 ]; do
+    case "$1" in
+        profile) [ {profile} = 0 ] || {{ echo last words; exit {profile}; }} ;;
+        stats) [ {stats} = 0 ] || exit {stats} ;;
+        -o) touch "$2.nsys-rep" ;;
+        --output) touch "$2_cuda_api_sum.csv" ;;
+    esac
+    shift
+done
 """
 
 
@@ -81,8 +96,8 @@ def test_a_usable_installation_is_found(stand_in: Any) -> None:
     ("arguments", "message"),
     [
         ({"version": "2021.4.1"}, r"expected version 2023\.2 or newer, got 2021\.4\.1"),
-        ({"version": "unknown"}, "to name a version"),
-        ({"version_code": 1}, "to name a version"),
+        ({"version": "unknown"}, "to print a version"),
+        ({"version_code": 1}, "to print a version"),
         ({"stats_code": 1}, "`nsys stats` fails.*no report tool.*incomplete"),
     ],
 )
@@ -94,30 +109,75 @@ def test_an_unusable_installation_says_why(
         find_nsys()
 
 
-def test_no_installation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
+def test_no_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timeline_collect, "find_tool", lambda name: None)
     with pytest.raises(MissingToolError, match=r"nsys 2023\.2 or newer on PATH, got none"):
         find_nsys()
 
 
 def test_the_command_lines() -> None:
-    assert timeline_nsys.profile_command(TOOL, Path("out/report"), Path("request.json")) == [
+    assert timeline_collect.profile_command(TOOL, Path("out/report"), Path("request.json")) == [
         *("/opt/nsys", "profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none"),
         *("--force-overwrite=true", "-o", "out/report", sys.executable, "-m"),
-        *("mla_var3.runtime.profiling.timeline.target", "request.json"),
+        *("mla_var3.runtime.profiling.timeline.collect", "request.json"),
     ]
-    assert timeline_nsys.stats_command(TOOL, Path("out/report.nsys-rep"), Path("stats/report")) == [
+    assert timeline_collect.stats_command(
+        TOOL, Path("out/report.nsys-rep"), Path("stats/report")
+    ) == [
         *("/opt/nsys", "stats", "--report"),
-        "cuda_gpu_trace,nvtx_gpu_proj_trace,cuda_api_sum,cuda_api_trace",
+        "cuda_gpu_trace,nvtx_gpu_proj_trace,cuda_api_sum",
         *("--format", "csv", "--force-export=true", "--force-overwrite=true"),
         *("--output", "stats/report", "out/report.nsys-rep"),
     ]
 
 
-def test_a_failing_profile_run_shows_the_last_lines(stand_in: Any, tmp_path: Path) -> None:
-    tool = Nsys(stand_in(), "2025.3.1")
-    with pytest.raises(UnsupportedError, match=r"expected report\.nsys-rep, got exit code 3"):
-        timeline_nsys.collect_with_nsys(tool, tmp_path / "request.json", tmp_path)
+@pytest.mark.parametrize(
+    ("profile", "stats", "message"),
+    [
+        (0, 0, None),
+        (3, 0, r"expected report\.nsys-rep, got exit code 3: last words"),
+        (0, 4, "nsys stats .*: expected the reports .* got exit code 4"),
+    ],
+)
+def test_recording_with_nsight_systems(
+    profile: int, stats: int, message: str | None, prepared: Prepared, tmp_path: Path
+) -> None:
+    program = tmp_path / "nsys"
+    program.write_text(RECORDER.format(profile=profile, stats=stats))
+    program.chmod(0o755)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    outcome = (
+        pytest.raises(UnsupportedError, match=message) if message else contextlib.nullcontext()
+    )
+    with outcome:
+        timeline_collect.record_with_nsys(
+            Nsys(program, "2025.3.1"), prepared.plan, prepared.stage, RunCounts(), folder
+        )
+    left = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+    report = ["report.nsys-rep"] if profile == 0 else []
+    assert left == (report if message else [*report, "stats", "stats/report_cuda_api_sum.csv"])
+
+
+def test_warnings_of_the_torch_profiler_are_logged(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mla_var3")
+
+    def record(stage: Stage, make_range: Any, counts: RunCounts) -> None:
+        with make_range("hyper_mla@k"):
+            warnings.warn("raw text of torch", stacklevel=1)
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(timeline_collect, "record_runs", record)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        timeline = timeline_collect.record_with_torch(
+            fake_kernel("k"), RunCounts(), tmp_path / "trace.json"
+        )
+    assert [found.name for found in timeline.ranges] == ["hyper_mla@k"]
+    assert "torch.profiler: raw text of torch" in caplog.text
+    assert str(tmp_path) not in (tmp_path / "trace.json").read_text()
 
 
 def test_the_outline_of_a_pipeline() -> None:
@@ -144,7 +204,7 @@ def test_stages_launch_inside_their_ranges_and_are_restored() -> None:
         yield
 
     stage = pipeline()
-    with stage_ranges(stage, note):
+    with ranges_below(stage, note):
         stage.launch()
     assert seen == [
         *("hyper_mla@overlap", "hyper_mla@flash_mla", "hyper_mla@flash_attention"),
@@ -181,9 +241,9 @@ def test_runs_are_recorded_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_sleep", lambda _: log.append("spin"))
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: zeros(1, dtype=torch.int32))
     kernel = fake_kernel("k", log)
-    timeline_launch.record_runs(kernel, Range, RunCounts(queued=2, host_paced=1, settling=1))
+    timeline_collect.record_runs(kernel, Range, RunCounts(queued=2, host_paced=1, warmup=1))
     assert log == [
-        *("hyper_mla_settle@k", "k", "end"),
+        *("hyper_mla_warmup@k", "k", "end"),
         *("spin", "hyper_mla@k", "k", "end"),
         *("spin", "hyper_mla@k", "k", "end"),
         *("hyper_mla_host@k", "k", "end"),
@@ -201,8 +261,8 @@ def prepared() -> Prepared:
 def test_a_request_survives_the_trip(prepared: Prepared, tmp_path: Path) -> None:
     path = tmp_path / "request.json"
     counts = RunCounts(queued=7)
-    timeline_target.write_request(path, prepared.plan, prepared.stage, counts)
-    spec, again = timeline_target.read_request(path)
+    timeline_collect.write_request(path, prepared.plan, prepared.stage, counts)
+    spec, again = timeline_collect.read_request(path)
     assert again == counts
     assert spec.build_plan() == prepared.plan
     assert [entry["kernel"] for entry in spec.tilings] == list(NAMES)
@@ -212,8 +272,7 @@ def test_all_artifacts_of_the_recorded_trace(
     prepared: Prepared, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "mla_var3")
-    collected = nsys.Collected(read_chrome_trace(TRACE), "Recorded by a test.")
-    result = nsys.summarise(prepared, collected, tmp_path)
+    result = nsys.summarise(prepared, read_chrome_trace(TRACE), "Recorded by a test.", tmp_path)
     assert result.get_total_time_us() == (347.583 + 340.031) / 2
     assert [stage.name for stage in result.stages] == list(NAMES)
     assert result.stages[3].extra["stream"] == 7
@@ -221,7 +280,6 @@ def test_all_artifacts_of_the_recorded_trace(
     (overlap,) = record["total"]["extra"]["overlap"]
     assert overlap["group"] == OVERLAP.name
     assert overlap["overlap_percent"] == pytest.approx(11.1, abs=0.1)
-    assert record["timeline"]["source"] == CUPTI
     assert record["clocks"]["locked"] is False
     assert "clocks not locked" in caplog.text
     report = (tmp_path / "report.md").read_text()
@@ -232,9 +290,9 @@ def test_all_artifacts_of_the_recorded_trace(
     assert sorted(p.stem for p in (tmp_path / "tiling").iterdir()) == sorted(NAMES)
 
 
-@pytest.mark.parametrize("failure", ["missing", "broken"])
-def test_without_nsight_systems_cupti_collects_and_says_so(
-    failure: str,
+@pytest.mark.parametrize("nsys_state", ["works", "missing", "broken"])
+def test_cupti_always_records_and_nsight_systems_where_it_works(
+    nsys_state: str,
     prepared: Prepared,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -243,26 +301,34 @@ def test_without_nsight_systems_cupti_collects_and_says_so(
     caplog.set_level(logging.INFO, "mla_var3")
 
     def find() -> Nsys:
-        if failure == "missing":
+        if nsys_state == "missing":
             raise MissingToolError("Nsight Systems: got none")
         return TOOL
 
-    def broken(*_: object) -> Any:
-        raise UnsupportedError("nsys profile: no report")
+    def record_with_nsys(*_: object) -> None:
+        if nsys_state == "broken":
+            raise UnsupportedError("nsys profile: no report")
+        (tmp_path / "stats").mkdir()
 
-    def record(stage: Stage, counts: RunCounts, trace: Path) -> Any:
-        trace.write_bytes(TRACE.read_bytes())
-        return read_chrome_trace(trace)
+    def record_with_torch(stage: Stage, counts: RunCounts, trace: Path) -> Any:
+        return read_chrome_trace(TRACE)
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(nsys, "find_nsys", find)
-    monkeypatch.setattr(nsys, "collect_with_nsys", broken)
-    monkeypatch.setattr(nsys, "collect_with_torch", record)
-    collected = nsys.collect(prepared, RunCounts(), tmp_path)
-    assert "CUPTI through torch.profiler, in process" in collected.how
-    assert "There is no `report.nsys-rep`" in collected.how
-    assert "instead of Nsight Systems" in caplog.text
-    assert sorted(p.name for p in (tmp_path / "stats").iterdir()) == [
+    monkeypatch.setattr(nsys, "record_with_nsys", record_with_nsys)
+    monkeypatch.setattr(nsys, "record_with_torch", record_with_torch)
+    timeline, how = nsys.collect(prepared, RunCounts(), tmp_path)
+    assert len(timeline.gpu) == 16
+    assert "recorded by CUPTI through torch.profiler" in how
+    files = sorted(path.name for path in (tmp_path / "stats").iterdir())
+    if nsys_state == "works":
+        assert "Nsight Systems 2025.3.1" in how
+        assert files == []
+        return
+    assert "So there is no `report.nsys-rep`" in how
+    assert "no report.nsys-rep: " in caplog.text
+    assert ("WARNING" in caplog.text) is (nsys_state == "broken")
+    assert files == [
         "report_cuda_api_sum.csv",
         "report_cuda_gpu_trace.csv",
         "report_nvtx_gpu_proj_trace.csv",
