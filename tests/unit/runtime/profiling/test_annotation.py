@@ -83,10 +83,10 @@ def test_the_contract_is_in_the_report(outcome: tuple[Path, Any]) -> None:
         "| L2 hit rate | 51.8% | 22.7% |",
         "| achieved occupancy | 15.3% | 8.9% |",
         "| registers per thread | 168 | 255 | - |",
-        "| static shared memory per block | 217 KiB | 224 KiB | - |",
+        "| static shared memory per CTA | 217 KiB | 224 KiB | - |",
         "| local spilling | 0 B | 0 B | 0 B |",
         "| waves per SM | 9.70 | 1.94 | - |",
-        "ncu driven with NVTX ranges (the package nsight is not installed)",
+        "ncu with NVTX ranges (the package nsight is not installed)",
         "clocks not locked",
         "Bm=64 Bn=64",
     ],
@@ -191,7 +191,7 @@ def test_the_whole_way(machine: Machine, tmp_path: Path) -> None:
     assert [entry["kernel"] for entry in spec["tilings"]] == list(STAGES)
     text = (tmp_path / "out" / "report.md").read_text()
     assert "clocks locked by scripts/lock-gpu-clock.sh at 1500 MHz" in text
-    assert "ncu driven with NVTX ranges ($HYPER_MLA_NCU_COLLECTOR asks for it)" in text
+    assert "ncu with NVTX ranges ($HYPER_MLA_NCU_COLLECTOR asks for it)" in text
 
 
 def test_other_modes_take_the_same_way(machine: Machine, tmp_path: Path) -> None:

@@ -6,25 +6,33 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
 from mla_var3.runtime.environment import environment
 from mla_var3.runtime.measure import time_gpu
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
-from mla_var3.runtime.profiling.bottleneck import StageMeasurement, diagnose
+from mla_var3.runtime.profiling.bottleneck import StageMeasurement
 from mla_var3.runtime.profiling.clocks import ClockState, announce_clocks
 from mla_var3.runtime.profiling.common import (
     measured_result,
     open_folder,
+    plan_dtype,
     prepare_checked,
     require_gpu,
     stage_figures,
     write_compiled,
 )
 from mla_var3.runtime.profiling.lock import current_device_name, device_lock
-from mla_var3.runtime.profiling.ncu.collect import Collection, collect, wanted_collector
-from mla_var3.runtime.profiling.ncu.driver import NcuTool, find_ncu, load_ncu_report
+from mla_var3.runtime.profiling.ncu.driver import (
+    CLOCK_CONTROL,
+    Collection,
+    NcuTool,
+    collect,
+    find_ncu,
+    load_ncu_report,
+    wanted_collector,
+)
 from mla_var3.runtime.profiling.ncu.reader import (
     StageProfile,
     combine_figures,
@@ -52,11 +60,9 @@ class Session:
     Attributes:
         mode: profiling mode.
         prepared: the plan; its stage holds no GPU memory any more.
-        device: the device entry.
         folder: where the artifacts go.
         tool: the profiler.
-        collection: how it was driven.
-        clock_control: ncu's clock option.
+        collection: how the metrics were collected.
         clocks: whether our scripts hold the clocks.
         profiles: what was measured, per stage.
         event_us: time of each stage by CUDA events, by stage name.
@@ -65,11 +71,9 @@ class Session:
 
     mode: NsightProfType
     prepared: Prepared
-    device: DeviceSpec
     folder: Path
     tool: NcuTool
     collection: Collection
-    clock_control: str
     clocks: ClockState
     profiles: list[StageProfile]
     event_us: dict[str, float] = field(default_factory=dict)
@@ -81,9 +85,14 @@ class Session:
         return self.folder / "report.ncu-rep"
 
     @property
+    def device(self) -> DeviceSpec:
+        """The device entry."""
+        return self.prepared.require_device()
+
+    @property
     def dtype(self) -> str:
-        """The plan's 16-bit type."""
-        return str(getattr(self.prepared.plan, "dtype", "bfloat16"))
+        """The dtype whose rates apply."""
+        return plan_dtype(self.prepared.plan)
 
     @property
     def is_concurrent(self) -> bool:
@@ -102,7 +111,7 @@ def profile(
     """Tune, check, time by events, then profile every stage under Nsight Compute.
 
     Args:
-        mode: the mode that asks.
+        mode: the calling mode.
         plan: what to profile.
         options: how to run it.
         metrics: what to collect; None for the full set with sources.
@@ -110,39 +119,38 @@ def profile(
 
     Raises:
         MissingToolError: ncu or ncu-report is not installed.
-        UnsupportedError: no GPU, ncu too old, no right to the counters, or the profiled program
+        UnsupportedError: no GPU, ncu too old, no access to the counters, or the profiled program
             failed.
         CheckFailedError: the result is wrong.
     """
     require_gpu(mode, options)
     tool = find_ncu()
-    load_ncu_report(tool)  # before minutes of tuning, not after them
+    load_ncu_report()  # fails before minutes of tuning, not after
     collector = wanted_collector()
     clocks = announce_clocks(environment())
     count = options.bench_runs or runs
     with device_lock(current_device_name()):
         prepared = prepare_checked(plan, options)
-        device = prepared.require_device()
         folder = open_folder(mode, prepared.plan, options).resolve()
         target_spec = TargetSpec.of(prepared.plan, prepared.stage, count)
         event_us = {}
         for name, kernel in stage_ranges(prepared.stage):
             event_us[name.removeprefix(RANGE_PREFIX)] = time_gpu(kernel.launch).median_us
-        not_disassembled = write_compiled(prepared.stage.kernels(), device.target, folder)
+        not_disassembled = write_compiled(
+            prepared.stage.kernels(), prepared.require_device().target, folder
+        )
         prepared = _without_tensors(prepared, target_spec)
         options.progress("profile", 0, 1, f"{prepared.plan.name} under ncu {tool.version}")
-        collection = collect(tool, folder, target_spec, metrics, "none", collector)
+        collection = collect(tool, folder, target_spec, metrics, collector)
         options.progress("profile", 1, 1, "done")
     names = [name.removeprefix(RANGE_PREFIX) for name, _ in stage_ranges(prepared.stage)]
-    launches = read_launches(folder / "report.ncu-rep", tool)
+    launches = read_launches(folder / "report.ncu-rep")
     return Session(
         mode=mode,
         prepared=prepared,
-        device=device,
         folder=folder,
         tool=tool,
         collection=collection,
-        clock_control="none",
         clocks=clocks,
         profiles=stage_profiles(launches, names, count),
         event_us=event_us,
@@ -151,7 +159,7 @@ def profile(
 
 
 def _without_tensors(prepared: Prepared, spec: TargetSpec) -> Prepared:
-    """The same without GPU memory, which the profiled program needs for itself."""
+    """The same without GPU memory, which the profiled program needs."""
     import torch
 
     stage = prepared.plan.plan(*prepared.plan.prepare_inputs("meta"))
@@ -173,29 +181,37 @@ def has_concurrency(stage: Stage) -> bool:
 
 def measurements(session: Session) -> list[StageMeasurement]:
     """The stages as the bottleneck rules see them."""
-    found = []
-    kernels = list(session.prepared.stage.kernels())
-    for kernel, measured in zip(kernels, session.profiles, strict=True):
-        roofline = kernel.predict_us(
-            session.device.sustained_tflops(session.dtype), session.device.sustained_gbps
+    rates = session.device.sustained_tflops(session.dtype), session.device.sustained_gbps
+    return [
+        StageMeasurement(
+            measured.name,
+            measured.figures,
+            kernel.predict_us(*rates),
+            kernel.cost().bytes,
+            measured.stalls,
         )
-        found.append(
-            StageMeasurement(
-                measured.name, measured.figures, roofline, kernel.cost().bytes, measured.stalls
-            )
-        )
-    return found
+        for kernel, measured in zip(session.prepared.stage.kernels(), session.profiles, strict=True)
+    ]
 
 
 def make_result(session: Session) -> ProfileResult:
     """The result of a session, with its record; reports are not written yet."""
     stage, device, dtype = session.prepared.stage, session.device, session.dtype
     stages = []
-    for kernel, measured in zip(stage.kernels(), session.profiles, strict=True):
+    for kernel, measured, found in zip(
+        stage.kernels(), session.profiles, measurements(session), strict=True
+    ):
         time_us = measured.figures["time_us"]
         figures = stage_figures(kernel, time_us, measured.spread_us, device, dtype)
         figures.name = measured.name
-        figures.extra = _extra(measured, session.event_us.get(measured.name))
+        figures.extra = {
+            **measured.figures,
+            "function": measured.main.function,
+            "stalls": measured.stalls,
+            "event_us": session.event_us.get(measured.name),
+            "bottleneck": found.bound.label,
+            "issues": [dataclasses.asdict(issue) for issue in found.issues],
+        }
         stages.append(figures)
     total_us = sum(measured.figures["time_us"] for measured in session.profiles)
     total = stage_figures(stage, total_us, None, device, dtype)
@@ -209,22 +225,10 @@ def make_result(session: Session) -> ProfileResult:
         "collector": session.collection.collector,
         "collector_note": session.collection.note,
         "metrics_not_available": session.collection.dropped,
-        "clock_control": session.clock_control,
+        "clock_control": CLOCK_CONTROL,
         "runs": session.profiles[0].runs,
     }
     return result
-
-
-def _extra(measured: StageProfile, event_us: float | None) -> dict[str, Any]:
-    diagnosis = diagnose(StageMeasurement(measured.name, measured.figures))
-    return {
-        **measured.figures,
-        "function": measured.main.function,
-        "stalls": measured.stalls,
-        "event_us": event_us,
-        "bottleneck": diagnosis.bound.label,
-        "issues": [dataclasses.asdict(issue) for issue in diagnosis.issues],
-    }
 
 
 def total_stages(result: ProfileResult) -> list[StageFigures]:

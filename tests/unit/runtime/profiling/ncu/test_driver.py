@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import builtins
 import importlib.metadata
-import importlib.util
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mla_var3.errors import InvalidArgumentError, MissingToolError, UnsupportedError
-from mla_var3.runtime.profiling.ncu import collect as ncu_collect
 from mla_var3.runtime.profiling.ncu import driver as ncu_driver
-from mla_var3.runtime.profiling.ncu.collect import collect, wanted_collector
 from mla_var3.runtime.profiling.ncu.driver import (
     NcuTool,
     UnknownMetricsError,
     child_environment,
+    collect,
     find_ncu,
     load_ncu_report,
     ncu_command,
     nsight_problem,
     run_ncu,
+    wanted_collector,
 )
 from mla_var3.runtime.profiling.target import TargetSpec
 from tests.unit.runtime.profiling.ncu.ncu_support import TOOL, stand_in
@@ -58,24 +57,23 @@ def test_no_ncu_says_what_is_needed_and_what_works_without(
         find_ncu()
 
 
-def test_an_old_ncu_is_named_with_both_versions(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (VERSION.format("2023.3.1"), r"expected .*2024\.1 or newer, got 2023\.3\.1"),
+        ("sys.exit(1)", "does not answer --version"),
+    ],
+)
+def test_an_old_and_a_broken_ncu_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str, message: str
 ) -> None:
-    install(monkeypatch, tmp_path, VERSION.format("2023.3.1"))
-    with pytest.raises(UnsupportedError, match=r"expected .*2024\.1 or newer, got 2023\.3\.1"):
-        find_ncu()
-
-
-def test_a_broken_ncu_is_told_from_an_old_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    install(monkeypatch, tmp_path, "sys.exit(1)")
-    with pytest.raises(UnsupportedError, match="does not answer --version"):
+    install(monkeypatch, tmp_path, body)
+    with pytest.raises(UnsupportedError, match=message):
         find_ncu()
 
 
 def test_command_of_the_hand_picked_metrics() -> None:
-    command = ncu_command(TOOL, Path("/o/report"), Path("/o/target.json"), metrics=["a.sum", "b"])
+    command = ncu_command(TOOL, Path("/o/report"), Path("/o/target.json"), ["a.sum", "b"])
     assert command == [
         *("/opt/ncu", "--target-processes", "all"),
         *("--nvtx", "--nvtx-include", r"regex:hyper_mla\..*/"),
@@ -86,17 +84,12 @@ def test_command_of_the_hand_picked_metrics() -> None:
 
 
 def test_command_of_the_full_set() -> None:
-    command = ncu_command(TOOL, Path("r"), Path("t"), metrics=None, clock_control="base")
+    command = ncu_command(TOOL, Path("r"), Path("t"), None)
     assert "--metrics" not in command
     assert " ".join(command[3:14]) == (
-        r"--nvtx --nvtx-include regex:hyper_mla\..*/ --clock-control base --cache-control all "
+        r"--nvtx --nvtx-include regex:hyper_mla\..*/ --clock-control none --cache-control all "
         "--set full --import-source yes"
     )
-
-
-def test_an_unknown_clock_control_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="clock_control: expected none or base"):
-        ncu_command(TOOL, Path("r"), Path("t"), metrics=None, clock_control="boost")
 
 
 def test_the_profiled_program_finds_this_package(source_root: Path) -> None:
@@ -109,7 +102,7 @@ def run_stand_in(folder: Path, body: str) -> Path:
     path = stand_in(folder / "ncu", body)
     report = folder / "report.ncu-rep"
     command = [str(path), "-o", str(folder / "report")]
-    run_ncu(command, NcuTool(path, "2025.3.1"), report, folder / "profiler.log")
+    run_ncu(command, NcuTool(path, "2025.3.1"), report)
     return report
 
 
@@ -126,16 +119,22 @@ def test_a_good_run_leaves_report_and_log(tmp_path: Path) -> None:
             r"ncu 2025\.3\.1: .*ERR_NVGPUCTRPERM; run as root.*RestrictProfilingToAdminUsers=0",
         ),
         (
-            "print('RuntimeError: boom', file=sys.stderr); sys.exit(3)",
-            r"(?s)exit code 3 .*profiler\.log.*RuntimeError: boom",
+            "print('Traceback\\nRuntimeError: boom\\n==PROF== Disconnected'); sys.exit(3)",
+            r"got exit code 3: RuntimeError: boom \(full output in .*profiler\.log\)$",
         ),
-        ("print('==WARNING== No kernels were profiled.')", "got no kernel ran in a range"),
-        ("print('fine')", r"expected the report report\.ncu-rep, got none"),
+        (
+            "print('==ERROR== out of memory\\n==PROF== Disconnected'); sys.exit(1)",
+            "got exit code 1: ==ERROR== out of memory",
+        ),
+        ("sys.exit(1)", "got exit code 1: no output"),
+        ("print('==WARNING== No kernels were profiled.')", "got none: .*No kernels were profiled"),
+        ("print('fine')", r"expected the report report\.ncu-rep, got none: fine"),
     ],
 )
-def test_failures_are_explained(tmp_path: Path, body: str, expected: str) -> None:
-    with pytest.raises(UnsupportedError, match=expected):
+def test_failures_are_explained_in_one_line(tmp_path: Path, body: str, expected: str) -> None:
+    with pytest.raises(UnsupportedError, match=expected) as raised:
         run_stand_in(tmp_path, body)
+    assert "\n" not in str(raised.value)
 
 
 def test_unknown_metrics_are_named(tmp_path: Path) -> None:
@@ -147,27 +146,10 @@ def test_unknown_metrics_are_named(tmp_path: Path) -> None:
 def test_a_missing_reader_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ncu_report", None)
     with pytest.raises(MissingToolError, match=r"ncu-report: .*hyper-mla\[profiling\]"):
-        load_ncu_report(TOOL)
-
-
-def test_the_reader_of_the_installation_is_the_second_choice(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    bundled = tmp_path / "extras" / "python"
-    bundled.mkdir(parents=True)
-    (bundled / "ncu_report.py").write_text("ORIGIN = 'bundled'\n")
-    monkeypatch.delitem(sys.modules, "ncu_report", raising=False)
-    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if "site-packages" not in entry])
-    importlib.invalidate_caches()
-    with pytest.raises(MissingToolError, match=r"2026\.2 or newer .* the copy in ncu 2025\.3\.1"):
-        load_ncu_report(NcuTool(tmp_path / "ncu", "2025.3.1"))
-    module = load_ncu_report(NcuTool(tmp_path / "ncu", "2026.2.0"))
-    assert module.ORIGIN == "bundled"
-    monkeypatch.delitem(sys.modules, "ncu_report")
+        load_ncu_report()
 
 
 def test_a_reader_that_crashes_beside_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: builtins.object())
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2025.3.1")
     with pytest.raises(
         MissingToolError, match=r"expected 2026\.2 or newer .* got version 2025\.3\.1"
@@ -198,21 +180,26 @@ def test_rights_to_the_counters_are_asked_in_advance(
 # -- which collector ---------------------------------------------------------------------------
 
 
-def have_nsight(monkeypatch: pytest.MonkeyPatch, version: str = "0.9.6") -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: builtins.object())
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
-
-
 def test_nsight_python_is_usable_when_it_fits(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    have_nsight(monkeypatch)
-    assert nsight_problem(TOOL, Path("/plain/folder")) is None
+    plain = Path("/plain/folder")
+    monkeypatch.setitem(sys.modules, "nsight", SimpleNamespace())
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.9.6")
+    assert nsight_problem(TOOL, plain) is None
     assert "cannot handle the path" in (nsight_problem(TOOL, Path("/a folder")) or "")
-    have_nsight(monkeypatch, "1.0.0")
-    assert nsight_problem(TOOL, tmp_path) == "nsight-python 1.0.0 needs ncu 2026.2, got 2025.3.1"
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert nsight_problem(TOOL, tmp_path) == "the package nsight is not installed"
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.0.0")
+    assert nsight_problem(TOOL, plain) == "nsight-python 1.0.0 needs ncu 2026.2, got 2025.3.1"
+    monkeypatch.delitem(sys.modules, "nsight")
+    (tmp_path / "nsight.py").write_text("import deepdiff_that_is_missing\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "cannot be imported: No module named 'deepdiff" in (nsight_problem(TOOL, plain) or "")
+
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert nsight_problem(TOOL, plain) == "nsight-python is not installed"
 
 
 class Runs:
@@ -222,7 +209,7 @@ class Runs:
         self.failures = failures
         self.commands: list[list[str]] = []
 
-    def __call__(self, command: Any, tool: NcuTool, report: Path, log_file: Path) -> None:
+    def __call__(self, command: Any, tool: NcuTool, report: Path) -> None:
         self.commands.append(list(command))
         kind = "ncu" if "--metrics" in command or "--set" in command else "nsight-python"
         if kind in self.failures:
@@ -240,10 +227,10 @@ def run_collect(
     metrics: list[str] | None = None,
 ) -> tuple[Any, Runs]:
     runs = Runs(failures or {})
-    monkeypatch.setattr(ncu_collect, "run_ncu", runs)
-    monkeypatch.setattr(ncu_collect, "nsight_problem", lambda tool, where: problem)
+    monkeypatch.setattr(ncu_driver, "run_ncu", runs)
+    monkeypatch.setattr(ncu_driver, "nsight_problem", lambda tool, where: problem)
     wanted = ["a", "b"] if metrics is None else metrics
-    return collect(TOOL, folder, SPEC, wanted, "none", collector), runs
+    return collect(TOOL, folder, SPEC, wanted, collector), runs
 
 
 def test_nsight_python_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -266,16 +253,20 @@ def test_ncu_is_driven_directly_otherwise_and_that_is_said(
 ) -> None:
     done, _ = run_collect(monkeypatch, tmp_path, "auto", problem="the package nsight is missing")
     assert (done.collector, done.note) == ("ncu", "the package nsight is missing")
-    assert "driving ncu with NVTX ranges instead" in caplog.text
+    assert "running ncu with NVTX ranges instead" in caplog.text
     assert TargetSpec.read(tmp_path / "target.json").nsight is None
 
 
 def test_a_failure_of_nsight_python_is_kept_as_the_reason(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    failures: dict[str, Exception] = {"nsight-python": UnsupportedError("it broke\ntrace")}
+    failures: dict[str, Exception] = {
+        "nsight-python": UnsupportedError("got exit code 1: RuntimeError: boom")
+    }
     done, _ = run_collect(monkeypatch, tmp_path, "auto", failures=failures)
-    assert (done.collector, done.note) == ("ncu", "nsight-python failed: it broke")
+    reason = "nsight-python failed: got exit code 1: RuntimeError: boom"
+    assert (done.collector, done.note) == ("ncu", reason)
+    assert reason in caplog.text
 
 
 def test_missing_rights_are_not_tried_twice(

@@ -10,20 +10,22 @@ import pytest
 
 from mla_var3.errors import UnsupportedError
 from mla_var3.runtime.profiling import NsightProfType
-from mla_var3.runtime.profiling.ncu.metrics import MetricValue, annotation_metrics, figures_of
 from mla_var3.runtime.profiling.ncu.mode import write_ncu
 from mla_var3.runtime.profiling.ncu.reader import (
     Launch,
+    MetricValue,
     advice,
+    annotation_metrics,
+    figures_of,
     plain_text,
     read_launches,
     stage_profiles,
 )
 from mla_var3.runtime.profiling.ncu.source import (
     Instruction,
+    KernelSource,
     LineProfile,
     annotate_source,
-    instructions_of,
     line_profiles,
     package_path,
     shown_path,
@@ -129,7 +131,7 @@ def test_links_in_messages_become_text() -> None:
 
 
 def test_instructions_carry_source_lines_and_samples() -> None:
-    items = instructions_of(launches()[1])
+    items = KernelSource.of(launches()[1]).instructions
     assert len(items) == 1366
     assert {Path(item.file).name for item in items} == {"decompress_combine.py", "_stub.py"}
     assert any(item.opcode == "HGMMA" for item in items)
@@ -163,7 +165,7 @@ def test_annotated_source_marks_hot_and_bad_lines() -> None:
         "# title",
         "#",
         "a",
-        "  # [HOT] line 2: 90.0% of samples; 89% barrier (waiting at a block barrier)",
+        "  # [HOT] line 2: 90.0% of samples; 89% barrier (waiting at a CTA barrier)",
         "  b",
         "# [---] line 3: 0.0% of samples; SPILLS: 2 local memory instructions; "
         "UNCOALESCED: 64 excess L2 sectors",
