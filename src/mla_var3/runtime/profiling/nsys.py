@@ -31,7 +31,6 @@ from mla_var3.runtime.profiling.timeline.analysis import Analysis, analyse, outl
 from mla_var3.runtime.profiling.timeline.collect import (
     DEFAULT_RUNS,
     RunCounts,
-    find_nsys,
     record_with_nsys,
     record_with_torch,
 )
@@ -95,22 +94,20 @@ def collect(prepared: Prepared, counts: RunCounts, folder: Path) -> tuple[Timeli
     timeline = record_with_torch(prepared.stage, counts, folder / "chrome_trace.json")
     how = "The figures and `chrome_trace.json` were recorded by CUPTI through torch.profiler. "
     try:
-        tool = find_nsys()
-        log.info("recording report.nsys-rep and stats/ with Nsight Systems %s", tool.version)
-        record_with_nsys(tool, prepared.plan, prepared.stage, counts, folder)
+        record_with_nsys(prepared.plan, prepared.stage, counts, folder)
+        log.info("Nsight Systems recorded report.nsys-rep and stats/")
     except UnsupportedError as error:
         # Nsight Systems is optional: that it is missing is no reason for a warning.
         level = logging.INFO if isinstance(error, MissingToolError) else logging.WARNING
-        log.log(level, "no report.nsys-rep: %s", error)
+        log.log(level, "statistics by CUPTI, not by Nsight Systems: %s", error)
         write_stats(timeline, folder / "stats")
+        missing = not (folder / "report.nsys-rep").is_file()
         return timeline, (
-            f"{how}Nsight Systems was not usable: {error}. So there is no `report.nsys-rep`, and "
+            f"{how}Nsight Systems was not usable ({error}): "
+            f"{'there is no `report.nsys-rep`, and ' if missing else ''}"
             "the files in `stats/` have those columns of `nsys stats` that CUPTI fills."
         )
-    return timeline, (
-        f"{how}`report.nsys-rep` and `stats/` are of more runs, recorded by Nsight Systems "
-        f"{tool.version}."
-    )
+    return timeline, f"{how}`report.nsys-rep` and `stats/` are of more runs, by Nsight Systems."
 
 
 def summarise(prepared: Prepared, timeline: Timeline, how: str, folder: Path) -> ProfileResult:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
 from mla_var3.runtime.environment import environment
 from mla_var3.runtime.measure import time_gpu
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
@@ -45,12 +44,12 @@ from mla_var3.runtime.profiling.target import (
     apply_tilings,
     stage_ranges,
 )
+from mla_var3.runtime.profiling.timeline.analysis import outline
 from mla_var3.runtime.workflow import Prepared, RunOptions
 
 if TYPE_CHECKING:
     from mla_var3.conf.devices import DeviceSpec
     from mla_var3.runtime.plan import KernelPlan
-    from mla_var3.runtime.stage import Stage
 
 
 @dataclass
@@ -97,7 +96,7 @@ class Session:
     @property
     def is_concurrent(self) -> bool:
         """Whether some stages are meant to run at the same time."""
-        return has_concurrency(self.prepared.stage)
+        return bool(outline(self.prepared.stage).groups)
 
 
 def profile(
@@ -168,15 +167,6 @@ def _without_tensors(prepared: Prepared, spec: TargetSpec) -> Prepared:
     prepared.inputs, prepared.stage = (), stage
     torch.cuda.empty_cache()
     return light
-
-
-def has_concurrency(stage: Stage) -> bool:
-    """Whether a runtime object contains a concurrent group of more than one kernel."""
-    if isinstance(stage, ConcurrentKernels):
-        return len(list(stage.kernels())) > 1
-    if isinstance(stage, KernelPipeline):
-        return any(has_concurrency(part) for part in stage.stages)
-    return False
 
 
 def measurements(session: Session) -> list[StageMeasurement]:

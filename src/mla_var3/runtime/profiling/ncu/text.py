@@ -12,7 +12,7 @@ from mla_var3.runtime.files import write_atomic
 from mla_var3.runtime.markdown import byte_count, microseconds, number, table
 from mla_var3.runtime.profiling.bottleneck import find_opportunities, root_cause
 from mla_var3.runtime.profiling.common import tiling_table
-from mla_var3.runtime.profiling.figures import check_markdown
+from mla_var3.runtime.profiling.figures import check_markdown, stage_markdown
 from mla_var3.runtime.profiling.ncu.driver import CLOCK_CONTROL
 from mla_var3.runtime.profiling.ncu.reader import FIGURES
 from mla_var3.runtime.profiling.ncu.session import Session, measurements, total_stages
@@ -117,29 +117,7 @@ def write_roofline(session: Session, result: ProfileResult) -> None:
 def roofline_table(session: Session, result: ProfileResult) -> str:
     """Measured against roofline, stage by stage and for the whole."""
     device, dtype = session.device, session.dtype
-    rows = []
-    for stage in total_stages(result):
-        tflops, gbps = stage.tflops or 0.0, stage.gbps or 0.0
-        share = _of_roofline(stage)
-        rows.append(
-            (
-                stage.name,
-                microseconds(stage.time_us),
-                None if stage.spread_us is None else f"± {microseconds(stage.spread_us)}",
-                microseconds(stage.predicted_us),
-                None if share is None else f"{share:.0f}%",
-                number(tflops),
-                f"{100 * tflops / device.peak_tflops(dtype):.1f}%",
-                number(gbps),
-                f"{100 * gbps / device.peak_gbps:.1f}%",
-                number(stage.flops / stage.bytes if stage.bytes else None),
-            )
-        )
-    header = (
-        *("stage", "duration", "spread", "roofline", "of roofline", "TFLOP/s", "of peak"),
-        *("GB/s", "of peak", "FLOP/byte"),
-    )
-    return table(header, rows) + (
+    return stage_markdown(result) + (
         f"\nTFLOP/s and GB/s are what the algorithm needs divided by the duration. Roofline: "
         f"{device.sustained_tflops(dtype):.0f} TFLOP/s and {device.sustained_gbps:.0f} GB/s "
         f"sustained; peaks: {device.peak_tflops(dtype):.0f} TFLOP/s and {device.peak_gbps:.0f} "
@@ -188,31 +166,27 @@ def whole_note(session: Session) -> str:
     return text
 
 
-def timer_table(result: ProfileResult) -> str:
+def timer_note(result: ProfileResult) -> str:
     """The profiler's duration beside the time by CUDA events, and why they differ."""
-    rows, far = [], []
+    parts, explain = [], False
     for stage in result.stages:
         event = stage.extra.get("event_us")
-        if not event or not stage.time_us:
-            continue
-        difference = stage.time_us / event - 1
-        times = (microseconds(stage.time_us), microseconds(event))
-        rows.append((stage.name, *times, f"{difference:+.1%}"))
-        if abs(difference) > AGREEMENT:
+        if event and stage.time_us:
             clock = stage.extra.get("sm_clock_mhz")
-            at = f" at an SM clock of {clock:.0f} MHz" if clock else ""
-            apart = microseconds(abs(stage.time_us - event))
-            far.append(f"{stage.name}: {apart} apart; it was profiled{at}.")
-    if not rows:
-        return "Not timed by events.\n"
-    text = table(("stage", "ncu duration", "event time", "difference"), rows)
-    if not far:
-        return f"{text}\nThey agree within {AGREEMENT:.0%}.\n"
-    return (
-        f"{text}\n{' '.join(far)} Both start with cold caches. Events also cover the launch of the "
-        "kernel (a few microseconds, most of a short one); the profiler pauses between its passes, "
-        "so the GPU may run at another clock than in back-to-back runs.\n"
-    )
+            at = f" at {clock:.0f} MHz" if clock else ""
+            difference = stage.time_us / event - 1
+            explain = explain or abs(difference) > AGREEMENT
+            parts.append(
+                f"{stage.name} took {microseconds(stage.time_us)} under the profiler{at}, "
+                f"{microseconds(event)} by CUDA events ({difference:+.1%})."
+            )
+    if explain:
+        parts.append(
+            "Both start with cold caches. Events also cover the launch of the kernel (a few "
+            "microseconds, most of a short one); the profiler pauses between its passes, so the "
+            "GPU may run at another clock than in back-to-back runs."
+        )
+    return " ".join(parts) + "\n" if parts else ""
 
 
 def method_table(session: Session) -> str:
@@ -233,12 +207,11 @@ def method_table(session: Session) -> str:
 
 
 def closing_sections(session: Session, result: ProfileResult) -> list[str]:
-    """The end of both reports: timers, method, tiling and check."""
+    """The end of both reports: method, timers, tiling and check."""
     parts = [
-        "## Duration and event time\n",
-        timer_table(result),
         "## How it was measured\n",
         method_table(session),
+        timer_note(result),
         "## Tiling\n",
         tiling_table(session.prepared.stage),
     ]

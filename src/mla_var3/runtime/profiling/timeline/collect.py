@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import re
 import shutil
 import subprocess
 import sys
@@ -51,8 +50,6 @@ RangeMaker = Callable[[str], AbstractContextManager[object]]
 """Makes the context manager that marks a named range for the profiler."""
 
 MODULE = "mla_var3.runtime.profiling.timeline.collect"
-MIN_VERSION = (2023, 2)
-"""The first release known to have all reports under these names."""
 REPORTS = (GPU_TRACE, NVTX_PROJECTION, API_SUMMARY)
 DEFAULT_RUNS = 20
 
@@ -62,7 +59,6 @@ _MAX_HEAD_START_S = 2e-2
 _CYCLES_PER_SECOND = 2e9
 """No known GPU runs much faster, so the spin lasts at least as long as requested."""
 _MIN_FLUSH_BYTES = 64 << 20
-_PROBE_TIMEOUT_S = 60
 _RUN_TIMEOUT_S = 1200
 _TAIL_LINES = 8
 
@@ -74,14 +70,6 @@ class RunCounts:
     queued: int = DEFAULT_RUNS
     host_paced: int = 5
     warmup: int = 3
-
-
-@dataclass(frozen=True)
-class Nsys:
-    """A usable installation of Nsight Systems."""
-
-    path: Path
-    version: str
 
 
 def record_runs(stage: Stage, make_range: RangeMaker, counts: RunCounts) -> None:
@@ -184,94 +172,57 @@ def record_with_torch(stage: Stage, counts: RunCounts, trace: Path) -> Timeline:
     return read_chrome_trace(trace)
 
 
-def find_nsys() -> Nsys:
-    """The installed Nsight Systems, checked to be able to make reports.
-
-    Raises:
-        MissingToolError: it is missing, too old or incomplete; the message says which.
-    """
-    path = find_tool("nsys")
-    needed = ".".join(map(str, MIN_VERSION))
-    if path is None:
-        raise MissingToolError(
-            f"Nsight Systems: expected the program nsys {needed} or newer on PATH, got none"
-        )
-    answer = _run([str(path), "--version"], _PROBE_TIMEOUT_S)
-    match = re.search(r"\b(\d{4})\.(\d+)[\d.]*", answer.stdout)
-    if answer.returncode != 0 or match is None:
-        raise MissingToolError(
-            f"Nsight Systems: expected {path} --version to print a version, got "
-            f"{_tail(answer) or 'nothing'!r}"
-        )
-    if (int(match[1]), int(match[2])) < MIN_VERSION:
-        raise MissingToolError(
-            f"Nsight Systems: expected version {needed} or newer, got {match[0]} at {path}"
-        )
-    stats = _run([str(path), "stats", "--help-reports", ",".join(REPORTS)], _PROBE_TIMEOUT_S)
-    if stats.returncode != 0:
-        raise MissingToolError(
-            f"Nsight Systems: expected {path} {match[0]} to make reports, but `nsys stats` fails "
-            f"({_tail(stats) or f'exit code {stats.returncode}'}): the installation is incomplete; "
-            "install the full Nsight Systems package"
-        )
-    return Nsys(path, match[0])
-
-
-def profile_command(tool: Nsys, report: Path, request: Path) -> list[str]:
+def profile_command(nsys: Path, report: Path, request: Path) -> list[str]:
     """The command that records a request; `report` is the report's path without suffix."""
     options = ("--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true")
     watched = (sys.executable, "-m", MODULE, str(request))
-    return [str(tool.path), "profile", *options, "-o", str(report), *watched]
+    return [str(nsys), "profile", *options, "-o", str(report), *watched]
 
 
-def stats_command(tool: Nsys, report: Path, output: Path) -> list[str]:
+def stats_command(nsys: Path, report: Path, output: Path) -> list[str]:
     """The command that turns a report into the files `<output>_<report>.csv`."""
     options = ("--format", "csv", "--force-export=true", "--force-overwrite=true")
     reports = ("--report", ",".join(REPORTS))
-    return [str(tool.path), "stats", *reports, *options, "--output", str(output), str(report)]
+    return [str(nsys), "stats", *reports, *options, "--output", str(output), str(report)]
 
 
-def record_with_nsys(
-    tool: Nsys, plan: KernelPlan, stage: Stage, counts: RunCounts, folder: Path
-) -> None:
+def record_with_nsys(plan: KernelPlan, stage: Stage, counts: RunCounts, folder: Path) -> None:
     """Record with Nsight Systems: `report.nsys-rep`, and `stats/` made of it.
 
     Raises:
-        UnsupportedError: Nsight Systems failed or left no report; the message has its last lines.
+        MissingToolError: Nsight Systems is not installed.
+        UnsupportedError: it failed; the message has its last lines.
     """
+    nsys = find_tool("nsys")
+    if nsys is None:
+        raise MissingToolError("Nsight Systems: expected the program nsys on PATH, got none")
     report, stats = folder / "report.nsys-rep", folder / "stats"
     with tempfile.TemporaryDirectory() as temporary:
         request = Path(temporary) / "request.json"
         write_request(request, plan, stage, counts)
-        done = _run(profile_command(tool, report.with_suffix(""), request), _RUN_TIMEOUT_S)
-    if done.returncode != 0 or not report.is_file():
-        raise UnsupportedError(
-            f"nsys profile ({tool.version}): expected {report.name}, got exit code "
-            f"{done.returncode}: {_tail(done)}"
-        )
+        _run(profile_command(nsys, report.with_suffix(""), request), report)
     stats.mkdir(exist_ok=True)
-    done = _run(stats_command(tool, report, stats / "report"), _RUN_TIMEOUT_S)
-    if done.returncode != 0:
-        shutil.rmtree(stats)
-        raise UnsupportedError(
-            f"nsys stats ({tool.version}): expected the reports {', '.join(REPORTS)}, got exit "
-            f"code {done.returncode}: {_tail(done)}"
-        )
-
-
-def _run(command: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Run a command; one that cannot start or does not end counts as failed."""
     try:
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout_s, check=False
+        _run(stats_command(nsys, report, stats / "report"), stats / f"report_{GPU_TRACE}.csv")
+    except UnsupportedError:
+        shutil.rmtree(stats)
+        raise
+
+
+def _run(command: Sequence[str], result: Path) -> None:
+    """Run a command that must leave a file."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_RUN_TIMEOUT_S, check=False
         )
+        lines = f"{done.stdout}\n{done.stderr}".split("\n")
+        got = f"exit code {done.returncode}: "
+        got += " | ".join([line.strip() for line in lines if line.strip()][-_TAIL_LINES:])
+        if done.returncode == 0 and result.is_file():
+            return
     except (OSError, subprocess.TimeoutExpired) as error:
-        return subprocess.CompletedProcess(command, 127, "", str(error))
-
-
-def _tail(done: subprocess.CompletedProcess[str]) -> str:
-    lines = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines() if line.strip()]
-    return " | ".join(lines[-_TAIL_LINES:])
+        got = str(error)
+    raise UnsupportedError(f"nsys {command[1]}: expected {result.name}, got {got}")
 
 
 def write_request(path: Path, plan: KernelPlan, stage: Stage, counts: RunCounts) -> None:

@@ -264,8 +264,9 @@ def timeline_plot(analysis: Analysis, path: Path, title: str) -> Path:
             _draw(axis, analysis.shape, run, host, legend)
             axis.set_title(f"{heading}; {run.span_ns / 1e3:.1f} µs on the GPU", loc="left", size=10)
         grid[-1, 0].set_xlabel("time, µs")
-        where = {"loc": "outside lower center", "ncols": 4, "frameon": False, "fontsize": 9}
-        figure.legend(list(legend.values()), list(legend), **where)
+        style = {"ncols": 4, "frameon": False, "fontsize": 9}
+        handles = list(legend.values())
+        figure.legend(handles, list(legend), loc="outside lower center", **style)
         figure.suptitle("\n".join(textwrap.wrap(title, 110)), fontsize=12, fontweight="bold")
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}")

@@ -22,11 +22,10 @@ from mla_var3.runtime.profiling import nsys
 from mla_var3.runtime.profiling.timeline import collect as timeline_collect
 from mla_var3.runtime.profiling.timeline.analysis import outline
 from mla_var3.runtime.profiling.timeline.collect import (
-    Nsys,
     RunCounts,
-    find_nsys,
     head_start_cycles,
     ranges_below,
+    record_with_nsys,
 )
 from mla_var3.runtime.profiling.timeline.formats import read_chrome_trace
 from mla_var3.runtime.stage import Stage
@@ -34,24 +33,14 @@ from mla_var3.runtime.workflow import Prepared, RunOptions
 from tests.unit.runtime.profiling.timeline.timeline_support import NAMES, OVERLAP, PIPE, TRACE
 from tests.unit.runtime.runtime_support import fake_kernel
 
-TOOL = Nsys(Path("/opt/nsys"), "2025.3.1")
-
-STAND_IN = """#!/bin/sh
-if [ "$1" = --version ]; then
-    echo "NVIDIA Nsight Systems version {version}"
-    exit {version_code}
-fi
-if [ "$1" = stats ]; then echo "{stats_text}"; exit {stats_code}; fi
-exit 3
-"""
-
+NSYS = Path("/opt/nsys")
 RECORDER = """#!/bin/sh
 while [ $# -gt 1 ]; do
     case "$1" in
         profile) [ {profile} = 0 ] || {{ echo last words; exit {profile}; }} ;;
         stats) [ {stats} = 0 ] || exit {stats} ;;
         -o) touch "$2.nsys-rep" ;;
-        --output) touch "$2_cuda_api_sum.csv" ;;
+        --output) touch "$2_cuda_gpu_trace.csv" ;;
     esac
     shift
 done
@@ -65,64 +54,14 @@ def pipeline() -> KernelPipeline:
     return KernelPipeline(_name="pipe", stages=[group, rest])
 
 
-@pytest.fixture
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    def install(
-        version: str = "2025.3.1.90-253135822126v0", *, version_code: int = 0, stats_code: int = 0
-    ) -> Path:
-        program = tmp_path / "bin" / "nsys"
-        program.parent.mkdir()
-        program.write_text(
-            STAND_IN.format(
-                version=version,
-                version_code=version_code,
-                stats_code=stats_code,
-                stats_text="no report tool" if stats_code else "fine",
-            )
-        )
-        program.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
-        return program
-
-    return install
-
-
-def test_a_usable_installation_is_found(stand_in: Any) -> None:
-    program = stand_in()
-    assert find_nsys() == Nsys(program, "2025.3.1.90")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"version": "2021.4.1"}, r"expected version 2023\.2 or newer, got 2021\.4\.1"),
-        ({"version": "unknown"}, "to print a version"),
-        ({"version_code": 1}, "to print a version"),
-        ({"stats_code": 1}, "`nsys stats` fails.*no report tool.*incomplete"),
-    ],
-)
-def test_an_unusable_installation_says_why(
-    arguments: dict[str, Any], message: str, stand_in: Any
-) -> None:
-    stand_in(**arguments)
-    with pytest.raises(MissingToolError, match=message):
-        find_nsys()
-
-
-def test_no_installation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timeline_collect, "find_tool", lambda name: None)
-    with pytest.raises(MissingToolError, match=r"nsys 2023\.2 or newer on PATH, got none"):
-        find_nsys()
-
-
 def test_the_command_lines() -> None:
-    assert timeline_collect.profile_command(TOOL, Path("out/report"), Path("request.json")) == [
+    assert timeline_collect.profile_command(NSYS, Path("out/report"), Path("request.json")) == [
         *("/opt/nsys", "profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none"),
         *("--force-overwrite=true", "-o", "out/report", sys.executable, "-m"),
         *("mla_var3.runtime.profiling.timeline.collect", "request.json"),
     ]
     assert timeline_collect.stats_command(
-        TOOL, Path("out/report.nsys-rep"), Path("stats/report")
+        NSYS, Path("out/report.nsys-rep"), Path("stats/report")
     ) == [
         *("/opt/nsys", "stats", "--report"),
         "cuda_gpu_trace,nvtx_gpu_proj_trace,cuda_api_sum",
@@ -135,28 +74,29 @@ def test_the_command_lines() -> None:
     ("profile", "stats", "message"),
     [
         (0, 0, None),
-        (3, 0, r"expected report\.nsys-rep, got exit code 3: last words"),
-        (0, 4, "nsys stats .*: expected the reports .* got exit code 4"),
+        (3, 0, r"nsys profile: expected report\.nsys-rep, got exit code 3: last words"),
+        (0, 4, r"nsys stats: expected report_cuda_gpu_trace\.csv, got exit code 4"),
     ],
 )
 def test_recording_with_nsight_systems(
-    profile: int, stats: int, message: str | None, prepared: Prepared, tmp_path: Path
+    profile: int,
+    stats: int,
+    message: str | None,
+    prepared: Prepared,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    program = tmp_path / "nsys"
+    program, folder = tmp_path / "nsys", tmp_path / "out"
     program.write_text(RECORDER.format(profile=profile, stats=stats))
     program.chmod(0o755)
-    folder = tmp_path / "out"
     folder.mkdir()
-    outcome = (
-        pytest.raises(UnsupportedError, match=message) if message else contextlib.nullcontext()
-    )
-    with outcome:
-        timeline_collect.record_with_nsys(
-            Nsys(program, "2025.3.1"), prepared.plan, prepared.stage, RunCounts(), folder
-        )
+    monkeypatch.setattr(timeline_collect, "find_tool", lambda name: program)
+    fails = pytest.raises(UnsupportedError, match=message)
+    with fails if message else contextlib.nullcontext():
+        record_with_nsys(prepared.plan, prepared.stage, RunCounts(), folder)
     left = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
     report = ["report.nsys-rep"] if profile == 0 else []
-    assert left == (report if message else [*report, "stats", "stats/report_cuda_api_sum.csv"])
+    assert left == (report if message else [*report, "stats", "stats/report_cuda_gpu_trace.csv"])
 
 
 def test_warnings_of_the_torch_profiler_are_logged(
@@ -290,9 +230,9 @@ def test_all_artifacts_of_the_recorded_trace(
     assert sorted(p.stem for p in (tmp_path / "tiling").iterdir()) == sorted(NAMES)
 
 
-@pytest.mark.parametrize("nsys_state", ["works", "missing", "broken"])
+@pytest.mark.parametrize("state", ["works", "missing", "broken", "without stats"])
 def test_cupti_always_records_and_nsight_systems_where_it_works(
-    nsys_state: str,
+    state: str,
     prepared: Prepared,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -300,39 +240,27 @@ def test_cupti_always_records_and_nsight_systems_where_it_works(
 ) -> None:
     caplog.set_level(logging.INFO, "mla_var3")
 
-    def find() -> Nsys:
-        if nsys_state == "missing":
-            raise MissingToolError("Nsight Systems: got none")
-        return TOOL
-
     def record_with_nsys(*_: object) -> None:
-        if nsys_state == "broken":
-            raise UnsupportedError("nsys profile: no report")
+        if state == "missing":
+            raise MissingToolError("Nsight Systems: got none")
+        if state != "broken":
+            (tmp_path / "report.nsys-rep").touch()
+        if state != "works":
+            raise UnsupportedError("nsys: it failed")
         (tmp_path / "stats").mkdir()
 
-    def record_with_torch(stage: Stage, counts: RunCounts, trace: Path) -> Any:
-        return read_chrome_trace(TRACE)
-
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(nsys, "find_nsys", find)
     monkeypatch.setattr(nsys, "record_with_nsys", record_with_nsys)
-    monkeypatch.setattr(nsys, "record_with_torch", record_with_torch)
+    monkeypatch.setattr(nsys, "record_with_torch", lambda *_: read_chrome_trace(TRACE))
     timeline, how = nsys.collect(prepared, RunCounts(), tmp_path)
     assert len(timeline.gpu) == 16
     assert "recorded by CUPTI through torch.profiler" in how
-    files = sorted(path.name for path in (tmp_path / "stats").iterdir())
-    if nsys_state == "works":
-        assert "Nsight Systems 2025.3.1" in how
-        assert files == []
-        return
-    assert "So there is no `report.nsys-rep`" in how
-    assert "no report.nsys-rep: " in caplog.text
-    assert ("WARNING" in caplog.text) is (nsys_state == "broken")
-    assert files == [
-        "report_cuda_api_sum.csv",
-        "report_cuda_gpu_trace.csv",
-        "report_nvtx_gpu_proj_trace.csv",
-    ]
+    assert ("there is no `report.nsys-rep`" in how) is (state in ("missing", "broken"))
+    assert ("WARNING" in caplog.text) is (state in ("broken", "without stats"))
+    assert ("not by Nsight Systems" in caplog.text) is (state != "works")
+    files = sorted(path.stem for path in (tmp_path / "stats").iterdir())
+    expected = ["report_cuda_api_sum", "report_cuda_gpu_trace", "report_nvtx_gpu_proj_trace"]
+    assert files == ([] if state == "works" else expected)
 
 
 def test_the_cpu_has_no_timeline(prepared: Prepared) -> None:
