@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import mla_var3
-from mla_var3.errors import InvalidArgumentError, MissingToolError, UnsupportedError
+from mla_var3.errors import MissingToolError, UnsupportedError
 from mla_var3.runtime.environment import find_tool, run_tool
 from mla_var3.runtime.profiling import target
 from mla_var3.runtime.profiling.target import NSIGHT_REPORT, TargetSpec
@@ -38,8 +38,6 @@ RANGE_FILTER = r"regex:hyper_mla\..*/"
 """Push/pop ranges of the default domain; the slash says that a range opens here."""
 CLOCK_CONTROL = "none"
 """ncu leaves the clocks alone, so that they are those of `scripts/lock-gpu-clock.sh`."""
-COLLECTOR_VARIABLE = "HYPER_MLA_NCU_COLLECTOR"
-COLLECTORS = ("auto", "nsight-python", "ncu")
 
 _NSIGHT_PREFIX = "nsight-"
 _TIMEOUT_S = 3600
@@ -173,20 +171,8 @@ def nsight_problem(tool: NcuTool, folder: Path) -> str | None:
     return None
 
 
-def wanted_collector() -> str:
-    """The collector that $HYPER_MLA_NCU_COLLECTOR names; "auto" by default."""
-    value = os.environ.get(COLLECTOR_VARIABLE, "auto")
-    if value not in COLLECTORS:
-        raise InvalidArgumentError(COLLECTOR_VARIABLE, " or ".join(COLLECTORS), repr(value))
-    return value
-
-
 def collect(
-    tool: NcuTool,
-    folder: Path,
-    spec: TargetSpec,
-    metrics: Sequence[str] | None,
-    collector: str,
+    tool: NcuTool, folder: Path, spec: TargetSpec, metrics: Sequence[str] | None
 ) -> Collection:
     """Run the target program under the profiler; leaves `report.ncu-rep` in the folder.
 
@@ -195,26 +181,21 @@ def collect(
         folder: where its files go.
         spec: what the target program runs.
         metrics: metrics to collect; None for the full set with sources, always by ncu.
-        collector: one of `COLLECTORS`.
 
     Raises:
-        UnsupportedError: as `run_ncu`; also when nsight-python was asked for and cannot work.
+        UnsupportedError: as `run_ncu`.
     """
     note = ""
-    if metrics is not None and collector != "ncu":
+    if metrics is not None:
         note = nsight_problem(tool, folder) or ""
         try:
             if not note:
                 return _collect(tool, folder, spec, metrics, "nsight-python")
         except UnsupportedError as error:
-            if collector == "nsight-python" or "ERR_NVGPUCTRPERM" in str(error):
+            if "ERR_NVGPUCTRPERM" in str(error):
                 raise
             note = f"nsight-python failed: {error}"
-        if collector == "nsight-python":
-            raise UnsupportedError(f"{COLLECTOR_VARIABLE}: expected nsight-python, got {note}")
         log.warning("%s; running ncu with NVTX ranges instead", note)
-    elif metrics is not None:
-        note = f"${COLLECTOR_VARIABLE} asks for it"
     return dataclasses.replace(_collect(tool, folder, spec, metrics, "ncu"), note=note)
 
 

@@ -30,7 +30,6 @@ from mla_var3.runtime.profiling.ncu.driver import (
     collect,
     find_ncu,
     load_ncu_report,
-    wanted_collector,
 )
 from mla_var3.runtime.profiling.ncu.reader import (
     StageProfile,
@@ -125,7 +124,6 @@ def profile(
     require_gpu(mode, options)
     tool = find_ncu()
     load_ncu_report()  # fails before minutes of tuning, not after
-    collector = wanted_collector()
     clocks = announce_clocks(environment())
     count = options.bench_runs or runs
     with device_lock(current_device_name()):
@@ -140,7 +138,7 @@ def profile(
         )
         prepared = _without_tensors(prepared, target_spec)
         options.progress("profile", 0, 1, f"{prepared.plan.name} under ncu {tool.version}")
-        collection = collect(tool, folder, target_spec, metrics, collector)
+        collection = collect(tool, folder, target_spec, metrics)
         options.progress("profile", 1, 1, "done")
     names = [name.removeprefix(RANGE_PREFIX) for name, _ in stage_ranges(prepared.stage)]
     launches = read_launches(folder / "report.ncu-rep")

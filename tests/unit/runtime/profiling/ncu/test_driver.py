@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from mla_var3.errors import InvalidArgumentError, MissingToolError, UnsupportedError
+from mla_var3.errors import MissingToolError, UnsupportedError
 from mla_var3.runtime.profiling.ncu import driver as ncu_driver
 from mla_var3.runtime.profiling.ncu.driver import (
     NcuTool,
@@ -22,7 +23,6 @@ from mla_var3.runtime.profiling.ncu.driver import (
     ncu_command,
     nsight_problem,
     run_ncu,
-    wanted_collector,
 )
 from mla_var3.runtime.profiling.target import TargetSpec
 from tests.unit.runtime.profiling.ncu.ncu_support import TOOL, stand_in
@@ -177,9 +177,6 @@ def test_rights_to_the_counters_are_asked_in_advance(
     assert (ncu_driver.counters_problem() is not None) == refused
 
 
-# -- which collector ---------------------------------------------------------------------------
-
-
 def test_nsight_python_is_usable_when_it_fits(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -203,7 +200,7 @@ def test_nsight_python_is_usable_when_it_fits(
 
 
 class Runs:
-    """Stands for the program runs: records them, fails as told."""
+    """Stands for the program runs: records their commands, fails as told."""
 
     def __init__(self, failures: dict[str, Exception]) -> None:
         self.failures = failures
@@ -217,92 +214,64 @@ class Runs:
         report.write_text(kind)
 
 
-def run_collect(
-    monkeypatch: pytest.MonkeyPatch,
-    folder: Path,
-    collector: str,
-    *,
-    problem: str | None = None,
-    failures: dict[str, Exception] | None = None,
-    metrics: list[str] | None = None,
-) -> tuple[Any, Runs]:
-    runs = Runs(failures or {})
-    monkeypatch.setattr(ncu_driver, "run_ncu", runs)
-    monkeypatch.setattr(ncu_driver, "nsight_problem", lambda tool, where: problem)
-    wanted = ["a", "b"] if metrics is None else metrics
-    return collect(TOOL, folder, SPEC, wanted, collector), runs
+@pytest.fixture
+def run_collect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    def run(
+        problem: str | None = None,
+        failures: dict[str, Exception] | None = None,
+        metrics: list[str] | None = ["a", "b"],  # noqa: B006
+    ) -> tuple[Any, Runs]:
+        runs = Runs(dict(failures or {}))
+        monkeypatch.setattr(ncu_driver, "run_ncu", runs)
+        monkeypatch.setattr(ncu_driver, "nsight_problem", lambda tool, where: problem)
+        return collect(TOOL, tmp_path, SPEC, metrics), runs
+
+    return run
 
 
-def test_nsight_python_comes_first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    done, runs = run_collect(monkeypatch, tmp_path, "auto")
-    assert done.collector == "nsight-python"
-    assert (tmp_path / "report.ncu-rep").read_text() == "nsight-python"
-    assert runs.commands[0][1:] == [
-        "-m", "mla_var3.runtime.profiling.target", str(tmp_path / "target.json"),
-    ]  # fmt: skip
-    nsight = TargetSpec.read(tmp_path / "target.json").nsight
-    assert nsight == {
-        "metrics": ["a", "b"],
-        "clock_control": "none",
-        "output_prefix": f"{tmp_path}/nsight-",
-    }
+BOOM: dict[str, Exception] = {"nsight-python": UnsupportedError("exit code 1: RuntimeError: boom")}
 
 
-def test_ncu_is_driven_directly_otherwise_and_that_is_said(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("arguments", "used", "note"),
+    [
+        ({}, "nsight-python", ""),
+        ({"problem": "nsight is missing"}, "ncu", "nsight is missing"),
+        ({"failures": BOOM}, "ncu", "nsight-python failed: exit code 1: RuntimeError: boom"),
+        ({"metrics": None}, "ncu", ""),  # the full set
+    ],
+)
+def test_which_collector_is_used_and_why(
+    run_collect: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    arguments: dict[str, Any],
+    used: str,
+    note: str,
 ) -> None:
-    done, _ = run_collect(monkeypatch, tmp_path, "auto", problem="the package nsight is missing")
-    assert (done.collector, done.note) == ("ncu", "the package nsight is missing")
-    assert "running ncu with NVTX ranges instead" in caplog.text
-    assert TargetSpec.read(tmp_path / "target.json").nsight is None
+    done, runs = run_collect(**arguments)
+    assert (done.collector, done.note) == (used, note)
+    assert (tmp_path / "report.ncu-rep").read_text() == used
+    assert (f"{note}; running ncu with NVTX ranges instead" in caplog.text) is bool(note)
+    command, nsight = runs.commands[-1], TargetSpec.read(tmp_path / "target.json").nsight
+    assert command[-3:] == [
+        *("-m", "mla_var3.runtime.profiling.target"),
+        str(tmp_path / "target.json"),
+    ]
+    assert (nsight is None) is (used == "ncu")
+    if nsight is not None:
+        assert nsight["metrics"] == ["a", "b"]
+        assert nsight["output_prefix"] == f"{tmp_path}/nsight-"
 
 
-def test_a_failure_of_nsight_python_is_kept_as_the_reason(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    failures: dict[str, Exception] = {
-        "nsight-python": UnsupportedError("got exit code 1: RuntimeError: boom")
-    }
-    done, _ = run_collect(monkeypatch, tmp_path, "auto", failures=failures)
-    reason = "nsight-python failed: got exit code 1: RuntimeError: boom"
-    assert (done.collector, done.note) == ("ncu", reason)
-    assert reason in caplog.text
+def test_missing_access_is_not_tried_twice(run_collect: Any) -> None:
+    with pytest.raises(UnsupportedError, match="CTRPERM"):
+        run_collect(failures={"nsight-python": UnsupportedError("ERR_NVGPUCTRPERM")})
 
 
-def test_missing_rights_are_not_tried_twice(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    failures: dict[str, Exception] = {"nsight-python": UnsupportedError("ERR_NVGPUCTRPERM")}
-    with pytest.raises(UnsupportedError, match="ERR_NVGPUCTRPERM"):
-        run_collect(monkeypatch, tmp_path, "auto", failures=failures)
-
-
-def test_a_collector_that_was_asked_for_is_not_replaced(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    with pytest.raises(UnsupportedError, match="expected nsight-python, got it is not there"):
-        run_collect(monkeypatch, tmp_path, "nsight-python", problem="it is not there")
-    done, _ = run_collect(monkeypatch, tmp_path, "ncu")
-    assert (done.collector, done.note) == ("ncu", "$HYPER_MLA_NCU_COLLECTOR asks for it")
-
-
-def test_metrics_that_do_not_exist_are_left_out_and_listed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    failures: dict[str, Exception] = {"ncu": UnknownMetricsError(["b"])}
-    done, runs = run_collect(monkeypatch, tmp_path, "ncu", failures=failures)
+def test_metrics_that_do_not_exist_are_left_out_and_listed(run_collect: Any) -> None:
+    done, runs = run_collect("gone", {"ncu": UnknownMetricsError(["b"])})
     assert done.dropped == ("b",)
     assert [c[c.index("--metrics") + 1] for c in runs.commands] == ["a,b", "a"]
-    failures = {"ncu": UnknownMetricsError(["a"])}
     with pytest.raises(UnknownMetricsError):
-        run_collect(monkeypatch, tmp_path, "ncu", failures=failures, metrics=["a"])
-
-
-def test_the_collector_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HYPER_MLA_NCU_COLLECTOR", raising=False)
-    assert wanted_collector() == "auto"
-    monkeypatch.setenv("HYPER_MLA_NCU_COLLECTOR", "ncu")
-    assert wanted_collector() == "ncu"
-    monkeypatch.setenv("HYPER_MLA_NCU_COLLECTOR", "magic")
-    with pytest.raises(InvalidArgumentError, match="auto or nsight-python or ncu, got 'magic'"):
-        wanted_collector()
+        run_collect("gone", {"ncu": UnknownMetricsError(["a"])}, ["a"])
