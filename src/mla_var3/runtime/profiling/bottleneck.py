@@ -12,13 +12,33 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from mla_var3.runtime.markdown import byte_count
-from mla_var3.runtime.profiling.ncu.reader import STALL_MEANING
 
 TENSOR_HIGH_PCT = 60.0
 DRAM_HIGH_PCT = 70.0
 OCCUPANCY_LOW_PCT = 25.0
 L2_HIT_LOW_PCT = 80.0
 WAVES_LOW = 1.0
+
+STALL_MEANING = {
+    "long_scoreboard": "waiting for data from global or local memory",
+    "short_scoreboard": "waiting for shared memory or a special function",
+    "barrier": "waiting at a CTA barrier",
+    "gmma": "waiting for the tensor core",
+    "wait": "fixed latency between dependent instructions",
+    "mio_throttle": "shared-memory and special-function queue full",
+    "math_pipe_throttle": "arithmetic pipe busy",
+    "lg_throttle": "too many global and local accesses in flight",
+    "no_instruction": "instruction cache miss",
+    "branch_resolving": "waiting for a branch target",
+    "warpgroup_arrive": "waiting for the warpgroup before a matrix product",
+    "no_instructions": "instruction cache miss",
+    "drain": "waiting for stores to leave before the exit",
+    "imc_miss": "constant cache miss",
+    "dispatch_stall": "dispatcher held back",
+    "not_selected": "ready, but another warp was issued",
+    "selected": "issuing",
+}
+"""Stall reason -> what the warps wait for; annotation mode collects the first ten."""
 
 
 class Bound(Enum):

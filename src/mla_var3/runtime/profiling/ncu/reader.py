@@ -16,6 +16,7 @@ from typing import Any
 
 from mla_var3.errors import UnsupportedError
 from mla_var3.runtime.measure import percentile
+from mla_var3.runtime.profiling.bottleneck import STALL_MEANING
 from mla_var3.runtime.profiling.ncu.driver import load_ncu_report
 from mla_var3.runtime.profiling.target import RANGE_PREFIX
 
@@ -142,26 +143,6 @@ FIGURES: tuple[Figure, ...] = (
 """The hand-picked figures of annotation mode, in the order of its table."""
 
 _STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
-STALL_MEANING = {
-    "long_scoreboard": "waiting for data from global or local memory",
-    "short_scoreboard": "waiting for shared memory or a special function",
-    "barrier": "waiting at a CTA barrier",
-    "gmma": "waiting for the tensor core",
-    "wait": "fixed latency between dependent instructions",
-    "mio_throttle": "shared-memory and special-function queue full",
-    "math_pipe_throttle": "arithmetic pipe busy",
-    "lg_throttle": "too many global and local accesses in flight",
-    "no_instruction": "instruction cache miss",
-    "branch_resolving": "waiting for a branch target",
-    "warpgroup_arrive": "waiting for the warpgroup before a matrix product",
-    "no_instructions": "instruction cache miss",
-    "drain": "waiting for stores to leave before the exit",
-    "imc_miss": "constant cache miss",
-    "dispatch_stall": "dispatcher held back",
-    "not_selected": "ready, but another warp was issued",
-    "selected": "issuing",
-}
-"""Stall reason -> what the warps wait for; annotation mode collects the first ten."""
 
 NOT_OURS = {
     "MemoryL2Compression": "needs memory allocated as compressible, which is not the kernel's",

@@ -14,7 +14,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
 import mla_var3
-from mla_var3.runtime.profiling.ncu.reader import STALL_MEANING, Launch, plain_text
+from mla_var3.runtime.profiling.bottleneck import STALL_MEANING
+from mla_var3.runtime.profiling.ncu.reader import Launch, plain_text
 
 PACKAGE = "mla_var3"
 HOT_SHARE = 0.05
