@@ -9,26 +9,22 @@ from mla_var3.runtime.files import write_atomic
 from mla_var3.runtime.markdown import microseconds
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult
 from mla_var3.runtime.profiling.common import (
-    compiled_note,
     header,
     profiling_mode,
-    tiling_table,
     write_artifacts,
 )
-from mla_var3.runtime.profiling.figures import check_markdown
 from mla_var3.runtime.profiling.ncu.driver import counters_problem, find_ncu, load_ncu_report
-from mla_var3.runtime.profiling.ncu.metrics import FIGURES, annotation_metrics
+from mla_var3.runtime.profiling.ncu.reader import FIGURES, annotation_metrics
 from mla_var3.runtime.profiling.ncu.session import Session, make_result, profile, total_stages
 from mla_var3.runtime.profiling.ncu.text import (
+    closing_sections,
     contract,
     issues_table,
-    method_table,
     metrics_table,
-    roofline_rows,
     roofline_table,
-    timer_table,
     whole_note,
     write_csv,
+    write_roofline,
 )
 from mla_var3.runtime.workflow import RunOptions
 
@@ -42,7 +38,8 @@ _MODE = NsightProfType.ANNOTATION
 def annotation_available() -> str | None:
     """Why this machine cannot profile in annotation mode; None as far as can be told in advance."""
     try:
-        load_ncu_report(find_ncu())
+        find_ncu()
+        load_ncu_report()
     except UnsupportedError as error:
         return str(error)
     return counters_problem()
@@ -60,33 +57,27 @@ def write_annotation(session: Session) -> ProfileResult:
     result, folder = make_result(session), session.folder
     write_artifacts(folder, result.record, session.prepared)
     _write_metrics(session, result)
-    write_csv(folder / "roofline_metrics.csv", *roofline_rows(session, result))
+    write_roofline(session, result)
     write_atomic(folder / "report.md", _report(session, result))
     return result
 
 
 def _write_metrics(session: Session, result: ProfileResult) -> None:
     """The metrics as collected, launch by launch, and the figures of the report."""
-    raw = []
-    for measured in session.profiles:
-        per_run = len(measured.launches) // measured.runs
-        for index, launch in enumerate(measured.launches):
-            for name, value in sorted(launch.metrics.items()):
-                if value.value is not None:
-                    where = (measured.name, index // per_run, launch.function)
-                    raw.append((*where, name, value.value, value.unit))
-    write_csv(
-        session.folder / "nsight_raw_metrics.csv",
-        ("stage", "run", "function", "metric", "value", "unit"),
-        raw,
-    )
-    units = {f"{f.key}": f"{f.key} [{f.unit}]" for f in FIGURES}
-    keys = [f.key for f in FIGURES] + ["dram_bytes", "dram_gbps", "shared_bytes", "local_bytes"]
-    derived = {"dram_gbps": "dram_gbps [GB/s]"}
-    titles = [units.get(key) or derived.get(key) or f"{key} [B]" for key in keys]
+    raw = [
+        (measured.name, index * measured.runs // len(measured.launches), launch.function, name,
+         value.value, value.unit)
+        for measured in session.profiles
+        for index, launch in enumerate(measured.launches)
+        for name, value in sorted(launch.metrics.items())
+        if value.value is not None
+    ]  # fmt: skip
+    columns = ("stage", "run", "function", "metric", "value", "unit")
+    write_csv(session.folder / "nsight_raw_metrics.csv", columns, raw)
+    keys = [figure.key for figure in FIGURES]
     write_csv(
         session.folder / "nsight_formatted_metrics.csv",
-        ("stage", *titles, "bottleneck"),
+        ("stage", *(f"{figure.key} [{figure.unit}]" for figure in FIGURES), "bottleneck"),
         [
             (s.name, *(s.extra.get(key) for key in keys), s.extra.get("bottleneck"))
             for s in total_stages(result)
@@ -112,14 +103,6 @@ def _report(session: Session, result: ProfileResult) -> str:
         metrics_table(result),
         "## Outside the healthy ranges\n",
         issues_table(session),
-        "## Duration and event time\n",
-        timer_table(result),
-        "## How it was measured\n",
-        method_table(session),
-        compiled_note(session.prepared.stage),
-        "## Tiling\n",
-        tiling_table(session.prepared.stage),
+        *closing_sections(session, result),
     ]
-    if result.check is not None:
-        parts += ["## Check\n", check_markdown(result.check)]
     return "\n".join(part for part in parts if part)

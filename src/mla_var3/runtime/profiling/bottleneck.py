@@ -1,18 +1,17 @@
 """What limits a kernel, by fixed rules on measured figures, and what to try about it.
 
-The figures are those of `ncu_metrics`, by key. Two utilisations decide the class: tensor cores and
-DRAM. The other rules point at issues that explain a class or cost time of their own.
+The figures are those of `ncu.reader.FIGURES`, by key. Two utilisations decide the class: tensor
+cores and DRAM. The other rules find issues that explain a class or cost time of their own.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from mla_var3.runtime.markdown import byte_count
-from mla_var3.runtime.profiling.ncu.metrics import STALL_MEANING
 
 TENSOR_HIGH_PCT = 60.0
 DRAM_HIGH_PCT = 70.0
@@ -20,32 +19,45 @@ OCCUPANCY_LOW_PCT = 25.0
 L2_HIT_LOW_PCT = 80.0
 WAVES_LOW = 1.0
 
+STALL_MEANING = {
+    "long_scoreboard": "waiting for data from global or local memory",
+    "short_scoreboard": "waiting for shared memory or a special function",
+    "barrier": "waiting at a CTA barrier",
+    "gmma": "waiting for the tensor core",
+    "wait": "fixed latency between dependent instructions",
+    "mio_throttle": "shared-memory and special-function queue full",
+    "math_pipe_throttle": "arithmetic pipe busy",
+    "lg_throttle": "too many global and local accesses in flight",
+    "no_instruction": "instruction cache miss",
+    "branch_resolving": "waiting for a branch target",
+    "warpgroup_arrive": "waiting for the warpgroup before a matrix product",
+    "no_instructions": "instruction cache miss",
+    "drain": "waiting for stores to leave before the exit",
+    "imc_miss": "constant cache miss",
+    "dispatch_stall": "dispatcher held back",
+    "not_selected": "ready, but another warp was issued",
+    "selected": "issuing",
+}
+"""Stall reason -> what the warps wait for; annotation mode collects the first ten."""
+
 
 class Bound(Enum):
-    """Class of a bottleneck, as the reports print it."""
+    """Class of a bottleneck: its name in reports, and what to look at."""
 
-    MEMORY = "Memory"
-    COMPUTE = "Compute"
-    LATENCY = "Latency"
-    UNKNOWN = "Unknown"
+    MEMORY = ("Memory-bound", "data reuse, TMA hints, head grouping")
+    COMPUTE = ("Compute-bound", "kernel efficiency, tile sizes")
+    LATENCY = ("Latency-bound", "occupancy, less spilling, more CTAs")
+    UNKNOWN = ("unknown", "collect tensor core and DRAM utilisation first")
 
     @property
     def label(self) -> str:
         """For example "Memory-bound"."""
-        return "unknown" if self is Bound.UNKNOWN else f"{self.value}-bound"
+        return self.value[0]
 
     @property
     def focus(self) -> str:
-        """Where to look."""
-        return _FOCUS[self]
-
-
-_FOCUS = {
-    Bound.MEMORY: "data reuse, TMA hints, head grouping",
-    Bound.COMPUTE: "kernel efficiency, tile sizes",
-    Bound.LATENCY: "occupancy, less spilling, more blocks",
-    Bound.UNKNOWN: "collect tensor core and DRAM utilisation first",
-}
+        """What to look at."""
+        return self.value[1]
 
 
 @dataclass(frozen=True)
@@ -85,22 +97,8 @@ class Opportunity:
 
 
 @dataclass(frozen=True)
-class StageDiagnosis:
-    """Class and issues of one stage."""
-
-    stage: str
-    bound: Bound
-    issues: tuple[Issue, ...]
-
-    @property
-    def key_issue(self) -> str:
-        """The issue to name first."""
-        return f"{self.issues[0].name} ({self.issues[0].trigger})" if self.issues else "none"
-
-
-@dataclass(frozen=True)
 class StageMeasurement:
-    """What the rules know of a stage.
+    """What was measured of a stage, and what the rules say about it.
 
     Attributes:
         name: stage name.
@@ -114,18 +112,41 @@ class StageMeasurement:
     figures: Mapping[str, float]
     roofline_us: float | None = None
     algorithm_bytes: float | None = None
-    stalls: Mapping[str, float] | None = None
+    stalls: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def time_us(self) -> float:
         """Measured duration."""
         return self.figures["time_us"]
 
+    @property
+    def bound(self) -> Bound:
+        """The class of its bottleneck."""
+        return classify(self.figures)
+
+    @property
+    def issues(self) -> tuple[Issue, ...]:
+        """Every figure outside its healthy range."""
+        return find_issues(self.figures)
+
+    @property
+    def key_issue(self) -> str:
+        """The issue to name first."""
+        return f"{self.issues[0].name} ({self.issues[0].trigger})" if self.issues else "none"
+
+    def main_stall(self) -> tuple[str, float] | None:
+        """The most frequent reason to wait, and its share of all waiting."""
+        stalls = {k: v for k, v in self.stalls.items() if k not in ("selected", "not_selected")}
+        if not stalls:
+            return None
+        reason = max(stalls, key=lambda name: stalls[name])
+        return reason, stalls[reason] / sum(stalls.values())
+
 
 def classify(figures: Mapping[str, float]) -> Bound:
     """The class by the utilisation of tensor cores and DRAM.
 
-    A kernel with both high is of the class of the one that is further above its threshold.
+    With both high, the one further above its threshold decides.
     """
     tensor, dram = figures.get("tensor_pct"), figures.get("dram_pct")
     if tensor is None or dram is None:
@@ -140,36 +161,30 @@ def classify(figures: Mapping[str, float]) -> Bound:
 
 def find_issues(figures: Mapping[str, float]) -> tuple[Issue, ...]:
     """Every figure outside its healthy range, the costliest kind first."""
+    spilled = figures.get("local_bytes")
+    waves = figures.get("waves_per_sm")
+    occupancy = figures.get("occupancy_pct")
+    l2_hits = figures.get("l2_hit_pct")
     found = []
-    spilled = figures.get("local_bytes", 0.0)
-    if spilled > 0:
-        found.append(
-            Issue(
-                "local_bytes",
-                "register overflow",
-                f"local spilling={byte_count(spilled)}",
-                "0 B",
-                "smaller tiles, fewer accumulators",
-            )
+    if spilled:
+        trigger = f"local spilling={byte_count(spilled)}"
+        hint = "smaller tiles, fewer accumulators"
+        found.append(Issue("local_bytes", "register overflow", trigger, "0 B", hint))
+    if waves is not None and waves <= WAVES_LOW:
+        hint = "more CTAs, fewer resources per CTA"
+        trigger = f"waves/SM={waves:.2f}"
+        found.append(Issue("waves_per_sm", "underfilled GPU", trigger, "> 1.0", hint))
+    if occupancy is not None and occupancy <= OCCUPANCY_LOW_PCT:
+        name, trigger = "register or shared memory pressure", f"occupancy={occupancy:.1f}%"
+        hint = "smaller tiles, occupancy hint"
+        found.append(Issue("occupancy_pct", name, trigger, "> 25%", hint))
+    if l2_hits is not None and l2_hits < L2_HIT_LOW_PCT:
+        trigger, hint = (
+            f"L2 hit rate={l2_hits:.1f}%",
+            "swizzled schedule, larger tiles, data layout",
         )
-    rules = (
-        ("waves_per_sm", WAVES_LOW, True, "underfilled GPU", "waves/SM={:.2f}", "> 1.0",
-         "more blocks, fewer resources per block"),
-        ("occupancy_pct", OCCUPANCY_LOW_PCT, True, "register or shared memory pressure",
-         "occupancy={:.1f}%", "> 25%", "smaller tiles, occupancy hint"),
-        ("l2_hit_pct", L2_HIT_LOW_PCT, False, "locality issue", "L2 hit rate={:.1f}%", "> 80%",
-         "swizzled schedule, larger tiles, data layout"),
-    )  # fmt: skip
-    for key, limit, at_limit, name, trigger, healthy, hint in rules:
-        value = figures.get(key)
-        if value is not None and (value < limit or (at_limit and value == limit)):
-            found.append(Issue(key, name, trigger.format(value), healthy, hint))
+        found.append(Issue("l2_hit_pct", "locality issue", trigger, "> 80%", hint))
     return tuple(found)
-
-
-def diagnose(stage: StageMeasurement) -> StageDiagnosis:
-    """Class and issues of a stage."""
-    return StageDiagnosis(stage.name, classify(stage.figures), find_issues(stage.figures))
 
 
 def find_opportunities(stages: Sequence[StageMeasurement], limit: int = 3) -> list[Opportunity]:
@@ -190,77 +205,53 @@ def find_opportunities(stages: Sequence[StageMeasurement], limit: int = 3) -> li
 
 def _gains(stage: StageMeasurement) -> list[tuple[str, float, str]]:
     """(what to do, share of the stage's time that it could save at most, trigger)."""
-    figures, bound = stage.figures, classify(stage.figures)
+    figures, bound = stage.figures, stage.bound
+    tensor, dram_pct = figures.get("tensor_pct", 0.0), figures.get("dram_pct", 0.0)
+    limits = {Bound.COMPUTE: tensor, Bound.MEMORY: dram_pct}
+    share = 1 - limits.get(bound, max(tensor, dram_pct)) / 100
+    if stage.roofline_us:
+        share = min(share, 1 - stage.roofline_us / stage.time_us)
     found = []
-    headroom = 1 - stage.roofline_us / stage.time_us if stage.roofline_us else None
     if bound is Bound.COMPUTE:
-        value = figures["tensor_pct"]
-        share = _least(headroom, 1 - value / 100)
-        found.append(("keep the tensor cores fed (tile sizes)", share, f"TC util={value:.1f}%"))
+        found.append(("keep the tensor cores fed (tile sizes)", share, f"TC util={tensor:.1f}%"))
     elif bound is Bound.MEMORY:
-        value = figures["dram_pct"]
-        share = _least(headroom, 1 - value / 100)
-        found.append(("stream closer to peak bandwidth (TMA)", share, f"DRAM={value:.1f}%"))
+        found.append(("stream closer to peak bandwidth (TMA)", share, f"DRAM={dram_pct:.1f}%"))
+    elif bound is Bound.LATENCY and (stall := stage.main_stall()):
+        what = f"hide latency: warps are {STALL_MEANING.get(stall[0], stall[0])}"
+        found.append((what, share, f"stall {stall[0]}={stall[1]:.0%}"))
     elif bound is Bound.LATENCY:
-        busiest = max(figures["tensor_pct"], figures["dram_pct"])
-        share = _least(headroom, 1 - busiest / 100)
-        found.append((*_latency_advice(stage, share),))
-    found += _traffic_gains(stage)
+        occupancy = figures.get("occupancy_pct", math.nan)
+        what = "hide latency (occupancy, more CTAs)"
+        found.append((what, share, f"occupancy={occupancy:.1f}%"))
+    dram, needed = figures.get("dram_bytes"), stage.algorithm_bytes
+    if dram and needed and dram > needed:
+        saved = (1 - needed / dram) * dram_pct / 100
+        trigger = f"DRAM traffic={dram / needed:.2f}x of what the algorithm needs"
+        found.append(("better locality (schedule, swizzle, larger tiles)", saved, trigger))
+    spilled = figures.get("local_bytes", 0.0)
+    if spilled:
+        saved = min(1.0, spilled / max(figures.get("l2_bytes", 0.0), spilled))
+        found.append(("remove register spilling", saved, f"local spilling={byte_count(spilled)}"))
     waves = figures.get("waves_per_sm")
     if waves:
-        # The last wave is as long as a full one, however few blocks it has.
-        share = 1 - waves / math.ceil(waves)
-        what = "more blocks" if waves <= WAVES_LOW else "balance the last wave (blocks, tile size)"
-        found.append((what, share, f"waves/SM={waves:.2f}"))
+        # The last wave is as long as a full one, however few CTAs it has.
+        saved = 1 - waves / math.ceil(waves)
+        what = "more CTAs" if waves <= WAVES_LOW else "balance the last wave (CTAs, tile size)"
+        found.append((what, saved, f"waves/SM={waves:.2f}"))
     return found
-
-
-def _latency_advice(stage: StageMeasurement, share: float) -> tuple[str, float, str]:
-    stalls = {
-        k: v for k, v in (stage.stalls or {}).items() if k not in ("selected", "not_selected")
-    }
-    if not stalls:
-        occupancy = stage.figures.get("occupancy_pct", math.nan)
-        return "hide latency (occupancy, more blocks)", share, f"occupancy={occupancy:.1f}%"
-    reason = max(stalls, key=lambda name: stalls[name])
-    part = stalls[reason] / sum(stalls.values())
-    meaning = STALL_MEANING.get(reason, reason)
-    return f"hide latency: warps are {meaning}", share, f"stall {reason}={part:.0%}"
-
-
-def _traffic_gains(stage: StageMeasurement) -> list[tuple[str, float, str]]:
-    figures = stage.figures
-    found = []
-    dram, needed = figures.get("dram_bytes"), stage.algorithm_bytes
-    if dram and needed and dram > needed and "dram_pct" in figures:
-        share = (1 - needed / dram) * figures["dram_pct"] / 100
-        trigger = f"DRAM traffic={dram / needed:.2f}x of what the algorithm needs"
-        found.append(("better locality (schedule, swizzle, larger tiles)", share, trigger))
-    spilled, l2 = figures.get("local_bytes", 0.0), figures.get("l2_bytes", 0.0)
-    if spilled:
-        share = min(1.0, spilled / max(l2, spilled))
-        found.append(("remove register spilling", share, f"local spilling={byte_count(spilled)}"))
-    return found
-
-
-def _least(first: float | None, second: float) -> float:
-    return max(0.0, second if first is None else min(first, second))
 
 
 def root_cause(stage: StageMeasurement) -> str:
     """Two sentences about the stage that takes most of the time."""
-    figures, diagnosis = stage.figures, diagnose(stage)
-    if diagnosis.bound is Bound.UNKNOWN:
+    figures, bound = stage.figures, stage.bound
+    if bound is Bound.UNKNOWN:
         return "The profiler reported no tensor core or DRAM utilisation."
     first = (
         f"{stage.name} keeps the tensor cores busy {figures['tensor_pct']:.0f} % and DRAM "
         f"{figures['dram_pct']:.0f} % of the time"
     )
-    stalls = {
-        k: v for k, v in (stage.stalls or {}).items() if k not in ("selected", "not_selected")
-    }
-    if diagnosis.bound is Bound.LATENCY and stalls:
-        reason = max(stalls, key=lambda name: stalls[name])
-        first += f", so its warps mostly wait ({reason}: {STALL_MEANING.get(reason, reason)})"
-    issues = "; ".join(f"{issue.name}, {issue.trigger}" for issue in diagnosis.issues)
-    return f"{first}. {f'Outside the healthy range: {issues}.' if issues else ''}".strip()
+    stall = stage.main_stall()
+    if bound is Bound.LATENCY and stall:
+        first += f", so its warps mostly wait ({stall[0]}: {STALL_MEANING.get(stall[0], stall[0])})"
+    issues = "; ".join(f"{issue.name}, {issue.trigger}" for issue in stage.issues)
+    return f"{first}. Outside the healthy range: {issues}." if issues else f"{first}."

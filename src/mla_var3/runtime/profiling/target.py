@@ -199,7 +199,12 @@ def _run_nsight(spec: TargetSpec) -> None:
             launch_ranges(stage, nsight.annotate, _wait_for_profiler)
 
     nsight.analyze.kernel(
-        runs=spec.runs, output="quiet", thermal_mode="off", **(spec.nsight or {})
+        runs=spec.runs,
+        output="quiet",
+        thermal_mode="off",
+        # A stage may launch several kernels, which is an error without a function to combine them.
+        combine_kernel_metrics=lambda first, second: first + second,
+        **(spec.nsight or {}),
     )(launch_stages)()
 
 

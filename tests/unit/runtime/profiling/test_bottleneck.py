@@ -10,7 +10,6 @@ from mla_var3.runtime.profiling.bottleneck import (
     Bound,
     StageMeasurement,
     classify,
-    diagnose,
     find_issues,
     find_opportunities,
     root_cause,
@@ -75,9 +74,9 @@ def test_a_figure_that_was_not_measured_is_no_issue() -> None:
 
 
 def test_the_key_issue_names_metric_and_value() -> None:
-    found = diagnose(stage(local_bytes=2048.0, occupancy_pct=10.0))
+    found = stage(local_bytes=2048.0, occupancy_pct=10.0)
     assert found.key_issue == "register overflow (local spilling=2.00 KiB)"
-    assert diagnose(stage()).key_issue == "none"
+    assert stage().key_issue == "none"
 
 
 def test_opportunities_are_weighted_by_the_share_of_time_and_ranked() -> None:

@@ -177,6 +177,7 @@ def test_nsight_python_gets_the_stages_only_under_the_profiler(
     options, name = calls[0]
     assert options["runs"] == 2
     assert options["metrics"] == ["m"]
+    assert options["combine_kernel_metrics"](1, 2) == 3  # a stage may launch several kernels
     # nsight-python builds the report's name from the function's.
     assert f"-{name}-" in target.NSIGHT_REPORT
     assert calls[1:] == ([("stage", "annotate")] if under_ncu else [])

@@ -1,14 +1,18 @@
-"""Finds Nsight Compute, builds its command lines, runs them and explains what went wrong."""
+"""Runs Nsight Compute: finds it, builds the command, collects metrics and explains failures.
+
+Annotation mode collects through nsight-python where that works. Otherwise, and for the full set of
+ncu mode, which nsight-python has no option for, `ncu` runs with an NVTX filter. Both start
+`profiling.target` as the profiled program and leave `report.ncu-rep`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.metadata
-import importlib.util
 import logging
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import mla_var3
-from mla_var3.errors import InvalidArgumentError, MissingToolError, UnsupportedError
+from mla_var3.errors import MissingToolError, UnsupportedError
 from mla_var3.runtime.environment import find_tool, run_tool
 from mla_var3.runtime.profiling import target
+from mla_var3.runtime.profiling.target import NSIGHT_REPORT, TargetSpec
 
 log = logging.getLogger(__name__)
 
@@ -29,14 +34,21 @@ MINIMUM_READER = (2026, 2)
 """The oldest ncu-report that may be loaded beside torch: 2025.3.1 crashes the process when a unit
 is read, 2026.2.0 and newer do not (torch 2.11 and 2.13). Newer ones read older reports."""
 DRIVER_SETTINGS = Path("/proc/driver/nvidia/params")
-CLOCK_CONTROLS = ("none", "base")
 RANGE_FILTER = r"regex:hyper_mla\..*/"
 """Push/pop ranges of the default domain; the slash says that a range opens here."""
+CLOCK_CONTROL = "none"
+"""ncu leaves the clocks alone, so that they are those of `scripts/lock-gpu-clock.sh`."""
 
+_NSIGHT_PREFIX = "nsight-"
 _TIMEOUT_S = 3600
-_TAIL_LINES = 25
 _VERSION = re.compile(r"\bVersion (\d+(?:\.\d+)+)")
 _UNKNOWN_METRIC = re.compile(r"Failed to find metric (?:regex:)?(\S+)")
+_CAUSES = (
+    re.compile(r"^[\w.]*(?:Error|Exception)\b.*", re.MULTILINE),
+    re.compile(r"^==ERROR== .*", re.MULTILINE),
+    re.compile(r"^.*\S.*\Z", re.MULTILINE),
+)
+"""What a failed run printed as its cause: an exception, an error of ncu, or its last line."""
 _INSTALL = "install Nsight Compute (part of the CUDA toolkit) and put its folder on PATH"
 
 
@@ -51,6 +63,21 @@ class NcuTool:
     def release(self) -> tuple[int, ...]:
         """The version as numbers, for comparisons."""
         return _release(self.version)
+
+
+@dataclass
+class Collection:
+    """How the metrics were collected.
+
+    Attributes:
+        collector: "nsight-python" or "ncu".
+        note: why it was not nsight-python.
+        dropped: metrics that this profiler or GPU does not have.
+    """
+
+    collector: str
+    note: str = ""
+    dropped: tuple[str, ...] = ()
 
 
 class UnknownMetricsError(UnsupportedError):
@@ -77,13 +104,8 @@ def find_ncu() -> NcuTool:
             "or use --prof_type=event, which needs no profiler"
         )
     match = _VERSION.search(run_tool(path, "--version") or "")
-    if match is None:
-        raise UnsupportedError(
-            f"{path}: expected Nsight Compute {needed} or newer, got a program that does not "
-            f"answer --version; {_INSTALL}"
-        )
-    tool = NcuTool(path, match[1])
-    if tool.release < MINIMUM_VERSION:
+    tool = NcuTool(path, match[1] if match else "a program that does not answer --version")
+    if match is None or tool.release < MINIMUM_VERSION:
         raise UnsupportedError(
             f"{path}: expected Nsight Compute {needed} or newer, got {tool.version}; {_INSTALL}"
         )
@@ -91,11 +113,8 @@ def find_ncu() -> NcuTool:
 
 
 def _newest_in_opt() -> Path | None:
-    found = [
-        path
-        for path in Path("/opt/nvidia/nsight-compute").glob("*/ncu")
-        if os.access(path, os.X_OK)
-    ]
+    folders = Path("/opt/nvidia/nsight-compute").glob("*/ncu")
+    found = [path for path in folders if os.access(path, os.X_OK)]
     return max(found, key=lambda path: _release(path.parent.name), default=None)
 
 
@@ -103,75 +122,46 @@ def _release(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", text)[:4])
 
 
-def load_ncu_report(tool: NcuTool | None = None) -> Any:
-    """The `ncu_report` module: the package, or else the copy that comes with Nsight Compute.
+def load_ncu_report() -> Any:
+    """The `ncu_report` module, which reads .ncu-rep files.
 
     Raises:
-        MissingToolError: neither can be imported, or what is there is too old.
+        MissingToolError: it is missing or too old.
     """
-    reasons = []
-    needed = ".".join(map(str, MINIMUM_READER))
-    if importlib.util.find_spec("ncu_report") is not None:
-        version = _reader_version()
-        if version is None or _release(version) >= MINIMUM_READER:
+    try:
+        version = importlib.metadata.version("ncu-report")
+        if _release(version) >= MINIMUM_READER:
             return importlib.import_module("ncu_report")
-        reasons.append(f"version {version}")
-    elif tool is not None and tool.release < MINIMUM_READER:
-        reasons.append(f"the copy in ncu {tool.version}")
-    elif tool is not None:
-        for folder in _bundled_folders(tool):
-            sys.path.append(str(folder))
-            try:
-                module = importlib.import_module("ncu_report")
-            except ImportError as error:
-                reasons.append(f"{folder}: {error}")
-                sys.path.remove(str(folder))
-            else:
-                log.info("reading reports with the ncu_report module in %s", folder)
-                return module
+        got = f"version {version}"
+    except (ImportError, importlib.metadata.PackageNotFoundError) as error:
+        got = f"none ({error})"
+    needed = ".".join(map(str, MINIMUM_READER))
     raise MissingToolError(
         f"ncu-report: expected {needed} or newer of the Python package that reads .ncu-rep files, "
-        f'got {"; ".join(reasons) or "none"}; pip install "hyper-mla[profiling]"'
+        f'got {got}; pip install "hyper-mla[profiling]"'
     )
 
 
 def counters_problem() -> str | None:
-    """Why this user may not read the hardware counters, as far as the driver tells in advance."""
+    """Why this user may not read the hardware counters, as far as the driver's settings say."""
     try:
         settings = DRIVER_SETTINGS.read_text()
     except OSError:
         return None
     if os.geteuid() != 0 and re.search(r"^RmProfilingAdminOnly: 1$", settings, re.MULTILINE):
-        return (
-            "ncu: expected the right to read the GPU's counters, got a driver that keeps it to root"
-        )
+        return "ncu: expected access to the GPU's counters, got a driver that allows root only"
     return None
-
-
-def _reader_version() -> str | None:
-    try:
-        return importlib.metadata.version("ncu-report")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _bundled_folders(tool: NcuTool) -> list[Path]:
-    """Where an installation keeps its Python module; `ncu` itself may be a link or a wrapper."""
-    roots = [*tool.path.resolve().parents[:4]]
-    short = ".".join(tool.version.split(".")[:3])
-    roots.append(Path("/opt/nvidia/nsight-compute") / short)
-    return [r / "extras" / "python" for r in roots if (r / "extras/python/ncu_report.py").is_file()]
 
 
 def nsight_problem(tool: NcuTool, folder: Path) -> str | None:
     """Why nsight-python cannot profile here; None when it can."""
-    for name in ("nsight", "nvtx", "pandas", "ncu_report"):
-        if importlib.util.find_spec(name) is None:
-            return f"the package {name} is not installed"
     try:
         version = importlib.metadata.version("nsight-python")
+        importlib.import_module("nsight")
     except importlib.metadata.PackageNotFoundError:
         return "nsight-python is not installed"
+    except ImportError as error:
+        return f"nsight-python {version} cannot be imported: {error}"
     if _release(version) >= (1,) and tool.release < (2026, 2):
         return f"nsight-python {version} needs ncu 2026.2, got {tool.version}"
     # It joins its command line with spaces and hands it to a shell.
@@ -181,13 +171,71 @@ def nsight_problem(tool: NcuTool, folder: Path) -> str | None:
     return None
 
 
+def collect(
+    tool: NcuTool, folder: Path, spec: TargetSpec, metrics: Sequence[str] | None
+) -> Collection:
+    """Run the target program under the profiler; leaves `report.ncu-rep` in the folder.
+
+    Args:
+        tool: the profiler.
+        folder: where its files go.
+        spec: what the target program runs.
+        metrics: metrics to collect; None for the full set with sources, always by ncu.
+
+    Raises:
+        UnsupportedError: as `run_ncu`.
+    """
+    note = ""
+    if metrics is not None:
+        note = nsight_problem(tool, folder) or ""
+        try:
+            if not note:
+                return _collect(tool, folder, spec, metrics, "nsight-python")
+        except UnsupportedError as error:
+            if "ERR_NVGPUCTRPERM" in str(error):
+                raise
+            note = f"nsight-python failed: {error}"
+        log.warning("%s; running ncu with NVTX ranges instead", note)
+    return dataclasses.replace(_collect(tool, folder, spec, metrics, "ncu"), note=note)
+
+
+def _collect(
+    tool: NcuTool, folder: Path, spec: TargetSpec, metrics: Sequence[str] | None, collector: str
+) -> Collection:
+    """Collect with one collector; metrics that do not exist here are left out and listed."""
+    path, report = folder / "target.json", folder / "report.ncu-rep"
+    dropped: list[str] = []
+    while True:
+        left = None if metrics is None else [name for name in metrics if name not in dropped]
+        nsight = {
+            "metrics": left,
+            "clock_control": CLOCK_CONTROL,
+            "output_prefix": str(folder / _NSIGHT_PREFIX),
+        }
+        try:
+            if collector == "ncu":
+                dataclasses.replace(spec, nsight=None).write(path)
+                run_ncu(ncu_command(tool, report.with_suffix(""), path, left), tool, report)
+            else:
+                dataclasses.replace(spec, nsight=nsight).write(path)
+                made = folder / f"{_NSIGHT_PREFIX}{NSIGHT_REPORT}"
+                run_ncu(target_command(path), tool, made)
+                made.replace(report)
+                if made.with_suffix(".log").is_file():
+                    made.with_suffix(".log").replace(folder / "ncu-messages.log")
+        except UnknownMetricsError as error:
+            unknown = [name for name in left or () if name in error.names]
+            if left is None or not unknown or len(unknown) == len(left):
+                raise
+            log.warning("not known to ncu %s here: %s", tool.version, ", ".join(unknown))
+            dropped += unknown
+        else:
+            log.info("metrics collected by %s (ncu %s)", collector, tool.version)
+            return Collection(collector, dropped=tuple(dropped))
+
+
 def ncu_command(
-    tool: NcuTool,
-    output: Path,
-    spec: Path,
-    *,
-    metrics: Sequence[str] | None,
-    clock_control: str = "none",
+    tool: NcuTool, output: Path, spec: Path, metrics: Sequence[str] | None
 ) -> list[str]:
     """The command that profiles a target program.
 
@@ -196,19 +244,15 @@ def ncu_command(
         output: report path without `.ncu-rep`.
         spec: what the target program runs.
         metrics: metrics to collect; None for the full set with sources.
-        clock_control: "none" leaves the clocks alone, "base" holds them at the base frequency.
     """
-    if clock_control not in CLOCK_CONTROLS:
-        raise InvalidArgumentError("clock_control", " or ".join(CLOCK_CONTROLS), clock_control)
-    if metrics is None:
-        what = ["--set", "full", "--import-source", "yes"]
-    else:
+    what = ["--set", "full", "--import-source", "yes"]
+    if metrics is not None:
         what = ["--metrics", ",".join(metrics)]
     return [
         str(tool.path),
         *("--target-processes", "all"),
         *("--nvtx", "--nvtx-include", RANGE_FILTER),
-        *("--clock-control", clock_control),
+        *("--clock-control", CLOCK_CONTROL),
         *("--cache-control", "all"),
         *what,
         *("-f", "-o", str(output)),
@@ -229,17 +273,17 @@ def child_environment(tool: NcuTool) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": python_path, "PATH": path}
 
 
-def run_ncu(command: Sequence[str], tool: NcuTool, report: Path, log_file: Path) -> None:
-    """Run a profiling command; its output goes to a log file.
+def run_ncu(command: Sequence[str], tool: NcuTool, report: Path) -> None:
+    """Run a profiling command; its output goes to `profiler.log` beside the report.
 
     Args:
         command: what to run.
-        tool: the profiler, for messages.
+        tool: the profiler.
         report: the file that must exist afterwards.
-        log_file: gets everything that was printed.
 
     Raises:
-        UnsupportedError: no right to the counters, a failed target program, no report.
+        UnsupportedError: no access to the counters, a failed target program, or no report. The
+            message is one line with the cause and the name of the log file.
         UnknownMetricsError: some metrics do not exist here.
     """
     log.debug("running %s", command)
@@ -255,7 +299,6 @@ def run_ncu(command: Sequence[str], tool: NcuTool, report: Path, log_file: Path)
             timeout=_TIMEOUT_S,
             check=False,
         )
-        text, code = done.stdout, done.returncode
     except subprocess.TimeoutExpired as error:
         raise UnsupportedError(
             f"ncu {tool.version}: expected to finish within {_TIMEOUT_S} s, got no end"
@@ -264,48 +307,34 @@ def run_ncu(command: Sequence[str], tool: NcuTool, report: Path, log_file: Path)
         raise MissingToolError(
             f"{command[0]}: expected a program that runs, got {error}"
         ) from error
-    log_file.write_text(text)
+    text, log_file = done.stdout, report.with_name("profiler.log")
     # nsight-python keeps ncu's own messages in a file beside the report.
-    beside = report.with_suffix(".log")
-    if beside.is_file() and beside != log_file:
-        text += beside.read_text(errors="replace")
-    _raise_problem(text, code, tool, report, log_file)
-
-
-def _raise_problem(text: str, code: int, tool: NcuTool, report: Path, log_file: Path) -> None:
-    where = f"full output in {log_file}"
+    if report.with_suffix(".log").is_file():
+        text += report.with_suffix(".log").read_text(errors="replace")
+    log_file.write_text(text)
+    unknown = _UNKNOWN_METRIC.findall(text)
+    where = f"{_cause(text)} (full output in {log_file})"
     if "ERR_NVGPUCTRPERM" in text:
         raise UnsupportedError(
-            f"ncu {tool.version}: expected the right to read the GPU's performance counters, got "
+            f"ncu {tool.version}: expected access to the GPU's performance counters, got "
             "ERR_NVGPUCTRPERM; run as root or in a container with --cap-add=SYS_ADMIN, or let the "
             "administrator load the driver with NVreg_RestrictProfilingToAdminUsers=0 "
-            "(https://developer.nvidia.com/ERR_NVGPUCTRPERM); --prof_type=event needs no such right"
+            "(https://developer.nvidia.com/ERR_NVGPUCTRPERM); --prof_type=event needs no access"
         )
-    unknown = _UNKNOWN_METRIC.findall(text)
     if unknown:
         raise UnknownMetricsError(sorted({name.rstrip(".,'\"") for name in unknown}))
-    if code != 0:
+    if done.returncode != 0:
         raise UnsupportedError(
-            f"ncu {tool.version}: expected the profiled program to succeed, got exit code {code} "
-            f"({where}):\n{tail(text)}"
+            f"ncu {tool.version}: expected the profiled program to succeed, got exit code "
+            f"{done.returncode}: {where}"
         )
     if not report.is_file():
-        reason = "no kernel ran in a range" if "No kernels were profiled" in text else "none"
         raise UnsupportedError(
-            f"ncu {tool.version}: expected the report {report.name}, got {reason} "
-            f"({where}):\n{tail(text)}"
+            f"ncu {tool.version}: expected the report {report.name}, got none: {where}"
         )
 
 
-def tail(text: str, lines: int = _TAIL_LINES) -> str:
-    """The last lines of a program's output."""
-    return "\n".join(text.strip().splitlines()[-lines:])
-
-
-def move_nsight_report(folder: Path, prefix: str) -> None:
-    """Give the files of nsight-python the names that the direct way uses."""
-    made = folder / f"{prefix}{target.NSIGHT_REPORT}"
-    for suffix, name in ((".ncu-rep", "report.ncu-rep"), (".log", "ncu-messages.log")):
-        source = made.with_suffix(suffix)
-        if source.is_file():
-            shutil.move(source, folder / name)
+def _cause(text: str) -> str:
+    """The line that says why a run failed."""
+    found = (pattern.search(text.strip()) for pattern in _CAUSES)
+    return next((match[0].strip() for match in found if match), "no output")

@@ -11,33 +11,30 @@ from mla_var3.runtime.profiling import NsightProfType, ProfileResult
 from mla_var3.runtime.profiling.common import (
     header,
     profiling_mode,
-    tiling_table,
     write_artifacts,
 )
-from mla_var3.runtime.profiling.figures import check_markdown
-from mla_var3.runtime.profiling.ncu.metrics import MetricValue
-from mla_var3.runtime.profiling.ncu.reader import NOT_OURS, Rule, StageProfile, advice
+from mla_var3.runtime.profiling.ncu.reader import (
+    NOT_OURS,
+    MetricValue,
+    Rule,
+    StageProfile,
+    advice,
+)
 from mla_var3.runtime.profiling.ncu.session import Session, make_result, profile
 from mla_var3.runtime.profiling.ncu.source import (
     HOT_SHARE,
-    Instruction,
-    LineProfile,
+    KernelSource,
     annotate_source,
-    describe_line,
-    instructions_of,
-    line_profiles,
-    markers_of,
     package_path,
-    sass_rows,
     shown_path,
     source_ptx,
     source_text,
 )
 from mla_var3.runtime.profiling.ncu.text import (
+    closing_sections,
     contract,
     method_table,
     metrics_table,
-    timer_table,
     whole_note,
     write_csv,
 )
@@ -64,67 +61,52 @@ def write_ncu(session: Session) -> ProfileResult:
     write_artifacts(folder, result.record, session.prepared)
     compact, verbose = [], []
     for measured in session.profiles:
+        source = KernelSource.of(measured.main)
+        _write_kernel(session, measured, source)
         rules = measured.main.rules()
-        lines = _write_kernel(session, measured)
-        compact.append(_compact_kernel(measured, rules, lines))
-        verbose.append(_verbose_kernel(measured, rules))
+        compact += _compact_kernel(measured, rules, source)
+        verbose += _verbose_kernel(measured, rules)
     write_atomic(folder / "report.md", _report(session, result, compact))
-    write_atomic(folder / "report-verbose.md", _verbose_report(session, result, verbose))
+    opening = [
+        header(f"{result.kernel}, ncu mode, all sections", result.record),
+        "## How it was measured\n",
+        method_table(session),
+    ]
+    write_atomic(folder / "report-verbose.md", "\n".join([*opening, *verbose]))
     return result
 
 
-def _write_kernel(
-    session: Session, measured: StageProfile
-) -> list[tuple[str, int, LineProfile, float]]:
-    """Write the files of one kernel; returns its lines (file, number, profile, all samples)."""
+def _write_kernel(session: Session, measured: StageProfile, source: KernelSource) -> None:
+    """Write the files of one kernel."""
     folder, launch = session.folder / measured.name, measured.main
-    write_csv(
-        folder / "ncu-details.csv",
-        ("section", "label", "metric", "value", "unit"),
-        [
-            (section.name, label, name, value.value, value.unit)
-            for section in launch.sections()
-            for label, name, value in section.metrics
-        ],
-    )
-    instructions = instructions_of(launch)
-    write_csv(folder / "sass-metrics.csv", *sass_rows(instructions))
-    write_atomic(folder / "source.ptx", source_ptx(session.report_path, launch, instructions))
-    total = sum(item.values.get("samples", 0.0) for item in instructions)
-    files = line_profiles(instructions, markers_of(launch))
-    _write_sources(
-        session.folder / "annotated-src" / measured.name, measured, files, total, instructions
-    )
-    found = [
-        (file, number, line, total)
-        for file, lines in files.items()
-        for number, line in lines.items()
-        if file
+    details = [
+        (section.name, label, name, value.value, value.unit)
+        for section in launch.sections()
+        for label, name, value in section.metrics
     ]
-    return sorted(found, key=lambda entry: -entry[2].samples)
+    columns = ("section", "label", "metric", "value", "unit")
+    write_csv(folder / "ncu-details.csv", columns, details)
+    write_csv(folder / "sass-metrics.csv", *source.sass_rows())
+    ptx = source_ptx(session.report_path, launch, source.instructions)
+    write_atomic(folder / "source.ptx", ptx)
+    _write_sources(session.folder / "annotated-src" / measured.name, measured, source)
 
 
-def _write_sources(
-    folder: Path,
-    measured: StageProfile,
-    files: dict[str, dict[int, LineProfile]],
-    total: float,
-    instructions: list[Instruction],
-) -> None:
+def _write_sources(folder: Path, measured: StageProfile, source: KernelSource) -> None:
     """Annotated copies of this package's sources; nobody else's are copied."""
     written: set[str] = set()
-    for file, lines in files.items():
+    for file, lines in source.files.items():
         own = package_path(file)
-        source = source_text(measured.main, file) if own is not None else None
-        if own is None or source is None:
+        found = source_text(measured.main, file) if own is not None else None
+        if own is None or found is None:
             continue
-        text, origin = source
-        share = sum(line.samples for line in lines.values()) / total if total else 0.0
+        text, origin = found
+        samples = sum(line.samples for line in lines.values())
         count = sum(line.instructions for line in lines.values())
         title = (
             f"{shown_path(file)} in {measured.name}, {origin}.",
-            f"{share:.1%} of the kernel's {total:.0f} warp samples and {count} of its "
-            f"{len(instructions)} instructions are here.",
+            f"{samples / (source.samples or 1):.1%} of the kernel's {source.samples:.0f} warp "
+            f"samples and {count} of its {len(source.instructions)} instructions are here.",
             f"[HOT]: at least {HOT_SHARE:.0%} of the samples. Inlined code counts where it is "
             "written;",
             "line numbers are those of the original.",
@@ -133,56 +115,33 @@ def _write_sources(
         if name in written:  # two modules of one name in different packages
             name = ".".join(own.parts)
         written.add(name)
-        write_atomic(folder / name, annotate_source(text, lines, total, title))
+        write_atomic(folder / name, annotate_source(text, lines, source.samples, title))
 
 
-def _scope(rule: Rule) -> str | None:
-    if rule.speedup_pct is None:
-        return None
-    return f"{rule.speedup_pct:.0f}% {'of the kernel' if rule.is_global else 'of one unit'}"
-
-
-def _compact_kernel(
-    measured: StageProfile,
-    rules: list[Rule],
-    lines: list[tuple[str, int, LineProfile, float]],
-) -> str:
-    told = advice(rules)[:_TOP_ADVICE]
-    hot = [entry for entry in lines[:_TOP_LINES] if entry[2].samples]
-    parts = [f"## {measured.name}\n", "### What Nsight Compute recommends\n"]
-    if told:
-        parts.append(
-            table(
-                ("rule", "est. speedup", "what it says"),
-                [(rule.title, _scope(rule), rule.message) for rule in told],
-            )
-        )
-    else:
-        parts.append("No recommendation with an estimated gain of 5% or more.\n")
-    parts.append("### Hot lines\n")
-    if hot:
-        parts.append(
-            table(
-                ("line", "what was measured there"),
-                [
-                    (f"`{shown_path(file)}:{at}`", describe_line(line, total))
-                    for file, at, line, total in hot
-                ],
-            )
-        )
-    else:
-        parts.append("The report has no samples with a source line.\n")
-    parts.append(
-        f"Files: `{measured.name}/ncu-details.csv`, `{measured.name}/sass-metrics.csv`, "
-        f"`{measured.name}/source.ptx`, `annotated-src/{measured.name}/`.\n"
-    )
+def _compact_kernel(measured: StageProfile, rules: list[Rule], source: KernelSource) -> list[str]:
+    told = [(rule.title, rule.gain, rule.message) for rule in advice(rules)[:_TOP_ADVICE]]
+    hot = [(f"`{shown_path(file)}:{at}`", text) for file, at, text in source.hottest(_TOP_LINES)]
+    name = measured.name
+    parts = [
+        f"## {name}\n",
+        "### What Nsight Compute recommends\n",
+        table(("rule", "est. speedup", "what it says"), told)
+        if told
+        else "No recommendation with an estimated gain of 5% or more.\n",
+        "### Hot lines\n",
+        table(("line", "what was measured there"), hot)
+        if hot
+        else "The report has no samples with a source line.\n",
+        f"Files: `{name}/ncu-details.csv`, `{name}/sass-metrics.csv`, `{name}/source.ptx`, "
+        f"`annotated-src/{name}/`.\n",
+    ]
     functions = {launch.function for launch in measured.launches}
     if len(functions) > 1:
         parts.append(
             f"The stage launches {len(functions)} GPU functions; details are those of the longest, "
             f"`{measured.main.function}`.\n"
         )
-    return "\n".join(parts)
+    return parts
 
 
 def _report(session: Session, result: ProfileResult, kernels: list[str]) -> str:
@@ -197,46 +156,24 @@ def _report(session: Session, result: ProfileResult, kernels: list[str]) -> str:
         "tile language, and its estimates overlap. Left out: "
         + "; ".join(f"{name} ({why})" for name, why in NOT_OURS.items())
         + ". All of it is in `report-verbose.md`; `report.ncu-rep` opens in Nsight Compute.\n",
-        "## Duration and event time\n",
-        timer_table(result),
-        "## How it was measured\n",
-        method_table(session),
-        "## Tiling\n",
-        tiling_table(session.prepared.stage),
+        *closing_sections(session, result),
     ]
-    if result.check is not None:
-        parts += ["## Check\n", check_markdown(result.check)]
     return "\n".join(part for part in parts if part)
 
 
-def _verbose_report(session: Session, result: ProfileResult, kernels: list[str]) -> str:
-    parts = [
-        header(f"{result.kernel}, ncu mode, all sections", result.record),
-        "## How it was measured\n",
-        method_table(session),
-        *kernels,
-    ]
-    return "\n".join(parts)
-
-
-def _verbose_kernel(measured: StageProfile, rules: list[Rule]) -> str:
+def _verbose_kernel(measured: StageProfile, rules: list[Rule]) -> list[str]:
+    """Every section of the report with its rules, as Nsight Compute words them."""
     launch = measured.main
     parts = [f"## {measured.name}\n", f"GPU function `{launch.function}`.\n"]
-    left = list(rules)
+    left = [rule for rule in rules if rule.message]
     for section in launch.sections():
-        parts.append(f"### {section.name}\n")
-        parts.append(
-            table(
-                ("metric", "value", "unit", "name"),
-                [(label, _shown(v), v.unit, f"`{name}`") for label, name, v in section.metrics],
-            )
-        )
+        rows = [(label, _shown(v), v.unit, f"`{name}`") for label, name, v in section.metrics]
+        parts += [f"### {section.name}\n", table(("metric", "value", "unit", "name"), rows)]
         parts += [_rule_text(rule) for rule in left if rule.section == section.identifier]
         left = [rule for rule in left if rule.section != section.identifier]
-    if any(rule.message for rule in left):
-        parts.append("### Other rules\n")
-        parts += [_rule_text(rule) for rule in left]
-    return "\n".join(part for part in parts if part)
+    if left:
+        parts += ["### Other rules\n", *map(_rule_text, left)]
+    return parts
 
 
 def _shown(value: MetricValue) -> str | None:
@@ -247,12 +184,9 @@ def _shown(value: MetricValue) -> str | None:
 
 
 def _rule_text(rule: Rule) -> str:
-    if not rule.message:
-        return ""
-    gain = f" (est. speedup {_scope(rule)})" if rule.speedup_pct is not None else ""
+    gain = f" (est. speedup {rule.gain})" if rule.gain else ""
     lines = [f"**{rule.title or rule.identifier}**{gain}: {rule.message}\n"]
-    for name, value, info in rule.metrics:
-        lines.append(f"- `{name}` = {number(value, 4)}: {info}")
+    lines += [f"- `{name}` = {number(value, 4)}: {info}" for name, value, info in rule.metrics]
     if rule.metrics:
         lines.append("")
     for title, headers, rows in rule.tables:

@@ -1,7 +1,12 @@
-"""Reads `.ncu-rep` files: the launches in our ranges with their metrics, sections and rules."""
+"""Reads `.ncu-rep` files: the profiled launches with their figures, sections and rules.
+
+A figure is a metric under a short key, by which reports, CSV files and bottleneck rules refer to
+it. The metric names were read from an H200 recording of Nsight Compute 2025.3.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,19 +16,133 @@ from typing import Any
 
 from mla_var3.errors import UnsupportedError
 from mla_var3.runtime.measure import percentile
-from mla_var3.runtime.profiling.ncu.driver import NcuTool, load_ncu_report
-from mla_var3.runtime.profiling.ncu.metrics import (
-    FIGURES,
-    MetricValue,
-    figures_of,
-    stall_cycles,
-    with_derived,
-)
+from mla_var3.runtime.profiling.bottleneck import STALL_MEANING
+from mla_var3.runtime.profiling.ncu.driver import load_ncu_report
 from mla_var3.runtime.profiling.target import RANGE_PREFIX
 
 _MARKUP = re.compile(r"@(?:section|source|url|metric)[^@]*?:([^@:]*?)(?::https?://[^@]*)?@")
 _OPTIMIZATION = 2
 _GLOBAL_SPEEDUP = 2
+_SECTOR_BYTES = 32
+_SCALES = {
+    "us": {
+        **dict.fromkeys(("ns", "nsecond"), 1e-3),
+        **dict.fromkeys(("us", "usecond"), 1.0),
+        **dict.fromkeys(("ms", "msecond"), 1e3),
+        **dict.fromkeys(("s", "second"), 1e6),
+    },
+    "MHz": dict.fromkeys(("hz", "Hz", "cycle/second", "cycle/s"), 1e-6),
+}
+"""Unit of a figure -> unit in the report -> factor."""
+
+
+@dataclass(frozen=True)
+class MetricValue:
+    """One value as the profiler reports it."""
+
+    value: float | int | str | None
+    unit: str
+
+    @property
+    def number(self) -> float | None:
+        """The value as a finite number; None for texts and what was not collected."""
+        if isinstance(self.value, bool) or not isinstance(self.value, (int, float)):
+            return None
+        return float(self.value) if math.isfinite(self.value) else None
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of a kernel.
+
+    Attributes:
+        key: short name, a CSV column and a key of `StageFigures.extra`.
+        metric: Nsight Compute's name; empty for a figure derived from others.
+        label: heading in reports; empty for a figure that only the CSV files have.
+        unit: unit of the figure.
+        additive: whether kernels of one stage add up; otherwise they are averaged by time.
+        per_kernel: whether it means nothing for several kernels together.
+        scale: factor on top of the unit's.
+    """
+
+    key: str
+    metric: str
+    label: str
+    unit: str
+    additive: bool = False
+    per_kernel: bool = False
+    scale: float = 1.0
+
+    def convert(self, value: MetricValue) -> float | None:
+        """The value in the figure's unit."""
+        number = value.number
+        if number is None:
+            return None
+        return number * self.scale * _SCALES.get(self.unit, {}).get(value.unit, 1.0)
+
+
+_PEAK = "avg.pct_of_peak_sustained"
+_LOCAL = "l1tex__t_sectors_pipe_lsu_mem_local_op"
+_SECTORS: dict[str, Any] = {"additive": True, "scale": _SECTOR_BYTES}
+_SUM: dict[str, Any] = {"additive": True}
+_ONE: dict[str, Any] = {"per_kernel": True}
+
+FIGURES: tuple[Figure, ...] = (
+    Figure("time_us", "gpu__time_duration.sum", "", "us", **_SUM),
+    Figure(
+        "tensor_pct",
+        f"sm__pipe_tensor_cycles_active.{_PEAK}_elapsed",
+        "tensor core utilisation",
+        "%",
+    ),
+    Figure("dram_pct", f"gpu__dram_throughput.{_PEAK}_elapsed", "DRAM throughput", "%"),
+    Figure("dram_gbps", "", "DRAM throughput", "GB/s"),
+    Figure("dram_read_bytes", "dram__bytes_read.sum", "DRAM read", "B", **_SUM),
+    Figure("dram_write_bytes", "dram__bytes_write.sum", "DRAM written", "B", **_SUM),
+    Figure("dram_bytes", "", "", "B"),
+    Figure("l2_pct", f"lts__throughput.{_PEAK}_elapsed", "L2 throughput", "%"),
+    Figure("l2_hit_pct", "lts__t_sector_hit_rate.pct", "L2 hit rate", "%"),
+    Figure("l2_bytes", "lts__t_sectors.sum", "", "B", **_SECTORS),
+    Figure("l1_hit_pct", "l1tex__t_sector_hit_rate.pct", "L1 hit rate", "%"),
+    Figure("sm_pct", f"sm__throughput.{_PEAK}_elapsed", "SM throughput", "%"),
+    Figure("memory_pct", f"gpu__compute_memory_throughput.{_PEAK}_elapsed", "", "%"),
+    Figure("issue_pct", f"smsp__issue_active.{_PEAK}_active", "issue slots busy", "%"),
+    Figure("occupancy_pct", f"sm__warps_active.{_PEAK}_active", "achieved occupancy", "%"),
+    Figure(
+        "occupancy_limit_pct",
+        "sm__maximum_warps_per_active_cycle_pct",
+        "theoretical occupancy",
+        "%",
+        **_ONE,
+    ),
+    Figure("registers", "launch__registers_per_thread", "registers per thread", "register", **_ONE),
+    Figure(
+        "shared_static_bytes",
+        "launch__shared_mem_per_block_static",
+        "static shared memory per CTA",
+        "B",
+        **_ONE,
+    ),
+    Figure(
+        "shared_dynamic_bytes",
+        "launch__shared_mem_per_block_dynamic",
+        "dynamic shared memory per CTA",
+        "B",
+        **_ONE,
+    ),
+    Figure("shared_bytes", "", "", "B"),
+    Figure("local_load_bytes", f"{_LOCAL}_ld.sum", "", "B", **_SECTORS),
+    Figure("local_store_bytes", f"{_LOCAL}_st.sum", "", "B", **_SECTORS),
+    Figure("local_bytes", "", "local spilling", "B"),
+    Figure("waves_per_sm", "launch__waves_per_multiprocessor", "waves per SM", "wave", **_ONE),
+    Figure("grid", "launch__grid_size", "CTAs", "CTA", additive=True, per_kernel=True),
+    Figure("threads", "launch__block_size", "threads per CTA", "thread", **_ONE),
+    Figure("sm_clock_mhz", "gpc__cycles_elapsed.avg.per_second", "SM clock while profiled", "MHz"),
+    Figure("dram_clock_mhz", "dram__cycles_elapsed.avg.per_second", "", "MHz"),
+)
+"""The hand-picked figures of annotation mode, in the order of its table."""
+
+_STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
 
 NOT_OURS = {
     "MemoryL2Compression": "needs memory allocated as compressible, which is not the kernel's",
@@ -32,18 +151,74 @@ NOT_OURS = {
 """Rules whose advice a kernel of this package cannot follow -> why."""
 
 
+def annotation_metrics() -> list[str]:
+    """The metric names that annotation mode collects."""
+    stalls = [_STALL.format(reason) for reason in list(STALL_MEANING)[:10]]
+    return [*(figure.metric for figure in FIGURES if figure.metric), *stalls]
+
+
+def figures_of(metrics: Mapping[str, MetricValue]) -> dict[str, float]:
+    """The figures of one launch; what was not collected is left out."""
+    found = {f.key: f.convert(metrics[f.metric]) for f in FIGURES if f.metric in metrics}
+    return with_derived({key: value for key, value in found.items() if value is not None})
+
+
+def with_derived(figures: Mapping[str, float]) -> dict[str, float]:
+    """The figures and those derived from them."""
+    found = dict(figures)
+    for total, parts in (
+        ("dram_bytes", ("dram_read_bytes", "dram_write_bytes")),
+        ("shared_bytes", ("shared_static_bytes", "shared_dynamic_bytes")),
+        ("local_bytes", ("local_load_bytes", "local_store_bytes")),
+    ):
+        if all(part in found for part in parts):
+            found[total] = sum(found[part] for part in parts)
+    if found.get("time_us") and "dram_bytes" in found:
+        found["dram_gbps"] = found["dram_bytes"] / found["time_us"] / 1e3
+    return found
+
+
+def combine_figures(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Figures of several kernels together: sums, or averages by time."""
+    if len(parts) == 1:
+        return dict(parts[0])
+    total: dict[str, float] = {}
+    for figure in FIGURES:
+        if not figure.metric or not all(figure.key in part for part in parts):
+            continue
+        if figure.additive:
+            total[figure.key] = sum(part[figure.key] for part in parts)
+        else:
+            weight = sum(part["time_us"] for part in parts)
+            weighted = sum(part[figure.key] * part["time_us"] for part in parts)
+            total[figure.key] = weighted / weight
+    return with_derived(total)
+
+
+def stall_cycles(metrics: Mapping[str, MetricValue]) -> dict[str, float]:
+    """Cycles per issued instruction that warps spend in each stall reason, largest first."""
+    prefix, suffix = _STALL.split("{}")
+    found = {
+        name[len(prefix) : -len(suffix)]: value.number
+        for name, value in metrics.items()
+        if name.startswith(prefix) and name.endswith(suffix)
+    }
+    stalls = {reason: cycles for reason, cycles in found.items() if cycles and reason != "selected"}
+    return dict(sorted(stalls.items(), key=lambda item: -item[1]))
+
+
 @dataclass(frozen=True)
 class Rule:
-    """One outcome of Nsight Compute's own rules.
+    """One result of Nsight Compute's own rules.
 
     Attributes:
         identifier: name of the rule.
         section: identifier of its section.
-        title, message: what it says, without markup.
+        title, message: its text, without markup.
         is_advice: whether it proposes an optimisation.
         speedup_pct: estimated gain; None without an estimate.
         is_global: whether the estimate is about the kernel's time, not about one unit.
-        metrics: the metrics that it looked at, with what it says about them.
+        metrics: the metrics that it looked at, with its comments.
         tables: its tables, as (title, headers, rows).
     """
 
@@ -57,6 +232,13 @@ class Rule:
     metrics: tuple[tuple[str, float | None, str], ...] = ()
     tables: tuple[tuple[str, tuple[str, ...], tuple[tuple[Any, ...], ...]], ...] = ()
 
+    @property
+    def gain(self) -> str | None:
+        """The estimated gain in words."""
+        if self.speedup_pct is None:
+            return None
+        return f"{self.speedup_pct:.0f}% {'of the kernel' if self.is_global else 'of one unit'}"
+
 
 @dataclass(frozen=True)
 class Section:
@@ -64,7 +246,6 @@ class Section:
 
     identifier: str
     name: str
-    order: int
     metrics: tuple[tuple[str, str, MetricValue], ...]
 
 
@@ -76,7 +257,8 @@ class Launch:
         range_name: the NVTX range it ran in, without the prefix.
         function: name of the GPU function.
         metrics: every metric by name.
-        action: the object of `ncu_report`, for source-level metrics; it keeps the report open.
+        action: the object of `ncu_report`, for source-level metrics.
+        report: the report that the action belongs to; the reference keeps it open.
     """
 
     range_name: str
@@ -86,26 +268,21 @@ class Launch:
     report: Any = field(repr=False, default=None)
 
     def rules(self) -> list[Rule]:
-        """What Nsight Compute's rules say, in its order."""
+        """The results of Nsight Compute's rules, in its order."""
         return [_rule(entry) for entry in self.action.rule_results_as_dicts()]
 
     def sections(self) -> list[Section]:
-        """The sections that have metrics, in the order of the tool."""
+        """The sections that have metrics, in the tool's order."""
         found = []
-        for section in self.action.sections():
-            metrics = [*section.header_metrics(), *section.body_metrics()]
+        for section in sorted(self.action.sections(), key=lambda section: section.order()):
             rows = {
                 m.name(): (_label(m), m.name(), _value(m))
-                for m in metrics
+                for m in (*section.header_metrics(), *section.body_metrics())
                 if not m.name().startswith("breakdown:")  # lists of names, for the tool's charts
             }
             if rows:
-                found.append(
-                    Section(
-                        section.identifier(), section.name(), section.order(), tuple(rows.values())
-                    )
-                )
-        return sorted(found, key=lambda section: section.order)
+                found.append(Section(section.identifier(), section.name(), tuple(rows.values())))
+        return found
 
 
 @dataclass
@@ -116,9 +293,8 @@ class StageProfile:
         name: stage name.
         launches: the launches, run by run.
         runs: how often the stage ran.
-        figures: medians over the runs, by key of `ncu_metrics.FIGURES`.
+        figures: medians over the runs, by key of `FIGURES`.
         spread_us: half the distance between the 10th and the 90th percentile of the duration.
-        stalls: stall cycles per issued instruction of the longest launch.
     """
 
     name: str
@@ -126,22 +302,26 @@ class StageProfile:
     runs: int
     figures: dict[str, float]
     spread_us: float | None
-    stalls: dict[str, float]
 
     @property
     def main(self) -> Launch:
-        """The longest launch of the stage, the one whose details are worth reading."""
+        """The longest launch of the stage, whose details are worth reading."""
         return max(self.launches, key=lambda launch: figures_of(launch.metrics).get("time_us", 0.0))
 
+    @property
+    def stalls(self) -> dict[str, float]:
+        """Stall cycles per issued instruction of the longest launch."""
+        return stall_cycles(self.main.metrics)
 
-def read_launches(path: Path, tool: NcuTool | None = None) -> list[Launch]:
+
+def read_launches(path: Path) -> list[Launch]:
     """The launches of a report that ran in one of our ranges.
 
     Raises:
         MissingToolError: `ncu_report` is missing.
         UnsupportedError: it cannot read this file.
     """
-    module = load_ncu_report(tool)
+    module = load_ncu_report()
     try:
         report = module.load_report(str(path))
     except Exception as error:  # the reader raises different types from release to release
@@ -149,7 +329,7 @@ def read_launches(path: Path, tool: NcuTool | None = None) -> list[Launch]:
             f"{path}: expected a report that ncu_report can read, got {error}; "
             'a newer reader may help: pip install "hyper-mla[profiling]"'
         ) from error
-    if not report.num_ranges():  # also what some releases make of a file that is no report
+    if not report.num_ranges():  # also what some releases return for a file that is no report
         raise UnsupportedError(f"{path}: expected a report with profiled kernels, got none")
     found = []
     for action in _actions(report):
@@ -169,9 +349,7 @@ def _actions(report: Any) -> Iterator[Any]:
 
 def _range_name(action: Any) -> str | None:
     state = action.nvtx_state()
-    if state is None:
-        return None
-    for domain in state.domains():
+    for domain in state.domains() if state is not None else ():
         for name in state.domain_by_id(domain).push_pop_ranges():
             if name.startswith(RANGE_PREFIX):
                 return str(name).removeprefix(RANGE_PREFIX)
@@ -219,11 +397,11 @@ def _rule(entry: Mapping[str, Any]) -> Rule:
 
 
 def advice(rules: Sequence[Rule], at_least_pct: float = 5.0) -> list[Rule]:
-    """The recommendations worth reading: ours to follow, with a gain, the largest first."""
+    """The recommendations worth reading: that apply here, with a gain, the largest first."""
     seen: dict[tuple[str, str], Rule] = {}
     for rule in rules:
-        worth = rule.is_advice and rule.message and rule.identifier not in NOT_OURS
-        if worth and (rule.speedup_pct is None or rule.speedup_pct >= at_least_pct):
+        applies = rule.is_advice and rule.message and rule.identifier not in NOT_OURS
+        if applies and (rule.speedup_pct is None or rule.speedup_pct >= at_least_pct):
             # The imbalance of SMs, their partitions and their L1 caches is one and the same.
             title = "" if rule.identifier == "WorkloadImbalance" else rule.title
             seen.setdefault((rule.identifier, title), rule)
@@ -233,7 +411,7 @@ def advice(rules: Sequence[Rule], at_least_pct: float = 5.0) -> list[Rule]:
 def stage_profiles(
     launches: Sequence[Launch], names: Sequence[str], runs: int
 ) -> list[StageProfile]:
-    """Group launches by stage and sum up the runs.
+    """Group launches by stage and take medians over the runs.
 
     Args:
         launches: all launches of a report.
@@ -252,36 +430,13 @@ def stage_profiles(
                 f"got {len(own)}"
             )
         size = len(own) // runs
-        samples = [combine(own[i * size : (i + 1) * size]) for i in range(runs)]
+        parts = [figures_of(launch.metrics) for launch in own]
+        samples = [combine_figures(parts[i : i + size]) for i in range(0, len(own), size)]
         keys = [key for key in samples[0] if all(key in sample for sample in samples)]
         figures = {key: statistics.median(sample[key] for sample in samples) for key in keys}
-        times = [sample["time_us"] for sample in samples if "time_us" in sample]
-        if not times:
+        if "time_us" not in figures:
             raise UnsupportedError(f"{name}: expected a duration in the report, got none")
+        times = [sample["time_us"] for sample in samples]
         spread = (percentile(times, 90) - percentile(times, 10)) / 2 if len(times) > 1 else None
-        profile = StageProfile(name, own, runs, figures, spread, {})
-        profile.stalls = stall_cycles(profile.main.metrics)
-        found.append(profile)
+        found.append(StageProfile(name, own, runs, figures, spread))
     return found
-
-
-def combine(launches: Sequence[Launch]) -> dict[str, float]:
-    """The figures of the launches of one run of a stage: sums, or averages by time."""
-    return combine_figures([figures_of(launch.metrics) for launch in launches])
-
-
-def combine_figures(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Figures of several kernels together: sums, or averages by time."""
-    if len(parts) == 1:
-        return dict(parts[0])
-    total: dict[str, float] = {}
-    for figure in FIGURES:
-        if not all(figure.key in part for part in parts):
-            continue
-        if figure.additive:
-            total[figure.key] = sum(part[figure.key] for part in parts)
-        else:
-            weight = sum(part["time_us"] for part in parts)
-            weighted = sum(part[figure.key] * part["time_us"] for part in parts)
-            total[figure.key] = weighted / weight
-    return with_derived(total)

@@ -1,20 +1,20 @@
 """Source-level results: metrics per instruction and per line, PTX, and annotated sources.
 
-The compilers of both languages write the Python file and line of every machine instruction into the
-cubin, so what Nsight Compute samples per instruction can be added up per line of the kernel.
+The compilers of both languages record the Python file and line of every machine instruction in the
+cubin, so what Nsight Compute samples per instruction can be summed up per line of the kernel.
 """
 
 from __future__ import annotations
 
-import struct
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Self
 
 import mla_var3
-from mla_var3.runtime.profiling.ncu.metrics import STALL_MEANING
+from mla_var3.runtime.profiling.bottleneck import STALL_MEANING
 from mla_var3.runtime.profiling.ncu.reader import Launch, plain_text
 
 PACKAGE = "mla_var3"
@@ -34,6 +34,8 @@ _COLUMNS = {
 }
 """Column -> per-instruction metric."""
 _SPILL_OPCODES = ("LDL", "STL")
+_PTX = re.compile(rb"\.version \d[\x00\t -~]+}\x00")
+"""The text of a PTX module inside a cubin: lines that end in a zero byte."""
 
 
 @dataclass
@@ -80,13 +82,74 @@ class LineProfile:
     messages: list[str] = field(default_factory=list)
 
 
-def instructions_of(launch: Launch) -> list[Instruction]:
-    """All instructions of a launch in address order; empty without source-level metrics."""
-    action = launch.action
+@dataclass
+class KernelSource:
+    """What was measured of a kernel, by instruction and by source line.
+
+    Attributes:
+        instructions: in address order; empty without source-level metrics.
+        files: file -> line -> sum over its instructions.
+    """
+
+    instructions: list[Instruction]
+    files: dict[str, dict[int, LineProfile]]
+
+    @classmethod
+    def of(cls, launch: Launch) -> Self:
+        """The source-level results of a launch."""
+        instructions = instructions_of(launch.action, launch.metrics)
+        # Marks that Nsight Compute's rules put on source lines; older readers have none.
+        read = getattr(launch.action, "source_markers", None)
+        markers = read() if read is not None else None
+        return cls(instructions, line_profiles(instructions, markers or ()))
+
+    @property
+    def samples(self) -> float:
+        """Warp samples of the whole kernel."""
+        return sum(item.values.get("samples", 0.0) for item in self.instructions)
+
+    def hottest(self, count: int) -> list[tuple[str, int, str]]:
+        """The lines with most samples, as (file, line, what was measured there)."""
+        total = self.samples
+        found = [
+            (file, at, line)
+            for file, lines in self.files.items()
+            for at, line in lines.items()
+            if file and line.samples
+        ]
+        found.sort(key=lambda entry: -entry[2].samples)
+        return [(file, at, describe_line(line, total)) for file, at, line in found[:count]]
+
+    def sass_rows(self) -> tuple[list[str], list[list[object]]]:
+        """Header and rows of `sass-metrics.csv`."""
+        total = self.samples
+        reasons = sorted({reason for item in self.instructions for reason in item.stalls})
+        header = ["offset", "sass", "file", "line", "samples_pct", *_COLUMNS]
+        header += [f"stall_{reason}" for reason in reasons]
+        start = self.instructions[0].address if self.instructions else 0
+        rows: list[list[object]] = []
+        for item in self.instructions:
+            share = 100 * item.values.get("samples", 0.0) / total if total else None
+            rows.append(
+                [
+                    f"{item.address - start:#06x}",
+                    item.sass,
+                    shown_path(item.file),
+                    item.line or "",
+                    "" if share is None else f"{share:.3f}",
+                    *(_plain(item.values.get(column)) for column in _COLUMNS),
+                    *(item.stalls.get(reason, 0) for reason in reasons),
+                ]
+            )
+        return header, rows
+
+
+def instructions_of(action: Any, metrics: Iterable[str]) -> list[Instruction]:
+    """The instructions of a launch in address order; empty without source-level metrics."""
     columns = {column: _instances(action, name) for column, name in _COLUMNS.items()}
     stalls = {
         name[len(_STALL_PREFIX) :]: _instances(action, name)
-        for name in launch.metrics
+        for name in metrics
         if name.startswith(_STALL_PREFIX) and not name.endswith("_not_issued")
     }
     addresses = sorted(set(columns["executed"]) | set(columns["samples"]))
@@ -115,30 +178,6 @@ def _instances(action: Any, name: str) -> dict[int, float]:
     return {ids.as_uint64(i): float(metric.value(i)) for i in range(metric.num_instances())}
 
 
-def sass_rows(instructions: Sequence[Instruction]) -> tuple[list[str], list[list[object]]]:
-    """Header and rows of `sass-metrics.csv`."""
-    total = sum(i.values.get("samples", 0.0) for i in instructions)
-    reasons = sorted({reason for i in instructions for reason in i.stalls})
-    header = ["offset", "sass", "file", "line", "samples_pct", *_COLUMNS]
-    header += [f"stall_{reason}" for reason in reasons]
-    start = instructions[0].address if instructions else 0
-    rows: list[list[object]] = []
-    for item in instructions:
-        samples = item.values.get("samples", 0.0)
-        rows.append(
-            [
-                f"{item.address - start:#06x}",
-                item.sass,
-                shown_path(item.file),
-                item.line or "",
-                f"{100 * samples / total:.3f}" if total else "",
-                *(_plain(item.values.get(column)) for column in _COLUMNS),
-                *(item.stalls.get(reason, 0) for reason in reasons),
-            ]
-        )
-    return header, rows
-
-
 def _plain(value: float | None) -> object:
     if value is None:
         return ""
@@ -165,9 +204,7 @@ def line_profiles(
 ) -> dict[str, dict[int, LineProfile]]:
     """File -> line -> what was measured there."""
     found: dict[str, dict[int, LineProfile]] = {}
-    place: dict[int, tuple[str, int]] = {}
     for item in instructions:
-        place[item.address] = (item.file, item.line)
         line = found.setdefault(item.file, {}).setdefault(item.line, LineProfile())
         line.samples += item.values.get("samples", 0.0)
         line.instructions += 1
@@ -189,12 +226,6 @@ def line_profiles(
     return found
 
 
-def markers_of(launch: Launch) -> list[Mapping[str, Any]]:
-    """The marks that Nsight Compute's rules put on source lines."""
-    read = getattr(launch.action, "source_markers", None)
-    return list(read() or ()) if read is not None else []
-
-
 def source_text(launch: Launch, file: str) -> tuple[str, str] | None:
     """Text of one of our files and where it comes from: the report, or this installation."""
     embedded = dict(launch.action.source_files() or {})
@@ -211,7 +242,7 @@ def describe_line(line: LineProfile, total: float) -> str:
     """One comment about a line."""
     share = line.samples / total if total else 0.0
     parts = [f"{share:.1%} of samples"]
-    waiting = Counter({r: n for r, n in line.stalls.items() if r not in ("selected",)})
+    waiting = Counter({r: n for r, n in line.stalls.items() if r != "selected"})
     for reason, count in waiting.most_common(2):
         part = count / max(1, line.stalls.total())
         if part >= 0.15:
@@ -269,34 +300,9 @@ def source_ptx(report: Path, launch: Launch, instructions: Sequence[Instruction]
 
 
 def _embedded_ptx(data: bytes, function: str) -> str | None:
-    """The PTX section of the cubin that holds a function; a report contains its cubins as is."""
+    """The PTX of a function's module: a report contains cubins, and these the text of their PTX."""
     entry = f".entry {function}(".encode()
-    start = data.find(b"\x7fELF")
-    while start >= 0:
-        for name, section in _elf_sections(data, start):
-            if name.startswith(".nv_debug_ptx_txt") and entry in section:
-                lines = section.rstrip(b"\0").split(b"\0")
-                text = "\n".join(line.decode(errors="replace") for line in lines)
-                return text.strip("\n") + "\n"
-        start = data.find(b"\x7fELF", start + 4)
+    for match in _PTX.finditer(data):
+        if entry in match[0]:
+            return match[0].replace(b"\0", b"\n").decode().strip() + "\n"
     return None
-
-
-def _elf_sections(data: bytes, start: int) -> Iterator[tuple[str, bytes]]:
-    """Name and content of the sections of a 64-bit little-endian ELF file inside `data`."""
-    try:
-        if data[start + 4 : start + 6] != b"\x02\x01":
-            return
-        (table,) = struct.unpack_from("<Q", data, start + 40)
-        size, count, names_index = struct.unpack_from("<HHH", data, start + 58)
-        headers = [
-            struct.unpack_from("<IIQQQQIIQQ", data, start + table + i * size) for i in range(count)
-        ]
-        names = headers[names_index][4] + start
-        for header in headers:
-            first = names + header[0]
-            name = data[first : data.index(b"\0", first)].decode(errors="replace")
-            offset = start + header[4]
-            yield name, data[offset : offset + header[5]]
-    except (struct.error, IndexError, ValueError):
-        return  # bytes that only look like an ELF header

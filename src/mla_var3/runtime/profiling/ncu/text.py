@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING
 
 from mla_var3.runtime.files import write_atomic
 from mla_var3.runtime.markdown import byte_count, microseconds, number, table
-from mla_var3.runtime.profiling.bottleneck import diagnose, find_opportunities, root_cause
+from mla_var3.runtime.profiling.bottleneck import find_opportunities, root_cause
+from mla_var3.runtime.profiling.common import compiled_note, tiling_table
+from mla_var3.runtime.profiling.figures import check_markdown, stage_markdown
+from mla_var3.runtime.profiling.ncu.driver import CLOCK_CONTROL
+from mla_var3.runtime.profiling.ncu.reader import FIGURES
 from mla_var3.runtime.profiling.ncu.session import Session, measurements, total_stages
 
 if TYPE_CHECKING:
@@ -19,48 +23,14 @@ if TYPE_CHECKING:
 AGREEMENT = 0.10
 """Relative difference between event time and profiler's duration that needs no explanation."""
 
-_ROWS: tuple[tuple[str, str, str], ...] = (
-    ("tensor_pct", "tensor core utilisation", "%"),
-    ("dram_pct", "DRAM throughput", "%"),
-    ("dram_gbps", "DRAM throughput", "GB/s"),
-    ("dram_read_bytes", "DRAM read", "bytes"),
-    ("dram_write_bytes", "DRAM written", "bytes"),
-    ("l2_pct", "L2 throughput", "%"),
-    ("l2_hit_pct", "L2 hit rate", "%"),
-    ("l1_hit_pct", "L1 hit rate", "%"),
-    ("sm_pct", "SM throughput", "%"),
-    ("issue_pct", "issue slots busy", "%"),
-    ("occupancy_pct", "achieved occupancy", "%"),
-    ("occupancy_limit_pct", "theoretical occupancy", "%"),
-    ("registers", "registers per thread", ""),
-    ("shared_static_bytes", "static shared memory per block", "bytes"),
-    ("shared_dynamic_bytes", "dynamic shared memory per block", "bytes"),
-    ("local_bytes", "local spilling", "bytes"),
-    ("waves_per_sm", "waves per SM", ""),
-    ("grid", "blocks", ""),
-    ("threads", "threads per block", ""),
-    ("sm_clock_mhz", "SM clock while profiled", "MHz"),
-)
-_PER_KERNEL = frozenset(
-    (
-        *("occupancy_limit_pct", "registers", "shared_static_bytes", "shared_dynamic_bytes"),
-        *("waves_per_sm", "grid", "threads"),
-    )
-)
-"""Rows that mean nothing for several kernels together."""
-
 
 def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Write a CSV file; None becomes an empty cell."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(header)
-    writer.writerows(["" if cell is None else cell for cell in row] for row in rows)
+    writer.writerows(rows)
     write_atomic(path, buffer.getvalue())
-
-
-def _percent(value: float | None) -> str | None:
-    return None if value is None else f"{value:.1f}"
 
 
 def contract(session: Session) -> str:
@@ -70,37 +40,26 @@ def contract(session: Session) -> str:
     stages = measurements(session)
     rows = []
     for stage in stages:
-        found, figures = diagnose(stage), stage.figures
-        rows.append(
-            (
-                stage.name,
-                f"{stage.time_us:.2f}",
-                _percent(figures.get("tensor_pct")),
-                _percent(figures.get("dram_pct")),
-                _percent(figures.get("occupancy_pct")),
-                found.bound.label,
-                found.key_issue,
-            )
-        )
+        keys = ("tensor_pct", "dram_pct", "occupancy_pct")
+        shares = [f"{stage.figures[k]:.1f}" if k in stage.figures else None for k in keys]
+        found = (stage.bound.label, stage.key_issue)
+        rows.append((stage.name, f"{stage.time_us:.2f}", *shares, *found))
     longest = max(stages, key=lambda stage: stage.time_us)
-    bound = diagnose(longest).bound
-    chances = find_opportunities(stages)
     lines = [
         f"{i}. {o.name} ({o.stage}) — est. up to {o.gain_pct:.0f}% gain — trigger: [{o.trigger}]"
-        for i, o in enumerate(chances, start=1)
+        for i, o in enumerate(find_opportunities(stages), start=1)
     ]
+    header = ("Stage", "Duration (us)", "TC%", "DRAM%", "Occ%", "Bottleneck", "Key Issue")
     return "\n".join(
         [
             f"## Profile: {kernel.design} {kernel.version}\n",
             "### Configuration\n",
             table(tuple(shown), [tuple(shown.values())]),
             "### Stages\n",
-            table(
-                ("Stage", "Duration (us)", "TC%", "DRAM%", "Occ%", "Bottleneck", "Key Issue"), rows
-            ),
-            f"### Bottleneck: {bound.label}\n",
+            table(header, rows),
+            f"### Bottleneck: {longest.bound.label}\n",
             f"Root cause: {root_cause(longest)}\n",
-            f"Focus: {bound.focus}.\n",
+            f"Focus: {longest.bound.focus}.\n",
             "### Top 3 Opportunities (ranked by estimated impact)\n",
             *(lines or ["None: no rule found more than 1% to gain."]),
             "\nGains are upper bounds from one figure each, in percent of the whole; they overlap "
@@ -114,50 +73,11 @@ def issues_table(session: Session) -> str:
     rows = [
         (stage.name, issue.name, issue.trigger, issue.healthy, issue.hint)
         for stage in measurements(session)
-        for issue in diagnose(stage).issues
+        for issue in stage.issues
     ]
     if not rows:
         return "All figures are in their healthy ranges.\n"
     return table(("stage", "issue", "measured", "healthy", "hint"), rows)
-
-
-def roofline_rows(
-    session: Session, result: ProfileResult
-) -> tuple[list[str], list[tuple[object, ...]]]:
-    """Header and rows of `roofline_metrics.csv`."""
-    device, dtype = session.device, session.dtype
-    tflops, gbps = device.peak_tflops(dtype), device.peak_gbps
-    header = [
-        *("stage", "measured_us", "roofline_us", "of_roofline_pct", "gflop", "mbyte"),
-        *("intensity_flop_per_byte", "ridge_flop_per_byte", "achieved_tflops", "peak_tflops"),
-        *("of_peak_tflops_pct", "achieved_gbps", "peak_gbps", "of_peak_gbps_pct", "event_us"),
-    ]
-    rows: list[tuple[object, ...]] = []
-    for stage in total_stages(result):
-        rows.append(
-            (
-                stage.name,
-                _digits(stage.time_us),
-                _digits(stage.predicted_us),
-                _digits(_of_roofline(stage)),
-                _digits(stage.flops / 1e9),
-                _digits(stage.bytes / 1e6),
-                _digits(stage.flops / stage.bytes if stage.bytes else None),
-                _digits(device.ridge_point(dtype)),
-                _digits(stage.tflops),
-                tflops,
-                _digits(100 * stage.tflops / tflops if stage.tflops is not None else None),
-                _digits(stage.gbps),
-                gbps,
-                _digits(100 * stage.gbps / gbps if stage.gbps is not None else None),
-                _digits(stage.extra.get("event_us")),
-            )
-        )
-    return header, rows
-
-
-def _digits(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.6g}")
 
 
 def _of_roofline(stage: StageFigures) -> float | None:
@@ -166,32 +86,38 @@ def _of_roofline(stage: StageFigures) -> float | None:
     return 100 * stage.predicted_us / stage.time_us
 
 
+def write_roofline(session: Session, result: ProfileResult) -> None:
+    """Write `roofline_metrics.csv`."""
+    device, dtype = session.device, session.dtype
+    tflops, gbps = device.peak_tflops(dtype), device.peak_gbps
+    rows = [
+        {
+            "stage": stage.name,
+            "measured_us": stage.time_us,
+            "roofline_us": stage.predicted_us,
+            "of_roofline_pct": _of_roofline(stage),
+            "gflop": stage.flops / 1e9,
+            "mbyte": stage.bytes / 1e6,
+            "intensity_flop_per_byte": stage.flops / stage.bytes if stage.bytes else None,
+            "ridge_flop_per_byte": device.ridge_point(dtype),
+            "achieved_tflops": stage.tflops,
+            "peak_tflops": tflops,
+            "of_peak_tflops_pct": 100 * stage.tflops / tflops if stage.tflops else None,
+            "achieved_gbps": stage.gbps,
+            "peak_gbps": gbps,
+            "of_peak_gbps_pct": 100 * stage.gbps / gbps if stage.gbps else None,
+            "event_us": stage.extra.get("event_us"),
+        }
+        for stage in total_stages(result)
+    ]
+    cells = [[f"{v:.6g}" if isinstance(v, float) else v for v in row.values()] for row in rows]
+    write_csv(session.folder / "roofline_metrics.csv", list(rows[0]), cells)
+
+
 def roofline_table(session: Session, result: ProfileResult) -> str:
     """Measured against roofline, stage by stage and for the whole."""
     device, dtype = session.device, session.dtype
-    rows = []
-    for stage in total_stages(result):
-        tflops, gbps = stage.tflops or 0.0, stage.gbps or 0.0
-        share = _of_roofline(stage)
-        rows.append(
-            (
-                stage.name,
-                microseconds(stage.time_us),
-                None if stage.spread_us is None else f"± {microseconds(stage.spread_us)}",
-                microseconds(stage.predicted_us),
-                None if share is None else f"{share:.0f}%",
-                number(tflops),
-                f"{100 * tflops / device.peak_tflops(dtype):.1f}%",
-                number(gbps),
-                f"{100 * gbps / device.peak_gbps:.1f}%",
-                number(stage.flops / stage.bytes if stage.bytes else None),
-            )
-        )
-    header = (
-        *("stage", "duration", "spread", "roofline", "of roofline", "TFLOP/s", "of peak"),
-        *("GB/s", "of peak", "FLOP/byte"),
-    )
-    return table(header, rows) + (
+    return stage_markdown(result) + (
         f"\nTFLOP/s and GB/s are what the algorithm needs divided by the duration. Roofline: "
         f"{device.sustained_tflops(dtype):.0f} TFLOP/s and {device.sustained_gbps:.0f} GB/s "
         f"sustained; peaks: {device.peak_tflops(dtype):.0f} TFLOP/s and {device.peak_gbps:.0f} "
@@ -203,27 +129,24 @@ def metrics_table(result: ProfileResult) -> str:
     """Nsight Compute's figures, one column per stage."""
     stages = total_stages(result)
     rows = []
-    for key, label, unit in _ROWS:
-        cells = []
-        for stage in stages:
-            value = stage.extra.get(key)
-            if stage is result.total and len(stages) > 1 and key in _PER_KERNEL:
-                value = None
-            cells.append(_cell(value, unit))
-        if any(cell is not None for cell in cells):
-            rows.append((label, *cells))
+    for figure in FIGURES:
+        values = [stage.extra.get(figure.key) for stage in stages]
+        if figure.per_kernel and len(stages) > 1:
+            values[-1] = None  # the whole
+        if figure.label and any(value is not None for value in values):
+            rows.append((figure.label, *(_cell(value, figure.unit) for value in values)))
     return table(("metric", *(stage.name for stage in stages)), rows)
 
 
 def _cell(value: float | None, unit: str) -> str | None:
     if value is None:
         return None
-    if unit == "bytes":
+    if unit == "B":
         return byte_count(value)
     if unit == "%":
         return f"{value:.1f}%"
     text = f"{value:.0f}" if float(value).is_integer() else number(value)
-    return f"{text} {unit}".strip()
+    return f"{text} {unit}" if unit in ("GB/s", "MHz") else text
 
 
 def whole_note(session: Session) -> str:
@@ -243,34 +166,27 @@ def whole_note(session: Session) -> str:
     return text
 
 
-def timer_table(result: ProfileResult) -> str:
+def timer_note(result: ProfileResult) -> str:
     """The profiler's duration beside the time by CUDA events, and why they differ."""
-    rows, far = [], []
+    parts, explain = [], False
     for stage in result.stages:
         event = stage.extra.get("event_us")
-        if not event or not stage.time_us:
-            continue
-        difference = stage.time_us / event - 1
-        clock = stage.extra.get("sm_clock_mhz")
-        rows.append(
-            (stage.name, microseconds(stage.time_us), microseconds(event), f"{difference:+.1%}")
-        )
-        if abs(difference) > AGREEMENT:
-            at = f" at an SM clock of {clock:.0f} MHz" if clock else ""
-            far.append(
-                f"{stage.name}: {microseconds(abs(stage.time_us - event))} apart; it was profiled"
-                f"{at}."
+        if event and stage.time_us:
+            clock = stage.extra.get("sm_clock_mhz")
+            at = f" at {clock:.0f} MHz" if clock else ""
+            difference = stage.time_us / event - 1
+            explain = explain or abs(difference) > AGREEMENT
+            parts.append(
+                f"{stage.name} took {microseconds(stage.time_us)} under the profiler{at}, "
+                f"{microseconds(event)} by CUDA events ({difference:+.1%})."
             )
-    if not rows:
-        return "Not timed by events.\n"
-    text = table(("stage", "ncu duration", "event time", "difference"), rows)
-    if not far:
-        return f"{text}\nThey agree within {AGREEMENT:.0%}.\n"
-    return (
-        f"{text}\n{' '.join(far)} Both start with cold caches. Events also cover the launch of the "
-        "kernel (a few microseconds, most of a short one); the profiler leaves pauses between its "
-        "passes, so the GPU may run at another clock than in back-to-back runs.\n"
-    )
+    if explain:
+        parts.append(
+            "Both start with cold caches. Events also cover the launch of the kernel (a few "
+            "microseconds, most of a short one); the profiler pauses between its passes, so the "
+            "GPU may run at another clock than in back-to-back runs."
+        )
+    return " ".join(parts) + "\n" if parts else ""
 
 
 def method_table(session: Session) -> str:
@@ -278,13 +194,28 @@ def method_table(session: Session) -> str:
     collection = session.collection
     how = collection.collector
     if collection.collector == "ncu":
-        how = "ncu driven with NVTX ranges" + (f" ({collection.note})" if collection.note else "")
+        how = "ncu with NVTX ranges" + (f" ({collection.note})" if collection.note else "")
     rows = [
         ("profiler", f"Nsight Compute {session.tool.version}"),
         ("collected by", how),
         ("runs", f"{session.profiles[0].runs} per stage, medians; caches flushed before each pass"),
-        ("clocks", f"{session.clocks.describe()}; ncu --clock-control {session.clock_control}"),
+        ("clocks", f"{session.clocks.describe()}; ncu --clock-control {CLOCK_CONTROL}"),
     ]
     if collection.dropped:
         rows.append(("metrics not available", ", ".join(collection.dropped)))
     return table(("", ""), rows)
+
+
+def closing_sections(session: Session, result: ProfileResult) -> list[str]:
+    """The end of both reports: method, timers, tiling and check."""
+    parts = [
+        "## How it was measured\n",
+        method_table(session),
+        timer_note(result),
+        compiled_note(session.prepared.stage),
+        "## Tiling\n",
+        tiling_table(session.prepared.stage),
+    ]
+    if result.check is not None:
+        parts += ["## Check\n", check_markdown(result.check)]
+    return parts

@@ -1,1 +1,1 @@
-"""Timelines: collecting, analysing and drawing them."""
+"""Timelines: recording, file formats, analysis, report and plot."""

@@ -1,32 +1,151 @@
-"""What a timeline says: times per kernel, achieved overlap, gaps and launch overhead."""
+"""What a timeline says: times per kernel, achieved overlap, serialised members and why."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import UnsupportedError
-from mla_var3.runtime.profiling.timeline import intervals as intervals
-from mla_var3.runtime.profiling.timeline.intervals import Interval
+from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
 from mla_var3.runtime.profiling.timeline.model import (
     HOST_PACED,
     QUEUED,
     ApiCall,
     GpuActivity,
     HostRange,
+    Interval,
     Timeline,
+    gaps,
+    length,
+    most_overlap,
+    overlap,
 )
-from mla_var3.runtime.profiling.timeline.outline import Group, Outline, assign
+from mla_var3.runtime.stage import Stage
+
+SERIAL_BELOW = 0.10
+"""Two members count as serialised when they share less than this part of the shorter one."""
+CUTE_PREFIX = "kernel_cutlass_"
+"""Prefix of the machine-code name of a CuTe DSL kernel."""
+_MIN_MEMBER_NS = 2_000
+"""A shorter member ends before another could start, so its overlap says nothing."""
+_LAUNCH_LATENCY_NS = 10_000
+"""A kernel that begins this soon after its launch call returned did not wait for the GPU (2 to 4 us
+are usual on an H200)."""
+_MAX_CTAS_PER_SM = 32
+_MAX_THREADS_PER_SM = 2048
+_MAX_THREADS_SM_120 = 1536
+_RESERVED_SHARED = 1024
+"""Shared memory that the system reserves per CTA, since compute capability 8.0."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One GPU activity of a run, with what it is and the host call that launched it."""
+class Member:
+    """One member of a concurrent group: its name, and its kernels by position in launch order."""
+
+    name: str
+    leaves: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """A `ConcurrentKernels` object."""
+
+    name: str
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True)
+class Outline:
+    """The kernels that a runtime object launches, and which of them may overlap.
+
+    Attributes:
+        name: of the whole.
+        leaves: label of every kernel in launch order; a second one of a name is `name#2`.
+        names: the kernels' own names, in the same order.
+        groups: concurrent groups, outer ones first.
+    """
+
+    name: str
+    leaves: tuple[str, ...]
+    names: tuple[str, ...]
+    groups: tuple[Group, ...]
+
+
+def outline(stage: Stage) -> Outline:
+    """The outline of a runtime object."""
+    names: list[str] = []
+    groups: list[Group] = []
+
+    def walk(node: Stage) -> tuple[int, ...]:
+        if isinstance(node, KernelPipeline):
+            return tuple(leaf for child in node.stages for leaf in walk(child))
+        if isinstance(node, ConcurrentKernels):
+            place = len(groups)
+            members = [Member(child.name, walk(child)) for child in node.concurrent_kernels]
+            groups.insert(place, Group(node.name, tuple(members)))
+            return tuple(leaf for member in members for leaf in member.leaves)
+        first = len(names)
+        names.extend(kernel.name for kernel in node.kernels())
+        return tuple(range(first, len(names)))
+
+    walk(stage)
+    labels = []
+    for index, name in enumerate(names):
+        earlier = names[:index].count(name)
+        labels.append(f"{name}#{earlier + 1}" if earlier else name)
+    return Outline(stage.name, tuple(labels), tuple(names), tuple(groups))
+
+
+def assign(shape: Outline, activities: Sequence[GpuActivity]) -> list[int | None]:
+    """The kernel of the outline that each activity is; None for helpers outside the outline.
+
+    A compiled kernel carries the name of its Python function with something around it (a mangled
+    signature, a prefix of the language), so the longest name found in it decides. Kernels of one
+    name are told apart by their order. Where no name is found at all and the counts agree, the
+    order alone decides.
+
+    Args:
+        shape: the outline.
+        activities: GPU activities of one run in launch order.
+    """
+    waiting: dict[str, deque[int]] = {}
+    for index, name in enumerate(shape.names):
+        waiting.setdefault(name, deque()).append(index)
+    found: list[int | None] = []
+    for activity in activities:
+        names = [name for name in waiting if _carries(activity.name, name)]
+        if activity.kind != "kernel" or not names:
+            found.append(None)
+            continue
+        places = waiting[max(names, key=len)]
+        found.append(places.popleft() if places else None)
+    kernels = [i for i, activity in enumerate(activities) if activity.kind == "kernel"]
+    if all(leaf is None for leaf in found) and len(kernels) == len(shape.names):
+        for leaf, i in enumerate(kernels):
+            found[i] = leaf
+    return found
+
+
+def _carries(compiled: str, name: str) -> bool:
+    """Whether a compiled kernel is the one of that name.
+
+    CuTe DSL writes the function's name right after its prefix, then class, module and argument
+    types, which may contain the names of other kernels.
+    """
+    _, prefix, rest = compiled.partition(CUTE_PREFIX)
+    return rest.startswith(f"{name}_") if prefix else name in compiled
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One GPU activity of a run, the outline's kernel that it is, and its host call."""
 
     activity: GpuActivity
     leaf: int | None
-    launch: ApiCall
+    call: ApiCall
 
 
 @dataclass(frozen=True)
@@ -35,39 +154,43 @@ class Iteration:
 
     Attributes:
         host: the range around it on the host.
-        pieces: what it did on the GPU, in launch order.
+        launches: what it did on the GPU, in launch order.
         api_ns: time spent inside CUDA calls on the host.
     """
 
     host: HostRange
-    pieces: tuple[Piece, ...]
+    launches: tuple[Launch, ...]
     api_ns: int
 
     @property
     def span(self) -> Interval:
         """From the start of the first GPU activity to the end of the last."""
-        found = intervals.span(self.busy())
-        if found is None:
-            raise ValueError("an iteration has at least one GPU activity")
-        return found
+        busy = self.busy()
+        return min(start for start, _ in busy), max(end for _, end in busy)
 
     @property
     def span_ns(self) -> int:
         """Length of the span."""
         return self.span[1] - self.span[0]
 
+    @property
+    def gaps(self) -> list[Interval]:
+        """Stretches inside the span in which the GPU did nothing of this run."""
+        return gaps(self.busy())
+
+    @property
+    def idle_ns(self) -> int:
+        """Total length of the gaps."""
+        return sum(end - start for start, end in self.gaps)
+
     def busy(self, leaves: Iterable[int] | None = None) -> list[Interval]:
         """Intervals of all activities, or of those of some kernels."""
         wanted = None if leaves is None else set(leaves)
-        return [p.activity.interval for p in self.pieces if wanted is None or p.leaf in wanted]
+        return [p.activity.interval for p in self.launches if wanted is None or p.leaf in wanted]
 
-    def piece(self, leaf: int) -> Piece | None:
-        """The activity of a kernel, None when it was not launched."""
-        return next((piece for piece in self.pieces if piece.leaf == leaf), None)
-
-    def gaps(self) -> list[Interval]:
-        """Stretches inside the span in which the GPU did nothing of this run."""
-        return intervals.gaps(self.busy())
+    def of_kernel(self, leaf: int) -> Launch | None:
+        """The launch of a kernel; None when there was none."""
+        return next((launch for launch in self.launches if launch.leaf == leaf), None)
 
 
 @dataclass(frozen=True)
@@ -76,7 +199,7 @@ class GroupOverlap:
 
     Attributes:
         overlap_ns: time in which at least two members ran.
-        possible_ns: the longest such time that members of these lengths could have had.
+        possible_ns: the longest overlap that members of these lengths could have.
         busy_ns: time in which at least one member ran.
         member_ns: time of each member.
         pairs: overlap of each two members, by their positions.
@@ -90,13 +213,13 @@ class GroupOverlap:
 
     @property
     def share(self) -> float | None:
-        """Achieved part of the possible overlap, None where there was nothing to overlap."""
+        """Achieved part of the possible overlap; None where nothing could overlap."""
         return self.overlap_ns / self.possible_ns if self.possible_ns else None
 
 
 @dataclass
 class Analysis:
-    """Figures of a timeline.
+    """The runs found in a timeline.
 
     Attributes:
         shape: outline of the runtime object.
@@ -108,18 +231,14 @@ class Analysis:
     queued: list[Iteration]
     host_paced: list[Iteration]
 
-    def median_us(self, of: Callable[[Iteration], int | None]) -> float | None:
-        """Median over the queued runs, in microseconds; None where no run has the figure."""
-        return median_us(self.queued, of)
 
-    def typical(self, runs: list[Iteration] | None = None) -> Iteration:
-        """The run whose span is the median one (the lower of two)."""
-        ordered = sorted(self.queued if runs is None else runs, key=lambda run: run.span_ns)
-        return ordered[(len(ordered) - 1) // 2]
+def typical(runs: list[Iteration]) -> Iteration:
+    """The run with the median span (the lower of two)."""
+    return sorted(runs, key=lambda run: run.span_ns)[(len(runs) - 1) // 2]
 
 
 def median_us(runs: list[Iteration], of: Callable[[Iteration], int | None]) -> float | None:
-    """Median of a figure in nanoseconds over some runs, in microseconds."""
+    """Median of a figure in nanoseconds over some runs, in microseconds; None if no run has it."""
     values = [value for run in runs if (value := of(run)) is not None]
     return statistics.median(values) / 1e3 if values else None
 
@@ -127,19 +246,14 @@ def median_us(runs: list[Iteration], of: Callable[[Iteration], int | None]) -> f
 def group_overlap(run: Iteration, group: Group) -> GroupOverlap:
     """The overlap that a concurrent group achieved in one run."""
     busy = [run.busy(member.leaves) for member in group.members]
-    lengths = tuple(intervals.length(member) for member in busy)
+    lengths = tuple(length(member) for member in busy)
     pairs = {
-        (i, j): intervals.length(intervals.intersection(busy[i], busy[j]))
+        (i, j): overlap([busy[i], busy[j]])
         for i in range(len(busy))
         for j in range(i + 1, len(busy))
     }
-    return GroupOverlap(
-        overlap_ns=intervals.length(intervals.covered_by(busy, at_least=2)),
-        possible_ns=intervals.most_overlap(lengths),
-        busy_ns=intervals.length(interval for member in busy for interval in member),
-        member_ns=lengths,
-        pairs=pairs,
-    )
+    everything = [interval for member in busy for interval in member]
+    return GroupOverlap(overlap(busy), most_overlap(lengths), length(everything), lengths, pairs)
 
 
 def analyse(timeline: Timeline, shape: Outline) -> Analysis:
@@ -161,26 +275,131 @@ def analyse(timeline: Timeline, shape: Outline) -> Analysis:
 
 
 def _iterations(timeline: Timeline, shape: Outline, name: str) -> list[Iteration]:
-    launches = timeline.launches()
-    ranges = [found for found in timeline.ranges if found.name == name]
-    # A runtime object of one kernel has the kernel's name: the inner range repeats the outer.
-    ranges = [
-        found
-        for found in ranges
-        if not any(
-            other is not found and other.thread == found.thread
-            and other.start <= found.start and found.end <= other.end
-            for other in ranges
-        )
-    ]  # fmt: skip
+    calls = timeline.launches()
+    ranges: list[HostRange] = []
+    for found in timeline.ranges:
+        # A runtime object of one kernel has the kernel's name: the inner range repeats the outer,
+        # which starts first.
+        inner = any(o.thread == found.thread and found.end <= o.end for o in ranges)
+        if found.name == name and not inner:
+            ranges.append(found)
     runs = []
     for found, activities in zip(ranges, timeline.activities_in(ranges), strict=True):
         if activities:
             leaves = assign(shape, activities)
-            pieces = [
-                Piece(activity, leaf, launches[activity.correlation])
+            launches = [
+                Launch(activity, leaf, calls[activity.correlation])
                 for activity, leaf in zip(activities, leaves, strict=True)
             ]
-            calls = [(call.start, call.end) for call in timeline.calls_in(found)]
-            runs.append(Iteration(found, tuple(pieces), intervals.length(calls)))
+            inside = length(call.interval for call in timeline.api if found.holds(call))
+            runs.append(Iteration(found, tuple(launches), inside))
     return runs
+
+
+@dataclass(frozen=True)
+class Serialisation:
+    """Two members of a group that did not overlap although they could.
+
+    Attributes:
+        group: the concurrent group.
+        first, second: the members, in the order in which they ran.
+        runs: in how many runs they did not overlap.
+        of: runs looked at.
+        cause: "stream", "host", "resources" or "unknown".
+        reason: the same in a sentence with the figures of one run.
+    """
+
+    group: str
+    first: str
+    second: str
+    runs: int
+    of: int
+    cause: str
+    reason: str
+
+
+def resident_ctas(activity: GpuActivity, spec: DeviceSpec) -> int | None:
+    """How many CTAs of a launch the whole device holds at once, by its resources.
+
+    None where the recording or the device table lacks a figure that decides it.
+    """
+    threads = activity.threads
+    if not threads:
+        return None
+    most_threads = _MAX_THREADS_SM_120 if spec.target.startswith("sm_12") else _MAX_THREADS_PER_SM
+    limits = [_MAX_CTAS_PER_SM, most_threads // threads]
+    if activity.shared_bytes and "shared_memory_per_sm_KiB" in spec.values:
+        available = int(spec["shared_memory_per_sm_KiB"]) * 1024
+        limits.append(available // (activity.shared_bytes + _RESERVED_SHARED))
+    if activity.registers and "registers_per_sm" in spec.values:
+        # Registers are allocated to warps in units of 256.
+        per_warp = -(-activity.registers * 32 // 256) * 256
+        warps = -(-threads // 32)
+        limits.append(int(spec["registers_per_sm"]) // (per_warp * warps))
+    return max(min(limits), 0) * int(spec["sm_count"])
+
+
+def serialisations(shape: Outline, runs: list[Iteration], spec: DeviceSpec) -> list[Serialisation]:
+    """All pairs of members that failed to overlap in at least half of the runs."""
+    found = []
+    for group in shape.groups:
+        overlaps = [group_overlap(run, group) for run in runs]
+        for pair in overlaps[0].pairs if overlaps else ():
+            serial = [r for r, o in zip(runs, overlaps, strict=True) if _is_serial(o, pair)]
+            if serial and 2 * len(serial) >= len(runs):
+                reasons = [_reason(group, pair, run, spec) for run in serial]
+                (cause, first, second), _ = Counter(r[:3] for r in reasons).most_common(1)[0]
+                text = next(r[3] for r in reasons if r[:3] == (cause, first, second))
+                count = (len(serial), len(runs))
+                found.append(Serialisation(group.name, first, second, *count, cause, text))
+    return found
+
+
+def _is_serial(found: GroupOverlap, pair: tuple[int, int]) -> bool:
+    shorter = min(found.member_ns[member] for member in pair)
+    return shorter >= _MIN_MEMBER_NS and found.pairs[pair] < SERIAL_BELOW * shorter
+
+
+def _reason(
+    group: Group, pair: tuple[int, int], run: Iteration, spec: DeviceSpec
+) -> tuple[str, str, str, str]:
+    """Cause, earlier member, later member and a sentence, for one run."""
+    launches = {m: [p for p in run.launches if p.leaf in group.members[m].leaves] for m in pair}
+    early, late = sorted(pair, key=lambda m: min(p.activity.start for p in launches[m]))
+    first, second = group.members[early].name, group.members[late].name
+    ends = max(launches[early], key=lambda p: p.activity.end)
+    starts = min(launches[late], key=lambda p: p.activity.start)
+    used = [{p.activity.stream for p in launches[m]} for m in (early, late)]
+    if used[0] & used[1]:
+        streams = ", ".join(map(str, sorted(used[0] & used[1])))
+        text = f"both ran on stream {streams}, which executes in order"
+        return "stream", first, second, text
+    if starts.activity.start - starts.call.end < _LAUNCH_LATENCY_NS:
+        late_us = (starts.call.start - launches[early][0].call.start) / 1e3
+        lasted_us = (ends.activity.end - launches[early][0].activity.start) / 1e3
+        text = (
+            f"the host launched {second} {late_us:.1f} µs after {first}, which took "
+            f"{lasted_us:.1f} µs: launch overhead, not the GPU, kept them apart; capture the group "
+            "in a CUDA graph or give it more work"
+        )
+        return "host", first, second, text
+    waited_us = (starts.activity.start - starts.call.start) / 1e3
+    waited = (
+        f"{second} was enqueued while {first} still ran and began {waited_us:.1f} µs after its "
+        "launch"
+    )
+    resident = resident_ctas(ends.activity, spec)
+    if resident is not None and ends.activity.ctas and ends.activity.ctas >= resident:
+        shared = (ends.activity.shared_bytes or 0) / 1024
+        text = (
+            f"{waited}: the {ends.activity.ctas} CTAs of {first} fill the device (it holds "
+            f"{resident} at once: {ends.activity.threads} threads, {ends.activity.registers} "
+            f"registers per thread and {shared:.0f} KiB shared memory each), so no CTA of the "
+            "other fits; use smaller tiles or fewer CTAs"
+        )
+        return "resources", first, second, text
+    text = (
+        f"{waited}, on another stream and with free resources: an event or a default stream "
+        "between them, or a busy hardware queue; the timeline does not show which"
+    )
+    return "unknown", first, second, text

@@ -1,119 +1,128 @@
-"""The figures of a timeline for records, and its report in markdown."""
+"""The figures of a timeline for records, its report in markdown, and its plot."""
 
 from __future__ import annotations
 
 import statistics
+import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from mla_var3.conf.devices import DeviceSpec
 from mla_var3.runtime.markdown import MISSING, microseconds, number, table
 from mla_var3.runtime.profiling.timeline.analysis import (
+    SERIAL_BELOW,
     Analysis,
     Iteration,
+    Launch,
+    Outline,
     group_overlap,
     median_us,
+    serialisations,
+    typical,
 )
-from mla_var3.runtime.profiling.timeline.plot import piece_label
-from mla_var3.runtime.profiling.timeline.serial import SERIAL_BELOW, Serialisation, serialisations
 
 _MIN_GAP_NS = 500
-"""Shorter pauses between two kernels are the hardware's own."""
+"""Shorter pauses between two kernels come from the hardware itself."""
 _MOST_GAPS = 8
+# Okabe and Ito's palette, which stays distinct with every common form of colour blindness; the dark
+# colours, which carry white text, come first.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#444444")
+_DARK = ("#0072B2", "#D55E00", "#009E73", "#444444")
+_OTHER = "#999999"
+_CHARACTER_SHARE = 0.0082
+"""Width of one character of a label, as a part of the axis."""
 
 
 def kernel_figures(analysis: Analysis, leaf: int) -> dict[str, Any]:
     """What the timeline says about one kernel: medians over the queued runs."""
-    pieces = [piece for run in analysis.queued if (piece := run.piece(leaf)) is not None]
-    if not pieces:
+    queued, paced = (
+        [launch for run in runs if (launch := run.of_kernel(leaf)) is not None]
+        for runs in (analysis.queued, analysis.host_paced)
+    )
+    if not queued:
         return {"launches": 0}
-    one = pieces[0].activity
-    host = [piece for run in analysis.host_paced if (piece := run.piece(leaf)) is not None]
+    one = queued[0].activity
     return {
-        "launches": len(pieces),
+        "launches": len(queued),
         "stream": one.stream,
         "grid": one.grid,
         "block": one.block,
         "registers": one.registers,
         "shared_bytes": one.shared_bytes,
-        "start_us": analysis.median_us(lambda run: _start(run, leaf)),
-        "launch_call_us": _median([piece.launch.duration for piece in host or pieces]),
-        "launch_to_start_us": _median([p.activity.start - p.launch.start for p in host]),
+        "start_us": median_us(analysis.queued, lambda run: _start(run, leaf)),
+        "launch_call_us": _median([launch.call.duration for launch in paced or queued]),
+        "launch_to_start_us": _median([p.activity.start - p.call.start for p in paced]),
     }
 
 
 def _start(run: Iteration, leaf: int) -> int | None:
-    piece = run.piece(leaf)
-    return None if piece is None else piece.activity.start - run.span[0]
+    launch = run.of_kernel(leaf)
+    return None if launch is None else launch.activity.start - run.span[0]
 
 
 def _median(values_ns: Sequence[int]) -> float | None:
     return statistics.median(values_ns) / 1e3 if values_ns else None
 
 
-def overlap_figures(analysis: Analysis, runs: list[Iteration]) -> list[dict[str, Any]]:
+def timeline_figures(analysis: Analysis, spec: DeviceSpec) -> dict[str, Any]:
+    """Everything that goes into the record beside the times of the stages."""
+    found = _run_figures(analysis.shape, analysis.queued, spec)
+    if analysis.host_paced:
+        found["host_paced"] = _run_figures(analysis.shape, analysis.host_paced, spec)
+    return found
+
+
+def _run_figures(shape: Outline, runs: list[Iteration], spec: DeviceSpec) -> dict[str, Any]:
+    return {
+        "runs": len(runs),
+        "span_us": median_us(runs, lambda run: run.span_ns),
+        "host_us": median_us(runs, lambda run: run.host.duration),
+        "api_us": median_us(runs, lambda run: run.api_ns),
+        "idle_us": median_us(runs, lambda run: run.idle_ns),
+        "overlap": overlap_figures(shape, runs),
+        "serialised": [vars(found) for found in serialisations(shape, runs, spec)],
+    }
+
+
+def overlap_figures(shape: Outline, runs: list[Iteration]) -> list[dict[str, Any]]:
     """The overlap of every concurrent group: medians over some runs."""
     figures = []
-    for group in analysis.shape.groups:
+    for group in shape.groups:
         overlaps = [group_overlap(run, group) for run in runs]
         shares = [overlap.share for overlap in overlaps if overlap.share is not None]
-        names = [member.name for member in group.members]
+        members = range(len(group.members))
         figures.append(
             {
                 "group": group.name,
-                "members": names,
-                "member_us": [
-                    _median([overlap.member_ns[i] for overlap in overlaps])
-                    for i in range(len(names))
-                ],
+                "members": [member.name for member in group.members],
+                "member_us": [_median([o.member_ns[i] for o in overlaps]) for i in members],
                 "overlap_us": _median([overlap.overlap_ns for overlap in overlaps]),
                 "possible_us": _median([overlap.possible_ns for overlap in overlaps]),
                 "overlap_percent": 100 * statistics.median(shares) if shares else None,
                 "busy_us": _median([overlap.busy_ns for overlap in overlaps]),
-                "pairs_us": {
-                    f"{names[i]} + {names[j]}": _median([o.pairs[i, j] for o in overlaps])
-                    for i in range(len(names))
-                    for j in range(i + 1, len(names))
-                },
             }
         )
     return figures
 
 
-def timeline_figures(analysis: Analysis, spec: DeviceSpec) -> dict[str, Any]:
-    """Everything that goes into the record beside the times of the stages."""
-    found = {
-        "queued_runs": len(analysis.queued),
-        "host_paced_runs": len(analysis.host_paced),
-        "overlap": overlap_figures(analysis, analysis.queued),
-        "serialised": [vars(s) for s in serialisations(analysis, analysis.queued, spec)],
-        "idle_us": analysis.median_us(lambda run: sum(b - a for a, b in run.gaps())),
-    }
-    if analysis.host_paced:
-        runs = analysis.host_paced
-        found["host_paced"] = {
-            "span_us": median_us(runs, lambda run: run.span_ns),
-            "host_us": median_us(runs, lambda run: run.host.duration),
-            "api_us": median_us(runs, lambda run: run.api_ns),
-            "idle_us": median_us(runs, lambda run: sum(b - a for a, b in run.gaps())),
-            "overlap": overlap_figures(analysis, runs),
-            "serialised": [vars(s) for s in serialisations(analysis, runs, spec)],
-        }
-    return found
+def timeline_sections(analysis: Analysis, figures: dict[str, Any]) -> list[str]:
+    """The sections of the report that come from the timeline.
 
-
-def timeline_sections(analysis: Analysis, spec: DeviceSpec) -> list[str]:
-    """The sections of the report that come from the timeline."""
+    Args:
+        analysis: of the timeline.
+        figures: what `timeline_figures` made of it.
+    """
     return [
         "## Kernels\n",
         _kernel_table(analysis),
         "Medians over the queued runs; start counts from the first kernel of a run. The last two "
         "columns come from the host-paced runs.\n",
-        *_overlap_section(analysis, spec),
+        *_overlap_section(figures),
         "## Gaps\n",
-        _gap_section(analysis),
+        _gap_section(analysis, figures),
         "## Launch overhead\n",
-        _launch_section(analysis),
+        _launch_section(figures),
     ]
 
 
@@ -121,135 +130,94 @@ def _kernel_table(analysis: Analysis) -> str:
     rows = []
     for leaf, label in enumerate(analysis.shape.leaves):
         f = kernel_figures(analysis, leaf)
-        times = [p.activity.duration for run in analysis.queued if (p := run.piece(leaf))]
+        times = [p.activity.duration for run in analysis.queued if (p := run.of_kernel(leaf))]
         spread = f"{min(times) / 1e3:.2f} to {max(times) / 1e3:.2f} µs" if times else MISSING
-        rows.append(
-            (
-                label,
-                f.get("stream"),
-                microseconds(f.get("start_us")),
-                microseconds(_median(times)),
-                spread,
-                _sizes(f.get("grid")),
-                _sizes(f.get("block")),
-                f.get("registers"),
-                f.get("shared_bytes"),
-                microseconds(f.get("launch_call_us")),
-                microseconds(f.get("launch_to_start_us")),
-            )
-        )
-    return table(
-        ("kernel", "stream", "start", "duration", "range", "grid", "block", "registers",
-         "shared bytes", "launch call", "launch to start"),
-        rows,
-    )  # fmt: skip
+        where = (f.get("stream"), microseconds(f.get("start_us")), microseconds(_median(times)))
+        sizes = [" x ".join(map(str, f[key])) if f.get(key) else None for key in ("grid", "block")]
+        used = (f.get("registers"), f.get("shared_bytes"))
+        launch = [microseconds(f.get(key)) for key in ("launch_call_us", "launch_to_start_us")]
+        rows.append((label, *where, spread, *sizes, *used, *launch))
+    header = (
+        *("kernel", "stream", "start", "duration", "range", "grid", "block", "registers"),
+        *("shared bytes", "launch call", "launch to start"),
+    )
+    return table(header, rows)
 
 
-def _sizes(values: tuple[int, int, int] | None) -> str | None:
-    return None if values is None else " x ".join(map(str, values))
-
-
-def _overlap_section(analysis: Analysis, spec: DeviceSpec) -> list[str]:
-    if not analysis.shape.groups:
-        return ["## Overlap\n", "No stage runs concurrent kernels, so there is none to achieve.\n"]
-    parts = [
-        "## Overlap\n",
-        _overlap_table(overlap_figures(analysis, analysis.queued)),
-        "Overlap is the time in which at least two members ran; the percentage is of the longest "
-        "that members of these lengths could have had (for two members, the shorter one). A member "
-        "that shares the GPU takes longer than alone, so compare the group's own time too.\n",
-        "## Unexpected serialisation\n",
-    ]
-    queued = serialisations(analysis, analysis.queued, spec)
-    parts.append(_serial_list(queued, "enqueued ahead"))
-    if analysis.host_paced:
-        paced = serialisations(analysis, analysis.host_paced, spec)
-        parts.append(_serial_list(paced, "at the pace of the host"))
-    return parts
-
-
-def _overlap_table(figures: list[dict[str, Any]]) -> str:
+def _overlap_section(figures: dict[str, Any]) -> list[str]:
+    if not figures["overlap"]:
+        return ["## Overlap\n", "No stages run concurrently, so there is no overlap to achieve.\n"]
     rows = []
-    for f in figures:
-        percent = f["overlap_percent"]
+    for f in figures["overlap"]:
         members = ", ".join(
             f"{name} {microseconds(time)}"
             for name, time in zip(f["members"], f["member_us"], strict=True)
         )
-        rows.append(
-            (
-                f["group"],
-                members,
-                microseconds(f["busy_us"]),
-                microseconds(f["overlap_us"]),
-                microseconds(f["possible_us"]),
-                MISSING if percent is None else f"{percent:.0f} %",
-            )
-        )
-    return table(("group", "members", "group busy", "overlap", "possible", "achieved"), rows)
+        times = [microseconds(f[key]) for key in ("busy_us", "overlap_us", "possible_us")]
+        percent = f["overlap_percent"]
+        achieved = MISSING if percent is None else f"{percent:.0f} %"
+        rows.append((f["group"], members, *times, achieved))
+    parts = [
+        "## Overlap\n",
+        table(("group", "members", "group busy", "overlap", "possible", "achieved"), rows),
+        "Overlap is the time in which at least two members ran; the percentage is of the longest "
+        "overlap that members of these lengths could have (for two members, the shorter one). A "
+        "member that shares the GPU takes longer than alone, so compare the group's own time "
+        "too.\n",
+        "## Unexpected serialisation\n",
+        _serial_list(figures["serialised"], "enqueued ahead"),
+    ]
+    if "host_paced" in figures:
+        parts.append(_serial_list(figures["host_paced"]["serialised"], "at the pace of the host"))
+    return parts
 
 
-def _serial_list(found: list[Serialisation], how: str) -> str:
+def _serial_list(found: list[dict[str, Any]], how: str) -> str:
     if not found:
-        return (
-            f"Runs {how}: none; every two members shared at least {SERIAL_BELOW:.0%} of the "
-            "shorter.\n"
-        )
+        return f"Runs {how}: none; every pair shared at least {SERIAL_BELOW:.0%} of the shorter.\n"
     lines = [
-        f"- Runs {how}, {s.group}: **{s.first}** then **{s.second}** in {s.runs} of {s.of} runs "
-        f"(cause: {s.cause}): {s.reason}."
+        f"- Runs {how}, {s['group']}: **{s['first']}** then **{s['second']}** in {s['runs']} of "
+        f"{s['of']} runs (cause: {s['cause']}): {s['reason']}."
         for s in found
     ]
     return "\n".join(lines) + "\n"
 
 
-def _gap_section(analysis: Analysis) -> str:
-    run = analysis.typical()
+def _gap_section(analysis: Analysis, figures: dict[str, Any]) -> str:
+    run = typical(analysis.queued)
     rows = []
-    for start, end in sorted(run.gaps(), key=lambda gap: gap[0] - gap[1])[:_MOST_GAPS]:
+    for start, end in sorted(run.gaps, key=lambda gap: gap[0] - gap[1])[:_MOST_GAPS]:
         if end - start < _MIN_GAP_NS:
             continue
-        before = max(
-            (p for p in run.pieces if p.activity.end <= start), key=lambda p: p.activity.end
-        )
-        after = min(
-            (p for p in run.pieces if p.activity.start >= end), key=lambda p: p.activity.start
-        )
-        late = after.launch.end > start
-        rows.append(
-            (
-                microseconds((end - start) / 1e3),
-                piece_label(analysis.shape, before),
-                piece_label(analysis.shape, after),
-                "launched late by the host" if late else "dependency or event on the GPU",
-            )
-        )
-    idle = analysis.median_us(lambda r: sum(b - a for a, b in r.gaps())) or 0.0
-    span = analysis.median_us(lambda r: r.span_ns) or 0.0
-    share = f"{idle / span:.1%}" if span else MISSING
+        ended = [p for p in run.launches if p.activity.end <= start]
+        begun = [p for p in run.launches if p.activity.start >= end]
+        before = max(ended, key=lambda p: p.activity.end)
+        after = min(begun, key=lambda p: p.activity.start)
+        cause = "dependency or event on the GPU"
+        if after.call.end > start:
+            cause = "launched late by the host"
+        names = [launch_label(analysis.shape, p) for p in (before, after)]
+        rows.append((microseconds((end - start) / 1e3), *names, cause))
+    idle, span = figures["idle_us"], figures["span_us"]
     text = (
-        f"The GPU idles {microseconds(idle)} of the {microseconds(span)} of a queued run ({share}, "
-        "medians)."
+        f"The GPU idles {microseconds(idle)} of the {microseconds(span)} of a queued run "
+        f"({idle / span:.1%}, medians)."
     )
     if not rows:
         return f"{text} No single gap of the typical run is longer than {_MIN_GAP_NS} ns.\n"
-    return f"{text} The longest gaps of the typical run:\n\n" + table(
-        ("gap", "after", "before", "likely cause"), rows
-    )
+    header = ("gap", "after", "before", "likely cause")
+    return f"{text} The longest gaps of the typical run:\n\n" + table(header, rows)
 
 
-def _launch_section(analysis: Analysis) -> str:
-    runs = analysis.host_paced
-    if not runs:
+def _launch_section(figures: dict[str, Any]) -> str:
+    if "host_paced" not in figures:
         return "No host-paced runs were recorded.\n"
-    span = median_us(runs, lambda run: run.span_ns) or 0.0
-    queued = analysis.median_us(lambda run: run.span_ns) or 0.0
-    host = median_us(runs, lambda run: run.host.duration) or 0.0
-    api = median_us(runs, lambda run: run.api_ns)
+    paced, queued = figures["host_paced"], figures["span_us"]
+    host = paced["host_us"]
     rows = [
         ("host time of one run", microseconds(host), "Python and CUDA calls until all is enqueued"),
-        ("of it inside CUDA calls", microseconds(api), "the rest is Python"),
-        ("GPU span, host-paced", microseconds(span), "first kernel start to last kernel end"),
+        ("of it inside CUDA calls", microseconds(paced["api_us"]), "the rest is Python"),
+        ("GPU span, host-paced", microseconds(paced["span_us"]), "first kernel start to last end"),
         ("GPU span, queued", microseconds(queued), "the same without waiting for the host"),
     ]
     verdict = (
@@ -258,5 +226,88 @@ def _launch_section(analysis: Analysis) -> str:
         if host > queued
         else f"Launching hides behind the work ({number(100 * host / queued)} % of it).\n"
     )
-    note = "The profiler itself adds to every host call, so these are upper bounds.\n"
-    return table(("figure", "median", "meaning"), rows) + "\n" + verdict + "\n" + note
+    note = "The profiler adds time to every host call, so these are upper bounds.\n"
+    return table(("figure", "median", "meaning"), rows) + f"\n{verdict}\n{note}"
+
+
+def launch_label(shape: Outline, launch: Launch) -> str:
+    """Stage name of a launch, or a short form of the kernel's own name."""
+    if launch.leaf is not None:
+        return shape.leaves[launch.leaf]
+    return textwrap.shorten(launch.activity.name.split("(")[0], 40, placeholder="…")
+
+
+def timeline_plot(analysis: Analysis, path: Path, title: str) -> Path:
+    """Draw the typical queued run, and below it the typical host-paced one with its host calls.
+
+    Args:
+        analysis: of a timeline.
+        path: PNG file.
+        title: heading.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    panels = [(typical(analysis.queued), "enqueued ahead: what the GPU can do", False)]
+    if analysis.host_paced:
+        run = typical(analysis.host_paced)
+        panels.append((run, "on an idle GPU: at the pace of the host's launches", True))
+    lanes = [len(_streams(run)) + int(host) for run, _, host in panels]
+    style: dict[Any, Any] = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
+    with matplotlib.rc_context(style):
+        height = 1.5 + sum(0.55 * count + 0.95 for count in lanes)
+        figure = Figure(figsize=(11.0, height), layout="constrained")
+        ratios = {"height_ratios": [count + 1 for count in lanes]}
+        grid = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw=ratios)
+        legend: dict[str, Any] = {}
+        for axis, (run, heading, host) in zip(grid.flat, panels, strict=True):
+            _draw(axis, analysis.shape, run, host, legend)
+            axis.set_title(f"{heading}; {run.span_ns / 1e3:.1f} µs on the GPU", loc="left", size=10)
+        grid[-1, 0].set_xlabel("time, µs")
+        style = {"ncols": 4, "frameon": False, "fontsize": 9}
+        handles = list(legend.values())
+        figure.legend(handles, list(legend), loc="outside lower center", **style)
+        figure.suptitle("\n".join(textwrap.wrap(title, 110)), fontsize=12, fontweight="bold")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}")
+        figure.savefig(temporary, format="png", dpi=150)
+        temporary.replace(path)
+    return path
+
+
+def _streams(run: Iteration) -> list[int]:
+    return list(dict.fromkeys(launch.activity.stream for launch in run.launches))
+
+
+def _draw(axis: Any, shape: Outline, run: Iteration, host: bool, legend: dict[str, Any]) -> None:
+    """One run: a lane per stream, the host's calls below them, idle stretches shaded."""
+    lanes = [f"stream {stream}" for stream in _streams(run)] + ["host"] * host
+    origin = run.host.start if host else run.span[0]
+    end = max(run.span[1], run.host.end) if host else run.span[1]
+    width = (end - origin) / 1e3
+    if host:
+        axis.barh(len(lanes) - 1, run.host.duration / 1e3, height=0.62, color="#E5E5E5")
+    for launch in run.launches:
+        colour = _OTHER if launch.leaf is None else _COLOURS[launch.leaf % len(_COLOURS)]
+        name = launch_label(shape, launch)
+        row = lanes.index(f"stream {launch.activity.stream}")
+        left, time = (launch.activity.start - origin) / 1e3, launch.activity.duration / 1e3
+        bar = axis.barh(row, time, left=left, height=0.72, color=colour, edgecolor="white")
+        legend.setdefault("other" if launch.leaf is None else name, bar)
+        labels = (f"{name}  {time:.1f} µs", name, f"{time:.1f} µs", f"{time:.0f}", "")
+        text = next(t for t in labels if len(t) * _CHARACTER_SHARE < time / width or not t)
+        ink = "white" if colour in _DARK else "black"
+        axis.text(left + time / 2, row, text, ha="center", va="center", size=9, color=ink)
+        if host:
+            called = (launch.call.start - origin) / 1e3
+            place = len(lanes) - 1
+            axis.barh(place, launch.call.duration / 1e3, left=called, height=0.62, color=colour)
+            axis.plot([called, left], [place - 0.31, row + 0.36], ":", color="#888888", lw=0.7)
+    for start, stop in run.gaps:
+        span = ((start - origin) / 1e3, (stop - origin) / 1e3)
+        legend["GPU idle"] = axis.axvspan(*span, color="#000000", alpha=0.07, linewidth=0)
+    axis.set_yticks(range(len(lanes)), lanes)
+    axis.set_ylim(len(lanes) - 0.5, -0.5)
+    axis.set_xlim(0, width * 1.01)
+    axis.grid(axis="x", alpha=0.25, linewidth=0.6)
+    axis.set_axisbelow(True)

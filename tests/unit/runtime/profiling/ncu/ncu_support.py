@@ -1,4 +1,4 @@
-"""What the tests of the Nsight Compute modes share: a recording, a session made of it, a stand-in.
+"""Shared by the tests of the Nsight Compute modes: a recording, a session, a stand-in for ncu.
 
 The recording is `mla_var6_plus` (b=8, s=16, t=2048, n=512) on an H200 under Nsight Compute
 2025.3.1, full set, without embedded sources; folder names in it were replaced by others of the
@@ -21,8 +21,7 @@ from mla_var3.runtime.paths import find_kernel, plan_class
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling import NsightProfType
 from mla_var3.runtime.profiling.clocks import ClockState
-from mla_var3.runtime.profiling.ncu.collect import Collection
-from mla_var3.runtime.profiling.ncu.driver import NcuTool
+from mla_var3.runtime.profiling.ncu.driver import Collection, NcuTool
 from mla_var3.runtime.profiling.ncu.reader import Launch, read_launches, stage_profiles
 from mla_var3.runtime.profiling.ncu.session import Session
 from mla_var3.runtime.workflow import Prepared
@@ -62,15 +61,12 @@ def recorded_session(mode: NsightProfType, folder: Path) -> Session:
     (folder / "report.ncu-rep").write_bytes(recording())
     plan = recorded_plan()
     stage = plan.plan(*plan.prepare_inputs("meta"))
-    device = device_spec("NVIDIA H200")
     return Session(
         mode=mode,
-        prepared=Prepared(plan, (), stage, device),
-        device=device,
+        prepared=Prepared(plan, (), stage, device_spec("NVIDIA H200")),
         folder=folder,
         tool=TOOL,
         collection=Collection("ncu", "the package nsight is not installed"),
-        clock_control="none",
         clocks=ClockState(False),
         profiles=stage_profiles(launches(), STAGES, 1),
         event_us={"attention_block_specialized": 290.0, "decompress_combine": 20.0},

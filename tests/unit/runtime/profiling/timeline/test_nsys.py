@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,28 +19,31 @@ from mla_var3.conf.devices import device_spec
 from mla_var3.errors import MissingToolError, UnsupportedError
 from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
 from mla_var3.runtime.profiling import nsys
-from mla_var3.runtime.profiling.timeline import launch as timeline_launch
-from mla_var3.runtime.profiling.timeline import nsys as timeline_nsys
-from mla_var3.runtime.profiling.timeline import target as timeline_target
-from mla_var3.runtime.profiling.timeline.launch import RunCounts, head_start_cycles, stage_ranges
-from mla_var3.runtime.profiling.timeline.model import CUPTI
-from mla_var3.runtime.profiling.timeline.nsys import Nsys, find_nsys
-from mla_var3.runtime.profiling.timeline.outline import outline
-from mla_var3.runtime.profiling.timeline.trace import read_chrome_trace
+from mla_var3.runtime.profiling.timeline import collect as timeline_collect
+from mla_var3.runtime.profiling.timeline.analysis import outline
+from mla_var3.runtime.profiling.timeline.collect import (
+    RunCounts,
+    head_start_cycles,
+    ranges_below,
+    record_with_nsys,
+)
+from mla_var3.runtime.profiling.timeline.formats import read_chrome_trace
 from mla_var3.runtime.stage import Stage
 from mla_var3.runtime.workflow import Prepared, RunOptions
 from tests.unit.runtime.profiling.timeline.timeline_support import NAMES, OVERLAP, PIPE, TRACE
 from tests.unit.runtime.runtime_support import fake_kernel
 
-TOOL = Nsys(Path("/opt/nsys"), "2025.3.1")
-
-STAND_IN = """#!/bin/sh
-if [ "$1" = --version ]; then
-    echo "NVIDIA Nsight Systems version {version}"
-    exit {version_code}
-fi
-if [ "$1" = stats ]; then echo "{stats_text}"; exit {stats_code}; fi
-exit 3
+NSYS = Path("/opt/nsys")
+RECORDER = """#!/bin/sh
+while [ $# -gt 1 ]; do
+    case "$1" in
+        profile) [ {profile} = 0 ] || {{ echo last words; exit {profile}; }} ;;
+        stats) [ {stats} = 0 ] || exit {stats} ;;
+        -o) touch "$2.nsys-rep" ;;
+        --output) touch "$2_cuda_gpu_trace.csv" ;;
+    esac
+    shift
+done
 """
 
 
@@ -50,74 +54,70 @@ def pipeline() -> KernelPipeline:
     return KernelPipeline(_name="pipe", stages=[group, rest])
 
 
-@pytest.fixture
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    def install(
-        version: str = "2025.3.1.90-253135822126v0", *, version_code: int = 0, stats_code: int = 0
-    ) -> Path:
-        program = tmp_path / "bin" / "nsys"
-        program.parent.mkdir()
-        program.write_text(
-            STAND_IN.format(
-                version=version,
-                version_code=version_code,
-                stats_code=stats_code,
-                stats_text="no report tool" if stats_code else "fine",
-            )
-        )
-        program.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
-        return program
-
-    return install
-
-
-def test_a_usable_installation_is_found(stand_in: Any) -> None:
-    program = stand_in()
-    assert find_nsys() == Nsys(program, "2025.3.1.90")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"version": "2021.4.1"}, r"expected version 2023\.2 or newer, got 2021\.4\.1"),
-        ({"version": "unknown"}, "to name a version"),
-        ({"version_code": 1}, "to name a version"),
-        ({"stats_code": 1}, "`nsys stats` fails.*no report tool.*incomplete"),
-    ],
-)
-def test_an_unusable_installation_says_why(
-    arguments: dict[str, Any], message: str, stand_in: Any
-) -> None:
-    stand_in(**arguments)
-    with pytest.raises(MissingToolError, match=message):
-        find_nsys()
-
-
-def test_no_installation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(MissingToolError, match=r"nsys 2023\.2 or newer on PATH, got none"):
-        find_nsys()
-
-
 def test_the_command_lines() -> None:
-    assert timeline_nsys.profile_command(TOOL, Path("out/report"), Path("request.json")) == [
+    assert timeline_collect.profile_command(NSYS, Path("out/report"), Path("request.json")) == [
         *("/opt/nsys", "profile", "--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none"),
         *("--force-overwrite=true", "-o", "out/report", sys.executable, "-m"),
-        *("mla_var3.runtime.profiling.timeline.target", "request.json"),
+        *("mla_var3.runtime.profiling.timeline.collect", "request.json"),
     ]
-    assert timeline_nsys.stats_command(TOOL, Path("out/report.nsys-rep"), Path("stats/report")) == [
+    assert timeline_collect.stats_command(
+        NSYS, Path("out/report.nsys-rep"), Path("stats/report")
+    ) == [
         *("/opt/nsys", "stats", "--report"),
-        "cuda_gpu_trace,nvtx_gpu_proj_trace,cuda_api_sum,cuda_api_trace",
+        "cuda_gpu_trace,nvtx_gpu_proj_trace,cuda_api_sum",
         *("--format", "csv", "--force-export=true", "--force-overwrite=true"),
         *("--output", "stats/report", "out/report.nsys-rep"),
     ]
 
 
-def test_a_failing_profile_run_shows_the_last_lines(stand_in: Any, tmp_path: Path) -> None:
-    tool = Nsys(stand_in(), "2025.3.1")
-    with pytest.raises(UnsupportedError, match=r"expected report\.nsys-rep, got exit code 3"):
-        timeline_nsys.collect_with_nsys(tool, tmp_path / "request.json", tmp_path)
+@pytest.mark.parametrize(
+    ("profile", "stats", "message"),
+    [
+        (0, 0, None),
+        (3, 0, r"nsys profile: expected report\.nsys-rep, got exit code 3: last words"),
+        (0, 4, r"nsys stats: expected report_cuda_gpu_trace\.csv, got exit code 4"),
+    ],
+)
+def test_recording_with_nsight_systems(
+    profile: int,
+    stats: int,
+    message: str | None,
+    prepared: Prepared,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program, folder = tmp_path / "nsys", tmp_path / "out"
+    program.write_text(RECORDER.format(profile=profile, stats=stats))
+    program.chmod(0o755)
+    folder.mkdir()
+    monkeypatch.setattr(timeline_collect, "find_tool", lambda name: program)
+    fails = pytest.raises(UnsupportedError, match=message)
+    with fails if message else contextlib.nullcontext():
+        record_with_nsys(prepared.plan, prepared.stage, RunCounts(), folder)
+    left = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
+    report = ["report.nsys-rep"] if profile == 0 else []
+    assert left == (report if message else [*report, "stats", "stats/report_cuda_gpu_trace.csv"])
+
+
+def test_warnings_of_the_torch_profiler_are_logged(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mla_var3")
+
+    def record(stage: Stage, make_range: Any, counts: RunCounts) -> None:
+        with make_range("hyper_mla@k"):
+            warnings.warn("raw text of torch", stacklevel=1)
+
+    monkeypatch.setattr(timeline_collect, "wait_for_device", lambda name: None)
+    monkeypatch.setattr(timeline_collect, "record_runs", record)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        timeline = timeline_collect.record_with_torch(
+            fake_kernel("k"), RunCounts(), tmp_path / "trace.json"
+        )
+    assert [found.name for found in timeline.ranges] == ["hyper_mla@k"]
+    assert "torch.profiler: raw text of torch" in caplog.text
+    assert str(tmp_path) not in (tmp_path / "trace.json").read_text()
 
 
 def test_the_outline_of_a_pipeline() -> None:
@@ -144,7 +144,7 @@ def test_stages_launch_inside_their_ranges_and_are_restored() -> None:
         yield
 
     stage = pipeline()
-    with stage_ranges(stage, note):
+    with ranges_below(stage, note):
         stage.launch()
     assert seen == [
         *("hyper_mla@overlap", "hyper_mla@flash_mla", "hyper_mla@flash_attention"),
@@ -177,13 +177,13 @@ def test_runs_are_recorded_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     zeros = torch.zeros
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: fake)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(timeline_collect, "wait_for_device", lambda name: None)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda _: log.append("spin"))
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: zeros(1, dtype=torch.int32))
     kernel = fake_kernel("k", log)
-    timeline_launch.record_runs(kernel, Range, RunCounts(queued=2, host_paced=1, settling=1))
+    timeline_collect.record_runs(kernel, Range, RunCounts(queued=2, host_paced=1, warmup=1))
     assert log == [
-        *("hyper_mla_settle@k", "k", "end"),
+        *("hyper_mla_warmup@k", "k", "end"),
         *("spin", "hyper_mla@k", "k", "end"),
         *("spin", "hyper_mla@k", "k", "end"),
         *("hyper_mla_host@k", "k", "end"),
@@ -201,8 +201,8 @@ def prepared() -> Prepared:
 def test_a_request_survives_the_trip(prepared: Prepared, tmp_path: Path) -> None:
     path = tmp_path / "request.json"
     counts = RunCounts(queued=7)
-    timeline_target.write_request(path, prepared.plan, prepared.stage, counts)
-    spec, again = timeline_target.read_request(path)
+    timeline_collect.write_request(path, prepared.plan, prepared.stage, counts)
+    spec, again = timeline_collect.read_request(path)
     assert again == counts
     assert spec.build_plan() == prepared.plan
     assert [entry["kernel"] for entry in spec.tilings] == list(NAMES)
@@ -212,8 +212,7 @@ def test_all_artifacts_of_the_recorded_trace(
     prepared: Prepared, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "mla_var3")
-    collected = nsys.Collected(read_chrome_trace(TRACE), "Recorded by a test.")
-    result = nsys.summarise(prepared, collected, tmp_path)
+    result = nsys.summarise(prepared, read_chrome_trace(TRACE), "Recorded by a test.", tmp_path)
     assert result.get_total_time_us() == (347.583 + 340.031) / 2
     assert [stage.name for stage in result.stages] == list(NAMES)
     assert result.stages[3].extra["stream"] == 7
@@ -221,7 +220,6 @@ def test_all_artifacts_of_the_recorded_trace(
     (overlap,) = record["total"]["extra"]["overlap"]
     assert overlap["group"] == OVERLAP.name
     assert overlap["overlap_percent"] == pytest.approx(11.1, abs=0.1)
-    assert record["timeline"]["source"] == CUPTI
     assert record["clocks"]["locked"] is False
     assert "clocks not locked" in caplog.text
     report = (tmp_path / "report.md").read_text()
@@ -232,9 +230,9 @@ def test_all_artifacts_of_the_recorded_trace(
     assert sorted(p.stem for p in (tmp_path / "tiling").iterdir()) == sorted(NAMES)
 
 
-@pytest.mark.parametrize("failure", ["missing", "broken"])
-def test_without_nsight_systems_cupti_collects_and_says_so(
-    failure: str,
+@pytest.mark.parametrize("state", ["works", "missing", "broken", "without stats"])
+def test_cupti_always_records_and_nsight_systems_where_it_works(
+    state: str,
     prepared: Prepared,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -242,31 +240,27 @@ def test_without_nsight_systems_cupti_collects_and_says_so(
 ) -> None:
     caplog.set_level(logging.INFO, "mla_var3")
 
-    def find() -> Nsys:
-        if failure == "missing":
+    def record_with_nsys(*_: object) -> None:
+        if state == "missing":
             raise MissingToolError("Nsight Systems: got none")
-        return TOOL
+        if state != "broken":
+            (tmp_path / "report.nsys-rep").touch()
+        if state != "works":
+            raise UnsupportedError("nsys: it failed")
+        (tmp_path / "stats").mkdir()
 
-    def broken(*_: object) -> Any:
-        raise UnsupportedError("nsys profile: no report")
-
-    def record(stage: Stage, counts: RunCounts, trace: Path) -> Any:
-        trace.write_bytes(TRACE.read_bytes())
-        return read_chrome_trace(trace)
-
-    monkeypatch.setattr(nsys, "wait_for_device", lambda kernel: None)
-    monkeypatch.setattr(nsys, "find_nsys", find)
-    monkeypatch.setattr(nsys, "collect_with_nsys", broken)
-    monkeypatch.setattr(nsys, "collect_with_torch", record)
-    collected = nsys.collect(prepared, RunCounts(), tmp_path)
-    assert "CUPTI through torch.profiler, in process" in collected.how
-    assert "There is no `report.nsys-rep`" in collected.how
-    assert "instead of Nsight Systems" in caplog.text
-    assert sorted(p.name for p in (tmp_path / "stats").iterdir()) == [
-        "report_cuda_api_sum.csv",
-        "report_cuda_gpu_trace.csv",
-        "report_nvtx_gpu_proj_trace.csv",
-    ]
+    monkeypatch.setattr(nsys, "wait_for_device", lambda name: None)
+    monkeypatch.setattr(nsys, "record_with_nsys", record_with_nsys)
+    monkeypatch.setattr(nsys, "record_with_torch", lambda *_: read_chrome_trace(TRACE))
+    timeline, how = nsys.collect(prepared, RunCounts(), tmp_path)
+    assert len(timeline.gpu) == 16
+    assert "recorded by CUPTI through torch.profiler" in how
+    assert ("there is no `report.nsys-rep`" in how) is (state in ("missing", "broken"))
+    assert ("WARNING" in caplog.text) is (state in ("broken", "without stats"))
+    assert ("not by Nsight Systems" in caplog.text) is (state != "works")
+    files = sorted(path.stem for path in (tmp_path / "stats").iterdir())
+    expected = ["report_cuda_api_sum", "report_cuda_gpu_trace", "report_nvtx_gpu_proj_trace"]
+    assert files == ([] if state == "works" else expected)
 
 
 def test_the_cpu_has_no_timeline(prepared: Prepared) -> None:

@@ -1,17 +1,11 @@
-"""Timelines for tests: the recorded one, and made-up ones."""
+"""Timelines for tests: the recorded one, and synthetic ones."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from mla_var3.runtime.profiling.timeline.model import (
-    CUPTI,
-    ApiCall,
-    GpuActivity,
-    HostRange,
-    Timeline,
-)
-from mla_var3.runtime.profiling.timeline.outline import Group, Member, Outline
+from mla_var3.runtime.profiling.timeline.analysis import Group, Member, Outline
+from mla_var3.runtime.profiling.timeline.model import ApiCall, GpuActivity, HostRange, Timeline
 
 TRACE = Path(__file__).resolve().parents[4] / "data" / "nsys" / "h200_pipeline_trace.json"
 """Four runs of KernelPipeline[ConcurrentKernels[flash_mla, flash_attention], mla_var6_plus],
@@ -29,7 +23,7 @@ def pair_timeline(
     *,
     launches: tuple[int, int] = (0, 1_000),
     streams: tuple[int, int] = (13, 17),
-    blocks: int = 8,
+    ctas: int = 8,
     name: str = "hyper_mla@pair",
 ) -> Timeline:
     """One run of two kernels, given as (start, end) in nanoseconds, launched at the given times."""
@@ -37,9 +31,9 @@ def pair_timeline(
     for index, (kernel, (start, end)) in enumerate((("left", left), ("right", right))):
         gpu.append(
             GpuActivity(
-                "kernel", f"{kernel}_Kt1_A3", start, end - start, streams[index], index + 1,
-                grid=(blocks, 1, 1), block=(256, 1, 1), registers=128, shared_bytes=200_000,
+                f"{kernel}_Kt1_A3", start, end - start, streams[index], index + 1,
+                grid=(ctas, 1, 1), block=(256, 1, 1), registers=128, shared_bytes=200_000,
             )
         )  # fmt: skip
         api.append(ApiCall("cuLaunchKernelEx", launches[index], 500, 7, index + 1))
-    return Timeline(CUPTI, gpu, api, [HostRange(name, 0, 10_000_000, 7)], "NVIDIA H200")
+    return Timeline(gpu, api, [HostRange(name, 0, 10_000_000, 7)], "NVIDIA H200")

@@ -10,20 +10,22 @@ import pytest
 
 from mla_var3.errors import UnsupportedError
 from mla_var3.runtime.profiling import NsightProfType
-from mla_var3.runtime.profiling.ncu.metrics import MetricValue, annotation_metrics, figures_of
 from mla_var3.runtime.profiling.ncu.mode import write_ncu
 from mla_var3.runtime.profiling.ncu.reader import (
     Launch,
+    MetricValue,
     advice,
+    annotation_metrics,
+    figures_of,
     plain_text,
     read_launches,
     stage_profiles,
 )
 from mla_var3.runtime.profiling.ncu.source import (
     Instruction,
+    KernelSource,
     LineProfile,
     annotate_source,
-    instructions_of,
     line_profiles,
     package_path,
     shown_path,
@@ -129,7 +131,7 @@ def test_links_in_messages_become_text() -> None:
 
 
 def test_instructions_carry_source_lines_and_samples() -> None:
-    items = instructions_of(launches()[1])
+    items = KernelSource.of(launches()[1]).instructions
     assert len(items) == 1366
     assert {Path(item.file).name for item in items} == {"decompress_combine.py", "_stub.py"}
     assert any(item.opcode == "HGMMA" for item in items)
@@ -163,7 +165,7 @@ def test_annotated_source_marks_hot_and_bad_lines() -> None:
         "# title",
         "#",
         "a",
-        "  # [HOT] line 2: 90.0% of samples; 89% barrier (waiting at a block barrier)",
+        "  # [HOT] line 2: 90.0% of samples; 89% barrier (waiting at a CTA barrier)",
         "  b",
         "# [---] line 3: 0.0% of samples; SPILLS: 2 local memory instructions; "
         "UNCOALESCED: 64 excess L2 sectors",
@@ -198,13 +200,11 @@ def test_the_result_has_the_figures(outcome: tuple[Path, Any]) -> None:
 
 
 def test_all_artifacts_are_there(outcome: tuple[Path, Any]) -> None:
-    folder, _ = outcome
-    for name in ("report.md", "report-verbose.md", "report.ncu-rep", "params.json"):
-        assert (folder / name).stat().st_size > 0
-    for stage in STAGES:
-        assert (folder / "tiling" / f"{stage}.json").is_file()
-        for name in ("ncu-details.csv", "sass-metrics.csv", "source.ptx"):
-            assert (folder / stage / name).stat().st_size > 0
+    per_stage = ("ncu-details.csv", "sass-metrics.csv", "source.ptx")
+    names = ["report.md", "report-verbose.md", "report.ncu-rep", "params.json"]
+    names += [f"tiling/{stage}.json" for stage in STAGES]
+    names += [f"{stage}/{name}" for stage in STAGES for name in per_stage]
+    assert all((outcome[0] / name).stat().st_size > 0 for name in names)
 
 
 def test_only_our_sources_are_annotated(outcome: tuple[Path, Any]) -> None:

@@ -1,0 +1,277 @@
+"""Nsight Compute: finding it, its command lines, its failures; all with a stand-in program."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mla_var3.errors import MissingToolError, UnsupportedError
+from mla_var3.runtime.profiling.ncu import driver as ncu_driver
+from mla_var3.runtime.profiling.ncu.driver import (
+    NcuTool,
+    UnknownMetricsError,
+    child_environment,
+    collect,
+    find_ncu,
+    load_ncu_report,
+    ncu_command,
+    nsight_problem,
+    run_ncu,
+)
+from mla_var3.runtime.profiling.target import TargetSpec
+from tests.unit.runtime.profiling.ncu.ncu_support import TOOL, stand_in
+
+VERSION = "print('NVIDIA (R) Nsight Compute Command Line Profiler\\nVersion {}.0 (build 1)')"
+WRITE = """
+out = args[args.index("-o") + 1]
+open(out + ".ncu-rep", "w").write("report")
+"""
+SPEC = TargetSpec("m", "P", {}, {}, "sm_90", [])
+
+
+def install(monkeypatch: pytest.MonkeyPatch, folder: Path, body: str) -> Path:
+    path = stand_in(folder / "ncu", body)
+    monkeypatch.setattr(ncu_driver, "find_tool", lambda name: path)
+    return path
+
+
+def test_the_version_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = install(monkeypatch, tmp_path, VERSION.format("2025.3.1"))
+    tool = find_ncu()
+    assert tool == NcuTool(path, "2025.3.1.0")
+    assert tool.release == (2025, 3, 1, 0)
+
+
+def test_no_ncu_says_what_is_needed_and_what_works_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ncu_driver, "find_tool", lambda name: None)
+    monkeypatch.setattr(ncu_driver, "_newest_in_opt", lambda: None)
+    with pytest.raises(MissingToolError, match=r"ncu: .*2024\.1 or newer.*prof_type=event"):
+        find_ncu()
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (VERSION.format("2023.3.1"), r"expected .*2024\.1 or newer, got 2023\.3\.1"),
+        ("sys.exit(1)", "does not answer --version"),
+    ],
+)
+def test_an_old_and_a_broken_ncu_are_told_apart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str, message: str
+) -> None:
+    install(monkeypatch, tmp_path, body)
+    with pytest.raises(UnsupportedError, match=message):
+        find_ncu()
+
+
+def test_command_of_the_hand_picked_metrics() -> None:
+    command = ncu_command(TOOL, Path("/o/report"), Path("/o/target.json"), ["a.sum", "b"])
+    assert command == [
+        *("/opt/ncu", "--target-processes", "all"),
+        *("--nvtx", "--nvtx-include", r"regex:hyper_mla\..*/"),
+        *("--clock-control", "none", "--cache-control", "all"),
+        *("--metrics", "a.sum,b", "-f", "-o", "/o/report"),
+        *(sys.executable, "-m", "mla_var3.runtime.profiling.target", "/o/target.json"),
+    ]
+
+
+def test_command_of_the_full_set() -> None:
+    command = ncu_command(TOOL, Path("r"), Path("t"), None)
+    assert "--metrics" not in command
+    assert " ".join(command[3:14]) == (
+        r"--nvtx --nvtx-include regex:hyper_mla\..*/ --clock-control none --cache-control all "
+        "--set full --import-source yes"
+    )
+
+
+def test_the_profiled_program_finds_this_package(source_root: Path) -> None:
+    environment = child_environment(TOOL)
+    assert environment["PYTHONPATH"].split(":")[0] == str(source_root.parent)
+    assert environment["PATH"].split(":")[0] == "/opt"
+
+
+def run_stand_in(folder: Path, body: str) -> Path:
+    path = stand_in(folder / "ncu", body)
+    report = folder / "report.ncu-rep"
+    command = [str(path), "-o", str(folder / "report")]
+    run_ncu(command, NcuTool(path, "2025.3.1"), report)
+    return report
+
+
+def test_a_good_run_leaves_report_and_log(tmp_path: Path) -> None:
+    assert run_stand_in(tmp_path, f"print('==PROF== hello'){WRITE}").read_text() == "report"
+    assert "==PROF== hello" in (tmp_path / "profiler.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (
+            "print('==ERROR== ERR_NVGPUCTRPERM - The user does not have permission'); sys.exit(1)",
+            r"ncu 2025\.3\.1: .*ERR_NVGPUCTRPERM; run as root.*RestrictProfilingToAdminUsers=0",
+        ),
+        (
+            "print('Traceback\\nRuntimeError: boom\\n==PROF== Disconnected'); sys.exit(3)",
+            r"got exit code 3: RuntimeError: boom \(full output in .*profiler\.log\)$",
+        ),
+        (
+            "print('==ERROR== out of memory\\n==PROF== Disconnected'); sys.exit(1)",
+            "got exit code 1: ==ERROR== out of memory",
+        ),
+        ("sys.exit(1)", "got exit code 1: no output"),
+        ("print('==WARNING== No kernels were profiled.')", "got none: .*No kernels were profiled"),
+        ("print('fine')", r"expected the report report\.ncu-rep, got none: fine"),
+    ],
+)
+def test_failures_are_explained_in_one_line(tmp_path: Path, body: str, expected: str) -> None:
+    with pytest.raises(UnsupportedError, match=expected) as raised:
+        run_stand_in(tmp_path, body)
+    assert "\n" not in str(raised.value)
+
+
+def test_unknown_metrics_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UnknownMetricsError) as raised:
+        run_stand_in(tmp_path, "print('==ERROR== Failed to find metric a__b.sum'); sys.exit(1)")
+    assert raised.value.names == ("a__b.sum",)
+
+
+def test_a_missing_reader_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ncu_report", None)
+    with pytest.raises(MissingToolError, match=r"ncu-report: .*hyper-mla\[profiling\]"):
+        load_ncu_report()
+
+
+def test_a_reader_that_crashes_beside_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2025.3.1")
+    with pytest.raises(
+        MissingToolError, match=r"expected 2026\.2 or newer .* got version 2025\.3\.1"
+    ):
+        load_ncu_report()
+
+
+@pytest.mark.parametrize(
+    ("settings", "user", "refused"),
+    [
+        ("RmProfilingAdminOnly: 1\n", 1000, True),
+        ("RmProfilingAdminOnly: 1\n", 0, False),
+        ("RmProfilingAdminOnly: 0\n", 1000, False),
+        (None, 1000, False),
+    ],
+)
+def test_rights_to_the_counters_are_asked_in_advance(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: str | None, user: int, refused: bool
+) -> None:
+    file = tmp_path / "params"
+    if settings is not None:
+        file.write_text(f"ResmanDebugLevel: 4\n{settings}")
+    monkeypatch.setattr(ncu_driver, "DRIVER_SETTINGS", file)
+    monkeypatch.setattr("os.geteuid", lambda: user)
+    assert (ncu_driver.counters_problem() is not None) == refused
+
+
+def test_nsight_python_is_usable_when_it_fits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plain = Path("/plain/folder")
+    monkeypatch.setitem(sys.modules, "nsight", SimpleNamespace())
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.9.6")
+    assert nsight_problem(TOOL, plain) is None
+    assert "cannot handle the path" in (nsight_problem(TOOL, Path("/a folder")) or "")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.0.0")
+    assert nsight_problem(TOOL, plain) == "nsight-python 1.0.0 needs ncu 2026.2, got 2025.3.1"
+    monkeypatch.delitem(sys.modules, "nsight")
+    (tmp_path / "nsight.py").write_text("import deepdiff_that_is_missing\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "cannot be imported: No module named 'deepdiff" in (nsight_problem(TOOL, plain) or "")
+
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert nsight_problem(TOOL, plain) == "nsight-python is not installed"
+
+
+class Runs:
+    """Stands for the program runs: records their commands, fails as told."""
+
+    def __init__(self, failures: dict[str, Exception]) -> None:
+        self.failures = failures
+        self.commands: list[list[str]] = []
+
+    def __call__(self, command: Any, tool: NcuTool, report: Path) -> None:
+        self.commands.append(list(command))
+        kind = "ncu" if "--metrics" in command or "--set" in command else "nsight-python"
+        if kind in self.failures:
+            raise self.failures.pop(kind)
+        report.write_text(kind)
+
+
+@pytest.fixture
+def run_collect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    def run(
+        problem: str | None = None,
+        failures: dict[str, Exception] | None = None,
+        metrics: list[str] | None = ["a", "b"],  # noqa: B006
+    ) -> tuple[Any, Runs]:
+        runs = Runs(dict(failures or {}))
+        monkeypatch.setattr(ncu_driver, "run_ncu", runs)
+        monkeypatch.setattr(ncu_driver, "nsight_problem", lambda tool, where: problem)
+        return collect(TOOL, tmp_path, SPEC, metrics), runs
+
+    return run
+
+
+BOOM: dict[str, Exception] = {"nsight-python": UnsupportedError("exit code 1: RuntimeError: boom")}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "used", "note"),
+    [
+        ({}, "nsight-python", ""),
+        ({"problem": "nsight is missing"}, "ncu", "nsight is missing"),
+        ({"failures": BOOM}, "ncu", "nsight-python failed: exit code 1: RuntimeError: boom"),
+        ({"metrics": None}, "ncu", ""),  # the full set
+    ],
+)
+def test_which_collector_is_used_and_why(
+    run_collect: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    arguments: dict[str, Any],
+    used: str,
+    note: str,
+) -> None:
+    done, runs = run_collect(**arguments)
+    assert (done.collector, done.note) == (used, note)
+    assert (tmp_path / "report.ncu-rep").read_text() == used
+    assert (f"{note}; running ncu with NVTX ranges instead" in caplog.text) is bool(note)
+    command, nsight = runs.commands[-1], TargetSpec.read(tmp_path / "target.json").nsight
+    assert command[-3:] == [
+        *("-m", "mla_var3.runtime.profiling.target"),
+        str(tmp_path / "target.json"),
+    ]
+    assert (nsight is None) is (used == "ncu")
+    if nsight is not None:
+        assert nsight["metrics"] == ["a", "b"]
+        assert nsight["output_prefix"] == f"{tmp_path}/nsight-"
+
+
+def test_missing_access_is_not_tried_twice(run_collect: Any) -> None:
+    with pytest.raises(UnsupportedError, match="CTRPERM"):
+        run_collect(failures={"nsight-python": UnsupportedError("ERR_NVGPUCTRPERM")})
+
+
+def test_metrics_that_do_not_exist_are_left_out_and_listed(run_collect: Any) -> None:
+    done, runs = run_collect("gone", {"ncu": UnknownMetricsError(["b"])})
+    assert done.dropped == ("b",)
+    assert [c[c.index("--metrics") + 1] for c in runs.commands] == ["a,b", "a"]
+    with pytest.raises(UnknownMetricsError):
+        run_collect("gone", {"ncu": UnknownMetricsError(["a"])}, ["a"])
