@@ -18,13 +18,11 @@ from mla_var3.bench import contenders as bench_contenders
 from mla_var3.bench import measure as bench_measure
 from mla_var3.bench import run as bench_run
 from mla_var3.bench import session as bench_session
-from mla_var3.bench.measure import ENDED, measure_case
-from mla_var3.bench.options import BenchOptions
+from mla_var3.bench.measure import ENDED, Watchdog, measure_case
 from mla_var3.bench.record import FAILED, LOST, OK, PEER, BenchRow, load_record, save_record
-from mla_var3.bench.resume import resumable_rows, split_case
-from mla_var3.bench.run import build_cases, run_bench
+from mla_var3.bench.run import BenchOptions, build_cases, run_bench
+from mla_var3.bench.session import resumable_rows, split_case
 from mla_var3.bench.suites import SUITES, mla_kernels
-from mla_var3.bench.watch import Watchdog
 from mla_var3.cli.main import main
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError
@@ -130,7 +128,7 @@ def test_a_quick_run_has_fewer_shapes_and_windows() -> None:
 
     assert count("sweep", quick=True) * 3 < count("sweep", quick=False)
     assert count("var6_plus", quick=True) < count("var6_plus", quick=False)
-    for suite in ("figures", "absorbed", "all"):
+    for suite in ("figures", "latent", "all"):
         assert count(suite, quick=True) == count(suite, quick=False)
 
 
@@ -192,9 +190,9 @@ def test_without_a_new_process_the_run_ends_there_and_says_so(gpu: FakeGpu, tmp_
     result = run_bench(options)
     assert {row.problem.s for row in result.record.rows} == {1}
     assert LOST in {row.status for row in result.record.rows}
-    assert any("lost on the way" in note for note in result.record.notes)
+    assert any("The device was lost" in note for note in result.record.notes)
     assert result.failed
-    assert "lost on the way" in result.files["html"].read_text()
+    assert "The device was lost" in result.files["html"].read_text()
 
 
 def test_the_last_one_may_break_the_device_without_a_new_start(
@@ -246,7 +244,7 @@ def test_a_time_limit_blames_nobody(
     argv = ["bench", "sweep", "--s=1,2,4", "--t=64", "--backends=cutile-dsl", "--quick"]
     assert main([*argv, f"--out_dir={tmp_path}"]) == 130
     assert signal.getsignal(signal.SIGTERM) == before
-    assert "--resume goes on with it" in capsys.readouterr().err
+    assert "--resume continues it" in capsys.readouterr().err
     rows = load_record(tmp_path / "sweep.json").rows
     assert {row.problem.s for row in rows} == {1}
     assert {row.status for row in rows} == {OK}
@@ -318,7 +316,8 @@ PROGRAM = """
 import os, signal, sys, time
 from mla_var3.cli.main import main
 from mla_var3.conf.devices import device_spec
-from mla_var3.report import bench_contenders, bench_measure, bench_run, bench_session
+from mla_var3.bench import contenders as bench_contenders, measure as bench_measure
+from mla_var3.bench import run as bench_run, session as bench_session
 from mla_var3.runtime import workflow
 from tests.unit.bench.bench_support import FakeContender, FakeTimer
 
@@ -365,7 +364,7 @@ def test_a_hanging_process_is_replaced_and_a_crash_can_be_resumed(tmp_path: Path
     path = tmp_path / "all.json"
     first = run()
     assert first.returncode == -signal.SIGSEGV, first.stderr
-    assert first.stderr.count("a new process goes on from") == 1
+    assert first.stderr.count("a new process continues from") == 1
     rows = {row.kernel: row for row in load_record(path).rows}
     assert rows["flash_attention"].reason == "did not finish within 1 s"
     assert (rows["flash_mla"].status, rows["flash_mla"].reason) == (FAILED, ENDED)

@@ -16,9 +16,8 @@ from mla_var3.bench import contenders as bench_contenders
 from mla_var3.bench import measure as bench_measure
 from mla_var3.bench import run as bench_run
 from mla_var3.bench import session as bench_session
-from mla_var3.bench.options import BenchOptions
 from mla_var3.bench.record import OURS, PEER, PREDICTED, PROJECTION, load_record
-from mla_var3.bench.run import build_cases
+from mla_var3.bench.run import BenchOptions, build_cases
 from mla_var3.bench.suites import PEERS, figures_cases, newest, select_backends, select_kernels
 from mla_var3.cli.commands.bench import EXIT_ABSENT, bench_program
 from mla_var3.cli.main import main
@@ -91,7 +90,7 @@ def test_the_prediction_is_that_of_the_cost_model(tmp_path: Path) -> None:
     for row in load_record(tmp_path / "all.json").rows:
         if row.kernel in ("flash_mla", "flash_attention"):
             assert row.time_us == pytest.approx(model[row.kernel].time_us)
-            assert row.end_to_end_us == pytest.approx(model[row.kernel].end_to_end_us)
+            assert row.call_us == pytest.approx(model[row.kernel].end_to_end_us)
             assert row.device == spec.name
 
 
@@ -185,7 +184,7 @@ def test_predictions_are_not_compared_with_measurements(tmp_path: Path) -> None:
         (["all", "--mode=measure"], 1, "expected a usable CUDA GPU"),
         (["all", "--rounds=0"], 2, "rounds: expected a number of at least 1"),
         (["all", "--patience=0"], 2, "patience: expected a positive number"),
-        (["all", "--resume=x.json"], 2, "resume: expected a GPU to go on with"),
+        (["all", "--resume=x.json"], 2, "resume: expected a GPU to continue on"),
         (["all", "--resume=x.json", "--mode=predict"], 2, "resume: expected none with predictions"),
         (["--against=gone.json"], 2, "gone.json: expected a readable record"),
         (["--records", "gone.json"], 2, "gone.json: expected a readable record"),

@@ -13,13 +13,16 @@ from mla_var3.cli.commands import kernel as kernel_cli
 from mla_var3.cli.main import main
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.report.compare import (
+    Run,
     change_text,
     compare,
     comparison_data,
     comparison_markdown,
     comparison_plot,
+    load_run,
+    run_of_record,
+    run_of_result,
 )
-from mla_var3.report.compare_runs import Run, load_run, run_of_record, run_of_result
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
 
 SIZES = {"b": 32, "s": 16, "t": 4096, "h": 128, "d": 128, "p": 64, "k": 512}
