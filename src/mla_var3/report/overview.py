@@ -202,7 +202,7 @@ def _choose(job: _Job, step: Step) -> None:
 
     choice = job.result.choice = explain(**job.sizes)
     step.summary = str(choice)
-    step.text = f"{choice}.\n\n" + table(
+    step.text = f"By the sizes alone: {choice}.\n\n" + table(
         ("kernel", "language", "call, estimated", "remark"),
         [
             (
@@ -238,8 +238,8 @@ def _measure(job: _Job, step: Step) -> None:
     step.text += "\n" + "\n".join(
         f"![{p.title}]({p.files[0].name})\n\n{p.caption}\n" for p in plots
     )
-    step.data = {"record": "record.json", "rows": [dict(zip(MEASURED_HEADERS, cells, strict=True))
-                                                   for cells in measured_rows(record)]}  # fmt: skip
+    lines = [dict(zip(MEASURED_HEADERS, cells, strict=True)) for cells in measured_rows(record)]
+    step.data = {"record": "record.json", "rows": lines}
     step.summary = ", ".join(f"{row.series} {microseconds(row.call_us)}" for row in rows[:3])
     bad = [r for r in record.rows if r.source == OURS and r.status in (FAILED, LOST)]
     if bad:

@@ -13,11 +13,23 @@ from mla_var3.bench import measure as bench_measure
 from mla_var3.bench import run as bench_run
 from mla_var3.bench import session as bench_session
 from mla_var3.bench.contenders import Ready
-from mla_var3.bench.record import CALL, LATENT, MEASURED, OURS, PEER, BenchRecord, BenchRow
+from mla_var3.bench.record import (
+    CALL,
+    LATENT,
+    MEASURED,
+    OURS,
+    OUTPUT_PROJECTION,
+    PEER,
+    PROJECTION,
+    QUERY_PROJECTION,
+    BenchRecord,
+    BenchRow,
+)
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import CheckFailedError
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.problem import MlaProblem
+from mla_var3.runtime import workflow
 from mla_var3.runtime.measure import Timing
 
 DEVICE = "NVIDIA H200"
@@ -134,8 +146,9 @@ class FakeGpu:
         self.deadly: set[str] = set()
         self.dead = False
         patch.setattr(bench_run, "cuda_available", lambda: True)
-        patch.setattr("mla_var3.runtime.workflow.cuda_available", lambda: True)
-        patch.setattr(bench_session, "current_device_spec", lambda: device_spec("H200"))
+        patch.setattr(workflow, "cuda_available", lambda: True)
+        for module in (bench_session, workflow):
+            patch.setattr(module, "current_device_spec", lambda: device_spec("H200"))
         patch.setattr(bench_session, "cuda_is_healthy", self.healthy)
         patch.setattr(bench_contenders, "contenders", self.contenders)
         patch.setattr(bench_measure, "gpu_timer", lambda seconds: FakeTimer())
@@ -146,8 +159,12 @@ class FakeGpu:
     def contenders(self, case: Any, _: Any, target: str, **options: Any) -> list[FakeContender]:
         assert target == "sm_90"
         assert set(options) == {"tune", "progress"}
-        calls = [FakeContender("mla_attention", self.log, path=CALL, language="",
-                               note="flash_mla (cute-dsl, kernel): fastest")]  # fmt: skip
+        calls = [
+            FakeContender("mla_attention", self.log, path=CALL, language="",
+                          note="flash_mla (cute-dsl, kernel): fastest"),
+            *(FakeContender(name, self.log, source=PROJECTION, path="", language="")
+              for name in (QUERY_PROJECTION, OUTPUT_PROJECTION)),
+        ]  # fmt: skip
         ours = [
             FakeContender(choice.kernel.full_name, self.log, language=choice.kernel.language,
                           choices=dict(choice.fields), asked=dict(choice.fields))

@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from mla_var3.bench.record import FAILED, load_record
+from mla_var3.bench.record import CALL, FAILED, load_record
 from mla_var3.cli.console import EXIT_FAILED, EXIT_OK, ProgressReporter, note, say, show_log
 from mla_var3.cli.render import print_table
 from mla_var3.report.overview import (
@@ -92,8 +92,9 @@ def _print_summary(result: OverviewResult) -> None:
         rows = measured_rows(result.record)
         title = f"measured on {', '.join(result.record.devices)}, fastest call first"
         print_table(title, MEASURED_HEADERS, rows)
-    if result.choice is not None:
-        say(f"mla_attention uses {result.choice}")
+        for row in result.record.rows:
+            if row.path == CALL:
+                say(f"{row.kernel} uses {row.note or row.reason}")
     if result.compiled:
         print_table("compiled", figures.COMPILE_HEADERS, figures.compile_rows(result.compiled))
     if result.sweeps:
