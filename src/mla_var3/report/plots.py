@@ -273,7 +273,10 @@ def crossover_panels(sweeps: Iterable[DeviceSweep]) -> list[Panel]:
                 kernel: [prediction.end_to_end_us for prediction in predictions]
                 for kernel, predictions in entry.predictions.items()
             },
-            regions=[Region(c.kernel, c.s_from, c.s_to) for c in entry.crossovers],
+            # Times at vendor peaks are ideal and rank nothing.
+            regions=[
+                Region(c.kernel, c.s_from, c.s_to) for c in entry.crossovers if entry.measured_rates
+            ],
         )
         for entry in sweeps
     ]

@@ -110,7 +110,7 @@ def test_sweeps_carry_their_rates() -> None:
 def test_what_the_plots_of_the_main_job_show() -> None:
     assert dense_s_values(8, 2) == [1, 2, 3, 4, 6, 8]
     assert {1, 2, 4, 8, 16, 32, 64, 128, 256} <= set(dense_s_values())
-    entry = sweep(PROBLEM, next(iter(load_devices().values())), (1, 16, 256))
+    entry = sweep(PROBLEM, load_devices()["NVIDIA H200"], (1, 16, 256))
     (dense,) = dense_sweeps([entry])
     assert dense.s_values == tuple(dense_s_values()) and dense.crossovers == entry.crossovers
     assert dense.at(16) == entry.at(16)
@@ -118,6 +118,8 @@ def test_what_the_plots_of_the_main_job_show() -> None:
     assert only.title in entry.device
     assert rates_text(entry.compute, entry.memory) == only.subtitle
     assert only.regions[0].start == 1 and only.regions[-1].end == 256
+    (ideal,) = crossover_panels([sweep(PROBLEM, load_devices()["NVIDIA B200"], (1, 16, 256))])
+    assert ideal.regions == []  # vendor peaks rank nothing
     ((device, points),) = speedup_series([entry]).items()
     assert f"NVIDIA {device}" == entry.device
     assert dict(points)[16.0] > 1.0
