@@ -69,8 +69,13 @@ def draw(images: Path) -> None:
     from mla_var3.bench.record import load_record, merge_records
     from mla_var3.conf.devices import device_spec
     from mla_var3.op.mla.problem import MlaProblem
-    from mla_var3.report.overview_plots import crossover_panels, dense_sweeps, speedup_series
-    from mla_var3.report.plots import crossover_plot, line_plot
+    from mla_var3.report.plots import (
+        crossover_panels,
+        crossover_plot,
+        dense_sweeps,
+        line_plot,
+        speedup_series,
+    )
     from mla_var3.report.sweep import sweep
     from mla_var3.runtime.files import write_atomic
 

@@ -10,8 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mla_var3.bench.peer_libraries import PeerLibraries
-from mla_var3.bench.peers import KERNELS
+from mla_var3.bench.peers import KERNELS, PeerLibraries
 from mla_var3.cli.console import print_table
 
 

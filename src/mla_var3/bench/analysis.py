@@ -1,11 +1,13 @@
-"""What a benchmark record says: who is fastest where, by how much, and where that changes."""
+"""Findings of a benchmark record: who is fastest where, by how much, and where that changes.
+
+8-bit kernels have a larger error. They are compared with the peers, but never count as our best.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 from mla_var3.bench.record import OK, OURS, PEER, PREDICTED, PROJECTION, BenchRow, shape_text
@@ -16,10 +18,10 @@ from mla_var3.op.cost import Cost
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.runtime.paths import split_full_name
 
-END_TO_END, KERNEL_ONLY = "end to end", "kernel only"
+CALL_TIME, KERNEL_TIME = "call time", "kernel time"
 BASIS_TEXT = {
-    END_TO_END: "end to end, from q_nope to o: kernel and the projections it leaves to others",
-    KERNEL_ONLY: "by the kernel alone; those on the latent cache leave projections to others",
+    CALL_TIME: "call time, from q_nope to o: the kernel and the projections it does not do",
+    KERNEL_TIME: "kernel time; latent kernels do not do the projections",
 }
 PURE = ("flash_mla", "flash_mla_split_kv", "flash_attention")
 """Designs that take one path only."""
@@ -28,7 +30,7 @@ LARGE_WIN = 1.10
 
 @dataclass(frozen=True)
 class ShapeGroup:
-    """The rows of one shape on one device; `only_kernels` leaves the projections out of account."""
+    """The rows of one shape on one device; `only_kernels` compares by kernel time."""
 
     problem: MlaProblem
     device: str
@@ -48,13 +50,13 @@ class ShapeGroup:
 
     @property
     def basis(self) -> str:
-        """End to end where every kernel has that figure, otherwise the kernel alone."""
-        known = all(row.end_to_end_us is not None for row in self.timed)
-        return END_TO_END if known and not self.only_kernels else KERNEL_ONLY
+        """Call time where every row has one, otherwise kernel time."""
+        known = all(row.call_us is not None for row in self.timed)
+        return CALL_TIME if known and not self.only_kernels else KERNEL_TIME
 
     def figure(self, row: BenchRow) -> float:
         """The time to compare a row by."""
-        value = row.end_to_end_us if self.basis == END_TO_END else row.time_us
+        value = row.call_us if self.basis == CALL_TIME else row.time_us
         return math.inf if value is None else value
 
     def best(self, rows: Iterable[BenchRow]) -> BenchRow | None:
@@ -70,11 +72,18 @@ class ShapeGroup:
 
     @property
     def best_ours(self) -> BenchRow | None:
-        """Our fastest row; in a prediction the fastest that is no pure path."""
+        """Our fastest 16-bit row; in a prediction the fastest that is not a pure path."""
+        return self.best(row for row in self._ours if not row.eight_bit)
+
+    @property
+    def best_eight_bit(self) -> BenchRow | None:
+        """Our fastest 8-bit row."""
+        return self.best(row for row in self._ours if row.eight_bit)
+
+    @property
+    def _ours(self) -> list[BenchRow]:
         ours = [row for row in self.timed if row.source == OURS]
-        if self.kind == PREDICTED:
-            ours = [row for row in ours if not is_pure(row)]
-        return self.best(ours)
+        return [row for row in ours if self.kind != PREDICTED or not is_pure(row)]
 
     @property
     def best_rival(self) -> BenchRow | None:
@@ -114,10 +123,10 @@ def row_speedups(rows: Sequence[BenchRow]) -> dict[int, float]:
 
 @dataclass(frozen=True)
 class Crossing:
-    """Between two measured query lengths another kernel becomes the fastest.
+    """Between two query lengths another kernel becomes the fastest.
 
     Attributes:
-        s: where the two lines meet, in between the lengths where both were measured.
+        s: where the two lines meet, between lengths at which both have a time.
         before, after: the fastest on either side.
     """
 
@@ -165,12 +174,17 @@ def times_over_s(rows: Sequence[BenchRow]) -> TimesOverS | None:
     lines = {name: sorted(points.items()) for name, points in series.items()}
     first = best[0]
     title = " ".join(part for part in first.title.split() if not part.startswith("s="))
-    crossings = find_crossings(lines)
+    # An 8-bit kernel is another computation, so it does not cross the others.
+    sixteen_bit = {row.series for row in rows if not row.eight_bit}
+    crossings = find_crossings({k: v for k, v in lines.items() if k in sixteen_bit})
     return TimesOverS(title, first.device, first.kind, first.basis, lines, crossings)
 
 
-def find_crossings(series: dict[str, list[tuple[int, float]]]) -> list[Crossing]:
-    """Where the fastest series changes from one measured s to the next, by log-log lines."""
+def find_crossings(series: Mapping[str, Sequence[tuple[int, float]]]) -> list[Crossing]:
+    """Where the fastest series changes, by log-log lines between neighbouring points.
+
+    A series that merely starts or ends crosses nothing: both must have a time on either side.
+    """
     points = {name: dict(values) for name, values in series.items()}
     lengths = sorted({s for values in points.values() for s in values})
 
@@ -179,30 +193,32 @@ def find_crossings(series: dict[str, list[tuple[int, float]]]) -> list[Crossing]
 
     found: list[Crossing] = []
     before = fastest(lengths[0]) if lengths else ""
-    for low, high in pairwise(lengths):
-        after = fastest(high)
-        if points[before].get(high) == points[after][high]:
+    for high in lengths[1:]:
+        old, after = points[before], fastest(high)
+        if high not in old:
+            if max(old) < high:  # it ended
+                before = after
+            continue
+        if old[high] == points[after][high]:
             continue  # predictions are often equal: a tie changes nothing
-        found.append(Crossing(_meet(points[before], points[after], low, high), before, after))
+        shared = [s for s in lengths if s < high and s in old and s in points[after]]
+        if shared:
+            s = _meet(old, points[after], shared[-1], high)
+            found.append(Crossing(s, before, after))
         before = after
     return found
 
 
-def _meet(one: dict[int, float], other: dict[int, float], low: int, high: int) -> float:
-    middle = math.sqrt(low * high)
-    if not all(s in line for s in (low, high) for line in (one, other)):
-        return middle
+def _meet(one: Mapping[int, float], other: Mapping[int, float], low: int, high: int) -> float:
     gap_low = math.log(other[low] / one[low])
     gap_high = math.log(other[high] / one[high])
-    if gap_low == gap_high:
-        return middle
-    share = gap_low / (gap_low - gap_high)
-    return float(low * (high / low) ** share)
+    share = gap_low / (gap_low - gap_high) if gap_low != gap_high else 0.5
+    return float(low * (high / low) ** min(max(share, 0.0), 1.0))
 
 
 @dataclass(frozen=True)
 class TimesOverN:
-    """Times of mla_var6_plus against its window: series name -> (n, microseconds)."""
+    """Kernel times of mla_var6_plus over its window: series name -> (n, microseconds)."""
 
     problem: MlaProblem
     device: str
@@ -211,10 +227,7 @@ class TimesOverN:
 
 
 def times_over_n(rows: Sequence[BenchRow]) -> TimesOverN | None:
-    """Kernels measured at two or more windows; None where there is none.
-
-    Kernel times, because the window changes nothing about the projections.
-    """
+    """Kernels measured at two or more windows; None where there is none."""
     found: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
     problems: dict[tuple[str, str], MlaProblem] = {}
     for row in rows:
@@ -246,7 +259,7 @@ class SpeedupGrid:
 
 
 def _without_s_and_t(problem: MlaProblem) -> MlaProblem:
-    """The problem with s and t out of account; given lengths belong to their t."""
+    """The problem without s and t; with given lengths t stays, because they belong to it."""
     return replace(problem, s=1) if problem.lengths else replace(problem, s=1, t=1)
 
 
@@ -285,10 +298,10 @@ def _families(
 
 
 def doubts(rows: Sequence[BenchRow]) -> list[str]:
-    """Rows too good to be believed before they are explained.
+    """Rows that need an explanation before anyone believes them.
 
-    A time below what the vendor's peak rates allow, or a large win of ours over the best peer, is
-    more often a mistake in the measurement than a fast kernel.
+    A time below the roofline at vendor peaks, or a large win over the best peer, is more often a
+    mistake in the measurement than a fast kernel.
     """
     found = []
     for group in shape_groups(rows):
@@ -296,22 +309,29 @@ def doubts(rows: Sequence[BenchRow]) -> list[str]:
             continue
         spec = find_device(group.device)
         for row in group.timed:
-            if spec is not None and row.flops and row.bytes and row.time_us:
-                rates = (spec.peak_tflops(row.problem.dtype), spec.peak_gbps)
-                least = Cost(row.flops, row.bytes).time_us(*rates)
-                if row.time_us < least:
+            if spec is not None and row.time_us:
+                least = limit_us(row, spec)
+                if least is not None and row.time_us < least:
                     found.append(
                         f"{row.label}, {group.title}: {row.time_us:.1f} µs is below the "
                         f"{least:.1f} µs that the vendor's peak rates allow"
                     )
-        ours = group.best_ours
-        ratio = group.speedup(ours) if ours is not None else None
-        if ours is not None and ratio is not None and ratio > LARGE_WIN:
-            found.append(
-                f"{ours.label}, {group.title}: {ratio:.2f}x as fast as the best peer; "
-                "a win of this size needs an explanation"
-            )
+        for ours in filter(None, (group.best_ours, group.best_eight_bit)):
+            ratio = group.speedup(ours)
+            if ratio is not None and ratio > LARGE_WIN:
+                found.append(
+                    f"{ours.label}, {group.title}: {ratio:.2f}x as fast as the best peer; "
+                    "a win of this size needs an explanation"
+                )
     return found
+
+
+def limit_us(row: BenchRow, spec: DeviceSpec) -> float | None:
+    """The least time of a row: its roofline at the vendor's peak rates; None without a cost."""
+    if not row.flops or not row.bytes:
+        return None
+    rates = (spec.peak_tflops(row.problem.dtype), spec.peak_gbps)
+    return Cost(row.flops, row.bytes).time_us(*rates)
 
 
 def find_device(name: str) -> DeviceSpec | None:

@@ -1,7 +1,7 @@
-"""Who takes part in a benchmark: our kernels, the peers, and the projections around them.
+"""Who takes part in a benchmark: our kernels, the public call, the peers and the projections.
 
-A contender is built anew for every round, so that only one of them holds memory at a time, and
-always from the same numbers. Building never times and timing never builds.
+A contender is built anew for every round, so only one of them holds memory at a time, and always
+from the same numbers. Building never times and timing never builds.
 """
 
 from __future__ import annotations
@@ -11,32 +11,57 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mla_var3.bench.record import ABSORBED, DECOMPRESSED, MIX, OURS, PEER, PROJECTION
+from mla_var3.bench.record import (
+    CALL,
+    DECOMPRESSED,
+    LATENT,
+    MIX,
+    OURS,
+    OUTPUT_PROJECTION,
+    PEER,
+    PROJECTION,
+    QUERY_PROJECTION,
+)
 from mla_var3.bench.suites import Case, KernelChoice
 from mla_var3.errors import CheckFailedError, UnsupportedError
 from mla_var3.op.cost import Cost
-from mla_var3.op.mla.cost import output_up_projection_cost, q_absorption_cost
+from mla_var3.op.mla.cost import (
+    flash_attention_cost,
+    flash_mla_cost,
+    mla_var6_plus_cost,
+    output_up_projection_cost,
+    q_absorption_cost,
+)
 from mla_var3.op.mla.problem import MlaProblem
-from mla_var3.runtime.paths import KernelId, plan_class
+from mla_var3.runtime.markdown import byte_count
+from mla_var3.runtime.paths import KernelId, plan_class, split_full_name
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.stage import Stage
-from mla_var3.runtime.workflow import Progress, RunOptions, no_progress, prepare
+from mla_var3.runtime.workflow import (
+    Progress,
+    RunOptions,
+    current_device_spec,
+    no_progress,
+    prepare,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mla_var3.bench.peer_libraries import PeerLibraries
+    from mla_var3.bench.peers import PeerLibraries
 
 PEER_ERROR_LIMIT = 0.01
 """A 16-bit peer above this relative error computes something else."""
 SEED = 1
-ABSORPTION, UP_PROJECTION = "query absorption", "output up-projection"
-LEFT_TO_OTHERS = {
-    ABSORBED: (ABSORPTION, UP_PROJECTION),
-    MIX: (ABSORPTION,),
+MEMORY_FACTOR = 3.0
+"""Inputs, outputs and the float32 reference of the check, relative to the bytes a kernel moves."""
+MISSING_PROJECTIONS: dict[str, tuple[str, ...]] = {
+    LATENT: (QUERY_PROJECTION, OUTPUT_PROJECTION),
+    MIX: (QUERY_PROJECTION,),
     DECOMPRESSED: (),
+    CALL: (),
 }
-"""Path -> the projections that it does not do itself."""
+"""Path -> the projections that its kernels do not do."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +72,9 @@ class Ready:
         run: enqueues the work once.
         check: compares with the float32 reference; returns the relative error, or raises.
         cost: FLOPs and bytes.
-        path: "absorbed", "decompressed" or "mix".
+        path: "latent", "decompressed", "mix" or "call".
         choices: what it chose, such as n.
+        note: what to know about it.
     """
 
     run: Callable[[], Any]
@@ -56,6 +82,7 @@ class Ready:
     cost: Cost
     path: str
     choices: dict[str, int] = field(default_factory=dict)
+    note: str = ""
 
 
 class Contender(Protocol):
@@ -66,27 +93,30 @@ class Contender(Protocol):
         """Kernel id or name."""
 
     @property
-    def language(self) -> str:
-        """Language key of our kernels."""
-
-    @property
     def source(self) -> str:
         """Whose it is: "ours", "peer" or "projection"."""
 
     @property
+    def language(self) -> str:
+        """Language key of our kernels."""
+        return ""
+
+    @property
     def asked(self) -> dict[str, int]:
         """Choices that the suite pinned."""
+        return {}
 
     @property
     def versions(self) -> dict[str, str]:
         """Versions besides those of the environment."""
+        return {}
 
     def build(self) -> Ready:
         """Allocate and lay out; raises UnsupportedError where it cannot take part."""
 
 
 @dataclass(frozen=True)
-class KernelContender:
+class KernelContender(Contender):
     """One of our kernels."""
 
     choice: KernelChoice
@@ -110,14 +140,12 @@ class KernelContender:
     def asked(self) -> dict[str, int]:
         return dict(self.choice.fields)
 
-    @property
-    def versions(self) -> dict[str, str]:
-        return {}
-
     def build(self) -> Ready:
         from mla_var3.runtime.check import check_stage
 
         plan = make_plan(self.choice, self.problem, self.target)
+        if self.device == "cuda":
+            require_memory(plan)
         options = RunOptions(device=self.device, autotune=self.tune, progress=self.progress)
         prepared = prepare(plan, options)
         stage = prepared.stage
@@ -137,7 +165,7 @@ class KernelContender:
 
 
 @dataclass(frozen=True)
-class PeerContender:
+class PeerContender(Contender):
     """A peer's kernel.
 
     Attributes:
@@ -155,17 +183,12 @@ class PeerContender:
     device: str = "cuda"
 
     source = PEER
-    language = ""
 
     @property
     def kernel(self) -> str:
         from mla_var3.bench.peers import peer_kernel
 
         return peer_kernel(self.name).title
-
-    @property
-    def asked(self) -> dict[str, int]:
-        return {}
 
     @property
     def versions(self) -> dict[str, str]:
@@ -202,23 +225,69 @@ class PeerContender:
 
 
 @dataclass(frozen=True)
-class ProjectionContender:
-    """A projection as PyTorch does it, for the end-to-end time of kernels that leave it out."""
+class CallContender(Contender):
+    """The public call `mla_attention` with the kernel it chooses, projections included."""
 
-    kernel: str
+    problem: MlaProblem
+    device: str = "cuda"
+
+    source = OURS
+    kernel = "mla_attention"
+
+    def build(self) -> Ready:
+        from mla_var3.attention.call import explain, mla_attention
+        from mla_var3.op.compare import compare
+        from mla_var3.op.mla.inputs import make_inputs
+        from mla_var3.op.mla.reference import reference_from_latent
+
+        raw = make_inputs(self.problem, self.device, seed=SEED)
+        operands = (raw.q_nope, raw.q_rope, (raw.c_kv, raw.k_rope), raw.w_uk, raw.w_uv)
+        options: dict[str, Any] = {"lengths": raw.lengths, "causal": self.problem.causal}
+        chosen = explain(*operands, **options)
+
+        def run() -> Tensor:
+            out = mla_attention(*operands, **options)
+            return out if not isinstance(out, tuple) else out[0]
+
+        def check() -> float:
+            exact, _ = reference_from_latent(raw, self.problem)
+            error = compare(run(), exact).relative_frobenius
+            if not error <= PEER_ERROR_LIMIT:  # NaN fails too
+                raise CheckFailedError(
+                    f"{self.kernel} ({chosen.kernel}, {chosen.language}): relative error "
+                    f"{error:.3g} (bound {PEER_ERROR_LIMIT:g})"
+                )
+            return error
+
+        choices = chosen.candidates[0].choice
+        cost = call_cost(chosen.kernel, self.problem, choices.get("n", 0))
+        return Ready(run, check, cost, CALL, dict(choices), str(chosen))
+
+
+def call_cost(kernel: str, problem: MlaProblem, n: int = 0) -> Cost:
+    """FLOPs and bytes of a whole call: the kernel's path and its projections."""
+    design, _ = split_full_name(kernel)
+    if design == "flash_attention":
+        return flash_attention_cost(problem)
+    queries = q_absorption_cost(problem)
+    if design == "mla_var6_plus":
+        return mla_var6_plus_cost(problem, n) + queries
+    return flash_mla_cost(problem) + queries + output_up_projection_cost(problem)
+
+
+@dataclass(frozen=True)
+class ProjectionContender(Contender):
+    """A projection by PyTorch, for the call time of kernels that do not do it."""
+
+    name: str
     problem: MlaProblem
     device: str = "cuda"
 
     source = PROJECTION
-    language = ""
 
     @property
-    def asked(self) -> dict[str, int]:
-        return {}
-
-    @property
-    def versions(self) -> dict[str, str]:
-        return {}
+    def kernel(self) -> str:
+        return self.name
 
     def build(self) -> Ready:
         import torch
@@ -227,8 +296,8 @@ class ProjectionContender:
         from mla_var3.op.mla.inputs import torch_dtype
 
         problem = self.problem
-        absorbs = self.kernel == ABSORPTION
-        width, to = (problem.d, problem.k) if absorbs else (problem.k, problem.d)
+        of_queries = self.kernel == QUERY_PROJECTION
+        width, to = (problem.d, problem.k) if of_queries else (problem.k, problem.d)
         rows, h, dtype = problem.b * problem.s, problem.h, torch_dtype(problem)
         generator = torch.Generator(device=self.device).manual_seed(SEED)
 
@@ -252,7 +321,7 @@ class ProjectionContender:
                 raise CheckFailedError(f"{self.kernel}: relative error {error:.3g}")
             return error
 
-        cost = q_absorption_cost(problem) if absorbs else output_up_projection_cost(problem)
+        cost = q_absorption_cost(problem) if of_queries else output_up_projection_cost(problem)
         return Ready(run, check, cost, "")
 
 
@@ -265,9 +334,10 @@ def contenders(
     tune: bool = False,
     progress: Progress = no_progress,
 ) -> list[Contender]:
-    """Everybody who runs at a case, the projections last; peers only where there are libraries."""
+    """All contenders of a case, the projections last; peers only where there are libraries."""
     references: dict[str, Tensor] = {}
-    found: list[Contender] = [
+    found: list[Contender] = [CallContender(case.problem, device)] if case.call else []
+    found += [
         KernelContender(choice, case.problem, target, device, tune, progress)
         for choice in case.kernels
     ]
@@ -277,7 +347,8 @@ def contenders(
         if libraries is not None
     ]
     return found + [
-        ProjectionContender(name, case.problem, device) for name in (ABSORPTION, UP_PROJECTION)
+        ProjectionContender(name, case.problem, device)
+        for name in (QUERY_PROJECTION, OUTPUT_PROJECTION)
     ]
 
 
@@ -313,20 +384,34 @@ def make_plan(choice: KernelChoice, problem: MlaProblem, target: str) -> KernelP
     return plan.for_target(target)
 
 
-def path_of(plan: KernelPlan, stage: Stage) -> str:
-    """Which path a kernel takes: a window makes it a mix, a latent output is the absorbed path.
+def require_memory(plan: KernelPlan) -> None:
+    """Raise UnsupportedError where the GPU's free memory does not hold a plan and its check."""
+    import torch
 
-    A mix whose window holds every token is the decompressed path: it needs no projection.
+    free, _ = torch.cuda.mem_get_info()
+    spec = current_device_spec()
+    rates = (spec.sustained_tflops(str(getattr(plan, "dtype", "bfloat16"))), spec.sustained_gbps)
+    need = MEMORY_FACTOR * plan.on_device(spec).plan_empty(*rates).cost().bytes
+    if need > free:
+        raise UnsupportedError(
+            f"{plan.name}: expected {byte_count(need)} of free GPU memory, got {byte_count(free)}"
+        )
+
+
+def path_of(plan: KernelPlan, stage: Stage) -> str:
+    """Which path a kernel takes: a window or prefix makes it a mix, a latent output the latent one.
+
+    A mix that decompresses every token counts as decompressed: it needs no projection.
     """
     for name in ("n", "prefix"):
         if hasattr(plan, name):
             return DECOMPRESSED if getattr(plan, name) == getattr(plan, "t", None) else MIX
     latent = getattr(plan, "k", None)
-    return ABSORBED if stage.output_tensors[0].shape[-1] == latent else DECOMPRESSED
+    return LATENT if stage.output_tensors[0].shape[-1] == latent else DECOMPRESSED
 
 
 def choices_of(plan: KernelPlan) -> dict[str, int]:
-    """The choices of a resolved plan that belong into its name."""
+    """The choices of a resolved plan that belong in its label."""
     found = {name: getattr(plan, name, None) for name in ("n", "prefix", "splits")}
     return {name: int(value) for name, value in found.items() if value is not None}
 

@@ -1,7 +1,8 @@
-"""Measuring a case: check first, then time in several rounds with a rotating order.
+"""Measuring one shape: check first, then time in several rounds with a rotating order.
 
-A card warms up while it works, and whoever runs first would profit. So every contender is timed
-once per round, and each round starts somewhere else in the list.
+A card warms up while it works, which favours whoever runs first. So every contender is timed once
+per round, and each round starts at another place in the list. A watchdog ends a run when a
+contender does not return.
 """
 
 from __future__ import annotations
@@ -9,15 +10,15 @@ from __future__ import annotations
 import gc
 import logging
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from mla_var3.bench.contenders import LEFT_TO_OTHERS, Contender, Ready
+from mla_var3.bench.contenders import MISSING_PROJECTIONS, Contender, Ready
 from mla_var3.bench.record import ABSENT, FAILED, LOST, MEASURED, OK, PROJECTION, BenchRow
-from mla_var3.bench.watch import Watchdog
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.runtime.measure import Timing, cuda_is_healthy, time_gpu
@@ -31,9 +32,40 @@ QUICK_ROUNDS = 1
 QUICK_SECONDS = 0.15
 WARM_UP_SECONDS = 0.5
 ENDED = "the process ended while it ran"
+PATIENCE = 180.0
+"""Seconds; a peer that compiles on first use may take more than a minute."""
+TUNING_FACTOR = 10
+"""Tuning compiles and times many tilings, so a contender may take this much longer."""
 
 Timer = Callable[[Callable[[], None]], Timing]
 Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Watchdog:
+    """Ends a run when one contender takes too long.
+
+    The host waits inside a synchronisation when a kernel hangs, so only another thread can act.
+
+    Attributes:
+        seconds: how long one contender may take in one round.
+        give_up: called in that thread with the rows of the shape; it should end the process.
+    """
+
+    seconds: float
+    give_up: Callable[[Sequence[BenchRow]], None]
+
+    @contextmanager
+    def over(self, rows: Callable[[str], Sequence[BenchRow]]) -> Iterator[None]:
+        """Watch the body; `rows` makes the rows from the reason if the time runs out."""
+        reason = f"did not finish within {self.seconds:g} s"
+        timer = threading.Timer(self.seconds, lambda: self.give_up(rows(reason)))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
 
 @dataclass
@@ -45,7 +77,7 @@ class _Outcome:
     timings: list[Timing] = field(default_factory=list)
 
     def take(self, ready: Ready) -> None:
-        # Only the figures: run and check hold the contender's tensors.
+        # Keep the figures only: run and check hold the contender's tensors.
         self.ready = replace(ready, run=_released, check=_released)
 
 
@@ -71,7 +103,7 @@ def rotated(items: Sequence[Item], round_index: int, rounds: int) -> list[Item]:
     return [*items[start:], *items[:start]]
 
 
-def combine(timings: Sequence[Timing]) -> Timing:
+def summarise(timings: Sequence[Timing]) -> Timing:
     """One figure for several rounds: the median of their medians, the widest of their spreads."""
     return Timing(
         median_us=statistics.median(timing.median_us for timing in timings),
@@ -92,7 +124,6 @@ def measure_case(
     *,
     rounds: int = ROUNDS,
     progress: Progress = no_progress,
-    what: str = "",
     release: Callable[[], None] | None = None,
     healthy: Callable[[], bool] | None = None,
     watchdog: Watchdog | None = None,
@@ -107,16 +138,15 @@ def measure_case(
         around: device, date, command and versions for the rows.
         rounds: how often each contender is timed.
         progress: reporter for long work.
-        what: what the progress is about.
-        release: gives memory back after each contender.
+        release: frees memory after each contender.
         healthy: whether the device still works after a failure.
-        watchdog: gives up on a contender that holds the device for too long.
-        checkpoint: called before each contender runs for the first time, with the rows as they
-            are to be read if it takes the whole process down.
+        watchdog: ends the run when a contender does not return.
+        checkpoint: called before each contender runs for the first time, with the rows to read
+            should it end the whole process.
 
     Returns:
         One row per contender, in the given order; one that cannot take part or fails is a row
-        with its reason. Those that a lost device left without their turn are "lost".
+        with its reason. Contenders that never ran because the device was lost are "lost".
     """
     if rounds < 1:
         raise InvalidArgumentError("rounds", "a number of at least 1", rounds)
@@ -125,7 +155,7 @@ def measure_case(
     total, done = rounds * len(contenders), 0
 
     def without_the_device(culprit: int, why: str) -> list[_Outcome]:
-        """The outcomes if nothing more can run: who has not had all its rounds is lost."""
+        """The outcomes if nothing more can run: contenders without all their rounds are lost."""
         reason = f"{why} {contenders[culprit].kernel}"
         return [
             replace(other, status=LOST, reason=reason)
@@ -146,7 +176,7 @@ def measure_case(
     for round_index in range(rounds):
         for index in rotated(range(len(contenders)), round_index, rounds):
             outcome, contender = outcomes[index], contenders[index]
-            progress(what, done, total, contender.kernel)
+            progress("bench", done, total, contender.kernel)
             done += 1
             if outcome.status != OK:
                 continue
@@ -157,7 +187,7 @@ def measure_case(
                 release()
             if outcome.status == FAILED and not healthy():
                 outcomes = without_the_device(index, "the CUDA context was lost with")
-    progress(what, total, total, "")
+    progress("bench", total, total, "")
     return rows(outcomes)
 
 
@@ -171,7 +201,7 @@ def _one_round(outcome: _Outcome, contender: Contender, timer: Timer) -> None:
     except UnsupportedError as reason:
         outcome.status, outcome.reason = ABSENT, _one_line(reason)
     except Exception as error:
-        # A contender that breaks, whatever way, must not take the others with it.
+        # Whatever one contender raises, the others still run.
         log.debug("%s failed", contender.kernel, exc_info=True)
         outcome.status, outcome.reason = FAILED, _one_line(error)
 
@@ -197,6 +227,7 @@ def _row(
         asked=contender.asked,
         status=outcome.status,
         reason=outcome.reason,
+        note=ready.note if ready else "",
         error=outcome.error,
         flops=ready.cost.flops if ready else None,
         bytes=ready.cost.bytes if ready else None,
@@ -204,7 +235,7 @@ def _row(
     )
     if outcome.status != OK:
         return row
-    timing = combine(outcome.timings)
+    timing = summarise(outcome.timings)
     return replace(
         row,
         time_us=timing.median_us,
@@ -216,19 +247,21 @@ def _row(
 
 
 def with_projections(rows: Sequence[BenchRow]) -> list[BenchRow]:
-    """The rows with the time of the projections that each leaves to others, where it is known."""
+    """The rows with the time of the projections that each path does not do, where it is known."""
     times = {row.kernel: row.time_us for row in rows if row.source == PROJECTION}
     found = []
     for row in rows:
-        needed = [times.get(name) for name in LEFT_TO_OTHERS.get(row.path, (None,)) if name]
-        known = row.path in LEFT_TO_OTHERS and row.status == OK and None not in needed
-        projections = sum(time_us for time_us in needed if time_us is not None) if known else None
-        found.append(replace(row, projections_us=projections))
+        total: float | None = None
+        if row.status == OK and row.path in MISSING_PROJECTIONS:
+            needed = [times.get(name) for name in MISSING_PROJECTIONS[row.path]]
+            known = [time_us for time_us in needed if time_us is not None]
+            total = sum(known) if len(known) == len(needed) else None
+        found.append(replace(row, projections_us=total))
     return found
 
 
 def release_memory() -> None:
-    """Give freed GPU memory back, so that the next contender finds the card as the first did."""
+    """Free cached GPU memory, so that every contender starts with the same free memory."""
     import torch
 
     gc.collect()

@@ -1,13 +1,22 @@
-"""The peers' kernels on our inputs: each gets the same numbers, laid out as it wants them.
+"""The peers' kernels on our inputs, and the libraries they come from.
 
-A peer reads either the latent cache (absorbed) or cached keys and values (decompressed; there all
-requests have `t` tokens). A peer is checked against the float32 reference before it is timed.
+Every peer gets the same numbers in the layout it wants. It reads either the latent cache or cached
+keys and values (decompressed; there every request has `t` tokens), and is checked against the
+float32 reference before it is timed. FlashMLA and FlashAttention-3 come as torch operator libraries
+inside the vLLM package; a folder with just these files will do. Otherwise their own packages are
+used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,14 +24,150 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from mla_var3.bench.peer_libraries import PeerLibraries, call_known, call_operator
-from mla_var3.bench.record import ABSORBED, DECOMPRESSED
-from mla_var3.errors import UnknownNameError
+from mla_var3.bench.record import DECOMPRESSED, LATENT
+from mla_var3.errors import MissingToolError, UnknownNameError
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import flash_attention_cost, flash_mla_cost
 from mla_var3.op.mla.inputs import MlaInputs, absorb_queries, decompress_all, make_inputs
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.op.mla.reference import reference_absorbed, reference_decompressed
+
+OPERATORS = {
+    "flashmla": ("_flashmla_C", "_flashmla_C.abi3.so"),
+    "fa3": ("_vllm_fa3_C", "vllm_flash_attn/_vllm_fa3_C.abi3.so"),
+}
+"""Library -> namespace of its torch operators, and its file inside the vLLM package."""
+MODULES = {
+    "flashmla": ("flash_mla",),
+    "fa3": ("flash_attn_interface",),
+    "flashinfer": ("flashinfer.mla",),
+    "triton": (
+        "vllm.v1.attention.ops.triton_decode_attention",
+        "vllm.attention.ops.triton_decode_attention",
+    ),
+}
+"""Library -> Python modules; the first that imports is used, and only without operators."""
+DISTRIBUTIONS = {
+    "flash_mla": "flash-mla",
+    "flash_attn_interface": "flash-attn-3",
+    "flashinfer": "flashinfer-python",
+    "triton": "triton",
+    "vllm": "vllm",
+    "torch": "torch",
+}
+LIBRARIES = ("flashmla", "fa3", "flashinfer", "triton", "torch")
+
+
+class PeerLibraries:
+    """The peers' libraries that could be loaded.
+
+    Args:
+        folder: folder with the operator libraries; None looks into an installed vLLM.
+        wanted: the libraries to load; some packages take seconds to import.
+
+    Attributes:
+        absent: library -> why it cannot be used.
+        operators: library -> namespace of its torch operators, where these were loaded.
+        modules: library -> Python module, where that is used instead.
+        versions: library -> version, or the file it came from.
+    """
+
+    def __init__(self, folder: Path | None = None, wanted: Collection[str] = LIBRARIES) -> None:
+        self.absent: dict[str, str] = {}
+        self.operators: dict[str, Any] = {}
+        self.modules: dict[str, Any] = {}
+        self.versions: dict[str, str] = {"torch": _version("torch")}
+        self._load_operators(folder, [name for name in OPERATORS if name in wanted])
+        for name, modules in MODULES.items():
+            if name in wanted and name not in self.operators:
+                self._load_module(name, modules, hint=self.absent.get(name, ""))
+
+    def require(self, name: str) -> None:
+        """Raise MissingToolError, with the reason, where a library cannot be used."""
+        if name in self.absent:
+            raise MissingToolError(f"{name}: {self.absent[name]}")
+
+    def _load_operators(self, folder: Path | None, names: Sequence[str]) -> None:
+        found = {name: _find(folder, OPERATORS[name][1]) for name in names}
+        if any(found.values()):
+            # The libraries expect the driver's symbols in the process already.
+            try:
+                ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
+            except OSError as error:
+                self.absent |= {name: _first_line(error) for name in names}
+                return
+        for name, path in found.items():
+            namespace, file = OPERATORS[name]
+            if path is None:
+                where = "in --peer_libs" if folder else "(install vllm, or --peer_libs)"
+                self.absent[name] = f"{Path(file).name} not found {where}"
+                continue
+            try:
+                torch.ops.load_library(str(path))
+                self.operators[name] = getattr(torch.ops, namespace)
+                version = f"vllm {_version('vllm')}" if folder is None else ""
+                self.versions[name] = version or f"{path.name} from --peer_libs"
+            except (OSError, RuntimeError) as error:
+                self.absent[name] = _first_line(error)
+
+    def _load_module(self, name: str, candidates: tuple[str, ...], hint: str = "") -> None:
+        reasons = [hint] if hint else []
+        for module in candidates:
+            try:
+                self.modules[name] = importlib.import_module(module)
+            except Exception as error:
+                # Importing a foreign package can fail in any way.
+                reasons.append(f"{module}: {_first_line(error)}")
+                continue
+            self.absent.pop(name, None)
+            package = module.partition(".")[0]
+            self.versions[name] = f"{package} {_version(package)}"
+            return
+        self.absent[name] = "; ".join(reasons)
+
+
+def _find(folder: Path | None, file: str) -> Path | None:
+    if folder is not None:
+        return next(iter(sorted(folder.rglob(Path(file).name))), None)
+    spec = importlib.util.find_spec("vllm")
+    root = Path(spec.origin).parent if spec is not None and spec.origin else None
+    return root / file if root is not None and (root / file).is_file() else None
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(DISTRIBUTIONS.get(package, package))
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _first_line(error: BaseException) -> str:
+    """The first line of an error, short enough for a table; its type if it has no message."""
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__)[:160]
+
+
+def call_operator(operator: Any, defaults: Mapping[str, Any], **given: Any) -> Any:
+    """Call a torch operator by argument names; what is not given is its default, or None."""
+    names = [argument.name for argument in operator._schema.arguments]
+    return operator(*[given.get(name, defaults.get(name)) for name in names])
+
+
+def call_known(function: Callable[..., Any], **given: Any) -> Any:
+    """Call a function with those of the arguments that its release knows.
+
+    Raises:
+        MissingToolError: the function wants an argument that was not given.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    unknown = [p.name for p in parameters if p.default is p.empty and p.name not in given]
+    if unknown:
+        raise MissingToolError(
+            f"{function.__name__}: expected a release that needs only {', '.join(given)}, "
+            f"got one that also wants {', '.join(unknown)}"
+        )
+    return function(**{p.name: given[p.name] for p in parameters if p.name in given})
+
 
 PAGE = 64
 SEED = 1
@@ -61,7 +206,7 @@ class PeerInputs:
         return torch.cat([q_latent, self.raw.q_rope], dim=-1)
 
     def latent_cache(self) -> Tensor:
-        """[b, whole pages, k + p], zero in slots without a token: not every peer bears NaN."""
+        """[b, whole pages, k + p], zero in slots without a token: some peers do not mask NaN."""
         b, t, _ = self.raw.c_kv.shape
         cache = self.raw.c_kv.new_zeros((b, -(-t // PAGE) * PAGE, self.problem.k + self.problem.p))
         cache[:, :t] = torch.cat([self.raw.c_kv, self.raw.k_rope], dim=-1)
@@ -69,7 +214,7 @@ class PeerInputs:
         return cache.masked_fill_(~used[:, :, None], 0.0)
 
     def page_table(self) -> Tensor:
-        """[b, pages]: the pages of a request lie one after the other."""
+        """[b, pages]: the pages of a request are consecutive."""
         b, pages = self.problem.b, -(-self.problem.t // PAGE)
         return torch.arange(b * pages, dtype=torch.int32, device=self.raw.c_kv.device).view(b, -1)
 
@@ -86,7 +231,7 @@ class PeerKernel:
     Attributes:
         title: its name in tables.
         library: name in `PeerLibraries`.
-        path: "absorbed" or "decompressed".
+        path: "latent" or "decompressed".
         build: makes the call that returns o.
     """
 
@@ -97,15 +242,14 @@ class PeerKernel:
 
     def cost(self, problem: MlaProblem) -> Cost:
         """FLOPs and bytes of its path, the same count as for our kernels."""
-        absorbed = self.path == ABSORBED
-        return flash_mla_cost(problem) if absorbed else flash_attention_cost(problem)
+        return (flash_mla_cost if self.path == LATENT else flash_attention_cost)(problem)
 
 
 def reference(path: str, inputs: PeerInputs) -> Tensor:
     """The float32 output of a path."""
     raw, problem = inputs.raw, inputs.problem
     settings: dict[str, Any] = {"causal": problem.causal, "scale": problem.softmax_scale}
-    if path == ABSORBED:
+    if path == LATENT:
         queries = absorb_queries(raw.q_nope, raw.w_uk)
         cache = (raw.c_kv, raw.k_rope, raw.lengths)
         return reference_absorbed(queries, raw.q_rope, *cache, **settings)[0]
@@ -125,7 +269,7 @@ def _flashmla(libraries: PeerLibraries, inputs: PeerInputs) -> Run:
         def call(plan: tuple[Any, Any]) -> Any:
             return operator(q, paged, k, lengths, table, scale, problem.causal, *plan, *extra)
 
-        first = call((None, None))  # also plans; the plan is reused as serving engines do
+        first = call((None, None))  # also schedules; engines reuse that, so we do
         plan = (first[2], first[3])
         return lambda: call(plan)[0]
     module = libraries.modules["flashmla"]
@@ -227,7 +371,7 @@ def _flashinfer(libraries: PeerLibraries, inputs: PeerInputs) -> Run:
 
 
 def _triton(libraries: PeerLibraries, inputs: PeerInputs) -> Run:
-    """The Triton kernel of vLLM knows one query per request, so every query is a request."""
+    """The Triton kernel of vLLM takes one query per request, so every query is a request."""
     problem = inputs.problem
     b, s, h, k, p = problem.b, problem.s, problem.h, problem.k, problem.p
     attend = libraries.modules["triton"].decode_attention_fwd
@@ -277,10 +421,10 @@ def _sdpa(libraries: PeerLibraries, inputs: PeerInputs) -> Run:
 
 
 KERNELS = {
-    "flashmla": PeerKernel("FlashMLA", "flashmla", ABSORBED, _flashmla),
-    "fa3_qv": PeerKernel("FlashAttention-3 qv", "fa3", ABSORBED, _fa3_qv),
-    "flashinfer": PeerKernel("FlashInfer", "flashinfer", ABSORBED, _flashinfer),
-    "triton": PeerKernel("Triton (vLLM decode)", "triton", ABSORBED, _triton),
+    "flashmla": PeerKernel("FlashMLA", "flashmla", LATENT, _flashmla),
+    "fa3_qv": PeerKernel("FlashAttention-3 qv", "fa3", LATENT, _fa3_qv),
+    "flashinfer": PeerKernel("FlashInfer", "flashinfer", LATENT, _flashinfer),
+    "triton": PeerKernel("Triton (vLLM decode)", "triton", LATENT, _triton),
     "fa3": PeerKernel("FlashAttention-3", "fa3", DECOMPRESSED, _fa3(0)),
     "fa3_one_split": PeerKernel("FlashAttention-3, one split", "fa3", DECOMPRESSED, _fa3(1)),
     "sdpa": PeerKernel("torch SDPA (cuDNN)", "torch", DECOMPRESSED, _sdpa),

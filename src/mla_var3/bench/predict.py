@@ -10,9 +10,18 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from mla_var3.bench.contenders import ABSORPTION, UP_PROJECTION, choices_of, make_plan, path_of
+from mla_var3.bench.contenders import choices_of, make_plan, path_of
 from mla_var3.bench.measure import with_projections
-from mla_var3.bench.record import ABSENT, FAILED, OURS, PREDICTED, PROJECTION, BenchRow
+from mla_var3.bench.record import (
+    ABSENT,
+    FAILED,
+    OURS,
+    OUTPUT_PROJECTION,
+    PREDICTED,
+    PROJECTION,
+    QUERY_PROJECTION,
+    BenchRow,
+)
 from mla_var3.bench.suites import Case, KernelChoice
 from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import UnsupportedError
@@ -70,7 +79,10 @@ def _kernel_row(
         return BenchRow(**names, choices=choice.fields, status=status, reason=reason)
 
 
-_PROJECTIONS = {ABSORPTION: q_absorption_cost, UP_PROJECTION: output_up_projection_cost}
+_PROJECTIONS = {
+    QUERY_PROJECTION: q_absorption_cost,
+    OUTPUT_PROJECTION: output_up_projection_cost,
+}
 
 
 def _projection_row(

@@ -1,7 +1,7 @@
 """Benchmark records: one row per kernel and shape, with all that is needed to judge and repeat it.
 
-A record is one JSON file. Every row carries its own device, versions, command and date, so that
-rows of several records can stand in one table.
+A record is one JSON file. Every row carries its own device, versions, command and date, so rows of
+several records can share a table. Rows are validated when a record is read and when it is written.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import io
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,21 @@ from mla_var3.runtime.paths import DEFAULT_LANGUAGE, split_full_name
 SCHEMA = "hyper-mla-bench/1"
 
 OURS, PEER, PROJECTION = "ours", "peer", "projection"
-ABSORBED, DECOMPRESSED, MIX = "absorbed", "decompressed", "mix"
+LATENT, DECOMPRESSED, MIX, CALL = "latent", "decompressed", "mix", "call"
 MEASURED, PREDICTED = "measured", "predicted"
 OK, ABSENT, FAILED, LOST = "ok", "absent", "failed", "lost"
+QUERY_PROJECTION, OUTPUT_PROJECTION = "query projection", "output projection"
+
+EIGHT_BIT = {("mla_var6_plus_v2", "cute-dsl")}
+"""(kernel, language) with an 8-bit window: a larger error, so never ranked with the others."""
 
 _SIZES = ("b", "s", "t", "h", "d", "p", "k", "dtype", "causal")
-_FIRST_FORM_DESIGNS = ("flash_attention", "flash_mla", "flash_mla_split_kv", "mla_var6_plus")
-_FIRST_FORM_TIMER = "cuda-graph"
+# What earlier releases wrote, and the word for it now.
+_OLD_WORDS = {
+    "absorbed": LATENT,
+    "query absorption": QUERY_PROJECTION,
+    "output up-projection": OUTPUT_PROJECTION,
+}
 
 
 @dataclass(frozen=True)
@@ -40,24 +49,25 @@ class BenchRow:
 
     Attributes:
         problem: sizes, dtype and mask.
-        kernel: kernel id, or the name of a peer or of a projection.
+        kernel: kernel id, or the name of a peer, a projection or a public call.
         source: "ours", "peer" or "projection".
         kind: "measured" or "predicted".
-        path: "absorbed", "decompressed" or "mix"; empty where it is not known.
+        path: "latent", "decompressed", "mix", or "call" for a public call; empty when unknown.
         language: language key of one of our kernels.
         choices: what the run chose, such as n or splits.
         asked: the choices that the suite pinned.
-        status: "ok", "absent" (cannot run here), "failed" (ran and is wrong, or broke) or "lost"
-            (another one took the device down before its turn).
-        reason: why it is not "ok".
-        time_us: median of the rounds' medians, or the roofline time of a prediction.
+        status: "ok", "absent" (cannot run here), "failed" (ran and is wrong, or raised) or "lost"
+            (another contender took the device down before its turn).
+        reason: why the status is not "ok".
+        note: what to know about the row, such as the kernel a public call chose.
+        time_us: median of the rounds' medians, or the predicted time.
         spread_us: half the distance from the smallest 10th to the largest 90th percentile.
-        rounds_us: the median of each round, in the order of the rounds.
+        rounds_us: the median of each round.
         runs: timed runs of all rounds.
         timer: what measured; "roofline" for a prediction.
         flops, bytes: what the algorithm needs, for TFLOP/s and GB/s.
         error: relative Frobenius error against the float32 reference.
-        projections_us: time of the projections that the kernel leaves to others; None if unknown.
+        projections_us: time of the projections that the kernel does not do; None if unknown.
         device, date, command, versions: the circumstances of the row.
     """
 
@@ -71,6 +81,7 @@ class BenchRow:
     asked: Mapping[str, int] = field(default_factory=dict)
     status: str = OK
     reason: str = ""
+    note: str = ""
     time_us: float | None = None
     spread_us: float | None = None
     rounds_us: tuple[float, ...] = ()
@@ -86,15 +97,20 @@ class BenchRow:
     versions: Mapping[str, str | None] = field(default_factory=dict)
 
     @property
-    def label(self) -> str:
-        """The kernel with its language, where that is not the default, and its choices."""
-        language = f" ({self.language})" if self.language not in ("", DEFAULT_LANGUAGE) else ""
-        return " ".join([self.kernel + language, *(f"{k}={v}" for k, v in self.choices.items())])
+    def eight_bit(self) -> bool:
+        """Whether the kernel reads 8-bit operands; its results stand in a column of their own."""
+        return (self.kernel, self.language) in EIGHT_BIT
 
     @property
     def series(self) -> str:
-        """The label without choices: what stays the same from shape to shape."""
-        return dataclasses.replace(self, choices={}).label
+        """The kernel, its language where that is not the default, and "8-bit" where it applies."""
+        language = f" ({self.language})" if self.language not in ("", DEFAULT_LANGUAGE) else ""
+        return self.kernel + language + (" 8-bit" if self.eight_bit else "")
+
+    @property
+    def label(self) -> str:
+        """The series with the row's choices."""
+        return " ".join([self.series, *(f"{k}={v}" for k, v in self.choices.items())])
 
     @property
     def shape(self) -> str:
@@ -112,8 +128,8 @@ class BenchRow:
         return self.bytes / self.time_us / 1e3 if self.time_us and self.bytes else None
 
     @property
-    def end_to_end_us(self) -> float | None:
-        """From `q_nope` to `o`: the kernel and the projections it leaves to others."""
+    def call_us(self) -> float | None:
+        """Call time, from `q_nope` to `o`: the kernel and the projections it does not do."""
         if self.time_us is None or self.projections_us is None:
             return None
         return self.time_us + self.projections_us
@@ -121,12 +137,70 @@ class BenchRow:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, with the derived figures for readers that do not compute them."""
         sizes = asdict(self.problem)
-        derived = {"tflops": self.tflops, "gbps": self.gbps, "end_to_end_us": self.end_to_end_us}
+        derived = {"tflops": self.tflops, "gbps": self.gbps, "call_us": self.call_us}
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         problem = {name: sizes[name] for name in _SIZES}
         if self.problem.lengths is not None:
             problem["lengths"] = list(self.problem.lengths)
         return {**values, "problem": problem, **derived}
+
+
+def _one_of(*allowed: str) -> tuple[Callable[[Any], bool], str]:
+    return lambda value: value in allowed, " or ".join(repr(name) for name in allowed)
+
+
+def _number(least: float = 0.0, *, above: bool = False) -> tuple[Callable[[Any], bool], str]:
+    def is_right(value: Any) -> bool:
+        plain = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return plain and math.isfinite(value) and (value > least if above else value >= least)
+
+    return is_right, f"a finite number {'above' if above else 'of at least'} {least:g}"
+
+
+def _choices() -> tuple[Callable[[Any], bool], str]:
+    def is_right(value: Any) -> bool:
+        return isinstance(value, Mapping) and all(
+            isinstance(k, str) and isinstance(v, int) for k, v in value.items()
+        )
+
+    return is_right, "an object of integers"
+
+
+_TEXT = (lambda value: isinstance(value, str)), "text"
+_POSITIVE = _number(above=True)
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "kernel": ((lambda value: isinstance(value, str) and bool(value)), "a name"),
+    "source": _one_of(OURS, PEER, PROJECTION),
+    "kind": _one_of(MEASURED, PREDICTED),
+    "path": _one_of(LATENT, DECOMPRESSED, MIX, CALL, ""),
+    "status": _one_of(OK, ABSENT, FAILED, LOST),
+    "choices": _choices(),
+    "asked": _choices(),
+    **dict.fromkeys(("language", "reason", "note", "timer", "device", "date", "command"), _TEXT),
+}
+_OPTIONAL_RULES = {
+    **dict.fromkeys(("time_us", "flops", "bytes", "runs"), _POSITIVE),
+    **dict.fromkeys(("spread_us", "error", "projections_us"), _number()),
+}
+
+
+def check_row(row: BenchRow) -> None:
+    """Refuse a row with a value that cannot be.
+
+    Raises:
+        InvalidArgumentError: names the field, what was expected and what came.
+    """
+    for name, (is_right, expected) in _RULES.items():
+        if not is_right(getattr(row, name)):
+            raise InvalidArgumentError(name, expected, repr(getattr(row, name)))
+    for name, (is_right, expected) in _OPTIONAL_RULES.items():
+        value = getattr(row, name)
+        missing = name == "time_us" and row.status == OK
+        if (value is not None or missing) and not is_right(value):
+            raise InvalidArgumentError(name, expected, repr(value))
+    for value in row.rounds_us:
+        if not _POSITIVE[0](value):
+            raise InvalidArgumentError("rounds_us", _POSITIVE[1], repr(value))
 
 
 @dataclass
@@ -135,11 +209,11 @@ class BenchRecord:
 
     Attributes:
         suite: what was run, such as "figures"; "records" for rows read together.
-        environment: what `mla_var3.runtime.environment.environment` said at the start.
+        environment: what `mla_var3.runtime.environment.environment` returned at the start.
         rows: the rows.
         absent: peer or kernel that could not take part -> reason.
         settings: rounds, seconds per timing, whether tilings were tuned.
-        notes: what a reader has to know besides.
+        notes: what a reader must know besides.
     """
 
     suite: str
@@ -201,36 +275,70 @@ def circumstances(environment: Mapping[str, Any], device: str | None = None) -> 
 
 
 def save_record(record: BenchRecord, path: Path) -> None:
-    """Write a record as JSON."""
+    """Write a record as JSON.
+
+    Raises:
+        InvalidArgumentError: a row has a value that cannot be; nothing is written.
+    """
+    for index, row in enumerate(record.rows):
+        with _naming_row(path, index, row.label):
+            check_row(row)
     write_json(path, record.to_dict())
 
 
 def load_record(path: Path) -> BenchRecord:
-    """Read a record, also one of the first form (rows with a shape as text).
+    """Read a record, also one of the first schema (rows whose shape is a text).
 
     Raises:
-        InvalidArgumentError: the file is no benchmark record.
+        InvalidArgumentError: the file is no benchmark record, or a row is invalid; the message
+            names the file, the row and the field.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(data, Mapping) or "rows" not in data or "environment" not in data:
-            raise ValueError("an object without rows and environment")
-        if "schema" not in data:
-            return _first_form(data)
-        if data["schema"] != SCHEMA:
-            raise ValueError(f"schema {data['schema']!r}, this version reads {SCHEMA!r}")
-        return BenchRecord(
-            suite=str(data["suite"]),
-            environment=data["environment"],
-            rows=[_row(entry) for entry in data["rows"]],
-            absent=dict(data.get("absent") or {}),
-            settings=dict(data.get("settings") or {}),
-            notes=list(data.get("notes") or []),
-        )
     except OSError as error:
         raise InvalidArgumentError(str(path), "a readable record", error.strerror) from error
-    except (ValueError, KeyError, TypeError, HyperMlaError) as error:
+    except ValueError as error:
         raise InvalidArgumentError(str(path), "a benchmark record", error) from error
+    if not isinstance(data, Mapping) or not {"rows", "environment"} <= set(data):
+        got = "an object without rows and environment"
+        raise InvalidArgumentError(str(path), "a benchmark record", got)
+    first = "schema" not in data
+    if not first and data["schema"] != SCHEMA:
+        got = f"schema {data['schema']!r}, this version reads {SCHEMA!r}"
+        raise InvalidArgumentError(str(path), "a benchmark record", got)
+    around = circumstances(data["environment"])
+    rows = []
+    for index, entry in enumerate(data["rows"]):
+        name = entry.get("kernel", "") if isinstance(entry, Mapping) else ""
+        with _naming_row(path, index, name):
+            row = _first_schema_row(entry, around) if first else _row(entry)
+            check_row(row)
+            rows.append(row)
+    suite = str(data.get("suite", "figures"))
+    notes = ["Kernel times only: this record holds no times of the projections."] if first else []
+    return BenchRecord(
+        suite=_OLD_WORDS.get(suite, suite),
+        environment=data["environment"],
+        rows=rows,
+        absent=dict(data.get("absent") or data.get("absent_peers") or {}),
+        settings=dict(data.get("settings") or {}),
+        notes=[*notes, *(data.get("notes") or [])],
+    )
+
+
+@contextmanager
+def _naming_row(path: Path, index: int, name: object) -> Iterator[None]:
+    """Errors of the body name the file and the row."""
+    where = f"{path}: row {index}" + (f" ({name})" if name else "")
+    try:
+        yield
+    except InvalidArgumentError as error:
+        field_name = f"{where}, {error.argument}"
+        raise InvalidArgumentError(field_name, error.expected, error.got) from error
+    except KeyError as error:
+        raise InvalidArgumentError(where, f"the field {error}", "none") from error
+    except (ValueError, TypeError, AttributeError, HyperMlaError) as error:
+        raise InvalidArgumentError(where, "a row of a benchmark record", error) from error
 
 
 def merge_records(records: Iterable[BenchRecord]) -> BenchRecord:
@@ -256,9 +364,9 @@ def row_key(row: BenchRow) -> tuple[Any, ...]:
 
 CSV_COLUMNS = (
     "kernel", "language", "source", "kind", "path", "b", "s", "t", "h", "d", "p", "k", "dtype",
-    "causal", "lengths", "choices", "status", "reason", "time_us", "spread_us", "end_to_end_us",
-    "runs", "timer", "tflops", "gbps", "error", "speedup_over_best_peer", "device", "date",
-    "command", "versions",
+    "causal", "lengths", "choices", "eight_bit", "status", "reason", "note", "time_us",
+    "spread_us", "call_us", "runs", "timer", "tflops", "gbps", "error", "speedup_over_best_peer",
+    "device", "date", "command", "versions",
 )  # fmt: skip
 
 
@@ -274,7 +382,7 @@ def csv_text(record: BenchRecord, speedups: Mapping[int, float]) -> str:
     writer.writeheader()
     for index, row in enumerate(record.rows):
         values = row.to_dict()
-        values |= {"lengths": None, **values.pop("problem")}
+        values |= {"lengths": None, "eight_bit": row.eight_bit, **values.pop("problem")}
         if row.problem.lengths is not None:
             values["lengths"] = f"{min(row.problem.lengths)}..{max(row.problem.lengths)}"
         values["choices"] = " ".join(f"{k}={v}" for k, v in row.choices.items())
@@ -289,60 +397,35 @@ def _row(entry: Mapping[str, Any]) -> BenchRow:
     values = {name: value for name, value in entry.items() if name in names}
     values["problem"] = MlaProblem(**entry["problem"])
     values["rounds_us"] = tuple(entry.get("rounds_us") or ())
-    for name in ("time_us", "spread_us", "flops", "bytes", "error", "projections_us"):
-        values[name] = _number(entry.get(name))
+    for name in ("kernel", "path"):
+        values[name] = _OLD_WORDS.get(entry.get(name, ""), entry.get(name, ""))
     return BenchRow(**values)
 
 
-def _first_form(data: Mapping[str, Any]) -> BenchRecord:
-    environment = data["environment"]
-    around = circumstances(environment)
-    rows = []
-    for entry in data["rows"]:
-        design, _ = split_full_name(str(entry["kernel"]))
-        ours = design in _FIRST_FORM_DESIGNS
-        time_us, note = _number(entry["time_us"]), str(entry.get("note") or "")
-        tflops, gbps = _number(entry.get("tflops")), _number(entry.get("gbps"))
-        found = re.findall(r"(\w)=(\d+)", str(entry["shape"]))
-        sizes: dict[str, Any] = {"h": 128, **{key: int(value) for key, value in found}}
-        full = "full" in str(entry["shape"]).split()
-        rows.append(
-            BenchRow(
-                problem=MlaProblem(**sizes, causal=not full),
-                kernel=str(entry["kernel"]),
-                source=OURS if ours else PEER,
-                kind=MEASURED,
-                path=_first_form_path(str(entry["kernel"])),
-                language=DEFAULT_LANGUAGE if ours else "",
-                choices={key: int(value) for key, value in re.findall(r"\b(\w+)=(\d+)", note)},
-                status=OK if time_us is not None else FAILED,
-                reason=note if time_us is None else "",
-                time_us=time_us,
-                spread_us=_number(entry.get("spread_us")),
-                timer=_FIRST_FORM_TIMER,
-                flops=tflops * time_us * 1e6 if tflops and time_us else None,
-                bytes=gbps * time_us * 1e3 if gbps and time_us else None,
-                error=_number(entry.get("error")),
-                **around,
-            )
-        )
-    return BenchRecord(
-        suite="figures",
-        environment=environment,
-        rows=rows,
-        absent=dict(data.get("absent_peers") or {}),
-        notes=["Kernel times only: this record holds no times of the projections."],
+def _first_schema_row(entry: Mapping[str, Any], around: Mapping[str, Any]) -> BenchRow:
+    kernel, note, time_us = str(entry["kernel"]), str(entry.get("note") or ""), entry["time_us"]
+    design, _ = split_full_name(kernel)
+    ours = design in ("flash_attention", "flash_mla", "flash_mla_split_kv", "mla_var6_plus")
+    latent = kernel.startswith(("flash_mla", "FlashMLA")) or kernel.endswith(" qv")
+    words = str(entry["shape"]).split()
+    sizes: dict[str, Any] = {"h": 128}
+    sizes |= {key: int(value) for key, value in re.findall(r"(\w)=(\d+)", str(entry["shape"]))}
+    tflops, gbps = entry.get("tflops"), entry.get("gbps")
+    return BenchRow(
+        problem=MlaProblem(**sizes, causal="full" not in words),
+        kernel=kernel,
+        source=OURS if ours else PEER,
+        kind=MEASURED,
+        path=MIX if design == "mla_var6_plus" else LATENT if latent else DECOMPRESSED,
+        language=DEFAULT_LANGUAGE if ours else "",
+        choices={key: int(value) for key, value in re.findall(r"\b(\w+)=(\d+)", note)},
+        status=OK if time_us is not None else FAILED,
+        reason=note if time_us is None else "",
+        time_us=time_us,
+        spread_us=entry.get("spread_us"),
+        timer="cuda-graph",
+        flops=tflops * time_us * 1e6 if tflops and time_us else None,
+        bytes=gbps * time_us * 1e3 if gbps and time_us else None,
+        error=entry.get("error"),
+        **around,
     )
-
-
-def _first_form_path(kernel: str) -> str:
-    if kernel.startswith("mla_var6_plus"):
-        return MIX
-    absorbed = kernel.startswith(("flash_mla", "FlashMLA")) or kernel.endswith(" qv")
-    return ABSORBED if absorbed else DECOMPRESSED
-
-
-def _number(value: Any) -> float | None:
-    """A finite number, None for everything else (JSON has no NaN; it comes as text)."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None

@@ -1,7 +1,7 @@
-"""A record against an earlier one: better, same or worse, judged by the spread that was measured.
+"""A record against an earlier one: better, same or worse, judged by the measured spread.
 
-Rows are compared only where they are the same measurement: kernel, language, shape, choices, kind,
-timer, device, and the versions that decide the machine code. Everything else is said, not compared.
+Rows are compared only if they are the same measurement: kernel, language, shape, choices, kind,
+timer, device, and the versions that decide the machine code. Other rows are listed with the reason.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ SPREADS = 2.0
 """The neutral zone is this many combined spreads wide on either side. A spread is half the distance
 from the 10th to the 90th percentile, 1.28 standard deviations of normal noise."""
 LEAST_SHARE = 0.01
-"""And never narrower than this share of the earlier time: clocks differ that much from run to run
-although each run's own spread is small."""
+"""The neutral zone is at least this share of the earlier time: clocks differ that much between
+runs, even if the spread within a run is small."""
 _NOT_THE_PEERS = ("hyper-mla", "python", "driver")
 
 
@@ -66,7 +66,7 @@ class Regression:
     Attributes:
         verdicts: the rows that could be compared.
         not_compared: row -> why not.
-        remarks: differences that do not forbid a comparison.
+        remarks: differences that do not prevent a comparison.
     """
 
     verdicts: list[Verdict] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Regression:
 
     @property
     def passed(self) -> bool:
-        """Something was compared and nothing became worse."""
+        """Whether something was compared and nothing is worse."""
         return bool(self.verdicts) and not self.count(WORSE)
 
     @property
@@ -152,7 +152,7 @@ def compare_records(
 
 
 def _setting_differences(before: BenchRecord, after: BenchRecord) -> list[str]:
-    """How the runs differ, apart from what they ran; said, because it may explain a verdict."""
+    """Settings and clocks that differ between the runs; they may explain a verdict."""
     found = [
         f"{name} differ: {before.settings[name]} against {after.settings[name]}"
         for name in before.settings

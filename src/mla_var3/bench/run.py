@@ -1,20 +1,20 @@
 """A benchmark from its options to its files: measured on a GPU, predicted without one, or read.
 
-Every run writes the record (JSON), the rows (CSV), the plots (PNG and SVG), a markdown page and
-one self-contained HTML page.
+Every run writes the record (JSON), the rows (CSV), the plots (PNG and SVG), a markdown page and one
+self-contained HTML page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from mla_var3.bench.analysis import row_speedups
-from mla_var3.bench.options import MEASURE, PREDICT, BenchOptions
 from mla_var3.bench.page import html_page, markdown_page
 from mla_var3.bench.plots import Plot, draw_plots
+from mla_var3.bench.predict import NOTE, predict_case
 from mla_var3.bench.record import (
     FAILED,
     LOST,
@@ -28,18 +28,21 @@ from mla_var3.bench.record import (
     save_record,
 )
 from mla_var3.bench.regression import Regression, compare_records
-from mla_var3.bench.session import measure, unique_rows
+from mla_var3.bench.session import SessionOptions, measure, unique_rows
 from mla_var3.bench.suites import (
     COMMON,
     DESIGN,
+    FIXED_SUITES,
+    OLD_SUITES,
     QUICK_SWEEP,
     QUICK_WINDOW_STEPS,
+    SUITES,
     SWEEP,
     WINDOW_S,
     WINDOW_STEPS,
     Case,
-    absorbed_cases,
     figures_cases,
+    latent_cases,
     mix_cases,
     mla_kernels,
     select_backends,
@@ -47,15 +50,102 @@ from mla_var3.bench.suites import (
     sweep_cases,
     window_cases,
 )
-from mla_var3.conf.devices import DeviceSpec, device_spec
-from mla_var3.errors import InvalidArgumentError
+from mla_var3.conf.devices import device_spec
+from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.runtime import paths
 from mla_var3.runtime.environment import environment
 from mla_var3.runtime.files import make_folder, write_atomic
 from mla_var3.runtime.markdown import write_json
-from mla_var3.runtime.measure import require_cuda
 from mla_var3.runtime.workflow import cuda_available, planning_device
+
+MEASURE, PREDICT, AUTO = "measure", "predict", "auto"
+_ONE_VALUE = {"all": ("b", "s", "t", "h"), "var6_plus": ("b", "t", "h")}
+
+
+@dataclass
+class BenchOptions(SessionOptions):
+    """What to run, and how.
+
+    Attributes:
+        suite: one of `mla_var3.bench.suites.SUITES`.
+        sizes: b, s, t and h, each one or several values.
+        dtype, causal: the rest of the problem.
+        n_values: windows of the suite var6_plus.
+        version: version of mla_var6_plus for that suite.
+        kernels: "all", "latest", designs or full names.
+        backends: languages and peers; all of them when empty.
+        quick: fewer shapes of the sweep and fewer windows.
+        mode: "measure", "predict", or "auto": measure where there is a GPU.
+        predict_for: device of the table to predict for.
+        records: records to read instead of running anything.
+        against: earlier record to compare with.
+        across_versions: compare also where compilers or peers have other versions.
+        out_dir: folder of the report.
+    """
+
+    suite: str = "figures"
+    sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    dtype: str = "bfloat16"
+    causal: bool = True
+    n_values: tuple[int, ...] | None = None
+    version: str | None = None
+    kernels: tuple[str, ...] = ()
+    backends: tuple[str, ...] = ()
+    quick: bool = False
+    mode: str = AUTO
+    predict_for: str | None = None
+    records: tuple[Path, ...] = ()
+    against: Path | None = None
+    across_versions: bool = False
+    out_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.suite = OLD_SUITES.get(self.suite, self.suite)
+        if self.suite not in SUITES:
+            raise UnknownNameError("suite", self.suite, SUITES)
+        if self.mode not in (AUTO, MEASURE, PREDICT):
+            raise InvalidArgumentError("mode", "auto, measure or predict", self.mode)
+        if self.predict_for is not None:
+            device_spec(self.predict_for)  # an unknown name is an error at once
+        if self.resume and (self.records or self.predict_for or self.mode == PREDICT):
+            other = "records" if self.records else "predictions"
+            raise InvalidArgumentError("resume", f"none with {other}", self.resume)
+        if self.suite in FIXED_SUITES:
+            given = [*self.sizes, *(["causal"] if not self.causal else [])]
+            given += ["dtype"] if self.dtype != COMMON.dtype else []
+            given += ["kernels"] if self.kernels else []
+            if given:
+                expected = f"none: the suite {self.suite} has fixed shapes (use all or sweep)"
+                raise InvalidArgumentError(given[0], expected, "one")
+        for name, values in self.sizes.items():
+            single = name in _ONE_VALUE.get(self.suite, ())
+            if not values or (single and len(values) > 1):
+                expected = f"{'one value' if single else 'some values'} for the suite {self.suite}"
+                raise InvalidArgumentError(name, expected, values)
+        if self.n_values == ():
+            raise InvalidArgumentError("n", "some windows", self.n_values)
+        for name, value in (("n", self.n_values), ("version", self.version)):
+            if value is not None and self.suite != "var6_plus":
+                raise InvalidArgumentError(name, "none: only the suite var6_plus has it", value)
+
+    @property
+    def measures(self) -> bool:
+        """Whether this run measures here.
+
+        Raises:
+            UnsupportedError: `mode` is "measure" and there is no GPU.
+        """
+        if self.records or self.mode == PREDICT or self.predict_for:
+            return False
+        available = cuda_available()
+        if self.mode == MEASURE and not available:
+            raise UnsupportedError(
+                "bench: expected a usable CUDA GPU for --mode=measure, got none "
+                "(torch.cuda.is_available() is false); --mode=predict needs none"
+            )
+        return available
 
 
 @dataclass
@@ -80,21 +170,21 @@ class BenchResult:
 
     @property
     def failed(self) -> list[BenchRow]:
-        """Our rows that broke, are wrong, or never had their turn."""
+        """Our rows that failed, or were never measured."""
         bad = (FAILED, LOST)
         return [row for row in self.record.rows if row.source == OURS and row.status in bad]
 
 
 def run_bench(options: BenchOptions) -> BenchResult:
-    """Run, predict or read, and write the report.
+    """Measure, predict or read, and write the report.
 
     Raises:
         UnsupportedError: `mode` is "measure" and there is no GPU.
     """
-    # Read first: a file that cannot be used should not cost a measurement.
+    # Everything that can be refused is refused before anything is measured.
     earlier = load_record(options.against) if options.against else None
-    if options.resume and not _measures(options):
-        raise InvalidArgumentError("resume", "a GPU to go on with", "none")
+    if options.resume and not options.measures:
+        raise InvalidArgumentError("resume", "a GPU to continue on", "none")
     name = "records" if options.records else options.suite
     folder = options.out_dir or (options.resume.parent if options.resume else None)
     folder = folder or paths.output_root() / "bench" / name / paths.timestamp()
@@ -103,11 +193,12 @@ def run_bench(options: BenchOptions) -> BenchResult:
         record = merge_records(load_record(path) for path in options.records)
     else:
         cases, missing = build_cases(options)
-        make_folder(folder)  # now, for the same reason
+        measures = options.measures
+        make_folder(folder)
         record = BenchRecord(options.suite, environment(), absent=dict(missing))
-        save = folder / f"{name}.json"
-        if _measures(options):
-            measure(record, cases, options, save)
+        if measures:
+            record.settings = {"grid": "quick"} if options.quick else {}
+            measure(record, cases, options, folder / f"{name}.json")
         else:
             _predict(record, cases, options)
     regression = None
@@ -124,13 +215,11 @@ def build_cases(options: BenchOptions) -> tuple[list[Case], dict[str, str]]:
     """
     languages, peers = select_backends(options.backends)
     kernels = [kernel for kernel in mla_kernels() if kernel.language in languages]
-    if options.suite == "figures":
-        return figures_cases(kernels, peers), {}
-    if options.suite == "absorbed":
-        return absorbed_cases(kernels, peers), {}
-    if options.suite == "mix":
-        return mix_cases(kernels, peers), {}
-    base = _base(options)
+    fixed = {"figures": figures_cases, "latent": latent_cases, "mix": mix_cases}
+    if options.suite in fixed:
+        return fixed[options.suite](kernels, peers), {}
+    first: dict[str, Any] = {name: values[0] for name, values in options.sizes.items()}
+    base = replace(COMMON, dtype=options.dtype, causal=options.causal, **first)
     if options.suite == "var6_plus":
         return _window_cases(base, options, languages, kernels, peers)
     default = ("all",) if options.suite == "all" else ("latest",)
@@ -138,11 +227,6 @@ def build_cases(options: BenchOptions) -> tuple[list[Case], dict[str, str]]:
     grid = QUICK_SWEEP if options.quick else SWEEP
     sizes = {**(grid if options.suite == "sweep" else {}), **options.sizes}
     return sweep_cases(base, sizes, chosen, peers), {}
-
-
-def _base(options: BenchOptions) -> MlaProblem:
-    first: dict[str, Any] = {name: values[0] for name, values in options.sizes.items()}
-    return replace(COMMON, dtype=options.dtype, causal=options.causal, **first)
 
 
 def _window_cases(
@@ -166,24 +250,12 @@ def _window_cases(
     s_values = options.sizes.get("s", WINDOW_S)
     steps = QUICK_WINDOW_STEPS if options.quick else WINDOW_STEPS
     cases = window_cases(base, s_values, options.n_values, versions, kernels, peers, steps)
-    # Another language may simply not have the version, unless it was asked for by name.
+    # A language without the version is missing only if it was asked for by name.
     return cases, reasons if options.backends else {}
 
 
-def _measures(options: BenchOptions) -> bool:
-    if options.mode == PREDICT or options.predict_for:
-        return False
-    if options.mode == MEASURE:
-        require_cuda("bench --mode=measure", "--mode=predict needs none")
-    return options.mode == MEASURE or cuda_available()
-
-
 def _predict(record: BenchRecord, cases: Sequence[Case], options: BenchOptions) -> None:
-    from mla_var3.bench.predict import NOTE, predict_case
-
-    spec: DeviceSpec = (
-        device_spec(options.predict_for) if options.predict_for else planning_device()
-    )
+    spec = device_spec(options.predict_for) if options.predict_for else planning_device()
     record.notes = [NOTE]
     record.settings = {"predicted for": spec.name}
     around = circumstances(record.environment, spec.name)
@@ -202,12 +274,8 @@ def _write(
     regression: Regression | None,
     missing: dict[str, str],
 ) -> BenchResult:
-    files = {
-        "json": folder / f"{name}.json",
-        "csv": folder / f"{name}.csv",
-        "markdown": folder / f"{name}.md",
-        "html": folder / f"{name}.html",
-    }
+    suffixes = {"json": "json", "csv": "csv", "markdown": "md", "html": "html"}
+    files = {kind: folder / f"{name}.{suffix}" for kind, suffix in suffixes.items()}
     make_folder(folder)
     save_record(record, files["json"])
     write_atomic(files["csv"], csv_text(record, row_speedups(record.rows)))

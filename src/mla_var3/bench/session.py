@@ -1,83 +1,133 @@
-"""The measured part of a benchmark: shape by shape on the device, and what becomes of a lost one.
+"""A measuring session: shape by shape on the device, saved all along, and resumable.
 
-A contender can end more than itself: a kernel that reads a wrong address takes the CUDA context
-with it, one that waits for ever never returns, a compiler may crash. So the record is written all
-along; it says who did it, the others of the shape are "lost" until they are measured, and a new
-process goes on: by itself where this one can still start it, otherwise with `--resume`.
+One contender can take down more than itself: an illegal address destroys the CUDA context, a hung
+kernel never returns, a compiler may crash. So the record is written before each contender runs and
+names the culprit; the others of the shape are "lost" until a new process measures them. The command
+line starts that process by itself where it can, otherwise the user passes `--resume`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mla_var3.bench import contenders as bench_contenders
 from mla_var3.bench import measure as bench_measure
-from mla_var3.bench.measure import measure_case, with_projections
-from mla_var3.bench.options import BenchOptions
+from mla_var3.bench.contenders import Contender
+from mla_var3.bench.measure import (
+    MAX_SECONDS,
+    PATIENCE,
+    ROUNDS,
+    TUNING_FACTOR,
+    Watchdog,
+    measure_case,
+    with_projections,
+)
 from mla_var3.bench.record import (
     FAILED,
     LOST,
     BenchRecord,
     BenchRow,
     circumstances,
+    load_record,
     row_key,
     save_record,
 )
-from mla_var3.bench.resume import resumable_rows, split_case
 from mla_var3.bench.suites import Case
-from mla_var3.bench.watch import TUNING_FACTOR, Watchdog
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.runtime.measure import cuda_is_healthy
-from mla_var3.runtime.workflow import Progress, current_device_spec
+from mla_var3.runtime.workflow import Progress, current_device_spec, no_progress
 
 log = logging.getLogger(__name__)
 
-LOST_NOTE = "The device was lost on the way: not everything was measured; --resume goes on."
+LOST_NOTE = "The device was lost: some contenders were not measured; --resume continues."
 
 
-def measure(record: BenchRecord, cases: Sequence[Case], options: BenchOptions, save: Path) -> None:
-    """Measure all cases into a record, which is also written to `save` after each.
+@dataclass
+class SessionOptions:
+    """How to measure.
+
+    Attributes:
+        rounds: how often each contender is timed.
+        max_seconds: time for one timing.
+        patience: seconds that one contender may take in one round.
+        tune: search tilings before timing.
+        peer_libs: folder with the peers' operator libraries.
+        resume: record of an interrupted run to continue.
+        progress: reporter for long work.
+        on_rows: called with the rows of each finished shape.
+        on_lost: called with the record when a contender destroyed the CUDA context or does not
+            return; it should continue in a new process. Without it the run ends there, and no
+            watchdog runs.
+    """
+
+    rounds: int = ROUNDS
+    max_seconds: float = MAX_SECONDS
+    patience: float = PATIENCE
+    tune: bool = False
+    peer_libs: Path | None = None
+    resume: Path | None = None
+    progress: Progress = no_progress
+    on_rows: Callable[[Sequence[BenchRow]], None] = lambda rows: None
+    on_lost: Callable[[Path], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise InvalidArgumentError("rounds", "a number of at least 1", self.rounds)
+        for name in ("max_seconds", "patience"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise InvalidArgumentError(name, "a positive number", getattr(self, name))
+        if self.peer_libs is not None and not self.peer_libs.is_dir():
+            raise InvalidArgumentError("peer_libs", "a folder", self.peer_libs)
+
+
+def measure(
+    record: BenchRecord, cases: Sequence[Case], options: SessionOptions, save: Path
+) -> None:
+    """Measure all cases into a record, which is written to `save` as it grows.
 
     Raises:
-        InvalidArgumentError: `options.resume` is no record to go on with.
+        InvalidArgumentError: `options.resume` is not a record of this suite and device.
         UnknownNameError: the GPU is not in the device table.
     """
-    from mla_var3.bench.peer_libraries import PeerLibraries
-    from mla_var3.bench.peers import peer_kernel
+    from mla_var3.bench.peers import PeerLibraries, peer_kernel
 
     spec = current_device_spec()
-    earlier = resumable_rows(options.resume, options.suite, spec.name) if options.resume else []
+    earlier = resumable_rows(options.resume, record.suite, spec.name) if options.resume else []
     wanted = {peer_kernel(name).library for case in cases for name in case.peers}
     libraries = PeerLibraries(options.peer_libs, wanted) if wanted else None
-    record.settings = {
+    record.settings |= {
         "rounds": options.rounds,
         "seconds per timing": options.max_seconds,
         "tilings": "tuned" if options.tune else "default",
-        **({"grid": "quick"} if options.quick else {}),
     }
     around = circumstances(record.environment, spec.name)
     timer = bench_measure.gpu_timer(options.max_seconds)
     bench_measure.warm_up()
-    plan = []
+    agenda = []
     for case in cases:
         entrants = bench_contenders.contenders(
             case, libraries, spec.target, tune=options.tune, progress=options.progress
         )
-        plan.append((case.problem, *split_case(case.problem, entrants, earlier)))
+        agenda.append((case.problem, *split_case(case.problem, entrants, earlier)))
     asked = {case.problem for case in cases}
-    results = [kept for _, kept, _ in plan]
+    results = [kept for _, kept, _ in agenda]
     results.append([row for row in earlier if row.problem not in asked])
-    total, before = sum(len(waiting) for *_, waiting in plan) * options.rounds, 0
+    total, before = sum(len(waiting) for *_, waiting in agenda) * options.rounds, 0
 
     def keep(place: int, rows: Sequence[BenchRow]) -> None:
-        results[place] = unique_rows(with_projections([*plan[place][1], *rows]))
+        results[place] = unique_rows(with_projections([*agenda[place][1], *rows]))
         record.rows = [row for group in results for row in group]
         save_record(record, save)
 
     record.rows = [row for group in results for row in group]
-    for place, (problem, _, waiting) in enumerate(plan):
+    for place, (problem, _, waiting) in enumerate(agenda):
         if not waiting:
             continue
         try:
@@ -91,12 +141,12 @@ def measure(record: BenchRecord, cases: Sequence[Case], options: BenchOptions, s
                 watchdog=_watchdog(options, partial(keep, place), save),
                 checkpoint=partial(keep, place),
             )
-        except BaseException:  # an interruption: whoever was running is not to blame
+        except BaseException:  # interrupted: the contender that was running is not to blame
             keep(place, ())
-            log.warning("%s holds the shapes that are done; --resume goes on with it", save)
+            log.warning("%s holds the finished shapes; --resume continues it", save)
             raise
         before += len(waiting) * options.rounds
-        waiting.clear()  # the peers of a case share its float32 references, which are large
+        waiting.clear()  # the peers of a case share float32 references, which are large
         keep(place, rows)
         options.on_rows(results[place])
         unfinished = before < total or any(row.status == LOST for row in rows)
@@ -113,7 +163,7 @@ def _device_lost(rows: Sequence[BenchRow]) -> bool:
 
 
 def _watchdog(
-    options: BenchOptions, keep: Callable[[Sequence[BenchRow]], None], save: Path
+    options: SessionOptions, keep: Callable[[Sequence[BenchRow]], None], save: Path
 ) -> Watchdog | None:
     on_lost = options.on_lost
     if on_lost is None:
@@ -127,12 +177,52 @@ def _watchdog(
 
 
 def unique_rows(rows: Sequence[BenchRow]) -> list[BenchRow]:
-    """The rows without repetitions: the model may choose an n that was asked for as well."""
+    """The rows without repetitions: the model may choose an n that the suite pins as well."""
     return list({row_key(row): row for row in rows}.values())
 
 
 def _part_of(progress: Progress, before: int, total: int) -> Progress:
     def report(what: str, done: int, _: int, detail: str) -> None:
-        progress("bench", before + done, total, detail)
+        progress(what, before + done, total, detail)
 
     return report
+
+
+def resumable_rows(path: Path, suite: str, device: str) -> list[BenchRow]:
+    """The rows of an interrupted run.
+
+    Raises:
+        InvalidArgumentError: the file is no record, or one of another suite or device.
+    """
+    record = load_record(path)
+    if record.suite != suite:
+        raise InvalidArgumentError("resume", f"a record of the suite {suite}", record.suite)
+    others = [name for name in record.devices if name != device]
+    if others:
+        raise InvalidArgumentError("resume", f"a record of {device}", ", ".join(others))
+    return record.rows
+
+
+def split_case(
+    problem: MlaProblem, entrants: Sequence[Contender], rows: Sequence[BenchRow]
+) -> tuple[list[BenchRow], list[Contender]]:
+    """The rows of a shape to keep, and the contenders that still have to run.
+
+    Rows are recorded shape by shape, so a shape with rows is done, except for rows that were lost
+    with the device. A row that failed for a reason of its own is kept.
+    """
+    own = [row for row in rows if row.problem == problem]
+    kept = [row for row in own if row.status != LOST]
+    if own and len(kept) == len(own):
+        return kept, []
+    done = {_key(row.source, row.kernel, row.language, row.asked) for row in kept}
+    waiting = [
+        each
+        for each in entrants
+        if _key(each.source, each.kernel, each.language, each.asked) not in done
+    ]
+    return kept, waiting
+
+
+def _key(source: str, kernel: str, language: str, asked: Mapping[str, int]) -> tuple[Any, ...]:
+    return source, kernel, language, tuple(sorted(asked.items()))

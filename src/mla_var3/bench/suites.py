@@ -1,4 +1,4 @@
-"""What each benchmark suite consists of: shapes, our kernels and the peers to run beside them."""
+"""The benchmark suites: shapes, our kernels, and the peers to run beside them."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
+from mla_var3.bench.record import EIGHT_BIT
 from mla_var3.errors import UnknownNameError
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.runtime.paths import LANGUAGES, KernelId, discover_kernels, split_full_name
 
 SUITES = {
     "figures": "the headline figures, ours and the peers', at fixed shapes",
-    "absorbed": "kernels on the latent cache: decoding, verifying, long and mixed contexts",
+    "latent": "kernels on the latent cache: decoding, verifying, long and mixed contexts",
     "all": "all kernels and versions in both languages at one shape",
     "sweep": "the newest versions and the peers over b, s, t and h",
     "var6_plus": "one version of mla_var6_plus over s and n, beside the pure paths",
     "mix": "the mix on Hopper: 16 bits, 8 bits and a shared prefix, beside the pure paths",
 }
+OLD_SUITES = {"absorbed": "latent"}
+"""Earlier name of a suite -> its name now."""
 
-ABSORBED_PEERS = ("flashmla", "fa3_qv", "flashinfer", "triton")
+LATENT_PEERS = ("flashmla", "fa3_qv", "flashinfer", "triton")
 DECOMPRESSED_PEERS = ("fa3", "fa3_one_split", "sdpa")
-PEERS = (*ABSORBED_PEERS, *DECOMPRESSED_PEERS)
+PEERS = (*LATENT_PEERS, *DECOMPRESSED_PEERS)
 
 COMMON = MlaProblem(b=32, s=16, t=4096, h=128)
 """The shape of the public comparison."""
@@ -37,7 +40,7 @@ WINDOW_S = (16, 32, 64)
 WINDOW_STEPS, QUICK_WINDOW_STEPS = 8, 4
 """The window of mla_var6_plus is measured at every eighth of t, in a quick run at every quarter."""
 
-ABSORBED_SHAPES = (
+LATENT_SHAPES = (
     *((128, s, 4096, 128) for s in (1, 2)),
     *((32, s, 4096, 128) for s in (4, 8, 16, 32, 64)),
     *((1, s, 65536, h) for h in (128, 16) for s in (1, 4)),
@@ -55,8 +58,8 @@ MIX_SHAPES = (
 MIX_8_BIT_S = (32, 43, 64)
 PREFIX_SHAPE, PREFIX = (64, 4, 4608, 128), 4096
 """(b, s, t, h) whose requests share their first PREFIX tokens."""
-FIXED_SUITES = ("figures", "absorbed", "mix")
-"""Suites whose shapes are part of what they are."""
+FIXED_SUITES = ("figures", "latent", "mix")
+"""Suites whose shapes cannot be changed."""
 
 DESIGN = "mla_var6_plus"
 PURE_PATHS = ("flash_mla", "flash_attention")
@@ -73,17 +76,24 @@ class KernelChoice:
 
 @dataclass(frozen=True)
 class Case:
-    """One shape and who runs at it; `peers` are names out of `PEERS`."""
+    """One shape and its contenders.
+
+    Attributes:
+        problem: the shape.
+        kernels: our kernels.
+        peers: names out of `PEERS`.
+        call: whether the public call takes part, with the kernel it chooses.
+    """
 
     problem: MlaProblem
     kernels: tuple[KernelChoice, ...]
     peers: tuple[str, ...] = ()
+    call: bool = False
 
 
-SPECIAL = {("mla_var6_plus_v2", "cute-dsl"), ("mla_var6_plus_v3", "cute-dsl")}
-"""Versions that answer another question than the others, so their times stand beside them only when
-they are named: a window of 8-bit numbers, whose error is larger, and requests that share a prefix,
-which is less work."""
+SPECIAL = {*EIGHT_BIT, ("mla_var6_plus_v3", "cute-dsl")}
+"""Versions that solve another problem than the others, so they run only when named: an 8-bit window
+has a larger error, and requests that share a prefix are less work."""
 
 
 def comparable(kernels: Iterable[KernelId]) -> list[KernelId]:
@@ -109,10 +119,10 @@ def select_kernels(words: Sequence[str], kernels: Sequence[KernelId]) -> list[Ke
 
     Args:
         words: "all", "latest", designs (all their versions) or full names; `_v0` is the base.
-        kernels: what there is.
+        kernels: all kernels.
 
     Raises:
-        UnknownNameError: a name that nothing has.
+        UnknownNameError: no kernel has that name.
     """
     chosen: set[KernelId] = set()
     for word in words:
@@ -165,7 +175,7 @@ def figures_cases(kernels: Sequence[KernelId], peers: Sequence[str]) -> list[Cas
         Case(
             replace(COMMON, b=4, s=1, t=32768),
             of("flash_mla", "flash_mla_split_kv"),
-            wanted(*ABSORBED_PEERS),
+            wanted(*LATENT_PEERS),
         ),
     ]
     for s in WINDOW_S:
@@ -174,19 +184,19 @@ def figures_cases(kernels: Sequence[KernelId], peers: Sequence[str]) -> list[Cas
             Case(
                 replace(COMMON, s=s),
                 (*of(*PURE_PATHS, DESIGN), *without_window),
-                wanted(*ABSORBED_PEERS, "fa3", "fa3_one_split"),
+                wanted(*LATENT_PEERS, "fa3", "fa3_one_split"),
             )
         )
     return cases
 
 
-def absorbed_cases(kernels: Sequence[KernelId], peers: Sequence[str]) -> list[Case]:
-    """The newest absorbed kernels of both languages beside the absorbed peers."""
+def latent_cases(kernels: Sequence[KernelId], peers: Sequence[str]) -> list[Case]:
+    """The newest latent kernels of both languages beside the latent peers."""
     ours = tuple(KernelChoice(k) for k in newest(kernels) if k.design == PURE_PATHS[0])
-    theirs = tuple(name for name in ABSORBED_PEERS if name in peers)
-    problems = [MlaProblem(b=b, s=s, t=t, h=h) for b, s, t, h in ABSORBED_SHAPES]
+    theirs = tuple(name for name in LATENT_PEERS if name in peers)
+    problems = [MlaProblem(b=b, s=s, t=t, h=h) for b, s, t, h in LATENT_SHAPES]
     for b, s, t, h in MIXED_SHAPES:
-        # Spread evenly and shuffled by a stride that has no common divisor with b.
+        # Evenly spread, shuffled by a stride coprime to b.
         lengths = [MIXED_SHORTEST + (t - MIXED_SHORTEST) * i // (b - 1) for i in range(b)]
         mixed = tuple(lengths[i * 37 % b] for i in range(b))
         problems.append(MlaProblem(b=b, s=s, t=t, h=h, lengths=mixed))
@@ -196,7 +206,7 @@ def absorbed_cases(kernels: Sequence[KernelId], peers: Sequence[str]) -> list[Ca
 def mix_cases(kernels: Sequence[KernelId], peers: Sequence[str]) -> list[Case]:
     """The mix in CuTe DSL at the model's n, its special versions, the pure paths and the peers."""
     ours = {kernel.full_name: kernel for kernel in kernels if kernel.language == "cute-dsl"}
-    theirs = tuple(name for name in (*ABSORBED_PEERS, "fa3") if name in peers)
+    theirs = tuple(name for name in (*LATENT_PEERS, "fa3") if name in peers)
 
     def choice(name: str, **fields: int) -> tuple[KernelChoice, ...]:
         return (KernelChoice(ours[name], fields),) if name in ours else ()
@@ -209,8 +219,15 @@ def mix_cases(kernels: Sequence[KernelId], peers: Sequence[str]) -> list[Case]:
         cases.append(Case(MlaProblem(b=b, s=s, t=t, h=h), chosen, theirs))
     b, s, t, h = PREFIX_SHAPE
     chosen = (*choice(f"{DESIGN}_v3", prefix=PREFIX), *choice("flash_mla"))
-    absorbed = tuple(name for name in theirs if name in ABSORBED_PEERS)
-    return [*cases, Case(MlaProblem(b=b, s=s, t=t, h=h), chosen, absorbed)]
+    latent = tuple(name for name in theirs if name in LATENT_PEERS)
+    return [*cases, Case(MlaProblem(b=b, s=s, t=t, h=h), chosen, latent)]
+
+
+def main_job_case(problem: MlaProblem, kernels: Sequence[KernelId], peers: Sequence[str]) -> Case:
+    """The public call, the mix and the pure paths in both languages, and the peers at one shape."""
+    designs = (DESIGN, *PURE_PATHS)
+    ours = [KernelChoice(k) for k in sorted(kernels) if not k.number and k.design in designs]
+    return Case(problem, tuple(ours), tuple(peers), call=True)
 
 
 def sweep_cases(
@@ -243,12 +260,12 @@ def window_cases(
     Args:
         base: everything but s.
         s_values: query lengths.
-        n_values: windows; `steps` equal steps from 0 to t by default. The model's choice comes
-            besides.
+        n_values: windows; `steps` equal steps from 0 to t by default. The window that the model
+            chooses is always added.
         versions: the version in every language that has it.
-        kernels: where the pure paths are taken from.
+        kernels: the pure paths come from these.
         peers: names out of `PEERS`.
-        steps: of the windows.
+        steps: number of default windows.
     """
     if n_values is None:
         n_values = sorted({base.t * i // steps for i in range(steps + 1)})

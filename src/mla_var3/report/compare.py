@@ -1,23 +1,172 @@
-"""Runs side by side: what changed against a baseline, in figures, markdown, JSON and a plot."""
+"""Runs side by side: what changed against a baseline, in figures, markdown, JSON and a plot.
+
+A run is read from the record of a profile, or made from a profile's result.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
-from mla_var3.report.compare_runs import Figures, Run
+from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.report.plots import bar_plot
 from mla_var3.runtime.markdown import microseconds, number, quantity, table
 from mla_var3.runtime.paths import split_full_name
 
+if TYPE_CHECKING:
+    from mla_var3.runtime.profiling import ProfileResult
+
 TOTAL = "total"
+RECORD = "params.json"
+PROBLEM_KEYS = tuple(MlaProblem.__dataclass_fields__)
+"""The fields of a plan that define the problem; the others say how it is solved."""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Figures of one stage or of the whole run; None for what a mode does not measure."""
+
+    time_us: float | None = None
+    predicted_us: float | None = None
+    flops: float | None = None
+    bytes: float | None = None
+    extra: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def tflops(self) -> float | None:
+        """Achieved TFLOP/s."""
+        return self.flops / self.time_us / 1e6 if self.time_us and self.flops else None
+
+    @property
+    def gbps(self) -> float | None:
+        """Achieved GB/s."""
+        return self.bytes / self.time_us / 1e3 if self.time_us and self.bytes else None
+
+    @property
+    def of_roofline(self) -> float | None:
+        """Predicted over measured time, in percent."""
+        return (
+            100 * self.predicted_us / self.time_us if self.time_us and self.predicted_us else None
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """One side of a comparison.
+
+    Attributes:
+        label: heading of its column.
+        kernel, mode, device: from its record; the device is None for a prediction of no device.
+        params: the plan's fields.
+        total: the whole run.
+        stages: by stage name, in launch order.
+        clocks: whether the clocks were locked; None where the record does not say.
+        folder: where its artifacts lie.
+    """
+
+    label: str
+    kernel: str
+    mode: str
+    device: str | None
+    params: Mapping[str, Any]
+    total: Figures
+    stages: Mapping[str, Figures]
+    clocks: bool | None = None
+    folder: Path | None = None
+
+    @property
+    def problem(self) -> dict[str, Any]:
+        """The fields that define the problem."""
+        return {key: self.params[key] for key in PROBLEM_KEYS if key in self.params}
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """The other fields, such as n or splits."""
+        skipped = (*PROBLEM_KEYS, "seed")
+        return {key: value for key, value in self.params.items() if key not in skipped}
+
+
+def load_run(path: Path) -> Run:
+    """Read a profile output folder, or its record itself.
+
+    Raises:
+        InvalidArgumentError: there is no record, or not one that can be compared.
+    """
+    file = path / RECORD if path.is_dir() else path
+    if not file.is_file():
+        below = sorted(path.rglob(RECORD)) if path.is_dir() else []
+        hint = f"; there are {len(below)} below it, the last is {below[-1].parent}" if below else ""
+        raise InvalidArgumentError(
+            str(path), f"a profile output folder with {RECORD}", f"none{hint}"
+        )
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        return run_of_record(record, file.parent)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidArgumentError(str(file), "the record of a profile", repr(error)) from error
+
+
+def run_of_record(record: Mapping[str, Any], folder: Path | None = None) -> Run:
+    """A run from its record; figures that the mode did not measure are None."""
+    device = record.get("device") or record.get("planned_for")
+    total = _figures(record.get("total") or {})
+    predictions = record.get("predicted_us") or {}
+    if total.predicted_us is None and device in predictions:
+        total = Figures(predicted_us=float(predictions[device]))
+    clocks = record.get("clocks")
+    return Run(
+        label=str(record["kernel"]),
+        kernel=str(record["kernel"]),
+        mode=str(record["prof_type"]),
+        device=device,
+        params=dict(record["params"]),
+        total=total,
+        stages={str(s["name"]): _figures(s) for s in record.get("stages") or []},
+        clocks=bool(clocks.get("locked")) if isinstance(clocks, Mapping) else None,
+        folder=folder,
+    )
+
+
+def run_of_result(result: ProfileResult) -> Run:
+    """A run from the result of a profile."""
+    record = {
+        **result.record,
+        "total": vars(result.total),
+        "stages": [vars(stage) for stage in result.stages],
+    }
+    return run_of_record(record, result.out_dir)
+
+
+def _figures(data: Mapping[str, Any]) -> Figures:
+    extra = dict(_numbers(data.get("extra") or {}))
+    return Figures(
+        time_us=_number(data.get("time_us")),
+        predicted_us=_number(data.get("predicted_us")),
+        flops=_number(data.get("flops")),
+        bytes=_number(data.get("bytes")),
+        extra=extra,
+    )
+
+
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return float(value) if is_number else None
+
+
+def _numbers(extra: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """The plain numbers among the extra figures of a mode, also those grouped under "metrics"."""
+    metrics = extra.get("metrics")
+    pairs = list(metrics.items()) if isinstance(metrics, Mapping) else []
+    pairs += [(key, value) for key, value in extra.items() if key != "metrics"]
+    return [(str(key), found) for key, value in pairs if (found := _number(value)) is not None]
 
 
 def differences(runs: Sequence[Run]) -> list[str]:
-    """Why runs may not be compared: other problems or devices than the baseline's."""
+    """Why runs may not be compared: another problem or device than the baseline's."""
     baseline, *others = runs
     found = []
     for run in others:
@@ -38,7 +187,7 @@ def _plain(value: Any) -> Any:
 
 
 def remarks(runs: Sequence[Run]) -> list[str]:
-    """What a reader should know about runs that may be compared but were made differently."""
+    """What a reader must know about runs that may be compared but were made differently."""
     found = []
     modes = {run.label: run.mode for run in runs}
     if len(set(modes.values())) > 1:
@@ -49,7 +198,7 @@ def remarks(runs: Sequence[Run]) -> list[str]:
         found.append(f"only {locked} ran with locked clocks")
     if len({split_full_name(run.kernel)[0] for run in runs}) > 1:
         found.append(
-            "different designs leave different projections to others, which these times leave out; "
+            "these are kernel times: designs differ in the projections that they do not do; "
             "hyper-mla predict adds them"
         )
     missing = [run.label for run in runs if run.total.time_us is None]
@@ -77,7 +226,7 @@ class Row:
     texts: tuple[str, ...]
 
     def change(self, index: int) -> float | None:
-        """Change of a run against the baseline, in percent."""
+        """Change of a run from the baseline, in percent."""
         before, after = self.values[0], self.values[index]
         return None if not before or after is None else 100 * (after - before) / before
 
@@ -99,8 +248,8 @@ class Comparison:
     Attributes:
         runs: the baseline first; labels are unique.
         rows: total first, then stage by stage.
-        forced: differences that somebody chose to ignore.
-        remarks: what to know.
+        forced: differences that the user chose to ignore.
+        remarks: what a reader must know.
     """
 
     runs: list[Run]
@@ -156,7 +305,7 @@ def compare(runs: Sequence[Run], *, force: bool = False) -> Comparison:
     if against and not force:
         raise UnsupportedError(
             f"compare: expected the same problem on the same device, got {'; '.join(against)}; "
-            "--force compares them all the same"
+            "--force compares them anyway"
         )
     rows = _rows(TOTAL, [run.total for run in named])
     for stage in dict.fromkeys(name for run in named for name in run.stages):
@@ -167,7 +316,7 @@ def compare(runs: Sequence[Run], *, force: bool = False) -> Comparison:
 
 
 def stage_is_total(runs: Sequence[Run], stage: str) -> bool:
-    """Whether a stage is the only one of every run that has it, so that the total says it all."""
+    """Whether a stage is the only one of every run that has it, so it repeats the total."""
     return all(len(run.stages) == 1 for run in runs if stage in run.stages)
 
 
@@ -180,14 +329,13 @@ def _rows(where: str, figures: Sequence[Figures | None]) -> list[Row]:
     extras = dict.fromkeys(key for f in figures if f is not None for key in f.extra)
     for key in extras:
         values = tuple(None if f is None else f.extra.get(key) for f in figures)
-        # One run alone has nothing to be compared with.
         if sum(value is not None for value in values) > 1:
             rows.append(Row(where, key, values, tuple(map(number, values))))
     return rows
 
 
 def _unique_labels(runs: Sequence[Run]) -> list[Run]:
-    """Runs whose labels differ: equal ones get their mode, else their folder, else a number."""
+    """Runs with unique labels: equal ones get their mode, else their folder, else a number."""
     named = list(runs)
     for describe in (_with_mode, _with_folder, _with_number):
         labels = [run.label for run in named]

@@ -1,8 +1,9 @@
-"""The main job: mla_var6_plus end to end, with one report for people and one for programs.
+"""The main job, `make run`: what the product does for one shape, in one report.
 
-Without a GPU: a small problem through the CPU interpreter with the check, the compile report for
-all targets, the predicted times on all known devices. With a GPU: tuned, checked and timed beside
-the two pure paths, and the predictions next to the measurements.
+With a GPU: the kernel that `mla_attention` chooses and why, then one table of the call, the mix and
+the pure paths in both languages and the installed peers, checked and timed as `hyper-mla bench`
+does. Without one: a small problem on the CPU interpreter with the check, the compile report for all
+targets, and predicted times for the known devices.
 """
 
 from __future__ import annotations
@@ -10,55 +11,59 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from mla_var3.bench import session
+from mla_var3.bench.analysis import find_device, limit_us, shape_groups
+from mla_var3.bench.measure import QUICK_ROUNDS, QUICK_SECONDS
+from mla_var3.bench.page import method, troubles
+from mla_var3.bench.plots import draw_plots
+from mla_var3.bench.record import CALL, FAILED, LOST, OURS, BenchRecord, BenchRow
+from mla_var3.bench.suites import DESIGN, PEERS, main_job_case, mla_kernels
 from mla_var3.conf.devices import load_devices
-from mla_var3.errors import HyperMlaError, KernelCompileError, UnsupportedError
+from mla_var3.errors import CheckFailedError, HyperMlaError, KernelCompileError, UnsupportedError
 from mla_var3.op.mla.problem import MlaProblem
-from mla_var3.report.overview_page import measured_markdown, overview_page, prediction_markdown
-from mla_var3.report.overview_plots import (
+from mla_var3.report.plots import (
     crossover_panels,
+    crossover_plot,
     dense_sweeps,
-    rates_text,
+    line_plot,
     speedup_series,
 )
-from mla_var3.report.plots import crossover_plot, line_plot
-from mla_var3.report.sweep import S_VALUES, DeviceSweep, device_rates, sweep
+from mla_var3.report.sweep import S_VALUES, DeviceSweep, crossover_text, sweep
 from mla_var3.runtime import paths
 from mla_var3.runtime.compile import CompileReport
 from mla_var3.runtime.environment import environment
 from mla_var3.runtime.files import make_folder, write_atomic
-from mla_var3.runtime.markdown import byte_count, microseconds, write_json
+from mla_var3.runtime.markdown import front_matter, microseconds, number, table, write_json
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling import NsightProfType, figures, profile_plan
 from mla_var3.runtime.workflow import (
     TARGETS,
     Progress,
     RunOptions,
-    current_device_spec,
     no_progress,
     pick_device,
     prepare,
 )
 
+if TYPE_CHECKING:
+    from mla_var3.attention.select.choice import Explanation
+
 log = logging.getLogger(__name__)
 
-KERNEL = "mla_var6_plus"
-COMPARED = ("flash_mla", "flash_attention")
+TITLE = "MLA attention, end to end"
+KERNEL = DESIGN
 SIZES = {"b": 32, "s": 16, "t": 4096, "h": 128}
 """The shape of the published comparison."""
 CPU_SIZES = {"b": 2, "s": 4, "t": 200, "h": 16}
 QUICK_CPU_SIZES = {"b": 2, "s": 2, "t": 100, "h": 8}
-
-# Inputs, outputs and the float32 reference of the check, relative to the bytes a kernel moves.
-_MEMORY_FACTOR = 3.0
+MAIN_PEERS = tuple(name for name in PEERS if name != "fa3_one_split")
 
 StepHook = Callable[["Step"], None]
-Measured = tuple[str, float, float | None]
-"""Kernel, measured and predicted microseconds."""
 
 
 @dataclass
@@ -66,12 +71,15 @@ class OverviewOptions:
     """What to do.
 
     Attributes:
-        quick: smaller problem on the CPU, one compile target; on a GPU a short search.
+        quick: on a GPU one short round with default tilings; on the CPU a smaller problem and one
+            compile target.
         out_dir: folder of the report; `out/overview/<timestamp>` by default.
         device: "auto", "cuda" or "cpu".
         sizes: b, s, t, h where they differ from `SIZES`.
         progress: reporter for long work.
         on_start, on_end: called around each step.
+        on_lost: called with the record when a kernel destroyed the CUDA context or does not
+            return; in the second case it must end the process.
     """
 
     quick: bool = False
@@ -81,6 +89,7 @@ class OverviewOptions:
     progress: Progress = no_progress
     on_start: StepHook = lambda step: None
     on_end: StepHook = lambda step: None
+    on_lost: Callable[[Path], None] | None = None
 
 
 @dataclass
@@ -119,16 +128,18 @@ class OverviewResult:
         plots: image files.
         compiled: what the kernels became per target.
         sweeps: predictions per device.
-        measured: kernel, measured and predicted microseconds.
+        choice: the kernel that `mla_attention` chose, and why.
+        record: the measured rows.
     """
 
     folder: Path
     report: Path
-    steps: list[Step]
-    plots: list[Path]
-    compiled: list[CompileReport]
-    sweeps: list[DeviceSweep]
-    measured: list[Measured]
+    steps: list[Step] = field(default_factory=list)
+    plots: list[Path] = field(default_factory=list)
+    compiled: list[CompileReport] = field(default_factory=list)
+    sweeps: list[DeviceSweep] = field(default_factory=list)
+    choice: Explanation | None = None
+    record: BenchRecord | None = None
 
     @property
     def ok(self) -> bool:
@@ -139,21 +150,21 @@ class OverviewResult:
 @dataclass
 class _Job:
     options: OverviewOptions
-    folder: Path
-    sizes: dict[str, int]
-    steps: list[Step] = field(default_factory=list)
-    plots: list[Path] = field(default_factory=list)
-    sweeps: list[DeviceSweep] = field(default_factory=list)
-    measured: list[Measured] = field(default_factory=list)
-    compiled: list[CompileReport] = field(default_factory=list)
+    sizes: dict[str, Any]
+    environment: dict[str, Any]
+    result: OverviewResult
 
-    def do(self, name: str, title: str, action: Callable[..., None], *arguments: object) -> None:
+    @property
+    def folder(self) -> Path:
+        return self.result.folder
+
+    def do(self, name: str, title: str, action: Callable[[_Job, Step], None]) -> None:
         step = Step(name, title)
-        self.steps.append(step)
+        self.result.steps.append(step)
         self.options.on_start(step)
         start = time.perf_counter()
         try:
-            action(self, step, *arguments)
+            action(self, step)
         except Exception as error:
             # The other steps and the report are still worth having.
             step.status = "failed"
@@ -170,25 +181,112 @@ def run_overview(options: OverviewOptions) -> OverviewResult:
     """Run the main job and write `report.md`, `report.json` and the plots."""
     where = pick_device(options.device)
     folder = options.out_dir or paths.output_root() / "overview" / paths.timestamp()
-    job = _Job(options, folder, {**SIZES, **options.sizes})
-    _problem(job)  # bad sizes are the caller's mistake, not a failed step
+    sizes: dict[str, Any] = {**SIZES, **options.sizes}
+    _problem(sizes)  # bad sizes are the caller's mistake, not a failed step
     make_folder(folder)
-    started = environment()
+    job = _Job(options, sizes, environment(), OverviewResult(folder, folder / "report.md"))
     if where == "cuda":
-        for kernel in (KERNEL, *(() if options.quick else COMPARED)):
-            job.do(f"profile_{kernel}", f"{kernel} on the GPU", _profile, kernel)
-        job.do("compare", "Measured beside predicted", _compare)
+        job.do("choose", "The choice of mla_attention", _choose)
+        job.do("measure", "Measured", _measure)
     else:
         job.do("check", f"{KERNEL} on the CPU interpreter", _cpu_check)
         job.do("compile", f"{KERNEL} compiled", _compile)
-    job.do("predict", "Predicted times", _predict)
-    job.do("plot", "Plots", _plot)
-    return _write(job, started)
+        job.do("predict", "Predicted times, not measured", _predict)
+        job.do("plot", "Plots of the predictions", _plot)
+    _write(job)
+    return job.result
 
 
-def _problem(job: _Job) -> MlaProblem:
-    b, s, t, h = (job.sizes[name] for name in ("b", "s", "t", "h"))
-    return MlaProblem(b=b, s=s, t=t, h=h)
+def _choose(job: _Job, step: Step) -> None:
+    from mla_var3.attention.call import explain
+
+    choice = job.result.choice = explain(**job.sizes)
+    step.summary = str(choice)
+    step.text = f"By the sizes alone: {choice}.\n\n" + table(
+        ("kernel", "language", "call, estimated", "remark"),
+        [
+            (
+                candidate.kernel,
+                candidate.language,
+                microseconds(candidate.measured_us or candidate.predicted_us),
+                candidate.refusal or candidate.missing or candidate.source,
+            )
+            for candidate in choice.candidates
+        ],
+    )
+    step.data = choice.to_dict()
+
+
+def _measure(job: _Job, step: Step) -> None:
+    quick = job.options.quick
+    record = job.result.record = BenchRecord("overview", job.environment)
+    options = session.SessionOptions(
+        tune=not quick, progress=job.options.progress, on_lost=job.options.on_lost
+    )
+    if quick:
+        options.rounds, options.max_seconds = QUICK_ROUNDS, QUICK_SECONDS
+    case = main_job_case(_problem(job.sizes), mla_kernels(), MAIN_PEERS)
+    session.measure(record, [case], options, job.folder / "record.json")
+    rows = fastest_first(record)
+    absent = troubles(record)
+    step.text = table(MEASURED_HEADERS, measured_rows(record))
+    step.text += "\n" + "".join(f"- {row.kernel}: {row.note}\n" for row in rows if row.note)
+    step.text += "\n" + table(("not measured", "status", "reason"), absent) if absent else ""
+    step.text += "\n" + "".join(f"- {text}\n" for text in [*method(record), LIMIT_TEXT])
+    plots = [plot for plot in draw_plots(record, job.folder) if plot.files]
+    job.result.plots += [file for plot in plots for file in plot.files]
+    step.text += "\n" + "\n".join(
+        f"![{p.title}]({p.files[0].name})\n\n{p.caption}\n" for p in plots
+    )
+    lines = [dict(zip(MEASURED_HEADERS, cells, strict=True)) for cells in measured_rows(record)]
+    step.data = {"record": "record.json", "rows": lines}
+    step.summary = ", ".join(f"{row.series} {microseconds(row.call_us)}" for row in rows[:3])
+    bad = [r for r in record.rows if r.source == OURS and r.status in (FAILED, LOST)]
+    if bad:
+        raise CheckFailedError("; ".join(f"{row.label}: {row.reason}" for row in bad))
+
+
+MEASURED_HEADERS = (
+    "kernel", "call µs", "kernel µs", "spread", "TFLOP/s", "GB/s", "of limit", "error",
+)  # fmt: skip
+LIMIT_TEXT = (
+    "The limit is the roofline at the vendor's peak rates: the larger of FLOPs over peak TFLOP/s "
+    "and bytes over peak GB/s."
+)
+
+
+def fastest_first(record: BenchRecord) -> list[BenchRow]:
+    """The timed kernels of a record of one shape, by call time where all have one."""
+    return [
+        row for group in shape_groups(record.rows) for row in sorted(group.timed, key=group.figure)
+    ]
+
+
+def measured_rows(record: BenchRecord) -> list[tuple[str, ...]]:
+    """The table of the main job, under `MEASURED_HEADERS`."""
+    found: list[tuple[str, ...]] = []
+    for row in fastest_first(record):
+        spec = find_device(row.device)
+        limit = None if spec is None else limit_us(row, spec)
+        of_limit = 100 * limit / row.time_us if limit and row.time_us else None
+        chosen = f" = {row.note.partition(':')[0]}" if row.path == CALL else ""
+        found.append(
+            (
+                row.label + chosen,
+                number(row.call_us, 4),
+                "-" if row.path == CALL else number(row.time_us, 4),
+                f"± {number(row.spread_us, 2)}",
+                number(row.tflops),
+                number(row.gbps, 4),
+                "-" if of_limit is None else f"{of_limit:.0f} %",
+                "-" if row.error is None else f"{row.error:.1e}",
+            )
+        )
+    return found
+
+
+def _problem(sizes: Mapping[str, int]) -> MlaProblem:
+    return MlaProblem(b=sizes["b"], s=sizes["s"], t=sizes["t"], h=sizes["h"])
 
 
 def _plan(kernel: str, **sizes: Any) -> KernelPlan:
@@ -206,8 +304,8 @@ def _cpu_check(job: _Job, step: Step) -> None:
         raise UnsupportedError("check: expected figures from prepare(check=True), got none")
     shown = " ".join(f"{k}={v}" for k, v in prepared.plan.params().items() if v is not None)
     step.text = (
-        "The kernels' own code, run tile by tile on CPU tensors by the interpreter, against the "
-        f"fp32 reference.\n\nProblem: {shown}\n\n" + figures.check_markdown(prepared.check)
+        "The kernels' own code, run tile by tile on the CPU by the interpreter, against the fp32 "
+        f"reference.\n\nProblem: {shown}\n\n" + figures.check_markdown(prepared.check)
     )
     step.data = {"params": prepared.plan.params(), "check": prepared.check.to_dict()}
     step.summary = figures.check_summary(prepared.check)
@@ -223,7 +321,7 @@ def _compile(job: _Job, step: Step) -> None:
         progress=job.options.progress,
     )
     result = profile_plan(plan, NsightProfType.STATIC, options)
-    reports = job.compiled = figures.compile_reports(result)
+    reports = job.result.compiled = figures.compile_reports(result)
     step.text = (
         "Compiled ahead of time, without a GPU; figures read from the machine code. Artifacts: "
         "[static](static/report.md).\n\n" + figures.compile_markdown(reports)
@@ -239,75 +337,25 @@ def _compile(job: _Job, step: Step) -> None:
         raise KernelCompileError(f"{names}: does not compile: {failed[0].error}")
 
 
-def _profile(job: _Job, step: Step, kernel: str) -> None:
-    plan = _plan(kernel, **job.sizes)
-    if reason := _too_large(plan):
-        step.status, step.reason = "skipped", reason
-        return
-    options = RunOptions(
-        device="cuda",
-        check=True,
-        tune_max_iters=2 if job.options.quick else None,
-        out_dir=job.folder / kernel,
-        progress=job.options.progress,
-    )
-    result = profile_plan(plan, None, options)
-    step.text = f"Artifacts: [{kernel}]({kernel}/report.md).\n\n" + figures.stage_markdown(result)
-    step.data = figures.result_data(result)
-    step.summary = figures.stage_summary(result)
-    if result.total.time_us is not None:
-        job.measured.append((kernel, result.total.time_us, result.total.predicted_us))
-    if result.check is not None:
-        step.text += "\n" + figures.check_markdown(result.check)
-        result.check.require()
-
-
-def _compare(job: _Job, step: Step) -> None:
-    if not job.measured:
-        raise UnsupportedError("nothing was measured")
-    device = current_device_spec()
-    step.text = measured_markdown(job.measured, device.name)
-    step.text += "\nPredictions assume " + rates_text(*device_rates(device, "bfloat16")) + ".\n"
-    step.data = [
-        {"kernel": kernel, "time_us": time_us, "predicted_us": predicted}
-        for kernel, time_us, predicted in job.measured
-    ]
-    step.summary = ", ".join(f"{kernel} {microseconds(t)}" for kernel, t, _ in job.measured)
-
-
-def _too_large(plan: KernelPlan) -> str:
-    """Why the GPU's free memory does not hold a plan; empty when it does."""
-    import torch
-
-    torch.cuda.empty_cache()  # what the step before held counts as free
-    free, _ = torch.cuda.mem_get_info()
-    device = current_device_spec()
-    rates = (device.sustained_tflops("bfloat16"), device.sustained_gbps)
-    need = _MEMORY_FACTOR * plan.plan_empty(*rates).cost().bytes
-    if need <= free:
-        return ""
-    return f"needs about {byte_count(need)} of GPU memory, {byte_count(free)} are free"
-
-
 def _predict(job: _Job, step: Step) -> None:
-    problem = _problem(job)
-    job.sweeps = [sweep(problem, spec, S_VALUES) for spec in load_devices().values()]
-    step.text = prediction_markdown(job.sweeps, KERNEL)
-    step.data = [entry.to_dict() for entry in job.sweeps]
-    step.summary = f"{len(job.sweeps)} devices, s from {S_VALUES[0]} to {S_VALUES[-1]}"
+    problem = _problem(job.sizes)
+    sweeps = job.result.sweeps = [sweep(problem, spec) for spec in load_devices().values()]
+    step.text = prediction_markdown(sweeps, KERNEL)
+    step.data = [entry.to_dict() for entry in sweeps]
+    step.summary = f"{len(sweeps)} devices, s from {S_VALUES[0]} to {S_VALUES[-1]}"
 
 
 def _plot(job: _Job, step: Step) -> None:
-    if not job.sweeps:
+    if not job.result.sweeps:
         raise UnsupportedError("plots need the predictions, which failed")
     sizes = ", ".join(f"{name}={value}" for name, value in job.sizes.items() if name != "s")
-    dense = dense_sweeps(job.sweeps)
-    job.plots += crossover_plot(
+    dense = dense_sweeps(job.result.sweeps)
+    plots = crossover_plot(
         crossover_panels(dense),
         job.folder / "crossover",
-        f"Predicted end-to-end time of MLA attention, {sizes}",
+        f"Predicted call time of MLA attention, {sizes}",
     )
-    job.plots += line_plot(
+    plots += line_plot(
         speedup_series(dense),
         job.folder / "speedup",
         title=f"{KERNEL}: predicted gain over the better pure path\n{sizes}",
@@ -316,38 +364,122 @@ def _plot(job: _Job, step: Step) -> None:
         log_x=True,
         reference=1.0,
     )
-    step.data = [path.name for path in job.plots]
-    step.summary = ", ".join(path.name for path in job.plots)
-    images = [path for path in job.plots if path.suffix == ".png"]
+    job.result.plots += plots
+    step.data = [path.name for path in plots]
+    step.summary = ", ".join(path.name for path in plots)
+    images = [path for path in plots if path.suffix == ".png"]
     step.text = "\n\n".join(f"![{path.stem}]({path.name})" for path in images) + "\n"
 
 
-def _write(job: _Job, env: dict[str, Any]) -> OverviewResult:
-    report = job.folder / "report.md"
-    write_atomic(report, overview_page(job.steps, env, job.sizes, KERNEL))
+def prediction_markdown(sweeps: Sequence[DeviceSweep], kernel: str) -> str:
+    """Predicted times, and where the rates behind them come from.
+
+    Times at vendor peaks are ideal and rank nothing, so only devices with measured rates name the
+    fastest kernel.
+    """
+    rates = [
+        (
+            entry.device,
+            f"{entry.compute.value:g} {entry.compute.unit}",
+            entry.compute.origin,
+            f"{entry.memory.value:g} {entry.memory.unit}",
+            entry.memory.origin,
+        )
+        for entry in sweeps
+    ]
+    parts = [
+        "Roofline predictions, not measurements: the time an ideal kernel needs at the rates of "
+        "the device table. They are call times: they include the projections.\n",
+        table(("device", "compute", "source", "memory", "source"), rates),
+    ]
+    for entry in sweeps:
+        kernels = list(entry.predictions)
+        rows = [
+            (
+                s,
+                *(microseconds(entry.predictions[name][i].end_to_end_us) for name in kernels),
+                entry.predictions[kernel][i].n,
+                *((entry.fastest(i),) if entry.measured_rates else ()),
+            )
+            for i, s in enumerate(entry.s_values)
+        ]
+        ideal = "" if entry.measured_rates else ": ideal, vendor peaks"
+        parts.append(f"### {entry.device} ({entry.target}){ideal}\n")
+        parts += [f"Fastest: {crossover_text(entry)}.\n"] if entry.measured_rates else []
+        last = ("fastest",) if entry.measured_rates else ()
+        parts.append(table(("s", *kernels, f"n of {kernel}", *last), rows))
+    return "\n".join(parts)
+
+
+def overview_page(steps: Sequence[Step], env: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
+    """The whole report: circumstances, summary and one section per step."""
+    gpu = env.get("gpu") or {}
+    device = gpu.get("name") or "no GPU: CPU interpreter, compile reports and predictions"
+    versions = {name: version for name, version in env["versions"].items() if version}
+    git = env.get("git") or {}
+    commit = git.get("commit")
+    if commit and git.get("dirty"):
+        commit += " with local changes"
+    failed = [step for step in steps if step.status == "failed"]
+    parts = [
+        front_matter(
+            {
+                "kind": "overview",
+                "sizes": sizes,
+                "ok": not failed,
+                "device": device,
+                "date": env["date"],
+                "command": env["command"],
+                "versions": versions,
+                "commit": commit,
+            }
+        ),
+        f"# {TITLE}\n",
+        table(
+            ("", ""),
+            [
+                ("device", device),
+                ("date", env["date"]),
+                ("command", f"`{env['command']}`"),
+                ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
+                ("commit", commit),
+                ("machine", env.get("platform")),
+                ("problem", " ".join(f"{name}={value}" for name, value in sizes.items())),
+            ],
+        ),
+        "## Summary\n",
+        table(
+            ("step", "outcome", "seconds", "result"),
+            [
+                (step.title, step.status, f"{step.seconds:.1f}", step.reason or step.summary)
+                for step in steps
+            ],
+        ),
+    ]
+    for step in steps:
+        parts.append(f"## {step.title}\n")
+        if step.status != "ok":
+            parts.append(f"**{step.status}**: {step.reason}\n")
+        if step.text:
+            parts.append(step.text)
+    return "\n".join(parts)
+
+
+def _write(job: _Job) -> None:
+    result = job.result
+    write_atomic(result.report, overview_page(result.steps, job.environment, job.sizes))
+    names = ("name", "title", "status", "reason", "summary", "data")
     write_json(
         job.folder / "report.json",
         {
             "kind": "overview",
-            "kernel": KERNEL,
             "sizes": job.sizes,
-            "ok": all(step.status != "failed" for step in job.steps),
-            "environment": env,
+            "ok": result.ok,
+            "environment": job.environment,
             "steps": [
-                {
-                    "name": step.name,
-                    "title": step.title,
-                    "status": step.status,
-                    "seconds": round(step.seconds, 3),
-                    "reason": step.reason or None,
-                    "summary": step.summary,
-                    "data": step.data,
-                }
-                for step in job.steps
+                {**{name: getattr(step, name) for name in names}, "seconds": round(step.seconds, 3)}
+                for step in result.steps
             ],
-            "plots": [path.name for path in job.plots],
+            "plots": [path.name for path in result.plots],
         },
-    )
-    return OverviewResult(
-        job.folder, report, job.steps, job.plots, job.compiled, job.sweeps, job.measured
     )

@@ -1,43 +1,23 @@
-"""Plots: crossovers between kernels, and generic lines and bars, as PNG and SVG."""
+"""Plots of predictions and comparisons: crossovers between kernels, lines and bars."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-# Okabe and Ito's palette: told apart with every common form of colour blindness, and in grey.
-COLOURS = {
-    "flash_mla": "#0072B2",
-    "flash_mla_split_kv": "#56B4E9",
-    "mla_var6_plus": "#D55E00",
-    "flash_attention": "#009E73",
-}
-_MORE_COLOURS = ("#CC79A7", "#E69F00", "#000000", *COLOURS.values())
-_LINE_STYLES = ("-", "--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1)))
-_MOST_MARKERS = 12  # more points than this make a curve, not a row of measurements
+from mla_var3.bench.plots import FORMATS, LINE_STYLES, new_figure, save_figure, series_colour
+from mla_var3.bench.suites import DESIGN, PURE_PATHS
+from mla_var3.report.sweep import S_VALUES, DeviceSweep, rates_text
+
+_MOST_MARKERS = 12
+"""More points than this make a curve, not a row of measurements."""
 _DASHED = ("flash_mla_split_kv",)
-FORMATS = ("png", "svg")
-_DPI = 150
-_TITLE_LENGTH = 36  # characters that fit above a small plot
-_STYLE: dict[Any, Any] = {
-    "font.size": 10,
-    "axes.titlesize": 11,
-    "axes.labelsize": 10,
-    "legend.fontsize": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.alpha": 0.25,
-    "grid.linewidth": 0.6,
-    "svg.fonttype": "none",
-    # Without a fixed salt two identical plots differ in their element ids.
-    "svg.hashsalt": "hyper-mla",
-}
+_TITLE_LENGTH = 36
+"""Characters that fit above a small plot."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +67,12 @@ def crossover_plot(
     columns = 1 if len(panels) == 1 else 2 if len(panels) in (2, 4) else 3
     rows = math.ceil(len(panels) / columns)
     width, height = (7.6, 5.2) if columns == 1 else (4.3 * columns, 3.6 * rows + 1.2)
-    with _figure(width, height) as figure:
+    with new_figure(width, height) as figure:
         grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
         axes = list(grid.flat)
         for axis, panel in zip(axes, panels, strict=False):
             _draw_panel(axis, panel)
-        # The free places of the grid hold the legend, so that it never covers a curve.
+        # An unused cell of the grid holds the legend, so that it covers no curve.
         spare = axes[len(panels) :]
         for axis in spare:
             axis.set_axis_off()
@@ -115,7 +95,7 @@ def crossover_plot(
                 frameon=False,
             )
         figure.suptitle(heading, fontsize=12, fontweight="bold")
-        return _save(figure, path, formats)
+        return save_figure(figure, path, formats)
 
 
 def _draw_panel(axis: Any, panel: Panel) -> None:
@@ -128,7 +108,7 @@ def _draw_panel(axis: Any, panel: Panel) -> None:
     for i, region in enumerate(panel.regions):
         start = low if i == 0 else boundaries[i - 1]
         end = high if i == len(panel.regions) - 1 else boundaries[i]
-        axis.axvspan(start, end, color=colour(region.name), alpha=0.10, linewidth=0)
+        axis.axvspan(start, end, color=series_colour(region.name, ()), alpha=0.10, linewidth=0)
         if i:
             axis.axvline(start, color="#666666", linewidth=0.9, linestyle=":")
             axis.annotate(
@@ -145,7 +125,7 @@ def _draw_panel(axis: Any, panel: Panel) -> None:
             panel.x,
             times,
             label=name,
-            color=colour(name),
+            color=series_colour(name, ()),
             linestyle="--" if name in _DASHED else "-",
             linewidth=1.4 if name in _DASHED else 2.0,
         )
@@ -203,7 +183,7 @@ def line_plot(
     """
     from matplotlib.ticker import FuncFormatter
 
-    with _figure(7.6, 4.8) as figure:
+    with new_figure(7.6, 4.8) as figure:
         axis = figure.subplots()
         if reference is not None:
             axis.axhline(reference, color="#666666", linewidth=1.0)
@@ -215,10 +195,10 @@ def line_plot(
                 marker="o" if len(xs) <= _MOST_MARKERS else None,
                 markersize=4,
                 linewidth=1.8,
-                # Curves that lie on each other stay visible when their dashes differ.
-                linestyle=_LINE_STYLES[index % len(_LINE_STYLES)],
+                # Curves on top of each other stay visible when their dashes differ.
+                linestyle=LINE_STYLES[index % len(LINE_STYLES)],
                 label=name,
-                color=colour(name, list(series)),
+                color=series_colour(name, list(series)),
             )
         if log_x:
             axis.set_xscale("log", base=2)
@@ -228,7 +208,7 @@ def line_plot(
         axis.set(xlabel=x_label, ylabel=y_label)
         axis.set_title(title, loc="left", fontweight="bold")
         axis.legend(frameon=False)
-        return _save(figure, path, formats)
+        return save_figure(figure, path, formats)
 
 
 def bar_plot(
@@ -250,7 +230,7 @@ def bar_plot(
     """
     names = list(dict.fromkeys(name for group in groups.values() for name in group))
     width = 0.8 / max(1, len(names))
-    with _figure(max(6.0, 1.6 * len(groups) + 2.0), 4.6) as figure:
+    with new_figure(max(6.0, 1.6 * len(groups) + 2.0), 4.6) as figure:
         axis = figure.subplots()
         for position, name in enumerate(names):
             places = [i for i, group in enumerate(groups.values()) if name in group]
@@ -261,7 +241,7 @@ def bar_plot(
                 values,
                 width * 0.92,
                 label=name,
-                color=colour(name, names),
+                color=series_colour(name, names),
             )
             axis.bar_label(bars, fmt="%.3g", fontsize=8, padding=2)
         axis.set_xticks(range(len(groups)), list(groups))
@@ -270,40 +250,52 @@ def bar_plot(
         axis.margins(y=0.12)
         axis.set_title(title, loc="left", fontweight="bold")
         axis.legend(frameon=False)
-        return _save(figure, path, formats)
+        return save_figure(figure, path, formats)
 
 
-def colour(name: str, others: Sequence[str] = ()) -> str:
-    """The colour of a kernel, the same in every plot; a version has that of its design."""
-    if name in COLOURS:
-        return COLOURS[name]
-    design = max((known for known in COLOURS if name.startswith(known)), key=len, default=None)
-    if design is not None and design not in others:
-        return COLOURS[design]
-    unknown = [other for other in others if other not in COLOURS]
-    index = unknown.index(name) if name in unknown else 0
-    return _MORE_COLOURS[index % len(_MORE_COLOURS)]
+def dense_s_values(last: int = S_VALUES[-1], per_octave: int = 8) -> list[int]:
+    """Query lengths close enough for smooth curves, the powers of two among them."""
+    values, i = set(), 0
+    while (s := round(2 ** (i / per_octave))) <= last:
+        values.add(s)
+        i += 1
+    return sorted(values)
 
 
-@contextmanager
-def _figure(width: float, height: float) -> Iterator[Any]:
-    """A figure in our style; made without pyplot, which would keep it and pick a window system."""
-    import matplotlib
-    from matplotlib.figure import Figure
+def crossover_panels(sweeps: Iterable[DeviceSweep]) -> list[Panel]:
+    """One panel per device."""
+    return [
+        Panel(
+            title=entry.device.removeprefix("NVIDIA "),
+            subtitle=rates_text(entry.compute, entry.memory),
+            x=entry.s_values,
+            curves={
+                kernel: [prediction.end_to_end_us for prediction in predictions]
+                for kernel, predictions in entry.predictions.items()
+            },
+            # Times at vendor peaks are ideal and rank nothing.
+            regions=[
+                Region(c.kernel, c.s_from, c.s_to) for c in entry.crossovers if entry.measured_rates
+            ],
+        )
+        for entry in sweeps
+    ]
 
-    with matplotlib.rc_context(_STYLE):
-        yield Figure(figsize=(width, height), layout="constrained")
+
+def speedup_series(
+    sweeps: Iterable[DeviceSweep], kernel: str = DESIGN
+) -> dict[str, list[tuple[float, float]]]:
+    """How much faster than the better of the two pure paths a kernel is predicted, per device."""
+    series = {}
+    for entry in sweeps:
+        points = []
+        for i, s in enumerate(entry.s_values):
+            pure = min(entry.predictions[path][i].end_to_end_us for path in PURE_PATHS)
+            points.append((float(s), pure / entry.predictions[kernel][i].end_to_end_us))
+        series[entry.device.removeprefix("NVIDIA ")] = points
+    return series
 
 
-def _save(figure: Any, path: Path, formats: Sequence[str]) -> list[Path]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    written = []
-    for suffix in formats:
-        file = path.with_name(f"{path.name}.{suffix}")
-        temporary = path.with_name(f".{path.name}.{suffix}")
-        # A date in the file would make two runs over the same figures differ.
-        metadata = {"Date": None} if suffix == "svg" else {}
-        figure.savefig(temporary, format=suffix, dpi=_DPI, metadata=metadata)
-        temporary.replace(file)
-        written.append(file)
-    return written
+def dense_sweeps(sweeps: Iterable[DeviceSweep]) -> list[DeviceSweep]:
+    """The same predictions at enough points for smooth curves."""
+    return [entry.resampled(dense_s_values(entry.s_values[-1])) for entry in sweeps]

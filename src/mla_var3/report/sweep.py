@@ -11,8 +11,8 @@ from mla_var3.op.mla.cost import Crossover, Prediction, crossovers, predict_all
 from mla_var3.op.mla.problem import MlaProblem
 
 S_VALUES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-# Every query length up to the last is predicted, which for those of a whole prompt takes minutes.
 _LONGEST_COMPARED = 1024
+"""Crossovers predict every query length, which takes minutes for those of a whole prompt."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,13 @@ class DeviceSweep:
     predictions: dict[str, list[Prediction]]
     crossovers: list[Crossover]
 
+    @property
+    def measured_rates(self) -> bool:
+        """Whether both rates were measured; times at vendor peaks are ideal and rank nothing."""
+        return self.compute.sustained and self.memory.sustained
+
     def at(self, s: int) -> dict[str, Prediction]:
-        """Predictions for one query length, which need not be part of the sweep."""
+        """Predictions for any query length."""
         rates = (self.compute.value, self.memory.value)
         return predict_all(replace(self.problem, s=s), *rates, sm_count=self.sm_count)
 
@@ -126,6 +131,13 @@ def _rate(spec: DeviceSpec, sustained: str, peak: str) -> Rate:
     key = sustained if sustained in spec else peak
     entry: Value = spec.entry(key)
     return Rate(spec[key], entry.unit, key == sustained, entry.kind, entry.source, entry.date)
+
+
+def rates_text(compute: Rate, memory: Rate) -> str:
+    """The rates of a device in one short line."""
+    kinds = {"measured" if rate.sustained else "vendor peak" for rate in (compute, memory)}
+    numbers = ", ".join(f"{rate.value:g} {rate.unit}" for rate in (compute, memory))
+    return f"{numbers} ({' and '.join(sorted(kinds))})"
 
 
 def sweep(problem: MlaProblem, spec: DeviceSpec, s_values: Sequence[int] = S_VALUES) -> DeviceSweep:

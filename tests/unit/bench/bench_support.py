@@ -1,4 +1,4 @@
-"""Rows, records, contenders and timers for the benchmark tests; no GPU and no peer needed."""
+"""Rows, records, contenders, timers and a fake GPU for the benchmark tests."""
 
 from __future__ import annotations
 
@@ -6,11 +6,30 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
+from mla_var3.bench import contenders as bench_contenders
+from mla_var3.bench import measure as bench_measure
+from mla_var3.bench import run as bench_run
+from mla_var3.bench import session as bench_session
 from mla_var3.bench.contenders import Ready
-from mla_var3.bench.record import ABSORBED, MEASURED, OURS, PEER, BenchRecord, BenchRow
+from mla_var3.bench.record import (
+    CALL,
+    LATENT,
+    MEASURED,
+    OURS,
+    OUTPUT_PROJECTION,
+    PEER,
+    PROJECTION,
+    QUERY_PROJECTION,
+    BenchRecord,
+    BenchRow,
+)
+from mla_var3.conf.devices import device_spec
 from mla_var3.errors import CheckFailedError
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.problem import MlaProblem
+from mla_var3.runtime import workflow
 from mla_var3.runtime.measure import Timing
 
 DEVICE = "NVIDIA H200"
@@ -39,7 +58,7 @@ def row(
         "kernel": kernel,
         "source": source,
         "kind": MEASURED,
-        "path": ABSORBED,
+        "path": LATENT,
         "language": "cutile-dsl" if ours else "",
         "time_us": time_us,
         "spread_us": 5.0,
@@ -78,21 +97,21 @@ class FakeContender:
     log: list[str]
     error: float = 1e-3
     source: str = OURS
-    path: str = ABSORBED
+    path: str = LATENT
     broken: Exception | None = None
     language: str = "cutile-dsl"
     choices: dict[str, int] = field(default_factory=dict)
+    asked: dict[str, int] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def asked(self) -> dict[str, int]:
-        return {"n": 7}
+    note: str = ""
+    on_build: Callable[[str], None] = lambda name: None
 
     def build(self) -> Ready:
         self.log.append(f"build {self.kernel}")
         if self.broken is not None:
             raise self.broken
-        return Ready(self._run, self._check, Cost(2e9, 1e6), self.path, self.choices)
+        self.on_build(self.kernel)
+        return Ready(self._run, self._check, Cost(2e9, 1e6), self.path, self.choices, self.note)
 
     def _run(self) -> None:
         self.log.append(f"run {self.kernel}")
@@ -116,3 +135,54 @@ class FakeTimer:
         median = self.medians[self.calls % len(self.medians)]
         self.calls += 1
         return Timing(median, median - 1, median + 1, median - 2, 20, "cuda-graph", True)
+
+
+class FakeGpu:
+    """An H200 on which named contenders break; some destroy the context."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.broken: dict[str, Exception] = {}
+        self.deadly: set[str] = set()
+        self.dead = False
+        patch.setattr(bench_run, "cuda_available", lambda: True)
+        patch.setattr(workflow, "cuda_available", lambda: True)
+        for module in (bench_session, workflow):
+            patch.setattr(module, "current_device_spec", lambda: device_spec("H200"))
+        patch.setattr(bench_session, "cuda_is_healthy", self.healthy)
+        patch.setattr(bench_contenders, "contenders", self.contenders)
+        patch.setattr(bench_measure, "gpu_timer", lambda seconds: FakeTimer())
+        patch.setattr(bench_measure, "warm_up", lambda: self.log.append("warm up"))
+        patch.setattr(bench_measure, "release_memory", lambda: None)
+        patch.setattr(bench_measure, "cuda_is_healthy", self.healthy)
+
+    def contenders(self, case: Any, _: Any, target: str, **options: Any) -> list[FakeContender]:
+        assert target == "sm_90"
+        assert set(options) == {"tune", "progress"}
+        calls = [
+            FakeContender("mla_attention", self.log, path=CALL, language="",
+                          note="flash_mla (cute-dsl, kernel): fastest"),
+            *(FakeContender(name, self.log, source=PROJECTION, path="", language="")
+              for name in (QUERY_PROJECTION, OUTPUT_PROJECTION)),
+        ]  # fmt: skip
+        ours = [
+            FakeContender(choice.kernel.full_name, self.log, language=choice.kernel.language,
+                          choices=dict(choice.fields), asked=dict(choice.fields))
+            for choice in case.kernels
+        ]  # fmt: skip
+        theirs = [FakeContender(name, self.log, source=PEER, language="") for name in case.peers]
+        found = [*(calls if case.call else []), *ours, *theirs]
+        for each in found:
+            each.broken = self.broken.get(each.kernel)
+            each.on_build = self._built
+        return found
+
+    def _built(self, name: str) -> None:
+        if self.dead:
+            raise RuntimeError("CUDA error: an earlier error")
+        self.dead = name in self.deadly
+        if self.dead:
+            raise RuntimeError("CUDA error: illegal address")
+
+    def healthy(self) -> bool:
+        return not self.dead

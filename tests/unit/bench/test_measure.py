@@ -6,17 +6,30 @@ from typing import Any
 
 import pytest
 
+from mla_var3.bench import contenders as bench_contenders
 from mla_var3.bench.contenders import (
-    ABSORPTION,
-    UP_PROJECTION,
+    CallContender,
     KernelContender,
     ProjectionContender,
     make_plan,
+    require_memory,
 )
-from mla_var3.bench.measure import combine, measure_case, rotated, with_projections
-from mla_var3.bench.record import ABSENT, DECOMPRESSED, FAILED, LOST, MIX, OK, PROJECTION, BenchRow
+from mla_var3.bench.measure import measure_case, rotated, summarise, with_projections
+from mla_var3.bench.record import (
+    ABSENT,
+    DECOMPRESSED,
+    FAILED,
+    LOST,
+    MIX,
+    OK,
+    OUTPUT_PROJECTION,
+    PROJECTION,
+    QUERY_PROJECTION,
+    BenchRow,
+)
 from mla_var3.bench.suites import KernelChoice
-from mla_var3.errors import InvalidArgumentError, MissingToolError
+from mla_var3.conf.devices import device_spec
+from mla_var3.errors import InvalidArgumentError, MissingToolError, UnsupportedError
 from mla_var3.runtime.measure import Timing
 from mla_var3.runtime.paths import find_kernel
 from tests.unit.bench.bench_support import AROUND, PROBLEM, FakeContender, FakeTimer, row
@@ -66,8 +79,8 @@ def test_rounds_are_combined_into_median_and_widest_spread() -> None:
 def test_a_warm_cache_in_any_round_is_said() -> None:
     cold = Timing(1, 1, 1, 1, 1, "cuda-graph", True)
     warm = Timing(2, 1, 3, 1, 1, "cuda-graph", False)
-    assert combine([cold, warm]).cold_l2 is False
-    assert combine([cold, cold]).cold_l2 is True
+    assert summarise([cold, warm]).cold_l2 is False
+    assert summarise([cold, cold]).cold_l2 is True
 
 
 def test_a_failed_check_blocks_the_timing_and_nobody_else() -> None:
@@ -84,7 +97,7 @@ def test_a_failed_check_blocks_the_timing_and_nobody_else() -> None:
 def test_who_cannot_take_part_is_absent_and_who_breaks_has_failed() -> None:
     log: list[str] = []
     rows = measure(
-        FakeContender("missing", log, broken=MissingToolError("lib: not found")),
+        FakeContender("missing", log, asked={"n": 7}, broken=MissingToolError("lib: not found")),
         FakeContender("broken", log, broken=RuntimeError("CUDA out of memory\nlong story")),
         FakeContender("silent", log, broken=RuntimeError()),
     )
@@ -101,7 +114,7 @@ def test_a_lost_device_fails_the_rest_with_the_culprit() -> None:
     rows = measure(
         FakeContender("good", log),
         FakeContender("killer", log, broken=RuntimeError("illegal address")),
-        FakeContender("next", log),
+        FakeContender("next", log, asked={"n": 7}),
         healthy=lambda: False,
     )
     assert [r.status for r in rows] == [LOST, FAILED, LOST]
@@ -124,21 +137,18 @@ def test_projections_are_added_by_path() -> None:
             row("flash_mla"),
             row("mla_var6_plus", path=MIX),
             row("flash_attention", path=DECOMPRESSED),
-            row(ABSORPTION, 10.0, source=PROJECTION, path=""),
-            row(UP_PROJECTION, 20.0, source=PROJECTION, path=""),
+            row(QUERY_PROJECTION, 10.0, source=PROJECTION, path=""),
+            row(OUTPUT_PROJECTION, 20.0, source=PROJECTION, path=""),
         ]
     )
-    assert [r.end_to_end_us for r in rows] == [1030.0, 1010.0, 1000.0, None, None]
+    assert [r.call_us for r in rows] == [1030.0, 1010.0, 1000.0, None, None]
 
 
-def test_an_unknown_projection_leaves_no_end_to_end_time() -> None:
-    rows = with_projections([row("flash_mla"), row(ABSORPTION, 10.0, source=PROJECTION, path="")])
-    assert rows[0].end_to_end_us is None
-
-
-def test_at_least_one_round() -> None:
-    with pytest.raises(InvalidArgumentError, match="rounds"):
-        measure(FakeContender("a", []), rounds=0)
+def test_an_unknown_projection_leaves_no_call_time() -> None:
+    rows = with_projections(
+        [row("flash_mla"), row(QUERY_PROJECTION, 10.0, source=PROJECTION, path="")]
+    )
+    assert rows[0].call_us is None
 
 
 def test_progress_counts_every_timing() -> None:
@@ -150,6 +160,8 @@ def test_progress_counts_every_timing() -> None:
         progress=lambda what, done, total, detail: seen.append((done, total)),
     )
     assert seen == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
+    with pytest.raises(InvalidArgumentError, match="rounds"):
+        measure(FakeContender("a", []), rounds=0)
 
 
 def test_our_kernels_and_projections_run_through_the_interpreter() -> None:
@@ -158,16 +170,49 @@ def test_our_kernels_and_projections_run_through_the_interpreter() -> None:
         KernelContender(
             KernelChoice(find_kernel("mla_var6_plus"), {"n": 40}), SMALL, "sm_90", "cpu"
         ),
-        ProjectionContender(ABSORPTION, SMALL, "cpu"),
-        ProjectionContender(UP_PROJECTION, SMALL, "cpu"),
+        ProjectionContender(QUERY_PROJECTION, SMALL, "cpu"),
+        ProjectionContender(OUTPUT_PROJECTION, SMALL, "cpu"),
     ]
     rows = measure(*contenders, rounds=1, problem=SMALL)
     assert [r.status for r in rows] == [OK] * 4, [r.reason for r in rows]
-    assert [r.path for r in rows] == ["absorbed", "mix", "", ""]
+    assert [r.path for r in rows] == ["latent", "mix", "", ""]
     assert rows[1].choices == {"n": 40}
-    assert rows[0].end_to_end_us == 300.0
-    assert rows[1].end_to_end_us == 200.0
+    assert rows[0].call_us == 300.0
+    assert rows[1].call_us == 200.0
     assert all(r.error is not None and 0 < r.error < 0.01 for r in rows)
+
+
+def test_the_public_call_takes_part_with_its_choice() -> None:
+    (found,) = measure(CallContender(SMALL, "cpu"), rounds=1, problem=SMALL)
+    assert found.status == OK, found.reason
+    assert (found.kernel, found.path) == ("mla_attention", "call")
+    assert found.call_us == found.time_us == 100.0
+    assert found.note.startswith("torch_tiled (torch")
+    assert found.error is not None and 0 < found.error < 0.01
+    assert found.tflops
+
+
+def test_a_wrong_public_call_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    import mla_var3.attention.call as call
+
+    right = call.mla_attention
+    monkeypatch.setattr(call, "mla_attention", lambda *x, **o: right(*x, **o) * 1.1)  # type: ignore[operator]
+    (found,) = measure(CallContender(SMALL, "cpu"), rounds=1, problem=SMALL)
+    assert found.status == FAILED
+    assert "mla_attention (torch_tiled, torch): relative error 0.1" in found.reason
+
+
+def test_a_plan_that_does_not_fit_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (int(10e9), int(141e9)))
+    monkeypatch.setattr(bench_contenders, "current_device_spec", lambda: device_spec("H200"))
+    for name, fits in (("flash_mla", True), ("flash_attention", False)):
+        choice = KernelChoice(find_kernel(name))
+        plan = make_plan(choice, PROBLEM, "sm_90")
+        if fits:
+            require_memory(plan)
+        else:
+            with pytest.raises(UnsupportedError, match="GiB of free GPU memory, got 9.31 GiB"):
+                require_memory(plan)
 
 
 def test_a_plan_says_what_it_cannot_do() -> None:

@@ -14,11 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_var3.bench import peer_libraries as libraries_module
+from mla_var3.bench import peers as peers_module
 from mla_var3.bench.contenders import PeerContender
-from mla_var3.bench.peer_libraries import MODULES, PeerLibraries, call_known
-from mla_var3.bench.peers import KERNELS, peer_kernel
-from mla_var3.bench.suites import ABSORBED_PEERS, DECOMPRESSED_PEERS, PEERS
+from mla_var3.bench.peers import KERNELS, MODULES, PeerLibraries, call_known, peer_kernel
+from mla_var3.bench.suites import DECOMPRESSED_PEERS, LATENT_PEERS, PEERS
 from mla_var3.errors import (
     CheckFailedError,
     MissingToolError,
@@ -199,7 +198,7 @@ def test_the_operator_libraries_get_the_right_numbers(name: str) -> None:
 
 @pytest.mark.parametrize("operators", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("name", ABSORBED_PEERS)
+@pytest.mark.parametrize("name", LATENT_PEERS)
 def test_lengths_of_the_requests_are_kept_by_those_on_the_latent_cache(
     name: str, causal: bool, operators: bool
 ) -> None:
@@ -230,7 +229,7 @@ def test_peers_of_a_case_share_the_reference() -> None:
     shared: dict[str, Tensor] = {}
     for name in ("flashmla", "fa3_qv", "sdpa"):
         PeerContender(name, SMALL, stand_ins(), shared, "cpu").build().check()
-    assert set(shared) == {"absorbed", "decompressed"}
+    assert set(shared) == {"latent", "decompressed"}
 
 
 def test_the_suites_and_the_peers_agree_on_names() -> None:
@@ -243,7 +242,7 @@ def test_absent_libraries_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None
     for modules in MODULES.values():
         for module in modules:
             monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.setattr(libraries_module, "_find", lambda folder, file: None)
+    monkeypatch.setattr(peers_module, "_find", lambda folder, file: None)
     libraries = PeerLibraries()
     assert "torch" in libraries.versions
     for name in ("flashmla", "fa3", "flashinfer", "triton"):
@@ -268,7 +267,7 @@ def test_a_package_that_breaks_on_import_is_absent(monkeypatch: pytest.MonkeyPat
     def broken(name: str) -> Any:
         raise RuntimeError("wrong CUDA\nmore")
 
-    monkeypatch.setattr(libraries_module.importlib, "import_module", broken)
+    monkeypatch.setattr(peers_module.importlib, "import_module", broken)
     libraries = PeerLibraries(wanted=("flashinfer",))
     assert libraries.absent == {"flashinfer": f"{MODULES['flashinfer'][0]}: wrong CUDA"}
 

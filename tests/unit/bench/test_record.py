@@ -1,4 +1,4 @@
-"""Records: JSON and CSV schemas, the first form, bad files, merging."""
+"""Records: JSON and CSV schemas, the first schema, invalid files and rows, merging."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 
 from mla_var3.bench.record import (
     CSV_COLUMNS,
+    EIGHT_BIT,
     FAILED,
     MIX,
     OURS,
     PEER,
     SCHEMA,
-    circumstances,
     csv_text,
     load_record,
     merge_records,
@@ -36,15 +36,13 @@ RECORDS = sorted(set(RESULTS.glob("*.json")) - set(RESULTS.glob("*-rows.json")))
 def test_a_record_survives_the_file(tmp_path: Path) -> None:
     rows = [
         row("mla_var6_plus_v2", choices={"n": 1024}, path=MIX, language="cute-dsl"),
-        row("flash_mla", None, status=FAILED, reason="output 0: NaN", error=float("nan")),
+        row("flash_mla", None, status=FAILED, reason="output 0: NaN", error=None),
         peer(),
     ]
     before = record(*rows, absent={"triton": "no vllm"}, settings={"rounds": 3}, notes=["n"])
     save_record(before, tmp_path / "a.json")
     after = load_record(tmp_path / "a.json")
-    assert after.rows[0] == rows[0]
-    assert after.rows[1] == replace(rows[1], error=None)
-    assert after.rows[2] == rows[2]
+    assert after.rows == rows
     assert (after.absent, after.settings, after.notes) == (
         {"triton": "no vllm"},
         {"rounds": 3},
@@ -65,7 +63,7 @@ def test_the_json_schema(tmp_path: Path) -> None:
     }
     assert entry["tflops"] == pytest.approx(600)
     assert entry["gbps"] == pytest.approx(300)
-    assert entry["end_to_end_us"] == 1040.0
+    assert entry["call_us"] == 1040.0
     assert entry["rounds_us"] == [1001.0, 999.0, 1000.0]
 
 
@@ -90,11 +88,25 @@ def test_the_csv_schema() -> None:
     assert (lines[2]["time_us"], lines[2]["reason"]) == ("", "a,b")
 
 
-def test_labels_tell_language_and_choices() -> None:
+def test_labels_tell_language_choices_and_precision() -> None:
     assert row("flash_mla").label == "flash_mla"
     both = row("flash_mla", language="cute-dsl", choices={"n": 3})
-    assert both.label == "flash_mla (cute-dsl) n=3"
-    assert both.series == "flash_mla (cute-dsl)"
+    assert (both.label, both.series) == ("flash_mla (cute-dsl) n=3", "flash_mla (cute-dsl)")
+
+
+def test_every_kernel_with_an_eight_bit_window_is_known() -> None:
+    from mla_var3.bench.suites import mla_kernels
+    from mla_var3.op.mla.window.formats import FP8
+    from mla_var3.runtime.paths import plan_class
+
+    found = {
+        (kernel.full_name, kernel.language)
+        for kernel in mla_kernels()
+        if getattr(plan_class(kernel), "window_form", None) == FP8
+    }
+    assert found == EIGHT_BIT
+    (name, language), *_ = EIGHT_BIT
+    assert row(name, language=language).label == f"{name} ({language}) 8-bit"
 
 
 def test_shapes_show_what_is_unusual() -> None:
@@ -113,7 +125,7 @@ def test_the_published_records_can_be_read(path: Path) -> None:
         assert entry.versions["torch"]
 
 
-def test_the_first_form_keeps_its_figures() -> None:
+def test_the_first_schema_keeps_its_figures() -> None:
     file = RESULTS / "2026-11-15-nvidia-h200.json"
     raw = json.loads(file.read_text())["rows"]
     found = load_record(file).rows
@@ -123,7 +135,7 @@ def test_the_first_form_keeps_its_figures() -> None:
         assert entry.spread_us == old["spread_us"]
         assert entry.tflops == pytest.approx(old["tflops"])
         assert entry.gbps == pytest.approx(old["gbps"])
-        assert entry.end_to_end_us is None
+        assert entry.call_us is None
     assert {e.kernel for e in found if e.source == OURS} == {
         *("flash_attention", "flash_mla", "flash_mla_split_kv", "mla_var6_plus")
     }
@@ -138,11 +150,6 @@ def test_the_first_form_keeps_its_figures() -> None:
         ("[]", "a benchmark record"),
         ("{}", "without rows"),
         ('{"rows": [], "environment": {}, "schema": "x/9"}', "this version reads"),
-        (
-            '{"rows": [{"problem": {"b": 0}}], "environment": {}, "suite": "a", '
-            f'"schema": "{SCHEMA}"}}',
-            "a benchmark record",
-        ),
     ],
 )
 def test_a_bad_file_is_named(text: str, message: str, tmp_path: Path) -> None:
@@ -150,6 +157,54 @@ def test_a_bad_file_is_named(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgumentError, match=message) as caught:
         load_record(tmp_path / "bad.json")
     assert "bad.json" in str(caught.value)
+
+
+NAN = float("nan")
+INVALID = [
+    ("time_us", -5), ("time_us", 0), ("time_us", NAN), ("time_us", "fast"), ("time_us", None),
+    ("time_us", True), ("spread_us", -1.0), ("spread_us", "nan"), ("flops", 0), ("bytes", -1),
+    ("error", NAN), ("projections_us", float("inf")), ("rounds_us", [1.0, -2.0]), ("runs", 0),
+    ("source", "theirs"), ("kind", "guessed"), ("status", "fine"), ("path", "short"),
+    ("kernel", ""), ("device", 7), ("choices", {"n": "x"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value"), INVALID)
+def test_an_invalid_value_is_refused_on_load_and_on_write(
+    field: str, value: object, tmp_path: Path
+) -> None:
+    """time_us=-5 once ranked first, and NaN and text disappeared."""
+    file = tmp_path / "a.json"
+    save_record(record(row(), peer()), file)
+    good = file.read_text()
+    data = json.loads(good)
+    data["rows"][1][field] = value
+    file.write_text(json.dumps(data))
+    where = rf"a\.json: row 1.*, {field}: expected .*, got "
+    with pytest.raises(InvalidArgumentError, match=where):
+        load_record(file)
+    file.write_text(good)
+    changed = tuple(value) if isinstance(value, list) else value
+    with pytest.raises(InvalidArgumentError, match=where):
+        save_record(record(row(), replace(peer(), **{field: changed})), file)
+    assert file.read_text() == good
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (None, "row 0: expected a row"),
+        ({"kernel": "x"}, r"row 0 \(x\): expected the field 'problem'"),
+        ({"kernel": "x", "problem": {"b": 0, "s": 1, "t": 1, "h": 1}}, r"row 0 \(x\), b: expected"),
+    ],
+)
+def test_a_row_that_is_no_row_is_named(entry: object, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_text(
+        json.dumps({"schema": SCHEMA, "suite": "a", "environment": {}, "rows": [entry]})
+    )
+    with pytest.raises(InvalidArgumentError, match=message):
+        load_record(file)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -167,13 +222,6 @@ def test_merged_records_keep_the_latest_row_per_device() -> None:
         ("flash_mla", 1000.0, "NVIDIA B200"),
     ]
     assert merge_records([new]) is new
-
-
-def test_circumstances_come_from_the_environment() -> None:
-    around = circumstances(record().environment)
-    assert around["device"] == "NVIDIA H200"
-    assert around["versions"]["driver"] == "580"
-    assert circumstances({}, "NVIDIA B200")["device"] == "NVIDIA B200"
 
 
 def test_given_lengths_are_kept_and_shown(tmp_path: Path) -> None:

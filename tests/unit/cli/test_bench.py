@@ -6,38 +6,23 @@ import csv
 import json
 import runpy
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from mla_var3.bench import contenders as bench_contenders
-from mla_var3.bench import measure as bench_measure
 from mla_var3.bench import run as bench_run
-from mla_var3.bench import session as bench_session
-from mla_var3.bench.options import BenchOptions
-from mla_var3.bench.record import OURS, PEER, PREDICTED, PROJECTION, load_record
-from mla_var3.bench.run import build_cases
-from mla_var3.bench.suites import PEERS, figures_cases, newest, select_backends, select_kernels
+from mla_var3.bench.record import OURS, PREDICTED, PROJECTION, load_record
 from mla_var3.cli.commands.bench import EXIT_ABSENT, bench_program
 from mla_var3.cli.main import main
 from mla_var3.conf.devices import device_spec
-from mla_var3.errors import InvalidArgumentError, UnknownNameError
 from mla_var3.runtime.paths import KernelId
-from tests.unit.bench.bench_support import FakeContender, FakeTimer
+from tests.unit.bench.bench_support import FakeContender, FakeGpu
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 CUTILE = [
     KernelId("flash_attention", 0, "cutile-dsl", "mla"),
     KernelId("flash_mla", 0, "cutile-dsl", "mla"),
     KernelId("mla_var6_plus", 0, "cutile-dsl", "mla"),
-]
-MANY = [
-    *CUTILE,
-    KernelId("flash_mla", 2, "cutile-dsl", "mla"),
-    KernelId("flash_mla", 10, "cutile-dsl", "mla"),
-    KernelId("flash_mla", 1, "cute-dsl", "mla"),
 ]
 
 
@@ -91,7 +76,7 @@ def test_the_prediction_is_that_of_the_cost_model(tmp_path: Path) -> None:
     for row in load_record(tmp_path / "all.json").rows:
         if row.kernel in ("flash_mla", "flash_attention"):
             assert row.time_us == pytest.approx(model[row.kernel].time_us)
-            assert row.end_to_end_us == pytest.approx(model[row.kernel].end_to_end_us)
+            assert row.call_us == pytest.approx(model[row.kernel].end_to_end_us)
             assert row.device == spec.name
 
 
@@ -185,7 +170,7 @@ def test_predictions_are_not_compared_with_measurements(tmp_path: Path) -> None:
         (["all", "--mode=measure"], 1, "expected a usable CUDA GPU"),
         (["all", "--rounds=0"], 2, "rounds: expected a number of at least 1"),
         (["all", "--patience=0"], 2, "patience: expected a positive number"),
-        (["all", "--resume=x.json"], 2, "resume: expected a GPU to go on with"),
+        (["all", "--resume=x.json"], 2, "resume: expected a GPU to continue on"),
         (["all", "--resume=x.json", "--mode=predict"], 2, "resume: expected none with predictions"),
         (["--against=gone.json"], 2, "gone.json: expected a readable record"),
         (["--records", "gone.json"], 2, "gone.json: expected a readable record"),
@@ -203,36 +188,19 @@ def test_bad_command_lines(
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A GPU made of fakes; returns the log of what the contenders did."""
-    log: list[str] = []
-
-    def field_of(case: Any, libraries: Any, target: str, **options: Any) -> list[FakeContender]:
-        assert target == "sm_90"
-        ours = [FakeContender(choice.kernel.full_name, log) for choice in case.kernels]
-        theirs = [FakeContender(name, log, source=PEER, language="") for name in case.peers]
-        return ours + theirs
-
-    monkeypatch.setattr(bench_run, "cuda_available", lambda: True)
-    monkeypatch.setattr("mla_var3.runtime.workflow.cuda_available", lambda: True)
-    monkeypatch.setattr(bench_session, "current_device_spec", lambda: device_spec("H200"))
-    monkeypatch.setattr(bench_contenders, "contenders", field_of)
-    monkeypatch.setattr(bench_measure, "gpu_timer", lambda seconds: FakeTimer())
-    monkeypatch.setattr(bench_measure, "warm_up", lambda: log.append("warm up"))
-    monkeypatch.setattr(bench_measure, "release_memory", lambda: None)
-    monkeypatch.setattr(bench_measure, "cuda_is_healthy", lambda: True)
-    return log
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    return FakeGpu(monkeypatch)
 
 
 @pytest.mark.usefixtures("no_plots")
-def test_a_measured_run(gpu: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_measured_run(gpu: FakeGpu, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["bench", "all", "--rounds=2", "--backends=cutile-dsl,sdpa", f"--out_dir={tmp_path}"]
     assert main(argv) == 0
     out = capsys.readouterr().out
     assert "check, then time 2 rounds" in out
     assert "predict" not in out
-    assert gpu[0] == "warm up"
-    runs = [line[4:] for line in gpu if line.startswith("run")]
+    assert gpu.log[0] == "warm up"
+    runs = [line[4:] for line in gpu.log if line.startswith("run")]
     assert runs[:4] == ["flash_attention", "flash_mla", "mla_var6_plus", "sdpa"]
     assert runs[4:] == ["mla_var6_plus", "sdpa", "flash_attention", "flash_mla"]
     found = load_record(tmp_path / "all.json")
@@ -242,7 +210,7 @@ def test_a_measured_run(gpu: list[str], tmp_path: Path, capsys: pytest.CaptureFi
 
 @pytest.mark.usefixtures("no_plots")
 def test_a_kernel_that_fails_its_check_fails_the_command(
-    gpu: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wrong(self: FakeContender) -> float:
         raise RuntimeError("NaN")
@@ -250,97 +218,11 @@ def test_a_kernel_that_fails_its_check_fails_the_command(
     monkeypatch.setattr(FakeContender, "_check", wrong)
     argv = ["bench", "all", "--backends=cutile-dsl", f"--out_dir={tmp_path}"]
     assert main(argv) == 1
-    assert not [line for line in gpu if line.startswith("run")]
+    assert not [line for line in gpu.log if line.startswith("run")]
     assert {row.reason for row in load_record(tmp_path / "all.json").rows} == {"NaN"}
 
 
-def test_an_interrupted_run_keeps_the_finished_shapes(
-    gpu: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stop_at_the_second(run: Callable[[], None]) -> Any:
-        if len([line for line in gpu if line.startswith("run")]) >= 3:
-            raise KeyboardInterrupt
-        return FakeTimer()(run)
-
-    monkeypatch.setattr(bench_measure, "gpu_timer", lambda seconds: stop_at_the_second)
-    argv = ["bench", "sweep", "--s=1,2", "--t=64", "--rounds=1", "--backends=cutile-dsl"]
-    assert main([*argv, f"--out_dir={tmp_path}"]) == 130
-    found = load_record(tmp_path / "sweep.json")
-    assert {row.problem.s for row in found.rows} == {1}
-
-
-# --- suites and modules ---------------------------------------------------------------------------
-
-
-def test_newest_is_by_number_and_language() -> None:
-    assert [(k.full_name, k.language) for k in newest(MANY)] == [
-        ("flash_attention", "cutile-dsl"),
-        ("flash_mla_v1", "cute-dsl"),
-        ("flash_mla_v10", "cutile-dsl"),
-        ("mla_var6_plus", "cutile-dsl"),
-    ]
-
-
-def test_kernels_are_selected_by_word() -> None:
-    def names(*words: str) -> list[str]:
-        return [k.full_name for k in select_kernels(words, MANY)]
-
-    assert len(names("all")) == len(MANY)
-    assert names("flash_mla_v2") == ["flash_mla_v2"]
-    assert names("flash_mla_v0") == ["flash_mla"]
-    assert len(names("flash_mla")) == 4
-    assert names("latest", "flash_mla_v2").count("flash_mla_v2") == 1
-    with pytest.raises(UnknownNameError, match="did you mean 'flash_mla_v2'"):
-        names("flash_mla_v3")
-
-
-def test_backends_are_languages_and_peers() -> None:
-    assert select_backends(()) == (("cutile-dsl", "cute-dsl"), PEERS)
-    assert select_backends(("sdpa", "cute-dsl")) == (("cute-dsl",), ("sdpa",))
-    assert select_backends(("peers",)) == ((), PEERS)
-
-
-def test_the_figures_keep_their_shapes() -> None:
-    cases = figures_cases(MANY, PEERS)
-    shapes = [(c.problem.b, c.problem.s, c.problem.t, c.problem.causal) for c in cases]
-    assert shapes == [
-        (8, 16, 4096, True),
-        (2, 1024, 4096, False),
-        (2, 1024, 4096, True),
-        (4, 1, 32768, True),
-        (32, 16, 4096, True),
-        (32, 32, 4096, True),
-        (32, 64, 4096, True),
-    ]
-    last = [(c.kernel.full_name, dict(c.fields)) for c in cases[-1].kernels]
-    assert ("mla_var6_plus", {}) in last
-    assert ("mla_var6_plus", {"n": 0}) in last
-    assert ("flash_mla_v10", {}) in last
-    assert ("flash_mla_v2", {}) not in last
-
-
-def test_all_takes_every_version_at_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_run, "mla_kernels", lambda: list(MANY))
-    (case,), missing = build_cases(BenchOptions(suite="all", sizes={"t": (512,)}))
-    assert missing == {}
-    assert (case.problem.b, case.problem.s, case.problem.t, case.problem.h) == (32, 16, 512, 128)
-    assert [choice.kernel for choice in case.kernels] == sorted(MANY)
-    assert case.peers == PEERS
-
-
-def test_the_sweep_is_the_product_of_the_sizes() -> None:
-    sizes = {"b": (1, 2), "s": (4,), "t": (64, 128), "h": (16, 128)}
-    cases, _ = build_cases(BenchOptions(suite="sweep", sizes=sizes))
-    assert len({case.problem for case in cases}) == 8
-
-
-def test_options_are_checked() -> None:
-    with pytest.raises(UnknownNameError, match="suite"):
-        BenchOptions(suite="al")
-    with pytest.raises(InvalidArgumentError, match="max_seconds"):
-        BenchOptions(max_seconds=0)
-    with pytest.raises(InvalidArgumentError, match="s: expected some values"):
-        BenchOptions(suite="sweep", sizes={"s": ()})
+# --- modules --------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("no_plots")

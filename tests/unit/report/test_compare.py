@@ -13,13 +13,16 @@ from mla_var3.cli.commands import kernel as kernel_cli
 from mla_var3.cli.main import main
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.report.compare import (
+    Run,
     change_text,
     compare,
     comparison_data,
     comparison_markdown,
     comparison_plot,
+    load_run,
+    run_of_record,
+    run_of_result,
 )
-from mla_var3.report.compare_runs import Run, load_run, run_of_record, run_of_result
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
 
 SIZES = {"b": 32, "s": 16, "t": 4096, "h": 128, "d": 128, "p": 64, "k": 512}
@@ -83,6 +86,8 @@ def test_a_folder_and_its_record_are_the_same_run(saved: Callable[..., Path]) ->
     assert (found.total.time_us, found.stages["x"].time_us) == (100.0, 60.0)
     assert found.problem["t"] == 4096
     assert found.choices == {"n": 512}
+    extra = {"metrics": {"TC%": 61.0, "note": "x"}, "idle_us": 4, "ok": True, "timing": {"runs": 9}}
+    assert run(extra=extra).total.extra == {"TC%": 61.0, "idle_us": 4.0}
 
 
 def test_a_folder_of_runs_names_the_last(saved: Callable[..., Path], tmp_path: Path) -> None:
@@ -113,11 +118,6 @@ def test_a_static_record_has_predictions_only() -> None:
     assert found.device == "NVIDIA H200"
     assert (found.total.time_us, found.total.predicted_us) == (None, 70.0)
     assert found.stages == {}
-
-
-def test_extra_numbers_become_metrics_and_the_rest_is_left() -> None:
-    extra = {"metrics": {"TC%": 61.0, "note": "x"}, "idle_us": 4, "ok": True, "timing": {"runs": 9}}
-    assert run(extra=extra).total.extra == {"TC%": 61.0, "idle_us": 4.0}
 
 
 def test_a_result_is_a_run_too() -> None:
@@ -167,10 +167,9 @@ def test_other_problems_and_devices_are_refused_by_name() -> None:
     forced = compare([run(), *others], force=True)
     assert len(forced.forced) == 2
     assert "compared by force" in comparison_markdown(forced)
-
-
-def test_choices_may_differ() -> None:
-    assert compare([run(), run("x_v2", 90.0, n=1024, seed=3)]).forced == []
+    assert compare([run(), run("x_v2", 90.0, n=1024, seed=3)]).forced == []  # choices may differ
+    with pytest.raises(InvalidArgumentError, match="at least two"):
+        compare([run()])
 
 
 def test_remarks() -> None:
@@ -192,10 +191,9 @@ def test_missing_stages_and_figures_are_dashes() -> None:
     assert times["attention"] == ("70.0 µs", "60.0 µs", "-14.3 % (faster)")
     assert times["combine"] == ("30.0 µs", "-", "-")
     assert times["reduce"] == ("-", "30.0 µs", "-")
-
-
-def test_a_single_stage_is_not_repeated() -> None:
-    assert {row.where for row in compare([run(), run()]).rows} == {"total"}
+    assert {row.where for row in compare([run(), run()]).rows} == {
+        "total"
+    }  # one stage says no more
 
 
 def test_equal_labels_are_told_apart() -> None:
@@ -224,11 +222,6 @@ def test_the_data_and_the_plot(tmp_path: Path) -> None:
     assert comparison_plot(nothing, tmp_path / "d") == []
 
 
-def test_one_run_alone() -> None:
-    with pytest.raises(InvalidArgumentError, match="at least two"):
-        compare([run()])
-
-
 # -- hyper-mla compare -------------------------------------------------------------------------
 
 
@@ -243,18 +236,15 @@ def test_the_command_compares_folders(
     assert "-20.0 % (faster)" in shown
     assert str(out / "compare.md") in shown
     assert json.loads(file.read_text()) == json.loads((out / "compare.json").read_text())
+    assert main(["compare", *arguments, "--b=4"]) == 2
+    assert "--b: only for runs given as kernel[:version]" in capsys.readouterr().err
+    other = str(saved("c", s=4))
+    assert main(["compare", str(first), other]) == 1
+    assert "s 16 against 4" in capsys.readouterr().err
+    assert main(["compare", str(first), other, "--force"]) == 0
+    assert "compared by force" in capsys.readouterr().out
     assert (out / "compare.png").is_file()
     assert "![times side by side](compare.png)" in (out / "compare.md").read_text()
-
-
-def test_the_command_refuses_and_can_be_forced(
-    saved: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    folders = [str(saved("a")), str(saved("b", s=4))]
-    assert main(["compare", *folders]) == 1
-    assert "s 16 against 4" in capsys.readouterr().err
-    assert main(["compare", *folders, "--force"]) == 0
-    assert "compared by force" in capsys.readouterr().out
 
 
 def test_the_command_predicts_kernels(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -286,13 +276,6 @@ def test_wrong_command_lines(
 ) -> None:
     assert main(["compare", *arguments]) == code
     assert message in capsys.readouterr().err
-
-
-def test_options_for_kernels_need_a_kernel(
-    saved: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["compare", str(saved("a")), str(saved("b")), "--b=4"]) == 2
-    assert "--b: only for runs given as kernel[:version]" in capsys.readouterr().err
 
 
 def test_running_kernels_needs_a_gpu(
@@ -374,8 +357,3 @@ def test_wrong_profile_command_lines(
 ) -> None:
     assert main(["profile", *arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_profile_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["profile", "flash_mla", "--help"]) == 0
-    assert "--prof_type" in capsys.readouterr().out

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mla_var3.bench import measure as bench_measure
+from mla_var3.bench.record import FAILED, load_record, save_record
+from mla_var3.cli.commands import overview as cli_overview
 from mla_var3.cli.main import main
-from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.op.compare import ErrorFigures
 from mla_var3.report import overview
@@ -21,12 +23,10 @@ from mla_var3.runtime.compile import CompileReport
 from mla_var3.runtime.paths import output_root
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
 from mla_var3.runtime.workflow import TARGETS
+from tests.unit.bench.bench_support import PROBLEM, FakeGpu, FakeTimer, record, row
 
 CPU_STEPS = ["check", "compile", "predict", "plot"]
-GPU_STEPS = [
-    *("profile_mla_var6_plus", "profile_flash_mla", "profile_flash_attention"),
-    *("compare", "predict", "plot"),
-]
+GPU_STEPS = ["choose", "measure"]
 
 
 class Runtime:
@@ -46,27 +46,17 @@ class Runtime:
         self.calls.append(("prepare", plan.params(), options.device))
         return SimpleNamespace(plan=plan, check=self.check())
 
-    def profile_plan(self, plan: Any, mode: NsightProfType | None, options: Any) -> ProfileResult:
+    def profile_plan(self, plan: Any, mode: NsightProfType, options: Any) -> ProfileResult:
         self.calls.append((mode, plan.name, plan.params(), options))
         if self.error is not None:
             raise self.error
-        if mode is NsightProfType.STATIC:
-            stage = StageFigures("a_stage", None, None, 1.0, 1.0, 2.0)
-            stage.extra["compile"] = [
-                CompileReport(
-                    "a_stage",
-                    target,
-                    {},
-                    registers=168,
-                    instructions={"HGMMA": 4, "UTMALDG": 1},
-                    error=None if self.compiles else "too large",
-                )
-                for target in options.targets
-            ]
-            return ProfileResult(plan.name, mode, stage, [stage], options.out_dir)
-        stage = StageFigures("a_stage", 900.0, 1.0, 1e9, 1e9, 600.0)
-        event = NsightProfType.EVENT
-        return ProfileResult(plan.name, event, stage, [stage], options.out_dir, self.check())
+        stage = StageFigures("a_stage", None, None, 1.0, 1.0, 2.0)
+        error = None if self.compiles else "too large"
+        stage.extra["compile"] = [
+            CompileReport("a_stage", target, {}, registers=168, error=error)
+            for target in options.targets
+        ]
+        return ProfileResult(plan.name, mode, stage, [stage], options.out_dir)
 
 
 @pytest.fixture
@@ -78,10 +68,11 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     monkeypatch.setattr(overview, "pick_device", lambda device: "cuda")
-    monkeypatch.setattr(overview, "current_device_spec", lambda: device_spec("NVIDIA H200"))
-    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (int(140e9), int(141e9)))
+    monkeypatch.setattr(cli_overview, "pick_device", lambda device: "cuda")
+    monkeypatch.setattr(overview, "draw_plots", lambda record, folder: [])
+    return FakeGpu(monkeypatch)
 
 
 @pytest.fixture
@@ -116,7 +107,7 @@ def test_the_report_without_a_gpu(runtime: Runtime) -> None:
     assert result.folder.parent == output_root() / "overview"
     text = result.report.read_text()
     for words in (
-        "# mla_var6_plus, end to end",
+        "# MLA attention, end to end",
         "| device | no GPU",
         "| date | 20",
         "| command | `",
@@ -125,12 +116,13 @@ def test_the_report_without_a_gpu(runtime: Runtime) -> None:
         "## mla_var6_plus on the CPU interpreter",
         "## mla_var6_plus compiled",
         "| a_stage | sm_120 | 168 |",
-        "## Predicted times",
+        "## Predicted times, not measured",
         "predictions, not measurements",
         "vendor peak, NVIDIA",
         "sustained, ",
         "### NVIDIA H200 (sm_90)",
         "Fastest: flash_mla for s = 1",
+        "### NVIDIA B200 (sm_100): ideal, vendor peaks",
         "![crossover](crossover.png)",
     ):
         assert words in text, words
@@ -164,35 +156,19 @@ def test_bad_sizes_write_nothing(runtime: Runtime) -> None:
     assert not output_root().exists()
 
 
-def fail_check(runtime: Runtime) -> None:
-    runtime.passes = False
-
-
-def fail_compile(runtime: Runtime) -> None:
-    runtime.compiles = False
-
-
-def fail_with_own_error(runtime: Runtime) -> None:
-    runtime.error = UnsupportedError("no compiler here")
-
-
-def fail_with_bug(runtime: Runtime) -> None:
-    runtime.error = ZeroDivisionError("oops")
-
-
 @pytest.mark.parametrize(
     ("spoil", "step", "reason"),
     [
-        (fail_check, "check", "3 NaN"),
-        (fail_compile, "compile", "a_stage for sm_90"),
-        (fail_with_own_error, "compile", "no compiler here"),
-        (fail_with_bug, "compile", "ZeroDivisionError: oops"),
+        ({"passes": False}, "check", "3 NaN"),
+        ({"compiles": False}, "compile", "a_stage for sm_90"),
+        ({"error": UnsupportedError("no compiler here")}, "compile", "no compiler here"),
+        ({"error": ZeroDivisionError("oops")}, "compile", "ZeroDivisionError: oops"),
     ],
 )
 def test_a_failed_step_is_reported_and_the_others_run(
-    spoil: Callable[[Runtime], None], step: str, reason: str, runtime: Runtime, no_plots: None
+    spoil: dict[str, Any], step: str, reason: str, runtime: Runtime, no_plots: None
 ) -> None:
-    spoil(runtime)
+    vars(runtime).update(spoil)
     result = run_overview(OverviewOptions(device="cpu"))
     assert not result.ok
     (failed,) = [s for s in result.steps if s.status == "failed"]
@@ -204,34 +180,69 @@ def test_a_failed_step_is_reported_and_the_others_run(
     assert [s["status"] for s in data["steps"]].count("failed") == 1
 
 
-def test_the_report_with_a_gpu(runtime: Runtime, gpu: None, no_plots: None) -> None:
-    result = run_overview(OverviewOptions())
-    assert result.ok and [step.name for step in result.steps] == GPU_STEPS
-    assert [call[1] for call in runtime.calls] == ["mla_var6_plus", "flash_mla", "flash_attention"]
-    for call in runtime.calls:
-        assert call[0] is None and call[3].check and call[3].autotune
-        assert (call[2]["b"], call[2]["s"], call[2]["t"]) == (32, 16, 4096)
-    text = result.report.read_text()
-    assert "| flash_mla | 900 µs | 600 µs | 1.50 |" in text
-    assert "without the projections" in text and "measured" in text
-    assert result.measured[0] == ("mla_var6_plus", 900.0, 600.0)
-
-
-def test_what_does_not_fit_is_skipped_with_the_reason(
-    runtime: Runtime, gpu: None, no_plots: None, monkeypatch: pytest.MonkeyPatch
+def test_the_main_job_on_a_gpu_shows_what_the_product_does(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (int(10e9), int(141e9)))
-    result = run_overview(OverviewOptions())
-    skipped = {step.name: step.reason for step in result.steps if step.status == "skipped"}
-    assert list(skipped) == ["profile_flash_attention"]
-    assert "of GPU memory" in skipped["profile_flash_attention"]
-    assert result.ok
+    """It once measured cuTile alone, the slower language."""
+    times = iter(range(1, 1000))
+    monkeypatch.setattr(
+        bench_measure, "gpu_timer", lambda s: lambda run: FakeTimer(next(times))(run)
+    )
+    assert main(["run", "--device=cuda"]) == 0
+    shown = capsys.readouterr().out
+    (folder,) = (output_root() / "overview").iterdir()
+    data, text = data_of(folder), (folder / "report.md").read_text()
+    assert [step["name"] for step in data["steps"]] == GPU_STEPS and data["ok"]
+    rows = data["steps"][1]["data"]["rows"]
+    names = [entry["kernel"] for entry in rows]
+    assert "mla_attention = flash_mla (cute-dsl, kernel)" in names
+    for design in ("mla_var6_plus", "flash_mla", "flash_attention"):
+        assert {design, f"{design} (cute-dsl)"} <= set(names)
+    assert {"flashmla", "fa3_qv", "fa3", "sdpa"} <= set(names)
+    call = [float(entry["call µs"]) for entry in rows]
+    assert call == sorted(call)
+    for entry in rows:
+        assert float(entry["TFLOP/s"]) > 0 and float(entry["GB/s"]) > 0
+        assert entry["of limit"].endswith(" %")
+    assert data["steps"][0]["data"]["kernel"] and data["steps"][0]["data"]["reason"]
+    assert "mla_attention uses " in shown and "fastest call first" in shown
+    assert "- mla_attention: flash_mla (cute-dsl, kernel): fastest" in text
+    assert "roofline at the vendor's peak rates" in text
+    found = load_record(folder / "record.json")
+    assert found.settings["tilings"] == "tuned" and found.settings["rounds"] == 3
+    assert {row.problem for row in found.rows} == {PROBLEM}
 
 
-def test_quick_on_a_gpu(runtime: Runtime, gpu: None, no_plots: None) -> None:
-    run_overview(OverviewOptions(quick=True))
-    ((_, kernel, _, options),) = runtime.calls
-    assert kernel == "mla_var6_plus" and options.tune_max_iters == 2
+def test_a_kernel_that_fails_on_the_gpu_fails_the_job_and_the_others_are_shown(
+    gpu: FakeGpu, tmp_path: Path
+) -> None:
+    gpu.broken = {"flash_mla": RuntimeError("out of memory"), "sdpa": RuntimeError("no cuDNN")}
+    result = run_overview(OverviewOptions(quick=True, out_dir=tmp_path, sizes={"s": 4}))
+    assert not result.ok
+    step = result.steps[-1]
+    assert step.status == "failed" and "flash_mla: out of memory" in step.reason
+    assert "no cuDNN" not in step.reason and "no cuDNN" in step.text
+    assert "flash_attention (cute-dsl)" in step.text
+    assert result.record is not None and result.record.settings["tilings"] == "default"
+
+
+def test_a_kernel_that_hangs_is_named_and_ends_the_process(
+    gpu: FakeGpu,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "record.json"
+    hung = row("flash_mla", None, status=FAILED, reason="did not finish within 180 s")
+    save_record(record(hung, row("flash_attention")), file)
+    codes: list[int] = []
+    monkeypatch.setattr("os._exit", codes.append)
+    cli_overview._lost(file)  # in the main thread the report is still written
+    watchdog = threading.Thread(target=cli_overview._lost, args=(file,))
+    watchdog.start()
+    watchdog.join()
+    assert codes == [1]
+    assert "flash_mla: did not finish within 180 s" in capsys.readouterr().err
 
 
 def test_the_command(
@@ -241,7 +252,7 @@ def test_the_command(
     assert main(["run", "--device=cpu", "--quick", f"--out_dir={folder}", "--s=8"]) == 0
     out = capsys.readouterr().out
     assert "mla_var6_plus end to end, --device=cpu" in out
-    assert "ok in " in out and "predicted end to end, s=8" in out
+    assert "ok in " in out and "predicted call times, s=8" in out
     assert out.rstrip().endswith(f"report: {folder / 'report.md'}")
     assert data_of(folder)["sizes"]["s"] == 8
 

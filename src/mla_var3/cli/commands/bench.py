@@ -25,33 +25,31 @@ from mla_var3.cli.console import (
 )
 
 if TYPE_CHECKING:
-    from mla_var3.bench.options import BenchOptions
     from mla_var3.bench.record import BenchRow
-    from mla_var3.bench.run import BenchResult
+    from mla_var3.bench.run import BenchOptions, BenchResult
 
 EXIT_ABSENT = 3
 """A version that was asked for by name does not exist."""
 
 STANDARD_ERROR = 2
-"""The last of the files that a process passes on."""
+"""The highest file descriptor that the new process keeps."""
 MOST_NOTES = 12
-"""Rows that could not be compared are listed up to here; the files have all of them."""
+"""Rows that could not be compared: so many are printed; the files have all of them."""
 
 DESCRIPTION = """\
 Suites:
   figures    the headline figures, ours and the peers', at fixed shapes (the default)
-  absorbed   kernels on the latent cache: decoding, verifying, long and mixed contexts
+  latent     kernels on the latent cache: decoding, verifying, long and mixed contexts
   all        all kernels and versions in both languages at one shape (b=32 s=16 t=4096 h=128)
   sweep      the newest versions and the peers over b, s, t and h
   var6_plus  one version of mla_var6_plus over s and n, beside the pure paths
   mix        the mix on Hopper: 16 bits, 8 bits and a shared prefix, beside the pure paths
 
 With a GPU everything is checked and then timed; without one the same report is made from
-predictions, or with --records from recorded results. The record is written after every shape;
---resume goes on with it. A kernel that takes the device down, or does not come back, costs its
-own row: a new process measures the others. Exit code 0: fine; 1: one of our kernels failed, or
---against found a row that is worse or nothing to compare; 3: the version that was asked for does
-not exist.
+predictions, or with --records from recorded results. The record is written all along; --resume
+continues it. A kernel that destroys the CUDA context or hangs loses its own row only: a new
+process measures the others. Exit code 0: fine; 1: one of our kernels failed, or --against found a
+row that is worse or nothing to compare; 3: the version that was asked for does not exist.
 """
 
 
@@ -62,7 +60,7 @@ def add_arguments(parser: Parser) -> None:
         "suite",
         nargs="?",
         default="figures",
-        help="figures, absorbed, all, sweep, var6_plus or mix",
+        help="figures, latent, all, sweep, var6_plus or mix",
     )
     what = parser.add_argument_group("what is run")
     numbers = ValueType(int, sequence=True)
@@ -124,10 +122,12 @@ def add_arguments(parser: Parser) -> None:
         "--records", type=Path, nargs="+", default=(), metavar="FILE", help="read, run nothing"
     )
     how.add_argument(
-        "--resume", type=Path, metavar="FILE", help="record of an interrupted run to go on with"
+        "--resume", type=Path, metavar="FILE", help="record of an interrupted run to continue"
     )
-    result = parser.add_argument_group("what becomes of it")
-    result.add_argument("--against", type=Path, metavar="FILE", help="an earlier record to beat")
+    result = parser.add_argument_group("results")
+    result.add_argument(
+        "--against", type=Path, metavar="FILE", help="earlier record to compare with"
+    )
     result.add_argument(
         "--across_versions",
         action="store_true",
@@ -180,13 +180,13 @@ def run(values: dict[str, Any]) -> int:
     _announce(options)
     with ProgressReporter() as progress, usage_errors():
 
-        def go_on(record: Path) -> None:
+        def continue_from(record: Path) -> None:
             progress.__exit__(None, None, None)
             _start_again(record)
 
         options.progress = progress
         options.on_rows = _print_rows
-        options.on_lost = go_on
+        options.on_lost = continue_from
         with _termination_interrupts():
             result = run_bench(options)
     if options.records:
@@ -197,11 +197,8 @@ def run(values: dict[str, Any]) -> int:
 
 def _options(values: dict[str, Any]) -> BenchOptions:
     from mla_var3.bench.measure import MAX_SECONDS, QUICK_ROUNDS, QUICK_SECONDS, ROUNDS
-    from mla_var3.bench.options import AUTO, MEASURE, PREDICT, BenchOptions
-    from mla_var3.errors import InvalidArgumentError
+    from mla_var3.bench.run import BenchOptions
 
-    if values["mode"] not in (AUTO, MEASURE, PREDICT):
-        raise InvalidArgumentError("mode", "auto, measure or predict", values["mode"])
     same = (
         "suite", "dtype", "causal", "version", "kernels", "backends", "quick", "patience", "tune",
         "peer_libs", "mode", "predict_for", "resume", "against", "across_versions", "out_dir",
@@ -219,7 +216,7 @@ def _options(values: dict[str, Any]) -> BenchOptions:
 
 @contextmanager
 def _termination_interrupts() -> Iterator[None]:
-    """A time limit ends the run as Ctrl-C does: the kernel that is running is not to blame."""
+    """SIGTERM ends the run as Ctrl-C does: the kernel that is running is not to blame."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -231,11 +228,11 @@ def _termination_interrupts() -> Iterator[None]:
 
 
 def _start_again(record: Path) -> None:
-    """Go on in a new process: this one has lost its CUDA context, or hangs in it."""
-    note(f"the device was lost; a new process goes on from {record}")
+    """Continue in a new process: this one has lost its CUDA context, or hangs."""
+    note(f"the device was lost; a new process continues from {record}")
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    # The driver ends a kernel that still runs, and frees its memory, when its files are closed.
+    # Once its files are closed, the driver ends a running kernel and frees its memory.
     for file in Path("/proc/self/fd").iterdir():
         if int(file.name) > STANDARD_ERROR:
             with suppress(OSError):
@@ -244,12 +241,11 @@ def _start_again(record: Path) -> None:
 
 
 def _announce(options: BenchOptions) -> None:
-    from mla_var3.bench.options import PREDICT
-    from mla_var3.runtime.workflow import cuda_available
+    from mla_var3.bench.run import PREDICT
 
     if options.records:
         say(f"benchmark report from {len(options.records)} recorded results", "bold")
-    elif options.mode == PREDICT or options.predict_for or not cuda_available():
+    elif not options.measures:
         asked = options.mode == PREDICT or options.predict_for
         reason = "as asked" if asked else "no GPU here"
         say(f"benchmark {options.suite}, {reason}: predictions, not measurements", "bold")
@@ -260,7 +256,7 @@ def _announce(options: BenchOptions) -> None:
 
 def _print_rows(rows: Sequence[BenchRow]) -> None:
     from mla_var3.bench.analysis import shape_groups
-    from mla_var3.bench.page import HEADERS, cells, group_rows
+    from mla_var3.bench.page import cells, group_rows, headers
     from mla_var3.bench.record import PREDICTED
     from mla_var3.cli.console import print_table
 
@@ -268,7 +264,7 @@ def _print_rows(rows: Sequence[BenchRow]) -> None:
         if group.timed:
             kind = ", predicted" if group.kind == PREDICTED else ""
             lines = [cells(group, row) for row in group_rows(group)]
-            print_table(f"{group.title} on {group.device}{kind}", HEADERS, lines)
+            print_table(f"{group.title} on {group.device}{kind}", headers(group), lines)
 
 
 def _print_summary(result: BenchResult) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mla_var3.cli.arguments import Parser, parse
 from mla_var3.cli.console import EXIT_OK, say, usage_errors
-from mla_var3.dev.clone.clone import ClonePlan, plan_clone, write_clone
+from mla_var3.dev.clone import ClonePlan, plan_clone, write_clone
 from mla_var3.runtime.paths import DEFAULT_LANGUAGE
 
 
@@ -52,7 +52,7 @@ def _print_next(plan: ClonePlan) -> None:
     entry = plan.folder / f"{plan.target.full_name}.py"
     say("next:")
     say(f"  write the idea beside 'Parent: {plan.source.full_name}.' in {entry}")
-    say("  make format    # the new names are longer")
+    say("  make format    # longer names may need new line breaks")
     command = f"  python -m {design} {plan.target.version}"
     check = f"{command} --prof_type=disabled --check"
     if plan.target.language == DEFAULT_LANGUAGE:

@@ -12,8 +12,7 @@ from mla_var3.cli.arguments import Parser, ValueType, add_lengths, add_unset_siz
 from mla_var3.cli.console import EXIT_OK, UsageError, say, usage_errors
 
 if TYPE_CHECKING:
-    from mla_var3.report.compare import Comparison
-    from mla_var3.report.compare_runs import Run
+    from mla_var3.report.compare import Comparison, Run
     from mla_var3.runtime.paths import KernelId
 
 _RUN_OPTIONS = {
@@ -94,7 +93,7 @@ def _source(item: str, values: dict[str, Any]) -> Path | KernelId:
 
 
 def _recorded(path: Path) -> Run:
-    from mla_var3.report.compare_runs import load_run
+    from mla_var3.report.compare import load_run
 
     return load_run(path)
 
@@ -118,7 +117,7 @@ def _made(kernel: KernelId, values: dict[str, Any]) -> Run:
 
 def _predicted(plan: Any, device: str | None) -> Run:
     from mla_var3.conf.devices import device_spec
-    from mla_var3.report.compare_runs import run_of_record
+    from mla_var3.report.compare import run_of_record
     from mla_var3.runtime.plan import plan_dtype
     from mla_var3.runtime.profiling.common import stage_figures
     from mla_var3.runtime.target import Target
@@ -144,7 +143,7 @@ def _predicted(plan: Any, device: str | None) -> Run:
 def _profiled(request: Any) -> Run:
     from mla_var3.cli.console import ProgressReporter, show_log
     from mla_var3.errors import UnsupportedError
-    from mla_var3.report.compare_runs import run_of_result
+    from mla_var3.report.compare import run_of_result
     from mla_var3.runtime.profiling import profile_plan
     from mla_var3.runtime.workflow import cuda_available
 

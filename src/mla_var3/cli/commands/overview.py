@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
+from pathlib import Path
 from typing import Any
 
-from mla_var3.cli.console import EXIT_FAILED, EXIT_OK, ProgressReporter, print_table, say, show_log
-from mla_var3.report.overview import KERNEL, OverviewOptions, OverviewResult, Step, run_overview
-from mla_var3.report.overview_page import MEASURED_HEADERS, measured_rows
+from mla_var3.bench.record import CALL, FAILED, load_record
+from mla_var3.cli.console import (
+    EXIT_FAILED,
+    EXIT_OK,
+    ProgressReporter,
+    note,
+    print_table,
+    say,
+    show_log,
+)
+from mla_var3.report.overview import (
+    KERNEL,
+    MEASURED_HEADERS,
+    OverviewOptions,
+    OverviewResult,
+    Step,
+    measured_rows,
+    run_overview,
+)
 from mla_var3.runtime.markdown import microseconds
 from mla_var3.runtime.profiling import figures
 from mla_var3.runtime.workflow import RunOptions, pick_device
@@ -24,12 +43,13 @@ def overview_command(values: dict[str, Any]) -> int:
     sizes = {name: values[name] for name in "bsth" if values.get(name) is not None}
     where = pick_device(RunOptions(device=values["device"]).device)
     if where == "cuda":
-        say(f"{KERNEL} end to end: autotune, check and profile on the GPU, then the report", "bold")
+        tune = "" if values["quick"] else "tune, "
+        say(f"MLA attention on this GPU: choose, {tune}check and time ours and the peers", "bold")
     else:
         reason = "--device=cpu" if values["device"] == "cpu" else "no GPU here"
         say(
             f"{KERNEL} end to end, {reason}: check on the CPU interpreter, compile report, "
-            "predicted times, then the report",
+            "predicted times",
             "bold",
         )
     show_log()
@@ -43,6 +63,7 @@ def overview_command(values: dict[str, Any]) -> int:
                 progress=progress,
                 on_start=_started,
                 on_end=_ended,
+                on_lost=_lost,
             )
         )
     _print_summary(result)
@@ -62,18 +83,34 @@ def _ended(step: Step) -> None:
     sys.stdout.flush()
 
 
+def _lost(record: Path) -> None:
+    """Name the kernel that hangs or destroyed the context; a hung process can only be ended."""
+    for row in load_record(record).rows:
+        if row.status == FAILED:
+            note(f"{row.label}: {row.reason}; {record} has the rows measured so far")
+    if threading.current_thread() is not threading.main_thread():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_FAILED)
+
+
 def _print_summary(result: OverviewResult) -> None:
-    if result.measured:
-        print_table("measured beside predicted", MEASURED_HEADERS, measured_rows(result.measured))
+    if result.record is not None:
+        rows = measured_rows(result.record)
+        title = f"measured on {', '.join(result.record.devices)}, fastest call first"
+        print_table(title, MEASURED_HEADERS, rows)
+        for row in result.record.rows:
+            if row.path == CALL:
+                say(f"{row.kernel} uses {row.note or row.reason}")
     if result.compiled:
         print_table("compiled", figures.COMPILE_HEADERS, figures.compile_rows(result.compiled))
     if result.sweeps:
         _print_predictions(result)
-    rows = [
+    steps = [
         (step.title, step.status, f"{step.seconds:.1f}", step.reason or step.summary)
         for step in result.steps
     ]
-    print_table("summary", ("step", "outcome", "seconds", "result"), rows)
+    print_table("summary", ("step", "outcome", "seconds", "result"), steps)
     for plot in result.plots:
         if plot.suffix == ".png":
             say(f"plot:   {plot}")
@@ -87,6 +124,7 @@ def _print_predictions(result: OverviewResult) -> None:
         times = entry.at(s)
         shown = (microseconds(prediction.end_to_end_us) for prediction in times.values())
         device = entry.device.removeprefix("NVIDIA ")
-        rows.append((device, *shown, times[KERNEL].n, entry.range_of(KERNEL)))
+        fastest = entry.range_of(KERNEL) if entry.measured_rates else "ideal, vendor peaks"
+        rows.append((device, *shown, times[KERNEL].n, fastest))
     headers = ("device", *result.sweeps[0].predictions, "n", f"{KERNEL} fastest")
-    print_table(f"predicted end to end, s={s} (predictions, not measurements)", headers, rows)
+    print_table(f"predicted call times, s={s} (predictions, not measurements)", headers, rows)

@@ -68,7 +68,7 @@ def _profile_versions(kernels: Sequence[KernelId], argv: list[str]) -> int:
     """Profile each version into a folder of its own, then compare those that worked."""
     from mla_var3.cli.commands.compare import show_comparison
     from mla_var3.cli.commands.kernel import run_kernel
-    from mla_var3.report.compare_runs import RECORD, load_run
+    from mla_var3.report.compare import RECORD, load_run
 
     chosen, rest = take_option(argv, "out_dir")
     default = output_root() / "profiles" / "versions" / kernels[0].design / timestamp()

@@ -1,1 +1,0 @@
-"""A new version of a kernel from an existing one."""

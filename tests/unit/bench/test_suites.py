@@ -1,0 +1,145 @@
+"""The suites: shapes, kernels selected by word, and versions that run only when named."""
+
+from __future__ import annotations
+
+import pytest
+
+from mla_var3.bench import run as bench_run
+from mla_var3.bench.run import BenchOptions, build_cases
+from mla_var3.bench.suites import (
+    PEERS,
+    PREFIX,
+    PREFIX_SHAPE,
+    SPECIAL,
+    comparable,
+    figures_cases,
+    main_job_case,
+    mix_cases,
+    mla_kernels,
+    newest,
+    select_backends,
+    select_kernels,
+)
+from mla_var3.errors import InvalidArgumentError, UnknownNameError
+from mla_var3.runtime.paths import KernelId
+from tests.unit.bench.bench_support import PROBLEM
+
+MANY = [
+    KernelId("flash_attention", 0, "cutile-dsl", "mla"),
+    KernelId("flash_mla", 0, "cutile-dsl", "mla"),
+    KernelId("mla_var6_plus", 0, "cutile-dsl", "mla"),
+    KernelId("flash_mla", 2, "cutile-dsl", "mla"),
+    KernelId("flash_mla", 10, "cutile-dsl", "mla"),
+    KernelId("flash_mla", 1, "cute-dsl", "mla"),
+]
+
+
+def test_newest_is_by_number_and_language() -> None:
+    assert [(k.full_name, k.language) for k in newest(MANY)] == [
+        ("flash_attention", "cutile-dsl"),
+        ("flash_mla_v1", "cute-dsl"),
+        ("flash_mla_v10", "cutile-dsl"),
+        ("mla_var6_plus", "cutile-dsl"),
+    ]
+
+
+def test_kernels_are_selected_by_word() -> None:
+    def names(*words: str) -> list[str]:
+        return [k.full_name for k in select_kernels(words, MANY)]
+
+    assert len(names("all")) == len(MANY)
+    assert names("flash_mla_v2") == ["flash_mla_v2"]
+    assert names("flash_mla_v0") == ["flash_mla"]
+    assert len(names("flash_mla")) == 4
+    assert names("latest", "flash_mla_v2").count("flash_mla_v2") == 1
+    with pytest.raises(UnknownNameError, match="did you mean 'flash_mla_v2'"):
+        names("flash_mla_v3")
+
+
+def test_backends_are_languages_and_peers() -> None:
+    assert select_backends(()) == (("cutile-dsl", "cute-dsl"), PEERS)
+    assert select_backends(("sdpa", "cute-dsl")) == (("cute-dsl",), ("sdpa",))
+    assert select_backends(("peers",)) == ((), PEERS)
+
+
+def test_the_figures_keep_their_shapes() -> None:
+    cases = figures_cases(MANY, PEERS)
+    shapes = [(c.problem.b, c.problem.s, c.problem.t, c.problem.causal) for c in cases]
+    assert shapes == [
+        (8, 16, 4096, True),
+        (2, 1024, 4096, False),
+        (2, 1024, 4096, True),
+        (4, 1, 32768, True),
+        (32, 16, 4096, True),
+        (32, 32, 4096, True),
+        (32, 64, 4096, True),
+    ]
+    last = [(c.kernel.full_name, dict(c.fields)) for c in cases[-1].kernels]
+    assert ("mla_var6_plus", {}) in last
+    assert ("mla_var6_plus", {"n": 0}) in last
+    assert ("flash_mla_v10", {}) in last
+    assert ("flash_mla_v2", {}) not in last
+
+
+def test_all_takes_every_version_at_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_run, "mla_kernels", lambda: list(MANY))
+    (case,), missing = build_cases(BenchOptions(suite="all", sizes={"t": (512,)}))
+    assert missing == {}
+    assert (case.problem.b, case.problem.s, case.problem.t, case.problem.h) == (32, 16, 512, 128)
+    assert [choice.kernel for choice in case.kernels] == sorted(MANY)
+    assert case.peers == PEERS
+
+
+def test_the_sweep_is_the_product_of_the_sizes() -> None:
+    sizes = {"b": (1, 2), "s": (4,), "t": (64, 128), "h": (16, 128)}
+    cases, _ = build_cases(BenchOptions(suite="sweep", sizes=sizes))
+    assert len({case.problem for case in cases}) == 8
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(UnknownNameError, match="suite"):
+        BenchOptions(suite="al")
+    with pytest.raises(InvalidArgumentError, match="max_seconds"):
+        BenchOptions(max_seconds=0)
+    with pytest.raises(InvalidArgumentError, match="s: expected some values"):
+        BenchOptions(suite="sweep", sizes={"s": ()})
+    assert BenchOptions(suite="absorbed").suite == "latent"
+
+
+def test_special_versions_take_part_only_by_name() -> None:
+    kernels = mla_kernels()
+    special = {k for k in kernels if (k.full_name, k.language) in SPECIAL}
+    assert len(special) == len(SPECIAL)
+    for chosen in (
+        comparable(kernels),
+        newest(kernels),
+        *(select_kernels([word], kernels) for word in ("all", "latest", "mla_var6_plus")),
+    ):
+        assert chosen and not set(chosen) & special
+    assert special & set(select_kernels(["mla_var6_plus_v2"], kernels))
+
+
+def test_the_mix_stands_beside_both_pure_paths() -> None:
+    *mixes, shared = mix_cases(mla_kernels(), ["fa3_qv", "fa3", "sdpa"])
+    for case in mixes:
+        names = [choice.kernel.full_name for choice in case.kernels]
+        assert names[:3] == ["mla_var6_plus", "flash_mla", "flash_attention"]
+        assert case.peers == ("fa3_qv", "fa3")
+    with_8_bits = [c for c in mixes if c.kernels[-1].kernel.full_name == "mla_var6_plus_v2"]
+    assert with_8_bits
+    assert all(case.kernels[-1].fields == {"n": case.problem.t} for case in with_8_bits)
+    assert (shared.problem.b, shared.problem.s, shared.problem.t, shared.problem.h) == PREFIX_SHAPE
+    assert shared.kernels[0].fields == {"prefix": PREFIX}
+    assert shared.peers == ("fa3_qv",)
+    cutile = [kernel for kernel in mla_kernels() if kernel.language == "cutile-dsl"]
+    assert all(not case.kernels for case in mix_cases(cutile, ["fa3_qv"]))
+
+
+def test_the_main_job_has_the_call_and_three_designs_in_both_languages() -> None:
+    case = main_job_case(PROBLEM, mla_kernels(), ("fa3_qv",))
+    assert case.call and case.peers == ("fa3_qv",)
+    assert {(choice.kernel.full_name, choice.kernel.language) for choice in case.kernels} == {
+        (design, language)
+        for design in ("mla_var6_plus", "flash_mla", "flash_attention")
+        for language in ("cutile-dsl", "cute-dsl")
+    }
