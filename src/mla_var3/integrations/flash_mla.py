@@ -8,7 +8,6 @@ and the fp8 cache are refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,7 +24,7 @@ from mla_var3.attention.replay.key import (
     find_replay,
     store_replay,
 )
-from mla_var3.attention.replay.replay import Replay
+from mla_var3.attention.replay.replay import PointerReader, Replay
 from mla_var3.attention.request.checks import INDEX_DTYPES, require_int, require_tensor
 from mla_var3.attention.request.validate import Options, latent_task
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
@@ -84,18 +83,19 @@ class PagedReplay(Replay):
         return True
 
 
-def _pointer_reader(rope_at: int) -> Callable[[Tensors], tuple[int, ...]]:
-    """What takes the pointers of `_POINTERS` from the tensors of a call.
+def _pointer_reader(rope_at: int) -> PointerReader:
+    """What reads the pointers of `_POINTERS` from the tensors of a call.
 
     Args:
         rope_at: bytes from a row's start to its rope part.
     """
 
-    def read(tensors: Tensors) -> tuple[int, ...]:
+    def read(tensors: Tensors, out: int, lse: int) -> tuple[int, ...]:
         q, pages, block_table, lengths = tensors
         row, page = q.data_ptr(), pages.data_ptr()
         return (
-            row, row + rope_at, page, page + rope_at, block_table.data_ptr(), lengths.data_ptr()
+            row, row + rope_at, page, page + rope_at, block_table.data_ptr(), lengths.data_ptr(),
+            out, lse,
         )  # fmt: skip
 
     return read

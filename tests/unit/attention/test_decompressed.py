@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
 import mla_var3
-from mla_var3.attention.backends.plans import PlannedKernel, planned, service_of
+from mla_var3.attention.backends.plans import PlannedBackend, planned, service_of
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
@@ -39,11 +39,11 @@ def model(generator: torch.Generator) -> Model:
     return make_model(generator, H, D, K, torch.bfloat16)
 
 
-def backend(kernel: str) -> PlannedKernel:
+def backend(kernel: str) -> PlannedBackend:
     found = find_kernel(kernel, language=LANGUAGE)
     service = service_of(found)
     assert service is not None
-    return PlannedKernel(found, service)
+    return PlannedBackend(found, service)
 
 
 def stage_of(kernel: str, task: AttentionTask) -> Any:
