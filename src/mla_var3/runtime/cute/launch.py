@@ -1,8 +1,8 @@
 """Launching compiled CuTe DSL programs: prepared arguments, current stream, architecture check.
 
-A launch costs the host a few microseconds: the arguments lie in memory already, and only the stream
-and what has changed are written before the compiled host function is called. Nothing here waits for
-the GPU or allocates on it, so a CUDA graph can capture a launch.
+A launch costs the host a few microseconds: only the stream and changed arguments are written before
+the compiled host function is called. Nothing here waits for the GPU or allocates on it, so a CUDA
+graph can capture a launch.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from mla_var3.runtime.cute.arguments import (
 from mla_var3.runtime.torch_fast import current_device_index, raw_stream
 
 Entry = Callable[[Any], Any]
-"""The compiled host function: takes the addresses of its arguments."""
+"""The compiled host function: takes pointers to its arguments."""
 
 
 def short_entry(host_function: Any) -> Entry:
-    """A compiled host function that is called with an array of addresses as it is.
+    """A compiled host function as ctypes calls it fastest.
 
-    Without a declared parameter ctypes converts nothing, and without a result it makes none: the
-    host function writes its error code into the last argument.
+    Without declared parameters and result ctypes converts nothing: the host function takes an
+    array of pointers and writes its error code into the last argument.
 
     Args:
-        host_function: as ctypes knows it; the caller keeps it and its code.
+        host_function: the ctypes function; the caller keeps it and its code alive.
     """
     address = ctypes.cast(host_function, ctypes.c_void_p).value
     if address is None:
@@ -51,7 +51,7 @@ def short_entry(host_function: Any) -> Entry:
 class BoundLaunch:
     """A program with arguments of its own.
 
-    One thread at a time may use it; programs give each caller another.
+    One thread at a time may use it; programs give each caller its own.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class CuteProgram:
             kinds: kinds of the arguments.
             device: index of the GPU.
             entry: the compiled host function.
-            owners: what keeps the code loaded as long as it is referred to.
+            owners: objects that keep the code loaded.
         """
         self.name = name
         self.kinds = tuple(kinds)
@@ -270,7 +270,7 @@ class CuteProgram:
     def __call__(self, *args: Any) -> None:
         """Launch on the current CUDA stream, with other arguments than last time.
 
-        The caller keeps the tensors, as with any operation of torch.
+        The caller keeps the tensors alive, as with any operation of torch.
         """
         buffer = getattr(self._own, "buffer", None)
         if buffer is None:

@@ -1,4 +1,4 @@
-"""The absorbed kernel for Hopper: attention over latent rows, as flash_mla and the mix use it.
+"""The latent (absorbed) kernel for Hopper: attention over latent rows, for flash_mla and the mix.
 
     q_latent [b, s, h, 512]   q_rope [b, s, h, 64]
     latent [b, t, 512] and rope [b, t, 64], or pages of them with a block table
@@ -81,10 +81,10 @@ FEW_BELOW = 25
 class FlashMLASm90:
     """Host and device code for one element type; see `final_lse` for `empty_positive`.
 
-    With `early` it starts before the kernel in front of it has ended (programmatic dependent
-    launch) and waits for it before it reads the queries, which all it writes follows from, except
-    for the states of its own room for pieces. The kernel in front must not be one that uses this
-    room, and must have been launched without overlap.
+    With `early` it is launched before the kernel in front of it has ended (programmatic dependent
+    launch). It waits for that kernel before it reads the queries, and writes nothing before that
+    except the merge states of its own workspace. The kernel in front must not use this workspace,
+    and must have been launched without overlap.
     """
 
     def __init__(self, dtype, few=0, strict=False, empty_positive=False, early=False):
