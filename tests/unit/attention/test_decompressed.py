@@ -247,9 +247,9 @@ def test_views_without_rope_keys_of_their_own(model: Model, generator: torch.Gen
 @pytest.mark.parametrize(
     ("kernel", "options", "refusal"),
     [
-        ("mla_var6_plus", {}, "a cache without a ring"),
-        ("mla_var6_plus", {"window": 100}, "a ring of 100 slots; it takes multiples of 64"),
-        ("mla_var6_plus", {"window": 64, "s": 65}, "65 queries over a ring of 64 slots"),
+        ("mla_var6_plus", {}, "a cache without a window"),
+        ("mla_var6_plus", {"window": 100}, "a window of 100 slots; it takes multiples of 64"),
+        ("mla_var6_plus", {"window": 64, "s": 65}, "65 queries over a window of 64 slots"),
         ("mla_var6_plus", {"window": 64, "page_size": 80}, "pages of 80 tokens"),
         ("mla_var6_plus", {"window": 64, "k": 256}, "these sizes: k: expected 512"),
         ("mla_var6_plus_v3", {}, "a cache without a decompressed shared prefix"),

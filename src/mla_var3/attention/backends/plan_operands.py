@@ -275,16 +275,19 @@ class MixOperands(NamedTuple):
         from mla_var3.kernel.cute_python.mla.decompressed.stage import WindowOperands
         from mla_var3.kernel.cute_python.mla.mix.plan import LatentTokens
 
-        kept: Any = self.keys, self.values, self.rope  # the plan checks that they are there
+        given: Any = self  # the plan checks that they are there
+        keys, values, rope = given.keys, given.values, given.rope
         if shared:
-            kept = (part[None] for part in kept)
-        window = WindowOperands(self.q_nope, self.q_rope, *kept, self.lengths, starts=self.starts)
+            keys, values, rope = keys[None], values[None], rope[None]
+        window = WindowOperands(
+            self.q_nope, self.q_rope, keys, values, rope, self.lengths, starts=self.starts
+        )
         tokens = None
         if self.q_latent is not None:
-            read: Any = self.latent, self.latent_rope, self.latent_lengths
             tokens = LatentTokens(
-                self.q_latent, self.q_rope, *read, self.block_table, seen_by_all=seen_by_all
-            )
+                self.q_latent, self.q_rope, given.latent, given.latent_rope, given.latent_lengths,
+                self.block_table, seen_by_all=seen_by_all,
+            )  # fmt: skip
         stage: Stage = plan.plan_parts(tokens, window, self.w_uv, shape.page_size or 0)
         return stage
 
