@@ -2,7 +2,7 @@
 
     .venv/bin/python -m tests.gpu.attention_overhead --json overhead.json
 
-Calls of one form on other tensors every time are enqueued without waiting; a figure is the median
+Calls of one key on other tensors every time are enqueued without waiting; a figure is the median
 over windows of the time per call. What is measured takes turns window by window, so that all of it
 meets the host in the same states: one that shares its cores with others can be half as fast for
 seconds. How fast it was tells an empty tensor that torch makes and frees. The problem is so small
@@ -24,11 +24,10 @@ from typing import Any
 
 import torch
 
-from mla_var3.attention.backends.projections import project_heads
+from mla_var3.attention.backends.latent import project_heads
 from mla_var3.attention.cache.view import CacheView, paged_view
 from mla_var3.attention.call import HEAD_WIDTH, mla_attention, mla_latent_attention
-from mla_var3.attention.replay.key import find_form
-from mla_var3.attention.replay.replay import latent_parts
+from mla_var3.attention.replay.key import find_replay, latent_key
 from mla_var3.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from mla_var3.runtime.measure import percentile
 
@@ -105,28 +104,24 @@ class Operands:
 
 
 def launch_alone(operands: Operands) -> Call:
-    """The launch of `mla_latent_attention` on prepared addresses, with outputs of its own.
+    """The launch of `mla_latent_attention` on prepared pointers, with outputs of its own.
 
     Stream and memory of the launch are known before, as they are to repeated calls.
     """
     q, q_rope, views = operands.q_latent, operands.q_rope, operands.views
     mla_latent_attention(q[0], q_rope[0], views[0], kernel=KERNEL)
-    form = find_form(latent_parts(q[0], q_rope[0], views[0], HEAD_WIDTH, KERNEL, {}))
-    if form is None:
+    keys = [latent_key(q[i], q_rope[i], views[i], HEAD_WIDTH, KERNEL, {}) for i in range(VARIANTS)]
+    replay = find_replay(keys[0])
+    if replay is None:
         raise RuntimeError(f"{KERNEL}: expected a launch that can be repeated, got none")
     out = torch.empty_like(q[0])
     lse = torch.empty(q[0].shape[:-1], device="cuda")
-    addresses = []
-    for turn, view in enumerate(views):
-        assert view.block_table is not None
-        tensors = (q[turn], q_rope[turn], view.latent, view.rope, view.block_table, view.lengths)
-        addresses.append(
-            (*(tensor.data_ptr() for tensor in tensors), 0, 0, out.data_ptr(), lse.data_ptr())
-        )
-    launch, kept = form.launch.bound()
+    written = out.data_ptr(), lse.data_ptr()
+    pointers = [replay.pointers(key[1], *written) for key in keys if key is not None]
+    launch, kept = replay.launch.bind([*replay.names, *replay.outputs], {})
 
     def call(turn: int) -> Any:
-        return launch(addresses[turn]), kept
+        return launch(pointers[turn]), kept
 
     return call
 

@@ -7,7 +7,6 @@ goes to the reference. Caches hold NaN in every slot without a token and in page
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import itertools
 import math
 import random
@@ -27,10 +26,10 @@ from cutlass import Int32, cute
 
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla.flash_mla import (
     CuteFlashMLA,
-    FlashMLASm90,
     FlashMLATiling,
 )
 from mla_var3.kernel.cute_python.mla.latent.merge import merge_rows
+from mla_var3.kernel.cute_python.mla.latent.operands import LATENT_FIELDS
 from mla_var3.kernel.cute_python.mla.latent.paging import dense_inputs
 from mla_var3.kernel.cute_python.mla.latent.schedule import (
     ITEM_COST,
@@ -165,9 +164,8 @@ def planned(case: Case) -> tuple[CuteFlashMLA, tuple[Tensor, ...], Any]:
 
 
 def named_arguments(args: Sequence[Any]) -> dict[str, Any]:
-    """Arguments by the names that the host function gives them; the stream is not among them."""
-    parameters = inspect.signature(FlashMLASm90.__call__).parameters
-    return dict(zip(list(parameters)[1:-1], args, strict=True))
+    """Arguments by name, without the stream."""
+    return dict(zip(LATENT_FIELDS, args, strict=True))
 
 
 def choose_gangs(stage: Any, shape: GangShape) -> None:
@@ -504,7 +502,7 @@ def run_packed(
     packed: dict[str, Any] = {}
     if begins is not None:
         # The count that all requests would share has no meaning then.
-        packed = {"query_begins": begins, "queries": 0}
+        packed = {"cu_seqlens_q": begins, "queries": 0}
     launch_with(
         attention, **rows, **packed,
         q_latent=q_latent, q_rope=q_rope, newest=newest,

@@ -1,4 +1,4 @@
-"""Repeated calls of one form on a GPU: the short way against the PyTorch path, streams, threads."""
+"""Replays on a GPU: against the PyTorch path, on streams, in threads."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.call import HEAD_WIDTH, mla_attention, mla_latent_attention
-from mla_var3.attention.replay import key as forms
-from mla_var3.attention.replay import replay as fast_path
+from mla_var3.attention.replay import key as keys
 from mla_var3.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+from mla_var3.runtime.call_state import CALL_STATE
 
 from ..unit.attention.attention_support import make_model, normal
 
@@ -24,8 +24,8 @@ LENGTHS = (1000, 77, 640)
 
 
 @pytest.fixture(autouse=True)
-def no_forms() -> None:
-    forms.forget_forms()
+def nothing_kept() -> None:
+    CALL_STATE.clear()
 
 
 def filled(generator: torch.Generator, page_size: int | None) -> LatentCache:
@@ -51,7 +51,7 @@ def same(found: Any, wanted: Any) -> None:
 
 @pytest.mark.parametrize("page_size", [None, PAGE])
 @pytest.mark.parametrize("scale", [None, 0.05])
-def test_other_tensors_of_the_same_form(
+def test_other_tensors_of_the_same_key(
     page_size: int | None, scale: float | None, generator: torch.Generator
 ) -> None:
     model = make_model(generator, H, D, K, torch.bfloat16)
@@ -68,7 +68,7 @@ def test_other_tensors_of_the_same_form(
             with torch.inference_mode(inference):
                 alone = mla_attention(*whole, cache, *weights, kernel=KERNEL, scale=scale)
             torch.testing.assert_close(alone, found[0], rtol=0.02, atol=0.02)
-        assert len(forms._forms) == 2, f"turn {turn}: one form of each call"
+        assert len(keys._replays) == 2, f"turn {turn}: one replay of each call"
 
 
 @pytest.mark.parametrize(("s", "h"), [(1, H), (2, H), (2, 128), (1, 16), (4, 2)])
@@ -134,8 +134,8 @@ def test_a_graph_captured_after_the_form_is_known(generator: torch.Generator) ->
     cache = filled(generator, PAGE)
     q, other = queries(generator, K), queries(generator, K)
     wanted = mla_latent_attention(*q, cache, kernel=KERNEL)
-    parts = fast_path.latent_parts(*q, cache, HEAD_WIDTH, KERNEL, {})
-    assert forms.find_form(parts) is not None
+    key = keys.latent_key(*q, cache, HEAD_WIDTH, KERNEL, {})
+    assert keys.find_replay(key) is not None
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = mla_latent_attention(*q, cache, kernel=KERNEL)

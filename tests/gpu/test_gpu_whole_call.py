@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from mla_var3.attention.backends.projections import project_heads
+from mla_var3.attention.backends.latent import project_heads
 from mla_var3.attention.call import mla_attention
-from mla_var3.attention.replay import key as forms
-from mla_var3.attention.replay import replay as fast_path
-from mla_var3.attention.replay.whole_form import WholeForm
+from mla_var3.attention.replay import key as keys
+from mla_var3.attention.replay.replay import ProjectedReplay
 from mla_var3.kernel.cute_python.mla.latent import whole_call
+from mla_var3.runtime.call_state import CALL_STATE
 
 from ..unit.attention.attention_support import make_model, normal
 from .products_alone import output_product, query_product
@@ -31,8 +31,8 @@ Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Callable[[], None
 
 
 @pytest.fixture(autouse=True)
-def no_forms() -> None:
-    forms.forget_forms()
+def nothing_kept() -> None:
+    CALL_STATE.clear()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -74,8 +74,8 @@ def weights_of(generator: torch.Generator, h: int) -> tuple[torch.Tensor, torch.
     return model.w_uk.cuda(), model.w_uv.cuda()
 
 
-def form_of(operands: Any, **options: Any) -> Any:
-    return forms.find_form(fast_path.full_parts(*operands, KERNEL, options))
+def replay_of(operands: Any, **options: Any) -> Any:
+    return keys.find_replay(keys.whole_key(*operands, KERNEL, options))
 
 
 def same(found: Any, wanted: Any) -> None:
@@ -93,10 +93,11 @@ def test_repeated_calls_equal_first_calls(
     given = [(*inputs(generator, s, h), cache, *weights) for _ in range(3)]
     first = []
     for operands in given:
-        forms.forget_forms()
+        CALL_STATE.clear()
         first.append(mla_attention(*operands, kernel=KERNEL, return_lse=True))
         same(first[-1], mla_attention(*operands, kernel="torch_tiled", return_lse=True))
-    assert isinstance(form_of(given[0]), WholeForm)
+    replay = replay_of(given[0])
+    assert replay is not None and not isinstance(replay, ProjectedReplay)
     for _ in range(2):
         for operands, (output, lse) in zip(given, first, strict=True):
             again = mla_attention(*operands, kernel=KERNEL, return_lse=True)
@@ -111,11 +112,11 @@ def test_repeated_calls_equal_first_calls(
 def test_more_queries_than_the_products_take(
     generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch multiplies, before and after the form is known."""
+    """Torch projects, before and after the key is known."""
     monkeypatch.setattr(whole_call, "OWN_PRODUCT_QUERIES", B * 2 - 1)
     operands = (*inputs(generator, 2, 16), filled(generator, PAGE), *weights_of(generator, 16))
     wanted = mla_attention(*operands, kernel=KERNEL)
-    assert isinstance(form_of(operands), fast_path.FullForm)
+    assert isinstance(replay_of(operands), ProjectedReplay)
     assert torch.equal(mla_attention(*operands, kernel=KERNEL), wanted)
 
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from mla_var3.kernel.cute_python.mla.latent import call as latent_call
+from mla_var3.kernel.cute_python.mla.latent.operands import Partials
+from mla_var3.runtime.call_state import CallState
 
 Calls = list[tuple[str, tuple[Any, ...]]]
 """Kernels that were launched, each with its arguments."""
@@ -42,6 +45,7 @@ def note_calls(monkeypatch: pytest.MonkeyPatch, sms: int, host: type | None = No
     monkeypatch.setattr(latent_call, "program_for", program_for)
     monkeypatch.setattr(latent_call, "require_arch", lambda *args: None)
     monkeypatch.setattr(latent_call, "sm_count_of", lambda index: sms)
-    monkeypatch.setattr(latent_call, "workspace", lambda device, slots: ("o", "lse", "merges"))
-    monkeypatch.setattr(latent_call, "_programs", {})
+    partials = Partials(*(torch.empty(0, device="meta") for _ in Partials._fields))
+    monkeypatch.setattr(latent_call, "partials_for", lambda device, sm_count: partials)
+    monkeypatch.setattr(latent_call, "_programs", CallState().table(64))
     return log

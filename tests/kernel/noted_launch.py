@@ -1,6 +1,6 @@
-"""Launches the absorbed attention on a driver that only notes, see `noting_driver.py`.
+"""Launches the latent attention on a driver that only records, see `noting_driver.py`.
 
-Once with tensors, then twice by addresses.
+Once with tensors, then twice by pointers.
 """
 
 from __future__ import annotations
@@ -11,42 +11,51 @@ import torch
 
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla import flash_mla
 from mla_var3.kernel.cute_python.mla.latent import call as latent_call
-from mla_var3.kernel.cute_python.mla.latent.schedule import gang_shape
-from tests.unit.runtime.cute.noting_driver import STREAM, addresses_of, program_for_step
+from mla_var3.kernel.cute_python.mla.latent.operands import (
+    LatentOperands,
+    LatentOptions,
+    latent_arguments,
+)
+from mla_var3.kernel.cute_python.mla.latent.schedule import ROWS, gang_shape
+from tests.unit.runtime.cute.noting_driver import STREAM, pointers_of, program_for_step
 
 B, S, H, SMS = 4, 2, 64, 132
-TILES = S * H // 64
+TILES = S * H // ROWS
 
 
-def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype)
+def paged_operands(device: str, b: int, s: int, h: int) -> LatentOperands:
+    """Operands for a paged cache."""
 
+    def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
 
-def arguments() -> tuple[Any, ...]:
-    """Arguments of the host function, without the stream."""
-    partials = latent_call.allocate_partials(torch.device("cpu"), SMS)
-    out, lse = zeros(B, S, H, 512), zeros(B, S, H, dtype=torch.float32)
-    index = torch.int32
-    return latent_call.attention_arguments(
-        zeros(B, S, H, 512), zeros(B, S, H, 64), zeros(16, 64, 512), zeros(16, 64, 64),
-        zeros(B, 4, dtype=index), zeros(B, dtype=index), None, None, out, lse, partials,
-        0.1, S, H, True, gang_shape(TILES, B, SMS),
+    return LatentOperands.allocate(
+        (b, s, h), zeros(b, s, h, 512), zeros(b, s, h, 64), zeros(16, 64, 512), zeros(16, 64, 64),
+        zeros(b, dtype=torch.int32), zeros(b, 4, dtype=torch.int32),
     )  # fmt: skip
+
+
+def arguments(operands: LatentOperands) -> tuple[Any, ...]:
+    """Arguments of the host entry, without the stream."""
+    b, s, h = operands.lse.shape
+    shape = gang_shape(-(-s * h // ROWS), b, SMS)
+    partials = latent_call.allocate_partials(operands.lse.device, SMS)
+    return latent_arguments(operands, partials, LatentOptions(s, True, 0.1), shape)
 
 
 def main() -> None:
     """Compile, or launch everything in order."""
-    args = arguments()
+    args = arguments(paged_operands("cpu", B, S, H))
     host = flash_mla.FlashMLASm90(latent_call.ELEMENT_TYPES[torch.bfloat16])
     tiling = flash_mla.FlashMLATiling()
     program = program_for_step(flash_mla.FlashMLASm90.flash_mla, host, args, tiling)
     if program is None:
         return
     program(*args)
-    addresses = addresses_of(args)
+    pointers = pointers_of(args)
     repeated = program.repeated(*args)
-    repeated(*addresses)
-    assert repeated.on_stream(STREAM, *addresses[10:])(addresses[:10])
+    repeated(*pointers.values())
+    assert repeated.on_stream(STREAM, [0], pointers)([pointers[0]])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The absorbed CuTe kernel on changing tensors: what it gives the programs, on meta tensors."""
+"""The latent CuTe kernel on changing tensors: what it gives the programs, on meta tensors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,22 @@ import torch
 
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
+from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla import flash_mla
 from mla_var3.kernel.cute_python.mla.hopper.warps import THREADS
 from mla_var3.kernel.cute_python.mla.latent import call as latent_call
+from mla_var3.kernel.cute_python.mla.latent.operands import (
+    LATENT_FIELDS,
+    WHOLE_FIELDS,
+    LatentOperands,
+    LatentOptions,
+    LatentSizes,
+    Partials,
+    groups_of,
+    latent_arguments,
+)
 from mla_var3.kernel.cute_python.mla.latent.schedule import gang_shape
+from mla_var3.runtime.call_state import CALL_STATE
 from mla_var3.runtime.cute.arguments import kinds_of
 from mla_var3.runtime.cute.launch import RepeatedLaunch
 from mla_var3.runtime.cute_kernel import compile_program
@@ -25,6 +37,7 @@ from . import noted_launch
 from .noted_calls import Calls, note_calls
 
 SMS = 132
+OPERANDS = LatentOperands._fields
 
 
 @pytest.fixture
@@ -33,34 +46,25 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return note_calls(monkeypatch, SMS)
 
 
-def absorbed(b: int, s: int, h: int, **changes: Any) -> dict[str, Any]:
-    """Arguments of `absorbed` on meta tensors."""
+def call(b: int, s: int, h: int, **changes: Any) -> tuple[LatentOperands, LatentOptions]:
+    """Operands and options of a call on meta tensors, and what is to be changed by name."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    arguments = {
-        "q_latent": empty(b, s, h, 512),
-        "q_rope": empty(b, s, h, 64),
-        "latent": empty(b, 256, 512),
-        "rope": empty(b, 256, 64),
-        "block_table": None,
-        "lengths": empty(b, dtype=torch.int32),
-        "query_begins": None,
-        "tree": None,
-        "max_queries": s,
-        "causal": True,
-        "scale": 0.1,
-        "out": empty(b, s, h, 512),
-        "lse": empty(b, s, h, dtype=torch.float32),
-    }
-    return {**arguments, **changes}
+    operands = LatentOperands.allocate(
+        (b, s, h), empty(b, s, h, 512), empty(b, s, h, 64), empty(b, 256, 512), empty(b, 256, 64),
+        empty(b, dtype=torch.int32),
+    )  # fmt: skip
+    empty_positive = changes.pop("empty_positive", False)
+    options = LatentOptions(s, True, 0.1, empty_positive=empty_positive)
+    return operands._replace(**changes), options
 
 
 def test_a_call_is_one_launch_with_its_gangs(
     calls: Calls,
 ) -> None:
-    flash_mla.absorbed(**absorbed(3, 2, 64))
+    flash_mla.attend(*call(3, 2, 64))
     ((name, arguments),) = calls
     assert name == "flash_mla"
     shape = gang_shape(2, 3, SMS)
@@ -70,7 +74,7 @@ def test_a_call_is_one_launch_with_its_gangs(
 def test_a_batch_without_queries_launches_nothing(
     calls: Calls,
 ) -> None:
-    flash_mla.absorbed(**absorbed(0, 2, 64))
+    flash_mla.attend(*call(0, 2, 64))
     assert calls == []
 
 
@@ -78,79 +82,101 @@ def test_a_tree_is_given_as_bytes_with_its_strides(
     calls: Calls,
 ) -> None:
     tree = torch.empty((4, 4), dtype=torch.bool, device="meta").expand(2, 4, 4)
-    flash_mla.absorbed(**absorbed(2, 4, 16, tree=tree))
+    flash_mla.attend(*call(2, 4, 16, tree=tree))
     given = [arg for arg in calls[0][1] if isinstance(arg, torch.Tensor)]
     assert any(arg.dtype is torch.uint8 and arg.shape == (2, 4, 4) for arg in given)
-    assert calls[0][1][-7:-5] == (0, 4)
+    named = dict(zip(LATENT_FIELDS, calls[0][1], strict=True))
+    assert (named["tree_stride"], named["tree_row_stride"]) == (0, 4)
 
 
 def test_one_program_serves_all_shapes_and_another_each_form(
     calls: Calls,
 ) -> None:
     for b, s, h in ((1, 1, 128), (7, 3, 64), (2, 9, 24)):
-        flash_mla.absorbed(**absorbed(b, s, h))
+        flash_mla.attend(*call(b, s, h))
     assert len(latent_call._programs) == 1
-    flash_mla.absorbed(**absorbed(2, 1, 16))  # few rows
+    flash_mla.attend(*call(2, 1, 16))  # few rows
     table = torch.empty((2, 4), dtype=torch.int32, device="meta")
-    flash_mla.absorbed(**absorbed(2, 4, 16, block_table=table))
+    flash_mla.attend(*call(2, 4, 16, block_table=table))
     assert len(latent_call._programs) == 3
     for _ in range(2):
-        flash_mla.absorbed(**absorbed(2, 4, 16, block_table=table, empty_positive=True))
+        flash_mla.attend(*call(2, 4, 16, block_table=table, empty_positive=True))
     assert len(latent_call._programs) == 4
 
 
-def absorbed_arguments(s: int = 2, h: int = 64, **changes: Any) -> tuple[Any, ...]:
+def arguments_of(s: int = 2, h: int = 64, **changes: Any) -> tuple[Any, ...]:
     """Arguments of the program for a small call on meta tensors."""
-    given = absorbed(2, s, h, **changes)
-    names = ("q_latent", "q_rope", "latent", "rope", "block_table", "lengths", "query_begins")
-    return latent_call.attention_arguments(
-        *(given[name] for name in names), given["tree"], given["out"], given["lse"],
-        latent_call.allocate_partials(torch.device("meta"), SMS), 0.1, s, h, True,
-        gang_shape(1, 2, SMS),
-    )  # fmt: skip
+    partials = latent_call.allocate_partials(torch.device("meta"), SMS)
+    operands, options = call(2, s, h, **changes)
+    return latent_arguments(operands, partials, options, gang_shape(1, 2, SMS))
 
 
-def test_a_launch_is_repeated_on_other_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the room of the stream; not where an address is not aligned, nor in a capture."""
-    rooms = {stream: tuple(torch.empty(4) for _ in range(3)) for stream in (7, 8)}
+def test_the_contract_names_the_arguments_in_order() -> None:
+    """Every field at its place, and no field left over."""
+    operands, options = call(3, 2, 64, block_table=torch.empty((3, 4), device="meta"))
+    partials = latent_call.allocate_partials(torch.device("meta"), SMS)
+    arguments = latent_arguments(operands, partials, options, gang_shape(2, 3, SMS))
+    named = dict(zip(LATENT_FIELDS, arguments, strict=True))
+    for group in (operands, partials):
+        assert all(named[name] is value for name, value in group._asdict().items())
+    assert (named["requests"], named["queries"], named["heads"]) == (3, 2, 64)
+    assert (named["total_rows"], named["page_tokens"], named["q_rope_stride"]) == (384, 256, 64)
+    assert len(set(WHOLE_FIELDS)) == len(WHOLE_FIELDS)
+    *groups, rest = groups_of([*arguments, "stream"], LatentOperands, Partials, LatentSizes)
+    assert groups[:2] == [operands, partials] and rest == ["stream"]
+
+
+def test_a_launch_is_repeated_on_other_pointers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the workspace of the stream; not on an unaligned pointer, nor in a capture."""
+    workspaces = {
+        stream: Partials(*(torch.empty(4) for _ in Partials._fields)) for stream in (7, 8)
+    }
     state = {"stream": 7, "capturing": False, "device": 0}
     monkeypatch.setattr(latent_call, "raw_stream", lambda device: state["stream"])
     monkeypatch.setattr(latent_call, "current_device_index", lambda: state["device"])
     monkeypatch.setattr(latent_call, "is_capturing", lambda: state["capturing"])
-    monkeypatch.setattr(latent_call, "workspace", lambda device, sms: rooms[state["stream"]])
+    monkeypatch.setattr(
+        latent_call, "partials_for", lambda device, sms: workspaces[state["stream"]]
+    )
     index = {"dtype": torch.int32, "device": "meta"}
-    arguments = absorbed_arguments(
+    arguments = arguments_of(
         block_table=torch.empty((2, 4), **index),  # type: ignore[call-overload]
-        query_begins=torch.empty(3, **index),  # type: ignore[call-overload]
+        cu_seqlens_q=torch.empty(3, **index),  # type: ignore[call-overload]
         tree=torch.empty((2, 2, 2), dtype=torch.bool, device="meta"),
     )
     seen: list[tuple[int, ...]] = []
 
     def entry(packed: Any) -> None:
-        """Reads what the compiled host function would: 13 addresses first, the stream behind."""
-        cells = [*range(13), len(packed) - 2]
+        """Reads what the compiled host function would: pointers first, the stream behind."""
+        cells = [*range(len(OPERANDS) + len(Partials._fields)), len(packed) - 2]
         seen.append(tuple(ctypes.c_uint64.from_address(packed[cell]).value for cell in cells))
 
     repeated = RepeatedLaunch("flash_mla", entry, kinds_of(arguments), 0, arguments)
-    launch = latent_call.AbsorbedLaunch(repeated, torch.device("cuda", 0), SMS)
-    addresses = (64, 128, 256, 512, 4, 8, 12, 20, 1024, 2048)
+    launch = latent_call.LatentLaunch(repeated, torch.device("cuda", 0), SMS)
+    pointers = dict(zip(OPERANDS, (64, 128, 256, 512, 4, 8, 12, 20, 1024, 2048), strict=True))
+    # In any order, with pointers that the kernel does not take and one that is replaced.
+    names = ["w_uk", "lengths", *reversed(OPERANDS)]
+
+    def given(**changes: int) -> list[int]:
+        return [3, 5, *reversed((pointers | changes).values())]
+
     for stream in (7, 8):
         state["stream"] = stream
         assert launch.stream() == stream
-        on_stream, kept = launch.bound()
-        assert kept is rooms[stream] and on_stream(addresses)
+        on_stream, kept = launch.bind(names, {})
+        assert kept is workspaces[stream] and on_stream(given())
     assert seen == [
-        (*addresses, *(part.data_ptr() for part in rooms[stream]), stream) for stream in (7, 8)
+        (*pointers.values(), *(part.data_ptr() for part in workspaces[stream]), stream)
+        for stream in (7, 8)
     ]
-    for place in (0, 1, 2, 3, 8, 9):
-        wrong = list(addresses)
-        wrong[place] += 8
-        assert not on_stream(wrong)
-    for place in (4, 5, 6, 7):
-        wrong = list(addresses)
-        wrong[place] += 2
-        assert not on_stream(wrong)
+    floats = ("q_latent", "q_rope", "latent", "rope", "o_latent", "lse")
+    for name, pointer in pointers.items():
+        assert not on_stream(given(**{name: pointer + (8 if name in floats else 2)}))
     assert len(seen) == 2
+    fixed, _ = launch.bind(OPERANDS[:-1], {"lse": 4096})
+    assert fixed(list(pointers.values())[:-1]) and seen[-1][9] == 4096
+    with pytest.raises(InvalidArgumentError, match="flash_mla: pointers"):
+        launch.bind(OPERANDS[:-1], {})
     state["capturing"] = True
     assert launch.stream() is None
     for stream in (0, 8):
@@ -160,19 +186,21 @@ def test_a_launch_is_repeated_on_other_addresses(monkeypatch: pytest.MonkeyPatch
         assert launch.stream() is None
 
 
-def test_threads_do_not_share_the_room_for_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_do_not_share_their_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     """The default stream of every thread has the same number and is another stream."""
     monkeypatch.setattr(latent_call, "raw_stream", lambda device: 7)
     monkeypatch.setattr(latent_call, "is_capturing", lambda: False)
     monkeypatch.setattr(latent_call, "allocate_partials", lambda device, sms: (torch.empty(1),) * 3)
     device = torch.device("cuda", 0)
-    here = latent_call.workspace(device, SMS)
-    assert latent_call.workspace(device, SMS) is here
+    here = latent_call.partials_for(device, SMS)
+    assert latent_call.partials_for(device, SMS) is here
     there: list[Any] = []
-    thread = threading.Thread(target=lambda: there.append(latent_call.workspace(device, SMS)))
+    thread = threading.Thread(target=lambda: there.append(latent_call.partials_for(device, SMS)))
     thread.start()
     thread.join()
     assert there[0] is not here
+    CALL_STATE.clear()
+    assert latent_call.partials_for(device, SMS) is not here
 
 
 def test_a_tree_that_is_copied_is_not_repeated(
@@ -184,13 +212,13 @@ def test_a_tree_that_is_copied_is_not_repeated(
 
 
 def flash_mla_launch(**changes: Any) -> Any:
-    """What `absorbed` returns for a small call."""
-    return flash_mla.absorbed(**absorbed(2, 4, 16, **changes))
+    """What a small call returns."""
+    return flash_mla.attend(*call(2, 4, 16, **changes))
 
 
 def ptx_of(few: int, empty_positive: bool = False) -> str:
     """The kernel for a small call, for the GPU's assembler."""
-    arguments = absorbed_arguments(1, 8 if few else 128)
+    arguments = arguments_of(1, 8 if few else 128)
     element, host = latent_call.ELEMENT_TYPES[torch.bfloat16], flash_mla.FlashMLASm90
     made = host(element, few, empty_positive=empty_positive)
     tiling = flash_mla.FlashMLATiling(few=few)

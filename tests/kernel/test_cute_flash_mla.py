@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from typing import Any, ClassVar
 
@@ -21,10 +20,10 @@ from mla_var3.kernel.cute_python.mla.latent.kernel import (
     CONSUMERS,
     LOADER_REGISTERS,
     THREADS,
-    FlashMLASm90,
     FlashMLATiling,
 )
 from mla_var3.kernel.cute_python.mla.latent.merge import merge_cost, merge_rows
+from mla_var3.kernel.cute_python.mla.latent.operands import LATENT_FIELDS
 from mla_var3.kernel.cute_python.mla.latent.paging import SPARE_PAGES, dense_inputs, paged_inputs
 from mla_var3.kernel.cute_python.mla.latent.schedule import DEFAULT_SM_COUNT
 from mla_var3.runtime import cute_kernel, workflow
@@ -305,9 +304,8 @@ def test_a_cache_that_is_a_view_of_a_larger_one_is_taken() -> None:
 
 
 def parameter_places(*names: str) -> list[int]:
-    """Where arguments stand in the call of the host function."""
-    order = [name for name in inspect.signature(FlashMLASm90.__call__).parameters if name != "self"]
-    return [order.index(name) for name in names]
+    """Places of arguments in the call of the host entry."""
+    return [LATENT_FIELDS.index(name) for name in names]
 
 
 @pytest.mark.parametrize("page", [0, 64])

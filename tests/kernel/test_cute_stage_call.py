@@ -1,4 +1,4 @@
-"""Stages that are kept by form: later calls get the addresses that a stage of their own would."""
+"""Stages that are kept by key: later calls get the pointers that a stage of their own would."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.decompressed.stage import WindowTiling
 from mla_var3.kernel.cute_python.mla.hopper import stage_call
+from mla_var3.runtime.call_state import CALL_STATE
 from mla_var3.runtime.paths import find_kernel, plan_class
 
 SIZES: dict[str, Any] = {"b": 2, "s": 3, "t": 300, "h": 4, "seed": 0}
@@ -53,10 +54,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     found = Launches()
     monkeypatch.setattr(stage_call, "program_for", found.program_for)
     monkeypatch.setattr(stage_call, "require_arch", lambda *arguments: None)
-    monkeypatch.setattr(stage_call, "_programs", {})
-    monkeypatch.setattr(stage_call, "_kept", {})
+    CALL_STATE.clear()
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(stage_call._AtOnce, "run", stage_call._InTurn.run)
+    monkeypatch.setattr(stage_call._Concurrent, "run", stage_call._Sequential.run)
     return found
 
 
@@ -97,13 +97,13 @@ def test_a_kept_stage_passes_what_a_new_one_would(
     field = "tiling" if name == "flash_attention" else "window_tiling"
     plan = plan.copy(**{field: WindowTiling(parts=parts)})
     first, second = plan.prepare_inputs("cpu"), plan.prepare_inputs("cpu")
-    stage_call.run_stage("form", first, lambda: plan.plan(*first))
+    stage_call.run_stage("key", first, lambda: plan.plan(*first))
     launches.addresses.clear()
 
     def never() -> Any:
         raise AssertionError("built again")
 
-    outputs = stage_call.run_stage("form", second, never)
+    outputs = stage_call.run_stage("key", second, never)
     stage = plan.plan(*second)
     wanted = pointers(stage)
     assert [kernel for kernel, _ in launches.addresses] == [kernel for kernel, _ in wanted]
@@ -122,7 +122,7 @@ def test_a_kept_stage_passes_what_a_new_one_would(
         assert (output.shape, output.dtype) == (expected.shape, expected.dtype)
 
 
-def test_programs_are_loaded_once_for_many_forms(launches: Launches) -> None:
+def test_programs_are_loaded_once_for_many_keys(launches: Launches) -> None:
     for b in (2, 3):
         plan = plan_of("mla_var6_plus", b=b).copy(window_tiling=WindowTiling(parts=1))
         inputs = plan.prepare_inputs("cpu")
@@ -135,7 +135,7 @@ def test_programs_are_loaded_once_for_many_forms(launches: Launches) -> None:
     assert launches.loaded == names * 2
 
 
-def test_other_strides_are_another_form(launches: Launches) -> None:
+def test_other_strides_are_another_key(launches: Launches) -> None:
     plan = plan_of("flash_attention")
     inputs = list(plan.prepare_inputs("cpu"))
     built = 0
@@ -146,22 +146,22 @@ def test_other_strides_are_another_form(launches: Launches) -> None:
         return plan.plan(*inputs)
 
     for _ in range(2):
-        stage_call.run_stage("form", inputs, build)
+        stage_call.run_stage("key", inputs, build)
     keys = torch.zeros(2, 4, 310, 128, dtype=torch.bfloat16)
     inputs[2] = keys[:, :, :300]
     for _ in range(2):
-        stage_call.run_stage("form", inputs, build)
+        stage_call.run_stage("key", inputs, build)
     assert built == 2
 
 
-def test_an_odd_address_is_refused_beside_a_known_form(launches: Launches) -> None:
+def test_an_unaligned_pointer_is_refused_beside_a_known_key(launches: Launches) -> None:
     plan = plan_of("flash_attention")
     inputs = list(plan.prepare_inputs("cpu"))
-    stage_call.run_stage("form", inputs, lambda: plan.plan(*inputs))
+    stage_call.run_stage("key", inputs, lambda: plan.plan(*inputs))
     odd = torch.zeros(inputs[0].numel() + 1, dtype=torch.bfloat16)[1:].view(inputs[0].shape)
     inputs[0] = odd
     with pytest.raises(InvalidArgumentError, match="q_nope: expected a base address aligned"):
-        stage_call.run_stage("form", inputs, lambda: plan.plan(*inputs))
+        stage_call.run_stage("key", inputs, lambda: plan.plan(*inputs))
 
 
 def test_a_view_that_is_no_operand_is_refused(launches: Launches) -> None:
@@ -169,13 +169,23 @@ def test_a_view_that_is_no_operand_is_refused(launches: Launches) -> None:
     plan = plan_of("mla_var6_plus_v3", prefix=128)
     inputs = plan.prepare_inputs("cpu")
     with pytest.raises(InvalidArgumentError, match="operands: expected every view"):
-        stage_call.run_stage("form", inputs, lambda: plan.plan(*inputs))
+        stage_call.run_stage("key", inputs, lambda: plan.plan(*inputs))
 
 
-def test_few_forms_are_kept(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage_call, "MOST_KEPT", 3)
+def test_the_oldest_stage_is_evicted(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stage_call._kept, "maxsize", 3)
     plan = plan_of("flash_attention")
     inputs = plan.prepare_inputs("cpu")
-    for form in range(10):
-        stage_call.run_stage(form, inputs, lambda: plan.plan(*inputs))
+    built: list[int] = []
+
+    def run(key: int) -> None:
+        def build() -> Any:
+            built.append(key)
+            return plan.plan(*inputs)
+
+        stage_call.run_stage(key, inputs, build)
         assert len(stage_call._kept) <= 3
+
+    for key in (0, 1, 2, 3, 1, 2, 3, 0, 2):
+        run(key)
+    assert built == [0, 1, 2, 3, 0]

@@ -28,7 +28,8 @@ from mla_var3.kernel.cute_python.mla.decompressed.stage import (
 from mla_var3.kernel.cute_python.mla.flash_attention.flash_attention.flash_attention import (
     CuteFlashAttention,
 )
-from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLASm90, FlashMLATiling
+from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLATiling
+from mla_var3.kernel.cute_python.mla.latent.operands import LATENT_FIELDS
 from mla_var3.kernel.cute_python.mla.mix.sm_split import SmSplit, balanced_split, neighbours
 from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus.mla_var6_plus import (
     CuteMlaVar6Plus,
@@ -231,7 +232,9 @@ def test_the_latent_kernel_leaves_out_the_window_and_nothing_else() -> None:
     assert (named["window"], named["slots"], named["requests"]) == (100, 100, 2)
     assert plan.latent_lengths() == [200, 0]
     assert plan.new_lengths() == [100, 60]
-    assert named_arguments(kernels(plan)["flash_mla"], FlashMLASm90)["newest"] == 100
+    latent = kernels(plan)["flash_mla"]
+    named = dict(zip(LATENT_FIELDS, latent.args_fn(latent.tiling), strict=True))
+    assert named["newest"] == 100
 
 
 def test_a_prefix_is_one_window_and_the_latent_kernel_starts_behind_it() -> None:

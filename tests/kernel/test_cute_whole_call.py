@@ -19,6 +19,15 @@ from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla import flash_mla
 from mla_var3.kernel.cute_python.mla.latent import call as latent_call
 from mla_var3.kernel.cute_python.mla.latent import whole_call
 from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLASm90, FlashMLATiling
+from mla_var3.kernel.cute_python.mla.latent.operands import (
+    WHOLE_FIELDS,
+    LatentOperands,
+    LatentOptions,
+    Partials,
+    ProjectionOperands,
+    ProjectionSizes,
+    groups_of,
+)
 from mla_var3.kernel.cute_python.mla.latent.schedule import ROWS, gang_shape
 from mla_var3.kernel.cute_python.mla.projections import outputs as decompress_combine
 from mla_var3.kernel.cute_python.mla.projections import queries as head_products
@@ -33,7 +42,8 @@ from tests.unit.runtime.cute.noting_driver import OVERLAP, STREAM, noted_launche
 from . import whole_launch
 from .compile_once import SERIALISED, Compiled, compile_once
 from .noted_calls import Calls, note_calls
-from .whole_launch import SIZES, SMS
+from .noted_launch import SMS
+from .whole_launch import SIZES
 
 HOPPER = device_spec("NVIDIA H200")
 SM_REGISTERS, SM_SHARED_BYTES, RESERVED_BYTES = 64 * 1024, 228 * 1024, 1024
@@ -55,7 +65,9 @@ COMPILE = """
 import contextlib, json, sys
 from dataclasses import dataclass
 import torch
-from mla_var3.kernel.cute_python.mla import decompress_combine, head_products, latent_call
+from mla_var3.kernel.cute_python.mla.latent import call as latent_call
+from mla_var3.kernel.cute_python.mla.projections import outputs as decompress_combine
+from mla_var3.kernel.cute_python.mla.projections import queries as head_products
 from mla_var3.runtime import cute_kernel
 from mla_var3.runtime.compile import compile_report
 from mla_var3.runtime.plan import Constraints, Tiling
@@ -177,51 +189,53 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return note_calls(monkeypatch, SMS, whole_call.WholeCall)
 
 
-def call(b: int = 2, s: int = 2, h: int = 16, **changes: Any) -> dict[str, Any]:
-    """Arguments of `whole` on meta tensors."""
+Given = tuple[ProjectionOperands, LatentOperands, LatentOptions]
+
+
+def call(b: int = 2, s: int = 2, h: int = 16, **changes: Any) -> Given:
+    """Operands and options of a whole call on meta tensors, and what is to be changed by name."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    arguments = {
-        "q_nope": empty(b, s, h, 128), "q_rope": empty(b, s, h, 64), "w_uk": empty(h, 128, 512),
-        "w_uv": empty(h, 512, 128), "latent": empty(b, 256, 512), "rope": empty(b, 256, 64),
-        "block_table": None, "lengths": empty(b, dtype=torch.int32), "query_begins": None,
-        "tree": None, "max_queries": s, "causal": True, "scale": 0.1,
-    }  # fmt: skip
-    return {**arguments, **changes}
+    projections = ProjectionOperands(
+        empty(h, 128, 512), empty(h, 512, 128), empty(b, s, h, 128), empty(b, s, h, 128)
+    )
+    operands = LatentOperands.allocate(
+        (b, s, h), empty(b, s, h, 512), empty(b, s, h, 64), empty(b, 256, 512), empty(b, 256, 64),
+        empty(b, dtype=torch.int32),
+    )  # fmt: skip
+    options = LatentOptions(s, True, 0.1, empty_positive=changes.pop("empty_positive", False))
+    own = {name: changes.pop(name) for name in projections._fields if name in changes}
+    return projections._replace(**own), operands._replace(**changes), options
 
 
 def test_the_kernel_offers_whole_calls() -> None:
-    assert flash_mla.whole is whole_call.whole
+    assert flash_mla.whole is whole_call
 
 
 def test_one_launch_has_what_all_kernels_need(calls: Calls) -> None:
-    given = call(3, 2, 64)
-    found = whole_call.whole(**given)
-    assert found is not None
-    out, lse, launch = found
-    assert out.shape == (3, 2, 64, 128) and lse.shape == (3, 2, 64)
-    assert isinstance(launch, whole_call.WholeLaunch) and launch.between == 2
+    projections, operands, options = call(3, 2, 64)
+    launch = whole_call.attend(projections, operands, options)
+    assert launch is not None
+    assert launch.workspace == {"q_latent": 2 * 3 * 2 * 64 * 512, "o_latent": 2 * 3 * 2 * 64 * 512}
     ((name, arguments),) = calls
     assert name == "flash_mla"
-    first = [given[key] for key in ("w_uk", "w_uv", "q_nope", "q_rope", "latent", "rope")]
-    assert all(one is other for one, other in zip(arguments, first, strict=False))
-    changing = arguments[: whole_launch.CHANGING]
-    assert changing[-2] is out and changing[-1] is lse
-    between = arguments[whole_launch.CHANGING : whole_launch.CHANGING + 2]
-    assert [tensor.shape for tensor in between] == 2 * [(3, 2, 64, 512)]
-    assert arguments[-5:] == (6, 64, min(64 * 4, 3 * SMS), 1, 64)
+    named = dict(zip(WHOLE_FIELDS, arguments, strict=True))
+    for group in (projections, operands):
+        assert all(named[name] is value for name, value in group._asdict().items())
+    sizes = ProjectionSizes(*(named[name] for name in ProjectionSizes._fields))
+    assert sizes == (6, min(64 * 4, 3 * SMS), 1, 64) and named["heads"] == 64
 
 
 def test_programs_by_what_they_are_compiled_for(calls: Calls) -> None:
     for b, s, h in ((1, 1, 128), (7, 3, 128), (2, 9, 128), (1, 2, 16), (200, 2, 16)):
-        whole_call.whole(**call(b, s, h))
+        whole_call.attend(*call(b, s, h))
     assert len(latent_call._programs) == 1
-    whole_call.whole(**call(1, 1, 16))  # few rows
+    whole_call.attend(*call(1, 1, 16))  # few rows
     table = torch.empty((2, 4), dtype=torch.int32, device="meta")
-    whole_call.whole(**call(2, 1, 128, block_table=table))
-    whole_call.whole(**call(2, 1, 128, empty_positive=True))
+    whole_call.attend(*call(2, 1, 128, block_table=table))
+    whole_call.attend(*call(2, 1, 128, empty_positive=True))
     assert len(latent_call._programs) == 4
 
 
@@ -249,47 +263,56 @@ def odd_rows() -> torch.Tensor:
         {"b": 1, "s": whole_call.OWN_PRODUCT_QUERIES + 1},
     ],
 )  # fmt: skip
-def test_products_that_are_left_to_torch(changes: dict[str, Any], calls: Calls) -> None:
-    assert whole_call.whole(**call(**changes)) is None
-    assert calls == []
+def test_projections_that_are_left_to_torch(changes: dict[str, Any]) -> None:
+    assert not whole_call.serves(call(**changes)[0])
+    assert whole_call.serves(call()[0])
 
 
 def test_a_tree_that_is_copied_is_not_repeated(calls: Calls) -> None:
     tree = torch.empty((2, 2, 2), dtype=torch.bool, device="meta")
     for given, repeats in ((tree, True), (tree.transpose(1, 2), False)):
-        found = whole_call.whole(**call(tree=given))
-        assert found is not None and (found[2] is not None) is repeats
+        assert (whole_call.attend(*call(tree=given)) is not None) is repeats
 
 
-def test_a_launch_is_bound_to_the_memory_between_the_steps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """All addresses arrive where the host function reads them; unaligned ones launch nothing."""
-    room = tuple(torch.empty(4) for _ in range(3))
+def test_a_launch_is_bound_to_its_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All pointers arrive where the host entry reads them; unaligned ones launch nothing."""
+    partials = Partials(*(torch.empty(4) for _ in Partials._fields))
     monkeypatch.setattr(latent_call, "raw_stream", lambda device: 7)
-    monkeypatch.setattr(latent_call, "workspace", lambda device, sms: room)
+    monkeypatch.setattr(latent_call, "partials_for", lambda device, sms: partials)
     arguments = whole_launch.arguments("meta", *SIZES[0])
-    seen: list[tuple[int, ...]] = []
+    tensors = [
+        name for name, value in zip(WHOLE_FIELDS, arguments, strict=True)
+        if isinstance(value, torch.Tensor) and name not in Partials._fields
+    ]  # fmt: skip
+    seen: list[dict[str, int]] = []
 
     def entry(packed: Any) -> None:
-        cells = [*range(15), len(packed) - 2]  # without the two that are absent
-        seen.append(tuple(ctypes.c_uint64.from_address(packed[cell]).value for cell in cells))
+        """Reads what the compiled host function would: no parameter for absent arguments."""
+        present = [
+            name for name, value in zip(WHOLE_FIELDS, arguments, strict=True) if value is not None
+        ]  # fmt: skip
+        cells = {name: packed[cell] for cell, name in enumerate((*present, "stream"))}
+        wanted = (*tensors, *Partials._fields, "stream")
+        seen.append({n: ctypes.c_uint64.from_address(cells[n]).value for n in wanted})
 
     repeated = RepeatedLaunch("flash_mla", entry, kinds_of(arguments), 0, arguments)
-    launch = whole_call.WholeLaunch(repeated, torch.device("cuda", 0), SMS)
-    addresses = (16, 32, 48, 64, 80, 96, 4, 8, 0, 0, 112, 128)
-    between = (1024, 2048)
-    bound, kept = launch.bound(*between)
-    assert kept is room
-    free, _ = launch.bound()
-    assert bound(addresses) and free((*addresses, *between))
-    present = (*addresses[:8], *addresses[10:])
-    assert seen == 2 * [(*present, *between, *(part.data_ptr() for part in room), 7)]
-    for place in (0, 1, 2, 3, 4, 5, 10, 11):
-        wrong = list(addresses)
-        wrong[place] += 8
-        assert not bound(wrong) and not free((*wrong, *between))
-    assert not free((*addresses, 1032, 2048))
+    workspace = {"q_latent": 1024, "o_latent": 2048}
+    launch = whole_call.LatentLaunch(
+        repeated, torch.device("cuda", 0), SMS, WHOLE_FIELDS, workspace
+    )
+    pointers = {name: 16 * place for place, name in enumerate(tensors, 1)} | workspace
+    changing = {name: pointer for name, pointer in pointers.items() if name not in workspace}
+    bound, kept = launch.bind(list(changing), workspace)
+    assert kept is partials
+    free, _ = launch.bind(list(pointers), {})
+    assert bound(list(changing.values())) and free(list(pointers.values()))
+    own = {name: tensor.data_ptr() for name, tensor in partials._asdict().items()}
+    assert seen == 2 * [{**pointers, **own, "stream": 7}]
+    for name, pointer in pointers.items():
+        wrong = {**pointers, name: pointer + (2 if name in ("block_table", "lengths") else 8)}
+        assert not free(list(wrong.values()))
+        if name in changing:
+            assert not bound([wrong[name] for name in changing])
     assert len(seen) == 2
 
 
@@ -319,9 +342,8 @@ def test_all_kernels_are_in_one_program_unchanged(few: int) -> None:
     """The same machine code as compiled one by one."""
     element, tiling = latent_call.ELEMENT_TYPES[torch.bfloat16], FlashMLATiling(few=few)
     together = whole_launch.arguments("meta", 2, 1, 8 if few else 128)
-    w_uk, w_uv, q_nope, *read = together[:10]
-    out, lse, q_latent, o_latent = together[10:14]
-    attention = (q_latent, *read, o_latent, lse, *together[14 : -whole_call.NUMBERS])
+    projections, _, attention = groups_of(together, ProjectionOperands, ProjectionSizes)
+    operands, _ = groups_of(attention, LatentOperands)
     host = whole_launch.host(few)
 
     def code(kernel_fn: Any, host_fn: Any, args: Any) -> list[tuple[str, bytes]]:
@@ -329,13 +351,17 @@ def test_all_kernels_are_in_one_program_unchanged(few: int) -> None:
         return code_of(program.cubin)
 
     projection, attention_fn = HeadProductsSm90.head_products, FlashMLASm90.flash_mla
-    alone = code(projection, HeadProductsSm90(element), (q_nope, w_uk, q_latent, 1, 1, 1))
+    alone = code(
+        projection,
+        HeadProductsSm90(element),
+        (projections.q_nope, projections.w_uk, operands.q_latent, 1, 1, 1),
+    )
     alone += code(attention_fn, FlashMLASm90(element, few, early=True), attention)
     for columns in decompress_combine.COLUMNS:
         alone += code(
             DecompressCombineSm90.decompress_combine,
             DecompressCombineSm90(element, True, columns),
-            (o_latent, w_uv, None, None, None, out, None, 1, 1, 1),
+            (operands.o_latent, projections.w_uv, None, None, None, projections.out, None, 1, 1, 1),
         )
     assert [name for name, _ in alone] == [*KERNELS, *KERNELS[-1:], *KERNELS[-1:]]
     assert len({text for _, text in alone}) == len(alone)

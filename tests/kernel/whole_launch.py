@@ -1,7 +1,7 @@
-"""Launches a whole call on a driver that only notes, see `noting_driver.py`.
+"""Launches a whole call on a driver that only records, see `noting_driver.py`.
 
-Once for each of `SIZES`, then the first of them by addresses: all of them, and with those between
-the steps fixed.
+Once for each of `SIZES`, then the first of them by pointers: all of them, and with the workspace
+fixed.
 """
 
 from __future__ import annotations
@@ -13,33 +13,27 @@ import torch
 from mla_var3.kernel.cute_python.mla.latent import call as latent_call
 from mla_var3.kernel.cute_python.mla.latent import whole_call
 from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLASm90, FlashMLATiling
-from mla_var3.kernel.cute_python.mla.latent.schedule import ROWS, gang_shape
-from tests.unit.runtime.cute.noting_driver import STREAM, addresses_of, program_for_step
+from mla_var3.kernel.cute_python.mla.latent.operands import WHOLE_FIELDS, ProjectionOperands
+from tests.unit.runtime.cute.noting_driver import STREAM, pointers_of, program_for_step
+
+from . import noted_launch
+from .noted_launch import SMS
 
 SIZES = ((4, 2, 64), (3, 2, 16), (5, 1, 128), (129, 1, 16))
 """Requests, queries and heads."""
-SMS = 132
-CHANGING = 12
-"""Addresses that every call brings, before those between the steps."""
 
 
 def arguments(device: str, b: int, s: int, h: int) -> tuple[Any, ...]:
-    """Arguments of the host function for a paged cache, without the stream."""
+    """Arguments of the host entry for a paged cache, without the stream."""
 
-    def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16, device=device)
 
-    partials = latent_call.allocate_partials(torch.device(device), SMS)
-    attention = latent_call.attention_arguments(
-        zeros(b, s, h, 512), zeros(b, s, h, 64), zeros(16, 64, 512), zeros(16, 64, 64),
-        zeros(b, 4, dtype=torch.int32), zeros(b, dtype=torch.int32), None, None,
-        zeros(b, s, h, 512), zeros(b, s, h, dtype=torch.float32), partials, 0.1, s, h, True,
-        gang_shape(-(-s * h // ROWS), b, SMS),
-    )  # fmt: skip
-    weights = zeros(h, 128, 512), zeros(h, 512, 128)
-    return whole_call.whole_arguments(
-        attention, zeros(b, s, h, 128), *weights, zeros(b, s, h, 128), SMS
+    projections = ProjectionOperands(
+        zeros(h, 128, 512), zeros(h, 512, 128), zeros(b, s, h, 128), zeros(b, s, h, 128)
     )
+    latent = noted_launch.arguments(noted_launch.paged_operands(device, b, s, h))
+    return whole_call.whole_arguments(projections, latent, SMS)
 
 
 def host(few: int = 0) -> whole_call.WholeCall:
@@ -56,10 +50,13 @@ def main() -> None:
         return
     for each in given:
         program(*each)
-    addresses = addresses_of(args)
+    pointers = pointers_of(args)
     repeated = program.repeated(*args)
-    repeated(*addresses)
-    assert repeated.on_stream(STREAM, *addresses[CHANGING:])(addresses[:CHANGING])
+    repeated(*pointers.values())
+    places = [WHOLE_FIELDS.index(name) for name in ("q_latent", "o_latent")]
+    fixed = {place: pointers[place] for place in places}
+    changing = {place: pointer for place, pointer in pointers.items() if place not in fixed}
+    assert repeated.on_stream(STREAM, list(changing), fixed)(list(changing.values()))
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path, PurePosixPath
 
 import pytest
@@ -46,7 +47,7 @@ def module_name(path: str) -> str:
     return ".".join((PACKAGE, *(part for part in parts if part != "__init__")))
 
 
-def imports_of(path: str, source: str) -> Iterator[Import]:
+def imports_of(path: str, source: str | ast.Module) -> Iterator[Import]:
     """All imports of a module, relative ones resolved, also `import_module("literal")`."""
     package = module_name(path).split(".")
     if PurePosixPath(path).name != "__init__.py":
@@ -228,3 +229,84 @@ def test_a_planted_violation_is_found(path: str, source: str, message: str) -> N
 )
 def test_an_allowed_import_passes(path: str, source: str) -> None:
     assert violations_in({**KERNELS, path: source}) == []
+
+
+KNOWN_CIRCLE = {
+    "mla_var3.cli.commands.kernel", "mla_var3.cli.options", "mla_var3.cli.selection",
+    "mla_var3.runtime.autotune.filter", "mla_var3.runtime.autotune.history",
+    "mla_var3.runtime.autotune.search", "mla_var3.runtime.autotune.tune",
+    "mla_var3.runtime.autotune.units", "mla_var3.runtime.check", "mla_var3.runtime.paths",
+    "mla_var3.runtime.plan", "mla_var3.runtime.workflow",
+}  # fmt: skip
+"""Modules of the one circle that is left, through `KernelPlan.benchmark_kernel_argparse`."""
+
+
+def import_graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    """Modules and the modules that they import, inside of functions too, types apart.
+
+    Package `__init__` modules are left out: they load what they offer when it is used, and the
+    implicit import of a parent package says nothing.
+    """
+    modules = {module_name(path): path for path in sources if not path.endswith("__init__.py")}
+    graph: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        found = set()
+        for imported in imports_of(path, without_type_checking(sources[path])):
+            parts = imported.name.split(".")
+            # `from a.b import c` names the module a.b or the module a.b.c.
+            for depth in (len(parts), len(parts) - 1):
+                target = ".".join(parts[:depth])
+                if target in modules:
+                    found.add(target)
+                    break
+        graph[module] = found - {module}
+    return graph
+
+
+def without_type_checking(source: str) -> ast.Module:
+    """A module without what only type checkers import."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            node.body = [ast.Pass()]
+    return tree
+
+
+def circle_in(graph: Mapping[str, set[str]]) -> list[str]:
+    """Modules that import each other in turn, the first one again at the end; empty for none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        circle: list[str] = error.args[1]
+        return circle
+    return []
+
+
+def test_no_import_circles(source_root: Path) -> None:
+    sources = {
+        path.relative_to(source_root).as_posix(): path.read_text()
+        for path in sorted(source_root.rglob("*.py"))
+    }
+    graph = import_graph(sources)
+    for module in KNOWN_CIRCLE & set(graph):
+        graph[module] -= KNOWN_CIRCLE
+    assert not circle_in(graph)
+
+
+@pytest.mark.parametrize(
+    ("sources", "circle"),
+    [
+        ({"op/a.py": "from mla_var3.op import b", "op/b.py": "import mla_var3.op.a"}, "ab"),
+        (
+            {"op/a.py": "def f():\n  from .b import x", "op/b.py": "from .c import y",
+             "op/c.py": "from . import a"},
+            "abc",
+        ),
+        ({"op/a.py": "from .b import x", "op/b.py": ""}, ""),
+        ({"op/a.py": "from .b import x", "op/b.py": "if TYPE_CHECKING:\n  from .a import y"}, ""),
+        ({"op/__init__.py": "from .a import x", "op/a.py": "import mla_var3.op"}, ""),
+    ],
+)  # fmt: skip
+def test_a_planted_circle_is_found(sources: dict[str, str], circle: str) -> None:
+    found = circle_in(import_graph(sources))
+    assert {name.rpartition(".")[2] for name in found} == set(circle)

@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import fields
-from functools import lru_cache
 from typing import Any
 
 import torch
 
-from mla_var3.attention.backends.latent import AbsorbedKernel, Launch
-from mla_var3.attention.backends.registry import AUTO, Backend, require_kernel_name
-from mla_var3.attention.backends.torch_tiled import TorchTiled
-from mla_var3.attention.replay.key import Call, find_form
-from mla_var3.attention.replay.replay import full_parts, keep_form, latent_parts
+from mla_var3.attention.backends.latent import Attended
+from mla_var3.attention.backends.registry import AUTO
+from mla_var3.attention.execute import execute as run
+from mla_var3.attention.execute import spec_for
+from mla_var3.attention.replay.key import CallKey, find_replay, latent_key, whole_key
+from mla_var3.attention.replay.replay import keep_replay
 from mla_var3.attention.request import debug
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.attention.request.validate import Cache, Options, full_task, latent_task
-from mla_var3.attention.select.choice import Explanation, choose, settled
-from mla_var3.conf.devices import DeviceSpec, device_spec
+from mla_var3.attention.select.choice import Explanation, choose
+from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError, UnknownNameError
-from mla_var3.runtime.workflow import current_device_spec, planning_device
+from mla_var3.runtime.workflow import planning_device
 
 HEAD_WIDTH = 128
 """d of the published models, for the default scale where the queries do not show it."""
 
-log = logging.getLogger(__name__)
-
 _is_compiling = torch.compiler.is_compiling
-# Asked before the short way in every call. Whatever else traces brings tensors of a class of its
-# own, which have no form.
+# Asked in every call. Other tracers bring tensors of a class of their own, which have no key.
 is_traced, checks_values = torch.compiler.is_dynamo_compiling, debug.is_on
 
 _OPTION_NAMES = tuple(field.name for field in fields(Options))
@@ -60,9 +55,9 @@ def mla_attention(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Multi-head Latent Attention of the newest tokens of every request over its cache.
 
-    The queries are the newest tokens: query i of a request of length L with s queries stands at
-    position L - s + i. A query that sees no token gives zeros and a log-sum-exp of -inf. For
-    inference: no gradients are kept.
+    The queries are the newest tokens: query i of a request of length L with s queries has position
+    L - s + i. A query that sees no token gives zeros and an LSE of -inf. For inference: no
+    gradients are kept.
 
     Args:
         q_nope: queries without rope, `[b, s, h, d]`, or packed `[total_q, h, d]` with
@@ -76,7 +71,7 @@ def mla_attention(
         causal: whether a query sees no position after its own.
         scale: factor on the logits; `(d + p) ** -0.5` by default.
         out: where the output goes, of the output's shape and dtype.
-        return_lse: also return the log-sum-exp.
+        return_lse: also return the LSE, the natural log-sum-exp per query row.
         kernel: "auto" for the best one that serves the call, or an id such as "flash_mla",
             "mla_var6_plus" or "torch_tiled", with ":<language>" to name the language too. A named
             kernel is used or an error is raised, never another one.
@@ -85,17 +80,16 @@ def mla_attention(
             GPU.
         tree_mask: which of the newest tokens a query sees, bool `[s, s]` or `[b, s, s]`, or the
             parent of each token, int `[s]` or `[b, s]`, -1 for a child of the context. A parent
-            comes before its children; what is after a query stays hidden. All older tokens are
-            seen.
-        max_kv: a bound on the lengths known to the host, to look at less of the cache.
+            comes before its children; a query never sees later tokens, and always sees the context.
+        max_kv: a host-side bound on the lengths, to look at less of the cache.
         total_lengths: length of each request counted from the first slot of the cache, `[b]`, when
             the cache holds only a part of the request (see `attention.distributed`).
 
     Returns:
-        The output `[b, s, h, d]` (or `[total_q, h, d]`); with `return_lse` also the natural
-        log-sum-exp `[b, s, h]` (or `[total_q, h]`), float32.
+        The output `[b, s, h, d]` (or `[total_q, h, d]`); with `return_lse` also the LSE
+        `[b, s, h]` (or `[total_q, h]`), float32.
     """
-    # Only what is given, so that the short way has little to look at.
+    # Only what is given, so that the key stays short.
     options: dict[str, Any] = {}
     if lengths is not None:
         options["lengths"] = lengths
@@ -115,15 +109,15 @@ def mla_attention(
         options["max_kv"] = max_kv
     if total_lengths is not None:
         options["total_lengths"] = total_lengths
-    parts = result = None
+    key = result = None
     if not (is_traced() or checks_values()):
-        parts = full_parts(q_nope, q_rope, cache, w_uk, w_uv, kernel, options)
-        form = find_form(parts)
-        if form is not None and parts is not None:
-            result = form.attend(parts[1], return_lse)
+        key = whole_key(q_nope, q_rope, cache, w_uk, w_uv, kernel, options)
+        replay = find_replay(key)
+        if replay is not None and key is not None:
+            result = replay.attend(key[1], return_lse)
     if result is None:
         task = full_task(q_nope, q_rope, cache, w_uk, w_uv, Options(**options))
-        result = _execute_and_keep(task, kernel, parts, cache, options)
+        result = _execute_and_keep(task, kernel, key, cache, options)
     return result if return_lse else result[0]
 
 
@@ -136,30 +130,31 @@ def mla_latent_attention(
     kernel: str = AUTO,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attention in the latent space alone, for engines that do the projections themselves.
+    """The latent attention alone, for engines that do the projections themselves.
 
     Args:
-        q_latent: absorbed queries, `[b, s, h, k]`, or `[total_q, h, k]` with `cu_seqlens_q`.
+        q_latent: latent queries `q_nope @ w_uk`, `[b, s, h, k]`, or `[total_q, h, k]` with
+            `cu_seqlens_q`.
         q_rope: `[b, s, h, p]` or `[total_q, h, p]`.
-        cache: as for `mla_attention`; decompressed parts are not used.
+        cache: as for `mla_attention`; decompressed tokens are not used.
         d: head width without rope, for the default scale `(d + p) ** -0.5`.
         kernel: as for `mla_attention`.
         options: `lengths`, `causal`, `scale`, `out` (of the shape of `q_latent`), `cu_seqlens_q`,
             `max_q`, `tree_mask`, `max_kv` and `total_lengths`, as for `mla_attention`.
 
     Returns:
-        The latent output, of the shape of `q_latent`, and the log-sum-exp, float32.
+        The latent output, of the shape of `q_latent`, and the LSE, float32.
     """
-    parts = None
+    key = None
     if not (is_traced() or checks_values()):
-        parts = latent_parts(q_latent, q_rope, cache, d, kernel, options)
-        form = find_form(parts)
-        if form is not None and parts is not None:
-            result: tuple[torch.Tensor, torch.Tensor] | None = form.attend(parts[1])
+        key = latent_key(q_latent, q_rope, cache, d, kernel, options)
+        replay = find_replay(key)
+        if replay is not None and key is not None:
+            result: tuple[torch.Tensor, torch.Tensor] | None = replay.attend(key[1])
             if result is not None:
                 return result
     task = latent_task(q_latent, q_rope, cache, _options(options), d)
-    return _execute_and_keep(task, kernel, parts, cache, options)
+    return _execute_and_keep(task, kernel, key, cache, options)
 
 
 def explain(
@@ -194,39 +189,18 @@ def explain(
             len(operands),
         )
     runs_on = task.q.device.type
-    spec = _spec_for(runs_on) if device_name is None else device_spec(device_name)
+    spec = spec_for(runs_on) if device_name is None else device_spec(device_name)
     return choose(task.shape(), spec, kernel=kernel, runs_on=runs_on)[0]
 
 
-def run_task(task: AttentionTask, kernel: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute a checked call with the kernel that `choose` picks."""
-    output, lse, _ = _run(task, kernel)
-    return output, lse
-
-
-@torch.no_grad()
-def _run(task: AttentionTask, kernel: str) -> tuple[torch.Tensor, torch.Tensor, Launch | None]:
-    """Output, log-sum-exp and, where the kernel has one, the launch that repeats them."""
-    if checks_values():
-        debug.check_values(task)
-    require_kernel_name(kernel)
-    device = task.q.device
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        backend = _backend(task.shape(), kernel, device)
-        if isinstance(backend, AbsorbedKernel):
-            return backend.run_repeatable(task)
-        output, lse = backend.run(task)
-        return output, task.with_empty_sums(lse), None
-
-
-def execute(task: AttentionTask, kernel: str) -> tuple[torch.Tensor, torch.Tensor, Launch | None]:
+def execute(task: AttentionTask, kernel: str) -> Attended:
     """Compute a checked call; inside of a traced program, by its operator.
 
     Returns:
-        Output, log-sum-exp and, where the kernel has one, the launch that repeats them.
+        Output, LSE and, where the kernel has one, the launch that repeats the call.
     """
     if not _is_compiling():
-        return _run(task, kernel)
+        return run(task, kernel)
     from mla_var3.attention.ops import traced
 
     output, lse = traced(task, kernel)
@@ -235,31 +209,12 @@ def execute(task: AttentionTask, kernel: str) -> tuple[torch.Tensor, torch.Tenso
 
 
 def _execute_and_keep(
-    task: AttentionTask, kernel: str, parts: Call | None, cache: Cache, options: dict[str, Any]
+    task: AttentionTask, kernel: str, key: CallKey | None, cache: Cache, options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute a checked call, and keep its launch for the next calls of its form."""
+    """Compute a checked call, and keep its launch for the next calls of its key."""
     output, lse, launch = execute(task, kernel)
-    keep_form(parts, task, launch, cache, options)
+    keep_replay(key, task, launch, cache, options)
     return output, lse
-
-
-@lru_cache(maxsize=4096)
-def _backend(shape: CallShape, kernel: str, device: torch.device) -> Backend:
-    """The backend of a form of call; the choice is made once per device, which is the current."""
-    if settled(kernel, device.type):
-        return TorchTiled()  # without loading a kernel language for the comparison
-    try:
-        spec = _spec_for(device.type)
-    except UnknownNameError as error:
-        if kernel != AUTO:
-            raise
-        log.warning("%s; until then calls on this GPU use torch_tiled", error)
-        return TorchTiled()
-    return choose(shape, spec, kernel=kernel, runs_on=device.type)[1]
-
-
-def _spec_for(device_type: str) -> DeviceSpec:
-    return current_device_spec() if device_type == "cuda" else planning_device()
 
 
 def _options(given: dict[str, Any]) -> Options:

@@ -1,11 +1,11 @@
-"""One attention over several GPUs: the heads shared out, or the KV tokens.
+"""One attention over several GPUs: parallel over heads, or over KV tokens.
 
 Heads: each rank has some of the heads with their weights and the whole latent cache, and computes
-its own part; `gather_heads` joins the outputs where the next layer needs them whole.
+their outputs; `gather_heads` collects the outputs where the next layer needs all of them.
 
-KV tokens: each rank has all heads and a stretch of every request's tokens. The ranks attend to
-their stretches, and the results are merged by log-sum-exp: one gather of the log-sum-exps and one
-sum of the weighted outputs.
+KV tokens: each rank has all heads and a range of every request's tokens. The ranks attend to their
+ranges, and the partials are merged by LSE: one gather of the LSEs and one sum of the weighted
+outputs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mla_var3.attention.call import mla_attention
-from mla_var3.attention.merge import joint_lse, share_of
+from mla_var3.attention.merge import joint_lse, weight_of
 from mla_var3.attention.request.checks import require_int, require_tensor
 from mla_var3.attention.request.validate import Cache
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
@@ -27,7 +27,7 @@ Group = dist.ProcessGroup | None
 
 
 def head_range(h: int, rank: int, world: int) -> slice:
-    """The heads of a rank: consecutive, and where h does not divide the first ranks have one more.
+    """The heads of a rank: consecutive; the first ranks have one more where h does not divide.
 
     Args:
         h: heads of the model.
@@ -60,7 +60,7 @@ def gather_heads(o: torch.Tensor, h: int, group: Group = None) -> torch.Tensor:
         raise InvalidArgumentError(
             "o", f"[..., {own.stop - own.start} heads of rank {rank}, d]", list(o.shape)
         )
-    # Collectives want equal sizes: ranks with fewer heads send a row of zeros along.
+    # Collectives need equal sizes: ranks with fewer heads add a row of zeros.
     most = ranges[0].stop - ranges[0].start
     padded = o.new_zeros((*o.shape[:-2], most, o.shape[-1]))
     padded[..., : o.shape[-2], :] = o
@@ -74,7 +74,7 @@ def gather_heads(o: torch.Tensor, h: int, group: Group = None) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class KvShare:
-    """The stretch of every request's tokens that a rank has: `start..start+size-1`.
+    """The range of every request's tokens that a rank has: `start..start+size-1`.
 
     Attributes:
         rank, world: the rank and how many there are.
@@ -93,13 +93,13 @@ class KvShare:
 
     @classmethod
     def of(cls, t: int, group: Group = None) -> KvShare:
-        """Equal stretches of t slots for the ranks of a group."""
+        """Equal ranges of t slots for the ranks of a group."""
         rank, world = _place(group)
         return cls(rank, world, -(-t // world))
 
     @property
     def start(self) -> int:
-        """First position of the stretch."""
+        """First position of the range."""
         return self.rank * self.size
 
     def lengths(self, total_lengths: torch.Tensor) -> torch.Tensor:
@@ -120,19 +120,19 @@ def kv_parallel_attention(
     return_lse: bool = False,
     **options: Any,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """`mla_attention` over KV tokens that lie on several ranks; every rank gets the result.
+    """`mla_attention` over KV tokens that are on several ranks; every rank gets the result.
 
     Args:
         q_nope: `[b, s, h, d]`, the same on all ranks.
         q_rope: `[b, s, h, p]`, likewise.
-        cache: this rank's stretch, its first slot being position `share.start`.
+        cache: this rank's range, its first slot being position `share.start`.
         w_uk: `[h, d, k]`.
         w_uv: `[h, k, d]`.
         total_lengths: tokens of each request over all ranks, int32 `[b]`.
-        share: which stretch this rank has.
+        share: which range this rank has.
         group: the ranks.
-        return_lse: also return the log-sum-exp.
-        options: other options of `mla_attention`, but for `lengths` and `out`.
+        return_lse: also return the LSE.
+        options: other options of `mla_attention`, except `lengths` and `out`.
     """
     require_tensor(
         "total_lengths",
@@ -163,21 +163,21 @@ def kv_parallel_attention(
 def merge_over_ranks(
     o: torch.Tensor, lse: torch.Tensor, group: Group = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Join attention over parts of the KV tokens that lie on different ranks.
+    """Merge attention over KV tokens that are on different ranks.
 
     Args:
-        o: normalised output of this rank's part, `[..., e]`.
-        lse: its log-sum-exp, `[...]`, float32.
+        o: normalised output over this rank's tokens, `[..., e]`.
+        lse: its LSE, `[...]`, float32.
         group: the ranks.
 
     Returns:
-        Output in the dtype of `o` and log-sum-exp over the tokens of all ranks.
+        Output in the dtype of `o` and LSE over the tokens of all ranks.
     """
     _, world = _place(group)
     lses = [torch.empty_like(lse) for _ in range(world)]
     dist.all_gather(lses, lse.contiguous(), group=group)
     joint = joint_lse(torch.stack(lses))
-    weighted = o.float() * share_of(lse, joint)[..., None]
+    weighted = o.float() * weight_of(lse, joint)[..., None]
     dist.all_reduce(weighted, group=group)
     return weighted.to(o.dtype), joint
 

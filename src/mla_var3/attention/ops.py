@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mla_var3.attention.cache.view import CacheView
+from mla_var3.attention.execute import execute
 from mla_var3.attention.request.task import AttentionTask
 
 
@@ -39,9 +40,7 @@ def mla_attention_op(
     max_kv: int | None,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
-    """`mla_attention` on checked operands: output and log-sum-exp."""
-    from mla_var3.attention.call import run_task
-
+    """`mla_attention` on checked operands: output and LSE."""
     cache = CacheView(
         latent, rope, lengths, block_table, k_new, v_new, window_start, k_prefix, v_prefix,
         k_rope_new, k_rope_prefix,
@@ -60,7 +59,7 @@ def mla_attention_op(
         max_kv=max_kv,
         total_lengths=total_lengths,
     )
-    output, lse = run_task(task, kernel)
+    output, lse, _ = execute(task, kernel)
     return output.contiguous(), lse.contiguous()
 
 
@@ -95,9 +94,7 @@ def latent_attention_op(
     max_kv: int | None,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
-    """`mla_latent_attention` on checked operands: latent output and log-sum-exp."""
-    from mla_var3.attention.call import run_task
-
+    """`mla_latent_attention` on checked operands: latent output and LSE."""
     task = AttentionTask(
         q=q_latent,
         q_rope=q_rope,
@@ -112,7 +109,7 @@ def latent_attention_op(
         max_kv=max_kv,
         total_lengths=total_lengths,
     )
-    output, lse = run_task(task, kernel)
+    output, lse, _ = execute(task, kernel)
     return output.contiguous(), lse.contiguous()
 
 
@@ -122,7 +119,7 @@ def _(q_latent: Tensor, *others: object) -> tuple[Tensor, Tensor]:
 
 
 def _shaped(q: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp without values, contiguous as the operators return them."""
+    """Output and LSE without values, contiguous as the operators return them."""
     rows = q.shape[:-1]
     return q.new_empty((*rows, width)), q.new_empty(rows, dtype=torch.float32)
 

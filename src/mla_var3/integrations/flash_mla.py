@@ -1,6 +1,6 @@
-"""The interface of FlashMLA's dense decoding, served by this package.
+"""FlashMLA's dense decoding interface on the kernels of this package.
 
-An engine that imports `flash_mla` imports this module instead. What is served: a paged bfloat16 or
+An engine that imports `flash_mla` imports this module instead. It serves a paged bfloat16 or
 float16 cache whose rows hold the latent part and the rope part side by side (576 wide, of which 512
 are values), pages of 64 tokens or a multiple, causal or not, any number of heads. Sparse attention
 and the fp8 cache are refused.
@@ -16,33 +16,41 @@ from mla_var3.attention.backends.registry import AUTO
 from mla_var3.attention.cache.sizes import PAGE_STEP
 from mla_var3.attention.cache.view import paged_view
 from mla_var3.attention.call import HEAD_WIDTH, checks_values, execute, is_traced
-from mla_var3.attention.replay.key import Call, find_form, store_form
-from mla_var3.attention.replay.launch_form import LaunchForm
-from mla_var3.attention.replay.pointers import column_reader
-from mla_var3.attention.replay.replay import layout_of
+from mla_var3.attention.replay.key import (
+    CallKey,
+    CallKind,
+    Layout,
+    Tensors,
+    find_replay,
+    store_replay,
+)
+from mla_var3.attention.replay.replay import PointerReader, Replay
 from mla_var3.attention.request.checks import INDEX_DTYPES, require_int, require_tensor
 from mla_var3.attention.request.validate import Options, latent_task
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.runtime.torch_fast import tensor_maker
 
 _DTYPES = (torch.bfloat16, torch.float16)
+_KIND = CallKind(("q", "k_cache", "block_table", "cache_seqlens"))
+_POINTERS = ("q_latent", "q_rope", "latent", "rope", "block_table", "lengths")
+"""The kernel's operands that a replay has pointers for; rows hold latent and rope part."""
 
 
 @dataclass
 class FlashMLASchedMeta:
     """What calls that share a schedule have in common; the first call fills it in.
 
-    The kernels here schedule themselves, so all that is kept is the form of the calls, to refuse
-    one that differs as FlashMLA does.
+    The kernels here schedule themselves, so only the sizes of the calls are kept, to refuse one
+    that differs as FlashMLA does.
 
     Attributes:
-        config: the form of the calls; None before the first.
+        config: sizes and options of the calls; None before the first.
     """
 
     config: dict[str, object] | None = None
 
     def require(self, config: dict[str, object]) -> None:
-        """Keep the form of the first call, and require it of the later ones."""
+        """Keep the sizes of the first call, and require them of the later ones."""
         if self.config is None:
             self.config = config
         for name, value in config.items():
@@ -55,17 +63,17 @@ class FlashMLASchedMeta:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PagedForm(LaunchForm):
-    """A form of call with one KV head, whose log-sum-exp `[b, h, s]` is `[b, s, h]` in memory.
+class PagedReplay(Replay):
+    """A call with one KV head, whose LSE `[b, h, s]` is `[b, s, h]` in memory.
 
     Attributes:
-        config: what metadata keeps of it.
+        config: what the metadata of such calls holds.
     """
 
     config: dict[str, object]
 
     def serves(self, metadata: object) -> bool:
-        """Whether metadata is for calls of this form; what is still empty becomes so."""
+        """Whether metadata is for these calls; empty metadata becomes so."""
         if type(metadata) is not FlashMLASchedMeta:
             return False
         if metadata.config is not self.config:
@@ -73,6 +81,24 @@ class PagedForm(LaunchForm):
                 return False
             metadata.config = self.config  # the same object, which the next call sees at once
         return True
+
+
+def _pointer_reader(rope_at: int) -> PointerReader:
+    """What reads the pointers of `_POINTERS` from the tensors of a call.
+
+    Args:
+        rope_at: bytes from a row's start to its rope part.
+    """
+
+    def read(tensors: Tensors, out: int, lse: int) -> tuple[int, ...]:
+        q, pages, block_table, lengths = tensors
+        row, page = q.data_ptr(), pages.data_ptr()
+        return (
+            row, row + rope_at, page, page + rope_at, block_table.data_ptr(), lengths.data_ptr(),
+            out, lse,
+        )  # fmt: skip
+
+    return read
 
 
 def get_mla_metadata(*arguments: object, **options: object) -> tuple[FlashMLASchedMeta, None]:
@@ -109,7 +135,7 @@ def flash_mla_with_kvcache(
     """Attention of the newest tokens over a paged latent cache.
 
     Args:
-        q: absorbed queries with their rope part, `[b, s, h, k+p]`.
+        q: latent queries with their rope part, `[b, s, h, k+p]`.
         k_cache: `[num_pages, page, h_k, k+p]`; `h_k` divides `h`, head i reads the rows of
             `i // (h / h_k)`.
         block_table: int32 `[b, max_pages]`; entries beyond a request's tokens may be anything.
@@ -128,11 +154,11 @@ def flash_mla_with_kvcache(
         extra_topk_length: likewise.
 
     Returns:
-        The output `[b, s, h, k]` and the natural log-sum-exp `[b, h, s]`, float32. A query that
-        sees no token has zeros and, as in FlashMLA, a log-sum-exp of +inf.
+        The output `[b, s, h, k]` and the LSE (natural log) `[b, h, s]`, float32. A query that sees
+        no token has zeros and, as in FlashMLA, an LSE of +inf.
     """
-    parts: Call | None = None
-    # What is not served has no form; most calls give none of it.
+    key: CallKey | None = None
+    # What is not served has no key; most calls give none of it.
     if (
         num_splits is None
         and is_fp8_kvcache is False
@@ -144,14 +170,14 @@ def flash_mla_with_kvcache(
         and extra_topk_length is None
         and not (is_traced() or checks_values())
     ):
-        parts = (
-            ("flash_mla", head_dim_v.__class__, head_dim_v, softmax_scale.__class__,
+        key = (
+            (_KIND, head_dim_v.__class__, head_dim_v, softmax_scale.__class__,
              softmax_scale, causal.__class__, causal),
             (q, k_cache, block_table, cache_seqlens),
         )  # fmt: skip
-        form = find_form(parts)
-        if form is not None and form.serves(tile_scheduler_metadata):
-            repeated: tuple[torch.Tensor, torch.Tensor] | None = form.attend(parts[1])
+        replay = find_replay(key)
+        if replay is not None and replay.serves(tile_scheduler_metadata):
+            repeated: tuple[torch.Tensor, torch.Tensor] | None = replay.attend(key[1])
             if repeated is not None:
                 return repeated
     sparse = {
@@ -218,15 +244,22 @@ def flash_mla_with_kvcache(
         return torch.cat(outputs, dim=2), torch.cat(lses, dim=2).mT
     result = outputs[0], lses[0].mT
     if launch is not None and block_table.dtype is cache_seqlens.dtype is torch.int32:
-        form = PagedForm(
+        replay = PagedReplay(
             launch=launch,
-            addresses=column_reader(head_dim_v * q.element_size()),
-            outputs=layout_of(result[0]),
-            sums=layout_of(result[1]),
+            names=_POINTERS,
+            outputs=("o_latent", "lse"),
+            fixed={},
+            pointers=_pointer_reader(head_dim_v * q.element_size()),
+            output=_layout_of(result[0]),
+            lse=_layout_of(result[1]),
             dtype=q.dtype,
             device=device,
             empty=tensor_maker(device),
             config=config,
         )
-        store_form(parts, form)
+        store_replay(key, replay)
     return result
+
+
+def _layout_of(tensor: torch.Tensor) -> Layout:
+    return tuple(tensor.shape), tensor.stride()

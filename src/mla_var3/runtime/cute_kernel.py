@@ -1,10 +1,9 @@
 """The CuTe DSL runtime: compile a host function once for all shapes, and launch it cheaply.
 
-This module is the only host code that knows CuTe DSL. A kernel of this repository gives a
+This module is the only host code that imports CuTe DSL. A kernel of this repository gives a
 `host_fn`, which makes the `@cute.jit` host function for a tiling, and an `args_fn` with its
-arguments (see `cute_arguments.py` for what each becomes). A program is compiled once per host
-function, argument kinds and architecture, is kept on the disk (`cute_cache.py`), and once
-loaded stays for the life of the process.
+arguments (`cute/arguments.py`). A program is compiled once per host function, argument kinds and
+architecture, is cached on the disk (`cute/cache.py`), and stays loaded for the life of the process.
 """
 
 from __future__ import annotations
@@ -71,17 +70,17 @@ _lock = threading.RLock()
 """One compilation at a time: tracing and the redirection of the compiler's output are global."""
 _compiled: dict[str, CompiledProgram] = {}
 _programs: dict[tuple[str, int], CuteProgram] = {}
-"""Loaded programs by key and device, for ever: a CUDA graph that captured a launch keeps using the
-machine code after the plan is gone, so it must not be unloaded."""
+"""Loaded programs by key and device. They are never unloaded: a CUDA graph that captured a launch
+uses the machine code after the plan is gone."""
 
 
 @dataclass
 class CuteKernel(KernelStage):
     """A CuTe DSL kernel with the host function that launches it.
 
-    Give either `host_fn` and `args_fn`, from which the launch is derived, or a `launch_fn`, for a
-    kernel that does everything itself. Only the first way can be compiled without a GPU, is kept on
-    the disk and launches with prepared arguments.
+    Give either `host_fn` and `args_fn`, from which the launch is derived, or a `launch_fn` that
+    does everything itself. Only the former can be compiled without a GPU, is cached on the disk and
+    launches with prepared arguments.
 
     Attributes:
         launch_fn: tiling -> None; launches on the current CUDA stream.
@@ -136,7 +135,7 @@ class CuteKernel(KernelStage):
         self.launch_fn(self.tiling)
 
     def _launch_host(self, tiling: Any) -> None:
-        """Launch with prepared arguments, made when a tiling that they depend on is a new one."""
+        """Launch with prepared arguments, which are made anew when the tiling changes."""
         prepared = self._prepared
         if prepared is None or prepared[0] != tiling:
             require_valid(tiling, self.plan)
@@ -321,14 +320,14 @@ _SHARED_FIELD = re.compile(
     r"(%\w+) = llvm\.getelementptr %\w+\[0, 2\] : .*"
     r"struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>"
 )
-"""The address of the shared memory field in a launch configuration, in the compiled host code."""
+"""The pointer to the shared-memory field of a launch configuration, in the compiled host code."""
 
 
 def _dynamic_shared_bytes(host_code: str) -> int:
     """The most shared memory that a launch in the compiled host code asks for.
 
-    The machine code does not tell: a CuTe DSL kernel takes all its shared memory at the launch, as
-    a number that is constant in the host code. 0 where none is found.
+    The machine code does not say: a CuTe DSL kernel gets all its shared memory at the launch, by a
+    constant in the host code. 0 where none is found.
     """
     most = 0
     for function in host_code.split("llvm.func "):
@@ -342,7 +341,7 @@ def _dynamic_shared_bytes(host_code: str) -> int:
 
 
 def _placeholder(kind: ArgumentKind) -> Any:
-    """A value of the kind, to trace with."""
+    """A value of the kind, for tracing."""
     if kind.tag == cute_arguments.ABSENT:
         return None
     if kind.dtype is not None:
@@ -355,7 +354,7 @@ _runtime_libraries: list[ctypes.CDLL] = []
 
 
 def _offer_runtime_symbols() -> None:
-    """Make the DSL's runtime library visible: writing an object file links it once, in process."""
+    """Load the DSL's runtime library: writing an object file links against it in the process."""
     if not _runtime_libraries:
         for path in find_runtime_libraries(enable_tvm_ffi=False):
             _runtime_libraries.append(ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL))
@@ -382,9 +381,9 @@ def _load(key: ProgramKey, host: Any, kinds: Sequence[ArgumentKind], device: int
     try:
         function = _link(key, compiled)
     except Exception as error:
-        # The entry is whole but does not link, for example after a change of the system's
-        # libraries: made again once, then the error is real.
-        log.warning("%s: made again, %s", key.path, first_lines(error))
+        # A valid entry may not link, for example after an update of the system's libraries. It is
+        # compiled again once.
+        log.warning("%s: compiled again, %s", key.path, first_lines(error))
         compiled = _trace_and_compile(key, host, kinds)
         cute_cache.write_entry(key, compiled)
         _compiled[key.digest] = compiled

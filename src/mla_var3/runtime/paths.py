@@ -7,6 +7,7 @@ which the runtime finds kernels (it never imports them by name).
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -22,6 +23,7 @@ from types import ModuleType
 from typing import Any, TypeGuard
 
 from mla_var3.errors import InvalidArgumentError, MissingToolError, UnknownNameError
+from mla_var3.runtime.target import TARGETS
 
 KERNEL_PACKAGE = "mla_var3.kernel"
 LANGUAGES = {"cutile-dsl": "cutile", "cute-dsl": "cute_python"}
@@ -29,6 +31,7 @@ LANGUAGES = {"cutile-dsl": "cutile", "cute-dsl": "cute_python"}
 LANGUAGE_DISTRIBUTIONS = {"cutile-dsl": "cuda-tile", "cute-dsl": "nvidia-cutlass-dsl"}
 LANGUAGE_EXTRAS = {"cutile-dsl": "cutile", "cute-dsl": "cute"}
 DEFAULT_LANGUAGE = "cutile-dsl"
+"""Architectures of a version that names none."""
 
 _VERSION = re.compile(r"^(?P<design>.+?)_v(?P<number>[1-9]\d*)$")
 
@@ -103,6 +106,29 @@ def version_folder(kernel: KernelId) -> Path:
     """The folder of a version's package, there or not."""
     layer = _kernel_root() / LANGUAGES[kernel.language] / kernel.layer
     return layer / kernel.design / kernel.full_name
+
+
+@functools.cache
+def declared_targets(kernel: KernelId) -> tuple[str, ...]:
+    """The architectures that a version is written for, read from its source without importing it.
+
+    This is the `targets` of its plan: the one place where a version states them.
+    """
+    path = version_folder(kernel) / f"{kernel.full_name}.py"
+    return targets_in(path.read_text(encoding="utf-8")) if path.exists() else TARGETS
+
+
+def targets_in(source: str) -> tuple[str, ...]:
+    """The `targets` that a module's source assigns; all where it assigns none."""
+    targets = TARGETS
+    for node in ast.walk(ast.parse(source)):
+        names = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
+        if any(isinstance(name, ast.Name) and name.id == "targets" for name in names):
+            try:
+                targets = tuple(ast.literal_eval(node.value))  # type: ignore[attr-defined]
+            except (ValueError, TypeError):
+                continue
+    return targets
 
 
 def _kernel_root() -> Path:

@@ -1,7 +1,7 @@
-"""Short ways into torch, for host code that is called for every launch.
+"""Fast private functions of torch, for host code that runs in every call.
 
-Most of them are what torch's own generated code calls. They are private, so each is looked for, and
-where this torch lacks it the public function takes its place: slower, with the same result.
+Most of them are what torch's own generated code calls. Where this version of torch lacks one, the
+public function takes its place: slower, with the same result.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 LayoutCheck = Callable[..., bool]
-"""Takes tensors; whether they are laid out as those that it was made for."""
+"""Takes tensors; whether their layout is that of the tensors it was made for."""
 Maker = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
 """Makes an empty tensor by shape, strides and dtype."""
 
 
 def _of_generated_code(name: str) -> Any:
-    """A function that torch offers to the code that it generates; None where it has none."""
+    """A function that torch offers to its generated code; None where there is none."""
     try:
         from torch._C._dynamo import guards
     except ImportError:
@@ -48,17 +48,17 @@ def _stream_handle(device: int) -> int:
 raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_handle)
 """Handle of the current CUDA stream of a device.
 
-Making a Stream object takes longer than all else in a launch.
+Making a Stream object would take longer than the rest of a launch.
 """
 
 
 without_gradients: Callable[[], AbstractContextManager[Any]] = getattr(
     torch._C, "_AutoDispatchBelowAutograd", torch.no_grad
 )
-"""Operations in it keep no gradients; of this thread only.
+"""Context without gradients, for this thread only.
 
-They go past the part of torch that would, where `torch.no_grad` has it look and do nothing. Not
-needed in inference mode.
+It skips the autograd dispatch that `torch.no_grad` still goes through. Not needed in inference
+mode.
 """
 
 
@@ -71,7 +71,7 @@ def _view(
 view_as: Callable[[torch.Tensor, tuple[int, ...], tuple[int, ...], int], torch.Tensor] = (
     _of_generated_code("_reinterpret_tensor") or _view
 )
-"""The memory of a tensor by another shape and strides, from an offset in elements on."""
+"""The memory of a tensor with another shape and strides, from an offset in elements."""
 
 
 _below_views: Callable[[], AbstractContextManager[Any]] | None = getattr(
@@ -80,13 +80,13 @@ _below_views: Callable[[], AbstractContextManager[Any]] | None = getattr(
 
 
 def separate_rows(memory: torch.Tensor) -> Sequence[torch.Tensor]:
-    """What lies at each index of the first dimension, as tensors that have only memory in common.
+    """The rows of the first dimension, as tensors that share nothing but memory.
 
-    To torch none is a view of another: each has its own version, and may take part in a graph of
-    gradients whatever happens to the others. `Tensor.unbind` gives such only in inference mode.
+    To torch none is a view of another: each has its own version counter and may take part in
+    autograd independently. `Tensor.unbind` does so only in inference mode.
 
     Returns:
-        The tensors; none where this torch cannot make them.
+        The tensors; none where this version of torch cannot make them.
     """
     if _below_views is None:
         return ()
@@ -96,13 +96,13 @@ def separate_rows(memory: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def layout_check(tensors: Sequence[torch.Tensor]) -> LayoutCheck | None:
-    """A check of the types, shapes, strides, dtypes and devices of tensors, all in one call.
+    """A check of types, shapes, strides, dtypes and devices of all tensors, in one call.
 
-    It also requires that gradients, inference mode and other states of torch that change what an
-    operation does are as they are now. It keeps no tensor alive.
+    It also requires that gradients, inference mode and other global state of torch are as they are
+    now. It keeps no tensor alive.
 
     Returns:
-        The check; None where this torch has none that lets these tensors pass.
+        The check; None where this version of torch has none that accepts these tensors.
     """
     if _guards is None:
         return None
@@ -111,14 +111,14 @@ def layout_check(tensors: Sequence[torch.Tensor]) -> LayoutCheck | None:
     try:
         made = _guards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=strides)
         check: LayoutCheck = made.check
-        # It lets no tensor pass that is there twice.
+        # It never accepts the same tensor twice.
         return check if check(*tensors) else None
     except (TypeError, RuntimeError, AttributeError):
         return None
 
 
 def tensor_maker(device: torch.device) -> Maker:
-    """What makes empty tensors on a device, which is the current one when it is a GPU."""
+    """A function that makes empty tensors on a device; a GPU has to be the current one."""
     made: Maker | None = _of_generated_code(f"_empty_strided_{device.type}")
     return partial(_empty, device) if made is None else made
 

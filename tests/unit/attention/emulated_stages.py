@@ -13,11 +13,10 @@ from typing import Any
 import torch
 
 from mla_var3.kernel.cute_python.mla.decompressed.kernel import WindowSm90
-from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLASm90
+from mla_var3.kernel.cute_python.mla.latent.operands import LATENT_FIELDS
 from mla_var3.kernel.cute_python.mla.projections.outputs import DecompressCombineSm90
 
 HOSTS: dict[str, Any] = {
-    "flash_mla": FlashMLASm90,
     "window_attention": WindowSm90,
     "decompress_combine": DecompressCombineSm90,
 }
@@ -30,11 +29,18 @@ def emulate(stage: Any) -> None:
         if kernel.name == "window_attention":
             tiling = replace(tiling, parts=1)
         assert not tiling.validate(kernel.plan).failures
-        names = list(inspect.signature(HOSTS[kernel.name].__call__).parameters)[1:-1]
+        names = names_of(kernel.name)
         named = dict(zip(names, kernel.args_fn(tiling), strict=False))
         outputs = EMULATIONS[kernel.name](named, kernel.host_fn(tiling))
         for target, result in zip(kernel.output_tensors, outputs, strict=False):
             target.copy_(result.view(target.shape))
+
+
+def names_of(kernel: str) -> tuple[str, ...]:
+    """Names of the arguments of a kernel's host entry, in order."""
+    if kernel == "flash_mla":
+        return LATENT_FIELDS
+    return tuple(inspect.signature(HOSTS[kernel].__call__).parameters)[1:-1]
 
 
 def attended(
@@ -59,10 +65,9 @@ def flash_mla(named: dict[str, Any], host: Any) -> tuple[torch.Tensor, torch.Ten
     q = torch.cat([named["q_latent"].view(b, s, h, -1), named["q_rope"].view(b, s, h, -1)], -1)
     outputs, sums = [], []
     for request, length in enumerate(named["lengths"].tolist()):
-        latent, rope = (
-            rows[request] if named["table"] is None else rows[named["table"][request].long()]
-            for rows in (named["latent"], named["rope"])
-        )
+        table = named["block_table"]
+        at = request if table is None else table[request].long()
+        latent, rope = named["latent"][at], named["rope"][at]
         latent, rope = (rows.reshape(-1, rows.shape[-1])[:length] for rows in (latent, rope))
         keys = torch.cat([latent, rope], -1).expand(h, -1, -1)
         positions = torch.arange(length)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,7 @@ import torch
 
 import mla_var3
 from mla_var3.attention.backends import registry as backends
-from mla_var3.attention.backends.latent import AbsorbedKernel
-from mla_var3.attention.call import _backend
+from mla_var3.attention.backends.latent import LatentBackend
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.select import tuned
 from mla_var3.attention.select.estimate import estimate
@@ -21,6 +21,7 @@ from mla_var3.cli.main import main
 from mla_var3.conf.devices import device_spec
 from mla_var3.conf.kernel_rates import kernel_rates
 from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
+from mla_var3.kernel.cute_python.mla.latent.operands import LatentOperands, LatentOptions
 from mla_var3.op.mla.model.mix import MixModel
 from mla_var3.op.mla.model.parameters import mix_parameters
 from mla_var3.op.mla.reference import reference_absorbed
@@ -38,7 +39,7 @@ H200 = "NVIDIA H200"
 @pytest.fixture(autouse=True)
 def only_cutile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The choice among the plan-driven kernels of cuTile, with no shipped times."""
-    monkeypatch.setattr("mla_var3.attention.backends.latent.ABSORBED_DESIGNS", ())
+    monkeypatch.setattr("mla_var3.attention.backends.registry.LATENT_DESIGNS", ())
     monkeypatch.setattr("mla_var3.attention.backends.plans.CUTE_SERVICES", {})
     monkeypatch.setattr(tuned, "tuned_folder", lambda: tmp_path / "tuned")
 
@@ -143,7 +144,7 @@ def test_what_the_plans_cannot_do(options: dict[str, Any], refusal: str) -> None
         assert explanation.reason == "no kernel serves a call of this form"
 
 
-def test_latent_queries_leave_the_absorbed_kernels() -> None:
+def test_latent_queries_leave_the_latent_kernels() -> None:
     explanation = mla_var3.explain(**SIZES, latent_only=True)
     able = {c.kernel for c in explanation.candidates if c.refusal is None}
     assert able == {"flash_mla", "flash_mla_split_kv", "torch_tiled"}
@@ -255,31 +256,27 @@ def test_times_tuned_here_are_found() -> None:
 
 @pytest.fixture
 def plugged() -> Iterator[list[dict[str, Any]]]:
-    """An absorbed kernel made of the reference; notes what it was called with."""
+    """A latent kernel made of the reference; records what it was called with."""
     calls: list[dict[str, Any]] = []
 
-    def absorbed(
-        q_latent: Any, q_rope: Any, latent: Any, rope: Any, block_table: Any,
-        lengths: Any, cu_seqlens_q: Any, tree: Any, max_q: int, causal: Any, scale: Any, out: Any,
-        lse: Any, empty_positive: bool,
-    ) -> None:  # fmt: skip
-        assert not empty_positive
-        calls.append({"max_q": max_q, "cu": cu_seqlens_q, "tree": tree})
-        dense = latent[block_table.long()].flatten(1, 2), rope[block_table.long()].flatten(1, 2)
-        result = reference_absorbed(q_latent, q_rope, *dense, lengths, causal=causal, scale=scale)
-        out.copy_(result[0])
-        lse.copy_(result[1])
+    def attend(operands: LatentOperands, options: LatentOptions) -> None:
+        assert not options.empty_positive and operands.block_table is not None
+        calls.append({"max_q": options.max_q})
+        pages = operands.block_table.long()
+        result = reference_absorbed(
+            operands.q_latent, operands.q_rope, operands.latent[pages].flatten(1, 2),
+            operands.rope[pages].flatten(1, 2), operands.lengths, causal=options.causal,
+            scale=options.scale_log2e * math.log(2.0),
+        )  # fmt: skip
+        operands.o_latent.copy_(result[0])
+        operands.lse.copy_(result[1])
 
     def unsupported(shape: CallShape) -> str | None:
         return None if shape.page_size else "a dense cache"
 
-    backends.register(
-        AbsorbedKernel("flash_mla", "cute-dsl", absorbed, unsupported, runs_on_cpu=True)
-    )
-    _backend.cache_clear()
+    backends.register(LatentBackend("flash_mla", "cute-dsl", attend, unsupported, runs_on_cpu=True))
     yield calls
     backends.unregister("flash_mla", "cute-dsl")
-    _backend.cache_clear()
 
 
 def test_a_plugged_kernel_serves_what_it_supports(
@@ -319,7 +316,7 @@ def test_a_gpu_kernel_is_refused_on_the_cpu(generator: torch.Generator) -> None:
     model = make_model(generator, dtype=torch.bfloat16, k=8, d=8)
     cache, _ = filled_cache(generator, [9], model, p=8, t=128, dtype=torch.bfloat16)
     q = normal(generator, 1, 2, 2, 8, dtype=torch.bfloat16)
-    backends.register(AbsorbedKernel("gpu_only", "cute-dsl", lambda *_, **options: None))
+    backends.register(LatentBackend("gpu_only", "cute-dsl", lambda *_: None))
     try:
         with pytest.raises(UnsupportedError, match=r"gpu_only \(cute-dsl\): it needs a GPU"):
             mla_var3.mla_attention(q, q, cache, model.w_uk, model.w_uv, kernel="gpu_only")

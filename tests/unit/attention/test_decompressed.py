@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
 import mla_var3
-from mla_var3.attention.backends.plans import PlannedKernel, planned, service_of
+from mla_var3.attention.backends.plans import PlannedBackend, planned, service_of
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
@@ -39,11 +39,11 @@ def model(generator: torch.Generator) -> Model:
     return make_model(generator, H, D, K, torch.bfloat16)
 
 
-def backend(kernel: str) -> PlannedKernel:
+def backend(kernel: str) -> PlannedBackend:
     found = find_kernel(kernel, language=LANGUAGE)
     service = service_of(found)
     assert service is not None
-    return PlannedKernel(found, service)
+    return PlannedBackend(found, service)
 
 
 def stage_of(kernel: str, task: AttentionTask) -> Any:
@@ -247,9 +247,9 @@ def test_views_without_rope_keys_of_their_own(model: Model, generator: torch.Gen
 @pytest.mark.parametrize(
     ("kernel", "options", "refusal"),
     [
-        ("mla_var6_plus", {}, "a cache without a ring"),
-        ("mla_var6_plus", {"window": 100}, "a ring of 100 slots; it takes multiples of 64"),
-        ("mla_var6_plus", {"window": 64, "s": 65}, "65 queries over a ring of 64 slots"),
+        ("mla_var6_plus", {}, "a cache without a window"),
+        ("mla_var6_plus", {"window": 100}, "a window of 100 slots; it takes multiples of 64"),
+        ("mla_var6_plus", {"window": 64, "s": 65}, "65 queries over a window of 64 slots"),
         ("mla_var6_plus", {"window": 64, "page_size": 80}, "pages of 80 tokens"),
         ("mla_var6_plus", {"window": 64, "k": 256}, "these sizes: k: expected 512"),
         ("mla_var6_plus_v3", {}, "a cache without a decompressed shared prefix"),

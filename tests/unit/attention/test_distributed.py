@@ -21,7 +21,7 @@ from mla_var3.attention.distributed import (
     kv_parallel_attention,
     merge_over_ranks,
 )
-from mla_var3.attention.merge import merge_parts
+from mla_var3.attention.merge import merge_partials
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 
 B, S, H, D, P, K, T = 3, 4, 5, 6, 4, 8, 50
@@ -92,7 +92,7 @@ def in_a_subgroup(rank: int, world: int) -> None:
         for _ in range(2)
     ]
     merged = merge_over_ranks(*parts[place], group=group)
-    for got, expected in zip(merged, merge_parts(parts), strict=True):
+    for got, expected in zip(merged, merge_partials(parts), strict=True):
         torch.testing.assert_close(got, expected)
 
 
@@ -161,7 +161,7 @@ def test_without_a_group_it_says_so() -> None:
 def test_merge_of_parts_without_keys() -> None:
     nothing = torch.zeros(2, 3), torch.full((2,), -torch.inf)
     some = torch.ones(2, 3), torch.tensor([0.5, -torch.inf])
-    output, lse = merge_parts([nothing, some, nothing])
+    output, lse = merge_partials([nothing, some, nothing])
     assert torch.equal(output, torch.tensor([[1.0] * 3, [0.0] * 3]))
     assert torch.equal(lse, torch.tensor([0.5, -torch.inf]))
 

@@ -157,23 +157,18 @@ def test_list_says_why_a_kernel_does_not_run(
     [
         ("targets: ClassVar[tuple[str, ...]] = ('sm_90',)", ("sm_90",)),
         ("targets = ['sm_100', 'sm_120']", ("sm_100", "sm_120")),
-        ("targets = compute()", inventory.TARGETS),
-        ("other = 1", inventory.TARGETS),
+        ("targets = compute()", paths.TARGETS),
+        ("other = 1", paths.TARGETS),
     ],
 )
-def test_targets_are_read_from_the_source(
-    line: str, targets: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = tmp_path / "kernel.py"
-    source.write_text(f"class CtFake:\n    {line}\n")
-    monkeypatch.setattr(inventory, "_source_of", lambda kernel: source)
-    assert inventory.declared_targets(paths.discover_kernels()[0]) == targets
+def test_targets_are_read_from_the_source(line: str, targets: tuple[str, ...]) -> None:
+    assert paths.targets_in(f"class CtFake:\n    {line}\n") == targets
 
 
 def test_declared_targets_are_those_of_the_class() -> None:
     for kernel in paths.discover_kernels():
         if kernel.language == "cutile-dsl":
-            assert inventory.declared_targets(kernel) == paths.plan_class(kernel).targets
+            assert paths.declared_targets(kernel) == paths.plan_class(kernel).targets
 
 
 # --- show, env, predict ---------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""FlashMLA's function called again with other tensors of the same form."""
+"""FlashMLA's function called again with other tensors of the same key."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from mla_var3.attention import call
-from mla_var3.attention.backends.latent import AbsorbedKernel
+from mla_var3.attention import execute
+from mla_var3.attention.backends.latent import LatentBackend
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 
-from ..attention.repeat_support import KERNEL, RepeatableKernel, repeatable_kernel
+from ..attention.replay.replay_support import KERNEL, RepeatableKernel, repeatable_kernel
 
 B, S, H, K, P, PAGE = 3, 2, 4, 64, 8, 64
 DTYPE = torch.bfloat16
@@ -23,8 +23,8 @@ DTYPE = torch.bfloat16
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[RepeatableKernel]:
     """Every call is served by a kernel that can be repeated."""
     with repeatable_kernel() as made:
-        backend = AbsorbedKernel(KERNEL, "torch", made, runs_on_cpu=True)
-        monkeypatch.setattr(call, "_backend", lambda shape, kernel, device: backend)
+        backend = LatentBackend(KERNEL, "torch", made, runs_on_cpu=True)
+        monkeypatch.setattr(execute, "backend_for", lambda shape, kernel, device: backend)
         yield made
 
 
@@ -42,21 +42,21 @@ def arguments(generator: torch.Generator, lengths: list[int], **changes: Any) ->
     return {**case, **changes}
 
 
-def whole_way(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The result without the short way."""
+def full_path(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The result without a replay."""
     with monkeypatch.context() as patch:
         patch.setenv("HYPER_MLA_DEBUG", "1")
         return flash_mla_with_kvcache(**case)
 
 
-def test_other_tensors_of_the_same_form(
+def test_other_tensors_of_the_same_key(
     kernel: RepeatableKernel, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for turn, lengths in enumerate(([100, 0, 7], [2, 128, 64], [0, 0, 3])):
         case = arguments(generator, lengths)
         found = flash_mla_with_kvcache(**case)
         assert kernel.repeats == turn
-        wanted = whole_way(case, monkeypatch)
+        wanted = full_path(case, monkeypatch)
         for one, other in zip(found, wanted, strict=True):
             assert torch.equal(one, other)
         empty = [request for request, length in enumerate(lengths) if length == 0]
@@ -64,7 +64,7 @@ def test_other_tensors_of_the_same_form(
         assert not (found[1] == -torch.inf).any()
 
 
-def test_metadata_is_for_one_form(kernel: RepeatableKernel, generator: torch.Generator) -> None:
+def test_metadata_is_for_one_key(kernel: RepeatableKernel, generator: torch.Generator) -> None:
     metadata = get_mla_metadata()[0]
     flash_mla_with_kvcache(**arguments(generator, [9, 9, 9]))
     flash_mla_with_kvcache(**arguments(generator, [9, 9, 9], causal=False))
@@ -91,7 +91,7 @@ def test_metadata_is_for_one_form(kernel: RepeatableKernel, generator: torch.Gen
         ({"causal": 1}, InvalidArgumentError, "causal"),
     ],
 )
-def test_a_bad_call_beside_a_known_form(
+def test_a_bad_call_beside_a_known_key(
     changes: dict[str, Any],
     error: type[Exception],
     name: str,
@@ -103,7 +103,7 @@ def test_a_bad_call_beside_a_known_form(
         flash_mla_with_kvcache(**arguments(generator, [9, 9, 9], **changes))
 
 
-def test_indices_of_64_bits_and_two_heads_go_the_whole_way(
+def test_indices_of_64_bits_and_two_heads_go_the_full_path(
     kernel: RepeatableKernel, generator: torch.Generator
 ) -> None:
     for _ in range(2):

@@ -1,130 +1,141 @@
-"""Kernels that attend in the latent space through one function, for paged and ragged batches too.
+"""The backend of kernels that attend over latent rows, for dense, paged and ragged batches.
 
-The function has the signature
+Such a kernel is a function
 
-    absorbed(q_latent, q_rope, latent, rope, block_table, lengths, cu_seqlens_q, tree, max_q,
-             causal, scale, out, lse, empty_positive=False)
+    attend(operands: LatentOperands, options: LatentOptions) -> Launch | None
 
-with the tensors of `AttentionTask` and `CacheView`: queries `[b, s, h, ...]`, or `[total_q, h,
-...]` with `cu_seqlens_q`, whose rows lie at equal distances, the stride of h; no request has more
-than `max_q` queries. It writes `out`, of the shape of `q_latent`, and `lse`, float32, without the
-last dimension, both contiguous; `empty_positive` is that of `AttentionTask`. It may return a
-`Launch`, which repeats what it did on other tensors of the same form. A kernel of the package
-offers `absorbed` in its version module, and beside it `unsupported(shape) -> str | None`, which
-gets a `CallShape`.
+on the tensors of one call (`kernel/cute_python/mla/latent/operands.py`). It writes `o_latent` and
+`lse`, and may return a `Launch` that repeats the call on other tensors of the same call key. A
+kernel of the package offers `attend` in its version module, and beside it
+`unsupported(shape: CallShape) -> str | None`.
 
-It may also offer the products around the attention as kernels of the same launch,
+A kernel may also run the projections around the attention in the same launch. It then offers
+`whole`, an object or module with
 
-    whole(q_nope, q_rope, w_uk, w_uv, latent, rope, block_table, lengths, cu_seqlens_q, tree, max_q,
-          causal, scale, out=None, empty_positive=False)
+    serves(projections: ProjectionOperands) -> bool
+    attend(projections, operands, options) -> Launch | None
 
-which returns output, log-sum-exp and a `Launch` or None; or None for a call whose products it
-leaves to torch, as for widths, layouts or counts of queries that its kernels are not made for.
-Which of the two computes the products follows from the call's tensors alone, so that results do not
-depend on whether a form was seen before.
+`serves` refuses widths, layouts or counts of queries that its projection kernels are not made for;
+then torch does the projections. It looks at the tensors of the call alone, so results do not depend
+on whether a call was seen before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
 
-from mla_var3.attention.backends.projections import project_heads
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
+from mla_var3.kernel.cute_python.mla.latent.operands import (
+    LatentOperands,
+    LatentOptions,
+    ProjectionOperands,
+)
 from mla_var3.runtime.paths import (
     LANGUAGE_DISTRIBUTIONS,
     KernelId,
+    declared_targets,
     import_kernel_module,
 )
 from mla_var3.runtime.tensors import ALIGNMENT_BYTES
 
-ABSORBED_DESIGNS = ("flash_mla",)
+LATENT_DESIGNS = ("flash_mla",)
+"""Designs whose CuTe DSL versions offer `attend`."""
 LANGUAGE_MODULES = {"cutile-dsl": "cuda.tile", "cute-dsl": "cutlass"}
 
 
 StreamLaunch = Callable[[Sequence[int]], bool]
-"""Takes addresses and launches on one stream, for one thread at a time. False, and nothing is
-launched, where an address is not aligned as it has to be."""
+"""Takes pointers and launches on one stream, for one thread at a time. It returns False, and
+launches nothing, when a pointer is not aligned."""
 
 
 class Launch(Protocol):
-    """Repeats a call on tensors that differ from the first ones in their addresses only.
-
-    The addresses are those of q_latent, q_rope, latent, rope, block_table, lengths, cu_seqlens_q,
-    tree, out and lse; 0 for what is absent. Of a launch with the products around the attention they
-    are those of w_uk, w_uv, q_nope, q_rope and so on to lse, then of memory between the steps, for
-    the latent queries and outputs.
+    """Repeats a call on tensors that differ from the first ones only in their pointers.
 
     Attributes:
-        between: how many pieces of memory there are between the steps: 2, or 0 without products.
+        workspace: bytes of each operand that is workspace, by name.
     """
 
-    between: int
+    workspace: Mapping[str, int]
 
     def stream(self) -> int | None:
-        """The stream that it would launch on now; None where it cannot be used now.
+        """The stream that it would launch on now; None when it cannot launch now.
 
-        The current device or a capture may forbid it.
+        Another current device or a capture forbids it.
         """
 
-    def bound(self, *between: int) -> tuple[StreamLaunch, Any]:
-        """The launch on the current stream, where it can be used now.
+    def bind(self, names: Sequence[str], fixed: Mapping[str, int]) -> tuple[StreamLaunch, Any]:
+        """The launch on the current stream.
 
         Args:
-            between: addresses of the memory between the steps, to be fixed; none to leave them
-                to each launch.
+            names: the operand that each pointer of a launch is for; unknown names are ignored, and
+                the last of two equal ones counts.
+            fixed: pointers that stay, by operand.
 
         Returns:
-            What takes the other addresses and launches; and what has to live as long as it is used.
+            What takes the pointers and launches, and an object to keep alive as long as it is used.
         """
 
 
-AbsorbedFunction = Callable[..., Launch | None]
-WholeFunction = Callable[..., tuple[torch.Tensor, torch.Tensor, Launch | None] | None]
+class WholeKernel(Protocol):
+    """The projections and the attention in one launch; see the module."""
+
+    def serves(self, projections: ProjectionOperands) -> bool:
+        """Whether the projections of a call are its own."""
+
+    def attend(
+        self, projections: ProjectionOperands, operands: LatentOperands, options: LatentOptions
+    ) -> Launch | None:
+        """Compute a whole call; `q_latent` and `o_latent` are workspace."""
+
+
+LatentKernel = Callable[[LatentOperands, LatentOptions], Launch | None]
 Attended = tuple[torch.Tensor, torch.Tensor, Launch | None]
-"""Output, log-sum-exp and, where every tensor was taken as it is, the launch."""
-Indices = tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None]
-"""Block table, lengths and bounds of packed queries."""
-Taken = tuple[torch.Tensor, Indices, bool]
-"""Rope part and indices as kernels take them, and whether all are those of the call."""
+"""Output, LSE and, where the kernel took every tensor as it was, the launch."""
 
 
-class AbsorbedKernel:
-    """A backend around such a function.
+class LatentBackend:
+    """A backend around such a kernel.
 
     Attributes:
         kernel, language: its id.
-        runs_on_cpu: whether the function takes CPU tensors.
+        runs_on_cpu: whether it takes CPU tensors.
+        targets: architectures that it serves; None for all.
     """
 
     def __init__(
         self,
         kernel: str,
         language: str,
-        function: AbsorbedFunction | None,
+        attend: LatentKernel | None,
         unsupported: Callable[[CallShape], str | None] = lambda shape: None,
         *,
         runs_on_cpu: bool = False,
+        targets: tuple[str, ...] | None = None,
         kernel_id: KernelId | None = None,
-        whole: WholeFunction | None = None,
+        whole: WholeKernel | None = None,
     ) -> None:
-        """Wrap a function; with a kernel id the functions are found in its module when needed."""
-        self.runs_on_cpu = runs_on_cpu
+        """Wrap a kernel; with a kernel id its functions are found in its module when needed."""
         self.kernel = kernel
         self.language = language
-        self._function = function
+        self.runs_on_cpu = runs_on_cpu
+        self.targets = targets
+        self._attend_fn = attend
         self._whole = whole
         self._unsupported = unsupported
         self._kernel_id = kernel_id
 
     @classmethod
-    def of_package(cls, kernel: KernelId) -> AbsorbedKernel:
+    def of_package(cls, kernel: KernelId) -> LatentBackend:
         """The backend of a kernel version of the package; nothing is imported yet."""
-        return cls(kernel.full_name, kernel.language, None, kernel_id=kernel)
+        targets = declared_targets(kernel)
+        return cls(kernel.full_name, kernel.language, None, targets=targets, kernel_id=kernel)
 
     def missing(self) -> str | None:
         return None if self._kernel_id is None else missing_language(self.language)
@@ -140,8 +151,8 @@ class AbsorbedKernel:
             if missing_language(self.language):
                 return None  # the shape alone says nothing against it
             module = import_kernel_module(self._kernel_id)
-            if not hasattr(module, "absorbed"):
-                return "calls through the package: it has no function `absorbed`"
+            if not hasattr(module, "attend"):
+                return "calls through the package: it has no function `attend`"
             refuses = getattr(module, "unsupported", None)
             return None if refuses is None else refuses(shape)
         return self._unsupported(shape)
@@ -151,68 +162,90 @@ class AbsorbedKernel:
         return output, lse
 
     def run_repeatable(self, task: AttentionTask) -> Attended:
-        """Output, log-sum-exp and, where every tensor was taken as it is, the launch."""
-        absorbed = self._resolve()
+        """Output, LSE and, where the kernel took every tensor as it was, the launch."""
+        attend = self._resolve()
         taken = _taken(task)
-        if task.w_uk is None or task.w_uv is None:
-            direct = task.out if _is_dense(task.out) else None
-            out, lse, launch = self._attend(absorbed, task, taken, task.q, direct)
-            if task.out is None or direct is not None:
-                return out, lse, launch
-            return task.out.copy_(out), lse, None
-        found = None if self._whole is None else self._run_whole(self._whole, task, taken)
-        if found is not None:
-            return found
-        q = project_heads(task.q, task.w_uk)
-        latent, lse, launch = self._attend(absorbed, task, taken, q, None)
-        if self._whole is not None and not _takes_addresses(task):
-            launch = None  # the next call of this form may have its products from the kernel
-        return project_heads(latent, task.w_uv, task.out), lse, launch
-
-    def _attend(
-        self,
-        absorbed: AbsorbedFunction,
-        task: AttentionTask,
-        taken: Taken,
-        q: torch.Tensor,
-        out: torch.Tensor | None,
-    ) -> Attended:
-        """The part in the latent space; `q` is in it, and so is `out`, if there is one."""
-        q_latent, same_rows = _unless_copied(q, _equal_rows(q))
-        q_rope, indices, same = taken
-        # Not like q_latent, whose rows may lie further apart.
-        result = q.new_empty(q.shape) if out is None else out
-        lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
-        cache = task.cache
-        launch = absorbed(
-            q_latent, q_rope, cache.latent, cache.rope, *indices, task.tree, _most_queries(task),
-            task.causal, task.scale, result, lse, empty_positive=task.empty_positive,
-        )  # fmt: skip
-        return result, lse, launch if same_rows and same else None
-
-    def _run_whole(
-        self, whole: WholeFunction, task: AttentionTask, taken: Taken
-    ) -> Attended | None:
-        """The whole call by the kernel's own products; None where it leaves them to torch."""
-        q_rope, indices, same = taken
-        cache = task.cache
-        done = whole(
-            task.q, q_rope, task.w_uk, task.w_uv, cache.latent, cache.rope, *indices, task.tree,
-            _most_queries(task), task.causal, task.scale, task.out,
+        options = LatentOptions(
+            max_q=task.q.shape[1] if task.cu_seqlens_q is None else task.max_q or task.q.shape[0],
+            causal=task.causal,
+            scale_log2e=task.scale / math.log(2.0),
             empty_positive=task.empty_positive,
-        )  # fmt: skip
-        if done is None:
-            return None
-        out, lse, launch = done
-        return out, lse, launch if same else None
+        )
+        if task.w_uk is None or task.w_uv is None:
+            return _run_latent(attend, task, taken, options)
+        rows = tuple(task.q.shape[:-1])
+        q_latent = task.q.new_empty((*rows, task.cache.latent.shape[-1]))
+        operands = _operands(task, taken, q_latent)
+        out = task.q.new_empty((*rows, task.width)) if task.out is None else task.out
+        projections = ProjectionOperands(task.w_uk, task.w_uv, task.q, out)
+        if self._whole is not None and self._whole.serves(projections):
+            launch = self._whole.attend(projections, operands, options)
+            return out, operands.lse, launch if taken.same else None
+        project_heads(task.q, task.w_uk, q_latent)
+        launch = attend(operands, options)
+        if not taken.same or (self._whole is not None and not _are_aligned(projections)):
+            launch = None  # the next call of this key may project in the kernel's launch
+        return project_heads(operands.o_latent, task.w_uv, out), operands.lse, launch
 
-    def _resolve(self) -> AbsorbedFunction:
-        if self._function is None:
+    def _resolve(self) -> LatentKernel:
+        if self._attend_fn is None:
             assert self._kernel_id is not None
             module: Any = import_kernel_module(self._kernel_id)
-            self._function = module.absorbed
+            self._attend_fn = module.attend
             self._whole = getattr(module, "whole", None)
-        return self._function
+        return self._attend_fn
+
+
+def _run_latent(
+    attend: LatentKernel, task: AttentionTask, taken: _Taken, options: LatentOptions
+) -> Attended:
+    """A call whose queries and output are latent."""
+    q_latent, same_rows = _unless_copied(task.q, _equal_rows(task.q))
+    direct = task.out if _is_dense(task.out) else None
+    operands = _operands(task, taken, q_latent, direct)
+    launch = attend(operands, options)
+    if task.out is None or direct is not None:
+        return operands.o_latent, operands.lse, launch if same_rows and taken.same else None
+    return task.out.copy_(operands.o_latent), operands.lse, None
+
+
+def _operands(
+    task: AttentionTask, taken: _Taken, q_latent: torch.Tensor, out: torch.Tensor | None = None
+) -> LatentOperands:
+    cache = task.cache
+    return LatentOperands.allocate(
+        task.q.shape[:-1],
+        q_latent,
+        taken.q_rope,
+        cache.latent,
+        cache.rope,
+        taken.lengths,
+        taken.block_table,
+        taken.cu_seqlens_q,
+        task.tree,
+        out,
+    )
+
+
+def project_heads(
+    rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Multiply every head's rows with the head's weight, in one batched product without a copy.
+
+    Args:
+        rows: `[..., h, x]`.
+        weight: `[h, x, y]`.
+        out: `[..., h, y]`; None for a new tensor, which is contiguous.
+    """
+    *leading, h, width = rows.shape
+    count, columns = math.prod(leading), weight.shape[2]
+    if out is None or not out.is_contiguous():
+        result = rows.new_empty((*leading, h, columns))
+    else:
+        result = out
+    by_head = rows.reshape(count, h, width).transpose(0, 1)
+    torch.bmm(by_head, weight, out=result.view(count, h, columns).transpose(0, 1))
+    return result if out is None or out is result else out.copy_(result)
 
 
 def missing_language(language: str) -> str | None:
@@ -224,7 +257,24 @@ def missing_language(language: str) -> str | None:
     return None if found else f"the package {LANGUAGE_DISTRIBUTIONS[language]} is not installed"
 
 
-def _taken(task: AttentionTask) -> Taken:
+@dataclass(frozen=True)
+class _Taken:
+    """The parts of a call as kernels take them.
+
+    Attributes:
+        q_rope: rope part of the queries, rows at equal distances.
+        block_table, lengths, cu_seqlens_q: stride 1 in the last dimension.
+        same: whether all of them are the caller's own memory.
+    """
+
+    q_rope: torch.Tensor
+    block_table: torch.Tensor | None
+    lengths: torch.Tensor
+    cu_seqlens_q: torch.Tensor | None
+    same: bool
+
+
+def _taken(task: AttentionTask) -> _Taken:
     cache, bounds = task.cache, task.cu_seqlens_q
     q_rope, same = _unless_copied(task.q_rope, _equal_rows(task.q_rope))
     lengths, same_lengths = _unless_copied(cache.lengths, _dense_inside(cache.lengths))
@@ -235,7 +285,7 @@ def _taken(task: AttentionTask) -> Taken:
     if bounds is not None:
         bounds, unchanged = _unless_copied(bounds, _dense_inside(bounds))
         same = same and unchanged
-    return q_rope, (table, lengths, bounds), same and same_lengths
+    return _Taken(q_rope, table, lengths, bounds, same and same_lengths)
 
 
 def _unless_copied(given: torch.Tensor, taken: torch.Tensor) -> tuple[torch.Tensor, bool]:
@@ -243,14 +293,8 @@ def _unless_copied(given: torch.Tensor, taken: torch.Tensor) -> tuple[torch.Tens
     return taken, given.data_ptr() == taken.data_ptr()
 
 
-def _most_queries(task: AttentionTask) -> int:
-    return task.q.shape[1] if task.cu_seqlens_q is None else task.max_q or task.q.shape[0]
-
-
-def _takes_addresses(task: AttentionTask) -> bool:
-    """Whether kernels can read queries and weights, and write the output, where they are."""
-    tensors = (task.q, task.w_uk, task.w_uv, task.out)
-    return all(tensor is None or tensor.data_ptr() % ALIGNMENT_BYTES == 0 for tensor in tensors)
+def _are_aligned(tensors: Iterable[torch.Tensor]) -> bool:
+    return all(tensor.data_ptr() % ALIGNMENT_BYTES == 0 for tensor in tensors)
 
 
 def _equal_rows(q: torch.Tensor) -> torch.Tensor:
@@ -266,7 +310,7 @@ def _equal_rows(q: torch.Tensor) -> torch.Tensor:
         covered *= size
     if step != 1 or distance < width or distance * q.element_size() % ALIGNMENT_BYTES:
         return _aligned(q.contiguous())
-    if distance != strides[-1]:  # of a single head the stride says nothing
+    if distance != strides[-1]:  # a single head has an arbitrary stride
         q = q.as_strided(q.shape, (*strides[:-1], distance, 1))
     return _aligned(q)
 

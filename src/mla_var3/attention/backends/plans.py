@@ -1,30 +1,27 @@
-"""The kernels of the package that are driven by plans: the same s for all requests.
+"""Backends around plans: the same number of queries for all requests.
 
-A plan is made once per form of call and kept; a call gets its operands together, and the runtime
-object is built from the plan and them and launched. How that goes is the plan's `Service`: cuTile
-plans take dense caches (`plan_stages.py`), are built in every call, and run on CPU tensors in the
-interpreter, for small sizes and only when the kernel was named; plans of CuTe DSL read decompressed
-tokens of dense and paged caches (`decompressed.py`) and are built once per form.
+A plan is made once per call shape and kept. A call collects its operands, and the stage is built
+from the plan on them and launched; how, is the plan's `Service` (`plan_operands.py`). cuTile plans
+also run on CPU tensors in the interpreter, for small sizes and only when the kernel was named.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from functools import lru_cache
 from typing import Any
 
 import torch
 
-from mla_var3.attention.backends.decompressed import CUTE_SERVICES
 from mla_var3.attention.backends.latent import missing_language
-from mla_var3.attention.backends.plan_stages import CUTILE_SERVICES, Service
+from mla_var3.attention.backends.plan_operands import CUTE_SERVICES, CUTILE_SERVICES, Service
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.attention.select.tuned import best_tilings
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.mla.inputs import up_project
-from mla_var3.runtime.paths import KernelId, plan_class
+from mla_var3.runtime.call_state import CALL_STATE
+from mla_var3.runtime.paths import KernelId, declared_targets, plan_class
 from mla_var3.runtime.stage import Stage
 from mla_var3.runtime.tiling import Tiling, constraint_failures
 from mla_var3.runtime.workflow import current_device_spec, planning_device
@@ -37,7 +34,7 @@ def service_of(kernel: KernelId) -> Service | None:
     return CUTILE_SERVICES.get(kernel.design)
 
 
-class PlannedKernel:
+class PlannedBackend:
     """A backend around one kernel version and its plan."""
 
     def __init__(self, kernel_id: KernelId, service: Service) -> None:
@@ -58,9 +55,9 @@ class PlannedKernel:
         return self._service.runs_on_cpu
 
     @property
-    def targets(self) -> tuple[str, ...] | None:
-        """What it is written for; None for all."""
-        return self._service.targets
+    def targets(self) -> tuple[str, ...]:
+        """Architectures that it serves."""
+        return declared_targets(self._id)
 
     def missing(self) -> str | None:
         return missing_language(self.language)
@@ -103,16 +100,16 @@ class PlannedKernel:
         return (output if task.out is None else task.out.copy_(output)), lse
 
 
-@lru_cache(maxsize=512)
+@CALL_STATE.cached(512)
 def planned(kernel: KernelId, shape: CallShape, device: str) -> Any:
-    """The plan of a kernel for a form of call on a device, by its name; every choice made."""
+    """The plan of a kernel for a call shape on a device, by its name, with every choice made."""
     plan = _tunable(kernel, shape, device)
     return plan.settled() if hasattr(plan, "settled") else plan
 
 
-@lru_cache(maxsize=512)
+@CALL_STATE.cached(512)
 def _tunable(kernel: KernelId, shape: CallShape, device: str) -> Any:
-    """The same with tilings that are still the ones tuning starts from."""
+    """The same with the tilings that tuning starts from."""
     spec, service = device_spec(device), service_of(kernel)
     assert service is not None
     fields = service.fields(shape)
@@ -127,14 +124,14 @@ def tuning_plan(kernel: KernelId, shape: CallShape, device: str) -> Any:
     return _tunable(kernel, dataclasses.replace(shape, scale=None), device)
 
 
-@lru_cache(maxsize=512)
+@CALL_STATE.cached(512)
 def _tuned(kernel: KernelId, shape: CallShape, device: str) -> dict[str, Tiling]:
     return best_tilings(tuning_plan(kernel, shape, device), device_spec(device))
 
 
-@lru_cache(maxsize=512)
+@CALL_STATE.cached(512)
 def _refusal(kernel: KernelId, shape: CallShape) -> str | None:
-    """What the plan itself has against a form of call."""
+    """Why the plan itself refuses a call shape; None if it does not."""
     try:
         plan = planned(kernel, shape, planning_device().name)
     except InvalidArgumentError as error:  # tiles that are made for other sizes

@@ -1,25 +1,37 @@
-"""The one interface behind the public calls, and the list of what stands behind it."""
+"""What a backend is, and the list of all backends."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+import torch
+
+from mla_var3.attention.backends.latent import LATENT_DESIGNS, LatentBackend
+from mla_var3.attention.backends.plans import PlannedBackend, service_of
+from mla_var3.attention.backends.torch_tiled import TORCH_TILED, TorchTiled
 from mla_var3.attention.request.shape import CallShape
+from mla_var3.attention.request.task import AttentionTask
 from mla_var3.errors import InvalidArgumentError, UnknownNameError
+from mla_var3.runtime.call_state import CALL_STATE
 from mla_var3.runtime.paths import discover_kernels
 
-if TYPE_CHECKING:
-    import torch
-
-    from mla_var3.attention.request.task import AttentionTask
+__all__ = [
+    "AUTO",
+    "TORCH_TILED",
+    "Backend",
+    "backends",
+    "named",
+    "register",
+    "require_kernel_name",
+    "unregister",
+]
 
 AUTO = "auto"
-TORCH_TILED = "torch_tiled"
 
 
 def require_kernel_name(kernel: object) -> None:
-    """Require text where a kernel is named; which names there are, `named` says."""
+    """Require a string as the name of a kernel; `named` checks that it exists."""
     if not isinstance(kernel, str):
         raise InvalidArgumentError("kernel", "the name of a kernel or 'auto'", repr(kernel))
 
@@ -39,30 +51,37 @@ class Backend(Protocol):
     def runs_on_cpu(self) -> bool:
         """Whether it takes CPU tensors."""
 
+    @property
+    def targets(self) -> tuple[str, ...] | None:
+        """Architectures that it serves, such as "sm_90"; None for all."""
+
     def missing(self) -> str | None:
         """What this machine lacks to run it; None when nothing is."""
 
     def unsupported(self, shape: CallShape) -> str | None:
-        """Why it cannot serve calls of this form; None when it can."""
+        """Why it cannot serve calls of this shape; None when it can."""
 
     def run(self, task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and log-sum-exp of a call that `unsupported` lets pass."""
+        """Output and LSE of a call that `unsupported` accepts."""
 
 
 _registered: list[Backend] = []
 
 
 def register(backend: Backend) -> None:
-    """Add a backend, before the ones of the package; it replaces one of the same id."""
-    unregister(backend.kernel, backend.language)
+    """Add a backend before those of the package; it replaces one of the same id."""
+    _remove(backend.kernel, backend.language)
     _registered.append(backend)
+    CALL_STATE.clear()  # choices and replays of earlier calls
 
 
 def unregister(kernel: str, language: str) -> None:
     """Remove a backend that `register` added, if it is there."""
-    from mla_var3.attention.replay.key import forget_forms
+    _remove(kernel, language)
+    CALL_STATE.clear()
 
-    forget_forms()  # they name the backends of earlier calls
+
+def _remove(kernel: str, language: str) -> None:
     _registered[:] = [
         known for known in _registered if (known.kernel, known.language) != (kernel, language)
     ]
@@ -71,28 +90,24 @@ def unregister(kernel: str, language: str) -> None:
 def backends() -> list[Backend]:
     """All backends, in the order in which they win where times are equal.
 
-    Added ones come first, then the absorbed kernels of the package that take any tensors, then its
-    plans, base versions before later ones and of each the hand-scheduled language before the
-    compiled one, and the PyTorch path at the end.
+    Registered ones come first, then the latent kernels of the package that take any tensors, then
+    its plans, base versions before later ones and CuTe DSL before cuTile, and the PyTorch path
+    last.
     """
-    from mla_var3.attention.backends.latent import ABSORBED_DESIGNS, AbsorbedKernel
-    from mla_var3.attention.backends.plans import PlannedKernel, service_of
-    from mla_var3.attention.backends.torch_tiled import TorchTiled
-
     found: list[Backend] = list(_registered)
     taken = {(known.kernel, known.language) for known in found}
     kernels = [kernel for kernel in discover_kernels() if kernel.layer == "mla"]
     own: list[Backend] = [
-        AbsorbedKernel.of_package(kernel)
+        LatentBackend.of_package(kernel)
         for kernel in kernels
-        if kernel.language == "cute-dsl" and kernel.design in ABSORBED_DESIGNS
+        if kernel.language == "cute-dsl" and kernel.design in LATENT_DESIGNS
     ]
     # By number first: False comes before True, and CuTe DSL before the others.
     order = sorted(kernels, key=lambda kernel: (kernel.number, kernel.language != "cute-dsl"))
     for kernel in order:
         service = service_of(kernel)
         if service is not None:
-            own.append(PlannedKernel(kernel, service))
+            own.append(PlannedBackend(kernel, service))
     own.append(TorchTiled())
     return found + [known for known in own if (known.kernel, known.language) not in taken]
 

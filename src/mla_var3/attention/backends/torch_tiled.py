@@ -13,15 +13,16 @@ from dataclasses import replace
 
 import torch
 
-from mla_var3.attention.backends.registry import TORCH_TILED
 from mla_var3.attention.cache.tokens import ragged_rows
 from mla_var3.attention.cache.view import CacheView
-from mla_var3.attention.merge import merge_parts
+from mla_var3.attention.merge import merge_partials
 from mla_var3.attention.request.masks import Visibility
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.mla.inputs import absorb_queries, up_project
+
+TORCH_TILED = "torch_tiled"
 
 # Scores alive at a time: 128 MiB in float32. Long tiles amortise the launches of a step.
 _SCORE_ELEMENTS = 1 << 25
@@ -33,11 +34,12 @@ Tile = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class TorchTiled:
-    """The backend that serves every call, and the only one that the CPU gets by itself."""
+    """The backend that serves every call, and the one that "auto" takes on the CPU."""
 
     kernel = TORCH_TILED
     language = "torch"
     runs_on_cpu = True
+    targets: tuple[str, ...] | None = None
 
     def missing(self) -> str | None:
         """None: PyTorch is always there."""
@@ -48,7 +50,7 @@ class TorchTiled:
         return None
 
     def run(self, task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output and log-sum-exp of a call."""
+        """Output and LSE of a call."""
         if task.cu_seqlens_q is None:
             return _attention(task)
         return _ragged(task)
@@ -92,13 +94,13 @@ def _attention(task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
         return _deliver(task, latent), lse
     q_latent = absorb_queries(task.q, task.w_uk)
     latent, lse = _attend_latent(q_latent, task, sees, extent, cache.window_start)
-    parts = [(up_project(latent.to(dtype), task.w_uv), lse)]
+    partials = [(up_project(latent.to(dtype), task.w_uv), lse)]
     q_heads = torch.cat([task.q, task.q_rope], dim=-1).transpose(1, 2)  # [b, h, s, d+p]
     for tiles in (_prefix_tiles(cache), _window_tiles(cache)):
         if tiles is not None:
             newest, newest_lse = _online(q_heads, tiles, sees, task.scale, task.width)
-            parts.append((newest.transpose(1, 2), newest_lse.transpose(1, 2)))
-    output, lse = merge_parts(parts)
+            partials.append((newest.transpose(1, 2), newest_lse.transpose(1, 2)))
+    output, lse = merge_partials(partials)
     return _deliver(task, output), lse
 
 
@@ -127,7 +129,7 @@ def _attend_latent(
     extent: int,
     window_start: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Latent output `[b, s, h, k]` in float32 and its log-sum-exp."""
+    """Latent output `[b, s, h, k]` in float32 and its LSE."""
     b, s, h, _ = q_latent.shape
     q = torch.cat([q_latent, task.q_rope], dim=-1).reshape(b, 1, s * h, -1)
     skip = 0 if task.latent_only else task.cache.prefix
@@ -229,7 +231,7 @@ def _online(
         heads: heads per query in the rows of g = 1; None for g = h.
 
     Returns:
-        Normalised output `[b, g, r, ev]` and log-sum-exp `[b, g, r]`, float32.
+        Normalised output `[b, g, r, ev]` and LSE `[b, g, r]`, float32.
     """
     peak = torch.full(q.shape[:3], -math.inf, dtype=torch.float32, device=q.device)
     total = torch.zeros_like(peak)

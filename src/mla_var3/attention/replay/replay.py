@@ -1,9 +1,12 @@
-"""Repeated calls of one form: the short way to a launch.
+"""Replays: what a repeated call does instead of checking, choosing and preparing again.
 
-The first call of a form (see `forms`) goes the whole way. Where it ended in a kernel that took
-every tensor as it is, the launch is kept by the form, and the next call of that form allocates its
-outputs, writes addresses and launches. Whatever is not known goes the whole way again: another
-form, an address that is not aligned, a capture of a CUDA graph, another current device.
+The first call of a key goes the full path. If its kernel took every tensor as it was, the launch is
+kept (see `key.py`), and the next call of that key allocates its outputs, writes pointers and
+launches. Everything else goes the full path again: another key, an unaligned pointer, the capture
+of a CUDA graph, another current device.
+
+What the calls of one thread on one stream have in common is prepared once. Threads do not share it,
+because a launch writes its arguments into its own memory before it releases the interpreter.
 
 Checks of values on the device (`debug`) and traced programs never come here.
 """
@@ -12,226 +15,286 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from mla_var3.attention.backends.latent import Launch
-from mla_var3.attention.cache.latent_cache import LatentCache
-from mla_var3.attention.cache.view import CacheView
-from mla_var3.attention.replay.key import Call, Layout, Tensors, Values, store_form
-from mla_var3.attention.replay.launch_form import LaunchForm
-from mla_var3.attention.replay.pointers import address_reader
-from mla_var3.attention.replay.scratch import add_sums, aligned, shared_memory
-from mla_var3.attention.replay.whole_form import WholeForm
+from mla_var3.attention.backends.latent import Launch, StreamLaunch
+from mla_var3.attention.replay.key import CallKey, Layout, Tensors, store_replay, tensor_names
+from mla_var3.attention.replay.workspace import aligned, kept_lses, new_lse, shared_memory
 from mla_var3.attention.request.task import AttentionTask
-from mla_var3.runtime.torch_fast import tensor_maker, view_as, without_gradients
+from mla_var3.runtime.torch_fast import Maker, tensor_maker, view_as, without_gradients
 
-_SUM_BYTES = torch.float32.itemsize
-_BEFORE_ROPE = 3
-"""Tensors of a whole call before `q_rope`, none of which the launch reads."""
-_CACHE = ("latent", "rope", "lengths", "block_table")
-_DECOMPRESSED = tuple(part.name for part in fields(CacheView) if part.name not in _CACHE)
-"""What a view may hold beside the cache itself."""
+_is_inference = torch.is_inference_mode_enabled
+_LSE_BYTES = torch.float32.itemsize
+
+Prepared = tuple[StreamLaunch, list[torch.Tensor], int, Any]
+"""What the calls of one thread on one stream in one mode have in common: the launch; LSE tensors
+that no call has had yet, see `workspace.py`; the pointer of an LSE that no caller asked for, 0
+where callers always do; and objects to keep alive. A plain tuple, which unpacks faster."""
+
+PointerReader = Callable[[Tensors, int, int], tuple[int, ...]]
+"""Takes the tensors of a call and the pointers of output and LSE; returns all pointers in order."""
 
 
-@dataclass(frozen=True, slots=True)
-class FullForm:
-    """A form of call with the projections around the latent space, as products of torch.
+def _read(tensors: Tensors, *last: int) -> tuple[int, ...]:
+    return (*[tensor.data_ptr() for tensor in tensors], *last)
 
-    For calls whose products are no kernels of the launch itself (see `whole_form`).
+
+# The most frequent numbers of tensors. Calls that are written out cost two thirds of a loop.
+def _read5(tensors: Tensors, out: int, lse: int) -> tuple[int, ...]:
+    a, b, c, d, e = tensors
+    return a.data_ptr(), b.data_ptr(), c.data_ptr(), d.data_ptr(), e.data_ptr(), out, lse
+
+
+def _read6(tensors: Tensors, out: int, lse: int) -> tuple[int, ...]:
+    a, b, c, d, e, f = tensors
+    return (
+        a.data_ptr(), b.data_ptr(), c.data_ptr(), d.data_ptr(), e.data_ptr(), f.data_ptr(),
+        out, lse,
+    )  # fmt: skip
+
+
+def _read7(tensors: Tensors, out: int, lse: int) -> tuple[int, ...]:
+    a, b, c, d, e, f, g = tensors
+    return (
+        a.data_ptr(), b.data_ptr(), c.data_ptr(), d.data_ptr(), e.data_ptr(), f.data_ptr(),
+        g.data_ptr(), out, lse,
+    )  # fmt: skip
+
+
+def _read8(tensors: Tensors, out: int, lse: int) -> tuple[int, ...]:
+    a, b, c, d, e, f, g, h = tensors
+    return (
+        a.data_ptr(), b.data_ptr(), c.data_ptr(), d.data_ptr(), e.data_ptr(), f.data_ptr(),
+        g.data_ptr(), h.data_ptr(), out, lse,
+    )  # fmt: skip
+
+
+READERS: dict[int, PointerReader] = {5: _read5, 6: _read6, 7: _read7, 8: _read8}
+"""By number of tensors; all read the pointers in the order of the tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """A call that is one launch, of the latent kernel alone or with its projections.
 
     Attributes:
-        latent: the part in the latent space, with the latent queries in the place of the weights
-            and of `q_nope`.
+        launch: launches the kernels.
+        names: the operand that each of the call's pointers is for.
+        outputs: names of the operands for output and LSE, whose pointers come last.
+        fixed: tensors that all calls share, by operand.
+        output, lse: shape and strides of the results.
+        dtype, device: of the output.
+        empty: makes tensors there.
+        out_at: place of a given output among the tensors; None without one.
+        pointers: reads the call's pointers in the order of `names`, then output and LSE.
+    """
+
+    launch: Launch
+    names: Sequence[str]
+    outputs: Sequence[str]
+    fixed: Mapping[str, torch.Tensor]
+    output: Layout
+    lse: Layout
+    dtype: torch.dtype
+    device: torch.device
+    empty: Maker
+    out_at: int | None = None
+    pointers: PointerReader = _read
+    _threads: threading.local = field(default_factory=threading.local, compare=False)
+
+    def attend(
+        self, tensors: Tensors, with_lse: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Output and, if asked for, LSE; None when this call has to go the full path."""
+        stream = self.launch.stream()
+        if stream is None:
+            return None
+        launch, lses, lse_pointer, _ = self.prepared(stream, _is_inference())
+        if self.out_at is None:
+            shape, strides = self.output
+            out = self.empty(shape, strides, self.dtype)
+        else:
+            out = tensors[self.out_at]
+        lse = None
+        if with_lse:
+            lse = lses.pop() if lses else new_lse(lses, self.lse, self.empty)
+            lse_pointer = lse.data_ptr()
+        done = launch(self.pointers(tensors, out.data_ptr(), lse_pointer))
+        return (out, lse) if done else None
+
+    def prepared(self, stream: int, inference: bool) -> Prepared:
+        """What the calls of this thread have in common; the first of them prepares it.
+
+        Args:
+            stream: the current stream.
+            inference: whether inference mode is on.
+        """
+        try:
+            known: Prepared = self._threads.prepared[stream, inference]
+        except (AttributeError, KeyError):
+            lses = kept_lses(self.device, stream, inference, self.lse)
+            launch, pointer, kept = self._bind()
+            known = launch, lses, pointer, kept
+            self._threads.__dict__.setdefault("prepared", {})[stream, inference] = known
+        return known
+
+    def _bind(self) -> tuple[StreamLaunch, int, Any]:
+        """The launch on the current stream, the pointer of an unused LSE, objects to keep alive.
+
+        A launch with a workspace gets memory that all calls share. It begins with the LSE that no
+        caller asks for. Where it is too large to be kept, each call allocates its own.
+        """
+        names = [*self.names, *self.outputs]
+        fixed = {name: tensor.data_ptr() for name, tensor in self.fixed.items()}
+        parts = self.launch.workspace
+        if not parts:
+            launch, kept = self.launch.bind(names, fixed)
+            return launch, 0, kept
+        sizes = [aligned(math.prod(self.lse[0]) * _LSE_BYTES), *map(aligned, parts.values())]
+        starts = [sum(sizes[:place]) for place in range(1, len(sizes))]
+        memory = shared_memory(self.device, sum(sizes))
+        if memory is not None:
+            first = memory.data_ptr()
+            fixed |= {name: first + start for name, start in zip(parts, starts, strict=True)}
+            launch, kept = self.launch.bind(names, fixed)
+            return launch, first, (memory, kept)
+        launch, kept = self.launch.bind([*names, *parts], fixed)
+
+        def launch_with_workspace(pointers: Sequence[int]) -> bool:
+            *given, lse = pointers
+            memory = self.empty((sum(sizes),), (1,), torch.uint8)
+            first = memory.data_ptr()
+            return launch((*given, lse or first, *(first + start for start in starts)))
+
+        return launch_with_workspace, 0, kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProjectedReplay(Replay):
+    """A call whose projections are batched products of torch, around a launch of the latent kernel.
+
+    Its tensors begin with w_uk, w_uv and q_nope.
+
+    Attributes:
         queries: shape and strides of `q_nope` by head, `[h, count, d]`.
         latents: those of latent queries and outputs by head.
         by_head: those of the output by head.
-        outputs: those of the output.
     """
 
-    latent: LaunchForm
     queries: Layout
     latents: Layout
     by_head: Layout
-    outputs: Layout
-    _own: threading.local = field(default_factory=threading.local, compare=False)
 
     def attend(
-        self, tensors: Tensors, with_sums: bool = True
+        self, tensors: Tensors, with_lse: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Output and, if asked for, log-sum-exp; None where this call has to go the whole way."""
-        if torch.is_inference_mode_enabled():
-            return self._attend(tensors, with_sums, True)
+        """Output and, if asked for, LSE; None when this call has to go the full path."""
+        if _is_inference():
+            return self._attend(tensors, with_lse, True)
         with without_gradients():
-            return self._attend(tensors, with_sums, False)
+            return self._attend(tensors, with_lse, False)
 
     def _attend(
-        self, tensors: Tensors, with_sums: bool, inference: bool
+        self, tensors: Tensors, with_lse: bool, inference: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        form = self.latent
-        stream, empty, out_at = form.launch.stream(), form.empty, form.out_at
+        stream = self.launch.stream()
         if stream is None:
             return None
-        try:
-            between = self._own.between[stream, inference]
-        except (AttributeError, KeyError):
-            between = self._between(stream, inference)
-        q_latent, o_latent, sums = between
-        launch, stock, _, _ = form.prepared(stream, inference)
-        w_uk, w_uv, q_nope = tensors[:_BEFORE_ROPE]
+        launch, lses, _, (workspace, _) = self.prepared(stream, inference)
+        q_latent, o_latent, lse = workspace or self._allocated()
+        w_uk, w_uv, q_nope = tensors[:3]
         torch.bmm(view_as(q_nope, *self.queries, 0), w_uk, out=q_latent)
-        if with_sums:
-            sums = stock.pop() if stock else add_sums(stock, form.sums, empty)
-        read = (q_latent, *tensors[_BEFORE_ROPE:])
-        if not launch(form.addresses(read, o_latent.data_ptr(), sums.data_ptr())):
+        if with_lse:
+            lse = lses.pop() if lses else new_lse(lses, self.lse, self.empty)
+        written = q_latent.data_ptr(), o_latent.data_ptr(), lse.data_ptr()
+        if not launch(_read(tensors, *written)):
             return None
-        out = empty(*self.outputs, form.dtype) if out_at is None else tensors[out_at]
+        at = self.out_at
+        out = self.empty(*self.output, self.dtype) if at is None else tensors[at]
         torch.bmm(o_latent, w_uv, out=view_as(out, *self.by_head, 0))
-        return out, sums if with_sums else None
+        return out, lse if with_lse else None
 
-    def _between(
-        self, stream: int, inference: bool
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Latent queries, latent outputs by head, and log-sum-exp that no caller asked for.
+    def _bind(self) -> tuple[StreamLaunch, int, Any]:
+        fixed = {name: tensor.data_ptr() for name, tensor in self.fixed.items()}
+        launch, kept = self.launch.bind([*self.names, *self.outputs], fixed)
+        return launch, 0, (self._kept_workspace(), kept)
 
-        Kept where they are small, for each mode.
-        """
-        form, (shape, strides) = self.latent, self.latents
-        count, sums = math.prod(shape), math.prod(form.sums[0])
-        start = aligned(sums * _SUM_BYTES)  # behind the sums
-        memory = shared_memory(form.device, 2 * count * form.dtype.itemsize + start)
+    def _allocated(self) -> tuple[torch.Tensor, ...]:
+        """Latent queries and outputs by head, and an LSE, for one call."""
+        rows = (self.empty(*self.latents, self.dtype) for _ in range(2))
+        return (*rows, self.empty(*self.lse, torch.float32))
+
+    def _kept_workspace(self) -> tuple[torch.Tensor, ...] | None:
+        """The same for all calls of this thread, stream and mode; None where it is too large."""
+        shape, strides = self.latents
+        count, lse_bytes = math.prod(shape), math.prod(self.lse[0]) * _LSE_BYTES
+        start = aligned(lse_bytes)
+        memory = shared_memory(self.device, 2 * count * self.dtype.itemsize + start)
         if memory is None:
-            first, second = (form.empty(shape, strides, form.dtype) for _ in range(2))
-            return first, second, form.empty(*form.sums, torch.float32)
-        rows = memory[start:].view(form.dtype)[: 2 * count].view(2, count)
+            return None
+        rows = memory[start:].view(self.dtype)[: 2 * count].view(2, count)
         first, second = (part.as_strided(shape, strides) for part in rows)
-        found = first, second, memory[: sums * _SUM_BYTES].view(torch.float32)
-        self._own.__dict__.setdefault("between", {})[stream, inference] = found
-        return found
+        return first, second, memory[:lse_bytes].view(torch.float32)
 
 
-def latent_parts(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    cache: Any,
-    d: int,
-    kernel: str,
-    options: Mapping[str, Any],
-) -> Call | None:
-    """A call of `mla_latent_attention`, taken apart; None for one that has no form."""
-    view = cache if type(cache) is CacheView else _view_of(cache)
-    if view is None:
-        call = _pair_call(cache, ("latent", d.__class__, d, kernel), (q_latent, q_rope))
-    elif view.block_table is None:
-        call = (
-            ("latent", d.__class__, d, kernel),
-            (q_latent, q_rope, view.latent, view.rope, view.lengths),
-        )
-    else:
-        call = (
-            ("latent", d.__class__, d, kernel, "paged"),
-            (q_latent, q_rope, view.latent, view.rope, view.block_table, view.lengths),
-        )
-    return _with_options(call, options, getattr(view, "lengths", None)) if options else call
-
-
-def full_parts(
-    q_nope: torch.Tensor,
-    q_rope: torch.Tensor,
-    cache: Any,
-    w_uk: torch.Tensor,
-    w_uv: torch.Tensor,
-    kernel: str,
-    options: Mapping[str, Any],
-) -> Call | None:
-    """A call of `mla_attention`, taken apart; None for one that has no form."""
-    view = cache if type(cache) is CacheView else _view_of(cache)
-    call: Call | None
-    if view is None:
-        call = _pair_call(cache, ("full", kernel), (w_uk, w_uv, q_nope, q_rope))
-    elif view.block_table is None:
-        call = (
-            ("full", kernel),
-            (w_uk, w_uv, q_nope, q_rope, view.latent, view.rope, view.lengths),
-        )
-    else:
-        call = (
-            ("full", kernel, "paged"),
-            (w_uk, w_uv, q_nope, q_rope, view.latent, view.rope, view.block_table, view.lengths),
-        )
-    if call is not None and view is not None and _is_decompressed(view):
-        parts = {name: getattr(view, name) for name in _DECOMPRESSED}
-        present = {name: part for name, part in parts.items() if part is not None}
-        call = (*call[0], *present), (*call[1], *present.values())
-    return _with_options(call, options, getattr(view, "lengths", None)) if options else call
-
-
-def keep_form(
-    call: Call | None,
+def keep_replay(
+    key: CallKey | None,
     task: AttentionTask,
     launch: Launch | None,
     cache: Any,
     options: Mapping[str, Any],
 ) -> None:
-    """Keep the launch of a call for the next ones of its form, where they can use it.
+    """Keep the launch of a call for the next calls of its key, where they can use it.
 
     Args:
-        call: the call, taken apart.
+        key: key of the call.
         task: the call, checked.
         launch: its launch; None when it has none.
         cache: the cache as the caller gave it.
         options: the optional arguments as the caller gave them.
     """
-    if call is None or launch is None or not _as_given(task, options):
+    if key is None or launch is None or not _as_given(task, options):
         return
     out = task.out
     if out is not None and not out.is_contiguous():
         return  # it is written through a copy
     if task.w_uk is not None and not task.q.is_contiguous():
         return
-    store_form(call, _form_of(task, launch, cache, options))
+    store_replay(key, _replay_of(task, launch, tensor_names(key, cache, options)))
 
 
-def _form_of(
-    task: AttentionTask, launch: Launch, cache: Any, options: Mapping[str, Any]
-) -> LaunchForm | FullForm:
-    names = _tensor_names(task, cache, options)
-    out_at = names.index("out") if "out" in names else None
-    kept = task.cache.lengths if "lengths" not in names else None
+def _replay_of(task: AttentionTask, launch: Launch, names: list[str]) -> Replay:
+    fixed = {} if "lengths" in names else {"lengths": task.cache.lengths}
     rows, d, h = tuple(task.q.shape[:-1]), task.q.shape[-1], task.h
-    k, width, device = task.cache.latent.shape[-1], task.width, task.q.device
+    k, width = task.cache.latent.shape[-1], task.width
     common: dict[str, Any] = {
         "launch": launch,
-        "sums": _dense(rows),
+        "names": ["tree" if name == "tree_mask" else name for name in names],
+        "fixed": fixed,
+        "output": _dense((*rows, width)),
+        "lse": _dense(rows),
         "dtype": task.q.dtype,
-        "device": device,
-        "empty": tensor_maker(device),
-        "out_at": out_at,
+        "device": task.q.device,
+        "empty": tensor_maker(task.q.device),
+        "out_at": names.index("out") if "out" in names else None,
+        "pointers": READERS.get(len(names), _read),
     }
-    if launch.between:
-        return WholeForm(
-            addresses=address_reader(names, kept), outputs=_dense((*rows, width)),
-            between=math.prod(rows) * k, **common,
-        )  # fmt: skip
-    # Of a whole call the latent queries come first, in the place of three tensors.
-    own = names if task.w_uk is None else ["q", *names[_BEFORE_ROPE:]]
-    latent = LaunchForm(addresses=address_reader(own, kept), outputs=_dense((*rows, k)), **common)
     if task.w_uk is None:
-        return latent
+        return Replay(outputs=("o_latent", "lse"), **common)
+    if launch.workspace:
+        return Replay(outputs=("out", "lse"), **common)
     count = math.prod(rows[:-1])
     queries, latents, by_head = (
         ((h, count, columns), (columns, h * columns, 1)) for columns in (d, k, width)
     )
-    outputs = _dense((*rows, width))
-    return FullForm(latent, queries, latents, by_head, outputs)
-
-
-def layout_of(tensor: torch.Tensor) -> Layout:
-    """Shape and strides of a tensor."""
-    return tuple(tensor.shape), tensor.stride()
+    return ProjectedReplay(
+        outputs=("q_latent", "o_latent", "lse"), queries=queries, latents=latents,
+        by_head=by_head, **common,
+    )  # fmt: skip
 
 
 def _dense(shape: tuple[int, ...]) -> Layout:
@@ -240,63 +303,8 @@ def _dense(shape: tuple[int, ...]) -> Layout:
     return shape, tuple(strides)
 
 
-def _tensor_names(task: AttentionTask, cache: Any, options: Mapping[str, Any]) -> list[str]:
-    """Names of a call's tensors, in the order in which it is taken apart."""
-    names = ["q", "q_rope"] if task.w_uk is None else ["w_uk", "w_uv", "q", "q_rope"]
-    names += ["latent", "rope"]
-    lengths = None
-    if not isinstance(cache, (tuple, list)):
-        view = cache.view() if isinstance(cache, LatentCache) else cache
-        lengths = view.lengths
-        names += ["lengths"] if view.block_table is None else ["block_table", "lengths"]
-        if task.w_uk is not None:
-            names += [name for name in _DECOMPRESSED if getattr(view, name) is not None]
-    return names + [
-        name
-        for name, value in options.items()
-        if isinstance(value, torch.Tensor) and value is not lengths
-    ]
-
-
-def _view_of(cache: Any) -> CacheView | None:
-    """The view of a cache; None for what has none."""
-    return cache.kept_view if isinstance(cache, LatentCache) else None
-
-
-def _pair_call(cache: Any, values: Values, queries: Tensors) -> Call | None:
-    """A call on a pair of tensors; None for what is no pair."""
-    if not isinstance(cache, (tuple, list)) or len(cache) != 2:
-        return None
-    return (*values, "pair"), (*queries, *cache)
-
-
-def _with_options(
-    call: Call | None, options: Mapping[str, Any], lengths: torch.Tensor | None
-) -> Call | None:
-    """A call with its options: their names, the types and values of plain ones, the tensors.
-
-    Lengths that are those of the cache do not count twice, which no check of tensors would pass.
-    """
-    if call is None:
-        return None
-    values, tensors = call
-    for name, value in options.items():
-        if isinstance(value, torch.Tensor):
-            if value is lengths:
-                values = (*values, name, "of the cache")
-            else:
-                values, tensors = (*values, name), (*tensors, value)
-        else:  # equal numbers of different types are different
-            values = (*values, name, value.__class__, value)
-    return values, tensors
-
-
-def _is_decompressed(view: CacheView) -> bool:
-    return view.k_new is not None or view.k_prefix is not None
-
-
 def _as_given(task: AttentionTask, options: Mapping[str, Any]) -> bool:
-    """Whether the checks passed the caller's own tensors on, not something made of them."""
+    """Whether the checks passed the caller's own tensors on, not copies of them."""
     pairs = (
         (options.get("lengths"), task.cache.lengths),
         (options.get("cu_seqlens_q"), task.cu_seqlens_q),

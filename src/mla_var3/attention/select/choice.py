@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from mla_var3.attention.backends.plans import PlannedKernel, tuning_plan
+from mla_var3.attention.backends.plans import PlannedBackend, tuning_plan
 from mla_var3.attention.backends.registry import (
     AUTO,
     TORCH_TILED,
@@ -185,7 +185,7 @@ def _times(pairs: Sequence[Pair], measured: bool) -> str:
 
 def _candidate(backend: Backend, shape: CallShape, spec: DeviceSpec) -> Candidate:
     refusal = backend.unsupported(shape)
-    if refusal is None and backend.kernel != TORCH_TILED:
+    if refusal is None:
         refusal = _target_refusal(backend, spec)
     expected = None if refusal else estimate(backend.kernel, shape, spec, backend.language)
     if expected is None:
@@ -205,7 +205,7 @@ def _candidate(backend: Backend, shape: CallShape, spec: DeviceSpec) -> Candidat
 
 
 def _target_refusal(backend: Backend, spec: DeviceSpec) -> str | None:
-    targets: tuple[str, ...] | None = getattr(backend, "targets", None)
+    targets = backend.targets
     if targets is None or set(targets) & set(spec.targets):
         return None
     return f"{spec.name} ({spec.target}); it is written for {', '.join(targets)}"
@@ -215,7 +215,7 @@ def _measured(
     backend: Backend, shape: CallShape, spec: DeviceSpec, choice: dict[str, int]
 ) -> Measured | None:
     found = shipped_result(backend.kernel, backend.language, shape, spec, choice)
-    if found is not None or not isinstance(backend, PlannedKernel):
+    if found is not None or not isinstance(backend, PlannedBackend):
         return found
     if backend.missing() or not has_histories(spec):
         return None

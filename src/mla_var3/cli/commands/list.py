@@ -6,13 +6,11 @@ library.
 
 from __future__ import annotations
 
-import ast
 import ctypes
 import importlib.metadata
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -20,8 +18,6 @@ from rich.table import Table
 from mla_var3.cli.arguments import Parser, parse
 from mla_var3.cli.console import say, stdout
 from mla_var3.runtime import paths
-from mla_var3.runtime.paths import KernelId
-from mla_var3.runtime.target import TARGETS
 
 
 @dataclass(frozen=True)
@@ -60,31 +56,12 @@ def _attribute(cuda: Any, attribute: int, device: Any) -> int:
     return value.value
 
 
-def declared_targets(kernel: KernelId) -> tuple[str, ...]:
-    """The targets a version's source declares, read without importing it."""
-    source = _source_of(kernel)
-    targets = TARGETS
-    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))) if source else ():
-        names = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
-        if any(isinstance(name, ast.Name) and name.id == "targets" for name in names):
-            try:
-                targets = tuple(ast.literal_eval(node.value))  # type: ignore[attr-defined]
-            except (ValueError, TypeError):
-                continue
-    return targets
-
-
-def _source_of(kernel: KernelId) -> Path | None:
-    path = paths.version_folder(kernel) / f"{kernel.full_name}.py"
-    return path if path.exists() else None
-
-
 def inventory() -> list[dict[str, Any]]:
     """All kernel versions and what can be done with each on this machine, JSON-ready."""
     gpu, no_gpu = find_gpu()
     rows = []
     for kernel in paths.discover_kernels():
-        targets = declared_targets(kernel)
+        targets = paths.declared_targets(kernel)
         distribution = paths.LANGUAGE_DISTRIBUTIONS[kernel.language]
         extra = paths.LANGUAGE_EXTRAS[kernel.language]
         missing = "" if _installed(distribution) else f'pip install "hyper-mla[{extra}]"'

@@ -29,10 +29,9 @@ from mla_var3.errors import InvalidArgumentError
 POINTER, INT32, INT64, FLOAT32, ABSENT = "pointer", "int32", "int64", "float32", "none"
 
 FLOAT_ALIGNMENT = 16
-"""Bytes that the base address of floating-point data is a multiple of: vector loads and the bulk
-copy engine need it."""
+"""Alignment in bytes of pointers to floating-point data: vector loads and bulk copies need it."""
 INT_ALIGNMENT = 4
-"""The same for small integer tensors, such as lengths, which may be a slice of another tensor."""
+"""The same for integer tensors such as lengths, which may be slices of other tensors."""
 
 DTYPES = {
     torch.bfloat16: "BFloat16",
@@ -73,7 +72,7 @@ class ArgumentKind:
     Attributes:
         tag: "pointer", "int32", "int64", "float32" or "none".
         dtype: element type of a pointer, None for the others.
-        alignment: bytes that a pointer's address is a multiple of; 0 for the others.
+        alignment: alignment of a pointer in bytes; 0 for the others.
     """
 
     tag: str
@@ -91,7 +90,7 @@ def kind_of(value: Any, name: str = "argument") -> ArgumentKind:
 
     Args:
         value: the argument.
-        name: what to call it in an error.
+        name: its name in an error.
     """
     if value is None:
         return ArgumentKind(ABSENT)
@@ -124,10 +123,10 @@ class ArgumentBuffer:
     """The memory that a compiled host function reads its arguments from.
 
     It is laid out once: one cell per argument that is present, then the stream, then the CUDA
-    error code that the host function writes. Later calls only rewrite what has changed.
+    error code that the host function writes. Later calls rewrite only what has changed.
 
     Attributes:
-        packed: addresses of all cells, in the order of the host function's parameters.
+        packed: pointers to all cells, in the order of the host function's parameters.
         stream: cell of the CUDA stream.
         result: cell of the CUDA error code.
     """
@@ -159,7 +158,7 @@ class ArgumentBuffer:
         self.packed = (ctypes.c_void_p * len(addresses))(*addresses)
 
     def write(self, args: Sequence[Any]) -> None:
-        """Put the arguments of the next call in; each must be of the kind compiled for."""
+        """Write the arguments of the next call; each must be of the kind compiled for."""
         if len(args) != self._count:
             raise InvalidArgumentError("arguments", f"{self._count} of them", len(args))
         device = self._device
@@ -176,7 +175,7 @@ class ArgumentBuffer:
                 cell.value = address
         except AttributeError:  # cheaper than asking each whether it is a tensor
             raise _pointer_error(f"argument {i}", value, dtype, mask + 1, device) from None
-        # Sizes and strides seldom change from call to call, and a tensor's address may at any time.
+        # Sizes and strides seldom change from call to call; pointers may at any time.
         others = self._pick(args)
         if others != self._written:
             self._written = None
@@ -192,7 +191,7 @@ class ArgumentBuffer:
 
 
 def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
-    """What `operator.itemgetter` is for two or more: the arguments at some places, as a tuple."""
+    """`operator.itemgetter` for fewer than two places: always a tuple."""
     return lambda args: tuple(args[i] for i in indices)
 
 
@@ -210,7 +209,7 @@ def _pointer_error(
 
 
 def _checked(kind: ArgumentKind, value: Any, name: str) -> int | float | None:
-    """The number of an argument that is no tensor, if it is of the kind."""
+    """The number of an argument that is not a tensor, if it is of the kind."""
     if kind.tag == ABSENT:
         if value is not None:
             raise InvalidArgumentError(name, "None, as compiled", type(value).__name__)

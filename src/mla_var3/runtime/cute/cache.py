@@ -1,12 +1,12 @@
 """The compile cache of CuTe DSL kernels: what a compiled program is, its key and its file.
 
 An entry is one zip file `cute-compile/<kernel>/<key>.zip` below the cache folder, with the object
-file (host code and machine code), the cubin, the PTX and the key in full. The checksums of the
-format tell a damaged entry; it counts as missing and is replaced. Files appear whole or not at all,
-so several processes may use one folder; what two of them compile at the same time is the same.
+file (host code and machine code), the cubin, the PTX and the full key. A damaged entry fails the
+checksums of the format; it counts as missing and is replaced. Files are written atomically, so
+several processes may use one folder.
 
 Reloading an entry neither traces nor compiles: the object is linked into the process. The object
-holds host code for one kind of machine, therefore the host is part of the key.
+holds host code for one kind of machine, so the host is part of the key.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class CompiledProgram:
         cubin: machine code alone.
         ptx: intermediate code.
         seconds: wall time of the compilation, when it was done.
-        dynamic_shared_bytes: shared memory per block that the launch asks for, at most.
+        dynamic_shared_bytes: the most shared memory per CTA that a launch asks for.
     """
 
     name: str
@@ -84,7 +84,7 @@ class ProgramKey:
 
     @property
     def path(self) -> Path:
-        """Where the entry lies, or would."""
+        """Where the entry is, or would be."""
         return cache_root() / "cute-compile" / self.name / f"{self.digest}.zip"
 
 
@@ -103,8 +103,8 @@ def program_key(
         name: kernel name.
         host: the host function; values that it carries are constants of the program.
         kinds: kinds of the arguments.
-        opt_level: the compiler's level; None for its default. Of a tiling nothing else matters
-            that the host function does not carry.
+        opt_level: the compiler's level; None for its default. Everything else of a tiling that
+            matters is carried by the host function.
         arch: architecture.
         sources: files with the kernel and its helpers.
         toolchain: package and version of the compiler.
@@ -191,7 +191,7 @@ def _file_digest(path: Path) -> str:
 
 @functools.cache
 def host_machine() -> str:
-    """The kind of machine that host code is made for: the code may use what its CPU has."""
+    """The kind of machine that host code is made for: it may use any feature of this CPU."""
     parts = [sys.platform, platform.machine(), platform.python_version()]
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -203,7 +203,7 @@ def host_machine() -> str:
 
 
 def read_entry(key: ProgramKey) -> CompiledProgram | None:
-    """The program of a key from the disk; None when there is no good one."""
+    """The program of a key from the disk; None when there is no valid one."""
     try:
         content = key.path.read_bytes()
     except OSError:
@@ -212,7 +212,7 @@ def read_entry(key: ProgramKey) -> CompiledProgram | None:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             stored = json.loads(archive.read(_KEY))
             if stored["key"] != key.fields:
-                raise ValueError("it is of another key")
+                raise ValueError("it has another key")
             return CompiledProgram(
                 name=key.name,
                 arch=str(key.fields["arch"]),
@@ -223,7 +223,7 @@ def read_entry(key: ProgramKey) -> CompiledProgram | None:
                 dynamic_shared_bytes=int(stored["dynamic_shared_bytes"]),
             )
     except Exception as error:  # damage may show in any layer of the format
-        log.warning("%s: ignored and made again, %s", key.path, error)
+        log.warning("%s: ignored and compiled again, %s", key.path, error)
         return None
 
 

@@ -1,8 +1,8 @@
 """Launching compiled CuTe DSL programs: prepared arguments, current stream, architecture check.
 
-A launch costs the host a few microseconds: the arguments lie in memory already, and only the stream
-and what has changed are written before the compiled host function is called. Nothing here waits for
-the GPU or allocates on it, so a CUDA graph can capture a launch.
+A launch costs the host a few microseconds: only the stream and changed arguments are written before
+the compiled host function is called. Nothing here waits for the GPU or allocates on it, so a CUDA
+graph can capture a launch.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import ctypes
 import re
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.runtime.cute.arguments import (
+    ABSENT,
     FLOAT32,
     INT32,
     INT64,
@@ -29,17 +30,17 @@ from mla_var3.runtime.cute.arguments import (
 from mla_var3.runtime.torch_fast import current_device_index, raw_stream
 
 Entry = Callable[[Any], Any]
-"""The compiled host function: takes the addresses of its arguments."""
+"""The compiled host function: takes pointers to its arguments."""
 
 
 def short_entry(host_function: Any) -> Entry:
-    """A compiled host function that is called with an array of addresses as it is.
+    """A compiled host function as ctypes calls it fastest.
 
-    Without a declared parameter ctypes converts nothing, and without a result it makes none: the
-    host function writes its error code into the last argument.
+    Without declared parameters and result ctypes converts nothing: the host function takes an
+    array of pointers and writes its error code into the last argument.
 
     Args:
-        host_function: as ctypes knows it; the caller keeps it and its code.
+        host_function: the ctypes function; the caller keeps it and its code alive.
     """
     address = ctypes.cast(host_function, ctypes.c_void_p).value
     if address is None:
@@ -50,7 +51,7 @@ def short_entry(host_function: Any) -> Entry:
 class BoundLaunch:
     """A program with arguments of its own.
 
-    One thread at a time may use it; programs give each caller another.
+    One thread at a time may use it; programs give each caller its own.
     """
 
     def __init__(
@@ -78,11 +79,11 @@ _NUMBER_FORMATS = {INT32: "i4x", INT64: "q", FLOAT32: "f4x"}
 
 
 class RepeatedLaunch:
-    """A program whose numbers stay while every launch brings the addresses of its tensors anew.
+    """A program whose numbers stay while every launch brings new pointers.
 
-    The shortest way to launch on changing tensors: all addresses are written at once, nothing is
-    looked at. Whoever calls it has made sure that the tensors differ in their addresses only from
-    those that the program was launched with before, alignment included. Safe in several threads.
+    The shortest way to launch on changing tensors: all pointers are written at once and nothing is
+    checked. The caller makes sure that the tensors differ only in their pointers from those of an
+    earlier launch. Safe in several threads.
     """
 
     def __init__(
@@ -93,69 +94,74 @@ class RepeatedLaunch:
         device: int,
         args: Sequence[Any],
     ) -> None:
-        """Keep the numbers among the arguments; of a tensor nothing is kept.
+        """Keep the numbers among the arguments, and no tensor.
 
         Args:
             name: kernel name.
             entry: the compiled host function.
             kinds: kinds of the arguments.
             device: index of the GPU.
-            args: the arguments of a launch that was made before.
+            args: the arguments of an earlier launch.
         """
         self.device = device
         self._name = name
         self._entry = entry
         self._kinds = kinds
-        self._numbers = [
-            value for kind, value in zip(kinds, args, strict=True) if kind.tag in _NUMBER_FORMATS
-        ]
-        # Those of absent tensors too, whose cells nobody reads.
-        self._low_bits = [
-            max(kind.alignment - 1, 0) for kind in kinds if kind.tag not in _NUMBER_FORMATS
-        ]
-        self._pointers = len(self._low_bits)
+        self._numbers = {
+            place: value.value if isinstance(value, Int64Arg) else value
+            for place, (kind, value) in enumerate(zip(kinds, args, strict=True))
+            if kind.tag in _NUMBER_FORMATS
+        }
+        self._pointers = [place for place in range(len(kinds)) if place not in self._numbers]
         self._own = threading.local()
 
-    def __call__(self, *addresses: int) -> None:
+    def __call__(self, *pointers: int) -> None:
         """Launch on the current CUDA stream of the device, which is the current one.
 
         Args:
-            addresses: of the tensors, in the order of the arguments; any number for an argument
-                that is None.
+            pointers: of the tensors in argument order; any number for an argument that is None.
         """
         try:
             write, cells, packed, result = self._own.memory
         except AttributeError:
-            write, cells, packed, result = self._own.memory = self._lay_out()
-        write(cells, 0, *addresses, raw_stream(self.device))
+            cells, packed, result = self._lay_out(self._pointers, {}, 0)
+            write = _cells(len(self._pointers) + 1).pack_into
+            self._own.memory = write, cells, packed, result
+        write(cells, 0, *pointers, raw_stream(self.device))
         self._entry(packed)
         if result.value:
             raise self._failure(result.value)
 
-    def on_stream(self, stream: int, *last: int) -> Callable[[Sequence[int]], bool]:
-        """The launch on one CUDA stream, with the last of the addresses fixed.
+    def on_stream(
+        self, stream: int, order: Sequence[int | None], fixed: Mapping[int, int]
+    ) -> Callable[[Sequence[int]], bool]:
+        """The launch on one CUDA stream.
 
         Args:
             stream: handle of the stream.
-            last: the addresses at the end.
+            order: which argument each pointer of a launch is for; None for a pointer that the
+                program does not take. The last of several for one argument counts.
+            fixed: pointers that stay, by argument.
 
         Returns:
-            What takes the addresses before them and launches; False, and nothing is launched,
-            where one of them is not aligned as the program was compiled for. One thread at a time
-            may use it.
+            A function that takes the pointers in this order and launches. It returns False, and
+            launches nothing, when a pointer is not aligned as the program was compiled for. One
+            thread at a time may use it.
         """
-        write_all, cells, packed, result = self._lay_out()
-        first = self._pointers - len(last)
-        write_all(cells, 0, *(0 for _ in range(first)), *last, stream)
-        pack, entry = _cells(first).pack, self._entry
-        changing = memoryview(cells).cast("B")[: 8 * first]
-        # All addresses as one number, and the bits that must not be set in it: one operation
-        # looks at all of them.
+        cells, packed, result = self._lay_out(order, fixed, stream)
+        pack, entry = _cells(len(order)).pack, self._entry
+        changing = memoryview(cells).cast("B")[: 8 * len(order)]
+        # All pointers as one integer, and the bits that must be clear in it: one operation checks
+        # the alignment of all of them.
         number = int.from_bytes
-        unaligned = number(pack(*self._low_bits[:first]), "little")
+        low_bits = [
+            0 if place is None or place in order[at + 1 :] else self._low_bits(place)
+            for at, place in enumerate(order)
+        ]
+        unaligned = number(pack(*low_bits), "little")
 
-        def launch(addresses: Sequence[int]) -> bool:
-            content = pack(*addresses)
+        def launch(pointers: Sequence[int]) -> bool:
+            content = pack(*pointers)
             if number(content, "little") & unaligned:
                 return False
             changing[:] = content
@@ -166,52 +172,57 @@ class RepeatedLaunch:
 
         return launch
 
+    def _low_bits(self, place: int) -> int:
+        """The bits that are clear in an aligned pointer of an argument; 0 for an absent one."""
+        return max(self._kinds[place].alignment - 1, 0)
+
     def _failure(self, code: int) -> UnsupportedError:
         return UnsupportedError(f"{self._name}: {describe_cuda_error(code)}")
 
-    def _lay_out(self) -> tuple[Callable[..., None], Any, Any, ctypes.c_int32]:
+    def _lay_out(
+        self, order: Sequence[int | None], fixed: Mapping[int, int], stream: int
+    ) -> tuple[Any, Any, ctypes.c_int32]:
         """Memory for the arguments, which one thread at a time may use.
 
+        The host function reads each argument through a pointer of its own, so the arguments may lie
+        in any order: changing pointers, stream, fixed pointers, numbers, error code, 8 bytes each.
+
         Returns:
-            What writes addresses and stream, the cells that it writes into, the addresses of all
-            cells as the host function takes them, and the cell of the error code.
+            The cells, their addresses as the host function takes them, and the cell of the error
+            code.
         """
-        formats = [_NUMBER_FORMATS.get(kind.tag, "") for kind in self._kinds]
-        pointers = self._pointers
-        changing = _cells(pointers + 1)
-        numbers = (v.value if isinstance(v, Int64Arg) else v for v in self._numbers)
-        # The cells: addresses, the stream, the numbers, the error code.
-        content = bytes(changing.size) + struct.pack(f"={''.join(formats)}8x", *numbers)
+        kinds = self._kinds
+        cell_of = {place: cell for cell, place in enumerate(order) if place is not None}
+        others = [
+            place for place in self._pointers
+            if place not in cell_of and kinds[place].tag == POINTER
+        ]  # fmt: skip
+        missing = [place for place in others if place not in fixed]
+        if missing:
+            raise InvalidArgumentError(f"{self._name}: pointers", f"one for {missing}", "none")
+        count = len(order)
+        for cell, place in enumerate((*others, *self._numbers), count + 1):
+            cell_of[place] = cell
+        formats = "".join(_NUMBER_FORMATS[kinds[place].tag] for place in self._numbers)
+        pointers = _cells(count + 1 + len(others)).pack(
+            *(0,) * count, stream, *(fixed[place] for place in others)
+        )
+        content = pointers + struct.pack(f"={formats}8x", *self._numbers.values())
         cells = (ctypes.c_uint64 * (len(content) // 8)).from_buffer_copy(content)
+        # The host function has no parameter for what is absent.
+        present = [place for place, kind in enumerate(kinds) if kind.tag != ABSENT]
+        used = [*(cell_of[place] for place in present), count, len(cells) - 1]
         base = ctypes.addressof(cells)
-        places = [base + 8 * cell for cell in _cell_order(self._kinds, pointers)]
-        packed = (ctypes.c_void_p * len(places))(*places)
-        result = ctypes.c_int32.from_buffer(cells, len(content) - 8)
-        return changing.pack_into, cells, packed, result
+        packed = (ctypes.c_void_p * len(used))(*(base + 8 * cell for cell in used))
+        return cells, packed, ctypes.c_int32.from_buffer(cells, len(content) - 8)
 
 
 def _cells(count: int) -> struct.Struct:
-    """How addresses are written into cells of 8 bytes.
+    """How pointers are written into cells of 8 bytes.
 
-    As sizes of memory (N), which `struct` takes from Python's numbers in half the time that it
-    needs for Q.
+    As sizes of memory (N), which `struct` packs in half the time that it needs for Q.
     """
     return struct.Struct(f"{count}N")
-
-
-def _cell_order(kinds: Sequence[ArgumentKind], pointers: int) -> list[int]:
-    """Which cell each parameter of the host function reads, see `RepeatedLaunch`."""
-    next_pointer, next_number = 0, pointers + 1
-    order = []
-    for kind in kinds:
-        if kind.tag in _NUMBER_FORMATS:
-            order.append(next_number)
-            next_number += 1
-            continue
-        # The host function has no parameter for what is absent.
-        order += [next_pointer] if kind.tag == POINTER else []
-        next_pointer += 1
-    return [*order, pointers, next_number]  # the stream and the error code
 
 
 class CuteProgram:
@@ -238,7 +249,7 @@ class CuteProgram:
             kinds: kinds of the arguments.
             device: index of the GPU.
             entry: the compiled host function.
-            owners: what keeps the code loaded as long as it is referred to.
+            owners: objects that keep the code loaded.
         """
         self.name = name
         self.kinds = tuple(kinds)
@@ -259,7 +270,7 @@ class CuteProgram:
     def __call__(self, *args: Any) -> None:
         """Launch on the current CUDA stream, with other arguments than last time.
 
-        The caller keeps the tensors, as with any operation of torch.
+        The caller keeps the tensors alive, as with any operation of torch.
         """
         buffer = getattr(self._own, "buffer", None)
         if buffer is None:

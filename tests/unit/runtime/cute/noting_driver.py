@@ -101,7 +101,10 @@ def program_for_step(
     return CuteProgram(key.name, kinds, NO_GPU, short_entry(function.capi_func), (function,))
 
 
-def addresses_of(args: tuple[Any, ...]) -> list[int]:
-    """Addresses of the tensors among arguments, 0 for absent ones."""
-    given = [arg for arg in args if arg is None or hasattr(arg, "data_ptr")]
-    return [0 if arg is None else arg.data_ptr() for arg in given]
+def pointers_of(args: tuple[Any, ...]) -> dict[int, int]:
+    """Pointers of the tensors by argument, 0 for absent ones."""
+    return {
+        place: 0 if arg is None else arg.data_ptr()
+        for place, arg in enumerate(args)
+        if arg is None or hasattr(arg, "data_ptr")
+    }

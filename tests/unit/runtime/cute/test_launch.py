@@ -320,7 +320,7 @@ def test_a_stored_program_that_does_not_link_is_made_again(
     cute_kernel._compiled.clear()
     with pytest.raises(UnsupportedError, match="scale_add: expected machine code that loads"):
         cute_kernel._load(key, host, kinds, 0)
-    assert len(compilations) == 2 and "made again" in caplog.text
+    assert len(compilations) == 2 and "compiled again" in caplog.text
     stored = cute_cache.read_entry(key)
     assert stored is not None and stored.object_code != b"no object"
 

@@ -1,4 +1,4 @@
-"""Launching a CuTe DSL program on other addresses, without a GPU: on a Python function."""
+"""Launching a CuTe DSL program on other pointers, without a GPU: on a Python function."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from mla_var3.errors import UnsupportedError
+from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.runtime.cute import launch as cute_launch
 from mla_var3.runtime.cute.arguments import Int64Arg, kinds_of
 from mla_var3.runtime.cute.launch import CuteProgram
@@ -55,7 +55,7 @@ def test_addresses_change_and_numbers_stay(device: Device) -> None:
         (16, -5, 32, 0.25, 1 << 40, STREAM),
         (48, -5, 64, 0.25, 1 << 40, STREAM),
     ]
-    launch = repeated.on_stream(5, 9, 96)
+    launch = repeated.on_stream(5, [0], {3: 96})
     launch((80,))
     repeated(16, 0, 32)
     launch((112,))
@@ -68,7 +68,9 @@ def test_addresses_change_and_numbers_stay(device: Device) -> None:
 def test_what_is_not_aligned_is_not_launched(device: Device) -> None:
     """As the program was compiled for: 16 bytes for floats, 4 for integers, none for the absent."""
     args = arguments()
-    launch = CuteProgram("scale", kinds_of(args), 0, device).repeated(*args).on_stream(5)
+    launch = (
+        CuteProgram("scale", kinds_of(args), 0, device).repeated(*args).on_stream(5, [0, 2, 3], {})
+    )
     assert launch((16, 3, 4))
     for addresses in (
         (8, 0, 4),
@@ -81,6 +83,18 @@ def test_what_is_not_aligned_is_not_launched(device: Device) -> None:
     assert len(device.seen) == 1
     assert launch((1 << 47, 0, 1 << 47 | 4))
     assert device.seen[-1][:3:2] == (1 << 47, 1 << 47 | 4)
+
+
+def test_pointers_come_in_any_order(device: Device) -> None:
+    """Those that the program does not take are skipped, and the last of two counts."""
+    args = arguments()
+    repeated = CuteProgram("scale", kinds_of(args), 0, device).repeated(*args)
+    launch = repeated.on_stream(5, [3, None, 0, 3], {})
+    assert launch((1, 2, 16, 64))
+    assert device.seen == [(16, -5, 64, 0.25, 1 << 40, 5)]
+    assert not launch((1, 2, 8, 64)) and not launch((4, 0, 16, 65))
+    with pytest.raises(InvalidArgumentError, match=r"scale: pointers: expected one for \[3\]"):
+        repeated.on_stream(5, [0], {})
 
 
 def test_a_host_function_that_ctypes_only_calls() -> None:
@@ -103,7 +117,7 @@ def test_the_number_of_addresses_is_checked(device: Device) -> None:
     with pytest.raises(Exception, match="pack_into expected 4 items"):
         repeated(16, 32)
     with pytest.raises(Exception, match="pack expected 3 items"):
-        repeated.on_stream(5)((16, 32))
+        repeated.on_stream(5, [0, 2, 3], {})((16, 32))
     assert not device.seen
 
 
@@ -114,7 +128,7 @@ def test_an_error_of_the_driver_is_raised(device: Device) -> None:
     with pytest.raises(UnsupportedError, match="scale: the launch failed with cudaError"):
         repeated(16, 0, 32)
     with pytest.raises(UnsupportedError, match="scale: the launch failed with cudaError"):
-        repeated.on_stream(5)((16, 0, 32))
+        repeated.on_stream(5, [0, 2, 3], {})((16, 0, 32))
 
 
 def test_every_thread_has_its_own_memory(device: Device) -> None:

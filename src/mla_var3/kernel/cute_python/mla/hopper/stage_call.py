@@ -1,13 +1,12 @@
 """Stages of plans on operands that change from call to call: built once, then only launched.
 
-A plan checks its operands, chooses and builds; that takes the host longer than many kernels run.
-What remains of a stage for later calls on operands of the same form are its programs, the numbers
-among their arguments, and for every pointer which operand or which memory of its own it is. Such
-memory is allocated by torch in every call. Nothing waits for the device, so a CUDA graph can
-capture a call, once an earlier one has loaded the programs.
+A plan checks its operands, chooses and builds, which takes the host longer than many kernels run.
+For later calls of the same key only this is kept: the programs, the numbers among their arguments,
+and for every pointer which operand or which workspace it is. Workspace is allocated by torch in
+every call. Nothing waits for the device, so a CUDA graph can capture a call once an earlier one has
+loaded the programs.
 """
 
-import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mla_var3.errors import InvalidArgumentError
+from mla_var3.runtime.call_state import CALL_STATE
 from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
 from mla_var3.runtime.cute.cache import host_identity
 from mla_var3.runtime.cute.launch import RepeatedLaunch
@@ -25,82 +25,80 @@ from mla_var3.runtime.tensors import ALIGNMENT_BYTES
 
 Operands = Sequence[Tensor | None]
 MOST_KEPT = 512
-"""Forms that are kept; then all are forgotten, which costs building again."""
+"""The oldest stage goes when there are more, and is built again when it is called again."""
 
-_programs: dict[tuple[Any, ...], CuteProgram] = {}
-_kept: dict[Hashable, "KeptStage"] = {}
-_own = threading.local()
-"""Of each thread, `streams`: those of kernels at the same time, by device and priorities."""
+_programs = CALL_STATE.table(1024)
+_kept = CALL_STATE.table(MOST_KEPT)
+_streams_of = CALL_STATE.per_thread()
+"""Streams for concurrent kernels, by device and priorities."""
 
 
-def run_stage(form: Hashable, operands: Operands, build: Callable[[], Stage]) -> list[Tensor]:
+def run_stage(key: Hashable, operands: Operands, build: Callable[[], Stage]) -> list[Tensor]:
     """Launch a stage on the current stream of the current GPU, where its operands are.
 
     Args:
-        form: what decides the stage beside shapes, strides and dtypes of the operands.
+        key: what decides the stage beside shapes, strides and dtypes of the operands.
         operands: all tensors that the stage reads. Its kernels take them from their first element
             on: a view that begins elsewhere is an operand of its own.
-        build: makes the stage on these operands; called for the first of a form.
+        build: makes the stage on these operands; called for the first of a key.
 
     Returns:
         Its outputs.
     """
-    whole = True
-    parts: list[Any] = [form, torch.cuda.current_device()]
+    is_aligned = True
+    parts: list[Any] = [key, torch.cuda.current_device()]
     for operand in operands:
         if operand is None:
             parts.append(None)
             continue
         parts += (operand.shape, operand.stride(), operand.dtype)
         floating = operand.dtype.is_floating_point
-        whole = whole and not (floating and operand.data_ptr() % ALIGNMENT_BYTES)
-    key = tuple(parts)
-    kept = _kept.get(key) if whole else None
+        is_aligned = is_aligned and not (floating and operand.data_ptr() % ALIGNMENT_BYTES)
+    full_key = tuple(parts)
+    kept: KeptStage | None = _kept.get(full_key) if is_aligned else None
     if kept is None:
-        # Plans refuse operands at odd addresses, so that nothing of these is kept.
+        # A plan refuses unaligned operands, so nothing is kept for them.
         kept = KeptStage(build(), operands)
-        if len(_kept) >= MOST_KEPT:
-            _kept.clear()
-        _kept[key] = kept
+        _kept.keep(full_key, kept)
     return kept.launch(operands)
 
 
 @dataclass(frozen=True)
 class _Launch:
-    """One kernel: its launch, and per pointer the number of an operand or of own memory."""
+    """One kernel: its launch, and per pointer the number of an operand or of workspace."""
 
     program: RepeatedLaunch
     pointers: tuple[int, ...]
 
-    def run(self, addresses: Sequence[int]) -> None:
-        self.program(*(addresses[number] for number in self.pointers))
+    def run(self, pointers: Sequence[int]) -> None:
+        self.program(*(pointers[number] for number in self.pointers))
 
 
 @dataclass(frozen=True)
-class _InTurn:
+class _Sequential:
     """Steps one after another."""
 
-    steps: "tuple[_Launch | _InTurn | _AtOnce, ...]"
+    steps: "tuple[_Launch | _Sequential | _Concurrent, ...]"
 
-    def run(self, addresses: Sequence[int]) -> None:
+    def run(self, pointers: Sequence[int]) -> None:
         for step in self.steps:
-            step.run(addresses)
+            step.run(pointers)
 
 
 @dataclass(frozen=True)
-class _AtOnce:
-    """Steps on streams of their own, which start after the current stream and end before it."""
+class _Concurrent:
+    """Steps on streams of their own, which fork from the current stream and join it again."""
 
-    steps: "tuple[_Launch | _InTurn | _AtOnce, ...]"
+    steps: "tuple[_Launch | _Sequential | _Concurrent, ...]"
     priorities: tuple[int, ...]
 
-    def run(self, addresses: Sequence[int]) -> None:
+    def run(self, pointers: Sequence[int]) -> None:
         current = torch.cuda.current_stream()
         fork = current.record_event()
         for step, stream in zip(self.steps, _streams(current, self.priorities), strict=True):
             stream.wait_event(fork)
             with torch.cuda.stream(stream):
-                step.run(addresses)
+                step.run(pointers)
             current.wait_stream(stream)
 
 
@@ -108,7 +106,7 @@ class KeptStage:
     """What later calls need of a stage; no tensor of the call that it was built for."""
 
     def __init__(self, stage: Stage, operands: Operands) -> None:
-        """Note the launches of a stage that was built on these operands.
+        """Record the launches of a stage that was built on these operands.
 
         Raises:
             InvalidArgumentError: a kernel reads a part of an operand that is none itself.
@@ -123,9 +121,9 @@ class KeptStage:
             operand.untyped_storage().data_ptr() for operand in operands if operand is not None
         }
         self._operands = len(operands)
-        self._memory: list[tuple[torch.Size, torch.dtype]] = []
-        self._alive: list[Any] = []  # so that no two of the stage's tensors have one address
-        self._steps = self._noted(stage)
+        self._workspace: list[tuple[torch.Size, torch.dtype]] = []
+        self._alive: list[Any] = []  # so that no two tensors of the stage share a pointer
+        self._steps = self._recorded(stage)
         self._outputs = [
             self._number(tensor) - self._operands - 1 for tensor in stage.output_tensors
         ]
@@ -133,19 +131,19 @@ class KeptStage:
         del self._numbers, self._storages, self._alive
 
     def launch(self, operands: Operands) -> list[Tensor]:
-        """Launch on operands of the same form; returns the outputs."""
-        memory = [
-            torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._memory
+        """Launch on operands of the same key; returns the outputs."""
+        workspace = [
+            torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._workspace
         ]
-        addresses = [0]
-        addresses += [0 if operand is None else operand.data_ptr() for operand in operands]
-        addresses += [tensor.data_ptr() for tensor in memory]
-        self._steps.run(addresses)
-        return [memory[number] for number in self._outputs]
+        pointers = [0]
+        pointers += [0 if operand is None else operand.data_ptr() for operand in operands]
+        pointers += [tensor.data_ptr() for tensor in workspace]
+        self._steps.run(pointers)
+        return [workspace[number] for number in self._outputs]
 
-    def _noted(self, stage: Stage) -> "_Launch | _InTurn | _AtOnce":
+    def _recorded(self, stage: Stage) -> "_Launch | _Sequential | _Concurrent":
         if isinstance(stage, KernelPipeline):
-            return _InTurn(tuple(self._noted(part) for part in stage.stages))
+            return _Sequential(tuple(self._recorded(part) for part in stage.stages))
         if isinstance(stage, ConcurrentKernels):
             failures = stage.joint_failures()
             if failures:
@@ -154,7 +152,7 @@ class KeptStage:
                 )
             members = stage.concurrent_kernels
             priorities = tuple(stage.stream_priorities) or (0,) * len(members)
-            return _AtOnce(tuple(self._noted(member) for member in members), priorities)
+            return _Concurrent(tuple(self._recorded(member) for member in members), priorities)
         if not isinstance(stage, CuteKernel) or stage.host_fn is None or stage.args_fn is None:
             raise InvalidArgumentError("stage", "kernels with host_fn and args_fn", stage.name)
         host, arguments = stage.host_fn(stage.tiling), tuple(stage.args_fn(stage.tiling))
@@ -167,22 +165,22 @@ class KeptStage:
         return _Launch(_program(stage, host, arguments).repeated(*arguments), pointers)
 
     def _number(self, tensor: Tensor) -> int:
-        address = tensor.data_ptr()
-        number = self._numbers.get(address)
+        pointer = tensor.data_ptr()
+        number = self._numbers.get(pointer)
         if number is None:
             if tensor.untyped_storage().data_ptr() in self._storages:
                 raise InvalidArgumentError(
                     "operands", "every view that a kernel reads", f"not one of {tensor.shape}"
                 )
-            self._memory.append((tensor.shape, tensor.dtype))
-            number = self._numbers[address] = self._operands + len(self._memory)
+            self._workspace.append((tensor.shape, tensor.dtype))
+            number = self._numbers[pointer] = self._operands + len(self._workspace)
         return number
 
 
 def _program(kernel: CuteKernel, host: Any, arguments: tuple[Any, ...]) -> CuteProgram:
-    """The program of a kernel, found by what its host function was made with.
+    """The program of a kernel, looked up by what its host function was made with.
 
-    The way of `program_for` reads sources; one program serves many forms.
+    `program_for` reads sources, which costs more; one program serves many keys.
     """
     device = kernel.output_tensors[0].device
     # A fresh host object carries what it was made with, and nothing else.
@@ -193,20 +191,20 @@ def _program(kernel: CuteKernel, host: Any, arguments: tuple[Any, ...]) -> CuteP
         getattr(kernel.tiling, "opt_level", None),
         device.index,
     )
-    program = _programs.get(key)
+    program: CuteProgram | None = _programs.get(key)
     if program is None:
         require_arch(kernel.name, kernel.requires_arch, device)
         program = program_for(kernel.kernel_fn, host, arguments, kernel.tiling, device)
-        _programs[key] = program
+        _programs.keep(key, program)
     return program
 
 
 def _streams(current: torch.cuda.Stream, priorities: tuple[int, ...]) -> list[torch.cuda.Stream]:
-    """Streams of this thread for kernels at the same time, always the same ones.
+    """Streams of this thread for concurrent kernels, always the same ones.
 
-    The first call of a form is not captured, so that a capture finds them and makes none.
+    The first call of a key is not captured, so a capture finds them and makes none.
     """
-    known: dict[Any, list[torch.cuda.Stream]] = _own.__dict__.setdefault("streams", {})
+    known: dict[Any, list[torch.cuda.Stream]] = _streams_of.values
     key = (current.device_index, priorities)
     found = known.get(key)
     if found is None:

@@ -1,4 +1,4 @@
-"""The absorbed kernel for Hopper: attention over latent rows, as flash_mla and the mix use it.
+"""The latent (absorbed) kernel for Hopper: attention over latent rows, for flash_mla and the mix.
 
     q_latent [b, s, h, 512]   q_rope [b, s, h, 64]
     latent [b, t, 512] and rope [b, t, 64], or pages of them with a block table
@@ -28,14 +28,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import cuda.bindings.driver as cuda
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-import torch
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
-from torch import Tensor
 
 from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
 from mla_var3.kernel.cute_python.mla.hopper.warps import (
@@ -45,11 +42,7 @@ from mla_var3.kernel.cute_python.mla.hopper.warps import (
     LOADER_REGISTERS,
     THREADS,
 )
-from mla_var3.kernel.cute_python.mla.latent.call import (
-    ELEMENT_TYPES,
-    allocate_partials,
-    attention_arguments,
-)
+from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES, allocate_partials
 from mla_var3.kernel.cute_python.mla.latent.few_rows import compute_few
 from mla_var3.kernel.cute_python.mla.latent.loader import LEFT, SIGNALS, init_signals, load_all
 from mla_var3.kernel.cute_python.mla.latent.merge import (
@@ -59,6 +52,14 @@ from mla_var3.kernel.cute_python.mla.latent.merge import (
     merge_room,
     merge_rows,
     open_merge,
+)
+from mla_var3.kernel.cute_python.mla.latent.operands import (
+    LatentOperands,
+    LatentOptions,
+    LatentSizes,
+    Partials,
+    groups_of,
+    latent_arguments,
 )
 from mla_var3.kernel.cute_python.mla.latent.ops import HALF, LATENT, ROPE, ROPE_TILE, TILE
 from mla_var3.kernel.cute_python.mla.latent.rows64 import compute_many
@@ -80,10 +81,10 @@ FEW_BELOW = 25
 class FlashMLASm90:
     """Host and device code for one element type; see `final_lse` for `empty_positive`.
 
-    With `early` it starts before the kernel in front of it has ended (programmatic dependent
-    launch) and waits for it before it reads the queries, which all it writes follows from, except
-    for the states of its own room for pieces. The kernel in front must not be one that uses this
-    room, and must have been launched without overlap.
+    With `early` it is launched before the kernel in front of it has ended (programmatic dependent
+    launch). It waits for that kernel before it reads the queries, and writes nothing before that
+    except the merge states of its own workspace. The kernel in front must not use this workspace,
+    and must have been launched without overlap.
     """
 
     def __init__(self, dtype, few=0, strict=False, empty_positive=False, early=False):
@@ -94,53 +95,21 @@ class FlashMLASm90:
         self.empty_positive = empty_positive
 
     @cute.jit
-    def __call__(
-        self,
-        q_latent: cute.Pointer,
-        q_rope: cute.Pointer,
-        latent: cute.Pointer,
-        rope: cute.Pointer,
-        table: cute.Pointer | None,
-        lengths: cute.Pointer,
-        query_begins: cute.Pointer | None,
-        tree: cute.Pointer | None,
-        o_latent: cute.Pointer,
-        lse: cute.Pointer,
-        o_partial: cute.Pointer,
-        lse_partial: cute.Pointer,
-        merges: cute.Pointer,
-        scale_log2e: Float32,
-        requests: Int32,
-        queries: Int32,
-        heads: Int32,
-        total_rows: Int32,
-        q_latent_stride: Int32,
-        q_rope_stride: Int32,
-        pages: Int32,
-        page_tokens: Int32,
-        latent_page_stride: Int64,
-        latent_stride: Int32,
-        rope_page_stride: Int64,
-        rope_stride: Int32,
-        table_stride: Int32,
-        tree_stride: Int32,
-        tree_row_stride: Int32,
-        newest: Int32,
-        causal: Int32,
-        gang: Int32,
-        groups: Int32,
-        parts: Int32,
-        stream: cuda.CUstream,
-    ):
+    def __call__(self, *arguments):
+        """The arguments of `LATENT_FIELDS` and the stream."""
+        operands, partials, sizes, (stream,) = groups_of(
+            arguments, LatentOperands, Partials, LatentSizes
+        )
         dtype = self.dtype
 
         # Columns as (64, tiles): a copy then takes several column tiles at once.
         def rows_of(pointer, tiles, stride):
-            shape, strides = (total_rows, (TILE, tiles)), (cute.assume(stride, divby=8), (1, TILE))
+            shape = (sizes.total_rows, (TILE, tiles))
+            strides = (cute.assume(stride, divby=8), (1, TILE))
             return cute.make_tensor(pointer, cute.make_layout(shape, stride=strides))
 
         def pages_of(pointer, tiles, stride, page_stride):
-            shape = (page_tokens, (TILE, tiles), pages)
+            shape = (sizes.page_tokens, (TILE, tiles), sizes.pages)
             strides = (cute.assume(stride, divby=8), (1, TILE), cute.assume(page_stride, divby=8))
             return cute.make_tensor(pointer, cute.make_layout(shape, stride=strides))
 
@@ -175,19 +144,22 @@ class FlashMLASm90:
 
         self.Shared = Shared
         line = cute.make_layout
-        blocks = gang * parts
-        table_tensor = None
-        if const_expr(table is not None):
-            table_tensor = cute.make_tensor(
-                table, line((requests, table_stride), stride=(table_stride, 1))
+        requests, queries, blocks = sizes.requests, sizes.queries, sizes.gang * sizes.parts
+        table = None
+        if const_expr(operands.block_table is not None):
+            stride = sizes.block_table_stride
+            table = cute.make_tensor(
+                operands.block_table, line((requests, stride), stride=(stride, 1))
             )
-        begins_tensor = None
-        if const_expr(query_begins is not None):
-            begins_tensor = cute.make_tensor(query_begins, line(requests + 1))
-        tree_tensor = None
-        if const_expr(tree is not None):
-            strides = (tree_stride, tree_row_stride, 1)
-            tree_tensor = cute.make_tensor(tree, line((requests, queries, queries), stride=strides))
+        begins = None
+        if const_expr(operands.cu_seqlens_q is not None):
+            begins = cute.make_tensor(operands.cu_seqlens_q, line(requests + 1))
+        tree = None
+        if const_expr(operands.tree is not None):
+            strides = (sizes.tree_stride, sizes.tree_row_stride, 1)
+            tree = cute.make_tensor(
+                operands.tree, line((requests, queries, queries), stride=strides)
+            )
         K, MN = OperandMajorMode.K, OperandMajorMode.MN
         shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
         if const_expr(self.few > 0):
@@ -201,36 +173,36 @@ class FlashMLASm90:
             )
         self.flash_mla(
             *products,
-            *copies_of(rows_of(q_latent, ROPE_TILE, q_latent_stride), len(LEFT)),
-            *copies_of(rows_of(q_rope, 1, q_rope_stride), 1),
+            *copies_of(rows_of(operands.q_latent, ROPE_TILE, sizes.q_latent_stride), len(LEFT)),
+            *copies_of(rows_of(operands.q_rope, 1, sizes.q_rope_stride), 1),
             *copies_of(
-                pages_of(latent, ROPE_TILE, latent_stride, latent_page_stride),
+                pages_of(operands.latent, ROPE_TILE, sizes.latent_stride, sizes.latent_page_stride),
                 len(LEFT),
             ),
-            *copies_of(pages_of(rope, 1, rope_stride, rope_page_stride), 1),
-            table_tensor,
-            cute.make_tensor(lengths, line(requests)),
-            begins_tensor,
-            tree_tensor,
-            o_latent,
-            cute.make_tensor(lse, line(total_rows)),
-            o_partial,
-            cute.make_tensor(lse_partial, line(2 * blocks * ROWS)),
-            cute.make_tensor(merges, line((merge_rows(blocks), 4), stride=(4, 1))),
-            scale_log2e,
+            *copies_of(pages_of(operands.rope, 1, sizes.rope_stride, sizes.rope_page_stride), 1),
+            table,
+            cute.make_tensor(operands.lengths, line(requests)),
+            begins,
+            tree,
+            operands.o_latent,
+            cute.make_tensor(operands.lse, line(sizes.total_rows)),
+            partials.o_partial,
+            cute.make_tensor(partials.lse_partial, line(2 * blocks * ROWS)),
+            cute.make_tensor(partials.merges, line((merge_rows(blocks), 4), stride=(4, 1))),
+            sizes.scale_log2e,
             requests,
             queries,
-            heads,
-            pages,
-            page_tokens,
-            newest,
-            causal,
-            gang,
-            groups,
-            parts,
+            sizes.heads,
+            sizes.pages,
+            sizes.page_tokens,
+            sizes.newest,
+            sizes.causal,
+            sizes.gang,
+            sizes.groups,
+            sizes.parts,
             row_layout,
         ).launch(
-            grid=(gang, parts, 1),
+            grid=(sizes.gang, sizes.parts, 1),
             block=(THREADS, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -374,66 +346,35 @@ def default_few(rows: int) -> int:
     return 0 if rows >= FEW_BELOW else -(-rows // 8) * 8
 
 
-@dataclass(frozen=True)
-class AbsorbedOperands:
-    """The tensors that the kernel reads.
-
-    Attributes:
-        q_latent, q_rope: queries as rows at equal distances, [b*s*h, 512] and [b*s*h, 64].
-        latent, rope: dense [b, t, ...] or paged [pages, page, ...] cache.
-        lengths: [b] int32.
-        table: block table of a paged cache.
-        newest: newest tokens to leave out.
-    """
-
-    q_latent: Tensor
-    q_rope: Tensor
-    latent: Tensor
-    rope: Tensor
-    lengths: Tensor
-    table: Tensor | None = None
-    newest: int = 0
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All of them that are there."""
-        found = [self.q_latent, self.q_rope, self.latent, self.rope, self.lengths]
-        return found if self.table is None else [*found, self.table]
-
-
-def absorbed_stage(
+def latent_stage(
     plan: HopperPlan,
     tiling: FlashMLATiling,
-    operands: AbsorbedOperands,
+    operands: LatentOperands,
     gangs: Callable[[FlashMLATiling], GangShape],
     kv_lengths: Sequence[int],
     cost_fn: Callable[[Any], tuple[float, float]],
     configs: Sequence[FlashMLATiling],
+    newest: int = 0,
 ) -> CuteKernel:
-    """The attention over latent rows; its outputs are o_latent and lse.
+    """The attention over latent rows; its outputs are `o_latent` and `lse`.
 
     Args:
         plan: the plan that it belongs to.
         tiling: its tiling.
-        operands: what the attention reads.
-        gangs: the gangs of a launch with a tiling.
+        operands: its tensors.
+        gangs: the CTA groups of a launch with a tiling.
         kv_lengths: tokens that are attended, per request.
-        cost_fn: FLOPs and bytes of the attention, without what joining pieces takes.
+        cost_fn: FLOPs and bytes of the attention, without those of the merge.
         configs: candidate tilings.
+        newest: newest tokens to leave out.
     """
-    rows = (plan.b, plan.s, plan.h)
-    q_latent = operands.q_latent
-    o_latent = q_latent.new_empty((*rows, LATENT))
-    lse = q_latent.new_empty(rows, dtype=torch.float32)
-    partials = allocate_partials(q_latent.device, plan.sm_count)
+    o_latent = operands.o_latent
+    partials = allocate_partials(o_latent.device, plan.sm_count)
     dtype = ELEMENT_TYPES[plan.torch_dtype]
+    options = LatentOptions(plan.s, plan.causal, plan.scale_log2e, newest)
 
     def args_fn(tiling: FlashMLATiling) -> tuple[object, ...]:
-        return attention_arguments(
-            q_latent, operands.q_rope, operands.latent, operands.rope, operands.table,
-            operands.lengths, None, None, o_latent, lse, partials, plan.scale_log2e, plan.s,
-            plan.h, plan.causal, gangs(tiling), operands.newest,
-        )  # fmt: skip
+        return latent_arguments(operands, partials, options, gangs(tiling))
 
     def whole_cost_fn(tiling: FlashMLATiling) -> tuple[float, float]:
         shape = gangs(tiling)
@@ -450,8 +391,8 @@ def absorbed_stage(
         requires_arch="sm_90a",
         tiling=tiling,
         plan=plan,
-        input_tensors=operands.tensors,
-        output_tensors=[o_latent, lse],
+        input_tensors=operands.inputs,
+        output_tensors=[o_latent, operands.lse],
         autotune_configs=configs,
         algorithmic_flops_bytes_fn=whole_cost_fn,
     )

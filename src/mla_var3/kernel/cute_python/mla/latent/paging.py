@@ -1,7 +1,7 @@
 """Paged latent caches for plans: the same tokens as in a dense cache, scattered over pages.
 
-A page holds latent and rope columns side by side, as serving engines store them, so that the
-kernel sees two views with the strides of the whole.
+A page holds latent and rope columns side by side, as serving engines store them; the kernel gets
+two strided views.
 """
 
 import torch
@@ -12,7 +12,7 @@ from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.runtime.tensors import check_tensor, require_view
 
 SPARE_PAGES = 3
-"""Pages that belong to nobody and hold NaN: a kernel that strays shows."""
+"""Pages of no request, filled with NaN: a read out of bounds becomes visible."""
 
 
 def paged_inputs(inputs: tuple[Tensor, ...], page: int, seed: int | None) -> tuple[Tensor, ...]:

@@ -30,11 +30,11 @@ from mla_var3.kernel.cute_python.mla.decompressed.stage import (
 from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
 from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES, shape_for
 from mla_var3.kernel.cute_python.mla.latent.kernel import (
-    AbsorbedOperands,
     FlashMLATiling,
-    absorbed_stage,
     default_few,
+    latent_stage,
 )
+from mla_var3.kernel.cute_python.mla.latent.operands import LatentOperands
 from mla_var3.kernel.cute_python.mla.latent.ops import LATENT, ROPE
 from mla_var3.kernel.cute_python.mla.latent.paging import check_paged
 from mla_var3.kernel.cute_python.mla.latent.schedule import ROWS, GangShape, gang_shape
@@ -207,20 +207,20 @@ class CuteMixPlan(HopperPlan):
     def _absorbed(self, tokens: LatentTokens) -> CuteKernel:
         """The latent kernel, on what was checked before."""
         count = self.b * self.s * self.h
-        operands = AbsorbedOperands(
+        operands = LatentOperands.allocate(
+            (self.b, self.s, self.h),
             require_view("q_latent", tokens.q_latent, count, self.k),
             require_view("q_rope", tokens.q_rope, count, self.p),
             tokens.latent,
             tokens.rope,
             tokens.lengths,
             tokens.table,
-            tokens.newest,
         )
         cost = self.latent_cost()
-        return absorbed_stage(
+        return latent_stage(
             self._without_mask if tokens.seen_by_all else self,
             self.tiling, operands, self.gangs, self.latent_lengths(),
-            lambda tiling: (cost.flops, cost.bytes), self._autotune_configs(),
+            lambda tiling: (cost.flops, cost.bytes), self._autotune_configs(), tokens.newest,
         )  # fmt: skip
 
     @functools.cached_property

@@ -1,8 +1,8 @@
-"""flash_mla: absorbed attention over the latent cache, scheduled by hand for Hopper.
+"""flash_mla: latent (absorbed) attention over the latent cache, scheduled by hand for Hopper.
 
 Computes, for every request, o = softmax(q_latent c_kv^T + q_rope k_rope^T) c_kv.
 
-    q_latent [b, s, h, 512]   absorbed queries        q_rope [b, s, h, 64]
+    q_latent [b, s, h, 512]   latent queries          q_rope [b, s, h, 64]
     c_kv     [b, t, 512]      latent cache            k_rope [b, t, 64]
              or [pages, page, 512] and [pages, page, 64] with a block table [b, pages of a request]
     lengths  [b] int32        KV length per request, on the device
@@ -10,11 +10,11 @@ Computes, for every request, o = softmax(q_latent c_kv^T + q_rope k_rope^T) c_kv
 
 bfloat16 and float16; causal (bottom-right) or not; any b, s, t >= 1 and h; page sizes that are
 multiples of 64; slots beyond a length may hold NaN. Rows without a visible key give 0 and -inf.
-`absorbed` also takes packed queries of different counts (`query_begins`) and trees of draft tokens;
+`attend` also takes packed queries of different counts (`cu_seqlens_q`) and trees of draft tokens;
 the device code can leave out the `newest` tokens. One compilation per dtype, cache layout, `few`
 and set of these options serves all shapes. Target: sm_90a.
 
-The kernel and how it works: `absorbed_attention.py`, which the mix uses as well.
+The kernel and how it works: `latent/kernel.py`, which the mix uses as well.
 
 Base version. Limits: 25 to 63 rows are padded to 64 (fewer go to the N side, see `few_rows.py`);
 only k=512 and p=64.
@@ -30,14 +30,14 @@ from torch import Tensor
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
 from mla_var3.kernel.cute_python.mla.latent import whole_call
-from mla_var3.kernel.cute_python.mla.latent.call import AbsorbedLaunch, call_arguments, call_program
+from mla_var3.kernel.cute_python.mla.latent.call import LatentLaunch, call_arguments, call_program
 from mla_var3.kernel.cute_python.mla.latent.kernel import (
-    AbsorbedOperands,
     FlashMLASm90,
     FlashMLATiling,
-    absorbed_stage,
     default_few,
+    latent_stage,
 )
+from mla_var3.kernel.cute_python.mla.latent.operands import LatentOperands, LatentOptions
 from mla_var3.kernel.cute_python.mla.latent.ops import LATENT, ROPE
 from mla_var3.kernel.cute_python.mla.latent.paging import check_paged, dense_inputs, paged_inputs
 from mla_var3.kernel.cute_python.mla.latent.schedule import KV_BLOCK, ROWS, GangShape, gang_shape
@@ -71,7 +71,7 @@ class CuteFlashMLA(HopperPlan):
         return -(-self.s * self.h // ROWS)
 
     def gangs(self, tiling: FlashMLATiling) -> GangShape:
-        """The gangs of a launch with this tiling."""
+        """The CTA groups of a launch with this tiling."""
         return gang_shape(self.row_tiles, self.b, tiling.sms or self.sm_count, tiling.gang)
 
     def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
@@ -104,7 +104,8 @@ class CuteFlashMLA(HopperPlan):
         rows = self.latent_rows(*inputs[:5]) if not self.page else self.paged_rows(*inputs)
         # All rows lie at one distance from each other, across requests too.
         count = self.b * self.s * self.h
-        operands = AbsorbedOperands(
+        operands = LatentOperands.allocate(
+            (self.b, self.s, self.h),
             require_view("q_latent", rows[0], count, self.k),
             require_view("q_rope", rows[1], count, self.p),
             latent,
@@ -112,7 +113,7 @@ class CuteFlashMLA(HopperPlan):
             lengths,
             rest[0] if rest else None,
         )
-        attention = absorbed_stage(
+        attention = latent_stage(
             self, self.tiling, operands, self.gangs, self.problem().kv_lengths,
             self._algorithmic_flops_bytes, self._autotune_configs(),
         )  # fmt: skip
@@ -132,51 +133,29 @@ def unsupported(shape: Any) -> str | None:
     return None
 
 
-def absorbed(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    rope: Tensor,
-    block_table: Tensor | None,
-    lengths: Tensor,
-    query_begins: Tensor | None,
-    tree: Tensor | None,
-    max_queries: int,
-    causal: bool,
-    scale: float,
-    out: Tensor,
-    lse: Tensor,
-    empty_positive: bool = False,
-) -> AbsorbedLaunch | None:
+def attend(operands: LatentOperands, options: LatentOptions) -> LatentLaunch | None:
     """Attention on tensors that change from call to call; safe in a CUDA graph.
 
-    Args:
-        q_latent, q_rope, latent, rope, block_table, lengths, query_begins, tree, max_queries,
-        causal, scale, out, lse: see `call_arguments`.
-        empty_positive: whether a query that sees no token has a log-sum-exp of +inf, not -inf.
-
     Returns:
-        The same launch for other tensors; None where there was nothing to launch, or where a
-        tensor was copied first.
+        The same launch for other tensors; None when there was nothing to launch, or when a tensor
+        was copied first.
     """
-    if lse.numel() == 0:
-        return None  # no query, nothing to write
-    arguments, sm_count, copied = call_arguments(
-        q_latent, q_rope, latent, rope, block_table, lengths, query_begins, tree, max_queries,
-        causal, scale, out, lse,
-    )  # fmt: skip
-    tiling = FlashMLATiling(few=default_few(max_queries * q_latent.shape[-2]))
+    if operands.lse.numel() == 0:
+        return None
+    arguments, sm_count, copied = call_arguments(operands, options)
+    o_latent = operands.o_latent
+    tiling = FlashMLATiling(few=default_few(options.max_q * o_latent.shape[-2]))
     program = call_program(
-        FlashMLASm90.flash_mla, FlashMLASm90, tiling, empty_positive, arguments, out
+        FlashMLASm90.flash_mla, FlashMLASm90, tiling, options.empty_positive, arguments, o_latent
     )
     program(*arguments)
     if copied:
         return None
-    return AbsorbedLaunch(program.repeated(*arguments), out.device, sm_count)
+    return LatentLaunch(program.repeated(*arguments), o_latent.device, sm_count)
 
 
-whole = whole_call.whole
-"""The attention with the products around it in one launch of the host."""
+whole = whole_call
+"""The attention with its projections in one launch: `whole.serves` and `whole.attend`."""
 
 
 if __name__ == "__main__":

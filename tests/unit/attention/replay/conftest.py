@@ -1,4 +1,4 @@
-"""The kernel of `repeat_support` as a fixture, for the tests of repeated calls."""
+"""The kernel of `replay_support` as a fixture."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from .repeat_support import RepeatableKernel, RepeatableWhole, repeatable_kernel
+from .replay_support import RepeatableKernel, RepeatableWhole, repeatable_kernel
 
 
 @pytest.fixture
 def whole() -> RepeatableWhole | None:
-    """Whole calls of the kernel; none but in modules that make some."""
+    """Whole calls of the kernel; None unless a module makes some."""
     return None
 
 

@@ -1,4 +1,4 @@
-"""Whole calls whose products are the kernel's own: one launch, the same results, nothing mixed."""
+"""Whole calls whose projections are the kernel's own: one launch, the same results."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from mla_var3.attention.backends import latent as absorbed
+from mla_var3.attention.backends import latent as latent_backend
 from mla_var3.attention.call import mla_attention
-from mla_var3.attention.replay import key as forms
-from mla_var3.attention.replay import pointers as addresses
-from mla_var3.attention.replay import replay as fast_path
-from mla_var3.attention.replay import scratch
-from mla_var3.attention.replay.whole_form import WholeForm
+from mla_var3.attention.replay import key as keys
+from mla_var3.attention.replay import workspace
+from mla_var3.attention.replay.replay import READERS, ProjectedReplay, Replay
+from mla_var3.runtime.call_state import CALL_STATE
 
-from .repeat_support import KERNEL, RepeatableKernel, RepeatableWhole
-from .test_fast_path import (
+from .replay_support import KERNEL, RepeatableKernel, RepeatableWhole
+from .test_replay import (
     DTYPE,
     MAKES,
     MODEL,
@@ -40,16 +39,16 @@ def whole() -> RepeatableWhole:
     return RepeatableWhole()
 
 
-def form_of(operands: Any, **options: Any) -> Any:
-    return forms.find_form(fast_path.full_parts(*operands, KERNEL, options))
+def replay_of(operands: Any, **options: Any) -> Any:
+    return keys.find_replay(keys.whole_key(*operands, KERNEL, options))
 
 
 def shifted(tensor: torch.Tensor) -> torch.Tensor:
-    """The same content at an address that is not aligned."""
+    """The same content at a pointer that is not aligned."""
     return torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape).copy_(tensor)
 
 
-@pytest.mark.parametrize("largest", [0, scratch.LARGEST_BYTES])
+@pytest.mark.parametrize("largest", [0, workspace.LARGEST_BYTES])
 @pytest.mark.parametrize("give_out", [False, True])
 @pytest.mark.parametrize("make", MAKES)
 def test_one_launch_does_everything(
@@ -61,9 +60,9 @@ def test_one_launch_does_everything(
     generator: torch.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With memory between the steps that is kept, and with one for each call."""
-    monkeypatch.setattr(scratch, "LARGEST_BYTES", largest)
-    monkeypatch.setattr(absorbed, "project_heads", None)  # no product is left to torch
+    """With a workspace that is kept, and with one for each call."""
+    monkeypatch.setattr(workspace, "LARGEST_BYTES", largest)
+    monkeypatch.setattr(latent_backend, "project_heads", None)  # torch projects nothing
     results = []
     for turn, asked in enumerate((True, False, True, False)):
         cache, options = make(generator)
@@ -83,24 +82,24 @@ def test_one_launch_does_everything(
 def test_repeated_calls_give_what_first_calls_give(
     whole: RepeatableWhole, kernel: RepeatableKernel, generator: torch.Generator
 ) -> None:
-    """Bit for bit, also where the products are not the kernel's own."""
+    """Bit for bit, also where torch projects."""
     cache = cache_of(generator)
     for serves in (True, False):
-        whole.serves = serves
-        forms.forget_forms()
+        whole.is_served = serves
+        CALL_STATE.clear()
         known = [(*queries(generator, D), cache, *WEIGHTS) for _ in range(3)]
         repeated = [mla_attention(*operands, kernel=KERNEL) for operands in known]
-        assert isinstance(form_of(known[0]), WholeForm) is serves
+        assert isinstance(replay_of(known[0]), ProjectedReplay) is not serves
         for operands, found in zip(known, repeated, strict=True):
-            forms.forget_forms()
+            CALL_STATE.clear()
             assert torch.equal(mla_attention(*operands, kernel=KERNEL), found)
 
 
 @pytest.mark.parametrize("place", range(4))
-def test_an_address_that_is_not_aligned(
+def test_a_pointer_that_is_not_aligned(
     place: int, whole: RepeatableWhole, kernel: RepeatableKernel, generator: torch.Generator
 ) -> None:
-    """Torch multiplies, before and after the form is known, and nothing is kept for it."""
+    """Torch projects, before and after the key is known, and nothing is kept for it."""
     cache, q = cache_of(generator), queries(generator, D)
     tensors = [q[0], *WEIGHTS, torch.empty(B, S, H, D, dtype=DTYPE)]
     odd = [shifted(tensor) if i == place else tensor for i, tensor in enumerate(tensors)]
@@ -147,8 +146,7 @@ def test_threads_have_memory_of_their_own(
     cache = cache_of(generator)
     given = [(*queries(generator, D), cache, *WEIGHTS) for _ in range(3)]
     wanted = [mla_attention(*operands, kernel=KERNEL) for operands in given]
-    form = form_of(given[0])
-    assert isinstance(form, WholeForm)
+    replay = replay_of(given[0])
     wrong: list[int] = []
 
     def work(index: int) -> None:
@@ -162,7 +160,7 @@ def test_threads_have_memory_of_their_own(
         thread.join()
     assert not wrong
     # That of a thread that has ended may be another's later; this one lives.
-    here, *there = form.launch.bindings  # type: ignore[attr-defined]
+    here, *there = replay.launch.bindings
     assert len(there) == len(given) and here not in there
 
 
@@ -177,35 +175,24 @@ def test_weights_that_learn_give_no_gradients(
         assert whole.repeats == turn
 
 
-def test_room_between_the_steps_does_not_overlap(
+@pytest.mark.parametrize("count", [3, *READERS, 9])
+def test_pointers_are_read_in_the_order_of_the_tensors(count: int) -> None:
+    tensors = tuple(torch.empty(4) for _ in range(count))
+    read = READERS.get(count, Replay.__dataclass_fields__["pointers"].default)
+    assert read(tensors, 4096, 8192) == (*(one.data_ptr() for one in tensors), 4096, 8192)
+
+
+def test_parts_of_the_workspace_do_not_overlap(
     whole: RepeatableWhole, kernel: RepeatableKernel, generator: torch.Generator
 ) -> None:
     operands = (*queries(generator, D), cache_of(generator), *WEIGHTS)
     mla_attention(*operands, kernel=KERNEL)
-    form = form_of(operands)
-    _, _, sums, (memory, _) = form.prepared(0, False)
-    ((q_latent, o_latent),) = form.launch.bindings
+    replay = replay_of(operands)
+    _, _, lse, (memory, _) = replay.prepared(0, False)
+    (fixed,) = replay.launch.bindings
+    q_latent, o_latent = fixed["q_latent"], fixed["o_latent"]
     rows = B * S * H
-    assert sums == memory.data_ptr() and sums + rows * 4 <= q_latent
+    assert lse == memory.data_ptr() and lse + rows * 4 <= q_latent
     assert q_latent + rows * K * DTYPE.itemsize <= o_latent
-    assert o_latent + rows * K * DTYPE.itemsize <= sums + memory.numel()
-    assert all(address % 16 == 0 for address in (sums, q_latent, o_latent))
-
-
-NAMES = ("w_uk", "w_uv", "q", "q_rope", "latent", "rope")
-
-
-@pytest.mark.parametrize("more", [("lengths",), ("block_table", "lengths")])
-def test_frequent_orders_of_addresses_are_the_common_one(
-    more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for names in ((*NAMES, *more), (*NAMES[2:], *more)):
-        tensors = tuple(torch.empty(4) for _ in names)
-        found = addresses.address_reader(names, None)(tensors, 4096, 8192)
-        with monkeypatch.context() as patch:
-            patch.setattr(addresses, "_FREQUENT", {})
-            assert addresses.address_reader(names, None)(tensors, 4096, 8192) == found
-        order = ("q_rope", "latent", "rope", "block_table", "lengths", "cu_seqlens_q", "tree_mask")
-        known = dict(zip(names, (tensor.data_ptr() for tensor in tensors), strict=True))
-        wanted = tuple(known.get(name, 0) for name in (*names[: names.index("q") + 1], *order))
-        assert found == (*wanted, 4096, 8192)
+    assert o_latent + rows * K * DTYPE.itemsize <= lse + memory.numel()
+    assert all(pointer % 16 == 0 for pointer in (lse, q_latent, o_latent))

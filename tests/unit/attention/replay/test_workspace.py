@@ -1,4 +1,4 @@
-"""The log-sum-exp of repeated calls: memory for several at once, each a tensor of its own."""
+"""The LSE of replays: memory for several at once, each a tensor of its own."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 import torch
 
-from mla_var3.attention import call
-from mla_var3.attention.backends.latent import AbsorbedKernel
+from mla_var3.attention import execute
+from mla_var3.attention.backends.latent import LatentBackend
 from mla_var3.attention.call import mla_attention, mla_latent_attention
-from mla_var3.attention.replay import key as forms
-from mla_var3.attention.replay import scratch
+from mla_var3.attention.replay import workspace
 from mla_var3.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from mla_var3.runtime import torch_fast
+from mla_var3.runtime.call_state import CALL_STATE
 
-from .repeat_support import KERNEL, RepeatableKernel, RepeatableWhole
-from .test_fast_path import MODEL, B, D, H, K, P, S, cache_of, queries, same
+from .replay_support import KERNEL, RepeatableKernel, RepeatableWhole
+from .test_replay import MODEL, B, D, H, K, P, S, cache_of, queries, same
 
-CALLS = 2 * scratch.SUMS_AT_ONCE + 3
+CALLS = 2 * workspace.LSES_AT_ONCE + 3
 LAYOUT = (B, S, H), (S * H, H, 1)
 CPU = torch.device("cpu")
 
@@ -34,12 +34,11 @@ Once = Callable[[], tuple[Any, Any]]
 
 
 @pytest.fixture(autouse=True)
-def no_stock() -> Iterator[None]:
+def nothing_kept() -> Iterator[None]:
     """No memory is left over from other tests."""
-    scratch._own.__dict__.pop("stocks", None)
-    forms.forget_forms()
+    CALL_STATE.clear()
     yield
-    scratch._own.__dict__.pop("stocks", None)
+    CALL_STATE.clear()
 
 
 @pytest.fixture
@@ -47,7 +46,7 @@ def whole() -> RepeatableWhole:
     return RepeatableWhole()
 
 
-@pytest.fixture(params=["latent", "whole", "products of torch", "flash_mla"])
+@pytest.fixture(params=["latent", "whole", "projected by torch", "flash_mla"])
 def once(
     request: pytest.FixtureRequest,
     whole: RepeatableWhole,
@@ -58,7 +57,7 @@ def once(
     """Each of the calls that are repeated."""
     cache = cache_of(generator)
     weights = MODEL.w_uk, MODEL.w_uv
-    whole.serves = request.param == "whole"
+    whole.is_served = request.param == "whole"
 
     def latent() -> tuple[Any, Any]:
         q = queries(generator, K)
@@ -73,14 +72,14 @@ def once(
         )
         return found, wanted
 
-    backend = AbsorbedKernel(KERNEL, "torch", kernel, runs_on_cpu=True)
+    backend = LatentBackend(KERNEL, "torch", kernel, runs_on_cpu=True)
     metadata, _ = get_mla_metadata()
     paged = cache_of(generator, page_size=64)
 
     def flash() -> tuple[Any, Any]:
         q = torch.cat(queries(generator, K), dim=-1)
         with monkeypatch.context() as patch:
-            patch.setattr(call, "_backend", lambda shape, name, device: backend)
+            patch.setattr(execute, "backend_for", lambda shape, name, device: backend)
             found = flash_mla_with_kvcache(
                 q, paged.buffer[:, :, None], paged.block_table, paged.lengths, K, metadata,
                 causal=True,
@@ -94,13 +93,13 @@ def once(
     return {"latent": latent, "flash_mla": flash}.get(request.param, full)
 
 
-def extents(sums: list[torch.Tensor]) -> list[tuple[int, int]]:
+def extents(lses: list[torch.Tensor]) -> list[tuple[int, int]]:
     """First and last byte of each, in order."""
-    return sorted((one.data_ptr(), one.data_ptr() + one.numel() * 4) for one in sums)
+    return sorted((one.data_ptr(), one.data_ptr() + one.numel() * 4) for one in lses)
 
 
-def apart(sums: list[torch.Tensor]) -> bool:
-    places = extents(sums)
+def apart(lses: list[torch.Tensor]) -> bool:
+    places = extents(lses)
     return all(end <= start for (_, end), (start, _) in pairwise(places))
 
 
@@ -114,14 +113,14 @@ def test_results_that_live_at_once(
         for found, wanted in results:
             same(found, wanted)
     assert whole.repeats + kernel.repeats == CALLS - 1
-    sums = [found[1] for found, _ in results]
-    assert apart(sums) and all(one.data_ptr() % 16 == 0 for one in sums)
-    memory = {one.untyped_storage().data_ptr() for one in sums}
-    assert len(memory) <= 2 + -(-CALLS // scratch.SUMS_AT_ONCE)
+    lses = [found[1] for found, _ in results]
+    assert apart(lses) and all(one.data_ptr() % 16 == 0 for one in lses)
+    memory = {one.untyped_storage().data_ptr() for one in lses}
+    assert len(memory) <= 2 + -(-CALLS // workspace.LSES_AT_ONCE)
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_sums_are_like_new_tensors(inference: bool, once: Once) -> None:
+def test_lses_are_like_new_tensors(inference: bool, once: Once) -> None:
     """Everything that a caller can see of them, except the memory behind them."""
     once()
     with torch.inference_mode(inference):
@@ -147,13 +146,13 @@ def test_sums_are_like_new_tensors(inference: bool, once: Once) -> None:
         stored = io.BytesIO()
         torch.save(found, stored)
         stored.seek(0)
-        for same_sums in (
+        for same_lse in (
             pickle.loads(pickle.dumps(found)), copy.deepcopy(found), torch.load(stored)
         ):  # fmt: skip
-            assert torch.equal(same_sums, found)
+            assert torch.equal(same_lse, found)
 
 
-def test_sums_are_of_the_mode_of_their_call(once: Once) -> None:
+def test_lses_are_of_the_mode_of_their_call(once: Once) -> None:
     once()
     for inference in (True, False, True, True, False):
         with torch.inference_mode(inference):
@@ -163,19 +162,18 @@ def test_sums_are_of_the_mode_of_their_call(once: Once) -> None:
 def test_a_result_outlives_the_memory_that_is_kept(once: Once) -> None:
     once()
     found, wanted = once()
-    scratch._own.__dict__.pop("stocks", None)
-    forms.forget_forms()
+    CALL_STATE.clear()
     gc.collect()
-    others = [torch.full((B, S, H), torch.nan) for _ in range(4 * scratch.SUMS_AT_ONCE)]
+    others = [torch.full((B, S, H), torch.nan) for _ in range(4 * workspace.LSES_AT_ONCE)]
     same(found, wanted)
-    assert len(others) == 4 * scratch.SUMS_AT_ONCE
+    assert len(others) == 4 * workspace.LSES_AT_ONCE
 
 
 @pytest.mark.parametrize("missing", ["memory", "torch"])
-def test_sums_of_one_call(missing: str, once: Once, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lses_of_one_call(missing: str, once: Once, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they are large, or torch cannot share memory, each call allocates its own."""
     if missing == "memory":
-        monkeypatch.setattr(scratch, "SUMS_BYTES", 2 * B * S * H * 4 - 1)
+        monkeypatch.setattr(workspace, "LSES_BYTES", 2 * B * S * H * 4 - 1)
     else:
         monkeypatch.setattr(torch_fast, "_below_views", None)
     results = [once() for _ in range(4)]
@@ -228,36 +226,36 @@ def test_streams_take_from_memory_of_their_own(
     assert not memory[7] & memory[8] and [len(known) for known in memory.values()] == [1, 1]
 
 
-def test_forms_of_one_layout_share_their_memory() -> None:
-    stock = scratch.sums_stock(CPU, 0, False, LAYOUT)
-    assert stock is scratch.sums_stock(CPU, 0, False, LAYOUT)
+def test_keys_of_one_layout_share_their_memory() -> None:
+    kept = workspace.kept_lses(CPU, 0, False, LAYOUT)
+    assert kept is workspace.kept_lses(CPU, 0, False, LAYOUT)
     others = (
-        scratch.sums_stock(CPU, 1, False, LAYOUT),
-        scratch.sums_stock(CPU, 0, True, LAYOUT),
-        scratch.sums_stock(CPU, 0, False, ((B, H, S), (S * H, 1, H))),
+        workspace.kept_lses(CPU, 1, False, LAYOUT),
+        workspace.kept_lses(CPU, 0, True, LAYOUT),
+        workspace.kept_lses(CPU, 0, False, ((B, H, S), (S * H, 1, H))),
     )
-    assert all(other is not stock for other in others)
+    assert all(other is not kept for other in others)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 1, 1), (5, 3, 7), (4, 4, 16)])
 def test_every_part_begins_where_kernels_can_write(shape: tuple[int, int, int]) -> None:
     _, s, h = shape
-    stock: list[torch.Tensor] = []
+    kept: list[torch.Tensor] = []
     layout = shape, (s * h, h, 1)
-    first = scratch.add_sums(stock, layout, torch_fast.tensor_maker(CPU))
-    taken = [first, *stock]
-    assert 1 < len(taken) <= scratch.SUMS_AT_ONCE
+    first = workspace.new_lse(kept, layout, torch_fast.tensor_maker(CPU))
+    taken = [first, *kept]
+    assert 1 < len(taken) <= workspace.LSES_AT_ONCE
     assert all(one.data_ptr() % 16 == 0 and one.shape == shape for one in taken)
     assert apart(taken)
-    assert first.untyped_storage().nbytes() <= scratch.SUMS_BYTES
+    assert first.untyped_storage().nbytes() <= workspace.LSES_BYTES
 
 
 def test_an_allocation_that_fails_leaves_nothing_behind() -> None:
     def out_of_memory(*layout: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("no memory")
 
-    stock: list[torch.Tensor] = []
+    kept: list[torch.Tensor] = []
     with pytest.raises(torch.OutOfMemoryError):
-        scratch.add_sums(stock, LAYOUT, out_of_memory)
-    assert not stock
-    assert scratch.add_sums(stock, LAYOUT, torch_fast.tensor_maker(CPU)).shape == (B, S, H)
+        workspace.new_lse(kept, LAYOUT, out_of_memory)
+    assert not kept
+    assert workspace.new_lse(kept, LAYOUT, torch_fast.tensor_maker(CPU)).shape == (B, S, H)

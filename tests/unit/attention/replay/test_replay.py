@@ -1,4 +1,4 @@
-"""Repeated calls of one form: the short way gives the same, and lets nothing bad pass."""
+"""Replays give what first calls give, and refuse the same calls."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import torch
 
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.cache.view import CacheView
-from mla_var3.attention.call import _backend, mla_attention, mla_latent_attention
-from mla_var3.attention.replay import key as forms
-from mla_var3.attention.replay import replay as fast_path
-from mla_var3.attention.replay import scratch
+from mla_var3.attention.call import mla_attention, mla_latent_attention
+from mla_var3.attention.replay import key as keys
+from mla_var3.attention.replay import replay as replays
+from mla_var3.attention.replay import workspace
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.runtime import torch_fast
+from mla_var3.runtime.call_state import CALL_STATE
 
-from .attention_support import filled_cache, make_model, normal
-from .repeat_support import KERNEL, MemoryLaunch, RepeatableKernel, repeatable_kernel
+from ..attention_support import filled_cache, make_model, normal
+from .replay_support import KERNEL, MemoryLaunch, RepeatableKernel, repeatable_kernel
 
 B, S, H, D, P, K, T = 3, 4, 2, 16, 8, 32, 130
 DTYPE = torch.float16
@@ -134,7 +135,7 @@ def test_queries_that_are_columns_of_one_tensor_are_not_copied(
         same(found, mla_latent_attention(*q, cache, kernel="torch_tiled"))
 
 
-# --- what never goes the short way ----------------------------------------------------------------
+# --- what is never replayed ----------------------------------------------------------------
 
 
 def uneven_queries(q: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
@@ -165,7 +166,7 @@ def strided_out(q: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], 
     "change",
     [uneven_queries, list_of_lengths, long_lengths, strided_lengths, parents, strided_out],
 )
-def test_what_is_copied_goes_the_whole_way(
+def test_what_is_copied_goes_the_full_path(
     change: Any, kernel: RepeatableKernel, generator: torch.Generator
 ) -> None:
     cache = cache_of(generator)
@@ -186,7 +187,7 @@ def test_a_launch_that_is_not_ready(kernel: RepeatableKernel, generator: torch.G
     same(found, mla_latent_attention(*q, cache, kernel="torch_tiled"))
 
 
-def test_an_address_that_is_not_aligned(
+def test_a_pointer_that_is_not_aligned(
     kernel: RepeatableKernel, generator: torch.Generator
 ) -> None:
     cache, q = cache_of(generator), queries(generator, K)
@@ -219,7 +220,7 @@ class Layer(torch.nn.Module):
 
 
 @pytest.mark.parametrize("way", ["compile", "export", "export strictly"])
-def test_traced_programs_of_a_known_form(
+def test_traced_programs_of_a_known_key(
     way: str, kernel: RepeatableKernel, generator: torch.Generator
 ) -> None:
     """They hold the operator, which is asked anew whenever they run."""
@@ -257,7 +258,7 @@ BAD: list[Any] = [
 
 
 @pytest.mark.parametrize(("name", "change"), BAD)
-def test_a_bad_call_beside_a_known_form(
+def test_a_bad_call_beside_a_known_key(
     name: str, change: Any, kernel: RepeatableKernel, generator: torch.Generator
 ) -> None:
     view = cache_of(generator, page_size=64).view()
@@ -276,32 +277,47 @@ def test_a_bad_call_beside_a_known_form(
 # --- what is kept ---------------------------------------------------------------------------------
 
 
-def test_forms_are_forgotten_with_their_backend(
+def test_replays_go_with_their_backend(
     kernel: RepeatableKernel, generator: torch.Generator
 ) -> None:
     cache, q = cache_of(generator), queries(generator, K)
     mla_latent_attention(*q, cache, kernel=KERNEL)
-    assert forms._forms
+    assert keys._replays and keys._recent
     with repeatable_kernel() as other:
-        _backend.cache_clear()
-        assert not forms._forms
+        assert not keys._replays and not keys._recent
         mla_latent_attention(*q, cache, kernel=KERNEL)
-        assert other.calls == 1
-    assert not forms._forms
+        assert (kernel.calls, kernel.repeats, other.calls) == (1, 0, 1)
+    assert not keys._replays
 
 
-def test_no_more_forms_than_allowed(
+def test_one_replay_at_a_time_is_evicted(
     kernel: RepeatableKernel, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forms, "FORMS_KEPT", 2)
+    """Many batch sizes cost one first call each, and never all of them again."""
+    monkeypatch.setattr(keys._replays, "maxsize", 4)
     cache, q = cache_of(generator), queries(generator, K)
-    for s in (1, 2, 3, 4):
+
+    def attend(s: int, max_kv: int) -> None:
         part = tuple(rows[:, :s].contiguous() for rows in q)
-        mla_latent_attention(*part, cache, kernel=KERNEL)
-        assert len(forms._forms) <= 2
+        mla_latent_attention(*part, cache, kernel=KERNEL, max_kv=max_kv)
+
+    shapes = [(s, max_kv) for s in (1, 2) for max_kv in (100, 110, 120)]
+    for shape in shapes:
+        attend(*shape)
+        assert len(keys._replays) <= 4
+        assert sum(map(len, keys._recent.values())) <= 4
+    assert kernel.calls == 6
+    for shape in shapes[2:]:
+        attend(*shape)
+    assert (kernel.calls, kernel.repeats) == (6, 4)
+    attend(*shapes[0])
+    assert (kernel.calls, kernel.repeats) == (7, 4)
+    for shape in shapes[3:]:
+        attend(*shape)
+    assert (kernel.calls, kernel.repeats) == (7, 7)
 
 
-def test_subclasses_of_tensors_have_no_form(
+def test_subclasses_of_tensors_have_no_key(
     kernel: RepeatableKernel, generator: torch.Generator
 ) -> None:
     class Odd(torch.Tensor):
@@ -313,12 +329,12 @@ def test_subclasses_of_tensors_have_no_form(
     mla_latent_attention(*q, view, kernel=KERNEL)
 
     def found(*operands: Any, **options: Any) -> Any:
-        return forms.find_form(fast_path.latent_parts(*operands, 128, KERNEL, options))
+        return keys.find_replay(keys.latent_key(*operands, 128, KERNEL, options))
 
     assert found(*q, view) is not None
     assert found(odd, q[1], view) is None
     assert found(*q, view, lengths=odd) is None
-    forms.store_form(fast_path.latent_parts(odd, q[1], view, 128, KERNEL, {}), "odd")
+    keys.store_replay(keys.latent_key(odd, q[1], view, 128, KERNEL, {}), "odd")
     assert found(odd, q[1], view) is None
 
 
@@ -333,18 +349,18 @@ def known(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     """Keeps a name for tensors and values, or finds it, with and without the check of torch."""
     if request.param == "keys":
         monkeypatch.setattr(torch_fast, "_guards", None)
-    forms.forget_forms()
+    CALL_STATE.clear()
 
     def call(*tensors: Any, keep: str | None = None, values: tuple[Any, ...] = ()) -> Any:
         if keep is not None:
-            forms.store_form((values, tensors), keep)
-        return forms.find_form((values, tensors))
+            keys.store_replay((values, tensors), keep)
+        return keys.find_replay((values, tensors))
 
     yield call
-    forms.forget_forms()
+    CALL_STATE.clear()
 
 
-def test_a_form_is_everything_but_memory_and_content(known: Known) -> None:
+def test_a_key_is_everything_but_memory_and_content(known: Known) -> None:
     plain = torch.zeros(4, 1, 6)
     other = torch.zeros(3, dtype=torch.int32)
     assert known(plain, other, keep="kept") == "kept"
@@ -364,17 +380,17 @@ def test_a_form_is_everything_but_memory_and_content(known: Known) -> None:
     assert known(plain, other, values=("more",)) is None
 
 
-def test_more_forms_of_the_same_values_than_are_checked(known: Known) -> None:
-    sizes = range(1, 2 * forms.RECENT + 1)
+def test_more_keys_of_the_same_values_than_are_checked(known: Known) -> None:
+    sizes = range(1, 2 * keys.RECENT + 1)
     for size in sizes:
         known(torch.zeros(size), keep=f"size {size}")
     for _ in range(2):
         for size in sizes:
             assert known(torch.ones(size)) == f"size {size}"
-    assert all(len(recent) <= forms.RECENT for recent in forms._recent.values())
+    assert all(len(recent) <= keys.RECENT for recent in keys._recent.values())
 
 
-def test_a_form_in_every_state_of_torch(known: Known) -> None:
+def test_a_key_in_every_state_of_torch(known: Known) -> None:
     kept = torch.zeros(3)
     known(kept, keep="kept")
     with torch.inference_mode():
@@ -408,17 +424,17 @@ def test_lengths_of_the_cache_given_once_more(
         same(found, mla_latent_attention(*q, view, kernel="torch_tiled", lengths=shorter))
 
 
-# --- memory between the products ------------------------------------------------------------------
+# --- workspace ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("largest", [0, scratch.LARGEST_BYTES])
+@pytest.mark.parametrize("largest", [0, workspace.LARGEST_BYTES])
 def test_whole_calls_in_and_outside_of_inference_mode(
     largest: int,
     kernel: RepeatableKernel,
     generator: torch.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scratch, "LARGEST_BYTES", largest)
+    monkeypatch.setattr(workspace, "LARGEST_BYTES", largest)
     cache = cache_of(generator)
     results = []
     for inference in (True, False, True, False):
@@ -432,33 +448,31 @@ def test_whole_calls_in_and_outside_of_inference_mode(
     assert (kernel.calls, kernel.repeats) == (1, 3)
 
 
-def test_memory_between_the_products_is_of_the_mode(
-    kernel: RepeatableKernel, generator: torch.Generator
-) -> None:
+def test_the_workspace_is_of_the_mode(kernel: RepeatableKernel, generator: torch.Generator) -> None:
     """That of inference mode cannot be written outside of it; the other costs more inside."""
     cache, q = cache_of(generator), queries(generator, D)
     weights = MODEL.w_uk, MODEL.w_uv
     mla_attention(*q, cache, *weights, kernel=KERNEL)
-    form = forms.find_form(fast_path.full_parts(*q, cache, *weights, KERNEL, {}))
+    replay = keys.find_replay(keys.whole_key(*q, cache, *weights, KERNEL, {}))
     for inference in (False, True, False, True):
         with torch.inference_mode(inference):
             mla_attention(*q, cache, *weights, kernel=KERNEL)
     assert kernel.repeats == 4
-    kept = {inference: tensors for (_, inference), tensors in form._own.between.items()}
+    kept = {inference: made for (_, inference), made in replay._threads.prepared.items()}
     assert set(kept) == {False, True}
-    for inference, tensors in kept.items():
+    for inference, (_, _, _, (tensors, _)) in kept.items():
         assert all(tensor.is_inference() is inference for tensor in tensors)
 
 
-@pytest.mark.parametrize("largest", [0, scratch.LARGEST_BYTES])
-def test_a_log_sum_exp_that_nobody_asked_for(
+@pytest.mark.parametrize("largest", [0, workspace.LARGEST_BYTES])
+def test_an_lse_that_is_not_returned(
     largest: int,
     kernel: RepeatableKernel,
     generator: torch.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It takes no memory of its own, and none that another result lies in."""
-    monkeypatch.setattr(scratch, "LARGEST_BYTES", largest)
+    monkeypatch.setattr(workspace, "LARGEST_BYTES", largest)
     made: list[tuple[int, ...]] = []
 
     def maker(device: torch.device) -> Any:
@@ -468,7 +482,7 @@ def test_a_log_sum_exp_that_nobody_asked_for(
 
         return empty
 
-    monkeypatch.setattr(fast_path, "tensor_maker", maker)
+    monkeypatch.setattr(replays, "tensor_maker", maker)
     cache = cache_of(generator)
     found = []
     for asked in (True, False, True, False, False, True):
@@ -478,8 +492,8 @@ def test_a_log_sum_exp_that_nobody_asked_for(
         result = mla_attention(*operands, kernel=KERNEL, return_lse=asked)
         assert isinstance(result, tuple) is asked
         if largest and kernel.repeats:
-            *sums, output = made
-            assert output == (B, S, H, D) and (asked or not sums)
+            *lses, output = made
+            assert output == (B, S, H, D) and (asked or not lses)
         found.append((result if asked else (result,), wanted if asked else wanted[:1]))
     assert kernel.repeats == 5
     for result, wanted in found:
@@ -493,7 +507,7 @@ def test_the_state_of_gradients_is_restored(
     generator: torch.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fast_path, "without_gradients", way)
+    monkeypatch.setattr(replays, "without_gradients", way)
     weights = [torch.nn.Parameter(weight) for weight in (MODEL.w_uk, MODEL.w_uv)]
     operands = (*queries(generator, D), cache_of(generator), *weights)
     mla_attention(*operands, kernel=KERNEL)
@@ -507,14 +521,14 @@ def test_the_state_of_gradients_is_restored(
     assert kernel.repeats == 2
 
 
-def test_an_error_between_the_products_leaves_gradients_on(
+def test_an_error_between_the_projections_leaves_gradients_on(
     kernel: RepeatableKernel, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = MODEL.w_uk, MODEL.w_uv
     operands = (*queries(generator, D), cache_of(generator), *weights)
     mla_attention(*operands, kernel=KERNEL)
 
-    def fail(launch: MemoryLaunch, addresses: Any) -> bool:
+    def fail(launch: MemoryLaunch, given: Any, fixed: Any) -> bool:
         raise RuntimeError("the launch failed")
 
     monkeypatch.setattr(MemoryLaunch, "launch", fail)
@@ -525,14 +539,14 @@ def test_an_error_between_the_products_leaves_gradients_on(
 
 def test_memory_is_of_one_thread_and_has_few_sizes() -> None:
     device = torch.device("cpu")
-    here = scratch.shared_memory(device, scratch.SMALLEST_BYTES + 1)
-    assert here is not None and here.numel() == 2 * scratch.SMALLEST_BYTES
-    assert scratch.shared_memory(device, 2 * scratch.SMALLEST_BYTES) is here
-    assert scratch.shared_memory(device, 1) is not here
-    assert scratch.shared_memory(device, scratch.LARGEST_BYTES + 1) is None
+    here = workspace.shared_memory(device, workspace.SMALLEST_BYTES + 1)
+    assert here is not None and here.numel() == 2 * workspace.SMALLEST_BYTES
+    assert workspace.shared_memory(device, 2 * workspace.SMALLEST_BYTES) is here
+    assert workspace.shared_memory(device, 1) is not here
+    assert workspace.shared_memory(device, workspace.LARGEST_BYTES + 1) is None
     there: list[Any] = []
     thread = threading.Thread(
-        target=lambda: there.append(scratch.shared_memory(device, here.numel()))
+        target=lambda: there.append(workspace.shared_memory(device, here.numel()))
     )
     thread.start()
     thread.join()

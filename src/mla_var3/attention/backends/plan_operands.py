@@ -1,0 +1,371 @@
+"""What plans read of a call: their operands, and which calls they serve.
+
+A kernel of the package that is driven by a plan serves calls through a `Service`. cuTile plans take
+dense caches and are built in every call. Plans of CuTe DSL read decompressed tokens where the cache
+keeps them, dense or paged, and are built once per call key:
+
+    flash_attention     a full copy in the cache, or one made by the call
+    mla_var6_plus       the window of the newest tokens, the older ones latent
+    mla_var6_plus_v3    the shared prefix, the others latent
+
+The window is a ring that is read in the order of its slots. Tokens that it lacks after a rollback
+(positions before `window_start`) are attended in latent form with the older ones. All queries have
+to see those: a request that lost so many tokens that its window begins after the first query gets
+NaN, until `refill` fills the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from mla_var3.attention.backends.latent import project_heads
+from mla_var3.attention.cache.sizes import PAGE_STEP
+from mla_var3.attention.cache.view import CacheView
+from mla_var3.attention.request.checks import kernel_ready
+from mla_var3.attention.request.shape import CallShape
+from mla_var3.attention.request.task import AttentionTask
+from mla_var3.op.mla.inputs import (
+    MlaInputs,
+    absorb_queries,
+    decompress_all,
+    decompress_newest,
+)
+from mla_var3.runtime.stage import Stage
+
+Operands = tuple[torch.Tensor | None, ...]
+SIZES = ("b", "s", "t", "h", "d", "p", "k", "causal")
+"""Fields that every plan has and a call decides."""
+
+
+def build_and_launch(
+    key: Hashable, operands: Operands, build: Callable[[], Stage]
+) -> list[torch.Tensor]:
+    """Build a stage and launch it; returns its outputs."""
+    stage = build()
+    stage.launch()
+    return stage.output_tensors
+
+
+def launch_kept(
+    key: Hashable, operands: Operands, build: Callable[[], Stage]
+) -> list[torch.Tensor]:
+    """Launch a stage that is built once per key; returns its outputs."""
+    from mla_var3.kernel.cute_python.mla.hopper.stage_call import run_stage
+
+    return run_stage(key, operands, build)
+
+
+def plan_of_operands(plan: Any, shape: CallShape, operands: Operands) -> Stage:
+    """The stage of a plan that takes its operands one by one."""
+    stage: Stage = plan.plan(*operands)
+    return stage
+
+
+@dataclass(frozen=True)
+class Service:
+    """How a plan serves calls.
+
+    Attributes:
+        operands: the tensors that the stage of a call reads, from its task, shape and plan.
+        refusal: why calls of a shape cannot be served, beside what no plan serves; None if they
+            can.
+        fields: fields of the plan that a shape decides beside dtype and scale.
+        build: makes the stage of a plan on the operands of a call.
+        run: launches the stage of a key on operands, built for them or for earlier ones of the same
+            key; returns its outputs.
+        latent: whether the output is latent.
+        runs_on_cpu: whether it takes CPU tensors.
+    """
+
+    operands: Callable[[AttentionTask, CallShape, Any], Operands]
+    refusal: Callable[[CallShape], str | None]
+    fields: Callable[[CallShape], dict[str, Any]]
+    build: Callable[[Any, CallShape, Operands], Stage] = plan_of_operands
+    run: Callable[[Hashable, Operands, Callable[[], Stage]], list[torch.Tensor]] = build_and_launch
+    latent: bool = False
+    runs_on_cpu: bool = True
+
+
+def sizes_of(shape: CallShape) -> dict[str, Any]:
+    """The sizes of a shape as fields of a plan."""
+    return {name: getattr(shape, name) for name in SIZES}
+
+
+def needs_q_nope(shape: CallShape) -> str | None:
+    """Why kernels that read decompressed tokens refuse a call; None if they do not."""
+    return "queries in the latent space: it needs q_nope" if shape.latent_only else None
+
+
+# --- cuTile: dense caches -------------------------------------------------------------------------
+
+
+def _dense_only(shape: CallShape) -> str | None:
+    return "a paged cache" if shape.page_size is not None else None
+
+
+def _dense_decompressed(shape: CallShape) -> str | None:
+    return needs_q_nope(shape) or _dense_only(shape)
+
+
+def _dense_rows(task: AttentionTask, shape: CallShape) -> tuple[torch.Tensor, torch.Tensor]:
+    return task.cache.latent[:, : shape.t], task.cache.rope[:, : shape.t]
+
+
+def _latent_operands(task: AttentionTask, shape: CallShape, plan: Any) -> Operands:
+    q_latent = task.q if task.w_uk is None else absorb_queries(task.q, task.w_uk)
+    queries = kernel_ready(q_latent), kernel_ready(task.q_rope)
+    return *queries, *_dense_rows(task, shape), kernel_ready(task.cache.lengths)
+
+
+def _decompressed_operands(task: AttentionTask, shape: CallShape, plan: Any) -> Operands:
+    assert task.w_uk is not None and task.w_uv is not None
+    cache = task.cache
+    c_kv, k_rope = _dense_rows(task, shape)
+    copy = cache.full_copy()
+    if copy is None:
+        keys, values = decompress_all(c_kv, task.w_uk, task.w_uv)
+    else:
+        keys, values = (part[:, :, : shape.t] for part in copy)
+    queries = kernel_ready(task.q), kernel_ready(task.q_rope)
+    return *queries, keys, values, k_rope, kernel_ready(cache.lengths)
+
+
+def _mixed_fields(shape: CallShape) -> dict[str, Any]:
+    window = {"n": min(shape.window, shape.t)} if shape.window else {}
+    return {**sizes_of(shape), **window}
+
+
+def _mixed_operands(task: AttentionTask, shape: CallShape, plan: Any) -> Operands:
+    assert task.w_uk is not None and task.w_uv is not None
+    c_kv, k_rope = _dense_rows(task, shape)
+    q_nope, q_rope = kernel_ready(task.q), kernel_ready(task.q_rope)
+    raw = MlaInputs(q_nope, q_rope, c_kv, k_rope, task.w_uk, task.w_uv, task.cache.lengths)
+    window = _straight_window(task, plan.n) if shape.window else decompress_newest(raw, plan.n)
+    q_latent = absorb_queries(q_nope, task.w_uk)
+    weights, lengths = kernel_ready(task.w_uv), kernel_ready(task.cache.lengths)
+    return q_nope, q_latent, q_rope, c_kv, k_rope, *window, weights, lengths
+
+
+def _straight_window(
+    task: AttentionTask, n: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The window in the order that the kernel reads: slot j at position max(len - n, 0) + j.
+
+    A token that the window lacks after a rollback becomes NaN, so that the result is visibly wrong.
+    """
+    cache = task.cache
+    assert cache.k_new is not None and cache.v_new is not None
+    assert cache.window_start is not None
+    lengths = cache.lengths.long()[:, None]
+    positions = (lengths - n).clamp(min=0) + torch.arange(n, device=lengths.device)  # [b, n]
+    held = (positions >= cache.window_start[:, None]) & (positions < lengths)
+    slots = (positions % cache.window)[:, None, :, None].expand(-1, task.h, -1, task.q.shape[-1])
+    gone = ~held[:, None, :, None]
+    nan = float("nan")
+    k_new = cache.k_new.gather(2, slots).masked_fill_(gone, nan)
+    v_new = cache.v_new.gather(2, slots).masked_fill_(gone, nan)
+    _, rope = cache.rows(positions)
+    return k_new, v_new, rope.masked_fill(~held[:, :, None], nan)
+
+
+# --- CuTe DSL: decompressed tokens in place -------------------------------------------------------
+
+
+def _paged_refusal(shape: CallShape) -> str | None:
+    if shape.page_size is not None and shape.page_size % PAGE_STEP:
+        return f"pages of {shape.page_size} tokens; it takes multiples of {PAGE_STEP}"
+    return None
+
+
+def _refusal(shape: CallShape) -> str | None:
+    return needs_q_nope(shape) or _paged_refusal(shape)
+
+
+def _window_refusal(shape: CallShape) -> str | None:
+    reasons = {
+        "a cache without a window of decompressed tokens": not shape.window,
+        f"a window of {shape.window} slots; it takes multiples of {PAGE_STEP}": shape.window
+        % PAGE_STEP,
+        f"{shape.s} queries over a window of {shape.window} slots, which has to hold them all": (
+            shape.causal and shape.s > shape.window
+        ),
+        "a window as long as the cache beside a shared prefix, which it does not hold": (
+            shape.prefix and shape.window >= shape.t
+        ),
+    }
+    found = _refusal(shape)
+    return found or next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _prefix_refusal(shape: CallShape) -> str | None:
+    if not shape.prefix:
+        return "a cache without a decompressed shared prefix"
+    if shape.page_size is not None and shape.prefix % shape.page_size:
+        return f"a prefix of {shape.prefix} tokens that ends inside of a page"
+    return _refusal(shape)
+
+
+def _latent_rows(
+    cache: CacheView, first: int, last: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Latent rows, rope keys and block table of the slots from `first` to `last`."""
+    table, page = cache.block_table, cache.page_size
+    if table is None or page is None:
+        return cache.latent[:, first:last], cache.rope[:, first:last], None
+    table = table[:, first // page :]
+    return cache.latent, cache.rope, table if table.stride(-1) == 1 else table.contiguous()
+
+
+def _full_copy_operands(task: AttentionTask, shape: CallShape, plan: Any) -> Operands:
+    assert task.w_uk is not None and task.w_uv is not None
+    cache, t = task.cache, plan.t
+    copy = cache.full_copy()
+    if copy is None:
+        latent, rope = _all_rows(cache, t)
+        keys, values = decompress_all(latent, task.w_uk, task.w_uv)
+    else:
+        keys, values = (part[:, :, :t] for part in copy)
+        rope = (cache.rope if cache.block_table is None else cache.ring_rope())[:, :t]
+    queries = kernel_ready(task.q), kernel_ready(task.q_rope)
+    return *queries, keys, values, rope, kernel_ready(cache.lengths)
+
+
+def _all_rows(cache: CacheView, t: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latent rows and rope keys of the first t slots of every request, in order."""
+    page = cache.page_size or 1
+    latent, rope = cache.tile(0, -(-t // page) * page)
+    return latent[:, :t], rope[:, :t]
+
+
+def _window_fields(shape: CallShape) -> dict[str, Any]:
+    # A bound on the lengths does not make a window shorter.
+    return {**sizes_of(shape), "t": max(shape.t, shape.window), "n": shape.window}
+
+
+class MixOperands(NamedTuple):
+    """What the plan of a mix reads: decompressed tokens, and the latent ones if there are any."""
+
+    q_nope: torch.Tensor
+    q_rope: torch.Tensor
+    keys: torch.Tensor | None
+    values: torch.Tensor | None
+    rope: torch.Tensor | None
+    lengths: torch.Tensor
+    starts: torch.Tensor | None
+    w_uv: torch.Tensor
+    q_latent: torch.Tensor | None = None
+    latent: torch.Tensor | None = None
+    latent_rope: torch.Tensor | None = None
+    block_table: torch.Tensor | None = None
+    latent_lengths: torch.Tensor | None = None
+
+    def stage(self, plan: Any, shape: CallShape, *, seen_by_all: bool, shared: bool) -> Stage:
+        """The stage of a plan on these operands.
+
+        Args:
+            plan: the plan.
+            shape: shape of the call.
+            seen_by_all: whether all queries see all latent tokens.
+            shared: whether the decompressed tokens are those of all requests.
+        """
+        from mla_var3.kernel.cute_python.mla.decompressed.stage import WindowOperands
+        from mla_var3.kernel.cute_python.mla.mix.plan import LatentTokens
+
+        given: Any = self  # the plan checks that they are there
+        keys, values, rope = given.keys, given.values, given.rope
+        if shared:
+            keys, values, rope = keys[None], values[None], rope[None]
+        window = WindowOperands(
+            self.q_nope, self.q_rope, keys, values, rope, self.lengths, starts=self.starts
+        )
+        tokens = None
+        if self.q_latent is not None:
+            tokens = LatentTokens(
+                self.q_latent, self.q_rope, given.latent, given.latent_rope, given.latent_lengths,
+                self.block_table, seen_by_all=seen_by_all,
+            )  # fmt: skip
+        stage: Stage = plan.plan_parts(tokens, window, self.w_uv, shape.page_size or 0)
+        return stage
+
+
+def _window_operands(task: AttentionTask, shape: CallShape, plan: Any) -> MixOperands:
+    cache = task.cache
+    assert task.w_uk is not None and task.w_uv is not None
+    lengths, starts = kernel_ready(cache.lengths), kernel_ready(cache.ring_start())
+    operands = MixOperands(
+        kernel_ready(task.q), kernel_ready(task.q_rope), cache.k_new, cache.v_new,
+        cache.ring_rope(), lengths, starts, kernel_ready(task.w_uv),
+    )  # fmt: skip
+    if plan.n == plan.t:
+        return operands
+    latent, rope, table = _latent_rows(cache, 0, plan.t)
+    return operands._replace(
+        q_latent=project_heads(task.q, task.w_uk),
+        latent=latent,
+        latent_rope=rope,
+        block_table=table,
+        # A call may look at fewer tokens than the cache has, and at none of the window's.
+        latent_lengths=torch.minimum(starts, lengths),
+    )
+
+
+def _window_stage(plan: Any, shape: CallShape, operands: Operands) -> Stage:
+    return MixOperands(*operands).stage(plan, shape, seen_by_all=True, shared=False)  # type: ignore[arg-type]
+
+
+def _prefix_fields(shape: CallShape) -> dict[str, Any]:
+    return {**sizes_of(shape), "t": max(shape.t, shape.prefix), "prefix": shape.prefix}
+
+
+def _prefix_operands(task: AttentionTask, shape: CallShape, plan: Any) -> MixOperands:
+    cache = task.cache
+    assert task.w_uk is not None and task.w_uv is not None
+    lengths = kernel_ready(cache.lengths)
+    operands = MixOperands(
+        kernel_ready(task.q), kernel_ready(task.q_rope), cache.k_prefix, cache.v_prefix,
+        cache.prefix_rope(), lengths, None, kernel_ready(task.w_uv),
+    )  # fmt: skip
+    if plan.prefix == plan.t:
+        return operands
+    latent, rope, table = _latent_rows(cache, plan.prefix, plan.t)
+    return operands._replace(
+        q_latent=project_heads(task.q, task.w_uk),
+        latent=latent,
+        latent_rope=rope,
+        block_table=table,
+        latent_lengths=(lengths - plan.prefix).clamp_(min=0),
+    )
+
+
+def _prefix_stage(plan: Any, shape: CallShape, operands: Operands) -> Stage:
+    return MixOperands(*operands).stage(plan, shape, seen_by_all=False, shared=True)  # type: ignore[arg-type]
+
+
+def _cute_service(operands: Any, refusal: Any, fields: Any, build: Any) -> Service:
+    return Service(operands, refusal, fields, build, launch_kept, runs_on_cpu=False)
+
+
+_LATENT = Service(_latent_operands, _dense_only, sizes_of, latent=True)
+
+CUTILE_SERVICES: dict[str, Service] = {
+    "flash_mla": _LATENT,
+    "flash_mla_split_kv": _LATENT,
+    "flash_attention": Service(_decompressed_operands, _dense_decompressed, sizes_of),
+    "mla_var6_plus": Service(_mixed_operands, _dense_decompressed, _mixed_fields),
+}
+"""By design: all versions of a design take the same operands."""
+
+CUTE_SERVICES: dict[str, Service] = {
+    "flash_attention": _cute_service(_full_copy_operands, needs_q_nope, sizes_of, plan_of_operands),
+    "mla_var6_plus": _cute_service(
+        _window_operands, _window_refusal, _window_fields, _window_stage
+    ),
+    "mla_var6_plus_v3": _cute_service(
+        _prefix_operands, _prefix_refusal, _prefix_fields, _prefix_stage
+    ),
+}
+"""By version: each reads other parts of a cache. The 8-bit version has no cache to read from."""

@@ -1,0 +1,242 @@
+"""The launch contract of the latent kernel: its operands and sizes, in argument order.
+
+A compiled host entry takes flat arguments: tensors become pointers, ints and floats become numbers
+(see `runtime/cute/arguments.py`). The order is that of the fields below and is written down here
+only:
+
+    latent kernel            LatentOperands, Partials, LatentSizes
+    with the projections     ProjectionOperands, ProjectionSizes, then those of the latent kernel
+
+`LATENT_FIELDS` and `WHOLE_FIELDS` name the arguments one by one. A replay gives pointers by these
+names. In a traced host entry the same tuples hold device pointers and numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from mla_var3.runtime.cute.arguments import Int64Arg
+
+
+class LatentOperands(NamedTuple):
+    """The tensors of one call of the latent kernel.
+
+    Attributes:
+        q_latent: latent queries `[b, s, h, 512]`, or `[total_q, h, 512]` with `cu_seqlens_q`; rows
+            (the last dimension but one) at equal distances.
+        q_rope: their rope part, 64 wide.
+        latent: dense cache `[b, t, 512]`, or pages `[pages, page, 512]`.
+        rope: its rope part, 64 wide.
+        block_table: `[b, pages of a request]` int32 for a paged cache, stride 1 in a row.
+        lengths: `[b]` int32.
+        cu_seqlens_q: `[b + 1]` int32, the first query of each request; None when all requests have
+            the same number.
+        tree: bool or uint8 `[b, s, s]`, which of the newest tokens a query sees within causal
+            order, stride 1 in a row; None for causal order alone.
+        o_latent: output like `q_latent`, contiguous.
+        lse: natural log-sum-exp, float32, like `q_latent` without the last dimension, contiguous.
+    """
+
+    q_latent: Tensor
+    q_rope: Tensor
+    latent: Tensor
+    rope: Tensor
+    block_table: Tensor | None
+    lengths: Tensor
+    cu_seqlens_q: Tensor | None
+    tree: Tensor | None
+    o_latent: Tensor
+    lse: Tensor
+
+    @classmethod
+    def allocate(
+        cls,
+        rows: Sequence[int],
+        q_latent: Tensor,
+        q_rope: Tensor,
+        latent: Tensor,
+        rope: Tensor,
+        lengths: Tensor,
+        block_table: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        tree: Tensor | None = None,
+        o_latent: Tensor | None = None,
+    ) -> LatentOperands:
+        """The operands with new outputs of `rows` rows, such as `(b, s, h)`."""
+        if o_latent is None:
+            o_latent = q_latent.new_empty((*rows, latent.shape[-1]))
+        lse = q_latent.new_empty(tuple(rows), dtype=torch.float32)
+        return cls(
+            q_latent, q_rope, latent, rope, block_table, lengths, cu_seqlens_q, tree, o_latent, lse
+        )
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The tensors that the kernel reads."""
+        return [tensor for tensor in self[: self._fields.index("o_latent")] if tensor is not None]
+
+
+class Partials(NamedTuple):
+    """Workspace for the outputs and LSEs of splits; see `merge.py`."""
+
+    o_partial: Tensor
+    lse_partial: Tensor
+    merges: Tensor
+
+
+class LatentSizes(NamedTuple):
+    """Numbers of one call of the latent kernel. Strides are in elements.
+
+    Attributes:
+        scale_log2e: softmax scale times log2(e).
+        requests: b.
+        queries: queries per request, the most of any where they differ.
+        heads: h.
+        total_rows: rows of `q_latent` and `lse`.
+        q_latent_stride, q_rope_stride: between rows.
+        pages, page_tokens: the first two dimensions of the cache, b and t for a dense one.
+        latent_page_stride, latent_stride, rope_page_stride, rope_stride: of the cache.
+        block_table_stride: between requests.
+        tree_stride, tree_row_stride: between requests and between queries.
+        newest: newest tokens to leave out.
+        causal: 1 if a query sees no later token.
+        gang, groups, parts: see `schedule.py`.
+    """
+
+    scale_log2e: float
+    requests: int
+    queries: int
+    heads: int
+    total_rows: int
+    q_latent_stride: int
+    q_rope_stride: int
+    pages: int
+    page_tokens: int
+    latent_page_stride: Int64Arg
+    latent_stride: int
+    rope_page_stride: Int64Arg
+    rope_stride: int
+    block_table_stride: int
+    tree_stride: int
+    tree_row_stride: int
+    newest: int
+    causal: int
+    gang: int
+    groups: int
+    parts: int
+
+
+class ProjectionOperands(NamedTuple):
+    """The tensors of the projections around the latent kernel, all contiguous.
+
+    Attributes:
+        w_uk, w_uv: `[h, 128, 512]` and `[h, 512, 128]`.
+        q_nope: queries without rope, `[..., h, 128]`.
+        out: output, like `q_nope`.
+    """
+
+    w_uk: Tensor
+    w_uv: Tensor
+    q_nope: Tensor
+    out: Tensor
+
+
+class ProjectionSizes(NamedTuple):
+    """Numbers of the projections.
+
+    Attributes:
+        tokens: query tokens of all requests.
+        query_ctas: CTAs of the queries' projection.
+        output_splits: CTAs per head of the outputs' projection.
+        output_columns: output columns of such a CTA.
+    """
+
+    tokens: int
+    query_ctas: int
+    output_splits: int
+    output_columns: int
+
+
+LATENT_FIELDS = (*LatentOperands._fields, *Partials._fields, *LatentSizes._fields)
+"""Arguments of the latent kernel's host entry, without the stream."""
+WHOLE_FIELDS = (*ProjectionOperands._fields, *ProjectionSizes._fields, *LATENT_FIELDS)
+"""Arguments of the host entry with the projections, without the stream."""
+
+
+def groups_of(arguments: Sequence[Any], *groups: Any) -> tuple[Any, ...]:
+    """Flat arguments as the given tuples in order, then the list of those that remain."""
+    found, start = [], 0
+    for group in groups:
+        end = start + len(group._fields)
+        found.append(group(*arguments[start:end]))
+        start = end
+    return (*found, list(arguments[start:]))
+
+
+@dataclass(frozen=True)
+class LatentOptions:
+    """Options of one call of the latent kernel.
+
+    Attributes:
+        max_q: most queries of any request.
+        causal: whether a query sees no later token.
+        scale_log2e: softmax scale times log2(e).
+        newest: newest tokens to leave out.
+        empty_positive: whether a query that sees no token has an LSE of +inf, not -inf.
+    """
+
+    max_q: int
+    causal: bool
+    scale_log2e: float
+    newest: int = 0
+    empty_positive: bool = False
+
+
+class CtaGroups(Protocol):
+    """How CTAs work together; see `schedule.py`."""
+
+    @property
+    def gang(self) -> int: ...
+    @property
+    def groups(self) -> int: ...
+    @property
+    def parts(self) -> int: ...
+
+
+def latent_arguments(
+    operands: LatentOperands, partials: Partials, options: LatentOptions, shape: CtaGroups
+) -> tuple[Any, ...]:
+    """The arguments of the latent kernel's host entry, in the order of `LATENT_FIELDS`."""
+    q_latent, latent, rope = operands.q_latent, operands.latent, operands.rope
+    table, tree = operands.block_table, operands.tree
+    sizes = LatentSizes(
+        scale_log2e=options.scale_log2e,
+        requests=operands.lengths.shape[0],
+        queries=options.max_q,
+        heads=operands.lse.shape[-1],
+        total_rows=operands.lse.numel(),
+        q_latent_stride=q_latent.stride(-2),
+        q_rope_stride=operands.q_rope.stride(-2),
+        pages=latent.shape[0],
+        page_tokens=latent.shape[1],
+        latent_page_stride=Int64Arg(latent.stride(0)),
+        latent_stride=latent.stride(1),
+        rope_page_stride=Int64Arg(rope.stride(0)),
+        rope_stride=rope.stride(1),
+        block_table_stride=0 if table is None else table.stride(0),
+        tree_stride=0 if tree is None else tree.stride(0),
+        tree_row_stride=0 if tree is None else tree.stride(1),
+        newest=options.newest,
+        causal=int(options.causal),
+        gang=shape.gang,
+        groups=shape.groups,
+        parts=shape.parts,
+    )
+    if tree is not None:  # a pointer to bytes
+        operands = operands._replace(tree=tree.view(torch.uint8))
+    return (*operands, *partials, *sizes)

@@ -1,0 +1,93 @@
+"""Backends: registered ones take over at once, and each is chosen only where it can run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from mla_var3.attention.backends import registry
+from mla_var3.attention.backends.torch_tiled import TorchTiled
+from mla_var3.attention.call import mla_latent_attention
+from mla_var3.attention.request.shape import CallShape
+from mla_var3.attention.request.task import AttentionTask
+from mla_var3.attention.select.choice import choose
+from mla_var3.conf.devices import device_spec, load_devices
+from mla_var3.errors import UnknownNameError
+
+
+class Counted(TorchTiled):
+    """The PyTorch path under another id."""
+
+    kernel = "counted"
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def run(self, task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls += 1
+        return super().run(task)
+
+
+@pytest.fixture
+def attend(generator: torch.Generator) -> Iterator[Any]:
+    """A call of the registered backend."""
+    q, cache = torch.randn(1, 1, 2, 8, generator=generator), torch.randn(1, 4, 8)
+    yield lambda: mla_latent_attention(q, q, (cache, cache), kernel="counted")
+    registry.unregister("counted", "torch")
+
+
+def test_a_registered_backend_replaces_the_one_before(attend: Any) -> None:
+    """Also for calls that were made before."""
+    first, second = Counted(), Counted()
+    registry.register(first)
+    attend()
+    registry.register(second)
+    attend()
+    assert (first.calls, second.calls) == (1, 1)
+    registry.unregister("counted", "torch")
+    with pytest.raises(UnknownNameError, match="counted"):
+        attend()
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "decode": {"s": 1},
+    "speculative": {"s": 16},
+    "long": {"s": 128},
+    "few heads": {"s": 1, "h": 16},
+    "ragged": {"s": 4, "ragged": True},
+    "tree": {"s": 8, "tree": True},
+    "window": {"s": 8, "window": 1024},
+    "prefix": {"s": 8, "prefix": 1024},
+    "latent": {"s": 4, "latent_only": True},
+}
+
+
+@pytest.mark.parametrize("name", sorted(load_devices()))
+def test_what_is_chosen_serves_the_device(name: str) -> None:
+    """Every device, dtype, kind of cache and shape."""
+    spec = device_spec(name)
+    foreign = {
+        (known.kernel, known.language)
+        for known in registry.backends()
+        if known.targets is not None and not set(known.targets) & set(spec.targets)
+    }
+    for dtype, page, (label, sizes) in product(
+        ("bfloat16", "float16", "float32"), (None, 16, 64), SHAPES.items()
+    ):
+        shape = CallShape(**{"b": 32, "t": 4096, "h": 128, **sizes}, dtype=dtype, page_size=page)
+        explanation, backend = choose(shape, spec)
+        assert (backend.kernel, backend.language) not in foreign, (label, dtype, page)
+        refused = {(c.kernel, c.language) for c in explanation.candidates if c.refusal}
+        assert foreign <= refused
+
+
+def test_package_kernels_state_their_targets() -> None:
+    known = {(backend.kernel, backend.language): backend for backend in registry.backends()}
+    assert known["flash_mla", "cute-dsl"].targets == ("sm_90",)
+    assert known["mla_var6_plus", "cute-dsl"].targets == ("sm_90",)
+    assert set(known["flash_mla", "cutile-dsl"].targets or ()) >= {"sm_90", "sm_100", "sm_120"}
+    assert known["torch_tiled", "torch"].targets is None
