@@ -135,7 +135,7 @@ def serve(seconds: float, seed: int, device: str, limit_s: float) -> Iterator[li
         torch.cuda.synchronize()  # the values were made on the default stream
     started = shown = time.monotonic()
     while time.monotonic() - started < seconds:
-        faulthandler.dump_traceback_later(limit_s, exit=True)
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__)
         for server in servers:
             server.step()
         if device != "cpu":
