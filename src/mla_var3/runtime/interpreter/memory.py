@@ -17,10 +17,15 @@ from mla_var3.runtime.interpreter.cutile_api import (
     TileTypeError,
     check_load_store_hints,
     ct,
+    implements,
     validate_memory_order_and_scope,
 )
 from mla_var3.runtime.interpreter.dtypes import padding
-from mla_var3.runtime.interpreter.operands import (
+from mla_var3.runtime.interpreter.values import (
+    Array,
+    RawMemory,
+    Tile,
+    TiledView,
     as_array,
     axes_of,
     axis_of,
@@ -31,8 +36,6 @@ from mla_var3.runtime.interpreter.operands import (
     static_ints,
     tile_shape,
 )
-from mla_var3.runtime.interpreter.registry import implements
-from mla_var3.runtime.interpreter.values import Array, RawMemory, Tile, TiledView
 
 _UNDETERMINED = ct.PaddingMode.UNDETERMINED
 _WEAK = ct.MemoryOrder.WEAK
