@@ -53,6 +53,7 @@ class Worker:
         self._command = [sys.executable, "-m", "tests.fuzz", "--worker", f"--device={device}"]
         if plant:
             self._command.append(f"--plant={plant}")
+        self._device = device
         self._process: subprocess.Popen[str] | None = None
         self._answers: queue.Queue[str | None] = queue.Queue()
 
@@ -76,6 +77,8 @@ class Worker:
             self.stop()
             return "crash", f"the worker ended with {code}"
         status, detail = json.loads(answer)
+        if status == "error" and self._device != "cpu":
+            self.stop()  # an error on the device may have ended its context
         return status, detail
 
     def stop(self) -> None:

@@ -85,6 +85,10 @@ class Mirror:
         values = torch.randn(shape, generator=self._generator) * scale
         return values.to(self.dtype).to(self.device)
 
+    def nans(self, *shape: int) -> Tensor:
+        """What no call may read."""
+        return torch.full(shape, torch.nan, dtype=self.dtype, device=self.device)
+
     @property
     def lengths(self) -> list[int]:
         """Tokens of each request."""
@@ -108,12 +112,12 @@ class Mirror:
             return
         options: dict[str, Any] = {}
         if packed:
-            rows = torch.cat([*new, self.normal(1, self.k + self.p) * torch.nan])
+            rows = torch.cat([*new, self.nans(1, self.k + self.p)])
             bounds = [0, *itertools.accumulate(counts)]
             options["cu_seqlens"] = torch.tensor(bounds, dtype=torch.int32, device=self.device)
         else:
             width = max(counts) + 1
-            rows = self.normal(self.b, width, self.k + self.p) * torch.nan
+            rows = self.nans(self.b, width, self.k + self.p)
             for request, own in enumerate(new):
                 rows[request, : len(own)] = own
             options["counts"] = list(counts)
@@ -213,14 +217,14 @@ class Mirror:
             return self.cache, {}
         lengths = torch.tensor(self.lengths, dtype=torch.int32, device=self.device)
         if self.kind == "pair":
-            rows = self.normal(self.b, self.t, self.k + self.p) * torch.nan
+            rows = self.nans(self.b, self.t, self.k + self.p)
             for request, own in enumerate(self.tokens):
                 rows[request, : len(own)] = own
             return (rows[..., : self.k], rows[..., self.k :]), {"lengths": lengths}
         per_request = self.t // self.page_size
         count = self.b * per_request + 1
         order = torch.randperm(count, generator=self._generator).tolist()
-        pages = self.normal(count, self.page_size, self.k + self.p) * torch.nan
+        pages = self.nans(count, self.page_size, self.k + self.p)
         table = torch.full((self.b, per_request), order.pop(), dtype=torch.int32)
         for request, own in enumerate(self.tokens):
             for index in range(self._pages(len(own))):
@@ -279,7 +283,7 @@ class Mirror:
         if bound:
             options["max_kv"] = max([1, *self.lengths])
         if out:
-            options["out"] = self.normal(*shape, width) * torch.nan
+            options["out"] = self.nans(*shape, width)
         if latent:
             result, lse = mla_var3.mla_latent_attention(q, q_rope, cache, d=self.d, **options)
         else:
