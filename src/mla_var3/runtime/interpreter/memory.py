@@ -64,10 +64,10 @@ def window(
         name: Name of the array, for error messages.
         start: Element position of the tile's origin.
         shape: Shape of the tile, one size per axis of the array.
-        checked: False if the kernel promised that the tile lies inside the array.
+        checked: False if the kernel says that the tile is inside the array (check_bounds=False).
 
     Raises:
-        InterpreterError: If the tile lies wholly outside, or breaks the promise.
+        InterpreterError: If the tile is wholly outside, or not inside although it is unchecked.
     """
     strides = tensor.stride()
     offset = tensor.storage_offset()

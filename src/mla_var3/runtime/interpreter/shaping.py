@@ -1,4 +1,4 @@
-"""Making tiles, changing their shape or dtype, cutting and joining them."""
+"""Making tiles, changing their shape or dtype, taking them apart and concatenating them."""
 
 from __future__ import annotations
 

@@ -261,7 +261,7 @@ class ForeignPointer(Tile):
 
 
 class TiledView(ct.TiledView):  # type: ignore[misc]
-    """An array cut into tiles of one shape.
+    """An array divided into tiles of one shape.
 
     Attributes:
         array: The array.

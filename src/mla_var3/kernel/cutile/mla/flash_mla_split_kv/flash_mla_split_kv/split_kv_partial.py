@@ -1,10 +1,10 @@
-"""First stage of flash_mla_split_kv: absorbed attention over one split of each request's tokens.
+"""First stage of flash_mla_split_kv: latent attention over each split of a request's KV tokens.
 
     q_latent [b, s, h, k]   q_rope [b, s, h, p]   c_kv [b, t, k]   k_rope [b, t, p]   lengths [b]
     -> o_partial [b, splits, s, h, k] float32, normalised within the split,
        lse_partial [b, splits, s, h] float32; an empty split gives 0 and -inf
 
-Each request's KV tiles are cut into `splits` partials of equal size, by its own length. float32
+The KV tiles of a request divide into `splits` splits of equal size, by its own length. float32
 partial outputs keep the result independent of the number of splits up to float32 rounding.
 """
 

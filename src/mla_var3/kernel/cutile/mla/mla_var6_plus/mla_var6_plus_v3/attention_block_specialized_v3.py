@@ -117,9 +117,9 @@ def attention_block_specialized_v3(
     after = ct.cdiv((ct.bid(0) + 1) * latent_first_blocks, blocks)
     role = 1 - (after - before)
     # One loop over both queues, not one per queue: between two loops the compiler (tileiras 13.4
-    # for sm_90) lets the storing warp arrive at a barrier that nobody acknowledges. In a CTA whose
-    # second queue is empty it arrives twice, a warp that has not yet tested the first phase waits
-    # for ever, and the launch hangs.
+    # for sm_90) has the storing warp arrive at an mbarrier that nobody acknowledges. In a CTA whose
+    # second queue is empty it arrives twice; a warp that has not yet tested the first phase then
+    # never sees it, and the launch hangs.
     queues_left = QUEUES
     while queues_left > 0:
         tile = ct.atomic_add(queues, (role, 0), 1, memory_order=ct.MemoryOrder.RELAXED)
