@@ -12,6 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("cuda.tile")
 
+from mla_var3.kernel.cutile.mla.decompress_combine import CtDecompressCombine
 from mla_var3.kernel.cutile.mla.flash_mla_split_kv.flash_mla_split_kv.split_kv_partial import (
     CtSplitKVPartial,
 )
@@ -20,9 +21,6 @@ from mla_var3.kernel.cutile.mla.flash_mla_split_kv.flash_mla_split_kv.split_kv_r
 )
 from mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus.attention_block_specialized import (
     CtAttentionBlockSpecialized,
-)
-from mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus.decompress_combine import (
-    CtDecompressCombine,
 )
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.compare import compare

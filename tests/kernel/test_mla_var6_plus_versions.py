@@ -37,12 +37,11 @@ TARGET_DEVICES = {
 CASES = [
     Case(s=1, t=1, h=8, lengths=(1, 0), n=1),
     Case(s=3, t=67, h=5, lengths=(67, 0, 22), n=30, dtype="float16"),
-    Case(s=5, t=151, h=3, lengths=(151, 3, 50), n=100),
     Case(s=9, t=20, h=2, lengths=(1, 8, 20), n=5, dtype="float16"),
     # more queries than a tile of a head, more rows than a latent tile
     Case(s=70, t=131, h=2, lengths=(131, 43), n=40),
 ]
-"""Few heads: the interpreter's time goes by head blocks. `test_designs.py` has the long table."""
+"""Few heads: the interpreter takes its time per head. `test_designs.py` has the long table."""
 SMALL: dict[str, Any] = {"b": 2, "s": 1, "t": 70, "h": 8, "lengths": (70, 41)}
 
 
@@ -78,13 +77,13 @@ def test_shapes(version: str, case: Case) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_without_a_mask(version: str) -> None:
-    require(plan_for(version, CASES[2], causal=False))
+    require(plan_for(version, CASES[1], causal=False))
 
 
-@pytest.mark.parametrize("n", [0, 1, 35, 69, 70], ids="n{}".format)
+@pytest.mark.parametrize("n", [0, 1, 35, 70], ids="n{}".format)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_any_window(version: str, n: int) -> None:
-    """With n < s the causal limit cuts into the old tokens, with len < n there are no old ones."""
+    """With n < s the causal limit reaches into the old tokens, with len < n there are none."""
     require(make_plan(version, b=4, s=9, t=70, h=2, n=n, lengths=(70, 0, 1, 40)))
 
 

@@ -11,15 +11,15 @@ from torch import Tensor
 from .kernel_support import DESIGNS, INPUT_NAMES, Case, make_plan, plan_of, require
 
 CASE = Case(s=3, t=70, h=8, lengths=(70, 0, 20, 2), n=30)
-DTYPES = ["bfloat16", "float16"]
 
 
 def inputs_of(plan: object, design: str) -> dict[str, Tensor]:
     return dict(zip(INPUT_NAMES[design], plan.prepare_inputs("cpu"), strict=True))  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("factor", [1e3, 1e-4], ids=["huge", "tiny"])
+@pytest.mark.parametrize(
+    ("factor", "dtype"), [(1e3, "bfloat16"), (1e3, "float16"), (1e-4, "float16")]
+)
 @pytest.mark.parametrize("design", DESIGNS)
 def test_scores_far_from_one(design: str, factor: float, dtype: str) -> None:
     """Huge scores make the softmax a choice of one key: exp must neither overflow nor vanish."""
@@ -51,8 +51,7 @@ def test_scores_all_huge_and_of_one_sign(design: str, sign: float) -> None:
     assert (finite * sign > 5e3).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize(("dtype", "causal"), [("bfloat16", True), ("float16", False)])
 @pytest.mark.parametrize("design", DESIGNS)
 def test_equal_scores_give_the_mean(design: str, causal: bool, dtype: str) -> None:
     """With zero queries every visible key weighs the same, and the lse is log(count)."""
@@ -81,19 +80,20 @@ def test_rows_without_keys_are_exactly_zero(design: str) -> None:
     assert lse[~hidden].isfinite().all()
 
 
-@pytest.mark.parametrize("poison", [math.inf, -math.inf, 6e4], ids=["inf", "-inf", "large"])
 @pytest.mark.parametrize("design", DESIGNS)
-def test_unused_slots_may_hold_anything(design: str, poison: float) -> None:
-    """Not NaN only: what an earlier request left there must not shine through."""
+def test_unused_slots_may_hold_anything(design: str) -> None:
+    """Not only NaN: what an earlier request left there must not reach the output."""
     plan = plan_of(design, CASE)
     inputs = inputs_of(plan, design)
     clean = [output.clone() for output in require(plan, tuple(inputs.values())).output_tensors]
-    for name, tensor in inputs.items():
-        if tensor.is_floating_point():
-            inputs[name] = torch.where(tensor.isnan(), poison, tensor)
-    again = require(plan, tuple(inputs.values())).output_tensors
-    for before, after in zip(clean, again, strict=True):
-        assert torch.equal(before, after)
+    for poison in (math.inf, -math.inf, 6e4):
+        filled = [
+            torch.where(tensor.isnan(), poison, tensor) if tensor.is_floating_point() else tensor
+            for tensor in inputs.values()
+        ]
+        again = require(plan, tuple(filled)).output_tensors
+        for before, after in zip(clean, again, strict=True):
+            assert torch.equal(before, after)
 
 
 @pytest.mark.parametrize("design", DESIGNS)

@@ -1,4 +1,4 @@
-"""The one door to cuda.tile: its public namespace `ct` and the private parts in use here.
+"""All that the interpreter uses of cuda.tile: its namespace `ct`, private parts, operations.
 
 Other modules of the interpreter import cuTile names from here only, which keeps the list of private
 names that a new cuTile version may break in one place. Rules that cuTile already implements (dtype
@@ -8,25 +8,12 @@ The package ships no type information, so all of it is `Any` to a type checker, 
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
 
 import cuda.tile as ct
-from cuda.tile import (
-    _annotated_function,
-    _datatype,
-    _dispatch_mode,
-    _exception,
-    _execution,
-    _stub,
-)
-from cuda.tile._ir import (
-    arithmetic_ops,
-    cast_ops,
-    op_impl,
-    ops,
-    ops_utils,
-    typing_support,
-)
+from cuda.tile import _annotated_function, _datatype, _dispatch_mode, _exception, _execution, _stub
+from cuda.tile._ir import arithmetic_ops, cast_ops, op_impl, ops, ops_utils, typing_support
 from cuda.tile._ir import type as ir_type
 
 DType: TypeAlias = Any
@@ -87,3 +74,34 @@ matmul_shapes = ops._matmul_broadcast_shape
 validate_memory_order_and_scope = ops_utils.validate_memory_order_and_scope
 
 __all__ = ["ct"]  # Re-exported on purpose; the other names are defined here.
+
+# --- the table from its operations to the functions that carry them out ---
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+IMPLEMENTATIONS: dict[Callable[..., Any], Callable[..., Any]] = {}
+"""Keyed by the function object that cuTile passes to the dispatch mode."""
+
+
+def implements(*stubs: Callable[..., Any]) -> Callable[[_Function], _Function]:
+    """Registers a function as the implementation of cuTile operations."""
+
+    def register(function: _Function) -> _Function:
+        for stub in stubs:
+            implement(stub, function)
+        return function
+
+    return register
+
+
+def implement(stub: Callable[..., Any], function: Callable[..., Any]) -> None:
+    """Registers `function` for `stub` and for the functions that `stub` wraps.
+
+    Some operations are wrapped once more for their documentation, and the dispatch mode is handed
+    an inner function.
+    """
+    layer: Callable[..., Any] | None = stub
+    while layer is not None:
+        IMPLEMENTATIONS[layer] = function
+        layer = getattr(layer, "__wrapped__", None)

@@ -1,22 +1,263 @@
-"""Running a kernel over its grid."""
+"""Launching a kernel on the CPU: its arguments, the blocks of its grid, and where it failed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import linecache
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from itertools import product
+from types import FrameType
 from typing import Any
 
 import torch
 
-from mla_var3.runtime.interpreter.arguments import (
-    bind_arguments,
-    checked_grid,
-    checked_kernel,
-    chosen_blocks,
+from mla_var3.errors import InterpreterError, InvalidArgumentError
+
+# Imported for the operations that they register.
+from mla_var3.runtime.interpreter import arithmetic, indexed, memory, reductions, shaping  # noqa: F401
+from mla_var3.runtime.interpreter.cutile_api import (
+    IMPLEMENTATIONS,
+    DispatchMode,
+    DType,
+    HeterogeneousTupleNode,
+    HomogeneousTupleNode,
+    TileError,
+    ct,
+    integer_dtype_max,
+    integer_dtype_min,
+    is_stub,
 )
-from mla_var3.runtime.interpreter.diagnosis import block_error
-from mla_var3.runtime.interpreter.dispatch import InterpreterMode
-from mla_var3.runtime.interpreter.rebinding import Rebinder
+from mla_var3.runtime.interpreter.dtypes import constant, cutile_dtype
+from mla_var3.runtime.interpreter.language import KernelGlobals, Rebinder
+from mla_var3.runtime.interpreter.values import Array, ArrayList, Tile
+
+BlockId = tuple[int, int, int]
+
+
+class InterpreterMode(DispatchMode):  # type: ignore[misc]
+    """Carries out the operations of one launch.
+
+    Attributes:
+        grid: Number of blocks along x, y, z.
+        block: Id of the block that runs.
+    """
+
+    def __init__(self, grid: BlockId, rebinder: Rebinder) -> None:
+        self.grid = grid
+        self.block: BlockId = (0, 0, 0)
+        self._rebinder = rebinder
+
+    def call_tile_function_from_host(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Called by cuTile for every operation and for every `@ct.function`."""
+        implementation = IMPLEMENTATIONS.get(func)
+        if implementation is not None:
+            return implementation(*args, **kwargs)
+        if is_stub(func):
+            raise InterpreterError(f"{func.__qualname__} is not supported by the CPU interpreter")
+        helper: Any = func
+        return self._rebinder.rebind(helper.__wrapped__)(*args, **kwargs)
+
+
+_MAX_GRID_RANK = 3
+
+
+def checked_grid(grid: Any) -> BlockId:
+    """The grid with three sizes.
+
+    Raises:
+        InvalidArgumentError: If it does not have one to three sizes, all of them positive integers.
+    """
+    expected = "one to three positive integers"
+    if not isinstance(grid, Sequence) or not 1 <= len(grid) <= _MAX_GRID_RANK:
+        raise InvalidArgumentError("grid", expected, repr(grid))
+    if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in grid):
+        raise InvalidArgumentError("grid", expected, repr(grid))
+    x, y, z = (*grid, 1, 1)[:_MAX_GRID_RANK]
+    return x, y, z
+
+
+def checked_kernel(kernel: Any) -> Any:
+    """The kernel, if it is one."""
+    if not isinstance(kernel, ct.kernel):
+        raise InvalidArgumentError("kernel", "an object made by @ct.kernel", repr(kernel))
+    return kernel
+
+
+def chosen_blocks(grid: BlockId, blocks: Iterable[Any] | None) -> Iterator[BlockId]:
+    """The ids of the blocks to run, x fastest; all of the grid unless `blocks` names some.
+
+    Raises:
+        InvalidArgumentError: If a block is not in the grid.
+    """
+    if blocks is None:
+        for z, y, x in product(*map(range, reversed(grid))):
+            yield x, y, z
+        return
+    for block in blocks:
+        sizes = block if isinstance(block, Sequence) else (block,)
+        valid = 1 <= len(sizes) <= _MAX_GRID_RANK and all(isinstance(i, int) for i in sizes)
+        x, y, z = (*sizes, 0, 0)[:_MAX_GRID_RANK] if valid else (-1, -1, -1)
+        if not all(0 <= i < size for i, size in zip((x, y, z), grid, strict=True)):
+            raise InvalidArgumentError("blocks", f"block ids in the grid {grid}", repr(block))
+        yield x, y, z
+
+
+def bind_arguments(annotated_function: Any, args: Sequence[Any]) -> list[Any]:
+    """What the kernel's function is called with.
+
+    Args:
+        annotated_function: cuTile's description of the kernel's function.
+        args: The arguments of the launch.
+
+    Raises:
+        InvalidArgumentError: If the number of arguments is wrong or one cannot be passed.
+    """
+    names = list(annotated_function.pysig.parameters)
+    if len(args) != len(names):
+        raise InvalidArgumentError(
+            "args", f"{len(names)} arguments ({', '.join(names)})", f"{len(args)}"
+        )
+    triples = zip(names, args, annotated_function.parameter_annotations, strict=True)
+    return [_bind(name, value, annotation) for name, value, annotation in triples]
+
+
+def _bind(name: str, value: Any, annotation: Any) -> Any:
+    if isinstance(annotation, HomogeneousTupleNode | HeterogeneousTupleNode):
+        if not isinstance(value, tuple):
+            raise InvalidArgumentError(name, "a tuple", _got(value))
+        if isinstance(annotation, HomogeneousTupleNode):
+            nodes = (annotation.each,) * len(value)
+        else:
+            nodes = annotation.items
+        if len(nodes) != len(value):
+            raise InvalidArgumentError(name, f"a tuple of {len(nodes)}", f"a tuple of {len(value)}")
+        return _bind_items(name, value, nodes)
+    if isinstance(value, tuple):
+        return _bind_items(name, value, (annotation,) * len(value))
+    if annotation.constant:
+        if not isinstance(value, bool | int | float):
+            raise InvalidArgumentError(name, "a constant: bool, int or float", _got(value))
+        return value
+    if isinstance(value, list):
+        element = None if annotation.list is None else annotation.list.element
+        return ArrayList(
+            [_bind_tensor(f"{name}[{i}]", item, element) for i, item in enumerate(value)]
+        )
+    if isinstance(value, torch.Tensor):
+        return _bind_tensor(name, value, annotation.array)
+    return _bind_scalar(name, value, ct.int32 if annotation.scalar is None else ct.int64)
+
+
+def _bind_items(name: str, values: tuple[Any, ...], nodes: Sequence[Any]) -> tuple[Any, ...]:
+    pairs = enumerate(zip(values, nodes, strict=True))
+    return tuple(_bind(f"{name}[{i}]", value, node) for i, (value, node) in pairs)
+
+
+def _bind_scalar(name: str, value: Any, integer_dtype: DType) -> Tile:
+    if isinstance(value, bool):
+        return Tile.of_integer(value, ct.bool_)
+    if isinstance(value, int):
+        low, high = integer_dtype_min(integer_dtype), integer_dtype_max(integer_dtype)
+        if not low <= value <= high:
+            raise InvalidArgumentError(name, f"an integer that fits {integer_dtype}", value)
+        return Tile.of_integer(value, integer_dtype)
+    if isinstance(value, float):
+        return Tile(constant(value, ct.float32), ct.float32)
+    raise InvalidArgumentError(
+        name, "a CPU tensor, a number or a tuple of them (constants need ct.Constant)", _got(value)
+    )
+
+
+def _bind_tensor(name: str, tensor: Any, annotation: Any) -> Array:
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidArgumentError(name, "a CPU tensor", _got(tensor))
+    if tensor.device.type != "cpu":
+        raise InvalidArgumentError(name, "a tensor on the CPU", f"one on {tensor.device}")
+    if tensor.layout != torch.strided:
+        raise InvalidArgumentError(name, "a strided tensor", f"layout {tensor.layout}")
+    element = cutile_dtype(tensor.dtype)
+    if element is None:
+        raise InvalidArgumentError(name, "a dtype that cuTile has", tensor.dtype)
+    index_dtype = ct.int32 if annotation is None else annotation.index_dtype
+    largest = max((*tensor.shape, *tensor.stride()), default=0)
+    if largest > integer_dtype_max(index_dtype):
+        raise InvalidArgumentError(
+            name, f"a shape and strides that fit {index_dtype} (see ct.IndexedWithInt64)", largest
+        )
+    rank = tensor.ndim
+    static_shape = () if annotation is None else annotation.static_shape_dims
+    static_strides = () if annotation is None else annotation.static_stride_dims
+    return Array(
+        tensor.detach(),
+        element,
+        name,
+        index_dtype,
+        frozenset(axis % rank for axis in static_shape),
+        frozenset(axis % rank for axis in static_strides),
+    )
+
+
+def _got(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"{value!r} of type {type(value).__name__}"
+
+
+_DISPATCH_CODE = InterpreterMode.call_tile_function_from_host.__code__
+
+
+def block_error(error: Exception, kernel_name: str, block: BlockId) -> InterpreterError:
+    """Names kernel, block, operation and source line of an error raised while a block ran.
+
+    Args:
+        error: What was raised by the kernel's function.
+        kernel_name: Name of the kernel.
+        block: Id of the block.
+
+    Returns:
+        The error to raise from `error`.
+    """
+    frames = [*traceback.walk_tb(error.__traceback__)]
+    kernel_frames = [
+        i for i, (frame, _) in enumerate(frames) if isinstance(frame.f_globals, KernelGlobals)
+    ]
+    text = f"kernel {kernel_name}, block {block}"
+    if not kernel_frames:
+        return InterpreterError(f"{text}: {_reason(error)}")
+    innermost = kernel_frames[-1]
+    operation = _operation([frame for frame, _ in frames[innermost + 1 :]])
+    if operation:
+        text += f", {operation}"
+    text += f": {_reason(error)}"
+    for index in dict.fromkeys((innermost, kernel_frames[0])):
+        text += f"\n  at {_position(*frames[index])}"
+    return InterpreterError(text)
+
+
+def _reason(error: Exception) -> str:
+    # A cuTile error appends the place in the compiler's terms, which is unknown here.
+    text = error.message if isinstance(error, TileError) else str(error)
+    if isinstance(error, InterpreterError | TileError):
+        return str(text)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _operation(frames: list[FrameType]) -> str:
+    """The operation that kernel code called, seen from the frames below it."""
+    for frame in frames:
+        if frame.f_code is _DISPATCH_CODE:
+            return f"operation {frame.f_locals['func'].__qualname__}"
+    return f"in {frames[0].f_code.co_qualname}" if frames else ""
+
+
+def _position(frame: FrameType, line_number: int) -> str:
+    file_name = frame.f_code.co_filename
+    source = linecache.getline(file_name, line_number).strip()
+    place = f"{file_name}:{line_number} in {frame.f_code.co_name}"
+    return f"{place}: {source}" if source else place
 
 
 def launch(

@@ -17,10 +17,15 @@ from mla_var3.runtime.interpreter.cutile_api import (
     TileTypeError,
     check_load_store_hints,
     ct,
+    implements,
     validate_memory_order_and_scope,
 )
 from mla_var3.runtime.interpreter.dtypes import padding
-from mla_var3.runtime.interpreter.operands import (
+from mla_var3.runtime.interpreter.values import (
+    Array,
+    RawMemory,
+    Tile,
+    TiledView,
     as_array,
     axes_of,
     axis_of,
@@ -31,8 +36,6 @@ from mla_var3.runtime.interpreter.operands import (
     static_ints,
     tile_shape,
 )
-from mla_var3.runtime.interpreter.registry import implements
-from mla_var3.runtime.interpreter.values import Array, RawMemory, Tile, TiledView
 
 _UNDETERMINED = ct.PaddingMode.UNDETERMINED
 _WEAK = ct.MemoryOrder.WEAK
@@ -61,10 +64,10 @@ def window(
         name: Name of the array, for error messages.
         start: Element position of the tile's origin.
         shape: Shape of the tile, one size per axis of the array.
-        checked: False if the kernel promised that the tile lies inside the array.
+        checked: False if the kernel says that the tile is inside the array (check_bounds=False).
 
     Raises:
-        InterpreterError: If the tile lies wholly outside, or breaks the promise.
+        InterpreterError: If the tile is wholly outside, or not inside although it is unchecked.
     """
     strides = tensor.stride()
     offset = tensor.storage_offset()

@@ -1,4 +1,4 @@
-"""Making tiles, changing their shape or dtype, cutting and joining them."""
+"""Making tiles, changing their shape or dtype, taking them apart and concatenating them."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from mla_var3.runtime.interpreter.cutile_api import (
     RoundingMode,
     TileTypeError,
     ct,
+    implements,
     is_integral,
 )
 from mla_var3.runtime.interpreter.dtypes import as_dtype, cast, constant, torch_dtype
-from mla_var3.runtime.interpreter.operands import (
+from mla_var3.runtime.interpreter.values import (
+    Tile,
     as_tile,
     axes_of,
     axis_of,
     broadcast,
+    describe,
     index_tuple,
     items_of,
     static_int,
     static_ints,
     tile_shape,
 )
-from mla_var3.runtime.interpreter.registry import implements
-from mla_var3.runtime.interpreter.values import Tile, describe
 
 
 @implements(ct.full)

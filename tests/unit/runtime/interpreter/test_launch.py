@@ -15,9 +15,9 @@ from cuda.tile._stub import RawArrayMemory
 
 from mla_var3.errors import InterpreterError, InvalidArgumentError, MissingToolError
 from mla_var3.runtime import interpreter
+from mla_var3.runtime.interpreter import require_pinned_cutile
+from mla_var3.runtime.interpreter.cutile_api import IMPLEMENTATIONS
 from mla_var3.runtime.interpreter.language import SUBSTITUTES
-from mla_var3.runtime.interpreter.registry import IMPLEMENTATIONS
-from mla_var3.runtime.interpreter.version import require_pinned_cutile
 from tests.unit.runtime.interpreter.interpreter_support import evaluate, values
 
 TILE = 4

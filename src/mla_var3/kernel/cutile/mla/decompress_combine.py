@@ -1,6 +1,4 @@
-"""Last stage of mla_var6_plus from v2 on: up-project the latent part and merge it with the window.
-
-The same kernel as the base version's, which keeps its own because results cite it.
+"""Last stage of mla_var6_plus: up-project the latent part and merge it with the window's part.
 
     o_latent [b, s, h, k], lse_latent [b, s, h] float32    over the old tokens
     o_new    [b, s, h, d], lse_new    [b, s, h] float32    over the window

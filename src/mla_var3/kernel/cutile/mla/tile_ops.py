@@ -1,12 +1,12 @@
 """Device code shared by the cuTile MLA kernels: causal limits, the two attention loops, the merge.
 
 Everything here runs inside a `@ct.kernel` function. Scores are kept in base 2 (`scale_log2e` is the
-softmax scale times log2 e), the log-sum-exp leaves the kernel as a natural logarithm.
+softmax scale times log2 e); the LSE leaves the kernel as a natural logarithm.
 
 Cache slots at and beyond a request's length may hold anything, NaN included. The loops therefore
-read the cache through a view cut at `stop` (`Array.slice`): the copy engine fills what lies beyond
-with zeros, so a masked probability of 0 never meets a NaN, and no element-wise clean-up of the
-value tile is needed in the inner loop.
+read the cache through a view that ends at `stop` (`Array.slice`): TMA fills what lies beyond with
+zeros, so a masked probability of 0 never meets a NaN, and the inner loop need not clean the value
+tile element by element.
 """
 
 import math
@@ -42,8 +42,8 @@ def mask_scores(scores, tile, first_row, length, s, start, stop, CAUSAL, ROWS_PE
     """Scores [BM, BN] of a KV tile with -inf where a row does not see the position.
 
     Slot 0 of the array that the tile was read from is position `start`; positions from `stop` on
-    are not in it. The limits are made here, not in the caller, so that they occupy no registers in
-    the loop over unmasked tiles.
+    are not in it. The limits are computed here, not in the caller, so that they occupy no registers
+    in the loop over unmasked tiles.
     """
     rows = first_row + ct.arange(BM, dtype=ct.int32)
     limits = ct.minimum(visible(rows, length, s, CAUSAL, ROWS_PER_QUERY), stop)
@@ -92,21 +92,21 @@ def attend_latent(
     q_parts, q_rope, c_kv, k_rope, request, first_tile, full_tile, last_tile,
     first_row, length, s, stop, scale_log2e, CAUSAL, H, BM, BN, KP, PARTS, P,
 ):  # fmt: skip
-    """Absorbed attention of BM query rows over latent KV tiles first_tile..last_tile-1.
+    """Latent attention of BM query rows over KV tiles first_tile..last_tile-1.
 
     The latent tile serves as keys and as values, so it is read once. It is read as PARTS tiles of
     KP columns with an accumulator each: a part's buffer is free for the next tile as soon as its
-    own P V is done, which is what lets the compiler overlap loads with the products (on an H200
+    own P V is done, so the compiler can overlap loads with the products (on an H200
     494 TFLOP/s with four parts of 128, 418 with two, 357 with one of 512).
 
     Args:
-        q_parts: PARTS tiles [BM, KP] of absorbed queries. q_rope: [BM, P].
+        q_parts: PARTS tiles [BM, KP] of latent queries. q_rope: [BM, P].
         c_kv: array [b, t, K], K = PARTS * KP. k_rope: array [b, t, P].
         request: index into the batch.
         first_tile, full_tile, last_tile: tiles from full_tile on are masked.
         first_row: row of the tile's first query among the s*H of the request.
         length, s: KV length and query tokens of the request.
-        stop: positions from here on belong to somebody else or nobody; at most `length`.
+        stop: end of the positions that this call attends to; at most `length`.
 
     Returns:
         (acc_parts, m, l): unnormalised output, PARTS tiles [BM, KP] float32; row maximum and row
@@ -194,7 +194,7 @@ def normalise(acc, l):  # noqa: E741
 
 
 def log_sum_exp(m, l):  # noqa: E741
-    """Natural log-sum-exp [BM, 1] of rows with maximum m (base 2) and sum l; -inf without a key."""
+    """Natural LSE [BM, 1] of rows with maximum m (base 2) and sum l; -inf without a key."""
     seen = l > 0.0
     return ct.where(seen, (m + ct.log2(ct.where(seen, l, 1.0))) * LN_2, NEG_INF)
 

@@ -23,16 +23,16 @@ def tile_sides(**sides: int) -> list[tuple[bool, str]]:
 
 
 def divides(name: str, value: int, whole_name: str, whole: int) -> tuple[bool, str]:
-    """Constraint for `Tiling.validate`: a dimension is cut into equal parts."""
+    """Constraint for `Tiling.validate`: a dimension divides into equal parts."""
     fits = value > 0 and whole % value == 0
     return fits, f"{name}: expected a divisor of {whole_name}={whole}, got {value}"
 
 
 def fits_shared_memory(plan: MlaPlan, *tiles: tuple[int, int]) -> tuple[bool, str]:
-    """Constraint for `Tiling.validate`: the tiles fit a block's shared memory at the same time.
+    """Constraint for `Tiling.validate`: the tiles fit the shared memory of a CTA at the same time.
 
-    A tile set beyond it does not fail to compile: the compiler falls back to a path without the
-    copy engine and the fast matrix instructions, with thousands of spilled bytes per thread.
+    Larger tiles still compile, but the compiler then falls back to code without TMA and without the
+    fast matrix instructions, and spills thousands of bytes per thread.
 
     Args:
         plan: gives the element size and the target.
@@ -61,7 +61,7 @@ def multiprocessors(device: torch.device, target: str, fewest: int = 1) -> int:
 
 
 def latent_tiles(plan: MlaPlan, Bm: int, Bn: int) -> tuple[tuple[int, int], ...]:
-    """Queries, latent tokens and probabilities of the absorbed loop."""
+    """Queries, latent tokens and probabilities of the latent loop."""
     return (Bm, plan.k + plan.p), (Bn, plan.k + plan.p), (Bm, Bn)
 
 
@@ -74,8 +74,8 @@ def head_tiles(plan: MlaPlan, Bm: int, Bn: int) -> tuple[tuple[int, int], ...]:
 class LatentTiling(Tiling):
     """Bm query rows against Bn latent tokens, the latent dimension in parts of Kp columns.
 
-    On sm_90 two consumer warpgroups (num_worker_warps=8) are what lets a 64 x 512 float32
-    accumulator live in registers; with the default of one it spills 2.7 KB per thread.
+    On sm_90 a 64 x 512 float32 accumulator needs two consumer warpgroups (num_worker_warps=8) to
+    stay in registers; with one, the default, it spills 2.7 KB per thread.
     """
 
     Bm: int = 64
@@ -112,7 +112,7 @@ class LatentTiling(Tiling):
 class HeadTiling(Tiling):
     """Bm queries of one head against Bn decompressed tokens.
 
-    The default is for few queries on sm_90: two blocks per SM keep enough bytes in flight to
+    The default is for few queries on sm_90: two CTAs per SM keep enough bytes in flight to
     saturate the memory of an H200.
     """
 

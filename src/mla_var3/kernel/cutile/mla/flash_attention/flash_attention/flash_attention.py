@@ -1,4 +1,4 @@
-"""flash_attention: attention over decompressed keys and values, one block per head and query tile.
+"""flash_attention: attention over decompressed keys and values, one CTA per head and query tile.
 
 Computes, for every request and head, o = softmax(q_nope k^T + q_rope k_rope^T) v. The rope part of
 the keys is one array for all heads, so a token costs 2*d elements per head and p once.
@@ -12,7 +12,7 @@ bfloat16 and float16; causal (bottom-right) or not; any s, t >= 1; slots beyond 
 NaN. Rows without a visible key give 0 and -inf. Targets: sm_90 (wgmma, TMA), sm_100, sm_120.
 
 Base version. Limits: fewer than Bm queries are padded to Bm rows (free while memory bound), and
-with small b*h there are few blocks.
+with small b*h there are few CTAs.
 """
 
 from collections.abc import Sequence

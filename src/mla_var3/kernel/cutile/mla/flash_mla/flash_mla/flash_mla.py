@@ -1,9 +1,9 @@
-"""flash_mla: absorbed attention over the latent cache, one block per tile of query rows.
+"""flash_mla: latent attention (absorbed queries over the latent cache), one CTA per query tile.
 
 Computes, for every request, o = softmax(q_latent c_kv^T + q_rope k_rope^T) c_kv. The s*h query
 rows of a request are packed into tiles of Bm rows, because all heads share the one latent cache.
 
-    q_latent [b, s, h, k]   absorbed queries        q_rope [b, s, h, p]
+    q_latent [b, s, h, k]   latent queries          q_rope [b, s, h, p]
     c_kv     [b, t, k]      latent cache            k_rope [b, t, p]
     lengths  [b] int32      KV length per request
     -> o_latent [b, s, h, k] in the input dtype, lse [b, s, h] float32 (natural logarithm)
@@ -11,8 +11,8 @@ rows of a request are packed into tiles of Bm rows, because all heads share the 
 bfloat16 and float16; causal (bottom-right) or not; any s, t >= 1; slots beyond a length may hold
 NaN. Rows without a visible key give 0 and -inf. Targets: sm_90 (wgmma, TMA), sm_100, sm_120.
 
-Base version. Limits: few blocks when b*s*h is small (then use flash_mla_split_kv); fewer than 64
-rows are padded to 64.
+Base version. Limits: few CTAs when b*s*h is small (then use flash_mla_split_kv); fewer than 64 rows
+are padded to 64.
 """
 
 from collections.abc import Sequence

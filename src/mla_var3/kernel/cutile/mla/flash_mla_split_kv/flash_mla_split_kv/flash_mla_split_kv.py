@@ -1,8 +1,8 @@
-"""flash_mla_split_kv: absorbed attention with each request's tokens shared out over more blocks.
+"""flash_mla_split_kv: latent attention with each request's KV tokens split over several CTAs.
 
-A pipeline of two kernels: `split_kv_partial` computes attention over `splits` shares of every
-request, `split_kv_reduce` merges them by log-sum-exp. For few requests with long contexts, where
-flash_mla has fewer blocks than the GPU has SMs.
+A pipeline of two kernels: `split_kv_partial` computes a partial over each of the `splits` splits of
+a request, `split_kv_reduce` merges the partials by LSE. For few requests with long contexts, where
+flash_mla has fewer CTAs than the GPU has SMs.
 
 Inputs, outputs, masks and limits are those of flash_mla:
 
@@ -10,7 +10,7 @@ Inputs, outputs, masks and limits are those of flash_mla:
     -> o_latent [b, s, h, k], lse [b, s, h]
 
 The number of splits follows from the shape and the device's SM count; `--splits` pins it.
-Base version. Cost beside flash_mla: partial outputs in float32 are written and read once.
+Base version. Cost on top of flash_mla: partial outputs in float32 are written and read once.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class CtFlashMLASplitKV(MlaPlan):
     """Plan of the base version of flash_mla_split_kv."""
 
     splits: int | None = field(
-        default=None, metadata={"help": "shares of each request's tokens; default by shape"}
+        default=None, metadata={"help": "splits of each request's tokens; default by shape"}
     )
     tiling: SplitKVPartialTiling = field(default_factory=SplitKVPartialTiling)
     reduce_tiling: SplitKVReduceTiling = field(default_factory=SplitKVReduceTiling)

@@ -1,10 +1,10 @@
-"""First stage of flash_mla_split_kv: absorbed attention over one share of each request's tokens.
+"""First stage of flash_mla_split_kv: latent attention over each split of a request's KV tokens.
 
     q_latent [b, s, h, k]   q_rope [b, s, h, p]   c_kv [b, t, k]   k_rope [b, t, p]   lengths [b]
-    -> o_partial [b, splits, s, h, k] float32, normalised within the share,
-       lse_partial [b, splits, s, h] float32; an empty share gives 0 and -inf
+    -> o_partial [b, splits, s, h, k] float32, normalised within the split,
+       lse_partial [b, splits, s, h] float32; an empty split gives 0 and -inf
 
-Each request's KV tiles are cut into `splits` shares of equal size, by its own length. float32
+The KV tiles of a request divide into `splits` splits of equal size, by its own length. float32
 partial outputs keep the result independent of the number of splits up to float32 rounding.
 """
 
@@ -35,7 +35,7 @@ ConstBool = ct.Constant[bool]
 
 @dataclass
 class SplitKVPartialTiling(LatentTiling):
-    """Bm query rows (s*h of one request, packed) against Bn latent tokens of one share."""
+    """Bm query rows (s*h of one request, packed) against Bn latent tokens of one split."""
 
 
 @ct.kernel
@@ -47,7 +47,7 @@ def split_kv_partial(
     # q_latent [b, s*h, K], q_rope [b, s*h, P]
     # o_partial [b, splits, s*h, K], lse_partial [b, splits, s*h]
     row_tile = ct.bid(0)
-    share = ct.bid(1)
+    split = ct.bid(1)
     request = ct.bid(2)
     q = load_column_parts(q_latent, request, row_tile, BM, KP, PARTS)
     qr = ct.load(q_rope, (request, row_tile, 0), (1, BM, P), padding_mode=ct.PaddingMode.ZERO)
@@ -56,22 +56,22 @@ def split_kv_partial(
     first_row = row_tile * BM
     lowest = visible(first_row, length, s, CAUSAL, H)
     highest = visible(first_row + BM - 1, length, s, CAUSAL, H)
-    share_tiles = ct.cdiv(ct.cdiv(length, BN), splits)
-    first_tile = share * share_tiles
-    last_tile = min(first_tile + share_tiles, ct.cdiv(max(highest, 0), BN))
+    split_tiles = ct.cdiv(ct.cdiv(length, BN), splits)
+    first_tile = split * split_tiles
+    last_tile = min(first_tile + split_tiles, ct.cdiv(max(highest, 0), BN))
     acc, m, l = attend_latent(
         q, qr, c_kv, k_rope, request, first_tile, max(lowest, 0) // BN, last_tile,
         first_row, length, s, length, scale_log2e, CAUSAL, H, BM, BN, KP, PARTS, P,
     )  # fmt: skip
-    store_column_parts(o_partial, (request, share, row_tile), acc, l, BM, KP, PARTS)
-    ct.store(lse_partial, (request, share, row_tile), log_sum_exp(m, l).reshape((1, 1, BM)))
+    store_column_parts(o_partial, (request, split, row_tile), acc, l, BM, KP, PARTS)
+    ct.store(lse_partial, (request, split, row_tile), log_sum_exp(m, l).reshape((1, 1, BM)))
 
 
 @dataclass
 class CtSplitKVPartial(MlaPlan):
     """Plan of the partial-attention stage."""
 
-    splits: int = field(default=1, metadata={"help": "shares of each request's tokens"})
+    splits: int = field(default=1, metadata={"help": "splits of each request's tokens"})
     tiling: SplitKVPartialTiling = field(default_factory=SplitKVPartialTiling)
 
     def __post_init__(self) -> None:
@@ -84,13 +84,13 @@ class CtSplitKVPartial(MlaPlan):
     def reference_fn(
         self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, ...]:
-        """Output and log-sum-exp of each share: positions outside it count as not in use."""
+        """Output and LSE of each split: positions outside it count as unused."""
         q_latent, q_rope, c_kv, k_rope, lengths = inputs
-        share_slots = -(-(-(-lengths // self.tiling.Bn)) // self.splits) * self.tiling.Bn  # [b]
+        split_slots = -(-(-(-lengths // self.tiling.Bn)) // self.splits) * self.tiling.Bn  # [b]
         slots = torch.arange(self.t, device=c_kv.device)
         outs, lses = [], []
-        for share in range(self.splits):
-            begin, end = (share * share_slots)[:, None], ((share + 1) * share_slots)[:, None]
+        for split in range(self.splits):
+            begin, end = (split * split_slots)[:, None], ((split + 1) * split_slots)[:, None]
             inside = (slots >= begin) & (slots < end) & (slots < lengths[:, None])
             segment = KvSegment(
                 q=torch.cat([q_latent, q_rope], dim=-1),

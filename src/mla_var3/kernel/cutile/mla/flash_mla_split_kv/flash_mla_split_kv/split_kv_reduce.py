@@ -1,4 +1,4 @@
-"""Second stage of flash_mla_split_kv: merge the shares of each row by their log-sum-exp.
+"""Second stage of flash_mla_split_kv: merge the partials of each row by LSE.
 
     o_partial [b, splits, s, h, k] float32   lse_partial [b, splits, s, h] float32
     -> o_latent [b, s, h, k] in the problem's dtype, lse [b, s, h] float32
@@ -27,9 +27,9 @@ ConstInt = ct.Constant[int]
 
 @dataclass
 class SplitKVReduceTiling(Tiling):
-    """Sp shares of Br rows and Kc latent columns at once.
+    """Sp partials of Br rows and Kc latent columns at once.
 
-    There are few rows, so the shares of a row are read together instead of one after another:
+    There are few rows, so the partials of a row are read together instead of one after another:
     the kernel waits for memory once instead of `splits` times.
     """
 
@@ -83,7 +83,7 @@ def split_kv_reduce(
 class CtSplitKVReduce(MlaPlan):
     """Plan of the merging stage."""
 
-    splits: int = field(default=1, metadata={"help": "shares of each request's tokens"})
+    splits: int = field(default=1, metadata={"help": "splits of each request's tokens"})
     tiling: SplitKVReduceTiling = field(default_factory=SplitKVReduceTiling)
 
     def __post_init__(self) -> None:
@@ -118,9 +118,9 @@ class CtSplitKVReduce(MlaPlan):
         o_partial, lse_partial = inputs
         b, s, h, k, splits = self.b, self.s, self.h, self.k, self.splits
         device = o_partial.device
-        shares = [("b", b), ("splits", splits), ("s", s), ("h", h)]
-        check_tensor("o_partial", o_partial, [*shares, ("k", k)], torch.float32, device)
-        check_tensor("lse_partial", lse_partial, shares, torch.float32, device)
+        partials = [("b", b), ("splits", splits), ("s", s), ("h", h)]
+        check_tensor("o_partial", o_partial, [*partials, ("k", k)], torch.float32, device)
+        check_tensor("lse_partial", lse_partial, partials, torch.float32, device)
         partial_rows = require_view("o_partial", o_partial, b, splits, s * h, k)
         partial_lses = require_view("lse_partial", lse_partial, b, splits, s * h)
         o_latent = o_partial.new_empty((b, s, h, k), dtype=self.torch_dtype)

@@ -1,32 +1,22 @@
-"""First stage of mla_var6_plus_v2: old tokens absorbed and newest tokens decompressed, at one time.
+"""First stage of mla_var6_plus_v2: old tokens latent, newest tokens decompressed, at the same time.
 
-Every block has one of two roles. A latent block attends a tile of s*h query rows of a request to
-its old tokens in the latent cache (compute bound); a head block attends the queries of one head to
-the decompressed window of the n newest tokens (memory bound). The roles are interleaved over the
-grid in proportion, except that the role whose blocks take longer leads: it has the first block, and
-a share of the other role's blocks (`HoldBack`) is kept for the end of the grid. So both roles run
-from the start, and what is left when the last long block begins is short blocks that fill the SMs
-beside it.
+Every CTA has one of two roles. A latent CTA attends a tile of s*h query rows of a request to its
+old tokens in the latent cache (compute bound). A head CTA attends the queries of one head to the
+decompressed window of the n newest tokens (memory bound). The roles are interleaved over the grid
+in proportion, with one exception: the role whose tiles take longer leads. It has the first CTA, and
+a share of the other role's CTAs (`HoldBack`) comes last. So both roles run from the start, and when
+the last long tile begins, short tiles are left to fill the SMs beside it.
 
-    q_nope [b, s, h, d]   q_latent [b, s, h, k]   q_rope [b, s, h, p]
-    c_kv [b, t, k]        k_rope [b, t, p]        latent cache; old tokens are positions < len - n
-    k_new, v_new [b, h, n, d], k_rope_new [b, n, p]: the window, slot j is position max(len-n,0)+j
-    lengths [b] int32
-    -> o_latent [b, s, h, k], lse_latent [b, s, h] float32: over the old tokens
-       o_new [b, s, h, d], lse_new [b, s, h] float32: over the window
-       (input dtype; the pair of a role that has no tokens at all, n=0 or n=t, is not written)
-
-Each request splits at its own length. The causal limit cuts into the old tokens where n < s.
+Inputs, outputs and masks: see `mix_stages.py`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import cuda.tile as ct
-import torch
 from torch import Tensor
 
+from mla_var3.kernel.cutile.mla.mix_stages import MixAttentionPlan, mix_constraints, mix_sides
 from mla_var3.kernel.cutile.mla.tile_ops import (
     attend_heads,
     attend_latent,
@@ -36,21 +26,8 @@ from mla_var3.kernel.cutile.mla.tile_ops import (
     store_column_parts,
     visible,
 )
-from mla_var3.kernel.cutile.mla.tilings import (
-    divides,
-    fits_shared_memory,
-    head_tiles,
-    latent_tiles,
-    tile_sides,
-)
-from mla_var3.kernel.mla_plan import MlaPlan
-from mla_var3.op.mla.attend import KvSegment, attend
-from mla_var3.op.mla.cost import attention_block_specialized_cost
-from mla_var3.op.mla.inputs import absorb_queries, decompress_newest
-from mla_var3.op.mla.problem import require_int
 from mla_var3.runtime.ct_kernel import CtKernel
 from mla_var3.runtime.plan import Constraints, Tiling
-from mla_var3.runtime.tensors import check_tensor, require_view
 
 ConstInt = ct.Constant[int]
 ConstBool = ct.Constant[bool]
@@ -62,11 +39,11 @@ PERCENT = 100
 class AttentionBlockSpecializedTilingV2(Tiling):
     """Tiles of both roles: Bm x Bn in latent space (in parts of Kp columns), Hm x Hn per head.
 
-    HoldBack is the share, in percent, of the blocks of the role with the shorter blocks that come
-    after all others; 0 interleaves to the end of the grid.
+    HoldBack is the percentage of the CTAs of the role with the shorter tiles that come after all
+    others; 0 interleaves to the end of the grid.
 
     One kernel has one set of hints: the 64 x 512 latent accumulator needs num_worker_warps=8 on
-    sm_90, and with its shared memory only one block fits on an SM.
+    sm_90, and with its shared memory only one CTA fits on an SM.
     """
 
     Bm: int = 64
@@ -75,19 +52,15 @@ class AttentionBlockSpecializedTilingV2(Tiling):
     Hm: int = 64
     Hn: int = 128
     HoldBack: int = field(
-        default=25, metadata={"help": "percent of the shorter role's blocks kept for the end"}
+        default=25, metadata={"help": "percent of the shorter role's CTAs kept for the end"}
     )
     num_ctas: int | None = None
     occupancy: int | None = None
     num_worker_warps: int | None = 8
 
     def validate(self, pd: "CtAttentionBlockSpecializedV2") -> Constraints:
-        sides = {"Bm": self.Bm, "Bn": self.Bn, "Kp": self.Kp, "Hm": self.Hm, "Hn": self.Hn}
         return Constraints(
-            *tile_sides(**sides, d=pd.d, p=pd.p),
-            divides("Kp", self.Kp, "k", pd.k),
-            fits_shared_memory(pd, *latent_tiles(pd, self.Bm, self.Bn)),
-            fits_shared_memory(pd, *head_tiles(pd, self.Hm, self.Hn)),
+            *mix_constraints(self, pd),
             (
                 0 <= self.HoldBack <= PERCENT,
                 f"HoldBack: expected a percentage from 0 to {PERCENT}, got {self.HoldBack}",
@@ -96,15 +69,10 @@ class AttentionBlockSpecializedTilingV2(Tiling):
 
     @classmethod
     def candidates(cls, target: str) -> list["AttentionBlockSpecializedTilingV2"]:
-        """Candidates per target, the default first (compare LatentTiling and HeadTiling)."""
-        if target == "sm_120":
-            sides = [(16, 64, Kp, 16, 64) for Kp in (512, 128)]
-        elif target == "sm_100":
-            sides = [(64, 64, 512, 64, Hn) for Hn in (128, 64)]
-        else:
-            sides = [(64, 64, Kp, 64, Hn) for Kp in (128, 256) for Hn in (128, 64)]
-        orders = [cls(*sides[0], HoldBack=share) for share in (25, 0, 10, 50)]
-        return orders + [cls(*others) for others in sides[1:]]
+        """Candidates per target, the default first."""
+        default, *others = mix_sides(target)
+        shares = [cls(*default, HoldBack=share) for share in (25, 0, 10, 50)]
+        return shares + [cls(*sides) for sides in others]
 
 
 @ct.kernel
@@ -116,10 +84,10 @@ def attention_block_specialized_v2(
     H: ConstInt, CAUSAL: ConstBool, BM: ConstInt, BN: ConstInt, HM: ConstInt, HN: ConstInt,
     KP: ConstInt, PARTS: ConstInt, D: ConstInt, P: ConstInt,
 ):  # fmt: skip
-    # Block i is of the leading role when the number of leading blocks due among the first i+1
-    # exceeds the number among the first i, both rounded up so that block 0 leads: an even
-    # interleaving over the first `spread` blocks for any ratio, and none behind them. 64 bits,
-    # because i * leading_blocks passes 2^31 on large batches.
+    # CTA i has the leading role when more leading CTAs are due among the first i+1 than among the
+    # first i, both rounded up so that CTA 0 leads: an even interleaving over the first `spread`
+    # CTAs for any ratio, and none after them. 64 bits, because i * leading_blocks exceeds 2^31 on
+    # large batches.
     i = ct.bid(0).astype(ct.int64)
     before = ct.cdiv(min(i, spread) * leading_blocks, spread).astype(ct.int32)
     after = ct.cdiv(min(i + 1, spread) * leading_blocks, spread).astype(ct.int32)
@@ -168,142 +136,38 @@ def attention_block_specialized_v2(
 
 
 @dataclass
-class CtAttentionBlockSpecializedV2(MlaPlan):
+class CtAttentionBlockSpecializedV2(MixAttentionPlan):
     """Plan of the attention stage."""
 
-    n: int = field(default=0, metadata={"help": "newest tokens kept decompressed"})
     tiling: AttentionBlockSpecializedTilingV2 = field(
         default_factory=AttentionBlockSpecializedTilingV2
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_int("n", self.n, minimum=0, maximum=self.t, maximum_name="t")
-
-    def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
-        raw = self.make_inputs(device)
-        window = decompress_newest(raw, self.n)
-        q_latent = absorb_queries(raw.q_nope, raw.w_uk)
-        return raw.q_nope, q_latent, raw.q_rope, raw.c_kv, raw.k_rope, *window, raw.lengths
-
-    def reference_fn(
-        self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
-    ) -> tuple[Tensor, ...]:
-        """Attention over each part by itself, as this stage leaves it for the merge."""
-        q_nope, q_latent, q_rope, c_kv, k_rope, k_new, v_new, k_rope_new, lengths = inputs
-        old = (lengths - self.n).clamp(min=0)[:, None]
-        slots = torch.arange(self.t, device=c_kv.device)
-        window = torch.arange(self.n, device=c_kv.device)
-        rope_new = k_rope_new[:, None].expand(-1, self.h, -1, -1)
-        parts = (
-            KvSegment(
-                q=torch.cat([q_latent, q_rope], dim=-1),
-                keys=torch.cat([c_kv, k_rope], dim=-1)[:, None],
-                values=c_kv[:, None],
-                positions=torch.where(slots < old, slots, -1),
-            ),
-            KvSegment(
-                q=torch.cat([q_nope, q_rope], dim=-1),
-                keys=torch.cat([k_new, rope_new], dim=-1),
-                values=v_new,
-                positions=torch.where(old + window < lengths[:, None], old + window, -1),
-            ),
-        )
-        results: list[Tensor] = []
-        for part in parts:
-            [out], lse = attend(
-                [part],
-                lengths=lengths,
-                causal=self.causal,
-                scale=self.problem().softmax_scale,
-                compute_dtype=compute_dtype or torch.float32,
-            )
-            results += [out, lse]
-        return tuple(results)
-
-    def _default_tiling(self, name: str) -> AttentionBlockSpecializedTilingV2 | None:
-        return self._autotune_configs()[0]
-
     def _autotune_configs(self) -> Sequence[AttentionBlockSpecializedTilingV2]:
         return AttentionBlockSpecializedTilingV2.candidates(self.target.code)
 
-    def _algorithmic_flops_bytes(self, tiling: Any) -> tuple[float, float]:
-        cost = attention_block_specialized_cost(self.problem(), self.n)
-        return cost.flops, cost.bytes
-
-    def latent_blocks_are_longer(self, tiling: AttentionBlockSpecializedTilingV2) -> bool:
-        """Whether a latent block of the longest request has more operations than a head block."""
+    def latent_tiles_are_longer(self, tiling: AttentionBlockSpecializedTilingV2) -> bool:
+        """Whether a latent tile of the longest request has more operations than a head tile."""
         longest = max(self.problem().kv_lengths)
         old, new = max(longest - self.n, 0), min(self.n, longest)
         latent = tiling.Bm * old * (2 * self.k + self.p)
         return latent >= tiling.Hm * new * (2 * self.d + self.p)
 
     def plan(self, *inputs: Tensor) -> CtKernel:
-        self._check_inputs(*inputs)
-        q_nope, q_latent, q_rope, c_kv, k_rope, k_new, v_new, k_rope_new, lengths = inputs
-        b, s, h, d, k, p, n = self.b, self.s, self.h, self.d, self.k, self.p, self.n
-        latent_rows = require_view("q_latent", q_latent, b, s * h, k)
-        rope_rows = require_view("q_rope", q_rope, b, s * h, p)
-        if n == 0:
-            # No head block will run, but the arguments still need a valid address.
-            k_new = v_new = q_nope.new_zeros((1, 1, 1, d))
-            k_rope_new = q_nope.new_zeros((1, 1, p))
-        o_latent = q_nope.new_empty((b, s, h, k))
-        o_new = q_nope.new_empty((b, s, h, d))
-        lse_latent = q_nope.new_empty((b, s, h), dtype=torch.float32)
-        lse_new = torch.empty_like(lse_latent)
-
-        def tile_counts(tiling: AttentionBlockSpecializedTilingV2) -> tuple[int, int, int, int]:
-            row_tiles, query_tiles = ct.cdiv(s * h, tiling.Bm), ct.cdiv(s, tiling.Hm)
-            latent_blocks = b * row_tiles if n < self.t else 0
-            head_blocks = b * h * query_tiles if n else 0
-            return latent_blocks, head_blocks, row_tiles, query_tiles
+        tensors, outputs = self.operands(*inputs)
 
         def grid_fn(tiling: AttentionBlockSpecializedTilingV2) -> tuple[int]:
-            latent_blocks, head_blocks, _, _ = tile_counts(tiling)
-            return (latent_blocks + head_blocks,)
+            counts = self.tile_counts(tiling)
+            return (counts.latent + counts.head,)
 
         def args_fn(tiling: AttentionBlockSpecializedTilingV2) -> tuple[object, ...]:
-            latent_blocks, head_blocks, row_tiles, query_tiles = tile_counts(tiling)
-            latent_leads = self.latent_blocks_are_longer(tiling)
-            leading, other = (
-                (latent_blocks, head_blocks) if latent_leads else (head_blocks, latent_blocks)
-            )
+            latent, head, *rest = self.tile_counts(tiling)
+            latent_leads = self.latent_tiles_are_longer(tiling)
+            leading, other = (latent, head) if latent_leads else (head, latent)
             spread = leading + other - other * tiling.HoldBack // PERCENT
-            return (
-                q_nope,
-                latent_rows,
-                q_rope,
-                rope_rows,
-                c_kv,
-                k_rope,
-                k_new,
-                v_new,
-                k_rope_new,
-                lengths,
-                o_latent.view(b, s * h, k),
-                lse_latent.view(b, s * h),
-                o_new,
-                lse_new,
-                self.scale_log2e,
-                s,
-                n,
-                leading,
-                max(spread, 1),
-                int(latent_leads),
-                row_tiles,
-                query_tiles,
-                h,
-                self.causal,
-                tiling.Bm,
-                tiling.Bn,
-                tiling.Hm,
-                tiling.Hn,
-                tiling.Kp,
-                k // tiling.Kp,
-                d,
-                p,
-            )
+            order = leading, max(spread, 1), int(latent_leads)
+            sizes = self.scale_log2e, self.s, self.n, *order, *rest
+            return (*tensors, *sizes, *self.constants(tiling))
 
         return CtKernel(
             kernel_fn=attention_block_specialized_v2,
@@ -312,26 +176,7 @@ class CtAttentionBlockSpecializedV2(MlaPlan):
             tiling=self.tiling,
             plan=self,
             input_tensors=list(inputs),
-            output_tensors=[o_latent, lse_latent, o_new, lse_new],
+            output_tensors=outputs,
             autotune_configs=self._autotune_configs(),
             algorithmic_flops_bytes_fn=self._algorithmic_flops_bytes,
         )
-
-    def _check_inputs(self, *inputs: Tensor) -> None:
-        dtype, device = self.torch_dtype, inputs[0].device
-        b, n = ("b", self.b), ("n", self.n)
-        rows = [b, ("s", self.s), ("h", self.h)]
-        window = [b, ("h", self.h), n, ("d", self.d)]
-        shapes = {
-            "q_nope": [*rows, ("d", self.d)],
-            "q_latent": [*rows, ("k", self.k)],
-            "q_rope": [*rows, ("p", self.p)],
-            "c_kv": [b, ("t", self.t), ("k", self.k)],
-            "k_rope": [b, ("t", self.t), ("p", self.p)],
-            "k_new": window,
-            "v_new": window,
-            "k_rope_new": [b, n, ("p", self.p)],
-        }
-        for (name, shape), tensor in zip(shapes.items(), inputs[:-1], strict=True):
-            check_tensor(name, tensor, shape, dtype, device)
-        check_tensor("lengths", inputs[-1], [b], torch.int32, device)

@@ -1,13 +1,14 @@
-"""One of two concurrent kernels of mla_var6_plus_v4: absorbed attention over the old tokens.
+"""One of two concurrent kernels of mla_var6_plus_v4: latent attention over the old tokens.
 
     q_latent [b, s, h, k]   q_rope [b, s, h, p]
     c_kv [b, t, k]          k_rope [b, t, p]      old tokens are positions < len - n
     lengths [b] int32
     -> o_latent [b, s, h, k] in the input dtype, lse_latent [b, s, h] float32: over the old tokens
 
-Compute bound. Persistent blocks on a share of the SMs, each with every blocks-th tile of s*h query
-rows; its tiles fill the shared memory of an SM, so no block of the other kernel runs beside it. The
-causal limit cuts into the old tokens where n < s. Rows without an old token give 0 and -inf.
+Compute bound. Persistent CTAs on a share of the SMs; of g CTAs each takes every g-th tile of s*h
+query rows. The tiles fill the shared memory of an SM, so no CTA of the other kernel runs beside
+one. Where n < s the causal limit reaches into the old tokens. Rows without an old token give 0 and
+-inf.
 """
 
 from collections.abc import Sequence
@@ -160,7 +161,7 @@ class CtLatentOldV4(MlaPlan):
         return cost.flops, cost.bytes
 
     def sm_share(self, tiling: LatentOldTilingV4, sm_count: int) -> int:
-        """SMs that the persistent blocks take."""
+        """SMs that the persistent CTAs take."""
         return sm_count if self.alone else shared_sms(tiling.Share, sm_count)
 
     def plan(self, *inputs: Tensor) -> CtKernel:

@@ -1,8 +1,8 @@
-"""mla_var6_plus_v4: old tokens absorbed, the n newest decompressed, at the same time.
+"""mla_var6_plus_v4: old tokens latent, the n newest decompressed, at the same time.
 
 Three kernels. `latent_old_v4` reads the old tokens in latent space (compute bound) while
 `window_new_v4` streams the decompressed window (memory bound) on other SMs and another stream; then
-`decompress_combine` up-projects the latent part and merges both by log-sum-exp.
+`decompress_combine` up-projects the latent part and merges both by LSE.
 
     q_nope [b, s, h, d]   q_latent [b, s, h, k]   q_rope [b, s, h, p]
     c_kv [b, t, k]        k_rope [b, t, p]
@@ -14,25 +14,22 @@ bfloat16 and float16; causal (bottom-right) or not; any s, t >= 1 and any n in 0
 length may hold NaN. Rows without a visible key give 0 and -inf. Targets: sm_90, sm_100, sm_120.
 
 n follows from the cost model (`--n` pins it, `--refine` lets timing move it).
-Parent: mla_var6_plus. Idea: each role is a kernel of its own, with its own tiles, hints and blocks
-per SM. Both are persistent and share the SMs by the size of their grids; `Share` of each tiling
-says how, and a pair of tilings that needs more SMs than there are is refused. With n=0 or n=t one
-kernel has no tokens: it is left out and the other takes all SMs.
-Limits: the shares are fixed at the launch, so the SMs of the kernel that ends first idle until the
+Parent: mla_var6_plus. Idea: each role is a kernel of its own, with its own tiles, hints and CTAs
+per SM. Both are persistent and share the SMs by the size of their grids, as `Share` of each tiling
+says; a pair of tilings that needs more SMs than there are is refused. With n=0 or n=t one kernel
+has no tokens: it is left out and the other takes all SMs.
+Limits: the shares are fixed at launch, so the SMs of the kernel that ends first are idle until the
 other has ended, and the latent kernel runs at flash_mla's rate.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mla_var3.kernel.cutile.mla.decompress_combine import (
-    CtDecompressCombine,
-    DecompressCombineTiling,
-)
+from mla_var3.kernel.cutile.mla.decompress_combine import DecompressCombineTiling
+from mla_var3.kernel.cutile.mla.mix_stages import CutileMixPlan
 from mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus_v4.latent_old_v4 import (
     CtLatentOldV4,
     LatentOldTilingV4,
@@ -46,10 +43,8 @@ from mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus_v4.window_new_v4 imp
     WindowNewTilingV4,
 )
 from mla_var3.kernel.cutile.mla.tilings import multiprocessors
-from mla_var3.kernel.newest_window import NewestWindowPlan
-from mla_var3.op.mla.cost import decompress_combine_cost, mla_var6_plus_cost
 from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
-from mla_var3.runtime.plan import Constraints, Tiling
+from mla_var3.runtime.plan import Constraints
 from mla_var3.runtime.stage import Stage
 
 LATENT_PRIORITY, WINDOW_PRIORITY = -1, 0
@@ -57,7 +52,7 @@ LATENT_PRIORITY, WINDOW_PRIORITY = -1, 0
 
 
 @dataclass
-class CtMlaVar6PlusV4(NewestWindowPlan):
+class CtMlaVar6PlusV4(CutileMixPlan):
     """Plan of version 4 of mla_var6_plus."""
 
     tiling: LatentOldTilingV4 = field(default_factory=LatentOldTilingV4)
@@ -66,33 +61,15 @@ class CtMlaVar6PlusV4(NewestWindowPlan):
 
     def _latent_plan(self) -> CtLatentOldV4:
         n = self.chosen_n
-        return CtLatentOldV4(**self.stage_fields(), n=n, alone=n == 0, tiling=self.tiling)
+        stage: CtLatentOldV4 = self.stage_plan(CtLatentOldV4, n=n, alone=n == 0, tiling=self.tiling)
+        return stage
 
     def _window_plan(self) -> CtWindowNewV4:
         n = self.chosen_n
-        return CtWindowNewV4(
-            **self.stage_fields(), n=n, alone=n == self.t, tiling=self.window_tiling
+        stage: CtWindowNewV4 = self.stage_plan(
+            CtWindowNewV4, n=n, alone=n == self.t, tiling=self.window_tiling
         )
-
-    def _combine_plan(self) -> CtDecompressCombine:
-        n = self.chosen_n
-        parts = "latent" if n == 0 else "new" if n == self.t else "both"
-        return CtDecompressCombine(**self.stage_fields(), parts=parts, tiling=self.combine_tiling)
-
-    def _default_tiling(self, name: str) -> Tiling | None:
-        if name == "tiling":
-            return LatentOldTilingV4.candidates(self.target.code)[0]
-        if name == "window_tiling":
-            return WindowNewTilingV4.candidates(self.target.code)[0]
-        return DecompressCombineTiling.default(self.target.code)
-
-    def _autotune_configs(self) -> Sequence[Tiling]:
-        return []
-
-    def _algorithmic_flops_bytes(self, tiling: Tiling) -> tuple[float, float]:
-        problem = self.problem()
-        cost = mla_var6_plus_cost(problem, self.chosen_n) + decompress_combine_cost(problem)
-        return cost.flops, cost.bytes
+        return stage
 
     def plan(self, *inputs: Tensor) -> KernelPipeline:
         (
@@ -102,7 +79,7 @@ class CtMlaVar6PlusV4(NewestWindowPlan):
         window_inputs = (q_nope, q_rope, k_new, v_new, k_rope_new, lengths)
         n, rows = self.chosen_n, (self.b, self.s, self.h)
         members: list[Stage] = []
-        # The part of a kernel that is left out has to exist, but is never read.
+        # The outputs of a kernel that is left out must exist, but nobody reads them.
         outputs = [
             *(q_nope.new_empty((*rows, self.k)), q_nope.new_empty(rows, dtype=torch.float32)),
             *(q_nope.new_empty((*rows, self.d)), q_nope.new_empty(rows, dtype=torch.float32)),
@@ -114,14 +91,14 @@ class CtMlaVar6PlusV4(NewestWindowPlan):
             members.append(self._window_plan().plan(*window_inputs))
             outputs[2:] = members[-1].output_tensors
         attention = members[0] if len(members) == 1 else self._overlapped(members, q_nope.device)
-        combine = self._combine_plan().plan(*outputs, w_uv)
+        combine = self.combine_plan(self.combine_tiling).plan(*outputs, w_uv)
         return KernelPipeline(_name="mla_var6_plus_v4", stages=[attention, combine])
 
     def _overlapped(self, members: list[Stage], device: torch.device) -> ConcurrentKernels:
         """Both kernels at the same time, the latent one first.
 
-        The order matters: latent blocks that find all SMs empty take one each. Window blocks that
-        came first would spread over all SMs, one on each, and leave a latent block no room.
+        The order matters. Latent CTAs that find all SMs empty take one SM each. If the window CTAs
+        came first they would spread over all SMs, and no latent CTA would fit beside them.
         """
         latent, window = self._latent_plan(), self._window_plan()
         sm_count = multiprocessors(device, self.target.code, FEWEST_SMS)

@@ -5,14 +5,14 @@ from mla_var3.runtime.plan import Constraints
 PERCENT = 100
 DEFAULT_SHARE = 50
 SHARES = (DEFAULT_SHARE, 25, 75)
-"""Shares that tuning tries for each kernel, in percent; the joint constraint drops pairs beyond the
-device."""
+"""Percentages that tuning tries for each kernel; the joint constraint drops pairs that need more
+SMs than the device has."""
 FEWEST_SMS = 2
-"""One SM per kernel: what is assumed where neither a GPU nor a known target says more."""
+"""One SM per kernel: assumed where neither a GPU nor a known target tells the number of SMs."""
 
 
 def shared_sms(share: int, sm_count: int) -> int:
-    """SMs of a share in percent, rounded down, but one at least."""
+    """SMs of a percentage, rounded down, at least one."""
     return max(1, sm_count * share // PERCENT)
 
 
@@ -23,10 +23,10 @@ def share_constraint(share: int) -> tuple[bool, str]:
 
 
 def joint_constraints(latent_sms: int, window_sms: int, sm_count: int) -> Constraints:
-    """That every persistent block of both kernels has its SM from the start.
+    """Every persistent CTA of both kernels must have its SM from the start.
 
-    A latent block fills the shared memory of an SM. Where the two shares overlap, blocks of one
-    kernel wait until the other has finished, and the kernels run one after the other.
+    A latent CTA fills the shared memory of an SM. If the two shares overlap, CTAs of one kernel
+    wait until the other kernel has finished, and the two run one after the other.
     """
     needed = latent_sms + window_sms
     return Constraints(

@@ -5,8 +5,8 @@
     lengths [b] int32
     -> o_new [b, s, h, d] in the input dtype, lse_new [b, s, h] float32: over the window
 
-Memory bound. Persistent blocks on a share of the SMs, by default two on each, so that one loads
-while the other computes; each has every blocks-th tile of the queries of a head. n >= 1. Rows that
+Memory bound. Persistent CTAs on a share of the SMs, by default two per SM, so that one loads while
+the other computes; of g CTAs each takes every g-th tile of the queries of a head. n >= 1. Rows that
 see no token of the window give 0 and -inf.
 """
 
@@ -155,7 +155,7 @@ class CtWindowNewV4(MlaPlan):
         return cost.flops, cost.bytes
 
     def sm_share(self, tiling: WindowNewTilingV4, sm_count: int) -> int:
-        """SMs that the persistent blocks take."""
+        """SMs that the persistent CTAs take."""
         return sm_count if self.alone else shared_sms(tiling.Share, sm_count)
 
     def plan(self, *inputs: Tensor) -> CtKernel:

@@ -1,0 +1,228 @@
+"""What the versions of mla_var6_plus share on the host: their attention stage and their plan.
+
+The attention stage of a version is one kernel with two roles: latent over the old tokens and
+decompressed over the window. It reads and writes
+
+    q_nope [b, s, h, d]   q_latent [b, s, h, k]   q_rope [b, s, h, p]
+    c_kv [b, t, k]        k_rope [b, t, p]        latent cache; old tokens are positions < len - n
+    k_new, v_new [b, h, n, d], k_rope_new [b, n, p]: the window, slot j is position max(len-n,0)+j
+    lengths [b] int32
+    -> o_latent [b, s, h, k], lse_latent [b, s, h] float32: over the old tokens
+       o_new [b, s, h, d], lse_new [b, s, h] float32: over the window
+       (input dtype; the pair of a role that has no tokens at all, n=0 or n=t, is not written)
+
+Each request is divided at its own length. Where n < s the causal limit reaches into the old tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import cuda.tile as ct
+import torch
+from torch import Tensor
+
+from mla_var3.kernel.cutile.mla.decompress_combine import (
+    CtDecompressCombine,
+    DecompressCombineTiling,
+)
+from mla_var3.kernel.cutile.mla.tilings import (
+    divides,
+    fits_shared_memory,
+    head_tiles,
+    latent_tiles,
+    tile_sides,
+)
+from mla_var3.kernel.mla_plan import MlaPlan
+from mla_var3.kernel.newest_window import NewestWindowPlan
+from mla_var3.op.mla.attend import KvSegment, attend
+from mla_var3.op.mla.cost import (
+    attention_block_specialized_cost,
+    decompress_combine_cost,
+    mla_var6_plus_cost,
+)
+from mla_var3.op.mla.inputs import absorb_queries, decompress_newest
+from mla_var3.op.mla.problem import require_int
+from mla_var3.runtime.plan import Tiling
+from mla_var3.runtime.tensors import check_tensor, require_view
+
+
+class TileCounts(NamedTuple):
+    """Work tiles of both roles; latent tiles per request, query tiles per head and request."""
+
+    latent: int
+    head: int
+    latent_row_tiles: int
+    head_query_tiles: int
+
+
+def mix_constraints(tiling: Any, pd: MlaPlan) -> list[tuple[bool, str]]:
+    """Constraints for `Tiling.validate` on the tiles of both roles."""
+    sides = {name: getattr(tiling, name) for name in ("Bm", "Bn", "Kp", "Hm", "Hn")}
+    return [
+        *tile_sides(**sides, d=pd.d, p=pd.p),
+        divides("Kp", tiling.Kp, "k", pd.k),
+        fits_shared_memory(pd, *latent_tiles(pd, tiling.Bm, tiling.Bn)),
+        fits_shared_memory(pd, *head_tiles(pd, tiling.Hm, tiling.Hn)),
+    ]
+
+
+def mix_sides(target: str) -> list[tuple[int, int, int, int, int]]:
+    """Bm, Bn, Kp, Hm, Hn to try on a target, the default first; see LatentTiling, HeadTiling."""
+    if target == "sm_120":
+        return [(16, 64, Kp, 16, 64) for Kp in (512, 128)]
+    if target == "sm_100":
+        return [(64, 64, 512, 64, Hn) for Hn in (128, 64)]
+    return [(64, 64, Kp, 64, Hn) for Kp in (128, 256) for Hn in (128, 64)]
+
+
+@dataclass
+class MixAttentionPlan(MlaPlan):
+    """Plan of an attention stage; a version adds its tiling, grid and arguments."""
+
+    n: int = field(default=0, metadata={"help": "newest tokens kept decompressed"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_int("n", self.n, minimum=0, maximum=self.t, maximum_name="t")
+
+    def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
+        raw = self.make_inputs(device)
+        window = decompress_newest(raw, self.n)
+        q_latent = absorb_queries(raw.q_nope, raw.w_uk)
+        return raw.q_nope, q_latent, raw.q_rope, raw.c_kv, raw.k_rope, *window, raw.lengths
+
+    def reference_fn(
+        self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, ...]:
+        """Attention over each part by itself, as this stage leaves it for the merge."""
+        q_nope, q_latent, q_rope, c_kv, k_rope, k_new, v_new, k_rope_new, lengths = inputs
+        old = (lengths - self.n).clamp(min=0)[:, None]
+        slots = torch.arange(self.t, device=c_kv.device)
+        window = torch.arange(self.n, device=c_kv.device)
+        rope_new = k_rope_new[:, None].expand(-1, self.h, -1, -1)
+        parts = (
+            KvSegment(
+                q=torch.cat([q_latent, q_rope], dim=-1),
+                keys=torch.cat([c_kv, k_rope], dim=-1)[:, None],
+                values=c_kv[:, None],
+                positions=torch.where(slots < old, slots, -1),
+            ),
+            KvSegment(
+                q=torch.cat([q_nope, q_rope], dim=-1),
+                keys=torch.cat([k_new, rope_new], dim=-1),
+                values=v_new,
+                positions=torch.where(old + window < lengths[:, None], old + window, -1),
+            ),
+        )
+        results: list[Tensor] = []
+        for part in parts:
+            [out], lse = attend(
+                [part],
+                lengths=lengths,
+                causal=self.causal,
+                scale=self.problem().softmax_scale,
+                compute_dtype=compute_dtype or torch.float32,
+            )
+            results += [out, lse]
+        return tuple(results)
+
+    def _default_tiling(self, name: str) -> Tiling | None:
+        return self._autotune_configs()[0]
+
+    def _algorithmic_flops_bytes(self, tiling: Any) -> tuple[float, float]:
+        cost = attention_block_specialized_cost(self.problem(), self.n)
+        return cost.flops, cost.bytes
+
+    def tile_counts(self, tiling: Any) -> TileCounts:
+        """Work tiles of both roles."""
+        row_tiles, query_tiles = ct.cdiv(self.s * self.h, tiling.Bm), ct.cdiv(self.s, tiling.Hm)
+        return TileCounts(
+            self.b * row_tiles if self.n < self.t else 0,
+            self.b * self.h * query_tiles if self.n else 0,
+            row_tiles,
+            query_tiles,
+        )
+
+    def operands(self, *inputs: Tensor) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """Check the inputs and allocate the outputs.
+
+        Returns:
+            The tensors in the order of the kernel's arguments, and the outputs in their own shapes.
+        """
+        self._check_inputs(*inputs)
+        q_nope, q_latent, q_rope, c_kv, k_rope, k_new, v_new, k_rope_new, lengths = inputs
+        b, s, h, d, k, p = self.b, self.s, self.h, self.d, self.k, self.p
+        latent_rows = require_view("q_latent", q_latent, b, s * h, k)
+        rope_rows = require_view("q_rope", q_rope, b, s * h, p)
+        if self.n == 0:
+            # No tile of the head role exists, but the arguments still need a valid pointer.
+            k_new = v_new = q_nope.new_zeros((1, 1, 1, d))
+            k_rope_new = q_nope.new_zeros((1, 1, p))
+        o_latent = q_nope.new_empty((b, s, h, k))
+        o_new = q_nope.new_empty((b, s, h, d))
+        lse_latent = q_nope.new_empty((b, s, h), dtype=torch.float32)
+        lse_new = torch.empty_like(lse_latent)
+        queries = q_nope, latent_rows, q_rope, rope_rows
+        tokens = c_kv, k_rope, k_new, v_new, k_rope_new, lengths
+        results = o_latent.view(b, s * h, k), lse_latent.view(b, s * h), o_new, lse_new
+        return (*queries, *tokens, *results), [o_latent, lse_latent, o_new, lse_new]
+
+    def constants(self, tiling: Any) -> tuple[int, ...]:
+        """The compile-time arguments H to P."""
+        sides = tiling.Bm, tiling.Bn, tiling.Hm, tiling.Hn, tiling.Kp, self.k // tiling.Kp
+        return self.h, self.causal, *sides, self.d, self.p
+
+    def _check_inputs(self, *inputs: Tensor) -> None:
+        dtype, device = self.torch_dtype, inputs[0].device
+        b, n = ("b", self.b), ("n", self.n)
+        rows = [b, ("s", self.s), ("h", self.h)]
+        window = [b, ("h", self.h), n, ("d", self.d)]
+        shapes = {
+            "q_nope": [*rows, ("d", self.d)],
+            "q_latent": [*rows, ("k", self.k)],
+            "q_rope": [*rows, ("p", self.p)],
+            "c_kv": [b, ("t", self.t), ("k", self.k)],
+            "k_rope": [b, ("t", self.t), ("p", self.p)],
+            "k_new": window,
+            "v_new": window,
+            "k_rope_new": [b, n, ("p", self.p)],
+        }
+        for (name, shape), tensor in zip(shapes.items(), inputs[:-1], strict=True):
+            check_tensor(name, tensor, shape, dtype, device)
+        check_tensor("lengths", inputs[-1], [b], torch.int32, device)
+
+
+@dataclass
+class CutileMixPlan(NewestWindowPlan):
+    """Plan of a version: attention, then the merge. A version adds its tilings and `plan`."""
+
+    def stage_plan(self, stage_class: type[Any], **fields: Any) -> Any:
+        """The plan of a stage, for the same problem and target."""
+        return stage_class(**self.stage_fields(), **fields)
+
+    def combine_plan(self, tiling: DecompressCombineTiling) -> CtDecompressCombine:
+        """The plan of the merge."""
+        n = self.chosen_n
+        parts = "latent" if n == 0 else "new" if n == self.t else "both"
+        stage: CtDecompressCombine = self.stage_plan(
+            CtDecompressCombine, parts=parts, tiling=tiling
+        )
+        return stage
+
+    def _default_tiling(self, name: str) -> Tiling | None:
+        if name == "combine_tiling":
+            merge: CtDecompressCombine = self.stage_plan(CtDecompressCombine)
+            return merge._default_tiling("tiling")
+        candidates: list[Tiling] = type(getattr(self, name)).candidates(self.target.code)
+        return candidates[0]
+
+    def _autotune_configs(self) -> Sequence[Tiling]:
+        return []
+
+    def _algorithmic_flops_bytes(self, tiling: Tiling) -> tuple[float, float]:
+        problem = self.problem()
+        cost = mla_var6_plus_cost(problem, self.chosen_n) + decompress_combine_cost(problem)
+        return cost.flops, cost.bytes
