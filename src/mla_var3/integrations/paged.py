@@ -1,0 +1,208 @@
+"""Latent attention on an engine's paged cache: the one call that the engine plug-ins make.
+
+The engine does the projections. It hands over latent and rope queries apart, its whole cache of
+`[blocks, page, k+p]` rows, an int32 block table, and lengths and query offsets on the device.
+Nothing is copied (but see `_token_major`), nothing is read back, so CUDA graphs can capture it.
+
+Rows after `query_start_loc[-1]` belong to no request; engines pad batches for CUDA graphs with
+them. Such rows of `out` are left untouched, and their LSE is unspecified.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from mla_var3.attention import CacheView, explain, mla_latent_attention
+from mla_var3.errors import InvalidArgumentError, UnknownNameError
+
+LATENT_WIDTH, ROPE_WIDTH = 512, 64
+"""k and p of DeepSeek V2/V3/R1, Kimi-K2, GLM-4.7-Flash and LongCat, which the kernel is made for."""
+PAGE_SIZE = 64
+"""Tokens of a cache page; multiples work too."""
+SERVING_KERNEL = "flash_mla:cute-dsl"
+"""The kernel on a GPU. On the CPU the calls run in PyTorch."""
+KERNEL_ROWS = 64
+"""Query rows (query tokens x heads) from which on one compiled program serves all counts."""
+
+MOST_LATENT_QUERIES = 512
+"""Upper end of the search for the crossover with decompressed attention."""
+CROSSOVER_REQUESTS, CROSSOVER_TOKENS = 8, 4096
+"""Batch and context that the crossover is computed for. It varies little with the batch; on an
+H200 it lies at 255 query tokens for a context of 1024 and at 406 for one of 16384."""
+DEFAULT_CROSSOVER = 128
+"""The crossover on a device that the cost model does not know."""
+
+
+@dataclass(frozen=True)
+class Pages:
+    """One layer's cache: views of the latent and the rope columns of `[blocks, page, k+p]`."""
+
+    latent: torch.Tensor
+    rope: torch.Tensor
+
+    @classmethod
+    def of(cls, cache: torch.Tensor, k: int = LATENT_WIDTH) -> Pages:
+        """The views; keep them per layer, so that a call need not make them again."""
+        if cache.dim() != 3 or cache.shape[-1] <= k:
+            shape = list(cache.shape)
+            raise InvalidArgumentError("cache", f"[blocks, page, {k}+p]", shape)
+        return cls(cache[..., :k], cache[..., k:])
+
+
+def paged_attention(
+    q_latent: torch.Tensor,
+    q_rope: torch.Tensor,
+    pages: Pages,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    scale: float,
+    max_q: int,
+    query_start_loc: torch.Tensor | None = None,
+    causal: bool = True,
+    tree_mask: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    return_lse: bool = False,
+    kernel: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of the newest tokens of every request over its latent cache.
+
+    Args:
+        q_latent: latent queries, packed, `[tokens, h, k]`.
+        q_rope: their rope part, `[tokens, h, p]`; may be a view with a larger head stride.
+        pages: the layer's cache.
+        block_table: int32 `[b, max_pages]`; entries beyond a request's tokens may be anything.
+        lengths: int32 `[b]`, tokens of each request with its new ones, on the device.
+        scale: factor on the logits.
+        max_q: upper bound on the query tokens of any request.
+        query_start_loc: int32 `[b+1]`, first query of each request; None where each has `max_q`.
+        causal: whether a query sees no position after its own.
+        tree_mask: bool `[b, max_q, max_q]`, which of the newest tokens a query sees.
+        out: where the output goes, `[tokens, h, k]`; by default a new tensor.
+        return_lse: also return the natural log-sum-exp.
+        kernel: by default `flash_mla:cute-dsl` on a GPU and PyTorch on the CPU.
+
+    Returns:
+        The latent output `[tokens, h, k]`, and the LSE `[tokens, h]` in float32 or None.
+    """
+    q_latent = _token_major(q_latent)
+    if kernel is None:
+        kernel = SERVING_KERNEL if q_latent.is_cuda else "auto"
+    view = CacheView(pages.latent, pages.rope, lengths, block_table)
+    tokens, h, k = q_latent.shape
+    if query_start_loc is None:
+        b = lengths.shape[0]
+        if tokens != b * max_q:
+            raise InvalidArgumentError("q_latent", f"{b} requests x {max_q} tokens", tokens)
+        shape = (b, max_q, h)
+        into = None if out is None else out.view(*shape, k)
+        output, lse = mla_latent_attention(
+            q_latent.view(*shape, k), q_rope.unflatten(0, shape[:2]), view, kernel=kernel,
+            scale=scale, causal=causal, tree_mask=tree_mask, out=into,
+        )  # fmt: skip
+        return output.view(tokens, h, k), lse.view(tokens, h) if return_lse else None
+    rows = slice(None)
+    if not q_latent.is_cuda:  # PyTorch would write the rows that no request has
+        out = q_latent.new_empty(q_latent.shape) if out is None else out
+        rows = slice(int(query_start_loc[-1]))
+    output, lse = mla_latent_attention(
+        q_latent[rows], q_rope[rows], view, kernel=kernel, scale=scale, causal=causal,
+        tree_mask=tree_mask, cu_seqlens_q=query_start_loc, max_q=max(max_q, 1),
+        out=None if out is None else out[rows],
+    )  # fmt: skip
+    if out is None:
+        return output, lse if return_lse else None
+    if return_lse and lse.shape[0] < tokens:
+        lse = torch.cat([lse, lse.new_full((tokens - lse.shape[0], h), -torch.inf)])
+    return out, lse if return_lse else None
+
+
+def _token_major(q_latent: torch.Tensor) -> torch.Tensor:
+    """Queries whose heads lie side by side; the only copy that this module makes.
+
+    vLLM up to 0.29 hands over the head-major result of a batched product. The kernel reads query
+    rows at one stride; with a stride for tokens and one for heads this copy goes away.
+    """
+    tokens, h, _ = q_latent.shape
+    if h > 1 and tokens > 1 and q_latent.stride(0) != h * q_latent.stride(1):
+        return q_latent.contiguous()
+    return q_latent
+
+
+def warm_up(
+    h: int,
+    max_q: int,
+    *,
+    device: torch.device | str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+    k: int = LATENT_WIDTH,
+    p: int = ROPE_WIDTH,
+    page_size: int = PAGE_SIZE,
+    packed: bool = True,
+    tree: bool = False,
+    kernel: str | None = None,
+) -> None:
+    """Compile every program that calls of up to `max_q` query tokens need, before graph capture.
+
+    Args:
+        h: query heads on this device.
+        max_q: most query tokens of a request.
+        device: where the calls will run.
+        dtype: of queries and cache.
+        k: width of the latent part.
+        p: width of the rope part.
+        page_size: tokens of a page.
+        packed: whether calls bring `query_start_loc`.
+        tree: whether calls bring a tree mask.
+        kernel: as for `paged_attention`.
+    """
+    few = range(1, min(max_q, -(-KERNEL_ROWS // h)) + 1)
+    for s in sorted({*few, max_q}):
+        blocks = -(-s // page_size)
+        cache = torch.zeros((blocks, page_size, k + p), dtype=dtype, device=device)
+        q = torch.zeros((s, h, k + p), dtype=dtype, device=device)
+        indices = torch.arange(max(blocks, 2), dtype=torch.int32, device=device)
+        paged_attention(
+            q[..., :k].contiguous(), q[..., k:], Pages.of(cache, k), indices[None, :blocks],
+            torch.full((1,), s, dtype=torch.int32, device=device), scale=1.0, max_q=s,
+            query_start_loc=indices[:2] * s if packed else None, kernel=kernel,
+            tree_mask=torch.ones((1, s, s), dtype=torch.bool, device=device) if tree else None,
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def latent_crossover(h: int, device_name: str) -> int:
+    """The most query tokens per request that are faster latent than decompressed.
+
+    Args:
+        h: query heads on this device.
+        device_name: the device, as in the package's device table.
+
+    Returns:
+        The crossover by the cost model, at most `MOST_LATENT_QUERIES`; `DEFAULT_CROSSOVER` for a
+        device that the model does not know.
+    """
+
+    def latent_wins(s: int) -> bool:
+        found = explain(
+            b=CROSSOVER_REQUESTS, s=s, t=CROSSOVER_TOKENS, h=h, page_size=PAGE_SIZE,
+            device_name=device_name,
+        )  # fmt: skip
+        times = {
+            candidate.kernel: candidate.predicted_us
+            for candidate in found.candidates
+            if candidate.language == "cute-dsl" and candidate.predicted_us is not None
+        }
+        return times["flash_mla"] <= times["flash_attention"]
+
+    try:
+        low, high = 1, MOST_LATENT_QUERIES + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if latent_wins(middle) else (low, middle)
+    except (UnknownNameError, KeyError):  # another device, or one without rates of these kernels
+        return DEFAULT_CROSSOVER
+    return low

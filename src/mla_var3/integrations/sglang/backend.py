@@ -1,0 +1,312 @@
+"""HyperMLA as an MLA attention backend of SGLang: decode, verification, extension.
+
+All metadata are computed on the device into tensors that CUDA graphs can hold on to. Chains of
+drafts are causal; trees (topk > 1) come as a mask over the draft tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+import mla_var3
+from mla_var3.integrations import paged
+from mla_var3.integrations.sglang import NAME, PREFILL
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What the layers of one forward pass share.
+
+    Attributes:
+        block_table: int32 `[b, max_pages]`.
+        lengths: int32 `[b]`, tokens of each request with its new ones.
+        max_q: query tokens of each request, or the most of any with `query_start_loc`.
+        query_start_loc: int32 `[b+1]`; None where each request has `max_q` query tokens.
+        tree_mask: bool `[b, max_q, max_q]`; None for chains.
+    """
+
+    block_table: torch.Tensor
+    lengths: torch.Tensor
+    max_q: int
+    query_start_loc: torch.Tensor | None = None
+    tree_mask: torch.Tensor | None = None
+
+
+class HyperMLABackend(AttentionBackend):
+    """Latent attention of one model runner."""
+
+    needs_cpu_seq_lens: bool = False
+
+    def __init__(self, runner: Any) -> None:
+        """Check the model, and compile the kernel's programs on a GPU."""
+        super().__init__()
+        config = runner.model_config
+        if not runner.use_mla_backend:
+            raise ValueError(f"{NAME} serves MLA models only")
+        if runner.kv_cache_dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise ValueError(f"{NAME} reads a 16-bit cache only: --kv-cache-dtype auto")
+        self.page_size: int = runner.page_size
+        self.k: int = config.kv_lora_rank
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.kv_index_translator = getattr(runner, "kv_index_translator", None)
+        self.data_type = runner.kv_cache_dtype
+        self.draft_tokens = draft_tokens(runner)
+        self.device = torch.device(runner.device)
+        pages = -(-config.context_len // self.page_size)
+        # A view: the first token of each page of each request.
+        self._first_tokens = runner.req_to_token_pool.req_to_token[:, :: self.page_size][:, :pages]
+        self._layers: dict[int, tuple[torch.Tensor, paged.Pages]] = {}
+        self._graph: Metadata | None = None
+        self._verify_mask: Any = None
+        self.forward_metadata: Metadata | None = None
+        _share_query_parts()
+        if self.device.type == "cuda":
+            self._prepare(runner)
+
+    def _prepare(self, runner: Any) -> None:
+        capability = torch.cuda.get_device_capability(self.device)
+        if capability[0] != 9:
+            found = "sm_%d%d" % capability
+            raise ValueError(f"{NAME} runs on Hopper (sm_90), this GPU is {found}: use {PREFILL}")
+        if self.page_size % paged.PAGE_SIZE:
+            raise ValueError(f"{NAME} needs --page-size {paged.PAGE_SIZE}, got {self.page_size}")
+        heads = runner.model_config.num_attention_heads // attention_ranks()
+        for s, tree in {(1, False), (self.draft_tokens, False), (self.draft_tokens, True)}:
+            if s:
+                paged.warm_up(
+                    heads, s, device=self.device, dtype=runner.dtype, page_size=self.page_size,
+                    packed=False, tree=tree,
+                )  # fmt: skip
+        _log_start(heads, torch.cuda.get_device_name(self.device), self.page_size)
+
+    # Metadata, eager and for CUDA graphs
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        mode = forward_batch.forward_mode
+        lengths = forward_batch.seq_lens.to(torch.int32)
+        most = forward_batch.seq_lens_cpu
+        table = self._table(forward_batch, None if most is None else int(most.max()))
+        if mode.is_decode_or_idle():
+            self.forward_metadata = Metadata(table, lengths, 1)
+        elif mode.is_target_verify():
+            tree = self._tree(forward_batch, lengths)
+            total = lengths + self.draft_tokens
+            self.forward_metadata = Metadata(table, total, self.draft_tokens, tree_mask=tree)
+        elif mode.is_draft_extend_v2():
+            # Every request has a window of draft tokens, whatever part of it is new.
+            total = lengths - forward_batch.extend_seq_lens.to(torch.int32) + self.draft_tokens
+            self.forward_metadata = Metadata(table, total, self.draft_tokens)
+        else:
+            counts = forward_batch.extend_seq_lens.to(torch.int32)
+            starts = torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+            on_host = getattr(forward_batch, "extend_seq_lens_cpu", None)
+            max_q = max(on_host) if on_host is not None else int(counts.max())
+            self.forward_metadata = Metadata(table, lengths, int(max_q), starts)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        s = self.draft_tokens
+        self._graph = Metadata(
+            torch.zeros((max_bs, self._first_tokens.shape[1]), dtype=torch.int32, device=self.device),
+            torch.ones(max_bs, dtype=torch.int32, device=self.device),
+            s,
+            tree_mask=torch.zeros((max_bs, s, s), dtype=torch.bool, device=self.device) if s else None,
+        )  # fmt: skip
+        self._verify_mask = _draft_only_mask(self._graph.tree_mask)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        if self._graph is None:  # an eager pass
+            self.init_forward_metadata(forward_batch)
+            return
+        mode, b = forward_batch.forward_mode, forward_batch.batch_size
+        lengths = self._graph.lengths[:b]
+        table = self._graph.block_table[:b]
+        lengths.copy_(forward_batch.seq_lens[:b])
+        torch.index_select(
+            self._first_tokens, 0, forward_batch.req_pool_indices[:b].long(), out=table
+        )
+        table.floor_divide_(self.page_size)
+        if mode.is_decode_or_idle():
+            self.forward_metadata = Metadata(table, lengths, 1)
+            return
+        tree = None
+        if mode.is_target_verify():
+            found = self._tree(forward_batch, lengths)
+            if found is not None and self._graph.tree_mask is not None:
+                tree = self._graph.tree_mask[:b]
+                if tree.data_ptr() != found.data_ptr():
+                    tree.copy_(found)
+            lengths.add_(self.draft_tokens)
+        # The lengths of a captured draft extension include its window already.
+        self.forward_metadata = Metadata(table, lengths, self.draft_tokens, tree_mask=tree)
+
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Nothing: a captured pass reads the tensors that are filled before each replay."""
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 1
+
+    @property
+    def verify_mask(self) -> Any:
+        """The mask over draft tokens, which SGLang fills after drafting."""
+        return self._verify_mask
+
+    def get_verify_buffers_to_fill_after_draft(self) -> list[None]:
+        """None: the mask is read from the batch before each replay."""
+        return [None, None]
+
+    def update_verify_buffers_to_fill_after_draft(
+        self, spec_info: Any, cuda_graph_bs: int | None
+    ) -> None:
+        """Nothing depends on the buffers that are filled late."""
+
+    def _table(self, forward_batch: Any, longest: int | None) -> torch.Tensor:
+        """Pages of each request, int32 `[b, pages]`; all of them where no length is known."""
+        pages = self._first_tokens
+        if longest is not None:
+            pages = pages[:, : -(-(longest + self.draft_tokens) // self.page_size)]
+        return (pages[forward_batch.req_pool_indices.long()] // self.page_size).to(torch.int32)
+
+    def _tree(self, forward_batch: Any, context: torch.Tensor) -> torch.Tensor | None:
+        """Which draft tokens each draft token sees, bool `[b, s, s]`; None for chains.
+
+        Args:
+            forward_batch: a verification.
+            context: int32 `[b]`, tokens of each request before its drafts.
+        """
+        spec, s, b = forward_batch.spec_info, self.draft_tokens, context.shape[0]
+        mask = getattr(spec, "custom_mask", None)
+        if mask is None or getattr(spec, "topk", 1) <= 1:
+            return None
+        if self._verify_mask is not None and mask.data_ptr() == self._verify_mask.buffer.data_ptr():
+            return mask[: b * s * s].view(torch.bool).view(b, s, s)
+        # The full mask: for each request, s rows of context and drafts; its last s columns.
+        width = (context + s).long()
+        first = (width * s).cumsum(0) - width * s
+        index = torch.arange(s, device=context.device)
+        rows = first[:, None] + index * width[:, None]  # [b, s]
+        columns = context.long()[:, None] + index  # [b, s]
+        return mask.bool()[rows[:, :, None] + columns[:, None, :]]
+
+    # Attention
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        q_rope: torch.Tensor | None = None,
+        k_rope: torch.Tensor | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Write the new tokens to the cache, then attend."""
+        if k is not None and save_kv_cache:
+            self._write(layer, forward_batch, k, v, k_rope)
+        heads, width = layer.tp_q_head_num, layer.head_dim
+        if q_rope is None:
+            q = q.view(-1, heads, width)
+            q, q_rope = q[..., : self.k], q[..., self.k :]
+        meta = self.forward_metadata
+        assert meta is not None
+        output, _lse = paged.paged_attention(
+            q.view(-1, heads, self.k), q_rope.view(-1, heads, width - self.k), self._pages(layer),
+            meta.block_table, meta.lengths, scale=layer.scaling, max_q=meta.max_q,
+            query_start_loc=meta.query_start_loc, tree_mask=meta.tree_mask,
+        )  # fmt: skip
+        return output.reshape(-1, heads * layer.v_head_dim)
+
+    forward_extend = forward_decode
+
+    def _write(
+        self,
+        layer: Any,
+        forward_batch: Any,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        k_rope: torch.Tensor | None,
+    ) -> None:
+        location = forward_batch.out_cache_loc
+        if hasattr(KVWriteLoc, "for_batch"):
+            location = KVWriteLoc.for_batch(forward_batch)
+        if k_rope is None:
+            self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
+        else:
+            self.token_to_kv_pool.set_mla_kv_buffer(layer, location, k, k_rope)
+
+    def _pages(self, layer: Any) -> paged.Pages:
+        rows = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        known = self._layers.get(layer.layer_id)
+        if known is None or known[0] is not rows:
+            whole = rows.shape[0] // self.page_size * self.page_size
+            cache = rows[:whole].view(-1, self.page_size, rows.shape[-1])
+            known = self._layers[layer.layer_id] = rows, paged.Pages.of(cache, self.k)
+        return known[1]
+
+
+def draft_tokens(runner: Any) -> int:
+    """Tokens of a verification; 0 without speculation."""
+    try:
+        from sglang.srt.runtime_context import get_spec
+    except ImportError:  # SGLang before it had a context for settings
+        return runner.server_args.speculative_num_draft_tokens or 0
+    return get_spec().speculative_num_draft_tokens or 0
+
+
+def attention_ranks() -> int:
+    """GPUs that share the heads of a layer."""
+    try:
+        from sglang.srt.runtime_context import get_parallel
+
+        return int(get_parallel().attn_tp_size)
+    except (ImportError, AttributeError):
+        from sglang.srt.layers.dp_attention import get_attention_tp_size
+
+        return int(get_attention_tp_size())
+
+
+def _draft_only_mask(buffer: torch.Tensor | None) -> Any:
+    """SGLang's description of a mask over the draft tokens alone; None where it has none."""
+    try:
+        from sglang.srt.layers.attention.verify_mask import VerifyMask
+        from sglang.srt.speculative.eagle_utils import TreeMaskMode
+    except ImportError:
+        return None
+    if buffer is None:
+        return None
+    flat = buffer.view(-1)
+    return VerifyMask(buffer=flat, mode=TreeMaskMode.QLEN_ONLY, max_bs=buffer.shape[0])
+
+
+def _share_query_parts() -> None:
+    """Ask SGLang's DeepSeek layers for latent and rope queries apart, and for fa3's prefill."""
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
+    from sglang.srt.models.deepseek_common.utils import FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
+
+    if NAME not in FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:
+        FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(NAME)
+        registry = handlers.AttentionBackendRegistry
+        registry.register(NAME, registry.get_handler(PREFILL))
+
+
+@lru_cache(maxsize=8)
+def _log_start(heads: int, device: str, page_size: int) -> None:
+    log.info(
+        "hyper-mla %s: kernel %s on %s, %d heads, page size %d",
+        mla_var3.__version__,
+        paged.SERVING_KERNEL,
+        device,
+        heads,
+        page_size,
+    )

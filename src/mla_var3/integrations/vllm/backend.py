@@ -1,0 +1,307 @@
+"""HyperMLA as an MLA attention backend of vLLM.
+
+vLLM computes the projections around the attention and the prefill of long prompts; this backend
+computes decode, speculative verification and short extensions on the latent cache, with a ragged
+number of query tokens per request. Interfaces differ between vLLM versions; this module looks at
+what is there, never at a version number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonBackend,
+    MLACommonDecodeMetadata,
+    MLACommonImpl,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+    QueryLenSupport,
+)
+from vllm.v1.attention import backend as attention_interface
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, MultipleOf
+
+import mla_var3
+from mla_var3.integrations import paged
+from mla_var3.integrations.vllm import NAME
+
+# vLLM shows the loggers below its own name only.
+log = init_logger("vllm.plugins.hyper_mla")
+
+HOPPER = 9
+"""Major compute capability of the GPUs that the kernel runs on."""
+_UNSUPPORTED_DRAFTS = "dflash", "dspark"
+"""Speculation methods whose drafts attend without a causal mask."""
+
+
+class HyperMLABackend(MLACommonBackend):
+    """What vLLM asks before it uses the backend."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+
+    @staticmethod
+    def get_name() -> str:
+        return NAME
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [MultipleOf(paged.PAGE_SIZE)]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return [paged.LATENT_WIDTH + paged.ROPE_WIDTH]
+
+    @staticmethod
+    def get_builder_cls() -> type[HyperMLAMetadataBuilder]:
+        return HyperMLAMetadataBuilder
+
+    @staticmethod
+    def get_impl_cls() -> type[HyperMLAImpl]:
+        return HyperMLAImpl
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        return bool(capability.major == HOPPER)
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """Adaptive verification needs the bound on query lengths that newer vLLM passes."""
+        return hasattr(attention_interface, "max_decode_query_len")
+
+    @classmethod
+    def validate_configuration(cls, *arguments: Any, **options: Any) -> list[str]:
+        """vLLM's reasons against this configuration, then ours, which say what to do."""
+        reasons: list[str] = super().validate_configuration(*arguments, **options)
+        return reasons + refusals(**options) if reasons else reasons
+
+    @classmethod
+    def supports_combination(cls, *arguments: Any, **options: Any) -> str | None:
+        if find_spec("cutlass") is None:
+            return "the kernel needs nvidia-cutlass-dsl: pip install 'hyper-mla[vllm]'"
+        return None
+
+
+def refusals(
+    *,
+    device_capability: Any = None,
+    kv_cache_dtype: str | None = None,
+    use_sparse: bool = False,
+    head_size: int = 0,
+    block_size: int | None = None,
+    use_batch_invariant: bool = False,
+    **_: Any,
+) -> list[str]:
+    """Plain reasons for what this backend does not serve, with the way out."""
+    reasons = []
+    width = paged.LATENT_WIDTH + paged.ROPE_WIDTH
+    if device_capability is not None and device_capability.major != HOPPER:
+        found = f"sm_{device_capability.major}{device_capability.minor}"
+        reasons.append(f"{NAME} runs on Hopper (sm_90: H100, H200, H20), this GPU is {found}")
+    if kv_cache_dtype is not None and "fp8" in kv_cache_dtype:
+        reasons.append(f"{NAME} reads a 16-bit cache only: --kv-cache-dtype auto")
+    if use_sparse:
+        reasons.append(f"{NAME} serves dense MLA; this model's attention is sparse")
+    elif head_size and head_size != width:
+        reasons.append(f"{NAME} serves cache rows of 512+64={width}, this model has {head_size}")
+    if block_size is not None and block_size % paged.PAGE_SIZE:
+        reasons.append(f"{NAME} needs --block-size {paged.PAGE_SIZE}, got {block_size}")
+    if use_batch_invariant:
+        reasons.append(f"{NAME} has no batch-invariant mode: unset VLLM_BATCH_INVARIANT")
+    return reasons
+
+
+@dataclass
+class HyperMLADecodeMetadata(MLACommonDecodeMetadata):
+    """The decode part of a batch, on the device.
+
+    Attributes:
+        query_start_loc: int32 `[b+1]`, first query token of each request.
+        max_query_len: upper bound on the query tokens of a request.
+    """
+
+    query_start_loc: torch.Tensor
+    max_query_len: int
+
+
+@dataclass
+class HyperMLAMetadata(MLACommonMetadata[HyperMLADecodeMetadata]):
+    """vLLM's metadata of a batch with the decode part above."""
+
+
+class HyperMLAMetadataBuilder(MLACommonMetadataBuilder[HyperMLAMetadata]):
+    """Builds the metadata, and says which batches are decode and which fit CUDA graphs."""
+
+    _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
+    query_len_support: ClassVar[Any] = QueryLenSupport.VARLEN
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        """Fix the decode threshold and compile the kernel's programs."""
+        parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
+        if parallel.decode_context_parallel_size > 1 and speculative is not None:
+            raise ValueError(
+                f"{NAME} serves decode context parallelism with one query token only: drop "
+                "--decode-context-parallel-size or --speculative-config, or use FLASH_ATTN_MLA"
+            )
+        heads = vllm_config.model_config.get_num_attention_heads(parallel)
+        on_gpu = torch.device(device).type == "cuda"
+        name = torch.cuda.get_device_name(device) if on_gpu else ""
+        # The base class raises it to 1 + draft tokens where it is lower.
+        self.reorder_batch_threshold = paged.latent_crossover(heads, name)
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, HyperMLAMetadata)
+        self._decode_queries = decode_queries(vllm_config)
+        # The decode metadata are views of the runner's persistent tensors. Under DCP the local
+        # lengths are not, so a captured draft step would read stale ones.
+        self.supports_draft_decode_metadata_update = self.dcp_world_size == 1
+        if on_gpu:
+            # Under DCP each rank attends with the gathered heads.
+            paged.warm_up(
+                heads * self.dcp_world_size, self.reorder_batch_threshold, device=device,
+                dtype=vllm_config.model_config.dtype, page_size=kv_cache_spec.block_size,
+            )  # fmt: skip
+        _log_start(heads, self.reorder_batch_threshold, name or "cpu")
+
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int:
+        """Full CUDA graphs replay ragged verify batches: the kernel schedules on the device."""
+        return decode_queries(vllm_config)
+
+    def update_draft_decode_metadata(self, metadata: HyperMLAMetadata) -> None:
+        """Nothing to do: the metadata refer to the runner's own tensors."""
+
+    def _build_decode(
+        self,
+        block_table_tensor: torch.Tensor,
+        seq_lens_device: torch.Tensor,
+        max_seq_len: int,
+        query_start_loc_cpu: torch.Tensor,
+        query_start_loc_device: torch.Tensor,
+        num_decode_tokens: int,
+        max_query_len: int | None = None,
+        dcp_tot_seq_lens_device: torch.Tensor | None = None,
+    ) -> HyperMLADecodeMetadata:
+        most = int((query_start_loc_cpu[1:] - query_start_loc_cpu[:-1]).max())
+        if max_query_len is not None:
+            # Adaptive verification moves drafts between requests on the device, and a graph is
+            # captured with fewer tokens than it will replay. The bound given here may be that of
+            # a prefill in the same batch, which would make the kernel plan for too many rows.
+            most = max(most, min(max_query_len, self._decode_queries))
+        return HyperMLADecodeMetadata(
+            block_table=block_table_tensor,
+            seq_lens=seq_lens_device,
+            dcp_tot_seq_lens=dcp_tot_seq_lens_device,
+            query_start_loc=query_start_loc_device,
+            max_query_len=max(most, 1),
+        )
+
+
+class HyperMLAImpl(MLACommonImpl[HyperMLAMetadata]):
+    """The attention of one layer."""
+
+    can_return_lse_for_decode: bool = True
+    supports_dcp: bool = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        **mla_args: Any,
+    ) -> None:
+        """Refuse what the kernel does not compute, and let the draft layers follow."""
+        super().__init__(
+            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window,
+            kv_cache_dtype, logits_soft_cap, attn_type, kv_sharing_target_layer_name, **mla_args,
+        )  # fmt: skip
+        extras = {
+            "ALiBi": alibi_slopes,
+            "a sliding window": sliding_window,
+            "a soft cap on logits": logits_soft_cap,
+        }
+        for what, value in extras.items():
+            if value:
+                raise NotImplementedError(f"{NAME} does not serve {what}")
+        if attn_type != AttentionType.DECODER:
+            raise NotImplementedError(f"{NAME} serves decoder attention, not {attn_type}")
+        self._cache: torch.Tensor | None = None
+        self._pages: paged.Pages | None = None
+        share_with_draft(get_current_vllm_config())
+
+    def forward_mqa(
+        self,
+        q: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: HyperMLAMetadata,
+        layer: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        decode = attn_metadata.decode
+        assert decode is not None
+        if not isinstance(q, tuple):
+            q = q[..., : self.kv_lora_rank], q[..., self.kv_lora_rank :]
+        if self._pages is None or self._cache is not kv_c_and_k_pe_cache:
+            self._cache = kv_c_and_k_pe_cache
+            self._pages = paged.Pages.of(kv_c_and_k_pe_cache, self.kv_lora_rank)
+        return paged.paged_attention(
+            q[0], q[1], self._pages, decode.block_table, decode.seq_lens, scale=self.scale,
+            max_q=decode.max_query_len, query_start_loc=decode.query_start_loc,
+            return_lse=self.need_to_return_lse_for_decode,
+        )  # fmt: skip
+
+
+def decode_queries(vllm_config: Any) -> int:
+    """The most query tokens of a decoding request: 1, or those of a verification."""
+    if hasattr(attention_interface, "max_decode_query_len"):
+        return int(attention_interface.max_decode_query_len(vllm_config))
+    speculative = vllm_config.speculative_config
+    return 1 + (getattr(speculative, "num_speculative_tokens", None) or 0)
+
+
+def share_with_draft(vllm_config: Any) -> None:
+    """Let MTP and EAGLE draft layers use the target's backend.
+
+    vLLM selects a backend for the draft on its own unless `speculative_config` names one. The
+    draft model is built after the target's layers, so naming it here is in time.
+    """
+    speculative = vllm_config.speculative_config
+    chosen = vllm_config.attention_config.backend
+    if speculative is None or chosen is None or chosen.get_path().split(".")[0] != "mla_var3":
+        return
+    draft = getattr(speculative, "draft_model_config", None)
+    if (
+        speculative.attention_backend is not None
+        or draft is None
+        or getattr(speculative, "method", None) in _UNSUPPORTED_DRAFTS
+        or not draft.use_mla
+        or draft.get_head_size() != paged.LATENT_WIDTH + paged.ROPE_WIDTH
+    ):
+        return
+    speculative.attention_backend = chosen
+    log.info("%s also serves the draft layers (speculative_config.attention_backend)", NAME)
+
+
+@lru_cache(maxsize=8)
+def _log_start(heads: int, threshold: int, device: str) -> None:
+    log.info(
+        "hyper-mla %s: kernel %s on %s, %d heads, latent up to %d query tokens per request, where "
+        "the cost model sees decompressed prefill ahead",
+        mla_var3.__version__,
+        paged.SERVING_KERNEL if device != "cpu" else "torch_tiled",
+        device,
+        heads,
+        threshold,
+    )
