@@ -108,7 +108,7 @@ class Contender(Protocol):
 
     @property
     def versions(self) -> dict[str, str]:
-        """Versions besides those of the environment."""
+        """Versions of its own, beside those of the environment."""
         return {}
 
     def build(self) -> Ready:

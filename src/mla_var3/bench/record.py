@@ -213,7 +213,7 @@ class BenchRecord:
         rows: the rows.
         absent: peer or kernel that could not take part -> reason.
         settings: rounds, seconds per timing, whether tilings were tuned.
-        notes: what a reader must know besides.
+        notes: what a reader must know.
     """
 
     suite: str

@@ -37,14 +37,6 @@ MOST_NOTES = 12
 """Rows that could not be compared: so many are printed; the files have all of them."""
 
 DESCRIPTION = """\
-Suites:
-  figures    the headline figures, ours and the peers', at fixed shapes (the default)
-  latent     kernels on the latent cache: decoding, verifying, long and mixed contexts
-  all        all kernels and versions in both languages at one shape (b=32 s=16 t=4096 h=128)
-  sweep      the newest versions and the peers over b, s, t and h
-  var6_plus  one version of mla_var6_plus over s and n, beside the pure paths
-  mix        the mix on Hopper: 16 bits, 8 bits and a shared prefix, beside the pure paths
-
 With a GPU everything is checked and then timed; without one the same report is made from
 predictions, or with --records from recorded results. The record is written all along; --resume
 continues it. A kernel that destroys the CUDA context or hangs loses its own row only: a new
@@ -55,12 +47,16 @@ row that is worse or nothing to compare; 3: the version that was asked for does 
 
 def add_arguments(parser: Parser) -> None:
     """The options of the command."""
-    parser.epilog = DESCRIPTION
+    from mla_var3.bench.suites import PEERS, SUITES
+    from mla_var3.runtime.paths import LANGUAGES
+
+    suites = "\n".join(f"  {name:10} {text}" for name, text in SUITES.items())
+    parser.epilog = f"Suites (figures by default):\n{suites}\n\n{DESCRIPTION}"
     parser.add_argument(
         "suite",
         nargs="?",
         default="figures",
-        help="figures, latent, all, sweep, var6_plus or mix",
+        help=" or ".join(", ".join(SUITES).rsplit(", ", 1)),
     )
     what = parser.add_argument_group("what is run")
     numbers = ValueType(int, sequence=True)
@@ -80,8 +76,7 @@ def add_arguments(parser: Parser) -> None:
         type=ValueType(str, sequence=True),
         default=(),
         metavar="NAME,...",
-        help="cutile-dsl, cute-dsl, peers, flashmla, fa3_qv, flashinfer, triton, fa3, "
-        "fa3_one_split, sdpa (default: all)",
+        help=f"{', '.join((*LANGUAGES, 'peers', *PEERS))} (default: all)",
     )
     what.add_argument("--dtype", default="bfloat16", metavar="NAME", help="bfloat16 or float16")
     what.add_argument(
