@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from mla_var3.cli.arguments import CALL_SIZES, SIZES, ValueType, mixed_lengths, parse, value_type
+from mla_var3.cli.arguments import CALL_SIZES, SIZES, ValueType, parse, value_type
 from mla_var3.cli.console import UsageError, usage_errors
 from mla_var3.cli.options import (
     RUN_OPTIONS,
@@ -122,29 +122,9 @@ def test_a_field_is_read_by_its_type(argument: str, name: str, value: object) ->
     assert getattr(read(FakePlan(), argument).plan, name) == value
 
 
-def test_values_may_follow_after_a_space() -> None:
-    plan = read(FakePlan(), "--b", "2", "--lengths", "1,2", "--causal", "no").plan
-    assert (plan.b, plan.lengths, plan.causal) == (2, (1, 2), False)  # type: ignore[attr-defined]
-
-
-def test_nothing_given_changes_nothing() -> None:
-    request = read(FakePlan(b=7))
-    assert request.plan == FakePlan(b=7)
-    assert request.given == frozenset()
-    assert request.run.autotune and request.run.device == "auto" and not request.run.check
-    assert request.run.targets == FakePlan.targets
-
-
 def test_mixed_lengths_follow_b_and_t() -> None:
     plan = read(FakePlan(), "--lengths=mixed", "--b=4", "--t=100").plan
     assert plan.lengths == (1, 34, 67, 100)  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    ("b", "t", "lengths"), [(1, 50, (50,)), (2, 50, (1, 50)), (3, 1, (1, 1, 1))]
-)
-def test_mixed_lengths_of_small_batches(b: int, t: int, lengths: tuple[int, ...]) -> None:
-    assert mixed_lengths(b, t) == lengths
 
 
 @pytest.mark.parametrize(
@@ -222,12 +202,6 @@ def test_tiling_fields_are_options() -> None:
     request = read(FakePlan(), "--Bm=32", "--occupancy=2", "--tiling.Bn=16")
     assert request.plan.tiling_fields() == {"tiling": FakeTiling(32, 16, 2)}
     assert set(request.tiling_given) == {"Bm", "occupancy", "Bn"}
-
-
-def test_the_default_plan_is_left_alone() -> None:
-    plan = FakePlan()
-    read(plan, "--Bm=32", "--b=1")
-    assert plan == FakePlan()
 
 
 def test_two_tilings_with_the_same_field_need_their_names() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,11 +38,6 @@ def with_error(**changes: float) -> OutputCheck:
 
 
 # --- one output -----------------------------------------------------------------------------------
-
-
-def test_within_both_bounds_passes() -> None:
-    assert GOOD.passed
-    assert with_error(relative_frobenius=0.002, max_abs=0.02).passed, "a bound itself is allowed"
 
 
 @pytest.mark.parametrize(
@@ -84,19 +78,6 @@ def test_all_outputs_must_pass() -> None:
     assert message.startswith("output 1: relative error nan (bound 0.002), largest 0.01 (bound 0.0")
     assert "3 NaN" in message
     assert "output 0" not in message
-
-
-def test_a_failed_check_is_an_assertion_too() -> None:
-    assert issubclass(CheckFailedError, AssertionError)
-
-
-def test_results_are_json() -> None:
-    restored = json.loads(json.dumps(CheckResult((GOOD,)).to_dict()))
-    assert restored["passed"] is True
-    [output] = restored["outputs"]
-    assert output["passed"] is True
-    assert output["error"]["max_abs"] == 0.01
-    assert output["shape"] == [2, 4]
 
 
 # --- running --------------------------------------------------------------------------------------
@@ -172,11 +153,6 @@ def test_an_infinite_baseline_excuses_nothing() -> None:
     """PyTorch overflows where the kernel does not: then there is no yardstick."""
     outcome = judged([1.0, 70000.0], [1.0, 1.0], [1.0, math.inf])
     assert not outcome.passed
-
-
-def test_a_reference_of_zeros() -> None:
-    assert judged([0.0, 0.0], [0.0, 0.0], [0.0, 0.0]).passed
-    assert not judged([0.0, 1e-3], [0.0, 0.0], [0.0, 0.0]).passed
 
 
 def test_rows_without_keys_only() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from mla_var3.errors import InvalidArgumentError, KernelCompileError, UnsupportedError
+from mla_var3.errors import InvalidArgumentError, KernelCompileError
 from mla_var3.runtime.paths import find_kernel, plan_class
 from mla_var3.runtime.tiling import Constraints, Tiling
 
@@ -95,11 +95,6 @@ def wanted() -> torch.Tensor:
 # --- launching ------------------------------------------------------------------------------------
 
 
-def test_the_name_is_that_of_the_function() -> None:
-    assert make_kernel().name == "add_number"
-    assert make_kernel().language == "cutile-dsl"
-
-
 def test_a_launch_on_cpu_tensors_computes() -> None:
     kernel = make_kernel()
     kernel.launch()
@@ -130,15 +125,6 @@ def test_another_tiling_is_noticed(how: str) -> None:
     assert calls.args == calls.grids == [8, 16]
 
 
-def test_an_equal_tiling_is_the_same_tiling() -> None:
-    calls = Calls()
-    kernel = make_kernel(calls=calls)
-    kernel.launch()
-    kernel.tiling = AddTiling()
-    kernel.launch()
-    assert calls.args == [8]
-
-
 def test_a_changed_hint_is_another_kernel() -> None:
     kernel = make_kernel()
     kernel.launch()
@@ -156,16 +142,6 @@ def test_an_illegal_tiling_is_refused_even_after_a_good_launch() -> None:
         kernel.launch()
     with pytest.raises(InvalidArgumentError, match="side: expected at most 32, got 64"):
         kernel.compile("sm_90")
-
-
-def test_a_plan_without_tensors_refuses_to_launch() -> None:
-    kernel = make_kernel(device="meta")
-    with pytest.raises(UnsupportedError) as caught:
-        kernel.launch()
-    assert str(caught.value) == (
-        "add_number: planned without tensors (device 'meta'); "
-        "use plan(*prepare_inputs(device)) to run it"
-    )
 
 
 class NotedFunction:
@@ -278,11 +254,6 @@ def test_constants_are_passed_as_they_are_and_scalars_by_type() -> None:
     assert isinstance(out, ArrayConstraint)
     assert number == ScalarConstraint(ct.float32)
     assert side.value == 8 if hasattr(side, "value") else side == 8
-
-
-def test_integers_are_32_bits() -> None:
-    assert parameters(array(20), array(20), 7, 8)[2] == ScalarConstraint(ct.int32)
-    assert parameters(array(20), array(20), True, 8)[2] == ScalarConstraint(ct.bool_)
 
 
 @pytest.mark.parametrize(

@@ -97,17 +97,6 @@ def test_a_failing_stage_stops_the_pipeline() -> None:
     assert log == ["a"]
 
 
-@pytest.mark.parametrize("kind", [pipeline, group])
-def test_the_device_is_that_of_the_first_kernel(kind: Any) -> None:
-    assert kind("x", fake_kernel("a", device="meta"), fake_kernel("b")).device_type == "meta"
-
-
-@pytest.mark.parametrize("kind", [pipeline, group])
-def test_composites_without_tensors_do_not_launch(kind: Any) -> None:
-    with pytest.raises(UnsupportedError, match="^a: planned without tensors"):
-        kind("x", fake_kernel("a", device="meta")).launch()
-
-
 # --- names and outputs ----------------------------------------------------------------------------
 
 
@@ -173,13 +162,6 @@ def test_a_group_is_not_faster_than_a_member_that_is_a_pipeline() -> None:
     assert group("g", pipeline("p", compute, memory), tiny).predict_us(1.0, 1.0) == 11.0
 
 
-def test_prediction_of_nested_stages() -> None:
-    a = fake_kernel("a", flops=2e6, nbytes=0)
-    b = fake_kernel("b", flops=0, nbytes=3e3)
-    stage = pipeline("p", group("g", a, b), a, pipeline("q", b, b))
-    assert stage.predict_us(1.0, 1.0) == pytest.approx(3.0 + 2.0 + 6.0)
-
-
 # --- joint tilings --------------------------------------------------------------------------------
 
 
@@ -218,18 +200,6 @@ def test_a_joint_tiling_that_does_not_fit_launches_nothing(outcome: Any, message
         stage.launch()
     assert log == []
     assert message in "; ".join(stage.joint_failures())
-
-
-def test_a_group_without_a_validator_takes_any_tiling() -> None:
-    assert group("g", fake_kernel("a")).joint_failures() == ()
-
-
-def test_joint_validation_counts_inside_a_pipeline_too() -> None:
-    log: list[str] = []
-    strict = group("g", fake_kernel("b", log), validate_joint_tiling_fn=lambda tilings: False)
-    with pytest.raises(InvalidArgumentError):
-        pipeline("p", fake_kernel("a", log), strict).launch()
-    assert log == ["a"]
 
 
 # --- streams --------------------------------------------------------------------------------------
@@ -300,13 +270,6 @@ def test_members_fork_from_and_join_the_current_stream(cuda: PretendedCuda) -> N
     ]
 
 
-def test_no_member_waits_for_another(cuda: PretendedCuda) -> None:
-    """The fork event is the only one that a member's stream waits for."""
-    group("g", *(on_cuda(name, cuda) for name in "abc")).launch()
-    waits = [line for line in cuda.log if " waits " in line and not line.startswith("current")]
-    assert waits == ["s1 waits e0", "s2 waits e0", "s3 waits e0"]
-
-
 def test_streams_are_made_once_with_their_priorities(cuda: PretendedCuda) -> None:
     stage = group("g", on_cuda("a", cuda), on_cuda("b", cuda), stream_priorities=[-1, 0])
     stage.launch()
@@ -321,11 +284,3 @@ def test_a_group_in_a_group_forks_from_its_own_stream(cuda: PretendedCuda) -> No
     assert "e1 on s1" in cuda.log  # the inner fork, on the outer member's stream
     assert {"s3 waits e1", "a on s3", "s4 waits e1", "b on s4", "c on s2"} <= set(cuda.log)
     assert "current waits e4" in cuda.log
-
-
-def test_the_current_stream_comes_back_after_an_error(cuda: PretendedCuda) -> None:
-    bad = on_cuda("bad", cuda)
-    bad.tiling = FakeTiling(rows=0)
-    with pytest.raises(InvalidArgumentError):
-        group("g", bad).launch()
-    assert cuda.current.name == "current"

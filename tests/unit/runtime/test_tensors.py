@@ -84,17 +84,6 @@ def test_a_stride_that_is_never_taken_does_not_matter() -> None:
     check(make(2, 0, 9)[..., :8], shape=[("b", 2), ("n", 0), ("d", 8)])
 
 
-def test_a_last_dimension_of_one_may_have_any_stride() -> None:
-    column = torch.zeros(4, 8, dtype=torch.float32)[:, :1]
-    check_tensor("x", column, [("b", 4), ("one", 1)], torch.float32, CPU)
-
-
-def test_shape_comes_before_dtype_before_device() -> None:
-    wrong = make(1, 3, 8, dtype=torch.float32, device="meta")
-    with pytest.raises(InvalidArgumentError, match=r"got \[1, 3, 8\]$"):
-        check(wrong)
-
-
 @pytest.mark.parametrize(
     ("got", "wanted", "fits"),
     [

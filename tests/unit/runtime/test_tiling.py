@@ -14,7 +14,6 @@ from mla_var3.runtime.tiling import (
     Constraints,
     Tiling,
     constraint_failures,
-    is_power_of_two,
     require_valid,
     tiling_from_dict,
 )
@@ -38,17 +37,6 @@ def test_constraints_keep_the_messages_of_what_does_not_hold() -> None:
     assert repr(outcome) == "Constraints(failures=['b', 'c'])"
 
 
-def test_constraints_that_hold_are_true() -> None:
-    assert Constraints()
-    assert Constraints((True, "a"), (True, "b"))
-    assert Constraints((True, "a")).failures == ()
-
-
-def test_a_legal_tiling_is_silent() -> None:
-    require_valid(FakeTiling(rows=64), SimpleNamespace(limit=64))
-    assert constraint_failures(FakeTiling(rows=64), SimpleNamespace(limit=64)) == ()
-
-
 def test_an_illegal_tiling_is_named_with_every_reason() -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         require_valid(FakeTiling(rows=-1, occupancy=2), SimpleNamespace(limit=-2))
@@ -63,20 +51,11 @@ def test_a_plain_false_becomes_a_message() -> None:
     assert constraint_failures(Picky(rows=4), None) == ()
 
 
-def test_the_base_tiling_is_always_legal() -> None:
-    assert constraint_failures(Tiling(), None) == ()
-
-
 def test_hints_are_the_fields_that_are_set() -> None:
     assert FakeTiling().hints() == {}
     assert FakeTiling(occupancy=2).hints() == {"occupancy": 2}
     assert FakeTiling(occupancy=0, num_ctas=4).hints() == {"num_ctas": 4, "occupancy": 0}
     assert set(HINT_FIELDS) >= {"num_ctas", "occupancy", "num_worker_warps"}
-
-
-def test_labels_leave_out_what_is_not_set() -> None:
-    assert FakeTiling(rows=32).label() == "rows=32"
-    assert FakeTiling(columns=8, num_ctas=1).label() == "rows=64 columns=8 num_ctas=1"
 
 
 def test_a_tiling_survives_a_dictionary() -> None:
@@ -96,11 +75,3 @@ def test_other_fields_are_refused(change: dict[str, object]) -> None:
     wanted = re.escape("tiling: expected the fields ['columns', 'num_ctas', 'occupancy', 'rows']")
     with pytest.raises(InvalidArgumentError, match=f"^{wanted}, got "):
         tiling_from_dict(FakeTiling, values)
-
-
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [(1, True), (2, True), (64, True), (4096, True), (0, False), (-2, False), (3, False)],
-)
-def test_powers_of_two(value: int, expected: bool) -> None:
-    assert is_power_of_two(value) is expected

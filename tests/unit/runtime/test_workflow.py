@@ -61,10 +61,6 @@ def test_counts_must_be_positive(name: str, value: int) -> None:
         RunOptions(**{name: value})
 
 
-def test_progress_is_silent_by_default() -> None:
-    RunOptions().progress("compile", 0, 1, "x")
-
-
 # --- the device -----------------------------------------------------------------------------------
 
 
@@ -113,11 +109,6 @@ def test_nothing_is_guessed_for_an_unknown_gpu(
     assert "unknown GPU; model-driven choices assume an NVIDIA H200" in caplog.text
 
 
-@pytest.mark.usefixtures("no_gpu")
-def test_planning_assumes_an_h200_without_a_gpu() -> None:
-    assert planning_device() == H200
-
-
 # --- preparing ------------------------------------------------------------------------------------
 
 
@@ -143,12 +134,6 @@ def test_the_check_runs_when_asked(error: float) -> None:
     assert prepared.check is not None
     assert prepared.check.passed is (error == 0.0)
     assert prepared.stage.log == ["doubling"]  # type: ignore[attr-defined]
-
-
-@pytest.mark.usefixtures("no_gpu")
-def test_cuda_without_a_gpu_prepares_nothing() -> None:
-    with pytest.raises(UnsupportedError, match="^device: expected a usable CUDA GPU"):
-        prepare(DoublingPlan(), RunOptions(device="cuda"))
 
 
 # --- memory ---------------------------------------------------------------------------------------

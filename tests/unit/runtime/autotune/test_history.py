@@ -91,16 +91,6 @@ def test_a_checkout_may_move(tmp_path: Path) -> None:
     assert len(hashes) == 1
 
 
-def test_files_do_not_run_into_each_other(tmp_path: Path) -> None:
-    a, b = tmp_path / "a.py", tmp_path / "b.py"
-    hashes = set()
-    for first, second in (("xy", "z"), ("x", "yz")):
-        a.write_text(first)
-        b.write_text(second)
-        hashes.add(make_key(a, b)["source"])
-    assert len(hashes) == 2
-
-
 def test_tilings_of_nested_plans_are_not_in_the_key() -> None:
     @dataclass
     class Nested:
@@ -169,10 +159,3 @@ def test_two_processes_that_write_the_same_file_do_not_mix(
     assert [writer.returncode for writer in writers] == [0, 0]
     assert reads > 1
     assert [p.name for p in tmp_path.iterdir() if p.is_file()] == ["shared.json"]
-
-
-def test_files_get_the_usual_permissions(tmp_path: Path) -> None:
-    plain, atomic = tmp_path / "plain", tmp_path / "atomic"
-    plain.write_text("x")
-    write_atomic(atomic, "x")
-    assert plain.stat().st_mode == atomic.stat().st_mode

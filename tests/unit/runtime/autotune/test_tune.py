@@ -332,14 +332,6 @@ def test_one_candidate_needs_no_gpu_but_is_recorded(
     assert world.timed == [(64,), (32,)]
 
 
-def test_one_illegal_candidate_is_recorded_too(
-    world: World, kernel: MakeKernel, plan: FakePlan
-) -> None:
-    tuning = tune(world, kernel([4096]), plan)["attend"]
-    assert tuning.best is None
-    assert reason(tuning, 4096) == "rows=4096 is above 1000"
-
-
 def test_tune_max_iters_bounds_the_timed_candidates(
     world: World, kernel: MakeKernel, plan: FakePlan
 ) -> None:
@@ -356,16 +348,6 @@ def test_tune_max_iters_bounds_the_timed_candidates(
     everything = tune(world, kernel(rows), plan)["attend"]
     assert world.timed[3:] == [(8,)]
     assert everything.complete and everything.best_us == 8.0
-
-
-def test_progress_is_reported(world: World, kernel: MakeKernel, plan: FakePlan) -> None:
-    seen: list[tuple[str, int, int, str]] = []
-    tune(world, kernel([64, 32]), plan, progress=lambda *call: seen.append(call))
-    assert seen == [
-        ("autotune attend", 0, 2, "rows=64 shape=(1, 2)"),
-        ("autotune attend", 1, 2, "rows=32 shape=(1, 2)"),
-        ("autotune attend", 2, 2, "best 32.0 us"),
-    ]
 
 
 # -- interruption, cache -------------------------------------------------------------------------
@@ -394,20 +376,6 @@ def test_an_interrupted_search_resumes_where_it_stopped(
     assert world.timed == [(64,), (32,), (16,), (8,)], "nothing is timed twice"
     assert {rows for _, rows in world.compiled} <= {16, 8}, "nothing is compiled twice"
     assert (tuning.complete, tuning.from_cache, tuning.best_us) == (True, False, 8.0)
-
-
-def test_an_interrupted_fallback_goes_on_too(
-    world: World, kernel: MakeKernel, plan: FakePlan
-) -> None:
-    world.reports = {rows: {"stack_bytes": 8} for rows in (64, 32)}
-    world.interrupt_after = 1
-    with pytest.raises(KeyboardInterrupt):
-        tune(world, kernel([64, 32]), plan)
-    world.interrupt_after = None
-    tuning = tune(world, kernel([64, 32]), plan)["attend"]
-    assert world.timed == [(64,), (32,)]
-    assert len(world.compiled) == 2
-    assert tuning.complete
 
 
 def test_a_complete_history_is_used_directly(
@@ -755,24 +723,12 @@ def test_refinement_resumes(world: World, refinable: FakePlan) -> None:
     assert len(world.timed) == 3
 
 
-def test_retune_refines_again(world: World, refinable: FakePlan) -> None:
-    refine(world, refinable, autotune=False)
-    world.time_us = lambda rows: 1000.0 - rows
-    assert refine(world, refinable, autotune=False, retune=True).b == 5
-    assert len(world.timed) == 6
-
-
 def test_when_nothing_can_be_timed_the_plan_stays(world: World, refinable: FakePlan) -> None:
     def fails(rows: int) -> float:
         raise RuntimeError("no")
 
     world.time_us = fails
     assert refine(world, refinable, autotune=False) is refinable
-
-
-def test_no_neighbours_no_work(world: World, plan: FakePlan) -> None:
-    assert refine(world, plan) is plan
-    assert world.timed == []
 
 
 def test_refining_needs_a_gpu(refinable: FakePlan, monkeypatch: pytest.MonkeyPatch) -> None:

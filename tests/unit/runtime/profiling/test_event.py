@@ -18,7 +18,7 @@ from mla_var3.runtime.check import check_stage
 from mla_var3.runtime.composite import KernelPipeline
 from mla_var3.runtime.measure import Timing, summarise
 from mla_var3.runtime.plan import KernelPlan
-from mla_var3.runtime.profiling import NsightProfType, common, event
+from mla_var3.runtime.profiling import common, event
 from mla_var3.runtime.profiling.event import event_profile_plan
 from mla_var3.runtime.workflow import Prepared, RunOptions
 from tests.unit.runtime.runtime_support import DoublingPlan
@@ -93,16 +93,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> PretendedGpu:
 def test_a_cpu_is_refused_before_anything_is_prepared() -> None:
     with pytest.raises(UnsupportedError, match="^prof_type: expected a GPU for event mode"):
         event_profile_plan(DoublingPlan(), options=RunOptions(device="cpu"))
-
-
-def test_one_kernel_is_timed_once(gpu: PretendedGpu) -> None:
-    result = event_profile_plan(DoublingPlan())
-    assert result.mode is NsightProfType.EVENT
-    assert result.get_total_time_us() == 50.0
-    assert [stage.name for stage in result.stages] == ["doubling"]
-    assert len(gpu.timed) == 1
-    assert result.total.spread_us == pytest.approx(0.8)
-    assert result.total.extra["timing"]["timer"] == "cuda-event"
 
 
 def test_a_pipeline_is_timed_as_a_whole_and_by_stage(gpu: PretendedGpu) -> None:
@@ -191,14 +181,6 @@ def test_a_time_above_the_roofline_is_called_wrong(gpu: PretendedGpu, tmp_path: 
     result = event_profile_plan(DoublingPlan(b=1000), out_dir=tmp_path)
     assert result.record["above_roofline"] is True
     assert "treat this measurement as wrong until explained" in (tmp_path / "report.md").read_text()
-
-
-def test_the_default_folder_carries_the_label(gpu: PretendedGpu) -> None:
-    result = event_profile_plan(DoublingPlan(b=5), label="Second try")
-    assert result.out_dir is not None
-    assert result.out_dir.name.endswith("-second-try")
-    assert result.out_dir.parent.name.startswith("b5_")
-    assert result.out_dir.parents[1].name == "runtime_support"
 
 
 def test_a_missing_disassembler_does_not_lose_the_measurement(

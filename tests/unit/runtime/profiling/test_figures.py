@@ -59,17 +59,6 @@ def test_stages_and_the_whole() -> None:
     assert text.startswith("| stage | time |")
 
 
-def test_one_stage_is_the_whole() -> None:
-    only = result(timed=True)
-    only.stages = only.stages[:1]
-    assert [row[0] for row in figures.stage_rows(only)] == ["first"]
-
-
-def test_summaries() -> None:
-    assert figures.stage_summary(result(timed=False)) == "predicted 5.00 µs"
-    assert figures.stage_summary(result(timed=True)).startswith("20.0 µs, 150 TFLOP/s, 50.0 GB/s")
-
-
 def test_compile_reports_come_by_stage() -> None:
     reports = figures.compile_reports(result(timed=False))
     assert reports == [GOOD, SPILLING, BROKEN]

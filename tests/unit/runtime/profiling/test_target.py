@@ -142,12 +142,6 @@ def test_the_program_warms_up_outside_and_repeats_inside(
     assert counts == {"prepared": 1, "ranges": 4}
 
 
-@pytest.mark.parametrize("arguments", [[], ["a", "b"]])
-def test_the_program_wants_one_file(arguments: list[str]) -> None:
-    with pytest.raises(InvalidArgumentError, match="one spec file"):
-        target.main(arguments)
-
-
 @pytest.mark.parametrize("under_ncu", [False, True])
 def test_nsight_python_gets_the_stages_only_under_the_profiler(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, under_ncu: bool
