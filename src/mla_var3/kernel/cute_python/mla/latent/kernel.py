@@ -95,7 +95,7 @@ class FlashMLASm90:
         self.empty_positive = empty_positive
 
     @cute.jit
-    def __call__(self, *arguments):
+    def __call__(self, *arguments: Any):
         """The arguments of `LATENT_FIELDS` and the stream."""
         operands, partials, sizes, (stream,) = groups_of(
             arguments, LatentOperands, Partials, LatentSizes
