@@ -5,12 +5,13 @@ export VENV
 BIN := $(VENV)/bin
 PYTEST_WORKERS ?= 2
 ARGS ?=
+ENGINES_VENV ?= .venv-engines
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-gpu lint format docs clean
+.PHONY: help setup run test test-engines test-gpu lint format docs clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "  VENV=<folder> and PYTHON=<interpreter> choose the environment; ARGS='...' goes to run and test."
 
@@ -22,6 +23,10 @@ run: setup ## Run the main job: mla_var6_plus end to end, with a report
 
 test: setup ## Run the tests (GPU tests skip themselves where there is no GPU)
 	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) $(ARGS)
+
+test-engines: ## Run vLLM, SGLang and transformers with this package, on the CPU, in an environment of their own
+	@ENGINES_VENV=$(ENGINES_VENV) tests/engines/setup.sh
+	@$(ENGINES_VENV)/bin/python -m pytest -p no:cacheprovider tests/engines $(ARGS)
 
 test-gpu: setup ## Run the tests that need a GPU
 	@$(BIN)/python -m pytest tests/gpu $(ARGS)

@@ -11,6 +11,8 @@ readonly SCRIPT="$ROOT/$(basename "${BASH_SOURCE[0]}")"
 readonly MIN_MAJOR=3 MIN_MINOR=11
 # Exact, because on machines without CUDA only an exact request selects the CPU build.
 readonly TORCH_REQUIREMENT="torch==2.13.0"
+# The extra `cute` takes what serving engines pin; development and records use one release.
+readonly CUTE_REQUIREMENT="nvidia-cutlass-dsl==4.8.1"
 readonly BASE_EXTRAS="cute,cutile,dev,docs"
 readonly OPTIONAL_EXTRAS="profiling"
 readonly STAMP_NAME=".hyper-mla-setup"
@@ -295,7 +297,7 @@ else
     pip_install "$TORCH_REQUIREMENT" "$TORCH_REQUIREMENT"
 fi
 say "installing HyperMLA, editable, with its extras: $WANTED_EXTRAS"
-pip_install "HyperMLA and its extras $WANTED_EXTRAS" -e "$ROOT[$WANTED_EXTRAS]"
+pip_install "HyperMLA and its extras $WANTED_EXTRAS" "$CUTE_REQUIREMENT" -e "$ROOT[$WANTED_EXTRAS]"
 
 say "checking that it imports"
 "$VENV_PYTHON" -c 'import mla_var3, torch, cuda.tile, cutlass' >>"$LOG" 2>&1 || {

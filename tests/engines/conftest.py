@@ -15,7 +15,11 @@ import torch.utils._triton
 
 def pytest_ignore_collect(collection_path):
     """Files for an engine that this machine has no wheel of are left out, with a word."""
-    needed = {"test_vllm.py": "vllm", "test_sglang.py": "sglang", "test_transformers.py": "transformers"}
+    needed = {
+        "test_vllm.py": "vllm",
+        "test_sglang.py": "sglang",
+        "test_transformers.py": "transformers",
+    }
     package = needed.get(collection_path.name)
     if package is None or importlib.util.find_spec(package) is not None:
         return None
@@ -82,7 +86,9 @@ class Anything(metaclass=Attributes):
     """Takes any arguments; as a decorator it returns the function."""
 
     def __new__(cls, *arguments, **options):
-        return arguments[0] if len(arguments) == 1 and callable(arguments[0]) else object.__new__(cls)
+        return (
+            arguments[0] if len(arguments) == 1 and callable(arguments[0]) else object.__new__(cls)
+        )
 
     def __init__(self, *arguments, **options) -> None:
         pass

@@ -10,10 +10,14 @@ import torch
 
 pytestmark = pytest.mark.usefixtures("sglang_plugins")
 
-KIT = dict(
-    kv_lora_rank=512, qk_rope_head_dim=64, hidden_size=256, max_context_len=256, device="cpu",
-    dtype=torch.float32,
-)  # fmt: skip
+KIT = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "hidden_size": 256,
+    "max_context_len": 256,
+    "device": "cpu",
+    "dtype": torch.float32,
+}
 
 
 def case(mode: str, prefix, extend=(), page: int = 64):

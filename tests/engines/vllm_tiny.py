@@ -24,15 +24,15 @@ os.environ.update(
     GLOO_SOCKET_IFNAME="lo",
 )
 
-from vllm import LLM, SamplingParams  # noqa: E402
-from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader  # noqa: E402
-from vllm.v1.attention.backend import MultipleOf  # noqa: E402
-from vllm.v1.attention.backends.registry import (  # noqa: E402
+from vllm import LLM, SamplingParams
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.attention.backends.registry import (
     AttentionBackendEnum,
     register_backend,
 )
 
-from tests.engines.tiny_deepseek import draw_weights, write_config  # noqa: E402
+from tests.engines.tiny_deepseek import draw_weights, write_config
 
 PROMPT_LENGTHS = (38, 200, 5, 129)
 NEW_TOKENS = 16

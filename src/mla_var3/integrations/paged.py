@@ -19,7 +19,7 @@ from mla_var3.attention import CacheView, explain, mla_latent_attention
 from mla_var3.errors import InvalidArgumentError, UnknownNameError
 
 LATENT_WIDTH, ROPE_WIDTH = 512, 64
-"""k and p of DeepSeek V2/V3/R1, Kimi-K2, GLM-4.7-Flash and LongCat, which the kernel is made for."""
+"""k and p that the kernel is made for: DeepSeek V2, V3 and R1, Kimi-K2, GLM-4.7-Flash, LongCat."""
 PAGE_SIZE = 64
 """Tokens of a cache page; multiples work too."""
 SERVING_KERNEL = "flash_mla:cute-dsl"

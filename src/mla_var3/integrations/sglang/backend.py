@@ -74,10 +74,9 @@ class HyperMLABackend(AttentionBackend):
             self._prepare(runner)
 
     def _prepare(self, runner: Any) -> None:
-        capability = torch.cuda.get_device_capability(self.device)
-        if capability[0] != 9:
-            found = "sm_%d%d" % capability
-            raise ValueError(f"{NAME} runs on Hopper (sm_90), this GPU is {found}: use {PREFILL}")
+        major, minor = torch.cuda.get_device_capability(self.device)
+        if major != 9:
+            raise ValueError(f"{NAME} runs on Hopper (sm_90), this GPU is sm_{major}{minor}")
         if self.page_size % paged.PAGE_SIZE:
             raise ValueError(f"{NAME} needs --page-size {paged.PAGE_SIZE}, got {self.page_size}")
         heads = runner.model_config.num_attention_heads // attention_ranks()
@@ -114,13 +113,13 @@ class HyperMLABackend(AttentionBackend):
             self.forward_metadata = Metadata(table, lengths, int(max_q), starts)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        s = self.draft_tokens
+        s, pages, device = self.draft_tokens, self._first_tokens.shape[1], self.device
         self._graph = Metadata(
-            torch.zeros((max_bs, self._first_tokens.shape[1]), dtype=torch.int32, device=self.device),
-            torch.ones(max_bs, dtype=torch.int32, device=self.device),
+            torch.zeros((max_bs, pages), dtype=torch.int32, device=device),
+            torch.ones(max_bs, dtype=torch.int32, device=device),
             s,
-            tree_mask=torch.zeros((max_bs, s, s), dtype=torch.bool, device=self.device) if s else None,
-        )  # fmt: skip
+            tree_mask=torch.zeros((max_bs, s, s), dtype=torch.bool, device=device) if s else None,
+        )
         self._verify_mask = _draft_only_mask(self._graph.tree_mask)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:

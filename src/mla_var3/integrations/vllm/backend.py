@@ -77,7 +77,7 @@ class HyperMLABackend(MLACommonBackend):
 
     @classmethod
     def validate_configuration(cls, *arguments: Any, **options: Any) -> list[str]:
-        """vLLM's reasons against this configuration, then ours, which say what to do."""
+        """VLLM's reasons against this configuration, then ours, which say what to do."""
         reasons: list[str] = super().validate_configuration(*arguments, **options)
         return reasons + refusals(**options) if reasons else reasons
 

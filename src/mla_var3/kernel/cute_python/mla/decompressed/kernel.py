@@ -38,11 +38,11 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.memory import SmemAllocator
 
 from mla_var3.kernel.cute_python.mla.decompressed.compute import compute
 from mla_var3.kernel.cute_python.mla.decompressed.fp8_few import EXCHANGE_BYTES, compute_8
 from mla_var3.kernel.cute_python.mla.decompressed.jobs import BLOCK, GROUPS, HEAD, Window, job_at
+from mla_var3.kernel.cute_python.mla.hopper.compat import SmemAllocator
 from mla_var3.kernel.cute_python.mla.hopper.warps import (
     CONSUMER_REGISTERS,
     CONSUMERS,

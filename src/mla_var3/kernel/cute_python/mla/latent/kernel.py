@@ -32,8 +32,8 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.memory import SmemAllocator
 
+from mla_var3.kernel.cute_python.mla.hopper.compat import SmemAllocator
 from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
 from mla_var3.kernel.cute_python.mla.hopper.warps import (
     CONSUMER_REGISTERS,

@@ -27,10 +27,10 @@ import cutlass.utils.hopper_helpers as sm90
 import torch
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
-from cutlass.memory import SmemAllocator
 from torch import Tensor
 
 from mla_var3.kernel.cute_python.mla.decompressed.jobs import HEAD
+from mla_var3.kernel.cute_python.mla.hopper.compat import SmemAllocator
 from mla_var3.kernel.cute_python.mla.hopper.warps import (
     CONSUMER_REGISTERS,
     LOADER,

@@ -21,9 +21,9 @@ import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
-from cutlass.memory import SmemAllocator
 
 from mla_var3.kernel.cute_python.mla.decompressed.jobs import HEAD
+from mla_var3.kernel.cute_python.mla.hopper.compat import SmemAllocator
 from mla_var3.kernel.cute_python.mla.hopper.warps import settle
 from mla_var3.kernel.cute_python.mla.latent.ops import LATENT, MMA_DEPTH, TILE, copy_places
 

@@ -1,0 +1,248 @@
+"""Real vLLM on the CPU: its engine on our backend beside its own, and the plug-in's answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = ROOT / "tests" / "engines" / "vllm_tiny.py"
+SECONDS = 600
+LAYERS, DRAFT_LAYER = ("0", "1"), "2"
+
+
+@pytest.fixture(scope="module", params=[0, 3], ids=["no drafts", "MTP 3"])
+def engines(request, tmp_path_factory):
+    """Results of vLLM's backend and of ours, each in an engine of its own, both at once."""
+    started = {}
+    for backend in ("own", "hyper_mla"):
+        folder = tmp_path_factory.mktemp(f"{backend}-{request.param}")
+        log = (folder / "log.txt").open("w")
+        command = [sys.executable, str(PROGRAM), str(folder), backend, str(request.param)]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "VLLM_CACHE_ROOT": str(folder)}
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT
+        )
+        started[backend] = (folder, process)
+    results = {}
+    for backend, (folder, process) in started.items():
+        try:
+            code = process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            code = "no end"
+        text = (folder / "log.txt").read_text()
+        assert code == 0, f"vLLM with {backend}: {code}\n{text[-4000:]}"
+        results[backend] = json.loads((folder / "result.json").read_text()) | {"log": text}
+    return request.param, results["own"], results["hyper_mla"]
+
+
+def test_tokens_and_logprobs_equal_those_of_vllms_backend(engines) -> None:
+    _, own, ours = engines
+    assert ours["tokens"] == own["tokens"]
+    assert len({token for row in own["tokens"] for token in row}) > 20  # no trivial model
+    differences = [
+        abs(mine[token] - theirs[token])
+        for row, other in zip(ours["logprobs"], own["logprobs"], strict=True)
+        for mine, theirs in zip(row, other, strict=True)
+        for token in mine.keys() & theirs.keys()
+    ]
+    assert max(differences) < 1e-4
+
+
+def test_every_layer_went_through_our_backend(engines) -> None:
+    drafts, _, ours = engines
+    calls = ours["calls"]
+    for layer in LAYERS:
+        assert calls[f"{layer} several"] > 0  # short prompts, and verification
+        assert drafts or calls[f"{layer} one"] > 0
+    assert (f"{DRAFT_LAYER} one" in calls) == bool(drafts)
+
+
+def test_drafts_are_accepted(engines) -> None:
+    """Otherwise verification of several tokens would not be tested."""
+    drafts, own, ours = engines
+    assert own["accepted"] == ours["accepted"]
+    assert (own["accepted"] > 0) == bool(drafts)
+
+
+def test_one_line_says_what_runs(engines) -> None:
+    _, _, ours = engines
+    lines = [line for line in ours["log"].splitlines() if "hyper-mla" in line and "kernel" in line]
+    assert len(lines) == 1
+    assert "torch_tiled on cpu" in lines[0]
+
+
+# The plug-in's answers, without an engine
+
+
+@pytest.fixture(scope="module")
+def backend():
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    assert AttentionBackendEnum["HYPER_MLA"].get_path() == AttentionBackendEnum.CUSTOM.get_path()
+    return AttentionBackendEnum["HYPER_MLA"].get_class()
+
+
+def test_registering_again_changes_nothing(backend) -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from mla_var3.integrations.vllm import flag, register
+
+    before = list(AttentionBackendEnum.__members__)
+    register()
+    assert list(AttentionBackendEnum.__members__) == before
+    assert flag() == "HYPER_MLA"
+
+
+@pytest.fixture
+def fitting(monkeypatch):
+    """A configuration that the backend serves."""
+    from vllm.platforms.interface import DeviceCapability
+
+    import mla_var3.integrations.vllm.backend as module
+
+    monkeypatch.setattr(module, "find_spec", lambda name: object())
+    return {
+        "head_size": 576,
+        "dtype": torch.bfloat16,
+        "kv_cache_dtype": "auto",
+        "block_size": 64,
+        "use_mla": True,
+        "has_sink": False,
+        "use_sparse": False,
+        "use_mm_prefix": False,
+        "use_per_head_quant_scales": False,
+        "attn_type": "decoder",
+        "device_capability": DeviceCapability(9, 0),
+    }
+
+
+def test_serves_deepseek_on_hopper(backend, fitting) -> None:
+    assert backend.validate_configuration(**fitting) == []
+    assert backend.get_preferred_block_size(16) == 64
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"device_capability": (10, 0)}, "runs on Hopper .*, this GPU is sm_100"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype auto"),
+        ({"use_sparse": True}, "attention is sparse"),
+        ({"head_size": 512}, "cache rows of 512\\+64=576, this model has 512"),
+        ({"block_size": 16}, "--block-size 64, got 16"),
+        ({"use_batch_invariant": True}, "no batch-invariant mode"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_refuses_with_the_reason(backend, fitting, change, reason) -> None:
+    import re
+
+    from vllm.platforms.interface import DeviceCapability
+
+    if "device_capability" in change:
+        change = {"device_capability": DeviceCapability(*change["device_capability"])}
+    reasons = backend.validate_configuration(**fitting | change)
+    assert any(re.search(reason, text) for text in reasons), reasons
+
+
+def test_names_the_missing_package(backend, fitting, monkeypatch) -> None:
+    import mla_var3.integrations.vllm.backend as module
+
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    (reason,) = backend.validate_configuration(**fitting)
+    assert "pip install 'hyper-mla[vllm]'" in reason
+
+
+def settings(drafts: int = 0, dcp: int = 1, method: str = "mtp", **draft):
+    """As much of vLLM's configuration as the backend reads."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    model = SimpleNamespace(use_mla=True, get_head_size=lambda: 576) if drafts else None
+    for name, value in draft.items():
+        setattr(model, name, value)
+    speculative = SimpleNamespace(
+        num_speculative_tokens=drafts, parallel_drafting=False, attention_backend=None,
+        draft_model_config=model, method=method,
+    )  # fmt: skip
+    return SimpleNamespace(
+        speculative_config=speculative if drafts else None,
+        parallel_config=SimpleNamespace(decode_context_parallel_size=dcp),
+        attention_config=SimpleNamespace(backend=AttentionBackendEnum["HYPER_MLA"]),
+        use_v2_model_runner=True,
+    )
+
+
+def test_graphs_replay_ragged_verify_batches(backend) -> None:
+    bound = backend.get_builder_cls().get_varlen_cudagraph_max_query_len
+    assert bound(settings(), None) == 1
+    assert bound(settings(drafts=3), None) == 4
+
+
+@pytest.mark.parametrize(
+    ("starts", "given", "bound"),
+    [
+        ([0, 1, 2], None, 1),  # before vLLM passed a bound
+        ([0, 4, 6], None, 4),
+        ([0, 1, 2], 4, 4),  # captured with one token each, replayed with up to four
+        ([0, 1, 2], 2048, 4),  # a prefill in the same batch
+        ([0, 30, 31], 2048, 30),  # a short extension
+        ([0, 0], 1, 1),
+    ],
+)
+def test_bound_on_query_lengths(backend, starts, given, bound) -> None:
+    builder = object.__new__(backend.get_builder_cls())
+    builder._decode_queries = 4
+    options = {} if given is None else {"max_query_len": given}
+    offsets = torch.tensor(starts, dtype=torch.int32)
+    decode = builder._build_decode(
+        block_table_tensor=None, seq_lens_device=None, max_seq_len=9, query_start_loc_cpu=offsets,
+        query_start_loc_device=offsets, num_decode_tokens=starts[-1], dcp_tot_seq_lens_device=None,
+        **options,
+    )  # fmt: skip
+    assert decode.max_query_len == bound
+    assert decode.query_start_loc is offsets
+
+
+def test_context_parallelism_with_drafts_is_refused(backend) -> None:
+    with pytest.raises(ValueError, match="one query token only"):
+        backend.get_builder_cls()(None, [], settings(drafts=3, dcp=2), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("change", "shared"),
+    [
+        ({}, True),
+        ({"method": "dflash"}, False),  # attends without a causal mask
+        ({"use_mla": False}, False),
+        ({"get_head_size": lambda: 128}, False),
+    ],
+)
+def test_draft_layers_follow_the_target(backend, change, shared) -> None:
+    from mla_var3.integrations.vllm.backend import share_with_draft
+
+    config = settings(drafts=3, **change)
+    share_with_draft(config)
+    speculative = config.speculative_config
+    assert speculative.attention_backend == (config.attention_config.backend if shared else None)
+
+
+def test_a_backend_named_for_the_draft_stays(backend) -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from mla_var3.integrations.vllm.backend import share_with_draft
+
+    config = settings(drafts=3)
+    config.speculative_config.attention_backend = AttentionBackendEnum.TRITON_MLA
+    share_with_draft(config)
+    assert config.speculative_config.attention_backend is AttentionBackendEnum.TRITON_MLA

@@ -1,0 +1,168 @@
+"""The call that serving engines make: `mla_var3.integrations.paged`."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.integrations import paged
+
+K, P, H, PAGE = 512, 64, 4, 64
+SCALE = 192**-0.5
+
+
+class Batch:
+    """Requests in a cache whose pages are scattered; what nobody may read is NaN."""
+
+    def __init__(self, counts: list[int], lengths: list[int], padding: int = 0) -> None:
+        g = torch.Generator().manual_seed(len(counts))
+        pages = [-(-n // PAGE) for n in lengths]
+        order = torch.randperm(sum(pages) + 3, generator=g)
+        self.cache = torch.full((sum(pages) + 3, PAGE, K + P), torch.nan)
+        self.table = torch.full((len(counts), max(pages) + 1), 9999, dtype=torch.int32)
+        self.rows = []
+        first = 0
+        for request, (length, count) in enumerate(zip(lengths, pages, strict=True)):
+            mine = order[first : first + count]
+            first += count
+            self.table[request, :count] = mine
+            rows = torch.randn((length, K + P), generator=g)
+            self.rows.append(rows)
+            for page, at in enumerate(mine.tolist()):
+                part = rows[page * PAGE : (page + 1) * PAGE]
+                self.cache[at, : len(part)] = part
+        self.lengths = torch.tensor(lengths, dtype=torch.int32)
+        self.counts = counts
+        starts = torch.tensor([0, *counts]).cumsum(0)
+        self.starts = starts.to(torch.int32)
+        self.q = torch.randn((sum(counts) + padding, H, K + P), generator=g)
+
+    def attend(self, **options):
+        q = options.pop("q_latent", self.q[..., :K])
+        given = {
+            "scale": SCALE,
+            "max_q": max(self.counts),
+            "query_start_loc": self.starts,
+        } | options
+        pages = paged.Pages.of(self.cache, K)
+        return paged.paged_attention(q, self.q[..., K:], pages, self.table, self.lengths, **given)
+
+    def expected(self, tree: torch.Tensor | None = None):
+        """Output and LSE in float64, request by request."""
+        outputs, lses = [], []
+        for request, count in enumerate(self.counts):
+            rows = self.rows[request].double()
+            begin = int(self.starts[request])
+            scores = torch.einsum("shw,tw->sht", self.q[begin : begin + count].double(), rows)
+            context = len(rows) - count
+            sees = torch.ones((count, len(rows)), dtype=torch.bool).tril(context)
+            if tree is not None:
+                sees[:, context:] &= tree[request, :count, :count]
+            scores = (scores * SCALE).masked_fill(~sees[:, None], -torch.inf)
+            lses.append(scores.logsumexp(-1))
+            outputs.append(scores.softmax(-1) @ rows[:, :K])
+        return torch.cat(outputs), torch.cat(lses)
+
+
+@pytest.mark.parametrize(
+    ("counts", "lengths"),
+    [([1, 1, 1], [1, 64, 200]), ([4, 4], [4, 129]), ([3, 1, 7], [70, 1, 64])],
+    ids=["decode", "verify", "ragged"],
+)
+def test_packed_queries(counts, lengths) -> None:
+    batch = Batch(counts, lengths)
+    output, lse = batch.attend(return_lse=True)
+    expected, expected_lse = batch.expected()
+    torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-4)
+    assert lse.shape == output.shape[:2]
+    if len(set(counts)) == 1:  # the same without offsets
+        uniform, none = batch.attend(query_start_loc=None)
+        assert none is None
+        torch.testing.assert_close(uniform, output)
+
+
+def test_trees() -> None:
+    batch = Batch([3, 3], [65, 3])
+    tree = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]] * 2, dtype=torch.bool)
+    expected, _ = batch.expected(tree)
+    for starts in (batch.starts, None):
+        output, _ = batch.attend(tree_mask=tree, query_start_loc=starts)
+        torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_rows_of_no_request_are_left_untouched() -> None:
+    batch = Batch([2, 1], [65, 7], padding=3)
+    out = torch.full((6, H, K), 7.0)
+    output, lse = batch.attend(out=out, return_lse=True)
+    assert output is out and lse.shape == (6, H)
+    assert torch.equal(out[3:], torch.full((3, H, K), 7.0))
+    torch.testing.assert_close(out[:3].double(), batch.expected()[0], atol=1e-5, rtol=1e-4)
+
+
+def test_requests_without_queries_as_graphs_are_padded_with() -> None:
+    batch = Batch([2, 1], [65, 7])
+    batch.table = torch.cat([batch.table, torch.zeros_like(batch.table)])
+    batch.lengths = torch.cat([batch.lengths, torch.tensor([0, 1], dtype=torch.int32)])
+    batch.starts = torch.cat([batch.starts, batch.starts[-1:].repeat(2)])
+    output, _ = batch.attend()
+    torch.testing.assert_close(output.double(), batch.expected()[0], atol=1e-5, rtol=1e-4)
+
+
+def test_head_major_queries() -> None:
+    """vLLM up to 0.29 hands over the transposed result of a batched product."""
+    batch = Batch([2, 3], [65, 70])
+    head_major = batch.q[..., :K].transpose(0, 1).contiguous().transpose(0, 1)
+    torch.testing.assert_close(batch.attend(q_latent=head_major)[0], batch.attend()[0])
+
+
+def test_uniform_batches_need_all_their_rows() -> None:
+    batch = Batch([2, 1], [65, 7])
+    with pytest.raises(InvalidArgumentError, match="2 requests x 2 tokens"):
+        batch.attend(query_start_loc=None)
+
+
+def test_a_cache_of_other_rows_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"\[blocks, page, 512\+p\]"):
+        paged.Pages.of(torch.zeros(3, PAGE, 512), K)
+
+
+@pytest.mark.parametrize(("packed", "tree"), [(True, False), (False, True)])
+def test_warm_up_calls_with_every_count_that_may_differ(monkeypatch, packed, tree) -> None:
+    """Below 64 query rows the kernel has programs for several row counts."""
+    seen = []
+    real = paged.paged_attention
+
+    def record(*operands, **options):
+        seen.append((options["max_q"], options["query_start_loc"] is None))
+        assert (options["tree_mask"] is not None) == tree
+        return real(*operands, **options)
+
+    monkeypatch.setattr(paged, "paged_attention", record)
+    paged.warm_up(16, 9, device="cpu", dtype=torch.float32, packed=packed, tree=tree)
+    assert seen == [(s, not packed) for s in (1, 2, 3, 4, 9)]
+
+
+def test_crossover_follows_the_cost_model(monkeypatch) -> None:
+    from types import SimpleNamespace
+
+    def fake(*, s, **_):
+        us = {"flash_mla": 3.0 * s, "flash_attention": 100.0 + s}
+        return SimpleNamespace(
+            candidates=[
+                SimpleNamespace(kernel=name, language="cute-dsl", predicted_us=time)
+                for name, time in us.items()
+            ]
+        )
+
+    monkeypatch.setattr(paged, "explain", fake)
+    paged.latent_crossover.cache_clear()
+    assert paged.latent_crossover(128, "NVIDIA H200") == 50
+    paged.latent_crossover.cache_clear()
+
+
+def test_crossover_of_known_and_unknown_devices() -> None:
+    paged.latent_crossover.cache_clear()
+    assert 128 < paged.latent_crossover(128, "NVIDIA H200") <= paged.MOST_LATENT_QUERIES
+    assert paged.latent_crossover(128, "no such GPU") == paged.DEFAULT_CROSSOVER
