@@ -22,7 +22,8 @@ from mla_var3.bench.analysis import (
 from mla_var3.bench.record import OK, OURS, PREDICTED, PROJECTION, BenchRecord, BenchRow
 from mla_var3.bench.suites import COMMON
 from mla_var3.conf.devices import DeviceSpec
-from mla_var3.op.mla.cost import mla_var6_plus_time_us
+from mla_var3.op.mla.model.designs import estimate
+from mla_var3.op.mla.model.times import Workload
 from mla_var3.report import plots
 from mla_var3.report.sweep import device_rates
 
@@ -170,7 +171,7 @@ def _roofline(rows: Sequence[BenchRow], folder: Path) -> Plot:
 def _roofs(spec: DeviceSpec, dtype: str) -> list[tuple[str, float, float, str]]:
     compute, memory = device_rates(spec, dtype)
     peak = ("vendor peak", spec.peak_tflops(dtype), spec.peak_gbps, "--")
-    if not (compute.sustained and memory.sustained):
+    if not (compute.measured and memory.measured):
         return [peak]
     return [("measured rates", compute.value, memory.value, "-"), peak]
 
@@ -178,8 +179,8 @@ def _roofs(spec: DeviceSpec, dtype: str) -> list[tuple[str, float, float, str]]:
 def _over_n(rows: Sequence[BenchRow], folder: Path) -> Plot:
     title = "Time of mla_var6_plus against its window"
     caption = (
-        "n newest tokens are decompressed, the others absorbed. The thin line is the cost model "
-        "at the device's rates, the ring the fastest n."
+        "n newest tokens are decompressed, the others latent. The thin line is the predicted "
+        "kernel time, the ring the fastest n."
     )
     data = times_over_n(rows)
     if data is None:
@@ -210,10 +211,14 @@ def _over_n(rows: Sequence[BenchRow], folder: Path) -> Plot:
 
 
 def _model_line(row: BenchRow, spec: DeviceSpec) -> list[tuple[int, float]]:
-    rates = (spec.sustained_tflops(row.problem.dtype), spec.sustained_gbps)
     t = row.problem.t
     windows = sorted({round(t * i / _MODEL_POINTS) for i in range(_MODEL_POINTS + 1)})
-    return [(n, mla_var6_plus_time_us(row.problem, n, *rates)) for n in windows]
+    points = []
+    for n in windows:
+        found = estimate(row.kernel, Workload(row.problem, n=n), spec, row.language)
+        if found is not None:
+            points.append((n, found.kernel_us))
+    return points
 
 
 def _heat_map(rows: Sequence[BenchRow], folder: Path) -> Plot:

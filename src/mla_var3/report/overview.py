@@ -22,11 +22,10 @@ from mla_var3.report.overview_page import measured_markdown, overview_page, pred
 from mla_var3.report.overview_plots import (
     crossover_panels,
     dense_sweeps,
-    rates_text,
     speedup_series,
 )
 from mla_var3.report.plots import crossover_plot, line_plot
-from mla_var3.report.sweep import S_VALUES, DeviceSweep, device_rates, sweep
+from mla_var3.report.sweep import S_VALUES, DeviceSweep, sweep
 from mla_var3.runtime import paths
 from mla_var3.runtime.compile import CompileReport
 from mla_var3.runtime.environment import environment
@@ -267,7 +266,9 @@ def _compare(job: _Job, step: Step) -> None:
         raise UnsupportedError("nothing was measured")
     device = current_device_spec()
     step.text = measured_markdown(job.measured, device.name)
-    step.text += "\nPredictions assume " + rates_text(*device_rates(device, "bfloat16")) + ".\n"
+    step.text += (
+        f"\nIdeal times: {device.peak_tflops('bfloat16'):g} TFLOP/s, {device.peak_gbps:g} GB/s.\n"
+    )
     step.data = [
         {"kernel": kernel, "time_us": time_us, "predicted_us": predicted}
         for kernel, time_us, predicted in job.measured
@@ -282,7 +283,7 @@ def _too_large(plan: KernelPlan) -> str:
     torch.cuda.empty_cache()  # what the step before held counts as free
     free, _ = torch.cuda.mem_get_info()
     device = current_device_spec()
-    rates = (device.sustained_tflops("bfloat16"), device.sustained_gbps)
+    rates = device.burst_rates("bfloat16")
     need = _MEMORY_FACTOR * plan.plan_empty(*rates).cost().bytes
     if need <= free:
         return ""
@@ -305,7 +306,7 @@ def _plot(job: _Job, step: Step) -> None:
     job.plots += crossover_plot(
         crossover_panels(dense),
         job.folder / "crossover",
-        f"Predicted end-to-end time of MLA attention, {sizes}",
+        f"Predicted call time of MLA attention, {sizes}",
     )
     job.plots += line_plot(
         speedup_series(dense),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from mla_var3.op.mla.model.times import IDEAL
 from mla_var3.report.sweep import DeviceSweep, crossover_text
 from mla_var3.runtime.markdown import front_matter, microseconds, table
 
@@ -90,20 +91,20 @@ def prediction_markdown(sweeps: Sequence[DeviceSweep], kernel: str) -> str:
         for entry in sweeps
     ]
     parts = [
-        "Roofline predictions, not measurements: the time an ideal kernel needs at the rates of "
-        "the device table. Times are end to end, that is, they include the projections that a "
-        "kernel leaves to others, so that kernels can be compared.\n",
+        "These are predictions, not measurements: call times, from q_nope to the output. Where "
+        "kernels were timed on a device they follow from recorded rates, at the power limit where "
+        f"energies are known. Elsewhere they are {IDEAL}: lower bounds that rank nothing.\n",
         table(("device", "compute", "where from", "memory", "where from"), rates),
     ]
     for entry in sweeps:
-        parts.append(f"### {entry.device} ({entry.target})\n")
+        parts.append(f"### {entry.device} ({entry.target}), {entry.heading}\n")
         parts.append(f"Fastest: {crossover_text(entry)}.\n")
         kernels = list(entry.predictions)
         rows = [
             (
                 s,
-                *(microseconds(entry.predictions[name][i].end_to_end_us) for name in kernels),
-                entry.predictions[kernel][i].n,
+                *(microseconds(entry.predictions[name][i].advised_us) for name in kernels),
+                entry.predictions[kernel][i].choice.get("n"),
                 entry.fastest(i),
             )
             for i, s in enumerate(entry.s_values)
@@ -112,7 +113,7 @@ def prediction_markdown(sweeps: Sequence[DeviceSweep], kernel: str) -> str:
     return "\n".join(parts)
 
 
-MEASURED_HEADERS = ("kernel", "measured", "predicted", "measured / predicted")
+MEASURED_HEADERS = ("kernel", "measured", "ideal", "measured / ideal")
 
 
 def measured_rows(

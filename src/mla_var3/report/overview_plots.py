@@ -24,10 +24,10 @@ def crossover_panels(sweeps: Iterable[DeviceSweep]) -> list[Panel]:
     return [
         Panel(
             title=entry.device.removeprefix("NVIDIA "),
-            subtitle=rates_text(entry.compute, entry.memory),
+            subtitle=entry.heading,
             x=entry.s_values,
             curves={
-                kernel: [prediction.end_to_end_us for prediction in predictions]
+                kernel: [prediction.advised_us for prediction in predictions]
                 for kernel, predictions in entry.predictions.items()
             },
             regions=[Region(c.kernel, c.s_from, c.s_to) for c in entry.crossovers],
@@ -38,7 +38,7 @@ def crossover_panels(sweeps: Iterable[DeviceSweep]) -> list[Panel]:
 
 def rates_text(compute: Rate, memory: Rate) -> str:
     """The rates of a device in one short line."""
-    kinds = {"measured" if rate.sustained else "vendor peak" for rate in (compute, memory)}
+    kinds = {"measured" if rate.measured else "vendor peak" for rate in (compute, memory)}
     numbers = ", ".join(f"{rate.value:g} {rate.unit}" for rate in (compute, memory))
     return f"{numbers} ({' and '.join(sorted(kinds))})"
 
@@ -51,8 +51,8 @@ def speedup_series(
     for entry in sweeps:
         points = []
         for i, s in enumerate(entry.s_values):
-            pure = min(entry.predictions[path][i].end_to_end_us for path in PURE_PATHS)
-            points.append((float(s), pure / entry.predictions[kernel][i].end_to_end_us))
+            pure = min(entry.predictions[path][i].advised_us for path in PURE_PATHS)
+            points.append((float(s), pure / entry.predictions[kernel][i].advised_us))
         series[entry.device.removeprefix("NVIDIA ")] = points
     return series
 

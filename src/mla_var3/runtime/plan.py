@@ -170,9 +170,9 @@ class KernelPlan(ABC):
         return {name: value for name, value in values.items() if isinstance(value, Tiling)}
 
     def on_device(self, spec: DeviceSpec) -> Self:
-        """`resolve` with a device's sustained rates."""
+        """`resolve` with a device's burst rates."""
         dtype = str(getattr(self, "dtype", "bfloat16"))
-        return self.resolve(spec.sustained_tflops(dtype), spec.sustained_gbps)
+        return self.resolve(*spec.burst_rates(dtype))
 
     # -- running ---------------------------------------------------------------------------------
 

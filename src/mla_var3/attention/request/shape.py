@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.mla.model.times import Workload
 from mla_var3.op.mla.problem import (
     DTYPES,
     MOST,
@@ -88,6 +89,10 @@ class CallShape:
             dtype=self.dtype if self.dtype in DTYPES else DTYPES[0],
             causal=self.causal,
         )
+
+    def workload(self) -> Workload:
+        """The call as the model of time sees it."""
+        return Workload(self.problem(), self.window, self.prefix, self.latent_only)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, JSON-ready."""

@@ -314,7 +314,7 @@ def empty_stage(plan: KernelPlan) -> Stage:
     """The plan's runtime object without tensors, to ask for costs and tilings."""
     device = planning_device()
     dtype = str(getattr(plan, "dtype", "bfloat16"))
-    return plan.plan_empty(device.sustained_tflops(dtype), device.sustained_gbps)
+    return plan.plan_empty(*device.burst_rates(dtype))
 
 
 def describe_sizes(plan: KernelPlan) -> str:

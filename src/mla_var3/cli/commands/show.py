@@ -51,7 +51,7 @@ def _facts(kernel: KernelId, plan: KernelPlan) -> dict[str, Any]:
     device = planning_device()
     targets = plan_targets(plan)
     dtype = str(getattr(plan, "dtype", "bfloat16"))
-    rates = (device.sustained_tflops(dtype), device.sustained_gbps)
+    rates = device.burst_rates(dtype)
     return {
         "kernel": kernel.full_name,
         "language": kernel.language,
@@ -68,7 +68,7 @@ def _facts(kernel: KernelId, plan: KernelPlan) -> dict[str, Any]:
                 "flops": stage.cost().flops,
                 "bytes": stage.cost().bytes,
                 "intensity": stage.cost().intensity,
-                "predicted_us": stage.predict_us(*rates),
+                "predicted_us": stage.predict_us(*device.peak_rates(dtype)),
             }
             for stage in plan.plan_empty(*rates).kernels()
         ],
@@ -82,9 +82,7 @@ def _candidates(
 ) -> dict[str, list[dict[str, Any]]]:
     """Tilings the autotuner would try, by stage."""
     dtype = str(getattr(plan, "dtype", "bfloat16"))
-    stage = plan.for_target(target).plan_empty(
-        device.sustained_tflops(dtype), device.sustained_gbps
-    )
+    stage = plan.for_target(target).plan_empty(*device.burst_rates(dtype))
     return {k.name: [tiling.to_dict() for tiling in k.autotune_configs] for k in stage.kernels()}
 
 
@@ -109,7 +107,7 @@ def _print_facts(facts: dict[str, Any]) -> None:
         fields.add_row(owner, _label(tiling))
     console.print(fields)
     cost = Table(
-        *("stage", "FLOPs", "bytes", "FLOP/B", f"predicted on {facts['predicted_on']}"),
+        *("stage", "FLOPs", "bytes", "FLOP/B", f"ideal on {facts['predicted_on']}"),
         title="cost at these sizes",
         title_justify="left",
     )

@@ -66,7 +66,7 @@ def test_one_stage_is_the_whole() -> None:
 
 
 def test_summaries() -> None:
-    assert figures.stage_summary(result(timed=False)) == "predicted 5.00 µs"
+    assert figures.stage_summary(result(timed=False)) == "ideal 5.00 µs"
     assert figures.stage_summary(result(timed=True)).startswith("20.0 µs, 150 TFLOP/s, 50.0 GB/s")
 
 

@@ -46,7 +46,7 @@ class MixRecord:
     Attributes:
         b, s, t, h: Sizes, every request with `t` tokens.
         n: Decompressed tokens per request.
-        sms: SMs of the absorbed work; the others did, or were kept free for, the decompressed one.
+        sms: SMs of the latent work; the others did, or were kept free for, the decompressed one.
         time_us: The measured time of the attention, without projections and merge.
         d, p, k: Widths.
         dtype: Element type of the queries and the latent cache.

@@ -176,9 +176,7 @@ def measurements(session: Session) -> list[StageMeasurement]:
     found = []
     kernels = list(session.prepared.stage.kernels())
     for kernel, measured in zip(kernels, session.profiles, strict=True):
-        roofline = kernel.predict_us(
-            session.device.sustained_tflops(session.dtype), session.device.sustained_gbps
-        )
+        roofline = kernel.predict_us(*session.device.peak_rates(session.dtype))
         found.append(
             StageMeasurement(
                 measured.name, measured.figures, roofline, kernel.cost().bytes, measured.stalls
