@@ -3,8 +3,8 @@
 The table is `devices.json` beside this module. The environment variable HYPER_MLA_DEVICES may name
 another file of the same form, whose entries are added; an entry of the same name replaces the
 shipped one, and `DeviceSpec.origin` says where a device came from. Such an entry may be flat, keys
-with plain numbers; what it leaves out is then taken from the shipped entry. A value that nobody
-published or measured is left out: a missing key is an error where it is needed, never a guess.
+with plain numbers; what it leaves out is then taken from the shipped entry. A value that is
+neither published nor measured is left out: a missing key is an error where it is needed.
 
 Rates come in three kinds. Peak rates are the vendor's. Burst rates were measured over milliseconds
 on a cool card. Steady rates were measured over a second or more, at the power limit. The older

@@ -6,8 +6,7 @@
 
 Dense and paged caches. A ring is read in the order of its slots. Tokens that it lacks after others
 were dropped (positions before `window_start`) are attended in latent form with the older ones. All
-queries have to see those: a request that lost so many tokens that its ring begins after the first
-query gets NaN, until `refill` fills the ring up.
+queries have to see those, so a call decompresses the missing tokens that only some queries see.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from mla_var3.attention.backends.plan_stages import (
     sizes_of,
 )
 from mla_var3.attention.backends.projections import project_heads
+from mla_var3.attention.cache.copies import fill_ring
 from mla_var3.attention.cache.sizes import PAGE_STEP
 from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.request.checks import kernel_ready
@@ -113,9 +113,25 @@ def _ring_fields(shape: CallShape) -> dict[str, Any]:
     return {**sizes_of(shape), "t": max(shape.t, shape.window), "n": shape.window}
 
 
+def _complete_ring(task: AttentionTask, shape: CallShape, alone: bool) -> None:
+    """Decompress the tokens that a ring lacks and the kernel does not find elsewhere.
+
+    The latent kernel shows its tokens to every query, so with a mask the ring has to hold all
+    that only some queries see; without a latent kernel (`alone`) it has to hold every token.
+    """
+    cache = task.cache
+    if cache.ring_whole or not (task.causal or alone):
+        return
+    assert task.w_uk is not None and task.w_uv is not None
+    lengths = cache.lengths.long()
+    first = torch.zeros_like(lengths) if alone else (lengths - shape.s + 1).clamp(min=0)
+    fill_ring(cache, task.w_uk, task.w_uv, first, cache.window if alone else shape.s - 1)
+
+
 def _ring_operands(task: AttentionTask, shape: CallShape, plan: Any) -> Operands:
     cache = task.cache
     assert task.w_uk is not None and task.w_uv is not None
+    _complete_ring(task, shape, alone=plan.n >= plan.t)
     lengths, starts = kernel_ready(cache.lengths), kernel_ready(cache.ring_start())
     queries = kernel_ready(task.q), kernel_ready(task.q_rope)
     ring = cache.k_new, cache.v_new, cache.ring_rope(), lengths, starts

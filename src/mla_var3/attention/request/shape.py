@@ -24,7 +24,7 @@ CALL_DTYPES = (*DTYPES, "float32")
 
 @dataclass(frozen=True)
 class CallShape:
-    """The form of one attention call; hashable, and valid once constructed.
+    """The call shape: sizes and options of a call; hashable, and valid once constructed.
 
     Attributes:
         b, s, t, h, d, p, k: sizes as everywhere; s is the most queries of any request.

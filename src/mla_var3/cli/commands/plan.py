@@ -325,7 +325,7 @@ def _trust(parameters: MixParameters) -> str:
 
 
 def _curves(plan: WindowPlan) -> dict[str, list[PlanPoint]]:
-    """The planned form and the other one, and the chosen point on the first."""
+    """The planned window, the same in the other format, and the chosen point."""
     other = PLAIN if plan.model.form is FP8 else FP8
     other_model = MixModel(plan.model.parameters, other)
     names = {PLAIN.name: plan.problem.dtype, FP8.name: FP8.name}

@@ -250,7 +250,7 @@ class MixModel:
         return fastest_window(candidates, lambda n: self.at(problem, n).total_us)
 
     def joules(self, problem: MlaProblem, n: int) -> float | None:
-        """Energy of the attention; None where nobody measured what work costs on the device."""
+        """Energy of the attention; None where the energy of work on the device is unknown."""
         rates = energy_rates(self.parameters.device)
         if rates is None:
             return None

@@ -147,7 +147,7 @@ class MixParameters:
         return replace(self, **changed)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form; infinity is the string "inf"."""
+        """JSON-ready fields; infinity is the string "inf"."""
         plain: dict[str, Any] = {
             "device": self.device,
             "dtype": self.dtype,

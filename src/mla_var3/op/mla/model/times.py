@@ -3,7 +3,7 @@
 Named quantities, in microseconds:
 
 - kernel time: the launches of a kernel, from its own inputs to its own output;
-- call time: from `q_nope` to `o`, the kernel time and what lies around it (`Estimate.around`):
+- call time: from `q_nope` to `o`, the kernel time and the work around it (`Estimate.around`):
   projections, and decompressing where the cache lacks the tokens that a kernel reads;
 - burst: over milliseconds on a cool card;
 - steady: repeated for a second or more. A kernel then takes at least its energy over the power
@@ -110,7 +110,7 @@ class Estimate:
 
     @property
     def around_us(self) -> float:
-        """Time of what lies around the kernel."""
+        """Time of the work around the kernel."""
         return sum(self.around.values())
 
     @property
@@ -134,7 +134,7 @@ class Estimate:
         return f"fitted, {self.source}" if self.fitted else IDEAL
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
+        """JSON-ready fields."""
         return {
             "kernel": self.kernel,
             "language": self.language,

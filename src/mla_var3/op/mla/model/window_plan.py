@@ -57,7 +57,7 @@ class PlanPoint:
         return self.estimate.advised_us
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
+        """JSON-ready fields."""
         return {
             **self.estimate.to_dict(),
             "n": self.n,
@@ -103,7 +103,7 @@ class WindowPlan:
         return self.model.parameters.fitted
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
+        """JSON-ready fields."""
         return {
             "predicted": True,
             "problem": asdict(self.problem),
