@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from mla_var3.report.plots import Panel, Region
-from mla_var3.report.sweep import S_VALUES, DeviceSweep, Rate
+from mla_var3.report.sweep import S_VALUES, DeviceSweep
 
 PURE_PATHS = ("flash_mla", "flash_attention")
 
@@ -34,13 +34,6 @@ def crossover_panels(sweeps: Iterable[DeviceSweep]) -> list[Panel]:
         )
         for entry in sweeps
     ]
-
-
-def rates_text(compute: Rate, memory: Rate) -> str:
-    """The rates of a device in one short line."""
-    kinds = {"measured" if rate.measured else "vendor peak" for rate in (compute, memory)}
-    numbers = ", ".join(f"{rate.value:g} {rate.unit}" for rate in (compute, memory))
-    return f"{numbers} ({' and '.join(sorted(kinds))})"
 
 
 def speedup_series(

@@ -106,8 +106,9 @@ class CacheView:
         """
         if self.k_new is None or self.window >= self.capacity:
             return replace(self, lengths=lengths)
-        ring = dict.fromkeys(("k_new", "v_new", "window_start", "k_rope_new"))
-        return replace(self, lengths=lengths, **ring)
+        return replace(
+            self, lengths=lengths, k_new=None, v_new=None, window_start=None, k_rope_new=None
+        )
 
     def full_copy(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Keys and values of all tokens, `[b, h, t, d]`, slot x at position x; None without.

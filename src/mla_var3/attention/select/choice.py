@@ -70,12 +70,11 @@ class Candidate:
     @property
     def steady_us(self) -> float | None:
         """Measured or estimated, repeated without a pause; None where energies are unknown."""
-        found, kernel_us = self.estimate, None if self.measured is None else self.measured.kernel_us
-        if found is None or found.steady_kernel_us is None or kernel_us is None:
-            return None if found is None else found.steady_call_us
-        if found.steady_kernel_us > found.kernel_us:  # the energy at the power limit
-            kernel_us = max(kernel_us, found.steady_kernel_us)
-        return kernel_us + found.around_us
+        found = self.estimate
+        if found is None or found.limit_us is None:
+            return None
+        kernel_us = found.kernel_us if self.measured is None else self.measured.kernel_us
+        return max(kernel_us, found.limit_us) + found.around_us
 
     @property
     def advised_us(self) -> float:

@@ -9,6 +9,7 @@ from mla_var3.cli.console import EXIT_FAILED, EXIT_OK, ProgressReporter, say, sh
 from mla_var3.cli.render import print_table
 from mla_var3.report.overview import KERNEL, OverviewOptions, OverviewResult, Step, run_overview
 from mla_var3.report.overview_page import MEASURED_HEADERS, measured_rows
+from mla_var3.report.sweep import crossover_text
 from mla_var3.runtime.markdown import microseconds
 from mla_var3.runtime.profiling import figures
 from mla_var3.runtime.workflow import RunOptions, pick_device
@@ -86,8 +87,9 @@ def _print_predictions(result: OverviewResult) -> None:
     rows = []
     for entry in result.sweeps:
         times = entry.at(s)
-        shown = (microseconds(prediction.end_to_end_us) for prediction in times.values())
+        shown = (microseconds(prediction.advised_us) for prediction in times.values())
         device = entry.device.removeprefix("NVIDIA ")
-        rows.append((device, *shown, times[KERNEL].n, entry.range_of(KERNEL)))
-    headers = ("device", *result.sweeps[0].predictions, "n", f"{KERNEL} fastest")
-    print_table(f"predicted end to end, s={s} (predictions, not measurements)", headers, rows)
+        fastest = crossover_text(entry) if entry.fitted else "not ranked"
+        rows.append((device, entry.heading, *shown, fastest))
+    headers = ("device", "times", *result.sweeps[0].predictions, "fastest")
+    print_table(f"predicted call time, s={s} (predictions, not measurements)", headers, rows)

@@ -77,15 +77,17 @@ def test_more_memory_is_never_slower() -> None:
 @pytest.mark.parametrize("s", [8, 16, 32, 43, 64, 128])
 @pytest.mark.parametrize("budget", [2, 4, 9])
 def test_advice_follows_the_steady_time(s: int, budget: int) -> None:
-    """On an H200 no window that fits is faster at the power limit, and none is a mix."""
+    """On an H200 a mix is advised only where the whole cache does not fit, and gains 8 %."""
     model = MixModel(mix_parameters(device_spec("H200")))
     plan = plan_window(replace(PROBLEM, s=s), model, budget * GIB, multiple=128)
     fitting = [point for point in plan.curve if point.window_bytes <= budget * GIB]
     least = min(point.advised_us for point in fitting)
     assert plan.fitted and plan.chosen.advised_us <= 1.08 * least
     assert plan.chosen.estimate.steady_call_us == plan.chosen.advised_us
-    assert not plan.chosen.estimate.mixes
-    assert plan.chosen.n == (4096 if s >= 43 and budget == 9 else 0)
+    if budget == 9 or s <= 32:
+        assert plan.chosen.n == (4096 if s >= 43 else 0)
+    if plan.chosen.estimate.mixes:
+        assert plan.chosen.advised_us < 0.92 * plan.curve[0].advised_us
 
 
 def test_layers_share_the_budget() -> None:

@@ -31,7 +31,7 @@ from mla_var3.op.mla.model.times import (
     Target,
     Workload,
     attention_us,
-    steady_us,
+    power_limit_us,
 )
 from mla_var3.op.mla.prefix.problem import SharedPrefixProblem, shared_prefix_attention_cost
 from mla_var3.op.mla.problem import MlaProblem, require_int
@@ -128,7 +128,9 @@ def crossovers(problem: MlaProblem, spec: DeviceSpec, s_max: int = 1024) -> list
         times = design_estimates(replace(problem, s=s), spec)
         if not all(times[kernel].fitted for kernel in _BY_MEMORY):
             return []
-        fastest = min(_BY_MEMORY, key=lambda kernel: times[kernel].advised_us)
+        # Without both kinds of work at once a mix is one of the pure paths.
+        able = [name for name in _BY_MEMORY if name != "mla_var6_plus" or times[name].mixes]
+        fastest = min(able, key=lambda kernel: times[kernel].advised_us)
         if found and found[-1].kernel == fastest:
             found[-1] = replace(found[-1], s_to=s)
         else:
@@ -139,8 +141,8 @@ def crossovers(problem: MlaProblem, spec: DeviceSpec, s_max: int = 1024) -> list
 def _flash_mla(work: Workload, target: Target) -> Estimate:
     problem, cost = work.problem, flash_mla_cost(work.problem)
     time_us = attention_us(cost, _latent_tiles(problem), target, problem.dtype)
-    steady = steady_us(target.spec.name, time_us, latent=cost)
-    return _estimate(target, problem, time_us, steady, _projections(work, target), [cost])
+    limit = power_limit_us(target.spec.name, latent=cost)
+    return _estimate(target, problem, time_us, limit, _projections(work, target), [cost])
 
 
 def _flash_mla_split_kv(work: Workload, target: Target) -> Estimate:
@@ -150,13 +152,13 @@ def _flash_mla_split_kv(work: Workload, target: Target) -> Estimate:
     tiles = _latent_tiles(problem) * splits
     time_us = attention_us(attention, tiles, target, problem.dtype)
     merge_us = merge.time_us(*target.rates_for(problem.dtype))
-    steady = steady_us(target.spec.name, time_us, latent=attention)
+    limit = power_limit_us(target.spec.name, latent=attention, others_us=merge_us)
     return replace(
         _estimate(
             target,
             problem,
             time_us + merge_us,
-            None if steady is None else steady + merge_us,
+            limit,
             _projections(work, target),
             [attention, merge],
         ),
@@ -167,10 +169,10 @@ def _flash_mla_split_kv(work: Workload, target: Target) -> Estimate:
 def _flash_attention(work: Workload, target: Target) -> Estimate:
     problem, cost = work.problem, flash_attention_cost(work.problem)
     time_us = attention_us(cost, _head_tiles(problem), target, problem.dtype)
-    steady = steady_us(target.spec.name, time_us, heads=cost)
+    limit = power_limit_us(target.spec.name, heads=cost)
     has_copy = work.window is None or (work.window >= problem.t and not work.prefix)
     around = {} if has_copy else {"decompression": _decompression_us(problem, problem.t, target)}
-    return _estimate(target, problem, time_us, steady, around, [cost])
+    return _estimate(target, problem, time_us, limit, around, [cost])
 
 
 def _mix(work: Workload, target: Target, form: WindowForm = PLAIN) -> Estimate:
@@ -223,13 +225,13 @@ def mix_estimate(
         merge_us = MIX_EFFORT * _work_us(MIXED_COMBINE, combine, burst)
     if not whole:
         around["query projection"] = _work_us(QUERY_PROJECTION, q_absorption_cost(problem), burst)
-    steady = steady_us(target.spec.name, time_us, parts.latent, parts.heads)
+    limit = power_limit_us(target.spec.name, parts.latent, parts.heads, merge_us)
     cost = parts.latent + parts.heads
     return Estimate(
         kernel=target.kernel,
         language=target.language,
         kernel_us=time_us + merge_us,
-        steady_kernel_us=None if steady is None else steady + merge_us,
+        limit_us=limit,
         around=around,
         cost=cost if whole else cost + combine,
         bound="memory" if at.bound == "memory" or whole else cost.bound(*burst),
@@ -265,12 +267,12 @@ def _by_parameters(problem: MlaProblem, n: int, model: MixModel) -> Estimate:
     """A window by the parameters of the mix alone, without rates of single kernels."""
     at, parts = model.at(problem, n), mix_work(problem, n, model.form)
     fitted, device = model.parameters.fitted, model.parameters.device
-    steady = steady_us(device, at.attention_us, parts.latent, parts.heads) if fitted else None
+    limit = power_limit_us(device, parts.latent, parts.heads) if fitted else None
     return Estimate(
         kernel="mla_var6_plus",
         language="cute-dsl" if fitted else "",
         kernel_us=at.attention_us,
-        steady_kernel_us=steady,
+        limit_us=limit,
         around={"projections and merge": at.others_us} if at.others_us else {},
         cost=parts.latent + parts.heads,
         bound="memory" if at.bound == "memory" else "compute",
@@ -287,6 +289,9 @@ def _mix_by_rates(work: Workload, target: Target) -> Estimate:
     problem = work.problem
     device = target.rates_for(problem.dtype)
     n, around = _window(work, target, None)
+    if target.rates is None and n >= max(problem.kv_lengths):
+        # A lower bound: some kernels then leave out projections and merge, others do not.
+        return replace(_flash_attention(Workload(problem), target), around=around, choice={"n": n})
     around["query projection"] = _part_us(
         target, QUERY_PROJECTION, q_absorption_cost(problem), problem.dtype
     )
@@ -298,10 +303,10 @@ def _mix_by_rates(work: Workload, target: Target) -> Estimate:
     )
     time_us = attention_us(attention, tiles, target, problem.dtype)
     parts = mix_work(problem, n)
-    steady = steady_us(target.spec.name, time_us, parts.latent, parts.heads)
     merge_us = combine.time_us(*device) + (MIX_US if target.rates else 0.0)
+    limit = power_limit_us(target.spec.name, parts.latent, parts.heads, merge_us)
     found = _estimate(
-        target, problem, time_us + merge_us, None if steady is None else steady + merge_us, around,
+        target, problem, time_us + merge_us, limit, around,
         [attention, combine],
     )  # fmt: skip
     return replace(found, choice={"n": n}, mixes=0 < n < max(problem.kv_lengths))
@@ -334,14 +339,14 @@ def _shared_prefix(work: Workload, target: Target) -> Estimate:
             time_us += cost.time_us(*device)
         elif cost.flops:
             time_us += part.rates.work_us(cost.flops, cost.bytes) + part.rates.fixed_us
-    steady = steady_us(target.spec.name, time_us, latent, heads)
     around, costs, merge_us = {}, [attention], 0.0
     if shared.own_tokens:
         costs.append(decompress_combine_cost(problem))
         merge_us = costs[1].time_us(*device)
         around["query projection"] = q_absorption_cost(problem).time_us(*device)
+    limit = power_limit_us(target.spec.name, latent, heads, merge_us)
     found = _estimate(
-        target, problem, time_us + merge_us, None if steady is None else steady + merge_us, around,
+        target, problem, time_us + merge_us, limit, around,
         costs,
     )  # fmt: skip
     return replace(found, choice={"prefix": shared.prefix})
@@ -432,7 +437,7 @@ def _estimate(
     target: Target,
     problem: MlaProblem,
     kernel_us: float,
-    steady_kernel_us: float | None,
+    limit_us: float | None,
     around: dict[str, float],
     costs: Sequence[Cost],
 ) -> Estimate:
@@ -441,7 +446,7 @@ def _estimate(
         kernel=target.kernel,
         language=target.language,
         kernel_us=kernel_us,
-        steady_kernel_us=None if rates is None else steady_kernel_us,
+        limit_us=None if rates is None else limit_us,
         around=around,
         cost=sum(costs[1:], start=costs[0]),
         bound=costs[0].bound(*target.rates_for(problem.dtype)),

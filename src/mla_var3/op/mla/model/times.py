@@ -84,7 +84,8 @@ class Estimate:
     Attributes:
         kernel, language: The kernel version; the language is empty for an ideal time of any.
         kernel_us: Kernel time in a burst.
-        steady_kernel_us: Kernel time when repeated; None where energies are unknown.
+        limit_us: Kernel time that its energy takes at the power limit; None where energies are
+            unknown.
         around: What the call adds, by name.
         cost: Work of the kernel.
         bound: What limits its attention.
@@ -98,7 +99,7 @@ class Estimate:
     kernel: str
     language: str
     kernel_us: float
-    steady_kernel_us: float | None
+    limit_us: float | None
     around: dict[str, float]
     cost: Cost
     bound: Bound
@@ -112,6 +113,11 @@ class Estimate:
     def around_us(self) -> float:
         """Time of the work around the kernel."""
         return sum(self.around.values())
+
+    @property
+    def steady_kernel_us(self) -> float | None:
+        """Kernel time when repeated; None where energies are unknown."""
+        return None if self.limit_us is None else max(self.kernel_us, self.limit_us)
 
     @property
     def call_us(self) -> float:
@@ -156,23 +162,23 @@ class Estimate:
 Estimator = Callable[[Workload, Target], Estimate]
 
 
-def steady_us(
-    device: str, burst_us: float, latent: Cost | None = None, heads: Cost | None = None
+def power_limit_us(
+    device: str, latent: Cost | None = None, heads: Cost | None = None, others_us: float = 0.0
 ) -> float | None:
-    """Time of attention that is repeated without a pause; None where energies are unknown.
+    """Time of a kernel by the energy of its attention at the power limit; None where unknown.
 
     Args:
         device: Name of the device.
-        burst_us: Its time in a burst.
-        latent: Its latent work.
-        heads: Its decompressed work.
+        latent: Latent work.
+        heads: Decompressed work.
+        others_us: Time of its other launches.
     """
     rates = energy_rates(device)
     if rates is None:
         return None
     latent, heads = latent or Cost(0, 0), heads or Cost(0, 0)
     joules = rates.joules(latent.flops, heads.flops, latent.bytes + heads.bytes)
-    return max(burst_us, rates.least_us(joules))
+    return rates.least_us(joules) + others_us
 
 
 def tile_fill(tiles: int, sm_count: int) -> float:
@@ -189,8 +195,8 @@ def attention_us(cost: Cost, tiles: int, target: Target, dtype: str) -> float:
     rates, fill = target.rates, tile_fill(tiles, target.spec.sm_count)
     if rates is None:
         tflops, gbps = target.spec.peak_rates(dtype)
-        splits = target.language == "cute-dsl"
-        return cost.time_us(tflops if splits else tflops * fill, gbps)
+        whole_tiles = target.language == "cutile-dsl"  # which splits only in a design of its own
+        return cost.time_us(tflops * fill if whole_tiles else tflops, gbps)
     even_us = rates.work_us(cost.flops, cost.bytes)
     even_us += tiles / target.spec.sm_count * rates.tile_us
     whole_us = even_us / fill
