@@ -208,15 +208,18 @@ def test_a_mix_takes_an_energy_between_those_of_the_pure_paths() -> None:
 
 
 def test_every_command_shows_the_same_number(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mla_var3.bench.record import load_record
+    from mla_var3.bench.predict import predict_case
+    from mla_var3.bench.suites import Case, KernelChoice
     from mla_var3.cli.main import main
+    from mla_var3.runtime.paths import find_kernel
 
     def run(*argv: str) -> Any:
         assert main([*argv, "--b=32", "--s=16", "--t=4096", "--h=128"]) == 0
         return capsys.readouterr().out
 
+    monkeypatch.setattr("mla_var3.report.compare.bar_plot", lambda *_, **options: [])
     expected = found("flash_mla", Workload(HEADLINE))
     (predicted,) = json.loads(run("predict", "--device=H200", "--json"))
     by_predict = predicted["predicted"]["flash_mla"][0]
@@ -232,11 +235,11 @@ def test_every_command_shows_the_same_number(
     metrics = {row["metric"]: row["values"] for row in json.loads(data.read_text())["metrics"]}
     assert metrics["kernel time, predicted (us)"]["flash_mla"] == pytest.approx(expected.kernel_us)
     assert metrics["call time, steady (us)"]["flash_mla"] == pytest.approx(expected.steady_call_us)
-    assert main(["bench", "all", "--predict_for=H200", f"--out_dir={tmp_path / 'bench'}"]) == 0
-    for row in load_record(tmp_path / "bench" / "all.json").rows:
-        if (row.kernel, row.language) == ("flash_mla", "cute-dsl"):
-            assert row.time_us == pytest.approx(expected.kernel_us)
-            assert row.end_to_end_us == pytest.approx(expected.call_us)
+    case = Case(HEADLINE, (KernelChoice(find_kernel("flash_mla", language="cute-dsl")),))
+    around = {"device": H200.name, "date": "", "command": "", "versions": {}}
+    row = predict_case(case, H200, around)[0]
+    assert row.time_us == pytest.approx(expected.kernel_us)
+    assert row.end_to_end_us == pytest.approx(expected.call_us)
 
 
 def test_a_window_without_fitted_parameters_is_ideal() -> None:
