@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
 
 from mla_var3.conf.devices import DeviceSpec, device_spec
 from mla_var3.conf.kernel_rates import OWN_PRODUCT_QUERIES, kernel_rates
@@ -123,18 +125,28 @@ def crossovers(problem: MlaProblem, spec: DeviceSpec, s_max: int = 1024) -> list
         by which kernels are not ranked. Equal times go to the kernel that needs less memory.
     """
     require_int("s_max", s_max, minimum=1)
-    found: list[Crossover] = []
-    for s in range(1, s_max + 1):
+    if not all(design_estimates(problem, spec)[kernel].fitted for kernel in _BY_MEMORY):
+        return []
+
+    @cache
+    def fastest(s: int) -> str:
         times = design_estimates(replace(problem, s=s), spec)
-        if not all(times[kernel].fitted for kernel in _BY_MEMORY):
-            return []
         # Without both kinds of work at once a mix is one of the pure paths.
         able = [name for name in _BY_MEMORY if name != "mla_var6_plus" or times[name].mixes]
-        fastest = min(able, key=lambda kernel: times[kernel].advised_us)
-        if found and found[-1].kernel == fastest:
-            found[-1] = replace(found[-1], s_to=s)
-        else:
-            found.append(Crossover(fastest, s_from=s, s_to=s))
+        return min(able, key=lambda kernel: times[kernel].advised_us)
+
+    points = {min(s_max, round(2 ** (i / 4))) for i in range(4 * s_max.bit_length() + 1)}
+    found = [Crossover(fastest(1), 1, 1)]
+    for first, last in pairwise(sorted(points)):
+        while fastest(last) != found[-1].kernel:
+            low, high = first, last  # `low` is of the kernel before, `high` of another one
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if fastest(middle) == found[-1].kernel else (low, middle)
+            found[-1] = replace(found[-1], s_to=low)
+            found.append(Crossover(fastest(high), high, high))
+            first = high
+        found[-1] = replace(found[-1], s_to=last)
     return found
 
 
