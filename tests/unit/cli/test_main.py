@@ -177,7 +177,7 @@ def test_declared_targets_are_those_of_the_class() -> None:
 def test_show(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "mla_var6_plus", "--b=3"]) == 0
     out = capsys.readouterr().out
-    for words in ("decompress_combine", "predicted on", "sm_120", "tiling candidates"):
+    for words in ("decompress_combine", "ideal on", "sm_120", "tiling candidates"):
         assert words in out
     assert "cached tunings: none" in out
 
