@@ -153,7 +153,7 @@ class LatentCache:
 
     def _made_view(self) -> CacheView:
         window, prefix = self.window, self.prefix
-        return CacheView(
+        view = CacheView(
             latent=self.c_kv,
             rope=self.k_rope,
             lengths=self.lengths,
@@ -165,8 +165,9 @@ class LatentCache:
             v_prefix=None if prefix is None else prefix.v_prefix,
             k_rope_new=None if window is None else window.k_rope_new,
             k_rope_prefix=None if prefix is None else prefix.k_rope_prefix,
-            ring_whole=prefix is None and not self._ring_truncated,
         )
+        whole = window is not None and prefix is None and not self._ring_truncated
+        return view.with_whole_ring() if whole else view
 
     def sizes(self) -> CacheSizes:
         """Memory by part, and capacity."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -30,8 +31,11 @@ class CacheView:
             slots in their order; None where only `rope` has them.
         k_rope_prefix: `[m, p]`, those of the shared first tokens, likewise.
         ring_whole: Whether the ring is known to hold the newest tokens of every request, as many as
-            it has slots for. Otherwise a kernel that needs them decompresses what is missing.
+            it has slots for. Otherwise a kernel that needs them decompresses what is missing. No
+            field: the fields are the tensors.
     """
+
+    ring_whole: ClassVar[bool] = False
 
     latent: torch.Tensor
     rope: torch.Tensor
@@ -44,7 +48,12 @@ class CacheView:
     v_prefix: torch.Tensor | None = None
     k_rope_new: torch.Tensor | None = None
     k_rope_prefix: torch.Tensor | None = None
-    ring_whole: bool = False
+
+    def with_whole_ring(self) -> CacheView:
+        """The same view, with a ring that is known to be whole."""
+        view = replace(self)
+        object.__setattr__(view, "ring_whole", True)
+        return view
 
     @property
     def page_size(self) -> int | None:
