@@ -29,6 +29,7 @@ COMMANDS = {
     "plan": "how many tokens to keep decompressed in the memory there is, and the time to expect",
     "clone": "a new version of a kernel from an existing one, under new names",
     "env": "this machine: GPU, versions, programs found and missing, known devices",
+    "doctor": "whether and how vLLM or SGLang here will use the kernels, with the exact flag",
 }
 
 _RUN_EPILOG = """\
@@ -129,6 +130,12 @@ def _add_clone(parser: Parser) -> None:
     add_arguments(parser)
 
 
+def _add_doctor(parser: Parser) -> None:
+    from mla_var3.cli.commands.doctor import add_arguments
+
+    add_arguments(parser)
+
+
 _ADD_ARGUMENTS: dict[str, Callable[[Parser], None]] = {
     "run": _add_run,
     "profile": _add_profile,
@@ -141,6 +148,7 @@ _ADD_ARGUMENTS: dict[str, Callable[[Parser], None]] = {
     "plan": _add_plan,
     "clone": _add_clone,
     "env": _add_list,
+    "doctor": _add_doctor,
 }
 
 
@@ -255,6 +263,12 @@ def _env(argv: list[str]) -> int:
     return env_command(values["json"])
 
 
+def _doctor(argv: list[str]) -> int:
+    from mla_var3.cli.commands.doctor import doctor_command
+
+    return doctor_command(_subparser("doctor"), argv)
+
+
 _HANDLERS: dict[str, Callable[[list[str]], int]] = {
     "run": _run,
     "profile": _profile,
@@ -267,6 +281,7 @@ _HANDLERS: dict[str, Callable[[list[str]], int]] = {
     "plan": _plan,
     "clone": _clone,
     "env": _env,
+    "doctor": _doctor,
 }
 
 
