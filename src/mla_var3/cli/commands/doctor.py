@@ -17,9 +17,8 @@ from typing import Any
 
 from rich.table import Table
 
+from mla_var3.cli.arguments import Parser, ValueType, parse
 from mla_var3.cli.console import EXIT_FAILED, EXIT_OK, say, stdout
-from mla_var3.cli.parsing import Parser, parse
-from mla_var3.cli.values import ValueType
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.runtime.environment import environment
 
