@@ -71,7 +71,7 @@ class Candidate:
     def steady_us(self) -> float | None:
         """Measured or estimated, repeated without a pause; None where energies are unknown."""
         found = self.estimate
-        if found is None or found.limit_us is None:
+        if found is None or found.limit_us is None or not found.fitted:
             return None
         kernel_us = found.kernel_us if self.measured is None else self.measured.kernel_us
         return max(kernel_us, found.limit_us) + found.around_us

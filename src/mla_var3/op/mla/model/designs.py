@@ -151,29 +151,24 @@ def crossovers(problem: MlaProblem, spec: DeviceSpec, s_max: int = 1024) -> list
 
 
 def _flash_mla(work: Workload, target: Target) -> Estimate:
-    problem, cost = work.problem, flash_mla_cost(work.problem)
-    time_us = attention_us(cost, _latent_tiles(problem), target, problem.dtype)
-    limit = power_limit_us(target.spec.name, latent=cost)
-    return _estimate(target, problem, time_us, limit, _projections(work, target), [cost])
+    cost = flash_mla_cost(work.problem)
+    time_us = attention_us(cost, _latent_tiles(work.problem), target, work.problem.dtype)
+    return _estimate(target, work.problem, time_us, [cost], _projections(work, target), latent=cost)
 
 
 def _flash_mla_split_kv(work: Workload, target: Target) -> Estimate:
     problem = work.problem
     splits = split_count(problem, target.spec.sm_count)
     attention, merge = flash_mla_split_kv_stages(problem, splits)
-    tiles = _latent_tiles(problem) * splits
-    time_us = attention_us(attention, tiles, target, problem.dtype)
-    merge_us = merge.time_us(*target.rates_for(problem.dtype))
-    limit = power_limit_us(target.spec.name, latent=attention, others_us=merge_us)
-    return replace(
-        _estimate(
-            target,
-            problem,
-            time_us + merge_us,
-            limit,
-            _projections(work, target),
-            [attention, merge],
-        ),
+    time_us = attention_us(attention, _latent_tiles(problem) * splits, target, problem.dtype)
+    return _estimate(
+        target,
+        problem,
+        time_us,
+        [attention, merge],
+        _projections(work, target),
+        latent=attention,
+        merge_us=merge.time_us(*target.rates_for(problem.dtype)),
         choice={"splits": splits},
     )
 
@@ -181,47 +176,38 @@ def _flash_mla_split_kv(work: Workload, target: Target) -> Estimate:
 def _flash_attention(work: Workload, target: Target) -> Estimate:
     problem, cost = work.problem, flash_attention_cost(work.problem)
     time_us = attention_us(cost, _head_tiles(problem), target, problem.dtype)
-    limit = power_limit_us(target.spec.name, heads=cost)
     has_copy = work.window is None or (work.window >= problem.t and not work.prefix)
     around = {} if has_copy else {"decompression": _decompression_us(problem, problem.t, target)}
-    return _estimate(target, problem, time_us, limit, around, [cost])
+    return _estimate(target, problem, time_us, [cost], around, heads=cost)
 
 
 def _mix(work: Workload, target: Target, form: WindowForm = PLAIN) -> Estimate:
     """The n newest tokens decompressed, the older ones latent."""
-    problem, model = work.problem, fitted_mix(target, work.problem.dtype, form)
-    if model is None:
-        return _mix_by_rates(work, target)
+    model = fitted_mix(target, work.problem.dtype, form)
     n, around = _window(work, target, model)
-    return mix_estimate(problem, n, model, target, around)
+    if model is None:
+        return _mix_by_rates(work.problem, n, target, around)
+    return _mix_by_model(work.problem, n, model, target, around)
 
 
-def mix_estimate(
-    problem: MlaProblem,
-    n: int,
-    model: MixModel,
-    target: Target,
-    around: dict[str, float] | None = None,
+def _fp8_mix(work: Workload, target: Target) -> Estimate:
+    """The mix with a window in 8 bits."""
+    return _mix(work, target, FP8)
+
+
+def _mix_by_model(
+    problem: MlaProblem, n: int, model: MixModel, target: Target, around: dict[str, float]
 ) -> Estimate:
     """The mix in CuTe DSL at one `n`, on a device with the parameters of `model`.
 
     The ends are the pure paths: nothing decompressed is latent attention and the merge kernel, a
     window that holds every token is decompressed attention.
-
-    Args:
-        problem: Sizes and lengths.
-        n: Decompressed tokens per request.
-        model: The model of its attention.
-        target: The mix on the device.
-        around: What the call adds beside the query projection.
     """
-    around = dict(around or {})
     whole, dtype = n >= max(problem.kv_lengths), problem.dtype
     at, parts = model.at(problem, n), mix_work(problem, n, model.form)
-    burst = target.spec.burst_rates(dtype)
-    combine = decompress_combine_cost(problem)
+    burst, combine = target.spec.burst_rates(dtype), decompress_combine_cost(problem)
     latent, heads = target.of("flash_mla"), target.of("flash_attention")
-    merge_us = 0.0
+    merge_us, costs = 0.0, [parts.latent + parts.heads]
     if n == 0 and latent.rates is not None:
         time_us = attention_us(parts.latent, _latent_tiles(problem), latent, dtype)
         merge_us = _work_us(OUTPUT_PROJECTION, combine, burst)
@@ -236,97 +222,47 @@ def mix_estimate(
         time_us = MIX_EFFORT * time_us + MIX_US
         merge_us = MIX_EFFORT * _work_us(MIXED_COMBINE, combine, burst)
     if not whole:
-        around["query projection"] = _work_us(QUERY_PROJECTION, q_absorption_cost(problem), burst)
-    limit = power_limit_us(target.spec.name, parts.latent, parts.heads, merge_us)
-    cost = parts.latent + parts.heads
-    return Estimate(
-        kernel=target.kernel,
-        language=target.language,
-        kernel_us=time_us + merge_us,
-        limit_us=limit,
-        around=around,
-        cost=cost if whole else cost + combine,
-        bound="memory" if at.bound == "memory" or whole else cost.bound(*burst),
-        fitted=model.parameters.fitted,
-        error=MIX_ERROR,
-        source=model.parameters.chip_tflops.source,
+        query_us = _work_us(QUERY_PROJECTION, q_absorption_cost(problem), burst)
+        around, costs = {**around, "query projection": query_us}, [*costs, combine]
+    found = _estimate(
+        target,
+        problem,
+        time_us,
+        costs,
+        around,
+        latent=parts.latent,
+        heads=parts.heads,
+        merge_us=merge_us,
         choice={"n": n},
-        mixes=n > 0 and not whole,
     )
+    return _by_parameters(found, model, mixes=n > 0 and not whole)
 
 
-def window_estimate(problem: MlaProblem, n: int, model: MixModel) -> Estimate:
-    """The best kernel for a window of n tokens, in CuTe DSL: a pure path at the ends, else the mix.
-
-    Args:
-        problem: Sizes and lengths.
-        n: Decompressed tokens per request.
-        model: The device, and how the window is stored.
-    """
-    spec, fitted = device_spec(model.parameters.device), model.parameters.fitted
-    whole = n >= max(problem.kv_lengths)
-    if not fitted or (n == 0 or whole):
-        if fitted and (n == 0 or model.form is PLAIN):
-            name = "flash_mla" if n == 0 else "flash_attention"
-            pure = estimate(name, Workload(problem), spec, "cute-dsl")
-            if pure is not None and pure.fitted:
-                return pure
-        return _by_parameters(problem, n, model)
-    return mix_estimate(problem, n, model, Target("mla_var6_plus", "cute-dsl", spec, None))
-
-
-def _by_parameters(problem: MlaProblem, n: int, model: MixModel) -> Estimate:
-    """A window by the parameters of the mix alone, without rates of single kernels."""
-    at, parts = model.at(problem, n), mix_work(problem, n, model.form)
-    fitted, device = model.parameters.fitted, model.parameters.device
-    limit = power_limit_us(device, parts.latent, parts.heads) if fitted else None
-    return Estimate(
-        kernel="mla_var6_plus",
-        language="cute-dsl" if fitted else "",
-        kernel_us=at.attention_us,
-        limit_us=limit,
-        around={"projections and merge": at.others_us} if at.others_us else {},
-        cost=parts.latent + parts.heads,
-        bound="memory" if at.bound == "memory" else "compute",
-        fitted=fitted,
-        error=MIX_ERROR if fitted else 0.0,
-        source=model.parameters.chip_tflops.source if fitted else IDEAL,
-        choice={"n": n},
-        mixes=bool(parts.latent.flops and parts.heads.flops),
-    )
-
-
-def _mix_by_rates(work: Workload, target: Target) -> Estimate:
+def _mix_by_rates(
+    problem: MlaProblem, n: int, target: Target, around: dict[str, float]
+) -> Estimate:
     """The mix of cuTile, or anywhere at the vendor's peaks."""
-    problem = work.problem
-    device = target.rates_for(problem.dtype)
-    n, around = _window(work, target, None)
     if target.rates is None and n >= max(problem.kv_lengths):
         # A lower bound: some kernels then leave out projections and merge, others do not.
         return replace(_flash_attention(Workload(problem), target), around=around, choice={"n": n})
-    around["query projection"] = _part_us(
-        target, QUERY_PROJECTION, q_absorption_cost(problem), problem.dtype
-    )
+    query_us = _part_us(target, QUERY_PROJECTION, q_absorption_cost(problem), problem.dtype)
     tiles = _latent_tiles(problem) if n < problem.t else 0
     tiles += _head_tiles(problem) if n else 0
-    attention, combine = (
-        attention_block_specialized_cost(problem, n),
-        decompress_combine_cost(problem),
-    )
-    time_us = attention_us(attention, tiles, target, problem.dtype)
-    parts = mix_work(problem, n)
-    merge_us = combine.time_us(*device) + (MIX_US if target.rates else 0.0)
-    limit = power_limit_us(target.spec.name, parts.latent, parts.heads, merge_us)
+    attention = attention_block_specialized_cost(problem, n)
+    combine, parts = decompress_combine_cost(problem), mix_work(problem, n)
+    merge_us = combine.time_us(*target.rates_for(problem.dtype)) + (MIX_US if target.rates else 0.0)
     found = _estimate(
-        target, problem, time_us + merge_us, limit, around,
+        target,
+        problem,
+        attention_us(attention, tiles, target, problem.dtype),
         [attention, combine],
-    )  # fmt: skip
-    return replace(found, choice={"n": n}, mixes=0 < n < max(problem.kv_lengths))
-
-
-def _fp8_mix(work: Workload, target: Target) -> Estimate:
-    """The mix with a window in 8 bits."""
-    return _mix(work, target, FP8)
+        {**around, "query projection": query_us},
+        latent=parts.latent,
+        heads=parts.heads,
+        merge_us=merge_us,
+        choice={"n": n},
+    )
+    return replace(found, mixes=0 < n < max(problem.kv_lengths))
 
 
 def _shared_prefix(work: Workload, target: Target) -> Estimate:
@@ -356,12 +292,53 @@ def _shared_prefix(work: Workload, target: Target) -> Estimate:
         costs.append(decompress_combine_cost(problem))
         merge_us = costs[1].time_us(*device)
         around["query projection"] = q_absorption_cost(problem).time_us(*device)
-    limit = power_limit_us(target.spec.name, latent, heads, merge_us)
-    found = _estimate(
-        target, problem, time_us + merge_us, limit, around,
+    return _estimate(
+        target,
+        problem,
+        time_us,
         costs,
-    )  # fmt: skip
-    return replace(found, choice={"prefix": shared.prefix})
+        around,
+        latent=latent,
+        heads=heads,
+        merge_us=merge_us,
+        choice={"prefix": shared.prefix},
+    )
+
+
+def window_estimate(problem: MlaProblem, n: int, model: MixModel) -> Estimate:
+    """The best kernel for a window of n tokens, in CuTe DSL: a pure path at the ends, else the mix.
+
+    Args:
+        problem: Sizes and lengths.
+        n: Decompressed tokens per request.
+        model: The device, and how the window is stored.
+    """
+    spec, fitted = device_spec(model.parameters.device), model.parameters.fitted
+    whole = n >= max(problem.kv_lengths)
+    name = "mla_var6_plus_v2" if model.form is FP8 else "mla_var6_plus"
+    if n == 0 or (whole and model.form is PLAIN):
+        name = "flash_mla" if n == 0 else "flash_attention"
+    target = Target(name, "cute-dsl" if fitted else "", spec, None)
+    if not fitted or (target.of("flash_mla").rates is None and (n == 0 or whole)):
+        at, parts = model.at(problem, n), mix_work(problem, n, model.form)
+        around = {"projections and merge": at.others_us} if at.others_us else {}
+        costs = [parts.latent + parts.heads]
+        found = _estimate(
+            target, problem, at.attention_us, costs, around, latent=parts.latent, heads=parts.heads,
+            choice={"n": n},
+        )  # fmt: skip
+        return _by_parameters(found, model, mixes=n > 0 and not whole)
+    if name.startswith("mla_var6_plus"):
+        return _mix_by_model(problem, n, model, target, {})
+    return _DESIGNS[name](Workload(problem), target.of(name))
+
+
+def _by_parameters(found: Estimate, model: MixModel, mixes: bool) -> Estimate:
+    """An estimate by the parameters of the mix, which may be fitted or not."""
+    if not model.parameters.fitted:
+        return replace(found, limit_us=None, mixes=mixes)
+    source = model.parameters.chip_tflops.source
+    return replace(found, fitted=True, error=MIX_ERROR, source=source, mixes=mixes)
 
 
 _DESIGNS: dict[str, Estimator] = {
@@ -448,23 +425,29 @@ def _work_us(effort: tuple[float, float], cost: Cost, rates: tuple[float, float]
 def _estimate(
     target: Target,
     problem: MlaProblem,
-    kernel_us: float,
-    limit_us: float | None,
-    around: dict[str, float],
+    attention_us: float,
     costs: Sequence[Cost],
+    around: dict[str, float],
+    *,
+    latent: Cost | None = None,
+    heads: Cost | None = None,
+    merge_us: float = 0.0,
+    choice: dict[str, int] | None = None,
 ) -> Estimate:
+    """An estimate from the time of the attention, the work of each kind, and that of the merge."""
     rates = target.rates
     return Estimate(
         kernel=target.kernel,
         language=target.language,
-        kernel_us=kernel_us,
-        limit_us=None if rates is None else limit_us,
+        kernel_us=attention_us + merge_us,
+        limit_us=power_limit_us(target.spec.name, latent, heads, merge_us),
         around=around,
         cost=sum(costs[1:], start=costs[0]),
         bound=costs[0].bound(*target.rates_for(problem.dtype)),
         fitted=rates is not None,
         error=0.0 if rates is None else rates.error,
         source=IDEAL if rates is None else rates.source,
+        choice=choice or {},
     )
 
 

@@ -116,8 +116,10 @@ class Estimate:
 
     @property
     def steady_kernel_us(self) -> float | None:
-        """Kernel time when repeated; None where energies are unknown."""
-        return None if self.limit_us is None else max(self.kernel_us, self.limit_us)
+        """Kernel time when repeated; None where energies are unknown, or the time is ideal."""
+        if self.limit_us is None or not self.fitted:
+            return None
+        return max(self.kernel_us, self.limit_us)
 
     @property
     def call_us(self) -> float:
