@@ -22,7 +22,7 @@ import torch
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla.flash_mla import FlashMLASm90
 from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES
 from mla_var3.kernel.cute_python.mla.latent.paging import paged_inputs
-from mla_var3.kernel.cute_python.mla.latent.schedule import pieces
+from mla_var3.kernel.cute_python.mla.latent.scheduler import partial_count
 from mla_var3.op.compare import compare
 from mla_var3.runtime.check import poison_outputs
 from mla_var3.runtime.workflow import current_device_spec
@@ -63,9 +63,9 @@ def run(case: Case) -> bool:
         error.relative_frobenius < RELATIVE[plan.dtype]
         and lse_error.relative_frobenius < LSE_RELATIVE
     )
-    cut = pieces(plan.problem().kv_lengths, shape) * shape.gang
+    cut = partial_count(plan.problem().kv_lengths, shape) * shape.group_ctas
     print(
-        f"{'ok' if right else 'WRONG'}: {case}, {shape.parts} gangs of {shape.gang}, {cut} pieces, "
+        f"{'ok' if right else 'WRONG'}: {case}, {shape.group_count} gangs of {shape.group_ctas}, {cut} partial_count, "
         f"relative error {error.relative_frobenius:.2g}, of lse {lse_error.relative_frobenius:.2g}",
         flush=True,
     )

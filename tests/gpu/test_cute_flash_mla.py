@@ -30,15 +30,15 @@ from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla.flash_mla import (
     FlashMLASm90,
     FlashMLATiling,
 )
+from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK
 from mla_var3.kernel.cute_python.mla.latent.merge import merge_rows
 from mla_var3.kernel.cute_python.mla.latent.paging import dense_inputs
-from mla_var3.kernel.cute_python.mla.latent.schedule import (
+from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     ITEM_COST,
-    KV_BLOCK,
-    GangShape,
-    part_begins,
+    GroupShape,
     part_range,
-    pieces,
+    partial_count,
+    range_begins,
     takes_turns,
 )
 from mla_var3.op.compare import compare
@@ -108,7 +108,7 @@ class Case:
             seed=0,
         )
 
-    def shape(self, plan: CuteFlashMLA) -> GangShape:
+    def shape(self, plan: CuteFlashMLA) -> GroupShape:
         """The gangs that the case asks for."""
         return plan.gangs(FlashMLATiling(gang=self.gang, sms=min(self.sms, plan.sm_count)))
 
@@ -170,7 +170,7 @@ def named_arguments(args: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(list(parameters)[1:-1], args, strict=True))
 
 
-def choose_gangs(stage: Any, shape: GangShape) -> None:
+def choose_gangs(stage: Any, shape: GroupShape) -> None:
     """Launch with these gangs.
 
     By arguments: a tiling of its own would be compiled anew, although only numbers differ.
@@ -238,7 +238,7 @@ def test_the_cases_are_many_and_varied() -> None:
     lengths = {length for case in CASES for length in case.lengths or ()}
     assert {0, 1} <= lengths
     plans = [(case, case.plan()) for case in CASES]
-    counts = [pieces(plan.problem().kv_lengths, case.shape(plan)) for case, plan in plans]
+    counts = [partial_count(plan.problem().kv_lengths, case.shape(plan)) for case, plan in plans]
     assert sum(count > 0 for count in counts) >= 20
     assert sum(count == 0 for count in counts) >= 20
 
@@ -252,10 +252,10 @@ def test_every_case_can_be_planned() -> None:
         choose_gangs(stage, shape)
         (attention,) = stage.kernels()
         named = named_arguments(attention.args_fn(attention.tiling))  # type: ignore[attr-defined]
-        assert (named["gang"], named["parts"]) == (shape.gang, shape.parts)
-        assert case.gang in (0, shape.gang)
-        assert shape.blocks <= (case.sms or plan.sm_count)
-        assert named["merges"].shape[0] >= merge_rows(shape.blocks)
+        assert (named["gang"], named["parts"]) == (shape.group_ctas, shape.group_count)
+        assert case.gang in (0, shape.group_ctas)
+        assert shape.ctas <= (case.sms or plan.sm_count)
+        assert named["merges"].shape[0] >= merge_rows(shape.ctas)
 
 
 # --- the schedule on the device -------------------------------------------------------------------
@@ -331,7 +331,7 @@ def test_the_device_makes_the_same_cuts_as_the_host() -> None:
         args = (device_lengths, ranges, len(lengths), groups, newest, parts)
         program_for(PartProbe.part_probe, PartProbe(), args, FlashMLATiling(), ranges.device)(*args)
         old = [max(length - newest, 0) for length in lengths]
-        begins = part_begins(old, GangShape(1, groups, parts))
+        begins = range_begins(old, GroupShape(1, groups, parts))
         items = len(lengths) * groups
         wanted = [[*begin, *end, 1] for begin, end in itertools.pairwise(begins)]
         blocks = [-(-length // KV_BLOCK) for length in old]
@@ -344,7 +344,7 @@ def test_the_device_makes_the_same_cuts_as_the_host() -> None:
 # --- values ---------------------------------------------------------------------------------------
 
 CUT = Case(3, 4, 2100, 64)
-"""Cut into pieces on any device with a few SMs."""
+"""Cut into partial_count on any device with a few SMs."""
 
 
 @pytest.mark.gpu
@@ -456,7 +456,7 @@ def test_a_graph_is_replayed_with_other_lengths(page: int, causal: bool) -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize("sms", [0, 60])
 def test_two_streams_at_once(sms: int) -> None:
-    """Each plan has its own buffers, so neither sees the pieces of the other."""
+    """Each plan has its own buffers, so neither sees the partial_count of the other."""
     made = [
         planned(dataclasses.replace(CUT, sms=sms)),
         planned(Case(4, 2, 1900, 128, "ragged", causal=False, page=64, sms=sms)),

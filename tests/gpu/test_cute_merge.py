@@ -18,7 +18,7 @@ import cuda.bindings.driver as cuda
 from cutlass import Int32, cute
 from cutlass.memory import SmemAllocator
 
-from mla_var3.kernel.cute_python.mla.latent.merge import State
+from mla_var3.kernel.cute_python.mla.latent.merge import CtaState
 from mla_var3.runtime.check import poison_outputs
 from mla_var3.runtime.cute_kernel import program_for
 from mla_var3.runtime.plan import Tiling
@@ -115,7 +115,7 @@ def test_the_memory_needs_no_preparation_and_is_left_without_states(filling: int
         stage.launch()
         for got, exact in zip(outputs_of(stage), wanted, strict=True):
             assert torch.equal(got, exact)
-        assert not any(bool((words == int(state)).any()) for state in State)
+        assert not any(bool((words == int(state)).any()) for state in CtaState)
 
 
 @pytest.mark.gpu
@@ -127,5 +127,5 @@ def test_a_launch_without_cuts_writes_no_record() -> None:
     stage.launch()
     torch.cuda.synchronize()
     shape = case.shape(plan)
-    assert shape.parts > 1 and plan.b * shape.groups % shape.parts == 0
+    assert shape.group_count > 1 and plan.b * shape.visits % shape.group_count == 0
     assert bool((words == -3).all())

@@ -19,7 +19,8 @@ from torch import Tensor
 
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
-from mla_var3.kernel.cute_python.mla.decompressed.stage import HEADS, TILES, WindowTiling
+from mla_var3.kernel.cute_python.mla.decompressed.kernel import HEADS, TILES
+from mla_var3.kernel.cute_python.mla.decompressed.stage import DecompressedTiling
 from mla_var3.kernel.cute_python.mla.flash_attention.flash_attention.flash_attention import (
     CuteFlashAttention,
 )
@@ -27,11 +28,11 @@ from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLATiling
 from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus.mla_var6_plus import (
     CuteMlaVar6Plus,
 )
-from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus_v2.mla_var6_plus_v2 import (
-    CuteMlaVar6PlusV2,
+from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus_v5.mla_var6_plus_v5 import (
+    CuteMlaVar6PlusV5,
 )
-from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus_v3.mla_var6_plus_v3 import (
-    CuteMlaVar6PlusV3,
+from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus_v6.mla_var6_plus_v6 import (
+    CuteMlaVar6PlusV6,
 )
 from mla_var3.op.compare import compare
 from mla_var3.op.mla.inputs import decompress_newest
@@ -107,10 +108,10 @@ class Case:
         }
 
     @property
-    def window_tiling(self) -> WindowTiling:
+    def window_tiling(self) -> DecompressedTiling:
         """A window has no more parts than blocks of 64 tokens."""
         most = -(-min(self.tokens, max(self.lengths)) // 64)
-        return WindowTiling(parts=max(1, min(self.parts, most)), form=self.form)
+        return DecompressedTiling(parts=max(1, min(self.parts, most)), form=self.form)
 
 
 NEW: tuple[int | str, ...] = (0, 1, 63, 64, 100, "t-1", "t")
@@ -170,13 +171,15 @@ def mix_of(case: Case) -> Any:
 
 
 def eight_bits_of(case: Case) -> Any:
-    return CuteMlaVar6PlusV2(**case.sizes, n=case.tokens, window_tiling=case.window_tiling)
+    return CuteMlaVar6PlusV5(**case.sizes, n=case.tokens, window_tiling=case.window_tiling)
 
 
 def prefix_of(case: Case) -> Any:
     # The prefix has its length whatever those of the requests are.
-    tiling = WindowTiling(parts=max(1, min(case.parts, -(-case.tokens // 64))), form=case.form)
-    return CuteMlaVar6PlusV3(**case.sizes, prefix=case.tokens, window_tiling=tiling)
+    tiling = DecompressedTiling(
+        parts=max(1, min(case.parts, -(-case.tokens // 64))), form=case.form
+    )
+    return CuteMlaVar6PlusV6(**case.sizes, prefix=case.tokens, window_tiling=tiling)
 
 
 def attention_of(case: Case) -> Any:
@@ -310,7 +313,10 @@ def test_other_splits_of_the_sms() -> None:
     latent, window, _ = stage.kernels()
     most = plan.sm_count
     for sms in ((1, 1), (most - 1, 1), (1, most - 1), (most // 2, most // 2), (7, 13)):
-        latent.tiling, window.tiling = FlashMLATiling(sms=sms[0]), WindowTiling(sms=sms[1], parts=1)
+        latent.tiling, window.tiling = (
+            FlashMLATiling(sms=sms[0]),
+            DecompressedTiling(sms=sms[1], parts=1),
+        )
         check_stage(plan, inputs, stage).require()
 
 

@@ -11,7 +11,7 @@ import torch
 
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla import flash_mla
 from mla_var3.kernel.cute_python.mla.latent import call as latent_call
-from mla_var3.kernel.cute_python.mla.latent.schedule import gang_shape
+from mla_var3.kernel.cute_python.mla.latent.scheduler import group_shape
 from tests.unit.runtime.cute.noting_driver import STREAM, addresses_of, program_for_step
 
 B, S, H, SMS = 4, 2, 64, 132
@@ -30,7 +30,7 @@ def arguments() -> tuple[Any, ...]:
     return latent_call.attention_arguments(
         zeros(B, S, H, 512), zeros(B, S, H, 64), zeros(16, 64, 512), zeros(16, 64, 64),
         zeros(B, 4, dtype=index), zeros(B, dtype=index), None, None, out, lse, partials,
-        0.1, S, H, True, gang_shape(TILES, B, SMS),
+        0.1, S, H, True, group_shape(TILES, B, SMS),
     )  # fmt: skip
 
 

@@ -13,9 +13,9 @@ import torch
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla import flash_mla
-from mla_var3.kernel.cute_python.mla.hopper.warps import THREADS
+from mla_var3.kernel.cute_python.mla.hopper.constants import THREADS
 from mla_var3.kernel.cute_python.mla.latent import call as latent_call
-from mla_var3.kernel.cute_python.mla.latent.schedule import gang_shape
+from mla_var3.kernel.cute_python.mla.latent.scheduler import group_shape
 from mla_var3.runtime.cute.arguments import kinds_of
 from mla_var3.runtime.cute.launch import RepeatedLaunch
 from mla_var3.runtime.cute_kernel import compile_program
@@ -63,8 +63,8 @@ def test_a_call_is_one_launch_with_its_gangs(
     flash_mla.absorbed(**absorbed(3, 2, 64))
     ((name, arguments),) = calls
     assert name == "flash_mla"
-    shape = gang_shape(2, 3, SMS)
-    assert arguments[-3:] == (shape.gang, shape.groups, shape.parts)
+    shape = group_shape(2, 3, SMS)
+    assert arguments[-3:] == (shape.group_ctas, shape.visits, shape.group_count)
 
 
 def test_a_batch_without_queries_launches_nothing(
@@ -106,7 +106,7 @@ def absorbed_arguments(s: int = 2, h: int = 64, **changes: Any) -> tuple[Any, ..
     return latent_call.attention_arguments(
         *(given[name] for name in names), given["tree"], given["out"], given["lse"],
         latent_call.allocate_partials(torch.device("meta"), SMS), 0.1, s, h, True,
-        gang_shape(1, 2, SMS),
+        group_shape(1, 2, SMS),
     )  # fmt: skip
 
 
@@ -225,10 +225,13 @@ def test_every_way_to_launch_is_one_launch(
 ) -> None:
     """The real host code on a driver that only notes: grid, shared memory, stream, attributes."""
     launches = noted_launches(noted_launch.__name__, repo_root, package_environment, tmp_path)
-    shape = gang_shape(noted_launch.TILES, noted_launch.B, noted_launch.SMS)
+    shape = group_shape(noted_launch.TILES, noted_launch.B, noted_launch.SMS)
     assert len(launches) == 3 and launches[1:] == 2 * launches[:1]
     launch = launches[0]
-    assert (launch["grid"], launch["block"]) == ([shape.gang, shape.parts, 1], [THREADS, 1, 1])
+    assert (launch["grid"], launch["block"]) == (
+        [shape.group_ctas, shape.group_count, 1],
+        [THREADS, 1, 1],
+    )
     assert launch["stream"] == STREAM
     # A launch on the same room must not overlap.
     assert launch["attributes"][str(OVERLAP)] == 0

@@ -16,17 +16,16 @@ from mla_var3.cli.commands import kernel as kernel_command
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import HyperMlaError, InvalidArgumentError, KernelCompileError
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla.flash_mla import CuteFlashMLA
-from mla_var3.kernel.cute_python.mla.latent.kernel import (
+from mla_var3.kernel.cute_python.mla.hopper.constants import (
     CONSUMER_REGISTERS,
     CONSUMERS,
-    LOADER_REGISTERS,
+    DEFAULT_SM_COUNT,
+    PRODUCER_REGISTERS,
     THREADS,
-    FlashMLASm90,
-    FlashMLATiling,
 )
+from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLASm90, FlashMLATiling
 from mla_var3.kernel.cute_python.mla.latent.merge import merge_cost, merge_rows
 from mla_var3.kernel.cute_python.mla.latent.paging import SPARE_PAGES, dense_inputs, paged_inputs
-from mla_var3.kernel.cute_python.mla.latent.schedule import DEFAULT_SM_COUNT
 from mla_var3.runtime import cute_kernel, workflow
 from mla_var3.runtime.compile import fits_shared_memory
 from mla_var3.runtime.cute.arguments import kinds_of
@@ -109,7 +108,7 @@ def test_the_registers_of_an_sm_suffice(compiled: Compiled, variant: str) -> Non
     assert report.registers is not None
     assert report.registers * THREADS <= SM_REGISTERS
     assert report.consumer_registers == CONSUMER_REGISTERS
-    traded = CONSUMERS * CONSUMER_REGISTERS + (THREADS - CONSUMERS) * LOADER_REGISTERS
+    traded = CONSUMERS * CONSUMER_REGISTERS + (THREADS - CONSUMERS) * PRODUCER_REGISTERS
     assert traded <= report.registers * THREADS
     assert report.instructions["USETMAXREG"] == 2
 
@@ -228,16 +227,16 @@ def test_every_candidate_is_valid_and_fits_the_buffers_of_the_plan() -> None:
         for tiling in (*attention.autotune_configs, *chosen):
             assert constraint_failures(tiling, plan) == ()
             shape = plan.gangs(tiling)
-            assert 1 <= shape.blocks <= (tiling.sms or DEFAULT_SM_COUNT)
-            assert 2 * shape.blocks <= o_partial.shape[0] == lse_partial.shape[0]
-            assert merge_rows(shape.blocks) <= merges.shape[0]
+            assert 1 <= shape.ctas <= (tiling.sms or DEFAULT_SM_COUNT)
+            assert 2 * shape.ctas <= o_partial.shape[0] == lse_partial.shape[0]
+            assert merge_rows(shape.ctas) <= merges.shape[0]
 
 
 def test_the_device_decides_how_many_sms_are_used() -> None:
     plan = make(b=64, s=8, h=128).on_device(HOPPER)
     assert plan.sm_count == HOPPER.sm_count
     assert plan.copy(b=1).sm_count == HOPPER.sm_count
-    assert plan.gangs(FlashMLATiling(sms=10)).blocks <= 10
+    assert plan.gangs(FlashMLATiling(sms=10)).ctas <= 10
 
 
 class Recorded:
@@ -265,7 +264,7 @@ def test_another_tiling_has_its_own_gangs(monkeypatch: pytest.MonkeyPatch) -> No
         attention.tiling = FlashMLATiling(gang=gang)
         attention._launch_host(attention.tiling)
         seen.append(plan.gangs(attention.tiling))
-        assert Recorded.launched[-1][-3:] == (seen[-1].gang, seen[-1].groups, seen[-1].parts)
+        assert Recorded.launched[-1][-3:] == (seen[-1].group_ctas, seen[-1].groups, seen[-1].parts)
     assert len(set(seen)) == 3
 
 

@@ -11,14 +11,17 @@ from hypothesis import strategies as st
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
 from mla_var3.conf.devices import load_devices
-from mla_var3.kernel.cute_python.mla.latent.merge import MOST_SLOTS, State, cuts_items, merge_rows
-from mla_var3.kernel.cute_python.mla.latent.schedule import KV_BLOCK, GangShape, gang_shape, pieces
+from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK
+from mla_var3.kernel.cute_python.mla.latent.merge import MOST_SLOTS, CtaState, may_split, merge_rows
+from mla_var3.kernel.cute_python.mla.latent.scheduler import GroupShape, group_shape, partial_count
 
 
-def step_of(lengths: Sequence[int], shape: GangShape) -> int:
+def step_of(lengths: Sequence[int], shape: GroupShape) -> int:
     """The step from one item to the next, by the rule of `part_range`."""
     equal = len({-(-length // KV_BLOCK) for length in lengths}) == 1
-    return shape.parts if equal and len(lengths) * shape.groups % shape.parts == 0 else 1
+    return (
+        shape.group_count if equal and len(lengths) * shape.visits % shape.group_count == 0 else 1
+    )
 
 
 @given(
@@ -33,14 +36,14 @@ def step_of(lengths: Sequence[int], shape: GangShape) -> int:
 def test_whoever_is_told_that_nothing_is_cut_has_no_piece(
     lengths: list[int], tiles: int, sms: int, equal: bool
 ) -> None:
-    """Otherwise pieces would wait for blocks that have left without a word."""
+    """Otherwise partial_count would wait for blocks that have left without a word."""
     if equal:
         lengths = lengths[:1] * len(lengths)
-    shape = gang_shape(tiles, len(lengths), sms)
+    shape = group_shape(tiles, len(lengths), sms)
     part = (0, 0, 0, 0, step_of(lengths, shape))
-    assert cuts_items(part, shape.parts) or pieces(lengths, shape) == 0
-    if shape.parts == 1:
-        assert not cuts_items(part, shape.parts)
+    assert may_split(part, shape.group_count) or partial_count(lengths, shape) == 0
+    if shape.group_count == 1:
+        assert not may_split(part, shape.group_count)
 
 
 def test_the_records_of_every_known_device_fit() -> None:
@@ -55,8 +58,8 @@ def test_slots_states_and_the_count_do_not_meet() -> None:
 
 def test_a_state_is_nothing_that_memory_has_by_chance() -> None:
     """Not zeros, no repeated filling, no small numbers, no two floats of usual size."""
-    assert len(set(State)) == 3
-    for state in State:
+    assert len(set(CtaState)) == 3
+    for state in CtaState:
         data = int(state).to_bytes(8, "little")
         assert 0 < state < 2**63
         assert len(set(data)) == 8

@@ -22,13 +22,14 @@ pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl"
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.decompressed import jobs as window_jobs
-from mla_var3.kernel.cute_python.mla.decompressed.jobs import BLOCK, Job, Window
-from mla_var3.kernel.cute_python.mla.decompressed.kernel import WindowSm90
+from mla_var3.kernel.cute_python.mla.decompressed.kernel import DecompressedSm90
+from mla_var3.kernel.cute_python.mla.decompressed.scheduler import Job, Window
 from mla_var3.kernel.cute_python.mla.decompressed.stage import (
-    WindowOperands,
-    WindowShape,
-    WindowTiling,
+    DecompressedOperands,
+    DecompressedShape,
+    DecompressedTiling,
 )
+from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK
 from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLASm90
 from mla_var3.kernel.cute_python.mla.mix.plan import LatentTokens
 from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus.mla_var6_plus import (
@@ -75,9 +76,9 @@ def seen_slots(job: Job, row: int, lowest: int, window: Window) -> set[int]:
     limit = window_jobs.row_limit(job, row, window)
     kept = set()
     for block in range(job.first, job.last):
-        token = block * BLOCK
+        token = block * KV_BLOCK
         masked = job.gone > 0 or window_jobs.places_end(token, job, window) > lowest
-        for slot in range(token, token + BLOCK):
+        for slot in range(token, token + KV_BLOCK):
             place = window_jobs.place_of(slot, job, window)
             if not masked or (job.gone <= place < limit):
                 kept.add(slot)
@@ -92,7 +93,7 @@ def wanted_slots(length: int, start: int, n: int, queries: int, row: int, causal
 @settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_a_row_sees_the_positions_of_its_ring(data: st.DataObject) -> None:
-    n = BLOCK * data.draw(st.integers(1, 4))
+    n = KV_BLOCK * data.draw(st.integers(1, 4))
     queries = data.draw(st.sampled_from([1, 2, 5, 63, 64, 65, 100]))
     causal, tiles = data.draw(st.booleans()), data.draw(st.booleans())
     length = data.draw(st.one_of(st.integers(0, 3 * n), st.sampled_from([n - 1, n, n + 1, 2 * n])))
@@ -129,13 +130,13 @@ def test_slots_without_a_token_are_at_the_end_of_the_last_block(
     blocks: int, length: int, parts: int
 ) -> None:
     """Those may hold NaN: they are never kept, and the rows to clear begin behind the tokens."""
-    n = blocks * BLOCK
+    n = blocks * KV_BLOCK
     window = window_of([length], [max(length - n, 0)], n, 1, True, parts=parts)
     for job in jobs_of(window):
         assert job.tokens == min(length, n)
         assert all(slot < job.tokens for slot in seen_slots(job, 0, -1, window))
         # Blocks before a job's last one are full.
-        assert (job.last - 1) * BLOCK <= job.tokens
+        assert (job.last - 1) * KV_BLOCK <= job.tokens
 
 
 def test_most_blocks_need_no_mask() -> None:
@@ -143,7 +144,7 @@ def test_most_blocks_need_no_mask() -> None:
 
     That is what makes a ring as fast as a window in order.
     """
-    n, queries = 32 * BLOCK, 16
+    n, queries = 32 * KV_BLOCK, 16
     for length in (n, n + 7, 5 * n + 700):
         (job, *_) = jobs_of(window_of([length], [length - n], n, queries, True))
         window = window_of([length], [length - n], n, queries, True)
@@ -151,9 +152,9 @@ def test_most_blocks_need_no_mask() -> None:
         masked = [
             block
             for block in range(job.first, job.last)
-            if window_jobs.places_end(block * BLOCK, job, window) > lowest
+            if window_jobs.places_end(block * KV_BLOCK, job, window) > lowest
         ]
-        newest = {(length - 1 - i) % n // BLOCK for i in range(queries - 1)}
+        newest = {(length - 1 - i) % n // KV_BLOCK for i in range(queries - 1)}
         assert set(masked) >= newest
         assert len(masked) <= 2
 
@@ -188,8 +189,8 @@ def test_windows_in_order_know_nothing_of_rings() -> None:
 
 def test_every_job_of_the_stage_is_one_of_the_kernel() -> None:
     for rows, heads, parts in itertools.product((1, 64, 65, 130), (1, 3, 16), (1, 3)):
-        shape = WindowShape(5, rows, heads, 256)
-        tiling = WindowTiling(parts=parts)
+        shape = DecompressedShape(5, rows, heads, 256)
+        tiling = DecompressedTiling(parts=parts)
         tiles = shape.form(tiling) == "tiles"
         window: Any = window_of(
             [300] * 5, [44] * 5, 256, rows, True, heads=heads, parts=parts, tiles=tiles
@@ -209,7 +210,7 @@ RING_VARIANTS = {
 COMPILE = """
 import contextlib, json, sys
 import torch
-from mla_var3.kernel.cute_python.mla.decompressed.stage import WindowOperands, WindowTiling
+from mla_var3.kernel.cute_python.mla.decompressed.stage import DecompressedOperands, DecompressedTiling
 from mla_var3.kernel.cute_python.mla.mix.plan import LatentTokens
 from mla_var3.runtime import cute_kernel
 from mla_var3.runtime.compile import compile_report
@@ -222,10 +223,10 @@ for variant, (s, parts) in json.loads(sys.argv[1]).items():
     inputs = plan.prepare_inputs("meta")
     q_nope, q_latent, q_rope, c_kv, k_rope, k_new, v_new, rope_new, w_uv, lengths = inputs
     latent = LatentTokens(q_latent, q_rope, c_kv, k_rope, lengths, seen_by_all=True)
-    ring = WindowOperands(q_nope, q_rope, k_new, v_new, rope_new, lengths, starts=lengths.clone())
+    ring = DecompressedOperands(q_nope, q_rope, k_new, v_new, rope_new, lengths, starts=lengths.clone())
     for kernel in plan.plan_parts(latent, ring, w_uv).kernels():
         if kernel.name == "window_attention":
-            kernel.tiling = WindowTiling(parts=parts)
+            kernel.tiling = DecompressedTiling(parts=parts)
             print(f"== {variant} {kernel.name}", file=sys.stderr, flush=True)
             reports[f"{variant} {kernel.name}"] = compile_report(kernel, "sm_90").to_dict()
 print(json.dumps(reports))
@@ -251,12 +252,16 @@ def test_a_ring_costs_no_registers(compiled_rings: Compiled, variant: str) -> No
 # --- its stage ------------------------------------------------------------------------------------
 
 
-def ring_plan(**fields: Any) -> tuple[CuteMlaVar6Plus, LatentTokens, WindowOperands, torch.Tensor]:
+def ring_plan(
+    **fields: Any,
+) -> tuple[CuteMlaVar6Plus, LatentTokens, DecompressedOperands, torch.Tensor]:
     plan = CuteMlaVar6Plus(**{"b": 2, "s": 2, "t": 300, "h": 4, "n": 128, **fields})
     inputs = plan.prepare_inputs("meta")
     q_nope, q_latent, q_rope, c_kv, k_rope, k_new, v_new, rope_new, w_uv, lengths = inputs
     latent = LatentTokens(q_latent, q_rope, c_kv, k_rope, lengths, seen_by_all=True)
-    window = WindowOperands(q_nope, q_rope, k_new, v_new, rope_new, lengths, starts=lengths.clone())
+    window = DecompressedOperands(
+        q_nope, q_rope, k_new, v_new, rope_new, lengths, starts=lengths.clone()
+    )
     return plan, latent, window, w_uv
 
 
@@ -264,12 +269,15 @@ def test_the_older_tokens_are_shown_to_every_query() -> None:
     plan, latent, window, w_uv = ring_plan()
     stage = plan.plan_parts(latent, window, w_uv)
     kernels: dict[str, Any] = {kernel.name: kernel for kernel in stage.kernels()}
-    for name, host, causal in (("flash_mla", FlashMLASm90, 0), ("window_attention", WindowSm90, 1)):
+    for name, host, causal in (
+        ("flash_mla", FlashMLASm90, 0),
+        ("window_attention", DecompressedSm90, 1),
+    ):
         names = list(inspect.signature(host.__call__).parameters)[1:-1]
         kernel = kernels[name]
         named = dict(zip(names, kernel.args_fn(kernel.tiling), strict=False))
         assert named["causal"] == causal, name
-    assert kernels["window_attention"].host_fn(WindowTiling()).kernel.ring
+    assert kernels["window_attention"].host_fn(DecompressedTiling()).kernel.ring
 
 
 @pytest.mark.parametrize(

@@ -14,16 +14,14 @@ pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl"
 from mla_var3.cli.commands import kernel as kernel_command
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import HyperMlaError, InvalidArgumentError
-from mla_var3.kernel.cute_python.mla.decompressed.kernel import WindowSm90
+from mla_var3.kernel.cute_python.mla.decompressed.kernel import HEADS, TILES, DecompressedSm90
 from mla_var3.kernel.cute_python.mla.decompressed.stage import (
     ARGUMENTS,
-    HEADS,
     LSE,
     OUT,
     PARTS,
-    TILES,
-    WindowShape,
-    WindowTiling,
+    DecompressedShape,
+    DecompressedTiling,
 )
 from mla_var3.kernel.cute_python.mla.flash_attention.flash_attention.flash_attention import (
     CuteFlashAttention,
@@ -33,11 +31,11 @@ from mla_var3.kernel.cute_python.mla.mix.sm_split import SmSplit, balanced_split
 from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus.mla_var6_plus import (
     CuteMlaVar6Plus,
 )
-from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus_v2.mla_var6_plus_v2 import (
-    CuteMlaVar6PlusV2,
+from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus_v5.mla_var6_plus_v5 import (
+    CuteMlaVar6PlusV5,
 )
-from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus_v3.mla_var6_plus_v3 import (
-    CuteMlaVar6PlusV3,
+from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus_v6.mla_var6_plus_v6 import (
+    CuteMlaVar6PlusV6,
 )
 from mla_var3.kernel.cute_python.mla.projections import outputs as decompress_combine
 from mla_var3.kernel.cute_python.mla.projections.outputs import (
@@ -66,8 +64,8 @@ SM_REGISTERS = 64 * 1024
 PLANS: dict[str, Any] = {
     "flash_attention": CuteFlashAttention,
     "mla_var6_plus": CuteMlaVar6Plus,
-    "mla_var6_plus_v2": CuteMlaVar6PlusV2,
-    "mla_var6_plus_v3": CuteMlaVar6PlusV3,
+    "mla_var6_plus_v5": CuteMlaVar6PlusV5,
+    "mla_var6_plus_v6": CuteMlaVar6PlusV6,
 }
 
 
@@ -100,10 +98,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mix": ("mla_var6_plus", {"n": 100}, {"parts": 1}),
     "latent only": ("mla_var6_plus", {"n": 0}, {}),
     "latent only float16": ("mla_var6_plus", {"n": 0, "dtype": "float16"}, {}),
-    "8 bits": ("mla_var6_plus_v2", {"n": 100}, {"parts": 1}),
-    "8 bits, 48 columns": ("mla_var6_plus_v2", {"n": 100, "s": 40}, {"parts": 1}),
-    "8 bits, tiles": ("mla_var6_plus_v2", {"n": 100, "s": 100}, {"parts": 1}),
-    "prefix": ("mla_var6_plus_v3", {"prefix": 100, "s": 40}, {"parts": 1}),
+    "8 bits": ("mla_var6_plus_v5", {"n": 100}, {"parts": 1}),
+    "8 bits, 48 columns": ("mla_var6_plus_v5", {"n": 100, "s": 40}, {"parts": 1}),
+    "8 bits, tiles": ("mla_var6_plus_v5", {"n": 100, "s": 100}, {"parts": 1}),
+    "prefix": ("mla_var6_plus_v6", {"prefix": 100, "s": 40}, {"parts": 1}),
 }
 """Per variant: the plan, its fields, and the tiling of the decompressed kernel."""
 # The decompressed kernel of "mix" is the program of "heads".
@@ -208,10 +206,10 @@ def test_the_registry_finds_the_plan(name: str) -> None:
             ["flash_mla", "window_attention", "decompress_combine"],
         ),
         ("mla_var6_plus", {"n": 300}, ["window_attention"]),
-        ("mla_var6_plus_v2", {"n": 300}, ["window_attention"]),
-        ("mla_var6_plus_v2", {"n": 0}, ["flash_mla", "decompress_combine"]),
-        ("mla_var6_plus_v3", {"prefix": 0}, ["flash_mla", "decompress_combine"]),
-        ("mla_var6_plus_v3", {"prefix": 300}, ["window_attention"]),
+        ("mla_var6_plus_v5", {"n": 300}, ["window_attention"]),
+        ("mla_var6_plus_v5", {"n": 0}, ["flash_mla", "decompress_combine"]),
+        ("mla_var6_plus_v6", {"prefix": 0}, ["flash_mla", "decompress_combine"]),
+        ("mla_var6_plus_v6", {"prefix": 300}, ["window_attention"]),
     ],
     ids=str,
 )
@@ -227,7 +225,7 @@ def test_a_kernel_without_tokens_is_left_out(
 
 def test_the_latent_kernel_leaves_out_the_window_and_nothing_else() -> None:
     plan = make("mla_var6_plus", n=100, lengths=(300, 60))
-    named = named_arguments(kernels(plan)["window_attention"], WindowSm90)
+    named = named_arguments(kernels(plan)["window_attention"], DecompressedSm90)
     assert (named["window"], named["slots"], named["requests"]) == (100, 100, 2)
     assert plan.latent_lengths() == [200, 0]
     assert plan.new_lengths() == [100, 60]
@@ -235,8 +233,8 @@ def test_the_latent_kernel_leaves_out_the_window_and_nothing_else() -> None:
 
 
 def test_a_prefix_is_one_window_and_the_latent_kernel_starts_behind_it() -> None:
-    plan = make("mla_var6_plus_v3", prefix=128, lengths=(300, 60))
-    named = named_arguments(kernels(plan)["window_attention"], WindowSm90)
+    plan = make("mla_var6_plus_v6", prefix=128, lengths=(300, 60))
+    named = named_arguments(kernels(plan)["window_attention"], DecompressedSm90)
     assert (named["window"], named["slots"], named["requests"]) == (128, 128, 2)
     assert tuple(named["keys"].shape) == (1, 64, 128, 128)
     inputs = plan.prepare_inputs("cpu")
@@ -246,8 +244,8 @@ def test_a_prefix_is_one_window_and_the_latent_kernel_starts_behind_it() -> None
 
 
 def test_eight_bits_are_half_the_bytes_and_padded_slots() -> None:
-    plain, packed = make("mla_var6_plus", n=100), make("mla_var6_plus_v2", n=100)
-    named = named_arguments(kernels(packed)["window_attention"], WindowSm90)
+    plain, packed = make("mla_var6_plus", n=100), make("mla_var6_plus_v5", n=100)
+    named = named_arguments(kernels(packed)["window_attention"], DecompressedSm90)
     assert (named["window"], named["slots"], named["requests"]) == (100, 128, 2)
     assert named["scales"] is not None and named["r_token"] == 64
     assert tuple(named["k_rope"].shape) == (2, 128, 64)
@@ -274,7 +272,7 @@ def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
 TINY: dict[str, Any] = {"b": 2, "s": 3, "t": 90, "h": 2, "lengths": (90, 40), "seed": 1}
 
 
-@pytest.mark.parametrize("name", ["mla_var6_plus", "mla_var6_plus_v2"])
+@pytest.mark.parametrize("name", ["mla_var6_plus", "mla_var6_plus_v5"])
 def test_the_reference_is_the_operation(name: str) -> None:
     """Against the absorbed path alone, which knows nothing of windows; 8 bits cost what they do."""
     plan = make(name, **TINY, n=50)
@@ -287,7 +285,7 @@ def test_the_reference_is_the_operation(name: str) -> None:
 
 
 def test_the_errors_of_the_form_and_of_the_kernel_are_told_apart() -> None:
-    plan = make("mla_var6_plus_v2", **TINY, n=50)
+    plan = make("mla_var6_plus_v5", **TINY, n=50)
     raw = plan.make_inputs("cpu")
     inputs = plan.prepare_inputs("cpu")
     assert torch.equal(inputs[1], absorb_queries(raw.q_nope, raw.w_uk))
@@ -303,7 +301,7 @@ def test_the_errors_of_the_form_and_of_the_kernel_are_told_apart() -> None:
 
 
 def test_the_reference_of_a_prefix_is_the_operation() -> None:
-    plan = make("mla_var6_plus_v3", **TINY, prefix=50)
+    plan = make("mla_var6_plus_v6", **TINY, prefix=50)
     made = make_shared_prefix_inputs(plan.shared_problem(), "cpu", seed=1)
     wanted, _ = reference_from_latent(made.plain, plan.problem())
     assert relative(plan.reference_fn(*plan.prepare_inputs("cpu"))[0], wanted) < 0.01
@@ -346,7 +344,7 @@ def test_a_longer_window_gets_more_sms(n: int) -> None:
     longer = make("mla_var6_plus", **sizes, n=n + 64).split()
     assert split.latent + split.window == HOPPER.sm_count
     assert longer.window >= split.window
-    assert make("mla_var6_plus_v2", **sizes, n=n).split().window <= split.window
+    assert make("mla_var6_plus_v5", **sizes, n=n).split().window <= split.window
 
 
 def test_a_fitted_model_chooses_the_window_and_the_sms() -> None:
@@ -381,7 +379,7 @@ def test_without_a_fit_the_roofline_chooses(device: str, dtype: str) -> None:
 def test_a_chosen_share_leaves_the_other_kernel_the_rest() -> None:
     plan = make("mla_var6_plus", n=100, tiling=FlashMLATiling(sms=100))
     assert plan.split() == SmSplit(100, 32)
-    plan = make("mla_var6_plus", n=100, window_tiling=WindowTiling(sms=100))
+    plan = make("mla_var6_plus", n=100, window_tiling=DecompressedTiling(sms=100))
     assert plan.split() == SmSplit(32, 100)
 
 
@@ -391,7 +389,7 @@ def together(plan: Any) -> ConcurrentKernels:
     return found
 
 
-@pytest.mark.parametrize("name", ["mla_var6_plus", "mla_var6_plus_v2", "mla_var6_plus_v3"])
+@pytest.mark.parametrize("name", ["mla_var6_plus", "mla_var6_plus_v5", "mla_var6_plus_v6"])
 def test_more_sms_than_there_are_is_refused(name: str) -> None:
     own = {"prefix": 100} if name.endswith("v3") else {"n": 100}
     group = together(make(name, **own))
@@ -399,10 +397,12 @@ def test_more_sms_than_there_are_is_refused(name: str) -> None:
     latent, window = (kernel.tiling for kernel in group.kernels())
     most = HOPPER.sm_count
     for sms in ((most - 1, 1), (60, 60)):
-        chosen = [FlashMLATiling(sms=sms[0]), WindowTiling(sms=sms[1])]
+        chosen = [FlashMLATiling(sms=sms[0]), DecompressedTiling(sms=sms[1])]
         assert group.joint_failures(chosen) == ()
     for pair in ((most, 1), (1, most), (100, 33)):
-        [failure] = group.joint_failures([FlashMLATiling(sms=pair[0]), WindowTiling(sms=pair[1])])
+        [failure] = group.joint_failures(
+            [FlashMLATiling(sms=pair[0]), DecompressedTiling(sms=pair[1])]
+        )
         assert f"at most {most} SMs for both kernels, got {pair[0]} + {pair[1]}" in failure
     assert latent.sms == window.sms == 0
 
@@ -430,32 +430,32 @@ def test_every_candidate_is_valid_and_some_pairs_fit() -> None:
 
 
 def test_the_form_follows_the_rows() -> None:
-    assert WindowShape(2, 64, 8, 300).form(WindowTiling()) == HEADS
-    assert WindowShape(2, 65, 8, 300).form(WindowTiling()) == TILES
-    assert WindowShape(2, 65, 8, 300).form(WindowTiling(form=HEADS)) == HEADS
+    assert DecompressedShape(2, 64, 8, 300).form(DecompressedTiling()) == HEADS
+    assert DecompressedShape(2, 65, 8, 300).form(DecompressedTiling()) == TILES
+    assert DecompressedShape(2, 65, 8, 300).form(DecompressedTiling(form=HEADS)) == HEADS
 
 
 @pytest.mark.parametrize(
     ("shape", "form", "units"),
     [
-        (WindowShape(2, 1, 8, 300), HEADS, 4),
-        (WindowShape(2, 64, 3, 300), HEADS, 2),
-        (WindowShape(2, 65, 3, 300), HEADS, 4),
-        (WindowShape(2, 65, 3, 300), TILES, 3),
-        (WindowShape(2, 129, 3, 300), TILES, 6),
-        (WindowShape(1, 1, 1, 300), TILES, 1),
+        (DecompressedShape(2, 1, 8, 300), HEADS, 4),
+        (DecompressedShape(2, 64, 3, 300), HEADS, 2),
+        (DecompressedShape(2, 65, 3, 300), HEADS, 4),
+        (DecompressedShape(2, 65, 3, 300), TILES, 3),
+        (DecompressedShape(2, 129, 3, 300), TILES, 6),
+        (DecompressedShape(1, 1, 1, 300), TILES, 1),
     ],
     ids=str,
 )
-def test_jobs_of_a_window(shape: WindowShape, form: str, units: int) -> None:
+def test_jobs_of_a_window(shape: DecompressedShape, form: str, units: int) -> None:
     assert shape.units(form) == units
 
 
 def test_no_block_without_a_job() -> None:
-    shape = WindowShape(2, 1, 8, 300)
-    assert shape.blocks(WindowTiling(parts=1), 132) == 8
-    assert shape.blocks(WindowTiling(parts=3), 132) == 24
-    assert shape.blocks(WindowTiling(parts=3), 10) == 10
+    shape = DecompressedShape(2, 1, 8, 300)
+    assert shape.blocks(DecompressedTiling(parts=1), 132) == 8
+    assert shape.blocks(DecompressedTiling(parts=3), 132) == 24
+    assert shape.blocks(DecompressedTiling(parts=3), 10) == 10
 
 
 def test_the_arguments_are_those_of_the_kernel_and_four_of_the_merge() -> None:
@@ -466,28 +466,28 @@ def test_the_arguments_are_those_of_the_kernel_and_four_of_the_merge() -> None:
 
 def test_parts_have_room_of_their_own_and_one_part_needs_none() -> None:
     kernel = kernels(make("flash_attention"))["window_attention"]
-    named = named_arguments(kernel, WindowSm90, WindowTiling(parts=3))
+    named = named_arguments(kernel, DecompressedSm90, DecompressedTiling(parts=3))
     assert tuple(named["o"].shape) == (3, 2, 2, 64, 128) and named["o"].dtype is torch.float32
     assert tuple(named["lse"].shape) == (3, 2, 2, 64)
-    assert kernel.host_fn(WindowTiling(parts=3)).kernel.wide
-    named = named_arguments(kernel, WindowSm90, WindowTiling(parts=1))
+    assert kernel.host_fn(DecompressedTiling(parts=3)).kernel.wide
+    named = named_arguments(kernel, DecompressedSm90, DecompressedTiling(parts=1))
     assert named["o"] is kernel.output_tensors[0] and named["lse"] is kernel.output_tensors[1]
-    assert not kernel.host_fn(WindowTiling(parts=1)).kernel.wide
+    assert not kernel.host_fn(DecompressedTiling(parts=1)).kernel.wide
 
 
 @pytest.mark.parametrize(
     ("tiling", "message"),
     [
-        (WindowTiling(sms=-1), "sms: expected 0 to 132"),
-        (WindowTiling(sms=133), "sms: expected 0 to 132"),
-        (WindowTiling(parts=-1), "parts: expected 0 to 5"),
-        (WindowTiling(parts=6), "parts: expected 0 to 5"),
-        (WindowTiling(form="rows"), "form: expected heads, tiles or nothing, got 'rows'"),
+        (DecompressedTiling(sms=-1), "sms: expected 0 to 132"),
+        (DecompressedTiling(sms=133), "sms: expected 0 to 132"),
+        (DecompressedTiling(parts=-1), "parts: expected 0 to 5"),
+        (DecompressedTiling(parts=6), "parts: expected 0 to 5"),
+        (DecompressedTiling(form="rows"), "form: expected heads, tiles or nothing, got 'rows'"),
     ],
     ids=str,
 )
 def test_a_wrong_tiling_is_named_before_anything_is_compiled(
-    tiling: WindowTiling, message: str
+    tiling: DecompressedTiling, message: str
 ) -> None:
     kernel = kernels(make("flash_attention"))["window_attention"]
     with pytest.raises(HyperMlaError, match=re.escape(message)):
@@ -531,8 +531,8 @@ def test_the_log_sum_exp_is_that_of_the_latent_part_when_it_is_alone() -> None:
         ("flash_attention", {"p": 32}, "p: expected 64, which the tiles are made for, got 32"),
         ("mla_var6_plus", {"k": 256}, "k: expected 512, which the tiles are made for, got 256"),
         ("mla_var6_plus", {"n": 301}, "n: expected an integer from 0 to t=300, got 301"),
-        ("mla_var6_plus_v2", {"n": -1}, "n: expected an integer from 0 to t=300, got -1"),
-        ("mla_var6_plus_v3", {"prefix": 301}, "prefix: expected an integer from 0 to t=300"),
+        ("mla_var6_plus_v5", {"n": -1}, "n: expected an integer from 0 to t=300, got -1"),
+        ("mla_var6_plus_v6", {"prefix": 301}, "prefix: expected an integer from 0 to t=300"),
     ],
     ids=str,
 )
@@ -547,11 +547,11 @@ NAMES = {
         *("q_nope", "q_latent", "q_rope", "c_kv", "k_rope"),
         *("k_new", "v_new", "k_rope_new", "w_uv", "lengths"),
     ),
-    "mla_var6_plus_v2": (
+    "mla_var6_plus_v5": (
         *("q_nope", "q_latent", "q_rope", "c_kv", "k_rope"),
         *("keys", "values", "scales", "k_rope_new", "w_uv", "lengths"),
     ),
-    "mla_var6_plus_v3": (
+    "mla_var6_plus_v6": (
         *("q_nope", "q_latent", "q_rope", "k_prefix", "v_prefix", "k_rope_prefix"),
         *("c_kv", "k_rope", "w_uv", "lengths", "own_lengths"),
     ),
@@ -590,9 +590,9 @@ def test_gaps_are_refused_by_name(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["keys", "values", "scales"])
 def test_a_packed_window_has_no_gaps(name: str) -> None:
-    plan = make("mla_var6_plus_v2", n=100)
+    plan = make("mla_var6_plus_v5", n=100)
     inputs = [*plan.prepare_inputs("meta")]
-    index = NAMES["mla_var6_plus_v2"].index(name)
+    index = NAMES["mla_var6_plus_v5"].index(name)
     shape = inputs[index].shape
     longer = torch.empty((shape[0], shape[1] + 1, *shape[2:]), device="meta")
     inputs[index] = longer.to(inputs[index].dtype)[:, : shape[1]]
@@ -603,16 +603,16 @@ def test_a_packed_window_has_no_gaps(name: str) -> None:
 def test_a_small_copy_keeps_the_share_of_decompressed_tokens() -> None:
     small = make("mla_var6_plus", t=4000, n=1000).cpu_check_plan()
     assert (small.t, small.n) == (150, 38)
-    small = make("mla_var6_plus_v3", t=4000, prefix=3000).cpu_check_plan()
+    small = make("mla_var6_plus_v6", t=4000, prefix=3000).cpu_check_plan()
     assert (small.t, small.prefix) == (150, 112)
 
 
 def test_an_unresolved_choice_says_who_makes_it() -> None:
-    for plan in (CuteMlaVar6Plus(**SMALL), CuteMlaVar6PlusV3(**SMALL)):
+    for plan in (CuteMlaVar6Plus(**SMALL), CuteMlaVar6PlusV6(**SMALL)):
         with pytest.raises(InvalidArgumentError, match="resolve or on_device chooses one"):
             plan.prepare_inputs("meta")
     assert make("mla_var6_plus").n is not None
-    assert make("mla_var6_plus_v3").prefix == 128
+    assert make("mla_var6_plus_v6").prefix == 128
 
 
 def test_refinements_surround_the_choice() -> None:

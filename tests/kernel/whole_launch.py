@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
+from mla_var3.kernel.cute_python.mla.hopper.constants import ROWS
 from mla_var3.kernel.cute_python.mla.latent import call as latent_call
 from mla_var3.kernel.cute_python.mla.latent import whole_call
 from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLASm90, FlashMLATiling
-from mla_var3.kernel.cute_python.mla.latent.schedule import ROWS, gang_shape
+from mla_var3.kernel.cute_python.mla.latent.scheduler import group_shape
 from tests.unit.runtime.cute.noting_driver import STREAM, addresses_of, program_for_step
 
 SIZES = ((4, 2, 64), (3, 2, 16), (5, 1, 128), (129, 1, 16))
@@ -34,7 +35,7 @@ def arguments(device: str, b: int, s: int, h: int) -> tuple[Any, ...]:
         zeros(b, s, h, 512), zeros(b, s, h, 64), zeros(16, 64, 512), zeros(16, 64, 64),
         zeros(b, 4, dtype=torch.int32), zeros(b, dtype=torch.int32), None, None,
         zeros(b, s, h, 512), zeros(b, s, h, dtype=torch.float32), partials, 0.1, s, h, True,
-        gang_shape(-(-s * h // ROWS), b, SMS),
+        group_shape(-(-s * h // ROWS), b, SMS),
     )  # fmt: skip
     weights = zeros(h, 128, 512), zeros(h, 512, 128)
     return whole_call.whole_arguments(

@@ -12,13 +12,11 @@ from typing import Any
 
 import torch
 
-from mla_var3.kernel.cute_python.mla.decompressed.kernel import WindowSm90
 from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLASm90
 from mla_var3.kernel.cute_python.mla.projections.outputs import DecompressCombineSm90
 
 HOSTS: dict[str, Any] = {
     "flash_mla": FlashMLASm90,
-    "window_attention": WindowSm90,
     "decompress_combine": DecompressCombineSm90,
 }
 
@@ -27,11 +25,15 @@ def emulate(stage: Any) -> None:
     """Write the outputs of all kernels of a stage, in order."""
     for kernel in stage.kernels():
         tiling = kernel.tiling
-        if kernel.name == "window_attention":
-            tiling = replace(tiling, parts=1)
+        if kernel.name == "decompressed_attention":
+            tiling = replace(tiling, splits=1)
         assert not tiling.validate(kernel.plan).failures
-        names = list(inspect.signature(HOSTS[kernel.name].__call__).parameters)[1:-1]
-        named = dict(zip(names, kernel.args_fn(tiling), strict=False))
+        arguments = kernel.args_fn(tiling)
+        if hasattr(arguments, "_asdict"):
+            named = arguments._asdict()
+        else:
+            names = list(inspect.signature(HOSTS[kernel.name].__call__).parameters)[1:-1]
+            named = dict(zip(names, arguments, strict=True))
         outputs = EMULATIONS[kernel.name](named, kernel.host_fn(tiling))
         for target, result in zip(kernel.output_tensors, outputs, strict=False):
             target.copy_(result.view(target.shape))
@@ -75,24 +77,24 @@ def flash_mla(named: dict[str, Any], host: Any) -> tuple[torch.Tensor, torch.Ten
     return torch.stack(outputs), torch.stack(sums)
 
 
-def window_attention(named: dict[str, Any], host: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def decompressed_attention(named: dict[str, Any], host: Any) -> tuple[torch.Tensor, torch.Tensor]:
     b, s, h = (named[name] for name in ("requests", "queries", "heads"))
     q = torch.cat([named["q_nope"].view(b, s, h, -1), named["q_rope"].view(b, s, h, -1)], -1)
-    n, outputs, sums = named["window"], [], []
+    n, outputs, sums = named["kept"], [], []
     slots, rows = torch.arange(named["slots"]), torch.arange(s)[:, None]
-    assert host.kernel.ring is (named["starts"] is not None)
+    assert host.ring is (named["starts"] is not None)
     for request, length in enumerate(named["lengths"].tolist()):
-        at = 0 if host.kernel.shared else request
+        at = 0 if host.shared else request
         keys, values, rope = (named[name][at] for name in ("keys", "values", "k_rope"))
         keys = torch.cat([keys, rope.expand(h, -1, -1)], -1)
         oldest, start, missing = max(length - n, 0), 0, False
-        positions = slots if host.kernel.shared else oldest + slots
-        if host.kernel.ring:
+        positions = slots if host.shared else oldest + slots
+        if host.ring:
             assert n % 64 == 0 and n == named["slots"]
             start = min(int(named["starts"][request]), length)
             positions = oldest + (slots - oldest) % n
             seen_by_all = max(length - s + 1, 0) if named["causal"] else length
-            missing = start < oldest or start > (0 if host.kernel.alone else seen_by_all)
+            missing = start < oldest or start > (0 if host.alone else seen_by_all)
         visible = ((positions >= start) & (positions < length)).expand(s, -1)
         if named["causal"]:
             visible = visible & (positions < length - s + 1 + rows)
@@ -117,6 +119,6 @@ def decompress_combine(named: dict[str, Any], host: Any) -> tuple[torch.Tensor, 
 
 EMULATIONS: dict[str, Any] = {
     "flash_mla": flash_mla,
-    "window_attention": window_attention,
+    "decompressed_attention": decompressed_attention,
     "decompress_combine": decompress_combine,
 }

@@ -14,7 +14,7 @@ from mla_var3.bench.suites import (
     select_kernels,
 )
 
-SPECIAL = ("mla_var6_plus_v2", "mla_var6_plus_v3")
+SPECIAL = ("mla_var6_plus_v5", "mla_var6_plus_v6")
 
 
 def test_special_versions_take_part_only_by_name() -> None:
@@ -29,8 +29,11 @@ def test_special_versions_take_part_only_by_name() -> None:
         select_kernels(["mla_var6_plus"], kernels),
     ):
         assert chosen and not set(chosen) & set(special)
-    named = select_kernels(["mla_var6_plus_v2"], kernels)
-    assert {k.language for k in named} == {"cutile-dsl", "cute-dsl"}
+    named = select_kernels(["mla_var6_plus_v5"], kernels)
+    assert {k.language for k in named} == {"cute-dsl"}
+    # Their ids of old, where no other language has them.
+    hopper = [k for k in kernels if k.language == "cute-dsl"]
+    assert select_kernels(["mla_var6_plus_v2", "mla_var6_plus_v3"], hopper) == special
 
 
 def test_every_shape_has_the_mix_and_both_pure_paths() -> None:

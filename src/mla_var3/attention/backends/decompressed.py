@@ -2,7 +2,7 @@
 
     flash_attention     a whole copy in the cache, or one made by the call
     mla_var6_plus       the ring of the newest tokens, the older ones latent
-    mla_var6_plus_v3    the shared first tokens, the others latent
+    mla_var6_plus_v6    the shared first tokens, the others latent
 
 Dense and paged caches. A ring is read in the order of its slots. Tokens that it lacks after others
 were dropped (positions before `window_start`) are attended in latent form with the older ones. All
@@ -129,12 +129,12 @@ def _ring_operands(task: AttentionTask, shape: CallShape, plan: Any) -> Operands
 
 
 def _ring_stage(plan: Any, shape: CallShape, operands: Operands) -> Stage:
-    from mla_var3.kernel.cute_python.mla.decompressed.stage import WindowOperands
+    from mla_var3.kernel.cute_python.mla.decompressed.stage import DecompressedOperands
     from mla_var3.kernel.cute_python.mla.mix.plan import LatentTokens
 
     given: Any = operands  # which of them are there is the plan's to check
     q_nope, q_rope, k_new, v_new, rope_new, lengths, starts, w_uv, *older = given
-    window = WindowOperands(q_nope, q_rope, k_new, v_new, rope_new, lengths, starts=starts)
+    window = DecompressedOperands(q_nope, q_rope, k_new, v_new, rope_new, lengths, starts=starts)
     tokens = None
     if older[0] is not None:
         q_latent, latent, rope, table, before = older
@@ -162,12 +162,12 @@ def _prefix_operands(task: AttentionTask, shape: CallShape, plan: Any) -> Operan
 
 
 def _prefix_stage(plan: Any, shape: CallShape, operands: Operands) -> Stage:
-    from mla_var3.kernel.cute_python.mla.decompressed.stage import WindowOperands
+    from mla_var3.kernel.cute_python.mla.decompressed.stage import DecompressedOperands
     from mla_var3.kernel.cute_python.mla.mix.plan import LatentTokens
 
     given: Any = operands
     q_nope, q_rope, k_prefix, v_prefix, rope_prefix, lengths, w_uv, *own = given
-    shared = WindowOperands(
+    shared = DecompressedOperands(
         q_nope, q_rope, k_prefix[None], v_prefix[None], rope_prefix[None], lengths
     )
     tokens = None
@@ -185,6 +185,6 @@ def _service(operands: Any, refusal: Any, fields: Any, build: Any = plan_of_oper
 CUTE_SERVICES: dict[str, Service] = {
     "flash_attention": _service(_copy_operands, needs_q_nope, sizes_of),
     "mla_var6_plus": _service(_ring_operands, _ring_refusal, _ring_fields, _ring_stage),
-    "mla_var6_plus_v3": _service(_prefix_operands, _prefix_refusal, _prefix_fields, _prefix_stage),
+    "mla_var6_plus_v6": _service(_prefix_operands, _prefix_refusal, _prefix_fields, _prefix_stage),
 }
 """By version: each reads other parts of a cache. The 8-bit version has no cache to read from."""

@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 
 from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.kernel.cute_python.mla.latent.schedule import DEFAULT_SM_COUNT
+from mla_var3.kernel.cute_python.mla.hopper.constants import DEFAULT_SM_COUNT
 from mla_var3.kernel.mla_plan import MlaPlan
 
 

@@ -16,9 +16,9 @@ from cutlass import BFloat16, Float16
 from torch import Tensor
 
 from mla_var3.errors import UnsupportedError
+from mla_var3.kernel.cute_python.mla.hopper.constants import LATENT, ROWS
 from mla_var3.kernel.cute_python.mla.latent.merge import merge_rows
-from mla_var3.kernel.cute_python.mla.latent.ops import LATENT
-from mla_var3.kernel.cute_python.mla.latent.schedule import ROWS, GangShape, gang_shape
+from mla_var3.kernel.cute_python.mla.latent.scheduler import GroupShape, group_shape
 from mla_var3.runtime.cute.launch import RepeatedLaunch
 from mla_var3.runtime.cute_kernel import CuteProgram, Int64Arg, program_for, require_arch
 from mla_var3.runtime.torch_fast import current_device_index, is_capturing, raw_stream
@@ -32,7 +32,7 @@ _programs: dict[tuple[Any, ...], CuteProgram] = {}
 _own = threading.local()
 """Of each thread, `rooms`: room for pieces by device, stream and SMs."""
 
-shape_for = functools.lru_cache(maxsize=4096)(gang_shape)
+shape_for = functools.lru_cache(maxsize=4096)(group_shape)
 
 
 @functools.cache
@@ -140,7 +140,7 @@ def attention_arguments(
     queries: int,
     heads: int,
     causal: bool,
-    shape: GangShape,
+    shape: GroupShape,
     newest: int = 0,
 ) -> tuple[object, ...]:
     """The arguments of an absorbed kernel's host function, in order.
@@ -169,7 +169,7 @@ def attention_arguments(
         Int64Arg(latent.stride(0)), latent.stride(1), Int64Arg(rope.stride(0)), rope.stride(1),
         0 if block_table is None else block_table.stride(0),
         0 if tree is None else tree.stride(0), 0 if tree is None else tree.stride(1),
-        newest, int(causal), shape.gang, shape.groups, shape.parts,
+        newest, int(causal), shape.group_ctas, shape.visits, shape.group_count,
     )  # fmt: skip
 
 
@@ -210,7 +210,7 @@ def call_arguments(
     """
     device, heads = q_latent.device, q_latent.shape[-2]
     sm_count = sm_count_of(device.index)
-    shape: GangShape = shape_for(-(-max_queries * heads // ROWS), lengths.shape[0], sm_count)
+    shape: GroupShape = shape_for(-(-max_queries * heads // ROWS), lengths.shape[0], sm_count)
     copied = tree is not None and tree.stride(2) != 1
     if tree is not None and copied:
         tree = tree.contiguous()

@@ -37,38 +37,51 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from cutlass.memory import SmemAllocator
 from torch import Tensor
 
-from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
-from mla_var3.kernel.cute_python.mla.hopper.warps import (
+from mla_var3.kernel.cute_python.mla.hopper.constants import (
     CONSUMER_REGISTERS,
-    CONSUMERS,
-    LOADER,
-    LOADER_REGISTERS,
+    CONSUMER_WARPS,
+    HALF,
+    KV_BLOCK,
+    LATENT,
+    PRODUCER_REGISTERS,
+    PRODUCER_WARP,
+    ROPE,
+    ROPE_TILE,
+    ROWS,
     THREADS,
+    TILE,
 )
+from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
 from mla_var3.kernel.cute_python.mla.latent.call import (
     ELEMENT_TYPES,
     allocate_partials,
     attention_arguments,
 )
-from mla_var3.kernel.cute_python.mla.latent.few_rows import compute_few
-from mla_var3.kernel.cute_python.mla.latent.loader import LEFT, SIGNALS, init_signals, load_all
+from mla_var3.kernel.cute_python.mla.latent.few_rows import FewExchange, compute_few
 from mla_var3.kernel.cute_python.mla.latent.merge import (
-    cuts_items,
+    may_split,
     merge_cost,
-    merge_pieces,
-    merge_room,
+    merge_partials,
     merge_rows,
+    merge_shared,
     open_merge,
 )
-from mla_var3.kernel.cute_python.mla.latent.ops import HALF, LATENT, ROPE, ROPE_TILE, TILE
-from mla_var3.kernel.cute_python.mla.latent.rows64 import compute_many
-from mla_var3.kernel.cute_python.mla.latent.schedule import (
-    KV_BLOCK,
-    ROWS,
-    GangShape,
-    Work,
-    part_range,
-    pieces,
+from mla_var3.kernel.cute_python.mla.latent.ops import Outputs
+from mla_var3.kernel.cute_python.mla.latent.producer import (
+    LEFT,
+    Mbarrier,
+    SharedTiles,
+    Sources,
+    TmaSource,
+    init_barriers,
+    produce,
+)
+from mla_var3.kernel.cute_python.mla.latent.rows64 import Exchange, compute_rows64
+from mla_var3.kernel.cute_python.mla.latent.scheduler import (
+    GroupShape,
+    Scheduler,
+    partial_count,
+    work_range,
 )
 from mla_var3.runtime.cute_kernel import CuteKernel
 from mla_var3.runtime.plan import Constraints, Tiling
@@ -160,7 +173,7 @@ class FlashMLASm90:
 
         @cute.struct
         class Shared:
-            signals: cute.struct.MemRange[Int64, SIGNALS]
+            barriers: cute.struct.MemRange[Int64, len(Mbarrier)]
             missing: cute.struct.MemRange[Int32, 1]
             row_max: cute.struct.MemRange[Float32, ROWS]
             scale_even: cute.struct.MemRange[Float32, ROWS]
@@ -168,7 +181,7 @@ class FlashMLASm90:
             row_sum: cute.struct.MemRange[Float32, 2 * ROWS]
             row_max_few: cute.struct.MemRange[Float32, 2 * ROWS]
             scales_few: cute.struct.MemRange[Float32, 2 * ROWS]
-            warp_rows: cute.struct.MemRange[Float32, CONSUMERS // 32 * ROWS]
+            warp_rows: cute.struct.MemRange[Float32, CONSUMER_WARPS * ROWS]
             q: cute.struct.Align[cute.struct.MemRange[dtype, ROWS * (LATENT + ROPE)], 1024]
             even: cute.struct.Align[cute.struct.MemRange[dtype, KV_BLOCK * (LATENT + ROPE)], 1024]
             odd: cute.struct.Align[cute.struct.MemRange[dtype, KV_BLOCK * (LATENT + ROPE)], 1024]
@@ -268,73 +281,78 @@ class FlashMLASm90:
         page_tokens: Int32,
         newest: Int32,
         causal: Int32,
-        gang: Int32,
-        groups: Int32,
-        parts: Int32,
+        group_ctas: Int32,
+        visits: Int32,
+        group_count: Int32,
         row_layout: cute.ComposedLayout,
     ):
         thread, _, _ = cute.arch.thread_idx()
-        member, part, _ = cute.arch.block_idx()
+        rank, group, _ = cute.arch.block_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         store = SmemAllocator().allocate(self.Shared)
-        signals = store.signals.data_ptr()
+        barriers = store.barriers.data_ptr()
         missing = store.missing.get_tensor(cute.make_layout(1))
         if thread == 0:
-            init_signals(signals, 2 if self.few > 0 else 1)
+            init_barriers(barriers, 2 if self.few > 0 else 1)
             missing[0] = Int32(0)
         cute.arch.sync_threads()
-        work = Work(
-            part_range(lengths, requests, groups, newest, part, parts),
-            lengths, query_begins, tree, queries, heads, gang, groups, newest, causal, member,
+        scheduler = Scheduler(
+            work_range(lengths, requests, visits, newest, group, group_count),
+            lengths, query_begins, tree, queries, heads, group_ctas, visits, newest, causal,
+            group, rank,
         )  # fmt: skip
-        blocks, block = gang * parts, part * gang + member
-        cuts = cuts_items(work.part, parts)
-        if thread == 0 and cuts:
-            open_merge(merges, blocks, block)
-        swizzle = row_layout.inner
-        s_q = store.q.get_tensor(row_layout.outer, swizzle=swizzle)
-        s_even = store.even.get_tensor(row_layout.outer, swizzle=swizzle)
-        s_odd = store.odd.get_tensor(row_layout.outer, swizzle=swizzle)
-        if warp_index >= LOADER:
-            cute.arch.setmaxregister_decrease(LOADER_REGISTERS)
-            if warp_index == LOADER:
+        ctas, cta = group_ctas * group_count, group * group_ctas + rank
+        splits = may_split(scheduler.range, group_count)
+        if thread == 0 and splits:
+            open_merge(merges, ctas, cta)
+        tiles = SharedTiles(
+            *(
+                memory.get_tensor(row_layout.outer, swizzle=row_layout.inner)
+                for memory in (store.q, store.even, store.odd)
+            )
+        )
+        if warp_index >= PRODUCER_WARP:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp_index == PRODUCER_WARP:
                 if const_expr(self.early):
                     cute.arch.griddepcontrol_wait()
-                load_all(
-                    q_copy, q_global, qr_copy, qr_global, c_copy, c_global, r_copy, r_global,
-                    s_q, s_even, s_odd, signals, table, pages, page_tokens, work,
+                sources = Sources(
+                    TmaSource(q_copy, q_global), TmaSource(qr_copy, qr_global),
+                    TmaSource(c_copy, c_global), TmaSource(r_copy, r_global),
+                    table, pages, page_tokens,
                 )  # fmt: skip
+                produce(sources, tiles, barriers, scheduler)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            outputs = (o_latent, lse, o_partial, lse_partial, merges, self.empty_positive)
+            outputs = Outputs(o_latent, lse, o_partial, lse_partial, merges, self.empty_positive)
             line, two = cute.make_layout(ROWS), cute.make_layout((ROWS, 2))
             if const_expr(self.few > 0):
-                by_group = (
+                few_exchange = FewExchange(
                     store.row_max_few.get_tensor(two),
                     store.scales_few.get_tensor(two),
-                    store.warp_rows.get_tensor(cute.make_layout((ROWS, CONSUMERS // 32))),
+                    store.warp_rows.get_tensor(cute.make_layout((ROWS, CONSUMER_WARPS))),
                 )
                 compute_few(
-                    qk_mma, pv_mma, s_q, s_even, s_odd, signals, by_group, outputs, scale_log2e,
-                    part, work, self.few, self.dtype, self.strict,
+                    qk_mma, pv_mma, tiles, barriers, few_exchange, outputs, scale_log2e,
+                    scheduler, self.few, self.dtype, self.strict,
                 )  # fmt: skip
             else:
-                exchange = (
+                exchange = Exchange(
                     store.row_max.get_tensor(line),
                     store.scale_even.get_tensor(line),
                     store.scale_odd.get_tensor(line),
                     store.row_sum.get_tensor(two),
                 )
-                compute_many(
-                    qk_mma, pv_mma, pv_mma_shared, s_q, s_even, s_odd, signals, exchange,
-                    outputs, scale_log2e, part, work, self.dtype, self.strict,
+                compute_rows64(
+                    qk_mma, pv_mma, pv_mma_shared, tiles, barriers, exchange, outputs,
+                    scale_log2e, scheduler, self.dtype, self.strict,
                 )  # fmt: skip
-            # All blocks that get here have an SM, so a kernel that was launched to start early may
+            # All CTAs that get here have an SM, so a kernel that was launched to start early may
             # have theirs as they end. Not from the idle warps, which are here at the start.
             cute.arch.griddepcontrol_launch_dependents()
-            if cuts:
-                room = merge_room(store.q.data_ptr())
-                merge_pieces(outputs, missing, room, gang, blocks, block, self.dtype)
+            if splits:
+                shared = merge_shared(store.q.data_ptr())
+                merge_partials(outputs, missing, shared, group_ctas, ctas, cta, self.dtype)
 
 
 @dataclass
@@ -405,7 +423,7 @@ def absorbed_stage(
     plan: HopperPlan,
     tiling: FlashMLATiling,
     operands: AbsorbedOperands,
-    gangs: Callable[[FlashMLATiling], GangShape],
+    gangs: Callable[[FlashMLATiling], GroupShape],
     kv_lengths: Sequence[int],
     cost_fn: Callable[[Any], tuple[float, float]],
     configs: Sequence[FlashMLATiling],
@@ -439,7 +457,7 @@ def absorbed_stage(
         shape = gangs(tiling)
         flops, moved = cost_fn(tiling)
         more_flops, more_moved = merge_cost(
-            pieces(kv_lengths, shape) * shape.gang, o_latent.element_size()
+            partial_count(kv_lengths, shape) * shape.group_ctas, o_latent.element_size()
         )
         return flops + more_flops, moved + more_moved
 

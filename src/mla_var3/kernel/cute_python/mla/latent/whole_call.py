@@ -1,6 +1,6 @@
 """Whole calls of the attention: the products around it and the kernel in one launch of the host.
 
-    q_latent = q_nope w_uk     [m, h, 128] x [h, 128, 512]    `head_products.py`
+    q_latent = q_nope w_uk     [m, h, 128] x [h, 128, 512]    `project_queries.py`
     o_latent = attention       over the latent cache          `absorbed_attention.py`
     o = o_latent w_uv          [m, h, 512] x [h, 512, 128]    `decompress_combine.py`
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from mla_var3.conf.kernel_rates import OWN_PRODUCT_QUERIES
-from mla_var3.kernel.cute_python.mla.decompressed.jobs import HEAD
+from mla_var3.kernel.cute_python.mla.hopper.constants import HEAD, LATENT
 from mla_var3.kernel.cute_python.mla.latent.call import (
     ELEMENT_TYPES,
     AbsorbedLaunch,
@@ -32,14 +32,13 @@ from mla_var3.kernel.cute_python.mla.latent.call import (
     call_program,
 )
 from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLASm90, FlashMLATiling, default_few
-from mla_var3.kernel.cute_python.mla.latent.ops import LATENT
 from mla_var3.kernel.cute_python.mla.projections.outputs import (
     COLUMNS,
     DecompressCombineSm90,
     columns_for,
-    default_splits,
+    default_head_ctas,
 )
-from mla_var3.kernel.cute_python.mla.projections.queries import HeadProductsSm90, block_count
+from mla_var3.kernel.cute_python.mla.projections.queries import ProjectQueriesSm90, cta_count
 from mla_var3.runtime.tensors import ALIGNMENT_BYTES
 
 READ, WRITTEN = slice(1, 8), 8
@@ -65,7 +64,7 @@ class WholeCall:
         queries, heads, blocks, splits, columns = given[-NUMBERS:]
         read = len(range(*READ.indices(len(rest))))
         out, lse, q_latent, o_latent = rest[read : read + 4]
-        HeadProductsSm90(self.element)(q_nope, w_uk, q_latent, queries, heads, blocks, stream)
+        ProjectQueriesSm90(self.element)(q_nope, w_uk, q_latent, queries, heads, blocks, stream)
         attention = FlashMLASm90(
             self.element, self.few, empty_positive=self.empty_positive, early=True
         )
@@ -110,8 +109,8 @@ def whole_arguments(
     queries = q_nope.numel() // (heads * HEAD)
     return (
         w_uk, w_uv, q_nope, *attention[READ], out, lse, attention[0], o_latent, *room_and_numbers,
-        queries, heads, block_count(queries, heads, sm_count),
-        default_splits(queries, heads, sm_count), columns_for(queries, heads, sm_count),
+        queries, heads, cta_count(queries, heads, sm_count),
+        default_head_ctas(queries, heads, sm_count), columns_for(queries, heads, sm_count),
     )  # fmt: skip
 
 

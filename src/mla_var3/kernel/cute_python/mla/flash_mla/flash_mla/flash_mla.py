@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from mla_var3.errors import InvalidArgumentError
+from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, LATENT, ROPE, ROWS
 from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
 from mla_var3.kernel.cute_python.mla.latent import whole_call
 from mla_var3.kernel.cute_python.mla.latent.call import AbsorbedLaunch, call_arguments, call_program
@@ -38,9 +39,8 @@ from mla_var3.kernel.cute_python.mla.latent.kernel import (
     absorbed_stage,
     default_few,
 )
-from mla_var3.kernel.cute_python.mla.latent.ops import LATENT, ROPE
 from mla_var3.kernel.cute_python.mla.latent.paging import check_paged, dense_inputs, paged_inputs
-from mla_var3.kernel.cute_python.mla.latent.schedule import KV_BLOCK, ROWS, GangShape, gang_shape
+from mla_var3.kernel.cute_python.mla.latent.scheduler import GroupShape, group_shape
 from mla_var3.op.mla.cost import flash_mla_cost
 from mla_var3.runtime.composite import KernelPipeline
 from mla_var3.runtime.plan import Tiling
@@ -70,9 +70,9 @@ class CuteFlashMLA(HopperPlan):
         """Tiles of 64 query rows per request."""
         return -(-self.s * self.h // ROWS)
 
-    def gangs(self, tiling: FlashMLATiling) -> GangShape:
+    def gangs(self, tiling: FlashMLATiling) -> GroupShape:
         """The gangs of a launch with this tiling."""
-        return gang_shape(self.row_tiles, self.b, tiling.sms or self.sm_count, tiling.gang)
+        return group_shape(self.row_tiles, self.b, tiling.sms or self.sm_count, tiling.gang)
 
     def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
         inputs = self.absorbed_inputs(device)
