@@ -1,4 +1,4 @@
-"""The merge inside the absorbed kernel without a GPU: what decides it, and the room it takes."""
+"""The merge inside the latent kernel without a GPU: what decides it, and its workspace."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl"
 from mla_var3.conf.devices import load_devices
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK
 from mla_var3.kernel.cute_python.mla.latent.merge import MOST_SLOTS, CtaState, may_split, merge_rows
-from mla_var3.kernel.cute_python.mla.latent.scheduler import GroupShape, group_shape, partial_count
+from mla_var3.kernel.cute_python.mla.latent.scheduler import (
+    GroupShape,
+    WorkRange,
+    group_shape,
+    partial_count,
+)
 
 
 def step_of(lengths: Sequence[int], shape: GroupShape) -> int:
-    """The step from one item to the next, by the rule of `part_range`."""
+    """The step from one item to the next, by the rule of `work_range`."""
     equal = len({-(-length // KV_BLOCK) for length in lengths}) == 1
     return (
         shape.group_count if equal and len(lengths) * shape.visits % shape.group_count == 0 else 1
@@ -33,30 +38,30 @@ def step_of(lengths: Sequence[int], shape: GroupShape) -> int:
 @example([64 * 1000], 1, 132, False)
 @example([64 * 1000], 1, 1, False)
 @example([4096, 4096], 3, 6, True)
-def test_whoever_is_told_that_nothing_is_cut_has_no_piece(
+def test_a_launch_that_does_not_split_writes_no_partial(
     lengths: list[int], tiles: int, sms: int, equal: bool
 ) -> None:
-    """Otherwise partial_count would wait for blocks that have left without a word."""
+    """Otherwise partials would be left unmerged."""
     if equal:
         lengths = lengths[:1] * len(lengths)
     shape = group_shape(tiles, len(lengths), sms)
-    part = (0, 0, 0, 0, step_of(lengths, shape))
-    assert may_split(part, shape.group_count) or partial_count(lengths, shape) == 0
+    work_range = WorkRange(0, 0, 0, 0, step_of(lengths, shape))
+    assert may_split(work_range, shape.group_count) or partial_count(lengths, shape) == 0
     if shape.group_count == 1:
-        assert not may_split(part, shape.group_count)
+        assert not may_split(work_range, shape.group_count)
 
 
 def test_the_records_of_every_known_device_fit() -> None:
     assert all(2 * spec.sm_count <= MOST_SLOTS for spec in load_devices().values())
 
 
-def test_slots_states_and_the_count_do_not_meet() -> None:
-    for blocks in (1, 7, 132):
-        states = [2 * blocks + block for block in range(blocks + 1)]
-        assert states[0] == 2 * blocks and states[-1] == merge_rows(blocks) - 1
+def test_slots_states_and_the_reader_count_do_not_overlap() -> None:
+    for ctas in (1, 7, 132):
+        states = [2 * ctas + cta for cta in range(ctas + 1)]
+        assert states[0] == 2 * ctas and states[-1] == merge_rows(ctas) - 1
 
 
-def test_a_state_is_nothing_that_memory_has_by_chance() -> None:
+def test_a_state_is_no_number_that_memory_has_by_chance() -> None:
     """Not zeros, no repeated filling, no small numbers, no two floats of usual size."""
     assert len(set(CtaState)) == 3
     for state in CtaState:

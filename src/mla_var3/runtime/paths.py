@@ -82,13 +82,8 @@ def current_name(name: str, language: str) -> str:
     new = RENUMBERED.get((design, number, language))
     if new is None:
         return name
-    log.warning(
-        "%s in %s is now %s_v%d: one id means one idea in every language",
-        name,
-        language,
-        design,
-        new,
-    )
+    message = "%s in %s is now %s_v%d: one id means one idea in every language"
+    log.warning(message, name, language, design, new)
     return f"{design}_v{new}"
 
 
