@@ -27,7 +27,7 @@ from mla_var3.op.compare import compare
 from mla_var3.runtime.check import poison_outputs
 from mla_var3.runtime.workflow import current_device_spec
 
-from .test_cute_flash_mla import LSE_RELATIVE, RELATIVE, Case, choose_gangs
+from .test_cute_flash_mla import LSE_RELATIVE, RELATIVE, Case, choose_groups
 
 DEVICE = "cuda"
 
@@ -52,7 +52,7 @@ def run(case: Case) -> bool:
     dtype = ELEMENT_TYPES[plan.torch_dtype]
     attention.host_fn = lambda tiling: FlashMLASm90(dtype, tiling.few, strict=True)
     shape = case.shape(plan)
-    choose_gangs(stage, shape)
+    choose_groups(stage, shape)
     poison_outputs(stage)
     stage.launch()
     torch.cuda.synchronize()
@@ -63,9 +63,10 @@ def run(case: Case) -> bool:
         error.relative_frobenius < RELATIVE[plan.dtype]
         and lse_error.relative_frobenius < LSE_RELATIVE
     )
-    cut = partial_count(plan.problem().kv_lengths, shape) * shape.group_ctas
+    partials = partial_count(plan.problem().kv_lengths, shape) * shape.group_ctas
+    groups = f"{shape.group_count} CTA groups of {shape.group_ctas}"
     print(
-        f"{'ok' if right else 'WRONG'}: {case}, {shape.group_count} gangs of {shape.group_ctas}, {cut} partial_count, "
+        f"{'ok' if right else 'WRONG'}: {case}, {groups}, {partials} partials, "
         f"relative error {error.relative_frobenius:.2g}, of lse {lse_error.relative_frobenius:.2g}",
         flush=True,
     )

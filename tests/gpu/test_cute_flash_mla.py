@@ -1,4 +1,4 @@
-"""flash_mla in CuTe DSL on a Hopper GPU: shapes, pages, gangs, graphs, streams, packed queries.
+"""flash_mla in CuTe DSL on a Hopper GPU: shapes, pages, CTA groups, graphs, streams, packing.
 
 Programs are compiled once per dtype and kind of cache and serve all shapes, so most of the time
 goes to the reference. Caches hold NaN in every slot without a token and in pages of nobody.
@@ -36,10 +36,10 @@ from mla_var3.kernel.cute_python.mla.latent.paging import dense_inputs
 from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     ITEM_COST,
     GroupShape,
-    part_range,
     partial_count,
     range_begins,
     takes_turns,
+    work_range,
 )
 from mla_var3.op.compare import compare
 from mla_var3.op.mla.attend import KvSegment, attend
@@ -109,7 +109,7 @@ class Case:
         )
 
     def shape(self, plan: CuteFlashMLA) -> GroupShape:
-        """The gangs that the case asks for."""
+        """The CTA groups that the case asks for."""
         return plan.gangs(FlashMLATiling(gang=self.gang, sms=min(self.sms, plan.sm_count)))
 
 
@@ -140,7 +140,7 @@ def size_cases() -> list[Case]:
     return [Case(*sizes, *kind) for sizes, kind in zip(SIZES, kinds, strict=False)]
 
 
-def gang_cases() -> list[Case]:
+def group_cases() -> list[Case]:
     """16 query tiles per request; lengths that are cut, and equal ones that are not."""
     whole = [Case(4, 8, 1500, 128, "equal", gang=g, sms=m) for g, m in ((16, 64), (4, 16), (1, 1))]
     chosen = [(1, 0), (2, 0), (3, 0), (5, 0), (7, 0), (8, 0), (15, 0), (16, 0)]
@@ -152,7 +152,7 @@ def gang_cases() -> list[Case]:
     return whole + cut
 
 
-CASES = size_cases() + gang_cases()
+CASES = size_cases() + group_cases()
 
 
 def planned(case: Case) -> tuple[CuteFlashMLA, tuple[Tensor, ...], Any]:
@@ -160,7 +160,7 @@ def planned(case: Case) -> tuple[CuteFlashMLA, tuple[Tensor, ...], Any]:
     inputs = plan.prepare_inputs(DEVICE)
     stage = plan.plan(*inputs)
     if case.gang or case.sms:
-        choose_gangs(stage, case.shape(plan))
+        choose_groups(stage, case.shape(plan))
     return plan, inputs, stage
 
 
@@ -170,16 +170,18 @@ def named_arguments(args: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(list(parameters)[1:-1], args, strict=True))
 
 
-def choose_gangs(stage: Any, shape: GroupShape) -> None:
-    """Launch with these gangs.
+def choose_groups(stage: Any, shape: GroupShape) -> None:
+    """Launch with these CTA groups.
 
     By arguments: a tiling of its own would be compiled anew, although only numbers differ.
     """
     (kernel,) = stage.kernels()
     original = kernel.args_fn
 
+    chosen = {"gang": shape.group_ctas, "groups": shape.visits, "parts": shape.group_count}
+
     def args_fn(tiling: Any) -> tuple[Any, ...]:
-        return tuple({**named_arguments(original(tiling)), **vars(shape)}.values())
+        return tuple({**named_arguments(original(tiling)), **chosen}.values())
 
     kernel.args_fn = args_fn
 
@@ -244,12 +246,12 @@ def test_the_cases_are_many_and_varied() -> None:
 
 
 def test_every_case_can_be_planned() -> None:
-    """Needs no GPU: the plan takes the inputs, and the gangs asked for fit its buffers."""
+    """Needs no GPU: the plan takes the inputs, and the CTA groups asked for fit its buffers."""
     for case in CASES:
         plan = case.plan()
         stage = plan.plan(*plan.prepare_inputs("meta"))
         shape = case.shape(plan)
-        choose_gangs(stage, shape)
+        choose_groups(stage, shape)
         (attention,) = stage.kernels()
         named = named_arguments(attention.args_fn(attention.tiling))  # type: ignore[attr-defined]
         assert (named["gang"], named["parts"]) == (shape.group_ctas, shape.group_count)
@@ -261,8 +263,8 @@ def test_every_case_can_be_planned() -> None:
 # --- the schedule on the device -------------------------------------------------------------------
 
 
-class PartProbe:
-    """Writes what `part_range` finds, one warp per part."""
+class RangeProbe:
+    """Writes what `work_range` finds, one warp per part."""
 
     @cute.jit
     def __call__(
@@ -270,39 +272,40 @@ class PartProbe:
         lengths: cute.Pointer,
         ranges: cute.Pointer,
         requests: Int32,
-        groups: Int32,
+        visits: Int32,
         newest: Int32,
-        parts: Int32,
+        group_count: Int32,
         stream: cuda.CUstream,
     ):
-        self.part_probe(
+        self.range_probe(
             cute.make_tensor(lengths, cute.make_layout(requests)),
-            cute.make_tensor(ranges, cute.make_layout((parts, 5), stride=(5, 1))),
+            cute.make_tensor(ranges, cute.make_layout((group_count, 5), stride=(5, 1))),
             requests,
-            groups,
+            visits,
             newest,
-            parts,
-        ).launch(grid=(parts, 1, 1), block=(32, 1, 1), stream=stream)
+            group_count,
+        ).launch(grid=(group_count, 1, 1), block=(32, 1, 1), stream=stream)
 
     @cute.kernel
-    def part_probe(
+    def range_probe(
         self,
         lengths: cute.Tensor,
         ranges: cute.Tensor,
         requests: Int32,
-        groups: Int32,
+        visits: Int32,
         newest: Int32,
-        parts: Int32,
+        group_count: Int32,
     ):
-        part, _, _ = cute.arch.block_idx()
-        found = part_range(lengths, requests, groups, newest, part, parts)
+        group, _, _ = cute.arch.block_idx()
+        found = work_range(lengths, requests, visits, newest, group, group_count)
+        numbers = (found.begin, found.begin_block, found.end, found.end_block, found.step)
         if cute.arch.lane_idx() == 0:
-            for i in cutlass.range_constexpr(5):
-                ranges[part, i] = found[i]
+            for i in cutlass.range_constexpr(len(numbers)):
+                ranges[group, i] = numbers[i]
 
 
 def schedules() -> list[tuple[list[int], int, int, int]]:
-    """(lengths, groups, newest, parts), from one request to the largest batches in use."""
+    """(lengths, visits, newest, CTA groups), from one request to the largest batches in use."""
     draw = random.Random(0)
     found = [
         ([0], 1, 0, 132),
@@ -324,21 +327,23 @@ def schedules() -> list[tuple[list[int], int, int, int]]:
 
 
 @pytest.mark.gpu
-def test_the_device_makes_the_same_cuts_as_the_host() -> None:
-    for lengths, groups, newest, parts in schedules():
+def test_the_device_finds_the_same_ranges_as_the_host() -> None:
+    for lengths, visits, newest, groups in schedules():
         device_lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-        ranges = torch.full((parts, 5), -7, dtype=torch.int32, device=DEVICE)
-        args = (device_lengths, ranges, len(lengths), groups, newest, parts)
-        program_for(PartProbe.part_probe, PartProbe(), args, FlashMLATiling(), ranges.device)(*args)
+        ranges = torch.full((groups, 5), -7, dtype=torch.int32, device=DEVICE)
+        args = (device_lengths, ranges, len(lengths), visits, newest, groups)
+        program_for(RangeProbe.range_probe, RangeProbe(), args, FlashMLATiling(), ranges.device)(
+            *args
+        )
         old = [max(length - newest, 0) for length in lengths]
-        begins = range_begins(old, GroupShape(1, groups, parts))
-        items = len(lengths) * groups
+        begins = range_begins(old, GroupShape(1, visits, groups))
+        items = len(lengths) * visits
         wanted = [[*begin, *end, 1] for begin, end in itertools.pairwise(begins)]
         blocks = [-(-length // KV_BLOCK) for length in old]
-        total = sum(count + ITEM_COST for count in blocks) * groups
-        if takes_turns(max(blocks), items, parts, total):
-            wanted = [[part, 0, items, 0, parts] for part in range(parts)]
-        assert ranges.tolist() == wanted, (len(lengths), groups, newest, parts)
+        total = sum(count + ITEM_COST for count in blocks) * visits
+        if takes_turns(max(blocks), items, groups, total):
+            wanted = [[group, 0, items, 0, groups] for group in range(groups)]
+        assert ranges.tolist() == wanted, (len(lengths), visits, newest, groups)
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -431,7 +436,7 @@ def captured(stage: Any) -> torch.cuda.CUDAGraph:
 @pytest.mark.parametrize("page", [0, 64])
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_graph_is_replayed_with_other_lengths(page: int, causal: bool) -> None:
-    """Lengths and cache are rewritten in place; each replay cuts the work anew."""
+    """Lengths and cache are rewritten in place; each replay divides the work anew."""
     case = Case(5, 3, 3000, 64, "equal", causal=causal, page=page)
     plan, inputs, stage = planned(case)
     graph = captured(stage)

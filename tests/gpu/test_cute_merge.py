@@ -119,7 +119,7 @@ def test_the_memory_needs_no_preparation_and_is_left_without_states(filling: int
 
 
 @pytest.mark.gpu
-def test_a_launch_without_cuts_writes_no_record() -> None:
+def test_a_launch_without_splits_writes_no_record() -> None:
     case = Case(4, 1, 512, 128, "equal", gang=2, sms=8)
     plan, _, stage = planned(case)
     words = words_of(stage)
