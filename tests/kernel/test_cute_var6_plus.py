@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
+from mla_var3.attention.backends import registry
 from mla_var3.cli.commands import kernel as kernel_command
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import HyperMlaError, InvalidArgumentError
@@ -46,7 +47,7 @@ from mla_var3.op.mla.model.mix import MixModel
 from mla_var3.op.mla.model.parameters import mix_parameters
 from mla_var3.op.mla.prefix.reference import make_shared_prefix_inputs
 from mla_var3.op.mla.reference import reference_from_latent
-from mla_var3.runtime import workflow
+from mla_var3.runtime import paths, workflow
 from mla_var3.runtime.compile import CompileReport, fits_shared_memory
 from mla_var3.runtime.composite import ConcurrentKernels
 from mla_var3.runtime.paths import find_kernel, plan_class
@@ -150,6 +151,33 @@ def test_the_registry_finds_the_plan(name: str) -> None:
     assert kernel.full_name == name
     assert plan_class(kernel) is PLANS[name]
     assert PLANS[name].targets == ("sm_90",)
+
+
+@pytest.mark.parametrize(("old", "new"), [("v2", "v5"), ("v3", "v6")])
+def test_old_ids_still_work_and_say_what_they_are_now(
+    old: str, new: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In CuTe DSL; the same numbers of cuTile are other ideas."""
+    paths.current_name.cache_clear()
+    name = f"mla_var6_plus_{old}"
+    assert find_kernel(name, language="cute-dsl").version == new
+    assert f"{name} in cute-dsl is now mla_var6_plus_{new}" in caplog.text
+    assert find_kernel("mla_var6_plus", old, "cute-dsl").version == new
+    assert find_kernel(name).full_name == name
+
+
+def test_a_call_may_name_a_backend_by_its_old_id() -> None:
+    [backend] = registry.named("mla_var6_plus_v3:cute-dsl", registry.backends())
+    assert (backend.kernel, backend.language) == ("mla_var6_plus_v6", "cute-dsl")
+
+
+def test_a_number_means_one_idea_in_every_language() -> None:
+    """Only base versions exist in both."""
+    ids: dict[str, set[str]] = {language: set() for language in paths.LANGUAGES}
+    for kernel in paths.discover_kernels():
+        if kernel.number:
+            ids[kernel.language].add(kernel.full_name)
+    assert not set.intersection(*ids.values())
 
 
 @pytest.mark.parametrize(

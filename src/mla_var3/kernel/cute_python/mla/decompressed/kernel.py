@@ -60,7 +60,6 @@ from mla_var3.kernel.cute_python.mla.decompressed.producer import (
     SharedKv,
     Sources,
     StageBarrier,
-    TmaSource,
     init_barriers,
     produce,
 )
@@ -78,6 +77,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     TILE,
     WARPGROUP_WARPS,
 )
+from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor
 from mla_var3.runtime.cute_kernel import Int64Arg
 
 SHARED_BYTES = 220 << 10
@@ -368,7 +368,7 @@ class DecompressedSm90:
         if const_expr(self.fp8):
             scale_layout = cute.make_layout((2 * KV_BLOCK, self.stage_heads * self.stages))
             s_scales = store.scales.get_tensor(scale_layout)
-            scale_source = TmaSource(scale_copy, scale_global)
+            scale_source = TmaTensor(scale_copy, scale_global)
         scheduler = Scheduler(
             lengths, requests, queries, heads, slots, kept, causal, splits,
             self.pairing == TILES, self.shared, starts, self.alone,
@@ -377,8 +377,8 @@ class DecompressedSm90:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_index == PRODUCER_WARP:
                 sources = Sources(
-                    TmaSource(k_copy, k_global), TmaSource(v_copy, v_global),
-                    TmaSource(r_copy, r_global), scale_source,
+                    TmaTensor(k_copy, k_global), TmaTensor(v_copy, v_global),
+                    TmaTensor(r_copy, r_global), scale_source,
                 )  # fmt: skip
                 shared_kv = SharedKv(s_k, s_v, s_r, s_scales)
                 produce(

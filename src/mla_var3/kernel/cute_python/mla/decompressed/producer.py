@@ -14,7 +14,7 @@ from cutlass import Int32, const_expr
 
 from mla_var3.kernel.cute_python.mla.decompressed.scheduler import work_tile_at
 from mla_var3.kernel.cute_python.mla.hopper.constants import CONSUMER_WARPS, HEAD, KV_BLOCK, ROPE
-from mla_var3.kernel.cute_python.mla.hopper.rows import copy_places
+from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor, Transfer, transfer
 from mla_var3.kernel.cute_python.mla.hopper.warps import next_stage
 
 
@@ -95,21 +95,13 @@ def init_barriers(pipeline: cutlass.Constexpr):
 
 
 @dataclass(frozen=True)
-class TmaSource:
-    """A tensor in global memory and the copy that reads it."""
-
-    copy: Any
-    tensor: Any
-
-
-@dataclass(frozen=True)
 class Sources:
     """What the producer reads; `scales` is None in 16 bits."""
 
-    keys: TmaSource
-    values: TmaSource
-    rope: TmaSource
-    scales: TmaSource | None
+    keys: TmaTensor
+    values: TmaTensor
+    rope: TmaTensor
+    scales: TmaTensor | None
 
 
 @dataclass(frozen=True)
@@ -120,20 +112,6 @@ class SharedKv:
     values: Any
     rope: Any
     scales: Any
-
-
-@dataclass(frozen=True)
-class _Transfer:
-    """A copy, what it reads and what it writes, tile by tile."""
-
-    copy: Any
-    source: Any
-    target: Any
-
-
-def _transfer(source: TmaSource, shared: cute.Tensor, tile: tuple[int, ...]) -> _Transfer:
-    target, tiles = copy_places(source.copy, shared, source.tensor, tile)
-    return _Transfer(source.copy, tiles, target)
 
 
 @cute.jit
@@ -158,17 +136,17 @@ def produce(
             behind the last one as well.
     """
     fp8 = sources.scales is not None
-    keys = _transfer(sources.keys, shared.keys, (KV_BLOCK, HEAD))
+    keys = transfer(sources.keys, shared.keys, (KV_BLOCK, HEAD))
     if const_expr(fp8):
         flat = cute.make_layout((KV_BLOCK * HEAD, pipeline.heads * pipeline.stages))
         flat_values = cute.make_tensor(shared.values.iterator, flat)
-        values = _Transfer(sources.values.copy, sources.values.tensor, flat_values)
+        values = Transfer(sources.values.copy, sources.values.tensor, flat_values)
     else:
-        values = _transfer(sources.values, shared.values, (KV_BLOCK, HEAD))
-    rope = _transfer(sources.rope, shared.rope, (KV_BLOCK, ROPE))
+        values = transfer(sources.values, shared.values, (KV_BLOCK, HEAD))
+    rope = transfer(sources.rope, shared.rope, (KV_BLOCK, ROPE))
     scales = None
     if const_expr(fp8):
-        scales = _transfer(sources.scales, shared.scales, (2 * KV_BLOCK,))
+        scales = transfer(sources.scales, shared.scales, (2 * KV_BLOCK,))
     stage = Int32(0)
     phase = Int32(0)
     for index in cutlass.range(cta, scheduler.work_tiles, ctas, unroll=1):
@@ -184,15 +162,15 @@ def produce(
                 cute.arch.mbarrier_arrive_and_expect_tx(full, pipeline.value_bytes)
             for i in cutlass.range_constexpr(pipeline.heads):
                 head = cutlass.min(tile.head + i, scheduler.heads - 1)
-                target = values.target[(None, stage * pipeline.heads + i)]
+                target = values.shared[(None, stage * pipeline.heads + i)]
                 if const_expr(fp8):
                     # A bulk copy without a tensor map has no bounds check.
                     held = cutlass.min(block, scheduler.slots // KV_BLOCK - 1)
-                    source = values.source[(None, held, head, tile.request)]
+                    source = values.tiles[(None, held, head, tile.request)]
                     with cute.arch.elect_one():
                         cute.copy(values.copy, source, target, mbar_ptr=full)
                 else:
-                    source = values.source[(None, block, 0, head, tile.request)]
+                    source = values.tiles[(None, block, 0, head, tile.request)]
                     cute.copy(values.copy, source, target, tma_bar_ptr=full)
             stage, phase = pipeline.after(stage, phase)
     if const_expr(one_tile_ahead):
@@ -228,15 +206,15 @@ def load_keys(
         head = cutlass.min(first_head + i, scheduler.heads - 1)
         slot = stage * pipeline.heads + i
         cute.copy(
-            keys.copy, keys.source[(None, block, 0, head, request)], keys.target[(None, slot)],
+            keys.copy, keys.tiles[(None, block, 0, head, request)], keys.shared[(None, slot)],
             tma_bar_ptr=full,
         )  # fmt: skip
         if const_expr(scales is not None):
             cute.copy(
-                scales.copy, scales.source[(None, block, head, request)],
-                scales.target[(None, slot)], tma_bar_ptr=full,
+                scales.copy, scales.tiles[(None, block, head, request)],
+                scales.shared[(None, slot)], tma_bar_ptr=full,
             )  # fmt: skip
     cute.copy(
-        rope.copy, rope.source[(None, block, 0, request)], rope.target[(None, stage)],
+        rope.copy, rope.tiles[(None, block, 0, request)], rope.shared[(None, stage)],
         tma_bar_ptr=full,
     )  # fmt: skip

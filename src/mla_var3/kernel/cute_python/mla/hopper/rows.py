@@ -8,7 +8,6 @@ A warpgroup holds a wgmma accumulator of 64 rows. Each of its threads has two ro
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Numeric, const_expr
-from cutlass.cute.nvgpu import cpasync
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, WARPGROUP
 from mla_var3.kernel.cute_python.mla.hopper.warps import fence_and_sync_warpgroup
@@ -24,25 +23,6 @@ def two_rows(accumulator: cute.Tensor, columns: int) -> cute.Tensor:
     """An accumulator as [row of this thread, (column of a pair, group of 8 columns)]."""
     layout = cute.make_layout((2, (2, columns // 8)), stride=(2, (1, 4)))
     return cute.make_tensor(accumulator.iterator, layout)
-
-
-def copy_places(
-    copy: cute.CopyAtom, shared: cute.Tensor, tensor: cute.Tensor, tile: tuple[int, ...]
-) -> tuple[cute.Tensor, cute.Tensor]:
-    """What TMA moves between shared memory and a tensor, tile by tile.
-
-    Args:
-        copy: the copy of one tile.
-        shared: tiles in shared memory, the modes of a tile first.
-        tensor: the tensor in global memory, as `copy` addresses it.
-        tile: sizes of a tile.
-
-    Returns:
-        Both with a tile as their first mode.
-    """
-    tiles = cute.local_tile(tensor, tile, (None,) * cute.rank(tensor))
-    together = (cute.group_modes(each, 0, len(tile)) for each in (shared, tiles))
-    return cpasync.tma_partition(copy, 0, cute.make_layout(1), *together)
 
 
 # --- masks ----------------------------------------------------------------------------------------

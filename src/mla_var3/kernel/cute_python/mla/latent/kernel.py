@@ -1,4 +1,4 @@
-"""The absorbed kernel for Hopper: attention over latent rows, as flash_mla and the mix use it.
+"""The latent (absorbed) kernel for Hopper: attention over latent rows, for flash_mla and the mix.
 
     q_latent [b, s, h, 512]   q_rope [b, s, h, 64]
     latent [b, t, 512] and rope [b, t, 64], or pages of them with a block table
@@ -6,8 +6,8 @@
 
 The contract is that of flash_mla; in addition the `newest` tokens of every request can be left out.
 
-How it works. A block has 64 query rows and two warpgroups; each holds half of the 512 output
-columns and, of every pair of KV blocks, computes the scores of one:
+How it works. A CTA has 64 query rows and two consumer warpgroups; each accumulates half of the 512
+output columns and, of every pair of KV blocks, computes the scores of one:
 
     warpgroup 0                            warpgroup 1
     softmax of the even block              scores of the odd block (still running)
@@ -17,11 +17,12 @@ columns and, of every pair of KV blocks, computes the scores of one:
     O left += P odd V left                 O right += P odd V right
     scores of the next even block          scores of the next odd block
 
-So the tensor cores have work during either softmax. A third warpgroup gives its registers to
-these two, except for one warp that loads: each half of a KV block is replaced as soon as its last
-reader is done. The rope columns of a block make room for P. Results of an item are written while
-the next item's queries and first blocks are on their way (see `schedule.py` for items and cuts).
-In the end the blocks join what was cut, in the same launch (`merge_partials.py`).
+So the tensor cores have work during either softmax. A third warpgroup gives its registers to these
+two, except for one producer warp: each half of a KV block is replaced as soon as its last reader
+has released it. The rope columns of a block hold P once its scores exist. Results of a work tile
+are written while the next tile's queries and first KV blocks are loaded (`scheduler.py` says which
+tiles a CTA has, and what it splits). In the end the CTAs merge partials, in the same launch
+(`merge.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -52,6 +53,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     TILE,
 )
 from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
+from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor
 from mla_var3.kernel.cute_python.mla.latent.call import (
     ELEMENT_TYPES,
     allocate_partials,
@@ -72,7 +74,6 @@ from mla_var3.kernel.cute_python.mla.latent.producer import (
     Mbarrier,
     SharedTiles,
     Sources,
-    TmaSource,
     init_barriers,
     produce,
 )
@@ -87,7 +88,9 @@ from mla_var3.runtime.cute_kernel import CuteKernel
 from mla_var3.runtime.plan import Constraints, Tiling
 
 FEW_BELOW = 25
-"""Fewer query rows than this go to the N side of the products."""
+"""Fewer query rows than this go to the N side of the products. On an H200 16 rows are 5 to 7 %
+faster there and 32 rows 3 % slower (run 9 of
+docs/results/2026-11-15-nvidia-h200-cute-development.md); between them nothing was measured."""
 
 
 class FlashMLASm90:
@@ -317,8 +320,8 @@ class FlashMLASm90:
                 if const_expr(self.early):
                     cute.arch.griddepcontrol_wait()
                 sources = Sources(
-                    TmaSource(q_copy, q_global), TmaSource(qr_copy, qr_global),
-                    TmaSource(c_copy, c_global), TmaSource(r_copy, r_global),
+                    TmaTensor(q_copy, q_global), TmaTensor(qr_copy, qr_global),
+                    TmaTensor(c_copy, c_global), TmaTensor(r_copy, r_global),
                     table, pages, page_tokens,
                 )  # fmt: skip
                 produce(sources, tiles, barriers, scheduler)

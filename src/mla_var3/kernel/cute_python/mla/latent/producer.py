@@ -24,6 +24,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     TILE_BYTES,
     WARPGROUP_WARPS,
 )
+from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor
 
 
 class Mbarrier(IntEnum):
@@ -126,14 +127,6 @@ def arrive(barrier: cutlass.Constexpr, strict: cutlass.Constexpr):
 
 
 @dataclass(frozen=True)
-class TmaSource:
-    """A tensor in global memory and the TMA copy that reads it."""
-
-    copy: Any
-    tensor: Any
-
-
-@dataclass(frozen=True)
 class Sources:
     """What the producer reads.
 
@@ -145,10 +138,10 @@ class Sources:
         page_tokens: tokens of a page.
     """
 
-    q: TmaSource
-    q_rope: TmaSource
-    latent: TmaSource
-    rope: TmaSource
+    q: TmaTensor
+    q_rope: TmaTensor
+    latent: TmaTensor
+    rope: TmaTensor
     table: Any
     pages: Any
     page_tokens: Any

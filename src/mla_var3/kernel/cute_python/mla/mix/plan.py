@@ -213,7 +213,7 @@ class CuteMixPlan(HopperPlan):
 
     # -- stages ------------------------------------------------------------------------------------
 
-    def _absorbed(self, tokens: LatentTokens) -> CuteKernel:
+    def _latent(self, tokens: LatentTokens) -> CuteKernel:
         """The latent kernel, on tensors that are checked."""
         count = self.b * self.s * self.h
         operands = AbsorbedOperands(
@@ -279,7 +279,7 @@ class CuteMixPlan(HopperPlan):
             return KernelPipeline(_name=self.name, stages=[alone])
         if latent is None:
             raise InvalidArgumentError("latent", f"the tokens beside {slots} of {self.t}", None)
-        old = self._absorbed(latent)
+        old = self._latent(latent)
         new = self._decompressed(decompressed, shared) if slots else None
         combine = combine_stage(
             self,

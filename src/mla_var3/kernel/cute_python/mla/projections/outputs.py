@@ -48,11 +48,11 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
 )
 from mla_var3.kernel.cute_python.mla.hopper.rows import (
     columns_at,
-    copy_places,
     own_columns,
     store_row,
     two_rows,
 )
+from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor, transfer
 from mla_var3.kernel.cute_python.mla.hopper.warps import next_stage, release
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.mla.cost import decompress_combine_cost, output_up_projection_cost
@@ -97,14 +97,6 @@ class Barriers:
     def empty(self, stage: Any) -> Any:
         """The consumers have released a stage of o_latent."""
         return self.first + (STEPS + self.stages) + stage
-
-
-@dataclass(frozen=True)
-class Load:
-    """A TMA copy and the tensor that it reads."""
-
-    copy: Any
-    tensor: Any
 
 
 @dataclass(frozen=True)
@@ -312,8 +304,8 @@ class DecompressCombineSm90:
         if warp_index >= PRODUCER_WARP:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_index == PRODUCER_WARP:
-                load_x, load_w = Load(x_copy, x_global), Load(w_copy, w_global)
-                self.produce(load_x, load_w, s_x, s_w, barriers, share)
+                x, w = TmaTensor(x_copy, x_global), TmaTensor(w_copy, w_global)
+                self.produce(x, w, s_x, s_w, barriers, share)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             merge = None
@@ -324,23 +316,24 @@ class DecompressCombineSm90:
     @cute.jit
     def produce(
         self,
-        load_x: cutlass.Constexpr,
-        load_w: cutlass.Constexpr,
+        x: cutlass.Constexpr,
+        w: cutlass.Constexpr,
         s_x: cute.Tensor,
         s_w: cute.Tensor,
         barriers: cutlass.Constexpr,
         share: cutlass.Constexpr,
     ):
         """Load w_uv of the head, then fill the pipeline with the CTA's tiles."""
-        x_to, x_from = copy_places(load_x.copy, s_x, load_x.tensor, (COMBINE_ROWS, TILE))
-        w_to, w_from = copy_places(load_w.copy, s_w, load_w.tensor, (TILE, self.columns))
+        load_x = transfer(x, s_x, (COMBINE_ROWS, TILE))
+        load_w = transfer(w, s_w, (TILE, self.columns))
         if share.rank < share.tiles:  # a CTA must not end while a load is in flight
             for step in cutlass.range_constexpr(STEPS):
                 full = barriers.weights_full(step)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full, TILE * self.columns * 2)
                 at = (None, step, share.column_part, share.head)
-                cute.copy(load_w.copy, w_from[at], w_to[(None, step)], tma_bar_ptr=full)
+                target = load_w.shared[(None, step)]
+                cute.copy(w.copy, load_w.tiles[at], target, tma_bar_ptr=full)
         if const_expr(self.early):
             # The consumers follow: what they write depends on steps that come after this.
             cute.arch.griddepcontrol_wait()
@@ -353,7 +346,8 @@ class DecompressCombineSm90:
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full, COMBINE_ROWS * TILE * 2)
                 at = (None, tile, step, share.head)
-                cute.copy(load_x.copy, x_from[at], x_to[(None, stage)], tma_bar_ptr=full)
+                target = load_x.shared[(None, stage)]
+                cute.copy(x.copy, load_x.tiles[at], target, tma_bar_ptr=full)
                 stage, phase = next_stage(stage, phase, self.stages)
 
     @cute.jit

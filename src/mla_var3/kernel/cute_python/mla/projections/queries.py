@@ -13,9 +13,7 @@ kernel is memory bound, and most of its bytes are written, so three CTAs share a
 deeper pipeline: one's stores run under another's loads and products.
 """
 
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -33,7 +31,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     TILE,
     WARPGROUP,
 )
-from mla_var3.kernel.cute_python.mla.hopper.rows import copy_places
+from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor, transfer
 from mla_var3.kernel.cute_python.mla.hopper.warps import fence_and_sync_warpgroup, sync_warpgroup
 
 TILE_COLUMNS = HEAD
@@ -66,15 +64,6 @@ def tile_count(queries: int, heads: int) -> int:
 def cta_count(queries: int, heads: int, sm_count: int) -> int:
     """CTAs to launch: as many as run at once, unless there are fewer work tiles."""
     return min(tile_count(queries, heads), CTAS_PER_SM * sm_count)
-
-
-@dataclass(frozen=True)
-class Load:
-    """A TMA copy, its tiles in shared memory and in global memory."""
-
-    copy: Any
-    target: Any
-    source: Any
 
 
 class ProjectQueriesSm90:
@@ -179,9 +168,9 @@ class ProjectQueriesSm90:
         s_x = shared.x.get_tensor(x_layout.outer, swizzle=x_layout.inner)  # (64, 128, stage)
         s_w = shared.w.get_tensor(w_layout.outer, swizzle=w_layout.inner)  # (128, 128)
 
-        load_x = Load(x_copy, *copy_places(x_copy, s_x, x_global, (ROWS, HEAD)))
-        load_w = Load(w_copy, *copy_places(w_copy, s_w, w_global, (HEAD, TILE_COLUMNS)))
-        y_from, y_to = copy_places(y_copy, s_x, y_global, (ROWS, TILE_COLUMNS))
+        load_x = transfer(TmaTensor(x_copy, x_global), s_x, (ROWS, HEAD))
+        load_w = transfer(TmaTensor(w_copy, w_global), s_w, (HEAD, TILE_COLUMNS))
+        store_y = transfer(TmaTensor(y_copy, y_global), s_x, (ROWS, TILE_COLUMNS))
 
         part_of = mma.get_slice(thread)
         x = mma.make_fragment_A(part_of.partition_A(s_x))
@@ -235,7 +224,7 @@ class ProjectQueriesSm90:
             if warp_index == 0:
                 part = tile // row_tiles
                 at = (None, tile % row_tiles, part % COLUMN_PARTS, part // COLUMN_PARTS)
-                cute.copy(y_copy, y_from[(None, stage)], y_to[at])
+                cute.copy(y_copy, store_y.shared[(None, stage)], store_y.tiles[at])
                 cute.arch.cp_async_bulk_commit_group()
             stage ^= 1
             if stage == 0:
@@ -252,7 +241,7 @@ class ProjectQueriesSm90:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, W_BYTES)
         at = (None, 0, part % COLUMN_PARTS, part // COLUMN_PARTS)
-        cute.copy(load.copy, load.source[at], load.target, tma_bar_ptr=full)
+        cute.copy(load.copy, load.tiles[at], load.shared, tma_bar_ptr=full)
 
     @cute.jit
     def load_queries(
@@ -268,4 +257,4 @@ class ProjectQueriesSm90:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(full, X_BYTES)
         at = (None, tile % row_tiles, 0, tile // row_tiles // COLUMN_PARTS)
-        cute.copy(load.copy, load.source[at], load.target[(None, stage)], tma_bar_ptr=full)
+        cute.copy(load.copy, load.tiles[at], load.shared[(None, stage)], tma_bar_ptr=full)
