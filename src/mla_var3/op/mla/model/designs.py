@@ -315,7 +315,7 @@ def window_estimate(problem: MlaProblem, n: int, model: MixModel) -> Estimate:
     """
     spec, fitted = device_spec(model.parameters.device), model.parameters.fitted
     whole = n >= max(problem.kv_lengths)
-    name = "mla_var6_plus_v2" if model.form is FP8 else "mla_var6_plus"
+    name = "mla_var6_plus_v5" if model.form is FP8 else "mla_var6_plus"
     if n == 0 or (whole and model.form is PLAIN):
         name = "flash_mla" if n == 0 else "flash_attention"
     target = Target(name, "cute-dsl" if fitted else "", spec, None)
@@ -348,8 +348,8 @@ _DESIGNS: dict[str, Estimator] = {
     "mla_var6_plus": _mix,
 }
 _VERSIONS: dict[tuple[str, str], Estimator] = {
-    ("mla_var6_plus_v2", "cute-dsl"): _fp8_mix,
-    ("mla_var6_plus_v3", "cute-dsl"): _shared_prefix,
+    ("mla_var6_plus_v5", "cute-dsl"): _fp8_mix,
+    ("mla_var6_plus_v6", "cute-dsl"): _shared_prefix,
 }
 LANGUAGES = ("cute-dsl", "cutile-dsl")
 _BY_MEMORY = ("flash_mla", "mla_var6_plus", "flash_attention")
