@@ -16,7 +16,7 @@ from mla_var3.op.mla.model.window_plan import plan_window
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.op.mla.window.formats import FP8
 
-H200 = ["plan", "--device_name=H200", "--s=32"]
+H200 = ["plan", "--for_device=H200", "--s=32"]
 FILES = {
     "plan.json",
     "plan.md",
@@ -47,7 +47,7 @@ def test_the_table_says_that_it_predicts_and_from_what(
 
 
 def test_without_a_fit_it_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    argv = ["plan", "--device_name=B200", "--s=32", "--budget=2GiB", f"--out_dir={tmp_path}"]
+    argv = ["plan", "--for_device=B200", "--s=32", "--budget=2GiB", f"--out_dir={tmp_path}"]
     assert main(argv) == 0
     out = capsys.readouterr().out
     assert "ideal, vendor peaks for NVIDIA B200" in out and "no advice: no kernel was timed" in out
@@ -57,7 +57,7 @@ def test_without_a_fit_it_says_so(capsys: pytest.CaptureFixture[str], tmp_path: 
 def test_a_mix_that_the_power_limit_slows_down_is_not_recommended(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["plan", "--device_name=H200", "--s=64", "--budget=9GiB", "--json"]) == 0
+    assert main(["plan", "--for_device=H200", "--s=64", "--budget=9GiB", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     chosen, curve = plan["chosen"], plan["curve"]
     assert chosen["kernel"] == "flash_attention" and chosen["n"] == 4096
@@ -121,7 +121,7 @@ def test_fitted_parameters_from_a_file(capsys: pytest.CaptureFixture[str], tmp_p
     assert main([*H200, "--budget=2GiB", f"--parameters={path}"]) == 0
     out = capsys.readouterr().out
     assert "Fitted to measured times: launch_us." in out and "50 µs ± 2.0 %" in out
-    assert main(["plan", "--device_name=B200", "--budget=2GiB", f"--parameters={path}"]) == 2
+    assert main(["plan", "--for_device=B200", "--budget=2GiB", f"--parameters={path}"]) == 2
     assert "expected parameters of NVIDIA B200 in bfloat16" in capsys.readouterr().err
 
 
@@ -145,14 +145,14 @@ def test_lengths_and_dtype_reach_the_problem(capsys: pytest.CaptureFixture[str])
         (["--budget=1GiB", "--layers=two"], "--layers: expected an integer, got 'two'"),
         (["--budget=1GiB", "--dtype=fp4"], "dtype: expected bfloat16 or float16 or fp8"),
         (["--budget=1GiB", "--b=0"], "b: expected a positive integer, got 0"),
-        (["--budget=1GiB", "--device_name=H9"], "unknown device 'H9'"),
+        (["--budget=1GiB", "--for_device=H9"], "unknown device 'H9'"),
         (["--budget=1GiB", "--parameters=missing.json"], "missing.json: expected a readable file"),
     ],
 )
 def test_nonsense_is_refused(
     argv: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert main(["plan", "--device_name=H200", *argv, f"--out_dir={tmp_path / 'none'}"]) == 2
+    assert main(["plan", "--for_device=H200", *argv, f"--out_dir={tmp_path / 'none'}"]) == 2
     err = capsys.readouterr().err
     assert message in err
     assert err.startswith("error: ") and err.count("\n") == 1
