@@ -27,6 +27,7 @@ from mla_var3.attention.select.tuned import Measured, has_histories, local_resul
 from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import HyperMlaError, UnsupportedError
 from mla_var3.op.mla.model.designs import estimate
+from mla_var3.op.mla.model.mix import WORTH_MIXING
 from mla_var3.op.mla.model.times import IDEAL, Estimate
 from mla_var3.runtime.paths import KernelId, find_kernel
 
@@ -233,8 +234,7 @@ def _decide(
     prefix = "" if kernel == AUTO else "named by the caller; "
     fitted = [pair for pair in kernels if pair[1].fitted]
     compared = fitted or [pair for pair in kernels if not _mixes(pair[1])] or kernels
-    # Of equal times the first in the order of the backends wins: min keeps it.
-    without = min(compared, key=lambda pair: _estimated_us(pair[1]))
+    without = _by_estimates(compared)
     faster = [pair for pair in kernels if pair[1].surely_faster(without[1])]
     best = min(faster, key=lambda pair: pair[1].advised_us, default=without)
     others = [pair for pair in compared if pair is not best]
@@ -249,6 +249,18 @@ def _decide(
     else:
         reason = f"nothing was timed on {spec.name}; by lower bounds ({IDEAL}): {shown}"
     return best, prefix + reason, measured
+
+
+def _by_estimates(pairs: Sequence[Pair]) -> Pair:
+    """The choice without any measurement; a mix only where it clearly beats the pure paths."""
+    # Of equal times the first in the order of the backends wins: min keeps it.
+    best = min(pairs, key=lambda pair: _estimated_us(pair[1]))
+    pure = [pair for pair in pairs if not _mixes(pair[1])]
+    if not pure or not _mixes(best[1]):
+        return best
+    other = min(pure, key=lambda pair: _estimated_us(pair[1]))
+    gains = _estimated_us(best[1])[0] < (1.0 - WORTH_MIXING) * _estimated_us(other[1])[0]
+    return best if gains else other
 
 
 def _mixes(candidate: Candidate) -> bool:
