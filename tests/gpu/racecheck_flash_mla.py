@@ -22,12 +22,12 @@ import torch
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla.flash_mla import FlashMLASm90
 from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES
 from mla_var3.kernel.cute_python.mla.latent.paging import paged_inputs
-from mla_var3.kernel.cute_python.mla.latent.schedule import pieces
+from mla_var3.kernel.cute_python.mla.latent.scheduler import partial_count
 from mla_var3.op.compare import compare
 from mla_var3.runtime.check import poison_outputs
 from mla_var3.runtime.workflow import current_device_spec
 
-from .test_cute_flash_mla import LSE_RELATIVE, RELATIVE, Case, choose_gangs
+from .test_cute_flash_mla import LSE_RELATIVE, RELATIVE, Case, choose_groups
 
 DEVICE = "cuda"
 
@@ -36,8 +36,8 @@ def cases() -> Iterator[Case]:
     """Cut by many parts, cut by three, and whole; dense and in pages, with both masks."""
     for t, page in itertools.product((200, 450, 700), (0, 64)):
         yield Case(2, 2, t, 64, "mixed", page=page)
-        yield Case(2, 2, t, 64, "edges", page=page, gang=1, sms=3, causal=False)
-        yield Case(2, 2, t, 64, "equal", page=page, gang=2, sms=4)
+        yield Case(2, 2, t, 64, "edges", page=page, group_ctas=1, sms=3, causal=False)
+        yield Case(2, 2, t, 64, "equal", page=page, group_ctas=2, sms=4)
 
 
 def run(case: Case) -> bool:
@@ -52,7 +52,7 @@ def run(case: Case) -> bool:
     dtype = ELEMENT_TYPES[plan.torch_dtype]
     attention.host_fn = lambda tiling: FlashMLASm90(dtype, tiling.few, strict=True)
     shape = case.shape(plan)
-    choose_gangs(stage, shape)
+    choose_groups(stage, shape)
     poison_outputs(stage)
     stage.launch()
     torch.cuda.synchronize()
@@ -63,9 +63,10 @@ def run(case: Case) -> bool:
         error.relative_frobenius < RELATIVE[plan.dtype]
         and lse_error.relative_frobenius < LSE_RELATIVE
     )
-    cut = pieces(plan.problem().kv_lengths, shape) * shape.gang
+    partials = partial_count(plan.problem().kv_lengths, shape) * shape.group_ctas
+    groups = f"{shape.group_count} CTA groups of {shape.group_ctas}"
     print(
-        f"{'ok' if right else 'WRONG'}: {case}, {shape.parts} gangs of {shape.gang}, {cut} pieces, "
+        f"{'ok' if right else 'WRONG'}: {case}, {groups}, {partials} partials, "
         f"relative error {error.relative_frobenius:.2g}, of lse {lse_error.relative_frobenius:.2g}",
         flush=True,
     )

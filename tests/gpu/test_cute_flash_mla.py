@@ -1,4 +1,4 @@
-"""flash_mla in CuTe DSL on a Hopper GPU: shapes, pages, gangs, graphs, streams, packed queries.
+"""flash_mla in CuTe DSL on a Hopper GPU: shapes, pages, CTA groups, graphs, streams, packing.
 
 Programs are compiled once per dtype and kind of cache and serve all shapes, so most of the time
 goes to the reference. Caches hold NaN in every slot without a token and in pages of nobody.
@@ -28,17 +28,17 @@ from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla.flash_mla import (
     CuteFlashMLA,
     FlashMLATiling,
 )
+from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK
 from mla_var3.kernel.cute_python.mla.latent.merge import merge_rows
 from mla_var3.kernel.cute_python.mla.latent.operands import LATENT_FIELDS
 from mla_var3.kernel.cute_python.mla.latent.paging import dense_inputs
-from mla_var3.kernel.cute_python.mla.latent.schedule import (
+from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     ITEM_COST,
-    KV_BLOCK,
-    GangShape,
-    part_begins,
-    part_range,
-    pieces,
+    GroupShape,
+    partial_count,
+    range_begins,
     takes_turns,
+    work_range,
 )
 from mla_var3.op.compare import compare
 from mla_var3.op.mla.attend import KvSegment, attend
@@ -71,7 +71,7 @@ class Case:
     causal: bool = True
     dtype: str = "bfloat16"
     page: int = 0
-    gang: int = 0
+    group_ctas: int = 0
     sms: int = 0
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ class Case:
         cache = f"page{self.page}" if self.page else "dense"
         return (
             f"b{self.b}-s{self.s}-t{self.t}-h{self.h}-{self.pattern}-{mask}-{self.dtype}-{cache}"
-            f"-gang{self.gang}-sms{self.sms}"
+            f"-group{self.group_ctas}-sms{self.sms}"
         )
 
     @property
@@ -107,9 +107,11 @@ class Case:
             seed=0,
         )
 
-    def shape(self, plan: CuteFlashMLA) -> GangShape:
-        """The gangs that the case asks for."""
-        return plan.gangs(FlashMLATiling(gang=self.gang, sms=min(self.sms, plan.sm_count)))
+    def shape(self, plan: CuteFlashMLA) -> GroupShape:
+        """The CTA groups that the case asks for."""
+        return plan.groups(
+            FlashMLATiling(group_ctas=self.group_ctas, sms=min(self.sms, plan.sm_count))
+        )
 
 
 SIZES = [
@@ -139,27 +141,29 @@ def size_cases() -> list[Case]:
     return [Case(*sizes, *kind) for sizes, kind in zip(SIZES, kinds, strict=False)]
 
 
-def gang_cases() -> list[Case]:
+def group_cases() -> list[Case]:
     """16 query tiles per request; lengths that are cut, and equal ones that are not."""
-    whole = [Case(4, 8, 1500, 128, "equal", gang=g, sms=m) for g, m in ((16, 64), (4, 16), (1, 1))]
+    whole = [
+        Case(4, 8, 1500, 128, "equal", group_ctas=g, sms=m) for g, m in ((16, 64), (4, 16), (1, 1))
+    ]
     chosen = [(1, 0), (2, 0), (3, 0), (5, 0), (7, 0), (8, 0), (15, 0), (16, 0)]
     limited = [(0, 1), (0, 2), (0, 7), (0, 33), (0, 66), (0, 131), (1, 50), (4, 63), (16, 16)]
     cut = [
-        Case(3, 8, 1500, 128, "mixed", page=page, gang=gang, sms=sms)
-        for (gang, sms), page in zip(chosen + limited, itertools.cycle((0, 64)), strict=False)
+        Case(3, 8, 1500, 128, "mixed", page=page, group_ctas=group_ctas, sms=sms)
+        for (group_ctas, sms), page in zip(chosen + limited, itertools.cycle((0, 64)), strict=False)
     ]
     return whole + cut
 
 
-CASES = size_cases() + gang_cases()
+CASES = size_cases() + group_cases()
 
 
 def planned(case: Case) -> tuple[CuteFlashMLA, tuple[Tensor, ...], Any]:
     plan = case.plan().for_target("sm_90").on_device(current_device_spec())
     inputs = plan.prepare_inputs(DEVICE)
     stage = plan.plan(*inputs)
-    if case.gang or case.sms:
-        choose_gangs(stage, case.shape(plan))
+    if case.group_ctas or case.sms:
+        choose_groups(stage, case.shape(plan))
     return plan, inputs, stage
 
 
@@ -168,16 +172,18 @@ def named_arguments(args: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(LATENT_FIELDS, args, strict=True))
 
 
-def choose_gangs(stage: Any, shape: GangShape) -> None:
-    """Launch with these gangs.
+def choose_groups(stage: Any, shape: GroupShape) -> None:
+    """Launch with these CTA groups.
 
     By arguments: a tiling of its own would be compiled anew, although only numbers differ.
     """
     (kernel,) = stage.kernels()
     original = kernel.args_fn
 
+    chosen = {name: getattr(shape, name) for name in ("group_ctas", "visits", "group_count")}
+
     def args_fn(tiling: Any) -> tuple[Any, ...]:
-        return tuple({**named_arguments(original(tiling)), **vars(shape)}.values())
+        return tuple({**named_arguments(original(tiling)), **chosen}.values())
 
     kernel.args_fn = args_fn
 
@@ -236,31 +242,31 @@ def test_the_cases_are_many_and_varied() -> None:
     lengths = {length for case in CASES for length in case.lengths or ()}
     assert {0, 1} <= lengths
     plans = [(case, case.plan()) for case in CASES]
-    counts = [pieces(plan.problem().kv_lengths, case.shape(plan)) for case, plan in plans]
+    counts = [partial_count(plan.problem().kv_lengths, case.shape(plan)) for case, plan in plans]
     assert sum(count > 0 for count in counts) >= 20
     assert sum(count == 0 for count in counts) >= 20
 
 
 def test_every_case_can_be_planned() -> None:
-    """Needs no GPU: the plan takes the inputs, and the gangs asked for fit its buffers."""
+    """Needs no GPU: the plan takes the inputs, and the CTA groups asked for fit its buffers."""
     for case in CASES:
         plan = case.plan()
         stage = plan.plan(*plan.prepare_inputs("meta"))
         shape = case.shape(plan)
-        choose_gangs(stage, shape)
+        choose_groups(stage, shape)
         (attention,) = stage.kernels()
         named = named_arguments(attention.args_fn(attention.tiling))  # type: ignore[attr-defined]
-        assert (named["gang"], named["parts"]) == (shape.gang, shape.parts)
-        assert case.gang in (0, shape.gang)
-        assert shape.blocks <= (case.sms or plan.sm_count)
-        assert named["merges"].shape[0] >= merge_rows(shape.blocks)
+        assert (named["group_ctas"], named["group_count"]) == (shape.group_ctas, shape.group_count)
+        assert case.group_ctas in (0, shape.group_ctas)
+        assert shape.ctas <= (case.sms or plan.sm_count)
+        assert named["merges"].shape[0] >= merge_rows(shape.ctas)
 
 
 # --- the schedule on the device -------------------------------------------------------------------
 
 
-class PartProbe:
-    """Writes what `part_range` finds, one warp per part."""
+class RangeProbe:
+    """Writes what `work_range` finds, one warp per part."""
 
     @cute.jit
     def __call__(
@@ -268,39 +274,40 @@ class PartProbe:
         lengths: cute.Pointer,
         ranges: cute.Pointer,
         requests: Int32,
-        groups: Int32,
+        visits: Int32,
         newest: Int32,
-        parts: Int32,
+        group_count: Int32,
         stream: cuda.CUstream,
     ):
-        self.part_probe(
+        self.range_probe(
             cute.make_tensor(lengths, cute.make_layout(requests)),
-            cute.make_tensor(ranges, cute.make_layout((parts, 5), stride=(5, 1))),
+            cute.make_tensor(ranges, cute.make_layout((group_count, 5), stride=(5, 1))),
             requests,
-            groups,
+            visits,
             newest,
-            parts,
-        ).launch(grid=(parts, 1, 1), block=(32, 1, 1), stream=stream)
+            group_count,
+        ).launch(grid=(group_count, 1, 1), block=(32, 1, 1), stream=stream)
 
     @cute.kernel
-    def part_probe(
+    def range_probe(
         self,
         lengths: cute.Tensor,
         ranges: cute.Tensor,
         requests: Int32,
-        groups: Int32,
+        visits: Int32,
         newest: Int32,
-        parts: Int32,
+        group_count: Int32,
     ):
-        part, _, _ = cute.arch.block_idx()
-        found = part_range(lengths, requests, groups, newest, part, parts)
+        group, _, _ = cute.arch.block_idx()
+        found = work_range(lengths, requests, visits, newest, group, group_count)
+        numbers = (found.begin, found.begin_block, found.end, found.end_block, found.step)
         if cute.arch.lane_idx() == 0:
-            for i in cutlass.range_constexpr(5):
-                ranges[part, i] = found[i]
+            for i in cutlass.range_constexpr(len(numbers)):
+                ranges[group, i] = numbers[i]
 
 
 def schedules() -> list[tuple[list[int], int, int, int]]:
-    """(lengths, groups, newest, parts), from one request to the largest batches in use."""
+    """(lengths, visits, newest, CTA groups), from one request to the largest batches in use."""
     draw = random.Random(0)
     found = [
         ([0], 1, 0, 132),
@@ -322,27 +329,29 @@ def schedules() -> list[tuple[list[int], int, int, int]]:
 
 
 @pytest.mark.gpu
-def test_the_device_makes_the_same_cuts_as_the_host() -> None:
-    for lengths, groups, newest, parts in schedules():
+def test_the_device_finds_the_same_ranges_as_the_host() -> None:
+    for lengths, visits, newest, groups in schedules():
         device_lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-        ranges = torch.full((parts, 5), -7, dtype=torch.int32, device=DEVICE)
-        args = (device_lengths, ranges, len(lengths), groups, newest, parts)
-        program_for(PartProbe.part_probe, PartProbe(), args, FlashMLATiling(), ranges.device)(*args)
+        ranges = torch.full((groups, 5), -7, dtype=torch.int32, device=DEVICE)
+        args = (device_lengths, ranges, len(lengths), visits, newest, groups)
+        program_for(RangeProbe.range_probe, RangeProbe(), args, FlashMLATiling(), ranges.device)(
+            *args
+        )
         old = [max(length - newest, 0) for length in lengths]
-        begins = part_begins(old, GangShape(1, groups, parts))
-        items = len(lengths) * groups
+        begins = range_begins(old, GroupShape(1, visits, groups))
+        items = len(lengths) * visits
         wanted = [[*begin, *end, 1] for begin, end in itertools.pairwise(begins)]
         blocks = [-(-length // KV_BLOCK) for length in old]
-        total = sum(count + ITEM_COST for count in blocks) * groups
-        if takes_turns(max(blocks), items, parts, total):
-            wanted = [[part, 0, items, 0, parts] for part in range(parts)]
-        assert ranges.tolist() == wanted, (len(lengths), groups, newest, parts)
+        total = sum(count + ITEM_COST for count in blocks) * visits
+        if takes_turns(max(blocks), items, groups, total):
+            wanted = [[group, 0, items, 0, groups] for group in range(groups)]
+        assert ranges.tolist() == wanted, (len(lengths), visits, newest, groups)
 
 
 # --- values ---------------------------------------------------------------------------------------
 
 CUT = Case(3, 4, 2100, 64)
-"""Cut into pieces on any device with a few SMs."""
+"""Split on any device with a few SMs."""
 
 
 @pytest.mark.gpu
@@ -392,8 +401,8 @@ def test_repeated_runs_are_identical(page: int) -> None:
 def test_another_tiling_on_the_same_stage() -> None:
     plan, inputs, stage = planned(Case(3, 8, 1500, 128))
     (attention,) = stage.kernels()
-    for gang, sms in ((0, 0), (1, 0), (16, 0), (2, 40), (0, 0)):
-        attention.tiling = FlashMLATiling(gang=gang, sms=sms)
+    for group_ctas, sms in ((0, 0), (1, 0), (16, 0), (2, 40), (0, 0)):
+        attention.tiling = FlashMLATiling(group_ctas=group_ctas, sms=sms)
         check_stage(plan, inputs, stage).require()
 
 
@@ -429,7 +438,7 @@ def captured(stage: Any) -> torch.cuda.CUDAGraph:
 @pytest.mark.parametrize("page", [0, 64])
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_graph_is_replayed_with_other_lengths(page: int, causal: bool) -> None:
-    """Lengths and cache are rewritten in place; each replay cuts the work anew."""
+    """Lengths and cache are rewritten in place; each replay divides the work anew."""
     case = Case(5, 3, 3000, 64, "equal", causal=causal, page=page)
     plan, inputs, stage = planned(case)
     graph = captured(stage)
@@ -454,7 +463,7 @@ def test_a_graph_is_replayed_with_other_lengths(page: int, causal: bool) -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize("sms", [0, 60])
 def test_two_streams_at_once(sms: int) -> None:
-    """Each plan has its own buffers, so neither sees the pieces of the other."""
+    """Each plan has its own buffers, so neither sees the partials of the other."""
     made = [
         planned(dataclasses.replace(CUT, sms=sms)),
         planned(Case(4, 2, 1900, 128, "ragged", causal=False, page=64, sms=sms)),

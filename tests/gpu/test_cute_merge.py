@@ -18,7 +18,7 @@ import cuda.bindings.driver as cuda
 from cutlass import Int32, cute
 from cutlass.memory import SmemAllocator
 
-from mla_var3.kernel.cute_python.mla.latent.merge import State
+from mla_var3.kernel.cute_python.mla.latent.merge import CtaState
 from mla_var3.runtime.check import poison_outputs
 from mla_var3.runtime.cute_kernel import program_for
 from mla_var3.runtime.plan import Tiling
@@ -115,17 +115,17 @@ def test_the_memory_needs_no_preparation_and_is_left_without_states(filling: int
         stage.launch()
         for got, exact in zip(outputs_of(stage), wanted, strict=True):
             assert torch.equal(got, exact)
-        assert not any(bool((words == int(state)).any()) for state in State)
+        assert not any(bool((words == int(state)).any()) for state in CtaState)
 
 
 @pytest.mark.gpu
-def test_a_launch_without_cuts_writes_no_record() -> None:
-    case = Case(4, 1, 512, 128, "equal", gang=2, sms=8)
+def test_a_launch_without_splits_writes_no_record() -> None:
+    case = Case(4, 1, 512, 128, "equal", group_ctas=2, sms=8)
     plan, _, stage = planned(case)
     words = words_of(stage)
     words.fill_(-3)
     stage.launch()
     torch.cuda.synchronize()
     shape = case.shape(plan)
-    assert shape.parts > 1 and plan.b * shape.groups % shape.parts == 0
+    assert shape.group_count > 1 and plan.b * shape.visits % shape.group_count == 0
     assert bool((words == -3).all())

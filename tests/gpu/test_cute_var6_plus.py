@@ -19,7 +19,8 @@ from torch import Tensor
 
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
-from mla_var3.kernel.cute_python.mla.decompressed.stage import HEADS, TILES, WindowTiling
+from mla_var3.kernel.cute_python.mla.decompressed.kernel import HEADS, TILES
+from mla_var3.kernel.cute_python.mla.decompressed.stage import DecompressedTiling
 from mla_var3.kernel.cute_python.mla.flash_attention.flash_attention.flash_attention import (
     CuteFlashAttention,
 )
@@ -27,11 +28,11 @@ from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLATiling
 from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus.mla_var6_plus import (
     CuteMlaVar6Plus,
 )
-from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus_v2.mla_var6_plus_v2 import (
-    CuteMlaVar6PlusV2,
+from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus_v5.mla_var6_plus_v5 import (
+    CuteMlaVar6PlusV5,
 )
-from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus_v3.mla_var6_plus_v3 import (
-    CuteMlaVar6PlusV3,
+from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus_v6.mla_var6_plus_v6 import (
+    CuteMlaVar6PlusV6,
 )
 from mla_var3.op.compare import compare
 from mla_var3.op.mla.inputs import decompress_newest
@@ -65,8 +66,8 @@ class Case:
     h: int
     causal: bool = True
     dtype: str = "bfloat16"
-    parts: int = 1
-    form: str = ""
+    splits: int = 1
+    pairing: str = ""
     t: int = 200
     b: int = 3
     pattern: str = "mixed"
@@ -75,7 +76,7 @@ class Case:
         mask = "causal" if self.causal else "full"
         return (
             f"n{self.new}-b{self.b}-s{self.s}-t{self.t}-h{self.h}-{self.pattern}-{mask}"
-            f"-{self.dtype}-parts{self.parts}{self.form}"
+            f"-{self.dtype}-splits{self.splits}{self.pairing}"
         )
 
     @property
@@ -107,10 +108,10 @@ class Case:
         }
 
     @property
-    def window_tiling(self) -> WindowTiling:
-        """A window has no more parts than blocks of 64 tokens."""
+    def decompressed_tiling(self) -> DecompressedTiling:
+        """A request has no more splits than KV blocks."""
         most = -(-min(self.tokens, max(self.lengths)) // 64)
-        return WindowTiling(parts=max(1, min(self.parts, most)), form=self.form)
+        return DecompressedTiling(splits=max(1, min(self.splits, most)), pairing=self.pairing)
 
 
 NEW: tuple[int | str, ...] = (0, 1, 63, 64, 100, "t-1", "t")
@@ -135,52 +136,58 @@ def mix_cases() -> list[Case]:
         Case(512, 4, 128, t=2000, b=5, pattern="short"),
         Case(1000, 16, 16, t=2000, b=2, pattern="short"),
         Case(100, 16, 128, b=40, pattern="edges"),
-        Case(190, 130, 16, parts=3, causal=False),
-        Case("t", 5, 3, parts=3, t=700, b=1),
-        Case("t", 130, 3, parts=3, t=700, b=2),
-        Case("t", 16, 8, form=TILES),
-        Case("t", 130, 8, form=HEADS),
+        Case(190, 130, 16, splits=3, causal=False),
+        Case("t", 5, 3, splits=3, t=700, b=1),
+        Case("t", 130, 3, splits=3, t=700, b=2),
+        Case("t", 16, 8, pairing=TILES),
+        Case("t", 130, 8, pairing=HEADS),
     ]
 
 
 MIX_CASES = mix_cases()
 PREFIX_CASES = [
     Case(0, 5, 8), Case(1, 1, 3), Case(63, 16, 16, dtype="float16"), Case(64, 33, 8, causal=False),
-    Case(100, 5, 128, pattern="edges"), Case(100, 65, 3, parts=2), Case(128, 16, 16, b=9),
+    Case(100, 5, 128, pattern="edges"), Case(100, 65, 3, splits=2), Case(128, 16, 16, b=9),
     Case(150, 130, 1, pattern="short"), Case("t-1", 16, 8, causal=False, dtype="float16"),
-    Case("t", 5, 16), Case("t", 64, 8, parts=3, pattern="short"), Case(190, 7, 128, b=20),
+    Case("t", 5, 16), Case("t", 64, 8, splits=3, pattern="short"), Case(190, 7, 128, b=20),
 ]  # fmt: skip
 EIGHT_CASES = [
     Case(1, 5, 8), Case(63, 16, 3), Case(64, 1, 128, pattern="short"), Case(100, 33, 16, b=5),
     Case(100, 65, 8, causal=False), Case("t-1", 16, 8, pattern="edges"), Case("t", 16, 16),
-    Case("t", 130, 3, parts=3, pattern="short"), Case(192, 5, 16, parts=3, causal=False),
+    Case("t", 130, 3, splits=3, pattern="short"), Case(192, 5, 16, splits=3, causal=False),
     Case("t", 64, 8, dtype="float16"), Case(0, 5, 8),
 ]  # fmt: skip
 ATTENTION_CASES = [
     Case("t", 1, 128), Case("t", 5, 3, causal=False), Case("t", 64, 16, pattern="edges"),
     Case("t", 65, 8, dtype="float16"), Case("t", 128, 1, pattern="short"), Case("t", 130, 16, b=1),
-    Case("t", 1, 1, parts=3, b=1), Case("t", 33, 8, parts=2, t=1), Case("t", 130, 3, parts=3),
-    Case("t", 16, 8, t=3000, b=1, parts=3), Case("t", 130, 3, form=HEADS, causal=False),
-    Case("t", 5, 8, form=TILES),
+    Case("t", 1, 1, splits=3, b=1), Case("t", 33, 8, splits=2, t=1), Case("t", 130, 3, splits=3),
+    Case("t", 16, 8, t=3000, b=1, splits=3), Case("t", 130, 3, pairing=HEADS, causal=False),
+    Case("t", 5, 8, pairing=TILES),
 ]  # fmt: skip
 
 
 def mix_of(case: Case) -> Any:
-    return CuteMlaVar6Plus(**case.sizes, n=case.tokens, window_tiling=case.window_tiling)
+    return CuteMlaVar6Plus(
+        **case.sizes, n=case.tokens, decompressed_tiling=case.decompressed_tiling
+    )
 
 
 def eight_bits_of(case: Case) -> Any:
-    return CuteMlaVar6PlusV2(**case.sizes, n=case.tokens, window_tiling=case.window_tiling)
+    return CuteMlaVar6PlusV5(
+        **case.sizes, n=case.tokens, decompressed_tiling=case.decompressed_tiling
+    )
 
 
 def prefix_of(case: Case) -> Any:
     # The prefix has its length whatever those of the requests are.
-    tiling = WindowTiling(parts=max(1, min(case.parts, -(-case.tokens // 64))), form=case.form)
-    return CuteMlaVar6PlusV3(**case.sizes, prefix=case.tokens, window_tiling=tiling)
+    tiling = DecompressedTiling(
+        splits=max(1, min(case.splits, -(-case.tokens // 64))), pairing=case.pairing
+    )
+    return CuteMlaVar6PlusV6(**case.sizes, prefix=case.tokens, decompressed_tiling=tiling)
 
 
 def attention_of(case: Case) -> Any:
-    return CuteFlashAttention(**case.sizes, tiling=case.window_tiling)
+    return CuteFlashAttention(**case.sizes, tiling=case.decompressed_tiling)
 
 
 def planned(plan: Any) -> tuple[Any, tuple[Tensor, ...], Any]:
@@ -281,8 +288,8 @@ def test_the_cases_are_many_and_varied() -> None:
     lengths = [(length, case.s) for case in MIX_CASES for length in case.lengths]
     assert any(length == 0 for length, _ in lengths)
     assert sum(0 < length < s for length, s in lengths) >= 20
-    cut = [case.window_tiling.parts for case in MIX_CASES if case.tokens]
-    assert {1, 3} <= set(cut) and sum(parts == 3 for parts in cut) >= 5
+    splits = [case.decompressed_tiling.splits for case in MIX_CASES if case.tokens]
+    assert {1, 3} <= set(splits) and splits.count(3) >= 5
 
 
 def test_every_case_can_be_planned() -> None:
@@ -310,7 +317,10 @@ def test_other_splits_of_the_sms() -> None:
     latent, window, _ = stage.kernels()
     most = plan.sm_count
     for sms in ((1, 1), (most - 1, 1), (1, most - 1), (most // 2, most // 2), (7, 13)):
-        latent.tiling, window.tiling = FlashMLATiling(sms=sms[0]), WindowTiling(sms=sms[1], parts=1)
+        latent.tiling, window.tiling = (
+            FlashMLATiling(sms=sms[0]),
+            DecompressedTiling(sms=sms[1], splits=1),
+        )
         check_stage(plan, inputs, stage).require()
 
 

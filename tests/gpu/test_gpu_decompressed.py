@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 
 D, P, K = 128, 64, 512
 RING, COPY, PREFIX = (
-    f"{kernel}:cute-dsl" for kernel in ("mla_var6_plus", "flash_attention", "mla_var6_plus_v3")
+    f"{kernel}:cute-dsl" for kernel in ("mla_var6_plus", "flash_attention", "mla_var6_plus_v6")
 )
 
 
@@ -276,7 +276,7 @@ def test_auto_takes_them_where_they_pay(generator: torch.Generator) -> None:
     for options, s, wanted in (
         ({"window": 512}, 64, "flash_attention"),
         ({"window": 384}, 64, "flash_mla"),  # beside one that would have to be mixed
-        ({"prefix": 448}, 32, "mla_var6_plus_v3"),
+        ({"prefix": 448}, 32, "mla_var6_plus_v6"),
     ):
         cache = make_cache(generator, model, [500] * 16, **options)
         q = queries_of(generator, model, 16, s)

@@ -19,13 +19,71 @@ SERIALISED = re.compile(r"C75\d\d\b|wgmma\S* instructions are serialized", re.IG
 """How the assembler says that matrix products wait for each other (C7510, C7512, C7515, C7520)."""
 
 
+SMALL: dict[str, Any] = {"b": 2, "s": 2, "t": 300, "h": 64, "seed": 0}
+LATENT, DECOMPRESSED, COMBINE = "flash_mla", "decompressed_attention", "decompress_combine"
+RING = "ring"
+
+VARIANTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "bfloat16": (LATENT, "flash_mla", {}, {}),
+    "float16": (LATENT, "flash_mla", {"dtype": "float16"}, {}),
+    "paged": (LATENT, "flash_mla", {"page": 64}, {}),
+    "heads": (DECOMPRESSED, "flash_attention", {}, {"splits": 1}),
+    "heads float16": (DECOMPRESSED, "flash_attention", {"dtype": "float16"}, {"splits": 1}),
+    "tiles": (DECOMPRESSED, "flash_attention", {"s": 100}, {"splits": 1}),
+    "split": (DECOMPRESSED, "flash_attention", {}, {"splits": 3}),
+    "8 bits": (DECOMPRESSED, "mla_var6_plus_v5", {"n": 100}, {"splits": 1}),
+    "8 bits, 48 columns": (DECOMPRESSED, "mla_var6_plus_v5", {"n": 100, "s": 40}, {"splits": 1}),
+    "8 bits, tiles": (DECOMPRESSED, "mla_var6_plus_v5", {"n": 100, "s": 100}, {"splits": 1}),
+    "prefix": (DECOMPRESSED, "mla_var6_plus_v6", {"prefix": 100, "s": 40}, {"splits": 1}),
+    "ring, heads": (DECOMPRESSED, RING, {"n": 128}, {"splits": 1}),
+    "ring, tiles": (DECOMPRESSED, RING, {"n": 128, "s": 100}, {"splits": 1}),
+    "ring, split": (DECOMPRESSED, RING, {"n": 128}, {"splits": 2}),
+    "ring, alone": (DECOMPRESSED, RING, {"n": 128, "t": 128}, {"splits": 1}),
+    "mix": (COMBINE, "mla_var6_plus", {"n": 100}, {}),
+    "latent only": (COMBINE, "mla_var6_plus", {"n": 0}, {}),
+    "latent only float16": (COMBINE, "mla_var6_plus", {"n": 0, "dtype": "float16"}, {}),
+}
+"""Per variant, each other machine code: the kernel, its plan, the plan's fields and the kernel's
+tiling. A ring is mla_var6_plus on a window that is one."""
+
+COMPILE = """
+import contextlib, json, sys
+from mla_var3.kernel.cute_python.mla.decompressed.stage import DecompressedOperands
+from mla_var3.kernel.cute_python.mla.mix.plan import LatentTokens
+from mla_var3.runtime import cute_kernel
+from mla_var3.runtime.compile import compile_report
+from mla_var3.runtime.paths import find_kernel, plan_class
+cute_kernel.quiet_compiler = contextlib.nullcontext
+
+def stage_of(name, fields):
+    design = "mla_var6_plus" if name == "ring" else name
+    plan = plan_class(find_kernel(design, language="cute-dsl"))(**fields).for_target("sm_90")
+    inputs = plan.prepare_inputs("meta")
+    if name != "ring":
+        return plan.plan(*inputs)
+    q_nope, q_latent, q_rope, c_kv, k_rope, k_new, v_new, rope_new, w_uv, lengths = inputs
+    latent = LatentTokens(q_latent, q_rope, c_kv, k_rope, lengths, seen_by_all=True)
+    tensors = q_nope, q_rope, k_new, v_new, rope_new, lengths
+    return plan.plan_parts(latent, DecompressedOperands(*tensors, starts=lengths.clone()), w_uv)
+
+reports = {}
+for variant, (wanted, name, fields, tiling) in json.loads(sys.argv[1]).items():
+    [kernel] = [kernel for kernel in stage_of(name, fields).kernels() if kernel.name == wanted]
+    if tiling:
+        kernel.tiling = type(kernel.tiling)(**tiling)
+    print(f"== {variant}", file=sys.stderr, flush=True)
+    reports[variant] = compile_report(kernel, "sm_90").to_dict()
+print(json.dumps(reports))
+"""
+
+
 class Compiled:
-    """All variants, compiled once: reports and what the assembler said, by variant and kernel.
+    """All variants, compiled once.
 
     Attributes:
-        reports: by "<variant> <kernel>".
-        remarks: the assembler's, likewise.
-        cache: where the compiled code lies.
+        reports: compile reports, by the name that the program gave them.
+        remarks: the assembler's remarks, likewise.
+        cache: folder of the compiled code.
     """
 
     def __init__(self, reports: dict[str, Any], remarks: str, cache: Path) -> None:
@@ -42,14 +100,14 @@ def compile_once(
     environment: dict[str, str],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Compiled:
-    """In a process of its own, because the assembler's remarks are asked for by the environment.
+    """Compile in a process of its own, because the environment asks for the assembler's remarks.
 
     Once for all workers of a parallel run: the first one compiles, the others wait for it.
 
     Args:
         name: of the folder that the workers share.
-        program: Python; gets the variants as JSON in its first argument, writes "== <variant>
-            <kernel>" to standard error before each compilation and the reports as JSON at the end.
+        program: Python; gets the variants as JSON in its first argument, writes "== <name>" to
+            standard error before each compilation and the reports by name as JSON at the end.
         variants: what to compile.
         environment: of a process that finds the package.
         tmp_path_factory: pytest's.
@@ -79,7 +137,7 @@ def _compile(
         },
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla import flash_mla
+from mla_var3.kernel.cute_python.mla.hopper.constants import ROWS
 from mla_var3.kernel.cute_python.mla.latent import call as latent_call
 from mla_var3.kernel.cute_python.mla.latent.operands import (
     LatentOperands,
     LatentOptions,
     latent_arguments,
 )
-from mla_var3.kernel.cute_python.mla.latent.schedule import ROWS, gang_shape
+from mla_var3.kernel.cute_python.mla.latent.scheduler import group_shape
 from tests.unit.runtime.cute.noting_driver import STREAM, pointers_of, program_for_step
 
 B, S, H, SMS = 4, 2, 64, 132
@@ -38,7 +39,7 @@ def paged_operands(device: str, b: int, s: int, h: int) -> LatentOperands:
 def arguments(operands: LatentOperands) -> tuple[Any, ...]:
     """Arguments of the host entry, without the stream."""
     b, s, h = operands.lse.shape
-    shape = gang_shape(-(-s * h // ROWS), b, SMS)
+    shape = group_shape(-(-s * h // ROWS), b, SMS)
     partials = latent_call.allocate_partials(operands.lse.device, SMS)
     return latent_arguments(operands, partials, LatentOptions(s, True, 0.1), shape)
 

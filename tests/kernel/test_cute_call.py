@@ -14,7 +14,7 @@ pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl"
 
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla import flash_mla
-from mla_var3.kernel.cute_python.mla.hopper.warps import THREADS
+from mla_var3.kernel.cute_python.mla.hopper.constants import THREADS
 from mla_var3.kernel.cute_python.mla.latent import call as latent_call
 from mla_var3.kernel.cute_python.mla.latent.operands import (
     LATENT_FIELDS,
@@ -26,7 +26,7 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
     groups_of,
     latent_arguments,
 )
-from mla_var3.kernel.cute_python.mla.latent.schedule import gang_shape
+from mla_var3.kernel.cute_python.mla.latent.scheduler import group_shape
 from mla_var3.runtime.call_state import CALL_STATE
 from mla_var3.runtime.cute.arguments import kinds_of
 from mla_var3.runtime.cute.launch import RepeatedLaunch
@@ -61,14 +61,14 @@ def call(b: int, s: int, h: int, **changes: Any) -> tuple[LatentOperands, Latent
     return operands._replace(**changes), options
 
 
-def test_a_call_is_one_launch_with_its_gangs(
+def test_a_call_is_one_launch_with_its_cta_groups(
     calls: Calls,
 ) -> None:
     flash_mla.attend(*call(3, 2, 64))
     ((name, arguments),) = calls
     assert name == "flash_mla"
-    shape = gang_shape(2, 3, SMS)
-    assert arguments[-3:] == (shape.gang, shape.groups, shape.parts)
+    shape = group_shape(2, 3, SMS)
+    assert arguments[-3:] == (shape.group_ctas, shape.visits, shape.group_count)
 
 
 def test_a_batch_without_queries_launches_nothing(
@@ -108,14 +108,14 @@ def arguments_of(s: int = 2, h: int = 64, **changes: Any) -> tuple[Any, ...]:
     """Arguments of the program for a small call on meta tensors."""
     partials = latent_call.allocate_partials(torch.device("meta"), SMS)
     operands, options = call(2, s, h, **changes)
-    return latent_arguments(operands, partials, options, gang_shape(1, 2, SMS))
+    return latent_arguments(operands, partials, options, group_shape(1, 2, SMS))
 
 
 def test_the_contract_names_the_arguments_in_order() -> None:
     """Every field at its place, and no field left over."""
     operands, options = call(3, 2, 64, block_table=torch.empty((3, 4), device="meta"))
     partials = latent_call.allocate_partials(torch.device("meta"), SMS)
-    arguments = latent_arguments(operands, partials, options, gang_shape(2, 3, SMS))
+    arguments = latent_arguments(operands, partials, options, group_shape(2, 3, SMS))
     named = dict(zip(LATENT_FIELDS, arguments, strict=True))
     for group in (operands, partials):
         assert all(named[name] is value for name, value in group._asdict().items())
@@ -253,10 +253,13 @@ def test_every_way_to_launch_is_one_launch(
 ) -> None:
     """The real host code on a driver that only notes: grid, shared memory, stream, attributes."""
     launches = noted_launches(noted_launch.__name__, repo_root, package_environment, tmp_path)
-    shape = gang_shape(noted_launch.TILES, noted_launch.B, noted_launch.SMS)
+    shape = group_shape(noted_launch.TILES, noted_launch.B, noted_launch.SMS)
     assert len(launches) == 3 and launches[1:] == 2 * launches[:1]
     launch = launches[0]
-    assert (launch["grid"], launch["block"]) == ([shape.gang, shape.parts, 1], [THREADS, 1, 1])
+    assert (launch["grid"], launch["block"]) == (
+        [shape.group_ctas, shape.group_count, 1],
+        [THREADS, 1, 1],
+    )
     assert launch["stream"] == STREAM
     # A launch on the same room must not overlap.
     assert launch["attributes"][str(OVERLAP)] == 0

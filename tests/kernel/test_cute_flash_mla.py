@@ -15,17 +15,17 @@ from mla_var3.cli.commands import kernel as kernel_command
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import HyperMlaError, InvalidArgumentError, KernelCompileError
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla.flash_mla import CuteFlashMLA
-from mla_var3.kernel.cute_python.mla.latent.kernel import (
+from mla_var3.kernel.cute_python.mla.hopper.constants import (
     CONSUMER_REGISTERS,
     CONSUMERS,
-    LOADER_REGISTERS,
+    DEFAULT_SM_COUNT,
+    PRODUCER_REGISTERS,
     THREADS,
-    FlashMLATiling,
 )
+from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLATiling
 from mla_var3.kernel.cute_python.mla.latent.merge import merge_cost, merge_rows
 from mla_var3.kernel.cute_python.mla.latent.operands import LATENT_FIELDS
 from mla_var3.kernel.cute_python.mla.latent.paging import SPARE_PAGES, dense_inputs, paged_inputs
-from mla_var3.kernel.cute_python.mla.latent.schedule import DEFAULT_SM_COUNT
 from mla_var3.runtime import cute_kernel, workflow
 from mla_var3.runtime.compile import fits_shared_memory
 from mla_var3.runtime.cute.arguments import kinds_of
@@ -33,18 +33,14 @@ from mla_var3.runtime.cute_kernel import CuteKernel
 from mla_var3.runtime.tiling import constraint_failures
 from tests.unit.runtime.cute.cute_support import note_compilations
 
-from .compile_once import SERIALISED, Compiled, compile_once
+from .compile_once import SERIALISED, Compiled
 
 SMALL: dict[str, Any] = {"b": 2, "s": 2, "t": 200, "h": 64, "seed": 0}
 HOPPER = device_spec("NVIDIA H200")
 SHARED_BYTES = 227 * 1024
 SM_REGISTERS = 64 * 1024
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "bfloat16": {"dtype": "bfloat16"},
-    "float16": {"dtype": "float16"},
-    "paged": {"dtype": "bfloat16", "page": 64},
-}
+VARIANTS = ("bfloat16", "float16", "paged")
 
 
 def make(**fields: Any) -> CuteFlashMLA:
@@ -60,34 +56,11 @@ def kernel_of(plan: CuteFlashMLA) -> CuteKernel:
 
 # --- what it compiles to --------------------------------------------------------------------------
 
-COMPILE = """
-import contextlib, json, sys
-from mla_var3.runtime import cute_kernel
-from mla_var3.runtime.compile import compile_report
-from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla.flash_mla import CuteFlashMLA
-cute_kernel.quiet_compiler = contextlib.nullcontext
-reports = {}
-for name, fields in json.loads(sys.argv[1]).items():
-    plan = CuteFlashMLA(**fields).for_target("sm_90")
-    for kernel in plan.plan(*plan.prepare_inputs("meta")).kernels():
-        print(f"== {name} {kernel.name}", file=sys.stderr, flush=True)
-        reports[f"{name} {kernel.name}"] = compile_report(kernel, "sm_90").to_dict()
-print(json.dumps(reports))
-"""
-
-
-@pytest.fixture(scope="session")
-def compiled(
-    package_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Compiled:
-    variants = {name: {**SMALL, **own} for name, own in VARIANTS.items()}
-    return compile_once("cute-flash-mla", COMPILE, variants, package_environment, tmp_path_factory)
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_attention_kernel_is_what_it_is_written_to_be(compiled: Compiled, variant: str) -> None:
-    report = compiled.reports[f"{variant} flash_mla"]
+    report = compiled.reports[variant]
     assert report.error is None
     assert not report.spills, report.verdict
     assert report.stack_bytes == 0
@@ -96,7 +69,7 @@ def test_the_attention_kernel_is_what_it_is_written_to_be(compiled: Compiled, va
     assert report.threads == THREADS
     assert report.shared_bytes is not None and report.shared_bytes <= SHARED_BYTES
     assert fits_shared_memory(report, HOPPER)
-    kinds = {"BF16"} if VARIANTS[variant]["dtype"] == "bfloat16" else {"F16", "F32"}
+    kinds = {"F16", "F32"} if variant == "float16" else {"BF16"}
     assert all(kinds & set(shape.split(".")) for shape in report.mma_shapes), report.mma_shapes
 
 
@@ -104,11 +77,11 @@ def test_the_attention_kernel_is_what_it_is_written_to_be(compiled: Compiled, va
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_registers_of_an_sm_suffice(compiled: Compiled, variant: str) -> None:
     """At the launch, and after the warpgroups have traded theirs."""
-    report = compiled.reports[f"{variant} flash_mla"]
+    report = compiled.reports[variant]
     assert report.registers is not None
     assert report.registers * THREADS <= SM_REGISTERS
     assert report.consumer_registers == CONSUMER_REGISTERS
-    traded = CONSUMERS * CONSUMER_REGISTERS + (THREADS - CONSUMERS) * LOADER_REGISTERS
+    traded = CONSUMERS * CONSUMER_REGISTERS + (THREADS - CONSUMERS) * PRODUCER_REGISTERS
     assert traded <= report.registers * THREADS
     assert report.instructions["USETMAXREG"] == 2
 
@@ -116,7 +89,7 @@ def test_the_registers_of_an_sm_suffice(compiled: Compiled, variant: str) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_matrix_products_are_not_serialised(compiled: Compiled, variant: str) -> None:
-    remarks = compiled.remarks[f"{variant} flash_mla"]
+    remarks = compiled.remarks[variant]
     # Without the assembler's remarks an absent warning would mean nothing.
     assert re.search(r"Compiling entry function '\w*flash_mla", remarks)
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in remarks
@@ -192,8 +165,8 @@ def test_a_wrong_size_is_named(fields: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("tiling", "argument"),
     [
-        (FlashMLATiling(gang=-1), "gang"),
-        (FlashMLATiling(gang=1000), "gang"),
+        (FlashMLATiling(group_ctas=-1), "group_ctas"),
+        (FlashMLATiling(group_ctas=1000), "group_ctas"),
         (FlashMLATiling(sms=-1), "sms"),
         (FlashMLATiling(sms=DEFAULT_SM_COUNT + 1), "sms"),
     ],
@@ -223,20 +196,20 @@ def test_every_candidate_is_valid_and_fits_the_buffers_of_the_plan() -> None:
         args = attention.args_fn(attention.tiling)
         names = ("o_partial", "lse_partial", "merges")
         o_partial, lse_partial, merges = (args[place] for place in parameter_places(*names))
-        chosen = [FlashMLATiling(gang=plan.row_tiles), FlashMLATiling(gang=1, sms=1)]
+        chosen = [FlashMLATiling(group_ctas=plan.row_tiles), FlashMLATiling(group_ctas=1, sms=1)]
         for tiling in (*attention.autotune_configs, *chosen):
             assert constraint_failures(tiling, plan) == ()
-            shape = plan.gangs(tiling)
-            assert 1 <= shape.blocks <= (tiling.sms or DEFAULT_SM_COUNT)
-            assert 2 * shape.blocks <= o_partial.shape[0] == lse_partial.shape[0]
-            assert merge_rows(shape.blocks) <= merges.shape[0]
+            shape = plan.groups(tiling)
+            assert 1 <= shape.ctas <= (tiling.sms or DEFAULT_SM_COUNT)
+            assert 2 * shape.ctas <= o_partial.shape[0] == lse_partial.shape[0]
+            assert merge_rows(shape.ctas) <= merges.shape[0]
 
 
 def test_the_device_decides_how_many_sms_are_used() -> None:
     plan = make(b=64, s=8, h=128).on_device(HOPPER)
     assert plan.sm_count == HOPPER.sm_count
     assert plan.copy(b=1).sm_count == HOPPER.sm_count
-    assert plan.gangs(FlashMLATiling(sms=10)).blocks <= 10
+    assert plan.groups(FlashMLATiling(sms=10)).ctas <= 10
 
 
 class Recorded:
@@ -251,8 +224,8 @@ class Recorded:
         self.launched.append(self.args)
 
 
-def test_another_tiling_has_its_own_gangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prepared arguments name the gangs; those of an earlier launch would find other pieces."""
+def test_another_tiling_has_its_own_cta_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prepared arguments hold the CTA groups; those of another tiling would find other partials."""
     monkeypatch.setattr(
         CuteKernel, "_bind", lambda self, tiling: Recorded(tuple(self.args_fn(tiling)))
     )
@@ -260,23 +233,23 @@ def test_another_tiling_has_its_own_gangs(monkeypatch: pytest.MonkeyPatch) -> No
     plan = make(s=8)
     attention = kernel_of(plan)
     seen = []
-    for gang in (0, 2, 1, 0):
-        attention.tiling = FlashMLATiling(gang=gang)
+    for group_ctas in (0, 2, 1, 0):
+        attention.tiling = FlashMLATiling(group_ctas=group_ctas)
         attention._launch_host(attention.tiling)
-        seen.append(plan.gangs(attention.tiling))
-        assert Recorded.launched[-1][-3:] == (seen[-1].gang, seen[-1].groups, seen[-1].parts)
+        seen.append(plan.groups(attention.tiling))
+        assert Recorded.launched[-1][-3:] == (seen[-1].group_ctas, seen[-1].groups, seen[-1].parts)
     assert len(set(seen)) == 3
 
 
-def test_the_cost_counts_the_pieces_that_a_tiling_makes() -> None:
-    """One long request: every gang has a piece of it; a single gang has all of it."""
+def test_the_cost_counts_the_partials_that_a_tiling_makes() -> None:
+    """One long request: every CTA group has a split of it; a single group has all of it."""
     plan = make(b=1, s=1, t=64 * 1000)
     attention = kernel_of(plan)
-    whole, cut = FlashMLATiling(sms=1), FlashMLATiling(sms=10)
+    whole, split = FlashMLATiling(sms=1), FlashMLATiling(sms=10)
     assert attention.algorithmic_flops_bytes_fn is not None
     without = attention.algorithmic_flops_bytes_fn(whole)
     assert without == plan._algorithmic_flops_bytes(whole)
-    flops, moved = attention.algorithmic_flops_bytes_fn(cut)
+    flops, moved = attention.algorithmic_flops_bytes_fn(split)
     assert (flops - without[0], moved - without[1]) == merge_cost(10, 2)
     assert merge_cost(10, 2)[1] == 10 * 64 * (512 * (4 + 2) + 4)
 
@@ -406,7 +379,7 @@ SIZES = ["--b=2", "--s=2", "--t=200", "--h=64"]
 def test_static_mode_from_the_command_line(
     compiled: Compiled, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the cache of the process above, so that nothing is compiled a second time."""
+    """With the cache of the shared compilation, so that nothing is compiled a second time."""
     compilations = note_compilations(monkeypatch)
     monkeypatch.setenv("HYPER_MLA_CACHE_DIR", str(compiled.cache))
     assert kernel_command.main(["flash_mla", "--language=cute-dsl", *SIZES]) == 0
@@ -434,13 +407,13 @@ def test_what_the_command_line_refuses(
     assert message in " ".join(capsys.readouterr().err.split())
 
 
-def test_gangs_and_sm_limits_share_one_program(
+def test_cta_groups_and_sm_limits_share_one_program(
     compiled: Compiled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are arguments: a search over them must not compile anew for each."""
+    """They are arguments: tuning them must not compile anew."""
     compilations = note_compilations(monkeypatch)
     monkeypatch.setenv("HYPER_MLA_CACHE_DIR", str(compiled.cache))
     [kernel] = CuteFlashMLA(**{**SMALL, "s": 4}).plan_empty(1.0, 1.0).kernels()
-    for tiling in (FlashMLATiling(gang=1), FlashMLATiling(gang=2, sms=7)):
+    for tiling in (FlashMLATiling(group_ctas=1), FlashMLATiling(group_ctas=2, sms=7)):
         assert kernel.compile("sm_90", tiling).cubin
     assert compilations == []

@@ -1,4 +1,4 @@
-"""The merge inside the absorbed kernel without a GPU: what decides it, and the room it takes."""
+"""The merge inside the latent kernel without a GPU: what decides it, and its workspace."""
 
 from __future__ import annotations
 
@@ -11,14 +11,22 @@ from hypothesis import strategies as st
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
 from mla_var3.conf.devices import load_devices
-from mla_var3.kernel.cute_python.mla.latent.merge import MOST_SLOTS, State, cuts_items, merge_rows
-from mla_var3.kernel.cute_python.mla.latent.schedule import KV_BLOCK, GangShape, gang_shape, pieces
+from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK
+from mla_var3.kernel.cute_python.mla.latent.merge import MOST_SLOTS, CtaState, may_split, merge_rows
+from mla_var3.kernel.cute_python.mla.latent.scheduler import (
+    GroupShape,
+    WorkRange,
+    group_shape,
+    partial_count,
+)
 
 
-def step_of(lengths: Sequence[int], shape: GangShape) -> int:
-    """The step from one item to the next, by the rule of `part_range`."""
+def step_of(lengths: Sequence[int], shape: GroupShape) -> int:
+    """The step from one item to the next, by the rule of `work_range`."""
     equal = len({-(-length // KV_BLOCK) for length in lengths}) == 1
-    return shape.parts if equal and len(lengths) * shape.groups % shape.parts == 0 else 1
+    return (
+        shape.group_count if equal and len(lengths) * shape.visits % shape.group_count == 0 else 1
+    )
 
 
 @given(
@@ -30,33 +38,33 @@ def step_of(lengths: Sequence[int], shape: GangShape) -> int:
 @example([64 * 1000], 1, 132, False)
 @example([64 * 1000], 1, 1, False)
 @example([4096, 4096], 3, 6, True)
-def test_whoever_is_told_that_nothing_is_cut_has_no_piece(
+def test_a_launch_that_does_not_split_writes_no_partial(
     lengths: list[int], tiles: int, sms: int, equal: bool
 ) -> None:
-    """Otherwise pieces would wait for blocks that have left without a word."""
+    """Otherwise partials would be left unmerged."""
     if equal:
         lengths = lengths[:1] * len(lengths)
-    shape = gang_shape(tiles, len(lengths), sms)
-    part = (0, 0, 0, 0, step_of(lengths, shape))
-    assert cuts_items(part, shape.parts) or pieces(lengths, shape) == 0
-    if shape.parts == 1:
-        assert not cuts_items(part, shape.parts)
+    shape = group_shape(tiles, len(lengths), sms)
+    work_range = WorkRange(0, 0, 0, 0, step_of(lengths, shape))
+    assert may_split(work_range, shape.group_count) or partial_count(lengths, shape) == 0
+    if shape.group_count == 1:
+        assert not may_split(work_range, shape.group_count)
 
 
 def test_the_records_of_every_known_device_fit() -> None:
     assert all(2 * spec.sm_count <= MOST_SLOTS for spec in load_devices().values())
 
 
-def test_slots_states_and_the_count_do_not_meet() -> None:
-    for blocks in (1, 7, 132):
-        states = [2 * blocks + block for block in range(blocks + 1)]
-        assert states[0] == 2 * blocks and states[-1] == merge_rows(blocks) - 1
+def test_slots_states_and_the_reader_count_do_not_overlap() -> None:
+    for ctas in (1, 7, 132):
+        states = [2 * ctas + cta for cta in range(ctas + 1)]
+        assert states[0] == 2 * ctas and states[-1] == merge_rows(ctas) - 1
 
 
-def test_a_state_is_nothing_that_memory_has_by_chance() -> None:
+def test_a_state_is_no_number_that_memory_has_by_chance() -> None:
     """Not zeros, no repeated filling, no small numbers, no two floats of usual size."""
-    assert len(set(State)) == 3
-    for state in State:
+    assert len(set(CtaState)) == 3
+    for state in CtaState:
         data = int(state).to_bytes(8, "little")
         assert 0 < state < 2**63
         assert len(set(data)) == 8

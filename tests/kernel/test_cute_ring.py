@@ -1,7 +1,7 @@
 """The decompressed kernel on a ring: which slots its rows see, by the device code on plain numbers.
 
-The functions of `window_jobs.py` are traced on a GPU; without their decorators they are Python, and
-numbers go through them as through the kernel.
+The functions of the tile scheduler are traced for a GPU; without their decorators they are Python,
+and plain numbers go through them as through the kernel.
 """
 
 from __future__ import annotations
@@ -21,35 +21,32 @@ pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl"
 
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.kernel.cute_python.mla.decompressed import jobs as window_jobs
-from mla_var3.kernel.cute_python.mla.decompressed.jobs import BLOCK, Job, Window
-from mla_var3.kernel.cute_python.mla.decompressed.kernel import WindowSm90
+from mla_var3.kernel.cute_python.mla.decompressed import scheduler as device
+from mla_var3.kernel.cute_python.mla.decompressed.scheduler import Scheduler, WorkTile
 from mla_var3.kernel.cute_python.mla.decompressed.stage import (
-    WindowOperands,
-    WindowShape,
-    WindowTiling,
+    DecompressedOperands,
+    DecompressedShape,
+    DecompressedTiling,
 )
-from mla_var3.kernel.cute_python.mla.latent.operands import LATENT_FIELDS
+from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK
 from mla_var3.kernel.cute_python.mla.mix.plan import LatentTokens
 from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus.mla_var6_plus import (
     CuteMlaVar6Plus,
 )
-
-from .compile_once import Compiled, compile_once
-from .test_cute_var6_plus import require_well_compiled
+from tests.unit.attention.emulated_stages import named_arguments
 
 ROWS = 64
-DEVICE_FUNCTIONS = ("job_at", "ring_state", "row_limit", "places_end", "place_of")
+DEVICE_FUNCTIONS = ("work_tile_at", "ring_state", "row_limit", "places_end", "place_of")
 
 
 @pytest.fixture(autouse=True)
 def plain_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in DEVICE_FUNCTIONS:
-        monkeypatch.setattr(window_jobs, name, inspect.unwrap(getattr(window_jobs, name)))
-    monkeypatch.setattr(window_jobs, "Int32", int)
+        monkeypatch.setattr(device, name, inspect.unwrap(getattr(device, name)))
+    monkeypatch.setattr(device, "Int32", int)
 
 
-def window_of(
+def scheduler_of(
     lengths: list[int],
     starts: list[int] | None,
     n: int,
@@ -57,29 +54,40 @@ def window_of(
     causal: bool,
     *,
     heads: int = 3,
-    parts: int = 1,
-    tiles: bool = False,
+    splits: int = 1,
+    pair_tiles: bool = False,
     alone: bool = False,
-) -> Window:
-    return Window(
-        lengths, len(lengths), queries, heads, n, n, int(causal), parts, tiles, False, starts, alone
+) -> Scheduler:
+    return Scheduler(
+        lengths,
+        len(lengths),
+        queries,
+        heads,
+        n,
+        n,
+        int(causal),
+        splits,
+        pair_tiles,
+        False,
+        starts,
+        alone,
     )
 
 
-def jobs_of(window: Window) -> Iterator[Job]:
-    return (window_jobs.job_at(index, window) for index in range(window.jobs))
+def tiles_of(scheduler: Scheduler) -> Iterator[WorkTile]:
+    return (device.work_tile_at(index, scheduler) for index in range(scheduler.work_tiles))
 
 
-def seen_slots(job: Job, row: int, lowest: int, window: Window) -> set[int]:
+def seen_slots(tile: WorkTile, row: int, lowest: int, scheduler: Scheduler) -> set[int]:
     """Slots whose scores a row keeps, with the mask of a warp whose lowest limit is given."""
-    limit = window_jobs.row_limit(job, row, window)
+    limit = device.row_limit(tile, row, scheduler)
     kept = set()
-    for block in range(job.first, job.last):
-        token = block * BLOCK
-        masked = job.gone > 0 or window_jobs.places_end(token, job, window) > lowest
-        for slot in range(token, token + BLOCK):
-            place = window_jobs.place_of(slot, job, window)
-            if not masked or (job.gone <= place < limit):
+    for block in range(tile.first, tile.last):
+        token = block * KV_BLOCK
+        masked = tile.dropped > 0 or device.places_end(token, tile, scheduler) > lowest
+        for slot in range(token, token + KV_BLOCK):
+            place = device.place_of(slot, tile, scheduler)
+            if not masked or (tile.dropped <= place < limit):
                 kept.add(slot)
     return kept
 
@@ -92,30 +100,32 @@ def wanted_slots(length: int, start: int, n: int, queries: int, row: int, causal
 @settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_a_row_sees_the_positions_of_its_ring(data: st.DataObject) -> None:
-    n = BLOCK * data.draw(st.integers(1, 4))
+    n = KV_BLOCK * data.draw(st.integers(1, 4))
     queries = data.draw(st.sampled_from([1, 2, 5, 63, 64, 65, 100]))
-    causal, tiles = data.draw(st.booleans()), data.draw(st.booleans())
+    causal, pair_tiles = data.draw(st.booleans()), data.draw(st.booleans())
     length = data.draw(st.one_of(st.integers(0, 3 * n), st.sampled_from([n - 1, n, n + 1, 2 * n])))
     oldest = max(length - n, 0)
     start = data.draw(st.one_of(st.just(oldest), st.integers(oldest, length)))
-    parts = data.draw(st.integers(1, 4))
-    window = window_of([length], [start], n, queries, causal, parts=parts, tiles=tiles)
+    splits = data.draw(st.integers(1, 4))
+    scheduler = scheduler_of(
+        [length], [start], n, queries, causal, splits=splits, pair_tiles=pair_tiles
+    )
     missing = causal and start > max(length - queries + 1, 0)
     tile_rows = range(-(-queries // ROWS))
     found: dict[tuple[int, int], set[int]] = {}
-    for job in jobs_of(window):
-        assert job.broken is missing
-        for tile in {job.tile, job.tile + 1} if tiles else {job.tile}:
-            if tile not in tile_rows:
+    for tile in tiles_of(scheduler):
+        assert tile.incomplete is missing
+        for number in {tile.tile, tile.tile + 1} if pair_tiles else {tile.tile}:
+            if number not in tile_rows:
                 continue
-            rows = range(tile * ROWS, min(tile * ROWS + ROWS, queries))
-            # A warp has 16 rows; those that are not there are as if they were.
-            for warp in range(tile * ROWS, tile * ROWS + ROWS, 16):
-                limits = [window_jobs.row_limit(job, row, window) for row in range(warp, warp + 16)]
+            rows = range(number * ROWS, min(number * ROWS + ROWS, queries))
+            # A warp has 16 rows; those that do not exist count like the others.
+            for warp in range(number * ROWS, number * ROWS + ROWS, 16):
+                limits = [device.row_limit(tile, row, scheduler) for row in range(warp, warp + 16)]
                 for row in set(rows) & set(range(warp, warp + 16)):
-                    slots = seen_slots(job, row, min(limits), window)
-                    before = found.setdefault((job.head, row), set())
-                    assert not slots & before, "two parts see the same slot"
+                    slots = seen_slots(tile, row, min(limits), scheduler)
+                    before = found.setdefault((tile.head, row), set())
+                    assert not slots & before, "two splits see the same slot"
                     before |= slots
     heads = {head for head, _ in found}
     for head, row in itertools.product(heads, range(queries)):
@@ -126,16 +136,16 @@ def test_a_row_sees_the_positions_of_its_ring(data: st.DataObject) -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 4), st.integers(0, 1000), st.integers(1, 5))
 def test_slots_without_a_token_are_at_the_end_of_the_last_block(
-    blocks: int, length: int, parts: int
+    blocks: int, length: int, splits: int
 ) -> None:
     """Those may hold NaN: they are never kept, and the rows to clear begin behind the tokens."""
-    n = blocks * BLOCK
-    window = window_of([length], [max(length - n, 0)], n, 1, True, parts=parts)
-    for job in jobs_of(window):
-        assert job.tokens == min(length, n)
-        assert all(slot < job.tokens for slot in seen_slots(job, 0, -1, window))
-        # Blocks before a job's last one are full.
-        assert (job.last - 1) * BLOCK <= job.tokens
+    n = blocks * KV_BLOCK
+    scheduler = scheduler_of([length], [max(length - n, 0)], n, 1, True, splits=splits)
+    for tile in tiles_of(scheduler):
+        assert tile.tokens == min(length, n)
+        assert all(slot < tile.tokens for slot in seen_slots(tile, 0, -1, scheduler))
+        # Blocks before a tile's last one are full.
+        assert (tile.last - 1) * KV_BLOCK <= tile.tokens
 
 
 def test_most_blocks_need_no_mask() -> None:
@@ -143,17 +153,17 @@ def test_most_blocks_need_no_mask() -> None:
 
     That is what makes a ring as fast as a window in order.
     """
-    n, queries = 32 * BLOCK, 16
+    n, queries = 32 * KV_BLOCK, 16
     for length in (n, n + 7, 5 * n + 700):
-        (job, *_) = jobs_of(window_of([length], [length - n], n, queries, True))
-        window = window_of([length], [length - n], n, queries, True)
-        lowest = window_jobs.row_limit(job, 0, window)
+        (tile, *_) = tiles_of(scheduler_of([length], [length - n], n, queries, True))
+        scheduler = scheduler_of([length], [length - n], n, queries, True)
+        lowest = device.row_limit(tile, 0, scheduler)
         masked = [
             block
-            for block in range(job.first, job.last)
-            if window_jobs.places_end(block * BLOCK, job, window) > lowest
+            for block in range(tile.first, tile.last)
+            if device.places_end(block * KV_BLOCK, tile, scheduler) > lowest
         ]
-        newest = {(length - 1 - i) % n // BLOCK for i in range(queries - 1)}
+        newest = {(length - 1 - i) % n // KV_BLOCK for i in range(queries - 1)}
         assert set(masked) >= newest
         assert len(masked) <= 2
 
@@ -170,93 +180,49 @@ def test_most_blocks_need_no_mask() -> None:
         (2, 0, 4, True, False, False),
         (0, 0, 4, True, False, False),
         (100, 0, 4, True, True, False),
-        (100, 1, 4, True, True, True),  # nobody else has token 0
+        (100, 1, 4, True, True, True),  # no other kernel has token 0
     ],
 )
-def test_tokens_that_nobody_has_are_noticed(
+def test_missing_tokens_are_noticed(
     length: int, start: int, queries: int, causal: bool, alone: bool, missing: bool
 ) -> None:
-    window = window_of([length], [start], 128, queries, causal, alone=alone)
-    assert {job.broken for job in jobs_of(window)} == {missing}
+    scheduler = scheduler_of([length], [start], 128, queries, causal, alone=alone)
+    assert {tile.incomplete for tile in tiles_of(scheduler)} == {missing}
 
 
-def test_windows_in_order_know_nothing_of_rings() -> None:
-    window = window_of([300, 20], None, 128, 4, True)
-    assert not window.ring
-    assert {(job.cut, job.gone, bool(job.broken)) for job in jobs_of(window)} == {(0, 0, False)}
+def test_a_window_in_order_is_no_ring() -> None:
+    scheduler = scheduler_of([300, 20], None, 128, 4, True)
+    assert not scheduler.ring
+    assert {
+        (tile.oldest_slot, tile.dropped, bool(tile.incomplete)) for tile in tiles_of(scheduler)
+    } == {(0, 0, False)}
 
 
-def test_every_job_of_the_stage_is_one_of_the_kernel() -> None:
-    for rows, heads, parts in itertools.product((1, 64, 65, 130), (1, 3, 16), (1, 3)):
-        shape = WindowShape(5, rows, heads, 256)
-        tiling = WindowTiling(parts=parts)
-        tiles = shape.form(tiling) == "tiles"
-        window: Any = window_of(
-            [300] * 5, [44] * 5, 256, rows, True, heads=heads, parts=parts, tiles=tiles
+def test_stage_and_kernel_count_the_same_work_tiles() -> None:
+    for rows, heads, splits in itertools.product((1, 64, 65, 130), (1, 3, 16), (1, 3)):
+        shape = DecompressedShape(5, rows, heads, 256)
+        tiling = DecompressedTiling(splits=splits)
+        pair_tiles = shape.pairing(tiling) == "tiles"
+        scheduler: Any = scheduler_of(
+            [300] * 5, [44] * 5, 256, rows, True, heads=heads, splits=splits, pair_tiles=pair_tiles
         )
-        assert shape.requests * shape.units(shape.form(tiling)) * parts == window.jobs
-
-
-# --- what it compiles to --------------------------------------------------------------------------
-
-RING_VARIANTS = {
-    "heads": (2, 1),
-    "tiles": (100, 1),
-    "cut": (2, 2),
-    "alone": (2, 1),
-}
-"""Queries, and parts of the window."""
-COMPILE = """
-import contextlib, json, sys
-import torch
-from mla_var3.kernel.cute_python.mla.decompressed.stage import WindowOperands, WindowTiling
-from mla_var3.kernel.cute_python.mla.mix.plan import LatentTokens
-from mla_var3.runtime import cute_kernel
-from mla_var3.runtime.compile import compile_report
-from mla_var3.runtime.paths import find_kernel, plan_class
-cute_kernel.quiet_compiler = contextlib.nullcontext
-reports = {}
-for variant, (s, parts) in json.loads(sys.argv[1]).items():
-    n, t = 128, 128 if variant == "alone" else 300
-    plan = plan_class(find_kernel("mla_var6_plus", language="cute-dsl"))(b=2, s=s, t=t, h=64, n=n)
-    inputs = plan.prepare_inputs("meta")
-    q_nope, q_latent, q_rope, c_kv, k_rope, k_new, v_new, rope_new, w_uv, lengths = inputs
-    latent = LatentTokens(q_latent, q_rope, c_kv, k_rope, lengths, seen_by_all=True)
-    ring = WindowOperands(q_nope, q_rope, k_new, v_new, rope_new, lengths, starts=lengths.clone())
-    for kernel in plan.plan_parts(latent, ring, w_uv).kernels():
-        if kernel.name == "window_attention":
-            kernel.tiling = WindowTiling(parts=parts)
-            print(f"== {variant} {kernel.name}", file=sys.stderr, flush=True)
-            reports[f"{variant} {kernel.name}"] = compile_report(kernel, "sm_90").to_dict()
-print(json.dumps(reports))
-"""
-
-
-@pytest.fixture(scope="session")
-def compiled_rings(
-    package_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Compiled:
-    return compile_once("cute-ring", COMPILE, RING_VARIANTS, package_environment, tmp_path_factory)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", RING_VARIANTS)
-def test_a_ring_costs_no_registers(compiled_rings: Compiled, variant: str) -> None:
-    """No spills, and products that do not wait for each other, as in a window in order."""
-    report = compiled_rings.reports[f"{variant} window_attention"]
-    require_well_compiled(report, compiled_rings.remarks[f"{variant} window_attention"])
-    assert set(report.mma) == {"HGMMA"}
+        tiles = shape.requests * shape.request_tiles(shape.pairing(tiling)) * splits
+        assert tiles == scheduler.work_tiles
 
 
 # --- its stage ------------------------------------------------------------------------------------
 
 
-def ring_plan(**fields: Any) -> tuple[CuteMlaVar6Plus, LatentTokens, WindowOperands, torch.Tensor]:
+def ring_plan(
+    **fields: Any,
+) -> tuple[CuteMlaVar6Plus, LatentTokens, DecompressedOperands, torch.Tensor]:
     plan = CuteMlaVar6Plus(**{"b": 2, "s": 2, "t": 300, "h": 4, "n": 128, **fields})
     inputs = plan.prepare_inputs("meta")
     q_nope, q_latent, q_rope, c_kv, k_rope, k_new, v_new, rope_new, w_uv, lengths = inputs
     latent = LatentTokens(q_latent, q_rope, c_kv, k_rope, lengths, seen_by_all=True)
-    window = WindowOperands(q_nope, q_rope, k_new, v_new, rope_new, lengths, starts=lengths.clone())
+    window = DecompressedOperands(
+        q_nope, q_rope, k_new, v_new, rope_new, lengths, starts=lengths.clone()
+    )
     return plan, latent, window, w_uv
 
 
@@ -264,14 +230,10 @@ def test_the_older_tokens_are_shown_to_every_query() -> None:
     plan, latent, window, w_uv = ring_plan()
     stage = plan.plan_parts(latent, window, w_uv)
     kernels: dict[str, Any] = {kernel.name: kernel for kernel in stage.kernels()}
-    window_fields = list(inspect.signature(WindowSm90.__call__).parameters)[1:-1]
-    for name, names, causal in (
-        ("flash_mla", LATENT_FIELDS, 0), ("window_attention", window_fields, 1)
-    ):  # fmt: skip
-        kernel = kernels[name]
-        named = dict(zip(names, kernel.args_fn(kernel.tiling), strict=False))
-        assert named["causal"] == causal, name
-    assert kernels["window_attention"].host_fn(WindowTiling()).kernel.ring
+    assert named_arguments(kernels["flash_mla"])["causal"] == 0
+    decompressed = kernels["decompressed_attention"]
+    assert named_arguments(decompressed)["causal"] == 1
+    assert decompressed.host_fn(DecompressedTiling()).ring
 
 
 @pytest.mark.parametrize(
@@ -290,12 +252,12 @@ def test_rings_of_odd_sizes(fields: dict[str, Any], message: str | None) -> None
         plan.plan_parts(latent, window, w_uv)
 
 
-def test_wrong_parts_are_named() -> None:
+def test_wrong_operands_are_named() -> None:
     plan, latent, window, w_uv = ring_plan()
     with pytest.raises(InvalidArgumentError, match="starts: expected"):
         starts = torch.zeros(3, dtype=torch.int32, device="meta")
         plan.plan_parts(latent, replace(window, starts=starts), w_uv)
-    with pytest.raises(InvalidArgumentError, match="starts: expected none for a shared window"):
+    with pytest.raises(InvalidArgumentError, match="starts: expected none for a shared prefix"):
         plan._mixed(latent, window, w_uv, shared=True)
     with pytest.raises(InvalidArgumentError, match="latent: expected the tokens beside 128 of 300"):
         plan.plan_parts(None, window, w_uv)
@@ -309,12 +271,12 @@ def test_wrong_parts_are_named() -> None:
         plan.plan_parts(pages, window, w_uv, 64)
 
 
-def test_written_down_sms_are_those_that_were_worked_out() -> None:
+def test_a_settled_plan_has_the_same_split() -> None:
     plan = CuteMlaVar6Plus(b=32, s=43, t=4096, h=128, n=2048).on_device(device_spec("NVIDIA H200"))
     settled = plan.settled()
     assert settled.split() == plan.split()
-    assert settled.gangs(settled.tiling) == plan.gangs(plan.tiling)
-    assert settled.tiling.sms and settled.window_tiling.sms
+    assert settled.groups(settled.tiling) == plan.groups(plan.tiling)
+    assert settled.tiling.sms and settled.decompressed_tiling.sms
     for n in (0, 4096):
         alone = plan.copy(n=n)
         assert alone.settled() == alone

@@ -1,8 +1,8 @@
-"""The schedule of the CuTe DSL kernels on plain integers: cuts, balance, pieces, gangs, merging.
+"""The tile scheduler of the latent kernel on plain integers: splits, balance, CTA groups, merging.
 
-The device code cannot run here, so what it does with its part (`item_at`, the two slots of a block,
-the search of the merge) is modelled below in the words of the docstrings, and driven by the same
-`part_begins` that the tests on a GPU compare with the device's own cuts.
+The device code cannot run here, so what it does with its range (`work_tile_at`, the two slots of a
+CTA, the search of the merge) is modelled below after the docstrings, and driven by the same
+`range_begins` that the tests on a GPU compare with the device's own ranges.
 """
 
 from __future__ import annotations
@@ -17,54 +17,53 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
+from mla_var3.kernel.cute_python.mla.hopper.constants import DEFAULT_SM_COUNT, KV_BLOCK
 from mla_var3.kernel.cute_python.mla.latent.merge import MOST_SLOTS, merge_rows
-from mla_var3.kernel.cute_python.mla.latent.schedule import (
-    DEFAULT_SM_COUNT,
-    GANG_WORTH,
+from mla_var3.kernel.cute_python.mla.latent.scheduler import (
+    GROUP_WORTH,
     ITEM_COST,
-    KV_BLOCK,
     MERGE_COST,
     SPLIT_COST,
     STREAM_COST,
-    GangShape,
-    Piece,
-    cut_block,
-    cut_position,
-    gang_shape,
-    part_begins,
-    pieces,
+    GroupShape,
+    Split,
+    group_shape,
+    partial_count,
+    range_begins,
+    range_position,
+    split_block,
     takes_turns,
 )
 
 INT32_MAX = 2**31 - 1
-CUT_MOVES = ITEM_COST + 1
-"""KV blocks by which a cut leaves its ideal place: down to an item's start, whose fixed cost is not
-divided, or up by one to an even block."""
+SPLIT_MOVES = ITEM_COST + 1
+"""KV blocks by which a split leaves its ideal place: down to an item's start, whose fixed cost is
+not divided, or up by one to an even block."""
 
 LENGTHS = st.lists(
     st.one_of(st.just(0), st.integers(1, 200), st.integers(1, 20_000)), min_size=1, max_size=40
 )
-SHAPES = st.builds(GangShape, st.integers(1, 8), st.integers(1, 5), st.integers(1, 150))
+SHAPES = st.builds(GroupShape, st.integers(1, 8), st.integers(1, 5), st.integers(1, 150))
 
 
 @dataclass(frozen=True)
 class Span:
-    """KV blocks `first` to `last` of an item, as a block of the kernel takes them."""
+    """KV blocks `first` to `last` of an item, as a CTA takes them; `split` as in `WorkTile`."""
 
     item: int
     first: int
     last: int
-    piece: int
+    split: int
 
 
 def block_counts(lengths: Sequence[int], groups: int) -> list[int]:
     return [-(-length // KV_BLOCK) for length in lengths for _ in range(groups)]
 
 
-def spans(lengths: Sequence[int], shape: GangShape) -> list[list[Span]]:
-    """Per part, the items that a gang goes through."""
-    counts = block_counts(lengths, shape.groups)
-    begins = part_begins(lengths, shape)
+def spans(lengths: Sequence[int], shape: GroupShape) -> list[list[Span]]:
+    """Per range, the items that a CTA group goes through."""
+    counts = block_counts(lengths, shape.visits)
+    begins = range_begins(lengths, shape)
     return [list(part_spans(counts, begin, end)) for begin, end in itertools.pairwise(begins)]
 
 
@@ -73,32 +72,32 @@ def part_spans(counts: list[int], begin: tuple[int, int], end: tuple[int, int]) 
     for item in range(begin[0], stop):
         first = begin[1] if item == begin[0] else 0
         last = end[1] if item == end[0] else counts[item]
-        piece = 0
+        split = 0
         if first > 0 or last < counts[item]:
-            piece = Piece.PART | (Piece.FIRST if first == 0 else 0)
-            piece |= Piece.LAST if last == counts[item] else 0
-        yield Span(item, first, last, piece)
+            split = Split.PARTIAL | (Split.FIRST if first == 0 else 0)
+            split |= Split.LAST if last == counts[item] else 0
+        yield Span(item, first, last, split)
 
 
-def cost(part: Sequence[Span]) -> int:
-    """Length of a part on the line: an item's fixed cost lies at its start."""
-    return sum(span.last - span.first + ITEM_COST * (span.first == 0) for span in part)
+def cost(group: Sequence[Span]) -> int:
+    """Length of a range on the line: an item's fixed cost lies at its start."""
+    return sum(span.last - span.first + ITEM_COST * (span.first == 0) for span in group)
 
 
-# --- cuts -----------------------------------------------------------------------------------------
+# --- ranges ---------------------------------------------------------------------------------------
 
 
 @settings(max_examples=300, deadline=None)
 @given(LENGTHS, SHAPES)
-@example([0], GangShape(1, 1, 132))
-@example([1], GangShape(1, 1, 132))
-@example([0, 0, 0], GangShape(2, 3, 7))
-@example([64] * 12, GangShape(1, 1, 4))
-@example([64 * 100], GangShape(1, 1, 132))
-@example([0, 20_000, 0, 1], GangShape(1, 2, 132))
-def test_parts_cover_every_block_once_and_in_order(lengths: list[int], shape: GangShape) -> None:
-    counts = block_counts(lengths, shape.groups)
-    begins = part_begins(lengths, shape)
+@example([0], GroupShape(1, 1, 132))
+@example([1], GroupShape(1, 1, 132))
+@example([0, 0, 0], GroupShape(2, 3, 7))
+@example([64] * 12, GroupShape(1, 1, 4))
+@example([64 * 100], GroupShape(1, 1, 132))
+@example([0, 20_000, 0, 1], GroupShape(1, 2, 132))
+def test_ranges_cover_every_block_once_and_in_order(lengths: list[int], shape: GroupShape) -> None:
+    counts = block_counts(lengths, shape.visits)
+    begins = range_begins(lengths, shape)
     assert begins[0] == (0, 0)
     assert begins[-1] == (len(counts), 0)
     assert begins == sorted(begins)
@@ -116,76 +115,76 @@ def test_parts_cover_every_block_once_and_in_order(lengths: list[int], shape: Ga
 
 @settings(max_examples=300, deadline=None)
 @given(LENGTHS, SHAPES)
-def test_cuts_are_at_even_blocks_inside_the_item(lengths: list[int], shape: GangShape) -> None:
-    counts = block_counts(lengths, shape.groups)
-    for item, block in part_begins(lengths, shape):
+def test_splits_are_at_even_blocks_inside_the_item(lengths: list[int], shape: GroupShape) -> None:
+    counts = block_counts(lengths, shape.visits)
+    for item, block in range_begins(lengths, shape):
         assert block % 2 == 0
         assert block == 0 or block < counts[item]
 
 
 @settings(max_examples=300, deadline=None)
 @given(LENGTHS, SHAPES)
-def test_parts_are_balanced(lengths: list[int], shape: GangShape) -> None:
-    """Both ends of a part are where they ought to be, but for what a cut may move.
+def test_ranges_are_balanced(lengths: list[int], shape: GroupShape) -> None:
+    """Both ends of a range are at their ideal place, but for what a split may move.
 
-    Without cuts no part is longer than cutting would make all of them.
+    Without splits no range is longer than splitting would make all of them.
     """
-    counts = block_counts(lengths, shape.groups)
+    counts = block_counts(lengths, shape.visits)
     total = sum(count + ITEM_COST for count in counts)
-    costs = [cost(part) for part in spans(lengths, shape)]
+    costs = [cost(group) for group in spans(lengths, shape)]
     assert sum(costs) == total
-    if takes_turns(max(counts), len(counts), shape.parts, total):
-        assert max(costs) <= total // shape.parts + MERGE_COST
-        assert pieces(lengths, shape) == 0
+    if takes_turns(max(counts), len(counts), shape.group_count, total):
+        assert max(costs) <= total // shape.group_count + MERGE_COST
+        assert partial_count(lengths, shape) == 0
     else:
-        assert max(costs) <= -(-total // shape.parts) + CUT_MOVES
-        assert min(costs) >= total // shape.parts - CUT_MOVES
+        assert max(costs) <= -(-total // shape.group_count) + SPLIT_MOVES
+        assert min(costs) >= total // shape.group_count - SPLIT_MOVES
 
 
 @pytest.mark.parametrize("t", [0, 1, 64, 65, 4096])
-@pytest.mark.parametrize(("requests", "parts"), [(12, 4), (132, 132), (1, 1), (64, 2)])
-def test_equal_lengths_that_divide_evenly_are_not_cut(t: int, requests: int, parts: int) -> None:
-    shape = GangShape(1, 1, parts)
-    assert [len(part) for part in spans([t] * requests, shape)] == [requests // parts] * parts
-    assert pieces([t] * requests, shape) == 0
+@pytest.mark.parametrize(("requests", "groups"), [(12, 4), (132, 132), (1, 1), (64, 2)])
+def test_equal_lengths_that_divide_evenly_are_not_split(t: int, requests: int, groups: int) -> None:
+    shape = GroupShape(1, 1, groups)
+    assert [len(group) for group in spans([t] * requests, shape)] == [requests // groups] * groups
+    assert partial_count([t] * requests, shape) == 0
 
 
-@pytest.mark.parametrize(("t", "cut"), [(64, False), (256, False), (448, False), (640, True)])
-def test_few_tokens_are_not_cut(t: int, cut: bool) -> None:
-    """One item of t tokens for 132 gangs: joining its pieces costs more than a few KV blocks."""
-    assert (pieces([t], GangShape(1, 1, 132)) > 0) == cut
+@pytest.mark.parametrize(("t", "split"), [(64, False), (256, False), (448, False), (640, True)])
+def test_few_tokens_are_not_split(t: int, split: bool) -> None:
+    """One item for 132 CTA groups: merging its partials costs more than a few KV blocks."""
+    assert (partial_count([t], GroupShape(1, 1, 132)) > 0) == split
 
 
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 128, 129, 640])
-def test_more_parts_than_blocks(length: int) -> None:
-    """The rest of the parts has nothing, or an empty piece, and nothing is lost."""
-    shape = GangShape(1, 1, 500)
-    taken = [span for part in spans([length], shape) for span in part]
+def test_more_groups_than_blocks(length: int) -> None:
+    """The other groups have nothing, or an empty split, and nothing is lost."""
+    shape = GroupShape(1, 1, 500)
+    taken = [span for group in spans([length], shape) for span in group]
     assert sum(span.last - span.first for span in taken) == -(-length // KV_BLOCK)
-    assert sum(span.last > span.first or span.piece == 0 for span in taken) <= length // 128 + 1
+    assert sum(span.last > span.first or span.split == 0 for span in taken) <= length // 128 + 1
 
 
 def test_thousands_of_requests() -> None:
     lengths = [(index * 7919) % 9000 for index in range(5000)]
-    shape = GangShape(2, 1, 66)
-    costs = [cost(part) for part in spans(lengths, shape)]
-    assert max(costs) - min(costs) <= 2 * CUT_MOVES + 1
-    assert pieces(lengths, shape) <= 2 * (shape.parts - 1)
+    shape = GroupShape(2, 1, 66)
+    costs = [cost(group) for group in spans(lengths, shape)]
+    assert max(costs) - min(costs) <= 2 * SPLIT_MOVES + 1
+    assert partial_count(lengths, shape) <= 2 * (shape.group_count - 1)
 
 
 @given(st.integers(0, 500), st.integers(0, 500))
-def test_cut_block(blocks: int, local: int) -> None:
-    """Never before the cut's own block by more than nothing, never behind it by more than one."""
-    cut = cut_block(local, blocks)
+def test_split_block(blocks: int, local: int) -> None:
+    """Never before the boundary's own block, never behind it by more than one."""
+    block = split_block(local, blocks)
     wanted = max(local - ITEM_COST, 0)
-    assert cut % 2 == 0
-    assert wanted <= cut <= wanted + 1
+    assert block % 2 == 0
+    assert wanted <= block <= wanted + 1
 
 
 @given(st.integers(0, INT32_MAX), st.integers(1, 512), st.data())
-def test_cut_position_is_the_exact_share(total: int, parts: int, data: st.DataObject) -> None:
-    part = data.draw(st.integers(0, parts))
-    assert cut_position(total, part, parts) == total * part // parts
+def test_range_position_is_the_exact_share(total: int, groups: int, data: st.DataObject) -> None:
+    group = data.draw(st.integers(0, groups))
+    assert range_position(total, group, groups) == total * group // groups
 
 
 class Int32Only(int):
@@ -216,17 +215,17 @@ LARGEST = [(100_000, 1_000_000), (1, 1_000_000), (100_000, 1), (25_000, 5_000_00
 
 
 @pytest.mark.parametrize(("items", "t"), LARGEST)
-@pytest.mark.parametrize("parts", [1, 7, DEFAULT_SM_COUNT, MOST_SLOTS // 2])
-def test_no_step_overflows_for_the_largest_sizes(items: int, t: int, parts: int) -> None:
+@pytest.mark.parametrize("groups", [1, 7, DEFAULT_SM_COUNT, MOST_SLOTS // 2])
+def test_no_step_overflows_for_the_largest_sizes(items: int, t: int, groups: int) -> None:
     blocks = -(-t // KV_BLOCK)
     total = Int32Only((blocks + ITEM_COST) * items)
-    whole = takes_turns(Int32Only(blocks), Int32Only(items), Int32Only(parts), total)
-    assert whole == (-(-items // parts) * (blocks + ITEM_COST) <= total // parts + MERGE_COST)
-    for part in (0, 1, parts // 2, parts - 1, parts):
-        position = cut_position(total, Int32Only(part), Int32Only(parts))
-        assert position == int(total) * part // parts
+    whole = takes_turns(Int32Only(blocks), Int32Only(items), Int32Only(groups), total)
+    assert whole == (-(-items // groups) * (blocks + ITEM_COST) <= total // groups + MERGE_COST)
+    for group in (0, 1, groups // 2, groups - 1, groups):
+        position = range_position(total, Int32Only(group), Int32Only(groups))
+        assert position == int(total) * group // groups
         local = position % (blocks + ITEM_COST)
-        assert cut_block(Int32Only(local), Int32Only(blocks)) <= blocks + 1
+        assert split_block(Int32Only(local), Int32Only(blocks)) <= blocks + 1
 
 
 def test_the_overflow_check_sees_an_overflow() -> None:
@@ -234,61 +233,61 @@ def test_the_overflow_check_sees_an_overflow() -> None:
         Int32Only(INT32_MAX) * 2
 
 
-# --- pieces and the merge -------------------------------------------------------------------------
+# --- partials and the merge -----------------------------------------------------------------------
 
 
 @settings(max_examples=300, deadline=None)
 @given(LENGTHS, SHAPES)
-@example([64 * 100], GangShape(1, 1, 132))
-@example([64 * 7, 64 * 5], GangShape(1, 1, 3))
-def test_pieces_are_those_that_the_parts_make(lengths: list[int], shape: GangShape) -> None:
-    made = [span for part in spans(lengths, shape) for span in part]
-    assert pieces(lengths, shape) == sum(
-        1 for span in made if span.piece and span.last > span.first
+@example([64 * 100], GroupShape(1, 1, 132))
+@example([64 * 7, 64 * 5], GroupShape(1, 1, 3))
+def test_partials_are_counted_as_they_are_made(lengths: list[int], shape: GroupShape) -> None:
+    made = [span for group in spans(lengths, shape) for span in group]
+    assert partial_count(lengths, shape) == sum(
+        1 for span in made if span.split and span.last > span.first
     )
 
 
-def member_rows(rows: Sequence[int], item: int, shape: GangShape, member: int) -> bool:
-    """Whether a member of a gang has a tile in the item of a request with so many tiles."""
-    return (item % shape.groups) * shape.gang + member < rows[item // shape.groups]
+def has_rows(rows: Sequence[int], item: int, shape: GroupShape, rank: int) -> bool:
+    """Whether a rank of a group_ctas has a tile in the item of a request with so many tiles."""
+    return (item % shape.visits) * shape.group_ctas + rank < rows[item // shape.visits]
 
 
 def filled_slots(
-    lengths: Sequence[int], tiles: Sequence[int], shape: GangShape
+    lengths: Sequence[int], tiles: Sequence[int], shape: GroupShape
 ) -> tuple[dict[int, Span], set[tuple[int, int]]]:
-    """What all blocks leave: pieces by slot, and the (item, member) that were written whole."""
+    """What all CTAs write: splits by slot, and the (item, rank) that were not split."""
     slots: dict[int, Span] = {}
     whole: set[tuple[int, int]] = set()
-    begins = part_begins(lengths, shape)
-    for part, taken in enumerate(spans(lengths, shape)):
-        for member in range(shape.gang):
+    begins = range_begins(lengths, shape)
+    for group, taken in enumerate(spans(lengths, shape)):
+        for rank in range(shape.group_ctas):
             for span in taken:
-                if not member_rows(tiles, span.item, shape, member):
+                if not has_rows(tiles, span.item, shape, rank):
                     continue
-                if not span.piece:
-                    assert (span.item, member) not in whole
-                    whole.add((span.item, member))
+                if not span.split:
+                    assert (span.item, rank) not in whole
+                    whole.add((span.item, rank))
                     continue
-                slot = (part * shape.gang + member) * 2 + (span.item != begins[part][0])
-                assert slot not in slots, "two pieces in one slot"
+                slot = (group * shape.group_ctas + rank) * 2 + (span.item != begins[group][0])
+                assert slot not in slots, "two partials in one slot"
                 slots[slot] = span
     return slots, whole
 
 
-def merged(slots: dict[int, Span], first: int, shape: GangShape) -> list[Span]:
-    """The pieces of an item by the merge's rule, from the slot that holds its first one."""
+def merged(slots: dict[int, Span], first: int, shape: GroupShape) -> list[Span]:
+    """The splits of an item by the merge's rule, from the slot that holds its first one."""
     found = [slots[first]]
     slot = first // 2 * 2
-    while not found[-1].piece & Piece.LAST:
-        slot += 2 * shape.gang
-        assert slot < shape.blocks * 2, "the last piece was not found"
+    while not found[-1].split & Split.LAST:
+        slot += 2 * shape.group_ctas
+        assert slot < shape.ctas * 2, "the last split was not found"
         found.append(slots[slot])
     return found
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> tuple[list[int], list[int], GangShape]:
-    """Lengths, tiles per request (packed queries: each its own count), and gangs for them."""
+def batches(draw: st.DrawFn) -> tuple[list[int], list[int], GroupShape]:
+    """Lengths, tiles per request (packed queries: each its own count), and CTA groups for them."""
     lengths = draw(LENGTHS)
     equal = draw(st.booleans())
     most = draw(st.integers(1, 12))
@@ -297,20 +296,20 @@ def batches(draw: st.DrawFn) -> tuple[list[int], list[int], GangShape]:
     tiles = [most] * count if equal else draw(counts)
     sms = draw(st.integers(1, 150))
     chosen = draw(st.integers(0, min(sms, most)))
-    return lengths, tiles, gang_shape(most, count, sms, chosen)
+    return lengths, tiles, group_shape(most, count, sms, chosen)
 
 
 @settings(max_examples=300, deadline=None)
 @given(batches())
-@example(([64 * 100], [1], GangShape(1, 1, 132)))
-@example(([64 * 9, 0, 64 * 3], [3, 0, 2], GangShape(2, 2, 5)))
-def test_the_merge_finds_every_piece(batch: tuple[list[int], list[int], GangShape]) -> None:
+@example(([64 * 100], [1], GroupShape(1, 1, 132)))
+@example(([64 * 9, 0, 64 * 3], [3, 0, 2], GroupShape(2, 2, 5)))
+def test_the_merge_finds_every_partial(batch: tuple[list[int], list[int], GroupShape]) -> None:
     lengths, tiles, shape = batch
-    counts = block_counts(lengths, shape.groups)
+    counts = block_counts(lengths, shape.visits)
     slots, done = filled_slots(lengths, tiles, shape)
     used = set()
     for first, span in slots.items():
-        if not span.piece & Piece.FIRST:
+        if not span.split & Split.FIRST:
             continue
         found = merged(slots, first, shape)
         used.update(id(one) for one in found)
@@ -319,20 +318,20 @@ def test_the_merge_finds_every_piece(batch: tuple[list[int], list[int], GangShap
         edges = [0, *(one.last for one in found)]
         assert edges[:-1] == [one.first for one in found]
         assert edges[-1] == counts[span.item]
-        member = first // 2 % shape.gang
-        assert (span.item, member) not in done
-        done.add((span.item, member))
+        rank = first // 2 % shape.group_ctas
+        assert (span.item, rank) not in done
+        done.add((span.item, rank))
     wanted = {
-        (item, member)
+        (item, rank)
         for item in range(len(counts))
-        for member in range(shape.gang)
-        if member_rows(tiles, item, shape, member)
+        for rank in range(shape.group_ctas)
+        if has_rows(tiles, item, shape, rank)
     }
     assert done == wanted
-    assert all(slot < 2 * shape.blocks < merge_rows(shape.blocks) for slot in slots)
+    assert all(slot < 2 * shape.ctas < merge_rows(shape.ctas) for slot in slots)
 
 
-# --- gangs ----------------------------------------------------------------------------------------
+# --- CTA groups -----------------------------------------------------------------------------------
 
 TILES = st.one_of(st.integers(1, 12), st.integers(1, 500))
 REQUESTS = st.one_of(st.integers(1, 12), st.integers(1, 3000))
@@ -340,39 +339,39 @@ SM_COUNTS = st.one_of(st.integers(1, 16), st.integers(1, 256))
 
 
 @given(TILES, REQUESTS, SM_COUNTS)
-def test_a_gang_fits_the_device_and_covers_all_tiles(tiles: int, requests: int, sms: int) -> None:
-    shape = gang_shape(tiles, requests, sms)
-    assert 1 <= shape.blocks <= sms
-    assert shape.parts >= 1
-    assert shape.gang * (shape.groups - 1) < tiles <= shape.gang * shape.groups
+def test_groups_fit_the_device_and_cover_all_tiles(tiles: int, requests: int, sms: int) -> None:
+    shape = group_shape(tiles, requests, sms)
+    assert 1 <= shape.ctas <= sms
+    assert shape.group_count >= 1
+    assert shape.group_ctas * (shape.visits - 1) < tiles <= shape.group_ctas * shape.visits
 
 
 @given(TILES, REQUESTS, SM_COUNTS, st.data())
-def test_a_chosen_gang_is_honoured(
+def test_a_chosen_size_of_a_group_is_honoured(
     tiles: int, requests: int, sms: int, data: st.DataObject
 ) -> None:
-    gang = data.draw(st.integers(1, min(tiles, sms)))
-    shape = gang_shape(tiles, requests, sms, gang)
-    assert shape.gang == gang
-    assert 1 <= shape.blocks <= sms
-    assert shape.gang * (shape.groups - 1) < tiles <= shape.gang * shape.groups
+    group_ctas = data.draw(st.integers(1, min(tiles, sms)))
+    shape = group_shape(tiles, requests, sms, group_ctas)
+    assert shape.group_ctas == group_ctas
+    assert 1 <= shape.ctas <= sms
+    assert shape.group_ctas * (shape.visits - 1) < tiles <= shape.group_ctas * shape.visits
 
 
 BLOCKS = 20_000
-"""KV blocks of a request: so many that the fixed cost of an item and even cuts hardly count."""
+"""KV blocks of a request: so many that the fixed cost of an item and even splits hardly count."""
 COARSENESS = 0.01
 
 
-def busy_share(tiles: int, requests: int, sms: int, shape: GangShape) -> float:
+def busy_share(tiles: int, requests: int, sms: int, shape: GroupShape) -> float:
     """Share of all SMs that have work, on average until the last is done; equal lengths."""
-    slowest = max(cost(part) for part in spans([BLOCKS * KV_BLOCK] * requests, shape))
+    slowest = max(cost(group) for group in spans([BLOCKS * KV_BLOCK] * requests, shape))
     return requests * tiles * BLOCKS / (sms * slowest)
 
 
-def worth(tiles: int, requests: int, sms: int, shape: GangShape) -> float:
-    """That share, less what gangs cost that are alone on their KV blocks."""
-    in_step = requests * shape.groups % shape.parts == 0  # then they take turns
-    streams = -(-shape.parts // shape.groups) if in_step else shape.parts
+def worth(tiles: int, requests: int, sms: int, shape: GroupShape) -> float:
+    """That share, less what CTA groups cost that are alone on their KV blocks."""
+    in_step = requests * shape.visits % shape.group_count == 0  # then they take turns
+    streams = -(-shape.group_count // shape.visits) if in_step else shape.group_count
     return busy_share(tiles, requests, sms, shape) - STREAM_COST * streams
 
 
@@ -382,24 +381,24 @@ def worth(tiles: int, requests: int, sms: int, shape: GangShape) -> float:
 @example(3, 1, 16)
 @example(8, 4, 13)
 @example(10, 1, 11)
-def test_as_many_sms_are_busy_as_promised(tiles: int, requests: int, sms: int) -> None:
-    """Against every gang and every number of parts that fit."""
+def test_the_choice_keeps_the_sms_busy(tiles: int, requests: int, sms: int) -> None:
+    """Against every size and number of CTA groups that fit."""
     best = max(
-        worth(tiles, requests, sms, GangShape(gang, -(-tiles // gang), parts))
-        for gang in range(1, min(tiles, sms) + 1)
-        for parts in range(1, sms // gang + 1)
+        worth(tiles, requests, sms, GroupShape(group_ctas, -(-tiles // group_ctas), groups))
+        for group_ctas in range(1, min(tiles, sms) + 1)
+        for groups in range(1, sms // group_ctas + 1)
     )
-    chosen = worth(tiles, requests, sms, gang_shape(tiles, requests, sms))
-    assert chosen >= best - SPLIT_COST - GANG_WORTH - COARSENESS
+    chosen = worth(tiles, requests, sms, group_shape(tiles, requests, sms))
+    assert chosen >= best - SPLIT_COST - GROUP_WORTH - COARSENESS
 
 
-def test_a_gang_that_shares_its_kv_blocks_is_worth_some_idle_sms() -> None:
-    """86 tiles: 66 gangs of two fill all SMs, three of 44 read the cache a 22nd as often."""
-    assert gang_shape(86, 32, 132) == GangShape(44, 2, 3)
+def test_a_group_that_shares_its_kv_blocks_is_worth_some_idle_sms() -> None:
+    """86 tiles: 66 CTA groups of two fill all SMs, three of 44 read the cache a 22nd as often."""
+    assert group_shape(86, 32, 132) == GroupShape(44, 2, 3)
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 4, 32])
-def test_the_largest_gang_among_equals_is_taken(tiles: int) -> None:
+def test_the_largest_group_among_equals_is_taken(tiles: int) -> None:
     """It reads the cache least often."""
     sms = 4 * tiles
-    assert gang_shape(tiles, 4, sms) == GangShape(tiles, 1, 4)
+    assert group_shape(tiles, 4, sms) == GroupShape(tiles, 1, 4)

@@ -14,7 +14,7 @@ pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl"
 
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.kernel.cute_python.mla.decompressed.stage import WindowTiling
+from mla_var3.kernel.cute_python.mla.decompressed.stage import DecompressedTiling
 from mla_var3.kernel.cute_python.mla.hopper import stage_call
 from mla_var3.runtime.call_state import CALL_STATE
 from mla_var3.runtime.paths import find_kernel, plan_class
@@ -23,7 +23,7 @@ SIZES: dict[str, Any] = {"b": 2, "s": 3, "t": 300, "h": 4, "seed": 0}
 PLANS = {
     "flash_attention": {},
     "mla_var6_plus": {"n": 100},
-    "mla_var6_plus_v2": {"n": 100},
+    "mla_var6_plus_v5": {"n": 100},
     "whole window": {"n": 300},
 }
 
@@ -94,8 +94,8 @@ def test_a_kept_stage_passes_what_a_new_one_would(
     name: str, parts: int, launches: Launches
 ) -> None:
     plan = plan_of(name)
-    field = "tiling" if name == "flash_attention" else "window_tiling"
-    plan = plan.copy(**{field: WindowTiling(parts=parts)})
+    field = "tiling" if name == "flash_attention" else "decompressed_tiling"
+    plan = plan.copy(**{field: DecompressedTiling(splits=parts)})
     first, second = plan.prepare_inputs("cpu"), plan.prepare_inputs("cpu")
     stage_call.run_stage("key", first, lambda: plan.plan(*first))
     launches.addresses.clear()
@@ -124,12 +124,14 @@ def test_a_kept_stage_passes_what_a_new_one_would(
 
 def test_programs_are_loaded_once_for_many_keys(launches: Launches) -> None:
     for b in (2, 3):
-        plan = plan_of("mla_var6_plus", b=b).copy(window_tiling=WindowTiling(parts=1))
+        plan = plan_of("mla_var6_plus", b=b).copy(decompressed_tiling=DecompressedTiling(splits=1))
         inputs = plan.prepare_inputs("cpu")
         stage_call.run_stage(b, inputs, functools.partial(plan.plan, *inputs))
-    names = ["flash_mla", "window_attention", "decompress_combine"]
+    names = ["flash_mla", "decompressed_attention", "decompress_combine"]
     assert launches.loaded == names
-    half = plan_of("mla_var6_plus", dtype="float16").copy(window_tiling=WindowTiling(parts=1))
+    half = plan_of("mla_var6_plus", dtype="float16").copy(
+        decompressed_tiling=DecompressedTiling(splits=1)
+    )
     inputs = half.prepare_inputs("cpu")
     stage_call.run_stage("half", inputs, lambda: half.plan(*inputs))
     assert launches.loaded == names * 2
@@ -166,7 +168,7 @@ def test_an_unaligned_pointer_is_refused_beside_a_known_key(launches: Launches) 
 
 def test_a_view_that_is_no_operand_is_refused(launches: Launches) -> None:
     """The plan of a prefix cuts its own tokens off: those have to be operands themselves."""
-    plan = plan_of("mla_var6_plus_v3", prefix=128)
+    plan = plan_of("mla_var6_plus_v6", prefix=128)
     inputs = plan.prepare_inputs("cpu")
     with pytest.raises(InvalidArgumentError, match="operands: expected every view"):
         stage_call.run_stage("key", inputs, lambda: plan.plan(*inputs))

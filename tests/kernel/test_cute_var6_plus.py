@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from typing import Any
 
@@ -11,38 +10,31 @@ import torch
 
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
+from mla_var3.attention.backends import registry
 from mla_var3.cli.commands import kernel as kernel_command
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import HyperMlaError, InvalidArgumentError
-from mla_var3.kernel.cute_python.mla.decompressed.kernel import WindowSm90
+from mla_var3.kernel.cute_python.mla.decompressed.kernel import HEADS, TILES
 from mla_var3.kernel.cute_python.mla.decompressed.stage import (
-    ARGUMENTS,
-    HEADS,
-    LSE,
-    OUT,
-    PARTS,
-    TILES,
-    WindowShape,
-    WindowTiling,
+    DecompressedShape,
+    DecompressedTiling,
 )
 from mla_var3.kernel.cute_python.mla.flash_attention.flash_attention.flash_attention import (
     CuteFlashAttention,
 )
 from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLATiling
-from mla_var3.kernel.cute_python.mla.latent.operands import LATENT_FIELDS
 from mla_var3.kernel.cute_python.mla.mix.sm_split import SmSplit, balanced_split, neighbours
 from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus.mla_var6_plus import (
     CuteMlaVar6Plus,
 )
-from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus_v2.mla_var6_plus_v2 import (
-    CuteMlaVar6PlusV2,
+from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus_v5.mla_var6_plus_v5 import (
+    CuteMlaVar6PlusV5,
 )
-from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus_v3.mla_var6_plus_v3 import (
-    CuteMlaVar6PlusV3,
+from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus_v6.mla_var6_plus_v6 import (
+    CuteMlaVar6PlusV6,
 )
 from mla_var3.kernel.cute_python.mla.projections import outputs as decompress_combine
 from mla_var3.kernel.cute_python.mla.projections.outputs import (
-    DecompressCombineSm90,
     DecompressCombineTiling,
     row_tiles,
 )
@@ -53,22 +45,22 @@ from mla_var3.op.mla.model.mix import MixModel
 from mla_var3.op.mla.model.parameters import mix_parameters
 from mla_var3.op.mla.prefix.reference import make_shared_prefix_inputs
 from mla_var3.op.mla.reference import reference_from_latent
-from mla_var3.runtime import workflow
+from mla_var3.runtime import paths, workflow
 from mla_var3.runtime.compile import CompileReport, fits_shared_memory
 from mla_var3.runtime.composite import ConcurrentKernels
 from mla_var3.runtime.paths import find_kernel, plan_class
 from mla_var3.runtime.tiling import constraint_failures
+from tests.unit.attention.emulated_stages import named_arguments
 
-from .compile_once import SERIALISED, Compiled, compile_once
+from .compile_once import COMBINE, DECOMPRESSED, SERIALISED, SMALL, VARIANTS, Compiled
 
 HOPPER = device_spec("NVIDIA H200")
-SMALL: dict[str, Any] = {"b": 2, "s": 2, "t": 300, "h": 64, "seed": 0}
 SM_REGISTERS = 64 * 1024
 PLANS: dict[str, Any] = {
     "flash_attention": CuteFlashAttention,
     "mla_var6_plus": CuteMlaVar6Plus,
-    "mla_var6_plus_v2": CuteMlaVar6PlusV2,
-    "mla_var6_plus_v3": CuteMlaVar6PlusV3,
+    "mla_var6_plus_v5": CuteMlaVar6PlusV5,
+    "mla_var6_plus_v6": CuteMlaVar6PlusV6,
 }
 
 
@@ -85,62 +77,11 @@ def kernels(plan: Any) -> dict[str, Any]:
     return {kernel.name: kernel for kernel in stage_of(plan).kernels()}
 
 
-def named_arguments(kernel: Any, host: type, tiling: Any = None) -> dict[str, Any]:
-    """Arguments by the names of the host function; what follows them is left out."""
-    names = list(inspect.signature(host.__call__).parameters)[1:-1]  # type: ignore[operator]
-    return dict(zip(names, kernel.args_fn(tiling or kernel.tiling), strict=False))
-
-
 # --- what they compile to -------------------------------------------------------------------------
 
-VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "heads": ("flash_attention", {}, {"parts": 1}),
-    "heads float16": ("flash_attention", {"dtype": "float16"}, {"parts": 1}),
-    "tiles": ("flash_attention", {"s": 100}, {"parts": 1}),
-    "cut": ("flash_attention", {}, {"parts": 3}),
-    "mix": ("mla_var6_plus", {"n": 100}, {"parts": 1}),
-    "latent only": ("mla_var6_plus", {"n": 0}, {}),
-    "latent only float16": ("mla_var6_plus", {"n": 0, "dtype": "float16"}, {}),
-    "8 bits": ("mla_var6_plus_v2", {"n": 100}, {"parts": 1}),
-    "8 bits, 48 columns": ("mla_var6_plus_v2", {"n": 100, "s": 40}, {"parts": 1}),
-    "8 bits, tiles": ("mla_var6_plus_v2", {"n": 100, "s": 100}, {"parts": 1}),
-    "prefix": ("mla_var6_plus_v3", {"prefix": 100, "s": 40}, {"parts": 1}),
-}
-"""Per variant: the plan, its fields, and the tiling of the decompressed kernel."""
-# The decompressed kernel of "mix" is the program of "heads".
 EIGHT_BITS = [variant for variant in VARIANTS if variant.startswith("8 bits")]
-WINDOWS = ["heads", "heads float16", "tiles", "cut", *EIGHT_BITS, "prefix"]
-COMBINES = ["mix", "latent only", "latent only float16"]
-
-COMPILE = """
-import contextlib, json, sys
-from mla_var3.runtime import cute_kernel
-from mla_var3.runtime.compile import compile_report
-from mla_var3.runtime.paths import find_kernel, plan_class
-cute_kernel.quiet_compiler = contextlib.nullcontext
-reports, done = {}, set()
-for variant, (name, fields, window) in json.loads(sys.argv[1]).items():
-    plan = plan_class(find_kernel(name, language="cute-dsl"))(**fields)
-    for kernel in plan.plan(*plan.prepare_inputs("meta")).kernels():
-        if kernel.name == "flash_mla":
-            continue
-        if kernel.name == "window_attention":
-            kernel.tiling = type(kernel.tiling)(**window)
-        print(f"== {variant} {kernel.name}", file=sys.stderr, flush=True)
-        reports[f"{variant} {kernel.name}"] = compile_report(kernel, "sm_90").to_dict()
-print(json.dumps(reports))
-"""
-
-
-@pytest.fixture(scope="session")
-def compiled(
-    package_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Compiled:
-    variants = {
-        variant: (name, {**SMALL, **fields}, window)
-        for variant, (name, fields, window) in VARIANTS.items()
-    }
-    return compile_once("cute-var6-plus", COMPILE, variants, package_environment, tmp_path_factory)
+ATTENTION = [name for name, (kernel, *_) in VARIANTS.items() if kernel == DECOMPRESSED]
+COMBINES = [name for name, (kernel, *_) in VARIANTS.items() if kernel == COMBINE]
 
 
 def require_well_compiled(report: CompileReport, remarks: str) -> None:
@@ -158,27 +99,28 @@ def require_well_compiled(report: CompileReport, remarks: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", WINDOWS)
+@pytest.mark.parametrize("variant", ATTENTION)
 def test_the_decompressed_kernel_is_what_it_is_written_to_be(
     compiled: Compiled, variant: str
 ) -> None:
-    report = compiled.reports[f"{variant} window_attention"]
-    require_well_compiled(report, compiled.remarks[f"{variant} window_attention"])
+    """Rings too: they need no registers that other tokens do not."""
+    report = compiled.reports[variant]
+    require_well_compiled(report, compiled.remarks[variant])
     # In 8 bits the rope part stays in 16.
     assert set(report.mma) == ({"HGMMA", "QGMMA"} if variant in EIGHT_BITS else {"HGMMA"})
 
 
 @pytest.mark.slow
-def test_the_merge_of_parts_is_in_the_program_that_cuts(compiled: Compiled) -> None:
-    assert "merge_windows" in compiled.remarks["cut window_attention"]
-    assert "merge_windows" not in compiled.remarks["heads window_attention"]
+def test_the_merge_is_in_the_program_that_splits(compiled: Compiled) -> None:
+    assert "merge_splits" in compiled.remarks["split"]
+    assert "merge_splits" not in compiled.remarks["heads"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", COMBINES)
 def test_the_combine_kernel_is_what_it_is_written_to_be(compiled: Compiled, variant: str) -> None:
-    report = compiled.reports[f"{variant} decompress_combine"]
-    require_well_compiled(report, compiled.remarks[f"{variant} decompress_combine"])
+    report = compiled.reports[variant]
+    require_well_compiled(report, compiled.remarks[variant])
     assert set(report.mma) == {"HGMMA"}
     assert report.threads == decompress_combine.THREADS
     assert report.registers == 168
@@ -187,7 +129,7 @@ def test_the_combine_kernel_is_what_it_is_written_to_be(compiled: Compiled, vari
     assert bool(report.instructions.get("LDG")) is (variant == "mix")
 
 
-# --- who is there ---------------------------------------------------------------------------------
+# --- plans and their kernels ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -198,21 +140,48 @@ def test_the_registry_finds_the_plan(name: str) -> None:
     assert PLANS[name].targets == ("sm_90",)
 
 
+@pytest.mark.parametrize(("old", "new"), [("v2", "v5"), ("v3", "v6")])
+def test_old_ids_still_work_and_say_what_they_are_now(
+    old: str, new: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In CuTe DSL; the same numbers of cuTile are other ideas."""
+    paths.current_name.cache_clear()
+    name = f"mla_var6_plus_{old}"
+    assert find_kernel(name, language="cute-dsl").version == new
+    assert f"{name} in cute-dsl is now mla_var6_plus_{new}" in caplog.text
+    assert find_kernel("mla_var6_plus", old, "cute-dsl").version == new
+    assert find_kernel(name).full_name == name
+
+
+def test_a_call_may_name_a_backend_by_its_old_id() -> None:
+    [backend] = registry.named("mla_var6_plus_v3:cute-dsl", registry.backends())
+    assert (backend.kernel, backend.language) == ("mla_var6_plus_v6", "cute-dsl")
+
+
+def test_a_number_means_one_idea_in_every_language() -> None:
+    """Only base versions exist in both."""
+    ids: dict[str, set[str]] = {language: set() for language in paths.LANGUAGES}
+    for kernel in paths.discover_kernels():
+        if kernel.number:
+            ids[kernel.language].add(kernel.full_name)
+    assert not set.intersection(*ids.values())
+
+
 @pytest.mark.parametrize(
     ("name", "fields", "wanted"),
     [
-        ("flash_attention", {}, ["window_attention"]),
+        ("flash_attention", {}, ["decompressed_attention"]),
         ("mla_var6_plus", {"n": 0}, ["flash_mla", "decompress_combine"]),
         (
             "mla_var6_plus",
             {"n": 100},
-            ["flash_mla", "window_attention", "decompress_combine"],
+            ["flash_mla", "decompressed_attention", "decompress_combine"],
         ),
-        ("mla_var6_plus", {"n": 300}, ["window_attention"]),
-        ("mla_var6_plus_v2", {"n": 300}, ["window_attention"]),
-        ("mla_var6_plus_v2", {"n": 0}, ["flash_mla", "decompress_combine"]),
-        ("mla_var6_plus_v3", {"prefix": 0}, ["flash_mla", "decompress_combine"]),
-        ("mla_var6_plus_v3", {"prefix": 300}, ["window_attention"]),
+        ("mla_var6_plus", {"n": 300}, ["decompressed_attention"]),
+        ("mla_var6_plus_v5", {"n": 300}, ["decompressed_attention"]),
+        ("mla_var6_plus_v5", {"n": 0}, ["flash_mla", "decompress_combine"]),
+        ("mla_var6_plus_v6", {"prefix": 0}, ["flash_mla", "decompress_combine"]),
+        ("mla_var6_plus_v6", {"prefix": 300}, ["decompressed_attention"]),
     ],
     ids=str,
 )
@@ -228,19 +197,17 @@ def test_a_kernel_without_tokens_is_left_out(
 
 def test_the_latent_kernel_leaves_out_the_window_and_nothing_else() -> None:
     plan = make("mla_var6_plus", n=100, lengths=(300, 60))
-    named = named_arguments(kernels(plan)["window_attention"], WindowSm90)
-    assert (named["window"], named["slots"], named["requests"]) == (100, 100, 2)
+    named = named_arguments(kernels(plan)["decompressed_attention"])
+    assert (named["kept"], named["slots"], named["requests"]) == (100, 100, 2)
     assert plan.latent_lengths() == [200, 0]
     assert plan.new_lengths() == [100, 60]
-    latent = kernels(plan)["flash_mla"]
-    named = dict(zip(LATENT_FIELDS, latent.args_fn(latent.tiling), strict=True))
-    assert named["newest"] == 100
+    assert named_arguments(kernels(plan)["flash_mla"])["newest"] == 100
 
 
 def test_a_prefix_is_one_window_and_the_latent_kernel_starts_behind_it() -> None:
-    plan = make("mla_var6_plus_v3", prefix=128, lengths=(300, 60))
-    named = named_arguments(kernels(plan)["window_attention"], WindowSm90)
-    assert (named["window"], named["slots"], named["requests"]) == (128, 128, 2)
+    plan = make("mla_var6_plus_v6", prefix=128, lengths=(300, 60))
+    named = named_arguments(kernels(plan)["decompressed_attention"])
+    assert (named["kept"], named["slots"], named["requests"]) == (128, 128, 2)
     assert tuple(named["keys"].shape) == (1, 64, 128, 128)
     inputs = plan.prepare_inputs("cpu")
     assert inputs[-1].tolist() == [172, 0]
@@ -249,13 +216,13 @@ def test_a_prefix_is_one_window_and_the_latent_kernel_starts_behind_it() -> None
 
 
 def test_eight_bits_are_half_the_bytes_and_padded_slots() -> None:
-    plain, packed = make("mla_var6_plus", n=100), make("mla_var6_plus_v2", n=100)
-    named = named_arguments(kernels(packed)["window_attention"], WindowSm90)
-    assert (named["window"], named["slots"], named["requests"]) == (100, 128, 2)
-    assert named["scales"] is not None and named["r_token"] == 64
+    plain, packed = make("mla_var6_plus", n=100), make("mla_var6_plus_v5", n=100)
+    named = named_arguments(kernels(packed)["decompressed_attention"])
+    assert (named["kept"], named["slots"], named["requests"]) == (100, 128, 2)
+    assert named["scales"] is not None and named["rope_token"] == 64
     assert tuple(named["k_rope"].shape) == (2, 128, 64)
-    assert packed.window_cost().flops == plain.window_cost().flops
-    assert 0.5 < packed.window_cost().bytes / plain.window_cost().bytes < 0.6
+    assert packed.decompressed_cost().flops == plain.decompressed_cost().flops
+    assert 0.5 < packed.decompressed_cost().bytes / plain.decompressed_cost().bytes < 0.6
 
 
 @pytest.mark.parametrize("n", [0, 37, 300])
@@ -277,20 +244,20 @@ def relative(got: torch.Tensor, wanted: torch.Tensor) -> float:
 TINY: dict[str, Any] = {"b": 2, "s": 3, "t": 90, "h": 2, "lengths": (90, 40), "seed": 1}
 
 
-@pytest.mark.parametrize("name", ["mla_var6_plus", "mla_var6_plus_v2"])
+@pytest.mark.parametrize("name", ["mla_var6_plus", "mla_var6_plus_v5"])
 def test_the_reference_is_the_operation(name: str) -> None:
-    """Against the absorbed path alone, which knows nothing of windows; 8 bits cost what they do."""
+    """Against the latent path alone; the bound in 8 bits is what rounding costs."""
     plan = make(name, **TINY, n=50)
     inputs = plan.prepare_inputs("cpu")
     got, got_lse = plan.reference_fn(*inputs)
     wanted, lse = reference_from_latent(plan.make_inputs("cpu"), plan.problem())
-    bound = 0.1 if name.endswith("v2") else 0.01
+    bound = 0.1 if name.endswith("v5") else 0.01
     assert relative(got, wanted) < bound
     assert relative(got_lse, lse) < bound
 
 
-def test_the_errors_of_the_form_and_of_the_kernel_are_told_apart() -> None:
-    plan = make("mla_var6_plus_v2", **TINY, n=50)
+def test_the_errors_of_the_format_and_of_the_kernel_are_told_apart() -> None:
+    plan = make("mla_var6_plus_v5", **TINY, n=50)
     raw = plan.make_inputs("cpu")
     inputs = plan.prepare_inputs("cpu")
     assert torch.equal(inputs[1], absorb_queries(raw.q_nope, raw.w_uk))
@@ -306,7 +273,7 @@ def test_the_errors_of_the_form_and_of_the_kernel_are_told_apart() -> None:
 
 
 def test_the_reference_of_a_prefix_is_the_operation() -> None:
-    plan = make("mla_var6_plus_v3", **TINY, prefix=50)
+    plan = make("mla_var6_plus_v6", **TINY, prefix=50)
     made = make_shared_prefix_inputs(plan.shared_problem(), "cpu", seed=1)
     wanted, _ = reference_from_latent(made.plain, plan.problem())
     assert relative(plan.reference_fn(*plan.prepare_inputs("cpu"))[0], wanted) < 0.01
@@ -325,11 +292,11 @@ def test_the_split_makes_both_end_together() -> None:
     assert balanced_split(nothing, nothing, 2) == SmSplit(1, 1)
 
 
-def test_jobs_are_not_divided_between_sms() -> None:
-    """256 jobs take three turns on 86 SMs as on 127; the others are left to the latent kernel."""
+def test_work_tiles_are_not_divided_between_sms() -> None:
+    """256 work tiles take three turns on 86 SMs as on 127; the latent kernel gets the others."""
     latent, window = Cost(36.5e9, 0), Cost(86e9, 0)
-    assert balanced_split(latent, window, 132).window > 90
-    assert balanced_split(latent, window, 132, jobs=256) == SmSplit(46, 86)
+    assert balanced_split(latent, window, 132).decompressed > 90
+    assert balanced_split(latent, window, 132, work_tiles=256) == SmSplit(46, 86)
 
 
 def test_neighbours_use_all_sms_and_leave_each_kernel_one() -> None:
@@ -337,8 +304,8 @@ def test_neighbours_use_all_sms_and_leave_each_kernel_one() -> None:
         found = neighbours(split)
         assert split not in found and len(set(found)) == len(found)
         for other in found:
-            assert other.latent + other.window == split.latent + split.window
-            assert min(other.latent, other.window) >= 1
+            assert other.latent + other.decompressed == split.latent + split.decompressed
+            assert min(other.latent, other.decompressed) >= 1
     assert len(neighbours(SmSplit(66, 66))) == 4
 
 
@@ -347,9 +314,9 @@ def test_a_longer_window_gets_more_sms(n: int) -> None:
     sizes = {"b": 32, "s": 16, "t": 4096, "h": 128}
     split = make("mla_var6_plus", **sizes, n=n).split()
     longer = make("mla_var6_plus", **sizes, n=n + 64).split()
-    assert split.latent + split.window == HOPPER.sm_count
-    assert longer.window >= split.window
-    assert make("mla_var6_plus_v2", **sizes, n=n).split().window <= split.window
+    assert split.latent + split.decompressed == HOPPER.sm_count
+    assert longer.decompressed >= split.decompressed
+    assert make("mla_var6_plus_v5", **sizes, n=n).split().decompressed <= split.decompressed
 
 
 def test_a_fitted_model_chooses_the_window_and_the_sms() -> None:
@@ -365,7 +332,7 @@ def test_a_fitted_model_chooses_the_window_and_the_sms() -> None:
     mix = make("mla_var6_plus", **sizes, n=best)
     assert mix.n == best and 0 < best < mix.t
     wanted = model.best_split(mix.problem(), best)
-    # Gangs take whole numbers of SMs.
+    # CTA groups take whole numbers of SMs.
     assert wanted - 16 < mix.split().latent <= wanted
     assert mix.copy(b=8).on_device(HOPPER).n == best
 
@@ -384,7 +351,7 @@ def test_without_a_fit_the_roofline_chooses(device: str, dtype: str) -> None:
 def test_a_chosen_share_leaves_the_other_kernel_the_rest() -> None:
     plan = make("mla_var6_plus", n=100, tiling=FlashMLATiling(sms=100))
     assert plan.split() == SmSplit(100, 32)
-    plan = make("mla_var6_plus", n=100, window_tiling=WindowTiling(sms=100))
+    plan = make("mla_var6_plus", n=100, decompressed_tiling=DecompressedTiling(sms=100))
     assert plan.split() == SmSplit(32, 100)
 
 
@@ -394,18 +361,20 @@ def together(plan: Any) -> ConcurrentKernels:
     return found
 
 
-@pytest.mark.parametrize("name", ["mla_var6_plus", "mla_var6_plus_v2", "mla_var6_plus_v3"])
+@pytest.mark.parametrize("name", ["mla_var6_plus", "mla_var6_plus_v5", "mla_var6_plus_v6"])
 def test_more_sms_than_there_are_is_refused(name: str) -> None:
-    own = {"prefix": 100} if name.endswith("v3") else {"n": 100}
+    own = {"prefix": 100} if name.endswith("v6") else {"n": 100}
     group = together(make(name, **own))
     assert group.joint_failures() == ()
     latent, window = (kernel.tiling for kernel in group.kernels())
     most = HOPPER.sm_count
     for sms in ((most - 1, 1), (60, 60)):
-        chosen = [FlashMLATiling(sms=sms[0]), WindowTiling(sms=sms[1])]
+        chosen = [FlashMLATiling(sms=sms[0]), DecompressedTiling(sms=sms[1])]
         assert group.joint_failures(chosen) == ()
     for pair in ((most, 1), (1, most), (100, 33)):
-        [failure] = group.joint_failures([FlashMLATiling(sms=pair[0]), WindowTiling(sms=pair[1])])
+        [failure] = group.joint_failures(
+            [FlashMLATiling(sms=pair[0]), DecompressedTiling(sms=pair[1])]
+        )
         assert f"at most {most} SMs for both kernels, got {pair[0]} + {pair[1]}" in failure
     assert latent.sms == window.sms == 0
 
@@ -429,70 +398,71 @@ def test_every_candidate_is_valid_and_some_pairs_fit() -> None:
             assert 5 <= sum(fits) < len(fits)
 
 
-# --- the decompressed kernel's jobs ---------------------------------------------------------------
+# --- the decompressed kernel's work tiles ---------------------------------------------------------
 
 
-def test_the_form_follows_the_rows() -> None:
-    assert WindowShape(2, 64, 8, 300).form(WindowTiling()) == HEADS
-    assert WindowShape(2, 65, 8, 300).form(WindowTiling()) == TILES
-    assert WindowShape(2, 65, 8, 300).form(WindowTiling(form=HEADS)) == HEADS
+def test_the_pairing_follows_the_rows() -> None:
+    assert DecompressedShape(2, 64, 8, 300).pairing(DecompressedTiling()) == HEADS
+    assert DecompressedShape(2, 65, 8, 300).pairing(DecompressedTiling()) == TILES
+    assert DecompressedShape(2, 65, 8, 300).pairing(DecompressedTiling(pairing=HEADS)) == HEADS
 
 
 @pytest.mark.parametrize(
-    ("shape", "form", "units"),
+    ("shape", "pairing", "tiles"),
     [
-        (WindowShape(2, 1, 8, 300), HEADS, 4),
-        (WindowShape(2, 64, 3, 300), HEADS, 2),
-        (WindowShape(2, 65, 3, 300), HEADS, 4),
-        (WindowShape(2, 65, 3, 300), TILES, 3),
-        (WindowShape(2, 129, 3, 300), TILES, 6),
-        (WindowShape(1, 1, 1, 300), TILES, 1),
+        (DecompressedShape(2, 1, 8, 300), HEADS, 4),
+        (DecompressedShape(2, 64, 3, 300), HEADS, 2),
+        (DecompressedShape(2, 65, 3, 300), HEADS, 4),
+        (DecompressedShape(2, 65, 3, 300), TILES, 3),
+        (DecompressedShape(2, 129, 3, 300), TILES, 6),
+        (DecompressedShape(1, 1, 1, 300), TILES, 1),
     ],
     ids=str,
 )
-def test_jobs_of_a_window(shape: WindowShape, form: str, units: int) -> None:
-    assert shape.units(form) == units
+def test_work_tiles_of_a_request(shape: DecompressedShape, pairing: str, tiles: int) -> None:
+    assert shape.request_tiles(pairing) == tiles
 
 
-def test_no_block_without_a_job() -> None:
-    shape = WindowShape(2, 1, 8, 300)
-    assert shape.blocks(WindowTiling(parts=1), 132) == 8
-    assert shape.blocks(WindowTiling(parts=3), 132) == 24
-    assert shape.blocks(WindowTiling(parts=3), 10) == 10
+def test_no_cta_without_a_work_tile() -> None:
+    shape = DecompressedShape(2, 1, 8, 300)
+    assert shape.ctas(DecompressedTiling(splits=1), 132) == 8
+    assert shape.ctas(DecompressedTiling(splits=3), 132) == 24
+    assert shape.ctas(DecompressedTiling(splits=3), 10) == 10
 
 
-def test_the_arguments_are_those_of_the_kernel_and_four_of_the_merge() -> None:
-    kernel = kernels(make("flash_attention"))["window_attention"]
-    assert len(kernel.args_fn(kernel.tiling)) == len(ARGUMENTS) + 4
-    assert [ARGUMENTS[i] for i in (OUT, LSE, PARTS)] == ["o", "lse", "parts"]
-
-
-def test_parts_have_room_of_their_own_and_one_part_needs_none() -> None:
-    kernel = kernels(make("flash_attention"))["window_attention"]
-    named = named_arguments(kernel, WindowSm90, WindowTiling(parts=3))
-    assert tuple(named["o"].shape) == (3, 2, 2, 64, 128) and named["o"].dtype is torch.float32
-    assert tuple(named["lse"].shape) == (3, 2, 2, 64)
-    assert kernel.host_fn(WindowTiling(parts=3)).kernel.wide
-    named = named_arguments(kernel, WindowSm90, WindowTiling(parts=1))
-    assert named["o"] is kernel.output_tensors[0] and named["lse"] is kernel.output_tensors[1]
-    assert not kernel.host_fn(WindowTiling(parts=1)).kernel.wide
+def test_splits_have_partials_and_one_split_needs_none() -> None:
+    kernel = kernels(make("flash_attention"))["decompressed_attention"]
+    split = DecompressedTiling(splits=3)
+    named = named_arguments(kernel, split)
+    assert [named["o"], named["lse"]] == kernel.output_tensors
+    assert tuple(named["o_partial"].shape) == (3, 2, 2, 64, 128)
+    assert named["o_partial"].dtype is torch.float32
+    assert tuple(named["lse_partial"].shape) == (3, 2, 2, 64)
+    assert kernel.host_fn(split).partials
+    whole = DecompressedTiling(splits=1)
+    named = named_arguments(kernel, whole)
+    assert named["o_partial"] is None and named["lse_partial"] is None
+    assert not kernel.host_fn(whole).partials
 
 
 @pytest.mark.parametrize(
     ("tiling", "message"),
     [
-        (WindowTiling(sms=-1), "sms: expected 0 to 132"),
-        (WindowTiling(sms=133), "sms: expected 0 to 132"),
-        (WindowTiling(parts=-1), "parts: expected 0 to 5"),
-        (WindowTiling(parts=6), "parts: expected 0 to 5"),
-        (WindowTiling(form="rows"), "form: expected heads, tiles or nothing, got 'rows'"),
+        (DecompressedTiling(sms=-1), "sms: expected 0 to 132"),
+        (DecompressedTiling(sms=133), "sms: expected 0 to 132"),
+        (DecompressedTiling(splits=-1), "splits: expected 0 to 5"),
+        (DecompressedTiling(splits=6), "splits: expected 0 to 5"),
+        (
+            DecompressedTiling(pairing="rows"),
+            "pairing: expected heads, tiles or nothing, got 'rows'",
+        ),
     ],
     ids=str,
 )
 def test_a_wrong_tiling_is_named_before_anything_is_compiled(
-    tiling: WindowTiling, message: str
+    tiling: DecompressedTiling, message: str
 ) -> None:
-    kernel = kernels(make("flash_attention"))["window_attention"]
+    kernel = kernels(make("flash_attention"))["decompressed_attention"]
     with pytest.raises(HyperMlaError, match=re.escape(message)):
         kernel.compile("sm_90", tiling)
 
@@ -500,27 +470,27 @@ def test_a_wrong_tiling_is_named_before_anything_is_compiled(
 # --- the combine stage ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("splits", [-1, 3])
-def test_a_wrong_split_of_the_rows_is_named(splits: int) -> None:
+@pytest.mark.parametrize("ctas", [-1, 3])
+def test_a_wrong_number_of_ctas_per_head_is_named(ctas: int) -> None:
     plan = make("mla_var6_plus", b=2, s=100, n=100)
     assert row_tiles(200) == 2
-    with pytest.raises(HyperMlaError, match=f"splits: expected 0 to 2 .* got {splits}"):
-        kernels(plan)["decompress_combine"].compile("sm_90", DecompressCombineTiling(splits))
+    with pytest.raises(HyperMlaError, match=f"head_ctas: expected 0 to 2 .* got {ctas}"):
+        kernels(plan)["decompress_combine"].compile("sm_90", DecompressCombineTiling(ctas))
 
 
-@pytest.mark.parametrize(("h", "splits"), [(128, 1), (64, 2), (8, 4), (1, 4)])
-def test_the_rows_of_a_head_are_shared_by_as_many_blocks_as_fit(h: int, splits: int) -> None:
+@pytest.mark.parametrize(("h", "ctas"), [(128, 1), (64, 2), (8, 4), (1, 4)])
+def test_the_rows_of_a_head_are_shared_by_as_many_ctas_as_fit(h: int, ctas: int) -> None:
     plan = make("mla_var6_plus", b=4, s=128, h=h, n=100)
-    named = named_arguments(kernels(plan)["decompress_combine"], DecompressCombineSm90)
-    assert named["splits"] == splits
+    named = named_arguments(kernels(plan)["decompress_combine"])
+    assert named["head_ctas"] == ctas
     assert (named["rows"], named["heads"]) == (512, h)
 
 
-def test_the_log_sum_exp_is_that_of_the_latent_part_when_it_is_alone() -> None:
+def test_the_lse_is_that_of_the_latent_part_when_it_is_alone() -> None:
     stage = stage_of(make("mla_var6_plus", n=0))
     *_, merge, combine = stage.kernels()
     assert stage.output_tensors[1] is merge.output_tensors[1]
-    named = named_arguments(combine, DecompressCombineSm90)
+    named = named_arguments(combine)
     assert [named[x] for x in ("lse_latent", "o_new", "lse_new", "lse")] == [None] * 4
 
 
@@ -534,8 +504,8 @@ def test_the_log_sum_exp_is_that_of_the_latent_part_when_it_is_alone() -> None:
         ("flash_attention", {"p": 32}, "p: expected 64, which the tiles are made for, got 32"),
         ("mla_var6_plus", {"k": 256}, "k: expected 512, which the tiles are made for, got 256"),
         ("mla_var6_plus", {"n": 301}, "n: expected an integer from 0 to t=300, got 301"),
-        ("mla_var6_plus_v2", {"n": -1}, "n: expected an integer from 0 to t=300, got -1"),
-        ("mla_var6_plus_v3", {"prefix": 301}, "prefix: expected an integer from 0 to t=300"),
+        ("mla_var6_plus_v5", {"n": -1}, "n: expected an integer from 0 to t=300, got -1"),
+        ("mla_var6_plus_v6", {"prefix": 301}, "prefix: expected an integer from 0 to t=300"),
     ],
     ids=str,
 )
@@ -550,11 +520,11 @@ NAMES = {
         *("q_nope", "q_latent", "q_rope", "c_kv", "k_rope"),
         *("k_new", "v_new", "k_rope_new", "w_uv", "lengths"),
     ),
-    "mla_var6_plus_v2": (
+    "mla_var6_plus_v5": (
         *("q_nope", "q_latent", "q_rope", "c_kv", "k_rope"),
         *("keys", "values", "scales", "k_rope_new", "w_uv", "lengths"),
     ),
-    "mla_var6_plus_v3": (
+    "mla_var6_plus_v6": (
         *("q_nope", "q_latent", "q_rope", "k_prefix", "v_prefix", "k_rope_prefix"),
         *("c_kv", "k_rope", "w_uv", "lengths", "own_lengths"),
     ),
@@ -565,7 +535,7 @@ NAMES = {
     ("name", "index"), [(name, i) for name, names in NAMES.items() for i in range(len(names))]
 )
 def test_a_wrong_tensor_is_named(name: str, index: int) -> None:
-    own = {"prefix": 100} if name.endswith("v3") else {}
+    own = {"prefix": 100} if name.endswith("v6") else {}
     own = own if name == "flash_attention" or own else {"n": 100}
     plan = make(name, **own)
     inputs = plan.prepare_inputs("meta")
@@ -593,9 +563,9 @@ def test_gaps_are_refused_by_name(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["keys", "values", "scales"])
 def test_a_packed_window_has_no_gaps(name: str) -> None:
-    plan = make("mla_var6_plus_v2", n=100)
+    plan = make("mla_var6_plus_v5", n=100)
     inputs = [*plan.prepare_inputs("meta")]
-    index = NAMES["mla_var6_plus_v2"].index(name)
+    index = NAMES["mla_var6_plus_v5"].index(name)
     shape = inputs[index].shape
     longer = torch.empty((shape[0], shape[1] + 1, *shape[2:]), device="meta")
     inputs[index] = longer.to(inputs[index].dtype)[:, : shape[1]]
@@ -606,16 +576,16 @@ def test_a_packed_window_has_no_gaps(name: str) -> None:
 def test_a_small_copy_keeps_the_share_of_decompressed_tokens() -> None:
     small = make("mla_var6_plus", t=4000, n=1000).cpu_check_plan()
     assert (small.t, small.n) == (150, 38)
-    small = make("mla_var6_plus_v3", t=4000, prefix=3000).cpu_check_plan()
+    small = make("mla_var6_plus_v6", t=4000, prefix=3000).cpu_check_plan()
     assert (small.t, small.prefix) == (150, 112)
 
 
 def test_an_unresolved_choice_says_who_makes_it() -> None:
-    for plan in (CuteMlaVar6Plus(**SMALL), CuteMlaVar6PlusV3(**SMALL)):
+    for plan in (CuteMlaVar6Plus(**SMALL), CuteMlaVar6PlusV6(**SMALL)):
         with pytest.raises(InvalidArgumentError, match="`resolved` chooses one"):
             plan.prepare_inputs("meta")
     assert make("mla_var6_plus").n is not None
-    assert make("mla_var6_plus_v3").prefix == 128
+    assert make("mla_var6_plus_v6").prefix == 128
 
 
 def test_refinements_surround_the_choice() -> None:
@@ -638,7 +608,8 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
-        (["v2", "--n=1000"], 2, "n: expected an integer from 0 to t=200, got 1000"),
+        (["v5", "--n=1000"], 2, "n: expected an integer from 0 to t=200, got 1000"),
+        (["v6", "--prefix=201"], 2, "prefix: expected an integer from 0 to t=200"),
         (["v3", "--prefix=201"], 2, "prefix: expected an integer from 0 to t=200"),
         (["--target=sm_100"], 2, "unknown target 'sm_100'"),
         (["--device=cpu", "--check"], 1, "--check: expected a GPU for mla_var6_plus (cute-dsl)"),

@@ -14,8 +14,8 @@ import torch
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
 from mla_var3.conf.devices import device_spec
-from mla_var3.kernel.cute_python.mla.decompressed.jobs import HEAD
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla import flash_mla
+from mla_var3.kernel.cute_python.mla.hopper.constants import HEAD, ROWS
 from mla_var3.kernel.cute_python.mla.latent import call as latent_call
 from mla_var3.kernel.cute_python.mla.latent import whole_call
 from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLASm90, FlashMLATiling
@@ -28,11 +28,11 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
     ProjectionSizes,
     groups_of,
 )
-from mla_var3.kernel.cute_python.mla.latent.schedule import ROWS, gang_shape
+from mla_var3.kernel.cute_python.mla.latent.scheduler import group_shape
 from mla_var3.kernel.cute_python.mla.projections import outputs as decompress_combine
-from mla_var3.kernel.cute_python.mla.projections import queries as head_products
+from mla_var3.kernel.cute_python.mla.projections import queries as project_queries
 from mla_var3.kernel.cute_python.mla.projections.outputs import DecompressCombineSm90, columns_for
-from mla_var3.kernel.cute_python.mla.projections.queries import HeadProductsSm90
+from mla_var3.kernel.cute_python.mla.projections.queries import ProjectQueriesSm90
 from mla_var3.runtime.compile import CompileReport, fits_shared_memory
 from mla_var3.runtime.cute.arguments import kinds_of
 from mla_var3.runtime.cute.launch import RepeatedLaunch
@@ -52,8 +52,8 @@ SM_REGISTERS, SM_SHARED_BYTES, RESERVED_BYTES = 64 * 1024, 228 * 1024, 1024
 # --- what the products compile to -----------------------------------------------------------------
 
 VARIANTS: dict[str, Any] = {
-    "queries": ("head_products", "bfloat16", 0),
-    "queries float16": ("head_products", "float16", 0),
+    "queries": ("project_queries", "bfloat16", 0),
+    "queries float16": ("project_queries", "float16", 0),
     "outputs": ("decompress_combine", "bfloat16", 128),
     "outputs, half": ("decompress_combine", "bfloat16", 64),
     "outputs, quarter": ("decompress_combine", "bfloat16", 32),
@@ -67,7 +67,7 @@ from dataclasses import dataclass
 import torch
 from mla_var3.kernel.cute_python.mla.latent import call as latent_call
 from mla_var3.kernel.cute_python.mla.projections import outputs as decompress_combine
-from mla_var3.kernel.cute_python.mla.projections import queries as head_products
+from mla_var3.kernel.cute_python.mla.projections import queries as project_queries
 from mla_var3.runtime import cute_kernel
 from mla_var3.runtime.compile import compile_report
 from mla_var3.runtime.plan import Constraints, Tiling
@@ -82,8 +82,8 @@ reports = {}
 for variant, (name, dtype, columns) in json.loads(sys.argv[1]).items():
     rows = torch.empty(8, dtype=getattr(torch, dtype), device="meta")
     element = latent_call.ELEMENT_TYPES[rows.dtype]
-    if name == "head_products":
-        host = head_products.HeadProductsSm90(element)
+    if name == "project_queries":
+        host = project_queries.ProjectQueriesSm90(element)
         arguments = (rows, rows, rows, 1, 1, 1)
     else:
         host = decompress_combine.DecompressCombineSm90(element, True, columns)
@@ -125,14 +125,14 @@ def report_of(compiled: Compiled, variant: str) -> CompileReport:
 @pytest.mark.parametrize("variant", [name for name in VARIANTS if name.startswith("queries")])
 def test_the_product_of_the_queries(compiled: Compiled, variant: str) -> None:
     report = report_of(compiled, variant)
-    assert report.threads == head_products.THREADS
+    assert report.threads == project_queries.THREADS
     # One product of the whole depth; the copy engine moves everything from and to memory.
-    assert report.mma["HGMMA"] == head_products.HEAD // head_products.MMA_DEPTH
+    assert report.mma["HGMMA"] == project_queries.HEAD // project_queries.MMA_DEPTH
     assert report.instructions["UTMALDG"] and report.instructions["UTMASTG"] == 1
     assert not report.instructions.get("LDG") and not report.instructions.get("STG")
     assert report.registers is not None and report.shared_bytes is not None
-    blocks = head_products.BLOCKS_PER_SM
-    assert blocks * report.registers * head_products.THREADS <= SM_REGISTERS
+    blocks = project_queries.CTAS_PER_SM
+    assert blocks * report.registers * project_queries.THREADS <= SM_REGISTERS
     assert blocks * (report.shared_bytes + RESERVED_BYTES) <= SM_SHARED_BYTES
 
 
@@ -160,9 +160,9 @@ def test_the_product_of_the_outputs(compiled: Compiled, variant: str) -> None:
 @pytest.mark.parametrize("queries", [1, 63, 64, 65, 1000])
 @pytest.mark.parametrize("heads", [1, 16, 128])
 def test_blocks_of_the_queries_product(queries: int, heads: int) -> None:
-    items = head_products.item_count(queries, heads)
+    items = project_queries.tile_count(queries, heads)
     assert items * 64 * 128 >= queries * heads * 512 > (items - heads * 4) * 64 * 128
-    blocks = head_products.block_count(queries, heads, SMS)
+    blocks = project_queries.cta_count(queries, heads, SMS)
     assert 1 <= blocks <= items
     assert blocks == items or blocks == 3 * SMS
 
@@ -318,7 +318,7 @@ def test_a_launch_is_bound_to_its_workspace(monkeypatch: pytest.MonkeyPatch) -> 
 
 # --- the program ----------------------------------------------------------------------------------
 
-KERNELS = ("head_products", "flash_mla", "decompress_combine")
+KERNELS = ("project_queries", "flash_mla", "decompress_combine")
 
 
 def code_of(cubin: bytes) -> list[tuple[str, bytes]]:
@@ -350,10 +350,10 @@ def test_all_kernels_are_in_one_program_unchanged(few: int) -> None:
         program = compile_program(kernel_fn, host_fn, kinds_of(args), tiling, "sm_90a")
         return code_of(program.cubin)
 
-    projection, attention_fn = HeadProductsSm90.head_products, FlashMLASm90.flash_mla
+    projection, attention_fn = ProjectQueriesSm90.project_queries, FlashMLASm90.flash_mla
     alone = code(
         projection,
-        HeadProductsSm90(element),
+        ProjectQueriesSm90(element),
         (projections.q_nope, projections.w_uk, operands.q_latent, 1, 1, 1),
     )
     alone += code(attention_fn, FlashMLASm90(element, few, early=True), attention)
@@ -378,12 +378,12 @@ def test_one_call_launches_all_kernels_in_order(
     assert launches[-6:] == 2 * launches[:3]
     for place, (b, s, h) in enumerate(SIZES):
         queries, attention, outputs = launches[3 * place : 3 * place + 3]
-        blocks = head_products.block_count(b * s, h, SMS)
+        blocks = project_queries.cta_count(b * s, h, SMS)
         assert queries["grid"] == [blocks, 1, 1]
-        assert queries["block"] == [head_products.THREADS, 1, 1]
-        shape = gang_shape(-(-s * h // ROWS), b, SMS)
-        assert attention["grid"] == [shape.gang, shape.parts, 1]
-        splits = decompress_combine.default_splits(b * s, h, SMS)
+        assert queries["block"] == [project_queries.THREADS, 1, 1]
+        shape = group_shape(-(-s * h // ROWS), b, SMS)
+        assert attention["grid"] == [shape.group_ctas, shape.group_count, 1]
+        splits = decompress_combine.default_head_ctas(b * s, h, SMS)
         columns = columns_for(b * s, h, SMS)
         assert outputs["grid"] == [h, splits, HEAD // columns]
         assert outputs["block"] == [decompress_combine.THREADS, 1, 1]

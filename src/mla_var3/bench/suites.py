@@ -10,7 +10,13 @@ from typing import Any
 from mla_var3.bench.record import EIGHT_BIT
 from mla_var3.errors import UnknownNameError
 from mla_var3.op.mla.problem import MlaProblem
-from mla_var3.runtime.paths import LANGUAGES, KernelId, discover_kernels, split_full_name
+from mla_var3.runtime.paths import (
+    LANGUAGES,
+    KernelId,
+    current_name,
+    discover_kernels,
+    split_full_name,
+)
 
 SUITES = {
     "figures": "the headline figures, ours and the peers', at fixed shapes",
@@ -91,7 +97,7 @@ class Case:
     call: bool = False
 
 
-SPECIAL = {*EIGHT_BIT, ("mla_var6_plus_v3", "cute-dsl")}
+SPECIAL = {*EIGHT_BIT, ("mla_var6_plus_v6", "cute-dsl")}
 """Versions that solve another problem than the others, so they run only when named: an 8-bit window
 has a larger error, and requests that share a prefix are less work."""
 
@@ -133,6 +139,7 @@ def select_kernels(words: Sequence[str], kernels: Sequence[KernelId]) -> list[Ke
         else:
             base = word.removesuffix("_v0")
             found = {k for k in kernels if k.full_name == base}
+            found = found or {k for k in kernels if k.full_name == current_name(base, k.language)}
             if base == word and not split_full_name(word)[1]:
                 found = {k for k in comparable(kernels) if k.design == word}
         if not found:
@@ -215,10 +222,10 @@ def mix_cases(kernels: Sequence[KernelId], peers: Sequence[str]) -> list[Case]:
     for b, s, t, h in MIX_SHAPES:
         chosen = (*choice(DESIGN), *choice("flash_mla"), *choice("flash_attention"))
         if s in MIX_8_BIT_S and h == COMMON.h and t == COMMON.t:
-            chosen += choice(f"{DESIGN}_v2", n=t)
+            chosen += choice(f"{DESIGN}_v5", n=t)
         cases.append(Case(MlaProblem(b=b, s=s, t=t, h=h), chosen, theirs))
     b, s, t, h = PREFIX_SHAPE
-    chosen = (*choice(f"{DESIGN}_v3", prefix=PREFIX), *choice("flash_mla"))
+    chosen = (*choice(f"{DESIGN}_v6", prefix=PREFIX), *choice("flash_mla"))
     latent = tuple(name for name in theirs if name in LATENT_PEERS)
     return [*cases, Case(MlaProblem(b=b, s=s, t=t, h=h), chosen, latent)]
 

@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import logging
 import os
 import pkgutil
 import re
@@ -31,7 +32,11 @@ LANGUAGES = {"cutile-dsl": "cutile", "cute-dsl": "cute_python"}
 LANGUAGE_DISTRIBUTIONS = {"cutile-dsl": "cuda-tile", "cute-dsl": "nvidia-cutlass-dsl"}
 LANGUAGE_EXTRAS = {"cutile-dsl": "cutile", "cute-dsl": "cute"}
 DEFAULT_LANGUAGE = "cutile-dsl"
-"""Architectures of a version that names none."""
+RENUMBERED = {("mla_var6_plus", 2, "cute-dsl"): 5, ("mla_var6_plus", 3, "cute-dsl"): 6}
+"""Design, old number and language -> new number of versions whose number another language uses for
+another idea. Records of measurements keep the old ids."""
+
+log = logging.getLogger(__name__)
 
 _VERSION = re.compile(r"^(?P<design>.+?)_v(?P<number>[1-9]\d*)$")
 
@@ -74,6 +79,18 @@ def split_full_name(name: str) -> tuple[str, int]:
     """Design and number of a full name: `mla_var6_plus_v4` has 4, a base name has 0."""
     match = _VERSION.match(name)
     return (match["design"], int(match["number"])) if match else (name, 0)
+
+
+@functools.cache
+def current_name(name: str, language: str) -> str:
+    """The full name that a version has today; logs once where it was renumbered."""
+    design, number = split_full_name(name)
+    new = RENUMBERED.get((design, number, language))
+    if new is None:
+        return name
+    message = "%s in %s is now %s_v%d: one id means one idea in every language"
+    log.warning(message, name, language, design, new)
+    return f"{design}_v{new}"
 
 
 def kernel_id_of_module(module: str) -> KernelId | None:
@@ -178,6 +195,8 @@ def find_kernel(name: str, version: str | None = None, language: str | None = No
             raise InvalidArgumentError("version", f"v{number}, as {name} says, or none", version)
     else:
         text = f"v{number}"
+    if text not in versions and text[1:].isdigit():
+        text = f"v{split_full_name(current_name(f'{design}_{text}', language))[1]}"
     if text not in versions:
         raise UnknownNameError(f"version of {design}", text, versions, "v0 is the base version")
     return versions[text]

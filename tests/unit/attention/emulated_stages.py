@@ -12,35 +12,35 @@ from typing import Any
 
 import torch
 
-from mla_var3.kernel.cute_python.mla.decompressed.kernel import WindowSm90
+from mla_var3.kernel.cute_python.mla.decompressed.kernel import DecompressedArguments
 from mla_var3.kernel.cute_python.mla.latent.operands import LATENT_FIELDS
 from mla_var3.kernel.cute_python.mla.projections.outputs import DecompressCombineSm90
 
-HOSTS: dict[str, Any] = {
-    "window_attention": WindowSm90,
-    "decompress_combine": DecompressCombineSm90,
+ARGUMENTS = {
+    "flash_mla": LATENT_FIELDS,
+    "decompressed_attention": DecompressedArguments._fields,
+    "decompress_combine": tuple(inspect.signature(DecompressCombineSm90.__call__).parameters)[1:-1],
 }
+"""Names of the arguments of each kernel's host entry, in order."""
 
 
 def emulate(stage: Any) -> None:
     """Write the outputs of all kernels of a stage, in order."""
     for kernel in stage.kernels():
         tiling = kernel.tiling
-        if kernel.name == "window_attention":
-            tiling = replace(tiling, parts=1)
+        if kernel.name == "decompressed_attention":
+            tiling = replace(tiling, splits=1)
         assert not tiling.validate(kernel.plan).failures
-        names = names_of(kernel.name)
-        named = dict(zip(names, kernel.args_fn(tiling), strict=False))
+        named = named_arguments(kernel, tiling)
         outputs = EMULATIONS[kernel.name](named, kernel.host_fn(tiling))
         for target, result in zip(kernel.output_tensors, outputs, strict=False):
             target.copy_(result.view(target.shape))
 
 
-def names_of(kernel: str) -> tuple[str, ...]:
-    """Names of the arguments of a kernel's host entry, in order."""
-    if kernel == "flash_mla":
-        return LATENT_FIELDS
-    return tuple(inspect.signature(HOSTS[kernel].__call__).parameters)[1:-1]
+def named_arguments(kernel: Any, tiling: Any = None) -> dict[str, Any]:
+    """Arguments of a kernel's host entry by name."""
+    arguments = kernel.args_fn(tiling or kernel.tiling)
+    return dict(zip(ARGUMENTS[kernel.name], arguments, strict=True))
 
 
 def attended(
@@ -80,24 +80,24 @@ def flash_mla(named: dict[str, Any], host: Any) -> tuple[torch.Tensor, torch.Ten
     return torch.stack(outputs), torch.stack(sums)
 
 
-def window_attention(named: dict[str, Any], host: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def decompressed_attention(named: dict[str, Any], host: Any) -> tuple[torch.Tensor, torch.Tensor]:
     b, s, h = (named[name] for name in ("requests", "queries", "heads"))
     q = torch.cat([named["q_nope"].view(b, s, h, -1), named["q_rope"].view(b, s, h, -1)], -1)
-    n, outputs, sums = named["window"], [], []
+    n, outputs, sums = named["kept"], [], []
     slots, rows = torch.arange(named["slots"]), torch.arange(s)[:, None]
-    assert host.kernel.ring is (named["starts"] is not None)
+    assert host.ring is (named["starts"] is not None)
     for request, length in enumerate(named["lengths"].tolist()):
-        at = 0 if host.kernel.shared else request
+        at = 0 if host.shared else request
         keys, values, rope = (named[name][at] for name in ("keys", "values", "k_rope"))
         keys = torch.cat([keys, rope.expand(h, -1, -1)], -1)
         oldest, start, missing = max(length - n, 0), 0, False
-        positions = slots if host.kernel.shared else oldest + slots
-        if host.kernel.ring:
+        positions = slots if host.shared else oldest + slots
+        if host.ring:
             assert n % 64 == 0 and n == named["slots"]
             start = min(int(named["starts"][request]), length)
             positions = oldest + (slots - oldest) % n
             seen_by_all = max(length - s + 1, 0) if named["causal"] else length
-            missing = start < oldest or start > (0 if host.kernel.alone else seen_by_all)
+            missing = start < oldest or start > (0 if host.alone else seen_by_all)
         visible = ((positions >= start) & (positions < length)).expand(s, -1)
         if named["causal"]:
             visible = visible & (positions < length - s + 1 + rows)
@@ -122,6 +122,6 @@ def decompress_combine(named: dict[str, Any], host: Any) -> tuple[torch.Tensor, 
 
 EMULATIONS: dict[str, Any] = {
     "flash_mla": flash_mla,
-    "window_attention": window_attention,
+    "decompressed_attention": decompressed_attention,
     "decompress_combine": decompress_combine,
 }

@@ -115,7 +115,7 @@ def test_the_mix_is_estimated_by_its_own_model_where_that_was_fitted() -> None:
         0.0,
     )
     for kernel, language, device in (
-        ("mla_var6_plus_v2", "cute-dsl", H200),
+        ("mla_var6_plus_v5", "cute-dsl", H200),
         ("mla_var6_plus", "cute-dsl", "NVIDIA H100 80GB HBM3"),
     ):
         unrated = estimate(kernel, shape, device_spec(device), language)

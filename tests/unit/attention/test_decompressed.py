@@ -121,7 +121,7 @@ def test_the_ring_is_not_copied(model: Model, generator: torch.Generator) -> Non
     cache, _ = cache_and_tokens(generator, [200, 40], model, window=64)
     assert cache.window is not None
     stage = stage_of("mla_var6_plus", task_on(cache, model, generator))
-    kernel = next(kernel for kernel in stage.kernels() if kernel.name == "window_attention")
+    kernel = next(kernel for kernel in stage.kernels() if kernel.name == "decompressed_attention")
     addresses = [tensor.data_ptr() for tensor in kernel.input_tensors]
     ring = cache.window
     for part in (ring.k_new, ring.v_new, ring.k_rope_new, ring.start):
@@ -160,7 +160,7 @@ def test_a_ring_that_lacks_the_queries_is_visibly_wrong(
 
 def test_a_ring_beside_a_shared_prefix(model: Model, generator: torch.Generator) -> None:
     cache, tokens = cache_and_tokens(generator, [200, 70, 68], model, window=64, prefix=64)
-    for kernel in ("mla_var6_plus", "mla_var6_plus_v3"):
+    for kernel in ("mla_var6_plus", "mla_var6_plus_v6"):
         task = task_on(cache, model, generator)
         require_right(attend(kernel, task), task, tokens, model)
 
@@ -179,7 +179,7 @@ def test_a_bound_on_the_lengths_within_the_ring(model: Model, generator: torch.G
     cache, tokens = cache_and_tokens(generator, [90, 40], model, window=128)
     task = task_on(cache, model, generator, max_kv=100)
     stage = stage_of("mla_var6_plus", task)
-    assert [kernel.name for kernel in stage.kernels()] == ["window_attention"]
+    assert [kernel.name for kernel in stage.kernels()] == ["decompressed_attention"]
     require_right(attend("mla_var6_plus", task), task, tokens, model)
     tokens = append(cache, tokens, 100, model, generator)
     cache.truncate([100, 100])  # the ring has lost its first tokens, and nobody else is asked
@@ -224,7 +224,7 @@ def test_the_shared_prefix_is_read_once(
     )
     tokens = [torch.cat([rows, tokens[0][len(rows) : cache.prefix.length]]) for rows in tokens]  # type: ignore[union-attr]
     task = task_on(cache, model, generator, causal=causal)
-    require_right(attend("mla_var6_plus_v3", task), task, tokens, model)
+    require_right(attend("mla_var6_plus_v6", task), task, tokens, model)
 
 
 def test_views_without_rope_keys_of_their_own(model: Model, generator: torch.Generator) -> None:
@@ -233,7 +233,7 @@ def test_views_without_rope_keys_of_their_own(model: Model, generator: torch.Gen
         generator, [200, 128], model, page_size=64, window=64, prefix=64
     )
     bare = replace(cache.view(), k_rope_new=None, k_rope_prefix=None)
-    for kernel in ("mla_var6_plus", "mla_var6_plus_v3"):
+    for kernel in ("mla_var6_plus", "mla_var6_plus_v6"):
         task = task_on(bare, model, generator)
         require_right(attend(kernel, task), task, tokens, model)
     full = replace(bare, window_start=None, k_prefix=None, v_prefix=None)
@@ -252,12 +252,12 @@ def test_views_without_rope_keys_of_their_own(model: Model, generator: torch.Gen
         ("mla_var6_plus", {"window": 64, "s": 65}, "65 queries over a window of 64 slots"),
         ("mla_var6_plus", {"window": 64, "page_size": 80}, "pages of 80 tokens"),
         ("mla_var6_plus", {"window": 64, "k": 256}, "these sizes: k: expected 512"),
-        ("mla_var6_plus_v3", {}, "a cache without a decompressed shared prefix"),
-        ("mla_var6_plus_v3", {"prefix": 96, "page_size": 64}, "ends inside of a page"),
+        ("mla_var6_plus_v6", {}, "a cache without a decompressed shared prefix"),
+        ("mla_var6_plus_v6", {"prefix": 96, "page_size": 64}, "ends inside of a page"),
         ("flash_attention", {"d": 64}, "these sizes: d: expected 128"),
         *(
             (kernel, {"window": 64, "prefix": 64, **options}, refusal)
-            for kernel in ("flash_attention", "mla_var6_plus", "mla_var6_plus_v3")
+            for kernel in ("flash_attention", "mla_var6_plus", "mla_var6_plus_v6")
             for options, refusal in (
                 ({"ragged": True}, "different numbers of queries per request"),
                 ({"tree": True}, "a tree of tokens"),
@@ -306,7 +306,7 @@ def test_what_the_cache_holds_decides() -> None:
     assert chosen(window=4096) in (("flash_attention", LANGUAGE), ("mla_var6_plus", LANGUAGE))
     assert chosen(window=2304) == ("mla_var6_plus", LANGUAGE)
     assert chosen(window=2304, page_size=64) == ("mla_var6_plus", LANGUAGE)
-    assert chosen(b=64, s=4, t=4608, prefix=4096) == ("mla_var6_plus_v3", LANGUAGE)
+    assert chosen(b=64, s=4, t=4608, prefix=4096) == ("mla_var6_plus_v6", LANGUAGE)
     # Few queries are cheap in latent form, whatever else there is.
     assert chosen(s=8, window=2304) == ("flash_mla", LANGUAGE)
 
@@ -314,10 +314,10 @@ def test_what_the_cache_holds_decides() -> None:
 def test_all_are_listed() -> None:
     found = mla_var3.explain(**SIZES, window=2048, prefix=1024, device_name=H200)
     times = {c.kernel: c for c in found.candidates if c.language == LANGUAGE}
-    assert set(times) == {"flash_mla", "flash_attention", "mla_var6_plus", "mla_var6_plus_v3"}
+    assert set(times) == {"flash_mla", "flash_attention", "mla_var6_plus", "mla_var6_plus_v6"}
     assert all(c.rated and c.predicted_us for c in times.values())
     assert times["mla_var6_plus"].choice == {"n": 2048}
-    assert times["mla_var6_plus_v3"].choice == {"prefix": 1024}
+    assert times["mla_var6_plus_v6"].choice == {"prefix": 1024}
 
 
 def test_a_ring_that_is_read_as_it_lies_costs_no_reordering() -> None:
@@ -331,10 +331,10 @@ def test_a_ring_that_is_read_as_it_lies_costs_no_reordering() -> None:
 def test_the_prefix_is_estimated_as_it_was_measured() -> None:
     """The row of the record of 2026-11-15: 244.3 us, 264.9 us with the absorption of queries."""
     shape = CallShape(b=64, s=4, t=4608, h=128, prefix=4096)
-    found = estimate("mla_var6_plus_v3", shape, device_spec(H200), LANGUAGE)
+    found = estimate("mla_var6_plus_v6", shape, device_spec(H200), LANGUAGE)
     assert found is not None and found.rated
     assert found.kernel_us == pytest.approx(244.3, rel=0.1)
-    elsewhere = estimate("mla_var6_plus_v3", shape, device_spec("NVIDIA B200"), LANGUAGE)
+    elsewhere = estimate("mla_var6_plus_v6", shape, device_spec("NVIDIA B200"), LANGUAGE)
     assert elsewhere is not None and not elsewhere.rated
-    whole = estimate("mla_var6_plus_v3", replace(shape, prefix=4608), device_spec(H200), LANGUAGE)
+    whole = estimate("mla_var6_plus_v6", replace(shape, prefix=4608), device_spec(H200), LANGUAGE)
     assert whole is not None and whole.others_us == 0.0

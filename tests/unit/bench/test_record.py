@@ -104,9 +104,11 @@ def test_every_kernel_with_an_eight_bit_window_is_known() -> None:
         for kernel in mla_kernels()
         if getattr(plan_class(kernel), "window_form", None) == FP8
     }
-    assert found == EIGHT_BIT
-    (name, language), *_ = EIGHT_BIT
-    assert row(name, language=language).label == f"{name} ({language}) 8-bit"
+    assert found and found < EIGHT_BIT
+    # Records from before it was renumbered.
+    assert EIGHT_BIT - found == {("mla_var6_plus_v2", "cute-dsl")}
+    for name, language in EIGHT_BIT:
+        assert row(name, language=language).label == f"{name} ({language}) 8-bit"
 
 
 def test_shapes_show_what_is_unusual() -> None:

@@ -6,7 +6,7 @@ keeps them, dense or paged, and are built once per call key:
 
     flash_attention     a full copy in the cache, or one made by the call
     mla_var6_plus       the window of the newest tokens, the older ones latent
-    mla_var6_plus_v3    the shared prefix, the others latent
+    mla_var6_plus_v6    the shared prefix, the others latent
 
 The window is a ring that is read in the order of its slots. Tokens that it lacks after a rollback
 (positions before `window_start`) are attended in latent form with the older ones. All queries have
@@ -272,14 +272,14 @@ class MixOperands(NamedTuple):
             seen_by_all: whether all queries see all latent tokens.
             shared: whether the decompressed tokens are those of all requests.
         """
-        from mla_var3.kernel.cute_python.mla.decompressed.stage import WindowOperands
+        from mla_var3.kernel.cute_python.mla.decompressed.stage import DecompressedOperands
         from mla_var3.kernel.cute_python.mla.mix.plan import LatentTokens
 
         given: Any = self  # the plan checks that they are there
         keys, values, rope = given.keys, given.values, given.rope
         if shared:
             keys, values, rope = keys[None], values[None], rope[None]
-        window = WindowOperands(
+        decompressed = DecompressedOperands(
             self.q_nope, self.q_rope, keys, values, rope, self.lengths, starts=self.starts
         )
         tokens = None
@@ -288,7 +288,7 @@ class MixOperands(NamedTuple):
                 self.q_latent, self.q_rope, given.latent, given.latent_rope, given.latent_lengths,
                 self.block_table, seen_by_all=seen_by_all,
             )  # fmt: skip
-        stage: Stage = plan.plan_parts(tokens, window, self.w_uv, shape.page_size or 0)
+        stage: Stage = plan.plan_parts(tokens, decompressed, self.w_uv, shape.page_size or 0)
         return stage
 
 
@@ -364,7 +364,7 @@ CUTE_SERVICES: dict[str, Service] = {
     "mla_var6_plus": _cute_service(
         _window_operands, _window_refusal, _window_fields, _window_stage
     ),
-    "mla_var6_plus_v3": _cute_service(
+    "mla_var6_plus_v6": _cute_service(
         _prefix_operands, _prefix_refusal, _prefix_fields, _prefix_stage
     ),
 }

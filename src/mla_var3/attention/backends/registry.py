@@ -14,7 +14,7 @@ from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.errors import InvalidArgumentError, UnknownNameError
 from mla_var3.runtime.call_state import CALL_STATE
-from mla_var3.runtime.paths import discover_kernels
+from mla_var3.runtime.paths import current_name, discover_kernels
 
 __all__ = [
     "AUTO",
@@ -126,11 +126,9 @@ def named(kernel: str, known: Sequence[Backend]) -> list[Backend]:
     if kernel == AUTO:
         return list(known)
     name, _, language = kernel.partition(":")
-    found = [
-        backend
-        for backend in known
-        if backend.kernel == name and (not language or backend.language == language)
-    ]
+    asked = [backend for backend in known if not language or backend.language == language]
+    found = [backend for backend in asked if backend.kernel == name]
+    found = found or [b for b in asked if b.kernel == current_name(name, b.language)]
     if not found:
         ids = {backend.kernel for backend in known}
         ids |= {f"{backend.kernel}:{backend.language}" for backend in known} if language else set()

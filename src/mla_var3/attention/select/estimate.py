@@ -61,7 +61,7 @@ READ_RINGS = ("cute-dsl",)
 """Languages whose mix reads a ring as it lies."""
 MIX_RATES = ("flash_mla", "flash_attention")
 """Kernels with the rates of a mix's two: for latent tokens, and for decompressed ones."""
-SHARED_PREFIX = ("mla_var6_plus_v3", "cute-dsl")
+SHARED_PREFIX = ("mla_var6_plus_v6", "cute-dsl")
 """The mix whose decompressed tokens are those that all requests share."""
 
 

@@ -1,6 +1,6 @@
-"""The computing warpgroups of the decompressed kernel: 64 query rows and a head's output each.
+"""Consumer warpgroups of the decompressed kernel: 64 query rows and a head's output each.
 
-Keys and values have 16 bits, or 8 and many rows (see `window_fp8_rows.py`).
+Keys and values have 16 bits, or 8 and many rows (see `fp8_rows.py`).
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, const_expr
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from mla_var3.kernel.cute_python.mla.decompressed.fp8_few import WEIGHT_BITS, clear_columns
@@ -21,200 +21,280 @@ from mla_var3.kernel.cute_python.mla.decompressed.fp8_rows import (
     scale_scores,
     softmax_by_row,
 )
-from mla_var3.kernel.cute_python.mla.decompressed.jobs import (
-    BLOCK,
-    FIRST_BARRIER,
-    HEAD,
-    inside,
-    job_at,
+from mla_var3.kernel.cute_python.mla.decompressed.producer import warpgroup_barrier
+from mla_var3.kernel.cute_python.mla.decompressed.scheduler import (
     place_of,
     places_end,
+    row_exists,
     row_limit,
-    rows_of_group,
+    warpgroup_rows,
+    work_tile_at,
 )
-from mla_var3.kernel.cute_python.mla.hopper.warps import free, keep_order, settle
-from mla_var3.kernel.cute_python.mla.latent.ops import (
+from mla_var3.kernel.cute_python.mla.hopper.constants import (
+    HEAD,
+    KV_BLOCK,
     LN_2,
     MMA_DEPTH,
     ROPE,
+    ROWS,
     SCORE_FLOOR,
+    WARPGROUP,
+)
+from mla_var3.kernel.cute_python.mla.hopper.rows import (
     clear_rows,
-    follow_scores,
-    hide,
-    rescale,
-    row_total,
+    exponentiate,
+    mask_scores,
+    normaliser,
+    rescale_if_needed,
+    row_sum,
     store_row,
     two_rows,
-    weigh,
+    update_max,
 )
-from mla_var3.kernel.cute_python.mla.latent.schedule import ROWS
+from mla_var3.kernel.cute_python.mla.hopper.warps import (
+    fence_and_sync_warpgroup,
+    keep_order,
+    release,
+)
+
+
+@dataclass(frozen=True)
+class Mmas:
+    """The wgmma of q_nope k, of q_rope k_rope and of p v."""
+
+    qk: Any
+    rope: Any
+    pv: Any
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Pointers to q_nope and q_rope."""
+
+    nope: Any
+    rope: Any
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Pointer to o and tensor of lse: results, or partials where requests are split."""
+
+    o: Any
+    lse: Any
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """What the consumer warpgroups of a CTA work with.
+
+    Attributes:
+        mma: the products.
+        shared: keys, values (columns first), rope keys and scales of all stages.
+        pipeline: the stages.
+        queries: what they read from global memory.
+        outputs: what they write.
+        scale_log2e: softmax scale times log2 e.
+        cta, ctas: which of the persistent CTAs this is.
+        scheduler: the work tiles.
+        dtype: of queries and output; constant.
+        fp8: whether keys and values have 8 bits; constant.
+        partials: whether the outputs are partials, in float32; constant.
+    """
+
+    mma: Mmas
+    shared: Any
+    pipeline: Any
+    queries: Queries
+    outputs: Outputs
+    scale_log2e: Any
+    cta: Any
+    ctas: Any
+    scheduler: Any
+    dtype: Any
+    fp8: bool
+    partials: bool
+
+    @property
+    def output_type(self) -> Any:
+        """Element type of the outputs."""
+        return Float32 if self.partials else self.dtype
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """Registers of a thread's softmax over its two rows.
+
+    Attributes:
+        s: scores, replaced by probabilities.
+        rope: accumulator of the rope part of the scores, where it is apart (8 bits).
+        exponents: those of the value scales (8 bits).
+        sums: sums of this thread's probabilities.
+        top: running maximum per row.
+        scale: factor by which to rescale earlier results of a row.
+        q_scale: scales of the query rows; 1 in 16 bits.
+        limits: the first token that a row does not see.
+    """
+
+    s: Any
+    rope: Any
+    exponents: Any
+    sums: Any
+    top: Any
+    scale: Any
+    q_scale: Any
+    limits: Any
+
+
+@dataclass(frozen=True)
+class ScoreProduct:
+    """One of the two products of the scores: the wgmma, its result, queries and keys."""
+
+    mma: Any
+    acc: Any
+    queries: Any
+    keys: Any
 
 
 @cute.jit
-def compute(
-    products: cutlass.Constexpr,
-    shared: cutlass.Constexpr,
-    ring: cutlass.Constexpr,
-    queries: cutlass.Constexpr,
-    outputs: cutlass.Constexpr,
-    scale_log2e: Float32,
-    block: Int32,
-    blocks: Int32,
-    window: cutlass.Constexpr,
-    dtype: cutlass.Constexpr,
-    fp8: cutlass.Constexpr,
-    wide: cutlass.Constexpr,
-):
-    """Attend with one head or one tile of rows per warpgroup.
-
-    Args:
-        products: q k, q_rope k_rope and p v.
-        shared: keys, values, rope keys and, in 8 bits, scales of all stages.
-        ring: the ring's barriers and stages.
-        queries: pointers to q_nope and q_rope.
-        outputs: pointers to o and lse.
-        scale_log2e: softmax scale times log2 e.
-        block, blocks: which of the persistent blocks this is.
-        window: sizes.
-        dtype: of queries and output.
-        fp8: whether keys and values have 8 bits.
-        wide: whether to write parts in float32.
-    """
-    qk_mma, rope_mma, pv_mma = products
-    s_k, s_v, s_r, s_scales = shared
+def compute(consumer: cutlass.Constexpr):
+    """Attend with one head or one query tile per warpgroup; all consumers call it."""
+    shared, pipeline, scheduler = consumer.shared, consumer.pipeline, consumer.scheduler
+    dtype, fp8 = consumer.dtype, consumer.fp8
+    qk_mma, rope_mma, pv_mma = consumer.mma.qk, consumer.mma.rope, consumer.mma.pv
     thread, _, _ = cute.arch.thread_idx()
-    group = cute.arch.make_warp_uniform(thread // 128)
-    t = thread % 128
+    group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+    t = thread % WARPGROUP
     lane = t % 32
     row0 = (t // 32) * 16 + lane // 4
-    unit = 0 if window.tiles else group
+    stage_head = 0 if scheduler.pair_tiles else group
     thr_qk, thr_r, thr_pv = qk_mma.get_slice(t), rope_mma.get_slice(t), pv_mma.get_slice(t)
-    f_k = qk_mma.make_fragment_B(thr_qk.partition_B(s_k))
-    f_r = rope_mma.make_fragment_B(thr_r.partition_B(s_r))
-    f_v = pv_mma.make_fragment_B(thr_pv.partition_B(s_v))
+    f_k = qk_mma.make_fragment_B(thr_qk.partition_B(shared.keys))
+    f_r = rope_mma.make_fragment_B(thr_r.partition_B(shared.rope))
+    f_v = pv_mma.make_fragment_B(thr_pv.partition_B(shared.values))
     acc_o = cute.make_rmem_tensor(thr_pv.partition_shape_C((ROWS, HEAD)), Float32)
-    acc_s = cute.make_rmem_tensor(thr_qk.partition_shape_C((ROWS, BLOCK)), Float32)
-    o, s = two_rows(acc_o, HEAD), two_rows(acc_s, BLOCK)
+    acc_s = cute.make_rmem_tensor(thr_qk.partition_shape_C((ROWS, KV_BLOCK)), Float32)
+    o = two_rows(acc_o, HEAD)
     q_rope = operand(ROPE // MMA_DEPTH, dtype)
     acc_r = acc_s
-    values_by_row = cute.make_tensor(s_v.iterator, cute.select(s_v.layout, mode=[1, 0, 2]))
+    values_by_row = cute.make_tensor(
+        shared.values.iterator, cute.select(shared.values.layout, mode=[1, 0, 2])
+    )
     if const_expr(fp8):
         acc_r = cute.make_rmem_tensor(acc_s.layout, Float32)
         q = operand(HEAD // MMA_DEPTH_8, Float8E4M3FN, 4)
-        p = operand(BLOCK // MMA_DEPTH_8, Float8E4M3FN, 4)
+        p = operand(KV_BLOCK // MMA_DEPTH_8, Float8E4M3FN, 4)
     else:
         q = operand(HEAD // MMA_DEPTH, dtype)
-        p = operand(BLOCK // MMA_DEPTH, dtype)
+        p = operand(KV_BLOCK // MMA_DEPTH, dtype)
     sums, top = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
     scale, q_scale = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
     q_scale.fill(1.0)
-    exponents = cute.make_rmem_tensor((2, BLOCK // 8), Float32)
+    exponents = cute.make_rmem_tensor((2, KV_BLOCK // 8), Float32)
     limits = cute.make_rmem_tensor(2, Int32)
+    state = Softmax(two_rows(acc_s, KV_BLOCK), acc_r, exponents, sums, top, scale, q_scale, limits)
+    nope = ScoreProduct(qk_mma, acc_s, q, f_k)
+    rope = ScoreProduct(rope_mma, acc_r, q_rope, f_r)
     stage = Int32(0)
     phase = Int32(0)
-    operands = ((qk_mma, acc_s, q, f_k), (rope_mma, acc_r, q_rope, f_r))
-    # Queries and first scores of a job come while the results of the one before are written.
-    index = block
-    job = job_at(cutlass.min(index, window.jobs - 1), window)
-    own = rows_at(job, group, row0, window)
-    fetch_queries(q, q_rope, q_scale, queries, own, row0, lane, window, dtype, fp8)
-    if index < window.jobs:
+    # Queries and first scores of a work tile come while the results of the one before are written.
+    index = consumer.cta
+    tile = work_tile_at(cutlass.min(index, scheduler.work_tiles - 1), scheduler)
+    own = rows_at(tile, group, row0, scheduler)
+    fetch_queries(q, q_rope, q_scale, consumer, own, row0, lane)
+    if index < scheduler.work_tiles:
         start_scores(
-            operands, s_scales, ring, stage, phase, unit, job.tokens - job.first * BLOCK, t,
-            group, fp8,
+            nope, rope, shared.scales, pipeline, stage, phase, stage_head,
+            tile.tokens - tile.first * KV_BLOCK, t, group, fp8,
         )  # fmt: skip
         warpgroup.wait_group(0)
-    while index < window.jobs:
+    while index < scheduler.work_tiles:
         acc_o.fill(0.0)
         sums.fill(0.0)
         top.fill(SCORE_FLOOR)
         for r in cutlass.range_constexpr(2):
-            limits[r] = row_limit(job, own.first + row0 + 8 * r, window)
+            limits[r] = row_limit(tile, own.first + row0 + 8 * r, scheduler)
         lowest = cute.arch.warp_redux_sync(cutlass.min(limits[0], limits[1]), "min")
 
         # The scores of a block are computed while the values of the block before are added up.
         # The products' operands are used up in between, so one set of registers serves all blocks.
-        token = job.first * BLOCK
-        slot = stage * ring.units + unit
-        softmax(
-            s, acc_r, exponents, sums, top, scale, q_scale, s_scales, slot, token, lowest,
-            limits, lane, scale_log2e, fp8, job, window,
-        )  # fmt: skip
-        free(ring.keys_free(stage), lane)
+        token = tile.first * KV_BLOCK
+        slot = stage * pipeline.heads + stage_head
+        softmax(state, consumer, slot, token, lowest, lane, tile)
+        release(pipeline.keys_empty(stage), lane)
         round_weights(p, acc_s, dtype, fp8)
-        for at in cutlass.range(job.first + 1, job.last, unroll=1):
-            token = at * BLOCK
+        for block in cutlass.range(tile.first + 1, tile.last, unroll=1):
+            token = block * KV_BLOCK
             v_slot, v_stage, v_phase = slot, stage, phase
-            stage, phase = ring.after(stage, phase)
-            slot = stage * ring.units + unit
-            if const_expr(window.ring):
-                # Here, where no product is on its way.
-                if job.gone > 0:
-                    cute.arch.mbarrier_wait(ring.values(v_stage), v_phase)
+            stage, phase = pipeline.after(stage, phase)
+            slot = stage * pipeline.heads + stage_head
+            if const_expr(scheduler.ring):
+                # Here, where no product is in flight.
+                if tile.dropped > 0:
+                    cute.arch.mbarrier_wait(pipeline.values_full(v_stage), v_phase)
                     held = values_by_row[(None, None, v_slot)]
-                    clear_places(held, token - BLOCK, t, FIRST_BARRIER + group, job, window)
+                    clear_places(
+                        held, token - KV_BLOCK, t, warpgroup_barrier(group), tile, scheduler
+                    )
             start_scores(
-                operands, s_scales, ring, stage, phase, slot, job.tokens - token, t, group, fp8
-            )
-            cute.arch.mbarrier_wait(ring.values(v_stage), v_phase)
+                nope, rope, shared.scales, pipeline, stage, phase, slot, tile.tokens - token, t,
+                group, fp8,
+            )  # fmt: skip
+            cute.arch.mbarrier_wait(pipeline.values_full(v_stage), v_phase)
             multiply_values(pv_mma, acc_o, p, f_v, v_slot)
             warpgroup.wait_group(1)
             if const_expr(not fp8):
-                free(ring.keys_free(stage), lane)
-            softmax(
-                s, acc_r, exponents, sums, top, scale, q_scale, s_scales, slot, token,
-                lowest, limits, lane, scale_log2e, fp8, job, window,
-            )  # fmt: skip
+                release(pipeline.keys_empty(stage), lane)
+            softmax(state, consumer, slot, token, lowest, lane, tile)
             if const_expr(fp8):  # the scales have come with the keys
-                free(ring.keys_free(stage), lane)
+                release(pipeline.keys_empty(stage), lane)
             else:  # in 8 bits the order makes no difference
                 keep_order(sums[0] + sums[1])
             warpgroup.wait_group(0)
-            free(ring.values_free(v_stage), lane)
-            rescale(o, scale)
+            release(pipeline.values_empty(v_stage), lane)
+            rescale_if_needed(o, scale)
             round_weights(p, acc_s, dtype, fp8)
-        index += blocks
-        next_job = job_at(cutlass.min(index, window.jobs - 1), window)
-        next_own = rows_at(next_job, group, row0, window)
-        fetch_queries(q, q_rope, q_scale, queries, next_own, row0, lane, window, dtype, fp8)
-        cute.arch.mbarrier_wait(ring.values(stage), phase)
-        if const_expr(window.ring):
-            if job.gone > 0:
+        index += consumer.ctas
+        next_tile = work_tile_at(cutlass.min(index, scheduler.work_tiles - 1), scheduler)
+        next_own = rows_at(next_tile, group, row0, scheduler)
+        fetch_queries(q, q_rope, q_scale, consumer, next_own, row0, lane)
+        cute.arch.mbarrier_wait(pipeline.values_full(stage), phase)
+        if const_expr(scheduler.ring):
+            if tile.dropped > 0:
                 held = values_by_row[(None, None, slot)]
-                clear_places(held, token, t, FIRST_BARRIER + group, job, window)
-        if token + BLOCK > job.tokens:
+                clear_places(held, token, t, warpgroup_barrier(group), tile, scheduler)
+        if token + KV_BLOCK > tile.tokens:
             if const_expr(fp8):
-                clear_columns(s_v, slot, job.tokens - token, t, group)
+                clear_columns(shared.values, slot, tile.tokens - token, t, group)
             else:
-                first = cutlass.max(job.tokens - token, 0)
-                clear_rows(values_by_row[(None, None, slot)], HEAD, first, t, FIRST_BARRIER + group)
+                valid = cutlass.max(tile.tokens - token, 0)
+                clear_rows(
+                    values_by_row[(None, None, slot)], HEAD, valid, t, warpgroup_barrier(group)
+                )
         v_stage = stage
-        stage, phase = ring.after(stage, phase)
+        stage, phase = pipeline.after(stage, phase)
         multiply_values(pv_mma, acc_o, p, f_v, slot)
         warpgroup.wait_group(0)
-        free(ring.values_free(v_stage), lane)
-        # Behind the last job too, with zeros: a product that may not be there would be waited for.
-        slot = stage * ring.units + unit
-        valid = next_job.tokens - next_job.first * BLOCK
-        start_scores(operands, s_scales, ring, stage, phase, slot, valid, t, group, fp8)
+        release(pipeline.values_empty(v_stage), lane)
+        # Behind the last work tile too, with zeros: the assembler would wait for a product that
+        # is issued on one path only.
+        slot = stage * pipeline.heads + stage_head
+        valid = next_tile.tokens - next_tile.first * KV_BLOCK
+        start_scores(nope, rope, shared.scales, pipeline, stage, phase, slot, valid, t, group, fp8)
         start = own.start
-        if const_expr(wide):
-            start += Int64(job.part) * window.requests * window.queries * window.heads
-        bits = WEIGHT_BITS if const_expr(fp8) else 0.0
-        finish(
-            o, sums, top, bits, outputs, start, row0, (own.upper, own.lower), window.heads, lane,
-            dtype, wide, job.broken if const_expr(window.ring) else None,
-        )  # fmt: skip
+        if const_expr(consumer.partials):
+            start += Int64(tile.split) * scheduler.requests * scheduler.queries * scheduler.heads
+        finish(o, state, consumer, start, row0, own, lane, tile)
         warpgroup.wait_group(0)
-        job = next_job
+        tile = next_tile
         own = next_own
 
 
 @cute.jit
 def start_scores(
-    operands: cutlass.Constexpr,
+    nope: cutlass.Constexpr,
+    rope: cutlass.Constexpr,
     scales: cutlass.Constexpr,
-    ring: cutlass.Constexpr,
+    pipeline: cutlass.Constexpr,
     stage: Int32,
     phase: Int32,
     slot: Int32,
@@ -223,30 +303,29 @@ def start_scores(
     group: Int32,
     fp8: cutlass.Constexpr,
 ):
-    """Scores of a block, once its keys are there; returns before they are done.
+    """Issue the scores of a KV block, once its keys have arrived; does not wait for them.
 
     Args:
-        operands: of both products: the product, its result, queries and keys.
+        nope, rope: the two products, `ScoreProduct`.
         scales: those of keys and values in 8 bits.
-        ring: the ring's barriers and stages.
-        stage, phase, slot: where the block is in it.
+        pipeline: the stages.
+        stage, phase, slot: where the block is.
         valid: tokens of the block that exist, or more.
         t, group: this thread and its warpgroup.
         fp8: whether keys and values have 8 bits.
     """
-    (qk_mma, acc_s, q, f_k), (rope_mma, acc_r, q_rope, f_r) = operands
-    cute.arch.mbarrier_wait(ring.keys(stage), phase)
+    cute.arch.mbarrier_wait(pipeline.keys_full(stage), phase)
     if const_expr(fp8):
-        if valid < BLOCK:
+        if valid < KV_BLOCK:
             clear_scales(scales, slot, valid, t, group)
-    multiply_queries(qk_mma, acc_s, q, f_k, slot)
-    multiply_rope(rope_mma, acc_r, q_rope, f_r, stage, fp8)
+    multiply_queries(nope.mma, nope.acc, nope.queries, nope.keys, slot)
+    multiply_rope(rope.mma, rope.acc, rope.queries, rope.keys, stage, fp8)
     warpgroup.commit_group()
 
 
 @dataclass
 class OwnRows:
-    """The rows of a warpgroup in a job, as a thread sees them.
+    """The rows of a warpgroup in a work tile, as a thread sees them.
 
     Attributes:
         first: first row among those of the head.
@@ -262,15 +341,15 @@ class OwnRows:
 
 @cute.jit
 def rows_at(
-    job: cutlass.Constexpr, group: Int32, row0: Int32, window: cutlass.Constexpr
+    tile: cutlass.Constexpr, group: Int32, row0: Int32, scheduler: cutlass.Constexpr
 ) -> OwnRows:
-    """The rows of a warpgroup in a job."""
-    head, first, start = rows_of_group(job, group, window)
+    """The rows of a warpgroup in a work tile."""
+    head, first, start = warpgroup_rows(tile, group, scheduler)
     return OwnRows(
         first,
         start,
-        inside(head, first + row0, window),
-        inside(head, first + row0 + 8, window),
+        row_exists(head, first + row0, scheduler),
+        row_exists(head, first + row0 + 8, scheduler),
     )
 
 
@@ -279,23 +358,21 @@ def fetch_queries(
     q: cute.Tensor,
     q_rope: cute.Tensor,
     q_scale: cute.Tensor,
-    queries: cutlass.Constexpr,
+    consumer: cutlass.Constexpr,
     own: cutlass.Constexpr,
     row0: Int32,
     lane: Int32,
-    window: cutlass.Constexpr,
-    dtype: cutlass.Constexpr,
-    fp8: cutlass.Constexpr,
 ):
-    """Queries of a thread's two rows into the registers of the first products."""
-    rows = (own.upper, own.lower)
-    sources = (queries[0] + own.start * HEAD, queries[1] + own.start * ROPE)
-    load_queries(q_rope, sources[1], ROPE, row0, rows, window.heads, lane)
-    if const_expr(fp8):
-        load_queries_by_row(q, q_rope, q_scale, sources[0], row0, rows, window.heads, lane, dtype)
-        divide_rows(q_rope, q_scale, dtype)
+    """Load the queries of a thread's two rows into the registers of the first products."""
+    rows, heads = (own.upper, own.lower), consumer.scheduler.heads
+    nope = consumer.queries.nope + own.start * HEAD
+    rope = consumer.queries.rope + own.start * ROPE
+    load_queries(q_rope, rope, ROPE, row0, rows, heads, lane)
+    if const_expr(consumer.fp8):
+        load_queries_by_row(q, q_rope, q_scale, nope, row0, rows, heads, lane, consumer.dtype)
+        divide_rows(q_rope, q_scale, consumer.dtype)
     else:
-        load_queries(q, sources[0], HEAD, row0, rows, window.heads, lane)
+        load_queries(q, nope, HEAD, row0, rows, heads, lane)
 
 
 def operand(steps: int, dtype, in_row: int = 2) -> cute.Tensor:
@@ -315,7 +392,7 @@ def load_queries(
     heads: Int32,
     lane: Int32,
 ):
-    """Two rows into the registers of an operand A; zeros for rows that are not there."""
+    """Load two rows into the registers of an operand A; zeros for rows that do not exist."""
     words = cute.recast_tensor(target, Int32)
     for k in cutlass.range_constexpr(columns // MMA_DEPTH):
         for half in cutlass.range_constexpr(2):
@@ -333,7 +410,7 @@ def load_queries(
 def multiply_queries(
     mma: cute.TiledMma, acc: cute.Tensor, q: cute.Tensor, keys: cute.Tensor, slot: Int32
 ):
-    """Acc = q k^T; returns before it is done."""
+    """Issue acc = q k^T; does not wait."""
     warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)
     for k in cutlass.range_constexpr(cute.size(q, mode=[2])):
@@ -350,7 +427,7 @@ def multiply_rope(
     stage: Int32,
     alone: cutlass.Constexpr,
 ):
-    """Acc += q_rope k_rope^T, or = when it is alone; returns before it is done."""
+    """Issue acc += q_rope k_rope^T, or acc = where it is alone; does not wait."""
     atom = cute.make_mma_atom(mma.op)
     for k in cutlass.range_constexpr(ROPE // MMA_DEPTH):
         atom.set(warpgroup.Field.ACCUMULATE, k > 0 or not alone)
@@ -361,7 +438,7 @@ def multiply_rope(
 def multiply_values(
     mma: cute.TiledMma, acc: cute.Tensor, p: cute.Tensor, values: cute.Tensor, slot: Int32
 ):
-    """Acc += p v; returns before it is done."""
+    """Issue acc += p v; does not wait."""
     warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, True)
@@ -372,107 +449,93 @@ def multiply_values(
 
 @cute.jit
 def softmax(
-    s: cute.Tensor,
-    acc_r: cute.Tensor,
-    exponents: cute.Tensor,
-    sums: cute.Tensor,
-    top: cute.Tensor,
-    scale: cute.Tensor,
-    q_scale: cute.Tensor,
-    scales: cutlass.Constexpr,
+    state: cutlass.Constexpr,
+    consumer: cutlass.Constexpr,
     slot: Int32,
     token: Int32,
     lowest: Int32,
-    limits: cute.Tensor,
     lane: Int32,
-    scale_log2e: Float32,
-    fp8: cutlass.Constexpr,
-    job: cutlass.Constexpr,
-    window: cutlass.Constexpr,
+    tile: cutlass.Constexpr,
 ):
-    """Scores to weights, relative to a running maximum.
+    """Scores of a KV block to probabilities, relative to a running maximum.
 
     Args:
-        s: scores of this thread's two rows, replaced.
-        acc_r: the rope part of the scores, where it is apart.
-        exponents: room for those of the value scales in 8 bits.
-        sums: sums of this thread's weights, updated.
-        top: running maximum per row, updated.
-        scale: factor per row by which earlier results shrink, written.
-        q_scale: scales of the query rows; 1 in 16 bits.
-        scales: those of keys and values in 8 bits.
-        slot: the head's place in the ring.
+        state: `Softmax`, updated.
+        consumer: `Consumer`.
+        slot: where the block's head is in shared memory.
         token: first token of the block.
         lowest: the first token that some row of the warp does not see.
-        limits: the first token that a row does not see.
-        lane: this thread's place in its warp.
-        scale_log2e: softmax scale times log2 e.
-        fp8: whether keys and values have 8 bits.
-        job, window: what the block belongs to, for the order of a ring.
+        lane: this thread's lane.
+        tile: the work tile.
     """
-    if const_expr(fp8):
-        scale_scores(s, two_rows(acc_r, BLOCK), exponents, scales, slot, lane)
-    if const_expr(window.ring):
-        if job.gone > 0 or places_end(token, job, window) > lowest:
-            hide_places(s, token, limits, lane, job, window)
-    elif token + BLOCK > lowest:
-        hide(s, token, limits, lane)
-    if const_expr(fp8):
-        softmax_by_row(s, exponents, sums, top, scale, q_scale, scale_log2e)
+    scheduler = consumer.scheduler
+    if const_expr(consumer.fp8):
+        rope = two_rows(state.rope, KV_BLOCK)
+        scale_scores(state.s, rope, state.exponents, consumer.shared.scales, slot, lane)
+    if const_expr(scheduler.ring):
+        if tile.dropped > 0 or places_end(token, tile, scheduler) > lowest:
+            mask_places(state.s, token, state.limits, lane, tile, scheduler)
+    elif token + KV_BLOCK > lowest:
+        mask_scores(state.s, token, state.limits, lane)
+    if const_expr(consumer.fp8):
+        softmax_by_row(
+            state.s, state.exponents, state.sums, state.top, state.scale, state.q_scale,
+            consumer.scale_log2e,
+        )  # fmt: skip
     else:
-        follow_scores(s, top, scale, sums, scale_log2e)
-        weigh(s, top, sums, scale_log2e)
+        update_max(state.s, state.top, state.scale, state.sums, consumer.scale_log2e)
+        exponentiate(state.s, state.top, state.sums, consumer.scale_log2e)
 
 
 @cute.jit
-def hide_places(
+def mask_places(
     s: cute.Tensor,
     token: Int32,
     limits: cute.Tensor,
     lane: Int32,
-    job: cutlass.Constexpr,
-    window: cutlass.Constexpr,
+    tile: cutlass.Constexpr,
+    scheduler: cutlass.Constexpr,
 ):
-    """Scores of slots that a row does not see, in a ring, become -inf, whatever they are."""
-    for j in cutlass.range_constexpr(BLOCK // 8):
+    """Set the scores of slots of a ring that a row does not see to -inf, whatever they are."""
+    for j in cutlass.range_constexpr(KV_BLOCK // 8):
         for e in cutlass.range_constexpr(2):
-            place = place_of(token + j * 8 + (lane % 4) * 2 + e, job, window)
+            place = place_of(token + j * 8 + (lane % 4) * 2 + e, tile, scheduler)
             for r in cutlass.range_constexpr(2):
-                if place >= limits[r] or place < job.gone:
+                if place >= limits[r] or place < tile.dropped:
                     s[r, (e, j)] = -Float32.inf
 
 
 @cute.jit
 def clear_places(
-    tile: cute.Tensor,
+    values: cute.Tensor,
     token: Int32,
     thread: Int32,
     barrier: Int32,
-    job: cutlass.Constexpr,
-    window: cutlass.Constexpr,
+    tile: cutlass.Constexpr,
+    scheduler: cutlass.Constexpr,
 ):
-    """Zero the rows of a block of a ring before its oldest token: 0 * NaN would poison the output.
+    """Zero the rows of a KV block of a ring before its oldest token: 0 * NaN would poison o.
 
-    All 128 threads of a warpgroup call it; `barrier` is a named barrier of theirs.
+    All threads of a warpgroup call it; `barrier` is a named barrier of theirs.
     """
-    zero = cute.make_rmem_tensor(8, tile.element_type)
+    zero = cute.make_rmem_tensor(8, values.element_type)
     zero.fill(0.0)
     chunks = HEAD // 8
-    for i in cutlass.range(thread, BLOCK * chunks, 128, unroll=1):
+    for i in cutlass.range(thread, KV_BLOCK * chunks, WARPGROUP, unroll=1):
         row = i // chunks
-        if place_of(token + row, job, window) < job.gone:
-            target = cute.local_tile(tile, (1, 8), (row, i % chunks))
+        if place_of(token + row, tile, scheduler) < tile.dropped:
+            target = cute.local_tile(values, (1, 8), (row, i % chunks))
             cute.autovec_copy(zero, cute.group_modes(target, 0, 2))
-    settle(barrier)
+    fence_and_sync_warpgroup(barrier)
 
 
 @cute.jit
 def round_weights(
     p: cute.Tensor, acc_s: cute.Tensor, dtype: cutlass.Constexpr, fp8: cutlass.Constexpr
 ):
-    """Weights to the registers of an operand A."""
+    """Probabilities to the registers of an operand A."""
     if const_expr(fp8):
-        round_weights_by_row(p, two_rows(acc_s, BLOCK))
+        round_weights_by_row(p, two_rows(acc_s, KV_BLOCK))
     else:
         # The result of one product has the layout of the next one's operand.
         cute.make_tensor(p.iterator, acc_s.layout).store(acc_s.load().to(dtype))
@@ -481,40 +544,30 @@ def round_weights(
 @cute.jit
 def finish(
     o: cute.Tensor,
-    sums: cute.Tensor,
-    top: cute.Tensor,
-    bits: cutlass.Constexpr,
-    outputs: cutlass.Constexpr,
+    state: cutlass.Constexpr,
+    consumer: cutlass.Constexpr,
     start: Int64,
     row0: Int32,
-    rows: cutlass.Constexpr,
-    heads: Int32,
+    own: cutlass.Constexpr,
     lane: Int32,
-    dtype: cutlass.Constexpr,
-    wide: cutlass.Constexpr,
-    broken: Boolean | None,
+    tile: cutlass.Constexpr,
 ):
-    """Divide by the row sums and write the rows that are there; NaN where tokens are missing.
-
-    Weights and their sums are 2**bits too large.
-    """
-    out, lse = outputs
-    element = Float32 if wide else dtype
+    """Normalise by the row sums and write the rows that exist; NaN where tokens are missing."""
+    out, lse = consumer.outputs.o, consumer.outputs.lse
+    rows, heads = (own.upper, own.lower), consumer.scheduler.heads
+    # In 8 bits the probabilities and their sums are 2**WEIGHT_BITS too large.
+    bits = WEIGHT_BITS if const_expr(consumer.fp8) else 0.0
     for r in cutlass.range_constexpr(2):
-        total = row_total(sums[r])
-        inverse = Float32(0.0)
-        log_sum = -Float32.inf
-        if total > 0.0:
-            inverse = cute.arch.rcp_approx(total)
-            log_sum = top[r] - bits + cute.math.log2(total, fastmath=True)
-        if const_expr(broken is not None):
-            if broken:
+        total = row_sum(state.sums[r])
+        inverse, lse_log2 = normaliser(total, state.top[r] - bits)
+        if const_expr(consumer.scheduler.ring):
+            if tile.incomplete:
                 inverse = Float32(float("nan"))
-                # Infinite parts merge to NaN; of parts that are NaN the merge would see nothing.
-                log_sum = Float32.inf if const_expr(wide) else Float32(float("nan"))
+                # Infinite partials merge to NaN; partials that are NaN would be ignored.
+                lse_log2 = Float32.inf if const_expr(consumer.partials) else Float32(float("nan"))
         o[r, None].store(o[r, None].load() * inverse)
         if rows[r]:
             at = start + Int64(row0 + 8 * r) * heads
-            store_row(o[r, None], HEAD, out, at * HEAD, lane, element)
+            store_row(o[r, None], HEAD, out, at * HEAD, lane, consumer.output_type)
             if lane % 4 == 0:
-                lse[at] = log_sum * LN_2
+                lse[at] = lse_log2 * LN_2

@@ -1,4 +1,4 @@
-"""The computing warpgroups of the decompressed kernel with 8 bits and up to 48 query rows.
+"""Consumer warpgroups of the decompressed kernel with 8 bits and up to 48 query rows.
 
 Tokens are on the M side of the products and query rows on the N side, which is as wide as there are
 rows:
@@ -10,51 +10,73 @@ So nothing is computed for rows that do not exist, and a thread has two tokens, 
 four numbers. A score is sq (sk (q8 k8) + (q_rope / sq) k_rope), with the scales sq of the query row
 and sk of the key; sq goes into the exponent with the softmax scale. The rope part stays in 16 bits.
 
-The scales of the values are powers of two and go into the exponents as well: the running maximum is
-that of what a token adds to the output, weight times scale, so that the weights that are rounded to
-e4m3 and multiplied with v8 always fit. The sums of a row divide the scales out again, exactly.
+The scales of the values are powers of two and go into the exponents as well. A *weight* is a
+probability times the scale of its value. The running maximum is that of the weights, so that the
+weights, which are rounded to e4m3 and multiplied by v8, always fit. The sums of a row divide the
+scales out again, exactly.
 
-The maximum of a row over the 64 tokens of a block is spread over all four warps. Nobody looks for
-it as long as no weight is too large for e4m3: the weights of a block are computed with the maximum
-of the blocks before, and the barrier behind them, which is needed anyway, tells every warp whether
-one was. Then, and in the first block, the maximum is looked for and the weights are computed again.
+The maximum of a row over the 64 tokens of a KV block is spread over all four warps. It is not
+computed as long as no weight is too large for e4m3: the weights of a block are computed with the
+maximum of the blocks before, and the barrier behind them, which is needed anyway, tells every warp
+whether one was. Then, and in the first block, the maximum is computed and the weights again.
 """
 
 import operator
+from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from mla_var3.kernel.cute_python.mla.decompressed.jobs import (
-    BLOCK,
-    FIRST_BARRIER,
-    HEAD,
-    inside,
-    job_at,
+from mla_var3.kernel.cute_python.mla.decompressed.producer import warpgroup_barrier
+from mla_var3.kernel.cute_python.mla.decompressed.scheduler import (
+    row_exists,
     row_limit,
-    rows_of_group,
+    warpgroup_rows,
+    work_tile_at,
 )
-from mla_var3.kernel.cute_python.mla.hopper.warps import GROUP_WARPS, free, settle
-from mla_var3.kernel.cute_python.mla.latent.ops import LN_2, ROPE
+from mla_var3.kernel.cute_python.mla.hopper.columns import (
+    by_row,
+    own_row,
+    own_token,
+    reduce_lanes,
+    reduce_warps,
+    scores_by_row,
+)
+from mla_var3.kernel.cute_python.mla.hopper.constants import (
+    HEAD,
+    KV_BLOCK,
+    LN_2,
+    ROPE,
+    WARPGROUP,
+    WARPGROUP_WARPS,
+)
+from mla_var3.kernel.cute_python.mla.hopper.warps import (
+    fence_and_sync_warpgroup,
+    release,
+    sync_warpgroup,
+)
 from mla_var3.op.mla.window.packed import TOKEN_ORDER
 from mla_var3.op.mla.window.quantise import E4M3_MAX
 
 WEIGHT_BITS = 6.0
-"""A weight at the running maximum is 2**6: what is small stays above e4m3's least number, 2**-9."""
+"""A weight at the running maximum is 2**6: small weights stay above e4m3's least number, 2**-9.
+Other numbers were not measured."""
 LARGEST_BITS = 8.75
-"""A larger weight than 2**8.75 makes the running maximum follow; e4m3 ends at 448."""
+"""A weight above 2**8.75 raises the running maximum; e4m3 ends at 448 = 2**8.8."""
 ROW_THREADS = 4
 """Threads that load a query row."""
-EXCHANGE_BYTES = 2 * HEAD + 2 * BLOCK + 4 + 4 * GROUP_WARPS
+EXCHANGE_BYTES = 2 * HEAD + 2 * KV_BLOCK + 4 + 4 * WARPGROUP_WARPS
 """Shared memory of a query row: its two parts, weights of two blocks, scale, a number per warp."""
 COLUMN_CHOICES = (16, 32, 48)
-"""Query rows on the N side that the kernel is compiled for. With 64 the M side is as fast and takes
-less energy: shared memory is read half as often."""
+"""Query rows on the N side that the kernel is compiled for. With 64 the M side is faster, 1251
+against 1402 us at s=64, and takes less energy: shared memory is read half as often (run 11 of
+docs/results/2026-11-15-nvidia-h200-mix-development.md)."""
 BYTE_CHOICES = ((0x7632, 0x5140, 0x7160), (0x5410, 0x3524, 0x3726))
 """For threads of even and of odd tokens: which bytes of two words of weights go to the neighbour,
-and how those that stay and those that come are put together to two words."""
+and how those that stay and those that come make two words."""
 
 
 def columns_for(rows: int) -> int:
@@ -62,175 +84,184 @@ def columns_for(rows: int) -> int:
     return next((columns for columns in COLUMN_CHOICES if rows <= columns), 0)
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """Shared memory of the warpgroups, the last mode of each tensor.
+
+    Attributes:
+        q_nope: [columns, 128, group] queries in e4m3.
+        q_rope: [columns, 64, group] their rope part.
+        q_scales: [columns, 1, group] their scales.
+        warp_rows: [columns, warp, group] a number per row and warp.
+        weights: [columns, 64, 2, group] weights of two KV blocks: one is written while the other
+            may still be read.
+    """
+
+    q_nope: Any
+    q_rope: Any
+    q_scales: Any
+    warp_rows: Any
+    weights: Any
+
+
+@dataclass(frozen=True)
+class RowState:
+    """Registers of a thread, per query row.
+
+    Attributes:
+        s: products of e4m3 numbers, replaced by exponents of weights.
+        rope: the rope part of the scores.
+        o: output.
+        sums: sums of this thread's probabilities.
+        factors: from scores to exponents.
+        bases: WEIGHT_BITS less the running maximum.
+    """
+
+    s: Any
+    rope: Any
+    o: Any
+    sums: Any
+    factors: Any
+    bases: Any
+
+
 @cute.jit
-def compute_8(
-    products: cutlass.Constexpr,
-    shared: cutlass.Constexpr,
-    exchange: cutlass.Constexpr,
-    ring: cutlass.Constexpr,
-    queries: cutlass.Constexpr,
-    outputs: cutlass.Constexpr,
-    scale_log2e: Float32,
-    block: Int32,
-    blocks: Int32,
-    window: cutlass.Constexpr,
-    dtype: cutlass.Constexpr,
-    columns: cutlass.Constexpr,
-    wide: cutlass.Constexpr,
+def compute_few_fp8(
+    consumer: cutlass.Constexpr, exchange: cutlass.Constexpr, columns: cutlass.Constexpr
 ):
-    """Attend with one head or one tile of rows per warpgroup.
+    """Attend with one head or one query tile per warpgroup; all consumers call it.
 
     Args:
-        products: k q, k_rope q_rope and v p.
-        shared: keys, values, rope keys and scales of all stages.
-        exchange: of all warpgroups, queries, their rope part, their scales, a number per row and
-            warp, and weights of two blocks: one is written while the other may still be read.
-        ring: the ring's barriers and stages.
-        queries: pointers to q_nope and q_rope.
-        outputs: pointers to o and lse.
-        scale_log2e: softmax scale times log2 e.
-        block, blocks: which of the persistent blocks this is.
-        window: sizes.
-        dtype: of queries and output.
+        consumer: `Consumer`.
+        exchange: `Exchange`.
         columns: query rows on the N side.
-        wide: whether to write parts in float32.
     """
-    qk_mma, rope_mma, pv_mma = products
-    s_k, s_v, s_r, s_scales = shared
+    shared, pipeline, scheduler = consumer.shared, consumer.pipeline, consumer.scheduler
+    qk_mma, rope_mma, pv_mma = consumer.mma.qk, consumer.mma.rope, consumer.mma.pv
     thread, _, _ = cute.arch.thread_idx()
-    group = cute.arch.make_warp_uniform(thread // 128)
-    t = thread % 128
+    group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+    t = thread % WARPGROUP
     lane = t % 32
-    unit = 0 if window.tiles else group
-    s_q, s_qr, q_scales, warp_rows = (part[(None, None, group)] for part in exchange[:4])
-    s_p = exchange[4][(None, None, None, group)]
+    stage_head = 0 if scheduler.pair_tiles else group
+    s_q, s_qr, q_scales, warp_rows = (
+        each[(None, None, group)]
+        for each in (exchange.q_nope, exchange.q_rope, exchange.q_scales, exchange.warp_rows)
+    )
+    s_p = exchange.weights[(None, None, None, group)]
     thr_qk, thr_r, thr_pv = qk_mma.get_slice(t), rope_mma.get_slice(t), pv_mma.get_slice(t)
-    f_k = qk_mma.make_fragment_A(thr_qk.partition_A(s_k))
+    f_k = qk_mma.make_fragment_A(thr_qk.partition_A(shared.keys))
     f_q = qk_mma.make_fragment_B(thr_qk.partition_B(s_q))
-    f_r = rope_mma.make_fragment_A(thr_r.partition_A(s_r))
+    f_r = rope_mma.make_fragment_A(thr_r.partition_A(shared.rope))
     f_qr = rope_mma.make_fragment_B(thr_r.partition_B(s_qr))
-    f_v = pv_mma.make_fragment_A(thr_pv.partition_A(s_v))
+    f_v = pv_mma.make_fragment_A(thr_pv.partition_A(shared.values))
     f_p = pv_mma.make_fragment_B(thr_pv.partition_B(s_p))
     acc_o = cute.make_rmem_tensor(thr_pv.partition_shape_C((HEAD, columns)), Float32)
-    acc_s = cute.make_rmem_tensor(thr_qk.partition_shape_C((BLOCK, columns)), Float32)
+    acc_s = cute.make_rmem_tensor(thr_qk.partition_shape_C((KV_BLOCK, columns)), Float32)
     acc_r = cute.make_rmem_tensor(acc_s.layout, Float32)
-    # This thread's columns are 8 j + 2 (lane % 4) + e; [(e, j), token of this thread] and
-    # [(e, j), (row of 8, tile of 64 output columns)].
     own = (2, columns // 8)
-    tokens = cute.make_layout((own, 2), stride=((1, 4), 2))
-    s, rope = cute.make_tensor(acc_s.iterator, tokens), cute.make_tensor(acc_r.iterator, tokens)
-    o = cute.make_tensor(
-        acc_o.iterator,
-        cute.make_layout((own, (2, HEAD // 64)), stride=((1, 4), (2, columns // 2))),
-    )
     sums = cute.make_rmem_tensor(own, Float32)
     factors = cute.make_rmem_tensor(own, Float32)
     bases = cute.make_rmem_tensor(own, Float32)
-    state = (s, rope, o, sums, factors, bases)
+    state = RowState(
+        scores_by_row(acc_s, columns), scores_by_row(acc_r, columns),
+        by_row(acc_o, columns, HEAD // 64), sums, factors, bases,
+    )  # fmt: skip
     words = cute.make_tensor(
-        cute.recast_ptr(s_p.iterator, dtype=Int32), cute.make_layout((columns * BLOCK // 4, 2))
+        cute.recast_ptr(s_p.iterator, dtype=Int32), cute.make_layout((columns * KV_BLOCK // 4, 2))
     )
     stage = Int32(0)
     phase = Int32(0)
     turn = Int32(0)
-    for index in cutlass.range(block, window.jobs, blocks, unroll=1):
-        job = job_at(index, window)
-        head, first_row, start = rows_of_group(job, group, window)
-        load_queries_8(
-            s_q, s_qr, q_scales, queries, start, head, first_row, window, t, group, columns, dtype
-        )
+    for index in cutlass.range(consumer.cta, scheduler.work_tiles, consumer.ctas, unroll=1):
+        tile = work_tile_at(index, scheduler)
+        head, first_row, start = warpgroup_rows(tile, group, scheduler)
+        load_queries_fp8(s_q, s_qr, q_scales, consumer, start, head, first_row, t, group, columns)
         acc_o.fill(0.0)
         sums.fill(0.0)
         bases.fill(WEIGHT_BITS)
-        lowest = job.stop
+        lowest = tile.stop
         for j in cutlass.range_constexpr(columns // 8):
             for e in cutlass.range_constexpr(2):
-                row = j * 8 + (lane % 4) * 2 + e
-                factors[e, j] = scale_log2e * q_scales[row, 0]
-                lowest = cutlass.min(lowest, row_limit(job, first_row + row, window))
+                row = own_row(j, e, lane)
+                factors[e, j] = consumer.scale_log2e * q_scales[row, 0]
+                lowest = cutlass.min(lowest, row_limit(tile, first_row + row, scheduler))
         lowest = cute.arch.warp_redux_sync(lowest, "min")
 
         # The scores of a block are computed while the values of the block before are added up.
-        token = job.first * BLOCK
-        slot = stage * ring.units + unit
-        cute.arch.mbarrier_wait(ring.keys(stage), phase)
+        token = tile.first * KV_BLOCK
+        slot = stage * pipeline.heads + stage_head
+        cute.arch.mbarrier_wait(pipeline.keys_full(stage), phase)
         multiply_keys((qk_mma, rope_mma), (acc_s, acc_r), (f_k, f_r), (f_q, f_qr), slot, stage)
         warpgroup.wait_group(0)
-        weigh(
-            state, words[(None, turn)], warp_rows, s_scales, ring.keys_free(stage), slot, token,
-            lowest, job, first_row, window, t, group, columns, Boolean(True),
+        compute_weights(
+            state, words[(None, turn)], warp_rows, shared.scales, pipeline.keys_empty(stage), slot,
+            token, lowest, tile, first_row, scheduler, t, group, columns, Boolean(True),
         )  # fmt: skip
-        for at in cutlass.range(job.first + 1, job.last, unroll=1):
-            token = at * BLOCK
+        for block in cutlass.range(tile.first + 1, tile.last, unroll=1):
+            token = block * KV_BLOCK
             v_slot, v_stage, v_phase = slot, stage, phase
-            stage, phase = ring.after(stage, phase)
-            slot = stage * ring.units + unit
-            cute.arch.mbarrier_wait(ring.keys(stage), phase)
+            stage, phase = pipeline.after(stage, phase)
+            slot = stage * pipeline.heads + stage_head
+            cute.arch.mbarrier_wait(pipeline.keys_full(stage), phase)
             multiply_keys((qk_mma, rope_mma), (acc_s, acc_r), (f_k, f_r), (f_q, f_qr), slot, stage)
-            cute.arch.mbarrier_wait(ring.values(v_stage), v_phase)
+            cute.arch.mbarrier_wait(pipeline.values_full(v_stage), v_phase)
             add_weighted(pv_mma, acc_o, f_v, f_p[(None, None, None, turn)], v_slot)
             turn ^= 1
             warpgroup.wait_group(1)
-            weigh(
-                state, words[(None, turn)], warp_rows, s_scales, ring.keys_free(stage), slot,
-                token, lowest, job, first_row, window, t, group, columns, Boolean(False),
-                ring.values_free(v_stage),
+            compute_weights(
+                state, words[(None, turn)], warp_rows, shared.scales, pipeline.keys_empty(stage),
+                slot, token, lowest, tile, first_row, scheduler, t, group, columns, Boolean(False),
+                pipeline.values_empty(v_stage),
             )  # fmt: skip
-        cute.arch.mbarrier_wait(ring.values(stage), phase)
-        if token + BLOCK > job.tokens:
-            clear_columns(s_v, slot, job.tokens - token, t, group)
+        cute.arch.mbarrier_wait(pipeline.values_full(stage), phase)
+        if token + KV_BLOCK > tile.tokens:
+            clear_columns(shared.values, slot, tile.tokens - token, t, group)
         add_weighted(pv_mma, acc_o, f_v, f_p[(None, None, None, turn)], slot)
         turn ^= 1
         warpgroup.wait_group(0)
-        free(ring.values_free(stage), lane)
-        stage, phase = ring.after(stage, phase)
-        if const_expr(wide):
-            start += Int64(job.part) * window.requests * window.queries * window.heads
-        finish_8(
-            o, sums, bases, warp_rows, outputs, start, head, first_row, window, t, group, columns,
-            dtype, wide,
-        )  # fmt: skip
+        release(pipeline.values_empty(stage), lane)
+        stage, phase = pipeline.after(stage, phase)
+        if const_expr(consumer.partials):
+            start += Int64(tile.split) * scheduler.requests * scheduler.queries * scheduler.heads
+        finish_fp8(state, warp_rows, consumer, start, head, first_row, t, group, columns)
 
 
 @cute.jit
-def load_queries_8(
+def load_queries_fp8(
     target: cute.Tensor,
     rope_target: cute.Tensor,
     scales: cute.Tensor,
-    queries: cutlass.Constexpr,
+    consumer: cutlass.Constexpr,
     start: Int64,
     head: Int32,
     first_row: Int32,
-    window: cutlass.Constexpr,
     t: Int32,
     group: Int32,
     columns: cutlass.Constexpr,
-    dtype: cutlass.Constexpr,
 ):
-    """Query rows into shared memory as e4m3 numbers, each with a scale; zeros for absent rows.
+    """Query rows into shared memory as e4m3 numbers with a scale each; zeros for absent rows.
 
     Args:
         target, rope_target: [columns, 128] in e4m3, [columns, 64] in 16 bits.
         scales: one per row, written.
-        queries: pointers to both parts.
+        consumer: `Consumer`.
         start: the first row in memory; the next ones are `heads` behind.
-        head, first_row: what it is, to tell which rows exist.
-        window: sizes.
+        head, first_row: head and first row, to tell which rows exist.
         t, group: this thread and its warpgroup.
         columns: rows.
-        dtype: of the queries.
     """
+    queries, scheduler, dtype = consumer.queries, consumer.scheduler, consumer.dtype
     quarter = t % ROW_THREADS
     nope = cute.make_rmem_tensor(HEAD // ROW_THREADS, dtype)
     rope = cute.make_rmem_tensor(ROPE // ROW_THREADS, dtype)
-    for first in cutlass.range_constexpr(0, columns, 128 // ROW_THREADS):
+    for first in cutlass.range_constexpr(0, columns, WARPGROUP // ROW_THREADS):
         row = first + t // ROW_THREADS
         nope.fill(0.0)
         rope.fill(0.0)
-        if row < columns and inside(head, first_row + row, window):
-            at = start + Int64(row) * window.heads
-            copy_row(queries[0], at * HEAD + quarter * (HEAD // ROW_THREADS), nope)
-            copy_row(queries[1], at * ROPE + quarter * (ROPE // ROW_THREADS), rope)
+        if row < columns and row_exists(head, first_row + row, scheduler):
+            at = start + Int64(row) * scheduler.heads
+            copy_row(queries.nope, at * HEAD + quarter * (HEAD // ROW_THREADS), nope)
+            copy_row(queries.rope, at * ROPE + quarter * (ROPE // ROW_THREADS), rope)
         parts = (nope.load().to(Float32), rope.load().to(Float32))
         scale = row_scale(parts)
         rounded = cute.make_rmem_tensor(HEAD // ROW_THREADS, Float8E4M3FN)
@@ -246,7 +277,7 @@ def load_queries_8(
                 )
                 place = cute.local_tile(rope_target, (1, 8), (row, quarter * 2 + i))
                 cute.autovec_copy(cute.local_tile(rope, (8,), (i,)), cute.group_modes(place, 0, 2))
-    settle(FIRST_BARRIER + group)
+    fence_and_sync_warpgroup(warpgroup_barrier(group))
 
 
 @cute.jit
@@ -276,17 +307,17 @@ def copy_row(source: cute.Pointer, at: Int64, target: cute.Tensor):
 
 @cute.jit
 def multiply_keys(
-    products: cutlass.Constexpr,
+    mmas: cutlass.Constexpr,
     accumulators: cutlass.Constexpr,
     keys: cutlass.Constexpr,
     queries: cutlass.Constexpr,
     slot: Int32,
     stage: Int32,
 ):
-    """K q^T and k_rope q_rope^T into accumulators of their own; returns before they are done."""
+    """Issue k q^T and k_rope q_rope^T into accumulators of their own; does not wait."""
     warpgroup.fence()
     for i in cutlass.range_constexpr(2):
-        atom = cute.make_mma_atom(products[i].op)
+        atom = cute.make_mma_atom(mmas[i].op)
         place = slot if i == 0 else stage
         for k in cutlass.range_constexpr(cute.size(queries[i], mode=[2])):
             atom.set(warpgroup.Field.ACCUMULATE, k > 0)
@@ -301,7 +332,7 @@ def multiply_keys(
 def add_weighted(
     mma: cute.TiledMma, acc: cute.Tensor, values: cute.Tensor, weights: cute.Tensor, slot: Int32
 ):
-    """Acc += v^T p^T; returns before it is done."""
+    """Issue acc += v^T p^T; does not wait."""
     warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, True)
@@ -311,87 +342,87 @@ def add_weighted(
 
 
 @cute.jit
-def weigh(
+def compute_weights(
     state: cutlass.Constexpr,
     words: cute.Tensor,
     warp_rows: cute.Tensor,
     scales: cute.Tensor,
-    keys_free: cute.Pointer,
+    keys_empty: cute.Pointer,
     slot: Int32,
     token: Int32,
     lowest: Int32,
-    job: cutlass.Constexpr,
+    tile: cutlass.Constexpr,
     first_row: Int32,
-    window: cutlass.Constexpr,
+    scheduler: cutlass.Constexpr,
     t: Int32,
     group: Int32,
     columns: cutlass.Constexpr,
     first: Boolean,
-    values_free: cutlass.Constexpr = None,
+    values_empty: cutlass.Constexpr = None,
 ):
-    """Products of a block to weights in shared memory.
+    """Products of a KV block to weights in shared memory.
 
     Args:
-        state: per row products, their rope part, output, sums of this thread's weights, factor of
-            the scores, and WEIGHT_BITS less the running maximum; replaced or updated.
+        state: `RowState`, updated.
         words: where the weights go, four to a word.
-        warp_rows: room for a number per row and warp.
+        warp_rows: [columns, warp] numbers that warps exchange.
         scales: of keys and values.
-        keys_free: barrier that frees keys and scales.
-        slot: the head's place in the ring.
+        keys_empty: barrier that releases keys and scales.
+        slot: where the block's head is in shared memory.
         token: first token of the block.
         lowest: the first token that some row does not see.
-        job: the job.
+        tile: the work tile.
         first_row: its first row.
-        window: sizes.
+        scheduler: the work tiles.
         t, group: this thread and its warpgroup.
         columns: rows.
         first: whether there is no earlier block.
-        values_free: barrier that frees the values of the block before, whose product is still at
-            work.
+        values_empty: barrier that releases the values of the block before, whose product is still
+            in flight.
     """
-    s, rope, o, sums, factors, bases = state
+    s, sums, factors, bases = state.s, state.sums, state.factors, state.bases
+    rope = state.rope
     lane = t % 32
-    own_token = t // 4 % 8 + t // 32 * 16
+    first_token = own_token(t)
     added = cute.make_rmem_tensor(sums.layout, Float32)
     inverses = cute.make_rmem_tensor(2, Float32)
     highest = -Float32.inf
     for r in cutlass.range_constexpr(2):
-        at = own_token + 8 * r
-        # What a slot without a token holds, in scales too, is hidden below.
+        at = first_token + 8 * r
+        # What a slot without a token holds, in scales too, is masked below.
         pair = cute.make_rmem_tensor(2, Float32)
         cute.autovec_copy(cute.local_tile(scales[(None, slot)], (2,), (at,)), pair)
         exponent = pair[1]
-        if token + at >= job.tokens:
+        if token + at >= tile.tokens:
             exponent = Float32(0.0)
         inverses[r] = inverse_power(exponent)
         for j in cutlass.range_constexpr(columns // 8):
             for e in cutlass.range_constexpr(2):
                 score = s[(e, j), r] * pair[0] + rope[(e, j), r]
                 s[(e, j), r] = score * factors[e, j] + (bases[e, j] + exponent)
-    free(keys_free, lane)
-    if token + BLOCK > lowest:
+    release(keys_empty, lane)
+    if token + KV_BLOCK > lowest:
         for j in cutlass.range_constexpr(columns // 8):
             for e in cutlass.range_constexpr(2):
-                limit = row_limit(job, first_row + j * 8 + (lane % 4) * 2 + e, window)
+                limit = row_limit(tile, first_row + j * 8 + (lane % 4) * 2 + e, scheduler)
                 for r in cutlass.range_constexpr(2):
-                    if token + own_token + 8 * r >= limit:
+                    if token + first_token + 8 * r >= limit:
                         s[(e, j), r] = -Float32.inf
     for j in cutlass.range_constexpr(columns // 8):
         for e in cutlass.range_constexpr(2):
             for r in cutlass.range_constexpr(2):
                 highest = cute.arch.fmax(highest, s[(e, j), r])
-    rounded = round_weights_8(s, added, inverses, columns)
+    rounded = round_weights_fp8(s, added, inverses, columns)
     warpgroup.wait_group(0)
-    if const_expr(values_free is not None):
-        free(values_free, lane)
+    if const_expr(values_empty is not None):
+        release(values_empty, lane)
     store_weights(words, rounded, t, columns)
     cute.arch.fence_view_async_shared()
-    if any_of_group(first or highest > LARGEST_BITS, FIRST_BARRIER + group):
-        raise_bases(s, o, sums, bases, warp_rows, t, group, columns, first)
-        again = round_weights_8(s, added, inverses, columns)
+    if any_in_warpgroup(first or highest > LARGEST_BITS, warpgroup_barrier(group)):
+        raise_bases(state, warp_rows, t, group, columns, first)
+        again = round_weights_fp8(s, added, inverses, columns)
         store_weights(words, again, t, columns)
-        settle(FIRST_BARRIER + group)
+        fence_and_sync_warpgroup(warpgroup_barrier(group))
     sums.store(sums.load() + added.load())
 
 
@@ -407,8 +438,8 @@ def inverse_power(exponent: Float32) -> Float32:
 
 
 @cute.jit
-def any_of_group(holds: Boolean, barrier: Int32) -> Boolean:
-    """Whether it holds for a thread of the warpgroup; all its threads meet here."""
+def any_in_warpgroup(holds: Boolean, barrier: Int32) -> Boolean:
+    """Whether it holds for a thread of the warpgroup; all its threads meet at the barrier."""
     found = cute.arch.inline_ptx(
         "{ .reg .pred p, q; setp.ne.s32 p, {$r0}, 0; bar.red.or.pred q, {$r1}, 128, p;"
         " selp.s32 {$w0}, 1, 0, q; }",
@@ -419,15 +450,15 @@ def any_of_group(holds: Boolean, barrier: Int32) -> Boolean:
 
 
 @cute.jit
-def round_weights_8(
+def round_weights_fp8(
     s: cute.Tensor, added: cute.Tensor, inverses: cute.Tensor, columns: cutlass.Constexpr
 ) -> cute.Tensor:
     """Weights as e4m3 numbers, a word per two rows and two tokens.
 
     Args:
         s: exponents of the weights.
-        added: sums of this thread's weights per row, scales divided out, written.
-        inverses: of the scales of this thread's tokens.
+        added: sums of this thread's probabilities per row, written.
+        inverses: of the value scales of this thread's tokens.
         columns: rows.
     """
     rounded = cute.make_rmem_tensor(columns // 8, Int32)
@@ -448,9 +479,9 @@ def store_weights(words: cute.Tensor, rounded: cute.Tensor, t: Int32, columns: c
     """Weights into shared memory, tokens in `TOKEN_ORDER`.
 
     In that order the tokens of this thread and of the one four lanes away, which has the same
-    rows, are four neighbours. They trade a row of two for the other: the thread of the even token
-    has the even row then, the other one the odd row, of which each stores a word. The words of a
-    warp lie in a row.
+    rows, are four neighbours. The two exchange one row each: the thread of the even token then has
+    the even row, the other one the odd row, and each stores a word. The words of a warp are
+    contiguous.
     """
     send, first, second = (Int32(choice) for choice in BYTE_CHOICES[0])
     if t // 4 % 2 == 1:
@@ -471,22 +502,20 @@ def word_place(t, columns):
 
 @cute.jit
 def raise_bases(
-    s: cute.Tensor,
-    o: cute.Tensor,
-    sums: cute.Tensor,
-    bases: cute.Tensor,
+    state: cutlass.Constexpr,
     warp_rows: cute.Tensor,
     t: Int32,
     group: Int32,
     columns: cutlass.Constexpr,
     first: Boolean,
 ):
-    """Let the running maximum of the rows follow where it has to, with all that depends on it."""
+    """Raise the running maxima that have to rise, and rescale what depends on them."""
+    s, o, sums, bases = state.s, state.o, state.sums, state.bases
     tops = cute.make_rmem_tensor(sums.layout, Float32)
     for j in cutlass.range_constexpr(columns // 8):
         for e in cutlass.range_constexpr(2):
             tops[e, j] = cute.arch.fmax(s[(e, j), 0], s[(e, j), 1])
-    join_warps(tops, warp_rows, t, group, columns, cute.arch.fmax)
+    reduce_rows(tops, warp_rows, t, group, columns, cute.arch.fmax)
     for j in cutlass.range_constexpr(columns // 8):
         for e in cutlass.range_constexpr(2):
             top = tops[e, j]
@@ -496,55 +525,50 @@ def raise_bases(
             bases[e, j] = bases[e, j] - rise
             for r in cutlass.range_constexpr(2):
                 s[(e, j), r] = s[(e, j), r] - rise
-            if rise > 0.0:  # in the first block there is nothing that could shrink
-                shrink = cute.math.exp2(-rise, fastmath=True)
-                sums[e, j] = sums[e, j] * shrink
-                o[(e, j), None].store(o[(e, j), None].load() * shrink)
+            if rise > 0.0:  # in the first block there is nothing to rescale
+                scale = cute.math.exp2(-rise, fastmath=True)
+                sums[e, j] = sums[e, j] * scale
+                o[(e, j), None].store(o[(e, j), None].load() * scale)
 
 
 @cute.jit
-def join_warps(
+def reduce_rows(
     numbers: cute.Tensor,
     warp_rows: cute.Tensor,
     t: Int32,
     group: Int32,
     columns: cutlass.Constexpr,
-    join: cutlass.Constexpr,
+    combine: cutlass.Constexpr,
 ):
-    """Join the numbers that the threads of a warpgroup have of a row; every thread gets the result.
+    """Combine the numbers that a warpgroup's threads have of a row; every thread gets the result.
 
     Args:
         numbers: this thread's, one per row, replaced.
-        warp_rows: room for a number per row and warp; nobody may still be reading it.
+        warp_rows: [columns, warp] for exchange; no warp may still be reading it.
         t, group: this thread and its warpgroup.
         columns: rows.
-        join: joins two numbers.
+        combine: of two numbers.
     """
     lane = t % 32
     for j in cutlass.range_constexpr(columns // 8):
         for e in cutlass.range_constexpr(2):
-            joined = numbers[e, j]
-            for step in cutlass.range_constexpr(3):
-                joined = join(joined, cute.arch.shuffle_sync_bfly(joined, offset=4 << step))
+            combined = reduce_lanes(numbers[e, j], combine)
             if lane < 4:
-                warp_rows[j * 8 + lane * 2 + e, t // 32] = joined
-    cute.arch.barrier(barrier_id=FIRST_BARRIER + group, number_of_threads=128)
+                warp_rows[j * 8 + lane * 2 + e, t // 32] = combined
+    sync_warpgroup(warpgroup_barrier(group))
     for j in cutlass.range_constexpr(columns // 8):
         for e in cutlass.range_constexpr(2):
-            row = j * 8 + (lane % 4) * 2 + e
-            joined = warp_rows[row, 0]
-            for warp in cutlass.range_constexpr(1, GROUP_WARPS):
-                joined = join(joined, warp_rows[row, warp])
-            numbers[e, j] = joined
+            row = own_row(j, e, lane)
+            numbers[e, j] = reduce_warps(warp_rows, row, 0, WARPGROUP_WARPS, combine)
 
 
 @cute.jit
 def clear_columns(values: cute.Tensor, slot: Int32, valid: Int32, t: Int32, group: Int32):
-    """Zero the tokens of transposed values that are none: 0 * NaN would poison the output.
+    """Zero the tokens of transposed values that do not exist: 0 * NaN would poison the output.
 
     A thread has a row, tokens are its bytes.
     """
-    for at in cutlass.range(cutlass.max(valid, 0) // 16, BLOCK // 16, unroll=1):
+    for at in cutlass.range(cutlass.max(valid, 0) // 16, KV_BLOCK // 16, unroll=1):
         place = cute.local_tile(values[(None, None, slot)], (1, 16), (t, at))
         kept = cute.make_rmem_tensor(16, values.element_type)
         cute.autovec_copy(cute.group_modes(place, 0, 2), kept)
@@ -553,45 +577,40 @@ def clear_columns(values: cute.Tensor, slot: Int32, valid: Int32, t: Int32, grou
             if at * 16 + TOKEN_ORDER[i] >= valid:
                 numbers[i] = cutlass.Uint8(0)
         cute.autovec_copy(kept, cute.group_modes(place, 0, 2))
-    settle(FIRST_BARRIER + group)
+    fence_and_sync_warpgroup(warpgroup_barrier(group))
 
 
 @cute.jit
-def finish_8(
-    o: cute.Tensor,
-    sums: cute.Tensor,
-    bases: cute.Tensor,
+def finish_fp8(
+    state: cutlass.Constexpr,
     warp_rows: cute.Tensor,
-    outputs: cutlass.Constexpr,
+    consumer: cutlass.Constexpr,
     start: Int64,
     head: Int32,
     first_row: Int32,
-    window: cutlass.Constexpr,
     t: Int32,
     group: Int32,
     columns: cutlass.Constexpr,
-    dtype: cutlass.Constexpr,
-    wide: cutlass.Constexpr,
 ):
-    """Divide by the row sums of all warps and write the rows that are there."""
-    out, lse = outputs
-    element = Float32 if wide else dtype
-    join_warps(sums, warp_rows, t, group, columns, operator.add)
+    """Normalise by the row sums of all warps and write the rows that exist."""
+    out, lse, scheduler = consumer.outputs.o, consumer.outputs.lse, consumer.scheduler
+    o, sums, bases = state.o, state.sums, state.bases
+    reduce_rows(sums, warp_rows, t, group, columns, operator.add)
     for j in cutlass.range_constexpr(columns // 8):
         for e in cutlass.range_constexpr(2):
-            row = j * 8 + (t % 4) * 2 + e
+            row = own_row(j, e, t)
             total = sums[e, j]
             inverse = Float32(0.0)
-            log_sum = -Float32.inf
+            lse_log2 = -Float32.inf
             if total > 0.0:
                 inverse = cute.arch.rcp_approx(total)
-                log_sum = cute.math.log2(total, fastmath=True) - bases[e, j]
-            if inside(head, first_row + row, window):
-                at = start + Int64(row) * window.heads
+                lse_log2 = cute.math.log2(total, fastmath=True) - bases[e, j]
+            if row_exists(head, first_row + row, scheduler):
+                at = start + Int64(row) * scheduler.heads
                 if t < 4:
-                    lse[at] = log_sum * LN_2
-                for tile in cutlass.range_constexpr(HEAD // 64):
+                    lse[at] = lse_log2 * LN_2
+                for m_tile in cutlass.range_constexpr(HEAD // 64):
                     for r in cutlass.range_constexpr(2):
-                        column = t // 4 % 8 + t // 32 * 16 + tile * 64 + r * 8
+                        column = own_token(t) + m_tile * 64 + r * 8
                         place = cute.make_tensor(out + (at * HEAD + column), 1)
-                        place[0] = (o[(e, j), (r, tile)] * inverse).to(element)
+                        place[0] = (o[(e, j), (r, m_tile)] * inverse).to(consumer.output_type)

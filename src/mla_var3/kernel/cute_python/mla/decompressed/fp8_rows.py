@@ -1,7 +1,7 @@
-"""What is different in the decompressed kernel with query rows on the M side in 8 bits.
+"""The decompressed kernel with 8 bits and query rows on the M side: what differs from 16 bits.
 
-Scores, scales and weights are those of `window_fp8.py`, which has the rows on the N side and is
-faster up to 48 of them. With 64 rows nothing is padded here either, and queries and weights stay in
+Scores, scales and weights are those of `fp8_few.py`, which has the rows on the N side and is faster
+up to 48 of them. With 64 rows nothing is padded here either, and queries and weights stay in
 registers, which takes less energy than shared memory. The maximum of a row is exact but for a
 margin that e4m3 leaves.
 """
@@ -16,11 +16,13 @@ from mla_var3.kernel.cute_python.mla.decompressed.fp8_few import (
     inverse_power,
     row_scale,
 )
-from mla_var3.kernel.cute_python.mla.decompressed.jobs import BLOCK, FIRST_BARRIER, HEAD
-from mla_var3.kernel.cute_python.mla.hopper.warps import settle
-from mla_var3.kernel.cute_python.mla.latent.ops import follow_scores
+from mla_var3.kernel.cute_python.mla.decompressed.producer import warpgroup_barrier
+from mla_var3.kernel.cute_python.mla.hopper.constants import HEAD, KV_BLOCK
+from mla_var3.kernel.cute_python.mla.hopper.rows import update_max
+from mla_var3.kernel.cute_python.mla.hopper.warps import fence_and_sync_warpgroup
 
 MMA_DEPTH_8 = 32
+"""K side of a wgmma with 8-bit operands."""
 
 
 @cute.jit
@@ -35,7 +37,7 @@ def load_queries_by_row(
     lane: Int32,
     dtype: cutlass.Constexpr,
 ):
-    """Two rows as e4m3 numbers into the registers of an operand A, each with a scale.
+    """Load two rows as e4m3 numbers into the registers of an operand A, each with a scale.
 
     Args:
         q: registers.
@@ -43,9 +45,9 @@ def load_queries_by_row(
         scales: one per row, written.
         source: the first element of row 0.
         row0: this thread's first row; the other is 8 behind.
-        rows: whether they exist; others are zeros.
-        heads: rows of the memory between two rows.
-        lane: this thread's place in its warp.
+        rows: whether they exist; zeros are loaded for others.
+        heads: distance of two rows in memory, in rows.
+        lane: this thread's lane.
         dtype: of the source.
     """
     steps = HEAD // MMA_DEPTH_8
@@ -90,14 +92,14 @@ def scale_scores(
     """Products of e4m3 numbers to scores, and the exponents of the value scales to registers.
 
     Args:
-        s: q8 k8 of this thread's two rows, replaced.
+        s: q8 k8 of this thread's two rows, replaced by scores.
         rope: their rope part.
         exponents: of this thread's columns, written.
-        scales: of all tokens in the ring.
-        slot: the head's place in the ring.
-        lane: this thread's place in its warp.
+        scales: of all stages.
+        slot: where the block's head is in shared memory.
+        lane: this thread's lane.
     """
-    for j in cutlass.range_constexpr(BLOCK // 8):
+    for j in cutlass.range_constexpr(KV_BLOCK // 8):
         four = cute.make_rmem_tensor(4, Float32)
         cute.autovec_copy(cute.local_tile(scales[(None, slot)], (4,), (j * 4 + lane % 4,)), four)
         for e in cutlass.range_constexpr(2):
@@ -121,19 +123,19 @@ def softmax_by_row(
     Args:
         s: scores of this thread's two rows, replaced.
         exponents: of the value scales of this thread's columns.
-        sums: sums of this thread's weights without those scales, updated.
+        sums: sums of this thread's probabilities, updated.
         top: running maximum per row, scales included, updated.
-        scale: factor per row by which earlier results shrink, written.
+        scale: factor by which to rescale earlier results of a row, written.
         q_scale: scales of the query rows.
         scale_log2e: softmax scale times log2 e.
     """
     for r in cutlass.range_constexpr(2):
         factor = scale_log2e * q_scale[r]
-        for j in cutlass.range_constexpr(BLOCK // 8):
+        for j in cutlass.range_constexpr(KV_BLOCK // 8):
             for e in cutlass.range_constexpr(2):
                 s[r, (e, j)] = s[r, (e, j)] * factor + exponents[e, j]
-    follow_scores(s, top, scale, sums, Float32(1.0), LARGEST_BITS - WEIGHT_BITS)
-    for j in cutlass.range_constexpr(BLOCK // 8):
+    update_max(s, top, scale, sums, Float32(1.0), LARGEST_BITS - WEIGHT_BITS)
+    for j in cutlass.range_constexpr(KV_BLOCK // 8):
         for e in cutlass.range_constexpr(2):
             inverse = inverse_power(exponents[e, j])
             for r in cutlass.range_constexpr(2):
@@ -144,8 +146,8 @@ def softmax_by_row(
 
 @cute.jit
 def round_weights_by_row(p: cute.Tensor, s: cute.Tensor):
-    """Weights to the registers of an operand A: four k in a row are columns of two groups of 8."""
-    for k in cutlass.range_constexpr(BLOCK // MMA_DEPTH_8):
+    """Weights to the registers of an operand A, whose k takes columns from two groups of 8."""
+    for k in cutlass.range_constexpr(KV_BLOCK // MMA_DEPTH_8):
         for half in cutlass.range_constexpr(2):
             for r in cutlass.range_constexpr(2):
                 four = cute.make_rmem_tensor(4, Float32)
@@ -157,7 +159,7 @@ def round_weights_by_row(p: cute.Tensor, s: cute.Tensor):
 @cute.jit
 def clear_scales(scales: cute.Tensor, slot: Int32, valid: Int32, t: Int32, group: Int32):
     """Zero the scales of slots that hold no token."""
-    if t >= valid and t < BLOCK:
+    if t >= valid and t < KV_BLOCK:
         scales[2 * t, slot] = Float32(0.0)
         scales[2 * t + 1, slot] = Float32(0.0)
-    settle(FIRST_BARRIER + group)
+    fence_and_sync_warpgroup(warpgroup_barrier(group))

@@ -1,163 +1,190 @@
-"""Decompressed attention over a window of tokens, for Hopper.
+"""The decompressed kernel for Hopper: attention over per-head keys and values.
 
     q_nope [b, s, h, 128]   q_rope [b, s, h, 64]   contiguous
     keys, values [b, h, slots, 128], k_rope [b, slots, 64]
-    lengths [b] int32       window: slot j is position max(len - window, 0) + j
+    lengths [b] int32       slot j is position max(len - kept, 0) + j
     -> o [b, s, h, 128] in the input dtype, lse [b, s, h] float32 (natural logarithm)
 
-In 8 bits keys are e4m3 and values are e4m3 [b, h, slots / 16, 128, 16]: transposed in
-groups of 16 tokens, whose order is 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15; slots is a multiple of
-64; scales [b, h, slots, 2] float32 hold the key's and the exponent of the value's
-(`op/mla/packed_window.py`).
-`shared`: the window is a prefix of all requests, keys and values [h, slots, 128], slot j is its
-position, and rows of different requests meet it in one tile. `wide`: windows are cut into parts, o
-and lse get one more dimension in front, and o is float32 (see `window_merge.py`).
+`kept` is how many tokens of a request are decompressed: all of them, or the newest, a window. With
+8 bits keys are e4m3 and values are e4m3 [b, h, slots / 16, 128, 16]: transposed in groups of 16
+tokens, whose order is 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15; slots is a multiple of 64; scales
+[b, h, slots, 2] float32 hold the key's scale and the exponent of the value's
+(`op/mla/window/packed.py`).
+`shared`: the tokens are a prefix of all requests, keys and values [h, slots, 128], slot j is its
+position, and rows of different requests meet it in one query tile. `partials`: the tokens of a
+request are split, each split writes o and lse in float32 to o_partial [splits, b, s, h, 128] and
+lse_partial [splits, b, s, h], and `merge.py` merges them in the same launch of the host.
 
-`ring`: slot x holds the position with position % window == x among the newest `window` ones, as a
-cache writes them, and starts [b] int32 is the oldest position that it has. The blocks are read as
-they lie, because a softmax has no order; only masks ask for positions, which blocks without one of
-the newest tokens do not need. Somebody else shows all tokens before starts to every query, or, in
-a ring that is `alone`, nobody does. Where tokens are missing because of that the rows are NaN.
-slots = window, a multiple of 64.
+`ring`: slot x holds the position with position % kept == x among the newest `kept` ones, as a cache
+writes them, and starts [b] int32 is the oldest position that it has. KV blocks are read as they
+lie, because a softmax has no order; only masks need positions, and blocks without one of the newest
+tokens have no mask. Another kernel shows all tokens before `starts` to every query, or, in a ring
+that is `alone`, none does. Where tokens are missing because of that the rows are NaN. slots = kept,
+a multiple of 64.
 
 Rows without a visible token give 0 and -inf; slots that hold no token may hold NaN.
 
-How it works. A warp loads blocks of 64 tokens into a ring as deep as shared memory allows, so that
-100 to 200 KB are on their way: an SM pulls 98 GB/s without products, about 60 GB/s with them. Two
-warpgroups take a head each, or a tile of rows each, and run at their own pace, so that one
-multiplies while the other is at its softmax. Queries stay in registers; with 8 bits
-and few of them they are on the N side of the products, in shared memory (`window_fp8.py`).
+How it works. A producer warp loads KV blocks into a pipeline as deep as shared memory allows, so
+that 100 to 200 KB are in flight: an SM draws 98 GB/s without products, 57 to 75 with them
+(docs/kernels/flash-attention.md). Two consumer warpgroups take a head each, or a query tile each,
+and run at their own pace, so that one multiplies while the other computes its softmax. Queries stay
+in registers; with 8 bits and few of them they are on the N side of the products, in shared memory
+(`fp8_few.py`).
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-import cuda.bindings.driver as cuda
-import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from torch import Tensor
 
-from mla_var3.kernel.cute_python.mla.decompressed.compute import compute
-from mla_var3.kernel.cute_python.mla.decompressed.fp8_few import EXCHANGE_BYTES, compute_8
-from mla_var3.kernel.cute_python.mla.decompressed.jobs import BLOCK, GROUPS, HEAD, Window, job_at
-from mla_var3.kernel.cute_python.mla.hopper.compat import SmemAllocator
-from mla_var3.kernel.cute_python.mla.hopper.warps import (
-    CONSUMER_REGISTERS,
-    CONSUMERS,
-    GROUP_WARPS,
-    LOADER,
-    LOADER_REGISTERS,
-    THREADS,
-    next_stage,
+from mla_var3.kernel.cute_python.mla.decompressed.compute import (
+    Consumer,
+    Mmas,
+    Outputs,
+    Queries,
+    compute,
 )
-from mla_var3.kernel.cute_python.mla.latent.ops import ROPE, TILE, copy_places
-from mla_var3.kernel.cute_python.mla.latent.schedule import ROWS
+from mla_var3.kernel.cute_python.mla.decompressed.fp8_few import (
+    EXCHANGE_BYTES,
+    Exchange,
+    compute_few_fp8,
+)
+from mla_var3.kernel.cute_python.mla.decompressed.merge import MergeSplits
+from mla_var3.kernel.cute_python.mla.decompressed.producer import (
+    Pipeline,
+    SharedKv,
+    Sources,
+    StageBarrier,
+    init_barriers,
+    produce,
+)
+from mla_var3.kernel.cute_python.mla.decompressed.scheduler import Scheduler
+from mla_var3.kernel.cute_python.mla.hopper.compat import SmemAllocator
+from mla_var3.kernel.cute_python.mla.hopper.constants import (
+    CONSUMER_REGISTERS,
+    CONSUMER_WARPGROUPS,
+    HEAD,
+    KV_BLOCK,
+    PRODUCER_REGISTERS,
+    PRODUCER_WARP,
+    ROPE,
+    ROWS,
+    THREADS,
+    TILE,
+    WARPGROUP_WARPS,
+)
+from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor
+from mla_var3.runtime.cute_kernel import Int64Arg
 
 SHARED_BYTES = 220 << 10
+"""Shared memory of the pipeline and the exchange: what an SM has, less barriers and alignment."""
+HEADS, TILES = "heads", "tiles"
+
+Operand = Tensor | cute.Pointer
+Size = int | Int32
+Stride = Int64Arg | Int64
 
 
-@dataclass(frozen=True)
-class Ring:
-    """The ring of token blocks.
+class DecompressedArguments(NamedTuple):
+    """The launch contract: operands and sizes of a launch, in the order of the host arguments.
+
+    On the host tensors and numbers, in the host code that CuTe DSL compiles pointers and values.
 
     Attributes:
-        barriers: per stage: keys have arrived, values have arrived, all readers of the keys are
-            done, all readers of the values are done.
-        stages: its depth.
-        units: heads in a stage.
+        q_nope, q_rope, keys, values, k_rope, scales, lengths, starts: what the kernel reads; scales
+            with 8 bits, starts of a ring.
+        o, lse: what it writes.
+        o_partial, lse_partial: its partials, where requests are split.
+        scale_log2e: softmax scale times log2 e.
+        requests, queries, heads, slots: sizes.
+        key_token, key_head, key_request: strides of the keys.
+        value_row, value_head, value_request: strides of the values.
+        rope_token, rope_request: strides of the rope keys.
+        kept: tokens of a request that are decompressed.
+        causal: 1 when a query sees no later token.
+        splits: splits of every request.
+        ctas, merge_ctas: CTAs of the kernel and of the merge.
     """
 
-    barriers: Any
-    stages: int
-    units: int
-
-    def keys(self, stage: Any) -> Any:
-        """Barrier of a stage's keys, rope keys and scales."""
-        return self.barriers + stage * 4
-
-    def values(self, stage: Any) -> Any:
-        """Barrier of a stage's values."""
-        return self.barriers + (stage * 4 + 1)
-
-    def keys_free(self, stage: Any) -> Any:
-        """Barrier of the readers of a stage's keys, rope keys and scales."""
-        return self.barriers + (stage * 4 + 2)
-
-    def values_free(self, stage: Any) -> Any:
-        """Barrier of the readers of a stage's values."""
-        return self.barriers + (stage * 4 + 3)
-
-    def after(self, stage: Any, phase: Any) -> Any:
-        """The next stage, and the phase of its barriers."""
-        return next_stage(stage, phase, self.stages)
+    q_nope: Operand
+    q_rope: Operand
+    keys: Operand
+    values: Operand
+    k_rope: Operand
+    scales: Operand | None
+    lengths: Operand
+    starts: Operand | None
+    o: Operand
+    lse: Operand
+    o_partial: Operand | None
+    lse_partial: Operand | None
+    scale_log2e: float | Float32
+    requests: Size
+    queries: Size
+    heads: Size
+    slots: Size
+    key_token: Size
+    key_head: Stride
+    key_request: Stride
+    value_row: Size
+    value_head: Stride
+    value_request: Stride
+    rope_token: Size
+    rope_request: Stride
+    kept: Size
+    causal: Size
+    splits: Size
+    ctas: Size
+    merge_ctas: Size
 
 
 @dataclass(eq=False, repr=False)
-class WindowSm90:
+class DecompressedSm90:
     """Host and device code of one variant.
 
     Attributes:
         dtype: element type of queries and output, and of keys and values of 16 bits.
-        form: what the warpgroups of a block have in common, "heads" or "tiles".
+        pairing: what the warpgroups of a CTA have in common, "heads" or "tiles".
         fp8: whether keys and values have 8 bits.
         columns: query rows on the N side of the products, with 8 bits; 0 for the M side.
-        shared, wide, ring, alone: see above.
+        shared, partials, ring, alone: see above.
     """
 
     dtype: Any
-    form: str = "heads"
+    pairing: str = HEADS
     fp8: bool = False
     columns: int = 0
     shared: bool = False
-    wide: bool = False
+    partials: bool = False
     ring: bool = False
     alone: bool = False
 
     def __post_init__(self):
-        self.units = 1 if self.form == "tiles" else GROUPS
+        self.stage_heads = 1 if self.pairing == TILES else CONSUMER_WARPGROUPS
         element, scale_bytes = (1, 8) if self.fp8 else (2, 0)
-        self.key_bytes = self.units * BLOCK * (HEAD * element + scale_bytes) + BLOCK * ROPE * 2
-        self.value_bytes = self.units * BLOCK * HEAD * element
-        room = SHARED_BYTES - GROUPS * self.columns * EXCHANGE_BYTES
-        self.stages = room // (self.key_bytes + self.value_bytes)
+        head_bytes = KV_BLOCK * HEAD * element
+        self.key_bytes = self.stage_heads * (head_bytes + KV_BLOCK * scale_bytes)
+        self.key_bytes += KV_BLOCK * ROPE * 2
+        self.value_bytes = self.stage_heads * head_bytes
+        available = SHARED_BYTES - CONSUMER_WARPGROUPS * self.columns * EXCHANGE_BYTES
+        self.stages = available // (self.key_bytes + self.value_bytes)
 
     @cute.jit
-    def __call__(
-        self,
-        q_nope: cute.Pointer,
-        q_rope: cute.Pointer,
-        keys: cute.Pointer,
-        values: cute.Pointer,
-        k_rope: cute.Pointer,
-        scales: cute.Pointer | None,
-        lengths: cute.Pointer,
-        starts: cute.Pointer | None,
-        o: cute.Pointer,
-        lse: cute.Pointer,
-        scale_log2e: Float32,
-        requests: Int32,
-        queries: Int32,
-        heads: Int32,
-        slots: Int32,
-        k_token: Int32,
-        k_head: Int64,
-        k_request: Int64,
-        v_row: Int32,
-        v_head: Int64,
-        v_request: Int64,
-        r_token: Int32,
-        r_request: Int64,
-        window: Int32,
-        causal: Int32,
-        parts: Int32,
-        blocks: Int32,
-        stream: cuda.CUstream,
-    ):
+    def __call__(self, *arguments):
+        """Launch the kernel and, if requests are split, the merge.
+
+        Args:
+            arguments: those of `DecompressedArguments`, and the stream.
+        """
+        *given, stream = arguments
+        args = DecompressedArguments(*given)
         dtype = self.dtype
         element = Float8E4M3FN if const_expr(self.fp8) else dtype
-        windows = 1 if const_expr(self.shared) else requests
+        owners = 1 if const_expr(self.shared) else args.requests
         kinds = warpgroup.SmemLayoutAtomKind
 
         def aligned(stride):
@@ -174,55 +201,60 @@ class WindowSm90:
             return copy, view, cute.tile_to_shape(atom, (*tile, stages), order=(0, 1, 2))
 
         wide_atom = warpgroup.make_smem_layout_atom(kinds.K_SW128, element)
-        slots_of_heads = self.stages * self.units
+        head_slots = self.stages * self.stage_heads
         if const_expr(self.fp8):
             columns: Any = HEAD
             column_strides: Any = 1
-            # Memory holds what shared memory is to hold, so a plain copy without a tensor does.
+            # Memory holds what shared memory is to hold, so a bulk copy without a tensor map does.
             plain_atom = warpgroup.make_smem_layout_atom(kinds.K_INTER, element)
             value_tensor = tensor(
-                values,
-                (BLOCK * HEAD, slots // BLOCK, heads, windows),
-                (1, BLOCK * HEAD, aligned(v_head), aligned(v_request)),
+                args.values,
+                (KV_BLOCK * HEAD, args.slots // KV_BLOCK, args.heads, owners),
+                (1, KV_BLOCK * HEAD, aligned(args.value_head), aligned(args.value_request)),
             )
             value_layout = cute.tile_to_shape(
-                plain_atom, (HEAD, BLOCK, slots_of_heads), order=(0, 1, 2)
+                plain_atom, (HEAD, KV_BLOCK, head_slots), order=(0, 1, 2)
             )
             value_copies = (
                 cute.make_copy_atom(cpasync.CopyBulkG2SOp(), element), value_tensor, value_layout,
             )  # fmt: skip
             scale_tensor = tensor(
-                scales, (2 * slots, heads, windows), (1, 2 * slots, Int64(heads) * 2 * slots)
+                args.scales,
+                (2 * args.slots, args.heads, owners),
+                (1, 2 * args.slots, Int64(args.heads) * 2 * args.slots),
             )
             scale_load = cpasync.CopyBulkTensorTileG2SOp()
             scale_copies = cpasync.make_tiled_tma_atom(
-                scale_load, scale_tensor, cute.make_layout(2 * BLOCK), (2 * BLOCK,)
+                scale_load, scale_tensor, cute.make_layout(2 * KV_BLOCK), (2 * KV_BLOCK,)
             )
         else:
             columns, column_strides = (TILE, HEAD // TILE), (1, TILE)
+            value_strides = (aligned(args.value_row), column_strides)
             value_tensor = tensor(
-                values,
-                (slots, columns, heads, windows),
-                (aligned(v_row), column_strides, aligned(v_head), aligned(v_request)),
+                args.values,
+                (args.slots, columns, args.heads, owners),
+                (*value_strides, aligned(args.value_head), aligned(args.value_request)),
             )
-            value_copies = copies(value_tensor, wide_atom, (BLOCK, HEAD), slots_of_heads)
+            value_copies = copies(value_tensor, wide_atom, (KV_BLOCK, HEAD), head_slots)
             scale_copies = (None, None)
+        key_strides = (aligned(args.key_token), column_strides)
         key_tensor = tensor(
-            keys,
-            (slots, columns, heads, windows),
-            (aligned(k_token), column_strides, aligned(k_head), aligned(k_request)),
+            args.keys,
+            (args.slots, columns, args.heads, owners),
+            (*key_strides, aligned(args.key_head), aligned(args.key_request)),
         )
+        rope_strides = (cute.assume(args.rope_token, divby=8), (1, TILE))
         rope_tensor = tensor(
-            k_rope,
-            (slots, (TILE, 1), windows),
-            (cute.assume(r_token, divby=8), (1, TILE), cute.assume(r_request, divby=8)),
+            args.k_rope,
+            (args.slots, (TILE, 1), owners),
+            (*rope_strides, cute.assume(args.rope_request, divby=8)),
         )
         rope_atom = warpgroup.make_smem_layout_atom(kinds.K_SW128, dtype)
-        key_copies = copies(key_tensor, wide_atom, (BLOCK, HEAD), slots_of_heads)
-        rope_copies = copies(rope_tensor, rope_atom, (BLOCK, ROPE), self.stages)
+        key_copies = copies(key_tensor, wide_atom, (KV_BLOCK, HEAD), head_slots)
+        rope_copies = copies(rope_tensor, rope_atom, (KV_BLOCK, ROPE), self.stages)
 
         def mma(kind, b_major, columns):
-            source = warpgroup.OperandSource.RMEM  # queries, or weights
+            source = warpgroup.OperandSource.RMEM  # queries, or probabilities
             if const_expr(self.columns > 0):
                 source, columns = warpgroup.OperandSource.SMEM, self.columns
             return sm90.make_trivial_tiled_mma(
@@ -230,58 +262,62 @@ class WindowSm90:
             )
 
         K, MN = OperandMajorMode.K, OperandMajorMode.MN
-        stages, units = self.stages, self.units
-        scale_count = 2 * BLOCK * units * stages if const_expr(self.fp8) else 0
-
-        head_elements = BLOCK * HEAD * units * stages
-        rows_8 = GROUPS * self.columns
+        stages = self.stages
+        scale_count = 2 * KV_BLOCK * head_slots if const_expr(self.fp8) else 0
+        head_elements = KV_BLOCK * HEAD * head_slots
+        few_rows = CONSUMER_WARPGROUPS * self.columns
+        warp_numbers = few_rows * WARPGROUP_WARPS
 
         @cute.struct
         class Shared:
-            barriers: cute.struct.MemRange[Int64, 4 * stages]
-            q_scales: cute.struct.Align[cute.struct.MemRange[Float32, rows_8], 16]
-            warp_rows: cute.struct.Align[cute.struct.MemRange[Float32, rows_8 * GROUP_WARPS], 16]
-            q_nope: cute.struct.Align[cute.struct.MemRange[element, rows_8 * HEAD], 1024]
-            q_rope: cute.struct.Align[cute.struct.MemRange[dtype, rows_8 * ROPE], 1024]
-            weights: cute.struct.Align[cute.struct.MemRange[element, rows_8 * 2 * BLOCK], 128]
+            barriers: cute.struct.MemRange[Int64, len(StageBarrier) * stages]
+            q_scales: cute.struct.Align[cute.struct.MemRange[Float32, few_rows], 16]
+            warp_rows: cute.struct.Align[cute.struct.MemRange[Float32, warp_numbers], 16]
+            q_nope: cute.struct.Align[cute.struct.MemRange[element, few_rows * HEAD], 1024]
+            q_rope: cute.struct.Align[cute.struct.MemRange[dtype, few_rows * ROPE], 1024]
+            weights: cute.struct.Align[cute.struct.MemRange[element, few_rows * 2 * KV_BLOCK], 128]
             scales: cute.struct.Align[cute.struct.MemRange[Float32, scale_count], 128]
             keys: cute.struct.Align[cute.struct.MemRange[element, head_elements], 1024]
             values: cute.struct.Align[cute.struct.MemRange[element, head_elements], 1024]
-            rope: cute.struct.Align[cute.struct.MemRange[dtype, BLOCK * ROPE * stages], 1024]
+            rope: cute.struct.Align[cute.struct.MemRange[dtype, KV_BLOCK * ROPE * stages], 1024]
 
         self.Shared = Shared
-        start_tensor = None
+        starts = None
         if const_expr(self.ring):
-            start_tensor = cute.make_tensor(starts, cute.make_layout(requests))
-        rows = requests * queries * heads
-        outputs = rows * parts if const_expr(self.wide) else rows
-        self.window_attention(
-            mma(element, K, BLOCK),
-            mma(dtype, K, BLOCK),
+            starts = cute.make_tensor(args.starts, cute.make_layout(args.requests))
+        rows = args.requests * args.queries * args.heads
+        o, lse, written = args.o, args.lse, rows
+        if const_expr(self.partials):
+            o, lse, written = args.o_partial, args.lse_partial, rows * args.splits
+        self.decompressed_attention(
+            mma(element, K, KV_BLOCK),
+            mma(dtype, K, KV_BLOCK),
             mma(element, K if const_expr(self.fp8) else MN, HEAD),
             *key_copies,
             *value_copies,
             *rope_copies,
             *scale_copies,
-            q_nope,
-            q_rope,
-            cute.make_tensor(lengths, cute.make_layout(requests)),
-            start_tensor,
+            args.q_nope,
+            args.q_rope,
+            cute.make_tensor(args.lengths, cute.make_layout(args.requests)),
+            starts,
             o,
-            cute.make_tensor(lse, cute.make_layout(outputs)),
-            scale_log2e,
-            requests,
-            queries,
-            heads,
-            slots,
-            window,
-            causal,
-            parts,
-            blocks,
-        ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)
+            cute.make_tensor(lse, cute.make_layout(written)),
+            args.scale_log2e,
+            args.requests,
+            args.queries,
+            args.heads,
+            args.slots,
+            args.kept,
+            args.causal,
+            args.splits,
+            args.ctas,
+        ).launch(grid=(args.ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)
+        if const_expr(self.partials):
+            MergeSplits(dtype)(o, lse, args.o, args.lse, rows, args.splits, args.merge_ctas, stream)
 
     @cute.kernel
-    def window_attention(
+    def decompressed_attention(
         self,
         qk_mma: cute.TiledMma,
         rope_mma: cute.TiledMma,
@@ -308,60 +344,65 @@ class WindowSm90:
         queries: Int32,
         heads: Int32,
         slots: Int32,
-        window: Int32,
+        kept: Int32,
         causal: Int32,
-        parts: Int32,
-        blocks: Int32,
+        splits: Int32,
+        ctas: Int32,
     ):
         thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
+        cta, _, _ = cute.arch.block_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         store = SmemAllocator().allocate(self.Shared)
-        ring = Ring(store.barriers.data_ptr(), self.stages, self.units)
+        pipeline = Pipeline(
+            store.barriers.data_ptr(), self.stages, self.stage_heads, self.key_bytes,
+            self.value_bytes,
+        )  # fmt: skip
         if thread == 0:
-            for stage in cutlass.range_constexpr(self.stages):
-                cute.arch.mbarrier_init(ring.keys(stage), 1)
-                cute.arch.mbarrier_init(ring.values(stage), 1)
-                cute.arch.mbarrier_init(ring.keys_free(stage), CONSUMERS // 32)
-                cute.arch.mbarrier_init(ring.values_free(stage), CONSUMERS // 32)
-            cute.arch.mbarrier_init_fence()
+            init_barriers(pipeline)
         cute.arch.sync_threads()
         s_k = store.keys.get_tensor(k_layout.outer, swizzle=k_layout.inner)
         s_v = store.values.get_tensor(v_layout.outer, swizzle=v_layout.inner)
         s_r = store.rope.get_tensor(r_layout.outer, swizzle=r_layout.inner)
         s_scales = None
+        scale_source = None
         if const_expr(self.fp8):
-            scale_layout = cute.make_layout((2 * BLOCK, self.units * self.stages))
+            scale_layout = cute.make_layout((2 * KV_BLOCK, self.stage_heads * self.stages))
             s_scales = store.scales.get_tensor(scale_layout)
-        copies = (k_copy, k_global, v_copy, v_global, r_copy, r_global, scale_copy, scale_global)
-        work = Window(
-            lengths, requests, queries, heads, slots, window, causal, parts,
-            self.form == "tiles", self.shared, starts, self.alone,
+            scale_source = TmaTensor(scale_copy, scale_global)
+        scheduler = Scheduler(
+            lengths, requests, queries, heads, slots, kept, causal, splits,
+            self.pairing == TILES, self.shared, starts, self.alone,
         )  # fmt: skip
-        if warp_index >= LOADER:
-            cute.arch.setmaxregister_decrease(LOADER_REGISTERS)
-            if warp_index == LOADER:
-                self.load(copies, (s_k, s_v, s_r, s_scales), ring, work, block, blocks)
+        if warp_index >= PRODUCER_WARP:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp_index == PRODUCER_WARP:
+                sources = Sources(
+                    TmaTensor(k_copy, k_global), TmaTensor(v_copy, v_global),
+                    TmaTensor(r_copy, r_global), scale_source,
+                )  # fmt: skip
+                shared_kv = SharedKv(s_k, s_v, s_r, s_scales)
+                produce(
+                    sources, shared_kv, pipeline, scheduler, cta, ctas,
+                    one_tile_ahead=self.columns == 0,
+                )  # fmt: skip
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            products, rows, outputs = (qk_mma, rope_mma, pv_mma), (q_nope, q_rope), (o, lse)
+            by_column = s_v  # columns first, then tokens
+            if const_expr(not self.fp8):
+                swapped = cute.select(s_v.layout, mode=[1, 0, 2])
+                by_column = cute.make_tensor(s_v.iterator, swapped)
+            consumer = Consumer(
+                Mmas(qk_mma, rope_mma, pv_mma), SharedKv(s_k, by_column, s_r, s_scales), pipeline,
+                Queries(q_nope, q_rope), Outputs(o, lse), scale_log2e, cta, ctas, scheduler,
+                self.dtype, self.fp8, self.partials,
+            )  # fmt: skip
             if const_expr(self.columns > 0):
-                compute_8(
-                    products, (s_k, s_v, s_r, s_scales), self.exchange(store), ring, rows,
-                    outputs, scale_log2e, block, blocks, work, self.dtype, self.columns, self.wide,
-                )  # fmt: skip
+                compute_few_fp8(consumer, self.exchange(store), self.columns)
             else:
-                by_column = s_v  # columns first, then tokens
-                if const_expr(not self.fp8):
-                    swapped = cute.select(s_v.layout, mode=[1, 0, 2])
-                    by_column = cute.make_tensor(s_v.iterator, swapped)
-                compute(
-                    products, (s_k, by_column, s_r, s_scales), ring, rows, outputs, scale_log2e,
-                    block, blocks, work, self.dtype, self.fp8, self.wide,
-                )  # fmt: skip
+                compute(consumer)
 
     def exchange(self, store):
-        """What the warpgroups keep in shared memory with rows on the N side, see `compute_8`."""
+        """What the warpgroups keep in shared memory with rows on the N side."""
         kinds = warpgroup.SmemLayoutAtomKind
 
         def tiles(memory, element, kind, *shape):
@@ -369,109 +410,11 @@ class WindowSm90:
             layout = cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
             return memory.get_tensor(layout.outer, swizzle=layout.inner)
 
-        rows = self.columns
-        return (
-            tiles(store.q_nope, Float8E4M3FN, kinds.K_SW128, rows, HEAD, GROUPS),
-            tiles(store.q_rope, self.dtype, kinds.K_SW128, rows, ROPE, GROUPS),
-            store.q_scales.get_tensor(cute.make_layout((rows, 1, GROUPS))),
-            store.warp_rows.get_tensor(cute.make_layout((rows, GROUP_WARPS, GROUPS))),
-            tiles(store.weights, Float8E4M3FN, kinds.K_INTER, rows, BLOCK, 2, GROUPS),
+        rows, groups = self.columns, CONSUMER_WARPGROUPS
+        return Exchange(
+            tiles(store.q_nope, Float8E4M3FN, kinds.K_SW128, rows, HEAD, groups),
+            tiles(store.q_rope, self.dtype, kinds.K_SW128, rows, ROPE, groups),
+            store.q_scales.get_tensor(cute.make_layout((rows, 1, groups))),
+            store.warp_rows.get_tensor(cute.make_layout((rows, WARPGROUP_WARPS, groups))),
+            tiles(store.weights, Float8E4M3FN, kinds.K_INTER, rows, KV_BLOCK, 2, groups),
         )
-
-    @cute.jit
-    def load(
-        self,
-        copies: cutlass.Constexpr,
-        shared: cutlass.Constexpr,
-        ring: cutlass.Constexpr,
-        work: cutlass.Constexpr,
-        block: Int32,
-        blocks: Int32,
-    ):
-        """Fill the ring, as its places become free; one warp calls it."""
-        k_copy, k_global, v_copy, v_global, r_copy, r_global, scale_copy, scale_global = copies
-        s_k, s_v, s_r, s_scales = shared
-        k_target, k_source = copy_places(k_copy, s_k, k_global, (BLOCK, HEAD))
-        v_target, v_source = s_v, v_global
-        if const_expr(self.fp8):
-            flat = cute.make_layout((BLOCK * HEAD, self.units * self.stages))
-            v_target = cute.make_tensor(s_v.iterator, flat)
-        else:
-            v_target, v_source = copy_places(v_copy, s_v, v_global, (BLOCK, HEAD))
-        r_target, r_source = copy_places(r_copy, s_r, r_global, (BLOCK, ROPE))
-        scale_target: Any = None
-        scale_source: Any = None
-        if const_expr(self.fp8):
-            scale_target, scale_source = copy_places(
-                scale_copy, s_scales, scale_global, (2 * BLOCK,)
-            )
-        keys = (
-            (k_copy, k_source, k_target), (r_copy, r_source, r_target),
-            (scale_copy, scale_source, scale_target),
-        )  # fmt: skip
-        stage = Int32(0)
-        phase = Int32(0)
-        for index in cutlass.range(block, work.jobs, blocks, unroll=1):
-            job = job_at(index, work)
-            for at in cutlass.range(job.first, job.last, unroll=1):
-                self.load_keys(keys, ring, work, at, job.head, job.request, stage, phase)
-                cute.arch.mbarrier_wait(ring.values_free(stage), phase ^ 1)
-                arrived = ring.values(stage)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(arrived, self.value_bytes)
-                for unit in cutlass.range_constexpr(self.units):
-                    head = cutlass.min(job.head + unit, work.heads - 1)
-                    target = v_target[(None, stage * self.units + unit)]
-                    if const_expr(self.fp8):
-                        # Nothing stops this copy at the end of the window.
-                        held = cutlass.min(at, work.slots // BLOCK - 1)
-                        source = v_source[(None, held, head, job.request)]
-                        with cute.arch.elect_one():
-                            cute.copy(v_copy, source, target, mbar_ptr=arrived)
-                    else:
-                        source = v_source[(None, at, 0, head, job.request)]
-                        cute.copy(v_copy, source, target, tma_bar_ptr=arrived)
-                stage, phase = ring.after(stage, phase)
-        if const_expr(self.columns == 0):
-            # First scores are computed one job ahead, so behind the last job as well: there the
-            # copy engine reads a block that does not exist as zeros, without touching memory.
-            if block < work.jobs:
-                nowhere = (work.slots + BLOCK - 1) // BLOCK
-                self.load_keys(keys, ring, work, nowhere, Int32(0), Int32(0), stage, phase)
-
-    @cute.jit
-    def load_keys(
-        self,
-        keys: cutlass.Constexpr,
-        ring: cutlass.Constexpr,
-        work: cutlass.Constexpr,
-        at: Int32,
-        first_head: Int32,
-        request: Int32,
-        stage: Int32,
-        phase: Int32,
-    ):
-        """Copy keys, rope keys and, in 8 bits, scales of a block into a stage, once it is free."""
-        (k_copy, k_source, k_target), (r_copy, r_source, r_target), scales = keys
-        scale_copy, scale_source, scale_target = scales
-        cute.arch.mbarrier_wait(ring.keys_free(stage), phase ^ 1)
-        arrived = ring.keys(stage)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(arrived, self.key_bytes)
-        for unit in cutlass.range_constexpr(self.units):
-            # An odd head out reads the last one again.
-            head = cutlass.min(first_head + unit, work.heads - 1)
-            slot = stage * self.units + unit
-            cute.copy(
-                k_copy, k_source[(None, at, 0, head, request)], k_target[(None, slot)],
-                tma_bar_ptr=arrived,
-            )  # fmt: skip
-            if const_expr(self.fp8):
-                cute.copy(
-                    scale_copy, scale_source[(None, at, head, request)],
-                    scale_target[(None, slot)], tma_bar_ptr=arrived,
-                )  # fmt: skip
-        cute.copy(
-            r_copy, r_source[(None, at, 0, request)], r_target[(None, stage)],
-            tma_bar_ptr=arrived,
-        )  # fmt: skip

@@ -1,9 +1,9 @@
-"""merge_windows: join the parts into which the decompressed kernel cut its windows.
+"""merge_splits: merge the partials of the decompressed kernel's splits.
 
-    o_parts [parts, rows, 128] float32, normalised within the part; lse_parts [parts, rows]
+    o_partial [splits, rows, 128] float32, normalised within the split; lse_partial [splits, rows]
     -> o [rows, 128] in the input dtype, lse [rows] (natural logarithm)
 
-A warp takes a row, a lane four of its columns. Parts without a visible token have -inf and weigh
+A warp takes a row, a lane four of its columns. Splits without a visible token have -inf and weigh
 nothing.
 """
 
@@ -12,15 +12,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from mla_var3.kernel.cute_python.mla.decompressed.jobs import HEAD
-from mla_var3.kernel.cute_python.mla.latent.ops import LN_2
+from mla_var3.kernel.cute_python.mla.hopper.constants import HEAD, LN_2
 
 THREADS = 256
 COLUMNS = HEAD // 32
 """Columns of a lane: 16 bytes of float32."""
 
 
-class WindowMerge:
+class MergeSplits:
     """Host and device code for one element type."""
 
     def __init__(self, dtype):
@@ -29,58 +28,59 @@ class WindowMerge:
     @cute.jit
     def __call__(
         self,
-        o_parts: cute.Pointer,
-        lse_parts: cute.Pointer,
+        o_partial: cute.Pointer,
+        lse_partial: cute.Pointer,
         o: cute.Pointer,
         lse: cute.Pointer,
         rows: Int32,
-        parts: Int32,
-        blocks: Int32,
+        splits: Int32,
+        ctas: Int32,
         stream: cuda.CUstream,
     ):
-        self.merge_windows(
-            o_parts,
-            cute.make_tensor(lse_parts, cute.make_layout((rows, parts))),
+        self.merge_splits(
+            o_partial,
+            cute.make_tensor(lse_partial, cute.make_layout((rows, splits))),
             o,
             cute.make_tensor(lse, cute.make_layout(rows)),
             rows,
-            parts,
-        ).launch(grid=(blocks, 1, 1), block=(THREADS, 1, 1), stream=stream)
+            splits,
+        ).launch(grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream)
 
     @cute.kernel
-    def merge_windows(
+    def merge_splits(
         self,
-        o_parts: cute.Pointer,
-        lse_parts: cute.Tensor,
+        o_partial: cute.Pointer,
+        lse_partial: cute.Tensor,
         o: cute.Pointer,
         lse: cute.Tensor,
         rows: Int32,
-        parts: Int32,
+        splits: Int32,
     ):
         thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
+        cta, _, _ = cute.arch.block_idx()
+        ctas, _, _ = cute.arch.grid_dim()
         lane = thread % 32
         warps = THREADS // 32
-        for row in cutlass.range(block * warps + thread // 32, rows, blocks * warps, unroll=1):
+        for row in cutlass.range(cta * warps + thread // 32, rows, ctas * warps, unroll=1):
             top = -Float32.inf
-            for part in cutlass.range(parts, unroll=1):
-                top = cute.arch.fmax(top, lse_parts[row, part])
+            for split in cutlass.range(splits, unroll=1):
+                top = cute.arch.fmax(top, lse_partial[row, split])
             total = Float32(0.0)
-            mixed = cute.make_rmem_tensor(COLUMNS, Float32)
-            mixed.fill(0.0)
+            merged = cute.make_rmem_tensor(COLUMNS, Float32)
+            merged.fill(0.0)
             if top > -Float32.inf:
-                for part in cutlass.range(parts, unroll=1):
-                    weight = cute.math.exp2((lse_parts[row, part] - top) / LN_2, fastmath=True)
+                for split in cutlass.range(splits, unroll=1):
+                    weight = cute.math.exp2((lse_partial[row, split] - top) / LN_2, fastmath=True)
                     total += weight
-                    at = (Int64(part) * rows + row) * HEAD + lane * COLUMNS
+                    at = (Int64(split) * rows + row) * HEAD + lane * COLUMNS
                     columns = cute.make_rmem_tensor(COLUMNS, Float32)
-                    cute.autovec_copy(cute.make_tensor((o_parts + at).align(16), COLUMNS), columns)
-                    mixed.store(mixed.load() + columns.load() * weight)
-                mixed.store(mixed.load() * cute.arch.rcp_approx(total))
+                    source = cute.make_tensor((o_partial + at).align(16), COLUMNS)
+                    cute.autovec_copy(source, columns)
+                    merged.store(merged.load() + columns.load() * weight)
+                merged.store(merged.load() * cute.arch.rcp_approx(total))
                 top += cute.math.log2(total, fastmath=True) * LN_2
             narrow = cute.make_rmem_tensor(COLUMNS, self.dtype)
-            narrow.store(mixed.load().to(self.dtype))
+            narrow.store(merged.load().to(self.dtype))
             place = (o + (Int64(row) * HEAD + lane * COLUMNS)).align(8)
             cute.autovec_copy(narrow, cute.make_tensor(place, COLUMNS))
             if lane == 0:

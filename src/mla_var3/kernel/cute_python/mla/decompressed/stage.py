@@ -1,49 +1,41 @@
-"""The decompressed kernel as a stage of a plan: its tiling, what it launches, its arguments.
+"""The decompressed kernel as a stage of a plan: its tiling, its operands, its arguments."""
 
-`window_rows.py` has the kernel. When a window is cut into parts, the merge of `window_merge.py`
-follows in the same program, so that the stage writes the final rows whatever its tiling.
-"""
-
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import cutlass.cute as cute
 import torch
-from cutlass import const_expr
 from torch import Tensor
 
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.decompressed.fp8_few import columns_for
-from mla_var3.kernel.cute_python.mla.decompressed.jobs import BLOCK, GROUPS, window_parts
-from mla_var3.kernel.cute_python.mla.decompressed.kernel import WindowSm90
-from mla_var3.kernel.cute_python.mla.decompressed.merge import WindowMerge
+from mla_var3.kernel.cute_python.mla.decompressed.kernel import (
+    HEADS,
+    TILES,
+    DecompressedArguments,
+    DecompressedSm90,
+)
+from mla_var3.kernel.cute_python.mla.decompressed.scheduler import choose_splits
+from mla_var3.kernel.cute_python.mla.hopper.constants import CONSUMER_WARPGROUPS, KV_BLOCK, ROWS
 from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
-from mla_var3.kernel.cute_python.mla.latent.schedule import ROWS
 from mla_var3.runtime.cute_kernel import CuteKernel, Int64Arg
 from mla_var3.runtime.plan import Constraints, Tiling
 from mla_var3.runtime.tensors import require_view
 
-HEADS, TILES = "heads", "tiles"
-FORMS = ("", HEADS, TILES)
-ARGUMENTS = tuple(inspect.signature(WindowSm90.__call__).parameters)[1:-1]
-"""Arguments of the kernel's host code, without the stream."""
-OUT, LSE, PARTS = (ARGUMENTS.index(name) for name in ("o", "lse", "parts"))
-"""Where the merge finds its operands among them."""
-MERGE_BLOCKS_PER_SM = 4
-"""The merge only moves data: several blocks of 8 warps on an SM keep its memory requests coming."""
+MERGE_CTAS_PER_SM = 4
+"""The merge only moves data: several CTAs of 8 warps on an SM keep its memory requests coming.
+Other numbers were not measured."""
 
 
 @dataclass(frozen=True)
-class WindowShape:
-    """What decides how the work is cut.
+class DecompressedShape:
+    """What decides how the work is divided.
 
     Attributes:
-        requests: windows with keys of their own; 1 when the window is shared.
+        requests: requests with keys of their own; 1 for a shared prefix.
         rows: query rows of a head that meet the same keys.
         heads: query heads.
-        tokens: tokens of the longest window.
+        tokens: decompressed tokens of the longest request.
     """
 
     requests: int
@@ -53,74 +45,74 @@ class WindowShape:
 
     @property
     def kv_blocks(self) -> int:
-        """Blocks of tokens of the longest window."""
-        return max(1, -(-self.tokens // BLOCK))
+        """KV blocks of the longest request."""
+        return max(1, -(-self.tokens // KV_BLOCK))
 
-    def form(self, tiling: "WindowTiling") -> str:
-        """What the two warpgroups of a block share: with one tile of rows only the request."""
-        return tiling.form or (HEADS if self.rows <= ROWS else TILES)
+    def pairing(self, tiling: "DecompressedTiling") -> str:
+        """What the two warpgroups of a CTA share: with one query tile only the request."""
+        return tiling.pairing or (HEADS if self.rows <= ROWS else TILES)
 
-    def units(self, form: str) -> int:
-        """Jobs of a window without cuts."""
+    def request_tiles(self, pairing: str) -> int:
+        """Work tiles of a request without splits."""
         row_tiles = -(-self.rows // ROWS)
-        if form == TILES:
-            return self.heads * -(-row_tiles // GROUPS)
-        return -(-self.heads // GROUPS) * row_tiles
+        if pairing == TILES:
+            return self.heads * -(-row_tiles // CONSUMER_WARPGROUPS)
+        return -(-self.heads // CONSUMER_WARPGROUPS) * row_tiles
 
-    def parts(self, tiling: "WindowTiling", sms: int) -> int:
-        """Parts of every window on a number of SMs."""
-        units = self.units(self.form(tiling))
-        return tiling.parts or window_parts(self.requests, units, self.kv_blocks, sms)
+    def splits(self, tiling: "DecompressedTiling", sms: int) -> int:
+        """Splits of every request on a number of SMs."""
+        tiles = self.request_tiles(self.pairing(tiling))
+        return tiling.splits or choose_splits(self.requests, tiles, self.kv_blocks, sms)
 
-    def blocks(self, tiling: "WindowTiling", sms: int) -> int:
-        """Persistent blocks: one on each SM, as far as there are jobs."""
-        jobs = self.requests * self.units(self.form(tiling)) * self.parts(tiling, sms)
-        return min(sms, jobs)
+    def ctas(self, tiling: "DecompressedTiling", sms: int) -> int:
+        """Persistent CTAs: one on each SM, as far as there are work tiles."""
+        tiles = self.request_tiles(self.pairing(tiling))
+        return min(sms, self.requests * tiles * self.splits(tiling, sms))
 
 
 @dataclass
-class WindowTiling(Tiling):
-    """How the decompressed kernel is spread; its tiles are fixed by what fits an SM.
+class DecompressedTiling(Tiling):
+    """How the work of the decompressed kernel is divided; its tiles are fixed by what fits an SM.
 
     Attributes:
         sms: SMs to use; 0 takes the share that the plan gives it.
-        parts: parts of every window, which are merged afterwards; 0 lets the shape decide.
-        form: what the two halves of a block have in common, "heads" for two heads of a tile of
-            rows, "tiles" for two tiles of a head; empty lets the rows decide.
+        splits: splits of every request, merged afterwards; 0 lets the shape decide.
+        pairing: what the two warpgroups of a CTA have in common, "heads" for two heads of a query
+            tile, "tiles" for two query tiles of a head; empty lets the rows decide.
     """
 
     sms: int = 0
-    parts: int = 0
-    form: str = ""
+    splits: int = 0
+    pairing: str = ""
 
     def validate(self, pd: Any) -> Constraints:
-        shape: WindowShape = pd.window_shape
+        shape: DecompressedShape = pd.decompressed_shape
         return Constraints(
             (
                 0 <= self.sms <= pd.sm_count,
                 f"sms: expected 0 to {pd.sm_count} (SMs of the device), got {self.sms}",
             ),
             (
-                0 <= self.parts <= shape.kv_blocks,
-                f"parts: expected 0 to {shape.kv_blocks} (blocks of {BLOCK} tokens), "
-                f"got {self.parts}",
+                0 <= self.splits <= shape.kv_blocks,
+                f"splits: expected 0 to {shape.kv_blocks} (blocks of {KV_BLOCK} tokens), "
+                f"got {self.splits}",
             ),
             (
-                self.form in FORMS,
-                f"form: expected {HEADS}, {TILES} or nothing, got {self.form!r}",
+                self.pairing in ("", HEADS, TILES),
+                f"pairing: expected {HEADS}, {TILES} or nothing, got {self.pairing!r}",
             ),
         )
 
 
 @dataclass(frozen=True)
-class WindowOperands:
+class DecompressedOperands:
     """The tensors that the kernel reads.
 
     Attributes:
         q_nope, q_rope: [b, s, h, 128] and [b, s, h, 64], contiguous.
-        keys: [windows, h, slots, 128].
+        keys: [b, h, slots, 128]; 1 instead of b for a shared prefix.
         values: the same.
-        k_rope: [windows, slots, 64].
+        k_rope: [b, slots, 64].
         lengths: [b] int32.
         scales: of keys and values in 8 bits, all three as `pack_window` lays them out; None for
             16 bits.
@@ -144,50 +136,33 @@ class WindowOperands:
         return [*found, *(extra for extra in (self.scales, self.starts) if extra is not None)]
 
 
-class WindowProgram:
-    """Host code that launches the decompressed kernel and, if windows are cut, their merge."""
-
-    def __init__(self, kernel: WindowSm90):
-        self.kernel = kernel
-
-    @cute.jit
-    def __call__(self, *arguments):
-        """The arguments of the kernel; o, lse, rows and blocks of the merge; the stream."""
-        *attention, o, lse, rows, merge_blocks, stream = arguments
-        self.kernel(*attention, stream)
-        if const_expr(self.kernel.wide):
-            WindowMerge(self.kernel.dtype)(
-                attention[OUT], attention[LSE], o, lse, rows, attention[PARTS], merge_blocks, stream
-            )
-
-
-def window_stage(
+def decompressed_stage(
     plan: HopperPlan,
-    tiling: WindowTiling,
+    tiling: DecompressedTiling,
     dtype: type,
-    operands: WindowOperands,
-    shape: WindowShape,
-    window: int,
+    operands: DecompressedOperands,
+    shape: DecompressedShape,
+    kept: int,
     share: int,
     cost_fn: Callable[[Any], tuple[float, float]],
-    configs: Sequence[WindowTiling],
+    configs: Sequence[DecompressedTiling],
     shared: bool = False,
     alone: bool = False,
 ) -> CuteKernel:
     """The stage that attends over the decompressed tokens; its outputs are o and lse.
 
     Args:
-        plan: the plan that it belongs to, whose `window_shape` is `shape`.
+        plan: the plan that it belongs to, whose `decompressed_shape` is `shape`.
         tiling: its tiling.
         dtype: element type of queries and output, as the language names it.
         operands: what it reads.
-        shape: how the work may be cut.
-        window: newest tokens that are decompressed, or those of the prefix.
+        shape: how the work may be divided.
+        kept: tokens of a request that are decompressed, or those of the prefix.
         share: SMs that it gets when the tiling names none.
         cost_fn: its FLOPs and bytes.
         configs: candidate tilings.
-        shared: whether the window is a prefix of all requests.
-        alone: whether nobody attends to the tokens before a window that is a ring.
+        shared: whether the tokens are a prefix of all requests.
+        alone: whether no other kernel attends to the tokens before a ring.
     """
     q_nope, keys, values, k_rope = operands.q_nope, operands.keys, operands.values, operands.k_rope
     b, s, h, d = q_nope.shape
@@ -200,47 +175,66 @@ def window_stage(
     lse = q_nope.new_empty((b, s, h), dtype=torch.float32)
     fp8, ring = operands.scales is not None, operands.starts is not None
     columns = columns_for(shape.rows) if fp8 else 0
-    if ring and (window % BLOCK or window != keys.shape[2]):
+    if ring and (kept % KV_BLOCK or kept != keys.shape[2]):
         raise InvalidArgumentError(
             "window",
-            f"a multiple of {BLOCK} for a ring, as many as it has slots",
-            f"{window} with {keys.shape[2]} slots",
+            f"a multiple of {KV_BLOCK} for a ring, as many as it has slots",
+            f"{kept} with {keys.shape[2]} slots",
         )
     if ring and (shared or fp8):
         raise InvalidArgumentError(
-            "starts", "none for a shared window or one in 8 bits, which are no rings", "a ring"
+            "starts", "none for a shared prefix or a window in 8 bits, which are no rings", "a ring"
         )
 
-    def cut(tiling: WindowTiling) -> int:
-        return shape.parts(tiling, tiling.sms or share)
+    def splits_of(tiling: DecompressedTiling) -> int:
+        return shape.splits(tiling, tiling.sms or share)
 
-    def host_fn(tiling: WindowTiling) -> WindowProgram:
-        form, wide = shape.form(tiling), cut(tiling) > 1
-        kernel = WindowSm90(dtype, form, fp8, columns, shared, wide, ring, ring and alone)
-        return WindowProgram(kernel)
+    def host_fn(tiling: DecompressedTiling) -> DecompressedSm90:
+        partials = splits_of(tiling) > 1
+        return DecompressedSm90(
+            dtype, shape.pairing(tiling), fp8, columns, shared, partials, ring, ring and alone
+        )
 
-    def args_fn(tiling: WindowTiling) -> tuple[object, ...]:
-        sms, parts = tiling.sms or share, cut(tiling)
-        written: tuple[Tensor, Tensor] = (o, lse)
-        merged: tuple[Tensor | None, Tensor | None] = (None, None)
-        if parts > 1:
-            written = (
-                o.new_empty((parts, *o.shape), dtype=torch.float32),
-                lse.new_empty((parts, *lse.shape)),
-            )
-            merged = (o, lse)
-        return (
-            *queries, keys, values, k_rope, operands.scales, operands.lengths,
-            operands.starts, *written, plan.scale_log2e, b, s, h, keys.shape[2],
-            keys.stride(2), Int64Arg(keys.stride(1)), Int64Arg(keys.stride(0)),
-            values.stride(2), Int64Arg(values.stride(1)), Int64Arg(values.stride(0)),
-            k_rope.stride(1), Int64Arg(k_rope.stride(0)),
-            window, int(plan.causal), parts, shape.blocks(tiling, sms),
-            *merged, rows, min(sms * MERGE_BLOCKS_PER_SM, rows),
-        )  # fmt: skip
+    def args_fn(tiling: DecompressedTiling) -> DecompressedArguments:
+        sms, splits = tiling.sms or share, splits_of(tiling)
+        o_partial, lse_partial = None, None
+        if splits > 1:
+            o_partial = o.new_empty((splits, *o.shape), dtype=torch.float32)
+            lse_partial = lse.new_empty((splits, *lse.shape))
+        return DecompressedArguments(
+            *queries,
+            keys=keys,
+            values=values,
+            k_rope=k_rope,
+            scales=operands.scales,
+            lengths=operands.lengths,
+            starts=operands.starts,
+            o=o,
+            lse=lse,
+            o_partial=o_partial,
+            lse_partial=lse_partial,
+            scale_log2e=plan.scale_log2e,
+            requests=b,
+            queries=s,
+            heads=h,
+            slots=keys.shape[2],
+            key_token=keys.stride(2),
+            key_head=Int64Arg(keys.stride(1)),
+            key_request=Int64Arg(keys.stride(0)),
+            value_row=values.stride(2),
+            value_head=Int64Arg(values.stride(1)),
+            value_request=Int64Arg(values.stride(0)),
+            rope_token=k_rope.stride(1),
+            rope_request=Int64Arg(k_rope.stride(0)),
+            kept=kept,
+            causal=int(plan.causal),
+            splits=splits,
+            ctas=shape.ctas(tiling, sms),
+            merge_ctas=min(sms * MERGE_CTAS_PER_SM, rows),
+        )
 
     return CuteKernel(
-        kernel_fn=WindowSm90.window_attention,
+        kernel_fn=DecompressedSm90.decompressed_attention,
         host_fn=host_fn,
         args_fn=args_fn,
         requires_arch="sm_90a",

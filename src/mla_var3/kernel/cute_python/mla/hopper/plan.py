@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.kernel.cute_python.mla.latent.schedule import DEFAULT_SM_COUNT
+from mla_var3.kernel.cute_python.mla.hopper.constants import DEFAULT_SM_COUNT
 from mla_var3.kernel.mla_plan import MlaPlan
 
 

@@ -1,34 +1,25 @@
-"""How the kernels for Hopper divide a block's warps, and the rings that pass data between them.
+"""Synchronisation that the kernels for Hopper share: pipeline stages, warpgroup barriers, order.
 
-Two warpgroups compute. Registers go to warpgroups, so the warp that loads has one of its own, the
-rest of which idles.
+A CTA has two consumer warpgroups, which compute, and one producer warp, which loads.
 """
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-CONSUMERS = 256
-"""Threads of the two computing warpgroups."""
-THREADS = CONSUMERS + 128
-LOADER = CONSUMERS // 32
-"""The warp that loads; also how many warps compute."""
-GROUP_WARPS = 4
-"""Warps of a warpgroup."""
-LOADER_REGISTERS = 40
-CONSUMER_REGISTERS = 232
+from mla_var3.kernel.cute_python.mla.hopper.constants import WARPGROUP
 
 
 @cute.jit
-def free(signal: cute.Pointer, lane: Int32):
-    """Tell the loading warp that this warp has read what it needs."""
+def release(empty: cute.Pointer, lane: Int32):
+    """Arrive at an `empty` barrier: this warp has read what it needs of a buffer."""
     if lane == 0:
-        cute.arch.mbarrier_arrive(signal)
+        cute.arch.mbarrier_arrive(empty)
 
 
 @cute.jit
 def next_stage(stage: Int32, phase: Int32, stages: cutlass.Constexpr):
-    """The next stage of a ring, and the phase of its barriers."""
+    """The next stage of a pipeline, and the phase of its barriers."""
     stage += 1
     if stage == stages:
         stage = Int32(0)
@@ -37,25 +28,28 @@ def next_stage(stage: Int32, phase: Int32, stages: cutlass.Constexpr):
 
 
 @cute.jit
-def settle(barrier: Int32):
-    """What a warpgroup's threads wrote to shared memory is there for its products.
+def sync_warpgroup(barrier: Int32):
+    """Wait for the other threads of the warpgroup at a named barrier of theirs."""
+    cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
 
-    All its 128 threads call it; `barrier` is a named barrier of theirs.
-    """
+
+@cute.jit
+def fence_and_sync_warpgroup(barrier: Int32):
+    """Make what the warpgroup's threads wrote to shared memory visible to its wgmma and TMA."""
     cute.arch.fence_view_async_shared()
-    cute.arch.barrier(barrier_id=barrier, number_of_threads=128)
+    sync_warpgroup(barrier)
 
 
 @cute.jit
 def keep_order(total: Float32):
-    """What comes later in the program, such as waiting for a product, waits for `total`.
+    """Keep what follows in the program, such as a wait for a wgmma, behind the value of `total`.
 
-    The compiler for the GPU moves a wait in front of arithmetic that does not need it, and the
-    product then runs alone. It keeps the order of a wait and a store, which never happens here; a
-    branch instead would make it wait after every product.
+    The assembler moves a wait in front of arithmetic that does not depend on it, and the wgmma then
+    runs alone. It keeps the order of a wait and a store; this store is never executed. A branch
+    instead would make it wait after every wgmma.
 
     Args:
-        total: what has to be there; not negative.
+        total: the value that has to be computed first; not negative.
     """
     cute.arch.inline_ptx(
         "{ .reg .pred p; .reg .b32 a; setp.lt.f32 p, {$r0}, 0f00000000; mov.b32 a, {$r0};"

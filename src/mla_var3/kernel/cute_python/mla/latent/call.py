@@ -13,6 +13,7 @@ from cutlass import BFloat16, Float16
 from torch import Tensor
 
 from mla_var3.errors import UnsupportedError
+from mla_var3.kernel.cute_python.mla.hopper.constants import LATENT, ROWS
 from mla_var3.kernel.cute_python.mla.latent.merge import merge_rows
 from mla_var3.kernel.cute_python.mla.latent.operands import (
     LATENT_FIELDS,
@@ -21,8 +22,7 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
     Partials,
     latent_arguments,
 )
-from mla_var3.kernel.cute_python.mla.latent.ops import LATENT
-from mla_var3.kernel.cute_python.mla.latent.schedule import ROWS, gang_shape
+from mla_var3.kernel.cute_python.mla.latent.scheduler import group_shape
 from mla_var3.runtime.call_state import CALL_STATE
 from mla_var3.runtime.cute.launch import RepeatedLaunch
 from mla_var3.runtime.cute_kernel import CuteProgram, program_for, require_arch
@@ -34,7 +34,7 @@ _programs = CALL_STATE.table(1024)
 _partials = CALL_STATE.per_thread()
 """Workspaces of each thread by device, stream and SMs."""
 
-shape_for = CALL_STATE.cached(4096)(gang_shape)
+shape_for = CALL_STATE.cached(4096)(group_shape)
 
 
 @CALL_STATE.cached(64)

@@ -1,65 +1,90 @@
-"""The computing warpgroups of the absorbed kernel when a request has fewer than 64 query rows.
+"""Consumer warpgroups of the latent kernel when a request has fewer than 64 query rows.
 
 wgmma wants 64 rows on its M side. Here the tokens take that side and the query rows the N side,
 which may be 8 to 56 wide, so that nothing is computed for rows that do not exist:
 
     S^T [64 tokens, rows] = K [64, 576] Q^T        O^T [256 columns, rows] += V^T [256, 64] P^T
 
-Roles, barriers and loads are those of `flash_mla.py`. A softmax now runs over the M side: over the
-eight threads of a column in a warp, and over the four warps through shared memory.
+Roles, barriers and loads are those of `rows64.py`. A softmax runs over the M side: over the eight
+lanes that share a query row, and over the four warps through shared memory.
 """
+
+import operator
+from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from mla_var3.kernel.cute_python.mla.hopper.warps import CONSUMERS, GROUP_WARPS, free
-from mla_var3.kernel.cute_python.mla.latent.loader import (
-    EVEN_GROUPS,
-    ODD_GROUPS,
-    Barrier,
-    Signal,
-    announce,
+from mla_var3.kernel.cute_python.mla.hopper.columns import (
+    by_row,
+    own_row,
+    own_token,
+    reduce_lanes,
+    reduce_warps,
+    scores_by_row,
 )
-from mla_var3.kernel.cute_python.mla.latent.merge import final_lse
-from mla_var3.kernel.cute_python.mla.latent.ops import (
+from mla_var3.kernel.cute_python.mla.hopper.constants import (
+    CONSUMER_WARPS,
+    CONSUMERS,
     HALF,
+    KV_BLOCK,
     LATENT,
-    LAZY_RISE,
     ROPE,
     ROPE_TILE,
+    ROWS,
     SCORE_FLOOR,
     TILE,
-    add_values,
-    clear_rows,
-    scores,
+    WARPGROUP,
+    WARPGROUP_WARPS,
 )
-from mla_var3.kernel.cute_python.mla.latent.schedule import (
-    KV_BLOCK,
-    ROWS,
+from mla_var3.kernel.cute_python.mla.hopper.rows import LAZY_RISE, clear_rows, normaliser
+from mla_var3.kernel.cute_python.mla.hopper.warps import release, sync_warpgroup
+from mla_var3.kernel.cute_python.mla.latent.merge import record_partial
+from mla_var3.kernel.cute_python.mla.latent.ops import add_values, compute_scores, final_lse
+from mla_var3.kernel.cute_python.mla.latent.producer import (
+    EVEN_PARTS,
+    ODD_PARTS,
+    WARPGROUP_BARRIERS,
+    Barrier,
+    Mbarrier,
+    arrive,
+)
+from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     first_hidden,
-    item_at,
-    note_piece,
+    partial_slot,
     row_limit,
-    slot_of,
     tree_hides,
 )
+
+
+@dataclass(frozen=True)
+class FewExchange:
+    """What the warps exchange in shared memory, numbers per row.
+
+    Attributes:
+        row_max: [64, warpgroup] running maximum, as each warpgroup wrote it last.
+        scales: [64, warpgroup] factors by which its maximum rescales.
+        warp_rows: [64, warp] a maximum or sum of each warp.
+    """
+
+    row_max: Any
+    scales: Any
+    warp_rows: Any
 
 
 @cute.jit
 def compute_few(
     qk_mma: cute.TiledMma,
     pv_mma: cute.TiledMma,
-    s_q: cute.Tensor,
-    s_even: cute.Tensor,
-    s_odd: cute.Tensor,
-    signals: cute.Pointer,
+    shared: cutlass.Constexpr,
+    barriers: cute.Pointer,
     exchange: cutlass.Constexpr,
     outputs: cutlass.Constexpr,
     scale_log2e: Float32,
-    part: Int32,
-    work: cutlass.Constexpr,
+    scheduler: cutlass.Constexpr,
     columns: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
     strict: cutlass.Constexpr,
@@ -67,22 +92,20 @@ def compute_few(
     """Warpgroup 0 owns the even KV blocks and the left half of the output, 1 the others.
 
     Args:
-        qk_mma, pv_mma: the two products, `columns` wide.
-        s_q, s_even, s_odd: the query tile and the KV blocks in shared memory.
-        signals: memory barriers.
-        exchange: in shared memory, maximum and scales per row by warpgroup, and warp results.
-        outputs: o_latent, lse, o_partial, lse_partial, merges, `empty_positive` of `final_lse`.
+        qk_mma, pv_mma: scores and values, `columns` wide.
+        shared: query tile and KV blocks, `SharedTiles`.
+        barriers: mbarriers.
+        exchange: `FewExchange`.
+        outputs: `Outputs`.
         scale_log2e: softmax scale times log2 e.
-        part: the block's part.
-        work: what decides its items.
+        scheduler: the CTA's work tiles.
         columns: query rows, rounded up to a multiple of 8.
         dtype: element type.
-        strict: see `announce`.
+        strict: see `arrive`.
     """
-    row_max, scales, warp_rows = exchange
     thread, _, _ = cute.arch.thread_idx()
-    group = cute.arch.make_warp_uniform(thread // 128)
-    t = thread % 128
+    group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+    t = thread % WARPGROUP
     lane = t % 32
 
     def first_rows(tensor, width):  # of a tile with 64 rows
@@ -96,141 +119,133 @@ def compute_few(
         half = cute.local_tile(block, (KV_BLOCK, HALF), (0, group))
         return cute.composition(half, cute.make_ordered_layout((HALF, KV_BLOCK), order=(1, 0)))
 
-    p_even, p_odd = probabilities(s_even), probabilities(s_odd)
+    p_even, p_odd = probabilities(shared.even), probabilities(shared.odd)
     thr_qk, thr_pv = qk_mma.get_slice(t), pv_mma.get_slice(t)
-    f_q = qk_mma.make_fragment_B(thr_qk.partition_B(first_rows(s_q, LATENT + ROPE)))
-    f_even = qk_mma.make_fragment_A(thr_qk.partition_A(s_even))
-    f_odd = qk_mma.make_fragment_A(thr_qk.partition_A(s_odd))
-    v_even = pv_mma.make_fragment_A(thr_pv.partition_A(values(s_even)))
-    v_odd = pv_mma.make_fragment_A(thr_pv.partition_A(values(s_odd)))
+    f_q = qk_mma.make_fragment_B(thr_qk.partition_B(first_rows(shared.q, LATENT + ROPE)))
+    f_even = qk_mma.make_fragment_A(thr_qk.partition_A(shared.even))
+    f_odd = qk_mma.make_fragment_A(thr_qk.partition_A(shared.odd))
+    v_even = pv_mma.make_fragment_A(thr_pv.partition_A(values(shared.even)))
+    v_odd = pv_mma.make_fragment_A(thr_pv.partition_A(values(shared.odd)))
     f_p_even = pv_mma.make_fragment_B(thr_pv.partition_B(p_even))
     f_p_odd = pv_mma.make_fragment_B(thr_pv.partition_B(p_odd))
 
     acc_o = cute.make_rmem_tensor(thr_pv.partition_shape_C((HALF, columns)), Float32)
     acc_s = cute.make_rmem_tensor(thr_qk.partition_shape_C((KV_BLOCK, columns)), Float32)
-    # This thread's columns are 8 j + 2 (lane % 4) + e; [(e, j), token of this thread] and
-    # [(e, j), (row of 8, tile of 64 output columns)].
+    s, o = scores_by_row(acc_s, columns), by_row(acc_o, columns, HALF // 64)
     own = (2, columns // 8)
-    s = cute.make_tensor(acc_s.iterator, cute.make_layout((own, 2), stride=((1, 4), 2)))
-    o = cute.make_tensor(
-        acc_o.iterator,
-        cute.make_layout((own, (2, HALF // 64)), stride=((1, 4), (2, columns // 2))),
-    )
     sums = cute.make_rmem_tensor(own, Float32)
     limits = cute.make_rmem_tensor(own, Int32)
     scale = cute.make_rmem_tensor(own, Float32)
 
-    item = item_at(work.part[0], work)
+    tile = scheduler.first_tile()
     phase = Int32(0)
     q_phase = Int32(0)
-    if item.live:
-        cute.arch.mbarrier_wait(signals + Signal.QUERY, 0)
+    if tile.valid:
+        cute.arch.mbarrier_wait(barriers + Mbarrier.Q_FULL, 0)
         if group == 0:
-            scores(qk_mma, f_even, f_q, acc_s, signals + Signal.EVEN, phase, EVEN_GROUPS)
+            compute_scores(qk_mma, f_even, f_q, acc_s, barriers, phase, EVEN_PARTS)
         else:
-            scores(qk_mma, f_odd, f_q, acc_s, signals + Signal.ODD, phase, ODD_GROUPS)
+            compute_scores(qk_mma, f_odd, f_q, acc_s, barriers, phase, ODD_PARTS)
         warpgroup.wait_group(0)
-    while item.live:
-        following = item_at(item.index + work.part[4], work)
+    while tile.valid:
+        following = scheduler.next_tile(tile)
         acc_o.fill(0.0)
         sums.fill(0.0)
         for j in cutlass.range_constexpr(columns // 8):
             for e in cutlass.range_constexpr(2):
-                limits[e, j] = row_limit(item, j * 8 + (lane % 4) * 2 + e, work)
-        lowest = first_hidden(item, work)
+                limits[e, j] = row_limit(tile, own_row(j, e, lane), scheduler)
+        lowest = first_hidden(tile, scheduler)
         if group == 0:
-            for pair in cutlass.range(item.pairs, unroll=1):
-                final = pair == item.pairs - 1
+            for pair in cutlass.range(tile.pairs, unroll=1):
+                final = pair == tile.pairs - 1
                 if final:
-                    free(signals + Signal.QUERY_FREE, lane)
-                token = (item.first + 2 * pair) * KV_BLOCK
+                    release(barriers + Mbarrier.Q_EMPTY, lane)
+                token = (tile.first + 2 * pair) * KV_BLOCK
                 if token + KV_BLOCK > lowest:
-                    hide_few(s, token, limits, t, columns, item, work)
-                    if token + KV_BLOCK > item.length and token < item.length:
-                        clear_rows(s_even, LATENT, item.length - token, t, Barrier.GROUP)
+                    mask_few(s, token, limits, t, columns, tile, scheduler)
+                    if token + KV_BLOCK > tile.length and token < tile.length:
+                        clear_rows(shared.even, LATENT, tile.length - token, t, Barrier.WARPGROUP_0)
                 softmax_few(
-                    s, sums, scale, row_max, scales, warp_rows, p_even, t, 0, pair == 0,
-                    scale_log2e, columns, dtype,
-                )  # fmt: skip
+                    s, sums, scale, exchange, p_even, t, 0, pair == 0, scale_log2e, columns, dtype
+                )
                 cute.arch.fence_view_async_shared()
-                announce(Barrier.EVEN, strict)
-                # All warps of the group have to be done with P before it is an operand here.
-                cute.arch.barrier(barrier_id=Barrier.GROUP, number_of_threads=128)
+                arrive(Barrier.P_EVEN, strict)
+                # All warps of the warpgroup must have written P before it is an operand here.
+                sync_warpgroup(Barrier.WARPGROUP_0)
                 rescale_few(o, scale, columns)
                 add_values(pv_mma, acc_o, v_even, f_p_even)
                 warpgroup.wait_group(0)
-                # P even lies in what the other half frees.
-                free(signals + Signal.EVEN_FREE, lane)
-                free(signals + (Signal.EVEN_FREE + 1), lane)
-                cute.arch.barrier(barrier_id=Barrier.ODD, number_of_threads=CONSUMERS)
-                take_scales(scale, sums, scales, 1, lane, columns)
+                # P even lies in the part that holds the other half.
+                release(barriers + Mbarrier.EVEN_OWN_EMPTY, lane)
+                release(barriers + Mbarrier.EVEN_OTHER_EMPTY, lane)
+                cute.arch.barrier(barrier_id=Barrier.P_ODD, number_of_threads=CONSUMERS)
+                receive_scales_few(scale, sums, exchange.scales, 1, lane, columns)
                 rescale_few(o, scale, columns)
                 add_values(pv_mma, acc_o, v_odd, f_p_odd)
                 warpgroup.wait_group(0)
-                free(signals + (Signal.ODD_FREE + 1), lane)
+                release(barriers + Mbarrier.ODD_OTHER_EMPTY, lane)
                 phase ^= 1
-                if final and following.live:
-                    cute.arch.mbarrier_wait(signals + Signal.QUERY, q_phase ^ 1)
-                scores(qk_mma, f_even, f_q, acc_s, signals + Signal.EVEN, phase, EVEN_GROUPS)
+                if final and following.valid:
+                    cute.arch.mbarrier_wait(barriers + Mbarrier.Q_FULL, q_phase ^ 1)
+                compute_scores(qk_mma, f_even, f_q, acc_s, barriers, phase, EVEN_PARTS)
                 warpgroup.wait_group(0)
         else:
-            for pair in cutlass.range(item.pairs, unroll=1):
-                final = pair == item.pairs - 1
+            for pair in cutlass.range(tile.pairs, unroll=1):
+                final = pair == tile.pairs - 1
                 if final:
-                    free(signals + Signal.QUERY_FREE, lane)
-                token = (item.first + 2 * pair + 1) * KV_BLOCK
-                cute.arch.barrier(barrier_id=Barrier.EVEN, number_of_threads=CONSUMERS)
-                take_scales(scale, sums, scales, 0, lane, columns)
+                    release(barriers + Mbarrier.Q_EMPTY, lane)
+                token = (tile.first + 2 * pair + 1) * KV_BLOCK
+                cute.arch.barrier(barrier_id=Barrier.P_EVEN, number_of_threads=CONSUMERS)
+                receive_scales_few(scale, sums, exchange.scales, 0, lane, columns)
                 rescale_few(o, scale, columns)
                 add_values(pv_mma, acc_o, v_even, f_p_even)
                 if token + KV_BLOCK > lowest:
-                    hide_few(s, token, limits, t, columns, item, work)
-                    if token + KV_BLOCK > item.length and token < item.length:
-                        clear_rows(s_odd, LATENT, item.length - token, t, Barrier.GROUP + 1)
+                    mask_few(s, token, limits, t, columns, tile, scheduler)
+                    if token + KV_BLOCK > tile.length and token < tile.length:
+                        clear_rows(shared.odd, LATENT, tile.length - token, t, Barrier.WARPGROUP_1)
                 softmax_few(
-                    s, sums, scale, row_max, scales, warp_rows, p_odd, t, 1, Boolean(False),
-                    scale_log2e, columns, dtype,
+                    s, sums, scale, exchange, p_odd, t, 1, Boolean(False), scale_log2e, columns,
+                    dtype,
                 )  # fmt: skip
                 cute.arch.fence_view_async_shared()
-                announce(Barrier.ODD, strict)
+                arrive(Barrier.P_ODD, strict)
                 warpgroup.wait_group(0)
-                free(signals + (Signal.EVEN_FREE + 1), lane)
-                cute.arch.barrier(barrier_id=Barrier.GROUP + 1, number_of_threads=128)
+                release(barriers + Mbarrier.EVEN_OTHER_EMPTY, lane)
+                sync_warpgroup(Barrier.WARPGROUP_1)
                 rescale_few(o, scale, columns)
                 add_values(pv_mma, acc_o, v_odd, f_p_odd)
                 warpgroup.wait_group(0)
-                # P odd lies in what the other half frees.
-                free(signals + Signal.ODD_FREE, lane)
-                free(signals + (Signal.ODD_FREE + 1), lane)
+                # P odd lies in the part that holds the other half.
+                release(barriers + Mbarrier.ODD_OWN_EMPTY, lane)
+                release(barriers + Mbarrier.ODD_OTHER_EMPTY, lane)
                 phase ^= 1
-                if final and following.live:
-                    cute.arch.mbarrier_wait(signals + Signal.QUERY, q_phase ^ 1)
-                scores(qk_mma, f_odd, f_q, acc_s, signals + Signal.ODD, phase, ODD_GROUPS)
+                if final and following.valid:
+                    cute.arch.mbarrier_wait(barriers + Mbarrier.Q_FULL, q_phase ^ 1)
+                compute_scores(qk_mma, f_odd, f_q, acc_s, barriers, phase, ODD_PARTS)
                 warpgroup.wait_group(0)
-        finish_few(o, sums, row_max, warp_rows, outputs, item, part, t, group, work, columns, dtype)
+        finish_few(o, sums, exchange, outputs, tile, t, group, scheduler, columns, dtype)
         q_phase ^= 1
-        item = following
+        tile = following
 
 
 @cute.jit
-def hide_few(
+def mask_few(
     s: cute.Tensor,
     first_token: Int32,
     limits: cute.Tensor,
     t: Int32,
     columns: cutlass.Constexpr,
-    item: cutlass.Constexpr,
-    work: cutlass.Constexpr,
+    tile: cutlass.Constexpr,
+    scheduler: cutlass.Constexpr,
 ):
-    """Scores of tokens that a row does not see become -inf, whatever they are."""
+    """Set the scores of tokens that a row does not see to -inf, whatever they are."""
     for r in cutlass.range_constexpr(2):
-        token = first_token + t // 4 % 8 + t // 32 * 16 + 8 * r
+        token = own_token(t, first_token) + 8 * r
         for j in cutlass.range_constexpr(columns // 8):
             for e in cutlass.range_constexpr(2):
                 hidden = token >= limits[e, j]
-                if const_expr(work.tree is not None):
-                    row = j * 8 + (t % 4) * 2 + e
-                    hidden = hidden or tree_hides(item, row, token, work)
+                if const_expr(scheduler.tree is not None):
+                    hidden = hidden or tree_hides(tile, own_row(j, e, t), token, scheduler)
                 if hidden:
                     s[(e, j), r] = -Float32.inf
 
@@ -240,9 +255,7 @@ def softmax_few(
     s: cute.Tensor,
     sums: cute.Tensor,
     own_scale: cute.Tensor,
-    row_max: cute.Tensor,
-    scales: cute.Tensor,
-    warp_rows: cute.Tensor,
+    exchange: cutlass.Constexpr,
     p: cute.Tensor,
     t: Int32,
     group: cutlass.Constexpr,
@@ -253,24 +266,24 @@ def softmax_few(
 ):
     """Scores to probabilities in shared memory, with the running maximum of both warpgroups.
 
-    A warpgroup reads the maximum that the other one wrote last and writes its own, so nobody
-    overwrites what a slower warp has yet to read.
+    A warpgroup reads the maximum that the other one wrote last and writes its own, so no warp
+    overwrites what a slower one has yet to read.
     """
+    row_max, scales, warp_rows = exchange.row_max, exchange.scales, exchange.warp_rows
     lane = t % 32
     for j in cutlass.range_constexpr(columns // 8):
         for e in cutlass.range_constexpr(2):
             top = cute.arch.fmax(s[(e, j), 0], s[(e, j), 1])
-            for step in cutlass.range_constexpr(3):
-                top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=4 << step))
+            top = reduce_lanes(top, cute.arch.fmax)
             if lane < 4:
-                warp_rows[j * 8 + lane * 2 + e, group * GROUP_WARPS + t // 32] = top
-    cute.arch.barrier(barrier_id=Barrier.GROUP + group, number_of_threads=128)
+                warp_rows[j * 8 + lane * 2 + e, group * WARPGROUP_WARPS + t // 32] = top
+    sync_warpgroup(WARPGROUP_BARRIERS[group])
     for j in cutlass.range_constexpr(columns // 8):
         for e in cutlass.range_constexpr(2):
-            row = j * 8 + (lane % 4) * 2 + e
-            top = warp_rows[row, group * GROUP_WARPS]
-            for warp in cutlass.range_constexpr(1, GROUP_WARPS):
-                top = cute.arch.fmax(top, warp_rows[row, group * GROUP_WARPS + warp])
+            row = own_row(j, e, lane)
+            top = reduce_warps(
+                warp_rows, row, group * WARPGROUP_WARPS, WARPGROUP_WARPS, cute.arch.fmax
+            )
             old = row_max[row, 1 - group]
             if first:
                 old = Float32(SCORE_FLOOR)
@@ -286,12 +299,12 @@ def softmax_few(
             for r in cutlass.range_constexpr(2):
                 value = cute.math.exp2(s[(e, j), r] * scale_log2e - new, fastmath=True)
                 total += value
-                p[row, t // 4 % 8 + t // 32 * 16 + 8 * r] = value.to(dtype)
+                p[row, own_token(t) + 8 * r] = value.to(dtype)
             sums[e, j] = total
 
 
 @cute.jit
-def take_scales(
+def receive_scales_few(
     scale: cute.Tensor,
     sums: cute.Tensor,
     scales: cute.Tensor,
@@ -302,13 +315,13 @@ def take_scales(
     """Read the other warpgroup's scales and apply them to the sums."""
     for j in cutlass.range_constexpr(columns // 8):
         for e in cutlass.range_constexpr(2):
-            scale[e, j] = scales[j * 8 + (lane % 4) * 2 + e, group]
+            scale[e, j] = scales[own_row(j, e, lane), group]
             sums[e, j] = sums[e, j] * scale[e, j]
 
 
 @cute.jit
 def rescale_few(o: cute.Tensor, scale: cute.Tensor, columns: cutlass.Constexpr):
-    """Multiply the output by its rows' scales, unless no row of the warp needs it."""
+    """Multiply the output by its rows' scales, unless those of the whole warp are 1."""
     needed = scale[0, 0] != 1.0
     for j in cutlass.range_constexpr(columns // 8):
         for e in cutlass.range_constexpr(2):
@@ -323,61 +336,52 @@ def rescale_few(o: cute.Tensor, scale: cute.Tensor, columns: cutlass.Constexpr):
 def finish_few(
     o: cute.Tensor,
     sums: cute.Tensor,
-    row_max: cute.Tensor,
-    warp_rows: cute.Tensor,
+    exchange: cutlass.Constexpr,
     outputs: cutlass.Constexpr,
-    item: cutlass.Constexpr,
-    part: Int32,
+    tile: cutlass.Constexpr,
     t: Int32,
     group: Int32,
-    work: cutlass.Constexpr,
+    scheduler: cutlass.Constexpr,
     columns: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
 ):
-    """Divide by the row sums of all warps and write the item's result or piece."""
-    o_latent, lse, o_partial, lse_partial, merges, empty_positive = outputs
+    """Normalise by the row sums of all warps, and write the tile's result or partial."""
+    lse, lse_partial, warp_rows = outputs.lse, outputs.lse_partial, exchange.warp_rows
     lane = t % 32
     for j in cutlass.range_constexpr(columns // 8):
         for e in cutlass.range_constexpr(2):
-            total = sums[e, j]
-            for step in cutlass.range_constexpr(3):
-                total += cute.arch.shuffle_sync_bfly(total, offset=4 << step)
+            total = reduce_lanes(sums[e, j], operator.add)
             if lane < 4:
-                warp_rows[j * 8 + lane * 2 + e, group * GROUP_WARPS + t // 32] = total
-    cute.arch.barrier(barrier_id=Barrier.FINISH, number_of_threads=CONSUMERS)
-    slot = slot_of(item, part, work)
+                warp_rows[j * 8 + lane * 2 + e, group * WARPGROUP_WARPS + t // 32] = total
+    cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
+    slot = partial_slot(tile, scheduler)
     for j in cutlass.range_constexpr(columns // 8):
         for e in cutlass.range_constexpr(2):
-            row = j * 8 + (lane % 4) * 2 + e
-            total = warp_rows[row, 0]
-            for warp in cutlass.range_constexpr(1, 2 * GROUP_WARPS):
-                total += warp_rows[row, warp]
-            inverse = Float32(0.0)
-            log_sum = -Float32.inf
-            if total > 0.0:
-                inverse = cute.arch.rcp_approx(total)
-                log_sum = row_max[row, 1] + cute.math.log2(total, fastmath=True)
-            column = group * HALF + t // 4 % 8 + t // 32 * 16
-            speaks = group == 0 and t < 4
-            exists = row < item.rows
-            if exists and item.piece != 0:
-                if speaks:
-                    lse_partial[slot * ROWS + row] = log_sum
+            row = own_row(j, e, lane)
+            total = reduce_warps(warp_rows, row, 0, CONSUMER_WARPS, operator.add)
+            inverse, lse_log2 = normaliser(total, exchange.row_max[row, 1])
+            column = own_token(t, group * HALF)
+            writes_lse = group == 0 and t < 4
+            exists = row < tile.rows
+            if exists and tile.split != 0:
+                if writes_lse:
+                    lse_partial[slot * ROWS + row] = lse_log2
                 start = (Int64(slot) * ROWS + row) * LATENT + column
-                for tile in cutlass.range_constexpr(HALF // 64):
+                for m_tile in cutlass.range_constexpr(HALF // 64):
                     for r in cutlass.range_constexpr(2):
-                        place = cute.make_tensor(o_partial + (start + tile * 64 + r * 8), 1)
-                        place[0] = o[(e, j), (r, tile)] * inverse
+                        place = outputs.o_partial + (start + m_tile * 64 + r * 8)
+                        target = cute.make_tensor(place, 1)
+                        target[0] = o[(e, j), (r, m_tile)] * inverse
             elif exists:
-                at = Int64(item.base + row)
-                if speaks:
-                    lse[at] = final_lse(log_sum, empty_positive)
-                for tile in cutlass.range_constexpr(HALF // 64):
+                at = Int64(tile.base + row)
+                if writes_lse:
+                    lse[at] = final_lse(lse_log2, outputs.empty_positive)
+                for m_tile in cutlass.range_constexpr(HALF // 64):
                     for r in cutlass.range_constexpr(2):
-                        start = at * LATENT + column + tile * 64 + r * 8
-                        place = cute.make_tensor(o_latent + start, 1)
-                        place[0] = (o[(e, j), (r, tile)] * inverse).to(dtype)
-    # The next item's first maximum must not come before everyone has read this one.
-    cute.arch.barrier(barrier_id=Barrier.FINISH, number_of_threads=CONSUMERS)
-    if item.piece != 0 and group == 0 and t == 0:
-        note_piece(merges, slot, item)
+                        start = at * LATENT + column + m_tile * 64 + r * 8
+                        target = cute.make_tensor(outputs.o_latent + start, 1)
+                        target[0] = (o[(e, j), (r, m_tile)] * inverse).to(dtype)
+    # The next tile's first maximum must not be written before all warps have read this one.
+    cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
+    if tile.split != 0 and group == 0 and t == 0:
+        record_partial(outputs.merges, slot, tile)

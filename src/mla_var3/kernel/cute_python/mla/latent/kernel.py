@@ -6,8 +6,8 @@
 
 The contract is that of flash_mla; in addition the `newest` tokens of every request can be left out.
 
-How it works. A block has 64 query rows and two warpgroups; each holds half of the 512 output
-columns and, of every pair of KV blocks, computes the scores of one:
+How it works. A CTA has 64 query rows and two consumer warpgroups; each accumulates half of the 512
+output columns and, of every pair of KV blocks, computes the scores of one:
 
     warpgroup 0                            warpgroup 1
     softmax of the even block              scores of the odd block (still running)
@@ -17,11 +17,12 @@ columns and, of every pair of KV blocks, computes the scores of one:
     O left += P odd V left                 O right += P odd V right
     scores of the next even block          scores of the next odd block
 
-So the tensor cores have work during either softmax. A third warpgroup gives its registers to
-these two, except for one warp that loads: each half of a KV block is replaced as soon as its last
-reader is done. The rope columns of a block make room for P. Results of an item are written while
-the next item's queries and first blocks are on their way (see `schedule.py` for items and cuts).
-In the end the blocks join what was cut, in the same launch (`merge_partials.py`).
+So the tensor cores have work during either softmax. A third warpgroup gives its registers to these
+two, except for one producer warp: each half of a KV block is replaced as soon as its last reader
+has released it. The rope columns of a block hold P once its scores exist. Results of a work tile
+are written while the next tile's queries and first KV blocks are loaded (`scheduler.py` says which
+tiles a CTA has, and what it splits). In the end the CTAs merge partials, in the same launch
+(`merge.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -34,23 +35,30 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from mla_var3.kernel.cute_python.mla.hopper.compat import SmemAllocator
-from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
-from mla_var3.kernel.cute_python.mla.hopper.warps import (
+from mla_var3.kernel.cute_python.mla.hopper.constants import (
     CONSUMER_REGISTERS,
-    CONSUMERS,
-    LOADER,
-    LOADER_REGISTERS,
+    CONSUMER_WARPS,
+    HALF,
+    KV_BLOCK,
+    LATENT,
+    PRODUCER_REGISTERS,
+    PRODUCER_WARP,
+    ROPE,
+    ROPE_TILE,
+    ROWS,
     THREADS,
+    TILE,
 )
+from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
+from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor
 from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES, allocate_partials
-from mla_var3.kernel.cute_python.mla.latent.few_rows import compute_few
-from mla_var3.kernel.cute_python.mla.latent.loader import LEFT, SIGNALS, init_signals, load_all
+from mla_var3.kernel.cute_python.mla.latent.few_rows import FewExchange, compute_few
 from mla_var3.kernel.cute_python.mla.latent.merge import (
-    cuts_items,
+    may_split,
     merge_cost,
-    merge_pieces,
-    merge_room,
+    merge_partials,
     merge_rows,
+    merge_shared,
     open_merge,
 )
 from mla_var3.kernel.cute_python.mla.latent.operands import (
@@ -61,21 +69,29 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
     groups_of,
     latent_arguments,
 )
-from mla_var3.kernel.cute_python.mla.latent.ops import HALF, LATENT, ROPE, ROPE_TILE, TILE
-from mla_var3.kernel.cute_python.mla.latent.rows64 import compute_many
-from mla_var3.kernel.cute_python.mla.latent.schedule import (
-    KV_BLOCK,
-    ROWS,
-    GangShape,
-    Work,
-    part_range,
-    pieces,
+from mla_var3.kernel.cute_python.mla.latent.ops import Outputs
+from mla_var3.kernel.cute_python.mla.latent.producer import (
+    LEFT,
+    Mbarrier,
+    SharedTiles,
+    Sources,
+    init_barriers,
+    produce,
+)
+from mla_var3.kernel.cute_python.mla.latent.rows64 import Exchange, compute_rows64
+from mla_var3.kernel.cute_python.mla.latent.scheduler import (
+    GroupShape,
+    Scheduler,
+    partial_count,
+    work_range,
 )
 from mla_var3.runtime.cute_kernel import CuteKernel
 from mla_var3.runtime.plan import Constraints, Tiling
 
 FEW_BELOW = 25
-"""Fewer query rows than this go to the N side of the products."""
+"""Fewer query rows than this go to the N side of the products. On an H200 16 rows are 5 to 7 %
+faster there and 32 rows 3 % slower (run 9 of
+docs/results/2026-11-15-nvidia-h200-cute-development.md); between them nothing was measured."""
 
 
 class FlashMLASm90:
@@ -129,7 +145,7 @@ class FlashMLASm90:
 
         @cute.struct
         class Shared:
-            signals: cute.struct.MemRange[Int64, SIGNALS]
+            barriers: cute.struct.MemRange[Int64, len(Mbarrier)]
             missing: cute.struct.MemRange[Int32, 1]
             row_max: cute.struct.MemRange[Float32, ROWS]
             scale_even: cute.struct.MemRange[Float32, ROWS]
@@ -137,14 +153,15 @@ class FlashMLASm90:
             row_sum: cute.struct.MemRange[Float32, 2 * ROWS]
             row_max_few: cute.struct.MemRange[Float32, 2 * ROWS]
             scales_few: cute.struct.MemRange[Float32, 2 * ROWS]
-            warp_rows: cute.struct.MemRange[Float32, CONSUMERS // 32 * ROWS]
+            warp_rows: cute.struct.MemRange[Float32, CONSUMER_WARPS * ROWS]
             q: cute.struct.Align[cute.struct.MemRange[dtype, ROWS * (LATENT + ROPE)], 1024]
             even: cute.struct.Align[cute.struct.MemRange[dtype, KV_BLOCK * (LATENT + ROPE)], 1024]
             odd: cute.struct.Align[cute.struct.MemRange[dtype, KV_BLOCK * (LATENT + ROPE)], 1024]
 
         self.Shared = Shared
         line = cute.make_layout
-        requests, queries, blocks = sizes.requests, sizes.queries, sizes.gang * sizes.parts
+        requests, queries = sizes.requests, sizes.queries
+        ctas = sizes.group_ctas * sizes.group_count
         table = None
         if const_expr(operands.block_table is not None):
             stride = sizes.block_table_stride
@@ -187,8 +204,8 @@ class FlashMLASm90:
             operands.o_latent,
             cute.make_tensor(operands.lse, line(sizes.total_rows)),
             partials.o_partial,
-            cute.make_tensor(partials.lse_partial, line(2 * blocks * ROWS)),
-            cute.make_tensor(partials.merges, line((merge_rows(blocks), 4), stride=(4, 1))),
+            cute.make_tensor(partials.lse_partial, line(2 * ctas * ROWS)),
+            cute.make_tensor(partials.merges, line((merge_rows(ctas), 4), stride=(4, 1))),
             sizes.scale_log2e,
             requests,
             queries,
@@ -197,12 +214,12 @@ class FlashMLASm90:
             sizes.page_tokens,
             sizes.newest,
             sizes.causal,
-            sizes.gang,
-            sizes.groups,
-            sizes.parts,
+            sizes.group_ctas,
+            sizes.visits,
+            sizes.group_count,
             row_layout,
         ).launch(
-            grid=(sizes.gang, sizes.parts, 1),
+            grid=(sizes.group_ctas, sizes.group_count, 1),
             block=(THREADS, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -240,87 +257,93 @@ class FlashMLASm90:
         page_tokens: Int32,
         newest: Int32,
         causal: Int32,
-        gang: Int32,
-        groups: Int32,
-        parts: Int32,
+        group_ctas: Int32,
+        visits: Int32,
+        group_count: Int32,
         row_layout: cute.ComposedLayout,
     ):
         thread, _, _ = cute.arch.thread_idx()
-        member, part, _ = cute.arch.block_idx()
+        rank, group, _ = cute.arch.block_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         store = SmemAllocator().allocate(self.Shared)
-        signals = store.signals.data_ptr()
+        barriers = store.barriers.data_ptr()
         missing = store.missing.get_tensor(cute.make_layout(1))
         if thread == 0:
-            init_signals(signals, 2 if self.few > 0 else 1)
+            init_barriers(barriers, 2 if self.few > 0 else 1)
             missing[0] = Int32(0)
         cute.arch.sync_threads()
-        work = Work(
-            part_range(lengths, requests, groups, newest, part, parts),
-            lengths, query_begins, tree, queries, heads, gang, groups, newest, causal, member,
+        scheduler = Scheduler(
+            work_range(lengths, requests, visits, newest, group, group_count),
+            lengths, query_begins, tree, queries, heads, group_ctas, visits, newest, causal,
+            group, rank,
         )  # fmt: skip
-        blocks, block = gang * parts, part * gang + member
-        cuts = cuts_items(work.part, parts)
-        if thread == 0 and cuts:
-            open_merge(merges, blocks, block)
-        swizzle = row_layout.inner
-        s_q = store.q.get_tensor(row_layout.outer, swizzle=swizzle)
-        s_even = store.even.get_tensor(row_layout.outer, swizzle=swizzle)
-        s_odd = store.odd.get_tensor(row_layout.outer, swizzle=swizzle)
-        if warp_index >= LOADER:
-            cute.arch.setmaxregister_decrease(LOADER_REGISTERS)
-            if warp_index == LOADER:
+        ctas, cta = group_ctas * group_count, group * group_ctas + rank
+        splits = may_split(scheduler.range, group_count)
+        if thread == 0 and splits:
+            open_merge(merges, ctas, cta)
+        tiles = SharedTiles(
+            *(
+                memory.get_tensor(row_layout.outer, swizzle=row_layout.inner)
+                for memory in (store.q, store.even, store.odd)
+            )
+        )
+        if warp_index >= PRODUCER_WARP:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp_index == PRODUCER_WARP:
                 if const_expr(self.early):
                     cute.arch.griddepcontrol_wait()
-                load_all(
-                    q_copy, q_global, qr_copy, qr_global, c_copy, c_global, r_copy, r_global,
-                    s_q, s_even, s_odd, signals, table, pages, page_tokens, work,
+                sources = Sources(
+                    TmaTensor(q_copy, q_global), TmaTensor(qr_copy, qr_global),
+                    TmaTensor(c_copy, c_global), TmaTensor(r_copy, r_global),
+                    table, pages, page_tokens,
                 )  # fmt: skip
+                produce(sources, tiles, barriers, scheduler)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            outputs = (o_latent, lse, o_partial, lse_partial, merges, self.empty_positive)
+            outputs = Outputs(o_latent, lse, o_partial, lse_partial, merges, self.empty_positive)
             line, two = cute.make_layout(ROWS), cute.make_layout((ROWS, 2))
             if const_expr(self.few > 0):
-                by_group = (
+                few_exchange = FewExchange(
                     store.row_max_few.get_tensor(two),
                     store.scales_few.get_tensor(two),
-                    store.warp_rows.get_tensor(cute.make_layout((ROWS, CONSUMERS // 32))),
+                    store.warp_rows.get_tensor(cute.make_layout((ROWS, CONSUMER_WARPS))),
                 )
                 compute_few(
-                    qk_mma, pv_mma, s_q, s_even, s_odd, signals, by_group, outputs, scale_log2e,
-                    part, work, self.few, self.dtype, self.strict,
+                    qk_mma, pv_mma, tiles, barriers, few_exchange, outputs, scale_log2e,
+                    scheduler, self.few, self.dtype, self.strict,
                 )  # fmt: skip
             else:
-                exchange = (
+                exchange = Exchange(
                     store.row_max.get_tensor(line),
                     store.scale_even.get_tensor(line),
                     store.scale_odd.get_tensor(line),
                     store.row_sum.get_tensor(two),
                 )
-                compute_many(
-                    qk_mma, pv_mma, pv_mma_shared, s_q, s_even, s_odd, signals, exchange,
-                    outputs, scale_log2e, part, work, self.dtype, self.strict,
+                compute_rows64(
+                    qk_mma, pv_mma, pv_mma_shared, tiles, barriers, exchange, outputs,
+                    scale_log2e, scheduler, self.dtype, self.strict,
                 )  # fmt: skip
-            # All blocks that get here have an SM, so a kernel that was launched to start early may
+            # All CTAs that get here have an SM, so a kernel that was launched to start early may
             # have theirs as they end. Not from the idle warps, which are here at the start.
             cute.arch.griddepcontrol_launch_dependents()
-            if cuts:
-                room = merge_room(store.q.data_ptr())
-                merge_pieces(outputs, missing, room, gang, blocks, block, self.dtype)
+            if splits:
+                shared = merge_shared(store.q.data_ptr())
+                merge_partials(outputs, missing, shared, group_ctas, ctas, cta, self.dtype)
 
 
 @dataclass
 class FlashMLATiling(Tiling):
-    """How blocks work together; the tiles themselves are fixed by what fits an SM.
+    """How CTAs work together; the tiles themselves are fixed by what fits an SM.
 
     Attributes:
-        gang: blocks that walk through the same KV blocks in step; 0 lets the shape decide.
+        group_ctas: CTAs of a CTA group, which walk the same KV blocks in step; 0 lets the shape
+            decide.
         sms: SMs to use; 0 takes all of the device. The kernel is persistent and needs no more.
         few: query rows on the N side of the products, a multiple of 8 that holds all rows of a
             request; 0 puts 64 of them on the M side.
     """
 
-    gang: int = 0
+    group_ctas: int = 0
     sms: int = 0
     few: int = 0
 
@@ -331,8 +354,9 @@ class FlashMLATiling(Tiling):
                 f"few: expected 0, or a multiple of 8 from s*h={pd.s * pd.h} to 56, got {self.few}",
             ),
             (
-                0 <= self.gang <= pd.row_tiles,
-                f"gang: expected 0 to {pd.row_tiles} (tiles of 64 rows), got {self.gang}",
+                0 <= self.group_ctas <= pd.row_tiles,
+                f"group_ctas: expected 0 to {pd.row_tiles} (tiles of 64 rows), "
+                f"got {self.group_ctas}",
             ),
             (
                 0 <= self.sms <= pd.sm_count,
@@ -350,7 +374,7 @@ def latent_stage(
     plan: HopperPlan,
     tiling: FlashMLATiling,
     operands: LatentOperands,
-    gangs: Callable[[FlashMLATiling], GangShape],
+    groups: Callable[[FlashMLATiling], GroupShape],
     kv_lengths: Sequence[int],
     cost_fn: Callable[[Any], tuple[float, float]],
     configs: Sequence[FlashMLATiling],
@@ -362,7 +386,7 @@ def latent_stage(
         plan: the plan that it belongs to.
         tiling: its tiling.
         operands: its tensors.
-        gangs: the CTA groups of a launch with a tiling.
+        groups: the CTA groups of a launch with a tiling.
         kv_lengths: tokens that are attended, per request.
         cost_fn: FLOPs and bytes of the attention, without those of the merge.
         configs: candidate tilings.
@@ -374,13 +398,13 @@ def latent_stage(
     options = LatentOptions(plan.s, plan.causal, plan.scale_log2e, newest)
 
     def args_fn(tiling: FlashMLATiling) -> tuple[object, ...]:
-        return latent_arguments(operands, partials, options, gangs(tiling))
+        return latent_arguments(operands, partials, options, groups(tiling))
 
     def whole_cost_fn(tiling: FlashMLATiling) -> tuple[float, float]:
-        shape = gangs(tiling)
+        shape = groups(tiling)
         flops, moved = cost_fn(tiling)
         more_flops, more_moved = merge_cost(
-            pieces(kv_lengths, shape) * shape.gang, o_latent.element_size()
+            partial_count(kv_lengths, shape) * shape.group_ctas, o_latent.element_size()
         )
         return flops + more_flops, moved + more_moved
 

@@ -1,30 +1,30 @@
-"""Joins the pieces of the items that an absorbed kernel had to cut, at the end of its own launch.
+"""Merges the partials of split work tiles, at the end of the latent kernel's own launch.
 
-    o_partial [slots, 64, 512] float32, normalised within the piece
+    o_partial [slots, 64, 512] float32, normalised within the split
     lse_partial [slots, 64] float32, in powers of two; -inf for a row without a visible token
-    merges [slots + blocks + 1, 4] int32:
-        of every slot what it holds (`Piece`), first output row, rows
-        of every block where it is (`State`, 64 bits)
-        how many blocks have read all states
-    -> rows of o_latent [rows, 512] and lse [rows] (natural logarithm) of the items that were cut
+    merges [slots + CTAs + 1, 4] int32:
+        of every slot its record (`Record`)
+        of every CTA its state (`CtaState`, 64 bits)
+        how many CTAs have read all states
+    -> rows of o_latent [rows, 512] and lse [rows] (natural logarithm) of the split work tiles
 
-Every block owns two slots: an even one for the first item of its part, an odd one for the last. The
-pieces of an item are in order: its first in either slot of some block, the others in the even slots
-of the same member in the parts that follow.
+Every CTA owns two slots: an even one for the first item of its range, an odd one for the last. The
+partials of a work tile are in order: its first in either slot of some CTA, the others in the even
+slots of the CTAs of the same rank in the groups that follow.
 
-A block that has written its pieces waits for those of the others, then all of them share the rows
-of cut items. Where the lengths need no cut, every block knows it and nothing of this happens.
+A CTA that has written its partials waits for those of the others, then all of them share the rows
+to merge. Where the lengths need no split, every CTA knows it and nothing of this happens.
 
-**Nobody waits for a block that has no SM.** Blocks may be kept out by work on other streams, and
-two launches whose waiting blocks keep out each other's would wait for ever. So a block says when it
-has started, and one that misses another at its end leaves. Those that stay wait for running blocks
-only, and the last one to end misses nobody, so somebody stays. Who shares a row, and in which
-order, does not depend on who left: results are the same bit by bit.
+**No CTA waits for one that has no SM.** Work on other streams may keep CTAs out, and two launches
+whose waiting CTAs keep out each other's would deadlock. So a CTA publishes that it has started, and
+one that misses another at its end leaves. Those that stay wait for running CTAs only, and the last
+one to end misses none, so at least one stays. Which CTA merges a row, and in which order, does not
+depend on which ones left: results are identical bit by bit.
 
-**The memory needs no preparation.** A state is a number of 64 bits that other data does not have
-by chance, and the last block that has read all states clears them for the next launch. That one
-comes behind this one on its stream: a launch that overlaps this one, programmatic dependent launch
-included, must not share its room for pieces.
+**The workspace needs no initialisation.** A state is a 64-bit number that other data does not have
+by chance, and the last CTA that has read all states clears them for the next launch. That launch
+comes later on the same stream: a launch that overlaps this one, programmatic dependent launch
+included, must not share its workspace.
 """
 
 from dataclasses import dataclass
@@ -35,77 +35,91 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
-from mla_var3.kernel.cute_python.mla.hopper.warps import CONSUMERS
-from mla_var3.kernel.cute_python.mla.latent.loader import Barrier
-from mla_var3.kernel.cute_python.mla.latent.ops import LATENT, LN_2, ROPE
-from mla_var3.kernel.cute_python.mla.latent.schedule import ROWS, Piece
+from mla_var3.kernel.cute_python.mla.hopper.constants import (
+    CONSUMER_WARPS,
+    CONSUMERS,
+    LATENT,
+    ROPE,
+    ROWS,
+)
+from mla_var3.kernel.cute_python.mla.latent.ops import final_lse
+from mla_var3.kernel.cute_python.mla.latent.producer import Barrier
+from mla_var3.kernel.cute_python.mla.latent.scheduler import Split
 
-WARPS = CONSUMERS // 32
 CHUNK = 128
 """Columns of a row that a warp reads at once: 16 bytes of float32 per lane."""
 CHUNKS = LATENT // CHUNK
 LOADS = 16
-"""Reads of 16 bytes that a lane starts before it uses the first: the 8 warps of a block have few on
-their way otherwise. Other numbers were not measured."""
+"""Reads of 16 bytes that a lane starts before it uses the first: the 8 warps of a CTA have few in
+flight otherwise. Other numbers were not measured."""
 LOOKS = 16
-"""How often a block looks for others that have not started before it leaves. Blocks without work
-end while the last ones are being started. Other numbers were not measured."""
+"""How often a CTA looks for others that have not started before it leaves. CTAs without work end
+while the last ones are being started. Other numbers were not measured."""
 MOST_SLOTS = 2048
-"""Slots whose records fit into the query tile, two for each block."""
+"""Slots whose records fit the query tile, two for each CTA."""
 
 
-class State(IntEnum):
-    """Where a block is: computing, waiting for the others with its pieces written, or gone."""
+class CtaState(IntEnum):
+    """State of a CTA: computing, waiting for the others with its partials written, or gone."""
 
     STARTED = 0x5B8E_13F6_A94D_2701
-    WAITS = 0x5B8E_13F6_A94D_2702
+    WAITING = 0x5B8E_13F6_A94D_2702
     LEFT = 0x5B8E_13F6_A94D_2703
 
 
-def merge_rows(blocks: int) -> int:
-    """Rows of `merges` for a number of blocks, two slots each."""
-    return 3 * blocks + 1
+class Record(IntEnum):
+    """Columns of a slot's record."""
+
+    SPLIT = 0
+    """Flags of `Split`; 0 for an empty slot."""
+    FIRST_ROW = 1
+    """First output row."""
+    ROWS = 2
 
 
-def cuts_items(part_range, parts):
-    """Whether a launch may cut items, from what `part_range` found for any of its blocks.
+class Total(IntEnum):
+    """What the CTAs count before they merge."""
 
-    Where it does not, the parts take turns: the step from one item to the next is their number.
+    TILES = 0
+    """Split work tiles."""
+    MOST_ROWS = 1
+    """Most rows of any of them."""
+    CTAS = 2
+    """CTAs that take part."""
+    RANK = 3
+    """Those of them before this one."""
+
+
+def merge_rows(ctas: int) -> int:
+    """Rows of `merges` for a number of CTAs, two slots each."""
+    return 3 * ctas + 1
+
+
+def may_split(work_range, group_count):
+    """Whether a launch may split items, from the `WorkRange` of any of its CTAs.
+
+    Where it does not, the groups take turns: the step between items is the number of groups.
     """
-    return part_range[4] != parts
+    return work_range.step != group_count
 
 
-def merge_cost(pieces: int, element_size: int) -> tuple[float, float]:
-    """FLOPs and bytes of merging a number of pieces into elements of this size."""
-    rows = pieces * ROWS
+def merge_cost(partials: int, element_size: int) -> tuple[float, float]:
+    """FLOPs and bytes of merging a number of partials into elements of this size."""
+    rows = partials * ROWS
     return 2.0 * rows * LATENT, float(rows * (LATENT * 4 + 4 + LATENT * element_size))
 
 
-@cute.jit
-def final_lse(log_sum: Float32, empty_positive: cutlass.Constexpr):
-    """The log-sum-exp of a row as it is returned, from one in powers of two.
-
-    A row without a visible token has -inf, or +inf where `empty_positive` asks for it, as FlashMLA
-    returns it. Pieces have -inf in any case.
-    """
-    result = log_sum * LN_2
-    if const_expr(empty_positive):
-        if log_sum == -Float32.inf:
-            result = Float32.inf
-    return result
-
-
 @dataclass(frozen=True)
-class Room:
-    """Shared memory of the merge, laid over the query tile, which nobody reads any more.
+class MergeShared:
+    """Shared memory of the merge, laid over the query tile, which no warp reads any more.
 
     Attributes:
         records: [slot, 3] as in `merges`.
-        owners: [cut item]: the slot of its first piece.
-        stays: [block]: whether it takes part.
-        totals: cut items, most rows of any, blocks that take part, those of them before this one.
-        weights: [warp, 2] maximum and sum of weights of a warp's pieces.
-        shares: [warp, 4, lane] a warp's part of a sum.
+        owners: [split tile]: the slot of its first partial.
+        stays: [CTA]: whether it takes part.
+        totals: [4] see `Total`.
+        weights: [warp, 2] maximum and sum of weights of a warp's partials.
+        sums: [warp, 4, lane] a warp's weighted sum.
     """
 
     records: Any
@@ -113,14 +127,15 @@ class Room:
     stays: Any
     totals: Any
     weights: Any
-    shares: Any
+    sums: Any
 
 
-def merge_room(tile: cute.Pointer) -> Room:
+def merge_shared(tile: cute.Pointer) -> MergeShared:
     """The merge's view of the query tile."""
     words = cute.recast_ptr(tile, dtype=Int32)
     sizes = [
-        (MOST_SLOTS, 3), (MOST_SLOTS,), (MOST_SLOTS // 2,), (4,), (WARPS, 2), (WARPS, 4, 32)
+        (MOST_SLOTS, len(Record)), (MOST_SLOTS,), (MOST_SLOTS // 2,), (len(Total),),
+        (CONSUMER_WARPS, 2), (CONSUMER_WARPS, 4, 32),
     ]  # fmt: skip
     tensors: list[cute.Tensor] = []
     used = 0
@@ -131,313 +146,320 @@ def merge_room(tile: cute.Pointer) -> Room:
         tensors.append(cute.make_tensor(place, cute.make_ordered_layout(shape, order=order)))
         used += cute.size(shape)
     assert used * 4 <= ROWS * (LATENT + ROPE) * 2
-    return Room(*tensors)
+    return MergeShared(*tensors)
 
 
 @cute.jit
-def state_place(merges: cute.Tensor, blocks: Int32, block: Int32) -> cute.Pointer:
-    """Where the state of a block is; that of the block behind the last one counts readers."""
-    return cute.recast_ptr((merges.iterator + (2 * blocks + block) * 4).align(8), dtype=Int64)
+def record_partial(merges: cute.Tensor, slot: Int32, tile: cutlass.Constexpr):
+    """Record what a slot holds; one thread calls it."""
+    merges[slot, Record.SPLIT] = tile.split
+    merges[slot, Record.FIRST_ROW] = tile.base + tile.row
+    merges[slot, Record.ROWS] = cutlass.min(tile.rows - tile.row, ROWS)
 
 
 @cute.jit
-def state_of(merges: cute.Tensor, blocks: Int32, block: Int32, order: cutlass.Constexpr) -> Int64:
-    """The state of a block now; with the order "acquire", what it wrote before can be read."""
-    return cute.arch.load(state_place(merges, blocks, block), Int64, sem=order, scope="gpu")
+def state_pointer(merges: cute.Tensor, ctas: Int32, cta: Int32) -> cute.Pointer:
+    """Pointer to the state of a CTA; that of the CTA behind the last one counts readers."""
+    return cute.recast_ptr((merges.iterator + (2 * ctas + cta) * 4).align(8), dtype=Int64)
 
 
 @cute.jit
-def open_merge(merges: cute.Tensor, blocks: Int32, block: Int32):
-    """Say that a block has started, and that its slots are empty; one thread calls it."""
+def state_of(merges: cute.Tensor, ctas: Int32, cta: Int32, order: cutlass.Constexpr) -> Int64:
+    """The state of a CTA now; with the order "acquire", what it wrote before can be read."""
+    return cute.arch.load(state_pointer(merges, ctas, cta), Int64, sem=order, scope="gpu")
+
+
+@cute.jit
+def open_merge(merges: cute.Tensor, ctas: Int32, cta: Int32):
+    """Publish that a CTA has started and that its slots are empty; one thread calls it."""
     for i in cutlass.range_constexpr(2):
-        merges[block * 2 + i, 0] = Int32(0)
-    if block == 0:
-        # Before its own state, which whoever counts has seen.
-        cute.arch.store(state_place(merges, blocks, blocks), Int64(0), sem="relaxed", scope="gpu")
-    started = Int64(State.STARTED)
-    cute.arch.store(state_place(merges, blocks, block), started, sem="relaxed", scope="gpu")
+        merges[cta * 2 + i, Record.SPLIT] = Int32(0)
+    if cta == 0:
+        # Before its own state, which every CTA that counts has seen.
+        cute.arch.store(state_pointer(merges, ctas, ctas), Int64(0), sem="relaxed", scope="gpu")
+    started = Int64(CtaState.STARTED)
+    cute.arch.store(state_pointer(merges, ctas, cta), started, sem="relaxed", scope="gpu")
 
 
 @cute.jit
-def merge_pieces(
+def merge_partials(
     outputs: cutlass.Constexpr,
     missing: cute.Tensor,
-    room: cutlass.Constexpr,
-    gang: Int32,
-    blocks: Int32,
-    block: Int32,
+    shared: cutlass.Constexpr,
+    group_ctas: Int32,
+    ctas: Int32,
+    cta: Int32,
     dtype: cutlass.Constexpr,
 ):
-    """The end of a block whose launch cuts items; all computing threads call it.
+    """The end of a CTA whose launch may split items; all consumers call it.
 
     Args:
-        outputs: o_latent, lse, o_partial, lse_partial, merges, `empty_positive` of `final_lse`.
-        missing: in shared memory, 0 when the block starts.
-        room: shared memory of the merge.
-        gang: blocks of a gang.
-        blocks: blocks of the launch.
-        block: this one.
+        outputs: `Outputs`.
+        missing: in shared memory, 0 when the CTA starts.
+        shared: shared memory of the merge.
+        group_ctas: CTAs of a CTA group.
+        ctas: CTAs of the launch.
+        cta: this one.
         dtype: element type of the output.
     """
-    merges = outputs[4]
+    merges = outputs.merges
     thread, _, _ = cute.arch.thread_idx()
     # Asked while the results are still on their way to memory.
-    for other in cutlass.range(thread, blocks, CONSUMERS, unroll=1):
-        known = has_started(state_of(merges, blocks, other, "relaxed"))
+    for other in cutlass.range(thread, ctas, CONSUMERS, unroll=1):
+        known = has_started(state_of(merges, ctas, other, "relaxed"))
         looks = Int32(0)
         while not known and looks < LOOKS:
-            known = has_started(state_of(merges, blocks, other, "relaxed"))
+            known = has_started(state_of(merges, ctas, other, "relaxed"))
             looks += 1
         if not known:
             missing[0] = 1
-    # From here on everything is written, and nobody reads the query tile.
-    cute.arch.barrier(barrier_id=Barrier.FINISH, number_of_threads=CONSUMERS)
+    # From here on all partials are written, and no warp reads the query tile.
+    cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
     stays = missing[0] == 0
     if thread == 0:
-        state = Int64(State.LEFT)
+        state = Int64(CtaState.LEFT)
         if stays:
-            state = Int64(State.WAITS)
+            state = Int64(CtaState.WAITING)
         # The release covers what the other threads wrote before the barrier.
-        cute.arch.store(state_place(merges, blocks, block), state, sem="release", scope="gpu")
+        cute.arch.store(state_pointer(merges, ctas, cta), state, sem="release", scope="gpu")
     if stays:
-        gather(merges, room, blocks, block)
+        gather(merges, shared, ctas, cta)
         readers = Int64(0)
         if thread == 0:
-            # Whoever counts has left its loops over states: no order of memory is needed.
+            # A CTA that counts has left its loops over states: no order of memory is needed.
             readers = cute.arch.atomic_add(
-                state_place(merges, blocks, blocks), Int64(1), sem="relaxed", scope="gpu"
+                state_pointer(merges, ctas, ctas), Int64(1), sem="relaxed", scope="gpu"
             )
-        share_rows(outputs, room, gang, blocks, dtype)
-        # Asked for above, needed here, so that nobody has waited for the answer.
-        if thread == 0 and readers == room.totals[2] - 1:
-            for other in cutlass.range(blocks, unroll=8):
-                place = state_place(merges, blocks, other)
+        merge_own_rows(outputs, shared, group_ctas, ctas, dtype)
+        # Issued above and used only here, so that its latency is hidden.
+        if thread == 0 and readers == shared.totals[Total.CTAS] - 1:
+            for other in cutlass.range(ctas, unroll=8):
+                place = state_pointer(merges, ctas, other)
                 cute.arch.store(place, Int64(0), sem="relaxed", scope="gpu")
 
 
 @cute.jit
 def has_started(state: Int64) -> Boolean:
-    return state == State.STARTED or state == State.WAITS or state == State.LEFT
+    return state == CtaState.STARTED or state == CtaState.WAITING or state == CtaState.LEFT
 
 
 @cute.jit
-def gather(merges: cute.Tensor, room: cutlass.Constexpr, blocks: Int32, block: Int32):
-    """Wait for all blocks; then `room` says what there is to merge and who takes part."""
+def gather(merges: cute.Tensor, shared: cutlass.Constexpr, ctas: Int32, cta: Int32):
+    """Wait for all CTAs; then `shared` says what there is to merge and which CTAs take part."""
     thread, _, _ = cute.arch.thread_idx()
-    for other in cutlass.range(thread, blocks, CONSUMERS, unroll=1):
-        state = state_of(merges, blocks, other, "acquire")
-        while state != State.WAITS and state != State.LEFT:
-            state = state_of(merges, blocks, other, "acquire")
+    for other in cutlass.range(thread, ctas, CONSUMERS, unroll=1):
+        state = state_of(merges, ctas, other, "acquire")
+        while state != CtaState.WAITING and state != CtaState.LEFT:
+            state = state_of(merges, ctas, other, "acquire")
         stays = Int32(0)
-        if state == State.WAITS:
+        if state == CtaState.WAITING:
             stays = Int32(1)
-        room.stays[other] = stays
+        shared.stays[other] = stays
         for i in cutlass.range_constexpr(2):
-            for column in cutlass.range_constexpr(3):
-                room.records[other * 2 + i, column] = merges[other * 2 + i, column]
-    cute.arch.barrier(barrier_id=Barrier.FINISH, number_of_threads=CONSUMERS)
+            for column in cutlass.range_constexpr(len(Record)):
+                shared.records[other * 2 + i, column] = merges[other * 2 + i, column]
+    cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
     if thread < 32:
-        count_items(room, blocks)
-        count_blocks(room, blocks, block)
-    cute.arch.barrier(barrier_id=Barrier.FINISH, number_of_threads=CONSUMERS)
+        count_tiles(shared, ctas)
+        count_ctas(shared, ctas, cta)
+    cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
 
 
 @cute.jit
-def count_items(room: cutlass.Constexpr, blocks: Int32):
-    """List the cut items, in the same order in every block; one warp calls it."""
+def count_tiles(shared: cutlass.Constexpr, ctas: Int32):
+    """List the split work tiles, in the same order in every CTA; one warp calls it."""
     lane = cute.arch.lane_idx()
-    items = Int32(0)
+    tiles = Int32(0)
     most = Int32(0)
-    for base in cutlass.range(0, 2 * blocks, 32, unroll=1):
+    for base in cutlass.range(0, 2 * ctas, 32, unroll=1):
         slot = base + lane
         first = False
-        if slot < 2 * blocks:
-            first = (room.records[slot, 0] & Piece.FIRST) != 0
+        if slot < 2 * ctas:
+            first = (shared.records[slot, Record.SPLIT] & Split.FIRST) != 0
         found = cute.arch.vote_ballot_sync(first)
         if first:
-            room.owners[items + cute.arch.popc(found & ((Int32(1) << lane) - 1))] = slot
-            most = cutlass.max(most, room.records[slot, 2])
-        items += cute.arch.popc(found)
+            shared.owners[tiles + cute.arch.popc(found & ((Int32(1) << lane) - 1))] = slot
+            most = cutlass.max(most, shared.records[slot, Record.ROWS])
+        tiles += cute.arch.popc(found)
     most = cute.arch.warp_redux_sync(most, "max")
     if lane == 0:
-        room.totals[0] = items
-        room.totals[1] = most
+        shared.totals[Total.TILES] = tiles
+        shared.totals[Total.MOST_ROWS] = most
 
 
 @cute.jit
-def count_blocks(room: cutlass.Constexpr, blocks: Int32, block: Int32):
-    """Count who takes part, and who of them comes before this block; one warp calls it."""
+def count_ctas(shared: cutlass.Constexpr, ctas: Int32, cta: Int32):
+    """Count the CTAs that take part, and those of them before this one; one warp calls it."""
     lane = cute.arch.lane_idx()
     present = Int32(0)
     before = Int32(0)
-    for base in cutlass.range(0, blocks, 32, unroll=1):
+    for base in cutlass.range(0, ctas, 32, unroll=1):
         other = base + lane
         stays = Int32(0)
-        if other < blocks:
-            stays = room.stays[other]
+        if other < ctas:
+            stays = shared.stays[other]
         present += stays
-        if other < block:
+        if other < cta:
             before += stays
     present = cute.arch.warp_redux_sync(present, "add")
     before = cute.arch.warp_redux_sync(before, "add")
     if lane == 0:
-        room.totals[2] = present
-        room.totals[3] = before
+        shared.totals[Total.CTAS] = present
+        shared.totals[Total.RANK] = before
 
 
 @cute.jit
-def share_rows(
+def merge_own_rows(
     outputs: cutlass.Constexpr,
-    room: cutlass.Constexpr,
-    gang: Int32,
-    blocks: Int32,
+    shared: cutlass.Constexpr,
+    group_ctas: Int32,
+    ctas: Int32,
     dtype: cutlass.Constexpr,
 ):
-    """Merge this block's share of the rows."""
-    rows = room.totals[0] * room.totals[1]
-    if rows >= blocks * WARPS:
-        merge_units(outputs, room, gang, blocks, Int32(1), CHUNKS, dtype)
+    """Merge this CTA's share of the rows."""
+    rows = shared.totals[Total.TILES] * shared.totals[Total.MOST_ROWS]
+    if rows >= ctas * CONSUMER_WARPS:
+        merge_units(outputs, shared, group_ctas, ctas, Int32(1), CHUNKS, dtype)
     else:
-        # With few rows a warp takes a part of one, and where these are few as well, several warps
-        # take some pieces each: one alone would wait for memory once per handful of pieces.
+        # With few rows a warp takes some columns of one, and where these are few as well, several
+        # warps take some partials each: one alone would wait for memory again and again.
         team = Int32(1)
-        while team < WARPS and rows * CHUNKS * team * 2 <= blocks * WARPS:
+        while team < CONSUMER_WARPS and rows * CHUNKS * team * 2 <= ctas * CONSUMER_WARPS:
             team = team * 2
-        merge_units(outputs, room, gang, blocks, team, 1, dtype)
+        merge_units(outputs, shared, group_ctas, ctas, team, 1, dtype)
 
 
 @cute.jit
 def merge_units(
     outputs: cutlass.Constexpr,
-    room: cutlass.Constexpr,
-    gang: Int32,
-    blocks: Int32,
+    shared: cutlass.Constexpr,
+    group_ctas: Int32,
+    ctas: Int32,
     team: Int32,
     chunks: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
 ):
-    """Merge this block's units, each some columns of a row.
+    """Merge this CTA's units, each some columns of a row.
 
     Args:
-        outputs, room, gang, blocks, dtype: as for `merge_pieces`.
-        team: warps that share a unit, each with some of its pieces; 1 for whole rows.
+        outputs, shared, group_ctas, ctas, dtype: as for `merge_partials`.
+        team: warps that share a unit, each with some of its partials; 1 for whole rows.
         chunks: chunks of columns of a unit.
     """
-    _, _, o_partial, lse_partial, _, _ = outputs
     thread, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(thread // 32)
     lane = cute.arch.lane_idx()
-    items, most, present, rank = (room.totals[i] for i in range(4))
+    tiles, most, present, rank = (shared.totals[total] for total in Total)
     per_row = CHUNKS // chunks
-    units = items * most * per_row
-    teams = WARPS // team
-    slots = 2 * blocks
-    pieces_in = cute.make_tensor(
-        o_partial, cute.make_layout((slots * ROWS, LATENT), stride=(LATENT, 1))
+    units = tiles * most * per_row
+    teams = CONSUMER_WARPS // team
+    slots = 2 * ctas
+    partials = cute.make_tensor(
+        outputs.o_partial, cute.make_layout((slots * ROWS, LATENT), stride=(LATENT, 1))
     )
     for turn in cutlass.range((units + present * teams - 1) // (present * teams), unroll=1):
         unit = (turn * present + rank) * teams + warp // team
         first = Int32(0)
         row = Int32(0)
-        live = Boolean(False)
+        valid = Boolean(False)
         if unit < units:
-            first = room.owners[unit // (most * per_row)]
+            first = shared.owners[unit // (most * per_row)]
             row = unit // per_row % most
-            live = row < room.records[first, 2]
+            valid = row < shared.records[first, Record.ROWS]
         chunk = unit % per_row
         top = -Float32.inf
         weight = Float32(0.0)
         acc = cute.make_rmem_tensor((4, chunks), Float32)
         acc.fill(0.0)
-        if live:
-            top, weight = add_pieces(
-                pieces_in, lse_partial, room, acc, first, row, chunk, gang, slots, warp % team,
-                team, chunks,
+        if valid:
+            top, weight = add_partials(
+                partials, outputs.lse_partial, shared, acc, first, row, chunk, group_ctas, slots,
+                warp % team, team, chunks,
             )  # fmt: skip
         if const_expr(chunks == 1):
             if team > 1:
-                top, weight = add_shares(room, acc, top, weight, warp, warp % team, team)
-        if live and warp % team == 0:
-            at = room.records[first, 1] + row
+                top, weight = add_team(shared, acc, top, weight, warp, warp % team, team)
+        if valid and warp % team == 0:
+            at = shared.records[first, Record.FIRST_ROW] + row
             store_merged(outputs, acc, top, weight, at, chunk * chunks, lane, chunks, dtype)
 
 
 @cute.jit
-def count_pieces(room: cutlass.Constexpr, second: Int32, step: Int32, slots: Int32) -> Int32:
-    """Pieces of an item: those from the second on lie a part apart up to one marked as last."""
+def count_partials(shared: cutlass.Constexpr, second: Int32, step: Int32, slots: Int32) -> Int32:
+    """Partials of a tile: those from the second on lie a group apart, up to one marked as last."""
     lane = cute.arch.lane_idx()
-    pieces = Int32(1)
-    looking = Boolean(True)
+    partials = Int32(1)
+    searching = Boolean(True)
     base = Int32(0)
-    while looking:
+    while searching:
         slot = second + (base + lane) * step
         is_last = False
         if slot < slots:
-            is_last = (room.records[slot, 0] & Piece.LAST) != 0
+            is_last = (shared.records[slot, Record.SPLIT] & Split.LAST) != 0
         found = cute.arch.vote_ballot_sync(is_last)
         if found != 0:
-            looking = Boolean(False)
-            pieces = base + 1 + cute.arch.popc((found & -found) - 1) + 1
+            searching = Boolean(False)
+            partials = base + 1 + cute.arch.popc((found & -found) - 1) + 1
         else:
             base += 32
-            looking = second + base * step < slots
-    return pieces
+            searching = second + base * step < slots
+    return partials
 
 
 @cute.jit
-def add_pieces(
-    pieces_in: cute.Tensor,
+def add_partials(
+    partials: cute.Tensor,
     lse_partial: cute.Tensor,
-    room: cutlass.Constexpr,
+    shared: cutlass.Constexpr,
     acc: cute.Tensor,
     first: Int32,
     row: Int32,
     chunk: Int32,
-    gang: Int32,
+    group_ctas: Int32,
     slots: Int32,
     rank: Int32,
     team: Int32,
     chunks: cutlass.Constexpr,
 ):
-    """Add every `team`-th piece of a row, weighted; returns the maximum and the sum of weights.
+    """Add every `team`-th partial of a row, weighted; returns the maximum and the sum of weights.
 
     Args:
-        pieces_in: o_partial as rows.
-        lse_partial: log-sum-exp of these rows.
-        room: shared memory of the merge.
+        partials: o_partial as rows.
+        lse_partial: LSE of these rows.
+        shared: shared memory of the merge.
         acc: (4, chunks) this lane's columns.
-        first: slot of the item's first piece.
-        row: row of the piece.
+        first: slot of the tile's first partial.
+        row: row of the tile.
         chunk: which unit of the row's columns.
-        gang: blocks of a gang.
+        group_ctas: CTAs of a CTA group.
         slots: slots of the launch.
-        rank: the first piece to add.
-        team: step from one piece to the next.
+        rank: the first partial to add.
+        team: step from one partial to the next.
         chunks: chunks of columns of a unit.
     """
     lane = cute.arch.lane_idx()
-    step = gang * 2
+    step = group_ctas * 2
     second = first // 2 * 2 + step
-    pieces = count_pieces(room, second, step, slots)
+    count = count_partials(shared, second, step, slots)
     batch = LOADS // chunks
     top = -Float32.inf
     weight = Float32(0.0)
-    for base in cutlass.range(rank, pieces, team * batch, unroll=1):
-        parts = cute.make_rmem_tensor((4, chunks, batch), Float32)
+    for base in cutlass.range(rank, count, team * batch, unroll=1):
+        loaded = cute.make_rmem_tensor((4, chunks, batch), Float32)
         own = cute.make_rmem_tensor(batch, Float32)
         own.fill(-Float32.inf)
-        parts.fill(0.0)
+        loaded.fill(0.0)
         for j in cutlass.range_constexpr(batch):
             i = base + j * team
-            if i < pieces:
+            if i < count:
                 slot = second + (i - 1) * step
                 if i == 0:
                     slot = first
                 own[j] = lse_partial[slot * ROWS + row]
                 for c in cutlass.range_constexpr(chunks):
                     column = (chunk * chunks + c) * 32 + lane
-                    source = cute.local_tile(pieces_in[slot * ROWS + row, None], (4,), (column,))
-                    cute.autovec_copy(source, parts[None, c, j])
+                    source = cute.local_tile(partials[slot * ROWS + row, None], (4,), (column,))
+                    cute.autovec_copy(source, loaded[None, c, j])
         new = top
         for j in cutlass.range_constexpr(batch):
             new = cute.arch.fmax(new, own[j])
@@ -448,7 +470,7 @@ def add_pieces(
         for j in cutlass.range_constexpr(batch):
             own_weight = cute.math.exp2(own[j] - level, fastmath=True)
             weight += own_weight
-            acc.store(acc.load() + parts[None, None, j].load() * own_weight)
+            acc.store(acc.load() + loaded[None, None, j].load() * own_weight)
         top = new
     return top, weight
 
@@ -463,8 +485,8 @@ def finite(top: Float32) -> Float32:
 
 
 @cute.jit
-def add_shares(
-    room: cutlass.Constexpr,
+def add_team(
+    shared: cutlass.Constexpr,
     acc: cute.Tensor,
     top: Float32,
     weight: Float32,
@@ -472,27 +494,27 @@ def add_shares(
     rank: Int32,
     team: Int32,
 ):
-    """Add what the warps of a team have; the first one gets the sum. All warps call it."""
+    """Add the sums of a team's warps; the first warp gets the result. All warps call it."""
     lane = cute.arch.lane_idx()
     for e in cutlass.range_constexpr(4):
-        room.shares[warp, e, lane] = acc[e, 0]
+        shared.sums[warp, e, lane] = acc[e, 0]
     if lane == 0:
-        room.weights[warp, 0] = top
-        room.weights[warp, 1] = weight
-    cute.arch.barrier(barrier_id=Barrier.FINISH, number_of_threads=CONSUMERS)
+        shared.weights[warp, 0] = top
+        shared.weights[warp, 1] = weight
+    cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
     if rank == 0:
         for other in cutlass.range(1, team, unroll=1):
-            top = cute.arch.fmax(top, room.weights[warp + other, 0])
+            top = cute.arch.fmax(top, shared.weights[warp + other, 0])
         level = finite(top)
         weight = Float32(0.0)
         acc.fill(0.0)
         for other in cutlass.range(team, unroll=1):
-            scale = cute.math.exp2(room.weights[warp + other, 0] - level, fastmath=True)
-            weight += room.weights[warp + other, 1] * scale
+            scale = cute.math.exp2(shared.weights[warp + other, 0] - level, fastmath=True)
+            weight += shared.weights[warp + other, 1] * scale
             for e in cutlass.range_constexpr(4):
-                acc[e, 0] = acc[e, 0] + room.shares[warp + other, e, lane] * scale
+                acc[e, 0] = acc[e, 0] + shared.sums[warp + other, e, lane] * scale
     # The next turn writes where this one is read.
-    cute.arch.barrier(barrier_id=Barrier.FINISH, number_of_threads=CONSUMERS)
+    cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
     return top, weight
 
 
@@ -508,18 +530,18 @@ def store_merged(
     chunks: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
 ):
-    """Write columns of a merged row, and with the first ones its log-sum-exp."""
-    o_latent, lse, _, _, _, empty_positive = outputs
+    """Write columns of a merged row, and with the first ones its LSE."""
+    lse = outputs.lse
     inverse = Float32(0.0)
-    log_sum = -Float32.inf
+    lse_log2 = -Float32.inf
     if weight > 0.0:
         inverse = Float32(1.0) / weight
-        log_sum = top + cute.math.log2(weight, fastmath=True)
+        lse_log2 = top + cute.math.log2(weight, fastmath=True)
     narrow = cute.make_rmem_tensor((4, chunks), dtype)
     narrow.store((acc.load() * inverse).to(dtype))
     start = Int64(row) * LATENT + (chunk * CHUNK + lane * 4)
     for c in cutlass.range_constexpr(chunks):
-        place = (o_latent + (start + c * CHUNK)).align(8)
+        place = (outputs.o_latent + (start + c * CHUNK)).align(8)
         cute.autovec_copy(narrow[None, c], cute.make_tensor(place, 4))
     if chunk == 0 and lane == 0:
-        lse[row] = final_lse(log_sum, empty_positive)
+        lse[row] = final_lse(lse_log2, outputs.empty_positive)

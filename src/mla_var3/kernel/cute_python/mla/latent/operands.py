@@ -105,7 +105,7 @@ class LatentSizes(NamedTuple):
         tree_stride, tree_row_stride: between requests and between queries.
         newest: newest tokens to leave out.
         causal: 1 if a query sees no later token.
-        gang, groups, parts: see `schedule.py`.
+        group_ctas, visits, group_count: see `GroupShape` in `scheduler.py`.
     """
 
     scale_log2e: float
@@ -126,9 +126,9 @@ class LatentSizes(NamedTuple):
     tree_row_stride: int
     newest: int
     causal: int
-    gang: int
-    groups: int
-    parts: int
+    group_ctas: int
+    visits: int
+    group_count: int
 
 
 class ProjectionOperands(NamedTuple):
@@ -152,13 +152,13 @@ class ProjectionSizes(NamedTuple):
     Attributes:
         tokens: query tokens of all requests.
         query_ctas: CTAs of the queries' projection.
-        output_splits: CTAs per head of the outputs' projection.
+        output_head_ctas: CTAs per head of the outputs' projection.
         output_columns: output columns of such a CTA.
     """
 
     tokens: int
     query_ctas: int
-    output_splits: int
+    output_head_ctas: int
     output_columns: int
 
 
@@ -198,14 +198,14 @@ class LatentOptions:
 
 
 class CtaGroups(Protocol):
-    """How CTAs work together; see `schedule.py`."""
+    """How CTAs work together; see `scheduler.py`."""
 
     @property
-    def gang(self) -> int: ...
+    def group_ctas(self) -> int: ...
     @property
-    def groups(self) -> int: ...
+    def visits(self) -> int: ...
     @property
-    def parts(self) -> int: ...
+    def group_count(self) -> int: ...
 
 
 def latent_arguments(
@@ -233,9 +233,9 @@ def latent_arguments(
         tree_row_stride=0 if tree is None else tree.stride(1),
         newest=options.newest,
         causal=int(options.causal),
-        gang=shape.gang,
-        groups=shape.groups,
-        parts=shape.parts,
+        group_ctas=shape.group_ctas,
+        visits=shape.visits,
+        group_count=shape.group_count,
     )
     if tree is not None:  # a pointer to bytes
         operands = operands._replace(tree=tree.view(torch.uint8))

@@ -1,96 +1,127 @@
-"""The computing warpgroups of the absorbed kernel, for tiles of 64 query rows.
+"""Consumer warpgroups of the latent kernel, for query tiles of 64 rows.
 
-Of every pair of KV blocks each of the two warpgroups computes the scores of one. Of the output each
-holds half of the columns, so it multiplies the probabilities of both blocks with its half of V, its
+Of every pair of KV blocks each of the two warpgroups computes the scores of one. Each accumulates
+half of the output columns, so it multiplies the probabilities of both blocks by its half of V, its
 own from registers and the other's from shared memory.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warp, warpgroup
 
-from mla_var3.kernel.cute_python.mla.hopper.warps import CONSUMERS, free
-from mla_var3.kernel.cute_python.mla.latent.loader import (
-    EVEN_GROUPS,
-    ODD_GROUPS,
-    Barrier,
-    Signal,
-    announce,
-)
-from mla_var3.kernel.cute_python.mla.latent.merge import final_lse
-from mla_var3.kernel.cute_python.mla.latent.ops import (
+from mla_var3.kernel.cute_python.mla.hopper.constants import (
+    CONSUMERS,
     HALF,
+    KV_BLOCK,
     LATENT,
     ROPE_TILE,
+    ROWS,
     SCORE_FLOOR,
     TILE,
-    add_values,
+    WARPGROUP,
+)
+from mla_var3.kernel.cute_python.mla.hopper.rows import (
     clear_rows,
-    hide,
-    highest,
-    raise_top,
-    rises,
-    row_total,
-    scores,
-    shrink,
-    store_narrow,
+    exponentiate,
+    mask_scores,
+    max_must_rise,
+    normaliser,
+    own_columns,
+    raise_max,
+    rescale,
+    row_sum,
     store_row,
+    thread_max,
     two_rows,
-    weigh,
 )
-from mla_var3.kernel.cute_python.mla.latent.schedule import (
-    KV_BLOCK,
-    ROWS,
+from mla_var3.kernel.cute_python.mla.hopper.warps import release
+from mla_var3.kernel.cute_python.mla.latent.merge import record_partial
+from mla_var3.kernel.cute_python.mla.latent.ops import add_values, compute_scores, final_lse
+from mla_var3.kernel.cute_python.mla.latent.producer import (
+    EVEN_PARTS,
+    ODD_PARTS,
+    Barrier,
+    Mbarrier,
+    arrive,
+)
+from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     first_hidden,
-    item_at,
-    note_piece,
+    partial_slot,
     row_limit,
-    slot_of,
+    tree_hides,
 )
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What the warpgroups exchange in shared memory, a number per row.
+
+    Attributes:
+        row_max: [64] running maximum.
+        scale_even, scale_odd: [64] factors by which the even or odd block's maximum rescales.
+        row_sum: [64, warpgroup] sums of probabilities.
+    """
+
+    row_max: Any
+    scale_even: Any
+    scale_odd: Any
+    row_sum: Any
 
 
 @cute.jit
-def compute_many(
+def compute_rows64(
     qk_mma: cute.TiledMma,
     pv_mma: cute.TiledMma,
     pv_mma_shared: cute.TiledMma,
-    s_q: cute.Tensor,
-    s_even: cute.Tensor,
-    s_odd: cute.Tensor,
-    signals: cute.Pointer,
+    shared: cutlass.Constexpr,
+    barriers: cute.Pointer,
     exchange: cutlass.Constexpr,
     outputs: cutlass.Constexpr,
     scale_log2e: Float32,
-    part: Int32,
-    work: cutlass.Constexpr,
+    scheduler: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
     strict: cutlass.Constexpr,
 ):
-    """Warpgroup 0 owns the even KV blocks and the left half of the output, 1 the others."""
-    row_max, scale_even, scale_odd, row_sum = exchange
+    """Warpgroup 0 owns the even KV blocks and the left half of the output, 1 the others.
+
+    Args:
+        qk_mma: scores, 64 x 64.
+        pv_mma, pv_mma_shared: values, 64 x 256, with P in registers or in shared memory.
+        shared: query tile and KV blocks, `SharedTiles`.
+        barriers: mbarriers.
+        exchange: `Exchange`.
+        outputs: `Outputs`.
+        scale_log2e: softmax scale times log2 e.
+        scheduler: the CTA's work tiles.
+        dtype: element type.
+        strict: see `arrive`.
+    """
     thread, _, _ = cute.arch.thread_idx()
-    group = cute.arch.make_warp_uniform(thread // 128)
-    t = thread % 128
+    group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+    t = thread % WARPGROUP
     lane = t % 32
     row0 = (t // 32) * 16 + lane // 4
 
     # The rope columns of a KV block are of no use once its scores exist: they hold P then.
-    p_even = cute.local_tile(s_even, (KV_BLOCK, TILE), (0, ROPE_TILE))
-    p_odd = cute.local_tile(s_odd, (KV_BLOCK, TILE), (0, ROPE_TILE))
+    p_even = cute.local_tile(shared.even, (KV_BLOCK, TILE), (0, ROPE_TILE))
+    p_odd = cute.local_tile(shared.odd, (KV_BLOCK, TILE), (0, ROPE_TILE))
     thr_qk = qk_mma.get_slice(t)
     thr_pv, thr_pv_shared = pv_mma.get_slice(t), pv_mma_shared.get_slice(t)
-    f_q = qk_mma.make_fragment_A(thr_qk.partition_A(s_q))
-    f_even = qk_mma.make_fragment_B(thr_qk.partition_B(s_even))
-    f_odd = qk_mma.make_fragment_B(thr_qk.partition_B(s_odd))
+    f_q = qk_mma.make_fragment_A(thr_qk.partition_A(shared.q))
+    f_even = qk_mma.make_fragment_B(thr_qk.partition_B(shared.even))
+    f_odd = qk_mma.make_fragment_B(thr_qk.partition_B(shared.odd))
 
     def values(block):
         # (256, 64): this warpgroup's half of the latent columns, transposed
         half = cute.local_tile(block, (KV_BLOCK, HALF), (0, group))
         return cute.composition(half, cute.make_ordered_layout((HALF, KV_BLOCK), order=(1, 0)))
 
-    v_even = pv_mma.make_fragment_B(thr_pv.partition_B(values(s_even)))
-    v_odd = pv_mma.make_fragment_B(thr_pv.partition_B(values(s_odd)))
+    v_even = pv_mma.make_fragment_B(thr_pv.partition_B(values(shared.even)))
+    v_odd = pv_mma.make_fragment_B(thr_pv.partition_B(values(shared.odd)))
     f_p_even = pv_mma_shared.make_fragment_A(thr_pv_shared.partition_A(p_even))
     f_p_odd = pv_mma_shared.make_fragment_A(thr_pv_shared.partition_A(p_odd))
     store_p = cute.make_tiled_copy_C(
@@ -101,7 +132,7 @@ def compute_many(
     acc_o = cute.make_rmem_tensor(thr_pv.partition_shape_C((ROWS, HALF)), Float32)
     acc_s = cute.make_rmem_tensor(thr_qk.partition_shape_C((ROWS, KV_BLOCK)), Float32)
     o, s = two_rows(acc_o, HALF), two_rows(acc_s, KV_BLOCK)
-    # The same registers as an operand A of the second product and as the result of the first.
+    # The same registers as operand A of the second product and as the result of the first.
     p_operand = cute.make_rmem_tensor(
         cute.make_layout(((2, 2, 2), 1, 4), stride=((1, 2, 4), 0, 8)), dtype
     )
@@ -111,131 +142,153 @@ def compute_many(
     scale = cute.make_rmem_tensor(2, Float32)
     best, top = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
 
-    item = item_at(work.part[0], work)
+    tile = scheduler.first_tile()
     phase = Int32(0)
     q_phase = Int32(0)
-    if item.live:
-        cute.arch.mbarrier_wait(signals + Signal.QUERY, 0)
+    if tile.valid:
+        cute.arch.mbarrier_wait(barriers + Mbarrier.Q_FULL, 0)
         if group == 0:
-            scores(qk_mma, f_q, f_even, acc_s, signals + Signal.EVEN, phase, EVEN_GROUPS)
+            compute_scores(qk_mma, f_q, f_even, acc_s, barriers, phase, EVEN_PARTS)
         else:
-            scores(qk_mma, f_q, f_odd, acc_s, signals + Signal.ODD, phase, ODD_GROUPS)
+            compute_scores(qk_mma, f_q, f_odd, acc_s, barriers, phase, ODD_PARTS)
         warpgroup.wait_group(0)
-    while item.live:
-        following = item_at(item.index + work.part[4], work)
+    while tile.valid:
+        following = scheduler.next_tile(tile)
         acc_o.fill(0.0)
         sums.fill(0.0)
         top.fill(SCORE_FLOOR)
         for r in cutlass.range_constexpr(2):
-            limits[r] = row_limit(item, row0 + 8 * r, work)
-        lowest = first_hidden(item, work)
+            limits[r] = row_limit(tile, row0 + 8 * r, scheduler)
+        lowest = first_hidden(tile, scheduler)
         if group == 0:
-            for pair in cutlass.range(item.pairs, unroll=1):
-                final = pair == item.pairs - 1
+            for pair in cutlass.range(tile.pairs, unroll=1):
+                final = pair == tile.pairs - 1
                 if final:
-                    free(signals + Signal.QUERY_FREE, lane)
-                token = (item.first + 2 * pair) * KV_BLOCK
+                    release(barriers + Mbarrier.Q_EMPTY, lane)
+                token = (tile.first + 2 * pair) * KV_BLOCK
                 if token + KV_BLOCK > lowest:
-                    hide(s, token, limits, lane, row0, item, work)
-                    if token + KV_BLOCK > item.length and token < item.length:
-                        clear_rows(s_even, LATENT, item.length - token, t, Barrier.GROUP)
-                highest(s, best)
+                    mask(s, token, limits, lane, row0, tile, scheduler)
+                    if token + KV_BLOCK > tile.length and token < tile.length:
+                        clear_rows(shared.even, LATENT, tile.length - token, t, Barrier.WARPGROUP_0)
+                thread_max(s, best)
                 scale.fill(1.0)
-                # In most blocks no maximum rises, and no thread needs to hear of another.
-                if rises(best, top, scale_log2e):
-                    raise_top(best, top, scale, sums, scale_log2e)
-                    tell(row_max, top, row0, lane)
-                    shrink(o, scale)
-                tell(scale_even, scale, row0, lane)
-                weigh(s, top, sums, scale_log2e)
+                # In most blocks no maximum rises, and threads exchange nothing.
+                if max_must_rise(best, top, scale_log2e):
+                    raise_max(best, top, scale, sums, scale_log2e)
+                    publish(exchange.row_max, top, row0, lane)
+                    rescale(o, scale)
+                publish(exchange.scale_even, scale, row0, lane)
+                exponentiate(s, top, sums, scale_log2e)
                 p_result.store(acc_s.load().to(dtype))
                 cute.copy(store_p, store_p.retile(p_result), p_even_target)
-                announce(Barrier.EVEN, strict)
+                arrive(Barrier.P_EVEN, strict)
                 add_values(pv_mma, acc_o, p_operand, v_even)
                 warpgroup.wait_group(0)
-                free(signals + Signal.EVEN_FREE, lane)
-                hear_of(Barrier.ODD)
-                if hear(scale, scale_odd, row0):
-                    follow(o, top, sums, scale, row_max, row0)
+                release(barriers + Mbarrier.EVEN_OWN_EMPTY, lane)
+                wait_for_p(Barrier.P_ODD)
+                if receive_scales(scale, exchange.scale_odd, row0):
+                    adopt_max(o, top, sums, scale, exchange.row_max, row0)
                 add_values(pv_mma_shared, acc_o, f_p_odd, v_odd)
                 warpgroup.wait_group(0)
-                free(signals + (Signal.ODD_FREE + 1), lane)
+                release(barriers + Mbarrier.ODD_OTHER_EMPTY, lane)
                 phase ^= 1
-                if final and following.live:
-                    cute.arch.mbarrier_wait(signals + Signal.QUERY, q_phase ^ 1)
-                scores(qk_mma, f_q, f_even, acc_s, signals + Signal.EVEN, phase, EVEN_GROUPS)
+                if final and following.valid:
+                    cute.arch.mbarrier_wait(barriers + Mbarrier.Q_FULL, q_phase ^ 1)
+                compute_scores(qk_mma, f_q, f_even, acc_s, barriers, phase, EVEN_PARTS)
                 warpgroup.wait_group(0)
         else:
-            for pair in cutlass.range(item.pairs, unroll=1):
-                final = pair == item.pairs - 1
+            for pair in cutlass.range(tile.pairs, unroll=1):
+                final = pair == tile.pairs - 1
                 if final:
-                    free(signals + Signal.QUERY_FREE, lane)
-                token = (item.first + 2 * pair + 1) * KV_BLOCK
+                    release(barriers + Mbarrier.Q_EMPTY, lane)
+                token = (tile.first + 2 * pair + 1) * KV_BLOCK
                 if token + KV_BLOCK > lowest:
-                    hide(s, token, limits, lane, row0, item, work)
-                    if token + KV_BLOCK > item.length and token < item.length:
-                        clear_rows(s_odd, LATENT, item.length - token, t, Barrier.GROUP + 1)
-                highest(s, best)
-                hear_of(Barrier.EVEN)
-                if hear(scale, scale_even, row0):
-                    follow(o, top, sums, scale, row_max, row0)
+                    mask(s, token, limits, lane, row0, tile, scheduler)
+                    if token + KV_BLOCK > tile.length and token < tile.length:
+                        clear_rows(shared.odd, LATENT, tile.length - token, t, Barrier.WARPGROUP_1)
+                thread_max(s, best)
+                wait_for_p(Barrier.P_EVEN)
+                if receive_scales(scale, exchange.scale_even, row0):
+                    adopt_max(o, top, sums, scale, exchange.row_max, row0)
                 add_values(pv_mma_shared, acc_o, f_p_even, v_even)
                 scale.fill(1.0)
-                rising = rises(best, top, scale_log2e)
+                rising = max_must_rise(best, top, scale_log2e)
                 if rising:
-                    raise_top(best, top, scale, sums, scale_log2e)
-                    tell(row_max, top, row0, lane)
-                tell(scale_odd, scale, row0, lane)
-                weigh(s, top, sums, scale_log2e)
+                    raise_max(best, top, scale, sums, scale_log2e)
+                    publish(exchange.row_max, top, row0, lane)
+                publish(exchange.scale_odd, scale, row0, lane)
+                exponentiate(s, top, sums, scale_log2e)
                 p_result.store(acc_s.load().to(dtype))
                 cute.copy(store_p, store_p.retile(p_result), p_odd_target)
-                announce(Barrier.ODD, strict)
+                arrive(Barrier.P_ODD, strict)
                 warpgroup.wait_group(0)
-                free(signals + (Signal.EVEN_FREE + 1), lane)
+                release(barriers + Mbarrier.EVEN_OTHER_EMPTY, lane)
                 if rising:
-                    shrink(o, scale)
+                    rescale(o, scale)
                 add_values(pv_mma, acc_o, p_operand, v_odd)
                 warpgroup.wait_group(0)
-                free(signals + Signal.ODD_FREE, lane)
+                release(barriers + Mbarrier.ODD_OWN_EMPTY, lane)
                 phase ^= 1
-                if final and following.live:
-                    cute.arch.mbarrier_wait(signals + Signal.QUERY, q_phase ^ 1)
-                scores(qk_mma, f_q, f_odd, acc_s, signals + Signal.ODD, phase, ODD_GROUPS)
+                if final and following.valid:
+                    cute.arch.mbarrier_wait(barriers + Mbarrier.Q_FULL, q_phase ^ 1)
+                compute_scores(qk_mma, f_q, f_odd, acc_s, barriers, phase, ODD_PARTS)
                 warpgroup.wait_group(0)
-        finish_many(o, sums, top, row_sum, outputs, item, part, row0, lane, group, work, dtype)
+        finish(o, sums, top, exchange.row_sum, outputs, tile, row0, lane, group, scheduler, dtype)
         q_phase ^= 1
-        item = following
+        tile = following
 
 
 @cute.jit
-def tell(shared: cute.Tensor, own: cute.Tensor, row: Int32, lane: Int32):
-    """A number per row for the other warpgroup; the four threads of a row have the same."""
+def mask(
+    s: cute.Tensor,
+    token: Int32,
+    limits: cute.Tensor,
+    lane: Int32,
+    row0: Int32,
+    tile: cutlass.Constexpr,
+    scheduler: cutlass.Constexpr,
+):
+    """Hide the tokens of a KV block that a row does not see, by length, order and tree."""
+    if const_expr(scheduler.tree is None):
+        mask_scores(s, token, limits, lane)
+    else:
+
+        def off_path(r, hidden_token):
+            return tree_hides(tile, row0 + 8 * r, hidden_token, scheduler)
+
+        mask_scores(s, token, limits, lane, off_path)
+
+
+@cute.jit
+def publish(shared: cute.Tensor, own: cute.Tensor, row: Int32, lane: Int32):
+    """Write a number per row for the other warpgroup; the four threads of a row have the same."""
     if lane % 4 == 0:
         for r in cutlass.range_constexpr(2):
             shared[row + 8 * r] = own[r]
 
 
 @cute.jit
-def hear_of(barrier: cutlass.Constexpr):
-    """Wait until the other warpgroup has announced its P, which products here can then read.
+def wait_for_p(barrier: cutlass.Constexpr):
+    """Wait for the other warpgroup's P, and make it visible to the wgmma of this one.
 
-    Readers fence, not the writer: between writing P and multiplying with it, the fence would wait
-    for scores that still run. On an H200 at b=32 s=32 t=4096 h=16 it costs 1 % there.
+    The reader fences, not the writer: between writing P and multiplying by it, the writer's fence
+    would wait for scores that still run. On an H200 at b=32 s=32 t=4096 h=16 it costs 1 % there
+    (docs/knowledge/languages/cute-dsl/optimizations/fence-where-it-is-read.md).
     """
     cute.arch.barrier(barrier_id=barrier, number_of_threads=CONSUMERS)
     cute.arch.fence_view_async_shared()
 
 
 @cute.jit
-def hear(scale: cute.Tensor, scales: cute.Tensor, row: Int32) -> Boolean:
-    """Read the scales of the other warpgroup; whether a row of the warp has to shrink."""
+def receive_scales(scale: cute.Tensor, scales: cute.Tensor, row: Int32) -> Boolean:
+    """Read the scales of the other warpgroup; whether a row of the warp has to be rescaled."""
     for r in cutlass.range_constexpr(2):
         scale[r] = scales[row + 8 * r]
     return cute.arch.vote_ballot_sync(scale[0] != 1.0 or scale[1] != 1.0) != 0
 
 
 @cute.jit
-def follow(
+def adopt_max(
     o: cute.Tensor,
     top: cute.Tensor,
     sums: cute.Tensor,
@@ -243,58 +296,87 @@ def follow(
     row_max: cute.Tensor,
     row: Int32,
 ):
-    """Take over the maxima of the other warpgroup, by which earlier results shrink."""
+    """Adopt the maxima of the other warpgroup, and rescale earlier results by them."""
     for r in cutlass.range_constexpr(2):
         top[r] = row_max[row + 8 * r]
         sums[r] = sums[r] * scale[r]
-    shrink(o, scale)
+    rescale(o, scale)
 
 
 @cute.jit
-def finish_many(
+def finish(
     o: cute.Tensor,
     sums: cute.Tensor,
     top: cute.Tensor,
-    row_sum: cute.Tensor,
+    row_sums: cute.Tensor,
     outputs: cutlass.Constexpr,
-    item: cutlass.Constexpr,
-    part: Int32,
+    tile: cutlass.Constexpr,
     row0: Int32,
     lane: Int32,
     group: Int32,
-    work: cutlass.Constexpr,
+    scheduler: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
 ):
-    """Divide by the row sums of both warpgroups and write the item's result or piece."""
-    o_latent, lse, o_partial, lse_partial, merges, empty_positive = outputs
+    """Normalise by the row sums of both warpgroups, and write the tile's result or partial."""
+    lse, lse_partial = outputs.lse, outputs.lse_partial
     for r in cutlass.range_constexpr(2):
-        total = row_total(sums[r])
+        total = row_sum(sums[r])
         if lane % 4 == 0:
-            row_sum[row0 + 8 * r, group] = total
-    cute.arch.barrier(barrier_id=Barrier.FINISH, number_of_threads=CONSUMERS)
-    slot = slot_of(item, part, work)
+            row_sums[row0 + 8 * r, group] = total
+    cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
+    slot = partial_slot(tile, scheduler)
     for r in cutlass.range_constexpr(2):
         row = row0 + 8 * r
-        total = row_sum[row, 0] + row_sum[row, 1]
-        inverse = Float32(0.0)
-        log_sum = -Float32.inf
-        if total > 0.0:
-            inverse = cute.arch.rcp_approx(total)
-            log_sum = top[r] + cute.math.log2(total, fastmath=True)
+        inverse, lse_log2 = normaliser(row_sums[row, 0] + row_sums[row, 1], top[r])
         o[r, None].store(o[r, None].load() * inverse)
-        speaks = group == 0 and lane % 4 == 0
-        inside = item.row + row < item.rows
-        if item.piece != 0:
-            if inside:
+        writes_lse = group == 0 and lane % 4 == 0
+        exists = tile.row + row < tile.rows
+        if tile.split != 0:
+            if exists:
                 start = (Int64(slot) * ROWS + row) * LATENT
-                store_row(o[r, None], HALF, o_partial, start + group * HALF, lane, Float32)
-                if speaks:
-                    lse_partial[slot * ROWS + row] = log_sum
+                store_row(o[r, None], HALF, outputs.o_partial, start + group * HALF, lane, Float32)
+                if writes_lse:
+                    lse_partial[slot * ROWS + row] = lse_log2
         else:
-            at = Int64(item.base + item.row + row)
-            target = o_latent + (at * LATENT + group * HALF)
-            store_narrow(o[r, None], target, lane, inside, dtype)
-            if speaks and inside:
-                lse[at] = final_lse(log_sum, empty_positive)
-    if item.piece != 0 and group == 0 and row0 == 0 and lane == 0:
-        note_piece(merges, slot, item)
+            at = Int64(tile.base + tile.row + row)
+            target = outputs.o_latent + (at * LATENT + group * HALF)
+            store_narrow(o[r, None], target, lane, exists, dtype)
+            if writes_lse and exists:
+                lse[at] = final_lse(lse_log2, outputs.empty_positive)
+    if tile.split != 0 and group == 0 and row0 == 0 and lane == 0:
+        record_partial(outputs.merges, slot, tile)
+
+
+@cute.jit
+def store_narrow(
+    row: cute.Tensor, target: cute.Pointer, lane: Int32, write: Boolean, dtype: cutlass.Constexpr
+):
+    """Store this thread's columns of a row of half an output in 16 bits, if `write`.
+
+    Four neighbour threads hold 2 of 8 columns each. Pairs of them exchange columns of two groups of
+    8, so that each has 4 neighbouring columns and the four fill a memory sector of 32 bytes. All
+    threads of the warp take part in the exchange, whether their row is written or not.
+    """
+    narrow = cute.make_rmem_tensor((2, HALF // 8), dtype)
+    narrow.store(own_columns(row, HALF).load().to(dtype))
+    words = cute.recast_tensor(narrow, Int32)  # (1, 32)
+    out = cute.make_rmem_tensor((2, HALF // 16), Int32)
+    odd = lane % 2
+    for j in cutlass.range_constexpr(HALF // 16):
+        low, high = words[0, 2 * j], words[0, 2 * j + 1]
+        send = high
+        if odd == 1:
+            send = low
+        got = cute.arch.shuffle_sync_bfly(send, offset=1)
+        if odd == 1:
+            out[0, j] = got
+            out[1, j] = high
+        else:
+            out[0, j] = low
+            out[1, j] = got
+    if write:
+        column = (lane % 4 - odd) * 2 + odd * 8
+        place = cute.recast_ptr((target + column).align(8), dtype=Int32)
+        cute.autovec_copy(
+            out, cute.make_tensor(place, cute.make_layout((2, HALF // 16), stride=(1, 8)))
+        )

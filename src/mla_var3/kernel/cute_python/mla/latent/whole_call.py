@@ -22,7 +22,7 @@ import cutlass.cute as cute
 from torch import Tensor
 
 from mla_var3.conf.kernel_rates import OWN_PRODUCT_QUERIES
-from mla_var3.kernel.cute_python.mla.decompressed.jobs import HEAD
+from mla_var3.kernel.cute_python.mla.hopper.constants import HEAD, LATENT
 from mla_var3.kernel.cute_python.mla.latent.call import (
     ELEMENT_TYPES,
     LatentLaunch,
@@ -40,14 +40,13 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
     ProjectionSizes,
     groups_of,
 )
-from mla_var3.kernel.cute_python.mla.latent.ops import LATENT
 from mla_var3.kernel.cute_python.mla.projections.outputs import (
     COLUMNS,
     DecompressCombineSm90,
     columns_for,
-    default_splits,
+    default_head_ctas,
 )
-from mla_var3.kernel.cute_python.mla.projections.queries import HeadProductsSm90, block_count
+from mla_var3.kernel.cute_python.mla.projections.queries import ProjectQueriesSm90, cta_count
 from mla_var3.runtime.tensors import ALIGNMENT_BYTES
 
 
@@ -67,7 +66,7 @@ class WholeCall:
             rest, LatentOperands, Partials, LatentSizes
         )
         tokens, heads = sizes.tokens, latent_sizes.heads
-        HeadProductsSm90(self.element)(
+        ProjectQueriesSm90(self.element)(
             projections.q_nope, projections.w_uk, operands.q_latent, tokens, heads,
             sizes.query_ctas, stream,
         )  # fmt: skip
@@ -78,7 +77,7 @@ class WholeCall:
         columns = sizes.output_columns
         outputs = (
             operands.o_latent, projections.w_uv, None, None, None, projections.out, None, tokens,
-            heads, sizes.output_splits, stream,
+            heads, sizes.output_head_ctas, stream,
         )  # fmt: skip
         # All widths in one program: a CUDA graph can be captured for any number of queries once
         # another number has been called.
@@ -101,8 +100,8 @@ def whole_arguments(
     tokens = projections.q_nope.numel() // (heads * HEAD)
     sizes = ProjectionSizes(
         tokens=tokens,
-        query_ctas=block_count(tokens, heads, sm_count),
-        output_splits=default_splits(tokens, heads, sm_count),
+        query_ctas=cta_count(tokens, heads, sm_count),
+        output_head_ctas=default_head_ctas(tokens, heads, sm_count),
         output_columns=columns_for(tokens, heads, sm_count),
     )
     return (*projections, *sizes, *latent)

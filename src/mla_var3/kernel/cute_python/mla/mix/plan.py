@@ -1,10 +1,10 @@
-"""What the versions of the mix share: some tokens latent, the others decompressed, at once.
+"""Plans of the mix: some tokens latent, the others decompressed, at the same time.
 
-A version says which tokens are decompressed and in what form; this plan gives each kernel its SMs
-and connects them:
+A version says which tokens are decompressed and how they are stored; the plan gives each kernel its
+SMs and connects them:
 
-    both kinds of tokens   absorbed beside decompressed attention, then decompress_combine
-    latent tokens only     absorbed attention, up-projection
+    both kinds of tokens   latent beside decompressed attention, then decompress_combine
+    latent tokens only     latent attention, up-projection
     decompressed only      decompressed attention, which writes the final output
 """
 
@@ -14,19 +14,19 @@ import functools
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.kernel.cute_python.mla.decompressed.jobs import HEAD
 from mla_var3.kernel.cute_python.mla.decompressed.stage import (
-    WindowOperands,
-    WindowShape,
-    WindowTiling,
-    window_stage,
+    DecompressedOperands,
+    DecompressedShape,
+    DecompressedTiling,
+    decompressed_stage,
 )
+from mla_var3.kernel.cute_python.mla.hopper.constants import HEAD, LATENT, ROPE, ROWS
 from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
 from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES, shape_for
 from mla_var3.kernel.cute_python.mla.latent.kernel import (
@@ -35,9 +35,8 @@ from mla_var3.kernel.cute_python.mla.latent.kernel import (
     latent_stage,
 )
 from mla_var3.kernel.cute_python.mla.latent.operands import LatentOperands
-from mla_var3.kernel.cute_python.mla.latent.ops import LATENT, ROPE
 from mla_var3.kernel.cute_python.mla.latent.paging import check_paged
-from mla_var3.kernel.cute_python.mla.latent.schedule import ROWS, GangShape, gang_shape
+from mla_var3.kernel.cute_python.mla.latent.scheduler import GroupShape, group_shape
 from mla_var3.kernel.cute_python.mla.mix.sm_split import (
     SmSplit,
     balanced_split,
@@ -48,15 +47,19 @@ from mla_var3.kernel.cute_python.mla.projections.outputs import (
     DecompressCombineTiling,
     combine_stage,
 )
+from mla_var3.kernel.newest_window import WINDOW_STEP, NewestWindowPlan
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import flash_mla_cost
+from mla_var3.op.mla.model.mix import MixModel, MixWork
+from mla_var3.op.mla.model.parameters import mix_parameters
+from mla_var3.op.mla.window.formats import PLAIN, WindowForm
 from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
 from mla_var3.runtime.cute_kernel import CuteKernel
 from mla_var3.runtime.plan import Constraints, Tiling
 from mla_var3.runtime.tensors import check_tensor, require_view
 
-LATENT_PRIORITY, WINDOW_PRIORITY = -1, 0
-"""CUDA stream priorities; the lower one starts first."""
+LATENT_PRIORITY, DECOMPRESSED_PRIORITY = -1, 0
+"""CUDA stream priorities; the lower one starts first. The latent CTAs then find empty SMs."""
 
 
 @dataclass(frozen=True)
@@ -87,12 +90,12 @@ class CuteMixPlan(HopperPlan):
     """Plan of a mix; a version adds which tokens are decompressed."""
 
     tiling: FlashMLATiling = field(default_factory=FlashMLATiling)
-    window_tiling: WindowTiling = field(default_factory=WindowTiling)
+    decompressed_tiling: DecompressedTiling = field(default_factory=DecompressedTiling)
     combine_tiling: DecompressCombineTiling = field(default_factory=DecompressCombineTiling)
 
     made_for = {"k": LATENT, "d": HEAD, "p": ROPE}
 
-    # -- what a version says -----------------------------------------------------------------------
+    # -- what a version defines --------------------------------------------------------------------
 
     @abstractmethod
     def latent_lengths(self) -> list[int]:
@@ -103,13 +106,13 @@ class CuteMixPlan(HopperPlan):
         """Slots for decompressed tokens: none means latent only, t means decompressed only."""
 
     @abstractmethod
-    def window_cost(self) -> Cost:
+    def decompressed_cost(self) -> Cost:
         """Work of the decompressed kernel."""
 
     @property
     @abstractmethod
-    def window_shape(self) -> WindowShape:
-        """How the work of the decompressed kernel may be cut."""
+    def decompressed_shape(self) -> DecompressedShape:
+        """How the work of the decompressed kernel may be divided."""
 
     # -- SMs ---------------------------------------------------------------------------------------
 
@@ -121,57 +124,60 @@ class CuteMixPlan(HopperPlan):
     def split(self) -> SmSplit:
         """SMs of each kernel where its tiling names none.
 
-        A kernel that is alone has all of them. When somebody chose the SMs of one kernel, the other
+        A kernel that is alone has all of them. Where the SMs of one kernel were chosen, the other
         has the rest; otherwise both should end together.
         """
         slots = self.decompressed_slots()
         if slots in (0, self.t) or self.sm_count < 2:
             return SmSplit(self.sm_count, self.sm_count)
-        pinned = self.tiling.sms or self.sm_count - self.window_tiling.sms
+        pinned = self.tiling.sms or self.sm_count - self.decompressed_tiling.sms
         if pinned != self.sm_count:
             return SmSplit(max(pinned, 1), max(self.sm_count - pinned, 1))
         guess = self.balanced_split()
-        # Gangs take whole numbers of SMs; those that they leave over go to the other kernel.
-        used = gang_shape(self.row_tiles, self.b, guess.latent, self.tiling.gang).blocks
+        # CTA groups take whole numbers of SMs; the other kernel gets the rest.
+        used = group_shape(self.row_tiles, self.b, guess.latent, self.tiling.group_ctas).ctas
         return SmSplit(used, self.sm_count - used)
 
     def balanced_split(self) -> SmSplit:
         """The split of all SMs at which both kernels are expected to end together."""
-        shape = self.window_shape
-        jobs = shape.requests * shape.units(shape.form(self.window_tiling))
-        # Windows that are cut into parts fill their SMs evenly.
-        whole = jobs >= self.sm_count
+        shape = self.decompressed_shape
+        pairing = shape.pairing(self.decompressed_tiling)
+        work_tiles = shape.requests * shape.request_tiles(pairing)
+        # Requests that are split fill their SMs evenly.
+        whole = work_tiles >= self.sm_count
         return balanced_split(
-            self.latent_cost(), self.window_cost(), self.sm_count, jobs if whole else 0
+            self.latent_cost(), self.decompressed_cost(), self.sm_count, work_tiles if whole else 0
         )
 
     def latent_sms(self, tiling: FlashMLATiling) -> int:
         """SMs of the latent kernel."""
         return tiling.sms or self.split().latent
 
-    def window_sms(self, tiling: WindowTiling) -> int:
+    def decompressed_sms(self, tiling: DecompressedTiling) -> int:
         """SMs of the decompressed kernel."""
-        return tiling.sms or self.split().window
+        return tiling.sms or self.split().decompressed
 
-    def gangs(self, tiling: FlashMLATiling) -> GangShape:
-        """The gangs of the latent kernel with this tiling."""
-        return shape_for(self.row_tiles, self.b, self.latent_sms(tiling), tiling.gang)
+    def groups(self, tiling: FlashMLATiling) -> GroupShape:
+        """The CTA groups of the latent kernel with this tiling."""
+        return shape_for(self.row_tiles, self.b, self.latent_sms(tiling), tiling.group_ctas)
 
     def settled(self) -> Self:
         """The same plan with the SMs of its kernels written into its tilings.
 
-        For calls that build their stages anew each time: what is written down is not worked out.
+        For calls that build their stages anew each time: the split is not computed again.
         """
         split, slots = self.split(), self.decompressed_slots()
         if slots in (0, self.t) or self.sm_count < 2:
             return self
         return self.copy(
             tiling=replace(self.tiling, sms=self.latent_sms(self.tiling)),
-            window_tiling=replace(self.window_tiling, sms=self.window_tiling.sms or split.window),
+            decompressed_tiling=replace(
+                self.decompressed_tiling, sms=self.decompressed_tiling.sms or split.decompressed
+            ),
         )
 
     def _splits(self) -> list[SmSplit]:
-        """Splits that tuning tries beside the one of the model."""
+        """Splits of the SMs that tuning tries beside the one of the model."""
         together = 0 < self.decompressed_slots() < self.t
         return neighbours(self.split()) if together and self.sm_count > 1 else []
 
@@ -189,8 +195,10 @@ class CuteMixPlan(HopperPlan):
             FlashMLATiling(sms=sms, few=few) for sms in (0, *(x.latent for x in self._splits()))
         ]
 
-    def _window_configs(self) -> list[WindowTiling]:
-        return [WindowTiling(sms=sms) for sms in (0, *(x.window for x in self._splits()))]
+    def _decompressed_configs(self) -> list[DecompressedTiling]:
+        return [
+            DecompressedTiling(sms=sms) for sms in (0, *(x.decompressed for x in self._splits()))
+        ]
 
     def latent_cost(self) -> Cost:
         """Work of the latent kernel."""
@@ -199,13 +207,13 @@ class CuteMixPlan(HopperPlan):
     def _algorithmic_flops_bytes(self, tiling: Tiling) -> tuple[float, float]:
         slots = self.decompressed_slots()
         parts = [self.latent_cost()] if slots < self.t else []
-        parts += [self.window_cost()] if slots > 0 else []
+        parts += [self.decompressed_cost()] if slots > 0 else []
         return sum(cost.flops for cost in parts), sum(cost.bytes for cost in parts)
 
     # -- stages ------------------------------------------------------------------------------------
 
-    def _absorbed(self, tokens: LatentTokens) -> CuteKernel:
-        """The latent kernel, on what was checked before."""
+    def _latent(self, tokens: LatentTokens) -> CuteKernel:
+        """The latent kernel, on tensors that are checked."""
         count = self.b * self.s * self.h
         operands = LatentOperands.allocate(
             (self.b, self.s, self.h),
@@ -219,7 +227,7 @@ class CuteMixPlan(HopperPlan):
         cost = self.latent_cost()
         return latent_stage(
             self._without_mask if tokens.seen_by_all else self,
-            self.tiling, operands, self.gangs, self.latent_lengths(),
+            self.tiling, operands, self.groups, self.latent_lengths(),
             lambda tiling: (cost.flops, cost.bytes), self._autotune_configs(), tokens.newest,
         )  # fmt: skip
 
@@ -228,7 +236,7 @@ class CuteMixPlan(HopperPlan):
         return self.copy(causal=False)
 
     def check_latent(self, tokens: LatentTokens, page: int = 0) -> None:
-        """Check what the latent kernel attends to; `page` is the tokens of a page, if it is paged.
+        """Check the operands of the latent kernel; `page` is the tokens of a page, if paged.
 
         Raises:
             InvalidArgumentError: names the argument that is wrong.
@@ -239,18 +247,20 @@ class CuteMixPlan(HopperPlan):
         else:
             check_paged(self, page, (*rows, tokens.table))
 
-    def _window(self, operands: WindowOperands, shared: bool, alone: bool = False) -> CuteKernel:
-        cost = self.window_cost()
-        return window_stage(
-            self, self.window_tiling, ELEMENT_TYPES[self.torch_dtype], operands,
-            self.window_shape, self.decompressed_slots(), self.split().window,
-            lambda tiling: (cost.flops, cost.bytes), self._window_configs(), shared, alone,
+    def _decompressed(
+        self, operands: DecompressedOperands, shared: bool, alone: bool = False
+    ) -> CuteKernel:
+        cost = self.decompressed_cost()
+        return decompressed_stage(
+            self, self.decompressed_tiling, ELEMENT_TYPES[self.torch_dtype], operands,
+            self.decompressed_shape, self.decompressed_slots(), self.split().decompressed,
+            lambda tiling: (cost.flops, cost.bytes), self._decompressed_configs(), shared, alone,
         )  # fmt: skip
 
     def _mixed(
         self,
         latent: LatentTokens | None,
-        window: WindowOperands,
+        decompressed: DecompressedOperands,
         w_uv: Tensor,
         shared: bool = False,
     ) -> KernelPipeline:
@@ -258,18 +268,18 @@ class CuteMixPlan(HopperPlan):
 
         Args:
             latent: what the latent kernel attends to; None where all tokens are decompressed.
-            window: operands of the decompressed kernel.
+            decompressed: operands of the decompressed kernel.
             w_uv: for the up-projection.
             shared: whether the decompressed tokens are a prefix of all requests.
         """
         slots, dtype = self.decompressed_slots(), ELEMENT_TYPES[self.torch_dtype]
         if slots == self.t:
-            alone = self._window(window, shared, alone=True)
+            alone = self._decompressed(decompressed, shared, alone=True)
             return KernelPipeline(_name=self.name, stages=[alone])
         if latent is None:
             raise InvalidArgumentError("latent", f"the tokens beside {slots} of {self.t}", None)
-        old = self._absorbed(latent)
-        new = self._window(window, shared) if slots else None
+        old = self._latent(latent)
+        new = self._decompressed(decompressed, shared) if slots else None
         combine = combine_stage(
             self,
             self.combine_tiling,
@@ -284,28 +294,28 @@ class CuteMixPlan(HopperPlan):
 
     def _together(self, old: CuteKernel, new: CuteKernel) -> ConcurrentKernels:
         def validate(tilings: list[Any]) -> Constraints:
-            of_latent, of_window = tilings
+            of_latent, of_decompressed = tilings
             return joint_constraints(
-                self.latent_sms(of_latent), self.window_sms(of_window), self.sm_count
+                self.latent_sms(of_latent), self.decompressed_sms(of_decompressed), self.sm_count
             )
 
         return ConcurrentKernels(
             _name="latent_and_decompressed",
             concurrent_kernels=[old, new],
             validate_joint_tiling_fn=validate,
-            stream_priorities=[LATENT_PRIORITY, WINDOW_PRIORITY],
+            stream_priorities=[LATENT_PRIORITY, DECOMPRESSED_PRIORITY],
         )
 
     def _check_queries(self, q_nope: Tensor, w_uv: Tensor) -> None:
-        """What the latent kernel does not check itself."""
+        """Check what the latent kernel does not check itself."""
         dtype, device = self.torch_dtype, q_nope.device
         rows = [("b", self.b), ("s", self.s), ("h", self.h)]
         check_tensor("q_nope", q_nope, [*rows, ("d", self.d)], dtype, device)
         weights = [("h", self.h), ("k", self.k), ("d", self.d)]
         check_tensor("w_uv", w_uv, weights, dtype, device)
 
-    def _check_newest(self, operands: WindowOperands) -> None:
-        """A window of the newest tokens in 16 bits."""
+    def _check_newest(self, operands: DecompressedOperands) -> None:
+        """Check a window of the newest tokens in 16 bits."""
         dtype, device = self.torch_dtype, operands.q_nope.device
         b, n = ("b", self.b), ("n", self.decompressed_slots())
         window = [b, ("h", self.h), n, ("d", self.d)]
@@ -315,3 +325,51 @@ class CuteMixPlan(HopperPlan):
         check_tensor("lengths", operands.lengths, [b], torch.int32, device)
         if operands.starts is not None:
             check_tensor("starts", operands.starts, [b], torch.int32, device)
+
+
+@dataclass
+class NewestMixPlan(NewestWindowPlan, CuteMixPlan):
+    """Plan of a mix with a window of the newest tokens.
+
+    Attributes:
+        window_form: how the window is stored.
+    """
+
+    window_form: ClassVar[WindowForm] = PLAIN
+
+    @functools.cached_property
+    def model(self) -> MixModel | None:
+        """The model of the mix, if it was fitted for the device that the plan is made for.
+
+        It then chooses n and the SMs. Otherwise the roofline and the rates of `sm_split.py` do.
+        """
+        if self.target.device is None:
+            return None
+        parameters = mix_parameters(self.target.device, self.dtype)
+        return MixModel(parameters, self.window_form) if parameters.fitted else None
+
+    def model_n(self, peak_tflops: float, peak_gbps: float) -> int:
+        if self.model is None:
+            return super().model_n(peak_tflops, peak_gbps)
+        return self.model.worthwhile_n(self.problem(), multiple=WINDOW_STEP)
+
+    def balanced_split(self) -> SmSplit:
+        if self.model is None:
+            return super().balanced_split()
+        wanted = self.model.split_of(MixWork(self.latent_cost(), self.decompressed_cost(), ()))
+        chosen = min(max(wanted, 1), self.sm_count - 1)
+        return SmSplit(chosen, self.sm_count - chosen)
+
+    def latent_lengths(self) -> list[int]:
+        return [old for old, _ in self.problem().window(self.chosen_n)]
+
+    def new_lengths(self) -> list[int]:
+        """Decompressed tokens per request."""
+        return [new for _, new in self.problem().window(self.chosen_n)]
+
+    def decompressed_slots(self) -> int:
+        return self.chosen_n
+
+    @property
+    def decompressed_shape(self) -> DecompressedShape:
+        return DecompressedShape(self.b, self.s, self.h, max(self.new_lengths()))

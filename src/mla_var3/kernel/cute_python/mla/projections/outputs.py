@@ -1,19 +1,19 @@
-"""decompress_combine: up-project the latent part of an output and merge it with the other part.
+"""decompress_combine: up-project a latent output and merge it with a decompressed one.
 
-    o_latent [b*s, h, 512]    lse_latent [b*s, h] float32    over the tokens that stay latent
+    o_latent [b*s, h, 512]    lse_latent [b*s, h] float32    over the latent tokens
     o_new    [b*s, h, 128]    lse_new    [b*s, h] float32    over the decompressed tokens
     w_uv     [h, 512, 128]
     -> o [b*s, h, 128] in the input dtype, lse [b*s, h] float32 (natural logarithm)
 
 o = (o_latent w_uv) * exp(lse_latent - lse) + o_new * exp(lse_new - lse), lse = logaddexp of both.
-Without o_new only the up-projection is left, and no log-sum-exp is read or written. Rows that
-neither part has a token for give 0 and -inf. bfloat16 and float16. Target: sm_90a.
+Without o_new only the up-projection is left, and no LSE is read or written. Rows without a token in
+either part give 0 and -inf. bfloat16 and float16. Target: sm_90a.
 
-How it works. A block keeps w_uv of one head in shared memory, or a part of its columns where there
-are few rows and heads, and takes every splits-th tile of 128 rows. A warp loads o_latent in steps
-of 64 latent columns through a ring, two warpgroups multiply 64 rows each and merge from registers,
-so the up-projected part never leaves the SM. The kernel is bound by memory: it reads o_latent once,
-and w_uv once per block.
+How it works. A CTA keeps w_uv of one head in shared memory, or some of its columns where there are
+few rows and heads, and takes every `head_ctas`-th tile of 128 rows. A producer warp loads o_latent
+in steps of 64 latent columns through a pipeline, two consumer warpgroups multiply 64 rows each and
+merge from registers, so the up-projected part never leaves the SM. The kernel is memory bound: it
+reads o_latent once, and w_uv once per CTA.
 """
 
 from collections.abc import Callable
@@ -29,64 +29,127 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 from torch import Tensor
 
-from mla_var3.kernel.cute_python.mla.decompressed.jobs import HEAD
 from mla_var3.kernel.cute_python.mla.hopper.compat import SmemAllocator
-from mla_var3.kernel.cute_python.mla.hopper.warps import (
+from mla_var3.kernel.cute_python.mla.hopper.constants import (
     CONSUMER_REGISTERS,
-    LOADER,
-    LOADER_REGISTERS,
-    THREADS,
-    free,
-    next_stage,
-)
-from mla_var3.kernel.cute_python.mla.latent.ops import (
+    CONSUMER_WARPGROUPS,
+    CONSUMER_WARPS,
+    HEAD,
     LATENT,
     LN_2,
+    LOG2_E,
     MMA_DEPTH,
+    PRODUCER_REGISTERS,
+    PRODUCER_WARP,
+    ROWS,
+    THREADS,
     TILE,
+    WARPGROUP,
+)
+from mla_var3.kernel.cute_python.mla.hopper.rows import (
     columns_at,
-    copy_places,
     own_columns,
     store_row,
     two_rows,
 )
+from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor, transfer
+from mla_var3.kernel.cute_python.mla.hopper.warps import next_stage, release
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.mla.cost import decompress_combine_cost, output_up_projection_cost
 from mla_var3.runtime.cute_kernel import CuteKernel
 from mla_var3.runtime.plan import Constraints, Tiling
 from mla_var3.runtime.tensors import check_tensor, require_view
 
-COMBINE_ROWS = 128
+COMBINE_ROWS = CONSUMER_WARPGROUPS * ROWS
 """Rows of a tile: 64 for each of the two warpgroups."""
-GROUP_ROWS = 64
 STEPS = LATENT // TILE
 STAGES = 5
-"""Steps of o_latent on their way: beside w_uv of a head (128 KiB) an SM has room for five."""
-LOG2_E = 1.4426950408889634
+"""Steps of o_latent in flight: five fit an SM beside w_uv of a head (128 KiB)."""
 COLUMNS = (HEAD, HEAD // 2, HEAD // 4)
-"""Output columns that a block may make: all of a head, or a part."""
+"""Output columns that a CTA may compute: all of a head, or a part."""
 
-WEIGHTS, ARRIVED = 0, STEPS
-"""First barrier of each kind: a step of w_uv is there, a step of o_latent has arrived in its place;
-behind these, as many that say that a place is free."""
+
+@dataclass(frozen=True)
+class Barriers:
+    """Mbarriers: steps of w_uv are full; stages of o_latent are full or empty.
+
+    Attributes:
+        first: pointer to the first of them.
+        stages: stages of o_latent.
+    """
+
+    first: Any
+    stages: int
+
+    @property
+    def count(self) -> int:
+        """All of them."""
+        return STEPS + 2 * self.stages
+
+    def weights_full(self, step: Any) -> Any:
+        """A step of w_uv has arrived."""
+        return self.first + step
+
+    def full(self, stage: Any) -> Any:
+        """A stage of o_latent has arrived."""
+        return self.first + STEPS + stage
+
+    def empty(self, stage: Any) -> Any:
+        """The consumers have released a stage of o_latent."""
+        return self.first + (STEPS + self.stages) + stage
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a CTA computes.
+
+    Attributes:
+        rows, heads, head_ctas: sizes of the launch.
+        head: its head.
+        rank: its number among the CTAs of the head.
+        column_part: which part of the head's columns.
+    """
+
+    rows: Any
+    heads: Any
+    head_ctas: Any
+    head: Any
+    rank: Any
+    column_part: Any
+
+    @property
+    def tiles(self) -> Any:
+        """Tiles that the rows make."""
+        return (self.rows + COMBINE_ROWS - 1) // COMBINE_ROWS
+
+
+@dataclass(frozen=True)
+class Merge:
+    """What the merge reads beside the projected rows, and where the LSE goes."""
+
+    lse_latent: Any
+    lse_new: Any
+    lse: Any
+    o_new: Any
 
 
 @dataclass
 class DecompressCombineTiling(Tiling):
-    """How many blocks share the rows of a head.
+    """How many CTAs share the rows of a head.
 
     Attributes:
-        splits: blocks per head; 0 takes as many as fill the device.
+        head_ctas: CTAs per head; 0 takes as many as fill the device.
     """
 
-    splits: int = 0
+    head_ctas: int = 0
 
     def validate(self, pd: Any) -> Constraints:
         most = row_tiles(pd.b * pd.s)
         return Constraints(
             (
-                0 <= self.splits <= most,
-                f"splits: expected 0 to {most} (tiles of {COMBINE_ROWS} rows), got {self.splits}",
+                0 <= self.head_ctas <= most,
+                f"head_ctas: expected 0 to {most} (tiles of {COMBINE_ROWS} rows), "
+                f"got {self.head_ctas}",
             )
         )
 
@@ -96,16 +159,16 @@ def row_tiles(rows: int) -> int:
     return -(-rows // COMBINE_ROWS)
 
 
-def default_splits(rows: int, heads: int, sm_count: int) -> int:
-    """Blocks per head: as many as fill the device and have a tile each."""
+def default_head_ctas(rows: int, heads: int, sm_count: int) -> int:
+    """CTAs per head: as many as fill the device and have a tile each."""
     return max(1, min(sm_count // heads, row_tiles(rows)))
 
 
 def columns_for(rows: int, heads: int, sm_count: int) -> int:
-    """Output columns of a block without another part to merge: all of a head, or a part.
+    """Output columns of a CTA that merges nothing: all of a head, or a part.
 
-    With one tile of rows the weights are most of what is read, and an SM alone reads slowly, so
-    that few heads are spread over more SMs. With more tiles all blocks of a head have rows.
+    With one tile of rows the weights are most of what is read, and one SM reads slowly, so few
+    heads are spread over more SMs. With more tiles all CTAs of a head have rows.
     """
     if row_tiles(rows) > 1:
         return HEAD
@@ -115,21 +178,19 @@ def columns_for(rows: int, heads: int, sm_count: int) -> int:
 
 
 class DecompressCombineSm90:
-    """Host and device code for one element type, and `columns` of the output for each block.
+    """Host and device code for one element type, and `columns` of the output for each CTA.
 
     With `early` it starts before the kernel in front of it has ended (programmatic dependent
-    launch): w_uv comes at once, o_latent after that kernel, and nothing is written before either.
-    The kernel in front must have waited for those before it, or have been launched without overlap.
+    launch): it loads w_uv at once, o_latent after that kernel, and writes nothing before. The
+    kernel in front must have waited for those before it, or have been launched without overlap.
     """
 
     def __init__(self, dtype, early=False, columns=HEAD):
         self.dtype = dtype
         self.early = early
         self.columns = columns
-        # Beside less of w_uv a whole tile has room.
+        # Beside less of w_uv a whole tile fits.
         self.stages = STAGES if columns == HEAD else STEPS
-        self.first_free = ARRIVED + self.stages
-        self.signal_count = self.first_free + self.stages
 
     @cute.jit
     def __call__(
@@ -143,13 +204,13 @@ class DecompressCombineSm90:
         lse: cute.Pointer | None,
         rows: Int32,
         heads: Int32,
-        splits: Int32,
+        head_ctas: Int32,
         stream: cuda.CUstream,
     ):
         dtype, columns, stages = self.dtype, self.columns, self.stages
         kinds = warpgroup.SmemLayoutAtomKind
         swizzle = warpgroup.make_smem_layout_atom(kinds.K_SW128, dtype)
-        # As long as the rows of the block's weights.
+        # As long as the rows of the CTA's weights.
         w_kind = kinds.K_SW128 if columns >= TILE else kinds.K_SW64
         w_swizzle = warpgroup.make_smem_layout_atom(w_kind, dtype)
         load = cpasync.CopyBulkTensorTileG2SOp()
@@ -171,35 +232,36 @@ class DecompressCombineSm90:
             OperandMajorMode.MN,
             Float32,
             (1, 1, 1),
-            (GROUP_ROWS, columns),
+            (ROWS, columns),
             warpgroup.OperandSource.SMEM,
         )
 
         @cute.struct
         class Shared:
-            signals: cute.struct.MemRange[Int64, self.signal_count]
+            barriers: cute.struct.MemRange[Int64, Barriers(None, stages).count]
             x: cute.struct.Align[cute.struct.MemRange[dtype, COMBINE_ROWS * TILE * stages], 1024]
             w: cute.struct.Align[cute.struct.MemRange[dtype, LATENT * columns], 1024]
 
         self.Shared = Shared
-        parts = None
+        lse_tensors: Any = (None, None, None)
         if const_expr(o_new is not None):
             line = cute.make_layout(rows * heads)
-            parts = tuple(cute.make_tensor(each, line) for each in (lse_latent, lse_new, lse))
+            given = (lse_latent, lse_new, lse)
+            lse_tensors = tuple(cute.make_tensor(each, line) for each in given)
         self.decompress_combine(
             mma,
             *copies_of(cute.make_tensor(o_latent, latent_rows), swizzle, (COMBINE_ROWS, TILE)),
             *copies_of(cute.make_tensor(w_uv, weights), w_swizzle, (TILE, columns)),
-            parts,
+            *lse_tensors,
             o_new,
             o,
             rows,
             heads,
-            splits,
+            head_ctas,
             cute.tile_to_shape(swizzle, (COMBINE_ROWS, TILE, stages), order=(0, 1, 2)),
             cute.tile_to_shape(w_swizzle, (TILE, columns, STEPS), order=(0, 1, 2)),
         ).launch(
-            grid=(heads, splits, HEAD // columns),
+            grid=(heads, head_ctas, HEAD // columns),
             block=(THREADS, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -214,81 +276,78 @@ class DecompressCombineSm90:
         x_global: cute.Tensor,
         w_copy: cute.CopyAtom,
         w_global: cute.Tensor,
-        log_sums: tuple | None,
+        lse_latent: cute.Tensor | None,
+        lse_new: cute.Tensor | None,
+        lse: cute.Tensor | None,
         o_new: cute.Pointer | None,
         o: cute.Pointer,
         rows: Int32,
         heads: Int32,
-        splits: Int32,
+        head_ctas: Int32,
         x_layout: cute.ComposedLayout,
         w_layout: cute.ComposedLayout,
     ):
         thread, _, _ = cute.arch.thread_idx()
-        head, part, column_part = cute.arch.block_idx()
+        head, rank, column_part = cute.arch.block_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         store = SmemAllocator().allocate(self.Shared)
-        signals = store.signals.data_ptr()
+        barriers = Barriers(store.barriers.data_ptr(), self.stages)
         if thread == 0:
-            for i in cutlass.range_constexpr(self.signal_count):
-                # A place is free when the eight computing warps are done with it.
-                cute.arch.mbarrier_init(signals + i, LOADER if i >= self.first_free else 1)
+            for i in cutlass.range_constexpr(barriers.count):
+                empty = i >= STEPS + self.stages
+                cute.arch.mbarrier_init(barriers.first + i, CONSUMER_WARPS if empty else 1)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         s_x = store.x.get_tensor(x_layout.outer, swizzle=x_layout.inner)  # (128, 64, stage)
         s_w = store.w.get_tensor(w_layout.outer, swizzle=w_layout.inner)  # (64, columns, step)
-        if warp_index >= LOADER:
-            cute.arch.setmaxregister_decrease(LOADER_REGISTERS)
-            if warp_index == LOADER:
-                self.load(
-                    x_copy, x_global, w_copy, w_global, s_x, s_w, signals, rows, splits, head, part,
-                    column_part,
-                )  # fmt: skip
+        share = Share(rows, heads, head_ctas, head, rank, column_part)
+        if warp_index >= PRODUCER_WARP:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp_index == PRODUCER_WARP:
+                x, w = TmaTensor(x_copy, x_global), TmaTensor(w_copy, w_global)
+                self.produce(x, w, s_x, s_w, barriers, share)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            self.compute(
-                mma, s_x, s_w, signals, log_sums, o_new, o, rows, heads, splits, head, part,
-                column_part,
-            )  # fmt: skip
+            merge = None
+            if const_expr(o_new is not None):
+                merge = Merge(lse_latent, lse_new, lse, o_new)
+            self.compute(mma, s_x, s_w, barriers, merge, o, share)
 
     @cute.jit
-    def load(
+    def produce(
         self,
-        x_copy: cute.CopyAtom,
-        x_global: cute.Tensor,
-        w_copy: cute.CopyAtom,
-        w_global: cute.Tensor,
+        x: cutlass.Constexpr,
+        w: cutlass.Constexpr,
         s_x: cute.Tensor,
         s_w: cute.Tensor,
-        signals: cute.Pointer,
-        rows: Int32,
-        splits: Int32,
-        head: Int32,
-        part: Int32,
-        column_part: Int32,
+        barriers: cutlass.Constexpr,
+        share: cutlass.Constexpr,
     ):
-        """Bring w_uv of the head, then fill the ring with the block's tiles."""
-        x_to, x_from = copy_places(x_copy, s_x, x_global, (COMBINE_ROWS, TILE))
-        w_to, w_from = copy_places(w_copy, s_w, w_global, (TILE, self.columns))
-        if part < self.tiles(rows):  # what is on its way has to be waited for
+        """Load w_uv of the head, then fill the pipeline with the CTA's tiles."""
+        load_x = transfer(x, s_x, (COMBINE_ROWS, TILE))
+        load_w = transfer(w, s_w, (TILE, self.columns))
+        if share.rank < share.tiles:  # a CTA must not end while a load is in flight
             for step in cutlass.range_constexpr(STEPS):
-                there = signals + (WEIGHTS + step)
+                full = barriers.weights_full(step)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(there, TILE * self.columns * 2)
-                at = (None, step, column_part, head)
-                cute.copy(w_copy, w_from[at], w_to[(None, step)], tma_bar_ptr=there)
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, TILE * self.columns * 2)
+                at = (None, step, share.column_part, share.head)
+                target = load_w.shared[(None, step)]
+                cute.copy(w.copy, load_w.tiles[at], target, tma_bar_ptr=full)
         if const_expr(self.early):
-            # The computing warps follow: they write what they made of steps that come after this.
+            # The consumers follow: what they write depends on steps that come after this.
             cute.arch.griddepcontrol_wait()
         stage = Int32(0)
-        phase = Int32(1)  # all places are free at the start
-        for tile in cutlass.range(part, self.tiles(rows), splits, unroll=1):
+        phase = Int32(1)  # all stages are empty at the start
+        for tile in cutlass.range(share.rank, share.tiles, share.head_ctas, unroll=1):
             for step in cutlass.range_constexpr(STEPS):
-                cute.arch.mbarrier_wait(signals + self.first_free + stage, phase)
-                arrived = signals + ARRIVED + stage
+                cute.arch.mbarrier_wait(barriers.empty(stage), phase)
+                full = barriers.full(stage)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(arrived, COMBINE_ROWS * TILE * 2)
-                at = (None, tile, step, head)
-                cute.copy(x_copy, x_from[at], x_to[(None, stage)], tma_bar_ptr=arrived)
+                    cute.arch.mbarrier_arrive_and_expect_tx(full, COMBINE_ROWS * TILE * 2)
+                at = (None, tile, step, share.head)
+                target = load_x.shared[(None, stage)]
+                cute.copy(x.copy, load_x.tiles[at], target, tma_bar_ptr=full)
                 stage, phase = next_stage(stage, phase, self.stages)
 
     @cute.jit
@@ -297,61 +356,54 @@ class DecompressCombineSm90:
         mma: cute.TiledMma,
         s_x: cute.Tensor,
         s_w: cute.Tensor,
-        signals: cute.Pointer,
-        log_sums: tuple | None,
-        o_new: cute.Pointer | None,
+        barriers: cutlass.Constexpr,
+        merge: cutlass.Constexpr,
         o: cute.Pointer,
-        rows: Int32,
-        heads: Int32,
-        splits: Int32,
-        head: Int32,
-        part: Int32,
-        column_part: Int32,
+        share: cutlass.Constexpr,
     ):
-        """Multiply 64 rows of every tile with w_uv, merge and store them."""
+        """Multiply 64 rows of every tile by w_uv, merge and store them."""
         thread, _, _ = cute.arch.thread_idx()
-        group = cute.arch.make_warp_uniform(thread // 128)
-        own = thread % 128
-        lane = own % 32
-        part_of = mma.get_slice(own)
-        half = cute.local_tile(s_x, (GROUP_ROWS, TILE, self.stages), (group, 0, 0))
+        group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+        t = thread % WARPGROUP
+        lane = t % 32
+        part_of = mma.get_slice(t)
+        half = cute.local_tile(s_x, (ROWS, TILE, self.stages), (group, 0, 0))
         x = mma.make_fragment_A(part_of.partition_A(half))
         w_view = cute.make_tensor(s_w.iterator, cute.select(s_w.layout, mode=[1, 0, 2]))
         w = mma.make_fragment_B(part_of.partition_B(w_view))
-        acc = cute.make_rmem_tensor(part_of.partition_shape_C((GROUP_ROWS, self.columns)), Float32)
+        acc = cute.make_rmem_tensor(part_of.partition_shape_C((ROWS, self.columns)), Float32)
         atom = cute.make_mma_atom(mma.op)
         stage = Int32(0)
         phase = Int32(0)
-        for tile in cutlass.range(part, self.tiles(rows), splits, unroll=1):
+        for tile in cutlass.range(share.rank, share.tiles, share.head_ctas, unroll=1):
             for step in cutlass.range_constexpr(STEPS):
-                cute.arch.mbarrier_wait(signals + ARRIVED + stage, phase)
-                cute.arch.mbarrier_wait(signals + (WEIGHTS + step), 0)
+                cute.arch.mbarrier_wait(barriers.full(stage), phase)
+                cute.arch.mbarrier_wait(barriers.weights_full(step), 0)
                 warpgroup.fence()
                 for i in cutlass.range_constexpr(TILE // MMA_DEPTH):
                     atom.set(warpgroup.Field.ACCUMULATE, step + i > 0)
                     cute.gemm(atom, acc, x[(None, None, i, stage)], w[(None, None, i, step)], acc)
                 warpgroup.commit_group()
                 warpgroup.wait_group(0)
-                free(signals + self.first_free + stage, lane)
+                release(barriers.empty(stage), lane)
                 stage, phase = next_stage(stage, phase, self.stages)
             projected = two_rows(acc, self.columns)
-            first = tile * COMBINE_ROWS + group * GROUP_ROWS + (own // 32) * 16 + lane // 4
+            first = tile * COMBINE_ROWS + group * ROWS + (t // 32) * 16 + lane // 4
             for r in cutlass.range_constexpr(2):
                 row = first + 8 * r
-                if row < rows:
-                    at = Int64(row) * heads + head
-                    if const_expr(log_sums is None):
-                        place = at * HEAD + column_part * self.columns
+                if row < share.rows:
+                    at = Int64(row) * share.heads + share.head
+                    if const_expr(merge is None):
+                        place = at * HEAD + share.column_part * self.columns
                         store_row(projected[r, None], self.columns, o, place, lane, self.dtype)
                     else:
-                        self.merge(projected[r, None], log_sums, o_new, o, at, lane)
+                        self.merge_row(projected[r, None], merge, o, at, lane)
 
     @cute.jit
-    def merge(
+    def merge_row(
         self,
         row: cute.Tensor,
-        log_sums: tuple,
-        o_new: cute.Pointer,
+        merge: cutlass.Constexpr,
         o: cute.Pointer,
         at: Int64,
         lane: Int32,
@@ -360,13 +412,13 @@ class DecompressCombineSm90:
 
         Args:
             row: the up-projected columns.
-            log_sums: of the latent part, of the new part, and where the joint one goes.
-            o_new, o: the other part and the output.
+            merge: `Merge`.
+            o: the output.
             at: which row, of all heads.
-            lane: this thread's place in its warp.
+            lane: this thread's lane.
         """
-        lse_latent, lse_new, lse = log_sums
-        latent, new = lse_latent[at] * LOG2_E, lse_new[at] * LOG2_E
+        lse = merge.lse
+        latent, new = merge.lse_latent[at] * LOG2_E, merge.lse_new[at] * LOG2_E
         top = cute.arch.fmax(latent, new)
         if top == -Float32.inf:
             top = Float32(0.0)  # no difference of infinities
@@ -377,20 +429,16 @@ class DecompressCombineSm90:
         if total > 0.0:
             inverse = cute.arch.rcp_approx(total)
         other = cute.make_rmem_tensor((2, HEAD // 8), self.dtype)
-        cute.autovec_copy(columns_at(o_new, at * HEAD, HEAD, lane, self.dtype), other)
+        cute.autovec_copy(columns_at(merge.o_new, at * HEAD, HEAD, lane, self.dtype), other)
         mine = own_columns(row, HEAD)
-        shares = other.load().to(Float32) * (new_weight * inverse)
-        mine.store(mine.load() * (latent_weight * inverse) + shares)
+        added = other.load().to(Float32) * (new_weight * inverse)
+        mine.store(mine.load() * (latent_weight * inverse) + added)
         store_row(row, HEAD, o, at * HEAD, lane, self.dtype)
         if lane % 4 == 0:
-            log_sum = -Float32.inf
+            lse_natural = -Float32.inf
             if total > 0.0:
-                log_sum = (top + cute.math.log2(total, fastmath=True)) * LN_2
-            lse[at] = log_sum
-
-    def tiles(self, rows):
-        """Tiles that the rows make."""
-        return (rows + COMBINE_ROWS - 1) // COMBINE_ROWS
+                lse_natural = (top + cute.math.log2(total, fastmath=True)) * LN_2
+            lse[at] = lse_natural
 
 
 def combine_stage(
@@ -408,8 +456,8 @@ def combine_stage(
         plan: the plan that it belongs to.
         tiling: its tiling.
         dtype: element type, as the language names it.
-        latent: o_latent [b, s, h, 512] and its log-sum-exp, both contiguous.
-        new: o_new [b, s, h, 128] and its log-sum-exp, likewise; None to up-project only.
+        latent: o_latent [b, s, h, 512] and its LSE, both contiguous.
+        new: o_new [b, s, h, 128] and its LSE, likewise; None to up-project only.
         w_uv: [h, 512, 128], contiguous.
         sm_count: SMs of the device.
 
@@ -424,10 +472,10 @@ def combine_stage(
     o = o_latent.new_empty((b, s, h, plan.d))
     lse = lse_latent if new is None else torch.empty_like(lse_latent)
     parts = (None, None, None, o, None) if new is None else (lse_latent, *new, o, lse)
-    default = default_splits(b * s, h, sm_count)
+    default = default_head_ctas(b * s, h, sm_count)
 
     def args_fn(tiling: DecompressCombineTiling) -> tuple[object, ...]:
-        return (o_latent, weights, *parts, b * s, h, tiling.splits or default)
+        return (o_latent, weights, *parts, b * s, h, tiling.head_ctas or default)
 
     cost_of: Callable[..., Any] = (
         output_up_projection_cost if new is None else decompress_combine_cost

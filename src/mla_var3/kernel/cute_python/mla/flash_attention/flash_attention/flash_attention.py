@@ -9,12 +9,12 @@ the keys is one array for all heads, so a token costs 2*128 elements per head an
     -> o [b, s, h, 128] in the input dtype, lse [b, s, h] float32 (natural logarithm)
 
 bfloat16 and float16; causal (bottom-right) or not; any b, s, t >= 1 and h; slots beyond a length
-may hold NaN. Rows without a visible key give 0 and -inf. One compilation per dtype, form and
-whether windows are cut serves all shapes. Target: sm_90a.
+may hold NaN. Rows without a visible key give 0 and -inf. One compilation per dtype, pairing and
+whether requests are split serves all shapes. Target: sm_90a.
 
-The kernel is the one of `window_rows.py` with a window as long as the cache: persistent blocks, a
-warp that loads blocks of 64 tokens into a ring, two warpgroups with 64 query rows each. Few jobs
-are cut over the tokens and merged (`window_merge.py`).
+The kernel is `decompressed/kernel.py` on all tokens of the cache: persistent CTAs, a producer warp
+that loads KV blocks into a pipeline, two consumer warpgroups with 64 query rows each. Where there
+are few work tiles the tokens are split, and the partials merged (`decompressed/merge.py`).
 
 Base version. Limits: fewer than 64 queries are padded to 64 rows (free while memory bound); only
 d=128 and p=64.
@@ -26,41 +26,39 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mla_var3.kernel.cute_python.mla.decompressed.jobs import HEAD
+from mla_var3.kernel.cute_python.mla.decompressed.kernel import HEADS, TILES
 from mla_var3.kernel.cute_python.mla.decompressed.stage import (
-    HEADS,
-    TILES,
-    WindowOperands,
-    WindowShape,
-    WindowTiling,
-    window_stage,
+    DecompressedOperands,
+    DecompressedShape,
+    DecompressedTiling,
+    decompressed_stage,
 )
+from mla_var3.kernel.cute_python.mla.hopper.constants import HEAD, ROPE
 from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
 from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES
-from mla_var3.kernel.cute_python.mla.latent.ops import ROPE
 from mla_var3.op.mla.cost import flash_attention_cost
 from mla_var3.op.mla.inputs import decompress_all
 from mla_var3.op.mla.reference import reference_decompressed
 from mla_var3.runtime.cute_kernel import CuteKernel
 from mla_var3.runtime.tensors import check_tensor
 
-TUNED_PARTS = (1, 2, 4, 8)
-"""Cuts that tuning tries beside the one that the shape suggests."""
+TUNED_SPLITS = (1, 2, 4, 8)
+"""Splits that tuning tries beside the number that the shape suggests."""
 
 
 @dataclass
 class CuteFlashAttention(HopperPlan):
     """Plan of the base version of flash_attention in CuTe DSL."""
 
-    tiling: WindowTiling = field(default_factory=WindowTiling)
+    tiling: DecompressedTiling = field(default_factory=DecompressedTiling)
 
     targets = ("sm_90",)
     made_for = {"d": HEAD, "p": ROPE}
 
     @property
-    def window_shape(self) -> WindowShape:
-        """How the work may be cut."""
-        return WindowShape(self.b, self.s, self.h, max(self.problem().kv_lengths))
+    def decompressed_shape(self) -> DecompressedShape:
+        """How the work may be divided."""
+        return DecompressedShape(self.b, self.s, self.h, max(self.problem().kv_lengths))
 
     def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
         raw = self.make_inputs(device)
@@ -77,13 +75,17 @@ class CuteFlashAttention(HopperPlan):
             compute_dtype=compute_dtype or torch.float32,
         )
 
-    def _autotune_configs(self) -> Sequence[WindowTiling]:
-        shape = self.window_shape
-        other = HEADS if shape.form(WindowTiling()) == TILES else TILES
-        cuts = [parts for parts in TUNED_PARTS if parts <= shape.kv_blocks]
-        return [WindowTiling(), *(WindowTiling(parts=n) for n in cuts), WindowTiling(form=other)]
+    def _autotune_configs(self) -> Sequence[DecompressedTiling]:
+        shape = self.decompressed_shape
+        other = HEADS if shape.pairing(DecompressedTiling()) == TILES else TILES
+        splits = [n for n in TUNED_SPLITS if n <= shape.kv_blocks]
+        return [
+            DecompressedTiling(),
+            *(DecompressedTiling(splits=n) for n in splits),
+            DecompressedTiling(pairing=other),
+        ]
 
-    def _algorithmic_flops_bytes(self, tiling: WindowTiling) -> tuple[float, float]:
+    def _algorithmic_flops_bytes(self, tiling: DecompressedTiling) -> tuple[float, float]:
         cost = flash_attention_cost(self.problem())
         return cost.flops, cost.bytes
 
@@ -99,12 +101,12 @@ class CuteFlashAttention(HopperPlan):
         rope = [("b", self.b), ("t", self.t), ("p", self.p)]
         check_tensor("k_rope", k_rope, rope, dtype, device)
         check_tensor("lengths", lengths, [("b", self.b)], torch.int32, device)
-        return window_stage(
+        return decompressed_stage(
             self,
             self.tiling,
             ELEMENT_TYPES[dtype],
-            WindowOperands(q_nope, q_rope, keys, values, k_rope, lengths),
-            self.window_shape,
+            DecompressedOperands(q_nope, q_rope, keys, values, k_rope, lengths),
+            self.decompressed_shape,
             self.t,
             self.sm_count,
             self._algorithmic_flops_bytes,

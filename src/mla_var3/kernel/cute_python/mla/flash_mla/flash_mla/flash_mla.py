@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from mla_var3.errors import InvalidArgumentError
+from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, LATENT, ROPE, ROWS
 from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
 from mla_var3.kernel.cute_python.mla.latent import whole_call
 from mla_var3.kernel.cute_python.mla.latent.call import LatentLaunch, call_arguments, call_program
@@ -38,9 +39,8 @@ from mla_var3.kernel.cute_python.mla.latent.kernel import (
     latent_stage,
 )
 from mla_var3.kernel.cute_python.mla.latent.operands import LatentOperands, LatentOptions
-from mla_var3.kernel.cute_python.mla.latent.ops import LATENT, ROPE
 from mla_var3.kernel.cute_python.mla.latent.paging import check_paged, dense_inputs, paged_inputs
-from mla_var3.kernel.cute_python.mla.latent.schedule import KV_BLOCK, ROWS, GangShape, gang_shape
+from mla_var3.kernel.cute_python.mla.latent.scheduler import GroupShape, group_shape
 from mla_var3.op.mla.cost import flash_mla_cost
 from mla_var3.runtime.composite import KernelPipeline
 from mla_var3.runtime.plan import Tiling
@@ -70,9 +70,9 @@ class CuteFlashMLA(HopperPlan):
         """Tiles of 64 query rows per request."""
         return -(-self.s * self.h // ROWS)
 
-    def gangs(self, tiling: FlashMLATiling) -> GangShape:
+    def groups(self, tiling: FlashMLATiling) -> GroupShape:
         """The CTA groups of a launch with this tiling."""
-        return gang_shape(self.row_tiles, self.b, tiling.sms or self.sm_count, tiling.gang)
+        return group_shape(self.row_tiles, self.b, tiling.sms or self.sm_count, tiling.group_ctas)
 
     def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
         inputs = self.latent_inputs(device)
@@ -89,7 +89,7 @@ class CuteFlashMLA(HopperPlan):
 
     def _autotune_configs(self) -> Sequence[FlashMLATiling]:
         sizes = [0, *(size for size in (1, 2, 4, 8, 16, 32) if size < self.row_tiles)]
-        configs = [FlashMLATiling(gang=size) for size in sizes]
+        configs = [FlashMLATiling(group_ctas=size) for size in sizes]
         rows = self.s * self.h
         if rows < ROWS - 7:
             configs.append(FlashMLATiling(few=-(-rows // 8) * 8))
@@ -114,7 +114,7 @@ class CuteFlashMLA(HopperPlan):
             rest[0] if rest else None,
         )
         attention = latent_stage(
-            self, self.tiling, operands, self.gangs, self.problem().kv_lengths,
+            self, self.tiling, operands, self.groups, self.problem().kv_lengths,
             self._algorithmic_flops_bytes, self._autotune_configs(),
         )  # fmt: skip
         return KernelPipeline(_name=self.name, stages=[attention])

@@ -1,8 +1,8 @@
-"""mla_var6_plus: old tokens absorbed, the n newest decompressed, at the same time, on Hopper.
+"""mla_var6_plus: old tokens latent, the n newest decompressed, at the same time, on Hopper.
 
-The absorbed kernel reads the old tokens in latent space (compute bound) on some SMs while the
-decompressed kernel streams the window (memory bound) on the others; then `decompress_combine`
-up-projects the latent part and merges both by log-sum-exp.
+The latent kernel reads the old tokens (compute bound) on some SMs while the decompressed kernel
+streams the window (memory bound) on the others; then `decompress_combine` up-projects the latent
+part and merges both by LSE.
 
     q_nope [b, s, h, 128]   q_latent [b, s, h, 512]   q_rope [b, s, h, 64]
     c_kv [b, t, 512]        k_rope [b, t, 64]
@@ -13,15 +13,15 @@ up-projects the latent part and merges both by log-sum-exp.
 bfloat16 and float16; causal (bottom-right) or not; any b, s, t >= 1, h and any n in 0..t; slots
 beyond a length may hold NaN. Rows without a visible key give 0 and -inf. Target: sm_90a.
 
-n follows from the cost model (`--n` pins it, `--refine` lets timing move it). With n=0 the absorbed
+n follows from the cost model (`--n` pins it, `--refine` lets timing move it). With n=0 the latent
 kernel has all SMs and is followed by the up-projection alone, with n=t the decompressed kernel
 writes the output. In between each kernel is persistent on SMs of its own: `sms` of the two tilings,
 by default as many as make both end together; a pair that needs more than there are is refused.
 
-A cache may keep the window as a ring, slot x holding the position with position % n == x; then the
+A cache may keep the window as a ring, slot x holding the position with position % n == x; the
 stages of `plan_parts` read it as it lies.
 
-Base version. Kernels: `absorbed_attention.py`, `window_rows.py`, `decompress_combine.py`.
+Base version. Kernels: `latent/kernel.py`, `decompressed/kernel.py`, `projections/outputs.py`.
 Limits: the split of the SMs is fixed at the launch, so those of the kernel that ends first idle
 until the other has ended; only d=128, k=512 and p=64.
 """
@@ -30,9 +30,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from mla_var3.kernel.cute_python.mla.decompressed.stage import WindowOperands
-from mla_var3.kernel.cute_python.mla.mix.newest import NewestMixPlan
-from mla_var3.kernel.cute_python.mla.mix.plan import LatentTokens
+from mla_var3.kernel.cute_python.mla.decompressed.stage import DecompressedOperands
+from mla_var3.kernel.cute_python.mla.mix.plan import LatentTokens, NewestMixPlan
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import flash_attention_cost
 from mla_var3.runtime.composite import KernelPipeline
@@ -44,7 +43,7 @@ class CuteMlaVar6Plus(NewestMixPlan):
 
     targets = ("sm_90",)
 
-    def window_cost(self) -> Cost:
+    def decompressed_cost(self) -> Cost:
         return flash_attention_cost(replace(self.problem(), lengths=tuple(self.new_lengths())))
 
     def plan(self, *inputs: Tensor) -> KernelPipeline:
@@ -52,13 +51,13 @@ class CuteMlaVar6Plus(NewestMixPlan):
             q_nope, q_latent, q_rope, c_kv, k_rope, k_new, v_new, k_rope_new, w_uv, lengths,
         ) = inputs  # fmt: skip
         latent = LatentTokens(q_latent, q_rope, c_kv, k_rope, lengths, newest=self.chosen_n)
-        window = WindowOperands(q_nope, q_rope, k_new, v_new, k_rope_new, lengths)
+        window = DecompressedOperands(q_nope, q_rope, k_new, v_new, k_rope_new, lengths)
         return self.plan_parts(latent, window, w_uv)
 
     def plan_parts(
-        self, latent: LatentTokens | None, window: WindowOperands, w_uv: Tensor, page: int = 0
+        self, latent: LatentTokens | None, window: DecompressedOperands, w_uv: Tensor, page: int = 0
     ) -> KernelPipeline:
-        """The stages on what each kernel reads, for caches that hold it in other ways.
+        """The stages on the operands of each kernel, for paged caches and windows that are rings.
 
         Args:
             latent: the older tokens, dense or paged; None with n=t, where there are none.

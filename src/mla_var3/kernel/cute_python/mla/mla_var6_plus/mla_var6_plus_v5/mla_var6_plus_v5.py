@@ -1,4 +1,4 @@
-"""mla_var6_plus_v2: old tokens absorbed, the n newest decompressed in 8 bits, at the same time.
+"""mla_var6_plus_v5: old tokens latent, the n newest decompressed in 8 bits, at the same time.
 
     q_nope [b, s, h, 128]   q_latent [b, s, h, 512]   q_rope [b, s, h, 64]
     c_kv [b, t, 512]        k_rope [b, t, 64]
@@ -12,15 +12,16 @@
 Otherwise the contract of the base version: bfloat16 and float16, causal or not, any n in 0..t, NaN
 in slots without a token. Target: sm_90a.
 
-Parent: mla_var6_plus. Idea: the window is bound by memory, and e4m3 with a scale per token and head
+Parent: mla_var6_plus. Idea: the window is memory bound, and e4m3 with a scale per token and head
 halves its bytes, so the same time pays for a window twice as long.
 
-Two errors, told apart by `errors`. That of the form: keys and values are rounded to three bits of
+`errors` tells two errors apart. That of the format: keys and values are rounded to three bits of
 mantissa, whatever kernel reads them; the reference of the check reads the same rounded window, so
-this error is not in it. That of the kernel: queries and the weights of the values are rounded to
-e4m3 as well, each with a scale per row, which 16 bits would not cost.
+the check does not count this error. That of the kernel: queries and the weights of the values are
+rounded to e4m3 as well, each with a scale per row.
 
-Nothing chooses this version by itself: it runs only when named.
+Nothing chooses this version by itself: it runs only when named. Its id in CuTe DSL was once
+mla_var6_plus_v2.
 """
 
 from dataclasses import dataclass, replace
@@ -29,9 +30,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mla_var3.kernel.cute_python.mla.decompressed.stage import WindowOperands
-from mla_var3.kernel.cute_python.mla.mix.newest import NewestMixPlan
-from mla_var3.kernel.cute_python.mla.mix.plan import LatentTokens
+from mla_var3.kernel.cute_python.mla.decompressed.stage import DecompressedOperands
+from mla_var3.kernel.cute_python.mla.mix.plan import LatentTokens, NewestMixPlan
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import flash_attention_cost
 from mla_var3.op.mla.inputs import absorb_queries, decompress_newest
@@ -58,8 +58,8 @@ from mla_var3.runtime.tensors import check_tensor, require_view
 
 
 @dataclass
-class CuteMlaVar6PlusV2(NewestMixPlan):
-    """Plan of version 2 of mla_var6_plus in CuTe DSL."""
+class CuteMlaVar6PlusV5(NewestMixPlan):
+    """Plan of version 5 of mla_var6_plus in CuTe DSL."""
 
     targets = ("sm_90",)
     window_form = FP8
@@ -81,9 +81,9 @@ class CuteMlaVar6PlusV2(NewestMixPlan):
     ) -> tuple[Tensor, ...]:
         """The attention on the same 8-bit window.
 
-        A 16-bit `compute_dtype` asks for what the kernel's own precision costs in PyTorch. Queries
-        and weights of e4m3 are part of that. Weights cannot be rounded from here; keys whose
-        numbers are rounded a second time, with another scale, move them by as much.
+        A 16-bit `compute_dtype` asks for the error of the kernel's own precision in PyTorch, e4m3
+        queries and weights included. Weights cannot be rounded from here; keys that are rounded a
+        second time, with another scale, move them by as much.
         """
         q_nope, q_latent, q_rope, c_kv, k_rope, *packed, rope_new, w_uv, lengths = inputs
         n = self.chosen_n
@@ -100,7 +100,7 @@ class CuteMlaVar6PlusV2(NewestMixPlan):
     def errors(
         self, out: Tensor, inputs: tuple[Tensor, ...], window: tuple[Tensor, Tensor, Tensor]
     ) -> FormErrors:
-        """Whose error is whose.
+        """The error of the format and the error of the kernel.
 
         Args:
             out: output of the kernel.
@@ -116,7 +116,7 @@ class CuteMlaVar6PlusV2(NewestMixPlan):
         )  # fmt: skip
         return form_errors(out, self.reference_fn(*inputs)[0], unrounded)
 
-    def window_cost(self) -> Cost:
+    def decompressed_cost(self) -> Cost:
         problem = replace(self.problem(), lengths=tuple(self.new_lengths()))
         plain = flash_attention_cost(problem)
         saved = PLAIN.token_bytes(problem) - FP8.token_bytes(problem)
@@ -129,7 +129,7 @@ class CuteMlaVar6PlusV2(NewestMixPlan):
         self._check_queries(q_nope, w_uv)
         window = PackedWindow(*packed)
         self._check_window(window, k_rope_new)
-        operands = WindowOperands(
+        operands = DecompressedOperands(
             q_nope,
             q_rope,
             window.keys,
@@ -151,7 +151,7 @@ class CuteMlaVar6PlusV2(NewestMixPlan):
         scales = [b, h, tokens, ("of key and value", 2)]
         check_tensor("scales", window.scales, scales, torch.float32, device)
         for name, tensor in window._asdict().items():
-            # Bulk copies take pieces of all of them as they lie.
+            # Bulk copies take contiguous parts of all of them.
             require_view(name, tensor, tensor.numel())
 
 
@@ -162,4 +162,4 @@ def rounded_again(rows: QuantisedRows) -> QuantisedRows:
 
 
 if __name__ == "__main__":
-    raise SystemExit(CuteMlaVar6PlusV2().benchmark_kernel_argparse())
+    raise SystemExit(CuteMlaVar6PlusV5().benchmark_kernel_argparse())

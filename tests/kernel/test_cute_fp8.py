@@ -1,4 +1,4 @@
-"""The 8-bit window kernel: which weights its threads trade, in plain Python."""
+"""The 8-bit decompressed kernel: which weights its threads exchange, in plain Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mla_var6_plus_v3: a prefix shared by the batch decompressed, own tokens absorbed, at once.
+"""mla_var6_plus_v6: a prefix shared by the batch decompressed, own tokens latent, at the same time.
 
     q_nope [b, s, h, 128]   q_latent [b, s, h, 512]   q_rope [b, s, h, 64]
     k_prefix, v_prefix [h, prefix, 128], k_rope_prefix [prefix, 64]   slot j is position j, of all
@@ -11,13 +11,14 @@ bfloat16 and float16; causal (bottom-right) or not; any b, s, t >= 1, h and any 
 slots beyond a length may hold NaN. A request may be shorter than the prefix: it has the first of
 its tokens and none of its own. Rows without a visible key give 0 and -inf. Target: sm_90a.
 
-Parent: mla_var6_plus. Idea: decompressed is the prefix that all requests have in common, a system
-prompt for example. Its keys and values are read once for the b*s queries of a head, which meet them
-as rows of one matrix, so the path with few operations per token costs almost no bytes either. With
-prefix=0 the absorbed kernel is alone, with prefix=t the decompressed one.
+Parent: mla_var6_plus. Idea: decompress the prefix that all requests have in common, a system
+prompt for example. Its keys and values are read once for the b*s queries of a head, which are rows
+of one matrix, so the path with few operations per token needs few bytes as well. With prefix=0 the
+latent kernel is alone, with prefix=t the decompressed one.
 
-Without a choice the prefix is half of the slots, which says nothing about a workload: `--prefix`
-is how much the requests really share. Limits: those of the base version; one prefix per batch.
+By default the prefix is half of the slots, which says nothing about a workload: `--prefix` is how
+much the requests really share. Limits: those of the base version; one prefix per batch. The id in
+CuTe DSL was once mla_var6_plus_v3.
 """
 
 import functools
@@ -28,8 +29,11 @@ import torch
 from torch import Tensor
 
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.kernel.cute_python.mla.decompressed.jobs import BLOCK
-from mla_var3.kernel.cute_python.mla.decompressed.stage import WindowOperands, WindowShape
+from mla_var3.kernel.cute_python.mla.decompressed.stage import (
+    DecompressedOperands,
+    DecompressedShape,
+)
+from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK
 from mla_var3.kernel.cute_python.mla.mix.plan import CuteMixPlan, LatentTokens
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.cost import Cost
@@ -42,8 +46,8 @@ from mla_var3.runtime.tensors import check_tensor
 
 
 @dataclass
-class CuteMlaVar6PlusV3(CuteMixPlan):
-    """Plan of version 3 of mla_var6_plus in CuTe DSL."""
+class CuteMlaVar6PlusV6(CuteMixPlan):
+    """Plan of version 6 of mla_var6_plus in CuTe DSL."""
 
     prefix: int | None = field(
         default=None, metadata={"help": "tokens that all requests share; default half of t"}
@@ -57,7 +61,7 @@ class CuteMlaVar6PlusV3(CuteMixPlan):
             require_int("prefix", self.prefix, minimum=0, maximum=self.t, maximum_name="t")
 
     def _model_fields(self, peak_tflops: float, peak_gbps: float) -> dict[str, Any]:
-        return {} if self.prefix is not None else {"prefix": self.t // 2 // BLOCK * BLOCK}
+        return {} if self.prefix is not None else {"prefix": self.t // 2 // KV_BLOCK * KV_BLOCK}
 
     def cpu_check_plan(self) -> Self:
         small = MlaPlan.cpu_check_plan(self.copy(prefix=None))
@@ -78,10 +82,10 @@ class CuteMlaVar6PlusV3(CuteMixPlan):
         return self.shared_problem().prefix
 
     @property
-    def window_shape(self) -> WindowShape:
-        return WindowShape(1, self.b * self.s, self.h, self.decompressed_slots())
+    def decompressed_shape(self) -> DecompressedShape:
+        return DecompressedShape(1, self.b * self.s, self.h, self.decompressed_slots())
 
-    def window_cost(self) -> Cost:
+    def decompressed_cost(self) -> Cost:
         both = shared_prefix_attention_cost(self.shared_problem())
         latent = self.latent_cost()
         # Each kernel reads the rope queries.
@@ -125,20 +129,20 @@ class CuteMlaVar6PlusV3(CuteMixPlan):
         check_tensor("own_lengths", own_lengths, [("b", self.b)], torch.int32, q_nope.device)
         prefix = self.decompressed_slots()
         own = LatentTokens(q_latent, q_rope, c_kv[:, prefix:], k_rope[:, prefix:], own_lengths)
-        shared = WindowOperands(
+        shared = DecompressedOperands(
             q_nope, q_rope, k_prefix[None], v_prefix[None], k_rope_prefix[None], lengths
         )
         return self.plan_parts(own, shared, w_uv)
 
     def plan_parts(
-        self, own: LatentTokens | None, shared: WindowOperands, w_uv: Tensor, page: int = 0
+        self, own: LatentTokens | None, shared: DecompressedOperands, w_uv: Tensor, page: int = 0
     ) -> KernelPipeline:
-        """The stages on what each kernel reads, for paged caches too.
+        """The stages on the operands of each kernel, for paged caches too.
 
         Args:
             own: the tokens behind the prefix, dense or paged; None with prefix=t, where there are
                 none.
-            shared: the prefix as one window, and the lengths of the whole requests.
+            shared: the prefix as one request, and the lengths of the whole requests.
             w_uv: for the up-projection.
             page: tokens of a page where the cache is paged.
         """
@@ -162,4 +166,4 @@ class CuteMlaVar6PlusV3(CuteMixPlan):
 
 
 if __name__ == "__main__":
-    raise SystemExit(CuteMlaVar6PlusV3().benchmark_kernel_argparse())
+    raise SystemExit(CuteMlaVar6PlusV6().benchmark_kernel_argparse())

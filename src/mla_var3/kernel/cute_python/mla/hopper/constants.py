@@ -1,0 +1,45 @@
+"""Fixed sizes of the CuTe DSL kernels for Hopper: tiles, warp roles, registers."""
+
+KV_BLOCK = 64
+"""Tokens of a KV block: the page size of the caches in use, and two fit the shared memory of an SM
+beside the query tile of the latent kernel."""
+ROWS = 64
+"""Query rows of a tile: the M side of a wgmma."""
+LATENT = 512
+"""Latent width k."""
+ROPE = 64
+"""Rope width p."""
+HEAD = 128
+"""Head width d, of keys and of values."""
+TILE = 64
+"""Columns of a tile of 16-bit elements: 128 bytes, the widest swizzle of shared memory."""
+COLUMN_TILES = (LATENT + ROPE) // TILE
+ROPE_TILE = COLUMN_TILES - 1
+HALF = LATENT // 2
+"""Output columns that a warpgroup of the latent kernel accumulates: the widest wgmma."""
+TILE_BYTES = KV_BLOCK * TILE * 2
+MMA_DEPTH = 16
+"""K side of a wgmma with 16-bit operands."""
+
+WARPGROUP = 128
+"""Threads of a warpgroup."""
+WARPGROUP_WARPS = WARPGROUP // 32
+CONSUMER_WARPGROUPS = 2
+CONSUMERS = CONSUMER_WARPGROUPS * WARPGROUP
+"""Threads of the consumer warpgroups."""
+CONSUMER_WARPS = CONSUMERS // 32
+PRODUCER_WARP = CONSUMER_WARPS
+"""The producer warp, the first behind the consumers. Registers are given to whole warpgroups, so it
+has a warpgroup of its own, whose other warps idle."""
+THREADS = CONSUMERS + WARPGROUP
+PRODUCER_REGISTERS = 40
+CONSUMER_REGISTERS = 232
+"""Registers per thread after `setmaxnreg`. A CTA of 384 threads starts with 168 each, and both
+numbers together use all of them: 2 * 232 + 40 = 3 * 168."""
+
+DEFAULT_SM_COUNT = 132
+"""SMs assumed where no device is known."""
+SCORE_FLOOR = -1.0e30
+"""Start of a running maximum; finite, so that no difference of infinities arises."""
+LN_2 = 0.6931471805599453
+LOG2_E = 1.4426950408889634

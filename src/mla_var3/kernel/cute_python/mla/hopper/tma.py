@@ -1,0 +1,38 @@
+"""Tensors that TMA copies tile by tile between global and shared memory."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass.cute.nvgpu import cpasync
+
+
+@dataclass(frozen=True)
+class TmaTensor:
+    """A tensor in global memory and the copy that moves its tiles."""
+
+    copy: Any
+    tensor: Any
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A copy and its tiles in global and in shared memory, a tile as the first mode of each."""
+
+    copy: Any
+    tiles: Any
+    shared: Any
+
+
+def transfer(given: TmaTensor, shared: cute.Tensor, tile: tuple[int, ...]) -> Transfer:
+    """What TMA moves between shared memory and a tensor.
+
+    Args:
+        given: the tensor.
+        shared: tiles in shared memory, the modes of a tile first.
+        tile: sizes of a tile.
+    """
+    tiles = cute.local_tile(given.tensor, tile, (None,) * cute.rank(given.tensor))
+    together = (cute.group_modes(each, 0, len(tile)) for each in (shared, tiles))
+    in_shared, in_global = cpasync.tma_partition(given.copy, 0, cute.make_layout(1), *together)
+    return Transfer(given.copy, in_global, in_shared)

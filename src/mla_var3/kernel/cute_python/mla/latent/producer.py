@@ -1,0 +1,337 @@
+"""Producer warp of the latent kernel: query tiles and KV blocks, as shared memory becomes empty.
+
+Shared memory holds one query tile and two KV blocks, the even and the odd one of a pair. A KV block
+is loaded in halves of its latent columns, each as soon as its last reader has released it.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from mla_var3.kernel.cute_python.mla.hopper.constants import (
+    COLUMN_TILES,
+    CONSUMER_WARPS,
+    CONSUMERS,
+    HALF,
+    KV_BLOCK,
+    ROPE_TILE,
+    TILE,
+    TILE_BYTES,
+    WARPGROUP_WARPS,
+)
+from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor
+
+
+class Mbarrier(IntEnum):
+    """Mbarriers: FULL when tiles have arrived, EMPTY when all their readers have released them.
+
+    OWN is the half of a KV block's latent columns that the warpgroup of its scores accumulates,
+    OTHER the rest of the block.
+    """
+
+    EVEN_OWN_FULL = 0
+    EVEN_OTHER_FULL = 1
+    ODD_OWN_FULL = 2
+    ODD_OTHER_FULL = 3
+    Q_FULL = 4
+    EVEN_OWN_EMPTY = 5
+    EVEN_OTHER_EMPTY = 6
+    ODD_OWN_EMPTY = 7
+    ODD_OTHER_EMPTY = 8
+    Q_EMPTY = 9
+
+
+class Barrier(IntEnum):
+    """Named barriers of the consumers; 0 is the one of the whole CTA."""
+
+    P_EVEN = 1  # probabilities, scales and maximum of the even block are in shared memory
+    P_ODD = 2  # the same of the odd block
+    CONSUMERS = 3
+    WARPGROUP_0 = 4
+    WARPGROUP_1 = 5
+
+
+WARPGROUP_BARRIERS = (Barrier.WARPGROUP_0, Barrier.WARPGROUP_1)
+
+
+@dataclass(frozen=True)
+class BlockPart:
+    """Column tiles of a KV block that arrive together and are released together.
+
+    Attributes:
+        tiles: the column tiles.
+        full, empty: their mbarriers.
+    """
+
+    tiles: tuple[int, ...]
+    full: Mbarrier
+    empty: Mbarrier
+
+
+LEFT, RIGHT = (0, 1, 2, 3), (4, 5, 6, 7)
+"""Column tiles of a copy: half of the latent columns. Fewer and larger copies keep the producer
+warp from becoming the bottleneck (run 7 of
+docs/results/2026-11-15-nvidia-h200-cute-development.md)."""
+EVEN_PARTS = (
+    BlockPart(LEFT, Mbarrier.EVEN_OWN_FULL, Mbarrier.EVEN_OWN_EMPTY),
+    BlockPart((*RIGHT, ROPE_TILE), Mbarrier.EVEN_OTHER_FULL, Mbarrier.EVEN_OTHER_EMPTY),
+)
+ODD_PARTS = (
+    BlockPart(RIGHT, Mbarrier.ODD_OWN_FULL, Mbarrier.ODD_OWN_EMPTY),
+    BlockPart((*LEFT, ROPE_TILE), Mbarrier.ODD_OTHER_FULL, Mbarrier.ODD_OTHER_EMPTY),
+)
+"""The warpgroup that computes a block's scores is the first to be done with its own half of the
+values. The rope tile holds P once the scores exist, and the other warpgroup reads P last."""
+
+
+def arrivals(barrier: Mbarrier, p_readers: int) -> int:
+    """Arrivals that complete an mbarrier: the producer, or the warps that have read.
+
+    Args:
+        barrier: the mbarrier.
+        p_readers: warpgroups that read a P from shared memory, where a rope tile was.
+    """
+    if barrier.name.endswith("FULL"):
+        return 1
+    if barrier is Mbarrier.Q_EMPTY:
+        return CONSUMER_WARPS
+    return WARPGROUP_WARPS * (p_readers if "OTHER" in barrier.name else 1)
+
+
+@cute.jit
+def init_barriers(barriers: cute.Pointer, p_readers: cutlass.Constexpr):
+    """Set up the mbarriers; one thread calls it."""
+    for barrier in cutlass.range_constexpr(len(Mbarrier)):
+        cute.arch.mbarrier_init(barriers + barrier, arrivals(Mbarrier(barrier), p_readers))
+    cute.arch.mbarrier_init_fence()
+
+
+@cute.jit
+def arrive(barrier: cutlass.Constexpr, strict: cutlass.Constexpr):
+    """Arrive at a named barrier where the other consumer warpgroup waits.
+
+    Args:
+        barrier: the barrier.
+        strict: wait for the other warpgroup as well. It is not needed, but the sanitizer does not
+            follow an arrival without a wait.
+    """
+    if const_expr(strict):
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=CONSUMERS)
+    else:
+        cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=CONSUMERS)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What the producer reads.
+
+    Attributes:
+        q, q_rope: query rows and their rope part.
+        latent, rope: the cache, as pages.
+        table: block table of a paged cache, or None.
+        pages: pages of the cache.
+        page_tokens: tokens of a page.
+    """
+
+    q: TmaTensor
+    q_rope: TmaTensor
+    latent: TmaTensor
+    rope: TmaTensor
+    table: Any
+    pages: Any
+    page_tokens: Any
+
+
+@dataclass(frozen=True)
+class SharedTiles:
+    """Tiles [64, 576] in shared memory: the query tile and the two KV blocks of a pair."""
+
+    q: Any
+    even: Any
+    odd: Any
+
+
+@dataclass(frozen=True)
+class _Cache:
+    """The cache as the copies of KV blocks see it; blocks are [64*columns, block, part, page]."""
+
+    latent_copy: Any
+    latent_blocks: Any
+    rope_copy: Any
+    rope_blocks: Any
+    table: Any
+    pages: Any
+    page_blocks: Any
+
+
+@dataclass(frozen=True)
+class _Buffer:
+    """A KV block in shared memory: halves [64*256, half] and rope tile [64*64]."""
+
+    halves: Any
+    rope: Any
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a KV block lies: block of the page, page."""
+
+    block: Any
+    page: Any
+
+
+def _halves(tile: cute.Tensor) -> cute.Tensor:  # [64*256, half]
+    return cute.group_modes(cute.local_tile(tile, (TILE, HALF), (0, None)), 0, 2)
+
+
+def _rope(tile: cute.Tensor) -> cute.Tensor:  # [64*64]
+    return cute.group_modes(cute.local_tile(tile, (TILE, TILE), (0, ROPE_TILE)), 0, 2)
+
+
+def _blocks(tensor: cute.Tensor, columns: int) -> cute.Tensor:
+    """A cache as [64*columns, block of page, column part, page]."""
+    blocks = cute.local_tile(tensor, (TILE, columns), (None, None, None))
+    return cute.group_modes(blocks, 0, 2)
+
+
+@cute.jit
+def produce(
+    sources: cutlass.Constexpr,
+    shared: cutlass.Constexpr,
+    barriers: cute.Pointer,
+    scheduler: cutlass.Constexpr,
+):
+    """Load the query tiles and KV blocks of all work tiles of the CTA; one warp calls it."""
+    one = cute.make_layout(1)
+    latent, rope = sources.latent, sources.rope
+    even_halves, latent_blocks = cpasync.tma_partition(
+        latent.copy, 0, one, _halves(shared.even), _blocks(latent.tensor, HALF)
+    )
+    odd_halves, _ = cpasync.tma_partition(
+        latent.copy, 0, one, _halves(shared.odd), _blocks(latent.tensor, HALF)
+    )
+    even_rope, rope_blocks = cpasync.tma_partition(
+        rope.copy, 0, one, _rope(shared.even), _blocks(rope.tensor, TILE)
+    )
+    odd_rope, _ = cpasync.tma_partition(
+        rope.copy, 0, one, _rope(shared.odd), _blocks(rope.tensor, TILE)
+    )
+    even, odd = _Buffer(even_halves, even_rope), _Buffer(odd_halves, odd_rope)
+    cache = _Cache(
+        latent.copy, latent_blocks, rope.copy, rope_blocks,
+        sources.table, sources.pages, sources.page_tokens // KV_BLOCK,
+    )  # fmt: skip
+    tile = scheduler.first_tile()
+    started = tile.valid
+    phase = Int32(0)
+    q_phase = Int32(0)
+    while tile.valid:
+        cute.arch.mbarrier_wait(barriers + Mbarrier.Q_EMPTY, q_phase ^ 1)
+        q_phase ^= 1
+        load_queries(
+            sources, _halves(shared.q), _rope(shared.q), barriers + Mbarrier.Q_FULL,
+            tile.base + tile.row,
+        )  # fmt: skip
+        request = tile.item // scheduler.visits
+        for pair in cutlass.range(tile.pairs, unroll=1):
+            block = tile.first + 2 * pair
+            load_pair(
+                cache, even, odd, barriers, phase,
+                place_of(cache, request, block, tile.last),
+                place_of(cache, request, block + 1, tile.last),
+            )  # fmt: skip
+            phase ^= 1
+        tile = scheduler.next_tile(tile)
+    if started:
+        # Scores are computed one pair ahead, so behind the last pair as well.
+        nowhere = _Place(Int32(0), sources.pages)
+        load_pair(cache, even, odd, barriers, phase, nowhere, nowhere)
+
+
+@cute.jit
+def load_queries(
+    sources: cutlass.Constexpr,
+    halves: cute.Tensor,
+    rope: cute.Tensor,
+    full: cute.Pointer,
+    first_row: Int32,
+):
+    """Start the copies of a query tile."""
+    one = cute.make_layout(1)
+    q, q_rope = sources.q, sources.q_rope
+
+    def parts_of(tensor, columns):
+        rows = cute.domain_offset((first_row, 0), tensor)
+        return cute.group_modes(cute.local_tile(rows, (TILE, columns), (0, None)), 0, 2)
+
+    target, source = cpasync.tma_partition(q.copy, 0, one, halves, parts_of(q.tensor, HALF))
+    rope_target, rope_source = cpasync.tma_partition(
+        q_rope.copy, 0, one, rope, parts_of(q_rope.tensor, TILE)
+    )
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, COLUMN_TILES * TILE_BYTES)
+    for half in cutlass.range_constexpr(2):
+        cute.copy(q.copy, source[(None, half)], target[(None, half)], tma_bar_ptr=full)
+    cute.copy(q_rope.copy, rope_source[(None, 0)], rope_target, tma_bar_ptr=full)
+
+
+@cute.jit
+def place_of(cache: cutlass.Constexpr, request: Int32, block: Int32, blocks: Int32) -> _Place:
+    """Where a KV block of a request lies.
+
+    A block behind the last one lies on a page that does not exist: TMA fills it with zeros without
+    touching memory.
+    """
+    page = cache.pages
+    if const_expr(cache.table is None):
+        if block < blocks:
+            page = request
+    else:
+        if block < blocks:
+            page = cache.table[request, block // cache.page_blocks]
+        block = block % cache.page_blocks
+    return _Place(block, page)
+
+
+@cute.jit
+def load_pair(
+    cache: cutlass.Constexpr,
+    even: cutlass.Constexpr,
+    odd: cutlass.Constexpr,
+    barriers: cute.Pointer,
+    phase: Int32,
+    even_place: cutlass.Constexpr,
+    odd_place: cutlass.Constexpr,
+):
+    """Load two KV blocks, each part as soon as the readers have released the old one."""
+    for i in cutlass.range_constexpr(2):
+        load_part(cache, even, barriers, phase, even_place, EVEN_PARTS[i])
+    for i in cutlass.range_constexpr(2):
+        load_part(cache, odd, barriers, phase, odd_place, ODD_PARTS[i])
+
+
+@cute.jit
+def load_part(
+    cache: cutlass.Constexpr,
+    buffer: cutlass.Constexpr,
+    barriers: cute.Pointer,
+    phase: Int32,
+    place: cutlass.Constexpr,
+    part: cutlass.Constexpr,
+):
+    """Load half of the latent columns of a KV block, and the rope tile if the part has it."""
+    half = part.tiles[0] // len(LEFT)
+    full = barriers + part.full
+    cute.arch.mbarrier_wait(barriers + part.empty, phase ^ 1)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, len(part.tiles) * TILE_BYTES)
+    source = cache.latent_blocks[(None, place.block, half, place.page)]
+    cute.copy(cache.latent_copy, source, buffer.halves[(None, half)], tma_bar_ptr=full)
+    if const_expr(ROPE_TILE in part.tiles):
+        source = cache.rope_blocks[(None, place.block, 0, place.page)]
+        cute.copy(cache.rope_copy, source, buffer.rope, tma_bar_ptr=full)

@@ -1,0 +1,471 @@
+"""Tile scheduler of the latent kernel: how its work is split over the SMs, on the device.
+
+The query rows of a request fill `tiles` query tiles. A *CTA group* is a set of CTAs that walk the
+same KV blocks in step, one query tile each, so that a KV block comes from memory once and from L2
+for the rest of the group. Requests with more query tiles than a group has CTAs are visited `visits`
+times. A *work item* is one visit of a request by a group: item = request * visits + visit. A *work
+tile* is what one CTA does of it: one query tile against the item's KV blocks.
+
+All items in order form a line, each as long as its KV blocks plus a fixed cost for its start and
+end. The line is divided into as many equal ranges as there are groups. Where a range begins or ends
+inside of an item, the item is split: each group writes a partial, and `merge.py` merges them. Where
+that would cost more than it saves, as with equal lengths or few tokens, the groups take whole items
+in turns instead.
+
+Every CTA finds its own range when it starts, from the lengths on the device. A changed length needs
+no planning step, and a CUDA graph may be replayed with other lengths.
+"""
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+
+from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, ROWS
+
+ITEM_COST = 2
+"""Cost of starting and finishing an item, in KV blocks: about 4.6 us for a query tile on an H200
+(docs/results/2026-11-15-nvidia-h200-attention-grid.md). Other numbers were not measured."""
+MERGE_COST = 9
+"""Cost of splitting items, in KV blocks: partials are written, waited for and merged. On an H200 at
+b=16 s=2 h=128 a launch that splits takes 9 us more than one that does not (t=256 and 512, cold L2;
+docs/results/2026-11-15-nvidia-h200-attention-grid.md)."""
+SPLIT_COST = 0.05
+"""Share of the time that writing and merging partials costs at most. Not measured on its own."""
+SPLIT_ITEMS = 0.2
+"""The same cost in items, for a range that has many of them. Not measured on its own."""
+STREAM_COST = 0.0015
+"""Share of the time that every CTA group costs that is alone on its KV blocks: memory is read for
+it alone, which takes power from the tensor cores. On an H200 66 such groups took 9 % (b=32 s=43;
+docs/results/2026-11-15-nvidia-h200-mix-development.md)."""
+GROUP_WORTH = 0.03
+"""Share of the time that a larger CTA group, which reads L2 in step, may cost. From the same runs:
+3 groups of 44 CTAs took 2089 us where 66 groups of 2 took 2280."""
+
+
+class Split(IntEnum):
+    """Flags of a split work tile; 0 is a whole one."""
+
+    PARTIAL = 1
+    FIRST = 2
+    LAST = 4
+
+
+# --- on the host ----------------------------------------------------------------------------------
+
+
+def split_block(local, blocks):
+    """The KV block at which an item is split, for a boundary at distance `local` from its start.
+
+    Even, because the kernel takes KV blocks in pairs; `blocks` or more means: behind the item.
+    Plain arithmetic, for Python integers and for device values.
+    """
+    return (cutlass.max(local - ITEM_COST, 0) + 1) // 2 * 2
+
+
+def range_position(total, group, group_count):
+    """Where the range of a CTA group begins on a line of length `total`, without overflow."""
+    return total // group_count * group + total % group_count * group // group_count
+
+
+@dataclass(frozen=True)
+class GroupShape:
+    """How the CTAs of a launch work together.
+
+    Attributes:
+        group_ctas: CTAs of a CTA group.
+        visits: visits of a request by a group, each with other query tiles.
+        group_count: CTA groups, all on the device at the same time.
+    """
+
+    group_ctas: int
+    visits: int
+    group_count: int
+
+    @property
+    def ctas(self) -> int:
+        """CTAs of the launch."""
+        return self.group_ctas * self.group_count
+
+
+def group_shape(tiles: int, requests: int, sm_count: int, group_ctas: int = 0) -> GroupShape:
+    """CTA groups for a number of query tiles.
+
+    Args:
+        tiles: query tiles of the request with most rows.
+        requests: requests of the batch.
+        sm_count: CTAs that the device runs at the same time.
+        group_ctas: a chosen size of a group; 0 takes the one that leaves the fewest SMs idle.
+    """
+
+    def rated(size: int) -> tuple[float, GroupShape]:
+        visits, most = -(-tiles // size), max(sm_count // size, 1)
+        items = requests * visits
+        ideal = requests * tiles / sm_count
+        each = items / most
+        cost = min(SPLIT_COST, SPLIT_ITEMS / each)
+        split = (1.0 - cost) * ideal / each - STREAM_COST * most, GroupShape(size, visits, most)
+        rounds = -(-items // most)
+        if items % rounds:
+            return split
+        # Groups that all take the same number of items split nothing when lengths are equal, and
+        # those on one request walk in step.
+        groups = items // rounds
+        streams = -(-groups // visits)
+        whole = ideal / rounds - STREAM_COST * streams, GroupShape(size, visits, groups)
+        return max(whole, split, key=lambda pair: pair[0])
+
+    most = min(tiles, sm_count)
+    sizes = [min(group_ctas, most)] if group_ctas else range(1, most + 1)
+    candidates = [rated(size) for size in sizes]
+    best = max(share for share, _ in candidates)
+    near = (shape for share, shape in candidates if share >= best - GROUP_WORTH)
+    return max(near, key=lambda shape: shape.group_ctas)
+
+
+def takes_turns(longest, items, group_count, total):
+    """Whether groups take whole items in turns: splitting would cost more than it saves.
+
+    Plain arithmetic, for Python integers and for device values.
+
+    Args:
+        longest: most KV blocks of any item.
+        items, group_count: numbers of items and of CTA groups.
+        total: length of the line.
+    """
+    rounds = (items + group_count - 1) // group_count
+    return rounds * (longest + ITEM_COST) <= total // group_count + MERGE_COST
+
+
+def range_begins(lengths: Sequence[int], shape: GroupShape) -> list[tuple[int, int]]:
+    """Where each group's range begins, as (item, KV block), and where the last one ends.
+
+    The same boundaries as `work_range` finds on the device, for planning and tests. Items that are
+    taken in turns there are in order here; each group still gets its number of them.
+    """
+    blocks = [-(-length // KV_BLOCK) for length in lengths for _ in range(shape.visits)]
+    starts = list(itertools.accumulate((count + ITEM_COST for count in blocks), initial=0))
+    total = starts[-1]
+    if takes_turns(max(blocks), len(blocks), shape.group_count, total):
+        each, rest = divmod(len(blocks), shape.group_count)
+        return [(group * each + min(group, rest), 0) for group in range(shape.group_count + 1)]
+    begins = []
+    for group in range(shape.group_count + 1):
+        position = range_position(total, group, shape.group_count)
+        item = bisect.bisect_right(starts, position) - 1
+        if item == len(blocks):
+            begins.append((item, 0))
+            continue
+        local = position - starts[item]
+        block = split_block(local, blocks[item])
+        behind = block >= blocks[item] and local > 0
+        begins.append((item + 1, 0) if behind else (item, block))
+    return begins
+
+
+def partial_count(lengths: Sequence[int], shape: GroupShape) -> int:
+    """Partials that a launch writes, per CTA of a group."""
+    begins = range_begins(lengths, shape)
+    items = len(lengths) * shape.visits
+    inside = [begin for begin in dict.fromkeys(begins) if begin[1] > 0 and begin[0] < items]
+    return len(inside) + len({item for item, _ in inside})
+
+
+# --- on the device --------------------------------------------------------------------------------
+
+
+@cute.jit
+def kv_blocks(lengths: cute.Tensor, request: Int32, newest: Int32) -> Int32:
+    """KV blocks of a request, without its `newest` tokens."""
+    old = cutlass.max(lengths[request] - newest, 0)
+    return (old + (KV_BLOCK - 1)) // KV_BLOCK
+
+
+@dataclass(frozen=True)
+class WorkRange:
+    """The items of a CTA group: KV blocks from the begin on, up to the end, which is excluded.
+
+    Attributes:
+        begin, begin_block: first item, and its first KV block.
+        end, end_block: item of the end, of which only KV blocks before `end_block` belong here.
+        step: step from one item to the next; the number of groups where they take turns.
+    """
+
+    begin: Any
+    begin_block: Any
+    end: Any
+    end_block: Any
+    step: Any
+
+
+@cute.jit
+def work_range(
+    lengths: cute.Tensor,
+    requests: Int32,
+    visits: Int32,
+    newest: Int32,
+    group: Int32,
+    group_count: Int32,
+) -> WorkRange:
+    """The range of a CTA group; all lanes of a warp call it together and get the same answer.
+
+    Where nothing is split (`takes_turns`) the groups at work are on neighbouring items, often of
+    one request.
+    """
+    lane = cute.arch.lane_idx()
+    chunks = (requests + 31) // 32
+    items = requests * visits
+    total = Int32(0)
+    longest = Int32(0)
+    for chunk in cutlass.range(chunks, unroll=1):
+        request = chunk * 32 + lane
+        if request < requests:
+            blocks = kv_blocks(lengths, request, newest)
+            total += blocks + ITEM_COST
+            longest = cutlass.max(longest, blocks)
+    total = cute.arch.warp_redux_sync(total, "add") * visits
+    longest = cute.arch.warp_redux_sync(longest, "max")
+    step = Int32(1)
+    begin = group
+    begin_block = Int32(0)
+    end = items
+    end_block = Int32(0)
+    if takes_turns(longest, items, group_count, total):
+        step = group_count
+    else:
+        begin, begin_block, end, end_block = split_range(
+            lengths, requests, visits, newest, group, group_count, total
+        )
+    return WorkRange(begin, begin_block, end, end_block, step)
+
+
+@cute.jit
+def split_range(
+    lengths: cute.Tensor,
+    requests: Int32,
+    visits: Int32,
+    newest: Int32,
+    group: Int32,
+    group_count: Int32,
+    total: Int32,
+):
+    """A group's range of the line of length `total`: begin and end as (item, KV block)."""
+    lane = cute.arch.lane_idx()
+    chunks = (requests + 31) // 32
+    begin_at = range_position(total, group, group_count)
+    end_at = range_position(total, group + 1, group_count)
+
+    before = Int32(0)
+    begin = Int32(-1)
+    begin_block = Int32(0)
+    end = Int32(-1)
+    end_block = Int32(0)
+    for chunk in cutlass.range(chunks, unroll=1):
+        request = chunk * 32 + lane
+        blocks = Int32(0)
+        cost = Int32(0)
+        if request < requests:
+            blocks = kv_blocks(lengths, request, newest)
+            cost = blocks + ITEM_COST
+        inclusive = cost
+        for step in cutlass.range_constexpr(5):
+            other = cute.arch.shuffle_sync_up(inclusive, offset=1 << step)
+            if lane >= (1 << step):
+                inclusive += other
+        start = (before + inclusive - cost) * visits
+        if start <= begin_at and begin_at < start + cost * visits:
+            begin, begin_block = split_in_request(begin_at - start, request, visits, blocks)
+        if start <= end_at and end_at < start + cost * visits:
+            end, end_block = split_in_request(end_at - start, request, visits, blocks)
+        before += cute.arch.shuffle_sync(inclusive, 31)
+    begin = cute.arch.warp_redux_sync(begin, "max")
+    begin_block = cute.arch.warp_redux_sync(begin_block, "max")
+    end = cute.arch.warp_redux_sync(end, "max")
+    end_block = cute.arch.warp_redux_sync(end_block, "max")
+    if begin < 0:  # behind the last item
+        begin = requests * visits
+    if end < 0:
+        end = requests * visits
+    return begin, begin_block, end, end_block
+
+
+@cute.jit
+def split_in_request(local: Int32, request: Int32, visits: Int32, blocks: Int32):
+    """(item, KV block) of a boundary at distance `local` from the first item of a request."""
+    cost = blocks + ITEM_COST
+    item = request * visits + local // cost
+    block = split_block(local % cost, blocks)
+    if block >= blocks and local % cost > 0:
+        item += 1
+        block = Int32(0)
+    return item, block
+
+
+@dataclass
+class WorkTile:
+    """What a CTA does next: one query tile against some KV blocks of one request.
+
+    Attributes:
+        item: number of the work item.
+        valid: whether there is one.
+        row: the tile's first row among the request's rows.
+        base: the request's first row among all rows.
+        rows: rows of the request.
+        length: tokens of the request.
+        first: first KV block.
+        last: KV block behind the last one.
+        split: 0, or how the item is split (`Split`).
+    """
+
+    item: Any
+    valid: Any
+    row: Any
+    base: Any
+    rows: Any
+    length: Any
+    first: Any
+    last: Any
+    split: Any
+
+    @property
+    def pairs(self) -> Any:
+        """Pairs of KV blocks; a tile without visible tokens still takes one, all hidden."""
+        return cutlass.max((self.last - self.first + 1) // 2, 1)
+
+
+@dataclass(frozen=True)
+class Scheduler:
+    """What decides the work tiles of a CTA.
+
+    Attributes:
+        range: the items of its CTA group.
+        lengths: tokens per request.
+        query_begins: first query of each request and of the one behind the last; None when all
+            requests have `queries` of them.
+        tree: bytes [b, s, s], not 0 where a query sees one of the newest tokens; None when the
+            order of the tokens alone decides.
+        queries, heads, group_ctas, visits, newest, causal: sizes, as in the kernel's contract.
+        group: number of the CTA group.
+        rank: the CTA's place in its group.
+    """
+
+    range: WorkRange
+    lengths: Any
+    query_begins: Any
+    tree: Any
+    queries: Any
+    heads: Any
+    group_ctas: Any
+    visits: Any
+    newest: Any
+    causal: Any
+    group: Any
+    rank: Any
+
+    def first_tile(self) -> WorkTile:
+        """The CTA's first work tile."""
+        return work_tile_at(self.range.begin, self)
+
+    def next_tile(self, tile: WorkTile) -> WorkTile:
+        """The work tile behind `tile`."""
+        return work_tile_at(tile.item + self.range.step, self)
+
+
+@cute.jit
+def work_tile_at(item: Int32, scheduler: cutlass.Constexpr) -> WorkTile:
+    """The next work tile of this CTA: in `item`, or in the next item where it has a query tile."""
+    own = scheduler.range
+    searching = Boolean(True)
+    valid = Boolean(False)
+    row = Int32(0)
+    base = Int32(0)
+    rows = Int32(0)
+    length = Int32(0)
+    first = Int32(0)
+    last = Int32(0)
+    split = Int32(0)
+    while searching:
+        if item > own.end or (item == own.end and own.end_block == 0):
+            searching = Boolean(False)
+        else:
+            request = item // scheduler.visits
+            row = ((item % scheduler.visits) * scheduler.group_ctas + scheduler.rank) * ROWS
+            count = scheduler.queries
+            base = request * scheduler.queries * scheduler.heads
+            if const_expr(scheduler.query_begins is not None):
+                count = scheduler.query_begins[request + 1] - scheduler.query_begins[request]
+                base = scheduler.query_begins[request] * scheduler.heads
+            rows = count * scheduler.heads
+            if row < rows:
+                searching = Boolean(False)
+                valid = Boolean(True)
+                length = scheduler.lengths[request]
+                blocks = kv_blocks(scheduler.lengths, request, scheduler.newest)
+                if item == own.begin:
+                    first = own.begin_block
+                last = blocks
+                if item == own.end:
+                    last = own.end_block
+                if first > 0 or last < blocks:
+                    split = Int32(Split.PARTIAL)
+                    if first == 0:
+                        split += Split.FIRST
+                    if last == blocks:
+                        split += Split.LAST
+                if scheduler.causal != 0:
+                    # The last row of the tile sees most.
+                    query = cutlass.min(row + ROWS - 1, rows - 1) // scheduler.heads
+                    seen = cutlass.max(length - count + query + 1, 0)
+                    last = cutlass.min(last, (seen + KV_BLOCK - 1) // KV_BLOCK)
+                last = cutlass.max(last, first)
+            else:
+                item += own.step
+    return WorkTile(item, valid, row, base, rows, length, first, last, split)
+
+
+@cute.jit
+def partial_slot(tile: cutlass.Constexpr, scheduler: cutlass.Constexpr) -> Int32:
+    """Where a CTA writes a partial: the even slot for its range's first item, else the odd one."""
+    slot = (scheduler.group * scheduler.group_ctas + scheduler.rank) * 2
+    if tile.item != scheduler.range.begin:
+        slot += 1
+    return slot
+
+
+@cute.jit
+def row_limit(tile: cutlass.Constexpr, row: Int32, scheduler: cutlass.Constexpr) -> Int32:
+    """How many tokens a row of a work tile sees in the tile's KV blocks, counted from 0."""
+    limit = cutlass.min(cutlass.max(tile.length - scheduler.newest, 0), tile.last * KV_BLOCK)
+    if scheduler.causal != 0:
+        query = (tile.row + row) // scheduler.heads
+        limit = cutlass.min(limit, tile.length - tile.rows // scheduler.heads + query + 1)
+    return limit
+
+
+@cute.jit
+def first_hidden(tile: cutlass.Constexpr, scheduler: cutlass.Constexpr) -> Int32:
+    """The first token that some row of a work tile may not see."""
+    lowest = row_limit(tile, 0, scheduler)
+    if const_expr(scheduler.tree is not None):
+        lowest = cutlass.min(lowest, tile.length - tile.rows // scheduler.heads)
+    return lowest
+
+
+@cute.jit
+def tree_hides(
+    tile: cutlass.Constexpr, row: Int32, token: Int32, scheduler: cutlass.Constexpr
+) -> Boolean:
+    """Whether a token is one of the newest and not on the path to a row's own token."""
+    count = tile.rows // scheduler.heads
+    draft = token - (tile.length - count)
+    hidden = Boolean(False)
+    if draft >= 0 and draft < count:
+        query = cutlass.min((tile.row + row) // scheduler.heads, count - 1)
+        hidden = scheduler.tree[tile.item // scheduler.visits, query, draft] == 0
+    return hidden

@@ -1,1 +1,0 @@
-"""Version 2 of mla_var6_plus."""

@@ -1,1 +1,0 @@
-"""Version 3 of mla_var6_plus."""

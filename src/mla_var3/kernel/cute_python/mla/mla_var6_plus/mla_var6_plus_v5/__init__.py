@@ -1,0 +1,1 @@
+"""Version 5 of mla_var6_plus."""

@@ -1,0 +1,1 @@
+"""Version 6 of mla_var6_plus."""
