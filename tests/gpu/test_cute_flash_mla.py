@@ -351,7 +351,7 @@ def test_the_device_finds_the_same_ranges_as_the_host() -> None:
 # --- values ---------------------------------------------------------------------------------------
 
 CUT = Case(3, 4, 2100, 64)
-"""Cut into partial_count on any device with a few SMs."""
+"""Split on any device with a few SMs."""
 
 
 @pytest.mark.gpu
@@ -463,7 +463,7 @@ def test_a_graph_is_replayed_with_other_lengths(page: int, causal: bool) -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize("sms", [0, 60])
 def test_two_streams_at_once(sms: int) -> None:
-    """Each plan has its own buffers, so neither sees the partial_count of the other."""
+    """Each plan has its own buffers, so neither sees the partials of the other."""
     made = [
         planned(dataclasses.replace(CUT, sms=sms)),
         planned(Case(4, 2, 1900, 128, "ragged", causal=False, page=64, sms=sms)),
