@@ -137,7 +137,7 @@ def _compile(
         },
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=1800,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
