@@ -8,14 +8,16 @@ architecture, is cached on the disk (`cute/cache.py`), and stays loaded for the 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.metadata
 import logging
 import re
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -301,7 +303,8 @@ def _trace_and_compile(
             if (level := key.fields["opt_level"]) is not None:
                 options += f" --opt-level {level}"
             arguments = [_placeholder(kind) for kind in kinds]
-            function = cute.compile(host, *arguments, make_fake_stream(), options=options)
+            with _without_command_line():
+                function = cute.compile(host, *arguments, make_fake_stream(), options=options)
             _offer_runtime_symbols()
             return CompiledProgram(
                 name=key.name,
@@ -314,6 +317,21 @@ def _trace_and_compile(
             )
     except Exception as error:
         raise KernelCompileError(f"{key.name} for {arch}: {first_lines(error)}") from error
+
+
+@contextlib.contextmanager
+def _without_command_line() -> Iterator[None]:
+    """Hide the program's arguments from CuTe DSL.
+
+    It looks for an option `-diagnostic` in `sys.argv` at every compilation, and takes `--h=128` for
+    `--help`, which ends the process.
+    """
+    arguments = sys.argv
+    sys.argv = arguments[:1]
+    try:
+        yield
+    finally:
+        sys.argv = arguments
 
 
 _SHARED_FIELD = re.compile(
