@@ -137,7 +137,23 @@ def test_setup_knows_the_extras_of_the_package(repo_root: Path) -> None:
     script = (repo_root / "setup_cutile.sh").read_text()
     project = tomllib.loads((repo_root / "pyproject.toml").read_text())["project"]
     named = re.findall(r'^readonly (?:BASE|OPTIONAL)_EXTRAS="([^"]+)"', script, re.MULTILINE)
-    assert sorted(",".join(named).split(",")) == sorted(project["optional-dependencies"])
+    engines = ["sglang", "transformers", "vllm"]  # for environments that engines are installed in
+    assert sorted([*",".join(named).split(","), *engines]) == sorted(
+        project["optional-dependencies"]
+    )
+
+
+def test_setup_installs_a_cute_dsl_that_the_extra_accepts(repo_root: Path) -> None:
+    script = (repo_root / "setup_cutile.sh").read_text()
+    project = tomllib.loads((repo_root / "pyproject.toml").read_text())["project"]
+    pinned = re.search(r'CUTE_REQUIREMENT="nvidia-cutlass-dsl==([\d.]+)"', script)
+    (wanted,) = project["optional-dependencies"]["cute"]
+    bounds = re.fullmatch(r"nvidia-cutlass-dsl>=([\d.]+),<([\d.]+)", wanted)
+    assert pinned and bounds
+    low, version, high = (
+        tuple(map(int, text.split("."))) for text in (bounds[1], pinned[1], bounds[2])
+    )
+    assert low <= version < high
 
 
 def test_make_lists_every_target(repo_root: Path) -> None:

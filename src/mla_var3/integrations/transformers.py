@@ -52,7 +52,7 @@ def attend(
     scaling: float | None = None,
     dropout: float = 0.0,
     position_ids: torch.Tensor | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function of transformers.
 
@@ -65,6 +65,7 @@ def attend(
         scaling: factor on the logits.
         dropout: 0.
         position_ids: positions of the queries, `[b, s]` or `[1, s]`; a static cache has more slots.
+        options: what transformers passes besides; not used.
 
     Returns:
         The output `[b, s, h, v]`, and None for the weights.

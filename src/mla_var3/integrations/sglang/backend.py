@@ -173,7 +173,8 @@ class HyperMLABackend(AttentionBackend):
         pages = self._first_tokens
         if longest is not None:
             pages = pages[:, : -(-(longest + self.draft_tokens) // self.page_size)]
-        return (pages[forward_batch.req_pool_indices.long()] // self.page_size).to(torch.int32)
+        rows: torch.Tensor = pages[forward_batch.req_pool_indices.long()]
+        return (rows // self.page_size).to(torch.int32)
 
     def _tree(self, forward_batch: Any, context: torch.Tensor) -> torch.Tensor | None:
         """Which draft tokens each draft token sees, bool `[b, s, s]`; None for chains.
@@ -183,7 +184,7 @@ class HyperMLABackend(AttentionBackend):
             context: int32 `[b]`, tokens of each request before its drafts.
         """
         spec, s, b = forward_batch.spec_info, self.draft_tokens, context.shape[0]
-        mask = getattr(spec, "custom_mask", None)
+        mask: torch.Tensor | None = getattr(spec, "custom_mask", None)
         if mask is None or getattr(spec, "topk", 1) <= 1:
             return None
         if self._verify_mask is not None and mask.data_ptr() == self._verify_mask.buffer.data_ptr():
