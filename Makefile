@@ -8,7 +8,7 @@ ARGS ?=
 ENGINES_VENV ?= .venv-engines
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-engines test-gpu lint format docs clean
+.PHONY: help setup run test fuzz test-engines test-gpu lint format docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,6 +23,10 @@ run: setup ## Run the main job: mla_var6_plus end to end, with a report
 
 test: setup ## Run the tests (GPU tests skip themselves where there is no GPU)
 	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) $(ARGS)
+
+fuzz: setup ## Draw random calls and compare with float64: half a minute of a fixed seed, half of a fresh one
+	@$(BIN)/python -m tests.fuzz --seconds=30 --seed=7 $(ARGS)
+	@$(BIN)/python -m tests.fuzz --seconds=30 $(ARGS)
 
 test-engines: ## Run vLLM, SGLang and transformers with this package, on the CPU, in an environment of their own
 	@ENGINES_VENV=$(ENGINES_VENV) tests/engines/setup.sh

@@ -85,7 +85,7 @@ def draw(images: Path) -> None:
         made = Path(folder)
         draw_plots(merge_records(load_record(ROOT / path) for path in RECORDS), made)
         dense = dense_sweeps([sweep(problem, device_spec(name)) for name in DEVICES])
-        heading = f"Predicted end-to-end time of MLA attention, {sizes}"
+        heading = f"Predicted call time of MLA attention, {sizes}"
         crossover_plot(crossover_panels(dense), made / "crossover", heading, ("svg",))
         line_plot(
             speedup_series(dense),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import mla_var3
 from mla_var3.attention.cache.latent_cache import LatentCache
-from mla_var3.errors import UnsupportedError
+from mla_var3.errors import InvalidArgumentError, UnsupportedError
 
 from ..unit.attention.attention_support import (
     Model,
@@ -135,3 +136,38 @@ def test_the_checks_refuse_a_capture(model: Model, monkeypatch: pytest.MonkeyPat
     graph = torch.cuda.CUDAGraph()
     with pytest.raises(UnsupportedError, match="HYPER_MLA_DEBUG"), torch.cuda.graph(graph):
         mla_var3.mla_attention(q_nope, q_rope, cache, model.w_uk, model.w_uv, kernel="torch_tiled")
+
+
+def test_wrong_values_on_the_device_are_clamped_and_the_checks_name_them(
+    model: Model, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = LatentCache.allocate(B, T, device="cuda", page_size=64)
+    rows = normal(generator, B, 9, K + P, dtype=torch.bfloat16).cuda()
+    new = rows[..., :K], rows[..., K:]
+    cache.append(*new)
+    q = tuple(normal(generator, B, S, H, w, dtype=torch.bfloat16).cuda() for w in (D, P))
+
+    def int32(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+    def attend(**options: Any) -> None:
+        output = mla_var3.mla_attention(
+            *q, cache, model.w_uk, model.w_uv, kernel="torch_tiled", **options
+        )
+        torch.cuda.synchronize()
+        assert not isinstance(output, tuple) and output.isfinite().all()
+
+    calls: dict[str, Callable[[], object]] = {
+        r"lengths\[0\]": lambda: attend(lengths=int32(T + 1, 5)),
+        r"lengths\[1\]": lambda: attend(lengths=int32(3, -1)),
+        r"parents\[0\]": lambda: attend(tree_mask=int32(7, 0, 1)),
+        r"counts\[0\]": lambda: cache.append(*new, int32(10, -1)),
+    }
+    for call in calls.values():
+        call()
+    cache.evict([0, 1])
+    cache.append(*new)
+    monkeypatch.setenv("HYPER_MLA_DEBUG", "1")
+    for name, call in calls.items():
+        with pytest.raises(InvalidArgumentError, match=name):
+            call()

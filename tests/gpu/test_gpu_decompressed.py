@@ -16,6 +16,7 @@ pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl"
 import mla_var3
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.cache.view import CacheView
+from mla_var3.errors import UnsupportedError
 
 from ..unit.attention.attention_support import Model, assert_close, make_model, normal
 from .captured_step import replayed_steps
@@ -182,20 +183,15 @@ def test_wrapping_and_dropping(page_size: int | None, generator: torch.Generator
 
 
 @pytest.mark.parametrize(("t", "window", "h"), [(512, 128, 16), (2304, 1024, 2)])
-def test_missing_tokens_are_nan_until_the_ring_is_filled_up(
+def test_a_ring_that_lacks_tokens_of_the_queries_is_completed(
     t: int, window: int, h: int, generator: torch.Generator
 ) -> None:
-    """The older half cannot hide single tokens of a ring that begins behind the first query."""
+    """The latent kernel shows its tokens to every query, so the ring has to hold the newest."""
     model = model_of(generator, h)
     cache = make_cache(generator, model, [2 * window + 9, 70], t=t, window=window)
     q = queries_of(generator, model, 2, 4)
-    operands = (*q, cache, model.w_uk, model.w_uv)
     cache.truncate([window - 1, 0])
-    output = mla_var3.mla_attention(*operands, kernel=RING)
-    assert output[0].isnan().all()
-    assert not output[1].isnan().any()
     require_right(RING, q, cache, model, causal=False)
-    cache.refill(model.w_uk, model.w_uv)
     require_right(RING, q, cache, model)
 
 
@@ -203,8 +199,10 @@ def test_fewer_tokens_than_the_cache_has(generator: torch.Generator) -> None:
     model = model_of(generator, 16)
     cache = make_cache(generator, model, [500, 100], window=128)
     lengths = torch.tensor([480, 33], dtype=torch.int32, device="cuda")
-    for kernel in (RING, COPY):
-        require_right(kernel, queries_of(generator, model, 2, 3), cache, model, lengths=lengths)
+    q = queries_of(generator, model, 2, 3)
+    require_right(COPY, q, cache, model, lengths=lengths)
+    with pytest.raises(UnsupportedError, match="a cache without a ring"):
+        mla_var3.mla_attention(*q, cache, model.w_uk, model.w_uv, kernel=RING, lengths=lengths)
     require_right(RING, queries_of(generator, model, 2, 3), cache, model, max_kv=501)
 
 
@@ -216,9 +214,7 @@ def test_all_tokens_within_the_ring(generator: torch.Generator) -> None:
     require_right(RING, q, cache, model, max_kv=128)
     append(cache, generator, model, 120)
     cache.truncate([120, 120, 120])
-    output = mla_var3.mla_attention(*q, cache, model.w_uk, model.w_uv, kernel=RING, max_kv=128)
-    assert output[0].isnan().all() and output[1].isnan().all()
-    assert not output[2].isnan().any()  # 123 tokens never turned the ring
+    require_right(RING, q, cache, model, max_kv=128)
 
 
 # --- a whole copy ---------------------------------------------------------------------------------

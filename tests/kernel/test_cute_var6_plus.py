@@ -343,7 +343,7 @@ def test_a_fitted_model_chooses_the_window_and_the_sms() -> None:
 def test_without_a_fit_the_roofline_chooses(device: str, dtype: str) -> None:
     spec = device_spec(device)
     plan = CuteMlaVar6Plus(b=32, s=43, t=4096, h=128, dtype=dtype).on_device(spec)
-    rates = spec.sustained_tflops(dtype), spec.sustained_gbps
+    rates = spec.burst_rates(dtype)
     assert plan.model is None
     assert plan.n == best_n(plan.problem(), *rates, multiple=128)
 

@@ -61,7 +61,8 @@ def naming_problems(sources: Mapping[str, str]) -> list[str]:
         # kernel/<language>/<layer>/<design>/<version>/<module>.py; names with _ first are helpers
         if path.parts[0] != "kernel" or any(part.startswith("_") for part in path.parts[:-1]):
             continue
-        if len(path.parts) >= 5:
+        # A folder without versions and without __main__.py is code that designs share.
+        if len(path.parts) >= 6 or (len(path.parts) == 5 and path.name == "__main__.py"):
             designs.add(PurePosixPath(*path.parts[:4]))
         if len(path.parts) >= 6:
             versions.add(PurePosixPath(*path.parts[:5]))
@@ -126,7 +127,9 @@ GOOD = {
         "@ct.kernel\ndef flash_v2(): ...\n"
         "class Shared(KernelPlan): ...\nclass CtFlashV2(Shared[int]): ..."
     ),
-    "kernel/cute_python/mla/merge.py": "class M:\n    @cute.kernel\n    def anything(self): ...",
+    "kernel/cute_python/mla/latent/merge.py": (
+        "class M:\n    @cute.kernel\n    def anything(self): ..."
+    ),
     "kernel/cute_python/mla/flash/__main__.py": "",
     "kernel/cute_python/mla/flash/flash/flash.py": (
         "class Host:\n"

@@ -114,7 +114,6 @@ def test_package_data_exists(repo_root: Path, source_root: Path) -> None:
     assert settings["package-data"]["mla_var3"] == [
         "py.typed",
         "conf/*.json",
-        "conf/tuned/*.json",
     ]
     assert (source_root / "py.typed").is_file()
     assert (source_root / "conf" / "devices.json").is_file()

@@ -35,7 +35,7 @@ from mla_var3.op.mla.cost import (
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.runtime.markdown import byte_count
 from mla_var3.runtime.paths import KernelId, plan_class, split_full_name
-from mla_var3.runtime.plan import KernelPlan
+from mla_var3.runtime.plan import KernelPlan, plan_dtype
 from mla_var3.runtime.stage import Stage
 from mla_var3.runtime.workflow import (
     Progress,
@@ -390,7 +390,7 @@ def require_memory(plan: KernelPlan) -> None:
 
     free, _ = torch.cuda.mem_get_info()
     spec = current_device_spec()
-    rates = (spec.sustained_tflops(str(getattr(plan, "dtype", "bfloat16"))), spec.sustained_gbps)
+    rates = spec.burst_rates(plan_dtype(plan))
     need = MEMORY_FACTOR * plan.on_device(spec).plan_empty(*rates).cost().bytes
     if need > free:
         raise UnsupportedError(

@@ -24,7 +24,8 @@ from mla_var3.bench.analysis import (
 from mla_var3.bench.record import OK, OURS, PREDICTED, PROJECTION, BenchRecord, BenchRow
 from mla_var3.bench.suites import COMMON
 from mla_var3.conf.devices import DeviceSpec
-from mla_var3.op.mla.cost import mla_var6_plus_time_us
+from mla_var3.op.mla.model.designs import estimate
+from mla_var3.op.mla.model.times import Workload
 
 # Okabe and Ito's palette, distinct under every common form of colour blindness and in grey.
 COLOURS = {
@@ -200,16 +201,16 @@ def _roofline(rows: Sequence[BenchRow], folder: Path) -> Plot:
 
 def _roofs(spec: DeviceSpec, dtype: str) -> list[tuple[str, float, float, str]]:
     peak = ("vendor peak", spec.peak_tflops(dtype), spec.peak_gbps, "--")
-    if not {f"sustained_{dtype}_float32_tflops", "sustained_dram_bw_GBps"} <= set(spec.values):
+    if not {f"burst_{dtype}_float32_tflops", "burst_dram_bw_GBps"} <= set(spec.values):
         return [peak]
-    return [("measured rates", spec.sustained_tflops(dtype), spec.sustained_gbps, "-"), peak]
+    return [("burst rates", *spec.burst_rates(dtype), "-"), peak]
 
 
 def _over_n(rows: Sequence[BenchRow], folder: Path) -> Plot:
     title = "Time of mla_var6_plus over its window"
     caption = (
-        "The n newest tokens are decompressed, the others latent. The thin line is the cost model "
-        "at the device's rates, the circle the fastest n."
+        "The n newest tokens are decompressed, the others latent. The thin line is the predicted "
+        "kernel time, the circle the fastest n."
     )
     data = times_over_n(rows)
     if data is None:
@@ -242,10 +243,14 @@ def _over_n(rows: Sequence[BenchRow], folder: Path) -> Plot:
 
 
 def _model_line(row: BenchRow, spec: DeviceSpec) -> list[tuple[int, float]]:
-    rates = (spec.sustained_tflops(row.problem.dtype), spec.sustained_gbps)
     t = row.problem.t
     windows = sorted({round(t * i / _MODEL_POINTS) for i in range(_MODEL_POINTS + 1)})
-    return [(n, mla_var6_plus_time_us(row.problem, n, *rates)) for n in windows]
+    points = []
+    for n in windows:
+        found = estimate(row.kernel, Workload(row.problem, n=n), spec, row.language)
+        if found is not None:
+            points.append((n, found.kernel_us))
+    return points
 
 
 def _heat_map(rows: Sequence[BenchRow], folder: Path) -> Plot:

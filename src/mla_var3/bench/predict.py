@@ -1,17 +1,17 @@
-"""Benchmark rows without a GPU: what the cost model says about the same kernels and shapes.
+"""Benchmark rows without a GPU: the kernel times that `op/mla/model` predicts for the same shapes.
 
-A prediction knows nothing of how well a kernel is written: all versions of a design that do the
-same work get the same time. Peers are not predicted; the two pure paths stand for them.
+Where a kernel was timed on the device they follow from its recorded rates, elsewhere they are ideal
+times at the vendor's peaks. Peers are not predicted.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from mla_var3.bench.contenders import choices_of, make_plan, path_of
-from mla_var3.bench.measure import with_projections
 from mla_var3.bench.record import (
     ABSENT,
     FAILED,
@@ -26,78 +26,106 @@ from mla_var3.bench.suites import Case, KernelChoice
 from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import UnsupportedError
 from mla_var3.op.mla.cost import output_up_projection_cost, q_absorption_cost
+from mla_var3.op.mla.model import designs
+from mla_var3.op.mla.model.designs import estimate, part_us
+from mla_var3.op.mla.model.times import IDEAL, Estimate, Workload
 from mla_var3.op.mla.problem import MlaProblem
 
 log = logging.getLogger(__name__)
 
-TIMER = "roofline"
+FITTED_TIMER = "model, recorded rates"
 NOTE = (
-    "Predictions, not measurements: the time an ideal kernel needs at the rates of the device "
-    "table. Versions that do the same work get the same time, and peers are not predicted; "
-    "flash_mla and flash_attention stand for the two pure paths."
+    "Predictions, not measurements: burst kernel times, by recorded rates where the kernel was "
+    f"timed on the device, else {IDEAL}: lower bounds that rank nothing. Versions without rates of "
+    "their own get those of their base version. Peers are not predicted; flash_mla and "
+    "flash_attention are the two pure paths."
 )
+
+
+def plan_estimate(plan: Any, spec: DeviceSpec) -> Estimate | None:
+    """The estimate of a plan with every choice made; None for a kernel that the model lacks."""
+    if not hasattr(plan, "problem"):
+        return None
+    prefix = getattr(plan, "prefix", None) or 0
+    work = Workload(plan.problem(), prefix=prefix, n=getattr(plan, "n", None))
+    return estimate(plan.name, work, spec, plan.kernel_id.language)
 
 
 def predict_case(case: Case, spec: DeviceSpec, around: Mapping[str, Any]) -> list[BenchRow]:
     """Predicted rows of one shape; a kernel that cannot be planned is a row with its reason."""
     rows = [_kernel_row(choice, case.problem, spec, around) for choice in case.kernels]
-    rows += [_projection_row(name, case.problem, spec, around) for name in _PROJECTIONS]
-    return with_projections(rows)
+    return rows + [_projection_row(name, case.problem, spec, around) for name in _PROJECTIONS]
 
 
 def _kernel_row(
     choice: KernelChoice, problem: MlaProblem, spec: DeviceSpec, around: Mapping[str, Any]
 ) -> BenchRow:
-    rates = (spec.sustained_tflops(problem.dtype), spec.sustained_gbps)
-    names: dict[str, Any] = {
-        "problem": problem,
-        "kernel": choice.kernel.full_name,
-        "language": choice.kernel.language,
-        "source": OURS,
-        "kind": PREDICTED,
-        "timer": TIMER,
+    row = BenchRow(
+        problem=problem,
+        kernel=choice.kernel.full_name,
+        language=choice.kernel.language,
+        source=OURS,
+        kind=PREDICTED,
+        timer=IDEAL,
         **around,
-    }
+    )
     try:
         plan = make_plan(choice, problem, spec.target).on_device(spec)
-        stage = plan.plan_empty(*rates)
+        stage = plan.plan_empty(*spec.burst_rates(problem.dtype))
+        expected = plan_estimate(plan, spec)
+        if expected is None:
+            raise UnsupportedError(f"{plan.name}: expected a kernel of the time model, got none")
         cost = stage.cost()
-        return BenchRow(
-            **names,
+        return replace(
+            row,
             path=path_of(plan, stage),
             choices=choices_of(plan),
-            time_us=stage.predict_us(*rates),
+            timer=FITTED_TIMER if expected.fitted else IDEAL,
+            time_us=expected.kernel_us,
             spread_us=0.0,
             flops=cost.flops,
             bytes=cost.bytes,
+            projections_us=expected.around_us,
         )
     except Exception as error:
         # A kernel that cannot be planned, whatever the reason, must not take the others with it.
         log.debug("%s cannot be planned", choice.kernel.full_name, exc_info=True)
         status = ABSENT if isinstance(error, UnsupportedError) else FAILED
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return BenchRow(**names, choices=choice.fields, status=status, reason=reason)
+        return replace(row, choices=choice.fields, status=status, reason=reason)
 
 
 _PROJECTIONS = {
-    QUERY_PROJECTION: q_absorption_cost,
-    OUTPUT_PROJECTION: output_up_projection_cost,
+    QUERY_PROJECTION: (q_absorption_cost, designs.QUERY_PROJECTION),
+    OUTPUT_PROJECTION: (output_up_projection_cost, designs.OUTPUT_PROJECTION),
 }
 
 
 def _projection_row(
     name: str, problem: MlaProblem, spec: DeviceSpec, around: Mapping[str, Any]
 ) -> BenchRow:
-    cost = _PROJECTIONS[name](problem)
+    cost_of, effort = _PROJECTIONS[name]
+    cost = cost_of(problem)
     return BenchRow(
         problem=problem,
         kernel=name,
         source=PROJECTION,
         kind=PREDICTED,
-        timer=TIMER,
-        time_us=cost.time_us(spec.sustained_tflops(problem.dtype), spec.sustained_gbps),
+        timer=FITTED_TIMER if is_fitted(spec, problem) else IDEAL,
+        time_us=part_us(spec, effort, cost, problem.dtype, fitted=is_fitted(spec, problem)),
         spread_us=0.0,
         flops=cost.flops,
         bytes=cost.bytes,
         **around,
+    )
+
+
+def is_fitted(spec: DeviceSpec, problem: MlaProblem) -> bool:
+    """Whether kernels were timed on the device, and so the projections around them."""
+    return any(
+        found is not None and found.fitted
+        for found in (
+            estimate("flash_mla", Workload(problem), spec, language)
+            for language in ("cute-dsl", "cutile-dsl")
+        )
     )

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -101,6 +102,8 @@ def guarded(action: Callable[[], int]) -> int:
 
     A bug keeps its traceback; with HYPER_MLA_TRACEBACK=1 every error does.
     """
+    # torch warns where a CPU has no fast bfloat16 products; the result is right all the same.
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     try:
         return action()
     except SystemExit as request:  # argparse leaves this way after --help and --version

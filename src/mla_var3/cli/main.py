@@ -29,6 +29,7 @@ COMMANDS = {
     "plan": "how many tokens to keep decompressed in the memory there is, and the time to expect",
     "clone": "a new version of a kernel from an existing one, under new names",
     "env": "this machine: GPU, versions, programs found and missing, known devices",
+    "doctor": "whether and how vLLM or SGLang here will use the kernels, with the exact flag",
 }
 
 

@@ -1,10 +1,14 @@
 """The device table: what each GPU can do, every value with its unit, kind, source and date.
 
 The table is `devices.json` beside this module. The environment variable HYPER_MLA_DEVICES may name
-another file whose entries are added; an entry of the same name replaces the shipped one, and
-`DeviceSpec.origin` says where a device came from. Such an entry may also be flat, with bare values:
-these replace single values of the shipped entry. A value that nobody published or measured is left
-out: a missing key is an error where it is needed, never a guess.
+another file of the same form, whose entries are added; an entry of the same name replaces the
+shipped one, and `DeviceSpec.origin` says where a device came from. Such an entry may be flat, keys
+with plain numbers; what it leaves out is then taken from the shipped entry. A value that is
+neither published nor measured is left out: a missing key is an error where it is needed.
+
+Rates come in three kinds. Peak rates are the vendor's. Burst rates were measured over milliseconds
+on a cool card. Steady rates were measured over a second or more, at the power limit. The older
+spelling `sustained_...` of a burst rate is still read.
 """
 
 from __future__ import annotations
@@ -16,7 +20,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -32,6 +35,7 @@ KINDS: Final = {
     "dense": "the source's figure for dense matrices, half of the one it prints for sparse ones",
     "measured": "measured, or reported by a driver",
     "derived": "computed from other published values",
+    "given": "a plain number in a file of the user",
 }
 
 _LOG = logging.getLogger(__name__)
@@ -53,9 +57,11 @@ _NUMBERS: Final = {
     "peak_bfloat16_float32_tflops": _Key("TFLOP/s", required=True),
     "peak_float16_float32_tflops": _Key("TFLOP/s", required=True),
     "peak_dram_bw_GBps": _Key("GB/s", required=True),
-    "sustained_bfloat16_float32_tflops": _Key("TFLOP/s"),
-    "sustained_float16_float32_tflops": _Key("TFLOP/s"),
-    "sustained_dram_bw_GBps": _Key("GB/s"),
+    "burst_bfloat16_float32_tflops": _Key("TFLOP/s"),
+    "burst_float16_float32_tflops": _Key("TFLOP/s"),
+    "burst_dram_bw_GBps": _Key("GB/s"),
+    "steady_bfloat16_float32_tflops": _Key("TFLOP/s"),
+    "steady_float16_float32_tflops": _Key("TFLOP/s"),
     "sm_count": _Key("SM", required=True, integer=True),
     "sm_clock_MHz": _Key("MHz"),
     "mem_clock_MHz": _Key("MHz"),
@@ -173,14 +179,14 @@ class DeviceSpec:
         return self["peak_dram_bw_GBps"]
 
     @property
-    def sustained_gbps(self) -> float:
+    def burst_gbps(self) -> float:
         """Measured memory bandwidth in GB/s; the peak where none was measured."""
-        return self.get("sustained_dram_bw_GBps", self.peak_gbps)
+        return self.get("burst_dram_bw_GBps", self.peak_gbps)
 
     @property
-    def has_sustained(self) -> bool:
+    def has_burst(self) -> bool:
         """Whether both bfloat16 rate and bandwidth were measured, so that neither falls back."""
-        return {"sustained_bfloat16_float32_tflops", "sustained_dram_bw_GBps"} <= set(self.values)
+        return {"burst_bfloat16_float32_tflops", "burst_dram_bw_GBps"} <= set(self.values)
 
     @property
     def shared_memory_per_block_bytes(self) -> int:
@@ -191,9 +197,17 @@ class DeviceSpec:
         """Vendor's dense matrix rate in TFLOP/s for a 16-bit dtype with float32 accumulation."""
         return self[_rate_key("peak", dtype)]
 
-    def sustained_tflops(self, dtype: str) -> float:
+    def burst_tflops(self, dtype: str) -> float:
         """Measured matrix rate in TFLOP/s; the peak where none was measured for the dtype."""
-        return self.get(_rate_key("sustained", dtype), self.peak_tflops(dtype))
+        return self.get(_rate_key("burst", dtype), self.peak_tflops(dtype))
+
+    def peak_rates(self, dtype: str) -> tuple[float, float]:
+        """TFLOP/s and GB/s of an ideal time: the vendor's peaks, which no kernel exceeds."""
+        return self.peak_tflops(dtype), self.peak_gbps
+
+    def burst_rates(self, dtype: str) -> tuple[float, float]:
+        """TFLOP/s and GB/s as measured in a burst; each the peak where none was measured."""
+        return self.burst_tflops(dtype), self.burst_gbps
 
     def ridge_point(self, dtype: str = "bfloat16") -> float:
         """FLOPs per byte at which compute and memory peaks balance."""
@@ -289,88 +303,49 @@ def _read(path: str, known: Mapping[str, DeviceSpec]) -> dict[str, DeviceSpec]:
     return {name: _device(path, name, entry, known.get(name)) for name, entry in table.items()}
 
 
-def _device(path: str, name: str, entry: object, known: DeviceSpec | None) -> DeviceSpec:
+def _device(path: str, name: str, entry: object, shipped: DeviceSpec | None) -> DeviceSpec:
     where = f"{path}: {name}"
     if not isinstance(entry, dict):
         raise InvalidArgumentError(where, "an object with one entry per key", _kind_of(entry))
-    if not any(isinstance(value, dict) for value in entry.values()):
-        return _flat_device(path, name, entry, known)
-    _require_keys(where, entry)
-    aliases = _aliases(where, entry)
-    values = {
-        key: _value(f"{where}: {key}", key, raw)
-        for key, raw in entry.items()
-        if key != _ALIASES_KEY
-    }
-    return DeviceSpec(name, aliases, MappingProxyType(values), path)
-
-
-def _flat_device(
-    path: str, name: str, entry: dict[str, object], known: DeviceSpec | None
-) -> DeviceSpec:
-    """A device whose entry gives bare values, such as `"peak_dram_bw_GBps": 1792.0`.
-
-    They replace those of the known device of that name; a peak also replaces the measured rate,
-    so that predictions follow it.
-    """
-    values = {} if known is None else dict(known.values)
-    for key, raw in entry.items():
-        if key == _ALIASES_KEY:
-            continue
-        where = f"{path}: {name}: {key}"
-        values.pop(key.replace("peak_", "sustained_"), None)
-        number = _NUMBERS.get(_known_key(where, key))
-        unit = number.unit if number else ""
-        values[key] = Value(_checked(where, key, raw), unit, "spec", path, _date_of(path))
-    _require_keys(f"{path}: {name}", values)
-    aliases = _aliases(f"{path}: {name}", entry, () if known is None else known.aliases)
-    return DeviceSpec(name, aliases, MappingProxyType(values), path)
-
-
-def _require_keys(where: str, found: Mapping[str, object]) -> None:
-    missing = [key for key in REQUIRED_KEYS if key not in found]
+    entry = {_current_name(key): raw for key, raw in entry.items()}
+    aliases = entry.pop(_ALIASES_KEY, None)
+    if aliases is not None and not _is_names(aliases):
+        raise InvalidArgumentError(f"{where}: {_ALIASES_KEY}", "a list of names", repr(aliases))
+    values = {key: _value(f"{where}: {key}", key, raw, path) for key, raw in entry.items()}
+    if shipped is not None and any(value.kind == "given" for value in values.values()):
+        values = {**shipped.values, **values}
+        aliases = shipped.aliases if aliases is None else aliases
+    missing = [key for key in REQUIRED_KEYS if key not in values]
     if missing:
         raise InvalidArgumentError(
             where, "the keys " + ", ".join(REQUIRED_KEYS), "none for " + ", ".join(missing)
         )
+    return DeviceSpec(name, tuple(aliases or ()), MappingProxyType(values), path)
 
 
-def _aliases(
-    where: str, entry: dict[str, object], default: tuple[str, ...] = ()
-) -> tuple[str, ...]:
-    aliases = entry.get(_ALIASES_KEY, list(default))
-    if not _is_names(aliases):
-        raise InvalidArgumentError(f"{where}: {_ALIASES_KEY}", "a list of names", repr(aliases))
-    return tuple(aliases)  # type: ignore[arg-type]
+def _current_name(key: str) -> str:
+    """The key by its name of today."""
+    return key.replace("sustained_", "burst_", 1) if key.startswith("sustained_") else key
 
 
-def _date_of(path: str) -> str:
-    return datetime.fromtimestamp(Path(path).stat().st_mtime, UTC).date().isoformat()
-
-
-def _known_key(where: str, key: str) -> str:
+def _value(where: str, key: str, raw: object, path: str) -> Value:
     known = (*_NUMBERS, _CAPABILITY_KEY, _TARGETS_KEY)
     if key not in known:
         nearest = difflib.get_close_matches(key, known, n=1)
         hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
         raise InvalidArgumentError(where, f"one of the keys {', '.join(known)}", f"{key!r}{hint}")
-    return key
-
-
-def _value(where: str, key: str, raw: object) -> Value:
-    _known_key(where, key)
+    unit = _NUMBERS[key].unit if key in _NUMBERS else ""
     if not isinstance(raw, dict):
-        raise InvalidArgumentError(where, f"an object with {', '.join(_FIELDS)}", _kind_of(raw))
+        return Value(_checked(where, key, raw), unit, "given", path, "")
     if set(raw) != set(_FIELDS):
         raise InvalidArgumentError(where, ", ".join(_FIELDS), ", ".join(sorted(raw)) or "nothing")
     kind, source, date = raw["kind"], raw["source"], raw["date"]
-    if kind not in KINDS:
-        raise InvalidArgumentError(f"{where}: kind", " or ".join(KINDS), repr(kind))
+    if kind not in KINDS or kind == "given":
+        raise InvalidArgumentError(f"{where}: kind", " or ".join([*KINDS][:-1]), repr(kind))
     if not isinstance(source, str) or not source.strip():
         raise InvalidArgumentError(f"{where}: source", "the title of a source", repr(source))
     if not isinstance(date, str) or not _DATE.fullmatch(date):
         raise InvalidArgumentError(f"{where}: date", "YYYY, YYYY-MM or YYYY-MM-DD", repr(date))
-    unit = _NUMBERS[key].unit if key in _NUMBERS else ""
     if raw["unit"] != unit:
         raise InvalidArgumentError(f"{where}: unit", repr(unit), repr(raw["unit"]))
     return Value(_checked(f"{where}: value", key, raw["value"]), unit, kind, source, date)

@@ -1,74 +1,161 @@
-"""How fast each kernel has been seen to compute and to read on a device: `kernel_rates.json`.
+"""What kernels of this package reach on a device, and what their work costs in energy.
 
-The roofline says what a device allows; what a kernel makes of it differs from kernel to kernel. An
-entry holds the rates that the named record shows for one version of a kernel, for estimates of
-other shapes. A kernel or device without an entry is estimated by the roofline alone.
+`kernel_rates.json` has the rates of each kernel version on a device, read off the record that the
+entry names. `energy.json` has the energy of the work and the power limit of a device: a kernel that
+runs without a pause takes at least its energy over that limit, because the clock falls until it
+does. A kernel or device without an entry has no fitted rates.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from importlib import resources
+from typing import Any
 
 from mla_var3.errors import InvalidArgumentError
 
 OWN_PRODUCT_QUERIES = 256
-"""Queries of all requests up to which a kernel that can do so launches the products around it. On
-an H200 a whole call takes the GPU no longer with them, up to this number; at 1024 queries and 128
-heads the products take 132 instead of 109 us, and the host has time for those of torch."""
-
-_FIELDS = {"tflops", "gbps", "fixed_us", "tile_us", "cut_us", "source", "date"}
+"""Queries of all requests up to which a kernel that can do so launches the projections itself. On
+an H200 a call takes the GPU no longer with them, up to this number; at 1024 queries and 128 heads
+the projections take 132 instead of 109 us, and the host has time to launch those of torch."""
 
 
 @dataclass(frozen=True)
 class KernelRates:
-    """What a kernel reaches on a device.
+    """What a kernel version reaches on a device.
 
     Attributes:
-        tflops: matrix rate where it is compute bound.
-        gbps: rate of reading where it is memory bound.
-        fixed_us: time of a launch with next to nothing to do.
-        tile_us: time of a tile of query rows beside its tokens, on the SM that has it: its queries
-            come and its output goes.
-        cut_us: time that it takes to share its work out over all SMs whatever the shape, by cutting
-            it over the tokens; None for a kernel that has as many blocks as tiles.
-        source: the record that shows it.
-        date: when that was.
+        tflops: Matrix rate where it is compute bound.
+        gbps: Read rate where it is memory bound.
+        overlap: Exponent of the norm by which compute and memory time add up where both count;
+            None for the larger of the two, a perfect overlap.
+        fixed_us: Time of a launch with next to nothing to do.
+        tile_us: Time of a query tile beside its KV tokens, on the SM that has it: loading the
+            queries, writing the output.
+        cut_us: Time that splitting the KV tokens takes to fill all SMs whatever the shape; None for
+            a kernel that has as many CTAs as query tiles.
+        error: Relative root mean square error of estimated call times on the rows of `source`.
+        source: The record that shows it.
+        date: Of the record.
     """
 
     tflops: float
     gbps: float
+    overlap: float | None
     fixed_us: float
     tile_us: float
     cut_us: float | None
+    error: float
     source: str
     date: str
 
     def __post_init__(self) -> None:
-        for name in ("tflops", "gbps"):
-            if not getattr(self, name) > 0:
-                raise InvalidArgumentError(name, "a positive number", getattr(self, name))
+        _require_positive(self, "tflops", "gbps", "error")
+        if self.overlap is not None and not self.overlap >= 1:
+            raise InvalidArgumentError("overlap", "a number of at least 1", self.overlap)
         for name in ("fixed_us", "tile_us", "cut_us"):
             if not (getattr(self, name) or 0.0) >= 0:
                 raise InvalidArgumentError(name, "a number of at least 0", getattr(self, name))
 
+    def work_us(self, flops: float, moved_bytes: float) -> float:
+        """Microseconds of so much work, evenly spread over the SMs."""
+        return _norm(flops / (self.tflops * 1e6), moved_bytes / (self.gbps * 1e3), self.overlap)
 
-@lru_cache(maxsize=1)
-def _table() -> dict[str, dict[str, KernelRates]]:
-    text = (resources.files("mla_var3.conf") / "kernel_rates.json").read_text(encoding="utf-8")
-    table: dict[str, dict[str, KernelRates]] = {}
-    for device, kernels in json.loads(text).items():
-        for kernel, values in kernels.items():
-            if set(values) != _FIELDS:
-                raise InvalidArgumentError(
-                    f"kernel_rates.json, {device}, {kernel}", sorted(_FIELDS), sorted(values)
-                )
-            table.setdefault(device, {})[kernel] = KernelRates(**values)
-    return table
+
+@dataclass(frozen=True)
+class EnergyRates:
+    """Energy of the kernels' work on a device, everything else that the card draws included.
+
+    Attributes:
+        latent_joules_per_tflop: Latent attention, per 10**12 operations.
+        heads_joules_per_tflop: Decompressed attention, likewise, beside the bytes that it reads.
+        joules_per_gb: Moving 10**9 bytes from or to device memory.
+        power_limit_w: What the card may draw.
+        source: The record that shows it.
+        date: Of the record.
+    """
+
+    latent_joules_per_tflop: float
+    heads_joules_per_tflop: float
+    joules_per_gb: float
+    power_limit_w: float
+    source: str
+    date: str
+
+    def __post_init__(self) -> None:
+        _require_positive(
+            self,
+            "latent_joules_per_tflop",
+            "heads_joules_per_tflop",
+            "joules_per_gb",
+            "power_limit_w",
+        )
+
+    def joules(self, latent_flops: float, heads_flops: float, moved_bytes: float) -> float:
+        """Energy of attention with so much work of each kind."""
+        operations = self.latent_joules_per_tflop * latent_flops
+        operations += self.heads_joules_per_tflop * heads_flops
+        return operations / 1e12 + self.joules_per_gb * moved_bytes / 1e9
+
+    def least_us(self, joules: float) -> float:
+        """Microseconds that an energy takes at the power limit."""
+        return joules / self.power_limit_w * 1e6
+
+
+def _norm(first: float, second: float, exponent: float | None) -> float:
+    most = max(first, second)
+    if exponent is None or most == 0.0:
+        return most
+    least = min(first, second) / most
+    return float(most * (1.0 + least**exponent) ** (1.0 / exponent))
 
 
 def kernel_rates(device: str, kernel: str, language: str) -> KernelRates | None:
     """The rates of a kernel version on a device; None where none were recorded."""
-    return _table().get(device, {}).get(f"{kernel}:{language}")
+    return _kernels().get(device, {}).get(f"{kernel}:{language}")
+
+
+def energy_rates(device: str) -> EnergyRates | None:
+    """The energy rates of a device; None where none were measured."""
+    return _energies().get(device)
+
+
+@lru_cache(maxsize=1)
+def _kernels() -> dict[str, dict[str, KernelRates]]:
+    return {
+        device: {
+            kernel: KernelRates(**_entry("kernel_rates.json", f"{device}, {kernel}", values))
+            for kernel, values in kernels.items()
+        }
+        for device, kernels in _read("kernel_rates.json").items()
+    }
+
+
+@lru_cache(maxsize=1)
+def _energies() -> dict[str, EnergyRates]:
+    return {
+        device: EnergyRates(**_entry("energy.json", device, values))
+        for device, values in _read("energy.json").items()
+    }
+
+
+def _read(file: str) -> dict[str, Any]:
+    text = (resources.files("mla_var3.conf") / file).read_text(encoding="utf-8")
+    table: dict[str, Any] = json.loads(text)
+    return table
+
+
+def _entry(file: str, where: str, values: dict[str, Any]) -> dict[str, Any]:
+    known = fields(KernelRates if file == "kernel_rates.json" else EnergyRates)
+    names = {field.name for field in known}
+    if set(values) != names:
+        raise InvalidArgumentError(f"{file}, {where}", sorted(names), sorted(values))
+    return values
+
+
+def _require_positive(rates: KernelRates | EnergyRates, *names: str) -> None:
+    for name in names:
+        if not getattr(rates, name) > 0:
+            raise InvalidArgumentError(name, "a positive number", getattr(rates, name))

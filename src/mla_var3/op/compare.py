@@ -36,7 +36,7 @@ class ErrorFigures:
 def compare(out: torch.Tensor, ref: torch.Tensor) -> ErrorFigures:
     """Compares an output with its reference in float64.
 
-    Infinities that are equal in both (rows without a key have a log-sum-exp of -inf) count as
+    Infinities that are equal in both (rows without a key have an LSE of -inf) count as
     equal and stay out of the norms.
 
     Args:

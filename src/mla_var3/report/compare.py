@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 TOTAL = "total"
 RECORD = "params.json"
+PREDICTED_TIME = "kernel time, predicted (us)"
+"""The kernel time of a run that was predicted by recorded rates."""
 PROBLEM_KEYS = tuple(MlaProblem.__dataclass_fields__)
 """The fields of a plan that define the problem; the others say how it is solved."""
 
@@ -198,14 +200,14 @@ def remarks(runs: Sequence[Run]) -> list[str]:
         found.append(f"only {locked} ran with locked clocks")
     if len({split_full_name(run.kernel)[0] for run in runs}) > 1:
         found.append(
-            "these are kernel times: designs differ in the projections that they do not do; "
-            "hyper-mla predict adds them"
+            "kernel times leave out projections, which designs need differently; hyper-mla "
+            "predict shows call times"
         )
     missing = [run.label for run in runs if run.total.time_us is None]
     if missing and len(missing) < len(runs):
         found.append(f"no measured time in {', '.join(missing)}")
     elif missing:
-        found.append("nothing was measured: times are predictions")
+        found.append("nothing was measured: times are predictions, or ideal at vendor peaks")
     return found
 
 
@@ -234,7 +236,7 @@ class Row:
 _METRICS: tuple[tuple[str, Callable[[Figures], float | None], Callable[[float | None], str]], ...]
 _METRICS = (
     ("time", lambda f: f.time_us, microseconds),
-    ("predicted", lambda f: f.predicted_us, microseconds),
+    ("ideal", lambda f: f.predicted_us, microseconds),
     ("TFLOP/s", lambda f: f.tflops, number),
     ("GB/s", lambda f: f.gbps, number),
     ("of roofline", lambda f: f.of_roofline, lambda value: quantity(value, "%")),
@@ -285,7 +287,7 @@ def change_text(metric: str, percent: float | None) -> str:
     if percent is None:
         return "-"
     text = f"{percent:+.1f} %"
-    if metric in ("time", "predicted") and abs(percent) >= 0.05:
+    if "time" in metric and abs(percent) >= 0.05:
         text += " (faster)" if percent < 0 else " (slower)"
     return text
 
@@ -421,10 +423,14 @@ def comparison_data(result: Comparison) -> dict[str, Any]:
     }
 
 
+def _has_model(result: Comparison) -> bool:
+    return any(row.metric == PREDICTED_TIME for row in result.rows)
+
+
 def comparison_plot(result: Comparison, path: Path) -> list[Path]:
     """Bars of the times, total and stage by stage; empty where no run has any."""
     measured = any(run.total.time_us is not None for run in result.runs)
-    metric = "time" if measured else "predicted"
+    metric = "time" if measured else PREDICTED_TIME if _has_model(result) else "ideal"
     groups = {}
     for row in result.rows:
         if row.metric == metric:

@@ -25,6 +25,7 @@ from mla_var3.bench.record import CALL, FAILED, LOST, OURS, BenchRecord, BenchRo
 from mla_var3.bench.suites import DESIGN, PEERS, main_job_case, mla_kernels
 from mla_var3.conf.devices import load_devices
 from mla_var3.errors import CheckFailedError, HyperMlaError, KernelCompileError, UnsupportedError
+from mla_var3.op.mla.model.times import IDEAL
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.report.plots import (
     crossover_panels,
@@ -388,8 +389,9 @@ def prediction_markdown(sweeps: Sequence[DeviceSweep], kernel: str) -> str:
         for entry in sweeps
     ]
     parts = [
-        "Roofline predictions, not measurements: the time an ideal kernel needs at the rates of "
-        "the device table. They are call times: they include the projections.\n",
+        "These are predictions, not measurements: call times, from q_nope to the output. Where "
+        "kernels were timed on a device they follow from recorded rates, at the power limit where "
+        f"energies are known. Elsewhere they are {IDEAL}: lower bounds that rank nothing.\n",
         table(("device", "compute", "source", "memory", "source"), rates),
     ]
     for entry in sweeps:
@@ -397,16 +399,15 @@ def prediction_markdown(sweeps: Sequence[DeviceSweep], kernel: str) -> str:
         rows = [
             (
                 s,
-                *(microseconds(entry.predictions[name][i].end_to_end_us) for name in kernels),
-                entry.predictions[kernel][i].n,
-                *((entry.fastest(i),) if entry.measured_rates else ()),
+                *(microseconds(entry.predictions[name][i].advised_us) for name in kernels),
+                entry.predictions[kernel][i].choice.get("n"),
+                *((entry.fastest(i),) if entry.fitted else ()),
             )
             for i, s in enumerate(entry.s_values)
         ]
-        ideal = "" if entry.measured_rates else ": ideal, vendor peaks"
-        parts.append(f"### {entry.device} ({entry.target}){ideal}\n")
-        parts += [f"Fastest: {crossover_text(entry)}.\n"] if entry.measured_rates else []
-        last = ("fastest",) if entry.measured_rates else ()
+        parts.append(f"### {entry.device} ({entry.target}), {entry.heading}\n")
+        parts += [f"Fastest: {crossover_text(entry)}.\n"] if entry.fitted else []
+        last = ("fastest",) if entry.fitted else ()
         parts.append(table(("s", *kernels, f"n of {kernel}", *last), rows))
     return "\n".join(parts)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from mla_var3.bench.plots import FORMATS, LINE_STYLES, new_figure, save_figure, series_colour
 from mla_var3.bench.suites import DESIGN, PURE_PATHS
-from mla_var3.report.sweep import S_VALUES, DeviceSweep, rates_text
+from mla_var3.report.sweep import S_VALUES, DeviceSweep
 
 _MOST_MARKERS = 12
 """More points than this make a curve, not a row of measurements."""
@@ -267,16 +267,13 @@ def crossover_panels(sweeps: Iterable[DeviceSweep]) -> list[Panel]:
     return [
         Panel(
             title=entry.device.removeprefix("NVIDIA "),
-            subtitle=rates_text(entry.compute, entry.memory),
+            subtitle=entry.heading,
             x=entry.s_values,
             curves={
-                kernel: [prediction.end_to_end_us for prediction in predictions]
+                kernel: [prediction.advised_us for prediction in predictions]
                 for kernel, predictions in entry.predictions.items()
             },
-            # Times at vendor peaks are ideal and rank nothing.
-            regions=[
-                Region(c.kernel, c.s_from, c.s_to) for c in entry.crossovers if entry.measured_rates
-            ],
+            regions=[Region(c.kernel, c.s_from, c.s_to) for c in entry.crossovers],
         )
         for entry in sweeps
     ]
@@ -290,8 +287,8 @@ def speedup_series(
     for entry in sweeps:
         points = []
         for i, s in enumerate(entry.s_values):
-            pure = min(entry.predictions[path][i].end_to_end_us for path in PURE_PATHS)
-            points.append((float(s), pure / entry.predictions[kernel][i].end_to_end_us))
+            pure = min(entry.predictions[path][i].advised_us for path in PURE_PATHS)
+            points.append((float(s), pure / entry.predictions[kernel][i].advised_us))
         series[entry.device.removeprefix("NVIDIA ")] = points
     return series
 

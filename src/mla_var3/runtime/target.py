@@ -58,6 +58,5 @@ class Target:
         return self.device
 
     def rates(self, dtype: str) -> tuple[float, float]:
-        """Matrix rate in TFLOP/s and bandwidth in GB/s that the roofline of a dtype uses."""
-        device = self.require_device()
-        return device.sustained_tflops(dtype), device.sustained_gbps
+        """Burst rates of the device, TFLOP/s and GB/s, which the plan's own choices follow."""
+        return self.require_device().burst_rates(dtype)

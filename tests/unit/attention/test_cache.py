@@ -11,7 +11,7 @@ import torch
 
 import mla_var3
 from mla_var3.attention.cache.latent_cache import LatentCache
-from mla_var3.attention.cache.scatter import masked_put
+from mla_var3.attention.cache.tokens import masked_put
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 
 from .attention_support import assert_close, filled_cache, make_model, normal, oracle
@@ -192,8 +192,20 @@ def test_what_does_not_fit_is_refused_whole() -> None:
     assert cache.append(*rows(3, 3, first=50)).tolist() == [0, 3]
     assert held(cache) == [list(range(6)), [1000, 1050, 1051, 1052]]
     assert cache.refused.tolist() == [3, 0]
-    with pytest.raises(UnsupportedError, match="cache: expected room .* got 3 refused"):
+    with pytest.raises(UnsupportedError, match=r"cache: expected space .* got 3 .*request: {0: 3}"):
         cache.check()
+
+
+def test_a_refusal_can_be_handled_and_forgotten() -> None:
+    cache = make_cache(3, 8)
+    cache.append(*rows(6, 6, 6))
+    cache.append(*rows(3, 3, 3), [3, 0, 3])
+    assert cache.read_refused(reset=False) == [3, 0, 3]
+    cache.evict([0])  # a new request starts without the refusals of the old one
+    with pytest.raises(UnsupportedError, match=r"by request: {2: 3}"):
+        cache.check()
+    assert cache.read_refused() == [0, 0, 3]
+    cache.check()
 
 
 def test_pages_go_to_the_first_and_nobody_overtakes() -> None:
@@ -311,6 +323,12 @@ def test_a_prefix_is_shared_and_stays(generator: torch.Generator) -> None:
         ),
         (lambda c: c.append(*rows(2, 2), [1]), r"counts: expected \[b=2\], got \[1\]"),
         (lambda c: c.append(*rows(2, 2), "ab"), "counts: expected integers"),
+        (lambda c: c.append(*rows(5, 5), [6, -1]), r"counts\[0\]: expected .* 0 to 5, got 6"),
+        (lambda c: c.append(*rows(5, 5), torch.tensor([5, -1])), r"counts\[1\]: .*, got -1"),
+        (
+            lambda c: c.append(rows(2)[0][0], rows(2)[1][0], cu_seqlens=torch.tensor([0, 2, 1])),
+            r"cu_seqlens: expected ascending bounds from 0 to at most 2 rows, got \[0, 2, 1\]",
+        ),
         (
             lambda c: c.append(*rows(2, 2), cu_seqlens=torch.tensor([0, 1, 2]), counts=[1, 1]),
             "counts: expected none beside cu_seqlens",
@@ -344,7 +362,9 @@ def test_a_prefix_is_shared_and_stays(generator: torch.Generator) -> None:
             lambda c: c.truncate([1, 2], w_uk=torch.randn(H, K), w_uv=torch.randn(H, K, D)),
             r"w_uk: expected \[h=2, d=4, k=3\], got \[2, 3\]",
         ),
-        (lambda c: c.evict([2]), "requests: expected an integer from 0 to b-1=1, got 2"),
+        (lambda c: c.evict([2]), r"requests\[0\]: expected a number from 0 to b-1=1, got 2"),
+        (lambda c: c.evict(torch.tensor([0, -1])), r"requests\[1\]: expected .* b-1=1, got -1"),
+        (lambda c: c.truncate([0, -1]), r"counts\[1\]: expected a number from 0 to .*, got -1"),
         (lambda c: c.evict(torch.ones(3, dtype=torch.bool)), r"requests: expected \[b=2\], got"),
         (
             lambda c: c.set_prefix(*rows(2), torch.randn(H, D, K), torch.randn(H, K, D)),

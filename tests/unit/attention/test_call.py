@@ -250,7 +250,11 @@ def test_tree_ancestors_by_walking(draws: list[int], _: object) -> None:
     assert torch.equal(tree_ancestors(torch.tensor(parents)), ancestors_by_walking(parents))
 
 
-def test_a_later_parent_counts_as_the_context() -> None:
+def test_a_later_parent_on_the_device_counts_as_the_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the host does not read, a wrong parent hides tokens, and nothing is out of bounds."""
+    monkeypatch.setattr("mla_var3.attention.request.masks.readable", lambda tensor: False)
     assert torch.equal(tree_ancestors(torch.tensor([1, 5, 0])), ancestors_by_walking([-1, -1, 0]))
 
 

@@ -20,8 +20,6 @@ from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.attention.request.validate import Options, full_task
-from mla_var3.attention.select.estimate import estimate
-from mla_var3.conf.devices import device_spec
 from mla_var3.errors import UnsupportedError
 from mla_var3.runtime.paths import find_kernel
 
@@ -142,20 +140,28 @@ def test_wrapping_and_dropping(
         require_right(attend("mla_var6_plus", task), task, tokens, model)
 
 
-def test_a_ring_that_lacks_the_queries_is_visibly_wrong(
-    model: Model, generator: torch.Generator
+@pytest.mark.parametrize("page_size", [None, 64])
+@pytest.mark.parametrize("dropped", [62, 63, 64, 100])
+def test_a_ring_that_lacks_tokens_of_the_queries_is_completed(
+    page_size: int | None, dropped: int, model: Model, generator: torch.Generator
 ) -> None:
-    """Without a mask the older half may have all of them; with one it would show too much."""
-    cache, tokens = cache_and_tokens(generator, [200, 40], model, window=64)
-    cache.truncate([64, 0])
-    task = task_on(cache, model, generator)
-    output, _ = attend("mla_var6_plus", task)
-    assert output[0].isnan().all() and not output[1].isnan().any()
-    cut = [tokens[0][:136], tokens[1]]
-    open_task = replace(task, causal=False)
-    require_right(attend("mla_var6_plus", open_task), open_task, cut, model)
-    cache.refill(model.w_uk, model.w_uv)
-    require_right(attend("mla_var6_plus", task), task, cut, model)
+    """The latent kernel shows its tokens to every query, so the ring has to hold the newest."""
+    cache, tokens = cache_and_tokens(generator, [200, 40], model, page_size=page_size, window=64)
+    assert cache.view().ring_whole
+    cache.truncate([dropped, 0])
+    assert not cache.view().ring_whole
+    kept = [tokens[0][: 200 - dropped], tokens[1]]
+    for causal in (False, True):
+        task = task_on(cache, model, generator, causal=causal)
+        require_right(attend("mla_var6_plus", task), task, kept, model)
+    assert cache.window is not None and cache.window.start[0] <= 200 - dropped - 2
+
+
+def test_queries_that_reach_into_the_prefix(model: Model, generator: torch.Generator) -> None:
+    cache, tokens = cache_and_tokens(generator, [66, 64, 200], model, window=64, prefix=64)
+    for s in (3, 9):
+        task = task_on(cache, model, generator, s=s)
+        require_right(attend("mla_var6_plus", task), task, tokens, model)
 
 
 def test_a_ring_beside_a_shared_prefix(model: Model, generator: torch.Generator) -> None:
@@ -169,9 +175,15 @@ def test_a_call_on_fewer_tokens_than_the_cache_has(
     model: Model, generator: torch.Generator
 ) -> None:
     cache, tokens = cache_and_tokens(generator, [200, 40], model, window=64)
-    task = task_on(cache, model, generator, lengths=[190, 33])
-    shorter = [tokens[0][:190], tokens[1][:33]]
-    require_right(attend("mla_var6_plus", task), task, shorter, model)
+    shorter = [tokens[0][:100], tokens[1][:33]]
+    task = task_on(cache, model, generator, lengths=[100, 33])
+    require_right(attend("flash_attention", task), task, shorter, model)
+    # The ring holds the newest of 200 tokens, so it has nothing of a call on 100.
+    assert "a cache without a ring" in str(backend("mla_var6_plus").unsupported(task.shape()))
+    whole, tokens = cache_and_tokens(generator, [200, 40], model, window=256)
+    task = task_on(whole, model, generator, lengths=[100, 33])
+    assert whole.view().at_lengths(task.cache.lengths).full_copy() is not None
+    shorter = [tokens[0][:100], tokens[1][:33]]
     require_right(attend("flash_attention", task), task, shorter, model)
 
 
@@ -181,9 +193,11 @@ def test_a_bound_on_the_lengths_within_the_ring(model: Model, generator: torch.G
     stage = stage_of("mla_var6_plus", task)
     assert [kernel.name for kernel in stage.kernels()] == ["decompressed_attention"]
     require_right(attend("mla_var6_plus", task), task, tokens, model)
-    tokens = append(cache, tokens, 100, model, generator)
-    cache.truncate([100, 100])  # the ring has lost its first tokens, and nobody else is asked
-    assert attend("mla_var6_plus", task)[0].isnan().all()
+    kept = tokens
+    append(cache, tokens, 100, model, generator)
+    cache.truncate([100, 100])  # the ring has lost its first tokens, and no latent kernel runs
+    task = task_on(cache, model, generator, max_kv=100)
+    require_right(attend("mla_var6_plus", task), task, kept, model)
 
 
 @pytest.mark.parametrize("page_size", [None, 64])
@@ -304,8 +318,8 @@ def chosen(**options: Any) -> tuple[str, str]:
 def test_what_the_cache_holds_decides() -> None:
     assert chosen() == ("flash_mla", LANGUAGE)
     assert chosen(window=4096) in (("flash_attention", LANGUAGE), ("mla_var6_plus", LANGUAGE))
-    assert chosen(window=2304) == ("mla_var6_plus", LANGUAGE)
-    assert chosen(window=2304, page_size=64) == ("mla_var6_plus", LANGUAGE)
+    # At the power limit a mix gains less over the latent kernel than its time is uncertain.
+    assert chosen(window=2304) == ("flash_mla", LANGUAGE)
     assert chosen(b=64, s=4, t=4608, prefix=4096) == ("mla_var6_plus_v6", LANGUAGE)
     # Few queries are cheap in latent form, whatever else there is.
     assert chosen(s=8, window=2304) == ("flash_mla", LANGUAGE)
@@ -315,26 +329,6 @@ def test_all_are_listed() -> None:
     found = mla_var3.explain(**SIZES, window=2048, prefix=1024, device_name=H200)
     times = {c.kernel: c for c in found.candidates if c.language == LANGUAGE}
     assert set(times) == {"flash_mla", "flash_attention", "mla_var6_plus", "mla_var6_plus_v6"}
-    assert all(c.rated and c.predicted_us for c in times.values())
+    assert all(c.fitted and c.steady_us for c in times.values())
     assert times["mla_var6_plus"].choice == {"n": 2048}
     assert times["mla_var6_plus_v6"].choice == {"prefix": 1024}
-
-
-def test_a_ring_that_is_read_as_it_lies_costs_no_reordering() -> None:
-    spec, shape = device_spec(H200), CallShape(**SIZES, window=2048)
-    cute = estimate("mla_var6_plus", shape, spec, LANGUAGE)
-    cutile = estimate("mla_var6_plus", shape, spec, "cutile-dsl")
-    assert cute is not None and cutile is not None
-    assert cute.others_us < cutile.others_us / 5
-
-
-def test_the_prefix_is_estimated_as_it_was_measured() -> None:
-    """The row of the record of 2026-11-15: 244.3 us, 264.9 us with the absorption of queries."""
-    shape = CallShape(b=64, s=4, t=4608, h=128, prefix=4096)
-    found = estimate("mla_var6_plus_v6", shape, device_spec(H200), LANGUAGE)
-    assert found is not None and found.rated
-    assert found.kernel_us == pytest.approx(244.3, rel=0.1)
-    elsewhere = estimate("mla_var6_plus_v6", shape, device_spec("NVIDIA B200"), LANGUAGE)
-    assert elsewhere is not None and not elsewhere.rated
-    whole = estimate("mla_var6_plus_v6", replace(shape, prefix=4608), device_spec(H200), LANGUAGE)
-    assert whole is not None and whole.others_us == 0.0

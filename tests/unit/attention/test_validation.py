@@ -219,7 +219,6 @@ def int32(*values: Any) -> torch.Tensor:
         ),
         ({"lengths": int32(5, -1)}, {}, r"lengths\[1\]: expected a number from 0 to t=128, got -1"),
         ({}, {"max_kv": 64}, r"lengths\[0\]: expected a number from 0 to max_kv=64, got 70"),
-        ({"lengths": int32(2, 0)}, {}, r"lengths\[0\]: expected at least the s=3 .* got 2"),
         (
             {"block_table": int32([3, 4], [0, 0])},
             {},
@@ -232,20 +231,55 @@ def int32(*values: Any) -> torch.Tensor:
         ),
         ({}, {**PACKED, "cu_seqlens_q": int32(0, 4, 3)}, "cu_seqlens_q: expected ascending bounds"),
         ({}, {**PACKED, "cu_seqlens_q": int32(0, 4, 7)}, "cu_seqlens_q: expected ascending bounds"),
-        ({"lengths": int32(9, 9)}, {**PACKED, "max_q": 2}, "max_q: expected at least 3, got 2"),
+        ({}, {**PACKED, "max_q": 2}, "max_q: expected at least 3, got 2"),
     ],
 )
-def test_debug_mode_reads_the_device(
-    changes: Arguments, options: Arguments, message: str, monkeypatch: pytest.MonkeyPatch
+def test_values_of_cpu_tensors_are_always_checked(
+    changes: Arguments, options: Arguments, message: str
 ) -> None:
-    given = {**paged_arguments(**changes), **options}
-    mla_var3.mla_attention(**given)  # without it nothing is read back, and nothing breaks
-    monkeypatch.setenv("HYPER_MLA_DEBUG", "1")
     with pytest.raises(InvalidArgumentError, match=message):
+        mla_var3.mla_attention(**{**paged_arguments(**changes), **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lengths": [100, 101]}, r"lengths\[0\]: expected a number from 0 to t=70, got 100"),
+        ({"lengths": [-1, 5]}, r"lengths\[0\]: expected a number from 0 to t=70, got -1"),
+        (
+            {"tree_mask": torch.tensor([1, -1, 0])},
+            r"parents\[0\]: expected -1 or the index of a token before token 0, got 1",
+        ),
+        ({"tree_mask": torch.tensor([[-1, 0, 7]] * B)}, r"parents\[0, 2\]: expected .* got 7"),
+    ],
+)
+def test_values_that_the_host_has_are_always_checked(options: Arguments, message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        mla_var3.mla_attention(**{**arguments(), **options})
+
+
+def test_a_list_is_checked_for_tensors_without_values() -> None:
+    """As for a GPU, whose memory the host does not read."""
+
+    def meta(value: Any) -> Any:
+        return value.to("meta")
+
+    given = {name: value for name, value in arguments().items() if name != "cache"}
+    moved = {name: meta(value) for name, value in given.items()}
+    cache = tuple(meta(part) for part in arguments()["cache"])
+    with pytest.raises(InvalidArgumentError, match=r"lengths\[1\]: .* t=70, got 71"):
+        mla_var3.mla_attention(**moved, cache=cache, lengths=[3, 71])
+
+
+def test_debug_mode_wants_a_token_per_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = paged_arguments(lengths=int32(2, 0))
+    mla_var3.mla_attention(**given)  # the first query sees nothing, which is defined
+    monkeypatch.setenv("HYPER_MLA_DEBUG", "1")
+    with pytest.raises(InvalidArgumentError, match=r"lengths\[0\]: expected at least the s=3"):
         mla_var3.mla_attention(**given)
 
 
-def test_debug_mode_lets_right_values_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debug_mode_accepts_right_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYPER_MLA_DEBUG", "1")
     mla_var3.mla_attention(**paged_arguments())
     mla_var3.mla_attention(

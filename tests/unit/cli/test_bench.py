@@ -66,18 +66,17 @@ def test_a_sweep_without_a_gpu_makes_the_whole_report(
 
 @pytest.mark.usefixtures("no_plots")
 def test_the_prediction_is_that_of_the_cost_model(tmp_path: Path) -> None:
-    from mla_var3.op.mla.cost import predict_all
+    from mla_var3.op.mla.model.designs import design_estimates
     from mla_var3.op.mla.problem import MlaProblem
 
-    assert main(["bench", "all", "--predict_for=B200", f"--out_dir={tmp_path}"]) == 0
+    assert main(["bench", "all", "--for_device=B200", f"--out_dir={tmp_path}"]) == 0
     spec = device_spec("B200")
-    rates = (spec.sustained_tflops("bfloat16"), spec.sustained_gbps)
-    model = predict_all(MlaProblem(b=32, s=16, t=4096, h=128), *rates)
+    model = design_estimates(MlaProblem(b=32, s=16, t=4096, h=128), spec)
     for row in load_record(tmp_path / "all.json").rows:
         if row.kernel in ("flash_mla", "flash_attention"):
-            assert row.time_us == pytest.approx(model[row.kernel].time_us)
-            assert row.call_us == pytest.approx(model[row.kernel].end_to_end_us)
-            assert row.device == spec.name
+            assert row.time_us == pytest.approx(model[row.kernel].kernel_us, rel=0.05)
+            assert row.call_us == pytest.approx(row.time_us + model[row.kernel].around_us)
+            assert row.device == spec.name and row.timer == "ideal, vendor peaks"
 
 
 @pytest.mark.usefixtures("no_plots")
@@ -165,7 +164,7 @@ def test_predictions_are_not_compared_with_measurements(tmp_path: Path) -> None:
         (["all", "--t=0"], 2, "t: expected a positive integer"),
         (["sweep", "--kernels=flash_mlb"], 2, "did you mean 'flash_mla'"),
         (["sweep", "--backends=flashmls"], 2, "did you mean 'flashmla'"),
-        (["all", "--predict_for=H999"], 2, "unknown device 'H999'"),
+        (["all", "--for_device=H999"], 2, "unknown device 'H999'"),
         (["all", "--mode=guess"], 2, "mode: expected auto, measure or predict"),
         (["all", "--mode=measure"], 1, "expected a usable CUDA GPU"),
         (["all", "--rounds=0"], 2, "rounds: expected a number of at least 1"),

@@ -65,8 +65,8 @@ def test_facts_hang_together(name):
     major, minor = spec.compute_capability
     assert spec.target == f"sm_{major}{minor}"
     assert all(target.startswith(spec.target) for target in spec.targets)
-    assert 0 < spec.sustained_tflops("bfloat16") <= spec.peak_tflops("bfloat16")
-    assert 0 < spec.sustained_gbps <= spec.peak_gbps
+    for burst, peak in zip(spec.burst_rates("bfloat16"), spec.peak_rates("bfloat16"), strict=True):
+        assert 0 < burst <= peak
     # One KiB of shared memory per block belongs to the system.
     assert spec["shared_memory_per_block_KiB"] == spec["shared_memory_per_sm_KiB"] - 1
     assert spec.shared_memory_per_block_bytes == spec["shared_memory_per_block_KiB"] * 1024
@@ -91,17 +91,37 @@ def test_every_value_has_provenance():
             assert value.kind in devices.KINDS
             assert len(value.source) > 10
             assert re.fullmatch(r"\d{4}(-\d\d)?", value.date)
-            if key.startswith("sustained"):
+            if key.startswith(("burst", "steady")):
                 assert value.kind == "measured"
 
 
-def test_sustained_falls_back_to_the_peak_and_says_so():
+def test_burst_falls_back_to_the_peak_and_says_so():
     h200, b200 = device_spec("H200"), device_spec("B200")
-    assert h200.has_sustained
-    assert (h200.sustained_tflops("bfloat16"), h200.sustained_gbps) == (790.0, 4300.0)
-    assert not b200.has_sustained
-    assert b200.sustained_tflops("bfloat16") == b200.peak_tflops("bfloat16")
-    assert b200.sustained_gbps == b200.peak_gbps
+    assert h200.has_burst and h200.burst_rates("bfloat16") == (790.0, 4300.0)
+    assert not b200.has_burst and b200.burst_rates("bfloat16") == b200.peak_rates("bfloat16")
+    # A burst lasts milliseconds; the power limit decides what lasts.
+    assert h200["steady_bfloat16_float32_tflops"] < h200.burst_tflops("bfloat16")
+
+
+def test_the_older_name_of_a_burst_rate_is_read(table, write):
+    entry = table["NVIDIA H200"]
+    for key in [key for key in entry if key.startswith("burst")]:
+        entry[key.replace("burst", "sustained")] = entry.pop(key)
+    old = load_devices(write({"NVIDIA H200": entry}))["NVIDIA H200"]
+    assert old.burst_rates("bfloat16") == device_spec("H200").burst_rates("bfloat16")
+
+
+def test_a_flat_entry_of_a_user_takes_the_rest_from_the_shipped_one(write, monkeypatch):
+    """The form of the specification: plain numbers, peaks only."""
+    name = "NVIDIA GeForce RTX 5090"
+    path = write({name: {"peak_dram_bw_GBps": 1600.0, "peak_bfloat16_float32_tflops": 200}})
+    monkeypatch.setenv(devices.ENVIRONMENT_VARIABLE, str(path))
+    spec = device_spec("RTX 5090")
+    assert spec.peak_rates("bfloat16") == (200.0, 1600.0) and spec.sm_count == 170
+    assert (spec.entry("peak_dram_bw_GBps").kind, spec.origin) == ("given", str(path))
+    monkeypatch.setenv(devices.ENVIRONMENT_VARIABLE, str(write({"X": {"sm_count": 3}})))
+    with pytest.raises(InvalidArgumentError, match="X: expected the keys .* none for peak"):
+        load_devices()
 
 
 @pytest.mark.parametrize(
@@ -257,7 +277,7 @@ def test_wrong_structure_names_device_and_key(table, write):
     good = table["NVIDIA H200"]
     assert "none for sm_count" in refused({k: v for k, v in good.items() if k != "sm_count"})
     assert "did you mean 'sm_count'" in refused(good | {"sm_counts": good["sm_count"]})
-    assert "sm_count: expected an object with value" in refused(good | {"sm_count": 132})
+    assert "sm_count: expected a positive integer" in refused(good | {"sm_count": "132"})
     assert "aliases: expected a list of names" in refused(good | {"aliases": "H200"})
     assert "an object with one entry per key" in refused([1])
 

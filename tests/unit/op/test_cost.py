@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import re
 from dataclasses import replace
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mla_var3.conf.devices import load_devices
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla import cost
@@ -248,64 +246,6 @@ def test_split_count_names_its_arguments(argument):
         cost.flash_mla_split_kv_cost(FULL, 0)
 
 
-def test_predict_all_is_consistent_with_the_parts():
-    problem = MlaProblem(b=32, s=16, t=4096, h=128)
-    predictions = cost.predict_all(problem, *H200)
-    assert set(predictions) == {
-        "flash_attention",
-        "flash_mla",
-        "flash_mla_split_kv",
-        "mla_var6_plus",
-    }
-    assert all(name == prediction.kernel for name, prediction in predictions.items())
-    attention, mla = predictions["flash_attention"], predictions["flash_mla"]
-    split, mix = predictions["flash_mla_split_kv"], predictions["mla_var6_plus"]
-    assert attention.time_us == cost.flash_attention_cost(problem).time_us(*H200)
-    assert (attention.bound, mla.bound) == ("memory", "compute")
-    assert (attention.n, attention.splits, mla.n, mla.splits) == (None,) * 4
-    assert attention.end_to_end_us == attention.time_us
-    projections = cost.q_absorption_cost(problem).time_us(*H200)
-    assert mix.end_to_end_us == pytest.approx(mix.time_us + projections)
-    projections += cost.output_up_projection_cost(problem).time_us(*H200)
-    assert mla.end_to_end_us == pytest.approx(mla.time_us + projections)
-    assert mix.n == cost.best_n(problem, *H200)
-    assert mix.time_us == cost.mla_var6_plus_time_us(problem, mix.n, *H200)
-    assert mix.cost == cost.mla_var6_plus_cost(problem, mix.n) + cost.decompress_combine_cost(
-        problem
-    )
-    assert split.splits == cost.split_count(problem)
-    assert split.cost == cost.flash_mla_split_kv_cost(problem, split.splits)
-    assert split.time_us > mla.time_us
-
-
-def test_more_sms_more_splits():
-    problem = MlaProblem(b=4, s=1, t=32768, h=128)
-    few = cost.predict_all(problem, *H200, sm_count=32)["flash_mla_split_kv"].splits
-    many = cost.predict_all(problem, *H200, sm_count=148)["flash_mla_split_kv"].splits
-    assert few is not None
-    assert many is not None
-    assert few < many
-
-
-def test_crossovers_cover_every_s_once_and_name_the_fastest():
-    problem = MlaProblem(b=32, s=1, t=4096, h=128)
-    intervals = cost.crossovers(problem, *H200, s_max=200)
-    assert [interval.kernel for interval in intervals] == [
-        "flash_mla",
-        "mla_var6_plus",
-        "flash_attention",
-    ]
-    covered = [s for found in intervals for s in range(found.s_from, found.s_to + 1)]
-    assert covered == list(range(1, 201))
-    for interval in intervals:
-        for s in {interval.s_from, interval.s_to}:
-            predictions = cost.predict_all(replace(problem, s=s), *H200)
-            times = {name: predictions[name].end_to_end_us for name in predictions}
-            assert times[interval.kernel] == min(times.values())
-    with pytest.raises(InvalidArgumentError, match="^s_max: "):
-        cost.crossovers(problem, *H200, s_max=0)
-
-
 def test_cost_arithmetic():
     total = Cost(1.0, 2.0) + Cost(3.0, 4.0)
     assert total == Cost(4.0, 6.0)
@@ -326,37 +266,4 @@ def test_peaks_must_be_positive(value):
     with pytest.raises(InvalidArgumentError, match="^peak_tflops: expected a positive number"):
         Cost(1.0, 1.0).time_us(value, 1.0)
     with pytest.raises(InvalidArgumentError, match="^peak_gbps: expected a positive number"):
-        cost.predict_all(FULL, 1.0, value)
-
-
-def test_documented_tables_are_what_the_model_says(repo_root):
-    page = (repo_root / "docs" / "cost-analysis.md").read_text(encoding="utf-8")
-    base = MlaProblem(b=32, s=1, t=4096, h=128)
-    for s in (1, 2, 4, 8, 16, 32, 43, 64, 96, 128, 256):
-        problem = replace(base, s=s)
-        found = cost.predict_all(problem, *H200)
-        mla, attention, mix = (
-            found[name].end_to_end_us for name in ("flash_mla", "flash_attention", "mla_var6_plus")
-        )
-        n = found["mla_var6_plus"].n
-        window = cost.decompressed_bytes(problem, n) / 2**30
-        gain = min(mla, attention) / mix
-        row = f"| {s} | {mla:.0f} | {attention:.0f} | {mix:.0f} | {n} | {window:.2f} | {gain:.2f} |"
-        assert row in page
-    for device in load_devices().values():
-        rates = {"vendor peak": (device.peak_tflops("bfloat16"), device.peak_gbps)}
-        if device.has_sustained:
-            rates["measured"] = (device.sustained_tflops("bfloat16"), device.sustained_gbps)
-        for label, (tflops, gbps) in rates.items():
-            fastest = ", ".join(
-                f"{found.kernel} {found.s_from}-{found.s_to}"
-                for found in cost.crossovers(base, tflops, gbps)
-            )
-            assert f"| {device.name} | {label} | {tflops:g} | {gbps:g} | {fastest} |" in page
-
-
-def test_documented_example_runs(repo_root, capsys):
-    page = (repo_root / "docs" / "cost-analysis.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    exec(compile(example, "docs/cost-analysis.md", "exec"), {})
-    assert "mla_var6_plus" in capsys.readouterr().out
+        Cost(1.0, 1.0).time_us(1.0, value)

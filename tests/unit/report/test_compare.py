@@ -180,7 +180,7 @@ def test_remarks() -> None:
     assert "no measured time in flash_mla" in " ".join(
         compare([run(), run("flash_mla", None)]).remarks
     )
-    assert any("predict adds them" in t for t in compare([run(), run("flash_mla")]).remarks)
+    assert any("predict shows call times" in t for t in compare([run(), run("flash_mla")]).remarks)
 
 
 def test_missing_stages_and_figures_are_dashes() -> None:

@@ -116,7 +116,7 @@ def test_nothing_is_guessed_for_an_unknown_gpu(
 def test_on_the_cpu() -> None:
     """Model-driven fields are resolved for the planning device; nothing is tuned or checked."""
     prepared = prepare(DoublingPlan(), RunOptions())
-    assert prepared.plan.choice == round(H200.sustained_tflops("bfloat16"))  # type: ignore[attr-defined]
+    assert prepared.plan.choice == round(H200.burst_tflops("bfloat16"))  # type: ignore[attr-defined]
     assert prepared.device is None
     assert prepared.tuning == {}
     assert prepared.check is None

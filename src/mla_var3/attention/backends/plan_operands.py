@@ -10,8 +10,7 @@ keeps them, dense or paged, and are built once per call key:
 
 The window is a ring that is read in the order of its slots. Tokens that it lacks after a rollback
 (positions before `window_start`) are attended in latent form with the older ones. All queries have
-to see those: a request that lost so many tokens that its window begins after the first query gets
-NaN, until `refill` fills the window.
+to see those, so a call decompresses the missing tokens that only some queries see.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mla_var3.attention.backends.latent import project_heads
+from mla_var3.attention.cache.copies import fill_ring
 from mla_var3.attention.cache.sizes import PAGE_STEP
 from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.request.checks import kernel_ready
@@ -150,16 +150,32 @@ def _mixed_operands(task: AttentionTask, shape: CallShape, plan: Any) -> Operand
     return q_nope, q_latent, q_rope, c_kv, k_rope, *window, weights, lengths
 
 
+def complete_window(task: AttentionTask, newest: int, most: int) -> None:
+    """Decompress the tokens among the newest that the window lacks after a rollback, in place.
+
+    Args:
+        task: the call.
+        newest: newest tokens of a request that the window has to hold.
+        most: the most of them that may be missing.
+    """
+    cache = task.cache
+    if cache.ring_whole:
+        return
+    assert task.w_uk is not None and task.w_uv is not None
+    fill_ring(cache, task.w_uk, task.w_uv, (cache.lengths.long() - newest).clamp(min=0), most)
+
+
 def _straight_window(
     task: AttentionTask, n: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The window in the order that the kernel reads: slot j at position max(len - n, 0) + j.
 
-    A token that the window lacks after a rollback becomes NaN, so that the result is visibly wrong.
+    Slots beyond the length hold NaN, which no kernel reads.
     """
     cache = task.cache
     assert cache.k_new is not None and cache.v_new is not None
     assert cache.window_start is not None
+    complete_window(task, n, n)
     lengths = cache.lengths.long()[:, None]
     positions = (lengths - n).clamp(min=0) + torch.arange(n, device=lengths.device)  # [b, n]
     held = (positions >= cache.window_start[:, None]) & (positions < lengths)
@@ -295,6 +311,12 @@ class MixOperands(NamedTuple):
 def _window_operands(task: AttentionTask, shape: CallShape, plan: Any) -> MixOperands:
     cache = task.cache
     assert task.w_uk is not None and task.w_uv is not None
+    if plan.n >= plan.t:  # no latent kernel: the window has to hold every token
+        complete_window(task, plan.n, cache.window)
+    elif task.causal:
+        # The latent kernel shows its tokens to every query, so the window has to hold all that
+        # only some queries see.
+        complete_window(task, shape.s - 1, shape.s - 1)
     lengths, starts = kernel_ready(cache.lengths), kernel_ready(cache.ring_start())
     operands = MixOperands(
         kernel_ready(task.q), kernel_ready(task.q_rope), cache.k_new, cache.v_new,

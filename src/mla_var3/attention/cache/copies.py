@@ -1,7 +1,6 @@
 """Decompressed copies of part of a latent cache: a ring of the newest tokens, a shared prefix.
 
-The latent cache always holds every token; what lies here is a copy in another form, so a kernel
-that cannot use it loses nothing but time.
+The latent cache always holds every token, so a kernel that reads no copy loses only time.
 """
 
 from __future__ import annotations
@@ -10,7 +9,8 @@ from collections.abc import Mapping
 
 import torch
 
-from mla_var3.attention.cache.scatter import masked_put
+from mla_var3.attention.cache.tokens import masked_put
+from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.request.checks import Shape, require_tensor
 from mla_var3.errors import InvalidArgumentError
 
@@ -28,15 +28,15 @@ def decompress_rows(
 class Window:
     """A ring of the newest tokens of every request, decompressed.
 
-    Position x lies in slot x % n. The ring of a request holds the positions from `start` to its
-    length; older ones are attended in latent form. Dropping tokens shortens the range from above.
+    Position x is in slot x % n. The ring of a request holds the positions from `start` to its
+    length; older ones are attended latent. Dropping tokens shortens the range from above.
     The slots below `start` have been overwritten by the dropped tokens, so the ring stays shorter
     than n until new tokens come or `refill` decompresses the missing ones again.
 
     Attributes:
         k_new, v_new: `[b, h, n, d]`.
         k_rope_new: `[b, n, p]`, the rope keys of the same tokens once more: a kernel that reads the
-            slots as they lie needs all parts of a token in the same slot.
+            slots in their order needs all parts of a token in the same slot.
         start: int32 `[b]`, the oldest position in the ring.
     """
 
@@ -119,27 +119,35 @@ class Window:
         """After tokens at and beyond `lengths` were dropped."""
         self.start.copy_(torch.minimum(self.start.long(), lengths))
 
-    def missing(self, most: int) -> torch.Tensor:
-        """The `most` positions before the ring, newest first, int64 `[b, most]`; some below 0."""
-        steps = torch.arange(most, device=self.start.device)
-        return self.start.long()[:, None] - 1 - steps
 
-    def bring_back(
-        self,
-        positions: torch.Tensor,
-        oldest: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        rope: torch.Tensor,
-    ) -> None:
-        """Put positions of `missing` back into their slots, down to `oldest`, int64 `[b]`."""
-        start = self.start.long()
-        valid = (positions >= oldest[:, None]).flatten()
-        requests = torch.arange(start.shape[0], device=start.device)
-        requests = requests[:, None].expand_as(positions)
-        self.write(requests.flatten(), positions.flatten(), keys, values, rope, valid)
-        lowest = torch.maximum(start - positions.shape[1], oldest)
-        self.start.copy_(torch.minimum(start, lowest))
+def fill_ring(
+    view: CacheView, w_uk: torch.Tensor, w_uv: torch.Tensor, oldest: torch.Tensor, most: int
+) -> None:
+    """Decompress tokens that a ring lacks into their slots, in place.
+
+    Args:
+        view: A cache with a ring; its lengths are those that the ring was filled for.
+        w_uk: `[h, d, k]`.
+        w_uv: `[h, k, d]`.
+        oldest: int64 `[b]`, the first position that the ring has to hold, within its slots.
+        most: Host-side bound on the tokens per request that are missing.
+    """
+    keys, values, starts = view.k_new, view.v_new, view.window_start
+    if keys is None or values is None or starts is None or most <= 0:
+        return
+    start = torch.minimum(starts, view.lengths).long()
+    positions = start[:, None] - 1 - torch.arange(most, device=start.device)
+    valid = (positions >= oldest[:, None]).flatten()
+    latent, rope = (rows.flatten(0, 1) for rows in view.rows(positions))
+    requests = torch.arange(start.shape[0], device=start.device)[:, None].expand_as(positions)
+    places = (requests.flatten(), (positions % view.window).flatten())
+    new_keys, new_values = decompress_rows(latent, w_uk, w_uv)
+    masked_put(keys.transpose(1, 2), places, new_keys, valid)
+    masked_put(values.transpose(1, 2), places, new_values, valid)
+    if view.k_rope_new is not None:
+        masked_put(view.k_rope_new, places, rope, valid)
+    lowest = torch.maximum(start - most, oldest)
+    starts.copy_(torch.minimum(starts.long(), lowest))
 
 
 class Prefix:
@@ -154,7 +162,7 @@ class Prefix:
     def __init__(
         self, h: int, length: int, d: int, p: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Make room for a prefix."""
+        """Allocate a prefix."""
         self.length = length
         self.k_prefix = torch.zeros((h, length, d), dtype=dtype, device=device)
         self.v_prefix = torch.zeros((h, length, d), dtype=dtype, device=device)

@@ -12,22 +12,23 @@ from collections.abc import Sequence
 
 import torch
 
-from mla_var3.attention.cache.copies import Prefix, Window, decompress_rows
+from mla_var3.attention.cache.copies import Prefix, Window, decompress_rows, fill_ring
 from mla_var3.attention.cache.pages import PagePool
-from mla_var3.attention.cache.scatter import masked_put
 from mla_var3.attention.cache.sizes import CacheShape, CacheSizes, cache_shape
-from mla_var3.attention.cache.tokens import TokenRows, padded_rows, ragged_rows
+from mla_var3.attention.cache.tokens import TokenRows, masked_put, padded_rows, ragged_rows
 from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.request.checks import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
     index_tensor,
+    require_bounds,
     require_device,
     require_int,
     require_tensor,
     zero_rows,
 )
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
+from mla_var3.op.mla.problem import MOST
 
 Counts = torch.Tensor | Sequence[int]
 
@@ -39,7 +40,8 @@ class LatentCache:
         buffer: the one buffer of latent rows and rope keys: `[b, t, k+p]`, or paged
             `[num_pages, page_size, k+p]`. `c_kv` and `k_rope` are its columns.
         lengths: int32 `[b]`, tokens of each request.
-        refused: int32 `[b]`, tokens that did not fit since the start.
+        refused: int32 `[b]`, tokens that did not fit since the request was last emptied or
+            `read_refused` reset it.
         pages: block table and free list; None in a dense cache.
         window: ring of the newest tokens, decompressed; None without one.
         prefix: shared first tokens, decompressed; None without.
@@ -69,6 +71,7 @@ class LatentCache:
         self.window = Window(b, shape.heads, shape.window, *head) if shape.window else None
         self.prefix = Prefix(shape.heads, shape.prefix, *head) if shape.prefix else None
         self._prefix_filled = self.prefix is None
+        self._ring_truncated = False
         self.kept_view = self._made_view()  # what `view` gives outside of traced programs
 
     @classmethod
@@ -150,7 +153,7 @@ class LatentCache:
 
     def _made_view(self) -> CacheView:
         window, prefix = self.window, self.prefix
-        return CacheView(
+        view = CacheView(
             latent=self.c_kv,
             rope=self.k_rope,
             lengths=self.lengths,
@@ -163,6 +166,8 @@ class LatentCache:
             k_rope_new=None if window is None else window.k_rope_new,
             k_rope_prefix=None if prefix is None else prefix.k_rope_prefix,
         )
+        whole = window is not None and prefix is None and not self._ring_truncated
+        return view.with_whole_ring() if whole else view
 
     def sizes(self) -> CacheSizes:
         """Memory by part, and capacity."""
@@ -194,6 +199,7 @@ class LatentCache:
             self.buffer.flatten(0, 1)[: self.prefix.length] = rows
         self.prefix.write(*decompress_rows(latent, w_uk, w_uv), rope)
         self._prefix_filled = True
+        self.refused.zero_()
         if self.window is not None:
             self.window.start.fill_(self.prefix.length)
         self._set_lengths(torch.zeros_like(self.lengths, dtype=torch.int64))
@@ -284,7 +290,11 @@ class LatentCache:
             w_uv: `[h, k, d]`.
             most: with weights, the host-side bound on `counts` for `refill`.
         """
-        dropped = self._counts("counts", counts).clamp(min=0)
+        dropped = self._counts("counts", counts, MOST).clamp(min=0)
+        if self.window is not None and not self._ring_truncated:
+            # Known on the host even where a CUDA graph repeats this.
+            self._ring_truncated = True
+            self.kept_view = self._made_view()
         if w_uk is None or w_uv is None:
             if w_uk is not w_uv:
                 raise InvalidArgumentError("w_uk", "w_uk and w_uv, or neither", "one of them")
@@ -308,13 +318,16 @@ class LatentCache:
             )
         else:
             index = index_tensor(
-                "requests", requests, [("count", None)], self.lengths.device, torch.int64
+                "requests",
+                requests,
+                [("count", None)],
+                self.lengths.device,
+                torch.int64,
+                (0, b - 1, "b-1"),
             )
-            if not isinstance(requests, torch.Tensor):
-                for request in requests:
-                    require_int("requests", request, minimum=0, maximum=b - 1, maximum_name="b-1")
             gone = (torch.arange(b, device=index.device)[:, None] == index).any(1)
         self._set_lengths(torch.where(gone, 0, self.lengths.long()))
+        self.refused.masked_fill_(gone, 0)
 
     @torch.no_grad()
     def refill(self, w_uk: torch.Tensor, w_uv: torch.Tensor, most: int | None = None) -> None:
@@ -331,24 +344,36 @@ class LatentCache:
         most = self.window.n if most is None else most
         require_int("most", most, minimum=0)
         oldest = (self.lengths.long() - self.window.n).clamp(min=self._shape.prefix)
-        positions = self.window.missing(min(most, self.window.n))
-        latent, rope = (rows.flatten(0, 1) for rows in self.view().rows(positions))
-        keys, values = decompress_rows(latent, w_uk, w_uv)
-        self.window.bring_back(positions, oldest, keys, values, rope)
+        fill_ring(self.view(), w_uk, w_uv, oldest, min(most, self.window.n))
+
+    def read_refused(self, *, reset: bool = True) -> list[int]:
+        """Tokens of each request that did not fit; waits for the device.
+
+        Args:
+            reset: Whether to count from zero again.
+        """
+        refused: list[int] = self.refused.tolist()
+        if reset:
+            self.refused.zero_()
+        return refused
 
     def check(self) -> None:
-        """Ask the device whether everything fitted; waits for it.
+        """Raise if tokens did not fit; waits for the device.
+
+        A request that refused tokens fails the check until it is evicted or `read_refused` resets
+        the counts.
 
         Raises:
-            UnsupportedError: tokens were refused since the start.
+            UnsupportedError: Tokens were refused; names the requests.
         """
-        refused = self.refused.tolist()
+        refused = self.read_refused(reset=False)
         if any(refused):
             which = {request: count for request, count in enumerate(refused) if count}
             raise UnsupportedError(
-                f"cache: expected room for every token, got {sum(refused)} refused "
+                f"cache: expected space for every token, got {sum(refused)} refused "
                 f"(by request: {which}); {self.sizes().tokens} tokens fit altogether, "
-                f"{self._shape.t} per request"
+                f"{self._shape.t} per request; evict these requests, or reset the counts with "
+                "read_refused"
             )
 
     # -- parts ------------------------------------------------------------------------------------
@@ -371,17 +396,18 @@ class LatentCache:
         b, device = self._shape.b, self.lengths.device
         if cu_seqlens is None:
             self._require_rows(latent, rope, [("b", b), ("m", None)])
-            given = None if counts is None else self._counts("counts", counts)
+            given = None if counts is None else self._counts("counts", counts, latent.shape[1])
             return padded_rows(b, latent.shape[1], given, device)
         if counts is not None:
             raise InvalidArgumentError("counts", "none beside cu_seqlens", "both")
         self._require_rows(latent, rope, [("total", None)])
         bounds = require_tensor("cu_seqlens", cu_seqlens, [("b+1", b + 1)], INDEX_DTYPES, device)
+        require_bounds("cu_seqlens", bounds, latent.shape[0])
         return ragged_rows(bounds, latent.shape[0])
 
-    def _counts(self, name: str, counts: Counts) -> torch.Tensor:
-        shape = [("b", self._shape.b)]
-        return index_tensor(name, counts, shape, self.lengths.device, torch.int64)
+    def _counts(self, name: str, counts: Counts, most: int) -> torch.Tensor:
+        shape, device = [("b", self._shape.b)], self.lengths.device
+        return index_tensor(name, counts, shape, device, torch.int64, (0, most, ""))
 
     def _require_rows(
         self, latent: torch.Tensor, rope: torch.Tensor, leading: list[tuple[str, int | None]]

@@ -1,13 +1,13 @@
-"""The pages of a paged cache: who has which, and which are free, all on the device."""
+"""The pages of a paged cache: block table and free list, all on the device."""
 
 from __future__ import annotations
 
 import torch
 
-from mla_var3.attention.cache.scatter import masked_put
+from mla_var3.attention.cache.tokens import masked_put
 
 NO_PAGE = -1
-"""Block table entry without a page; nothing may read through it."""
+"""Block table entry without a page."""
 
 
 class PagePool:
@@ -33,7 +33,7 @@ class PagePool:
         device: torch.device,
         shared_pages: int = 0,
     ) -> None:
-        """Make a pool in which the first `shared_pages` pages belong to all requests for good."""
+        """Make a pool in which the first `shared_pages` pages always belong to all requests."""
         self.page_size = page_size
         self.num_pages = num_pages
         self._shared = shared_pages
@@ -41,7 +41,7 @@ class PagePool:
         self.block_table[:, :shared_pages] = torch.arange(
             shared_pages, dtype=torch.int32, device=device
         )
-        # The stack is popped from its end: the lowest page is given away first.
+        # The stack is popped from its end: the lowest page goes first.
         self.free = torch.arange(num_pages - 1, -1, -1, dtype=torch.int32, device=device)
         self.free_count = torch.full(
             (1,), num_pages - shared_pages, dtype=torch.int32, device=device
@@ -50,8 +50,8 @@ class PagePool:
     def reserve(self, lengths: torch.Tensor, counts: torch.Tensor, most: int) -> torch.Tensor:
         """Give every request the pages that `counts` more tokens need, as far as pages are left.
 
-        Requests are served in order, each whole or not at all. Once one does not get its pages, no
-        later one gets any, since it would overtake.
+        Requests are served in order, each completely or not at all. Once one does not get its
+        pages, no later one gets any.
 
         Args:
             lengths: int64 `[b]`, tokens that each request has.
@@ -59,7 +59,7 @@ class PagePool:
             most: host-side bound on `counts`.
 
         Returns:
-            bool `[b]`: whether the request has room for its tokens.
+            bool `[b]`: whether the request has pages for its tokens.
         """
         size = self.page_size
         held = (lengths + size - 1) // size
@@ -83,7 +83,7 @@ class PagePool:
         return granted
 
     def release(self, lengths: torch.Tensor) -> None:
-        """Take back every page that lies beyond the given lengths, int64 `[b]`."""
+        """Take back every page beyond the given lengths, int64 `[b]`."""
         keep = (lengths + self.page_size - 1) // self.page_size
         keep = keep.clamp(min=self._shared)
         columns = torch.arange(self.block_table.shape[1], device=lengths.device)

@@ -1,8 +1,9 @@
-"""A cache as the attention sees it, whoever owns the memory."""
+"""A cache as the attention reads it, ours or foreign."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -27,9 +28,14 @@ class CacheView:
         window_start: int32 `[b]`, the oldest position in the ring.
         k_prefix, v_prefix: shared first tokens, `[h, m, d]`.
         k_rope_new: `[b, n, p]`, the rope keys of the ring in its order, for kernels that read its
-            slots as they lie; None where only `rope` has them.
+            slots in their order; None where only `rope` has them.
         k_rope_prefix: `[m, p]`, those of the shared first tokens, likewise.
+        ring_whole: Whether the ring is known to hold the newest tokens of every request, as many as
+            it has slots for. Otherwise a kernel that needs them decompresses what is missing. No
+            field: the fields are the tensors.
     """
+
+    ring_whole: ClassVar[bool] = False
 
     latent: torch.Tensor
     rope: torch.Tensor
@@ -42,6 +48,12 @@ class CacheView:
     v_prefix: torch.Tensor | None = None
     k_rope_new: torch.Tensor | None = None
     k_rope_prefix: torch.Tensor | None = None
+
+    def with_whole_ring(self) -> CacheView:
+        """The same view, with a ring that is known to be whole."""
+        view = replace(self)
+        object.__setattr__(view, "ring_whole", True)
+        return view
 
     @property
     def page_size(self) -> int | None:
@@ -74,7 +86,7 @@ class CacheView:
         """Latent and rope rows of the slots `first..last-1` of every request, `[b, m, ...]`.
 
         In a paged cache both ends must be at page borders. Slots without a page give rows of some
-        other page; whoever uses them masks by length.
+        other page; the caller masks them by length.
         """
         if self.block_table is None:
             return self.latent[:, first:last], self.rope[:, first:last]
@@ -94,6 +106,18 @@ class CacheView:
         index = self.block_table[requests, positions // page].long()
         index = index.clamp(0, self.latent.shape[0] - 1)
         return self.latent[index, positions % page], self.rope[index, positions % page]
+
+    def at_lengths(self, lengths: torch.Tensor) -> CacheView:
+        """The same cache with other lengths, int32 `[b]`.
+
+        A ring belongs to the lengths that it was filled for: its slots may hold tokens beyond the
+        given ones instead of older tokens. So it is left out, unless it has a slot for every token.
+        """
+        if self.k_new is None or self.window >= self.capacity:
+            return replace(self, lengths=lengths)
+        return replace(
+            self, lengths=lengths, k_new=None, v_new=None, window_start=None, k_rope_new=None
+        )
 
     def full_copy(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Keys and values of all tokens, `[b, h, t, d]`, slot x at position x; None without.
@@ -130,7 +154,7 @@ class CacheView:
 def paged_view(
     pages: torch.Tensor, block_table: torch.Tensor, lengths: torch.Tensor, *, k: int = 512
 ) -> CacheView:
-    """The view of a paged cache that somebody else owns, such as a serving engine.
+    """The view of a foreign paged cache, such as that of a serving engine.
 
     Args:
         pages: `[num_pages, page, k+p]`, latent row and rope key of each token side by side.

@@ -30,7 +30,7 @@ from mla_var3.runtime.torch_fast import Maker, tensor_maker, view_as, without_gr
 _is_inference = torch.is_inference_mode_enabled
 _LSE_BYTES = torch.float32.itemsize
 
-Prepared = tuple[StreamLaunch, list[torch.Tensor], int, Any]
+StreamState = tuple[StreamLaunch, list[torch.Tensor], int, Any]
 """What the calls of one thread on one stream in one mode have in common: the launch; LSE tensors
 that no call has had yet, see `workspace.py`; the pointer of an LSE that no caller asked for, 0
 where callers always do; and objects to keep alive. A plain tuple, which unpacks faster."""
@@ -126,7 +126,7 @@ class Replay:
         done = launch(self.pointers(tensors, out.data_ptr(), lse_pointer))
         return (out, lse) if done else None
 
-    def prepared(self, stream: int, inference: bool) -> Prepared:
+    def prepared(self, stream: int, inference: bool) -> StreamState:
         """What the calls of this thread have in common; the first of them prepares it.
 
         Args:
@@ -134,7 +134,7 @@ class Replay:
             inference: whether inference mode is on.
         """
         try:
-            known: Prepared = self._threads.prepared[stream, inference]
+            known: StreamState = self._threads.prepared[stream, inference]
         except (AttributeError, KeyError):
             lses = kept_lses(self.device, stream, inference, self.lse)
             launch, pointer, kept = self._bind()

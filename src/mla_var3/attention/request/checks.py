@@ -1,18 +1,20 @@
 """Checks of tensors that callers pass; errors name the argument, what was expected and what came.
 
-Other than the checks of a kernel plan these say nothing about strides and alignment: what a kernel
-cannot take as it is belongs to the kernel's own `unsupported`.
+Values are checked wherever the host has them: in lists, in CPU tensors, and with HYPER_MLA_DEBUG=1
+in CUDA tensors too, which waits for the device. Strides and alignment are not checked here: what a
+kernel cannot read it refuses itself (`Backend.unsupported`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import cast
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import torch
 
-from mla_var3.errors import InvalidArgumentError
+from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.op.mla.problem import require_int
 from mla_var3.runtime.tensors import ALIGNMENT_BYTES
 
@@ -22,17 +24,87 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 Shape = Sequence[tuple[str, int | None]]
 """(label, size) per dimension; a size of None takes any."""
 
+DEBUG_VARIABLE = "HYPER_MLA_DEBUG"
+
 __all__ = [
+    "DEBUG_VARIABLE",
     "FLOAT_DTYPES",
     "INDEX_DTYPES",
     "Shape",
+    "debug_on",
     "index_tensor",
     "kernel_ready",
+    "readable",
+    "require_bounds",
     "require_device",
     "require_int",
+    "require_range",
     "require_tensor",
     "zero_rows",
 ]
+
+# Every call asks. The mapping behind `os.environ` answers at once; `os.environ` itself encodes the
+# name, and raises and catches two errors where the variable is not set, as it mostly is.
+_environment: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
+_KEY: Any = DEBUG_VARIABLE if _environment is os.environ else os.environ.encodekey(DEBUG_VARIABLE)
+_OFF = (None, "", "0", b"", b"0")
+
+
+def debug_on() -> bool:
+    """Whether the environment asks for checks of values on the device."""
+    return _environment.get(_KEY) not in _OFF
+
+
+def readable(tensor: torch.Tensor) -> bool:
+    """Whether the host may look at the values of a tensor.
+
+    Raises:
+        UnsupportedError: They are on the device, to be checked, while a CUDA graph is captured.
+    """
+    if type(tensor) is not torch.Tensor or torch.compiler.is_compiling():
+        return False  # a tensor of a traced program
+    if tensor.device.type == "cpu":
+        return True
+    if tensor.device.type != "cuda" or not debug_on():
+        return False
+    if torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            f"{DEBUG_VARIABLE}: expected no CUDA graph capture, got one; the checks read from the "
+            "device"
+        )
+    return True
+
+
+def require_range(
+    name: str, values: torch.Tensor, minimum: int, maximum: int, maximum_name: str = ""
+) -> None:
+    """Require integers within bounds, if the host may look at them.
+
+    Args:
+        name: The argument's name in the message.
+        values: The integers.
+        minimum: The least of them.
+        maximum: The largest of them.
+        maximum_name: What the maximum is.
+    """
+    if not readable(values):
+        return
+    wrong = ((values < minimum) | (values > maximum)).nonzero()
+    if len(wrong):
+        index = wrong[0].tolist()
+        limit = f"{maximum_name}={maximum}" if maximum_name else maximum
+        raise InvalidArgumentError(
+            f"{name}{index}", f"a number from {minimum} to {limit}", values[tuple(index)].item()
+        )
+
+
+def require_bounds(name: str, bounds: torch.Tensor, total: int) -> None:
+    """Require first rows of packed requests: ascending from 0 to at most all rows."""
+    if not readable(bounds):
+        return
+    values = bounds.tolist()
+    if values[0] != 0 or values != sorted(values) or values[-1] > total:
+        raise InvalidArgumentError(name, f"ascending bounds from 0 to at most {total} rows", values)
 
 
 def require_tensor(
@@ -45,11 +117,11 @@ def require_tensor(
     """The tensor, if it is one of the shape, dtype and device.
 
     Args:
-        name: the argument's name in the message.
-        tensor: what came.
-        shape: what was expected.
-        dtypes: the dtypes that are allowed.
-        device: where it has to be; None for anywhere.
+        name: The argument's name in the message.
+        tensor: What came.
+        shape: What was expected.
+        dtypes: The dtypes that are allowed.
+        device: Where it has to be; None for anywhere.
     """
     if not isinstance(tensor, torch.Tensor):
         raise InvalidArgumentError(name, f"a tensor [{_labels(shape)}]", type(tensor).__name__)
@@ -84,7 +156,7 @@ def require_device(device: object) -> torch.device:
 def zero_rows(
     name: str, rows: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Zeros of a shape that a caller chose, who hears of it if they are too many for the host."""
+    """Zeros of a shape that a caller chose; an error if the host has too little memory."""
     try:
         return torch.zeros(rows, dtype=dtype, device=device)
     except RuntimeError as error:
@@ -95,31 +167,42 @@ def zero_rows(
 
 
 def kernel_ready(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as kernels take operands: contiguous, at an aligned address; copied if need be."""
+    """The tensor as kernels read operands, contiguous and aligned; copied if it is not."""
     tensor = tensor.contiguous()
     offset = tensor.storage_offset() * tensor.element_size()
     return tensor.clone() if offset % ALIGNMENT_BYTES else tensor
 
 
 def index_tensor(
-    name: str, value: object, shape: Shape, device: torch.device, dtype: torch.dtype
+    name: str,
+    value: object,
+    shape: Shape,
+    device: torch.device,
+    dtype: torch.dtype,
+    limits: tuple[int, int, str] | None = None,
 ) -> torch.Tensor:
     """Integers as a tensor on the device; a list of numbers is copied there.
 
     Args:
-        name: the argument's name in the message.
-        value: a tensor of integers, or a sequence of them.
-        shape: what was expected.
-        device: where it has to be.
-        dtype: what it is brought to.
+        name: The argument's name in the message.
+        value: A tensor of integers, or a sequence of them.
+        shape: What was expected.
+        device: Where it has to be.
+        dtype: The dtype of the result.
+        limits: Least and largest value, and what the largest is; None for any.
     """
+    given = value
     if not isinstance(value, torch.Tensor):
         try:
-            value = torch.tensor(value, device=device)
+            value = torch.tensor(value)
         except (TypeError, ValueError, RuntimeError):
             raise InvalidArgumentError(
                 name, "integers, as a tensor or a sequence", repr(value)
             ) from None
         if value.numel() == 0:  # an empty list has no dtype of its own
             value = value.to(torch.int64)
-    return require_tensor(name, value, shape, INDEX_DTYPES, device).to(dtype)
+    place = device if value is given else None
+    found = require_tensor(name, value, shape, INDEX_DTYPES, place)
+    if limits is not None:
+        require_range(name, found, *limits)
+    return found.to(device, dtype)

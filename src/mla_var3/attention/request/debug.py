@@ -1,88 +1,70 @@
-"""Checks that need the values of device tensors, asked for by HYPER_MLA_DEBUG=1.
+"""Checks of the values of a call: always where the host has them, else with HYPER_MLA_DEBUG=1.
 
-They wait for the device, so they are off by default. Without them a wrong value is never followed
-out of bounds by `torch_tiled`: lengths beyond the capacity end there, block table entries are
-brought into range.
+Without the variable, values on a GPU are never read. A wrong one then never leads outside of a
+buffer: lengths beyond the capacity end there, block table entries are clamped.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
 
 import torch
 
+from mla_var3.attention.request.checks import (
+    DEBUG_VARIABLE,
+    debug_on,
+    readable,
+    require_bounds,
+    require_range,
+)
 from mla_var3.attention.request.task import AttentionTask
-from mla_var3.errors import InvalidArgumentError, UnsupportedError
+from mla_var3.errors import InvalidArgumentError
 
-VARIABLE = "HYPER_MLA_DEBUG"
-
-# Every call asks. What `os.environ` looks into answers at once; `os.environ` itself translates the
-# name and raises and catches two errors where the variable is not set, as it mostly is.
-_environment: Mapping[Any, Any] = getattr(os.environ, "_data", os.environ)
-_KEY: Any = VARIABLE if _environment is os.environ else os.environ.encodekey(VARIABLE)
-_OFF = (None, "", "0", b"", b"0")
-
-
-def is_on() -> bool:
-    """Whether the environment asks for the checks."""
-    return _environment.get(_KEY) not in _OFF
+VARIABLE = DEBUG_VARIABLE
+is_on = debug_on
 
 
 def check_values(task: AttentionTask) -> None:
-    """Check lengths, block table and query bounds of a call.
+    """Check lengths, block table, window and query bounds of a call, where they can be read.
 
     Raises:
-        InvalidArgumentError: a value cannot be right; names the argument and the first culprit.
-        UnsupportedError: a CUDA graph is being captured, where nothing can be read back.
+        InvalidArgumentError: A value cannot be right; names the argument and the first culprit.
+        UnsupportedError: The variable is set while a CUDA graph is captured.
     """
-    if task.q.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise UnsupportedError(
-            f"{VARIABLE}: expected no CUDA graph capture, got one; the checks read from the device"
-        )
-    lengths = _check_lengths(task)
-    _check_queries(task, lengths)
-    _check_block_table(task, lengths)
-
-
-def _check_lengths(task: AttentionTask) -> list[int]:
     cache = task.cache
-    lengths: list[int] = cache.lengths.tolist()
-    limit = cache.capacity if task.max_kv is None else min(cache.capacity, task.max_kv)
-    name = "max_kv" if limit < cache.capacity else "t"
-    for request, length in enumerate(lengths):
-        if not 0 <= length <= limit:
+    bounded = task.max_kv is not None and task.max_kv < cache.capacity
+    limit = task.max_kv if bounded and task.max_kv is not None else cache.capacity
+    require_range("lengths", cache.lengths, 0, limit, "max_kv" if bounded else "t")
+    if task.cu_seqlens_q is not None:
+        require_bounds("cu_seqlens_q", task.cu_seqlens_q, task.q.shape[0])
+    if readable(cache.lengths):
+        _check_block_table(task)
+        _check_queries(task)
+        _check_window(task)
+
+
+def _check_window(task: AttentionTask) -> None:
+    start, lengths = task.cache.window_start, task.cache.lengths
+    if start is None:
+        return
+    for request, (first, length) in enumerate(zip(start.tolist(), lengths.tolist(), strict=True)):
+        if first < max(0, length - task.cache.window):
             raise InvalidArgumentError(
-                f"lengths[{request}]", f"a number from 0 to {name}={limit}", length
+                f"window_start[{request}]",
+                f"a position among the newest n={task.cache.window} of {length}",
+                first,
             )
-    if cache.window_start is not None:
-        for request, start in enumerate(cache.window_start.tolist()):
-            if not max(0, lengths[request] - cache.window) <= start:
-                raise InvalidArgumentError(
-                    f"window_start[{request}]",
-                    f"a position among the newest n={cache.window} of {lengths[request]}",
-                    start,
-                )
-    return lengths
 
 
-def _check_queries(task: AttentionTask, lengths: list[int]) -> None:
+def _check_queries(task: AttentionTask) -> None:
+    lengths = task.cache.lengths.tolist()
     if task.cu_seqlens_q is None:
         counts = [task.q.shape[1]] * len(lengths)
     else:
-        bounds = task.cu_seqlens_q.tolist()
-        total = task.q.shape[0]
-        ascending = all(a <= b for a, b in pairwise(bounds))
-        if bounds[0] != 0 or not ascending or bounds[-1] > total:
-            raise InvalidArgumentError(
-                "cu_seqlens_q", f"ascending bounds from 0 to at most {total} rows", bounds
-            )
-        counts = [b - a for a, b in pairwise(bounds)]
+        counts = [b - a for a, b in pairwise(task.cu_seqlens_q.tolist())]
         if task.max_q is not None and max(counts, default=0) > task.max_q:
             raise InvalidArgumentError("max_q", f"at least {max(counts)}", task.max_q)
-    if not task.causal or task.total_lengths is not None:
+    if not debug_on() or not task.causal or task.total_lengths is not None:
         return
     for request, (count, length) in enumerate(zip(counts, lengths, strict=True)):
         # A request without tokens is padding of the batch; its rows are zero by definition.
@@ -92,16 +74,20 @@ def _check_queries(task: AttentionTask, lengths: list[int]) -> None:
             )
 
 
-def _check_block_table(task: AttentionTask, lengths: list[int]) -> None:
+def _check_block_table(task: AttentionTask) -> None:
     table, page = task.cache.block_table, task.cache.page_size
     if table is None or page is None:
         return
-    num_pages = task.cache.latent.shape[0]
-    for request, (row, length) in enumerate(zip(table.tolist(), lengths, strict=True)):
-        for column in range(-(-length // page)):
-            if not 0 <= row[column] < num_pages:
-                raise InvalidArgumentError(
-                    f"block_table[{request}, {column}]",
-                    f"a page from 0 to {num_pages - 1}",
-                    row[column],
-                )
+    used = -(-task.cache.lengths // page)
+    columns = torch.arange(table.shape[1], device=table.device)
+    # Entries beyond a request's tokens may be anything.
+    entries = torch.where(columns < used[:, None], table, 0)
+    last = task.cache.latent.shape[0] - 1
+    wrong = ((entries < 0) | (entries > last)).nonzero()
+    if len(wrong):
+        request, column = wrong[0].tolist()
+        raise InvalidArgumentError(
+            f"block_table[{request}, {column}]",
+            f"a page from 0 to {last}",
+            int(table[request, column]),
+        )

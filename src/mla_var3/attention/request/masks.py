@@ -6,16 +6,17 @@ from dataclasses import dataclass
 
 import torch
 
-from mla_var3.attention.request.checks import INDEX_DTYPES, require_tensor
+from mla_var3.attention.request.checks import INDEX_DTYPES, readable, require_tensor
 from mla_var3.errors import InvalidArgumentError
 
 
 def tree_ancestors(parents: torch.Tensor) -> torch.Tensor:
-    """The mask of a tree of tokens: which tokens lie on the way from a token to the root.
+    """The mask of a tree of tokens: which tokens are on the path from a token to the root.
 
     Args:
         parents: int `[..., s]`, for every token the index of its parent, which comes before it;
-            -1 (like any index that is not before the token) for a child of the context.
+            -1 for a child of the context. On a GPU, where values are not read, any index that is
+            not before the token counts as -1.
 
     Returns:
         bool `[..., s, s]`: row i is true at i and at all ancestors of i.
@@ -26,6 +27,7 @@ def tree_ancestors(parents: torch.Tensor) -> torch.Tensor:
     if parents.dtype not in INDEX_DTYPES:
         expected = " or ".join(str(dtype) for dtype in INDEX_DTYPES)
         raise InvalidArgumentError("parents", f"dtype {expected}", parents.dtype)
+    _require_parents(parents)
     s = parents.shape[-1]
     order = torch.arange(s, device=parents.device)
     is_parent = (parents[..., None] == order) & (order < order[:, None])
@@ -37,8 +39,23 @@ def tree_ancestors(parents: torch.Tensor) -> torch.Tensor:
     return reach > 0
 
 
+def _require_parents(parents: torch.Tensor) -> None:
+    """Require every parent before its token, if the host may look."""
+    if not readable(parents):
+        return
+    order = torch.arange(parents.shape[-1], device=parents.device)
+    wrong = ((parents < -1) | (parents >= order)).nonzero()
+    if len(wrong):
+        index = wrong[0].tolist()
+        raise InvalidArgumentError(
+            f"parents{index}",
+            f"-1 or the index of a token before token {index[-1]}",
+            parents[tuple(index)].item(),
+        )
+
+
 def checked_tree(tree: object, b: int, s: int, device: torch.device) -> torch.Tensor:
-    """A tree mask in any accepted form as bool `[b, s, s]`.
+    """Any accepted tree mask as bool `[b, s, s]`.
 
     Args:
         tree: bool `[s, s]` or `[b, s, s]`, or parents as int `[s]` or `[b, s]`.

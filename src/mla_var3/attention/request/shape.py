@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.mla.model.times import Workload
 from mla_var3.op.mla.problem import (
     DTYPES,
     MOST,
@@ -23,7 +24,7 @@ CALL_DTYPES = (*DTYPES, "float32")
 
 @dataclass(frozen=True)
 class CallShape:
-    """The form of one attention call; hashable, and valid once constructed.
+    """The call shape: sizes and options of a call; hashable, and valid once constructed.
 
     Attributes:
         b, s, t, h, d, p, k: sizes as everywhere; s is the most queries of any request.
@@ -88,6 +89,10 @@ class CallShape:
             dtype=self.dtype if self.dtype in DTYPES else DTYPES[0],
             causal=self.causal,
         )
+
+    def workload(self) -> Workload:
+        """The call as the model of time sees it."""
+        return Workload(self.problem(), self.window, self.prefix, self.latent_only)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, JSON-ready."""

@@ -1,4 +1,4 @@
-"""One attention call in the form that every backend takes: checked, nothing left open."""
+"""One attention call, checked and complete, as every backend takes it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class AttentionTask:
         max_kv: host-side bound on the lengths; None for the capacity.
         total_lengths: int32 `[b]`, see `Visibility.ends`; None when the cache holds all tokens.
         out: where the output goes; None for a new tensor.
-        empty_positive: whether a query that sees no token has a log-sum-exp of +inf, as in
+        empty_positive: whether a query that sees no token has an LSE of +inf, as in
             FlashMLA, not -inf. `with_empty_sums` does it after kernels that know one way only.
     """
 
@@ -66,7 +66,7 @@ class AttentionTask:
         return self.cache.latent.shape[-1] if self.w_uv is None else self.w_uv.shape[2]
 
     def with_empty_sums(self, lse: torch.Tensor) -> torch.Tensor:
-        """A log-sum-exp with -inf for queries that see no token, as this call wants it."""
+        """The LSE as this call wants it: -inf or +inf for queries that see no token."""
         if not self.empty_positive:
             return lse
         return lse.masked_fill(lse == -torch.inf, torch.inf)

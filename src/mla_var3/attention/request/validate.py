@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -16,13 +16,14 @@ from mla_var3.attention.request.checks import (
     require_int,
     require_tensor,
 )
+from mla_var3.attention.request.debug import check_values
 from mla_var3.attention.request.masks import checked_tree
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.mla.problem import require_scale
 
 Cache = LatentCache | CacheView | tuple[torch.Tensor, torch.Tensor]
-"""What the calls take as `cache`: ours, a view of somebody else's, or `(c_kv, k_rope)`."""
+"""What the calls take as `cache`: ours, a view of a foreign cache, or `(c_kv, k_rope)`."""
 
 
 @dataclass(frozen=True)
@@ -126,9 +127,10 @@ def _checked_view(cache: object, k: int, q_rope: torch.Tensor, options: Options)
         require_tensor("cache.block_table", view.block_table, table, [torch.int32], device)
     if view.capacity == 0:
         raise InvalidArgumentError("cache", "at least one slot per request", "none")
-    if options.lengths is not None:
-        given = index_tensor("lengths", options.lengths, requests, device, torch.int32)
-        view = replace(view, lengths=given)
+    if options.lengths is not None and options.lengths is not view.lengths:
+        limits = (0, view.capacity, "t")
+        given = index_tensor("lengths", options.lengths, requests, device, torch.int32, limits)
+        view = view.at_lengths(given)
     return view
 
 
@@ -203,7 +205,7 @@ def _task(
         leading = [(label, size) for label, size in zip(labels, q.shape, strict=False)]
         shape = [*leading, ("h", q.shape[-2]), ("d" if w_uv is not None else "k", out_width)]
         require_tensor("out", out, shape, [q.dtype], device)
-    return AttentionTask(
+    task = AttentionTask(
         q=q,
         q_rope=q_rope,
         cache=view,
@@ -218,6 +220,8 @@ def _task(
         total_lengths=total,
         out=out,
     )
+    check_values(task)
+    return task
 
 
 def _scale(scale: float | None, key_width: int) -> float:

@@ -1,10 +1,17 @@
-"""Which kernel serves a call, and why: by measured times where there are any, else by the model."""
+"""Which kernel serves a call, and why.
+
+Every kernel that can serve the call has a call time: estimated by the model of `op/mla/model`, or
+measured by the autotuner on this machine. Where energies are known it is the steady one. Estimated
+and measured times compete, each with its uncertainty: a measurement changes the choice only if the
+other kernel is then surely faster, so it never makes the choice worse than without it.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, fields
 from typing import Any
 
 from mla_var3.attention.backends.plans import PlannedBackend, tuning_plan
@@ -16,43 +23,108 @@ from mla_var3.attention.backends.registry import (
     named,
 )
 from mla_var3.attention.request.shape import CallShape
-from mla_var3.attention.select.estimate import estimate
-from mla_var3.attention.select.tuned import Measured, has_histories, local_result, shipped_result
+from mla_var3.attention.select.tuned import Measured, has_histories, local_result
 from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import HyperMlaError, UnsupportedError
+from mla_var3.op.mla.model.designs import estimate
+from mla_var3.op.mla.model.mix import WORTH_MIXING
+from mla_var3.op.mla.model.times import IDEAL, Estimate
 from mla_var3.runtime.paths import KernelId, find_kernel
 
 log = logging.getLogger(__name__)
 
-LEAST_MEASURED = 2
-"""Measured times decide when so many kernels have one: a measured time always loses against the
-roofline of another kernel."""
+MEASURED_ERROR = 0.03
+"""Relative uncertainty of a time that the autotuner measured."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One kernel and what is known about it for a call.
+    """One kernel and what is known about it for a call; times are call times in microseconds.
 
     Attributes:
-        kernel, language: its id.
-        refusal: why it cannot serve the call; None when it can.
-        missing: what this machine lacks to run it; None when nothing.
-        predicted_us: the whole call by the cost model; None where the model knows nothing.
-        measured_us: measured kernel time plus the predicted rest of the call; None without one.
-        source: where the measured time comes from.
-        choice: `n` or `splits` that the kernel would use.
-        rated: whether the prediction is made with rates that the kernel was seen to reach.
+        kernel, language: Its id.
+        refusal: Why it cannot serve the call; None when it can.
+        missing: What this machine lacks to run it; None when nothing.
+        estimate: What the model expects; None for a kernel that it does not know.
+        measured: Its kernel time as the autotuner measured it; None if it did not.
     """
 
     kernel: str
     language: str
     refusal: str | None = None
     missing: str | None = None
-    predicted_us: float | None = None
-    measured_us: float | None = None
-    source: str | None = None
-    choice: dict[str, int] = field(default_factory=dict)
-    rated: bool = False
+    estimate: Estimate | None = None
+    measured: Measured | None = None
+
+    @property
+    def predicted_us(self) -> float | None:
+        """Estimated, in a burst."""
+        return None if self.estimate is None else self.estimate.call_us
+
+    @property
+    def measured_us(self) -> float | None:
+        """The measured kernel time, in a burst, and the estimated rest of the call."""
+        if self.measured is None or self.estimate is None:
+            return None
+        return self.measured.kernel_us + self.estimate.around_us
+
+    @property
+    def steady_us(self) -> float | None:
+        """Measured or estimated, repeated without a pause; None where energies are unknown."""
+        found = self.estimate
+        if found is None or found.limit_us is None or not found.fitted:
+            return None
+        kernel_us = found.kernel_us if self.measured is None else self.measured.kernel_us
+        return max(kernel_us, found.limit_us) + found.around_us
+
+    @property
+    def advised_us(self) -> float:
+        """The time that it competes with; infinite where nothing is known."""
+        times = (self.steady_us, self.measured_us, self.predicted_us)
+        return next((time_us for time_us in times if time_us is not None), math.inf)
+
+    @property
+    def fitted(self) -> bool:
+        """Whether the estimate uses recorded rates; otherwise it is ideal, a lower bound."""
+        return self.estimate is not None and self.estimate.fitted
+
+    @property
+    def choice(self) -> dict[str, int]:
+        """`n`, `prefix` or `splits` that the kernel would use."""
+        return {} if self.estimate is None else self.estimate.choice
+
+    @property
+    def range_us(self) -> tuple[float, float]:
+        """The shortest and the longest time that it may take; an ideal time has no upper end."""
+        if self.measured is not None:
+            error = MEASURED_ERROR
+        elif self.estimate is not None and self.fitted:
+            error = self.estimate.error
+        else:
+            return self.advised_us, math.inf
+        return self.advised_us * (1.0 - error), self.advised_us * (1.0 + error)
+
+    def surely_faster(self, other: Candidate) -> bool:
+        """Whether it is faster than another one beyond the uncertainty of both times."""
+        if self.measured is not None and other.measured is not None:
+            return self.advised_us < other.advised_us
+        return self.range_us[1] < other.range_us[0]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        least_us, most_us = self.range_us
+        return {
+            "kernel": self.kernel,
+            "language": self.language,
+            "refusal": self.refusal,
+            "missing": self.missing,
+            "predicted_us": self.predicted_us,
+            "measured_us": self.measured_us,
+            "steady_us": self.steady_us,
+            "range_us": [least_us, most_us] if math.isfinite(most_us) else None,
+            "measured_source": None if self.measured is None else self.measured.source,
+            "estimate": None if self.estimate is None else self.estimate.to_dict(),
+        }
 
 
 @dataclass(frozen=True)
@@ -60,14 +132,14 @@ class Explanation:
     """The choice for one call.
 
     Attributes:
-        shape: the form of the call.
-        device: the device that the times are for.
+        shape: Sizes and options of the call.
+        device: The device that the times are for.
         runs_on: "cuda" or "cpu" for a call with tensors; "" for sizes alone.
-        kernel, language: what was chosen.
-        path: how that runs: "kernel", "interpreter" or "torch".
-        reason: why.
-        measured: whether measured times decided.
-        candidates: all kernels, the chosen one first, then by time.
+        kernel, language: The chosen kernel.
+        path: How it runs: "kernel", "interpreter" or "torch".
+        reason: Why it was chosen.
+        measured: Whether a measured time decided.
+        candidates: All kernels, the chosen one first, then by time.
     """
 
     shape: CallShape
@@ -82,7 +154,9 @@ class Explanation:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, JSON-ready."""
-        return asdict(self)
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        candidates = [candidate.to_dict() for candidate in self.candidates]
+        return {**plain, "shape": self.shape.to_dict(), "candidates": candidates}
 
     def __str__(self) -> str:
         return f"{self.kernel} ({self.language}, {self.path}): {self.reason}"
@@ -94,15 +168,15 @@ def choose(
     """Choose for a call.
 
     Args:
-        shape: the form of the call.
-        spec: the device that the times are for.
+        shape: Sizes and options of the call.
+        spec: The device that the times are for.
         kernel: "auto", or the kernel that has to be used.
-        runs_on: where the tensors are, "cuda" or "cpu"; "" for a choice by sizes alone, which
-            does not ask what is installed here.
+        runs_on: Where the tensors are, "cuda" or "cpu"; "" for a choice by sizes alone, which
+            does not depend on what is installed here.
 
     Raises:
-        UnknownNameError: there is no such kernel.
-        UnsupportedError: the named kernel cannot serve the call.
+        UnknownNameError: There is no such kernel.
+        UnsupportedError: The named kernel cannot serve the call.
     """
     known = backends()
     wanted = named(kernel, known)
@@ -134,7 +208,7 @@ def choose(
 
 
 def settled(kernel: str, runs_on: str) -> bool:
-    """Whether the choice is `torch_tiled` whatever the form of the call.
+    """Whether the choice is `torch_tiled` whatever the call shape.
 
     On the CPU the kernels run in the interpreter, which is for checking them.
     """
@@ -147,7 +221,7 @@ Pair = tuple[Backend, Candidate]
 def _decide(
     able: Sequence[Pair], kernel: str, spec: DeviceSpec, runs_on: str
 ) -> tuple[Pair, str, bool]:
-    """The chosen one of the able, the reason, and whether measured times decided."""
+    """The choice, its reason, and whether a measured time decided."""
     torch_path = [pair for pair in able if pair[0].kernel == TORCH_TILED]
     kernels = [pair for pair in able if pair[0].kernel != TORCH_TILED]
     if kernel != AUTO and len(able) == 1:
@@ -156,52 +230,65 @@ def _decide(
         reason = "the tensors are on the CPU, where kernels run in the interpreter, if named"
         return torch_path[0], reason, False
     if not kernels:
-        return torch_path[0], "no kernel serves a call of this form", False
+        return torch_path[0], "no kernel serves a call of this shape", False
     prefix = "" if kernel == AUTO else "named by the caller; "
-    timed = [pair for pair in kernels if pair[1].measured_us is not None]
-    if len(timed) >= LEAST_MEASURED:
-        best = min(timed, key=lambda pair: pair[1].measured_us or 0.0)
-        reason = f"{prefix}fastest of {len(timed)} measured on {spec.name}: {_times(timed, True)}"
-        return best, reason, True
-    # A roofline always beats the rates that a kernel really reached, so where some kernels have
-    # such rates the others, which nobody has timed on the device, do not compete with them.
-    rated = [pair for pair in kernels if pair[1].rated]
-    compared = rated or kernels
-    # Of equal predictions the first in the order of the backends wins: min keeps it.
-    best = min(compared, key=lambda pair: _or_infinite(pair[1].predicted_us))
-    basis = "by the rates of each kernel, not measured here" if rated else "not measured"
-    reason = f"{prefix}predicted fastest on {spec.name}, {basis}: {_times(compared, False)}"
-    return best, reason, False
+    fitted = [pair for pair in kernels if pair[1].fitted]
+    compared = fitted or [pair for pair in kernels if not _mixes(pair[1])] or kernels
+    without = _by_estimates(compared)
+    faster = [pair for pair in kernels if pair[1].surely_faster(without[1])]
+    best = min(faster, key=lambda pair: pair[1].advised_us, default=without)
+    others = [pair for pair in compared if pair is not best]
+    next_best = sorted(others, key=lambda pair: pair[1].advised_us)[:2]
+    shown, chosen = _times([best, *next_best]), best[1]
+    kind = "burst" if chosen.steady_us is None else "steady"
+    measured = chosen.measured is not None
+    if measured:
+        reason = f"measured on {spec.name}, {kind} call time: {shown}"
+    elif chosen.fitted:
+        reason = f"least {kind} call time on {spec.name}, by recorded rates: {shown}"
+    else:
+        reason = f"nothing was timed on {spec.name}; by lower bounds ({IDEAL}): {shown}"
+    return best, prefix + reason, measured
 
 
-def _times(pairs: Sequence[Pair], measured: bool) -> str:
-    texts = []
-    for _, candidate in pairs:
-        time_us = candidate.measured_us if measured else candidate.predicted_us
-        if time_us is not None:
-            texts.append(f"{candidate.kernel} ({candidate.language}) {time_us:.1f} us")
-    return ", ".join(texts)
+def _by_estimates(pairs: Sequence[Pair]) -> Pair:
+    """The choice without any measurement; a mix only where it clearly beats the pure paths."""
+    # Of equal times the first in the order of the backends wins: min keeps it.
+    best = min(pairs, key=lambda pair: _estimated_us(pair[1]))
+    pure = [pair for pair in pairs if not _mixes(pair[1])]
+    if not pure or not _mixes(best[1]):
+        return best
+    other = min(pure, key=lambda pair: _estimated_us(pair[1]))
+    gains = _estimated_us(best[1])[0] < (1.0 - WORTH_MIXING) * _estimated_us(other[1])[0]
+    return best if gains else other
+
+
+def _mixes(candidate: Candidate) -> bool:
+    return candidate.estimate is not None and candidate.estimate.mixes
+
+
+def _estimated_us(candidate: Candidate) -> tuple[float, float]:
+    """The time without any measurement; the burst time decides between equals."""
+    found = candidate.estimate
+    return (math.inf, math.inf) if found is None else (found.advised_us, found.call_us)
+
+
+def _times(pairs: Sequence[Pair]) -> str:
+    return ", ".join(
+        f"{candidate.kernel}:{candidate.language} {candidate.advised_us:.1f} us"
+        for _, candidate in pairs
+        if candidate.estimate is not None
+    )
 
 
 def _candidate(backend: Backend, shape: CallShape, spec: DeviceSpec) -> Candidate:
+    kernel, language = backend.kernel, backend.language
     refusal = backend.unsupported(shape)
-    if refusal is None:
+    if refusal is None and kernel != TORCH_TILED:
         refusal = _target_refusal(backend, spec)
-    expected = None if refusal else estimate(backend.kernel, shape, spec, backend.language)
-    if expected is None:
-        return Candidate(backend.kernel, backend.language, refusal, backend.missing())
-    measured = _measured(backend, shape, spec, expected.choice)
-    return Candidate(
-        kernel=backend.kernel,
-        language=backend.language,
-        refusal=None,
-        missing=backend.missing(),
-        predicted_us=expected.total_us,
-        measured_us=None if measured is None else measured.kernel_us + expected.others_us,
-        source=None if measured is None else measured.source,
-        choice=expected.choice,
-        rated=expected.rated,
-    )
+    expected = None if refusal else estimate(kernel, shape.workload(), spec, language)
+    measured = None if expected is None else _measured(backend, shape, spec)
+    return Candidate(kernel, language, refusal, backend.missing(), expected, measured)
 
 
 def _target_refusal(backend: Backend, spec: DeviceSpec) -> str | None:
@@ -211,13 +298,8 @@ def _target_refusal(backend: Backend, spec: DeviceSpec) -> str | None:
     return f"{spec.name} ({spec.target}); it is written for {', '.join(targets)}"
 
 
-def _measured(
-    backend: Backend, shape: CallShape, spec: DeviceSpec, choice: dict[str, int]
-) -> Measured | None:
-    found = shipped_result(backend.kernel, backend.language, shape, spec, choice)
-    if found is not None or not isinstance(backend, PlannedBackend):
-        return found
-    if backend.missing() or not has_histories(spec):
+def _measured(backend: Backend, shape: CallShape, spec: DeviceSpec) -> Measured | None:
+    if not isinstance(backend, PlannedBackend) or backend.missing() or not has_histories(spec):
         return None
     kernel: KernelId = find_kernel(backend.kernel, language=backend.language)
     try:
@@ -245,10 +327,5 @@ def _nothing_fits(kernel: str, wanted: Sequence[Backend], pairs: Sequence[Pair])
 
 
 def _order(candidate: Candidate) -> tuple[bool, float, str, str]:
-    time_us = candidate.measured_us if candidate.measured_us is not None else candidate.predicted_us
     refused = candidate.refusal is not None
-    return refused, _or_infinite(time_us), candidate.kernel, candidate.language
-
-
-def _or_infinite(time_us: float | None) -> float:
-    return float("inf") if time_us is None else time_us
+    return refused, candidate.advised_us, candidate.kernel, candidate.language

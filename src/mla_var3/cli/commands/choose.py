@@ -10,6 +10,7 @@ from rich.table import Table
 
 from mla_var3.cli.arguments import SIZE_TEXTS, SIZES, Parser, ValueType, add_sizes, parse
 from mla_var3.cli.console import say, stdout, usage_errors
+from mla_var3.op.mla.model.times import IDEAL
 from mla_var3.runtime.markdown import json_ready, microseconds
 
 if TYPE_CHECKING:
@@ -83,33 +84,64 @@ def choose_command(parser: Parser, argv: Sequence[str]) -> int:
 def _print(explanation: Explanation) -> None:
     shape = explanation.shape
     sizes = " ".join(f"{name}={getattr(shape, name)}" for name in SIZES)
+    able = [candidate for candidate in explanation.candidates if candidate.estimate is not None]
+    fitted = all(candidate.fitted for candidate in able)
+    call = "call time" if fitted else f"call time ({IDEAL})"
+    columns = ["kernel time", call, "steady", "measured", "choice"]
+    if not any(candidate.measured for candidate in able):
+        columns.remove("measured")
     table = Table(title=f"{sizes} {shape.dtype} on {explanation.device}", title_justify="left")
-    for title in ("kernel", "language", "predicted", "measured", "choice", "remark"):
-        table.add_column(title, justify="right" if title.endswith("ed") else "left")
-    for index, candidate in enumerate(explanation.candidates):
+    table.add_column("kernel", no_wrap=True)
+    for title in columns:
+        table.add_column(title, justify="left" if title == "choice" else "right")
+    for index, candidate in enumerate(able):
+        found = candidate.estimate
+        cells = {
+            "kernel time": _time(None if found is None else found.kernel_us),
+            call: _time(candidate.predicted_us),
+            "steady": _time(candidate.steady_us),
+            "measured": _time(candidate.measured_us),
+            "choice": " ".join(f"{name}={value}" for name, value in candidate.choice.items()),
+        }
+        best = index == 0 and candidate is explanation.candidates[0]
         table.add_row(
-            candidate.kernel + (" *" if index == 0 else ""),
-            candidate.language,
-            _time(candidate.predicted_us),
-            _time(candidate.measured_us),
-            " ".join(f"{name}={value}" for name, value in candidate.choice.items()),
-            _remark(candidate),
-            style="bold" if index == 0 else "dim" if candidate.refusal else "",
+            f"{candidate.kernel}:{candidate.language}" + (" *" if best else ""),
+            *(cells[title] for title in columns),
+            style="bold" if best else "",
         )
     stdout().print(table)
-    say(f"* {explanation.kernel} ({explanation.language}): {explanation.reason}")
-    if not explanation.measured:
-        say("Times are predictions of the cost model for the whole call, not measurements.")
+    say(f"* {explanation.kernel}:{explanation.language}: {explanation.reason}")
+    for text in _notes(explanation, able):
+        say(text)
+
+
+def _notes(explanation: Explanation, able: Sequence[Candidate]) -> list[str]:
+    """What the times include and rest on, and why other kernels are not in the table."""
+    notes = ["call time: from q_nope to the output; steady: call time at the power limit"]
+    added: dict[str, list[str]] = {}
+    sources: dict[str, None] = {}
+    for candidate in able:
+        if candidate.estimate is not None:
+            parts = ", ".join(candidate.estimate.around) or "nothing"
+            added.setdefault(parts, []).append(f"{candidate.kernel}:{candidate.language}")
+            sources[candidate.estimate.basis] = None
+    notes += [f"adds {parts}: {', '.join(names)}" for parts, names in added.items()]
+    notes += [f"times: {source}" for source in sources]
+    notes += [
+        f"measured: {candidate.kernel}, {candidate.measured.source}"
+        for candidate in able
+        if candidate.measured is not None
+    ]
+    for candidate in explanation.candidates:
+        name = f"{candidate.kernel}:{candidate.language}"
+        if candidate.refusal:
+            notes.append(f"{name} does not support {candidate.refusal}")
+        elif candidate.missing:
+            notes.append(f"{name}: {candidate.missing}")
+        elif candidate.estimate is None:
+            notes.append(f"{name} serves every call; it was not timed")
+    return notes
 
 
 def _time(time_us: float | None) -> str:
     return "-" if time_us is None else microseconds(time_us)
-
-
-def _remark(candidate: Candidate) -> str:
-    if candidate.refusal:
-        return f"does not support {candidate.refusal}"
-    remarks = [text for text in (candidate.missing, candidate.source) if text]
-    if candidate.predicted_us is None:
-        remarks.append("serves what no kernel serves; the model knows nothing of it")
-    return "; ".join(remarks)

@@ -115,9 +115,13 @@ def _made(kernel: KernelId, values: dict[str, Any]) -> Run:
     return _profiled(request)
 
 
+CALL_TIME, STEADY_TIME = "call time, predicted (us)", "call time, steady (us)"
+
+
 def _predicted(plan: Any, device: str | None) -> Run:
+    from mla_var3.bench.predict import plan_estimate
     from mla_var3.conf.devices import device_spec
-    from mla_var3.report.compare import run_of_record
+    from mla_var3.report.compare import PREDICTED_TIME, run_of_record
     from mla_var3.runtime.plan import plan_dtype
     from mla_var3.runtime.profiling.common import stage_figures
     from mla_var3.runtime.target import Target
@@ -128,13 +132,19 @@ def _predicted(plan: Any, device: str | None) -> Run:
     dtype = plan_dtype(plan)
     chosen = plan.resolved(Target.of(spec))
     stage = empty_stage(chosen)
+    total = vars(stage_figures(stage, None, None, spec, dtype))
+    expected = plan_estimate(chosen, spec)
+    if expected is not None and expected.fitted:
+        total["extra"] = {PREDICTED_TIME: expected.kernel_us, CALL_TIME: expected.call_us}
+        if expected.steady_call_us is not None:
+            total["extra"][STEADY_TIME] = expected.steady_call_us
     return run_of_record(
         {
             "kernel": chosen.name,
             "prof_type": "predicted",
             "device": spec.name,
             "params": chosen.params(),
-            "total": vars(stage_figures(stage, None, None, spec, dtype)),
+            "total": total,
             "stages": [vars(stage_figures(k, None, None, spec, dtype)) for k in stage.kernels()],
         }
     )

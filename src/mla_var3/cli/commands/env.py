@@ -121,7 +121,7 @@ def env_command(parser: Parser, argv: Sequence[str]) -> int:
             f"{device['tflops']:g}",
             f"{device['gbps']:g}",
             str(device["sm_count"]),
-            "sustained, measured" if device["sustained"] else "vendor peaks",
+            "burst, measured" if device["burst"] else "vendor peaks",
         )
     console.print(devices)
     return 0
@@ -155,10 +155,10 @@ def _known(gpu: dict[str, Any] | None) -> bool | str | None:
 def _device_facts(spec: DeviceSpec) -> dict[str, Any]:
     return {
         "target": spec.target,
-        "tflops": spec.sustained_tflops("bfloat16"),
-        "gbps": spec.sustained_gbps,
+        "tflops": spec.burst_tflops("bfloat16"),
+        "gbps": spec.burst_gbps,
         "sm_count": spec.sm_count,
-        "sustained": spec.has_sustained,
+        "burst": spec.has_burst,
         "origin": spec.origin,
         "values": {
             key: {

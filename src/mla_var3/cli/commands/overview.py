@@ -27,6 +27,7 @@ from mla_var3.report.overview import (
     measured_rows,
     run_overview,
 )
+from mla_var3.report.sweep import crossover_text
 from mla_var3.runtime.markdown import microseconds
 from mla_var3.runtime.profiling import figures
 from mla_var3.runtime.workflow import RunOptions, pick_device
@@ -122,9 +123,9 @@ def _print_predictions(result: OverviewResult) -> None:
     rows = []
     for entry in result.sweeps:
         times = entry.at(s)
-        shown = (microseconds(prediction.end_to_end_us) for prediction in times.values())
+        shown = (microseconds(prediction.advised_us) for prediction in times.values())
         device = entry.device.removeprefix("NVIDIA ")
-        fastest = entry.range_of(KERNEL) if entry.measured_rates else "ideal, vendor peaks"
-        rows.append((device, *shown, times[KERNEL].n, fastest))
-    headers = ("device", *result.sweeps[0].predictions, "n", f"{KERNEL} fastest")
-    print_table(f"predicted call times, s={s} (predictions, not measurements)", headers, rows)
+        fastest = crossover_text(entry) if entry.fitted else "not ranked"
+        rows.append((device, entry.heading, *shown, fastest))
+    headers = ("device", "times", *result.sweeps[0].predictions, "fastest")
+    print_table(f"predicted call time, s={s} (predictions, not measurements)", headers, rows)

@@ -1,6 +1,7 @@
-"""`hyper-mla plan`: how many tokens to keep decompressed in the memory there is, and what it gives.
+"""`hyper-mla plan`: how many tokens to keep decompressed in a memory budget, and what it gains.
 
-Everything here is predicted; the command says so and from which parameters.
+The times are predictions, in the quantities of `op/mla/model/times.py`. Advice follows the steady
+call time where it is known; a device on which no kernel was timed gets ideal times and no advice.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mla_var3.attention.select.estimate import WINDOW_STEP
 from mla_var3.cli.arguments import (
     MIXED,
     SIZES,
@@ -25,8 +25,10 @@ from mla_var3.cli.arguments import (
 from mla_var3.cli.console import print_table, say, stdout, usage_errors
 from mla_var3.conf.devices import DeviceSpec, device_spec
 from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.mla.model.designs import WINDOW_STEP
 from mla_var3.op.mla.model.mix import MixModel
 from mla_var3.op.mla.model.parameters import UNITS, MixParameters, mix_parameters
+from mla_var3.op.mla.model.times import IDEAL
 from mla_var3.op.mla.model.window_plan import (
     PlanPoint,
     WindowPlan,
@@ -42,12 +44,15 @@ from mla_var3.runtime.markdown import byte_count, front_matter, json_ready, micr
 _WINDOW_DTYPES = (*DTYPES, FP8.name)
 _MOST_ROWS = 12
 _HEADERS = (
-    "n", "window", "all layers", "SMs latent", "attention", "end to end", "waits for", "energy",
-    "for long", "",
+    "n", "window", "all layers", "SMs latent", "kernel time", "call time", "steady", "waits for",
+    "energy", "",
 )  # fmt: skip
-_PREDICTED = "These are predictions of a model, not measurements."
+_PREDICTED = (
+    "These are predictions, not measurements. Kernel and call time: in a burst; the call runs from "
+    "q_nope to the output. Steady: call time at the power limit."
+)
 _WAITS = {
-    "latent": "absorbed work",
+    "latent": "latent work",
     "heads": "decompressed work",
     "chip": "power",
     "memory": "memory",
@@ -136,24 +141,24 @@ def write_plan(plan: WindowPlan, folder: Path) -> list[Path]:
     record, page = folder / "plan.json", folder / "plan.md"
     write_atomic(record, json.dumps(json_ready(plan.to_dict()), indent=2) + "\n")
     curves = _curves(plan)
-    title = f"predicted for {plan.model.parameters.device}, {_sizes(plan.problem)}"
+    title = f"{_heading(plan)} for {plan.model.parameters.device}, {_sizes(plan.problem)}"
     plots = [
         *line_plot(
-            {name: [(p.n, p.time.total_us) for p in points] for name, points in curves.items()},
+            {name: [(p.n, p.advised_us) for p in points] for name, points in curves.items()},
             folder / "time-against-n",
             title=title,
             x_label="decompressed tokens per request, n",
-            y_label="predicted time of a layer, µs",
+            y_label=f"{_kind(plan)} call time of a layer, µs",
         ),
         *line_plot(
             {
-                name: [(p.window_bytes / 2**30, p.time.total_us) for p in points]
+                name: [(p.window_bytes / 2**30, p.advised_us) for p in points]
                 for name, points in curves.items()
             },
             folder / "time-against-memory",
             title=title,
             x_label="decompressed keys and values of a layer, GiB",
-            y_label="predicted time of a layer, µs",
+            y_label=f"{_kind(plan)} call time of a layer, µs",
         ),
     ]
     write_atomic(page, _page(plan))
@@ -162,30 +167,40 @@ def write_plan(plan: WindowPlan, folder: Path) -> list[Path]:
 
 def summary(plan: WindowPlan) -> str:
     """The plan in one sentence."""
-    chosen, best = plan.chosen, plan.unlimited
+    chosen, best, none = plan.chosen, plan.unlimited, plan.curve[0]
+    time_us, kind = microseconds(chosen.advised_us), _kind(plan)
+    if not plan.fitted:
+        return (
+            f"no advice: no kernel was timed on {plan.model.parameters.device}; of the ideal times "
+            f"n={chosen.n} has the least, {time_us} per layer"
+        )
     if chosen.n == 0:
-        text = f"keep nothing decompressed: {microseconds(chosen.time.total_us)} per layer"
+        text = f"keep nothing decompressed: {time_us} {kind} call time per layer"
     else:
-        gain = plan.without_us / chosen.time.total_us
         text = (
             f"keep n={chosen.n} tokens per request decompressed, {byte_count(chosen.window_bytes)} "
-            f"per layer: {microseconds(chosen.time.total_us)} per layer, {gain:.2f}x as fast as "
-            "with none"
+            f"per layer: {time_us} {kind} call time per layer, "
+            f"{none.advised_us / chosen.advised_us:.2f}x as fast as with none"
         )
     if best.n > chosen.n:
         text += (
             f"; {byte_count(best.window_bytes)} per layer would allow n={best.n} and "
-            f"{microseconds(best.time.total_us)}"
+            f"{microseconds(best.advised_us)}"
         )
     elif chosen.window_bytes < plan.layer_budget_bytes:
         text += "; more memory would not help"
-    lasting = plan.lasting
-    if lasting.n != chosen.n:
-        text += (
-            f"; repeated without a pause it takes {microseconds(chosen.lasting_us)} at the power "
-            f"limit, and n={lasting.n} {microseconds(lasting.lasting_us)}"
-        )
     return text
+
+
+def _heading(plan: WindowPlan) -> str:
+    return "predicted" if plan.fitted else IDEAL
+
+
+def _kind(plan: WindowPlan) -> str:
+    """What the call times are that the advice goes by."""
+    if not plan.fitted:
+        return IDEAL
+    return "burst" if plan.chosen.estimate.steady_call_us is None else "steady"
 
 
 def _device(name: str | None) -> DeviceSpec:
@@ -213,7 +228,7 @@ def _problem(values: dict[str, Any]) -> tuple[MlaProblem, WindowForm]:
 
 def _print(plan: WindowPlan) -> None:
     title = (
-        f"predicted for {plan.model.parameters.device}, {_sizes(plan.problem)}, "
+        f"{_heading(plan)} for {plan.model.parameters.device}, {_sizes(plan.problem)}, "
         f"window {_form_name(plan)}, budget {_budget(plan)}"
     )
     print_table(title, _HEADERS, _rows(plan))
@@ -221,7 +236,7 @@ def _print(plan: WindowPlan) -> None:
     if plan.layers > 1:
         say(
             f"all {plan.layers} layers: {byte_count(plan.chosen.window_bytes * plan.layers)}, "
-            f"{microseconds(plan.chosen.time.total_us * plan.layers)}"
+            f"{microseconds(plan.chosen.advised_us * plan.layers)}"
         )
     stdout().print()
     print_table("parameters", ("parameter", "value", "origin", "source"), _parameter_rows(plan))
@@ -275,12 +290,12 @@ def _rows(plan: WindowPlan) -> list[tuple[object, ...]]:
                 point.n,
                 byte_count(point.window_bytes),
                 all_layers,
-                point.time.split,
-                microseconds(point.time.attention_us),
-                microseconds(point.time.total_us),
-                _WAITS[point.time.bound],
+                point.sms,
+                microseconds(point.estimate.kernel_us),
+                microseconds(point.estimate.call_us),
+                microseconds(point.estimate.steady_call_us),
+                _WAITS[point.bound],
                 None if point.joules is None else f"{point.joules:.2f} J",
-                None if point.joules is None else microseconds(point.lasting_us),
                 _remark(plan, point),
             )
         )
@@ -289,7 +304,7 @@ def _rows(plan: WindowPlan) -> list[tuple[object, ...]]:
 
 def _remark(plan: WindowPlan, point: PlanPoint) -> str:
     if point.n == plan.chosen.n:
-        return "chosen"
+        return "chosen" if plan.fitted else "least"
     if point.n == plan.unlimited.n:
         return "best of all"
     return "over budget" if point.window_bytes > plan.layer_budget_bytes else ""
@@ -310,13 +325,13 @@ def _trust(parameters: MixParameters) -> str:
         names = [n for n, p in parameters.parameters.items() if p.origin == "fitted"]
         return f"Fitted to measured times: {', '.join(names)}."
     return (
-        "No parameter was fitted to measured kernels: all follow from the device table or are "
-        "assumed, and no kernel has been shown to reach these times."
+        f"Times are {IDEAL}: no parameter was fitted to measured kernels, and no kernel has been "
+        "shown to reach these times."
     )
 
 
 def _curves(plan: WindowPlan) -> dict[str, list[PlanPoint]]:
-    """The planned form and the other one, and the chosen point on the first."""
+    """The planned window, the same in the other format, and the chosen point."""
     other = PLAIN if plan.model.form is FP8 else FP8
     other_model = MixModel(plan.model.parameters, other)
     names = {PLAIN.name: plan.problem.dtype, FP8.name: FP8.name}

@@ -1,10 +1,9 @@
-"""`hyper-mla predict`: what the cost model says about a problem on the devices it knows."""
+"""`hyper-mla predict`: kernel and call times of a problem on the devices of the table."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 from rich.table import Table
 
@@ -19,6 +18,7 @@ from mla_var3.cli.arguments import (
 )
 from mla_var3.cli.console import say, stdout, usage_errors
 from mla_var3.conf.devices import device_spec, load_devices
+from mla_var3.op.mla.model.times import IDEAL
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.report.sweep import DeviceSweep, sweep
 from mla_var3.runtime.markdown import json_ready, microseconds
@@ -58,39 +58,27 @@ def predict_command(parser: Parser, argv: Sequence[str]) -> int:
 
 def _print_tables(problem: MlaProblem, sweeps: Sequence[DeviceSweep]) -> None:
     sizes = " ".join(f"{name}={getattr(problem, name)}" for name in SIZES)
-    table = Table(title=f"predicted, {sizes} {problem.dtype}", title_justify="left")
-    for title in ("device", "kernel", "kernel time", "end to end", "bound", "choice"):
-        table.add_column(title, justify="right" if "time" in title or "end" in title else "left")
     for entry in sweeps:
+        title = f"{entry.device}, {'predicted' if entry.fitted else IDEAL}"
+        table = Table(title=title, title_justify="left")
+        for name in ("kernel", "kernel time", "call time", "steady", "choice"):
+            right = "time" in name or name == "steady"
+            table.add_column(name, justify="right" if right else "left", no_wrap=True)
         fastest = entry.fastest(0)
-        for kernel, (prediction,) in entry.predictions.items():
-            choice = ""
-            if prediction.n is not None:
-                choice = f"n={prediction.n}"
-            elif prediction.splits is not None:
-                choice = f"splits={prediction.splits}"
-            first = kernel == next(iter(entry.predictions))
+        for kernel, (found,) in entry.predictions.items():
+            name = f"{kernel}:{found.language}" if found.language else kernel
             table.add_row(
-                entry.device if first else "",
-                kernel + (" *" if kernel == fastest else ""),
-                microseconds(prediction.time_us),
-                microseconds(prediction.end_to_end_us),
-                prediction.bound,
-                choice,
+                name + (" *" if kernel == fastest else ""),
+                microseconds(found.kernel_us),
+                microseconds(found.call_us),
+                microseconds(found.steady_call_us),
+                " ".join(f"{key}={value}" for key, value in found.choice.items()),
                 style="bold" if kernel == fastest else "",
-                end_section=kernel == list(entry.predictions)[-1],
             )
-    stdout().print(table)
-    say("* fastest end to end: kernel plus the projections it leaves to others")
+        stdout().print(table)
+    say(f"{sizes} {problem.dtype}. Predictions, not measurements.")
+    say("call time: kernel time and projections; steady: call time at the power limit")
+    say("decompressed tokens are in the cache; * least steady (else burst) call time")
     for entry in sweeps:
-        say(f"{entry.device}: rates {_rates(entry)}")
-    say("These are roofline predictions, not measurements.")
-
-
-def _rates(entry: DeviceSweep) -> str:
-    parts: list[Any] = []
-    for rate in (entry.compute, entry.memory):
-        parts.append(
-            f"{rate.value:g} {rate.unit} ({'sustained' if rate.sustained else 'vendor peak'})"
-        )
-    return ", ".join(parts)
+        sources = {found.basis: None for (found,) in entry.predictions.values()}
+        say(f"{entry.device}: {'; '.join(sources)}")

@@ -65,7 +65,8 @@ def _facts(kernel: KernelId, plan: KernelPlan) -> dict[str, Any]:
     device = planning_device()
     targets = plan_targets(plan)
     here = Target.of(device)
-    rates = here.rates(plan_dtype(plan))
+    dtype = plan_dtype(plan)
+    rates = here.rates(dtype)
     resolved = plan.resolve(*rates)
     return {
         "kernel": kernel.full_name,
@@ -83,7 +84,7 @@ def _facts(kernel: KernelId, plan: KernelPlan) -> dict[str, Any]:
                 "flops": stage.cost().flops,
                 "bytes": stage.cost().bytes,
                 "intensity": stage.cost().intensity,
-                "predicted_us": stage.predict_us(*rates),
+                "predicted_us": stage.predict_us(*device.peak_rates(dtype)),
             }
             for stage in resolved.plan_empty(*rates).kernels()
         ],
@@ -119,7 +120,7 @@ def _print_facts(facts: dict[str, Any]) -> None:
         fields.add_row(owner, _label(tiling))
     console.print(fields)
     cost = Table(
-        *("stage", "FLOPs", "bytes", "FLOP/B", f"predicted on {facts['predicted_on']}"),
+        *("stage", "FLOPs", "bytes", "FLOP/B", f"ideal on {facts['predicted_on']}"),
         title="cost at these sizes",
         title_justify="left",
     )

@@ -60,8 +60,8 @@ def attend(
 
     Returns:
         Per segment its share of the normalised output, `[b, s, h, ev]`, and the natural
-        log-sum-exp of the logits, `[b, s, h]`; float32, or float64 when that is the compute
-        dtype. A row that sees no key has zero output and a log-sum-exp of -inf.
+        LSE of the logits, `[b, s, h]`; float32, or float64 when that is the compute
+        dtype. A row that sees no key has zero output and an LSE of -inf.
     """
     _require_segments(segments)
     accumulate = torch.float64 if compute_dtype is torch.float64 else torch.float32

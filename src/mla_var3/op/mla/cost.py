@@ -1,16 +1,14 @@
-"""FLOPs, bytes and predicted times of the MLA kernels.
+"""FLOPs and bytes of the MLA kernels, and the choices that follow from them: `n` and splits.
 
 FLOPs count every pair of a query and a KV token of the request, whether the causal mask hides it
-or not; with per-request lengths the sum over them stands where `b * t` stands in the formulas.
-Bytes count each input once and each output once, the least any kernel can move. The derivation is
-in docs/cost-analysis.md.
+or not; with per-request lengths the sum over them replaces `b * t` in the formulas. Bytes count
+each input once and each output once, the least any kernel can move. The derivation is in
+docs/cost-analysis.md; times are in `op/mla/model`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
-from mla_var3.op.cost import Bound, Cost
+from mla_var3.op.cost import Cost
 from mla_var3.op.mla.problem import MlaProblem, require_int
 from mla_var3.op.mla.window.formats import PLAIN, WindowForm
 
@@ -18,39 +16,6 @@ _FLOAT32 = 4
 # Beyond this many waves of tiles a last, partly filled wave costs less than a quarter of the
 # time, while each further split writes and reads another float32 partial output.
 _MAX_SPLIT_WAVES = 4
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What the roofline says about one kernel.
-
-    Attributes:
-        kernel: Kernel id.
-        time_us: Kernel time: the sum over its stages, which run one after the other.
-        cost: Work of all stages.
-        bound: What limits the attention stage.
-        n: Decompressed tokens per request; None where the kernel has no such choice.
-        splits: Parts the KV tokens are cut into; None likewise.
-        end_to_end_us: From `q_nope` to `o [b, s, h, d]`: kernel time plus the projections that
-            this kernel leaves to others. The figure to compare kernels by.
-    """
-
-    kernel: str
-    time_us: float
-    cost: Cost
-    bound: Bound
-    n: int | None
-    splits: int | None
-    end_to_end_us: float
-
-
-@dataclass(frozen=True)
-class Crossover:
-    """Query lengths `s_from..s_to`, both included, for which `kernel` is predicted fastest."""
-
-    kernel: str
-    s_from: int
-    s_to: int
 
 
 def flash_attention_cost(problem: MlaProblem) -> Cost:
@@ -63,7 +28,7 @@ def flash_attention_cost(problem: MlaProblem) -> Cost:
 
 
 def flash_mla_cost(problem: MlaProblem) -> Cost:
-    """Attention over the latent cache, from absorbed queries to the latent output."""
+    """Attention over the latent cache, from latent queries to the latent output."""
     k, p, tokens = problem.k, problem.p, problem.total_tokens
     flops = 2 * problem.h * problem.s * tokens * (2 * k + p)
     elements = _rows(problem) * (k + p) + tokens * (k + p) + _rows(problem) * k
@@ -91,8 +56,8 @@ def flash_mla_split_kv_stages(problem: MlaProblem, splits: int) -> tuple[Cost, C
 def attention_block_specialized_cost(problem: MlaProblem, n: int, form: WindowForm = PLAIN) -> Cost:
     """First stage of mla_var6_plus: old tokens latent, the `n` newest decompressed.
 
-    Reads all three query forms, the latent cache of the old tokens and the window of the new ones;
-    writes a latent and a decompressed partial output in the problem's dtype, each with its lse.
+    Reads the queries in all three forms, the latent cache of the old tokens and the window of the
+    new ones; writes a latent and a decompressed partial in the problem's dtype, each with its LSE.
     """
     old, new = _old_new(problem, n)
     return _mix_cost(problem, old, new, form)
@@ -142,17 +107,8 @@ def decompressed_bytes(problem: MlaProblem, n: int, form: WindowForm = PLAIN) ->
     return problem.b * n * form.token_bytes(problem)
 
 
-def mla_var6_plus_time_us(
-    problem: MlaProblem, n: int, peak_tflops: float, peak_gbps: float
-) -> float:
-    """Predicted time of both stages; both paths of the attention overlap perfectly."""
-    attention = attention_block_specialized_cost(problem, n)
-    combine = decompress_combine_cost(problem)
-    return attention.time_us(peak_tflops, peak_gbps) + combine.time_us(peak_tflops, peak_gbps)
-
-
 def best_n(problem: MlaProblem, peak_tflops: float, peak_gbps: float, multiple: int = 1) -> int:
-    """The window size that minimises `mla_var6_plus_time_us`.
+    """The window with the shortest attention stage if both paths overlap perfectly.
 
     FLOP time and byte time are both linear in the number of new tokens, so their maximum is
     smallest at one end or where they meet; no search over `n` is needed.
@@ -184,7 +140,7 @@ def best_n(problem: MlaProblem, peak_tflops: float, peak_gbps: float, multiple: 
 def split_count(
     problem: MlaProblem, sm_count: int = 132, rows_per_tile: int = 64, kv_tile: int = 64
 ) -> int:
-    """How many parts flash_mla_split_kv cuts the KV tokens into.
+    """How many splits of the KV tokens flash_mla_split_kv makes.
 
     Time is taken as waves of tiles over the SMs times KV tiles per split, for the longest request.
 
@@ -212,81 +168,6 @@ def split_count(
         return _ceil_div(tiles * splits, sm_count) * _ceil_div(kv_tiles, splits)
 
     return min(range(1, most + 1), key=steps)
-
-
-def predict_all(
-    problem: MlaProblem, peak_tflops: float, peak_gbps: float, *, sm_count: int = 132
-) -> dict[str, Prediction]:
-    """Roofline predictions of the four kernels, by kernel id.
-
-    Args:
-        problem: Sizes and lengths.
-        peak_tflops: Compute rate to assume.
-        peak_gbps: Memory rate to assume.
-        sm_count: SMs of the device, for the split count.
-    """
-    n = best_n(problem, peak_tflops, peak_gbps)
-    splits = split_count(problem, sm_count)
-    absorption = q_absorption_cost(problem).time_us(peak_tflops, peak_gbps)
-    projection = output_up_projection_cost(problem).time_us(peak_tflops, peak_gbps)
-    split_stages = flash_mla_split_kv_stages(problem, splits)
-    mix_stages = (attention_block_specialized_cost(problem, n), decompress_combine_cost(problem))
-
-    def predict(
-        kernel: str,
-        stages: tuple[Cost, ...],
-        others_us: float,
-        n: int | None = None,
-        splits: int | None = None,
-    ) -> Prediction:
-        time_us = sum(stage.time_us(peak_tflops, peak_gbps) for stage in stages)
-        return Prediction(
-            kernel=kernel,
-            time_us=time_us,
-            cost=sum(stages[1:], start=stages[0]),
-            bound=stages[0].bound(peak_tflops, peak_gbps),
-            n=n,
-            splits=splits,
-            end_to_end_us=time_us + others_us,
-        )
-
-    predictions = (
-        predict("flash_attention", (flash_attention_cost(problem),), 0.0),
-        predict("flash_mla", (flash_mla_cost(problem),), absorption + projection),
-        predict("flash_mla_split_kv", split_stages, absorption + projection, splits=splits),
-        predict("mla_var6_plus", mix_stages, absorption, n=n),
-    )
-    return {prediction.kernel: prediction for prediction in predictions}
-
-
-def crossovers(
-    problem: MlaProblem, peak_tflops: float, peak_gbps: float, s_max: int = 1024
-) -> list[Crossover]:
-    """For which query lengths each kernel is predicted fastest, end to end.
-
-    flash_mla_split_kv is left out: a roofline knows nothing of idle SMs, which is all it helps.
-
-    Args:
-        problem: Everything but `s`, which runs from 1 to `s_max`.
-        peak_tflops: Compute rate to assume.
-        peak_gbps: Memory rate to assume.
-        s_max: Last query length.
-
-    Returns:
-        Intervals in ascending order that cover `1..s_max`. Equal times go to the kernel that
-        needs less memory.
-    """
-    require_int("s_max", s_max, minimum=1)
-    by_memory = ("flash_mla", "mla_var6_plus", "flash_attention")
-    found: list[Crossover] = []
-    for s in range(1, s_max + 1):
-        predictions = predict_all(replace(problem, s=s), peak_tflops, peak_gbps)
-        fastest = min(by_memory, key=lambda kernel: predictions[kernel].end_to_end_us)
-        if found and found[-1].kernel == fastest:
-            found[-1] = replace(found[-1], s_to=s)
-        else:
-            found.append(Crossover(fastest, s_from=s, s_to=s))
-    return found
 
 
 def _rows(problem: MlaProblem) -> int:

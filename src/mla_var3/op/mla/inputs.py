@@ -75,7 +75,7 @@ def make_inputs(
 
     b, s, t, h = problem.b, problem.s, problem.t, problem.h
     d, p, k = problem.d, problem.p, problem.k
-    # w_uk is contracted over d in the absorbed query and over k in the decompressed key. One
+    # w_uk is contracted over d in the latent query and over k in the decompressed key. One
     # factor cannot give both unit variance; the geometric mean leaves each within (k / d) ** 0.25.
     inputs = MlaInputs(
         q_nope=normal(b, s, h, d),

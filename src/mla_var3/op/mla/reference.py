@@ -2,7 +2,7 @@
 
 All paths are one computation: a softmax over the union of KV segments, where each segment brings
 its own query form, keys and values. The decompressed path has one segment of per-head keys, the
-absorbed path one segment of latent rows shared by the heads, the mix has both. So there is one
+latent path one segment of latent rows shared by the heads, the mix has both. So there is one
 implementation, `attend`, and the functions here only arrange its segments.
 
 With a 16-bit `compute_dtype` the same functions are the yardstick for a kernel's rounding error:
@@ -58,7 +58,7 @@ def reference_decompressed(
         compute_dtype: See `attend`.
 
     Returns:
-        The output `[b, s, h, d]` and the log-sum-exp `[b, s, h]`.
+        The output `[b, s, h, d]` and the LSE `[b, s, h]`.
     """
 
     def segments(one: slice) -> list[KvSegment]:
@@ -92,7 +92,7 @@ def reference_absorbed(
         compute_dtype: See `attend`.
 
     Returns:
-        The latent output `[b, s, h, k]` and the log-sum-exp `[b, s, h]`.
+        The latent output `[b, s, h, k]` and the LSE `[b, s, h]`.
     """
 
     def segments(one: slice) -> list[KvSegment]:
@@ -136,7 +136,7 @@ def reference_mix(
         compute_dtype: See `attend`.
 
     Returns:
-        The output `[b, s, h, d]` and the log-sum-exp `[b, s, h]`.
+        The output `[b, s, h, d]` and the LSE `[b, s, h]`.
     """
     b, t, n = c_kv.shape[0], c_kv.shape[1], k_new.shape[2]
     old = (lengths_tensor(lengths, b, c_kv.device) - n).clamp(min=0)  # [b]
@@ -160,7 +160,7 @@ def reference_mix(
 def reference_from_latent(
     inputs: MlaInputs, problem: MlaProblem, *, compute_dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole operation from the raw latent cache, by the absorbed path.
+    """The whole operation from the raw latent cache, by the latent path.
 
     Args:
         inputs: The raw operands.
@@ -168,7 +168,7 @@ def reference_from_latent(
         compute_dtype: See `attend`; also the dtype of both projections.
 
     Returns:
-        The output `[b, s, h, d]` and the log-sum-exp `[b, s, h]`.
+        The output `[b, s, h, d]` and the LSE `[b, s, h]`.
     """
     with ieee_float32():
         q_latent = absorb_queries(inputs.q_nope.to(compute_dtype), inputs.w_uk.to(compute_dtype))

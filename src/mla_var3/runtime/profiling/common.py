@@ -230,7 +230,7 @@ def write_artifacts(folder: Path, record: dict[str, Any], prepared: Prepared) ->
 def stage_figures(
     stage: Stage, time_us: float | None, spread_us: float | None, device: DeviceSpec, dtype: str
 ) -> StageFigures:
-    """Figures of a stage beside its roofline on a device."""
+    """Figures of a stage beside its ideal time on a device, at the vendor's peaks."""
     cost = stage.cost()
     return StageFigures(
         name=stage.name,
@@ -238,7 +238,7 @@ def stage_figures(
         spread_us=spread_us,
         flops=cost.flops,
         bytes=cost.bytes,
-        predicted_us=stage.predict_us(device.sustained_tflops(dtype), device.sustained_gbps),
+        predicted_us=stage.predict_us(*device.peak_rates(dtype)),
     )
 
 

@@ -68,9 +68,8 @@ def _report(result: ProfileResult, stage: Stage, spec: DeviceSpec, dtype: str) -
         stage_markdown(result),
         f"Median of {timing['runs']} runs by CUDA events, L2 cache cold; the spread is half the "
         "distance from the 10th to the 90th percentile. The whole is timed as launched, each "
-        "stage also alone. The roofline takes the rates that the device sustains: "
-        f"{spec.sustained_tflops(dtype):.0f} TFLOP/s and {spec.sustained_gbps:.0f} GB/s; specified "
-        f"peaks are {spec.peak_tflops(dtype):.0f} TFLOP/s and {spec.peak_gbps:.0f} GB/s.\n",
+        "stage also alone. The roofline takes the vendor's peaks: "
+        f"{spec.peak_tflops(dtype):.0f} TFLOP/s and {spec.peak_gbps:.0f} GB/s.\n",
     ]
     if result.record["above_roofline"]:
         parts.append(

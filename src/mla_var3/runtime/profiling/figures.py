@@ -69,12 +69,12 @@ def stage_summary(result: ProfileResult) -> str:
     """The whole run in one line."""
     total = result.total
     if total.time_us is None:
-        return f"predicted {microseconds(total.predicted_us)}"
+        return f"ideal {microseconds(total.predicted_us)}"
     text = (
         f"{microseconds(total.time_us)}, {number(total.tflops)} TFLOP/s, {number(total.gbps)} GB/s"
     )
     if total.predicted_us:
-        text += f", predicted {microseconds(total.predicted_us)}"
+        text += f", ideal {microseconds(total.predicted_us)}"
     return text
 
 

@@ -44,7 +44,7 @@ class StageFigures:
         time_us: median time in microseconds; None where nothing was timed (static mode).
         spread_us: half the distance between the 10th and the 90th percentile.
         flops, bytes: what the algorithm needs.
-        predicted_us: roofline time on the device named in the result.
+        predicted_us: ideal time on the device named in the result, at the vendor's peaks.
         extra: mode-specific figures.
     """
 

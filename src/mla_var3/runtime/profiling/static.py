@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mla_var3.conf.devices import DeviceSpec, device_spec, load_devices
+from mla_var3.conf.devices import DeviceSpec, load_devices
 from mla_var3.runtime.compile import CompileReport, compile_report
 from mla_var3.runtime.files import write_atomic
 from mla_var3.runtime.markdown import microseconds, number, table
@@ -83,7 +83,7 @@ def _profile(plan: KernelPlan, run: RunOptions, folder: Path) -> ProfileResult:
     record["planned_for"] = here.name
     record["compile"] = [report.to_dict() for report in reports]
     predictions = {
-        spec.name: planned(Target.of(spec))[1].predict_us(*Target.of(spec).rates(dtype))
+        spec.name: planned(Target.of(spec))[1].predict_us(*spec.peak_rates(dtype))
         for spec in load_devices().values()
         if _is_meant_for(plan, spec)
     }
@@ -140,7 +140,7 @@ def _prediction_table(
 ) -> str:
     stages = [*result.stages, result.total] if len(result.stages) > 1 else result.stages
     per_stage = table(
-        ("stage", f"roofline on {here.name}", "GFLOP", "MB", "FLOP/byte"),
+        ("stage", f"ideal on {here.name}", "GFLOP", "MB", "FLOP/byte"),
         [
             (
                 s.name,
@@ -153,14 +153,11 @@ def _prediction_table(
         ],
     )
     per_device = table(
-        ("device", "predicted", "rates"),
-        [
-            (name, microseconds(value), "sustained" if device_spec(name).has_sustained else "peak")
-            for name, value in predictions.items()
-        ],
+        ("device", "ideal, vendor peaks"),
+        [(name, microseconds(value)) for name, value in predictions.items()],
     )
     note = (
-        "Predictions assume perfect overlap, at the rates that a device was measured to sustain "
-        "or, where none were measured, at its specified peaks (then they are too short).\n"
+        "An ideal time is a lower bound: perfect overlap at the vendor's peaks. "
+        "`hyper-mla predict` shows what the kernels are expected to take.\n"
     )
     return f"{per_stage}\n{per_device}\n{note}"

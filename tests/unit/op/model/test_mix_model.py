@@ -20,7 +20,8 @@ from mla_var3.op.mla.cost import (
     decompressed_bytes,
     flash_attention_cost,
     flash_mla_cost,
-    predict_all,
+    output_up_projection_cost,
+    q_absorption_cost,
 )
 from mla_var3.op.mla.model import parameters as parameters_module
 from mla_var3.op.mla.model.mix import MixModel, mix_work, part_times_us
@@ -65,14 +66,14 @@ RAGGED = replace(PROBLEM, lengths=(512, 0, 100, 300))
 def test_without_a_fit_the_device_table_gives_everything(name: str, dtype: str) -> None:
     spec = device_spec(name)
     found = derived_parameters(spec, dtype)
-    assert found.chip_tflops.value == spec.sustained_tflops(dtype)
-    assert found.stream_gbps.value == spec.sustained_gbps
+    assert found.chip_tflops.value == spec.burst_tflops(dtype)
+    assert found.stream_gbps.value == spec.burst_gbps
     whole = found.latent_tflops_per_sm.value * spec.sm_count
     assert whole == pytest.approx(found.chip_tflops.value)
     assert not found.fitted
     for parameter in found.parameters.values():
         assert parameter.source and parameter.error is None
-    measured = "sustained_dram_bw_GBps" in spec
+    measured = "burst_dram_bw_GBps" in spec
     assert found.stream_gbps.origin == ("measured" if measured else "vendor")
     for guess in ("stream_gbps_per_sm", "stream_sharpness", "together", "starvation", "launch_us"):
         assert found.parameters[guess].origin == "assumed"
@@ -212,11 +213,16 @@ def test_the_ends_are_the_pure_paths() -> None:
 
 def test_the_pure_paths_cost_what_the_roofline_says() -> None:
     problem = MlaProblem(b=32, s=64, t=4096, h=128)
-    roofline = predict_all(problem, H200.chip_tflops.value, H200.stream_gbps.value)
+    rates = H200.chip_tflops.value, H200.stream_gbps.value
+    latent = (
+        flash_mla_cost(problem),
+        q_absorption_cost(problem),
+        output_up_projection_cost(problem),
+    )
     model = MixModel(H200)
-    for n, kernel in ((0, "flash_mla"), (4096, "flash_attention")):
-        found = model.at(problem, n)
-        assert found.total_us == pytest.approx(roofline[kernel].end_to_end_us)
+    for n, costs in ((0, latent), (4096, (flash_attention_cost(problem),))):
+        expected = sum(cost.time_us(*rates) for cost in costs)
+        assert model.at(problem, n).total_us == pytest.approx(expected)
     assert (model.best_split(problem, 0), model.best_split(problem, 4096)) == (132, 0)
 
 
@@ -250,7 +256,7 @@ def test_times_by_hand() -> None:
     assert waits[found.bound] == max(waits.values())
 
 
-def test_absorbed_work_that_ends_before_the_stream_is_slow_throughout() -> None:
+def test_latent_work_that_ends_before_the_stream_is_slow_throughout() -> None:
     work = mix_work(PROBLEM, 500)
     latent, heads, *_ = part_times_us(TOY, work, 5)
     alone, *_ = part_times_us(TOY.with_values({"starvation": 0.0}), work, 5)

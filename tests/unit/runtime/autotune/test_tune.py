@@ -240,7 +240,7 @@ def test_candidates_are_rejected_without_the_gpu(
     assert reason(tuning, 1) == "does not compile: no such tile"
     assert reason(tuning, 2) == "spills (80 B of stack, 9 STL, 0 LDL)"
     assert reason(tuning, 3) == "misses the tensor-core path (HMMA, not HGMMA)"
-    assert reason(tuning, 4) == "needs 2001 B of shared memory per block, NVIDIA Fake has 2000"
+    assert reason(tuning, 4) == "needs 2001 B of shared memory per CTA, NVIDIA Fake has 2000"
     assert reason(tuning, 2000) == "rows=2000 is above 1000"
     assert ("attend", 2000) not in world.compiled
     compiled = {e["config"]["rows"]: e["compile"] for e in tuning.results}

@@ -100,7 +100,7 @@ def test_figures_beside_the_roofline() -> None:
     stage = fake_kernel("k", flops=1e9, nbytes=1.0)
     figures = stage_figures(stage, 5.0, 0.1, H200, "bfloat16")
     assert (figures.name, figures.flops, figures.bytes) == ("k", 1e9, 1.0)
-    assert figures.predicted_us == pytest.approx(1e3 / H200.sustained_tflops("bfloat16"))
+    assert figures.predicted_us == pytest.approx(1e3 / H200.peak_tflops("bfloat16"))
 
 
 def test_faster_than_the_peak_is_noticed() -> None:

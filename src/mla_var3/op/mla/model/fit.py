@@ -46,7 +46,7 @@ class MixRecord:
     Attributes:
         b, s, t, h: Sizes, every request with `t` tokens.
         n: Decompressed tokens per request.
-        sms: SMs of the absorbed work; the others did, or were kept free for, the decompressed one.
+        sms: SMs of the latent work; the others did, or were kept free for, the decompressed one.
         time_us: The measured time of the attention, without projections and merge.
         d, p, k: Widths.
         dtype: Element type of the queries and the latent cache.
@@ -277,8 +277,8 @@ class _Search:
         if not silent.all():
             # The pseudo-inverse would call a combination without any slope certain; so it is
             # regularised instead, and such parameters come out with a huge variance.
-            heard = slopes[:, ~silent]
-            normal = heard.T @ heard
+            known = slopes[:, ~silent]
+            normal = known.T @ known
             variances = np.diag(np.linalg.inv(normal + 1e-12 * np.eye(normal.shape[0])))
             loud = [name for name, mute in zip(names, silent, strict=True) if not mute]
             for name, variance in zip(loud, variances, strict=True):

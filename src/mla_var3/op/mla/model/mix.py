@@ -1,32 +1,33 @@
-"""How long the mix takes when the SMs are shared out between its two kinds of work.
+"""Burst time of the mix's attention when latent and decompressed work have SMs of their own.
 
-The roofline of `op/mla/cost.py` lets both kinds run at the full rate of the device at once. Here
-`split` SMs do the absorbed work of the old tokens and the others stream the decompressed window of
-the `n` newest, so each kind has the rate of its SMs only:
+A roofline lets both kinds of work run at the full rate of the device at once. Here `split` SMs do
+the latent work of the old tokens and the others stream the decompressed window of the `n` newest,
+so each kind has the rate of its SMs only:
 
-- absorbed: the larger of its FLOPs over the rate of its SMs and its bytes over their bandwidth;
-- decompressed: the same with the other SMs; few queries make it a matter of bandwidth, which does
+- latent: the larger of its FLOPs over the rate of its SMs and its bytes over their bandwidth;
+- decompressed: the same with the other SMs; with few queries it is limited by bandwidth, which does
   not grow evenly with the SMs (`MixParameters.bandwidth_gbps`);
 - both: no faster than all FLOPs at the rate of the whole chip, and all bytes at that of the memory;
 - at once: no faster than `together` of both kinds one after the other, each on all SMs, because
-  they share the power and the memory's queue. In that queue the loads of the absorbed work wait
-  behind the stream, so it is slower while many SMs stream (`MixParameters.lost_to_stream`).
+  they share power and memory bandwidth. The loads of the latent work wait behind the stream, so it
+  is slower while many SMs stream (`MixParameters.lost_to_stream`).
 
-The longest of these is the time of the attention. Projections and the merge follow it, each at the
-rates of the whole chip. Outside the model: tiles that do not fill their SMs evenly, and queries
-hidden by the mask, which count as in the cost model.
+The longest of these is the time of the attention. Outside the model: work tiles that do not fill
+their SMs evenly, and queries hidden by the mask, which count as in the cost model.
 
 The ends are the pure paths: `n = 0` is flash_mla with both projections, and a window that holds
-every token is flash_attention with none. What is compared is the whole way from `q_nope` to `o`.
+every token is flash_attention with none. To compare them, projections and the merge count at the
+rates of the whole chip; `op/mla/model/designs.py` has what they really take.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mla_var3.conf.energy import energy_rates
+from mla_var3.conf.kernel_rates import energy_rates
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import (
@@ -45,8 +46,8 @@ MixBound = Literal["latent", "heads", "chip", "memory", "together"]
 
 _NOTHING = Cost(0, 0)
 WORTH_MIXING = 0.08
-"""What the model must promise over the better pure path before a plan mixes. It is the model's own
-error on single rows: with less, a mix that is slower than a pure path would be chosen."""
+"""The share that a mix must gain over the better pure path before a plan mixes. It is the model's
+error on single rows: with less, mixes that are slower than a pure path would be chosen."""
 # Windows looked at before the search narrows to the neighbourhood of the best of them.
 _SEARCH_POINTS = 64
 
@@ -84,8 +85,8 @@ class MixTime:
 
     Attributes:
         n: Decompressed tokens per request.
-        split: SMs of the absorbed work; the others do the decompressed work.
-        latent_us: The absorbed work on its SMs, held up by the stream of the others.
+        split: SMs of the latent work; the others do the decompressed work.
+        latent_us: The latent work on its SMs, slowed by the stream of the others.
         heads_us: The decompressed work on its SMs.
         chip_us: All FLOPs at the rate of the whole chip.
         memory_us: All bytes at the bandwidth of the memory.
@@ -148,12 +149,12 @@ def mix_work(problem: MlaProblem, n: int, form: WindowForm = PLAIN) -> MixWork:
 def part_times_us(
     parameters: MixParameters, work: MixWork, split: int
 ) -> tuple[float, float, float, float, float]:
-    """Times of the absorbed and the decompressed work, limits of chip, memory and both at once.
+    """Times of the latent and the decompressed work, limits of chip, memory and both at once.
 
     Args:
         parameters: The rates.
         work: What has to be done.
-        split: SMs of the absorbed work; infinitely long where a kind has work and no SM.
+        split: SMs of the latent work; infinitely long where a kind has work and no SM.
     """
     moved = work.latent.bytes + work.heads.bytes
     sms, rest = parameters.sm_count, parameters.sm_count - split
@@ -193,7 +194,7 @@ class MixModel:
         Args:
             problem: Sizes and lengths, in the dtype of the parameters.
             n: Decompressed tokens per request, `0..t`.
-            split: SMs of the absorbed work, from 0 to all.
+            split: SMs of the latent work, from 0 to all.
         """
         self._require_dtype(problem)
         most = self.parameters.sm_count
@@ -201,18 +202,18 @@ class MixModel:
         return self._time(mix_work(problem, n, self.form), n, split)
 
     def best_split(self, problem: MlaProblem, n: int) -> int:
-        """The SMs that the absorbed work should get for one `n`."""
+        """The SMs that the latent work should get for one `n`."""
         self._require_dtype(problem)
         return self.split_of(mix_work(problem, n, self.form))
 
     def split_of(self, work: MixWork) -> int:
-        """The SMs that the absorbed part of some work should get: all or none if it is alone."""
+        """The SMs that the latent part of some work should get: all or none if it is alone."""
         sms = self.parameters.sm_count
         if work.heads == _NOTHING:
             return sms
         if work.latent == _NOTHING:
             return 0
-        # More SMs make the absorbed work shorter and the other longer: look for the crossing.
+        # More SMs make the latent work shorter and the other longer: look for the crossing.
         low, high = 1, sms - 1
         while low < high:
             middle = (low + high) // 2
@@ -233,9 +234,7 @@ class MixModel:
     def best_n(self, problem: MlaProblem, max_bytes: int | None = None, multiple: int = 1) -> int:
         """The window of least time that fits.
 
-        The ends count as the pure paths that they are. In between the time changes slowly, but for
-        the steps of whole SMs, so the neighbourhood of the best of a few windows is where the best
-        one lies.
+        The ends count as the pure paths that they are.
 
         Args:
             problem: Sizes and lengths.
@@ -247,59 +246,40 @@ class MixModel:
         """
         self._require_dtype(problem)
         require_int("multiple", multiple, minimum=1)
-        candidates = self._candidates(problem, max_bytes, multiple)
-        times: dict[int, float] = {}
-
-        def time_us(n: int) -> float:
-            if n not in times:
-                times[n] = self.at(problem, n).total_us
-            return times[n]
-
-        first, last = 0, len(candidates) - 1
-        while True:
-            step = max(1, (last - first) // _SEARCH_POINTS)
-            indices = sorted({*range(first, last + 1, step), last})
-            best = min(indices, key=lambda index: time_us(candidates[index]))
-            if step == 1:
-                break
-            first, last = max(0, best - step), min(len(candidates) - 1, best + step)
-        # Not just of the last round: its steps need not meet the best of the round before.
-        return min(sorted(times), key=times.__getitem__)
+        candidates = self.candidates(problem, max_bytes, multiple)
+        return fastest_window(candidates, lambda n: self.at(problem, n).total_us)
 
     def joules(self, problem: MlaProblem, n: int) -> float | None:
-        """Energy of the attention; None where nobody measured what work costs on the device."""
+        """Energy of the attention; None where the energy of work on the device is unknown."""
         rates = energy_rates(self.parameters.device)
         if rates is None:
             return None
         work = mix_work(problem, n, self.form)
-        operations = rates.latent_joules_per_tflop * work.latent.flops
-        operations += rates.heads_joules_per_tflop * work.heads.flops
         moved = work.latent.bytes + work.heads.bytes
-        return operations / 1e12 + rates.joules_per_gb * moved / 1e9
+        return rates.joules(work.latent.flops, work.heads.flops, moved)
 
-    def lasting_us(self, problem: MlaProblem, n: int) -> float:
+    def steady_us(self, problem: MlaProblem, n: int) -> float:
         """Time of one `n` that is repeated without a pause, from `q_nope` to `o`.
 
-        It is that of `at`, which a device at rest takes, or what the energy of the attention takes
-        at the power limit.
+        It is that of `at`, or what the energy of the attention takes at the power limit.
         """
         found, joules = self.at(problem, n), self.joules(problem, n)
         rates = energy_rates(self.parameters.device)
         if rates is None or joules is None:
             return found.total_us
-        return max(found.total_us, joules / rates.power_limit_w * 1e6 + found.others_us)
+        return max(found.total_us, rates.least_us(joules) + found.others_us)
 
     def worthwhile_n(self, problem: MlaProblem, multiple: int = 1) -> int:
-        """The best `n`, or that of the better pure path where the mix is not clearly better.
+        """The best `n` in a burst, or that of the better pure path where the mix gains too little.
 
-        It has to be better for long, too.
+        The mix has to gain `WORTH_MIXING` both in a burst and steadily.
         """
         ends = (0, max(problem.kv_lengths))
         n = self.best_n(problem, multiple=multiple)
-        for time_us in (self._total_us, self.lasting_us):
+        for time_us in (self._total_us, self.steady_us):
             pure = min(ends, key=lambda end: time_us(problem, end))
             if time_us(problem, n) >= (1.0 - WORTH_MIXING) * time_us(problem, pure):
-                return min(ends, key=lambda end: self.lasting_us(problem, end))
+                return min(ends, key=lambda end: self.steady_us(problem, end))
         return n
 
     def _total_us(self, problem: MlaProblem, n: int) -> float:
@@ -307,9 +287,10 @@ class MixModel:
 
     def largest_n(self, problem: MlaProblem, max_bytes: int | None, multiple: int = 1) -> int:
         """The largest window that fits, whether it is a good one or not."""
-        return self._candidates(problem, max_bytes, multiple)[-1]
+        return self.candidates(problem, max_bytes, multiple)[-1]
 
-    def _candidates(self, problem: MlaProblem, max_bytes: int | None, multiple: int) -> list[int]:
+    def candidates(self, problem: MlaProblem, max_bytes: int | None, multiple: int) -> list[int]:
+        """Windows that fit: multiples, and the whole cache."""
         longest = max(problem.kv_lengths)
         if max_bytes is not None:
             require_int("max_bytes", max_bytes, minimum=0)
@@ -330,6 +311,29 @@ class MixModel:
             raise InvalidArgumentError(
                 "problem.dtype", f"{self.parameters.dtype}, as the parameters", problem.dtype
             )
+
+
+def fastest_window(candidates: Sequence[int], time_us: Callable[[int], float]) -> int:
+    """The window of least time; of equally good ones the smallest, because it takes memory.
+
+    Times change slowly between the ends but for the steps of whole SMs, so the best window is in
+    the neighbourhood of the best of a few.
+    """
+    times: dict[int, float] = {}
+    first, last = 0, len(candidates) - 1
+    while True:
+        step = max(1, (last - first) // _SEARCH_POINTS)
+        indices = sorted({0, *range(first, last + 1, step), last, len(candidates) - 1})
+        for index in indices:
+            n = candidates[index]
+            if n not in times:
+                times[n] = time_us(n)
+        best = min(indices, key=lambda index: times[candidates[index]])
+        if step == 1:
+            break
+        first, last = max(0, best - step), min(len(candidates) - 1, best + step)
+    # Not just of the last round: its steps need not meet the best of the round before.
+    return min(sorted(times), key=times.__getitem__)
 
 
 def _alone_us(

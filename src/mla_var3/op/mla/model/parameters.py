@@ -1,7 +1,7 @@
 """The rates that the model of the mix computes with, each with where it comes from.
 
 A parameter is the vendor's, measured, derived from those, assumed because nothing better is known,
-or fitted to measured times of the kernels (`op/mla/mix_fit.py`). Without a fit all of them follow
+or fitted to measured times of the kernels (`op/mla/model/fit.py`). Without a fit all of them follow
 from the device table, and then they are limits of the hardware rather than properties of a kernel.
 """
 
@@ -68,7 +68,7 @@ class MixParameters:
         device: Name of the device.
         dtype: Element type of the queries and the latent cache.
         sm_count: SMs to share out.
-        latent_tflops_per_sm: Rate of the absorbed work on each SM that it gets.
+        latent_tflops_per_sm: Rate of the latent work on each SM that it gets.
         heads_tflops_per_sm: Most arithmetic of the decompressed work on each SM that it gets.
         chip_tflops: Most that all SMs do together; power limits it before the SMs do.
         stream_gbps_per_sm: What one SM alone draws from memory.
@@ -76,7 +76,7 @@ class MixParameters:
         stream_sharpness: Exponent of the bend between the two; infinity is a sharp corner.
         together: Least time of both kinds at once, as a share of that of one after the other, each
             on all SMs; they share the power and the memory's queue. 0 is no such limit.
-        starvation: How much of its rate the absorbed work loses to SMs that stream, whose loads
+        starvation: How much of its rate the latent work loses to SMs that stream, whose loads
             its own wait behind (`lost_to_stream`); from 0, nothing, to 1.
         launch_us: Fixed time of every kernel launch.
     """
@@ -128,11 +128,11 @@ class MixParameters:
         return float(low * (1.0 + (low / high) ** sharpness) ** (-1.0 / sharpness))
 
     def lost_to_stream(self, sms: int) -> float:
-        """Share of its rate that the absorbed work loses while so many SMs stream.
+        """Share of its rate that the latent work loses while so many SMs stream.
 
         The share of the SMs that stream, to the power of one over the starvation: all of the rate
         when all of them do, next to nothing when few do. The power is at least one, so that a
-        further SM of the absorbed work never delays its end.
+        further SM of the latent work never delays its end.
         """
         starvation = self.starvation.value
         return float((sms / self.sm_count) ** (1.0 / starvation)) if starvation else 0.0
@@ -147,7 +147,7 @@ class MixParameters:
         return replace(self, **changed)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form; infinity is the string "inf"."""
+        """JSON-ready fields; infinity is the string "inf"."""
         plain: dict[str, Any] = {
             "device": self.device,
             "dtype": self.dtype,
@@ -168,13 +168,13 @@ def derived_parameters(spec: DeviceSpec, dtype: str = "bfloat16") -> MixParamete
     """Parameters from the device table alone.
 
     Args:
-        spec: The device. Its sustained rates are used where they were measured.
+        spec: The device. Its burst rates are used where they were measured.
         dtype: Element type whose matrix rate counts.
     """
-    key = f"sustained_{dtype}_float32_tflops"
+    key = f"burst_{dtype}_float32_tflops"
     key = key if key in spec else f"peak_{dtype}_float32_tflops"
     chip = _from_table(spec, key)
-    memory_key = "sustained_dram_bw_GBps"
+    memory_key = "burst_dram_bw_GBps"
     stream = _from_table(spec, memory_key if memory_key in spec else "peak_dram_bw_GBps")
     sms = spec.sm_count
     per_sm = Parameter(chip.value / sms, "derived", f"{key} / {sms} SMs")
@@ -194,7 +194,7 @@ def derived_parameters(spec: DeviceSpec, dtype: str = "bfloat16") -> MixParamete
         stream_gbps=stream,
         stream_sharpness=Parameter(math.inf, "assumed", "a sharp corner, as in a roofline"),
         together=Parameter(0.0, "assumed", "both kinds of work run beside each other unhindered"),
-        starvation=Parameter(0.0, "assumed", "the stream holds up no loads of the absorbed work"),
+        starvation=Parameter(0.0, "assumed", "the stream holds up no loads of the latent work"),
         launch_us=Parameter(0.0, "assumed", "launches are left out, as in a roofline"),
     )
 

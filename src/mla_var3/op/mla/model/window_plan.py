@@ -8,7 +8,9 @@ from typing import Any
 
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.mla.cost import decompressed_bytes
-from mla_var3.op.mla.model.mix import MixModel, MixTime
+from mla_var3.op.mla.model.designs import window_estimate
+from mla_var3.op.mla.model.mix import WORTH_MIXING, MixBound, MixModel, fastest_window
+from mla_var3.op.mla.model.times import Estimate
 from mla_var3.op.mla.problem import MlaProblem, require_int
 
 _UNITS = {
@@ -35,27 +37,34 @@ class PlanPoint:
     Attributes:
         n: Decompressed tokens per request.
         window_bytes: Memory of the window in one layer, for the whole batch.
-        time: What the model expects of it, per layer.
+        estimate: Kernel and call time per layer: of latent attention at `n = 0`, of decompressed
+            attention for a window that holds every token, of the mix in between.
+        sms: SMs of the latent work.
+        bound: What the attention waits for.
         joules: Energy of its attention, per layer; None where it is not known.
-        lasting_us: Its time when it is repeated without a pause, per layer.
     """
 
     n: int
     window_bytes: int
-    time: MixTime
+    estimate: Estimate
+    sms: int
+    bound: MixBound
     joules: float | None
-    lasting_us: float
+
+    @property
+    def advised_us(self) -> float:
+        """Call time that advice goes by: steady where it is known."""
+        return self.estimate.advised_us
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
+        """JSON-ready fields."""
         return {
+            **self.estimate.to_dict(),
             "n": self.n,
             "window_bytes": self.window_bytes,
-            **asdict(self.time),
-            "total_us": self.time.total_us,
-            "bound": self.time.bound,
+            "sms": self.sms,
+            "bound": self.bound,
             "joules": self.joules,
-            "lasting_us": self.lasting_us,
         }
 
 
@@ -69,7 +78,7 @@ class WindowPlan:
         layers: Layers that share the budget.
         budget_bytes: Memory for the windows of all layers.
         multiple: Windows considered are multiples of it, or the whole cache.
-        chosen: The best window that fits.
+        chosen: The window of least call time that fits, steady where that is known.
         unlimited: The best one if memory were no concern.
         curve: Windows from none to everything, in ascending order, the two above among them.
     """
@@ -89,33 +98,26 @@ class WindowPlan:
         return self.budget_bytes // self.layers
 
     @property
-    def lasting(self) -> PlanPoint:
-        """The best window of the curve for long that fits; the chosen one of equally good ones."""
-        fitting = [p for p in self.curve if p.window_bytes <= self.layer_budget_bytes]
-        return min([self.chosen, *fitting], key=lambda point: point.lasting_us)
-
-    @property
-    def without_us(self) -> float:
-        """Time of one layer with nothing decompressed."""
-        return self.curve[0].time.total_us
+    def fitted(self) -> bool:
+        """Whether the times rest on recorded kernels; otherwise they are ideal and no advice."""
+        return self.model.parameters.fitted
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
+        """JSON-ready fields."""
         return {
             "predicted": True,
             "problem": asdict(self.problem),
             "form": asdict(self.model.form),
             "parameters": self.model.parameters.to_dict(),
-            "fitted": self.model.parameters.fitted,
+            "fitted": self.fitted,
             "layers": self.layers,
             "budget_bytes": self.budget_bytes,
             "layer_budget_bytes": self.layer_budget_bytes,
             "multiple": self.multiple,
             "chosen": self.chosen.to_dict(),
             "chosen_bytes_all_layers": self.chosen.window_bytes * self.layers,
-            "chosen_us_all_layers": self.chosen.time.total_us * self.layers,
+            "chosen_us_all_layers": self.chosen.advised_us * self.layers,
             "unlimited": self.unlimited.to_dict(),
-            "lasting": self.lasting.to_dict(),
             "curve": [point.to_dict() for point in self.curve],
         }
 
@@ -129,7 +131,7 @@ def plan_window(
     multiple: int = 1,
     memory_bytes: int | None = None,
 ) -> WindowPlan:
-    """Chooses the window of least predicted time within a budget.
+    """Chooses the window of least call time within a budget, steady where that is known.
 
     Args:
         problem: Sizes and lengths of one call.
@@ -157,18 +159,34 @@ def plan_window(
             f"in {layers} layer{'' if layers == 1 else 's'} (a unit such as GiB may follow)",
             f"{budget_bytes} bytes",
         )
-    chosen = model.best_n(problem, budget_bytes // layers, multiple)
-    unlimited = model.best_n(problem, None, multiple)
+    points: dict[int, PlanPoint] = {}
+
+    def time_us(n: int) -> float:
+        points.setdefault(n, plan_point(problem, model, n))
+        return points[n].advised_us
+
+    def best(most: int | None) -> int:
+        """The fastest window that fits; a mix only where it clearly beats the pure paths."""
+        windows = model.candidates(problem, most, multiple)
+        n = fastest_window(windows, time_us)
+        if not points[n].estimate.mixes or not model.parameters.fitted:
+            return n
+        ends = [end for end in (windows[0], windows[-1]) if not points[end].estimate.mixes]
+        pure = min(ends, key=time_us)
+        return n if time_us(n) < (1.0 - WORTH_MIXING) * time_us(pure) else pure
+
+    chosen, unlimited = best(budget_bytes // layers), best(None)
     largest = model.largest_n(problem, None, multiple)
+    curve = plan_curve(problem, model, multiple, (chosen, unlimited, largest))
     return WindowPlan(
         problem=problem,
         model=model,
         layers=layers,
         budget_bytes=budget_bytes,
         multiple=multiple,
-        chosen=plan_point(problem, model, chosen),
-        unlimited=plan_point(problem, model, unlimited),
-        curve=plan_curve(problem, model, multiple, (chosen, unlimited, largest)),
+        chosen=points[chosen],
+        unlimited=points[unlimited],
+        curve=curve,
     )
 
 
@@ -184,12 +202,14 @@ def plan_curve(
 
 def plan_point(problem: MlaProblem, model: MixModel, n: int) -> PlanPoint:
     """One window at its best split of the SMs."""
+    at = model.at(problem, n)
     return PlanPoint(
         n=n,
         window_bytes=decompressed_bytes(problem, n, model.form),
-        time=model.at(problem, n),
+        estimate=window_estimate(problem, n, model),
+        sms=at.split,
+        bound=at.bound,
         joules=model.joules(problem, n),
-        lasting_us=model.lasting_us(problem, n),
     )
 
 

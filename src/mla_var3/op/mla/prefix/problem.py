@@ -61,7 +61,7 @@ def shared_prefix_attention_cost(shared: SharedPrefixProblem, form: WindowForm =
     """Attention over the decompressed prefix and the latent own tokens.
 
     Reads all three query forms, the prefix once for the batch and the latent rows of the own
-    tokens; writes a latent and a decompressed partial output, each with its log-sum-exp.
+    tokens; writes a latent and a decompressed partial output, each with its LSE.
 
     Args:
         shared: The problem.

@@ -103,7 +103,7 @@ def reference_shared_prefix(
         compute_dtype: See `attend`.
 
     Returns:
-        The output `[b, s, h, d]` and the log-sum-exp `[b, s, h]`.
+        The output `[b, s, h, d]` and the LSE `[b, s, h]`.
     """
     b, t, _ = c_kv.shape
     prefix = _require_prefix(k_prefix, v_prefix, k_rope_prefix, t)

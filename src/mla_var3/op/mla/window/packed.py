@@ -1,10 +1,11 @@
 """Decompressed keys and values in 8 bits, laid out as the matrix units of Hopper read them.
 
 Products of 8-bit numbers take their second operand with neighbours along the sum only: along the
-columns of a head for keys, along the tokens for values. So values lie transposed, 16 tokens at a
-time. And where a product of scores leaves the probabilities of tokens 0, 1, 8 and 9 in one thread,
-the next product wants four neighbours there: each group of 16 tokens is kept in `TOKEN_ORDER`, in
-which these four are neighbours, so that probabilities need not move between threads.
+columns of a head for keys, along the tokens for values. So values are stored transposed, 16 tokens
+at a time. And where a product of scores leaves the probabilities of tokens 0, 1, 8 and 9 in one
+thread, the next product wants four neighbours there: each group of 16 tokens is kept in
+`TOKEN_ORDER`, in which these four are neighbours, so that probabilities need not move between
+threads.
 
 Slots are padded to whole blocks of 64. A padded slot holds NaN, like every slot without a token.
 """
@@ -21,7 +22,7 @@ from mla_var3.op.mla.window.quantise import E4M3, QuantisedRows
 
 SLOT_MULTIPLE = 64
 TOKEN_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
-"""Which token of a group of 16 lies at each position."""
+"""Which token of a group of 16 is at each position."""
 TOKEN_GROUP = len(TOKEN_ORDER)
 _NAN_BYTE = 0x7F
 """NaN in e4m3."""

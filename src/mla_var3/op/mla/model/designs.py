@@ -1,0 +1,459 @@
+"""The estimate of each design; `estimate` finds it by the kernel's id."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+
+from mla_var3.conf.devices import DeviceSpec, device_spec
+from mla_var3.conf.kernel_rates import OWN_PRODUCT_QUERIES, kernel_rates
+from mla_var3.op.cost import Cost
+from mla_var3.op.mla.cost import (
+    attention_block_specialized_cost,
+    best_n,
+    decompress_combine_cost,
+    decompressed_bytes,
+    decompression_cost,
+    flash_attention_cost,
+    flash_mla_cost,
+    flash_mla_split_kv_stages,
+    output_up_projection_cost,
+    q_absorption_cost,
+    split_count,
+)
+from mla_var3.op.mla.model.mix import MixModel, mix_work
+from mla_var3.op.mla.model.parameters import mix_parameters
+from mla_var3.op.mla.model.times import (
+    IDEAL,
+    Estimate,
+    Estimator,
+    Target,
+    Workload,
+    attention_us,
+    power_limit_us,
+)
+from mla_var3.op.mla.prefix.problem import SharedPrefixProblem, shared_prefix_attention_cost
+from mla_var3.op.mla.problem import MlaProblem, require_int
+from mla_var3.op.mla.window.formats import FP8, PLAIN, WindowForm
+
+WINDOW_STEP = 128
+"""The model's n is rounded to whole KV blocks of the kernel that reads it."""
+TILE_ROWS = 64
+"""Query rows per query tile of all kernels."""
+
+# What the work around a kernel takes on a fitted device: so many microseconds, and so many times
+# its roofline at the burst rates. Projections: docs/results/2026-11-15-nvidia-h200-suite-mix.md;
+# the others: docs/results/2026-11-15-nvidia-h200-attention-grid.md.
+QUERY_PROJECTION = (3.0, 1.3)
+OUTPUT_PROJECTION = (4.0, 1.07)
+OWN_PROJECTION = (2.0, 1.0)
+"""Of a projection that the kernel launches itself."""
+DECOMPRESSION = (25.0, 2.2)
+MIXED_COMBINE = (0.0, 1.6)
+"""Up-projection and merge after both kinds of attention."""
+MIX_US, MIX_EFFORT = 45.0, 1.08
+"""What a mix takes beyond the model of its attention: fork and join of its kernels, and an n that
+the cache decides."""
+MIX_ERROR = 0.15
+"""Relative error of the mix on the rows of the attention grid."""
+
+OWN_PROJECTIONS = ("flash_mla", "cute-dsl")
+"""The kernel that launches the projections itself."""
+READS_RINGS = ("cute-dsl",)
+"""Languages whose mix reads a ring in the order of its slots."""
+_VERSION = re.compile(r"_v\d+$")
+
+
+def estimate(kernel: str, work: Workload, spec: DeviceSpec, language: str = "") -> Estimate | None:
+    """The estimate of a kernel; None for one that the model does not know.
+
+    Args:
+        kernel: Version id. A version without an estimator or rates of its own is estimated like
+            the base version of its design.
+        work: The call.
+        spec: The device.
+        language: Language key; without one the times are ideal.
+    """
+    design = _VERSION.sub("", kernel)
+    estimator = _VERSIONS.get((kernel, language)) or _DESIGNS.get(design)
+    if estimator is None:
+        return None
+    rates = kernel_rates(spec.name, kernel, language) or kernel_rates(spec.name, design, language)
+    return estimator(work, Target(kernel, language, spec, rates))
+
+
+def design_estimates(problem: MlaProblem, spec: DeviceSpec) -> dict[str, Estimate]:
+    """One estimate per design, with every decompressed token that it reads in the cache.
+
+    On a device with recorded rates each design is shown in its fastest language, on others its
+    times are ideal.
+    """
+    work, found = Workload(problem), {}
+    for design in _DESIGNS:
+        options = [estimate(design, work, spec, language) for language in LANGUAGES]
+        fitted = [option for option in options if option is not None and option.fitted]
+        ideal = estimate(design, work, spec)
+        assert ideal is not None
+        found[design] = min(fitted, key=lambda option: option.advised_us, default=ideal)
+    return found
+
+
+@dataclass(frozen=True)
+class Crossover:
+    """Query lengths `s_from..s_to`, both included, for which advice is `kernel`."""
+
+    kernel: str
+    s_from: int
+    s_to: int
+
+
+def crossovers(problem: MlaProblem, spec: DeviceSpec, s_max: int = 1024) -> list[Crossover]:
+    """For which query lengths each design has the least call time, steady where that is known.
+
+    flash_mla_split_kv is left out: it helps few requests, whatever the query length.
+
+    Args:
+        problem: Everything but `s`, which runs from 1 to `s_max`.
+        spec: The device.
+        s_max: Last query length.
+
+    Returns:
+        Intervals in ascending order that cover `1..s_max`; none for a device whose times are ideal,
+        by which kernels are not ranked. Equal times go to the kernel that needs less memory.
+    """
+    require_int("s_max", s_max, minimum=1)
+    if not all(design_estimates(problem, spec)[kernel].fitted for kernel in _BY_MEMORY):
+        return []
+
+    @cache
+    def fastest(s: int) -> str:
+        times = design_estimates(replace(problem, s=s), spec)
+        # Without both kinds of work at once a mix is one of the pure paths.
+        able = [name for name in _BY_MEMORY if name != "mla_var6_plus" or times[name].mixes]
+        return min(able, key=lambda kernel: times[kernel].advised_us)
+
+    points = {min(s_max, round(2 ** (i / 4))) for i in range(4 * s_max.bit_length() + 1)}
+    found = [Crossover(fastest(1), 1, 1)]
+    for first, last in pairwise(sorted(points)):
+        while fastest(last) != found[-1].kernel:
+            low, high = first, last  # `low` is of the kernel before, `high` of another one
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if fastest(middle) == found[-1].kernel else (low, middle)
+            found[-1] = replace(found[-1], s_to=low)
+            found.append(Crossover(fastest(high), high, high))
+            first = high
+        found[-1] = replace(found[-1], s_to=last)
+    return found
+
+
+def _flash_mla(work: Workload, target: Target) -> Estimate:
+    cost = flash_mla_cost(work.problem)
+    time_us = attention_us(cost, _latent_tiles(work.problem), target, work.problem.dtype)
+    return _estimate(target, work.problem, time_us, [cost], _projections(work, target), latent=cost)
+
+
+def _flash_mla_split_kv(work: Workload, target: Target) -> Estimate:
+    problem = work.problem
+    splits = split_count(problem, target.spec.sm_count)
+    attention, merge = flash_mla_split_kv_stages(problem, splits)
+    time_us = attention_us(attention, _latent_tiles(problem) * splits, target, problem.dtype)
+    return _estimate(
+        target,
+        problem,
+        time_us,
+        [attention, merge],
+        _projections(work, target),
+        latent=attention,
+        merge_us=merge.time_us(*target.rates_for(problem.dtype)),
+        choice={"splits": splits},
+    )
+
+
+def _flash_attention(work: Workload, target: Target) -> Estimate:
+    problem, cost = work.problem, flash_attention_cost(work.problem)
+    time_us = attention_us(cost, _head_tiles(problem), target, problem.dtype)
+    has_copy = work.window is None or (work.window >= problem.t and not work.prefix)
+    around = {} if has_copy else {"decompression": _decompression_us(problem, problem.t, target)}
+    return _estimate(target, problem, time_us, [cost], around, heads=cost)
+
+
+def _mix(work: Workload, target: Target, form: WindowForm = PLAIN) -> Estimate:
+    """The n newest tokens decompressed, the older ones latent."""
+    model = fitted_mix(target, work.problem.dtype, form)
+    n, around = _window(work, target, model)
+    if model is None:
+        return _mix_by_rates(work.problem, n, target, around)
+    return _mix_by_model(work.problem, n, model, target, around)
+
+
+def _fp8_mix(work: Workload, target: Target) -> Estimate:
+    """The mix with a window in 8 bits."""
+    return _mix(work, target, FP8)
+
+
+def _mix_by_model(
+    problem: MlaProblem, n: int, model: MixModel, target: Target, around: dict[str, float]
+) -> Estimate:
+    """The mix in CuTe DSL at one `n`, on a device with the parameters of `model`.
+
+    The ends are the pure paths: nothing decompressed is latent attention and the merge kernel, a
+    window that holds every token is decompressed attention.
+    """
+    whole, dtype = n >= max(problem.kv_lengths), problem.dtype
+    at, parts = model.at(problem, n), mix_work(problem, n, model.form)
+    burst, combine = target.spec.burst_rates(dtype), decompress_combine_cost(problem)
+    latent, heads = target.of("flash_mla"), target.of("flash_attention")
+    merge_us, costs = 0.0, [parts.latent + parts.heads]
+    if n == 0 and latent.rates is not None:
+        time_us = attention_us(parts.latent, _latent_tiles(problem), latent, dtype)
+        merge_us = _work_us(OUTPUT_PROJECTION, combine, burst)
+    elif whole and model.form is PLAIN and heads.rates is not None:
+        time_us = attention_us(parts.heads, _head_tiles(problem), heads, dtype)
+    elif whole:
+        time_us = at.attention_us + (heads.rates.fixed_us if heads.rates else 0.0)
+    else:
+        time_us = at.attention_us
+        if n and latent.rates is not None:
+            time_us += _latent_tiles(problem) / at.split * latent.rates.tile_us
+        time_us = MIX_EFFORT * time_us + MIX_US
+        merge_us = MIX_EFFORT * _work_us(MIXED_COMBINE, combine, burst)
+    if not whole:
+        query_us = _work_us(QUERY_PROJECTION, q_absorption_cost(problem), burst)
+        around, costs = {**around, "query projection": query_us}, [*costs, combine]
+    found = _estimate(
+        target,
+        problem,
+        time_us,
+        costs,
+        around,
+        latent=parts.latent,
+        heads=parts.heads,
+        merge_us=merge_us,
+        choice={"n": n},
+    )
+    return _by_parameters(found, model, mixes=n > 0 and not whole)
+
+
+def _mix_by_rates(
+    problem: MlaProblem, n: int, target: Target, around: dict[str, float]
+) -> Estimate:
+    """The mix of cuTile, or anywhere at the vendor's peaks."""
+    if target.rates is None and n >= max(problem.kv_lengths):
+        # A lower bound: some kernels then leave out projections and merge, others do not.
+        return replace(_flash_attention(Workload(problem), target), around=around, choice={"n": n})
+    query_us = _part_us(target, QUERY_PROJECTION, q_absorption_cost(problem), problem.dtype)
+    tiles = _latent_tiles(problem) if n < problem.t else 0
+    tiles += _head_tiles(problem) if n else 0
+    attention = attention_block_specialized_cost(problem, n)
+    combine, parts = decompress_combine_cost(problem), mix_work(problem, n)
+    merge_us = combine.time_us(*target.rates_for(problem.dtype)) + (MIX_US if target.rates else 0.0)
+    found = _estimate(
+        target,
+        problem,
+        attention_us(attention, tiles, target, problem.dtype),
+        [attention, combine],
+        {**around, "query projection": query_us},
+        latent=parts.latent,
+        heads=parts.heads,
+        merge_us=merge_us,
+        choice={"n": n},
+    )
+    return replace(found, mixes=0 < n < max(problem.kv_lengths))
+
+
+def _shared_prefix(work: Workload, target: Target) -> Estimate:
+    """The shared tokens decompressed and read once, the others latent, on SMs of their own.
+
+    Each kernel has some of the SMs for as long as the other has the rest, so their times on all
+    SMs add up.
+    """
+    problem = work.problem
+    shared = SharedPrefixProblem(problem, min(work.prefix, problem.t))
+    attention = shared_prefix_attention_cost(shared)
+    own = tuple(length - min(shared.prefix, length) for length in problem.kv_lengths)
+    latent = flash_mla_cost(replace(problem, lengths=own))
+    heads = Cost(attention.flops - latent.flops, attention.bytes - latent.bytes)
+    targets = target.of("flash_mla"), target.of("flash_attention")
+    fitted = all(part.rates is not None for part in targets)
+    target = replace(target, rates=targets[0].rates if fitted else None)
+    device = target.rates_for(problem.dtype)
+    time_us = 0.0
+    for cost, part in zip((latent, heads), targets, strict=True):
+        if part.rates is None or not fitted:
+            time_us += cost.time_us(*device)
+        elif cost.flops:
+            time_us += part.rates.work_us(cost.flops, cost.bytes) + part.rates.fixed_us
+    around, costs, merge_us = {}, [attention], 0.0
+    if shared.own_tokens:
+        costs.append(decompress_combine_cost(problem))
+        merge_us = costs[1].time_us(*device)
+        around["query projection"] = q_absorption_cost(problem).time_us(*device)
+    return _estimate(
+        target,
+        problem,
+        time_us,
+        costs,
+        around,
+        latent=latent,
+        heads=heads,
+        merge_us=merge_us,
+        choice={"prefix": shared.prefix},
+    )
+
+
+def window_estimate(problem: MlaProblem, n: int, model: MixModel) -> Estimate:
+    """The best kernel for a window of n tokens, in CuTe DSL: a pure path at the ends, else the mix.
+
+    Args:
+        problem: Sizes and lengths.
+        n: Decompressed tokens per request.
+        model: The device, and how the window is stored.
+    """
+    spec, fitted = device_spec(model.parameters.device), model.parameters.fitted
+    whole = n >= max(problem.kv_lengths)
+    name = "mla_var6_plus_v5" if model.form is FP8 else "mla_var6_plus"
+    if n == 0 or (whole and model.form is PLAIN):
+        name = "flash_mla" if n == 0 else "flash_attention"
+    target = Target(name, "cute-dsl" if fitted else "", spec, None)
+    if not fitted or (target.of("flash_mla").rates is None and (n == 0 or whole)):
+        at, parts = model.at(problem, n), mix_work(problem, n, model.form)
+        around = {"projections and merge": at.others_us} if at.others_us else {}
+        costs = [parts.latent + parts.heads]
+        found = _estimate(
+            target, problem, at.attention_us, costs, around, latent=parts.latent, heads=parts.heads,
+            choice={"n": n},
+        )  # fmt: skip
+        return _by_parameters(found, model, mixes=n > 0 and not whole)
+    if name.startswith("mla_var6_plus"):
+        return _mix_by_model(problem, n, model, target, {})
+    return _DESIGNS[name](Workload(problem), target.of(name))
+
+
+def _by_parameters(found: Estimate, model: MixModel, mixes: bool) -> Estimate:
+    """An estimate by the parameters of the mix, which may be fitted or not."""
+    if not model.parameters.fitted:
+        return replace(found, limit_us=None, mixes=mixes)
+    source = model.parameters.chip_tflops.source
+    return replace(found, fitted=True, error=MIX_ERROR, source=source, mixes=mixes)
+
+
+_DESIGNS: dict[str, Estimator] = {
+    "flash_mla": _flash_mla,
+    "flash_mla_split_kv": _flash_mla_split_kv,
+    "flash_attention": _flash_attention,
+    "mla_var6_plus": _mix,
+}
+_VERSIONS: dict[tuple[str, str], Estimator] = {
+    ("mla_var6_plus_v5", "cute-dsl"): _fp8_mix,
+    ("mla_var6_plus_v6", "cute-dsl"): _shared_prefix,
+}
+LANGUAGES = ("cute-dsl", "cutile-dsl")
+_BY_MEMORY = ("flash_mla", "mla_var6_plus", "flash_attention")
+
+
+def fitted_mix(target: Target, dtype: str, form: WindowForm = PLAIN) -> MixModel | None:
+    """The model of the mix where it was fitted to kernels of the language on the device."""
+    if target.language != "cute-dsl":
+        return None
+    parameters = mix_parameters(target.spec, dtype)
+    return MixModel(parameters, form) if parameters.fitted else None
+
+
+def _window(work: Workload, target: Target, model: MixModel | None) -> tuple[int, dict[str, float]]:
+    """Decompressed tokens that a mix reads, and what the call adds to have them."""
+    problem = work.problem
+    if work.n is not None:
+        n = work.n
+    elif work.window:
+        n = min(work.window, problem.t)
+    elif model is None:
+        rates = target.spec.burst_rates(problem.dtype)
+        n = min(best_n(problem, *rates, multiple=WINDOW_STEP), problem.t)
+    elif work.window is None:
+        n = model.worthwhile_n(problem, multiple=WINDOW_STEP)
+    else:
+        n = model.best_n(problem, multiple=WINDOW_STEP)
+    if work.window == 0 and n:
+        return n, {"decompression": _decompression_us(problem, n, target)}
+    if work.window and work.window < problem.t and target.language not in READS_RINGS:
+        moved = Cost(0, 2 * decompressed_bytes(problem, n))
+        return n, {"ring in order": moved.time_us(*target.rates_for(problem.dtype))}
+    return n, {}
+
+
+def _projections(work: Workload, target: Target) -> dict[str, float]:
+    if work.latent_only:
+        return {}
+    problem = work.problem
+    own = (target.kernel, target.language) == OWN_PROJECTIONS
+    own = own and problem.b * problem.s <= OWN_PRODUCT_QUERIES
+    return {
+        name: _part_us(target, OWN_PROJECTION if own else effort, cost(problem), problem.dtype)
+        for name, effort, cost in (
+            ("query projection", QUERY_PROJECTION, q_absorption_cost),
+            ("output projection", OUTPUT_PROJECTION, output_up_projection_cost),
+        )
+    }
+
+
+def _decompression_us(problem: MlaProblem, tokens: int, target: Target) -> float:
+    return _part_us(target, DECOMPRESSION, decompression_cost(problem, tokens), problem.dtype)
+
+
+def part_us(
+    spec: DeviceSpec, effort: tuple[float, float], cost: Cost, dtype: str, *, fitted: bool
+) -> float:
+    """Work around a kernel: as it was seen to take, or ideal."""
+    if not fitted:
+        return cost.time_us(*spec.peak_rates(dtype))
+    return _work_us(effort, cost, spec.burst_rates(dtype))
+
+
+def _part_us(target: Target, effort: tuple[float, float], cost: Cost, dtype: str) -> float:
+    fitted = target.rates is not None or fitted_mix(target, dtype) is not None
+    return part_us(target.spec, effort, cost, dtype, fitted=fitted)
+
+
+def _work_us(effort: tuple[float, float], cost: Cost, rates: tuple[float, float]) -> float:
+    return effort[0] + effort[1] * cost.time_us(*rates)
+
+
+def _estimate(
+    target: Target,
+    problem: MlaProblem,
+    attention_us: float,
+    costs: Sequence[Cost],
+    around: dict[str, float],
+    *,
+    latent: Cost | None = None,
+    heads: Cost | None = None,
+    merge_us: float = 0.0,
+    choice: dict[str, int] | None = None,
+) -> Estimate:
+    """An estimate from the time of the attention, the work of each kind, and that of the merge."""
+    rates = target.rates
+    return Estimate(
+        kernel=target.kernel,
+        language=target.language,
+        kernel_us=attention_us + merge_us,
+        limit_us=power_limit_us(target.spec.name, latent, heads, merge_us),
+        around=around,
+        cost=sum(costs[1:], start=costs[0]),
+        bound=costs[0].bound(*target.rates_for(problem.dtype)),
+        fitted=rates is not None,
+        error=0.0 if rates is None else rates.error,
+        source=IDEAL if rates is None else rates.source,
+        choice=choice or {},
+    )
+
+
+def _latent_tiles(problem: MlaProblem) -> int:
+    return problem.b * -(-problem.s * problem.h // TILE_ROWS)
+
+
+def _head_tiles(problem: MlaProblem) -> int:
+    return problem.b * problem.h * -(-problem.s // TILE_ROWS)

@@ -1,0 +1,207 @@
+"""How long a kernel and a call take on a device: the one model behind every prediction.
+
+Named quantities, in microseconds:
+
+- kernel time: the launches of a kernel, from its own inputs to its own output;
+- call time: from `q_nope` to `o`, the kernel time and the work around it (`Estimate.around`):
+  projections, and decompressing where the cache lacks the tokens that a kernel reads;
+- burst: over milliseconds on a cool card;
+- steady: repeated for a second or more. A kernel then takes at least its energy over the power
+  limit. Known where energies were measured; advice follows it.
+
+An estimate is fitted where the rates of the kernel on the device were recorded, and names the
+record. Otherwise it is ideal: the work at the vendor's peaks, a lower bound by which kernels are
+not ranked. `op/mla/model/designs.py` has the estimate of each design.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mla_var3.conf.devices import DeviceSpec
+from mla_var3.conf.kernel_rates import KernelRates, energy_rates, kernel_rates
+from mla_var3.op.cost import Bound, Cost
+from mla_var3.op.mla.problem import MlaProblem
+
+IDEAL = "ideal, vendor peaks"
+"""What heads times of kernels that were never timed on a device."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One attention call as the model sees it.
+
+    Attributes:
+        problem: Sizes and lengths.
+        window: Newest tokens of each request that the cache keeps decompressed; None for as many
+            as the kernel reads, so that no call decompresses any.
+        prefix: Shared first tokens that the cache keeps decompressed.
+        latent_only: Whether the caller does the projections.
+        n: Decompressed tokens that a mix reads; None where the window or the model decides.
+    """
+
+    problem: MlaProblem
+    window: int | None = None
+    prefix: int = 0
+    latent_only: bool = False
+    n: int | None = None
+
+
+@dataclass(frozen=True)
+class Target:
+    """A kernel version on a device.
+
+    Attributes:
+        kernel: Version id.
+        language: Language key; empty for any.
+        spec: The device.
+        rates: What the version, or the base version of its design, reached there; None if it was
+            never timed.
+    """
+
+    kernel: str
+    language: str
+    spec: DeviceSpec
+    rates: KernelRates | None
+
+    def of(self, kernel: str) -> Target:
+        """Another kernel in the same language on the same device."""
+        return replace(
+            self, kernel=kernel, rates=kernel_rates(self.spec.name, kernel, self.language)
+        )
+
+    def rates_for(self, dtype: str) -> tuple[float, float]:
+        """TFLOP/s and GB/s of work without rates of its own: burst, or the peaks if ideal."""
+        return self.spec.peak_rates(dtype) if self.rates is None else self.spec.burst_rates(dtype)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Predicted times of one kernel for one workload, in microseconds.
+
+    Attributes:
+        kernel, language: The kernel version; the language is empty for an ideal time of any.
+        kernel_us: Kernel time in a burst.
+        limit_us: Kernel time that its energy takes at the power limit; None where energies are
+            unknown.
+        around: What the call adds, by name.
+        cost: Work of the kernel.
+        bound: What limits its attention.
+        fitted: Whether recorded rates went in; otherwise the times are ideal.
+        error: Relative error to expect of a fitted time.
+        source: The record of the rates, or what an ideal time assumes.
+        choice: `n`, `prefix` or `splits` that the kernel would use.
+        mixes: Whether both kinds of attention run at the same time.
+    """
+
+    kernel: str
+    language: str
+    kernel_us: float
+    limit_us: float | None
+    around: dict[str, float]
+    cost: Cost
+    bound: Bound
+    fitted: bool
+    error: float
+    source: str
+    choice: dict[str, int] = field(default_factory=dict)
+    mixes: bool = False
+
+    @property
+    def around_us(self) -> float:
+        """Time of the work around the kernel."""
+        return sum(self.around.values())
+
+    @property
+    def steady_kernel_us(self) -> float | None:
+        """Kernel time when repeated; None where energies are unknown, or the time is ideal."""
+        if self.limit_us is None or not self.fitted:
+            return None
+        return max(self.kernel_us, self.limit_us)
+
+    @property
+    def call_us(self) -> float:
+        """Call time in a burst."""
+        return self.kernel_us + self.around_us
+
+    @property
+    def steady_call_us(self) -> float | None:
+        """Call time when repeated; None where energies are unknown."""
+        return None if self.steady_kernel_us is None else self.steady_kernel_us + self.around_us
+
+    @property
+    def advised_us(self) -> float:
+        """The call time that advice goes by: steady where it is known."""
+        return self.call_us if self.steady_call_us is None else self.steady_call_us
+
+    @property
+    def basis(self) -> str:
+        """What the times rest on, in a few words."""
+        return f"fitted, {self.source}" if self.fitted else IDEAL
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready fields."""
+        return {
+            "kernel": self.kernel,
+            "language": self.language,
+            "kernel_us": self.kernel_us,
+            "call_us": self.call_us,
+            "steady_kernel_us": self.steady_kernel_us,
+            "steady_call_us": self.steady_call_us,
+            "around_us": dict(self.around),
+            "flops": self.cost.flops,
+            "bytes": self.cost.bytes,
+            "bound": self.bound,
+            "fitted": self.fitted,
+            "error": self.error,
+            "source": self.source,
+            **self.choice,
+        }
+
+
+Estimator = Callable[[Workload, Target], Estimate]
+
+
+def power_limit_us(
+    device: str, latent: Cost | None = None, heads: Cost | None = None, others_us: float = 0.0
+) -> float | None:
+    """Time of a kernel by the energy of its attention at the power limit; None where unknown.
+
+    Args:
+        device: Name of the device.
+        latent: Latent work.
+        heads: Decompressed work.
+        others_us: Time of its other launches.
+    """
+    rates = energy_rates(device)
+    if rates is None:
+        return None
+    latent, heads = latent or Cost(0, 0), heads or Cost(0, 0)
+    joules = rates.joules(latent.flops, heads.flops, latent.bytes + heads.bytes)
+    return rates.least_us(joules) + others_us
+
+
+def tile_fill(tiles: int, sm_count: int) -> float:
+    """Share of SM turns that have a work tile."""
+    return tiles / (-(-tiles // sm_count) * sm_count)
+
+
+def attention_us(cost: Cost, tiles: int, target: Target, dtype: str) -> float:
+    """Burst time of an attention kernel with so many query tiles.
+
+    A kernel that splits its work over the KV tokens does so where that is faster than whole tiles
+    on some of the SMs.
+    """
+    rates, fill = target.rates, tile_fill(tiles, target.spec.sm_count)
+    if rates is None:
+        tflops, gbps = target.spec.peak_rates(dtype)
+        whole_tiles = target.language == "cutile-dsl"  # which splits only in a design of its own
+        return cost.time_us(tflops * fill if whole_tiles else tflops, gbps)
+    even_us = rates.work_us(cost.flops, cost.bytes)
+    even_us += tiles / target.spec.sm_count * rates.tile_us
+    whole_us = even_us / fill
+    if rates.cut_us is not None:
+        whole_us = min(whole_us, even_us + rates.cut_us)
+    return rates.fixed_us + whole_us

@@ -1,0 +1,150 @@
+"""`hyper-mla doctor`, with engines and GPUs that are not here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from mla_var3.cli.commands import doctor
+from mla_var3.cli.main import main
+
+H200 = {"name": "NVIDIA H200", "compute_capability": "9.0", "driver": "580.95"}
+MODEL = {
+    "model_type": "deepseek_v3",
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "num_attention_heads": 128,
+}
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch):
+    """Sets what is installed and which GPU there is."""
+
+    def install(packages: dict[str, str], gpu: dict | None = H200, plugin: bool = True) -> None:
+        def version(name: str) -> str:
+            if name not in packages:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return packages[name]
+
+        entries = [SimpleNamespace(name="hyper_mla")] if plugin else []
+        monkeypatch.setattr(importlib.metadata, "version", version)
+        monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: entries)
+        monkeypatch.setattr(doctor, "environment", lambda: {"gpu": gpu})
+        for engine in doctor.ENGINES.values():
+            monkeypatch.delenv(engine.variable, raising=False)
+
+    return install
+
+
+def write_model(folder: Path, **changes: object) -> Path:
+    (folder / "config.json").write_text(json.dumps(MODEL | changes))
+    return folder
+
+
+def report(capsys, *arguments: str) -> tuple[int, dict]:
+    code = main(["doctor", "--json", *arguments])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def verdicts(found: dict) -> dict[str, str]:
+    return {finding["subject"]: finding["verdict"] for finding in found["findings"]}
+
+
+@pytest.mark.parametrize(("version", "name"), [("0.26.0", "CUSTOM"), ("0.32.0", "HYPER_MLA")])
+def test_ready_with_the_exact_flag(machine, capsys, tmp_path, version, name) -> None:
+    machine({"nvidia-cutlass-dsl": "4.8.0", "vllm": version})
+    code, found = report(capsys, "--model", str(write_model(tmp_path)), "--tp=8")
+    assert code == 0 and found["ready"]
+    expected = f"vllm serve {tmp_path} --attention-backend {name} --tensor-parallel-size 8"
+    assert found["commands"] == [expected]
+    assert set(verdicts(found).values()) == {"ok"}
+    assert "16 heads per GPU" in found["findings"][-1]["found"]
+
+
+def test_sglang(machine, capsys) -> None:
+    machine({"nvidia-cutlass-dsl": "4.6.2", "sglang": "0.5.18.post1"})
+    code, found = report(capsys)
+    assert code == 0
+    (command,) = found["commands"]
+    assert command.endswith("--model-path MODEL --attention-backend hyper_mla")
+
+
+def test_nothing_is_here(machine, capsys) -> None:
+    machine({}, gpu=None)
+    code, found = report(capsys)
+    assert code == 1 and not found["ready"]
+    assert verdicts(found) == {
+        "GPU": "missing", "nvidia-cutlass-dsl": "missing", "engine": "missing"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("packages", "gpu", "subject"),
+    [
+        ({"nvidia-cutlass-dsl": "4.4.2"}, H200, "nvidia-cutlass-dsl"),
+        ({"nvidia-cutlass-dsl": "4.9.0"}, H200, "nvidia-cutlass-dsl"),
+        ({"vllm": "0.25.1"}, H200, "vllm"),
+        ({"sglang": "0.5.15"}, H200, "sglang"),
+        ({}, H200 | {"name": "NVIDIA B200", "compute_capability": "10.0"}, "GPU"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_advice(machine, capsys, packages, gpu, subject) -> None:
+    machine({"nvidia-cutlass-dsl": "4.8.0", "vllm": "0.32.0"} | packages, gpu=gpu)
+    code, found = report(capsys)
+    assert code == 1
+    (finding,) = [f for f in found["findings"] if f["verdict"] == "refused"]
+    assert finding["subject"] == subject and finding["advice"]
+
+
+def test_an_engine_that_is_newer_is_only_noted(machine, capsys) -> None:
+    machine({"nvidia-cutlass-dsl": "4.8.0", "vllm": "0.33.1"})
+    code, found = report(capsys)
+    assert code == 0 and verdicts(found)["vllm"] == "note"
+
+
+def test_a_plugin_that_the_engine_will_not_load(machine, capsys, monkeypatch) -> None:
+    packages = {"nvidia-cutlass-dsl": "4.8.0", "vllm": "0.32.0"}
+    machine(packages, plugin=False)
+    assert verdicts(report(capsys)[1])["vllm plug-in"] == "missing"
+    machine(packages)
+    monkeypatch.setenv("VLLM_PLUGINS", "other, more")
+    assert verdicts(report(capsys)[1])["vllm plug-in"] == "refused"
+    monkeypatch.setenv("VLLM_PLUGINS", "other, hyper_mla")
+    assert verdicts(report(capsys)[1])["vllm plug-in"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"kv_lora_rank": None}, "no latent attention"),
+        ({"index_topk": 2048}, "sparse"),
+        ({"qk_rope_head_dim": 0}, "512+64"),
+    ],
+)
+def test_models_that_are_not_served(machine, capsys, tmp_path, changes, reason) -> None:
+    machine({"nvidia-cutlass-dsl": "4.8.0", "vllm": "0.32.0"})
+    code, found = report(capsys, "--model", str(write_model(tmp_path, **changes)))
+    assert code == 1
+    assert reason in found["findings"][-1]["advice"]
+
+
+@pytest.mark.parametrize("arguments", [["--model", "nowhere"], ["--model", "{model}", "--tp=3"]])
+def test_bad_options_name_themselves(machine, capsys, tmp_path, arguments) -> None:
+    machine({"nvidia-cutlass-dsl": "4.8.0", "vllm": "0.32.0"})
+    write_model(tmp_path)
+    code = main(["doctor", *(word.format(model=tmp_path) for word in arguments)])
+    assert code != 0
+    assert arguments[-1].split("=")[0].replace("nowhere", "--model") in capsys.readouterr().err
+
+
+def test_the_table_names_what_is_missing(machine, capsys) -> None:
+    machine({"nvidia-cutlass-dsl": "4.8.0", "vllm": "0.32.0"}, gpu=None)
+    assert main(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "not ready: GPU" in text
+    assert "start with: vllm serve MODEL --attention-backend HYPER_MLA" in text

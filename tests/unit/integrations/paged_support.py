@@ -1,0 +1,73 @@
+"""Batches as serving engines hand them over, and what comes out, in float64."""
+
+from __future__ import annotations
+
+import torch
+
+from mla_var3.integrations import paged
+
+K, P, H, PAGE = 512, 64, 4, 64
+SCALE = 192**-0.5
+
+
+class Batch:
+    """Requests in a cache whose pages are scattered; what nobody may read is NaN."""
+
+    def __init__(self, counts: list[int], lengths: list[int], padding: int = 0, h: int = H) -> None:
+        g = torch.Generator().manual_seed(len(counts))
+        pages = [-(-n // PAGE) for n in lengths]
+        order = torch.randperm(sum(pages) + 3, generator=g)
+        self.cache = torch.full((sum(pages) + 3, PAGE, K + P), torch.nan)
+        self.table = torch.full((len(counts), max(pages) + 1), 9999, dtype=torch.int32)
+        self.rows = []
+        first = 0
+        for request, (length, count) in enumerate(zip(lengths, pages, strict=True)):
+            mine = order[first : first + count]
+            first += count
+            self.table[request, :count] = mine
+            rows = torch.randn((length, K + P), generator=g)
+            self.rows.append(rows)
+            for page, at in enumerate(mine.tolist()):
+                part = rows[page * PAGE : (page + 1) * PAGE]
+                self.cache[at, : len(part)] = part
+        self.lengths = torch.tensor(lengths, dtype=torch.int32)
+        self.counts = counts
+        starts = torch.tensor([0, *counts]).cumsum(0)
+        self.starts = starts.to(torch.int32)
+        self.q = torch.randn((sum(counts) + padding, h, K + P), generator=g)
+
+    def attend(self, **options):
+        q = options.pop("q_latent", self.q[..., :K])
+        given = {
+            "scale": SCALE,
+            "max_q": max(self.counts),
+            "query_start_loc": self.starts,
+        } | options
+        pages = paged.Pages.of(self.cache, K)
+        return paged.paged_attention(q, self.q[..., K:], pages, self.table, self.lengths, **given)
+
+    def on_gpu(self) -> Batch:
+        """The same batch on a GPU in bfloat16; what `expected` reads is rounded alike."""
+        self.rows = [rows.bfloat16().float() for rows in self.rows]
+        self.q = self.q.cuda().bfloat16()
+        self.cache = self.cache.cuda().bfloat16()
+        self.table, self.lengths, self.starts = (
+            tensor.cuda() for tensor in (self.table, self.lengths, self.starts)
+        )
+        return self
+
+    def expected(self, tree: torch.Tensor | None = None):
+        """Output and LSE in float64, request by request."""
+        outputs, lses = [], []
+        for request, count in enumerate(self.counts):
+            rows = self.rows[request].double()
+            begin = int(self.starts[request])
+            scores = torch.einsum("shw,tw->sht", self.q[begin : begin + count].cpu().double(), rows)
+            context = len(rows) - count
+            sees = torch.ones((count, len(rows)), dtype=torch.bool).tril(context)
+            if tree is not None:
+                sees[:, context:] &= tree[request, :count, :count]
+            scores = (scores * SCALE).masked_fill(~sees[:, None], -torch.inf)
+            lses.append(scores.logsumexp(-1))
+            outputs.append(scores.softmax(-1) @ rows[:, :K])
+        return torch.cat(outputs), torch.cat(lses)

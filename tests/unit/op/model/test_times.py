@@ -1,0 +1,257 @@
+"""The one model of time: against the records, and the same number from every command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mla_var3.conf.devices import device_spec, load_devices
+from mla_var3.op.mla.model.designs import crossovers, design_estimates, estimate, window_estimate
+from mla_var3.op.mla.model.mix import MixModel
+from mla_var3.op.mla.model.parameters import mix_parameters
+from mla_var3.op.mla.model.times import IDEAL, Estimate, Workload
+from mla_var3.op.mla.problem import MlaProblem
+
+RESULTS = Path(__file__).parents[4] / "docs" / "results"
+H200 = device_spec("H200")
+HEADLINE = MlaProblem(b=32, s=16, t=4096, h=128)
+BOUND = 0.12
+"""How far a recorded kernel time may lie from the predicted one. Records of long kernels were taken
+at the beginning of the power limit, so they may lie anywhere from the burst to the steady time."""
+
+
+RENAMED = {
+    ("mla_var6_plus_v2", "cute-dsl"): "mla_var6_plus_v5",
+    ("mla_var6_plus_v3", "cute-dsl"): "mla_var6_plus_v6",
+}
+"""Ids of the records, and those of today."""
+
+
+@cache
+def rows(name: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((RESULTS / name).read_text())["rows"]
+    return found
+
+
+def recorded(*names: str) -> list[tuple[str, str, Workload, float]]:
+    """Our kernels of some records: id, language, workload, microseconds."""
+    found = []
+    for row in (row for name in names for row in rows(f"2026-11-15-nvidia-h200-{name}.json")):
+        if row.get("source") == "ours" and row.get("time_us"):
+            sizes = {k: v for k, v in row["problem"].items() if k in HEADLINE.__dict__}
+            choices = row.get("choices") or {}
+            work = Workload(MlaProblem(**sizes), None, choices.get("prefix", 0), n=choices.get("n"))
+            kernel = RENAMED.get((row["kernel"], row["language"]), row["kernel"])
+            found.append((kernel, row["language"], work, float(row["time_us"])))
+    return found
+
+
+def found(kernel: str, work: Workload, language: str = "cute-dsl", spec: Any = H200) -> Estimate:
+    result = estimate(kernel, work, spec, language)
+    assert result is not None
+    return result
+
+
+RECORDS = [
+    row
+    for row in recorded("absorbed", "suite-mix", "suite-all")
+    # The 8-bit kernel at s=43 was recorded 12 % slower than at s=64.
+    if (row[0], row[2].problem.s) != ("mla_var6_plus_v5", 43)
+]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "language", "work", "time_us"),
+    [row for row in RECORDS if row[1] == "cute-dsl"],
+    ids=lambda value: f"s{value.problem.s}" if isinstance(value, Workload) else None,
+)
+def test_kernel_times_are_as_recorded(
+    kernel: str, language: str, work: Workload, time_us: float
+) -> None:
+    expected = found(kernel, work, language)
+    assert expected.fitted and expected.steady_kernel_us is not None
+    low, high = expected.kernel_us, max(expected.kernel_us, expected.steady_kernel_us)
+    assert (1 - BOUND) * low <= time_us <= (1 + BOUND) * high
+
+
+def test_the_headline_shapes_are_close_to_their_record() -> None:
+    """b=32 t=4096 h=128, pure paths, bursts that the power limit does not reach: within 5 %."""
+    checked = set()
+    for kernel, language, work, time_us in recorded("suite-mix"):
+        problem = work.problem
+        shape = (problem.b, problem.t, problem.h) == (32, 4096, 128)
+        if shape and kernel in ("flash_mla", "flash_attention") and problem.s <= 32:
+            assert found(kernel, work, language).kernel_us == pytest.approx(time_us, rel=0.05)
+            checked.add((kernel, problem.s))
+    assert checked >= {("flash_mla", 8), ("flash_mla", 16), ("flash_attention", 32)}
+
+
+def test_projections_are_as_recorded() -> None:
+    for row in rows("2026-11-15-nvidia-h200-suite-mix.json"):
+        name = {"query absorption": "query projection", "output up-projection": "output projection"}
+        if row["kernel"] in name and row["problem"]["h"] == 128:
+            problem = MlaProblem(**{k: row["problem"][k] for k in ("b", "s", "t", "h")})
+            if problem.b * problem.s > 256:
+                around = found("flash_mla", Workload(problem)).around
+                assert around[name[row["kernel"]]] == pytest.approx(row["time_us"], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "row",
+    rows("2026-11-15-nvidia-h200-energy-rows.json"),
+    ids=lambda row: f"{row['kernel']}-{row['s']}",
+)
+def test_steady_times_are_as_measured_over_a_second(row: dict[str, Any]) -> None:
+    problem = MlaProblem(**{name: row[name] for name in ("b", "s", "t", "h")})
+    kernel, n = row["kernel"], None
+    if row["form"] == "fp8":
+        kernel, n = "mla_var6_plus_v5", problem.t
+    expected = found(kernel, Workload(problem, n=n))
+    assert expected.steady_kernel_us == pytest.approx(row["us_for_a_second"], rel=0.1)
+
+
+def test_no_ideal_time_is_above_a_recorded_one() -> None:
+    assert len(RECORDS) > 20
+    for kernel, _, work, time_us in RECORDS:
+        if kernel not in ("mla_var6_plus_v5", "mla_var6_plus_v6"):  # other work in each language
+            ideal = found(kernel, work, "")
+            assert not ideal.fitted and ideal.kernel_us <= time_us, (kernel, work)
+
+
+def test_the_prefix_is_estimated_as_it_was_measured() -> None:
+    """The row of the suite mix: 244.3 us, 264.9 us with the query projection."""
+    work = Workload(MlaProblem(b=64, s=4, t=4608, h=128), prefix=4096)
+    shared = found("mla_var6_plus_v6", work)
+    assert shared.fitted and shared.kernel_us == pytest.approx(244.3, rel=0.1)
+    assert found("mla_var6_plus_v6", replace(work, prefix=4608)).around == {}
+    assert not found("mla_var6_plus_v6", work, spec=device_spec("H100")).fitted
+
+
+# --- what a call adds -----------------------------------------------------------------------------
+
+
+def test_a_call_adds_what_the_cache_lacks() -> None:
+    bare, windowed, whole = (Workload(HEADLINE, window=n) for n in (0, 512, 4096))
+    assert found("flash_attention", whole).around == {}
+    decompressing = found("flash_attention", bare)
+    assert list(decompressing.around) == ["decompression"]
+    assert decompressing == found("flash_attention", windowed)
+    assert found("flash_mla", bare) == found("flash_mla", windowed)
+    assert list(found("flash_mla", bare).around) == ["query projection", "output projection"]
+    assert found("flash_mla", replace(bare, latent_only=True)).around == {}
+    assert found("mla_var6_plus", windowed).choice == {"n": 512}
+    # CuTe DSL reads a ring in the order of its slots, cuTile needs it in order of positions.
+    assert "ring in order" in found("mla_var6_plus", windowed, "cutile-dsl").around
+    assert list(found("mla_var6_plus", windowed).around) == ["query projection"]
+    assert estimate("no_such_kernel", bare, H200) is None
+
+
+def test_few_queries_have_their_projections_in_the_launch() -> None:
+    few, many = (found("flash_mla", Workload(replace(HEADLINE, s=s))) for s in (8, 9))
+    assert few.around_us < 0.8 * many.around_us
+
+
+def test_the_ends_of_a_mix_are_the_pure_paths() -> None:
+    none, whole = (found("mla_var6_plus", Workload(HEADLINE, n=n)) for n in (0, 4096))
+    latent, heads = (found(name, Workload(HEADLINE)) for name in ("flash_mla", "flash_attention"))
+    assert whole.kernel_us == heads.kernel_us and whole.around == {}
+    assert latent.kernel_us < none.kernel_us < 1.06 * latent.kernel_us  # the merge kernel
+    assert not none.mixes and not whole.mixes
+    assert found("mla_var6_plus", Workload(HEADLINE, n=1024)).mixes
+
+
+def test_a_version_has_the_rates_of_its_base_version() -> None:
+    base, version = (
+        found(name, Workload(HEADLINE, n=1024), "cutile-dsl")
+        for name in ("mla_var6_plus", "mla_var6_plus_v4")
+    )
+    assert base.fitted and replace(version, kernel=base.kernel) == base
+
+
+# --- advice ---------------------------------------------------------------------------------------
+
+
+def test_the_mix_is_never_advised_on_an_h200() -> None:
+    """As recorded: behind the better pure path at every s."""
+    ranges = crossovers(replace(HEADLINE, s=1), H200, s_max=64)
+    assert [found.kernel for found in ranges] == ["flash_mla", "flash_attention"]
+    assert (ranges[0].s_from, ranges[-1].s_to) == (1, 64)
+    assert ranges[0].s_to + 1 == ranges[1].s_from
+    for s in (ranges[0].s_to, ranges[1].s_from):
+        times = design_estimates(replace(HEADLINE, s=s), H200)
+        best = min(times, key=lambda kernel: times[kernel].advised_us)
+        assert best == ("flash_mla" if s == ranges[0].s_to else "flash_attention")
+
+
+def test_a_device_without_recorded_rates_has_ideal_times_and_no_ranks() -> None:
+    for spec in load_devices().values():
+        times = design_estimates(HEADLINE, spec)
+        assert len(times) == 4
+        if spec is not H200:
+            assert all(time.basis == IDEAL and not time.fitted for time in times.values())
+            assert all(time.steady_call_us is None for time in times.values())
+            assert crossovers(HEADLINE, spec, s_max=2) == []
+            ideal = times["flash_attention"]
+            assert ideal.kernel_us >= ideal.cost.time_us(*spec.peak_rates("bfloat16"))
+
+
+def test_a_mix_takes_an_energy_between_those_of_the_pure_paths() -> None:
+    model = MixModel(mix_parameters(H200))
+    problem = replace(HEADLINE, s=43)
+    none, some, everything = (model.joules(problem, n) for n in (0, 2048, 4096))
+    assert none is not None and some is not None and everything is not None
+    assert everything < some < none
+    # What pays in a burst only is not worthwhile.
+    assert 0 < model.best_n(problem, multiple=128) < problem.t
+    assert model.worthwhile_n(problem, multiple=128) == problem.t
+    assert model.worthwhile_n(replace(problem, s=8), multiple=128) == 0
+
+
+# --- one number per quantity ----------------------------------------------------------------------
+
+
+def test_every_command_shows_the_same_number(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mla_var3.bench.predict import predict_case
+    from mla_var3.bench.suites import Case, KernelChoice
+    from mla_var3.cli.main import main
+    from mla_var3.runtime.paths import find_kernel
+
+    def run(*argv: str) -> Any:
+        assert main([*argv, "--b=32", "--s=16", "--t=4096", "--h=128"]) == 0
+        return capsys.readouterr().out
+
+    monkeypatch.setattr("mla_var3.report.compare.bar_plot", lambda *_, **options: [])
+    expected = found("flash_mla", Workload(HEADLINE))
+    (predicted,) = json.loads(run("predict", "--device=H200", "--json"))
+    by_predict = predicted["predicted"]["flash_mla"][0]
+    chosen = json.loads(run("choose", "--device_name=H200", "--json"))["candidates"][0]
+    planned = json.loads(run("plan", "--budget=9GiB", "--device_name=H200", "--json"))["curve"][0]
+    for shown in (by_predict, chosen["estimate"], planned):
+        assert shown["kernel_us"] == pytest.approx(expected.kernel_us)
+        assert shown["call_us"] == pytest.approx(expected.call_us)
+        assert shown["steady_call_us"] == pytest.approx(expected.steady_call_us)
+    run("compare", "flash_mla", "flash_attention", "--static", "--for_device=H200",
+        "--language=cute-dsl", f"--out_dir={tmp_path / 'compare'}")  # fmt: skip
+    (data,) = (tmp_path / "compare").glob("*.json")
+    metrics = {row["metric"]: row["values"] for row in json.loads(data.read_text())["metrics"]}
+    assert metrics["kernel time, predicted (us)"]["flash_mla"] == pytest.approx(expected.kernel_us)
+    assert metrics["call time, steady (us)"]["flash_mla"] == pytest.approx(expected.steady_call_us)
+    case = Case(HEADLINE, (KernelChoice(find_kernel("flash_mla", language="cute-dsl")),))
+    around = {"device": H200.name, "date": "", "command": "", "versions": {}}
+    row = predict_case(case, H200, around)[0]
+    assert row.time_us == pytest.approx(expected.kernel_us)
+    assert row.end_to_end_us == pytest.approx(expected.call_us)
+
+
+def test_a_window_without_fitted_parameters_is_ideal() -> None:
+    model = MixModel(mix_parameters(device_spec("B200")))
+    for n in (0, 1024, 4096):
+        ideal = window_estimate(HEADLINE, n, model)
+        assert (ideal.fitted, ideal.basis, ideal.steady_call_us) == (False, IDEAL, None)
