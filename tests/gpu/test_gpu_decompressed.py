@@ -201,7 +201,7 @@ def test_fewer_tokens_than_the_cache_has(generator: torch.Generator) -> None:
     lengths = torch.tensor([480, 33], dtype=torch.int32, device="cuda")
     q = queries_of(generator, model, 2, 3)
     require_right(COPY, q, cache, model, lengths=lengths)
-    with pytest.raises(UnsupportedError, match="a cache without a ring"):
+    with pytest.raises(UnsupportedError, match="a cache without a window"):
         mla_var3.mla_attention(*q, cache, model.w_uk, model.w_uv, kernel=RING, lengths=lengths)
     require_right(RING, queries_of(generator, model, 2, 3), cache, model, max_kv=501)
 
