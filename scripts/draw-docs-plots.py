@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw the pictures of the documentation from the records and the cost model.
+"""Draw the pictures of the documentation from the records.
 
     python scripts/draw-docs-plots.py            draw them into docs/images
     python scripts/draw-docs-plots.py --check    say whether they are up to date, change nothing
@@ -23,18 +23,16 @@ sys.path.insert(0, str(ROOT / "src"))
 
 IMAGES = ROOT / "docs" / "images"
 MANIFEST = "sources.json"
-RECORDS = (
+SPEEDUP_RECORD = "docs/results/2026-11-15-nvidia-h200-speculative.json"
+ROOFLINE_RECORDS = (
     "docs/results/2026-11-15-nvidia-h200.json",
     "docs/results/2026-11-15-nvidia-h200-absorbed.json",
 )
-MODEL = ("src/mla_var3/op/mla/cost.py", "src/mla_var3/conf/devices.json")
 SOURCES = {
-    "measured-time-over-s.svg": RECORDS,
-    "measured-roofline.svg": (*RECORDS, MODEL[1]),
-    "model-crossover.svg": MODEL,
-    "model-gain.svg": MODEL,
+    "measured-speedup.svg": (SPEEDUP_RECORD,),
+    "measured-roofline.svg": (*ROOFLINE_RECORDS, "src/mla_var3/conf/devices.json"),
 }
-DEVICES = ("NVIDIA H200", "NVIDIA B200", "NVIDIA GeForce RTX 5090")
+OURS = "HyperMLA"
 
 
 def digest(paths: Sequence[str]) -> str:
@@ -63,42 +61,69 @@ def outdated(images: Path) -> list[str]:
     ]
 
 
+def speedups(record: Path) -> dict[str, list[tuple[int, float]]]:
+    """Speed over the best peer by query tokens: our fastest 16-bit kernel, and each peer."""
+    from mla_var3.bench.analysis import shape_groups
+    from mla_var3.bench.record import load_record
+
+    series: dict[str, list[tuple[int, float]]] = {OURS: []}
+    for group in sorted(shape_groups(load_record(record).rows), key=lambda one: one.problem.s):
+        best, rival = group.best_ours, group.best_rival
+        if best is None or rival is None:
+            continue
+        s, limit = group.problem.s, group.figure(rival)
+        series[OURS].append((s, limit / group.figure(best)))
+        for row in group.rivals:
+            series.setdefault(row.label, []).append((s, limit / group.figure(row)))
+    return series
+
+
+def draw_speedups(record: Path, path: Path) -> None:
+    """Our curve is the prominent one."""
+    from mla_var3.bench.plots import LINE_STYLES, new_figure, save_figure
+
+    series = speedups(record)
+    with new_figure(8.0, 4.2) as figure:
+        axis = figure.subplots()
+        for style, (name, points) in zip([*LINE_STYLES] * 3, series.items(), strict=False):
+            ours = name == OURS
+            look = {
+                "color": "#D55E00" if ours else "#777777",
+                "linewidth": 3.0 if ours else 1.2,
+                "linestyle": "-" if ours else style,
+                "marker": "o" if ours else None,
+                "zorder": 3 if ours else 2,
+            }
+            axis.plot(*zip(*points, strict=True), label=name, **look)
+        for s, gain in series[OURS]:
+            axis.annotate(
+                f"{gain:.2f}x", (s, gain), (0, 7), textcoords="offset points", ha="center"
+            )
+        ticks = [s for s, _ in series[OURS]]
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ticks, [str(s) for s in ticks])
+        axis.minorticks_off()
+        axis.set_ylim(0.4, max(gain for _, gain in series[OURS]) + 0.12)
+        axis.set(xlabel="query tokens per request, s", ylabel="speed, best peer = 1")
+        axis.set_title(
+            "MLA attention call on an H200, b=32 t=4096 h=128, bfloat16",
+            loc="left", fontweight="bold",
+        )  # fmt: skip
+        axis.legend(loc="lower left", ncols=2, frameon=False)
+        save_figure(figure, path, ("svg",))
+
+
 def draw(images: Path) -> None:
     """Draw all pictures."""
     from mla_var3.bench.plots import draw_plots
     from mla_var3.bench.record import load_record, merge_records
-    from mla_var3.conf.devices import device_spec
-    from mla_var3.op.mla.problem import MlaProblem
-    from mla_var3.report.plots import (
-        crossover_panels,
-        crossover_plot,
-        dense_sweeps,
-        line_plot,
-        speedup_series,
-    )
-    from mla_var3.report.sweep import sweep
     from mla_var3.runtime.files import write_atomic
 
-    problem = MlaProblem(b=32, s=16, t=4096, h=128)
-    sizes = "b=32, t=4096, h=128, bfloat16"
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder)
-        draw_plots(merge_records(load_record(ROOT / path) for path in RECORDS), made)
-        dense = dense_sweeps([sweep(problem, device_spec(name)) for name in DEVICES])
-        heading = f"Predicted call time of MLA attention, {sizes}"
-        crossover_plot(crossover_panels(dense), made / "crossover", heading, ("svg",))
-        line_plot(
-            speedup_series(dense),
-            made / "gain",
-            title=f"mla_var6_plus: predicted gain over the better pure path\n{sizes}",
-            x_label="query tokens per request, s",
-            y_label="time of the better pure path / time of mla_var6_plus",
-            log_x=True,
-            reference=1.0,
-            formats=("svg",),
-        )
-        names = ("time_s.svg", "roofline.svg", "crossover.svg", "gain.svg")
-        for target, name in zip(SOURCES, names, strict=True):
+        draw_speedups(ROOT / SPEEDUP_RECORD, made / "speedup")
+        draw_plots(merge_records(load_record(ROOT / path) for path in ROOFLINE_RECORDS), made)
+        for target, name in zip(SOURCES, ("speedup.svg", "roofline.svg"), strict=True):
             lines = (made / name).read_text().splitlines()
             write_atomic(images / target, "\n".join(line.rstrip() for line in lines) + "\n")
     write_atomic(images / MANIFEST, json.dumps(manifest(), indent=1) + "\n")

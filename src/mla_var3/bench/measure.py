@@ -200,10 +200,11 @@ def _one_round(outcome: _Outcome, contender: Contender, timer: Timer) -> None:
         outcome.timings.append(timer(ready.run))
     except UnsupportedError as reason:
         outcome.status, outcome.reason = ABSENT, _one_line(reason)
-    except Exception as error:
-        # Whatever one contender raises, the others still run.
+    except (Exception, SystemExit) as error:
+        # Whatever one contender raises, the others still run; a library may also call sys.exit.
         log.debug("%s failed", contender.kernel, exc_info=True)
-        outcome.status, outcome.reason = FAILED, _one_line(error)
+        called = "called sys.exit: " if isinstance(error, SystemExit) else ""
+        outcome.status, outcome.reason = FAILED, called + _one_line(error)
 
 
 def _one_line(error: BaseException) -> str:

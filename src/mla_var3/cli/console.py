@@ -107,7 +107,10 @@ def guarded(action: Callable[[], int]) -> int:
     try:
         return action()
     except SystemExit as request:  # argparse leaves this way after --help and --version
-        return request.code if isinstance(request.code, int) else EXIT_OK
+        if isinstance(request.code, str):
+            print_error(request.code)
+            return EXIT_FAILED
+        return request.code or EXIT_OK
     except KeyboardInterrupt as interrupt:
         # Work that can be resumed says so in a note.
         print_error("; ".join(["interrupted", *getattr(interrupt, "__notes__", [])]))

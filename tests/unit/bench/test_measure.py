@@ -100,11 +100,13 @@ def test_who_cannot_take_part_is_absent_and_who_breaks_has_failed() -> None:
         FakeContender("missing", log, asked={"n": 7}, broken=MissingToolError("lib: not found")),
         FakeContender("broken", log, broken=RuntimeError("CUDA out of memory\nlong story")),
         FakeContender("silent", log, broken=RuntimeError()),
+        FakeContender("leaving", log, broken=SystemExit(3)),  # type: ignore[arg-type]
     )
     assert [(r.status, r.reason) for r in rows] == [
         (ABSENT, "lib: not found"),
         (FAILED, "CUDA out of memory"),
         (FAILED, "RuntimeError"),
+        (FAILED, "called sys.exit: 3"),
     ]
     assert rows[0].choices == {"n": 7}
 
