@@ -179,7 +179,7 @@ def test_a_call_on_fewer_tokens_than_the_cache_has(
     task = task_on(cache, model, generator, lengths=[100, 33])
     require_right(attend("flash_attention", task), task, shorter, model)
     # The ring holds the newest of 200 tokens, so it has nothing of a call on 100.
-    assert "a cache without a ring" in str(backend("mla_var6_plus").unsupported(task.shape()))
+    assert "a cache without a window" in str(backend("mla_var6_plus").unsupported(task.shape()))
     whole, tokens = cache_and_tokens(generator, [200, 40], model, window=256)
     task = task_on(whole, model, generator, lengths=[100, 33])
     assert whole.view().at_lengths(task.cache.lengths).full_copy() is not None
