@@ -127,7 +127,9 @@ GOOD = {
         "@ct.kernel\ndef flash_v2(): ...\n"
         "class Shared(KernelPlan): ...\nclass CtFlashV2(Shared[int]): ..."
     ),
-    "kernel/cute_python/mla/latent/merge.py": "class M:\n    @cute.kernel\n    def anything(self): ...",
+    "kernel/cute_python/mla/latent/merge.py": (
+        "class M:\n    @cute.kernel\n    def anything(self): ..."
+    ),
     "kernel/cute_python/mla/flash/__main__.py": "",
     "kernel/cute_python/mla/flash/flash/flash.py": (
         "class Host:\n"
