@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "src"))
 
 IMAGES = ROOT / "docs" / "images"
 MANIFEST = "sources.json"
-SPEEDUP_RECORD = "docs/results/2026-11-15-nvidia-h200-speculative.json"
+SPEEDUP_RECORD = "docs/results/2026-11-15-nvidia-h200-suite-mix.json"
 ROOFLINE_RECORDS = (
     "docs/results/2026-11-15-nvidia-h200.json",
     "docs/results/2026-11-15-nvidia-h200-absorbed.json",
@@ -33,6 +33,8 @@ SOURCES = {
     "measured-roofline.svg": (*ROOFLINE_RECORDS, "src/mla_var3/conf/devices.json"),
 }
 OURS = "HyperMLA"
+SPEEDUP_SHAPE = (32, 4096, 128)
+"""b, t and h of the picture."""
 
 
 def digest(paths: Sequence[str]) -> str:
@@ -68,8 +70,9 @@ def speedups(record: Path) -> dict[str, list[tuple[int, float]]]:
 
     series: dict[str, list[tuple[int, float]]] = {OURS: []}
     for group in sorted(shape_groups(load_record(record).rows), key=lambda one: one.problem.s):
-        best, rival = group.best_ours, group.best_rival
-        if best is None or rival is None:
+        best, rival, problem = group.best_ours, group.best_rival, group.problem
+        shown = (problem.b, problem.t, problem.h) == SPEEDUP_SHAPE
+        if not shown or best is None or rival is None:
             continue
         s, limit = group.problem.s, group.figure(rival)
         series[OURS].append((s, limit / group.figure(best)))
