@@ -278,6 +278,18 @@ def test_a_value_that_cannot_be_compared_is_refused() -> None:
 # --- construction and refusals --------------------------------------------------------------------
 
 
+def test_the_compiler_does_not_see_the_arguments_of_the_program(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """CuTe DSL parses `sys.argv`, takes `--h=128` for `--help` and ends the process."""
+    monkeypatch.setenv("HYPER_MLA_CACHE_DIR", str(tmp_path / "cache"))
+    note_compilations(monkeypatch)
+    arguments = ["hyper-mla", "bench", "--h=128"]
+    monkeypatch.setattr("sys.argv", arguments)
+    assert ScalePlan().plan_empty(1.0, 1.0).compile("sm_90").cubin
+    assert sys.argv == arguments
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
