@@ -323,8 +323,8 @@ def _trace_and_compile(
 def _without_command_line() -> Iterator[None]:
     """Hide the program's arguments from CuTe DSL.
 
-    It looks for an option `-diagnostic` in `sys.argv` at every compilation, and takes `--h=128` for
-    `--help`, which ends the process.
+    On a machine with a GPU it looks for an option `-diagnostic` in `sys.argv` at every compilation,
+    and takes `--h=128` for `--help`, which ends the process.
     """
     arguments = sys.argv
     sys.argv = arguments[:1]

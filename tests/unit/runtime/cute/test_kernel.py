@@ -281,8 +281,17 @@ def test_a_value_that_cannot_be_compared_is_refused() -> None:
 def test_the_compiler_does_not_see_the_arguments_of_the_program(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """CuTe DSL parses `sys.argv`, takes `--h=128` for `--help` and ends the process."""
+    """On a GPU CuTe DSL parses `sys.argv`, takes `--h=128` for `--help` and ends the process."""
+    from cutlass.base_dsl.dsl import _get_diagnostic_arg_parser
+
+    original = cute_kernel.cute.compile
+
+    def compile_as_on_a_gpu(*given: Any, **options: Any) -> Any:
+        _get_diagnostic_arg_parser().parse_known_args()
+        return original(*given, **options)
+
     monkeypatch.setenv("HYPER_MLA_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(cute_kernel.cute, "compile", compile_as_on_a_gpu)
     note_compilations(monkeypatch)
     arguments = ["hyper-mla", "bench", "--h=128"]
     monkeypatch.setattr("sys.argv", arguments)
