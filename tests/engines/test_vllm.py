@@ -26,7 +26,9 @@ def engines(request, tmp_path_factory):
         folder = tmp_path_factory.mktemp(f"{backend}-{request.param}")
         log = (folder / "log.txt").open("w")
         command = [sys.executable, str(PROGRAM), str(folder), backend, str(request.param)]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "VLLM_CACHE_ROOT": str(folder)}
+        # vLLM keeps there what it found out about the model class, which takes it long.
+        cache = tmp_path_factory.getbasetemp() / "vllm"
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "VLLM_CACHE_ROOT": str(cache)}
         process = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT
         )

@@ -22,6 +22,10 @@ os.environ.update(
     VLLM_NO_USAGE_STATS="1",
     VLLM_HOST_IP="127.0.0.1",
     GLOO_SOCKET_IFNAME="lo",
+    # One thread, on any core: two engines run at once, and threads that spin would fight.
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    OMP_NUM_THREADS="1",
+    TORCHDYNAMO_DISABLE="1",
 )
 
 from vllm import LLM, SamplingParams

@@ -33,11 +33,11 @@ def test_a_changed_source_or_missing_picture_is_noticed(script: ModuleType, tmp_
     images = tmp_path / "images"
     shutil.copytree(script.IMAGES, images)
     assert script.outdated(images) == []
-    (images / "model-gain.svg").unlink()
+    (images / "measured-speedup.svg").unlink()
     known = json.loads((images / script.MANIFEST).read_text())
     known["measured-roofline.svg"]["sha256"] = "0"
     (images / script.MANIFEST).write_text(json.dumps(known))
-    assert sorted(script.outdated(images)) == ["measured-roofline.svg", "model-gain.svg"]
+    assert sorted(script.outdated(images)) == ["measured-roofline.svg", "measured-speedup.svg"]
 
 
 def test_every_picture_is_shown_somewhere(script: ModuleType) -> None:
@@ -53,5 +53,5 @@ def test_every_picture_is_shown_somewhere(script: ModuleType) -> None:
 def test_the_pictures_are_drawn_anew(script: ModuleType, tmp_path: Path) -> None:
     script.draw(tmp_path)
     assert script.outdated(tmp_path) == []
-    text = (tmp_path / "measured-time-over-s.svg").read_text()
+    text = (tmp_path / "measured-speedup.svg").read_text()
     assert "<svg" in text and "http://www.w3.org/2000/svg" in text

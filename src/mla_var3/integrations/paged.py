@@ -30,8 +30,8 @@ KERNEL_ROWS = 64
 MOST_LATENT_QUERIES = 512
 """Upper end of the search for the crossover with decompressed attention."""
 CROSSOVER_REQUESTS, CROSSOVER_TOKENS = 8, 4096
-"""Batch and context that the crossover is computed for. It varies little with the batch; on an
-H200 it lies at 255 query tokens for a context of 1024 and at 406 for one of 16384."""
+"""Batch and context that the crossover is computed for. It varies little with the batch, and
+moves up with the context."""
 DEFAULT_CROSSOVER = 128
 """The crossover on a device that the cost model does not know."""
 

@@ -195,7 +195,7 @@ def plots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Plot]:
     [
         ("time_s", ("query tokens per request, s", "call time, µs", "on NVIDIA H200", "FlashMLA",
                     "s ≈ 32")),
-        ("roofline", ("FLOP per byte", "TFLOP/s", "measured rates", "vendor peak", "FlashMLA")),
+        ("roofline", ("FLOP per byte", "TFLOP/s", "burst rates", "vendor peak", "FlashMLA")),
         ("time_n", ("decompressed tokens per request, n", "kernel time, µs",
                     "mla_var6_plus_v3, s=16")),
         ("speedup", ("KV tokens per request, t", "Speed-up over the best peer", "1024", "1.20")),

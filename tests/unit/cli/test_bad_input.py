@@ -122,4 +122,4 @@ def test_a_folder_without_permission(
 
 def test_predictions_for_a_whole_prompt_come_soon(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", "--s=2000000000", "--for_device=NVIDIA H200", "--json"]) == 0
-    assert '"s_to": 1024' in capsys.readouterr().out
+    assert '"heading": "steady call time by recorded rates"' in capsys.readouterr().out

@@ -173,6 +173,6 @@ def test_the_examples_of_the_page_run(repo_root: Path, capsys: pytest.CaptureFix
 def test_the_page_names_every_option_and_parameter(repo_root: Path) -> None:
     page = (repo_root / "docs" / "planning.md").read_text()
     parameters = derived_parameters(device_spec("H200")).parameters
-    options = {"budget", "layers", "dtype", "lengths", "device_name", "parameters", "json"}
+    options = {"budget", "layers", "dtype", "lengths", "for_device", "parameters", "json"}
     for name in (*parameters, *(f"--{option}" for option in options)):
         assert f"`{name}`" in page, name

@@ -202,10 +202,10 @@ def test_a_flat_entry_replaces_single_values(write, monkeypatch):
     path = write({"NVIDIA H200": {"peak_bfloat16_float32_tflops": 500.5}})
     monkeypatch.setenv(devices.ENVIRONMENT_VARIABLE, str(path))
     spec = device_spec("NVIDIA H200")
-    assert spec.peak_tflops("bfloat16") == spec.sustained_tflops("bfloat16") == 500.5
+    assert spec.peak_tflops("bfloat16") == 500.5
     assert spec.entry("peak_bfloat16_float32_tflops").source == str(path)
     assert spec.sm_count == shipped.sm_count
-    assert spec.sustained_gbps == shipped.sustained_gbps
+    assert spec.burst_gbps == shipped.burst_gbps
 
 
 @pytest.mark.parametrize(

@@ -140,17 +140,16 @@ def test_clones_differ_in_the_number_alone(name: str, language: str, tree: Path)
 def test_the_names_of_the_specification(tree: Path) -> None:
     write_clone(plan_clone("mla_var6_plus", "v2"))
     plan = plan_clone("mla_var6_plus_v2", "v5")
-    stage = plan.contents["decompress_combine_v5.py"]
-    assert "class CtDecompressCombineV5(" in stage
-    assert 'def validate(self, pd: "CtDecompressCombineV5")' in stage
-    assert "@ct.kernel\ndef decompress_combine_v5(" in stage
+    stage = plan.contents["attention_block_specialized_v5.py"]
+    assert "class CtAttentionBlockSpecializedV5(" in stage
+    assert 'def validate(self, pd: "CtAttentionBlockSpecializedV5")' in stage
+    assert "@ct.kernel\ndef attention_block_specialized_v5(" in stage
     entry = plan.contents["mla_var6_plus_v5.py"]
     assert entry.startswith('"""mla_var6_plus_v5: ')
     assert "\nParent: mla_var6_plus_v2.\n" in entry
     assert "class CtMlaVar6PlusV5(" in entry
     assert '_name="mla_var6_plus_v5"' in entry
-    assert "import decompress_combine_cost, mla_var6_plus_cost" in entry
-    assert "mla.mla_var6_plus.mla_var6_plus_v5.decompress_combine_v5 import" in entry
+    assert "mla.mla_var6_plus.mla_var6_plus_v5.attention_block_specialized_v5 import" in entry
     assert plan.contents["__init__.py"] == '"""Version 5 of mla_var6_plus."""\n'
 
 
@@ -239,12 +238,12 @@ def test_the_command(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["clone", "mla_var6_plus", "v5", "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "not written" in out and "next:" not in out
-    assert "  CtDecompressCombine -> CtDecompressCombineV5\n" in out
+    assert "  CtAttentionBlockSpecialized -> CtAttentionBlockSpecializedV5\n" in out
     assert snapshot(tree) == before
 
     assert main(["clone", "mla_var6_plus", "v5"]) == 0
     out = capsys.readouterr().out
-    assert "  decompress_combine_v5.py  (was decompress_combine.py)\n" in out
+    assert "  attention_block_specialized_v5.py  (was attention_block_specialized.py)\n" in out
     check = "python -m mla_var3.kernel.cutile.mla.mla_var6_plus v5 --prof_type=disabled --check"
     assert f"  {check}\n" in out
     assert main(["clone", "flash_mla", "v5", "--language=cute-dsl"]) == 0

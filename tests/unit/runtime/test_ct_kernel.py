@@ -304,6 +304,7 @@ def test_wrong_arguments_are_named() -> None:
             {
                 "attention_block_specialized.py": {
                     "attention_block_specialized.py",
+                    "mix_stages.py",
                     "tile_ops.py",
                     "tilings.py",
                 }

@@ -89,6 +89,13 @@ class Candidate:
         return self.estimate is not None and self.estimate.fitted
 
     @property
+    def source(self) -> str | None:
+        """Where its time comes from: the measurement, or what the estimate rests on."""
+        if self.measured is not None:
+            return self.measured.source
+        return None if self.estimate is None else self.estimate.basis
+
+    @property
     def choice(self) -> dict[str, int]:
         """`n`, `prefix` or `splits` that the kernel would use."""
         return {} if self.estimate is None else self.estimate.choice

@@ -229,10 +229,10 @@ def test_every_command_shows_the_same_number(
 
     monkeypatch.setattr("mla_var3.report.compare.bar_plot", lambda *_, **options: [])
     expected = found("flash_mla", Workload(HEADLINE))
-    (predicted,) = json.loads(run("predict", "--device=H200", "--json"))
+    (predicted,) = json.loads(run("predict", "--for_device=H200", "--json"))
     by_predict = predicted["predicted"]["flash_mla"][0]
-    chosen = json.loads(run("choose", "--device_name=H200", "--json"))["candidates"][0]
-    planned = json.loads(run("plan", "--budget=9GiB", "--device_name=H200", "--json"))["curve"][0]
+    chosen = json.loads(run("choose", "--for_device=H200", "--json"))["candidates"][0]
+    planned = json.loads(run("plan", "--budget=9GiB", "--for_device=H200", "--json"))["curve"][0]
     for shown in (by_predict, chosen["estimate"], planned):
         assert shown["kernel_us"] == pytest.approx(expected.kernel_us)
         assert shown["call_us"] == pytest.approx(expected.call_us)
@@ -247,7 +247,7 @@ def test_every_command_shows_the_same_number(
     around = {"device": H200.name, "date": "", "command": "", "versions": {}}
     row = predict_case(case, H200, around)[0]
     assert row.time_us == pytest.approx(expected.kernel_us)
-    assert row.end_to_end_us == pytest.approx(expected.call_us)
+    assert row.call_us == pytest.approx(expected.call_us)
 
 
 def test_a_window_without_fitted_parameters_is_ideal() -> None:

@@ -213,11 +213,8 @@ def test_only_our_sources_are_annotated(outcome: tuple[Path, Any]) -> None:
     assert written == {
         "annotated-src/attention_block_specialized/attention_block_specialized.py",
         "annotated-src/attention_block_specialized/tile_ops.py",
-        "annotated-src/decompress_combine/decompress_combine.py",
     }
-    text = (folder / "annotated-src/decompress_combine/decompress_combine.py").read_text()
-    assert "[HOT] line " in text
-    assert "UNCOALESCED: " in text
+    assert "[HOT] line " in (folder / min(written)).read_text()
 
 
 def test_the_ptx_is_the_whole_module(outcome: tuple[Path, Any]) -> None:
