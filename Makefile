@@ -24,9 +24,9 @@ run: setup ## Run the main job: mla_var6_plus end to end, with a report
 test: setup ## Run the tests (GPU tests skip themselves where there is no GPU)
 	@$(BIN)/python -m pytest -n $(PYTEST_WORKERS) $(ARGS)
 
-fuzz: setup ## Draw random calls and compare with float64: half a minute of a fixed seed, half of a fresh one
+fuzz: setup ## Draw random calls and compare with float64: half a minute each of a fixed seed and of the commit's own
 	@$(BIN)/python -m tests.fuzz --seconds=30 --seed=7 $(ARGS)
-	@$(BIN)/python -m tests.fuzz --seconds=30 $(ARGS)
+	@$(BIN)/python -m tests.fuzz --seconds=30 --seed=$$((0x$$(git rev-parse --short=7 HEAD))) $(ARGS)
 
 test-engines: ## Run vLLM, SGLang and transformers with this package, on the CPU, in an environment of their own
 	@ENGINES_VENV=$(ENGINES_VENV) tests/engines/setup.sh
