@@ -98,6 +98,7 @@ def _attention(rng: random.Random, case: Case, device: str, kernels: list[str]) 
     most = rng.choice(
         [1, 1, 2, 4, rng.randint(1, 16), rng.randint(1, 130 if device != "cpu" else 40)]
     )
+    most = min(most, case["t"])  # more queries than slots are refused
     packed = rng.random() < 0.25
     step: Case = {
         "op": "attend",
