@@ -234,3 +234,9 @@ def _smi_value(name: str, text: str | None) -> Any:
         return text == "Active"
     # A driver version may look like a number and is none.
     return float(text) if name != "driver" and re.fullmatch(r"-?\d+(\.\d+)?", text) else text
+
+
+def version_numbers(version: str) -> tuple[int, ...]:
+    """The release of a version as numbers, to compare."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in found.group().split(".")) if found else ()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from rich.table import Table
 from mla_var3.cli.arguments import Parser, ValueType, parse
 from mla_var3.cli.console import EXIT_FAILED, EXIT_OK, say, stdout
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.runtime.environment import environment
+from mla_var3.runtime.environment import environment, version_numbers
 
 PLUGIN = "hyper_mla"
 LATENT, ROPE = 512, 64
@@ -134,7 +133,7 @@ def _hardware() -> list[Finding]:
     findings = [Finding("GPU", found, "ok" if hopper else "refused", advice)]
     driver = gpu.get("driver")
     if driver is not None:
-        old = _numbers(driver) < (DRIVER,)
+        old = version_numbers(driver) < (DRIVER,)
         advice = f"engines with CUDA 13 need r{DRIVER} or newer" if old else ""
         findings.append(Finding("driver", str(driver), "note" if old else "ok", advice))
     return findings
@@ -145,14 +144,14 @@ def _compiler() -> Finding:
     found = _installed((name,))
     if found is None:
         return Finding(name, "not installed", "missing", 'pip install "hyper-mla[cute]"')
-    if low <= _numbers(found) < high:
+    if low <= version_numbers(found) < high:
         return Finding(name, found, "ok")
     wanted = f">={'.'.join(map(str, low))},<{'.'.join(map(str, high))}"
     return Finding(name, found, "refused", f'pip install "{name}{wanted}"')
 
 
 def _engine(name: str, engine: Engine, found: str) -> list[Finding]:
-    version = _numbers(found)
+    version = version_numbers(found)
     verdict, advice = "ok", ""
     span = f"{'.'.join(map(str, engine.oldest))} to {'.'.join(map(str, engine.newest))}"
     if version < engine.oldest:
@@ -177,7 +176,7 @@ def _engine(name: str, engine: Engine, found: str) -> list[Finding]:
 
 def _command(engine: str, version: str, model: str, tp: int) -> str:
     if engine == "vllm":
-        backend = "HYPER_MLA" if _numbers(version) >= OWN_NAME_SINCE else "CUSTOM"
+        backend = "HYPER_MLA" if version_numbers(version) >= OWN_NAME_SINCE else "CUSTOM"
         parallel = f" --tensor-parallel-size {tp}" if tp > 1 else ""
         return f"vllm serve {model} --attention-backend {backend}{parallel}"
     parallel = f" --tp {tp}" if tp > 1 else ""
@@ -220,9 +219,3 @@ def _installed(distributions: Sequence[str]) -> str | None:
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """The release of a version as numbers."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in found.group().split(".")) if found else ()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import re
 import shutil
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +14,7 @@ from mla_var3.cli.arguments import Parser, parse
 from mla_var3.cli.console import say, stdout
 from mla_var3.conf.devices import DeviceSpec, load_devices
 from mla_var3.errors import UnknownNameError
-from mla_var3.runtime.environment import environment, find_tool
+from mla_var3.runtime.environment import environment, find_tool, version_numbers
 from mla_var3.runtime.markdown import json_ready
 from mla_var3.runtime.paths import cache_root, output_root
 
@@ -71,15 +70,11 @@ def env_facts() -> dict[str, Any]:
 def _driver_requirement(gpu: dict[str, Any] | None) -> dict[str, Any]:
     """The driver that cuTile kernels need, and whether this machine has it."""
     found = (gpu or {}).get("driver")
-    fits = None if not found else _numbers(found) >= _numbers(CUTILE_DRIVER)
+    fits = None if not found else version_numbers(found) >= version_numbers(CUTILE_DRIVER)
     remark = f"profiling of cuTile kernels needs r{CUTILE_DRIVER} or newer"
     if fits:
         remark = f"new enough to profile cuTile kernels (r{CUTILE_DRIVER})"
     return {"cutile": CUTILE_DRIVER, "found": found, "sufficient": fits, "remark": remark}
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version))
 
 
 def add_arguments(parser: Parser) -> None:
