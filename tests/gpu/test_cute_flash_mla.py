@@ -299,7 +299,7 @@ class RangeProbe:
         group_count: Int32,
     ):
         group, _, _ = cute.arch.block_idx()
-        found = work_range(lengths, requests, visits, newest, group, group_count)
+        found = work_range(lengths, requests, visits, newest, 1 << 30, 0, group, group_count)
         numbers = (found.begin, found.begin_block, found.end, found.end_block, found.step)
         if cute.arch.lane_idx() == 0:
             for i in cutlass.range_constexpr(len(numbers)):
@@ -510,8 +510,7 @@ def run_packed(
     (attention,) = stage.kernels()
     packed: dict[str, Any] = {}
     if begins is not None:
-        # The count that all requests would share has no meaning then.
-        packed = {"cu_seqlens_q": begins, "queries": 0}
+        packed = {"cu_seqlens_q": begins, "queries": int(begins.diff().max())}
     launch_with(
         attention, **rows, **packed,
         q_latent=q_latent, q_rope=q_rope, newest=newest,

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from mla_var3.attention.merge import merge_partials
 from mla_var3.integrations import paged
 
 from ..unit.integrations.paged_support import Batch, K
@@ -31,11 +32,104 @@ def test_rows_of_no_request_are_left_untouched(h, counts, lengths) -> None:
     torch.testing.assert_close(lse[:-5].cpu().double(), expected_lse, **TOLERANCE)
 
 
-def test_head_major_queries() -> None:
-    batch = Batch([2, 3], [65, 70], h=16).on_gpu()
-    head_major = batch.q[..., :K].transpose(0, 1).contiguous().transpose(0, 1)
-    torch.testing.assert_close(batch.attend(q_latent=head_major)[0].cpu().double(),
-                               batch.expected()[0], **TOLERANCE)  # fmt: skip
+@pytest.mark.parametrize("h", [2, 8, 12, 16, 64, 128])
+@pytest.mark.parametrize("starts", [True, False], ids=["packed", "uniform"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_head_major_queries(h, starts, count) -> None:
+    """Read where they lie for most head counts, and copied for others."""
+    batch = Batch([count] * 3, [65, 70, 300], h=h).on_gpu()
+    given = {} if starts else {"query_start_loc": None}
+    output, _ = batch.attend(q_latent=batch.head_major(), **given)
+    torch.testing.assert_close(output.cpu().double(), batch.expected()[0], **TOLERANCE)
+
+
+def test_head_major_queries_are_not_copied() -> None:
+    batch = Batch([2] * 64, [64] * 64, h=128).on_gpu()
+    queries, out = batch.head_major(), torch.empty_like(batch.q[..., :K])
+    batch.attend(q_latent=queries, out=out)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    batch.attend(q_latent=queries, out=out)
+    grown = torch.cuda.max_memory_allocated() - before
+    assert grown < queries.numel() * queries.element_size()
+
+
+@pytest.mark.parametrize("h", [8, 128])
+@pytest.mark.parametrize("shards", [2, 4])
+def test_shards_merge_to_the_whole(h, shards) -> None:
+    """Decode context parallelism with several query tokens."""
+    batch = Batch([4, 1, 8, 3], [1300, 1, 66, 700], h=h)
+    parts = [batch.shard(shard, shards).on_gpu() for shard in range(shards)]
+    batch.on_gpu()
+    partials = []
+    for shard, part in enumerate(parts):
+        part.q = batch.q
+        output, lse = part.attend(
+            total_lengths=batch.lengths, shards=shards, shard=shard, return_lse=True
+        )
+        partials.append((output.float(), lse))
+    output, lse = merge_partials(partials)
+    expected, expected_lse = batch.expected()
+    torch.testing.assert_close(output.cpu().double(), expected, **TOLERANCE)
+    torch.testing.assert_close(lse.cpu().double(), expected_lse, **TOLERANCE)
+
+
+@pytest.mark.parametrize("h", [8, 16, 128])
+def test_batch_invariant_results_are_those_of_the_request_alone(h) -> None:
+    counts, lengths = [4, 1, 8, 3, 1, 1], [5000, 1, 66, 700, 9000, 64]
+    batch = Batch(counts, lengths, h=h).on_gpu()
+    output, lse = batch.attend(batch_invariant=True, return_lse=True)
+    torch.testing.assert_close(output.cpu().double(), batch.expected()[0], **TOLERANCE)
+    for request in range(len(counts)):
+        own = slice(int(batch.starts[request]), int(batch.starts[request + 1]))
+        alone, alone_lse = batch.only(request).attend(batch_invariant=True, return_lse=True)
+        assert torch.equal(alone, output[own])
+        assert torch.equal(alone_lse, lse[own])
+
+
+def test_wrong_values_on_the_device_stay_inside_the_buffers() -> None:
+    """Lengths, pages and query offsets that no check on the host sees: other requests keep theirs.
+
+    The outputs lie inside of a larger tensor, which nothing may touch.
+    """
+    counts, lengths = [2, 3, 1], [130, 70, 200]
+    memory = torch.full((40, 16, K), 7.0, dtype=torch.bfloat16, device="cuda")
+    out = memory[16:22]
+    for wrong in ("length", "negative length", "page", "offset", "negative offset"):
+        batch = Batch(counts, lengths, h=16).on_gpu()
+        batch.cache.nan_to_num_(0.5)
+        expected = batch.expected()[0]
+        if wrong == "length":
+            batch.lengths[1] = 2**30
+        elif wrong == "negative length":
+            batch.lengths[1] = -5
+        elif wrong == "page":
+            batch.table[1, 0] = 2**30
+            batch.table[1, 1] = -7
+        else:
+            batch.starts[-1] = 2**30 if wrong == "offset" else -7
+        batch.attend(out=out, max_q=3)
+        torch.cuda.synchronize()
+        assert bool((memory[:16] == 7.0).all() and (memory[22:] == 7.0).all()), wrong
+        kept = slice(0, 2) if "offset" not in wrong else slice(0, 5)
+        torch.testing.assert_close(out[kept].cpu().double(), expected[kept], **TOLERANCE)
+
+
+def test_captured_calls_share_their_workspace() -> None:
+    """A graph of many layers needs no more than one call's partials."""
+    batch = Batch([1] * 4, [3000] * 4, h=16).on_gpu()
+    out = torch.empty_like(batch.q[..., :K])
+    batch.attend(out=out)
+    torch.cuda.synchronize()
+    graph, before = torch.cuda.CUDAGraph(), torch.cuda.memory_reserved()
+    with torch.cuda.graph(graph):
+        for _ in range(20):
+            batch.attend(out=out)
+    assert torch.cuda.memory_reserved() - before < 100 * 2**20
+    out.zero_()
+    graph.replay()
+    torch.testing.assert_close(out.cpu().double(), batch.expected()[0], **TOLERANCE)
 
 
 def test_a_graph_replays_ragged_verify_batches() -> None:
@@ -68,5 +162,6 @@ def test_warm_up_leaves_nothing_to_compile() -> None:
         batch = Batch([count, 1], [count + 60, 3], h=8).on_gpu()
         started = time.perf_counter()
         batch.attend(max_q=count)
+        batch.attend(max_q=count, q_latent=batch.head_major())
         torch.cuda.synchronize()
         assert time.perf_counter() - started < 1.0

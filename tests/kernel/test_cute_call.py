@@ -141,6 +141,7 @@ def test_a_launch_is_repeated_on_other_pointers(monkeypatch: pytest.MonkeyPatch)
     index = {"dtype": torch.int32, "device": "meta"}
     arguments = arguments_of(
         block_table=torch.empty((2, 4), **index),  # type: ignore[call-overload]
+        total_lengths=torch.empty(2, **index),  # type: ignore[call-overload]
         cu_seqlens_q=torch.empty(3, **index),  # type: ignore[call-overload]
         tree=torch.empty((2, 2, 2), dtype=torch.bool, device="meta"),
     )
@@ -153,7 +154,7 @@ def test_a_launch_is_repeated_on_other_pointers(monkeypatch: pytest.MonkeyPatch)
 
     repeated = RepeatedLaunch("flash_mla", entry, kinds_of(arguments), 0, arguments)
     launch = latent_call.LatentLaunch(repeated, torch.device("cuda", 0), SMS)
-    pointers = dict(zip(OPERANDS, (64, 128, 256, 512, 4, 8, 12, 20, 1024, 2048), strict=True))
+    pointers = dict(zip(OPERANDS, (64, 128, 256, 512, 4, 8, 16, 12, 20, 1024, 2048), strict=True))
     # In any order, with pointers that the kernel does not take and one that is replaced.
     names = ["w_uk", "lengths", *reversed(OPERANDS)]
 
@@ -174,7 +175,7 @@ def test_a_launch_is_repeated_on_other_pointers(monkeypatch: pytest.MonkeyPatch)
         assert not on_stream(given(**{name: pointer + (8 if name in floats else 2)}))
     assert len(seen) == 2
     fixed, _ = launch.bind(OPERANDS[:-1], {"lse": 4096})
-    assert fixed(list(pointers.values())[:-1]) and seen[-1][9] == 4096
+    assert fixed(list(pointers.values())[:-1]) and seen[-1][OPERANDS.index("lse")] == 4096
     with pytest.raises(InvalidArgumentError, match="flash_mla: pointers"):
         launch.bind(OPERANDS[:-1], {})
     state["capturing"] = True

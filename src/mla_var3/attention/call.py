@@ -52,6 +52,9 @@ def mla_attention(
     tree_mask: torch.Tensor | None = None,
     max_kv: int | None = None,
     total_lengths: torch.Tensor | Sequence[int] | None = None,
+    shards: int = 1,
+    shard: int = 0,
+    batch_invariant: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Multi-head Latent Attention of the newest tokens of every request over its cache.
 
@@ -84,6 +87,12 @@ def mla_attention(
         max_kv: a host-side bound on the lengths, to look at less of the cache.
         total_lengths: length of each request counted from the first slot of the cache, `[b]`, when
             the cache holds only a part of the request (see `attention.distributed`).
+        shards: with `total_lengths`, over how many caches the tokens of a request are dealt out in
+            turns: token i is in cache i % shards.
+        shard: which of them this cache is.
+        batch_invariant: whether the result of a request must not depend, bit by bit, on the other
+            requests of the batch. No request is then split over SMs, which costs time where there
+            are few of them.
 
     Returns:
         The output `[b, s, h, d]` (or `[total_q, h, d]`); with `return_lse` also the LSE
@@ -109,6 +118,10 @@ def mla_attention(
         options["max_kv"] = max_kv
     if total_lengths is not None:
         options["total_lengths"] = total_lengths
+    if shards != 1 or shard != 0:
+        options["shards"], options["shard"] = shards, shard
+    if batch_invariant is not False:
+        options["batch_invariant"] = batch_invariant
     key = result = None
     if not (is_traced() or checks_values()):
         key = whole_key(q_nope, q_rope, cache, w_uk, w_uv, kernel, options)
@@ -140,7 +153,8 @@ def mla_latent_attention(
         d: head width without rope, for the default scale `(d + p) ** -0.5`.
         kernel: as for `mla_attention`.
         options: `lengths`, `causal`, `scale`, `out` (of the shape of `q_latent`), `cu_seqlens_q`,
-            `max_q`, `tree_mask`, `max_kv` and `total_lengths`, as for `mla_attention`.
+            `max_q`, `tree_mask`, `max_kv`, `total_lengths`, `shards`, `shard` and
+            `batch_invariant`, as for `mla_attention`.
 
     Returns:
         The latent output, of the shape of `q_latent`, and the LSE, float32.

@@ -38,6 +38,9 @@ def mla_attention_op(
     scale: float,
     max_q: int | None,
     max_kv: int | None,
+    shards: int,
+    shard: int,
+    batch_invariant: bool,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     """`mla_attention` on checked operands: output and LSE."""
@@ -58,6 +61,9 @@ def mla_attention_op(
         max_q=max_q,
         max_kv=max_kv,
         total_lengths=total_lengths,
+        shards=shards,
+        shard=shard,
+        batch_invariant=batch_invariant,
     )
     output, lse, _ = execute(task, kernel)
     return output.contiguous(), lse.contiguous()
@@ -92,6 +98,9 @@ def latent_attention_op(
     scale: float,
     max_q: int | None,
     max_kv: int | None,
+    shards: int,
+    shard: int,
+    batch_invariant: bool,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     """`mla_latent_attention` on checked operands: latent output and LSE."""
@@ -108,6 +117,9 @@ def latent_attention_op(
         max_q=max_q,
         max_kv=max_kv,
         total_lengths=total_lengths,
+        shards=shards,
+        shard=shard,
+        batch_invariant=batch_invariant,
     )
     output, lse, _ = execute(task, kernel)
     return output.contiguous(), lse.contiguous()
@@ -135,6 +147,9 @@ def traced(task: AttentionTask, kernel: str) -> tuple[Tensor, Tensor]:
         task.scale,
         task.max_q,
         task.max_kv,
+        task.shards,
+        task.shard,
+        task.batch_invariant,
         kernel,
     )
     operands = (task.q, task.q_rope, cache.latent, cache.rope, cache.lengths)

@@ -2,7 +2,9 @@
 
 The engine does the projections. It hands over latent and rope queries apart, its whole cache of
 `[blocks, page, k+p]` rows, an int32 block table, and lengths and query offsets on the device.
-Nothing is copied (but see `_token_major`), nothing is read back, so CUDA graphs can capture it.
+Nothing is copied, nothing is read back, so CUDA graphs can capture it. Head-major queries, views of
+`[h, tokens, k]` as batched products give them, are read where they lie if h divides 64 or is a
+multiple of it; with other head counts they are copied.
 
 Rows after `query_start_loc[-1]` belong to no request; engines pad batches for CUDA graphs with
 them. Such rows of `out` are left untouched, and their LSE is unspecified.
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -66,6 +69,10 @@ def paged_attention(
     tree_mask: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     return_lse: bool = False,
+    total_lengths: torch.Tensor | None = None,
+    shards: int = 1,
+    shard: int = 0,
+    batch_invariant: bool = False,
     kernel: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of the newest tokens of every request over its latent cache.
@@ -83,16 +90,25 @@ def paged_attention(
         tree_mask: bool `[b, max_q, max_q]`, which of the newest tokens a query sees.
         out: where the output goes, `[tokens, h, k]`; by default a new tensor.
         return_lse: also return the natural log-sum-exp.
+        total_lengths: int32 `[b]`, tokens of each request over all caches, where decode context
+            parallelism deals them out in turns; `lengths` are those of this cache.
+        shards: caches that the tokens of a request are dealt out to.
+        shard: which of them this one is.
+        batch_invariant: whether a request's result must not depend on the rest of the batch.
         kernel: by default `flash_mla:cute-dsl` on a GPU and PyTorch on the CPU.
 
     Returns:
         The latent output `[tokens, h, k]`, and the LSE `[tokens, h]` in float32 or None.
     """
-    q_latent = _token_major(q_latent)
     if kernel is None:
         kernel = SERVING_KERNEL if q_latent.is_cuda else "auto"
     view = CacheView(pages.latent, pages.rope, lengths, block_table)
     tokens, h, k = q_latent.shape
+    options: dict[str, Any] = {}  # only what is given, so that the key of the call stays short
+    if total_lengths is not None:
+        options |= {"total_lengths": total_lengths, "shards": shards, "shard": shard}
+    if batch_invariant:
+        options["batch_invariant"] = True
     if query_start_loc is None:
         b = lengths.shape[0]
         if tokens != b * max_q:
@@ -100,8 +116,8 @@ def paged_attention(
         shape = (b, max_q, h)
         into = None if out is None else out.view(*shape, k)
         output, lse = mla_latent_attention(
-            q_latent.view(*shape, k), q_rope.unflatten(0, shape[:2]), view, kernel=kernel,
-            scale=scale, causal=causal, tree_mask=tree_mask, out=into,
+            q_latent.unflatten(0, shape[:2]), q_rope.unflatten(0, shape[:2]), view, kernel=kernel,
+            scale=scale, causal=causal, tree_mask=tree_mask, out=into, **options,
         )  # fmt: skip
         return output.view(tokens, h, k), lse.view(tokens, h) if return_lse else None
     rows = slice(None)
@@ -111,25 +127,13 @@ def paged_attention(
     output, lse = mla_latent_attention(
         q_latent[rows], q_rope[rows], view, kernel=kernel, scale=scale, causal=causal,
         tree_mask=tree_mask, cu_seqlens_q=query_start_loc, max_q=max(max_q, 1),
-        out=None if out is None else out[rows],
+        out=None if out is None else out[rows], **options,
     )  # fmt: skip
     if out is None:
         return output, lse if return_lse else None
     if return_lse and lse.shape[0] < tokens:
         lse = torch.cat([lse, lse.new_full((tokens - lse.shape[0], h), -torch.inf)])
     return out, lse if return_lse else None
-
-
-def _token_major(q_latent: torch.Tensor) -> torch.Tensor:
-    """Queries whose heads lie side by side; the only copy that this module makes.
-
-    vLLM up to 0.29 hands over the head-major result of a batched product. The kernel reads query
-    rows at one stride; with a stride for tokens and one for heads this copy goes away.
-    """
-    tokens, h, _ = q_latent.shape
-    if h > 1 and tokens > 1 and q_latent.stride(0) != h * q_latent.stride(1):
-        return q_latent.contiguous()
-    return q_latent
 
 
 def warm_up(
@@ -143,6 +147,9 @@ def warm_up(
     page_size: int = PAGE_SIZE,
     packed: bool = True,
     tree: bool = False,
+    head_major: bool = True,
+    shards: int = 1,
+    batch_invariant: bool = False,
     kernel: str | None = None,
 ) -> None:
     """Compile every program that calls of up to `max_q` query tokens need, before graph capture.
@@ -157,20 +164,31 @@ def warm_up(
         page_size: tokens of a page.
         packed: whether calls bring `query_start_loc`.
         tree: whether calls bring a tree mask.
-        kernel: as for `paged_attention`.
+        head_major: whether calls may bring views of `[h, tokens, k]` as latent queries.
+        shards: as for `paged_attention`.
+        batch_invariant: likewise.
+        kernel: likewise.
     """
+    b = 2  # head-major queries of one token are token-major too
     few = range(1, min(max_q, -(-KERNEL_ROWS // h)) + 1)
+
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
     for s in sorted({*few, max_q}):
         blocks = -(-s // page_size)
         cache = torch.zeros((blocks, page_size, k + p), dtype=dtype, device=device)
-        q = torch.zeros((s, h, k + p), dtype=dtype, device=device)
-        indices = torch.arange(max(blocks, 2), dtype=torch.int32, device=device)
-        paged_attention(
-            q[..., :k].contiguous(), q[..., k:], Pages.of(cache, k), indices[None, :blocks],
-            torch.full((1,), s, dtype=torch.int32, device=device), scale=1.0, max_q=s,
-            query_start_loc=indices[:2] * s if packed else None, kernel=kernel,
-            tree_mask=torch.ones((1, s, s), dtype=torch.bool, device=device) if tree else None,
-        )  # fmt: skip
+        q = torch.zeros((b * s, h, k + p), dtype=dtype, device=device)
+        token_major, rope = q[..., :k].contiguous(), q[..., k:]
+        by_head = token_major.transpose(0, 1).contiguous().transpose(0, 1)
+        for q_latent in (token_major, by_head)[: 2 if head_major else 1]:
+            paged_attention(
+                q_latent, rope, Pages.of(cache, k), ints(*range(blocks)).expand(b, -1), ints(s, s),
+                scale=1.0, max_q=s, query_start_loc=ints(0, s, b * s) if packed else None,
+                tree_mask=torch.ones((b, s, s), dtype=torch.bool, device=device) if tree else None,
+                total_lengths=ints(s, s) if shards > 1 else None, shards=shards,
+                batch_invariant=batch_invariant, kernel=kernel,
+            )  # fmt: skip
 
 
 @lru_cache(maxsize=64)

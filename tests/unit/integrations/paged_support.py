@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 
 from mla_var3.integrations import paged
@@ -13,8 +15,10 @@ SCALE = 192**-0.5
 class Batch:
     """Requests in a cache whose pages are scattered; what nobody may read is NaN."""
 
-    def __init__(self, counts: list[int], lengths: list[int], padding: int = 0, h: int = H) -> None:
-        g = torch.Generator().manual_seed(len(counts))
+    def __init__(
+        self, counts: list[int], lengths: list[int], padding: int = 0, h: int = H, seed: int = 0
+    ) -> None:
+        g = torch.Generator().manual_seed(len(counts) + 100 * seed)
         pages = [-(-n // PAGE) for n in lengths]
         order = torch.randperm(sum(pages) + 3, generator=g)
         self.cache = torch.full((sum(pages) + 3, PAGE, K + P), torch.nan)
@@ -45,6 +49,30 @@ class Batch:
         } | options
         pages = paged.Pages.of(self.cache, K)
         return paged.paged_attention(q, self.q[..., K:], pages, self.table, self.lengths, **given)
+
+    def head_major(self) -> torch.Tensor:
+        """The latent queries as a view of `[h, tokens, k]`."""
+        return self.q[..., :K].transpose(0, 1).contiguous().transpose(0, 1)
+
+    def only(self, request: int) -> Batch:
+        """A batch of one of the requests."""
+        one = copy.copy(self)
+        own = slice(int(self.starts[request]), int(self.starts[request + 1]))
+        one.q, one.counts = self.q[own], self.counts[request : request + 1]
+        one.starts = (self.starts[request : request + 2] - own.start).to(torch.int32)
+        one.table, one.lengths = self.table[request : request + 1], self.lengths[request, None]
+        return one
+
+    def shard(self, shard: int, shards: int) -> Batch:
+        """The same requests with every `shards`-th token from `shard` on in the cache."""
+        part = Batch(self.counts, [len(rows[shard::shards]) for rows in self.rows])
+        part.q = self.q
+        part.rows = [rows[shard::shards] for rows in self.rows]
+        for request, rows in enumerate(part.rows):
+            for page in range(-(-len(rows) // PAGE)):
+                own = rows[page * PAGE : (page + 1) * PAGE]
+                part.cache[part.table[request, page], : len(own)] = own
+        return part
 
     def on_gpu(self) -> Batch:
         """The same batch on a GPU in bfloat16; what `expected` reads is rounded alike."""

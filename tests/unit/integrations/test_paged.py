@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mla_var3.attention.merge import merge_partials
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.integrations import paged
 
@@ -56,11 +57,39 @@ def test_requests_without_queries_as_graphs_are_padded_with() -> None:
     torch.testing.assert_close(output.double(), batch.expected()[0], atol=1e-5, rtol=1e-4)
 
 
-def test_head_major_queries() -> None:
-    """vLLM up to 0.29 hands over the transposed result of a batched product."""
-    batch = Batch([2, 3], [65, 70])
-    head_major = batch.q[..., :K].transpose(0, 1).contiguous().transpose(0, 1)
-    torch.testing.assert_close(batch.attend(q_latent=head_major)[0], batch.attend()[0])
+@pytest.mark.parametrize("starts", [True, False], ids=["packed", "uniform"])
+def test_head_major_queries(starts) -> None:
+    batch = Batch([2, 2], [65, 70])
+    given = {} if starts else {"query_start_loc": None}
+    output, _ = batch.attend(q_latent=batch.head_major(), **given)
+    torch.testing.assert_close(output.double(), batch.expected()[0], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shards", [2, 3])
+def test_shards_merge_to_the_whole(shards) -> None:
+    """Decode context parallelism: tokens dealt out one by one, several queries per request."""
+    batch = Batch([4, 1, 3], [130, 1, 66])
+    partials = [
+        batch.shard(shard, shards).attend(
+            total_lengths=batch.lengths, shards=shards, shard=shard, return_lse=True
+        )
+        for shard in range(shards)
+    ]
+    output, lse = merge_partials(partials)
+    expected, expected_lse = batch.expected()
+    torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=1e-5, rtol=1e-4)
+
+
+def test_batch_invariant_results_are_those_of_the_request_alone() -> None:
+    batch = Batch([4, 1, 3], [130, 1, 66])
+    output, lse = batch.attend(batch_invariant=True, return_lse=True)
+    torch.testing.assert_close(output.double(), batch.expected()[0], atol=1e-5, rtol=1e-4)
+    for request in range(3):
+        own = slice(int(batch.starts[request]), int(batch.starts[request + 1]))
+        alone, alone_lse = batch.only(request).attend(batch_invariant=True, return_lse=True)
+        assert torch.equal(alone, output[own])
+        assert torch.equal(alone_lse, lse[own])
 
 
 def test_uniform_batches_need_all_their_rows() -> None:
@@ -81,13 +110,14 @@ def test_warm_up_calls_with_every_count_that_may_differ(monkeypatch, packed, tre
     real = paged.paged_attention
 
     def record(*operands, **options):
-        seen.append((options["max_q"], options["query_start_loc"] is None))
+        by_head = operands[0].stride(0) < operands[0].stride(1)
+        seen.append((options["max_q"], by_head, options["query_start_loc"] is None))
         assert (options["tree_mask"] is not None) == tree
         return real(*operands, **options)
 
     monkeypatch.setattr(paged, "paged_attention", record)
     paged.warm_up(16, 9, device="cpu", dtype=torch.float32, packed=packed, tree=tree)
-    assert seen == [(s, not packed) for s in (1, 2, 3, 4, 9)]
+    assert seen == [(s, by_head, not packed) for s in (1, 2, 3, 4, 9) for by_head in (False, True)]
 
 
 def test_crossover_follows_the_cost_model(monkeypatch) -> None:

@@ -36,6 +36,7 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
     LatentOperands,
     LatentOptions,
     ProjectionOperands,
+    can_box,
 )
 from mla_var3.runtime.paths import (
     LANGUAGE_DISTRIBUTIONS,
@@ -145,8 +146,8 @@ class LatentBackend:
             return "float32; it takes bfloat16 and float16"
         if not shape.aligned:
             return "cache rows that are not 16-byte aligned"
-        if shape.partial:
-            return "a cache that holds a part of each request (total_lengths)"
+        if shape.partial and shape.tree:
+            return "a tree of tokens in a cache that holds a part of each request (total_lengths)"
         if self._kernel_id is not None:
             if missing_language(self.language):
                 return None  # the shape alone says nothing against it
@@ -170,6 +171,9 @@ class LatentBackend:
             causal=task.causal,
             scale_log2e=task.scale / math.log(2.0),
             empty_positive=task.empty_positive,
+            shards=task.shards,
+            shard=task.shard,
+            batch_invariant=task.batch_invariant,
         )
         if task.w_uk is None or task.w_uv is None:
             return _run_latent(attend, task, taken, options)
@@ -200,7 +204,7 @@ def _run_latent(
     attend: LatentKernel, task: AttentionTask, taken: _Taken, options: LatentOptions
 ) -> Attended:
     """A call whose queries and output are latent."""
-    q_latent, same_rows = _unless_copied(task.q, _equal_rows(task.q))
+    q_latent, same_rows = _unless_copied(task.q, _boxed_rows(task.q))
     direct = task.out if _is_dense(task.out) else None
     operands = _operands(task, taken, q_latent, direct)
     launch = attend(operands, options)
@@ -221,6 +225,7 @@ def _operands(
         cache.rope,
         taken.lengths,
         taken.block_table,
+        taken.total_lengths,
         taken.cu_seqlens_q,
         task.tree,
         out,
@@ -262,30 +267,34 @@ class _Taken:
     """The parts of a call as kernels take them.
 
     Attributes:
-        q_rope: rope part of the queries, rows at equal distances.
-        block_table, lengths, cu_seqlens_q: stride 1 in the last dimension.
+        q_rope: rope part of the queries, rows at equal distances, or (latent queries) as
+            `_boxed_rows` takes them.
+        block_table, lengths, total_lengths, cu_seqlens_q: stride 1 in the last dimension.
         same: whether all of them are the caller's own memory.
     """
 
     q_rope: torch.Tensor
     block_table: torch.Tensor | None
     lengths: torch.Tensor
+    total_lengths: torch.Tensor | None
     cu_seqlens_q: torch.Tensor | None
     same: bool
 
 
 def _taken(task: AttentionTask) -> _Taken:
-    cache, bounds = task.cache, task.cu_seqlens_q
-    q_rope, same = _unless_copied(task.q_rope, _equal_rows(task.q_rope))
-    lengths, same_lengths = _unless_copied(cache.lengths, _dense_inside(cache.lengths))
-    table = cache.block_table
-    if table is not None:
-        table, unchanged = _unless_copied(table, _dense_inside(table))
+    cache, rows = task.cache, _boxed_rows if task.latent_only else _equal_rows
+    q_rope, same = _unless_copied(task.q_rope, rows(task.q_rope))
+    indices: list[torch.Tensor | None] = []
+    for index in (cache.block_table, cache.lengths, task.total_lengths, task.cu_seqlens_q):
+        if index is None:
+            indices.append(None)
+            continue
+        taken, unchanged = _unless_copied(index, _dense_inside(index))
+        indices.append(taken)
         same = same and unchanged
-    if bounds is not None:
-        bounds, unchanged = _unless_copied(bounds, _dense_inside(bounds))
-        same = same and unchanged
-    return _Taken(q_rope, table, lengths, bounds, same and same_lengths)
+    table, lengths, total, bounds = indices
+    assert lengths is not None
+    return _Taken(q_rope, table, lengths, total, bounds, same)
 
 
 def _unless_copied(given: torch.Tensor, taken: torch.Tensor) -> tuple[torch.Tensor, bool]:
@@ -312,6 +321,28 @@ def _equal_rows(q: torch.Tensor) -> torch.Tensor:
         return _aligned(q.contiguous())
     if distance != strides[-1]:  # a single head has an arbitrary stride
         q = q.as_strided(q.shape, (*strides[:-1], distance, 1))
+    return _aligned(q)
+
+
+def _boxed_rows(q: torch.Tensor) -> torch.Tensor:
+    """The queries with one distance for heads and one for tokens; copied if need be.
+
+    Head-major queries, views of `[h, tokens, width]`, stay where they are, if the kernel's copies
+    can take boxes of their heads and tokens (`can_box`).
+    """
+    *sizes, h, width = q.shape
+    *strides, head_stride, step = q.stride()
+    apart = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size > 1]
+    if not apart or h == 1 or not can_box(h) or step != 1 or head_stride < width:
+        return _equal_rows(q)
+    distance = covered = apart[-1][1]
+    for size, stride in reversed(apart):
+        if stride != covered:
+            return _equal_rows(q)
+        covered *= size
+    steps = (distance, head_stride)
+    if distance < width or any(step * q.element_size() % ALIGNMENT_BYTES for step in steps):
+        return _equal_rows(q)
     return _aligned(q)
 
 

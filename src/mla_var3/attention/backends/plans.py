@@ -67,6 +67,7 @@ class PlannedBackend:
             "different numbers of queries per request": shape.ragged,
             "a tree of tokens": shape.tree,
             "a cache that holds a part of each request (total_lengths)": shape.partial,
+            "a result that does not depend on the batch (batch_invariant)": shape.batch_invariant,
             "float32; it takes bfloat16 and float16": shape.dtype == "float32",
             "cache rows that are not 16-byte aligned": not shape.aligned,
         }

@@ -7,6 +7,7 @@ graph can capture a call. On the CPU the lengths are read, to leave out tiles th
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,7 +20,7 @@ from mla_var3.attention.merge import merge_partials
 from mla_var3.attention.request.masks import Visibility
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
-from mla_var3.errors import InvalidArgumentError
+from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.op.mla.inputs import absorb_queries, up_project
 
 TORCH_TILED = "torch_tiled"
@@ -51,9 +52,41 @@ class TorchTiled:
 
     def run(self, task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and LSE of a call."""
+        if task.batch_invariant:
+            return _one_by_one(task)
         if task.cu_seqlens_q is None:
             return _attention(task)
         return _ragged(task)
+
+
+def _one_by_one(task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every request alone, so that no product's shape depends on the rest of the batch."""
+    b, s = task.cache.requests, task.q.shape[1]
+    bounds = [request * s for request in range(b + 1)]
+    if task.cu_seqlens_q is not None:
+        if task.q.device.type != "cpu":
+            raise UnsupportedError(
+                f"{TORCH_TILED}: batch_invariant with cu_seqlens_q needs a kernel on a GPU"
+            )
+        bounds = task.cu_seqlens_q.tolist()
+    rows, rope = (q.reshape(-1, *q.shape[-2:]) for q in (task.q, task.q_rope))
+    output = _output(task, (*task.q.shape[:-1], task.width))
+    lse = task.q.new_full(task.q.shape[:-1], -math.inf, dtype=torch.float32)
+    flat, flat_lse = output.view(-1, task.h, task.width), lse.view(-1, task.h)
+    flat[bounds[-1] :] = 0.0
+    for request, (first, last) in enumerate(itertools.pairwise(bounds)):
+        if first == last:
+            continue
+        own, one = slice(first, last), slice(request, request + 1)
+        flat[own], flat_lse[own] = _attention(
+            replace(
+                task, q=rows[None, own], q_rope=rope[None, own], cache=task.cache.request(request),
+                tree=None if task.tree is None else task.tree[one, : last - first, : last - first],
+                total_lengths=None if task.total_lengths is None else task.total_lengths[one],
+                cu_seqlens_q=None, out=None,
+            )
+        )  # fmt: skip
+    return output, lse
 
 
 def _ragged(task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 import torch
@@ -106,6 +106,20 @@ class CacheView:
         index = self.block_table[requests, positions // page].long()
         index = index.clamp(0, self.latent.shape[0] - 1)
         return self.latent[index, positions % page], self.rope[index, positions % page]
+
+    def request(self, number: int) -> CacheView:
+        """The view of one request, a batch of one."""
+        one = slice(number, number + 1)
+        shared = {"k_prefix", "v_prefix", "k_rope_prefix"}
+        if self.block_table is not None:
+            shared |= {"latent", "rope"}
+        own = {part.name: getattr(self, part.name) for part in fields(self)}
+        return CacheView(
+            **{
+                name: tensor if tensor is None or name in shared else tensor[one]
+                for name, tensor in own.items()
+            }
+        )
 
     def at_lengths(self, lengths: torch.Tensor) -> CacheView:
         """The same cache with other lengths, int32 `[b]`.

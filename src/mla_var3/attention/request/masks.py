@@ -85,6 +85,7 @@ class Visibility:
         s: query rows per request, of which each request uses the first `counts`.
         causal: whether a query sees no position after its own.
         tree: bool `[b, s, s]`, which of the newest tokens a query sees, within causal order.
+        shards, shard: slot i of the cache holds token i * shards + shard of the request.
     """
 
     lengths: torch.Tensor
@@ -93,6 +94,8 @@ class Visibility:
     s: int
     causal: bool
     tree: torch.Tensor | None
+    shards: int = 1
+    shard: int = 0
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
         """Whether query i sees a position: bool `[b, s, m]` for int64 `[b, m]`; -1 is unseen."""
@@ -102,7 +105,7 @@ class Visibility:
         seen = (at >= 0) & (at < self.lengths[:, None, None])
         seen = seen & (query < self.counts[:, None])[:, :, None]
         if self.causal:
-            seen = seen & (at <= first + query[:, None])
+            seen = seen & (at * self.shards + self.shard <= first + query[:, None])
         if self.tree is not None:
             draft = at - first  # index among the newest tokens
             column = draft.clamp(0, self.s - 1).expand(-1, self.s, -1)

@@ -18,7 +18,7 @@ from mla_var3.op.mla.problem import (
     require_sizes,
 )
 
-_FLAGS = ("causal", "ragged", "tree", "partial", "latent_only", "aligned")
+_FLAGS = ("causal", "ragged", "tree", "partial", "batch_invariant", "latent_only", "aligned")
 CALL_DTYPES = (*DTYPES, "float32")
 
 
@@ -36,6 +36,7 @@ class CallShape:
         ragged: whether requests have different numbers of queries.
         tree: whether the newest tokens form a tree.
         partial: whether the cache holds a part of each request only.
+        batch_invariant: whether a request's result must not depend on the rest of the batch.
         latent_only: whether the caller does the projections.
         scale: factor on the logits; None for `(d + p) ** -0.5`.
         aligned: whether the cache's rows are whole and start at multiples of 16 bytes.
@@ -56,6 +57,7 @@ class CallShape:
     ragged: bool = False
     tree: bool = False
     partial: bool = False
+    batch_invariant: bool = False
     latent_only: bool = False
     scale: float | None = None
     aligned: bool = True

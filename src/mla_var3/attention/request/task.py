@@ -30,6 +30,9 @@ class AttentionTask:
             knows.
         max_kv: host-side bound on the lengths; None for the capacity.
         total_lengths: int32 `[b]`, see `Visibility.ends`; None when the cache holds all tokens.
+        shards, shard: with `total_lengths`, how many caches hold the tokens of a request in turns,
+            and which one this is.
+        batch_invariant: whether a request's result must not depend on the rest of the batch.
         out: where the output goes; None for a new tensor.
         empty_positive: whether a query that sees no token has an LSE of +inf, as in
             FlashMLA, not -inf. `with_empty_sums` does it after kernels that know one way only.
@@ -47,6 +50,9 @@ class AttentionTask:
     max_q: int | None = None
     max_kv: int | None = None
     total_lengths: torch.Tensor | None = None
+    shards: int = 1
+    shard: int = 0
+    batch_invariant: bool = False
     out: torch.Tensor | None = None
     empty_positive: bool = False
 
@@ -80,7 +86,7 @@ class AttentionTask:
             bounds = self.cu_seqlens_q.long()
             counts = (bounds[1:] - bounds[:-1]).clamp(0, s)
         ends = lengths if self.total_lengths is None else self.total_lengths.long()
-        return Visibility(lengths, ends, counts, s, self.causal, self.tree)
+        return Visibility(lengths, ends, counts, s, self.causal, self.tree, self.shards, self.shard)
 
     def shape(self) -> CallShape:
         """What decides which kernels can serve the call."""
@@ -105,6 +111,7 @@ class AttentionTask:
             ragged=ragged,
             tree=self.tree is not None,
             partial=self.total_lengths is not None,
+            batch_invariant=self.batch_invariant,
             latent_only=self.latent_only,
             scale=self.scale,
             aligned=all(_is_aligned(rows) for rows in (cache.latent, cache.rope)),

@@ -39,6 +39,9 @@ class Options:
     tree_mask: torch.Tensor | None = None
     max_kv: int | None = None
     total_lengths: torch.Tensor | Sequence[int] | None = None
+    shards: int = 1
+    shard: int = 0
+    batch_invariant: bool = False
 
 
 def full_task(
@@ -168,8 +171,10 @@ def _task(
     out_width: int,
 ) -> AttentionTask:
     device, b = q.device, view.requests
-    if not isinstance(options.causal, bool):
-        raise InvalidArgumentError("causal", "True or False", repr(options.causal))
+    for name in ("causal", "batch_invariant"):
+        flag = getattr(options, name)
+        if not isinstance(flag, bool):
+            raise InvalidArgumentError(name, "True or False", repr(flag))
     for name in ("max_q", "max_kv"):
         if getattr(options, name) is not None:
             require_int(name, getattr(options, name), minimum=1)
@@ -197,6 +202,13 @@ def _task(
         tree = checked_tree(tree, b, s or 0, device)
         max_q = s
     total = options.total_lengths
+    require_int("shards", options.shards, minimum=1)
+    require_int("shard", options.shard, minimum=0, maximum=options.shards - 1)
+    if options.shards > 1:
+        if total is None:
+            raise InvalidArgumentError("shards", "total_lengths beside it", "none")
+        if tree is not None:
+            raise InvalidArgumentError("tree_mask", "none with shards", "a tree")
     if total is not None:
         total = index_tensor("total_lengths", total, [("b", b)], device, torch.int32)
     out = options.out
@@ -218,6 +230,9 @@ def _task(
         max_q=max_q,
         max_kv=options.max_kv,
         total_lengths=total,
+        shards=options.shards,
+        shard=options.shard,
+        batch_invariant=options.batch_invariant,
         out=out,
     )
     check_values(task)

@@ -8,12 +8,14 @@ what is there, never at a version number.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
+from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mla_attention import (
@@ -76,6 +78,11 @@ class HyperMLABackend(MLACommonBackend):
         return hasattr(attention_interface, "max_decode_query_len")
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """No request is split in that mode, so its result does not depend on the batch."""
+        return True
+
+    @classmethod
     def validate_configuration(cls, *arguments: Any, **options: Any) -> list[str]:
         """VLLM's reasons against this configuration, then ours, which say what to do."""
         reasons: list[str] = super().validate_configuration(*arguments, **options)
@@ -95,7 +102,6 @@ def refusals(
     use_sparse: bool = False,
     head_size: int = 0,
     block_size: int | None = None,
-    use_batch_invariant: bool = False,
     **_: Any,
 ) -> list[str]:
     """Plain reasons for what this backend does not serve, with the way out."""
@@ -112,8 +118,6 @@ def refusals(
         reasons.append(f"{NAME} serves cache rows of 512+64={width}, this model has {head_size}")
     if block_size is not None and block_size % paged.PAGE_SIZE:
         reasons.append(f"{NAME} needs --block-size {paged.PAGE_SIZE}, got {block_size}")
-    if use_batch_invariant:
-        reasons.append(f"{NAME} has no batch-invariant mode: unset VLLM_BATCH_INVARIANT")
     return reasons
 
 
@@ -145,18 +149,22 @@ class HyperMLAMetadataBuilder(MLACommonMetadataBuilder[HyperMLAMetadata]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         """Fix the decode threshold and compile the kernel's programs."""
-        parallel, speculative = vllm_config.parallel_config, vllm_config.speculative_config
-        if parallel.decode_context_parallel_size > 1 and speculative is not None:
+        parallel = vllm_config.parallel_config
+        interleave = getattr(parallel, "cp_kv_cache_interleave_size", 1)
+        if parallel.decode_context_parallel_size > 1 and interleave != 1:
             raise ValueError(
-                f"{NAME} serves decode context parallelism with one query token only: drop "
-                "--decode-context-parallel-size or --speculative-config, or use FLASH_ATTN_MLA"
+                f"{NAME} serves decode context parallelism with tokens dealt out one by one: drop "
+                f"--cp-kv-cache-interleave-size {interleave}"
             )
         heads = vllm_config.model_config.get_num_attention_heads(parallel)
         on_gpu = torch.device(device).type == "cuda"
         name = torch.cuda.get_device_name(device) if on_gpu else ""
         # The base class raises it to 1 + draft tokens where it is lower.
         self.reorder_batch_threshold = paged.latent_crossover(heads, name)
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device, HyperMLAMetadata)
+        super().__init__(
+            kv_cache_spec, layer_names, vllm_config, device, HyperMLAMetadata,
+            **accepted(MLACommonMetadataBuilder.__init__, supports_dcp_with_varlen=True),
+        )  # fmt: skip
         self._decode_queries = decode_queries(vllm_config)
         # The decode metadata are views of the runner's persistent tensors. Under DCP the local
         # lengths are not, so a captured draft step would read stale ones.
@@ -166,6 +174,7 @@ class HyperMLAMetadataBuilder(MLACommonMetadataBuilder[HyperMLAMetadata]):
             paged.warm_up(
                 heads * self.dcp_world_size, self.reorder_batch_threshold, device=device,
                 dtype=vllm_config.model_config.dtype, page_size=kv_cache_spec.block_size,
+                shards=self.dcp_world_size, batch_invariant=batch_invariant(),
             )  # fmt: skip
         _log_start(heads, self.reorder_batch_threshold, name or "cpu")
 
@@ -238,6 +247,7 @@ class HyperMLAImpl(MLACommonImpl[HyperMLAMetadata]):
                 raise NotImplementedError(f"{NAME} does not serve {what}")
         if attn_type != AttentionType.DECODER:
             raise NotImplementedError(f"{NAME} serves decoder attention, not {attn_type}")
+        self._batch_invariant = batch_invariant()
         self._cache: torch.Tensor | None = None
         self._pages: paged.Pages | None = None
         share_with_draft(get_current_vllm_config())
@@ -256,11 +266,26 @@ class HyperMLAImpl(MLACommonImpl[HyperMLAMetadata]):
         if self._pages is None or self._cache is not kv_c_and_k_pe_cache:
             self._cache = kv_c_and_k_pe_cache
             self._pages = paged.Pages.of(kv_c_and_k_pe_cache, self.kv_lora_rank)
+        shards = {}
+        if self.dcp_world_size > 1:
+            shards = {"shards": self.dcp_world_size, "shard": self.dcp_rank}
         return paged.paged_attention(
             q[0], q[1], self._pages, decode.block_table, decode.seq_lens, scale=self.scale,
             max_q=decode.max_query_len, query_start_loc=decode.query_start_loc,
-            return_lse=self.need_to_return_lse_for_decode,
+            return_lse=self.need_to_return_lse_for_decode, total_lengths=decode.dcp_tot_seq_lens,
+            batch_invariant=self._batch_invariant, **shards,
         )  # fmt: skip
+
+
+def accepted(function: Any, **options: Any) -> dict[str, Any]:
+    """The options that a function of this vLLM has."""
+    known = inspect.signature(function).parameters
+    return {name: value for name, value in options.items() if name in known}
+
+
+def batch_invariant() -> bool:
+    """Whether vLLM was asked for results that do not depend on the batch."""
+    return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))
 
 
 def decode_queries(vllm_config: Any) -> int:

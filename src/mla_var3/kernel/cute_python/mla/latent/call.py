@@ -169,6 +169,7 @@ def call_program(
     empty_positive: bool,
     arguments: tuple[Any, ...],
     like: Tensor,
+    head_box: int = 0,
 ) -> CuteProgram:
     """The program of a call, compiled for its dtype and for which of its tensors are present.
 
@@ -179,10 +180,14 @@ def call_program(
         empty_positive: see `LatentOptions`.
         arguments: those of the host code.
         like: a tensor of the call's dtype and device.
+        head_box: see `operands.head_box`.
     """
     present = tuple(argument is not None for argument in arguments)
     few = tiling.few
-    key = (kernel_fn, host_class, like.dtype, few, present, empty_positive, like.device.index)
+    key = (
+        kernel_fn, host_class, like.dtype, few, present, empty_positive, head_box,
+        like.device.index,
+    )  # fmt: skip
     program: CuteProgram | None = _programs.get(key)
     if program is None:
         require_arch(kernel_fn.__name__, "sm_90a", like.device)
@@ -191,7 +196,8 @@ def call_program(
             raise UnsupportedError(
                 f"{kernel_fn.__name__}: expected a 16-bit dtype, got {like.dtype}"
             )
-        host = host_class(element, few, empty_positive=empty_positive)
+        boxed = {"head_box": head_box} if head_box else {}
+        host = host_class(element, few, empty_positive=empty_positive, **boxed)
         program = program_for(kernel_fn, host, arguments, tiling, like.device)
         _programs.keep(key, program)
     return program

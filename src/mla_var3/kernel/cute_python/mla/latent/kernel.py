@@ -103,8 +103,9 @@ class FlashMLASm90:
     and must have been launched without overlap.
     """
 
-    def __init__(self, dtype, few=0, strict=False, empty_positive=False, early=False):
+    def __init__(self, dtype, few=0, strict=False, empty_positive=False, early=False, head_box=0):
         self.early = early
+        self.head_box = head_box
         self.dtype = dtype
         self.few = few
         self.strict = strict
@@ -118,11 +119,16 @@ class FlashMLASm90:
         )
         dtype = self.dtype
 
+        total_queries = sizes.total_rows // sizes.heads
+
         # Columns as (64, tiles): a copy then takes several column tiles at once.
-        def rows_of(pointer, tiles, stride):
-            shape = (sizes.total_rows, (TILE, tiles))
-            strides = (cute.assume(stride, divby=8), (1, TILE))
-            return cute.make_tensor(pointer, cute.make_layout(shape, stride=strides))
+        def rows_of(pointer, tiles, stride, token_stride):
+            rows, strides = (sizes.total_rows,), (cute.assume(stride, divby=8),)
+            if const_expr(self.head_box > 0):
+                rows = (sizes.heads, total_queries)
+                strides = (*strides, cute.assume(token_stride, divby=8))
+            layout = cute.make_layout((*rows, (TILE, tiles)), stride=(*strides, (1, TILE)))
+            return cute.make_tensor(pointer, layout)
 
         def pages_of(pointer, tiles, stride, page_stride):
             shape = (sizes.page_tokens, (TILE, tiles), sizes.pages)
@@ -132,10 +138,14 @@ class FlashMLASm90:
         swizzle = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
         row_layout = cute.tile_to_shape(swizzle, (TILE, LATENT + ROPE), order=(0, 1))
 
-        def copies_of(tensor, tiles):
+        def copies_of(tensor, tiles, head_box=0):
             load = cpasync.CopyBulkTensorTileG2SOp()
             layout = cute.tile_to_shape(swizzle, (TILE, tiles * TILE), order=(0, 1))
-            return cpasync.make_tiled_tma_atom(load, tensor, layout, (TILE, tiles * TILE))
+            box = (TILE, tiles * TILE)
+            if const_expr(head_box > 0):
+                box = (head_box, TILE // head_box, tiles * TILE)
+                layout = cute.composition(layout, cute.make_layout(box))
+            return cpasync.make_tiled_tma_atom(load, tensor, layout, box)
 
         def mma(a_major, b_major, columns, a_source):
             shape = (ROWS, columns)
@@ -168,6 +178,9 @@ class FlashMLASm90:
             table = cute.make_tensor(
                 operands.block_table, line((requests, stride), stride=(stride, 1))
             )
+        total_lengths = None
+        if const_expr(operands.total_lengths is not None):
+            total_lengths = cute.make_tensor(operands.total_lengths, line(requests))
         begins = None
         if const_expr(operands.cu_seqlens_q is not None):
             begins = cute.make_tensor(operands.cu_seqlens_q, line(requests + 1))
@@ -190,8 +203,18 @@ class FlashMLASm90:
             )
         self.flash_mla(
             *products,
-            *copies_of(rows_of(operands.q_latent, ROPE_TILE, sizes.q_latent_stride), len(LEFT)),
-            *copies_of(rows_of(operands.q_rope, 1, sizes.q_rope_stride), 1),
+            *copies_of(
+                rows_of(
+                    operands.q_latent, ROPE_TILE, sizes.q_latent_stride, sizes.q_latent_token_stride
+                ),
+                len(LEFT),
+                self.head_box,
+            ),
+            *copies_of(
+                rows_of(operands.q_rope, 1, sizes.q_rope_stride, sizes.q_rope_token_stride),
+                1,
+                self.head_box,
+            ),
             *copies_of(
                 pages_of(operands.latent, ROPE_TILE, sizes.latent_stride, sizes.latent_page_stride),
                 len(LEFT),
@@ -199,6 +222,7 @@ class FlashMLASm90:
             *copies_of(pages_of(operands.rope, 1, sizes.rope_stride, sizes.rope_page_stride), 1),
             table,
             cute.make_tensor(operands.lengths, line(requests)),
+            total_lengths,
             begins,
             tree,
             operands.o_latent,
@@ -209,11 +233,16 @@ class FlashMLASm90:
             sizes.scale_log2e,
             requests,
             queries,
+            total_queries,
             sizes.heads,
             sizes.pages,
             sizes.page_tokens,
+            sizes.max_tokens,
             sizes.newest,
             sizes.causal,
+            sizes.shards,
+            sizes.shard,
+            sizes.whole_items,
             sizes.group_ctas,
             sizes.visits,
             sizes.group_count,
@@ -242,6 +271,7 @@ class FlashMLASm90:
         r_global: cute.Tensor,
         table: cute.Tensor | None,
         lengths: cute.Tensor,
+        total_lengths: cute.Tensor | None,
         query_begins: cute.Tensor | None,
         tree: cute.Tensor | None,
         o_latent: cute.Pointer,
@@ -252,11 +282,16 @@ class FlashMLASm90:
         scale_log2e: Float32,
         requests: Int32,
         queries: Int32,
+        total_queries: Int32,
         heads: Int32,
         pages: Int32,
         page_tokens: Int32,
+        max_tokens: Int32,
         newest: Int32,
         causal: Int32,
+        shards: Int32,
+        shard: Int32,
+        whole_items: Int32,
         group_ctas: Int32,
         visits: Int32,
         group_count: Int32,
@@ -273,9 +308,11 @@ class FlashMLASm90:
             missing[0] = Int32(0)
         cute.arch.sync_threads()
         scheduler = Scheduler(
-            work_range(lengths, requests, visits, newest, group, group_count),
-            lengths, query_begins, tree, queries, heads, group_ctas, visits, newest, causal,
-            group, rank,
+            work_range(
+                lengths, requests, visits, newest, max_tokens, whole_items, group, group_count
+            ),
+            lengths, total_lengths, query_begins, tree, queries, total_queries, heads, max_tokens,
+            group_ctas, visits, newest, causal, shards, shard, group, rank,
         )  # fmt: skip
         ctas, cta = group_ctas * group_count, group * group_ctas + rank
         splits = may_split(scheduler.range, group_count)
@@ -295,7 +332,7 @@ class FlashMLASm90:
                 sources = Sources(
                     TmaTensor(q_copy, q_global), TmaTensor(qr_copy, qr_global),
                     TmaTensor(c_copy, c_global), TmaTensor(r_copy, r_global),
-                    table, pages, page_tokens,
+                    table, pages, page_tokens, heads, self.head_box,
                 )  # fmt: skip
                 produce(sources, tiles, barriers, scheduler)
         else:

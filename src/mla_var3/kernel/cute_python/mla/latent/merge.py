@@ -318,11 +318,12 @@ def merge_own_rows(
 ):
     """Merge this CTA's share of the rows."""
     rows = shared.totals[Total.TILES] * shared.totals[Total.MOST_ROWS]
-    if rows >= ctas * CONSUMER_WARPS:
+    if rows * CHUNKS > ctas * CONSUMER_WARPS:
         merge_units(outputs, shared, group_ctas, ctas, Int32(1), CHUNKS, dtype)
     else:
-        # With few rows a warp takes some columns of one, and where these are few as well, several
-        # warps take some partials each: one alone would wait for memory again and again.
+        # Where the rows are so few that one turn is enough, a warp takes some columns of one, and
+        # where these are few as well, several warps take some partials each: one alone would wait
+        # for memory again and again.
         team = Int32(1)
         while team < CONSUMER_WARPS and rows * CHUNKS * team * 2 <= ctas * CONSUMER_WARPS:
             team = team * 2

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mla_var3.kernel.cute_python.mla.hopper.constants import ROWS
 from mla_var3.runtime.cute.arguments import Int64Arg
 
 if TYPE_CHECKING:
@@ -30,13 +31,15 @@ class LatentOperands(NamedTuple):
     """The tensors of one call of the latent kernel.
 
     Attributes:
-        q_latent: latent queries `[b, s, h, 512]`, or `[total_q, h, 512]` with `cu_seqlens_q`; rows
-            (the last dimension but one) at equal distances.
+        q_latent: latent queries `[b, s, h, 512]`, or `[total_q, h, 512]` with `cu_seqlens_q`; query
+            tokens at equal distances, and heads (see `head_box`).
         q_rope: their rope part, 64 wide.
         latent: dense cache `[b, t, 512]`, or pages `[pages, page, 512]`.
         rope: its rope part, 64 wide.
         block_table: `[b, pages of a request]` int32 for a paged cache, stride 1 in a row.
-        lengths: `[b]` int32.
+        lengths: `[b]` int32; counted as at most `max_tokens`.
+        total_lengths: `[b]` int32, tokens of each request over all shards, where this cache is
+            one; None where it holds every token.
         cu_seqlens_q: `[b + 1]` int32, the first query of each request; None when all requests have
             the same number.
         tree: bool or uint8 `[b, s, s]`, which of the newest tokens a query sees within causal
@@ -51,6 +54,7 @@ class LatentOperands(NamedTuple):
     rope: Tensor
     block_table: Tensor | None
     lengths: Tensor
+    total_lengths: Tensor | None
     cu_seqlens_q: Tensor | None
     tree: Tensor | None
     o_latent: Tensor
@@ -66,6 +70,7 @@ class LatentOperands(NamedTuple):
         rope: Tensor,
         lengths: Tensor,
         block_table: Tensor | None = None,
+        total_lengths: Tensor | None = None,
         cu_seqlens_q: Tensor | None = None,
         tree: Tensor | None = None,
         o_latent: Tensor | None = None,
@@ -75,8 +80,9 @@ class LatentOperands(NamedTuple):
             o_latent = q_latent.new_empty((*rows, latent.shape[-1]))
         lse = q_latent.new_empty(tuple(rows), dtype=torch.float32)
         return cls(
-            q_latent, q_rope, latent, rope, block_table, lengths, cu_seqlens_q, tree, o_latent, lse
-        )
+            q_latent, q_rope, latent, rope, block_table, lengths, total_lengths, cu_seqlens_q, tree,
+            o_latent, lse,
+        )  # fmt: skip
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -101,13 +107,20 @@ class LatentSizes(NamedTuple):
         queries: queries per request, the most of any where they differ.
         heads: h.
         total_rows: rows of `q_latent` and `lse`.
-        q_latent_stride, q_rope_stride: between rows.
+        q_latent_stride, q_rope_stride: between heads, and between all query rows unless the
+            program has a `head_box`.
+        q_latent_token_stride, q_rope_token_stride: between query tokens.
         pages, page_tokens: the first two dimensions of the cache, b and t for a dense one.
+        max_tokens: slots of a request. Longer lengths are cut to it, so that no wrong length on the
+            device makes the kernel read outside of the block table.
         latent_page_stride, latent_stride, rope_page_stride, rope_stride: of the cache.
         block_table_stride: between requests.
         tree_stride, tree_row_stride: between requests and between queries.
         newest: newest tokens to leave out.
         causal: 1 if a query sees no later token.
+        shards, shard: with `total_lengths`, token i of a request lies in shard i % shards, and
+            this cache is number `shard`.
+        whole_items: 1 if no request is split, see `LatentOptions.batch_invariant`.
         group_ctas, visits, group_count: see `GroupShape` in `scheduler.py`.
     """
 
@@ -118,8 +131,11 @@ class LatentSizes(NamedTuple):
     total_rows: int
     q_latent_stride: int
     q_rope_stride: int
+    q_latent_token_stride: int
+    q_rope_token_stride: int
     pages: int
     page_tokens: int
+    max_tokens: int
     latent_page_stride: Int64Arg
     latent_stride: int
     rope_page_stride: Int64Arg
@@ -129,6 +145,9 @@ class LatentSizes(NamedTuple):
     tree_row_stride: int
     newest: int
     causal: int
+    shards: int
+    shard: int
+    whole_items: int
     group_ctas: int
     visits: int
     group_count: int
@@ -191,6 +210,9 @@ class LatentOptions:
         scale_log2e: softmax scale times log2(e).
         newest: newest tokens to leave out.
         empty_positive: whether a query that sees no token has an LSE of +inf, not -inf.
+        shards, shard: see `LatentSizes`.
+        batch_invariant: whether the result of a request must not depend, bit by bit, on the other
+            requests of the batch: nothing is split, and one program serves all batches.
     """
 
     max_q: int
@@ -198,6 +220,36 @@ class LatentOptions:
     scale_log2e: float
     newest: int = 0
     empty_positive: bool = False
+    shards: int = 1
+    shard: int = 0
+    batch_invariant: bool = False
+
+
+def head_box(operands: LatentOperands) -> int:
+    """Heads of a query token that one copy takes, where heads and tokens have own strides.
+
+    0 when all query rows of both parts are at equal distances, as in `[tokens, h, 512]`. Head-major
+    queries, a view of `[h, tokens, 512]`, have two strides. A copy then takes a box of heads and
+    tokens, together 64 rows, so h must divide 64 or be a multiple of it; `can_box` says whether.
+    """
+    heads = operands.lse.shape[-1]
+    parts = (operands.q_latent, operands.q_rope)
+    if all(token_stride(part, heads) == heads * part.stride(-2) for part in parts):
+        return 0
+    return min(heads, ROWS)
+
+
+def token_stride(q: Tensor, heads: int) -> int:
+    """Distance between query tokens, from the innermost dimension that has several."""
+    for size, stride in zip(reversed(q.shape[:-2]), reversed(q.stride()[:-2]), strict=True):
+        if size > 1:
+            return stride
+    return heads * q.stride(-2)
+
+
+def can_box(heads: int) -> bool:
+    """Whether queries with a stride for tokens and one for heads can be read as they are."""
+    return ROWS % heads == 0 or heads % ROWS == 0
 
 
 def latent_arguments(
@@ -221,8 +273,11 @@ def latent_arguments(
         total_rows=operands.lse.numel(),
         q_latent_stride=q_latent.stride(-2),
         q_rope_stride=operands.q_rope.stride(-2),
+        q_latent_token_stride=token_stride(q_latent, operands.lse.shape[-1]),
+        q_rope_token_stride=token_stride(operands.q_rope, operands.lse.shape[-1]),
         pages=latent.shape[0],
         page_tokens=latent.shape[1],
+        max_tokens=latent.shape[1] * (1 if table is None else table.shape[1]),
         latent_page_stride=Int64Arg(latent.stride(0)),
         latent_stride=latent.stride(1),
         rope_page_stride=Int64Arg(rope.stride(0)),
@@ -232,6 +287,9 @@ def latent_arguments(
         tree_row_stride=0 if tree is None else tree.stride(1),
         newest=options.newest,
         causal=int(options.causal),
+        shards=options.shards,
+        shard=options.shard,
+        whole_items=int(options.batch_invariant),
         group_ctas=shape.group_ctas,
         visits=shape.visits,
         group_count=shape.group_count,

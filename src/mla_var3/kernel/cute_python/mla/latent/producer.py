@@ -131,11 +131,13 @@ class Sources:
     """What the producer reads.
 
     Attributes:
-        q, q_rope: query rows and their rope part.
+        q, q_rope: query rows and their rope part; with a `head_box`, heads of query tokens.
         latent, rope: the cache, as pages.
         table: block table of a paged cache, or None.
         pages: pages of the cache.
         page_tokens: tokens of a page.
+        heads: query heads.
+        head_box: constant, see `operands.head_box`.
     """
 
     q: TmaTensor
@@ -145,6 +147,8 @@ class Sources:
     table: Any
     pages: Any
     page_tokens: Any
+    heads: Any
+    head_box: int
 
 
 @dataclass(frozen=True)
@@ -266,6 +270,11 @@ def load_queries(
     q, q_rope = sources.q, sources.q_rope
 
     def parts_of(tensor, columns):
+        if const_expr(sources.head_box > 0):
+            box = (sources.head_box, TILE // sources.head_box, columns)
+            at = (first_row % sources.heads, first_row // sources.heads, 0)
+            rows = cute.domain_offset(at, tensor)
+            return cute.group_modes(cute.local_tile(rows, box, (0, 0, None)), 0, 3)
         rows = cute.domain_offset((first_row, 0), tensor)
         return cute.group_modes(cute.local_tile(rows, (TILE, columns), (0, None)), 0, 2)
 

@@ -44,6 +44,11 @@ STREAM_COST = 0.0015
 """Share of the time that every CTA group costs that is alone on its KV blocks: memory is read for
 it alone, which takes power from the tensor cores. On an H200 66 such groups took 9 % (b=32 s=43;
 docs/results/2026-11-15-nvidia-h200-mix-development.md)."""
+EVEN_SHARE = 0.95
+"""Least share of the CTA groups to use where that lets each item be split evenly. On an H200 with
+128 of 132 CTAs and equal lengths around 4200, b=64 s=1 h=16 took 90 us instead of 94, b=64 s=4 h=16
+102.5 instead of 109, b=32 s=1 h=128 82 instead of 87; with different lengths nothing changed
+(docs/results/2026-11-16-nvidia-h200-engine-shapes.md). Smaller shares were not measured."""
 GROUP_WORTH = 0.03
 """Share of the time that a larger CTA group, which reads L2 in step, may cost. From the same runs:
 3 groups of 44 CTAs took 2089 us where 66 groups of 2 took 2280."""
@@ -111,6 +116,11 @@ def group_shape(tiles: int, requests: int, sm_count: int, group_ctas: int = 0) -
         each = items / most
         cost = min(SPLIT_COST, SPLIT_ITEMS / each)
         split = (1.0 - cost) * ideal / each - STREAM_COST * most, GroupShape(size, visits, most)
+        if items < most:
+            # As many groups for each item: with equal lengths no group has a share of two items.
+            even = most // items * items
+            if even >= EVEN_SHARE * most:
+                return split[0], GroupShape(size, visits, even)
         rounds = -(-items // most)
         if items % rounds:
             return split
@@ -181,9 +191,15 @@ def partial_count(lengths: Sequence[int], shape: GroupShape) -> int:
 
 
 @cute.jit
-def kv_blocks(lengths: cute.Tensor, request: Int32, newest: Int32) -> Int32:
+def tokens_of(lengths: cute.Tensor, request: Int32, max_tokens: Int32) -> Int32:
+    """Tokens of a request, from 0 to `max_tokens` whatever the device holds."""
+    return cutlass.max(cutlass.min(lengths[request], max_tokens), 0)
+
+
+@cute.jit
+def kv_blocks(lengths: cute.Tensor, request: Int32, newest: Int32, max_tokens: Int32) -> Int32:
     """KV blocks of a request, without its `newest` tokens."""
-    old = cutlass.max(lengths[request] - newest, 0)
+    old = cutlass.max(tokens_of(lengths, request, max_tokens) - newest, 0)
     return (old + (KV_BLOCK - 1)) // KV_BLOCK
 
 
@@ -210,23 +226,26 @@ def work_range(
     requests: Int32,
     visits: Int32,
     newest: Int32,
+    max_tokens: Int32,
+    whole_items: Int32,
     group: Int32,
     group_count: Int32,
 ) -> WorkRange:
     """The range of a CTA group; all lanes of a warp call it together and get the same answer.
 
-    Where nothing is split (`takes_turns`) the groups at work are on neighbouring items, often of
-    one request.
+    Where nothing is split (`takes_turns`, or `whole_items` is not 0) the groups at work are on
+    neighbouring items, often of one request.
     """
     lane = cute.arch.lane_idx()
     chunks = (requests + 31) // 32
     items = requests * visits
     total = Int32(0)
     longest = Int32(0)
-    for chunk in cutlass.range(chunks, unroll=1):
+    # Unrolled, so that the reads of a large batch wait for memory together.
+    for chunk in cutlass.range(chunks, unroll=8):
         request = chunk * 32 + lane
         if request < requests:
-            blocks = kv_blocks(lengths, request, newest)
+            blocks = kv_blocks(lengths, request, newest, max_tokens)
             total += blocks + ITEM_COST
             longest = cutlass.max(longest, blocks)
     total = cute.arch.warp_redux_sync(total, "add") * visits
@@ -236,11 +255,11 @@ def work_range(
     begin_block = Int32(0)
     end = items
     end_block = Int32(0)
-    if takes_turns(longest, items, group_count, total):
+    if whole_items != 0 or takes_turns(longest, items, group_count, total):
         step = group_count
     else:
         begin, begin_block, end, end_block = split_range(
-            lengths, requests, visits, newest, group, group_count, total
+            lengths, requests, visits, newest, max_tokens, group, group_count, total
         )
     return WorkRange(begin, begin_block, end, end_block, step)
 
@@ -251,6 +270,7 @@ def split_range(
     requests: Int32,
     visits: Int32,
     newest: Int32,
+    max_tokens: Int32,
     group: Int32,
     group_count: Int32,
     total: Int32,
@@ -271,7 +291,7 @@ def split_range(
         blocks = Int32(0)
         cost = Int32(0)
         if request < requests:
-            blocks = kv_blocks(lengths, request, newest)
+            blocks = kv_blocks(lengths, request, newest, max_tokens)
             cost = blocks + ITEM_COST
         inclusive = cost
         for step in cutlass.range_constexpr(5):
@@ -346,25 +366,32 @@ class Scheduler:
     Attributes:
         range: the items of its CTA group.
         lengths: tokens per request.
+        total_lengths: tokens per request over all shards; None where the cache is no shard.
         query_begins: first query of each request and of the one behind the last; None when all
             requests have `queries` of them.
         tree: bytes [b, s, s], not 0 where a query sees one of the newest tokens; None when the
             order of the tokens alone decides.
-        queries, heads, group_ctas, visits, newest, causal: sizes, as in the kernel's contract.
+        queries, total_queries, heads, max_tokens, group_ctas, visits, newest, causal, shards,
+            shard: sizes, as in the kernel's contract.
         group: number of the CTA group.
         rank: the CTA's place in its group.
     """
 
     range: WorkRange
     lengths: Any
+    total_lengths: Any
     query_begins: Any
     tree: Any
     queries: Any
+    total_queries: Any
     heads: Any
+    max_tokens: Any
     group_ctas: Any
     visits: Any
     newest: Any
     causal: Any
+    shards: Any
+    shard: Any
     group: Any
     rank: Any
 
@@ -399,14 +426,20 @@ def work_tile_at(item: Int32, scheduler: cutlass.Constexpr) -> WorkTile:
             count = scheduler.queries
             base = request * scheduler.queries * scheduler.heads
             if const_expr(scheduler.query_begins is not None):
-                count = scheduler.query_begins[request + 1] - scheduler.query_begins[request]
-                base = scheduler.query_begins[request] * scheduler.heads
+                # Within the queries that there are, whatever the device holds.
+                begin = cutlass.max(scheduler.query_begins[request], 0)
+                begin = cutlass.min(begin, scheduler.total_queries)
+                most = cutlass.min(begin + scheduler.queries, scheduler.total_queries)
+                count = cutlass.min(scheduler.query_begins[request + 1], most) - begin
+                base = begin * scheduler.heads
             rows = count * scheduler.heads
             if row < rows:
                 searching = Boolean(False)
                 valid = Boolean(True)
-                length = scheduler.lengths[request]
-                blocks = kv_blocks(scheduler.lengths, request, scheduler.newest)
+                length = tokens_of(scheduler.lengths, request, scheduler.max_tokens)
+                blocks = kv_blocks(
+                    scheduler.lengths, request, scheduler.newest, scheduler.max_tokens
+                )
                 if item == own.begin:
                     first = own.begin_block
                 last = blocks
@@ -421,7 +454,7 @@ def work_tile_at(item: Int32, scheduler: cutlass.Constexpr) -> WorkTile:
                 if scheduler.causal != 0:
                     # The last row of the tile sees most.
                     query = cutlass.min(row + ROWS - 1, rows - 1) // scheduler.heads
-                    seen = cutlass.max(length - count + query + 1, 0)
+                    seen = cutlass.max(causal_limit(request, length, count, query, scheduler), 0)
                     last = cutlass.min(last, (seen + KV_BLOCK - 1) // KV_BLOCK)
                 last = cutlass.max(last, first)
             else:
@@ -439,12 +472,31 @@ def partial_slot(tile: cutlass.Constexpr, scheduler: cutlass.Constexpr) -> Int32
 
 
 @cute.jit
+def causal_limit(
+    request: Int32, length: Int32, count: Int32, query: Int32, scheduler: cutlass.Constexpr
+) -> Int32:
+    """How many tokens of the cache are not later than a query, which may be none or fewer.
+
+    A query at position x sees tokens 0 to x. Of these, those with i % shards == shard are here.
+    """
+    limit = length - count + query + 1
+    if const_expr(scheduler.total_lengths is not None):
+        position = scheduler.total_lengths[request] - count + query
+        limit = Int32(0)
+        if position >= 0:
+            limit = (position + scheduler.shards - scheduler.shard) // scheduler.shards
+    return limit
+
+
+@cute.jit
 def row_limit(tile: cutlass.Constexpr, row: Int32, scheduler: cutlass.Constexpr) -> Int32:
     """How many tokens a row of a work tile sees in the tile's KV blocks, counted from 0."""
     limit = cutlass.min(cutlass.max(tile.length - scheduler.newest, 0), tile.last * KV_BLOCK)
     if scheduler.causal != 0:
         query = (tile.row + row) // scheduler.heads
-        limit = cutlass.min(limit, tile.length - tile.rows // scheduler.heads + query + 1)
+        count = tile.rows // scheduler.heads
+        request = tile.item // scheduler.visits
+        limit = cutlass.min(limit, causal_limit(request, tile.length, count, query, scheduler))
     return limit
 
 

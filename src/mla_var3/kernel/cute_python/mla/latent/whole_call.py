@@ -142,7 +142,8 @@ def attend(
     latent, sm_count, copied = call_arguments(operands, options)
     arguments = whole_arguments(projections, latent, sm_count)
     q_nope = projections.q_nope
-    tiling = FlashMLATiling(few=default_few(options.max_q * q_nope.shape[-2]))
+    few = 0 if options.batch_invariant else default_few(options.max_q * q_nope.shape[-2])
+    tiling = FlashMLATiling(few=few)
     program = call_program(
         FlashMLASm90.flash_mla, WholeCall, tiling, options.empty_positive, arguments, q_nope
     )

@@ -38,7 +38,11 @@ from mla_var3.kernel.cute_python.mla.latent.kernel import (
     default_few,
     latent_stage,
 )
-from mla_var3.kernel.cute_python.mla.latent.operands import LatentOperands, LatentOptions
+from mla_var3.kernel.cute_python.mla.latent.operands import (
+    LatentOperands,
+    LatentOptions,
+    head_box,
+)
 from mla_var3.kernel.cute_python.mla.latent.paging import check_paged, dense_inputs, paged_inputs
 from mla_var3.kernel.cute_python.mla.latent.scheduler import GroupShape, group_shape
 from mla_var3.op.mla.cost import flash_mla_cost
@@ -144,10 +148,11 @@ def attend(operands: LatentOperands, options: LatentOptions) -> LatentLaunch | N
         return None
     arguments, sm_count, copied = call_arguments(operands, options)
     o_latent = operands.o_latent
-    tiling = FlashMLATiling(few=default_few(options.max_q * o_latent.shape[-2]))
+    few = 0 if options.batch_invariant else default_few(options.max_q * o_latent.shape[-2])
     program = call_program(
-        FlashMLASm90.flash_mla, FlashMLASm90, tiling, options.empty_positive, arguments, o_latent
-    )
+        FlashMLASm90.flash_mla, FlashMLASm90, FlashMLATiling(few=few), options.empty_positive,
+        arguments, o_latent, head_box(operands),
+    )  # fmt: skip
     program(*arguments)
     if copied:
         return None
