@@ -293,10 +293,7 @@ def _trace_and_compile(
     arch = str(key.fields["arch"])
     start = time.perf_counter()
     try:
-        with (
-            quiet_compiler(),
-            tempfile.TemporaryDirectory(prefix="hyper-mla-cute-") as folder,
-        ):
+        with quiet_compiler(), tempfile.TemporaryDirectory(prefix="hyper-mla-cute-") as folder:
             # Line information costs nothing at run time, and the profiler shows sources by it.
             options = f"--gpu-arch {arch} --generate-line-info --keep-ptx --keep-cubin"
             options += f" --dump-dir {folder}"
@@ -384,10 +381,7 @@ def _symbol_prefix(key: ProgramKey) -> str:
 
 def _link(key: ProgramKey, compiled: CompiledProgram) -> Any:
     """The host function of a compiled program, linked into this process."""
-    with (
-        quiet_compiler(),
-        tempfile.TemporaryDirectory(prefix="hyper-mla-cute-") as folder,
-    ):
+    with quiet_compiler(), tempfile.TemporaryDirectory(prefix="hyper-mla-cute-") as folder:
         path = Path(folder, "program.o")
         path.write_bytes(compiled.object_code)
         return load_module(str(path))[_symbol_prefix(key)]

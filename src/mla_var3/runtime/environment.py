@@ -29,10 +29,7 @@ _TOOL_TIMEOUT_S = 20
 _SOURCE_ROOT = Path(__file__).resolve().parents[3]
 """Top of the checkout, when the package runs from one (`src` layout)."""
 
-_TOOLKITS = {
-    "cutile-dsl": ("cuda-tile", "tileiras", "ptxas"),
-    "cute-dsl": ("cutlass-dsl",),
-}
+_TOOLKITS = {"cutile-dsl": ("cuda-tile", "tileiras", "ptxas"), "cute-dsl": ("cutlass-dsl",)}
 """What decides the machine code of a kernel, per language."""
 
 _DISTRIBUTIONS = {

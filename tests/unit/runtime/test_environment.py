@@ -47,7 +47,7 @@ def test_record_is_json_and_complete() -> None:
     record = env.environment()
     assert json.loads(json.dumps(record)) == record
     assert set(record) == {
-        *("date", "command", "versions", "cuda_runtime", "platform", "arch", "git", "gpu"),
+        *("date", "command", "versions", "cuda_runtime", "platform", "arch", "git", "gpu")
     }
     assert record["versions"]["hyper-mla"] == mla_var3.__version__
     assert record["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))

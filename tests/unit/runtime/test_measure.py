@@ -10,13 +10,7 @@ import torch
 
 from mla_var3.errors import DeviceTimeoutError, InvalidArgumentError, UnsupportedError
 from mla_var3.runtime import measure
-from mla_var3.runtime.measure import (
-    Timing,
-    percentile,
-    summarise,
-    time_gpu,
-    wait_for_device,
-)
+from mla_var3.runtime.measure import Timing, percentile, summarise, time_gpu, wait_for_device
 from tests.unit.runtime.runtime_support import fake_kernel
 
 

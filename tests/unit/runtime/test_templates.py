@@ -89,9 +89,7 @@ class MyPipeline(CtMyKernel):
             validate_joint_tiling_fn=lambda tilings: sum(t.Bm for t in tilings) <= 128,
         )
         return KernelPipeline(
-            pipeline_name="my_pipeline",
-            stages=[first, concurrent],
-            output_tensors=a.output_tensors,
+            pipeline_name="my_pipeline", stages=[first, concurrent], output_tensors=a.output_tensors
         )
 
 

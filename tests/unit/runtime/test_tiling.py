@@ -63,11 +63,7 @@ def test_a_tiling_survives_a_dictionary() -> None:
     assert tiling_from_dict(FakeTiling, tiling.to_dict()) == tiling
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"rows": None}, {"speed": 9}],
-    ids=["missing", "unknown"],
-)
+@pytest.mark.parametrize("change", [{"rows": None}, {"speed": 9}], ids=["missing", "unknown"])
 def test_other_fields_are_refused(change: dict[str, object]) -> None:
     values = {**FakeTiling().to_dict(), **change}
     if change.get("rows", 1) is None:

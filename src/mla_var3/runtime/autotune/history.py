@@ -101,11 +101,7 @@ def _plain(value: Any) -> Any:
 
 
 def tuning_key(
-    plan: KernelPlan,
-    spec: DeviceSpec,
-    stage: str,
-    kernels: Iterable[KernelStage],
-    **more: Any,
+    plan: KernelPlan, spec: DeviceSpec, stage: str, kernels: Iterable[KernelStage], **more: Any
 ) -> dict[str, Any]:
     """Everything that a tuning result depends on.
 

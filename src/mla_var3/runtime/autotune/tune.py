@@ -91,11 +91,7 @@ def autotune(
 
 
 def refine_plan(
-    plan: P,
-    spec: DeviceSpec,
-    options: RunOptions,
-    *,
-    instruments: Instruments | None = None,
+    plan: P, spec: DeviceSpec, options: RunOptions, *, instruments: Instruments | None = None
 ) -> P:
     """Let timing choose between a plan and its neighbours.
 

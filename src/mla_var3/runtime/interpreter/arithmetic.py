@@ -297,24 +297,14 @@ for _stub, _name in {
 
 def _register_rounded(stub: Callable[..., Any], name: str) -> None:
     def rounded(
-        x: Any,
-        y: Any,
-        /,
-        *,
-        rounding_mode: RoundingMode | None = None,
-        flush_to_zero: bool = False,
+        x: Any, y: Any, /, *, rounding_mode: RoundingMode | None = None, flush_to_zero: bool = False
     ) -> Any:
         return binary(name, x, y, rounding_mode, flush_to_zero)
 
     implement(stub, rounded)
 
 
-for _stub, _name in {
-    ct.add: "add",
-    ct.sub: "sub",
-    ct.mul: "mul",
-    ct.truediv: "truediv",
-}.items():
+for _stub, _name in {ct.add: "add", ct.sub: "sub", ct.mul: "mul", ct.truediv: "truediv"}.items():
     _register_rounded(_stub, _name)
 
 
@@ -417,11 +407,7 @@ def _register_unary(stub: Callable[..., Any]) -> None:
     name, function, accepts = _UNARY[stub]
 
     def unary(
-        x: Any,
-        /,
-        *,
-        rounding_mode: RoundingMode | None = None,
-        flush_to_zero: bool = False,
+        x: Any, /, *, rounding_mode: RoundingMode | None = None, flush_to_zero: bool = False
     ) -> Any:
         if isinstance(x, bool | int | float):
             with reraise_tile_exception():

@@ -5,13 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mla_var3.runtime.markdown import (
-    byte_count,
-    flop_count,
-    microseconds,
-    number,
-    table,
-)
+from mla_var3.runtime.markdown import byte_count, flop_count, microseconds, number, table
 
 if TYPE_CHECKING:
     from mla_var3.runtime.check import CheckResult, OutputCheck

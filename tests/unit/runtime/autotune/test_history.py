@@ -35,10 +35,7 @@ class FakePlan:
 
 def fake_kernel(*files: Path) -> Any:
     return SimpleNamespace(
-        language="cutile-dsl",
-        plan=FakePlan(),
-        tiling=Tiling(),
-        source_files=lambda: list(files),
+        language="cutile-dsl", plan=FakePlan(), tiling=Tiling(), source_files=lambda: list(files)
     )
 
 

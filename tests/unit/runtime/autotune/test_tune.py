@@ -287,7 +287,7 @@ def test_when_all_spill_the_fewest_stack_bytes_are_timed(
     assert world.timed == [(128,), (256,)]
     assert stage.tiling.rows == 256
     assert statuses(tuning) == {
-        **{64: "rejected", 128: "ok", 256: "ok", 32: "rejected", 8: "rejected"},
+        **{64: "rejected", 128: "ok", 256: "ok", 32: "rejected", 8: "rejected"}
     }
     assert "kept although it spills (16 B" in reason(tuning, 128)
     assert "fewest stack bytes" in reason(tuning, 128)
@@ -423,11 +423,7 @@ def test_retune_starts_anew_and_keeps_the_old_until_there_is_something_new(
 
 
 def test_another_problem_device_or_source_is_another_history(
-    world: World,
-    kernel: MakeKernel,
-    plan: FakePlan,
-    source: Path,
-    caplog: pytest.LogCaptureFixture,
+    world: World, kernel: MakeKernel, plan: FakePlan, source: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = tune(world, kernel([64, 32]), plan)["attend"]
     other = tune(world, kernel([64, 32]), FakePlan(b=3))["attend"]
@@ -655,7 +651,7 @@ def test_nesting(world: World, kernel: MakeKernel, plan: FakePlan) -> None:
     outcome = tune(world, stage, plan)
     assert list(outcome) == ["first", "out", "last"]
     assert {k.name: k.tiling.rows for k in stage.kernels()} == {
-        **{"first": 10, "a": 1, "b": 7, "c": 8, "d": 4, "e": 5, "last": 6},
+        **{"first": 10, "a": 1, "b": 7, "c": 8, "d": 4, "e": 5, "last": 6}
     }
     assert all(len(rows) == 5 and rows[3] == 4 for rows in world.timed if len(rows) > 1)
 

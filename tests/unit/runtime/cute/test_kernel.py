@@ -347,9 +347,7 @@ def test_a_gpu_of_another_architecture_is_refused_by_name(monkeypatch: pytest.Mo
         cute_launch.require_arch("flash", "sm_90a", device)
 
 
-def test_a_launch_fn_is_not_called_on_the_wrong_gpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_launch_fn_is_not_called_on_the_wrong_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[ScaleTiling] = []
     kernel = dataclasses.replace(
         empty(requires_arch="sm_90a"), host_fn=None, args_fn=None, launch_fn=called.append

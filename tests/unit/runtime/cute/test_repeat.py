@@ -51,10 +51,7 @@ def test_addresses_change_and_numbers_stay(device: Device) -> None:
     repeated = CuteProgram("scale", kinds_of(args), 0, device).repeated(*args)
     repeated(16, 0, 32)
     repeated(48, 9, 64)  # what stands for the absent one is not read
-    assert device.seen == [
-        (16, -5, 32, 0.25, 1 << 40, STREAM),
-        (48, -5, 64, 0.25, 1 << 40, STREAM),
-    ]
+    assert device.seen == [(16, -5, 32, 0.25, 1 << 40, STREAM), (48, -5, 64, 0.25, 1 << 40, STREAM)]
     launch = repeated.on_stream(5, [0], {3: 96})
     launch((80,))
     repeated(16, 0, 32)

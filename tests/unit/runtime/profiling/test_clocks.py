@@ -199,11 +199,7 @@ def test_the_nearest_step_is_taken_and_named(scripts: Scripts) -> None:
 
 
 @pytest.mark.parametrize(
-    ("failing", "undone"),
-    [
-        ("-lgc", ["-i 0 -pm 0"]),
-        ("-lmc", ["-i 0 -rgc", "-i 0 -pm 0"]),
-    ],
+    ("failing", "undone"), [("-lgc", ["-i 0 -pm 0"]), ("-lmc", ["-i 0 -rgc", "-i 0 -pm 0"])]
 )
 def test_a_partial_failure_is_undone(failing: str, undone: list[str], scripts: Scripts) -> None:
     done = scripts.run("lock-gpu-clock.sh", SMI_FAIL=failing)

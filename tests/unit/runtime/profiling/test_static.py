@@ -26,10 +26,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> ProfileResult:
     plan = plan_class(find_kernel("flash_attention"))(b=1, s=1, t=64, h=8)
     steps: list[tuple[str, int, int, str]] = []
     options = RunOptions(
-        device="cpu",
-        out_dir=folder,
-        targets=("sm_90",),
-        progress=lambda *step: steps.append(step),
+        device="cpu", out_dir=folder, targets=("sm_90",), progress=lambda *step: steps.append(step)
     )
     result = static_profile_plan(plan, options=options)
     result.record["steps of the test"] = steps

@@ -17,12 +17,7 @@ from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
 from mla_var3.runtime.paths import find_kernel, plan_class
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling import target
-from mla_var3.runtime.profiling.target import (
-    TargetSpec,
-    apply_tilings,
-    launch_ranges,
-    stage_ranges,
-)
+from mla_var3.runtime.profiling.target import TargetSpec, apply_tilings, launch_ranges, stage_ranges
 from mla_var3.runtime.stage import Stage
 
 

@@ -8,18 +8,8 @@ from typing import TYPE_CHECKING
 from mla_var3.runtime.files import write_atomic
 from mla_var3.runtime.markdown import number, table
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult
-from mla_var3.runtime.profiling.common import (
-    header,
-    profiling_mode,
-    write_artifacts,
-)
-from mla_var3.runtime.profiling.ncu.reader import (
-    NOT_OURS,
-    MetricValue,
-    Rule,
-    StageProfile,
-    advice,
-)
+from mla_var3.runtime.profiling.common import header, profiling_mode, write_artifacts
+from mla_var3.runtime.profiling.ncu.reader import NOT_OURS, MetricValue, Rule, StageProfile, advice
 from mla_var3.runtime.profiling.ncu.session import Session, make_result, profile
 from mla_var3.runtime.profiling.ncu.source import (
     HOT_SHARE,

@@ -34,12 +34,7 @@ from mla_var3.runtime.profiling.ncu.reader import (
     read_launches,
     stage_profiles,
 )
-from mla_var3.runtime.profiling.target import (
-    RANGE_PREFIX,
-    TargetSpec,
-    apply_tilings,
-    stage_ranges,
-)
+from mla_var3.runtime.profiling.target import RANGE_PREFIX, TargetSpec, apply_tilings, stage_ranges
 from mla_var3.runtime.profiling.timeline.analysis import outline
 from mla_var3.runtime.workflow import Prepared, RunOptions
 

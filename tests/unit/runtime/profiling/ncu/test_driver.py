@@ -48,9 +48,7 @@ def test_the_version_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert tool.release == (2025, 3, 1, 0)
 
 
-def test_no_ncu_says_what_is_needed_and_what_works_without(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_ncu_says_what_is_needed_and_what_works_without(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ncu_driver, "find_tool", lambda name: None)
     monkeypatch.setattr(ncu_driver, "_newest_in_opt", lambda: None)
     with pytest.raises(MissingToolError, match=r"ncu: .*2024\.1 or newer.*prof_type=event"):
