@@ -249,11 +249,7 @@ def fits_shared_memory(report: CompileReport, spec: DeviceSpec) -> bool:
 
 
 def disassemble(cubin: bytes) -> Disassembly:
-    """What cuobjdump and nvdisasm print about a cubin.
-
-    Raises:
-        MissingToolError: one of them is missing or cannot read this cubin.
-    """
+    """What cuobjdump and nvdisasm print about a cubin."""
     return _disassemble(cubin, _tool("cuobjdump"), _tool("nvdisasm"))
 
 

@@ -102,11 +102,7 @@ class ConcurrentKernels(Stage):
             yield from member.kernels()
 
     def joint_failures(self, tilings: Sequence[Tiling] | None = None) -> tuple[str, ...]:
-        """Why this combination of tilings may not run together; empty when it may.
-
-        Args:
-            tilings: one per leaf kernel in order; the active ones by default.
-        """
+        """Why this combination of tilings may not run together; empty when it may."""
         if self.validate_joint_tiling_fn is None:
             return ()
         chosen = list(tilings) if tilings is not None else [k.tiling for k in self.kernels()]

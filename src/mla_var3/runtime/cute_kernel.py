@@ -243,18 +243,7 @@ def program_for(
 def compile_program(
     kernel_fn: Any, host: Any, kinds: Sequence[ArgumentKind], tiling: Any, arch: str
 ) -> CompiledProgram:
-    """Compile a host function without needing a GPU, unless a cache has it.
-
-    Args:
-        kernel_fn: the `@cute.kernel` function, for its name and source.
-        host: the host function.
-        kinds: kinds of its arguments, without the stream.
-        tiling: the tiling that the host function was made for.
-        arch: architecture, for example "sm_90a".
-
-    Raises:
-        KernelCompileError: it does not compile.
-    """
+    """Compile a host function without needing a GPU, unless a cache has it."""
     with _lock:
         return _compile(_key(kernel_fn, host, kinds, tiling, arch), host, kinds)
 

@@ -79,11 +79,7 @@ def environment() -> dict[str, Any]:
 
 
 def toolkit_versions(language: str | None = None) -> dict[str, str | None]:
-    """Versions of what turns a kernel into machine code, for cache keys.
-
-    Args:
-        language: language key, such as "cutile-dsl"; None for the tools of all languages.
-    """
+    """Versions of what turns a kernel into machine code, for cache keys."""
     names = _TOOLKITS.values() if language is None else (_TOOLKITS.get(language, ()),)
     return {name: _version(name) for group in names for name in group}
 

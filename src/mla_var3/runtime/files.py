@@ -36,12 +36,7 @@ def write_atomic(path: Path, data: bytes | str) -> None:
 
 
 def make_folder(path: Path, argument: str = "out_dir") -> Path:
-    """The folder, made if it is not there; an error before any work if nothing can go into it.
-
-    Args:
-        path: the folder.
-        argument: what the caller knows it by.
-    """
+    """The folder, made if it is not there; an error before any work if nothing can go into it."""
     expected = "a folder that can be written to"
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -58,10 +53,6 @@ def output_folder(path: Path, argument: str = "out_dir") -> Iterator[Path]:
 
     Of the folders that this made, those that are empty at the end are removed: a run that failed
     leaves nothing behind.
-
-    Args:
-        path: the folder.
-        argument: what the caller knows it by.
     """
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:

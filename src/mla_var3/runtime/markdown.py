@@ -14,15 +14,7 @@ MISSING = "-"
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A markdown table; columns in which every value is a number or missing align right.
-
-    Args:
-        headers: One title per column.
-        rows: Cells; None becomes "-".
-
-    Raises:
-        ValueError: A row has another number of cells than there are headers.
-    """
+    """A markdown table; columns in which every value is a number or missing align right."""
     cells = [[_cell(value) for value in row] for row in rows]
     for row in cells:
         if len(row) != len(headers):

@@ -169,12 +169,7 @@ def _runs_that_fit(run: Callable[[int], object], max_seconds: float) -> int:
 
 
 def require_cuda(what: str, instead: str = "") -> None:
-    """Raise UnsupportedError where no CUDA device can be used.
-
-    Args:
-        what: what needs it.
-        instead: what the user can do without one.
-    """
+    """Raise UnsupportedError where no CUDA device can be used."""
     import torch
 
     if not torch.cuda.is_available():
@@ -245,11 +240,7 @@ def cuda_is_healthy() -> bool:
 
 
 class CudaClock:
-    """Times with CUDA events on the current device and stream.
-
-    Raises:
-        UnsupportedError: there is no CUDA device.
-    """
+    """Times with CUDA events on the current device and stream."""
 
     def __init__(self) -> None:
         import torch

@@ -266,9 +266,6 @@ def traced_source_files(*roots: Any) -> list[Path]:
     For languages whose host code is traced into the kernel as well: there a class, a constant or a
     whole module can decide what the kernel does, so every import counts. Only an import of nothing
     but plan classes does not: a plan calls the kernel, it is no part of it.
-
-    Args:
-        roots: functions, classes or instances; their modules are where the search starts.
     """
     modules = [inspect.getmodule(root) for root in roots]
     found: dict[Path, None] = {}

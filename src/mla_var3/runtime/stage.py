@@ -146,15 +146,7 @@ class KernelStage(Stage):
             )
 
     def require_target(self, target: str, device: str) -> None:
-        """Refuse a GPU that this kernel cannot run on; none by default.
-
-        Args:
-            target: GPU code of the device, for example "sm_90".
-            device: its name, for the message.
-
-        Raises:
-            UnsupportedError: the kernel needs another GPU.
-        """
+        """Refuse a GPU that this kernel cannot run on; none by default."""
 
     def mlir_text(self, compiled: CompiledKernel) -> str | None:
         """The compiler's input as MLIR text, None where the toolchain gives none."""

@@ -34,12 +34,7 @@ class Target:
 
     @classmethod
     def of_code(cls, code: str, here: DeviceSpec) -> Target:
-        """A compile target with a device that has it.
-
-        Args:
-            code: compile target, for example "sm_90".
-            here: preferred where it has that target, and the fallback where no known device does.
-        """
+        """A compile target with a device that has it."""
         known = (here, *load_devices().values())
         return cls(code, next((spec for spec in known if spec.target == code), here))
 
@@ -48,11 +43,7 @@ class Target:
         return default if self.device is None else self.device.sm_count
 
     def require_device(self) -> DeviceSpec:
-        """The table entry.
-
-        Raises:
-            InvalidArgumentError: only the compile target is known.
-        """
+        """The table entry."""
         if self.device is None:
             raise InvalidArgumentError("target", "a device of the table", f"{self.code} alone")
         return self.device

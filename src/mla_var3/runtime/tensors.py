@@ -62,13 +62,7 @@ def check_tensor(
 
 
 def require_view(name: str, tensor: torch.Tensor, *shape: int) -> torch.Tensor:
-    """The tensor in another shape without a copy, which would not follow later changes.
-
-    Args:
-        name: the argument's name in the message.
-        tensor: what came.
-        shape: the shape that the kernel wants.
-    """
+    """The tensor in another shape without a copy, which would not follow later changes."""
     try:
         return tensor.view(*shape)
     except RuntimeError:

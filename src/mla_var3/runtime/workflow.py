@@ -202,16 +202,7 @@ def empty_stage(plan: KernelPlan) -> Stage:
 
 
 def require_memory(plan: KernelPlan, stage: Stage, where: str) -> None:
-    """Refuse a problem whose tensors alone exceed the free memory, before anything is allocated.
-
-    Args:
-        plan: the plan, for the message.
-        stage: its runtime object without tensors.
-        where: "cuda" or "cpu".
-
-    Raises:
-        InvalidArgumentError: names the sizes, what they need and what is free.
-    """
+    """Refuse a problem whose tensors alone exceed the free memory, before anything is allocated."""
     need, free = tensor_bytes(stage), free_memory(where)
     if free is not None and need > free:
         sizes = " ".join(f"{k}={v}" for k, v in plan.params().items() if type(v) is int)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from mla_var3.runtime.compile import (
     Disassembly,
     compile_report,
     disassemble,
-    fits_shared_memory,
     parse_disassembly,
 )
 from mla_var3.runtime.tiling import Tiling
@@ -124,35 +122,6 @@ def test_figures_are_read_from_the_tools() -> None:
     }
 
 
-def test_the_most_demanding_function_counts_and_a_cluster_is_one_by_default() -> None:
-    two = RESOURCES.format(stack=0) + "\n  REG:32 STACK:8 SHARED:0 LOCAL:0"
-    figures = parse_disassembly(Disassembly(two, "", ""))
-    assert (figures["registers"], figures["stack_bytes"], figures["shared_bytes"]) == (
-        168,
-        8,
-        148680,
-    )
-    assert (figures["cluster"], figures["threads"], figures["consumer_registers"]) == (
-        1,
-        None,
-        None,
-    )
-
-
-@pytest.mark.parametrize(
-    ("figures", "spills"),
-    [
-        ({"stack_bytes": 0}, False),
-        ({"stack_bytes": 8}, True),
-        ({"stack_bytes": 0, "instructions": {"STL": 1}}, True),
-        ({"stack_bytes": 0, "instructions": {"LDL": 1}}, True),
-        ({"error": "no"}, False),
-    ],
-)
-def test_spills(figures: dict[str, Any], spills: bool) -> None:
-    assert report(**figures).spills is spills
-
-
 @pytest.mark.parametrize(
     ("target", "opcodes", "expects", "misses"),
     [
@@ -183,23 +152,6 @@ def test_tensor_core_path_per_target(
     assert found.misses_tensor_core is misses
     assert ("misses the tensor-core path" in found.verdict) is misses
     assert found.tensor_core == (opcodes[0] if opcodes else None)
-
-
-def test_verdicts() -> None:
-    good = report(stack_bytes=0, instructions={"HGMMA": 8, "UTMALDG": 2})
-    assert good.verdict == "ok, 8 HGMMA, TMA, no spills"
-    bad = replace(good, stack_bytes=64, instructions={"HMMA": 8, "STL": 3, "LDL": 2})
-    assert bad.verdict == (
-        "spills (64 B of stack, 3 STL, 2 LDL), misses the tensor-core path (HMMA, not HGMMA)"
-    )
-    assert report(error="boom").verdict == "does not compile: boom"
-    assert not report(error="boom", expects_tensor_core=True).misses_tensor_core
-
-
-@pytest.mark.parametrize(("used", "fits"), [(1000, True), (1001, False), (None, False)])
-def test_shared_memory_limit(used: int | None, fits: bool) -> None:
-    spec: Any = SimpleNamespace(shared_memory_per_block_bytes=1000)
-    assert fits_shared_memory(report(shared_bytes=used), spec) is fits
 
 
 # -- real kernels --------------------------------------------------------------------------------

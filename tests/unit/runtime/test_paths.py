@@ -14,14 +14,12 @@ from mla_var3.errors import InvalidArgumentError, MissingToolError, UnknownNameE
 from mla_var3.runtime import paths
 from mla_var3.runtime.paths import (
     KernelId,
-    autotune_file,
     cache_root,
     discover_kernels,
     find_kernel,
     import_kernel_module,
     kernel_id_of_module,
     output_root,
-    plan_class,
     profile_path,
     split_full_name,
 )
@@ -32,17 +30,6 @@ BASE = KernelId("mla_var6_plus", 0, "cutile-dsl", "mla")
 
 
 # --- ids ------------------------------------------------------------------------------------------
-
-
-def test_an_id_gives_name_version_and_module() -> None:
-    assert (V4.full_name, V4.version) == ("mla_var6_plus_v4", "v4")
-    assert V4.module == (
-        "mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus_v4.mla_var6_plus_v4"
-    )
-    assert (BASE.full_name, BASE.version) == ("mla_var6_plus", "v0")
-    assert BASE.module == "mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus.mla_var6_plus"
-    cute = KernelId("flash_mla", 2, "cute-dsl", "mla")
-    assert cute.module == "mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v2.flash_mla_v2"
 
 
 @pytest.mark.parametrize(
@@ -64,11 +51,6 @@ def test_full_names(name: str, expected: tuple[str, int]) -> None:
 @pytest.mark.parametrize("kernel", [V4, BASE, KernelId("x", 1, "cute-dsl", "mla")], ids=str)
 def test_module_and_id_are_inverse(kernel: KernelId) -> None:
     assert kernel_id_of_module(kernel.module) == kernel
-
-
-def test_a_stage_belongs_to_its_version() -> None:
-    package = BASE.module.rpartition(".")[0]
-    assert kernel_id_of_module(f"{package}.attention_block_specialized") == BASE
 
 
 @pytest.mark.parametrize(
@@ -194,35 +176,7 @@ def test_a_wrong_version_lists_the_known_ones(version: str) -> None:
     assert "v0 is the base version" in str(caught.value)
 
 
-@pytest.mark.usefixtures("versions")
-def test_a_wrong_version_in_the_name() -> None:
-    with pytest.raises(UnknownNameError, match="unknown version of mla_var6_plus 'v9'"):
-        find_kernel("mla_var6_plus_v9")
-
-
-@pytest.mark.usefixtures("versions")
-def test_two_versions_that_disagree_are_refused() -> None:
-    """Neither is taken silently."""
-    with pytest.raises((UnknownNameError, ValueError), match="version"):
-        find_kernel("mla_var6_plus_v4", "v1")
-
-
-def test_a_wrong_language_is_named() -> None:
-    with pytest.raises(UnknownNameError, match="unknown language 'cutile'.*'cutile-dsl'"):
-        find_kernel("flash_mla", language="cutile")
-
-
 # --- modules --------------------------------------------------------------------------------------
-
-
-def test_the_plan_of_a_version_is_the_one_of_its_module() -> None:
-    pytest.importorskip("cuda.tile")
-    for design in FOUR:
-        kernel = find_kernel(design)
-        plan = plan_class(kernel)
-        assert plan.__module__ == kernel.module
-        assert plan.__name__.startswith("Ct")
-        assert plan(b=1, s=1, t=8, h=8).kernel_id == kernel
 
 
 def test_a_missing_language_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,10 +216,3 @@ def test_profile_folders_are_new_and_sorted_by_time() -> None:
         assert folder.parent == output_root() / "profiles" / "event" / "flash_mla" / "b1_s1"
         assert folder.name.endswith("-my-label")
     assert not profile_path("event", "flash_mla", "b1_s1").name.endswith("-")
-
-
-def test_tuning_files_lie_by_device_and_kernel() -> None:
-    file = autotune_file("NVIDIA H200", "cutile-dsl", "flash_mla_v2", "flash_mla", "abc123")
-    expected = "kernel-autotune/nvidia-h200/cutile-dsl/flash_mla_v2/flash_mla-abc123.json"
-    assert file == cache_root() / expected
-    assert not file.parent.exists()

@@ -10,8 +10,6 @@ import pytest
 
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.runtime.tiling import (
-    HINT_FIELDS,
-    Constraints,
     Tiling,
     constraint_failures,
     require_valid,
@@ -30,13 +28,6 @@ class Picky(Tiling):
         return self.rows != 3
 
 
-def test_constraints_keep_the_messages_of_what_does_not_hold() -> None:
-    outcome = Constraints((True, "a"), (False, "b"), (False, "c"))
-    assert not outcome
-    assert outcome.failures == ("b", "c")
-    assert repr(outcome) == "Constraints(failures=['b', 'c'])"
-
-
 def test_an_illegal_tiling_is_named_with_every_reason() -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         require_valid(FakeTiling(rows=-1, occupancy=2), SimpleNamespace(limit=-2))
@@ -49,18 +40,6 @@ def test_an_illegal_tiling_is_named_with_every_reason() -> None:
 def test_a_plain_false_becomes_a_message() -> None:
     assert constraint_failures(Picky(), None) == ("Picky.validate rejects rows=3",)
     assert constraint_failures(Picky(rows=4), None) == ()
-
-
-def test_hints_are_the_fields_that_are_set() -> None:
-    assert FakeTiling().hints() == {}
-    assert FakeTiling(occupancy=2).hints() == {"occupancy": 2}
-    assert FakeTiling(occupancy=0, num_ctas=4).hints() == {"num_ctas": 4, "occupancy": 0}
-    assert set(HINT_FIELDS) >= {"num_ctas", "occupancy", "num_worker_warps"}
-
-
-def test_a_tiling_survives_a_dictionary() -> None:
-    tiling = FakeTiling(rows=32, occupancy=2)
-    assert tiling_from_dict(FakeTiling, tiling.to_dict()) == tiling
 
 
 @pytest.mark.parametrize("change", [{"rows": None}, {"speed": 9}], ids=["missing", "unknown"])

@@ -68,23 +68,12 @@ class Check:
 
 
 class StaticFilter:
-    """Compiles the tilings of a unit's kernels, each at most once, and judges them.
-
-    Attributes:
-        unavailable: why nothing can be compiled here, None while it can.
-    """
+    """Compiles the tilings of a unit's kernels, each at most once, and judges them."""
 
     def __init__(
         self, unit: Unit, spec: DeviceSpec, instruments: Instruments, known: Iterable[Entry]
     ) -> None:
-        """Start from what earlier searches compiled.
-
-        Args:
-            unit: what is tuned.
-            spec: the device that it has to fit.
-            instruments: what to compile with.
-            known: outcomes of earlier searches; their compile figures are used again.
-        """
+        """Start from what earlier searches compiled."""
         self.unavailable: str | None = None
         self._unit = unit
         self._spec = spec

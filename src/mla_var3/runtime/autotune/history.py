@@ -103,15 +103,7 @@ def _plain(value: Any) -> Any:
 def tuning_key(
     plan: KernelPlan, spec: DeviceSpec, stage: str, kernels: Iterable[KernelStage], **more: Any
 ) -> dict[str, Any]:
-    """Everything that a tuning result depends on.
-
-    Args:
-        plan: the plan of the whole problem.
-        spec: the device.
-        stage: stage name.
-        kernels: the kernels concerned.
-        more: further conditions of the search.
-    """
+    """Everything that a tuning result depends on."""
     kernels = list(kernels)
     languages = sorted({kernel.language for kernel in kernels} | {plan.kernel_id.language})
     toolkit = {k: v for language in languages for k, v in toolkit_versions(language).items()}
@@ -163,13 +155,7 @@ def history_path(plan: KernelPlan, spec: DeviceSpec, key: Mapping[str, Any]) -> 
 
 
 class History:
-    """The candidates of one search and their outcomes, kept in step with the file.
-
-    Attributes:
-        path, key: the file and what it holds for.
-        complete: the stored search had handled all its candidates.
-        found: a usable file was there.
-    """
+    """The candidates of one search and their outcomes, kept in step with the file."""
 
     def __init__(self, path: Path, key: dict[str, Any], *, retune: bool = False) -> None:
         self.path = path
@@ -209,16 +195,7 @@ class History:
         compiled: dict[str, Any] | None = None,
         save: bool = True,
     ) -> None:
-        """Note an outcome and write the file.
-
-        Args:
-            config: the candidate.
-            status: its outcome.
-            reason: why.
-            timing: its time.
-            compiled: figures of the compile report.
-            save: write the file now; False for an outcome that costs nothing to find again.
-        """
+        """Note an outcome and write the file."""
         self._entries[canonical(config)] = Entry(
             config=json.loads(canonical(config)),
             status=status,

@@ -196,16 +196,7 @@ class Search:
         instruments: Instruments,
         before: Callable[[], None],
     ) -> None:
-        """Collect the candidates.
-
-        Args:
-            unit: what is tuned.
-            spec: the device.
-            options: limits and progress.
-            history: outcomes so far.
-            instruments: what to compile and time with.
-            before: called once before the first timing; fills the unit's inputs.
-        """
+        """Collect the candidates."""
         self._unit = unit
         self._options = options
         self._history = history
@@ -255,11 +246,7 @@ class Search:
         self._history.finish(complete)
 
     def _scan(self, kept: frozenset[Member]) -> bool:
-        """Handle every candidate that has no outcome yet; False when the limit ended it.
-
-        Args:
-            kept: kernels and tilings that are timed although they would run badly.
-        """
+        """Handle every candidate that has no outcome yet; False when the limit ended it."""
         limit = self._options.tune_max_iters
         for done, combo in enumerate(self._combos):
             if self._is_settled(combo, kept):

@@ -56,11 +56,7 @@ _CELLS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Int64Arg:
-    """A number that the host function takes as `Int64`, for strides and offsets of large tensors.
-
-    Attributes:
-        value: the number.
-    """
+    """A number that is passed as `Int64`, for strides and offsets of large tensors."""
 
     value: int
 
@@ -132,12 +128,7 @@ class ArgumentBuffer:
     """
 
     def __init__(self, kinds: Sequence[ArgumentKind], device: int | None) -> None:
-        """Lay out the buffer.
-
-        Args:
-            kinds: the kinds that the program was compiled for.
-            device: index of the GPU that tensors must be on; None to accept any tensor.
-        """
+        """Lay out the buffer."""
         self.stream = ctypes.c_void_p()
         self.result = ctypes.c_int32()
         self._count = len(kinds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from enum import Enum, auto
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -168,23 +168,13 @@ def binary(
     name: str,
     x: Any,
     y: Any,
-    rounding: RoundingMode | None = None,
-    flush: bool = False,
+    /,
+    *,
+    rounding_mode: RoundingMode | None = None,
+    flush_to_zero: bool = False,
     propagate_nan: bool = False,
 ) -> Any:
-    """A binary operation on tiles and numbers.
-
-    Args:
-        name: cuTile's name of the operation.
-        x: Left operand.
-        y: Right operand.
-        rounding: Rounding mode; nearest even by default.
-        flush: Whether subnormal operands and results become zero.
-        propagate_nan: Whether minimum and maximum return NaN if one operand is NaN.
-
-    Returns:
-        A tile, or a Python number if both operands are Python numbers.
-    """
+    """A binary operation, by cuTile's name; a Python number if both operands are numbers."""
     x_integer = x.integer if isinstance(x, Tile) else x if type(x) is int else None
     y_integer = y.integer if isinstance(y, Tile) else y if type(y) is int else None
     if x_integer is not None and y_integer is not None and name in _ON_INTEGERS:
@@ -201,12 +191,14 @@ def binary(
         broadcast_shapes(a.shape, b.shape)
     if name in _COMPARISONS:
         return Tile(combine_elements(name, a, b, dtype), ct.bool_)
-    if rounding is not None or flush:
-        check_modes(name, rounding, flush, dtype)
-        return Tile(_with_modes(name, a, b, dtype, rounding, flush, propagate_nan), dtype)
+    if rounding_mode is not None or flush_to_zero:
+        check_modes(name, rounding_mode, flush_to_zero, dtype)
+    on_torch = _BINARY[name][0]
     if propagate_nan and is_float(dtype):
-        return Tile((torch.minimum if name == "min" else torch.maximum)(a, b), dtype)
-    return Tile(combine_elements(name, a, b, dtype), dtype)
+        on_torch = torch.minimum if name == "min" else torch.maximum
+    elif rounding_mode in _NEAREST_ENOUGH:
+        on_torch = partial(combine_elements, name, element=dtype)
+    return Tile(_with_modes(name, on_torch, (a, b), dtype, rounding_mode, flush_to_zero), dtype)
 
 
 def _require_number(value: Any) -> Number:
@@ -246,37 +238,37 @@ def flush_subnormals(tensor: torch.Tensor) -> torch.Tensor:
 
 def _with_modes(
     name: str,
-    x: torch.Tensor,
-    y: torch.Tensor,
+    function: Callable[..., torch.Tensor],
+    operands: tuple[torch.Tensor, ...],
     dtype: DType,
     rounding: RoundingMode | None,
     flush: bool,
-    propagate_nan: bool,
 ) -> torch.Tensor:
-    if flush:
-        x, y = flush_subnormals(x), flush_subnormals(y)
-    if rounding not in _NEAREST_ENOUGH:
-        if dtype == ct.float64:
-            raise InterpreterError(
-                f"{name} with rounding mode {rounding} is not supported by the CPU interpreter "
-                "for float64"
-            )
-        result = round_directed(_BINARY[name][0](x.double(), y.double()), dtype, rounding)
-    elif propagate_nan and is_float(dtype):
-        result = (torch.minimum if name == "min" else torch.maximum)(x, y)
+    """Applies a torch function with a rounding mode, flushing subnormal numbers if asked to."""
+    # exp2 of a subnormal number is 1, as exp2 of zero.
+    if flush and name != "exp2":
+        operands = tuple(map(flush_subnormals, operands))
+    if rounding in _NEAREST_ENOUGH:
+        result = function(*operands)
+    elif dtype == ct.float64:
+        raise InterpreterError(
+            f"{name} with rounding mode {rounding} is not supported by the CPU interpreter for "
+            "float64"
+        )
     else:
-        result = combine_elements(name, x, y, dtype)
+        exact = function(*(operand.double() for operand in operands))
+        result = round_directed(exact, dtype, rounding)
     return flush_subnormals(result) if flush else result
 
 
-def _register_binary(stub: Callable[..., Any], name: str) -> None:
-    def plain(x: Any, y: Any, /) -> Any:
-        return binary(name, x, y)
-
-    implement(stub, plain)
-
-
-for _stub, _name in {
+# Each stub with cuTile's name of the operation.
+_STUBS: dict[Callable[..., Any], str] = {
+    ct.add: "add",
+    ct.sub: "sub",
+    ct.mul: "mul",
+    ct.truediv: "truediv",
+    ct.minimum: "min",
+    ct.maximum: "max",
     ct.floordiv: "floordiv",
     ct.mod: "mod",
     ct.atan2: "atan2",
@@ -291,34 +283,9 @@ for _stub, _name in {
     ct.less_equal: "le",
     ct.greater: "gt",
     ct.greater_equal: "ge",
-}.items():
-    _register_binary(_stub, _name)
-
-
-def _register_rounded(stub: Callable[..., Any], name: str) -> None:
-    def rounded(
-        x: Any, y: Any, /, *, rounding_mode: RoundingMode | None = None, flush_to_zero: bool = False
-    ) -> Any:
-        return binary(name, x, y, rounding_mode, flush_to_zero)
-
-    implement(stub, rounded)
-
-
-for _stub, _name in {ct.add: "add", ct.sub: "sub", ct.mul: "mul", ct.truediv: "truediv"}.items():
-    _register_rounded(_stub, _name)
-
-
-def _register_extremum(stub: Callable[..., Any], name: str) -> None:
-    def extremum(
-        x: Any, y: Any, /, *, flush_to_zero: bool = False, propagate_nan: bool = False
-    ) -> Any:
-        return binary(name, x, y, flush=flush_to_zero, propagate_nan=propagate_nan)
-
-    implement(stub, extremum)
-
-
-_register_extremum(ct.minimum, "min")
-_register_extremum(ct.maximum, "max")
+}
+for _stub, _name in _STUBS.items():
+    implement(_stub, partial(binary, _name))
 
 
 @implements(ct.pow)
@@ -417,22 +384,10 @@ def _register_unary(stub: Callable[..., Any]) -> None:
         elements = cast(tile.tensor, tile.element, dtype)
         if dtype in NUMPY_DTYPES:
             return Tile(through_numpy(_ON_NUMPY[name], elements), dtype)
-        if rounding_mode is None and not flush_to_zero:
-            return Tile(function(elements), dtype)
-        check_modes(name, rounding_mode, flush_to_zero, dtype)
-        # exp2 of a subnormal number is 1, as exp2 of zero.
-        if flush_to_zero and name != "exp2":
-            elements = flush_subnormals(elements)
-        if rounding_mode in _NEAREST_ENOUGH:
-            result = function(elements)
-        elif dtype == ct.float64:
-            raise InterpreterError(
-                f"{name} with rounding mode {rounding_mode} is not supported by the CPU "
-                "interpreter for float64"
-            )
-        else:
-            result = round_directed(function(elements.double()), dtype, rounding_mode)
-        return Tile(flush_subnormals(result) if flush_to_zero else result, dtype)
+        if rounding_mode is not None or flush_to_zero:
+            check_modes(name, rounding_mode, flush_to_zero, dtype)
+        result = _with_modes(name, function, (elements,), dtype, rounding_mode, flush_to_zero)
+        return Tile(result, dtype)
 
     implement(stub, unary)
 

@@ -112,11 +112,7 @@ def kernel_dtype(native: DType) -> KernelDType:
 
 
 def as_dtype(value: Any) -> DType:
-    """The cuTile dtype named by a `ct` dtype, a kernel-side dtype or a torch dtype.
-
-    Raises:
-        TypeError: If `value` is no dtype.
-    """
+    """The cuTile dtype named by a `ct` dtype, a kernel-side dtype or a torch dtype."""
     return value.native if isinstance(value, KernelDType) else to_dtype(value)
 
 
@@ -184,17 +180,7 @@ _cached_constant = lru_cache(maxsize=4096)(_new_constant)
 def cast(
     tensor: torch.Tensor, source: DType, target: DType, rounding: RoundingMode | None = None
 ) -> torch.Tensor:
-    """Explicit conversion between dtypes.
-
-    Args:
-        tensor: Elements of dtype `source`.
-        source: cuTile dtype of the elements.
-        target: cuTile dtype wanted.
-        rounding: Rounding of a float-to-float conversion; nearest even by default.
-
-    Returns:
-        The converted elements; `tensor` itself where nothing changes.
-    """
+    """Explicit conversion between dtypes."""
     if source == target:
         return tensor
     if is_float(source) and is_float(target):
@@ -208,16 +194,7 @@ def cast(
 
 
 def implicit_cast(operand: DType | Number, tensor: torch.Tensor, target: DType) -> torch.Tensor:
-    """Conversion that cuTile does by itself, as on a store; refuses to narrow.
-
-    Args:
-        operand: The operand's dtype, or the Python number that `tensor` was made from.
-        tensor: The operand's elements.
-        target: cuTile dtype wanted.
-
-    Raises:
-        TileTypeError: If the conversion needs an explicit `astype`.
-    """
+    """Conversion that cuTile does by itself, as on a store; refuses to narrow."""
     if isinstance(operand, bool | int | float):
         check_implicit_cast(LooselyTypedScalar(operand), target)
         return constant(operand, target)

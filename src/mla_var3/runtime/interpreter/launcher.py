@@ -36,12 +36,7 @@ BlockId = tuple[int, int, int]
 
 
 class InterpreterMode(DispatchMode):  # type: ignore[misc]
-    """Carries out the operations of one launch.
-
-    Attributes:
-        grid: Number of blocks along x, y, z.
-        block: Id of the block that runs.
-    """
+    """Carries out the operations of one launch."""
 
     def __init__(self, grid: BlockId, rebinder: Rebinder) -> None:
         self.grid = grid
@@ -65,11 +60,7 @@ _MAX_GRID_RANK = 3
 
 
 def checked_grid(grid: Any) -> BlockId:
-    """The grid with three sizes.
-
-    Raises:
-        InvalidArgumentError: If it does not have one to three sizes, all of them positive integers.
-    """
+    """The grid with three sizes."""
     expected = "one to three positive integers"
     if not isinstance(grid, Sequence) or not 1 <= len(grid) <= _MAX_GRID_RANK:
         raise InvalidArgumentError("grid", expected, repr(grid))
@@ -87,11 +78,7 @@ def checked_kernel(kernel: Any) -> Any:
 
 
 def chosen_blocks(grid: BlockId, blocks: Iterable[Any] | None) -> Iterator[BlockId]:
-    """The ids of the blocks to run, x fastest; all of the grid unless `blocks` names some.
-
-    Raises:
-        InvalidArgumentError: If a block is not in the grid.
-    """
+    """The ids of the blocks to run, x fastest; all of the grid unless `blocks` names some."""
     if blocks is None:
         for z, y, x in product(*map(range, reversed(grid))):
             yield x, y, z
@@ -106,15 +93,7 @@ def chosen_blocks(grid: BlockId, blocks: Iterable[Any] | None) -> Iterator[Block
 
 
 def bind_arguments(annotated_function: Any, args: Sequence[Any]) -> list[Any]:
-    """What the kernel's function is called with.
-
-    Args:
-        annotated_function: cuTile's description of the kernel's function.
-        args: The arguments of the launch.
-
-    Raises:
-        InvalidArgumentError: If the number of arguments is wrong or one cannot be passed.
-    """
+    """What the kernel's function is called with."""
     names = list(annotated_function.pysig.parameters)
     if len(args) != len(names):
         raise InvalidArgumentError(
@@ -210,16 +189,7 @@ _DISPATCH_CODE = InterpreterMode.call_tile_function_from_host.__code__
 
 
 def block_error(error: Exception, kernel_name: str, block: BlockId) -> InterpreterError:
-    """Names kernel, block, operation and source line of an error raised while a block ran.
-
-    Args:
-        error: What was raised by the kernel's function.
-        kernel_name: Name of the kernel.
-        block: Id of the block.
-
-    Returns:
-        The error to raise from `error`.
-    """
+    """Names kernel, block, operation and source line of an error raised while a block ran."""
     frames = [*traceback.walk_tb(error.__traceback__)]
     kernel_frames = [
         i for i, (frame, _) in enumerate(frames) if isinstance(frame.f_globals, KernelGlobals)

@@ -134,16 +134,6 @@ def _check(name: str, rounding: RoundingMode | None, flush: bool, dtype: DType) 
         )
 
 
-def _product(tensor: torch.Tensor, axes: tuple[int, ...], keepdim: bool) -> torch.Tensor:
-    for axis in sorted(axes, reverse=True):
-        tensor = tensor.prod(axis, keepdim=keepdim, dtype=tensor.dtype)
-    return tensor
-
-
-def _sum(tensor: torch.Tensor, axes: tuple[int, ...], keepdim: bool) -> torch.Tensor:
-    return tensor.sum(axes, keepdim=keepdim, dtype=tensor.dtype)
-
-
 def _extremum(
     tensor: torch.Tensor, axes: tuple[int, ...], keepdim: bool, largest: bool, propagate_nan: bool
 ) -> torch.Tensor:
@@ -180,14 +170,16 @@ def _reduce(name: str, tile: Tile, axis: Any, keepdims: bool, propagate_nan: boo
             options["dtype"] = tensor.numpy().dtype
         return Tile(through_numpy(_ON_NUMPY[name], tensor, **options), dtype)
     if name == "add":
-        return Tile(_sum(tensor, axes, keepdims), dtype)
+        return Tile(tensor.sum(axes, keepdim=keepdims, dtype=tensor.dtype), dtype)
     if name == "mul":
-        return Tile(_product(tensor, axes, keepdims), dtype)
+        for along in sorted(axes, reverse=True):
+            tensor = tensor.prod(along, keepdim=keepdims, dtype=tensor.dtype)
+        return Tile(tensor, dtype)
     return Tile(_extremum(tensor, axes, keepdims, name == "max", propagate_nan), dtype)
 
 
-def _register_sum(stub: Callable[..., Any], name: str) -> None:
-    def reduce_sum(
+def _register_reduction(stub: Callable[..., Any], name: str) -> None:
+    def reduce(
         x: Any,
         /,
         axis: Any = None,
@@ -195,31 +187,14 @@ def _register_sum(stub: Callable[..., Any], name: str) -> None:
         keepdims: bool = False,
         rounding_mode: RoundingMode | None = None,
         flush_to_zero: bool = False,
-    ) -> Tile:
-        tile = _reducible(name, x)
-        _check(name, rounding_mode, flush_to_zero, tile.element)
-        result = _reduce(name, tile, axis, keepdims, propagate_nan=False)
-        return Tile(flush_subnormals(result.tensor), tile.element) if flush_to_zero else result
-
-    implement(stub, reduce_sum)
-
-
-def _register_extremum(stub: Callable[..., Any], name: str) -> None:
-    def reduce_extremum(
-        x: Any,
-        /,
-        axis: Any = None,
-        *,
-        keepdims: bool = False,
-        flush_to_zero: bool = False,
         propagate_nan: bool = False,
     ) -> Tile:
         tile = _reducible(name, x)
-        _check(name, None, flush_to_zero, tile.element)
+        _check(name, rounding_mode, flush_to_zero, tile.element)
         result = _reduce(name, tile, axis, keepdims, propagate_nan)
         return Tile(flush_subnormals(result.tensor), tile.element) if flush_to_zero else result
 
-    implement(stub, reduce_extremum)
+    implement(stub, reduce)
 
 
 def _register_position(stub: Callable[..., Any], largest: bool) -> None:
@@ -248,10 +223,8 @@ def _register_position(stub: Callable[..., Any], largest: bool) -> None:
     implement(stub, position)
 
 
-_register_sum(ct.sum, "add")
-_register_sum(ct.prod, "mul")
-_register_extremum(ct.max, "max")
-_register_extremum(ct.min, "min")
+for _stub, _name in {ct.sum: "add", ct.prod: "mul", ct.max: "max", ct.min: "min"}.items():
+    _register_reduction(_stub, _name)
 _register_position(ct.argmax, largest=True)
 _register_position(ct.argmin, largest=False)
 

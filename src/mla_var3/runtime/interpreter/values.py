@@ -261,14 +261,7 @@ class ForeignPointer(Tile):
 
 
 class TiledView(ct.TiledView):  # type: ignore[misc]
-    """An array divided into tiles of one shape.
-
-    Attributes:
-        array: The array.
-        tile_shape: Shape of the tiles; `()` for single elements as scalars.
-        padding_mode: What loads read outside the array.
-        traversal_steps: Elements between the origins of neighbouring tiles, per axis.
-    """
+    """An array divided into tiles of one shape."""
 
     tile_shape: tuple[int, ...] = ()
     traversal_steps: tuple[int, ...] = ()
@@ -393,17 +386,7 @@ def index_tuple(value: Any, rank: int, what: str) -> tuple[int, ...]:
 
 
 def tile_shape(value: Any, rank: int | None = None, zero_d: bool = False) -> tuple[int, ...]:
-    """The shape of a tile to be made.
-
-    Args:
-        value: The shape argument; a single integer stands for one axis.
-        rank: Number of axes wanted, if that is fixed.
-        zero_d: Whether `()` is accepted whatever the rank.
-
-    Raises:
-        TileTypeError: If the rank is wrong, a size is not a power of two, or the tile is larger
-            than the compiler accepts.
-    """
+    """The shape of a tile to be made."""
     shape = static_ints(value, "a tile size")
     if rank is not None and len(shape) != rank and not (zero_d and not shape):
         raise TileTypeError(f"tile shape {shape} does not match the rank {rank}")

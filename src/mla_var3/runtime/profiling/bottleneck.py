@@ -62,15 +62,7 @@ class Bound(Enum):
 
 @dataclass(frozen=True)
 class Issue:
-    """One figure outside its healthy range.
-
-    Attributes:
-        key: figure.
-        name: what it means.
-        trigger: the figure with its value, as `metric=value`.
-        healthy: the healthy range.
-        hint: what to try.
-    """
+    """One figure outside its healthy range."""
 
     key: str
     name: str
@@ -81,14 +73,7 @@ class Issue:
 
 @dataclass(frozen=True)
 class Opportunity:
-    """Something to try, with what it could save at most.
-
-    Attributes:
-        name: what to do.
-        stage: where.
-        gain_pct: upper bound of the time saved, in percent of the whole run.
-        trigger: the figure that suggests it, as `metric=value`.
-    """
+    """Something to try, with what it could save at most."""
 
     name: str
     stage: str
@@ -98,15 +83,7 @@ class Opportunity:
 
 @dataclass(frozen=True)
 class StageMeasurement:
-    """What was measured of a stage, and what the rules say about it.
-
-    Attributes:
-        name: stage name.
-        figures: measured figures by key.
-        roofline_us: predicted time; None if unknown.
-        algorithm_bytes: bytes that the algorithm needs to move.
-        stalls: stall cycles per issued instruction, by reason.
-    """
+    """What was measured of a stage, and what the rules say about it."""
 
     name: str
     figures: Mapping[str, float]

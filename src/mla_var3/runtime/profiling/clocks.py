@@ -60,13 +60,7 @@ def marker_file(gpu_uuid: str) -> Path:
 
 
 def clock_state(gpu_uuid: str | None, current_sm_mhz: float | None = None) -> ClockState:
-    """The clock state of a GPU.
-
-    Args:
-        gpu_uuid: with or without the prefix "GPU-"; None when there is no GPU.
-        current_sm_mhz: what the driver reports now; a reading above the locked clock shows that
-            the lock is gone.
-    """
+    """The clock state of a GPU."""
     if gpu_uuid is None:
         return ClockState(False)
     path = marker_file(gpu_uuid)

@@ -59,12 +59,7 @@ class ProfileFunction(Protocol):
 def profiling_mode(
     mode: NsightProfType, *, gpu: bool
 ) -> Callable[[Callable[[KernelPlan, RunOptions], ProfileResult]], ProfileFunction]:
-    """Make the public function of a mode from one that takes a plan and its run options.
-
-    Args:
-        mode: the mode.
-        gpu: whether it measures, and so refuses the CPU.
-    """
+    """Make the public function of a mode from one that takes a plan and its run options."""
 
     def decorate(run: Callable[[KernelPlan, RunOptions], ProfileResult]) -> ProfileFunction:
         @functools.wraps(run)
@@ -200,11 +195,7 @@ def measured_result(
 
 
 def write_compiled(kernels: Iterable[KernelStage], target: str, folder: Path) -> str | None:
-    """Keep the compiled code of the kernels below `compiled/`.
-
-    Returns:
-        Why there is none; None when there is. A missing disassembler must not cost a measurement.
-    """
+    """Keep the compiled code of the kernels below `compiled/`."""
     try:
         for kernel in kernels:
             compile_report(kernel, target, artifacts_dir=folder / "compiled" / kernel.name)

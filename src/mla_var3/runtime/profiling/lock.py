@@ -51,16 +51,7 @@ def lock_path(device: str) -> Path:
 
 @contextmanager
 def device_lock(device: str, wait_seconds: float | None = DEFAULT_WAIT_S) -> Iterator[None]:
-    """Hold a device for a profiling run; the same process may take it again inside.
-
-    Args:
-        device: UUID or index.
-        wait_seconds: how long to wait for another holder; None for as long as it takes.
-
-    Raises:
-        UnsupportedError: another process still holds it after the wait, or the lock file cannot
-            be opened.
-    """
+    """Hold a device for a profiling run; the same process may take it again inside."""
     path = lock_path(device)
     key = str(path)
     if _held.get(key):

@@ -57,11 +57,7 @@ def nsys_profile_plan(plan: KernelPlan, run: RunOptions) -> ProfileResult:
 
 
 def collect(prepared: Prepared, counts: RunCounts, folder: Path) -> tuple[Timeline, str]:
-    """Record with CUPTI, and with Nsight Systems where it works.
-
-    Returns:
-        CUPTI's timeline, and a paragraph for the report that says what recorded what.
-    """
+    """Record with CUPTI, and with Nsight Systems where it works."""
     prepared.stage.launch()  # compiles what is compiled at first use, outside the timeline
     wait_for_device(prepared.stage.name)
     timeline = record_with_torch(prepared.stage, counts, folder / "chrome_trace.json")

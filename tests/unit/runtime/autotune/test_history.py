@@ -51,19 +51,6 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-def test_key_holds_what_a_result_depends_on(source: Path) -> None:
-    key = make_key(source, b=2, lengths=(1, 2))
-    assert set(key) == {
-        *("schema", "device", "compute_capability", "toolkit", "source"),
-        *("kernel", "stage", "problem"),
-    }
-    assert key["device"] == "NVIDIA Fake"
-    assert key["compute_capability"] == [9, 0]
-    assert set(key["toolkit"]) == {"cuda-tile", "tileiras", "ptxas"}
-    assert key["problem"] == {"b": 2, "lengths": [1, 2]}
-    assert json.loads(json.dumps(key)) == key
-
-
 def test_each_part_of_the_key_changes_the_file(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,16 +84,6 @@ def test_tilings_of_nested_plans_are_not_in_the_key() -> None:
             return {"t": 8}
 
     assert canonical({"part": Nested(Tiling())}) == '{"part":{"t":8}}'
-
-
-def test_nothing_is_written_before_there_is_a_result(tmp_path: Path) -> None:
-    path = tmp_path / "folder" / "attend-x.json"
-    history = History(path, {"stage": "attend"})
-    assert not path.parent.exists()
-    history.record({"rows": 1}, "rejected", "cheap", save=False)
-    assert not path.exists()
-    history.record({"rows": 2}, "ok", timing=TIMING)
-    assert [e["config"]["rows"] for e in json.loads(path.read_text())["results"]] == [1, 2]
 
 
 def test_an_interrupted_write_leaves_the_old_file_and_no_litter(

@@ -209,22 +209,6 @@ def test_the_fastest_is_set_and_everything_is_recorded(
     assert "kernel-autotune/nvidia-fake/cutile-dsl" in tuning.path.as_posix()
 
 
-def test_the_active_tiling_comes_first_and_no_candidate_twice(
-    world: World, kernel: MakeKernel, plan: FakePlan
-) -> None:
-    tune(world, kernel([64, 128, 64, 32, 128]), plan)
-    assert world.timed == [(64,), (128,), (32,)]
-
-
-def test_the_chosen_tiling_is_as_the_author_wrote_it_also_from_the_cache(
-    world: World, kernel: MakeKernel, plan: FakePlan
-) -> None:
-    tune(world, kernel([64, 32]), plan)
-    again = kernel([64, 32])
-    tune(world, again, plan)
-    assert again.tiling.shape == (1, 2)
-
-
 def test_candidates_are_rejected_without_the_gpu(
     world: World, kernel: MakeKernel, plan: FakePlan
 ) -> None:
@@ -294,15 +278,6 @@ def test_when_all_spill_the_fewest_stack_bytes_are_timed(
     assert tuning.complete
     again = tune(world, kernel([64, 128, 256, 32, 8]), plan)["attend"]
     assert again.from_cache and len(world.timed) == 2 and len(world.compiled) == 5
-
-
-def test_when_all_miss_the_tensor_cores_they_are_timed(
-    world: World, kernel: MakeKernel, plan: FakePlan
-) -> None:
-    world.reports = {rows: {"instructions": {"HMMA": 4}} for rows in (64, 32)}
-    tuning = tune(world, kernel([64, 32]), plan)["attend"]
-    assert tuning.best_us == 32.0
-    assert "misses the tensor-core path" in reason(tuning, 32)
 
 
 def test_without_the_disassemblers_candidates_are_timed_unfiltered_and_it_says_so(
@@ -376,31 +351,6 @@ def test_an_interrupted_search_resumes_where_it_stopped(
     assert world.timed == [(64,), (32,), (16,), (8,)], "nothing is timed twice"
     assert {rows for _, rows in world.compiled} <= {16, 8}, "nothing is compiled twice"
     assert (tuning.complete, tuning.from_cache, tuning.best_us) == (True, False, 8.0)
-
-
-def test_a_complete_history_is_used_directly(
-    world: World, kernel: MakeKernel, plan: FakePlan, caplog: pytest.LogCaptureFixture
-) -> None:
-    first = tune(world, kernel([64, 32]), plan)["attend"]
-    stage = kernel([64, 32])
-    before = first.path.read_bytes()
-    with caplog.at_level(logging.INFO):
-        second = tune(world, stage, plan)["attend"]
-    assert second.from_cache and second.complete
-    assert second.best == first.best
-    assert stage.tiling.rows == 32
-    assert len(world.timed) == 2
-    assert str(first.path) in caplog.text
-    assert first.path.read_bytes() == before
-
-
-def test_another_default_is_added_to_a_complete_history(
-    world: World, kernel: MakeKernel, plan: FakePlan
-) -> None:
-    tune(world, kernel([64, 32]), plan)
-    tuning = tune(world, kernel([16, 32]), plan)["attend"]
-    assert world.timed == [(64,), (32,), (16,)]
-    assert tuning.best_us == 16.0
 
 
 def test_retune_starts_anew_and_keeps_the_old_until_there_is_something_new(
@@ -525,11 +475,6 @@ def test_a_lost_gpu_stops_the_search_and_the_next_one_leaves_the_culprit_out(
     assert statuses(tuning) == {64: "ok", 32: "failed", 16: "ok"}
 
 
-def test_without_a_gpu_there_is_nothing_to_time_with(kernel: MakeKernel, plan: FakePlan) -> None:
-    with pytest.raises(UnsupportedError, match="expected tensors on a CUDA device, got 'cpu'"):
-        autotune(kernel([64, 32]), plan, SPEC, RunOptions())
-
-
 # -- several kernels -----------------------------------------------------------------------------
 
 
@@ -544,16 +489,6 @@ def test_each_stage_of_a_pipeline_is_tuned_alone_with_its_inputs_filled(
         *[("first", 64), ("first", 32)],
         *[("first", 32), ("second", 128), ("second", 16)],
     ]
-
-
-def test_the_same_kernel_twice_is_tuned_twice(
-    world: World, kernel: MakeKernel, plan: FakePlan
-) -> None:
-    pipeline = KernelPipeline("both", [kernel([64, 32]), kernel([64, 16])])
-    outcome = tune(world, pipeline, plan)
-    assert list(outcome) == ["attend", "attend.2"]
-    assert [tuning.best_us for tuning in outcome.values()] == [32.0, 16.0]
-    assert len({tuning.path for tuning in outcome.values()}) == 2
 
 
 def group(validate: Any, *members: Stage, name: str = "group") -> ConcurrentKernels:
@@ -620,18 +555,6 @@ def test_a_group_resumes(world: World, kernel: MakeKernel, plan: FakePlan) -> No
     assert tuning.complete
 
 
-def test_a_group_in_which_one_kernel_always_spills(
-    world: World, kernel: MakeKernel, plan: FakePlan
-) -> None:
-    world.reports = {16: {"stack_bytes": 4}, 8: {"stack_bytes": 12}}
-    x, y = kernel([64, 32], "x"), kernel([8, 16], "y")
-    tuning = tune(world, group(None, x, y), plan)["group"]
-    assert world.timed == [(64, 16), (32, 16)]
-    assert (x.tiling.rows, y.tiling.rows) == (32, 16)
-    timed = [entry for entry in tuning.results if entry["status"] == "ok"]
-    assert all("every candidate of y spills" in str(entry["reason"]) for entry in timed)
-
-
 def test_nesting(world: World, kernel: MakeKernel, plan: FakePlan) -> None:
     """pipeline(first, group(a, pipeline(b, c), group(d, e)), last)."""
     inner = group(
@@ -688,14 +611,6 @@ def test_the_fastest_neighbour_is_returned(world: World, refinable: FakePlan) ->
     ]
 
 
-def test_neighbours_are_tuned_before_they_are_compared(world: World, refinable: FakePlan) -> None:
-    seen: list[str] = []
-    best = refine(world, refinable, progress=lambda what, *rest: seen.append(what))
-    assert best.b == 3
-    assert world.timed[2] == (50,), "the base plan, with its best tiling"
-    assert set(seen) == {f"refine {refinable.name}", "autotune attend"}
-
-
 def test_a_plan_that_does_not_fit_is_a_failed_result(world: World, refinable: FakePlan) -> None:
     def time_us(rows: int) -> float:
         if rows == 300:
@@ -708,29 +623,6 @@ def test_a_plan_that_does_not_fit_is_a_failed_result(world: World, refinable: Fa
     (failed,) = [e for s in stored for e in s["results"] if e["status"] == "failed"]
     assert failed["config"]["b"] == 3
     assert failed["reason"].startswith("OutOfMemoryError: CUDA out of memory")
-
-
-def test_refinement_resumes(world: World, refinable: FakePlan) -> None:
-    world.interrupt_after = 2
-    with pytest.raises(KeyboardInterrupt):
-        refine(world, refinable, autotune=False)
-    world.interrupt_after = None
-    assert refine(world, refinable, autotune=False).b == 3
-    assert len(world.timed) == 3
-
-
-def test_when_nothing_can_be_timed_the_plan_stays(world: World, refinable: FakePlan) -> None:
-    def fails(rows: int) -> float:
-        raise RuntimeError("no")
-
-    world.time_us = fails
-    assert refine(world, refinable, autotune=False) is refinable
-
-
-def test_refining_needs_a_gpu(refinable: FakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UnsupportedError, match="refine_plan: expected a usable CUDA GPU"):
-        refine_plan(refinable, SPEC, RunOptions())
 
 
 def test_a_gpu_lost_while_tuning_a_neighbour_does_not_condemn_the_neighbour(

@@ -106,16 +106,6 @@ def test_a_bound_launch_passes_its_arguments_and_the_current_stream(gpu: FakeGpu
     assert gpu.calls == [[*expected, 7], [*expected, 9]]
 
 
-def test_new_arguments_are_written_into_the_same_buffer(gpu: FakeGpu) -> None:
-    bound = program(gpu).bind(*arguments())
-    other = arguments(128)
-    packed = ctypes.addressof(bound._buffer.packed)
-    bound.update(*other)
-    bound.launch()
-    assert gpu.calls[-1][:3] == [other[0].data_ptr(), other[1].data_ptr(), 128]
-    assert ctypes.addressof(bound._buffer.packed) == packed
-
-
 def test_callers_of_one_program_do_not_share_arguments(gpu: FakeGpu) -> None:
     shared = program(gpu)
     first, second = shared.bind(*arguments(64)), shared.bind(*arguments(128))
@@ -123,14 +113,6 @@ def test_callers_of_one_program_do_not_share_arguments(gpu: FakeGpu) -> None:
     first.launch()
     second.launch()
     assert [call[2] for call in gpu.calls] == [256, 64, 128]
-
-
-def test_a_program_is_called_with_arguments_that_change(gpu: FakeGpu) -> None:
-    shared = program(gpu)
-    for size in (1, 2, 3):
-        shared(*arguments(size))
-    assert [call[2] for call in gpu.calls] == [1, 2, 3]
-    assert shared._own.buffer is shared._own.buffer
 
 
 def test_a_cuda_error_is_raised_by_name(gpu: FakeGpu) -> None:
@@ -175,30 +157,6 @@ def test_an_argument_of_another_kind_is_refused(
     with pytest.raises(InvalidArgumentError, match=message):
         program(gpu)(*args)
     assert gpu.calls == []
-
-
-def test_the_number_of_arguments_is_checked(gpu: FakeGpu) -> None:
-    with pytest.raises(InvalidArgumentError, match="arguments: expected 6 of them, got 5"):
-        program(gpu)(*arguments()[:-1])
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (True, r"args_fn\[0\]: expected a tensor, number or None .*host_fn"),
-        ("text", r"args_fn\[0\]: expected a tensor, int, Int64Arg, float or None, got str"),
-        (torch.zeros(1, dtype=torch.complex64), r"args_fn\[0\]: expected a tensor of bfloat16"),
-    ],
-)
-def test_a_value_that_no_kernel_takes_is_refused(value: Any, message: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=message):
-        kinds_of((value,))
-
-
-def test_alignments_of_the_kinds() -> None:
-    dtypes = [torch.bfloat16, torch.float32, torch.int32, torch.int64, torch.uint8]
-    kinds = kinds_of([torch.zeros(4, dtype=dtype, device="meta") for dtype in dtypes])
-    assert [kind.alignment for kind in kinds] == [16, 16, 4, 8, 4]
 
 
 # --- the stage, on the same fake ------------------------------------------------------------------
@@ -271,13 +229,6 @@ def test_the_first_launch_inside_a_capture_is_refused(stage_on_gpu: Any, gpu: Fa
     gpu.code = -1
     with pytest.raises(UnsupportedError, match="the launch failed"):  # it got as far as the GPU
         stage.launch()
-
-
-def test_programs_stay_loaded(stage_on_gpu: Any) -> None:
-    stage_on_gpu().launch()
-    (loaded,) = cute_kernel._programs.values()
-    stage_on_gpu().launch()
-    assert [*cute_kernel._programs.values()] == [loaded]
 
 
 def test_tuning_times_the_candidates_and_keeps_failures_with_their_reason(
@@ -361,24 +312,3 @@ def test_the_compiled_host_function_launches_on_the_given_stream(
     launched = run_process(LAUNCH_ON_NOTING_DRIVER, repo_root, package_environment, **own)
     assert (launched["grid"], launched["block"]) == ([8, 1, 1], [128, 1, 1])
     assert launched["stream"] == STREAM
-
-
-def test_a_real_host_function_reads_this_buffer() -> None:
-    """Without a driver it fails, but in the launch: it found its arguments and the result."""
-    if torch.cuda.is_available():
-        pytest.skip("a GPU is there: tests/gpu/test_cute_runtime.py launches for real")
-    kernel = empty(with_bias=False)
-    host, _ = kernel._host_and_args(kernel.tiling)
-    args = (torch.zeros(8, dtype=torch.bfloat16), torch.zeros(8, dtype=torch.bfloat16), None)
-    args = (*args, 8, Int64Arg(1), 2.0)
-    kinds = kinds_of(args)
-    key = cute_kernel._key(scale_add, host, kinds, kernel.tiling, "sm_90a")
-    function = cute_kernel._link(
-        key, compile_program(scale_add, host, kinds, kernel.tiling, "sm_90a")
-    )
-    buffer = cute_launch.ArgumentBuffer(kinds, None)
-    buffer.write(args)
-    buffer.result.value = 0
-    function.capi_func(buffer.packed)
-    assert buffer.result.value != 0
-    assert "cudaError" in cute_launch.describe_cuda_error(buffer.result.value)

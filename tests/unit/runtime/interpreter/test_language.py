@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import types
-from typing import Any
 
 import cuda.tile as ct
 import pytest
 import torch
 
-from mla_var3.errors import InterpreterError
 from mla_var3.runtime import interpreter
 from tests.unit.runtime.interpreter.interpreter_support import evaluate, values
 
@@ -59,34 +56,6 @@ def test_loop_variable_is_a_dynamic_int32() -> None:
     assert values(lambda: tuple(i.astype(ct.float32) for i in range(2))[1]) == 1.0
 
 
-def test_range_takes_the_widest_dtype() -> None:
-    def body(n):
-        for i in range(1, n.astype(ct.int64)):
-            last = i
-        return last
-
-    tile = evaluate(body, 5)
-    assert (tile.element, tile.tensor.item()) == (ct.int64, 4)
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (lambda: range(4, 0, -1), "step of range must be positive"),
-        (lambda: range(ct.bid(0) * 1.0), "signed integer scalars"),
-        (lambda: range(ct.arange(4, dtype=ct.int32)), "signed integer scalars"),
-        (lambda: max(ct.bid(0), 1, 2), "exactly two arguments"),
-        (lambda: int(ct.bid(0)), r"int\(\) expects a constant"),
-        (lambda: float(ct.bid(0)), r"float\(\) expects a constant"),
-        (lambda: bool(ct.zeros((4,), ct.bool_)), "truth value of a bool_ tile of shape"),
-        (lambda: [*ct.zeros((4,), ct.bool_)], "cannot be iterated"),
-    ],
-)
-def test_misused_builtin(body: Any, message: str) -> None:
-    with pytest.raises(InterpreterError, match=message):
-        evaluate(body)
-
-
 def plain_helper(x, limit):
     total = ct.zeros((TILE,), ct.int32)
     for i in range(2):
@@ -97,10 +66,6 @@ def plain_helper(x, limit):
 @ct.function
 def decorated_helper(x, limit):
     return plain_helper(x, limit) + max(x, 0)
-
-
-class Namespace:
-    helper = staticmethod(plain_helper)
 
 
 helper_module = types.ModuleType("helper_module")
@@ -130,22 +95,6 @@ def test_recursive_helper() -> None:
         return 1 if n == 0 else max(n, 1) * factorial(n - 1)
 
     assert evaluate(lambda: factorial(5)) == 120
-
-
-@dataclasses.dataclass(frozen=True)
-class Bounds:
-    low: int
-    high: int
-
-    def clamp(self, x):
-        for _ in range(x):
-            x = x if x < self.high else x - x + self.high
-        return x
-
-
-def test_methods_work_on_scalars() -> None:
-    bounds = Bounds(0, 6)
-    assert values(lambda n: bounds.clamp(n), 9) == 6
 
 
 def test_host_code_at_the_same_time_is_not_affected() -> None:
@@ -185,21 +134,6 @@ def test_static_evaluation() -> None:
     assert values(body) == list(range(8))
 
 
-def test_dtype_as_function() -> None:
-    tile = evaluate(lambda n: ct.float32(n) / 2, 3)
-    assert (tile.element, tile.tensor.item()) == (ct.float32, 1.5)
-    assert evaluate(lambda: ct.int8(300)).tensor.item() == 44
-
-
-def test_programmatic_dependent_launch_is_a_no_op() -> None:
-    def body():
-        ct.grid_dependency_control_wait()
-        ct.grid_dependency_control_launch_dependents()
-        return ct.bid(0)
-
-    assert values(body) == 0
-
-
 # ---------------------------------------------------------------------------------------- printing
 
 
@@ -214,9 +148,3 @@ def test_printing(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == (
         "x:[0.000000, 0.500000];\n[[0.00, 0.50]] 0 [0, 1]\n3% [ 0.00,  0.50] 7 ff\n"
     )
-
-
-@pytest.mark.parametrize("arguments", [("%d", 1.5), ("%s", 1), ("%d",), ("text", 1)])
-def test_printf_checks_its_format(arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(InterpreterError, match="operation printf"):
-        evaluate(lambda: ct.printf(*arguments))

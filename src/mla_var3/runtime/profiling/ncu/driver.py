@@ -89,12 +89,7 @@ class UnknownMetricsError(UnsupportedError):
 
 
 def find_ncu() -> NcuTool:
-    """The installed Nsight Compute.
-
-    Raises:
-        MissingToolError: there is none.
-        UnsupportedError: it does not run, or is too old.
-    """
+    """The installed Nsight Compute."""
     needed = ".".join(map(str, MINIMUM_VERSION))
     path = find_tool("ncu") or _newest_in_opt()
     if path is None:
@@ -123,11 +118,7 @@ def _release(text: str) -> tuple[int, ...]:
 
 
 def load_ncu_report() -> Any:
-    """The `ncu_report` module, which reads .ncu-rep files.
-
-    Raises:
-        MissingToolError: it is missing or too old.
-    """
+    """The `ncu_report` module, which reads .ncu-rep files."""
     try:
         version = importlib.metadata.version("ncu-report")
         if _release(version) >= MINIMUM_READER:
@@ -174,17 +165,7 @@ def nsight_problem(tool: NcuTool, folder: Path) -> str | None:
 def collect(
     tool: NcuTool, folder: Path, spec: TargetSpec, metrics: Sequence[str] | None
 ) -> Collection:
-    """Run the target program under the profiler; leaves `report.ncu-rep` in the folder.
-
-    Args:
-        tool: the profiler.
-        folder: where its files go.
-        spec: what the target program runs.
-        metrics: metrics to collect; None for the full set with sources, always by ncu.
-
-    Raises:
-        UnsupportedError: as `run_ncu`.
-    """
+    """Run the target program under the profiler; leaves `report.ncu-rep` in the folder."""
     note = ""
     if metrics is not None:
         note = nsight_problem(tool, folder) or ""
@@ -237,14 +218,7 @@ def _collect(
 def ncu_command(
     tool: NcuTool, output: Path, spec: Path, metrics: Sequence[str] | None
 ) -> list[str]:
-    """The command that profiles a target program.
-
-    Args:
-        tool: the profiler.
-        output: report path without `.ncu-rep`.
-        spec: what the target program runs.
-        metrics: metrics to collect; None for the full set with sources.
-    """
+    """The command that profiles a target program."""
     what = ["--set", "full", "--import-source", "yes"]
     if metrics is not None:
         what = ["--metrics", ",".join(metrics)]
@@ -274,18 +248,7 @@ def child_environment(tool: NcuTool) -> dict[str, str]:
 
 
 def run_ncu(command: Sequence[str], tool: NcuTool, report: Path) -> None:
-    """Run a profiling command; its output goes to `profiler.log` beside the report.
-
-    Args:
-        command: what to run.
-        tool: the profiler.
-        report: the file that must exist afterwards.
-
-    Raises:
-        UnsupportedError: no access to the counters, a failed target program, or no report. The
-            message is one line with the cause and the name of the log file.
-        UnknownMetricsError: some metrics do not exist here.
-    """
+    """Run a profiling command; its output goes to `profiler.log` beside the report."""
     log.debug("running %s", command)
     try:
         done = subprocess.run(

@@ -315,12 +315,7 @@ class StageProfile:
 
 
 def read_launches(path: Path) -> list[Launch]:
-    """The launches of a report that ran in one of our ranges.
-
-    Raises:
-        MissingToolError: `ncu_report` is missing.
-        UnsupportedError: it cannot read this file.
-    """
+    """The launches of a report that ran in one of our ranges."""
     module = load_ncu_report()
     try:
         report = module.load_report(str(path))
@@ -411,16 +406,7 @@ def advice(rules: Sequence[Rule], at_least_pct: float = 5.0) -> list[Rule]:
 def stage_profiles(
     launches: Sequence[Launch], names: Sequence[str], runs: int
 ) -> list[StageProfile]:
-    """Group launches by stage and take medians over the runs.
-
-    Args:
-        launches: all launches of a report.
-        names: range names of the stages in launch order, without the prefix.
-        runs: how often each stage was launched.
-
-    Raises:
-        UnsupportedError: a stage is missing or its launches are no multiple of the runs.
-    """
+    """Group launches by stage and take medians over the runs."""
     found = []
     for name in names:
         own = [launch for launch in launches if launch.range_name == name]

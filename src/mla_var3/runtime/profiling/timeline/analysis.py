@@ -106,10 +106,6 @@ def assign(shape: Outline, activities: Sequence[GpuActivity]) -> list[int | None
     signature, a prefix of the language), so the longest name found in it decides. Kernels of one
     name are told apart by their order. Where no name is found at all and the counts agree, the
     order alone decides.
-
-    Args:
-        shape: the outline.
-        activities: GPU activities of one run in launch order.
     """
     waiting: dict[str, deque[int]] = {}
     for index, name in enumerate(shape.names):
@@ -219,13 +215,7 @@ class GroupOverlap:
 
 @dataclass
 class Analysis:
-    """The runs found in a timeline.
-
-    Attributes:
-        shape: outline of the runtime object.
-        queued: runs that were enqueued before the GPU began them.
-        host_paced: runs on an idle GPU at the pace of the host.
-    """
+    """The runs found in a timeline."""
 
     shape: Outline
     queued: list[Iteration]
@@ -257,11 +247,7 @@ def group_overlap(run: Iteration, group: Group) -> GroupOverlap:
 
 
 def analyse(timeline: Timeline, shape: Outline) -> Analysis:
-    """Find the runs in a timeline.
-
-    Raises:
-        UnsupportedError: the timeline holds no run of the runtime object.
-    """
+    """Find the runs in a timeline."""
     queued = _iterations(timeline, shape, f"{QUEUED}{shape.name}")
     host_paced = _iterations(timeline, shape, f"{HOST_PACED}{shape.name}")
     if not queued:
@@ -298,16 +284,7 @@ def _iterations(timeline: Timeline, shape: Outline, name: str) -> list[Iteration
 
 @dataclass(frozen=True)
 class Serialisation:
-    """Two members of a group that did not overlap although they could.
-
-    Attributes:
-        group: the concurrent group.
-        first, second: the members, in the order in which they ran.
-        runs: in how many runs they did not overlap.
-        of: runs looked at.
-        cause: "stream", "host", "resources" or "unknown".
-        reason: the same in a sentence with the figures of one run.
-    """
+    """Two members of a group that did not overlap although they could."""
 
     group: str
     first: str

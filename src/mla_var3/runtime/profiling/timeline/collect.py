@@ -145,13 +145,7 @@ def _in_range(launch: Callable[[], None], name: str, make_range: RangeMaker) -> 
 
 
 def record_with_torch(stage: Stage, counts: RunCounts, trace: Path) -> Timeline:
-    """Record a runtime object under torch.profiler, in this process.
-
-    Args:
-        stage: planned on a GPU and launched before, so that it is compiled.
-        counts: how many runs to record.
-        trace: where to keep the Chrome trace.
-    """
+    """Record a runtime object under torch.profiler, in this process."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
     wait_for_device(stage.name)
@@ -187,12 +181,7 @@ def stats_command(nsys: Path, report: Path, output: Path) -> list[str]:
 
 
 def record_with_nsys(plan: KernelPlan, stage: Stage, counts: RunCounts, folder: Path) -> None:
-    """Record with Nsight Systems: `report.nsys-rep`, and `stats/` made of it.
-
-    Raises:
-        MissingToolError: Nsight Systems is not installed.
-        UnsupportedError: it failed; the message has its last lines.
-    """
+    """Record with Nsight Systems: `report.nsys-rep`, and `stats/` made of it."""
     nsys = find_tool("nsys")
     if nsys is None:
         raise MissingToolError("Nsight Systems: expected the program nsys on PATH, got none")
@@ -226,11 +215,7 @@ def _run(command: Sequence[str], result: Path) -> None:
 
 
 def write_request(path: Path, plan: KernelPlan, stage: Stage, counts: RunCounts) -> None:
-    """Write what the watched program launches.
-
-    Raises:
-        UnsupportedError: another process cannot build the plan.
-    """
+    """Write what the watched program launches."""
     spec = TargetSpec.of(plan, stage, counts.queued)
     write_json(path, {"spec": dataclasses.asdict(spec), "counts": dataclasses.asdict(counts)})
 

@@ -112,11 +112,7 @@ def _triple(values: Sequence[int] | None) -> tuple[int, int, int] | None:
 
 
 def read_chrome_trace(path: Path) -> Timeline:
-    """The timeline in a Chrome trace of torch.profiler.
-
-    Raises:
-        InvalidArgumentError: the file is no such trace.
-    """
+    """The timeline in a Chrome trace of torch.profiler."""
     try:
         # Times are microseconds with decimals; floats would not give whole nanoseconds.
         data = json.loads(path.read_text(encoding="utf-8"), parse_float=Decimal)
