@@ -24,7 +24,7 @@ from mla_var3.errors import UnknownNameError
 from mla_var3.runtime.paths import DEFAULT_LANGUAGE, LANGUAGES
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling import NsightProfType, parse_mode
-from mla_var3.runtime.tiling import Tiling
+from mla_var3.runtime.stage import Tiling
 from mla_var3.runtime.workflow import TARGETS, RunOptions, plan_targets
 
 HELP_TEXTS = {

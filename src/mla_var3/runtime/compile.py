@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from mla_var3.errors import MissingToolError
 from mla_var3.runtime.environment import find_tool
-from mla_var3.runtime.files import write_atomic
+from mla_var3.runtime.paths import write_atomic
 from mla_var3.runtime.stage import CompiledKernel, KernelStage
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.cost import Cost
-from mla_var3.runtime.stage import KernelStage, Stage
-from mla_var3.runtime.tiling import Constraints, Tiling
+from mla_var3.runtime.stage import Constraints, KernelStage, Stage, Tiling
 
 if TYPE_CHECKING:
     import torch

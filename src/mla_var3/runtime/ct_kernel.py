@@ -27,8 +27,7 @@ from mla_var3.errors import InvalidArgumentError, KernelCompileError
 from mla_var3.runtime.compile import first_lines, quiet_compiler
 from mla_var3.runtime.environment import find_tool, run_tool
 from mla_var3.runtime.paths import kernel_source_files
-from mla_var3.runtime.stage import CompiledKernel, KernelStage
-from mla_var3.runtime.tiling import require_valid
+from mla_var3.runtime.stage import CompiledKernel, KernelStage, require_valid
 
 LANGUAGE = "cutile-dsl"
 

@@ -44,8 +44,7 @@ from mla_var3.runtime.cute.launch import (
     short_entry,
 )
 from mla_var3.runtime.paths import traced_source_files
-from mla_var3.runtime.stage import CompiledKernel, KernelStage
-from mla_var3.runtime.tiling import require_valid, tiling_from_dict
+from mla_var3.runtime.stage import CompiledKernel, KernelStage, require_valid, tiling_from_dict
 
 __all__ = [
     "BoundLaunch",

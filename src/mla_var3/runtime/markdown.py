@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mla_var3.runtime.files import write_atomic
+from mla_var3.runtime.paths import write_atomic
 
 MISSING = "-"
 

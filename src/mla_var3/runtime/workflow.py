@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from mla_var3.conf.devices import DeviceSpec, device_spec
 from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
 from mla_var3.runtime.markdown import byte_count
-from mla_var3.runtime.plan import KernelPlan, plan_dtype, plan_targets
+from mla_var3.runtime.paths import TARGETS
+from mla_var3.runtime.plan import ASSUMED_DEVICE, KernelPlan, Target, plan_dtype, plan_targets
 from mla_var3.runtime.stage import Stage
-from mla_var3.runtime.target import ASSUMED_DEVICE, TARGETS, Target
 
 if TYPE_CHECKING:
     from torch import Tensor

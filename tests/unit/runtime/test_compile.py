@@ -18,7 +18,7 @@ from mla_var3.runtime.compile import (
     disassemble,
     parse_disassembly,
 )
-from mla_var3.runtime.tiling import Tiling
+from mla_var3.runtime.stage import Tiling
 
 ct = pytest.importorskip("cuda.tile")
 

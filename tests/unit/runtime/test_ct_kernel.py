@@ -13,7 +13,7 @@ import torch
 
 from mla_var3.errors import InvalidArgumentError, KernelCompileError
 from mla_var3.runtime.paths import find_kernel, plan_class
-from mla_var3.runtime.tiling import Constraints, Tiling
+from mla_var3.runtime.stage import Constraints, Tiling
 
 ct = pytest.importorskip("cuda.tile")
 

@@ -10,7 +10,7 @@ import torch
 from mla_var3.errors import UnsupportedError
 from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
 from mla_var3.runtime.plan import KernelPlan
-from mla_var3.runtime.tiling import Tiling
+from mla_var3.runtime.stage import Tiling
 
 ct = pytest.importorskip("cuda.tile")
 

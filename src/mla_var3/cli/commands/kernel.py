@@ -27,7 +27,7 @@ from mla_var3.runtime import paths
 from mla_var3.runtime.paths import KernelId
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, default_mode, profile_plan
-from mla_var3.runtime.tiling import require_valid
+from mla_var3.runtime.stage import require_valid
 from mla_var3.runtime.workflow import (
     RunOptions,
     cuda_available,

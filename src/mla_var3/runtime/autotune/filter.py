@@ -12,8 +12,7 @@ from mla_var3.runtime.autotune.history import Entry, canonical
 from mla_var3.runtime.autotune.units import Member, Unit, member
 from mla_var3.runtime.compile import CompileReport, compile_report, fits_shared_memory
 from mla_var3.runtime.measure import Timing, cuda_is_healthy, time_gpu
-from mla_var3.runtime.stage import KernelStage
-from mla_var3.runtime.tiling import Tiling, constraint_failures
+from mla_var3.runtime.stage import KernelStage, Tiling, constraint_failures
 
 if TYPE_CHECKING:
     from mla_var3.conf.devices import DeviceSpec

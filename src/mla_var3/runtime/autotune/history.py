@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from mla_var3.runtime import paths
 from mla_var3.runtime.environment import environment, toolkit_versions
-from mla_var3.runtime.files import write_atomic
 from mla_var3.runtime.measure import Timing
+from mla_var3.runtime.paths import write_atomic
 from mla_var3.runtime.stage import KernelStage
 
 if TYPE_CHECKING:

@@ -28,8 +28,7 @@ from mla_var3.runtime.autotune.history import (
 from mla_var3.runtime.autotune.units import Combo, Member, Unit, member, units_of
 from mla_var3.runtime.measure import Timing, require_cuda
 from mla_var3.runtime.plan import KernelPlan
-from mla_var3.runtime.stage import Stage
-from mla_var3.runtime.tiling import Tiling, tiling_from_dict
+from mla_var3.runtime.stage import Stage, Tiling, tiling_from_dict
 
 if TYPE_CHECKING:
     from mla_var3.conf.devices import DeviceSpec

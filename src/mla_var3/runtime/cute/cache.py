@@ -32,8 +32,7 @@ import torch
 
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.runtime.cute.arguments import ArgumentKind
-from mla_var3.runtime.files import write_atomic
-from mla_var3.runtime.paths import cache_root
+from mla_var3.runtime.paths import cache_root, write_atomic
 
 log = logging.getLogger(__name__)
 

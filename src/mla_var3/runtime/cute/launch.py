@@ -27,7 +27,7 @@ from mla_var3.runtime.cute.arguments import (
     ArgumentKind,
     Int64Arg,
 )
-from mla_var3.runtime.torch_fast import current_device_index, raw_stream
+from mla_var3.runtime.cute.torch_fast import current_device_index, raw_stream
 
 Entry = Callable[[Any], Any]
 """The compiled host function: takes pointers to its arguments."""

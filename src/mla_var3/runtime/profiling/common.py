@@ -13,9 +13,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mla_var3.errors import MissingToolError, UnsupportedError
 from mla_var3.runtime.compile import compile_report
 from mla_var3.runtime.environment import environment
-from mla_var3.runtime.files import output_folder, write_atomic
 from mla_var3.runtime.markdown import front_matter, table, write_json
-from mla_var3.runtime.paths import find_kernel, plan_class, profile_path
+from mla_var3.runtime.paths import (
+    find_kernel,
+    output_folder,
+    plan_class,
+    profile_path,
+    write_atomic,
+)
 from mla_var3.runtime.plan import plan_dtype
 from mla_var3.runtime.profiling.lock import current_device_name, device_lock
 from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult, StageFigures

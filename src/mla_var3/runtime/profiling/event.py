@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mla_var3.runtime.environment import environment
-from mla_var3.runtime.files import write_atomic
 from mla_var3.runtime.markdown import microseconds
 from mla_var3.runtime.measure import time_gpu
+from mla_var3.runtime.paths import write_atomic
 from mla_var3.runtime.plan import plan_dtype
 from mla_var3.runtime.profiling.clocks import ClockState, announce_clocks
 from mla_var3.runtime.profiling.common import (

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import MissingToolError, UnsupportedError
 from mla_var3.runtime.environment import environment
-from mla_var3.runtime.files import write_atomic
 from mla_var3.runtime.measure import percentile, wait_for_device
+from mla_var3.runtime.paths import write_atomic
 from mla_var3.runtime.plan import plan_dtype
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
 from mla_var3.runtime.profiling.clocks import ClockState, announce_clocks

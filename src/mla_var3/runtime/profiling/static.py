@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from mla_var3.conf.devices import DeviceSpec, load_devices
 from mla_var3.runtime.compile import CompileReport, compile_report
-from mla_var3.runtime.files import write_atomic
 from mla_var3.runtime.markdown import microseconds, number, table
-from mla_var3.runtime.plan import plan_dtype, plan_targets
+from mla_var3.runtime.paths import write_atomic
+from mla_var3.runtime.plan import Target, plan_dtype, plan_targets
 from mla_var3.runtime.profiling.common import (
     artifact_folder,
     compiled_note,
@@ -21,7 +21,6 @@ from mla_var3.runtime.profiling.common import (
 )
 from mla_var3.runtime.profiling.figures import compile_markdown
 from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult
-from mla_var3.runtime.target import Target
 from mla_var3.runtime.workflow import Prepared, RunOptions, empty_stage, planning_device
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ import pytest
 
 from mla_var3.runtime.autotune import history as autotune_cache
 from mla_var3.runtime.autotune.history import History, canonical, key_digest, tuning_key
-from mla_var3.runtime.files import write_atomic
 from mla_var3.runtime.measure import summarise
-from mla_var3.runtime.tiling import Tiling
+from mla_var3.runtime.paths import write_atomic
+from mla_var3.runtime.stage import Tiling
 
 SPEC: Any = SimpleNamespace(name="NVIDIA Fake", compute_capability=(9, 0))
 TIMING = summarise([1.0], timer="cuda-event", cold_l2=True)
@@ -109,7 +109,7 @@ def test_an_interrupted_write_leaves_the_old_file_and_no_litter(
 WRITER = """
 import json, sys
 from pathlib import Path
-from mla_var3.runtime.files import write_atomic
+from mla_var3.runtime.paths import write_atomic
 path, who = Path(sys.argv[1]), sys.argv[2]
 for i in range(60):
     write_atomic(path, json.dumps({"who": who, "data": [i] * 4000}))

@@ -20,8 +20,7 @@ from mla_var3.runtime.compile import CompileReport
 from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
 from mla_var3.runtime.measure import Timing, summarise
 from mla_var3.runtime.plan import KernelPlan
-from mla_var3.runtime.stage import CompiledKernel, KernelStage, Stage
-from mla_var3.runtime.tiling import Constraints, Tiling
+from mla_var3.runtime.stage import CompiledKernel, Constraints, KernelStage, Stage, Tiling
 from mla_var3.runtime.workflow import RunOptions
 
 

@@ -24,7 +24,7 @@ from mla_var3.runtime import cute_kernel
 from mla_var3.runtime.cute.arguments import Int64Arg
 from mla_var3.runtime.cute_kernel import CuteKernel
 from mla_var3.runtime.plan import KernelPlan
-from mla_var3.runtime.tiling import Constraints, Tiling
+from mla_var3.runtime.stage import Constraints, Tiling
 
 
 @dataclass

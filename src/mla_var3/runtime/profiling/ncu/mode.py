@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from mla_var3.runtime.files import write_atomic
 from mla_var3.runtime.markdown import number, table
+from mla_var3.runtime.paths import write_atomic
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult
 from mla_var3.runtime.profiling.common import header, profiling_mode, write_artifacts
 from mla_var3.runtime.profiling.ncu.reader import NOT_OURS, MetricValue, Rule, StageProfile, advice

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mla_var3.runtime.files import write_atomic
 from mla_var3.runtime.markdown import byte_count, microseconds, number, table
+from mla_var3.runtime.paths import write_atomic
 from mla_var3.runtime.profiling.bottleneck import find_opportunities, root_cause
 from mla_var3.runtime.profiling.common import compiled_note, tiling_table
 from mla_var3.runtime.profiling.figures import check_markdown, stage_markdown

@@ -31,9 +31,9 @@ from pathlib import Path
 from mla_var3.errors import InvalidArgumentError, MissingToolError, UnsupportedError
 from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
 from mla_var3.runtime.environment import find_tool
-from mla_var3.runtime.files import write_atomic
 from mla_var3.runtime.markdown import write_json
 from mla_var3.runtime.measure import wait_for_device
+from mla_var3.runtime.paths import write_atomic
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling.target import TargetSpec
 from mla_var3.runtime.profiling.timeline.formats import (

@@ -11,7 +11,7 @@ from decimal import Decimal
 from pathlib import Path
 
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.runtime.files import write_atomic
+from mla_var3.runtime.paths import write_atomic
 from mla_var3.runtime.profiling.timeline.model import ApiCall, GpuActivity, HostRange, Timeline
 
 GPU_TRACE = "cuda_gpu_trace"
