@@ -179,13 +179,6 @@ def require_cuda(what: str, instead: str = "") -> None:
         )
 
 
-class DeviceEvent(Protocol):
-    """The part of `torch.cuda.Event` that waiting needs."""
-
-    def query(self) -> bool:
-        """Whether everything before the event has ended."""
-
-
 def timeout_s() -> float:
     """The time limit of one launch in seconds: $HYPER_MLA_TIMEOUT_S, or 60."""
     text = os.environ.get(TIMEOUT_VARIABLE, "")
@@ -198,9 +191,7 @@ def timeout_s() -> float:
     return limit
 
 
-def wait_for_device(
-    what: str, limit_s: float | None = None, event: DeviceEvent | None = None
-) -> None:
+def wait_for_device(what: str, limit_s: float | None = None, event: Any = None) -> None:
     """Wait for the GPU, but not forever: a kernel that hangs cannot be stopped by its process.
 
     Args:

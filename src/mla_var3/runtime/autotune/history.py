@@ -14,6 +14,7 @@ import json
 import logging
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
@@ -257,57 +258,47 @@ def median_us(entry: Entry) -> float:
 
 
 def _load(path: Path, key: dict[str, Any]) -> dict[str, Any] | None:
-    """The content of a file that is whole and belongs to the key, else None."""
-    stored = _read(path)
-    if stored is None:
-        return None
-    if isinstance(stored, str):
+    """The content of a file that is valid and belongs to the key, else None."""
+    try:
+        stored = _read(path)
+    except ValueError as error:
         aside = _move_aside(path)
-        log.warning("%s is damaged (%s); moved to %s, tuning again", path, stored, aside)
+        log.warning("%s is damaged (%s); moved to %s, tuning again", path, error, aside)
         return None
-    differing = _differences(stored["key"], key)
+    differing = [] if stored is None else _differences(stored["key"], key)
     if differing:
-        log.warning(
-            "%s was made for something else (%s); it is not used, tuning again",
-            path,
-            "; ".join(differing),
-        )
+        message = "%s was made for something else (%s); it is not used, tuning again"
+        log.warning(message, path, "; ".join(differing))
         return None
     return stored
 
 
-def _read(path: Path) -> dict[str, Any] | str | None:
-    """The content of a file, what is wrong with it, or None when there is none."""
+def _read(path: Path) -> dict[str, Any] | None:
+    """The content of a file, None when there is none; ValueError when it is damaged."""
     try:
         stored = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        return f"no JSON: {error}"
-    if not isinstance(stored, dict) or not isinstance(stored.get("key"), dict):
-        return "no key in it"
-    if not isinstance(stored.get("complete"), bool) or not isinstance(stored.get("results"), list):
-        return "no results in it"
+    kinds = {"key": dict, "complete": bool, "results": list}
+    if not isinstance(stored, dict) or any(
+        not isinstance(stored.get(name), kind) for name, kind in kinds.items()
+    ):
+        raise ValueError("expected key, complete and results")
     if not all(map(_is_entry, stored["results"])):
-        return "a result without config, status or time"
+        raise ValueError("a result without config, status or time")
     return stored
 
 
 def _is_entry(value: Any) -> bool:
     if not isinstance(value, dict) or set(value) != set(Entry.__annotations__):
         return False
-    timing = value["timing"]
+    time_us = value["timing"] and value["timing"].get("median_us")
     return (
         isinstance(value["config"], dict)
         and value["status"] in _STATUSES
-        and (value["compile"] is None or isinstance(value["compile"], dict))
-        and (timing is None or _is_positive(timing))
+        and isinstance(value["compile"] or {}, dict)
+        and (time_us is None or (isinstance(time_us, (int, float)) and 0 < time_us < math.inf))
     )
-
-
-def _is_positive(timing: Any) -> bool:
-    median = timing.get("median_us") if isinstance(timing, dict) else None
-    return isinstance(median, (int, float)) and 0 < median < math.inf
 
 
 def _move_aside(path: Path) -> Path:
@@ -334,10 +325,10 @@ def _mention_others(path: Path, key: dict[str, Any]) -> None:
     """Log that results for the same stage and problem exist but are not used, and why."""
     others = []
     for other in sorted(path.parent.glob(f"{key['stage']}-*.json")):
-        stored = None if other == path else _read(other)
-        if isinstance(stored, dict) and all(
-            stored["key"].get(part) == key[part] for part in ("stage", "problem")
-        ):
+        stored = None
+        with suppress(ValueError):
+            stored = _read(other) if other != path else None
+        if stored and all(stored["key"].get(part) == key[part] for part in ("stage", "problem")):
             others.append((other, _differences(stored["key"], key)))
     if others:
         newest, differing = max(others, key=lambda found: found[0].stat().st_mtime)

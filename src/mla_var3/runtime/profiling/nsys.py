@@ -26,7 +26,6 @@ from mla_var3.runtime.profiling.figures import check_markdown, stage_markdown
 from mla_var3.runtime.profiling.timeline.analysis import Analysis, analyse, outline
 from mla_var3.runtime.profiling.timeline.collect import (
     DEFAULT_RUNS,
-    RunCounts,
     record_with_nsys,
     record_with_torch,
 )
@@ -51,19 +50,19 @@ log = logging.getLogger(__name__)
 @profiling_mode(NsightProfType.NSYS, gpu=True)
 def nsys_profile_plan(plan: KernelPlan, run: RunOptions) -> ProfileResult:
     """Tune, check when asked, and record the timeline of a plan on the current GPU."""
-    counts = RunCounts(queued=run.bench_runs or DEFAULT_RUNS)
+    runs = run.bench_runs or DEFAULT_RUNS
     with measuring(NsightProfType.NSYS, plan, run) as (prepared, folder):
-        return summarise(prepared, *collect(prepared, counts, folder), folder)
+        return summarise(prepared, *collect(prepared, runs, folder), folder)
 
 
-def collect(prepared: Prepared, counts: RunCounts, folder: Path) -> tuple[Timeline, str]:
+def collect(prepared: Prepared, runs: int, folder: Path) -> tuple[Timeline, str]:
     """Record with CUPTI, and with Nsight Systems where it works."""
     prepared.stage.launch()  # compiles what is compiled at first use, outside the timeline
     wait_for_device(prepared.stage.name)
-    timeline = record_with_torch(prepared.stage, counts, folder / "chrome_trace.json")
+    timeline = record_with_torch(prepared.stage, runs, folder / "chrome_trace.json")
     how = "The figures and `chrome_trace.json` were recorded by CUPTI through torch.profiler. "
     try:
-        record_with_nsys(prepared.plan, prepared.stage, counts, folder)
+        record_with_nsys(prepared.plan, prepared.stage, runs, folder)
         log.info("Nsight Systems recorded report.nsys-rep and stats/")
     except UnsupportedError as error:
         # Nsight Systems is optional: that it is missing is no reason for a warning.

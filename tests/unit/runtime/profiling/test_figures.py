@@ -89,12 +89,6 @@ def test_checks(error: ErrorFigures, outcome: str) -> None:
     json.dumps(json_ready(check.to_dict()), allow_nan=False)
 
 
-def test_a_profile_is_json() -> None:
-    data = json.loads(json.dumps(json_ready(figures.result_data(result(timed=True)))))
-    assert data["mode"] == "event" and data["total"]["tflops"] == 150.0
-    assert data["check"] is None
-
-
 def test_a_static_result_on_screen(capsys: pytest.CaptureFixture[str]) -> None:
     static = result(timed=False)
     static.record = {"planned_for": "NVIDIA H200", "predicted_us": {"NVIDIA B200": 12.0}}

@@ -81,7 +81,7 @@ def _run_figures(shape: Outline, runs: list[Iteration], spec: DeviceSpec) -> dic
         "api_us": median_us(runs, lambda run: run.api_ns),
         "idle_us": median_us(runs, lambda run: run.idle_ns),
         "overlap": overlap_figures(shape, runs),
-        "serialised": [vars(found) for found in serialisations(shape, runs, spec)],
+        "serialised": serialisations(shape, runs, spec),
     }
 
 

@@ -21,7 +21,6 @@ from mla_var3.runtime.profiling import nsys
 from mla_var3.runtime.profiling.timeline import collect as timeline_collect
 from mla_var3.runtime.profiling.timeline.analysis import outline
 from mla_var3.runtime.profiling.timeline.collect import (
-    RunCounts,
     ranges_below,
     record_with_nsys,
 )
@@ -74,7 +73,7 @@ def test_recording_with_nsight_systems(
     monkeypatch.setattr(timeline_collect, "find_tool", lambda name: program)
     fails = pytest.raises(UnsupportedError, match=message)
     with fails if message else contextlib.nullcontext():
-        record_with_nsys(prepared.plan, prepared.stage, RunCounts(), folder)
+        record_with_nsys(prepared.plan, prepared.stage, 20, folder)
     left = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
     report = ["report.nsys-rep"] if profile == 0 else []
     assert left == (report if message else [*report, "stats", "stats/report_cuda_gpu_trace.csv"])
@@ -85,7 +84,7 @@ def test_warnings_of_the_torch_profiler_are_logged(
 ) -> None:
     caplog.set_level(logging.INFO, "mla_var3")
 
-    def record(stage: Stage, make_range: Any, counts: RunCounts) -> None:
+    def record(stage: Stage, make_range: Any, runs: int) -> None:
         with make_range("hyper_mla@k"):
             warnings.warn("raw text of torch", stacklevel=1)
 
@@ -93,9 +92,7 @@ def test_warnings_of_the_torch_profiler_are_logged(
     monkeypatch.setattr(timeline_collect, "record_runs", record)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        timeline = timeline_collect.record_with_torch(
-            fake_kernel("k"), RunCounts(), tmp_path / "trace.json"
-        )
+        timeline = timeline_collect.record_with_torch(fake_kernel("k"), 20, tmp_path / "trace.json")
     assert [found.name for found in timeline.ranges] == ["hyper_mla@k"]
     assert "torch.profiler: raw text of torch" in caplog.text
     assert str(tmp_path) not in (tmp_path / "trace.json").read_text()
@@ -148,7 +145,7 @@ def test_runs_are_recorded_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_sleep", lambda _: log.append("spin"))
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: zeros(1, dtype=torch.int32))
     kernel = fake_kernel("k", log)
-    timeline_collect.record_runs(kernel, Range, RunCounts(queued=2, host_paced=1, warmup=1))
+    timeline_collect.record_runs(kernel, Range, queued=2, host_paced=1, warmup=1)
     assert log == [
         *("hyper_mla_warmup@k", "k", "end"),
         *("spin", "hyper_mla@k", "k", "end"),
@@ -163,16 +160,6 @@ def prepared() -> Prepared:
 
     plan = plan_class(find_kernel("mla_var6_plus"))(b=4, s=16, t=2048, n=512)
     return Prepared(plan, (), pipeline(), device_spec("NVIDIA H200"))
-
-
-def test_a_request_survives_the_trip(prepared: Prepared, tmp_path: Path) -> None:
-    path = tmp_path / "request.json"
-    counts = RunCounts(queued=7)
-    timeline_collect.write_request(path, prepared.plan, prepared.stage, counts)
-    spec, again = timeline_collect.read_request(path)
-    assert again == counts
-    assert spec.build_plan() == prepared.plan
-    assert [entry["kernel"] for entry in spec.tilings] == list(NAMES)
 
 
 def test_all_artifacts_of_the_recorded_trace(
@@ -219,7 +206,7 @@ def test_cupti_always_records_and_nsight_systems_where_it_works(
     monkeypatch.setattr(nsys, "wait_for_device", lambda name: None)
     monkeypatch.setattr(nsys, "record_with_nsys", record_with_nsys)
     monkeypatch.setattr(nsys, "record_with_torch", lambda *_: read_chrome_trace(TRACE))
-    timeline, how = nsys.collect(prepared, RunCounts(), tmp_path)
+    timeline, how = nsys.collect(prepared, 20, tmp_path)
     assert len(timeline.gpu) == 16
     assert "recorded by CUPTI through torch.profiler" in how
     assert ("there is no `report.nsys-rep`" in how) is (state in ("missing", "broken"))
