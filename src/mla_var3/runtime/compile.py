@@ -219,7 +219,8 @@ def compile_report(
     report = CompileReport(
         kernel.name, target, chosen.to_dict(), expects_tensor_core=expects_tensor_core
     )
-    tools = [_tool(name) for name in ("cuobjdump", "nvdisasm")]
+    for tool in ("cuobjdump", "nvdisasm"):
+        _tool(tool)  # before minutes of compiling
     try:
         compiled = kernel.compile(target, tiling)
     except MissingToolError:
@@ -227,7 +228,7 @@ def compile_report(
     except Exception as error:  # a compiler may fail in any way, and each is a result
         log.debug("%s for %s does not compile", kernel.name, target, exc_info=True)
         return dataclasses.replace(report, error=str(error) or type(error).__name__)
-    printed = _disassemble(compiled.cubin, *tools)
+    printed = disassemble(compiled.cubin)
     if artifacts_dir is not None:
         _write_artifacts(artifacts_dir, kernel, compiled, printed)
     figures = parse_disassembly(printed)
@@ -250,7 +251,20 @@ def fits_shared_memory(report: CompileReport, spec: DeviceSpec) -> bool:
 
 def disassemble(cubin: bytes) -> Disassembly:
     """What cuobjdump and nvdisasm print about a cubin."""
-    return _disassemble(cubin, _tool("cuobjdump"), _tool("nvdisasm"))
+    cuobjdump, nvdisasm = _tool("cuobjdump"), _tool("nvdisasm")
+    with tempfile.TemporaryDirectory(prefix="hyper-mla-") as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        resources = _run(cuobjdump, "--dump-resource-usage", path)
+        if not _RESOURCES.search(resources):
+            raise MissingToolError(
+                f"{cuobjdump}: expected a resource table, got {resources!r:.200}"
+            )
+        return Disassembly(
+            resources=resources,
+            elf=_run(cuobjdump, "--dump-elf", path),
+            sass=_run(nvdisasm, "--print-code", path),
+        )
 
 
 def parse_disassembly(printed: Disassembly) -> dict[str, Any]:
@@ -308,22 +322,6 @@ def _tool(name: str) -> Path:
             f'/usr/local/cuda/bin, got none; install it with pip install "hyper-mla[cutile]"'
         )
     return found
-
-
-def _disassemble(cubin: bytes, cuobjdump: Path, nvdisasm: Path) -> Disassembly:
-    with tempfile.TemporaryDirectory(prefix="hyper-mla-") as folder:
-        path = Path(folder, "kernel.cubin")
-        path.write_bytes(cubin)
-        resources = _run(cuobjdump, "--dump-resource-usage", path)
-        if not _RESOURCES.search(resources):
-            raise MissingToolError(
-                f"{cuobjdump}: expected a resource table, got {resources!r:.200}"
-            )
-        return Disassembly(
-            resources=resources,
-            elf=_run(cuobjdump, "--dump-elf", path),
-            sass=_run(nvdisasm, "--print-code", path),
-        )
 
 
 def _run(tool: Path, *arguments: str | Path) -> str:

@@ -5,6 +5,7 @@ This module and the interpreter are the only host code that knows cuTile.
 
 from __future__ import annotations
 
+import copy
 import io
 import tempfile
 import time
@@ -76,13 +77,12 @@ class CtKernel(KernelStage):
             require_valid(self.tiling, self.plan)
             kernel = hinted_kernel(self.kernel_fn, self.tiling.hints())
             launchable = (kernel, self.grid_fn(self.tiling), tuple(self.args_fn(self.tiling)))
-            self._prepared = (_frozen_copy(self.tiling), launchable)
+            self._prepared = (copy.copy(self.tiling), launchable)
         return self._prepared[1]
 
     def launch(self) -> None:
-        device_type = self.device_type
-        if device_type == "cuda":
-            self._launch_cuda()
+        if self.device_type == "cuda":
+            self._launch_cuda()  # validates a tiling once
         else:
             super().launch()
 
@@ -213,7 +213,3 @@ def _export(kernel: Any, signature: KernelSignature, target: str, output_format:
     buffer = io.BytesIO()
     export_kernel(kernel, [signature], buffer, gpu_code=target, output_format=output_format)
     return buffer.getvalue()
-
-
-def _frozen_copy(tiling: Any) -> Any:
-    return type(tiling)(**tiling.to_dict())

@@ -9,6 +9,7 @@ architecture, is cached on the disk (`cute/cache.py`), and stays loaded for the 
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import importlib.metadata
 import logging
@@ -44,7 +45,7 @@ from mla_var3.runtime.cute.launch import (
     short_entry,
 )
 from mla_var3.runtime.paths import traced_source_files
-from mla_var3.runtime.stage import CompiledKernel, KernelStage, require_valid, tiling_from_dict
+from mla_var3.runtime.stage import CompiledKernel, KernelStage, require_valid
 
 __all__ = [
     "BoundLaunch",
@@ -102,18 +103,13 @@ class CuteKernel(KernelStage):
     runs_on_cpu = False
 
     def __post_init__(self) -> None:
-        # A copy made by dataclasses.replace carries the derived launch of the original.
-        if getattr(self.launch_fn, "__func__", None) is CuteKernel._launch_host:
-            self.launch_fn = None
-        self._prepared = None
+        self._prepared = None  # a copy must not launch with the arguments of the original
         if (self.host_fn is None) != (self.args_fn is None):
             missing = "args_fn" if self.args_fn is None else "host_fn"
             raise InvalidArgumentError(missing, "host_fn and args_fn together", "one of them")
         if (self.launch_fn is None) == (self.host_fn is None):
             got = "neither" if self.launch_fn is None else "both"
             raise InvalidArgumentError("launch_fn", "either launch_fn or host_fn and args_fn", got)
-        if self.launch_fn is None:
-            self.launch_fn = self._launch_host
 
     @property
     def name(self) -> str:
@@ -122,27 +118,20 @@ class CuteKernel(KernelStage):
     # -- launching -------------------------------------------------------------------------------
 
     def launch(self) -> None:
-        if self.device_type != "cuda":
+        if self.device_type != "cuda" or self.launch_fn is not None:
             super().launch()
-        elif self.host_fn is not None:
-            self._launch_host(self.tiling)
-        else:
+            return
+        # Arguments are prepared anew when the tiling changes.
+        prepared = self._prepared
+        if prepared is None or prepared[0] != self.tiling:
             require_valid(self.tiling, self.plan)
-            self._launch_cuda()
+            self._prepared = prepared = (copy.copy(self.tiling), self._bind(self.tiling))
+        prepared[1].launch()
 
     def _launch_cuda(self) -> None:
         require_arch(self.name, self.requires_arch, current_device())
         assert self.launch_fn is not None
         self.launch_fn(self.tiling)
-
-    def _launch_host(self, tiling: Any) -> None:
-        """Launch with prepared arguments, which are made anew when the tiling changes."""
-        prepared = self._prepared
-        if prepared is None or prepared[0] != tiling:
-            require_valid(tiling, self.plan)
-            copy = tiling_from_dict(type(tiling), tiling.to_dict())
-            self._prepared = prepared = (copy, self._bind(tiling))
-        prepared[1].launch()
 
     def _bind(self, tiling: Any) -> BoundLaunch:
         host, args = self._host_and_args(tiling)

@@ -1,6 +1,6 @@
 """Timing on the GPU: one figure per run by CUDA events, with the L2 cache cold.
 
-`time_gpu` decides what is timed and how often. The calls that need a GPU are behind `GpuClock`, so
+`time_gpu` decides what is timed and how often. The calls that need a GPU are in `CudaClock`, so
 that tests can bring a clock of their own. Every wait on the GPU goes through `wait_for_device`,
 which has a time limit.
 """
@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from mla_var3.errors import DeviceTimeoutError, InvalidArgumentError, UnsupportedError
 
@@ -70,22 +70,6 @@ class Timing:
         return {**dataclasses.asdict(self), "spread_us": self.spread_us}
 
 
-class GpuClock(Protocol):
-    """The device calls that timing needs."""
-
-    def capture(self, fn: Callable[[], None], warmup: int, what: str) -> Callable[[], None]:
-        """Capture `fn` in a CUDA graph; the result replays it."""
-
-    def enqueue(self, fn: Callable[[], None], cold_l2: bool) -> Any:
-        """Enqueue one timed run; the handle is good for `elapsed_us` after `wait`."""
-
-    def wait(self, handle: Any, what: str) -> None:
-        """Wait until a run has ended; `what` names the kernel if it takes too long."""
-
-    def elapsed_us(self, handle: Any) -> float:
-        """The time of one run."""
-
-
 def time_gpu(
     fn: Callable[[], None],
     *,
@@ -94,7 +78,7 @@ def time_gpu(
     cold_l2: bool = True,
     graph: bool = False,
     max_seconds: float = 2.0,
-    clock: GpuClock | None = None,
+    clock: Any = None,
     what: str | None = None,
 ) -> Timing:
     """Time what `fn` enqueues on the current CUDA stream.
@@ -106,7 +90,7 @@ def time_gpu(
         cold_l2: flush the L2 cache before every run, outside the timed part.
         graph: capture `fn` in a CUDA graph once and time its replays.
         max_seconds: budget of the timed runs, flushes included, when `runs` is None.
-        clock: what measures; the current CUDA device by default.
+        clock: what measures, with the methods of `CudaClock`; the current CUDA device by default.
         what: name of the kernel for a timeout; that of the stage whose `launch` is timed by
             default.
 

@@ -17,7 +17,7 @@ import pkgutil
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -248,46 +248,45 @@ def kernel_source_files(function: Callable[..., Any]) -> list[Path]:
 
     Device helpers are inlined into the kernel, so a change there is a change of the kernel.
     """
-    found: dict[Path, None] = {}
-    pending = [inspect.getmodule(function)]
-    while pending:
-        module = pending.pop()
-        path = getattr(module, "__file__", None)
-        if module is None or path is None or Path(path) in found:
-            continue
-        found[Path(path)] = None
+
+    def helpers(module: ModuleType) -> Iterator[ModuleType]:
         for value in vars(module).values():
             owner = inspect.getmodule(value) if inspect.isfunction(value) else None
             if owner is not None and owner.__name__.startswith(f"{KERNEL_PACKAGE}."):
-                pending.append(owner)
-    return sorted(found)
+                yield owner
+
+    return _files_reached([function], helpers)
 
 
 def traced_source_files(*roots: Any) -> list[Path]:
-    """The files of what is traced, and of every kernel module that they import, by any name.
+    """The files of functions, classes or instances, and of every kernel module they import.
 
     For languages whose host code is traced into the kernel as well: there a class, a constant or a
     whole module can decide what the kernel does, so every import counts. Only an import of nothing
     but plan classes does not: a plan calls the kernel, it is no part of it.
     """
-    modules = [inspect.getmodule(root) for root in roots]
-    found: dict[Path, None] = {}
-    pending = [module for module in modules if module is not None]
+    return _files_reached(roots, _imported_modules)
+
+
+def _files_reached(
+    roots: Iterable[Any], follow: Callable[[ModuleType], Iterable[ModuleType]]
+) -> list[Path]:
+    found: set[Path] = set()
+    pending = [module for root in roots if (module := inspect.getmodule(root)) is not None]
     while pending:
         module = pending.pop()
         path = getattr(module, "__file__", None)
-        if path is None or Path(path) in found:
-            continue
-        found[Path(path)] = None
-        pending.extend(_imported_modules(module, Path(path)))
+        if path is not None and Path(path) not in found:
+            found.add(Path(path))
+            pending.extend(follow(module))
     return sorted(found)
 
 
-def _imported_modules(module: ModuleType, path: Path) -> Iterator[ModuleType]:
+def _imported_modules(module: ModuleType) -> Iterator[ModuleType]:
     """The loaded kernel modules that a module's import statements name."""
     package = module.__package__ or ""
     inside = tuple({f"{KERNEL_PACKAGE}.", f"{package}." if package else f"{KERNEL_PACKAGE}."})
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

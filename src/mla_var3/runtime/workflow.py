@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 from mla_var3.conf.devices import DeviceSpec, device_spec
 from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
 from mla_var3.runtime.markdown import byte_count
-from mla_var3.runtime.paths import TARGETS
-from mla_var3.runtime.plan import ASSUMED_DEVICE, KernelPlan, Target, plan_dtype, plan_targets
+from mla_var3.runtime.plan import ASSUMED_DEVICE, KernelPlan, Target, plan_dtype
 from mla_var3.runtime.stage import Stage
 
 if TYPE_CHECKING:
@@ -23,23 +22,6 @@ if TYPE_CHECKING:
     from mla_var3.runtime.check import CheckResult
 
 log = logging.getLogger(__name__)
-
-__all__ = [
-    "TARGETS",
-    "Prepared",
-    "Progress",
-    "RunOptions",
-    "cuda_available",
-    "current_device_spec",
-    "device_kind",
-    "empty_stage",
-    "no_progress",
-    "pick_device",
-    "plan_targets",
-    "planning_device",
-    "prepare",
-    "require_memory",
-]
 
 MEMORY_INFO = Path("/proc/meminfo")
 CONTROL_GROUP = Path("/sys/fs/cgroup")

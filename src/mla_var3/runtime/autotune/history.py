@@ -196,7 +196,7 @@ class History:
         compiled: dict[str, Any] | None = None,
         save: bool = True,
     ) -> None:
-        """Note an outcome and write the file."""
+        """Note an outcome and write the file, unless it costs nothing to find again (`save`)."""
         self._entries[canonical(config)] = Entry(
             config=json.loads(canonical(config)),
             status=status,

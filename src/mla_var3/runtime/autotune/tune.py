@@ -245,7 +245,10 @@ class Search:
         self._history.finish(complete)
 
     def _scan(self, kept: frozenset[Member]) -> bool:
-        """Handle every candidate that has no outcome yet; False when the limit ended it."""
+        """Handle every candidate that has no outcome yet; False when the limit ended it.
+
+        What is in `kept` is timed although it would run badly.
+        """
         limit = self._options.tune_max_iters
         for done, combo in enumerate(self._combos):
             if self._is_settled(combo, kept):

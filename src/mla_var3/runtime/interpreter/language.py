@@ -17,6 +17,7 @@ import builtins
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import islice
 from types import CellType, FunctionType, ModuleType
 from typing import Any
@@ -266,18 +267,20 @@ class Rebinder:
         known = self._functions.get(function)
         if known is not None:
             return known
-        cells = [_Cell(cell) for cell in function.__closure__ or ()]
+        cells = [(cell, CellType()) for cell in function.__closure__ or ()]
         rebound = FunctionType(
             function.__code__,
             self._globals_of(function),
             function.__name__,
             None,
-            tuple(cell.new for cell in cells),
+            tuple(new for _, new in cells),
         )
         # Known before its surroundings are converted: a function may refer to itself there.
         self._functions[function] = rebound
-        for cell in cells:
-            cell.fill(self)
+        for cell, new in cells:
+            # An unassigned variable stays so; using it raises NameError, as in Python.
+            with suppress(ValueError):
+                new.cell_contents = self.convert(cell.cell_contents)
         rebound.__qualname__ = function.__qualname__
         rebound.__module__ = function.__module__
         rebound.__dict__.update(function.__dict__)
@@ -302,22 +305,6 @@ class Rebinder:
         if module not in self._modules:
             self._modules[module] = _KernelModule(module, self)
         return self._modules[module]
-
-
-class _Cell:
-    """A variable of an enclosing function, converted after the function that uses it exists."""
-
-    def __init__(self, cell: CellType) -> None:
-        self._cell = cell
-        self.new = CellType()
-
-    def fill(self, rebinder: Rebinder) -> None:
-        try:
-            value = self._cell.cell_contents
-        except ValueError:
-            # The variable is not assigned yet; using it raises NameError, as in Python.
-            return
-        self.new.cell_contents = rebinder.convert(value)
 
 
 def _is_kernel_code(function: FunctionType) -> bool:

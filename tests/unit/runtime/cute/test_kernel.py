@@ -254,12 +254,6 @@ def test_the_compiler_does_not_see_the_arguments_of_the_program(
     assert sys.argv == arguments
 
 
-def test_a_copy_launches_for_itself() -> None:
-    first = empty()
-    second = dataclasses.replace(first, tiling=ScaleTiling(threads=64))
-    assert second.launch_fn.__self__ is second  # type: ignore[union-attr]
-
-
 def test_cpu_tensors_are_refused_with_what_to_do_instead() -> None:
     plan = ScalePlan()
     inputs = plan.prepare_inputs("cpu")

@@ -214,7 +214,8 @@ def test_arguments_are_prepared_once_per_tiling(
     stage.launch()
     stage.tiling.threads = 256
     stage.launch()
-    stage.launch_fn(ScaleTiling(threads=64))
+    stage.tiling = ScaleTiling(threads=64)
+    stage.launch()
     assert built == [128, 256, 64]
     assert len(gpu.calls) == 4 and len(compilations) == 3
 

@@ -165,7 +165,10 @@ def nsight_problem(tool: NcuTool, folder: Path) -> str | None:
 def collect(
     tool: NcuTool, folder: Path, spec: TargetSpec, metrics: Sequence[str] | None
 ) -> Collection:
-    """Run the target program under the profiler; leaves `report.ncu-rep` in the folder."""
+    """Run the target program under the profiler; leaves `report.ncu-rep` in the folder.
+
+    Without metrics ncu collects the full set, with sources.
+    """
     note = ""
     if metrics is not None:
         note = nsight_problem(tool, folder) or ""
