@@ -134,6 +134,11 @@ def summarise(samples_us: Sequence[float], *, timer: str, cold_l2: bool) -> Timi
     )
 
 
+def spread(values: Sequence[float]) -> float:
+    """Half the distance between the 10th and the 90th percentile."""
+    return (percentile(values, 90) - percentile(values, 10)) / 2
+
+
 def percentile(values: Sequence[float], percent: float) -> float:
     """A percentile with linear interpolation between the two nearest values."""
     import numpy as np
@@ -246,11 +251,7 @@ class CudaClock:
         """Flush, let the host get ahead, then run between two events."""
         torch = self._torch
         if cold_l2:
-            if self._flush_buffer is None:
-                self._flush_buffer = torch.zeros(
-                    self._flush_bytes // 4, dtype=torch.int32, device="cuda"
-                )
-            self._flush_buffer.sum()
+            self.flush_l2()
         torch.cuda._sleep(_HEAD_START_CYCLES)
         start = torch.cuda.Event(enable_timing=True)
         stop = torch.cuda.Event(enable_timing=True)
@@ -258,6 +259,13 @@ class CudaClock:
         fn()
         stop.record()
         return start, stop
+
+    def flush_l2(self) -> None:
+        """Enqueue a read of more than the L2 cache holds."""
+        if self._flush_buffer is None:
+            size = self._flush_bytes // 4
+            self._flush_buffer = self._torch.zeros(size, dtype=self._torch.int32, device="cuda")
+        self._flush_buffer.sum()
 
     def wait(self, handle: Any, what: str) -> None:
         """Wait for the event behind a run."""

@@ -64,22 +64,6 @@ def test_nothing_installed_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert (record["git"], record["gpu"], record["cuda_runtime"]) == (None, None, None)
 
 
-def test_tool_versions_without_wheels_come_from_the_tools(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    _no_distributions(monkeypatch)
-    banner = "echo 'Cuda compilation tools, release 13.4, V13.4.92'"
-    monkeypatch.setattr(env, "_wheel_bin_folders", list)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    _program(tmp_path, "tileiras", banner)
-    _program(tmp_path, "ptxas", "exit 3")
-    assert env.toolkit_versions("cutile-dsl") == {
-        "cuda-tile": None,
-        "tileiras": "13.4.92",
-        "ptxas": None,
-    }
-
-
 def test_tools_are_looked_for_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     wheel, path, home = tmp_path / "wheel", tmp_path / "path", tmp_path / "home" / "bin"
     monkeypatch.setattr(env, "_wheel_bin_folders", lambda: [wheel])

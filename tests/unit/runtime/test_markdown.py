@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from mla_var3.runtime.markdown import (
-    front_matter,
     json_ready,
     number,
     table,
@@ -39,11 +38,6 @@ def test_a_table_aligns_numbers_and_escapes_bars() -> None:
 )
 def test_numbers(value: float | None, text: str) -> None:
     assert number(value) == text
-
-
-def test_front_matter_is_yaml() -> None:
-    text = front_matter({"command": 'run --x="a: b"', "ok": True, "date": None})
-    assert text == '---\ncommand: "run --x=\\"a: b\\""\nok: true\ndate: null\n---\n'
 
 
 def test_json_holds_no_bare_nan(tmp_path: Path) -> None:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from mla_var3.errors import InvalidArgumentError, MissingToolError, UnknownNameError
+from mla_var3.errors import MissingToolError, UnknownNameError
 from mla_var3.runtime import paths
 from mla_var3.runtime.paths import (
     KernelId,
-    cache_root,
     discover_kernels,
     find_kernel,
     import_kernel_module,
@@ -159,15 +156,6 @@ def test_a_design_in_one_language_needs_no_option() -> None:
 
 
 @pytest.mark.usefixtures("versions")
-def test_a_suffix_is_a_version_or_a_language() -> None:
-    assert find_kernel("mla_var6_plus:v4").version == "v4"
-    with pytest.raises(InvalidArgumentError, match="^version: expected v4, as the kernel's name"):
-        find_kernel("mla_var6_plus:v4", "v1")
-    with pytest.raises(InvalidArgumentError, match="^language: expected cute-dsl, as"):
-        find_kernel("flash_cute:cute-dsl", language="cutile-dsl")
-
-
-@pytest.mark.usefixtures("versions")
 @pytest.mark.parametrize("version", ["v5", "5", "", "latest"])
 def test_a_wrong_version_lists_the_known_ones(version: str) -> None:
     with pytest.raises(UnknownNameError, match="unknown version of mla_var6_plus") as caught:
@@ -190,22 +178,7 @@ def test_a_missing_language_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> 
     assert 'pip install "hyper-mla[cutile]"' in str(caught.value)
 
 
-def test_a_missing_module_of_ours_is_not_blamed_on_the_language() -> None:
-    missing = replace(V4, number=999)
-    with pytest.raises(ModuleNotFoundError, match="mla_var6_plus_v999"):
-        import_kernel_module(missing)
-
-
 # --- folders --------------------------------------------------------------------------------------
-
-
-def test_folders_follow_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HYPER_MLA_OUT_DIR", str(tmp_path / "here"))
-    monkeypatch.setenv("HYPER_MLA_CACHE_DIR", str(tmp_path / "there"))
-    assert (output_root(), cache_root()) == (tmp_path / "here", tmp_path / "there")
-    monkeypatch.delenv("HYPER_MLA_OUT_DIR")
-    monkeypatch.delenv("HYPER_MLA_CACHE_DIR")
-    assert (output_root(), cache_root()) == (Path("out"), Path("cache"))
 
 
 def test_profile_folders_are_new_and_sorted_by_time() -> None:

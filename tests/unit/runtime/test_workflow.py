@@ -44,15 +44,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return machine
 
 
-# --- options --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("device", ["gpu", "CPU", "cuda:0", ""])
-def test_unknown_devices_are_refused(device: str) -> None:
-    with pytest.raises(InvalidArgumentError, match="^device: expected auto, cuda or cpu, got"):
-        RunOptions(device=device)
-
-
 # --- the device -----------------------------------------------------------------------------------
 
 

@@ -82,10 +82,6 @@ class StageTuning:
     from_cache: bool
     complete: bool
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields, JSON-ready."""
-        return {**dataclasses.asdict(self), "path": str(self.path)}
-
 
 def canonical(value: Any) -> str:
     """JSON text that is the same for equal values."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mla_var3.errors import MissingToolError, UnsupportedError
 from mla_var3.runtime.compile import compile_report
 from mla_var3.runtime.environment import environment
-from mla_var3.runtime.markdown import front_matter, table, write_json
+from mla_var3.runtime.markdown import front_matter, microseconds, table, write_json
 from mla_var3.runtime.paths import (
     find_kernel,
     output_folder,
@@ -22,6 +22,7 @@ from mla_var3.runtime.paths import (
     write_atomic,
 )
 from mla_var3.runtime.plan import plan_dtype
+from mla_var3.runtime.profiling.figures import check_markdown
 from mla_var3.runtime.profiling.lock import current_device_name, device_lock
 from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult, StageFigures
 from mla_var3.runtime.workflow import RunOptions, pick_device, prepare
@@ -224,6 +225,22 @@ def header(title: str, record: dict[str, Any]) -> str:
     ]
     matter = front_matter({key: record[key] for key in ("kernel", "prof_type", "device", "params")})
     return f"{matter}\n# {title}\n\n" + table(("", ""), rows)
+
+
+def roofline_warning(result: ProfileResult) -> str:
+    """A warning where a time beats the specified peaks; empty otherwise."""
+    if not result.record["above_roofline"]:
+        return ""
+    return (
+        f"**Faster than the specified peaks allow** ({microseconds(result.total.time_us)}): "
+        "treat this measurement as wrong until explained.\n"
+    )
+
+
+def closing_sections(result: ProfileResult, stage: Stage) -> list[str]:
+    """The end of a report: the tilings, and the check if there was one."""
+    parts = ["## Tiling\n", tiling_table(stage)]
+    return parts if result.check is None else [*parts, "## Check\n", check_markdown(result.check)]
 
 
 def compiled_note(stage: Stage) -> str:

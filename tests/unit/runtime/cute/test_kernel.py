@@ -63,25 +63,7 @@ def test_a_kernel_compiles_for_its_architecture_without_a_gpu(
     assert compiled.seconds > 0 and len(compilations) == 1
 
 
-HOST_CODE = """
-  llvm.func @first(%arg0: !llvm.ptr) {
-    %0 = llvm.mlir.constant(164864 : i64) : i64
-    %7 = llvm.getelementptr %6[0, 2] : (!llvm.ptr) -> !llvm.ptr, !llvm.struct<(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32)>
-    llvm.store %0, %7 : i64, !llvm.ptr
-  }
-  llvm.func @second(%arg0: !llvm.ptr) {
-    %0 = llvm.mlir.constant(1024 : i64) : i64
-    %1 = llvm.mlir.constant(999999 : i64) : i64
-    %7 = llvm.getelementptr %6[0, 2] : (!llvm.ptr) -> !llvm.ptr, !llvm.struct<(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32)>
-    llvm.store %0, %7 : i64, !llvm.ptr
-    llvm.store %1, %8 : i64, !llvm.ptr
-  }
-"""  # noqa: E501
-
-
 def test_shared_memory_that_the_launch_asks_for_is_known() -> None:
-    assert cute_kernel._dynamic_shared_bytes(HOST_CODE) == 164864
-    assert cute_kernel._dynamic_shared_bytes("") == 0
     assert empty().compile("sm_90").dynamic_shared_bytes == 0
     kernel = dataclasses.replace(empty(), host_fn=lambda tiling: ScaleAdd(128, shared=4096))
     assert kernel.compile("sm_90").dynamic_shared_bytes == 4096
@@ -264,19 +246,6 @@ def test_cpu_tensors_are_refused_with_what_to_do_instead() -> None:
         check_stage(plan, inputs, stage)
 
 
-def test_a_gpu_of_another_architecture_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce RTX 5090")
-    device = torch.device("cuda", 0)
-    cute_launch.require_arch("flash", "", device)
-    cute_launch.require_arch("flash", "sm_120a", device)
-    with pytest.raises(
-        UnsupportedError,
-        match=r"flash: expected a GPU of sm_90a.*NVIDIA GeForce RTX 5090.*capability 12\.0",
-    ):
-        cute_launch.require_arch("flash", "sm_90a", device)
-
-
 def test_a_launch_fn_is_not_called_on_the_wrong_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[ScaleTiling] = []
     kernel = dataclasses.replace(
@@ -292,15 +261,6 @@ def test_a_launch_fn_is_not_called_on_the_wrong_gpu(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     kernel.launch()
     assert called == [kernel.tiling]
-
-
-@pytest.mark.parametrize(
-    ("target", "arch"),
-    [("sm_90", "sm_90a"), ("sm_90a", "sm_90a"), ("sm_100", "sm_100a"), ("sm_80", "sm_80"),
-     ("sm_120a", "sm_120a"), ("sm_100f", "sm_100f")],
-)  # fmt: skip
-def test_the_architecture_of_a_target(target: str, arch: str) -> None:
-    assert cute_launch.arch_of_target(target) == arch
 
 
 # --- static mode ----------------------------------------------------------------------------------

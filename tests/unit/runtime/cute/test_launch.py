@@ -1,10 +1,9 @@
-"""Launching CuTe DSL programs without a GPU: on a Python function, and on a driver that notes."""
+"""Launching CuTe DSL programs without a GPU: the GPU is a Python function."""
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,15 +23,12 @@ from mla_var3.runtime.cute_kernel import CuteKernel, CuteProgram, compile_progra
 from mla_var3.runtime.measure import Timing, summarise
 from mla_var3.runtime.workflow import RunOptions
 from tests.unit.runtime.cute.cute_support import (
-    SECOND_PROCESS,
     ScalePlan,
     ScaleTiling,
     empty,
     note_compilations,
-    run_process,
     scale_add,
 )
-from tests.unit.runtime.cute.noting_driver import STREAM, build_driver
 
 
 @pytest.fixture
@@ -275,41 +271,3 @@ def test_a_stored_program_that_does_not_link_is_made_again(
     assert len(compilations) == 2 and "compiled again" in caplog.text
     stored = cute_cache.read_entry(key)
     assert stored is not None and stored.object_code != b"no object"
-
-
-# --- real host code, on a driver that only notes --------------------------------------------------
-
-LAUNCH_ON_NOTING_DRIVER = """
-import sys, torch
-sys.path.insert(0, sys.argv[1])
-from tests.unit.runtime.cute.cute_support import ScalePlan
-from tests.unit.runtime.cute.noting_driver import STREAM
-from mla_var3.runtime import cute_kernel
-from mla_var3.runtime.cute.arguments import ArgumentBuffer, Int64Arg
-kernel = ScalePlan().plan_empty(1.0, 1.0)
-host, args = kernel._host_and_args(kernel.tiling)
-kinds = cute_kernel.kinds_of(args)
-key = cute_kernel._key(kernel.kernel_fn, host, kinds, kernel.tiling, "sm_90a")
-program = cute_kernel.cute_cache.read_entry(key)
-function = cute_kernel._link(key, program)
-buffer = ArgumentBuffer(kinds, None)
-x = torch.zeros(8, dtype=torch.bfloat16)
-buffer.write((x, x, torch.zeros(8), 1000, Int64Arg(1), 2.0))
-buffer.stream.value = STREAM
-buffer.result.value = 99
-function.capi_func(buffer.packed)
-sys.exit(buffer.result.value)
-"""
-
-
-def test_the_compiled_host_function_launches_on_the_given_stream(
-    repo_root: Path, package_environment: dict[str, str], tmp_path: Path
-) -> None:
-    """The real host code on a driver that only notes what it is asked for."""
-    library = build_driver(tmp_path)
-    own = {"HYPER_MLA_CACHE_DIR": str(tmp_path / "shared")}
-    run_process(SECOND_PROCESS, repo_root, package_environment, **own)
-    own["CUTE_DSL_LIBS"] = str(library)
-    launched = run_process(LAUNCH_ON_NOTING_DRIVER, repo_root, package_environment, **own)
-    assert (launched["grid"], launched["block"]) == ([8, 1, 1], [128, 1, 1])
-    assert launched["stream"] == STREAM

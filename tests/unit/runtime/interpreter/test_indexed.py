@@ -37,17 +37,6 @@ def test_gather_from_an_empty_array() -> None:
     assert values(lambda a: ct.gather(a, ct.arange(2, dtype=ct.int32)), torch.zeros(0)) == [0, 0]
 
 
-def test_scatter_ignores_what_is_outside() -> None:
-    x = torch.zeros(3)
-
-    def body(a):
-        index = ct.arange(8, dtype=ct.int32) - 4
-        ct.scatter(a, index, index.astype(ct.float32) + 1, mask=index != 1)
-
-    evaluate(body, x)
-    assert x.tolist() == [1.0, 0.0, 3.0]
-
-
 def test_advanced_indexing() -> None:
     x = grid_of(4, 6)
     rows = torch.tensor([3, 0, 7, 1], dtype=torch.int32)
@@ -156,17 +145,6 @@ def test_atomic_operations(
     old = values(body, x)
     assert old[:3] == [1, 2, 3]
     assert x.tolist() == expected
-
-
-def test_compare_and_swap() -> None:
-    x = torch.tensor([0, 1, 0], dtype=torch.int32)
-
-    def body(a):
-        index = ct.astile((0, 0, 1, 3), dtype=ct.int32)
-        return ct.atomic_cas(a, index, 0, ct.arange(4, dtype=ct.int32) + 7)
-
-    assert values(body, x) == [0, 7, 1, 0]
-    assert x.tolist() == [7, 1, 0]
 
 
 def test_masked_raw_atomics() -> None:

@@ -44,18 +44,6 @@ def test_while_if_and_logic_on_dynamic_scalars() -> None:
     assert values(collatz, 27) == 111
 
 
-def test_loop_variable_is_a_dynamic_int32() -> None:
-    def body():
-        for i in range(2, 7, 4):
-            last = i
-        return last
-
-    tile = evaluate(body)
-    assert tile.element == ct.int32
-    assert tile.shape == ()
-    assert values(lambda: tuple(i.astype(ct.float32) for i in range(2))[1]) == 1.0
-
-
 def plain_helper(x, limit):
     total = ct.zeros((TILE,), ct.int32)
     for i in range(2):
@@ -120,18 +108,6 @@ def test_host_code_at_the_same_time_is_not_affected() -> None:
     interpreter.launch((1,), kernel, ())
     thread.join()
     assert seen == [(2, [0, 1], True), "Device functions can only be called from device code."]
-
-
-def test_static_evaluation() -> None:
-    def body():
-        parts = ()
-        for i in ct.static_iter(range(4)):
-            parts += ((i + 1) % 4,)
-        size = ct.static_eval(sum(parts) + 2)
-        ct.static_assert(size == 8)
-        return ct.arange(ct.ensure_constant(size), dtype=ct.int32)
-
-    assert values(body) == list(range(8))
 
 
 # ---------------------------------------------------------------------------------------- printing

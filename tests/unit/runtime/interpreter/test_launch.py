@@ -79,13 +79,6 @@ def test_blocks_run_over_the_whole_grid() -> None:
     assert out.tolist() == expected
 
 
-@pytest.mark.parametrize("blocks", [[1, 3], [(1,), (3, 0, 0)], iter([3, 1])])
-def test_chosen_blocks_only(blocks: Any) -> None:
-    x, out = torch.arange(16), torch.zeros(16, dtype=torch.int64)
-    interpreter.launch((4,), copy_tile, (x, out), blocks=blocks)
-    assert out.tolist() == [0] * 4 + [4, 5, 6, 7] + [0] * 4 + [12, 13, 14, 15]
-
-
 @pytest.mark.parametrize("block", [4, (0, 1), -1, (0, 0, 0, 0), (), "a"])
 def test_block_outside_the_grid(block: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r"blocks: expected block ids in the grid"):
@@ -99,11 +92,6 @@ def test_bad_grid(grid: Any) -> None:
 
 
 # --------------------------------------------------------------------------------------- arguments
-
-
-def test_wrong_number_of_arguments() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"args: expected 2 arguments \(x, out\), got 1"):
-        interpreter.launch((1,), copy_tile, (torch.zeros(4),))
 
 
 @pytest.mark.parametrize(
@@ -154,14 +142,6 @@ def test_tuples_and_lists_of_arrays() -> None:
     ones = torch.ones(4)
     interpreter.launch((1,), kernel, ((ones, 3), [ones, 2 * ones], out))
     assert out.tolist() == [[3.0] * 4, [5.0] * 4]
-
-
-def test_strided_arguments_and_autograd() -> None:
-    x = torch.arange(32.0).reshape(4, 8).requires_grad_()
-    out = torch.zeros(8, 2)
-    interpreter.launch((2,), copy_tile, (x[:, 3].expand(2, 4).reshape(-1), out[:, 1]))
-    assert out[:, 1].tolist() == [3.0, 11.0, 19.0, 27.0] * 2
-    assert not out[:, 0].any()
 
 
 def test_default_device_is_not_used() -> None:

@@ -83,19 +83,6 @@ def test_padding_modes(mode: Any, expected: float, dtype: torch.dtype) -> None:
     torch.testing.assert_close(tile, wanted, equal_nan=True)
 
 
-def test_undetermined_padding_of_integers_is_poison() -> None:
-    x = torch.ones(3, dtype=torch.int32)
-    assert values(lambda a: ct.load(a, (0,), (4,)), x) == [1, 1, 1, 2**31 - 1]
-
-
-def test_load_orders() -> None:
-    x = torch.arange(24.0).reshape(2, 3, 4)
-    fortran = elements(lambda a: ct.load(a, (1, 0, 0), (2, 2, 2), order="F"), x)
-    assert torch.equal(fortran, x.permute(2, 1, 0)[2:4, 0:2])
-    custom = elements(lambda a: ct.load(a, (0, 1, 0), (1, 2, 2), order=(0, -1, 1)), x)
-    assert torch.equal(custom, x.permute(0, 2, 1)[:1, 2:4, :2])
-
-
 @settings(max_examples=60, deadline=None, database=None)
 @given(
     shape=st.tuples(st.integers(1, 9), st.integers(1, 9)),

@@ -22,7 +22,7 @@ from typing import Any
 
 import mla_var3
 from mla_var3.errors import MissingToolError, UnsupportedError
-from mla_var3.runtime.environment import find_tool, run_tool
+from mla_var3.runtime.environment import find_tool, run_tool, version_numbers
 from mla_var3.runtime.profiling import target
 from mla_var3.runtime.profiling.target import NSIGHT_REPORT, TargetSpec
 
@@ -62,7 +62,7 @@ class NcuTool:
     @property
     def release(self) -> tuple[int, ...]:
         """The version as numbers, for comparisons."""
-        return _release(self.version)
+        return version_numbers(self.version)
 
 
 @dataclass
@@ -110,18 +110,14 @@ def find_ncu() -> NcuTool:
 def _newest_in_opt() -> Path | None:
     folders = Path("/opt/nvidia/nsight-compute").glob("*/ncu")
     found = [path for path in folders if os.access(path, os.X_OK)]
-    return max(found, key=lambda path: _release(path.parent.name), default=None)
-
-
-def _release(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text)[:4])
+    return max(found, key=lambda path: version_numbers(path.parent.name), default=None)
 
 
 def load_ncu_report() -> Any:
     """The `ncu_report` module, which reads .ncu-rep files."""
     try:
         version = importlib.metadata.version("ncu-report")
-        if _release(version) >= MINIMUM_READER:
+        if version_numbers(version) >= MINIMUM_READER:
             return importlib.import_module("ncu_report")
         got = f"version {version}"
     except (ImportError, importlib.metadata.PackageNotFoundError) as error:
@@ -153,7 +149,7 @@ def nsight_problem(tool: NcuTool, folder: Path) -> str | None:
         return "nsight-python is not installed"
     except ImportError as error:
         return f"nsight-python {version} cannot be imported: {error}"
-    if _release(version) >= (1,) and tool.release < (2026, 2):
+    if version_numbers(version) >= (1,) and tool.release < (2026, 2):
         return f"nsight-python {version} needs ncu 2026.2, got {tool.version}"
     # It joins its command line with spaces and hands it to a shell.
     for path in (str(folder.resolve()), sys.executable, str(Path(target.__file__).resolve())):

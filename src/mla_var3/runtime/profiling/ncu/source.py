@@ -85,10 +85,9 @@ class KernelSource:
     def of(cls, launch: Launch) -> Self:
         """The source-level results of a launch."""
         instructions = instructions_of(launch.action, launch.metrics)
-        # Marks that Nsight Compute's rules put on source lines; older readers have none.
-        read = getattr(launch.action, "source_markers", None)
-        markers = read() if read is not None else None
-        return cls(instructions, line_profiles(instructions, markers or ()))
+        # Nsight Compute's rules put marks on source lines.
+        markers = launch.action.source_markers() or ()
+        return cls(instructions, line_profiles(instructions, markers))
 
     @property
     def samples(self) -> float:

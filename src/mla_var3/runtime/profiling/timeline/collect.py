@@ -28,7 +28,7 @@ from pathlib import Path
 from mla_var3.errors import InvalidArgumentError, MissingToolError, UnsupportedError
 from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
 from mla_var3.runtime.environment import find_tool
-from mla_var3.runtime.measure import wait_for_device
+from mla_var3.runtime.measure import CudaClock, wait_for_device
 from mla_var3.runtime.paths import write_atomic
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling.target import TargetSpec
@@ -55,7 +55,6 @@ _MIN_HEAD_START_S = 2e-4
 _MAX_HEAD_START_S = 2e-2
 _CYCLES_PER_SECOND = 2e9
 """No known GPU runs much faster, so the spin lasts at least as long as requested."""
-_MIN_FLUSH_BYTES = 64 << 20
 _RUN_TIMEOUT_S = 1200
 _TAIL_LINES = 8
 
@@ -69,9 +68,7 @@ def record_runs(
     """
     import torch
 
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    flush_bytes = max(2 * int(properties.L2_cache_size), _MIN_FLUSH_BYTES)
-    flush = torch.zeros(flush_bytes // 4, dtype=torch.int32, device="cuda")
+    clock = CudaClock()
     host_s = 0.0
     with ranges_below(stage, make_range):
         for _ in range(warmup):
@@ -82,7 +79,7 @@ def record_runs(
             host_s = time.perf_counter() - began
         cycles = head_start_cycles(host_s)
         for _ in range(queued):
-            flush.sum()
+            clock.flush_l2()
             torch.cuda._sleep(cycles)
             with make_range(f"{QUEUED}{stage.name}"):
                 stage.launch()

@@ -137,19 +137,16 @@ def test_runs_are_recorded_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
         def __exit__(self, *_: object) -> None:
             log.append("end")
 
-    fake = SimpleNamespace(L2_cache_size=1 << 20)
-    zeros = torch.zeros
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: fake)
+    clock = SimpleNamespace(flush_l2=lambda: log.append("flush"))
+    monkeypatch.setattr(timeline_collect, "CudaClock", lambda: clock)
     monkeypatch.setattr(timeline_collect, "wait_for_device", lambda name: None)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda _: log.append("spin"))
-    monkeypatch.setattr(torch, "zeros", lambda *_, **__: zeros(1, dtype=torch.int32))
     kernel = fake_kernel("k", log)
     timeline_collect.record_runs(kernel, Range, queued=2, host_paced=1, warmup=1)
     assert log == [
         *("hyper_mla_warmup@k", "k", "end"),
-        *("spin", "hyper_mla@k", "k", "end"),
-        *("spin", "hyper_mla@k", "k", "end"),
+        *("flush", "spin", "hyper_mla@k", "k", "end"),
+        *("flush", "spin", "hyper_mla@k", "k", "end"),
         *("hyper_mla_host@k", "k", "end"),
     ]
 
