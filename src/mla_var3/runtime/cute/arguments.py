@@ -176,10 +176,6 @@ class ArgumentBuffer:
                     place.value = number
             self._written = others
 
-    def values(self) -> list[Any]:
-        """What the cells of the present arguments hold."""
-        return [cell.value for cell in self._cells]
-
 
 def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """`operator.itemgetter` for fewer than two places: always a tuple."""

@@ -58,13 +58,8 @@ class BoundLaunch:
         self._entry = entry
         self._buffer = buffer
         self._device = device
-        self._args: tuple[Any, ...] = ()
-        self.update(*args)
-
-    def update(self, *args: Any) -> None:
-        """Take other arguments of the same kinds; tensors are kept alive until the next update."""
-        self._buffer.write(args)
-        self._args = args
+        self._args = tuple(args)  # keeps the tensors alive
+        buffer.write(self._args)
 
     def launch(self) -> None:
         """Launch on the current CUDA stream."""

@@ -12,25 +12,14 @@ import numpy as np
 import torch
 
 from mla_var3.errors import InterpreterError
+from mla_var3.runtime.interpreter import cutile_api as api
 from mla_var3.runtime.interpreter.cutile_api import (
-    BINOP_REGISTRY,
-    UNARYOP_REGISTRY,
     DType,
     RoundingMode,
     TileTypeError,
-    broadcast_shapes,
-    check_rd_and_ftz,
     ct,
     implement,
     implements,
-    integer_exponent_dtype,
-    is_arithmetic,
-    is_boolean,
-    is_float,
-    is_integral,
-    is_restricted_float,
-    is_unrestricted_float,
-    reraise_tile_exception,
 )
 from mla_var3.runtime.interpreter.dtypes import (
     NUMPY_DTYPES,
@@ -103,7 +92,7 @@ _DIVISIONS = frozenset({"floordiv", "cdiv", "mod"})
 # Done on Python integers where both operands are integer scalars: they drive loops and indices,
 # and a tensor operation costs several times as much.
 _ON_INTEGERS = {
-    name: BINOP_REGISTRY[name].impl
+    name: api.BINOP_REGISTRY[name].impl
     for name in ("add", "sub", "mul", "floordiv", "cdiv", "mod", "min", "max", *_COMPARISONS)
 }
 
@@ -117,7 +106,7 @@ def through_numpy(function: Elementwise, *operands: torch.Tensor, **options: Any
 def combine_elements(name: str, x: torch.Tensor, y: torch.Tensor, element: DType) -> torch.Tensor:
     """Applies a binary operation to two tensors of the same dtype `element`."""
     on_torch, on_numpy = _BINARY[name]
-    if name in _DIVISIONS and is_integral(element) and bool((y == 0).any()):
+    if name in _DIVISIONS and api.is_integral(element) and bool((y == 0).any()):
         raise InterpreterError(f"integer {name} by zero: undefined behaviour")
     if element in NUMPY_DTYPES:
         return through_numpy(on_numpy, x, y)
@@ -133,7 +122,7 @@ def _operand_dtype(name: str, x: DType | Number, y: DType | Number) -> DType:
         for operand in (x, y)
     )
     if name in _BITWISE:
-        if not all(is_integral(d) or is_boolean(d) for d in (x_dtype, y_dtype)):
+        if not all(api.is_integral(d) or api.is_boolean(d) for d in (x_dtype, y_dtype)):
             raise TileTypeError(
                 f"bitwise operations need integers or booleans, got {x_dtype} and {y_dtype}"
             )
@@ -141,18 +130,20 @@ def _operand_dtype(name: str, x: DType | Number, y: DType | Number) -> DType:
         if (both_typed and x_dtype != y_dtype) or {x_dtype, y_dtype} == {ct.bool_, ct.int8}:
             raise TileTypeError(f"bitwise operands differ in dtype: {x_dtype} and {y_dtype}")
     elif name in _SHIFTS:
-        if not (is_integral(x_dtype) and is_integral(y_dtype)):
+        if not (api.is_integral(x_dtype) and api.is_integral(y_dtype)):
             raise TileTypeError(f"a shift needs integers, got {x_dtype} and {y_dtype}")
     elif name not in _COMPARISONS:
         for dtype in (x_dtype, y_dtype):
-            if not is_arithmetic(dtype):
+            if not api.is_arithmetic(dtype):
                 raise TileTypeError(f"{name} is not defined for dtype {dtype}")
     common = promoted(x, y, name == "truediv")
     if name not in _COMPARISONS | _BITWISE and common == ct.bool_:
         raise TileTypeError(f"{name} does not support bool; cast to an integer first")
-    if name in _COMPARISONS and is_restricted_float(common):
+    if name in _COMPARISONS and api.is_restricted_float(common):
         raise TileTypeError(f"comparison is not defined for dtype {common}")
-    unsupported = is_integral if name in ("pow", "atan2") else is_float if name == "cdiv" else None
+    unsupported = (
+        api.is_integral if name in ("pow", "atan2") else api.is_float if name == "cdiv" else None
+    )
     if unsupported is not None and unsupported(common):
         raise TileTypeError(f"{name} is not defined for {x_dtype} and {y_dtype}")
     return common
@@ -181,20 +172,20 @@ def binary(
         return _binary_on_integers(name, x, x_integer, y, y_integer)
     if not isinstance(x, Tile) and not isinstance(y, Tile):
         x, y = _require_number(x), _require_number(y)
-        with reraise_tile_exception():
-            return BINOP_REGISTRY[name].impl(x, y)
+        with api.reraise_tile_exception():
+            return api.BINOP_REGISTRY[name].impl(x, y)
     x = x if isinstance(x, bool | int | float) else as_tile(x)
     y = y if isinstance(y, bool | int | float) else as_tile(y)
     dtype = _operand_dtype(name, loose_type(x), loose_type(y))
     a, b = _elements(x, dtype), _elements(y, dtype)
     if a.shape != b.shape:
-        broadcast_shapes(a.shape, b.shape)
+        api.broadcast_shapes(a.shape, b.shape)
     if name in _COMPARISONS:
         return Tile(combine_elements(name, a, b, dtype), ct.bool_)
     if rounding_mode is not None or flush_to_zero:
         check_modes(name, rounding_mode, flush_to_zero, dtype)
     on_torch = _BINARY[name][0]
-    if propagate_nan and is_float(dtype):
+    if propagate_nan and api.is_float(dtype):
         on_torch = torch.minimum if name == "min" else torch.maximum
     elif rounding_mode in _NEAREST_ENOUGH:
         on_torch = partial(combine_elements, name, element=dtype)
@@ -227,7 +218,7 @@ def check_modes(name: str, rounding: RoundingMode | None, flush: bool, dtype: DT
     # cuTile's check asks the running compiler for its version in this case; FULL has the same rule.
     if name in ("exp", "tanh") and rounding == ct.RoundingMode.APPROX:
         rounding = ct.RoundingMode.FULL
-    check_rd_and_ftz(name, rounding, flush, dtype)
+    api.check_rd_and_ftz(name, rounding, flush, dtype)
 
 
 def flush_subnormals(tensor: torch.Tensor) -> torch.Tensor:
@@ -293,7 +284,7 @@ def _pow(x: Any, y: Any, /) -> Any:
     if isinstance(x, Tile) or isinstance(y, Tile):
         base, exponent = as_tile(x), as_tile(y)
         # A float to the power of a small integer keeps the dtype of the float.
-        if is_unrestricted_float(base.element) and integer_exponent_dtype(exponent.element):
+        if api.is_unrestricted_float(base.element) and api.integer_exponent_dtype(exponent.element):
             return Tile(torch.pow(base.tensor, exponent.tensor).to(base.tensor.dtype), base.element)
     return binary("pow", x, y)
 
@@ -302,7 +293,7 @@ def _pow(x: Any, y: Any, /) -> Any:
 def _divmod(x: Any, y: Any, /) -> tuple[Any, Any]:
     if isinstance(x, Tile) or isinstance(y, Tile):
         dtype = _operand_dtype("mod", loose_type(x), loose_type(y))
-        if is_float(dtype):
+        if api.is_float(dtype):
             raise TileTypeError("divmod() is not implemented for floating point values")
     return binary("floordiv", x, y), binary("mod", x, y)
 
@@ -324,9 +315,9 @@ class _Accepts(Enum):
 
 def _accepted_dtype(name: str, accepts: _Accepts, dtype: DType) -> DType:
     """The dtype that the operation works in."""
-    if is_restricted_float(dtype):
+    if api.is_restricted_float(dtype):
         raise TileTypeError(f"{name} is not defined for dtype {dtype}")
-    if is_float(dtype):
+    if api.is_float(dtype):
         if accepts is _Accepts.BITS:
             raise TileTypeError(f"{name} does not support float inputs, got {dtype}")
         return dtype
@@ -334,7 +325,7 @@ def _accepted_dtype(name: str, accepts: _Accepts, dtype: DType) -> DType:
         raise TileTypeError(f"{name} supports float inputs only, got {dtype}")
     if accepts is _Accepts.FLOAT:
         return ct.float32
-    if accepts is _Accepts.NUMBER and is_boolean(dtype):
+    if accepts is _Accepts.NUMBER and api.is_boolean(dtype):
         return ct.int32
     return dtype
 
@@ -377,8 +368,8 @@ def _register_unary(stub: Callable[..., Any]) -> None:
         x: Any, /, *, rounding_mode: RoundingMode | None = None, flush_to_zero: bool = False
     ) -> Any:
         if isinstance(x, bool | int | float):
-            with reraise_tile_exception():
-                return UNARYOP_REGISTRY[name].impl(x)
+            with api.reraise_tile_exception():
+                return api.UNARYOP_REGISTRY[name].impl(x)
         tile = as_tile(x)
         dtype = _accepted_dtype(name, accepts, tile.element)
         elements = cast(tile.tensor, tile.element, dtype)
@@ -401,7 +392,7 @@ def _isnan(x: Any, /) -> Any:
     if isinstance(x, bool | int | float):
         return math.isnan(x)
     tile = as_tile(x)
-    if not is_unrestricted_float(tile.element):
+    if not api.is_unrestricted_float(tile.element):
         raise TileTypeError(f"isnan is not defined for dtype {tile.element}")
     return Tile(torch.isnan(tile.tensor), ct.bool_)
 
@@ -410,7 +401,7 @@ def _isnan(x: Any, /) -> Any:
 def _where(condition: Any, x: Any, y: Any, /) -> Tile:
     chooser, first, second = as_tile(condition), as_tile(x), as_tile(y)
     dtype = promoted(loose_type(x), loose_type(y))
-    broadcast_shapes(broadcast_shapes(first.shape, second.shape), chooser.shape)
+    api.broadcast_shapes(api.broadcast_shapes(first.shape, second.shape), chooser.shape)
     mask = cast(chooser.tensor, chooser.element, ct.bool_)
     on_true = cast(first.tensor, first.element, dtype)
     on_false = cast(second.tensor, second.element, dtype)
@@ -420,7 +411,7 @@ def _where(condition: Any, x: Any, y: Any, /) -> Tile:
 @implements(ct.assume_divisible_by)
 def _assume_divisible_by(x: Any, divisor: Any) -> Any:
     tile = as_tile(x)
-    if tile.ndim or not is_integral(tile.element):
+    if tile.ndim or not api.is_integral(tile.element):
         raise TileTypeError(f"assume_divisible_by needs an integer scalar, got {tile.element}")
     if not isinstance(divisor, int) or divisor < 1:
         raise TileTypeError(f"assume_divisible_by needs a positive divisor, got {divisor!r}")

@@ -12,22 +12,16 @@ from typing import Any, NamedTuple
 import torch
 
 from mla_var3.errors import InterpreterError
+from mla_var3.runtime.interpreter import cutile_api as api
 from mla_var3.runtime.interpreter.arithmetic import combine_elements
 from mla_var3.runtime.interpreter.cutile_api import (
-    ATOMIC_SPECS,
-    CAS_DTYPES,
     DType,
     PaddingMode,
     RawArrayMemory,
-    TileAtomicCAS,
-    TileAtomicRMW,
     TileTypeError,
     ct,
     implement,
     implements,
-    is_boolean,
-    is_integral,
-    validate_memory_order_and_scope,
 )
 from mla_var3.runtime.interpreter.dtypes import as_bits, padding, poison
 from mla_var3.runtime.interpreter.memory import check_hints, in_view_shape, view_origin, window
@@ -108,7 +102,7 @@ class Elements(NamedTuple):
 
 def _integer_index(value: Any, axis: int) -> torch.Tensor:
     tile = as_tile(value)
-    if not is_integral(tile.element):
+    if not api.is_integral(tile.element):
         raise TileTypeError(f"index {axis} must be of an integer dtype, got {describe(value)}")
     return tile.tensor.to(torch.int64)
 
@@ -117,7 +111,7 @@ def _mask_of(mask: Any, shape: tuple[int, ...]) -> torch.Tensor | None:
     if mask is None:
         return None
     tile = as_tile(mask)
-    if not is_boolean(tile.element):
+    if not api.is_boolean(tile.element):
         raise TileTypeError(f"the mask must be of dtype bool, got {describe(mask)}")
     return broadcast(tile.tensor, shape, "mask")
 
@@ -308,7 +302,7 @@ def _modified(name: str, old: torch.Tensor, update: torch.Tensor, element: DType
 
 def _update_elements(name: str, update: Any, element: DType) -> torch.Tensor:
     """The update operand in the target's dtype; bitwise operations do not cast."""
-    spec = ATOMIC_SPECS[name]
+    spec = api.ATOMIC_SPECS[name]
     if element not in spec.supported_dtypes:
         raise TileTypeError(f"atomic {name} does not support dtype {element}")
     if spec.bitwise and as_tile(update).element != element:
@@ -328,7 +322,7 @@ def _locate_atomic(
     memory_order: Any = ct.MemoryOrder.ACQ_REL,
     memory_scope: Any = ct.MemoryScope.DEVICE,
 ) -> tuple[Elements, DType]:
-    validate_memory_order_and_scope(memory_order, memory_scope, operation)
+    api.validate_memory_order_and_scope(memory_order, memory_scope, operation)
     return _locate_any(target, where, mask, check_bounds)
 
 
@@ -336,8 +330,8 @@ def _locate_atomic(
 def _compare_and_swap(
     target: Any, where: Any, expected: Any, desired: Any, /, **options: Any
 ) -> Tile:
-    elements, element = _locate_atomic(TileAtomicCAS, target, where, **options)
-    if element not in CAS_DTYPES:
+    elements, element = _locate_atomic(api.TileAtomicCAS, target, where, **options)
+    if element not in api.CAS_DTYPES:
         raise TileTypeError(f"atomic_cas does not support dtype {element}")
     shape = elements.shape
     wanted = broadcast(implicit(expected, element), shape, "expected value").reshape(-1)
@@ -354,7 +348,7 @@ def _compare_and_swap(
 
 def _register(name: str) -> None:
     def read_modify_write(target: Any, where: Any, update: Any, /, **options: Any) -> Tile:
-        elements, element = _locate_atomic(TileAtomicRMW, target, where, **options)
+        elements, element = _locate_atomic(api.TileAtomicRMW, target, where, **options)
         value = broadcast(_update_elements(name, update, element), elements.shape, "update")
         value = value.reshape(-1)
         # What an element that is not accessed returns is undefined.
@@ -382,5 +376,5 @@ def _register(name: str) -> None:
         implement(getattr(ct.TiledView, f"atomic_store_{name}"), on_view)
 
 
-for _name in ATOMIC_SPECS:
+for _name in api.ATOMIC_SPECS:
     _register(_name)

@@ -16,18 +16,8 @@ from mla_var3.errors import InterpreterError, InvalidArgumentError
 
 # Imported for the operations that they register.
 from mla_var3.runtime.interpreter import arithmetic, indexed, memory, reductions, shaping  # noqa: F401
-from mla_var3.runtime.interpreter.cutile_api import (
-    IMPLEMENTATIONS,
-    DispatchMode,
-    DType,
-    HeterogeneousTupleNode,
-    HomogeneousTupleNode,
-    TileError,
-    ct,
-    integer_dtype_max,
-    integer_dtype_min,
-    is_stub,
-)
+from mla_var3.runtime.interpreter import cutile_api as api
+from mla_var3.runtime.interpreter.cutile_api import DispatchMode, DType, ct
 from mla_var3.runtime.interpreter.dtypes import constant, cutile_dtype
 from mla_var3.runtime.interpreter.language import KernelGlobals, Rebinder
 from mla_var3.runtime.interpreter.values import Array, ArrayList, Tile
@@ -47,10 +37,10 @@ class InterpreterMode(DispatchMode):  # type: ignore[misc]
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Called by cuTile for every operation and for every `@ct.function`."""
-        implementation = IMPLEMENTATIONS.get(func)
+        implementation = api.IMPLEMENTATIONS.get(func)
         if implementation is not None:
             return implementation(*args, **kwargs)
-        if is_stub(func):
+        if api.is_stub(func):
             raise InterpreterError(f"{func.__qualname__} is not supported by the CPU interpreter")
         helper: Any = func
         return self._rebinder.rebind(helper.__wrapped__)(*args, **kwargs)
@@ -104,10 +94,10 @@ def bind_arguments(annotated_function: Any, args: Sequence[Any]) -> list[Any]:
 
 
 def _bind(name: str, value: Any, annotation: Any) -> Any:
-    if isinstance(annotation, HomogeneousTupleNode | HeterogeneousTupleNode):
+    if isinstance(annotation, api.HomogeneousTupleNode | api.HeterogeneousTupleNode):
         if not isinstance(value, tuple):
             raise InvalidArgumentError(name, "a tuple", _got(value))
-        if isinstance(annotation, HomogeneousTupleNode):
+        if isinstance(annotation, api.HomogeneousTupleNode):
             nodes = (annotation.each,) * len(value)
         else:
             nodes = annotation.items
@@ -139,7 +129,7 @@ def _bind_scalar(name: str, value: Any, integer_dtype: DType) -> Tile:
     if isinstance(value, bool):
         return Tile.of_integer(value, ct.bool_)
     if isinstance(value, int):
-        low, high = integer_dtype_min(integer_dtype), integer_dtype_max(integer_dtype)
+        low, high = api.integer_dtype_min(integer_dtype), api.integer_dtype_max(integer_dtype)
         if not low <= value <= high:
             raise InvalidArgumentError(name, f"an integer that fits {integer_dtype}", value)
         return Tile.of_integer(value, integer_dtype)
@@ -162,7 +152,7 @@ def _bind_tensor(name: str, tensor: Any, annotation: Any) -> Array:
         raise InvalidArgumentError(name, "a dtype that cuTile has", tensor.dtype)
     index_dtype = ct.int32 if annotation is None else annotation.index_dtype
     largest = max((*tensor.shape, *tensor.stride()), default=0)
-    if largest > integer_dtype_max(index_dtype):
+    if largest > api.integer_dtype_max(index_dtype):
         raise InvalidArgumentError(
             name, f"a shape and strides that fit {index_dtype} (see ct.IndexedWithInt64)", largest
         )
@@ -209,8 +199,8 @@ def block_error(error: Exception, kernel_name: str, block: BlockId) -> Interpret
 
 def _reason(error: Exception) -> str:
     # A cuTile error appends the place in the compiler's terms, which is unknown here.
-    text = error.message if isinstance(error, TileError) else str(error)
-    if isinstance(error, InterpreterError | TileError):
+    text = error.message if isinstance(error, api.TileError) else str(error)
+    if isinstance(error, InterpreterError | api.TileError):
         return str(text)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

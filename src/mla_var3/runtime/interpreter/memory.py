@@ -10,16 +10,8 @@ from typing import Any
 import torch
 
 from mla_var3.errors import InterpreterError
-from mla_var3.runtime.interpreter.cutile_api import (
-    PaddingMode,
-    TileLoad,
-    TileStore,
-    TileTypeError,
-    check_load_store_hints,
-    ct,
-    implements,
-    validate_memory_order_and_scope,
-)
+from mla_var3.runtime.interpreter import cutile_api as api
+from mla_var3.runtime.interpreter.cutile_api import PaddingMode, TileTypeError, ct, implements
 from mla_var3.runtime.interpreter.dtypes import padding
 from mla_var3.runtime.interpreter.values import (
     Array,
@@ -113,7 +105,7 @@ def _in_order(array: Array, order: Any) -> torch.Tensor:
 
 def check_hints(latency: int | None = None, allow_tma: bool | None = None) -> None:
     """Refuses hints that cuTile refuses; they have no effect here."""
-    check_load_store_hints(latency, allow_tma)
+    api.check_load_store_hints(latency, allow_tma)
 
 
 def _origin(index: tuple[int, ...], steps: tuple[int, ...]) -> tuple[int, ...]:
@@ -136,7 +128,7 @@ def _load(
 ) -> Tile:
     array = as_array(array)
     check_hints(**hints)
-    validate_memory_order_and_scope(memory_order, memory_scope, TileLoad)
+    api.validate_memory_order_and_scope(memory_order, memory_scope, api.TileLoad)
     position = index_tuple(index, array.ndim, f"array {array.name}")
     sizes = tile_shape(shape, array.ndim, zero_d=True)
     start = _origin(position, sizes or (1,) * array.ndim)
@@ -158,7 +150,7 @@ def _store(
 ) -> None:
     array = as_array(array)
     check_hints(**hints)
-    validate_memory_order_and_scope(memory_order, memory_scope, TileStore)
+    api.validate_memory_order_and_scope(memory_order, memory_scope, api.TileStore)
     position = index_tuple(index, array.ndim, f"array {array.name}")
     value = implicit(tile, array.element)
     if value.ndim == 0:

@@ -9,18 +9,13 @@ from typing import Any, NoReturn
 import torch
 
 from mla_var3.errors import InterpreterError
+from mla_var3.runtime.interpreter import cutile_api as api
 from mla_var3.runtime.interpreter.cutile_api import (
     DType,
     PaddingMode,
     RawArrayMemory,
     TileTypeError,
     ct,
-    is_boolean,
-    is_float,
-    is_integral,
-    is_shape_broadcastable_to,
-    is_signed,
-    normalize_axis,
 )
 from mla_var3.runtime.interpreter.dtypes import (
     KernelDType,
@@ -75,7 +70,7 @@ class Tile(ct.Tile):  # type: ignore[misc]
     def widened(self) -> torch.Tensor:
         """The elements in the dtype that products are computed in, kept for the next product."""
         if self._widened is None:
-            exact = is_integral(self.element) or self.element == ct.float64
+            exact = api.is_integral(self.element) or self.element == ct.float64
             self._widened = self.tensor.to(torch.float64 if exact else torch.float32)
         return self._widened
 
@@ -101,7 +96,7 @@ class Tile(ct.Tile):  # type: ignore[misc]
         return value
 
     def __index__(self) -> int:
-        if not is_integral(self.element):
+        if not api.is_integral(self.element):
             raise TileTypeError(f"expected an integer scalar, got {describe(self)}")
         return int(self.scalar())
 
@@ -123,7 +118,7 @@ class Tile(ct.Tile):  # type: ignore[misc]
         return ct.abs(self)
 
     def __pos__(self) -> Tile:
-        if is_boolean(self.element):
+        if api.is_boolean(self.element):
             return Tile(self.tensor.to(torch.int32), ct.int32)
         return self
 
@@ -149,7 +144,7 @@ class Tile(ct.Tile):  # type: ignore[misc]
     def __format__(self, spec: str) -> str:
         values = self.integer if self._tensor is None else self._tensor.tolist()
         # cuTile prints through C formats: without a specification, %d and %f.
-        return _format_nested(values, spec or ("f" if is_float(self.element) else "d"))
+        return _format_nested(values, spec or ("f" if api.is_float(self.element) else "d"))
 
 
 def _is_full_slice(item: Any) -> bool:
@@ -175,7 +170,7 @@ def number_tile(value: Number, element: DType | None = None) -> Tile:
     """A scalar tile with a Python number; its dtype is cuTile's choice unless given."""
     if element is None:
         element = dtype_of_number(value)
-    if is_integral(element):
+    if api.is_integral(element):
         return Tile.of_integer(wrap_integer(int(value), element), element)
     return Tile(constant(value, element), element)
 
@@ -346,7 +341,7 @@ def implicit(value: Any, target: DType) -> torch.Tensor:
 
 def broadcast(tensor: torch.Tensor, shape: tuple[int, ...], what: str) -> torch.Tensor:
     """`tensor` expanded to `shape`, which must not need more axes than `shape` has."""
-    if not is_shape_broadcastable_to(tensor.shape, shape):
+    if not api.is_shape_broadcastable_to(tensor.shape, shape):
         raise TileTypeError(f"{what} of shape {tuple(tensor.shape)} does not broadcast to {shape}")
     return tensor.expand(shape)
 
@@ -372,7 +367,7 @@ def index_value(value: Any) -> int:
     """A signed integer scalar used as an index."""
     if type(value) is int:
         return value
-    if isinstance(value, Tile) and is_integral(value.element) and is_signed(value.element):
+    if isinstance(value, Tile) and api.is_integral(value.element) and api.is_signed(value.element):
         return int(value.scalar())
     raise TileTypeError(f"an index must be a signed integer scalar, got {describe(value)}")
 
@@ -400,7 +395,7 @@ def tile_shape(value: Any, rank: int | None = None, zero_d: bool = False) -> tup
 
 def axis_of(value: Any, rank: int) -> int:
     """A constant axis number as a non-negative integer."""
-    axis: int = normalize_axis(static_int(value, "an axis"), rank)
+    axis: int = api.normalize_axis(static_int(value, "an axis"), rank)
     return axis
 
 
