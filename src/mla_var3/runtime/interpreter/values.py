@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
 from typing import Any, NoReturn
 
@@ -175,33 +176,23 @@ def number_tile(value: Number, element: DType | None = None) -> Tile:
     return Tile(constant(value, element), element)
 
 
+@dataclass(eq=False, repr=False)
 class Array(ct.Array):  # type: ignore[misc]
     """A global array: a CPU tensor that loads read and stores write.
 
     Attributes:
-        tensor: The memory.
         name: The kernel parameter it came from, for error messages.
-        element: cuTile dtype of the elements.
         index_dtype: Dtype of its shape and strides in kernel code.
         static_shape: Axes whose size is a compile-time constant.
         static_strides: Axes whose stride is a compile-time constant.
     """
 
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        element: DType,
-        name: str,
-        index_dtype: DType = ct.int32,
-        static_shape: frozenset[int] = frozenset(),
-        static_strides: frozenset[int] = frozenset(),
-    ) -> None:
-        self.tensor = tensor
-        self.name = name
-        self.element = element
-        self.index_dtype = index_dtype
-        self.static_shape = static_shape
-        self.static_strides = static_strides
+    tensor: torch.Tensor
+    element: DType
+    name: str
+    index_dtype: DType = ct.int32
+    static_shape: frozenset[int] = frozenset()
+    static_strides: frozenset[int] = frozenset()
 
     @property
     def dtype(self) -> KernelDType:

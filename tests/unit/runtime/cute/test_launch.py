@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,13 +14,10 @@ from mla_var3.errors import InvalidArgumentError, UnsupportedError
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
 from mla_var3.runtime import cute_kernel
-from mla_var3.runtime.autotune.tune import Instruments, autotune
 from mla_var3.runtime.cute import cache as cute_cache
 from mla_var3.runtime.cute import launch as cute_launch
 from mla_var3.runtime.cute.arguments import Int64Arg, kinds_of
 from mla_var3.runtime.cute_kernel import CuteKernel, CuteProgram, compile_program
-from mla_var3.runtime.measure import Timing, summarise
-from mla_var3.runtime.workflow import RunOptions
 from tests.unit.runtime.cute.cute_support import (
     ScalePlan,
     ScaleTiling,
@@ -226,31 +222,6 @@ def test_the_first_launch_inside_a_capture_is_refused(stage_on_gpu: Any, gpu: Fa
     gpu.code = -1
     with pytest.raises(UnsupportedError, match="the launch failed"):  # it got as far as the GPU
         stage.launch()
-
-
-def test_tuning_times_the_candidates_and_keeps_failures_with_their_reason(
-    stage_on_gpu: Any, gpu: FakeGpu
-) -> None:
-    stage = stage_on_gpu()
-    spec: Any = SimpleNamespace(
-        name="NVIDIA H200",
-        compute_capability=(9, 0),
-        target="sm_90",
-        shared_memory_per_block_bytes=232448,
-    )
-
-    def time(launch: Any) -> Timing:
-        launch()
-        microseconds = 5.0 if stage.tiling.threads == 256 else 10.0
-        return summarise([microseconds], timer="cuda-event", cold_l2=True)
-
-    instruments = Instruments(time=time, healthy=lambda: True)
-    plan = stage.plan
-    outcome = autotune(stage, plan, spec, RunOptions(), instruments=instruments)["scale_add"]
-    assert stage.tiling == ScaleTiling(threads=256)
-    assert len(gpu.calls) == 2
-    text = outcome.path.read_text()
-    assert "undefined_name" in text and "cutlass-dsl" in text
 
 
 def test_a_stored_program_that_does_not_link_is_made_again(
