@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 ALIGNMENT_BYTES = 16
-"""Base address and strides must be multiples of this: the bulk copy engine reads nothing else."""
+"""Pointer and strides must be multiples of this: the bulk copy engine reads nothing else."""
 
 
 def check_tensor(
@@ -57,7 +57,7 @@ def check_tensor(
             )
     if device.type != "meta" and tensor.data_ptr() % ALIGNMENT_BYTES:
         raise InvalidArgumentError(
-            name, f"a base address aligned to {ALIGNMENT_BYTES} bytes", hex(tensor.data_ptr())
+            name, f"a pointer aligned to {ALIGNMENT_BYTES} bytes", hex(tensor.data_ptr())
         )
 
 

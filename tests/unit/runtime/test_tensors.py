@@ -68,10 +68,10 @@ def test_errors(tensor: torch.Tensor, message: str) -> None:
     assert caught.value.argument == "q"
 
 
-def test_base_address() -> None:
+def test_pointer() -> None:
     shifted = make(2, 3, 16)[..., 4:12]
     with pytest.raises(
-        InvalidArgumentError, match="^q: expected a base address aligned to 16 bytes, got 0x"
+        InvalidArgumentError, match="^q: expected a pointer aligned to 16 bytes, got 0x"
     ):
         check(shifted)
 

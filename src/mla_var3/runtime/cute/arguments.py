@@ -156,14 +156,14 @@ class ArgumentBuffer:
         try:
             for i, cell, dtype, mask in self._pointers:
                 value = args[i]
-                address = value.data_ptr()
+                pointer = value.data_ptr()
                 if (
                     value.dtype is not dtype
-                    or address & mask
+                    or pointer & mask
                     or (device is not None and value.get_device() != device)
                 ):
                     raise _pointer_error(f"argument {i}", value, dtype, mask + 1, device)
-                cell.value = address
+                cell.value = pointer
         except AttributeError:  # cheaper than asking each whether it is a tensor
             raise _pointer_error(f"argument {i}", value, dtype, mask + 1, device) from None
         # Sizes and strides seldom change from call to call; pointers may at any time.
@@ -191,8 +191,8 @@ def _pointer_error(
         return InvalidArgumentError(name, f"a tensor of {dtype}, as compiled", got)
     if device is not None and value.get_device() != device:
         return InvalidArgumentError(name, f"a tensor on cuda:{device}", f"one on {value.device}")
-    address = hex(value.data_ptr())
-    return InvalidArgumentError(name, f"a base address aligned to {alignment} bytes", address)
+    pointer = hex(value.data_ptr())
+    return InvalidArgumentError(name, f"a pointer aligned to {alignment} bytes", pointer)
 
 
 def _checked(kind: ArgumentKind, value: Any, name: str) -> int | float | None:

@@ -32,8 +32,6 @@ from mla_var3.runtime.interpreter.values import (
 _tile_shape = tile_shape  # hidden by a parameter of that name below
 
 _UNDETERMINED = ct.PaddingMode.UNDETERMINED
-_WEAK = ct.MemoryOrder.WEAK
-_NO_SCOPE = ct.MemoryScope.NONE
 
 
 def window(
@@ -112,6 +110,20 @@ def _origin(index: tuple[int, ...], steps: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(position * step for position, step in zip(index, steps, strict=True))
 
 
+def _position(
+    array: Any,
+    index: Any,
+    operation: Any,
+    memory_order: Any = ct.MemoryOrder.WEAK,
+    memory_scope: Any = ct.MemoryScope.NONE,
+    **hints: Any,
+) -> tuple[int, ...]:
+    """The index of a tile in an array, after cuTile's checks of the other options."""
+    check_hints(**hints)
+    api.validate_memory_order_and_scope(memory_order, memory_scope, operation)
+    return index_tuple(index, as_array(array).ndim, f"array {array.name}")
+
+
 @implements(ct.load)
 def _load(
     array: Any,
@@ -122,14 +134,9 @@ def _load(
     order: Any = "C",
     padding_mode: PaddingMode = _UNDETERMINED,
     check_bounds: bool = True,
-    memory_order: Any = _WEAK,
-    memory_scope: Any = _NO_SCOPE,
-    **hints: Any,
+    **options: Any,
 ) -> Tile:
-    array = as_array(array)
-    check_hints(**hints)
-    api.validate_memory_order_and_scope(memory_order, memory_scope, api.TileLoad)
-    position = index_tuple(index, array.ndim, f"array {array.name}")
+    position = _position(array, index, api.TileLoad, **options)
     sizes = tile_shape(shape, array.ndim, zero_d=True)
     start = _origin(position, sizes or (1,) * array.ndim)
     return _read(array, _in_order(array, order), start, sizes, padding_mode, check_bounds)
@@ -137,21 +144,10 @@ def _load(
 
 @implements(ct.store)
 def _store(
-    array: Any,
-    /,
-    index: Any,
-    tile: Any,
-    *,
-    order: Any = "C",
-    check_bounds: bool = True,
-    memory_order: Any = _WEAK,
-    memory_scope: Any = _NO_SCOPE,
-    **hints: Any,
-) -> None:
-    array = as_array(array)
-    check_hints(**hints)
-    api.validate_memory_order_and_scope(memory_order, memory_scope, api.TileStore)
-    position = index_tuple(index, array.ndim, f"array {array.name}")
+    array: Any, /, index: Any, tile: Any, *, order: Any = "C", check_bounds: bool = True,
+    **options: Any,
+) -> None:  # fmt: skip
+    position = _position(array, index, api.TileStore, **options)
     value = implicit(tile, array.element)
     if value.ndim == 0:
         value = value.reshape((1,) * array.ndim)

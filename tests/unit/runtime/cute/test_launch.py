@@ -129,7 +129,7 @@ def test_another_current_device_is_refused(gpu: FakeGpu) -> None:
     [
         (0, on_gpu(64, torch.float16), "argument 0: expected a tensor of torch.bfloat16"),
         (0, None, "argument 0: expected a tensor"),
-        (1, on_gpu(65)[1:], "argument 1: expected a base address aligned to 16 bytes"),
+        (1, on_gpu(65)[1:], "argument 1: expected a pointer aligned to 16 bytes"),
         (1, torch.zeros(4, dtype=torch.bfloat16), "argument 1: expected a tensor on cuda:0"),
         (2, on_gpu(64), "argument 2: expected None"),
         (3, 1 << 31, "argument 3: expected a number that fits int32"),
