@@ -85,8 +85,6 @@ class CompileReport:
             when they keep the launch value.
         cubin_bytes: size of the machine code file.
         seconds: wall time of the compilation.
-        expects_tensor_core: whether the kernel should use the tensor cores; None to judge by
-            whether it uses any.
         error: why it did not compile; then the figures are None or empty.
     """
 
@@ -104,7 +102,6 @@ class CompileReport:
     consumer_registers: int | None = None
     cubin_bytes: int | None = None
     seconds: float | None = None
-    expects_tensor_core: bool | None = None
     error: str | None = None
 
     @property
@@ -133,11 +130,7 @@ class CompileReport:
     @property
     def misses_tensor_core(self) -> bool:
         """Whether the kernel computes matrix products, but not at the target's full rate."""
-        if self.error or self.expects_tensor_core is False:
-            return False
-        if any(_is_expected(self.target, name) for name in self.mma):
-            return False
-        return bool(self.mma) or self.expects_tensor_core is True
+        return bool(self.mma) and not any(_is_expected(self.target, name) for name in self.mma)
 
     @property
     def verdict(self) -> str:
@@ -196,8 +189,6 @@ def compile_report(
     target: str,
     tiling: Any = None,
     artifacts_dir: Path | None = None,
-    *,
-    expects_tensor_core: bool | None = None,
 ) -> CompileReport:
     """Compile a kernel for a target and look at the result.
 
@@ -206,8 +197,6 @@ def compile_report(
         target: GPU code, for example "sm_90".
         tiling: tiling to compile with; the active one by default.
         artifacts_dir: folder for the cubin, its disassembly and what the compiler left behind.
-        expects_tensor_core: whether the kernel should use the tensor cores; None to judge by
-            whether it does any matrix product.
 
     Returns:
         The report; a kernel that does not compile has one with `error` set.
@@ -216,9 +205,7 @@ def compile_report(
         MissingToolError: cuobjdump or nvdisasm is missing or cannot read this cubin.
     """
     chosen = kernel.tiling if tiling is None else tiling
-    report = CompileReport(
-        kernel.name, target, chosen.to_dict(), expects_tensor_core=expects_tensor_core
-    )
+    report = CompileReport(kernel.name, target, chosen.to_dict())
     for tool in ("cuobjdump", "nvdisasm"):
         _tool(tool)  # before minutes of compiling
     try:

@@ -26,11 +26,6 @@ def _time(launch: Callable[[], None]) -> Timing:
     return time_gpu(launch, cold_l2=True, max_seconds=_SECONDS_PER_CANDIDATE)
 
 
-def _compile(kernel: KernelStage, target: str, tiling: Any) -> CompileReport:
-    expects = getattr(kernel, "expects_tensor_core", None)
-    return compile_report(kernel, target, tiling, expects_tensor_core=expects)
-
-
 @dataclass(frozen=True)
 class Instruments:
     """What a search measures with; tests bring their own.
@@ -42,7 +37,7 @@ class Instruments:
     """
 
     time: Callable[[Callable[[], None]], Timing] = _time
-    compile: Callable[[KernelStage, str, Any], CompileReport] = _compile
+    compile: Callable[[KernelStage, str, Any], CompileReport] = compile_report
     healthy: Callable[[], bool] = cuda_is_healthy
 
 

@@ -21,7 +21,6 @@ from mla_var3.runtime.profiling.annotation import (
 )
 from mla_var3.runtime.profiling.clocks import ClockState
 from mla_var3.runtime.profiling.ncu import driver as ncu_driver
-from mla_var3.runtime.profiling.ncu import ncu_profile_plan
 from mla_var3.runtime.profiling.ncu import session as ncu_session
 from mla_var3.runtime.profiling.ncu.text import timer_note
 from mla_var3.runtime.workflow import Prepared, RunOptions
@@ -165,13 +164,6 @@ def test_the_whole_way(machine: Machine, tmp_path: Path) -> None:
     text = (tmp_path / "out" / "report.md").read_text()
     assert "clocks locked by scripts/lock-gpu-clock.sh at 1500 MHz" in text
     assert "ncu with NVTX ranges (it is missing)" in text
-
-
-def test_ncu_mode_takes_the_same_way(machine: Machine, tmp_path: Path) -> None:
-    result = ncu_profile_plan(recorded_plan(), out_dir=tmp_path / "out", label="x")
-    assert result.mode is NsightProfType.NCU
-    arguments = json.loads((tmp_path / "out" / "arguments.json").read_text())
-    assert "--import-source" in arguments
 
 
 def test_more_runs_than_were_profiled_is_an_error(machine: Machine, tmp_path: Path) -> None:
