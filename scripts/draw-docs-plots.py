@@ -120,7 +120,7 @@ def draw(images: Path) -> None:
     """Draw all pictures."""
     from mla_var3.bench.plots import draw_plots
     from mla_var3.bench.record import load_record, merge_records
-    from mla_var3.runtime.files import write_atomic
+    from mla_var3.runtime.paths import write_atomic
 
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder)

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 from mla_var3.errors import HyperMlaError, InvalidArgumentError, UnknownNameError  # noqa: E402
-from mla_var3.runtime.files import write_atomic  # noqa: E402
+from mla_var3.runtime.paths import write_atomic  # noqa: E402
 
 EXAMPLES = Path("examples", "python", "CuTeDSL")
 

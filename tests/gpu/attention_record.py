@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mla_var3.runtime.environment import environment
-from mla_var3.runtime.files import write_atomic
+from mla_var3.runtime.paths import write_atomic
 
 
 def write_record(path: Path | None, module: str, values: dict[str, Any]) -> None:

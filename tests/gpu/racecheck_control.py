@@ -21,7 +21,7 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.memory import SmemAllocator
 
 from mla_var3.runtime.cute_kernel import program_for
-from mla_var3.runtime.tiling import Tiling
+from mla_var3.runtime.stage import Tiling
 
 THREADS, MEET = 384, 256
 

@@ -30,7 +30,7 @@ from mla_var3.runtime import cute_kernel, workflow
 from mla_var3.runtime.compile import fits_shared_memory
 from mla_var3.runtime.cute.arguments import kinds_of
 from mla_var3.runtime.cute_kernel import CuteKernel
-from mla_var3.runtime.tiling import constraint_failures
+from mla_var3.runtime.stage import constraint_failures
 from tests.unit.runtime.cute.cute_support import note_compilations
 
 from .compile_once import SERIALISED, Compiled

@@ -162,7 +162,7 @@ def test_an_unaligned_pointer_is_refused_beside_a_known_key(launches: Launches) 
     stage_call.run_stage("key", inputs, lambda: plan.plan(*inputs))
     odd = torch.zeros(inputs[0].numel() + 1, dtype=torch.bfloat16)[1:].view(inputs[0].shape)
     inputs[0] = odd
-    with pytest.raises(InvalidArgumentError, match="q_nope: expected a base address aligned"):
+    with pytest.raises(InvalidArgumentError, match="q_nope: expected a pointer aligned"):
         stage_call.run_stage("key", inputs, lambda: plan.plan(*inputs))
 
 

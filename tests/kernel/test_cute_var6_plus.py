@@ -49,7 +49,7 @@ from mla_var3.runtime import paths, workflow
 from mla_var3.runtime.compile import CompileReport, fits_shared_memory
 from mla_var3.runtime.composite import ConcurrentKernels
 from mla_var3.runtime.paths import find_kernel, plan_class
-from mla_var3.runtime.tiling import constraint_failures
+from mla_var3.runtime.stage import constraint_failures
 from tests.unit.attention.emulated_stages import named_arguments
 
 from .compile_once import COMBINE, DECOMPRESSED, SERIALISED, SMALL, VARIANTS, Compiled

@@ -20,7 +20,7 @@ from mla_var3.runtime.check import poison_outputs
 from mla_var3.runtime.compile import compile_report, fits_shared_memory
 from mla_var3.runtime.composite import ConcurrentKernels
 from mla_var3.runtime.ct_kernel import CtKernel
-from mla_var3.runtime.tiling import constraint_failures
+from mla_var3.runtime.stage import constraint_failures
 
 from .kernel_support import INPUT_NAMES, Case, make_plan, require, require_end_to_end
 

@@ -167,7 +167,7 @@ def every_second_column(tensor: Tensor) -> Tensor:
     ("layout", "expected"),
     [
         (odd_rows, "a stride of dimension . that is a multiple of 16 bytes"),
-        (odd_address, "a base address aligned to 16 bytes"),
+        (odd_address, "a pointer aligned to 16 bytes"),
         (every_second_column, "stride 1 in the last dimension"),
     ],
 )
@@ -195,7 +195,7 @@ def test_lengths_cut_out_of_a_longer_list(design: str) -> None:
     plan, inputs = make(design)
     longer = torch.cat([inputs["lengths"], inputs["lengths"]])
     for lengths, expected in (
-        (longer[1:4], "a base address aligned to 16 bytes"),
+        (longer[1:4], "a pointer aligned to 16 bytes"),
         (longer[::2], "stride 1 in the last dimension"),
     ):
         inputs["lengths"] = lengths

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mla_var3.kernel.mla_plan import MlaPlan
-from mla_var3.runtime.tiling import constraint_failures
+from mla_var3.runtime.stage import constraint_failures
 
 from .kernel_support import STAGES, make_plan, require
 

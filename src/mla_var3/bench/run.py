@@ -55,8 +55,8 @@ from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedE
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.runtime import paths
 from mla_var3.runtime.environment import environment
-from mla_var3.runtime.files import make_folder, write_atomic
 from mla_var3.runtime.markdown import write_json
+from mla_var3.runtime.paths import make_folder, write_atomic
 from mla_var3.runtime.workflow import cuda_available, planning_device
 
 MEASURE, PREDICT, AUTO = "measure", "predict", "auto"

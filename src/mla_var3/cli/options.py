@@ -21,11 +21,11 @@ from mla_var3.cli.arguments import (
 )
 from mla_var3.cli.console import UsageError
 from mla_var3.errors import UnknownNameError
-from mla_var3.runtime.paths import DEFAULT_LANGUAGE, LANGUAGES
-from mla_var3.runtime.plan import KernelPlan
+from mla_var3.runtime.paths import DEFAULT_LANGUAGE, LANGUAGES, TARGETS
+from mla_var3.runtime.plan import KernelPlan, plan_targets
 from mla_var3.runtime.profiling import NsightProfType, parse_mode
-from mla_var3.runtime.tiling import Tiling
-from mla_var3.runtime.workflow import TARGETS, RunOptions, plan_targets
+from mla_var3.runtime.stage import Tiling
+from mla_var3.runtime.workflow import RunOptions
 
 HELP_TEXTS = {
     **SIZE_TEXTS,

@@ -28,7 +28,7 @@ from mla_var3.attention.replay.replay import PointerReader, Replay
 from mla_var3.attention.request.checks import INDEX_DTYPES, require_int, require_tensor
 from mla_var3.attention.request.validate import Options, latent_task
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
-from mla_var3.runtime.torch_fast import tensor_maker
+from mla_var3.runtime.cute.torch_fast import tensor_maker
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _KIND = CallKind(("q", "k_cache", "block_table", "cache_seqlens"))

@@ -38,12 +38,11 @@ from mla_var3.report.sweep import S_VALUES, DeviceSweep, crossover_text, sweep
 from mla_var3.runtime import paths
 from mla_var3.runtime.compile import CompileReport
 from mla_var3.runtime.environment import environment
-from mla_var3.runtime.files import make_folder, write_atomic
 from mla_var3.runtime.markdown import front_matter, microseconds, number, table, write_json
+from mla_var3.runtime.paths import TARGETS, make_folder, write_atomic
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling import NsightProfType, figures, profile_plan
 from mla_var3.runtime.workflow import (
-    TARGETS,
     Progress,
     RunOptions,
     no_progress,

@@ -18,11 +18,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class CallState:
-    """The registry of the call path's caches.
-
-    Attributes:
-        generation: how often they were cleared.
-    """
+    """The registry of the call path's caches."""
 
     def __init__(self) -> None:
         self.generation = 0
@@ -64,9 +60,6 @@ class Table(dict[K, V], Generic[K, V]):
 
     The oldest entry goes first, one at a time: a server that brings ever new call shapes prepares
     each of them once more after `maxsize` others, and never all of them at once.
-
-    Attributes:
-        maxsize: the most entries.
     """
 
     def __init__(self, maxsize: int) -> None:

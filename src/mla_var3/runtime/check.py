@@ -104,11 +104,7 @@ def poison_outputs(stage: Stage) -> None:
 
 
 def check_stage(plan: KernelPlan, inputs: tuple[Tensor, ...], stage: Stage) -> CheckResult:
-    """Run a stage once on poisoned outputs and compare it with the plan's reference.
-
-    Raises:
-        UnsupportedError: the stage was planned without tensors.
-    """
+    """Run a stage once on poisoned outputs and compare it with the plan's reference."""
     import torch
 
     from mla_var3.op.compare import compare

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from mla_var3.errors import MissingToolError
 from mla_var3.runtime.environment import find_tool
-from mla_var3.runtime.files import write_atomic
+from mla_var3.runtime.paths import write_atomic
 from mla_var3.runtime.stage import CompiledKernel, KernelStage
 
 if TYPE_CHECKING:
@@ -85,8 +85,6 @@ class CompileReport:
             when they keep the launch value.
         cubin_bytes: size of the machine code file.
         seconds: wall time of the compilation.
-        expects_tensor_core: whether the kernel should use the tensor cores; None to judge by
-            whether it uses any.
         error: why it did not compile; then the figures are None or empty.
     """
 
@@ -104,7 +102,6 @@ class CompileReport:
     consumer_registers: int | None = None
     cubin_bytes: int | None = None
     seconds: float | None = None
-    expects_tensor_core: bool | None = None
     error: str | None = None
 
     @property
@@ -133,11 +130,7 @@ class CompileReport:
     @property
     def misses_tensor_core(self) -> bool:
         """Whether the kernel computes matrix products, but not at the target's full rate."""
-        if self.error or self.expects_tensor_core is False:
-            return False
-        if any(_is_expected(self.target, name) for name in self.mma):
-            return False
-        return bool(self.mma) or self.expects_tensor_core is True
+        return bool(self.mma) and not any(_is_expected(self.target, name) for name in self.mma)
 
     @property
     def verdict(self) -> str:
@@ -196,8 +189,6 @@ def compile_report(
     target: str,
     tiling: Any = None,
     artifacts_dir: Path | None = None,
-    *,
-    expects_tensor_core: bool | None = None,
 ) -> CompileReport:
     """Compile a kernel for a target and look at the result.
 
@@ -206,8 +197,6 @@ def compile_report(
         target: GPU code, for example "sm_90".
         tiling: tiling to compile with; the active one by default.
         artifacts_dir: folder for the cubin, its disassembly and what the compiler left behind.
-        expects_tensor_core: whether the kernel should use the tensor cores; None to judge by
-            whether it does any matrix product.
 
     Returns:
         The report; a kernel that does not compile has one with `error` set.
@@ -216,10 +205,9 @@ def compile_report(
         MissingToolError: cuobjdump or nvdisasm is missing or cannot read this cubin.
     """
     chosen = kernel.tiling if tiling is None else tiling
-    report = CompileReport(
-        kernel.name, target, chosen.to_dict(), expects_tensor_core=expects_tensor_core
-    )
-    tools = [_tool(name) for name in ("cuobjdump", "nvdisasm")]
+    report = CompileReport(kernel.name, target, chosen.to_dict())
+    for tool in ("cuobjdump", "nvdisasm"):
+        _tool(tool)  # before minutes of compiling
     try:
         compiled = kernel.compile(target, tiling)
     except MissingToolError:
@@ -227,7 +215,7 @@ def compile_report(
     except Exception as error:  # a compiler may fail in any way, and each is a result
         log.debug("%s for %s does not compile", kernel.name, target, exc_info=True)
         return dataclasses.replace(report, error=str(error) or type(error).__name__)
-    printed = _disassemble(compiled.cubin, *tools)
+    printed = disassemble(compiled.cubin)
     if artifacts_dir is not None:
         _write_artifacts(artifacts_dir, kernel, compiled, printed)
     figures = parse_disassembly(printed)
@@ -249,12 +237,21 @@ def fits_shared_memory(report: CompileReport, spec: DeviceSpec) -> bool:
 
 
 def disassemble(cubin: bytes) -> Disassembly:
-    """What cuobjdump and nvdisasm print about a cubin.
-
-    Raises:
-        MissingToolError: one of them is missing or cannot read this cubin.
-    """
-    return _disassemble(cubin, _tool("cuobjdump"), _tool("nvdisasm"))
+    """What cuobjdump and nvdisasm print about a cubin."""
+    cuobjdump, nvdisasm = _tool("cuobjdump"), _tool("nvdisasm")
+    with tempfile.TemporaryDirectory(prefix="hyper-mla-") as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        resources = _run(cuobjdump, "--dump-resource-usage", path)
+        if not _RESOURCES.search(resources):
+            raise MissingToolError(
+                f"{cuobjdump}: expected a resource table, got {resources!r:.200}"
+            )
+        return Disassembly(
+            resources=resources,
+            elf=_run(cuobjdump, "--dump-elf", path),
+            sass=_run(nvdisasm, "--print-code", path),
+        )
 
 
 def parse_disassembly(printed: Disassembly) -> dict[str, Any]:
@@ -312,22 +309,6 @@ def _tool(name: str) -> Path:
             f'/usr/local/cuda/bin, got none; install it with pip install "hyper-mla[cutile]"'
         )
     return found
-
-
-def _disassemble(cubin: bytes, cuobjdump: Path, nvdisasm: Path) -> Disassembly:
-    with tempfile.TemporaryDirectory(prefix="hyper-mla-") as folder:
-        path = Path(folder, "kernel.cubin")
-        path.write_bytes(cubin)
-        resources = _run(cuobjdump, "--dump-resource-usage", path)
-        if not _RESOURCES.search(resources):
-            raise MissingToolError(
-                f"{cuobjdump}: expected a resource table, got {resources!r:.200}"
-            )
-        return Disassembly(
-            resources=resources,
-            elf=_run(cuobjdump, "--dump-elf", path),
-            sass=_run(nvdisasm, "--print-code", path),
-        )
 
 
 def _run(tool: Path, *arguments: str | Path) -> str:

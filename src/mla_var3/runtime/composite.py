@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.cost import Cost
-from mla_var3.runtime.stage import KernelStage, Stage
-from mla_var3.runtime.tiling import Constraints, Tiling
+from mla_var3.runtime.stage import Constraints, KernelStage, Stage, Tiling
 
 if TYPE_CHECKING:
     import torch
@@ -102,11 +101,7 @@ class ConcurrentKernels(Stage):
             yield from member.kernels()
 
     def joint_failures(self, tilings: Sequence[Tiling] | None = None) -> tuple[str, ...]:
-        """Why this combination of tilings may not run together; empty when it may.
-
-        Args:
-            tilings: one per leaf kernel in order; the active ones by default.
-        """
+        """Why this combination of tilings may not run together; empty when it may."""
         if self.validate_joint_tiling_fn is None:
             return ()
         chosen = list(tilings) if tilings is not None else [k.tiling for k in self.kernels()]

@@ -5,6 +5,7 @@ This module and the interpreter are the only host code that knows cuTile.
 
 from __future__ import annotations
 
+import copy
 import io
 import tempfile
 import time
@@ -27,8 +28,7 @@ from mla_var3.errors import InvalidArgumentError, KernelCompileError
 from mla_var3.runtime.compile import first_lines, quiet_compiler
 from mla_var3.runtime.environment import find_tool, run_tool
 from mla_var3.runtime.paths import kernel_source_files
-from mla_var3.runtime.stage import CompiledKernel, KernelStage
-from mla_var3.runtime.tiling import require_valid
+from mla_var3.runtime.stage import CompiledKernel, KernelStage, require_valid
 
 LANGUAGE = "cutile-dsl"
 
@@ -77,13 +77,12 @@ class CtKernel(KernelStage):
             require_valid(self.tiling, self.plan)
             kernel = hinted_kernel(self.kernel_fn, self.tiling.hints())
             launchable = (kernel, self.grid_fn(self.tiling), tuple(self.args_fn(self.tiling)))
-            self._prepared = (_frozen_copy(self.tiling), launchable)
+            self._prepared = (copy.copy(self.tiling), launchable)
         return self._prepared[1]
 
     def launch(self) -> None:
-        device_type = self.device_type
-        if device_type == "cuda":
-            self._launch_cuda()
+        if self.device_type == "cuda":
+            self._launch_cuda()  # validates a tiling once
         else:
             super().launch()
 
@@ -214,7 +213,3 @@ def _export(kernel: Any, signature: KernelSignature, target: str, output_format:
     buffer = io.BytesIO()
     export_kernel(kernel, [signature], buffer, gpu_code=target, output_format=output_format)
     return buffer.getvalue()
-
-
-def _frozen_copy(tiling: Any) -> Any:
-    return type(tiling)(**tiling.to_dict())

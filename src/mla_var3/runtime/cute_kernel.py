@@ -9,6 +9,7 @@ architecture, is cached on the disk (`cute/cache.py`), and stays loaded for the 
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import importlib.metadata
 import logging
@@ -44,8 +45,7 @@ from mla_var3.runtime.cute.launch import (
     short_entry,
 )
 from mla_var3.runtime.paths import traced_source_files
-from mla_var3.runtime.stage import CompiledKernel, KernelStage
-from mla_var3.runtime.tiling import require_valid, tiling_from_dict
+from mla_var3.runtime.stage import CompiledKernel, KernelStage, require_valid
 
 __all__ = [
     "BoundLaunch",
@@ -103,18 +103,13 @@ class CuteKernel(KernelStage):
     runs_on_cpu = False
 
     def __post_init__(self) -> None:
-        # A copy made by dataclasses.replace carries the derived launch of the original.
-        if getattr(self.launch_fn, "__func__", None) is CuteKernel._launch_host:
-            self.launch_fn = None
-        self._prepared = None
+        self._prepared = None  # a copy must not launch with the arguments of the original
         if (self.host_fn is None) != (self.args_fn is None):
             missing = "args_fn" if self.args_fn is None else "host_fn"
             raise InvalidArgumentError(missing, "host_fn and args_fn together", "one of them")
         if (self.launch_fn is None) == (self.host_fn is None):
             got = "neither" if self.launch_fn is None else "both"
             raise InvalidArgumentError("launch_fn", "either launch_fn or host_fn and args_fn", got)
-        if self.launch_fn is None:
-            self.launch_fn = self._launch_host
 
     @property
     def name(self) -> str:
@@ -123,27 +118,20 @@ class CuteKernel(KernelStage):
     # -- launching -------------------------------------------------------------------------------
 
     def launch(self) -> None:
-        if self.device_type != "cuda":
+        if self.device_type != "cuda" or self.launch_fn is not None:
             super().launch()
-        elif self.host_fn is not None:
-            self._launch_host(self.tiling)
-        else:
+            return
+        # Arguments are prepared anew when the tiling changes.
+        prepared = self._prepared
+        if prepared is None or prepared[0] != self.tiling:
             require_valid(self.tiling, self.plan)
-            self._launch_cuda()
+            self._prepared = prepared = (copy.copy(self.tiling), self._bind(self.tiling))
+        prepared[1].launch()
 
     def _launch_cuda(self) -> None:
         require_arch(self.name, self.requires_arch, current_device())
         assert self.launch_fn is not None
         self.launch_fn(self.tiling)
-
-    def _launch_host(self, tiling: Any) -> None:
-        """Launch with prepared arguments, which are made anew when the tiling changes."""
-        prepared = self._prepared
-        if prepared is None or prepared[0] != tiling:
-            require_valid(tiling, self.plan)
-            copy = tiling_from_dict(type(tiling), tiling.to_dict())
-            self._prepared = prepared = (copy, self._bind(tiling))
-        prepared[1].launch()
 
     def _bind(self, tiling: Any) -> BoundLaunch:
         host, args = self._host_and_args(tiling)
@@ -243,18 +231,7 @@ def program_for(
 def compile_program(
     kernel_fn: Any, host: Any, kinds: Sequence[ArgumentKind], tiling: Any, arch: str
 ) -> CompiledProgram:
-    """Compile a host function without needing a GPU, unless a cache has it.
-
-    Args:
-        kernel_fn: the `@cute.kernel` function, for its name and source.
-        host: the host function.
-        kinds: kinds of its arguments, without the stream.
-        tiling: the tiling that the host function was made for.
-        arch: architecture, for example "sm_90a".
-
-    Raises:
-        KernelCompileError: it does not compile.
-    """
+    """Compile a host function without needing a GPU, unless a cache has it."""
     with _lock:
         return _compile(_key(kernel_fn, host, kinds, tiling, arch), host, kinds)
 
@@ -293,10 +270,7 @@ def _trace_and_compile(
     arch = str(key.fields["arch"])
     start = time.perf_counter()
     try:
-        with (
-            quiet_compiler(),
-            tempfile.TemporaryDirectory(prefix="hyper-mla-cute-") as folder,
-        ):
+        with quiet_compiler(), tempfile.TemporaryDirectory(prefix="hyper-mla-cute-") as folder:
             # Line information costs nothing at run time, and the profiler shows sources by it.
             options = f"--gpu-arch {arch} --generate-line-info --keep-ptx --keep-cubin"
             options += f" --dump-dir {folder}"
@@ -384,10 +358,7 @@ def _symbol_prefix(key: ProgramKey) -> str:
 
 def _link(key: ProgramKey, compiled: CompiledProgram) -> Any:
     """The host function of a compiled program, linked into this process."""
-    with (
-        quiet_compiler(),
-        tempfile.TemporaryDirectory(prefix="hyper-mla-cute-") as folder,
-    ):
+    with quiet_compiler(), tempfile.TemporaryDirectory(prefix="hyper-mla-cute-") as folder:
         path = Path(folder, "program.o")
         path.write_bytes(compiled.object_code)
         return load_module(str(path))[_symbol_prefix(key)]

@@ -29,10 +29,7 @@ _TOOL_TIMEOUT_S = 20
 _SOURCE_ROOT = Path(__file__).resolve().parents[3]
 """Top of the checkout, when the package runs from one (`src` layout)."""
 
-_TOOLKITS = {
-    "cutile-dsl": ("cuda-tile", "tileiras", "ptxas"),
-    "cute-dsl": ("cutlass-dsl",),
-}
+_TOOLKITS = {"cutile-dsl": ("cuda-tile", "tileiras", "ptxas"), "cute-dsl": ("cutlass-dsl",)}
 """What decides the machine code of a kernel, per language."""
 
 _DISTRIBUTIONS = {
@@ -82,11 +79,7 @@ def environment() -> dict[str, Any]:
 
 
 def toolkit_versions(language: str | None = None) -> dict[str, str | None]:
-    """Versions of what turns a kernel into machine code, for cache keys.
-
-    Args:
-        language: language key, such as "cutile-dsl"; None for the tools of all languages.
-    """
+    """Versions of what turns a kernel into machine code, for cache keys."""
     names = _TOOLKITS.values() if language is None else (_TOOLKITS.get(language, ()),)
     return {name: _version(name) for group in names for name in group}
 

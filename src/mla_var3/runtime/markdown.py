@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mla_var3.runtime.files import write_atomic
+from mla_var3.runtime.paths import write_atomic
 
 MISSING = "-"
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A markdown table; columns in which every value is a number or missing align right.
-
-    Args:
-        headers: One title per column.
-        rows: Cells; None becomes "-".
-
-    Raises:
-        ValueError: A row has another number of cells than there are headers.
-    """
+    """A markdown table; columns in which every value is a number or missing align right."""
     cells = [[_cell(value) for value in row] for row in rows]
     for row in cells:
         if len(row) != len(headers):
@@ -101,6 +95,15 @@ def flop_count(value: float | None) -> str:
             return quantity(value, unit)
         value /= 1000
     return quantity(value, "TFLOP")
+
+
+def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Write a CSV file; None becomes an empty cell."""
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(rows)
+    write_atomic(path, buffer.getvalue())
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -1,6 +1,6 @@
 """Timing on the GPU: one figure per run by CUDA events, with the L2 cache cold.
 
-`time_gpu` decides what is timed and how often. The calls that need a GPU are behind `GpuClock`, so
+`time_gpu` decides what is timed and how often. The calls that need a GPU are in `CudaClock`, so
 that tests can bring a clock of their own. Every wait on the GPU goes through `wait_for_device`,
 which has a time limit.
 """
@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from mla_var3.errors import DeviceTimeoutError, InvalidArgumentError, UnsupportedError
 
@@ -70,22 +70,6 @@ class Timing:
         return {**dataclasses.asdict(self), "spread_us": self.spread_us}
 
 
-class GpuClock(Protocol):
-    """The device calls that timing needs."""
-
-    def capture(self, fn: Callable[[], None], warmup: int, what: str) -> Callable[[], None]:
-        """Capture `fn` in a CUDA graph; the result replays it."""
-
-    def enqueue(self, fn: Callable[[], None], cold_l2: bool) -> Any:
-        """Enqueue one timed run; the handle is good for `elapsed_us` after `wait`."""
-
-    def wait(self, handle: Any, what: str) -> None:
-        """Wait until a run has ended; `what` names the kernel if it takes too long."""
-
-    def elapsed_us(self, handle: Any) -> float:
-        """The time of one run."""
-
-
 def time_gpu(
     fn: Callable[[], None],
     *,
@@ -94,7 +78,7 @@ def time_gpu(
     cold_l2: bool = True,
     graph: bool = False,
     max_seconds: float = 2.0,
-    clock: GpuClock | None = None,
+    clock: Any = None,
     what: str | None = None,
 ) -> Timing:
     """Time what `fn` enqueues on the current CUDA stream.
@@ -106,7 +90,7 @@ def time_gpu(
         cold_l2: flush the L2 cache before every run, outside the timed part.
         graph: capture `fn` in a CUDA graph once and time its replays.
         max_seconds: budget of the timed runs, flushes included, when `runs` is None.
-        clock: what measures; the current CUDA device by default.
+        clock: what measures, with the methods of `CudaClock`; the current CUDA device by default.
         what: name of the kernel for a timeout; that of the stage whose `launch` is timed by
             default.
 
@@ -150,6 +134,11 @@ def summarise(samples_us: Sequence[float], *, timer: str, cold_l2: bool) -> Timi
     )
 
 
+def spread(values: Sequence[float]) -> float:
+    """Half the distance between the 10th and the 90th percentile."""
+    return (percentile(values, 90) - percentile(values, 10)) / 2
+
+
 def percentile(values: Sequence[float], percent: float) -> float:
     """A percentile with linear interpolation between the two nearest values."""
     import numpy as np
@@ -169,12 +158,7 @@ def _runs_that_fit(run: Callable[[int], object], max_seconds: float) -> int:
 
 
 def require_cuda(what: str, instead: str = "") -> None:
-    """Raise UnsupportedError where no CUDA device can be used.
-
-    Args:
-        what: what needs it.
-        instead: what the user can do without one.
-    """
+    """Raise UnsupportedError where no CUDA device can be used."""
     import torch
 
     if not torch.cuda.is_available():
@@ -182,13 +166,6 @@ def require_cuda(what: str, instead: str = "") -> None:
             f"{what}: expected a usable CUDA GPU, got none (torch.cuda.is_available() is false)"
             + (f"; {instead}" if instead else "")
         )
-
-
-class DeviceEvent(Protocol):
-    """The part of `torch.cuda.Event` that waiting needs."""
-
-    def query(self) -> bool:
-        """Whether everything before the event has ended."""
 
 
 def timeout_s() -> float:
@@ -203,9 +180,7 @@ def timeout_s() -> float:
     return limit
 
 
-def wait_for_device(
-    what: str, limit_s: float | None = None, event: DeviceEvent | None = None
-) -> None:
+def wait_for_device(what: str, limit_s: float | None = None, event: Any = None) -> None:
     """Wait for the GPU, but not forever: a kernel that hangs cannot be stopped by its process.
 
     Args:
@@ -245,11 +220,7 @@ def cuda_is_healthy() -> bool:
 
 
 class CudaClock:
-    """Times with CUDA events on the current device and stream.
-
-    Raises:
-        UnsupportedError: there is no CUDA device.
-    """
+    """Times with CUDA events on the current device and stream."""
 
     def __init__(self) -> None:
         import torch
@@ -280,11 +251,7 @@ class CudaClock:
         """Flush, let the host get ahead, then run between two events."""
         torch = self._torch
         if cold_l2:
-            if self._flush_buffer is None:
-                self._flush_buffer = torch.zeros(
-                    self._flush_bytes // 4, dtype=torch.int32, device="cuda"
-                )
-            self._flush_buffer.sum()
+            self.flush_l2()
         torch.cuda._sleep(_HEAD_START_CYCLES)
         start = torch.cuda.Event(enable_timing=True)
         stop = torch.cuda.Event(enable_timing=True)
@@ -292,6 +259,13 @@ class CudaClock:
         fn()
         stop.record()
         return start, stop
+
+    def flush_l2(self) -> None:
+        """Enqueue a read of more than the L2 cache holds."""
+        if self._flush_buffer is None:
+            size = self._flush_bytes // 4
+            self._flush_buffer = self._torch.zeros(size, dtype=self._torch.int32, device="cuda")
+        self._flush_buffer.sum()
 
     def wait(self, handle: Any, what: str) -> None:
         """Wait for the event behind a run."""

@@ -1,4 +1,4 @@
-"""Where things are: kernel ids to modules and sources, and the folders for outputs and caches.
+"""Where things are: kernel ids to modules and sources, and folders and files for outputs.
 
 This is the only place that maps an id such as `mla_var6_plus_v4` to a module, and the only way by
 which the runtime finds kernels (it never imports them by name).
@@ -16,7 +16,9 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,7 +26,6 @@ from types import ModuleType
 from typing import Any, TypeGuard
 
 from mla_var3.errors import InvalidArgumentError, MissingToolError, UnknownNameError
-from mla_var3.runtime.target import TARGETS
 
 KERNEL_PACKAGE = "mla_var3.kernel"
 LANGUAGES = {"cutile-dsl": "cutile", "cute-dsl": "cute_python"}
@@ -32,6 +33,8 @@ LANGUAGES = {"cutile-dsl": "cutile", "cute-dsl": "cute_python"}
 LANGUAGE_DISTRIBUTIONS = {"cutile-dsl": "cuda-tile", "cute-dsl": "nvidia-cutlass-dsl"}
 LANGUAGE_EXTRAS = {"cutile-dsl": "cutile", "cute-dsl": "cute"}
 DEFAULT_LANGUAGE = "cutile-dsl"
+TARGETS = ("sm_90", "sm_100", "sm_120")
+"""Compile targets of a static report: Hopper, data-centre Blackwell, consumer Blackwell."""
 RENUMBERED = {("mla_var6_plus", 2, "cute-dsl"): 5, ("mla_var6_plus", 3, "cute-dsl"): 6}
 """Design, old number and language -> new number of versions whose number another language uses for
 another idea. Records of measurements keep the old ids."""
@@ -245,49 +248,45 @@ def kernel_source_files(function: Callable[..., Any]) -> list[Path]:
 
     Device helpers are inlined into the kernel, so a change there is a change of the kernel.
     """
-    found: dict[Path, None] = {}
-    pending = [inspect.getmodule(function)]
-    while pending:
-        module = pending.pop()
-        path = getattr(module, "__file__", None)
-        if module is None or path is None or Path(path) in found:
-            continue
-        found[Path(path)] = None
+
+    def helpers(module: ModuleType) -> Iterator[ModuleType]:
         for value in vars(module).values():
             owner = inspect.getmodule(value) if inspect.isfunction(value) else None
             if owner is not None and owner.__name__.startswith(f"{KERNEL_PACKAGE}."):
-                pending.append(owner)
-    return sorted(found)
+                yield owner
+
+    return _files_reached([function], helpers)
 
 
 def traced_source_files(*roots: Any) -> list[Path]:
-    """The files of what is traced, and of every kernel module that they import, by any name.
+    """The files of functions, classes or instances, and of every kernel module they import.
 
     For languages whose host code is traced into the kernel as well: there a class, a constant or a
     whole module can decide what the kernel does, so every import counts. Only an import of nothing
     but plan classes does not: a plan calls the kernel, it is no part of it.
-
-    Args:
-        roots: functions, classes or instances; their modules are where the search starts.
     """
-    modules = [inspect.getmodule(root) for root in roots]
-    found: dict[Path, None] = {}
-    pending = [module for module in modules if module is not None]
+    return _files_reached(roots, _imported_modules)
+
+
+def _files_reached(
+    roots: Iterable[Any], follow: Callable[[ModuleType], Iterable[ModuleType]]
+) -> list[Path]:
+    found: set[Path] = set()
+    pending = [module for root in roots if (module := inspect.getmodule(root)) is not None]
     while pending:
         module = pending.pop()
         path = getattr(module, "__file__", None)
-        if path is None or Path(path) in found:
-            continue
-        found[Path(path)] = None
-        pending.extend(_imported_modules(module, Path(path)))
+        if path is not None and Path(path) not in found:
+            found.add(Path(path))
+            pending.extend(follow(module))
     return sorted(found)
 
 
-def _imported_modules(module: ModuleType, path: Path) -> Iterator[ModuleType]:
+def _imported_modules(module: ModuleType) -> Iterator[ModuleType]:
     """The loaded kernel modules that a module's import statements name."""
     package = module.__package__ or ""
     inside = tuple({f"{KERNEL_PACKAGE}.", f"{package}." if package else f"{KERNEL_PACKAGE}."})
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -336,3 +335,62 @@ def autotune_file(device: str, language: str, kernel: str, stage: str, key: str)
     """The autotuning history of one stage: `cache/kernel-autotune/<device>/...json`."""
     folder = cache_root() / "kernel-autotune" / slug(device) / language / kernel
     return folder / f"{stage}-{key}.json"
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Write a file so that a reader, another writer or a kill never leaves half of it.
+
+    The data goes to a temporary file in the same folder, to the disk, and then takes the name. The
+    temporary name is unique, so two processes that write the same file do not mix: the last one
+    wins as a whole.
+    """
+    content = data.encode() if isinstance(data, str) else data
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    temporary = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp makes private files; the result gets what a plain open would have given it.
+        temporary.chmod(0o666 & ~_umask())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def make_folder(path: Path, argument: str = "out_dir") -> Path:
+    """The folder, made if it is not there; an error before any work if nothing can go into it."""
+    expected = "a folder that can be written to"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidArgumentError(argument, expected, f"{path} ({error.strerror})") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise InvalidArgumentError(argument, expected, f"{path} (no permission)")
+    return path
+
+
+@contextmanager
+def output_folder(path: Path, argument: str = "out_dir") -> Iterator[Path]:
+    """A folder for the artifacts of a run, made if it is not there.
+
+    Of the folders that this made, those that are empty at the end are removed: a run that failed
+    leaves nothing behind.
+    """
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        yield make_folder(path, argument)
+    finally:
+        with suppress(OSError):  # the first that is not empty ends it
+            for folder in made:
+                folder.rmdir()
+
+
+def _umask() -> int:
+    """The process's file mode mask; there is no way to read it without setting it."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask

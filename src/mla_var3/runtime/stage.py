@@ -1,4 +1,4 @@
-"""What a plan builds: runtime objects that can be launched, tuned, compiled and predicted.
+"""What a plan builds: runtime objects that can be launched, tuned, compiled and predicted; tilings.
 
 `Stage` is the interface of all of them. `KernelStage` is a leaf, one GPU kernel; the language
 wrappers (`CtKernel`, `CuteKernel`) derive from it. `KernelPipeline` and `ConcurrentKernels` in
@@ -7,19 +7,97 @@ wrappers (`CtKernel`, `CuteKernel`) derive from it. `KernelPipeline` and `Concur
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from mla_var3.errors import UnsupportedError
+from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.op.cost import Cost
-from mla_var3.runtime.tiling import Tiling, require_valid
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+HINT_FIELDS = ("num_ctas", "occupancy", "num_worker_warps", "opt_level")
+"""Tiling fields that are compiler hints rather than tile sizes."""
+
+
+class Constraints:
+    """The outcome of `Tiling.validate`: true when every constraint holds, and says which do not.
+
+    A tiling lists its rules once, as (holds, message) pairs; the autotuner uses the truth value,
+    error messages use the texts.
+    """
+
+    def __init__(self, *rules: tuple[bool, str]) -> None:
+        self.failures = tuple(message for holds, message in rules if not holds)
+
+    def __bool__(self) -> bool:
+        return not self.failures
+
+    def __repr__(self) -> str:
+        return f"Constraints(failures={list(self.failures)!r})"
+
+
+@dataclass
+class Tiling:
+    """Base of all tilings. Every field is a command line option of the kernel."""
+
+    def validate(self, pd: Any) -> Constraints | bool:
+        """Whether this tiling is legal for the plan `pd`; the one place for its constraints."""
+        return True
+
+    def hints(self) -> dict[str, int]:
+        """The compiler hints among the fields, those that are set."""
+        return {
+            name: getattr(self, name)
+            for name in HINT_FIELDS
+            if getattr(self, name, None) is not None
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as a JSON-ready mapping."""
+        return dataclasses.asdict(self)
+
+    def label(self) -> str:
+        """Short text for tables and progress bars: the fields that are set."""
+        return " ".join(f"{k}={v}" for k, v in self.to_dict().items() if v is not None)
+
+
+T = TypeVar("T", bound=Tiling)
+
+
+def tiling_from_dict(cls: type[T], values: dict[str, Any]) -> T:
+    """Rebuild a tiling from `to_dict`; refuses unknown or missing fields."""
+    names = {f.name for f in dataclasses.fields(cls)}
+    if set(values) != names:
+        raise InvalidArgumentError("tiling", f"the fields {sorted(names)}", sorted(values))
+    return cls(**values)
+
+
+def constraint_failures(tiling: Tiling, pd: Any) -> tuple[str, ...]:
+    """The constraints of `tiling` that do not hold for the plan `pd`."""
+    outcome = tiling.validate(pd)
+    if isinstance(outcome, Constraints):
+        return outcome.failures
+    return () if outcome else (f"{type(tiling).__name__}.validate rejects {tiling.label()}",)
+
+
+def require_valid(tiling: Tiling, pd: Any) -> None:
+    """Raise an error naming the tiling and every constraint that does not hold."""
+    failures = constraint_failures(tiling, pd)
+    if failures:
+        got = f"{tiling.label()}: " + "; ".join(failures)
+        raise InvalidArgumentError("tiling", "a legal tiling", got)
+
+
+def is_power_of_two(value: int) -> bool:
+    """Tile sides of cuTile are powers of two."""
+    return value > 0 and value & (value - 1) == 0
 
 
 @dataclass(frozen=True)
@@ -146,15 +224,7 @@ class KernelStage(Stage):
             )
 
     def require_target(self, target: str, device: str) -> None:
-        """Refuse a GPU that this kernel cannot run on; none by default.
-
-        Args:
-            target: GPU code of the device, for example "sm_90".
-            device: its name, for the message.
-
-        Raises:
-            UnsupportedError: the kernel needs another GPU.
-        """
+        """Refuse a GPU that this kernel cannot run on; none by default."""
 
     def mlir_text(self, compiled: CompiledKernel) -> str | None:
         """The compiler's input as MLIR text, None where the toolchain gives none."""

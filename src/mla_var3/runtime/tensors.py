@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
 ALIGNMENT_BYTES = 16
-"""Base address and strides must be multiples of this: the bulk copy engine reads nothing else."""
+"""Pointer and strides must be multiples of this: the bulk copy engine reads nothing else."""
 
 
 def check_tensor(
@@ -57,18 +57,12 @@ def check_tensor(
             )
     if device.type != "meta" and tensor.data_ptr() % ALIGNMENT_BYTES:
         raise InvalidArgumentError(
-            name, f"a base address aligned to {ALIGNMENT_BYTES} bytes", hex(tensor.data_ptr())
+            name, f"a pointer aligned to {ALIGNMENT_BYTES} bytes", hex(tensor.data_ptr())
         )
 
 
 def require_view(name: str, tensor: torch.Tensor, *shape: int) -> torch.Tensor:
-    """The tensor in another shape without a copy, which would not follow later changes.
-
-    Args:
-        name: the argument's name in the message.
-        tensor: what came.
-        shape: the shape that the kernel wants.
-    """
+    """The tensor in another shape without a copy, which would not follow later changes."""
     try:
         return tensor.view(*shape)
     except RuntimeError:

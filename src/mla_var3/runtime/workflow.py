@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 from mla_var3.conf.devices import DeviceSpec, device_spec
 from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
 from mla_var3.runtime.markdown import byte_count
-from mla_var3.runtime.plan import KernelPlan, plan_dtype, plan_targets
+from mla_var3.runtime.plan import ASSUMED_DEVICE, KernelPlan, Target, plan_dtype
 from mla_var3.runtime.stage import Stage
-from mla_var3.runtime.target import ASSUMED_DEVICE, TARGETS, Target
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,23 +22,6 @@ if TYPE_CHECKING:
     from mla_var3.runtime.check import CheckResult
 
 log = logging.getLogger(__name__)
-
-__all__ = [
-    "TARGETS",
-    "Prepared",
-    "Progress",
-    "RunOptions",
-    "cuda_available",
-    "current_device_spec",
-    "device_kind",
-    "empty_stage",
-    "no_progress",
-    "pick_device",
-    "plan_targets",
-    "planning_device",
-    "prepare",
-    "require_memory",
-]
 
 MEMORY_INFO = Path("/proc/meminfo")
 CONTROL_GROUP = Path("/sys/fs/cgroup")
@@ -202,16 +184,7 @@ def empty_stage(plan: KernelPlan) -> Stage:
 
 
 def require_memory(plan: KernelPlan, stage: Stage, where: str) -> None:
-    """Refuse a problem whose tensors alone exceed the free memory, before anything is allocated.
-
-    Args:
-        plan: the plan, for the message.
-        stage: its runtime object without tensors.
-        where: "cuda" or "cpu".
-
-    Raises:
-        InvalidArgumentError: names the sizes, what they need and what is free.
-    """
+    """Refuse a problem whose tensors alone exceed the free memory, before anything is allocated."""
     need, free = tensor_bytes(stage), free_memory(where)
     if free is not None and need > free:
         sizes = " ".join(f"{k}={v}" for k, v in plan.params().items() if type(v) is int)

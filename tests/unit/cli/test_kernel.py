@@ -22,8 +22,7 @@ from mla_var3.op.cost import Cost
 from mla_var3.runtime.check import CheckResult, OutputCheck
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
-from mla_var3.runtime.stage import Stage
-from mla_var3.runtime.tiling import Constraints, Tiling
+from mla_var3.runtime.stage import Constraints, Stage, Tiling
 from mla_var3.runtime.workflow import RunOptions
 
 STATIC, EVENT, DISABLED = NsightProfType.STATIC, NsightProfType.EVENT, NsightProfType.DISABLED

@@ -22,8 +22,7 @@ from mla_var3.errors import HyperMlaError, InvalidArgumentError
 from mla_var3.report import overview
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling import NsightProfType
-from mla_var3.runtime.stage import Stage
-from mla_var3.runtime.tiling import Tiling
+from mla_var3.runtime.stage import Stage, Tiling
 
 
 @dataclass

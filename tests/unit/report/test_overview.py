@@ -20,9 +20,8 @@ from mla_var3.report import overview
 from mla_var3.report.overview import OverviewOptions, run_overview
 from mla_var3.runtime.check import CheckResult, OutputCheck
 from mla_var3.runtime.compile import CompileReport
-from mla_var3.runtime.paths import output_root
+from mla_var3.runtime.paths import TARGETS, output_root
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
-from mla_var3.runtime.workflow import TARGETS
 from tests.unit.bench.bench_support import PROBLEM, FakeGpu, FakeTimer, record, row
 
 CPU_STEPS = ["check", "compile", "predict", "plot"]

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from mla_var3.runtime.plan import KernelPlan
-from mla_var3.runtime.stage import CompiledKernel, KernelStage
-from mla_var3.runtime.tiling import Constraints, Tiling
+from mla_var3.runtime.stage import CompiledKernel, Constraints, KernelStage, Tiling
 
 
 @dataclass

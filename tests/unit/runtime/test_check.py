@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mla_var3.errors import CheckFailedError, UnsupportedError
+from mla_var3.errors import CheckFailedError
 from mla_var3.op.compare import ErrorFigures
 from mla_var3.runtime.check import (
     FACTOR,
@@ -33,41 +33,12 @@ GOOD = OutputCheck(
 )
 
 
-def with_error(**changes: float) -> OutputCheck:
-    return replace(GOOD, error=replace(GOOD.error, **changes))  # type: ignore[arg-type]
-
-
-# --- one output -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"relative_frobenius": 0.0021},
-        {"max_abs": 0.021},
-        {"nan_count": 1},
-        {"mismatched_inf": 1},
-        {"relative_frobenius": math.nan},
-        {"max_abs": math.nan},
-        {"relative_frobenius": math.inf},
-        {"max_abs": math.inf},
-    ],
-    ids=lambda changes: "-".join(f"{key}={value}" for key, value in changes.items()),
-)
-def test_one_figure_out_of_bounds_fails(changes: dict[str, float]) -> None:
-    assert not with_error(**changes).passed
-
-
-@pytest.mark.parametrize("bound", ["relative_bound", "max_bound"])
-def test_a_bound_that_is_not_a_number_lets_nothing_pass(bound: str) -> None:
-    assert not replace(GOOD, **{bound: math.nan}).passed
-
-
 # --- results --------------------------------------------------------------------------------------
 
 
 def test_all_outputs_must_pass() -> None:
-    bad = replace(with_error(nan_count=3, relative_frobenius=math.nan), index=1)
+    error = ErrorFigures(math.nan, 0.01, 3, 0)
+    bad = replace(GOOD, error=error, index=1)
     assert CheckResult((GOOD, GOOD)).passed
     result = CheckResult((GOOD, bad))
     assert not result.passed
@@ -124,11 +95,6 @@ def test_around_the_bound(error: float, passed: bool) -> None:
     assert outcome.passed is passed
 
 
-def test_an_exact_baseline_leaves_the_slack() -> None:
-    assert judged([1.0, 1.000005], [1.0, 1.0], [1.0, 1.0]).passed
-    assert not judged([1.0, 1.0001], [1.0, 1.0], [1.0, 1.0]).passed
-
-
 def test_nan_never_passes() -> None:
     """Not in the output, and not excused by NaN in the baseline or the reference."""
     nan, inf = math.nan, math.inf
@@ -155,11 +121,6 @@ def test_an_infinite_baseline_excuses_nothing() -> None:
     assert not outcome.passed
 
 
-def test_rows_without_keys_only() -> None:
-    inf = math.inf
-    assert judged([-inf, -inf], [-inf, -inf], [-inf, -inf]).passed
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_the_baseline_is_in_the_dtype_of_the_kernel(dtype: str) -> None:
     plan = DoublingPlan(b=100, dtype=dtype)
@@ -184,12 +145,6 @@ def test_a_16_bit_output_of_32_bit_inputs_has_a_16_bit_baseline() -> None:
     assert check_stage(plan, inputs, stage).passed
 
 
-def test_a_wrong_kernel_fails() -> None:
-    plan = DoublingPlan(error=0.1)
-    inputs = plan.prepare_inputs("cpu")
-    assert not check_stage(plan, inputs, plan.plan(*inputs)).passed
-
-
 def test_a_kernel_that_writes_nothing_fails() -> None:
     """Even when an earlier run left the right values in the output."""
     plan = DoublingPlan()
@@ -212,19 +167,3 @@ def test_poison_reaches_every_kernel_and_spares_integers() -> None:
         assert kernel.output_tensors[0].isnan().all()
         assert not kernel.input_tensors[0].isnan().any()
     assert counter.tolist() == [0, 0]
-
-
-def test_a_plan_without_tensors_cannot_be_checked() -> None:
-    plan = DoublingPlan()
-    inputs = plan.prepare_inputs("meta")
-    with pytest.raises(UnsupportedError, match="^doubling: planned without tensors"):
-        check_stage(plan, inputs, plan.plan(*inputs))
-
-
-def test_a_missing_output_is_not_ignored() -> None:
-    plan = DoublingPlan()
-    inputs = plan.prepare_inputs("cpu")
-    stage = plan.plan(*inputs)
-    stage.output_tensors = [*stage.output_tensors, torch.zeros(1)]
-    with pytest.raises(ValueError, match="zip"):
-        check_stage(plan, inputs, stage)

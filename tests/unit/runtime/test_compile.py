@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +16,9 @@ from mla_var3.runtime.compile import (
     Disassembly,
     compile_report,
     disassemble,
-    fits_shared_memory,
     parse_disassembly,
 )
-from mla_var3.runtime.tiling import Tiling
+from mla_var3.runtime.stage import Tiling
 
 ct = pytest.importorskip("cuda.tile")
 
@@ -37,11 +35,6 @@ def tiny_matmul(A, B, Out, TM: Const, TN: Const, TK: Const):
         b = ct.load(B, (k, ct.bid(1)), (TK, TN))
         acc = ct.mma(a, b, acc)
     ct.store(Out, (ct.bid(0), ct.bid(1)), acc.astype(Out.dtype))
-
-
-@ct.kernel
-def tiny_copy(A, B, Out, TM: Const, TN: Const, TK: Const):
-    ct.store(Out, (ct.bid(0), ct.bid(1)), ct.load(A, (ct.bid(0), ct.bid(1)), (TM, TN)))
 
 
 @ct.kernel
@@ -124,82 +117,28 @@ def test_figures_are_read_from_the_tools() -> None:
     }
 
 
-def test_the_most_demanding_function_counts_and_a_cluster_is_one_by_default() -> None:
-    two = RESOURCES.format(stack=0) + "\n  REG:32 STACK:8 SHARED:0 LOCAL:0"
-    figures = parse_disassembly(Disassembly(two, "", ""))
-    assert (figures["registers"], figures["stack_bytes"], figures["shared_bytes"]) == (
-        168,
-        8,
-        148680,
-    )
-    assert (figures["cluster"], figures["threads"], figures["consumer_registers"]) == (
-        1,
-        None,
-        None,
-    )
-
-
 @pytest.mark.parametrize(
-    ("figures", "spills"),
+    ("target", "opcodes", "misses"),
     [
-        ({"stack_bytes": 0}, False),
-        ({"stack_bytes": 8}, True),
-        ({"stack_bytes": 0, "instructions": {"STL": 1}}, True),
-        ({"stack_bytes": 0, "instructions": {"LDL": 1}}, True),
-        ({"error": "no"}, False),
+        ("sm_90", ["HGMMA"], False),
+        ("sm_90", ["QGMMA"], False),
+        ("sm_90a", ["HMMA"], True),
+        ("sm_90", ["HGMMA", "HMMA"], False),
+        ("sm_90", [], False),
+        ("sm_100", ["UTCHMMA"], False),
+        ("sm_100", ["HMMA"], True),
+        ("sm_103", ["HMMA"], True),
+        ("sm_120", ["HMMA"], False),
+        ("sm_120", ["OMMA"], False),
+        ("sm_120", ["QMMA"], False),
+        ("sm_80", ["HMMA"], False),
     ],
 )
-def test_spills(figures: dict[str, Any], spills: bool) -> None:
-    assert report(**figures).spills is spills
-
-
-@pytest.mark.parametrize(
-    ("target", "opcodes", "expects", "misses"),
-    [
-        ("sm_90", ["HGMMA"], None, False),
-        ("sm_90", ["QGMMA"], None, False),
-        ("sm_90a", ["HMMA"], None, True),
-        ("sm_90", ["HGMMA", "HMMA"], None, False),
-        ("sm_90", [], None, False),
-        ("sm_90", [], True, True),
-        ("sm_90", ["HMMA"], False, False),
-        ("sm_100", ["UTCHMMA"], None, False),
-        ("sm_100", ["UTCQMMA"], True, False),
-        ("sm_100", ["HMMA"], None, True),
-        ("sm_103", ["HMMA"], None, True),
-        ("sm_120", ["HMMA"], None, False),
-        ("sm_120", ["OMMA"], None, False),
-        ("sm_120", ["QMMA"], None, False),
-        ("sm_120", [], True, True),
-        ("sm_80", ["HMMA"], None, False),
-    ],
-)
-def test_tensor_core_path_per_target(
-    target: str, opcodes: list[str], expects: bool | None, misses: bool
-) -> None:
-    found = report(
-        target, instructions=dict.fromkeys(opcodes, 4), stack_bytes=0, expects_tensor_core=expects
-    )
+def test_tensor_core_path_per_target(target: str, opcodes: list[str], misses: bool) -> None:
+    found = report(target, instructions=dict.fromkeys(opcodes, 4), stack_bytes=0)
     assert found.misses_tensor_core is misses
     assert ("misses the tensor-core path" in found.verdict) is misses
     assert found.tensor_core == (opcodes[0] if opcodes else None)
-
-
-def test_verdicts() -> None:
-    good = report(stack_bytes=0, instructions={"HGMMA": 8, "UTMALDG": 2})
-    assert good.verdict == "ok, 8 HGMMA, TMA, no spills"
-    bad = replace(good, stack_bytes=64, instructions={"HMMA": 8, "STL": 3, "LDL": 2})
-    assert bad.verdict == (
-        "spills (64 B of stack, 3 STL, 2 LDL), misses the tensor-core path (HMMA, not HGMMA)"
-    )
-    assert report(error="boom").verdict == "does not compile: boom"
-    assert not report(error="boom", expects_tensor_core=True).misses_tensor_core
-
-
-@pytest.mark.parametrize(("used", "fits"), [(1000, True), (1001, False), (None, False)])
-def test_shared_memory_limit(used: int | None, fits: bool) -> None:
-    spec: Any = SimpleNamespace(shared_memory_per_block_bytes=1000)
-    assert fits_shared_memory(report(shared_bytes=used), spec) is fits
 
 
 # -- real kernels --------------------------------------------------------------------------------
@@ -237,12 +176,6 @@ def test_the_given_tiling_is_compiled_not_the_active_one() -> None:
     # A 16-row tile is too low for the warpgroup instructions.
     assert found.misses_tensor_core
     assert found.verdict == "misses the tensor-core path (HMMA, not HGMMA)"
-
-
-def test_a_copy_is_not_blamed_for_having_no_mma() -> None:
-    kernel = make_kernel(tiny_copy)
-    assert not compile_report(kernel, "sm_90").misses_tensor_core
-    assert compile_report(kernel, "sm_90", expects_tensor_core=True).misses_tensor_core
 
 
 def test_a_compile_error_is_a_report(tmp_path: Path) -> None:

@@ -9,13 +9,8 @@ from pathlib import Path
 import pytest
 
 from mla_var3.runtime.markdown import (
-    byte_count,
-    flop_count,
-    front_matter,
     json_ready,
-    microseconds,
     number,
-    quantity,
     table,
     write_json,
 )
@@ -24,15 +19,6 @@ from mla_var3.runtime.markdown import (
 def test_a_table_aligns_numbers_and_escapes_bars() -> None:
     text = table(("kernel", "time"), [("a|b", "1.5 µs"), ("c", None)])
     assert text == "| kernel | time |\n| --- | ---: |\n| a\\|b | 1.5 µs |\n| c | - |\n"
-
-
-def test_a_table_without_rows_is_still_a_table() -> None:
-    assert table(("a", "b"), []) == "| a | b |\n| --- | --- |\n"
-
-
-def test_a_row_of_another_length_is_an_error() -> None:
-    with pytest.raises(ValueError, match="expected 2 cells, got 1"):
-        table(("a", "b"), [("x",)])
 
 
 @pytest.mark.parametrize(
@@ -52,28 +38,6 @@ def test_a_row_of_another_length_is_an_error() -> None:
 )
 def test_numbers(value: float | None, text: str) -> None:
     assert number(value) == text
-
-
-def test_units() -> None:
-    assert quantity(3.14159, "TB/s") == "3.14 TB/s"
-    assert [microseconds(v) for v in (None, 12.0, 12345.0, 2.5e7)] == [
-        "-",
-        "12.0 µs",
-        "12.3 ms",
-        "25.0 s",
-    ]
-    assert [byte_count(v) for v in (None, 100, 2048, 3 * 2**30)] == [
-        "-",
-        "100 B",
-        "2.00 KiB",
-        "3.00 GiB",
-    ]
-    assert flop_count(36.5e9) == "36.5 GFLOP"
-
-
-def test_front_matter_is_yaml() -> None:
-    text = front_matter({"command": 'run --x="a: b"', "ok": True, "date": None})
-    assert text == '---\ncommand: "run --x=\\"a: b\\""\nok: true\ndate: null\n---\n'
 
 
 def test_json_holds_no_bare_nan(tmp_path: Path) -> None:

@@ -10,14 +10,7 @@ import torch
 
 from mla_var3.errors import DeviceTimeoutError, InvalidArgumentError, UnsupportedError
 from mla_var3.runtime import measure
-from mla_var3.runtime.measure import (
-    Timing,
-    percentile,
-    summarise,
-    time_gpu,
-    wait_for_device,
-)
-from tests.unit.runtime.runtime_support import fake_kernel
+from mla_var3.runtime.measure import Timing, time_gpu, wait_for_device
 
 
 class FakeClock:
@@ -48,34 +41,6 @@ class FakeClock:
     def elapsed_us(self, handle: Any) -> float:
         assert handle in self.ended, "an event was read before its run had ended"
         return self.times(handle)
-
-
-@pytest.mark.parametrize(
-    ("percent", "expected"), [(0, 1.0), (10, 1.4), (50, 3.0), (90, 4.6), (100, 5.0)]
-)
-def test_percentile_interpolates(percent: float, expected: float) -> None:
-    assert percentile([5.0, 1.0, 4.0, 2.0, 3.0], percent) == pytest.approx(expected)
-
-
-def test_percentile_of_nothing_is_an_error() -> None:
-    with pytest.raises(InvalidArgumentError, match="values: expected at least one"):
-        percentile([], 50)
-
-
-def test_summary_of_runs() -> None:
-    timing = summarise([float(i) for i in range(1, 102)], timer="cuda-event", cold_l2=True)
-    assert (timing.median_us, timing.p10_us, timing.p90_us, timing.min_us) == (51, 11, 91, 1)
-    assert timing.spread_us == 40
-    assert timing.to_dict() == {
-        "median_us": 51.0,
-        "p10_us": 11.0,
-        "p90_us": 91.0,
-        "min_us": 1.0,
-        "runs": 101,
-        "timer": "cuda-event",
-        "cold_l2": True,
-        "spread_us": 40.0,
-    }
 
 
 def test_warmup_runs_are_not_counted() -> None:
@@ -123,12 +88,6 @@ def test_number_of_runs_follows_the_budget(
     assert time_gpu(work, max_seconds=2.0, clock=clock).runs == pytest.approx(expected, abs=1)
 
 
-@pytest.mark.parametrize(("argument", "value"), [("runs", 0), ("warmup", 0), ("max_seconds", 0.0)])
-def test_bad_arguments_are_named(argument: str, value: float) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"^{argument}: expected"):
-        time_gpu(lambda: None, clock=FakeClock(), **{argument: value})  # type: ignore[arg-type]
-
-
 def test_without_a_gpu_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnsupportedError, match="time_gpu: expected a usable CUDA GPU, got none"):
@@ -163,23 +122,11 @@ def test_a_kernel_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         wait_for_device("flash_mla", event=FakeEvent())
 
 
-def test_waiting_ends_with_the_work() -> None:
-    event = FakeEvent(questions=3)
-    wait_for_device("flash_mla", 10.0, event)
-    assert event.questions < 0
-
-
 @pytest.mark.parametrize("value", ["soon", "0", "-1", "nan"])
 def test_a_bad_limit_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYPER_MLA_TIMEOUT_S", value)
     with pytest.raises(InvalidArgumentError, match="HYPER_MLA_TIMEOUT_S: expected a positive"):
         wait_for_device("flash_mla", event=FakeEvent(0))
-
-
-def test_timing_waits_in_the_name_of_the_kernel() -> None:
-    clock = FakeClock()
-    time_gpu(fake_kernel("k").launch, runs=1, clock=clock)
-    assert clock.waited_for == {"k"}
 
 
 @pytest.mark.parametrize(

@@ -5,23 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from mla_var3.errors import InvalidArgumentError, MissingToolError, UnknownNameError
+from mla_var3.errors import MissingToolError, UnknownNameError
 from mla_var3.runtime import paths
 from mla_var3.runtime.paths import (
     KernelId,
-    autotune_file,
-    cache_root,
     discover_kernels,
     find_kernel,
     import_kernel_module,
     kernel_id_of_module,
     output_root,
-    plan_class,
     profile_path,
     split_full_name,
 )
@@ -32,17 +27,6 @@ BASE = KernelId("mla_var6_plus", 0, "cutile-dsl", "mla")
 
 
 # --- ids ------------------------------------------------------------------------------------------
-
-
-def test_an_id_gives_name_version_and_module() -> None:
-    assert (V4.full_name, V4.version) == ("mla_var6_plus_v4", "v4")
-    assert V4.module == (
-        "mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus_v4.mla_var6_plus_v4"
-    )
-    assert (BASE.full_name, BASE.version) == ("mla_var6_plus", "v0")
-    assert BASE.module == "mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus.mla_var6_plus"
-    cute = KernelId("flash_mla", 2, "cute-dsl", "mla")
-    assert cute.module == "mla_var3.kernel.cute_python.mla.flash_mla.flash_mla_v2.flash_mla_v2"
 
 
 @pytest.mark.parametrize(
@@ -64,11 +48,6 @@ def test_full_names(name: str, expected: tuple[str, int]) -> None:
 @pytest.mark.parametrize("kernel", [V4, BASE, KernelId("x", 1, "cute-dsl", "mla")], ids=str)
 def test_module_and_id_are_inverse(kernel: KernelId) -> None:
     assert kernel_id_of_module(kernel.module) == kernel
-
-
-def test_a_stage_belongs_to_its_version() -> None:
-    package = BASE.module.rpartition(".")[0]
-    assert kernel_id_of_module(f"{package}.attention_block_specialized") == BASE
 
 
 @pytest.mark.parametrize(
@@ -177,15 +156,6 @@ def test_a_design_in_one_language_needs_no_option() -> None:
 
 
 @pytest.mark.usefixtures("versions")
-def test_a_suffix_is_a_version_or_a_language() -> None:
-    assert find_kernel("mla_var6_plus:v4").version == "v4"
-    with pytest.raises(InvalidArgumentError, match="^version: expected v4, as the kernel's name"):
-        find_kernel("mla_var6_plus:v4", "v1")
-    with pytest.raises(InvalidArgumentError, match="^language: expected cute-dsl, as"):
-        find_kernel("flash_cute:cute-dsl", language="cutile-dsl")
-
-
-@pytest.mark.usefixtures("versions")
 @pytest.mark.parametrize("version", ["v5", "5", "", "latest"])
 def test_a_wrong_version_lists_the_known_ones(version: str) -> None:
     with pytest.raises(UnknownNameError, match="unknown version of mla_var6_plus") as caught:
@@ -194,35 +164,7 @@ def test_a_wrong_version_lists_the_known_ones(version: str) -> None:
     assert "v0 is the base version" in str(caught.value)
 
 
-@pytest.mark.usefixtures("versions")
-def test_a_wrong_version_in_the_name() -> None:
-    with pytest.raises(UnknownNameError, match="unknown version of mla_var6_plus 'v9'"):
-        find_kernel("mla_var6_plus_v9")
-
-
-@pytest.mark.usefixtures("versions")
-def test_two_versions_that_disagree_are_refused() -> None:
-    """Neither is taken silently."""
-    with pytest.raises((UnknownNameError, ValueError), match="version"):
-        find_kernel("mla_var6_plus_v4", "v1")
-
-
-def test_a_wrong_language_is_named() -> None:
-    with pytest.raises(UnknownNameError, match="unknown language 'cutile'.*'cutile-dsl'"):
-        find_kernel("flash_mla", language="cutile")
-
-
 # --- modules --------------------------------------------------------------------------------------
-
-
-def test_the_plan_of_a_version_is_the_one_of_its_module() -> None:
-    pytest.importorskip("cuda.tile")
-    for design in FOUR:
-        kernel = find_kernel(design)
-        plan = plan_class(kernel)
-        assert plan.__module__ == kernel.module
-        assert plan.__name__.startswith("Ct")
-        assert plan(b=1, s=1, t=8, h=8).kernel_id == kernel
 
 
 def test_a_missing_language_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,22 +178,7 @@ def test_a_missing_language_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> 
     assert 'pip install "hyper-mla[cutile]"' in str(caught.value)
 
 
-def test_a_missing_module_of_ours_is_not_blamed_on_the_language() -> None:
-    missing = replace(V4, number=999)
-    with pytest.raises(ModuleNotFoundError, match="mla_var6_plus_v999"):
-        import_kernel_module(missing)
-
-
 # --- folders --------------------------------------------------------------------------------------
-
-
-def test_folders_follow_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HYPER_MLA_OUT_DIR", str(tmp_path / "here"))
-    monkeypatch.setenv("HYPER_MLA_CACHE_DIR", str(tmp_path / "there"))
-    assert (output_root(), cache_root()) == (tmp_path / "here", tmp_path / "there")
-    monkeypatch.delenv("HYPER_MLA_OUT_DIR")
-    monkeypatch.delenv("HYPER_MLA_CACHE_DIR")
-    assert (output_root(), cache_root()) == (Path("out"), Path("cache"))
 
 
 def test_profile_folders_are_new_and_sorted_by_time() -> None:
@@ -262,10 +189,3 @@ def test_profile_folders_are_new_and_sorted_by_time() -> None:
         assert folder.parent == output_root() / "profiles" / "event" / "flash_mla" / "b1_s1"
         assert folder.name.endswith("-my-label")
     assert not profile_path("event", "flash_mla", "b1_s1").name.endswith("-")
-
-
-def test_tuning_files_lie_by_device_and_kernel() -> None:
-    file = autotune_file("NVIDIA H200", "cutile-dsl", "flash_mla_v2", "flash_mla", "abc123")
-    expected = "kernel-autotune/nvidia-h200/cutile-dsl/flash_mla_v2/flash_mla-abc123.json"
-    assert file == cache_root() / expected
-    assert not file.parent.exists()

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
-import json
-import math
 import tracemalloc
 from typing import Any
 
@@ -29,67 +25,13 @@ def make(design: str, **fields: Any) -> Any:
     return plan_class(find_kernel(design))(**{**sizes, **fields})
 
 
-# --- parameters -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("design", DESIGNS)
-def test_params_are_the_fields_without_tilings(design: str) -> None:
-    plan = make(design, lengths=(1, 2, 3, 4))
-    params = plan.params()
-    names = {f.name for f in dataclasses.fields(plan)} - {"target", "pinned"}
-    assert set(params) == names - set(plan.tiling_fields())
-    assert params["b"] == 4
-    assert json.loads(json.dumps(params))["lengths"] == [1, 2, 3, 4]
-
-
-def test_the_label_names_what_is_set() -> None:
-    label = make("flash_mla").params_label()
-    assert label.startswith("b4_s2_t256_h16_d128_p64_k512_dtypebfloat16_causalTrue")
-    assert "lengths" not in label
-    assert "_lengths1-2-3-4" in make("flash_mla", lengths=(1, 2, 3, 4)).params_label()
-    many = make("flash_mla", b=6, lengths=(1, 2, 3, 4, 5, 6)).params_label()
-    assert "_lengths6values" in many
-
-
-@pytest.mark.parametrize("design", DESIGNS)
-def test_the_label_is_a_folder_name(design: str) -> None:
-    label = make(design).params_label()
-    assert "/" not in label
-    assert " " not in label
-    assert len(label) < 200
-
-
-@pytest.mark.parametrize("design", DESIGNS)
-def test_name_and_id(design: str) -> None:
-    plan = make(design)
-    assert plan.name == design
-    assert plan.kernel_id == find_kernel(design)
-
-
-def test_a_plan_outside_the_package_has_a_local_id() -> None:
-    kernel = DoublingPlan().kernel_id
-    assert (kernel.layer, kernel.number) == ("local", 0)
-    assert DoublingPlan().name == "runtime_support"
-
-
 # --- copies ---------------------------------------------------------------------------------------
-
-
-def test_a_copy_carries_the_target() -> None:
-    plan = DoublingPlan().for_target("sm_120")
-    copy = plan.copy(b=3)
-    assert (copy.b, copy.target.code, plan.b) == (3, "sm_120", 8)
 
 
 def test_a_default_tiling_becomes_that_of_the_target() -> None:
     assert DoublingPlan().for_target("sm_120").tiling == FakeTiling(rows=16)
     assert DoublingPlan().for_target("sm_90").tiling == FakeTiling()
     assert DoublingPlan().for_target("sm_77").tiling == FakeTiling()
-
-
-def test_a_chosen_tiling_stays() -> None:
-    chosen = FakeTiling(rows=32)
-    assert DoublingPlan(tiling=chosen).for_target("sm_120").tiling == chosen
 
 
 def test_a_pinned_tiling_stays_although_it_is_the_default() -> None:
@@ -109,13 +51,6 @@ def test_every_kernel_of_a_design_gets_a_tiling_that_fits(design: str, target: s
         for kernel in chosen.plan(*chosen.prepare_inputs("meta")).kernels():
             assert kernel.plan.target.code == target
             assert kernel.tiling.validate(kernel.plan)
-
-
-def test_stages_keep_a_tiling_that_was_chosen() -> None:
-    plan = make("mla_var6_plus", n=64)
-    combine = type(plan.combine_tiling)(Cm=128, Ck=64)
-    stage = plan.copy(combine_tiling=combine).for_target("sm_90").plan(*plan.prepare_inputs("meta"))
-    assert stage.tilings()["decompress_combine"] == combine
 
 
 # --- choices left to the model --------------------------------------------------------------------
@@ -156,12 +91,6 @@ def test_a_small_copy_for_the_cpu(design: str) -> None:
 def test_a_small_copy_keeps_the_share_of_the_window(n: int | None, expected: int) -> None:
     """Also where the pinned window is larger than the small problem."""
     assert make("mla_var6_plus", t=8192, n=n).cpu_check_plan().n == expected
-
-
-@pytest.mark.parametrize("splits", [3, 400])
-def test_a_small_copy_still_splits(splits: int) -> None:
-    small = make("flash_mla_split_kv", t=65536, splits=splits).cpu_check_plan()
-    assert 2 <= small.splits <= small.t
 
 
 def test_neighbours_of_the_window() -> None:
@@ -210,7 +139,7 @@ def test_an_empty_plan_allocates_nothing(design: str) -> None:
 
 @pytest.mark.parametrize("design", DESIGNS)
 def test_an_empty_plan_has_the_shapes_of_a_real_one(design: str) -> None:
-    plan = make(design, lengths=(256, 0, 1, 7)).resolve(*H200)
+    plan = make(design, t=16, lengths=(16, 0, 1, 7)).resolve(*H200)
     real = plan.plan(*plan.prepare_inputs("cpu"))
     empty = plan.plan_empty(*H200)
     assert [kernel.name for kernel in real.kernels()] == [kernel.name for kernel in empty.kernels()]
@@ -247,35 +176,3 @@ def test_prediction_is_the_cost_model(design: str, lengths: tuple[int, ...] | No
     assert stage.predict_us(*H200) == pytest.approx(sum(c.time_us(*H200) for c in expected))
     flops, nbytes = plan._algorithmic_flops_bytes(plan.tiling)
     assert (flops, nbytes) == pytest.approx((stage.cost().flops, stage.cost().bytes))
-
-
-def test_twice_the_rates_is_half_the_time() -> None:
-    stage = make("flash_mla").plan_empty(*H200)
-    slow, fast = stage.predict_us(*H200), stage.predict_us(2 * H200[0], 2 * H200[1])
-    assert math.isclose(slow, 2 * fast)
-
-
-# --- inputs ---------------------------------------------------------------------------------------
-
-
-STAGE_MODULES = {
-    "flash_mla_split_kv.flash_mla_split_kv.split_kv_reduce": "CtSplitKVReduce",
-    "decompress_combine": "CtDecompressCombine",
-}
-
-
-@pytest.mark.parametrize("name", [*DESIGNS, *STAGE_MODULES])
-def test_a_seed_makes_the_inputs_repeatable(name: str) -> None:
-    """And leaves the caller's random state alone."""
-    if name in STAGE_MODULES:
-        module = importlib.import_module(f"mla_var3.kernel.cutile.mla.{name}")
-        plan = getattr(module, STAGE_MODULES[name])(b=2, s=2, t=16, h=8, seed=3)
-    else:
-        plan = make(name, b=2, t=16, seed=3, **({"n": 8} if name == "mla_var6_plus" else {}))
-    state = torch.get_rng_state()
-    first, again = plan.prepare_inputs("cpu"), plan.prepare_inputs("cpu")
-    assert torch.equal(torch.get_rng_state(), state)
-    other = plan.copy(seed=4).prepare_inputs("cpu")
-    for x, y in zip(first, again, strict=True):
-        assert torch.equal(x.nan_to_num(9.0), y.nan_to_num(9.0))
-    assert not torch.equal(first[0], other[0])

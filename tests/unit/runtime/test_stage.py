@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,27 +15,17 @@ import torch
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.op.cost import Cost
 from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
-from mla_var3.runtime.stage import Stage
-from mla_var3.runtime.tiling import Constraints
+from mla_var3.runtime.stage import (
+    Constraints,
+    Stage,
+    Tiling,
+    constraint_failures,
+    require_valid,
+    tiling_from_dict,
+)
 from tests.unit.runtime.runtime_support import FakeTiling, fake_kernel
 
 # --- one kernel -----------------------------------------------------------------------------------
-
-
-def test_a_kernel_is_its_own_only_kernel() -> None:
-    kernel = fake_kernel("alone", flops=3e6, nbytes=5e3)
-    assert list(kernel.kernels()) == [kernel]
-    assert kernel.cost() == Cost(3e6, 5e3)
-    assert kernel.tilings() == {"alone": FakeTiling()}
-    assert kernel.device_type == "cpu"
-    assert kernel.predict_us(1.0, 1.0) == max(3e6 / 1e6, 5e3 / 1e3)
-
-
-def test_the_cost_follows_the_active_tiling() -> None:
-    kernel = fake_kernel("alone")
-    kernel.algorithmic_flops_bytes_fn = lambda tiling: (tiling.rows, 1)
-    kernel.tiling = FakeTiling(rows=16)
-    assert kernel.cost() == Cost(16.0, 1.0)
 
 
 @pytest.mark.parametrize(("device", "noted"), [("cpu", "k"), ("cuda", "k on cuda")])
@@ -47,13 +39,6 @@ def test_a_launch_goes_where_the_tensors_are(device: str, noted: str) -> None:
 def test_a_plan_without_tensors_does_not_launch() -> None:
     kernel = fake_kernel("empty", device="meta")
     with pytest.raises(UnsupportedError, match=r"^empty: planned without tensors \(device 'meta'"):
-        kernel.launch()
-    assert kernel.log == []
-
-
-def test_an_illegal_tiling_does_not_launch() -> None:
-    kernel = fake_kernel("k", rows=0)
-    with pytest.raises(InvalidArgumentError, match="^tiling: expected a legal tiling, got rows=0"):
         kernel.launch()
     assert kernel.log == []
 
@@ -100,31 +85,6 @@ def test_a_failing_stage_stops_the_pipeline() -> None:
 # --- names and outputs ----------------------------------------------------------------------------
 
 
-def test_the_name_of_a_pipeline_has_an_alias() -> None:
-    stages = [fake_kernel("a")]
-    assert KernelPipeline(_name="one", stages=stages).name == "one"
-    assert KernelPipeline(pipeline_name="two", stages=stages).name == "two"
-    assert KernelPipeline("three", stages).name == "three"
-
-
-def test_composites_need_a_name_and_members() -> None:
-    with pytest.raises(InvalidArgumentError, match="^_name: expected the pipeline's name, got ''"):
-        KernelPipeline(stages=[fake_kernel("a")])
-    with pytest.raises(InvalidArgumentError, match="^stages: expected at least one stage"):
-        KernelPipeline(_name="p")
-    with pytest.raises(InvalidArgumentError, match="^_name: expected the group's name, got ''"):
-        ConcurrentKernels(concurrent_kernels=[fake_kernel("a")])
-    with pytest.raises(InvalidArgumentError, match="^concurrent_kernels: expected at least one"):
-        ConcurrentKernels(_name="g")
-
-
-def test_one_priority_per_member() -> None:
-    with pytest.raises(
-        InvalidArgumentError, match=r"^stream_priorities: expected one per member \(2\), got 1$"
-    ):
-        group("g", fake_kernel("a"), fake_kernel("b"), stream_priorities=[-1])
-
-
 def test_outputs() -> None:
     """A pipeline gives what its last stage gives, a group what all members give; or as told."""
     a, b, c = (fake_kernel(name) for name in "abc")
@@ -139,12 +99,6 @@ def test_outputs() -> None:
 
 
 # --- prediction -----------------------------------------------------------------------------------
-
-
-def test_a_pipeline_takes_the_sum() -> None:
-    compute, memory = fake_kernel("c", flops=6e6, nbytes=1e3), fake_kernel("m", flops=1, nbytes=4e3)
-    stage = pipeline("p", compute, memory)
-    assert stage.predict_us(1.0, 1.0) == pytest.approx(6.0 + 4.0)
 
 
 def test_a_group_overlaps() -> None:
@@ -163,21 +117,6 @@ def test_a_group_is_not_faster_than_a_member_that_is_a_pipeline() -> None:
 
 
 # --- joint tilings --------------------------------------------------------------------------------
-
-
-def test_joint_validation_sees_all_leaf_tilings_in_order() -> None:
-    seen: list[list[int]] = []
-
-    def validate(tilings: list[FakeTiling]) -> bool:
-        seen.append([tiling.rows for tiling in tilings])
-        return True
-
-    members = pipeline("p", fake_kernel("a", rows=1), fake_kernel("b", rows=2)), fake_kernel("c")
-    stage = group("g", *members, validate_joint_tiling_fn=validate)
-    stage.launch()
-    assert seen == [[1, 2, 64]]
-    assert stage.joint_failures([FakeTiling(rows=7)] * 3) == ()
-    assert seen[-1] == [7, 7, 7]
 
 
 @pytest.mark.parametrize(
@@ -284,3 +223,40 @@ def test_a_group_in_a_group_forks_from_its_own_stream(cuda: PretendedCuda) -> No
     assert "e1 on s1" in cuda.log  # the inner fork, on the outer member's stream
     assert {"s3 waits e1", "a on s3", "s4 waits e1", "b on s4", "c on s2"} <= set(cuda.log)
     assert "current waits e4" in cuda.log
+
+
+# --- tilings --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Picky(Tiling):
+    """Says no without saying why."""
+
+    rows: int = 3
+
+    def validate(self, pd: object) -> bool:
+        return self.rows != 3
+
+
+def test_an_illegal_tiling_is_named_with_every_reason() -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        require_valid(FakeTiling(rows=-1, occupancy=2), SimpleNamespace(limit=-2))
+    assert str(caught.value) == (
+        "tiling: expected a legal tiling, got rows=-1 occupancy=2: "
+        "rows: expected a positive number, got -1; rows: expected at most -2, got -1"
+    )
+
+
+def test_a_plain_false_becomes_a_message() -> None:
+    assert constraint_failures(Picky(), None) == ("Picky.validate rejects rows=3",)
+    assert constraint_failures(Picky(rows=4), None) == ()
+
+
+@pytest.mark.parametrize("change", [{"rows": None}, {"speed": 9}], ids=["missing", "unknown"])
+def test_other_fields_are_refused(change: dict[str, object]) -> None:
+    values = {**FakeTiling().to_dict(), **change}
+    if change.get("rows", 1) is None:
+        del values["rows"]
+    wanted = re.escape("tiling: expected the fields ['columns', 'num_ctas', 'occupancy', 'rows']")
+    with pytest.raises(InvalidArgumentError, match=f"^{wanted}, got "):
+        tiling_from_dict(FakeTiling, values)

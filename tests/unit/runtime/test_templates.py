@@ -10,7 +10,7 @@ import torch
 from mla_var3.errors import UnsupportedError
 from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
 from mla_var3.runtime.plan import KernelPlan
-from mla_var3.runtime.tiling import Tiling
+from mla_var3.runtime.stage import Tiling
 
 ct = pytest.importorskip("cuda.tile")
 
@@ -89,9 +89,7 @@ class MyPipeline(CtMyKernel):
             validate_joint_tiling_fn=lambda tilings: sum(t.Bm for t in tilings) <= 128,
         )
         return KernelPipeline(
-            pipeline_name="my_pipeline",
-            stages=[first, concurrent],
-            output_tensors=a.output_tensors,
+            pipeline_name="my_pipeline", stages=[first, concurrent], output_tensors=a.output_tensors
         )
 
 

@@ -22,8 +22,7 @@ from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.mla.inputs import up_project
 from mla_var3.runtime.call_state import CALL_STATE
 from mla_var3.runtime.paths import KernelId, declared_targets, plan_class
-from mla_var3.runtime.stage import Stage
-from mla_var3.runtime.tiling import Tiling, constraint_failures
+from mla_var3.runtime.stage import Stage, Tiling, constraint_failures
 from mla_var3.runtime.workflow import current_device_spec, planning_device
 
 

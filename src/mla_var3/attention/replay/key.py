@@ -18,7 +18,7 @@ import torch
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.cache.view import CacheView
 from mla_var3.runtime.call_state import CALL_STATE
-from mla_var3.runtime.torch_fast import LayoutCheck, layout_check
+from mla_var3.runtime.cute.torch_fast import LayoutCheck, layout_check
 
 REPLAYS_KEPT = 4096
 """The oldest replay goes when there are more; an engine has a few per batch size."""

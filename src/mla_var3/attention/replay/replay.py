@@ -25,7 +25,7 @@ from mla_var3.attention.backends.latent import Launch, StreamLaunch
 from mla_var3.attention.replay.key import CallKey, Layout, Tensors, store_replay, tensor_names
 from mla_var3.attention.replay.workspace import aligned, kept_lses, new_lse, shared_memory
 from mla_var3.attention.request.task import AttentionTask
-from mla_var3.runtime.torch_fast import Maker, tensor_maker, view_as, without_gradients
+from mla_var3.runtime.cute.torch_fast import Maker, tensor_maker, view_as, without_gradients
 
 _is_inference = torch.is_inference_mode_enabled
 _LSE_BYTES = torch.float32.itemsize

@@ -24,8 +24,8 @@ import torch
 
 from mla_var3.attention.replay.key import Layout
 from mla_var3.runtime.call_state import CALL_STATE
+from mla_var3.runtime.cute.torch_fast import Maker, raw_stream, separate_rows
 from mla_var3.runtime.tensors import ALIGNMENT_BYTES
-from mla_var3.runtime.torch_fast import Maker, raw_stream, separate_rows
 
 SMALLEST_BYTES = 1 << 20
 LARGEST_BYTES = 1 << 26

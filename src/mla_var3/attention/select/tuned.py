@@ -13,8 +13,7 @@ from mla_var3.conf.devices import DeviceSpec
 from mla_var3.runtime.autotune.history import History, history_path, median_us, tuning_key
 from mla_var3.runtime.autotune.units import Unit, units_of
 from mla_var3.runtime.paths import cache_root, slug
-from mla_var3.runtime.stage import Stage
-from mla_var3.runtime.tiling import Tiling, tiling_from_dict
+from mla_var3.runtime.stage import Stage, Tiling, tiling_from_dict
 
 
 @dataclass(frozen=True)

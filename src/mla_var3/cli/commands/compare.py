@@ -122,9 +122,8 @@ def _predicted(plan: Any, device: str | None) -> Run:
     from mla_var3.bench.predict import plan_estimate
     from mla_var3.conf.devices import device_spec
     from mla_var3.report.compare import PREDICTED_TIME, run_of_record
-    from mla_var3.runtime.plan import plan_dtype
+    from mla_var3.runtime.plan import Target, plan_dtype
     from mla_var3.runtime.profiling.common import stage_figures
-    from mla_var3.runtime.target import Target
     from mla_var3.runtime.workflow import empty_stage, planning_device
 
     with usage_errors():
@@ -193,9 +192,8 @@ def show_comparison(
 
 def _write(result: Comparison, out_dir: Path | None, json_file: Path | None) -> Path:
     from mla_var3.report.compare import comparison_data, comparison_markdown, comparison_plot
-    from mla_var3.runtime.files import make_folder, write_atomic
     from mla_var3.runtime.markdown import write_json
-    from mla_var3.runtime.paths import output_root, timestamp
+    from mla_var3.runtime.paths import make_folder, output_root, timestamp, write_atomic
 
     folder = make_folder(out_dir or output_root() / "compare" / timestamp())
     text = comparison_markdown(result)

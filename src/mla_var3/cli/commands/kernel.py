@@ -27,7 +27,7 @@ from mla_var3.runtime import paths
 from mla_var3.runtime.paths import KernelId
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, default_mode, profile_plan
-from mla_var3.runtime.tiling import require_valid
+from mla_var3.runtime.stage import require_valid
 from mla_var3.runtime.workflow import (
     RunOptions,
     cuda_available,
@@ -183,9 +183,6 @@ def choose_route(request: Request, has_gpu: bool) -> Route:
         if device == "cuda":
             pick_device(device)  # a missing GPU is the error to show, not what it would have run
         mode = default_mode("cpu" if on_cpu else "cuda")
-    if not mode.available:
-        offered = ", ".join(m.value for m in NsightProfType if m.available)
-        raise UsageError(f"--prof_type: this version has {offered}, got {mode.value}")
     if compile_only and mode is not NsightProfType.STATIC:
         raise UsageError(f"--target: only for --prof_type=static, got {mode.value}")
     static = mode is NsightProfType.STATIC

@@ -38,8 +38,8 @@ from mla_var3.op.mla.model.window_plan import (
 )
 from mla_var3.op.mla.problem import DTYPES, MlaProblem
 from mla_var3.op.mla.window.formats import FP8, PLAIN, WindowForm
-from mla_var3.runtime.files import make_folder, write_atomic
 from mla_var3.runtime.markdown import byte_count, front_matter, json_ready, microseconds, table
+from mla_var3.runtime.paths import make_folder, write_atomic
 
 _WINDOW_DTYPES = (*DTYPES, FP8.name)
 _MOST_ROWS = 12

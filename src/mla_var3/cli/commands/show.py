@@ -22,8 +22,7 @@ from mla_var3.cli.options import (
 from mla_var3.runtime import paths
 from mla_var3.runtime.markdown import byte_count, flop_count, json_ready, microseconds, number
 from mla_var3.runtime.paths import KernelId
-from mla_var3.runtime.plan import KernelPlan, plan_dtype, plan_targets
-from mla_var3.runtime.target import Target
+from mla_var3.runtime.plan import KernelPlan, Target, plan_dtype, plan_targets
 from mla_var3.runtime.workflow import empty_stage, planning_device
 
 

@@ -12,8 +12,7 @@ from mla_var3.runtime.autotune.history import Entry, canonical
 from mla_var3.runtime.autotune.units import Member, Unit, member
 from mla_var3.runtime.compile import CompileReport, compile_report, fits_shared_memory
 from mla_var3.runtime.measure import Timing, cuda_is_healthy, time_gpu
-from mla_var3.runtime.stage import KernelStage
-from mla_var3.runtime.tiling import Tiling, constraint_failures
+from mla_var3.runtime.stage import KernelStage, Tiling, constraint_failures
 
 if TYPE_CHECKING:
     from mla_var3.conf.devices import DeviceSpec
@@ -27,11 +26,6 @@ def _time(launch: Callable[[], None]) -> Timing:
     return time_gpu(launch, cold_l2=True, max_seconds=_SECONDS_PER_CANDIDATE)
 
 
-def _compile(kernel: KernelStage, target: str, tiling: Any) -> CompileReport:
-    expects = getattr(kernel, "expects_tensor_core", None)
-    return compile_report(kernel, target, tiling, expects_tensor_core=expects)
-
-
 @dataclass(frozen=True)
 class Instruments:
     """What a search measures with; tests bring their own.
@@ -43,7 +37,7 @@ class Instruments:
     """
 
     time: Callable[[Callable[[], None]], Timing] = _time
-    compile: Callable[[KernelStage, str, Any], CompileReport] = _compile
+    compile: Callable[[KernelStage, str, Any], CompileReport] = compile_report
     healthy: Callable[[], bool] = cuda_is_healthy
 
 
@@ -68,23 +62,12 @@ class Check:
 
 
 class StaticFilter:
-    """Compiles the tilings of a unit's kernels, each at most once, and judges them.
-
-    Attributes:
-        unavailable: why nothing can be compiled here, None while it can.
-    """
+    """Compiles the tilings of a unit's kernels, each at most once, and judges them."""
 
     def __init__(
         self, unit: Unit, spec: DeviceSpec, instruments: Instruments, known: Iterable[Entry]
     ) -> None:
-        """Start from what earlier searches compiled.
-
-        Args:
-            unit: what is tuned.
-            spec: the device that it has to fit.
-            instruments: what to compile with.
-            known: outcomes of earlier searches; their compile figures are used again.
-        """
+        """Start from what earlier searches compiled."""
         self.unavailable: str | None = None
         self._unit = unit
         self._spec = spec

@@ -14,14 +14,15 @@ import json
 import logging
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from mla_var3.runtime import paths
 from mla_var3.runtime.environment import environment, toolkit_versions
-from mla_var3.runtime.files import write_atomic
 from mla_var3.runtime.measure import Timing
+from mla_var3.runtime.paths import write_atomic
 from mla_var3.runtime.stage import KernelStage
 
 if TYPE_CHECKING:
@@ -81,10 +82,6 @@ class StageTuning:
     from_cache: bool
     complete: bool
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields, JSON-ready."""
-        return {**dataclasses.asdict(self), "path": str(self.path)}
-
 
 def canonical(value: Any) -> str:
     """JSON text that is the same for equal values."""
@@ -101,21 +98,9 @@ def _plain(value: Any) -> Any:
 
 
 def tuning_key(
-    plan: KernelPlan,
-    spec: DeviceSpec,
-    stage: str,
-    kernels: Iterable[KernelStage],
-    **more: Any,
+    plan: KernelPlan, spec: DeviceSpec, stage: str, kernels: Iterable[KernelStage], **more: Any
 ) -> dict[str, Any]:
-    """Everything that a tuning result depends on.
-
-    Args:
-        plan: the plan of the whole problem.
-        spec: the device.
-        stage: stage name.
-        kernels: the kernels concerned.
-        more: further conditions of the search.
-    """
+    """Everything that a tuning result depends on."""
     kernels = list(kernels)
     languages = sorted({kernel.language for kernel in kernels} | {plan.kernel_id.language})
     toolkit = {k: v for language in languages for k, v in toolkit_versions(language).items()}
@@ -167,13 +152,7 @@ def history_path(plan: KernelPlan, spec: DeviceSpec, key: Mapping[str, Any]) -> 
 
 
 class History:
-    """The candidates of one search and their outcomes, kept in step with the file.
-
-    Attributes:
-        path, key: the file and what it holds for.
-        complete: the stored search had handled all its candidates.
-        found: a usable file was there.
-    """
+    """The candidates of one search and their outcomes, kept in step with the file."""
 
     def __init__(self, path: Path, key: dict[str, Any], *, retune: bool = False) -> None:
         self.path = path
@@ -213,16 +192,7 @@ class History:
         compiled: dict[str, Any] | None = None,
         save: bool = True,
     ) -> None:
-        """Note an outcome and write the file.
-
-        Args:
-            config: the candidate.
-            status: its outcome.
-            reason: why.
-            timing: its time.
-            compiled: figures of the compile report.
-            save: write the file now; False for an outcome that costs nothing to find again.
-        """
+        """Note an outcome and write the file, unless it costs nothing to find again (`save`)."""
         self._entries[canonical(config)] = Entry(
             config=json.loads(canonical(config)),
             status=status,
@@ -284,57 +254,47 @@ def median_us(entry: Entry) -> float:
 
 
 def _load(path: Path, key: dict[str, Any]) -> dict[str, Any] | None:
-    """The content of a file that is whole and belongs to the key, else None."""
-    stored = _read(path)
-    if stored is None:
-        return None
-    if isinstance(stored, str):
+    """The content of a file that is valid and belongs to the key, else None."""
+    try:
+        stored = _read(path)
+    except ValueError as error:
         aside = _move_aside(path)
-        log.warning("%s is damaged (%s); moved to %s, tuning again", path, stored, aside)
+        log.warning("%s is damaged (%s); moved to %s, tuning again", path, error, aside)
         return None
-    differing = _differences(stored["key"], key)
+    differing = [] if stored is None else _differences(stored["key"], key)
     if differing:
-        log.warning(
-            "%s was made for something else (%s); it is not used, tuning again",
-            path,
-            "; ".join(differing),
-        )
+        message = "%s was made for something else (%s); it is not used, tuning again"
+        log.warning(message, path, "; ".join(differing))
         return None
     return stored
 
 
-def _read(path: Path) -> dict[str, Any] | str | None:
-    """The content of a file, what is wrong with it, or None when there is none."""
+def _read(path: Path) -> dict[str, Any] | None:
+    """The content of a file, None when there is none; ValueError when it is damaged."""
     try:
         stored = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        return f"no JSON: {error}"
-    if not isinstance(stored, dict) or not isinstance(stored.get("key"), dict):
-        return "no key in it"
-    if not isinstance(stored.get("complete"), bool) or not isinstance(stored.get("results"), list):
-        return "no results in it"
+    kinds = {"key": dict, "complete": bool, "results": list}
+    if not isinstance(stored, dict) or any(
+        not isinstance(stored.get(name), kind) for name, kind in kinds.items()
+    ):
+        raise ValueError("expected key, complete and results")
     if not all(map(_is_entry, stored["results"])):
-        return "a result without config, status or time"
+        raise ValueError("a result without config, status or time")
     return stored
 
 
 def _is_entry(value: Any) -> bool:
     if not isinstance(value, dict) or set(value) != set(Entry.__annotations__):
         return False
-    timing = value["timing"]
+    time_us = value["timing"] and value["timing"].get("median_us")
     return (
         isinstance(value["config"], dict)
         and value["status"] in _STATUSES
-        and (value["compile"] is None or isinstance(value["compile"], dict))
-        and (timing is None or _is_positive(timing))
+        and isinstance(value["compile"] or {}, dict)
+        and (time_us is None or (isinstance(time_us, (int, float)) and 0 < time_us < math.inf))
     )
-
-
-def _is_positive(timing: Any) -> bool:
-    median = timing.get("median_us") if isinstance(timing, dict) else None
-    return isinstance(median, (int, float)) and 0 < median < math.inf
 
 
 def _move_aside(path: Path) -> Path:
@@ -361,10 +321,10 @@ def _mention_others(path: Path, key: dict[str, Any]) -> None:
     """Log that results for the same stage and problem exist but are not used, and why."""
     others = []
     for other in sorted(path.parent.glob(f"{key['stage']}-*.json")):
-        stored = None if other == path else _read(other)
-        if isinstance(stored, dict) and all(
-            stored["key"].get(part) == key[part] for part in ("stage", "problem")
-        ):
+        stored = None
+        with suppress(ValueError):
+            stored = _read(other) if other != path else None
+        if stored and all(stored["key"].get(part) == key[part] for part in ("stage", "problem")):
             others.append((other, _differences(stored["key"], key)))
     if others:
         newest, differing = max(others, key=lambda found: found[0].stat().st_mtime)

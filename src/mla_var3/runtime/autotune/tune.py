@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from mla_var3.errors import InvalidArgumentError, UnsupportedError
+from mla_var3.errors import UnsupportedError
 from mla_var3.runtime.autotune.filter import Check, Instruments, StaticFilter
 from mla_var3.runtime.autotune.history import (
     Entry,
@@ -28,8 +27,7 @@ from mla_var3.runtime.autotune.history import (
 from mla_var3.runtime.autotune.units import Combo, Member, Unit, member, units_of
 from mla_var3.runtime.measure import Timing, require_cuda
 from mla_var3.runtime.plan import KernelPlan
-from mla_var3.runtime.stage import Stage
-from mla_var3.runtime.tiling import Tiling, tiling_from_dict
+from mla_var3.runtime.stage import Stage, Tiling
 
 if TYPE_CHECKING:
     from mla_var3.conf.devices import DeviceSpec
@@ -72,7 +70,13 @@ def autotune(
     Raises:
         UnsupportedError: a candidate made the GPU unusable; the results so far are kept.
     """
-    instruments = instruments or _gpu_instruments(stage)
+    if instruments is None:
+        if stage.device_type != "cuda":
+            raise UnsupportedError(
+                f"autotune: expected tensors on a CUDA device, got {stage.device_type!r}; "
+                "only timing can tell which tiling is the fastest"
+            )
+        instruments = Instruments()
     outcomes: dict[str, StageTuning] = {}
     earlier: list[Unit] = []
     for unit in units_of(stage):
@@ -91,11 +95,7 @@ def autotune(
 
 
 def refine_plan(
-    plan: P,
-    spec: DeviceSpec,
-    options: RunOptions,
-    *,
-    instruments: Instruments | None = None,
+    plan: P, spec: DeviceSpec, options: RunOptions, *, instruments: Instruments | None = None
 ) -> P:
     """Let timing choose between a plan and its neighbours.
 
@@ -131,7 +131,8 @@ def refine_plan(
     what, total = f"refine {plan.name}", len(candidates)
     searched = False
     for done, candidate in enumerate(candidates):
-        if _is_attempted(history, candidate):
+        entry = history.get(candidate.params())
+        if entry is not None and is_attempted(entry):
             continue
         searched = True
         options.progress(what, done, total, candidate.params_label())
@@ -149,32 +150,13 @@ def refine_plan(
         history.finish(complete=True)
     else:
         log.info("%s: using the results in %s", stage_name, history.path)
-    times = {i: _time_us(history, c) for i, c in enumerate(candidates)}
-    best = min(times, key=lambda i: times[i])
-    options.progress(what, total, total, candidates[best].params_label())
-    if math.isinf(times[best]):
+    timed = [e for c in candidates if (e := history.get(c.params())) is not None and is_timed(e)]
+    if not timed:
         log.warning("%s: no plan could be timed; reasons in %s", stage_name, history.path)
         return plan
-    return candidates[best]
-
-
-def _time_us(history: History, plan: KernelPlan) -> float:
-    entry = history.get(plan.params())
-    return median_us(entry) if entry is not None and is_timed(entry) else math.inf
-
-
-def _gpu_instruments(stage: Stage) -> Instruments:
-    if stage.device_type != "cuda":
-        raise UnsupportedError(
-            f"autotune: expected tensors on a CUDA device, got {stage.device_type!r}; "
-            "only timing can tell which tiling is the fastest"
-        )
-    return Instruments()
-
-
-def _is_attempted(history: History, plan: KernelPlan) -> bool:
-    entry = history.get(plan.params())
-    return entry is not None and is_attempted(entry)
+    best = distinct[canonical(min(timed, key=median_us)["config"])]
+    options.progress(what, total, total, best.params_label())
+    return best
 
 
 def _time_plan(
@@ -200,16 +182,7 @@ class Search:
         instruments: Instruments,
         before: Callable[[], None],
     ) -> None:
-        """Collect the candidates.
-
-        Args:
-            unit: what is tuned.
-            spec: the device.
-            options: limits and progress.
-            history: outcomes so far.
-            instruments: what to compile and time with.
-            before: called once before the first timing; fills the unit's inputs.
-        """
+        """Collect the candidates."""
         self._unit = unit
         self._options = options
         self._history = history
@@ -223,6 +196,7 @@ class Search:
             tuple(tiling for _, tiling in combo)
             for combo in sorted(ranked, key=lambda combo: sum(rank for rank, _ in combo))
         ]
+        self._by_config = {canonical(unit.config(combo)): combo for combo in self._combos}
 
     def run(self) -> StageTuning:
         """Search what the history does not have, set the best tilings, return the outcome."""
@@ -261,8 +235,7 @@ class Search:
     def _scan(self, kept: frozenset[Member]) -> bool:
         """Handle every candidate that has no outcome yet; False when the limit ended it.
 
-        Args:
-            kept: kernels and tilings that are timed although they would run badly.
+        What is in `kept` is timed although it would run badly.
         """
         limit = self._options.tune_max_iters
         for done, combo in enumerate(self._combos):
@@ -383,7 +356,7 @@ class Search:
     def _apply_best(self) -> Entry | None:
         timed = [entry for entry in self._history.entries if is_timed(entry)]
         for entry in sorted(timed, key=median_us):
-            combo = self._combo(entry)
+            combo = self._by_config.get(canonical(entry["config"]))
             if combo is not None:
                 self._unit.set_tilings(combo)
                 return entry
@@ -393,22 +366,6 @@ class Search:
             self._history.path,
         )
         return None
-
-    def _combo(self, entry: Entry) -> Combo | None:
-        """The tilings of an entry, None when this plan does not take them."""
-        known = {
-            member(k, tiling): tiling for k, some in self._candidates.items() for tiling in some
-        }
-        configs = self._unit.by_kernel(entry["config"])
-        try:
-            combo = tuple(
-                known.get((name, canonical(configs[name])))
-                or tiling_from_dict(type(kernel.tiling), configs[name])
-                for name, kernel in self._unit.kernels.items()
-            )
-        except (InvalidArgumentError, KeyError, TypeError):
-            return None
-        return None if self._refusals(combo) else combo
 
     def _refusals(self, combo: Combo) -> tuple[str, ...]:
         alone = (

@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 
 from mla_var3.runtime.autotune.history import canonical
 from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
-from mla_var3.runtime.stage import KernelStage, Stage
-from mla_var3.runtime.tiling import Tiling
+from mla_var3.runtime.stage import KernelStage, Stage, Tiling
 
 S = TypeVar("S", bound=Stage)
 

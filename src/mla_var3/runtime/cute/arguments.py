@@ -56,11 +56,7 @@ _CELLS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Int64Arg:
-    """A number that the host function takes as `Int64`, for strides and offsets of large tensors.
-
-    Attributes:
-        value: the number.
-    """
+    """A number that is passed as `Int64`, for strides and offsets of large tensors."""
 
     value: int
 
@@ -132,12 +128,7 @@ class ArgumentBuffer:
     """
 
     def __init__(self, kinds: Sequence[ArgumentKind], device: int | None) -> None:
-        """Lay out the buffer.
-
-        Args:
-            kinds: the kinds that the program was compiled for.
-            device: index of the GPU that tensors must be on; None to accept any tensor.
-        """
+        """Lay out the buffer."""
         self.stream = ctypes.c_void_p()
         self.result = ctypes.c_int32()
         self._count = len(kinds)
@@ -165,14 +156,14 @@ class ArgumentBuffer:
         try:
             for i, cell, dtype, mask in self._pointers:
                 value = args[i]
-                address = value.data_ptr()
+                pointer = value.data_ptr()
                 if (
                     value.dtype is not dtype
-                    or address & mask
+                    or pointer & mask
                     or (device is not None and value.get_device() != device)
                 ):
                     raise _pointer_error(f"argument {i}", value, dtype, mask + 1, device)
-                cell.value = address
+                cell.value = pointer
         except AttributeError:  # cheaper than asking each whether it is a tensor
             raise _pointer_error(f"argument {i}", value, dtype, mask + 1, device) from None
         # Sizes and strides seldom change from call to call; pointers may at any time.
@@ -184,10 +175,6 @@ class ArgumentBuffer:
                 if place is not None:
                     place.value = number
             self._written = others
-
-    def values(self) -> list[Any]:
-        """What the cells of the present arguments hold."""
-        return [cell.value for cell in self._cells]
 
 
 def _picker(indices: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
@@ -204,8 +191,8 @@ def _pointer_error(
         return InvalidArgumentError(name, f"a tensor of {dtype}, as compiled", got)
     if device is not None and value.get_device() != device:
         return InvalidArgumentError(name, f"a tensor on cuda:{device}", f"one on {value.device}")
-    address = hex(value.data_ptr())
-    return InvalidArgumentError(name, f"a base address aligned to {alignment} bytes", address)
+    pointer = hex(value.data_ptr())
+    return InvalidArgumentError(name, f"a pointer aligned to {alignment} bytes", pointer)
 
 
 def _checked(kind: ArgumentKind, value: Any, name: str) -> int | float | None:

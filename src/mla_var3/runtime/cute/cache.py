@@ -32,8 +32,7 @@ import torch
 
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.runtime.cute.arguments import ArgumentKind
-from mla_var3.runtime.files import write_atomic
-from mla_var3.runtime.paths import cache_root
+from mla_var3.runtime.paths import cache_root, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -66,12 +65,7 @@ class CompiledProgram:
 
 @dataclass(frozen=True)
 class ProgramKey:
-    """Everything that decides what a compiled program is.
-
-    Attributes:
-        name: kernel name.
-        fields: the parts of the key, JSON-ready.
-    """
+    """Everything that decides what a compiled program is."""
 
     name: str
     fields: dict[str, Any]
@@ -97,18 +91,7 @@ def program_key(
     sources: Sequence[Path],
     toolchain: str,
 ) -> ProgramKey:
-    """The key of a program.
-
-    Args:
-        name: kernel name.
-        host: the host function; values that it carries are constants of the program.
-        kinds: kinds of the arguments.
-        opt_level: the compiler's level; None for its default. Everything else of a tiling that
-            matters is carried by the host function.
-        arch: architecture.
-        sources: files with the kernel and its helpers.
-        toolchain: package and version of the compiler.
-    """
+    """The key of a program."""
     fields = {
         "format": _FORMAT,
         "kernel": name,
@@ -128,13 +111,6 @@ def host_identity(host: Any, outer: tuple[Any, ...] = ()) -> dict[str, Any]:
 
     The compiler sees such a value as a constant, so two functions that differ in one are two
     programs.
-
-    Args:
-        host: the function, or an object that can be called.
-        outer: the functions that carry it, for one that refers to itself.
-
-    Raises:
-        InvalidArgumentError: a value that cannot be compared.
     """
     if inspect.isfunction(host) or inspect.ismethod(host):
         function = inspect.unwrap(host)

@@ -27,7 +27,7 @@ from mla_var3.runtime.cute.arguments import (
     ArgumentKind,
     Int64Arg,
 )
-from mla_var3.runtime.torch_fast import current_device_index, raw_stream
+from mla_var3.runtime.cute.torch_fast import current_device_index, raw_stream
 
 Entry = Callable[[Any], Any]
 """The compiled host function: takes pointers to its arguments."""
@@ -38,9 +38,6 @@ def short_entry(host_function: Any) -> Entry:
 
     Without declared parameters and result ctypes converts nothing: the host function takes an
     array of pointers and writes its error code into the last argument.
-
-    Args:
-        host_function: the ctypes function; the caller keeps it and its code alive.
     """
     address = ctypes.cast(host_function, ctypes.c_void_p).value
     if address is None:
@@ -61,13 +58,8 @@ class BoundLaunch:
         self._entry = entry
         self._buffer = buffer
         self._device = device
-        self._args: tuple[Any, ...] = ()
-        self.update(*args)
-
-    def update(self, *args: Any) -> None:
-        """Take other arguments of the same kinds; tensors are kept alive until the next update."""
-        self._buffer.write(args)
-        self._args = args
+        self._args = tuple(args)  # keeps the tensors alive
+        buffer.write(self._args)
 
     def launch(self) -> None:
         """Launch on the current CUDA stream."""
@@ -94,15 +86,7 @@ class RepeatedLaunch:
         device: int,
         args: Sequence[Any],
     ) -> None:
-        """Keep the numbers among the arguments, and no tensor.
-
-        Args:
-            name: kernel name.
-            entry: the compiled host function.
-            kinds: kinds of the arguments.
-            device: index of the GPU.
-            args: the arguments of an earlier launch.
-        """
+        """Keep the numbers among the arguments, and no tensor."""
         self.device = device
         self._name = name
         self._entry = entry
@@ -116,11 +100,7 @@ class RepeatedLaunch:
         self._own = threading.local()
 
     def __call__(self, *pointers: int) -> None:
-        """Launch on the current CUDA stream of the device, which is the current one.
-
-        Args:
-            pointers: of the tensors in argument order; any number for an argument that is None.
-        """
+        """Launch on the current CUDA stream of the device, which is the current one."""
         try:
             write, cells, packed, result = self._own.memory
         except AttributeError:
@@ -186,10 +166,6 @@ class RepeatedLaunch:
 
         The host function reads each argument through a pointer of its own, so the arguments may lie
         in any order: changing pointers, stream, fixed pointers, numbers, error code, 8 bytes each.
-
-        Returns:
-            The cells, their addresses as the host function takes them, and the cell of the error
-            code.
         """
         kinds = self._kinds
         cell_of = {place: cell for cell, place in enumerate(order) if place is not None}
@@ -226,13 +202,7 @@ def _cells(count: int) -> struct.Struct:
 
 
 class CuteProgram:
-    """A compiled and loaded host function, for arguments of certain kinds and any shape.
-
-    Attributes:
-        name: kernel name.
-        kinds: kinds of the arguments, without the stream.
-        device: index of the GPU it is loaded on.
-    """
+    """A compiled and loaded host function, for arguments of certain kinds and any shape."""
 
     def __init__(
         self,
@@ -242,15 +212,7 @@ class CuteProgram:
         entry: Entry,
         owners: Sequence[Any] = (),
     ) -> None:
-        """Wrap a loaded host function.
-
-        Args:
-            name: kernel name.
-            kinds: kinds of the arguments.
-            device: index of the GPU.
-            entry: the compiled host function.
-            owners: objects that keep the code loaded.
-        """
+        """Wrap a loaded host function."""
         self.name = name
         self.kinds = tuple(kinds)
         self.device = device
@@ -329,13 +291,7 @@ def arch_of_device(device: torch.device) -> str:
 
 
 def require_arch(name: str, required: str, device: torch.device) -> None:
-    """Refuse a GPU that lacks the instructions of a kernel, before anything is launched on it.
-
-    Args:
-        name: kernel name.
-        required: architecture that the kernel is written for; empty for any.
-        device: the GPU.
-    """
+    """Refuse a GPU that lacks the instructions of a kernel, before anything is launched on it."""
     if required and required != arch_of_device(device):
         major, minor = torch.cuda.get_device_capability(device)
         raise UnsupportedError(

@@ -33,11 +33,7 @@ PINNED_CUTILE_VERSION = "1.7.0"
 
 
 def require_pinned_cutile() -> None:
-    """Refuse a cuTile whose private interface may differ from the one used here.
-
-    Raises:
-        MissingToolError: cuda-tile is missing or has another version.
-    """
+    """Refuse a cuTile whose private interface may differ from the one used here."""
     wanted = f"cuda-tile=={PINNED_CUTILE_VERSION}"
     try:
         found = importlib.metadata.version("cuda-tile")

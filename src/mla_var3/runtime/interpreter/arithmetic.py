@@ -5,32 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from enum import Enum, auto
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from mla_var3.errors import InterpreterError
+from mla_var3.runtime.interpreter import cutile_api as api
 from mla_var3.runtime.interpreter.cutile_api import (
-    BINOP_REGISTRY,
-    UNARYOP_REGISTRY,
     DType,
     RoundingMode,
     TileTypeError,
-    broadcast_shapes,
-    check_rd_and_ftz,
     ct,
     implement,
     implements,
-    integer_exponent_dtype,
-    is_arithmetic,
-    is_boolean,
-    is_float,
-    is_integral,
-    is_restricted_float,
-    is_unrestricted_float,
-    reraise_tile_exception,
 )
 from mla_var3.runtime.interpreter.dtypes import (
     NUMPY_DTYPES,
@@ -103,7 +92,7 @@ _DIVISIONS = frozenset({"floordiv", "cdiv", "mod"})
 # Done on Python integers where both operands are integer scalars: they drive loops and indices,
 # and a tensor operation costs several times as much.
 _ON_INTEGERS = {
-    name: BINOP_REGISTRY[name].impl
+    name: api.BINOP_REGISTRY[name].impl
     for name in ("add", "sub", "mul", "floordiv", "cdiv", "mod", "min", "max", *_COMPARISONS)
 }
 
@@ -117,7 +106,7 @@ def through_numpy(function: Elementwise, *operands: torch.Tensor, **options: Any
 def combine_elements(name: str, x: torch.Tensor, y: torch.Tensor, element: DType) -> torch.Tensor:
     """Applies a binary operation to two tensors of the same dtype `element`."""
     on_torch, on_numpy = _BINARY[name]
-    if name in _DIVISIONS and is_integral(element) and bool((y == 0).any()):
+    if name in _DIVISIONS and api.is_integral(element) and bool((y == 0).any()):
         raise InterpreterError(f"integer {name} by zero: undefined behaviour")
     if element in NUMPY_DTYPES:
         return through_numpy(on_numpy, x, y)
@@ -133,7 +122,7 @@ def _operand_dtype(name: str, x: DType | Number, y: DType | Number) -> DType:
         for operand in (x, y)
     )
     if name in _BITWISE:
-        if not all(is_integral(d) or is_boolean(d) for d in (x_dtype, y_dtype)):
+        if not all(api.is_integral(d) or api.is_boolean(d) for d in (x_dtype, y_dtype)):
             raise TileTypeError(
                 f"bitwise operations need integers or booleans, got {x_dtype} and {y_dtype}"
             )
@@ -141,18 +130,20 @@ def _operand_dtype(name: str, x: DType | Number, y: DType | Number) -> DType:
         if (both_typed and x_dtype != y_dtype) or {x_dtype, y_dtype} == {ct.bool_, ct.int8}:
             raise TileTypeError(f"bitwise operands differ in dtype: {x_dtype} and {y_dtype}")
     elif name in _SHIFTS:
-        if not (is_integral(x_dtype) and is_integral(y_dtype)):
+        if not (api.is_integral(x_dtype) and api.is_integral(y_dtype)):
             raise TileTypeError(f"a shift needs integers, got {x_dtype} and {y_dtype}")
     elif name not in _COMPARISONS:
         for dtype in (x_dtype, y_dtype):
-            if not is_arithmetic(dtype):
+            if not api.is_arithmetic(dtype):
                 raise TileTypeError(f"{name} is not defined for dtype {dtype}")
     common = promoted(x, y, name == "truediv")
     if name not in _COMPARISONS | _BITWISE and common == ct.bool_:
         raise TileTypeError(f"{name} does not support bool; cast to an integer first")
-    if name in _COMPARISONS and is_restricted_float(common):
+    if name in _COMPARISONS and api.is_restricted_float(common):
         raise TileTypeError(f"comparison is not defined for dtype {common}")
-    unsupported = is_integral if name in ("pow", "atan2") else is_float if name == "cdiv" else None
+    unsupported = (
+        api.is_integral if name in ("pow", "atan2") else api.is_float if name == "cdiv" else None
+    )
     if unsupported is not None and unsupported(common):
         raise TileTypeError(f"{name} is not defined for {x_dtype} and {y_dtype}")
     return common
@@ -168,45 +159,37 @@ def binary(
     name: str,
     x: Any,
     y: Any,
-    rounding: RoundingMode | None = None,
-    flush: bool = False,
+    /,
+    *,
+    rounding_mode: RoundingMode | None = None,
+    flush_to_zero: bool = False,
     propagate_nan: bool = False,
 ) -> Any:
-    """A binary operation on tiles and numbers.
-
-    Args:
-        name: cuTile's name of the operation.
-        x: Left operand.
-        y: Right operand.
-        rounding: Rounding mode; nearest even by default.
-        flush: Whether subnormal operands and results become zero.
-        propagate_nan: Whether minimum and maximum return NaN if one operand is NaN.
-
-    Returns:
-        A tile, or a Python number if both operands are Python numbers.
-    """
+    """A binary operation, by cuTile's name; a Python number if both operands are numbers."""
     x_integer = x.integer if isinstance(x, Tile) else x if type(x) is int else None
     y_integer = y.integer if isinstance(y, Tile) else y if type(y) is int else None
     if x_integer is not None and y_integer is not None and name in _ON_INTEGERS:
         return _binary_on_integers(name, x, x_integer, y, y_integer)
     if not isinstance(x, Tile) and not isinstance(y, Tile):
         x, y = _require_number(x), _require_number(y)
-        with reraise_tile_exception():
-            return BINOP_REGISTRY[name].impl(x, y)
+        with api.reraise_tile_exception():
+            return api.BINOP_REGISTRY[name].impl(x, y)
     x = x if isinstance(x, bool | int | float) else as_tile(x)
     y = y if isinstance(y, bool | int | float) else as_tile(y)
     dtype = _operand_dtype(name, loose_type(x), loose_type(y))
     a, b = _elements(x, dtype), _elements(y, dtype)
     if a.shape != b.shape:
-        broadcast_shapes(a.shape, b.shape)
+        api.broadcast_shapes(a.shape, b.shape)
     if name in _COMPARISONS:
         return Tile(combine_elements(name, a, b, dtype), ct.bool_)
-    if rounding is not None or flush:
-        check_modes(name, rounding, flush, dtype)
-        return Tile(_with_modes(name, a, b, dtype, rounding, flush, propagate_nan), dtype)
-    if propagate_nan and is_float(dtype):
-        return Tile((torch.minimum if name == "min" else torch.maximum)(a, b), dtype)
-    return Tile(combine_elements(name, a, b, dtype), dtype)
+    if rounding_mode is not None or flush_to_zero:
+        check_modes(name, rounding_mode, flush_to_zero, dtype)
+    on_torch = _BINARY[name][0]
+    if propagate_nan and api.is_float(dtype):
+        on_torch = torch.minimum if name == "min" else torch.maximum
+    elif rounding_mode in _NEAREST_ENOUGH:
+        on_torch = partial(combine_elements, name, element=dtype)
+    return Tile(_with_modes(name, on_torch, (a, b), dtype, rounding_mode, flush_to_zero), dtype)
 
 
 def _require_number(value: Any) -> Number:
@@ -235,7 +218,7 @@ def check_modes(name: str, rounding: RoundingMode | None, flush: bool, dtype: DT
     # cuTile's check asks the running compiler for its version in this case; FULL has the same rule.
     if name in ("exp", "tanh") and rounding == ct.RoundingMode.APPROX:
         rounding = ct.RoundingMode.FULL
-    check_rd_and_ftz(name, rounding, flush, dtype)
+    api.check_rd_and_ftz(name, rounding, flush, dtype)
 
 
 def flush_subnormals(tensor: torch.Tensor) -> torch.Tensor:
@@ -246,37 +229,37 @@ def flush_subnormals(tensor: torch.Tensor) -> torch.Tensor:
 
 def _with_modes(
     name: str,
-    x: torch.Tensor,
-    y: torch.Tensor,
+    function: Callable[..., torch.Tensor],
+    operands: tuple[torch.Tensor, ...],
     dtype: DType,
     rounding: RoundingMode | None,
     flush: bool,
-    propagate_nan: bool,
 ) -> torch.Tensor:
-    if flush:
-        x, y = flush_subnormals(x), flush_subnormals(y)
-    if rounding not in _NEAREST_ENOUGH:
-        if dtype == ct.float64:
-            raise InterpreterError(
-                f"{name} with rounding mode {rounding} is not supported by the CPU interpreter "
-                "for float64"
-            )
-        result = round_directed(_BINARY[name][0](x.double(), y.double()), dtype, rounding)
-    elif propagate_nan and is_float(dtype):
-        result = (torch.minimum if name == "min" else torch.maximum)(x, y)
+    """Applies a torch function with a rounding mode, flushing subnormal numbers if asked to."""
+    # exp2 of a subnormal number is 1, as exp2 of zero.
+    if flush and name != "exp2":
+        operands = tuple(map(flush_subnormals, operands))
+    if rounding in _NEAREST_ENOUGH:
+        result = function(*operands)
+    elif dtype == ct.float64:
+        raise InterpreterError(
+            f"{name} with rounding mode {rounding} is not supported by the CPU interpreter for "
+            "float64"
+        )
     else:
-        result = combine_elements(name, x, y, dtype)
+        exact = function(*(operand.double() for operand in operands))
+        result = round_directed(exact, dtype, rounding)
     return flush_subnormals(result) if flush else result
 
 
-def _register_binary(stub: Callable[..., Any], name: str) -> None:
-    def plain(x: Any, y: Any, /) -> Any:
-        return binary(name, x, y)
-
-    implement(stub, plain)
-
-
-for _stub, _name in {
+# Each stub with cuTile's name of the operation.
+_STUBS: dict[Callable[..., Any], str] = {
+    ct.add: "add",
+    ct.sub: "sub",
+    ct.mul: "mul",
+    ct.truediv: "truediv",
+    ct.minimum: "min",
+    ct.maximum: "max",
     ct.floordiv: "floordiv",
     ct.mod: "mod",
     ct.atan2: "atan2",
@@ -291,44 +274,9 @@ for _stub, _name in {
     ct.less_equal: "le",
     ct.greater: "gt",
     ct.greater_equal: "ge",
-}.items():
-    _register_binary(_stub, _name)
-
-
-def _register_rounded(stub: Callable[..., Any], name: str) -> None:
-    def rounded(
-        x: Any,
-        y: Any,
-        /,
-        *,
-        rounding_mode: RoundingMode | None = None,
-        flush_to_zero: bool = False,
-    ) -> Any:
-        return binary(name, x, y, rounding_mode, flush_to_zero)
-
-    implement(stub, rounded)
-
-
-for _stub, _name in {
-    ct.add: "add",
-    ct.sub: "sub",
-    ct.mul: "mul",
-    ct.truediv: "truediv",
-}.items():
-    _register_rounded(_stub, _name)
-
-
-def _register_extremum(stub: Callable[..., Any], name: str) -> None:
-    def extremum(
-        x: Any, y: Any, /, *, flush_to_zero: bool = False, propagate_nan: bool = False
-    ) -> Any:
-        return binary(name, x, y, flush=flush_to_zero, propagate_nan=propagate_nan)
-
-    implement(stub, extremum)
-
-
-_register_extremum(ct.minimum, "min")
-_register_extremum(ct.maximum, "max")
+}
+for _stub, _name in _STUBS.items():
+    implement(_stub, partial(binary, _name))
 
 
 @implements(ct.pow)
@@ -336,7 +284,7 @@ def _pow(x: Any, y: Any, /) -> Any:
     if isinstance(x, Tile) or isinstance(y, Tile):
         base, exponent = as_tile(x), as_tile(y)
         # A float to the power of a small integer keeps the dtype of the float.
-        if is_unrestricted_float(base.element) and integer_exponent_dtype(exponent.element):
+        if api.is_unrestricted_float(base.element) and api.integer_exponent_dtype(exponent.element):
             return Tile(torch.pow(base.tensor, exponent.tensor).to(base.tensor.dtype), base.element)
     return binary("pow", x, y)
 
@@ -345,7 +293,7 @@ def _pow(x: Any, y: Any, /) -> Any:
 def _divmod(x: Any, y: Any, /) -> tuple[Any, Any]:
     if isinstance(x, Tile) or isinstance(y, Tile):
         dtype = _operand_dtype("mod", loose_type(x), loose_type(y))
-        if is_float(dtype):
+        if api.is_float(dtype):
             raise TileTypeError("divmod() is not implemented for floating point values")
     return binary("floordiv", x, y), binary("mod", x, y)
 
@@ -367,9 +315,9 @@ class _Accepts(Enum):
 
 def _accepted_dtype(name: str, accepts: _Accepts, dtype: DType) -> DType:
     """The dtype that the operation works in."""
-    if is_restricted_float(dtype):
+    if api.is_restricted_float(dtype):
         raise TileTypeError(f"{name} is not defined for dtype {dtype}")
-    if is_float(dtype):
+    if api.is_float(dtype):
         if accepts is _Accepts.BITS:
             raise TileTypeError(f"{name} does not support float inputs, got {dtype}")
         return dtype
@@ -377,7 +325,7 @@ def _accepted_dtype(name: str, accepts: _Accepts, dtype: DType) -> DType:
         raise TileTypeError(f"{name} supports float inputs only, got {dtype}")
     if accepts is _Accepts.FLOAT:
         return ct.float32
-    if accepts is _Accepts.NUMBER and is_boolean(dtype):
+    if accepts is _Accepts.NUMBER and api.is_boolean(dtype):
         return ct.int32
     return dtype
 
@@ -417,36 +365,20 @@ def _register_unary(stub: Callable[..., Any]) -> None:
     name, function, accepts = _UNARY[stub]
 
     def unary(
-        x: Any,
-        /,
-        *,
-        rounding_mode: RoundingMode | None = None,
-        flush_to_zero: bool = False,
+        x: Any, /, *, rounding_mode: RoundingMode | None = None, flush_to_zero: bool = False
     ) -> Any:
         if isinstance(x, bool | int | float):
-            with reraise_tile_exception():
-                return UNARYOP_REGISTRY[name].impl(x)
+            with api.reraise_tile_exception():
+                return api.UNARYOP_REGISTRY[name].impl(x)
         tile = as_tile(x)
         dtype = _accepted_dtype(name, accepts, tile.element)
         elements = cast(tile.tensor, tile.element, dtype)
         if dtype in NUMPY_DTYPES:
             return Tile(through_numpy(_ON_NUMPY[name], elements), dtype)
-        if rounding_mode is None and not flush_to_zero:
-            return Tile(function(elements), dtype)
-        check_modes(name, rounding_mode, flush_to_zero, dtype)
-        # exp2 of a subnormal number is 1, as exp2 of zero.
-        if flush_to_zero and name != "exp2":
-            elements = flush_subnormals(elements)
-        if rounding_mode in _NEAREST_ENOUGH:
-            result = function(elements)
-        elif dtype == ct.float64:
-            raise InterpreterError(
-                f"{name} with rounding mode {rounding_mode} is not supported by the CPU "
-                "interpreter for float64"
-            )
-        else:
-            result = round_directed(function(elements.double()), dtype, rounding_mode)
-        return Tile(flush_subnormals(result) if flush_to_zero else result, dtype)
+        if rounding_mode is not None or flush_to_zero:
+            check_modes(name, rounding_mode, flush_to_zero, dtype)
+        result = _with_modes(name, function, (elements,), dtype, rounding_mode, flush_to_zero)
+        return Tile(result, dtype)
 
     implement(stub, unary)
 
@@ -460,7 +392,7 @@ def _isnan(x: Any, /) -> Any:
     if isinstance(x, bool | int | float):
         return math.isnan(x)
     tile = as_tile(x)
-    if not is_unrestricted_float(tile.element):
+    if not api.is_unrestricted_float(tile.element):
         raise TileTypeError(f"isnan is not defined for dtype {tile.element}")
     return Tile(torch.isnan(tile.tensor), ct.bool_)
 
@@ -469,7 +401,7 @@ def _isnan(x: Any, /) -> Any:
 def _where(condition: Any, x: Any, y: Any, /) -> Tile:
     chooser, first, second = as_tile(condition), as_tile(x), as_tile(y)
     dtype = promoted(loose_type(x), loose_type(y))
-    broadcast_shapes(broadcast_shapes(first.shape, second.shape), chooser.shape)
+    api.broadcast_shapes(api.broadcast_shapes(first.shape, second.shape), chooser.shape)
     mask = cast(chooser.tensor, chooser.element, ct.bool_)
     on_true = cast(first.tensor, first.element, dtype)
     on_false = cast(second.tensor, second.element, dtype)
@@ -479,7 +411,7 @@ def _where(condition: Any, x: Any, y: Any, /) -> Tile:
 @implements(ct.assume_divisible_by)
 def _assume_divisible_by(x: Any, divisor: Any) -> Any:
     tile = as_tile(x)
-    if tile.ndim or not is_integral(tile.element):
+    if tile.ndim or not api.is_integral(tile.element):
         raise TileTypeError(f"assume_divisible_by needs an integer scalar, got {tile.element}")
     if not isinstance(divisor, int) or divisor < 1:
         raise TileTypeError(f"assume_divisible_by needs a positive divisor, got {divisor!r}")

@@ -9,23 +9,13 @@ from typing import Any, TypeAlias
 import torch
 
 from mla_var3.errors import InterpreterError
+from mla_var3.runtime.interpreter import cutile_api as api
 from mla_var3.runtime.interpreter.cutile_api import (
     DType,
-    LooselyTypedScalar,
     PaddingMode,
     RoundingMode,
     TileTypeError,
-    check_implicit_cast,
     ct,
-    dtype_of_constant_scalar,
-    get_ftof_rounding_min_version,
-    integer_dtype_max,
-    is_boolean,
-    is_float,
-    is_integral,
-    is_signed,
-    promote_dtypes,
-    to_dtype,
 )
 
 Number: TypeAlias = bool | int | float
@@ -112,12 +102,8 @@ def kernel_dtype(native: DType) -> KernelDType:
 
 
 def as_dtype(value: Any) -> DType:
-    """The cuTile dtype named by a `ct` dtype, a kernel-side dtype or a torch dtype.
-
-    Raises:
-        TypeError: If `value` is no dtype.
-    """
-    return value.native if isinstance(value, KernelDType) else to_dtype(value)
+    """The cuTile dtype named by a `ct` dtype, a kernel-side dtype or a torch dtype."""
+    return value.native if isinstance(value, KernelDType) else api.to_dtype(value)
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
@@ -139,23 +125,23 @@ def cutile_dtype(dtype: torch.dtype) -> DType | None:
 @lru_cache(maxsize=8192, typed=True)
 def promoted(x: DType | Number, y: DType | Number, force_float: bool = False) -> DType:
     """Common dtype of two operands, each given as its dtype or as a loosely typed Python number."""
-    return promote_dtypes(_loose_type(x), _loose_type(y), force_float)
+    return api.promote_dtypes(_loose_type(x), _loose_type(y), force_float)
 
 
 def _loose_type(operand: DType | Number) -> Any:
-    return LooselyTypedScalar(operand) if isinstance(operand, bool | int | float) else operand
+    return api.LooselyTypedScalar(operand) if isinstance(operand, bool | int | float) else operand
 
 
 def dtype_of_number(value: Number) -> DType:
     """The dtype that a Python number gets where no other operand decides it."""
-    return dtype_of_constant_scalar(value)
+    return api.dtype_of_constant_scalar(value)
 
 
 def wrap_integer(value: int, dtype: DType) -> int:
     """`value` reduced to the range of an integer dtype, as the hardware does on overflow."""
     bits = dtype.bitwidth
     value &= (1 << bits) - 1
-    if is_signed(dtype) and value >> (bits - 1):
+    if api.is_signed(dtype) and value >> (bits - 1):
         value -= 1 << bits
     return value
 
@@ -170,9 +156,9 @@ def constant(value: Number, dtype: DType) -> torch.Tensor:
 
 def _new_constant(value: Number, dtype: DType) -> torch.Tensor:
     target = torch_dtype(dtype)
-    if is_integral(dtype):
+    if api.is_integral(dtype):
         return torch.tensor(wrap_integer(int(value), dtype), dtype=target)
-    if is_boolean(dtype):
+    if api.is_boolean(dtype):
         return torch.tensor(bool(value), dtype=target)
     tensor = torch.tensor(float(value), dtype=target)
     return _round_to_tf32(tensor) if dtype == ct.tfloat32 else tensor
@@ -184,21 +170,11 @@ _cached_constant = lru_cache(maxsize=4096)(_new_constant)
 def cast(
     tensor: torch.Tensor, source: DType, target: DType, rounding: RoundingMode | None = None
 ) -> torch.Tensor:
-    """Explicit conversion between dtypes.
-
-    Args:
-        tensor: Elements of dtype `source`.
-        source: cuTile dtype of the elements.
-        target: cuTile dtype wanted.
-        rounding: Rounding of a float-to-float conversion; nearest even by default.
-
-    Returns:
-        The converted elements; `tensor` itself where nothing changes.
-    """
+    """Explicit conversion between dtypes."""
     if source == target:
         return tensor
-    if is_float(source) and is_float(target):
-        rounding, _ = get_ftof_rounding_min_version(source, target, rounding)
+    if api.is_float(source) and api.is_float(target):
+        rounding, _ = api.get_ftof_rounding_min_version(source, target, rounding)
     elif rounding is not None:
         raise TileTypeError("rounding_mode is only valid for float to float conversions")
     if rounding not in (None, ct.RoundingMode.RN):
@@ -208,18 +184,9 @@ def cast(
 
 
 def implicit_cast(operand: DType | Number, tensor: torch.Tensor, target: DType) -> torch.Tensor:
-    """Conversion that cuTile does by itself, as on a store; refuses to narrow.
-
-    Args:
-        operand: The operand's dtype, or the Python number that `tensor` was made from.
-        tensor: The operand's elements.
-        target: cuTile dtype wanted.
-
-    Raises:
-        TileTypeError: If the conversion needs an explicit `astype`.
-    """
+    """Conversion that cuTile does by itself, as on a store; refuses to narrow."""
     if isinstance(operand, bool | int | float):
-        check_implicit_cast(LooselyTypedScalar(operand), target)
+        api.check_implicit_cast(api.LooselyTypedScalar(operand), target)
         return constant(operand, target)
     if operand != target and not _widens(operand, target):
         raise TileTypeError(
@@ -231,7 +198,7 @@ def implicit_cast(operand: DType | Number, tensor: torch.Tensor, target: DType) 
 @cache
 def _widens(source: DType, target: DType) -> bool:
     try:
-        return bool(promote_dtypes(source, target) == target)
+        return bool(api.promote_dtypes(source, target) == target)
     except TileTypeError:
         return False
 
@@ -285,7 +252,7 @@ def padding(dtype: DType, mode: PaddingMode) -> torch.Tensor:
     if mode == ct.PaddingMode.UNDETERMINED:
         return poison(dtype)
     value = _PADDING_VALUES[mode]
-    if not is_float(dtype) and mode != ct.PaddingMode.ZERO:
+    if not api.is_float(dtype) and mode != ct.PaddingMode.ZERO:
         raise TileTypeError(f"padding mode {mode.name} needs a float array, got {dtype}")
     return constant(value, dtype)
 
@@ -293,6 +260,6 @@ def padding(dtype: DType, mode: PaddingMode) -> torch.Tensor:
 @cache
 def poison(dtype: DType) -> torch.Tensor:
     """The stand-in for an undetermined element: one that spoils whatever depends on it."""
-    if is_float(dtype):
+    if api.is_float(dtype):
         return constant(math.nan, dtype)
-    return constant(True if is_boolean(dtype) else integer_dtype_max(dtype), dtype)
+    return constant(True if api.is_boolean(dtype) else api.integer_dtype_max(dtype), dtype)

@@ -12,26 +12,19 @@ from typing import Any, NamedTuple
 import torch
 
 from mla_var3.errors import InterpreterError
+from mla_var3.runtime.interpreter import cutile_api as api
 from mla_var3.runtime.interpreter.arithmetic import combine_elements
 from mla_var3.runtime.interpreter.cutile_api import (
-    ATOMIC_SPECS,
-    CAS_DTYPES,
     DType,
     PaddingMode,
     RawArrayMemory,
-    TileAtomicCAS,
-    TileAtomicRMW,
     TileTypeError,
-    check_load_store_hints,
     ct,
     implement,
     implements,
-    is_boolean,
-    is_integral,
-    validate_memory_order_and_scope,
 )
 from mla_var3.runtime.interpreter.dtypes import as_bits, padding, poison
-from mla_var3.runtime.interpreter.memory import in_view_shape, view_origin, window
+from mla_var3.runtime.interpreter.memory import check_hints, in_view_shape, view_origin, window
 from mla_var3.runtime.interpreter.values import (
     Array,
     ForeignPointer,
@@ -48,6 +41,8 @@ from mla_var3.runtime.interpreter.values import (
     static_ints,
     tile_shape,
 )
+
+_UNDETERMINED = ct.PaddingMode.UNDETERMINED
 
 
 def put(memory: torch.Tensor, offsets: torch.Tensor, value: torch.Tensor) -> None:
@@ -92,11 +87,7 @@ class Elements(NamedTuple):
             put(self.memory, self.offsets[self.valid], value[self.valid])
 
     def update(self, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-        """Reads, changes and writes the elements, one access after the other.
-
-        Args:
-            change: (elements read, their positions in the flattened tile) -> elements to write.
-        """
+        """Reads, changes and writes the elements, one access after the other."""
         positions = torch.arange(self.offsets.numel())
         if self.valid is not None:
             positions = positions[self.valid.reshape(-1)]
@@ -111,7 +102,7 @@ class Elements(NamedTuple):
 
 def _integer_index(value: Any, axis: int) -> torch.Tensor:
     tile = as_tile(value)
-    if not is_integral(tile.element):
+    if not api.is_integral(tile.element):
         raise TileTypeError(f"index {axis} must be of an integer dtype, got {describe(value)}")
     return tile.tensor.to(torch.int64)
 
@@ -120,7 +111,7 @@ def _mask_of(mask: Any, shape: tuple[int, ...]) -> torch.Tensor | None:
     if mask is None:
         return None
     tile = as_tile(mask)
-    if not is_boolean(tile.element):
+    if not api.is_boolean(tile.element):
         raise TileTypeError(f"the mask must be of dtype bool, got {describe(mask)}")
     return broadcast(tile.tensor, shape, "mask")
 
@@ -179,67 +170,47 @@ def locate_offsets(raw: RawMemory, offset: Any, mask: Any) -> Elements:
     return Elements(memory, torch.where(accessed, offsets, 0), accessed)
 
 
-def _gathered(elements: Elements, element: DType, padding_value: Any) -> Tile:
-    otherwise = broadcast(implicit(padding_value, element), elements.shape, "padding value")
-    return Tile(elements.read(otherwise), element)
+def _locate_any(target: Any, where: Any, mask: Any, check_bounds: bool) -> tuple[Elements, DType]:
+    """The elements of an array by index, or of raw memory by offset, and their dtype."""
+    if isinstance(target, RawMemory):
+        return locate_offsets(target, where, mask), target.array.element
+    elements = locate_indices(target, where, mask, check_bounds)
+    return elements, target.element
 
 
-@implements(ct.gather)
+@implements(ct.gather, RawArrayMemory.load_offset)
 def _gather(
-    array: Any,
-    indices: Any,
+    target: Any,
+    where: Any,
     /,
     *,
     mask: Any = None,
     padding_value: Any = 0,
     check_bounds: bool = True,
-    latency: int | None = None,
+    **hints: Any,
 ) -> Tile:
-    check_load_store_hints(latency)
-    elements = locate_indices(array, indices, mask, check_bounds)
-    return _gathered(elements, array.element, padding_value)
+    check_hints(**hints)
+    elements, element = _locate_any(target, where, mask, check_bounds)
+    if padding_value is None:
+        return Tile(elements.read(poison(element)), element)
+    otherwise = broadcast(implicit(padding_value, element), elements.shape, "padding value")
+    return Tile(elements.read(otherwise), element)
 
 
-@implements(ct.scatter)
+@implements(ct.scatter, RawArrayMemory.store_offset)
 def _scatter(
-    array: Any,
-    indices: Any,
+    target: Any,
+    where: Any,
     value: Any,
     /,
     *,
     mask: Any = None,
     check_bounds: bool = True,
-    latency: int | None = None,
+    **hints: Any,
 ) -> None:
-    check_load_store_hints(latency)
-    elements = locate_indices(array, indices, mask, check_bounds)
-    elements.write(broadcast(implicit(value, array.element), elements.shape, "value"))
-
-
-@implements(RawArrayMemory.load_offset)
-def _load_offset(
-    raw: RawMemory,
-    offset: Any,
-    /,
-    *,
-    mask: Any = None,
-    padding_value: Any = 0,
-    latency: int | None = None,
-) -> Tile:
-    check_load_store_hints(latency)
-    elements = locate_offsets(raw, offset, mask)
-    if padding_value is None:
-        return Tile(elements.read(poison(raw.array.element)), raw.array.element)
-    return _gathered(elements, raw.array.element, padding_value)
-
-
-@implements(RawArrayMemory.store_offset)
-def _store_offset(
-    raw: RawMemory, offset: Any, value: Any, /, *, mask: Any = None, latency: int | None = None
-) -> None:
-    check_load_store_hints(latency)
-    elements = locate_offsets(raw, offset, mask)
-    elements.write(broadcast(implicit(value, raw.array.element), elements.shape, "value"))
+    check_hints(**hints)
+    elements, element = _locate_any(target, where, mask, check_bounds)
+    elements.write(broadcast(implicit(value, element), elements.shape, "value"))
 
 
 @implements(ct.Slice.__init__)
@@ -280,30 +251,16 @@ def _locate_advanced(array: Any, indices: Any) -> Elements:
 
 @implements(ct.load_advanced_indexing)
 def _load_advanced(
-    array: Any,
-    indices: Any,
-    /,
-    *,
-    padding_mode: PaddingMode = ct.PaddingMode.UNDETERMINED,
-    latency: int | None = None,
-    allow_tma: bool | None = None,
+    array: Any, indices: Any, /, *, padding_mode: PaddingMode = _UNDETERMINED, **hints: Any
 ) -> Tile:
-    check_load_store_hints(latency, allow_tma)
+    check_hints(**hints)
     elements = _locate_advanced(array, indices)
     return Tile(elements.read(padding(array.element, padding_mode)), array.element)
 
 
 @implements(ct.store_advanced_indexing)
-def _store_advanced(
-    array: Any,
-    indices: Any,
-    tile: Any,
-    /,
-    *,
-    latency: int | None = None,
-    allow_tma: bool | None = None,
-) -> None:
-    check_load_store_hints(latency, allow_tma)
+def _store_advanced(array: Any, indices: Any, tile: Any, /, **hints: Any) -> None:
+    check_hints(**hints)
     elements = _locate_advanced(array, indices)
     value = implicit(tile, array.element)
     if tuple(value.shape) != elements.shape:
@@ -335,28 +292,17 @@ def _from_foreign(pointer: Any, shape: Any, strides: Any) -> Array:
     return Array(view, source.element, f"{source.name} (foreign)", source.index_dtype)
 
 
-_ACQ_REL = ct.MemoryOrder.ACQ_REL
-_DEVICE = ct.MemoryScope.DEVICE
-
-_COMBINE_OPERATIONS = {
-    "add": "add",
-    "min": "min",
-    "max": "max",
-    "and": "and_",
-    "or": "or_",
-    "xor": "xor",
-}
-
-
 def _modified(name: str, old: torch.Tensor, update: torch.Tensor, element: DType) -> torch.Tensor:
     if name == "xchg":
         return update
-    return combine_elements(_COMBINE_OPERATIONS[name], old, update, element)
+    # `and` and `or` are keywords, so cuTile's own names end in an underscore.
+    own = f"{name}_" if name in ("and", "or") else name
+    return combine_elements(own, old, update, element)
 
 
 def _update_elements(name: str, update: Any, element: DType) -> torch.Tensor:
     """The update operand in the target's dtype; bitwise operations do not cast."""
-    spec = ATOMIC_SPECS[name]
+    spec = api.ATOMIC_SPECS[name]
     if element not in spec.supported_dtypes:
         raise TileTypeError(f"atomic {name} does not support dtype {element}")
     if spec.bitwise and as_tile(update).element != element:
@@ -366,22 +312,26 @@ def _update_elements(name: str, update: Any, element: DType) -> torch.Tensor:
     return implicit(update, element)
 
 
-def _read_modify_write(name: str, elements: Elements, update: Any, element: DType) -> Tile:
-    value = broadcast(_update_elements(name, update, element), elements.shape, "update")
-    value = value.reshape(-1)
-    # What an element that is not accessed returns is not defined.
-    old = poison(element).repeat(elements.offsets.numel())
+def _locate_atomic(
+    operation: Any,
+    target: Any,
+    where: Any,
+    *,
+    mask: Any = None,
+    check_bounds: bool = True,
+    memory_order: Any = ct.MemoryOrder.ACQ_REL,
+    memory_scope: Any = ct.MemoryScope.DEVICE,
+) -> tuple[Elements, DType]:
+    api.validate_memory_order_and_scope(memory_order, memory_scope, operation)
+    return _locate_any(target, where, mask, check_bounds)
 
-    def change(read: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        put(old, positions, read)
-        return _modified(name, read, value[positions], element)
 
-    elements.update(change)
-    return Tile(old.reshape(elements.shape), element)
-
-
-def _compare_and_swap(elements: Elements, expected: Any, desired: Any, element: DType) -> Tile:
-    if element not in CAS_DTYPES:
+@implements(ct.atomic_cas, RawArrayMemory.atomic_cas_offset)
+def _compare_and_swap(
+    target: Any, where: Any, expected: Any, desired: Any, /, **options: Any
+) -> Tile:
+    elements, element = _locate_atomic(api.TileAtomicCAS, target, where, **options)
+    if element not in api.CAS_DTYPES:
         raise TileTypeError(f"atomic_cas does not support dtype {element}")
     shape = elements.shape
     wanted = broadcast(implicit(expected, element), shape, "expected value").reshape(-1)
@@ -396,68 +346,20 @@ def _compare_and_swap(elements: Elements, expected: Any, desired: Any, element: 
     return Tile(old.reshape(shape), element)
 
 
-@implements(ct.atomic_cas)
-def _atomic_cas(
-    array: Any,
-    indices: Any,
-    expected: Any,
-    desired: Any,
-    /,
-    *,
-    check_bounds: bool = True,
-    memory_order: Any = _ACQ_REL,
-    memory_scope: Any = _DEVICE,
-) -> Tile:
-    validate_memory_order_and_scope(memory_order, memory_scope, TileAtomicCAS)
-    elements = locate_indices(array, indices, None, check_bounds)
-    return _compare_and_swap(elements, expected, desired, array.element)
-
-
-@implements(RawArrayMemory.atomic_cas_offset)
-def _atomic_cas_offset(
-    raw: RawMemory,
-    offset: Any,
-    expected: Any,
-    desired: Any,
-    /,
-    *,
-    mask: Any = None,
-    memory_order: Any = _ACQ_REL,
-    memory_scope: Any = _DEVICE,
-) -> Tile:
-    validate_memory_order_and_scope(memory_order, memory_scope, TileAtomicCAS)
-    elements = locate_offsets(raw, offset, mask)
-    return _compare_and_swap(elements, expected, desired, raw.array.element)
-
-
 def _register(name: str) -> None:
-    def on_array(
-        array: Any,
-        indices: Any,
-        update: Any,
-        /,
-        *,
-        check_bounds: bool = True,
-        memory_order: Any = _ACQ_REL,
-        memory_scope: Any = _DEVICE,
-    ) -> Tile:
-        validate_memory_order_and_scope(memory_order, memory_scope, TileAtomicRMW)
-        elements = locate_indices(array, indices, None, check_bounds)
-        return _read_modify_write(name, elements, update, array.element)
+    def read_modify_write(target: Any, where: Any, update: Any, /, **options: Any) -> Tile:
+        elements, element = _locate_atomic(api.TileAtomicRMW, target, where, **options)
+        value = broadcast(_update_elements(name, update, element), elements.shape, "update")
+        value = value.reshape(-1)
+        # What an element that is not accessed returns is undefined.
+        old = poison(element).repeat(elements.offsets.numel())
 
-    def on_raw_memory(
-        raw: RawMemory,
-        offset: Any,
-        update: Any,
-        /,
-        *,
-        mask: Any = None,
-        memory_order: Any = _ACQ_REL,
-        memory_scope: Any = _DEVICE,
-    ) -> Tile:
-        validate_memory_order_and_scope(memory_order, memory_scope, TileAtomicRMW)
-        elements = locate_offsets(raw, offset, mask)
-        return _read_modify_write(name, elements, update, raw.array.element)
+        def change(read: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            put(old, positions, read)
+            return _modified(name, read, value[positions], element)
+
+        elements.update(change)
+        return Tile(old.reshape(elements.shape), element)
 
     def on_view(view: TiledView, index: Any, update: Any, /) -> None:
         array = view.array
@@ -468,11 +370,11 @@ def _register(name: str) -> None:
             value = value[inside]
         memory.copy_(_modified(name, memory, value, array.element))
 
-    implement(getattr(ct, f"atomic_{name}"), on_array)
-    implement(getattr(RawArrayMemory, f"atomic_{name}_offset"), on_raw_memory)
+    implement(getattr(ct, f"atomic_{name}"), read_modify_write)
+    implement(getattr(RawArrayMemory, f"atomic_{name}_offset"), read_modify_write)
     if name != "xchg":
         implement(getattr(ct.TiledView, f"atomic_store_{name}"), on_view)
 
 
-for _name in ATOMIC_SPECS:
+for _name in api.ATOMIC_SPECS:
     _register(_name)

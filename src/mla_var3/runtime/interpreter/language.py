@@ -17,24 +17,15 @@ import builtins
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import islice
 from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 from mla_var3.errors import InterpreterError
+from mla_var3.runtime.interpreter import cutile_api as api
 from mla_var3.runtime.interpreter.arithmetic import binary
-from mla_var3.runtime.interpreter.cutile_api import (
-    DispatchMode,
-    PrintfValidator,
-    TileStaticAssertionError,
-    TileTy,
-    TileTypeError,
-    ct,
-    implements,
-    is_integral,
-    is_signed,
-    make_static_exception,
-)
+from mla_var3.runtime.interpreter.cutile_api import DispatchMode, TileTypeError, ct, implements
 from mla_var3.runtime.interpreter.dtypes import kernel_dtype, promoted
 from mla_var3.runtime.interpreter.values import Tile, as_tile, describe, static_int
 
@@ -72,8 +63,8 @@ def _print(*args: Any, sep: str = " ", end: str = "\n") -> None:
 @implements(ct.printf)
 def _printf(format: str, *args: Any) -> None:
     tiles = [as_tile(arg) for arg in args]
-    types = tuple(TileTy(tile.element, tile.shape) for tile in tiles)
-    PrintfValidator.parse_format(format, types)
+    types = tuple(api.TileTy(tile.element, tile.shape) for tile in tiles)
+    api.PrintfValidator.parse_format(format, types)
     values = iter(tiles)
 
     def substitute(match: re.Match[str]) -> str:
@@ -81,7 +72,7 @@ def _printf(format: str, *args: Any) -> None:
             return "%"
         return _printed(next(values).tensor.tolist(), _C_LENGTH_MODIFIER.sub("", match[0]))
 
-    pattern = re.compile(f"%%|{PrintfValidator.pattern.pattern}")
+    pattern = re.compile(f"%%|{api.PrintfValidator.pattern.pattern}")
     sys.stdout.write(pattern.sub(substitute, format))
 
 
@@ -116,13 +107,13 @@ def _static_assert(condition: Any, message: Any = None, /) -> None:
     if not condition:
         if isinstance(message, Tile):
             message = f"<tile[{message.element}, {message.shape}]>"
-        raise TileStaticAssertionError("" if message is None else str(message))
+        raise api.TileStaticAssertionError("" if message is None else str(message))
 
 
 @implements(ct.ensure_constant)
 def _ensure_constant(value: Any, /) -> Any:
     if isinstance(value, Tile):
-        raise TileStaticAssertionError(
+        raise api.TileStaticAssertionError(
             "Argument of ensure_constant() is not a compile-time constant"
         )
     return value
@@ -137,7 +128,7 @@ class KernelRange:
         self._dtype = ct.int32
         for bound in bounds:
             tile = as_tile(bound)
-            if tile.ndim or not is_integral(tile.element) or not is_signed(tile.element):
+            if tile.ndim or not api.is_integral(tile.element) or not api.is_signed(tile.element):
                 raise TileTypeError(f"range needs signed integer scalars, got {describe(bound)}")
             self._dtype = promoted(self._dtype, tile.element)
         self._range = range(*(bound.__index__() for bound in bounds))
@@ -193,7 +184,7 @@ SUBSTITUTES: dict[Any, Any] = {
     **{getattr(builtins, name): value for name, value in KERNEL_BUILTINS.items()},
     ct.cdiv: cdiv,
     ct.static_iter: static_iter,
-    ct.static_exception: make_static_exception,
+    ct.static_exception: api.make_static_exception,
 }
 """Functions that do not go through the dispatch mode, and what kernel code gets for them."""
 
@@ -266,18 +257,20 @@ class Rebinder:
         known = self._functions.get(function)
         if known is not None:
             return known
-        cells = [_Cell(cell) for cell in function.__closure__ or ()]
+        cells = [(cell, CellType()) for cell in function.__closure__ or ()]
         rebound = FunctionType(
             function.__code__,
             self._globals_of(function),
             function.__name__,
             None,
-            tuple(cell.new for cell in cells),
+            tuple(new for _, new in cells),
         )
         # Known before its surroundings are converted: a function may refer to itself there.
         self._functions[function] = rebound
-        for cell in cells:
-            cell.fill(self)
+        for cell, new in cells:
+            # An unassigned variable stays so; using it raises NameError, as in Python.
+            with suppress(ValueError):
+                new.cell_contents = self.convert(cell.cell_contents)
         rebound.__qualname__ = function.__qualname__
         rebound.__module__ = function.__module__
         rebound.__dict__.update(function.__dict__)
@@ -302,22 +295,6 @@ class Rebinder:
         if module not in self._modules:
             self._modules[module] = _KernelModule(module, self)
         return self._modules[module]
-
-
-class _Cell:
-    """A variable of an enclosing function, converted after the function that uses it exists."""
-
-    def __init__(self, cell: CellType) -> None:
-        self._cell = cell
-        self.new = CellType()
-
-    def fill(self, rebinder: Rebinder) -> None:
-        try:
-            value = self._cell.cell_contents
-        except ValueError:
-            # The variable is not assigned yet; using it raises NameError, as in Python.
-            return
-        self.new.cell_contents = rebinder.convert(value)
 
 
 def _is_kernel_code(function: FunctionType) -> bool:

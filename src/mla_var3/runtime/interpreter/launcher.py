@@ -16,18 +16,8 @@ from mla_var3.errors import InterpreterError, InvalidArgumentError
 
 # Imported for the operations that they register.
 from mla_var3.runtime.interpreter import arithmetic, indexed, memory, reductions, shaping  # noqa: F401
-from mla_var3.runtime.interpreter.cutile_api import (
-    IMPLEMENTATIONS,
-    DispatchMode,
-    DType,
-    HeterogeneousTupleNode,
-    HomogeneousTupleNode,
-    TileError,
-    ct,
-    integer_dtype_max,
-    integer_dtype_min,
-    is_stub,
-)
+from mla_var3.runtime.interpreter import cutile_api as api
+from mla_var3.runtime.interpreter.cutile_api import DispatchMode, DType, ct
 from mla_var3.runtime.interpreter.dtypes import constant, cutile_dtype
 from mla_var3.runtime.interpreter.language import KernelGlobals, Rebinder
 from mla_var3.runtime.interpreter.values import Array, ArrayList, Tile
@@ -36,12 +26,7 @@ BlockId = tuple[int, int, int]
 
 
 class InterpreterMode(DispatchMode):  # type: ignore[misc]
-    """Carries out the operations of one launch.
-
-    Attributes:
-        grid: Number of blocks along x, y, z.
-        block: Id of the block that runs.
-    """
+    """Carries out the operations of one launch."""
 
     def __init__(self, grid: BlockId, rebinder: Rebinder) -> None:
         self.grid = grid
@@ -52,10 +37,10 @@ class InterpreterMode(DispatchMode):  # type: ignore[misc]
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Called by cuTile for every operation and for every `@ct.function`."""
-        implementation = IMPLEMENTATIONS.get(func)
+        implementation = api.IMPLEMENTATIONS.get(func)
         if implementation is not None:
             return implementation(*args, **kwargs)
-        if is_stub(func):
+        if api.is_stub(func):
             raise InterpreterError(f"{func.__qualname__} is not supported by the CPU interpreter")
         helper: Any = func
         return self._rebinder.rebind(helper.__wrapped__)(*args, **kwargs)
@@ -65,11 +50,7 @@ _MAX_GRID_RANK = 3
 
 
 def checked_grid(grid: Any) -> BlockId:
-    """The grid with three sizes.
-
-    Raises:
-        InvalidArgumentError: If it does not have one to three sizes, all of them positive integers.
-    """
+    """The grid with three sizes."""
     expected = "one to three positive integers"
     if not isinstance(grid, Sequence) or not 1 <= len(grid) <= _MAX_GRID_RANK:
         raise InvalidArgumentError("grid", expected, repr(grid))
@@ -87,11 +68,7 @@ def checked_kernel(kernel: Any) -> Any:
 
 
 def chosen_blocks(grid: BlockId, blocks: Iterable[Any] | None) -> Iterator[BlockId]:
-    """The ids of the blocks to run, x fastest; all of the grid unless `blocks` names some.
-
-    Raises:
-        InvalidArgumentError: If a block is not in the grid.
-    """
+    """The ids of the blocks to run, x fastest; all of the grid unless `blocks` names some."""
     if blocks is None:
         for z, y, x in product(*map(range, reversed(grid))):
             yield x, y, z
@@ -106,15 +83,7 @@ def chosen_blocks(grid: BlockId, blocks: Iterable[Any] | None) -> Iterator[Block
 
 
 def bind_arguments(annotated_function: Any, args: Sequence[Any]) -> list[Any]:
-    """What the kernel's function is called with.
-
-    Args:
-        annotated_function: cuTile's description of the kernel's function.
-        args: The arguments of the launch.
-
-    Raises:
-        InvalidArgumentError: If the number of arguments is wrong or one cannot be passed.
-    """
+    """What the kernel's function is called with."""
     names = list(annotated_function.pysig.parameters)
     if len(args) != len(names):
         raise InvalidArgumentError(
@@ -125,10 +94,10 @@ def bind_arguments(annotated_function: Any, args: Sequence[Any]) -> list[Any]:
 
 
 def _bind(name: str, value: Any, annotation: Any) -> Any:
-    if isinstance(annotation, HomogeneousTupleNode | HeterogeneousTupleNode):
+    if isinstance(annotation, api.HomogeneousTupleNode | api.HeterogeneousTupleNode):
         if not isinstance(value, tuple):
             raise InvalidArgumentError(name, "a tuple", _got(value))
-        if isinstance(annotation, HomogeneousTupleNode):
+        if isinstance(annotation, api.HomogeneousTupleNode):
             nodes = (annotation.each,) * len(value)
         else:
             nodes = annotation.items
@@ -160,7 +129,7 @@ def _bind_scalar(name: str, value: Any, integer_dtype: DType) -> Tile:
     if isinstance(value, bool):
         return Tile.of_integer(value, ct.bool_)
     if isinstance(value, int):
-        low, high = integer_dtype_min(integer_dtype), integer_dtype_max(integer_dtype)
+        low, high = api.integer_dtype_min(integer_dtype), api.integer_dtype_max(integer_dtype)
         if not low <= value <= high:
             raise InvalidArgumentError(name, f"an integer that fits {integer_dtype}", value)
         return Tile.of_integer(value, integer_dtype)
@@ -183,7 +152,7 @@ def _bind_tensor(name: str, tensor: Any, annotation: Any) -> Array:
         raise InvalidArgumentError(name, "a dtype that cuTile has", tensor.dtype)
     index_dtype = ct.int32 if annotation is None else annotation.index_dtype
     largest = max((*tensor.shape, *tensor.stride()), default=0)
-    if largest > integer_dtype_max(index_dtype):
+    if largest > api.integer_dtype_max(index_dtype):
         raise InvalidArgumentError(
             name, f"a shape and strides that fit {index_dtype} (see ct.IndexedWithInt64)", largest
         )
@@ -210,16 +179,7 @@ _DISPATCH_CODE = InterpreterMode.call_tile_function_from_host.__code__
 
 
 def block_error(error: Exception, kernel_name: str, block: BlockId) -> InterpreterError:
-    """Names kernel, block, operation and source line of an error raised while a block ran.
-
-    Args:
-        error: What was raised by the kernel's function.
-        kernel_name: Name of the kernel.
-        block: Id of the block.
-
-    Returns:
-        The error to raise from `error`.
-    """
+    """Names kernel, block, operation and source line of an error raised while a block ran."""
     frames = [*traceback.walk_tb(error.__traceback__)]
     kernel_frames = [
         i for i, (frame, _) in enumerate(frames) if isinstance(frame.f_globals, KernelGlobals)
@@ -239,8 +199,8 @@ def block_error(error: Exception, kernel_name: str, block: BlockId) -> Interpret
 
 def _reason(error: Exception) -> str:
     # A cuTile error appends the place in the compiler's terms, which is unknown here.
-    text = error.message if isinstance(error, TileError) else str(error)
-    if isinstance(error, InterpreterError | TileError):
+    text = error.message if isinstance(error, api.TileError) else str(error)
+    if isinstance(error, InterpreterError | api.TileError):
         return str(text)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

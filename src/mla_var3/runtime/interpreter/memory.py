@@ -5,21 +5,13 @@ A load always copies: a later store of the kernel must not change a tile that wa
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from mla_var3.errors import InterpreterError
-from mla_var3.runtime.interpreter.cutile_api import (
-    PaddingMode,
-    TileLoad,
-    TileStore,
-    TileTypeError,
-    check_load_store_hints,
-    ct,
-    implements,
-    validate_memory_order_and_scope,
-)
+from mla_var3.runtime.interpreter import cutile_api as api
+from mla_var3.runtime.interpreter.cutile_api import PaddingMode, TileTypeError, ct, implements
 from mla_var3.runtime.interpreter.dtypes import padding
 from mla_var3.runtime.interpreter.values import (
     Array,
@@ -37,41 +29,21 @@ from mla_var3.runtime.interpreter.values import (
     tile_shape,
 )
 
+_tile_shape = tile_shape  # hidden by a parameter of that name below
+
 _UNDETERMINED = ct.PaddingMode.UNDETERMINED
-_WEAK = ct.MemoryOrder.WEAK
-_NO_SCOPE = ct.MemoryScope.NONE
-
-
-class Window(NamedTuple):
-    """Where a tile meets its array.
-
-    Attributes:
-        memory: The part of the array that the tile covers, as a view.
-        inside: The part of the tile that lies inside the array, as slices; None for all of it.
-    """
-
-    memory: torch.Tensor
-    inside: tuple[slice, ...] | None
 
 
 def window(
     tensor: torch.Tensor, name: str, start: tuple[int, ...], shape: tuple[int, ...], checked: bool
-) -> Window:
-    """Cuts the tile of `shape` at element `start` out of an array.
+) -> tuple[torch.Tensor, tuple[slice, ...] | None]:
+    """The part of an array that the tile of `shape` at element `start` covers, as a view.
 
-    Args:
-        tensor: The array, axes in tile order.
-        name: Name of the array, for error messages.
-        start: Element position of the tile's origin.
-        shape: Shape of the tile, one size per axis of the array.
-        checked: False if the kernel says that the tile is inside the array (check_bounds=False).
-
-    Raises:
-        InterpreterError: If the tile is wholly outside, or not inside although it is unchecked.
+    Also the part of the tile that lies inside the array, as slices; None for all of it. `checked`
+    is False where the kernel states that the tile is inside (check_bounds=False).
     """
     strides = tensor.stride()
     offset = tensor.storage_offset()
-    whole = True
     sizes = []
     inside = []
     for axis, (first, size, extent) in enumerate(zip(start, shape, tensor.shape, strict=True)):
@@ -81,17 +53,16 @@ def window(
                 f"tile of shape {shape} at element {start} lies wholly outside array {name} of "
                 f"shape {tuple(tensor.shape)} along axis {axis}: undefined behaviour"
             )
-        whole = whole and high - low == size
         offset += low * strides[axis]
         sizes.append(high - low)
         inside.append(slice(low - first, high - first))
+    whole = tuple(sizes) == shape
     if not whole and not checked:
         raise InterpreterError(
             f"check_bounds=False, but the tile of shape {shape} at element {start} is not inside "
             f"array {name} of shape {tuple(tensor.shape)}"
         )
-    memory = tensor.as_strided(sizes, strides, offset)
-    return Window(memory, None if whole else tuple(inside))
+    return tensor.as_strided(sizes, strides, offset), None if whole else tuple(inside)
 
 
 def _read(
@@ -130,8 +101,27 @@ def _in_order(array: Array, order: Any) -> torch.Tensor:
     return array.tensor.permute(axes)
 
 
+def check_hints(latency: int | None = None, allow_tma: bool | None = None) -> None:
+    """Refuses hints that cuTile refuses; they have no effect here."""
+    api.check_load_store_hints(latency, allow_tma)
+
+
 def _origin(index: tuple[int, ...], steps: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(position * step for position, step in zip(index, steps, strict=True))
+
+
+def _position(
+    array: Any,
+    index: Any,
+    operation: Any,
+    memory_order: Any = ct.MemoryOrder.WEAK,
+    memory_scope: Any = ct.MemoryScope.NONE,
+    **hints: Any,
+) -> tuple[int, ...]:
+    """The index of a tile in an array, after cuTile's checks of the other options."""
+    check_hints(**hints)
+    api.validate_memory_order_and_scope(memory_order, memory_scope, operation)
+    return index_tuple(index, as_array(array).ndim, f"array {array.name}")
 
 
 @implements(ct.load)
@@ -144,15 +134,9 @@ def _load(
     order: Any = "C",
     padding_mode: PaddingMode = _UNDETERMINED,
     check_bounds: bool = True,
-    latency: int | None = None,
-    allow_tma: bool | None = None,
-    memory_order: Any = _WEAK,
-    memory_scope: Any = _NO_SCOPE,
+    **options: Any,
 ) -> Tile:
-    array = as_array(array)
-    check_load_store_hints(latency, allow_tma)
-    validate_memory_order_and_scope(memory_order, memory_scope, TileLoad)
-    position = index_tuple(index, array.ndim, f"array {array.name}")
+    position = _position(array, index, api.TileLoad, **options)
     sizes = tile_shape(shape, array.ndim, zero_d=True)
     start = _origin(position, sizes or (1,) * array.ndim)
     return _read(array, _in_order(array, order), start, sizes, padding_mode, check_bounds)
@@ -160,22 +144,10 @@ def _load(
 
 @implements(ct.store)
 def _store(
-    array: Any,
-    /,
-    index: Any,
-    tile: Any,
-    *,
-    order: Any = "C",
-    check_bounds: bool = True,
-    latency: int | None = None,
-    allow_tma: bool | None = None,
-    memory_order: Any = _WEAK,
-    memory_scope: Any = _NO_SCOPE,
-) -> None:
-    array = as_array(array)
-    check_load_store_hints(latency, allow_tma)
-    validate_memory_order_and_scope(memory_order, memory_scope, TileStore)
-    position = index_tuple(index, array.ndim, f"array {array.name}")
+    array: Any, /, index: Any, tile: Any, *, order: Any = "C", check_bounds: bool = True,
+    **options: Any,
+) -> None:  # fmt: skip
+    position = _position(array, index, api.TileStore, **options)
     value = implicit(tile, array.element)
     if value.ndim == 0:
         value = value.reshape((1,) * array.ndim)
@@ -227,7 +199,7 @@ def _tiled_view(
     padding_mode: PaddingMode = _UNDETERMINED,
     traversal_steps: Any = None,
 ) -> TiledView:
-    sizes = _view_shape(tile_shape, array.ndim)
+    sizes = _tile_shape(tile_shape, array.ndim, zero_d=True)
     if traversal_steps is None:
         steps = sizes or (1,) * array.ndim
     else:
@@ -235,10 +207,6 @@ def _tiled_view(
         if len(steps) != array.ndim or min(steps, default=1) <= 0:
             raise TileTypeError(f"traversal_steps: expected {array.ndim} steps > 0, got {steps}")
     return TiledView(array, sizes, padding_mode, steps)
-
-
-def _view_shape(value: Any, rank: int) -> tuple[int, ...]:
-    return tile_shape(value, rank, zero_d=True)
 
 
 @implements(ct.TiledView.num_tiles)
@@ -265,10 +233,9 @@ def _view_load(
     index: Any,
     *,
     check_bounds: bool = True,
-    latency: int | None = None,
-    allow_tma: bool | None = None,
+    **hints: Any,
 ) -> Tile:
-    check_load_store_hints(latency, allow_tma)
+    check_hints(**hints)
     start = view_origin(view, index)
     array = view.array
     return _read(array, array.tensor, start, view.tile_shape, view.padding_mode, check_bounds)
@@ -281,9 +248,8 @@ def _view_store(
     tile: Any,
     *,
     check_bounds: bool = True,
-    latency: int | None = None,
-    allow_tma: bool | None = None,
+    **hints: Any,
 ) -> None:
-    check_load_store_hints(latency, allow_tma)
+    check_hints(**hints)
     value = in_view_shape(view, implicit(tile, view.array.element), "stored tile")
     _write(view.array, view.array.tensor, view_origin(view, index), value, check_bounds)

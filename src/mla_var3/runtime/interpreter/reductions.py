@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from mla_var3.errors import InterpreterError
+from mla_var3.runtime.interpreter import cutile_api as api
 from mla_var3.runtime.interpreter.arithmetic import check_modes, flush_subnormals, through_numpy
 from mla_var3.runtime.interpreter.cutile_api import (
     DType,
@@ -21,13 +22,6 @@ from mla_var3.runtime.interpreter.cutile_api import (
     ct,
     implement,
     implements,
-    is_arithmetic,
-    is_boolean,
-    is_float,
-    matmul_shapes,
-    resolve_mma_dtype,
-    resolve_mma_scaled_dtypes,
-    scaling_block_sizes,
 )
 from mla_var3.runtime.interpreter.dtypes import NUMPY_DTYPES, cast, promoted, torch_dtype
 from mla_var3.runtime.interpreter.values import (
@@ -56,7 +50,7 @@ def _check_shapes(x: Tile, y: Tile, acc: Tile) -> None:
     for name, tile in (("x", x), ("y", y)):
         if tile.ndim < 2:
             raise TileTypeError(f"{name} must have 2 axes or more, got {describe(tile)}")
-    _, _, _, shape = matmul_shapes(x.shape, y.shape)
+    _, _, _, shape = api.matmul_shapes(x.shape, y.shape)
     if acc.shape != shape:
         raise TileTypeError(f"the accumulator must have shape {shape}, got {acc.shape}")
 
@@ -67,7 +61,7 @@ def _mma(x: Any, y: Any, /, acc: Any, *, use_fast_acc: bool = False) -> Tile:
     _check_shapes(x, y, acc)
     if use_fast_acc and x.element not in (ct.float8_e4m3fn, ct.float8_e5m2):
         raise TileTypeError(f"use_fast_acc needs float8 inputs, got {x.element}")
-    resolve_mma_dtype(x.element, y.element, acc.element)
+    api.resolve_mma_dtype(x.element, y.element, acc.element)
     return Tile(_accumulate(x.widened, y.widened, acc.tensor), acc.element)
 
 
@@ -76,9 +70,9 @@ def _matmul(x: Any, y: Any, /) -> Tile:
     x, y = as_tile(x), as_tile(y)
     if not x.ndim or not y.ndim:
         raise TileTypeError(f"matmul needs tiles with axes, got {describe(x)} and {describe(y)}")
-    matmul_shapes(x.shape, y.shape)
+    api.matmul_shapes(x.shape, y.shape)
     dtype = promoted(x.element, y.element)
-    acc_dtype = resolve_mma_dtype(dtype, dtype, None)
+    acc_dtype = api.resolve_mma_dtype(dtype, dtype, None)
     product = torch.matmul(_promoted_product_input(x, dtype), _promoted_product_input(y, dtype))
     return Tile(cast(_narrow(product, torch_dtype(acc_dtype)), acc_dtype, dtype), dtype)
 
@@ -95,7 +89,9 @@ def _mma_scaled(x: Any, x_scale: Any, y: Any, y_scale: Any, /, acc: Any) -> Tile
     for name, tile in (("x_scale", x_scale), ("y_scale", y_scale)):
         if tile.ndim not in (2, 3):
             raise TileTypeError(f"{name} must have 2 or 3 axes, got {describe(tile)}")
-    resolve_mma_scaled_dtypes(x.element, x_scale.element, y.element, y_scale.element, acc.element)
+    api.resolve_mma_scaled_dtypes(
+        x.element, x_scale.element, y.element, y_scale.element, acc.element
+    )
     _check_shapes(x, y, acc)
     product = _accumulate(_scaled(x, x_scale, -1), _scaled(y, y_scale, -2), acc.tensor)
     return Tile(product, acc.element)
@@ -106,7 +102,7 @@ def _scaled(tile: Tile, scale: Tile, axis: int) -> torch.Tensor:
     block, rest = divmod(tile.shape[axis], scale.shape[axis])
     expected = list(tile.shape)
     expected[axis] = scale.shape[axis]
-    allowed = scaling_block_sizes(tile.element, scale.element)
+    allowed = api.scaling_block_sizes(tile.element, scale.element)
     if rest or block not in allowed or scale.shape != tuple(expected):
         raise TileTypeError(
             f"scales of shape {scale.shape} do not fit a tile of shape {tile.shape}: expected one "
@@ -120,9 +116,9 @@ _NEAREST = (None, ct.RoundingMode.RN)
 
 def _reducible(name: str, x: Any) -> Tile:
     tile = as_tile(x)
-    if not is_arithmetic(tile.element):
+    if not api.is_arithmetic(tile.element):
         raise TileTypeError(f"{name} is not defined for dtype {tile.element}")
-    return Tile(tile.tensor.to(torch.int32), ct.int32) if is_boolean(tile.element) else tile
+    return Tile(tile.tensor.to(torch.int32), ct.int32) if api.is_boolean(tile.element) else tile
 
 
 def _check(name: str, rounding: RoundingMode | None, flush: bool, dtype: DType) -> None:
@@ -132,16 +128,6 @@ def _check(name: str, rounding: RoundingMode | None, flush: bool, dtype: DType) 
         raise InterpreterError(
             f"a reduction with rounding mode {rounding} is not supported by the CPU interpreter"
         )
-
-
-def _product(tensor: torch.Tensor, axes: tuple[int, ...], keepdim: bool) -> torch.Tensor:
-    for axis in sorted(axes, reverse=True):
-        tensor = tensor.prod(axis, keepdim=keepdim, dtype=tensor.dtype)
-    return tensor
-
-
-def _sum(tensor: torch.Tensor, axes: tuple[int, ...], keepdim: bool) -> torch.Tensor:
-    return tensor.sum(axes, keepdim=keepdim, dtype=tensor.dtype)
 
 
 def _extremum(
@@ -180,14 +166,16 @@ def _reduce(name: str, tile: Tile, axis: Any, keepdims: bool, propagate_nan: boo
             options["dtype"] = tensor.numpy().dtype
         return Tile(through_numpy(_ON_NUMPY[name], tensor, **options), dtype)
     if name == "add":
-        return Tile(_sum(tensor, axes, keepdims), dtype)
+        return Tile(tensor.sum(axes, keepdim=keepdims, dtype=tensor.dtype), dtype)
     if name == "mul":
-        return Tile(_product(tensor, axes, keepdims), dtype)
+        for along in sorted(axes, reverse=True):
+            tensor = tensor.prod(along, keepdim=keepdims, dtype=tensor.dtype)
+        return Tile(tensor, dtype)
     return Tile(_extremum(tensor, axes, keepdims, name == "max", propagate_nan), dtype)
 
 
-def _register_sum(stub: Callable[..., Any], name: str) -> None:
-    def reduce_sum(
+def _register_reduction(stub: Callable[..., Any], name: str) -> None:
+    def reduce(
         x: Any,
         /,
         axis: Any = None,
@@ -195,31 +183,14 @@ def _register_sum(stub: Callable[..., Any], name: str) -> None:
         keepdims: bool = False,
         rounding_mode: RoundingMode | None = None,
         flush_to_zero: bool = False,
-    ) -> Tile:
-        tile = _reducible(name, x)
-        _check(name, rounding_mode, flush_to_zero, tile.element)
-        result = _reduce(name, tile, axis, keepdims, propagate_nan=False)
-        return Tile(flush_subnormals(result.tensor), tile.element) if flush_to_zero else result
-
-    implement(stub, reduce_sum)
-
-
-def _register_extremum(stub: Callable[..., Any], name: str) -> None:
-    def reduce_extremum(
-        x: Any,
-        /,
-        axis: Any = None,
-        *,
-        keepdims: bool = False,
-        flush_to_zero: bool = False,
         propagate_nan: bool = False,
     ) -> Tile:
         tile = _reducible(name, x)
-        _check(name, None, flush_to_zero, tile.element)
+        _check(name, rounding_mode, flush_to_zero, tile.element)
         result = _reduce(name, tile, axis, keepdims, propagate_nan)
         return Tile(flush_subnormals(result.tensor), tile.element) if flush_to_zero else result
 
-    implement(stub, reduce_extremum)
+    implement(stub, reduce)
 
 
 def _register_position(stub: Callable[..., Any], largest: bool) -> None:
@@ -232,7 +203,7 @@ def _register_position(stub: Callable[..., Any], largest: bool) -> None:
         tile = _reducible(stub.__name__, x)
         tensor = tile.tensor
         rank = tensor.ndim
-        if is_float(tile.element) and not propagate_nan:
+        if api.is_float(tile.element) and not propagate_nan:
             tensor = _without_nan(tensor, largest)
         along = 0 if axis is None else axis_of(axis, rank)
         if axis is None:
@@ -248,10 +219,8 @@ def _register_position(stub: Callable[..., Any], largest: bool) -> None:
     implement(stub, position)
 
 
-_register_sum(ct.sum, "add")
-_register_sum(ct.prod, "mul")
-_register_extremum(ct.max, "max")
-_register_extremum(ct.min, "min")
+for _stub, _name in {ct.sum: "add", ct.prod: "mul", ct.max: "max", ct.min: "min"}.items():
+    _register_reduction(_stub, _name)
 _register_position(ct.argmax, largest=True)
 _register_position(ct.argmin, largest=False)
 

@@ -14,6 +14,7 @@ from mla_var3.runtime.interpreter.cutile_api import (
     RoundingMode,
     TileTypeError,
     ct,
+    implement,
     implements,
     is_integral,
 )
@@ -46,14 +47,8 @@ def _full(shape: Any, fill_value: Any, dtype: Any) -> Tile:
     return Tile(value.expand(tile_shape(shape)), element)
 
 
-@implements(ct.zeros)
-def _zeros(shape: Any, dtype: Any) -> Tile:
-    return _full(shape, 0, dtype)
-
-
-@implements(ct.ones)
-def _ones(shape: Any, dtype: Any) -> Tile:
-    return _full(shape, 1, dtype)
+for _stub, _fill in {ct.zeros: 0, ct.ones: 1}.items():
+    implement(_stub, lambda shape, dtype, fill=_fill: _full(shape, fill, dtype))
 
 
 @implements(ct.arange)

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
 from typing import Any, NoReturn
 
 import torch
 
 from mla_var3.errors import InterpreterError
+from mla_var3.runtime.interpreter import cutile_api as api
 from mla_var3.runtime.interpreter.cutile_api import (
     DType,
     PaddingMode,
     RawArrayMemory,
     TileTypeError,
     ct,
-    is_boolean,
-    is_float,
-    is_integral,
-    is_shape_broadcastable_to,
-    is_signed,
-    normalize_axis,
 )
 from mla_var3.runtime.interpreter.dtypes import (
     KernelDType,
@@ -75,7 +71,7 @@ class Tile(ct.Tile):  # type: ignore[misc]
     def widened(self) -> torch.Tensor:
         """The elements in the dtype that products are computed in, kept for the next product."""
         if self._widened is None:
-            exact = is_integral(self.element) or self.element == ct.float64
+            exact = api.is_integral(self.element) or self.element == ct.float64
             self._widened = self.tensor.to(torch.float64 if exact else torch.float32)
         return self._widened
 
@@ -101,7 +97,7 @@ class Tile(ct.Tile):  # type: ignore[misc]
         return value
 
     def __index__(self) -> int:
-        if not is_integral(self.element):
+        if not api.is_integral(self.element):
             raise TileTypeError(f"expected an integer scalar, got {describe(self)}")
         return int(self.scalar())
 
@@ -123,7 +119,7 @@ class Tile(ct.Tile):  # type: ignore[misc]
         return ct.abs(self)
 
     def __pos__(self) -> Tile:
-        if is_boolean(self.element):
+        if api.is_boolean(self.element):
             return Tile(self.tensor.to(torch.int32), ct.int32)
         return self
 
@@ -149,7 +145,7 @@ class Tile(ct.Tile):  # type: ignore[misc]
     def __format__(self, spec: str) -> str:
         values = self.integer if self._tensor is None else self._tensor.tolist()
         # cuTile prints through C formats: without a specification, %d and %f.
-        return _format_nested(values, spec or ("f" if is_float(self.element) else "d"))
+        return _format_nested(values, spec or ("f" if api.is_float(self.element) else "d"))
 
 
 def _is_full_slice(item: Any) -> bool:
@@ -175,38 +171,28 @@ def number_tile(value: Number, element: DType | None = None) -> Tile:
     """A scalar tile with a Python number; its dtype is cuTile's choice unless given."""
     if element is None:
         element = dtype_of_number(value)
-    if is_integral(element):
+    if api.is_integral(element):
         return Tile.of_integer(wrap_integer(int(value), element), element)
     return Tile(constant(value, element), element)
 
 
+@dataclass(eq=False, repr=False)
 class Array(ct.Array):  # type: ignore[misc]
     """A global array: a CPU tensor that loads read and stores write.
 
     Attributes:
-        tensor: The memory.
         name: The kernel parameter it came from, for error messages.
-        element: cuTile dtype of the elements.
         index_dtype: Dtype of its shape and strides in kernel code.
         static_shape: Axes whose size is a compile-time constant.
         static_strides: Axes whose stride is a compile-time constant.
     """
 
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        element: DType,
-        name: str,
-        index_dtype: DType = ct.int32,
-        static_shape: frozenset[int] = frozenset(),
-        static_strides: frozenset[int] = frozenset(),
-    ) -> None:
-        self.tensor = tensor
-        self.name = name
-        self.element = element
-        self.index_dtype = index_dtype
-        self.static_shape = static_shape
-        self.static_strides = static_strides
+    tensor: torch.Tensor
+    element: DType
+    name: str
+    index_dtype: DType = ct.int32
+    static_shape: frozenset[int] = frozenset()
+    static_strides: frozenset[int] = frozenset()
 
     @property
     def dtype(self) -> KernelDType:
@@ -261,14 +247,7 @@ class ForeignPointer(Tile):
 
 
 class TiledView(ct.TiledView):  # type: ignore[misc]
-    """An array divided into tiles of one shape.
-
-    Attributes:
-        array: The array.
-        tile_shape: Shape of the tiles; `()` for single elements as scalars.
-        padding_mode: What loads read outside the array.
-        traversal_steps: Elements between the origins of neighbouring tiles, per axis.
-    """
+    """An array divided into tiles of one shape."""
 
     tile_shape: tuple[int, ...] = ()
     traversal_steps: tuple[int, ...] = ()
@@ -353,7 +332,7 @@ def implicit(value: Any, target: DType) -> torch.Tensor:
 
 def broadcast(tensor: torch.Tensor, shape: tuple[int, ...], what: str) -> torch.Tensor:
     """`tensor` expanded to `shape`, which must not need more axes than `shape` has."""
-    if not is_shape_broadcastable_to(tensor.shape, shape):
+    if not api.is_shape_broadcastable_to(tensor.shape, shape):
         raise TileTypeError(f"{what} of shape {tuple(tensor.shape)} does not broadcast to {shape}")
     return tensor.expand(shape)
 
@@ -379,7 +358,7 @@ def index_value(value: Any) -> int:
     """A signed integer scalar used as an index."""
     if type(value) is int:
         return value
-    if isinstance(value, Tile) and is_integral(value.element) and is_signed(value.element):
+    if isinstance(value, Tile) and api.is_integral(value.element) and api.is_signed(value.element):
         return int(value.scalar())
     raise TileTypeError(f"an index must be a signed integer scalar, got {describe(value)}")
 
@@ -393,17 +372,7 @@ def index_tuple(value: Any, rank: int, what: str) -> tuple[int, ...]:
 
 
 def tile_shape(value: Any, rank: int | None = None, zero_d: bool = False) -> tuple[int, ...]:
-    """The shape of a tile to be made.
-
-    Args:
-        value: The shape argument; a single integer stands for one axis.
-        rank: Number of axes wanted, if that is fixed.
-        zero_d: Whether `()` is accepted whatever the rank.
-
-    Raises:
-        TileTypeError: If the rank is wrong, a size is not a power of two, or the tile is larger
-            than the compiler accepts.
-    """
+    """The shape of a tile to be made."""
     shape = static_ints(value, "a tile size")
     if rank is not None and len(shape) != rank and not (zero_d and not shape):
         raise TileTypeError(f"tile shape {shape} does not match the rank {rank}")
@@ -417,7 +386,7 @@ def tile_shape(value: Any, rank: int | None = None, zero_d: bool = False) -> tup
 
 def axis_of(value: Any, rank: int) -> int:
     """A constant axis number as a non-negative integer."""
-    axis: int = normalize_axis(static_int(value, "an axis"), rank)
+    axis: int = api.normalize_axis(static_int(value, "an axis"), rank)
     return axis
 
 

@@ -5,25 +5,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mla_var3.errors import UnsupportedError
-from mla_var3.runtime.files import write_atomic
-from mla_var3.runtime.markdown import microseconds
+from mla_var3.runtime.markdown import write_csv
+from mla_var3.runtime.paths import write_atomic
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult
 from mla_var3.runtime.profiling.common import (
     header,
     profiling_mode,
+    roofline_warning,
     write_artifacts,
 )
 from mla_var3.runtime.profiling.ncu.driver import counters_problem, find_ncu, load_ncu_report
 from mla_var3.runtime.profiling.ncu.reader import FIGURES, annotation_metrics
 from mla_var3.runtime.profiling.ncu.session import Session, make_result, profile, total_stages
 from mla_var3.runtime.profiling.ncu.text import (
-    closing_sections,
     contract,
     issues_table,
+    method_sections,
     metrics_table,
     roofline_table,
     whole_note,
-    write_csv,
     write_roofline,
 )
 from mla_var3.runtime.workflow import RunOptions
@@ -92,17 +92,13 @@ def _report(session: Session, result: ProfileResult) -> str:
         "## Measured against roofline\n",
         roofline_table(session, result),
         whole_note(session),
+        roofline_warning(result),
     ]
-    if result.record["above_roofline"]:
-        parts.append(
-            f"**Faster than the specified peaks allow** ({microseconds(result.total.time_us)}): "
-            "treat this measurement as wrong until explained.\n"
-        )
     parts += [
         "## Nsight Compute metrics\n",
         metrics_table(result),
         "## Outside the healthy ranges\n",
         issues_table(session),
-        *closing_sections(session, result),
+        *method_sections(session, result),
     ]
     return "\n".join(part for part in parts if part)

@@ -7,7 +7,7 @@ cores and DRAM. The other rules find issues that explain a class or cost time of
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -62,15 +62,7 @@ class Bound(Enum):
 
 @dataclass(frozen=True)
 class Issue:
-    """One figure outside its healthy range.
-
-    Attributes:
-        key: figure.
-        name: what it means.
-        trigger: the figure with its value, as `metric=value`.
-        healthy: the healthy range.
-        hint: what to try.
-    """
+    """One figure outside its healthy range."""
 
     key: str
     name: str
@@ -81,14 +73,7 @@ class Issue:
 
 @dataclass(frozen=True)
 class Opportunity:
-    """Something to try, with what it could save at most.
-
-    Attributes:
-        name: what to do.
-        stage: where.
-        gain_pct: upper bound of the time saved, in percent of the whole run.
-        trigger: the figure that suggests it, as `metric=value`.
-    """
+    """Something to try, with what it could save at most."""
 
     name: str
     stage: str
@@ -98,15 +83,7 @@ class Opportunity:
 
 @dataclass(frozen=True)
 class StageMeasurement:
-    """What was measured of a stage, and what the rules say about it.
-
-    Attributes:
-        name: stage name.
-        figures: measured figures by key.
-        roofline_us: predicted time; None if unknown.
-        algorithm_bytes: bytes that the algorithm needs to move.
-        stalls: stall cycles per issued instruction, by reason.
-    """
+    """What was measured of a stage, and what the rules say about it."""
 
     name: str
     figures: Mapping[str, float]
@@ -159,32 +136,34 @@ def classify(figures: Mapping[str, float]) -> Bound:
     return Bound.MEMORY if dram_high else Bound.LATENCY
 
 
+_RULES: dict[str, tuple[str, str, str, Callable[[float], str | None]]] = {
+    "local_bytes": (
+        *("register overflow", "0 B", "smaller tiles, fewer accumulators"),
+        lambda v: f"local spilling={byte_count(v)}" if v else None,
+    ),
+    "waves_per_sm": (
+        *("underfilled GPU", "> 1.0", "more CTAs, fewer resources per CTA"),
+        lambda v: f"waves/SM={v:.2f}" if v <= WAVES_LOW else None,
+    ),
+    "occupancy_pct": (
+        *("register or shared memory pressure", "> 25%", "smaller tiles, occupancy hint"),
+        lambda v: f"occupancy={v:.1f}%" if v <= OCCUPANCY_LOW_PCT else None,
+    ),
+    "l2_hit_pct": (
+        *("locality issue", "> 80%", "swizzled schedule, larger tiles, data layout"),
+        lambda v: f"L2 hit rate={v:.1f}%" if v < L2_HIT_LOW_PCT else None,
+    ),
+}
+"""Figure -> issue, healthy range, hint, and the trigger of an unhealthy value."""
+
+
 def find_issues(figures: Mapping[str, float]) -> tuple[Issue, ...]:
     """Every figure outside its healthy range, the costliest kind first."""
-    spilled = figures.get("local_bytes")
-    waves = figures.get("waves_per_sm")
-    occupancy = figures.get("occupancy_pct")
-    l2_hits = figures.get("l2_hit_pct")
-    found = []
-    if spilled:
-        trigger = f"local spilling={byte_count(spilled)}"
-        hint = "smaller tiles, fewer accumulators"
-        found.append(Issue("local_bytes", "register overflow", trigger, "0 B", hint))
-    if waves is not None and waves <= WAVES_LOW:
-        hint = "more CTAs, fewer resources per CTA"
-        trigger = f"waves/SM={waves:.2f}"
-        found.append(Issue("waves_per_sm", "underfilled GPU", trigger, "> 1.0", hint))
-    if occupancy is not None and occupancy <= OCCUPANCY_LOW_PCT:
-        name, trigger = "register or shared memory pressure", f"occupancy={occupancy:.1f}%"
-        hint = "smaller tiles, occupancy hint"
-        found.append(Issue("occupancy_pct", name, trigger, "> 25%", hint))
-    if l2_hits is not None and l2_hits < L2_HIT_LOW_PCT:
-        trigger, hint = (
-            f"L2 hit rate={l2_hits:.1f}%",
-            "swizzled schedule, larger tiles, data layout",
-        )
-        found.append(Issue("l2_hit_pct", "locality issue", trigger, "> 80%", hint))
-    return tuple(found)
+    return tuple(
+        Issue(key, name, trigger, healthy, hint)
+        for key, (name, healthy, hint, judge) in _RULES.items()
+        if key in figures and (trigger := judge(figures[key]))
+    )
 
 
 def find_opportunities(stages: Sequence[StageMeasurement], limit: int = 3) -> list[Opportunity]:

@@ -60,37 +60,31 @@ def marker_file(gpu_uuid: str) -> Path:
 
 
 def clock_state(gpu_uuid: str | None, current_sm_mhz: float | None = None) -> ClockState:
-    """The clock state of a GPU.
-
-    Args:
-        gpu_uuid: with or without the prefix "GPU-"; None when there is no GPU.
-        current_sm_mhz: what the driver reports now; a reading above the locked clock shows that
-            the lock is gone.
-    """
+    """The clock state of a GPU."""
     if gpu_uuid is None:
         return ClockState(False)
     path = marker_file(gpu_uuid)
     try:
         marker = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return ClockState(False)
-    except (OSError, ValueError) as error:
-        return _doubted(f"{path} cannot be read: {error}")
-    try:
         sm_mhz, memory_mhz = int(marker["sm_mhz"]), int(marker["memory_mhz"])
         uuid, since = str(marker["uuid"]), str(marker["date"])
-    except (KeyError, TypeError, ValueError) as error:
-        return _doubted(f"{path} is not a clock marker: {error!r}")
-    if _full_uuid(uuid) != _full_uuid(gpu_uuid):
-        return _doubted(f"{path} is about another card, {uuid}")
+    except FileNotFoundError:
+        return ClockState(False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return ClockState(False, problem=f"{path} is not a clock marker: {error!r}")
+    problem = None
     boot = _boot_id()
-    if boot and marker.get("boot_id") and marker["boot_id"] != boot:
-        return _doubted(f"{path} is from before the last restart, which reset the clocks")
-    if current_sm_mhz is not None and current_sm_mhz > sm_mhz + _CLOCK_STEP_MHZ:
-        return _doubted(
+    if _full_uuid(uuid) != _full_uuid(gpu_uuid):
+        problem = f"{path} is about another card, {uuid}"
+    elif boot and marker.get("boot_id") and marker["boot_id"] != boot:
+        problem = f"{path} is from before the last restart, which reset the clocks"
+    elif current_sm_mhz is not None and current_sm_mhz > sm_mhz + _CLOCK_STEP_MHZ:
+        problem = (
             f"{path} says {sm_mhz} MHz, but the card runs at {current_sm_mhz:.0f} MHz: something "
             "else reset the clocks"
         )
+    if problem:
+        return ClockState(False, problem=problem)
     return ClockState(True, sm_mhz, memory_mhz, since)
 
 
@@ -100,10 +94,6 @@ def announce_clocks(environment: dict[str, Any]) -> ClockState:
     state = clock_state(gpu.get("uuid"), gpu.get("sm_clock_mhz"))
     log.info("GPU clocks: %s", state.describe())
     return state
-
-
-def _doubted(problem: str) -> ClockState:
-    return ClockState(False, problem=problem)
 
 
 def _full_uuid(uuid: str) -> str:

@@ -8,15 +8,21 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import MissingToolError, UnsupportedError
 from mla_var3.runtime.compile import compile_report
 from mla_var3.runtime.environment import environment
-from mla_var3.runtime.files import output_folder, write_atomic
-from mla_var3.runtime.markdown import front_matter, table, write_json
-from mla_var3.runtime.paths import find_kernel, plan_class, profile_path
+from mla_var3.runtime.markdown import front_matter, microseconds, table, write_json
+from mla_var3.runtime.paths import (
+    find_kernel,
+    output_folder,
+    plan_class,
+    profile_path,
+    write_atomic,
+)
 from mla_var3.runtime.plan import plan_dtype
+from mla_var3.runtime.profiling.figures import check_markdown
 from mla_var3.runtime.profiling.lock import current_device_name, device_lock
 from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult, StageFigures
 from mla_var3.runtime.workflow import RunOptions, pick_device, prepare
@@ -31,42 +37,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class ProfileFunction(Protocol):
-    """The public function of a mode, `<mode>_profile_plan`."""
-
-    def __call__(
-        self,
-        plan: KernelPlan,
-        out_dir: str | Path | None = None,
-        version: str | None = None,
-        label: str | None = None,
-        bench_runs: int | None = None,
-        *,
-        options: RunOptions | None = None,
-    ) -> ProfileResult:
-        """Profile a plan.
-
-        Args:
-            plan: what to run.
-            out_dir: folder for the artifacts.
-            version: another version of the plan's design to run instead.
-            label: suffix of the artifact folder.
-            bench_runs: timed, recorded or profiled runs; each mode has its own default.
-            options: everything else; the arguments above win over it.
-        """
-
-
 def profiling_mode(
     mode: NsightProfType, *, gpu: bool
-) -> Callable[[Callable[[KernelPlan, RunOptions], ProfileResult]], ProfileFunction]:
+) -> Callable[[Callable[[KernelPlan, RunOptions], ProfileResult]], Callable[..., ProfileResult]]:
     """Make the public function of a mode from one that takes a plan and its run options.
 
-    Args:
-        mode: the mode.
-        gpu: whether it measures, and so refuses the CPU.
+    A mode that measures, `gpu`, refuses the CPU.
     """
 
-    def decorate(run: Callable[[KernelPlan, RunOptions], ProfileResult]) -> ProfileFunction:
+    def decorate(
+        run: Callable[[KernelPlan, RunOptions], ProfileResult],
+    ) -> Callable[..., ProfileResult]:
         @functools.wraps(run)
         def profile(
             plan: KernelPlan,
@@ -77,9 +58,25 @@ def profiling_mode(
             *,
             options: RunOptions | None = None,
         ) -> ProfileResult:
-            chosen = run_options(options, out_dir, label, bench_runs)
-            if gpu:
-                require_gpu(mode, chosen)
+            """Profile a plan.
+
+            Args:
+                plan: what to run.
+                out_dir: folder for the artifacts.
+                version: another version of the plan's design to run instead.
+                label: suffix of the artifact folder.
+                bench_runs: timed, recorded or profiled runs; each mode has its own default.
+                options: everything else; the arguments above win over it.
+            """
+            folder = None if out_dir is None else Path(out_dir)
+            given = {"out_dir": folder, "label": label, "bench_runs": bench_runs}
+            changes: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
+            chosen = dataclasses.replace(options or RunOptions(), **changes)
+            if gpu and pick_device(chosen.device) != "cuda":
+                raise UnsupportedError(
+                    f"prof_type: expected a GPU for {mode.value} mode, got the CPU; static mode "
+                    "needs none"
+                )
             return run(plan_of_version(plan, version), chosen)
 
         return profile
@@ -93,7 +90,9 @@ def measuring(
 ) -> Iterator[tuple[Prepared, Path]]:
     """What every measuring mode starts with: the device to itself, a checked plan, its folder."""
     with device_lock(current_device_name()):
-        prepared = prepare_checked(plan, options)
+        prepared = prepare(plan, options)
+        if prepared.check is not None:
+            prepared.check.require()  # a wrong result must not be timed
         with artifact_folder(mode, prepared.plan, options) as folder:
             yield prepared, folder
 
@@ -106,23 +105,6 @@ def artifact_folder(mode: NsightProfType, plan: KernelPlan, options: RunOptions)
     )
     with output_folder(wanted) as folder:
         yield folder
-
-
-def run_options(
-    options: RunOptions | None,
-    out_dir: str | Path | None,
-    label: str | None,
-    bench_runs: int | None,
-) -> RunOptions:
-    """The options of a run; the arguments of a mode's function win over `options`."""
-    changes: dict[str, Any] = {}
-    if out_dir is not None:
-        changes["out_dir"] = Path(out_dir)
-    if label is not None:
-        changes["label"] = label
-    if bench_runs is not None:
-        changes["bench_runs"] = bench_runs
-    return dataclasses.replace(options or RunOptions(), **changes)
 
 
 def plan_of_version(plan: KernelPlan, version: str | None) -> KernelPlan:
@@ -151,22 +133,6 @@ def make_record(
         "params": plan.params(),
         "environment": environment(),
     }
-
-
-def require_gpu(mode: NsightProfType, options: RunOptions) -> None:
-    """Refuse a mode that measures where there is nothing to measure."""
-    if pick_device(options.device) != "cuda":
-        raise UnsupportedError(
-            f"prof_type: expected a GPU for {mode.value} mode, got the CPU; static mode needs none"
-        )
-
-
-def prepare_checked(plan: KernelPlan, options: RunOptions) -> Prepared:
-    """Plan, tune and check; a wrong result is an error here, because it must not be timed."""
-    prepared = prepare(plan, options)
-    if prepared.check is not None:
-        prepared.check.require()
-    return prepared
 
 
 def measured_result(
@@ -200,11 +166,7 @@ def measured_result(
 
 
 def write_compiled(kernels: Iterable[KernelStage], target: str, folder: Path) -> str | None:
-    """Keep the compiled code of the kernels below `compiled/`.
-
-    Returns:
-        Why there is none; None when there is. A missing disassembler must not cost a measurement.
-    """
+    """Keep the compiled code of the kernels below `compiled/`."""
     try:
         for kernel in kernels:
             compile_report(kernel, target, artifacts_dir=folder / "compiled" / kernel.name)
@@ -263,6 +225,22 @@ def header(title: str, record: dict[str, Any]) -> str:
     ]
     matter = front_matter({key: record[key] for key in ("kernel", "prof_type", "device", "params")})
     return f"{matter}\n# {title}\n\n" + table(("", ""), rows)
+
+
+def roofline_warning(result: ProfileResult) -> str:
+    """A warning where a time beats the specified peaks; empty otherwise."""
+    if not result.record["above_roofline"]:
+        return ""
+    return (
+        f"**Faster than the specified peaks allow** ({microseconds(result.total.time_us)}): "
+        "treat this measurement as wrong until explained.\n"
+    )
+
+
+def closing_sections(result: ProfileResult, stage: Stage) -> list[str]:
+    """The end of a report: the tilings, and the check if there was one."""
+    parts = ["## Tiling\n", tiling_table(stage)]
+    return parts if result.check is None else [*parts, "## Check\n", check_markdown(result.check)]
 
 
 def compiled_note(stage: Stage) -> str:

@@ -5,23 +5,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mla_var3.runtime.environment import environment
-from mla_var3.runtime.files import write_atomic
-from mla_var3.runtime.markdown import microseconds
 from mla_var3.runtime.measure import time_gpu
+from mla_var3.runtime.paths import write_atomic
 from mla_var3.runtime.plan import plan_dtype
 from mla_var3.runtime.profiling.clocks import ClockState, announce_clocks
 from mla_var3.runtime.profiling.common import (
+    closing_sections,
     compiled_note,
     header,
     measured_result,
     measuring,
     profiling_mode,
+    roofline_warning,
     stage_figures,
-    tiling_table,
     write_artifacts,
     write_compiled,
 )
-from mla_var3.runtime.profiling.figures import check_markdown, stage_markdown
+from mla_var3.runtime.profiling.figures import stage_markdown
 from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult, StageFigures
 from mla_var3.runtime.workflow import RunOptions
 
@@ -70,15 +70,9 @@ def _report(result: ProfileResult, stage: Stage, spec: DeviceSpec, dtype: str) -
         "distance from the 10th to the 90th percentile. The whole is timed as launched, each "
         "stage also alone. The roofline takes the vendor's peaks: "
         f"{spec.peak_tflops(dtype):.0f} TFLOP/s and {spec.peak_gbps:.0f} GB/s.\n",
+        roofline_warning(result),
     ]
-    if result.record["above_roofline"]:
-        parts.append(
-            f"**Faster than the specified peaks allow** ({microseconds(result.total.time_us)}): "
-            "treat this measurement as wrong until explained.\n"
-        )
     if result.record["not_disassembled"]:
         parts.append(f"No compiled code is kept: {result.record['not_disassembled']}\n")
-    parts += [compiled_note(stage), "## Tiling\n", tiling_table(stage)]
-    if result.check is not None:
-        parts += ["## Check\n", check_markdown(result.check)]
+    parts += [compiled_note(stage), *closing_sections(result, stage)]
     return "\n".join(part for part in parts if part)

@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mla_var3.runtime.markdown import (
-    byte_count,
-    flop_count,
-    microseconds,
-    number,
-    table,
-)
+from mla_var3.runtime.markdown import byte_count, flop_count, microseconds, number, table
 
 if TYPE_CHECKING:
     from mla_var3.runtime.check import CheckResult, OutputCheck
@@ -63,46 +57,6 @@ def _stage_row(stage: StageFigures) -> tuple[object, ...]:
 def stage_markdown(result: ProfileResult) -> str:
     """Figures per stage as a markdown table."""
     return table(STAGE_HEADERS, stage_rows(result))
-
-
-def stage_summary(result: ProfileResult) -> str:
-    """The whole run in one line."""
-    total = result.total
-    if total.time_us is None:
-        return f"ideal {microseconds(total.predicted_us)}"
-    text = (
-        f"{microseconds(total.time_us)}, {number(total.tflops)} TFLOP/s, {number(total.gbps)} GB/s"
-    )
-    if total.predicted_us:
-        text += f", ideal {microseconds(total.predicted_us)}"
-    return text
-
-
-def result_data(result: ProfileResult) -> dict[str, Any]:
-    """A profile, JSON-ready."""
-    return {
-        "kernel": result.kernel,
-        "mode": result.mode.value,
-        "stages": [_stage_data(stage) for stage in result.stages],
-        "total": _stage_data(result.total),
-        "check": None if result.check is None else result.check.to_dict(),
-        "record": result.record,
-        "out_dir": result.out_dir,
-    }
-
-
-def _stage_data(stage: StageFigures) -> dict[str, Any]:
-    return {
-        "name": stage.name,
-        "time_us": stage.time_us,
-        "spread_us": stage.spread_us,
-        "predicted_us": stage.predicted_us,
-        "flops": stage.flops,
-        "bytes": stage.bytes,
-        "tflops": stage.tflops,
-        "gbps": stage.gbps,
-        "extra": stage.extra,
-    }
 
 
 def check_rows(check: CheckResult) -> Rows:

@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 DEFAULT_WAIT_S = 600.0
 _POLL_S = 0.2
 _COMMAND_LENGTH = 160
-_held: dict[str, int] = {}
-"""Devices locked by this process, with how often: a mode may call another one."""
+_held: set[Path] = set()
+"""Locks of this process: a mode may call another one."""
 
 
 def current_device_name() -> str:
@@ -44,91 +44,73 @@ def current_device_name() -> str:
 
 def lock_path(device: str) -> Path:
     """The lock file of a device."""
-    return (
-        Path(tempfile.gettempdir()) / f"hyper-mla-device-{slug(device.removeprefix('GPU-'))}.lock"
-    )
+    name = f"hyper-mla-device-{slug(device.removeprefix('GPU-'))}.lock"
+    return Path(tempfile.gettempdir()) / name
 
 
 @contextmanager
-def device_lock(device: str, wait_seconds: float | None = DEFAULT_WAIT_S) -> Iterator[None]:
-    """Hold a device for a profiling run; the same process may take it again inside.
-
-    Args:
-        device: UUID or index.
-        wait_seconds: how long to wait for another holder; None for as long as it takes.
+def device_lock(device: str, wait_seconds: float = DEFAULT_WAIT_S) -> Iterator[None]:
+    """Hold a device, by UUID or index, for a profiling run; it may be taken again inside.
 
     Raises:
         UnsupportedError: another process still holds it after the wait, or the lock file cannot
             be opened.
     """
     path = lock_path(device)
-    key = str(path)
-    if _held.get(key):
-        _held[key] += 1
-        try:
-            yield
-        finally:
-            _held[key] -= 1
+    if path in _held:
+        yield
         return
     descriptor = _open(path)
     try:
         _acquire(descriptor, path, device, wait_seconds)
-        _held[key] = 1
+        _held.add(path)
         try:
-            _describe(descriptor)
+            holder = {
+                "pid": os.getpid(),
+                "command": shlex.join(sys.orig_argv),
+                "since": datetime.now(UTC).isoformat(timespec="seconds"),
+            }
+            os.ftruncate(descriptor, 0)  # what a killed holder left
+            os.pwrite(descriptor, json.dumps(holder).encode(), 0)
             yield
         finally:
-            del _held[key]
+            _held.remove(path)
             os.ftruncate(descriptor, 0)
     finally:
         os.close(descriptor)  # releases the lock; the file stays, or a waiter would lock a ghost
 
 
 def _open(path: Path) -> int:
+    mask = os.umask(0)  # others on the machine lock the same file, whoever made it
     try:
-        # Others on the machine lock the same file, whoever made it.
-        mask = os.umask(0)
-        try:
-            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        finally:
-            os.umask(mask)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
         raise UnsupportedError(
             f"device lock: expected to open {path} for writing, got: {error.strerror}"
         ) from error
+    finally:
+        os.umask(mask)
 
 
-def _acquire(descriptor: int, path: Path, device: str, wait_seconds: float | None) -> None:
-    started = time.monotonic()
+def _acquire(descriptor: int, path: Path, device: str, wait_seconds: float) -> None:
+    end = time.monotonic() + wait_seconds
     told = False
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            pass
-        waited = time.monotonic() - started
-        if wait_seconds is not None and waited >= wait_seconds:
+            left = end - time.monotonic()
+        if left <= 0:
             raise UnsupportedError(
                 f"device {device}: expected to be the only profiling run, but {_holder(path)} "
                 f"holds it and did not end within {wait_seconds:g} s; wait for it, or end it"
             )
         if not told:
-            limit = "" if wait_seconds is None else f" for up to {wait_seconds:g} s"
-            log.info("device %s: waiting%s for %s", device, limit, _holder(path))
+            message = "device %s: waiting for up to %g s for %s"
+            log.info(message, device, wait_seconds, _holder(path))
             told = True
-        left = _POLL_S if wait_seconds is None else wait_seconds - waited
-        time.sleep(min(_POLL_S, max(left, 0.001)))
-
-
-def _describe(descriptor: int) -> None:
-    holder = {
-        "pid": os.getpid(),
-        "command": shlex.join(sys.orig_argv),
-        "since": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+        time.sleep(min(_POLL_S, left))
 
 
 def _holder(path: Path) -> str:

@@ -12,7 +12,6 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mla_var3.errors import UnsupportedError
 from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult, parse_mode
 from mla_var3.runtime.workflow import RunOptions, device_kind, pick_device
 
@@ -48,11 +47,6 @@ def profile_plan(
 ) -> ProfileResult:
     """Run a plan in a profiling mode; None takes the default mode of the device."""
     mode = default_mode(pick_device(options.device)) if prof_type is None else parse_mode(prof_type)
-    if not mode.available:
-        offered = ", ".join(m.value for m in NsightProfType if m.available)
-        raise UnsupportedError(
-            f"prof_type: expected one of the modes of this version ({offered}), got {mode.value}"
-        )
     module = importlib.import_module(mode.module)
     result: ProfileResult = getattr(module, f"{mode.value}_profile_plan")(plan, options=options)
     return result

@@ -8,25 +8,25 @@ from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import MissingToolError, UnsupportedError
 from mla_var3.runtime.environment import environment
-from mla_var3.runtime.files import write_atomic
-from mla_var3.runtime.measure import percentile, wait_for_device
+from mla_var3.runtime.measure import percentile, spread, wait_for_device
+from mla_var3.runtime.paths import write_atomic
 from mla_var3.runtime.plan import plan_dtype
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
 from mla_var3.runtime.profiling.clocks import ClockState, announce_clocks
 from mla_var3.runtime.profiling.common import (
+    closing_sections,
     header,
     measured_result,
     measuring,
     profiling_mode,
+    roofline_warning,
     stage_figures,
-    tiling_table,
     write_artifacts,
 )
-from mla_var3.runtime.profiling.figures import check_markdown, stage_markdown
+from mla_var3.runtime.profiling.figures import stage_markdown
 from mla_var3.runtime.profiling.timeline.analysis import Analysis, analyse, outline
 from mla_var3.runtime.profiling.timeline.collect import (
     DEFAULT_RUNS,
-    RunCounts,
     record_with_nsys,
     record_with_torch,
 )
@@ -51,23 +51,19 @@ log = logging.getLogger(__name__)
 @profiling_mode(NsightProfType.NSYS, gpu=True)
 def nsys_profile_plan(plan: KernelPlan, run: RunOptions) -> ProfileResult:
     """Tune, check when asked, and record the timeline of a plan on the current GPU."""
-    counts = RunCounts(queued=run.bench_runs or DEFAULT_RUNS)
+    runs = run.bench_runs or DEFAULT_RUNS
     with measuring(NsightProfType.NSYS, plan, run) as (prepared, folder):
-        return summarise(prepared, *collect(prepared, counts, folder), folder)
+        return summarise(prepared, *collect(prepared, runs, folder), folder)
 
 
-def collect(prepared: Prepared, counts: RunCounts, folder: Path) -> tuple[Timeline, str]:
-    """Record with CUPTI, and with Nsight Systems where it works.
-
-    Returns:
-        CUPTI's timeline, and a paragraph for the report that says what recorded what.
-    """
+def collect(prepared: Prepared, runs: int, folder: Path) -> tuple[Timeline, str]:
+    """Record with CUPTI, and with Nsight Systems where it works."""
     prepared.stage.launch()  # compiles what is compiled at first use, outside the timeline
     wait_for_device(prepared.stage.name)
-    timeline = record_with_torch(prepared.stage, counts, folder / "chrome_trace.json")
+    timeline = record_with_torch(prepared.stage, runs, folder / "chrome_trace.json")
     how = "The figures and `chrome_trace.json` were recorded by CUPTI through torch.profiler. "
     try:
-        record_with_nsys(prepared.plan, prepared.stage, counts, folder)
+        record_with_nsys(prepared.plan, prepared.stage, runs, folder)
         log.info("Nsight Systems recorded report.nsys-rep and stats/")
     except UnsupportedError as error:
         # Nsight Systems is optional: that it is missing is no reason for a warning.
@@ -91,8 +87,7 @@ def summarise(prepared: Prepared, timeline: Timeline, how: str, folder: Path) ->
 
     def timed(part: Stage, times_us: list[float], extra: dict[str, Any]) -> StageFigures:
         median = percentile(times_us, 50) if times_us else None
-        spread = (percentile(times_us, 90) - percentile(times_us, 10)) / 2 if times_us else None
-        found = stage_figures(part, median, spread, spec, dtype)
+        found = stage_figures(part, median, spread(times_us) if times_us else None, spec, dtype)
         found.extra.update(extra)
         return found
 
@@ -125,20 +120,13 @@ def _report(result: ProfileResult, analysis: Analysis, stage: Stage, how: str) -
         f"Median of {len(analysis.queued)} runs, each enqueued as a whole before the GPU began it, "
         "L2 cache cold. The whole is the span from the first kernel's start to the last one's end; "
         "a stage's time is its kernel's, beside whatever ran at the same time.\n",
+        roofline_warning(result),
     ]
-    if record["above_roofline"]:
-        parts.append(
-            "**Faster than the specified peaks allow**: treat this measurement as wrong until "
-            "explained.\n"
-        )
     parts += timeline_sections(analysis, result.total.extra)
     parts += [
         "## Timeline\n",
         "![streams and kernels of a typical run](timeline.png)\n",
         "Open `chrome_trace.json` in Perfetto to zoom in.\n",
-        "## Tiling\n",
-        tiling_table(stage),
+        *closing_sections(result, stage),
     ]
-    if result.check is not None:
-        parts += ["## Check\n", check_markdown(result.check)]
-    return "\n".join(parts)
+    return "\n".join(part for part in parts if part)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import importlib.util
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,11 +27,6 @@ class NsightProfType(enum.Enum):
     def module(self) -> str:
         """Module that implements the mode."""
         return f"{__package__}.{self.value}"
-
-    @property
-    def available(self) -> bool:
-        """Whether this version of HyperMLA has the mode."""
-        return importlib.util.find_spec(self.module) is not None
 
 
 @dataclass

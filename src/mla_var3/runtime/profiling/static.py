@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from mla_var3.conf.devices import DeviceSpec, load_devices
 from mla_var3.runtime.compile import CompileReport, compile_report
-from mla_var3.runtime.files import write_atomic
 from mla_var3.runtime.markdown import microseconds, number, table
-from mla_var3.runtime.plan import plan_dtype, plan_targets
+from mla_var3.runtime.paths import write_atomic
+from mla_var3.runtime.plan import Target, plan_dtype, plan_targets
 from mla_var3.runtime.profiling.common import (
     artifact_folder,
     compiled_note,
@@ -21,7 +21,6 @@ from mla_var3.runtime.profiling.common import (
 )
 from mla_var3.runtime.profiling.figures import compile_markdown
 from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult
-from mla_var3.runtime.target import Target
 from mla_var3.runtime.workflow import Prepared, RunOptions, empty_stage, planning_device
 
 if TYPE_CHECKING:
@@ -29,22 +28,6 @@ if TYPE_CHECKING:
 
     from mla_var3.runtime.plan import KernelPlan
     from mla_var3.runtime.stage import Stage
-
-
-class _Planner:
-    """The plan resolved for each target, once."""
-
-    def __init__(self, plan: KernelPlan) -> None:
-        self._plan = plan
-        self._known: list[tuple[Target, KernelPlan, Stage]] = []
-
-    def __call__(self, target: Target) -> tuple[KernelPlan, Stage]:
-        for known, plan, stage in self._known:
-            if known == target:
-                return plan, stage
-        plan = self._plan.resolved(target)
-        self._known.append((target, plan, empty_stage(plan)))
-        return self._known[-1][1:]
 
 
 @profiling_mode(NsightProfType.STATIC, gpu=False)
@@ -61,7 +44,15 @@ def static_profile_plan(plan: KernelPlan, run: RunOptions) -> ProfileResult:
 def _profile(plan: KernelPlan, run: RunOptions, folder: Path) -> ProfileResult:
     here = _planning_device(plan)
     dtype = plan_dtype(plan)
-    planned = _Planner(plan)
+    known: dict[tuple[str, str], tuple[KernelPlan, Stage]] = {}
+
+    def planned(target: Target) -> tuple[KernelPlan, Stage]:
+        key = (target.code, target.require_device().name)
+        if key not in known:
+            resolved = plan.resolved(target)
+            known[key] = resolved, empty_stage(resolved)
+        return known[key]
+
     reports: list[CompileReport] = []
     sections: list[str] = []
     targets = plan_targets(plan) if run.targets is None else run.targets

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Self
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.runtime.markdown import write_json
 from mla_var3.runtime.measure import timeout_s, wait_for_device
-from mla_var3.runtime.target import Target
-from mla_var3.runtime.tiling import tiling_from_dict
+from mla_var3.runtime.plan import Target
+from mla_var3.runtime.stage import tiling_from_dict
 
 if TYPE_CHECKING:
     from mla_var3.runtime.plan import KernelPlan

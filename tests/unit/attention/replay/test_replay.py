@@ -17,8 +17,8 @@ from mla_var3.attention.replay import key as keys
 from mla_var3.attention.replay import replay as replays
 from mla_var3.attention.replay import workspace
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.runtime import torch_fast
 from mla_var3.runtime.call_state import CALL_STATE
+from mla_var3.runtime.cute import torch_fast
 
 from ..attention_support import filled_cache, make_model, normal
 from .replay_support import KERNEL, MemoryLaunch, RepeatableKernel, repeatable_kernel

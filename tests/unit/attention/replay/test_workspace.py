@@ -19,8 +19,8 @@ from mla_var3.attention.backends.latent import LatentBackend
 from mla_var3.attention.call import mla_attention, mla_latent_attention
 from mla_var3.attention.replay import workspace
 from mla_var3.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
-from mla_var3.runtime import torch_fast
 from mla_var3.runtime.call_state import CALL_STATE
+from mla_var3.runtime.cute import torch_fast
 
 from .replay_support import KERNEL, RepeatableKernel, RepeatableWhole
 from .test_replay import MODEL, B, D, H, K, P, S, cache_of, queries, same

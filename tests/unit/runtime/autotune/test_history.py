@@ -14,9 +14,9 @@ import pytest
 
 from mla_var3.runtime.autotune import history as autotune_cache
 from mla_var3.runtime.autotune.history import History, canonical, key_digest, tuning_key
-from mla_var3.runtime.files import write_atomic
 from mla_var3.runtime.measure import summarise
-from mla_var3.runtime.tiling import Tiling
+from mla_var3.runtime.paths import write_atomic
+from mla_var3.runtime.stage import Tiling
 
 SPEC: Any = SimpleNamespace(name="NVIDIA Fake", compute_capability=(9, 0))
 TIMING = summarise([1.0], timer="cuda-event", cold_l2=True)
@@ -35,10 +35,7 @@ class FakePlan:
 
 def fake_kernel(*files: Path) -> Any:
     return SimpleNamespace(
-        language="cutile-dsl",
-        plan=FakePlan(),
-        tiling=Tiling(),
-        source_files=lambda: list(files),
+        language="cutile-dsl", plan=FakePlan(), tiling=Tiling(), source_files=lambda: list(files)
     )
 
 
@@ -52,19 +49,6 @@ def source(tmp_path: Path) -> Path:
     path = tmp_path / "source.py"
     path.write_text("one")
     return path
-
-
-def test_key_holds_what_a_result_depends_on(source: Path) -> None:
-    key = make_key(source, b=2, lengths=(1, 2))
-    assert set(key) == {
-        *("schema", "device", "compute_capability", "toolkit", "source"),
-        *("kernel", "stage", "problem"),
-    }
-    assert key["device"] == "NVIDIA Fake"
-    assert key["compute_capability"] == [9, 0]
-    assert set(key["toolkit"]) == {"cuda-tile", "tileiras", "ptxas"}
-    assert key["problem"] == {"b": 2, "lengths": [1, 2]}
-    assert json.loads(json.dumps(key)) == key
 
 
 def test_each_part_of_the_key_changes_the_file(
@@ -102,16 +86,6 @@ def test_tilings_of_nested_plans_are_not_in_the_key() -> None:
     assert canonical({"part": Nested(Tiling())}) == '{"part":{"t":8}}'
 
 
-def test_nothing_is_written_before_there_is_a_result(tmp_path: Path) -> None:
-    path = tmp_path / "folder" / "attend-x.json"
-    history = History(path, {"stage": "attend"})
-    assert not path.parent.exists()
-    history.record({"rows": 1}, "rejected", "cheap", save=False)
-    assert not path.exists()
-    history.record({"rows": 2}, "ok", timing=TIMING)
-    assert [e["config"]["rows"] for e in json.loads(path.read_text())["results"]] == [1, 2]
-
-
 def test_an_interrupted_write_leaves_the_old_file_and_no_litter(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,7 +109,7 @@ def test_an_interrupted_write_leaves_the_old_file_and_no_litter(
 WRITER = """
 import json, sys
 from pathlib import Path
-from mla_var3.runtime.files import write_atomic
+from mla_var3.runtime.paths import write_atomic
 path, who = Path(sys.argv[1]), sys.argv[2]
 for i in range(60):
     write_atomic(path, json.dumps({"who": who, "data": [i] * 4000}))

@@ -19,10 +19,10 @@ from mla_var3.runtime.autotune.units import units_of
 from mla_var3.runtime.compile import CompileReport
 from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
 from mla_var3.runtime.measure import Timing, summarise
-from mla_var3.runtime.plan import KernelPlan
-from mla_var3.runtime.stage import CompiledKernel, KernelStage, Stage
-from mla_var3.runtime.tiling import Constraints, Tiling
+from mla_var3.runtime.stage import Constraints, KernelStage, Stage, Tiling
 from mla_var3.runtime.workflow import RunOptions
+from tests.unit.runtime import runtime_support
+from tests.unit.runtime.runtime_support import DoublingPlan
 
 
 @dataclass
@@ -35,9 +35,40 @@ class FakeTiling(Tiling):
 
 
 @dataclass
+class FakeKernel(runtime_support.FakeKernel):
+    world: World = field(kw_only=True)
+
+    def _launch_cpu(self) -> None:
+        self.world.launched.append((self.name, self.tiling.rows))
+
+    def source_files(self) -> list[Path]:
+        return [self.world.source]
+
+
+@dataclass
+class FakePlan(DoublingPlan):
+    neighbours: tuple[int, ...] = ()
+    build: Any = None
+
+    def params(self) -> dict[str, Any]:
+        return {"b": self.b, "limit": self.limit}
+
+    def prepare_inputs(self, device: Any) -> tuple[torch.Tensor, ...]:
+        return ()
+
+    def plan(self, *inputs: torch.Tensor) -> Any:
+        return self.build(self)
+
+    def refinements(self) -> list[FakePlan]:
+        return [self.copy(b=b) for b in self.neighbours]
+
+
+@dataclass
 class World:
     """A pretended GPU: what was launched, what things take, what goes wrong."""
 
+    source: Path
+    plan: FakePlan = field(default_factory=lambda: FakePlan(b=2))
     launched: list[tuple[str, int]] = field(default_factory=list)
     compiled: list[tuple[str, int]] = field(default_factory=list)
     timed: list[tuple[int, ...]] = field(default_factory=list)
@@ -65,64 +96,28 @@ class World:
     def instruments(self) -> Instruments:
         return Instruments(self.time, self.compile, lambda: self.healthy)
 
+    def kernel(self, rows: list[int], name: str = "attend", owner: Any = None) -> FakeKernel:
+        """A kernel with the first value as its active tiling and the others as candidates."""
+        return FakeKernel(
+            kernel_fn=name,
+            tiling=FakeTiling(rows[0]),
+            plan=owner or self.plan,
+            input_tensors=[],
+            output_tensors=[torch.empty(1)],
+            algorithmic_flops_bytes_fn=lambda tiling: (1.0, 1.0),
+            autotune_configs=[FakeTiling(value) for value in rows[1:]],
+            world=self,
+        )
 
-@dataclass
-class FakeKernel(KernelStage):
-    world: World = field(kw_only=True)
-    source: Path = field(kw_only=True)
+    def tune(
+        self, stage: Stage, plan: FakePlan | None = None, spec: Any = None, **options: Any
+    ) -> dict[str, StageTuning]:
+        run = RunOptions(**options)
+        own = plan or self.plan
+        return autotune(stage, own, spec or SPEC, run, instruments=self.instruments)
 
-    language = "cutile-dsl"
-
-    @property
-    def name(self) -> str:
-        return str(self.kernel_fn)
-
-    def _launch_cuda(self) -> None:
-        raise AssertionError("no GPU here")
-
-    def _launch_cpu(self) -> None:
-        self.world.launched.append((self.name, self.tiling.rows))
-
-    def compile(self, target: str, tiling: Any = None) -> CompiledKernel:
-        raise AssertionError("the search must compile through its instruments")
-
-    def source_files(self) -> list[Path]:
-        return [self.source]
-
-
-@dataclass
-class FakePlan(KernelPlan):
-    b: int = 2
-    limit: int = 1000
-    neighbours: tuple[int, ...] = ()
-    tiling: FakeTiling = field(default_factory=FakeTiling)
-
-    build: Any = None
-
-    def params(self) -> dict[str, Any]:
-        return {"b": self.b, "limit": self.limit}
-
-    def prepare_inputs(self, device: Any) -> tuple[torch.Tensor, ...]:
-        return ()
-
-    def reference_fn(self, *inputs: Any, compute_dtype: Any = None) -> tuple[torch.Tensor, ...]:
-        return ()
-
-    def _autotune_configs(self) -> list[Tiling]:
-        return []
-
-    def _algorithmic_flops_bytes(self, tiling: Any) -> tuple[float, float]:
-        return 1.0, 1.0
-
-    def plan(self, *inputs: torch.Tensor) -> Stage:
-        stage: Stage = self.build(self)
-        return stage
-
-    def refinements(self) -> list[FakePlan]:
-        return [
-            FakePlan(b=b, limit=self.limit, neighbours=self.neighbours, build=self.build)
-            for b in self.neighbours
-        ]
+    def refine(self, plan: FakePlan, **options: Any) -> FakePlan:
+        return refine_plan(plan, SPEC, RunOptions(**options), instruments=self.instruments)
 
 
 SPEC: Any = SimpleNamespace(
@@ -134,46 +129,10 @@ SPEC: Any = SimpleNamespace(
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
+def world(tmp_path: Path) -> World:
     path = tmp_path / "kernel_source.py"
     path.write_text("original")
-    return path
-
-
-MakeKernel = Callable[..., FakeKernel]
-
-
-@pytest.fixture
-def plan() -> FakePlan:
-    return FakePlan()
-
-
-@pytest.fixture
-def kernel(world: World, source: Path, plan: FakePlan) -> MakeKernel:
-    def make(rows: list[int], name: str = "attend", owner: Any = None) -> FakeKernel:
-        """A kernel with the first value as its active tiling and the others as candidates."""
-        return FakeKernel(
-            kernel_fn=name,
-            tiling=FakeTiling(rows[0]),
-            plan=owner or plan,
-            input_tensors=[],
-            output_tensors=[torch.empty(1)],
-            algorithmic_flops_bytes_fn=lambda tiling: (1.0, 1.0),
-            autotune_configs=[FakeTiling(value) for value in rows[1:]],
-            world=world,
-            source=source,
-        )
-
-    return make
-
-
-def tune(world: World, stage: Stage, plan: FakePlan, **options: Any) -> dict[str, StageTuning]:
-    return autotune(stage, plan, SPEC, RunOptions(**options), instruments=world.instruments)
+    return World(path)
 
 
 def statuses(tuning: StageTuning) -> dict[int, str]:
@@ -188,11 +147,9 @@ def reason(tuning: StageTuning, rows: int) -> str:
 # -- one kernel ----------------------------------------------------------------------------------
 
 
-def test_the_fastest_is_set_and_everything_is_recorded(
-    world: World, kernel: MakeKernel, plan: FakePlan
-) -> None:
-    stage = kernel([64, 128, 32])
-    outcome = tune(world, stage, plan)
+def test_the_fastest_is_set_and_everything_is_recorded(world: World) -> None:
+    stage = world.kernel([64, 128, 32])
+    outcome = world.tune(stage)
     tuning = outcome["attend"]
     assert stage.tiling == FakeTiling(32)
     assert tuning.best == {"rows": 32, "shape": [1, 2]}
@@ -205,36 +162,18 @@ def test_the_fastest_is_set_and_everything_is_recorded(
     assert stored["environment"]["versions"]["python"]
     assert [e["timing"]["median_us"] for e in stored["results"]] == [64.0, 128.0, 32.0]
     assert stored["results"][0]["compile"]["instructions"] == {"HGMMA": 4}
-    assert tuning.path.parent.name == plan.name
+    assert tuning.path.parent.name == world.plan.name
     assert "kernel-autotune/nvidia-fake/cutile-dsl" in tuning.path.as_posix()
 
 
-def test_the_active_tiling_comes_first_and_no_candidate_twice(
-    world: World, kernel: MakeKernel, plan: FakePlan
-) -> None:
-    tune(world, kernel([64, 128, 64, 32, 128]), plan)
-    assert world.timed == [(64,), (128,), (32,)]
-
-
-def test_the_chosen_tiling_is_as_the_author_wrote_it_also_from_the_cache(
-    world: World, kernel: MakeKernel, plan: FakePlan
-) -> None:
-    tune(world, kernel([64, 32]), plan)
-    again = kernel([64, 32])
-    tune(world, again, plan)
-    assert again.tiling.shape == (1, 2)
-
-
-def test_candidates_are_rejected_without_the_gpu(
-    world: World, kernel: MakeKernel, plan: FakePlan
-) -> None:
+def test_candidates_are_rejected_without_the_gpu(world: World) -> None:
     world.reports = {
         1: {"error": "no such tile"},
         2: {"stack_bytes": 80, "instructions": {"HGMMA": 4, "STL": 9}},
         3: {"instructions": {"HMMA": 4}},
         4: {"shared_bytes": 2001},
     }
-    tuning = tune(world, kernel([64, 1, 2, 3, 4, 2000]), plan)["attend"]
+    tuning = world.tune(world.kernel([64, 1, 2, 3, 4, 2000]))["attend"]
     assert world.timed == [(64,)]
     assert statuses(tuning) == {64: "ok", **dict.fromkeys((1, 2, 3, 4, 2000), "rejected")}
     assert reason(tuning, 1) == "does not compile: no such tile"
@@ -248,17 +187,15 @@ def test_candidates_are_rejected_without_the_gpu(
     assert compiled[2] is not None and compiled[2]["stack_bytes"] == 80
 
 
-def test_a_candidate_that_fails_on_the_gpu_is_a_result(
-    world: World, kernel: MakeKernel, plan: FakePlan
-) -> None:
+def test_a_candidate_that_fails_on_the_gpu_is_a_result(world: World) -> None:
     def time_us(rows: int) -> float:
         if rows == 64:
             raise RuntimeError("CUDA error:\n  too many resources requested")
         return float(rows)
 
     world.time_us = time_us
-    stage = kernel([64, 128])
-    tuning = tune(world, stage, plan)["attend"]
+    stage = world.kernel([64, 128])
+    tuning = world.tune(stage)["attend"]
     assert statuses(tuning) == {64: "failed", 128: "ok"}
     assert reason(tuning, 64) == "RuntimeError: CUDA error: too many resources requested"
     assert stage.tiling.rows == 128
@@ -266,86 +203,71 @@ def test_a_candidate_that_fails_on_the_gpu_is_a_result(
 
 
 def test_no_usable_candidate_leaves_the_tiling_alone(
-    world: World, kernel: MakeKernel, plan: FakePlan, caplog: pytest.LogCaptureFixture
+    world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     world.reports = {rows: {"error": "no"} for rows in (64, 128)}
-    stage = kernel([64, 128])
-    tuning = tune(world, stage, plan)["attend"]
+    stage = world.kernel([64, 128])
+    tuning = world.tune(stage)["attend"]
     assert (tuning.best, tuning.best_us, stage.tiling.rows) == (None, None, 64)
     assert "no candidate could be timed" in caplog.text
 
 
-def test_when_all_spill_the_fewest_stack_bytes_are_timed(
-    world: World, kernel: MakeKernel, plan: FakePlan
-) -> None:
+def test_when_all_spill_the_fewest_stack_bytes_are_timed(world: World) -> None:
     stacks = {64: 800, 128: 16, 256: 16, 32: 24}
     world.reports = {rows: {"stack_bytes": stack} for rows, stack in stacks.items()}
     world.reports[8] = {"error": "no"}
     world.time_us = lambda rows: 1000.0 - rows
-    stage = kernel([64, 128, 256, 32, 8])
-    tuning = tune(world, stage, plan)["attend"]
+    stage = world.kernel([64, 128, 256, 32, 8])
+    tuning = world.tune(stage)["attend"]
     assert world.timed == [(128,), (256,)]
     assert stage.tiling.rows == 256
     assert statuses(tuning) == {
-        **{64: "rejected", 128: "ok", 256: "ok", 32: "rejected", 8: "rejected"},
+        **{64: "rejected", 128: "ok", 256: "ok", 32: "rejected", 8: "rejected"}
     }
     assert "kept although it spills (16 B" in reason(tuning, 128)
     assert "fewest stack bytes" in reason(tuning, 128)
     assert tuning.complete
-    again = tune(world, kernel([64, 128, 256, 32, 8]), plan)["attend"]
+    again = world.tune(world.kernel([64, 128, 256, 32, 8]))["attend"]
     assert again.from_cache and len(world.timed) == 2 and len(world.compiled) == 5
 
 
-def test_when_all_miss_the_tensor_cores_they_are_timed(
-    world: World, kernel: MakeKernel, plan: FakePlan
-) -> None:
-    world.reports = {rows: {"instructions": {"HMMA": 4}} for rows in (64, 32)}
-    tuning = tune(world, kernel([64, 32]), plan)["attend"]
-    assert tuning.best_us == 32.0
-    assert "misses the tensor-core path" in reason(tuning, 32)
-
-
 def test_without_the_disassemblers_candidates_are_timed_unfiltered_and_it_says_so(
-    world: World, kernel: MakeKernel, plan: FakePlan, caplog: pytest.LogCaptureFixture
+    world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     def missing(kernel: Any, target: str, tiling: Any) -> CompileReport:
         raise MissingToolError("cuobjdump: got none")
 
-    instruments = Instruments(world.time, missing, lambda: True)
-    tuning = autotune(kernel([64, 32]), plan, SPEC, RunOptions(), instruments=instruments)["attend"]
+    world.compile = missing  # type: ignore[method-assign]
+    tuning = world.tune(world.kernel([64, 32]))["attend"]
     assert tuning.best_us == 32.0
     assert reason(tuning, 32) == "not filtered by compiling: cuobjdump: got none"
     assert caplog.text.count("candidates are not filtered by compiling") == 1
 
 
-def test_one_candidate_needs_no_gpu_but_is_recorded(
-    world: World, kernel: MakeKernel, plan: FakePlan
-) -> None:
-    tuning = tune(world, kernel([64]), plan)["attend"]
+def test_one_candidate_needs_no_gpu_but_is_recorded(world: World) -> None:
+    tuning = world.tune(world.kernel([64]))["attend"]
     assert (world.timed, world.compiled) == ([], [])
     assert (tuning.best, tuning.best_us) == ({"rows": 64, "shape": [1, 2]}, None)
     assert (tuning.complete, tuning.from_cache) == (True, False)
     assert reason(tuning, 64) == "the only candidate, not timed"
     assert tuning.path.exists()
-    assert tune(world, kernel([64]), plan)["attend"].from_cache
-    assert tune(world, kernel([64, 32]), plan)["attend"].best_us == 32.0, "now there is a choice"
+    assert world.tune(world.kernel([64]))["attend"].from_cache
+    assert world.tune(world.kernel([64, 32]))["attend"].best_us == 32.0, "now there is a choice"
     assert world.timed == [(64,), (32,)]
 
 
-def test_tune_max_iters_bounds_the_timed_candidates(
-    world: World, kernel: MakeKernel, plan: FakePlan
-) -> None:
+def test_tune_max_iters_bounds_the_timed_candidates(world: World) -> None:
     world.reports = {128: {"stack_bytes": 8}}
     rows = [64, 128, 32, 16, 8]
-    tuning = tune(world, kernel(rows), plan, tune_max_iters=2)["attend"]
+    tuning = world.tune(world.kernel(rows), tune_max_iters=2)["attend"]
     assert world.timed == [(64,), (32,)]
     assert (tuning.complete, tuning.best_us) == (False, 32.0)
     assert ("attend", 16) not in world.compiled, "what is not timed is not compiled either"
-    again = tune(world, kernel(rows), plan, tune_max_iters=2)["attend"]
+    again = world.tune(world.kernel(rows), tune_max_iters=2)["attend"]
     assert again.from_cache and len(world.timed) == 2
-    more = tune(world, kernel(rows), plan, tune_max_iters=3)["attend"]
+    more = world.tune(world.kernel(rows), tune_max_iters=3)["attend"]
     assert world.timed[2:] == [(16,)] and not more.from_cache
-    everything = tune(world, kernel(rows), plan)["attend"]
+    everything = world.tune(world.kernel(rows))["attend"]
     assert world.timed[3:] == [(8,)]
     assert everything.complete and everything.best_us == 8.0
 
@@ -353,110 +275,75 @@ def test_tune_max_iters_bounds_the_timed_candidates(
 # -- interruption, cache -------------------------------------------------------------------------
 
 
-def test_an_interrupted_search_resumes_where_it_stopped(
-    world: World, kernel: MakeKernel, plan: FakePlan
-) -> None:
+def test_an_interrupted_search_resumes_where_it_stopped(world: World) -> None:
     world.interrupt_after = 2
     world.reports = {128: {"stack_bytes": 8}}
     rows = [64, 128, 32, 16, 8]
-    stage = kernel(rows)
+    stage = world.kernel(rows)
     with pytest.raises(KeyboardInterrupt) as caught:
-        tune(world, stage, plan)
+        world.tune(stage)
     assert caught.value.__notes__ == [
         "tuning results so far are kept and the next run resumes there"
     ]
     assert stage.tiling.rows == 64, "the tiling is as it was"
-    (path,) = Path(_cache_files(plan)[0]).parent.glob("*.json")
+    (path,) = Path(_cache_files(world.plan)[0]).parent.glob("*.json")
     stored = json.loads(path.read_text())
     assert (stored["complete"], stored["best_us"], len(stored["results"])) == (False, 32.0, 3)
 
     world.interrupt_after = None
     world.compiled.clear()
-    tuning = tune(world, kernel(rows), plan)["attend"]
+    tuning = world.tune(world.kernel(rows))["attend"]
     assert world.timed == [(64,), (32,), (16,), (8,)], "nothing is timed twice"
     assert {rows for _, rows in world.compiled} <= {16, 8}, "nothing is compiled twice"
     assert (tuning.complete, tuning.from_cache, tuning.best_us) == (True, False, 8.0)
 
 
-def test_a_complete_history_is_used_directly(
-    world: World, kernel: MakeKernel, plan: FakePlan, caplog: pytest.LogCaptureFixture
-) -> None:
-    first = tune(world, kernel([64, 32]), plan)["attend"]
-    stage = kernel([64, 32])
-    before = first.path.read_bytes()
-    with caplog.at_level(logging.INFO):
-        second = tune(world, stage, plan)["attend"]
-    assert second.from_cache and second.complete
-    assert second.best == first.best
-    assert stage.tiling.rows == 32
-    assert len(world.timed) == 2
-    assert str(first.path) in caplog.text
-    assert first.path.read_bytes() == before
-
-
-def test_another_default_is_added_to_a_complete_history(
-    world: World, kernel: MakeKernel, plan: FakePlan
-) -> None:
-    tune(world, kernel([64, 32]), plan)
-    tuning = tune(world, kernel([16, 32]), plan)["attend"]
-    assert world.timed == [(64,), (32,), (16,)]
-    assert tuning.best_us == 16.0
-
-
-def test_retune_starts_anew_and_keeps_the_old_until_there_is_something_new(
-    world: World, kernel: MakeKernel, plan: FakePlan
-) -> None:
-    first = tune(world, kernel([64, 32]), plan)["attend"]
+def test_retune_starts_anew_and_keeps_the_old_until_there_is_something_new(world: World) -> None:
+    first = world.tune(world.kernel([64, 32]))["attend"]
     old = first.path.read_bytes()
     world.interrupt_after = len(world.timed)
     with pytest.raises(KeyboardInterrupt):
-        tune(world, kernel([64, 32]), plan, retune=True)
+        world.tune(world.kernel([64, 32]), retune=True)
     assert first.path.read_bytes() == old
 
     world.interrupt_after = None
     world.time_us = lambda rows: 1000.0 / rows
-    stage = kernel([64, 32])
-    again = tune(world, stage, plan, retune=True)["attend"]
+    stage = world.kernel([64, 32])
+    again = world.tune(stage, retune=True)["attend"]
     assert len(world.timed) == 4
     assert (again.from_cache, again.best_us, stage.tiling.rows) == (False, 1000 / 64, 64)
     assert json.loads(first.path.read_text())["best_us"] == 1000 / 64
 
 
 def test_another_problem_device_or_source_is_another_history(
-    world: World,
-    kernel: MakeKernel,
-    plan: FakePlan,
-    source: Path,
-    caplog: pytest.LogCaptureFixture,
+    world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first = tune(world, kernel([64, 32]), plan)["attend"]
-    other = tune(world, kernel([64, 32]), FakePlan(b=3))["attend"]
+    first = world.tune(world.kernel([64, 32]))["attend"]
+    other = world.tune(world.kernel([64, 32]), FakePlan(b=3))["attend"]
     assert other.path != first.path and not other.from_cache
 
-    source.write_text("changed")
+    world.source.write_text("changed")
     with caplog.at_level(logging.INFO):
-        changed = tune(world, kernel([64, 32]), plan)["attend"]
+        changed = world.tune(world.kernel([64, 32]))["attend"]
     assert changed.path != first.path and not changed.from_cache
     (line,) = [r.getMessage() for r in caplog.records if "are not used" in r.getMessage()]
     assert "1 earlier result(s)" in line and str(first.path) in line
     assert "differs in source: expected" in line
 
     device: Any = SimpleNamespace(**{**vars(SPEC), "name": "NVIDIA Other"})
-    elsewhere = autotune(
-        kernel([64, 32]), plan, device, RunOptions(), instruments=world.instruments
-    )["attend"]
+    elsewhere = world.tune(world.kernel([64, 32]), spec=device)["attend"]
     assert not elsewhere.from_cache
     assert elsewhere.path.parts[-4] == "nvidia-other"
 
 
 def test_a_history_made_for_something_else_is_never_used(
-    world: World, kernel: MakeKernel, plan: FakePlan, caplog: pytest.LogCaptureFixture
+    world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tune(world, kernel([64, 32]), plan)["attend"].path
+    path = world.tune(world.kernel([64, 32]))["attend"].path
     stored = json.loads(path.read_text())
     stored["key"]["toolkit"]["cuda-tile"] = "0.0.1"
     path.write_text(json.dumps(stored))
-    tuning = tune(world, kernel([64, 32]), plan)["attend"]
+    tuning = world.tune(world.kernel([64, 32]))["attend"]
     assert not tuning.from_cache and len(world.timed) == 4
     assert "was made for something else (toolkit: expected" in caplog.text
     assert json.loads(path.read_text())["key"] == tuning.key
@@ -479,40 +366,34 @@ def test_a_history_made_for_something_else_is_never_used(
 def test_a_damaged_history_is_moved_aside(
     damage: Callable[[str], str],
     world: World,
-    kernel: MakeKernel,
-    plan: FakePlan,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    path = tune(world, kernel([64, 32]), plan)["attend"].path
+    path = world.tune(world.kernel([64, 32]))["attend"].path
     damaged = damage(path.read_text())
     assert damaged != path.read_text()
     for number in (1, 2):
         path.write_text(damaged)
-        tuning = tune(world, kernel([64, 32]), plan)["attend"]
+        tuning = world.tune(world.kernel([64, 32]))["attend"]
         assert not tuning.from_cache and tuning.complete
         assert path.with_name(f"{path.name}.corrupt-{number}").read_text() == damaged
     assert "is damaged" in caplog.text
     assert json.loads(path.read_text())["complete"] is True
 
 
-def test_a_stored_config_that_the_tiling_does_not_take_is_not_applied(
-    world: World, kernel: MakeKernel, plan: FakePlan
-) -> None:
-    path = tune(world, kernel([64, 32]), plan)["attend"].path
+def test_a_stored_config_that_the_tiling_does_not_take_is_not_applied(world: World) -> None:
+    path = world.tune(world.kernel([64, 32]))["attend"].path
     stored = json.loads(path.read_text())
     alien = {**stored["results"][0], "config": {"lanes": 3}}
     alien["timing"] = {**alien["timing"], "median_us": 0.5}
     too_large = {**alien, "config": {"rows": 4096, "shape": [1, 2]}}
     stored["results"] += [alien, too_large]
     path.write_text(json.dumps(stored))
-    stage = kernel([64, 32])
-    assert tune(world, stage, plan)["attend"].best == {"rows": 32, "shape": [1, 2]}
+    stage = world.kernel([64, 32])
+    assert world.tune(stage)["attend"].best == {"rows": 32, "shape": [1, 2]}
     assert stage.tiling == FakeTiling(32)
 
 
-def test_a_lost_gpu_stops_the_search_and_the_next_one_leaves_the_culprit_out(
-    world: World, kernel: MakeKernel, plan: FakePlan
-) -> None:
+def test_a_lost_gpu_stops_the_search_and_the_next_one_leaves_the_culprit_out(world: World) -> None:
     def time_us(rows: int) -> float:
         if rows == 32:
             world.healthy = False
@@ -521,27 +402,20 @@ def test_a_lost_gpu_stops_the_search_and_the_next_one_leaves_the_culprit_out(
 
     world.time_us = time_us
     with pytest.raises(UnsupportedError, match="cannot be used any more .* illegal memory access"):
-        tune(world, kernel([64, 32, 16]), plan)
+        world.tune(world.kernel([64, 32, 16]))
     assert len(world.timed) == 2, "nothing else was tried on a broken GPU"
     world.healthy = True
-    tuning = tune(world, kernel([64, 32, 16]), plan)["attend"]
+    tuning = world.tune(world.kernel([64, 32, 16]))["attend"]
     assert world.timed == [(64,), (32,), (16,)]
     assert statuses(tuning) == {64: "ok", 32: "failed", 16: "ok"}
-
-
-def test_without_a_gpu_there_is_nothing_to_time_with(kernel: MakeKernel, plan: FakePlan) -> None:
-    with pytest.raises(UnsupportedError, match="expected tensors on a CUDA device, got 'cpu'"):
-        autotune(kernel([64, 32]), plan, SPEC, RunOptions())
 
 
 # -- several kernels -----------------------------------------------------------------------------
 
 
-def test_each_stage_of_a_pipeline_is_tuned_alone_with_its_inputs_filled(
-    world: World, kernel: MakeKernel, plan: FakePlan
-) -> None:
-    first, second = kernel([64, 32], "first"), kernel([128, 16], "second")
-    outcome = tune(world, KernelPipeline("both", [first, second]), plan)
+def test_each_stage_of_a_pipeline_is_tuned_alone_with_its_inputs_filled(world: World) -> None:
+    first, second = world.kernel([64, 32], "first"), world.kernel([128, 16], "second")
+    outcome = world.tune(KernelPipeline("both", [first, second]))
     assert list(outcome) == ["first", "second"]
     assert (first.tiling.rows, second.tiling.rows) == (32, 16)
     assert world.launched == [
@@ -550,25 +424,15 @@ def test_each_stage_of_a_pipeline_is_tuned_alone_with_its_inputs_filled(
     ]
 
 
-def test_the_same_kernel_twice_is_tuned_twice(
-    world: World, kernel: MakeKernel, plan: FakePlan
-) -> None:
-    pipeline = KernelPipeline("both", [kernel([64, 32]), kernel([64, 16])])
-    outcome = tune(world, pipeline, plan)
-    assert list(outcome) == ["attend", "attend.2"]
-    assert [tuning.best_us for tuning in outcome.values()] == [32.0, 16.0]
-    assert len({tuning.path for tuning in outcome.values()}) == 2
-
-
 def group(validate: Any, *members: Stage, name: str = "group") -> ConcurrentKernels:
     return ConcurrentKernels(name, list(members), validate_joint_tiling_fn=validate)
 
 
-def test_a_group_is_tuned_together(world: World, kernel: MakeKernel, plan: FakePlan) -> None:
+def test_a_group_is_tuned_together(world: World) -> None:
     world.time_us = lambda x, y: abs(x + y - 72) + 1.0
-    x, y = kernel([64, 32], "x"), kernel([16, 8], "y")
+    x, y = world.kernel([64, 32], "x"), world.kernel([16, 8], "y")
     stage = group(None, x, y)
-    tuning = tune(world, stage, plan)["group"]
+    tuning = world.tune(stage)["group"]
     assert world.timed == [(64, 16), (64, 8), (32, 16), (32, 8)]
     assert (x.tiling.rows, y.tiling.rows) == (64, 8)
     shape = {"shape": [1, 2]}
@@ -576,22 +440,20 @@ def test_a_group_is_tuned_together(world: World, kernel: MakeKernel, plan: FakeP
     compiled = tuning.results[0]["compile"]
     assert compiled is not None and set(compiled) == {"x", "y"}
     assert len(world.compiled) == 4, "each kernel and tiling is compiled once"
-    again_x, again_y = kernel([64, 32], "x"), kernel([16, 8], "y")
-    again = tune(world, group(None, again_x, again_y), plan)["group"]
+    again_x, again_y = world.kernel([64, 32], "x"), world.kernel([16, 8], "y")
+    again = world.tune(group(None, again_x, again_y))["group"]
     assert again.from_cache
-    assert (again_x.tiling.rows, again_y.tiling.rows) == (64, 8)
+    assert (again_x.tiling, again_y.tiling) == (FakeTiling(64), FakeTiling(8)), "tuples as well"
 
 
-def test_joint_constraints_and_member_rejections(
-    world: World, kernel: MakeKernel, plan: FakePlan
-) -> None:
+def test_joint_constraints_and_member_rejections(world: World) -> None:
     def fits(tilings: list[FakeTiling]) -> Constraints:
         total = sum(tiling.rows for tiling in tilings)
         return Constraints((total <= 80, f"{total} rows do not fit together"))
 
     world.reports = {8: {"stack_bytes": 4}}
-    x, y = kernel([64, 32, 2000], "x"), kernel([16, 24, 8], "y")
-    tuning = tune(world, group(fits, x, y), plan)["group"]
+    x, y = world.kernel([64, 32, 2000], "x"), world.kernel([16, 24, 8], "y")
+    tuning = world.tune(group(fits, x, y))["group"]
     assert world.timed == [(64, 16), (32, 16), (32, 24)]
     reasons = {
         tuple(sorted((k, v["rows"]) for k, v in entry["config"].items())): entry["reason"]
@@ -607,55 +469,48 @@ def test_joint_constraints_and_member_rejections(
     assert (x.tiling.rows, y.tiling.rows) == (32, 16)
 
 
-def test_a_group_resumes(world: World, kernel: MakeKernel, plan: FakePlan) -> None:
+def test_a_group_resumes(world: World) -> None:
     world.reports = {8: {"stack_bytes": 4}}
 
     def make() -> Stage:
-        return group(None, kernel([64, 32], "x"), kernel([16, 8, 24], "y"))
+        return group(None, world.kernel([64, 32], "x"), world.kernel([16, 8, 24], "y"))
 
     world.interrupt_after = 2
     with pytest.raises(KeyboardInterrupt):
-        tune(world, make(), plan)
+        world.tune(make())
     world.interrupt_after = None
-    tuning = tune(world, make(), plan)["group"]
+    tuning = world.tune(make())["group"]
     assert sorted(world.timed) == [(32, 16), (32, 24), (64, 16), (64, 24)]
     repeated = [part for part in set(world.compiled) if world.compiled.count(part) > 1]
     assert repeated == [("y", 24)], "only what was under way is compiled again"
     assert tuning.complete
 
 
-def test_a_group_in_which_one_kernel_always_spills(
-    world: World, kernel: MakeKernel, plan: FakePlan
-) -> None:
-    world.reports = {16: {"stack_bytes": 4}, 8: {"stack_bytes": 12}}
-    x, y = kernel([64, 32], "x"), kernel([8, 16], "y")
-    tuning = tune(world, group(None, x, y), plan)["group"]
-    assert world.timed == [(64, 16), (32, 16)]
-    assert (x.tiling.rows, y.tiling.rows) == (32, 16)
-    timed = [entry for entry in tuning.results if entry["status"] == "ok"]
-    assert all("every candidate of y spills" in str(entry["reason"]) for entry in timed)
-
-
-def test_nesting(world: World, kernel: MakeKernel, plan: FakePlan) -> None:
+def test_nesting(world: World) -> None:
     """pipeline(first, group(a, pipeline(b, c), group(d, e)), last)."""
     inner = group(
-        lambda tilings: tilings[0].rows != 3, kernel([3, 4], "d"), kernel([5], "e"), name="in"
+        lambda tilings: tilings[0].rows != 3,
+        world.kernel([3, 4], "d"),
+        world.kernel([5], "e"),
+        name="in",
     )
     outer = group(
         lambda tilings: len(tilings) == 5,
-        kernel([1, 2], "a"),
-        KernelPipeline("bc", [kernel([7], "b"), kernel([9, 8], "c")]),
+        world.kernel([1, 2], "a"),
+        KernelPipeline("bc", [world.kernel([7], "b"), world.kernel([9, 8], "c")]),
         inner,
         name="out",
     )
-    stage = KernelPipeline("all", [kernel([11, 10], "first"), outer, kernel([6], "last")])
+    stage = KernelPipeline(
+        "all", [world.kernel([11, 10], "first"), outer, world.kernel([6], "last")]
+    )
     (_, unit, _) = units_of(stage)
     assert [(g.name, s) for g, s in unit.groups] == [("out", slice(0, 5)), ("in", slice(3, 5))]
 
-    outcome = tune(world, stage, plan)
+    outcome = world.tune(stage)
     assert list(outcome) == ["first", "out", "last"]
     assert {k.name: k.tiling.rows for k in stage.kernels()} == {
-        **{"first": 10, "a": 1, "b": 7, "c": 8, "d": 4, "e": 5, "last": 6},
+        **{"first": 10, "a": 1, "b": 7, "c": 8, "d": 4, "e": 5, "last": 6}
     }
     assert all(len(rows) == 5 and rows[3] == 4 for rows in world.timed if len(rows) > 1)
 
@@ -664,24 +519,20 @@ def test_nesting(world: World, kernel: MakeKernel, plan: FakePlan) -> None:
 
 
 @pytest.fixture
-def refinable(world: World, kernel: MakeKernel) -> Iterator[FakePlan]:
+def refinable(world: World) -> Iterator[FakePlan]:
     world.time_us = lambda rows: float(rows)
 
     def build(owner: FakePlan) -> Stage:
         # The time is the tiling's rows: the plan decides the candidates.
-        return kernel([owner.b * 100, owner.b * 10], owner=owner)
+        return world.kernel([owner.b * 100, owner.b * 10], owner=owner)
 
     yield FakePlan(b=5, neighbours=(3, 4), build=build)
 
 
-def refine(world: World, plan: FakePlan, **options: Any) -> FakePlan:
-    return refine_plan(plan, SPEC, RunOptions(**options), instruments=world.instruments)
-
-
 def test_the_fastest_neighbour_is_returned(world: World, refinable: FakePlan) -> None:
-    assert refine(world, refinable, autotune=False).b == 3
+    assert world.refine(refinable, autotune=False).b == 3
     assert world.timed == [(500,), (300,), (400,)]
-    assert refine(world, refinable, autotune=False).b == 3
+    assert world.refine(refinable, autotune=False).b == 3
     assert len(world.timed) == 3, "the second call used the history"
     (path,) = [path for path in _cache_files(refinable) if ".refine-" in path.name]
     stored = json.loads(path.read_text())
@@ -692,14 +543,6 @@ def test_the_fastest_neighbour_is_returned(world: World, refinable: FakePlan) ->
     ]
 
 
-def test_neighbours_are_tuned_before_they_are_compared(world: World, refinable: FakePlan) -> None:
-    seen: list[str] = []
-    best = refine(world, refinable, progress=lambda what, *rest: seen.append(what))
-    assert best.b == 3
-    assert world.timed[2] == (50,), "the base plan, with its best tiling"
-    assert set(seen) == {f"refine {refinable.name}", "autotune attend"}
-
-
 def test_a_plan_that_does_not_fit_is_a_failed_result(world: World, refinable: FakePlan) -> None:
     def time_us(rows: int) -> float:
         if rows == 300:
@@ -707,34 +550,11 @@ def test_a_plan_that_does_not_fit_is_a_failed_result(world: World, refinable: Fa
         return float(rows)
 
     world.time_us = time_us
-    assert refine(world, refinable, autotune=False).b == 4
+    assert world.refine(refinable, autotune=False).b == 4
     stored = [json.loads(p.read_text()) for p in _cache_files(refinable)]
     (failed,) = [e for s in stored for e in s["results"] if e["status"] == "failed"]
     assert failed["config"]["b"] == 3
     assert failed["reason"].startswith("OutOfMemoryError: CUDA out of memory")
-
-
-def test_refinement_resumes(world: World, refinable: FakePlan) -> None:
-    world.interrupt_after = 2
-    with pytest.raises(KeyboardInterrupt):
-        refine(world, refinable, autotune=False)
-    world.interrupt_after = None
-    assert refine(world, refinable, autotune=False).b == 3
-    assert len(world.timed) == 3
-
-
-def test_when_nothing_can_be_timed_the_plan_stays(world: World, refinable: FakePlan) -> None:
-    def fails(rows: int) -> float:
-        raise RuntimeError("no")
-
-    world.time_us = fails
-    assert refine(world, refinable, autotune=False) is refinable
-
-
-def test_refining_needs_a_gpu(refinable: FakePlan, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UnsupportedError, match="refine_plan: expected a usable CUDA GPU"):
-        refine_plan(refinable, SPEC, RunOptions())
 
 
 def test_a_gpu_lost_while_tuning_a_neighbour_does_not_condemn_the_neighbour(
@@ -748,9 +568,9 @@ def test_a_gpu_lost_while_tuning_a_neighbour_does_not_condemn_the_neighbour(
 
     world.time_us = time_us
     with pytest.raises(UnsupportedError, match="attend: the GPU cannot be used"):
-        refine(world, refinable)
+        world.refine(refinable)
     world.healthy = True
-    assert refine(world, refinable).b == 3, "with the tiling that works"
+    assert world.refine(refinable).b == 3, "with the tiling that works"
 
 
 def _cache_files(plan: FakePlan) -> list[Path]:

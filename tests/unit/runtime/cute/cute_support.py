@@ -24,7 +24,7 @@ from mla_var3.runtime import cute_kernel
 from mla_var3.runtime.cute.arguments import Int64Arg
 from mla_var3.runtime.cute_kernel import CuteKernel
 from mla_var3.runtime.plan import KernelPlan
-from mla_var3.runtime.tiling import Constraints, Tiling
+from mla_var3.runtime.stage import Constraints, Tiling
 
 
 @dataclass
@@ -34,17 +34,13 @@ class ScaleTiling(Tiling):
 
     def validate(self, pd: Any) -> Constraints:
         return Constraints(
-            (self.threads <= 1024, f"threads: expected at most 1024, got {self.threads}"),
+            (self.threads <= 1024, f"threads: expected at most 1024, got {self.threads}")
         )
 
 
 @cute.kernel
 def scale_add(
-    x: cute.Tensor,
-    y: cute.Tensor,
-    bias,
-    factor: cutlass.Float32,
-    threads: cutlass.Constexpr,
+    x: cute.Tensor, y: cute.Tensor, bias, factor: cutlass.Float32, threads: cutlass.Constexpr
 ):
     index = cute.arch.block_idx()[0] * threads + cute.arch.thread_idx()[0]
     if index < cute.size(x):

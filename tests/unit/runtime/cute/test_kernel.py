@@ -63,38 +63,7 @@ def test_a_kernel_compiles_for_its_architecture_without_a_gpu(
     assert compiled.seconds > 0 and len(compilations) == 1
 
 
-def test_the_compile_report_reads_it(tmp_path: Path) -> None:
-    report = compile_report(empty(), "sm_90", artifacts_dir=tmp_path / "kept")
-    assert report.error is None
-    assert report.threads == 128 and not report.spills
-    names = {path.name for path in (tmp_path / "kept").iterdir()}
-    assert {"scale_add.sm_90a.cubin", "scale_add.sm_90a.ptx", "scale_add.sm_90a.sass"} <= names
-
-
-def test_line_information_points_into_the_source() -> None:
-    ptx = empty().compile("sm_90").artifacts["scale_add.ptx"].decode()
-    assert "cute_support.py" in ptx
-
-
-HOST_CODE = """
-  llvm.func @first(%arg0: !llvm.ptr) {
-    %0 = llvm.mlir.constant(164864 : i64) : i64
-    %7 = llvm.getelementptr %6[0, 2] : (!llvm.ptr) -> !llvm.ptr, !llvm.struct<(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32)>
-    llvm.store %0, %7 : i64, !llvm.ptr
-  }
-  llvm.func @second(%arg0: !llvm.ptr) {
-    %0 = llvm.mlir.constant(1024 : i64) : i64
-    %1 = llvm.mlir.constant(999999 : i64) : i64
-    %7 = llvm.getelementptr %6[0, 2] : (!llvm.ptr) -> !llvm.ptr, !llvm.struct<(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32)>
-    llvm.store %0, %7 : i64, !llvm.ptr
-    llvm.store %1, %8 : i64, !llvm.ptr
-  }
-"""  # noqa: E501
-
-
 def test_shared_memory_that_the_launch_asks_for_is_known() -> None:
-    assert cute_kernel._dynamic_shared_bytes(HOST_CODE) == 164864
-    assert cute_kernel._dynamic_shared_bytes("") == 0
     assert empty().compile("sm_90").dynamic_shared_bytes == 0
     kernel = dataclasses.replace(empty(), host_fn=lambda tiling: ScaleAdd(128, shared=4096))
     assert kernel.compile("sm_90").dynamic_shared_bytes == 4096
@@ -126,13 +95,6 @@ def test_another_dtype_tiling_constant_or_absent_argument_is_another_program(
     assert first.object_code != second.object_code
 
 
-def test_another_architecture_is_another_program(compilations: list[str]) -> None:
-    kernel = empty()
-    assert kernel.compile("sm_90").cubin != kernel.compile("sm_100").cubin
-    assert kernel.compile("sm_100").target == "sm_100a"
-    assert len(compilations) == 2
-
-
 def test_a_target_that_the_kernel_is_not_written_for_is_an_error_with_a_reason() -> None:
     kernel = empty(requires_arch="sm_90a")
     with pytest.raises(KernelCompileError, match=r"scale_add for sm_100: expected sm_90a.*sm_100a"):
@@ -149,22 +111,6 @@ def test_a_kernel_that_does_not_compile_says_why_and_prints_nothing(
     assert "\n" not in str(info.value) and "\x1b" not in str(info.value)
     assert capfd.readouterr() == ("", "")
     assert cache_files(tmp_path) == []
-
-
-def test_an_illegal_tiling_is_refused_before_compiling(compilations: list[str]) -> None:
-    with pytest.raises(InvalidArgumentError, match="threads: expected at most 1024"):
-        empty().compile("sm_90", ScaleTiling(threads=2048))
-    assert compilations == []
-
-
-def test_a_launch_fn_alone_cannot_be_compiled_ahead() -> None:
-    kernel = dataclasses.replace(empty(), host_fn=None, args_fn=None, launch_fn=lambda tiling: None)
-    with pytest.raises(KernelCompileError, match="expected host_fn and args_fn"):
-        kernel.compile("sm_90")
-
-
-def test_the_source_of_the_kernel_is_a_source_file() -> None:
-    assert [path.name for path in empty().source_files()] == ["cute_support.py"]
 
 
 # --- the cache ------------------------------------------------------------------------------------
@@ -237,15 +183,6 @@ def key_of(host: Any, sources: list[Path] | None = None) -> str:
     ).digest
 
 
-def test_the_content_of_the_sources_is_part_of_the_key(tmp_path: Path) -> None:
-    source = tmp_path / "kernel.py"
-    source.write_text("a = 1\n")
-    before = key_of(ScaleAdd(1), [source])
-    assert key_of(ScaleAdd(1), [source]) == before
-    source.write_text("a = 2\n")
-    assert key_of(ScaleAdd(1), [source]) != before
-
-
 def function_with(value: Any) -> Callable[[], Any]:
     def host() -> Any:
         return value
@@ -299,26 +236,6 @@ def test_the_compiler_does_not_see_the_arguments_of_the_program(
     assert sys.argv == arguments
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"host_fn": None, "args_fn": None}, "launch_fn: expected either .* got neither"),
-        ({"launch_fn": lambda tiling: None}, "launch_fn: expected either .* got both"),
-        ({"host_fn": None}, "host_fn: expected host_fn and args_fn together"),
-        ({"args_fn": None}, "args_fn: expected host_fn and args_fn together"),
-    ],
-)
-def test_exactly_one_way_to_launch(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=message):
-        dataclasses.replace(empty(), **given)
-
-
-def test_a_copy_launches_for_itself() -> None:
-    first = empty()
-    second = dataclasses.replace(first, tiling=ScaleTiling(threads=64))
-    assert second.launch_fn.__self__ is second  # type: ignore[union-attr]
-
-
 def test_cpu_tensors_are_refused_with_what_to_do_instead() -> None:
     plan = ScalePlan()
     inputs = plan.prepare_inputs("cpu")
@@ -329,27 +246,7 @@ def test_cpu_tensors_are_refused_with_what_to_do_instead() -> None:
         check_stage(plan, inputs, stage)
 
 
-def test_an_empty_plan_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="planned without tensors"):
-        empty().launch()
-
-
-def test_a_gpu_of_another_architecture_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (12, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA GeForce RTX 5090")
-    device = torch.device("cuda", 0)
-    cute_launch.require_arch("flash", "", device)
-    cute_launch.require_arch("flash", "sm_120a", device)
-    with pytest.raises(
-        UnsupportedError,
-        match=r"flash: expected a GPU of sm_90a.*NVIDIA GeForce RTX 5090.*capability 12\.0",
-    ):
-        cute_launch.require_arch("flash", "sm_90a", device)
-
-
-def test_a_launch_fn_is_not_called_on_the_wrong_gpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_launch_fn_is_not_called_on_the_wrong_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[ScaleTiling] = []
     kernel = dataclasses.replace(
         empty(requires_arch="sm_90a"), host_fn=None, args_fn=None, launch_fn=called.append
@@ -364,29 +261,6 @@ def test_a_launch_fn_is_not_called_on_the_wrong_gpu(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     kernel.launch()
     assert called == [kernel.tiling]
-
-
-def test_preparing_for_the_wrong_gpu_is_refused() -> None:
-    kernel = empty(requires_arch="sm_90a")
-    kernel.require_target("sm_90", "NVIDIA H200")
-    with pytest.raises(UnsupportedError, match=r"sm_90a.*NVIDIA B200 \(sm_100\)"):
-        kernel.require_target("sm_100", "NVIDIA B200")
-    empty().require_target("sm_100", "NVIDIA B200")
-
-
-@pytest.mark.parametrize(
-    ("target", "arch"),
-    [("sm_90", "sm_90a"), ("sm_90a", "sm_90a"), ("sm_100", "sm_100a"), ("sm_80", "sm_80"),
-     ("sm_120a", "sm_120a"), ("sm_100f", "sm_100f")],
-)  # fmt: skip
-def test_the_architecture_of_a_target(target: str, arch: str) -> None:
-    assert cute_launch.arch_of_target(target) == arch
-
-
-@pytest.mark.parametrize("target", ["", "90", "sm_", "compute_90", "sm_90b"])
-def test_a_target_that_is_none_is_refused(target: str) -> None:
-    with pytest.raises(InvalidArgumentError, match="target: expected a target such as sm_90"):
-        cute_launch.arch_of_target(target)
 
 
 # --- static mode ----------------------------------------------------------------------------------
@@ -406,13 +280,6 @@ def test_static_mode_keeps_to_the_targets_of_the_plan(tmp_path: Path) -> None:
     assert set(result.record["predicted_us"]) == hopper != set()
     compiled = tmp_path / "s" / "compiled" / "scale_add"
     assert (compiled / "scale_add.sm_90a.ptx").is_file()
-
-
-def test_a_target_asked_for_that_makes_no_sense_is_an_entry_not_a_crash(tmp_path: Path) -> None:
-    plan = HopperPlan(requires_arch="sm_90a")
-    options = RunOptions(device="cpu", out_dir=tmp_path / "s", targets=("sm_90", "sm_100"))
-    errors = [r["error"] for r in static_profile_plan(plan, options=options).record["compile"]]
-    assert errors[0] is None and "expected sm_90a" in errors[1]
 
 
 # --- source files ---------------------------------------------------------------------------------

@@ -51,10 +51,7 @@ def test_addresses_change_and_numbers_stay(device: Device) -> None:
     repeated = CuteProgram("scale", kinds_of(args), 0, device).repeated(*args)
     repeated(16, 0, 32)
     repeated(48, 9, 64)  # what stands for the absent one is not read
-    assert device.seen == [
-        (16, -5, 32, 0.25, 1 << 40, STREAM),
-        (48, -5, 64, 0.25, 1 << 40, STREAM),
-    ]
+    assert device.seen == [(16, -5, 32, 0.25, 1 << 40, STREAM), (48, -5, 64, 0.25, 1 << 40, STREAM)]
     launch = repeated.on_stream(5, [0], {3: 96})
     launch((80,))
     repeated(16, 0, 32)
@@ -95,30 +92,6 @@ def test_pointers_come_in_any_order(device: Device) -> None:
     assert not launch((1, 2, 8, 64)) and not launch((4, 0, 16, 65))
     with pytest.raises(InvalidArgumentError, match=r"scale: pointers: expected one for \[3\]"):
         repeated.on_stream(5, [0], {})
-
-
-def test_a_host_function_that_ctypes_only_calls() -> None:
-    """No conversion: it gets the address of the array itself, and its result is not looked at."""
-    seen: list[Any] = []
-
-    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
-    def host_function(packed: int) -> int:
-        seen.append(packed)
-        return 7
-
-    packed = (ctypes.c_void_p * 3)()
-    assert cute_launch.short_entry(host_function)(packed) is None
-    assert seen == [ctypes.addressof(packed)]
-
-
-def test_the_number_of_addresses_is_checked(device: Device) -> None:
-    args = arguments()
-    repeated = CuteProgram("scale", kinds_of(args), 0, device).repeated(*args)
-    with pytest.raises(Exception, match="pack_into expected 4 items"):
-        repeated(16, 32)
-    with pytest.raises(Exception, match="pack expected 3 items"):
-        repeated.on_stream(5, [0, 2, 3], {})((16, 32))
-    assert not device.seen
 
 
 def test_an_error_of_the_driver_is_raised(device: Device) -> None:

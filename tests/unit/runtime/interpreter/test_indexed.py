@@ -37,33 +37,6 @@ def test_gather_from_an_empty_array() -> None:
     assert values(lambda a: ct.gather(a, ct.arange(2, dtype=ct.int32)), torch.zeros(0)) == [0, 0]
 
 
-def test_scatter_ignores_what_is_outside() -> None:
-    x = torch.zeros(3)
-
-    def body(a):
-        index = ct.arange(8, dtype=ct.int32) - 4
-        ct.scatter(a, index, index.astype(ct.float32) + 1, mask=index != 1)
-
-    evaluate(body, x)
-    assert x.tolist() == [1.0, 0.0, 3.0]
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (lambda a: ct.gather(a, 0), "needs 2 indices, got 1"),
-        (lambda a: ct.gather(a, (0, 0.0)), "integer dtype"),
-        (lambda a: ct.gather(a, (0, 0), mask=1), "mask must be of dtype bool"),
-        (lambda a: ct.gather(a, (0, 0), mask=ct.ones((2,), ct.bool_)), "does not broadcast"),
-        (lambda a: ct.gather(a, (0, 0), padding_value=ct.zeros(2, ct.float32)), "not broadcast"),
-        (lambda a: ct.scatter(a, (0, 0), ct.zeros((2,), ct.float32)), "does not broadcast"),
-    ],
-)
-def test_bad_gather_or_scatter(body: Any, message: str) -> None:
-    with pytest.raises(InterpreterError, match=message):
-        evaluate(body, torch.zeros(4, 4))
-
-
 def test_advanced_indexing() -> None:
     x = grid_of(4, 6)
     rows = torch.tensor([3, 0, 7, 1], dtype=torch.int32)
@@ -81,21 +54,6 @@ def test_advanced_indexing() -> None:
         lambda a: ct.load_advanced_indexing(a, (ct.arange(8, dtype=ct.int32), ct.Slice(0, 4))), x
     )
     assert undetermined[4:].isnan().all()
-
-
-@pytest.mark.parametrize(
-    ("index", "message"),
-    [
-        (lambda: (ct.Slice(0, 4), ct.Slice(0, 4)), "exactly one index must be a tile"),
-        (lambda: (ct.arange(4, dtype=ct.int32), ct.Slice(0, 3)), "power of two"),
-        (lambda: (ct.zeros((2, 2), ct.int32), ct.Slice(0, 4)), "must be a 1-D tile"),
-        (lambda: (ct.arange(4, dtype=ct.int32),), "one entry per axis"),
-        (lambda: (ct.arange(4, dtype=ct.int32) + 9, ct.Slice(0, 4)), "wholly outside"),
-    ],
-)
-def test_bad_advanced_index(index: Any, message: str) -> None:
-    with pytest.raises(InterpreterError, match=message):
-        evaluate(lambda a: ct.load_advanced_indexing(a, index()), grid_of(4, 6))
 
 
 def test_raw_memory() -> None:
@@ -189,17 +147,6 @@ def test_atomic_operations(
     assert x.tolist() == expected
 
 
-def test_compare_and_swap() -> None:
-    x = torch.tensor([0, 1, 0], dtype=torch.int32)
-
-    def body(a):
-        index = ct.astile((0, 0, 1, 3), dtype=ct.int32)
-        return ct.atomic_cas(a, index, 0, ct.arange(4, dtype=ct.int32) + 7)
-
-    assert values(body, x) == [0, 7, 1, 0]
-    assert x.tolist() == [7, 1, 0]
-
-
 def test_masked_raw_atomics() -> None:
     x = torch.ones(4)
 
@@ -211,22 +158,3 @@ def test_masked_raw_atomics() -> None:
 
     assert values(body, x) == [2.0, 2.0, 1.0, 1.0]
     assert x.tolist() == [5.0, 2.0, 1.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (lambda a: ct.atomic_max(a, 0, 1.0), "atomic max does not support dtype float32"),
-        (lambda a: ct.atomic_xor(a, 0, 1), "atomic xor does not support dtype float32"),
-        (lambda a: ct.atomic_add(a, 0, ct.zeros((), ct.float64)), "cannot implicitly cast"),
-        (lambda a: ct.atomic_add(a, 0, 1.0, memory_order=ct.MemoryOrder.WEAK), "memory order"),
-    ],
-)
-def test_bad_atomic(body: Any, message: str) -> None:
-    with pytest.raises(InterpreterError, match=message):
-        evaluate(body, torch.zeros(4))
-
-
-def test_bitwise_atomic_needs_the_same_dtype() -> None:
-    with pytest.raises(InterpreterError, match="needs an update of dtype int64"):
-        evaluate(lambda a: ct.atomic_or(a, 0, 1), torch.zeros(4, dtype=torch.int64))

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import types
-from typing import Any
 
 import cuda.tile as ct
 import pytest
 import torch
 
-from mla_var3.errors import InterpreterError
 from mla_var3.runtime import interpreter
 from tests.unit.runtime.interpreter.interpreter_support import evaluate, values
 
@@ -47,46 +44,6 @@ def test_while_if_and_logic_on_dynamic_scalars() -> None:
     assert values(collatz, 27) == 111
 
 
-def test_loop_variable_is_a_dynamic_int32() -> None:
-    def body():
-        for i in range(2, 7, 4):
-            last = i
-        return last
-
-    tile = evaluate(body)
-    assert tile.element == ct.int32
-    assert tile.shape == ()
-    assert values(lambda: tuple(i.astype(ct.float32) for i in range(2))[1]) == 1.0
-
-
-def test_range_takes_the_widest_dtype() -> None:
-    def body(n):
-        for i in range(1, n.astype(ct.int64)):
-            last = i
-        return last
-
-    tile = evaluate(body, 5)
-    assert (tile.element, tile.tensor.item()) == (ct.int64, 4)
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (lambda: range(4, 0, -1), "step of range must be positive"),
-        (lambda: range(ct.bid(0) * 1.0), "signed integer scalars"),
-        (lambda: range(ct.arange(4, dtype=ct.int32)), "signed integer scalars"),
-        (lambda: max(ct.bid(0), 1, 2), "exactly two arguments"),
-        (lambda: int(ct.bid(0)), r"int\(\) expects a constant"),
-        (lambda: float(ct.bid(0)), r"float\(\) expects a constant"),
-        (lambda: bool(ct.zeros((4,), ct.bool_)), "truth value of a bool_ tile of shape"),
-        (lambda: [*ct.zeros((4,), ct.bool_)], "cannot be iterated"),
-    ],
-)
-def test_misused_builtin(body: Any, message: str) -> None:
-    with pytest.raises(InterpreterError, match=message):
-        evaluate(body)
-
-
 def plain_helper(x, limit):
     total = ct.zeros((TILE,), ct.int32)
     for i in range(2):
@@ -97,10 +54,6 @@ def plain_helper(x, limit):
 @ct.function
 def decorated_helper(x, limit):
     return plain_helper(x, limit) + max(x, 0)
-
-
-class Namespace:
-    helper = staticmethod(plain_helper)
 
 
 helper_module = types.ModuleType("helper_module")
@@ -132,22 +85,6 @@ def test_recursive_helper() -> None:
     assert evaluate(lambda: factorial(5)) == 120
 
 
-@dataclasses.dataclass(frozen=True)
-class Bounds:
-    low: int
-    high: int
-
-    def clamp(self, x):
-        for _ in range(x):
-            x = x if x < self.high else x - x + self.high
-        return x
-
-
-def test_methods_work_on_scalars() -> None:
-    bounds = Bounds(0, 6)
-    assert values(lambda n: bounds.clamp(n), 9) == 6
-
-
 def test_host_code_at_the_same_time_is_not_affected() -> None:
     meeting = threading.Barrier(2, timeout=10)
     seen = []
@@ -173,33 +110,6 @@ def test_host_code_at_the_same_time_is_not_affected() -> None:
     assert seen == [(2, [0, 1], True), "Device functions can only be called from device code."]
 
 
-def test_static_evaluation() -> None:
-    def body():
-        parts = ()
-        for i in ct.static_iter(range(4)):
-            parts += ((i + 1) % 4,)
-        size = ct.static_eval(sum(parts) + 2)
-        ct.static_assert(size == 8)
-        return ct.arange(ct.ensure_constant(size), dtype=ct.int32)
-
-    assert values(body) == list(range(8))
-
-
-def test_dtype_as_function() -> None:
-    tile = evaluate(lambda n: ct.float32(n) / 2, 3)
-    assert (tile.element, tile.tensor.item()) == (ct.float32, 1.5)
-    assert evaluate(lambda: ct.int8(300)).tensor.item() == 44
-
-
-def test_programmatic_dependent_launch_is_a_no_op() -> None:
-    def body():
-        ct.grid_dependency_control_wait()
-        ct.grid_dependency_control_launch_dependents()
-        return ct.bid(0)
-
-    assert values(body) == 0
-
-
 # ---------------------------------------------------------------------------------------- printing
 
 
@@ -214,9 +124,3 @@ def test_printing(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == (
         "x:[0.000000, 0.500000];\n[[0.00, 0.50]] 0 [0, 1]\n3% [ 0.00,  0.50] 7 ff\n"
     )
-
-
-@pytest.mark.parametrize("arguments", [("%d", 1.5), ("%s", 1), ("%d",), ("text", 1)])
-def test_printf_checks_its_format(arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(InterpreterError, match="operation printf"):
-        evaluate(lambda: ct.printf(*arguments))

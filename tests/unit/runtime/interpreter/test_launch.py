@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import types
-from typing import Annotated, Any
+from typing import Any
 
 import cuda.tile as ct
 import pytest
@@ -18,7 +18,7 @@ from mla_var3.runtime import interpreter
 from mla_var3.runtime.interpreter import require_pinned_cutile
 from mla_var3.runtime.interpreter.cutile_api import IMPLEMENTATIONS
 from mla_var3.runtime.interpreter.language import SUBSTITUTES
-from tests.unit.runtime.interpreter.interpreter_support import evaluate, values
+from tests.unit.runtime.interpreter.interpreter_support import evaluate
 
 TILE = 4
 Const = ct.Constant[int]
@@ -79,13 +79,6 @@ def test_blocks_run_over_the_whole_grid() -> None:
     assert out.tolist() == expected
 
 
-@pytest.mark.parametrize("blocks", [[1, 3], [(1,), (3, 0, 0)], iter([3, 1])])
-def test_chosen_blocks_only(blocks: Any) -> None:
-    x, out = torch.arange(16), torch.zeros(16, dtype=torch.int64)
-    interpreter.launch((4,), copy_tile, (x, out), blocks=blocks)
-    assert out.tolist() == [0] * 4 + [4, 5, 6, 7] + [0] * 4 + [12, 13, 14, 15]
-
-
 @pytest.mark.parametrize("block", [4, (0, 1), -1, (0, 0, 0, 0), (), "a"])
 def test_block_outside_the_grid(block: Any) -> None:
     with pytest.raises(InvalidArgumentError, match=r"blocks: expected block ids in the grid"):
@@ -98,28 +91,7 @@ def test_bad_grid(grid: Any) -> None:
         interpreter.launch(grid, copy_tile, (torch.zeros(4), torch.zeros(4)))
 
 
-def test_num_blocks() -> None:
-    found = []
-
-    @ct.kernel
-    def kernel():
-        found.append(tuple(int(str(ct.num_blocks(axis))) for axis in (0, 1, 2)))
-
-    interpreter.launch((2, 1, 3), kernel, (), blocks=[0])
-    assert found == [(2, 1, 3)]
-
-
 # --------------------------------------------------------------------------------------- arguments
-
-
-def test_not_a_kernel() -> None:
-    with pytest.raises(InvalidArgumentError, match="kernel: expected an object made by @ct.kernel"):
-        interpreter.launch((1,), lambda: None, ())
-
-
-def test_wrong_number_of_arguments() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"args: expected 2 arguments \(x, out\), got 1"):
-        interpreter.launch((1,), copy_tile, (torch.zeros(4),))
 
 
 @pytest.mark.parametrize(
@@ -155,15 +127,6 @@ def test_scalars_become_typed_and_constants_stay() -> None:
     assert seen["constants"] == (8, 2, 0.5)
 
 
-def test_constant_must_be_a_number() -> None:
-    @ct.kernel
-    def kernel(size: Const):
-        pass
-
-    with pytest.raises(InvalidArgumentError, match="size: expected a constant"):
-        interpreter.launch((1,), kernel, (torch.zeros(1),))
-
-
 def test_tuples_and_lists_of_arrays() -> None:
     out = torch.zeros(2, 4)
 
@@ -179,48 +142,6 @@ def test_tuples_and_lists_of_arrays() -> None:
     ones = torch.ones(4)
     interpreter.launch((1,), kernel, ((ones, 3), [ones, 2 * ones], out))
     assert out.tolist() == [[3.0] * 4, [5.0] * 4]
-
-
-def test_tuple_of_wrong_length() -> None:
-    @ct.kernel
-    def kernel(pair: tuple[int, int]):
-        pass
-
-    with pytest.raises(InvalidArgumentError, match="pair: expected a tuple of 2"):
-        interpreter.launch((1,), kernel, ((1,),))
-    with pytest.raises(InvalidArgumentError, match="pair: expected a tuple, got 1"):
-        interpreter.launch((1,), kernel, (1,))
-
-
-def test_array_attributes() -> None:
-    seen = {}
-
-    @ct.kernel
-    def kernel(
-        plain,
-        wide: ct.IndexedWithInt64,
-        static: Annotated[ct.Array, ct.ArrayAnnotation(static_shape_dims=(-1,))],
-    ):
-        seen["plain"] = (plain.ndim, str(plain.shape[0].dtype), plain.strides[0] == 6)
-        seen["wide"] = str(wide.shape[0].dtype)
-        seen["static"] = (isinstance(static.shape[0], ct.Tile), static.shape[1])
-        seen["dtype"] = (plain.dtype == torch.float16, plain.dtype == ct.float16, plain.dtype.name)
-
-    x = torch.zeros(4, 6, dtype=torch.float16)
-    interpreter.launch((1,), kernel, (x, x, x))
-    assert seen["plain"][:2] == (2, "int32")
-    assert bool(seen["plain"][2])
-    assert seen["wide"] == "int64"
-    assert seen["static"] == (True, 6)
-    assert seen["dtype"] == (True, True, "float16")
-
-
-def test_strided_arguments_and_autograd() -> None:
-    x = torch.arange(32.0).reshape(4, 8).requires_grad_()
-    out = torch.zeros(8, 2)
-    interpreter.launch((2,), copy_tile, (x[:, 3].expand(2, 4).reshape(-1), out[:, 1]))
-    assert out[:, 1].tolist() == [3.0, 11.0, 19.0, 27.0] * 2
-    assert not out[:, 0].any()
 
 
 def test_default_device_is_not_used() -> None:
@@ -266,26 +187,6 @@ def test_error_in_a_helper_names_both_lines() -> None:
     assert "in failing_helper: return ct.reshape(x, (3,))" in message
     assert "in kernel: failing_helper(ct.load(x, (0,), (TILE,)))" in message
     assert isinstance(caught.value.__cause__, ct.TileTypeError)
-
-
-def test_plain_python_error_in_a_kernel() -> None:
-    @ct.kernel
-    def kernel():
-        return 1 // 0
-
-    with pytest.raises(InterpreterError, match=r"kernel kernel, block .*: ZeroDivisionError") as c:
-        interpreter.launch((1,), kernel, ())
-    assert isinstance(c.value.__cause__, ZeroDivisionError)
-
-
-def test_failed_assertion() -> None:
-    def body(limit):
-        ct.assert_(ct.arange(4, dtype=ct.int32) < limit, "too large")
-        return limit
-
-    assert values(body, 4) == 4
-    with pytest.raises(InterpreterError, match="operation assert_: AssertionError: too large"):
-        evaluate(body, 3)
 
 
 def test_unknown_operation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,45 +83,6 @@ def test_padding_modes(mode: Any, expected: float, dtype: torch.dtype) -> None:
     torch.testing.assert_close(tile, wanted, equal_nan=True)
 
 
-def test_negative_zero_padding() -> None:
-    mode = ct.PaddingMode.NEG_ZERO
-    tile = elements(lambda a: ct.load(a, (0,), (4,), padding_mode=mode), torch.ones(3))
-    assert torch.signbit(tile).tolist() == [False, False, False, True]
-
-
-def test_undetermined_padding_of_integers_is_poison() -> None:
-    x = torch.ones(3, dtype=torch.int32)
-    assert values(lambda a: ct.load(a, (0,), (4,)), x) == [1, 1, 1, 2**31 - 1]
-
-
-def test_float_padding_of_an_integer_array() -> None:
-    x = torch.ones(3, dtype=torch.int32)
-    with pytest.raises(InterpreterError, match="padding mode NAN needs a float array"):
-        evaluate(lambda a: ct.load(a, (0,), (4,), padding_mode=ct.PaddingMode.NAN), x)
-
-
-def test_load_orders() -> None:
-    x = torch.arange(24.0).reshape(2, 3, 4)
-    fortran = elements(lambda a: ct.load(a, (1, 0, 0), (2, 2, 2), order="F"), x)
-    assert torch.equal(fortran, x.permute(2, 1, 0)[2:4, 0:2])
-    custom = elements(lambda a: ct.load(a, (0, 1, 0), (1, 2, 2), order=(0, -1, 1)), x)
-    assert torch.equal(custom, x.permute(0, 2, 1)[:1, 2:4, :2])
-
-
-def test_store_order_and_clipping() -> None:
-    out = torch.zeros(3, 5)
-
-    @ct.kernel
-    def kernel(out):
-        tile = ct.arange(8, dtype=ct.float32).reshape((4, 2)) + 1
-        ct.store(out, (1, 1), tile, order=(1, 0))
-
-    interpreter.launch((1,), kernel, (out,))
-    expected = torch.zeros(3, 5)
-    expected[2, 4] = 1.0
-    assert torch.equal(out, expected)
-
-
 @settings(max_examples=60, deadline=None, database=None)
 @given(
     shape=st.tuples(st.integers(1, 9), st.integers(1, 9)),
@@ -186,82 +147,6 @@ def test_unchecked_bounds_that_are_violated() -> None:
             evaluate(body, x)
 
 
-def test_scalars_in_and_out() -> None:
-    x = torch.arange(6, dtype=torch.int32).reshape(2, 3)
-    assert values(lambda a: ct.load(a, (1, 2), ()), x) == 5
-    evaluate(lambda a: ct.store(a, (0, 1), 7), x)
-    assert x.tolist() == [[0, 7, 2], [3, 4, 5]]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "tile_dtype", "allowed"),
-    [
-        (torch.bfloat16, ct.float32, False),
-        (torch.float16, ct.float32, False),
-        (torch.float16, ct.bfloat16, False),
-        (torch.int32, ct.float32, False),
-        (torch.int32, ct.int64, False),
-        (torch.int32, ct.uint32, False),
-        (torch.float32, ct.bfloat16, True),
-        (torch.float32, ct.int32, True),
-        (torch.int64, ct.int32, True),
-        (torch.int32, ct.bool_, True),
-    ],
-)
-def test_implicit_casts_on_store(dtype: torch.dtype, tile_dtype: Any, allowed: bool) -> None:
-    out = torch.zeros(4, dtype=dtype)
-    index = ct.int32
-    stores = [
-        lambda a: ct.store(a, (0,), ct.ones((4,), tile_dtype)),
-        lambda a: a.tiled_view(4).store(0, ct.ones((4,), tile_dtype)),
-        lambda a: ct.scatter(a, ct.arange(4, dtype=index), ct.ones((4,), tile_dtype)),
-        lambda a: a.get_raw_memory().store_offset(0, ct.ones((), tile_dtype)),
-    ]
-    for store in stores:
-        if allowed:
-            evaluate(store, out)
-        else:
-            with pytest.raises(InterpreterError, match="cannot implicitly cast"):
-                evaluate(store, out)
-    assert out.tolist() == [1 if allowed else 0] * 4
-
-
-def test_constant_out_of_range_on_store() -> None:
-    with pytest.raises(InterpreterError, match="300 is out of range of int8"):
-        evaluate(lambda a: ct.store(a, 0, 300), torch.zeros(1, dtype=torch.int8))
-    with pytest.raises(InterpreterError, match=r"cannot implicitly cast 1.5 to int32"):
-        evaluate(lambda a: ct.store(a, 0, 1.5), torch.zeros(1, dtype=torch.int32))
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (lambda a: ct.load(a, (0,), (2, 2)), r"index \(0,\) does not match the rank 2"),
-        (lambda a: ct.load(a, (0, 0), (2,)), "does not match the rank 2"),
-        (lambda a: ct.load(a, (0, 0), (3, 2)), "3 is not a power of two"),
-        (lambda a: ct.load(a, (0, 0), (1 << 13, 1 << 12)), "has more than"),
-        (lambda a: ct.load(a, (0, 0), (2, 2), order=(0, 0)), "names an axis twice"),
-        (lambda a: ct.load(a, (0, 0), (2, 2), order="A"), "order must be"),
-        (lambda a: ct.load(a, (0, 0.0), (2, 2)), "signed integer scalar"),
-        (lambda a: ct.load(a, (0, 0), (2, 2), latency=11), "Latency must be between 1 and 10"),
-        (lambda a: ct.load(a, (0, 0), (2, 2), memory_order=ct.MemoryOrder.RELEASE), "memory order"),
-        (lambda a: ct.store(a, (0, 0), ct.zeros((4,), ct.float32)), "of rank 2"),
-        (lambda a: ct.load(ct.bid(0), (0,), (2,)), "expected an array"),
-        (lambda a: a[0, 0], "not subscriptable"),
-        (lambda a: ct.num_tiles(a, 2, (2, 2)), "out of range"),
-    ],
-)
-def test_bad_load_or_store(body: Any, message: str) -> None:
-    with pytest.raises(InterpreterError, match=message):
-        evaluate(body, torch.zeros(4, 4))
-
-
-def test_num_tiles() -> None:
-    x = torch.zeros(5, 9)
-    assert values(lambda a: ct.num_tiles(a, 1, (2, 4)), x) == 3
-    assert values(lambda a: ct.num_tiles(a, 1, (2, 4), order="F"), x) == 2
-
-
 # -------------------------------------------------------------------------- slices and tiled views
 
 
@@ -298,13 +183,6 @@ def test_tiled_view() -> None:
     last = elements(body, x)
     assert last.tolist() == [[16.0, 17.0, 18.0, 19.0], [0.0] * 4]
     assert x[:2].eq(-1).all() and x[2:].ge(0).all()
-
-
-def test_scalar_tiled_view() -> None:
-    x = torch.arange(4.0)
-    assert values(lambda a: a.tiled_view(()).load(2), x) == 2.0
-    evaluate(lambda a: a.tiled_view(()).store(1, 9.0), x)
-    assert x.tolist() == [0.0, 9.0, 2.0, 3.0]
 
 
 def test_tiled_view_atomic_stores() -> None:

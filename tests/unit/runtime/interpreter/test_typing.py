@@ -16,12 +16,7 @@ from typing import Any
 import cuda.tile as ct
 import pytest
 import torch
-from cuda.tile.compilation import (
-    ArrayConstraint,
-    CallingConvention,
-    KernelSignature,
-    export_kernel,
-)
+from cuda.tile.compilation import ArrayConstraint, CallingConvention, KernelSignature, export_kernel
 
 from mla_var3.errors import InterpreterError
 from mla_var3.runtime import interpreter

@@ -12,7 +12,6 @@ import pytest
 
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import CheckFailedError, MissingToolError, UnsupportedError
-from mla_var3.runtime.composite import ConcurrentKernels
 from mla_var3.runtime.measure import summarise
 from mla_var3.runtime.profiling import NsightProfType, common
 from mla_var3.runtime.profiling.annotation import (
@@ -22,9 +21,8 @@ from mla_var3.runtime.profiling.annotation import (
 )
 from mla_var3.runtime.profiling.clocks import ClockState
 from mla_var3.runtime.profiling.ncu import driver as ncu_driver
-from mla_var3.runtime.profiling.ncu import ncu_profile_plan
 from mla_var3.runtime.profiling.ncu import session as ncu_session
-from mla_var3.runtime.profiling.ncu.text import timer_note, whole_note
+from mla_var3.runtime.profiling.ncu.text import timer_note
 from mla_var3.runtime.workflow import Prepared, RunOptions
 
 pytest.importorskip("ncu_report", reason="the package that reads .ncu-rep is not installed")
@@ -111,14 +109,6 @@ def test_the_csv_files(outcome: tuple[Path, Any]) -> None:
     assert 0 < float(whole["of_roofline_pct"]) < 100
 
 
-def test_the_record_is_complete(outcome: tuple[Path, Any]) -> None:
-    record = json.loads((outcome[0] / "params.json").read_text())
-    assert record["prof_type"] == "annotation"
-    assert record["stages"][0]["extra"]["event_us"] == 290.0
-    assert record["clocks"]["locked"] is False
-    assert record["above_roofline"] is False
-
-
 def test_a_large_difference_to_event_time_is_explained(tmp_path: Path) -> None:
     session = recorded_session(NsightProfType.ANNOTATION, tmp_path)
     result = write_annotation(session)
@@ -127,15 +117,6 @@ def test_a_large_difference_to_event_time_is_explained(tmp_path: Path) -> None:
     assert "Both start with cold caches" in text
     result.stages[1].extra["event_us"] = 17.0
     assert "Both start with cold caches" not in timer_note(result)
-
-
-def test_concurrent_stages_are_sent_to_the_timeline(tmp_path: Path) -> None:
-    session = recorded_session(NsightProfType.ANNOTATION, tmp_path)
-    assert "prof_type=nsys" not in whole_note(session)
-    stages = list(session.prepared.stage.kernels())
-    session.prepared.stage = ConcurrentKernels(_name="both", concurrent_kernels=stages)
-    assert "The profiler serialises them" in whole_note(session)
-    assert "prof_type=nsys" in whole_note(session)
 
 
 class Machine:
@@ -185,13 +166,6 @@ def test_the_whole_way(machine: Machine, tmp_path: Path) -> None:
     assert "ncu with NVTX ranges (it is missing)" in text
 
 
-def test_ncu_mode_takes_the_same_way(machine: Machine, tmp_path: Path) -> None:
-    result = ncu_profile_plan(recorded_plan(), out_dir=tmp_path / "out", label="x")
-    assert result.mode is NsightProfType.NCU
-    arguments = json.loads((tmp_path / "out" / "arguments.json").read_text())
-    assert "--import-source" in arguments
-
-
 def test_more_runs_than_were_profiled_is_an_error(machine: Machine, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="expected a multiple of 3 profiled launches"):
         annotation_profile_plan(recorded_plan(), out_dir=tmp_path / "out")
@@ -208,11 +182,6 @@ def test_a_wrong_result_is_not_profiled(machine: Machine, tmp_path: Path) -> Non
     assert not (tmp_path / "out").exists()
 
 
-def test_without_a_gpu_the_mode_says_so() -> None:
-    with pytest.raises(UnsupportedError, match="expected a GPU for annotation mode, got the CPU"):
-        annotation_profile_plan(recorded_plan(), options=RunOptions(device="cpu"))
-
-
 def test_missing_tools_are_found_before_anything_is_tuned(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,7 +191,3 @@ def test_missing_tools_are_found_before_anything_is_tuned(
     with pytest.raises(MissingToolError, match="ncu: expected Nsight Compute"):
         annotation_profile_plan(recorded_plan())
     assert (annotation_available() or "").startswith("ncu: expected Nsight Compute")
-
-
-def test_the_mode_is_available_with_its_tools(machine: Machine) -> None:
-    assert annotation_available() is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 
 from mla_var3.conf.devices import device_spec
 from mla_var3.runtime.profiling import clocks
-from mla_var3.runtime.profiling.clocks import ClockState, announce_clocks, clock_state, marker_file
+from mla_var3.runtime.profiling.clocks import clock_state
 
 UUID = "GPU-12345678-1234-1234-1234-123456789abc"
 H200_CLOCKS = "\n".join(f"3201, {mhz}" for mhz in range(1980, 344, -15)) + "\n2619, 345"
@@ -90,17 +89,6 @@ class Scripts:
 @pytest.fixture
 def scripts(tmp_path: Path, repo_root: Path) -> Scripts:
     return Scripts(tmp_path, repo_root / "scripts")
-
-
-def test_an_h200_is_locked_by_its_profile(scripts: Scripts) -> None:
-    done = scripts.run("lock-gpu-clock.sh")
-    assert done.returncode == 0, done.stderr
-    assert scripts.settings() == ["-i 0 -pm 1", "-i 0 -lgc 1500,1500", "-i 0 -lmc 3201,3201"]
-    assert "SM clock 1500 MHz, memory clock 3201 MHz" in done.stdout
-    marker = json.loads(scripts.marker.read_text())
-    assert (marker["device"], marker["uuid"]) == ("NVIDIA H200", UUID)
-    assert (marker["sm_mhz"], marker["memory_mhz"]) == (1500, 3201)
-    assert [p.name for p in scripts.marker.parent.glob(".hyper*")] == []
 
 
 @pytest.mark.parametrize(
@@ -184,26 +172,8 @@ def test_what_cannot_be_locked_is_refused(
     assert not scripts.marker.exists()
 
 
-def test_without_nvidia_smi(scripts: Scripts) -> None:
-    (scripts.bin / "nvidia-smi").unlink()
-    done = scripts.run("lock-gpu-clock.sh")
-    assert done.returncode == 1
-    assert "nvidia-smi: expected on PATH" in done.stderr
-
-
-def test_the_nearest_step_is_taken_and_named(scripts: Scripts) -> None:
-    done = scripts.run("lock-gpu-clock.sh", SMI_CLOCKS="3201, 1980\n3201, 1507\n3201, 345")
-    assert done.returncode == 0, done.stderr
-    assert "the driver takes 1507 MHz" in done.stderr
-    assert json.loads(scripts.marker.read_text())["sm_mhz"] == 1507
-
-
 @pytest.mark.parametrize(
-    ("failing", "undone"),
-    [
-        ("-lgc", ["-i 0 -pm 0"]),
-        ("-lmc", ["-i 0 -rgc", "-i 0 -pm 0"]),
-    ],
+    ("failing", "undone"), [("-lgc", ["-i 0 -pm 0"]), ("-lmc", ["-i 0 -rgc", "-i 0 -pm 0"])]
 )
 def test_a_partial_failure_is_undone(failing: str, undone: list[str], scripts: Scripts) -> None:
     done = scripts.run("lock-gpu-clock.sh", SMI_FAIL=failing)
@@ -221,30 +191,6 @@ def test_not_supported_with_exit_code_zero_is_a_failure(scripts: Scripts) -> Non
     assert done.returncode == 1
     assert "not supported by this card" in done.stderr
     assert scripts.settings()[-2:] == ["-i 0 -rgc", "-i 0 -pm 0"]
-
-
-def test_a_marker_that_cannot_be_written_undoes_all(scripts: Scripts, tmp_path: Path) -> None:
-    done = scripts.run("lock-gpu-clock.sh", HYPER_MLA_CLOCK_STATE=str(tmp_path / "no" / "x.json"))
-    assert done.returncode == 1
-    assert scripts.settings()[-3:] == ["-i 0 -rmc", "-i 0 -rgc", "-i 0 -pm 0"]
-
-
-@pytest.mark.parametrize("arguments", [["--gpu", "one"], ["--gpu"], ["--fast"]])
-def test_wrong_arguments(arguments: list[str], scripts: Scripts) -> None:
-    done = scripts.run("lock-gpu-clock.sh", *arguments)
-    assert done.returncode == 2
-    assert "--help lists the options" in done.stderr
-
-
-def test_every_script_has_help_and_is_strict(scripts: Scripts) -> None:
-    found = sorted(scripts.scripts.glob("*-gpu-clock.sh"))
-    for script in (s for s in found if not s.name.startswith("lib")):
-        assert os.access(script, os.X_OK)
-        assert "set -euo pipefail" in script.read_text()
-        done = scripts.run(script.name, "--help")
-        assert done.returncode == 0
-        assert f"usage: {script.name}" in done.stdout
-    assert scripts.settings() == []
 
 
 # -- what Python reads -------------------------------------------------------------------------
@@ -277,22 +223,6 @@ def test_the_scripts_marker_is_believed(scripts: Scripts, monkeypatch: pytest.Mo
     assert (state.locked, state.sm_mhz, state.memory_mhz) == (True, 1500, 3201)
 
 
-def test_locked(marker: Any) -> None:
-    marker()
-    state = clock_state(UUID, current_sm_mhz=1500.0)
-    assert state.describe() == (
-        "clocks locked by scripts/lock-gpu-clock.sh at 1500 MHz (SM) and 3201 MHz (memory) since "
-        "2026-11-15T00:00:00+00:00"
-    )
-    assert ClockState(**state.to_dict()) == state
-
-
-def test_not_locked(marker: Any) -> None:
-    assert clock_state(UUID) == ClockState(False)
-    assert clock_state(None) == ClockState(False)
-    assert announce_clocks({"gpu": None}).locked is False
-
-
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
@@ -313,13 +243,3 @@ def test_a_faster_card_shows_that_the_lock_is_gone(marker: Any) -> None:
     marker()
     assert clock_state(UUID, current_sm_mhz=1515.0).locked
     assert "runs at 1980 MHz" in str(clock_state(UUID, current_sm_mhz=1980.0).problem)
-
-
-def test_a_broken_marker(marker: Any, tmp_path: Path) -> None:
-    (tmp_path / "clocks.json").write_text("{")
-    assert "cannot be read" in str(clock_state(UUID).problem)
-
-
-def test_the_default_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HYPER_MLA_CLOCK_STATE", raising=False)
-    assert marker_file("ab") == Path("/tmp/hyper-mla-clocks-GPU-ab.json")

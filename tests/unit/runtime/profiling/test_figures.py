@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mla_var3.cli.console import print_result, print_table
+from mla_var3.cli.console import print_result
 from mla_var3.op.compare import ErrorFigures
 from mla_var3.runtime.check import CheckResult, OutputCheck
 from mla_var3.runtime.compile import CompileReport
@@ -87,19 +87,6 @@ def test_checks(error: ErrorFigures, outcome: str) -> None:
     assert ("passed" in figures.check_summary(check)) == check.passed
     assert "twice the error" in figures.check_markdown(check)
     json.dumps(json_ready(check.to_dict()), allow_nan=False)
-
-
-def test_a_profile_is_json() -> None:
-    data = json.loads(json.dumps(json_ready(figures.result_data(result(timed=True)))))
-    assert data["mode"] == "event" and data["total"]["tflops"] == 150.0
-    assert data["check"] is None
-
-
-def test_screen_tables_leave_out_empty_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    print_table("title [x]", ("a", "b", "c"), [("x[0]", None, 1), ("y", "-", 2)])
-    out = capsys.readouterr().out
-    assert "title [x]" in out and "x[0]" in out
-    assert "b" not in out
 
 
 def test_a_static_result_on_screen(capsys: pytest.CaptureFixture[str]) -> None:

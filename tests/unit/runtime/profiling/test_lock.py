@@ -61,13 +61,6 @@ def test_the_file_names_the_holder_while_held() -> None:
     assert lock_path("12ab").read_text() == ""
 
 
-def test_the_same_process_may_nest() -> None:
-    with device_lock("7"), device_lock("7", 0):
-        pass
-    with device_lock("7", 0):
-        pass
-
-
 def test_a_second_process_is_refused_after_the_wait(
     environment: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -87,13 +80,6 @@ def test_a_killed_holder_leaves_the_device_free(environment: dict[str, str]) -> 
         process.wait()
         with device_lock("7", 5):
             assert json.loads(lock_path("7").read_text())["pid"] == os.getpid()
-
-
-def test_an_error_inside_releases_it() -> None:
-    with pytest.raises(ZeroDivisionError), device_lock("7"):
-        raise ZeroDivisionError
-    with device_lock("7", 0):
-        pass
 
 
 def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:

@@ -12,17 +12,12 @@ from typing import Any
 
 import pytest
 
-from mla_var3.errors import InvalidArgumentError, UnsupportedError
+from mla_var3.errors import UnsupportedError
 from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
 from mla_var3.runtime.paths import find_kernel, plan_class
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling import target
-from mla_var3.runtime.profiling.target import (
-    TargetSpec,
-    apply_tilings,
-    launch_ranges,
-    stage_ranges,
-)
+from mla_var3.runtime.profiling.target import TargetSpec, launch_ranges, stage_ranges
 from mla_var3.runtime.stage import Stage
 
 
@@ -60,20 +55,6 @@ def test_tuned_tilings_are_used_not_those_of_the_plan(tmp_path: Path) -> None:
     rebuilt = spec.build_stage(spec.build_plan(), "meta")
     assert next(rebuilt.kernels()).tiling.Bn == 32
     assert spec.build_plan() == plan
-
-
-def test_tilings_for_other_kernels_are_refused() -> None:
-    stage = meta_stage(make_plan())
-    with pytest.raises(InvalidArgumentError, match="one for each of .*decompress_combine"):
-        apply_tilings(stage, [{"kernel": "other", "tiling": {}}])
-
-
-def test_a_stage_plan_is_found_by_its_own_class() -> None:
-    """The module of a stage lies in a version package, but is not its entry point."""
-    plan = make_plan()
-    inner = next(iter(meta_stage(plan).kernels())).plan
-    spec = TargetSpec.of(inner, meta_stage(inner), runs=1)
-    assert type(spec.build_plan()) is type(inner)
 
 
 def test_a_plan_of_a_script_cannot_be_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,25 +102,6 @@ def test_each_kernel_is_launched_alone_inside_its_range() -> None:
         *("push hyper_mla.a", "launch a", "pop", "wait a"),
         *("push hyper_mla.b", "launch b", "pop", "wait b"),
     ]
-
-
-def test_the_program_warms_up_outside_and_repeats_inside(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    counts = {"prepared": 0, "ranges": 0}
-    plan = make_plan()
-    TargetSpec.of(plan, meta_stage(plan), runs=4).write(tmp_path / "spec.json")
-
-    def prepared(spec: TargetSpec) -> None:
-        counts["prepared"] += 1
-
-    def ranges(*_: Any) -> None:
-        counts["ranges"] += 1
-
-    monkeypatch.setattr(target, "_prepared_stage", prepared)
-    monkeypatch.setattr(target, "launch_ranges", ranges)
-    assert target.main([str(tmp_path / "spec.json")]) == 0
-    assert counts == {"prepared": 1, "ranges": 4}
 
 
 @pytest.mark.parametrize("under_ncu", [False, True])

@@ -8,7 +8,7 @@ import torch
 from mla_var3.conf.devices import load_devices, shared_memory_limit
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.runtime.plan import Constraints, Tiling
-from mla_var3.runtime.tiling import is_power_of_two
+from mla_var3.runtime.stage import is_power_of_two
 
 FEW_QUERIES = 64
 """Up to here one 64-row tile holds all queries of a head, and reading K and V is what costs."""

@@ -22,7 +22,7 @@ from typing import Any
 
 import mla_var3
 from mla_var3.errors import MissingToolError, UnsupportedError
-from mla_var3.runtime.environment import find_tool, run_tool
+from mla_var3.runtime.environment import find_tool, run_tool, version_numbers
 from mla_var3.runtime.profiling import target
 from mla_var3.runtime.profiling.target import NSIGHT_REPORT, TargetSpec
 
@@ -62,7 +62,7 @@ class NcuTool:
     @property
     def release(self) -> tuple[int, ...]:
         """The version as numbers, for comparisons."""
-        return _release(self.version)
+        return version_numbers(self.version)
 
 
 @dataclass
@@ -89,12 +89,7 @@ class UnknownMetricsError(UnsupportedError):
 
 
 def find_ncu() -> NcuTool:
-    """The installed Nsight Compute.
-
-    Raises:
-        MissingToolError: there is none.
-        UnsupportedError: it does not run, or is too old.
-    """
+    """The installed Nsight Compute."""
     needed = ".".join(map(str, MINIMUM_VERSION))
     path = find_tool("ncu") or _newest_in_opt()
     if path is None:
@@ -115,22 +110,14 @@ def find_ncu() -> NcuTool:
 def _newest_in_opt() -> Path | None:
     folders = Path("/opt/nvidia/nsight-compute").glob("*/ncu")
     found = [path for path in folders if os.access(path, os.X_OK)]
-    return max(found, key=lambda path: _release(path.parent.name), default=None)
-
-
-def _release(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", text)[:4])
+    return max(found, key=lambda path: version_numbers(path.parent.name), default=None)
 
 
 def load_ncu_report() -> Any:
-    """The `ncu_report` module, which reads .ncu-rep files.
-
-    Raises:
-        MissingToolError: it is missing or too old.
-    """
+    """The `ncu_report` module, which reads .ncu-rep files."""
     try:
         version = importlib.metadata.version("ncu-report")
-        if _release(version) >= MINIMUM_READER:
+        if version_numbers(version) >= MINIMUM_READER:
             return importlib.import_module("ncu_report")
         got = f"version {version}"
     except (ImportError, importlib.metadata.PackageNotFoundError) as error:
@@ -162,7 +149,7 @@ def nsight_problem(tool: NcuTool, folder: Path) -> str | None:
         return "nsight-python is not installed"
     except ImportError as error:
         return f"nsight-python {version} cannot be imported: {error}"
-    if _release(version) >= (1,) and tool.release < (2026, 2):
+    if version_numbers(version) >= (1,) and tool.release < (2026, 2):
         return f"nsight-python {version} needs ncu 2026.2, got {tool.version}"
     # It joins its command line with spaces and hands it to a shell.
     for path in (str(folder.resolve()), sys.executable, str(Path(target.__file__).resolve())):
@@ -176,14 +163,7 @@ def collect(
 ) -> Collection:
     """Run the target program under the profiler; leaves `report.ncu-rep` in the folder.
 
-    Args:
-        tool: the profiler.
-        folder: where its files go.
-        spec: what the target program runs.
-        metrics: metrics to collect; None for the full set with sources, always by ncu.
-
-    Raises:
-        UnsupportedError: as `run_ncu`.
+    Without metrics ncu collects the full set, with sources.
     """
     note = ""
     if metrics is not None:
@@ -237,14 +217,7 @@ def _collect(
 def ncu_command(
     tool: NcuTool, output: Path, spec: Path, metrics: Sequence[str] | None
 ) -> list[str]:
-    """The command that profiles a target program.
-
-    Args:
-        tool: the profiler.
-        output: report path without `.ncu-rep`.
-        spec: what the target program runs.
-        metrics: metrics to collect; None for the full set with sources.
-    """
+    """The command that profiles a target program."""
     what = ["--set", "full", "--import-source", "yes"]
     if metrics is not None:
         what = ["--metrics", ",".join(metrics)]
@@ -274,18 +247,7 @@ def child_environment(tool: NcuTool) -> dict[str, str]:
 
 
 def run_ncu(command: Sequence[str], tool: NcuTool, report: Path) -> None:
-    """Run a profiling command; its output goes to `profiler.log` beside the report.
-
-    Args:
-        command: what to run.
-        tool: the profiler.
-        report: the file that must exist afterwards.
-
-    Raises:
-        UnsupportedError: no access to the counters, a failed target program, or no report. The
-            message is one line with the cause and the name of the log file.
-        UnknownMetricsError: some metrics do not exist here.
-    """
+    """Run a profiling command; its output goes to `profiler.log` beside the report."""
     log.debug("running %s", command)
     try:
         done = subprocess.run(

@@ -5,21 +5,11 @@ from __future__ import annotations
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from mla_var3.runtime.files import write_atomic
-from mla_var3.runtime.markdown import number, table
+from mla_var3.runtime.markdown import number, table, write_csv
+from mla_var3.runtime.paths import write_atomic
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult
-from mla_var3.runtime.profiling.common import (
-    header,
-    profiling_mode,
-    write_artifacts,
-)
-from mla_var3.runtime.profiling.ncu.reader import (
-    NOT_OURS,
-    MetricValue,
-    Rule,
-    StageProfile,
-    advice,
-)
+from mla_var3.runtime.profiling.common import header, profiling_mode, write_artifacts
+from mla_var3.runtime.profiling.ncu.reader import NOT_OURS, MetricValue, Rule, StageProfile, advice
 from mla_var3.runtime.profiling.ncu.session import Session, make_result, profile
 from mla_var3.runtime.profiling.ncu.source import (
     HOT_SHARE,
@@ -31,12 +21,11 @@ from mla_var3.runtime.profiling.ncu.source import (
     source_text,
 )
 from mla_var3.runtime.profiling.ncu.text import (
-    closing_sections,
     contract,
+    method_sections,
     method_table,
     metrics_table,
     whole_note,
-    write_csv,
 )
 from mla_var3.runtime.workflow import RunOptions
 
@@ -156,7 +145,7 @@ def _report(session: Session, result: ProfileResult, kernels: list[str]) -> str:
         "tile language, and its estimates overlap. Left out: "
         + "; ".join(f"{name} ({why})" for name, why in NOT_OURS.items())
         + ". All of it is in `report-verbose.md`; `report.ncu-rep` opens in Nsight Compute.\n",
-        *closing_sections(session, result),
+        *method_sections(session, result),
     ]
     return "\n".join(part for part in parts if part)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_var3.errors import UnsupportedError
-from mla_var3.runtime.measure import percentile
+from mla_var3.runtime.measure import spread
 from mla_var3.runtime.profiling.bottleneck import STALL_MEANING
 from mla_var3.runtime.profiling.ncu.driver import load_ncu_report
 from mla_var3.runtime.profiling.target import RANGE_PREFIX
@@ -81,7 +81,9 @@ class Figure:
         return number * self.scale * _SCALES.get(self.unit, {}).get(value.unit, 1.0)
 
 
-_PEAK = "avg.pct_of_peak_sustained"
+_PEAK = "avg.pct_of_peak_sustained_elapsed"
+_ACTIVE = "avg.pct_of_peak_sustained_active"
+_SHARED = "launch__shared_mem_per_block"
 _LOCAL = "l1tex__t_sectors_pipe_lsu_mem_local_op"
 _SECTORS: dict[str, Any] = {"additive": True, "scale": _SECTOR_BYTES}
 _SUM: dict[str, Any] = {"additive": True}
@@ -89,25 +91,20 @@ _ONE: dict[str, Any] = {"per_kernel": True}
 
 FIGURES: tuple[Figure, ...] = (
     Figure("time_us", "gpu__time_duration.sum", "", "us", **_SUM),
-    Figure(
-        "tensor_pct",
-        f"sm__pipe_tensor_cycles_active.{_PEAK}_elapsed",
-        "tensor core utilisation",
-        "%",
-    ),
-    Figure("dram_pct", f"gpu__dram_throughput.{_PEAK}_elapsed", "DRAM throughput", "%"),
+    Figure("tensor_pct", f"sm__pipe_tensor_cycles_active.{_PEAK}", "tensor core utilisation", "%"),
+    Figure("dram_pct", f"gpu__dram_throughput.{_PEAK}", "DRAM throughput", "%"),
     Figure("dram_gbps", "", "DRAM throughput", "GB/s"),
     Figure("dram_read_bytes", "dram__bytes_read.sum", "DRAM read", "B", **_SUM),
     Figure("dram_write_bytes", "dram__bytes_write.sum", "DRAM written", "B", **_SUM),
     Figure("dram_bytes", "", "", "B"),
-    Figure("l2_pct", f"lts__throughput.{_PEAK}_elapsed", "L2 throughput", "%"),
+    Figure("l2_pct", f"lts__throughput.{_PEAK}", "L2 throughput", "%"),
     Figure("l2_hit_pct", "lts__t_sector_hit_rate.pct", "L2 hit rate", "%"),
     Figure("l2_bytes", "lts__t_sectors.sum", "", "B", **_SECTORS),
     Figure("l1_hit_pct", "l1tex__t_sector_hit_rate.pct", "L1 hit rate", "%"),
-    Figure("sm_pct", f"sm__throughput.{_PEAK}_elapsed", "SM throughput", "%"),
-    Figure("memory_pct", f"gpu__compute_memory_throughput.{_PEAK}_elapsed", "", "%"),
-    Figure("issue_pct", f"smsp__issue_active.{_PEAK}_active", "issue slots busy", "%"),
-    Figure("occupancy_pct", f"sm__warps_active.{_PEAK}_active", "achieved occupancy", "%"),
+    Figure("sm_pct", f"sm__throughput.{_PEAK}", "SM throughput", "%"),
+    Figure("memory_pct", f"gpu__compute_memory_throughput.{_PEAK}", "", "%"),
+    Figure("issue_pct", f"smsp__issue_active.{_ACTIVE}", "issue slots busy", "%"),
+    Figure("occupancy_pct", f"sm__warps_active.{_ACTIVE}", "achieved occupancy", "%"),
     Figure(
         "occupancy_limit_pct",
         "sm__maximum_warps_per_active_cycle_pct",
@@ -116,19 +113,9 @@ FIGURES: tuple[Figure, ...] = (
         **_ONE,
     ),
     Figure("registers", "launch__registers_per_thread", "registers per thread", "register", **_ONE),
+    Figure("shared_static_bytes", f"{_SHARED}_static", "static shared memory per CTA", "B", **_ONE),
     Figure(
-        "shared_static_bytes",
-        "launch__shared_mem_per_block_static",
-        "static shared memory per CTA",
-        "B",
-        **_ONE,
-    ),
-    Figure(
-        "shared_dynamic_bytes",
-        "launch__shared_mem_per_block_dynamic",
-        "dynamic shared memory per CTA",
-        "B",
-        **_ONE,
+        "shared_dynamic_bytes", f"{_SHARED}_dynamic", "dynamic shared memory per CTA", "B", **_ONE
     ),
     Figure("shared_bytes", "", "", "B"),
     Figure("local_load_bytes", f"{_LOCAL}_ld.sum", "", "B", **_SECTORS),
@@ -276,7 +263,7 @@ class Launch:
         found = []
         for section in sorted(self.action.sections(), key=lambda section: section.order()):
             rows = {
-                m.name(): (_label(m), m.name(), _value(m))
+                m.name(): (str(m.label() or m.name()), m.name(), _value(m))
                 for m in (*section.header_metrics(), *section.body_metrics())
                 if not m.name().startswith("breakdown:")  # lists of names, for the tool's charts
             }
@@ -315,12 +302,7 @@ class StageProfile:
 
 
 def read_launches(path: Path) -> list[Launch]:
-    """The launches of a report that ran in one of our ranges.
-
-    Raises:
-        MissingToolError: `ncu_report` is missing.
-        UnsupportedError: it cannot read this file.
-    """
+    """The launches of a report that ran in one of our ranges."""
     module = load_ncu_report()
     try:
         report = module.load_report(str(path))
@@ -359,12 +341,6 @@ def _range_name(action: Any) -> str | None:
 def _value(metric: Any) -> MetricValue:
     value = metric.value() if metric is not None and metric.has_value() else None
     return MetricValue(value, "" if metric is None else (metric.unit() or ""))
-
-
-def _label(metric: Any) -> str:
-    # Releases before 2026 have no labels.
-    label = metric.label() if hasattr(metric, "label") else ""
-    return str(label or metric.name())
 
 
 def plain_text(text: str) -> str:
@@ -411,16 +387,7 @@ def advice(rules: Sequence[Rule], at_least_pct: float = 5.0) -> list[Rule]:
 def stage_profiles(
     launches: Sequence[Launch], names: Sequence[str], runs: int
 ) -> list[StageProfile]:
-    """Group launches by stage and take medians over the runs.
-
-    Args:
-        launches: all launches of a report.
-        names: range names of the stages in launch order, without the prefix.
-        runs: how often each stage was launched.
-
-    Raises:
-        UnsupportedError: a stage is missing or its launches are no multiple of the runs.
-    """
+    """Group launches by stage and take medians over the runs."""
     found = []
     for name in names:
         own = [launch for launch in launches if launch.range_name == name]
@@ -437,6 +404,6 @@ def stage_profiles(
         if "time_us" not in figures:
             raise UnsupportedError(f"{name}: expected a duration in the report, got none")
         times = [sample["time_us"] for sample in samples]
-        spread = (percentile(times, 90) - percentile(times, 10)) / 2 if len(times) > 1 else None
-        found.append(StageProfile(name, own, runs, figures, spread))
+        scatter = spread(times) if len(times) > 1 else None
+        found.append(StageProfile(name, own, runs, figures, scatter))
     return found

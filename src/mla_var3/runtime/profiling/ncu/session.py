@@ -34,12 +34,7 @@ from mla_var3.runtime.profiling.ncu.reader import (
     read_launches,
     stage_profiles,
 )
-from mla_var3.runtime.profiling.target import (
-    RANGE_PREFIX,
-    TargetSpec,
-    apply_tilings,
-    stage_ranges,
-)
+from mla_var3.runtime.profiling.target import RANGE_PREFIX, TargetSpec, apply_tilings, stage_ranges
 from mla_var3.runtime.profiling.timeline.analysis import outline
 from mla_var3.runtime.workflow import Prepared, RunOptions
 
@@ -50,19 +45,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Session:
-    """Everything a report needs.
-
-    Attributes:
-        mode: profiling mode.
-        prepared: the plan; its stage holds no GPU memory any more.
-        folder: where the artifacts go.
-        tool: the profiler.
-        collection: how the metrics were collected.
-        clocks: whether our scripts hold the clocks.
-        profiles: what was measured, per stage.
-        event_us: time of each stage by CUDA events, by stage name.
-        not_disassembled: why no compiled code is kept, if so.
-    """
+    """Everything a report needs."""
 
     mode: NsightProfType
     prepared: Prepared
@@ -103,21 +86,7 @@ def profile(
     metrics: Sequence[str] | None,
     runs: int,
 ) -> Session:
-    """Tune, check, time by events, then profile every stage under Nsight Compute.
-
-    Args:
-        mode: the calling mode.
-        plan: what to profile.
-        options: how to run it.
-        metrics: what to collect; None for the full set with sources.
-        runs: profiled launches of each stage, unless the options say otherwise.
-
-    Raises:
-        MissingToolError: ncu or ncu-report is not installed.
-        UnsupportedError: no GPU, ncu too old, no access to the counters, or the profiled program
-            failed.
-        CheckFailedError: the result is wrong.
-    """
+    """Tune, check, time by events, then profile every stage under Nsight Compute."""
     tool = find_ncu()
     load_ncu_report()  # fails before minutes of tuning, not after
     clocks = announce_clocks(environment())

@@ -40,15 +40,7 @@ _PTX = re.compile(rb"\.version \d[\x00\t -~]+}\x00")
 
 @dataclass
 class Instruction:
-    """One machine instruction with what was measured at it.
-
-    Attributes:
-        address: program counter.
-        sass: its text.
-        file, line: where it comes from; empty and 0 when unknown.
-        values: per-instruction metrics, by column name.
-        stalls: samples per stall reason.
-    """
+    """One machine instruction with what was measured at it."""
 
     address: int
     sass: str
@@ -84,12 +76,7 @@ class LineProfile:
 
 @dataclass
 class KernelSource:
-    """What was measured of a kernel, by instruction and by source line.
-
-    Attributes:
-        instructions: in address order; empty without source-level metrics.
-        files: file -> line -> sum over its instructions.
-    """
+    """What was measured of a kernel, by instruction and by source line."""
 
     instructions: list[Instruction]
     files: dict[str, dict[int, LineProfile]]
@@ -98,10 +85,9 @@ class KernelSource:
     def of(cls, launch: Launch) -> Self:
         """The source-level results of a launch."""
         instructions = instructions_of(launch.action, launch.metrics)
-        # Marks that Nsight Compute's rules put on source lines; older readers have none.
-        read = getattr(launch.action, "source_markers", None)
-        markers = read() if read is not None else None
-        return cls(instructions, line_profiles(instructions, markers or ()))
+        # Nsight Compute's rules put marks on source lines.
+        markers = launch.action.source_markers() or ()
+        return cls(instructions, line_profiles(instructions, markers))
 
     @property
     def samples(self) -> float:
@@ -259,14 +245,7 @@ def describe_line(line: LineProfile, total: float) -> str:
 def annotate_source(
     text: str, lines: Mapping[int, LineProfile], total: float, title: Sequence[str]
 ) -> str:
-    """The source with a comment before each line at which something was measured.
-
-    Args:
-        text: source text.
-        lines: what was measured, by line number from 1.
-        total: samples of the whole kernel.
-        title: lines of the comment at the top.
-    """
+    """The source with a comment before each line at which something was measured."""
     out = [f"# {line}" for line in title] + ["#"]
     for number, source in enumerate(text.splitlines(), start=1):
         line = lines.get(number)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mla_var3.runtime.files import write_atomic
-from mla_var3.runtime.markdown import byte_count, microseconds, number, table
+from mla_var3.runtime.markdown import byte_count, microseconds, number, table, write_csv
 from mla_var3.runtime.profiling.bottleneck import find_opportunities, root_cause
-from mla_var3.runtime.profiling.common import compiled_note, tiling_table
-from mla_var3.runtime.profiling.figures import check_markdown, stage_markdown
+from mla_var3.runtime.profiling.common import closing_sections, compiled_note
+from mla_var3.runtime.profiling.figures import stage_markdown
 from mla_var3.runtime.profiling.ncu.driver import CLOCK_CONTROL
 from mla_var3.runtime.profiling.ncu.reader import FIGURES
 from mla_var3.runtime.profiling.ncu.session import Session, measurements, total_stages
@@ -22,15 +17,6 @@ if TYPE_CHECKING:
 
 AGREEMENT = 0.10
 """Relative difference between event time and profiler's duration that needs no explanation."""
-
-
-def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Write a CSV file; None becomes an empty cell."""
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows(rows)
-    write_atomic(path, buffer.getvalue())
 
 
 def contract(session: Session) -> str:
@@ -205,16 +191,12 @@ def method_table(session: Session) -> str:
     return table(("", ""), rows)
 
 
-def closing_sections(session: Session, result: ProfileResult) -> list[str]:
+def method_sections(session: Session, result: ProfileResult) -> list[str]:
     """The end of both reports: method, timers, tiling and check."""
-    parts = [
+    return [
         "## How it was measured\n",
         method_table(session),
         timer_note(result),
         compiled_note(session.prepared.stage),
-        "## Tiling\n",
-        tiling_table(session.prepared.stage),
+        *closing_sections(result, session.prepared.stage),
     ]
-    if result.check is not None:
-        parts += ["## Check\n", check_markdown(result.check)]
-    return parts

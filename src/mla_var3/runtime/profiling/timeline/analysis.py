@@ -6,6 +6,7 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import UnsupportedError
@@ -106,10 +107,6 @@ def assign(shape: Outline, activities: Sequence[GpuActivity]) -> list[int | None
     signature, a prefix of the language), so the longest name found in it decides. Kernels of one
     name are told apart by their order. Where no name is found at all and the counts agree, the
     order alone decides.
-
-    Args:
-        shape: the outline.
-        activities: GPU activities of one run in launch order.
     """
     waiting: dict[str, deque[int]] = {}
     for index, name in enumerate(shape.names):
@@ -219,13 +216,7 @@ class GroupOverlap:
 
 @dataclass
 class Analysis:
-    """The runs found in a timeline.
-
-    Attributes:
-        shape: outline of the runtime object.
-        queued: runs that were enqueued before the GPU began them.
-        host_paced: runs on an idle GPU at the pace of the host.
-    """
+    """The runs found in a timeline."""
 
     shape: Outline
     queued: list[Iteration]
@@ -257,11 +248,7 @@ def group_overlap(run: Iteration, group: Group) -> GroupOverlap:
 
 
 def analyse(timeline: Timeline, shape: Outline) -> Analysis:
-    """Find the runs in a timeline.
-
-    Raises:
-        UnsupportedError: the timeline holds no run of the runtime object.
-    """
+    """Find the runs in a timeline."""
     queued = _iterations(timeline, shape, f"{QUEUED}{shape.name}")
     host_paced = _iterations(timeline, shape, f"{HOST_PACED}{shape.name}")
     if not queued:
@@ -296,28 +283,6 @@ def _iterations(timeline: Timeline, shape: Outline, name: str) -> list[Iteration
     return runs
 
 
-@dataclass(frozen=True)
-class Serialisation:
-    """Two members of a group that did not overlap although they could.
-
-    Attributes:
-        group: the concurrent group.
-        first, second: the members, in the order in which they ran.
-        runs: in how many runs they did not overlap.
-        of: runs looked at.
-        cause: "stream", "host", "resources" or "unknown".
-        reason: the same in a sentence with the figures of one run.
-    """
-
-    group: str
-    first: str
-    second: str
-    runs: int
-    of: int
-    cause: str
-    reason: str
-
-
 def resident_ctas(activity: GpuActivity, spec: DeviceSpec) -> int | None:
     """How many CTAs of a launch the whole device holds at once, by its resources.
 
@@ -339,8 +304,12 @@ def resident_ctas(activity: GpuActivity, spec: DeviceSpec) -> int | None:
     return max(min(limits), 0) * int(spec["sm_count"])
 
 
-def serialisations(shape: Outline, runs: list[Iteration], spec: DeviceSpec) -> list[Serialisation]:
-    """All pairs of members that failed to overlap in at least half of the runs."""
+def serialisations(shape: Outline, runs: list[Iteration], spec: DeviceSpec) -> list[dict[str, Any]]:
+    """All pairs of members that failed to overlap in at least half of the runs, JSON-ready.
+
+    `first` ran before `second`; `cause` is "stream", "host", "resources" or "unknown", and `reason`
+    the same in a sentence with the figures of one run.
+    """
     found = []
     for group in shape.groups:
         overlaps = [group_overlap(run, group) for run in runs]
@@ -350,8 +319,9 @@ def serialisations(shape: Outline, runs: list[Iteration], spec: DeviceSpec) -> l
                 reasons = [_reason(group, pair, run, spec) for run in serial]
                 (cause, first, second), _ = Counter(r[:3] for r in reasons).most_common(1)[0]
                 text = next(r[3] for r in reasons if r[:3] == (cause, first, second))
-                count = (len(serial), len(runs))
-                found.append(Serialisation(group.name, first, second, *count, cause, text))
+                pair_of = {"group": group.name, "first": first, "second": second}
+                count = {"runs": len(serial), "of": len(runs)}
+                found.append({**pair_of, **count, "cause": cause, "reason": text})
     return found
 
 

@@ -7,15 +7,13 @@ Two kinds of runs are recorded. A *queued* run waits behind a spinning GPU until
 enqueued, so its timeline shows what the GPU can do. A *host-paced* run starts on an idle GPU, so
 its timeline shows what the host's launches cost.
 
-`python -m mla_var3.runtime.profiling.timeline.collect <request.json>` is the program that Nsight
-Systems watches. The request names the plan and its tilings, so that nothing is tuned under the
-profiler, and how many runs of which kind to launch.
+`python -m mla_var3.runtime.profiling.timeline.collect <spec.json>` is the program that Nsight
+Systems watches. The spec names the plan and its tilings, so that nothing is tuned under the
+profiler.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 import shutil
 import subprocess
@@ -25,15 +23,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from mla_var3.errors import InvalidArgumentError, MissingToolError, UnsupportedError
 from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
 from mla_var3.runtime.environment import find_tool
-from mla_var3.runtime.files import write_atomic
-from mla_var3.runtime.markdown import write_json
-from mla_var3.runtime.measure import wait_for_device
+from mla_var3.runtime.measure import CudaClock, wait_for_device
+from mla_var3.runtime.paths import write_atomic
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling.target import TargetSpec
 from mla_var3.runtime.profiling.timeline.formats import (
@@ -59,46 +55,36 @@ _MIN_HEAD_START_S = 2e-4
 _MAX_HEAD_START_S = 2e-2
 _CYCLES_PER_SECOND = 2e9
 """No known GPU runs much faster, so the spin lasts at least as long as requested."""
-_MIN_FLUSH_BYTES = 64 << 20
 _RUN_TIMEOUT_S = 1200
 _TAIL_LINES = 8
 
 
-@dataclass(frozen=True)
-class RunCounts:
-    """How many runs of each kind to record."""
-
-    queued: int = DEFAULT_RUNS
-    host_paced: int = 5
-    warmup: int = 3
-
-
-def record_runs(stage: Stage, make_range: RangeMaker, counts: RunCounts) -> None:
+def record_runs(
+    stage: Stage, make_range: RangeMaker, queued: int, host_paced: int = 5, warmup: int = 3
+) -> None:
     """Launch a runtime object on the current GPU, every run inside a range of its own.
 
     The L2 cache is flushed before every queued run, as in event mode, so that the times compare.
     """
     import torch
 
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    flush_bytes = max(2 * int(properties.L2_cache_size), _MIN_FLUSH_BYTES)
-    flush = torch.zeros(flush_bytes // 4, dtype=torch.int32, device="cuda")
+    clock = CudaClock()
     host_s = 0.0
     with ranges_below(stage, make_range):
-        for _ in range(counts.warmup):
+        for _ in range(warmup):
             wait_for_device(stage.name)
             began = time.perf_counter()
             with make_range(f"{WARMUP}{stage.name}"):
                 stage.launch()
             host_s = time.perf_counter() - began
         cycles = head_start_cycles(host_s)
-        for _ in range(counts.queued):
-            flush.sum()
+        for _ in range(queued):
+            clock.flush_l2()
             torch.cuda._sleep(cycles)
             with make_range(f"{QUEUED}{stage.name}"):
                 stage.launch()
             wait_for_device(stage.name)
-    for _ in range(counts.host_paced):
+    for _ in range(host_paced):
         wait_for_device(stage.name)
         with make_range(f"{HOST_PACED}{stage.name}"):
             stage.launch()
@@ -144,14 +130,8 @@ def _in_range(launch: Callable[[], None], name: str, make_range: RangeMaker) -> 
     return launch_in_range
 
 
-def record_with_torch(stage: Stage, counts: RunCounts, trace: Path) -> Timeline:
-    """Record a runtime object under torch.profiler, in this process.
-
-    Args:
-        stage: planned on a GPU and launched before, so that it is compiled.
-        counts: how many runs to record.
-        trace: where to keep the Chrome trace.
-    """
+def record_with_torch(stage: Stage, runs: int, trace: Path) -> Timeline:
+    """Record a runtime object under torch.profiler, in this process."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
     wait_for_device(stage.name)
@@ -162,7 +142,7 @@ def record_with_torch(stage: Stage, counts: RunCounts, trace: Path) -> Timeline:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             with profile(activities=activities, acc_events=True) as profiler:
-                record_runs(stage, record_function, counts)
+                record_runs(stage, record_function, runs)
                 wait_for_device(stage.name)
             profiler.export_chrome_trace(str(file))
         for message in dict.fromkeys(str(warning.message) for warning in caught):
@@ -172,10 +152,10 @@ def record_with_torch(stage: Stage, counts: RunCounts, trace: Path) -> Timeline:
     return read_chrome_trace(trace)
 
 
-def profile_command(nsys: Path, report: Path, request: Path) -> list[str]:
-    """The command that records a request; `report` is the report's path without suffix."""
+def profile_command(nsys: Path, report: Path, spec: Path) -> list[str]:
+    """The command that records the runs of a spec; `report` is the report's path without suffix."""
     options = ("--trace=cuda,nvtx", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true")
-    watched = (sys.executable, "-m", MODULE, str(request))
+    watched = (sys.executable, "-m", MODULE, str(spec))
     return [str(nsys), "profile", *options, "-o", str(report), *watched]
 
 
@@ -186,21 +166,16 @@ def stats_command(nsys: Path, report: Path, output: Path) -> list[str]:
     return [str(nsys), "stats", *reports, *options, "--output", str(output), str(report)]
 
 
-def record_with_nsys(plan: KernelPlan, stage: Stage, counts: RunCounts, folder: Path) -> None:
-    """Record with Nsight Systems: `report.nsys-rep`, and `stats/` made of it.
-
-    Raises:
-        MissingToolError: Nsight Systems is not installed.
-        UnsupportedError: it failed; the message has its last lines.
-    """
+def record_with_nsys(plan: KernelPlan, stage: Stage, runs: int, folder: Path) -> None:
+    """Record with Nsight Systems: `report.nsys-rep`, and `stats/` made of it."""
     nsys = find_tool("nsys")
     if nsys is None:
         raise MissingToolError("Nsight Systems: expected the program nsys on PATH, got none")
     report, stats = folder / "report.nsys-rep", folder / "stats"
     with tempfile.TemporaryDirectory() as temporary:
-        request = Path(temporary) / "request.json"
-        write_request(request, plan, stage, counts)
-        _run(profile_command(nsys, report.with_suffix(""), request), report)
+        spec = Path(temporary) / "spec.json"
+        TargetSpec.of(plan, stage, runs).write(spec)
+        _run(profile_command(nsys, report.with_suffix(""), spec), report)
     stats.mkdir(exist_ok=True)
     try:
         _run(stats_command(nsys, report, stats / "report"), stats / f"report_{GPU_TRACE}.csv")
@@ -225,34 +200,18 @@ def _run(command: Sequence[str], result: Path) -> None:
     raise UnsupportedError(f"nsys {command[1]}: expected {result.name}, got {got}")
 
 
-def write_request(path: Path, plan: KernelPlan, stage: Stage, counts: RunCounts) -> None:
-    """Write what the watched program launches.
-
-    Raises:
-        UnsupportedError: another process cannot build the plan.
-    """
-    spec = TargetSpec.of(plan, stage, counts.queued)
-    write_json(path, {"spec": dataclasses.asdict(spec), "counts": dataclasses.asdict(counts)})
-
-
-def read_request(path: Path) -> tuple[TargetSpec, RunCounts]:
-    """Read what `write_request` wrote."""
-    request = json.loads(path.read_text(encoding="utf-8"))
-    return TargetSpec(**request["spec"]), RunCounts(**request["counts"])
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a request; returns the exit code."""
+    """Record the runs that a spec asks for; returns the exit code."""
     import torch
 
     given = sys.argv[1:] if argv is None else list(argv)
     if len(given) != 1:
-        raise InvalidArgumentError("arguments", "one request file", given)
-    spec, counts = read_request(Path(given[0]))
+        raise InvalidArgumentError("arguments", "one spec file", given)
+    spec = TargetSpec.read(Path(given[0]))
     stage = spec.build_stage(spec.build_plan(), "cuda")
     stage.launch()  # compiles what is compiled at first use, outside the timeline
     wait_for_device(stage.name)
-    record_runs(stage, torch.cuda.nvtx.range, counts)
+    record_runs(stage, torch.cuda.nvtx.range, spec.runs)
     return 0
 
 

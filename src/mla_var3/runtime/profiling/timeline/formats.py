@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import statistics
 from collections.abc import Sequence
@@ -11,7 +9,7 @@ from decimal import Decimal
 from pathlib import Path
 
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.runtime.files import write_atomic
+from mla_var3.runtime.markdown import write_csv
 from mla_var3.runtime.profiling.timeline.model import ApiCall, GpuActivity, HostRange, Timeline
 
 GPU_TRACE = "cuda_gpu_trace"
@@ -36,12 +34,8 @@ def write_stats(timeline: Timeline, folder: Path) -> list[Path]:
     }
     written = []
     for name, rows in tables.items():
-        text = io.StringIO()
-        writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
         written.append(folder / f"report_{name}.csv")
-        write_atomic(written[-1], text.getvalue())
+        write_csv(written[-1], list(rows[0]) if rows else [], [list(row.values()) for row in rows])
     return written
 
 
@@ -112,11 +106,7 @@ def _triple(values: Sequence[int] | None) -> tuple[int, int, int] | None:
 
 
 def read_chrome_trace(path: Path) -> Timeline:
-    """The timeline in a Chrome trace of torch.profiler.
-
-    Raises:
-        InvalidArgumentError: the file is no such trace.
-    """
+    """The timeline in a Chrome trace of torch.profiler."""
     try:
         # Times are microseconds with decimals; floats would not give whole nanoseconds.
         data = json.loads(path.read_text(encoding="utf-8"), parse_float=Decimal)

@@ -92,12 +92,7 @@ class HostRange(Event):
 
 @dataclass
 class Timeline:
-    """A recorded run.
-
-    Attributes:
-        gpu, api, ranges: each sorted by start.
-        device_name: as the driver reports it.
-    """
+    """A recorded run."""
 
     gpu: list[GpuActivity] = field(default_factory=list)
     api: list[ApiCall] = field(default_factory=list)

@@ -81,7 +81,7 @@ def _run_figures(shape: Outline, runs: list[Iteration], spec: DeviceSpec) -> dic
         "api_us": median_us(runs, lambda run: run.api_ns),
         "idle_us": median_us(runs, lambda run: run.idle_ns),
         "overlap": overlap_figures(shape, runs),
-        "serialised": [vars(found) for found in serialisations(shape, runs, spec)],
+        "serialised": serialisations(shape, runs, spec),
     }
 
 
@@ -107,12 +107,7 @@ def overlap_figures(shape: Outline, runs: list[Iteration]) -> list[dict[str, Any
 
 
 def timeline_sections(analysis: Analysis, figures: dict[str, Any]) -> list[str]:
-    """The sections of the report that come from the timeline.
-
-    Args:
-        analysis: of the timeline.
-        figures: what `timeline_figures` made of it.
-    """
+    """The sections of the report that come from the timeline."""
     return [
         "## Kernels\n",
         _kernel_table(analysis),
@@ -238,13 +233,7 @@ def launch_label(shape: Outline, launch: Launch) -> str:
 
 
 def timeline_plot(analysis: Analysis, path: Path, title: str) -> Path:
-    """Draw the typical queued run, and below it the typical host-paced one with its host calls.
-
-    Args:
-        analysis: of a timeline.
-        path: PNG file.
-        title: heading.
-    """
+    """Draw the typical queued run, and below it the typical host-paced one with its host calls."""
     import matplotlib
     from matplotlib.figure import Figure
 

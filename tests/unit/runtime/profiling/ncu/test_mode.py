@@ -18,7 +18,6 @@ from mla_var3.runtime.profiling.ncu.reader import (
     annotation_metrics,
     figures_of,
     plain_text,
-    read_launches,
     stage_profiles,
 )
 from mla_var3.runtime.profiling.ncu.source import (
@@ -27,18 +26,11 @@ from mla_var3.runtime.profiling.ncu.source import (
     LineProfile,
     annotate_source,
     line_profiles,
-    package_path,
-    shown_path,
 )
 
 pytest.importorskip("ncu_report", reason="the package that reads .ncu-rep is not installed")
 
 from tests.unit.runtime.profiling.ncu.ncu_support import STAGES, launches, recorded_session
-
-
-def test_the_recording_has_one_launch_per_stage() -> None:
-    assert [launch.range_name for launch in launches()] == list(STAGES)
-    assert launches()[0].function.startswith("attention_block_specialized_Kt1_")
 
 
 def test_every_hand_picked_metric_exists_on_an_h200() -> None:
@@ -67,11 +59,6 @@ def test_figures_have_their_units() -> None:
 def test_durations_in_any_unit(value: float, unit: str, expected: float) -> None:
     figures = figures_of({"gpu__time_duration.sum": MetricValue(value, unit)})
     assert figures["time_us"] == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("value", [None, "text", float("nan"), True])
-def test_what_is_no_number_is_no_figure(value: Any) -> None:
-    assert figures_of({"gpu__time_duration.sum": MetricValue(value, "ns")}) == {}
 
 
 def fake(name: str, nanoseconds: float, tensor: float) -> Launch:
@@ -107,13 +94,6 @@ def test_missing_launches_are_an_error(runs: int) -> None:
         stage_profiles([fake("k", 1, 1)], ["k"], runs)
 
 
-def test_a_file_that_is_no_report_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "x.ncu-rep"
-    path.write_text("not a report")
-    with pytest.raises(UnsupportedError, match=r"x\.ncu-rep: expected a report"):
-        read_launches(path)
-
-
 def test_advice_is_what_a_kernel_author_can_use() -> None:
     told = advice(launches()[0].rules())
     titles = [rule.title for rule in told]
@@ -137,20 +117,6 @@ def test_instructions_carry_source_lines_and_samples() -> None:
     assert any(item.opcode == "HGMMA" for item in items)
     assert sum(item.values.get("samples", 0) for item in items) == 1637
     assert not any(item.spills for item in items)
-
-
-def test_spills_and_opcodes() -> None:
-    assert Instruction(0, "@!P0 STL.64 [R1+0x8], R2", "", 0).spills
-    assert Instruction(0, "LDL R1, [R1]", "", 0).opcode == "LDL"
-    assert not Instruction(0, "LDG.E R1, [R2]", "", 0).spills
-
-
-def test_only_paths_of_the_package_are_ours() -> None:
-    ours = "/anywhere/src/mla_var3/kernel/cutile/mla/tile_ops.py"
-    assert str(package_path(ours)) == "kernel/cutile/mla/tile_ops.py"
-    assert shown_path(ours) == "mla_var3/kernel/cutile/mla/tile_ops.py"
-    assert package_path("/tmp/lib/cuda/tile/_stub.py") is None
-    assert shown_path("/tmp/lib/cuda/tile/_stub.py") == "_stub.py"
 
 
 def test_annotated_source_marks_hot_and_bad_lines() -> None:
@@ -189,14 +155,6 @@ def test_marks_of_the_rules_reach_their_line() -> None:
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("ncu")
     return folder, write_ncu(recorded_session(NsightProfType.NCU, folder))
-
-
-def test_the_result_has_the_figures(outcome: tuple[Path, Any]) -> None:
-    _, result = outcome
-    assert result.get_total_time_us() == pytest.approx(291.072 + 17.056)
-    assert [stage.name for stage in result.stages] == list(STAGES)
-    assert result.stages[0].extra["bottleneck"] == "Latency-bound"
-    assert result.record["profiler"]["clock_control"] == "none"
 
 
 def test_all_artifacts_are_there(outcome: tuple[Path, Any]) -> None:

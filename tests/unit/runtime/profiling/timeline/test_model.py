@@ -61,8 +61,3 @@ def test_the_possible_overlap_can_be_reached(lengths: list[int]) -> None:
         place = end % width if width else 0
     assert [length(found) for found in sets] == lengths
     assert overlap(sets) == most_overlap(lengths)
-
-
-def test_touching_intervals_do_not_overlap() -> None:
-    assert overlap([[(0, 5)], [(5, 9)]]) == 0
-    assert union([(0, 5), (5, 9)]) == [(0, 9)]

@@ -25,8 +25,8 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
 from mla_var3.kernel.cute_python.mla.latent.scheduler import group_shape
 from mla_var3.runtime.call_state import CALL_STATE
 from mla_var3.runtime.cute.launch import RepeatedLaunch
+from mla_var3.runtime.cute.torch_fast import current_device_index, is_capturing, raw_stream
 from mla_var3.runtime.cute_kernel import CuteProgram, program_for, require_arch
-from mla_var3.runtime.torch_fast import current_device_index, is_capturing, raw_stream
 
 ELEMENT_TYPES = {torch.bfloat16: BFloat16, torch.float16: Float16}
 

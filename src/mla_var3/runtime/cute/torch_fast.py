@@ -84,9 +84,6 @@ def separate_rows(memory: torch.Tensor) -> Sequence[torch.Tensor]:
 
     To torch none is a view of another: each has its own version counter and may take part in
     autograd independently. `Tensor.unbind` does so only in inference mode.
-
-    Returns:
-        The tensors; none where this version of torch cannot make them.
     """
     if _below_views is None:
         return ()
@@ -100,9 +97,6 @@ def layout_check(tensors: Sequence[torch.Tensor]) -> LayoutCheck | None:
 
     It also requires that gradients, inference mode and other global state of torch are as they are
     now. It keeps no tensor alive.
-
-    Returns:
-        The check; None where this version of torch has none that accepts these tensors.
     """
     if _guards is None:
         return None
