@@ -226,24 +226,26 @@ class TimesOverN:
     series: dict[str, list[tuple[int, float]]]
 
 
+def window_series(row: BenchRow) -> str:
+    """The name of a row's line in the plot over n."""
+    return f"{row.series}, s={row.problem.s}"
+
+
 def times_over_n(rows: Sequence[BenchRow]) -> TimesOverN | None:
     """Kernels measured at two or more windows; None where there is none."""
-    found: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
-    problems: dict[tuple[str, str], MlaProblem] = {}
+    families: dict[tuple[str, str], list[BenchRow]] = {}
     for row in rows:
         if row.status == OK and "n" in row.choices and row.time_us is not None:
-            family = (row.device, row.kind)
-            problems.setdefault(family, row.problem)
-            same = replace(problems[family], s=1) == replace(row.problem, s=1)
-            if same:
-                line = found.setdefault(family, {})
-                line.setdefault(f"{row.series}, s={row.problem.s}", {})[row.choices["n"]] = (
-                    row.time_us
-                )
-    for (device, kind), lines in found.items():
+            families.setdefault((row.device, row.kind), []).append(row)
+    for (device, kind), found in families.items():
+        problem = found[0].problem
+        lines: dict[str, dict[int, float]] = {}
+        for row in found:
+            if replace(row.problem, s=problem.s) == problem:
+                lines.setdefault(window_series(row), {})[row.choices["n"]] = row.time_us or 0.0
         series = {name: sorted(at.items()) for name, at in lines.items() if len(at) > 1}
         if series:
-            return TimesOverN(problems[device, kind], device, kind, series)
+            return TimesOverN(problem, device, kind, series)
     return None
 
 

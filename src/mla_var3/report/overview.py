@@ -28,7 +28,6 @@ from mla_var3.errors import CheckFailedError, HyperMlaError, KernelCompileError,
 from mla_var3.op.mla.model.times import IDEAL
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.report.plots import (
-    crossover_panels,
     crossover_plot,
     dense_sweeps,
     line_plot,
@@ -100,9 +99,9 @@ class Step:
     Attributes:
         name: id in the JSON report.
         title: heading.
-        status: "ok", "failed" or "skipped".
+        status: "ok" or "failed".
         seconds: duration.
-        reason: why it failed or was skipped.
+        reason: why it failed.
         summary: one line for the screen.
         text: markdown for the report.
         data: the figures, JSON-ready.
@@ -183,7 +182,7 @@ def run_overview(options: OverviewOptions) -> OverviewResult:
     where = pick_device(options.device)
     folder = options.out_dir or paths.output_root() / "overview" / paths.timestamp()
     sizes: dict[str, Any] = {**SIZES, **options.sizes}
-    _problem(sizes)  # bad sizes are the caller's mistake, not a failed step
+    MlaProblem(**sizes)  # bad sizes are the caller's mistake, not a failed step
     make_folder(folder)
     job = _Job(options, sizes, environment(), OverviewResult(folder, folder / "report.md"))
     if where == "cuda":
@@ -226,7 +225,7 @@ def _measure(job: _Job, step: Step) -> None:
     )
     if quick:
         options.rounds, options.max_seconds = QUICK_ROUNDS, QUICK_SECONDS
-    case = main_job_case(_problem(job.sizes), mla_kernels(), MAIN_PEERS)
+    case = main_job_case(MlaProblem(**job.sizes), mla_kernels(), MAIN_PEERS)
     session.measure(record, [case], options, job.folder / "record.json")
     rows = fastest_first(record)
     absent = troubles(record)
@@ -286,10 +285,6 @@ def measured_rows(record: BenchRecord) -> list[tuple[str, ...]]:
     return found
 
 
-def _problem(sizes: Mapping[str, int]) -> MlaProblem:
-    return MlaProblem(b=sizes["b"], s=sizes["s"], t=sizes["t"], h=sizes["h"])
-
-
 def _plan(kernel: str, **sizes: Any) -> KernelPlan:
     plan: KernelPlan = paths.plan_class(paths.find_kernel(kernel))(**sizes)
     return plan
@@ -339,7 +334,7 @@ def _compile(job: _Job, step: Step) -> None:
 
 
 def _predict(job: _Job, step: Step) -> None:
-    problem = _problem(job.sizes)
+    problem = MlaProblem(**job.sizes)
     sweeps = job.result.sweeps = [sweep(problem, spec) for spec in load_devices().values()]
     step.text = prediction_markdown(sweeps, KERNEL)
     step.data = [entry.to_dict() for entry in sweeps]
@@ -351,11 +346,8 @@ def _plot(job: _Job, step: Step) -> None:
         raise UnsupportedError("plots need the predictions, which failed")
     sizes = ", ".join(f"{name}={value}" for name, value in job.sizes.items() if name != "s")
     dense = dense_sweeps(job.result.sweeps)
-    plots = crossover_plot(
-        crossover_panels(dense),
-        job.folder / "crossover",
-        f"Predicted call time of MLA attention, {sizes}",
-    )
+    heading = f"Predicted call time of MLA attention, {sizes}"
+    plots = crossover_plot(dense, job.folder / "crossover", heading)
     plots += line_plot(
         speedup_series(dense),
         job.folder / "speedup",
@@ -378,16 +370,12 @@ def prediction_markdown(sweeps: Sequence[DeviceSweep], kernel: str) -> str:
     Times at vendor peaks are ideal and rank nothing, so only devices with measured rates name the
     fastest kernel.
     """
-    rates = [
-        (
-            entry.device,
-            f"{entry.compute.value:g} {entry.compute.unit}",
-            entry.compute.origin,
-            f"{entry.memory.value:g} {entry.memory.unit}",
-            entry.memory.origin,
-        )
-        for entry in sweeps
-    ]
+    rates = []
+    for entry in sweeps:
+        cells = [entry.device]
+        for origin, value in entry.rates.values():
+            cells += [f"{value.value:g} {value.unit}", f"{origin}, {value.source} ({value.date})"]
+        rates.append(cells)
     parts = [
         "These are predictions, not measurements: call times, from q_nope to the output. Where "
         "kernels were timed on a device they follow from recorded rates, at the power limit where "
@@ -412,50 +400,40 @@ def prediction_markdown(sweeps: Sequence[DeviceSweep], kernel: str) -> str:
     return "\n".join(parts)
 
 
+SUMMARY_HEADERS = ("step", "outcome", "seconds", "result")
+
+
+def summary_rows(steps: Sequence[Step]) -> list[tuple[str, ...]]:
+    """One line per step, under `SUMMARY_HEADERS`."""
+    return [(s.title, s.status, f"{s.seconds:.1f}", s.reason or s.summary) for s in steps]
+
+
 def overview_page(steps: Sequence[Step], env: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
     """The whole report: circumstances, summary and one section per step."""
-    gpu = env.get("gpu") or {}
-    device = gpu.get("name") or "no GPU: CPU interpreter, compile reports and predictions"
+    gpu, git = env.get("gpu") or {}, env.get("git") or {}
     versions = {name: version for name, version in env["versions"].items() if version}
-    git = env.get("git") or {}
-    commit = git.get("commit")
-    if commit and git.get("dirty"):
-        commit += " with local changes"
-    failed = [step for step in steps if step.status == "failed"]
+    dirty = " with local changes" if git.get("dirty") else ""
+    facts = {
+        "device": gpu.get("name") or "no GPU: CPU interpreter, compile reports and predictions",
+        "date": env["date"],
+        "command": env["command"],
+        "versions": versions,
+        "commit": git["commit"] + dirty if git.get("commit") else None,
+    }
+    shown = {
+        **facts,
+        "command": f"`{env['command']}`",
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "machine": env.get("platform"),
+        "problem": " ".join(f"{name}={value}" for name, value in sizes.items()),
+    }
+    ok = all(step.status != "failed" for step in steps)
     parts = [
-        front_matter(
-            {
-                "kind": "overview",
-                "sizes": sizes,
-                "ok": not failed,
-                "device": device,
-                "date": env["date"],
-                "command": env["command"],
-                "versions": versions,
-                "commit": commit,
-            }
-        ),
+        front_matter({"kind": "overview", "sizes": sizes, "ok": ok, **facts}),
         f"# {TITLE}\n",
-        table(
-            ("", ""),
-            [
-                ("device", device),
-                ("date", env["date"]),
-                ("command", f"`{env['command']}`"),
-                ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
-                ("commit", commit),
-                ("machine", env.get("platform")),
-                ("problem", " ".join(f"{name}={value}" for name, value in sizes.items())),
-            ],
-        ),
+        table(("", ""), list(shown.items())),
         "## Summary\n",
-        table(
-            ("step", "outcome", "seconds", "result"),
-            [
-                (step.title, step.status, f"{step.seconds:.1f}", step.reason or step.summary)
-                for step in steps
-            ],
-        ),
+        table(SUMMARY_HEADERS, summary_rows(steps)),
     ]
     for step in steps:
         parts.append(f"## {step.title}\n")
