@@ -133,8 +133,7 @@ def test_clones_differ_in_the_number_alone(name: str, language: str, tree: Path)
     assert set(second.contents) == set(third.contents)
     for path, text in second.contents.items():
         assert text.replace(f"Parent: {name}_v7.", f"Parent: {name}.") == third.contents[path]
-        for old in first.renames.values():
-            assert old not in text.replace(f"Parent: {name}_v7.", "")
+        assert not [x for x in first.renames.values() if x in text.replace(f"{name}_v7.", "")]
 
 
 def test_the_names_of_the_specification(tree: Path) -> None:
@@ -146,10 +145,13 @@ def test_the_names_of_the_specification(tree: Path) -> None:
     assert "@ct.kernel\ndef attention_block_specialized_v5(" in stage
     entry = plan.contents["mla_var6_plus_v5.py"]
     assert entry.startswith('"""mla_var6_plus_v5: ')
-    assert "\nParent: mla_var6_plus_v2.\n" in entry
-    assert "class CtMlaVar6PlusV5(" in entry
-    assert '_name="mla_var6_plus_v5"' in entry
-    assert "mla.mla_var6_plus.mla_var6_plus_v5.attention_block_specialized_v5 import" in entry
+    for words in (
+        "\nParent: mla_var6_plus_v2.\n",
+        "class CtMlaVar6PlusV5(",
+        '_name="mla_var6_plus_v5"',
+        "mla.mla_var6_plus.mla_var6_plus_v5.attention_block_specialized_v5 import",
+    ):
+        assert words in entry
     assert plan.contents["__init__.py"] == '"""Version 5 of mla_var6_plus."""\n'
 
 
@@ -221,10 +223,7 @@ def test_versioned_names_change_and_others_stay(origin: str, demo: Path) -> None
 @pytest.mark.parametrize(
     ("source", "version", "error"),
     [
-        *(
-            ("flash_mla", v, "vN with N")
-            for v in ("", "5", "v0", "v05", "V5", "v5\n", "v5/x", "v٥")
-        ),
+        *(("flash_mla", v, "vN with N") for v in ("", "5", "v0", "v05", "v5\n", "v5/x", "v٥")),
         *((s, "v905", "unknown") for s in ("flash_mia", "../flash_mla", "", "flash_mla_v3")),
     ],
 )
@@ -265,14 +264,23 @@ def test_the_command(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert snapshot(tree) == before
 
 
-def test_nothing_is_overwritten(demo: Path) -> None:
-    plan = plan_clone("demo", "v5", "cute-dsl")
+def test_nothing_is_overwritten_and_an_interrupted_copy_leaves_nothing(
+    demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, before = plan_clone("demo", "v5", "cute-dsl"), snapshot(demo)
+
+    def fail(source: Path, target: Path, **options: bool) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(clone.shutil, "copymode", fail)
+        write_clone(plan)
+    assert snapshot(demo) == before
     (demo / "demo_v5").mkdir()
     before = snapshot(demo)
-    with pytest.raises(InvalidArgumentError, match="does not exist yet"):
-        plan_clone("demo", "v5", "cute-dsl")
-    with pytest.raises(InvalidArgumentError, match="does not exist yet"):
-        write_clone(plan)
+    for attempt in (lambda: plan_clone("demo", "v5", "cute-dsl"), lambda: write_clone(plan)):
+        with pytest.raises(InvalidArgumentError, match="does not exist yet"):
+            attempt()
     assert snapshot(demo) == before
 
 
@@ -283,15 +291,3 @@ def test_a_source_that_does_not_compile_or_has_no_entry(demo: Path) -> None:
     (demo / "demo" / "demo.py").unlink()
     with pytest.raises(InvalidArgumentError, match="a package with demo.py"):
         plan_clone("demo", "v5", "cute-dsl")
-
-
-def test_an_interrupted_copy_leaves_nothing(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, plan = snapshot(demo), plan_clone("demo", "v5", "cute-dsl")
-
-    def fail(source: Path, target: Path, **options: bool) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(clone.shutil, "copymode", fail)
-    with pytest.raises(KeyboardInterrupt):
-        write_clone(plan)
-    assert snapshot(demo) == before

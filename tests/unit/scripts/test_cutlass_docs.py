@@ -166,23 +166,18 @@ def test_guides_are_kept_and_rst_is_converted(builder: Builder) -> None:
     assert builder.leftovers() == []
 
 
-def test_the_checkout_may_come_from_the_environment(builder: Builder) -> None:
+def test_without_doxybook_or_xml_the_api_is_left_out_and_said(builder: Builder) -> None:
     out = f"--out={builder.out}"
-    assert builder.run(out, HYPER_MLA_CUTLASS_DIR=str(builder.checkout)).returncode == 0
-    assert (builder.out / "quickstart.md").is_file()
-
-
-def test_without_doxybook_the_api_is_left_out_and_said(builder: Builder) -> None:
-    result = builder.build()
+    result = builder.run(out, HYPER_MLA_CUTLASS_DIR=str(builder.checkout))
+    assert result.returncode == 0 and (builder.out / "quickstart.md").is_file()
     assert "API reference left out: doxybook2: expected on PATH" in result.stdout
     assert "Not exported here" in (builder.out / "api/index.md").read_text()
-
-
-def test_without_xml_the_api_is_left_out_and_said(builder: Builder) -> None:
     builder.install("doxybook2", DOXYBOOK)
+    (builder.checkout / "media/docs/cpp/quickstart.md").unlink()
     result = builder.build()
-    assert result.returncode == 0
     assert "API reference left out: Doxygen XML: expected index.xml" in result.stdout
+    assert not (builder.out / "quickstart.md").exists()  # the tree is replaced as a whole
+    assert builder.leftovers() == []
 
 
 def test_the_api_is_rendered(builder: Builder, repo_root: Path) -> None:
@@ -192,6 +187,8 @@ def test_the_api_is_rendered(builder: Builder, repo_root: Path) -> None:
     assert "API reference: 3 pages" in result.stdout
     config = repo_root / "scripts" / "doxybook2" / "config.json"
     assert f"--config {config}" in builder.calls.read_text()
+    pinned = json.loads(config.read_text())  # the renderer relies on flat pages with .md links
+    assert (pinned["useFolders"], pinned["linkSuffix"], pinned["baseUrl"]) == (False, ".md", "")
     index = (builder.out / "api/index.md").read_text()
     assert "- [`cutlass::Array`](classcutlass_1_1Array.md): Fixed-size array." in index
     assert index.index("## Namespaces") < index.index("## Classes")
@@ -206,14 +203,6 @@ def test_the_api_is_rendered(builder: Builder, repo_root: Path) -> None:
     namespace = (builder.out / "api/namespacecutlass.md").read_text()
     assert "- [`cutlass::Array`](classcutlass_1_1Array.md)" in namespace
     assert not (builder.out / "json").exists()
-
-
-def test_a_tree_made_before_is_replaced_as_a_whole(builder: Builder) -> None:
-    assert builder.build().returncode == 0
-    (builder.checkout / "media/docs/cpp/quickstart.md").unlink()
-    assert builder.build().returncode == 0
-    assert not (builder.out / "quickstart.md").exists()
-    assert builder.leftovers() == []
 
 
 def test_a_folder_of_others_is_refused(builder: Builder) -> None:
@@ -275,9 +264,3 @@ def test_arguments_are_checked(
     assert result.returncode == code
     assert message in result.stderr
     assert [path.name for path in builder.checkout.iterdir()] == ["media"]
-
-
-def test_the_config_pins_flat_pages(builder: Builder) -> None:
-    """The config pins what the renderer relies on: flat pages with .md links."""
-    config = json.loads((builder.script.parent / "doxybook2" / "config.json").read_text())
-    assert (config["useFolders"], config["linkSuffix"], config["baseUrl"]) == (False, ".md", "")

@@ -141,6 +141,7 @@ def test_notes_tick_what_names_show(
         (["{folder}", "--path", "D"], "unknown path 'D'"),
         (["{folder}", "--notes", "fmha.py"], "expected the path of one example, got fmha.py: "),
         (["{folder}", "--notes", "fmhaa.py"], "did you mean 'fmha.py'"),
+        (["{folder}"], "broken.py: expected Python source"),
     ],
 )
 def test_bad_arguments_say_what_was_expected(
@@ -150,18 +151,10 @@ def test_bad_arguments_say_what_was_expected(
     words: list[str],
     message: str,
 ) -> None:
+    if "broken" in message:
+        (checkout / "examples/python/CuTeDSL/broken.py").write_text("import cutlass\ndef (:\n")
     code, _, err = run(index, capsys, *(word.format(folder=checkout) for word in words))
-    assert code == 1
-    assert message in err
-
-
-def test_a_source_that_does_not_parse_is_named(
-    index: ModuleType, checkout: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (checkout / "examples/python/CuTeDSL/broken.py").write_text("import cutlass\ndef (:\n")
-    code, _, err = run(index, capsys, str(checkout))
-    assert code == 1
-    assert "broken.py: expected Python source" in err
+    assert code == 1 and message in err
 
 
 def test_the_checkout_may_come_from_the_environment(script: Path, checkout: Path) -> None:
