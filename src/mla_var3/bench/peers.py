@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import importlib.metadata
 import importlib.util
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,13 +23,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from mla_var3.bench.record import DECOMPRESSED, LATENT
+from mla_var3.bench.record import DECOMPRESSED, LATENT, first_line
 from mla_var3.errors import MissingToolError, UnknownNameError
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import flash_attention_cost, flash_mla_cost
 from mla_var3.op.mla.inputs import MlaInputs, absorb_queries, decompress_all, make_inputs
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.op.mla.reference import reference_absorbed, reference_decompressed
+from mla_var3.runtime.environment import installed
 
 OPERATORS = {
     "flashmla": ("_flashmla_C", "_flashmla_C.abi3.so"),
@@ -94,7 +94,7 @@ class PeerLibraries:
             try:
                 ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
             except OSError as error:
-                self.absent |= {name: _first_line(error) for name in names}
+                self.absent |= {name: first_line(error) for name in names}
                 return
         for name, path in found.items():
             namespace, file = OPERATORS[name]
@@ -108,7 +108,7 @@ class PeerLibraries:
                 version = f"vllm {_version('vllm')}" if folder is None else ""
                 self.versions[name] = version or f"{path.name} from --peer_libs"
             except (OSError, RuntimeError) as error:
-                self.absent[name] = _first_line(error)
+                self.absent[name] = first_line(error)
 
     def _load_module(self, name: str, candidates: tuple[str, ...], hint: str = "") -> None:
         reasons = [hint] if hint else []
@@ -117,7 +117,7 @@ class PeerLibraries:
                 self.modules[name] = importlib.import_module(module)
             except Exception as error:
                 # Importing a foreign package can fail in any way.
-                reasons.append(f"{module}: {_first_line(error)}")
+                reasons.append(f"{module}: {first_line(error)}")
                 continue
             self.absent.pop(name, None)
             package = module.partition(".")[0]
@@ -135,16 +135,7 @@ def _find(folder: Path | None, file: str) -> Path | None:
 
 
 def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(DISTRIBUTIONS.get(package, package))
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
-
-def _first_line(error: BaseException) -> str:
-    """The first line of an error, short enough for a table; its type if it has no message."""
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:160]
+    return installed(DISTRIBUTIONS.get(package, package)) or "unknown"
 
 
 def call_operator(operator: Any, defaults: Mapping[str, Any], **given: Any) -> Any:

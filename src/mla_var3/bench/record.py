@@ -250,6 +250,12 @@ def shape_text(problem: MlaProblem) -> str:
     return " ".join([*parts, *([] if problem.causal else ["full"])])
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error, short enough for a table; its type if it has no message."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__
+
+
 def circumstances(environment: Mapping[str, Any], device: str | None = None) -> dict[str, Any]:
     """What every row repeats of its record's environment."""
     gpu = environment.get("gpu") or {}
