@@ -9,14 +9,21 @@ import base64
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mla_var3.bench.analysis import BASIS_TEXT, ShapeGroup, doubts, shape_groups
+from mla_var3.bench.analysis import (
+    BASIS_TEXT,
+    ShapeGroup,
+    doubts,
+    find_device,
+    limit_us,
+    shape_groups,
+)
 from mla_var3.bench.plots import Plot
-from mla_var3.bench.record import OK, PREDICTED, PROJECTION, BenchRecord, BenchRow
+from mla_var3.bench.record import CALL, OK, PREDICTED, PROJECTION, BenchRecord, BenchRow
 from mla_var3.bench.regression import Regression
 from mla_var3.runtime.markdown import front_matter, number, table
 
 HEADERS = (
-    "kernel", "kernel µs", "spread", "call µs", "TFLOP/s", "GB/s", "relative error", "vs best",
+    "kernel", "call µs", "kernel µs", "spread", "TFLOP/s", "GB/s", "of limit", "error", "vs best",
 )  # fmt: skip
 EIGHT_BIT_HEADER = "8-bit vs best"
 """8-bit results have a larger error, so their speed-ups stand in a column of their own."""
@@ -47,6 +54,10 @@ _COUNTED = (
     "TFLOP/s and GB/s count what the algorithm needs, each input and output once, pairs hidden by "
     "the mask included."
 )
+_LIMIT = (
+    "The limit is the roofline at the vendor's peak rates: the larger of FLOPs over peak TFLOP/s "
+    "and bytes over peak GB/s. The error is relative, of the Frobenius norm."
+)
 _EIGHT_BIT = (
     "8-bit kernels round their operands, with a relative error of a few per cent; their speed-ups "
     "stand in a column of their own and never count as our best."
@@ -66,7 +77,7 @@ def method(record: BenchRecord) -> list[str]:
     lines += [_CALL_TIME] if any(row.call_us is not None for row in record.rows) else []
     lines += [_EIGHT_BIT] if any(row.eight_bit for row in record.rows) else []
     rival = "faster pure path" if record.predicted and not measured else "fastest peer"
-    return [*lines, _COUNTED, f'"vs best" is the time of the {rival} over that of the row.']
+    return [*lines, _COUNTED, _LIMIT, f'"vs best" is the time of the {rival} over that of the row.']
 
 
 def title_of(record: BenchRecord) -> str:
@@ -111,20 +122,22 @@ def headers(group: ShapeGroup) -> tuple[str, ...]:
 
 def cells(group: ShapeGroup, row: BenchRow) -> tuple[str, ...]:
     """One line of the table of a shape, under `headers`."""
-    speedup = group.speedup(row)
+    speedup, spec = group.speedup(row), find_device(row.device)
     versus = "-" if speedup is None else f"{speedup:.2f}x"
-    last = (
-        (versus,) if not group.best_eight_bit else ("-", versus) if row.eight_bit else (versus, "-")
-    )
+    last = ("-", versus) if row.eight_bit else (versus, "-")
+    limit = None if spec is None else limit_us(row, spec)
+    # A call has no kernel time of its own; its label names the kernel that it chose.
+    is_call = row.path == CALL
     return (
-        row.label,
-        number(row.time_us, 4),
-        "-" if row.kind == PREDICTED or row.spread_us is None else f"± {number(row.spread_us, 2)}",
+        row.label + (f" = {row.note.partition(':')[0]}" if is_call else ""),
         number(row.call_us, 4),
+        "-" if is_call else number(row.time_us, 4),
+        "-" if row.kind == PREDICTED or row.spread_us is None else f"± {number(row.spread_us, 2)}",
         number(row.tflops),
         number(row.gbps, 4),
+        "-" if not limit or not row.time_us else f"{100 * limit / row.time_us:.0f} %",
         "-" if row.error is None else f"{row.error:.1e}",
-        *last,
+        *(last if group.best_eight_bit else (versus,)),
     )
 
 

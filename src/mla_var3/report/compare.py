@@ -208,8 +208,8 @@ class Row:
         return None if not before or after is None else 100 * (after - before) / before
 
 
-_Read, _Show = Callable[[StageFigures], float | None], Callable[[float | None], str]
-_METRICS: tuple[tuple[str, _Read, _Show], ...] = (
+_Read = Callable[[StageFigures], float | None]
+_METRICS: tuple[tuple[str, _Read, Callable[[float | None], str]], ...] = (
     ("time", lambda f: f.time_us, microseconds),
     ("ideal", lambda f: f.predicted_us, microseconds),
     ("TFLOP/s", lambda f: f.tflops, number),

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mla_var3.bench import session
-from mla_var3.bench.analysis import find_device, limit_us, shape_groups
+from mla_var3.bench import page, session
+from mla_var3.bench.analysis import shape_groups
 from mla_var3.bench.measure import QUICK_ROUNDS, QUICK_SECONDS
-from mla_var3.bench.page import method, troubles
+from mla_var3.bench.page import group_rows, method, troubles
 from mla_var3.bench.plots import draw_plots
-from mla_var3.bench.record import CALL, FAILED, LOST, OURS, BenchRecord, BenchRow
+from mla_var3.bench.record import FAILED, LOST, OURS, PROJECTION, BenchRecord
 from mla_var3.bench.suites import DESIGN, PEERS, main_job_case, mla_kernels
 from mla_var3.conf.devices import load_devices
 from mla_var3.errors import CheckFailedError, HyperMlaError, KernelCompileError, UnsupportedError
@@ -38,7 +38,7 @@ from mla_var3.runtime import paths
 from mla_var3.runtime.compile import CompileReport
 from mla_var3.runtime.environment import environment
 from mla_var3.runtime.files import make_folder, write_atomic
-from mla_var3.runtime.markdown import front_matter, microseconds, number, table, write_json
+from mla_var3.runtime.markdown import front_matter, microseconds, table, write_json
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling import NsightProfType, figures, profile_plan
 from mla_var3.runtime.workflow import (
@@ -227,62 +227,31 @@ def _measure(job: _Job, step: Step) -> None:
         options.rounds, options.max_seconds = QUICK_ROUNDS, QUICK_SECONDS
     case = main_job_case(MlaProblem(**job.sizes), mla_kernels(), MAIN_PEERS)
     session.measure(record, [case], options, job.folder / "record.json")
-    rows = fastest_first(record)
+    headers, lines = measured_table(record)
     absent = troubles(record)
-    step.text = table(MEASURED_HEADERS, measured_rows(record))
-    step.text += "\n" + "".join(f"- {row.kernel}: {row.note}\n" for row in rows if row.note)
+    step.text = table(headers, lines)
+    step.text += "\n" + "".join(f"- {row.kernel}: {row.note}\n" for row in record.rows if row.note)
     step.text += "\n" + table(("not measured", "status", "reason"), absent) if absent else ""
-    step.text += "\n" + "".join(f"- {text}\n" for text in [*method(record), LIMIT_TEXT])
+    step.text += "\n" + "".join(f"- {text}\n" for text in method(record))
     plots = [plot for plot in draw_plots(record, job.folder) if plot.files]
     job.result.plots += [file for plot in plots for file in plot.files]
     step.text += "\n" + "\n".join(
         f"![{p.title}]({p.files[0].name})\n\n{p.caption}\n" for p in plots
     )
-    lines = [dict(zip(MEASURED_HEADERS, cells, strict=True)) for cells in measured_rows(record)]
-    step.data = {"record": "record.json", "rows": lines}
-    step.summary = ", ".join(f"{row.series} {microseconds(row.call_us)}" for row in rows[:3])
+    rows = [dict(zip(headers, line, strict=True)) for line in lines]
+    step.data = {"record": "record.json", "rows": rows}
+    step.summary = ", ".join(f"{row['kernel']} {row['call µs']} µs" for row in rows[:3])
     bad = [r for r in record.rows if r.source == OURS and r.status in (FAILED, LOST)]
     if bad:
         raise CheckFailedError("; ".join(f"{row.label}: {row.reason}" for row in bad))
 
 
-MEASURED_HEADERS = (
-    "kernel", "call µs", "kernel µs", "spread", "TFLOP/s", "GB/s", "of limit", "error",
-)  # fmt: skip
-LIMIT_TEXT = (
-    "The limit is the roofline at the vendor's peak rates: the larger of FLOPs over peak TFLOP/s "
-    "and bytes over peak GB/s."
-)
-
-
-def fastest_first(record: BenchRecord) -> list[BenchRow]:
-    """The timed kernels of a record of one shape, by call time where all have one."""
-    return [
-        row for group in shape_groups(record.rows) for row in sorted(group.timed, key=group.figure)
-    ]
-
-
-def measured_rows(record: BenchRecord) -> list[tuple[str, ...]]:
-    """The table of the main job, under `MEASURED_HEADERS`."""
-    found: list[tuple[str, ...]] = []
-    for row in fastest_first(record):
-        spec = find_device(row.device)
-        limit = None if spec is None else limit_us(row, spec)
-        of_limit = 100 * limit / row.time_us if limit and row.time_us else None
-        chosen = f" = {row.note.partition(':')[0]}" if row.path == CALL else ""
-        found.append(
-            (
-                row.label + chosen,
-                number(row.call_us, 4),
-                "-" if row.path == CALL else number(row.time_us, 4),
-                f"± {number(row.spread_us, 2)}",
-                number(row.tflops),
-                number(row.gbps, 4),
-                "-" if of_limit is None else f"{of_limit:.0f} %",
-                "-" if row.error is None else f"{row.error:.1e}",
-            )
-        )
-    return found
+def measured_table(record: BenchRecord) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Headers and rows of the main job's shape, fastest call first."""
+    for group in shape_groups(record.rows):
+        shown = [row for row in group_rows(group) if row.source != PROJECTION]
+        return page.headers(group), [page.cells(group, row) for row in shown]
+    return page.HEADERS, []
 
 
 def _plan(kernel: str, **sizes: Any) -> KernelPlan:

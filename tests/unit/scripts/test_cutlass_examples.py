@@ -78,7 +78,7 @@ def run(index: ModuleType, capsys: pytest.CaptureFixture[str], *words: str) -> t
 
 
 def test_sources_are_read_not_run(index: ModuleType, checkout: Path) -> None:
-    examples = {each.path: each for each in index.read_examples(index.examples_folder(checkout))}
+    examples = {each.path: each for each in index.read_examples(checkout)}
     assert set(examples) == {
         "blackwell/fmha.py",
         "blackwell/mla/mla_decode_fp16.py",

@@ -21,12 +21,11 @@ from mla_var3.cli.console import (
 )
 from mla_var3.report.overview import (
     KERNEL,
-    MEASURED_HEADERS,
     SUMMARY_HEADERS,
     OverviewOptions,
     OverviewResult,
     Step,
-    measured_rows,
+    measured_table,
     run_overview,
     summary_rows,
 )
@@ -99,9 +98,8 @@ def _lost(record: Path) -> None:
 
 def _print_summary(result: OverviewResult) -> None:
     if result.record is not None:
-        rows = measured_rows(result.record)
         title = f"measured on {', '.join(result.record.devices)}, fastest call first"
-        print_table(title, MEASURED_HEADERS, rows)
+        print_table(title, *measured_table(result.record))
         for row in result.record.rows:
             if row.path == CALL:
                 say(f"{row.kernel} uses {row.note or row.reason}")

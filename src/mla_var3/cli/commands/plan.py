@@ -139,17 +139,18 @@ def write_plan(plan: WindowPlan, folder: Path) -> list[Path]:
     record, page = folder / "plan.json", folder / "plan.md"
     write_json(record, plan.to_dict())
     curves = _curves(plan)
+    axes = {
+        "n": "decompressed tokens per request, n",
+        "memory": "decompressed keys and values of a layer, GiB",
+    }
     plots = []
-    for name, label, x in (
-        ("n", "decompressed tokens per request, n", lambda point: point.n),
-        (
-            "memory",
-            "decompressed keys and values of a layer, GiB",
-            lambda point: point.window_bytes / 2**30,
-        ),
-    ):
+    for name, label in axes.items():
+        series = {
+            key: [(p.n if name == "n" else p.window_bytes / 2**30, p.advised_us) for p in points]
+            for key, points in curves.items()
+        }
         plots += line_plot(
-            {key: [(x(p), p.advised_us) for p in points] for key, points in curves.items()},
+            series,
             folder / f"time-against-{name}",
             title=f"{_heading(plan)}, {_sizes(plan.problem)}",
             x_label=label,

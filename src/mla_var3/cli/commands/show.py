@@ -120,8 +120,8 @@ def _print_facts(facts: dict[str, Any]) -> None:
         for target, stages in facts["candidates"].items()
         for stage, tilings in stages.items()
     ]
-    headers = ("target", "stage", "tiling")
-    print_table("tiling candidates, the default first", headers, candidates)
+    title = "tiling candidates, the default first"
+    print_table(title, ("target", "stage", "tiling"), candidates)
     found = facts["tunings"]
     say("cached tunings: " + ("none" if not found else ""))
     for path in found:
