@@ -151,32 +151,6 @@ def test_against_an_earlier_record(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "predicted against measured" in {entry["reason"] for entry in verdicts["not_compared"]}
 
 
-@pytest.mark.parametrize(
-    ("argv", "code", "message"),
-    [
-        (["figurs"], 2, "did you mean 'figures'"),
-        (["all", "--b=1,2"], 2, "b: expected one value for the suite all"),
-        (["figures", "--s=1"], 2, "the suite figures has fixed shapes"),
-        (["all", "--n=1"], 2, "only the suite var6_plus has it"),
-        (["sweep", "--kernels=flash_mlb"], 2, "did you mean 'flash_mla'"),
-        (["all", "--for_device=H999"], 2, "unknown device 'H999'"),
-        (["all", "--mode=guess"], 2, "mode: expected auto, measure or predict"),
-        (["all", "--mode=measure"], 1, "expected a usable CUDA GPU"),
-        (["all", "--rounds=0"], 2, "rounds: expected a number of at least 1"),
-        (["all", "--resume=x.json"], 2, "resume: expected a GPU to continue on"),
-        (["all", "--resume=x.json", "--mode=predict"], 2, "resume: expected none with predictions"),
-        (["--against=gone.json"], 2, "gone.json: expected a readable record"),
-        (["--records", "gone.json"], 2, "gone.json: expected a readable record"),
-        (["all", "--agianst=x"], 2, "did you mean --against"),
-    ],
-)
-def test_bad_command_lines(
-    argv: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", *argv]) == code
-    assert message in capsys.readouterr().err
-
-
 # --- measuring ------------------------------------------------------------------------------------
 
 

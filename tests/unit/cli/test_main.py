@@ -71,31 +71,6 @@ def test_help_lists_the_commands_and_each_has_its_own(capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.startswith("hyper-mla ")
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["lisst"], "unknown command 'lisst'; did you mean 'list'?"),
-        (["list", "--jsn"], "unknown option '--jsn'; did you mean --json?"),
-        (["show"], "kernel: expected the name of a kernel, got none"),
-        (["show", "mla_var6"], "did you mean 'mla_var6_plus'"),
-        (["show", "flash_mla", "v5"], "unknown version of flash_mla 'v5'"),
-        (["run", "flash_atention"], "did you mean 'flash_attention'"),
-        (["run", "--quik"], "did you mean --quick?"),
-        (["run", "--device=tpu"], "device: expected auto, cuda or cpu, got 'tpu'"),
-        (["run", "--b=0"], "b: expected a positive integer, got 0"),
-        (["predict", "--for_device=H20"], "unknown device 'H20'"),
-        (["predict", "extra"], "unexpected argument 'extra'"),
-    ],
-)
-def test_wrong_command_lines(
-    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(argv) == 2
-    err = capsys.readouterr().err
-    assert message in err
-    assert err.startswith("error: ") and err.count("\n") == 1
-
-
 # --- tables ---------------------------------------------------------------------------------------
 
 

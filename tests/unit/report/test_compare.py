@@ -224,37 +224,6 @@ def test_the_command_predicts_kernels(capsys: pytest.CaptureFixture[str], tmp_pa
     assert "times are predictions" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["compare", "flash_mla"], 2, "expected at least two"),
-        (["compare", "flash_mla", "flash_mlo"], 2, "did you mean 'flash_mla'"),
-        (["compare", "flash_mla", "no/such", "--static"], 2, "a profile output folder"),
-        (
-            ["compare", "flash_mla", "flash_mla", "--for_device=H200"],
-            2,
-            "only together with --stat",
-        ),
-        (["compare", "flash_mla", "flash_mla", "--static", "--for_device=H2O"], 2, "H2O"),
-        (["compare", "flash_mla", "flash_mla", "--static", "--b=0"], 2, "b: expected"),
-        (["compare", "flash_mla", "flash_attention"], 1, "--static compares predictions"),
-        (["profile"], 2, "expected the name of a kernel"),
-        (["profile", "mla_var6_plus", "--versions=v99"], 2, "v99"),
-        (["profile", "mla_var6_plus", "--versions=,"], 2, "expected versions such as v0,v2"),
-    ],
-)
-def test_wrong_command_lines(
-    arguments: list[str],
-    code: int,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr("mla_var3.runtime.workflow.cuda_available", lambda: False)
-    assert main(arguments) == code
-    assert message in capsys.readouterr().err
-
-
 # -- hyper-mla profile -------------------------------------------------------------------------
 
 
