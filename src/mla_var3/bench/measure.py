@@ -1,6 +1,6 @@
 """Measuring one shape: check first, then time in several rounds with a rotating order.
 
-A card warms up while it works, which favours whoever runs first. So every contender is timed once
+A card warms up while it works, which favours the first to run. So every contender is timed once
 per round, and each round starts at another place in the list. A watchdog ends a run when a
 contender does not return.
 """

@@ -26,7 +26,7 @@ HEADERS = (
     "kernel", "call µs", "kernel µs", "spread", "TFLOP/s", "GB/s", "of limit", "error", "vs best",
 )  # fmt: skip
 EIGHT_BIT_HEADER = "8-bit vs best"
-"""8-bit results have a larger error, so their speed-ups stand in a column of their own."""
+"""8-bit results have a larger error, so their speed-ups have a column of their own."""
 _CHECKED = (
     "Every row is checked against the float32 reference first: ours within twice the error of the "
     "same computation in PyTorch, peers within 1 %. A row that fails is not timed."
@@ -60,7 +60,7 @@ _LIMIT = (
 )
 _EIGHT_BIT = (
     "8-bit kernels round their operands, with a relative error of a few per cent; their speed-ups "
-    "stand in a column of their own and never count as our best."
+    "have a column of their own and never count as our best."
 )
 _NAMED_SHAPES = 4
 """A reason that holds for several shapes names this many of them."""

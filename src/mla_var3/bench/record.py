@@ -98,7 +98,7 @@ class BenchRow:
 
     @property
     def eight_bit(self) -> bool:
-        """Whether the kernel reads 8-bit operands; its results stand in a column of their own."""
+        """Whether the kernel reads 8-bit operands; its results have a column of their own."""
         return (self.kernel, self.language) in EIGHT_BIT
 
     @property

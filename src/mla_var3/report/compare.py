@@ -38,7 +38,7 @@ class Run:
         total: the whole run.
         stages: by stage name, in launch order.
         clocks: whether the clocks were locked; None where the record does not say.
-        folder: where its artifacts lie.
+        folder: folder of its artifacts.
     """
 
     label: str

@@ -119,7 +119,7 @@ class Step:
 
 @dataclass
 class OverviewResult:
-    """Where the report lies and what is in it.
+    """The report and what is in it.
 
     Attributes:
         folder: folder of the report.

@@ -95,13 +95,10 @@ def test_what_does_not_fit_is_refused_with_advice(machine, capsys, packages, gpu
     assert finding["subject"] == subject and finding["advice"]
 
 
-def test_an_engine_that_is_newer_is_only_noted(machine, capsys) -> None:
+def test_a_newer_engine_and_a_plugin_that_it_will_not_load(machine, capsys, monkeypatch) -> None:
     machine({"nvidia-cutlass-dsl": "4.8.0", "vllm": "0.33.1"})
     code, found = report(capsys)
     assert code == 0 and verdicts(found)["vllm"] == "note"
-
-
-def test_a_plugin_that_the_engine_will_not_load(machine, capsys, monkeypatch) -> None:
     packages = {"nvidia-cutlass-dsl": "4.8.0", "vllm": "0.32.0"}
     machine(packages, plugin=False)
     assert verdicts(report(capsys)[1])["vllm plug-in"] == "missing"
