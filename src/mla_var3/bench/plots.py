@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_var3.bench.analysis import (
-    TimesOverS,
+    Chart,
     find_device,
     shape_groups,
     speedup_grid,
@@ -171,7 +171,7 @@ def _over_s(figure: Any, rows: Sequence[BenchRow]) -> None:
     _finish(figure, axis, f"{data.title} on {data.device}")
 
 
-def _main_lines(data: TimesOverS) -> Mapping[str, Sequence[tuple[int, float]]]:
+def _main_lines(data: Chart) -> Mapping[str, Sequence[tuple[int, float]]]:
     """The lines to draw; of too many, those that come nearest to the fastest."""
     best: dict[int, float] = {}
     for points in data.series.values():
@@ -248,8 +248,7 @@ def _over_n(figure: Any, rows: Sequence[BenchRow]) -> None:
     label = f"{word(data.kind)}kernel time, µs"
     axis.set(xlabel="decompressed tokens per request, n", ylabel=label)
     axis.set_ylim(bottom=0)
-    sizes = " ".join(f"{key}={getattr(data.problem, key)}" for key in ("b", "t", "h"))
-    _finish(figure, axis, f"{sizes} on {data.device}", len(data.series))
+    _finish(figure, axis, f"{data.title} on {data.device}", len(data.series))
 
 
 def _model_line(row: BenchRow, spec: DeviceSpec) -> list[tuple[int, float]]:

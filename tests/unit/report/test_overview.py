@@ -75,12 +75,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     return FakeGpu(monkeypatch)
 
 
-@pytest.fixture
-def coarse_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Smooth curves take half a minute of predictions."""
-    monkeypatch.setattr(overview, "dense_sweeps", list)
-
-
 @pytest.fixture(scope="module")
 def sweeps() -> dict[Any, Any]:
     return {}
@@ -97,6 +91,8 @@ def predicted_once(sweeps: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> N
         return sweeps[problem, spec.name]
 
     monkeypatch.setattr(overview, "sweep", remembered)
+    # Smooth curves take half a minute of predictions.
+    monkeypatch.setattr(overview, "dense_sweeps", list)
 
 
 @pytest.fixture
@@ -108,7 +104,6 @@ def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(overview, "crossover_plot", write)
     monkeypatch.setattr(overview, "line_plot", write)
-    monkeypatch.setattr(overview, "dense_sweeps", list)
 
 
 def data_of(folder: Path) -> dict[str, Any]:
@@ -116,7 +111,7 @@ def data_of(folder: Path) -> dict[str, Any]:
     return data
 
 
-def test_the_report_without_a_gpu(runtime: Runtime, coarse_plots: None) -> None:
+def test_the_report_without_a_gpu(runtime: Runtime) -> None:
     started: list[str] = []
     ended: list[str] = []
     result = run_overview(
