@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
 from mla_var3.errors import HyperMlaError, InvalidArgumentError, UnknownNameError  # noqa: E402
+from mla_var3.runtime.markdown import table  # noqa: E402
 from mla_var3.runtime.paths import write_atomic  # noqa: E402
 
 EXAMPLES = Path("examples", "python", "CuTeDSL")
@@ -114,129 +115,80 @@ class Example:
     lines: int
 
 
-def names_in(tree: ast.AST) -> set[str]:
-    """Every name, attribute and keyword of a source."""
+def read_example(path: Path, folder: Path) -> Example | None:
+    """One source, or None when it has nothing to do with CuTe DSL."""
+    text = path.read_text(encoding="utf-8")
+    try:
+        nodes = list(ast.walk(ast.parse(text)))
+    except SyntaxError as error:
+        raise InvalidArgumentError(str(path), "Python source", error.msg) from error
     names: set[str] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            names.add(node.id)
-        elif isinstance(node, ast.Attribute):
-            names.add(node.attr)
-        elif isinstance(node, ast.keyword) and node.arg:
-            names.add(node.arg)
-        elif isinstance(node, ast.alias):
-            names.update(node.name.split("."))
-    return names
-
-
-def decorated(tree: ast.AST, decorator: str) -> tuple[str, ...]:
-    """Functions under a decorator, such as `cute.kernel`, plain or with arguments."""
-    return tuple(
-        node.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef)
-        and any(re.match(rf"{decorator}\b", ast.unparse(each)) for each in node.decorator_list)
+    for node in nodes:
+        for field in ("id", "attr", "arg", "name"):  # names, attributes, keywords, imports
+            if isinstance(found := getattr(node, field, None), str):
+                names.update(found.split("."))
+    if not {"cute", "cutlass"} & names:
+        return None
+    features = tuple(
+        feature
+        for feature, pattern in FEATURES.items()
+        if any(re.fullmatch(pattern, name) for name in names)
     )
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+
+    def under(decorator: str) -> tuple[str, ...]:
+        found = rf"(\w+\.)?{decorator}\b"
+        return tuple(
+            function.name
+            for function in functions
+            if any(re.match(found, ast.unparse(each)) for each in function.decorator_list)
+        )
+
+    relative = path.relative_to(folder).as_posix()
+    needs = architecture(features, relative)
+    return Example(relative, needs, under("kernel"), under("jit"), features, len(text.splitlines()))
 
 
-def architecture(features: list[str], path: str) -> str:
+def architecture(features: tuple[str, ...], path: str) -> str:
     """The architecture that a source asks for, by its instructions, else by its folder."""
-    if "tcgen05" in features:
-        return "sm_100"
-    if "wgmma" in features:
-        return "sm_90"
-    parts = Path(path).parts
-    if "blackwell_geforce" in parts or Path(path).name.startswith("sm120"):
+    for instruction, name in (("tcgen05", "sm_100"), ("wgmma", "sm_90")):
+        if instruction in features:
+            return name
+    if "blackwell_geforce/" in path or Path(path).name.startswith("sm120"):
         return "sm_120"
     for folder, name in (("blackwell", "sm_100"), ("hopper", "sm_90")):
-        if folder in parts:
+        if folder in Path(path).parts:
             return f"{name}, by its folder"
     return "sm_80 and newer"
 
 
-def read_example(path: Path, folder: Path) -> Example | None:
-    """One source, or None when it has nothing compiled and is no helper of such a source."""
-    text = path.read_text(encoding="utf-8")
-    try:
-        tree = ast.parse(text)
-    except SyntaxError as error:
-        raise InvalidArgumentError(str(path), "Python source", error.msg) from error
-    names = names_in(tree)
-    if not {"cute", "cutlass"} & names:
-        return None
-    features = [
-        feature
-        for feature, pattern in FEATURES.items()
-        if any(re.fullmatch(pattern, name) for name in names)
-    ]
-    relative = path.relative_to(folder).as_posix()
-    return Example(
-        path=relative,
-        needs=architecture(features, relative),
-        kernels=decorated(tree, r"(\w+\.)?kernel"),
-        hosts=decorated(tree, r"(\w+\.)?jit"),
-        features=tuple(features),
-        lines=len(text.splitlines()),
-    )
-
-
-def examples_folder(checkout: Path) -> Path:
-    """The examples of a checkout."""
+def read_examples(checkout: Path) -> list[Example]:
+    """All examples of a checkout, by path."""
     folder = checkout / EXAMPLES
     if not folder.is_dir():
         raise InvalidArgumentError("CUTLASS", f"a checkout of CUTLASS with {EXAMPLES}", checkout)
-    return folder
-
-
-def read_examples(folder: Path) -> list[Example]:
-    """All examples below a folder, by path."""
     found = (read_example(path, folder) for path in sorted(folder.rglob("*.py")))
     return [example for example in found if example is not None]
 
 
-def select(examples: list[Example], wanted: list[str]) -> tuple[list[Example], list[str]]:
-    """Examples by the end of their path, in the wanted order; and the names that are missing.
-
-    Where several folders have the name, the one for sm_100 is taken, then the first: the names come
-    from the Blackwell examples, and the others are older kernels with the same title.
-    """
-    chosen, missing = [], []
-    for name in wanted:
-        matches = [each for each in examples if f"/{each.path}".endswith(f"/{name}")]
-        matches.sort(key=lambda each: not each.needs.startswith("sm_100"))
-        if matches:
-            chosen.append(matches[0])
-        else:
-            missing.append(name)
-    return chosen, missing
+def matching(examples: list[Example], name: str) -> list[Example]:
+    """Examples by the end of their path; those for sm_100 first, which the names come from."""
+    found = [each for each in examples if f"/{each.path}".endswith(f"/{name}")]
+    return sorted(found, key=lambda each: (each.path != name, not each.needs.startswith("sm_100")))
 
 
 def find_one(examples: list[Example], name: str) -> Example:
     """The example that a user named by its path or the end of it."""
-    matches = [each for each in examples if f"/{each.path}".endswith(f"/{name}")]
-    exact = [each for each in matches if each.path == name]
-    if exact:
-        return exact[0]
+    matches = matching(examples, name)
     if not matches:
         # A checkout has hundreds; only those that look like the name are worth printing.
         known = {Path(each.path).name for each in examples}
         near = difflib.get_close_matches(Path(name).name, known, n=5, cutoff=0.5)
         raise UnknownNameError("example", name, near)
-    if len(matches) > 1:
+    if len(matches) > 1 and matches[0].path != name:
         paths = ", ".join(each.path for each in matches)
         raise InvalidArgumentError("--notes", "the path of one example", f"{name}: {paths}")
     return matches[0]
-
-
-def table(examples: list[Example]) -> str:
-    """The examples as a markdown table."""
-    rows = ["| example | needs | kernels | shows | lines |", "|---|---|---:|---|---:|"]
-    for each in examples:
-        shows = ", ".join(each.features) or "-"
-        rows.append(
-            f"| {each.path} | {each.needs} | {len(each.kernels)} | {shows} | {each.lines} |"
-        )
-    return "\n".join(rows)
 
 
 def notes(example: Example) -> str:
@@ -246,9 +198,7 @@ def notes(example: Example) -> str:
     lines += [f"- `@cute.jit` function: {name}" for name in example.hosts]
     lines += ["", "## Questions before reading", "", "1. "]
     for heading, questions in QUESTIONS.items():
-        lines += ["", f"## {heading}", ""]
-        for question in questions:
-            lines += [f"- {question}"]
+        lines += ["", f"## {heading}", "", *(f"- {question}" for question in questions)]
     lines += ["", "## Patterns", ""]
     lines += [f"- [{'x' if each in example.features else ' '}] {each}" for each in FEATURES]
     lines += ["", "## Confirms, refines or contradicts", "", "| page | how |", "|---|---|", ""]
@@ -276,7 +226,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> str:
     """What the arguments ask for, as text."""
-    examples = read_examples(examples_folder(arguments.cutlass))
+    examples = read_examples(arguments.cutlass)
     if arguments.notes is not None:
         return notes(find_one(examples, arguments.notes))
     missing: list[str] = []
@@ -284,12 +234,17 @@ def run(arguments: argparse.Namespace) -> str:
         if (name := getattr(arguments, kind)) is not None:
             if name not in lists:
                 raise UnknownNameError(kind, name, lists)
-            examples, missing = select(examples, lists[name])
+            found = {each: matching(examples, each)[:1] for each in lists[name]}
+            missing = [each for each, matches in found.items() if not matches]
+            examples = [example for matches in found.values() for example in matches]
     if arguments.json:
         return json.dumps({"examples": [asdict(each) for each in examples], "missing": missing})
-    lines = [table(examples)]
-    lines += [f"not in this checkout: {name}" for name in missing]
-    return "\n".join(lines)
+    rows = [
+        (each.path, each.needs, len(each.kernels), ", ".join(each.features), each.lines)
+        for each in examples
+    ]
+    text = table(("example", "needs", "kernels", "shows", "lines"), rows)
+    return text + "".join(f"\nnot in this checkout: {name}" for name in missing)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -5,7 +5,7 @@ python -m tests.benchmark.bench_mla_var6_plus_v4 [--s 16,32,64] [--n 0,1024,2048
 
 import sys
 
-from tests.benchmark.var6_plus import main
+from mla_var3.cli.commands.bench import bench_program
 
 if __name__ == "__main__":
-    sys.exit(main("v4"))
+    sys.exit(bench_program("var6_plus", "bench_mla_var6_plus_v4", sys.argv[1:], version="v4"))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mla_var3.bench.record import OK, OURS, PEER, PREDICTED, PROJECTION, BenchRow, shape_text
@@ -136,26 +136,33 @@ class Crossing:
 
 
 @dataclass(frozen=True)
-class TimesOverS:
-    """Times against the query length for one set of the other sizes.
+class Chart:
+    """What a plot shows, for shapes that differ in one or two sizes.
 
     Attributes:
-        title: the other sizes.
+        title: the sizes that they share.
         device, kind: whose times.
         basis: what the times include.
-        series: name -> (s, microseconds), ascending.
-        crossings: where the fastest changes.
+        series: name -> (s or n, microseconds), ascending.
+        crossings: where the fastest series changes.
+        cells: (s, t) -> speed-up of our best kernel over the best rival.
     """
 
     title: str
     device: str
     kind: str
     basis: str
-    series: dict[str, list[tuple[int, float]]]
-    crossings: list[Crossing]
+    series: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    crossings: list[Crossing] = field(default_factory=list)
+    cells: dict[tuple[int, int], float] = field(default_factory=dict)
 
 
-def times_over_s(rows: Sequence[BenchRow]) -> TimesOverS | None:
+def _title(problem: MlaProblem, *without: str) -> str:
+    words = shape_text(problem).split()
+    return " ".join(word for word in words if word.partition("=")[0] not in without)
+
+
+def times_over_s(rows: Sequence[BenchRow]) -> Chart | None:
     """The set of shapes with the most query lengths; None where no set has two."""
 
     def rank(groups: list[ShapeGroup]) -> tuple[int, bool]:
@@ -173,11 +180,11 @@ def times_over_s(rows: Sequence[BenchRow]) -> TimesOverS | None:
             at[row.problem.s] = min(group.figure(row), at.get(row.problem.s, math.inf))
     lines = {name: sorted(points.items()) for name, points in series.items()}
     first = best[0]
-    title = " ".join(part for part in first.title.split() if not part.startswith("s="))
     # An 8-bit kernel is another computation, so it does not cross the others.
     sixteen_bit = {row.series for row in rows if not row.eight_bit}
     crossings = find_crossings({k: v for k, v in lines.items() if k in sixteen_bit})
-    return TimesOverS(title, first.device, first.kind, first.basis, lines, crossings)
+    title = _title(first.problem, "s")
+    return Chart(title, first.device, first.kind, first.basis, lines, crossings)
 
 
 def find_crossings(series: Mapping[str, Sequence[tuple[int, float]]]) -> list[Crossing]:
@@ -216,46 +223,27 @@ def _meet(one: Mapping[int, float], other: Mapping[int, float], low: int, high: 
     return float(low * (high / low) ** min(max(share, 0.0), 1.0))
 
 
-@dataclass(frozen=True)
-class TimesOverN:
-    """Kernel times of mla_var6_plus over its window: series name -> (n, microseconds)."""
-
-    problem: MlaProblem
-    device: str
-    kind: str
-    series: dict[str, list[tuple[int, float]]]
+def window_series(row: BenchRow) -> str:
+    """The name of a row's line in the plot over n."""
+    return f"{row.series}, s={row.problem.s}"
 
 
-def times_over_n(rows: Sequence[BenchRow]) -> TimesOverN | None:
-    """Kernels measured at two or more windows; None where there is none."""
-    found: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
-    problems: dict[tuple[str, str], MlaProblem] = {}
+def times_over_n(rows: Sequence[BenchRow]) -> Chart | None:
+    """Kernel times of kernels at two or more windows; None where there is none."""
+    families: dict[tuple[str, str], list[BenchRow]] = {}
     for row in rows:
         if row.status == OK and "n" in row.choices and row.time_us is not None:
-            family = (row.device, row.kind)
-            problems.setdefault(family, row.problem)
-            same = replace(problems[family], s=1) == replace(row.problem, s=1)
-            if same:
-                line = found.setdefault(family, {})
-                line.setdefault(f"{row.series}, s={row.problem.s}", {})[row.choices["n"]] = (
-                    row.time_us
-                )
-    for (device, kind), lines in found.items():
+            families.setdefault((row.device, row.kind), []).append(row)
+    for (device, kind), found in families.items():
+        problem = found[0].problem
+        lines: dict[str, dict[int, float]] = {}
+        for row in found:
+            if replace(row.problem, s=problem.s) == problem:
+                lines.setdefault(window_series(row), {})[row.choices["n"]] = row.time_us or 0.0
         series = {name: sorted(at.items()) for name, at in lines.items() if len(at) > 1}
         if series:
-            return TimesOverN(problems[device, kind], device, kind, series)
+            return Chart(_title(problem, "s"), device, kind, KERNEL_TIME, series)
     return None
-
-
-@dataclass(frozen=True)
-class SpeedupGrid:
-    """Speed-up of our best kernel over the best rival: (s, t) -> ratio."""
-
-    title: str
-    device: str
-    kind: str
-    basis: str
-    cells: dict[tuple[int, int], float]
 
 
 def _without_s_and_t(problem: MlaProblem) -> MlaProblem:
@@ -263,9 +251,9 @@ def _without_s_and_t(problem: MlaProblem) -> MlaProblem:
     return replace(problem, s=1) if problem.lengths else replace(problem, s=1, t=1)
 
 
-def speedup_grid(rows: Sequence[BenchRow]) -> SpeedupGrid | None:
+def speedup_grid(rows: Sequence[BenchRow]) -> Chart | None:
     """The family of shapes with the most cells over s and t; None without any."""
-    best: SpeedupGrid | None = None
+    best: Chart | None = None
     for groups in map(_one_basis, _families(rows, _without_s_and_t)):
         cells = {}
         for group in groups:
@@ -275,8 +263,8 @@ def speedup_grid(rows: Sequence[BenchRow]) -> SpeedupGrid | None:
                 cells[group.problem.s, group.problem.t] = ratio
         if cells and (best is None or len(cells) > len(best.cells)):
             first = groups[0]
-            words = [w for w in first.title.split() if not w.startswith(("s=", "t="))]
-            best = SpeedupGrid(" ".join(words), first.device, first.kind, first.basis, cells)
+            title = _title(first.problem, "s", "t")
+            best = Chart(title, first.device, first.kind, first.basis, cells=cells)
     return best
 
 

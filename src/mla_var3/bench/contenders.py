@@ -7,9 +7,9 @@ from the same numbers. Building never times and timing never builds.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mla_var3.bench.record import (
     CALL,
@@ -34,7 +34,7 @@ from mla_var3.op.mla.cost import (
 )
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.runtime.markdown import byte_count
-from mla_var3.runtime.paths import KernelId, plan_class, split_full_name
+from mla_var3.runtime.paths import plan_class, split_full_name
 from mla_var3.runtime.plan import KernelPlan, plan_dtype
 from mla_var3.runtime.stage import Stage
 from mla_var3.runtime.workflow import (
@@ -85,69 +85,44 @@ class Ready:
     note: str = ""
 
 
-class Contender(Protocol):
-    """One row of the comparison before it is measured."""
-
-    @property
-    def kernel(self) -> str:
-        """Kernel id or name."""
-
-    @property
-    def source(self) -> str:
-        """Whose it is: "ours", "peer" or "projection"."""
-
-    @property
-    def language(self) -> str:
-        """Language key of our kernels."""
-        return ""
-
-    @property
-    def asked(self) -> dict[str, int]:
-        """Choices that the suite pinned."""
-        return {}
-
-    @property
-    def versions(self) -> dict[str, str]:
-        """Versions of its own, beside those of the environment."""
-        return {}
-
-    def build(self) -> Ready:
-        """Allocate and lay out; raises UnsupportedError where it cannot take part."""
-
-
 @dataclass(frozen=True)
-class KernelContender(Contender):
+class Contender:
+    """One row of the comparison before it is measured.
+
+    Attributes:
+        kernel: kernel id or name.
+        source: "ours", "peer" or "projection".
+        build: allocates and lays out; raises UnsupportedError where it cannot take part.
+        language: language key of our kernels.
+        asked: choices that the suite pinned.
+        versions: versions of its own, beside those of the environment.
+    """
+
+    kernel: str
+    source: str
+    build: Callable[[], Ready]
+    language: str = ""
+    asked: Mapping[str, int] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+def kernel_contender(
+    choice: KernelChoice,
+    problem: MlaProblem,
+    target: str,
+    device: str = "cuda",
+    tune: bool = False,
+    progress: Progress = no_progress,
+) -> Contender:
     """One of our kernels."""
 
-    choice: KernelChoice
-    problem: MlaProblem
-    target: str
-    device: str = "cuda"
-    tune: bool = False
-    progress: Progress = no_progress
-
-    source = OURS
-
-    @property
-    def kernel(self) -> str:
-        return self.choice.kernel.full_name
-
-    @property
-    def language(self) -> str:
-        return self.choice.kernel.language
-
-    @property
-    def asked(self) -> dict[str, int]:
-        return dict(self.choice.fields)
-
-    def build(self) -> Ready:
+    def build() -> Ready:
         from mla_var3.runtime.check import check_stage
 
-        plan = make_plan(self.choice, self.problem, self.target)
-        if self.device == "cuda":
+        plan = make_plan(choice, problem, target)
+        if device == "cuda":
             require_memory(plan)
-        options = RunOptions(device=self.device, autotune=self.tune, progress=self.progress)
-        prepared = prepare(plan, options)
+        prepared = prepare(plan, RunOptions(device=device, autotune=tune, progress=progress))
         stage = prepared.stage
 
         def check() -> float:
@@ -155,94 +130,79 @@ class KernelContender(Contender):
             outcome.require()
             return outcome.outputs[0].error.relative_frobenius
 
-        return Ready(
-            stage.launch,
-            check,
-            stage.cost(),
-            path_of(prepared.plan, stage),
-            choices_of(prepared.plan),
-        )
+        path, choices = path_of(prepared.plan, stage), choices_of(prepared.plan)
+        return Ready(stage.launch, check, stage.cost(), path, choices)
+
+    kernel = choice.kernel
+    return Contender(kernel.full_name, OURS, build, kernel.language, dict(choice.fields))
 
 
-@dataclass(frozen=True)
-class PeerContender(Contender):
+def peer_contender(
+    name: str,
+    problem: MlaProblem,
+    libraries: PeerLibraries,
+    references: dict[str, Tensor] | None = None,
+    device: str = "cuda",
+) -> Contender:
     """A peer's kernel.
 
-    Attributes:
+    Args:
         name: its short name, see `mla_var3.bench.peers.KERNELS`.
         problem: the problem.
         libraries: what is installed.
         references: float32 outputs by path, shared by the peers of a case.
         device: where it runs.
     """
+    from mla_var3.bench.peers import PeerInputs, peer_kernel, reference
 
-    name: str
-    problem: MlaProblem
-    libraries: PeerLibraries
-    references: dict[str, Tensor] = field(default_factory=dict, compare=False)
-    device: str = "cuda"
+    kernel = peer_kernel(name)
+    known = {} if references is None else references
 
-    source = PEER
-
-    @property
-    def kernel(self) -> str:
-        from mla_var3.bench.peers import peer_kernel
-
-        return peer_kernel(self.name).title
-
-    @property
-    def versions(self) -> dict[str, str]:
-        from mla_var3.bench.peers import peer_kernel
-
-        library = peer_kernel(self.name).library
-        known = self.libraries.versions
-        return {library: known[library]} if library in known else {}
-
-    def build(self) -> Ready:
-        from mla_var3.bench.peers import PeerInputs, peer_kernel, reference
-        from mla_var3.op.compare import compare
-
-        kernel = peer_kernel(self.name)
-        self.libraries.require(kernel.library)
-        if kernel.path == DECOMPRESSED and self.problem.lengths is not None:
+    def build() -> Ready:
+        libraries.require(kernel.library)
+        if kernel.path == DECOMPRESSED and problem.lengths is not None:
             raise UnsupportedError(
-                f"{kernel.title}: expected t={self.problem.t} tokens in every request, got lengths"
+                f"{kernel.title}: expected t={problem.t} tokens in every request, got lengths"
             )
-        inputs = PeerInputs.make(self.problem, self.device)
-        run = kernel.build(self.libraries, inputs)
+        inputs = PeerInputs.make(problem, device)
+        run = kernel.build(libraries, inputs)
 
         def check() -> float:
-            if kernel.path not in self.references:
-                self.references[kernel.path] = reference(kernel.path, inputs)
-            error = compare(run(), self.references[kernel.path]).relative_frobenius
-            if not error <= PEER_ERROR_LIMIT:  # NaN fails too
-                raise CheckFailedError(
-                    f"{kernel.title}: relative error {error:.3g} (bound {PEER_ERROR_LIMIT:g})"
-                )
-            return error
+            if kernel.path not in known:
+                known[kernel.path] = reference(kernel.path, inputs)
+            return checked_error(kernel.title, run(), known[kernel.path])
 
-        return Ready(run, check, kernel.cost(self.problem), kernel.path)
+        return Ready(run, check, kernel.cost(problem), kernel.path)
+
+    versions = {k: v for k, v in libraries.versions.items() if k == kernel.library}
+    return Contender(kernel.title, PEER, build, versions=versions)
 
 
-@dataclass(frozen=True)
-class CallContender(Contender):
+def checked_error(name: str, found: Tensor, exact: Tensor) -> float:
+    """The relative error of a result.
+
+    Raises:
+        CheckFailedError: it is above the bound, or not a number.
+    """
+    from mla_var3.op.compare import compare
+
+    error = compare(found, exact).relative_frobenius
+    if not error <= PEER_ERROR_LIMIT:  # NaN fails too
+        raise CheckFailedError(f"{name}: relative error {error:.3g} (bound {PEER_ERROR_LIMIT:g})")
+    return error
+
+
+def call_contender(problem: MlaProblem, device: str = "cuda") -> Contender:
     """The public call `mla_attention` with the kernel it chooses, projections included."""
 
-    problem: MlaProblem
-    device: str = "cuda"
-
-    source = OURS
-    kernel = "mla_attention"
-
-    def build(self) -> Ready:
+    def build() -> Ready:
         from mla_var3.attention.call import explain, mla_attention
-        from mla_var3.op.compare import compare
         from mla_var3.op.mla.inputs import make_inputs
         from mla_var3.op.mla.reference import reference_from_latent
 
-        raw = make_inputs(self.problem, self.device, seed=SEED)
+        raw = make_inputs(problem, device, seed=SEED)
         operands = (raw.q_nope, raw.q_rope, (raw.c_kv, raw.k_rope), raw.w_uk, raw.w_uv)
-        options: dict[str, Any] = {"lengths": raw.lengths, "causal": self.problem.causal}
+        options: dict[str, Any] = {"lengths": raw.lengths, "causal": problem.causal}
         chosen = explain(*operands, **options)
 
         def run() -> Tensor:
@@ -250,18 +210,14 @@ class CallContender(Contender):
             return out if not isinstance(out, tuple) else out[0]
 
         def check() -> float:
-            exact, _ = reference_from_latent(raw, self.problem)
-            error = compare(run(), exact).relative_frobenius
-            if not error <= PEER_ERROR_LIMIT:  # NaN fails too
-                raise CheckFailedError(
-                    f"{self.kernel} ({chosen.kernel}, {chosen.language}): relative error "
-                    f"{error:.3g} (bound {PEER_ERROR_LIMIT:g})"
-                )
-            return error
+            name = f"mla_attention ({chosen.kernel}, {chosen.language})"
+            return checked_error(name, run(), reference_from_latent(raw, problem)[0])
 
         choices = chosen.candidates[0].choice
-        cost = call_cost(chosen.kernel, self.problem, choices.get("n", 0))
+        cost = call_cost(chosen.kernel, problem, choices.get("n", 0))
         return Ready(run, check, cost, CALL, dict(choices), str(chosen))
+
+    return Contender("mla_attention", OURS, build)
 
 
 def call_cost(kernel: str, problem: MlaProblem, n: int = 0) -> Cost:
@@ -275,38 +231,25 @@ def call_cost(kernel: str, problem: MlaProblem, n: int = 0) -> Cost:
     return flash_mla_cost(problem) + queries + output_up_projection_cost(problem)
 
 
-@dataclass(frozen=True)
-class ProjectionContender(Contender):
+def projection_contender(name: str, problem: MlaProblem, device: str = "cuda") -> Contender:
     """A projection by PyTorch, for the call time of kernels that do not do it."""
 
-    name: str
-    problem: MlaProblem
-    device: str = "cuda"
-
-    source = PROJECTION
-
-    @property
-    def kernel(self) -> str:
-        return self.name
-
-    def build(self) -> Ready:
+    def build() -> Ready:
         import torch
 
-        from mla_var3.op.compare import compare
         from mla_var3.op.mla.inputs import torch_dtype
 
-        problem = self.problem
-        of_queries = self.kernel == QUERY_PROJECTION
+        of_queries = name == QUERY_PROJECTION
         width, to = (problem.d, problem.k) if of_queries else (problem.k, problem.d)
         rows, h, dtype = problem.b * problem.s, problem.h, torch_dtype(problem)
-        generator = torch.Generator(device=self.device).manual_seed(SEED)
+        generator = torch.Generator(device=device).manual_seed(SEED)
 
         def normal(*shape: int) -> Tensor:
-            values = torch.randn(shape, generator=generator, device=self.device)
+            values = torch.randn(shape, generator=generator, device=device)
             return values.mul_(float(width) ** -0.25).to(dtype)
 
         x, weight = normal(rows, h, width), normal(h, width, to)
-        out = torch.empty((rows, h, to), dtype=dtype, device=self.device)
+        out = torch.empty((rows, h, to), dtype=dtype, device=device)
         # Straight into the layout that the next kernel reads, as an engine would do it.
         operands, result = (x.transpose(0, 1), weight), out.transpose(0, 1)
 
@@ -315,14 +258,12 @@ class ProjectionContender(Contender):
 
         def check() -> float:
             run()
-            exact = torch.bmm(*(operand.float() for operand in operands))
-            error = compare(result, exact).relative_frobenius
-            if not error <= PEER_ERROR_LIMIT:
-                raise CheckFailedError(f"{self.kernel}: relative error {error:.3g}")
-            return error
+            return checked_error(name, result, torch.bmm(*(each.float() for each in operands)))
 
         cost = q_absorption_cost(problem) if of_queries else output_up_projection_cost(problem)
         return Ready(run, check, cost, "")
+
+    return Contender(name, PROJECTION, build)
 
 
 def contenders(
@@ -335,21 +276,14 @@ def contenders(
     progress: Progress = no_progress,
 ) -> list[Contender]:
     """All contenders of a case, the projections last; peers only where there are libraries."""
+    problem = case.problem
     references: dict[str, Tensor] = {}
-    found: list[Contender] = [CallContender(case.problem, device)] if case.call else []
-    found += [
-        KernelContender(choice, case.problem, target, device, tune, progress)
-        for choice in case.kernels
-    ]
-    found += [
-        PeerContender(name, case.problem, libraries, references, device)
-        for name in case.peers
-        if libraries is not None
-    ]
-    return found + [
-        ProjectionContender(name, case.problem, device)
-        for name in (QUERY_PROJECTION, OUTPUT_PROJECTION)
-    ]
+    found = [call_contender(problem, device)] if case.call else []
+    found += [kernel_contender(k, problem, target, device, tune, progress) for k in case.kernels]
+    if libraries is not None:
+        found += [peer_contender(p, problem, libraries, references, device) for p in case.peers]
+    projections = (QUERY_PROJECTION, OUTPUT_PROJECTION)
+    return found + [projection_contender(name, problem, device) for name in projections]
 
 
 def make_plan(choice: KernelChoice, problem: MlaProblem, target: str) -> KernelPlan:
@@ -359,28 +293,29 @@ def make_plan(choice: KernelChoice, problem: MlaProblem, target: str) -> KernelP
         UnsupportedError: the kernel cannot compute it, or not on this target.
     """
     cls = plan_class(choice.kernel)
+    name = f"{choice.kernel.full_name} ({choice.kernel.language})"
     fields = {f.name for f in dataclasses.fields(cls)}
     sizes = {k: v for k, v in dataclasses.asdict(problem).items() if v is not None}
     wanted = {**sizes, **choice.fields}
     defaults = MlaProblem(b=1, s=1, t=1, h=1)
     missing = [
-        f"{name}={value}"
-        for name, value in wanted.items()
-        if name not in fields and value != getattr(defaults, name, None)
+        f"{key}={value}"
+        for key, value in wanted.items()
+        if key not in fields and value != getattr(defaults, key, None)
     ]
     if missing:
         raise UnsupportedError(
-            f"{_id(choice.kernel)}: expected a plan that takes {', '.join(missing)}, "
+            f"{name}: expected a plan that takes {', '.join(missing)}, "
             f"got the fields {', '.join(sorted(fields))}"
         )
     targets = getattr(cls, "targets", None)
     if targets is not None and target not in targets:
         raise UnsupportedError(
-            f"{_id(choice.kernel)}: expected one of its targets {', '.join(targets)}, got {target}"
+            f"{name}: expected one of its targets {', '.join(targets)}, got {target}"
         )
     if "seed" in fields:
         wanted["seed"] = SEED
-    plan: KernelPlan = cls(**{name: value for name, value in wanted.items() if name in fields})
+    plan: KernelPlan = cls(**{key: value for key, value in wanted.items() if key in fields})
     return plan.for_target(target)
 
 
@@ -414,7 +349,3 @@ def choices_of(plan: KernelPlan) -> dict[str, int]:
     """The choices of a resolved plan that belong in its label."""
     found = {name: getattr(plan, name, None) for name in ("n", "prefix", "splits")}
     return {name: int(value) for name, value in found.items() if value is not None}
-
-
-def _id(kernel: KernelId) -> str:
-    return f"{kernel.full_name} ({kernel.language})"

@@ -1,6 +1,6 @@
 """Measuring one shape: check first, then time in several rounds with a rotating order.
 
-A card warms up while it works, which favours whoever runs first. So every contender is timed once
+A card warms up while it works, which favours the first to run. So every contender is timed once
 per round, and each round starts at another place in the list. A watchdog ends a run when a
 contender does not return.
 """
@@ -11,6 +11,7 @@ import gc
 import logging
 import statistics
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,16 @@ from functools import partial
 from typing import Any, TypeVar
 
 from mla_var3.bench.contenders import MISSING_PROJECTIONS, Contender, Ready
-from mla_var3.bench.record import ABSENT, FAILED, LOST, MEASURED, OK, PROJECTION, BenchRow
+from mla_var3.bench.record import (
+    ABSENT,
+    FAILED,
+    LOST,
+    MEASURED,
+    OK,
+    PROJECTION,
+    BenchRow,
+    first_line,
+)
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.runtime.measure import Timing, cuda_is_healthy, time_gpu
@@ -75,10 +85,6 @@ class _Outcome:
     status: str = OK
     reason: str = ""
     timings: list[Timing] = field(default_factory=list)
-
-    def take(self, ready: Ready) -> None:
-        # Keep the figures only: run and check hold the contender's tensors.
-        self.ready = replace(ready, run=_released, check=_released)
 
 
 def _released() -> float:
@@ -195,22 +201,17 @@ def _one_round(outcome: _Outcome, contender: Contender, timer: Timer) -> None:
     try:
         ready = contender.build()
         if outcome.ready is None:
-            outcome.take(ready)
+            # Keep the figures only: run and check hold the contender's tensors.
+            outcome.ready = replace(ready, run=_released, check=_released)
             outcome.error = ready.check()
         outcome.timings.append(timer(ready.run))
     except UnsupportedError as reason:
-        outcome.status, outcome.reason = ABSENT, _one_line(reason)
+        outcome.status, outcome.reason = ABSENT, first_line(reason)
     except (Exception, SystemExit) as error:
         # Whatever one contender raises, the others still run; a library may also call sys.exit.
         log.debug("%s failed", contender.kernel, exc_info=True)
         called = "called sys.exit: " if isinstance(error, SystemExit) else ""
-        outcome.status, outcome.reason = FAILED, called + _one_line(error)
-
-
-def _one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    text = lines[0][:300] if lines else ""
-    return text or type(error).__name__
+        outcome.status, outcome.reason = FAILED, called + first_line(error)
 
 
 def _row(
@@ -272,8 +273,6 @@ def release_memory() -> None:
 
 def warm_up(seconds: float = WARM_UP_SECONDS) -> None:
     """Bring the clocks up before the first timing."""
-    import time
-
     import torch
 
     x = torch.randn((8192, 8192), dtype=torch.bfloat16, device="cuda")

@@ -1,22 +1,32 @@
-"""A benchmark record as pages: markdown for programs, one self-contained HTML file for people."""
+"""A benchmark record as pages: markdown for programs, one self-contained HTML file for people.
+
+Both are made from the same blocks: headings, texts, lists, tables and images.
+"""
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from mla_var3.bench.analysis import BASIS_TEXT, ShapeGroup, doubts, shape_groups
+from mla_var3.bench.analysis import (
+    BASIS_TEXT,
+    ShapeGroup,
+    doubts,
+    find_device,
+    limit_us,
+    shape_groups,
+)
 from mla_var3.bench.plots import Plot
-from mla_var3.bench.record import OK, OURS, PREDICTED, PROJECTION, BenchRecord, BenchRow
+from mla_var3.bench.record import CALL, OK, PREDICTED, PROJECTION, BenchRecord, BenchRow
 from mla_var3.bench.regression import Regression
 from mla_var3.runtime.markdown import front_matter, number, table
 
 HEADERS = (
-    "kernel", "kernel µs", "spread", "call µs", "TFLOP/s", "GB/s", "relative error", "vs best",
+    "kernel", "call µs", "kernel µs", "spread", "TFLOP/s", "GB/s", "of limit", "error", "vs best",
 )  # fmt: skip
 EIGHT_BIT_HEADER = "8-bit vs best"
-"""8-bit results have a larger error, so their speed-ups stand in a column of their own."""
+"""8-bit results have a larger error, so their speed-ups have a column of their own."""
 _CHECKED = (
     "Every row is checked against the float32 reference first: ours within twice the error of the "
     "same computation in PyTorch, peers within 1 %. A row that fails is not timed."
@@ -44,9 +54,13 @@ _COUNTED = (
     "TFLOP/s and GB/s count what the algorithm needs, each input and output once, pairs hidden by "
     "the mask included."
 )
+_LIMIT = (
+    "The limit is the roofline at the vendor's peak rates: the larger of FLOPs over peak TFLOP/s "
+    "and bytes over peak GB/s. The error is relative, of the Frobenius norm."
+)
 _EIGHT_BIT = (
     "8-bit kernels round their operands, with a relative error of a few per cent; their speed-ups "
-    "stand in a column of their own and never count as our best."
+    "have a column of their own and never count as our best."
 )
 _NAMED_SHAPES = 4
 """A reason that holds for several shapes names this many of them."""
@@ -63,7 +77,7 @@ def method(record: BenchRecord) -> list[str]:
     lines += [_CALL_TIME] if any(row.call_us is not None for row in record.rows) else []
     lines += [_EIGHT_BIT] if any(row.eight_bit for row in record.rows) else []
     rival = "faster pure path" if record.predicted and not measured else "fastest peer"
-    return [*lines, _COUNTED, f'"vs best" is the time of the {rival} over that of the row.']
+    return [*lines, _COUNTED, _LIMIT, f'"vs best" is the time of the {rival} over that of the row.']
 
 
 def title_of(record: BenchRecord) -> str:
@@ -108,20 +122,22 @@ def headers(group: ShapeGroup) -> tuple[str, ...]:
 
 def cells(group: ShapeGroup, row: BenchRow) -> tuple[str, ...]:
     """One line of the table of a shape, under `headers`."""
-    speedup = group.speedup(row)
+    speedup, spec = group.speedup(row), find_device(row.device)
     versus = "-" if speedup is None else f"{speedup:.2f}x"
-    last = (
-        (versus,) if not group.best_eight_bit else ("-", versus) if row.eight_bit else (versus, "-")
-    )
+    last = ("-", versus) if row.eight_bit else (versus, "-")
+    limit = None if spec is None else limit_us(row, spec)
+    # A call has no kernel time of its own; its label names the kernel that it chose.
+    is_call = row.path == CALL
     return (
-        row.label,
-        number(row.time_us, 4),
-        "-" if row.kind == PREDICTED or row.spread_us is None else f"± {number(row.spread_us, 2)}",
+        row.label + (f" = {row.note.partition(':')[0]}" if is_call else ""),
         number(row.call_us, 4),
+        "-" if is_call else number(row.time_us, 4),
+        "-" if row.kind == PREDICTED or row.spread_us is None else f"± {number(row.spread_us, 2)}",
         number(row.tflops),
         number(row.gbps, 4),
+        "-" if not limit or not row.time_us else f"{100 * limit / row.time_us:.0f} %",
         "-" if row.error is None else f"{row.error:.1e}",
-        *last,
+        *(last if group.best_eight_bit else (versus,)),
     )
 
 
@@ -178,53 +194,126 @@ def verdict_rows(regression: Regression) -> list[tuple[str, ...]]:
 VERDICT_HEADERS = ("kernel", "shape", "before µs", "now µs", "change", "neutral zone", "verdict")
 
 
+@dataclass(frozen=True)
+class Block:
+    """One part of a page; what it is follows from the fields that are set.
+
+    Attributes:
+        heading: a heading, which `anchor` makes a target of links.
+        text: a paragraph, of the CSS class `style`.
+        items: a list of (text, anchor to link to or "").
+        headers, rows: a table of the CSS class `style`.
+        row_styles: CSS class of each row.
+        shares: length of the bar below the first cell of each row, in percent.
+        plot: an image with its caption, or why it was not drawn.
+    """
+
+    heading: str = ""
+    anchor: str = ""
+    text: str = ""
+    style: str = ""
+    items: Sequence[tuple[str, str]] = ()
+    headers: Sequence[str] = ()
+    rows: Sequence[Sequence[object]] = ()
+    row_styles: Sequence[str] = ()
+    shares: Sequence[float] = ()
+    plot: Plot | None = None
+
+    @property
+    def image(self) -> str:
+        """The plot's PNG file, base64."""
+        files = [file for file in self.plot.files if file.suffix == ".png"] if self.plot else []
+        return base64.b64encode(files[0].read_bytes()).decode() if files else ""
+
+    def markdown(self) -> str:
+        """The block as markdown."""
+        if self.heading:
+            return f"## {self.heading}\n"
+        if self.text:
+            return f"**{self.text}**\n" if self.style == "note" else f"{self.text}\n"
+        if self.items:
+            return "".join(f"- {text}\n" for text, _ in self.items)
+        if self.plot is None:
+            return table(self.headers, self.rows)
+        if self.plot.missing:
+            return f"{self.plot.title}: not drawn, {self.plot.missing}.\n"
+        names = [file.name for file in self.plot.files if file.suffix == ".png"]
+        return "".join(f"![{self.plot.title}]({name})\n\n{self.plot.caption}\n" for name in names)
+
+
+def _blocks(
+    record: BenchRecord, plots: Sequence[Plot], regression: Regression | None
+) -> Iterator[Block]:
+    for text in record.notes:
+        yield Block(text=text, style="note")
+    yield Block(headers=("", ""), rows=circumstances_rows(record))
+    if regression is not None:
+        yield from _regression_blocks(regression)
+    groups = [group for group in shape_groups(record.rows) if group.timed]
+    if groups:
+        yield Block(heading="Overview")
+        heads = [(group.title, headline(group)) for group in groups]
+        yield Block(
+            items=[(": ".join(filter(None, h)), f"shape-{i}") for i, h in enumerate(heads, 1)]
+        )
+    yield Block(heading="Plots")
+    for plot in plots:
+        yield Block(plot=plot)
+    for index, group in enumerate(groups, 1):
+        yield from _group_blocks(group, f"shape-{index}")
+    if doubtful := doubts(record.rows):
+        yield Block(heading="To be explained")
+        yield Block(items=[(text, "") for text in doubtful])
+    if missing := troubles(record):
+        yield Block(heading="Not taking part")
+        yield Block(headers=("kernel", "status", "reason"), rows=missing)
+    yield Block(heading=f"How it was {'predicted' if record.predicted else 'measured'}")
+    yield Block(items=[(text, "") for text in method(record)])
+
+
+def _regression_blocks(regression: Regression) -> Iterator[Block]:
+    yield Block(heading="Against the earlier record")
+    yield Block(text=regression.summary)
+    if rows := verdict_rows(regression):
+        styles = [str(row[-1]) for row in rows]
+        yield Block(headers=VERDICT_HEADERS, rows=rows, style="figures", row_styles=styles)
+    if regression.not_compared:
+        yield Block(headers=("not compared", "why"), rows=regression.not_compared)
+    if regression.remarks:
+        yield Block(items=[(text, "") for text in regression.remarks])
+
+
+def _group_blocks(group: ShapeGroup, anchor: str) -> Iterator[Block]:
+    yield Block(heading=f"{group.title}, {group.device}", anchor=anchor)
+    yield Block(text=f"Compared by {BASIS_TEXT[group.basis]}.", style="dim")
+    if sentence := headline(group):
+        yield Block(text=f"{sentence}.")
+    rows = group_rows(group)
+    slowest = max(group.figure(row) for row in group.timed)
+    yield Block(
+        headers=headers(group),
+        rows=[cells(group, row) for row in rows],
+        style="figures",
+        row_styles=[row.source for row in rows],
+        shares=[0 if r.source == PROJECTION else 100 * group.figure(r) / slowest for r in rows],
+    )
+
+
 def markdown_page(
     record: BenchRecord, plots: Sequence[Plot], regression: Regression | None = None
 ) -> str:
     """The report as markdown, with front matter for programs."""
-    parts = [
-        front_matter(
-            {
-                "kind": "benchmark",
-                "suite": record.suite,
-                "predicted": record.predicted,
-                "devices": record.devices,
-                "date": record.environment.get("date"),
-                "command": record.environment.get("command"),
-                "regression": None if regression is None else regression.summary,
-            }
-        ),
-        f"# {title_of(record)}\n",
-        *(f"**{text}**\n" for text in record.notes),
-        table(
-            ("", ""),
-            [(k, f"`{v}`" if k == "command" else v) for k, v in circumstances_rows(record)],
-        ),
-    ]
-    if regression is not None:
-        parts += [f"## Against the earlier record\n\n{regression.summary}\n"]
-        parts += [table(VERDICT_HEADERS, verdict_rows(regression))] if regression.verdicts else []
-        skipped = regression.not_compared
-        parts += [table(("not compared", "why"), skipped)] if skipped else []
-        parts += ["".join(f"- {text}\n" for text in regression.remarks)]
-    for group in shape_groups(record.rows):
-        if group.timed:
-            sentence = headline(group)
-            parts.append(f"## {group.title}, {group.device}\n")
-            parts += [sentence + ".\n"] if sentence else []
-            parts.append(table(headers(group), [cells(group, row) for row in group_rows(group)]))
-    doubtful = doubts(record.rows)
-    parts += ["## To be explained\n", "".join(f"- {text}\n" for text in doubtful)] * bool(doubtful)
-    lines = troubles(record)
-    parts += ["## Not taking part\n", table(("", "", "reason"), lines)] if lines else []
-    parts.append("## Plots\n")
-    for plot in plots:
-        images = [file for file in plot.files if file.suffix == ".png"]
-        parts += [f"![{plot.title}]({image.name})\n\n{plot.caption}\n" for image in images]
-        parts += [f"{plot.title}: not drawn, {plot.missing}.\n"] if plot.missing else []
-    how = "predicted" if record.predicted else "measured"
-    parts += [f"## How it was {how}\n", "".join(f"- {text}\n" for text in method(record))]
-    return "\n".join(parts)
+    head = {
+        "kind": "benchmark",
+        "suite": record.suite,
+        "predicted": record.predicted,
+        "devices": record.devices,
+        "date": record.environment.get("date"),
+        "command": record.environment.get("command"),
+        "regression": None if regression is None else regression.summary,
+    }
+    blocks = [block.markdown() for block in _blocks(record, plots, regression)]
+    return "\n".join([front_matter(head), f"# {title_of(record)}\n", *blocks])
 
 
 def html_page(
@@ -236,48 +325,7 @@ def html_page(
     template = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     ).from_string(_TEMPLATE)
-    groups = [group for group in shape_groups(record.rows) if group.timed]
-    return template.render(
-        title=title_of(record),
-        predicted=record.predicted,
-        notes=record.notes,
-        facts=circumstances_rows(record),
-        groups=[_group(group) for group in groups],
-        doubts=doubts(record.rows),
-        troubles=troubles(record),
-        plots=[_image(plot) for plot in plots],
-        regression=regression,
-        verdict_headers=VERDICT_HEADERS,
-        verdicts=[] if regression is None else verdict_rows(regression),
-        method=method(record),
-    )
-
-
-def _group(group: ShapeGroup) -> dict[str, Any]:
-    rows = group_rows(group)
-    slowest = max(group.figure(row) for row in group.timed)
-    return {
-        "title": group.title,
-        "device": group.device,
-        "headline": headline(group),
-        "headers": headers(group),
-        "basis": BASIS_TEXT[group.basis],
-        "rows": [
-            {
-                "cells": cells(group, row),
-                "source": row.source,
-                "ours": row.source == OURS,
-                "share": 0 if row.source == PROJECTION else 100 * group.figure(row) / slowest,
-            }
-            for row in rows
-        ],
-    }
-
-
-def _image(plot: Plot) -> dict[str, str]:
-    image = next((file for file in plot.files if file.suffix == ".png"), None)
-    data = base64.b64encode(image.read_bytes()).decode() if image else ""
-    return {"title": plot.title, "caption": plot.caption, "data": data, "missing": plot.missing}
+    return template.render(title=title_of(record), blocks=_blocks(record, plots, regression))
 
 
 # A string in a module, so that the package needs no data file. It refers to no other file.
@@ -329,114 +377,45 @@ figure img {
   border: 1px solid var(--line); border-radius: 6px;
 }
 figcaption { color: var(--dim); font-size: .92rem; margin-top: .4rem; }
-code { font: .88rem ui-monospace, monospace; overflow-wrap: anywhere; }
 </style>
 </head>
 <body>
 <h1>{{ title }}</h1>
-{% for text in notes %}
-<p class="note">{{ text }}</p>
-{% endfor %}
-<div class="scroll"><table>
-<tbody>
-{% for name, value in facts %}
-<tr><th scope="row">{{ name }}</th><td>
-{% if name == "command" %}<code>{{ value }}</code>{% else %}{{ value }}{% endif %}
-</td></tr>
-{% endfor %}
-</tbody>
-</table></div>
-{% if regression is not none %}
-<h2>Against the earlier record</h2>
-<p>{{ regression.summary }}</p>
-{% if verdicts %}
-<div class="scroll"><table class="figures">
-<thead><tr>{% for name in verdict_headers %}<th>{{ name }}</th>{% endfor %}</tr></thead>
-<tbody>
-{% for row in verdicts %}
-<tr class="{{ row[-1] }}">{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
-{% endfor %}
-</tbody>
-</table></div>
-{% endif %}
-{% if regression.not_compared %}
-<p class="dim">Not compared:</p>
+{% for block in blocks %}
+{% if block.heading %}
+<h2{% if block.anchor %} id="{{ block.anchor }}"{% endif %}>{{ block.heading }}</h2>
+{% elif block.text %}
+<p class="{{ block.style }}">{{ block.text }}</p>
+{% elif block.items %}
 <ul>
-{% for row, why in regression.not_compared %}
-<li>{{ row }}: {{ why }}</li>
+{% for text, anchor in block.items %}
+<li>{% if anchor %}<a href="#{{ anchor }}">{{ text }}</a>{% else %}{{ text }}{% endif %}</li>
 {% endfor %}
 </ul>
-{% endif %}
-{% for text in regression.remarks %}
-<p class="dim">{{ text }}</p>
-{% endfor %}
-{% endif %}
-{% if groups %}
-<h2>Overview</h2>
-<ul>
-{% for group in groups %}
-<li><a href="#shape-{{ loop.index }}">{{ group.title }}</a>
-{% if group.headline %}: {{ group.headline }}{% endif %}
-</li>
-{% endfor %}
-</ul>
-{% endif %}
-<h2>Plots</h2>
-{% for plot in plots %}
-{% if plot.data %}
+{% elif block.image %}
 <figure>
-<img alt="{{ plot.title }}" src="data:image/png;base64,{{ plot.data }}">
-<figcaption><strong>{{ plot.title }}.</strong> {{ plot.caption }}</figcaption>
+<img alt="{{ block.plot.title }}" src="data:image/png;base64,{{ block.image }}">
+<figcaption><strong>{{ block.plot.title }}.</strong> {{ block.plot.caption }}</figcaption>
 </figure>
+{% elif block.plot %}
+<p class="dim">{{ block.plot.title }}: not drawn, {{ block.plot.missing }}.</p>
 {% else %}
-<p class="dim">{{ plot.title }}: not drawn, {{ plot.missing }}.</p>
-{% endif %}
-{% endfor %}
-{% for group in groups %}
-<h2 id="shape-{{ loop.index }}">{{ group.title }}</h2>
-<p class="dim">{{ group.device }}. Compared by {{ group.basis }}.</p>
-{% if group.headline %}
-<p>{{ group.headline }}.</p>
-{% endif %}
-<div class="scroll"><table class="figures">
-<thead><tr>{% for name in group.headers %}<th>{{ name }}</th>{% endfor %}</tr></thead>
+<div class="scroll"><table class="{{ block.style }}">
+<thead><tr>{% for name in block.headers %}<th>{{ name }}</th>{% endfor %}</tr></thead>
 <tbody>
-{% for row in group.rows %}
-<tr class="{{ row.source }}">
-{% for cell in row.cells %}
-<td>{{ cell }}{% if loop.first and row.share %}
-<div class="bar" style="width: {{ '%.1f' % row.share }}%"></div>{% endif %}</td>
+{% for row in block.rows %}
+{% set outer = loop.index0 %}
+<tr class="{{ block.row_styles[outer] if block.row_styles else '' }}">
+{% for cell in row %}
+<td>{{ cell }}{% if loop.first and block.shares and block.shares[outer] %}
+<div class="bar" style="width: {{ '%.1f' % block.shares[outer] }}%"></div>{% endif %}</td>
 {% endfor %}
 </tr>
 {% endfor %}
 </tbody>
 </table></div>
-{% endfor %}
-{% if doubts %}
-<h2>To be explained</h2>
-<ul>
-{% for text in doubts %}
-<li>{{ text }}</li>
-{% endfor %}
-</ul>
 {% endif %}
-{% if troubles %}
-<h2>Not taking part</h2>
-<div class="scroll"><table>
-<thead><tr><th>kernel</th><th>status</th><th>reason</th></tr></thead>
-<tbody>
-{% for label, status, reason in troubles %}
-<tr><td>{{ label }}</td><td>{{ status }}</td><td>{{ reason }}</td></tr>
 {% endfor %}
-</tbody>
-</table></div>
-{% endif %}
-<h2>{{ "How it was predicted" if predicted else "How it was measured" }}</h2>
-<ul>
-{% for text in method %}
-<li>{{ text }}</li>
-{% endfor %}
-</ul>
 </body>
 </html>
 """

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import importlib.metadata
 import importlib.util
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,13 +23,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from mla_var3.bench.record import DECOMPRESSED, LATENT
+from mla_var3.bench.record import DECOMPRESSED, LATENT, first_line
 from mla_var3.errors import MissingToolError, UnknownNameError
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import flash_attention_cost, flash_mla_cost
 from mla_var3.op.mla.inputs import MlaInputs, absorb_queries, decompress_all, make_inputs
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.op.mla.reference import reference_absorbed, reference_decompressed
+from mla_var3.runtime.environment import installed
 
 OPERATORS = {
     "flashmla": ("_flashmla_C", "_flashmla_C.abi3.so"),
@@ -94,7 +94,7 @@ class PeerLibraries:
             try:
                 ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
             except OSError as error:
-                self.absent |= {name: _first_line(error) for name in names}
+                self.absent |= {name: first_line(error) for name in names}
                 return
         for name, path in found.items():
             namespace, file = OPERATORS[name]
@@ -108,7 +108,7 @@ class PeerLibraries:
                 version = f"vllm {_version('vllm')}" if folder is None else ""
                 self.versions[name] = version or f"{path.name} from --peer_libs"
             except (OSError, RuntimeError) as error:
-                self.absent[name] = _first_line(error)
+                self.absent[name] = first_line(error)
 
     def _load_module(self, name: str, candidates: tuple[str, ...], hint: str = "") -> None:
         reasons = [hint] if hint else []
@@ -117,7 +117,7 @@ class PeerLibraries:
                 self.modules[name] = importlib.import_module(module)
             except Exception as error:
                 # Importing a foreign package can fail in any way.
-                reasons.append(f"{module}: {_first_line(error)}")
+                reasons.append(f"{module}: {first_line(error)}")
                 continue
             self.absent.pop(name, None)
             package = module.partition(".")[0]
@@ -135,16 +135,7 @@ def _find(folder: Path | None, file: str) -> Path | None:
 
 
 def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(DISTRIBUTIONS.get(package, package))
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
-
-def _first_line(error: BaseException) -> str:
-    """The first line of an error, short enough for a table; its type if it has no message."""
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:160]
+    return installed(DISTRIBUTIONS.get(package, package)) or "unknown"
 
 
 def call_operator(operator: Any, defaults: Mapping[str, Any], **given: Any) -> Any:
@@ -280,74 +271,68 @@ def _flashmla(libraries: PeerLibraries, inputs: PeerInputs) -> Run:
 
 
 def _fa3_qv(libraries: PeerLibraries, inputs: PeerInputs) -> Run:
-    problem, lengths = inputs.problem, inputs.raw.lengths
-    b, s, t, h, k = problem.b, problem.s, problem.t, problem.h, problem.k
+    k, cache = inputs.problem.k, inputs.latent_cache()[:, : inputs.problem.t, None]
     q = inputs.latent_queries()
-    cache = inputs.latent_cache()[:, :t, None]
-    if "fa3" in libraries.operators:
-        operator, flat = libraries.operators["fa3"].fwd.default, q.view(b * s, h, k + problem.p)
-        starts = inputs.starts(s)
-
-        def varlen() -> Tensor:
-            out: Tensor = call_operator(
-                operator, FA3_DEFAULTS,
-                q=flat[..., k:], q_v=flat[..., :k], k=cache[..., k:], v=cache[..., :k],
-                softmax_scale=problem.softmax_scale, is_causal=problem.causal, num_splits=0,
-                cu_seqlens_q=starts, seqused_k=lengths, max_seqlen_q=s, max_seqlen_k=t,
-            )[0]  # fmt: skip
-            return out.view(b, s, h, k)
-
-        return varlen
-    return _fa3_package(
-        libraries, inputs, q=q[..., k:], qv=q[..., :k], k_cache=cache[..., k:],
-        v_cache=cache[..., :k], num_splits=0,
-    )  # fmt: skip
+    return _fa3_call(
+        libraries, inputs, q[..., k:], cache[..., k:], cache[..., :k], splits=0, qv=q[..., :k]
+    )
 
 
 def _fa3(splits: int) -> Callable[[PeerLibraries, PeerInputs], Run]:
     def build(libraries: PeerLibraries, inputs: PeerInputs) -> Run:
         problem, raw = inputs.problem, inputs.raw
-        b, s, t, h, d = problem.b, problem.s, problem.t, problem.h, problem.d
-        width = d + problem.p
-        q = torch.cat([raw.q_nope, raw.q_rope], dim=-1)
         keys, values = decompress_all(raw.c_kv, raw.w_uk, raw.w_uv)
-        k = keys.new_empty((b, t, h, width))
-        k[..., :d] = keys.transpose(1, 2)
-        k[..., d:] = raw.k_rope[:, :, None, :]
-        v = values.transpose(1, 2).contiguous()
-        if "fa3" in libraries.operators:
-            operator = libraries.operators["fa3"].fwd.default
-            q_starts, k_starts = inputs.starts(s), inputs.starts(t)
-
-            def varlen() -> Tensor:
-                out: Tensor = call_operator(
-                    operator, FA3_DEFAULTS,
-                    q=q.view(b * s, h, width), k=k.view(b * t, h, width), v=v.view(b * t, h, d),
-                    softmax_scale=problem.softmax_scale, is_causal=problem.causal,
-                    num_splits=splits, cu_seqlens_q=q_starts, cu_seqlens_k=k_starts,
-                    max_seqlen_q=s, max_seqlen_k=t,
-                )[0]  # fmt: skip
-                return out.view(b, s, h, d)
-
-            return varlen
-        return _fa3_package(libraries, inputs, q=q, k_cache=k, v_cache=v, num_splits=splits)
+        k = keys.new_empty((problem.b, problem.t, problem.h, problem.d + problem.p))
+        k[..., : problem.d] = keys.transpose(1, 2)
+        k[..., problem.d :] = raw.k_rope[:, :, None, :]
+        q = torch.cat([raw.q_nope, raw.q_rope], dim=-1)
+        return _fa3_call(libraries, inputs, q, k, values.transpose(1, 2).contiguous(), splits)
 
     return build
 
 
-def _fa3_package(libraries: PeerLibraries, inputs: PeerInputs, **operands: Any) -> Run:
-    problem = inputs.problem
-    attend = libraries.modules["fa3"].flash_attn_with_kvcache
+def _fa3_call(
+    libraries: PeerLibraries,
+    inputs: PeerInputs,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    splits: int,
+    qv: Tensor | None = None,
+) -> Run:
+    """FlashAttention-3 on q [b, s, h, x], k [b, t, hk, x] and v [b, t, hk, y].
 
-    def call() -> Tensor:
-        out = attend(
-            **operands, cache_seqlens=inputs.raw.lengths, softmax_scale=problem.softmax_scale,
-            causal=problem.causal,
-        )  # fmt: skip
-        result: Tensor = out[0] if isinstance(out, tuple) else out
-        return result
+    With `qv` it reads the latent cache, whose requests may have different lengths.
+    """
+    problem, lengths = inputs.problem, inputs.raw.lengths
+    settings: dict[str, Any] = {"softmax_scale": problem.softmax_scale, "num_splits": splits}
+    if "fa3" not in libraries.operators:
+        attend = libraries.modules["fa3"].flash_attn_with_kvcache
+        settings |= {"causal": problem.causal, "cache_seqlens": lengths}
+        settings |= {} if qv is None else {"qv": qv}
 
-    return call
+        def call() -> Tensor:
+            out = attend(q=q, k_cache=k, v_cache=v, **settings)
+            result: Tensor = out[0] if isinstance(out, tuple) else out
+            return result
+
+        return call
+    operator = libraries.operators["fa3"].fwd.default
+    settings |= {
+        "q": q.flatten(0, 1), "cu_seqlens_q": inputs.starts(problem.s), "is_causal": problem.causal,
+        "max_seqlen_q": problem.s, "max_seqlen_k": problem.t,
+    }  # fmt: skip
+    if qv is None:
+        starts = inputs.starts(problem.t)
+        settings |= {"k": k.flatten(0, 1), "v": v.flatten(0, 1), "cu_seqlens_k": starts}
+    else:
+        settings |= {"k": k, "v": v, "q_v": qv.flatten(0, 1), "seqused_k": lengths}
+
+    def varlen() -> Tensor:
+        out: Tensor = call_operator(operator, FA3_DEFAULTS, **settings)[0]
+        return out.view(problem.b, problem.s, problem.h, -1)
+
+    return varlen
 
 
 def _flashinfer(libraries: PeerLibraries, inputs: PeerInputs) -> Run:

@@ -21,6 +21,7 @@ from mla_var3.bench.record import (
     PROJECTION,
     QUERY_PROJECTION,
     BenchRow,
+    first_line,
 )
 from mla_var3.bench.suites import Case, KernelChoice
 from mla_var3.conf.devices import DeviceSpec
@@ -30,6 +31,7 @@ from mla_var3.op.mla.model import designs
 from mla_var3.op.mla.model.designs import estimate, part_us
 from mla_var3.op.mla.model.times import IDEAL, Estimate, Workload
 from mla_var3.op.mla.problem import MlaProblem
+from mla_var3.runtime.paths import LANGUAGES
 
 log = logging.getLogger(__name__)
 
@@ -91,8 +93,7 @@ def _kernel_row(
         # A kernel that cannot be planned, whatever the reason, must not take the others with it.
         log.debug("%s cannot be planned", choice.kernel.full_name, exc_info=True)
         status = ABSENT if isinstance(error, UnsupportedError) else FAILED
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return replace(row, choices=choice.fields, status=status, reason=reason)
+        return replace(row, choices=choice.fields, status=status, reason=first_line(error))
 
 
 _PROJECTIONS = {
@@ -106,26 +107,18 @@ def _projection_row(
 ) -> BenchRow:
     cost_of, effort = _PROJECTIONS[name]
     cost = cost_of(problem)
+    # Where kernels were timed on the device, so were the projections around them.
+    kernels = [estimate("flash_mla", Workload(problem), spec, language) for language in LANGUAGES]
+    fitted = any(found is not None and found.fitted for found in kernels)
     return BenchRow(
         problem=problem,
         kernel=name,
         source=PROJECTION,
         kind=PREDICTED,
-        timer=FITTED_TIMER if is_fitted(spec, problem) else IDEAL,
-        time_us=part_us(spec, effort, cost, problem.dtype, fitted=is_fitted(spec, problem)),
+        timer=FITTED_TIMER if fitted else IDEAL,
+        time_us=part_us(spec, effort, cost, problem.dtype, fitted=fitted),
         spread_us=0.0,
         flops=cost.flops,
         bytes=cost.bytes,
         **around,
-    )
-
-
-def is_fitted(spec: DeviceSpec, problem: MlaProblem) -> bool:
-    """Whether kernels were timed on the device, and so the projections around them."""
-    return any(
-        found is not None and found.fitted
-        for found in (
-            estimate("flash_mla", Workload(problem), spec, language)
-            for language in ("cute-dsl", "cutile-dsl")
-        )
     )

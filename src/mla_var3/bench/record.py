@@ -12,7 +12,7 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -98,7 +98,7 @@ class BenchRow:
 
     @property
     def eight_bit(self) -> bool:
-        """Whether the kernel reads 8-bit operands; its results stand in a column of their own."""
+        """Whether the kernel reads 8-bit operands; its results have a column of their own."""
         return (self.kernel, self.language) in EIGHT_BIT
 
     @property
@@ -145,42 +145,17 @@ class BenchRow:
         return {**values, "problem": problem, **derived}
 
 
-def _one_of(*allowed: str) -> tuple[Callable[[Any], bool], str]:
-    return lambda value: value in allowed, " or ".join(repr(name) for name in allowed)
-
-
-def _number(least: float = 0.0, *, above: bool = False) -> tuple[Callable[[Any], bool], str]:
-    def is_right(value: Any) -> bool:
-        plain = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return plain and math.isfinite(value) and (value > least if above else value >= least)
-
-    return is_right, f"a finite number {'above' if above else 'of at least'} {least:g}"
-
-
-def _choices() -> tuple[Callable[[Any], bool], str]:
-    def is_right(value: Any) -> bool:
-        return isinstance(value, Mapping) and all(
-            isinstance(k, str) and isinstance(v, int) for k, v in value.items()
-        )
-
-    return is_right, "an object of integers"
-
-
-_TEXT = (lambda value: isinstance(value, str)), "text"
-_POSITIVE = _number(above=True)
-_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "kernel": ((lambda value: isinstance(value, str) and bool(value)), "a name"),
-    "source": _one_of(OURS, PEER, PROJECTION),
-    "kind": _one_of(MEASURED, PREDICTED),
-    "path": _one_of(LATENT, DECOMPRESSED, MIX, CALL, ""),
-    "status": _one_of(OK, ABSENT, FAILED, LOST),
-    "choices": _choices(),
-    "asked": _choices(),
-    **dict.fromkeys(("language", "reason", "note", "timer", "device", "date", "command"), _TEXT),
+_WORDS: dict[str, tuple[str, ...]] = {
+    "source": (OURS, PEER, PROJECTION),
+    "kind": (MEASURED, PREDICTED),
+    "path": (LATENT, DECOMPRESSED, MIX, CALL, ""),
+    "status": (OK, ABSENT, FAILED, LOST),
 }
-_OPTIONAL_RULES = {
+_TEXTS = ("language", "reason", "note", "timer", "device", "date", "command")
+_POSITIVE, _NOT_NEGATIVE = "a finite number above 0", "a finite number of at least 0"
+_NUMBERS = {
     **dict.fromkeys(("time_us", "flops", "bytes", "runs"), _POSITIVE),
-    **dict.fromkeys(("spread_us", "error", "projections_us"), _number()),
+    **dict.fromkeys(("spread_us", "error", "projections_us"), _NOT_NEGATIVE),
 }
 
 
@@ -190,17 +165,31 @@ def check_row(row: BenchRow) -> None:
     Raises:
         InvalidArgumentError: names the field, what was expected and what came.
     """
-    for name, (is_right, expected) in _RULES.items():
-        if not is_right(getattr(row, name)):
+
+    def require(name: str, right: bool, expected: str) -> None:
+        if not right:
             raise InvalidArgumentError(name, expected, repr(getattr(row, name)))
-    for name, (is_right, expected) in _OPTIONAL_RULES.items():
+
+    require("kernel", isinstance(row.kernel, str) and bool(row.kernel), "a name")
+    for name, allowed in _WORDS.items():
+        require(name, getattr(row, name) in allowed, " or ".join(map(repr, allowed)))
+    for name in _TEXTS:
+        require(name, isinstance(getattr(row, name), str), "text")
+    for name in ("choices", "asked"):
         value = getattr(row, name)
-        missing = name == "time_us" and row.status == OK
-        if (value is not None or missing) and not is_right(value):
-            raise InvalidArgumentError(name, expected, repr(value))
-    for value in row.rounds_us:
-        if not _POSITIVE[0](value):
-            raise InvalidArgumentError("rounds_us", _POSITIVE[1], repr(value))
+        integers = isinstance(value, Mapping) and all(isinstance(x, int) for x in value.values())
+        require(name, integers, "an object of integers")
+    for name, expected in _NUMBERS.items():
+        value = getattr(row, name)
+        if value is not None or (name == "time_us" and row.status == OK):
+            require(name, _is_number(value, expected), expected)
+    require("rounds_us", all(_is_number(x, _POSITIVE) for x in row.rounds_us), _POSITIVE)
+
+
+def _is_number(value: Any, expected: str) -> bool:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        return False
+    return value > 0 if expected == _POSITIVE else value >= 0
 
 
 @dataclass
@@ -259,6 +248,12 @@ def shape_text(problem: MlaProblem) -> str:
     ]
     parts += [problem.dtype] if problem.dtype != usual.dtype else []
     return " ".join([*parts, *([] if problem.causal else ["full"])])
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error, short enough for a table; its type if it has no message."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__
 
 
 def circumstances(environment: Mapping[str, Any], device: str | None = None) -> dict[str, Any]:

@@ -27,14 +27,7 @@ _NOT_THE_PEERS = ("hyper-mla", "python", "driver")
 
 @dataclass(frozen=True)
 class Verdict:
-    """One row against its earlier measurement.
-
-    Attributes:
-        row: the new row.
-        before: the earlier one.
-        zone_us: half width of the neutral zone.
-        verdict: "better", "same" or "worse".
-    """
+    """One row against its earlier measurement; `zone_us` is half the neutral zone."""
 
     row: BenchRow
     before: BenchRow

@@ -153,7 +153,7 @@ class BenchResult:
     """What came out.
 
     Attributes:
-        folder: where the files lie.
+        folder: folder of the files.
         record: the rows.
         plots: the plots, drawn or not.
         files: by kind: json, csv, markdown, html.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -149,17 +149,13 @@ def measure(
         waiting.clear()  # the peers of a case share float32 references, which are large
         keep(place, rows)
         options.on_rows(results[place])
-        unfinished = before < total or any(row.status == LOST for row in rows)
-        if unfinished and _device_lost(rows):
+        statuses = {row.status for row in rows}
+        broken = LOST in statuses or (FAILED in statuses and not cuda_is_healthy())
+        if broken and (before < total or LOST in statuses):
             if options.on_lost is not None:
                 options.on_lost(save)
             record.notes.append(LOST_NOTE)
             return
-
-
-def _device_lost(rows: Sequence[BenchRow]) -> bool:
-    statuses = {row.status for row in rows}
-    return LOST in statuses or (FAILED in statuses and not cuda_is_healthy())
 
 
 def _watchdog(
@@ -182,10 +178,7 @@ def unique_rows(rows: Sequence[BenchRow]) -> list[BenchRow]:
 
 
 def _part_of(progress: Progress, before: int, total: int) -> Progress:
-    def report(what: str, done: int, _: int, detail: str) -> None:
-        progress(what, before + done, total, detail)
-
-    return report
+    return lambda what, done, _, detail: progress(what, before + done, total, detail)
 
 
 def resumable_rows(path: Path, suite: str, device: str) -> list[BenchRow]:
@@ -215,14 +208,9 @@ def split_case(
     kept = [row for row in own if row.status != LOST]
     if own and len(kept) == len(own):
         return kept, []
-    done = {_key(row.source, row.kernel, row.language, row.asked) for row in kept}
-    waiting = [
-        each
-        for each in entrants
-        if _key(each.source, each.kernel, each.language, each.asked) not in done
-    ]
-    return kept, waiting
+    done = {_key(row) for row in kept}
+    return kept, [each for each in entrants if _key(each) not in done]
 
 
-def _key(source: str, kernel: str, language: str, asked: Mapping[str, int]) -> tuple[Any, ...]:
-    return source, kernel, language, tuple(sorted(asked.items()))
+def _key(entry: BenchRow | Contender) -> tuple[Any, ...]:
+    return entry.source, entry.kernel, entry.language, tuple(sorted(entry.asked.items()))

@@ -175,26 +175,17 @@ def figures_cases(kernels: Sequence[KernelId], peers: Sequence[str]) -> list[Cas
         return tuple(name for name in names if name in peers)
 
     few, many = replace(COMMON, b=8), replace(COMMON, b=2, s=1024)
+    latent, decompressed = wanted(*LATENT_PEERS), wanted(*DECOMPRESSED_PEERS)
     cases = [
-        Case(few, of("flash_attention"), wanted(*DECOMPRESSED_PEERS)),
-        Case(replace(many, causal=False), of("flash_attention"), wanted(*DECOMPRESSED_PEERS)),
-        Case(many, of("flash_attention"), wanted(*DECOMPRESSED_PEERS)),
-        Case(
-            replace(COMMON, b=4, s=1, t=32768),
-            of("flash_mla", "flash_mla_split_kv"),
-            wanted(*LATENT_PEERS),
-        ),
+        Case(problem, of("flash_attention"), decompressed)
+        for problem in (few, replace(many, causal=False), many)
     ]
-    for s in WINDOW_S:
-        without_window = tuple(replace(choice, fields={"n": 0}) for choice in of(DESIGN))
-        cases.append(
-            Case(
-                replace(COMMON, s=s),
-                (*of(*PURE_PATHS, DESIGN), *without_window),
-                wanted(*LATENT_PEERS, "fa3", "fa3_one_split"),
-            )
-        )
-    return cases
+    long = replace(COMMON, b=4, s=1, t=32768)
+    cases.append(Case(long, of("flash_mla", "flash_mla_split_kv"), latent))
+    without_window = tuple(replace(choice, fields={"n": 0}) for choice in of(DESIGN))
+    ours = (*of(*PURE_PATHS, DESIGN), *without_window)
+    theirs = (*latent, *wanted("fa3", "fa3_one_split"))
+    return cases + [Case(replace(COMMON, s=s), ours, theirs) for s in WINDOW_S]
 
 
 def latent_cases(kernels: Sequence[KernelId], peers: Sequence[str]) -> list[Case]:

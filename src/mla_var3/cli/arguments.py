@@ -1,8 +1,7 @@
-"""Reading a command line: words, options and their values.
+"""Reading a command line: the parser, the values of options, and which kernel is meant.
 
 `Parser` raises errors instead of exiting, accepts both spellings of an option (`--a-b`, `--a_b`)
-and suggests names. `ValueType` turns the annotation of a dataclass field into a reader of text. The
-sizes of a problem are the same options in every command.
+and suggests names. `ValueType` turns the annotation of a dataclass field into a reader of text.
 """
 
 from __future__ import annotations
@@ -11,41 +10,32 @@ import argparse
 import difflib
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from functools import partial
+from typing import Any, NoReturn
 
 from mla_var3.cli.console import UsageError, note, usage_errors
-from mla_var3.errors import HyperMlaError
 from mla_var3.op.mla.problem import MOST_REQUESTS, require_size
 from mla_var3.runtime.paths import KernelId, find_kernel
-from mla_var3.runtime.plan import option_fields
 
 # --- the parser -----------------------------------------------------------------------------------
-
-
-class Renames(Protocol):
-    """Other spellings of options, see `PlanOptions`."""
-
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        """Other spelling -> option."""
-
-    @property
-    def ambiguous(self) -> Mapping[str, Sequence[str]]:
-        """Name that several options share -> those options."""
 
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are exceptions, and which never guesses abbreviations.
 
     Attributes:
+        aliases: other spelling of an option -> the option.
+        ambiguous: name that several options share -> those options.
         renamed: earlier name of an option -> the option; it still works, with a notice.
     """
 
     def __init__(self, **settings: Any) -> None:
-        settings.setdefault("formatter_class", HelpFormatter)
-        super().__init__(allow_abbrev=False, **settings)
+        formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=32)
+        super().__init__(allow_abbrev=False, **{"formatter_class": formatter, **settings})
+        self.aliases: dict[str, str] = {}
+        self.ambiguous: dict[str, list[str]] = {}
         self.renamed: dict[str, str] = {}
 
     def add_for_device(self, text: str, dest: str, *old: str) -> None:
@@ -64,55 +54,40 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message.removeprefix("argument "))
 
 
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Help with the options in one column wide enough for most of them."""
-
-    def __init__(self, prog: str, **settings: Any) -> None:
-        settings.setdefault("max_help_position", 32)
-        super().__init__(prog, **settings)
-
-
-def known_flags(parser: argparse.ArgumentParser) -> list[str]:
-    """All long options of a parser, without their dashes."""
-    return [flag[2:] for flag in parser._option_string_actions if flag.startswith("--")]
-
-
-def parse(parser: Parser, argv: Sequence[str], renames: Renames | None = None) -> dict[str, Any]:
+def parse(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
     """Parse a command line into the options that were given, by name.
 
-    `--a-b` is accepted for `--a_b`. An option that does not exist is an error that suggests the
-    nearest ones.
+    An option that does not exist is an error that suggests the nearest ones.
     """
-    flags = known_flags(parser)
-    arguments = [_canonical(argument, flags, renames, parser.renamed) for argument in argv]
-    values, rest = parser.parse_known_args(arguments)
-    if rest:
-        raise _unexpected(rest[0], flags)
-    return vars(values)
+    flags = [flag[2:] for flag in parser._option_string_actions if flag.startswith("--")]
+    values, rest = parser.parse_known_args([_canonical(word, flags, parser) for word in argv])
+    if not rest:
+        return vars(values)
+    if rest[0].startswith("-"):
+        raise _unknown_option(rest[0], flags)
+    is_option = "=" in rest[0] and rest[0].partition("=")[0] in flags
+    hint = f"did you mean --{rest[0]}?" if is_option else "options start with --"
+    raise UsageError(f"unexpected argument {rest[0]!r}; {hint}")
 
 
-def _canonical(
-    argument: str, flags: Sequence[str], renames: Renames | None, renamed: Mapping[str, str]
-) -> str:
+def _canonical(argument: str, flags: Sequence[str], parser: Parser) -> str:
     if not argument.startswith("--") or argument == "--":
         return argument
     name, equals, value = argument[2:].partition("=")
     name = name.replace("-", "_")
-    if renames is not None:
-        if name in renames.ambiguous and name not in flags:
-            choices = " or ".join(f"--{flag}" for flag in renames.ambiguous[name])
-            raise UsageError(f"--{name}: more than one tiling has it; use {choices}")
-        name = renames.aliases.get(name, name)
-    if name not in flags and name in renamed:
-        note(f"--{name} is now --{renamed[name]}")
-        name = renamed[name]
+    name = parser.aliases.get(name, name)
+    if name not in flags and name in parser.ambiguous:
+        choices = " or ".join(f"--{flag}" for flag in parser.ambiguous[name])
+        raise UsageError(f"--{name}: more than one tiling has it; use {choices}")
+    if name not in flags and name in parser.renamed:
+        note(f"--{name} is now --{parser.renamed[name]}")
+        name = parser.renamed[name]
     if name not in flags:
-        raise unknown_option(f"--{name}", flags)
+        raise _unknown_option(f"--{name}", flags)
     return f"--{name}{equals}{value}"
 
 
-def unknown_option(option: str, flags: Iterable[str]) -> UsageError:
-    """The error for an option that does not exist."""
+def _unknown_option(option: str, flags: Iterable[str]) -> UsageError:
     option = option.partition("=")[0]
     wanted = option.lstrip("-").lower()
     by_lower = {flag.lower(): flag for flag in flags}
@@ -124,20 +99,11 @@ def unknown_option(option: str, flags: Iterable[str]) -> UsageError:
     return UsageError(f"unknown option {option!r}; {hint}")
 
 
-def _unexpected(argument: str, flags: Sequence[str]) -> UsageError:
-    if argument.startswith("-"):
-        return unknown_option(argument, flags)
-    name = argument.partition("=")[0]
-    if "=" in argument and name in flags:
-        return UsageError(f"unexpected argument {argument!r}; did you mean --{argument}?")
-    return UsageError(f"unexpected argument {argument!r}; options start with --")
-
-
 # --- values ---------------------------------------------------------------------------------------
 
 _TRUE = ("true", "1", "yes", "on")
 _FALSE = ("false", "0", "no", "off")
-NONE_WORDS = ("none", "auto")
+_NONE = ("none", "auto")
 MIXED = "mixed"
 """Value of a tuple option named `lengths`: evenly spread from 1 to t."""
 
@@ -165,25 +131,24 @@ class ValueType:
         word = text.strip().lower()
         if word in self.words:
             return word
-        if self.optional and word in NONE_WORDS:
+        if self.optional and word in _NONE:
             return None
-        if not self.sequence:
-            return self._scalar(text)
-        parts = [part for part in text.strip().strip("()[]").split(",") if part.strip()]
-        if not parts:
-            raise argparse.ArgumentTypeError(f"expected {self.expected}, got {text!r}")
-        return tuple(self._scalar(part) for part in parts)
-
-    def _scalar(self, text: str) -> Any:
-        word = text.strip()
         try:
-            if self.scalar is bool:
-                if word.lower() not in (*_TRUE, *_FALSE):
-                    raise ValueError
-                return word.lower() in _TRUE
-            return self.scalar(word)
+            if not self.sequence:
+                return self._scalar(text.strip())
+            parts = [part for part in text.strip().strip("()[]").split(",") if part.strip()]
+            if parts:
+                return tuple(self._scalar(part.strip()) for part in parts)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"expected {self.expected}, got {text!r}") from None
+            pass
+        raise argparse.ArgumentTypeError(f"expected {self.expected}, got {text!r}")
+
+    def _scalar(self, word: str) -> Any:
+        if self.scalar is not bool:
+            return self.scalar(word)
+        if word.lower() not in (*_TRUE, *_FALSE):
+            raise ValueError(word)
+        return word.lower() in _TRUE
 
     @property
     def expected(self) -> str:
@@ -200,63 +165,22 @@ class ValueType:
         return f"{name},{name},..." if self.sequence else name
 
 
-def field_types(owner: Any) -> dict[str, ValueType | None]:
-    """The value type of every init field of a dataclass instance.
-
-    A field whose type is no value for a command line (a nested plan, a tiling) is None.
-    """
-    try:
-        hints = typing.get_type_hints(type(owner))
-    except NameError:  # a name that only a type checker imports
-        hints = {}
-    found: dict[str, ValueType | None] = {}
-    for field in option_fields(owner):
-        if field.init:
-            default = getattr(owner, field.name)
-            found[field.name] = value_type(hints.get(field.name, type(default)), field.name)
-    return found
-
-
 def value_type(annotation: Any, name: str = "") -> ValueType | None:
-    """The value type of an annotation, None where it is not one that text can give."""
-    members = _union_members(annotation)
+    """The value type of an annotation, None where text cannot give one."""
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    members = typing.get_args(annotation) if is_union else (annotation,)
     optional = type(None) in members
     rest = [member for member in members if member is not type(None)]
     if len(rest) != 1:
         return None
-    (base,) = rest
-    if base in _NAMES:
-        return ValueType(base, optional)
-    origin, arguments = typing.get_origin(base), typing.get_args(base)
-    if origin in (tuple, list, Sequence) or typing.get_origin(base) is typing.Sequence:
-        scalars = {argument for argument in arguments if argument is not Ellipsis}
+    if rest[0] in _NAMES:
+        return ValueType(rest[0], optional)
+    if typing.get_origin(rest[0]) in (tuple, list, Sequence):
+        scalars = {argument for argument in typing.get_args(rest[0]) if argument is not Ellipsis}
         if len(scalars) == 1 and (scalar := scalars.pop()) in _NAMES:
             words = (MIXED,) if name == "lengths" else ()
             return ValueType(scalar, optional, sequence=True, words=words)
     return None
-
-
-def _union_members(annotation: Any) -> tuple[Any, ...]:
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return typing.get_args(annotation)
-    return (annotation,)
-
-
-def mixed_lengths(b: int, t: int) -> tuple[int, ...]:
-    """`b` lengths spread evenly from 1 to t; a single request has t."""
-    require_size("b", b, MOST_REQUESTS)
-    require_size("t", t)
-    if b == 1:
-        return (t,)
-    return tuple(round(1 + i * (t - 1) / (b - 1)) for i in range(b))
-
-
-def unreadable(owner: Any, name: str) -> HyperMlaError:
-    """The error for a plan field that no option can set."""
-    return HyperMlaError(
-        f"{type(owner).__name__}.{name}: expected a field that the command line can set (int, "
-        f"float, bool, str, any of them | None, or a tuple of them), got {getattr(owner, name)!r}"
-    )
 
 
 # --- sizes ----------------------------------------------------------------------------------------
@@ -270,61 +194,43 @@ SIZE_TEXTS = {
     "p": "rope dimension",
     "k": "latent dimension",
 }
+SIZES = {"b": 32, "s": 16, "t": 4096, "h": 128, "d": 128, "p": 64, "k": 512}
+"""Their defaults, where a command has some."""
 CALL_SIZES = ("b", "s", "t", "h")
 """Sizes that differ from call to call; the others belong to the model."""
 
-SIZES = {"b": 32, "s": 16, "t": 4096, "h": 128, "d": 128, "p": 64, "k": 512}
-"""Their defaults, where a command has some."""
 
-
-def add_sizes(parser: Any, texts: Mapping[str, str] = SIZE_TEXTS) -> None:
-    """Add the seven sizes with their defaults.
-
-    Args:
-        parser: the parser or group.
-        texts: what each of them is.
-    """
-    for name, default in SIZES.items():
-        parser.add_argument(
-            f"--{name}",
-            type=ValueType(int),
-            default=default,
-            metavar="N",
-            help=f"{texts[name]} (default: {default})",
-        )
-
-
-def add_unset_sizes(
-    parser: Any, names: Iterable[str] = SIZE_TEXTS, note: str = "", **settings: Any
+def add_sizes(
+    parser: Any, names: Iterable[str] = SIZES, note: str = " (default: {default})", **settings: Any
 ) -> None:
-    """Add sizes that have no default here.
+    """Add sizes of a problem.
 
     Args:
         parser: the parser or group.
         names: which.
-        note: what follows each text.
-        settings: further settings of each argument.
+        note: what follows each text; `{default}` is the size's default.
+        settings: argparse settings that differ from those of a plain integer with its default.
     """
-    common = {"type": ValueType(int), "metavar": "N", **settings}
     for name in names:
-        parser.add_argument(f"--{name}", help=SIZE_TEXTS[name] + note, **common)
+        common = {"type": ValueType(int), "metavar": "N", "default": SIZES[name], **settings}
+        text = SIZE_TEXTS[name] + note.format(default=SIZES[name])
+        parser.add_argument(f"--{name}", help=text, **common)
 
 
 def add_lengths(parser: Any, note: str = " (default: all t)", **settings: Any) -> None:
-    """Add the KV lengths.
+    """Add the KV lengths; `note` follows the help text."""
+    kind = ValueType(int, optional=True, sequence=True, words=(MIXED,))
+    text = f"KV length per request: comma list or mixed{note}"
+    parser.add_argument("--lengths", type=kind, metavar="N,N,...", help=text, **settings)
 
-    Args:
-        parser: the parser or group.
-        note: what follows the text.
-        settings: further settings of the argument.
-    """
-    parser.add_argument(
-        "--lengths",
-        type=ValueType(int, optional=True, sequence=True, words=(MIXED,)),
-        metavar="N,N,...",
-        help=f"KV length per request: comma list or mixed{note}",
-        **settings,
-    )
+
+def read_lengths(lengths: Any, b: int, t: int) -> tuple[int, ...] | None:
+    """The KV lengths that an option asks for; "mixed" is `b` of them spread from 1 to t."""
+    if lengths != MIXED:
+        return lengths  # type: ignore[no-any-return]
+    require_size("b", b, MOST_REQUESTS)
+    require_size("t", t)
+    return (t,) if b == 1 else tuple(round(1 + i * (t - 1) / (b - 1)) for i in range(b))
 
 
 # --- which kernel ---------------------------------------------------------------------------------
@@ -370,5 +276,4 @@ def take_kernel(argv: Sequence[str]) -> tuple[KernelId | None, list[str]]:
     if not words:
         return None, rest
     with usage_errors():
-        version = words[1] if len(words) > 1 else None
-        return find_kernel(words[0], version, language), rest
+        return find_kernel(words[0], words[1] if len(words) > 1 else None, language), rest

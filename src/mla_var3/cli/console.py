@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -9,9 +10,10 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -31,7 +33,7 @@ from mla_var3.errors import (
     InvalidArgumentError,
     UnknownNameError,
 )
-from mla_var3.runtime.markdown import microseconds
+from mla_var3.runtime.markdown import json_ready, microseconds
 from mla_var3.runtime.profiling import figures
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ EXIT_INTERRUPTED = 130
 TRACEBACK_VARIABLE = "HYPER_MLA_TRACEBACK"
 # Wide enough for the figure tables; rich assumes 80 columns where there is no terminal.
 _PLAIN_WIDTH = 120
+_LONGEST_WORD = 32
+"""Longer words, such as paths, may be broken to make a table fit."""
 _HEARTBEAT_S = 30.0
 
 
@@ -53,39 +57,31 @@ class UsageError(HyperMlaError):
     """The command line itself is wrong; exit code 2."""
 
 
-def stdout() -> Console:
-    """Console for results; square brackets in what it prints are just brackets."""
-    return Console(width=_width(sys.stdout.isatty()), highlight=False, markup=False, emoji=False)
-
-
-def stderr() -> Console:
-    """Console for errors and progress."""
-    return Console(
-        stderr=True,
-        width=_width(sys.stderr.isatty()),
-        highlight=False,
-        markup=False,
-        emoji=False,
-    )
-
-
-def _width(is_terminal: bool) -> int | None:
-    return None if is_terminal or "COLUMNS" in os.environ else _PLAIN_WIDTH
+def _console(*, stderr: bool) -> Console:
+    """A console that prints square brackets as they are."""
+    is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    width = None if is_terminal or "COLUMNS" in os.environ else _PLAIN_WIDTH
+    return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
 
 
 def say(message: str, style: str = "") -> None:
     """Print one line of plain text."""
-    stdout().print(Text(message, style=style), soft_wrap=True)
+    _console(stderr=False).print(Text(message, style=style), soft_wrap=True)
 
 
 def note(message: str) -> None:
     """Print one line about the run on the error stream, so that results can be piped."""
-    stderr().print(Text(message, style="dim"), soft_wrap=True)
+    _console(stderr=True).print(Text(message, style="dim"), soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    """Print a value as JSON."""
+    print(json.dumps(json_ready(value), indent=2))
 
 
 def print_error(message: str) -> None:
     """Print an error the way all commands do."""
-    stderr().print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+    _console(stderr=True).print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
 
 
 @contextmanager
@@ -157,16 +153,58 @@ def _message(error: Exception) -> str:
     return str(error)
 
 
-def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print a table; columns without any value are left out."""
-    kept = [i for i in range(len(headers)) if any(row[i] not in (None, "-") for row in rows)]
-    table = Table(title=title, title_justify="left")
-    for i in kept:
-        numeric = all(str(row[i])[:1] in "0123456789-±" or row[i] is None for row in rows)
-        table.add_column(headers[i], justify="right" if numeric else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*("-" if row[i] is None else str(row[i]) for i in kept))
-    stdout().print(table)
+def print_table(
+    title: str,
+    headers: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    best: int | None = None,
+) -> None:
+    """Print a table that fits the screen without breaking words.
+
+    Args:
+        title: heading.
+        headers: one per column; columns without any value are left out.
+        rows: cells; None becomes "-".
+        best: the row to print in bold.
+    """
+    kept = [i for i in range(len(headers)) if any(row[i] not in (None, "", "-") for row in rows)]
+    lines = [["-" if row[i] is None else str(row[i]) for i in kept] for row in rows]
+    columns = [[headers[i], *(line[j] for line in lines)] for j, i in enumerate(kept)]
+    numeric = [all(text[:1] in "0123456789-±" for text in column[1:]) for column in columns]
+    console = _console(stderr=False)
+    between = 2 * len(kept)
+    widths = _column_widths(columns, numeric, console.width - between)
+    if title:
+        console.print(Text(title, style="italic"))
+    console.width = max(console.width, sum(widths) + between)
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for column, width, right in zip(columns, widths, numeric, strict=True):
+        table.add_column(
+            column[0], justify="right" if right else "left", overflow="fold", width=width
+        )
+    for index, line in enumerate(lines):
+        table.add_row(*line, style="bold" if index == best else "")
+    console.print(table)
+
+
+def _column_widths(
+    columns: Sequence[Sequence[str]], numeric: Sequence[bool], available: int
+) -> list[int]:
+    """Widths that add up to `available`; words and numbers with their units stay in one piece."""
+    widths = [max(cell_len(line) for text in c for line in text.split("\n")) for c in columns]
+    least = []
+    for (header, *cells), whole in zip(columns, numeric, strict=True):
+        words = [
+            *header.split(),
+            *(cells if whole else [w for text in cells for w in text.split()]),
+        ]
+        least.append(max(min(cell_len(word), _LONGEST_WORD) for word in words))
+    while sum(widths) > available:
+        spare = [i for i in range(len(widths)) if widths[i] > least[i]]
+        if not spare:
+            break
+        widths[max(spare, key=widths.__getitem__)] -= 1
+    return widths
 
 
 def print_result(result: ProfileResult) -> None:
@@ -213,14 +251,14 @@ class ProgressReporter:
     """
 
     def __init__(self) -> None:
-        self._console = stderr()
         self._bar: Progress | None = None
         self._tasks: dict[str, TaskID] = {}
         self._started: dict[str, float] = {}
         self._last_line = 0.0
 
     def __enter__(self) -> Self:
-        if self._console.is_terminal:
+        console = _console(stderr=True)
+        if console.is_terminal:
             self._bar = Progress(
                 SpinnerColumn(),
                 TextColumn("{task.description}", markup=False),
@@ -228,7 +266,7 @@ class ProgressReporter:
                 MofNCompleteColumn(),
                 TimeElapsedColumn(),
                 TextColumn("{task.fields[detail]}", style="dim", markup=False),
-                console=self._console,
+                console=console,
                 transient=True,
                 # Results that go to a file or a pipe must not end up above the bar.
                 redirect_stdout=sys.stdout.isatty(),
@@ -236,12 +274,7 @@ class ProgressReporter:
             self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -249,16 +282,10 @@ class ProgressReporter:
     def __call__(self, what: str, done: int, total: int, detail: str) -> None:
         """Report that `done` of `total` steps of `what` are finished."""
         if self._bar is not None:
-            self._show_bar(self._bar, what, done, total, detail)
-        else:
-            self._print_lines(what, done, total, detail)
-
-    def _show_bar(self, bar: Progress, what: str, done: int, total: int, detail: str) -> None:
-        if what not in self._tasks:
-            self._tasks[what] = bar.add_task(what, total=total, detail=detail)
-        bar.update(self._tasks[what], completed=done, total=total, detail=detail)
-
-    def _print_lines(self, what: str, done: int, total: int, detail: str) -> None:
+            if what not in self._tasks:
+                self._tasks[what] = self._bar.add_task(what, total=total, detail=detail)
+            self._bar.update(self._tasks[what], completed=done, total=total, detail=detail)
+            return
         now = time.monotonic()
         if what not in self._started:
             self._started[what] = self._last_line = now

@@ -5,24 +5,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mla_var3.cli.arguments import (
-    MIXED,
-    SIZE_TEXTS,
-    Parser,
-    ValueType,
-    field_types,
-    mixed_lengths,
-    unreadable,
-)
+from mla_var3.cli.arguments import SIZE_TEXTS, Parser, ValueType, read_lengths, value_type
 from mla_var3.cli.console import UsageError
-from mla_var3.errors import UnknownNameError
+from mla_var3.errors import HyperMlaError, UnknownNameError
 from mla_var3.runtime.paths import DEFAULT_LANGUAGE, LANGUAGES, TARGETS
-from mla_var3.runtime.plan import KernelPlan, plan_targets
+from mla_var3.runtime.plan import KernelPlan, option_fields, plan_targets
 from mla_var3.runtime.profiling import NsightProfType, parse_mode
 from mla_var3.runtime.stage import Tiling
 from mla_var3.runtime.workflow import RunOptions
@@ -42,73 +35,7 @@ HELP_TEXTS = {
 """Help for well-known fields that carry no text of their own."""
 
 
-@dataclass
-class PlanOptions:
-    """Which option sets which field of a plan.
-
-    Attributes:
-        plan: the plan whose values are the defaults.
-        fields: plan field -> value type.
-        tilings: tiling field of the plan -> tiling field -> value type.
-        flags: option without dashes -> (tiling field of the plan or "", field).
-        aliases: other spelling of an option -> the option.
-        ambiguous: name shared by several tilings -> the options to use instead.
-    """
-
-    plan: KernelPlan
-    fields: dict[str, ValueType] = field(default_factory=dict)
-    tilings: dict[str, dict[str, ValueType]] = field(default_factory=dict)
-    flags: dict[str, tuple[str, str]] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
-    ambiguous: dict[str, list[str]] = field(default_factory=dict)
-
-
-def plan_options(plan: KernelPlan, reserved: Iterable[str] = ()) -> PlanOptions:
-    """The options of a plan.
-
-    Args:
-        plan: the plan.
-        reserved: names of the run options, which a plan field must not take.
-    """
-    options = PlanOptions(plan)
-    taken = set(reserved)
-    for name, kind in field_types(plan).items():
-        value = getattr(plan, name)
-        if isinstance(value, Tiling):
-            options.tilings[name] = _tiling_types(value)
-        elif isinstance(value, KernelPlan):
-            continue
-        elif kind is None or name in taken:
-            raise unreadable(plan, name)
-        else:
-            options.fields[name] = kind
-            options.flags[name] = ("", name)
-    taken |= set(options.fields)
-    owners: dict[str, list[str]] = {}
-    for tiling, kinds in options.tilings.items():
-        for name in kinds:
-            owners.setdefault(name, []).append(tiling)
-    for name, tilings in owners.items():
-        dotted = [f"{tiling}.{name}" for tiling in tilings]
-        if len(tilings) == 1 and name not in taken:
-            options.flags[name] = (tilings[0], name)
-            options.aliases[dotted[0]] = name
-        else:
-            options.flags.update({d: (t, name) for d, t in zip(dotted, tilings, strict=True)})
-            if name not in taken:
-                options.ambiguous[name] = dotted
-    return options
-
-
-def _tiling_types(tiling: Tiling) -> dict[str, ValueType]:
-    kinds = {}
-    for name, kind in field_types(tiling).items():
-        if kind is None:
-            raise unreadable(tiling, name)
-        kinds[name] = kind
-    return kinds
-
-
+_FLAG: dict[str, Any] = {"action": "store_true"}
 RUN_OPTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "language": (
         "run",
@@ -125,13 +52,13 @@ RUN_OPTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
         f"only compile and predict, for these GPU codes (default: {','.join(TARGETS)})",
         {"metavar": "SM,SM,..."},
     ),
-    "check": ("run", "compare with the fp32 reference; the exit code tells", {"flag": True}),
+    "check": ("run", "compare with the fp32 reference; the exit code tells", _FLAG),
     "no_autotune": (
         "run",
         "use the tiling as given or by default; needed on a GPU to set tiling options",
-        {"flag": True},
+        _FLAG,
     ),
-    "retune": ("run", "search tilings again although a result is cached", {"flag": True}),
+    "retune": ("run", "search tilings again although a result is cached", _FLAG),
     "tune_max_iters": (
         "run",
         "time at most N tilings per stage (default: all that compile well)",
@@ -140,7 +67,7 @@ RUN_OPTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "refine": (
         "run",
         "choose between neighbours of the cost model's choice, such as n, by timing (default: off)",
-        {"flag": True},
+        _FLAG,
     ),
     "prof_type": (
         "profiling",
@@ -159,78 +86,7 @@ RUN_OPTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "label": ("profiling", "suffix of that folder's name (default: none)", {"metavar": "TEXT"}),
 }
-"""Run options: name -> (group, help, argparse settings; "flag" marks one without a value)."""
-
-
-def build_parser(options: PlanOptions, prog: str, description: str = "") -> Parser:
-    """The parser of a plan's command line, its options in groups."""
-    parser = Parser(prog=prog, usage=f"{prog} [options]", description=description)
-    problem = parser.add_argument_group("problem", "what to compute; fields of the plan")
-    for name, kind in options.fields.items():
-        _add_field(problem, name, name, kind, options.plan)
-    for tiling_name, kinds in options.tilings.items():
-        tiling = getattr(options.plan, tiling_name)
-        title = "tiling" if tiling_name == "tiling" else f"tiling: {tiling_name}"
-        meaning = (inspect.getdoc(type(tiling)) or type(tiling).__name__).split("\n\n")[0]
-        group = parser.add_argument_group(
-            title, f"{_escaped(meaning)} On a GPU only together with --no_autotune."
-        )
-        for name, kind in kinds.items():
-            flag = name if options.flags.get(name) == (tiling_name, name) else ""
-            _add_field(group, flag or f"{tiling_name}.{name}", name, kind, tiling)
-    add_run_options(parser)
-    return parser
-
-
-def add_run_options(parser: argparse.ArgumentParser, names: Iterable[str] = RUN_OPTIONS) -> None:
-    """Add run options, each to its group."""
-    groups: dict[str, Any] = {}
-    for name in names:
-        title, text, settings = RUN_OPTIONS[name]
-        if title not in groups:
-            groups[title] = parser.add_argument_group(title)
-        settings = dict(settings)
-        if settings.pop("flag", False):
-            settings["action"] = "store_true"
-        groups[title].add_argument(
-            f"--{name}", dest=name, default=argparse.SUPPRESS, help=_escaped(text), **settings
-        )
-
-
-def _add_field(group: Any, flag: str, name: str, kind: ValueType, owner: Any) -> None:
-    metadata = {f.name: f.metadata for f in dataclasses.fields(owner)}[name]
-    fallback = "tile size" if isinstance(owner, Tiling) and name[:1].isupper() else f"{name}"
-    text = str(metadata.get("help") or HELP_TEXTS.get(name, fallback)).strip()
-    default = getattr(owner, name)
-    shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default).lower()
-    if isinstance(default, str):
-        shown = default
-    if default is not None or "default" not in text:
-        text += f" (default: {shown})"
-    text = _escaped(text)
-    common: dict[str, Any] = {"dest": flag, "default": argparse.SUPPRESS}
-    if kind.scalar is bool and not kind.sequence:
-        group.add_argument(
-            f"--{flag}", nargs="?", const=True, type=kind, help=text, **common, metavar="true|false"
-        )
-        group.add_argument(
-            f"--{_negated(flag)}",
-            action="store_const",
-            const=False,
-            help=f"the same as --{flag}=false",
-            **common,
-        )
-    else:
-        group.add_argument(f"--{flag}", type=kind, metavar=kind.metavar, help=text, **common)
-
-
-def _negated(flag: str) -> str:
-    owner, dot, name = flag.rpartition(".")
-    return f"{owner}{dot}no_{name}"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("%", "%%")
+"""Run options: name -> (group, help, argparse settings)."""
 
 
 @dataclass
@@ -254,57 +110,145 @@ class Request:
     tilings_chosen: tuple[str, ...] = ()
 
 
-def build_request(options: PlanOptions, values: dict[str, Any]) -> Request:
-    """Apply parsed options to the plan; the plan itself rejects what it cannot compute."""
-    plan = options.plan
-    changes: dict[str, Any] = {}
-    tiling_changes: dict[str, dict[str, Any]] = {}
-    tiling_given = []
-    for flag, (tiling, name) in options.flags.items():
-        if flag not in values:
-            continue
-        if tiling:
-            tiling_changes.setdefault(tiling, {})[name] = values[flag]
-            tiling_given.append(flag)
-        else:
-            changes[name] = values[flag]
-    if changes.get("lengths") == MIXED:
-        sizes = {key: changes.get(key, getattr(plan, key, 0)) for key in ("b", "t")}
-        changes["lengths"] = mixed_lengths(**sizes)
-    for tiling, replaced in tiling_changes.items():
-        changes[tiling] = dataclasses.replace(getattr(plan, tiling), **replaced)
-    if changes:
-        plan = plan.copy(**changes).pin(*tiling_changes)
-    mode = parse_mode(values["prof_type"]) if "prof_type" in values else None
-    return Request(
-        plan,
-        run_options(plan, values),
-        mode,
-        frozenset(values),
-        tuple(tiling_given),
-        tuple(tiling_changes),
+class PlanParser(Parser):
+    """The command line of a plan, its options in groups.
+
+    A tiling field is an option by its own name; where several tilings have the name, by
+    `--<tiling>.<name>`.
+
+    Attributes:
+        plan: the plan whose values are the defaults.
+        flags: option without dashes -> (tiling field of the plan or "", field).
+    """
+
+    def __init__(self, plan: KernelPlan, prog: str, description: str = "") -> None:
+        super().__init__(prog=prog, usage=f"{prog} [options]", description=description)
+        self.plan = plan
+        self.flags: dict[str, tuple[str, str]] = {}
+        problem = self.add_argument_group("problem", "what to compute; fields of the plan")
+        tilings: dict[str, Tiling] = {}
+        for name, kind in _field_types(plan).items():
+            value = getattr(plan, name)
+            if isinstance(value, Tiling):
+                tilings[name] = value
+            elif isinstance(value, KernelPlan):
+                continue
+            elif kind is None or name in RUN_OPTIONS:
+                raise _unreadable(plan, name)
+            else:
+                self._add_field(problem, name, plan, kind, "", name)
+        for owner, tiling in tilings.items():
+            others = [_field_types(each) for key, each in tilings.items() if key != owner]
+            self._add_tiling(owner, tiling, {name for each in others for name in each})
+        groups = {title: self.add_argument_group(title) for title in ("run", "profiling")}
+        for name, (title, text, settings) in RUN_OPTIONS.items():
+            groups[title].add_argument(
+                f"--{name}", dest=name, default=argparse.SUPPRESS, help=_escaped(text), **settings
+            )
+
+    def _add_tiling(self, owner: str, tiling: Tiling, shared: set[str]) -> None:
+        """Add the fields of one tiling; `shared` are the names that other tilings have too."""
+        title = "tiling" if owner == "tiling" else f"tiling: {owner}"
+        meaning = (inspect.getdoc(type(tiling)) or type(tiling).__name__).split("\n\n")[0]
+        group = self.add_argument_group(
+            title, f"{_escaped(meaning)} On a GPU only together with --no_autotune."
+        )
+        for name, kind in _field_types(tiling).items():
+            if kind is None:
+                raise _unreadable(tiling, name)
+            dotted = f"{owner}.{name}"
+            taken = name in RUN_OPTIONS or self.flags.get(name) == ("", name)
+            if not taken and name not in shared:
+                self.aliases[dotted] = name
+            elif not taken:
+                self.ambiguous.setdefault(name, []).append(dotted)
+            self._add_field(group, self.aliases.get(dotted, dotted), tiling, kind, owner, name)
+
+    def _add_field(
+        self, group: Any, flag: str, owner: Any, kind: ValueType, tiling: str, name: str
+    ) -> None:
+        self.flags[flag] = (tiling, name)
+        metadata = {f.name: f.metadata for f in dataclasses.fields(owner)}[name]
+        fallback = "tile size" if tiling and name[:1].isupper() else name
+        text = str(metadata.get("help") or HELP_TEXTS.get(name, fallback)).strip()
+        default = getattr(owner, name)
+        shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+        if default is not None or "default" not in text:
+            text += f" (default: {shown if isinstance(default, str) else shown.lower()})"
+        common: dict[str, Any] = {"dest": flag, "default": argparse.SUPPRESS}
+        settings = {"type": kind, "metavar": kind.metavar, "help": _escaped(text), **common}
+        if kind.scalar is not bool or kind.sequence:
+            group.add_argument(f"--{flag}", **settings)
+            return
+        group.add_argument(f"--{flag}", nargs="?", const=True, **settings)
+        before, dot, last = flag.rpartition(".")
+        same = f"the same as --{flag}=false"
+        group.add_argument(
+            f"--{before}{dot}no_{last}", action="store_const", const=False, help=same, **common
+        )
+
+    def request(self, values: dict[str, Any]) -> Request:
+        """Apply parsed options to the plan; the plan itself rejects what it cannot compute."""
+        plan = self.plan
+        changes: dict[str, Any] = {}
+        tilings: dict[str, dict[str, Any]] = {}
+        for flag, (tiling, name) in self.flags.items():
+            if flag in values:
+                (tilings.setdefault(tiling, {}) if tiling else changes)[name] = values[flag]
+        if "lengths" in changes:
+            sizes = {key: changes.get(key, getattr(plan, key, 0)) for key in ("b", "t")}
+            changes["lengths"] = read_lengths(changes["lengths"], **sizes)
+        for tiling, replaced in tilings.items():
+            changes[tiling] = dataclasses.replace(getattr(plan, tiling), **replaced)
+        if changes:
+            plan = plan.copy(**changes).pin(*tilings)
+        return Request(
+            plan,
+            _run_options(plan, values),
+            parse_mode(values["prof_type"]) if "prof_type" in values else None,
+            frozenset(values),
+            tuple(flag for flag, (tiling, _) in self.flags.items() if tiling and flag in values),
+            tuple(tilings),
+        )
+
+
+def _field_types(owner: Any) -> dict[str, ValueType | None]:
+    """The value type of every init field of a plan or tiling; None for one that text cannot set."""
+    try:
+        hints = typing.get_type_hints(type(owner))
+    except NameError:  # a name that only a type checker imports
+        hints = {}
+    return {
+        field.name: value_type(hints.get(field.name, type(getattr(owner, field.name))), field.name)
+        for field in option_fields(owner)
+        if field.init
+    }
+
+
+def _unreadable(owner: Any, name: str) -> HyperMlaError:
+    return HyperMlaError(
+        f"{type(owner).__name__}.{name}: expected a field that the command line can set (int, "
+        f"float, bool, str, any of them | None, or a tuple of them), got {getattr(owner, name)!r}"
     )
 
 
-def run_options(plan: KernelPlan, values: dict[str, Any]) -> RunOptions:
-    """The run options among parsed values."""
+def _escaped(text: str) -> str:
+    return text.replace("%", "%%")
+
+
+def _run_options(plan: KernelPlan, values: dict[str, Any]) -> RunOptions:
+    names = ("device", "retune", "tune_max_iters", "refine", "check", "bench_runs", "out_dir")
     run = RunOptions(
-        device=values.get("device", "auto"),
         autotune=not values.get("no_autotune", False),
-        **{
-            name: values[name]
-            for name in ("retune", "tune_max_iters", "refine", "check", "bench_runs", "out_dir")
-            if name in values
-        },
-        label=values.get("label"),
+        targets=plan_targets(plan),
+        **{name: values[name] for name in (*names, "label") if name in values},
     )
-    run.targets = plan_targets(plan)
     if "target" in values:
-        run.targets = parse_targets(values["target"], run.targets)
+        run.targets = _read_targets(values["target"], plan_targets(plan))
     return run
 
 
-def parse_targets(text: str, known: Sequence[str]) -> tuple[str, ...]:
+def _read_targets(text: str, known: Sequence[str]) -> tuple[str, ...]:
     """A comma list of GPU codes."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:

@@ -39,49 +39,35 @@ KINDS: Final = {
 }
 
 _LOG = logging.getLogger(__name__)
-_DATE = re.compile(r"\d{4}(-\d{2}){0,2}")
-_TARGET = re.compile(r"sm_\d+[af]?")
-_CAPABILITY = re.compile(r"\d+\.\d+")
 
-
-@dataclass(frozen=True)
-class _Key:
-    """What one key of an entry must look like."""
-
-    unit: str
-    required: bool = False
-    integer: bool = False
-
-
-_NUMBERS: Final = {
-    "peak_bfloat16_float32_tflops": _Key("TFLOP/s", required=True),
-    "peak_float16_float32_tflops": _Key("TFLOP/s", required=True),
-    "peak_dram_bw_GBps": _Key("GB/s", required=True),
-    "burst_bfloat16_float32_tflops": _Key("TFLOP/s"),
-    "burst_float16_float32_tflops": _Key("TFLOP/s"),
-    "burst_dram_bw_GBps": _Key("GB/s"),
-    "steady_bfloat16_float32_tflops": _Key("TFLOP/s"),
-    "steady_float16_float32_tflops": _Key("TFLOP/s"),
-    "sm_count": _Key("SM", required=True, integer=True),
-    "sm_clock_MHz": _Key("MHz"),
-    "mem_clock_MHz": _Key("MHz"),
-    "tensor_flops_per_clock_per_sm": _Key("FLOP/clock/SM", integer=True),
-    "shared_memory_per_sm_KiB": _Key("KiB", integer=True),
-    "shared_memory_per_block_KiB": _Key("KiB", required=True, integer=True),
-    "l2_cache_MiB": _Key("MiB"),
-    "registers_per_sm": _Key("32-bit register", integer=True),
-    "dram_GiB": _Key("GiB"),
+_UNITS: Final = {
+    **dict.fromkeys(("peak_bfloat16_float32_tflops", "peak_float16_float32_tflops"), "TFLOP/s"),
+    **dict.fromkeys(("burst_bfloat16_float32_tflops", "burst_float16_float32_tflops"), "TFLOP/s"),
+    **dict.fromkeys(("steady_bfloat16_float32_tflops", "steady_float16_float32_tflops"), "TFLOP/s"),
+    "peak_dram_bw_GBps": "GB/s",
+    "burst_dram_bw_GBps": "GB/s",
+    "sm_count": "SM",
+    "sm_clock_MHz": "MHz",
+    "mem_clock_MHz": "MHz",
+    "tensor_flops_per_clock_per_sm": "FLOP/clock/SM",
+    "shared_memory_per_sm_KiB": "KiB",
+    "shared_memory_per_block_KiB": "KiB",
+    "l2_cache_MiB": "MiB",
+    "registers_per_sm": "32-bit register",
+    "dram_GiB": "GiB",
+    "compute_capability": "",
+    "targets": "",
 }
-_CAPABILITY_KEY: Final = "compute_capability"
-_TARGETS_KEY: Final = "targets"
-_ALIASES_KEY: Final = "aliases"
+"""Every key of an entry with its unit; the last two are no numbers."""
+_INTEGERS: Final = (
+    "sm_count", "tensor_flops_per_clock_per_sm", "shared_memory_per_sm_KiB",
+    "shared_memory_per_block_KiB", "registers_per_sm",
+)  # fmt: skip
 _FIELDS: Final = ("value", "unit", "kind", "source", "date")
-
 REQUIRED_KEYS: Final = (
-    *(name for name, key in _NUMBERS.items() if key.required),
-    _CAPABILITY_KEY,
-    _TARGETS_KEY,
-)
+    "peak_bfloat16_float32_tflops", "peak_float16_float32_tflops", "peak_dram_bw_GBps", "sm_count",
+    "shared_memory_per_block_KiB", "compute_capability", "targets",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -154,13 +140,13 @@ class DeviceSpec:
     @property
     def compute_capability(self) -> tuple[int, int]:
         """Major and minor number."""
-        major, minor = str(self.entry(_CAPABILITY_KEY).value).split(".")
+        major, minor = str(self.entry("compute_capability").value).split(".")
         return int(major), int(minor)
 
     @property
     def targets(self) -> tuple[str, ...]:
         """GPU codes to compile for, the portable one first."""
-        value = self.entry(_TARGETS_KEY).value
+        value = self.entry("targets").value
         return value if isinstance(value, tuple) else (str(value),)
 
     @property
@@ -307,10 +293,13 @@ def _device(path: str, name: str, entry: object, shipped: DeviceSpec | None) -> 
     where = f"{path}: {name}"
     if not isinstance(entry, dict):
         raise InvalidArgumentError(where, "an object with one entry per key", _kind_of(entry))
-    entry = {_current_name(key): raw for key, raw in entry.items()}
-    aliases = entry.pop(_ALIASES_KEY, None)
-    if aliases is not None and not _is_names(aliases):
-        raise InvalidArgumentError(f"{where}: {_ALIASES_KEY}", "a list of names", repr(aliases))
+    # The older name of a burst rate.
+    entry = {re.sub("^sustained_", "burst_", key): raw for key, raw in entry.items()}
+    aliases = entry.pop("aliases", None)
+    if aliases is not None and not (
+        isinstance(aliases, list) and all(isinstance(each, str) and each for each in aliases)
+    ):
+        raise InvalidArgumentError(f"{where}: aliases", "a list of names", repr(aliases))
     values = {key: _value(f"{where}: {key}", key, raw, path) for key, raw in entry.items()}
     if shipped is not None and any(value.kind == "given" for value in values.values()):
         values = {**shipped.values, **values}
@@ -323,57 +312,44 @@ def _device(path: str, name: str, entry: object, shipped: DeviceSpec | None) -> 
     return DeviceSpec(name, tuple(aliases or ()), MappingProxyType(values), path)
 
 
-def _current_name(key: str) -> str:
-    """The key by its name of today."""
-    return key.replace("sustained_", "burst_", 1) if key.startswith("sustained_") else key
-
-
 def _value(where: str, key: str, raw: object, path: str) -> Value:
-    known = (*_NUMBERS, _CAPABILITY_KEY, _TARGETS_KEY)
-    if key not in known:
-        nearest = difflib.get_close_matches(key, known, n=1)
+    if key not in _UNITS:
+        nearest = difflib.get_close_matches(key, _UNITS, n=1)
         hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-        raise InvalidArgumentError(where, f"one of the keys {', '.join(known)}", f"{key!r}{hint}")
-    unit = _NUMBERS[key].unit if key in _NUMBERS else ""
+        raise InvalidArgumentError(where, f"one of the keys {', '.join(_UNITS)}", f"{key!r}{hint}")
+    unit = _UNITS[key]
     if not isinstance(raw, dict):
         return Value(_checked(where, key, raw), unit, "given", path, "")
     if set(raw) != set(_FIELDS):
         raise InvalidArgumentError(where, ", ".join(_FIELDS), ", ".join(sorted(raw)) or "nothing")
     kind, source, date = raw["kind"], raw["source"], raw["date"]
-    if kind not in KINDS or kind == "given":
-        raise InvalidArgumentError(f"{where}: kind", " or ".join([*KINDS][:-1]), repr(kind))
-    if not isinstance(source, str) or not source.strip():
-        raise InvalidArgumentError(f"{where}: source", "the title of a source", repr(source))
-    if not isinstance(date, str) or not _DATE.fullmatch(date):
-        raise InvalidArgumentError(f"{where}: date", "YYYY, YYYY-MM or YYYY-MM-DD", repr(date))
-    if raw["unit"] != unit:
-        raise InvalidArgumentError(f"{where}: unit", repr(unit), repr(raw["unit"]))
+    for name, right, expected in (
+        ("kind", kind in KINDS and kind != "given", " or ".join([*KINDS][:-1])),
+        ("source", isinstance(source, str) and source.strip(), "the title of a source"),
+        ("date", re.fullmatch(r"\d{4}(-\d{2}){0,2}", str(date)), "YYYY, YYYY-MM or YYYY-MM-DD"),
+        ("unit", raw["unit"] == unit, repr(unit)),
+    ):
+        if not right:
+            raise InvalidArgumentError(f"{where}: {name}", expected, repr(raw[name]))
     return Value(_checked(f"{where}: value", key, raw["value"]), unit, kind, source, date)
 
 
 def _checked(where: str, key: str, value: object) -> float | str | tuple[str, ...]:
-    if key == _CAPABILITY_KEY:
-        if isinstance(value, str) and _CAPABILITY.fullmatch(value):
+    if key == "compute_capability":
+        if isinstance(value, str) and re.fullmatch(r"\d+\.\d+", value):
             return value
         raise InvalidArgumentError(where, 'a string such as "9.0"', repr(value))
-    if key == _TARGETS_KEY:
-        if isinstance(value, list) and value and all(map(_is_target, value)):
-            return tuple(value)
+    if key == "targets":
+        codes = value if isinstance(value, list) else []
+        if codes and all(re.fullmatch(r"sm_\d+[af]?", str(code)) for code in codes):
+            return tuple(codes)
         raise InvalidArgumentError(where, 'a list of GPU codes such as "sm_90"', repr(value))
-    integer = _NUMBERS[key].integer
-    number = isinstance(value, int if integer else (int, float)) and not isinstance(value, bool)
-    if not number or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-        expected = "a positive integer" if integer else "a positive number"
-        raise InvalidArgumentError(where, expected, repr(value))
-    return value
-
-
-def _is_target(value: object) -> bool:
-    return isinstance(value, str) and _TARGET.fullmatch(value) is not None
-
-
-def _is_names(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) and name for name in value)
+    integer = key in _INTEGERS
+    plain = isinstance(value, int if integer else (int, float)) and not isinstance(value, bool)
+    if plain and isinstance(value, (int, float)) and 0 < value < float("inf"):
+        return value
+    expected = "a positive integer" if integer else "a positive number"
+    raise InvalidArgumentError(where, expected, repr(value))
 
 
 def _kind_of(value: object) -> str:

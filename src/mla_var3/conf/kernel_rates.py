@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 from mla_var3.errors import InvalidArgumentError
 
@@ -104,6 +104,9 @@ class EnergyRates:
         return joules / self.power_limit_w * 1e6
 
 
+Rates = TypeVar("Rates", KernelRates, EnergyRates)
+
+
 def _norm(first: float, second: float, exponent: float | None) -> float:
     most = max(first, second)
     if exponent is None or most == 0.0:
@@ -126,7 +129,7 @@ def energy_rates(device: str) -> EnergyRates | None:
 def _kernels() -> dict[str, dict[str, KernelRates]]:
     return {
         device: {
-            kernel: KernelRates(**_entry("kernel_rates.json", f"{device}, {kernel}", values))
+            kernel: _entry(KernelRates, f"kernel_rates.json, {device}, {kernel}", values)
             for kernel, values in kernels.items()
         }
         for device, kernels in _read("kernel_rates.json").items()
@@ -135,10 +138,8 @@ def _kernels() -> dict[str, dict[str, KernelRates]]:
 
 @lru_cache(maxsize=1)
 def _energies() -> dict[str, EnergyRates]:
-    return {
-        device: EnergyRates(**_entry("energy.json", device, values))
-        for device, values in _read("energy.json").items()
-    }
+    entries = _read("energy.json").items()
+    return {name: _entry(EnergyRates, f"energy.json, {name}", values) for name, values in entries}
 
 
 def _read(file: str) -> dict[str, Any]:
@@ -147,12 +148,11 @@ def _read(file: str) -> dict[str, Any]:
     return table
 
 
-def _entry(file: str, where: str, values: dict[str, Any]) -> dict[str, Any]:
-    known = fields(KernelRates if file == "kernel_rates.json" else EnergyRates)
-    names = {field.name for field in known}
+def _entry(kind: type[Rates], where: str, values: dict[str, Any]) -> Rates:
+    names = {field.name for field in fields(kind)}
     if set(values) != names:
-        raise InvalidArgumentError(f"{file}, {where}", sorted(names), sorted(values))
-    return values
+        raise InvalidArgumentError(where, sorted(names), sorted(values))
+    return kind(**values)
 
 
 def _require_positive(rates: KernelRates | EnergyRates, *names: str) -> None:

@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.report.plots import bar_plot
-from mla_var3.runtime.markdown import microseconds, number, quantity, table
-from mla_var3.runtime.paths import split_full_name
-
-if TYPE_CHECKING:
-    from mla_var3.runtime.profiling import ProfileResult
+from mla_var3.runtime.markdown import microseconds, number, quantity, table, write_json
+from mla_var3.runtime.paths import make_folder, split_full_name, write_atomic
+from mla_var3.runtime.profiling.result import ProfileResult, StageFigures
 
 TOTAL = "total"
 RECORD = "params.json"
@@ -26,34 +24,6 @@ PREDICTED_TIME = "kernel time, predicted (us)"
 """The kernel time of a run that was predicted by recorded rates."""
 PROBLEM_KEYS = tuple(MlaProblem.__dataclass_fields__)
 """The fields of a plan that define the problem; the others say how it is solved."""
-
-
-@dataclass(frozen=True)
-class Figures:
-    """Figures of one stage or of the whole run; None for what a mode does not measure."""
-
-    time_us: float | None = None
-    predicted_us: float | None = None
-    flops: float | None = None
-    bytes: float | None = None
-    extra: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def tflops(self) -> float | None:
-        """Achieved TFLOP/s."""
-        return self.flops / self.time_us / 1e6 if self.time_us and self.flops else None
-
-    @property
-    def gbps(self) -> float | None:
-        """Achieved GB/s."""
-        return self.bytes / self.time_us / 1e3 if self.time_us and self.bytes else None
-
-    @property
-    def of_roofline(self) -> float | None:
-        """Predicted over measured time, in percent."""
-        return (
-            100 * self.predicted_us / self.time_us if self.time_us and self.predicted_us else None
-        )
 
 
 @dataclass(frozen=True)
@@ -67,7 +37,7 @@ class Run:
         total: the whole run.
         stages: by stage name, in launch order.
         clocks: whether the clocks were locked; None where the record does not say.
-        folder: where its artifacts lie.
+        folder: folder of its artifacts.
     """
 
     label: str
@@ -75,8 +45,8 @@ class Run:
     mode: str
     device: str | None
     params: Mapping[str, Any]
-    total: Figures
-    stages: Mapping[str, Figures]
+    total: StageFigures
+    stages: Mapping[str, StageFigures]
     clocks: bool | None = None
     folder: Path | None = None
 
@@ -118,7 +88,7 @@ def run_of_record(record: Mapping[str, Any], folder: Path | None = None) -> Run:
     total = _figures(record.get("total") or {})
     predictions = record.get("predicted_us") or {}
     if total.predicted_us is None and device in predictions:
-        total = Figures(predicted_us=float(predictions[device]))
+        total.predicted_us = float(predictions[device])
     clocks = record.get("clocks")
     return Run(
         label=str(record["kernel"]),
@@ -143,14 +113,19 @@ def run_of_result(result: ProfileResult) -> Run:
     return run_of_record(record, result.out_dir)
 
 
-def _figures(data: Mapping[str, Any]) -> Figures:
-    extra = dict(_numbers(data.get("extra") or {}))
-    return Figures(
+def _figures(data: Mapping[str, Any]) -> StageFigures:
+    """The figures of a record's stage, extras reduced to the plain numbers among them."""
+    extra = dict(data.get("extra") or {})
+    metrics = extra.pop("metrics", None)
+    extra = {**(metrics if isinstance(metrics, Mapping) else {}), **extra}
+    return StageFigures(
+        name=str(data.get("name", TOTAL)),
         time_us=_number(data.get("time_us")),
+        spread_us=None,
+        flops=_number(data.get("flops")) or 0.0,
+        bytes=_number(data.get("bytes")) or 0.0,
         predicted_us=_number(data.get("predicted_us")),
-        flops=_number(data.get("flops")),
-        bytes=_number(data.get("bytes")),
-        extra=extra,
+        extra={k: x for k, value in extra.items() if (x := _number(value)) is not None},
     )
 
 
@@ -159,12 +134,11 @@ def _number(value: Any) -> float | None:
     return float(value) if is_number else None
 
 
-def _numbers(extra: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """The plain numbers among the extra figures of a mode, also those grouped under "metrics"."""
-    metrics = extra.get("metrics")
-    pairs = list(metrics.items()) if isinstance(metrics, Mapping) else []
-    pairs += [(key, value) for key, value in extra.items() if key != "metrics"]
-    return [(str(key), found) for key, value in pairs if (found := _number(value)) is not None]
+def _of_roofline(figures: StageFigures) -> float | None:
+    """Ideal over measured time, in percent."""
+    if not figures.time_us or not figures.predicted_us:
+        return None
+    return 100 * figures.predicted_us / figures.time_us
 
 
 def differences(runs: Sequence[Run]) -> list[str]:
@@ -233,13 +207,13 @@ class Row:
         return None if not before or after is None else 100 * (after - before) / before
 
 
-_METRICS: tuple[tuple[str, Callable[[Figures], float | None], Callable[[float | None], str]], ...]
-_METRICS = (
+_Read = Callable[[StageFigures], float | None]
+_METRICS: tuple[tuple[str, _Read, Callable[[float | None], str]], ...] = (
     ("time", lambda f: f.time_us, microseconds),
     ("ideal", lambda f: f.predicted_us, microseconds),
     ("TFLOP/s", lambda f: f.tflops, number),
     ("GB/s", lambda f: f.gbps, number),
-    ("of roofline", lambda f: f.of_roofline, lambda value: quantity(value, "%")),
+    ("of roofline", _of_roofline, lambda value: quantity(value, "%")),
 )
 
 
@@ -258,6 +232,10 @@ class Comparison:
     rows: list[Row]
     forced: list[str]
     remarks: list[str]
+
+    def notes(self) -> list[str]:
+        """What was ignored by force, and what else a reader must know."""
+        return [*(f"compared by force: {text}" for text in self.forced), *self.remarks]
 
     def headers(self) -> tuple[str, ...]:
         """Column titles; two runs are previous and current."""
@@ -311,18 +289,13 @@ def compare(runs: Sequence[Run], *, force: bool = False) -> Comparison:
         )
     rows = _rows(TOTAL, [run.total for run in named])
     for stage in dict.fromkeys(name for run in named for name in run.stages):
-        if stage_is_total(named, stage):
-            continue
-        rows += _rows(stage, [run.stages.get(stage) for run in named])
+        # The only stage of every run that has it repeats the total.
+        if any(len(run.stages) > 1 for run in named if stage in run.stages):
+            rows += _rows(stage, [run.stages.get(stage) for run in named])
     return Comparison(named, rows, against, remarks(named))
 
 
-def stage_is_total(runs: Sequence[Run], stage: str) -> bool:
-    """Whether a stage is the only one of every run that has it, so it repeats the total."""
-    return all(len(run.stages) == 1 for run in runs if stage in run.stages)
-
-
-def _rows(where: str, figures: Sequence[Figures | None]) -> list[Row]:
+def _rows(where: str, figures: Sequence[StageFigures | None]) -> list[Row]:
     rows = []
     for metric, read, show in _METRICS:
         values = tuple(None if f is None else read(f) for f in figures)
@@ -337,29 +310,16 @@ def _rows(where: str, figures: Sequence[Figures | None]) -> list[Row]:
 
 
 def _unique_labels(runs: Sequence[Run]) -> list[Run]:
-    """Runs with unique labels: equal ones get their mode, else their folder, else a number."""
-    named = list(runs)
-    for describe in (_with_mode, _with_folder, _with_number):
-        labels = [run.label for run in named]
-        candidates = [
-            replace(run, label=describe(run, index)) if labels.count(run.label) > 1 else run
-            for index, run in enumerate(named)
+    """Runs with unique labels: equal ones get their mode, or a number where that does not help."""
+    modes, numbers = [run.mode for run in runs], [f"#{i + 1}" for i in range(len(runs))]
+    labels = [run.label for run in runs]
+    for words in (modes, numbers):
+        longer = [
+            f"{label} {word}" if labels.count(label) > 1 else label
+            for label, word in zip(labels, words, strict=True)
         ]
-        if len({run.label for run in candidates}) > len(set(labels)):
-            named = candidates
-    return named
-
-
-def _with_mode(run: Run, index: int) -> str:
-    return f"{run.label} {run.mode}"
-
-
-def _with_folder(run: Run, index: int) -> str:
-    return f"{run.label} {run.folder.name}" if run.folder else run.label
-
-
-def _with_number(run: Run, index: int) -> str:
-    return f"{run.label} #{index + 1}"
+        labels = longer if len(set(longer)) > len(set(labels)) else labels
+    return [replace(run, label=label) for run, label in zip(runs, labels, strict=True)]
 
 
 def comparison_markdown(result: Comparison) -> str:
@@ -387,9 +347,8 @@ def comparison_markdown(result: Comparison) -> str:
         f"### vs Baseline ({baseline.label})\n",
         table(result.headers(), result.cells()),
     ]
-    notes = [f"- compared by force: {text}" for text in result.forced]
-    notes += [f"- {text}" for text in result.remarks]
-    return "\n".join(parts) + ("\n" + "\n".join(notes) + "\n" if notes else "")
+    parts += ["".join(f"- {text}\n" for text in result.notes())] if result.notes() else []
+    return "\n".join(parts)
 
 
 def comparison_data(result: Comparison) -> dict[str, Any]:
@@ -399,10 +358,7 @@ def comparison_data(result: Comparison) -> dict[str, Any]:
         "baseline": labels[0],
         "runs": [
             {
-                "label": run.label,
-                "kernel": run.kernel,
-                "mode": run.mode,
-                "device": run.device,
+                **{name: getattr(run, name) for name in ("label", "kernel", "mode", "device")},
                 "params": dict(run.params),
                 "clocks_locked": run.clocks,
                 "folder": None if run.folder is None else str(run.folder),
@@ -423,20 +379,16 @@ def comparison_data(result: Comparison) -> dict[str, Any]:
     }
 
 
-def _has_model(result: Comparison) -> bool:
-    return any(row.metric == PREDICTED_TIME for row in result.rows)
-
-
 def comparison_plot(result: Comparison, path: Path) -> list[Path]:
     """Bars of the times, total and stage by stage; empty where no run has any."""
-    measured = any(run.total.time_us is not None for run in result.runs)
-    metric = "time" if measured else PREDICTED_TIME if _has_model(result) else "ideal"
-    groups = {}
-    for row in result.rows:
-        if row.metric == metric:
-            labels = [run.label for run in result.runs]
-            pairs = zip(labels, row.values, strict=True)
-            groups[row.where] = {label: value for label, value in pairs if value is not None}
+    metrics = {row.metric for row in result.rows}
+    metric = next((m for m in ("time", PREDICTED_TIME, "ideal") if m in metrics), None)
+    labels = [run.label for run in result.runs]
+    groups = {
+        row.where: {k: v for k, v in zip(labels, row.values, strict=True) if v is not None}
+        for row in result.rows
+        if row.metric == metric
+    }
     if not groups:
         return []
     kernels = ", ".join(dict.fromkeys(run.kernel for run in result.runs))
@@ -446,3 +398,15 @@ def comparison_plot(result: Comparison, path: Path) -> list[Path]:
         title=f"{kernels} on {result.runs[0].device or 'no device'}",
         y_label=f"{metric}, µs",
     )
+
+
+def write_comparison(result: Comparison, folder: Path, json_file: Path | None = None) -> Path:
+    """Write page, figures and plot into a folder, the figures into a further file too."""
+    make_folder(folder)
+    text = comparison_markdown(result)
+    if comparison_plot(result, folder / "compare"):
+        text += "\n![times side by side](compare.png)\n"
+    write_atomic(folder / "compare.md", text)
+    for file in filter(None, (folder / "compare.json", json_file)):
+        write_json(file, comparison_data(result))
+    return folder / "compare.md"

@@ -16,19 +16,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mla_var3.bench import session
-from mla_var3.bench.analysis import find_device, limit_us, shape_groups
+from mla_var3.bench import page, session
+from mla_var3.bench.analysis import shape_groups
 from mla_var3.bench.measure import QUICK_ROUNDS, QUICK_SECONDS
-from mla_var3.bench.page import method, troubles
+from mla_var3.bench.page import group_rows, method, troubles
 from mla_var3.bench.plots import draw_plots
-from mla_var3.bench.record import CALL, FAILED, LOST, OURS, BenchRecord, BenchRow
+from mla_var3.bench.record import FAILED, LOST, OURS, PROJECTION, BenchRecord
 from mla_var3.bench.suites import DESIGN, PEERS, main_job_case, mla_kernels
 from mla_var3.conf.devices import load_devices
 from mla_var3.errors import CheckFailedError, HyperMlaError, KernelCompileError, UnsupportedError
 from mla_var3.op.mla.model.times import IDEAL
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.report.plots import (
-    crossover_panels,
     crossover_plot,
     dense_sweeps,
     line_plot,
@@ -38,7 +37,7 @@ from mla_var3.report.sweep import S_VALUES, DeviceSweep, crossover_text, sweep
 from mla_var3.runtime import paths
 from mla_var3.runtime.compile import CompileReport
 from mla_var3.runtime.environment import environment
-from mla_var3.runtime.markdown import front_matter, microseconds, number, table, write_json
+from mla_var3.runtime.markdown import front_matter, microseconds, table, write_json
 from mla_var3.runtime.paths import TARGETS, make_folder, write_atomic
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling import NsightProfType, figures, profile_plan
@@ -99,9 +98,9 @@ class Step:
     Attributes:
         name: id in the JSON report.
         title: heading.
-        status: "ok", "failed" or "skipped".
+        status: "ok" or "failed".
         seconds: duration.
-        reason: why it failed or was skipped.
+        reason: why it failed.
         summary: one line for the screen.
         text: markdown for the report.
         data: the figures, JSON-ready.
@@ -119,7 +118,7 @@ class Step:
 
 @dataclass
 class OverviewResult:
-    """Where the report lies and what is in it.
+    """The report and what is in it.
 
     Attributes:
         folder: folder of the report.
@@ -182,7 +181,7 @@ def run_overview(options: OverviewOptions) -> OverviewResult:
     where = pick_device(options.device)
     folder = options.out_dir or paths.output_root() / "overview" / paths.timestamp()
     sizes: dict[str, Any] = {**SIZES, **options.sizes}
-    _problem(sizes)  # bad sizes are the caller's mistake, not a failed step
+    MlaProblem(**sizes)  # bad sizes are the caller's mistake, not a failed step
     make_folder(folder)
     job = _Job(options, sizes, environment(), OverviewResult(folder, folder / "report.md"))
     if where == "cuda":
@@ -225,68 +224,33 @@ def _measure(job: _Job, step: Step) -> None:
     )
     if quick:
         options.rounds, options.max_seconds = QUICK_ROUNDS, QUICK_SECONDS
-    case = main_job_case(_problem(job.sizes), mla_kernels(), MAIN_PEERS)
+    case = main_job_case(MlaProblem(**job.sizes), mla_kernels(), MAIN_PEERS)
     session.measure(record, [case], options, job.folder / "record.json")
-    rows = fastest_first(record)
+    headers, lines = measured_table(record)
     absent = troubles(record)
-    step.text = table(MEASURED_HEADERS, measured_rows(record))
-    step.text += "\n" + "".join(f"- {row.kernel}: {row.note}\n" for row in rows if row.note)
+    step.text = table(headers, lines)
+    step.text += "\n" + "".join(f"- {row.kernel}: {row.note}\n" for row in record.rows if row.note)
     step.text += "\n" + table(("not measured", "status", "reason"), absent) if absent else ""
-    step.text += "\n" + "".join(f"- {text}\n" for text in [*method(record), LIMIT_TEXT])
+    step.text += "\n" + "".join(f"- {text}\n" for text in method(record))
     plots = [plot for plot in draw_plots(record, job.folder) if plot.files]
     job.result.plots += [file for plot in plots for file in plot.files]
     step.text += "\n" + "\n".join(
         f"![{p.title}]({p.files[0].name})\n\n{p.caption}\n" for p in plots
     )
-    lines = [dict(zip(MEASURED_HEADERS, cells, strict=True)) for cells in measured_rows(record)]
-    step.data = {"record": "record.json", "rows": lines}
-    step.summary = ", ".join(f"{row.series} {microseconds(row.call_us)}" for row in rows[:3])
+    rows = [dict(zip(headers, line, strict=True)) for line in lines]
+    step.data = {"record": "record.json", "rows": rows}
+    step.summary = ", ".join(f"{row['kernel']} {row['call µs']} µs" for row in rows[:3])
     bad = [r for r in record.rows if r.source == OURS and r.status in (FAILED, LOST)]
     if bad:
         raise CheckFailedError("; ".join(f"{row.label}: {row.reason}" for row in bad))
 
 
-MEASURED_HEADERS = (
-    "kernel", "call µs", "kernel µs", "spread", "TFLOP/s", "GB/s", "of limit", "error",
-)  # fmt: skip
-LIMIT_TEXT = (
-    "The limit is the roofline at the vendor's peak rates: the larger of FLOPs over peak TFLOP/s "
-    "and bytes over peak GB/s."
-)
-
-
-def fastest_first(record: BenchRecord) -> list[BenchRow]:
-    """The timed kernels of a record of one shape, by call time where all have one."""
-    return [
-        row for group in shape_groups(record.rows) for row in sorted(group.timed, key=group.figure)
-    ]
-
-
-def measured_rows(record: BenchRecord) -> list[tuple[str, ...]]:
-    """The table of the main job, under `MEASURED_HEADERS`."""
-    found: list[tuple[str, ...]] = []
-    for row in fastest_first(record):
-        spec = find_device(row.device)
-        limit = None if spec is None else limit_us(row, spec)
-        of_limit = 100 * limit / row.time_us if limit and row.time_us else None
-        chosen = f" = {row.note.partition(':')[0]}" if row.path == CALL else ""
-        found.append(
-            (
-                row.label + chosen,
-                number(row.call_us, 4),
-                "-" if row.path == CALL else number(row.time_us, 4),
-                f"± {number(row.spread_us, 2)}",
-                number(row.tflops),
-                number(row.gbps, 4),
-                "-" if of_limit is None else f"{of_limit:.0f} %",
-                "-" if row.error is None else f"{row.error:.1e}",
-            )
-        )
-    return found
-
-
-def _problem(sizes: Mapping[str, int]) -> MlaProblem:
-    return MlaProblem(b=sizes["b"], s=sizes["s"], t=sizes["t"], h=sizes["h"])
+def measured_table(record: BenchRecord) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Headers and rows of the main job's shape, fastest call first."""
+    for group in shape_groups(record.rows):
+        shown = [row for row in group_rows(group) if row.source != PROJECTION]
+        return page.headers(group), [page.cells(group, row) for row in shown]
+    return page.HEADERS, []
 
 
 def _plan(kernel: str, **sizes: Any) -> KernelPlan:
@@ -338,7 +302,7 @@ def _compile(job: _Job, step: Step) -> None:
 
 
 def _predict(job: _Job, step: Step) -> None:
-    problem = _problem(job.sizes)
+    problem = MlaProblem(**job.sizes)
     sweeps = job.result.sweeps = [sweep(problem, spec) for spec in load_devices().values()]
     step.text = prediction_markdown(sweeps, KERNEL)
     step.data = [entry.to_dict() for entry in sweeps]
@@ -350,11 +314,8 @@ def _plot(job: _Job, step: Step) -> None:
         raise UnsupportedError("plots need the predictions, which failed")
     sizes = ", ".join(f"{name}={value}" for name, value in job.sizes.items() if name != "s")
     dense = dense_sweeps(job.result.sweeps)
-    plots = crossover_plot(
-        crossover_panels(dense),
-        job.folder / "crossover",
-        f"Predicted call time of MLA attention, {sizes}",
-    )
+    heading = f"Predicted call time of MLA attention, {sizes}"
+    plots = crossover_plot(dense, job.folder / "crossover", heading)
     plots += line_plot(
         speedup_series(dense),
         job.folder / "speedup",
@@ -377,16 +338,12 @@ def prediction_markdown(sweeps: Sequence[DeviceSweep], kernel: str) -> str:
     Times at vendor peaks are ideal and rank nothing, so only devices with measured rates name the
     fastest kernel.
     """
-    rates = [
-        (
-            entry.device,
-            f"{entry.compute.value:g} {entry.compute.unit}",
-            entry.compute.origin,
-            f"{entry.memory.value:g} {entry.memory.unit}",
-            entry.memory.origin,
-        )
-        for entry in sweeps
-    ]
+    rates = []
+    for entry in sweeps:
+        cells = [entry.device]
+        for origin, value in entry.rates.values():
+            cells += [f"{value.value:g} {value.unit}", f"{origin}, {value.source} ({value.date})"]
+        rates.append(cells)
     parts = [
         "These are predictions, not measurements: call times, from q_nope to the output. Where "
         "kernels were timed on a device they follow from recorded rates, at the power limit where "
@@ -411,50 +368,40 @@ def prediction_markdown(sweeps: Sequence[DeviceSweep], kernel: str) -> str:
     return "\n".join(parts)
 
 
+SUMMARY_HEADERS = ("step", "outcome", "seconds", "result")
+
+
+def summary_rows(steps: Sequence[Step]) -> list[tuple[str, ...]]:
+    """One line per step, under `SUMMARY_HEADERS`."""
+    return [(s.title, s.status, f"{s.seconds:.1f}", s.reason or s.summary) for s in steps]
+
+
 def overview_page(steps: Sequence[Step], env: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
     """The whole report: circumstances, summary and one section per step."""
-    gpu = env.get("gpu") or {}
-    device = gpu.get("name") or "no GPU: CPU interpreter, compile reports and predictions"
+    gpu, git = env.get("gpu") or {}, env.get("git") or {}
     versions = {name: version for name, version in env["versions"].items() if version}
-    git = env.get("git") or {}
-    commit = git.get("commit")
-    if commit and git.get("dirty"):
-        commit += " with local changes"
-    failed = [step for step in steps if step.status == "failed"]
+    dirty = " with local changes" if git.get("dirty") else ""
+    facts = {
+        "device": gpu.get("name") or "no GPU: CPU interpreter, compile reports and predictions",
+        "date": env["date"],
+        "command": env["command"],
+        "versions": versions,
+        "commit": git["commit"] + dirty if git.get("commit") else None,
+    }
+    shown = {
+        **facts,
+        "command": f"`{env['command']}`",
+        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
+        "machine": env.get("platform"),
+        "problem": " ".join(f"{name}={value}" for name, value in sizes.items()),
+    }
+    ok = all(step.status != "failed" for step in steps)
     parts = [
-        front_matter(
-            {
-                "kind": "overview",
-                "sizes": sizes,
-                "ok": not failed,
-                "device": device,
-                "date": env["date"],
-                "command": env["command"],
-                "versions": versions,
-                "commit": commit,
-            }
-        ),
+        front_matter({"kind": "overview", "sizes": sizes, "ok": ok, **facts}),
         f"# {TITLE}\n",
-        table(
-            ("", ""),
-            [
-                ("device", device),
-                ("date", env["date"]),
-                ("command", f"`{env['command']}`"),
-                ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
-                ("commit", commit),
-                ("machine", env.get("platform")),
-                ("problem", " ".join(f"{name}={value}" for name, value in sizes.items())),
-            ],
-        ),
+        table(("", ""), list(shown.items())),
         "## Summary\n",
-        table(
-            ("step", "outcome", "seconds", "result"),
-            [
-                (step.title, step.status, f"{step.seconds:.1f}", step.reason or step.summary)
-                for step in steps
-            ],
-        ),
+        table(SUMMARY_HEADERS, summary_rows(steps)),
     ]
     for step in steps:
         parts.append(f"## {step.title}\n")

@@ -4,156 +4,88 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-from mla_var3.bench.plots import FORMATS, LINE_STYLES, new_figure, save_figure, series_colour
+from mla_var3.bench.plots import (
+    draw_line,
+    log_axes,
+    mark_crossing,
+    new_figure,
+    save_figure,
+    series_colour,
+)
 from mla_var3.bench.suites import DESIGN, PURE_PATHS
 from mla_var3.report.sweep import S_VALUES, DeviceSweep
 
 _MOST_MARKERS = 12
 """More points than this make a curve, not a row of measurements."""
-_DASHED = ("flash_mla_split_kv",)
 _TITLE_LENGTH = 36
 """Characters that fit above a small plot."""
 
 
-@dataclass(frozen=True)
-class Region:
-    """A stretch of the x axis, both ends included, in which one series is best."""
-
-    name: str
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One device's crossover plot.
-
-    Attributes:
-        title: device name.
-        subtitle: what the curves assume.
-        x: query lengths.
-        curves: kernel -> time in microseconds per query length.
-        regions: where which kernel is fastest, in ascending order.
-    """
-
-    title: str
-    subtitle: str
-    x: Sequence[float]
-    curves: Mapping[str, Sequence[float]]
-    regions: Sequence[Region] = ()
-
-
-def crossover_plot(
-    panels: Sequence[Panel], path: Path, heading: str, formats: Sequence[str] = FORMATS
-) -> list[Path]:
-    """Draw predicted time against query length, one small plot per device.
+def crossover_plot(sweeps: Sequence[DeviceSweep], path: Path, heading: str) -> list[Path]:
+    """Draw predicted call time against query length, one small plot per device.
 
     Args:
-        panels: the devices; they share the axes so that they can be compared.
+        sweeps: the devices; they share the axes so that they can be compared.
         path: file without suffix.
         heading: what was predicted, for which sizes.
-        formats: file formats.
 
     Returns:
         The files written.
     """
-    if not panels:
-        raise ValueError("panels: expected at least one, got none")
-    columns = 1 if len(panels) == 1 else 2 if len(panels) in (2, 4) else 3
-    rows = math.ceil(len(panels) / columns)
+    from matplotlib.patches import Patch
+
+    count = len(sweeps)
+    columns = 1 if count == 1 else 2 if count in (2, 4) else 3
+    rows = math.ceil(count / columns)
     width, height = (7.6, 5.2) if columns == 1 else (4.3 * columns, 3.6 * rows + 1.2)
     with new_figure(width, height) as figure:
         grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-        axes = list(grid.flat)
-        for axis, panel in zip(axes, panels, strict=False):
-            _draw_panel(axis, panel)
-        # An unused cell of the grid holds the legend, so that it covers no curve.
-        spare = axes[len(panels) :]
+        axes, spare = list(grid.flat)[:count], list(grid.flat)[count:]
+        for index, (axis, entry) in enumerate(zip(axes, sweeps, strict=True)):
+            _draw_panel(axis, entry)
+            if index + columns >= count:  # nothing below it
+                axis.set_xlabel("query tokens per request, s")
+                axis.tick_params(labelbottom=True)
+            if index % columns == 0:
+                axis.set_ylabel("predicted time, µs")
         for axis in spare:
             axis.set_axis_off()
-        for index in range(len(panels)):
-            last_row = index + columns >= len(panels)
-            if last_row:
-                axes[index].set_xlabel("query tokens per request, s")
-                axes[index].tick_params(labelbottom=True)
-            if index % columns == 0:
-                axes[index].set_ylabel("predicted time, µs")
-        handles, labels = _legend_entries(axes[: len(panels)])
+        handles, labels = axes[0].get_legend_handles_labels()
+        handles.append(Patch(color="#888888", alpha=0.25))
+        labels.append("shaded: fastest, end to end")
+        # An unused cell of the grid holds the legend, so that it covers no curve.
         if spare:
             spare[0].legend(handles, labels, loc="center left", frameon=False, borderaxespad=0)
         else:
-            figure.legend(
-                handles,
-                labels,
-                loc="outside lower center",
-                ncols=3 if columns < 3 else 5,
-                frameon=False,
-            )
+            place = "outside lower center"
+            figure.legend(handles, labels, loc=place, ncols=columns + 1, frameon=False)
         figure.suptitle(heading, fontsize=12, fontweight="bold")
-        return save_figure(figure, path, formats)
+        return save_figure(figure, path)
 
 
-def _draw_panel(axis: Any, panel: Panel) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator
-
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
-    low, high = min(panel.x), max(panel.x)
-    boundaries = [region.start for region in panel.regions[1:]]
-    for i, region in enumerate(panel.regions):
-        start = low if i == 0 else boundaries[i - 1]
-        end = high if i == len(panel.regions) - 1 else boundaries[i]
-        axis.axvspan(start, end, color=series_colour(region.name, ()), alpha=0.10, linewidth=0)
-        if i:
-            axis.axvline(start, color="#666666", linewidth=0.9, linestyle=":")
-            axis.annotate(
-                f"s = {start:g}",
-                (start, 0.03),
-                xycoords=("data", "axes fraction"),
-                xytext=(3, 0),
-                textcoords="offset points",
-                fontsize=8,
-                color="#333333",
-            )
-    for name, times in panel.curves.items():
-        axis.plot(
-            panel.x,
-            times,
-            label=name,
-            color=series_colour(name, ()),
-            linestyle="--" if name in _DASHED else "-",
-            linewidth=1.4 if name in _DASHED else 2.0,
-        )
+def _draw_panel(axis: Any, entry: DeviceSweep) -> None:
+    low, high = entry.s_values[0], entry.s_values[-1]
+    log_axes(axis, [s for s in entry.s_values if math.log2(s).is_integer()])
+    starts = [low, *(crossover.s_from for crossover in entry.crossovers[1:])]
+    ends = [*starts[1:], high]
+    for crossover, start, end in zip(entry.crossovers, starts, ends, strict=False):
+        colour = series_colour(crossover.kernel, ())
+        axis.axvspan(start, end, color=colour, alpha=0.10, linewidth=0)
+        if start != low:
+            mark_crossing(axis, start, f"s = {start:g}", 0.03)
+    for name, predictions in entry.predictions.items():
+        times = [(s, p.advised_us) for s, p in zip(entry.s_values, predictions, strict=True)]
+        thin = name == "flash_mla_split_kv"
+        style = {"linestyle": "--" if thin else "-", "linewidth": 1.4 if thin else 2.0}
+        draw_line(axis, name, times, 0, (), **style)
     axis.set_xlim(low, high)
-    ticks = [x for x in panel.x if math.log2(x).is_integer()]
-    axis.set_xticks(ticks, [f"{x:g}" for x in ticks])
-    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
-    axis.minorticks_off()
-    axis.set_title(
-        shorten(panel.title, _TITLE_LENGTH, placeholder=" …"),
-        loc="left",
-        fontweight="bold",
-        pad=18 if panel.subtitle else 6,
-    )
-    if panel.subtitle:
-        axis.text(0, 1.02, panel.subtitle, transform=axis.transAxes, fontsize=8, color="#444444")
-
-
-def _legend_entries(axes: Sequence[Any]) -> tuple[list[Any], list[str]]:
-    from matplotlib.patches import Patch
-
-    entries: dict[str, Any] = {}
-    for axis in axes:
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            entries.setdefault(label, handle)
-    entries["shaded: fastest, end to end"] = Patch(color="#888888", alpha=0.25)
-    return list(entries.values()), list(entries)
+    title = shorten(entry.device.removeprefix("NVIDIA "), _TITLE_LENGTH, placeholder=" …")
+    axis.set_title(title, loc="left", fontweight="bold", pad=18)
+    axis.text(0, 1.02, entry.heading, transform=axis.transAxes, fontsize=8, color="#444444")
 
 
 def line_plot(
@@ -164,9 +96,7 @@ def line_plot(
     x_label: str,
     y_label: str,
     log_x: bool = False,
-    log_y: bool = False,
     reference: float | None = None,
-    formats: Sequence[str] = FORMATS,
 ) -> list[Path]:
     """Draw named series of (x, y) points.
 
@@ -177,9 +107,7 @@ def line_plot(
         x_label: what the x axis shows, with unit.
         y_label: what the y axis shows, with unit.
         log_x: logarithmic x axis, to the base 2.
-        log_y: logarithmic y axis.
         reference: value of y to compare with, drawn as a line.
-        formats: file formats.
     """
     from matplotlib.ticker import FuncFormatter
 
@@ -188,36 +116,19 @@ def line_plot(
         if reference is not None:
             axis.axhline(reference, color="#666666", linewidth=1.0)
         for index, (name, points) in enumerate(series.items()):
-            xs, ys = zip(*points, strict=True)
-            axis.plot(
-                xs,
-                ys,
-                marker="o" if len(xs) <= _MOST_MARKERS else None,
-                markersize=4,
-                linewidth=1.8,
-                # Curves on top of each other stay visible when their dashes differ.
-                linestyle=LINE_STYLES[index % len(LINE_STYLES)],
-                label=name,
-                color=series_colour(name, list(series)),
-            )
+            marker = "o" if len(points) <= _MOST_MARKERS else None
+            draw_line(axis, name, points, index, list(series), marker=marker, linewidth=1.8)
         if log_x:
             axis.set_xscale("log", base=2)
             axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        if log_y:
-            axis.set_yscale("log")
         axis.set(xlabel=x_label, ylabel=y_label)
         axis.set_title(title, loc="left", fontweight="bold")
         axis.legend(frameon=False)
-        return save_figure(figure, path, formats)
+        return save_figure(figure, path)
 
 
 def bar_plot(
-    groups: Mapping[str, Mapping[str, float]],
-    path: Path,
-    *,
-    title: str,
-    y_label: str,
-    formats: Sequence[str] = FORMATS,
+    groups: Mapping[str, Mapping[str, float]], path: Path, *, title: str, y_label: str
 ) -> list[Path]:
     """Draw grouped bars with their values on top.
 
@@ -226,7 +137,6 @@ def bar_plot(
         path: file without suffix.
         title: heading.
         y_label: what the bars measure, with unit.
-        formats: file formats.
     """
     names = list(dict.fromkeys(name for group in groups.values() for name in group))
     width = 0.8 / max(1, len(names))
@@ -250,33 +160,18 @@ def bar_plot(
         axis.margins(y=0.12)
         axis.set_title(title, loc="left", fontweight="bold")
         axis.legend(frameon=False)
-        return save_figure(figure, path, formats)
+        return save_figure(figure, path)
 
 
 def dense_s_values(last: int = S_VALUES[-1], per_octave: int = 8) -> list[int]:
     """Query lengths close enough for smooth curves, the powers of two among them."""
-    values, i = set(), 0
-    while (s := round(2 ** (i / per_octave))) <= last:
-        values.add(s)
-        i += 1
-    return sorted(values)
+    steps = range(math.floor(math.log2(last) * per_octave) + 2)
+    return sorted({s for i in steps if (s := round(2 ** (i / per_octave))) <= last})
 
 
-def crossover_panels(sweeps: Iterable[DeviceSweep]) -> list[Panel]:
-    """One panel per device."""
-    return [
-        Panel(
-            title=entry.device.removeprefix("NVIDIA "),
-            subtitle=entry.heading,
-            x=entry.s_values,
-            curves={
-                kernel: [prediction.advised_us for prediction in predictions]
-                for kernel, predictions in entry.predictions.items()
-            },
-            regions=[Region(c.kernel, c.s_from, c.s_to) for c in entry.crossovers],
-        )
-        for entry in sweeps
-    ]
+def dense_sweeps(sweeps: Iterable[DeviceSweep]) -> list[DeviceSweep]:
+    """The same predictions at enough points for smooth curves."""
+    return [entry.resampled(dense_s_values(entry.s_values[-1])) for entry in sweeps]
 
 
 def speedup_series(
@@ -291,8 +186,3 @@ def speedup_series(
             points.append((float(s), pure / entry.predictions[kernel][i].advised_us))
         series[entry.device.removeprefix("NVIDIA ")] = points
     return series
-
-
-def dense_sweeps(sweeps: Iterable[DeviceSweep]) -> list[DeviceSweep]:
-    """The same predictions at enough points for smooth curves."""
-    return [entry.resampled(dense_s_values(entry.s_values[-1])) for entry in sweeps]

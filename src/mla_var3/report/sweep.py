@@ -17,36 +17,11 @@ _LONGEST_COMPARED = 1024
 
 
 @dataclass(frozen=True)
-class Rate:
-    """A rate of the device table.
-
-    Attributes:
-        value: The number.
-        unit: Its unit.
-        measured: Whether it was measured in a burst; otherwise it is the vendor's peak.
-        kind, source, date: Provenance from the device table.
-    """
-
-    value: float
-    unit: str
-    measured: bool
-    kind: str
-    source: str
-    date: str
-
-    @property
-    def origin(self) -> str:
-        """One phrase for tables."""
-        return f"{'burst' if self.measured else 'vendor peak'}, {self.source} ({self.date})"
-
-
-@dataclass(frozen=True)
 class DeviceSweep:
     """Predicted times of all designs on one device.
 
     Attributes:
         spec: The device.
-        compute, memory: Its rates, burst where they were measured.
         problem: The problem; its s is replaced by each of `s_values`.
         s_values: The sweep.
         predictions: Design -> one estimate per value of s.
@@ -55,12 +30,16 @@ class DeviceSweep:
     """
 
     spec: DeviceSpec
-    compute: Rate
-    memory: Rate
     problem: MlaProblem
     s_values: tuple[int, ...]
     predictions: dict[str, list[Estimate]]
     crossovers: list[Crossover]
+
+    @property
+    def rates(self) -> dict[str, tuple[str, Value]]:
+        """Compute and memory rate: "burst" where measured, else "vendor peak", and the entry."""
+        dtype = f"{self.problem.dtype}_float32_tflops"
+        return {"compute": _rate(self.spec, dtype), "memory": _rate(self.spec, "dram_bw_GBps")}
 
     @property
     def device(self) -> str:
@@ -113,7 +92,10 @@ class DeviceSweep:
             "device": self.device,
             "target": self.target,
             "heading": self.heading,
-            "rates": {"compute": asdict(self.compute), "memory": asdict(self.memory)},
+            "rates": {
+                name: {**asdict(value), "measured": origin == "burst"}
+                for name, (origin, value) in self.rates.items()
+            },
             "problem": asdict(self.problem),
             "s": list(self.s_values),
             "predicted": {
@@ -127,29 +109,18 @@ class DeviceSweep:
         }
 
 
-def device_rates(spec: DeviceSpec, dtype: str) -> tuple[Rate, Rate]:
-    """Compute and memory rate of a device: burst where they were measured."""
-    return (
-        _rate(spec, f"burst_{dtype}_float32_tflops", f"peak_{dtype}_float32_tflops"),
-        _rate(spec, "burst_dram_bw_GBps", "peak_dram_bw_GBps"),
-    )
-
-
-def _rate(spec: DeviceSpec, burst: str, peak: str) -> Rate:
-    key = burst if burst in spec else peak
-    entry: Value = spec.entry(key)
-    return Rate(spec[key], entry.unit, key == burst, entry.kind, entry.source, entry.date)
+def _rate(spec: DeviceSpec, key: str) -> tuple[str, Value]:
+    if f"burst_{key}" in spec:
+        return "burst", spec.entry(f"burst_{key}")
+    return "vendor peak", spec.entry(f"peak_{key}")
 
 
 def sweep(problem: MlaProblem, spec: DeviceSpec, s_values: Sequence[int] = S_VALUES) -> DeviceSweep:
     """Predict all designs on a device for each query length."""
-    compute, memory = device_rates(spec, problem.dtype)
     points = [design_estimates(replace(problem, s=s), spec) for s in s_values]
     last = min(s_values[-1], _LONGEST_COMPARED)
     return DeviceSweep(
         spec=spec,
-        compute=compute,
-        memory=memory,
         problem=problem,
         s_values=tuple(s_values),
         predictions={kernel: [point[kernel] for point in points] for kernel in points[0]},

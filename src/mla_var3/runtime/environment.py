@@ -233,3 +233,13 @@ def version_numbers(version: str) -> tuple[int, ...]:
     """The release of a version as numbers, to compare."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in found.group().split(".")) if found else ()
+
+
+def installed(*distributions: str) -> str | None:
+    """The version of the first of some distributions that is installed, None of none."""
+    for name in distributions:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None

@@ -7,6 +7,7 @@ exactly what they are handed, so a wrong page, stride, length or scale shows as 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,9 +16,9 @@ import torch
 from torch import Tensor
 
 from mla_var3.bench import peers as peers_module
-from mla_var3.bench.contenders import PeerContender
+from mla_var3.bench.contenders import peer_contender
 from mla_var3.bench.peers import KERNELS, MODULES, PeerLibraries, call_known, peer_kernel
-from mla_var3.bench.suites import DECOMPRESSED_PEERS, LATENT_PEERS, PEERS
+from mla_var3.bench.suites import LATENT_PEERS, PEERS
 from mla_var3.errors import (
     CheckFailedError,
     MissingToolError,
@@ -26,7 +27,8 @@ from mla_var3.errors import (
 )
 from mla_var3.op.mla.problem import MlaProblem
 
-SMALL = MlaProblem(b=2, s=3, t=70, h=4)
+WIDTHS = {"d": 32, "p": 16, "k": 64}
+SMALL = MlaProblem(b=2, s=3, t=70, h=4, **WIDTHS)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
@@ -182,36 +184,30 @@ def stand_ins(operators: bool = False) -> PeerLibraries:
     return found
 
 
+@pytest.fixture(scope="module")
+def references() -> dict[tuple[bool, bool], dict[str, Tensor]]:
+    """The float32 outputs, computed once per problem."""
+    return {}
+
+
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("name", PEERS)
-def test_every_peer_gets_the_right_numbers(name: str, causal: bool) -> None:
-    problem = MlaProblem(b=2, s=3, t=70, h=4, causal=causal)
-    ready = PeerContender(name, problem, stand_ins(), device="cpu").build()
-    assert 0 < ready.check() < 0.005
-
-
-@pytest.mark.parametrize("name", ["flashmla", "fa3_qv", "fa3", "fa3_one_split"])
-def test_the_operator_libraries_get_the_right_numbers(name: str) -> None:
-    ready = PeerContender(name, SMALL, stand_ins(operators=True), device="cpu").build()
-    assert 0 < ready.check() < 0.005
-
-
 @pytest.mark.parametrize("operators", [True, False])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("name", LATENT_PEERS)
-def test_lengths_of_the_requests_are_kept_by_those_on_the_latent_cache(
-    name: str, causal: bool, operators: bool
+@pytest.mark.parametrize("name", PEERS)
+def test_every_peer_gets_the_right_numbers(
+    name: str, operators: bool, causal: bool, references: dict[Any, dict[str, Tensor]]
 ) -> None:
-    problem = MlaProblem(b=3, s=3, t=200, h=4, causal=causal, lengths=(3, 200, 71))
-    ready = PeerContender(name, problem, stand_ins(operators), device="cpu").build()
+    """With different lengths where a peer takes them: those on the latent cache."""
+    latent = name in LATENT_PEERS
+    problem = replace(SMALL, causal=causal)
+    if latent:
+        problem = MlaProblem(b=3, s=3, t=200, h=4, causal=causal, lengths=(3, 200, 71), **WIDTHS)
+    known = references.setdefault((latent, causal), {})
+    ready = peer_contender(name, problem, stand_ins(operators), known, "cpu").build()
     assert 0 < ready.check() < 0.005
-
-
-@pytest.mark.parametrize("name", DECOMPRESSED_PEERS)
-def test_decompressed_peers_take_whole_requests_only(name: str) -> None:
-    problem = MlaProblem(b=2, s=3, t=70, h=4, lengths=(70, 5))
-    with pytest.raises(UnsupportedError, match="expected t=70 tokens in every request"):
-        PeerContender(name, problem, stand_ins(), device="cpu").build()
+    if not latent:
+        ragged = replace(SMALL, lengths=(70, 5))
+        with pytest.raises(UnsupportedError, match="expected t=70 tokens in every request"):
+            peer_contender(name, ragged, stand_ins(), device="cpu").build()
 
 
 def test_a_peer_that_computes_something_else_is_caught() -> None:
@@ -220,16 +216,9 @@ def test_a_peer_that_computes_something_else_is_caught() -> None:
     libraries.modules["fa3"].flash_attn_with_kvcache = lambda **given: right(
         **{**given, "causal": False}
     )
-    ready = PeerContender("fa3_qv", SMALL, libraries, device="cpu").build()
+    ready = peer_contender("fa3_qv", SMALL, libraries, device="cpu").build()
     with pytest.raises(CheckFailedError, match=r"FlashAttention-3 qv: relative error .* \(bound 0"):
         ready.check()
-
-
-def test_peers_of_a_case_share_the_reference() -> None:
-    shared: dict[str, Tensor] = {}
-    for name in ("flashmla", "fa3_qv", "sdpa"):
-        PeerContender(name, SMALL, stand_ins(), shared, "cpu").build().check()
-    assert set(shared) == {"latent", "decompressed"}
 
 
 def test_the_suites_and_the_peers_agree_on_names() -> None:
@@ -247,7 +236,7 @@ def test_absent_libraries_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None
     assert "torch" in libraries.versions
     for name in ("flashmla", "fa3", "flashinfer", "triton"):
         assert libraries.absent[name]
-    contender = PeerContender("flashmla", SMALL, libraries, device="cpu")
+    contender = peer_contender("flashmla", SMALL, libraries, device="cpu")
     with pytest.raises(MissingToolError, match="_flashmla_C.abi3.so not found"):
         contender.build()
     assert contender.versions == {}
@@ -258,31 +247,27 @@ def test_a_package_joins_when_it_can_be_imported(monkeypatch: pytest.MonkeyPatch
     libraries = PeerLibraries(wanted=("flashmla",))
     assert "flashmla" not in libraries.absent
     assert libraries.versions["flashmla"] == "flash_mla unknown"
-    contender = PeerContender("flashmla", SMALL, libraries, device="cpu")
+    contender = peer_contender("flashmla", SMALL, libraries, device="cpu")
     assert contender.build().check() < 0.005
     assert contender.versions == {"flashmla": "flash_mla unknown"}
 
 
-def test_a_package_that_breaks_on_import_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_cannot_be_loaded_says_why(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    libraries = PeerLibraries(tmp_path, wanted=("fa3",))
+    assert "_vllm_fa3_C.abi3.so not found in --peer_libs" in libraries.absent["fa3"]
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "_flashmla_C.abi3.so").write_bytes(b"no library")
+    libraries = PeerLibraries(tmp_path, wanted=("flashmla",))
+    assert "flashmla" in libraries.absent and not libraries.operators
+
     def broken(name: str) -> Any:
         raise RuntimeError("wrong CUDA\nmore")
 
     monkeypatch.setattr(peers_module.importlib, "import_module", broken)
     libraries = PeerLibraries(wanted=("flashinfer",))
     assert libraries.absent == {"flashinfer": f"{MODULES['flashinfer'][0]}: wrong CUDA"}
-
-
-def test_a_folder_without_libraries_says_so(tmp_path: Any) -> None:
-    libraries = PeerLibraries(tmp_path, wanted=("fa3",))
-    assert "_vllm_fa3_C.abi3.so not found in --peer_libs" in libraries.absent["fa3"]
-
-
-def test_a_broken_library_file_says_so(tmp_path: Any) -> None:
-    (tmp_path / "sub").mkdir()
-    (tmp_path / "sub" / "_flashmla_C.abi3.so").write_bytes(b"no library")
-    libraries = PeerLibraries(tmp_path, wanted=("flashmla",))
-    assert "flashmla" in libraries.absent
-    assert not libraries.operators
 
 
 def test_a_release_with_other_arguments_is_refused() -> None:

@@ -19,7 +19,7 @@ from mla_var3.bench.measure import ENDED, Watchdog, measure_case
 from mla_var3.bench.record import FAILED, LOST, OK, BenchRow, load_record, save_record
 from mla_var3.bench.run import BenchOptions, build_cases, run_bench
 from mla_var3.bench.session import resumable_rows, split_case
-from mla_var3.bench.suites import SUITES, mla_kernels
+from mla_var3.bench.suites import SUITES
 from mla_var3.cli.main import main
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.mla.problem import MlaProblem
@@ -50,17 +50,14 @@ def test_in_every_suite_one_broken_kernel_costs_its_own_rows_only(
     suite: str, gpu: FakeGpu, tmp_path: Path
 ) -> None:
     gpu.broken = {"flash_mla": RuntimeError("out of memory"), "fa3_qv": RuntimeError("no")}
-    result = run_bench(BenchOptions(suite=suite, quick=True, out_dir=tmp_path))
-    rows = result.record.rows
-    shapes = {row.problem for row in rows}
-    cases, _ = build_cases(BenchOptions(suite=suite, quick=True))
-    assert shapes == {case.problem for case in cases}
+    options = BenchOptions(suite=suite, quick=True, rounds=1, out_dir=tmp_path)
+    rows = run_bench(options).record.rows
+    cases, _ = build_cases(options)
+    assert {row.problem for row in rows} == {case.problem for case in cases}
     assert names(rows, FAILED) <= {"flash_mla", "fa3_qv"}
     expected = {c.kernel.full_name for case in cases for c in case.kernels} - {"flash_mla"}
     expected |= {name for case in cases for name in case.peers} - {"fa3_qv"}
     assert names(rows, OK) == expected
-    for kind in ("json", "csv", "markdown", "html"):
-        assert result.files[kind].stat().st_size > 0
 
 
 def test_a_quick_run_has_fewer_shapes_rounds_and_seconds(gpu: FakeGpu, tmp_path: Path) -> None:
@@ -97,7 +94,7 @@ def test_a_lost_device_starts_again_and_nothing_but_the_culprit_is_missing(
 
     monkeypatch.setattr(os, "execv", execv)
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "mla_var3.cli", *argv])
-    pending, rebuilt = list(argv), []
+    pending = list(argv)
     for _ in range(10):
         gpu.dead, gpu.log[:] = False, []
         try:
@@ -105,7 +102,6 @@ def test_a_lost_device_starts_again_and_nothing_but_the_culprit_is_missing(
         except Replaced:
             assert starts[-1][:3] == ["python", "-m", "mla_var3.cli"]
             pending = starts[-1][3:]
-            rebuilt.append(list(gpu.log))
         else:
             break
     assert code == 1
@@ -113,9 +109,7 @@ def test_a_lost_device_starts_again_and_nothing_but_the_culprit_is_missing(
     rows = load_record(tmp_path / "sweep.json").rows
     assert names(rows, FAILED) == {"flash_attention"}
     assert names(rows, LOST) == set()
-    everybody = {kernel.full_name for kernel in mla_kernels() if kernel.language == "cutile-dsl"}
     expected = {row.kernel for row in rows}
-    assert expected <= everybody | {"sdpa"}
     for s in (1, 2):
         assert {row.kernel for row in rows if row.problem.s == s} == expected
     assert "build flash_attention" not in gpu.log
@@ -191,10 +185,9 @@ def test_only_a_record_of_the_same_suite_and_device_is_resumed(tmp_path: Path) -
     path = tmp_path / "figures.json"
     save_record(record(row()), path)
     assert resumable_rows(path, "figures", "NVIDIA H200")
-    with pytest.raises(InvalidArgumentError, match="a record of the suite sweep, got figures"):
-        resumable_rows(path, "sweep", "NVIDIA H200")
-    with pytest.raises(InvalidArgumentError, match="a record of NVIDIA B200, got NVIDIA H200"):
-        resumable_rows(path, "figures", "NVIDIA B200")
+    for suite, device in (("sweep", "NVIDIA H200"), ("figures", "NVIDIA B200")):
+        with pytest.raises(InvalidArgumentError, match="resume: expected a record of"):
+            resumable_rows(path, suite, device)
 
 
 def test_pinned_choices_tell_rows_of_one_kernel_apart() -> None:

@@ -10,77 +10,108 @@ import pytest
 from mla_var3.cli.main import main
 
 HUGE = "99999999999999999999"
-SMALL_RUN = (
-    "run",
-    "flash_mla",
-    "--device=cpu",
-    "--b=1",
-    "--s=1",
-    "--t=64",
-    "--h=16",
-    "--prof_type=disabled",
-)
+SMALL_RUN = "run flash_mla --device=cpu --b=1 --s=1 --t=64 --h=16 --prof_type=disabled"
+FOLDER = "out_dir: expected a folder that can be written to, got file"
+"""Of the file in the way."""
+
+BAD = {
+    "lisst": "unknown command 'lisst'; did you mean 'list'?",
+    "list --jsn": "unknown option '--jsn'; did you mean --json?",
+    "show": "kernel: expected the name of a kernel, got none",
+    "show mla_var6": "did you mean 'mla_var6_plus'",
+    "show flash_mla v5": "unknown version of flash_mla 'v5'",
+    "show flash_mla --language=": "unknown language ''",
+    "run flash_atention": "did you mean 'flash_attention'",
+    "run --quik": "did you mean --quick?",
+    "run --device=tpu": "device: expected auto, cuda or cpu, got 'tpu'",
+    "run --b=0": "b: expected a positive integer, got 0",
+    "run --quick --device=cpu --out_dir=file": FOLDER,
+    f"{SMALL_RUN} --seed={HUGE}": "seed: expected an integer from -9223372036854775808 to",
+    f"{SMALL_RUN} --num_ctas=3": "tiling: expected compiler hints of cuTile, got num_ctas",
+    "predict extra": "unexpected argument 'extra'",
+    f"predict --b={HUGE}": "b: expected an integer from 1 to 1048576, got 9999",
+    f"predict --b={HUGE} --lengths=mixed": "b: expected an integer from 1 to 1048576",
+    "predict --for_device=": "unknown device ''",
+    "predict --for_device=H20": "unknown device 'H20'",
+    "predict --lengths=": "--lengths: expected a comma list, each an integer or mixed",
+    f"choose --window={HUGE}": "window: expected an integer from 0 to 2147483647, got",
+    f"choose --page_size={HUGE}": "page_size: expected an integer from 1 to 2147483647",
+    "plan": "the following arguments are required: --budget",
+    "plan --for_device=H200 --budget=4": "budget: expected at least",
+    "plan --for_device=H200 --budget=0": "budget: expected a positive amount of memory",
+    "plan --for_device=H200 --budget=lots": "budget: expected a number of bytes",
+    "plan --for_device=H200 --budget=9TiB": "budget: expected at most",
+    "plan --budget=1GiB --layers=0": "layers: expected a positive integer, got 0",
+    "plan --budget=1GiB --dtype=fp4": "dtype: expected bfloat16 or float16 or fp8",
+    "plan --budget=1GiB --for_device=H9": "unknown device 'H9'",
+    "plan --budget=1GiB --parameters=gone.json": "gone.json: expected a readable file",
+    "plan --budget=1GiB --out_dir=file": FOLDER,
+    "bench figurs": "did you mean 'figures'",
+    "bench all --b=1,2": "b: expected one value for the suite all",
+    "bench figures --s=1": "the suite figures has fixed shapes",
+    "bench all --n=1": "only the suite var6_plus has it",
+    "bench var6_plus --n=": "--n: expected a comma list, each an integer, got ''",
+    "bench sweep --kernels=flash_mlb": "did you mean 'flash_mla'",
+    "bench all --kernels=": "--kernels: expected a comma list, each text, got ''",
+    "bench all --for_device=H999": "unknown device 'H999'",
+    "bench all --mode=guess": "mode: expected auto, measure or predict",
+    "bench all --rounds=0": "rounds: expected a number of at least 1",
+    "bench all --max_seconds=inf": "max_seconds: expected a positive number, got inf",
+    "bench all --peer_libs=nowhere": "peer_libs: expected a folder, got nowhere",
+    "bench all --resume=x.json": "resume: expected a GPU to continue on",
+    "bench all --resume=x.json --mode=predict": "resume: expected none with predictions",
+    "bench --against=gone.json": "gone.json: expected a readable record",
+    "bench --records gone.json": "gone.json: expected a readable record",
+    "bench all --mode=predict --out_dir=file/below": f"{FOLDER}/below (Not a directory)",
+    "compare flash_mla": "expected at least two",
+    "compare flash_mla flash_mlo": "did you mean 'flash_mla'",
+    "compare flash_mla no/such --static": "a profile output folder",
+    "compare flash_mla flash_mla --for_device=H200": "only together with --static",
+    "compare flash_mla flash_mla --static --for_device=H2O": "H2O",
+    "compare flash_mla flash_mla --static --b=0": "b: expected",
+    "compare flash_mla flash_attention --static --out_dir=file": f"{FOLDER} (File exists)",
+    "profile": "expected the name of a kernel",
+    "profile mla_var6_plus --versions=v99": "v99",
+    "profile mla_var6_plus --versions=,": "expected versions such as v0,v2",
+    "profile flash_mla --prof_type=static --out_dir=file": f"{FOLDER} (File exists)",
+}
 
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work in a folder that has one file and one folder."""
+    """Work without a GPU, in a folder that has one file and one folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HYPER_MLA_OUT_DIR", str(tmp_path / "out"))
+    for module in ("runtime.workflow", "bench.run"):
+        monkeypatch.setattr(f"mla_var3.{module}.cuda_available", lambda: False)
     (tmp_path / "file").write_text("kept")
     (tmp_path / "folder").mkdir()
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (("predict", f"--b={HUGE}"), "b: expected an integer from 1 to 1048576, got 9999"),
-        (("predict", f"--b={HUGE}", "--lengths=mixed"), "b: expected an integer from 1 to 1048576"),
-        (("predict", f"--s={HUGE}"), "s: expected an integer from 1 to 2147483647, got 9999"),
-        (("predict", "--for_device="), "unknown device ''"),
-        (("predict", "--lengths="), "--lengths: expected a comma list, each an integer or mixed"),
-        (("choose", f"--window={HUGE}"), "window: expected an integer from 0 to 2147483647, got"),
-        (("choose", f"--prefix={HUGE}"), "prefix: expected an integer from 0 to 2147483647, got"),
-        (("choose", f"--page_size={HUGE}"), "page_size: expected an integer from 1 to 2147483647"),
-        (("show", "flash_mla", "--language="), "unknown language ''"),
-        ((*SMALL_RUN, f"--seed={HUGE}"), "seed: expected an integer from -9223372036854775808 to"),
-        ((*SMALL_RUN, "--num_ctas=3"), "tiling: expected compiler hints of cuTile, got num_ctas"),
-        ((*SMALL_RUN, "--occupancy=-1"), "tiling: expected compiler hints of cuTile, got occupan"),
-        (("bench", "all", "--kernels="), "--kernels: expected a comma list, each text, got ''"),
-        (("bench", "all", "--backends=,"), "--backends: expected a comma list, each text, got ','"),
-        (("bench", "var6_plus", "--n="), "--n: expected a comma list, each an integer, got ''"),
-        (("bench", "all", "--max_seconds=inf"), "max_seconds: expected a positive number, got inf"),
-        (("bench", "all", "--for_device="), "unknown device ''"),
-        (("bench", "all", "--peer_libs=nowhere"), "peer_libs: expected a folder, got nowhere"),
-        (("plan", "--budget=1GiB", "--out_dir=file"), "out_dir: expected a folder that can be wri"),
-        (
-            ("bench", "all", "--mode=predict", "--out_dir=file/below"),
-            "out_dir: expected a folder that can be written to, got file/below (Not a directory)",
-        ),
-        (
-            ("profile", "flash_mla", "--prof_type=static", "--out_dir=file"),
-            "out_dir: expected a folder that can be written to, got file (File exists)",
-        ),
-        (("run", "--quick", "--device=cpu", "--out_dir=file"), "out_dir: expected a folder that"),
-        (
-            ("compare", "flash_mla", "flash_attention", "--static", "--out_dir=file"),
-            "out_dir: expected a folder that can be written to, got file (File exists)",
-        ),
-    ],
-    ids=lambda value: "" if isinstance(value, str) else " ".join(value),
-)
+@pytest.mark.parametrize("command", BAD)
 def test_one_line_names_the_argument(
-    argv: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(list(argv)) == 2
-    captured = capsys.readouterr()
-    assert f"error: {message}" in captured.err
-    assert "Traceback" not in captured.err
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "cache") == [
-        "file",
-        "folder",
-    ]
-    assert (tmp_path / "file").read_text() == "kept"
+    assert main(command.split()) == 2
+    err = capsys.readouterr().err
+    error = err.splitlines()[-1]
+    assert BAD[command] in error and error.startswith("error: ") and "Traceback" not in err
+    names = sorted(path.name for path in tmp_path.iterdir() if path.name != "cache")
+    assert names == ["file", "folder"] and (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("compare flash_mla flash_attention", "--static compares predictions"),
+        ("bench all --mode=measure", "expected a usable CUDA GPU"),
+    ],
+)
+def test_what_needs_a_gpu_says_so(
+    command: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command.split()) == 1
+    assert message in capsys.readouterr().err
 
 
 def test_an_absent_version_is_not_the_base_version() -> None:
@@ -88,12 +119,12 @@ def test_an_absent_version_is_not_the_base_version() -> None:
 
 
 @pytest.mark.parametrize(
-    "argv", [SMALL_RUN, ("run", "mla_var6_plus", "--device=cpu", "--check")], ids=["run", "check"]
+    "command", [SMALL_RUN, "run flash_mla --device=cpu --check"], ids=["run", "check"]
 )
 def test_more_than_the_memory_is_refused_at_once(
-    argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*argv, "--b=4096", "--s=128", "--t=1000000"]) == 2
+    assert main([*command.split(), "--b=4096", "--s=128", "--t=1000000"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: sizes: expected tensors that fit the ")
     assert "b=4096 s=128 t=1000000" in error and "which needs at least" in error

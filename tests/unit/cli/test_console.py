@@ -1,8 +1,7 @@
-"""Progress, the log, and how a command ends."""
+"""How a command ends."""
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -10,34 +9,8 @@ from pathlib import Path
 import pytest
 
 from mla_var3.cli import console
-from mla_var3.cli.console import ProgressReporter, guarded
+from mla_var3.cli.console import guarded
 from mla_var3.errors import DeviceTimeoutError
-
-
-def test_progress_without_a_terminal_is_a_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    with ProgressReporter() as progress:
-        for done in range(101):
-            progress("autotune x", done, 100, f"Bm={done}")
-        progress("compile", 1, 1, "")
-    out, err = capsys.readouterr()
-    assert out == ""
-    lines = err.splitlines()
-    assert lines[0] == "autotune x: 100 steps"
-    assert lines[1].startswith("autotune x: done in ")
-    assert lines[2] == "compile: 1 step"
-    assert len(lines) == 4
-
-
-def test_the_log_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
-    logger = logging.getLogger("mla_var3")
-    before = list(logger.handlers), logger.level
-    try:
-        console.show_log()
-        console.show_log()
-        logging.getLogger("mla_var3.runtime.x").info("using the results in %s", "[cache]")
-    finally:
-        logger.handlers, logger.level = before
-    assert capsys.readouterr().err == "info: using the results in [cache]\n"
 
 
 def test_a_reader_that_stops_early_is_no_error(

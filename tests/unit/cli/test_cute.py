@@ -76,12 +76,6 @@ def test_without_a_gpu_it_compiles_and_predicts_and_says_so(
     assert "scale_add" in out and "sm_90" in out and "sm_100" not in out
 
 
-def test_the_module_of_the_design_does_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    package = f"{mla_var3.kernel.__name__}.cute_python.mla.scale"
-    assert kernel_command.main_for_design(package, ["--target=sm_90"]) == 0
-    assert "scale_add" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("argv", "asked"),
     [
@@ -102,25 +96,20 @@ def test_what_needs_to_run_is_explained(
     assert "--prof_type=static compiles it" in err
 
 
-def test_static_mode_is_fine_on_the_cpu() -> None:
+def test_static_mode_and_the_module_of_the_design(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--device=cpu", "--prof_type=static") == 0
-
-
-def test_a_target_that_the_kernel_is_not_for_is_refused(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    package = f"{mla_var3.kernel.__name__}.cute_python.mla.scale"
+    assert kernel_command.main_for_design(package, ["--target=sm_90"]) == 0
+    assert "scale_add" in capsys.readouterr().out
     assert run("--target=sm_100") == 2
     assert "unknown target 'sm_100'" in capsys.readouterr().err
 
 
-def test_the_inventory_lists_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_and_show_know_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main_command.main(["list", "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["full_name"], row["language"], row["targets"]) == ("scale", "cute-dsl", ["sm_90"])
     assert row["compiles"] and not row["cpu"]["runs"]
-
-
-def test_show_tells_its_contract_and_candidates(capsys: pytest.CaptureFixture[str]) -> None:
     assert main_command.main(["show", "scale", "--language=cute-dsl", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["contract"].startswith("scale: one number times another.")

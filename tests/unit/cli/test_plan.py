@@ -27,10 +27,16 @@ FILES = {
 }
 
 
+@pytest.fixture
+def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plots take most of the time; one test draws them."""
+    monkeypatch.setattr("mla_var3.report.plots.line_plot", lambda *_, **options: [])
+
+
 def test_the_table_says_that_it_predicts_and_from_what(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], no_plots: None
 ) -> None:
-    assert main([*H200, "--s=64", "--budget=1GiB", f"--out_dir={tmp_path}"]) == 0
+    assert main([*H200, "--s=64", "--budget=1GiB"]) == 0
     out = capsys.readouterr().out
     assert "keep nothing decompressed: " in out and "steady call time per layer" in out
     for words in (
@@ -46,9 +52,8 @@ def test_the_table_says_that_it_predicts_and_from_what(
         assert words in out, words
 
 
-def test_without_a_fit_it_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    argv = ["plan", "--for_device=B200", "--s=32", "--budget=2GiB", f"--out_dir={tmp_path}"]
-    assert main(argv) == 0
+def test_without_a_fit_it_says_so(capsys: pytest.CaptureFixture[str], no_plots: None) -> None:
+    assert main(["plan", "--for_device=B200", "--s=32", "--budget=2GiB"]) == 0
     out = capsys.readouterr().out
     assert "ideal, vendor peaks for NVIDIA B200" in out and "no advice: no kernel was timed" in out
     assert "chosen" not in out
@@ -64,31 +69,26 @@ def test_a_mix_that_the_power_limit_slows_down_is_not_recommended(
     assert chosen["steady_call_us"] == min(point["steady_call_us"] for point in curve)
 
 
-def test_files(tmp_path: Path) -> None:
-    assert main([*H200, "--budget=2GiB", f"--out_dir={tmp_path / 'new'}"]) == 0
-    assert {file.name for file in (tmp_path / "new").iterdir()} == FILES
-    page = (tmp_path / "new" / "plan.md").read_text()
-    record = json.loads((tmp_path / "new" / "plan.json").read_text())
-    assert "predicted: true" in page and "not measurements" in page
-    assert record["chosen"]["steady_call_us"] >= record["chosen"]["call_us"]
-    assert f"n: {record['chosen']['n']}" in page
-    for plot in FILES:
-        if plot.endswith(".png"):
-            assert f"({plot})" in page
-    svg = (tmp_path / "new" / "time-against-memory.svg").read_text()
-    for words in ("GiB", "bfloat16", "fp8", "chosen, n=", "predicted"):
-        assert words in svg
-
-
-def test_the_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_go_to_the_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYPER_MLA_OUT_DIR", str(tmp_path / "products"))
     assert main([*H200, "--budget=2GiB"]) == 0
     (folder,) = (tmp_path / "products" / "plan").iterdir()
     assert {file.name for file in folder.iterdir()} == FILES
+    page, record = (folder / "plan.md").read_text(), json.loads((folder / "plan.json").read_text())
+    assert "predicted: true" in page and "not measurements" in page
+    assert record["chosen"]["steady_call_us"] >= record["chosen"]["call_us"]
+    assert f"n: {record['chosen']['n']}" in page
+    assert all(f"({plot})" in page for plot in FILES if plot.endswith(".png"))
+    svg = (folder / "time-against-memory.svg").read_text()
+    for words in ("GiB", "bfloat16", "fp8", "chosen, n=", "predicted"):
+        assert words in svg
 
 
 def test_json_prints_nothing_else_and_writes_only_when_asked(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    no_plots: None,
 ) -> None:
     monkeypatch.setenv("HYPER_MLA_OUT_DIR", str(tmp_path / "products"))
     argv = [*H200, "--budget=100GiB", "--layers=61", "--dtype=fp8", "--json"]
@@ -99,21 +99,22 @@ def test_json_prints_nothing_else_and_writes_only_when_asked(
     expected = plan_window(
         MlaProblem(32, 32, 4096, 128), model, 100 * 2**30, layers=61, multiple=128
     )
-    assert plan["chosen"]["n"] == expected.chosen.n
+    assert plan["chosen"]["n"] == expected.chosen.n and plan["layers"] == 61
     assert plan["form"]["name"] == "fp8" and plan["problem"]["dtype"] == "bfloat16"
-    assert plan["layers"] == 61
     assert main([*argv, f"--out_dir={tmp_path / 'kept'}"]) == 0
     assert json.loads(capsys.readouterr().out) == plan
-    assert {file.name for file in (tmp_path / "kept").iterdir()} == FILES
+    assert (tmp_path / "kept" / "plan.json").is_file()
 
 
-def test_layers_are_summed_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_layers_are_summed_up(capsys: pytest.CaptureFixture[str], no_plots: None) -> None:
     assert main([*H200, "--budget=100GiB", "--layers=61"]) == 0
     out = capsys.readouterr().out
-    assert "100 GiB for 61 layers" in out and "all 61 layers:" in out and "all layers" in out
+    assert "100 GiB for 61 layers" in out and "all 61 layers:" in out
 
 
-def test_fitted_parameters_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_fitted_parameters_from_a_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, no_plots: None
+) -> None:
     content = derived_parameters(device_spec("H200")).to_dict()
     content["launch_us"] |= {"value": 50.0, "origin": "fitted", "source": "a test", "error": 0.02}
     path = tmp_path / "rates.json"
@@ -130,33 +131,6 @@ def test_lengths_and_dtype_reach_the_problem(capsys: pytest.CaptureFixture[str])
     assert main(argv) == 0
     problem = json.loads(capsys.readouterr().out)["problem"]
     assert problem["dtype"] == "float16" and problem["lengths"] == [1, 1366, 2731, 4096]
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ([], "the following arguments are required: --budget"),
-        (["--budget=4"], "budget: expected at least"),
-        (["--budget=0"], "budget: expected a positive amount of memory"),
-        (["--budget=-4GiB"], "budget: expected a number of bytes"),
-        (["--budget=lots"], "budget: expected a number of bytes"),
-        (["--budget=9TiB"], "budget: expected at most"),
-        (["--budget=1GiB", "--layers=0"], "layers: expected a positive integer, got 0"),
-        (["--budget=1GiB", "--layers=two"], "--layers: expected an integer, got 'two'"),
-        (["--budget=1GiB", "--dtype=fp4"], "dtype: expected bfloat16 or float16 or fp8"),
-        (["--budget=1GiB", "--b=0"], "b: expected a positive integer, got 0"),
-        (["--budget=1GiB", "--for_device=H9"], "unknown device 'H9'"),
-        (["--budget=1GiB", "--parameters=missing.json"], "missing.json: expected a readable file"),
-    ],
-)
-def test_nonsense_is_refused(
-    argv: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert main(["plan", "--for_device=H200", *argv, f"--out_dir={tmp_path / 'none'}"]) == 2
-    err = capsys.readouterr().err
-    assert message in err
-    assert err.startswith("error: ") and err.count("\n") == 1
-    assert not (tmp_path / "none").exists()
 
 
 def test_the_examples_of_the_page_run(repo_root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,8 +21,8 @@ MLA = "kernel/cutile/mla"
 KERNELS = discover_kernels()
 BASES = [(kernel.full_name, kernel.language) for kernel in KERNELS if kernel.number == 0]
 
-# Clones every kernel and that clone again, under numbers that no real version has. The CPU
-# interpreter then checks the second cuTile clones; every clone is imported.
+# Clones every kernel, and the clones of base versions again, under numbers that no real version
+# has. The CPU interpreter then checks the second cuTile clones; every clone is imported.
 CLONE_ALL = """
 import json
 from mla_var3.cli.main import main
@@ -30,7 +30,8 @@ from mla_var3.runtime.paths import discover_kernels, plan_class
 codes = {}
 for i, kernel in enumerate(discover_kernels()):
     language = f"--language={kernel.language}"
-    for source, version in ((kernel.full_name, 900 + i), (f"{kernel.design}_v{900 + i}", 950 + i)):
+    pairs = [(kernel.full_name, 900 + i), (f"{kernel.design}_v{900 + i}", 950 + i)]
+    for source, version in pairs[: 1 if kernel.number else 2]:
         codes[f"clone {source}"] = main(["clone", source, f"v{version}", language])
 plans = {}
 for kernel in [kernel for kernel in discover_kernels() if kernel.number >= 900]:
@@ -89,7 +90,7 @@ def test_every_clone_and_its_clone_work(
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
-    assert len(report["plans"]) == 2 * len(KERNELS) > 0
+    assert len(report["plans"]) == len(KERNELS) + len(BASES) > 0
     assert set(report["codes"].values()) == {0}, done.stdout + done.stderr
     for name, plan in report["plans"].items():
         assert plan.endswith("V" + name.split()[0].rpartition("_v")[2])
@@ -133,8 +134,7 @@ def test_clones_differ_in_the_number_alone(name: str, language: str, tree: Path)
     assert set(second.contents) == set(third.contents)
     for path, text in second.contents.items():
         assert text.replace(f"Parent: {name}_v7.", f"Parent: {name}.") == third.contents[path]
-        for old in first.renames.values():
-            assert old not in text.replace(f"Parent: {name}_v7.", "")
+        assert not [x for x in first.renames.values() if x in text.replace(f"{name}_v7.", "")]
 
 
 def test_the_names_of_the_specification(tree: Path) -> None:
@@ -146,10 +146,13 @@ def test_the_names_of_the_specification(tree: Path) -> None:
     assert "@ct.kernel\ndef attention_block_specialized_v5(" in stage
     entry = plan.contents["mla_var6_plus_v5.py"]
     assert entry.startswith('"""mla_var6_plus_v5: ')
-    assert "\nParent: mla_var6_plus_v2.\n" in entry
-    assert "class CtMlaVar6PlusV5(" in entry
-    assert '_name="mla_var6_plus_v5"' in entry
-    assert "mla.mla_var6_plus.mla_var6_plus_v5.attention_block_specialized_v5 import" in entry
+    for words in (
+        "\nParent: mla_var6_plus_v2.\n",
+        "class CtMlaVar6PlusV5(",
+        '_name="mla_var6_plus_v5"',
+        "mla.mla_var6_plus.mla_var6_plus_v5.attention_block_specialized_v5 import",
+    ):
+        assert words in entry
     assert plan.contents["__init__.py"] == '"""Version 5 of mla_var6_plus."""\n'
 
 
@@ -221,10 +224,7 @@ def test_versioned_names_change_and_others_stay(origin: str, demo: Path) -> None
 @pytest.mark.parametrize(
     ("source", "version", "error"),
     [
-        *(
-            ("flash_mla", v, "vN with N")
-            for v in ("", "5", "v0", "v05", "V5", "v5\n", "v5/x", "v٥")
-        ),
+        *(("flash_mla", v, "vN with N") for v in ("", "5", "v0", "v05", "v5\n", "v5/x", "v٥")),
         *((s, "v905", "unknown") for s in ("flash_mia", "../flash_mla", "", "flash_mla_v3")),
     ],
 )
@@ -265,14 +265,23 @@ def test_the_command(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert snapshot(tree) == before
 
 
-def test_nothing_is_overwritten(demo: Path) -> None:
-    plan = plan_clone("demo", "v5", "cute-dsl")
+def test_nothing_is_overwritten_and_an_interrupted_copy_leaves_nothing(
+    demo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, before = plan_clone("demo", "v5", "cute-dsl"), snapshot(demo)
+
+    def fail(source: Path, target: Path, **options: bool) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(clone.shutil, "copymode", fail)
+        write_clone(plan)
+    assert snapshot(demo) == before
     (demo / "demo_v5").mkdir()
     before = snapshot(demo)
-    with pytest.raises(InvalidArgumentError, match="does not exist yet"):
-        plan_clone("demo", "v5", "cute-dsl")
-    with pytest.raises(InvalidArgumentError, match="does not exist yet"):
-        write_clone(plan)
+    for attempt in (lambda: plan_clone("demo", "v5", "cute-dsl"), lambda: write_clone(plan)):
+        with pytest.raises(InvalidArgumentError, match="does not exist yet"):
+            attempt()
     assert snapshot(demo) == before
 
 
@@ -283,15 +292,3 @@ def test_a_source_that_does_not_compile_or_has_no_entry(demo: Path) -> None:
     (demo / "demo" / "demo.py").unlink()
     with pytest.raises(InvalidArgumentError, match="a package with demo.py"):
         plan_clone("demo", "v5", "cute-dsl")
-
-
-def test_an_interrupted_copy_leaves_nothing(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, plan = snapshot(demo), plan_clone("demo", "v5", "cute-dsl")
-
-    def fail(source: Path, target: Path, **options: bool) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(clone.shutil, "copymode", fail)
-    with pytest.raises(KeyboardInterrupt):
-        write_clone(plan)
-    assert snapshot(demo) == before

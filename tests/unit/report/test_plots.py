@@ -12,19 +12,22 @@ from mla_var3.conf.devices import device_spec, load_devices
 from mla_var3.op.mla.model.times import IDEAL
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.report.plots import (
-    Panel,
-    Region,
     bar_plot,
-    crossover_panels,
     crossover_plot,
     dense_s_values,
     dense_sweeps,
     line_plot,
     speedup_series,
 )
-from mla_var3.report.sweep import crossover_text, sweep
+from mla_var3.report.sweep import DeviceSweep, crossover_text, sweep
 
 PROBLEM = MlaProblem(b=32, s=1, t=4096, h=128)
+
+
+@pytest.fixture(scope="module")
+def entries() -> dict[str, DeviceSweep]:
+    """A coarse sweep of every device."""
+    return {name: sweep(PROBLEM, spec, (1, 16, 256)) for name, spec in load_devices().items()}
 
 
 def png_size(path: Path) -> tuple[int, int]:
@@ -34,74 +37,42 @@ def png_size(path: Path) -> tuple[int, int]:
     return width, height
 
 
-def panel(title: str = "a device") -> Panel:
-    return Panel(
-        title,
-        "100 TFLOP/s",
-        [1, 2, 4, 8],
-        {"flash_mla": [1.0, 2.0, 4.0, 8.0], "flash_attention": [3.0, 3.0, 3.0, 3.1]},
-        [Region("flash_mla", 1, 2), Region("flash_attention", 3, 8)],
-    )
-
-
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_crossover_plot(count: int, tmp_path: Path) -> None:
-    panels = [panel(f"device {i}") for i in range(count)]
-    written = crossover_plot(panels, tmp_path / "sub" / "crossover", "heading of it")
-    assert [path.name for path in written] == ["crossover.png", "crossover.svg"]
-    width, height = png_size(written[0])
+@pytest.mark.parametrize("count", [1, 5])
+def test_crossover_plot(count: int, tmp_path: Path, entries: dict[str, DeviceSweep]) -> None:
+    shown = sorted(entries.values(), key=lambda entry: not entry.fitted)[:count]
+    png, svg = crossover_plot(shown, tmp_path / "sub" / "crossover", "heading of it")
+    assert (png.name, svg.name) == ("crossover.png", "crossover.svg")
+    width, height = png_size(png)
     assert 800 < width < 3000 and 500 < height < 3000
-    svg = written[1].read_text()
-    for words in ("heading of it", "device 0", "query tokens", "time, µs", "s = 3", "flash_mla"):
-        assert words in svg
-    assert sorted(path.name for path in written[0].parent.iterdir()) == [
-        "crossover.png",
-        "crossover.svg",
-    ]
-
-
-def test_crossover_plot_needs_a_panel(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="at least one"):
-        crossover_plot([], tmp_path / "x", "heading")
+    text, last = svg.read_text(), shown[0].crossovers[-1]
+    for words in ("heading of it", "H200", "query tokens", "time, µs", "flash_mla",
+                  f"s = {last.s_from}", "steady call time by recorded rates"):  # fmt: skip
+        assert words in text, words
+    again = crossover_plot(shown, tmp_path / "again", "heading of it")[1]
+    assert again.read_bytes() == svg.read_bytes()
+    assert len(list(svg.parent.iterdir())) == 2
 
 
 def test_line_and_bar_plots(tmp_path: Path) -> None:
-    lines = line_plot(
-        {"a": [(1, 1.0), (2, 3.0)], "b": [(1, 2.0)]},
-        tmp_path / "lines",
-        title="lines",
-        x_label="s",
-        y_label="time, µs",
-        log_x=True,
-        log_y=True,
-    )
-    bars = bar_plot(
-        {"s=1": {"a": 1.0, "b": 2.0}, "s=2": {"a": 3.0}},
-        tmp_path / "bars",
-        title="bars",
-        y_label="time, µs",
-        formats=("png",),
-    )
-    assert all(path.stat().st_size > 1000 for path in [*lines, *bars])
-    assert min(png_size(bars[0])) > 400
+    points = {"a": [(1, 1.0), (2, 3.0)], "b": [(1, 2.0)]}
+    labels = {"title": "a title", "y_label": "time, µs"}
+    lines = line_plot(points, tmp_path / "lines", x_label="s", log_x=True, **labels)
+    groups = {"s=1": {"a": 1.0, "b": 2.0}, "s=2": {"a": 3.0}}
+    bars = bar_plot(groups, tmp_path / "bars", **labels)
+    for png, svg in (lines, bars):
+        assert min(png_size(png)) > 400 and "a title" in svg.read_text()
 
 
-def test_a_plot_made_twice_is_the_same(tmp_path: Path) -> None:
-    first = crossover_plot([panel()], tmp_path / "one", "heading", formats=("svg",))
-    second = crossover_plot([panel()], tmp_path / "two", "heading", formats=("svg",))
-    assert first[0].read_bytes() == second[0].read_bytes()
-
-
-def test_sweeps_carry_their_rates() -> None:
-    for spec in load_devices().values():
-        entry = sweep(PROBLEM, spec, (1, 16, 256))
-        assert (entry.compute.value, entry.memory.value) == spec.burst_rates("bfloat16")
-        assert entry.memory.measured == ("burst_dram_bw_GBps" in spec)
-        assert ("burst" if entry.compute.measured else "vendor peak") in entry.compute.origin
-        assert entry.compute.source in entry.compute.origin
+def test_sweeps_carry_their_rates_and_rank_only_what_was_timed(
+    entries: dict[str, DeviceSweep],
+) -> None:
+    for name, entry in entries.items():
+        spec, data = device_spec(name), entry.to_dict()
+        rates = tuple(value.value for _, value in entry.rates.values())
+        assert rates == spec.burst_rates("bfloat16")
+        assert data["rates"]["memory"]["measured"] == ("burst_dram_bw_GBps" in spec)
+        assert data["rates"]["compute"]["source"]
         assert set(entry.predictions) == set(COLOURS)
-        assert all(len(values) == 3 for values in entry.predictions.values())
-        data = entry.to_dict()
         assert data["predicted"]["mla_var6_plus"][1]["s"] == 16
         if entry.fitted:
             assert data["crossovers"][-1]["s_to"] == 256
@@ -111,19 +82,12 @@ def test_sweeps_carry_their_rates() -> None:
             assert crossover_text(entry) == f"not ranked ({IDEAL})"
 
 
-def test_what_the_plots_of_the_main_job_show() -> None:
+def test_what_the_plots_of_the_main_job_show(entries: dict[str, DeviceSweep]) -> None:
     assert dense_s_values(8, 2) == [1, 2, 3, 4, 6, 8]
     assert {1, 2, 4, 8, 16, 32, 64, 128, 256} <= set(dense_s_values())
-    entry = sweep(PROBLEM, device_spec("H200"), (1, 16, 256))
+    entry = entries["NVIDIA H200"]
     (dense,) = dense_sweeps([entry])
     assert dense.s_values == tuple(dense_s_values()) and dense.crossovers == entry.crossovers
-    assert dense.at(16) == entry.at(16)
-    (only,) = crossover_panels([entry])
-    assert only.title in entry.device
-    assert only.subtitle == entry.heading == "steady call time by recorded rates"
-    assert only.regions[0].start == 1 and only.regions[-1].end == 256
-    (ideal,) = crossover_panels([sweep(PROBLEM, load_devices()["NVIDIA B200"], (1, 16, 256))])
-    assert ideal.regions == []  # vendor peaks rank nothing
     ((device, points),) = speedup_series([entry]).items()
     assert f"NVIDIA {device}" == entry.device
     assert 0.9 < dict(points)[16.0] <= 1.0  # on an H200 the mix is never ahead

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
@@ -9,9 +10,22 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mla_var3.cli.arguments import CALL_SIZES, Parser, ValueType, add_unset_sizes, parse
+from mla_var3.bench.analysis import doubts, shape_groups
+from mla_var3.bench.measure import QUICK_ROUNDS, QUICK_SECONDS
+from mla_var3.bench.page import (
+    VERDICT_HEADERS,
+    cells,
+    group_rows,
+    headers,
+    troubles,
+    verdict_rows,
+)
+from mla_var3.bench.record import PREDICTED, BenchRow
+from mla_var3.bench.run import PREDICT, BenchOptions, BenchResult, run_bench
+from mla_var3.bench.suites import PEERS, SUITES
+from mla_var3.cli.arguments import CALL_SIZES, Parser, ValueType, add_sizes, parse
 from mla_var3.cli.console import (
     EXIT_FAILED,
     EXIT_OK,
@@ -19,14 +33,12 @@ from mla_var3.cli.console import (
     UsageError,
     guarded,
     note,
+    print_table,
     say,
     show_log,
     usage_errors,
 )
-
-if TYPE_CHECKING:
-    from mla_var3.bench.record import BenchRow
-    from mla_var3.bench.run import BenchOptions, BenchResult
+from mla_var3.runtime.paths import LANGUAGES, output_root, timestamp
 
 EXIT_ABSENT = 3
 """A version that was asked for by name does not exist."""
@@ -46,91 +58,49 @@ row that is worse or nothing to compare; 3: the version that was asked for does 
 
 
 def add_arguments(parser: Parser) -> None:
-    """The options of the command."""
-    from mla_var3.bench.suites import PEERS, SUITES
-    from mla_var3.runtime.paths import LANGUAGES
-
+    """The options of the command; those with a value are named as fields of `BenchOptions`."""
     suites = "\n".join(f"  {name:10} {text}" for name, text in SUITES.items())
     parser.epilog = f"Suites (figures by default):\n{suites}\n\n{DESCRIPTION}"
-    parser.add_argument(
-        "suite",
-        nargs="?",
-        default="figures",
-        help=" or ".join(", ".join(SUITES).rsplit(", ", 1)),
-    )
+    names = " or ".join(", ".join(SUITES).rsplit(", ", 1))
+    parser.add_argument("suite", nargs="?", default="figures", help=names)
+    numbers, words = ValueType(int, sequence=True), ValueType(str, sequence=True)
+
+    def add(group: Any, name: str, metavar: str, text: str, **settings: Any) -> None:
+        common = {"metavar": metavar, "help": text, "default": argparse.SUPPRESS}
+        group.add_argument(f"--{name}", **common, **settings)
+
+    def add_flag(group: Any, name: str, text: str) -> None:
+        group.add_argument(f"--{name}", action="store_true", help=text)
+
     what = parser.add_argument_group("what is run")
-    numbers = ValueType(int, sequence=True)
-    several = {"type": numbers, "metavar": "N,N,..."}
-    add_unset_sizes(what, CALL_SIZES, "; the sweep takes several", **several)
-    what.add_argument("--n", type=numbers, metavar="N,N,...", help="windows of var6_plus")
-    what.add_argument("--version", metavar="vN", help="version of var6_plus (default: v0)")
-    what.add_argument(
-        "--kernels",
-        type=ValueType(str, sequence=True),
-        default=(),
-        metavar="NAME,...",
-        help="all, latest, designs or full names",
-    )
-    what.add_argument(
-        "--backends",
-        type=ValueType(str, sequence=True),
-        default=(),
-        metavar="NAME,...",
-        help=f"{', '.join((*LANGUAGES, 'peers', *PEERS))} (default: all)",
-    )
-    what.add_argument("--dtype", default="bfloat16", metavar="NAME", help="bfloat16 or float16")
-    what.add_argument(
-        "--causal", type=ValueType(bool), default=True, metavar="true|false", help="mask or not"
-    )
+    several = {"type": numbers, "metavar": "N,N,...", "default": argparse.SUPPRESS}
+    add_sizes(what, CALL_SIZES, "; the sweep takes several", **several)
+    add(what, "n", "N,N,...", "windows of var6_plus", type=numbers, dest="n_values")
+    add(what, "version", "vN", "version of var6_plus (default: v0)")
+    add(what, "kernels", "NAME,...", "all, latest, designs or full names", type=words)
+    known = ", ".join((*LANGUAGES, "peers", *PEERS))
+    add(what, "backends", "NAME,...", f"{known} (default: all)", type=words)
+    add(what, "dtype", "NAME", "bfloat16 or float16")
+    add(what, "causal", "true|false", "mask or not", type=ValueType(bool))
     how = parser.add_argument_group("how it is run")
-    how.add_argument(
-        "--quick",
-        action="store_true",
-        help="one short round; fewer shapes of the sweep, fewer windows of var6_plus",
-    )
-    how.add_argument(
-        "--rounds",
-        type=ValueType(int),
-        metavar="N",
-        help="timings of each (default: 3, with --quick 1)",
-    )
-    how.add_argument(
-        "--max_seconds",
-        type=ValueType(float),
-        metavar="X",
-        help="length of one timing (default: 0.4, with --quick 0.15)",
-    )
-    how.add_argument(
-        "--patience",
-        type=ValueType(float),
-        default=180.0,
-        metavar="X",
-        help="seconds until a kernel counts as hung (default: 180; with --tune ten times it)",
-    )
-    how.add_argument("--tune", action="store_true", help="search tilings before timing")
-    how.add_argument("--peer_libs", type=Path, metavar="FOLDER", help="the peers' libraries")
-    how.add_argument(
-        "--mode", default="auto", metavar="NAME", help="auto, measure or predict (default: auto)"
-    )
+    add_flag(how, "quick", "one short round; fewer shapes of the sweep, fewer windows of var6_plus")
+    timings = "timings of each (default: 3, with --quick 1)"
+    add(how, "rounds", "N", timings, type=ValueType(int))
+    length = "length of one timing (default: 0.4, with --quick 0.15)"
+    add(how, "max_seconds", "X", length, type=ValueType(float))
+    limit = "seconds until a kernel counts as hung (default: 180; with --tune ten times it)"
+    add(how, "patience", "X", limit, type=ValueType(float))
+    add_flag(how, "tune", "search tilings before timing")
+    add(how, "peer_libs", "FOLDER", "the peers' libraries", type=Path)
+    add(how, "mode", "NAME", "auto, measure or predict (default: auto)")
     parser.add_for_device("predict for a device of the table", "predict_for", "predict_for")
-    how.add_argument(
-        "--records", type=Path, nargs="+", default=(), metavar="FILE", help="read, run nothing"
-    )
-    how.add_argument(
-        "--resume", type=Path, metavar="FILE", help="record of an interrupted run to continue"
-    )
+    add(how, "records", "FILE", "read, run nothing", type=Path, nargs="+")
+    add(how, "resume", "FILE", "record of an interrupted run to continue", type=Path)
     result = parser.add_argument_group("results")
-    result.add_argument(
-        "--against", type=Path, metavar="FILE", help="earlier record to compare with"
-    )
-    result.add_argument(
-        "--across_versions",
-        action="store_true",
-        help="compare also where compilers or peers have other versions",
-    )
-    result.add_argument(
-        "--out_dir", type=Path, metavar="FOLDER", help="default: out/bench/<suite>/<timestamp>"
-    )
+    add(result, "against", "FILE", "earlier record to compare with", type=Path)
+    others = "compare also where compilers or peers have other versions"
+    add_flag(result, "across_versions", others)
+    add(result, "out_dir", "FOLDER", "default: out/bench/<suite>/<timestamp>", type=Path)
 
 
 def bench_command(parser: Parser, argv: Sequence[str]) -> int:
@@ -147,36 +117,33 @@ def bench_program(suite: str, name: str, argv: Sequence[str], **fixed: Any) -> i
         argv: command line.
         fixed: options that the program pins.
     """
-    from mla_var3.runtime import paths
 
     def action() -> int:
         parser = Parser(prog=f"python -m tests.benchmark.{name}")
         add_arguments(parser)
         values = parse(parser, [suite, *argv])
         for option, value in fixed.items():
-            if values[option] not in (None, value):
+            if values.get(option, value) != value:
                 raise UsageError(f"--{option}: expected {value}, which {name} pins, or none")
-        values |= fixed
-        values["out_dir"] = values["out_dir"] or (
-            paths.output_root() / "tests" / name / paths.timestamp()
-        )
-        return run(values)
+        out_dir = values.get("out_dir") or output_root() / "tests" / name / timestamp()
+        return run({**values, **fixed, "out_dir": out_dir})
 
     return guarded(action)
 
 
 def run(values: dict[str, Any]) -> int:
     """Run a suite from parsed options; returns the exit code."""
-    from mla_var3.bench.run import run_bench
-
+    sizes = {name: values.pop(name) for name in CALL_SIZES if name in values}
+    if values["quick"]:
+        values = {"rounds": QUICK_ROUNDS, "max_seconds": QUICK_SECONDS, **values}
     with usage_errors():
-        options = _options(values)
+        options = BenchOptions(sizes=sizes, **values)
     show_log()
     _announce(options)
     with ProgressReporter() as progress, usage_errors():
 
         def continue_from(record: Path) -> None:
-            progress.__exit__(None, None, None)
+            progress.__exit__()
             _start_again(record)
 
         options.progress = progress
@@ -187,26 +154,11 @@ def run(values: dict[str, Any]) -> int:
     if options.records:
         _print_rows(result.record.rows)
     _print_summary(result)
-    return _exit_code(result, read_only=bool(options.records))
-
-
-def _options(values: dict[str, Any]) -> BenchOptions:
-    from mla_var3.bench.measure import MAX_SECONDS, QUICK_ROUNDS, QUICK_SECONDS, ROUNDS
-    from mla_var3.bench.run import BenchOptions
-
-    same = (
-        "suite", "dtype", "causal", "version", "kernels", "backends", "quick", "patience", "tune",
-        "peer_libs", "mode", "predict_for", "resume", "against", "across_versions", "out_dir",
-    )  # fmt: skip
-    rounds, seconds = (QUICK_ROUNDS, QUICK_SECONDS) if values["quick"] else (ROUNDS, MAX_SECONDS)
-    return BenchOptions(
-        rounds=rounds if values["rounds"] is None else values["rounds"],
-        max_seconds=seconds if values["max_seconds"] is None else values["max_seconds"],
-        sizes={name: values[name] for name in CALL_SIZES if values[name] is not None},
-        n_values=values["n"],
-        records=tuple(values["records"]),
-        **{name: values[name] for name in same},
-    )
+    if result.missing:
+        return EXIT_ABSENT
+    worse = result.regression is not None and not result.regression.passed
+    broken = bool(result.failed) and not options.records
+    return EXIT_FAILED if worse or broken else EXIT_OK
 
 
 @contextmanager
@@ -236,8 +188,6 @@ def _start_again(record: Path) -> None:
 
 
 def _announce(options: BenchOptions) -> None:
-    from mla_var3.bench.run import PREDICT
-
     if options.records:
         say(f"benchmark report from {len(options.records)} recorded results", "bold")
     elif not options.measures:
@@ -250,11 +200,6 @@ def _announce(options: BenchOptions) -> None:
 
 
 def _print_rows(rows: Sequence[BenchRow]) -> None:
-    from mla_var3.bench.analysis import shape_groups
-    from mla_var3.bench.page import cells, group_rows, headers
-    from mla_var3.bench.record import PREDICTED
-    from mla_var3.cli.console import print_table
-
     for group in shape_groups(rows):
         if group.timed:
             kind = ", predicted" if group.kind == PREDICTED else ""
@@ -263,10 +208,6 @@ def _print_rows(rows: Sequence[BenchRow]) -> None:
 
 
 def _print_summary(result: BenchResult) -> None:
-    from mla_var3.bench.analysis import doubts
-    from mla_var3.bench.page import VERDICT_HEADERS, troubles, verdict_rows
-    from mla_var3.cli.console import print_table
-
     for doubt in doubts(result.record.rows):
         say(f"to be explained: {doubt}", "yellow")
     lines = troubles(result.record)
@@ -279,8 +220,7 @@ def _print_summary(result: BenchResult) -> None:
             print_table(title, VERDICT_HEADERS, verdict_rows(regression))
         for row, why in regression.not_compared[:MOST_NOTES]:
             note(f"not compared: {row}: {why}")
-        more = len(regression.not_compared) - MOST_NOTES
-        if more > 0:
+        if (more := len(regression.not_compared) - MOST_NOTES) > 0:
             note(f"not compared: {more} more, see {result.files['regression']}")
         for remark in regression.remarks:
             note(remark)
@@ -292,11 +232,3 @@ def _print_summary(result: BenchResult) -> None:
         say(text)
     for kind, path in result.files.items():
         say(f"{kind + ':':10} {path}", "bold" if kind == "html" else "")
-
-
-def _exit_code(result: BenchResult, read_only: bool) -> int:
-    if result.missing:
-        return EXIT_ABSENT
-    worse = result.regression is not None and not result.regression.passed
-    broken = bool(result.failed) and not read_only
-    return EXIT_FAILED if worse or broken else EXIT_OK

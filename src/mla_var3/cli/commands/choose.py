@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
-from mla_var3.cli.arguments import SIZE_TEXTS, SIZES, Parser, ValueType, add_sizes, parse
-from mla_var3.cli.console import say, stdout, usage_errors
+from mla_var3.cli.arguments import SIZES, Parser, ValueType, add_sizes, parse
+from mla_var3.cli.console import print_json, print_table, say, usage_errors
 from mla_var3.op.mla.model.times import IDEAL
-from mla_var3.runtime.markdown import json_ready, microseconds
+from mla_var3.runtime.markdown import microseconds
 
 if TYPE_CHECKING:
     from mla_var3.attention.select.choice import Candidate, Explanation
@@ -21,7 +18,7 @@ _COUNTS = {
     "prefix": "shared first tokens that the cache keeps decompressed",
 }
 _FLAGS = {
-    "ragged": "requests have different numbers of queries",
+    "ragged": "requests have different numbers of query tokens, at most s",
     "tree": "the newest tokens form a tree",
     "latent_only": "the caller does the projections",
 }
@@ -29,7 +26,7 @@ _FLAGS = {
 
 def add_arguments(parser: Parser) -> None:
     """The options of the command."""
-    add_sizes(parser, {**SIZE_TEXTS, "s": "query tokens per request, the most of any"})
+    add_sizes(parser)
     parser.add_argument(
         "--dtype",
         default="bfloat16",
@@ -75,7 +72,7 @@ def choose_command(parser: Parser, argv: Sequence[str]) -> int:
     with usage_errors():
         explanation = explain(**values)
     if as_json:
-        print(json.dumps(json_ready(explanation.to_dict()), indent=2))
+        print_json(explanation.to_dict())
     else:
         _print(explanation)
     return 0
@@ -84,35 +81,31 @@ def choose_command(parser: Parser, argv: Sequence[str]) -> int:
 def _print(explanation: Explanation) -> None:
     shape = explanation.shape
     sizes = " ".join(f"{name}={getattr(shape, name)}" for name in SIZES)
+    title = f"{sizes} {shape.dtype} on {explanation.device}"
     able = [candidate for candidate in explanation.candidates if candidate.estimate is not None]
-    fitted = all(candidate.fitted for candidate in able)
-    call = "call time" if fitted else f"call time ({IDEAL})"
-    columns = ["kernel time", call, "steady", "measured", "choice"]
-    if not any(candidate.measured for candidate in able):
-        columns.remove("measured")
-    table = Table(title=f"{sizes} {shape.dtype} on {explanation.device}", title_justify="left")
-    table.add_column("kernel", no_wrap=True)
-    for title in columns:
-        table.add_column(title, justify="left" if title == "choice" else "right")
-    for index, candidate in enumerate(able):
-        found = candidate.estimate
-        cells = {
-            "kernel time": _time(None if found is None else found.kernel_us),
-            call: _time(candidate.predicted_us),
-            "steady": _time(candidate.steady_us),
-            "measured": _time(candidate.measured_us),
-            "choice": " ".join(f"{name}={value}" for name, value in candidate.choice.items()),
-        }
-        best = index == 0 and candidate is explanation.candidates[0]
-        table.add_row(
-            f"{candidate.kernel}:{candidate.language}" + (" *" if best else ""),
-            *(cells[title] for title in columns),
-            style="bold" if best else "",
+    if not all(candidate.fitted for candidate in able):
+        title += f", {IDEAL}"
+    first = explanation.candidates[0]
+    rows = [
+        (
+            _name(candidate) + (" *" if candidate is first else ""),
+            microseconds(None if candidate.estimate is None else candidate.estimate.kernel_us),
+            microseconds(candidate.predicted_us),
+            microseconds(candidate.steady_us),
+            microseconds(candidate.measured_us),
+            " ".join(f"{name}={value}" for name, value in candidate.choice.items()),
         )
-    stdout().print(table)
+        for candidate in able
+    ]
+    headers = ("kernel", "kernel time", "call time", "steady", "measured", "choice")
+    print_table(title, headers, rows, best=0 if able and able[0] is first else None)
     say(f"* {explanation.kernel}:{explanation.language}: {explanation.reason}")
     for text in _notes(explanation, able):
         say(text)
+
+
+def _name(candidate: Candidate) -> str:
+    return f"{candidate.kernel}:{candidate.language}"
 
 
 def _notes(explanation: Explanation, able: Sequence[Candidate]) -> list[str]:
@@ -123,25 +116,20 @@ def _notes(explanation: Explanation, able: Sequence[Candidate]) -> list[str]:
     for candidate in able:
         if candidate.estimate is not None:
             parts = ", ".join(candidate.estimate.around) or "nothing"
-            added.setdefault(parts, []).append(f"{candidate.kernel}:{candidate.language}")
+            added.setdefault(parts, []).append(_name(candidate))
             sources[candidate.estimate.basis] = None
     notes += [f"adds {parts}: {', '.join(names)}" for parts, names in added.items()]
     notes += [f"times: {source}" for source in sources]
-    notes += [
-        f"measured: {candidate.kernel}, {candidate.measured.source}"
-        for candidate in able
-        if candidate.measured is not None
-    ]
+    notes += [f"measured: {c.kernel}, {c.measured.source}" for c in able if c.measured]
+    refused: dict[str, list[str]] = {}
     for candidate in explanation.candidates:
-        name = f"{candidate.kernel}:{candidate.language}"
         if candidate.refusal:
-            notes.append(f"{name} does not support {candidate.refusal}")
+            refused.setdefault(candidate.refusal, []).append(_name(candidate))
         elif candidate.missing:
-            notes.append(f"{name}: {candidate.missing}")
+            notes.append(f"{_name(candidate)}: {candidate.missing}")
         elif candidate.estimate is None:
-            notes.append(f"{name} serves every call; it was not timed")
+            notes.append(f"{_name(candidate)} serves every call; it was not timed")
+    for reason, names in refused.items():
+        verb = "does" if len(names) == 1 else "do"
+        notes.append(f"{', '.join(names)} {verb} not support {reason}")
     return notes
-
-
-def _time(time_us: float | None) -> str:
-    return "-" if time_us is None else microseconds(time_us)

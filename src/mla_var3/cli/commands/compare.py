@@ -6,14 +6,36 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mla_var3.cli.arguments import Parser, ValueType, add_lengths, add_unset_sizes, parse
-from mla_var3.cli.console import EXIT_OK, UsageError, say, usage_errors
-
-if TYPE_CHECKING:
-    from mla_var3.report.compare import Comparison, Run
-    from mla_var3.runtime.paths import KernelId
+from mla_var3.bench.predict import plan_estimate
+from mla_var3.cli.arguments import Parser, ValueType, add_lengths, add_sizes, parse
+from mla_var3.cli.console import (
+    EXIT_OK,
+    ProgressReporter,
+    UsageError,
+    print_table,
+    say,
+    show_log,
+    usage_errors,
+)
+from mla_var3.cli.options import RUN_OPTIONS, PlanParser, Request
+from mla_var3.conf.devices import device_spec
+from mla_var3.errors import UnsupportedError
+from mla_var3.report.compare import (
+    PREDICTED_TIME,
+    Run,
+    compare,
+    load_run,
+    run_of_record,
+    run_of_result,
+    write_comparison,
+)
+from mla_var3.runtime import workflow
+from mla_var3.runtime.paths import KernelId, find_kernel, output_root, plan_class, timestamp
+from mla_var3.runtime.plan import KernelPlan, Target, plan_dtype
+from mla_var3.runtime.profiling import profile_plan
+from mla_var3.runtime.profiling.common import stage_figures
 
 _RUN_OPTIONS = {
     "no_autotune": "use the default tilings",
@@ -48,7 +70,7 @@ def add_arguments(parser: Parser) -> None:
         help="device of the predictions (default: this one, or an NVIDIA H200)",
     )
     unset: dict[str, Any] = {"default": argparse.SUPPRESS}
-    add_unset_sizes(group, **unset)
+    add_sizes(group, note="", **unset)
     group.add_argument("--dtype", metavar="NAME", help="bfloat16 or float16", **unset)
     add_lengths(group, note="", **unset)
     group.add_argument("--language", metavar="NAME", help="cutile-dsl or cute-dsl", **unset)
@@ -76,15 +98,13 @@ def compare_command(parser: Parser, argv: Sequence[str]) -> int:
         options = ", ".join(f"--{name}" for name in given)
         raise UsageError(f"{options}: only for runs given as kernel[:version], got folders alone")
     # Records first: one that cannot be read should not cost a profiling run.
-    recorded = {source: _recorded(source) for source in sources if isinstance(source, Path)}
+    recorded = {source: load_run(source) for source in sources if isinstance(source, Path)}
     runs = [recorded[s] if isinstance(s, Path) else _made(s, values) for s in sources]
     return show_comparison(runs, own["force"], own["out_dir"], own["json"])
 
 
 def _source(item: str, values: dict[str, Any]) -> Path | KernelId:
     """A folder that exists, or a kernel."""
-    from mla_var3.runtime.paths import find_kernel
-
     path = Path(item)
     if path.exists() or "/" in item:
         return path
@@ -92,24 +112,15 @@ def _source(item: str, values: dict[str, Any]) -> Path | KernelId:
         return find_kernel(item, None, values.get("language"))
 
 
-def _recorded(path: Path) -> Run:
-    from mla_var3.report.compare import load_run
-
-    return load_run(path)
-
-
 def _made(kernel: KernelId, values: dict[str, Any]) -> Run:
     """Predict or profile a kernel with the options that all kernels share."""
-    from mla_var3.cli.options import RUN_OPTIONS, build_request, plan_options
-    from mla_var3.runtime.paths import plan_class
-
     shared = {k: v for k, v in values.items() if k not in ("static", "for_device", "language")}
-    options = plan_options(plan_class(kernel)(), RUN_OPTIONS)
-    unknown = [k for k in shared if k not in options.flags and k not in RUN_OPTIONS]
+    parser = PlanParser(plan_class(kernel)(), kernel.full_name)
+    unknown = [name for name in shared if name not in parser.flags and name not in RUN_OPTIONS]
     if unknown:
         raise UsageError(f"--{unknown[0]}: {kernel.full_name} has no such field")
     with usage_errors():
-        request = build_request(options, shared)
+        request = parser.request(shared)
     if values["static"]:
         return _predicted(request.plan, values["for_device"])
     return _profiled(request)
@@ -118,19 +129,12 @@ def _made(kernel: KernelId, values: dict[str, Any]) -> Run:
 CALL_TIME, STEADY_TIME = "call time, predicted (us)", "call time, steady (us)"
 
 
-def _predicted(plan: Any, device: str | None) -> Run:
-    from mla_var3.bench.predict import plan_estimate
-    from mla_var3.conf.devices import device_spec
-    from mla_var3.report.compare import PREDICTED_TIME, run_of_record
-    from mla_var3.runtime.plan import Target, plan_dtype
-    from mla_var3.runtime.profiling.common import stage_figures
-    from mla_var3.runtime.workflow import empty_stage, planning_device
-
+def _predicted(plan: KernelPlan, device: str | None) -> Run:
     with usage_errors():
-        spec = device_spec(device) if device else planning_device()
+        spec = device_spec(device) if device else workflow.planning_device()
     dtype = plan_dtype(plan)
     chosen = plan.resolved(Target.of(spec))
-    stage = empty_stage(chosen)
+    stage = workflow.empty_stage(chosen)
     total = vars(stage_figures(stage, None, None, spec, dtype))
     expected = plan_estimate(chosen, spec)
     if expected is not None and expected.fitted:
@@ -149,14 +153,8 @@ def _predicted(plan: Any, device: str | None) -> Run:
     )
 
 
-def _profiled(request: Any) -> Run:
-    from mla_var3.cli.console import ProgressReporter, show_log
-    from mla_var3.errors import UnsupportedError
-    from mla_var3.report.compare import run_of_result
-    from mla_var3.runtime.profiling import profile_plan
-    from mla_var3.runtime.workflow import cuda_available
-
-    if not cuda_available():
+def _profiled(request: Request) -> Run:
+    if not workflow.cuda_available():
         raise UnsupportedError(
             f"{request.plan.name}: expected a GPU to run it on, got none; --static compares "
             "predictions, and folders of earlier runs can be compared anywhere"
@@ -175,31 +173,12 @@ def show_comparison(
     runs: Sequence[Run], force: bool, out_dir: Path | None, json_file: Path | None
 ) -> int:
     """Compare runs, print the table and write it beside the plot."""
-    from mla_var3.cli.console import print_table
-    from mla_var3.report.compare import compare
-
     result = compare(runs, force=force)
     baseline = result.runs[0]
     title = f"vs baseline {baseline.label}, {baseline.device or 'no device'}"
     print_table(title, result.headers(), result.cells())
-    for text in result.forced:
-        say(f"compared by force: {text}", "yellow")
-    for text in result.remarks:
+    for text in result.notes():
         say(f"note: {text}", "yellow")
-    say(f"comparison: {_write(result, out_dir, json_file) / 'compare.md'}", "bold")
+    folder = out_dir or output_root() / "compare" / timestamp()
+    say(f"comparison: {write_comparison(result, folder, json_file)}", "bold")
     return EXIT_OK
-
-
-def _write(result: Comparison, out_dir: Path | None, json_file: Path | None) -> Path:
-    from mla_var3.report.compare import comparison_data, comparison_markdown, comparison_plot
-    from mla_var3.runtime.markdown import write_json
-    from mla_var3.runtime.paths import make_folder, output_root, timestamp, write_atomic
-
-    folder = make_folder(out_dir or output_root() / "compare" / timestamp())
-    text = comparison_markdown(result)
-    if comparison_plot(result, folder / "compare"):
-        text += "\n![times side by side](compare.png)\n"
-    write_atomic(folder / "compare.md", text)
-    for file in filter(None, (folder / "compare.json", json_file)):
-        write_json(file, comparison_data(result))
-    return folder

@@ -14,12 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from mla_var3.cli.arguments import Parser, ValueType, parse
-from mla_var3.cli.console import EXIT_FAILED, EXIT_OK, say, stdout
+from mla_var3.cli.console import EXIT_FAILED, EXIT_OK, print_json, print_table, say
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.runtime.environment import environment, version_numbers
+from mla_var3.runtime.environment import environment, installed, version_numbers
 
 PLUGIN = "hyper_mla"
 LATENT, ROPE = 512, 64
@@ -89,12 +87,10 @@ def doctor_command(parser: Parser, argv: Sequence[str]) -> int:
     blocked = [finding for finding in findings if finding.verdict in ("missing", "refused")]
     if values["json"]:
         report = {"findings": [asdict(finding) for finding in findings], "commands": commands}
-        print(json.dumps(report | {"ready": not blocked and bool(commands)}, indent=2))
+        print_json(report | {"ready": not blocked and bool(commands)})
         return EXIT_FAILED if blocked else EXIT_OK
-    table = Table("", "found", "verdict", "what to do")
-    for finding in findings:
-        table.add_row(finding.subject, finding.found, finding.verdict, finding.advice)
-    stdout().print(table)
+    rows = [tuple(asdict(finding).values()) for finding in findings]
+    print_table("", ("", "found", "verdict", "what to do"), rows)
     if blocked:
         say(f"not ready: {', '.join(finding.subject for finding in blocked)}", "yellow")
     for command in commands:
@@ -108,7 +104,7 @@ def diagnose(model: Path | None, tp: int) -> tuple[list[Finding], list[str]]:
     commands = []
     name = "MODEL" if model is None else str(model)
     for engine, known in ENGINES.items():
-        found = _installed(known.distributions)
+        found = installed(*known.distributions)
         if found is None:
             continue
         findings += _engine(engine, known, found)
@@ -141,7 +137,7 @@ def _hardware() -> list[Finding]:
 
 def _compiler() -> Finding:
     name, low, high = CUTE
-    found = _installed((name,))
+    found = installed(name)
     if found is None:
         return Finding(name, "not installed", "missing", 'pip install "hyper-mla[cute]"')
     if low <= version_numbers(found) < high:
@@ -210,12 +206,3 @@ def _model(folder: Path, tp: int) -> list[Finding]:
         advice = 'drafts: --speculative-config \'{"method": "mtp", "num_speculative_tokens": 3}\''
         findings.append(Finding("MTP layers", str(drafts), "note", f"{advice} (vLLM)"))
     return findings
-
-
-def _installed(distributions: Sequence[str]) -> str | None:
-    for name in distributions:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
-from rich.table import Table
-
 from mla_var3.cli.arguments import Parser, parse
-from mla_var3.cli.console import say, stdout
-from mla_var3.conf.devices import DeviceSpec, load_devices
+from mla_var3.cli.console import print_json, print_table, say
+from mla_var3.conf.devices import DeviceSpec, device_spec, load_devices
 from mla_var3.errors import UnknownNameError
-from mla_var3.runtime.environment import environment, find_tool, version_numbers
-from mla_var3.runtime.markdown import json_ready
+from mla_var3.runtime.environment import environment, find_tool, installed, version_numbers
 from mla_var3.runtime.paths import cache_root, output_root
 
 CUTILE_DRIVER = "580.126.09"
@@ -53,11 +49,11 @@ def env_facts() -> dict[str, Any]:
     return {
         **here,
         "tools": {
-            name: {"path": _tool_path(name), "for": purpose, "install": hint}
+            name: {"path": find_tool(name) or shutil.which(name), "for": purpose, "install": hint}
             for name, (purpose, hint) in TOOLS.items()
         },
         "packages": {
-            name: {"version": _version(name), "for": purpose, "install": hint}
+            name: {"version": installed(name), "for": purpose, "install": hint}
             for name, (purpose, hint) in PACKAGES.items()
         },
         "folders": {"out": str(output_root().resolve()), "cache": str(cache_root().resolve())},
@@ -87,9 +83,8 @@ def env_command(parser: Parser, argv: Sequence[str]) -> int:
     as_json = parse(parser, argv)["json"]
     facts = env_facts()
     if as_json:
-        print(json.dumps(json_ready(facts), indent=2))
+        print_json(facts)
         return 0
-    console = stdout()
     _print_gpu(facts)
     versions = ", ".join(f"{k} {v}" for k, v in facts["versions"].items() if v is not None)
     say(f"versions: {versions}")
@@ -99,26 +94,25 @@ def env_command(parser: Parser, argv: Sequence[str]) -> int:
         say(f"commit:   {facts['git']['commit'] or 'none yet'}{dirty}")
     for kind, folder in facts["folders"].items():
         say(f"{kind + ':':<9} {folder}")
-    found = Table("needed", "for", "found", title="programs and packages", title_justify="left")
-    for name, tool in facts["tools"].items():
-        found.add_row(name, tool["for"], tool["path"] or f"missing: {tool['install']}")
-    for name, package in facts["packages"].items():
-        version = package["version"] or f"missing: {package['install']}"
-        found.add_row(name, package["for"], version)
-    console.print(found)
-    devices = Table(title="devices in the table", title_justify="left")
-    for title in ("device", "target", "bf16 TFLOP/s", "GB/s", "SMs", "rates"):
-        devices.add_column(title)
-    for name, device in facts["devices"].items():
-        devices.add_row(
+    found = [
+        (name, entry["for"], entry[key] or f"missing: {entry['install']}")
+        for kind, key in (("tools", "path"), ("packages", "version"))
+        for name, entry in facts[kind].items()
+    ]
+    print_table("programs and packages", ("needed", "for", "found"), found)
+    devices = [
+        (
             name,
             device["target"],
             f"{device['tflops']:g}",
             f"{device['gbps']:g}",
-            str(device["sm_count"]),
+            device["sm_count"],
             "burst, measured" if device["burst"] else "vendor peaks",
         )
-    console.print(devices)
+        for name, device in facts["devices"].items()
+    ]
+    headers = ("device", "target", "bf16 TFLOP/s", "GB/s", "SMs", "rates")
+    print_table("devices in the table", headers, devices)
     return 0
 
 
@@ -136,8 +130,6 @@ def _print_gpu(facts: dict[str, Any]) -> None:
 
 def _known(gpu: dict[str, Any] | None) -> bool | str | None:
     """Whether this machine's GPU is in the table; None without a GPU, else why not."""
-    from mla_var3.conf.devices import device_spec
-
     if gpu is None:
         return None
     try:
@@ -155,26 +147,5 @@ def _device_facts(spec: DeviceSpec) -> dict[str, Any]:
         "sm_count": spec.sm_count,
         "burst": spec.has_burst,
         "origin": spec.origin,
-        "values": {
-            key: {
-                "value": value.value,
-                "unit": value.unit,
-                "kind": value.kind,
-                "source": value.source,
-                "date": value.date,
-            }
-            for key, value in spec.values.items()
-        },
+        "values": {key: asdict(value) for key, value in spec.values.items()},
     }
-
-
-def _tool_path(name: str) -> str | None:
-    found = find_tool(name) or shutil.which(name)
-    return str(found) if found else None
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -17,16 +17,19 @@ from mla_var3.cli.console import (
     ProgressReporter,
     UsageError,
     guarded,
+    print_check,
+    print_result,
     say,
     show_log,
     usage_errors,
 )
-from mla_var3.cli.options import RUN_OPTIONS, Request, build_parser, build_request, plan_options
+from mla_var3.cli.options import PlanParser, Request
 from mla_var3.errors import UnknownNameError, UnsupportedError
 from mla_var3.runtime import paths
 from mla_var3.runtime.paths import KernelId
 from mla_var3.runtime.plan import KernelPlan
-from mla_var3.runtime.profiling import NsightProfType, ProfileResult, default_mode, profile_plan
+from mla_var3.runtime.profiling import NsightProfType, default_mode, profile_plan
+from mla_var3.runtime.profiling.figures import compile_reports
 from mla_var3.runtime.stage import require_valid
 from mla_var3.runtime.workflow import (
     RunOptions,
@@ -130,12 +133,11 @@ def _module_of(file: str) -> str:
 
 
 def _run(plan: KernelPlan, argv: list[str], prog: str) -> int:
-    options = plan_options(plan, RUN_OPTIONS)
     module = sys.modules.get(type(plan).__module__)
     contract = inspect.cleandoc((module and module.__doc__) or type(plan).__doc__ or "")
-    parser = build_parser(options, prog, contract.split("\n\n")[0])
+    parser = PlanParser(plan, prog, contract.split("\n\n")[0])
     with usage_errors():
-        values = parse(parser, argv, options)
+        values = parse(parser, argv)
         language = plan.kernel_id.language
         if values.get("language", language) != language:
             if values["language"] not in paths.LANGUAGES:
@@ -144,7 +146,7 @@ def _run(plan: KernelPlan, argv: list[str], prog: str) -> int:
                 f"--language: this is the {language} kernel; use python -m {paths.KERNEL_PACKAGE} "
                 f"{plan.kernel_id.design} --language={values['language']}"
             )
-        request = build_request(options, values)
+        request = parser.request(values)
     return execute(request)
 
 
@@ -173,23 +175,20 @@ def choose_route(request: Request, has_gpu: bool) -> Route:
     Raises:
         UsageError: options that contradict each other.
     """
-    device = request.run.device
+    device, static = request.run.device, NsightProfType.STATIC
     on_cpu = device == "cpu" or (device == "auto" and not has_gpu)
     compile_only = "target" in request.given
-    mode = request.mode
-    if mode is None and compile_only:
-        mode = NsightProfType.STATIC
-    elif mode is None:
+    mode = request.mode or (static if compile_only else None)
+    if mode is None:
         if device == "cuda":
             pick_device(device)  # a missing GPU is the error to show, not what it would have run
         mode = default_mode("cpu" if on_cpu else "cuda")
-    if compile_only and mode is not NsightProfType.STATIC:
+    if compile_only and mode is not static:
         raise UsageError(f"--target: only for --prof_type=static, got {mode.value}")
-    static = mode is NsightProfType.STATIC
-    if request.tiling_given and request.run.autotune and not (static or on_cpu):
+    if request.tiling_given and request.run.autotune and not (mode is static or on_cpu):
         given = ", ".join(f"--{name}" for name in request.tiling_given)
         raise UsageError(f"{given}: expected together with --no_autotune, which was not given")
-    if device == "cuda" and not (static and not request.run.check):
+    if device == "cuda" and not (mode is static and not request.run.check):
         pick_device(device)
     by_default = on_cpu and request.mode is None and not compile_only
     interpreted = not on_cpu or runs_on_cpu(request.plan)
@@ -198,18 +197,17 @@ def choose_route(request: Request, has_gpu: bool) -> Route:
     message = ""
     if by_default:
         reason = "--device=cpu" if device == "cpu" else "no GPU here"
-        message = f"{reason}: static mode (compile report + prediction)"
-        if interpreted:
-            message += " and the check on the CPU interpreter"
-        else:
-            message += "; the check needs a GPU, because this language has no interpreter"
+        message = f"{reason}: static mode (compile report + prediction)" + (
+            " and the check on the CPU interpreter"
+            if interpreted
+            else "; the check needs a GPU, because this language has no interpreter"
+        )
+    explicit = device == "cpu" and (request.run.check or request.mode is not None)
     return Route(
         mode=mode,
         on_cpu=on_cpu,
-        check=static and interpreted and (request.run.check or by_default),
-        may_shrink=on_cpu
-        and mode in (NsightProfType.STATIC, NsightProfType.DISABLED)
-        and not (device == "cpu" and (request.run.check or request.mode is not None)),
+        check=mode is static and interpreted and (request.run.check or by_default),
+        may_shrink=on_cpu and mode in (static, NsightProfType.DISABLED) and not explicit,
         message=message,
     )
 
@@ -243,8 +241,6 @@ def _require_nothing_to_run(request: Request, mode: NsightProfType, by_default: 
 
 def execute(request: Request) -> int:
     """Run a request and print what came out; returns the exit code."""
-    from mla_var3.cli.console import print_check, print_result
-
     route = choose_route(request, cuda_available())
     if route.message:
         say(route.message, "bold")
@@ -264,36 +260,22 @@ def execute(request: Request) -> int:
         asked = dataclasses.replace(run, check=run.check and not static, progress=progress)
         result = profile_plan(plan, route.mode, asked)
     print_result(result)
-    ok = True
-    if result.check is not None:
-        where = "CPU interpreter" if route.on_cpu else "GPU"
-        print_check(result.check, f"check on the {where}: {describe_sizes(plan)}")
-        ok = result.check.passed
+    check = result.check
     if route.check:
-        ok = _check_beside(plan, run, route) and ok
-    print_where(result)
-    return EXIT_OK if ok and compiled(result) else EXIT_FAILED
-
-
-def _check_beside(plan: KernelPlan, run: RunOptions, route: Route) -> bool:
-    """The check that static mode itself does not make."""
-    from mla_var3.cli.console import print_check
-
-    if route.may_shrink:
-        plan = checkable(plan)
-    with ProgressReporter() as progress:
-        options = RunOptions(
-            device="cpu" if route.on_cpu else run.device,
-            autotune=False,
-            check=True,
-            progress=progress,
-        )
-        prepared = prepare(plan, options)
-    if prepared.check is None:
-        raise AssertionError("prepare was asked for a check and made none")
-    where = "CPU interpreter" if route.on_cpu else "GPU"
-    print_check(prepared.check, f"check on the {where}: {describe_sizes(prepared.plan)}")
-    return prepared.check.passed
+        plan = checkable(plan) if route.may_shrink else plan
+        with ProgressReporter() as progress:
+            device = "cpu" if route.on_cpu else run.device
+            options = RunOptions(device=device, autotune=False, check=True, progress=progress)
+            prepared = prepare(plan, options)
+        plan, check = prepared.plan, prepared.check
+    if check is not None:
+        where = "CPU interpreter" if route.on_cpu else "GPU"
+        print_check(check, f"check on the {where}: {describe_sizes(plan)}")
+    if result.out_dir is not None:
+        say(f"report: {result.out_dir / 'report.md'}", "bold")
+    passed = check is None or check.passed
+    compiled = not any(report.error for report in compile_reports(result))
+    return EXIT_OK if passed and compiled else EXIT_FAILED
 
 
 def checkable(plan: KernelPlan) -> KernelPlan:
@@ -318,16 +300,3 @@ def describe_sizes(plan: KernelPlan) -> str:
         if value is not None:
             parts.append(f"{name}={value}")
     return " ".join(parts)
-
-
-def compiled(result: ProfileResult) -> bool:
-    """Whether every target of a static report compiled."""
-    from mla_var3.runtime.profiling.figures import compile_reports
-
-    return not any(report.error for report in compile_reports(result))
-
-
-def print_where(result: ProfileResult) -> None:
-    """Print the path of the report."""
-    if result.out_dir is not None:
-        say(f"report: {result.out_dir / 'report.md'}", "bold")

@@ -7,17 +7,14 @@ library.
 from __future__ import annotations
 
 import ctypes
-import importlib.metadata
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.table import Table
-
 from mla_var3.cli.arguments import Parser, parse
-from mla_var3.cli.console import say, stdout
+from mla_var3.cli.console import print_json, print_table, say
 from mla_var3.runtime import paths
+from mla_var3.runtime.environment import installed
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ def inventory() -> list[dict[str, Any]]:
         targets = paths.declared_targets(kernel)
         distribution = paths.LANGUAGE_DISTRIBUTIONS[kernel.language]
         extra = paths.LANGUAGE_EXTRAS[kernel.language]
-        missing = "" if _installed(distribution) else f'pip install "hyper-mla[{extra}]"'
+        missing = "" if installed(distribution) else f'pip install "hyper-mla[{extra}]"'
         if missing:
             gpu_reason = f"{distribution} is not installed: {missing}"
         elif gpu is None:
@@ -94,14 +91,6 @@ def inventory() -> list[dict[str, Any]]:
     return rows
 
 
-def _installed(distribution: str) -> bool:
-    try:
-        importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
 def add_arguments(parser: Parser) -> None:
     """The options of the command."""
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -112,21 +101,24 @@ def list_command(parser: Parser, argv: Sequence[str]) -> int:
     as_json = parse(parser, argv)["json"]
     rows = inventory()
     if as_json:
-        print(json.dumps(rows, indent=2))
+        print_json(rows)
         return 0
     gpu, no_gpu = find_gpu()
-    table = Table(title="kernels", title_justify="left")
-    for title in ("kernel", "language", "targets", "GPU", "CPU", "compiles"):
-        table.add_column(title, overflow="fold")
-    for row in rows:
-        table.add_row(
+
+    def yes(value: bool) -> str:
+        return "yes" if value else "no"
+
+    cells = [
+        (
             row["full_name"],
             row["language"],
             " ".join(row["targets"]),
-            *("yes" if row[place]["runs"] else "no" for place in ("gpu", "cpu")),
-            "yes" if row["compiles"] else "no",
+            *(yes(value) for value in (row["gpu"]["runs"], row["cpu"]["runs"], row["compiles"])),
         )
-    stdout().print(table)
+        for row in rows
+    ]
+    headers = ("kernel", "language", "targets", "GPU", "CPU", "compiles")
+    print_table("kernels", headers, cells)
     say("GPU, CPU, compiles: whether it runs and compiles on this machine")
     say(f"GPU: {gpu.name} ({gpu.target})" if gpu else f"GPU: none, {no_gpu}")
     for place in ("gpu", "cpu"):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_var3.bench.record import CALL, FAILED, load_record
+from mla_var3.cli.arguments import CALL_SIZES
 from mla_var3.cli.console import (
     EXIT_FAILED,
     EXIT_OK,
@@ -20,19 +21,20 @@ from mla_var3.cli.console import (
 )
 from mla_var3.report.overview import (
     KERNEL,
-    MEASURED_HEADERS,
+    SUMMARY_HEADERS,
     OverviewOptions,
     OverviewResult,
     Step,
-    measured_rows,
+    measured_table,
     run_overview,
+    summary_rows,
 )
 from mla_var3.report.sweep import crossover_text
 from mla_var3.runtime.markdown import microseconds
 from mla_var3.runtime.profiling import figures
 from mla_var3.runtime.workflow import RunOptions, pick_device
 
-_STYLES = {"ok": "green", "failed": "bold red", "skipped": "yellow"}
+_STYLES = {"ok": "green", "failed": "bold red"}
 
 
 def overview_command(values: dict[str, Any]) -> int:
@@ -41,7 +43,6 @@ def overview_command(values: dict[str, Any]) -> int:
     Args:
         values: the parsed options of `hyper-mla run`.
     """
-    sizes = {name: values[name] for name in "bsth" if values.get(name) is not None}
     where = pick_device(RunOptions(device=values["device"]).device)
     if where == "cuda":
         tune = "" if values["quick"] else "tune, "
@@ -60,7 +61,7 @@ def overview_command(values: dict[str, Any]) -> int:
                 quick=values["quick"],
                 out_dir=values["out_dir"],
                 device=values["device"],
-                sizes=sizes,
+                sizes={name: values[name] for name in CALL_SIZES},
                 progress=progress,
                 on_start=_started,
                 on_end=_ended,
@@ -97,9 +98,8 @@ def _lost(record: Path) -> None:
 
 def _print_summary(result: OverviewResult) -> None:
     if result.record is not None:
-        rows = measured_rows(result.record)
         title = f"measured on {', '.join(result.record.devices)}, fastest call first"
-        print_table(title, MEASURED_HEADERS, rows)
+        print_table(title, *measured_table(result.record))
         for row in result.record.rows:
             if row.path == CALL:
                 say(f"{row.kernel} uses {row.note or row.reason}")
@@ -107,11 +107,7 @@ def _print_summary(result: OverviewResult) -> None:
         print_table("compiled", figures.COMPILE_HEADERS, figures.compile_rows(result.compiled))
     if result.sweeps:
         _print_predictions(result)
-    steps = [
-        (step.title, step.status, f"{step.seconds:.1f}", step.reason or step.summary)
-        for step in result.steps
-    ]
-    print_table("summary", ("step", "outcome", "seconds", "result"), steps)
+    print_table("summary", SUMMARY_HEADERS, summary_rows(result.steps))
     for plot in result.plots:
         if plot.suffix == ".png":
             say(f"plot:   {plot}")

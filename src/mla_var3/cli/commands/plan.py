@@ -6,24 +6,22 @@ call time where it is known; a device on which no kernel was timed gets ideal ti
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from mla_var3.cli.arguments import (
-    MIXED,
     SIZES,
     Parser,
     ValueType,
     add_lengths,
     add_sizes,
-    mixed_lengths,
     parse,
+    read_lengths,
 )
-from mla_var3.cli.console import print_table, say, stdout, usage_errors
-from mla_var3.conf.devices import DeviceSpec, device_spec
+from mla_var3.cli.console import print_json, print_table, say, usage_errors
+from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.mla.model.designs import WINDOW_STEP
 from mla_var3.op.mla.model.mix import MixModel
@@ -38,8 +36,9 @@ from mla_var3.op.mla.model.window_plan import (
 )
 from mla_var3.op.mla.problem import DTYPES, MlaProblem
 from mla_var3.op.mla.window.formats import FP8, PLAIN, WindowForm
-from mla_var3.runtime.markdown import byte_count, front_matter, json_ready, microseconds, table
-from mla_var3.runtime.paths import make_folder, write_atomic
+from mla_var3.runtime.markdown import byte_count, front_matter, microseconds, table, write_json
+from mla_var3.runtime.paths import make_folder, output_root, timestamp, write_atomic
+from mla_var3.runtime.workflow import planning_device
 
 _WINDOW_DTYPES = (*DTYPES, FP8.name)
 _MOST_ROWS = 12
@@ -47,6 +46,7 @@ _HEADERS = (
     "n", "window", "all layers", "SMs latent", "kernel time", "call time", "steady", "waits for",
     "energy", "",
 )  # fmt: skip
+_PARAMETER_HEADERS = ("parameter", "value", "origin", "source")
 _PREDICTED = (
     "These are predictions, not measurements. Kernel and call time: in a burst; the call runs from "
     "q_nope to the output. Steady: call time at the power limit."
@@ -107,26 +107,23 @@ def add_arguments(parser: Parser) -> None:
 def plan_command(parser: Parser, argv: Sequence[str]) -> int:
     """Print the plan, and write it with its plots."""
     values = parse(parser, argv)
-    as_json, out_dir, layers = values["json"], values["out_dir"], values["layers"]
+    layers, out_dir, device = values["layers"], values["out_dir"], values["device_name"]
     with usage_errors():
-        spec = _device(values["device_name"])
+        spec = planning_device() if device is None else device_spec(device)
     problem, form = _problem(values)
-    parameters = mix_parameters(spec, problem.dtype, values["parameters"])
     plan = plan_window(
         problem,
-        MixModel(parameters, form),
+        MixModel(mix_parameters(spec, problem.dtype, values["parameters"]), form),
         parse_bytes(values["budget"]),
         layers=1 if layers is None else layers,
         multiple=WINDOW_STEP,
         memory_bytes=int(spec["dram_GiB"] * 2**30) if "dram_GiB" in spec else None,
     )
-    if as_json:
-        print(json.dumps(json_ready(plan.to_dict()), indent=2))
+    if values["json"]:
+        print_json(plan.to_dict())
         if out_dir is not None:
             write_plan(plan, make_folder(out_dir))
         return 0
-    from mla_var3.runtime.paths import output_root, timestamp
-
     folder = make_folder(out_dir or output_root() / "plan" / timestamp())
     _print(plan)
     for file in write_plan(plan, folder):
@@ -139,28 +136,25 @@ def write_plan(plan: WindowPlan, folder: Path) -> list[Path]:
     from mla_var3.report.plots import line_plot
 
     record, page = folder / "plan.json", folder / "plan.md"
-    write_atomic(record, json.dumps(json_ready(plan.to_dict()), indent=2) + "\n")
+    write_json(record, plan.to_dict())
     curves = _curves(plan)
-    title = f"{_heading(plan)} for {plan.model.parameters.device}, {_sizes(plan.problem)}"
-    plots = [
-        *line_plot(
-            {name: [(p.n, p.advised_us) for p in points] for name, points in curves.items()},
-            folder / "time-against-n",
-            title=title,
-            x_label="decompressed tokens per request, n",
+    axes = {
+        "n": "decompressed tokens per request, n",
+        "memory": "decompressed keys and values of a layer, GiB",
+    }
+    plots = []
+    for name, label in axes.items():
+        series = {
+            key: [(p.n if name == "n" else p.window_bytes / 2**30, p.advised_us) for p in points]
+            for key, points in curves.items()
+        }
+        plots += line_plot(
+            series,
+            folder / f"time-against-{name}",
+            title=f"{_heading(plan)}, {_sizes(plan.problem)}",
+            x_label=label,
             y_label=f"{_kind(plan)} call time of a layer, µs",
-        ),
-        *line_plot(
-            {
-                name: [(p.window_bytes / 2**30, p.advised_us) for p in points]
-                for name, points in curves.items()
-            },
-            folder / "time-against-memory",
-            title=title,
-            x_label="decompressed keys and values of a layer, GiB",
-            y_label=f"{_kind(plan)} call time of a layer, µs",
-        ),
-    ]
+        )
     write_atomic(page, _page(plan))
     return [record, page, *plots]
 
@@ -193,7 +187,7 @@ def summary(plan: WindowPlan) -> str:
 
 
 def _heading(plan: WindowPlan) -> str:
-    return "predicted" if plan.fitted else IDEAL
+    return f"{'predicted' if plan.fitted else IDEAL} for {plan.model.parameters.device}"
 
 
 def _kind(plan: WindowPlan) -> str:
@@ -203,34 +197,20 @@ def _kind(plan: WindowPlan) -> str:
     return "burst" if plan.chosen.estimate.steady_call_us is None else "steady"
 
 
-def _device(name: str | None) -> DeviceSpec:
-    if name is not None:
-        return device_spec(name)
-    from mla_var3.runtime.workflow import planning_device
-
-    return planning_device()
-
-
 def _problem(values: dict[str, Any]) -> tuple[MlaProblem, WindowForm]:
-    dtype = values["dtype"]
+    dtype, form = values["dtype"], FP8 if values["dtype"] == FP8.name else PLAIN
     if dtype not in _WINDOW_DTYPES:
         raise InvalidArgumentError("dtype", " or ".join(_WINDOW_DTYPES), repr(dtype))
-    lengths = values["lengths"]
-    if lengths == MIXED:
-        lengths = mixed_lengths(values["b"], values["t"])
     problem = MlaProblem(
         **{name: values[name] for name in SIZES},
-        dtype=DTYPES[0] if dtype == FP8.name else dtype,
-        lengths=lengths,
+        dtype=DTYPES[0] if form is FP8 else dtype,
+        lengths=read_lengths(values["lengths"], values["b"], values["t"]),
     )
-    return problem, FP8 if dtype == FP8.name else PLAIN
+    return problem, form
 
 
 def _print(plan: WindowPlan) -> None:
-    title = (
-        f"{_heading(plan)} for {plan.model.parameters.device}, {_sizes(plan.problem)}, "
-        f"window {_form_name(plan)}, budget {_budget(plan)}"
-    )
+    title = f"{_heading(plan)}, {_sizes(plan.problem)}, {_window(plan)}"
     print_table(title, _HEADERS, _rows(plan))
     say(summary(plan), "bold")
     if plan.layers > 1:
@@ -238,8 +218,8 @@ def _print(plan: WindowPlan) -> None:
             f"all {plan.layers} layers: {byte_count(plan.chosen.window_bytes * plan.layers)}, "
             f"{microseconds(plan.chosen.advised_us * plan.layers)}"
         )
-    stdout().print()
-    print_table("parameters", ("parameter", "value", "origin", "source"), _parameter_rows(plan))
+    say("")
+    print_table("parameters", _PARAMETER_HEADERS, _parameter_rows(plan))
     say(f"{_PREDICTED} {_trust(plan.model.parameters)}")
 
 
@@ -252,25 +232,19 @@ def _page(plan: WindowPlan) -> str:
         "fitted": parameters.fitted,
         "n": plan.chosen.n,
     }
+    sentence = summary(plan)
     return "\n".join(
         [
             front_matter(head),
-            f"# Decompressed window, {_sizes(plan.problem)}",
-            "",
-            f"{parameters.device}, window {_form_name(plan)}, budget {_budget(plan)}. {_PREDICTED}",
-            "",
-            f"{summary(plan)[0].upper()}{summary(plan)[1:]}.",
-            "",
+            f"# Decompressed window, {_sizes(plan.problem)}\n",
+            f"{parameters.device}, {_window(plan)}. {_PREDICTED}\n",
+            f"{sentence[0].upper()}{sentence[1:]}.\n",
             table([*_HEADERS[:-1], "choice"], _rows(plan)),
-            "![time against n](time-against-n.png)",
-            "",
-            "![time against memory](time-against-memory.png)",
-            "",
-            "## Parameters",
-            "",
-            _trust(parameters),
-            "",
-            table(("parameter", "value", "origin", "source"), _parameter_rows(plan)),
+            "![time against n](time-against-n.png)\n",
+            "![time against memory](time-against-memory.png)\n",
+            "## Parameters\n",
+            f"{_trust(parameters)}\n",
+            table(_PARAMETER_HEADERS, _parameter_rows(plan)),
         ]
     )
 
@@ -346,11 +320,7 @@ def _sizes(problem: MlaProblem) -> str:
     return " ".join(f"{name}={getattr(problem, name)}" for name in ("b", "s", "t", "h"))
 
 
-def _form_name(plan: WindowPlan) -> str:
-    return FP8.name if plan.model.form is FP8 else plan.problem.dtype
-
-
-def _budget(plan: WindowPlan) -> str:
-    if plan.layers == 1:
-        return f"{byte_count(plan.budget_bytes)} per layer"
-    return f"{byte_count(plan.budget_bytes)} for {plan.layers} layers"
+def _window(plan: WindowPlan) -> str:
+    form = FP8.name if plan.model.form is FP8 else plan.problem.dtype
+    share = "per layer" if plan.layers == 1 else f"for {plan.layers} layers"
+    return f"window {form}, budget {byte_count(plan.budget_bytes)} {share}"

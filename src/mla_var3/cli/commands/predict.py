@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
-from rich.table import Table
-
-from mla_var3.cli.arguments import (
-    MIXED,
-    SIZES,
-    Parser,
-    add_lengths,
-    add_sizes,
-    mixed_lengths,
-    parse,
-)
-from mla_var3.cli.console import say, stdout, usage_errors
+from mla_var3.cli.arguments import SIZES, Parser, add_lengths, add_sizes, parse, read_lengths
+from mla_var3.cli.console import print_json, print_table, say, usage_errors
 from mla_var3.conf.devices import device_spec, load_devices
 from mla_var3.op.mla.model.times import IDEAL
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.report.sweep import DeviceSweep, sweep
-from mla_var3.runtime.markdown import json_ready, microseconds
+from mla_var3.runtime.markdown import microseconds
 
 
 def add_arguments(parser: Parser) -> None:
@@ -45,37 +34,34 @@ def predict_command(parser: Parser, argv: Sequence[str]) -> int:
         device = values.pop("device")
         specs = [device_spec(device)] if device is not None else list(load_devices().values())
     as_json = values.pop("json")
-    if values["lengths"] == MIXED:
-        values["lengths"] = mixed_lengths(values["b"], values["t"])
+    values["lengths"] = read_lengths(values["lengths"], values["b"], values["t"])
     problem = MlaProblem(**values)
     sweeps = [sweep(problem, spec, (problem.s,)) for spec in specs]
     if as_json:
-        print(json.dumps(json_ready([entry.to_dict() for entry in sweeps]), indent=2))
-        return 0
-    _print_tables(problem, sweeps)
+        print_json([entry.to_dict() for entry in sweeps])
+    else:
+        _print_tables(problem, sweeps)
     return 0
 
 
 def _print_tables(problem: MlaProblem, sweeps: Sequence[DeviceSweep]) -> None:
     sizes = " ".join(f"{name}={getattr(problem, name)}" for name in SIZES)
     for entry in sweeps:
-        title = f"{entry.device}, {'predicted' if entry.fitted else IDEAL}"
-        table = Table(title=title, title_justify="left")
-        for name in ("kernel", "kernel time", "call time", "steady", "choice"):
-            right = "time" in name or name == "steady"
-            table.add_column(name, justify="right" if right else "left", no_wrap=True)
         fastest = entry.fastest(0)
-        for kernel, (found,) in entry.predictions.items():
-            name = f"{kernel}:{found.language}" if found.language else kernel
-            table.add_row(
-                name + (" *" if kernel == fastest else ""),
+        rows = [
+            (
+                (f"{kernel}:{found.language}" if found.language else kernel)
+                + (" *" if kernel == fastest else ""),
                 microseconds(found.kernel_us),
                 microseconds(found.call_us),
                 microseconds(found.steady_call_us),
                 " ".join(f"{key}={value}" for key, value in found.choice.items()),
-                style="bold" if kernel == fastest else "",
             )
-        stdout().print(table)
+            for kernel, (found,) in entry.predictions.items()
+        ]
+        title = f"{entry.device}, {'predicted' if entry.fitted else IDEAL}"
+        best = list(entry.predictions).index(fastest) if fastest else None
+        print_table(title, ("kernel", "kernel time", "call time", "steady", "choice"), rows, best)
     say(f"{sizes} {problem.dtype}. Predictions, not measurements.")
     say("call time: kernel time and projections; steady: call time at the power limit")
     say("decompressed tokens are in the cache; * least steady (else burst) call time")

@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mla_var3.cli.arguments import (
-    CALL_SIZES,
-    SIZES,
-    Parser,
-    add_unset_sizes,
-    parse,
-    take_kernel,
-)
+from mla_var3.cli.arguments import CALL_SIZES, Parser, add_sizes, parse, take_kernel
 
 EPILOG = """\
 With a kernel the options are those of the kernel:
@@ -37,8 +30,7 @@ def add_arguments(parser: Parser) -> None:
         metavar="FOLDER",
         help="folder of the report (default: out/overview/<timestamp>)",
     )
-    for name in CALL_SIZES:
-        add_unset_sizes(job, (name,), f" (default: {SIZES[name]})")
+    add_sizes(job, CALL_SIZES)
 
 
 def run_command(parser: Parser, argv: Sequence[str]) -> int:

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from mla_var3.cli.arguments import Parser, parse, take_kernel
-from mla_var3.cli.console import EXIT_OK, UsageError, say, stdout, usage_errors
-from mla_var3.cli.options import (
-    RUN_OPTIONS,
-    build_parser,
-    build_request,
-    plan_options,
-)
+from mla_var3.cli.console import EXIT_OK, UsageError, print_json, print_table, say, usage_errors
+from mla_var3.cli.options import PlanParser
 from mla_var3.runtime import paths
-from mla_var3.runtime.markdown import byte_count, flop_count, json_ready, microseconds, number
+from mla_var3.runtime.markdown import byte_count, flop_count, microseconds, number
 from mla_var3.runtime.paths import KernelId
 from mla_var3.runtime.plan import KernelPlan, Target, plan_dtype, plan_targets
 from mla_var3.runtime.workflow import empty_stage, planning_device
@@ -42,22 +34,17 @@ def show_command(parser: Parser, argv: Sequence[str]) -> int:
             parser.print_help()
             return EXIT_OK
         raise UsageError("kernel: expected the name of a kernel, got none")
-    return _show(kernel, rest)
-
-
-def _show(kernel: KernelId, argv: list[str]) -> int:
-    options = plan_options(paths.plan_class(kernel)(), RUN_OPTIONS)
-    parser = build_parser(options, f"hyper-mla show {kernel.full_name}")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    own = PlanParser(paths.plan_class(kernel)(), f"hyper-mla show {kernel.full_name}")
+    own.add_argument("--json", action="store_true", help="print JSON")
     with usage_errors():
-        values = parse(parser, argv, options)
-        request = build_request(options, values)
+        values = parse(own, rest)
+        request = own.request(values)
     facts = _facts(kernel, request.plan)
     if values["json"]:
-        print(json.dumps(json_ready(facts), indent=2))
+        print_json(facts)
     else:
         _print_facts(facts)
-    return 0
+    return EXIT_OK
 
 
 def _facts(kernel: KernelId, plan: KernelPlan) -> dict[str, Any]:
@@ -104,41 +91,36 @@ def _tuning_files(kernel: KernelId) -> list[Path]:
 
 
 def _print_facts(facts: dict[str, Any]) -> None:
-    console = stdout()
     say(f"{facts['kernel']} ({facts['language']}), {facts['module']}", "bold")
-    say(facts["contract"])
-    say("")
-    fields = Table("field", "value", title="plan", title_justify="left")
+    say(facts["contract"] + "\n")
+    fields = []
     for name, value in facts["fields"].items():
         chosen = facts["resolved"].get(name)
         shown = "none" if value is None else str(value)
         if value is None and chosen is not None:
             shown += f" ({chosen} by the model for {facts['predicted_on']})"
-        fields.add_row(name, shown)
-    for owner, tiling in facts["tilings"].items():
-        fields.add_row(owner, _label(tiling))
-    console.print(fields)
-    cost = Table(
-        *("stage", "FLOPs", "bytes", "FLOP/B", f"ideal on {facts['predicted_on']}"),
-        title="cost at these sizes",
-        title_justify="left",
-    )
-    for stage in facts["stages"]:
-        cost.add_row(
+        fields.append((name, shown))
+    fields += [(owner, _label(tiling)) for owner, tiling in facts["tilings"].items()]
+    print_table("plan", ("field", "value"), fields)
+    cost = [
+        (
             stage["name"],
             flop_count(stage["flops"]),
             byte_count(stage["bytes"]),
             number(stage["intensity"]),
             microseconds(stage["predicted_us"]),
         )
-    console.print(cost)
-    candidates = Table(
-        "target", "stage", "tiling candidates, the default first", title_justify="left"
-    )
-    for target, stages in facts["candidates"].items():
-        for stage, tilings in stages.items():
-            candidates.add_row(target, stage, "\n".join(_label(tiling) for tiling in tilings))
-    console.print(candidates)
+        for stage in facts["stages"]
+    ]
+    headers = ("stage", "FLOPs", "bytes", "FLOP/B", f"ideal on {facts['predicted_on']}")
+    print_table("cost at these sizes", headers, cost)
+    candidates = [
+        (target, stage, "\n".join(_label(tiling) for tiling in tilings))
+        for target, stages in facts["candidates"].items()
+        for stage, tilings in stages.items()
+    ]
+    title = "tiling candidates, the default first"
+    print_table(title, ("target", "stage", "tiling"), candidates)
     found = facts["tunings"]
     say("cached tunings: " + ("none" if not found else ""))
     for path in found:
