@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from mla_var3.errors import InvalidArgumentError
-from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.compare import compare
 from mla_var3.runtime.paths import find_kernel, plan_class
 
@@ -49,14 +47,3 @@ def test_the_scale_of_the_cute_kernel() -> None:
     attention = next(iter(stage.kernels()))
     (scale,) = (value for value in attention.args_fn(plan.tiling) if isinstance(value, float))
     assert scale == pytest.approx(SCALE * 1.4426950408889634)
-
-
-def test_the_default_is_the_width_of_a_key() -> None:
-    assert MlaPlan.problem(make("flash_mla")).softmax_scale == pytest.approx(192**-0.5)
-    assert make("flash_mla").params()["scale"] is None
-
-
-@pytest.mark.parametrize("scale", [0.0, -1.0, float("inf"), float("nan"), True])
-def test_a_scale_that_is_none(scale: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match="^scale: expected"):
-        make("flash_mla", scale=scale)
