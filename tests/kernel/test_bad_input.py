@@ -13,8 +13,8 @@ from mla_var3.errors import HyperMlaError, InvalidArgumentError
 from .kernel_support import DESIGNS, INPUT_NAMES, STAGES, Case, make_plan, plan_of
 
 PLANS = (*DESIGNS, *STAGES)
-CASE = Case(s=3, t=20, h=8, lengths=(20, 7), n=5)
-SIZES = {"b": 2, "s": 3, "t": 20, "h": 8}
+CASE = Case(s=3, t=20, h=2, lengths=(20, 7), n=5)
+SIZES = {"b": 2, "s": 3, "t": 20, "h": 2}
 
 
 def inputs_of(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
