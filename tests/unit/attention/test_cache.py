@@ -64,25 +64,6 @@ def test_masked_put_writes_the_valid_rows_only(valid: list[int]) -> None:
 # --- allocation -----------------------------------------------------------------------------------
 
 
-def test_dense_layout_is_one_buffer() -> None:
-    cache = LatentCache.allocate(2, 64)
-    assert cache.buffer.shape == (2, 64, 576)
-    assert cache.buffer.dtype is torch.bfloat16
-    assert cache.c_kv.shape == (2, 64, 512) and cache.k_rope.shape == (2, 64, 64)
-    assert cache.c_kv.data_ptr() == cache.buffer.data_ptr()
-    assert cache.block_table is None
-    assert cache.lengths.dtype is torch.int32
-
-
-def test_paged_layout() -> None:
-    cache = LatentCache.allocate(3, 200, page_size=64, num_pages=7)
-    assert cache.buffer.shape == (7, 64, 576)
-    assert cache.block_table is not None
-    assert cache.block_table.shape == (3, 4) and cache.block_table.dtype is torch.int32
-    assert cache.sizes().tokens == 7 * 64
-    assert cache.sizes().tokens_per_request == 256
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -120,10 +101,6 @@ def test_a_budget_is_used_and_kept(page_size: int | None, window: int) -> None:
         step = 64 * 2 if page_size is None else page_size
         assert used <= budget
         assert used + step * (K + P) * 4 + 4 > budget
-
-
-def test_a_budget_that_buys_all_pages_stops_there() -> None:
-    assert make_cache(2, 64, page_size=64, budget_bytes=10**9).sizes().tokens == 128
 
 
 @pytest.mark.parametrize(
@@ -177,13 +154,6 @@ def test_packed_append(generator: torch.Generator) -> None:
     bounds = torch.tensor([0, 2, 2, 7], dtype=torch.int32)
     assert cache.append(latent[0], rope[0], cu_seqlens=bounds).tolist() == [2, 0, 5]
     assert held(cache) == [[0, 1], [], [2, 3, 4, 5, 6]]
-
-
-def test_evict_by_mask() -> None:
-    cache = make_cache(3)
-    cache.append(*rows(4, 4, 4))
-    cache.evict(torch.tensor([True, False, True]))
-    assert cache.lengths.tolist() == [0, 4, 0]
 
 
 def test_what_does_not_fit_is_refused_whole() -> None:

@@ -53,13 +53,6 @@ def test_the_least_steady_call_time_decides_and_says_so() -> None:
     assert all(c.steady_us >= c.predicted_us for c in able if c.steady_us and c.predicted_us)
 
 
-@pytest.mark.usefixtures("only_cutile")
-def test_few_tiles_are_split() -> None:
-    explanation = mla_var3.explain(b=1, s=1, t=65536, h=16, device_name=H200)
-    assert explanation.kernel == "flash_mla_split_kv"
-    assert explanation.candidates[0].choice["splits"] > 1
-
-
 @pytest.mark.parametrize("window", [0, 2048])
 def test_a_mix_that_nobody_timed_does_not_win_by_its_lower_bound(window: int) -> None:
     """Ideal times let both paths run at full rate at once, which no kernel does."""
@@ -93,12 +86,6 @@ def test_what_the_plans_cannot_do(options: dict[str, Any], refusal: str) -> None
     if "d" not in options:
         assert (explanation.kernel, explanation.path) == ("torch_tiled", "torch")
         assert explanation.reason == "no kernel serves a call of this shape"
-
-
-def test_latent_queries_leave_the_latent_kernels() -> None:
-    explanation = mla_var3.explain(**SIZES, latent_only=True)
-    able = {c.kernel for c in explanation.candidates if c.refusal is None}
-    assert able == {"flash_mla", "flash_mla_split_kv", "torch_tiled"}
 
 
 def test_sizes_are_checked() -> None:

@@ -22,7 +22,7 @@ from mla_var3.attention.distributed import (
     merge_over_ranks,
 )
 from mla_var3.attention.merge import merge_partials
-from mla_var3.errors import InvalidArgumentError, UnsupportedError
+from mla_var3.errors import InvalidArgumentError
 
 B, S, H, D, P, K, T = 3, 4, 5, 6, 4, 8, 50
 
@@ -151,11 +151,6 @@ def test_head_ranges_cover_the_heads() -> None:
 def test_wrong_shares(wrong: Callable[[], object], message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         wrong()
-
-
-def test_without_a_group_it_says_so() -> None:
-    with pytest.raises(UnsupportedError, match="group: expected an initialised"):
-        gather_heads(torch.zeros(1, 2, 3), 2)
 
 
 def test_merge_of_parts_without_keys() -> None:

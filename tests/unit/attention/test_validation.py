@@ -11,7 +11,7 @@ import torch
 
 import mla_var3
 from mla_var3.attention.cache.latent_cache import LatentCache
-from mla_var3.attention.cache.view import CacheView, paged_view
+from mla_var3.attention.cache.view import CacheView
 from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
 
 B, S, H, D, P, K, T = 2, 3, 2, 6, 4, 8, 70
@@ -183,15 +183,6 @@ def test_unknown_options_are_named() -> None:
         mla_var3.mla_latent_attention(torch.randn(B, S, H, K), given["q_rope"], given["cache"], d=0)
 
 
-def test_foreign_pages_are_checked() -> None:
-    pages, table = torch.randn(4, 64, K + P), torch.zeros(B, 2, dtype=torch.int32)
-    lengths = torch.zeros(B, dtype=torch.int32)
-    with pytest.raises(InvalidArgumentError, match=r"block_table: expected \[b=3, max_pages\]"):
-        paged_view(pages, table, torch.zeros(3, dtype=torch.int32), k=K)
-    with pytest.raises(InvalidArgumentError, match=r"pages: expected \[num_pages, page, k\+p\]"):
-        paged_view(pages[0], table, lengths, k=K)
-
-
 # --- values on the device -------------------------------------------------------------------------
 
 
@@ -277,11 +268,3 @@ def test_debug_mode_wants_a_token_per_query(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("HYPER_MLA_DEBUG", "1")
     with pytest.raises(InvalidArgumentError, match=r"lengths\[0\]: expected at least the s=3"):
         mla_var3.mla_attention(**given)
-
-
-def test_debug_mode_accepts_right_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HYPER_MLA_DEBUG", "1")
-    mla_var3.mla_attention(**paged_arguments())
-    mla_var3.mla_attention(
-        **{**paged_arguments(lengths=int32(3, 4), block_table=int32([0, 0], [0, 0])), **PACKED}
-    )

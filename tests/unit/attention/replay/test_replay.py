@@ -112,29 +112,6 @@ def test_packed_queries(kernel: RepeatableKernel, generator: torch.Generator) ->
         same(found, mla_latent_attention(*q, cache, kernel="torch_tiled", **options))
 
 
-def test_weights_that_learn_give_no_gradients(
-    kernel: RepeatableKernel, generator: torch.Generator
-) -> None:
-    weights = [torch.nn.Parameter(weight) for weight in (MODEL.w_uk, MODEL.w_uv)]
-    cache = cache_of(generator)
-    for _ in range(2):
-        output = mla_attention(*queries(generator, D), cache, *weights, kernel=KERNEL)
-        assert isinstance(output, torch.Tensor) and not output.requires_grad
-    assert kernel.repeats == 1
-
-
-def test_queries_that_are_columns_of_one_tensor_are_not_copied(
-    kernel: RepeatableKernel, generator: torch.Generator
-) -> None:
-    cache = cache_of(generator)
-    for turn in range(2):
-        both = normal(generator, B, S, H, K + P, dtype=DTYPE)
-        q = both[..., :K], both[..., K:]
-        found = mla_latent_attention(*q, cache, kernel=KERNEL)
-        assert kernel.repeats == turn
-        same(found, mla_latent_attention(*q, cache, kernel="torch_tiled"))
-
-
 # --- what is never replayed ----------------------------------------------------------------
 
 
@@ -404,13 +381,6 @@ def test_a_key_in_every_state_of_torch(known: Known) -> None:
             assert known(parameter) == "kept" and known(torch.ones(3)) == "kept"
 
 
-def test_a_tensor_that_is_there_twice(known: Known) -> None:
-    both = torch.zeros(3)
-    assert known(both, both, keep="kept") == "kept"
-    assert known(torch.ones(3), torch.ones(3)) == "kept"
-    assert known(both, torch.ones(4)) is None
-
-
 def test_lengths_of_the_cache_given_once_more(
     kernel: RepeatableKernel, generator: torch.Generator
 ) -> None:
@@ -447,22 +417,6 @@ def test_whole_calls_in_and_outside_of_inference_mode(
     for found, wanted in results:  # no later call has written into an earlier result
         same(found, wanted)
     assert (kernel.calls, kernel.repeats) == (1, 3)
-
-
-def test_the_workspace_is_of_the_mode(kernel: RepeatableKernel, generator: torch.Generator) -> None:
-    """That of inference mode cannot be written outside of it; the other costs more inside."""
-    cache, q = cache_of(generator), queries(generator, D)
-    weights = MODEL.w_uk, MODEL.w_uv
-    mla_attention(*q, cache, *weights, kernel=KERNEL)
-    replay = keys.find_replay(keys.whole_key(*q, cache, *weights, KERNEL, {}))
-    for inference in (False, True, False, True):
-        with torch.inference_mode(inference):
-            mla_attention(*q, cache, *weights, kernel=KERNEL)
-    assert kernel.repeats == 4
-    kept = {inference: made for (_, inference), made in replay._threads.prepared.items()}
-    assert set(kept) == {False, True}
-    for inference, (_, _, _, (tensors, _)) in kept.items():
-        assert all(tensor.is_inference() is inference for tensor in tensors)
 
 
 @pytest.mark.parametrize("largest", [0, workspace.LARGEST_BYTES])
@@ -552,3 +506,15 @@ def test_memory_is_of_one_thread_and_has_few_sizes() -> None:
     thread.start()
     thread.join()
     assert there[0] is not here
+
+
+def test_queries_that_are_columns_of_one_tensor_are_not_copied(
+    kernel: RepeatableKernel, generator: torch.Generator
+) -> None:
+    cache = cache_of(generator)
+    for turn in range(2):
+        both = normal(generator, B, S, H, K + P, dtype=DTYPE)
+        q = both[..., :K], both[..., K:]
+        found = mla_latent_attention(*q, cache, kernel=KERNEL)
+        assert kernel.repeats == turn
+        same(found, mla_latent_attention(*q, cache, kernel="torch_tiled"))
