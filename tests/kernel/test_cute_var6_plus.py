@@ -22,7 +22,7 @@ from mla_var3.kernel.cute_python.mla.flash_attention.flash_attention.flash_atten
     CuteFlashAttention,
 )
 from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLATiling
-from mla_var3.kernel.cute_python.mla.mix.sm_split import SmSplit, balanced_split, neighbours
+from mla_var3.kernel.cute_python.mla.mix.sm_split import SmSplit, balanced_split
 from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus.mla_var6_plus import (
     CuteMlaVar6Plus,
 )
@@ -161,15 +161,6 @@ def test_eight_bits_are_half_the_bytes_and_padded_slots() -> None:
     assert 0.5 < packed.decompressed_cost().bytes / plain.decompressed_cost().bytes < 0.6
 
 
-@pytest.mark.parametrize("n", [0, 37, 300])
-def test_the_cost_of_the_parts_is_that_of_the_whole(n: int) -> None:
-    plan = make("mla_var6_plus", n=n, lengths=(300, 60))
-    flops, _ = plan._algorithmic_flops_bytes(plan.tiling)
-    s, h, d, p, k = plan.s, plan.h, plan.d, plan.p, plan.k
-    old, new = sum(plan.latent_lengths()), sum(plan.new_lengths())
-    assert flops == 2 * h * s * (old * (2 * k + p) + new * (2 * d + p))
-
-
 # --- references -----------------------------------------------------------------------------------
 
 
@@ -213,16 +204,6 @@ def test_work_tiles_are_not_divided_between_sms() -> None:
     latent, window = Cost(36.5e9, 0), Cost(86e9, 0)
     assert balanced_split(latent, window, 132).decompressed > 90
     assert balanced_split(latent, window, 132, work_tiles=256) == SmSplit(46, 86)
-
-
-def test_neighbours_use_all_sms_and_leave_each_kernel_one() -> None:
-    for split in (SmSplit(66, 66), SmSplit(1, 131), SmSplit(131, 1), SmSplit(1, 1)):
-        found = neighbours(split)
-        assert split not in found and len(set(found)) == len(found)
-        for other in found:
-            assert other.latent + other.decompressed == split.latent + split.decompressed
-            assert min(other.latent, other.decompressed) >= 1
-    assert len(neighbours(SmSplit(66, 66))) == 4
 
 
 @pytest.mark.parametrize("n", [64, 512, 2048, 4000])
@@ -469,10 +450,3 @@ def test_an_unresolved_choice_says_who_makes_it() -> None:
             plan.prepare_inputs("meta")
     assert make("mla_var6_plus").n is not None
     assert make("mla_var6_plus_v6").prefix == 128
-
-
-def test_refinements_surround_the_choice() -> None:
-    plan = make("mla_var6_plus", b=32, s=16, t=4096, h=128, n=1024)
-    found = [other.n for other in plan.refinements()]
-    assert found == sorted(found) and 1024 not in found
-    assert {0, 4096} <= set(found) and min(n for n in found if n) < 1024 < max(found)

@@ -1,4 +1,4 @@
-"""Small CuTe DSL kernels whose machine code stands behind statements of the documentation.
+"""Small CuTe DSL kernels whose machine code the documentation cites.
 
 CuTe DSL traces functions from source files, so they cannot be made in the tests themselves.
 """
@@ -14,34 +14,27 @@ import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64
-from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+from cutlass import BFloat16, Boolean, Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from cutlass.cute.runtime import make_ptr
 from cutlass.memory import SmemAllocator
 from cutlass.runtime import make_fake_stream
 
-from mla_var3.runtime.compile import disassemble, parse_disassembly
+from mla_var3.runtime.compile import disassemble
 
 ROWS, COLUMNS, DEPTH = 64, 256, 64
-TILE, WIDE, LATENT = 64, 256, 512
-LIVE_VALUES = 200
 
 
 def pointer(element: Any, alignment: int = 16) -> Any:
     return make_ptr(element, 0, cute.AddressSpace.gmem, assumed_align=alignment)
 
 
-def cubin_of(host: Any, *arguments: Any) -> bytes:
-    """The code for sm_90a."""
+def compiled(host: Any, *arguments: Any) -> collections.Counter[str]:
+    """How often each instruction, with its suffixes, occurs in the code for sm_90a."""
     with tempfile.TemporaryDirectory() as folder:
         options = f"--gpu-arch sm_90a --keep-cubin --dump-dir {folder}"
         program = cute.compile(host, *arguments, make_fake_stream(), options=options)
-        return bytes(program.__cubin__)
-
-
-def compiled(host: Any, *arguments: Any) -> collections.Counter[str]:
-    """How often each instruction, with its suffixes, occurs in the code for sm_90a."""
-    return instructions(cubin_of(host, *arguments))
+        return instructions(program.__cubin__)
 
 
 def instructions(cubin: bytes) -> collections.Counter[str]:
@@ -197,200 +190,3 @@ class Products:
 
 def accumulation(way: str) -> collections.Counter[str]:
     return compiled(Products(way), pointer(Float32), Int32(1))
-
-
-# --- wide copies --------------------------------------------------------------------------------
-
-
-class WideCopy:
-    """64 x 256 elements into swizzled shared memory, from columns in one mode or in two."""
-
-    def __init__(self, hierarchical: bool) -> None:
-        self.hierarchical = hierarchical
-
-    @cute.jit
-    def __call__(self, x: cute.Pointer, y: cute.Pointer, rows: Int32, stream: cuda.CUstream):
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-        layout = cute.tile_to_shape(atom, (TILE, WIDE), order=(0, 1))
-        shape, stride = (rows, LATENT), (LATENT, 1)
-        if cutlass.const_expr(self.hierarchical):
-            shape, stride = (rows, (TILE, LATENT // TILE)), (LATENT, (1, TILE))
-        source = cute.make_tensor(x, cute.make_layout(shape, stride=stride))
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        copy = cpasync.make_tiled_tma_atom(load, source, layout, (TILE, WIDE))
-
-        @cute.struct
-        class Shared:
-            arrived: cute.struct.MemRange[Int64, 1]
-            tile: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout)], 1024]
-
-        self.Shared = Shared
-        out = cute.make_tensor(y, cute.make_layout(32))
-        self.wide_copy(*copy, out, layout).launch(grid=(1, 1, 1), block=(32, 1, 1), stream=stream)
-
-    @cute.kernel
-    def wide_copy(
-        self,
-        copy: cute.CopyAtom,
-        source: cute.Tensor,
-        out: cute.Tensor,
-        layout: cute.ComposedLayout,
-    ):
-        thread, _, _ = cute.arch.thread_idx()
-        shared = SmemAllocator().allocate(self.Shared)
-        arrived = shared.arrived.data_ptr()
-        tile = shared.tile.get_tensor(layout.outer, swizzle=layout.inner)
-        block = cute.local_tile(source, (TILE, WIDE), (0, 0))
-        target, origin = cpasync.tma_partition(
-            copy,
-            0,
-            cute.make_layout(1),
-            cute.group_modes(tile, 0, 2),
-            cute.group_modes(block, 0, 2),
-        )
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_init(arrived, 1)
-        cute.arch.mbarrier_init_fence()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(arrived, TILE * WIDE * 2)
-        cute.copy(copy, origin, target, tma_bar_ptr=arrived)
-        cute.arch.mbarrier_wait(arrived, 0)
-        out[thread] = tile[thread, 0]
-
-
-def wide_copy(hierarchical: bool) -> collections.Counter[str]:
-    element = pointer(BFloat16)
-    return compiled(WideCopy(hierarchical), element, element, Int32(TILE))
-
-
-# --- registers and the number of warps ----------------------------------------------------------
-
-
-class ManyValues:
-    """A kernel that holds more values per thread than three warps of a scheduler may."""
-
-    def __init__(self, threads: int) -> None:
-        self.threads = threads
-
-    @cute.jit
-    def __call__(self, x: cute.Pointer, steps: Int32, stream: cuda.CUstream):
-        values = cute.make_tensor(x, cute.make_layout((512, LIVE_VALUES)))
-        self.many_values(values, steps).launch(
-            grid=(1, 1, 1), block=(self.threads, 1, 1), stream=stream, min_blocks_per_mp=1
-        )
-
-    @cute.kernel
-    def many_values(self, x: cute.Tensor, steps: Int32):
-        thread, _, _ = cute.arch.thread_idx()
-        held = cute.make_rmem_tensor(LIVE_VALUES, Float32)
-        for i in cutlass.range_constexpr(LIVE_VALUES):
-            held[i] = x[thread, i]
-        for _ in cutlass.range(steps, unroll=1):
-            first = held[0]
-            for i in cutlass.range_constexpr(LIVE_VALUES - 1):
-                held[i] = held[i + 1] * held[i] + first
-            held[LIVE_VALUES - 1] = first
-            cute.arch.sync_threads()
-        for i in cutlass.range_constexpr(LIVE_VALUES):
-            x[thread, i] = held[i]
-
-
-def registers_and_stack(threads: int) -> tuple[int, int]:
-    """Registers per thread and bytes of stack of `ManyValues`."""
-    code = cubin_of(ManyValues(threads), pointer(Float32), Int32(1))
-    report = parse_disassembly(disassemble(code))
-    return report["registers"], report["stack_bytes"]
-
-
-# --- products in flight -------------------------------------------------------------------------
-
-
-class InFlight:
-    """Products in a loop, issued and waited for in different places around a branch."""
-
-    def __init__(self, way: str) -> None:
-        self.way = way
-
-    @cute.jit
-    def __call__(self, d: cute.Pointer, steps: Int32, stream: cuda.CUstream):
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
-        layout = cute.tile_to_shape(atom, (TILE, TILE), order=(0, 1))
-        major = OperandMajorMode.K
-        mma = sm90.make_trivial_tiled_mma(
-            BFloat16, BFloat16, major, major, Float32, (1, 1, 1), (TILE, TILE)
-        )
-
-        @cute.struct
-        class Shared:
-            a: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout)], 1024]
-            b: cute.struct.Align[cute.struct.MemRange[BFloat16, cute.cosize(layout)], 1024]
-
-        self.Shared = Shared
-        out = cute.make_tensor(d, cute.make_layout((TILE, TILE), stride=(TILE, 1)))
-        self.in_flight(mma, out, steps, layout).launch(
-            grid=(1, 1, 1), block=(128, 1, 1), stream=stream
-        )
-
-    @cute.jit
-    def multiply(self, mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor):
-        atom = cute.make_mma_atom(mma.op)
-        atom.set(warpgroup.Field.ACCUMULATE, True)
-        for part in cutlass.range_constexpr(TILE // 16):
-            at = (None, None, part)
-            cute.gemm(atom, acc, a[at], b[at], acc)
-
-    @cute.jit
-    def issue(self, mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor):
-        warpgroup.fence()
-        self.multiply(mma, acc, a, b)
-        warpgroup.commit_group()
-
-    @cute.kernel
-    def in_flight(
-        self, mma: cute.TiledMma, d: cute.Tensor, steps: Int32, layout: cute.ComposedLayout
-    ):
-        thread, _, _ = cute.arch.thread_idx()
-        shared = SmemAllocator().allocate(self.Shared)
-        mine = mma.get_slice(thread)
-        a_tile = shared.a.get_tensor(layout.outer, swizzle=layout.inner)
-        b_tile = shared.b.get_tensor(layout.outer, swizzle=layout.inner)
-        a = mma.make_fragment_A(mine.partition_A(a_tile))
-        b = mma.make_fragment_B(mine.partition_B(b_tile))
-        first = cute.make_rmem_tensor(mine.partition_shape_C((TILE, TILE)), Float32)
-        second = cute.make_rmem_tensor(mine.partition_shape_C((TILE, TILE)), Float32)
-        first.fill(0.0)
-        second.fill(0.0)
-        for step in cutlass.range(steps, unroll=1):
-            if cutlass.const_expr(self.way == "fence and commit outside"):
-                warpgroup.fence()
-                if step % 2 == 0:
-                    self.multiply(mma, first, a, b)
-                warpgroup.commit_group()
-                warpgroup.wait_group(0)
-            elif cutlass.const_expr(self.way == "all inside"):
-                if step % 2 == 0:
-                    self.issue(mma, first, a, b)
-                warpgroup.wait_group(0)
-            else:
-                self.issue(mma, first, a, b)
-                if cutlass.const_expr(self.way == "always"):
-                    self.issue(mma, second, a, b)
-                else:
-                    if step % 2 == 0:
-                        self.issue(mma, second, a, b)
-                if cutlass.const_expr(self.way != "branch, wait for both"):
-                    warpgroup.wait_group(1)
-                else:
-                    warpgroup.wait_group(0)
-                first.store(first.load() * 0.5)
-                if cutlass.const_expr(self.way != "branch, wait for both"):
-                    warpgroup.wait_group(0)
-                second.store(second.load() * 0.5)
-        warpgroup.wait_group(0)
-        if cutlass.const_expr(self.way not in ("all inside", "fence and commit outside")):
-            first.store(first.load() + second.load())
-        cute.autovec_copy(first, mine.partition_C(d))
-
-
-def in_flight(way: str) -> collections.Counter[str]:
-    return compiled(InFlight(way), pointer(Float32), Int32(1))

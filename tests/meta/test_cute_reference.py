@@ -123,30 +123,6 @@ COUNTS += [
         ("branch, helper with an atom of its own", "atom in a helper"),
     )
 ]
-COUNTS += [
-    (
-        "wide-copies-from-a-hierarchical-layout",
-        f"64 x 256 elements, {columns}",
-        partial(cute_findings.wide_copy, hierarchical),
-    )
-    for columns, hierarchical in (("plain columns", False), ("columns as 64 times tiles", True))
-]
-COUNTS += [
-    ("wait-that-depends-on-a-branch", case, partial(cute_findings.in_flight, way))
-    for case, way in (
-        (
-            "two products of four HGMMA, both always; wait for the first, then for the second",
-            "always",
-        ),
-        ("the second in a branch; wait for both", "branch, wait for both"),
-        ("the second in a branch; wait for the first, then for the second", "branch"),
-        (
-            "one product in a branch, its fence before and its commit behind it",
-            "fence and commit outside",
-        ),
-        ("the same, all of it in the branch", "all inside"),
-    )
-]
 """Findings that count instructions: page, case of its evidence table, what to compile."""
 
 
@@ -158,22 +134,6 @@ def test_counts_of_findings(
     stated = counted(evidence(findings[page], case))
     assert stated
     assert differences(stated, compile_case()) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "threads"),
-    [
-        ("200 live values per thread, 256 threads", 256),
-        ("the same, 288 threads (9 warps)", 288),
-        ("the same, 384 threads", 384),
-    ],
-)
-def test_registers_by_number_of_warps(findings: dict[str, str], case: str, threads: int) -> None:
-    cell = evidence(findings["a-warp-that-only-loads"], case)
-    match = re.fullmatch(r"(\d+) registers, (\d+) bytes of stack", cell)
-    assert match is not None, cell
-    assert cute_findings.registers_and_stack(threads) == (int(match[1]), int(match[2]))
 
 
 @pytest.mark.slow

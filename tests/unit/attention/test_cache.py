@@ -1,4 +1,4 @@
-"""LatentCache: sizes, appending, dropping, paging, the ring, and a long soak against lists."""
+"""LatentCache: sizes, appending, dropping, paging, the ring, and many steps against lists."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-import mla_var3
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.cache.tokens import masked_put
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 
-from .attention_support import assert_close, filled_cache, make_model, normal, oracle
+from .attention_support import filled_cache, make_model
 
 K, P, H, D = 3, 2, 2, 4
 
@@ -353,8 +352,8 @@ def test_wrong_changes(change: Any, message: str) -> None:
 # --- soak -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("page_size", "steps"), [(None, 2000), (64, 8000)])
-def test_ten_thousand_steps_of_speculative_decoding(page_size: int | None, steps: int) -> None:
+@pytest.mark.parametrize(("page_size", "steps"), [(None, 400), (64, 1500)])
+def test_many_steps_of_speculative_decoding(page_size: int | None, steps: int) -> None:
     """Append drafts, drop the rejected, evict: after every step the cache is what lists say."""
     chance = random.Random(7)
     generator = torch.Generator().manual_seed(7)
@@ -399,8 +398,6 @@ def test_ten_thousand_steps_of_speculative_decoding(page_size: int | None, steps
             assert free_pages == 6 - held_pages
         if step % 10 == 0:
             _require_contents(cache, lists, model.w_uk)
-        if step % 200 == 0:
-            _require_attention(cache, lists, model, generator)
 
 
 def _expected_taken(
@@ -437,18 +434,3 @@ def _require_contents(
         # The ring of rope keys, as appended, and as a view without one would gather it.
         for rope_ring in (view.ring_rope(), replace(view, k_rope_new=None).ring_rope()):
             assert torch.equal(rope_ring[request, slots], expected[start:, K:])
-
-
-def _require_attention(
-    cache: LatentCache, lists: list[list[torch.Tensor]], model: Any, generator: torch.Generator
-) -> None:
-    q_nope, q_rope = (normal(generator, 3, 2, 1, w, dtype=torch.float32) for w in (2, P))
-    output, lse = mla_var3.mla_attention(
-        q_nope, q_rope, cache, model.w_uk, model.w_uv, return_lse=True
-    )
-    for request, tokens in enumerate(lists):
-        rows_ = torch.stack(tokens) if tokens else torch.empty(0, K + P)
-        expected, expected_lse = oracle(
-            q_nope[request], q_rope[request], rows_[:, :K], rows_[:, K:], model
-        )
-        assert_close(output[request], expected, lse[request], expected_lse)

@@ -31,7 +31,7 @@ mla_attention = mla_var3.mla_attention
 P = 4
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_options_crossed(data: st.DataObject) -> None:
     """Random sizes, caches, masks, query packing and strides, each against the oracle."""
@@ -215,7 +215,7 @@ def test_huge_scores_do_not_overflow(dtype: torch.dtype, generator: torch.Genera
 
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=12), st.randoms())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_tree_ancestors_by_walking(draws: list[int], _: object) -> None:
     parents = [draw % (token + 1) - 1 for token, draw in enumerate(draws)]
     assert torch.equal(tree_ancestors(torch.tensor(parents)), ancestors_by_walking(parents))

@@ -23,6 +23,7 @@ from .test_replay import (
     B,
     D,
     H,
+    K,
     Make,
     S,
     cache_of,
