@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from mla_var3.conf.devices import device_spec, load_devices
+from mla_var3.conf.devices import load_devices
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.compare import compare
-from mla_var3.runtime.autotune.units import units_of
 from mla_var3.runtime.check import poison_outputs
-from mla_var3.runtime.compile import compile_report, fits_shared_memory
+from mla_var3.runtime.compile import compile_report
 from mla_var3.runtime.composite import ConcurrentKernels
 from mla_var3.runtime.ct_kernel import CtKernel
 from mla_var3.runtime.tiling import constraint_failures
@@ -27,11 +26,6 @@ BASE = "mla_var6_plus"
 V2, V3, V4 = (f"{BASE}_v{number}" for number in (2, 3, 4))
 VERSIONS = (V2, V3, V4)
 TARGETS = ("sm_90", "sm_100", "sm_120")
-TARGET_DEVICES = {
-    "sm_90": "NVIDIA H200",
-    "sm_100": "NVIDIA B200",
-    "sm_120": "NVIDIA GeForce RTX 5090",
-}
 
 CASES = [
     Case(s=1, t=1, h=8, lengths=(1, 0), n=1),
@@ -250,17 +244,6 @@ def test_joint_tilings_may_not_need_more_sms_than_there_are(
     assert all("SMs for both kernels" in failure for failure in failures)
 
 
-def test_tuning_tries_the_pairs_that_fit() -> None:
-    """The group is one unit, and only the joint constraint refuses pairs."""
-    unit = units_of(large(1024))[0]
-    assert list(unit.kernels) == ["latent_old_v4", "window_new_v4"]
-    latent, window = unit.candidates().values()
-    sums = [(a.Share + b.Share, unit.joint_failures((a, b))) for a in latent for b in window]  # type: ignore[attr-defined]
-    assert any(total > 100 for total, _ in sums)
-    assert any(total == 100 for total, _ in sums)
-    assert all((failures == ()) == (total <= 100) for total, failures in sums)
-
-
 def test_an_oversubscribed_pair_does_not_launch() -> None:
     plan: Any = make_plan(V4, **SMALL, n=30)
     plan.tiling.Share = 80
@@ -288,31 +271,6 @@ def test_each_kernel_alone(causal: bool) -> None:
 
 
 # --- machine code ---------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("version", "target"),
-    [
-        (version, target)
-        for version in VERSIONS
-        for target in TARGETS
-        # v2 differs from the base in the arithmetic on the block index alone.
-        if version != V2 or target == "sm_90"
-    ],
-)
-def test_compiles(version: str, target: str) -> None:
-    """For every target; on sm_90 by wgmma and the copy engine, without spills."""
-    plan = make_plan(version, b=32, s=16, t=4096, h=128, n=1024).for_target(target)
-    *attention, _ = plan.plan(*plan.prepare_inputs("meta")).kernels()
-    for kernel in attention:  # the combine stage is that of the base, see test_compile.py
-        report = compile_report(kernel, target)
-        assert report.error is None
-        assert fits_shared_memory(report, device_spec(TARGET_DEVICES[target]))
-        if target == "sm_90":
-            assert not report.spills, report.verdict
-            assert set(report.mma) == {"HGMMA"}
-            assert report.uses_tma
 
 
 @pytest.mark.slow

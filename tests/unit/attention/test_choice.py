@@ -18,7 +18,7 @@ from mla_var3.attention.select import tuned
 from mla_var3.attention.select.choice import Candidate
 from mla_var3.cli.main import main
 from mla_var3.conf.devices import device_spec
-from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
+from mla_var3.errors import InvalidArgumentError, UnknownNameError
 from mla_var3.kernel.cute_python.mla.latent.operands import LatentOperands, LatentOptions
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.model.times import IDEAL, Estimate
@@ -251,18 +251,6 @@ def test_equal_predictions_go_to_the_plugged_kernel(plugged: list[dict[str, Any]
     assert (dense.kernel, dense.language) == ("flash_mla", "cutile-dsl")
     paged = mla_var3.explain(**SIZES, page_size=64, device_name=H200)
     assert (paged.kernel, paged.language) == ("flash_mla", "cute-dsl")
-
-
-def test_a_gpu_kernel_is_refused_on_the_cpu(generator: torch.Generator) -> None:
-    model = make_model(generator, dtype=torch.bfloat16, k=8, d=8)
-    cache, _ = filled_cache(generator, [9], model, p=8, t=128, dtype=torch.bfloat16)
-    q = normal(generator, 1, 2, 2, 8, dtype=torch.bfloat16)
-    backends.register(LatentBackend("gpu_only", "cute-dsl", lambda *_: None))
-    try:
-        with pytest.raises(UnsupportedError, match=r"gpu_only \(cute-dsl\): it needs a GPU"):
-            mla_var3.mla_attention(q, q, cache, model.w_uk, model.w_uv, kernel="gpu_only")
-    finally:
-        backends.unregister("gpu_only", "cute-dsl")
 
 
 # --- hyper-mla choose -----------------------------------------------------------------------------

@@ -43,14 +43,12 @@ PACKED = {"q_nope": torch.randn(6, H, D), "q_rope": torch.randn(6, H, P), "cu_se
         (changed(q_nope=3), r"q_nope: expected a tensor \[b, s, h, d\], got int"),
         (changed(q_nope=torch.randn(B, S, H)), r"q_nope: expected \[b, s, h, d\], got \[2, 3, 2\]"),
         (changed(q_nope=torch.randn(B, 0, H, D)), "q_nope: expected s of at least 1"),
-        (changed(q_nope=torch.ones(B, S, H, D).long()), "q_nope: expected dtype torch.bfloat16 or"),
         (changed(q_nope=torch.randn(B, S, H, D).half()), "w_uk: expected dtype torch.float16"),
         (
             changed(q_rope=torch.randn(B, S, 1, P)),
             r"q_rope: expected \[b=2, s=3, h=2, p=4\], got \[2, 3, 1, 4\]",
         ),
         (changed(q_rope=None), "q_rope: expected a tensor .* got NoneType"),
-        (changed(q_rope=torch.randn(B, S, H, P).half()), "q_rope: expected dtype torch.float32"),
         (
             changed(q_rope=torch.empty(B, S, H, P, device="meta")),
             "q_rope: expected a tensor on cpu, got one on meta",
@@ -64,7 +62,6 @@ PACKED = {"q_nope": torch.randn(6, H, D), "q_rope": torch.randn(6, H, P), "cu_se
             r"w_uv: expected \[h=2, k=8, d=6\], got \[2, 6, 8\]",
         ),
         (changed(cache=5), "cache: expected a LatentCache, a CacheView or a pair .* got int"),
-        (changed(cache=(1, 2, 3)), "cache: expected a LatentCache, a CacheView or a pair"),
         (
             changed(cache=(torch.randn(B, T, 9), torch.randn(B, T, P))),
             r"cache\[0\] \(c_kv\): expected \[b=2, t, k=8\], got \[2, 70, 9\]",
@@ -74,16 +71,8 @@ PACKED = {"q_nope": torch.randn(6, H, D), "q_rope": torch.randn(6, H, P), "cu_se
             r"cache\[1\] \(k_rope\): expected \[b=2, t=70, p=4\], got \[2, 69, 4\]",
         ),
         (
-            changed(cache=(torch.randn(B, T, K).half(), torch.randn(B, T, P))),
-            r"cache\[0\] \(c_kv\): expected dtype torch.float32, got torch.float16",
-        ),
-        (
             changed(cache=LatentCache.allocate(3, T, k=K, p=P, dtype=torch.float32)),
             r"cache.c_kv: expected \[b=2, t, k=8\], got \[3, 70, 8\]",
-        ),
-        (
-            changed(cache=LatentCache.allocate(B, T, k=K, p=P)),
-            "cache.c_kv: expected dtype torch.float32, got torch.bfloat16",
         ),
         (
             changed(
@@ -101,13 +90,10 @@ PACKED = {"q_nope": torch.randn(6, H, D), "q_rope": torch.randn(6, H, P), "cu_se
         (changed(lengths=torch.ones(B)), "lengths: expected dtype torch.int32 or torch.int64"),
         (changed(causal=1), "causal: expected True or False, got 1"),
         (changed(scale=0), "scale: expected a positive finite number or None, got 0"),
-        (changed(scale="x"), "scale: expected a positive finite number or None, got 'x'"),
-        (changed(scale=float("inf")), "scale: expected a positive finite number or None, got inf"),
         (
             changed(out=torch.empty(B, S, H, K)),
             r"out: expected \[b=2, s=3, h=2, d=6\], got \[2, 3, 2, 8\]",
         ),
-        (changed(out=torch.empty(B, S, H, D).half()), "out: expected dtype torch.float32"),
         (changed(max_q=2), "max_q: expected s=3 without cu_seqlens_q, got 2"),
         (changed(max_kv=0), "max_kv: expected a positive integer, got 0"),
         (
@@ -123,10 +109,6 @@ PACKED = {"q_nope": torch.randn(6, H, D), "q_rope": torch.randn(6, H, P), "cu_se
             r"cu_seqlens_q: expected \[b\+1=3\], got \[2\]",
         ),
         (
-            changed(**{**PACKED, "cu_seqlens_q": BOUNDS.float()}),
-            "cu_seqlens_q: expected dtype torch.int32 or torch.int64",
-        ),
-        (
             changed(tree_mask=torch.ones(S, S, dtype=torch.bool), causal=False),
             "tree_mask: expected none with causal=False, got a tree",
         ),
@@ -134,10 +116,6 @@ PACKED = {"q_nope": torch.randn(6, H, D), "q_rope": torch.randn(6, H, P), "cu_se
         (
             changed(tree_mask=torch.ones(4, 4, dtype=torch.bool)),
             r"tree_mask: expected \[s=3, s=3\], got \[4, 4\]",
-        ),
-        (
-            changed(tree_mask=torch.zeros(3, S, dtype=torch.int32)),
-            r"tree_mask: expected \[b=2, s=3\], got \[3, 3\]",
         ),
         (changed(tree_mask=torch.zeros(S)), "tree_mask: expected dtype torch.bool or"),
         (changed(total_lengths=[1, 2, 3]), r"total_lengths: expected \[b=2\], got \[3\]"),

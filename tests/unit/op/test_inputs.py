@@ -12,6 +12,7 @@ from mla_var3.op.mla.inputs import (
     up_project,
 )
 from mla_var3.op.mla.problem import MlaProblem
+from mla_var3.op.product import product
 
 PROBLEM = MlaProblem(b=4, s=3, t=10, h=5, d=8, p=4, k=16, lengths=(10, 0, 1, 7))
 
@@ -126,3 +127,16 @@ def test_projections_name_the_wrong_operand():
         decompress_all(inputs.c_kv, inputs.w_uv, inputs.w_uv)
     with pytest.raises(InvalidArgumentError, match=r"^w_uv: expected \[h=5, k=16, d=8\]"):
         decompress_all(inputs.c_kv, inputs.w_uk, inputs.w_uk)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_products_are_rounded_once(dtype, generator):
+    rows, matrices = (
+        torch.randn(shape, generator=generator).to(dtype) for shape in ((3, 5, 300), (3, 300, 4))
+    )
+    exact = rows.double() @ matrices.double()
+    found = product(rows, matrices)
+    assert found.dtype is dtype
+    torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-4)
+    out = torch.empty_like(found)
+    assert product(rows, matrices, out=out) is out and torch.equal(out, found)

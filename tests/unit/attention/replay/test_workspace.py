@@ -219,19 +219,6 @@ def test_streams_take_from_memory_of_their_own(
     assert not memory[7] & memory[8] and [len(known) for known in memory.values()] == [1, 1]
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 1, 1), (5, 3, 7), (4, 4, 16)])
-def test_every_part_begins_where_kernels_can_write(shape: tuple[int, int, int]) -> None:
-    _, s, h = shape
-    kept: list[torch.Tensor] = []
-    layout = shape, (s * h, h, 1)
-    first = workspace.new_lse(kept, layout, torch_fast.tensor_maker(CPU))
-    taken = [first, *kept]
-    assert 1 < len(taken) <= workspace.LSES_AT_ONCE
-    assert all(one.data_ptr() % 16 == 0 and one.shape == shape for one in taken)
-    assert apart(taken)
-    assert first.untyped_storage().nbytes() <= workspace.LSES_BYTES
-
-
 def test_an_allocation_that_fails_leaves_nothing_behind() -> None:
     def out_of_memory(*layout: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("no memory")
