@@ -11,9 +11,7 @@ from .compile_once import Compiled, compile_once
 
 @pytest.fixture(scope="session")
 def compiled(
-    repo_root: Path,
-    package_environment: dict[str, str],
-    tmp_path_factory: pytest.TempPathFactory,
+    repo_root: Path, package_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Compiled:
     """Reports and assembler remarks of `VARIANTS`, by name."""
     pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")

@@ -28,11 +28,7 @@ STAGES = {
     "window_new_v4": ("mla_var6_plus_v4", {"n": 1024}),
 }
 """Id -> design that has the stage, and further fields of its plan."""
-DEVICES = {
-    "sm_90": "NVIDIA H200",
-    "sm_100": "NVIDIA B200",
-    "sm_120": "NVIDIA GeForce RTX 5090",
-}
+DEVICES = {"sm_90": "NVIDIA H200", "sm_100": "NVIDIA B200", "sm_120": "NVIDIA GeForce RTX 5090"}
 HOPPER_SHARED_BYTES = 227 * 1024
 
 

@@ -14,9 +14,7 @@ pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl"
 from mla_var3.cli.commands import kernel as kernel_command
 from mla_var3.errors import HyperMlaError, InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla.flash_mla import CuteFlashMLA
-from mla_var3.kernel.cute_python.mla.hopper.constants import (
-    DEFAULT_SM_COUNT,
-)
+from mla_var3.kernel.cute_python.mla.hopper.constants import DEFAULT_SM_COUNT
 from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLATiling
 from mla_var3.kernel.cute_python.mla.latent.merge import merge_cost, merge_rows
 from mla_var3.kernel.cute_python.mla.latent.operands import LATENT_FIELDS

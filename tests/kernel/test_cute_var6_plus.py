@@ -14,28 +14,10 @@ from mla_var3.attention.backends import registry
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import HyperMlaError, InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.decompressed.kernel import HEADS, TILES
-from mla_var3.kernel.cute_python.mla.decompressed.stage import (
-    DecompressedShape,
-    DecompressedTiling,
-)
-from mla_var3.kernel.cute_python.mla.flash_attention.flash_attention.flash_attention import (
-    CuteFlashAttention,
-)
+from mla_var3.kernel.cute_python.mla.decompressed.stage import DecompressedShape, DecompressedTiling
 from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLATiling
 from mla_var3.kernel.cute_python.mla.mix.sm_split import SmSplit, balanced_split
-from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus.mla_var6_plus import (
-    CuteMlaVar6Plus,
-)
-from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus_v5.mla_var6_plus_v5 import (
-    CuteMlaVar6PlusV5,
-)
-from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus_v6.mla_var6_plus_v6 import (
-    CuteMlaVar6PlusV6,
-)
-from mla_var3.kernel.cute_python.mla.projections.outputs import (
-    DecompressCombineTiling,
-    row_tiles,
-)
+from mla_var3.kernel.cute_python.mla.projections.outputs import DecompressCombineTiling, row_tiles
 from mla_var3.op.compare import compare
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import best_n
@@ -45,23 +27,23 @@ from mla_var3.op.mla.prefix.reference import make_shared_prefix_inputs
 from mla_var3.op.mla.reference import reference_from_latent
 from mla_var3.runtime import paths
 from mla_var3.runtime.composite import ConcurrentKernels
-from mla_var3.runtime.paths import find_kernel
+from mla_var3.runtime.paths import find_kernel, plan_class
 from mla_var3.runtime.tiling import constraint_failures
 from tests.unit.attention.emulated_stages import named_arguments
 
 from .compile_once import SMALL
+from .kernel_support import INPUT_NAMES
 
 HOPPER = device_spec("NVIDIA H200")
-PLANS: dict[str, Any] = {
-    "flash_attention": CuteFlashAttention,
-    "mla_var6_plus": CuteMlaVar6Plus,
-    "mla_var6_plus_v5": CuteMlaVar6PlusV5,
-    "mla_var6_plus_v6": CuteMlaVar6PlusV6,
-}
+
+
+def plan_of(name: str, **fields: Any) -> Any:
+    cls: Any = plan_class(find_kernel(name, language="cute-dsl"))
+    return cls(**fields)
 
 
 def make(name: str, **fields: Any) -> Any:
-    return PLANS[name](**{**SMALL, **fields}).on_device(HOPPER)
+    return plan_of(name, **{**SMALL, **fields}).on_device(HOPPER)
 
 
 def stage_of(plan: Any) -> Any:
@@ -239,7 +221,7 @@ def test_a_fitted_model_chooses_the_window_and_the_sms() -> None:
 )
 def test_without_a_fit_the_roofline_chooses(device: str, dtype: str) -> None:
     spec = device_spec(device)
-    plan = CuteMlaVar6Plus(b=32, s=43, t=4096, h=128, dtype=dtype).on_device(spec)
+    plan = plan_of("mla_var6_plus", b=32, s=43, t=4096, h=128, dtype=dtype).on_device(spec)
     rates = spec.burst_rates(dtype)
     assert plan.model is None
     assert plan.n == best_n(plan.problem(), *rates, multiple=128)
@@ -385,11 +367,8 @@ def test_a_wrong_size_is_named(name: str, fields: dict[str, Any], message: str) 
 
 
 NAMES = {
-    "flash_attention": ("q_nope", "q_rope", "k", "v", "k_rope", "lengths"),
-    "mla_var6_plus": (
-        *("q_nope", "q_latent", "q_rope", "c_kv", "k_rope"),
-        *("k_new", "v_new", "k_rope_new", "w_uv", "lengths"),
-    ),
+    "flash_attention": INPUT_NAMES["flash_attention"],
+    "mla_var6_plus": INPUT_NAMES["mla_var6_plus"],
     "mla_var6_plus_v5": (
         *("q_nope", "q_latent", "q_rope", "c_kv", "k_rope"),
         *("keys", "values", "scales", "k_rope_new", "w_uv", "lengths"),
@@ -445,7 +424,7 @@ def test_a_small_copy_keeps_the_share_of_decompressed_tokens() -> None:
 
 
 def test_an_unresolved_choice_says_who_makes_it() -> None:
-    for plan in (CuteMlaVar6Plus(**SMALL), CuteMlaVar6PlusV6(**SMALL)):
+    for plan in (plan_of("mla_var6_plus", **SMALL), plan_of("mla_var6_plus_v6", **SMALL)):
         with pytest.raises(InvalidArgumentError, match="`resolved` chooses one"):
             plan.prepare_inputs("meta")
     assert make("mla_var6_plus").n is not None

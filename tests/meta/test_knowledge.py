@@ -1,4 +1,4 @@
-"""The knowledge base, the device pages and the cuTile reference hold what they promise."""
+"""The knowledge base, the device pages and the cuTile reference follow their templates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imports go one way, and each kernel language stays in its room."""
+"""Imports go one way, and each kernel language stays in its folders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = "mla_var3"
 
-# A room may import itself and what stands before it.
+# A room may import itself and the rooms listed before it.
 ROOMS = (
     "errors", "conf", "op", "runtime", "kernel", "attention", "integrations", "bench", "report",
     "dev", "cli",

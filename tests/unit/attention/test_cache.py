@@ -183,7 +183,7 @@ def test_pages_go_to_the_first_and_nobody_overtakes() -> None:
     taken = cache.append(*rows(130, 130, 130, 130), [64, 130, 1, 0])
     assert taken.tolist() == [64, 0, 0, 0]
     assert cache.pages.free_count.tolist() == [2]
-    # Within a page that is already held there is room, whatever became of the others.
+    # A page that is already held has space left, whatever the others got.
     taken = cache.append(*rows(65, 65, 65, 65, first=500), [65, 65, 0, 0])
     assert taken.tolist() == [65, 0, 0, 0]
     assert held(cache)[0] == [*range(64), *range(500, 565)]

@@ -57,10 +57,7 @@ PACKED = {"q_nope": torch.randn(6, H, D), "q_rope": torch.randn(6, H, P), "cu_se
             changed(w_uk=torch.randn(H, D + 1, K)),
             r"w_uk: expected \[h=2, d=6, k\], got \[2, 7, 8\]",
         ),
-        (
-            changed(w_uv=torch.randn(H, D, K)),
-            r"w_uv: expected \[h=2, k=8, d=6\], got \[2, 6, 8\]",
-        ),
+        (changed(w_uv=torch.randn(H, D, K)), r"w_uv: expected \[h=2, k=8, d=6\], got \[2, 6, 8\]"),
         (changed(cache=5), "cache: expected a LatentCache, a CacheView or a pair .* got int"),
         (
             changed(cache=(torch.randn(B, T, 9), torch.randn(B, T, P))),
@@ -100,10 +97,7 @@ PACKED = {"q_nope": torch.randn(6, H, D), "q_rope": torch.randn(6, H, P), "cu_se
             changed(cache=(torch.randn(B, 2, K), torch.randn(B, 2, P))),
             r"s: expected at most the t=2 slots of a request \(causal\), got 3",
         ),
-        (
-            changed(cu_seqlens_q=BOUNDS),
-            r"q_nope: expected \[total_q, h, d\], got \[2, 3, 2, 6\]",
-        ),
+        (changed(cu_seqlens_q=BOUNDS), r"q_nope: expected \[total_q, h, d\], got \[2, 3, 2, 6\]"),
         (
             changed(**{**PACKED, "cu_seqlens_q": BOUNDS[:2]}),
             r"cu_seqlens_q: expected \[b\+1=3\], got \[2\]",

@@ -44,10 +44,10 @@ def outputs(problem, width):
 def test_flops_of_the_pure_paths_by_counting(problem):
     d, p, k = problem.d, problem.p, problem.k
     decompressed = multiply_adds(problem, lambda *_: (d + p) + d)
-    absorbed = multiply_adds(problem, lambda *_: (k + p) + k)
+    latent = multiply_adds(problem, lambda *_: (k + p) + k)
     assert cost.flash_attention_cost(problem).flops == 2 * decompressed
-    assert cost.flash_mla_cost(problem).flops == 2 * absorbed
-    assert cost.flash_mla_split_kv_cost(problem, 3).flops == 2 * absorbed
+    assert cost.flash_mla_cost(problem).flops == 2 * latent
+    assert cost.flash_mla_split_kv_cost(problem, 3).flops == 2 * latent
 
 
 @pytest.mark.parametrize("problem", [TINY, FULL])

@@ -87,7 +87,7 @@ def test_every_path_equals_attention_by_hand(causal, scale):
     o_latent, lse = reference_absorbed(
         q_latent, exact.q_rope, exact.c_kv, exact.k_rope, exact.lengths, **options
     )
-    found["absorbed"] = up_project(o_latent, exact.w_uv), lse
+    found["latent"] = up_project(o_latent, exact.w_uv), lse
     for n in (0, 1, 3, 4, 8, 11):
         k_new, v_new, rope_new = decompress_newest(exact, n)
         found[f"mix n={n}"] = reference_mix(
@@ -259,20 +259,12 @@ def replaced(**change):
 @pytest.mark.parametrize(
     ("segments", "lengths", "message"),
     [
-        (
-            replaced(keys=torch.zeros(2, 3, 6, 5)),
-            2,
-            r"segments\[0\].keys: expected \[2, 4 or 1",
-        ),
+        (replaced(keys=torch.zeros(2, 3, 6, 5)), 2, r"segments\[0\].keys: expected \[2, 4 or 1"),
         (replaced(values=torch.zeros(2, 4, 5, 7)), 2, r"segments\[0\].values: .*4 or 1, 6, ev\]"),
         (replaced(positions=torch.zeros(2, 5)), 2, r"segments\[0\].positions: expected \[2, 6\]"),
         ([], 0, "segments: expected at least one"),
         ([random_segments()], 3, r"lengths: expected \[b=2\], got \[3\]"),
-        (
-            [random_segments(), random_segments(s=2)],
-            2,
-            r"segments\[1\].q: expected \[2, 3, 4, e\]",
-        ),
+        ([random_segments(), random_segments(s=2)], 2, r"segments\[1\].q: expected \[2, 3, 4, e\]"),
     ],
 )
 def test_bad_arguments_are_named(segments, lengths, message):

@@ -140,8 +140,7 @@ def strided_out(q: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], 
 
 
 @pytest.mark.parametrize(
-    "change",
-    [uneven_queries, list_of_lengths, long_lengths, strided_lengths, parents, strided_out],
+    "change", [uneven_queries, list_of_lengths, long_lengths, strided_lengths, parents, strided_out]
 )
 def test_what_is_copied_goes_the_full_path(
     change: Any, kernel: RepeatableKernel, generator: torch.Generator
@@ -457,10 +456,7 @@ def test_an_lse_that_is_not_returned(
 
 @pytest.mark.parametrize("way", [torch_fast.without_gradients, torch.no_grad])
 def test_the_state_of_gradients_is_restored(
-    way: Any,
-    kernel: RepeatableKernel,
-    generator: torch.Generator,
-    monkeypatch: pytest.MonkeyPatch,
+    way: Any, kernel: RepeatableKernel, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replays, "without_gradients", way)
     weights = [torch.nn.Parameter(weight) for weight in (MODEL.w_uk, MODEL.w_uv)]

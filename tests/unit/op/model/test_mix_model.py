@@ -227,13 +227,7 @@ def test_times_by_hand() -> None:
     assert found.attention_us == max(latent, heads, chip, memory, together) + 5.0
     others = [cost.time_us(18.0, 200.0) + 5.0 for cost in work.others]
     assert found.total_us == pytest.approx(found.attention_us + sum(others))
-    waits = {
-        "latent": latent,
-        "heads": heads,
-        "chip": chip,
-        "memory": memory,
-        "together": together,
-    }
+    waits = {"latent": latent, "heads": heads, "chip": chip, "memory": memory, "together": together}
     assert waits[found.bound] == max(waits.values())
 
 
@@ -266,32 +260,19 @@ def test_each_limit_can_be_the_one_that_binds(bound: str, slow: dict[str, float]
 
 # --- choices --------------------------------------------------------------------------------------
 
-rates = st.builds(
-    lambda f, g, chip, r, level, q, shared, launch: replace(
-        H200.with_values(
-            {
-                "latent_tflops_per_sm": f,
-                "heads_tflops_per_sm": g,
-                "chip_tflops": chip,
-                "stream_gbps_per_sm": r,
-                "stream_gbps": level,
-                "stream_sharpness": q,
-                "together": shared[0],
-                "starvation": shared[1],
-                "launch_us": launch,
-            }
-        ),
-        sm_count=12,
-    ),
-    st.floats(0.2, 20),
-    st.floats(0.2, 20),
-    st.floats(2, 300),
-    st.floats(5, 100),
-    st.floats(20, 800),
-    st.sampled_from([1.0, 2.5, 8.0, math.inf]),
-    st.tuples(st.sampled_from([0.0, 0.6, 0.9, 1.1]), st.sampled_from([0.0, 0.3, 0.8, 1.0])),
-    st.floats(0, 10),
-)
+rates = st.fixed_dictionaries(
+    {
+        "latent_tflops_per_sm": st.floats(0.2, 20),
+        "heads_tflops_per_sm": st.floats(0.2, 20),
+        "chip_tflops": st.floats(2, 300),
+        "stream_gbps_per_sm": st.floats(5, 100),
+        "stream_gbps": st.floats(20, 800),
+        "stream_sharpness": st.sampled_from([1.0, 2.5, 8.0, math.inf]),
+        "together": st.sampled_from([0.0, 0.6, 0.9, 1.1]),
+        "starvation": st.sampled_from([0.0, 0.3, 0.8, 1.0]),
+        "launch_us": st.floats(0, 10),
+    }
+).map(lambda values: replace(H200.with_values(values), sm_count=12))
 problems = st.sampled_from([PROBLEM, RAGGED, replace(PROBLEM, s=1), replace(RAGGED, s=64, h=2)])
 
 
