@@ -169,6 +169,13 @@ def test_the_cost_counts_the_partials_that_a_tiling_makes() -> None:
     assert merge_cost(10, 2)[1] == 10 * 64 * (512 * (4 + 2) + 4)
 
 
+def test_the_scale_of_the_model_reaches_the_kernel() -> None:
+    attention = kernel_of(make(scale=0.02))
+    assert attention.args_fn is not None
+    (scale,) = (x for x in attention.args_fn(attention.tiling) if isinstance(x, float))
+    assert scale == pytest.approx(0.02 * 1.4426950408889634)
+
+
 # --- inputs ---------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from mla_var3.op.compare import compare
+
 from .kernel_support import DESIGNS, INPUT_NAMES, Case, make_plan, plan_of, require
 
 CASE = Case(s=3, t=70, h=2, lengths=(70, 0, 20, 2), n=30)
@@ -121,3 +123,13 @@ def test_lengths_may_change_between_launches(design: str) -> None:
         stage.launch()
         wanted = plan.reference_fn(*inputs)
         torch.testing.assert_close(stage.output_tensors[1], wanted[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_a_scale_of_the_model_reaches_the_kernel_and_its_reference(design: str) -> None:
+    """As with YaRN; far from the default (128 + 64) ** -0.5 = 0.072."""
+    plan = plan_of(design, CASE, scale=0.02)
+    inputs = plan.prepare_inputs("cpu")
+    own, usual = (require(each, inputs).output_tensors[1] for each in (plan, plan.copy(scale=None)))
+    seen = own.isfinite()
+    assert compare(own[seen], usual[seen]).relative_frobenius > 1e-2

@@ -115,33 +115,23 @@ def test_packed_queries(kernel: RepeatableKernel, generator: torch.Generator) ->
 # --- what is never replayed ----------------------------------------------------------------
 
 
-def uneven_queries(q: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    return (q[0].transpose(1, 2).contiguous().transpose(1, 2), q[1]), {}
+COPIED: dict[str, Callable[[Any], tuple[Any, dict[str, Any]]]] = {
+    "uneven queries": lambda q: ((q[0].transpose(1, 2).contiguous().transpose(1, 2), q[1]), {}),
+    "a list of lengths": lambda q: (q, {"lengths": [100, 31, 9]}),
+    "lengths of 64 bits": lambda q: (q, {"lengths": torch.tensor([100, 31, 9])}),
+    "lengths with a stride": lambda q: (
+        q,
+        {"lengths": torch.tensor([[100, 1], [31, 2], [9, 3]], dtype=torch.int32)[:, 0]},
+    ),
+    "parents": lambda q: (q, {"tree_mask": torch.tensor([-1, 0, 0, 1])}),
+    "an output with strides": lambda q: (
+        q,
+        {"out": torch.empty(B, S, K, H, dtype=DTYPE).transpose(2, 3)},
+    ),
+}
 
 
-def list_of_lengths(q: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    return q, {"lengths": [100, 31, 9]}
-
-
-def long_lengths(q: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    return q, {"lengths": torch.tensor([100, 31, 9])}
-
-
-def strided_lengths(q: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    return q, {"lengths": torch.tensor([[100, 1], [31, 2], [9, 3]], dtype=torch.int32)[:, 0]}
-
-
-def parents(q: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    return q, {"tree_mask": torch.tensor([-1, 0, 0, 1])}
-
-
-def strided_out(q: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    return q, {"out": torch.empty(B, S, K, H, dtype=DTYPE).transpose(2, 3)}
-
-
-@pytest.mark.parametrize(
-    "change", [uneven_queries, list_of_lengths, long_lengths, strided_lengths, parents, strided_out]
-)
+@pytest.mark.parametrize("change", COPIED.values(), ids=COPIED)
 def test_what_is_copied_goes_the_full_path(
     change: Any, kernel: RepeatableKernel, generator: torch.Generator
 ) -> None:

@@ -31,6 +31,7 @@ def plain_rows(record: dict[str, Any]) -> list[MixRecord]:
     return [MixRecord(**row) for row in record["rows"] if row["form"] == "plain"]
 
 
+@pytest.mark.slow
 def test_the_shipped_parameters_are_the_fit_of_their_record(record: dict[str, Any]) -> None:
     found = fit(plain_rows(record), derived_parameters(H200), SOURCE)
     for name, parameter in found.parameters.parameters.items():
