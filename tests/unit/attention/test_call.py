@@ -31,7 +31,7 @@ mla_attention = mla_var3.mla_attention
 P = 4
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_options_crossed(data: st.DataObject) -> None:
     """Random sizes, caches, masks, query packing and strides, each against the oracle."""
