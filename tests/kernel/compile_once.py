@@ -162,19 +162,24 @@ def projection_kernel(wanted: str, dtype: str, columns: int) -> Any:
 
 def stage_of(name: str, fields: dict[str, Any]) -> Any:
     """The stage of a plan on tensors without memory."""
-    from mla_var3.kernel.cute_python.mla.decompressed.stage import DecompressedOperands
-    from mla_var3.kernel.cute_python.mla.mix.plan import LatentTokens
-
     design = "mla_var6_plus" if name == RING else name
     cls: Any = plan_class(find_kernel(design, language="cute-dsl"))
     plan = cls(**{**SMALL, **fields}).for_target("sm_90")
+    if name == RING:
+        return plan.plan_parts(*ring_operands(plan))
+    return plan.plan(*plan.prepare_inputs("meta"))
+
+
+def ring_operands(plan: Any) -> tuple[Any, Any, torch.Tensor]:
+    """Operands of `plan_parts` whose window is a ring, on tensors without memory."""
+    from mla_var3.kernel.cute_python.mla.decompressed.stage import DecompressedOperands
+    from mla_var3.kernel.cute_python.mla.mix.plan import LatentTokens
+
     inputs = plan.prepare_inputs("meta")
-    if name != RING:
-        return plan.plan(*inputs)
     q_nope, q_latent, q_rope, c_kv, k_rope, k_new, v_new, rope_new, w_uv, lengths = inputs
     latent = LatentTokens(q_latent, q_rope, c_kv, k_rope, lengths, seen_by_all=True)
     tensors = q_nope, q_rope, k_new, v_new, rope_new, lengths
-    return plan.plan_parts(latent, DecompressedOperands(*tensors, starts=lengths.clone()), w_uv)
+    return latent, DecompressedOperands(*tensors, starts=lengths.clone()), w_uv
 
 
 def main(names: list[str]) -> None:

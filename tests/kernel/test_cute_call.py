@@ -36,7 +36,7 @@ from mla_var3.runtime.cute_kernel import compile_program
 from tests.unit.runtime.cute.noting_driver import OVERLAP, STREAM, noted_launches
 
 from . import noted_launch
-from .noted_calls import Calls, note_calls
+from .noted_calls import Calls, meta_call, note_calls
 
 SMS = 132
 OPERANDS = LatentOperands._fields
@@ -49,18 +49,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 def call(b: int, s: int, h: int, **changes: Any) -> tuple[LatentOperands, LatentOptions]:
-    """Operands and options of a call on meta tensors, and what is to be changed by name."""
-
-    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    operands = LatentOperands.allocate(
-        (b, s, h), empty(b, s, h, 512), empty(b, s, h, 64), empty(b, 256, 512), empty(b, 256, 64),
-        empty(b, dtype=torch.int32),
-    )  # fmt: skip
-    empty_positive = changes.pop("empty_positive", False)
-    options = LatentOptions(s, True, 0.1, empty_positive=empty_positive)
-    return operands._replace(**changes), options
+    return meta_call(b, s, h, **changes)[1:]
 
 
 def test_a_call_is_one_launch_with_its_cta_groups(calls: Calls) -> None:

@@ -24,16 +24,16 @@ from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.decompressed import scheduler as device
 from mla_var3.kernel.cute_python.mla.decompressed.scheduler import Scheduler, WorkTile
 from mla_var3.kernel.cute_python.mla.decompressed.stage import (
-    DecompressedOperands,
     DecompressedShape,
     DecompressedTiling,
 )
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK
-from mla_var3.kernel.cute_python.mla.mix.plan import LatentTokens
 from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus.mla_var6_plus import (
     CuteMlaVar6Plus,
 )
 from tests.unit.attention.emulated_stages import named_arguments
+
+from .compile_once import ring_operands
 
 ROWS = 64
 DEVICE_FUNCTIONS = ("work_tile_at", "ring_state", "row_limit", "places_end", "place_of")
@@ -213,17 +213,9 @@ def test_stage_and_kernel_count_the_same_work_tiles() -> None:
 # --- its stage ------------------------------------------------------------------------------------
 
 
-def ring_plan(
-    **fields: Any,
-) -> tuple[CuteMlaVar6Plus, LatentTokens, DecompressedOperands, torch.Tensor]:
+def ring_plan(**fields: Any) -> tuple[CuteMlaVar6Plus, Any, Any, torch.Tensor]:
     plan = CuteMlaVar6Plus(**{"b": 2, "s": 2, "t": 300, "h": 4, "n": 128, **fields})
-    inputs = plan.prepare_inputs("meta")
-    q_nope, q_latent, q_rope, c_kv, k_rope, k_new, v_new, rope_new, w_uv, lengths = inputs
-    latent = LatentTokens(q_latent, q_rope, c_kv, k_rope, lengths, seen_by_all=True)
-    window = DecompressedOperands(
-        q_nope, q_rope, k_new, v_new, rope_new, lengths, starts=lengths.clone()
-    )
-    return plan, latent, window, w_uv
+    return plan, *ring_operands(plan)
 
 
 def test_the_older_tokens_are_shown_to_every_query() -> None:

@@ -21,7 +21,6 @@ from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLASm90, FlashMLA
 from mla_var3.kernel.cute_python.mla.latent.operands import (
     WHOLE_FIELDS,
     LatentOperands,
-    LatentOptions,
     Partials,
     ProjectionOperands,
     ProjectionSizes,
@@ -39,6 +38,7 @@ from tests.unit.runtime.cute.noting_driver import OVERLAP, STREAM, noted_launche
 
 from . import whole_launch
 from .noted_calls import Calls, note_calls
+from .noted_calls import meta_call as call
 from .noted_launch import SMS
 from .test_cute_compile import held_bytes
 from .whole_launch import SIZES
@@ -78,32 +78,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return note_calls(monkeypatch, SMS, whole_call.WholeCall)
 
 
-Given = tuple[ProjectionOperands, LatentOperands, LatentOptions]
-
-
-def call(b: int = 2, s: int = 2, h: int = 16, **changes: Any) -> Given:
-    """Operands and options of a whole call on meta tensors, and what is to be changed by name."""
-
-    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    projections = ProjectionOperands(
-        empty(h, 128, 512), empty(h, 512, 128), empty(b, s, h, 128), empty(b, s, h, 128)
-    )
-    operands = LatentOperands.allocate(
-        (b, s, h), empty(b, s, h, 512), empty(b, s, h, 64), empty(b, 256, 512), empty(b, 256, 64),
-        empty(b, dtype=torch.int32),
-    )  # fmt: skip
-    options = LatentOptions(s, True, 0.1, empty_positive=changes.pop("empty_positive", False))
-    own = {name: changes.pop(name) for name in projections._fields if name in changes}
-    return projections._replace(**own), operands._replace(**changes), options
-
-
-def test_the_kernel_offers_whole_calls() -> None:
-    assert flash_mla.whole is whole_call
-
-
 def test_one_launch_has_what_all_kernels_need(calls: Calls) -> None:
+    assert flash_mla.whole is whole_call
     projections, operands, options = call(3, 2, 64)
     launch = whole_call.attend(projections, operands, options)
     assert launch is not None
