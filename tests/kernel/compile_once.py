@@ -1,7 +1,12 @@
-"""CuTe DSL kernels compiled once for all workers of a test run, with what the assembler said."""
+"""CuTe DSL kernels compiled once for all workers of a test run, with the assembler's remarks.
+
+`python -m tests.kernel.compile_once '["bfloat16"]'` compiles some of `VARIANTS`, writes "== <name>"
+and the remarks to standard error, and the reports as JSON to standard output.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -9,19 +14,20 @@ import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from mla_var3.runtime.compile import CompileReport
-
-SERIALISED = re.compile(r"C75\d\d\b|wgmma\S* instructions are serialized", re.IGNORECASE)
-"""How the assembler says that matrix products wait for each other (C7510, C7512, C7515, C7520)."""
-
+from mla_var3.runtime.compile import CompileReport, compile_report
+from mla_var3.runtime.paths import find_kernel, plan_class
+from mla_var3.runtime.plan import Constraints, Tiling
 
 SMALL: dict[str, Any] = {"b": 2, "s": 2, "t": 300, "h": 64, "seed": 0}
 LATENT, DECOMPRESSED, COMBINE = "flash_mla", "decompressed_attention", "decompress_combine"
+PROJECTION = "project_queries"
 RING = "ring"
 
 VARIANTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
@@ -43,47 +49,24 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "mix": (COMBINE, "mla_var6_plus", {"n": 100}, {}),
     "latent only": (COMBINE, "mla_var6_plus", {"n": 0}, {}),
     "latent only float16": (COMBINE, "mla_var6_plus", {"n": 0, "dtype": "float16"}, {}),
+    "queries": (PROJECTION, "bfloat16", {}, {}),
+    "queries float16": (PROJECTION, "float16", {}, {}),
+    "outputs": (COMBINE, "bfloat16", {"columns": 128}, {}),
+    "outputs, half": (COMBINE, "bfloat16", {"columns": 64}, {}),
+    "outputs, quarter": (COMBINE, "bfloat16", {"columns": 32}, {}),
+    "outputs, quarter float16": (COMBINE, "float16", {"columns": 32}, {}),
 }
 """Per variant, each other machine code: the kernel, its plan, the plan's fields and the kernel's
-tiling. A ring is mla_var6_plus on a window that is one."""
-
-COMPILE = """
-import contextlib, json, sys
-from mla_var3.kernel.cute_python.mla.decompressed.stage import DecompressedOperands
-from mla_var3.kernel.cute_python.mla.mix.plan import LatentTokens
-from mla_var3.runtime import cute_kernel
-from mla_var3.runtime.compile import compile_report
-from mla_var3.runtime.paths import find_kernel, plan_class
-cute_kernel.quiet_compiler = contextlib.nullcontext
-
-def stage_of(name, fields):
-    design = "mla_var6_plus" if name == "ring" else name
-    plan = plan_class(find_kernel(design, language="cute-dsl"))(**fields).for_target("sm_90")
-    inputs = plan.prepare_inputs("meta")
-    if name != "ring":
-        return plan.plan(*inputs)
-    q_nope, q_latent, q_rope, c_kv, k_rope, k_new, v_new, rope_new, w_uv, lengths = inputs
-    latent = LatentTokens(q_latent, q_rope, c_kv, k_rope, lengths, seen_by_all=True)
-    tensors = q_nope, q_rope, k_new, v_new, rope_new, lengths
-    return plan.plan_parts(latent, DecompressedOperands(*tensors, starts=lengths.clone()), w_uv)
-
-reports = {}
-for variant, (wanted, name, fields, tiling) in json.loads(sys.argv[1]).items():
-    [kernel] = [kernel for kernel in stage_of(name, fields).kernels() if kernel.name == wanted]
-    if tiling:
-        kernel.tiling = type(kernel.tiling)(**tiling)
-    print(f"== {variant}", file=sys.stderr, flush=True)
-    reports[variant] = compile_report(kernel, "sm_90").to_dict()
-print(json.dumps(reports))
-"""
+tiling. A ring is mla_var6_plus on a window that is one. The projections of whole calls have no
+plan: their dtype and columns per CTA."""
 
 
 class Compiled:
     """All variants, compiled once.
 
     Attributes:
-        reports: compile reports, by the name that the program gave them.
-        remarks: the assembler's remarks, likewise.
+        reports: compile reports by variant.
+        remarks: the assembler's remarks by variant.
         cache: folder of the compiled code.
     """
 
@@ -95,57 +78,128 @@ class Compiled:
 
 
 def compile_once(
-    name: str,
-    program: str,
-    variants: dict[str, Any],
-    environment: dict[str, str],
-    tmp_path_factory: pytest.TempPathFactory,
+    root: Path, environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Compiled:
-    """Compile in a process of its own, because the environment asks for the assembler's remarks.
+    """Compile `VARIANTS` in processes whose environment asks for the assembler's remarks.
 
-    Once for all workers of a parallel run: the first one compiles, the others wait for it.
+    The first worker of a parallel run compiles, the others wait for it.
 
     Args:
-        name: of the folder that the workers share.
-        program: Python; gets the variants as JSON in its first argument, writes "== <name>" to
-            standard error before each compilation and the reports by name as JSON at the end.
-        variants: what to compile.
+        root: top folder of the checkout.
         environment: of a process that finds the package.
         tmp_path_factory: pytest's.
     """
-    root = tmp_path_factory.getbasetemp()
-    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / name
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cute-kernels"
     folder.mkdir(exist_ok=True)
     cache, result = folder / "cache", folder / "result.json"
+
+    def run(names: list[str]) -> tuple[dict[str, Any], str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.kernel.compile_once", json.dumps(names)],
+            env={
+                **environment,
+                "HYPER_MLA_CACHE_DIR": str(cache),
+                "CUTE_DSL_COMPILER_OPT": "remarks{ptx}",
+                "PYTHONPATH": os.pathsep.join([environment["PYTHONPATH"], *filter(None, sys.path)]),
+            },
+            cwd=root,
+            capture_output=True,
+            text=True,
+            timeout=1800,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not result.is_file():
             # Two processes: as many as the cores of the machines that run the tests.
-            names = list(variants)
-            halves = [{name: variants[name] for name in names[i::2]} for i in range(2)]
             with ThreadPoolExecutor() as pool:
-                done = pool.map(lambda half: _compile(program, half, environment, cache), halves)
-            reports, remarks = zip(*done, strict=True)
+                reports, remarks = zip(*pool.map(run, halves(list(VARIANTS))), strict=True)
             merged = {name: report for half in reports for name, report in half.items()}
             result.write_text(json.dumps({"reports": merged, "remarks": "".join(remarks)}))
     return Compiled(**json.loads(result.read_text()), cache=cache)
 
 
-def _compile(
-    program: str, variants: dict[str, Any], environment: dict[str, str], cache: Path
-) -> tuple[dict[str, Any], str]:
-    done = subprocess.run(
-        [sys.executable, "-c", program, json.dumps(variants)],
-        env={
-            **environment,
-            "HYPER_MLA_CACHE_DIR": str(cache),
-            "CUTE_DSL_COMPILER_OPT": "remarks{ptx}",
-            "PYTHONPATH": os.pathsep.join([environment["PYTHONPATH"], *filter(None, sys.path)]),
-        },
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+def halves(names: list[str]) -> list[list[str]]:
+    return [names[0::2], names[1::2]]
+
+
+# --- the program ----------------------------------------------------------------------------------
+
+
+@dataclass
+class AnyTiling(Tiling):
+    """For kernels that have no tiling of their own."""
+
+    def validate(self, pd: Any) -> Constraints:
+        return Constraints()
+
+
+def projection_kernel(wanted: str, dtype: str, columns: int) -> Any:
+    """The kernel of a projection, as whole calls launch it."""
+    from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES
+    from mla_var3.kernel.cute_python.mla.projections.outputs import DecompressCombineSm90
+    from mla_var3.kernel.cute_python.mla.projections.queries import ProjectQueriesSm90
+    from mla_var3.runtime.cute_kernel import CuteKernel
+
+    rows = torch.empty(8, dtype=getattr(torch, dtype), device="meta")
+    element = ELEMENT_TYPES[rows.dtype]
+    host: Any = ProjectQueriesSm90(element)
+    arguments: tuple[Any, ...] = (rows, rows, rows, 1, 1, 1)
+    if wanted == COMBINE:
+        host = DecompressCombineSm90(element, True, columns)
+        arguments = (rows, rows, None, None, None, rows, None, 1, 1, 1)
+    return CuteKernel(
+        kernel_fn=getattr(type(host), wanted), host_fn=lambda tiling: host,
+        args_fn=lambda tiling: arguments, requires_arch="sm_90a", tiling=AnyTiling(), plan=None,
+        input_tensors=[], output_tensors=[rows],
+        algorithmic_flops_bytes_fn=lambda tiling: (0.0, 0.0),
+    )  # fmt: skip
+
+
+def stage_of(name: str, fields: dict[str, Any]) -> Any:
+    """The stage of a plan on tensors without memory."""
+    design = "mla_var6_plus" if name == RING else name
+    cls: Any = plan_class(find_kernel(design, language="cute-dsl"))
+    plan = cls(**{**SMALL, **fields}).for_target("sm_90")
+    if name == RING:
+        return plan.plan_parts(*ring_operands(plan))
+    return plan.plan(*plan.prepare_inputs("meta"))
+
+
+def ring_operands(plan: Any) -> tuple[Any, Any, torch.Tensor]:
+    """Operands of `plan_parts` whose window is a ring, on tensors without memory."""
+    from mla_var3.kernel.cute_python.mla.decompressed.stage import DecompressedOperands
+    from mla_var3.kernel.cute_python.mla.mix.plan import LatentTokens
+
+    inputs = plan.prepare_inputs("meta")
+    q_nope, q_latent, q_rope, c_kv, k_rope, k_new, v_new, rope_new, w_uv, lengths = inputs
+    latent = LatentTokens(q_latent, q_rope, c_kv, k_rope, lengths, seen_by_all=True)
+    tensors = q_nope, q_rope, k_new, v_new, rope_new, lengths
+    return latent, DecompressedOperands(*tensors, starts=lengths.clone()), w_uv
+
+
+def main(names: list[str]) -> None:
+    """Compile some variants for sm_90."""
+    from mla_var3.runtime import cute_kernel
+
+    cute_kernel.quiet_compiler = contextlib.nullcontext  # type: ignore[assignment]
+    reports = {}
+    for variant in names:
+        wanted, name, fields, tiling = VARIANTS[variant]
+        if hasattr(torch, name):
+            kernel = projection_kernel(wanted, name, fields.get("columns", 0))
+        else:
+            [kernel] = [k for k in stage_of(name, fields).kernels() if k.name == wanted]
+        if tiling:
+            kernel.tiling = type(kernel.tiling)(**tiling)
+        print(f"== {variant}", file=sys.stderr, flush=True)
+        reports[variant] = compile_report(kernel, "sm_90").to_dict()
+    print(json.dumps(reports))
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -58,7 +58,7 @@ INPUT_NAMES = {
 """The inputs of every plan in the order of `prepare_inputs`, by the names that errors use."""
 
 LSE_RELATIVE = 1e-6
-"""The log-sum-exp is float32 all the way, far below what the 16-bit bound of the check allows."""
+"""The LSE is float32 throughout, so its error is far below the 16-bit bound of the check."""
 
 
 @dataclass(frozen=True)
@@ -104,14 +104,14 @@ def check(plan: MlaPlan, inputs: tuple[Tensor, ...] | None = None) -> CheckResul
 
 
 def require(plan: MlaPlan, inputs: tuple[Tensor, ...] | None = None) -> Stage:
-    """Checks a plan, its log-sum-exp more strictly; returns what ran."""
+    """Checks a plan, its LSE more strictly; returns what ran."""
     inputs = plan.prepare_inputs("cpu") if inputs is None else inputs
     stage = plan.plan(*inputs)
     result = check_stage(plan, inputs, stage)
     result.require()
     for output in result.outputs:
         if len(output.shape) == len(result.outputs[0].shape) - 1:
-            assert output.error.relative_frobenius <= LSE_RELATIVE, f"log-sum-exp: {output.error}"
+            assert output.error.relative_frobenius <= LSE_RELATIVE, f"LSE: {output.error}"
     return stage
 
 

@@ -8,7 +8,12 @@ import pytest
 import torch
 
 from mla_var3.kernel.cute_python.mla.latent import call as latent_call
-from mla_var3.kernel.cute_python.mla.latent.operands import Partials
+from mla_var3.kernel.cute_python.mla.latent.operands import (
+    LatentOperands,
+    LatentOptions,
+    Partials,
+    ProjectionOperands,
+)
 from mla_var3.runtime.call_state import CallState
 
 Calls = list[tuple[str, tuple[Any, ...]]]
@@ -49,3 +54,23 @@ def note_calls(monkeypatch: pytest.MonkeyPatch, sms: int, host: type | None = No
     monkeypatch.setattr(latent_call, "partials_for", lambda device, sm_count: partials)
     monkeypatch.setattr(latent_call, "_programs", CallState().table(64))
     return log
+
+
+def meta_call(
+    b: int = 2, s: int = 2, h: int = 16, **changes: Any
+) -> tuple[ProjectionOperands, LatentOperands, LatentOptions]:
+    """Operands and options of a whole call on meta tensors, some of them changed by name."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    projections = ProjectionOperands(
+        empty(h, 128, 512), empty(h, 512, 128), empty(b, s, h, 128), empty(b, s, h, 128)
+    )
+    operands = LatentOperands.allocate(
+        (b, s, h), empty(b, s, h, 512), empty(b, s, h, 64), empty(b, 256, 512), empty(b, 256, 64),
+        empty(b, dtype=torch.int32),
+    )  # fmt: skip
+    options = LatentOptions(s, True, 0.1, empty_positive=changes.pop("empty_positive", False))
+    own = {name: changes.pop(name) for name in projections._fields if name in changes}
+    return projections._replace(**own), operands._replace(**changes), options

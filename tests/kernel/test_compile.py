@@ -22,13 +22,13 @@ STAGES = {
     "split_kv_reduce": ("flash_mla_split_kv", {"splits": 4}),
     "attention_block_specialized": ("mla_var6_plus", {"n": 1024}),
     "decompress_combine": ("mla_var6_plus", {"n": 1024}),
+    "attention_block_specialized_v2": ("mla_var6_plus_v2", {"n": 1024}),
+    "attention_block_specialized_v3": ("mla_var6_plus_v3", {"n": 1024}),
+    "latent_old_v4": ("mla_var6_plus_v4", {"n": 1024}),
+    "window_new_v4": ("mla_var6_plus_v4", {"n": 1024}),
 }
 """Id -> design that has the stage, and further fields of its plan."""
-DEVICES = {
-    "sm_90": "NVIDIA H200",
-    "sm_100": "NVIDIA B200",
-    "sm_120": "NVIDIA GeForce RTX 5090",
-}
+DEVICES = {"sm_90": "NVIDIA H200", "sm_100": "NVIDIA B200", "sm_120": "NVIDIA GeForce RTX 5090"}
 HOPPER_SHARED_BYTES = 227 * 1024
 
 

@@ -1,4 +1,4 @@
-"""Three kernels, one operation: random problems must give the same answer on every path."""
+"""Random problems give the same answer on every latent path."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mla_var3.op.mla.reference import reference_from_latent
 from .kernel_support import make_plan
 
 EXAMPLES = int(os.environ.get("HYPER_MLA_EXAMPLES", "15"))
-"""More than the default are drawn afresh, for a search on purpose."""
+"""More than the default are drawn at random, for a search."""
 PATHS = ("flash_mla", "flash_mla_split_kv", "mla_var6_plus")
 
 
@@ -30,7 +30,7 @@ def problems(draw: st.DrawFn) -> dict[str, object]:
         "b": b,
         "s": s,
         "t": t,
-        "h": draw(st.sampled_from([1, 3, 8, 16])),
+        "h": draw(st.sampled_from([1, 2, 3, 8])),
         "lengths": tuple(draw(st.lists(length, min_size=b, max_size=b))),
         "causal": draw(st.booleans()),
         "dtype": draw(st.sampled_from(["bfloat16", "float16"])),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
+from mla_var3.attention.request.shape import CallShape
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla import flash_mla
 from mla_var3.kernel.cute_python.mla.hopper.constants import THREADS
@@ -34,7 +36,7 @@ from mla_var3.runtime.cute_kernel import compile_program
 from tests.unit.runtime.cute.noting_driver import OVERLAP, STREAM, noted_launches
 
 from . import noted_launch
-from .noted_calls import Calls, note_calls
+from .noted_calls import Calls, meta_call, note_calls
 
 SMS = 132
 OPERANDS = LatentOperands._fields
@@ -47,23 +49,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 def call(b: int, s: int, h: int, **changes: Any) -> tuple[LatentOperands, LatentOptions]:
-    """Operands and options of a call on meta tensors, and what is to be changed by name."""
-
-    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    operands = LatentOperands.allocate(
-        (b, s, h), empty(b, s, h, 512), empty(b, s, h, 64), empty(b, 256, 512), empty(b, 256, 64),
-        empty(b, dtype=torch.int32),
-    )  # fmt: skip
-    empty_positive = changes.pop("empty_positive", False)
-    options = LatentOptions(s, True, 0.1, empty_positive=empty_positive)
-    return operands._replace(**changes), options
+    return meta_call(b, s, h, **changes)[1:]
 
 
-def test_a_call_is_one_launch_with_its_cta_groups(
-    calls: Calls,
-) -> None:
+def test_a_call_is_one_launch_with_its_cta_groups(calls: Calls) -> None:
     flash_mla.attend(*call(3, 2, 64))
     ((name, arguments),) = calls
     assert name == "flash_mla"
@@ -71,16 +60,12 @@ def test_a_call_is_one_launch_with_its_cta_groups(
     assert arguments[-3:] == (shape.group_ctas, shape.visits, shape.group_count)
 
 
-def test_a_batch_without_queries_launches_nothing(
-    calls: Calls,
-) -> None:
+def test_a_batch_without_queries_launches_nothing(calls: Calls) -> None:
     flash_mla.attend(*call(0, 2, 64))
     assert calls == []
 
 
-def test_a_tree_is_given_as_bytes_with_its_strides(
-    calls: Calls,
-) -> None:
+def test_a_tree_is_given_as_bytes_with_its_strides(calls: Calls) -> None:
     tree = torch.empty((4, 4), dtype=torch.bool, device="meta").expand(2, 4, 4)
     flash_mla.attend(*call(2, 4, 16, tree=tree))
     given = [arg for arg in calls[0][1] if isinstance(arg, torch.Tensor)]
@@ -89,9 +74,7 @@ def test_a_tree_is_given_as_bytes_with_its_strides(
     assert (named["tree_stride"], named["tree_row_stride"]) == (0, 4)
 
 
-def test_one_program_serves_all_shapes_and_another_each_form(
-    calls: Calls,
-) -> None:
+def test_one_program_serves_all_shapes(calls: Calls) -> None:
     for b, s, h in ((1, 1, 128), (7, 3, 64), (2, 9, 24)):
         flash_mla.attend(*call(b, s, h))
     assert len(latent_call._programs) == 1
@@ -204,19 +187,13 @@ def test_threads_do_not_share_their_workspace(monkeypatch: pytest.MonkeyPatch) -
     assert latent_call.partials_for(device, SMS) is not here
 
 
-def test_a_tree_that_is_copied_is_not_repeated(
-    calls: Calls,
-) -> None:
+def test_a_tree_that_is_copied_is_not_repeated(calls: Calls) -> None:
     tree = torch.empty((2, 4, 4), dtype=torch.bool, device="meta")
-    assert flash_mla_launch(tree=tree) is not None
-    assert flash_mla_launch(tree=tree.transpose(1, 2)) is None
+    for given, repeats in ((tree, True), (tree.transpose(1, 2), False)):
+        assert (flash_mla.attend(*call(2, 4, 16, tree=given)) is not None) is repeats
 
 
-def flash_mla_launch(**changes: Any) -> Any:
-    """What a small call returns."""
-    return flash_mla.attend(*call(2, 4, 16, **changes))
-
-
+@functools.cache
 def ptx_of(few: int, empty_positive: bool = False) -> str:
     """The kernel for a small call, for the GPU's assembler."""
     arguments = arguments_of(1, 8 if few else 128)
@@ -226,12 +203,13 @@ def ptx_of(few: int, empty_positive: bool = False) -> str:
     return compile_program(host.flash_mla, made, kinds_of(arguments), tiling, "sm_90a").ptx
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("few", [0, 8])
-def test_pieces_and_whole_items_know_both_log_sums_of_nothing(few: int) -> None:
-    """Where +inf is asked for, both choose by a comparison with -inf that they lack otherwise."""
+def test_rows_without_keys_have_either_lse(few: int) -> None:
+    """Where +inf is asked for, whole rows and partials compare with -inf; otherwise they do not."""
 
     def choices(empty_positive: bool) -> list[int]:
-        # A block says that its pieces are written between the two.
+        # A CTA releases its partials between the two.
         attention, merge = ptx_of(few, empty_positive).split("st.release.gpu")
         return [text.count("0f7F800000") for text in (attention, merge)]
 
@@ -239,20 +217,22 @@ def test_pieces_and_whole_items_know_both_log_sums_of_nothing(few: int) -> None:
     assert all(more > less for more, less in zip(positive, plain, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("few", [0, 8])
-def test_pieces_of_other_blocks_are_read_after_their_word_and_from_shared_caches(few: int) -> None:
-    """Loads that may keep what memory held when the kernel began would give old pieces."""
+def test_partials_of_other_ctas_are_acquired_and_read_from_shared_caches(few: int) -> None:
+    """Non-coherent loads may return what memory held when the kernel began: old partials."""
     before, after = ptx_of(few).split("st.release.gpu")
     assert "ld.acquire.gpu" in after and "ld.acquire.gpu" not in before
     assert "ld.global.nc" not in after
-    pieces = after.index("ld.global.v4")
-    assert after.rindex("ld.acquire.gpu") < after.index("atom.global") < pieces
+    partials = after.index("ld.global.v4")
+    assert after.rindex("ld.acquire.gpu") < after.index("atom.global") < partials
 
 
+@pytest.mark.slow
 def test_every_way_to_launch_is_one_launch(
     repo_root: Path, package_environment: dict[str, str], tmp_path: Path
 ) -> None:
-    """The real host code on a driver that only notes: grid, shared memory, stream, attributes."""
+    """The real host code on a driver that only records: grid, shared memory, stream, attributes."""
     launches = noted_launches(noted_launch.__name__, repo_root, package_environment, tmp_path)
     shape = group_shape(noted_launch.TILES, noted_launch.B, noted_launch.SMS)
     assert len(launches) == 3 and launches[1:] == 2 * launches[:1]
@@ -262,13 +242,11 @@ def test_every_way_to_launch_is_one_launch(
         [THREADS, 1, 1],
     )
     assert launch["stream"] == STREAM
-    # A launch on the same room must not overlap.
+    # Launches on the same workspace must not overlap.
     assert launch["attributes"][str(OVERLAP)] == 0
 
 
 def test_what_it_does_not_serve_is_said() -> None:
-    from mla_var3.attention.request.shape import CallShape
-
     assert flash_mla.unsupported(CallShape(b=1, s=1, t=64, h=8)) is None
     assert "k=256" in str(flash_mla.unsupported(CallShape(b=1, s=1, t=64, h=8, k=256)))
     assert "pages of 16" in str(flash_mla.unsupported(CallShape(b=1, s=1, t=64, h=8, page_size=16)))

@@ -7,7 +7,6 @@ import pytest
 from mla_var3.kernel.cute_python.mla.decompressed.fp8_few import (
     BYTE_CHOICES,
     COLUMN_CHOICES,
-    columns_for,
     word_place,
 )
 from mla_var3.op.mla.window.packed import TOKEN_ORDER
@@ -49,10 +48,3 @@ def test_weights_arrive_in_the_order_of_the_tokens(columns: int) -> None:
         group, row, first = place // (columns * 4), place // 4 % columns, place % 4 * 4
         order = [group * 16 + TOKEN_ORDER[first + i] for i in range(4)]
         assert found == [(row, token) for token in order]
-
-
-@pytest.mark.parametrize(
-    ("rows", "columns"), [(1, 16), (16, 16), (17, 32), (43, 48), (49, 0), (64, 0), (200, 0)]
-)
-def test_few_rows_are_columns(rows: int, columns: int) -> None:
-    assert columns_for(rows) == columns

@@ -12,7 +12,7 @@ pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl"
 
 from mla_var3.conf.devices import load_devices
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK
-from mla_var3.kernel.cute_python.mla.latent.merge import MOST_SLOTS, CtaState, may_split, merge_rows
+from mla_var3.kernel.cute_python.mla.latent.merge import MOST_SLOTS, CtaState, may_split
 from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     GroupShape,
     WorkRange,
@@ -53,12 +53,6 @@ def test_a_launch_that_does_not_split_writes_no_partial(
 
 def test_the_records_of_every_known_device_fit() -> None:
     assert all(2 * spec.sm_count <= MOST_SLOTS for spec in load_devices().values())
-
-
-def test_slots_states_and_the_reader_count_do_not_overlap() -> None:
-    for ctas in (1, 7, 132):
-        states = [2 * ctas + cta for cta in range(ctas + 1)]
-        assert states[0] == 2 * ctas and states[-1] == merge_rows(ctas) - 1
 
 
 def test_a_state_is_no_number_that_memory_has_by_chance() -> None:

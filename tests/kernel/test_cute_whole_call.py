@@ -1,4 +1,4 @@
-"""Whole calls in CuTe DSL without a GPU: what the products compile to, and what is launched."""
+"""Whole calls in CuTe DSL without a GPU: what is launched, with which arguments."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
-from mla_var3.conf.devices import device_spec
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla import flash_mla
 from mla_var3.kernel.cute_python.mla.hopper.constants import HEAD, ROWS
 from mla_var3.kernel.cute_python.mla.latent import call as latent_call
@@ -22,7 +21,6 @@ from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLASm90, FlashMLA
 from mla_var3.kernel.cute_python.mla.latent.operands import (
     WHOLE_FIELDS,
     LatentOperands,
-    LatentOptions,
     Partials,
     ProjectionOperands,
     ProjectionSizes,
@@ -33,128 +31,19 @@ from mla_var3.kernel.cute_python.mla.projections import outputs as decompress_co
 from mla_var3.kernel.cute_python.mla.projections import queries as project_queries
 from mla_var3.kernel.cute_python.mla.projections.outputs import DecompressCombineSm90, columns_for
 from mla_var3.kernel.cute_python.mla.projections.queries import ProjectQueriesSm90
-from mla_var3.runtime.compile import CompileReport, fits_shared_memory
 from mla_var3.runtime.cute.arguments import kinds_of
 from mla_var3.runtime.cute.launch import RepeatedLaunch
 from mla_var3.runtime.cute_kernel import compile_program
 from tests.unit.runtime.cute.noting_driver import OVERLAP, STREAM, noted_launches
 
 from . import whole_launch
-from .compile_once import SERIALISED, Compiled, compile_once
 from .noted_calls import Calls, note_calls
+from .noted_calls import meta_call as call
 from .noted_launch import SMS
+from .test_cute_compile import held_bytes
 from .whole_launch import SIZES
 
-HOPPER = device_spec("NVIDIA H200")
-SM_REGISTERS, SM_SHARED_BYTES, RESERVED_BYTES = 64 * 1024, 228 * 1024, 1024
-"""Of a Hopper SM; the last for every block."""
-
-# --- what the products compile to -----------------------------------------------------------------
-
-VARIANTS: dict[str, Any] = {
-    "queries": ("project_queries", "bfloat16", 0),
-    "queries float16": ("project_queries", "float16", 0),
-    "outputs": ("decompress_combine", "bfloat16", 128),
-    "outputs, half": ("decompress_combine", "bfloat16", 64),
-    "outputs, quarter": ("decompress_combine", "bfloat16", 32),
-    "outputs, quarter float16": ("decompress_combine", "float16", 32),
-}
-"""Per variant: the kernel, the dtype, and the columns of a block."""
-
-COMPILE = """
-import contextlib, json, sys
-from dataclasses import dataclass
-import torch
-from mla_var3.kernel.cute_python.mla.latent import call as latent_call
-from mla_var3.kernel.cute_python.mla.projections import outputs as decompress_combine
-from mla_var3.kernel.cute_python.mla.projections import queries as project_queries
-from mla_var3.runtime import cute_kernel
-from mla_var3.runtime.compile import compile_report
-from mla_var3.runtime.plan import Constraints, Tiling
-cute_kernel.quiet_compiler = contextlib.nullcontext
-
-@dataclass
-class Any(Tiling):
-    def validate(self, pd):
-        return Constraints()
-
-reports = {}
-for variant, (name, dtype, columns) in json.loads(sys.argv[1]).items():
-    rows = torch.empty(8, dtype=getattr(torch, dtype), device="meta")
-    element = latent_call.ELEMENT_TYPES[rows.dtype]
-    if name == "project_queries":
-        host = project_queries.ProjectQueriesSm90(element)
-        arguments = (rows, rows, rows, 1, 1, 1)
-    else:
-        host = decompress_combine.DecompressCombineSm90(element, True, columns)
-        arguments = (rows, rows, None, None, None, rows, None, 1, 1, 1)
-    kernel = cute_kernel.CuteKernel(
-        kernel_fn=getattr(type(host), name), host_fn=lambda tiling: host,
-        args_fn=lambda tiling: arguments, requires_arch="sm_90a", tiling=Any(), plan=None,
-        input_tensors=[], output_tensors=[rows],
-        algorithmic_flops_bytes_fn=lambda tiling: (0.0, 0.0),
-    )
-    print(f"== {variant} {name}", file=sys.stderr, flush=True)
-    reports[f"{variant} {name}"] = compile_report(kernel, "sm_90").to_dict()
-print(json.dumps(reports))
-"""
-
-
-@pytest.fixture(scope="session")
-def compiled(
-    package_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Compiled:
-    return compile_once("cute-products", COMPILE, VARIANTS, package_environment, tmp_path_factory)
-
-
-def report_of(compiled: Compiled, variant: str) -> CompileReport:
-    """The report of a variant that neither spills nor lets its products wait for each other."""
-    name = f"{variant} {VARIANTS[variant][0]}"
-    report, remarks = compiled.reports[name], compiled.remarks[name]
-    assert report.error is None
-    assert not report.spills and report.stack_bytes == 0
-    assert set(report.mma) == {"HGMMA"}
-    # Without the assembler's remarks an absent warning would mean nothing.
-    assert re.search(rf"Compiling entry function '\w*{report.kernel}", remarks)
-    found = [line for line in remarks.splitlines() if SERIALISED.search(line)]
-    assert not found, found
-    return report
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name.startswith("queries")])
-def test_the_product_of_the_queries(compiled: Compiled, variant: str) -> None:
-    report = report_of(compiled, variant)
-    assert report.threads == project_queries.THREADS
-    # One product of the whole depth; the copy engine moves everything from and to memory.
-    assert report.mma["HGMMA"] == project_queries.HEAD // project_queries.MMA_DEPTH
-    assert report.instructions["UTMALDG"] and report.instructions["UTMASTG"] == 1
-    assert not report.instructions.get("LDG") and not report.instructions.get("STG")
-    assert report.registers is not None and report.shared_bytes is not None
-    blocks = project_queries.CTAS_PER_SM
-    assert blocks * report.registers * project_queries.THREADS <= SM_REGISTERS
-    assert blocks * (report.shared_bytes + RESERVED_BYTES) <= SM_SHARED_BYTES
-
-
-def held_bytes(columns: int) -> int:
-    """Shared memory of an output block: the weights of its columns and the ring."""
-    stages = DecompressCombineSm90(None, True, columns).stages
-    return 2 * (decompress_combine.COMBINE_ROWS * stages * 64 + 512 * columns)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name.startswith("outputs")])
-def test_the_product_of_the_outputs(compiled: Compiled, variant: str) -> None:
-    report = report_of(compiled, variant)
-    columns = VARIANTS[variant][2]
-    assert any(f"64x{columns}x16" in shape for shape in report.mma_shapes)
-    assert not report.instructions.get("LDG")
-    assert fits_shared_memory(report, HOPPER)
-    held = held_bytes(columns)
-    assert report.shared_bytes is not None and held <= report.shared_bytes <= held + 2048
-
-
-# --- how the work is cut --------------------------------------------------------------------------
+# --- how the work is divided ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("queries", [1, 63, 64, 65, 1000])
@@ -189,32 +78,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return note_calls(monkeypatch, SMS, whole_call.WholeCall)
 
 
-Given = tuple[ProjectionOperands, LatentOperands, LatentOptions]
-
-
-def call(b: int = 2, s: int = 2, h: int = 16, **changes: Any) -> Given:
-    """Operands and options of a whole call on meta tensors, and what is to be changed by name."""
-
-    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    projections = ProjectionOperands(
-        empty(h, 128, 512), empty(h, 512, 128), empty(b, s, h, 128), empty(b, s, h, 128)
-    )
-    operands = LatentOperands.allocate(
-        (b, s, h), empty(b, s, h, 512), empty(b, s, h, 64), empty(b, 256, 512), empty(b, 256, 64),
-        empty(b, dtype=torch.int32),
-    )  # fmt: skip
-    options = LatentOptions(s, True, 0.1, empty_positive=changes.pop("empty_positive", False))
-    own = {name: changes.pop(name) for name in projections._fields if name in changes}
-    return projections._replace(**own), operands._replace(**changes), options
-
-
-def test_the_kernel_offers_whole_calls() -> None:
-    assert flash_mla.whole is whole_call
-
-
 def test_one_launch_has_what_all_kernels_need(calls: Calls) -> None:
+    assert flash_mla.whole is whole_call
     projections, operands, options = call(3, 2, 64)
     launch = whole_call.attend(projections, operands, options)
     assert launch is not None

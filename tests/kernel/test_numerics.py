@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from mla_var3.op.compare import compare
+
 from .kernel_support import DESIGNS, INPUT_NAMES, Case, make_plan, plan_of, require
 
-CASE = Case(s=3, t=70, h=8, lengths=(70, 0, 20, 2), n=30)
+CASE = Case(s=3, t=70, h=2, lengths=(70, 0, 20, 2), n=30)
 
 
 def inputs_of(plan: object, design: str) -> dict[str, Tensor]:
     return dict(zip(INPUT_NAMES[design], plan.prepare_inputs("cpu"), strict=True))  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    ("factor", "dtype"), [(1e3, "bfloat16"), (1e3, "float16"), (1e-4, "float16")]
-)
+@pytest.mark.parametrize(("factor", "dtype"), [(1e3, "float16"), (1e-4, "float16")])
 @pytest.mark.parametrize("design", DESIGNS)
 def test_scores_far_from_one(design: str, factor: float, dtype: str) -> None:
     """Huge scores make the softmax a choice of one key: exp must neither overflow nor vanish."""
@@ -71,7 +71,7 @@ def test_equal_scores_give_the_mean(design: str, causal: bool, dtype: str) -> No
 
 @pytest.mark.parametrize("design", DESIGNS)
 def test_rows_without_keys_are_exactly_zero(design: str) -> None:
-    plan = plan_of(design, Case(s=5, t=40, h=8, lengths=(3, 0, 40), n=20))
+    plan = plan_of(design, Case(s=5, t=40, h=2, lengths=(3, 0, 40), n=20))
     out, lse = require(plan).output_tensors
     hidden = torch.tensor([[plan.problem().visible(r, q) == 0 for q in range(5)] for r in range(3)])
     assert hidden.sum() == 2 + 5
@@ -86,7 +86,7 @@ def test_unused_slots_may_hold_anything(design: str) -> None:
     plan = plan_of(design, CASE)
     inputs = inputs_of(plan, design)
     clean = [output.clone() for output in require(plan, tuple(inputs.values())).output_tensors]
-    for poison in (math.inf, -math.inf, 6e4):
+    for poison in (math.inf, 6e4):
         filled = [
             torch.where(tensor.isnan(), poison, tensor) if tensor.is_floating_point() else tensor
             for tensor in inputs.values()
@@ -97,34 +97,25 @@ def test_unused_slots_may_hold_anything(design: str) -> None:
 
 
 @pytest.mark.parametrize("design", DESIGNS)
-def test_a_second_launch_gives_the_same(design: str) -> None:
-    """No kernel accumulates into its outputs."""
-    stage = require(plan_of(design, CASE))
-    first = [output.clone() for output in stage.output_tensors]
-    stage.launch()
-    for before, after in zip(first, stage.output_tensors, strict=True):
-        assert torch.equal(before, after)
-
-
-@pytest.mark.parametrize("design", DESIGNS)
 def test_a_launch_sees_what_the_inputs_hold_now(design: str) -> None:
-    """A plan is made once per batch layout and launched many times on the same tensors."""
+    """A plan is made once and launched many times; no kernel accumulates into its outputs."""
     plan = plan_of(design, CASE)
     inputs = plan.prepare_inputs("cpu")
     stage = require(plan, inputs)
     fresh = plan.copy(seed=1).prepare_inputs("cpu")
+    wanted = require(plan, fresh).output_tensors
     for old, new in zip(inputs, fresh, strict=True):
         old.copy_(new)
-    stage.launch()
-    wanted = require(plan, fresh).output_tensors
-    for got, expected in zip(stage.output_tensors, wanted, strict=True):
-        assert torch.equal(got, expected)
+    for _ in range(2):
+        stage.launch()
+        for got, expected in zip(stage.output_tensors, wanted, strict=True):
+            assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("design", [d for d in DESIGNS if d != "mla_var6_plus"])
 def test_lengths_may_change_between_launches(design: str) -> None:
     """Lengths are data: growing by a token needs no new plan (a window would have to follow)."""
-    plan = make_plan(design, b=2, s=2, t=70, h=8)
+    plan = make_plan(design, b=2, s=2, t=70, h=2)
     inputs = list(plan.prepare_inputs("cpu"))
     stage = plan.plan(*inputs)
     for lengths in ((1, 0), (64, 65), (70, 2)):
@@ -132,3 +123,13 @@ def test_lengths_may_change_between_launches(design: str) -> None:
         stage.launch()
         wanted = plan.reference_fn(*inputs)
         torch.testing.assert_close(stage.output_tensors[1], wanted[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_a_scale_of_the_model_reaches_the_kernel_and_its_reference(design: str) -> None:
+    """As with YaRN; far from the default (128 + 64) ** -0.5 = 0.072."""
+    plan = plan_of(design, CASE, scale=0.02)
+    inputs = plan.prepare_inputs("cpu")
+    own, usual = (require(each, inputs).output_tensors[1] for each in (plan, plan.copy(scale=None)))
+    seen = own.isfinite()
+    assert compare(own[seen], usual[seen]).relative_frobenius > 1e-2

@@ -12,21 +12,21 @@ from mla_var3.runtime.check import poison_outputs
 from .kernel_support import STAGES, Case, make_plan, plan_of, require
 
 CASES = [
-    Case(s=1, t=1, h=8, lengths=(1, 0), n=1, splits=1),
-    Case(s=3, t=67, h=16, lengths=(67, 0, 22), n=30, splits=3, dtype="float16"),
-    Case(s=5, t=150, h=24, lengths=(150, 3, 64), n=149, splits=4),
-    Case(s=70, t=131, h=8, lengths=(131, 43), n=40, splits=2),
-    Case(s=1, t=33, h=128, lengths=(33,), n=16, splits=2, dtype="float16"),
+    (Case(s=1, t=1, h=8, lengths=(1, 0), n=1, splits=1), True),
+    (Case(s=3, t=67, h=4, lengths=(67, 0, 22), n=30, splits=3, dtype="float16"), False),
+    (Case(s=5, t=67, h=3, lengths=(67, 33, 1, 0), n=66, splits=4), True),
+    (Case(s=70, t=131, h=2, lengths=(131, 43), n=40, splits=2), True),
+    (Case(s=1, t=33, h=65, lengths=(33,), n=16, splits=2, dtype="float16"), False),
 ]
+"""Problems, each with whether a causal mask limits them."""
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize(
-    ("stage", "case"),
+    ("stage", "case", "causal"),
     [
-        pytest.param(stage, case, id=f"{stage}-{case}")
+        pytest.param(stage, case, causal, id=f"{stage}-{case}")
         for stage in STAGES
-        for case in CASES
+        for case, causal in CASES
         # A role without tokens is not written: see test_a_role_without_tokens.
         if stage != "attention_block_specialized" or case.n < case.t
     ],
@@ -38,14 +38,14 @@ def test_stage_alone(stage: str, case: Case, causal: bool) -> None:
 # --- split_kv -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("splits", [1, 3, 7, 16, 17, 33], ids="splits{}".format)
+@pytest.mark.parametrize("splits", [1, 16, 17, 33], ids="splits{}".format)
 def test_reduce_any_number_of_splits(splits: int) -> None:
-    """Around the 16 shares that one step reads."""
+    """Around the 16 partials that one step reads."""
     require(make_plan("split_kv_reduce", b=2, s=3, t=200, h=8, splits=splits))
 
 
-def test_reduce_weighs_by_log_sum_exp() -> None:
-    """Empty shares, rows without any key, and shares that differ by more than float32 can hold."""
+def test_reduce_weighs_by_lse() -> None:
+    """Empty partials, rows without any key, and partials that differ by more than float32 holds."""
     plan = make_plan("split_kv_reduce", b=1, s=1, t=64, h=8, splits=4)
     o_partial, lse_partial = plan.prepare_inputs("cpu")
     absent = -torch.inf
@@ -74,13 +74,6 @@ def test_partials_of_one_split_are_the_whole() -> None:
 
 
 # --- mla_var6_plus --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("n", [1, 34, 66], ids="n{}".format)
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_both_roles(n: int, causal: bool) -> None:
-    fields = {"b": 4, "s": 5, "t": 67, "h": 8, "lengths": (67, 33, 1, 0)}
-    require(make_plan("attention_block_specialized", **fields, n=n, causal=causal))
 
 
 @pytest.mark.parametrize(("n", "written"), [(0, slice(0, 2)), (67, slice(2, 4))], ids=["n0", "nt"])

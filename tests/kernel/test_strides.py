@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from mla_var3.errors import HyperMlaError, InvalidArgumentError
+from mla_var3.errors import InvalidArgumentError
 from mla_var3.runtime.check import check_stage
 
 from .kernel_support import (
@@ -23,12 +23,12 @@ from .kernel_support import (
     transposed_storage,
 )
 
-CASE = Case(s=3, t=70, h=8, lengths=(70, 0, 20), n=30)
+CASE = Case(s=3, t=70, h=4, lengths=(70, 0, 20), n=30)
 
 Inputs = dict[str, Tensor]
 
 
-def make(name: str) -> tuple[object, Inputs]:
+def make(name: str) -> tuple[Any, Inputs]:
     plan = plan_of(name, CASE)
     return plan, dict(zip(INPUT_NAMES[name], plan.prepare_inputs("cpu"), strict=True))
 
@@ -63,10 +63,9 @@ def padded_batch(inputs: Inputs) -> None:
     for name in ("c_kv", "k_rope", "k", "v"):
         if name in inputs:
             tensor = inputs[name]
-            room = torch.full((*tensor.shape[:-2], 100, tensor.shape[-1]), torch.nan)
-            room = room.to(tensor.dtype)
-            room[..., : CASE.t, :] = tensor
-            inputs[name] = room[..., : CASE.t, :]
+            shape = (*tensor.shape[:-2], 100, tensor.shape[-1])
+            larger = torch.full(shape, torch.nan, dtype=tensor.dtype)
+            inputs[name] = larger[..., : CASE.t, :].copy_(tensor)
 
 
 def every_second_request(inputs: Inputs) -> None:
@@ -108,7 +107,10 @@ def test_a_prefix_shared_by_the_batch(design: str) -> None:
 
 @pytest.mark.parametrize("name", [*DESIGNS, *STAGES])
 def test_transposed_inputs_work_or_are_named(name: str) -> None:
-    """Heads outside tokens, [b, h, s, ...]: computed right, or refused with the argument's name."""
+    """Heads outside tokens, [b, h, s, ...]: computed right, or refused with the argument's name.
+
+    A copy made to merge s and h must not outlive a launch: inputs are updated in place.
+    """
     for argument in INPUT_NAMES[name]:
         plan, inputs = make(name)
         if inputs[argument].ndim < 4:
@@ -116,31 +118,13 @@ def test_transposed_inputs_work_or_are_named(name: str) -> None:
         inputs[argument] = transposed_storage(inputs[argument], -3, -2)
         values = tuple(inputs.values())
         try:
-            result = check_stage(plan, values, plan.plan(*values))
-        except HyperMlaError as error:
+            stage = plan.plan(*values)
+            check_stage(plan, values, stage).require()
+        except InvalidArgumentError as error:
             assert str(error).startswith(f"{argument}: expected")
-        else:
-            result.require()
-
-
-@pytest.mark.parametrize("design", ["flash_mla", "flash_mla_split_kv", "mla_var6_plus"])
-@pytest.mark.parametrize("argument", ["q_latent", "q_rope"])
-def test_transposed_queries_are_not_frozen_at_the_first_launch(design: str, argument: str) -> None:
-    """A copy made to merge s and h must not outlive the launch: inputs are updated in place."""
-    plan, inputs = make(design)
-    inputs[argument] = transposed_storage(inputs[argument], 1, 2)
-    try:
-        stage = plan.plan(*inputs.values())
-        stage.launch()
-    except HyperMlaError as error:
-        assert str(error).startswith(f"{argument}: expected")
-        return
-    inputs[argument].mul_(-1.0)
-    stage.launch()
-    lse = stage.output_tensors[1].clone()
-    wanted = plan.plan(*(tensor.clone() for tensor in inputs.values()))
-    wanted.launch()
-    assert torch.equal(lse, wanted.output_tensors[1])
+            continue
+        inputs[argument].mul_(-1.0)
+        check_stage(plan, values, stage).require()
 
 
 # --- layouts that no kernel can read --------------------------------------------------------------
@@ -148,58 +132,32 @@ def test_transposed_queries_are_not_frozen_at_the_first_launch(design: str, argu
 
 def odd_rows(tensor: Tensor) -> Tensor:
     """Rows one element longer than the tensor is wide: no 16-byte alignment."""
-    room = torch.zeros((*tensor.shape[:-1], tensor.shape[-1] + 1), dtype=tensor.dtype)
-    return room[..., :-1].copy_(tensor)
+    longer = torch.zeros((*tensor.shape[:-1], tensor.shape[-1] + 1), dtype=tensor.dtype)
+    return longer[..., :-1].copy_(tensor)
 
 
-def odd_address(tensor: Tensor) -> Tensor:
+def odd_pointer(tensor: Tensor) -> Tensor:
     """Strides are right, the first element is 2 bytes off."""
-    room = torch.zeros((*tensor.shape[:-1], tensor.shape[-1] + 8), dtype=tensor.dtype)
-    return room[..., 1 : 1 + tensor.shape[-1]].copy_(tensor)
+    longer = torch.zeros((*tensor.shape[:-1], tensor.shape[-1] + 8), dtype=tensor.dtype)
+    return longer[..., 1 : 1 + tensor.shape[-1]].copy_(tensor)
 
 
 def every_second_column(tensor: Tensor) -> Tensor:
-    room = torch.zeros((*tensor.shape[:-1], 2 * tensor.shape[-1]), dtype=tensor.dtype)
-    return room[..., ::2].copy_(tensor)
+    longer = torch.zeros((*tensor.shape[:-1], 2 * tensor.shape[-1]), dtype=tensor.dtype)
+    return longer[..., ::2].copy_(tensor)
 
 
-@pytest.mark.parametrize(
-    ("layout", "expected"),
-    [
-        (odd_rows, "a stride of dimension . that is a multiple of 16 bytes"),
-        (odd_address, "a pointer aligned to 16 bytes"),
-        (every_second_column, "stride 1 in the last dimension"),
-    ],
-)
-@pytest.mark.parametrize(
-    ("name", "argument"),
-    [
-        (name, argument)
-        for name in (*DESIGNS, "split_kv_partial", "attention_block_specialized")
-        for argument in INPUT_NAMES[name]
-        if argument != "lengths"
-    ],
-)
-def test_impossible_strides_are_named(
-    name: str, argument: str, layout: Callable[[Tensor], Tensor], expected: str
-) -> None:
+@pytest.mark.parametrize("name", [*DESIGNS, "split_kv_partial", "attention_block_specialized"])
+def test_impossible_strides_are_named(name: str) -> None:
     plan, inputs = make(name)
-    inputs[argument] = layout(inputs[argument])
-    with pytest.raises(InvalidArgumentError, match=f"^{argument}: expected {expected}, got"):
-        plan.plan(*inputs.values())
-
-
-@pytest.mark.parametrize("design", DESIGNS)
-def test_lengths_cut_out_of_a_longer_list(design: str) -> None:
-    """One element further the address is 4 bytes off; every second one has stride 2."""
-    plan, inputs = make(design)
-    longer = torch.cat([inputs["lengths"], inputs["lengths"]])
-    for lengths, expected in (
-        (longer[1:4], "a pointer aligned to 16 bytes"),
-        (longer[::2], "stride 1 in the last dimension"),
-    ):
-        inputs["lengths"] = lengths
-        with pytest.raises(InvalidArgumentError, match=re.escape(f"lengths: expected {expected}")):
-            plan.plan(*inputs.values())
-    inputs["lengths"] = longer[:3]
-    require(plan, tuple(inputs.values()))
+    layouts = [
+        (odd_rows, "a stride of dimension . that is a multiple of 16 bytes"),
+        (odd_pointer, "a pointer aligned to 16 bytes"),
+        (every_second_column, "stride 1 in the last dimension"),
+    ]
+    for argument, right in inputs.items():
+        for layout, expected in layouts[1:] if argument == "lengths" else layouts:
+            wrong = {**inputs, argument: layout(right)}
+            message = f"^{argument}: expected {expected}, got"
+            with pytest.raises(InvalidArgumentError, match=message):
+                plan.plan(*wrong.values())

@@ -1,4 +1,4 @@
-"""Small CuTe DSL kernels whose machine code stands behind statements of the documentation.
+"""Small CuTe DSL kernels whose machine code the documentation cites.
 
 CuTe DSL traces functions from source files, so they cannot be made in the tests themselves.
 """
@@ -60,25 +60,25 @@ def copy_rows(x: cute.Tensor, y: cute.Tensor):
 
 
 class CopyRows:
-    """Eight 16-bit elements per thread, with and without a promise about the row stride."""
+    """Eight 16-bit elements per thread, with and without a stated row stride."""
 
-    def __init__(self, promise: bool) -> None:
-        self.promise = promise
+    def __init__(self, stated: bool) -> None:
+        self.stated = stated
 
     @cute.jit
     def __call__(
         self, x: cute.Pointer, y: cute.Pointer, rows: Int32, stride: Int32, stream: cuda.CUstream
     ):
-        step = cute.assume(stride, divby=8) if self.promise else stride
+        step = cute.assume(stride, divby=8) if self.stated else stride
         layout = cute.make_layout((rows, 512), stride=(step, 1))
         copy_rows(cute.make_tensor(x, layout), cute.make_tensor(y, layout)).launch(
             grid=(rows, 1, 1), block=(64, 1, 1), stream=stream
         )
 
 
-def row_copy(promise: bool, alignment: int) -> collections.Counter[str]:
+def row_copy(stated: bool, alignment: int) -> collections.Counter[str]:
     element = pointer(BFloat16, alignment)
-    return compiled(CopyRows(promise), element, element, Int32(1), Int32(512))
+    return compiled(CopyRows(stated), element, element, Int32(1), Int32(512))
 
 
 # --- exponentials -------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -87,6 +88,7 @@ def test_names_exist(reference: str, findings: dict[str, str]) -> None:
         assert not missing, f"{title}: {missing}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
 def test_snippets_compile(reference: str, number: int, tmp_path: Path) -> None:
     body, expected = snippets_of(reference)[number]
@@ -98,40 +100,46 @@ def test_all_compiled_snippets_are_tested(reference: str) -> None:
     assert len(snippets_of(reference)) == reference.count("<!-- compile") == 2
 
 
-@pytest.mark.parametrize(
-    ("case", "promise", "alignment"),
-    [
+COUNTS: list[tuple[str, str, Callable[[], Mapping[str, int]]]] = [
+    ("state-alignment", case, partial(cute_findings.row_copy, stated, alignment))
+    for case, stated, alignment in (
         ("pointer 16 bytes, stride a multiple of 8", True, 16),
         ("pointer 16 bytes, stride unknown", False, 16),
         ("pointer 2 bytes, stride a multiple of 8", True, 2),
-    ],
-)
-def test_alignment_finding(
-    findings: dict[str, str], case: str, promise: bool, alignment: int
-) -> None:
-    stated = counted(evidence(findings["state-alignment"], case))
-    assert len(stated) == 2
-    assert differences(stated, cute_findings.row_copy(promise, alignment)) == []
-
-
-@pytest.mark.parametrize("fast", [True, False])
-def test_exponential_finding(findings: dict[str, str], fast: bool) -> None:
-    cell = evidence(findings["fast-exponential"], f"`fastmath={fast}`, per element")
-    assert len(counted(cell)) == 3
-    assert differences(counted(cell), cute_findings.exponential(fast)) == []
-
-
-def test_accumulation_finding(findings: dict[str, str]) -> None:
-    page = findings["accumulate-flag-in-a-helper"]
+    )
+]
+COUNTS += [
+    (
+        "fast-exponential",
+        f"`fastmath={fast}`, per element",
+        partial(cute_findings.exponential, fast),
+    )
+    for fast in (True, False)
+]
+COUNTS += [
+    ("accumulate-flag-in-a-helper", case, partial(cute_findings.accumulation, way))
     for case, way in (
         ("flag in the loop body", "flag in the loop"),
         ("branch, helper with an atom of its own", "atom in a helper"),
-    ):
-        stated = counted(evidence(page, case))
-        assert len(stated) == 2
-        assert differences(stated, cute_findings.accumulation(way)) == []
+    )
+]
+"""Findings that count instructions: page, case of its evidence table, what to compile."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "case", "compile_case"), COUNTS)
+def test_counts_of_findings(
+    findings: dict[str, str], page: str, case: str, compile_case: Callable[[], Mapping[str, int]]
+) -> None:
+    stated = counted(evidence(findings[page], case))
+    assert stated
+    assert differences(stated, compile_case()) == []
+
+
+@pytest.mark.slow
+def test_a_flag_in_a_helper_does_not_compile(findings: dict[str, str]) -> None:
     shared = "branch, helper that sets the flag of the shared object"
-    assert evidence(page, shared) == "does not compile"
+    assert evidence(findings["accumulate-flag-in-a-helper"], shared) == "does not compile"
     with pytest.raises(Exception, match="operand #0 does not dominate this use"):
         cute_findings.accumulation("flag in a helper")
 

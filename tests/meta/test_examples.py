@@ -17,6 +17,7 @@ OPTIONS = {"own_kernel.py": ["--device=cpu", "--prof_type=disabled", "--check"]}
 ENGINES = {"vllm_deepseek.py"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in ENGINES])
 def test_an_example_runs(name: str, tmp_path: Path) -> None:
     done = subprocess.run(

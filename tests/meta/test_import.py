@@ -8,8 +8,6 @@ import sys
 import tomllib
 from pathlib import Path
 
-import pytest
-
 CPU_LIMIT_S = 0.3
 
 PROBE = """
@@ -35,15 +33,10 @@ def run_python(
     )
 
 
-def test_import_prints_nothing(package_environment: dict[str, str]) -> None:
-    result = run_python("import mla_var3", package_environment)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
-
-
 def test_import_is_cheap_and_loads_no_heavy_package(package_environment: dict[str, str]) -> None:
     result = run_python(PROBE, package_environment)
-    assert result.returncode == 0, result.stderr
-    report = json.loads(result.stdout)
+    assert (result.returncode, result.stderr) == (0, "")
+    report = json.loads(result.stdout)  # and nothing else was printed
     assert report["heavy"] == []
     assert report["cpu_s"] < CPU_LIMIT_S
     assert report["version"]
@@ -52,8 +45,6 @@ def test_import_is_cheap_and_loads_no_heavy_package(package_environment: dict[st
 def test_console_script_starts(repo_root: Path, package_environment: dict[str, str]) -> None:
     project = tomllib.loads((repo_root / "pyproject.toml").read_text())["project"]
     module, function = project["scripts"]["hyper-mla"].split(":")
-    if not (repo_root / "src" / Path(*module.split("."))).with_suffix(".py").exists():
-        pytest.skip(f"{module} is not written yet")
     # The same two lines that the installed script runs.
     code = f"import sys; from {module} import {function}; sys.exit({function}())"
     result = run_python(code, package_environment, "--help")

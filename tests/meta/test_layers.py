@@ -1,4 +1,4 @@
-"""Imports go one way, and each kernel language stays in its room."""
+"""Imports go one way, and each kernel language stays in its folders."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = "mla_var3"
 
-# A room may import itself and what stands before it.
+# A room may import itself and the rooms listed before it.
 ROOMS = (
     "errors", "conf", "op", "runtime", "kernel", "attention", "integrations", "bench", "report",
     "dev", "cli",
@@ -163,10 +163,8 @@ KERNELS = {FLASH: "", FLASH_V2: "", OTHER: "", "kernel/cutile/mla/shared.py": ""
     ("path", "source", "message"),
     [
         ("runtime/plan.py", "import mla_var3.kernel.cutile", "runtime imports kernel"),
-        ("runtime/plan.py", "from mla_var3 import kernel", "runtime imports kernel"),
         ("runtime/plan.py", "from ..kernel import paths", "runtime imports kernel"),
         ("runtime/a/b.py", "from ...kernel.cutile import mla", "runtime imports kernel"),
-        ("runtime/a/__init__.py", "from ...kernel import x", "runtime imports kernel"),
         ("runtime/plan.py", "def f():\n  from mla_var3.cli import main", "runtime imports cli"),
         (
             "runtime/plan.py",
@@ -175,22 +173,16 @@ KERNELS = {FLASH: "", FLASH_V2: "", OTHER: "", "kernel/cutile/mla/shared.py": ""
         ),
         ("runtime/x.py", "importlib.import_module('mla_var3.kernel')", "runtime imports kernel"),
         ("errors.py", "from mla_var3.conf import devices", "errors imports conf"),
-        ("conf/__init__.py", "from mla_var3.op import mla", "conf imports op"),
-        ("op/mla/cost.py", "from mla_var3 import runtime", "op imports runtime"),
         ("kernel/cutile/mla/shared.py", "import mla_var3.attention", "kernel imports attention"),
-        ("attention.py", "import mla_var3.integrations", "attention imports integrations"),
-        ("report/html.py", "import mla_var3.cli.main", "report imports cli"),
         ("helpers/x.py", "", "no known room"),
         ("__init__.py", "from mla_var3.runtime import plan", "when the package is imported"),
         ("op/mla/inputs.py", "import cuda.tile as ct", "imports cuda.tile"),
         ("runtime/compile.py", "from cuda import tile as ct", "imports cuda.tile"),
-        ("runtime/compile.py", "def f():\n  from cuda.tile import kernel", "imports cuda.tile"),
         ("runtime/ct_kernel.py", "import cutlass.cute as cute", "imports cutlass"),
         ("kernel/cute_python/mla/x.py", "import cuda.tile", "imports cuda.tile"),
         (FLASH, "from cutlass import cute", "imports cutlass"),
         (FLASH, "from mla_var3.kernel.cutile.mla.flash.flash_v2 import x", "another version"),
         (FLASH_V2, "from ..flash.flash import flash", "another version"),
-        (FLASH, "from mla_var3.kernel.cutile.mla import other", "another design"),
         (FLASH, "from mla_var3.kernel.cutile.mla.other.other.other import f", "another design"),
         (
             "kernel/cute_python/mla/flash/flash/flash.py",
@@ -216,10 +208,6 @@ def test_a_planted_violation_is_found(path: str, source: str, message: str) -> N
         ("runtime/plan.py", "from mla_var3 import __version__"),
         ("runtime/ct_kernel.py", "import cuda.tile as ct"),
         ("runtime/interpreter/ops.py", "from cuda.tile import _ir"),
-        ("runtime/cute_kernel.py", "import cutlass"),
-        ("runtime/cuda_events.py", "from cuda.bindings import driver"),
-        ("op/mla/cost.py", "from mla_var3.conf import devices"),
-        ("kernel/__main__.py", "from mla_var3.cli.main import kernel_main"),
         ("kernel/cutile/mla/flash/__main__.py", "from mla_var3.cli.main import kernel_main"),
         ("__init__.py", "def __getattr__(name):\n  from mla_var3.attention import mla_attention"),
         (FLASH, "import cuda.tile as ct\nfrom mla_var3.kernel.cutile.mla import shared"),

@@ -196,17 +196,6 @@ rm -rf not run
 """
 
 
-def test_a_page_is_read_in_order() -> None:
-    steps = list(steps_of(PAGE))
-    assert [(step.kind, step.text) for step in steps] == [
-        ("file", "src/new.py"),
-        ("diff", ""),
-        ("run", "two"),
-        ("fails", ""),
-    ]
-    assert steps[0].body == "x = 1\n"
-
-
 def test_a_file_that_readers_cannot_name_is_found() -> None:
     assert unnamed_files(PAGE) == ["src/new.py"]
     assert unnamed_files("Now `new.py`:\n" + PAGE) == []

@@ -83,11 +83,3 @@ def test_what_is_chosen_serves_the_device(name: str) -> None:
         assert (backend.kernel, backend.language) not in foreign, (label, dtype, page)
         refused = {(c.kernel, c.language) for c in explanation.candidates if c.refusal}
         assert foreign <= refused
-
-
-def test_package_kernels_state_their_targets() -> None:
-    known = {(backend.kernel, backend.language): backend for backend in registry.backends()}
-    assert known["flash_mla", "cute-dsl"].targets == ("sm_90",)
-    assert known["mla_var6_plus", "cute-dsl"].targets == ("sm_90",)
-    assert set(known["flash_mla", "cutile-dsl"].targets or ()) >= {"sm_90", "sm_100", "sm_120"}
-    assert known["torch_tiled", "torch"].targets is None

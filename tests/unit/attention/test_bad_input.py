@@ -43,11 +43,6 @@ def test_a_kernel_is_named_by_text(kernel: Any) -> None:
     refused(message, lambda: mla_var3.explain(b=1, s=1, t=8, h=1, kernel=kernel))
 
 
-def test_a_device_is_named_by_text() -> None:
-    sizes = {"b": 1, "s": 1, "t": 8, "h": 1}
-    refused("device_name: expected the name", lambda: mla_var3.explain(**sizes, device_name=3))
-
-
 @pytest.mark.parametrize("flag", ["causal", "ragged", "tree", "partial", "latent_only", "aligned"])
 def test_flags_are_true_or_false(flag: str) -> None:
     wrong: dict[str, Any] = {flag: [1]}
@@ -99,19 +94,6 @@ def test_a_view_of_pages(argument: str, value: Any, message: str) -> None:
 )
 def test_parents_are_a_tensor_of_indices(parents: Any, message: str) -> None:
     refused(message, lambda: tree_ancestors(parents))
-
-
-def test_a_tree_over_packed_queries_is_a_tensor() -> None:
-    given = operands()
-    for name in ("q_nope", "q_rope"):
-        given[name] = given[name][:, 0]
-    bounds = torch.tensor([0, 1, 2], dtype=torch.int32)
-    tree: Any = [[True]]
-
-    def call() -> object:
-        return mla_var3.mla_attention(**given, cache=view(), cu_seqlens_q=bounds, tree_mask=tree)
-
-    refused("tree_mask: expected a tensor, got list", call)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""LatentCache: sizes, appending, dropping, paging, the ring, and a long soak against lists."""
+"""LatentCache: sizes, appending, dropping, paging, the ring, and many steps against lists."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-import mla_var3
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.cache.tokens import masked_put
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 
-from .attention_support import assert_close, filled_cache, make_model, normal, oracle
+from .attention_support import filled_cache, make_model
 
 K, P, H, D = 3, 2, 2, 4
 
@@ -64,25 +63,6 @@ def test_masked_put_writes_the_valid_rows_only(valid: list[int]) -> None:
 # --- allocation -----------------------------------------------------------------------------------
 
 
-def test_dense_layout_is_one_buffer() -> None:
-    cache = LatentCache.allocate(2, 64)
-    assert cache.buffer.shape == (2, 64, 576)
-    assert cache.buffer.dtype is torch.bfloat16
-    assert cache.c_kv.shape == (2, 64, 512) and cache.k_rope.shape == (2, 64, 64)
-    assert cache.c_kv.data_ptr() == cache.buffer.data_ptr()
-    assert cache.block_table is None
-    assert cache.lengths.dtype is torch.int32
-
-
-def test_paged_layout() -> None:
-    cache = LatentCache.allocate(3, 200, page_size=64, num_pages=7)
-    assert cache.buffer.shape == (7, 64, 576)
-    assert cache.block_table is not None
-    assert cache.block_table.shape == (3, 4) and cache.block_table.dtype is torch.int32
-    assert cache.sizes().tokens == 7 * 64
-    assert cache.sizes().tokens_per_request == 256
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -120,10 +100,6 @@ def test_a_budget_is_used_and_kept(page_size: int | None, window: int) -> None:
         step = 64 * 2 if page_size is None else page_size
         assert used <= budget
         assert used + step * (K + P) * 4 + 4 > budget
-
-
-def test_a_budget_that_buys_all_pages_stops_there() -> None:
-    assert make_cache(2, 64, page_size=64, budget_bytes=10**9).sizes().tokens == 128
 
 
 @pytest.mark.parametrize(
@@ -179,13 +155,6 @@ def test_packed_append(generator: torch.Generator) -> None:
     assert held(cache) == [[0, 1], [], [2, 3, 4, 5, 6]]
 
 
-def test_evict_by_mask() -> None:
-    cache = make_cache(3)
-    cache.append(*rows(4, 4, 4))
-    cache.evict(torch.tensor([True, False, True]))
-    assert cache.lengths.tolist() == [0, 4, 0]
-
-
 def test_what_does_not_fit_is_refused_whole() -> None:
     cache = make_cache(2, 8)
     cache.append(*rows(6, 6), [6, 1])
@@ -214,7 +183,7 @@ def test_pages_go_to_the_first_and_nobody_overtakes() -> None:
     taken = cache.append(*rows(130, 130, 130, 130), [64, 130, 1, 0])
     assert taken.tolist() == [64, 0, 0, 0]
     assert cache.pages.free_count.tolist() == [2]
-    # Within a page that is already held there is room, whatever became of the others.
+    # A page that is already held has space left, whatever the others got.
     taken = cache.append(*rows(65, 65, 65, 65, first=500), [65, 65, 0, 0])
     assert taken.tolist() == [65, 0, 0, 0]
     assert held(cache)[0] == [*range(64), *range(500, 565)]
@@ -317,12 +286,7 @@ def test_a_prefix_is_shared_and_stays(generator: torch.Generator) -> None:
             lambda c: c.append(rows(2, 2)[0], rows(3, 3)[1]),
             r"rope: expected \[b=2, m=2, p=2\], got \[2, 3, 2\]",
         ),
-        (
-            lambda c: c.append(rows(2, 2)[0].half(), rows(2, 2)[1]),
-            "latent: expected dtype torch.float32, got torch.float16",
-        ),
         (lambda c: c.append(*rows(2, 2), [1]), r"counts: expected \[b=2\], got \[1\]"),
-        (lambda c: c.append(*rows(2, 2), "ab"), "counts: expected integers"),
         (lambda c: c.append(*rows(5, 5), [6, -1]), r"counts\[0\]: expected .* 0 to 5, got 6"),
         (lambda c: c.append(*rows(5, 5), torch.tensor([5, -1])), r"counts\[1\]: .*, got -1"),
         (
@@ -332,10 +296,6 @@ def test_a_prefix_is_shared_and_stays(generator: torch.Generator) -> None:
         (
             lambda c: c.append(*rows(2, 2), cu_seqlens=torch.tensor([0, 1, 2]), counts=[1, 1]),
             "counts: expected none beside cu_seqlens",
-        ),
-        (
-            lambda c: c.append(rows(2)[0][0], rows(2)[1][0], cu_seqlens=torch.tensor([0, 2])),
-            r"cu_seqlens: expected \[b\+1=3\], got \[2\]",
         ),
         (
             lambda c: c.append(*rows(2, 2)),
@@ -349,11 +309,6 @@ def test_a_prefix_is_shared_and_stays(generator: torch.Generator) -> None:
             lambda c: c.append(*rows(2, 2), **marked(3, 3)),
             r"k_new: expected \[b=2, m=2, h=2, d=4\], got \[2, 3, 2, 4\]",
         ),
-        (
-            lambda c: c.append(*rows(2, 2), w_uk=torch.randn(H, D, K), w_uv=torch.randn(H, D, K)),
-            r"w_uv: expected \[h=2, k=3, d=4\], got \[2, 4, 3\]",
-        ),
-        (lambda c: c.truncate([1.5, 2]), "counts: expected"),
         (
             lambda c: c.truncate([1, 2], w_uk=torch.randn(H, D, K)),
             "w_uk: expected w_uk and w_uv, or neither, got one of them",
@@ -383,8 +338,8 @@ def test_wrong_changes(change: Any, message: str) -> None:
 # --- soak -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("page_size", "steps"), [(None, 2000), (64, 8000)])
-def test_ten_thousand_steps_of_speculative_decoding(page_size: int | None, steps: int) -> None:
+@pytest.mark.parametrize(("page_size", "steps"), [(None, 400), (64, 1500)])
+def test_many_steps_of_speculative_decoding(page_size: int | None, steps: int) -> None:
     """Append drafts, drop the rejected, evict: after every step the cache is what lists say."""
     chance = random.Random(7)
     generator = torch.Generator().manual_seed(7)
@@ -429,8 +384,6 @@ def test_ten_thousand_steps_of_speculative_decoding(page_size: int | None, steps
             assert free_pages == 6 - held_pages
         if step % 10 == 0:
             _require_contents(cache, lists, model.w_uk)
-        if step % 200 == 0:
-            _require_attention(cache, lists, model, generator)
 
 
 def _expected_taken(
@@ -467,18 +420,3 @@ def _require_contents(
         # The ring of rope keys, as appended, and as a view without one would gather it.
         for rope_ring in (view.ring_rope(), replace(view, k_rope_new=None).ring_rope()):
             assert torch.equal(rope_ring[request, slots], expected[start:, K:])
-
-
-def _require_attention(
-    cache: LatentCache, lists: list[list[torch.Tensor]], model: Any, generator: torch.Generator
-) -> None:
-    q_nope, q_rope = (normal(generator, 3, 2, 1, w, dtype=torch.float32) for w in (2, P))
-    output, lse = mla_var3.mla_attention(
-        q_nope, q_rope, cache, model.w_uk, model.w_uv, return_lse=True
-    )
-    for request, tokens in enumerate(lists):
-        rows_ = torch.stack(tokens) if tokens else torch.empty(0, K + P)
-        expected, expected_lse = oracle(
-            q_nope[request], q_rope[request], rows_[:, :K], rows_[:, K:], model
-        )
-        assert_close(output[request], expected, lse[request], expected_lse)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import mla_var3
 from mla_var3.attention.cache.view import paged_view
 from mla_var3.attention.request.masks import tree_ancestors
-from mla_var3.op.mla.inputs import absorb_queries, make_inputs
+from mla_var3.op.mla.inputs import make_inputs
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.op.mla.reference import reference_from_latent
 
@@ -31,7 +31,7 @@ mla_attention = mla_var3.mla_attention
 P = 4
 
 
-@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_options_crossed(data: st.DataObject) -> None:
     """Random sizes, caches, masks, query packing and strides, each against the oracle."""
@@ -133,16 +133,6 @@ def test_the_output_alone_and_into_a_given_tensor(generator: torch.Generator) ->
     torch.testing.assert_close(packed.view_as(alone), alone)
 
 
-def test_a_pair_without_lengths_is_full(generator: torch.Generator) -> None:
-    model = make_model(generator)
-    c_kv, k_rope = (normal(generator, 1, 11, w, dtype=torch.float32) for w in (8, P))
-    q_nope, q_rope = (normal(generator, 1, 2, 2, w, dtype=torch.float32) for w in (6, P))
-    output, lse = mla_attention(
-        q_nope, q_rope, (c_kv, k_rope), model.w_uk, model.w_uv, return_lse=True
-    )
-    assert_close(output[0], *_swap(oracle(q_nope[0], q_rope[0], c_kv[0], k_rope[0], model), lse[0]))
-
-
 def _swap(
     expected: tuple[torch.Tensor, torch.Tensor], lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -188,17 +178,6 @@ def test_tokens_without_a_key_give_zero(generator: torch.Generator) -> None:
     assert lse[1].isfinite().tolist() == [[False, False], [True, True], [True, True]]
 
 
-def test_no_queries_at_all(generator: torch.Generator) -> None:
-    model = make_model(generator)
-    cache, _ = filled_cache(generator, [3, 2], model)
-    bounds = torch.zeros(3, dtype=torch.int32)
-    output, lse = mla_attention(
-        torch.empty(0, 2, 6), torch.empty(0, 2, P), cache, model.w_uk, model.w_uv,
-        cu_seqlens_q=bounds, return_lse=True,
-    )  # fmt: skip
-    assert output.shape == (0, 2, 6) and lse.shape == (0, 2)
-
-
 def test_packed_rows_beyond_the_last_bound_are_zero(generator: torch.Generator) -> None:
     model = make_model(generator)
     cache, _ = filled_cache(generator, [3, 2], model)
@@ -235,16 +214,8 @@ def test_huge_scores_do_not_overflow(dtype: torch.dtype, generator: torch.Genera
     assert_close(output[0].float().to(dtype), expected, lse[0], expected_lse)
 
 
-def test_results_repeat_bit_by_bit(generator: torch.Generator) -> None:
-    model = make_model(generator)
-    cache, _ = filled_cache(generator, [90, 33], model, page_size=64, window=8)
-    q_nope, q_rope = (normal(generator, 2, 3, 2, w, dtype=torch.float32) for w in (6, P))
-    first = mla_attention(q_nope, q_rope, cache, model.w_uk, model.w_uv)
-    assert torch.equal(first, mla_attention(q_nope, q_rope, cache, model.w_uk, model.w_uv))
-
-
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=12), st.randoms())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_tree_ancestors_by_walking(draws: list[int], _: object) -> None:
     parents = [draw % (token + 1) - 1 for token, draw in enumerate(draws)]
     assert torch.equal(tree_ancestors(torch.tensor(parents)), ancestors_by_walking(parents))
@@ -306,16 +277,3 @@ def test_a_short_window_is_completed_for_the_mixed_kernel(generator: torch.Gener
     require_right()
     cache.refill(model.w_uk, model.w_uv, 3)
     require_right()
-
-
-def test_absorbed_queries_match_the_full_call(generator: torch.Generator) -> None:
-    model = make_model(generator)
-    cache, _ = filled_cache(generator, [20, 13], model)
-    q_nope, q_rope = (normal(generator, 2, 2, 2, w, dtype=torch.float32) for w in (6, P))
-    full, lse = mla_attention(q_nope, q_rope, cache, model.w_uk, model.w_uv, return_lse=True)
-    latent, latent_lse = mla_var3.mla_latent_attention(
-        absorb_queries(q_nope, model.w_uk), q_rope, cache, d=6
-    )
-    projected = torch.einsum("bshk,hkd->bshd", latent, model.w_uv)
-    torch.testing.assert_close(projected, full)
-    torch.testing.assert_close(latent_lse, lse)

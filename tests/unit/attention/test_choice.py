@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,17 +16,15 @@ from mla_var3.attention.select import tuned
 from mla_var3.attention.select.choice import Candidate
 from mla_var3.cli.main import main
 from mla_var3.conf.devices import device_spec
-from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
-from mla_var3.kernel.cute_python.mla.latent.operands import LatentOperands, LatentOptions
+from mla_var3.errors import InvalidArgumentError, UnknownNameError
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.model.times import IDEAL, Estimate
-from mla_var3.op.mla.reference import reference_absorbed
 from mla_var3.runtime.autotune.history import History, history_path, tuning_key
 from mla_var3.runtime.autotune.units import units_of
 from mla_var3.runtime.measure import Timing
 from mla_var3.runtime.paths import find_kernel, plan_class
 
-from .attention_support import assert_close, filled_cache, make_model, normal, oracle
+from .attention_support import filled_cache, make_model, normal
 
 SIZES = {"b": 32, "s": 16, "t": 4096, "h": 128}
 H200 = "NVIDIA H200"
@@ -51,13 +47,6 @@ def test_the_least_steady_call_time_decides_and_says_so() -> None:
     assert {c.kernel for c in explanation.candidates} >= {"flash_mla", "torch_tiled"}
     assert explanation.kernel in str(explanation)
     assert all(c.steady_us >= c.predicted_us for c in able if c.steady_us and c.predicted_us)
-
-
-@pytest.mark.usefixtures("only_cutile")
-def test_few_tiles_are_split() -> None:
-    explanation = mla_var3.explain(b=1, s=1, t=65536, h=16, device_name=H200)
-    assert explanation.kernel == "flash_mla_split_kv"
-    assert explanation.candidates[0].choice["splits"] > 1
 
 
 @pytest.mark.parametrize("window", [0, 2048])
@@ -93,12 +82,6 @@ def test_what_the_plans_cannot_do(options: dict[str, Any], refusal: str) -> None
     if "d" not in options:
         assert (explanation.kernel, explanation.path) == ("torch_tiled", "torch")
         assert explanation.reason == "no kernel serves a call of this shape"
-
-
-def test_latent_queries_leave_the_latent_kernels() -> None:
-    explanation = mla_var3.explain(**SIZES, latent_only=True)
-    able = {c.kernel for c in explanation.candidates if c.refusal is None}
-    assert able == {"flash_mla", "flash_mla_split_kv", "torch_tiled"}
 
 
 def test_sizes_are_checked() -> None:
@@ -207,75 +190,21 @@ def test_uncertain_times() -> None:
 # --- a kernel that is plugged in ------------------------------------------------------------------
 
 
-@pytest.fixture
-def plugged() -> Iterator[list[dict[str, Any]]]:
-    """A latent kernel made of the reference; records what it was called with."""
-    calls: list[dict[str, Any]] = []
-
-    def attend(operands: LatentOperands, options: LatentOptions) -> None:
-        assert not options.empty_positive and operands.block_table is not None
-        calls.append({"max_q": options.max_q})
-        pages = operands.block_table.long()
-        result = reference_absorbed(
-            operands.q_latent, operands.q_rope, operands.latent[pages].flatten(1, 2),
-            operands.rope[pages].flatten(1, 2), operands.lengths, causal=options.causal,
-            scale=options.scale_log2e * math.log(2.0),
-        )  # fmt: skip
-        operands.o_latent.copy_(result[0])
-        operands.lse.copy_(result[1])
+@pytest.mark.usefixtures("only_cutile")
+def test_equal_predictions_go_to_the_plugged_kernel() -> None:
+    """A latent kernel for paged caches only; `replay/test_replay.py` calls such kernels."""
 
     def unsupported(shape: CallShape) -> str | None:
         return None if shape.page_size else "a dense cache"
 
-    backends.register(LatentBackend("flash_mla", "cute-dsl", attend, unsupported, runs_on_cpu=True))
-    yield calls
-    backends.unregister("flash_mla", "cute-dsl")
-
-
-def test_a_plugged_kernel_serves_what_it_supports(
-    plugged: list[dict[str, Any]], generator: torch.Generator
-) -> None:
-    model = make_model(generator, dtype=torch.bfloat16, k=8, d=8)
-    cache, tokens = filled_cache(
-        generator, [70, 128], model, p=8, t=128, dtype=torch.bfloat16, page_size=64
-    )
-    q_nope, q_rope = (normal(generator, 2, 2, 2, 8, dtype=torch.bfloat16) for _ in range(2))
-    operands = q_nope, q_rope, cache, model.w_uk, model.w_uv
-    assert mla_var3.explain(*operands, kernel="flash_mla").language == "cute-dsl"
-    cache.block_table.clamp_(min=0)  # type: ignore[union-attr]
-    output, lse = mla_var3.mla_attention(*operands, kernel="flash_mla", return_lse=True)
-    assert [call["max_q"] for call in plugged] == [2]
-    for request, rows in enumerate(tokens):
-        expected, expected_lse = oracle(
-            q_nope[request], q_rope[request], rows[:, :8], rows[:, 8:], model
-        )
-        assert_close(output[request], expected, lse[request], expected_lse)
-    q_latent = normal(generator, 2, 2, 2, 8, dtype=torch.bfloat16)
-    out = torch.empty_like(q_latent)
-    latent, _ = mla_var3.mla_latent_attention(
-        q_latent, q_rope, cache, kernel="flash_mla:cute-dsl", out=out
-    )
-    assert latent is out and len(plugged) == 2
-
-
-@pytest.mark.usefixtures("only_cutile")
-def test_equal_predictions_go_to_the_plugged_kernel(plugged: list[dict[str, Any]]) -> None:
-    dense = mla_var3.explain(**SIZES, device_name=H200)
-    assert (dense.kernel, dense.language) == ("flash_mla", "cutile-dsl")
-    paged = mla_var3.explain(**SIZES, page_size=64, device_name=H200)
-    assert (paged.kernel, paged.language) == ("flash_mla", "cute-dsl")
-
-
-def test_a_gpu_kernel_is_refused_on_the_cpu(generator: torch.Generator) -> None:
-    model = make_model(generator, dtype=torch.bfloat16, k=8, d=8)
-    cache, _ = filled_cache(generator, [9], model, p=8, t=128, dtype=torch.bfloat16)
-    q = normal(generator, 1, 2, 2, 8, dtype=torch.bfloat16)
-    backends.register(LatentBackend("gpu_only", "cute-dsl", lambda *_: None))
+    backends.register(LatentBackend("flash_mla", "cute-dsl", lambda *_: None, unsupported))
     try:
-        with pytest.raises(UnsupportedError, match=r"gpu_only \(cute-dsl\): it needs a GPU"):
-            mla_var3.mla_attention(q, q, cache, model.w_uk, model.w_uv, kernel="gpu_only")
+        dense = mla_var3.explain(**SIZES, device_name=H200)
+        paged = mla_var3.explain(**SIZES, page_size=64, device_name=H200)
     finally:
-        backends.unregister("gpu_only", "cute-dsl")
+        backends.unregister("flash_mla", "cute-dsl")
+    assert (dense.kernel, dense.language) == ("flash_mla", "cutile-dsl")
+    assert (paged.kernel, paged.language) == ("flash_mla", "cute-dsl")
 
 
 # --- hyper-mla choose -----------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from mla_var3.attention.distributed import (
     merge_over_ranks,
 )
 from mla_var3.attention.merge import merge_partials
-from mla_var3.errors import InvalidArgumentError, UnsupportedError
+from mla_var3.errors import InvalidArgumentError
 
 B, S, H, D, P, K, T = 3, 4, 5, 6, 4, 8, 50
 
@@ -96,11 +96,8 @@ def in_a_subgroup(rank: int, world: int) -> None:
         torch.testing.assert_close(got, expected)
 
 
-CASES: dict[int, list[Callable[[int, int], None]]] = {
-    2: [shared_heads, shared_tokens],
-    3: [shared_heads, shared_tokens],
-    4: [shared_heads, shared_tokens, in_a_subgroup],
-}
+WORLD = 4
+CASES: list[Callable[[int, int], None]] = [shared_heads, shared_tokens, in_a_subgroup]
 
 
 def rank_main(rank: int, world: int, folder: str) -> None:
@@ -108,18 +105,17 @@ def rank_main(rank: int, world: int, folder: str) -> None:
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
     try:
-        for case in CASES[world]:
+        for case in CASES:
             case(rank, world)
             Path(folder, f"{case.__name__}-{rank}").touch()
     finally:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world", CASES)
-def test_over_processes(world: int, tmp_path: Path, package_environment: dict[str, str]) -> None:
+def test_over_processes(tmp_path: Path, package_environment: dict[str, str]) -> None:
     """In an interpreter of its own: the ranks are forked, and this one has threads already."""
     done = subprocess.run(
-        [sys.executable, __file__, str(world), str(tmp_path)],
+        [sys.executable, __file__, str(tmp_path)],
         env=package_environment,
         capture_output=True,
         text=True,
@@ -128,7 +124,7 @@ def test_over_processes(world: int, tmp_path: Path, package_environment: dict[st
     )
     assert done.returncode == 0, done.stderr
     passed = {path.name for path in tmp_path.iterdir()} - {"store"}
-    assert passed == {f"{case.__name__}-{rank}" for case in CASES[world] for rank in range(world)}
+    assert passed == {f"{case.__name__}-{rank}" for case in CASES for rank in range(WORLD)}
 
 
 def test_head_ranges_cover_the_heads() -> None:
@@ -153,11 +149,6 @@ def test_wrong_shares(wrong: Callable[[], object], message: str) -> None:
         wrong()
 
 
-def test_without_a_group_it_says_so() -> None:
-    with pytest.raises(UnsupportedError, match="group: expected an initialised"):
-        gather_heads(torch.zeros(1, 2, 3), 2)
-
-
 def test_merge_of_parts_without_keys() -> None:
     nothing = torch.zeros(2, 3), torch.full((2,), -torch.inf)
     some = torch.ones(2, 3), torch.tensor([0.5, -torch.inf])
@@ -167,5 +158,4 @@ def test_merge_of_parts_without_keys() -> None:
 
 
 if __name__ == "__main__":
-    ranks = int(sys.argv[1])
-    mp.start_processes(rank_main, (ranks, sys.argv[2]), nprocs=ranks, start_method="fork")
+    mp.start_processes(rank_main, (WORLD, sys.argv[1]), nprocs=WORLD, start_method="fork")

@@ -101,7 +101,7 @@ def test_export(generator: torch.Generator) -> None:
     torch.testing.assert_close(program.module()(*operands, lengths), layer(*operands, lengths))
 
 
-def test_the_operators_keep_their_promises(call: Any) -> None:
+def test_the_operators_follow_their_schema(call: Any) -> None:
     """Schema and shapes without values agree with what really comes out."""
     q_nope, q_rope, cache, model = call
     view = cache.view()

@@ -138,15 +138,3 @@ def test_what_is_refused(changes: dict[str, Any], error: type[Exception], messag
     given = {**case, "head_dim_v": 64, "tile_scheduler_metadata": FlashMLASchedMeta(), **changes}
     with pytest.raises(error, match=message):
         flash_mla_with_kvcache(**given)
-
-
-def test_metadata_belongs_to_one_form_of_call() -> None:
-    metadata, _ = get_mla_metadata()
-    for s in (1, 1, 2):
-        case = make_case([20], s, 2, 1, width=72, dtype=torch.bfloat16)
-        given = {**case, "head_dim_v": 64, "tile_scheduler_metadata": metadata}
-        if s == 1:
-            flash_mla_with_kvcache(**given)
-            continue
-        with pytest.raises(InvalidArgumentError, match=r"\(s\): expected 1, as in the first call"):
-            flash_mla_with_kvcache(**given)

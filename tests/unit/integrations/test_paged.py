@@ -9,7 +9,7 @@ from mla_var3.attention.merge import merge_partials
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.integrations import paged
 
-from .paged_support import PAGE, Batch, H, K
+from .paged_support import Batch, H, K
 
 
 @pytest.mark.parametrize(
@@ -98,11 +98,6 @@ def test_uniform_batches_need_all_their_rows() -> None:
         batch.attend(query_start_loc=None)
 
 
-def test_a_cache_of_other_rows_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match=r"\[blocks, page, 512\+p\]"):
-        paged.Pages.of(torch.zeros(3, PAGE, 512), K)
-
-
 @pytest.mark.parametrize(("packed", "tree"), [(True, False), (False, True)])
 def test_warm_up_calls_with_every_count_that_may_differ(monkeypatch, packed, tree) -> None:
     """Below 64 query rows the kernel has programs for several row counts."""
@@ -118,24 +113,6 @@ def test_warm_up_calls_with_every_count_that_may_differ(monkeypatch, packed, tre
     monkeypatch.setattr(paged, "paged_attention", record)
     paged.warm_up(16, 9, device="cpu", dtype=torch.float32, packed=packed, tree=tree)
     assert seen == [(s, by_head, not packed) for s in (1, 2, 3, 4, 9) for by_head in (False, True)]
-
-
-def test_crossover_follows_the_cost_model(monkeypatch) -> None:
-    from types import SimpleNamespace
-
-    def fake(*, s, **_):
-        us = {"flash_mla": 3.0 * s, "flash_attention": 100.0 + s}
-        return SimpleNamespace(
-            candidates=[
-                SimpleNamespace(kernel=name, language="cute-dsl", predicted_us=time)
-                for name, time in us.items()
-            ]
-        )
-
-    monkeypatch.setattr(paged, "explain", fake)
-    paged.latent_crossover.cache_clear()
-    assert paged.latent_crossover(128, "NVIDIA H200") == 50
-    paged.latent_crossover.cache_clear()
 
 
 def test_crossover_of_known_and_unknown_devices() -> None:

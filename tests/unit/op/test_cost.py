@@ -44,10 +44,10 @@ def outputs(problem, width):
 def test_flops_of_the_pure_paths_by_counting(problem):
     d, p, k = problem.d, problem.p, problem.k
     decompressed = multiply_adds(problem, lambda *_: (d + p) + d)
-    absorbed = multiply_adds(problem, lambda *_: (k + p) + k)
+    latent = multiply_adds(problem, lambda *_: (k + p) + k)
     assert cost.flash_attention_cost(problem).flops == 2 * decompressed
-    assert cost.flash_mla_cost(problem).flops == 2 * absorbed
-    assert cost.flash_mla_split_kv_cost(problem, 3).flops == 2 * absorbed
+    assert cost.flash_mla_cost(problem).flops == 2 * latent
+    assert cost.flash_mla_split_kv_cost(problem, 3).flops == 2 * latent
 
 
 @pytest.mark.parametrize("problem", [TINY, FULL])
@@ -62,20 +62,6 @@ def test_flops_of_the_mix_by_counting(problem, n):
     expected = 2 * multiply_adds(problem, per_token)
     assert cost.mla_var6_plus_cost(problem, n).flops == expected
     assert cost.attention_block_specialized_cost(problem, n) == cost.mla_var6_plus_cost(problem, n)
-
-
-def test_mix_formula_with_equal_lengths():
-    b, s, t, h, d, p, k, n = 3, 2, 5, 2, 4, 2, 8, 3
-    old = t - n
-    expected = 2 * b * h * s * t * p + 4 * b * h * s * n * d + 4 * b * h * s * old * k
-    assert cost.mla_var6_plus_cost(FULL, n).flops == expected
-
-
-def test_flops_at_the_ends_of_the_mix_are_those_of_the_pure_paths():
-    for problem in (TINY, FULL):
-        mla, attention = cost.flash_mla_cost(problem), cost.flash_attention_cost(problem)
-        assert cost.mla_var6_plus_cost(problem, 0).flops == mla.flops
-        assert cost.mla_var6_plus_cost(problem, problem.t).flops == attention.flops
 
 
 def test_bytes_are_the_sizes_of_the_tensors():
@@ -130,13 +116,6 @@ def test_projection_flops():
     assert cost.decompression_cost(TINY, 2).flops == 2 * 2 * (2 + 2) * TINY.h * TINY.k * TINY.d
 
 
-def test_known_figures_of_the_headline_shape():
-    problem = MlaProblem(b=32, s=16, t=4096, h=128)
-    assert cost.flash_mla_cost(problem).flops == 2 * 32 * 16 * 4096 * 128 * 1088
-    assert cost.flash_mla_cost(problem).time_us(*H200) == pytest.approx(739, abs=1)
-    assert cost.flash_attention_cost(problem).time_us(*H200) == pytest.approx(2011, abs=1)
-
-
 def brute_force_n(problem, peaks, multiple):
     # Only the attention stage depends on n. Adding the constant combine stage could round two
     # different times to one and make a tie of them.
@@ -166,16 +145,6 @@ def test_best_n_is_the_minimum_over_all_n(data):
     assert found == brute_force_n(problem, peaks, multiple)
 
 
-@pytest.mark.parametrize("s", [1, 4, 16, 32, 64, 128, 512])
-def test_best_n_of_real_shapes_by_brute_force(s):
-    for lengths in (None, (4096, 1, 0, 2500)):
-        problem = MlaProblem(b=4, s=s, t=4096, h=128, lengths=lengths)
-        for multiple in (1, 64):
-            assert cost.best_n(problem, *H200, multiple=multiple) == brute_force_n(
-                problem, H200, multiple
-            )
-
-
 def test_best_n_prefers_less_memory():
     nothing = MlaProblem(b=2, s=8, t=64, h=8, lengths=(0, 0))
     assert cost.best_n(nothing, *H200) == 0
@@ -186,24 +155,6 @@ def test_best_n_prefers_less_memory():
     balanced = MlaProblem(b=1, s=1, t=64, h=2, d=128, k=512)
     assert cost.best_n(balanced, 1e9, 1.0) == 0
     assert cost.best_n(balanced, 1e-3, 1e9) == 64
-
-
-@pytest.mark.parametrize("multiple", [0, -1, True, 1.5])
-def test_best_n_names_multiple(multiple):
-    with pytest.raises(InvalidArgumentError, match="^multiple: expected a positive integer"):
-        cost.best_n(FULL, *H200, multiple=multiple)
-
-
-@pytest.mark.parametrize("n", [-1, 6])
-def test_costs_name_n(n):
-    for function in (
-        cost.mla_var6_plus_cost,
-        cost.attention_block_specialized_cost,
-        cost.decompression_cost,
-        cost.decompressed_bytes,
-    ):
-        with pytest.raises(InvalidArgumentError, match="^n: expected an integer from 0 to t=5"):
-            function(FULL, n)
 
 
 @pytest.mark.parametrize(
@@ -238,14 +189,6 @@ def test_split_count_never_loses_to_no_split(b, s, t, h):
     assert (splits - 1) * math.ceil(kv_tiles / splits) < kv_tiles
 
 
-@pytest.mark.parametrize("argument", ["sm_count", "rows_per_tile", "kv_tile"])
-def test_split_count_names_its_arguments(argument):
-    with pytest.raises(InvalidArgumentError, match=f"^{argument}: expected a positive integer"):
-        cost.split_count(FULL, **{argument: 0})
-    with pytest.raises(InvalidArgumentError, match="^splits: expected a positive integer"):
-        cost.flash_mla_split_kv_cost(FULL, 0)
-
-
 def test_cost_arithmetic():
     total = Cost(1.0, 2.0) + Cost(3.0, 4.0)
     assert total == Cost(4.0, 6.0)
@@ -261,9 +204,29 @@ def test_cost_arithmetic():
     assert work.bound(2.0, 1.0) == "compute"
 
 
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
-def test_peaks_must_be_positive(value):
-    with pytest.raises(InvalidArgumentError, match="^peak_tflops: expected a positive number"):
-        Cost(1.0, 1.0).time_us(value, 1.0)
-    with pytest.raises(InvalidArgumentError, match="^peak_gbps: expected a positive number"):
-        Cost(1.0, 1.0).time_us(1.0, value)
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        *(
+            (
+                lambda function=function, n=n: function(FULL, n),
+                "n: expected an integer from 0 to t=5",
+            )
+            for function in (
+                cost.mla_var6_plus_cost,
+                cost.attention_block_specialized_cost,
+                cost.decompression_cost,
+                cost.decompressed_bytes,
+            )
+            for n in (-1, 6)
+        ),
+        (lambda: cost.best_n(FULL, *H200, multiple=0), "multiple: expected a positive integer"),
+        (lambda: cost.split_count(FULL, sm_count=0), "sm_count: expected a positive integer"),
+        (lambda: cost.flash_mla_split_kv_cost(FULL, 0), "splits: expected a positive integer"),
+        (lambda: Cost(1.0, 1.0).time_us(0.0, 1.0), "peak_tflops: expected a positive number"),
+        (lambda: Cost(1.0, 1.0).time_us(1.0, math.nan), "peak_gbps: expected a positive number"),
+    ],
+)
+def test_bad_arguments_are_named(call, message):
+    with pytest.raises(InvalidArgumentError, match=f"^{message}"):
+        call()

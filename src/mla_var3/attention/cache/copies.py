@@ -13,6 +13,7 @@ from mla_var3.attention.cache.tokens import masked_put
 from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.request.checks import Shape, require_tensor
 from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.product import product
 
 
 def decompress_rows(
@@ -20,8 +21,8 @@ def decompress_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values `[m, h, d]` of latent rows `[m, k]`, in the input dtype."""
     heads, width = w_uk.shape[0], w_uk.shape[1]
-    keys = latent @ w_uk.reshape(heads * width, -1).T
-    values = latent @ w_uv.transpose(0, 1).reshape(latent.shape[-1], -1)
+    keys = product(latent, w_uk.reshape(heads * width, -1).T)
+    values = product(latent, w_uv.transpose(0, 1).reshape(latent.shape[-1], -1))
     return keys.view(-1, heads, width), values.view(-1, heads, w_uv.shape[2])
 
 

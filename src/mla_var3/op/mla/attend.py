@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.product import product
 
 Lengths = torch.Tensor | Sequence[int]
 
@@ -174,9 +175,9 @@ def _attend_heads(
 def _matmul(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
     """`[hc, s, x] @ [hc or 1, x, y]`; a shared matrix becomes one large product."""
     if matrices.shape[0] == 1:
-        product = rows.flatten(0, 1) @ matrices[0]
-        return product.view(*rows.shape[:2], matrices.shape[-1])
-    return torch.bmm(rows, matrices)
+        joined = product(rows.flatten(0, 1), matrices[0])
+        return joined.view(*rows.shape[:2], matrices.shape[-1])
+    return product(rows, matrices)
 
 
 def _visible_limits(lengths: torch.Tensor, s: int, causal: bool) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.mla.problem import MlaProblem, require_int
+from mla_var3.op.product import product
 
 _NAN = float("nan")
 
@@ -187,8 +188,8 @@ def _project_per_head(
             weight_name, f"[{h}, {width}, ...] to match {rows_name}", list(weight.shape)
         )
     by_head = rows.reshape(b * s, h, width).transpose(0, 1)  # [h, b*s, x]
-    product = torch.bmm(by_head, weight)  # [h, b*s, y]
-    return product.transpose(0, 1).reshape(b, s, h, -1).contiguous()
+    projected = product(by_head, weight)  # [h, b*s, y]
+    return projected.transpose(0, 1).reshape(b, s, h, -1).contiguous()
 
 
 def _decompress(
@@ -200,8 +201,8 @@ def _decompress(
 ) -> None:
     """Writes the keys and values `[h, m, d]` of the latent rows `[m, k]`."""
     shared = latent.expand(w_uk.shape[0], *latent.shape)  # every head reads the same rows
-    torch.bmm(shared, w_uk.transpose(1, 2), out=keys)
-    torch.bmm(shared, w_uv, out=values)
+    product(shared, w_uk.transpose(1, 2), out=keys)
+    product(shared, w_uv, out=values)
 
 
 def _require_weights(k: int, w_uk: torch.Tensor, w_uv: torch.Tensor) -> None:

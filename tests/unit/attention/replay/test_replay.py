@@ -112,60 +112,26 @@ def test_packed_queries(kernel: RepeatableKernel, generator: torch.Generator) ->
         same(found, mla_latent_attention(*q, cache, kernel="torch_tiled", **options))
 
 
-def test_weights_that_learn_give_no_gradients(
-    kernel: RepeatableKernel, generator: torch.Generator
-) -> None:
-    weights = [torch.nn.Parameter(weight) for weight in (MODEL.w_uk, MODEL.w_uv)]
-    cache = cache_of(generator)
-    for _ in range(2):
-        output = mla_attention(*queries(generator, D), cache, *weights, kernel=KERNEL)
-        assert isinstance(output, torch.Tensor) and not output.requires_grad
-    assert kernel.repeats == 1
-
-
-def test_queries_that_are_columns_of_one_tensor_are_not_copied(
-    kernel: RepeatableKernel, generator: torch.Generator
-) -> None:
-    cache = cache_of(generator)
-    for turn in range(2):
-        both = normal(generator, B, S, H, K + P, dtype=DTYPE)
-        q = both[..., :K], both[..., K:]
-        found = mla_latent_attention(*q, cache, kernel=KERNEL)
-        assert kernel.repeats == turn
-        same(found, mla_latent_attention(*q, cache, kernel="torch_tiled"))
-
-
 # --- what is never replayed ----------------------------------------------------------------
 
 
-def uneven_queries(q: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    return (q[0].transpose(1, 2).contiguous().transpose(1, 2), q[1]), {}
+COPIED: dict[str, Callable[[Any], tuple[Any, dict[str, Any]]]] = {
+    "uneven queries": lambda q: ((q[0].transpose(1, 2).contiguous().transpose(1, 2), q[1]), {}),
+    "a list of lengths": lambda q: (q, {"lengths": [100, 31, 9]}),
+    "lengths of 64 bits": lambda q: (q, {"lengths": torch.tensor([100, 31, 9])}),
+    "lengths with a stride": lambda q: (
+        q,
+        {"lengths": torch.tensor([[100, 1], [31, 2], [9, 3]], dtype=torch.int32)[:, 0]},
+    ),
+    "parents": lambda q: (q, {"tree_mask": torch.tensor([-1, 0, 0, 1])}),
+    "an output with strides": lambda q: (
+        q,
+        {"out": torch.empty(B, S, K, H, dtype=DTYPE).transpose(2, 3)},
+    ),
+}
 
 
-def list_of_lengths(q: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    return q, {"lengths": [100, 31, 9]}
-
-
-def long_lengths(q: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    return q, {"lengths": torch.tensor([100, 31, 9])}
-
-
-def strided_lengths(q: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    return q, {"lengths": torch.tensor([[100, 1], [31, 2], [9, 3]], dtype=torch.int32)[:, 0]}
-
-
-def parents(q: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    return q, {"tree_mask": torch.tensor([-1, 0, 0, 1])}
-
-
-def strided_out(q: tuple[torch.Tensor, ...]) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    return q, {"out": torch.empty(B, S, K, H, dtype=DTYPE).transpose(2, 3)}
-
-
-@pytest.mark.parametrize(
-    "change",
-    [uneven_queries, list_of_lengths, long_lengths, strided_lengths, parents, strided_out],
-)
+@pytest.mark.parametrize("change", COPIED.values(), ids=COPIED)
 def test_what_is_copied_goes_the_full_path(
     change: Any, kernel: RepeatableKernel, generator: torch.Generator
 ) -> None:
@@ -404,13 +370,6 @@ def test_a_key_in_every_state_of_torch(known: Known) -> None:
             assert known(parameter) == "kept" and known(torch.ones(3)) == "kept"
 
 
-def test_a_tensor_that_is_there_twice(known: Known) -> None:
-    both = torch.zeros(3)
-    assert known(both, both, keep="kept") == "kept"
-    assert known(torch.ones(3), torch.ones(3)) == "kept"
-    assert known(both, torch.ones(4)) is None
-
-
 def test_lengths_of_the_cache_given_once_more(
     kernel: RepeatableKernel, generator: torch.Generator
 ) -> None:
@@ -447,22 +406,6 @@ def test_whole_calls_in_and_outside_of_inference_mode(
     for found, wanted in results:  # no later call has written into an earlier result
         same(found, wanted)
     assert (kernel.calls, kernel.repeats) == (1, 3)
-
-
-def test_the_workspace_is_of_the_mode(kernel: RepeatableKernel, generator: torch.Generator) -> None:
-    """That of inference mode cannot be written outside of it; the other costs more inside."""
-    cache, q = cache_of(generator), queries(generator, D)
-    weights = MODEL.w_uk, MODEL.w_uv
-    mla_attention(*q, cache, *weights, kernel=KERNEL)
-    replay = keys.find_replay(keys.whole_key(*q, cache, *weights, KERNEL, {}))
-    for inference in (False, True, False, True):
-        with torch.inference_mode(inference):
-            mla_attention(*q, cache, *weights, kernel=KERNEL)
-    assert kernel.repeats == 4
-    kept = {inference: made for (_, inference), made in replay._threads.prepared.items()}
-    assert set(kept) == {False, True}
-    for inference, (_, _, _, (tensors, _)) in kept.items():
-        assert all(tensor.is_inference() is inference for tensor in tensors)
 
 
 @pytest.mark.parametrize("largest", [0, workspace.LARGEST_BYTES])
@@ -503,10 +446,7 @@ def test_an_lse_that_is_not_returned(
 
 @pytest.mark.parametrize("way", [torch_fast.without_gradients, torch.no_grad])
 def test_the_state_of_gradients_is_restored(
-    way: Any,
-    kernel: RepeatableKernel,
-    generator: torch.Generator,
-    monkeypatch: pytest.MonkeyPatch,
+    way: Any, kernel: RepeatableKernel, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replays, "without_gradients", way)
     weights = [torch.nn.Parameter(weight) for weight in (MODEL.w_uk, MODEL.w_uv)]
@@ -552,3 +492,15 @@ def test_memory_is_of_one_thread_and_has_few_sizes() -> None:
     thread.start()
     thread.join()
     assert there[0] is not here
+
+
+def test_queries_that_are_columns_of_one_tensor_are_not_copied(
+    kernel: RepeatableKernel, generator: torch.Generator
+) -> None:
+    cache = cache_of(generator)
+    for turn in range(2):
+        both = normal(generator, B, S, H, K + P, dtype=DTYPE)
+        q = both[..., :K], both[..., K:]
+        found = mla_latent_attention(*q, cache, kernel=KERNEL)
+        assert kernel.repeats == turn
+        same(found, mla_latent_attention(*q, cache, kernel="torch_tiled"))

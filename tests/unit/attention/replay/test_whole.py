@@ -12,24 +12,11 @@ from mla_var3.attention.backends import latent as latent_backend
 from mla_var3.attention.call import mla_attention
 from mla_var3.attention.replay import key as keys
 from mla_var3.attention.replay import workspace
-from mla_var3.attention.replay.replay import READERS, ProjectedReplay, Replay
+from mla_var3.attention.replay.replay import ProjectedReplay
 from mla_var3.runtime.call_state import CALL_STATE
 
 from .replay_support import KERNEL, RepeatableKernel, RepeatableWhole
-from .test_replay import (
-    DTYPE,
-    MAKES,
-    MODEL,
-    B,
-    D,
-    H,
-    K,
-    Make,
-    S,
-    cache_of,
-    queries,
-    same,
-)
+from .test_replay import DTYPE, MAKES, MODEL, B, D, H, K, Make, S, cache_of, queries, same
 
 WEIGHTS = MODEL.w_uk, MODEL.w_uv
 
@@ -162,24 +149,6 @@ def test_threads_have_memory_of_their_own(
     # That of a thread that has ended may be another's later; this one lives.
     here, *there = replay.launch.bindings
     assert len(there) == len(given) and here not in there
-
-
-def test_weights_that_learn_give_no_gradients(
-    whole: RepeatableWhole, kernel: RepeatableKernel, generator: torch.Generator
-) -> None:
-    weights = [torch.nn.Parameter(weight) for weight in WEIGHTS]
-    cache = cache_of(generator)
-    for turn in range(2):
-        output = mla_attention(*queries(generator, D), cache, *weights, kernel=KERNEL)
-        assert isinstance(output, torch.Tensor) and not output.requires_grad
-        assert whole.repeats == turn
-
-
-@pytest.mark.parametrize("count", [3, *READERS, 9])
-def test_pointers_are_read_in_the_order_of_the_tensors(count: int) -> None:
-    tensors = tuple(torch.empty(4) for _ in range(count))
-    read = READERS.get(count, Replay.__dataclass_fields__["pointers"].default)
-    assert read(tensors, 4096, 8192) == (*(one.data_ptr() for one in tensors), 4096, 8192)
 
 
 def test_parts_of_the_workspace_do_not_overlap(

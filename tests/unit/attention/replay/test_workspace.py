@@ -152,13 +152,6 @@ def test_lses_are_like_new_tensors(inference: bool, once: Once) -> None:
             assert torch.equal(same_lse, found)
 
 
-def test_lses_are_of_the_mode_of_their_call(once: Once) -> None:
-    once()
-    for inference in (True, False, True, True, False):
-        with torch.inference_mode(inference):
-            assert once()[0][1].is_inference() is inference
-
-
 def test_a_result_outlives_the_memory_that_is_kept(once: Once) -> None:
     once()
     found, wanted = once()
@@ -224,30 +217,6 @@ def test_streams_take_from_memory_of_their_own(
             kept.append(mla_latent_attention(*q, cache, kernel=KERNEL)[1])
             known.add(kept[-1].untyped_storage().data_ptr())
     assert not memory[7] & memory[8] and [len(known) for known in memory.values()] == [1, 1]
-
-
-def test_keys_of_one_layout_share_their_memory() -> None:
-    kept = workspace.kept_lses(CPU, 0, False, LAYOUT)
-    assert kept is workspace.kept_lses(CPU, 0, False, LAYOUT)
-    others = (
-        workspace.kept_lses(CPU, 1, False, LAYOUT),
-        workspace.kept_lses(CPU, 0, True, LAYOUT),
-        workspace.kept_lses(CPU, 0, False, ((B, H, S), (S * H, 1, H))),
-    )
-    assert all(other is not kept for other in others)
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 1, 1), (5, 3, 7), (4, 4, 16)])
-def test_every_part_begins_where_kernels_can_write(shape: tuple[int, int, int]) -> None:
-    _, s, h = shape
-    kept: list[torch.Tensor] = []
-    layout = shape, (s * h, h, 1)
-    first = workspace.new_lse(kept, layout, torch_fast.tensor_maker(CPU))
-    taken = [first, *kept]
-    assert 1 < len(taken) <= workspace.LSES_AT_ONCE
-    assert all(one.data_ptr() % 16 == 0 and one.shape == shape for one in taken)
-    assert apart(taken)
-    assert first.untyped_storage().nbytes() <= workspace.LSES_BYTES
 
 
 def test_an_allocation_that_fails_leaves_nothing_behind() -> None:

@@ -26,8 +26,6 @@ from mla_var3.op.mla.cost import (
 from mla_var3.op.mla.model import parameters as parameters_module
 from mla_var3.op.mla.model.mix import MixModel, mix_work, part_times_us
 from mla_var3.op.mla.model.parameters import (
-    UNITS,
-    MixParameters,
     Parameter,
     derived_parameters,
     mix_parameters,
@@ -91,11 +89,6 @@ def test_bandwidth_is_proportional_first_and_level_last() -> None:
     assert TOY.bandwidth_gbps(5) == pytest.approx(200.0 * 2 ** (-1 / 3))
 
 
-def test_an_infinite_sharpness_is_a_corner() -> None:
-    sharp = TOY.with_values({"stream_sharpness": math.inf})
-    assert [sharp.bandwidth_gbps(sms) for sms in (1, 4, 5, 6, 10)] == [40, 160, 200, 200, 200]
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -110,13 +103,6 @@ def test_an_infinite_sharpness_is_a_corner() -> None:
 def test_bad_values_are_refused_by_name(name: str, value: float) -> None:
     with pytest.raises(InvalidArgumentError, match=f"^{name}: expected"):
         TOY.with_values({name: value})
-
-
-def test_the_stream_takes_all_of_the_rate_or_nothing() -> None:
-    assert [TOY.lost_to_stream(sms) for sms in (0, 5, 10)] == [0.0, 0.25, 1.0]
-    evenly, unhindered = (TOY.with_values({"starvation": value}) for value in (1.0, 0.0))
-    assert evenly.lost_to_stream(3) == pytest.approx(0.3)
-    assert [unhindered.lost_to_stream(sms) for sms in (0, 5, 10)] == [0.0] * 3
 
 
 def test_parameters_survive_a_file(tmp_path: Path) -> None:
@@ -180,11 +166,6 @@ def test_bad_files_are_refused(content: Any, message: str, tmp_path: Path) -> No
     assert str(path) in str(caught.value) and message in str(caught.value)
 
 
-def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="expected a readable file"):
-        read_parameters(tmp_path / "none.json")
-
-
 # --- work and times -------------------------------------------------------------------------------
 
 
@@ -246,29 +227,8 @@ def test_times_by_hand() -> None:
     assert found.attention_us == max(latent, heads, chip, memory, together) + 5.0
     others = [cost.time_us(18.0, 200.0) + 5.0 for cost in work.others]
     assert found.total_us == pytest.approx(found.attention_us + sum(others))
-    waits = {
-        "latent": latent,
-        "heads": heads,
-        "chip": chip,
-        "memory": memory,
-        "together": together,
-    }
+    waits = {"latent": latent, "heads": heads, "chip": chip, "memory": memory, "together": together}
     assert waits[found.bound] == max(waits.values())
-
-
-def test_latent_work_that_ends_before_the_stream_is_slow_throughout() -> None:
-    work = mix_work(PROBLEM, 500)
-    latent, heads, *_ = part_times_us(TOY, work, 5)
-    alone, *_ = part_times_us(TOY.with_values({"starvation": 0.0}), work, 5)
-    assert latent < heads
-    assert latent == pytest.approx(alone / (1 - 0.5**2))
-
-
-@pytest.mark.parametrize(("n", "split"), [(0, 6), (512, 4)])
-def test_what_is_alone_shares_nothing(n: int, split: int) -> None:
-    work = mix_work(PROBLEM, n)
-    apart = TOY.with_values({"together": 0.0, "starvation": 0.0})
-    assert part_times_us(TOY, work, split) == part_times_us(apart, work, split)
 
 
 def test_work_without_an_sm_never_ends() -> None:
@@ -300,32 +260,19 @@ def test_each_limit_can_be_the_one_that_binds(bound: str, slow: dict[str, float]
 
 # --- choices --------------------------------------------------------------------------------------
 
-rates = st.builds(
-    lambda f, g, chip, r, level, q, shared, launch: replace(
-        H200.with_values(
-            {
-                "latent_tflops_per_sm": f,
-                "heads_tflops_per_sm": g,
-                "chip_tflops": chip,
-                "stream_gbps_per_sm": r,
-                "stream_gbps": level,
-                "stream_sharpness": q,
-                "together": shared[0],
-                "starvation": shared[1],
-                "launch_us": launch,
-            }
-        ),
-        sm_count=12,
-    ),
-    st.floats(0.2, 20),
-    st.floats(0.2, 20),
-    st.floats(2, 300),
-    st.floats(5, 100),
-    st.floats(20, 800),
-    st.sampled_from([1.0, 2.5, 8.0, math.inf]),
-    st.tuples(st.sampled_from([0.0, 0.6, 0.9, 1.1]), st.sampled_from([0.0, 0.3, 0.8, 1.0])),
-    st.floats(0, 10),
-)
+rates = st.fixed_dictionaries(
+    {
+        "latent_tflops_per_sm": st.floats(0.2, 20),
+        "heads_tflops_per_sm": st.floats(0.2, 20),
+        "chip_tflops": st.floats(2, 300),
+        "stream_gbps_per_sm": st.floats(5, 100),
+        "stream_gbps": st.floats(20, 800),
+        "stream_sharpness": st.sampled_from([1.0, 2.5, 8.0, math.inf]),
+        "together": st.sampled_from([0.0, 0.6, 0.9, 1.1]),
+        "starvation": st.sampled_from([0.0, 0.3, 0.8, 1.0]),
+        "launch_us": st.floats(0, 10),
+    }
+).map(lambda values: replace(H200.with_values(values), sm_count=12))
 problems = st.sampled_from([PROBLEM, RAGGED, replace(PROBLEM, s=1), replace(RAGGED, s=64, h=2)])
 
 
@@ -365,22 +312,6 @@ def test_a_fine_search_comes_within_the_steps_of_whole_sms(s: int) -> None:
     assert found <= best * 1.005
 
 
-@pytest.mark.parametrize("s", [1, 32, 256])
-def test_a_long_cache_is_searched_in_rounds(s: int) -> None:
-    problem = MlaProblem(b=2, s=s, t=200_000, h=128)
-    model = MixModel(H200)
-    found = model.at(problem, model.best_n(problem)).total_us
-    assert found <= min(model.at(problem, n).total_us for n in range(0, 200_001, 500)) * 1.005
-
-
-def test_both_ends_and_the_middle_are_chosen_somewhere() -> None:
-    model = MixModel(H200)
-    shape = MlaProblem(b=32, s=1, t=4096, h=128)
-    chosen = {s: model.best_n(replace(shape, s=s), multiple=128) for s in (1, 32, 256)}
-    assert chosen[1] == 0 and chosen[256] == 4096
-    assert 0 < chosen[32] < 4096
-
-
 def test_fewer_bytes_make_a_larger_window_pay() -> None:
     problem = MlaProblem(b=32, s=32, t=4096, h=128)
     plain, small = MixModel(H200, PLAIN), MixModel(H200, FP8)
@@ -401,13 +332,3 @@ def test_bad_choices_are_refused() -> None:
         model.best_n(PROBLEM, -1)
     with pytest.raises(InvalidArgumentError, match="multiple: expected"):
         model.best_n(PROBLEM, multiple=0)
-
-
-def test_requests_without_tokens_need_no_window() -> None:
-    empty = replace(PROBLEM, lengths=(0, 0, 0, 0))
-    assert MixModel(H200).best_n(empty) == 0
-
-
-def test_every_parameter_has_a_unit_and_a_field() -> None:
-    fields = set(MixParameters.__dataclass_fields__) - {"device", "dtype", "sm_count"}
-    assert fields == set(UNITS)

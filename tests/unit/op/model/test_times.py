@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mla_var3.conf.devices import device_spec, load_devices
-from mla_var3.op.mla.model.designs import crossovers, design_estimates, estimate, window_estimate
+from mla_var3.op.mla.model.designs import crossovers, design_estimates, estimate
 from mla_var3.op.mla.model.mix import MixModel
 from mla_var3.op.mla.model.parameters import mix_parameters
 from mla_var3.op.mla.model.times import IDEAL, Estimate, Workload
@@ -151,11 +151,6 @@ def test_a_call_adds_what_the_cache_lacks() -> None:
     assert estimate("no_such_kernel", bare, H200) is None
 
 
-def test_few_queries_have_their_projections_in_the_launch() -> None:
-    few, many = (found("flash_mla", Workload(replace(HEADLINE, s=s))) for s in (8, 9))
-    assert few.around_us < 0.8 * many.around_us
-
-
 def test_the_ends_of_a_mix_are_the_pure_paths() -> None:
     none, whole = (found("mla_var6_plus", Workload(HEADLINE, n=n)) for n in (0, 4096))
     latent, heads = (found(name, Workload(HEADLINE)) for name in ("flash_mla", "flash_attention"))
@@ -163,14 +158,6 @@ def test_the_ends_of_a_mix_are_the_pure_paths() -> None:
     assert latent.kernel_us < none.kernel_us < 1.06 * latent.kernel_us  # the merge kernel
     assert not none.mixes and not whole.mixes
     assert found("mla_var6_plus", Workload(HEADLINE, n=1024)).mixes
-
-
-def test_a_version_has_the_rates_of_its_base_version() -> None:
-    base, version = (
-        found(name, Workload(HEADLINE, n=1024), "cutile-dsl")
-        for name in ("mla_var6_plus", "mla_var6_plus_v4")
-    )
-    assert base.fitted and replace(version, kernel=base.kernel) == base
 
 
 # --- advice ---------------------------------------------------------------------------------------
@@ -248,10 +235,3 @@ def test_every_command_shows_the_same_number(
     row = predict_case(case, H200, around)[0]
     assert row.time_us == pytest.approx(expected.kernel_us)
     assert row.call_us == pytest.approx(expected.call_us)
-
-
-def test_a_window_without_fitted_parameters_is_ideal() -> None:
-    model = MixModel(mix_parameters(device_spec("B200")))
-    for n in (0, 1024, 4096):
-        ideal = window_estimate(HEADLINE, n, model)
-        assert (ideal.fitted, ideal.basis, ideal.steady_call_us) == (False, IDEAL, None)

@@ -24,12 +24,6 @@ def window(n: int, generator: torch.Generator) -> tuple[QuantisedRows, Quantised
     return quantise(rows[0] * spread), quantise(rows[1] / spread, powers_of_two=True)
 
 
-def test_the_order_is_a_permutation_in_which_a_threads_tokens_are_neighbours() -> None:
-    assert sorted(TOKEN_ORDER) == list(range(16))
-    for c in range(4):
-        assert TOKEN_ORDER[4 * c : 4 * c + 4] == (2 * c, 2 * c + 1, 8 + 2 * c, 9 + 2 * c)
-
-
 @pytest.mark.parametrize(("n", "slots"), [(0, 0), (1, 64), (63, 64), (64, 64), (65, 128)])
 def test_slots_are_whole_blocks(n: int, slots: int, generator: torch.Generator) -> None:
     assert padded_slots(n) == slots
@@ -79,19 +73,6 @@ def test_slots_without_a_token_stay_poisoned(generator: torch.Generator) -> None
     for found in (dequantise(k), dequantise(v)):
         assert bool(found[:, :, 7].isnan().all())
         assert not bool(found[:, :, :7].isnan().any())
-
-
-def test_zeros_stay_zeros() -> None:
-    zeros = quantise(torch.zeros(1, 1, 5, D), powers_of_two=True)
-    k, v = unpack_window(pack_window(zeros, zeros), 5)
-    assert not dequantise(k).any() and not dequantise(v).any()
-
-
-def test_shapes_without_memory() -> None:
-    rows = torch.empty(B, H, 70, D, device="meta", dtype=torch.bfloat16)
-    packed = pack_window(quantise(rows), quantise(rows, powers_of_two=True))
-    assert packed.values.shape == (B, H, 8, D, 16)
-    assert all(tensor.is_meta for tensor in packed)
 
 
 def test_wrong_operands_of_packing_are_named(generator: torch.Generator) -> None:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from mla_var3.conf.kernel_rates import energy_rates
@@ -68,12 +69,12 @@ class MixWork:
     others: tuple[Cost, ...]
     effort: float = 1.0
 
-    @property
+    @cached_property
     def heads_effort(self) -> Cost:
         """The work on the window as the kernel's time counts it."""
         return replace(self.heads, flops=self.effort * self.heads.flops)
 
-    @property
+    @cached_property
     def flops(self) -> float:
         """Operations of the attention as time counts them."""
         return self.latent.flops + self.heads_effort.flops

@@ -1,0 +1,157 @@
+"""The machine code of the CuTe DSL kernels: registers, shared memory, instructions, remarks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
+
+from mla_var3.cli.commands import kernel as kernel_command
+from mla_var3.conf.devices import device_spec
+from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla.flash_mla import CuteFlashMLA
+from mla_var3.kernel.cute_python.mla.hopper.constants import (
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    PRODUCER_REGISTERS,
+    THREADS,
+)
+from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLATiling
+from mla_var3.kernel.cute_python.mla.projections import outputs, queries
+from mla_var3.kernel.cute_python.mla.projections.outputs import DecompressCombineSm90
+from mla_var3.runtime import workflow
+from mla_var3.runtime.compile import CompileReport, fits_shared_memory
+from tests.unit.runtime.cute.cute_support import note_compilations
+
+from .compile_once import COMBINE, DECOMPRESSED, LATENT, PROJECTION, SMALL, VARIANTS, Compiled
+
+HOPPER = device_spec("NVIDIA H200")
+SM_REGISTERS, SM_SHARED_BYTES, RESERVED_BYTES = 64 * 1024, 228 * 1024, 1024
+"""Of a Hopper SM; the last for every CTA."""
+SERIALISED = re.compile(r"C75\d\d\b|wgmma\S* instructions are serialized", re.IGNORECASE)
+"""How the assembler says that matrix products wait for each other (C7510, C7512, C7515, C7520)."""
+
+
+@pytest.mark.parametrize("code", ["C7510", "C7512", "C7515", "C7520"])
+def test_the_warnings_would_be_seen(code: str) -> None:
+    said = f"ptxas info    : ({code}) Potential Performance Loss: wgmma.mma_async instructions are"
+    assert SERIALISED.search(said)
+    assert not SERIALISED.search("ptxas info    : Used 168 registers, used 6 barriers")
+
+
+@pytest.fixture
+def report(compiled: Compiled, variant: str) -> CompileReport:
+    """The report of a variant without spills, stack and serialised products."""
+    found, remarks = compiled.reports[variant], compiled.remarks[variant]
+    assert found.error is None
+    assert not found.spills and found.stack_bytes == 0, found.verdict
+    # In 8 bits the rope part stays in 16.
+    assert set(found.mma) == ({"HGMMA", "QGMMA"} if "8 bits" in variant else {"HGMMA"})
+    assert found.instructions["UTMALDG"] > 0
+    assert found.registers is not None and found.shared_bytes is not None
+    assert found.registers * (found.threads or THREADS) <= SM_REGISTERS
+    assert fits_shared_memory(found, HOPPER)
+    # Without the assembler's remarks an absent warning would mean nothing.
+    assert re.search(rf"Compiling entry function '\w*{found.kernel}", remarks)
+    serialised = [line for line in remarks.splitlines() if SERIALISED.search(line)]
+    assert not serialised, serialised
+    return found
+
+
+def variants(kernel: str, *, planned: bool = True) -> list[str]:
+    return [
+        variant
+        for variant, (wanted, name, *_) in VARIANTS.items()
+        if wanted == kernel and name.startswith(("bfloat", "float")) is not planned
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", variants(LATENT))
+def test_latent_attention(report: CompileReport, variant: str) -> None:
+    kinds = {"F16", "F32"} if variant == "float16" else {"BF16"}
+    assert all(kinds & set(shape.split(".")) for shape in report.mma_shapes), report.mma_shapes
+    # Registers suffice at the launch, and after the warpgroups have traded theirs.
+    assert report.threads == THREADS and report.registers is not None
+    assert report.consumer_registers == CONSUMER_REGISTERS
+    traded = CONSUMERS * CONSUMER_REGISTERS + (THREADS - CONSUMERS) * PRODUCER_REGISTERS
+    assert traded <= report.registers * THREADS
+    assert report.instructions["USETMAXREG"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", variants(DECOMPRESSED))
+def test_decompressed_attention(report: CompileReport, compiled: Compiled, variant: str) -> None:
+    assert report.instructions["USETMAXREG"] == 2
+    # The merge is in the programs that split, and in no other.
+    assert ("merge_splits" in compiled.remarks[variant]) is ("split" in variant)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", variants(COMBINE))
+def test_output_projection_of_a_mix(report: CompileReport, variant: str) -> None:
+    assert report.instructions["USETMAXREG"] == 2
+    assert report.threads == outputs.THREADS
+    assert report.registers == 168
+    assert report.consumer_registers == outputs.CONSUMER_REGISTERS
+    # The other part is read only where there is one.
+    assert bool(report.instructions.get("LDG")) is (variant == "mix")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", variants(COMBINE, planned=False))
+def test_output_projection_of_a_whole_call(report: CompileReport, variant: str) -> None:
+    columns = VARIANTS[variant][2]["columns"]
+    assert any(f"64x{columns}x16" in shape for shape in report.mma_shapes)
+    assert not report.instructions.get("LDG")
+    held = held_bytes(columns)
+    assert report.shared_bytes is not None and held <= report.shared_bytes <= held + 2048
+
+
+def held_bytes(columns: int) -> int:
+    """Shared memory of an output CTA: the weights of its columns and the pipeline."""
+    stages = DecompressCombineSm90(None, True, columns).stages
+    return 2 * (outputs.COMBINE_ROWS * stages * 64 + 512 * columns)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", variants(PROJECTION, planned=False))
+def test_query_projection(report: CompileReport, variant: str) -> None:
+    assert report.threads == queries.THREADS
+    # One product of the whole depth; the copy engine moves everything from and to memory.
+    assert report.mma["HGMMA"] == queries.HEAD // queries.MMA_DEPTH
+    assert report.instructions["UTMASTG"] == 1
+    assert not report.instructions.get("LDG") and not report.instructions.get("STG")
+    assert report.registers is not None and report.shared_bytes is not None
+    assert queries.CTAS_PER_SM * report.registers * queries.THREADS <= SM_REGISTERS
+    assert queries.CTAS_PER_SM * (report.shared_bytes + RESERVED_BYTES) <= SM_SHARED_BYTES
+
+
+@pytest.mark.slow
+def test_shared_memory_is_as_documented(compiled: Compiled, repo_root: Path) -> None:
+    [page] = (repo_root / "docs" / "knowledge").rglob("rope-tile-holds-p.md")
+    stated = re.search(r"\| P in the rope tiles \| ([\d,]+) bytes", page.read_text())
+    assert stated is not None
+    assert int(stated[1].replace(",", "")) == compiled.reports["bfloat16"].shared_bytes
+
+
+@pytest.mark.slow
+def test_compiled_programs_are_found_again(
+    compiled: Compiled, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """CTA groups and SM limits are arguments: neither tuning nor the command line compiles anew."""
+    compilations = note_compilations(monkeypatch)
+    monkeypatch.setenv("HYPER_MLA_CACHE_DIR", str(compiled.cache))
+    [kernel] = CuteFlashMLA(**{**SMALL, "s": 4}).plan_empty(1.0, 1.0).kernels()
+    for tiling in (FlashMLATiling(group_ctas=1), FlashMLATiling(group_ctas=2, sms=7)):
+        assert kernel.compile("sm_90", tiling).cubin
+    for module in (kernel_command, workflow):
+        monkeypatch.setattr(module, "cuda_available", lambda: False)
+    sizes = ["--b=2", "--s=2", "--t=200", "--h=64"]
+    assert kernel_command.main(["flash_mla", "--language=cute-dsl", *sizes]) == 0
+    out = capsys.readouterr().out
+    assert "no GPU here: static mode" in out
+    assert "sm_90" in out and "sm_100" not in out
+    assert compilations == []
