@@ -37,6 +37,8 @@ def test_the_cache(options: dict[str, int]) -> None:
     assert taken.shape == (B,)
     bounds = empty(B + 1, dtype=torch.int32)
     cache.append(empty(9, K), empty(9, P), cu_seqlens=bounds, **weights())
+    cache.fork(empty(1, dtype=torch.int32), empty(2, dtype=torch.int32))
+    cache.append(empty(B, 70, K), empty(B, 70, P), counts, **weights())
     cache.truncate(counts, **weights(), most=3)
     cache.evict(empty(B, dtype=torch.bool))
     cache.evict(empty(2, dtype=torch.int64))
