@@ -12,6 +12,7 @@ from mla_var3.attention.backends.latent import Attended
 from mla_var3.attention.backends.registry import AUTO
 from mla_var3.attention.execute import execute as run
 from mla_var3.attention.execute import spec_for
+from mla_var3.attention.prefix.layout import Prefix, sharing
 from mla_var3.attention.replay.key import CallKey, find_replay, latent_key, whole_key
 from mla_var3.attention.replay.replay import keep_replay
 from mla_var3.attention.request import debug
@@ -20,7 +21,7 @@ from mla_var3.attention.request.task import AttentionTask
 from mla_var3.attention.request.validate import Cache, Options, full_task, latent_task
 from mla_var3.attention.select.choice import Explanation, choose
 from mla_var3.conf.devices import device_spec
-from mla_var3.errors import InvalidArgumentError, UnknownNameError
+from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
 from mla_var3.runtime.workflow import planning_device
 
 HEAD_WIDTH = 128
@@ -52,6 +53,7 @@ def mla_attention(
     tree_mask: torch.Tensor | None = None,
     max_kv: int | None = None,
     total_lengths: torch.Tensor | Sequence[int] | None = None,
+    prefix: Prefix | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Multi-head Latent Attention of the newest tokens of every request over its cache.
 
@@ -84,6 +86,8 @@ def mla_attention(
         max_kv: a host-side bound on the lengths, to look at less of the cache.
         total_lengths: length of each request counted from the first slot of the cache, `[b]`, when
             the cache holds only a part of the request (see `attention.distributed`).
+        prefix: which requests share their first tokens, `PrefixGroups`, or those laid out for a
+            step by `prefix_layout`. It changes no result: a kernel may read shared tokens once.
 
     Returns:
         The output `[b, s, h, d]` (or `[total_q, h, d]`); with `return_lse` also the LSE
@@ -109,8 +113,10 @@ def mla_attention(
         options["max_kv"] = max_kv
     if total_lengths is not None:
         options["total_lengths"] = total_lengths
+    if prefix is not None and sharing(prefix):
+        options["prefix"] = prefix
     key = result = None
-    if not (is_traced() or checks_values()):
+    if not (is_traced() or checks_values() or "prefix" in options):
         key = whole_key(q_nope, q_rope, cache, w_uk, w_uv, kernel, options)
         replay = find_replay(key)
         if replay is not None and key is not None:
@@ -128,6 +134,7 @@ def mla_latent_attention(
     *,
     d: int = HEAD_WIDTH,
     kernel: str = AUTO,
+    prefix: Prefix | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The latent attention alone, for engines that do the projections themselves.
@@ -139,6 +146,7 @@ def mla_latent_attention(
         cache: as for `mla_attention`; decompressed tokens are not used.
         d: head width without rope, for the default scale `(d + p) ** -0.5`.
         kernel: as for `mla_attention`.
+        prefix: as for `mla_attention`.
         options: `lengths`, `causal`, `scale`, `out` (of the shape of `q_latent`), `cu_seqlens_q`,
             `max_q`, `tree_mask`, `max_kv` and `total_lengths`, as for `mla_attention`.
 
@@ -146,7 +154,9 @@ def mla_latent_attention(
         The latent output, of the shape of `q_latent`, and the LSE, float32.
     """
     key = None
-    if not (is_traced() or checks_values()):
+    if prefix is not None and sharing(prefix):
+        options["prefix"] = prefix
+    elif not (is_traced() or checks_values()):
         key = latent_key(q_latent, q_rope, cache, d, kernel, options)
         replay = find_replay(key)
         if replay is not None and key is not None:
@@ -201,6 +211,8 @@ def execute(task: AttentionTask, kernel: str) -> Attended:
     """
     if not _is_compiling():
         return run(task, kernel)
+    if task.prefix is not None:
+        raise UnsupportedError("prefix: expected none in a traced program, got one")
     from mla_var3.attention.ops import traced
 
     output, lse = traced(task, kernel)
@@ -228,6 +240,8 @@ def _shape_of(sizes: dict[str, Any]) -> CallShape:
     for name in sizes:
         if name not in _SIZE_NAMES:
             raise UnknownNameError("size", name, _SIZE_NAMES)
+    if "shared" not in sizes and "prefix" in sizes:
+        sizes = {**sizes, "shared": sizes["prefix"]}
     for name in ("b", "s", "t", "h"):
         if name not in sizes:
             raise InvalidArgumentError(name, "a positive integer", "nothing")

@@ -166,7 +166,7 @@ def test_the_examples_of_the_page_run(repo_root: Path, capsys: pytest.CaptureFix
     for block in blocks:
         exec(compile(block, "docs/planning.md", "exec"), {})
     out = capsys.readouterr().out
-    for words in ("MixTime", "latent_tflops_per_sm", "absorbed_copied_cost"):
+    for words in ("MixTime", "latent_tflops_per_sm", "latent_copied_cost"):
         assert words in out
 
 

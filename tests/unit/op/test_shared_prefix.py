@@ -13,8 +13,8 @@ from mla_var3.op.mla.cost import flash_mla_cost
 from mla_var3.op.mla.inputs import MlaInputs, absorb_queries
 from mla_var3.op.mla.prefix.problem import (
     SharedPrefixProblem,
-    absorbed_copied_cost,
-    absorbed_shared_cost,
+    latent_copied_cost,
+    latent_shared_cost,
     shared_prefix_attention_cost,
 )
 from mla_var3.op.mla.prefix.reference import (
@@ -150,8 +150,8 @@ def test_flops_by_counting(prefix: int, lengths: tuple[int, ...] | None) -> None
             absorbed += (k + p) + k
             mixed += (d + p) + d if position < prefix else (k + p) + k
     assert shared_prefix_attention_cost(shared).flops == 2 * mixed
-    assert absorbed_copied_cost(shared).flops == 2 * absorbed
-    assert absorbed_shared_cost(shared).flops == 2 * absorbed
+    assert latent_copied_cost(shared).flops == 2 * absorbed
+    assert latent_shared_cost(shared).flops == 2 * absorbed
 
 
 def test_bytes_are_the_sizes_of_the_tensors() -> None:
@@ -167,8 +167,8 @@ def test_bytes_are_the_sizes_of_the_tensors() -> None:
     assert shared_prefix_attention_cost(shared).bytes == queries + prefix + own + partials
     copied = flash_mla_cost(problem)
     once = x.plain.c_kv[0, :5].nbytes + x.plain.k_rope[0, :5].nbytes
-    assert absorbed_copied_cost(shared) == copied
-    assert absorbed_shared_cost(shared).bytes == copied.bytes - (problem.b - 1) * once
+    assert latent_copied_cost(shared) == copied
+    assert latent_shared_cost(shared).bytes == copied.bytes - (problem.b - 1) * once
 
 
 def test_an_8_bit_prefix_takes_fewer_bytes() -> None:
@@ -184,7 +184,7 @@ def test_an_8_bit_prefix_takes_fewer_bytes() -> None:
 
 def test_without_a_prefix_nothing_is_shared() -> None:
     shared = SharedPrefixProblem(PROBLEM, 0)
-    assert absorbed_shared_cost(shared) == absorbed_copied_cost(shared)
+    assert latent_shared_cost(shared) == latent_copied_cost(shared)
     assert shared_prefix_attention_cost(shared).flops == flash_mla_cost(PROBLEM).flops
     assert (shared.prefix_tokens, shared.prefix_pairs) == (0, 0)
     assert shared.own_tokens == PROBLEM.total_tokens

@@ -2,8 +2,8 @@
 
 All state lives on the device and its pointers stay. `append`, `truncate`, `fork`, `evict` and
 `refill` are made of tensor operations of fixed shape that never read back, so a CUDA graph can
-capture them when their counts are tensors on the device. What does not fit is refused on the device too: `append`
-returns what it took, `check` asks the device and raises.
+capture them when their counts are tensors on the device. What does not fit is refused on the device
+too: `append` returns what it took, `check` asks the device and raises.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import torch
 
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.cache.view import CacheView
+from mla_var3.attention.prefix.layout import Prefix, PrefixLayout, require_groups, sharing
 from mla_var3.attention.request.checks import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
@@ -39,6 +40,7 @@ class Options:
     tree_mask: torch.Tensor | None = None
     max_kv: int | None = None
     total_lengths: torch.Tensor | Sequence[int] | None = None
+    prefix: Prefix | None = None
 
 
 def full_task(
@@ -199,6 +201,9 @@ def _task(
     total = options.total_lengths
     if total is not None:
         total = index_tensor("total_lengths", total, [("b", b)], device, torch.int32)
+    prefix = None if options.prefix is None else sharing(options.prefix)
+    if prefix is not None:
+        require_groups(prefix.groups if isinstance(prefix, PrefixLayout) else prefix, view)
     out = options.out
     if out is not None:
         labels = ("total_q",) if ragged else ("b", "s")
@@ -218,6 +223,7 @@ def _task(
         max_q=max_q,
         max_kv=options.max_kv,
         total_lengths=total,
+        prefix=prefix,
         out=out,
     )
     check_values(task)
