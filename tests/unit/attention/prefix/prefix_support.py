@@ -1,4 +1,4 @@
-"""Batches whose requests share first tokens, and the float64 oracle over what each request holds."""
+"""Batches whose requests share first tokens, and the float64 oracle over what each one holds."""
 
 from __future__ import annotations
 
@@ -101,18 +101,15 @@ def make_batch(
             dense[request, : len(held)] = held
         dense = dense.to(device)
         return Batch(CacheView(dense[..., :k], dense[..., k:], counts.to(device)), tokens)
-    known: dict[tuple[object, ...], int] = {}
+    known: dict[tuple[object, ...], int] = {}  # pages by request, or by segments
     table = torch.full((len(lengths), pages_each), 10**6, dtype=torch.int32)
     pages = [torch.full((PAGE, k + p), torch.nan, dtype=dtype)]
     for request, held in enumerate(tokens):
         shared = sum(count for _, count in prefixes[request])
         for column in range(-(-len(held) // PAGE)):
             own = (column + 1) * PAGE > min(shared, len(held))
-            key = (
-                (request, column)
-                if own
-                else (*prefixes[request][:1], column, *_path(prefixes[request], column))
-            )
+            path = _path(prefixes[request], column)
+            key = (request, column) if own else (column, *path)
             if key not in known:
                 known[key] = len(pages)
                 page = torch.full((PAGE, k + p), torch.nan, dtype=dtype)

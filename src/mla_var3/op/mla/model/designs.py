@@ -315,6 +315,8 @@ def _shared_prefix(work: Workload, target: Target) -> Estimate:
 
 def _latent_prefix(work: Workload, target: Target) -> Estimate:
     """Latent attention that reads shared tokens once: two passes of `flash_mla`, merged."""
+    if not work.shared:
+        return replace(_flash_mla(work, target.of("flash_mla")), kernel=target.kernel)
     problem, target = work.problem, replace(target.of("flash_mla"), kernel=target.kernel)
     shared = SharedPrefixProblem(problem, min(work.shared, problem.t), min(work.groups, problem.b))
     own, of_groups, merge = latent_shared_passes(shared)
