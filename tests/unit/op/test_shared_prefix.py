@@ -15,6 +15,7 @@ from mla_var3.op.mla.prefix.problem import (
     SharedPrefixProblem,
     latent_copied_cost,
     latent_shared_cost,
+    latent_shared_passes,
     shared_prefix_attention_cost,
 )
 from mla_var3.op.mla.prefix.reference import (
@@ -188,6 +189,20 @@ def test_without_a_prefix_nothing_is_shared() -> None:
     assert shared_prefix_attention_cost(shared).flops == flash_mla_cost(PROBLEM).flops
     assert (shared.prefix_tokens, shared.prefix_pairs) == (0, 0)
     assert shared.own_tokens == PROBLEM.total_tokens
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_the_passes_of_latent_sharing_do_all_the_work(groups: int) -> None:
+    problem = replace(PROBLEM, lengths=None)
+    own, of_groups, merge = latent_shared_passes(SharedPrefixProblem(problem, 5, groups))
+    both = flash_mla_cost(own) + flash_mla_cost(of_groups)
+    assert both.flops == flash_mla_cost(problem).flops
+    rows = problem.b * problem.s * problem.h
+    again = rows * (2 * problem.k + problem.p) * 2 + rows * 4  # a second query, output and LSE
+    once = latent_shared_cost(SharedPrefixProblem(problem, 5, groups)).bytes
+    assert both.bytes == once + again
+    assert merge.bytes == 3 * rows * (problem.k * 2 + 4)
+    assert (of_groups.b, of_groups.causal) == (groups, False)
 
 
 def test_more_requests_read_the_prefix_no_more_often() -> None:
