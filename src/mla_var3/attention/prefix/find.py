@@ -131,7 +131,8 @@ def _best(runs: Sequence[_Run], start: int, levels: int) -> tuple[int, list[list
     best: list[tuple[int, list[list[_Shared]]]] = []  # of each run and those inside of it
 
     def outermost(begin: int, end: int) -> tuple[int, list[list[_Shared]]]:
-        saved, chosen, place = 0, [[] for _ in range(levels)], end - 1
+        chosen: list[list[_Shared]] = [[] for _ in range(levels)]
+        saved, place = 0, end - 1
         while place >= begin:
             saved += best[place][0]
             chosen = [[*more, *found] for more, found in zip(best[place][1], chosen, strict=True)]

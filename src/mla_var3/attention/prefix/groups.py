@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mla_var3.attention.request.checks import INDEX_DTYPES, require_tensor
+from mla_var3.attention.request.checks import INDEX_DTYPES, Shape, require_tensor
 from mla_var3.errors import InvalidArgumentError
 
 LEVELS = 2
@@ -51,7 +51,7 @@ class PrefixGroups:
 
     def __post_init__(self) -> None:
         """Check shapes and dtypes."""
-        shape = [("levels", None), ("b", None)]
+        shape: Shape = [("levels", None), ("b", None)]
         of = require_tensor("prefix_of", self.prefix_of, shape, INDEX_DTYPES, None)
         if len(of) > LEVELS:
             raise InvalidArgumentError("prefix_of", f"at most {LEVELS} levels", len(of))
