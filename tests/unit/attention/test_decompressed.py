@@ -328,7 +328,8 @@ def test_what_the_cache_holds_decides() -> None:
 def test_all_are_listed() -> None:
     found = mla_var3.explain(**SIZES, window=2048, prefix=1024, device_name=H200)
     times = {c.kernel: c for c in found.candidates if c.language == LANGUAGE}
-    assert set(times) == {"flash_mla", "flash_attention", "mla_var6_plus", "mla_var6_plus_v6"}
+    latent = {"flash_mla", "flash_mla_prefix"}
+    assert set(times) == {*latent, "flash_attention", "mla_var6_plus", "mla_var6_plus_v6"}
     assert all(c.fitted and c.steady_us for c in times.values())
     assert times["mla_var6_plus"].choice == {"n": 2048}
     assert times["mla_var6_plus_v6"].choice == {"prefix": 1024}

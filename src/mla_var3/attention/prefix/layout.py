@@ -234,7 +234,7 @@ def _part(
     queries = queries.index_add_(0, group, torch.ones_like(group))[:count]
     chunks = (queries + chunk - 1) // chunk
     ends, first_row = chunks.cumsum(0), queries.cumsum(0) - queries
-    number = torch.arange(count + total // chunk, device=device)
+    number = torch.arange(count + max(total - 1, 0) // chunk, device=device)
     of = torch.searchsorted(ends, number, right=True)
     used, of = of < count, of.clamp(max=count - 1)
     bounds = first_row[of] + (number - (ends - chunks)[of]) * chunk

@@ -97,6 +97,15 @@ def test_two_levels(paged: bool, generator: torch.Generator) -> None:
     assert [part.order for part in layout.parts] == [None, None]
 
 
+def test_a_level_that_starts_elsewhere_is_not_shared(generator: torch.Generator) -> None:
+    """The third request is in no group of level 0, so its level 1 would start at 0."""
+    batch = make_batch(generator, [400, 350, 370], [[A, B]] * 3, paged=True)
+    groups = PrefixGroups(torch.tensor([[0, 0, -1], [0, 0, 0]]), torch.tensor([[128], [192]]))
+    q = queries(generator, 3, 2)
+    batch.require(*q, *attended(batch, q, groups))
+    assert shared_tokens(batch, q[0], groups) == [320, 320, 0]
+
+
 @pytest.mark.parametrize("options", ["tree", "packed"])
 def test_trees_and_packed_queries(options: str, generator: torch.Generator) -> None:
     batch = make_batch(generator, LENGTHS, PREFIXES, paged=True)
@@ -129,7 +138,8 @@ def test_large_groups_are_split(
     assert set(used) == {128, 192}
 
 
-def test_rows_that_take_no_part_are_never_used(generator: torch.Generator) -> None:
+@pytest.mark.parametrize("grouped", [True, False])
+def test_rows_that_take_no_part_are_never_used(grouped: bool, generator: torch.Generator) -> None:
     """A kernel leaves rows of no group unwritten: whatever they hold has to stay out."""
     batch = make_batch(generator, LENGTHS, PREFIXES, paged=True)
     q = queries(generator, len(LENGTHS), 3)
@@ -143,7 +153,8 @@ def test_rows_that_take_no_part_are_never_used(generator: torch.Generator) -> No
             return output, lse
 
     registry.register(PrefixBackend(Poisoned()))
-    batch.require(*q, *attended(batch, q))
+    groups = GROUPS if grouped else replace(GROUPS, prefix_of=GROUPS.prefix_of.clamp(max=-1))
+    batch.require(*q, *attended(batch, q, groups))
 
 
 @pytest.mark.parametrize("prefix_of", [[[0, 0, 0, 0, 0, 0, 0]], [[5, -9, 3, 2**31 - 1, 0, 0, -1]]])
