@@ -142,6 +142,9 @@ def plan_command(parser: Parser, argv: Sequence[str]) -> int:
         spec = _device(values["device_name"])
     problem, form = _problem(values)
     if values["prefix"] is not None:
+        for name, used in (("dtype", form is FP8), ("parameters", values["parameters"])):
+            if used:
+                raise InvalidArgumentError(name, "none of a window with --prefix", values[name])
         shared = SharedPrefixProblem(problem, values["prefix"], values["groups"])
         budget = parse_bytes(values["budget"])
         _show_prefix(plan_prefix(shared, spec, budget, layers or 1), as_json, out_dir)
