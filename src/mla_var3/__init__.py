@@ -1,8 +1,9 @@
 """HyperMLA: Multi-head Latent Attention kernels and the workbench they are made on.
 
 Importing this package loads neither torch nor a kernel language. Its names are loaded when they are
-first used: the attention calls `mla_attention`, `mla_latent_attention`, `LatentCache` and
-`explain`; `benchmark_kernel` and `run_plan`, which profile a kernel plan and run its command line.
+first used: the attention calls `mla_attention`, `mla_latent_attention`, `LatentCache`,
+`PrefixGroups`, `find_shared_prefixes` and `explain`; `benchmark_kernel` and `run_plan`, which
+profile a kernel plan and run its command line.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ __version__ = "0.2.0"
 
 _MODULES = {
     "LatentCache": "attention",
+    "PrefixGroups": "attention",
     "explain": "attention",
+    "find_shared_prefixes": "attention",
     "mla_attention": "attention",
     "mla_latent_attention": "attention",
     "benchmark_kernel": "runtime.profiling.modes",

@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from mla_var3.attention.cache.latent_cache import LatentCache
     from mla_var3.attention.cache.view import CacheView, paged_view
     from mla_var3.attention.call import explain, mla_attention, mla_latent_attention
+    from mla_var3.attention.prefix.find import find_shared_prefixes
+    from mla_var3.attention.prefix.groups import PrefixGroups
+    from mla_var3.attention.prefix.layout import PrefixLayout, prefix_layout
     from mla_var3.attention.request.masks import tree_ancestors
     from mla_var3.attention.request.shape import CallShape
     from mla_var3.attention.select.choice import Explanation
@@ -18,10 +21,14 @@ __all__ = [
     "CallShape",
     "Explanation",
     "LatentCache",
+    "PrefixGroups",
+    "PrefixLayout",
     "explain",
+    "find_shared_prefixes",
     "mla_attention",
     "mla_latent_attention",
     "paged_view",
+    "prefix_layout",
     "tree_ancestors",
 ]
 
@@ -30,10 +37,14 @@ _HOMES = {
     "CallShape": "request.shape",
     "Explanation": "select.choice",
     "LatentCache": "cache.latent_cache",
+    "PrefixGroups": "prefix.groups",
+    "PrefixLayout": "prefix.layout",
     "explain": "call",
+    "find_shared_prefixes": "prefix.find",
     "mla_attention": "call",
     "mla_latent_attention": "call",
     "paged_view": "cache.view",
+    "prefix_layout": "prefix.layout",
     "tree_ancestors": "request.masks",
 }
 

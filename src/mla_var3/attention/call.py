@@ -12,6 +12,7 @@ from mla_var3.attention.backends.latent import Attended
 from mla_var3.attention.backends.registry import AUTO
 from mla_var3.attention.execute import execute as run
 from mla_var3.attention.execute import spec_for
+from mla_var3.attention.prefix.layout import Prefix, sharing
 from mla_var3.attention.replay.key import CallKey, find_replay, latent_key, whole_key
 from mla_var3.attention.replay.replay import keep_replay
 from mla_var3.attention.request import debug
@@ -20,7 +21,7 @@ from mla_var3.attention.request.task import AttentionTask
 from mla_var3.attention.request.validate import Cache, Options, full_task, latent_task
 from mla_var3.attention.select.choice import Explanation, choose
 from mla_var3.conf.devices import device_spec
-from mla_var3.errors import InvalidArgumentError, UnknownNameError
+from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
 from mla_var3.runtime.workflow import planning_device
 
 HEAD_WIDTH = 128
@@ -55,6 +56,7 @@ def mla_attention(
     shards: int = 1,
     shard: int = 0,
     batch_invariant: bool = False,
+    prefix: Prefix | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Multi-head Latent Attention of the newest tokens of every request over its cache.
 
@@ -93,6 +95,8 @@ def mla_attention(
         batch_invariant: whether the result of a request must not depend, bit by bit, on the other
             requests of the batch. No request is then split over SMs, which costs time where there
             are few of them.
+        prefix: which requests share their first tokens, `PrefixGroups`, or those laid out for a
+            step by `prefix_layout`. It changes no result: a kernel may read shared tokens once.
 
     Returns:
         The output `[b, s, h, d]` (or `[total_q, h, d]`); with `return_lse` also the LSE
@@ -122,8 +126,10 @@ def mla_attention(
         options["shards"], options["shard"] = shards, shard
     if batch_invariant is not False:
         options["batch_invariant"] = batch_invariant
+    if prefix is not None and sharing(prefix):
+        options["prefix"] = prefix
     key = result = None
-    if not (is_traced() or checks_values()):
+    if not (is_traced() or checks_values() or "prefix" in options):
         key = whole_key(q_nope, q_rope, cache, w_uk, w_uv, kernel, options)
         replay = find_replay(key)
         if replay is not None and key is not None:
@@ -141,6 +147,7 @@ def mla_latent_attention(
     *,
     d: int = HEAD_WIDTH,
     kernel: str = AUTO,
+    prefix: Prefix | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The latent attention alone, for engines that do the projections themselves.
@@ -152,6 +159,7 @@ def mla_latent_attention(
         cache: as for `mla_attention`; decompressed tokens are not used.
         d: head width without rope, for the default scale `(d + p) ** -0.5`.
         kernel: as for `mla_attention`.
+        prefix: as for `mla_attention`.
         options: `lengths`, `causal`, `scale`, `out` (of the shape of `q_latent`), `cu_seqlens_q`,
             `max_q`, `tree_mask`, `max_kv`, `total_lengths`, `shards`, `shard` and
             `batch_invariant`, as for `mla_attention`.
@@ -160,7 +168,9 @@ def mla_latent_attention(
         The latent output, of the shape of `q_latent`, and the LSE, float32.
     """
     key = None
-    if not (is_traced() or checks_values()):
+    if prefix is not None and sharing(prefix):
+        options["prefix"] = prefix
+    elif not (is_traced() or checks_values()):
         key = latent_key(q_latent, q_rope, cache, d, kernel, options)
         replay = find_replay(key)
         if replay is not None and key is not None:
@@ -215,6 +225,8 @@ def execute(task: AttentionTask, kernel: str) -> Attended:
     """
     if not _is_compiling():
         return run(task, kernel)
+    if task.prefix is not None:
+        raise UnsupportedError("prefix: expected none in a traced program, got one")
     from mla_var3.attention.ops import traced
 
     output, lse = traced(task, kernel)
@@ -242,6 +254,8 @@ def _shape_of(sizes: dict[str, Any]) -> CallShape:
     for name in sizes:
         if name not in _SIZE_NAMES:
             raise UnknownNameError("size", name, _SIZE_NAMES)
+    if "shared" not in sizes and "prefix" in sizes:
+        sizes = {**sizes, "shared": sizes["prefix"]}
     for name in ("b", "s", "t", "h"):
         if name not in sizes:
             raise InvalidArgumentError(name, "a positive integer", "nothing")

@@ -22,7 +22,7 @@ from mla_var3.bench.record import (
     PROJECTION,
     QUERY_PROJECTION,
 )
-from mla_var3.bench.suites import Case, KernelChoice
+from mla_var3.bench.suites import Case, KernelChoice, SharedTokens
 from mla_var3.errors import CheckFailedError, UnsupportedError
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import (
@@ -32,6 +32,7 @@ from mla_var3.op.mla.cost import (
     output_up_projection_cost,
     q_absorption_cost,
 )
+from mla_var3.op.mla.prefix.problem import SharedPrefixProblem, latent_shared_cost
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.runtime.markdown import byte_count
 from mla_var3.runtime.paths import plan_class, split_full_name
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 PEER_ERROR_LIMIT = 0.01
 """A 16-bit peer above this relative error computes something else."""
 SEED = 1
+PREFIX_KERNEL = "flash_mla_prefix"
 MEMORY_FACTOR = 3.0
 """Inputs, outputs and the float32 reference of the check, relative to the bytes a kernel moves."""
 MISSING_PROJECTIONS: dict[str, tuple[str, ...]] = {
@@ -220,6 +222,57 @@ def call_contender(problem: MlaProblem, device: str = "cuda") -> Contender:
     return Contender("mla_attention", OURS, build)
 
 
+def prefix_contender(problem: MlaProblem, shared: SharedTokens, device: str = "cuda") -> Contender:
+    """Latent attention that reads shared first tokens once, on pages that the requests share.
+
+    The layout of the groups is made before: a model makes it once per step for all its layers.
+    """
+    asked = {"prefix": shared.mean}
+
+    def build() -> Ready:
+        from mla_var3.attention.cache.view import CacheView
+        from mla_var3.attention.call import mla_latent_attention
+        from mla_var3.attention.prefix.find import find_shared_prefixes
+        from mla_var3.attention.prefix.layout import prefix_layout
+        from mla_var3.bench.peers import PAGE, PeerInputs, reference
+
+        inputs = PeerInputs.make(problem, device)
+        raw, table = inputs.raw, inputs.page_table()
+        for group, tokens in enumerate(shared.tokens):
+            first = group * shared.members
+            members = slice(first, first + shared.members)
+            for rows in (raw.c_kv, raw.k_rope):
+                rows[members, :tokens] = rows[first, :tokens].clone()
+            table[members, : tokens // PAGE] = table[first, : tokens // PAGE].clone()
+        pages = inputs.latent_cache().view(-1, PAGE, problem.k + problem.p)
+        view = CacheView(pages[..., : problem.k], pages[..., problem.k :], raw.lengths, table)
+        groups = find_shared_prefixes(
+            table.cpu(), raw.lengths.cpu(), page_size=PAGE, queries=problem.s, device=device
+        )
+        q, q_rope = inputs.latent_queries().split([problem.k, problem.p], dim=-1)
+        q, q_rope = q.contiguous(), q_rope.contiguous()
+        options: dict[str, Any] = {"causal": problem.causal, "d": problem.d}
+        if groups.levels:
+            layout = prefix_layout(groups, q, view, causal=problem.causal)
+            options |= {"prefix": layout, "kernel": PREFIX_KERNEL}
+
+        def run() -> Tensor:
+            return mla_latent_attention(q, q_rope, view, **options)[0]
+
+        def check() -> float:
+            return checked_error(PREFIX_KERNEL, run(), reference(LATENT, inputs))
+
+        cost = latent_shared_cost(shared_problem(problem, shared))
+        return Ready(run, check, cost, LATENT, asked)
+
+    return Contender(PREFIX_KERNEL, OURS, build, language="cute-dsl", asked=asked)
+
+
+def shared_problem(problem: MlaProblem, shared: SharedTokens) -> SharedPrefixProblem:
+    """A problem with its shared tokens, for the cost model: groups of the same mean prefix."""
+    return SharedPrefixProblem(problem, shared.mean, len(shared.tokens))
+
+
 def call_cost(kernel: str, problem: MlaProblem, n: int = 0) -> Cost:
     """FLOPs and bytes of a whole call: the kernel's path and its projections."""
     design, _ = split_full_name(kernel)
@@ -280,6 +333,8 @@ def contenders(
     references: dict[str, Tensor] = {}
     found = [call_contender(problem, device)] if case.call else []
     found += [kernel_contender(k, problem, target, device, tune, progress) for k in case.kernels]
+    if case.shared is not None:
+        found.append(prefix_contender(problem, case.shared, device))
     if libraries is not None:
         found += [peer_contender(p, problem, libraries, references, device) for p in case.peers]
     projections = (QUERY_PROJECTION, OUTPUT_PROJECTION)

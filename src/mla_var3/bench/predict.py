@@ -11,10 +11,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mla_var3.bench.contenders import choices_of, make_plan, path_of
+from mla_var3.bench.contenders import (
+    PREFIX_KERNEL,
+    choices_of,
+    make_plan,
+    path_of,
+    shared_problem,
+)
 from mla_var3.bench.record import (
     ABSENT,
     FAILED,
+    LATENT,
     OURS,
     OUTPUT_PROJECTION,
     PREDICTED,
@@ -23,13 +30,14 @@ from mla_var3.bench.record import (
     BenchRow,
     first_line,
 )
-from mla_var3.bench.suites import Case, KernelChoice
+from mla_var3.bench.suites import Case, KernelChoice, SharedTokens
 from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import UnsupportedError
 from mla_var3.op.mla.cost import output_up_projection_cost, q_absorption_cost
 from mla_var3.op.mla.model import designs
 from mla_var3.op.mla.model.designs import estimate, part_us
 from mla_var3.op.mla.model.times import IDEAL, Estimate, Workload
+from mla_var3.op.mla.prefix.problem import latent_shared_cost
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.runtime.paths import LANGUAGES
 
@@ -56,6 +64,8 @@ def plan_estimate(plan: Any, spec: DeviceSpec) -> Estimate | None:
 def predict_case(case: Case, spec: DeviceSpec, around: Mapping[str, Any]) -> list[BenchRow]:
     """Predicted rows of one shape; a kernel that cannot be planned is a row with its reason."""
     rows = [_kernel_row(choice, case.problem, spec, around) for choice in case.kernels]
+    if case.shared is not None:
+        rows.append(_prefix_row(case.problem, case.shared, spec, around))
     return rows + [_projection_row(name, case.problem, spec, around) for name in _PROJECTIONS]
 
 
@@ -94,6 +104,33 @@ def _kernel_row(
         log.debug("%s cannot be planned", choice.kernel.full_name, exc_info=True)
         status = ABSENT if isinstance(error, UnsupportedError) else FAILED
         return replace(row, choices=choice.fields, status=status, reason=first_line(error))
+
+
+def _prefix_row(
+    problem: MlaProblem, shared: SharedTokens, spec: DeviceSpec, around: Mapping[str, Any]
+) -> BenchRow:
+    """Latent attention that reads shared first tokens once."""
+    language, groups = "cute-dsl", len(shared.tokens)
+    work = Workload(problem, shared=shared.mean, groups=groups)
+    expected = estimate(PREFIX_KERNEL, work, spec, language)
+    assert expected is not None
+    cost = latent_shared_cost(shared_problem(problem, shared))
+    return BenchRow(
+        problem=problem,
+        kernel=PREFIX_KERNEL,
+        language=language,
+        source=OURS,
+        kind=PREDICTED,
+        path=LATENT,
+        choices={"prefix": shared.mean},
+        timer=FITTED_TIMER if expected.fitted else IDEAL,
+        time_us=expected.kernel_us,
+        spread_us=0.0,
+        flops=cost.flops,
+        bytes=cost.bytes,
+        projections_us=expected.around_us,
+        **around,
+    )
 
 
 _PROJECTIONS = {

@@ -45,6 +45,7 @@ from mla_var3.bench.suites import (
     latent_cases,
     mix_cases,
     mla_kernels,
+    prefix_cases,
     select_backends,
     select_kernels,
     sweep_cases,
@@ -215,7 +216,12 @@ def build_cases(options: BenchOptions) -> tuple[list[Case], dict[str, str]]:
     """
     languages, peers = select_backends(options.backends)
     kernels = [kernel for kernel in mla_kernels() if kernel.language in languages]
-    fixed = {"figures": figures_cases, "latent": latent_cases, "mix": mix_cases}
+    fixed = {
+        "figures": figures_cases,
+        "latent": latent_cases,
+        "mix": mix_cases,
+        "prefix": prefix_cases,
+    }
     if options.suite in fixed:
         return fixed[options.suite](kernels, peers), {}
     first: dict[str, Any] = {name: values[0] for name, values in options.sizes.items()}

@@ -24,6 +24,7 @@ SUITES = {
     "all": "all kernels and versions in both languages at one shape",
     "sweep": "the newest versions and the peers over b, s, t and h",
     "var6_plus": "one version of mla_var6_plus over s and n, beside the pure paths",
+    "prefix": "requests that share first tokens: read once, latent or decompressed, or copied",
     "mix": "the mix on Hopper: 16 bits, 8 bits and a shared prefix, beside the pure paths",
 }
 OLD_SUITES = {"absorbed": "latent"}
@@ -64,12 +65,42 @@ MIX_SHAPES = (
 MIX_8_BIT_S = (32, 43, 64)
 PREFIX_SHAPE, PREFIX = (64, 4, 4608, 128), 4096
 """(b, s, t, h) whose requests share their first PREFIX tokens."""
-FIXED_SUITES = ("figures", "latent", "mix")
+PREFIX_SHAPES = (
+    *((256, 1, h, 26472, 256) for h in (128, 64)),
+    *((b, 1, 128, prefix, 256) for prefix in (7069, 4759) for b in (64, 256, 1024)),
+    (16, 1, 12, 63911, 4089),
+    (16, 8, 96, 63911, 4089),
+    (64, 4, 128, 4096, 512),
+    (64, 1, 128, 0, 4096),
+)
+"""(b, s, h, shared, own) of one group: three published system prompts, an agent on one card and on
+eight, the prefix of the mix suite, and nothing shared."""
+GROUP_PREFIXES, GROUP_MEMBERS, GROUP_OWN = tuple(range(2048, 16385, 2048)), 8, (100, 4000)
+"""Groups with prefixes and own tokens of different lengths."""
+FIXED_SUITES = ("figures", "latent", "mix", "prefix")
 """Suites whose shapes cannot be changed."""
 
 DESIGN = "mla_var6_plus"
 PURE_PATHS = ("flash_mla", "flash_attention")
 LAYER = "mla"
+
+
+@dataclass(frozen=True)
+class SharedTokens:
+    """First tokens that groups of neighbouring requests share.
+
+    Attributes:
+        members: requests per group.
+        tokens: tokens that each group shares.
+    """
+
+    members: int
+    tokens: tuple[int, ...]
+
+    @property
+    def mean(self) -> int:
+        """Shared tokens per request."""
+        return sum(self.tokens) // len(self.tokens)
 
 
 @dataclass(frozen=True)
@@ -89,12 +120,14 @@ class Case:
         kernels: our kernels.
         peers: names out of `PEERS`.
         call: whether the public call takes part, with the kernel it chooses.
+        shared: first tokens that requests share; peers hold a copy of them per request.
     """
 
     problem: MlaProblem
     kernels: tuple[KernelChoice, ...]
     peers: tuple[str, ...] = ()
     call: bool = False
+    shared: SharedTokens | None = None
 
 
 SPECIAL = {*EIGHT_BIT, ("mla_var6_plus_v6", "cute-dsl")}
@@ -219,6 +252,30 @@ def mix_cases(kernels: Sequence[KernelId], peers: Sequence[str]) -> list[Case]:
     chosen = (*choice(f"{DESIGN}_v6", prefix=PREFIX), *choice("flash_mla"))
     latent = tuple(name for name in theirs if name in LATENT_PEERS)
     return [*cases, Case(MlaProblem(b=b, s=s, t=t, h=h), chosen, latent)]
+
+
+def prefix_cases(kernels: Sequence[KernelId], peers: Sequence[str]) -> list[Case]:
+    """Shared prefixes: read once in latent form or decompressed, beside copies and the peers."""
+    ours = {kernel.full_name: kernel for kernel in kernels if kernel.language == "cute-dsl"}
+    theirs = tuple(name for name in LATENT_PEERS if name in peers)
+
+    def case(problem: MlaProblem, shared: SharedTokens) -> Case:
+        chosen = tuple(KernelChoice(ours[name]) for name in ("flash_mla",) if name in ours)
+        name, (tokens, *others) = f"{DESIGN}_v6", shared.tokens
+        if name in ours and tokens and not others:
+            chosen = (KernelChoice(ours[name], {"prefix": tokens}), *chosen)
+        return Case(problem, chosen, theirs, shared=shared if ours else None)
+
+    cases = [
+        case(MlaProblem(b=b, s=s, t=prefix + own, h=h), SharedTokens(b, (prefix,)))
+        for b, s, h, prefix, own in PREFIX_SHAPES
+    ]
+    groups, members = len(GROUP_PREFIXES), GROUP_MEMBERS
+    first, last = GROUP_OWN
+    own = [first + (last - first) * i // (members - 1) for i in range(members)]
+    lengths = tuple(prefix + tokens for prefix in GROUP_PREFIXES for tokens in own)
+    problem = MlaProblem(b=groups * members, s=4, t=max(lengths), h=128, lengths=lengths)
+    return [*cases, case(problem, SharedTokens(members, GROUP_PREFIXES))]
 
 
 def main_job_case(problem: MlaProblem, kernels: Sequence[KernelId], peers: Sequence[str]) -> Case:

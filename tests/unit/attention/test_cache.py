@@ -77,7 +77,8 @@ def test_sizes_are_those_of_the_tensors(options: dict[str, int]) -> None:
     cache = make_cache(3, **options)
     tensors: list[torch.Tensor] = [cache.lengths, cache.refused]
     if cache.pages is not None:
-        tensors += [cache.pages.block_table, cache.pages.free, cache.pages.free_count]
+        pool = cache.pages
+        tensors += [pool.block_table, pool.owners, pool.free, pool.free_count]
     if cache.window is not None:
         window = cache.window
         tensors += [window.start, window.k_new, window.v_new, window.k_rope_new]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -47,6 +48,16 @@ def test_the_least_steady_call_time_decides_and_says_so() -> None:
     assert {c.kernel for c in explanation.candidates} >= {"flash_mla", "torch_tiled"}
     assert explanation.kernel in str(explanation)
     assert all(c.steady_us >= c.predicted_us for c in able if c.steady_us and c.predicted_us)
+
+
+def test_a_prefix_is_shared_in_the_way_that_fits_its_queries() -> None:
+    """Latent while bytes decide, decompressed with many rows, not at all where it gains nothing."""
+    few = {"b": 16, "s": 1, "t": 68000, "h": 12, "shared": 63911}
+    assert mla_var3.explain(**few, device_name=H200).kernel == "flash_mla_prefix"
+    many = {"b": 256, "s": 1, "t": 26728, "h": 128, "prefix": 26472}
+    assert mla_var3.explain(**many, device_name=H200).kernel == "mla_var6_plus_v6"
+    short = {"b": 64, "s": 4, "t": 4096, "h": 128, "shared": 64}
+    assert mla_var3.explain(**short, device_name=H200).kernel == "flash_mla"
 
 
 @pytest.mark.parametrize("window", [0, 2048])
@@ -216,6 +227,20 @@ def test_choose_prints_the_choice(capsys: pytest.CaptureFixture[str]) -> None:
     assert "flash_mla:cute-dsl *" in out and "steady: call time at the power limit" in out
     assert "mla_var6_plus:cute-dsl does not support a cache without a window" in out
     assert "adds query projection, output projection: flash_mla:cute-dsl" in out
+
+
+def test_choose_tells_what_sharing_a_prefix_gains(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["choose", "--b=64", "--s=1", "--t=9000", "--h=16", "--for_device=H200"]
+    assert main([*sizes, "--prefix=6000", "--groups=8"]) == 0
+    out = capsys.readouterr().out
+    assert "* flash_mla_prefix:cute-dsl: least steady" in out
+    assert re.search(r"sharing the prefix: flash_mla_prefix 1\.\d\dx as fast as", out)
+    assert main([*sizes, "--prefix=6000"]) == 0
+    assert "mla_var6_plus_v6 " in capsys.readouterr().out
+    assert main(sizes) == 0
+    out = capsys.readouterr().out
+    assert "sharing the prefix" not in out
+    assert "flash_mla_prefix:cute-dsl does not support requests that share no first tokens" in out
 
 
 @pytest.mark.usefixtures("only_cutile")

@@ -1,4 +1,4 @@
-"""The examples of docs/attention.md run as they stand."""
+"""The examples of the pages about calls run as they stand."""
 
 from __future__ import annotations
 
@@ -8,11 +8,20 @@ from pathlib import Path
 import pytest
 
 
-def test_the_examples_run(repo_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = (repo_root / "docs" / "attention.md").read_text()
+@pytest.mark.parametrize(
+    ("name", "count", "printed"),
+    [
+        ("attention", 4, "torch_tiled torch the tensors are on the CPU"),
+        ("shared-prefixes", 1, ""),
+    ],
+)
+def test_the_examples_run(
+    name: str, count: int, printed: str, repo_root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (repo_root / "docs" / f"{name}.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    assert len(blocks) >= 4
+    assert len(blocks) >= count
     names: dict[str, object] = {}
     for block in blocks:
-        exec(compile(block, "docs/attention.md", "exec"), names)
-    assert capsys.readouterr().out.startswith("torch_tiled torch the tensors are on the CPU")
+        exec(compile(block, f"docs/{name}.md", "exec"), names)
+    assert capsys.readouterr().out.startswith(printed)

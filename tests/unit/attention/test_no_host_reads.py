@@ -8,7 +8,10 @@ import pytest
 import torch
 
 import mla_var3
+from mla_var3.attention.backends import registry
+from mla_var3.attention.backends.torch_tiled import TorchTiled
 from mla_var3.attention.cache.latent_cache import LatentCache
+from mla_var3.attention.prefix.attend import PrefixBackend
 from mla_var3.errors import InvalidArgumentError
 
 B, S, H, D, P, K = 3, 4, 2, 8, 8, 16
@@ -37,6 +40,8 @@ def test_the_cache(options: dict[str, int]) -> None:
     assert taken.shape == (B,)
     bounds = empty(B + 1, dtype=torch.int32)
     cache.append(empty(9, K), empty(9, P), cu_seqlens=bounds, **weights())
+    cache.fork(empty(1, dtype=torch.int32), empty(2, dtype=torch.int32))
+    cache.append(empty(B, 70, K), empty(B, 70, P), counts, **weights())
     cache.truncate(counts, **weights(), most=3)
     cache.evict(empty(B, dtype=torch.bool))
     cache.evict(empty(2, dtype=torch.int64))
@@ -63,6 +68,27 @@ def test_the_attention(paged: dict[str, int], options: dict[str, Any]) -> None:
         kernel="torch_tiled", return_lse=True, **options,
     )  # fmt: skip
     assert output.shape == (*leading, H, D) and lse.shape == (*leading, H)
+
+
+@pytest.mark.parametrize("paged", [{}, {"page_size": 64}])
+@pytest.mark.parametrize("packed", [True, False])
+def test_shared_prefixes(paged: dict[str, int], packed: bool) -> None:
+    backend = PrefixBackend(TorchTiled())
+    registry.register(backend)
+    cache = LatentCache.allocate(B, 256, k=K, p=P, device="meta", **paged)
+    groups = mla_var3.PrefixGroups(empty(2, B, dtype=torch.int32), empty(2, 2, dtype=torch.int32))
+    options: dict[str, Any] = {}
+    if packed:
+        options = {"cu_seqlens_q": empty(B + 1, dtype=torch.int32), "max_q": 5}
+    leading = (9,) if packed else (B, S)
+    try:
+        output, lse = mla_var3.mla_latent_attention(
+            empty(*leading, H, K), empty(*leading, H, P), cache, prefix=groups,
+            kernel=backend.kernel, **options,
+        )  # fmt: skip
+    finally:
+        registry.unregister(backend.kernel, backend.language)
+    assert output.shape == (*leading, H, K) and lse.shape == (*leading, H)
 
 
 def test_packed_queries_need_their_bound() -> None:

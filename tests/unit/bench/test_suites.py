@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import pytest
 
+from mla_var3.attention.backends import registry
+from mla_var3.attention.backends.torch_tiled import TorchTiled
+from mla_var3.attention.prefix.attend import PrefixBackend
 from mla_var3.bench import run as bench_run
+from mla_var3.bench.contenders import PREFIX_KERNEL, PrefixContender
 from mla_var3.bench.run import BenchOptions, build_cases
 from mla_var3.bench.suites import (
     PEERS,
     PREFIX,
     PREFIX_SHAPE,
     SPECIAL,
+    SharedTokens,
     comparable,
     figures_cases,
     main_job_case,
     mix_cases,
     mla_kernels,
     newest,
+    prefix_cases,
     select_backends,
     select_kernels,
 )
 from mla_var3.errors import InvalidArgumentError, UnknownNameError
+from mla_var3.op.mla.cost import flash_mla_cost
+from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.runtime.paths import KernelId
 from tests.unit.bench.bench_support import PROBLEM
 
@@ -120,6 +128,42 @@ def test_the_mix_stands_beside_both_pure_paths() -> None:
     assert shared.peers == ("fa3_qv",)
     cutile = [kernel for kernel in mla_kernels() if kernel.language == "cutile-dsl"]
     assert all(not case.kernels for case in mix_cases(cutile, ["fa3_qv"]))
+
+
+def test_shared_prefixes_stand_beside_copies() -> None:
+    *single, nothing, grouped = prefix_cases(mla_kernels(), ["fa3_qv", "sdpa"])
+    assert {case.problem.b for case in single} == {16, 64, 256, 1024}
+    for case in single:
+        assert case.shared is not None and case.peers == ("fa3_qv",)
+        (prefix,) = case.shared.tokens
+        assert case.shared.members == case.problem.b and 0 < prefix < case.problem.t
+        names = [(choice.kernel.full_name, dict(choice.fields)) for choice in case.kernels]
+        assert names == [("mla_var6_plus_v6", {"prefix": prefix}), ("flash_mla", {})]
+    for case in (nothing, grouped):  # one prefix at most is decompressed
+        assert [choice.kernel.full_name for choice in case.kernels] == ["flash_mla"]
+    assert grouped.shared is not None and grouped.problem.lengths is not None
+    assert grouped.problem.b == 64 == grouped.shared.members * len(grouped.shared.tokens)
+    assert min(grouped.problem.lengths) == 2148 and max(grouped.problem.lengths) == 20384
+    cutile = [kernel for kernel in mla_kernels() if kernel.language == "cutile-dsl"]
+    assert all(not c.kernels and c.shared is None for c in prefix_cases(cutile, ["fa3_qv"]))
+
+
+@pytest.mark.parametrize("tokens", [(130, 64), (0, 0)])
+def test_the_prefix_contender_is_checked(tokens: tuple[int, ...]) -> None:
+    """Its passes in PyTorch, on the CPU."""
+    backend = PrefixBackend(TorchTiled())
+    backend.kernel, backend.language = PREFIX_KERNEL, "cute-dsl"
+    registry.register(backend)
+    problem = MlaProblem(b=4, s=2, t=200, h=2, lengths=(200, 150, 160, 70))
+    contender = PrefixContender(problem, SharedTokens(2, tokens), "cpu")
+    try:
+        ready = contender.build()
+        assert ready.check() < 0.01 and ready.path == "latent"
+    finally:
+        registry.unregister(backend.kernel, backend.language)
+    copied = flash_mla_cost(problem)
+    assert ready.cost.flops == copied.flops
+    assert (ready.cost.bytes < copied.bytes) == any(tokens)
 
 
 def test_the_main_job_has_the_call_and_three_designs_in_both_languages() -> None:

@@ -133,6 +133,30 @@ def test_lengths_and_dtype_reach_the_problem(capsys: pytest.CaptureFixture[str])
     assert problem["dtype"] == "float16" and problem["lengths"] == [1, 1366, 2731, 4096]
 
 
+def test_a_shared_prefix_is_planned_by_what_it_gains(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    sizes = ["--b=256", "--s=1", "--t=26728", "--h=128", "--prefix=26472"]
+    argv = ["plan", "--for_device=H200", *sizes, f"--out_dir={tmp_path}"]
+    assert main([*argv, "--budget=2GiB"]) == 0
+    out = capsys.readouterr().out
+    assert "share the prefix decompressed: " in out and "predictions, not measurements" in out
+    assert main([*argv, "--budget=1GiB", "--json"]) == 0  # the copies do not fit
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads((tmp_path / "plan.json").read_text())
+    ways = found["ways"]
+    assert found["chosen"] == "latent"
+    assert ways["decompressed"]["gain"] > ways["latent"]["gain"] > ways["copied"]["gain"] == 1.0
+    assert ways["decompressed"]["copy_bytes"] == 26472 * (2 * 128 * 128 + 64) * 2
+    assert main([*argv, "--budget=9GiB", "--groups=2", "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)["ways"]) == {"copied", "latent"}
+    assert main([*argv, "--budget=2GiB", "--dtype=fp8"]) == 2
+    assert "dtype: expected none of a window with --prefix, got fp8" in capsys.readouterr().err
+    assert main(["plan", "--for_device=B200", *sizes, "--budget=2GiB"]) == 0
+    out = capsys.readouterr().out
+    assert "no advice: no kernel was timed on NVIDIA B200" in out and "chosen" not in out
+
+
 def test_the_examples_of_the_page_run(repo_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = (repo_root / "docs" / "planning.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
@@ -140,7 +164,7 @@ def test_the_examples_of_the_page_run(repo_root: Path, capsys: pytest.CaptureFix
     for block in blocks:
         exec(compile(block, "docs/planning.md", "exec"), {})
     out = capsys.readouterr().out
-    for words in ("MixTime", "latent_tflops_per_sm", "absorbed_copied_cost"):
+    for words in ("MixTime", "latent_tflops_per_sm", "latent_copied_cost"):
         assert words in out
 
 

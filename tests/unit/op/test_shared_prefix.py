@@ -13,8 +13,9 @@ from mla_var3.op.mla.cost import flash_mla_cost
 from mla_var3.op.mla.inputs import MlaInputs, absorb_queries
 from mla_var3.op.mla.prefix.problem import (
     SharedPrefixProblem,
-    absorbed_copied_cost,
-    absorbed_shared_cost,
+    latent_copied_cost,
+    latent_shared_cost,
+    latent_shared_passes,
     shared_prefix_attention_cost,
 )
 from mla_var3.op.mla.prefix.reference import (
@@ -150,8 +151,8 @@ def test_flops_by_counting(prefix: int, lengths: tuple[int, ...] | None) -> None
             absorbed += (k + p) + k
             mixed += (d + p) + d if position < prefix else (k + p) + k
     assert shared_prefix_attention_cost(shared).flops == 2 * mixed
-    assert absorbed_copied_cost(shared).flops == 2 * absorbed
-    assert absorbed_shared_cost(shared).flops == 2 * absorbed
+    assert latent_copied_cost(shared).flops == 2 * absorbed
+    assert latent_shared_cost(shared).flops == 2 * absorbed
 
 
 def test_bytes_are_the_sizes_of_the_tensors() -> None:
@@ -167,8 +168,8 @@ def test_bytes_are_the_sizes_of_the_tensors() -> None:
     assert shared_prefix_attention_cost(shared).bytes == queries + prefix + own + partials
     copied = flash_mla_cost(problem)
     once = x.plain.c_kv[0, :5].nbytes + x.plain.k_rope[0, :5].nbytes
-    assert absorbed_copied_cost(shared) == copied
-    assert absorbed_shared_cost(shared).bytes == copied.bytes - (problem.b - 1) * once
+    assert latent_copied_cost(shared) == copied
+    assert latent_shared_cost(shared).bytes == copied.bytes - (problem.b - 1) * once
 
 
 def test_an_8_bit_prefix_takes_fewer_bytes() -> None:
@@ -184,10 +185,24 @@ def test_an_8_bit_prefix_takes_fewer_bytes() -> None:
 
 def test_without_a_prefix_nothing_is_shared() -> None:
     shared = SharedPrefixProblem(PROBLEM, 0)
-    assert absorbed_shared_cost(shared) == absorbed_copied_cost(shared)
+    assert latent_shared_cost(shared) == latent_copied_cost(shared)
     assert shared_prefix_attention_cost(shared).flops == flash_mla_cost(PROBLEM).flops
     assert (shared.prefix_tokens, shared.prefix_pairs) == (0, 0)
     assert shared.own_tokens == PROBLEM.total_tokens
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3])
+def test_the_passes_of_latent_sharing_do_all_the_work(groups: int) -> None:
+    problem = replace(PROBLEM, lengths=None)
+    own, of_groups, merge = latent_shared_passes(SharedPrefixProblem(problem, 5, groups))
+    both = flash_mla_cost(own) + flash_mla_cost(of_groups)
+    assert both.flops == flash_mla_cost(problem).flops
+    rows = problem.b * problem.s * problem.h
+    again = rows * (2 * problem.k + problem.p) * 2 + rows * 4  # a second query, output and LSE
+    once = latent_shared_cost(SharedPrefixProblem(problem, 5, groups)).bytes
+    assert both.bytes == once + again
+    assert merge.bytes == 3 * rows * (problem.k * 2 + 4)
+    assert (of_groups.b, of_groups.causal) == (groups, False)
 
 
 def test_more_requests_read_the_prefix_no_more_often() -> None:

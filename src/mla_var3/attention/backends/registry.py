@@ -10,6 +10,7 @@ import torch
 from mla_var3.attention.backends.latent import LATENT_DESIGNS, LatentBackend
 from mla_var3.attention.backends.plans import PlannedBackend, service_of
 from mla_var3.attention.backends.torch_tiled import TORCH_TILED, TorchTiled
+from mla_var3.attention.prefix.attend import PrefixBackend
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.errors import InvalidArgumentError, UnknownNameError
@@ -97,11 +98,12 @@ def backends() -> list[Backend]:
     found: list[Backend] = list(_registered)
     taken = {(known.kernel, known.language) for known in found}
     kernels = [kernel for kernel in discover_kernels() if kernel.layer == "mla"]
-    own: list[Backend] = [
+    latent = [
         LatentBackend.of_package(kernel)
         for kernel in kernels
         if kernel.language == "cute-dsl" and kernel.design in LATENT_DESIGNS
     ]
+    own: list[Backend] = [*latent, *(PrefixBackend(backend) for backend in latent)]
     # By number first: False comes before True, and CuTe DSL before the others.
     order = sorted(kernels, key=lambda kernel: (kernel.number, kernel.language != "cute-dsl"))
     for kernel in order:

@@ -26,6 +26,12 @@ def decompress_rows(
     return keys.view(-1, heads, width), values.view(-1, heads, w_uv.shape[2])
 
 
+def copy_row(rows: torch.Tensor, source: torch.Tensor, targets: torch.Tensor) -> None:
+    """Copy the row `source`, int64 `[1]`, to the rows where `targets`, bool `[b]`, is true."""
+    places = torch.where(targets, torch.arange(targets.shape[0], device=targets.device), source)
+    rows.index_copy_(0, places, rows[source].expand_as(rows))
+
+
 class Window:
     """A ring of the newest tokens of every request, decompressed.
 
@@ -115,6 +121,11 @@ class Window:
     def grow(self, lengths: torch.Tensor) -> None:
         """After tokens were written up to `lengths`: the oldest slots now hold newer tokens."""
         self.start.copy_(torch.maximum(self.start.long(), lengths - self.n))
+
+    def fork(self, request: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy the ring of one request, int64 `[1]`, to others, bool `[b]`."""
+        for part in (self.k_new, self.v_new, self.k_rope_new, self.start):
+            copy_row(part, request, targets)
 
     def shrink(self, lengths: torch.Tensor) -> None:
         """After tokens at and beyond `lengths` were dropped."""

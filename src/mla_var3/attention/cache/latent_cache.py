@@ -1,9 +1,9 @@
 """LatentCache: the KV cache of MLA, dense or paged, with optional decompressed parts.
 
-All state lives on the device and keeps its address. `append`, `truncate`, `evict` and `refill` are
-made of tensor operations of fixed shape that never read back, so a CUDA graph can capture them when
-their counts are tensors on the device. What does not fit is refused on the device too: `append`
-returns what it took, `check` asks the device and raises.
+All state lives on the device and its pointers stay. `append`, `truncate`, `fork`, `evict` and
+`refill` are made of tensor operations of fixed shape that never read back, so a CUDA graph can
+capture them when their counts are tensors on the device. What does not fit is refused on the device
+too: `append` returns what it took, `check` asks the device and raises.
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ from collections.abc import Sequence
 
 import torch
 
-from mla_var3.attention.cache.copies import Prefix, Window, decompress_rows, fill_ring
+from mla_var3.attention.cache.copies import (
+    Prefix,
+    Window,
+    copy_row,
+    decompress_rows,
+    fill_ring,
+)
 from mla_var3.attention.cache.pages import PagePool
 from mla_var3.attention.cache.sizes import CacheShape, CacheSizes, cache_shape
 from mla_var3.attention.cache.tokens import TokenRows, masked_put, padded_rows, ragged_rows
@@ -42,7 +48,7 @@ class LatentCache:
         lengths: int32 `[b]`, tokens of each request.
         refused: int32 `[b]`, tokens that did not fit since the request was last emptied or
             `read_refused` reset it.
-        pages: block table and free list; None in a dense cache.
+        pages: block table, owners and free list; None in a dense cache.
         window: ring of the newest tokens, decompressed; None without one.
         prefix: shared first tokens, decompressed; None without.
     """
@@ -72,6 +78,8 @@ class LatentCache:
         self.prefix = Prefix(shape.heads, shape.prefix, *head) if shape.prefix else None
         self._prefix_filled = self.prefix is None
         self._ring_truncated = False
+        self._forks = False  # whether pages may have several owners
+        self._captured_without_forks = False
         self.kept_view = self._made_view()  # what `view` gives outside of traced programs
 
     @classmethod
@@ -250,7 +258,7 @@ class LatentCache:
         if self.pages is None:
             granted = lengths + asked <= self._shape.t
         else:
-            granted = self.pages.reserve(lengths, asked, tokens.most)
+            granted = self._reserve(self.pages, lengths, asked, tokens.most)
         taken = torch.where(granted, asked, 0)
         valid = tokens.valid & granted[tokens.requests]
         positions = lengths[tokens.requests] + tokens.offsets
@@ -311,23 +319,53 @@ class LatentCache:
         Args:
             requests: their indices, int, or a bool mask `[b]`.
         """
-        b = self._shape.b
-        if isinstance(requests, torch.Tensor) and requests.dtype is torch.bool:
-            gone = require_tensor(
-                "requests", requests, [("b", b)], [torch.bool], self.lengths.device
-            )
-        else:
-            index = index_tensor(
-                "requests",
-                requests,
-                [("count", None)],
-                self.lengths.device,
-                torch.int64,
-                (0, b - 1, "b-1"),
-            )
-            gone = (torch.arange(b, device=index.device)[:, None] == index).any(1)
+        gone = self._mask("requests", requests)
         self._set_lengths(torch.where(gone, 0, self.lengths.long()))
         self.refused.masked_fill_(gone, 0)
+
+    @torch.no_grad()
+    def fork(self, request: int | torch.Tensor, into: Counts) -> None:
+        """Let other requests continue from the tokens of one, for example samples of a prompt.
+
+        What the others held is gone. A paged cache copies nothing here: the requests share pages,
+        and one that appends to a page with other owners copies that page first. A dense cache
+        copies the slots.
+
+        Fork once before a CUDA graph captures `append`, if only by `fork(0, into=[])`: copying
+        pages is then part of the graph.
+
+        Args:
+            request: its index, an int or an int tensor `[1]`.
+            into: indices of the others, int, or a bool mask `[b]`.
+
+        Raises:
+            UnsupportedError: a CUDA graph captured `append` before the first fork.
+
+        Example:
+            >>> cache = LatentCache.allocate(4, t=256, k=8, p=4, page_size=64)
+            >>> _ = cache.append(*prompt, counts=[100, 0, 0, 0])
+            >>> cache.fork(0, into=[1, 2, 3])
+            >>> cache.lengths.tolist()
+            [100, 100, 100, 100]
+        """
+        if self._captured_without_forks:
+            raise UnsupportedError(
+                "fork: expected a first fork before a CUDA graph captures append, got one after"
+            )
+        given = request if isinstance(request, torch.Tensor) else [request]
+        source = self._indices("request", given, 1).clamp(0, self._shape.b - 1)
+        targets = self._mask("into", into)
+        targets = targets & (torch.arange(self._shape.b, device=targets.device) != source)
+        self._forks = self.pages is not None
+        self._set_lengths(torch.where(targets, 0, self.lengths.long()))
+        if self.pages is None:
+            copy_row(self.buffer, source, targets)
+        else:
+            self.pages.fork(source, targets)
+        if self.window is not None:
+            self.window.fork(source, targets)
+        for numbers in (self.lengths, self.refused):
+            numbers.copy_(torch.where(targets, numbers[source], numbers))
 
     @torch.no_grad()
     def refill(self, w_uk: torch.Tensor, w_uv: torch.Tensor, most: int | None = None) -> None:
@@ -377,6 +415,29 @@ class LatentCache:
             )
 
     # -- parts ------------------------------------------------------------------------------------
+
+    def _reserve(
+        self, pages: PagePool, lengths: torch.Tensor, counts: torch.Tensor, most: int
+    ) -> torch.Tensor:
+        """Which requests get pages for their tokens, bool `[b]`; copies pages of other owners."""
+        if not self._forks and lengths.is_cuda and torch.cuda.is_current_stream_capturing():
+            self._captured_without_forks = True
+        granted, source, target, copied = pages.reserve(lengths, counts, most, self._forks)
+        if self._forks:
+            masked_put(self.buffer, (target,), self.buffer[source], copied)
+        return granted
+
+    def _indices(self, name: str, given: Counts, count: int | None) -> torch.Tensor:
+        shape, limits = [("count", count)], (0, self._shape.b - 1, "b-1")
+        return index_tensor(name, given, shape, self.lengths.device, torch.int64, limits)
+
+    def _mask(self, name: str, given: Counts) -> torch.Tensor:
+        """Requests by their indices or a mask, as bool `[b]`."""
+        b, device = self._shape.b, self.lengths.device
+        if isinstance(given, torch.Tensor) and given.dtype is torch.bool:
+            return require_tensor(name, given, [("b", b)], [torch.bool], device)
+        index = self._indices(name, given, None)
+        return (torch.arange(b, device=device)[:, None] == index).any(1)
 
     def _set_lengths(self, lengths: torch.Tensor) -> None:
         lengths = lengths.clamp(min=self._shape.prefix)

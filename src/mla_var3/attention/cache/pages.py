@@ -1,6 +1,8 @@
-"""The pages of a paged cache: block table and free list, all on the device."""
+"""The pages of a paged cache: block table, owners and free list, all on the device."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
@@ -10,16 +12,33 @@ NO_PAGE = -1
 """Block table entry without a page."""
 
 
-class PagePool:
-    """Block table and free list.
+class Reserved(NamedTuple):
+    """What `PagePool.reserve` gave.
 
-    Both live on the device and change there, with fixed shapes and no copy to the host, so that
-    reserving and releasing can be part of a CUDA graph.
+    Attributes:
+        granted: bool `[b]`, whether the request has pages for its tokens.
+        source, target: int64 `[b]`, page to copy before the first token is written, and where to.
+        copied: bool `[b]`, whether there is one.
+    """
+
+    granted: torch.Tensor
+    source: torch.Tensor
+    target: torch.Tensor
+    copied: torch.Tensor
+
+
+class PagePool:
+    """Block table, owners and free list.
+
+    All live on the device and change there, with fixed shapes and no copy to the host, so that a
+    CUDA graph can capture every method. After `fork` requests share pages. A request that appends
+    to a page with other owners gets a copy of it first.
 
     Attributes:
         page_size: tokens per page.
         num_pages: pages of the whole cache.
         block_table: int32 `[b, max_pages]`, page of each block of a request or `NO_PAGE`.
+        owners: int32 `[num_pages]`, requests that hold each page.
         free: int32 `[num_pages]`, a stack of free pages; the first `free_count` entries count.
         free_count: int32 `[1]`.
     """
@@ -41,13 +60,17 @@ class PagePool:
         self.block_table[:, :shared_pages] = torch.arange(
             shared_pages, dtype=torch.int32, device=device
         )
+        self.owners = torch.zeros((num_pages,), dtype=torch.int32, device=device)
+        self.owners[:shared_pages] = b
         # The stack is popped from its end: the lowest page goes first.
         self.free = torch.arange(num_pages - 1, -1, -1, dtype=torch.int32, device=device)
         self.free_count = torch.full(
             (1,), num_pages - shared_pages, dtype=torch.int32, device=device
         )
 
-    def reserve(self, lengths: torch.Tensor, counts: torch.Tensor, most: int) -> torch.Tensor:
+    def reserve(
+        self, lengths: torch.Tensor, counts: torch.Tensor, most: int, copies: bool = False
+    ) -> Reserved:
         """Give every request the pages that `counts` more tokens need, as far as pages are left.
 
         Requests are served in order, each completely or not at all. Once one does not get its
@@ -57,44 +80,81 @@ class PagePool:
             lengths: int64 `[b]`, tokens that each request has.
             counts: int64 `[b]`, tokens to come.
             most: host-side bound on `counts`.
-
-        Returns:
-            bool `[b]`: whether the request has pages for its tokens.
+            copies: whether pages may have several owners. A request that would write into such a
+                page gets a new one for it, to be filled by the caller.
         """
-        size = self.page_size
+        size, device = self.page_size, lengths.device
+        requests = torch.arange(lengths.shape[0], device=device)
         held = (lengths + size - 1) // size
-        need = (lengths + counts + size - 1) // size - held
+        last = self._pages_at(requests, held - 1)
         within = lengths + counts <= self.block_table.shape[1] * size
+        copied = torch.zeros_like(within)
+        if copies:
+            copied = within & (counts > 0) & (lengths % size > 0) & (self.owners[last] > 1)
+        need = (lengths + counts + size - 1) // size - held + copied
         need = torch.where(within, need, 0)
         total = need.cumsum(0)
         granted = within & ((need == 0) | (total <= self.free_count))
-        steps = torch.arange((most + size - 1) // size + 1, device=lengths.device)
+        copied = copied & granted
+        steps = torch.arange((most + size - 1) // size + 1 + copies, device=device)
         wanted = (steps < need[:, None]) & granted[:, None]  # [b, steps]
         rank = (total - need)[:, None] + steps
         from_stack = (self.free_count - 1 - rank).clamp(0, self.num_pages - 1)
-        rows = torch.arange(lengths.shape[0], device=lengths.device)[:, None].expand_as(wanted)
-        masked_put(
-            self.block_table,
-            (rows.flatten(), (held[:, None] + steps).flatten()),
-            self.free[from_stack].flatten(),
-            wanted.flatten(),
-        )
+        pages = self.free[from_stack].flatten()
+        columns = (held - copied.long())[:, None] + steps
+        places = (requests[:, None].expand_as(wanted).flatten(), columns.flatten())
+        masked_put(self.block_table, places, pages, wanted.flatten())
+        self.owners.index_add_(0, pages.long(), wanted.flatten().to(torch.int32))
         self.free_count.sub_(wanted.sum().to(torch.int32))
-        return granted
+        target = last
+        if copies:
+            target = self._pages_at(requests, held - 1)
+            self._disown(last, copied)
+        return Reserved(granted, last, target, copied)
+
+    def fork(self, request: torch.Tensor, targets: torch.Tensor) -> None:
+        """Give the pages of one request to others as well; theirs must have been released.
+
+        Args:
+            request: int64 `[1]`.
+            targets: bool `[b]`, not true for the request itself.
+        """
+        columns = torch.arange(self.block_table.shape[1], device=request.device)
+        row = self.block_table[request]  # [1, max_pages]
+        given = targets[:, None] & (columns >= self._shared)
+        self.block_table.copy_(torch.where(given, row, self.block_table))
+        added = (targets.sum() * (columns >= self._shared) * (row[0] != NO_PAGE)).to(torch.int32)
+        self.owners.index_add_(0, row[0].long().clamp(min=0), added)
 
     def release(self, lengths: torch.Tensor) -> None:
-        """Take back every page beyond the given lengths, int64 `[b]`."""
+        """Take every page beyond the given lengths, int64 `[b]`, from its request.
+
+        A page is free again when its last owner has lost it.
+        """
         keep = (lengths + self.page_size - 1) // self.page_size
         keep = keep.clamp(min=self._shared)
         columns = torch.arange(self.block_table.shape[1], device=lengths.device)
-        unused = ((columns >= keep[:, None]) & (self.block_table != NO_PAGE)).flatten()
-        place = self.free_count + unused.cumsum(0) - 1
-        masked_put(self.free, (place,), self.block_table.flatten(), unused)
-        self.free_count.add_(unused.sum().to(torch.int32))
-        self.block_table.masked_fill_(unused.view_as(self.block_table), NO_PAGE)
+        unused = (columns >= keep[:, None]) & (self.block_table != NO_PAGE)
+        self._disown(self.block_table.flatten().long().clamp(min=0), unused.flatten())
+        self.block_table.masked_fill_(unused, NO_PAGE)
 
     def rows(self, requests: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Row in the flat buffer of each token, int64; meaningless where no page is held."""
-        columns = (positions // self.page_size).clamp(0, self.block_table.shape[1] - 1)
-        page = self.block_table[requests, columns].long()
+        page = self._pages_at(requests, positions // self.page_size)
         return page * self.page_size + positions % self.page_size
+
+    def _pages_at(self, requests: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+        """Pages at columns of the block table, int64; some page where there is none."""
+        columns = columns.clamp(0, self.block_table.shape[1] - 1)
+        return self.block_table[requests, columns].long().clamp(min=0)
+
+    def _disown(self, pages: torch.Tensor, lost: torch.Tensor) -> None:
+        """Take away one owner per page, int64 `[m]`, where `lost`; free those without any."""
+        left = torch.zeros_like(self.owners).index_add_(0, pages, lost.to(torch.int32))
+        self.owners.sub_(left)
+        freed = (left > 0) & (self.owners == 0)
+        # The lowest page is to be on top of the stack.
+        freed, order = freed.flip(0), torch.arange(self.num_pages - 1, -1, -1, device=pages.device)
+        place = self.free_count + freed.cumsum(0) - 1
+        masked_put(self.free, (place,), order, freed)
+        self.free_count.add_(freed.sum().to(torch.int32))

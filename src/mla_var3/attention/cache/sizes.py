@@ -21,7 +21,7 @@ class CacheSizes:
         latent_bytes: latent rows and rope keys.
         window_bytes: ring of the newest tokens, decompressed, with their rope keys.
         prefix_bytes: shared prefix, likewise.
-        index_bytes: lengths, block table and free list.
+        index_bytes: lengths, block table, owners of pages and free list.
         tokens: tokens that all requests together can have, a shared prefix counted once.
         tokens_per_request: tokens that one request can have.
         window_tokens: decompressed tokens per request.
@@ -83,7 +83,7 @@ class CacheShape:
             tokens = rows - self.prefix * max(self.b - 1, 0)
         else:
             rows = tokens = self.num_pages * self.page_size
-            index = self.b * (self.t // self.page_size) + self.num_pages + 1
+            index = self.b * (self.t // self.page_size) + 2 * self.num_pages + 1
         index += 2 * self.b + (self.b if self.window else 0)
         return CacheSizes(
             latent_bytes=rows * (self.k + self.p) * self.element_size,
@@ -105,7 +105,7 @@ def pages_in_budget(shape: CacheShape, budget_bytes: int) -> int:
     """
     if shape.page_size is None:
         raise InvalidArgumentError("page_size", "a number of tokens", None)
-    page_bytes = shape.page_size * (shape.k + shape.p) * shape.element_size + _INT32
+    page_bytes = shape.page_size * (shape.k + shape.p) * shape.element_size + 2 * _INT32
     fixed = replace(shape, num_pages=0).sizes().total_bytes
     least = shape.prefix // shape.page_size + 1
     pages = (budget_bytes - fixed) // page_bytes

@@ -33,6 +33,8 @@ class CallShape:
         page_size: tokens per page; None for a dense cache.
         window: slots of the ring of decompressed tokens.
         prefix: tokens of the decompressed shared prefix.
+        shared: first tokens that the requests of a group share, about.
+        groups: groups, each with first tokens of its own.
         ragged: whether requests have different numbers of queries.
         tree: whether the newest tokens form a tree.
         partial: whether the cache holds a part of each request only.
@@ -61,12 +63,15 @@ class CallShape:
     latent_only: bool = False
     scale: float | None = None
     aligned: bool = True
+    shared: int = 0
+    groups: int = 1
 
     def __post_init__(self) -> None:
         """Check every field; an error names it, what was expected and what came."""
         require_sizes(self)
-        for name in ("window", "prefix"):
+        for name in ("window", "prefix", "shared"):
             require_int(name, getattr(self, name), minimum=0, maximum=MOST)
+        require_size("groups", self.groups)
         if self.page_size is not None:
             require_size("page_size", self.page_size)
         for name in _FLAGS:
@@ -94,7 +99,10 @@ class CallShape:
 
     def workload(self) -> Workload:
         """The call as the model of time sees it."""
-        return Workload(self.problem(), self.window, self.prefix, self.latent_only)
+        return Workload(
+            self.problem(), self.window, self.prefix, self.latent_only, None, self.shared,
+            self.groups,
+        )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, JSON-ready."""

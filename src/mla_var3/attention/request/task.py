@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from mla_var3.attention.cache.view import CacheView
+from mla_var3.attention.prefix.layout import Prefix, PrefixLayout, is_pageable
 from mla_var3.attention.request.masks import Visibility
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.runtime.tensors import ALIGNMENT_BYTES
@@ -33,6 +34,7 @@ class AttentionTask:
         shards, shard: with `total_lengths`, how many caches hold the tokens of a request in turns,
             and which one this is.
         batch_invariant: whether a request's result must not depend on the rest of the batch.
+        prefix: which requests share their first tokens; None where the call does not say.
         out: where the output goes; None for a new tensor.
         empty_positive: whether a query that sees no token has an LSE of +inf, as in
             FlashMLA, not -inf. `with_empty_sums` does it after kernels that know one way only.
@@ -53,6 +55,7 @@ class AttentionTask:
     shards: int = 1
     shard: int = 0
     batch_invariant: bool = False
+    prefix: Prefix | None = None
     out: torch.Tensor | None = None
     empty_positive: bool = False
 
@@ -91,7 +94,7 @@ class AttentionTask:
     def shape(self) -> CallShape:
         """What decides which kernels can serve the call."""
         cache, ragged = self.cache, self.cu_seqlens_q is not None
-        b = cache.requests
+        b, shared = cache.requests, self._shared()
         mean = -(-self.q.shape[0] // max(b, 1)) if ragged else self.q.shape[1]
         d = self.q.shape[-1] if self.w_uk is None else self.w_uk.shape[1]
         p = self.q_rope.shape[-1]
@@ -115,7 +118,19 @@ class AttentionTask:
             latent_only=self.latent_only,
             scale=self.scale,
             aligned=all(_is_aligned(rows) for rows in (cache.latent, cache.rope)),
+            shared=shared[0],
+            groups=shared[1],
         )
+
+    def _shared(self) -> tuple[int, int]:
+        """Shared first tokens of a request, roughly, and groups that share some."""
+        given = self.prefix.groups if isinstance(self.prefix, PrefixLayout) else self.prefix
+        if given is not None:
+            tokens = self.cache.capacity if given.tokens is None else given.tokens
+            # Three leading bits: a shape is not to change with every step.
+            step = max(tokens.bit_length() - 3, 0)
+            return max(tokens >> step << step, 1), min(given.groups, max(self.cache.requests, 1))
+        return (self.cache.prefix if is_pageable(self.cache) else 0), 1
 
 
 def _is_aligned(rows: torch.Tensor) -> bool:

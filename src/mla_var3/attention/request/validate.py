@@ -9,6 +9,7 @@ import torch
 
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.cache.view import CacheView
+from mla_var3.attention.prefix.layout import Prefix, PrefixLayout, require_groups, sharing
 from mla_var3.attention.request.checks import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
@@ -42,6 +43,7 @@ class Options:
     shards: int = 1
     shard: int = 0
     batch_invariant: bool = False
+    prefix: Prefix | None = None
 
 
 def full_task(
@@ -211,6 +213,9 @@ def _task(
             raise InvalidArgumentError("tree_mask", "none with shards", "a tree")
     if total is not None:
         total = index_tensor("total_lengths", total, [("b", b)], device, torch.int32)
+    prefix = None if options.prefix is None else sharing(options.prefix)
+    if prefix is not None:
+        require_groups(prefix.groups if isinstance(prefix, PrefixLayout) else prefix, view)
     out = options.out
     if out is not None:
         labels = ("total_q",) if ragged else ("b", "s")
@@ -233,6 +238,7 @@ def _task(
         shards=options.shards,
         shard=options.shard,
         batch_invariant=options.batch_invariant,
+        prefix=prefix,
         out=out,
     )
     check_values(task)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _COUNTS = {
     "window": "newest tokens that the cache keeps decompressed",
-    "prefix": "shared first tokens that the cache keeps decompressed",
+    "prefix": "first tokens that requests share, for one group decompressed as well",
 }
 _FLAGS = {
     "ragged": "requests have different numbers of query tokens, at most s",
@@ -50,6 +50,13 @@ def add_arguments(parser: Parser) -> None:
         parser.add_argument(
             f"--{name}", type=ValueType(int), default=0, metavar="N", help=f"{text} (default: 0)"
         )
+    parser.add_argument(
+        "--groups",
+        type=ValueType(int),
+        default=1,
+        metavar="N",
+        help="groups of requests, each with a prefix of its own (default: 1)",
+    )
     for name, text in _FLAGS.items():
         parser.add_argument(f"--{name}", action="store_true", help=text)
     parser.add_argument(
@@ -69,6 +76,8 @@ def choose_command(parser: Parser, argv: Sequence[str]) -> int:
     as_json = values.pop("json")
     from mla_var3.attention.call import explain
 
+    if values["groups"] != 1:  # only a prefix of all requests can be kept decompressed
+        values["shared"] = values.pop("prefix")
     with usage_errors():
         explanation = explain(**values)
     if as_json:
@@ -118,6 +127,7 @@ def _notes(explanation: Explanation, able: Sequence[Candidate]) -> list[str]:
             parts = ", ".join(candidate.estimate.around) or "nothing"
             added.setdefault(parts, []).append(_name(candidate))
             sources[candidate.estimate.basis] = None
+    notes += _gains(able)
     notes += [f"adds {parts}: {', '.join(names)}" for parts, names in added.items()]
     notes += [f"times: {source}" for source in sources]
     notes += [f"measured: {c.kernel}, {c.measured.source}" for c in able if c.measured]
@@ -133,3 +143,13 @@ def _notes(explanation: Explanation, able: Sequence[Candidate]) -> list[str]:
         verb = "does" if len(names) == 1 else "do"
         notes.append(f"{', '.join(names)} {verb} not support {reason}")
     return notes
+
+
+def _gains(able: Sequence[Candidate]) -> list[str]:
+    """What reading a shared prefix once gains over the best kernel that does not."""
+    sharing = [candidate for candidate in able if "prefix" in candidate.choice]
+    others = [candidate.advised_us for candidate in able if candidate not in sharing]
+    if not sharing or not others or not all(candidate.fitted for candidate in sharing):
+        return []
+    gains = (f"{each.kernel} {min(others) / each.advised_us:.2f}x" for each in sharing)
+    return [f"sharing the prefix: {', '.join(gains)} as fast as the best kernel without it"]

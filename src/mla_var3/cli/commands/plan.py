@@ -1,5 +1,7 @@
 """`hyper-mla plan`: how many tokens to keep decompressed in a memory budget, and what it gains.
 
+With `--prefix` the question is another one: how to attend to first tokens that requests share.
+
 The times are predictions, in the quantities of `op/mla/model/times.py`. Advice follows the steady
 call time where it is known; a device on which no kernel was timed gets ideal times and no advice.
 """
@@ -26,6 +28,13 @@ from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.mla.model.designs import WINDOW_STEP
 from mla_var3.op.mla.model.mix import MixModel
 from mla_var3.op.mla.model.parameters import UNITS, MixParameters, mix_parameters
+from mla_var3.op.mla.model.prefix_plan import (
+    COPIED,
+    DECOMPRESSED,
+    LATENT,
+    PrefixPlan,
+    plan_prefix,
+)
 from mla_var3.op.mla.model.times import IDEAL
 from mla_var3.op.mla.model.window_plan import (
     PlanPoint,
@@ -34,6 +43,7 @@ from mla_var3.op.mla.model.window_plan import (
     plan_curve,
     plan_window,
 )
+from mla_var3.op.mla.prefix.problem import SharedPrefixProblem
 from mla_var3.op.mla.problem import DTYPES, MlaProblem
 from mla_var3.op.mla.window.formats import FP8, PLAIN, WindowForm
 from mla_var3.runtime.markdown import byte_count, front_matter, microseconds, table, write_json
@@ -57,6 +67,13 @@ _WAITS = {
     "chip": "power",
     "memory": "memory",
     "together": "both at once",
+}
+
+
+_WAYS = {
+    COPIED: "do not share the prefix",
+    LATENT: "share the prefix in latent form",
+    DECOMPRESSED: "share the prefix decompressed",
 }
 
 
@@ -84,6 +101,19 @@ def add_arguments(parser: Parser) -> None:
         "per token and head, all else bfloat16) (default: bfloat16)",
     )
     add_lengths(parser)
+    parser.add_argument(
+        "--prefix",
+        type=ValueType(int),
+        metavar="N",
+        help="plan for first tokens that requests share, not for a window",
+    )
+    parser.add_argument(
+        "--groups",
+        type=ValueType(int),
+        default=1,
+        metavar="N",
+        help="groups of requests, each with a prefix of its own (default: 1)",
+    )
     parser.add_for_device(
         "device of the table to plan for (default: the GPU here, else an NVIDIA H200)",
         "device_name",
@@ -111,6 +141,14 @@ def plan_command(parser: Parser, argv: Sequence[str]) -> int:
     with usage_errors():
         spec = planning_device() if device is None else device_spec(device)
     problem, form = _problem(values)
+    if values["prefix"] is not None:
+        for name, used in (("dtype", form is FP8), ("parameters", values["parameters"])):
+            if used:
+                raise InvalidArgumentError(name, "none of a window with --prefix", values[name])
+        shared = SharedPrefixProblem(problem, values["prefix"], values["groups"])
+        budget = parse_bytes(values["budget"])
+        _show_prefix(plan_prefix(shared, spec, budget, layers or 1), values["json"], out_dir)
+        return 0
     plan = plan_window(
         problem,
         MixModel(mix_parameters(spec, problem.dtype, values["parameters"]), form),
@@ -129,6 +167,50 @@ def plan_command(parser: Parser, argv: Sequence[str]) -> int:
     for file in write_plan(plan, folder):
         say(f"written: {file}")
     return 0
+
+
+def _show_prefix(plan: PrefixPlan, as_json: bool, out_dir: Path | None) -> None:
+    """Print what sharing gains, as a table or as JSON, and write the JSON to a folder."""
+    record = plan.to_dict()
+    if as_json:
+        print_json(record)
+    else:
+        _print_prefix(plan)
+    if out_dir is not None:
+        file = make_folder(out_dir) / "plan.json"
+        write_json(file, record)
+        if not as_json:
+            say(f"written: {file}")
+
+
+def _print_prefix(plan: PrefixPlan) -> None:
+    shared, heading = plan.shared, "predicted" if plan.fitted else IDEAL
+    groups = f" groups={shared.groups}" if shared.groups > 1 else ""
+    title = f"{heading} for {plan.device}, {_sizes(shared.problem)} prefix={shared.prefix}{groups}"
+    rows = [
+        (
+            way.name,
+            f"{way.estimate.kernel}:{way.estimate.language}",
+            byte_count(way.copy_bytes) if way.copy_bytes else None,
+            microseconds(way.estimate.kernel_us),
+            microseconds(way.estimate.call_us),
+            microseconds(way.estimate.steady_call_us),
+            f"{plan.gain(way):.2f}x",
+            ("chosen" if plan.fitted else "least")
+            if way is plan.chosen
+            else ("" if plan.fits(way) else "over budget"),
+        )
+        for way in plan.ways
+    ]
+    headers = ("prefix", "kernel", "copies", "kernel time", "call time", "steady", "gain", "")
+    print_table(title, headers, rows)
+    if plan.fitted:
+        time_us = microseconds(plan.chosen.estimate.advised_us)
+        text = f"{_WAYS[plan.chosen.name]}: {time_us} per layer, {plan.gain(plan.chosen):.2f}x as "
+        say(f"{text}fast as with a copy per request", "bold")
+    else:
+        say(f"no advice: no kernel was timed on {plan.device}", "bold")
+    say(_PREDICTED)
 
 
 def write_plan(plan: WindowPlan, folder: Path) -> list[Path]:

@@ -35,7 +35,11 @@ from mla_var3.op.mla.model.times import (
     attention_us,
     power_limit_us,
 )
-from mla_var3.op.mla.prefix.problem import SharedPrefixProblem, shared_prefix_attention_cost
+from mla_var3.op.mla.prefix.problem import (
+    SharedPrefixProblem,
+    latent_shared_passes,
+    shared_prefix_attention_cost,
+)
 from mla_var3.op.mla.problem import MlaProblem, require_int
 from mla_var3.op.mla.window.formats import FP8, PLAIN, WindowForm
 
@@ -59,6 +63,10 @@ MIX_US, MIX_EFFORT = 45.0, 1.08
 the cache decides."""
 MIX_ERROR = 0.15
 """Relative error of the mix on the rows of the attention grid."""
+
+LAYOUT_US = 60.0
+"""Some fifty small launches that lay out a prefix which is known by its cache alone, in every call.
+Not measured."""
 
 OWN_PROJECTIONS = ("flash_mla", "cute-dsl")
 """The kernel that launches the projections itself."""
@@ -305,6 +313,30 @@ def _shared_prefix(work: Workload, target: Target) -> Estimate:
     )
 
 
+def _latent_prefix(work: Workload, target: Target) -> Estimate:
+    """Latent attention that reads shared tokens once: two passes of `flash_mla`, merged."""
+    if not work.shared:
+        return replace(_flash_mla(work, target.of("flash_mla")), kernel=target.kernel)
+    problem, target = work.problem, replace(target.of("flash_mla"), kernel=target.kernel)
+    shared = SharedPrefixProblem(problem, min(work.shared, problem.t), min(work.groups, problem.b))
+    own, of_groups, merge = latent_shared_passes(shared)
+    costs = [flash_mla_cost(each) for each in (own, of_groups)]
+    time_us = sum(
+        attention_us(cost, _latent_tiles(each), target, problem.dtype)
+        for cost, each in zip(costs, (own, of_groups), strict=True)
+    )
+    return _estimate(
+        target,
+        problem,
+        time_us,
+        [*costs, merge],
+        {**_projections(work, target), **({"layout": LAYOUT_US} if work.prefix else {})},
+        latent=costs[0] + costs[1],
+        merge_us=_part_us(target, QUERY_PROJECTION, merge, problem.dtype),
+        choice={"prefix": shared.prefix},
+    )
+
+
 def window_estimate(problem: MlaProblem, n: int, model: MixModel) -> Estimate:
     """The best kernel for a window of n tokens, in CuTe DSL: a pure path at the ends, else the mix.
 
@@ -350,6 +382,7 @@ _DESIGNS: dict[str, Estimator] = {
 _VERSIONS: dict[tuple[str, str], Estimator] = {
     ("mla_var6_plus_v5", "cute-dsl"): _fp8_mix,
     ("mla_var6_plus_v6", "cute-dsl"): _shared_prefix,
+    ("flash_mla_prefix", "cute-dsl"): _latent_prefix,
 }
 LANGUAGES = ("cute-dsl", "cutile-dsl")
 _BY_MEMORY = ("flash_mla", "mla_var6_plus", "flash_attention")

@@ -38,6 +38,8 @@ class Workload:
         window: Newest tokens of each request that the cache keeps decompressed; None for as many
             as the kernel reads, so that no call decompresses any.
         prefix: Shared first tokens that the cache keeps decompressed.
+        shared: First tokens that the requests of a group share.
+        groups: Groups, each with first tokens of its own.
         latent_only: Whether the caller does the projections.
         n: Decompressed tokens that a mix reads; None where the window or the model decides.
     """
@@ -47,6 +49,8 @@ class Workload:
     prefix: int = 0
     latent_only: bool = False
     n: int | None = None
+    shared: int = 0
+    groups: int = 1
 
 
 @dataclass(frozen=True)

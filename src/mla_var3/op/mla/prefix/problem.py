@@ -1,18 +1,21 @@
 """Requests that share their first tokens: the problem and its costs.
 
-All requests of a batch start with the same `prefix` tokens, a system prompt for example. Keys and
-values of the prefix are decompressed once, `[h, prefix, d]`, and serve every request: their bytes
-are read once for `b * s` queries per head, so the path with few operations per pair costs almost no
-bytes there. The tokens after the prefix are each request's own and stay latent.
+The requests of a group start with the same `prefix` tokens, a system prompt for example. There are
+two ways to read them once for all queries of the group:
+
+- latent: one pass over the latent rows of the prefix for all these queries, another one over the
+  own tokens of each request, merged by LSE;
+- decompressed: keys and values of the prefix, `[h, prefix, d]`, are made once. That path needs
+  fewer operations per pair but more bytes, so it pays with many queries. Own tokens stay latent.
 
 A request may be shorter than the prefix; then it has the first of its tokens and none of its own.
 Counting follows `op/mla/cost.py`: every pair of a query and a token of its request, each operand
-once. Inputs and reference are in `op/mla/shared_prefix_reference.py`.
+once. Inputs and reference are in `op/mla/prefix/reference.py`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.cost import Cost
@@ -29,17 +32,20 @@ class SharedPrefixProblem:
 
     Attributes:
         problem: Sizes, dtype, mask and lengths; lengths and `t` count the prefix.
-        prefix: Tokens that all requests share, `0..t`.
+        prefix: Tokens that the requests of a group share, `0..t`.
+        groups: Groups of about equal size, each with a prefix of its own.
     """
 
     problem: MlaProblem
     prefix: int
+    groups: int = 1
 
     def __post_init__(self) -> None:
         """Checks both fields."""
         if not isinstance(self.problem, MlaProblem):
             raise InvalidArgumentError("problem", "an MlaProblem", repr(self.problem))
         require_int("prefix", self.prefix, minimum=0, maximum=self.problem.t, maximum_name="t")
+        require_int("groups", self.groups, minimum=1, maximum=self.problem.b, maximum_name="b")
 
     @property
     def prefix_pairs(self) -> int:
@@ -48,8 +54,9 @@ class SharedPrefixProblem:
 
     @property
     def prefix_tokens(self) -> int:
-        """Tokens of the prefix that any request attends, each once."""
-        return max(min(self.prefix, length) for length in self.problem.kv_lengths)
+        """Tokens of the prefixes that any request attends, each once."""
+        longest = max(min(self.prefix, length) for length in self.problem.kv_lengths)
+        return longest * self.groups
 
     @property
     def own_tokens(self) -> int:
@@ -77,14 +84,31 @@ def shared_prefix_attention_cost(shared: SharedPrefixProblem, form: WindowForm =
     return Cost(flops, elements * problem.element_size + prefix + 2 * rows * _FLOAT32)
 
 
-def absorbed_copied_cost(shared: SharedPrefixProblem) -> Cost:
+def latent_copied_cost(shared: SharedPrefixProblem) -> Cost:
     """All tokens latent, every request with its own copy of the prefix."""
     return flash_mla_cost(shared.problem)
 
 
-def absorbed_shared_cost(shared: SharedPrefixProblem) -> Cost:
-    """All tokens latent, the rows of the prefix read once for the batch."""
+def latent_shared_cost(shared: SharedPrefixProblem) -> Cost:
+    """All tokens latent, the rows of the prefix read once for the group."""
     problem = shared.problem
     copied = flash_mla_cost(problem)
     saved = (shared.prefix_pairs - shared.prefix_tokens) * (problem.k + problem.p)
     return Cost(copied.flops, copied.bytes - saved * problem.element_size)
+
+
+def latent_shared_passes(shared: SharedPrefixProblem) -> tuple[MlaProblem, MlaProblem, Cost]:
+    """Latent sharing in passes: over own tokens, over prefixes, and the merge of both.
+
+    A group is one request of the second pass, with the queries of all its members.
+    """
+    problem, prefix = shared.problem, shared.prefix
+    own = tuple(length - min(prefix, length) for length in problem.kv_lengths)
+    queries = -(-problem.b * problem.s // shared.groups)
+    of_groups = replace(
+        problem, b=shared.groups, s=queries, t=max(prefix, 1), lengths=(prefix,) * shared.groups,
+        causal=False,
+    )  # fmt: skip
+    rows = problem.b * problem.s * problem.h
+    merge = Cost(4 * rows * problem.k, 3 * rows * (problem.k * problem.element_size + _FLOAT32))
+    return replace(problem, lengths=own), of_groups, merge

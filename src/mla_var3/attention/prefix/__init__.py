@@ -1,0 +1,1 @@
+"""Requests that share their first tokens: groups, how to find them, and attention over them."""

@@ -1,0 +1,71 @@
+"""Groups of requests that share their first tokens.
+
+Level 0 is the start of a request, level 1 continues where level 0 ends: a system prompt, then a
+document. The requests of a group hold the same tokens, in a paged cache as the same pages. Which
+requests those are lives on the device, so a CUDA graph can be replayed with other groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mla_var3.attention.request.checks import INDEX_DTYPES, Shape, require_tensor
+from mla_var3.errors import InvalidArgumentError
+
+LEVELS = 2
+"""Most levels of prefixes: what the merge kernel takes."""
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixGroups:
+    """Which requests share their first tokens, and how many.
+
+    Groups say where tokens are the same and never change a result: a kernel may read them once for
+    the whole group. It does so for whole pages (64 tokens of a dense cache), and not for a request
+    that is too short for the prefix of its group.
+
+    Attributes:
+        prefix_of: int `[levels, b]`, group of each request; -1 for none. One or two levels, or none
+            where nothing is shared.
+        prefix_length: int `[levels, groups]`, tokens of each group's prefix at that level alone; 0
+            for a group that is not in use.
+        ordered: whether at every level the requests of a group are neighbours, groups come in
+            ascending order, and requests without a group come last. Queries are then not copied.
+        tokens: host-side estimate of the shared tokens per request, for the choice of a kernel;
+            None assumes that sharing pays.
+        most: host-side bound on the requests of a group, which balances the work better; None for
+            all of them.
+
+    Example:
+        >>> groups = PrefixGroups(torch.tensor([[0, 0, -1]]), torch.tensor([[128]]))
+        >>> output, lse = mla_var3.mla_latent_attention(q, q_rope, cache, prefix=groups)
+    """
+
+    prefix_of: torch.Tensor
+    prefix_length: torch.Tensor
+    ordered: bool = False
+    tokens: int | None = None
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check shapes and dtypes."""
+        shape: Shape = [("levels", None), ("b", None)]
+        of = require_tensor("prefix_of", self.prefix_of, shape, INDEX_DTYPES, None)
+        if len(of) > LEVELS:
+            raise InvalidArgumentError("prefix_of", f"at most {LEVELS} levels", len(of))
+        shape = [("levels", len(of)), ("groups", None)]
+        require_tensor("prefix_length", self.prefix_length, shape, INDEX_DTYPES, of.device)
+        if len(of) and not self.groups:
+            raise InvalidArgumentError("prefix_length", "at least one group", 0)
+
+    @property
+    def levels(self) -> int:
+        """Levels; 0 where nothing is shared."""
+        return self.prefix_of.shape[0]
+
+    @property
+    def groups(self) -> int:
+        """Bound on the groups of a level."""
+        return self.prefix_length.shape[1]

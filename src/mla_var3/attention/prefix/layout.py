@@ -1,0 +1,291 @@
+"""What attention over groups needs: which queries go over which shared pages, and what is left.
+
+Everything is computed on the device with fixed shapes and without a copy to the host. Values that
+cannot be right (groups that do not exist, prefixes longer than a request) lead to less sharing,
+never to a wrong result or a read outside of a buffer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from mla_var3.attention.cache.latent_cache import LatentCache
+from mla_var3.attention.cache.sizes import PAGE_STEP
+from mla_var3.attention.cache.tokens import TokenRows, padded_rows, ragged_rows
+from mla_var3.attention.cache.view import CacheView
+from mla_var3.attention.prefix.groups import PrefixGroups
+from mla_var3.attention.request.checks import INDEX_DTYPES, readable, require_tensor
+from mla_var3.errors import InvalidArgumentError
+
+CHUNK_ROWS = 4096
+"""Query rows of a group that are one request to the latent kernel, 64 of its query tiles. Its
+scheduler balances requests by their tokens alone, so that a large group must not be one request
+beside small ones. Other numbers were not measured."""
+
+
+@dataclass(frozen=True)
+class PrefixPart:
+    """Attention of one level: chunks of a group's queries, each a request over its shared pages.
+
+    Attributes:
+        order: int64 `[total_q]`, the query token of each packed row; None where they are in order.
+        places: int32 `[total_q]`, the packed row of each query token; -1 where it takes no part.
+        bounds: int32 `[chunks + 1]`, first packed row of each chunk.
+        lengths: int32 `[chunks]`, shared tokens.
+        table: int32 `[chunks, max_pages]`, their pages.
+        most: host-side bound on the rows of a chunk.
+    """
+
+    order: torch.Tensor | None
+    places: torch.Tensor
+    bounds: torch.Tensor
+    lengths: torch.Tensor
+    table: torch.Tensor
+    most: int
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixLayout:
+    """Groups resolved for one step; `prefix_layout` makes it.
+
+    Attributes:
+        groups: what it was made from.
+        parts: one per level.
+        table, lengths: int32 `[b, max_pages]` and `[b]`, pages and number of each request's own
+            tokens.
+        page: tokens per page.
+        total: query tokens.
+        causal: whether a query sees no later position.
+    """
+
+    groups: PrefixGroups
+    parts: tuple[PrefixPart, ...]
+    table: torch.Tensor
+    lengths: torch.Tensor
+    page: int
+    total: int
+    causal: bool
+
+
+Prefix = PrefixGroups | PrefixLayout
+"""What the calls take as `prefix`."""
+
+
+def sharing(prefix: object) -> Prefix | None:
+    """What a caller gave as `prefix`, if it is groups; None where they share nothing."""
+    groups = prefix.groups if isinstance(prefix, PrefixLayout) else prefix
+    if not isinstance(groups, PrefixGroups):
+        raise InvalidArgumentError("prefix", "PrefixGroups or PrefixLayout", type(prefix).__name__)
+    return prefix if groups.levels else None  # type: ignore[return-value]
+
+
+def is_pageable(view: CacheView) -> bool:
+    """Whether a cache can be read in pages: paged, or dense with whole blocks in one buffer."""
+    if view.block_table is not None:
+        return True
+    b, t = view.latent.shape[:2]
+    return t % PAGE_STEP == 0 and all(
+        b == 1 or rows.stride(0) == t * rows.stride(1) for rows in (view.latent, view.rope)
+    )
+
+
+def as_pages(view: CacheView) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latent rows and rope keys as pages `[pages, page, ...]`, without a copy."""
+    if view.block_table is not None:
+        return view.latent, view.rope
+    count = view.latent.shape[0] * view.latent.shape[1] // PAGE_STEP
+
+    def paged(rows: torch.Tensor) -> torch.Tensor:
+        step, width = rows.stride(1), rows.shape[2]
+        return rows.as_strided((count, PAGE_STEP, width), (PAGE_STEP * step, step, rows.stride(2)))
+
+    return paged(view.latent), paged(view.rope)
+
+
+def prefix_layout(
+    groups: PrefixGroups,
+    q: torch.Tensor,
+    cache: LatentCache | CacheView,
+    *,
+    cu_seqlens_q: torch.Tensor | None = None,
+    causal: bool = True,
+) -> PrefixLayout:
+    """Resolve groups for one step, on the device.
+
+    The attention calls do it themselves when they are given groups. A model with many layers does
+    it once per step and gives all of them the layout.
+
+    Args:
+        groups: the groups.
+        q: queries of the call, `[b, s, h, ...]`, or `[total_q, h, ...]` with `cu_seqlens_q`; only
+            their shape counts.
+        cache: the cache; only its block table, lengths and sizes count.
+        cu_seqlens_q: as for the call.
+        causal: as for the call.
+
+    Example:
+        >>> layout = prefix_layout(groups, q, caches[0])
+        >>> for q, q_rope, cache in layers:
+        ...     output, lse = mla_var3.mla_latent_attention(q, q_rope, cache, prefix=layout)
+    """
+    view = cache.view() if isinstance(cache, LatentCache) else cache
+    b, device = view.requests, view.lengths.device
+    require_groups(groups, view)
+    page, table = _page_table(view)
+    if cu_seqlens_q is None:
+        rows = padded_rows(b, q.shape[1], None, device)
+        longest = q.shape[1] * (b if groups.most is None else min(groups.most, b))
+    else:
+        rows, longest = ragged_rows(cu_seqlens_q, q.shape[0]), q.shape[0]
+    chunk = max(1, min(longest, -(-CHUNK_ROWS // q.shape[-2])))
+    lengths = view.lengths.long().clamp(0, view.capacity)
+    seen = lengths - rows.counts if causal else lengths
+    start, parts = torch.zeros_like(lengths), []
+    for level in range(groups.levels):
+        found = _level(groups, level, start, seen, page)
+        if readable(groups.prefix_of):
+            _check(groups, level, found, None if view.block_table is None else table, page)
+        parts.append(_part(found, rows, table, page, chunk, groups.ordered))
+        start = start + torch.where(found.member, found.of_request(found.tokens), 0)
+    own = _pages_from(table, start // page)
+    own_lengths = (lengths - start).to(torch.int32)
+    total = rows.requests.shape[0]
+    return PrefixLayout(groups, tuple(parts), own, own_lengths, page, total, causal)
+
+
+def require_groups(groups: PrefixGroups, view: CacheView) -> None:
+    """Require groups of the cache's requests, and a cache that can be read in pages."""
+    shape = [("levels", None), ("b", view.requests)]
+    require_tensor("prefix_of", groups.prefix_of, shape, INDEX_DTYPES, view.lengths.device)
+    if not is_pageable(view):
+        raise InvalidArgumentError(
+            "prefix",
+            f"a paged cache, or a contiguous one whose t is a multiple of {PAGE_STEP}",
+            f"a dense cache with t={view.capacity} and strides {list(view.latent.stride())}",
+        )
+
+
+@dataclass(frozen=True)
+class _Level:
+    """The groups of a level.
+
+    Attributes:
+        group: int64 `[b]`; the number of groups for a request without one.
+        tokens, begin: int64 `[groups]`, shared tokens in whole pages, and where they begin.
+        leader: int64 `[groups]`, a request that holds them.
+        member: bool `[b]`, whether the request uses them.
+    """
+
+    group: torch.Tensor
+    tokens: torch.Tensor
+    begin: torch.Tensor
+    leader: torch.Tensor
+    member: torch.Tensor
+
+    def of_request(self, values: torch.Tensor) -> torch.Tensor:
+        """Values `[groups]` of each request's group; 0 for requests without one."""
+        return torch.cat([values, values.new_zeros(1)])[self.group]
+
+
+def _level(
+    groups: PrefixGroups, level: int, start: torch.Tensor, seen: torch.Tensor, page: int
+) -> _Level:
+    """The groups of a level.
+
+    Args:
+        groups: all groups.
+        level: the level.
+        start: int64 `[b]`, where the shared tokens of each request end so far.
+        seen: int64 `[b]`, first tokens that all queries of a request see.
+        page: tokens per page.
+    """
+    b, count = start.shape[0], groups.groups
+    group = groups.prefix_of[level].long()
+    group = torch.where((group >= 0) & (group < count), group, count)
+    tokens = groups.prefix_length[level].long().clamp(min=0) // page * page
+    found = _Level(group, tokens, tokens, tokens, group < 0)
+    wanted = found.of_request(tokens)
+    fits = (wanted > 0) & (start + wanted <= seen)
+    requests = torch.where(fits, torch.arange(b, device=start.device), b)
+    first = torch.full_like(tokens, b)
+    first = torch.cat([first, first[:1]]).scatter_reduce_(0, group, requests, "amin")[:count]
+    leader = first.clamp(max=b - 1)
+    tokens, begin = torch.where(first < b, tokens, 0), start[leader]
+    found = replace(found, tokens=tokens, begin=begin, leader=leader)
+    return replace(found, member=fits & (start == found.of_request(begin)))
+
+
+def _part(
+    found: _Level, rows: TokenRows, table: torch.Tensor, page: int, chunk: int, ordered: bool
+) -> PrefixPart:
+    """The chunks of a level, of at most `chunk` queries each."""
+    count, device = found.tokens.shape[0], table.device
+    total = rows.requests.shape[0]
+    group = torch.where(rows.valid, found.group[rows.requests], count)  # [total]
+    index = torch.arange(total, device=device)
+    order, place = None, index
+    if not ordered:
+        order = torch.sort(group, stable=True).indices
+        place = torch.empty_like(index).scatter_(0, order, index)
+    member = rows.valid & found.member[rows.requests]
+    queries = torch.zeros_like(torch.cat([found.tokens, found.tokens[:1]]))
+    queries = queries.index_add_(0, group, torch.ones_like(group))[:count]
+    chunks = (queries + chunk - 1) // chunk
+    ends, first_row = chunks.cumsum(0), queries.cumsum(0) - queries
+    number = torch.arange(count + max(total - 1, 0) // chunk, device=device)
+    of = torch.searchsorted(ends, number, right=True)
+    used, of = of < count, of.clamp(max=count - 1)
+    bounds = first_row[of] + (number - (ends - chunks)[of]) * chunk
+    last = queries.sum()[None]
+    bounds = torch.cat([torch.where(used, bounds, last), last])
+    pages = _pages_from(table[found.leader[of]], (found.begin // page)[of])
+    return PrefixPart(
+        order=order,
+        places=torch.where(member, place, -1).to(torch.int32),
+        bounds=bounds.to(torch.int32),
+        lengths=torch.where(used, found.tokens[of], 0).to(torch.int32),
+        table=pages,
+        most=min(chunk, max(total, 1)),
+    )
+
+
+def _page_table(view: CacheView) -> tuple[int, torch.Tensor]:
+    """Tokens per page, and the pages of each request, int64 `[b, max_pages]`."""
+    if view.block_table is not None:
+        return view.latent.shape[1], view.block_table.long()
+    each = view.capacity // PAGE_STEP
+    pages = torch.arange(view.requests * each, device=view.lengths.device)
+    return PAGE_STEP, pages.view(view.requests, each)
+
+
+def _pages_from(table: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
+    """Rows of a table, int64 `[m, max_pages]`, from a column on; what is behind it is arbitrary."""
+    columns = first[:, None] + torch.arange(table.shape[1], device=table.device)
+    return table.gather(1, columns.clamp(max=table.shape[1] - 1)).to(torch.int32)
+
+
+def _check(
+    groups: PrefixGroups, level: int, found: _Level, table: torch.Tensor | None, page: int
+) -> None:
+    """Check what the host may read: the order, and that members hold the pages of their group."""
+    if groups.ordered and not bool((found.group[1:] >= found.group[:-1]).all()):
+        raise InvalidArgumentError(
+            "prefix_of",
+            "ascending groups (ordered=True)",
+            groups.prefix_of[level].tolist(),
+        )
+    if table is None:
+        return
+    begin, tokens = found.of_request(found.begin)[:, None], found.of_request(found.tokens)[:, None]
+    at = torch.arange(table.shape[1], device=table.device) * page
+    shared = found.member[:, None] & (at >= begin) & (at < begin + tokens)
+    wrong = (shared & (table != table[found.of_request(found.leader)])).any(1).nonzero()
+    if len(wrong):
+        request = int(wrong[0])
+        raise InvalidArgumentError(
+            f"prefix_of[{level}, {request}]",
+            f"a group that shares {int(tokens[request])} tokens, the same pages, with the request",
+            int(found.group[request]),
+        )

@@ -1,0 +1,1 @@
+"""What latent attention over shared prefixes adds to the latent kernel."""

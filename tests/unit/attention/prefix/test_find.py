@@ -1,0 +1,125 @@
+"""Shared prefixes found in block tables, against all groupings of small batches."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from mla_var3.attention.prefix.find import find_shared_prefixes
+from mla_var3.attention.prefix.groups import PrefixGroups
+from mla_var3.errors import InvalidArgumentError
+
+Rows = Sequence[Sequence[int]]
+
+
+def common(rows: Rows) -> int:
+    """Pages that all rows begin with."""
+    return next(
+        (place for place, pages in enumerate(zip(*rows, strict=False)) if len(set(pages)) > 1),
+        min(len(row) for row in rows),
+    )
+
+
+def partitions(items: list[int]) -> Iterator[list[list[int]]]:
+    if not items:
+        yield []
+        return
+    first, *rest = items
+    for smaller in partitions(rest):
+        yield [[first], *smaller]
+        for place, block in enumerate(smaller):
+            yield [*smaller[:place], [first, *block], *smaller[place + 1 :]]
+
+
+def most_saved(rows: Rows, members: list[int], start: int, levels: int) -> int:
+    """The most pages that any grouping into levels saves; a group is all that begin alike."""
+    best = 0
+    for blocks in partitions(members):
+        saved = 0
+        for block in blocks:
+            shared = common([rows[r] for r in block])
+            alike = [r for r in members if rows[r][:shared] == rows[block[0]][:shared]]
+            if len(block) == 1 or alike != sorted(block):
+                continue
+            saved += (len(block) - 1) * max(0, shared - start)
+            if levels > 1:
+                saved += most_saved(rows, block, shared, levels - 1)
+        best = max(best, saved)
+    return best
+
+
+def saved_by(groups: PrefixGroups, rows: Rows, page: int) -> int:
+    """Pages that groups save; the members of each hold the same pages there."""
+    saved, starts = 0, [0] * len(rows)
+    for level in range(groups.levels):
+        of = groups.prefix_of[level].tolist()
+        for group, tokens in enumerate(groups.prefix_length[level].tolist()):
+            members = [r for r, number in enumerate(of) if number == group]
+            if not members:
+                assert tokens == 0
+                continue
+            (start,) = {starts[r] for r in members}
+            end = start + tokens // page
+            assert len({tuple(rows[r][:end]) for r in members}) == 1
+            assert all(len(rows[r]) >= end for r in members)
+            saved += (len(members) - 1) * (end - start)
+            for r in members:
+                starts[r] = end
+    return saved
+
+
+def test_no_grouping_saves_more() -> None:
+    chance, page = random.Random(5), 16
+    for _ in range(150):
+        b, width = chance.randrange(1, 7), chance.randrange(1, 6)
+        table = [[chance.randrange(3) + 3 * c for c in range(width)] for _ in range(b)]
+        lengths = [chance.randrange(width * page + 1) for _ in range(b)]
+        rows = [row[: max(0, n - 2) // page] for row, n in zip(table, lengths, strict=True)]
+        for levels in (1, 2):
+            found = find_shared_prefixes(table, lengths, page_size=page, queries=2, levels=levels)
+            saved = saved_by(found, rows, page)
+            assert saved == most_saved(rows, list(range(b)), 0, levels), (table, lengths, levels)
+            assert (found.levels > 0) == (saved > 0)
+
+
+@pytest.mark.parametrize("kind", ["lists", "numpy", "tensor"])
+def test_a_system_prompt_and_two_documents(kind: str) -> None:
+    table = [[1, 2, 3, 4, 9], [1, 2, 5, 6, 7], [1, 2, 3, 4, 8], [1, 2, 5, 6, 0], [3, 3, 3, 3, 3]]
+    lengths = [300, 301, 302, 303, 100]
+    given = {"lists": (table, lengths), "numpy": (np.array(table), np.array(lengths))}.get(
+        kind, (torch.tensor(table), torch.tensor(lengths))
+    )
+    found = find_shared_prefixes(*given)
+    assert found.prefix_of.tolist() == [[0, 0, 0, 0, -1], [0, 1, 0, 1, -1]]
+    assert found.prefix_length.tolist() == [[128, 0], [128, 128]]
+    assert (found.tokens, found.most, found.ordered) == (4 * 256 // 5, 4, False)
+    assert find_shared_prefixes(table[::2], [300, 302, 100]).ordered
+
+
+def test_a_bound_keeps_the_shape_and_what_saves_most() -> None:
+    table = [[1, 2, 3], [1, 2, 4], [5, 6, 7], [5, 6, 8], [5, 6, 9]]
+    found = find_shared_prefixes(table, [192] * 5, groups=1)
+    assert found.prefix_of.tolist() == [[-1, -1, 0, 0, 0], [-1] * 5]
+    assert found.prefix_length.tolist() == [[128], [0]]
+    apart = find_shared_prefixes([[1], [2]], [64, 64], groups=3)
+    assert apart.prefix_of.tolist() == [[-1, -1]] * 2 and apart.groups == 3
+    assert find_shared_prefixes([], []).levels == 0
+
+
+def test_many_nested_prefixes() -> None:
+    """Each request continues the one before: deep, but no recursion."""
+    b = 300
+    table = [list(range(r + 1)) + [1000 + r] * (b - r) for r in range(b)]
+    found = find_shared_prefixes(table, [(r + 2) for r in range(b)], page_size=1, queries=0)
+    assert found.levels == 2 and found.most is not None and found.most > b // 3
+
+
+def test_bad_tables() -> None:
+    with pytest.raises(InvalidArgumentError, match="lengths: expected b=2 numbers, got 1"):
+        find_shared_prefixes([[1], [2]], [3])
+    with pytest.raises(InvalidArgumentError, match="levels: expected an integer from 1 to 2"):
+        find_shared_prefixes([[1]], [3], levels=3)
