@@ -144,13 +144,14 @@ def test_another_tiling_has_its_own_cta_groups(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         CuteKernel, "_bind", lambda self, tiling: Recorded(tuple(self.args_fn(tiling)))
     )
+    monkeypatch.setattr(CuteKernel, "device_type", "cuda")
     monkeypatch.setattr(Recorded, "launched", [])
     plan = make(s=8)
     attention = kernel_of(plan)
     seen = []
     for group_ctas in (0, 2, 1, 0):
         attention.tiling = FlashMLATiling(group_ctas=group_ctas)
-        attention._launch_host(attention.tiling)
+        attention.launch()
         seen.append(plan.groups(attention.tiling))
         assert Recorded.launched[-1][-3:] == tuple(vars(seen[-1]).values())
     assert len(set(seen)) == 3

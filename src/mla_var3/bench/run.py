@@ -32,8 +32,10 @@ from mla_var3.bench.session import SessionOptions, measure, unique_rows
 from mla_var3.bench.suites import (
     COMMON,
     DESIGN,
+    ENGINE,
     FIXED_SUITES,
     OLD_SUITES,
+    QUICK_ENGINE,
     QUICK_SWEEP,
     QUICK_WINDOW_STEPS,
     SUITES,
@@ -41,6 +43,7 @@ from mla_var3.bench.suites import (
     WINDOW_S,
     WINDOW_STEPS,
     Case,
+    engine_cases,
     figures_cases,
     latent_cases,
     mix_cases,
@@ -224,6 +227,9 @@ def build_cases(options: BenchOptions) -> tuple[list[Case], dict[str, str]]:
     }
     if options.suite in fixed:
         return fixed[options.suite](kernels, peers), {}
+    if options.suite == "engine":
+        grid = QUICK_ENGINE if options.quick else ENGINE
+        return engine_cases({**grid, **options.sizes}, kernels, peers), {}
     first: dict[str, Any] = {name: values[0] for name, values in options.sizes.items()}
     base = replace(COMMON, dtype=options.dtype, causal=options.causal, **first)
     if options.suite == "var6_plus":

@@ -20,6 +20,7 @@ from mla_var3.runtime.paths import (
 
 SUITES = {
     "figures": "the headline figures, ours and the peers', at fixed shapes",
+    "engine": "the latent kernel as engines call it: scattered pages, 8 to 128 heads, few drafts",
     "latent": "kernels on the latent cache: decoding, verifying, long and mixed contexts",
     "all": "all kernels and versions in both languages at one shape",
     "sweep": "the newest versions and the peers over b, s, t and h",
@@ -43,6 +44,10 @@ SWEEP = {
     "h": (128,),
 }
 QUICK_SWEEP = {**SWEEP, "s": (1, 4, 16, 64), "t": (1024, 4096)}
+ENGINE = {"b": (16, 64, 256), "h": (8, 16, 32, 128), "t": (1024, 4096, 16384), "s": (1, 2, 4, 8)}
+QUICK_ENGINE = {**ENGINE, "b": (16, 64), "h": (16, 128), "t": (4096,), "s": (1, 4)}
+"""A decode step with 0, 1, 3 and 7 draft tokens, and the heads that tensor parallelism leaves."""
+ENGINE_PAGE = 64
 WINDOW_S = (16, 32, 64)
 WINDOW_STEPS, QUICK_WINDOW_STEPS = 8, 4
 """The window of mla_var6_plus is measured at every eighth of t, in a quick run at every quarter."""
@@ -232,6 +237,18 @@ def latent_cases(kernels: Sequence[KernelId], peers: Sequence[str]) -> list[Case
         mixed = tuple(lengths[i * 37 % b] for i in range(b))
         problems.append(MlaProblem(b=b, s=s, t=t, h=h, lengths=mixed))
     return [Case(problem, ours, theirs) for problem in problems]
+
+
+def engine_cases(
+    sizes: Mapping[str, Sequence[int]], kernels: Sequence[KernelId], peers: Sequence[str]
+) -> list[Case]:
+    """The latent kernel in CuTe DSL on scattered pages; the latent peers have theirs in order."""
+    ours = [k for k in kernels if (k.full_name, k.language) == (PURE_PATHS[0], "cute-dsl")]
+    theirs = tuple(name for name in LATENT_PEERS if name in peers and name != "triton")
+    return [
+        replace(case, kernels=tuple(KernelChoice(k, {"page": ENGINE_PAGE}) for k in ours))
+        for case in sweep_cases(COMMON, sizes, (), theirs)
+    ]
 
 
 def mix_cases(kernels: Sequence[KernelId], peers: Sequence[str]) -> list[Case]:

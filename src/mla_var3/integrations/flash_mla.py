@@ -1,13 +1,21 @@
 """FlashMLA's dense decoding interface on the kernels of this package.
 
-An engine that imports `flash_mla` imports this module instead. It serves a paged bfloat16 or
-float16 cache whose rows hold the latent part and the rope part side by side (576 wide, of which 512
-are values), pages of 64 tokens or a multiple, causal or not, any number of heads. Sparse attention
-and the fp8 cache are refused.
+An engine that imports `flash_mla` imports this module instead; `stand_in()` arranges that in the
+process, and so does
+
+    python -m mla_var3.integrations.flash_mla -m some_engine its arguments
+
+It serves a paged bfloat16 or float16 cache whose rows hold the latent part and the rope part side
+by side (576 wide, of which 512 are values), pages of 64 tokens or a multiple, causal or not, any
+number of heads. Sparse attention and the fp8 cache are refused. Callers of the older interface,
+whose metadata are tensors, are served too.
 """
 
 from __future__ import annotations
 
+import runpy
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,6 +38,8 @@ from mla_var3.attention.request.validate import Options, latent_task
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.runtime.cute.torch_fast import tensor_maker
 
+OLDER_METADATA = 8
+"""Columns of the metadata of the older interface."""
 _DTYPES = (torch.bfloat16, torch.float16)
 _KIND = CallKind(("q", "k_cache", "block_table", "cache_seqlens"))
 _POINTERS = ("q_latent", "q_rope", "latent", "rope", "block_table", "lengths")
@@ -75,7 +85,7 @@ class PagedReplay(Replay):
     def serves(self, metadata: object) -> bool:
         """Whether metadata is for these calls; empty metadata becomes so."""
         if type(metadata) is not FlashMLASchedMeta:
-            return False
+            return isinstance(metadata, torch.Tensor)
         if metadata.config is not self.config:
             if metadata.config is not None and metadata.config != self.config:
                 return False
@@ -101,17 +111,24 @@ def _pointer_reader(rope_at: int) -> PointerReader:
     return read
 
 
-def get_mla_metadata(*arguments: object, **options: object) -> tuple[FlashMLASchedMeta, None]:
+def get_mla_metadata(
+    cache_seqlens: torch.Tensor | None = None, *arguments: object, **options: object
+) -> tuple[FlashMLASchedMeta, None] | tuple[torch.Tensor, torch.Tensor]:
     """The metadata that `flash_mla_with_kvcache` takes.
 
     Args:
-        arguments: accepted and not used, as in FlashMLA; older callers pass lengths and heads.
+        cache_seqlens: lengths, which callers of the older interface pass.
+        arguments: not used; older callers pass numbers of heads.
         options: likewise.
 
     Returns:
-        Empty metadata, and None in the place of the number of splits.
+        Empty metadata, and None in the place of the number of splits. With lengths two tensors, as
+        older callers copy them into buffers of their own; nothing reads them.
     """
-    return FlashMLASchedMeta(), None
+    if not isinstance(cache_seqlens, torch.Tensor):
+        return FlashMLASchedMeta(), None
+    metadata = cache_seqlens.new_zeros((1, OLDER_METADATA), dtype=torch.int32)
+    return metadata, cache_seqlens.new_zeros((cache_seqlens.shape[0] + 1,), dtype=torch.int32)
 
 
 def flash_mla_with_kvcache(
@@ -120,8 +137,8 @@ def flash_mla_with_kvcache(
     block_table: torch.Tensor | None,
     cache_seqlens: torch.Tensor | None,
     head_dim_v: int,
-    tile_scheduler_metadata: FlashMLASchedMeta,
-    num_splits: None = None,
+    tile_scheduler_metadata: FlashMLASchedMeta | torch.Tensor,
+    num_splits: torch.Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     is_fp8_kvcache: bool = False,
@@ -131,6 +148,8 @@ def flash_mla_with_kvcache(
     extra_indices_in_kvcache: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
+    descale_q: torch.Tensor | None = None,
+    descale_k: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of the newest tokens over a paged latent cache.
 
@@ -142,7 +161,7 @@ def flash_mla_with_kvcache(
         cache_seqlens: int32 `[b]`, tokens of each request, the queries being the newest.
         head_dim_v: k, the first columns of a row, which are the values.
         tile_scheduler_metadata: from `get_mla_metadata`.
-        num_splits: None.
+        num_splits: the second value of `get_mla_metadata`.
         softmax_scale: factor on the logits; `(k + p) ** -0.5` by default.
         causal: whether a query sees no position after its own.
         is_fp8_kvcache: only False is served.
@@ -152,6 +171,8 @@ def flash_mla_with_kvcache(
         extra_indices_in_kvcache: likewise.
         topk_length: likewise.
         extra_topk_length: likewise.
+        descale_q: belongs to the fp8 cache; None.
+        descale_k: likewise.
 
     Returns:
         The output `[b, s, h, k]` and the LSE (natural log) `[b, h, s]`, float32. A query that sees
@@ -160,7 +181,9 @@ def flash_mla_with_kvcache(
     key: CallKey | None = None
     # What is not served has no key; most calls give none of it.
     if (
-        num_splits is None
+        (num_splits is None or isinstance(tile_scheduler_metadata, torch.Tensor))
+        and descale_q is None
+        and descale_k is None
         and is_fp8_kvcache is False
         and indices is None
         and attn_sink is None
@@ -191,15 +214,17 @@ def flash_mla_with_kvcache(
     for name, value in sparse.items():
         if value is not None:
             raise UnsupportedError(f"{name}: expected None (dense attention), got sparse attention")
-    if is_fp8_kvcache:
-        raise UnsupportedError("is_fp8_kvcache: expected False (a 16-bit cache), got True")
-    if not isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
+    if is_fp8_kvcache or descale_q is not None or descale_k is not None:
+        raise UnsupportedError("is_fp8_kvcache: expected False (a 16-bit cache), got an fp8 cache")
+    if isinstance(tile_scheduler_metadata, torch.Tensor):
+        tile_scheduler_metadata = FlashMLASchedMeta()  # schedules have no sizes to compare
+    elif not isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
         raise InvalidArgumentError(
             "tile_scheduler_metadata",
             "the first value of get_mla_metadata",
             type(tile_scheduler_metadata).__name__,
         )
-    if num_splits is not None:
+    elif num_splits is not None:
         raise InvalidArgumentError("num_splits", "None", type(num_splits).__name__)
     labels = [("b", None), ("s", None), ("h", None), ("k+p", None)]
     require_tensor("q", q, labels, _DTYPES, None)
@@ -263,3 +288,30 @@ def flash_mla_with_kvcache(
 
 def _layout_of(tensor: torch.Tensor) -> Layout:
     return tuple(tensor.shape), tensor.stride()
+
+
+def stand_in() -> None:
+    """Let `import flash_mla` find this module in this process, whether FlashMLA is there or not."""
+    for name in ("flash_mla", "flash_mla.flash_mla_interface"):
+        sys.modules[name] = sys.modules[flash_mla_with_kvcache.__module__]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run a script or, after `-m`, a module, with this module in FlashMLA's place."""
+    if not arguments or arguments[0] in ("-h", "--help") or list(arguments) == ["-m"]:
+        raise SystemExit(
+            "usage: python -m mla_var3.integrations.flash_mla [-m module | script] ..."
+        )
+    from mla_var3.integrations import flash_mla
+
+    flash_mla.stand_in()  # of the imported module, not of this program
+    if arguments[0] == "-m":
+        sys.argv = list(arguments[1:])
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = list(arguments)
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

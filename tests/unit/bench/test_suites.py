@@ -174,3 +174,14 @@ def test_the_main_job_has_the_call_and_three_designs_in_both_languages() -> None
         for design in ("mla_var6_plus", "flash_mla", "flash_attention")
         for language in ("cutile-dsl", "cute-dsl")
     }
+
+
+def test_the_engine_suite_reads_scattered_pages() -> None:
+    cases, missing = build_cases(BenchOptions("engine", quick=True, sizes={"h": (8,)}))
+    assert not missing
+    sizes = {(c.problem.b, c.problem.h, c.problem.t, c.problem.s) for c in cases}
+    assert sizes == {(b, 8, 4096, s) for b in (16, 64) for s in (1, 4)}
+    for case in cases:
+        assert [(c.kernel.full_name, c.fields["page"]) for c in case.kernels] == [("flash_mla", 64)]
+        assert case.peers == ("flashmla", "fa3_qv", "flashinfer")
+    assert len(build_cases(BenchOptions("engine"))[0]) == 144

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +19,7 @@ from mla_var3.integrations.flash_mla import (
 )
 from mla_var3.op.compare import compare
 
+ROOT = Path(__file__).resolve().parents[3]
 PAGE = 64
 WILD = 2147480000
 
@@ -87,6 +92,40 @@ def test_dense_decoding(
     assert compare(lse, want_lse).max_abs < 1e-4
 
 
+def test_the_older_interface() -> None:
+    """Metadata are tensors that callers copy into buffers of their own, and calls take splits."""
+    case = make_case([70, 5], 2, 4, 1, dtype=torch.float32)
+    case["q"], case["k_cache"] = case["q"].bfloat16(), case["k_cache"].bfloat16()
+    metadata, splits = get_mla_metadata(case["cache_seqlens"], 8, 1)
+    buffers = torch.empty_like(metadata).copy_(metadata), torch.empty_like(splits).copy_(splits)
+    old = flash_mla_with_kvcache(
+        *case.values(), 512, *buffers, softmax_scale=0.1, causal=True, descale_q=None
+    )
+    new = flash_mla_with_kvcache(
+        **case, head_dim_v=512, tile_scheduler_metadata=get_mla_metadata()[0], softmax_scale=0.1,
+        causal=True,
+    )  # fmt: skip
+    for one, other in zip(old, new, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("as_module", [True, False])
+def test_standing_in_for_the_module(tmp_path, as_module) -> None:
+    script = tmp_path / "engine.py"
+    script.write_text(
+        "import sys\nfrom flash_mla import flash_mla_with_kvcache\n"
+        "import flash_mla.flash_mla_interface\n"
+        "print(flash_mla_with_kvcache.__module__, sys.argv[1:])\n"
+    )
+    run = ["-m", "engine"] if as_module else [str(script)]
+    done = subprocess.run(
+        [sys.executable, "-m", "mla_var3.integrations.flash_mla", *run, "--flag"],
+        capture_output=True, text=True, check=True, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(tmp_path)])},
+    )  # fmt: skip
+    assert done.stdout.split() == ["mla_var3.integrations.flash_mla", "['--flag']"]
+
+
 def test_the_widths_of_the_models() -> None:
     case = make_case([70, 3], 2, 4, 1, dtype=torch.bfloat16)
     metadata, _ = get_mla_metadata(case["cache_seqlens"], 2 * 4, 1)
@@ -105,11 +144,12 @@ def test_the_widths_of_the_models() -> None:
         ({"indices": torch.zeros(1, 1, 1)}, UnsupportedError, "indices: expected None"),
         ({"attn_sink": torch.zeros(1)}, UnsupportedError, "attn_sink: expected None"),
         ({"is_fp8_kvcache": True}, UnsupportedError, "is_fp8_kvcache: expected False"),
+        ({"descale_k": torch.ones(1)}, UnsupportedError, "is_fp8_kvcache: expected False"),
         ({"num_splits": torch.zeros(1)}, InvalidArgumentError, "num_splits: expected None"),
         (
-            {"tile_scheduler_metadata": torch.zeros(1)},
+            {"tile_scheduler_metadata": 3},
             InvalidArgumentError,
-            "tile_scheduler_metadata: expected the first value of get_mla_metadata, got Tensor",
+            "tile_scheduler_metadata: expected the first value of get_mla_metadata, got int",
         ),
         ({"q": torch.zeros(1, 2, 3)}, InvalidArgumentError, r"q: expected \[b, s, h, k\+p\]"),
         ({"q": torch.zeros(1, 1, 2, 72)}, InvalidArgumentError, "q: expected dtype torch.bfloat16"),
