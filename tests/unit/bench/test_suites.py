@@ -8,7 +8,7 @@ from mla_var3.attention.backends import registry
 from mla_var3.attention.backends.torch_tiled import TorchTiled
 from mla_var3.attention.prefix.attend import PrefixBackend
 from mla_var3.bench import run as bench_run
-from mla_var3.bench.contenders import PREFIX_KERNEL, PrefixContender
+from mla_var3.bench.contenders import PREFIX_KERNEL, prefix_contender
 from mla_var3.bench.run import BenchOptions, build_cases
 from mla_var3.bench.suites import (
     PEERS,
@@ -155,7 +155,7 @@ def test_the_prefix_contender_is_checked(tokens: tuple[int, ...]) -> None:
     backend.kernel, backend.language = PREFIX_KERNEL, "cute-dsl"
     registry.register(backend)
     problem = MlaProblem(b=4, s=2, t=200, h=2, lengths=(200, 150, 160, 70))
-    contender = PrefixContender(problem, SharedTokens(2, tokens), "cpu")
+    contender = prefix_contender(problem, SharedTokens(2, tokens), "cpu")
     try:
         ready = contender.build()
         assert ready.check() < 0.01 and ready.path == "latent"
@@ -177,11 +177,11 @@ def test_the_main_job_has_the_call_and_three_designs_in_both_languages() -> None
 
 
 def test_the_engine_suite_reads_scattered_pages() -> None:
-    cases, missing = build_cases(BenchOptions("engine", quick=True, sizes={"h": (8,)}))
+    cases, missing = build_cases(BenchOptions(suite="engine", quick=True, sizes={"h": (8,)}))
     assert not missing
     sizes = {(c.problem.b, c.problem.h, c.problem.t, c.problem.s) for c in cases}
     assert sizes == {(b, 8, 4096, s) for b in (16, 64) for s in (1, 4)}
     for case in cases:
         assert [(c.kernel.full_name, c.fields["page"]) for c in case.kernels] == [("flash_mla", 64)]
         assert case.peers == ("flashmla", "fa3_qv", "flashinfer")
-    assert len(build_cases(BenchOptions("engine"))[0]) == 144
+    assert len(build_cases(BenchOptions(suite="engine"))[0]) == 144

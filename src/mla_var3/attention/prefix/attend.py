@@ -51,6 +51,8 @@ class PrefixBackend:
             return "requests that share no first tokens"
         if shape.partial:
             return "a cache that holds a part of each request (total_lengths)"
+        if shape.batch_invariant:
+            return "a result that does not depend on the batch (batch_invariant)"
         return self._inner.unsupported(shape)
 
     def run(self, task: AttentionTask) -> Partial:
