@@ -143,7 +143,6 @@ def test_serves_deepseek_on_hopper(backend, fitting) -> None:
         ({"use_sparse": True}, "attention is sparse"),
         ({"head_size": 512}, "cache rows of 512\\+64=576, this model has 512"),
         ({"block_size": 16}, "--block-size 64, got 16"),
-        ({"use_batch_invariant": True}, "no batch-invariant mode"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -216,9 +215,36 @@ def test_bound_on_query_lengths(backend, starts, given, bound) -> None:
     assert decode.query_start_loc is offsets
 
 
-def test_context_parallelism_with_drafts_is_refused(backend) -> None:
-    with pytest.raises(ValueError, match="one query token only"):
-        backend.get_builder_cls()(None, [], settings(drafts=3, dcp=2), torch.device("cpu"))
+def test_batch_invariance_is_served(backend, fitting) -> None:
+    assert backend.validate_configuration(**fitting | {"use_batch_invariant": True}) == []
+
+
+@pytest.mark.parametrize("interleave", [1, 4])
+def test_context_parallelism_knows_the_tokens_of_the_other_ranks(backend, interleave) -> None:
+    """Several queries see what the mask of the shards says; longer stretches have no such mask."""
+    from types import SimpleNamespace
+
+    import mla_var3.integrations.vllm.backend as module
+
+    parallel = SimpleNamespace(cp_kv_cache_interleave_size=interleave)
+    impl = object.__new__(backend.get_impl_cls())
+    impl.kv_lora_rank, impl.scale, impl.need_to_return_lse_for_decode = 512, 0.1, True
+    impl.dcp_world_size, impl.dcp_rank, impl._batch_invariant = 2, 1, False
+    impl._sharded, impl._cache = module.deals_one_by_one(parallel), None
+    impl._pages = None
+    queries, cache = torch.randn(3, 4, 576), torch.randn(2, 64, 576)
+    decode = SimpleNamespace(
+        block_table=torch.tensor([[1]], dtype=torch.int32),
+        seq_lens=torch.tensor([5], dtype=torch.int32),
+        dcp_tot_seq_lens=torch.tensor([10], dtype=torch.int32),
+        query_start_loc=torch.tensor([0, 3], dtype=torch.int32), max_query_len=3,
+    )  # fmt: skip
+    _, lse = impl.forward_mqa(queries, cache, SimpleNamespace(decode=decode), None)
+    # Queries are tokens 7, 8 and 9; of tokens 1, 3, 5, 7, 9 they see 4, 4 and 5.
+    seen = (4, 4, 5) if interleave == 1 else (3, 4, 5)
+    for query, count in enumerate(seen):
+        scores = queries[query] @ cache[1, :count].T * 0.1
+        torch.testing.assert_close(lse[query], scores.logsumexp(-1), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -29,11 +29,27 @@ TIME_LIMIT_S = 240.0
 """Compiling takes half a minute, 10,000 launches a few seconds."""
 SHAPES: tuple[dict[str, Any], ...] = (
     # Nearly as many work tiles as SMs: most CTAs of a persistent kernel find nothing left.
-    {"b": 5, "s": 6, "t": 1907, "h": 16, "n": 1246, "lengths": (1600, 876, 1907, 1280, 721)},
+    {
+        "b": 5,
+        "s": 6,
+        "t": 1907,
+        "h": 16,
+        "n": 1246,
+        "prefix": 640,
+        "lengths": (1600, 876, 1907, 1280, 721),
+    },
     # Empty and one-token requests, more CTAs than tiles.
-    {"b": 4, "s": 1, "t": 333, "h": 16, "n": 64, "lengths": (333, 0, 1, 65)},
+    {"b": 4, "s": 1, "t": 333, "h": 16, "n": 64, "prefix": 0, "lengths": (333, 0, 1, 65)},
     # More tiles than SMs, so that a CTA takes several.
-    {"b": 7, "s": 70, "t": 515, "h": 16, "n": 200, "lengths": (515, 70, 1, 300, 0, 499, 128)},
+    {
+        "b": 7,
+        "s": 70,
+        "t": 515,
+        "h": 16,
+        "n": 200,
+        "prefix": 0,
+        "lengths": (515, 70, 1, 300, 0, 499, 128),
+    },
 )
 
 
@@ -41,7 +57,7 @@ def launch_many(name: str, language: str, launches: int) -> None:
     """The child: launch every shape that the kernel accepts, then check the result."""
     import torch
 
-    from mla_var3.errors import InvalidArgumentError
+    from mla_var3.errors import InvalidArgumentError, UnsupportedError
     from mla_var3.runtime.check import check_stage
     from mla_var3.runtime.paths import find_kernel, plan_class
 
@@ -55,7 +71,7 @@ def launch_many(name: str, language: str, launches: int) -> None:
             plan = cls(seed=0, **own).for_target(f"sm_{major}{minor}")
             inputs = plan.prepare_inputs("cuda")
             stage = plan.plan(*inputs)
-        except InvalidArgumentError as error:
+        except (InvalidArgumentError, UnsupportedError) as error:
             say(f"{shape}: refused, {error}")
             continue
         accepted += 1

@@ -150,20 +150,15 @@ class HyperMLAMetadataBuilder(MLACommonMetadataBuilder[HyperMLAMetadata]):
     ) -> None:
         """Fix the decode threshold and compile the kernel's programs."""
         parallel = vllm_config.parallel_config
-        interleave = getattr(parallel, "cp_kv_cache_interleave_size", 1)
-        if parallel.decode_context_parallel_size > 1 and interleave != 1:
-            raise ValueError(
-                f"{NAME} serves decode context parallelism with tokens dealt out one by one: drop "
-                f"--cp-kv-cache-interleave-size {interleave}"
-            )
         heads = vllm_config.model_config.get_num_attention_heads(parallel)
         on_gpu = torch.device(device).type == "cuda"
         name = torch.cuda.get_device_name(device) if on_gpu else ""
         # The base class raises it to 1 + draft tokens where it is lower.
         self.reorder_batch_threshold = paged.latent_crossover(heads, name)
+        one_by_one = deals_one_by_one(parallel)
         super().__init__(
             kv_cache_spec, layer_names, vllm_config, device, HyperMLAMetadata,
-            **accepted(MLACommonMetadataBuilder.__init__, supports_dcp_with_varlen=True),
+            **accepted(MLACommonMetadataBuilder.__init__, supports_dcp_with_varlen=one_by_one),
         )  # fmt: skip
         self._decode_queries = decode_queries(vllm_config)
         # The decode metadata are views of the runner's persistent tensors. Under DCP the local
@@ -174,7 +169,8 @@ class HyperMLAMetadataBuilder(MLACommonMetadataBuilder[HyperMLAMetadata]):
             paged.warm_up(
                 heads * self.dcp_world_size, self.reorder_batch_threshold, device=device,
                 dtype=vllm_config.model_config.dtype, page_size=kv_cache_spec.block_size,
-                shards=self.dcp_world_size, batch_invariant=batch_invariant(),
+                shards=self.dcp_world_size if one_by_one else 1,
+                batch_invariant=batch_invariant(),
             )  # fmt: skip
         _log_start(heads, self.reorder_batch_threshold, name or "cpu")
 
@@ -247,10 +243,12 @@ class HyperMLAImpl(MLACommonImpl[HyperMLAMetadata]):
                 raise NotImplementedError(f"{NAME} does not serve {what}")
         if attn_type != AttentionType.DECODER:
             raise NotImplementedError(f"{NAME} serves decoder attention, not {attn_type}")
+        config = get_current_vllm_config()
         self._batch_invariant = batch_invariant()
+        self._sharded = deals_one_by_one(config.parallel_config)
         self._cache: torch.Tensor | None = None
         self._pages: paged.Pages | None = None
-        share_with_draft(get_current_vllm_config())
+        share_with_draft(config)
 
     def forward_mqa(
         self,
@@ -267,13 +265,17 @@ class HyperMLAImpl(MLACommonImpl[HyperMLAMetadata]):
             self._cache = kv_c_and_k_pe_cache
             self._pages = paged.Pages.of(kv_c_and_k_pe_cache, self.kv_lora_rank)
         shards = {}
-        if self.dcp_world_size > 1:
-            shards = {"shards": self.dcp_world_size, "shard": self.dcp_rank}
+        if self.dcp_world_size > 1 and self._sharded:
+            shards = {
+                "total_lengths": decode.dcp_tot_seq_lens,
+                "shards": self.dcp_world_size,
+                "shard": self.dcp_rank,
+            }
         return paged.paged_attention(
             q[0], q[1], self._pages, decode.block_table, decode.seq_lens, scale=self.scale,
             max_q=decode.max_query_len, query_start_loc=decode.query_start_loc,
-            return_lse=self.need_to_return_lse_for_decode, total_lengths=decode.dcp_tot_seq_lens,
-            batch_invariant=self._batch_invariant, **shards,
+            return_lse=self.need_to_return_lse_for_decode, batch_invariant=self._batch_invariant,
+            **shards,
         )  # fmt: skip
 
 
@@ -281,6 +283,15 @@ def accepted(function: Any, **options: Any) -> dict[str, Any]:
     """The options that a function of this vLLM has."""
     known = inspect.signature(function).parameters
     return {name: value for name, value in options.items() if name in known}
+
+
+def deals_one_by_one(parallel: Any) -> bool:
+    """Whether decode context parallelism puts token i on rank i % ranks.
+
+    With longer stretches per rank the kernel does not know which tokens several queries of a
+    request see; vLLM then decodes one token at a time.
+    """
+    return getattr(parallel, "cp_kv_cache_interleave_size", 1) == 1
 
 
 def batch_invariant() -> bool:
