@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "src"))
 
 IMAGES = ROOT / "docs" / "images"
 MANIFEST = "sources.json"
-SPEEDUP_RECORD = "docs/results/2026-11-15-nvidia-h200-suite-mix.json"
+SPEEDUP_RECORD = "docs/results/2026-11-16-nvidia-h200-sweep.json"
 ROOFLINE_RECORDS = (
     "docs/results/2026-11-15-nvidia-h200.json",
     "docs/results/2026-11-15-nvidia-h200-absorbed.json",
@@ -124,9 +124,9 @@ def draw(images: Path) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder)
-        draw_speedups(ROOT / SPEEDUP_RECORD, made / "speedup")
+        draw_speedups(ROOT / SPEEDUP_RECORD, made / "over-peers")
         draw_plots(merge_records(load_record(ROOT / path) for path in ROOFLINE_RECORDS), made)
-        for target, name in zip(SOURCES, ("speedup.svg", "roofline.svg"), strict=True):
+        for target, name in zip(SOURCES, ("over-peers.svg", "roofline.svg"), strict=True):
             lines = (made / name).read_text().splitlines()
             write_atomic(images / target, "\n".join(line.rstrip() for line in lines) + "\n")
     write_atomic(images / MANIFEST, json.dumps(manifest(), indent=1) + "\n")

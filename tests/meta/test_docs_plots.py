@@ -55,3 +55,5 @@ def test_the_pictures_are_drawn_anew(script: ModuleType, tmp_path: Path) -> None
     assert script.outdated(tmp_path) == []
     text = (tmp_path / "measured-speedup.svg").read_text()
     assert "<svg" in text and "http://www.w3.org/2000/svg" in text
+    # Another plot of the same name once took its place.
+    assert "best peer = 1" in text
