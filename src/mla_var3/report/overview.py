@@ -74,7 +74,7 @@ class OverviewOptions:
             compile target.
         out_dir: folder of the report; `out/overview/<timestamp>` by default.
         device: "auto", "cuda" or "cpu".
-        sizes: b, s, t, h where they differ from `SIZES`.
+        sizes: b, s, t, h where they differ from `SIZES`; widths where they are not the default.
         progress: reporter for long work.
         on_start, on_end: called around each step.
         on_lost: called with the record when a kernel destroyed the CUDA context or does not

@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from mla_var3.cli.arguments import (
-    SIZES,
+    CALL_SIZES,
     Parser,
     ValueType,
     add_lengths,
-    add_sizes,
+    add_problem,
     parse,
     read_lengths,
+    read_problem,
+    sizes_text,
 )
 from mla_var3.cli.console import print_json, print_table, say, usage_errors
 from mla_var3.conf.devices import device_spec
@@ -34,7 +36,7 @@ from mla_var3.op.mla.model.window_plan import (
     plan_curve,
     plan_window,
 )
-from mla_var3.op.mla.problem import DTYPES, MlaProblem
+from mla_var3.op.mla.problem import DTYPES, SIZE_NAMES, MlaProblem
 from mla_var3.op.mla.window.formats import FP8, PLAIN, WindowForm
 from mla_var3.runtime.markdown import byte_count, front_matter, microseconds, table, write_json
 from mla_var3.runtime.paths import make_folder, output_root, timestamp, write_atomic
@@ -62,7 +64,7 @@ _WAITS = {
 
 def add_arguments(parser: Parser) -> None:
     """The options of the command."""
-    add_sizes(parser)
+    add_problem(parser)
     parser.add_argument(
         "--budget",
         required=True,
@@ -201,8 +203,9 @@ def _problem(values: dict[str, Any]) -> tuple[MlaProblem, WindowForm]:
     dtype, form = values["dtype"], FP8 if values["dtype"] == FP8.name else PLAIN
     if dtype not in _WINDOW_DTYPES:
         raise InvalidArgumentError("dtype", " or ".join(_WINDOW_DTYPES), repr(dtype))
+    read_problem(values)
     problem = MlaProblem(
-        **{name: values[name] for name in SIZES},
+        **{name: values[name] for name in SIZE_NAMES if name in values},
         dtype=DTYPES[0] if form is FP8 else dtype,
         lengths=read_lengths(values["lengths"], values["b"], values["t"]),
     )
@@ -317,7 +320,7 @@ def _curves(plan: WindowPlan) -> dict[str, list[PlanPoint]]:
 
 
 def _sizes(problem: MlaProblem) -> str:
-    return " ".join(f"{name}={getattr(problem, name)}" for name in ("b", "s", "t", "h"))
+    return sizes_text(problem, CALL_SIZES)
 
 
 def _window(plan: WindowPlan) -> str:

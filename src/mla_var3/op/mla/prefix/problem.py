@@ -7,7 +7,7 @@ bytes there. The tokens after the prefix are each request's own and stay latent.
 
 A request may be shorter than the prefix; then it has the first of its tokens and none of its own.
 Counting follows `op/mla/cost.py`: every pair of a query and a token of its request, each operand
-once. Inputs and reference are in `op/mla/shared_prefix_reference.py`.
+once. Inputs and reference are in `op/mla/prefix/reference.py`.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ def shared_prefix_attention_cost(shared: SharedPrefixProblem, form: WindowForm =
         form: How keys and values of the prefix are stored.
     """
     problem = shared.problem
-    d, p, k = problem.d, problem.p, problem.k
+    d, p, k, v = problem.d, problem.p, problem.k, problem.v
     rows = problem.b * problem.s * problem.h
     per_pair = 2 * problem.h * problem.s
-    flops = per_pair * (shared.prefix_pairs * (2 * d + p) + shared.own_tokens * (2 * k + p))
-    elements = rows * (d + k + p) + shared.own_tokens * (k + p) + rows * (k + d)
+    flops = per_pair * (shared.prefix_pairs * (d + p + v) + shared.own_tokens * (2 * k + p))
+    elements = rows * (d + k + p) + shared.own_tokens * (k + p) + rows * (k + v)
     prefix = shared.prefix_tokens * form.token_bytes(problem)
     return Cost(flops, elements * problem.element_size + prefix + 2 * rows * _FLOAT32)
 

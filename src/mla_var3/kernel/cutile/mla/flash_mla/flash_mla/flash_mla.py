@@ -73,6 +73,8 @@ class CtFlashMLA(MlaPlan):
 
     tiling: FlashMLATiling = field(default_factory=FlashMLATiling)
 
+    needs_v = False
+
     def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
         return self.latent_inputs(device)
 

@@ -48,6 +48,8 @@ class CtFlashMLASplitKV(MlaPlan):
     tiling: SplitKVPartialTiling = field(default_factory=SplitKVPartialTiling)
     reduce_tiling: SplitKVReduceTiling = field(default_factory=SplitKVReduceTiling)
 
+    needs_v = False
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.splits is not None:
