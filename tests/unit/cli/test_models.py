@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mla_var3.bench.record import ABSENT, load_record
 from mla_var3.cli.arguments import Parser, add_problem, parse, read_problem
 from mla_var3.cli.console import UsageError
 from mla_var3.cli.main import main
@@ -75,6 +76,25 @@ def test_commands_compute_with_the_widths_of_a_model(argv, capsys):
     assert {name: problem[name] for name in "hdpkv"} == {
         "h": 5, "d": 192, "p": 64, "k": 512, "v": 256,
     }  # fmt: skip
+
+
+def test_bench_predicts_a_model_and_says_what_does_not_serve_it(tmp_path: Path):
+    argv = ["bench", "all", "--model=glm-4.7-flash", "--tp=4", "--s=2", "--t=1024", "--b=4"]
+    argv += ["--mode=predict", "--for_device=H200", f"--out_dir={tmp_path}"]
+    assert main([*argv, "--kernels=flash_mla,flash_attention"]) == 0
+    rows = {(r.kernel, r.language): r for r in load_record(tmp_path / "all.json").rows}
+    latent = rows["flash_mla", "cutile-dsl"]
+    assert (latent.problem.h, latent.problem.d, latent.problem.v) == (5, 192, 256)
+    assert latent.shape == "b=4 s=2 t=1024 h=5 d=192 v=256"
+    assert latent.time_us is not None
+    refused = rows["flash_attention", "cutile-dsl"]
+    assert refused.status == ABSENT
+    assert "v=256" in refused.reason
+
+
+def test_a_suite_with_fixed_shapes_takes_no_model(capsys):
+    assert main(["bench", "latent", "--model=kimi-k2"]) == 2
+    assert "model: expected none: the suite latent has fixed shapes" in capsys.readouterr().err
 
 
 def request(kernel: str, *argv: str) -> Any:
