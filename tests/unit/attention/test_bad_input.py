@@ -118,7 +118,7 @@ def test_a_tree_over_packed_queries_is_a_tensor() -> None:
     ("parts", "message"),
     [
         ({"k_new": torch.ones(3)}, "cache.k_new: expected [b=2, h=2, n, d=6], got [3]"),
-        ({"k_new": torch.ones(B, H, 3, D)}, "cache.v_new: expected a tensor [b=2, h=2, n=3, d=6]"),
+        ({"k_new": torch.ones(B, H, 3, D)}, "cache.v_new: expected a tensor [b=2, h=2, n=3, v=6]"),
         ({"v_new": torch.ones(B, H, 3, D)}, "cache.k_new: expected one beside its other"),
         (
             {"window_start": torch.zeros(B, dtype=torch.int32)},
@@ -126,7 +126,7 @@ def test_a_tree_over_packed_queries_is_a_tensor() -> None:
         ),
         (
             {"k_prefix": torch.ones(H, 3, D), "v_prefix": torch.ones(H, 2, D)},
-            "cache.v_prefix: expected [h=2, m=3, d=6], got [2, 2, 6]",
+            "cache.v_prefix: expected [h=2, m=3, v=6], got [2, 2, 6]",
         ),
         (
             {

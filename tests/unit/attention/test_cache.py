@@ -351,7 +351,7 @@ def test_a_prefix_is_shared_and_stays(generator: torch.Generator) -> None:
         ),
         (
             lambda c: c.append(*rows(2, 2), w_uk=torch.randn(H, D, K), w_uv=torch.randn(H, D, K)),
-            r"w_uv: expected \[h=2, k=3, d=4\], got \[2, 4, 3\]",
+            r"w_uv: expected \[h=2, k=3, v=4\], got \[2, 4, 3\]",
         ),
         (lambda c: c.truncate([1.5, 2]), "counts: expected"),
         (

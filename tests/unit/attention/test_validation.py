@@ -61,7 +61,7 @@ PACKED = {"q_nope": torch.randn(6, H, D), "q_rope": torch.randn(6, H, P), "cu_se
         ),
         (
             changed(w_uv=torch.randn(H, D, K)),
-            r"w_uv: expected \[h=2, k=8, d=6\], got \[2, 6, 8\]",
+            r"w_uv: expected \[h=2, k=8, v\], got \[2, 6, 8\]",
         ),
         (changed(cache=5), "cache: expected a LatentCache, a CacheView or a pair .* got int"),
         (changed(cache=(1, 2, 3)), "cache: expected a LatentCache, a CacheView or a pair"),
@@ -105,7 +105,7 @@ PACKED = {"q_nope": torch.randn(6, H, D), "q_rope": torch.randn(6, H, P), "cu_se
         (changed(scale=float("inf")), "scale: expected a positive finite number or None, got inf"),
         (
             changed(out=torch.empty(B, S, H, K)),
-            r"out: expected \[b=2, s=3, h=2, d=6\], got \[2, 3, 2, 8\]",
+            r"out: expected \[b=2, s=3, h=2, v=6\], got \[2, 3, 2, 8\]",
         ),
         (changed(out=torch.empty(B, S, H, D).half()), "out: expected dtype torch.float32"),
         (changed(max_q=2), "max_q: expected s=3 without cu_seqlens_q, got 2"),

@@ -14,6 +14,19 @@ FEW_QUERIES = 64
 """Up to here one 64-row tile holds all queries of a head, and reading K and V is what costs."""
 
 
+_FAMILIES = {8: "sm_120", 9: "sm_90", 10: "sm_100", 11: "sm_100", 12: "sm_120"}
+"""Major compute capability -> target with the same matrix instructions."""
+
+
+def tiling_target(target: str) -> str:
+    """The target whose tilings a target shares: sm_90, sm_100 or sm_120.
+
+    Ampere, Ada and sm_12x have HMMA and at least 99 KB of shared memory per CTA, sm_10x and sm_11x
+    have tcgen05 and 227 KB.
+    """
+    return _FAMILIES.get(int(target.removeprefix("sm_").rstrip("af")) // 10, target)
+
+
 def tile_sides(**sides: int) -> list[tuple[bool, str]]:
     """Constraints for `Tiling.validate`: cuTile's tile sides are powers of two."""
     return [
@@ -99,6 +112,7 @@ class LatentTiling(Tiling):
         sm_90: at k=512 only 64 rows stay on wgmma without spilling. sm_100: only one part of 512
         columns stays on tcgen05. sm_120: 99 KB of shared memory, so the latent tile must be small.
         """
+        target = tiling_target(target)
         if target == "sm_120":
             return [cls(16, 64, Kp) for Kp in (512, 128)] + [
                 cls(16, 64, 512, num_worker_warps=None)
@@ -139,7 +153,7 @@ class HeadTiling(Tiling):
         def plain(*sides: tuple[int, int]) -> list[Self]:
             return [cls(Bm, Bn, occupancy=None) for Bm, Bn in sides]
 
-        few = s <= FEW_QUERIES
+        few, target = s <= FEW_QUERIES, tiling_target(target)
         if target == "sm_120":
             return plain((64, 64), (64, 32), (32, 64)) if few else plain((64, 64), (128, 32))
         if target == "sm_100":
