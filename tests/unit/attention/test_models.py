@@ -154,3 +154,15 @@ def test_a_wrong_width_is_named():
 def replace_cache(operands: tuple, cache: mla_var3.LatentCache) -> tuple:
     q_nope, q_rope, _, w_uk = operands
     return q_nope, q_rope, cache, w_uk
+
+
+@pytest.mark.parametrize("widths", [each for each in WIDTHS if each.p], ids=str)
+def test_the_latent_cutile_kernel_serves_every_width_with_rope(widths: Widths):
+    problem, inputs = case(widths, 5, 2, True)
+    expected, expected_lse = exact(problem, inputs)
+    o, lse = mla_var3.mla_attention(
+        inputs.q_nope, inputs.q_rope, filled(problem, inputs), inputs.w_uk, inputs.w_uv,
+        kernel="flash_mla:cutile-dsl", return_lse=True,
+    )  # fmt: skip
+    assert error(o, expected) < 1e-2
+    assert error(lse, expected_lse) < 3e-3

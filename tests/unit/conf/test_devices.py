@@ -130,8 +130,8 @@ def test_aliases(alias, name):
 def test_unknown_device_says_how_to_add_it():
     with pytest.raises(UnknownNameError) as error:
         device_spec("NVIDIA H205")
-    for part in ("did you mean 'NVIDIA H20' or 'NVIDIA H200'", str(devices_path()), "HYPER_MLA_DEVICES",
-                 "peak_dram_bw_GBps", "compute_capability"):  # fmt: skip
+    for part in ("did you mean 'NVIDIA H20' or 'NVIDIA H200'", str(devices_path()),
+                 "HYPER_MLA_DEVICES", "peak_dram_bw_GBps", "compute_capability"):  # fmt: skip
         assert part in str(error.value)
 
 
