@@ -26,6 +26,15 @@ def test_default_tilings_fit_by_their_own_constraints(design: str, target: str) 
         assert not constraint_failures(kernel.tiling, kernel.plan)
 
 
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("design", ["flash_mla", "flash_mla_split_kv"])
+def test_latent_tilings_fit_narrow_latents_too(design: str, target: str) -> None:
+    sizes = {**SIZES, **DESIGNS[design], "h": 32, "d": 64, "k": 256}
+    plan = plan_class(find_kernel(design))(**sizes).for_target(target)
+    for kernel in plan.plan(*plan.prepare_inputs("meta")).kernels():
+        assert not constraint_failures(kernel.tiling, kernel.plan)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_small_kernel_compiles_for_every_target(target: str) -> None:

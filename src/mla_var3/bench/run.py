@@ -231,7 +231,8 @@ def build_cases(options: BenchOptions) -> tuple[list[Case], dict[str, str]]:
     if options.suite in fixed:
         return fixed[options.suite](kernels, peers), {}
     first: dict[str, Any] = {name: values[0] for name, values in options.sizes.items()}
-    base = replace(COMMON, dtype=options.dtype, causal=options.causal, **first, **options.widths)
+    first |= options.widths
+    base = replace(COMMON, dtype=options.dtype, causal=options.causal, **first)
     if options.suite == "var6_plus":
         return _window_cases(base, options, languages, kernels, peers)
     default = ("all",) if options.suite == "all" else ("latest",)

@@ -1,6 +1,6 @@
 """Tile shapes that several cuTile MLA kernels share, with the evidence behind the candidates."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -106,12 +106,24 @@ class LatentTiling(Tiling):
         )
 
     @classmethod
-    def candidates(cls, target: str) -> list[Self]:
-        """Candidates per target, the default first.
+    def candidates(cls, target: str, k: int = 512) -> list[Self]:
+        """Candidates per target, the default first; a part is never wider than the latent rows.
 
         sm_90: at k=512 only 64 rows stay on wgmma without spilling. sm_100: only one part of 512
         columns stays on tcgen05. sm_120: 99 KB of shared memory, so the latent tile must be small.
+        sm_8x likewise; parts of 256 columns spill least (sm_80: 88 B of stack, with 512 1032 B).
         """
+        found: list[Self] = []
+        for each in cls._candidates(target):
+            narrowed = replace(each, Kp=min(each.Kp, k))
+            if narrowed not in found:
+                found.append(narrowed)
+        return found
+
+    @classmethod
+    def _candidates(cls, target: str) -> list[Self]:
+        if target.startswith("sm_8"):
+            return [cls(16, 64, Kp) for Kp in (256, 512, 128)]
         target = tiling_target(target)
         if target == "sm_120":
             return [cls(16, 64, Kp) for Kp in (512, 128)] + [

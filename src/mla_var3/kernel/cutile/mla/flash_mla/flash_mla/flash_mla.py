@@ -84,10 +84,10 @@ class CtFlashMLA(MlaPlan):
         return self.latent_reference(*inputs, compute_dtype=compute_dtype)
 
     def _default_tiling(self, name: str) -> FlashMLATiling | None:
-        return FlashMLATiling.candidates(self.target.code)[0]
+        return FlashMLATiling.candidates(self.target.code, self.k)[0]
 
     def _autotune_configs(self) -> Sequence[FlashMLATiling]:
-        return FlashMLATiling.candidates(self.target.code)
+        return FlashMLATiling.candidates(self.target.code, self.k)
 
     def _algorithmic_flops_bytes(self, tiling: FlashMLATiling) -> tuple[float, float]:
         cost = flash_mla_cost(self.problem())

@@ -72,7 +72,7 @@ class CtFlashMLASplitKV(MlaPlan):
 
     def _default_tiling(self, name: str) -> Tiling | None:
         if name == "tiling":
-            return SplitKVPartialTiling.candidates(self.target.code)[0]
+            return SplitKVPartialTiling.candidates(self.target.code, self.k)[0]
         return SplitKVReduceTiling(Kc=min(SplitKVReduceTiling.Kc, self.k))
 
     def _autotune_configs(self) -> Sequence[Tiling]:
