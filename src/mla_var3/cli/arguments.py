@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from mla_var3.cli.console import UsageError, note, usage_errors
 from mla_var3.conf.models import Model, model, read_config
-from mla_var3.op.mla.problem import MOST_REQUESTS, require_size
+from mla_var3.op.mla.problem import MOST_REQUESTS, MlaProblem, require_size
 from mla_var3.runtime.paths import KernelId, find_kernel
 
 # --- the parser -----------------------------------------------------------------------------------
@@ -285,6 +285,17 @@ def sizes_text(problem: Any, names: Iterable[str] = SIZES) -> str:
     """The sizes of a problem or call shape in one line; v only where it is not d."""
     shown = [*names, *(["v"] if problem.v != problem.d else [])]
     return " ".join(f"{name}={getattr(problem, name)}" for name in shown)
+
+
+def width_notes(problem: Any) -> list[str]:
+    """What to say about predictions for widths at which no kernel was timed."""
+    usual = MlaProblem(b=1, s=1, t=1, h=1)
+    if all(getattr(problem, name) == getattr(usual, name) for name in "dpkv"):
+        return []
+    return [
+        f"rates were recorded at {sizes_text(usual, ('d', 'p', 'k'))}; hyper-mla choose says which "
+        "kernels take these widths"
+    ]
 
 
 def add_lengths(parser: Any, note: str = " (default: all t)", **settings: Any) -> None:

@@ -78,6 +78,12 @@ def test_commands_compute_with_the_widths_of_a_model(argv, capsys):
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(("model", "noted"), [("kimi-k2", False), ("mistral-small-4", True)])
+def test_predictions_for_widths_that_were_not_timed_say_so(model, noted, capsys):
+    assert main(["predict", f"--model={model}", "--for_device=H200"]) == 0
+    assert ("rates were recorded at d=128 p=64 k=512" in capsys.readouterr().out) == noted
+
+
 def test_bench_predicts_a_model_and_says_what_does_not_serve_it(tmp_path: Path):
     argv = ["bench", "all", "--model=glm-4.7-flash", "--tp=4", "--s=2", "--t=1024", "--b=4"]
     argv += ["--mode=predict", "--for_device=H200", f"--out_dir={tmp_path}"]

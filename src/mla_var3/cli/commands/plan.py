@@ -21,6 +21,7 @@ from mla_var3.cli.arguments import (
     read_lengths,
     read_problem,
     sizes_text,
+    width_notes,
 )
 from mla_var3.cli.console import print_json, print_table, say, usage_errors
 from mla_var3.conf.devices import device_spec
@@ -222,6 +223,8 @@ def _print(plan: WindowPlan) -> None:
             f"{microseconds(plan.chosen.advised_us * plan.layers)}"
         )
     say("")
+    for text in width_notes(plan.problem):
+        say(text)
     print_table("parameters", _PARAMETER_HEADERS, _parameter_rows(plan))
     say(f"{_PREDICTED} {_trust(plan.model.parameters)}")
 

@@ -12,6 +12,7 @@ from mla_var3.cli.arguments import (
     read_lengths,
     read_problem,
     sizes_text,
+    width_notes,
 )
 from mla_var3.cli.console import print_json, print_table, say, usage_errors
 from mla_var3.conf.devices import device_spec, load_devices
@@ -71,6 +72,8 @@ def _print_tables(problem: MlaProblem, sweeps: Sequence[DeviceSweep]) -> None:
         best = list(entry.predictions).index(fastest) if fastest else None
         print_table(title, ("kernel", "kernel time", "call time", "steady", "choice"), rows, best)
     say(f"{sizes_text(problem)} {problem.dtype}. Predictions, not measurements.")
+    for text in width_notes(problem):
+        say(text)
     say("call time: kernel time and projections; steady: call time at the power limit")
     say("decompressed tokens are in the cache; * least steady (else burst) call time")
     for entry in sweeps:
