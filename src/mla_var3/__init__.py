@@ -2,8 +2,8 @@
 
 Importing this package loads neither torch nor a kernel language. Its names are loaded when they are
 first used: the attention calls `mla_attention`, `mla_latent_attention`, `LatentCache`,
-`PrefixGroups`, `find_shared_prefixes` and `explain`; `benchmark_kernel` and `run_plan`, which
-profile a kernel plan and run its command line.
+`PrefixGroups`, `find_shared_prefixes` and `explain`; `model`, the widths and heads of a published
+model; `benchmark_kernel` and `run_plan`, which profile a kernel plan and run its command line.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ _MODULES = {
     "find_shared_prefixes": "attention",
     "mla_attention": "attention",
     "mla_latent_attention": "attention",
+    "model": "conf.models",
     "benchmark_kernel": "runtime.profiling.modes",
     "run_plan": "cli.commands.kernel",
 }

@@ -71,7 +71,7 @@ def mla_attention(
         cache: a `LatentCache`, a `CacheView`, or a pair `(c_kv [b, t, k], k_rope [b, t, p])`. Slots
             beyond a length may hold anything.
         w_uk: up-projection of the keys, `[h, d, k]`.
-        w_uv: up-projection of the values, `[h, k, d]`.
+        w_uv: up-projection of the values, `[h, k, v]`; v may differ from d.
         lengths: tokens of each request, `[b]`; by default those of the cache, or t for a pair.
         causal: whether a query sees no position after its own.
         scale: factor on the logits; `(d + p) ** -0.5` by default.
@@ -99,7 +99,7 @@ def mla_attention(
             step by `prefix_layout`. It changes no result: a kernel may read shared tokens once.
 
     Returns:
-        The output `[b, s, h, d]` (or `[total_q, h, d]`); with `return_lse` also the LSE
+        The output `[b, s, h, v]` (or `[total_q, h, v]`); with `return_lse` also the LSE
         `[b, s, h]` (or `[total_q, h]`), float32.
     """
     # Only what is given, so that the key stays short.

@@ -23,7 +23,7 @@ from mla_var3.bench.record import (
     QUERY_PROJECTION,
 )
 from mla_var3.bench.suites import Case, KernelChoice, SharedTokens
-from mla_var3.errors import CheckFailedError, UnsupportedError
+from mla_var3.errors import CheckFailedError, InvalidArgumentError, UnsupportedError
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import (
     flash_attention_cost,
@@ -293,7 +293,7 @@ def projection_contender(name: str, problem: MlaProblem, device: str = "cuda") -
         from mla_var3.op.mla.inputs import torch_dtype
 
         of_queries = name == QUERY_PROJECTION
-        width, to = (problem.d, problem.k) if of_queries else (problem.k, problem.d)
+        width, to = (problem.d, problem.k) if of_queries else (problem.k, problem.v)
         rows, h, dtype = problem.b * problem.s, problem.h, torch_dtype(problem)
         generator = torch.Generator(device=device).manual_seed(SEED)
 
@@ -351,6 +351,8 @@ def make_plan(choice: KernelChoice, problem: MlaProblem, target: str) -> KernelP
     name = f"{choice.kernel.full_name} ({choice.kernel.language})"
     fields = {f.name for f in dataclasses.fields(cls)}
     sizes = {k: v for k, v in dataclasses.asdict(problem).items() if v is not None}
+    if sizes["v"] == sizes["d"] or not getattr(cls, "needs_v", True):
+        del sizes["v"]  # plans have no such field
     wanted = {**sizes, **choice.fields}
     defaults = MlaProblem(b=1, s=1, t=1, h=1)
     missing = [
@@ -370,7 +372,12 @@ def make_plan(choice: KernelChoice, problem: MlaProblem, target: str) -> KernelP
         )
     if "seed" in fields:
         wanted["seed"] = SEED
-    plan: KernelPlan = cls(**{key: value for key, value in wanted.items() if key in fields})
+    try:
+        plan: KernelPlan = cls(**{key: value for key, value in wanted.items() if key in fields})
+    except InvalidArgumentError as error:
+        if error.argument not in ("d", "p", "k"):
+            raise
+        raise UnsupportedError(f"{name}: {error}") from error  # made for other models
     return plan.for_target(target)
 
 

@@ -140,6 +140,8 @@ class BenchRow:
         derived = {"tflops": self.tflops, "gbps": self.gbps, "call_us": self.call_us}
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         problem = {name: sizes[name] for name in _SIZES}
+        if self.problem.v != self.problem.d:
+            problem["v"] = self.problem.v
         if self.problem.lengths is not None:
             problem["lengths"] = list(self.problem.lengths)
         return {**values, "problem": problem, **derived}
@@ -246,6 +248,7 @@ def shape_text(problem: MlaProblem) -> str:
         for name in ("d", "p", "k")
         if getattr(problem, name) != getattr(usual, name)
     ]
+    parts += [f"v={problem.v}"] if problem.v != problem.d else []
     parts += [problem.dtype] if problem.dtype != usual.dtype else []
     return " ".join([*parts, *([] if problem.causal else ["full"])])
 
@@ -358,8 +361,8 @@ def row_key(row: BenchRow) -> tuple[Any, ...]:
 
 
 CSV_COLUMNS = (
-    "kernel", "language", "source", "kind", "path", "b", "s", "t", "h", "d", "p", "k", "dtype",
-    "causal", "lengths", "choices", "eight_bit", "status", "reason", "note", "time_us",
+    "kernel", "language", "source", "kind", "path", "b", "s", "t", "h", "d", "p", "k", "v",
+    "dtype", "causal", "lengths", "choices", "eight_bit", "status", "reason", "note", "time_us",
     "spread_us", "call_us", "runs", "timer", "tflops", "gbps", "error", "speedup_over_best_peer",
     "device", "date", "command", "versions",
 )  # fmt: skip
@@ -377,7 +380,8 @@ def csv_text(record: BenchRecord, speedups: Mapping[int, float]) -> str:
     writer.writeheader()
     for index, row in enumerate(record.rows):
         values = row.to_dict()
-        values |= {"lengths": None, "eight_bit": row.eight_bit, **values.pop("problem")}
+        values |= {"lengths": None, "eight_bit": row.eight_bit, "v": row.problem.v}
+        values |= values.pop("problem")
         if row.problem.lengths is not None:
             values["lengths"] = f"{min(row.problem.lengths)}..{max(row.problem.lengths)}"
         values["choices"] = " ".join(f"{k}={v}" for k, v in row.choices.items())

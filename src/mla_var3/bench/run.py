@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_var3.bench.analysis import row_speedups
+from mla_var3.bench.contribute import FILE_NAME, contribution
 from mla_var3.bench.page import html_page, markdown_page
 from mla_var3.bench.plots import Plot, draw_plots
 from mla_var3.bench.predict import NOTE, predict_case
@@ -74,6 +75,7 @@ class BenchOptions(SessionOptions):
     Attributes:
         suite: one of `mla_var3.bench.suites.SUITES`.
         sizes: b, s, t and h, each one or several values.
+        widths: d, p, k and v of a model; empty for the usual ones.
         dtype, causal: the rest of the problem.
         n_values: windows of the suite var6_plus.
         version: version of mla_var6_plus for that suite.
@@ -86,10 +88,12 @@ class BenchOptions(SessionOptions):
         against: earlier record to compare with.
         across_versions: compare also where compilers or peers have other versions.
         out_dir: folder of the report.
+        contribute: also write the measured rows without anything private, to be sent.
     """
 
     suite: str = "figures"
     sizes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    widths: Mapping[str, int] = field(default_factory=dict)
     dtype: str = "bfloat16"
     causal: bool = True
     n_values: tuple[int, ...] | None = None
@@ -103,6 +107,7 @@ class BenchOptions(SessionOptions):
     against: Path | None = None
     across_versions: bool = False
     out_dir: Path | None = None
+    contribute: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -117,7 +122,8 @@ class BenchOptions(SessionOptions):
             other = "records" if self.records else "predictions"
             raise InvalidArgumentError("resume", f"none with {other}", self.resume)
         if self.suite in FIXED_SUITES:
-            given = [*self.sizes, *(["causal"] if not self.causal else [])]
+            given = [*(["model"] if self.widths else []), *self.sizes]
+            given += ["causal"] if not self.causal else []
             given += ["dtype"] if self.dtype != COMMON.dtype else []
             given += ["kernels"] if self.kernels else []
             if given:
@@ -189,6 +195,8 @@ def run_bench(options: BenchOptions) -> BenchResult:
     earlier = load_record(options.against) if options.against else None
     if options.resume and not options.measures:
         raise InvalidArgumentError("resume", "a GPU to continue on", "none")
+    if options.contribute and not options.records and not options.measures:
+        raise InvalidArgumentError("contribute", "a GPU to measure on, or --records", "neither")
     name = "records" if options.records else options.suite
     folder = options.out_dir or (options.resume.parent if options.resume else None)
     folder = folder or paths.output_root() / "bench" / name / paths.timestamp()
@@ -208,7 +216,11 @@ def run_bench(options: BenchOptions) -> BenchResult:
     regression = None
     if earlier is not None:
         regression = compare_records(record, earlier, across_versions=options.across_versions)
-    return _write(record, folder, name, regression, missing)
+    result = _write(record, folder, name, regression, missing)
+    if options.contribute:
+        result.files["to send"] = folder / FILE_NAME
+        save_record(contribution(record), folder / FILE_NAME)
+    return result
 
 
 def build_cases(options: BenchOptions) -> tuple[list[Case], dict[str, str]]:
@@ -231,6 +243,7 @@ def build_cases(options: BenchOptions) -> tuple[list[Case], dict[str, str]]:
         grid = QUICK_ENGINE if options.quick else ENGINE
         return engine_cases({**grid, **options.sizes}, kernels, peers), {}
     first: dict[str, Any] = {name: values[0] for name, values in options.sizes.items()}
+    first |= options.widths
     base = replace(COMMON, dtype=options.dtype, causal=options.causal, **first)
     if options.suite == "var6_plus":
         return _window_cases(base, options, languages, kernels, peers)

@@ -13,10 +13,12 @@ import typing
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 from mla_var3.cli.console import UsageError, note, usage_errors
-from mla_var3.op.mla.problem import MOST_REQUESTS, require_size
+from mla_var3.conf.models import Model, model, read_config
+from mla_var3.op.mla.problem import MOST_REQUESTS, MlaProblem, require_size
 from mla_var3.runtime.paths import KernelId, find_kernel
 
 # --- the parser -----------------------------------------------------------------------------------
@@ -193,11 +195,14 @@ SIZE_TEXTS = {
     "d": "head dimension without rope",
     "p": "rope dimension",
     "k": "latent dimension",
+    "v": "value dimension",
 }
 SIZES = {"b": 32, "s": 16, "t": 4096, "h": 128, "d": 128, "p": 64, "k": 512}
 """Their defaults, where a command has some."""
 CALL_SIZES = ("b", "s", "t", "h")
 """Sizes that differ from call to call; the others belong to the model."""
+MODEL_SIZES = ("h", "d", "p", "k", "v")
+"""Sizes that a model and its tensor parallelism decide."""
 
 
 def add_sizes(
@@ -215,6 +220,82 @@ def add_sizes(
         common = {"type": ValueType(int), "metavar": "N", "default": SIZES[name], **settings}
         text = SIZE_TEXTS[name] + note.format(default=SIZES[name])
         parser.add_argument(f"--{name}", help=text, **common)
+
+
+def add_model(parser: Any) -> None:
+    """Add `--model`, `--config` and `--tp`, which give `MODEL_SIZES`; see `read_model`."""
+    texts = {
+        "model": ("NAME", "published model that sets h, d, p, k and v; hyper-mla list names them"),
+        "config": ("FILE", "config.json of a Hugging Face model, instead of --model"),
+        "tp": ("N", "GPUs that share the model's heads (default: 1)"),
+    }
+    kinds: dict[str, Any] = {"model": str, "config": Path, "tp": ValueType(int)}
+    for name, (metavar, text) in texts.items():
+        unset: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": name}
+        parser.add_argument(f"--{name}", type=kinds[name], metavar=metavar, help=text, **unset)
+
+
+def read_model(values: dict[str, Any]) -> dict[str, int]:
+    """Take `--model`, `--config` and `--tp` out of parsed options.
+
+    Returns:
+        The sizes that they give; none without a model.
+
+    Raises:
+        UsageError: The options contradict each other.
+    """
+    given = {name: values.pop(name) for name in ("model", "config", "tp") if name in values}
+    if not given:
+        return {}
+    if "model" in given and "config" in given:
+        raise UsageError(f"--config: expected none beside --model={given['model']}")
+    if len(given) == 1 and "tp" in given:
+        raise UsageError("--tp: expected --model or --config beside it, got neither")
+    with usage_errors():
+        found: Model = model(given["model"]) if "model" in given else read_config(given["config"])
+    sizes = found.sizes(given.get("tp", 1))
+    source = "--model" if "model" in given else "--config"
+    for name in MODEL_SIZES:
+        if name in values:
+            raise UsageError(
+                f"--{name}: expected none beside {source}, which gives {name}={sizes[name]}; "
+                f"got {values[name]}"
+            )
+    return sizes
+
+
+def add_problem(parser: Any) -> None:
+    """Add all sizes of a problem, and a model instead of those that it gives."""
+    add_sizes(parser, ("b", "s", "t"))
+    widths = ("h", "d", "p", "k")
+    add_sizes(parser, widths, default=argparse.SUPPRESS)
+    text = f"{SIZE_TEXTS['v']} (default: d)"
+    kind = ValueType(int)
+    parser.add_argument("--v", type=kind, metavar="N", default=argparse.SUPPRESS, help=text)
+    add_model(parser)
+
+
+def read_problem(values: dict[str, Any]) -> None:
+    """Replace the options of `add_problem` in parsed options by the sizes of a problem."""
+    sizes = read_model(values)
+    values |= {**{name: SIZES[name] for name in SIZES if name not in values}, **sizes}
+
+
+def sizes_text(problem: Any, names: Iterable[str] = SIZES) -> str:
+    """The sizes of a problem or call shape in one line; v only where it is not d."""
+    shown = [*names, *(["v"] if problem.v != problem.d else [])]
+    return " ".join(f"{name}={getattr(problem, name)}" for name in shown)
+
+
+def width_notes(problem: Any) -> list[str]:
+    """What to say about predictions for widths at which no kernel was timed."""
+    usual = MlaProblem(b=1, s=1, t=1, h=1)
+    if all(getattr(problem, name) == getattr(usual, name) for name in "dpkv"):
+        return []
+    return [
+        f"rates were recorded at {sizes_text(usual, ('d', 'p', 'k'))}; hyper-mla choose says which "
+        "kernels take these widths"
+    ]
 
 
 def add_lengths(parser: Any, note: str = " (default: all t)", **settings: Any) -> None:

@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mla_var3.cli.arguments import SIZE_TEXTS, Parser, ValueType, read_lengths, value_type
+from mla_var3.cli.arguments import (
+    MODEL_SIZES,
+    SIZE_TEXTS,
+    Parser,
+    ValueType,
+    add_model,
+    read_lengths,
+    read_model,
+    value_type,
+)
 from mla_var3.cli.console import UsageError
 from mla_var3.errors import HyperMlaError, UnknownNameError
 from mla_var3.runtime.paths import DEFAULT_LANGUAGE, LANGUAGES, TARGETS
@@ -137,6 +146,8 @@ class PlanParser(Parser):
                 raise _unreadable(plan, name)
             else:
                 self._add_field(problem, name, plan, kind, "", name)
+        if set(MODEL_SIZES) - {"v"} <= set(self.flags):
+            add_model(problem)
         for owner, tiling in tilings.items():
             others = [_field_types(each) for key, each in tilings.items() if key != owner]
             self._add_tiling(owner, tiling, {name for each in others for name in each})
@@ -190,6 +201,7 @@ class PlanParser(Parser):
     def request(self, values: dict[str, Any]) -> Request:
         """Apply parsed options to the plan; the plan itself rejects what it cannot compute."""
         plan = self.plan
+        values = {**values, **_of_model(plan, values)}
         changes: dict[str, Any] = {}
         tilings: dict[str, dict[str, Any]] = {}
         for flag, (tiling, name) in self.flags.items():
@@ -210,6 +222,14 @@ class PlanParser(Parser):
             tuple(flag for flag, (tiling, _) in self.flags.items() if tiling and flag in values),
             tuple(tilings),
         )
+
+
+def _of_model(plan: KernelPlan, values: dict[str, Any]) -> dict[str, int]:
+    """The sizes that `--model` or `--config` gives a plan."""
+    sizes = read_model(values)
+    if sizes and (v := sizes.pop("v")) != sizes["d"] and getattr(plan, "needs_v", True):
+        raise UsageError(f"--model: {plan.name} needs v=d={sizes['d']}, the model has v={v}")
+    return sizes
 
 
 def _field_types(owner: Any) -> dict[str, ValueType | None]:

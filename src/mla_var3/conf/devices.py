@@ -364,18 +364,25 @@ def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return dict(pairs)
 
 
+_SHARED_KIB: Final = {"sm_86": 99, "sm_87": 163, "sm_88": 99, "sm_110": 227}
+"""Shared memory per CTA of targets without a device in the table; CUDA C++ Programming Guide,
+Technical Specifications per Compute Capability."""
+
+
 def shared_memory_limit(target: str) -> int | None:
-    """Shared memory that one thread block may use on every known device of a target, in bytes.
+    """Shared memory that one CTA may use on every known device of a target, in bytes.
 
     Args:
         target: GPU code such as "sm_90".
 
     Returns:
-        None when no device of that target is known.
+        None for an unknown target.
     """
     limits = [
         spec.shared_memory_per_block_bytes
         for spec in load_devices().values()
         if spec.target == target
     ]
+    if not limits and target in _SHARED_KIB:
+        return _SHARED_KIB[target] * 1024
     return min(limits, default=None)

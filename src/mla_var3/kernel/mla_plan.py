@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mla_var3.op.mla.inputs import MlaInputs, absorb_queries, make_inputs, torch_dtype
-from mla_var3.op.mla.problem import MlaProblem
+from mla_var3.op.mla.problem import MlaProblem, require_size
 from mla_var3.op.mla.reference import reference_absorbed
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.tensors import check_tensor, require_view
@@ -40,8 +40,13 @@ class MlaPlan(KernelPlan):
     )
 
     targets: ClassVar[tuple[str, ...]] = ("sm_90", "sm_100", "sm_120")
+    needs_v: ClassVar[bool] = True
+    """Whether the kernel reads values per head, whose width then has to be d."""
+    needs_rope: ClassVar[bool] = True
+    """Whether p has to be positive."""
 
     def __post_init__(self) -> None:
+        require_size("p", self.p, minimum=1 if self.needs_rope else 0)
         # Building the problem validates every field and names the one that is wrong.
         self.problem()
 

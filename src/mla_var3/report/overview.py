@@ -74,7 +74,7 @@ class OverviewOptions:
             compile target.
         out_dir: folder of the report; `out/overview/<timestamp>` by default.
         device: "auto", "cuda" or "cpu".
-        sizes: b, s, t, h where they differ from `SIZES`.
+        sizes: b, s, t, h where they differ from `SIZES`; widths where they are not the default.
         progress: reporter for long work.
         on_start, on_end: called around each step.
         on_lost: called with the record when a kernel destroyed the CUDA context or does not
@@ -313,7 +313,7 @@ def _plot(job: _Job, step: Step) -> None:
     if not job.result.sweeps:
         raise UnsupportedError("plots need the predictions, which failed")
     sizes = ", ".join(f"{name}={value}" for name, value in job.sizes.items() if name != "s")
-    dense = dense_sweeps(job.result.sweeps)
+    dense = dense_sweeps(plotted(job.result.sweeps))
     heading = f"Predicted call time of MLA attention, {sizes}"
     plots = crossover_plot(dense, job.folder / "crossover", heading)
     plots += line_plot(
@@ -330,6 +330,12 @@ def _plot(job: _Job, step: Step) -> None:
     step.summary = ", ".join(path.name for path in plots)
     images = [path for path in plots if path.suffix == ".png"]
     step.text = "\n\n".join(f"![{path.stem}]({path.name})" for path in images) + "\n"
+
+
+def plotted(sweeps: Sequence[DeviceSweep]) -> list[DeviceSweep]:
+    """The sweeps that plots show: devices with recorded rates, and the first of each target."""
+    first = {entry.target: entry for entry in reversed(sweeps)}
+    return [entry for entry in sweeps if entry.fitted or first[entry.target] is entry]
 
 
 def prediction_markdown(sweeps: Sequence[DeviceSweep], kernel: str) -> str:

@@ -66,9 +66,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(load_devices()))
+DEVICES = {**{s.target: s.name for s in load_devices().values()}, "sm_90": "NVIDIA H200"}
+
+
+@pytest.mark.parametrize("name", DEVICES.values())
 def test_what_is_chosen_serves_the_device(name: str) -> None:
-    """Every device, dtype, kind of cache and shape."""
+    """A device of every target, every dtype, kind of cache and shape."""
     spec = device_spec(name)
     foreign = {
         (known.kernel, known.language)

@@ -311,6 +311,10 @@ def test_a_prefix_is_shared_and_stays(generator: torch.Generator) -> None:
             r"k_new: expected \[b=2, m=2, h=2, d=4\], got \[2, 3, 2, 4\]",
         ),
         (
+            lambda c: c.append(*rows(2, 2), w_uk=torch.randn(H, D, K), w_uv=torch.randn(H, D, K)),
+            r"w_uv: expected \[h=2, k=3, v=4\], got \[2, 4, 3\]",
+        ),
+        (
             lambda c: c.truncate([1, 2], w_uk=torch.randn(H, D, K)),
             "w_uk: expected w_uk and w_uv, or neither, got one of them",
         ),

@@ -102,8 +102,8 @@ def test_sizes_are_checked() -> None:
         mla_var3.explain(b=1, s=1, t=1)
     with pytest.raises(InvalidArgumentError, match="s: expected a positive integer, got 0"):
         mla_var3.explain(b=1, s=0, t=1, h=1)
-    with pytest.raises(UnknownNameError, match="unknown device 'H20'"):
-        mla_var3.explain(**SIZES, device_name="H20")
+    with pytest.raises(UnknownNameError, match="unknown device 'H205'"):
+        mla_var3.explain(**SIZES, device_name="H205")
 
 
 def test_on_the_cpu_the_torch_path_runs_and_is_named(generator: torch.Generator) -> None:
@@ -258,7 +258,7 @@ def test_choose_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--kernel=flash"], 2, "unknown kernel 'flash'"),
         (["--s=0"], 2, "s: expected a positive integer, got 0"),
-        (["--device_name=H20"], 2, "unknown device 'H20'"),
+        (["--device_name=H205"], 2, "unknown device 'H205'"),
         (["--dtype=int8"], 2, "dtype: expected bfloat16 or float16 or float32, got 'int8'"),
         (["--kernel=mla_var6_plus", "--tree"], 1, "it does not support a tree of tokens"),
     ],

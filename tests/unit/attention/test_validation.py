@@ -57,7 +57,10 @@ PACKED = {"q_nope": torch.randn(6, H, D), "q_rope": torch.randn(6, H, P), "cu_se
             changed(w_uk=torch.randn(H, D + 1, K)),
             r"w_uk: expected \[h=2, d=6, k\], got \[2, 7, 8\]",
         ),
-        (changed(w_uv=torch.randn(H, D, K)), r"w_uv: expected \[h=2, k=8, d=6\], got \[2, 6, 8\]"),
+        (
+            changed(w_uv=torch.randn(H, D, K)),
+            r"w_uv: expected \[h=2, k=8, v\], got \[2, 6, 8\]",
+        ),
         (changed(cache=5), "cache: expected a LatentCache, a CacheView or a pair .* got int"),
         (
             changed(cache=(torch.randn(B, T, 9), torch.randn(B, T, P))),
@@ -89,7 +92,7 @@ PACKED = {"q_nope": torch.randn(6, H, D), "q_rope": torch.randn(6, H, P), "cu_se
         (changed(scale=0), "scale: expected a positive finite number or None, got 0"),
         (
             changed(out=torch.empty(B, S, H, K)),
-            r"out: expected \[b=2, s=3, h=2, d=6\], got \[2, 3, 2, 8\]",
+            r"out: expected \[b=2, s=3, h=2, v=6\], got \[2, 3, 2, 8\]",
         ),
         (changed(max_q=2), "max_q: expected s=3 without cu_seqlens_q, got 2"),
         (changed(max_kv=0), "max_kv: expected a positive integer, got 0"),

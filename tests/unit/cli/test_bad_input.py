@@ -32,7 +32,7 @@ BAD = {
     f"predict --b={HUGE}": "b: expected an integer from 1 to 1048576, got 9999",
     f"predict --b={HUGE} --lengths=mixed": "b: expected an integer from 1 to 1048576",
     "predict --for_device=": "unknown device ''",
-    "predict --for_device=H20": "unknown device 'H20'",
+    "predict --for_device=H205": "unknown device 'H205'",
     "predict --lengths=": "--lengths: expected a comma list, each an integer or mixed",
     f"choose --window={HUGE}": "window: expected an integer from 0 to 2147483647, got",
     f"choose --page_size={HUGE}": "page_size: expected an integer from 1 to 2147483647",

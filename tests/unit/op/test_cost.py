@@ -15,7 +15,7 @@ from mla_var3.op.mla import cost
 from mla_var3.op.mla.inputs import absorb_queries, decompress_all, decompress_newest, make_inputs
 from mla_var3.op.mla.problem import MlaProblem
 
-TINY = MlaProblem(b=3, s=2, t=5, h=2, d=4, p=2, k=8, lengths=(5, 0, 3))
+TINY = MlaProblem(b=3, s=2, t=5, h=2, d=4, p=2, k=8, v=6, lengths=(5, 0, 3))
 FULL = replace(TINY, lengths=None)
 H200 = (790.0, 4300.0)
 
@@ -42,8 +42,8 @@ def outputs(problem, width):
 
 @pytest.mark.parametrize("problem", [TINY, FULL])
 def test_flops_of_the_pure_paths_by_counting(problem):
-    d, p, k = problem.d, problem.p, problem.k
-    decompressed = multiply_adds(problem, lambda *_: (d + p) + d)
+    d, p, k, v = problem.d, problem.p, problem.k, problem.v
+    decompressed = multiply_adds(problem, lambda *_: (d + p) + v)
     latent = multiply_adds(problem, lambda *_: (k + p) + k)
     assert cost.flash_attention_cost(problem).flops == 2 * decompressed
     assert cost.flash_mla_cost(problem).flops == 2 * latent
@@ -53,11 +53,11 @@ def test_flops_of_the_pure_paths_by_counting(problem):
 @pytest.mark.parametrize("problem", [TINY, FULL])
 @pytest.mark.parametrize("n", range(6))
 def test_flops_of_the_mix_by_counting(problem, n):
-    d, p, k = problem.d, problem.p, problem.k
+    d, p, k, v = problem.d, problem.p, problem.k, problem.v
 
     def per_token(position, length):
         new = position >= max(length - n, 0)
-        return (d + p) + d if new else (k + p) + k
+        return (d + p) + v if new else (k + p) + k
 
     expected = 2 * multiply_adds(problem, per_token)
     assert cost.mla_var6_plus_cost(problem, n).flops == expected
@@ -68,7 +68,7 @@ def test_bytes_are_the_sizes_of_the_tensors():
     x = make_inputs(FULL, "meta")
     keys, values = decompress_all(x.c_kv, x.w_uk, x.w_uv)
     q_latent = absorb_queries(x.q_nope, x.w_uk)
-    o, o_latent = outputs(FULL, FULL.d), outputs(FULL, FULL.k)
+    o, o_latent = outputs(FULL, FULL.v), outputs(FULL, FULL.k)
     lse = FULL.b * FULL.s * FULL.h * 4
     assert cost.flash_attention_cost(FULL).bytes == o + nbytes(
         x.q_nope, x.q_rope, keys, values, x.k_rope
@@ -97,10 +97,10 @@ def test_bytes_are_the_sizes_of_the_tensors():
 
 def test_lengths_count_where_slots_do_not():
     tokens = sum(TINY.kv_lengths)
-    d, p, k, h = TINY.d, TINY.p, TINY.k, TINY.h
+    p, k, h = TINY.p, TINY.k, TINY.h
     missing = FULL.b * FULL.t - tokens
     difference = cost.flash_attention_cost(FULL).bytes - cost.flash_attention_cost(TINY).bytes
-    assert difference == missing * (2 * h * d + p) * 2
+    assert difference == missing * (h * (TINY.d + TINY.v) + p) * 2
     assert (
         cost.flash_mla_cost(FULL).bytes - cost.flash_mla_cost(TINY).bytes == missing * (k + p) * 2
     )
@@ -108,12 +108,13 @@ def test_lengths_count_where_slots_do_not():
 
 def test_projection_flops():
     rows = FULL.b * FULL.s * FULL.h
-    expected = 2 * rows * FULL.d * FULL.k
-    assert cost.q_absorption_cost(FULL).flops == expected
+    assert cost.q_absorption_cost(FULL).flops == 2 * rows * FULL.d * FULL.k
+    expected = 2 * rows * FULL.v * FULL.k
     assert cost.output_up_projection_cost(FULL).flops == expected
     assert cost.decompress_combine_cost(FULL).flops == expected
-    # Keys and values, each a [tokens, k] @ [k, d] product per head.
-    assert cost.decompression_cost(TINY, 2).flops == 2 * 2 * (2 + 2) * TINY.h * TINY.k * TINY.d
+    # Keys and values of four tokens, each a [tokens, k] product per head.
+    width = TINY.d + TINY.v
+    assert cost.decompression_cost(TINY, 2).flops == 2 * (2 + 2) * TINY.h * TINY.k * width
 
 
 def brute_force_n(problem, peaks, multiple):

@@ -125,7 +125,7 @@ def test_projections_name_the_wrong_operand():
         up_project(inputs.c_kv, inputs.w_uv)
     with pytest.raises(InvalidArgumentError, match=r"^w_uk: expected \[h, d, k=16\]"):
         decompress_all(inputs.c_kv, inputs.w_uv, inputs.w_uv)
-    with pytest.raises(InvalidArgumentError, match=r"^w_uv: expected \[h=5, k=16, d=8\]"):
+    with pytest.raises(InvalidArgumentError, match=r"^w_uv: expected \[h=5, k=16, v\]"):
         decompress_all(inputs.c_kv, inputs.w_uk, inputs.w_uk)
 
 

@@ -31,8 +31,22 @@ def test_defaults_are_those_of_deepseek_v3():
     assert problem.total_tokens == 8192
 
 
-@pytest.mark.parametrize("value", [0, True, 2.0, "4", None])
-@pytest.mark.parametrize("name", ["b", "s", "t", "h", "d", "p", "k"])
+def test_v_is_d_unless_given_and_p_may_be_0():
+    problem = MlaProblem(1, 1, 1, 1, d=192, p=0)
+    assert (problem.v, problem.p) == (192, 0)
+    assert problem == MlaProblem(1, 1, 1, 1, d=192, p=0, v=192)
+    assert MlaProblem(1, 1, 1, 1, d=192, v=256).softmax_scale == 256**-0.5
+
+
+@pytest.mark.parametrize("name", ["p", "v"])
+@pytest.mark.parametrize("value", [-3, True, False, 2.0, "4", None])
+def test_sizes_that_may_be_0_are_integers_too(name, value):
+    with pytest.raises(InvalidArgumentError, match=f"^{name}: expected a"):
+        MlaProblem(1, 1, 1, 1, **{name: value})
+
+
+@pytest.mark.parametrize("name", ["b", "s", "t", "h", "d", "k"])
+@pytest.mark.parametrize("value", [0, -3, True, 2.0, "4", None])
 def test_sizes_must_be_positive_integers(name, value):
     good = {"b": 1, "s": 1, "t": 1, "h": 1}
     with pytest.raises(InvalidArgumentError, match=f"^{name}: expected a positive integer, got"):

@@ -29,7 +29,7 @@ from mla_var3.op.mla.reference import (
 )
 
 # Mixed lengths: full, empty, shorter than s, just s, in between.
-PROBLEM = MlaProblem(b=5, s=4, t=11, h=3, d=8, p=4, k=16, lengths=(11, 0, 2, 4, 7))
+PROBLEM = MlaProblem(b=5, s=4, t=11, h=3, d=8, p=4, k=16, v=6, lengths=(11, 0, 2, 4, 7))
 
 
 def wide(inputs: MlaInputs, dtype: torch.dtype = torch.float64) -> MlaInputs:
@@ -48,7 +48,7 @@ def mask_options(problem):
 
 def by_hand(problem: MlaProblem, inputs: MlaInputs):
     """Attention row by row in Python, in float64, from decompressed keys."""
-    out = torch.zeros(problem.b, problem.s, problem.h, problem.d, dtype=torch.float64)
+    out = torch.zeros(problem.b, problem.s, problem.h, problem.v, dtype=torch.float64)
     lse = torch.full((problem.b, problem.s, problem.h), -math.inf, dtype=torch.float64)
     for r in range(problem.b):
         for i in range(problem.s):
@@ -68,9 +68,9 @@ def by_hand(problem: MlaProblem, inputs: MlaInputs):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("scale", [None, 0.3])
-def test_every_path_equals_attention_by_hand(causal, scale):
-    problem = replace(PROBLEM, causal=causal, scale=scale)
+@pytest.mark.parametrize(("scale", "p"), [(None, 4), (0.3, 4), (None, 0)])
+def test_every_path_equals_attention_by_hand(causal, scale, p):
+    problem = replace(PROBLEM, causal=causal, scale=scale, p=p)
     inputs = make_inputs(problem, "cpu", seed=1)
     expected = by_hand(problem, inputs)
     exact = wide(inputs)

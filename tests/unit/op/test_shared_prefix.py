@@ -29,7 +29,7 @@ from mla_var3.op.mla.window.formats import FP8, PLAIN
 from mla_var3.op.mla.window.quantise import dequantise, quantise
 
 # Full, empty, within the prefix, at its end, just past it, own tokens fewer than queries.
-PROBLEM = MlaProblem(b=6, s=4, t=12, h=3, d=8, p=4, k=16, lengths=(12, 0, 2, 5, 6, 8))
+PROBLEM = MlaProblem(b=6, s=4, t=12, h=3, d=8, p=4, k=16, v=6, lengths=(12, 0, 2, 5, 6, 8))
 
 
 def wide(inputs: MlaInputs) -> MlaInputs:
@@ -144,12 +144,12 @@ def test_bad_prefixes_are_refused() -> None:
 def test_flops_by_counting(prefix: int, lengths: tuple[int, ...] | None) -> None:
     problem = replace(PROBLEM, lengths=lengths)
     shared = SharedPrefixProblem(problem, prefix)
-    d, p, k = problem.d, problem.p, problem.k
+    d, p, k, v = problem.d, problem.p, problem.k, problem.v
     mixed = absorbed = 0
     for length in problem.kv_lengths:
         for _, _, position in itertools.product(range(problem.s), range(problem.h), range(length)):
             absorbed += (k + p) + k
-            mixed += (d + p) + d if position < prefix else (k + p) + k
+            mixed += (d + p) + v if position < prefix else (k + p) + k
     assert shared_prefix_attention_cost(shared).flops == 2 * mixed
     assert latent_copied_cost(shared).flops == 2 * absorbed
     assert latent_shared_cost(shared).flops == 2 * absorbed
@@ -164,7 +164,7 @@ def test_bytes_are_the_sizes_of_the_tensors() -> None:
     queries = x.plain.q_nope.nbytes + x.plain.q_rope.nbytes + q_latent.nbytes
     prefix = x.k_prefix.nbytes + x.v_prefix.nbytes + x.k_rope_prefix.nbytes
     own = x.c_kv[:, 5:].nbytes + x.k_rope[:, 5:].nbytes
-    partials = rows * (problem.k + problem.d) * 2 + 2 * rows * 4
+    partials = rows * (problem.k + problem.v) * 2 + 2 * rows * 4
     assert shared_prefix_attention_cost(shared).bytes == queries + prefix + own + partials
     copied = flash_mla_cost(problem)
     once = x.plain.c_kv[0, :5].nbytes + x.plain.k_rope[0, :5].nbytes

@@ -69,6 +69,9 @@ class PlannedBackend:
             "a result that does not depend on the batch (batch_invariant)": shape.batch_invariant,
             "float32; it takes bfloat16 and float16": shape.dtype == "float32",
             "cache rows that are not 16-byte aligned": not shape.aligned,
+            f"values of width v={shape.v} beside d={shape.d}; it needs v = d": (
+                shape.v != shape.d and not self._service.latent
+            ),
         }
         refusal = self._service.refusal(shape)
         if refusal is not None:

@@ -19,7 +19,7 @@ from mla_var3.op.product import product
 def decompress_rows(
     latent: torch.Tensor, w_uk: torch.Tensor, w_uv: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values `[m, h, d]` of latent rows `[m, k]`, in the input dtype."""
+    """Keys `[m, h, d]` and values `[m, h, v]` of latent rows `[m, k]`, in the input dtype."""
     heads, width = w_uk.shape[0], w_uk.shape[1]
     keys = product(latent, w_uk.reshape(heads * width, -1).T)
     values = product(latent, w_uv.transpose(0, 1).reshape(latent.shape[-1], -1))
@@ -41,18 +41,26 @@ class Window:
     than n until new tokens come or `refill` decompresses the missing ones again.
 
     Attributes:
-        k_new, v_new: `[b, h, n, d]`.
+        k_new, v_new: `[b, h, n, d]` and `[b, h, n, v]`.
         k_rope_new: `[b, n, p]`, the rope keys of the same tokens once more: a kernel that reads the
             slots in their order needs all parts of a token in the same slot.
         start: int32 `[b]`, the oldest position in the ring.
     """
 
     def __init__(
-        self, b: int, h: int, n: int, d: int, p: int, dtype: torch.dtype, device: torch.device
+        self,
+        b: int,
+        h: int,
+        n: int,
+        d: int,
+        v: int,
+        p: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         """Make an empty ring."""
         self.k_new = torch.zeros((b, h, n, d), dtype=dtype, device=device)
-        self.v_new = torch.zeros((b, h, n, d), dtype=dtype, device=device)
+        self.v_new = torch.zeros((b, h, n, v), dtype=dtype, device=device)
         self.k_rope_new = torch.zeros((b, n, p), dtype=dtype, device=device)
         self.start = torch.zeros((b,), dtype=torch.int32, device=device)
 
@@ -64,21 +72,22 @@ class Window:
     def decompressed(
         self, latent: torch.Tensor, leading: Shape, given: Mapping[str, torch.Tensor | None]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of new tokens, `[m, h, d]`: as given, or made from the weights.
+        """Keys `[m, h, d]` and values `[m, h, v]` of new tokens: as given, or from the weights.
 
         Args:
             latent: `[m, k]`.
-            leading: dimensions of the tokens in `k_new` and `v_new`, before h and d.
+            leading: dimensions of the tokens in `k_new` and `v_new`, before h and the width.
             given: `k_new` and `v_new`, or `w_uk` and `w_uv`; the others None.
         """
         names = [name for name, value in given.items() if value is not None]
         _, h, _, d = self.k_new.shape
+        v = ("v", self.v_new.shape[3])
         shapes: dict[str, Shape]
         if names == ["w_uk", "w_uv"]:
             k = ("k", latent.shape[-1])
-            shapes = {"w_uk": [("h", h), ("d", d), k], "w_uv": [("h", h), k, ("d", d)]}
+            shapes = {"w_uk": [("h", h), ("d", d), k], "w_uv": [("h", h), k, v]}
         elif names == ["k_new", "v_new"]:
-            shapes = {name: [*leading, ("h", h), ("d", d)] for name in names}
+            shapes = {"k_new": [*leading, ("h", h), ("d", d)], "v_new": [*leading, ("h", h), v]}
         else:
             raise InvalidArgumentError(
                 "k_new",
@@ -109,7 +118,7 @@ class Window:
             requests: int64 `[m]`.
             positions: int64 `[m]`.
             keys: `[m, h, d]`.
-            values: `[m, h, d]`.
+            values: `[m, h, v]`.
             rope: `[m, p]`.
             valid: bool `[m]`, which of them to put.
         """
@@ -140,7 +149,7 @@ def fill_ring(
     Args:
         view: A cache with a ring; its lengths are those that the ring was filled for.
         w_uk: `[h, d, k]`.
-        w_uv: `[h, k, d]`.
+        w_uv: `[h, k, v]`.
         oldest: int64 `[b]`, the first position that the ring has to hold, within its slots.
         most: Host-side bound on the tokens per request that are missing.
     """
@@ -167,21 +176,21 @@ class Prefix:
 
     Attributes:
         length: tokens.
-        k_prefix, v_prefix: `[h, length, d]`.
+        k_prefix, v_prefix: `[h, length, d]` and `[h, length, v]`.
         k_rope_prefix: `[length, p]`, their rope keys, beside those in the latent cache.
     """
 
     def __init__(
-        self, h: int, length: int, d: int, p: int, dtype: torch.dtype, device: torch.device
+        self, h: int, length: int, d: int, v: int, p: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         """Allocate a prefix."""
         self.length = length
         self.k_prefix = torch.zeros((h, length, d), dtype=dtype, device=device)
-        self.v_prefix = torch.zeros((h, length, d), dtype=dtype, device=device)
+        self.v_prefix = torch.zeros((h, length, v), dtype=dtype, device=device)
         self.k_rope_prefix = torch.zeros((length, p), dtype=dtype, device=device)
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, rope: torch.Tensor) -> None:
-        """Fill it with `[length, h, d]` and rope keys `[length, p]`."""
+        """Fill it with keys `[length, h, d]`, values `[length, h, v]` and rope `[length, p]`."""
         self.k_prefix.copy_(keys.transpose(0, 1))
         self.v_prefix.copy_(values.transpose(0, 1))
         self.k_rope_prefix.copy_(rope)

@@ -73,7 +73,7 @@ class LatentCache:
         self.buffer = zero_rows("b, t", rows, dtype, device)
         self.lengths = torch.zeros((b,), dtype=torch.int32, device=device)
         self.refused = torch.zeros((b,), dtype=torch.int32, device=device)
-        head = (shape.head_dim, shape.p, dtype, device)
+        head = (shape.head_dim, shape.value_dim, shape.p, dtype, device)
         self.window = Window(b, shape.heads, shape.window, *head) if shape.window else None
         self.prefix = Prefix(shape.heads, shape.prefix, *head) if shape.prefix else None
         self._prefix_filled = self.prefix is None
@@ -98,6 +98,7 @@ class LatentCache:
         prefix: int = 0,
         heads: int | None = None,
         head_dim: int = 128,
+        value_dim: int | None = None,
         budget_bytes: int | None = None,
     ) -> LatentCache:
         """Allocate an empty cache by sizes or by a memory budget.
@@ -107,7 +108,7 @@ class LatentCache:
             t: slots per request. A dense cache with a budget takes what the budget gives when this
                 is left out; a paged cache rounds it up to whole pages.
             k: latent width.
-            p: rope width.
+            p: rope width; 0 for a model without rope.
             dtype: bfloat16, float16 or float32.
             device: where it lives.
             page_size: tokens per page, a multiple of 64; None for a dense cache.
@@ -116,7 +117,8 @@ class LatentCache:
             prefix: tokens at the start that all requests share, kept decompressed once; filled by
                 `set_prefix`. Whole pages in a paged cache.
             heads: heads of the decompressed parts.
-            head_dim: their width.
+            head_dim: width of their keys without rope.
+            value_dim: width of their values; `head_dim` by default.
             budget_bytes: most memory for everything: sets `num_pages`, or `t` of a dense cache.
         """
         if dtype not in FLOAT_DTYPES:
@@ -133,6 +135,7 @@ class LatentCache:
             prefix=prefix,
             heads=heads,
             head_dim=head_dim,
+            value_dim=head_dim if value_dim is None else value_dim,
             budget_bytes=budget_bytes,
         )
         return cls(shape, dtype, require_device(device))
@@ -193,7 +196,7 @@ class LatentCache:
             latent: `[prefix, k]`.
             rope: `[prefix, p]`.
             w_uk: `[h, d, k]`.
-            w_uv: `[h, k, d]`.
+            w_uv: `[h, k, v]`.
         """
         if self.prefix is None:
             raise InvalidArgumentError("prefix", "a cache allocated with prefix > 0", 0)
@@ -237,9 +240,9 @@ class LatentCache:
                 beyond a count may hold anything.
             cu_seqlens: int32 `[b+1]`, first token of each request in packed rows.
             k_new: decompressed keys, `[b, m, h, d]` or `[total, h, d]`, for a cache with a window.
-            v_new: decompressed values, likewise.
+            v_new: decompressed values, `[b, m, h, v]` or `[total, h, v]`.
             w_uk: `[h, d, k]`; with `w_uv` instead of `k_new` and `v_new`.
-            w_uv: `[h, k, d]`.
+            w_uv: `[h, k, v]`.
 
         Returns:
             int32 `[b]`: tokens that were taken.
@@ -295,7 +298,7 @@ class LatentCache:
         Args:
             counts: tokens to drop, int `[b]`; at most the request's own (a shared prefix stays).
             w_uk: `[h, d, k]`, to fill the ring up.
-            w_uv: `[h, k, d]`.
+            w_uv: `[h, k, v]`.
             most: with weights, the host-side bound on `counts` for `refill`.
         """
         dropped = self._counts("counts", counts, MOST).clamp(min=0)
@@ -373,7 +376,7 @@ class LatentCache:
 
         Args:
             w_uk: `[h, d, k]`.
-            w_uv: `[h, k, d]`.
+            w_uv: `[h, k, v]`.
             most: tokens per request to bring back at most; by default a whole ring.
         """
         self._require_weights(w_uk, w_uv)
@@ -483,4 +486,5 @@ class LatentCache:
         h, d, k = ("h", shape.heads or None), ("d", shape.head_dim), ("k", shape.k)
         dtypes, device = [self.buffer.dtype], self.buffer.device
         require_tensor("w_uk", w_uk, [h, d, k], dtypes, device)
-        require_tensor("w_uv", w_uv, [h, k, d], dtypes, device)
+        v = ("v", shape.value_dim if shape.heads else None)
+        require_tensor("w_uv", w_uv, [h, k, v], dtypes, device)

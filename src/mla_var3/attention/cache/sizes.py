@@ -61,6 +61,7 @@ class CacheShape:
         window: slots of the ring.
         prefix: tokens of the shared prefix.
         heads, head_dim: of the decompressed parts.
+        value_dim: width of their values.
     """
 
     b: int
@@ -74,10 +75,12 @@ class CacheShape:
     prefix: int
     heads: int
     head_dim: int
+    value_dim: int
 
     def sizes(self) -> CacheSizes:
         """What a cache of this shape takes."""
-        decompressed = (2 * self.heads * self.head_dim + self.p) * self.element_size
+        width = self.head_dim + self.value_dim
+        decompressed = (self.heads * width + self.p) * self.element_size
         if self.page_size is None:
             rows, index = self.b * self.t, 0
             tokens = rows - self.prefix * max(self.b - 1, 0)
@@ -146,12 +149,14 @@ def cache_shape(
     prefix: int,
     heads: int | None,
     head_dim: int,
+    value_dim: int,
     budget_bytes: int | None,
 ) -> CacheShape:
     """The shape of a cache from the arguments of `LatentCache.allocate`, each of them checked."""
     require_size("b", b, MOST_REQUESTS)
-    for name, value in (("k", k), ("p", p), ("head_dim", head_dim)):
+    for name, value in (("k", k), ("head_dim", head_dim), ("value_dim", value_dim)):
         require_size(name, value)
+    require_size("p", p, minimum=0)
     if t is not None:
         require_size("t", t)
     elif page_size is not None or budget_bytes is None:
@@ -164,7 +169,8 @@ def cache_shape(
         require_size("budget_bytes", budget_bytes, 2**63 - 1)
         if num_pages is not None:
             raise InvalidArgumentError("num_pages", "none beside budget_bytes", num_pages)
-    shape = CacheShape(b, t or 0, k, p, element_size, None, 0, window, prefix, heads or 0, head_dim)
+    width = (heads or 0, head_dim, value_dim)
+    shape = CacheShape(b, t or 0, k, p, element_size, None, 0, window, prefix, *width)
     if page_size is not None:
         return _paged_shape(shape, page_size, num_pages, budget_bytes)
     if num_pages is not None:

@@ -24,9 +24,10 @@ class CacheView:
         rope: `[b, t, p]`, or `[num_pages, page, p]`.
         lengths: int32 `[b]`, tokens of each request.
         block_table: int32 `[b, max_pages]`; None for a dense cache.
-        k_new, v_new: ring of the newest tokens, `[b, h, n, d]`, position x in slot x % n.
+        k_new, v_new: ring of the newest tokens, `[b, h, n, d]` and `[b, h, n, v]`, position x in
+            slot x % n.
         window_start: int32 `[b]`, the oldest position in the ring.
-        k_prefix, v_prefix: shared first tokens, `[h, m, d]`.
+        k_prefix, v_prefix: shared first tokens, `[h, m, d]` and `[h, m, v]`.
         k_rope_new: `[b, n, p]`, the rope keys of the ring in its order, for kernels that read its
             slots in their order; None where only `rope` has them.
         k_rope_prefix: `[m, p]`, those of the shared first tokens, likewise.
@@ -134,7 +135,7 @@ class CacheView:
         )
 
     def full_copy(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Keys and values of all tokens, `[b, h, t, d]`, slot x at position x; None without.
+        """Keys and values of all tokens, slot x at position x; None where the cache lacks some.
 
         A ring as long as the cache never turns. Of a shared prefix it has nothing.
         """
@@ -178,7 +179,7 @@ def paged_view(
     """
     shape = [("num_pages", None), ("page", None), ("k+p", None)]
     require_tensor("pages", pages, shape, FLOAT_DTYPES, None)
-    require_int("k", k, minimum=1, maximum=pages.shape[-1] - 1, maximum_name="k+p-1")
+    require_int("k", k, minimum=1, maximum=pages.shape[-1], maximum_name="k+p")
     require_tensor("lengths", lengths, [("b", None)], INDEX_DTYPES, pages.device)
     table = [("b", lengths.shape[0]), ("max_pages", None)]
     require_tensor("block_table", block_table, table, INDEX_DTYPES, pages.device)

@@ -27,7 +27,8 @@ class CallShape:
     """The call shape: sizes and options of a call; hashable, and valid once constructed.
 
     Attributes:
-        b, s, t, h, d, p, k: sizes as everywhere; s is the most queries of any request.
+        b, s, t, h, d, p, k, v: sizes as everywhere; s is the most queries of any request, and a v
+            of 0 becomes d.
         dtype: bfloat16, float16 or float32.
         causal: whether a query sees no later position.
         page_size: tokens per page; None for a dense cache.
@@ -51,6 +52,7 @@ class CallShape:
     d: int = 128
     p: int = 64
     k: int = 512
+    v: int = 0
     dtype: str = "bfloat16"
     causal: bool = True
     page_size: int | None = None

@@ -106,6 +106,7 @@ class AttentionTask:
             d=d,
             p=p,
             k=cache.latent.shape[-1],
+            v=0 if self.w_uv is None else self.w_uv.shape[2],
             dtype=str(self.q.dtype).removeprefix("torch."),
             causal=self.causal,
             page_size=cache.page_size,

@@ -60,11 +60,13 @@ def full_task(
     dtypes, device = [q_nope.dtype], q_nope.device
     require_tensor("w_uk", w_uk, [h, d, ("k", None)], dtypes, device)
     k = ("k", w_uk.shape[2])
-    require_tensor("w_uv", w_uv, [h, k, d], dtypes, device)
+    require_tensor("w_uv", w_uv, [h, k, ("v", None)], dtypes, device)
+    if not w_uv.shape[2]:
+        raise InvalidArgumentError("w_uv", "v of at least 1", list(w_uv.shape))
     p = q_rope.shape[-1] if isinstance(q_rope, torch.Tensor) and q_rope.dim() else None
     require_tensor("q_rope", q_rope, [*rows, h, ("p", p)], dtypes, device)
     view = _checked_view(cache, w_uk.shape[2], q_rope, options)
-    _require_decompressed(view, q_nope.shape[-2], q_nope.shape[-1], q_rope.shape[-1])
+    _require_decompressed(view, h, d, ("v", w_uv.shape[2]), ("p", q_rope.shape[-1]))
     width = q_nope.shape[-1] + q_rope.shape[-1]
     return _task(q_nope, q_rope, view, w_uk, w_uv, options, width, w_uv.shape[2])
 
@@ -139,7 +141,13 @@ def _checked_view(cache: object, k: int, q_rope: torch.Tensor, options: Options)
     return view
 
 
-def _require_decompressed(view: CacheView, h: int, d: int, p: int) -> None:
+def _require_decompressed(
+    view: CacheView,
+    h: tuple[str, int | None],
+    d: tuple[str, int | None],
+    v: tuple[str, int | None],
+    p: tuple[str, int | None],
+) -> None:
     """Checks the ring and the shared prefix, each of which is whole or not there."""
     dtypes, device = [view.latent.dtype], view.latent.device
     rows: list[tuple[str, int | None]] = [("b", view.requests)]
@@ -150,13 +158,13 @@ def _require_decompressed(view: CacheView, h: int, d: int, p: int) -> None:
             if any(part is not None for part in (values, rope, start)):
                 raise InvalidArgumentError(f"cache.k_{suffix}", "one beside its other parts", None)
             continue
-        shape = [*leading, ("h", h), (label, None), ("d", d)]
+        shape = [*leading, h, (label, None), d]
         require_tensor(f"cache.k_{suffix}", keys, shape, dtypes, device)
         length = (label, keys.shape[-2])
-        shape = [*leading, ("h", h), length, ("d", d)]
+        shape = [*leading, h, length, v]
         require_tensor(f"cache.v_{suffix}", values, shape, dtypes, device)
         if rope is not None:
-            shape = [*leading, length, ("p", p)]
+            shape = [*leading, length, p]
             require_tensor(f"cache.k_rope_{suffix}", rope, shape, dtypes, device)
         if start is not None:
             require_tensor("cache.window_start", start, rows, [torch.int32], device)
@@ -220,7 +228,7 @@ def _task(
     if out is not None:
         labels = ("total_q",) if ragged else ("b", "s")
         leading = [(label, size) for label, size in zip(labels, q.shape, strict=False)]
-        shape = [*leading, ("h", q.shape[-2]), ("d" if w_uv is not None else "k", out_width)]
+        shape = [*leading, ("h", q.shape[-2]), ("v" if w_uv is not None else "k", out_width)]
         require_tensor("out", out, shape, [q.dtype], device)
     task = AttentionTask(
         q=q,

@@ -25,7 +25,15 @@ from mla_var3.bench.page import (
 from mla_var3.bench.record import PREDICTED, BenchRow
 from mla_var3.bench.run import PREDICT, BenchOptions, BenchResult, run_bench
 from mla_var3.bench.suites import PEERS, SUITES
-from mla_var3.cli.arguments import CALL_SIZES, Parser, ValueType, add_sizes, parse
+from mla_var3.cli.arguments import (
+    CALL_SIZES,
+    Parser,
+    ValueType,
+    add_model,
+    add_sizes,
+    parse,
+    read_model,
+)
 from mla_var3.cli.console import (
     EXIT_FAILED,
     EXIT_OK,
@@ -75,6 +83,7 @@ def add_arguments(parser: Parser) -> None:
     what = parser.add_argument_group("what is run")
     several = {"type": numbers, "metavar": "N,N,...", "default": argparse.SUPPRESS}
     add_sizes(what, CALL_SIZES, "; the sweep takes several", **several)
+    add_model(what)
     add(what, "n", "N,N,...", "windows of var6_plus", type=numbers, dest="n_values")
     add(what, "version", "vN", "version of var6_plus (default: v0)")
     add(what, "kernels", "NAME,...", "all, latest, designs or full names", type=words)
@@ -100,6 +109,8 @@ def add_arguments(parser: Parser) -> None:
     add(result, "against", "FILE", "earlier record to compare with", type=Path)
     others = "compare also where compilers or peers have other versions"
     add_flag(result, "across_versions", others)
+    sent = "also write contribution.json, to send: no paths, no names of user or machine"
+    add_flag(result, "contribute", sent)
     add(result, "out_dir", "FOLDER", "default: out/bench/<suite>/<timestamp>", type=Path)
 
 
@@ -133,11 +144,14 @@ def bench_program(suite: str, name: str, argv: Sequence[str], **fixed: Any) -> i
 
 def run(values: dict[str, Any]) -> int:
     """Run a suite from parsed options; returns the exit code."""
+    model = read_model(values)
     sizes = {name: values.pop(name) for name in CALL_SIZES if name in values}
+    if model:
+        sizes["h"] = (model.pop("h"),)
     if values["quick"]:
         values = {"rounds": QUICK_ROUNDS, "max_seconds": QUICK_SECONDS, **values}
     with usage_errors():
-        options = BenchOptions(sizes=sizes, **values)
+        options = BenchOptions(sizes=sizes, widths=model, **values)
     show_log()
     _announce(options)
     with ProgressReporter() as progress, usage_errors():

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mla_var3.cli.arguments import SIZES, Parser, ValueType, add_sizes, parse
+from mla_var3.cli.arguments import (
+    Parser,
+    ValueType,
+    add_problem,
+    parse,
+    read_problem,
+    sizes_text,
+)
 from mla_var3.cli.console import print_json, print_table, say, usage_errors
 from mla_var3.op.mla.model.times import IDEAL
 from mla_var3.runtime.markdown import microseconds
@@ -26,7 +33,7 @@ _FLAGS = {
 
 def add_arguments(parser: Parser) -> None:
     """The options of the command."""
-    add_sizes(parser)
+    add_problem(parser)
     parser.add_argument(
         "--dtype",
         default="bfloat16",
@@ -74,6 +81,7 @@ def choose_command(parser: Parser, argv: Sequence[str]) -> int:
     """Print the choice and the candidates."""
     values = parse(parser, argv)
     as_json = values.pop("json")
+    read_problem(values)
     from mla_var3.attention.call import explain
 
     if values["groups"] != 1:  # only a prefix of all requests can be kept decompressed
@@ -89,8 +97,7 @@ def choose_command(parser: Parser, argv: Sequence[str]) -> int:
 
 def _print(explanation: Explanation) -> None:
     shape = explanation.shape
-    sizes = " ".join(f"{name}={getattr(shape, name)}" for name in SIZES)
-    title = f"{sizes} {shape.dtype} on {explanation.device}"
+    title = f"{sizes_text(shape)} {shape.dtype} on {explanation.device}"
     able = [candidate for candidate in explanation.candidates if candidate.estimate is not None]
     if not all(candidate.fitted for candidate in able):
         title += f", {IDEAL}"

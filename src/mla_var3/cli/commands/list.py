@@ -1,4 +1,4 @@
-"""`hyper-mla list`: which kernels there are, and what can be done with them here.
+"""`hyper-mla list`: which kernels there are and what can be done with them here; models by name.
 
 Imports neither torch nor a kernel language; it reads folders, package metadata and the driver
 library.
@@ -13,6 +13,7 @@ from typing import Any
 
 from mla_var3.cli.arguments import Parser, parse
 from mla_var3.cli.console import print_json, print_table, say
+from mla_var3.conf.models import models
 from mla_var3.runtime import paths
 from mla_var3.runtime.environment import installed
 
@@ -125,5 +126,13 @@ def list_command(parser: Parser, argv: Sequence[str]) -> int:
         for reason in dict.fromkeys(row[place]["reason"] for row in rows):
             if reason and reason != no_gpu:
                 say(f"{place.upper()}, no: {reason}")
+    say("")
+    _print_models()
     say("hyper-mla show <kernel> tells more; hyper-mla run <kernel> --help lists its options")
     return 0
+
+
+def _print_models() -> None:
+    rows = [(m.name, *m.widths, m.heads, ", ".join(m.aliases)) for m in models().values()]
+    print_table("models", ("model", "k", "d", "p", "v", "heads", "the same attention"), rows)
+    say("models: for --model; widths: k latent, d head, p rope, v value; see docs/models.md")

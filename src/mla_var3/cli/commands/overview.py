@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from mla_var3.bench.record import CALL, FAILED, load_record
-from mla_var3.cli.arguments import CALL_SIZES
 from mla_var3.cli.console import (
     EXIT_FAILED,
     EXIT_OK,
@@ -41,7 +40,7 @@ def overview_command(values: dict[str, Any]) -> int:
     """Run the main job.
 
     Args:
-        values: the parsed options of `hyper-mla run`.
+        values: the parsed options of `hyper-mla run`, with `sizes`.
     """
     where = pick_device(RunOptions(device=values["device"]).device)
     if where == "cuda":
@@ -61,7 +60,7 @@ def overview_command(values: dict[str, Any]) -> int:
                 quick=values["quick"],
                 out_dir=values["out_dir"],
                 device=values["device"],
-                sizes={name: values[name] for name in CALL_SIZES},
+                sizes=values["sizes"],
                 progress=progress,
                 on_start=_started,
                 on_end=_ended,

@@ -14,13 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from mla_var3.cli.arguments import (
-    SIZES,
+    CALL_SIZES,
     Parser,
     ValueType,
     add_lengths,
-    add_sizes,
+    add_problem,
     parse,
     read_lengths,
+    read_problem,
+    sizes_text,
+    width_notes,
 )
 from mla_var3.cli.console import print_json, print_table, say, usage_errors
 from mla_var3.conf.devices import device_spec
@@ -44,7 +47,7 @@ from mla_var3.op.mla.model.window_plan import (
     plan_window,
 )
 from mla_var3.op.mla.prefix.problem import SharedPrefixProblem
-from mla_var3.op.mla.problem import DTYPES, MlaProblem
+from mla_var3.op.mla.problem import DTYPES, SIZE_NAMES, MlaProblem
 from mla_var3.op.mla.window.formats import FP8, PLAIN, WindowForm
 from mla_var3.runtime.markdown import byte_count, front_matter, microseconds, table, write_json
 from mla_var3.runtime.paths import make_folder, output_root, timestamp, write_atomic
@@ -79,7 +82,7 @@ _WAYS = {
 
 def add_arguments(parser: Parser) -> None:
     """The options of the command."""
-    add_sizes(parser)
+    add_problem(parser)
     parser.add_argument(
         "--budget",
         required=True,
@@ -283,8 +286,9 @@ def _problem(values: dict[str, Any]) -> tuple[MlaProblem, WindowForm]:
     dtype, form = values["dtype"], FP8 if values["dtype"] == FP8.name else PLAIN
     if dtype not in _WINDOW_DTYPES:
         raise InvalidArgumentError("dtype", " or ".join(_WINDOW_DTYPES), repr(dtype))
+    read_problem(values)
     problem = MlaProblem(
-        **{name: values[name] for name in SIZES},
+        **{name: values[name] for name in SIZE_NAMES if name in values},
         dtype=DTYPES[0] if form is FP8 else dtype,
         lengths=read_lengths(values["lengths"], values["b"], values["t"]),
     )
@@ -301,6 +305,8 @@ def _print(plan: WindowPlan) -> None:
             f"{microseconds(plan.chosen.advised_us * plan.layers)}"
         )
     say("")
+    for text in width_notes(plan.problem):
+        say(text)
     print_table("parameters", _PARAMETER_HEADERS, _parameter_rows(plan))
     say(f"{_PREDICTED} {_trust(plan.model.parameters)}")
 
@@ -399,7 +405,7 @@ def _curves(plan: WindowPlan) -> dict[str, list[PlanPoint]]:
 
 
 def _sizes(problem: MlaProblem) -> str:
-    return " ".join(f"{name}={getattr(problem, name)}" for name in ("b", "s", "t", "h"))
+    return sizes_text(problem, CALL_SIZES)
 
 
 def _window(plan: WindowPlan) -> str:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mla_var3.cli.arguments import SIZES, Parser, add_lengths, add_sizes, parse, read_lengths
+from mla_var3.cli.arguments import (
+    Parser,
+    add_lengths,
+    add_problem,
+    parse,
+    read_lengths,
+    read_problem,
+    sizes_text,
+    width_notes,
+)
 from mla_var3.cli.console import print_json, print_table, say, usage_errors
 from mla_var3.conf.devices import device_spec, load_devices
 from mla_var3.op.mla.model.times import IDEAL
@@ -15,7 +24,7 @@ from mla_var3.runtime.markdown import microseconds
 
 def add_arguments(parser: Parser) -> None:
     """The options of the command."""
-    add_sizes(parser)
+    add_problem(parser)
     parser.add_argument(
         "--dtype",
         default="bfloat16",
@@ -34,6 +43,7 @@ def predict_command(parser: Parser, argv: Sequence[str]) -> int:
         device = values.pop("device")
         specs = [device_spec(device)] if device is not None else list(load_devices().values())
     as_json = values.pop("json")
+    read_problem(values)
     values["lengths"] = read_lengths(values["lengths"], values["b"], values["t"])
     problem = MlaProblem(**values)
     sweeps = [sweep(problem, spec, (problem.s,)) for spec in specs]
@@ -45,7 +55,6 @@ def predict_command(parser: Parser, argv: Sequence[str]) -> int:
 
 
 def _print_tables(problem: MlaProblem, sweeps: Sequence[DeviceSweep]) -> None:
-    sizes = " ".join(f"{name}={getattr(problem, name)}" for name in SIZES)
     for entry in sweeps:
         fastest = entry.fastest(0)
         rows = [
@@ -62,7 +71,9 @@ def _print_tables(problem: MlaProblem, sweeps: Sequence[DeviceSweep]) -> None:
         title = f"{entry.device}, {'predicted' if entry.fitted else IDEAL}"
         best = list(entry.predictions).index(fastest) if fastest else None
         print_table(title, ("kernel", "kernel time", "call time", "steady", "choice"), rows, best)
-    say(f"{sizes} {problem.dtype}. Predictions, not measurements.")
+    say(f"{sizes_text(problem)} {problem.dtype}. Predictions, not measurements.")
+    for text in width_notes(problem):
+        say(text)
     say("call time: kernel time and projections; steady: call time at the power limit")
     say("decompressed tokens are in the cache; * least steady (else burst) call time")
     for entry in sweeps:

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from mla_var3.cli.arguments import CALL_SIZES, Parser, add_sizes, parse, take_kernel
+from mla_var3.cli.arguments import (
+    CALL_SIZES,
+    SIZES,
+    Parser,
+    add_model,
+    add_sizes,
+    parse,
+    read_model,
+    take_kernel,
+)
+from mla_var3.cli.console import UsageError
 
 EPILOG = """\
 With a kernel the options are those of the kernel:
@@ -30,7 +42,8 @@ def add_arguments(parser: Parser) -> None:
         metavar="FOLDER",
         help="folder of the report (default: out/overview/<timestamp>)",
     )
-    add_sizes(job, CALL_SIZES)
+    add_sizes(job, CALL_SIZES, default=argparse.SUPPRESS)
+    add_model(job)
 
 
 def run_command(parser: Parser, argv: Sequence[str]) -> int:
@@ -42,4 +55,17 @@ def run_command(parser: Parser, argv: Sequence[str]) -> int:
         return run_kernel(kernel, rest, prog=f"hyper-mla run {kernel.full_name}")
     from mla_var3.cli.commands.overview import overview_command
 
-    return overview_command(parse(parser, rest))
+    values = parse(parser, rest)
+    return overview_command({**values, "sizes": _sizes(values)})
+
+
+def _sizes(values: dict[str, Any]) -> dict[str, int]:
+    """The sizes of the main job; widths only where they are not the default ones."""
+    model = read_model(values)
+    if model and (model["v"] != model["d"] or not model["p"]):
+        raise UsageError(
+            "--model: expected one with v=d and p > 0, which every kernel of the main job takes, "
+            f"got d={model['d']}, v={model['v']}, p={model['p']}; use hyper-mla choose or predict"
+        )
+    sizes = {name: values.get(name, model.get(name, SIZES[name])) for name in CALL_SIZES}
+    return sizes | {n: size for n, size in model.items() if n in SIZES and size != SIZES[n]}

@@ -20,10 +20,10 @@ _MAX_SPLIT_WAVES = 4
 
 def flash_attention_cost(problem: MlaProblem) -> Cost:
     """Attention over decompressed keys and values; the rope keys are shared by the heads."""
-    d, p, tokens = problem.d, problem.p, problem.total_tokens
-    flops = 2 * problem.h * problem.s * tokens * (2 * d + p)
-    cache = 2 * problem.h * tokens * d + tokens * p
-    elements = _rows(problem) * (d + p) + cache + _rows(problem) * d
+    d, p, v, tokens = problem.d, problem.p, problem.v, problem.total_tokens
+    flops = 2 * problem.h * problem.s * tokens * (d + p + v)
+    cache = problem.h * tokens * (d + v) + tokens * p
+    elements = _rows(problem) * (d + p) + cache + _rows(problem) * v
     return Cost(flops, elements * problem.element_size + _lse_bytes(problem))
 
 
@@ -65,13 +65,13 @@ def attention_block_specialized_cost(problem: MlaProblem, n: int, form: WindowFo
 
 def decompress_combine_cost(problem: MlaProblem) -> Cost:
     """Second stage of mla_var6_plus: up-projects the latent partial and merges both by lse."""
-    rows, k, d = _rows(problem), problem.k, problem.d
-    elements = rows * k + rows * d + problem.h * k * d + rows * d
-    return Cost(2 * rows * k * d, elements * problem.element_size + 3 * _lse_bytes(problem))
+    rows, k, v = _rows(problem), problem.k, problem.v
+    elements = rows * k + rows * v + problem.h * k * v + rows * v
+    return Cost(2 * rows * k * v, elements * problem.element_size + 3 * _lse_bytes(problem))
 
 
 def mla_var6_plus_cost(problem: MlaProblem, n: int) -> Cost:
-    """The attention part of mla_var6_plus alone, 2bhstp + 4bhsnd + 4bhsok FLOPs.
+    """The attention part of mla_var6_plus alone, 2bhstp + 2bhsn(d+v) + 4bhsok FLOPs.
 
     This is the figure its TFLOP/s are quoted on, as for the other kernels; the combine stage is
     `decompress_combine_cost`.
@@ -88,17 +88,17 @@ def q_absorption_cost(problem: MlaProblem) -> Cost:
 
 def output_up_projection_cost(problem: MlaProblem) -> Cost:
     """`o = o_latent @ w_uv`."""
-    rows, k, d = _rows(problem), problem.k, problem.d
-    elements = rows * k + problem.h * k * d + rows * d
-    return Cost(2 * rows * k * d, elements * problem.element_size)
+    rows, k, v = _rows(problem), problem.k, problem.v
+    elements = rows * k + problem.h * k * v + rows * v
+    return Cost(2 * rows * k * v, elements * problem.element_size)
 
 
 def decompression_cost(problem: MlaProblem, n: int) -> Cost:
     """Keys and values of the `n` newest tokens of each request, and their rope part copied."""
     _, new = _old_new(problem, n)
-    h, k, d, p = problem.h, problem.k, problem.d, problem.p
-    elements = new * (k + p) + 2 * h * k * d + new * (2 * h * d + p)
-    return Cost(4 * new * h * k * d, elements * problem.element_size)
+    h, k, p, both = problem.h, problem.k, problem.p, problem.d + problem.v
+    elements = new * (k + p) + h * k * both + new * (h * both + p)
+    return Cost(2 * new * h * k * both, elements * problem.element_size)
 
 
 def decompressed_bytes(problem: MlaProblem, n: int, form: WindowForm = PLAIN) -> int:
@@ -186,10 +186,10 @@ def _old_new(problem: MlaProblem, n: int) -> tuple[int, int]:
 
 def _mix_cost(problem: MlaProblem, old: int, new: int, form: WindowForm = PLAIN) -> Cost:
     """Attention over `old` latent and `new` decompressed tokens of the whole batch."""
-    h, s, d, p, k = problem.h, problem.s, problem.d, problem.p, problem.k
-    flops = 2 * h * s * (old + new) * p + 4 * h * s * new * d + 4 * h * s * old * k
+    h, s, d, p, k, v = problem.h, problem.s, problem.d, problem.p, problem.k, problem.v
+    flops = 2 * h * s * ((old + new) * p + new * (d + v) + 2 * old * k)
     queries = _rows(problem) * (d + k + p)
-    partials = _rows(problem) * (k + d)
+    partials = _rows(problem) * (k + v)
     elements = queries + old * (k + p) + partials
     window = new * form.token_bytes(problem)
     return Cost(flops, elements * problem.element_size + window + 2 * _lse_bytes(problem))

@@ -27,7 +27,7 @@ class MlaInputs:
         c_kv: Latent cache, `[b, t, k]`; NaN at and beyond each length.
         k_rope: Rope part of the keys, shared by all heads, `[b, t, p]`; NaN likewise.
         w_uk: Up-projection of the keys, `[h, d, k]`.
-        w_uv: Up-projection of the values, `[h, k, d]`.
+        w_uv: Up-projection of the values, `[h, k, v]`.
         lengths: KV tokens of each request, int32 `[b]`.
     """
 
@@ -84,7 +84,7 @@ def make_inputs(
         c_kv=normal(b, t, k),
         k_rope=normal(b, t, p),
         w_uk=normal(h, d, k, std=(d * k) ** -0.25),
-        w_uv=normal(h, k, d, std=k**-0.5),
+        w_uv=normal(h, k, problem.v, std=k**-0.5),
         lengths=torch.tensor(problem.kv_lengths, dtype=torch.int32, device=device),
     )
     unused = torch.arange(t, device=device)[None, :] >= inputs.lengths[:, None]  # [b, t]
@@ -107,14 +107,14 @@ def absorb_queries(q_nope: torch.Tensor, w_uk: torch.Tensor) -> torch.Tensor:
 
 
 def up_project(o_latent: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
-    """Moves latent outputs back to head width: `o = o_latent @ w_uv`, head by head.
+    """Moves latent outputs to value width: `o = o_latent @ w_uv`, head by head.
 
     Args:
         o_latent: `[b, s, h, k]`.
-        w_uv: `[h, k, d]`.
+        w_uv: `[h, k, v]`.
 
     Returns:
-        `[b, s, h, d]`, contiguous, in the input dtype.
+        `[b, s, h, v]`, contiguous, in the input dtype.
     """
     return _project_per_head("o_latent", o_latent, "w_uv", w_uv)
 
@@ -127,10 +127,10 @@ def decompress_all(
     Args:
         c_kv: `[b, t, k]`; NaN slots give NaN keys and values.
         w_uk: `[h, d, k]`.
-        w_uv: `[h, k, d]`.
+        w_uv: `[h, k, v]`.
 
     Returns:
-        Keys and values, each `[b, h, t, d]`.
+        Keys `[b, h, t, d]` and values `[b, h, t, v]`.
     """
     _require_weights(c_kv.shape[-1], w_uk, w_uv)
     b, t, _ = c_kv.shape
@@ -152,7 +152,7 @@ def decompress_newest(inputs: MlaInputs, n: int) -> tuple[torch.Tensor, torch.Te
         n: Slots of the window, `0..t`.
 
     Returns:
-        `k_new [b, h, n, d]`, `v_new [b, h, n, d]` and `k_rope_new [b, n, p]`.
+        `k_new [b, h, n, d]`, `v_new [b, h, n, v]` and `k_rope_new [b, n, p]`.
     """
     b, t, _ = inputs.c_kv.shape
     require_int("n", n, minimum=0, maximum=t, maximum_name="t")
@@ -199,7 +199,7 @@ def _decompress(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
-    """Writes the keys and values `[h, m, d]` of the latent rows `[m, k]`."""
+    """Writes the keys `[h, m, d]` and values `[h, m, v]` of the latent rows `[m, k]`."""
     shared = latent.expand(w_uk.shape[0], *latent.shape)  # every head reads the same rows
     product(shared, w_uk.transpose(1, 2), out=keys)
     product(shared, w_uv, out=values)
@@ -208,6 +208,6 @@ def _decompress(
 def _require_weights(k: int, w_uk: torch.Tensor, w_uv: torch.Tensor) -> None:
     if w_uk.dim() != 3 or w_uk.shape[2] != k:
         raise InvalidArgumentError("w_uk", f"[h, d, k={k}]", list(w_uk.shape))
-    h, d, _ = w_uk.shape
-    if tuple(w_uv.shape) != (h, k, d):
-        raise InvalidArgumentError("w_uv", f"[h={h}, k={k}, d={d}]", list(w_uv.shape))
+    h = w_uk.shape[0]
+    if w_uv.dim() != 3 or tuple(w_uv.shape[:2]) != (h, k):
+        raise InvalidArgumentError("w_uv", f"[h={h}, k={k}, v]", list(w_uv.shape))

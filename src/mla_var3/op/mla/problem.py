@@ -1,7 +1,8 @@
 """The sizes that define one Multi-head Latent Attention call.
 
 Symbols, used with these meanings everywhere in the project: `b` requests, `s` query tokens per
-request, `t` KV slots per request, `h` heads, `d` head width, `p` rope width, `k` latent width.
+request, `t` KV slots per request, `h` heads, `d` head width without rope, `p` rope width, `k`
+latent width, `v` value width.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from mla_var3.errors import InvalidArgumentError
 
 DTYPES = ("bfloat16", "float16")
 
-SIZE_NAMES = ("b", "s", "t", "h", "d", "p", "k")
+SIZE_NAMES = ("b", "s", "t", "h", "d", "p", "k", "v")
 
 # Kernels count with 32-bit integers. Requests are also walked through one by one on the host.
 MOST = 2**31 - 1
@@ -32,8 +33,9 @@ class MlaProblem:
         t: KV slots per request, the largest length a request may have.
         h: Heads.
         d: Width of a head without the rope part.
-        p: Width of the rope part, shared by all heads on the key side.
+        p: Width of the rope part, shared by all heads on the key side; 0 for a model without.
         k: Width of the latent cache.
+        v: Width of a head's values and output; 0 stands for `d`, and becomes it.
         dtype: Name of the element type of queries, cache and weights.
         causal: Whether query `i` of a request with `len` tokens sees positions
             `< len - s + i + 1` only (bottom-right aligned).
@@ -48,6 +50,7 @@ class MlaProblem:
     d: int = 128
     p: int = 64
     k: int = 512
+    v: int = 0
     dtype: str = "bfloat16"
     causal: bool = True
     lengths: tuple[int, ...] | None = None
@@ -124,17 +127,20 @@ class MlaProblem:
 
 
 def require_sizes(owner: object) -> None:
-    """Require that the seven sizes, attributes of `owner`, are positive and can be counted with."""
+    """Check the sizes, attributes of `owner`; a `v` of 0 becomes `d`, and `p` may be 0."""
+    if (value := getattr(owner, "v", None)) == 0 and value.__class__ is int:
+        object.__setattr__(owner, "v", getattr(owner, "d", 0))
     for name in SIZE_NAMES:
-        require_size(name, getattr(owner, name), MOST_REQUESTS if name == "b" else MOST)
+        most = MOST_REQUESTS if name == "b" else MOST
+        require_size(name, getattr(owner, name), most, minimum=0 if name == "p" else 1)
 
 
-def require_size(argument: str, value: object, most: int = MOST) -> None:
-    """Require a positive integer up to `most`, which only the message about too much names."""
-    if value.__class__ is int and 0 < value <= most:  # type: ignore[operator]
+def require_size(argument: str, value: object, most: int = MOST, minimum: int = 1) -> None:
+    """Require an integer from `minimum` to `most`, which only the message about too much names."""
+    if value.__class__ is int and minimum <= value <= most:  # type: ignore[operator]
         return  # calls come here for every size, nearly always with good ones
-    require_int(argument, value, minimum=1)
-    require_int(argument, value, minimum=1, maximum=most)
+    require_int(argument, value, minimum=minimum)
+    require_int(argument, value, minimum=minimum, maximum=most)
 
 
 def require_int(

@@ -50,7 +50,7 @@ def reference_decompressed(
         q_nope: `[b, s, h, d]`.
         q_rope: `[b, s, h, p]`.
         k: `[b, h, t, d]`.
-        v: `[b, h, t, d]`.
+        v: `[b, h, t, v]`.
         k_rope: `[b, t, p]`, shared by the heads.
         lengths: KV tokens of each request, `[b]`.
         causal: See `attend`.
@@ -58,7 +58,7 @@ def reference_decompressed(
         compute_dtype: See `attend`.
 
     Returns:
-        The output `[b, s, h, d]` and the LSE `[b, s, h]`.
+        The output `[b, s, h, v]` and the LSE `[b, s, h]`.
     """
 
     def segments(one: slice) -> list[KvSegment]:
@@ -127,16 +127,16 @@ def reference_mix(
         c_kv: `[b, t, k]`; of request `r` only positions `< max(len_r - n, 0)` are read.
         k_rope: `[b, t, p]`, likewise.
         k_new: `[b, h, n, d]`, slot `j` at position `max(len_r - n, 0) + j`.
-        v_new: `[b, h, n, d]`.
+        v_new: `[b, h, n, v]`.
         k_rope_new: `[b, n, p]`.
-        w_uv: `[h, k, d]`, for the latent share of the output.
+        w_uv: `[h, k, v]`, for the latent share of the output.
         lengths: KV tokens of each request, `[b]`.
         causal: See `attend`.
         scale: See `attend`.
         compute_dtype: See `attend`.
 
     Returns:
-        The output `[b, s, h, d]` and the LSE `[b, s, h]`.
+        The output `[b, s, h, v]` and the LSE `[b, s, h]`.
     """
     b, t, n = c_kv.shape[0], c_kv.shape[1], k_new.shape[2]
     old = (lengths_tensor(lengths, b, c_kv.device) - n).clamp(min=0)  # [b]
@@ -168,7 +168,7 @@ def reference_from_latent(
         compute_dtype: See `attend`; also the dtype of both projections.
 
     Returns:
-        The output `[b, s, h, d]` and the LSE `[b, s, h]`.
+        The output `[b, s, h, v]` and the LSE `[b, s, h]`.
     """
     with ieee_float32():
         q_latent = absorb_queries(inputs.q_nope.to(compute_dtype), inputs.w_uk.to(compute_dtype))

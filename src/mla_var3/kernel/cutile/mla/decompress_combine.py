@@ -19,7 +19,12 @@ from torch import Tensor
 
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cutile.mla.tile_ops import LN_2, LOG2_E, NEG_INF
-from mla_var3.kernel.cutile.mla.tilings import divides, fits_shared_memory, tile_sides
+from mla_var3.kernel.cutile.mla.tilings import (
+    divides,
+    fits_shared_memory,
+    tile_sides,
+    tiling_target,
+)
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.mla.cost import decompress_combine_cost
 from mla_var3.op.mla.inputs import up_project
@@ -46,7 +51,7 @@ class DecompressCombineTiling(Tiling):
     @classmethod
     def default(cls, target: str) -> Self | None:
         """The tiling to start from on a compile target; None for the fields' own defaults."""
-        return cls(64, 64) if target == "sm_120" else None
+        return cls(64, 64) if tiling_target(target) == "sm_120" else None
 
     def validate(self, pd: "CtDecompressCombine") -> Constraints:
         return Constraints(

@@ -34,6 +34,7 @@ from mla_var3.kernel.cutile.mla.tilings import (
     head_tiles,
     latent_tiles,
     tile_sides,
+    tiling_target,
 )
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.kernel.newest_window import NewestWindowPlan
@@ -71,6 +72,7 @@ def mix_constraints(tiling: Any, pd: MlaPlan) -> list[tuple[bool, str]]:
 
 def mix_sides(target: str) -> list[tuple[int, int, int, int, int]]:
     """Bm, Bn, Kp, Hm, Hn to try on a target, the default first; see LatentTiling, HeadTiling."""
+    target = tiling_target(target)
     if target == "sm_120":
         return [(16, 64, Kp, 16, 64) for Kp in (512, 128)]
     if target == "sm_100":

@@ -1,6 +1,6 @@
 """Tile shapes that several cuTile MLA kernels share, with the evidence behind the candidates."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -12,6 +12,19 @@ from mla_var3.runtime.stage import is_power_of_two
 
 FEW_QUERIES = 64
 """Up to here one 64-row tile holds all queries of a head, and reading K and V is what costs."""
+
+
+_FAMILIES = {8: "sm_120", 9: "sm_90", 10: "sm_100", 11: "sm_100", 12: "sm_120"}
+"""Major compute capability -> target with the same matrix instructions."""
+
+
+def tiling_target(target: str) -> str:
+    """The target whose tilings a target shares: sm_90, sm_100 or sm_120.
+
+    Ampere, Ada and sm_12x have HMMA and at least 99 KB of shared memory per CTA, sm_10x and sm_11x
+    have tcgen05 and 227 KB.
+    """
+    return _FAMILIES.get(int(target.removeprefix("sm_").rstrip("af")) // 10, target)
 
 
 def tile_sides(**sides: int) -> list[tuple[bool, str]]:
@@ -93,12 +106,25 @@ class LatentTiling(Tiling):
         )
 
     @classmethod
-    def candidates(cls, target: str) -> list[Self]:
-        """Candidates per target, the default first.
+    def candidates(cls, target: str, k: int = 512) -> list[Self]:
+        """Candidates per target, the default first; a part is never wider than the latent rows.
 
         sm_90: at k=512 only 64 rows stay on wgmma without spilling. sm_100: only one part of 512
         columns stays on tcgen05. sm_120: 99 KB of shared memory, so the latent tile must be small.
+        sm_8x likewise; parts of 256 columns spill least (sm_80: 88 B of stack, with 512 1032 B).
         """
+        found: list[Self] = []
+        for each in cls._candidates(target):
+            narrowed = replace(each, Kp=min(each.Kp, k))
+            if narrowed not in found:
+                found.append(narrowed)
+        return found
+
+    @classmethod
+    def _candidates(cls, target: str) -> list[Self]:
+        if target.startswith("sm_8"):
+            return [cls(16, 64, Kp) for Kp in (256, 512, 128)]
+        target = tiling_target(target)
         if target == "sm_120":
             return [cls(16, 64, Kp) for Kp in (512, 128)] + [
                 cls(16, 64, 512, num_worker_warps=None)
@@ -139,7 +165,7 @@ class HeadTiling(Tiling):
         def plain(*sides: tuple[int, int]) -> list[Self]:
             return [cls(Bm, Bn, occupancy=None) for Bm, Bn in sides]
 
-        few = s <= FEW_QUERIES
+        few, target = s <= FEW_QUERIES, tiling_target(target)
         if target == "sm_120":
             return plain((64, 64), (64, 32), (32, 64)) if few else plain((64, 64), (128, 32))
         if target == "sm_100":

@@ -75,11 +75,11 @@ def shared_prefix_attention_cost(shared: SharedPrefixProblem, form: WindowForm =
         form: How keys and values of the prefix are stored.
     """
     problem = shared.problem
-    d, p, k = problem.d, problem.p, problem.k
+    d, p, k, v = problem.d, problem.p, problem.k, problem.v
     rows = problem.b * problem.s * problem.h
     per_pair = 2 * problem.h * problem.s
-    flops = per_pair * (shared.prefix_pairs * (2 * d + p) + shared.own_tokens * (2 * k + p))
-    elements = rows * (d + k + p) + shared.own_tokens * (k + p) + rows * (k + d)
+    flops = per_pair * (shared.prefix_pairs * (d + p + v) + shared.own_tokens * (2 * k + p))
+    elements = rows * (d + k + p) + shared.own_tokens * (k + p) + rows * (k + v)
     prefix = shared.prefix_tokens * form.token_bytes(problem)
     return Cost(flops, elements * problem.element_size + prefix + 2 * rows * _FLOAT32)
 

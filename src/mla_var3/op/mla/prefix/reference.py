@@ -25,7 +25,7 @@ class SharedPrefixInputs:
             and beyond each length, so that a kernel that reads them fails its check.
         k_rope: Rope part of the keys, `[b, t, p]`; NaN likewise.
         k_prefix: Keys of the prefix, `[h, prefix, d]`.
-        v_prefix: Values of the prefix, `[h, prefix, d]`.
+        v_prefix: Values of the prefix, `[h, prefix, v]`.
         k_rope_prefix: Rope part of its keys, `[prefix, p]`.
     """
 
@@ -92,18 +92,18 @@ def reference_shared_prefix(
         q_latent: `[b, s, h, k]`.
         q_rope: `[b, s, h, p]`.
         k_prefix: `[h, prefix, d]`, slot `j` at position `j` of every request.
-        v_prefix: `[h, prefix, d]`.
+        v_prefix: `[h, prefix, v]`.
         k_rope_prefix: `[prefix, p]`.
         c_kv: `[b, t, k]`; of request `r` only positions from `prefix` to its length are read.
         k_rope: `[b, t, p]`, likewise.
-        w_uv: `[h, k, d]`, for the latent share of the output.
+        w_uv: `[h, k, v]`, for the latent share of the output.
         lengths: KV tokens of each request, the prefix counted, `[b]`.
         causal: See `attend`.
         scale: See `attend`.
         compute_dtype: See `attend`.
 
     Returns:
-        The output `[b, s, h, d]` and the LSE `[b, s, h]`.
+        The output `[b, s, h, v]` and the LSE `[b, s, h]`.
     """
     b, t, _ = c_kv.shape
     prefix = _require_prefix(k_prefix, v_prefix, k_rope_prefix, t)
@@ -142,7 +142,7 @@ def _require_prefix(
         raise InvalidArgumentError("k_prefix", f"[h, prefix, d], prefix <= t={t}", _shape(k_prefix))
     h, prefix, _ = k_prefix.shape
     if v_prefix.dim() != 3 or tuple(v_prefix.shape[:2]) != (h, prefix):
-        raise InvalidArgumentError("v_prefix", f"[{h}, {prefix}, d]", _shape(v_prefix))
+        raise InvalidArgumentError("v_prefix", f"[{h}, {prefix}, v]", _shape(v_prefix))
     if k_rope_prefix.dim() != 2 or k_rope_prefix.shape[0] != prefix:
         raise InvalidArgumentError("k_rope_prefix", f"[{prefix}, p]", _shape(k_rope_prefix))
     return prefix

@@ -32,8 +32,8 @@ class WindowForm:
     def token_bytes(self, problem: MlaProblem) -> int:
         """Bytes of the keys and values of all heads and of the rope part of one token."""
         element = problem.element_size if self.element_bytes is None else self.element_bytes
-        row = problem.d * element + self.scale_bytes
-        return 2 * problem.h * row + problem.p * problem.element_size
+        head = (problem.d + problem.v) * element + 2 * self.scale_bytes
+        return problem.h * head + problem.p * problem.element_size
 
 
 PLAIN = WindowForm("plain", None, 0, 1.0, "in the dtype of the problem")

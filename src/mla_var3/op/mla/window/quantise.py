@@ -144,16 +144,16 @@ def reference_mix_quantised(
         c_kv: `[b, t, k]`.
         k_rope: `[b, t, p]`.
         k_new: `[b, h, n, d]` with scales `[b, h, n]`.
-        v_new: `[b, h, n, d]` with scales `[b, h, n]`.
+        v_new: `[b, h, n, v]` with scales `[b, h, n]`.
         k_rope_new: `[b, n, p]`.
-        w_uv: `[h, k, d]`.
+        w_uv: `[h, k, v]`.
         lengths: KV tokens of each request, `[b]`.
         causal: See `attend`.
         scale: See `attend`.
         compute_dtype: See `attend`; the window is dequantised to it.
 
     Returns:
-        The output `[b, s, h, d]` and the LSE `[b, s, h]`.
+        The output `[b, s, h, v]` and the LSE `[b, s, h]`.
     """
     return reference_mix(
         q_nope,

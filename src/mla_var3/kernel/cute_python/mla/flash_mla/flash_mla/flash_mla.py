@@ -62,6 +62,7 @@ class CuteFlashMLA(HopperPlan):
     tiling: FlashMLATiling = field(default_factory=FlashMLATiling)
 
     targets = ("sm_90",)
+    needs_v = False
     made_for = {"k": LATENT, "p": ROPE}
 
     def __post_init__(self) -> None:

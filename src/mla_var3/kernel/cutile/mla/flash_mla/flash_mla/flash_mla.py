@@ -73,6 +73,8 @@ class CtFlashMLA(MlaPlan):
 
     tiling: FlashMLATiling = field(default_factory=FlashMLATiling)
 
+    needs_v = False
+
     def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
         return self.latent_inputs(device)
 
@@ -82,10 +84,10 @@ class CtFlashMLA(MlaPlan):
         return self.latent_reference(*inputs, compute_dtype=compute_dtype)
 
     def _default_tiling(self, name: str) -> FlashMLATiling | None:
-        return FlashMLATiling.candidates(self.target.code)[0]
+        return FlashMLATiling.candidates(self.target.code, self.k)[0]
 
     def _autotune_configs(self) -> Sequence[FlashMLATiling]:
-        return FlashMLATiling.candidates(self.target.code)
+        return FlashMLATiling.candidates(self.target.code, self.k)
 
     def _algorithmic_flops_bytes(self, tiling: FlashMLATiling) -> tuple[float, float]:
         cost = flash_mla_cost(self.problem())

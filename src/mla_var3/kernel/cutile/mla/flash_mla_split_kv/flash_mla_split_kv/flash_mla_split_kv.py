@@ -48,6 +48,8 @@ class CtFlashMLASplitKV(MlaPlan):
     tiling: SplitKVPartialTiling = field(default_factory=SplitKVPartialTiling)
     reduce_tiling: SplitKVReduceTiling = field(default_factory=SplitKVReduceTiling)
 
+    needs_v = False
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.splits is not None:
@@ -70,7 +72,7 @@ class CtFlashMLASplitKV(MlaPlan):
 
     def _default_tiling(self, name: str) -> Tiling | None:
         if name == "tiling":
-            return SplitKVPartialTiling.candidates(self.target.code)[0]
+            return SplitKVPartialTiling.candidates(self.target.code, self.k)[0]
         return SplitKVReduceTiling(Kc=min(SplitKVReduceTiling.Kc, self.k))
 
     def _autotune_configs(self) -> Sequence[Tiling]:

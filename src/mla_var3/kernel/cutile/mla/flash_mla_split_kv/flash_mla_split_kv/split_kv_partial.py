@@ -110,10 +110,10 @@ class CtSplitKVPartial(MlaPlan):
         return torch.stack(outs, dim=1), torch.stack(lses, dim=1)
 
     def _autotune_configs(self) -> Sequence[SplitKVPartialTiling]:
-        return SplitKVPartialTiling.candidates(self.target.code)
+        return SplitKVPartialTiling.candidates(self.target.code, self.k)
 
     def _default_tiling(self, name: str) -> SplitKVPartialTiling | None:
-        return SplitKVPartialTiling.candidates(self.target.code)[0]
+        return SplitKVPartialTiling.candidates(self.target.code, self.k)[0]
 
     def _algorithmic_flops_bytes(self, tiling: SplitKVPartialTiling) -> tuple[float, float]:
         cost = flash_mla_split_kv_stages(self.problem(), self.splits)[0]

@@ -39,6 +39,7 @@ from mla_var3.kernel.cutile.mla.tilings import (
     latent_tiles,
     multiprocessors,
     tile_sides,
+    tiling_target,
 )
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.mla.attend import KvSegment, attend
@@ -80,7 +81,8 @@ class LatentOldTilingV4(Tiling):
     @classmethod
     def candidates(cls, target: str) -> list["LatentOldTilingV4"]:
         """Candidates per target, the default first (compare LatentTiling)."""
-        sides = {"sm_100": (64, 64, 512), "sm_120": (16, 64, 512)}.get(target, (64, 64, 128))
+        by_target = {"sm_100": (64, 64, 512), "sm_120": (16, 64, 512)}
+        sides = by_target.get(tiling_target(target), (64, 64, 128))
         return [cls(*sides, Share=share) for share in SHARES]
 
 

@@ -31,6 +31,7 @@ from mla_var3.kernel.cutile.mla.tilings import (
     head_tiles,
     multiprocessors,
     tile_sides,
+    tiling_target,
 )
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.mla.attend import KvSegment, attend
@@ -69,6 +70,7 @@ class WindowNewTilingV4(Tiling):
     @classmethod
     def candidates(cls, target: str) -> list["WindowNewTilingV4"]:
         """Candidates per target, the default first (compare HeadTiling)."""
+        target = tiling_target(target)
         if target == "sm_120":
             return [cls(64, 64, share, occupancy=None) for share in SHARES]
         if target == "sm_100":

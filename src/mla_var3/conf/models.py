@@ -1,0 +1,169 @@
+"""Published MLA models: widths of their attention and number of heads.
+
+The table is `models.json` beside this module. `source` is the Hugging Face repository whose
+config.json has the numbers. `read_config` reads such a file of any other model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+from mla_var3.errors import InvalidArgumentError, UnknownNameError
+
+
+class Widths(NamedTuple):
+    """Widths of an MLA layer.
+
+    Attributes:
+        k: Latent width.
+        d: Width of a head's queries and keys without the rope part.
+        p: Width of the rope part; 0 without one.
+        v: Width of a head's values.
+    """
+
+    k: int
+    d: int
+    p: int
+    v: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as its attention sees it.
+
+    Attributes:
+        name: Name in the table, or path of the config that was read.
+        widths: Widths of an MLA layer.
+        heads: Heads of the whole model.
+        source: Hugging Face repository, or path of the config.
+        aliases: Other names; models with the same attention.
+    """
+
+    name: str
+    widths: Widths
+    heads: int
+    source: str
+    aliases: tuple[str, ...] = ()
+
+    def heads_per_rank(self, tp: int = 1) -> int:
+        """Heads that one GPU computes.
+
+        Args:
+            tp: GPUs that share the heads by tensor parallelism.
+
+        Raises:
+            InvalidArgumentError: The heads cannot be shared evenly.
+        """
+        if not isinstance(tp, int) or isinstance(tp, bool) or tp < 1:
+            raise InvalidArgumentError("tp", "a positive integer", repr(tp))
+        if self.heads % tp:
+            raise InvalidArgumentError(
+                "tp", f"a divisor of the {self.heads} heads of {self.name}", tp
+            )
+        return self.heads // tp
+
+    def sizes(self, tp: int = 1) -> dict[str, int]:
+        """`h`, `d`, `p`, `k` and `v` of a problem on one GPU."""
+        return {"h": self.heads_per_rank(tp), **self.widths._asdict()}
+
+
+_WIDTH_KEYS: Final = {
+    "k": ("kv_lora_rank", "attention_kv_lora_dim"),
+    "d": ("qk_nope_head_dim", "attention_qk_dim"),
+    "p": ("qk_rope_head_dim", "attention_qk_rope_dim"),
+    "v": ("v_head_dim", "attention_v_dim"),
+}
+"""Keys of a Hugging Face config: those of DeepSeek, then those of openPangu."""
+_HEADS_KEY: Final = "num_attention_heads"
+
+
+def models() -> Mapping[str, Model]:
+    """All models of the table by name."""
+    return _table()
+
+
+def model(name: str) -> Model:
+    """The model of a name or alias, whatever the case.
+
+    Raises:
+        UnknownNameError: There is none; the message lists those that exist.
+    """
+    if not isinstance(name, str):
+        raise InvalidArgumentError("model", "the name of a model", repr(name))
+    wanted = name.strip().lower()
+    for known in _table().values():
+        if wanted in (known.name, *known.aliases):
+            return known
+    hint = "Of any other model give the widths, or the config.json (--config, read_config)"
+    raise UnknownNameError("model", name, _table(), hint)
+
+
+def read_config(path: str | Path) -> Model:
+    """The model of a Hugging Face config.json.
+
+    A model of text and images may have its text model under `text_config`. A config without
+    `v_head_dim` has values of `hidden_size / num_attention_heads`, as MiniCPM3 has.
+
+    Raises:
+        InvalidArgumentError: The file cannot be read, or is not that of an MLA model.
+    """
+    try:
+        config = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidArgumentError(str(path), "a readable config.json", error.strerror) from error
+    except ValueError as error:
+        raise InvalidArgumentError(str(path), "a config in JSON", error) from error
+    if not isinstance(config, dict):
+        raise InvalidArgumentError(str(path), "a JSON object", type(config).__name__)
+    nested = config.get("text_config")
+    if isinstance(nested, dict) and not _has_width(config):
+        config = nested
+    heads = _number(path, config, (_HEADS_KEY,), least=1)
+    found: dict[str, int] = {}
+    for name, keys in _WIDTH_KEYS.items():
+        if name == "v" and all(config.get(key) is None for key in keys):
+            hidden = _number(path, config, (*keys, "hidden_size"), least=heads)
+            found[name] = hidden // heads
+        else:
+            found[name] = _number(path, config, keys, least=0 if name == "p" else 1)
+    return Model(str(path), Widths(**found), heads, str(path))
+
+
+def _has_width(config: Mapping[str, Any]) -> bool:
+    return any(config.get(key) is not None for key in _WIDTH_KEYS["k"])
+
+
+def _number(path: str | Path, config: Mapping[str, Any], keys: tuple[str, ...], least: int) -> int:
+    """The first of the keys that the config has, an integer."""
+    key = next((key for key in keys if config.get(key) is not None), None)
+    if key is None:
+        raise InvalidArgumentError(
+            f"{path}: {keys[0]}", "an integer, as the config of an MLA model has", "nothing"
+        )
+    value = config[key]
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InvalidArgumentError(f"{path}: {key}", f"an integer >= {least}", repr(value))
+    return value
+
+
+@lru_cache(maxsize=1)
+def _table() -> Mapping[str, Model]:
+    text = (resources.files(__package__) / "models.json").read_text(encoding="utf-8")
+    found = {
+        name: Model(
+            name,
+            Widths(**{width: entry[width] for width in Widths._fields}),
+            entry["heads"],
+            entry["source"],
+            tuple(entry.get("aliases", ())),
+        )
+        for name, entry in json.loads(text).items()
+    }
+    return MappingProxyType(found)

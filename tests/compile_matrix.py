@@ -1,0 +1,95 @@
+"""Every cuTile stage with its default tiling for every target: `python -m tests.compile_matrix`.
+
+Prints a line per stage and target as it compiles: shared memory and its limit, spills, the matrix
+instruction, CTAs per SM. Ends with 1 if one does not compile or does not fit. No GPU is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+from mla_var3.conf.devices import shared_memory_limit
+from mla_var3.runtime.compile import SYSTEM_SHARED_BYTES, CompileReport, compile_report
+from mla_var3.runtime.environment import find_tool
+from mla_var3.runtime.paths import find_kernel, plan_class
+
+TARGETS = (
+    "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121",
+)  # fmt: skip
+SIZES: dict[str, Any] = {"b": 32, "s": 16, "t": 4096, "h": 128}
+DESIGNS: dict[str, dict[str, Any]] = {
+    "flash_mla": {},
+    "flash_mla_split_kv": {"splits": 4},
+    "flash_attention": {},
+    "mla_var6_plus": {"n": 1024},
+}
+"""Base version of each design, and further fields of its plan."""
+REGISTERS, THREADS = 65536, 2048
+"""Per SM, the largest number of any target."""
+
+
+@cache
+def accepted_targets() -> tuple[str, ...]:
+    """The targets that the installed cuTile compiler makes code for."""
+    tool = find_tool("tileiras")
+    if tool is None:
+        return ()
+    text = subprocess.run([tool, "--help"], capture_output=True, text=True, check=True).stdout
+    return tuple(target for target in TARGETS if f"={target} " in text)
+
+
+def reports(design: str, target: str, stage: str = "") -> Iterator[CompileReport]:
+    """Compile the stages of a design, or one of them, with their default tilings."""
+    plan: Any = plan_class(find_kernel(design))(**{**SIZES, **DESIGNS[design]})
+    plan = plan.for_target(target)
+    for kernel in plan.plan(*plan.prepare_inputs("meta")).kernels():
+        if stage in ("", kernel.name):
+            yield compile_report(kernel, target)
+
+
+def spare_bytes(report: CompileReport) -> int:
+    """Shared memory of a CTA that the kernel leaves; negative where it does not fit."""
+    limit = shared_memory_limit(report.target)
+    assert limit is not None, f"{report.target} is in no table"
+    return limit - (report.shared_bytes or 0)
+
+
+def ctas_per_sm(report: CompileReport) -> int:
+    """CTAs that an SM holds by registers, shared memory and threads."""
+    limit = (shared_memory_limit(report.target) or 0) + SYSTEM_SHARED_BYTES
+    threads = report.threads or 1
+    return min(
+        REGISTERS // max(1, (report.registers or 1) * threads),
+        limit // max(1, report.shared_bytes or 1),
+        THREADS // threads,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compile the matrix; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.compile_matrix", description=__doc__)
+    parser.add_argument("--targets", default=",".join(accepted_targets()), help="GPU codes")
+    parser.add_argument("--designs", default=",".join(DESIGNS), help="designs")
+    options = parser.parse_args(argv)
+    bad = 0
+    for target in options.targets.split(","):
+        for design in options.designs.split(","):
+            for report in reports(design, target):
+                fits = report.error is None and spare_bytes(report) >= 0
+                bad += not fits
+                print(
+                    f"{target:7} {report.kernel:28} {'fits' if fits else 'DOES NOT FIT'}"
+                    f" {report.shared_bytes} B shared, {report.stack_bytes} B stack,"
+                    f" {ctas_per_sm(report)} CTA per SM, {report.verdict}",
+                    flush=True,
+                )
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

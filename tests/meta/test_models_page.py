@@ -1,0 +1,36 @@
+"""The page of models and cards has the rows of both tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mla_var3.conf import devices
+from mla_var3.conf.devices import load_devices
+from mla_var3.conf.models import models
+
+
+@pytest.fixture
+def rows(repo_root: Path) -> list[list[str]]:
+    """The cells of every table row of the page."""
+    lines = (repo_root / "docs" / "models.md").read_text().splitlines()
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line[:1] == "|"]
+
+
+def test_models(rows: list[list[str]]) -> None:
+    for model in models().values():
+        sizes = [str(size) for size in (*model.widths, model.heads)]
+        assert [model.name, *sizes, model.source, ", ".join(model.aliases)] in rows
+
+
+def test_cards(rows: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(devices.ENVIRONMENT_VARIABLE, raising=False)
+    known = load_devices()
+    for spec in known.values():
+        figures = (spec.sm_count, spec.peak_tflops("bfloat16"), spec.peak_gbps)
+        shared = spec.shared_memory_per_block_bytes // 1024
+        basis = "measured rates" if spec.has_burst else "vendor peaks"
+        numbers = [f"{number:g}" for number in (*figures, shared)]
+        assert [spec.name, spec.target, *numbers, basis] in rows
+    assert sum(row[-1] in ("measured rates", "vendor peaks") for row in rows) == len(known)

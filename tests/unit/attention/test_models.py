@@ -1,0 +1,168 @@
+"""Calls with the widths and head counts of every published model, against float64 on the CPU."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+import mla_var3
+from mla_var3.conf.models import Widths, models
+from mla_var3.errors import InvalidArgumentError, UnsupportedError
+from mla_var3.op.mla.inputs import MlaInputs, absorb_queries, make_inputs, up_project
+from mla_var3.op.mla.problem import MlaProblem
+from mla_var3.op.mla.reference import reference_from_latent
+
+WIDTHS = sorted({each.widths for each in models().values()})
+HEADS = (128, 96, 64, 48, 40, 32, 20, 16, 12, 10, 8, 5, 4, 2, 1)
+"""Of the models, and of their ranks with tensor parallelism."""
+B, T = 2, 70
+
+# Each in turn with each number of heads: s, causal, paged.
+KINDS = [(1, True, True), (3, True, False), (4, False, True)]
+
+
+def case(widths: Widths, h: int, s: int, causal: bool) -> tuple[MlaProblem, MlaInputs]:
+    problem = MlaProblem(B, s, T, h, **widths._asdict(), causal=causal, lengths=(T, 33))
+    return problem, make_inputs(problem, "cpu", seed=h)
+
+
+@functools.cache
+def all_heads(widths: Widths, s: int, causal: bool) -> tuple[MlaInputs, torch.Tensor, torch.Tensor]:
+    """Inputs with as many heads as any model has, and the exact results, head by head."""
+    problem, inputs = case(widths, max(HEADS), s, causal)
+    tensors = vars(inputs).items()
+    wide = {name: each if name == "lengths" else each.float() for name, each in tensors}
+    return MlaInputs(**wide), *exact(problem, inputs)
+
+
+def filled(problem: MlaProblem, inputs: MlaInputs, **options) -> mla_var3.LatentCache:
+    cache = mla_var3.LatentCache.allocate(
+        B, T, k=problem.k, p=problem.p, heads=problem.h, head_dim=problem.d, value_dim=problem.v,
+        **options,
+    )  # fmt: skip
+    if options.get("prefix"):
+        m = options["prefix"]
+        cache.set_prefix(inputs.c_kv[0, :m], inputs.k_rope[0, :m], inputs.w_uk, inputs.w_uv)
+        inputs.c_kv[:, :m], inputs.k_rope[:, :m] = inputs.c_kv[0, :m], inputs.k_rope[0, :m]
+    first = options.get("prefix", 0)
+    counts = [length - first for length in problem.kv_lengths]
+    weights = {"w_uk": inputs.w_uk, "w_uv": inputs.w_uv} if options.get("window") else {}
+    cache.append(inputs.c_kv[:, first:], inputs.k_rope[:, first:], counts, **weights)
+    return cache
+
+
+def exact(problem: MlaProblem, inputs: MlaInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    return reference_from_latent(inputs, problem, compute_dtype=torch.float64)
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("h", HEADS)
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_every_width_with_every_number_of_heads(widths: Widths, h: int):
+    s, causal, paged = KINDS[(HEADS.index(h) + WIDTHS.index(widths)) % len(KINDS)]
+    full, *expected_of_all = all_heads(widths, s, causal)
+    expected, expected_lse = (each[:, :, -h:] for each in expected_of_all)
+    inputs = replace(
+        full, q_nope=full.q_nope[:, :, -h:], q_rope=full.q_rope[:, :, -h:], w_uk=full.w_uk[-h:],
+        w_uv=full.w_uv[-h:],
+    )  # fmt: skip
+    problem = MlaProblem(B, s, T, h, **widths._asdict(), lengths=(T, 33))
+    cache = filled(problem, inputs, page_size=64 if paged else None, dtype=torch.float32)
+    operands = (inputs.q_nope, inputs.q_rope, cache, inputs.w_uk, inputs.w_uv)
+    o, lse = mla_var3.mla_attention(*operands, causal=causal, return_lse=True)
+    assert o.shape == (B, s, h, widths.v)
+    assert error(o, expected) < 1e-5
+    assert error(lse, expected_lse) < 1e-5
+
+    q_latent = absorb_queries(inputs.q_nope, inputs.w_uk)
+    o_latent, latent_lse = mla_var3.mla_latent_attention(
+        q_latent, inputs.q_rope, cache, d=widths.d, causal=causal
+    )
+    assert error(up_project(o_latent, inputs.w_uv), expected) < 1e-5
+    assert error(latent_lse, expected_lse) < 1e-5
+
+
+@pytest.mark.parametrize("options", [{"window": 20}, {"prefix": 16}, {"window": 12, "prefix": 16}])
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_decompressed_copies_have_the_width_of_the_values(widths: Widths, options: dict[str, int]):
+    problem, inputs = case(widths, 4, 3, True)
+    cache = filled(problem, inputs, **options)
+    expected, _ = exact(problem, inputs)
+    operands = (inputs.q_nope, inputs.q_rope, cache, inputs.w_uk, inputs.w_uv)
+    assert error(mla_var3.mla_attention(*operands), expected) < 1e-2
+    per_token = 2 * (problem.h * (problem.d + problem.v) + problem.p)
+    sizes = cache.sizes()
+    assert sizes.window_bytes == B * options.get("window", 0) * per_token
+    assert sizes.prefix_bytes == options.get("prefix", 0) * per_token
+
+
+def test_packed_queries_and_a_given_output():
+    widths = mla_var3.model("glm-4.7-flash").widths
+    problem, inputs = case(widths, 5, 3, True)
+    expected, _ = exact(problem, inputs)
+    out = torch.empty(2 * 3, 5, widths.v, dtype=torch.bfloat16)
+    bounds = torch.tensor([0, 3, 6], dtype=torch.int32)
+    found = mla_var3.mla_attention(
+        inputs.q_nope.flatten(0, 1), inputs.q_rope.flatten(0, 1), filled(problem, inputs),
+        inputs.w_uk, inputs.w_uv, cu_seqlens_q=bounds, max_q=3, out=out,
+    )  # fmt: skip
+    assert found is out
+    assert error(out.view_as(expected), expected) < 1e-2
+
+
+def test_kernels_that_need_equal_widths_refuse_by_name():
+    sizes = {"b": 32, "s": 4, "t": 4096, **mla_var3.model("glm-4.7-flash").sizes(4)}
+    found = mla_var3.explain(**sizes, window=4096, device_name="H200")
+    refusals = {c.kernel: c.refusal for c in found.candidates}
+    for name in ("flash_attention", "mla_var6_plus", "mla_var6_plus_v4"):
+        assert refusals[name] == "values of width v=256 beside d=192; it needs v = d"
+    assert refusals["flash_mla"] is None
+    with pytest.raises(UnsupportedError, match="flash_attention .* v=256 beside d=192"):
+        mla_var3.explain(**sizes, kernel="flash_attention", device_name="H200")
+
+
+def test_a_model_without_rope_says_what_does_not_serve_it():
+    sizes = {"b": 32, "s": 4, "t": 4096, **mla_var3.model("glm-5.3-flash").sizes()}
+    found = mla_var3.explain(**sizes, device_name="H200")
+    refusals = {(c.kernel, c.language): c.refusal for c in found.candidates}
+    assert refusals[found.kernel, found.language] is None
+    assert refusals["torch_tiled", "torch"] is None
+    why = refusals["flash_attention", "cutile-dsl"]
+    assert why == "these sizes: p: expected a positive integer, got 0"
+
+
+def test_a_wrong_width_is_named():
+    problem, inputs = case(mla_var3.model("glm-4.7-flash").widths, 2, 1, True)
+    cache = (inputs.c_kv, inputs.k_rope)
+    operands = (inputs.q_nope, inputs.q_rope, cache, inputs.w_uk)
+    with pytest.raises(InvalidArgumentError, match=r"w_uv: expected v of at least 1"):
+        mla_var3.mla_attention(*operands, inputs.w_uv[..., :0])
+    windowed = filled(problem, inputs, window=8)
+    with pytest.raises(InvalidArgumentError, match=r"cache.v_new: expected \[b=2, h=2, n=8, v=192"):
+        mla_var3.mla_attention(*replace_cache(operands, windowed), inputs.w_uv[..., :192])
+    with pytest.raises(InvalidArgumentError, match=r"out: expected \[b=2, s=1, h=2, v=256\]"):
+        mla_var3.mla_attention(*operands, inputs.w_uv, out=torch.empty_like(inputs.q_nope))
+    assert replace(problem, v=0).v == problem.d
+
+
+def replace_cache(operands: tuple, cache: mla_var3.LatentCache) -> tuple:
+    q_nope, q_rope, _, w_uk = operands
+    return q_nope, q_rope, cache, w_uk
+
+
+@pytest.mark.parametrize("widths", [each for each in WIDTHS if each.p], ids=str)
+def test_the_latent_cutile_kernel_serves_every_width_with_rope(widths: Widths):
+    problem, inputs = case(widths, 5, 2, True)
+    expected, expected_lse = exact(problem, inputs)
+    o, lse = mla_var3.mla_attention(
+        inputs.q_nope, inputs.q_rope, filled(problem, inputs), inputs.w_uk, inputs.w_uv,
+        kernel="flash_mla:cutile-dsl", return_lse=True,
+    )  # fmt: skip
+    assert error(o, expected) < 1e-2
+    assert error(lse, expected_lse) < 3e-3

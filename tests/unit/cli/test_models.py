@@ -1,0 +1,130 @@
+"""`--model`, `--config` and `--tp` of the commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mla_var3.bench.record import ABSENT, load_record
+from mla_var3.cli.arguments import Parser, add_problem, parse, read_problem
+from mla_var3.cli.console import UsageError
+from mla_var3.cli.main import main
+from mla_var3.cli.options import PlanParser
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.runtime.paths import find_kernel, plan_class
+
+
+def sizes(*argv: str) -> dict[str, Any]:
+    parser = Parser(prog="prog")
+    add_problem(parser)
+    values = parse(parser, argv)
+    read_problem(values)
+    return values
+
+
+def test_a_model_gives_the_sizes_that_belong_to_it():
+    assert sizes("--model=kimi-k2", "--tp=8", "--b=4") == {
+        "b": 4, "s": 16, "t": 4096, "h": 8, "d": 128, "p": 64, "k": 512, "v": 128,
+    }  # fmt: skip
+    assert sizes("--h=20", "--v=256")["v"] == 256
+    assert sizes()["h"] == 128
+
+
+def test_a_config_gives_them_too(tmp_path: Path):
+    path = tmp_path / "config.json"
+    widths = {"kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64}
+    path.write_text(json.dumps({**widths, "v_head_dim": 128, "num_attention_heads": 32}))
+    found = sizes(f"--config={path}", "--tp=2")
+    assert [found[name] for name in "hdpkv"] == [16, 64, 64, 256, 128]
+
+
+@pytest.mark.parametrize(
+    ("argv", "error", "message"),
+    [
+        (
+            ["--model=kimi-k2", "--h=16"],
+            UsageError,
+            "--h: expected none beside --model, which gives h=64; got 16",
+        ),
+        (["--tp=8"], UsageError, "--tp: expected --model or --config beside it, got neither"),
+        (["--model=kimi-k2", "--config=x"], UsageError, "--config: expected none beside --model"),
+        (["--model=kimi"], UsageError, "unknown model 'kimi'; did you mean"),
+        (["--model=minicpm3", "--tp=16"], InvalidArgumentError, "tp: expected a divisor of the 40"),
+    ],
+)
+def test_what_does_not_fit_is_named(argv, error, message):
+    with pytest.raises(error, match=message):
+        sizes(*argv)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["choose", "--model=glm-4.7-flash", "--tp=4", "--json"],
+        ["predict", "--model=glm-4.7-flash", "--tp=4", "--for_device=H200", "--json"],
+        ["plan", "--model=glm-4.7-flash", "--tp=4", "--budget=1GiB", "--json"],
+    ],
+)
+def test_commands_compute_with_the_widths_of_a_model(argv, capsys):
+    assert main([*argv, "--s=2", "--t=1024"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    entry = found[0] if isinstance(found, list) else found
+    problem = entry.get("shape") or entry["problem"]
+    assert {name: problem[name] for name in "hdpkv"} == {
+        "h": 5, "d": 192, "p": 64, "k": 512, "v": 256,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "noted"), [("kimi-k2", False), ("mistral-small-4", True)])
+def test_predictions_for_widths_that_were_not_timed_say_so(model, noted, capsys):
+    assert main(["predict", f"--model={model}", "--for_device=H200"]) == 0
+    assert ("rates were recorded at d=128 p=64 k=512" in capsys.readouterr().out) == noted
+
+
+def test_bench_predicts_a_model_and_says_what_does_not_serve_it(tmp_path: Path):
+    argv = ["bench", "all", "--model=glm-4.7-flash", "--tp=4", "--s=2", "--t=1024", "--b=4"]
+    argv += ["--mode=predict", "--for_device=H200", f"--out_dir={tmp_path}"]
+    assert main([*argv, "--kernels=flash_mla,flash_attention"]) == 0
+    rows = {(r.kernel, r.language): r for r in load_record(tmp_path / "all.json").rows}
+    latent = rows["flash_mla", "cutile-dsl"]
+    assert (latent.problem.h, latent.problem.d, latent.problem.v) == (5, 192, 256)
+    assert latent.shape == "b=4 s=2 t=1024 h=5 d=192 v=256"
+    assert latent.time_us is not None
+    refused = rows["flash_attention", "cutile-dsl"]
+    assert refused.status == ABSENT
+    assert "v=256" in refused.reason
+
+
+def test_a_suite_with_fixed_shapes_takes_no_model(capsys):
+    assert main(["bench", "latent", "--model=kimi-k2"]) == 2
+    assert "model: expected none: the suite latent has fixed shapes" in capsys.readouterr().err
+
+
+def request(kernel: str, *argv: str) -> Any:
+    parser = PlanParser(plan_class(find_kernel(kernel))(), "prog")
+    return parser.request(parse(parser, argv))
+
+
+def test_run_takes_a_model_for_a_kernel():
+    plan = request("flash_mla", "--model=glm-4.7-flash", "--tp=4").plan
+    assert (plan.h, plan.d, plan.p, plan.k) == (5, 192, 64, 512)
+    with pytest.raises(UsageError, match="--model: flash_attention needs v=d=192, the model has v"):
+        request("flash_attention", "--model=glm-4.7-flash")
+    with pytest.raises(InvalidArgumentError, match="p: expected a positive integer, got 0"):
+        request("flash_mla", "--model=glm-5.3-flash")
+
+
+def test_the_main_job_refuses_a_model_that_its_kernels_do_not_take(capsys):
+    assert main(["run", "--model=glm-4.7-flash"]) == 2
+    assert "expected one with v=d and p > 0" in capsys.readouterr().err
+
+
+def test_list_shows_the_models(capsys):
+    assert main(["list"]) == 0
+    text = capsys.readouterr().out
+    table = text[text.index("models\n") :].splitlines()
+    assert any(line.split()[:6] == ["glm-5", "512", "192", "64", "256", "64"] for line in table)
+    assert max(len(line.rstrip()) for line in table[:-2]) <= 80

@@ -1,0 +1,119 @@
+"""The table of models, and configs of others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import mla_var3
+from mla_var3.conf.models import Widths, models, read_config
+from mla_var3.errors import InvalidArgumentError, UnknownNameError
+
+DEEPSEEK = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_attention_heads": 128,
+}
+
+
+def test_a_model_by_name_alias_and_case():
+    kimi = mla_var3.model("kimi-k2")
+    assert kimi.widths == Widths(k=512, d=128, p=64, v=128)
+    assert kimi.heads_per_rank(8) == 8
+    assert kimi.sizes(2) == {"h": 32, "k": 512, "d": 128, "p": 64, "v": 128}
+    assert mla_var3.model("Kimi-K2.5") is kimi
+    assert mla_var3.model("deepseek-r1") is mla_var3.model("deepseek-v3")
+
+
+def test_an_unknown_model_lists_what_there_is():
+    with pytest.raises(UnknownNameError, match=r"did you mean 'kimi-k2'.*minicpm3"):
+        mla_var3.model("kimi-k22")
+
+
+@pytest.mark.parametrize(
+    ("tp", "message"),
+    [(8, "tp: expected a divisor of the 20 heads of glm-4.7-flash, got 8"), (0, "tp: .* got 0")],
+)
+def test_a_tp_that_does_not_divide_the_heads(tp, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        mla_var3.model("glm-4.7-flash").heads_per_rank(tp)
+
+
+def test_the_table_has_every_width_that_was_published():
+    names = [name for entry in models().values() for name in (entry.name, *entry.aliases)]
+    assert len(names) == len(set(names))
+    assert all(name == name.lower() for name in names)
+    assert {entry.widths for entry in models().values()} == {
+        (512, 128, 64, 128),
+        (512, 192, 64, 256),
+        (512, 256, 0, 256),
+        (256, 64, 64, 128),
+        (256, 64, 32, 64),
+    }
+    assert {entry.heads for entry in models().values()} == {128, 96, 64, 40, 32, 20, 16}
+    for entry in models().values():
+        assert entry.source.count("/") == 1, "the name of a repository"
+
+
+@pytest.mark.parametrize(
+    ("config", "widths", "heads"),
+    [
+        (DEEPSEEK, (512, 128, 64, 128), 128),
+        ({"text_config": {**DEEPSEEK, "num_attention_heads": 96}}, (512, 128, 64, 128), 96),
+        (
+            {
+                "attention_kv_lora_dim": 512,
+                "attention_qk_dim": 128,
+                "attention_qk_rope_dim": 64,
+                "attention_v_dim": 128,
+                "num_attention_heads": 128,
+            },
+            (512, 128, 64, 128),
+            128,
+        ),
+        (
+            {
+                "kv_lora_rank": 256,
+                "qk_nope_head_dim": 64,
+                "qk_rope_head_dim": 32,
+                "v_head_dim": None,
+                "hidden_size": 2560,
+                "num_attention_heads": 40,
+            },
+            (256, 64, 32, 64),
+            40,
+        ),
+        ({**DEEPSEEK, "qk_rope_head_dim": 0}, (512, 128, 0, 128), 128),
+    ],
+    ids=["deepseek", "nested", "openpangu", "minicpm3", "no rope"],
+)
+def test_a_config(tmp_path: Path, config, widths, heads):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    found = read_config(path)
+    assert (found.widths, found.heads) == (widths, heads)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "expected a config in JSON"),
+        ("[]", "expected a JSON object, got list"),
+        ('{"num_attention_heads": 32}', "kv_lora_rank: expected an integer, .* got nothing"),
+        (json.dumps({**DEEPSEEK, "v_head_dim": "x"}), "v_head_dim: expected an integer >= 1"),
+        (json.dumps({**DEEPSEEK, "num_attention_heads": 0}), "num_attention_heads: .*, got 0"),
+        (json.dumps({**DEEPSEEK, "v_head_dim": None}), "v_head_dim: .* got nothing"),
+        (None, "expected a readable config.json"),
+    ],
+)
+def test_a_config_that_is_not_that_of_an_mla_model(tmp_path: Path, text, message):
+    path = tmp_path / "config.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(InvalidArgumentError, match=message) as error:
+        read_config(path)
+    assert str(path) in str(error.value)
