@@ -70,7 +70,7 @@ class PlannedBackend:
             "float32; it takes bfloat16 and float16": shape.dtype == "float32",
             "cache rows that are not 16-byte aligned": not shape.aligned,
         }
-        refusal = self._service.refusal(shape)
+        refusal = shape.refused_cache or self._service.refusal(shape)
         if refusal is not None:
             return refusal
         for reason, holds in reasons.items():
