@@ -19,7 +19,7 @@ from mla_var3.bench.plots import log_axes, new_figure, save_figure, series_colou
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.mla.cache_formats import FORMATS, PER_TENSOR, dequantise, quantise
 
-K, P, ROWS = 512, 64, 16
+K, P, ROWS = 512, 64, 64
 """Widths of made latents, and their query rows."""
 BFLOAT16 = "bfloat16"
 CACHES = (BFLOAT16, *FORMATS)
@@ -95,10 +95,13 @@ class FormatError:
     """The error of one format.
 
     Attributes:
-        output: `||out - ref|| / ||ref||` of the attention output, over all query rows.
+        channels: Root mean square over the latent channels of each channel's
+            `||out - ref|| / ||ref||` over all query rows; a hot channel does not hide the others.
+        output: `||out - ref|| / ||ref||` over everything.
         lse: Largest absolute difference of an LSE.
     """
 
+    channels: float
     output: float
     lse: float
 
@@ -182,8 +185,13 @@ def measure(latents: Latents, attention: str, t: int, *, scale: float, seed: int
     errors = {}
     for name, attended in rounded.items():
         found, found_lse = attended.result()
-        relative = float((found - output).norm() / output.norm())
-        errors[name] = FormatError(relative, float((found_lse - lse).abs().max()))
+        wrong = found - output
+        ratios = wrong.square().sum(0) / output.square().sum(0)
+        errors[name] = FormatError(
+            channels=math.sqrt(float(ratios.mean())),
+            output=float(wrong.norm() / output.norm()),
+            lse=float((found_lse - lse).abs().max()),
+        )
     return AccuracyRow(latents.name, attention, t, errors)
 
 
@@ -215,7 +223,7 @@ def accuracy_plot(rows: Sequence[AccuracyRow], path: Path) -> list[Path]:
         for axis, panel in zip(grid.flat, panels, strict=False):
             own = [row for row in rows if (row.latents, row.attention) == panel]
             for name in own[0].errors:
-                points = [(row.t, 100 * row.errors[name].output) for row in own]
+                points = [(row.t, 100 * row.errors[name].channels) for row in own]
                 colour = series_colour(name, CACHES)
                 axis.plot(*zip(*points, strict=True), "o-", label=name, color=colour, markersize=4)
             log_axes(axis, sorted({row.t for row in rows}))

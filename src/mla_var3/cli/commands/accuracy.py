@@ -87,13 +87,13 @@ def _cells(rows: Sequence[AccuracyRow]) -> tuple[list[str], list[list[str]]]:
     caches = list(rows[0].errors)
     cells = [
         [row.latents, row.attention, str(row.t)]
-        + [f"{100 * row.errors[name].output:.2f}" for name in caches]
+        + [f"{100 * row.errors[name].channels:.2f}" for name in caches]
         for row in rows
     ]
     return ["latents", "attention", "t", *caches], cells
 
 
 def _print(rows: Sequence[AccuracyRow], scale: float) -> None:
-    print_table("error of the attention output, % of its norm", *_cells(rows))
+    print_table("error of the attention output, % per latent channel", *_cells(rows))
     say("only the cache is rounded; reference: float64 on unrounded tokens")
     say(f"fp8 has one scale, {scale:g}; fp8 rounds rope keys too, the others keep bfloat16")
