@@ -71,7 +71,7 @@ def test_captured_latents_give_the_attention_of_the_layer(models, tmp_path) -> N
     torch.testing.assert_close(scores.softmax(-1), weights[:, -1], atol=1e-4, rtol=1e-3)
     torch.save(found, tmp_path / "latents.pt")
     latents = read_latents(tmp_path / "latents.pt")
-    row = measure(latents, "captured", t, scale=1.0, seed=0)
+    (row,) = measure(latents, (t,))
     assert 0 < row.errors["bfloat16"].output < row.errors["fp8_per_token"].output < 0.1
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ LOGITS = {"flat": 0.5, "peaky": 6.0}
 """Standard deviation of the logits of made queries."""
 TOKENS, QUICK_TOKENS = (1024, 16384, 131072), (256, 2048)
 CAPTURED = "captured"
+EXACT = "exact"
+"""The tokens before any rounding."""
 _TILE = 4096
 _HOT = 100.0
 """What the hot channel is multiplied by."""
@@ -78,16 +81,20 @@ class Latents:
     rope: torch.Tensor | None = None
     queries: torch.Tensor | None = None
 
-    def tiles(self, t: int, seed: int) -> Iterator[Tile]:
-        """The first t tokens, always the same ones for a seed."""
-        for index, first in enumerate(range(0, t, _TILE)):
-            count = min(_TILE, t - first)
+    def tiles(self, lengths: Sequence[int], seed: int) -> Iterator[Tile]:
+        """The tokens up to the largest length, with a border at each; the same ones for a seed."""
+        for index, start in enumerate(range(0, max(lengths), _TILE)):
+            stop = min(start + _TILE, max(lengths))
             if self.latent is not None and self.rope is not None:
-                yield self.latent[first : first + count], self.rope[first : first + count]
+                latent, rope = self.latent[start:stop], self.rope[start:stop]
             else:
                 generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
                 latent = MADE[self.name]((_TILE, K), generator)
-                yield latent[:count], _normal((_TILE, P), generator)[:count]
+                rope = _normal((_TILE, P), generator)
+            borders = sorted({start, stop, *(t for t in lengths if start < t < stop)})
+            for first, last in pairwise(borders):
+                own = slice(first - start, last - start)
+                yield latent[own], rope[own]
 
 
 @dataclass(frozen=True)
@@ -159,50 +166,51 @@ def read_latents(path: Path) -> Latents:
     return Latents(path.stem, latent, rope, queries)
 
 
-def measure(latents: Latents, attention: str, t: int, *, scale: float, seed: int) -> AccuracyRow:
-    """The errors of all formats in one case.
+def measure(
+    latents: Latents, lengths: Sequence[int], *, scale: float = 1.0, seed: int = 0
+) -> list[AccuracyRow]:
+    """The errors of all formats, with the queries of the latents or with flat and peaky ones.
 
     Args:
         latents: The tokens.
-        attention: "flat" or "peaky", or "captured" for the queries of the latents.
-        t: How many of the tokens.
+        lengths: How many of the tokens; all lengths are measured in one pass.
         scale: That of the format with one scale for the cache.
         seed: Of what is made.
     """
-    queries = latents.queries
-    if attention != CAPTURED or queries is None:
-        queries = _queries(latents, LOGITS[attention], t, seed)
-    queries = queries.double()
-    exact = _Attention(queries)
-    rounded = {name: _Attention(queries) for name in _caches(latents)}
-    for latent, rope in latents.tiles(t, seed):
-        exact.add(latent.double(), rope.double())
-        # Models write bfloat16, and engines round that.
-        stored = latent.to(torch.bfloat16), rope.to(torch.bfloat16)
-        for name, attended in rounded.items():
-            attended.add(*_worth(name, stored, scale))
-    output, lse = exact.result()
-    errors = {}
-    for name, attended in rounded.items():
-        found, found_lse = attended.result()
-        wrong = found - output
-        ratios = wrong.square().sum(0) / output.square().sum(0)
-        errors[name] = FormatError(
-            channels=math.sqrt(float(ratios.mean())),
-            output=float(wrong.norm() / output.norm()),
-            lse=float((found_lse - lse).abs().max()),
-        )
-    return AccuracyRow(latents.name, attention, t, errors)
+    if latents.queries is not None:
+        queries = {CAPTURED: latents.queries.double()}
+    else:
+        queries = {
+            name: _queries(latents, deviation, max(lengths), seed)
+            for name, deviation in LOGITS.items()
+        }
+    caches = _caches(latents)
+    attended = {
+        (attention, cache): _Attention(rows)
+        for attention, rows in queries.items()
+        for cache in (EXACT, *caches)
+    }
+    found: dict[tuple[str, int], AccuracyRow] = {}
+    t = 0
+    for latent, rope in latents.tiles(lengths, seed):
+        for cache in (EXACT, *caches):
+            rows = _worth(cache, latent, rope, scale)
+            for attention in queries:
+                attended[attention, cache].add(*rows)
+        t += latent.shape[0]
+        if t in lengths:
+            for attention in queries:
+                exact = attended[attention, EXACT]
+                errors = {cache: attended[attention, cache].error(exact) for cache in caches}
+                found[attention, t] = AccuracyRow(latents.name, attention, t, errors)
+    return [found[attention, t] for attention in queries for t in sorted(set(lengths))]
 
 
-def cases(given: Latents | None, quick: bool) -> list[tuple[Latents, str, int]]:
+def cases(given: Latents | None, quick: bool) -> list[tuple[Latents, tuple[int, ...]]]:
     """What `measure` takes, for given latents or for all made ones."""
-    if given is not None:
-        assert given.latent is not None
-        kinds = list(LOGITS) if given.queries is None else [CAPTURED]
-        return [(given, kind, given.latent.shape[0]) for kind in kinds]
-    lengths = QUICK_TOKENS if quick else TOKENS
-    return [(Latents(name), kind, t) for name in MADE for kind in LOGITS for t in lengths]
+    if given is not None and given.latent is not None:
+        return [(given, (given.latent.shape[0],))]
+    return [(Latents(name), QUICK_TOKENS if quick else TOKENS) for name in MADE]
 
 
 def accuracy_plot(rows: Sequence[AccuracyRow], path: Path) -> list[Path]:
@@ -257,6 +265,17 @@ class _Attention:
         self._total = self._total * fade + weights.sum(-1)
         self._peak = peak
 
+    def error(self, exact: _Attention) -> FormatError:
+        """How far the result is from that over unrounded tokens."""
+        (output, lse), (found, found_lse) = exact.result(), self.result()
+        wrong = found - output
+        ratios = wrong.square().sum(0) / output.square().sum(0)
+        return FormatError(
+            channels=math.sqrt(float(ratios.mean())),
+            output=float(wrong.norm() / output.norm()),
+            lse=float((found_lse - lse).abs().max()),
+        )
+
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The output `[rows, k]` and the LSE `[rows]`."""
         assert self._output is not None
@@ -278,8 +297,12 @@ def _caches(latents: Latents) -> list[str]:
     return [BFLOAT16, *fitting]
 
 
-def _worth(name: str, stored: Tile, scale: float) -> Tile:
-    """What a cache gives back for tokens in bfloat16, in float64."""
+def _worth(name: str, latent: torch.Tensor, rope: torch.Tensor, scale: float) -> Tile:
+    """What a cache gives back for tokens, in float64."""
+    if name == EXACT:
+        return latent.double(), rope.double()
+    # Models write bfloat16, and engines round that.
+    stored = latent.to(torch.bfloat16), rope.to(torch.bfloat16)
     if name == BFLOAT16:
         return stored[0].double(), stored[1].double()
     one = torch.tensor([scale]) if name == PER_TENSOR.name else None
@@ -288,7 +311,7 @@ def _worth(name: str, stored: Tile, scale: float) -> Tile:
 
 def _queries(latents: Latents, deviation: float, t: int, seed: int) -> torch.Tensor:
     """Random queries whose logits over the first tokens have a standard deviation."""
-    rows = torch.cat([part.double() for part in next(latents.tiles(t, seed))], dim=-1)
+    rows = torch.cat([part.double() for part in next(latents.tiles([t], seed))], dim=-1)
     generator = torch.Generator().manual_seed(seed)
     queries = torch.randn((ROWS, rows.shape[1]), generator=generator, dtype=torch.float64)
     spread = (queries @ rows.mT).std(-1, correction=0)

@@ -11,8 +11,8 @@ import mla_var3
 from mla_var3.attention import CacheView, LatentCache, explain, paged_view
 from mla_var3.attention.backends import torch_tiled
 from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
-from mla_var3.op.mla import cache_formats
 from mla_var3.op.mla.cache_formats import FORMATS, cache_format, dequantise, quantise
+from mla_var3.op.mla.window.quantise import E4M3
 
 from .attention_support import (
     Model,
@@ -60,7 +60,7 @@ def test_append_truncate_evict_and_fork(
         generator, [70, 5, 129], model, p=P, dtype=torch.bfloat16, cache_dtype=name,
         page_size=page_size, t=190,
     )  # fmt: skip
-    assert cache.buffer.dtype is torch.uint8 and cache.c_kv.dtype is cache_formats.E4M3
+    assert cache.buffer.dtype is torch.uint8 and cache.c_kv.dtype is E4M3
     expected = [rounded(rows, name) for rows in tokens]
     cache.truncate([3, 0, 60])
     cache.evict([1])

@@ -18,7 +18,8 @@ from mla_var3.integrations.flash_mla import (
     get_mla_metadata,
 )
 from mla_var3.op.compare import compare
-from mla_var3.op.mla.cache_formats import E4M3, FORMATS, cache_format, dequantise, quantise
+from mla_var3.op.mla.cache_formats import FORMATS, cache_format, dequantise, quantise
+from mla_var3.op.mla.window.quantise import E4M3
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = 64

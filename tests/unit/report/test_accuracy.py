@@ -24,7 +24,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tiles_give_what_one_softmax_gives(generator: torch.Generator) -> None:
     latent, rope = (torch.randn(300, width, generator=generator) for width in (256, 64))
     queries = torch.randn(5, 320, generator=generator) * 0.2
-    row = measure(Latents("own", latent, rope, queries), "captured", 300, scale=1.0, seed=0)
+    own = Latents("own", latent, rope, queries)
+    short, row = measure(own, (50, 300))
+    assert short.t == 50 and short.errors == measure(own, (50,))[0].errors
 
     def attend(rows: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scores = queries.double() @ torch.cat([rows, keys], dim=-1).mT
@@ -39,18 +41,15 @@ def test_tiles_give_what_one_softmax_gives(generator: torch.Generator) -> None:
 
 
 def test_the_errors_are_those_of_the_formats() -> None:
-    flat, peaky = (
-        measure(Latents("normal"), kind, 300, scale=1.0, seed=0).errors
-        for kind in ("flat", "peaky")
-    )
+    flat, peaky = (row.errors for row in measure(Latents("normal"), (300,)))
     assert list(flat) == list(CACHES)
     assert flat["bfloat16"].channels < 0.004
     for name in CACHES[1:]:
         # e4m3 rounds by 2.6 % on average; peaky attention adds the error of the scores.
         assert 0.015 < flat[name].channels < 0.04 < peaky[name].channels < 0.2
-    hot = measure(Latents("hot channel"), "peaky", 300, scale=1.0, seed=0).errors["fp8_per_token"]
+    hot = measure(Latents("hot channel"), (300,))[1].errors["fp8_per_token"]
     assert hot.output < 0.5 * hot.channels
-    saturated = measure(Latents("normal"), "flat", 300, scale=0.001, seed=0).errors
+    saturated = measure(Latents("normal"), (300,), scale=0.001)[0].errors
     assert saturated["fp8"].output > 0.4
     assert saturated["fp8_per_token"] == flat["fp8_per_token"]
 
@@ -105,5 +104,5 @@ def test_the_command_on_given_latents(
     assert "fp8_ds_mla" not in rows[0]["errors"]
     assert main(["accuracy", "--latents", str(tmp_path / "none.pt")]) == 1
     (tmp_path / "bad.pt").write_text("no tensors")
-    assert main(["accuracy", "--latents", str(tmp_path / "bad.pt")]) == 1
+    assert main(["accuracy", "--latents", str(tmp_path / "bad.pt")]) == 2
     assert "latents: expected a file of torch.save" in capsys.readouterr().err

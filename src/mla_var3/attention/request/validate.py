@@ -21,8 +21,8 @@ from mla_var3.attention.request.debug import check_values
 from mla_var3.attention.request.masks import checked_tree
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.op.mla.cache_formats import E4M3
 from mla_var3.op.mla.problem import require_scale
+from mla_var3.op.mla.window.quantise import E4M3
 
 Cache = LatentCache | CacheView | tuple[torch.Tensor, torch.Tensor]
 """What the calls take as `cache`: ours, a view of a foreign cache, or `(c_kv, k_rope)`."""

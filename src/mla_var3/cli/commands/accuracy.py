@@ -52,19 +52,15 @@ def accuracy_command(parser: Parser, argv: Sequence[str]) -> int:
 
     require_scale(values["scale"])
     given = None if values["latents"] is None else read_latents(values["latents"])
-    rows = []
+    options = {"scale": values["scale"], "seed": values["seed"]}
+    rows: list[AccuracyRow] = []
     todo = cases(given, values["quick"])
     with ProgressReporter() as progress:
-        for index, (latents, attention, t) in enumerate(todo):
-            progress("accuracy", index, len(todo), f"{latents.name} {attention} t={t}")
-            row = measure(latents, attention, t, scale=values["scale"], seed=values["seed"])
-            rows.append(row)
+        for index, (latents, lengths) in enumerate(todo):
+            progress("accuracy", index, len(todo), latents.name)
+            rows += measure(latents, lengths, **options)
         progress("accuracy", len(todo), len(todo), "")
-    record = {
-        "scale": values["scale"],
-        "seed": values["seed"],
-        "rows": [row.to_dict() for row in rows],
-    }
+    record = {**options, "rows": [row.to_dict() for row in rows]}
     if values["json"]:
         print_json(record)
     else:
