@@ -1,8 +1,9 @@
 """`torch_tiled`: the attention in PyTorch, tile by tile, with every option, on any device.
 
 An online softmax over tiles of KV tokens: products of the input dtype, accumulated in float32, as
-the kernels do it. Every shape is known on the host and nothing is read back on a GPU, so a CUDA
-graph can capture a call. On the CPU the lengths are read, to leave out tiles that nobody uses.
+the kernels do it. Tiles of an 8-bit cache are dequantised to the dtype of the queries, one at a
+time. Every shape is known on the host and nothing is read back on a GPU, so a CUDA graph can
+capture a call. On the CPU it reads the lengths and skips unused tiles.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class CacheView:
     def rows(
         self, positions: torch.Tensor, dtype: torch.dtype = torch.bfloat16
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latent and rope rows at positions int64 `[b, m]`, brought into the capacity.
+        """Latent and rope rows at positions int64 `[b, m]`, which are clamped to the capacity.
 
         Args:
             positions: the positions.
