@@ -6,10 +6,12 @@ import copy
 
 import pytest
 import torch
+from examples.capture_latents import MOST_QUERIES, capture
 from transformers import AutoModelForCausalLM, DeepseekV3Config, StaticCache
 
 from mla_var3.errors import UnsupportedError
 from mla_var3.integrations.transformers import use
+from mla_var3.report.accuracy import measure, read_latents
 from tests.engines.tiny_deepseek import CONFIG
 
 PROMPT = torch.randint(2, 1024, (2, 37), generator=torch.Generator().manual_seed(3))
@@ -50,6 +52,27 @@ def test_padding_is_refused(models) -> None:
     mask[0, :3] = 0
     with pytest.raises(UnsupportedError, match="batch prompts of one length"):
         models[1](PROMPT, attention_mask=mask)
+
+
+def test_captured_latents_give_the_attention_of_the_layer(models, tmp_path) -> None:
+    """What `examples/capture_latents.py` writes, against the layer's own attention weights."""
+    own = models[0]
+    found = capture(copy.deepcopy(own), PROMPT[:1], layer=1)
+    k, p = CONFIG["kv_lora_rank"], CONFIG["qk_rope_head_dim"]
+    heads, t = CONFIG["num_attention_heads"], PROMPT.shape[1]
+    queries = min(t, MOST_QUERIES // heads)
+    assert found["latent"].shape == (t, k) and found["rope"].shape == (t, p)
+    assert found["queries"].shape == (heads * queries, k + p)
+    eager = copy.deepcopy(own)
+    eager.set_attn_implementation("eager")
+    weights = eager(PROMPT[:1], output_attentions=True).attentions[1][0]  # [h, s, t]
+    last = found["queries"].view(heads, queries, -1)[:, -1]
+    scores = last @ torch.cat([found["latent"], found["rope"]], dim=-1).mT
+    torch.testing.assert_close(scores.softmax(-1), weights[:, -1], atol=1e-4, rtol=1e-3)
+    torch.save(found, tmp_path / "latents.pt")
+    latents = read_latents(tmp_path / "latents.pt")
+    (row,) = measure(latents, (t,))
+    assert 0 < row.errors["bfloat16"].output < row.errors["fp8_per_token"].output < 0.1
 
 
 def test_a_model_without_mla_is_refused() -> None:

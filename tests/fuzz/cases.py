@@ -9,6 +9,7 @@ from typing import Any
 
 import mla_var3
 from mla_var3.errors import HyperMlaError
+from mla_var3.op.mla.cache_formats import FORMATS
 
 from .mirror import Mirror
 
@@ -16,6 +17,8 @@ Case = dict[str, Any]
 MODEL_WIDTHS = {"d": 128, "k": 512, "p": 64}
 INTERPRETED_SHARE = 0.01
 """Of the cases on a CPU: a kernel takes the interpreter a second and more."""
+EIGHT_BIT_SHARE = 0.2
+"""Of the bfloat16 caches of the package."""
 NAMED_SHARE = 0.35
 """Of the calls on a GPU that name their kernel."""
 
@@ -48,7 +51,13 @@ def draw(seed: str, device: str, kernels: list[str]) -> Case:
     case: Case = {"seed": rng.randrange(2**31), "dtype": dtype, "b": b, "t": t, **sizes}
     case.update(kind=kind, page_size=page_size)
     capacity = -(-t // page_size) * page_size if kind in ("paged", "view") else t
-    if kind in ("dense", "paged"):
+    # A draw of its own, so that the other draws of a seed stay what they were.
+    own = random.Random(f"{seed} cache")
+    if dtype == "bfloat16" and kind in ("dense", "paged") and own.random() < EIGHT_BIT_SHARE:
+        case["cache_dtype"] = own.choice(sorted(FORMATS))
+        if not on_gpu:
+            case.update(k=128 * own.randint(1, 2), p=2 * own.randint(1, 3))
+    elif kind in ("dense", "paged"):
         case["window"] = rng.choice([0, 0, 1, min(7, t), min(64, t), min(128, t), t])
         if rng.random() < 0.25:
             limit = capacity - capacity % page_size if kind == "paged" else t

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import mla_var3
 from mla_var3.attention import paged_view, tree_ancestors
+from mla_var3.op.mla.cache_formats import cache_format, dequantise, quantise
 
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 """Error of an output row relative to its norm plus that of a row of unit variance."""
@@ -34,6 +35,7 @@ class Mirror:
         kind: "dense" or "paged" for a `LatentCache`, "pair" for two tensors, "view" for pages that
             somebody else owns.
         page_size, num_pages, window, prefix: as for `LatentCache.allocate`.
+        cache_dtype: format of an 8-bit cache without decompressed parts; None for `dtype`.
     """
 
     def __init__(
@@ -53,10 +55,12 @@ class Mirror:
         num_pages: int | None = None,
         window: int = 0,
         prefix: int = 0,
+        cache_dtype: str | None = None,
     ) -> None:
         self.device, self.dtype = torch.device(device), DTYPES[dtype]
         self.b, self.h, self.d, self.k, self.p, self.kind = b, h, d, k, p, kind
         self.window, self.prefix, self.page_size = window, prefix, page_size
+        self.cache_dtype = cache_dtype
         self._generator = torch.Generator().manual_seed(seed)
         self.w_uk = self.normal(h, d, k, scale=(d * k) ** -0.25)
         self.w_uv = self.normal(h, k, d, scale=k**-0.5)
@@ -65,8 +69,8 @@ class Mirror:
         self.cache: mla_var3.LatentCache | None = None
         if kind in ("dense", "paged"):
             self.cache = mla_var3.LatentCache.allocate(
-                b, t, k=k, p=p, dtype=self.dtype, device=device, window=window, prefix=prefix,
-                page_size=page_size if kind == "paged" else None,
+                b, t, k=k, p=p, dtype=cache_dtype or self.dtype, device=device, window=window,
+                prefix=prefix, page_size=page_size if kind == "paged" else None,
                 num_pages=num_pages if kind == "paged" else None, heads=h, head_dim=d,
             )  # fmt: skip
             view = self.cache.view()
@@ -140,8 +144,15 @@ class Mirror:
             if count == 0 < len(own) and fits and wanted <= free and not self._scarce():
                 raise WrongResult(f"append: request {request} was refused, {free} pages free")
             if count:
-                self.tokens[request] = torch.cat([self.tokens[request], own])
+                self.tokens[request] = torch.cat([self.tokens[request], self._stored(own)])
         self._after_change()
+
+    def _stored(self, rows: Tensor) -> Tensor:
+        """Tokens as the cache gives them back."""
+        if self.cache_dtype is None:
+            return rows
+        parts = quantise(rows[:, : self.k], rows[:, self.k :], cache_format(self.cache_dtype))
+        return torch.cat(dequantise(parts, self.dtype), dim=-1)
 
     def truncate(self, counts: Sequence[int], *, refill: bool = False) -> None:
         """Drop the newest tokens, with or without filling the window up again."""
@@ -197,7 +208,13 @@ class Mirror:
             positions = torch.arange(length, device=self.device)
             pages = view.block_table[request].long()[positions // self.page_size]
             live[pages, positions % self.page_size] = True
-        self.cache.buffer.masked_fill_(~live[..., None], torch.nan)
+        for part in (view.latent, view.rope, view.scales):
+            if part is not None and part.dim() == 3:
+                empty = ~live[..., None]
+                if part.dtype.itemsize == 1:
+                    part.view(torch.uint8).masked_fill_(empty, 0xFF)  # a NaN in e4m3
+                else:
+                    part.masked_fill_(empty, torch.nan)
         if view.k_new is None or view.v_new is None or view.k_rope_new is None:
             return
         assert view.window_start is not None

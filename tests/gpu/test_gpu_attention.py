@@ -11,6 +11,7 @@ import torch
 import mla_var3
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
+from mla_var3.op.mla.cache_formats import FORMATS
 
 from ..unit.attention.attention_support import (
     Model,
@@ -35,7 +36,8 @@ def model(generator: torch.Generator) -> Model:
 
 def make_cache(**options: Any) -> LatentCache:
     cache = LatentCache.allocate(B, T, device="cuda", heads=H, head_dim=D, **options)
-    cache.buffer.fill_(torch.nan)
+    # 0xFF are bytes of NaN in every dtype.
+    cache.buffer.fill_(0xFF if cache.buffer.dtype is torch.uint8 else torch.nan)
     return cache
 
 
@@ -55,6 +57,22 @@ def require_right(
             q[0][request].cpu(), q[1][request].cpu(), latent, rope, weights
         )
         assert_close(output[request].cpu(), expected, lse[request].cpu(), expected_lse)
+
+
+@pytest.mark.parametrize("page_size", [None, 64])
+@pytest.mark.parametrize("dtype", FORMATS)
+def test_an_eight_bit_cache(
+    dtype: str, page_size: int | None, model: Model, generator: torch.Generator
+) -> None:
+    cache = make_cache(dtype=dtype, page_size=page_size)
+    rows = normal(generator, B, 300, K + P, dtype=torch.bfloat16).cuda()
+    cache.append(rows[..., :K], rows[..., K:], [300, 77])
+    q = tuple(normal(generator, B, S, H, w, dtype=torch.bfloat16).cuda() for w in (D, P))
+    operands = (*q, cache, model.w_uk, model.w_uv)
+    require_right(*mla_var3.mla_attention(*operands, return_lse=True), q, cache, model)
+    for kernel in ("flash_mla:cute-dsl", "mla_var6_plus"):
+        with pytest.raises(UnsupportedError, match="an 8-bit cache"):
+            mla_var3.mla_attention(*operands, kernel=kernel)
 
 
 @pytest.mark.parametrize("options", [{}, {"page_size": 64}, {"window": 128}])
@@ -102,16 +120,25 @@ def test_trees_and_packed_queries_in_the_fast_kernel(
         torch.testing.assert_close(found[1], wanted[1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kernel", ["torch_tiled", "flash_mla:cute-dsl"])
-def test_a_captured_step(kernel: str, model: Model, generator: torch.Generator) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "options"),
+    [
+        ("torch_tiled", {"window": 64}),
+        ("flash_mla:cute-dsl", {"window": 64}),
+        *(("torch_tiled", {"dtype": name}) for name in FORMATS),
+    ],
+)
+def test_a_captured_step(
+    kernel: str, options: dict[str, Any], model: Model, generator: torch.Generator
+) -> None:
     """Append, attend and drop in one graph; replayed with other drafts and other rejections."""
-    cache = make_cache(page_size=64, window=64)
+    cache = make_cache(page_size=64, **options)
     latent, rope = (torch.zeros(B, S, w, dtype=torch.bfloat16, device="cuda") for w in (K, P))
     q_nope, q_rope = (torch.zeros(B, S, H, w, dtype=torch.bfloat16, device="cuda") for w in (D, P))
     rejected = torch.zeros(B, dtype=torch.int32, device="cuda")
     out = torch.empty_like(q_nope)
     lse = torch.empty(B, S, H, device="cuda")
-    weights = {"w_uk": model.w_uk, "w_uv": model.w_uv}
+    weights = {"w_uk": model.w_uk, "w_uv": model.w_uv} if "window" in options else {}
 
     def step() -> None:
         cache.truncate(rejected, **weights, most=S)

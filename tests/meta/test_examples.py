@@ -14,7 +14,7 @@ EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 # `own_kernel.py` profiles by default; the check alone is enough here.
 OPTIONS = {"own_kernel.py": ["--device=cpu", "--prof_type=disabled", "--check"]}
 # Need an engine of their own, see `docs/serving.md`.
-ENGINES = {"vllm_deepseek.py"}
+ENGINES = {"vllm_deepseek.py", "capture_latents.py"}
 
 
 @pytest.mark.slow

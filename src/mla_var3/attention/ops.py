@@ -31,6 +31,7 @@ def mla_attention_op(
     v_prefix: Tensor | None,
     k_rope_new: Tensor | None,
     k_rope_prefix: Tensor | None,
+    scales: Tensor | None,
     cu_seqlens_q: Tensor | None,
     tree: Tensor | None,
     total_lengths: Tensor | None,
@@ -46,7 +47,7 @@ def mla_attention_op(
     """`mla_attention` on checked operands: output and LSE."""
     cache = CacheView(
         latent, rope, lengths, block_table, k_new, v_new, window_start, k_prefix, v_prefix,
-        k_rope_new, k_rope_prefix,
+        k_rope_new, k_rope_prefix, scales,
     )  # fmt: skip
     task = AttentionTask(
         q=q_nope,
@@ -91,6 +92,7 @@ def latent_attention_op(
     rope: Tensor,
     lengths: Tensor,
     block_table: Tensor | None,
+    scales: Tensor | None,
     cu_seqlens_q: Tensor | None,
     tree: Tensor | None,
     total_lengths: Tensor | None,
@@ -107,7 +109,7 @@ def latent_attention_op(
     task = AttentionTask(
         q=q_latent,
         q_rope=q_rope,
-        cache=CacheView(latent, rope, lengths, block_table),
+        cache=CacheView(latent, rope, lengths, block_table, scales=scales),
         w_uk=None,
         w_uv=None,
         causal=causal,
@@ -154,7 +156,7 @@ def traced(task: AttentionTask, kernel: str) -> tuple[Tensor, Tensor]:
     )
     operands = (task.q, task.q_rope, cache.latent, cache.rope, cache.lengths)
     if task.w_uk is None or task.w_uv is None:
-        result = latent_attention_op(*operands, cache.block_table, *options)
+        result = latent_attention_op(*operands, cache.block_table, cache.scales, *options)
     else:
         result = mla_attention_op(
             *operands,
@@ -168,6 +170,7 @@ def traced(task: AttentionTask, kernel: str) -> tuple[Tensor, Tensor]:
             cache.v_prefix,
             cache.k_rope_new,
             cache.k_rope_prefix,
+            cache.scales,
             *options,
         )
     output, lse = result

@@ -27,6 +27,7 @@ COMMANDS = {
     "predict": "predicted times of all kernels on the devices in the table",
     "choose": "the kernel that mla_attention uses for a problem, and why",
     "plan": "how many tokens to keep decompressed in the memory there is, and the time to expect",
+    "accuracy": "what each 8-bit format of the cache costs in accuracy, against float64",
     "clone": "a new version of a kernel from an existing one, under new names",
     "env": "this machine: GPU, versions, programs found and missing, known devices",
     "doctor": "whether and how vLLM or SGLang here will use the kernels, with the exact flag",

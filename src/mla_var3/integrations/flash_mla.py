@@ -7,8 +7,12 @@ process, and so does
 
 It serves a paged bfloat16 or float16 cache whose rows hold the latent part and the rope part side
 by side (576 wide, of which 512 are values), pages of 64 tokens or a multiple, causal or not, any
-number of heads. Sparse attention and the fp8 cache are refused. Callers of the older interface,
-whose metadata are tensors, are served too.
+number of heads. Sparse attention is refused. Callers of the older interface, whose metadata are
+tensors, are served too.
+
+An fp8 cache is one of `op/mla/cache_formats.py`, recognised by the bytes of its rows: 576 with one
+scale for the cache (`descale_k`), as vLLM's fork of FlashMLA takes it, 656 as upstream lays out the
+cache of its sparse kernel, or 644. PyTorch serves it.
 """
 
 from __future__ import annotations
@@ -36,6 +40,8 @@ from mla_var3.attention.replay.replay import PointerReader, Replay
 from mla_var3.attention.request.checks import INDEX_DTYPES, require_int, require_tensor
 from mla_var3.attention.request.validate import Options, latent_task
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
+from mla_var3.op.mla.cache_formats import BYTE_DTYPES, FORMATS, CacheFormat
+from mla_var3.op.mla.window.quantise import E4M3
 from mla_var3.runtime.cute.torch_fast import tensor_maker
 
 OLDER_METADATA = 8
@@ -154,9 +160,9 @@ def flash_mla_with_kvcache(
     """Attention of the newest tokens over a paged latent cache.
 
     Args:
-        q: latent queries with their rope part, `[b, s, h, k+p]`.
+        q: latent queries with their rope part, `[b, s, h, k+p]`; e4m3 beside an fp8 cache, too.
         k_cache: `[num_pages, page, h_k, k+p]`; `h_k` divides `h`, head i reads the rows of
-            `i // (h / h_k)`.
+            `i // (h / h_k)`. In fp8 `[num_pages, page, h_k, bytes]`.
         block_table: int32 `[b, max_pages]`; entries beyond a request's tokens may be anything.
         cache_seqlens: int32 `[b]`, tokens of each request, the queries being the newest.
         head_dim_v: k, the first columns of a row, which are the values.
@@ -164,19 +170,19 @@ def flash_mla_with_kvcache(
         num_splits: the second value of `get_mla_metadata`.
         softmax_scale: factor on the logits; `(k + p) ** -0.5` by default.
         causal: whether a query sees no position after its own.
-        is_fp8_kvcache: only False is served.
+        is_fp8_kvcache: whether `k_cache` is in fp8: float8_e4m3fn, uint8 or int8.
         indices: sparse attention is not served; None.
         attn_sink: belongs to sparse attention; None.
         extra_k_cache: likewise.
         extra_indices_in_kvcache: likewise.
         topk_length: likewise.
         extra_topk_length: likewise.
-        descale_q: belongs to the fp8 cache; None.
-        descale_k: likewise.
+        descale_q: the scale of e4m3 queries, float32 of one element; None for 1.
+        descale_k: the scale of an fp8 cache that holds none, likewise.
 
     Returns:
-        The output `[b, s, h, k]` and the LSE (natural log) `[b, h, s]`, float32. A query that sees
-        no token has zeros and, as in FlashMLA, an LSE of +inf.
+        The output `[b, s, h, k]`, bfloat16 for e4m3 queries, and the LSE (natural log) `[b, h, s]`,
+        float32. A query that sees no token has zeros and, as in FlashMLA, an LSE of +inf.
     """
     key: CallKey | None = None
     # What is not served has no key; most calls give none of it.
@@ -214,8 +220,6 @@ def flash_mla_with_kvcache(
     for name, value in sparse.items():
         if value is not None:
             raise UnsupportedError(f"{name}: expected None (dense attention), got sparse attention")
-    if is_fp8_kvcache or descale_q is not None or descale_k is not None:
-        raise UnsupportedError("is_fp8_kvcache: expected False (a 16-bit cache), got an fp8 cache")
     if isinstance(tile_scheduler_metadata, torch.Tensor):
         tile_scheduler_metadata = FlashMLASchedMeta()  # schedules have no sizes to compare
     elif not isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
@@ -227,12 +231,21 @@ def flash_mla_with_kvcache(
     elif num_splits is not None:
         raise InvalidArgumentError("num_splits", "None", type(num_splits).__name__)
     labels = [("b", None), ("s", None), ("h", None), ("k+p", None)]
-    require_tensor("q", q, labels, _DTYPES, None)
+    require_tensor("q", q, labels, (*_DTYPES, E4M3) if is_fp8_kvcache else _DTYPES, None)
     b, _, h, width = q.shape
     require_int("head_dim_v", head_dim_v, minimum=1, maximum=width - 1, maximum_name="k+p-1")
     device = q.device
-    pages = [("num_pages", None), ("page", None), ("h_k", None), ("k+p", width)]
-    require_tensor("k_cache", k_cache, pages, [q.dtype], device)
+    pages = [("num_pages", None), ("page", None), ("h_k", None)]
+    fmt: CacheFormat | None = None
+    if is_fp8_kvcache:
+        require_tensor("k_cache", k_cache, [*pages, ("bytes", None)], BYTE_DTYPES, device)
+        fmt = _format_of_rows(k_cache.shape[3], head_dim_v, width - head_dim_v)
+        q = _wide_queries(q, descale_q)
+    else:
+        require_tensor("k_cache", k_cache, [*pages, ("k+p", width)], [q.dtype], device)
+        for name, given in (("descale_q", descale_q), ("descale_k", descale_k)):
+            if given is not None:
+                raise InvalidArgumentError(name, "None beside a 16-bit cache", "a scale")
     require_tensor(
         "block_table", block_table, [("b", b), ("max_pages", None)], INDEX_DTYPES, device
     )
@@ -259,7 +272,10 @@ def flash_mla_with_kvcache(
     launch = None
     for head in range(kv_heads):
         rows = q[:, :, head * group : (head + 1) * group]
-        view = paged_view(k_cache[:, :, head], block_table, cache_seqlens, k=head_dim_v)
+        view = paged_view(
+            k_cache[:, :, head], block_table, cache_seqlens, k=head_dim_v,
+            format=None if fmt is None else fmt.name, scale=descale_k,
+        )  # fmt: skip
         operands = rows[..., :head_dim_v], rows[..., head_dim_v:], view
         task = replace(latent_task(*operands, options, HEAD_WIDTH), empty_positive=True)
         output, lse, launch = execute(task, AUTO)
@@ -284,6 +300,28 @@ def flash_mla_with_kvcache(
         )
         store_replay(key, replay)
     return result
+
+
+def _format_of_rows(row_bytes: int, k: int, p: int) -> CacheFormat:
+    """The format of fp8 rows, by their bytes."""
+    known = {fmt.row_bytes(k, p): fmt for fmt in FORMATS.values()}
+    if row_bytes not in known:
+        sizes = ", ".join(f"{size} ({fmt.name})" for size, fmt in sorted(known.items()))
+        raise InvalidArgumentError("k_cache", f"rows of {sizes} bytes", row_bytes)
+    return known[row_bytes]
+
+
+def _wide_queries(q: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """Queries in 16 bits."""
+    if q.dtype is not E4M3:
+        if scale is not None:
+            raise InvalidArgumentError("descale_q", f"None beside queries in {q.dtype}", "a scale")
+        return q
+    if scale is None:
+        return q.to(torch.bfloat16)
+    if scale.numel() != 1:
+        raise InvalidArgumentError("descale_q", "one element", list(scale.shape))
+    return (q.float() * scale.to(q.device, torch.float32).reshape(1)).to(torch.bfloat16)
 
 
 def _layout_of(tensor: torch.Tensor) -> Layout:

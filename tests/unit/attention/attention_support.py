@@ -120,6 +120,7 @@ def filled_cache(
     p: int = 4,
     t: int = 130,
     dtype: torch.dtype = torch.float32,
+    cache_dtype: str | None = None,
     page_size: int | None = None,
     window: int = 0,
     prefix: int = 0,
@@ -128,10 +129,10 @@ def filled_cache(
     """A cache filled in a few appends, NaN where no token lies, and its tokens `[m, k+p]`."""
     h, d, k = model.sizes
     cache = LatentCache.allocate(
-        len(lengths), t, k=k, p=p, dtype=dtype, page_size=page_size, window=window, prefix=prefix,
-        heads=h, head_dim=d,
+        len(lengths), t, k=k, p=p, dtype=cache_dtype or dtype, page_size=page_size, window=window,
+        prefix=prefix, heads=h, head_dim=d,
     )  # fmt: skip
-    cache.buffer.fill_(torch.nan)
+    cache.buffer.fill_(0xFF if cache_dtype else torch.nan)  # bytes of NaN in every dtype
     if cache.window is not None:
         cache.window.k_new.fill_(torch.nan)
         cache.window.v_new.fill_(torch.nan)

@@ -19,7 +19,8 @@ K, P, H, D = 3, 2, 2, 4
 
 
 def make_cache(b: int = 2, t: int | None = 130, **options: Any) -> LatentCache:
-    return LatentCache.allocate(b, t, k=K, p=P, dtype=torch.float32, heads=H, head_dim=D, **options)
+    options = {"dtype": torch.float32, **options}
+    return LatentCache.allocate(b, t, k=K, p=P, heads=H, head_dim=D, **options)
 
 
 def rows(*counts: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,9 +72,11 @@ def test_masked_put_writes_the_valid_rows_only(valid: list[int]) -> None:
         {"t": 100, "prefix": 30},
         {"t": 128, "page_size": 64},
         {"t": 500, "page_size": 128, "num_pages": 3, "window": 8, "prefix": 128},
+        {"t": 101, "dtype": "fp8_per_token", "window": 8},
+        {"t": 128, "page_size": 64, "dtype": "fp8"},
     ],
 )
-def test_sizes_are_those_of_the_tensors(options: dict[str, int]) -> None:
+def test_sizes_are_those_of_the_tensors(options: dict[str, Any]) -> None:
     cache = make_cache(3, **options)
     tensors: list[torch.Tensor] = [cache.lengths, cache.refused]
     if cache.pages is not None:
@@ -120,7 +123,10 @@ def test_a_budget_is_used_and_kept(page_size: int | None, window: int) -> None:
         ({"page_size": 64, "prefix": 10}, "prefix: expected whole pages"),
         ({"budget_bytes": 100}, "budget_bytes: expected at least"),
         ({"page_size": 64, "budget_bytes": 100}, "budget_bytes: expected at least"),
-        ({"dtype": torch.float64}, "dtype: expected bfloat16, float16 or float32"),
+        ({"dtype": torch.float64}, "dtype: expected bfloat16, float16, float32 or one"),
+        ({"dtype": "fp8_ds_mla"}, "k: expected a multiple of 128"),
+        ({"scale": 2.0}, "scale: expected none unless dtype is 'fp8', got 2.0"),
+        ({"dtype": "fp8", "scale": 0.0}, "scale: expected a positive finite number"),
     ],
 )
 def test_wrong_sizes(options: dict[str, Any], message: str) -> None:

@@ -260,6 +260,12 @@ def test_choose_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["--s=0"], 2, "s: expected a positive integer, got 0"),
         (["--device_name=H205"], 2, "unknown device 'H205'"),
         (["--dtype=int8"], 2, "dtype: expected bfloat16 or float16 or float32, got 'int8'"),
+        (["--cache_dtype=fp4"], 2, "unknown cache format 'fp4'"),
+        (
+            ["--cache_dtype=fp8", "--kernel=flash_mla"],
+            1,
+            "it does not support an 8-bit cache (fp8); it reads 16-bit ones",
+        ),
         (["--kernel=mla_var6_plus", "--tree"], 1, "it does not support a tree of tokens"),
     ],
 )

@@ -31,8 +31,17 @@ def make_cache(**options: Any) -> LatentCache:
     )
 
 
-@pytest.mark.parametrize("options", [{}, {"page_size": 64}, {"page_size": 64, "prefix": 64}])
-def test_the_cache(options: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"page_size": 64},
+        {"page_size": 64, "prefix": 64},
+        {"dtype": "fp8"},
+        {"dtype": "fp8_per_token", "page_size": 64, "prefix": 64},
+    ],
+)
+def test_the_cache(options: dict[str, Any]) -> None:
     cache, counts = make_cache(**options), empty(B, dtype=torch.int32)
     if "prefix" in options:
         cache.set_prefix(empty(64, K), empty(64, P), **weights())
@@ -49,7 +58,9 @@ def test_the_cache(options: dict[str, int]) -> None:
         cache.check()  # this one does ask
 
 
-@pytest.mark.parametrize("paged", [{}, {"page_size": 64}])
+@pytest.mark.parametrize(
+    "paged", [{}, {"page_size": 64}, {"page_size": 64, "dtype": "fp8_per_token"}]
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -61,7 +72,7 @@ def test_the_cache(options: dict[str, int]) -> None:
         {"total_lengths": torch.empty(B, dtype=torch.int32, device="meta"), "max_kv": 100},
     ],
 )
-def test_the_attention(paged: dict[str, int], options: dict[str, Any]) -> None:
+def test_the_attention(paged: dict[str, Any], options: dict[str, Any]) -> None:
     leading = (9,) if "cu_seqlens_q" in options else (B, S)
     output, lse = mla_var3.mla_attention(
         empty(*leading, H, D), empty(*leading, H, P), make_cache(**paged), **weights(),

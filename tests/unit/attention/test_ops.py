@@ -108,11 +108,11 @@ def test_the_operators_follow_their_schema(call: Any) -> None:
     full = (
         q_nope, q_rope, view.latent, view.rope, view.lengths, model.w_uk, model.w_uv,
         view.block_table, view.k_new, view.v_new, view.window_start, None, None, view.k_rope_new,
-        None, None, None, None, True, 0.3, 3, None, 1, 0, False, "auto",
+        None, None, None, None, None, True, 0.3, 3, None, 1, 0, False, "auto",
     )  # fmt: skip
     latent = (
         torch.randn(2, 3, 2, 8), q_rope, view.latent, view.rope, view.lengths, view.block_table,
-        None, None, None, True, 0.3, 3, None, 1, 0, False, "auto",
+        None, None, None, None, True, 0.3, 3, None, 1, 0, False, "auto",
     )  # fmt: skip
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(mla_attention_op, full, test_utils=tests)

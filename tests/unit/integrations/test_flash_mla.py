@@ -18,6 +18,8 @@ from mla_var3.integrations.flash_mla import (
     get_mla_metadata,
 )
 from mla_var3.op.compare import compare
+from mla_var3.op.mla.cache_formats import FORMATS, cache_format, dequantise, quantise
+from mla_var3.op.mla.window.quantise import E4M3
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = 64
@@ -92,6 +94,34 @@ def test_dense_decoding(
     assert compare(lse, want_lse).max_abs < 1e-4
 
 
+@pytest.mark.parametrize("eight_bit_queries", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_fp8_cache(name: str, eight_bit_queries: bool) -> None:
+    """576-byte rows with scales of their own as in vLLM's fork, 656 as upstream, and 644."""
+    lengths, k = [140, 64, 0, 7], 512
+    case = make_case(lengths, 2, 3, 1, dtype=torch.float32)
+    rows, fmt = case["k_cache"].squeeze(2), cache_format(name)
+    scale = torch.tensor([0.003]) if fmt.scale_columns is None else None
+    values = quantise(rows[..., :k], rows[..., k:], fmt, scale)
+    pool = torch.zeros(*rows.shape[:2], fmt.row_bytes(k, 64), dtype=torch.uint8)
+    parts = fmt.parts(pool, k, 64)
+    for part in ("latent", "rope") if scale is not None else ("latent", "rope", "scales"):
+        getattr(parts, part).view(torch.uint8).copy_(getattr(values, part).view(torch.uint8))
+    descale_q = torch.tensor([0.01]) if eight_bit_queries else None
+    q = case["q"].bfloat16() if descale_q is None else (case["q"] / descale_q).to(E4M3)
+    found = flash_mla_with_kvcache(
+        q, pool.view(E4M3).unsqueeze(2), case["block_table"], case["cache_seqlens"], k,
+        get_mla_metadata()[0], causal=True, is_fp8_kvcache=True, descale_q=descale_q,
+        descale_k=scale,
+    )  # fmt: skip
+    worth = torch.cat(dequantise(values, torch.float64), dim=-1).unsqueeze(2)
+    q = q.double() if descale_q is None else q.double() * descale_q
+    want = expected({**case, "q": q, "k_cache": worth}, k, True)
+    assert found[0].dtype is torch.bfloat16
+    assert compare(found[0], want[0]).relative_frobenius < 1e-2
+    assert compare(found[1], want[1]).max_abs < 1e-3
+
+
 def test_the_older_interface() -> None:
     """Metadata are tensors that callers copy into buffers of their own, and calls take splits."""
     case = make_case([70, 5], 2, 4, 1, dtype=torch.float32)
@@ -143,8 +173,13 @@ def test_the_widths_of_the_models() -> None:
     [
         ({"indices": torch.zeros(1, 1, 1)}, UnsupportedError, "indices: expected None"),
         ({"attn_sink": torch.zeros(1)}, UnsupportedError, "attn_sink: expected None"),
-        ({"is_fp8_kvcache": True}, UnsupportedError, "is_fp8_kvcache: expected False"),
-        ({"descale_k": torch.ones(1)}, UnsupportedError, "is_fp8_kvcache: expected False"),
+        ({"is_fp8_kvcache": True}, InvalidArgumentError, "k_cache: expected dtype torch.uint8"),
+        ({"descale_k": torch.ones(1)}, InvalidArgumentError, "descale_k: expected None"),
+        (
+            {"is_fp8_kvcache": True, "k_cache": torch.zeros(3, 64, 1, 73, dtype=torch.uint8)},
+            InvalidArgumentError,
+            r"k_cache: expected rows of 72 \(fp8\), ",
+        ),
         ({"num_splits": torch.zeros(1)}, InvalidArgumentError, "num_splits: expected None"),
         (
             {"tile_scheduler_metadata": 3},

@@ -81,7 +81,7 @@ def test_metadata_is_for_one_key(kernel: RepeatableKernel, generator: torch.Gene
 @pytest.mark.parametrize(
     ("changes", "error", "name"),
     [
-        ({"is_fp8_kvcache": True}, UnsupportedError, "is_fp8_kvcache"),
+        ({"is_fp8_kvcache": True}, InvalidArgumentError, "k_cache"),
         ({"indices": torch.zeros(B, S, 4, dtype=torch.int32)}, UnsupportedError, "indices"),
         ({"num_splits": torch.zeros(1)}, InvalidArgumentError, "num_splits"),
         ({"head_dim_v": float(K)}, InvalidArgumentError, "head_dim_v"),

@@ -142,6 +142,8 @@ class LatentBackend:
         return None if self._kernel_id is None else missing_language(self.language)
 
     def unsupported(self, shape: CallShape) -> str | None:
+        if shape.refused_cache is not None:
+            return shape.refused_cache
         if shape.dtype == "float32":
             return "float32; it takes bfloat16 and float16"
         if not shape.aligned:

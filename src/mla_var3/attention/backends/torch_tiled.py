@@ -1,8 +1,9 @@
 """`torch_tiled`: the attention in PyTorch, tile by tile, with every option, on any device.
 
 An online softmax over tiles of KV tokens: products of the input dtype, accumulated in float32, as
-the kernels do it. Every shape is known on the host and nothing is read back on a GPU, so a CUDA
-graph can capture a call. On the CPU the lengths are read, to leave out tiles that nobody uses.
+the kernels do it. Tiles of an 8-bit cache are dequantised to the dtype of the queries, one at a
+time. Every shape is known on the host and nothing is read back on a GPU, so a CUDA graph can
+capture a call. On the CPU it reads the lengths and skips unused tiles.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ def _attend_latent(
     q = torch.cat([q_latent, task.q_rope], dim=-1).reshape(b, 1, s * h, -1)
     skip = 0 if task.latent_only else task.cache.prefix
     step = _tile_size(b * s * h, task.cache.page_size)
-    tiles = _latent_tiles(task.cache, skip, extent, step, window_start)
+    tiles = _latent_tiles(task.cache, skip, extent, step, window_start, q.dtype)
     output, lse = _online(q, tiles, sees, task.scale, task.cache.latent.shape[-1], heads=h)
     return output.view(b, s, h, -1), lse.view(b, s, h)
 
@@ -179,14 +180,19 @@ def _tile_size(rows: int, page_size: int | None) -> int:
 
 
 def _latent_tiles(
-    cache: CacheView, skip: int, extent: int, step: int, window_start: torch.Tensor | None
+    cache: CacheView,
+    skip: int,
+    extent: int,
+    step: int,
+    window_start: torch.Tensor | None,
+    dtype: torch.dtype,
 ) -> Iterator[Tile]:
-    """Latent rows from the shared prefix (`skip`) up to the ring."""
+    """Latent rows from the shared prefix (`skip`) up to the ring, those in 8 bits dequantised."""
     b, page = cache.requests, cache.page_size or 1
     extent = -(-extent // page) * page
     for first in range(skip, extent, step):  # a shared prefix of a paged cache is whole pages
         last = min(first + step, extent)
-        latent, rope = cache.tile(first, last)
+        latent, rope = cache.tile(first, last, dtype)
         positions = torch.arange(first, last, device=latent.device).expand(b, -1)
         if window_start is not None:
             positions = torch.where(positions < window_start.long()[:, None], positions, -1)
@@ -216,7 +222,10 @@ def _ring_tiles(
         positions = newest - (newest - slots) % n
         positions = torch.where(positions >= start, positions, -1)
         unused = (positions < 0)[:, None, :, None]
-        _, rope = cache.rows(positions)
+        if cache.scales is None or cache.k_rope_new is None:
+            rope = cache.rows(positions)[1]
+        else:  # not rounded to 8 bits
+            rope = cache.k_rope_new[:, first:last]
         keys = torch.cat(
             [k_new[:, :, first:last], rope[:, None].expand(-1, h, -1, -1)], dim=-1
         ).masked_fill(unused, 0.0)
@@ -238,7 +247,10 @@ def _shared_tiles(
     for first in range(0, m, step):
         last = min(first + step, m)
         positions = torch.arange(first, last, device=k_prefix.device).expand(b, -1)
-        _, rope = cache.rows(positions)
+        if cache.scales is None or cache.k_rope_prefix is None:
+            rope = cache.rows(positions)[1]
+        else:  # not rounded to 8 bits
+            rope = cache.k_rope_prefix[first:last].expand(b, -1, -1)
         unused = (positions >= cache.lengths[:, None])[:, :, None]
         rope = rope.masked_fill(unused, 0.0)[:, None].expand(-1, h, -1, -1)
         keys = torch.cat([k_prefix[:, first:last].expand(b, -1, -1, -1), rope], dim=-1)

@@ -159,7 +159,7 @@ def fill_ring(
     start = torch.minimum(starts, view.lengths).long()
     positions = start[:, None] - 1 - torch.arange(most, device=start.device)
     valid = (positions >= oldest[:, None]).flatten()
-    latent, rope = (rows.flatten(0, 1) for rows in view.rows(positions))
+    latent, rope = (rows.flatten(0, 1) for rows in view.rows(positions, keys.dtype))
     requests = torch.arange(start.shape[0], device=start.device)[:, None].expand_as(positions)
     places = (requests.flatten(), (positions % view.window).flatten())
     new_keys, new_values = decompress_rows(latent, w_uk, w_uv)

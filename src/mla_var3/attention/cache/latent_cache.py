@@ -21,17 +21,16 @@ from mla_var3.attention.cache.copies import (
 )
 from mla_var3.attention.cache.pages import PagePool
 from mla_var3.attention.cache.sizes import CacheShape, CacheSizes, cache_shape
+from mla_var3.attention.cache.storage import Storage, stored_as
 from mla_var3.attention.cache.tokens import TokenRows, masked_put, padded_rows, ragged_rows
 from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.request.checks import (
-    FLOAT_DTYPES,
     INDEX_DTYPES,
     index_tensor,
     require_bounds,
     require_device,
     require_int,
     require_tensor,
-    zero_rows,
 )
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.op.mla.problem import MOST
@@ -43,8 +42,7 @@ class LatentCache:
     """The cache of a batch of requests; `allocate` makes one.
 
     Attributes:
-        buffer: the one buffer of latent rows and rope keys: `[b, t, k+p]`, or paged
-            `[num_pages, page_size, k+p]`. `c_kv` and `k_rope` are its columns.
+        storage: the buffer of latent rows and rope keys.
         lengths: int32 `[b]`, tokens of each request.
         refused: int32 `[b]`, tokens that did not fit since the request was last emptied or
             `read_refused` reset it.
@@ -53,15 +51,13 @@ class LatentCache:
         prefix: shared first tokens, decompressed; None without.
     """
 
-    def __init__(self, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shape: CacheShape, storage: Storage) -> None:
         """Make an empty cache; `allocate` is the way with checks and defaults."""
         self._shape = shape
-        b, width = shape.b, shape.k + shape.p
+        self.storage = storage
+        b, device = shape.b, storage.buffer.device
         self.pages: PagePool | None = None
-        if shape.page_size is None:
-            rows: tuple[int, ...] = (b, shape.t, width)
-        else:
-            rows = (shape.num_pages, shape.page_size, width)
+        if shape.page_size is not None:
             self.pages = PagePool(
                 b,
                 shape.t // shape.page_size,
@@ -70,10 +66,9 @@ class LatentCache:
                 device,
                 shape.prefix // shape.page_size,
             )
-        self.buffer = zero_rows("b, t", rows, dtype, device)
         self.lengths = torch.zeros((b,), dtype=torch.int32, device=device)
         self.refused = torch.zeros((b,), dtype=torch.int32, device=device)
-        head = (shape.head_dim, shape.value_dim, shape.p, dtype, device)
+        head = (shape.head_dim, shape.value_dim, shape.p, storage.dtype, device)
         self.window = Window(b, shape.heads, shape.window, *head) if shape.window else None
         self.prefix = Prefix(shape.heads, shape.prefix, *head) if shape.prefix else None
         self._prefix_filled = self.prefix is None
@@ -90,7 +85,8 @@ class LatentCache:
         *,
         k: int = 512,
         p: int = 64,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype | str = torch.bfloat16,
+        scale: float = 1.0,
         device: torch.device | str = "cpu",
         page_size: int | None = None,
         num_pages: int | None = None,
@@ -106,10 +102,14 @@ class LatentCache:
         Args:
             b: requests.
             t: slots per request. A dense cache with a budget takes what the budget gives when this
-                is left out; a paged cache rounds it up to whole pages.
+                is left out; a paged cache rounds it up to whole pages, a dense one in
+                "fp8_per_token" to a multiple of 4.
             k: latent width.
             p: rope width; 0 for a model without rope.
-            dtype: bfloat16, float16 or float32.
+            dtype: bfloat16, float16 or float32; or an 8-bit format, "fp8_per_token", "fp8_ds_mla"
+                or "fp8" (`op/mla/cache_formats.py`). An 8-bit cache is filled from bfloat16 rows,
+                and its decompressed parts are in bfloat16.
+            scale: with "fp8", the scale of the whole cache.
             device: where it lives.
             page_size: tokens per page, a multiple of 64; None for a dense cache.
             num_pages: pages of all requests; by default enough for every request to be full.
@@ -121,36 +121,30 @@ class LatentCache:
             value_dim: width of their values; `head_dim` by default.
             budget_bytes: most memory for everything: sets `num_pages`, or `t` of a dense cache.
         """
-        if dtype not in FLOAT_DTYPES:
-            raise InvalidArgumentError("dtype", "bfloat16, float16 or float32", dtype)
+        stored = stored_as(dtype, scale)
         shape = cache_shape(
-            b,
-            t,
-            k=k,
-            p=p,
-            element_size=dtype.itemsize,
-            page_size=page_size,
-            num_pages=num_pages,
-            window=window,
-            prefix=prefix,
-            heads=heads,
-            head_dim=head_dim,
-            value_dim=head_dim if value_dim is None else value_dim,
-            budget_bytes=budget_bytes,
-        )
-        return cls(shape, dtype, require_device(device))
+            b, t, k=k, p=p, dtype=stored, page_size=page_size, num_pages=num_pages, window=window,
+            prefix=prefix, heads=heads, head_dim=head_dim,
+            value_dim=head_dim if value_dim is None else value_dim, budget_bytes=budget_bytes,
+        )  # fmt: skip
+        return cls(shape, Storage(shape, stored, require_device(device), scale))
 
     # -- the tensors ------------------------------------------------------------------------------
 
     @property
+    def buffer(self) -> torch.Tensor:
+        """The buffer, `[b, t, ...]` or `[num_pages, page_size, ...]`: k+p columns, or bytes."""
+        return self.storage.buffer
+
+    @property
     def c_kv(self) -> torch.Tensor:
-        """The latent rows, a view of `buffer`."""
-        return self.buffer[..., : self._shape.k]
+        """The latent rows, a view of `buffer`; e4m3 in 8 bits."""
+        return self.storage.parts().latent
 
     @property
     def k_rope(self) -> torch.Tensor:
         """The rope keys, a view of `buffer`."""
-        return self.buffer[..., self._shape.k :]
+        return self.storage.parts().rope
 
     @property
     def block_table(self) -> torch.Tensor | None:
@@ -163,10 +157,10 @@ class LatentCache:
         return self._made_view() if torch.compiler.is_compiling() else self.kept_view
 
     def _made_view(self) -> CacheView:
-        window, prefix = self.window, self.prefix
+        window, prefix, parts = self.window, self.prefix, self.storage.parts()
         view = CacheView(
-            latent=self.c_kv,
-            rope=self.k_rope,
+            latent=parts.latent,
+            rope=parts.rope,
             lengths=self.lengths,
             block_table=self.block_table,
             k_new=None if window is None else window.k_new,
@@ -176,6 +170,7 @@ class LatentCache:
             v_prefix=None if prefix is None else prefix.v_prefix,
             k_rope_new=None if window is None else window.k_rope_new,
             k_rope_prefix=None if prefix is None else prefix.k_rope_prefix,
+            scales=parts.scales,
         )
         whole = window is not None and prefix is None and not self._ring_truncated
         return view.with_whole_ring() if whole else view
@@ -203,11 +198,11 @@ class LatentCache:
         length = ("prefix", self.prefix.length)
         self._require_rows(latent, rope, [length])
         self._require_weights(w_uk, w_uv)
-        rows = torch.cat([latent, rope], dim=-1)
-        if self.pages is None:
-            self.buffer[:, : self.prefix.length] = rows
-        else:
-            self.buffer.flatten(0, 1)[: self.prefix.length] = rows
+        slots = torch.arange(self.prefix.length, device=latent.device)
+        every = torch.ones_like(slots, dtype=torch.bool)
+        # Pages are shared; in a dense cache every request has the prefix in slots of its own.
+        for request in range(self._shape.b if self.pages is None else 1):
+            self.storage.put(request * self._shape.t + slots, latent, rope, every)
         self.prefix.write(*decompress_rows(latent, w_uk, w_uv), rope)
         self._prefix_filled = True
         self.refused.zero_()
@@ -269,8 +264,7 @@ class LatentCache:
             slots = tokens.requests * self._shape.t + positions
         else:
             slots = self.pages.rows(tokens.requests, positions)
-        rows = torch.cat([flat_latent, flat_rope], dim=-1)
-        masked_put(self.buffer.view(-1, rows.shape[-1]), (slots,), rows, valid)
+        self.storage.put(slots, flat_latent, flat_rope, valid)
         new_lengths = lengths + taken
         if self.window is not None and decompressed is not None:
             newest = positions >= new_lengths[tokens.requests] - self.window.n
@@ -476,7 +470,7 @@ class LatentCache:
     def _require_rows(
         self, latent: torch.Tensor, rope: torch.Tensor, leading: list[tuple[str, int | None]]
     ) -> None:
-        dtypes, device = [self.buffer.dtype], self.buffer.device
+        dtypes, device = [self.storage.dtype], self.buffer.device
         require_tensor("latent", latent, [*leading, ("k", self._shape.k)], dtypes, device)
         sizes = [(label, size) for (label, _), size in zip(leading, latent.shape, strict=False)]
         require_tensor("rope", rope, [*sizes, ("p", self._shape.p)], dtypes, device)
@@ -484,7 +478,7 @@ class LatentCache:
     def _require_weights(self, w_uk: torch.Tensor, w_uv: torch.Tensor) -> None:
         shape = self._shape
         h, d, k = ("h", shape.heads or None), ("d", shape.head_dim), ("k", shape.k)
-        dtypes, device = [self.buffer.dtype], self.buffer.device
+        dtypes, device = [self.storage.dtype], self.buffer.device
         require_tensor("w_uk", w_uk, [h, d, k], dtypes, device)
         v = ("v", shape.value_dim if shape.heads else None)
         require_tensor("w_uv", w_uv, [h, k, v], dtypes, device)

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
+import torch
+
 from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.mla.cache_formats import CacheFormat
 from mla_var3.op.mla.problem import MOST_REQUESTS, require_int, require_size
 
 PAGE_STEP = 64
 """Page sizes are multiples of this: the kernels read whole tiles of 64 tokens from a page, and from
 a ring."""
+QUANTISED_FROM = torch.bfloat16
+"""Dtype of the rows that an 8-bit cache is filled from, and of its decompressed parts."""
 _INT32 = 4
+_ROWS_STEP = 4
+"""Slots of a dense cache in a format by page: the parts of a request then start at 16 bytes."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,8 @@ class CacheShape:
         b: requests.
         t: slots per request, a multiple of the page size in a paged cache.
         k, p: latent and rope width.
-        element_size: bytes per element.
+        row_bytes: bytes of a token in the latent cache.
+        element_size: bytes per element of the decompressed parts.
         page_size: tokens per page; None for a dense cache.
         num_pages: pages of all requests; 0 for a dense cache.
         window: slots of the ring.
@@ -68,6 +76,7 @@ class CacheShape:
     t: int
     k: int
     p: int
+    row_bytes: int
     element_size: int
     page_size: int | None
     num_pages: int
@@ -89,7 +98,7 @@ class CacheShape:
             index = self.b * (self.t // self.page_size) + 2 * self.num_pages + 1
         index += 2 * self.b + (self.b if self.window else 0)
         return CacheSizes(
-            latent_bytes=rows * (self.k + self.p) * self.element_size,
+            latent_bytes=rows * self.row_bytes,
             window_bytes=self.b * self.window * decompressed,
             prefix_bytes=self.prefix * decompressed,
             index_bytes=index * _INT32,
@@ -108,7 +117,7 @@ def pages_in_budget(shape: CacheShape, budget_bytes: int) -> int:
     """
     if shape.page_size is None:
         raise InvalidArgumentError("page_size", "a number of tokens", None)
-    page_bytes = shape.page_size * (shape.k + shape.p) * shape.element_size + 2 * _INT32
+    page_bytes = shape.page_size * shape.row_bytes + 2 * _INT32
     fixed = replace(shape, num_pages=0).sizes().total_bytes
     least = shape.prefix // shape.page_size + 1
     pages = (budget_bytes - fixed) // page_bytes
@@ -125,7 +134,7 @@ def slots_in_budget(shape: CacheShape, budget_bytes: int) -> int:
     Raises:
         InvalidArgumentError: not even one step, or the prefix, fits.
     """
-    step_bytes = shape.b * PAGE_STEP * (shape.k + shape.p) * shape.element_size
+    step_bytes = shape.b * PAGE_STEP * shape.row_bytes
     fixed = replace(shape, t=0).sizes().total_bytes
     steps = (budget_bytes - fixed) // step_bytes
     least = max(1, -(-shape.prefix // PAGE_STEP))
@@ -142,7 +151,7 @@ def cache_shape(
     *,
     k: int,
     p: int,
-    element_size: int,
+    dtype: torch.dtype | CacheFormat,
     page_size: int | None,
     num_pages: int | None,
     window: int,
@@ -169,8 +178,15 @@ def cache_shape(
         require_size("budget_bytes", budget_bytes, 2**63 - 1)
         if num_pages is not None:
             raise InvalidArgumentError("num_pages", "none beside budget_bytes", num_pages)
+    if isinstance(dtype, CacheFormat):
+        dtype.require_widths(k, p)
+        row_bytes, element_size = dtype.row_bytes(k, p), QUANTISED_FROM.itemsize
+        if t is not None and dtype.by_page and page_size is None:
+            t = -(-t // _ROWS_STEP) * _ROWS_STEP
+    else:
+        row_bytes, element_size = (k + p) * dtype.itemsize, dtype.itemsize
     width = (heads or 0, head_dim, value_dim)
-    shape = CacheShape(b, t or 0, k, p, element_size, None, 0, window, prefix, *width)
+    shape = CacheShape(b, t or 0, k, p, row_bytes, element_size, None, 0, window, prefix, *width)
     if page_size is not None:
         return _paged_shape(shape, page_size, num_pages, budget_bytes)
     if num_pages is not None:

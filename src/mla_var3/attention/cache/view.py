@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
@@ -12,6 +13,15 @@ from mla_var3.attention.request.checks import (
     INDEX_DTYPES,
     require_int,
     require_tensor,
+)
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.mla.cache_formats import (
+    BYTE_DTYPES,
+    CacheFormat,
+    QuantisedCache,
+    cache_format,
+    dequantise,
+    format_of,
 )
 
 
@@ -31,6 +41,8 @@ class CacheView:
         k_rope_new: `[b, n, p]`, the rope keys of the ring in its order, for kernels that read its
             slots in their order; None where only `rope` has them.
         k_rope_prefix: `[m, p]`, those of the shared first tokens, likewise.
+        scales: of an 8-bit cache, whose `latent` is e4m3: float32 `[b, t, g]` or
+            `[num_pages, page, g]`, each for k / g columns, or `[1]` for the whole cache.
         ring_whole: Whether the ring is known to hold the newest tokens of every request, as many as
             it has slots for. Otherwise a kernel that needs them decompresses what is missing. No
             field: the fields are the tensors.
@@ -49,12 +61,20 @@ class CacheView:
     v_prefix: torch.Tensor | None = None
     k_rope_new: torch.Tensor | None = None
     k_rope_prefix: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
 
     def with_whole_ring(self) -> CacheView:
         """The same view, with a ring that is known to be whole."""
         view = replace(self)
         object.__setattr__(view, "ring_whole", True)
         return view
+
+    @property
+    def format(self) -> CacheFormat | None:
+        """The format of an 8-bit cache; None for a cache in the dtype of the queries."""
+        if self.scales is None:
+            return None
+        return format_of(QuantisedCache(self.latent, self.rope, self.scales))
 
     @property
     def page_size(self) -> int | None:
@@ -83,37 +103,62 @@ class CacheView:
         """Tokens of the shared prefix; 0 without one."""
         return 0 if self.k_prefix is None else self.k_prefix.shape[1]
 
-    def tile(self, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def tile(
+        self, first: int, last: int, dtype: torch.dtype = torch.bfloat16
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Latent and rope rows of the slots `first..last-1` of every request, `[b, m, ...]`.
 
         In a paged cache both ends must be at page borders. Slots without a page give rows of some
         other page; the caller masks them by length.
+
+        Args:
+            first: the first slot.
+            last: the first slot after them.
+            dtype: of the rows of an 8-bit cache, which are dequantised.
         """
         if self.block_table is None:
-            return self.latent[:, first:last], self.rope[:, first:last]
+            return self._gathered(lambda part: part[:, first:last], dtype)
         page = self.latent.shape[1]
         pages = self.block_table[:, first // page : last // page]
         index = pages.long().clamp(0, self.latent.shape[0] - 1)
         shape = (index.shape[0], index.shape[1] * page)
-        return self.latent[index].view(*shape, -1), self.rope[index].view(*shape, -1)
+        return self._gathered(lambda part: part[index].view(*shape, -1), dtype)
 
-    def rows(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latent and rope rows at positions int64 `[b, m]`, brought into the capacity."""
+    def rows(
+        self, positions: torch.Tensor, dtype: torch.dtype = torch.bfloat16
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latent and rope rows at positions int64 `[b, m]`, which are clamped to the capacity.
+
+        Args:
+            positions: the positions.
+            dtype: of the rows of an 8-bit cache, which are dequantised.
+        """
         positions = positions.clamp(0, self.capacity - 1)
         requests = torch.arange(self.requests, device=positions.device)[:, None]
         if self.block_table is None:
-            return self.latent[requests, positions], self.rope[requests, positions]
+            return self._gathered(lambda part: part[requests, positions], dtype)
         page = self.latent.shape[1]
         index = self.block_table[requests, positions // page].long()
         index = index.clamp(0, self.latent.shape[0] - 1)
-        return self.latent[index, positions % page], self.rope[index, positions % page]
+        return self._gathered(lambda part: part[index, positions % page], dtype)
+
+    def _gathered(
+        self, gather: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Some latent and rope rows; those of an 8-bit cache dequantised."""
+        if self.scales is None:
+            return gather(self.latent), gather(self.rope)
+        scales = self.scales if self.scales.dim() == 1 else gather(self.scales)
+        return dequantise(QuantisedCache(gather(self.latent), gather(self.rope), scales), dtype)
 
     def request(self, number: int) -> CacheView:
         """The view of one request, a batch of one."""
         one = slice(number, number + 1)
         shared = {"k_prefix", "v_prefix", "k_rope_prefix"}
         if self.block_table is not None:
-            shared |= {"latent", "rope"}
+            shared |= {"latent", "rope", "scales"}
+        if self.scales is not None and self.scales.dim() == 1:
+            shared.add("scales")
         own = {part.name: getattr(self, part.name) for part in fields(self)}
         return CacheView(
             **{
@@ -167,25 +212,36 @@ class CacheView:
 
 
 def paged_view(
-    pages: torch.Tensor, block_table: torch.Tensor, lengths: torch.Tensor, *, k: int = 512
+    pages: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    k: int = 512,
+    format: str | None = None,
+    scale: torch.Tensor | None = None,
 ) -> CacheView:
     """The view of a foreign paged cache, such as that of a serving engine.
 
     Args:
-        pages: `[num_pages, page, k+p]`, latent row and rope key of each token side by side.
+        pages: `[num_pages, page, k+p]`, latent row and rope key of each token side by side; with a
+            format `[num_pages, page, bytes]`, uint8, int8 or float8_e4m3fn. Nothing is copied.
         block_table: int32 `[b, max_pages]`; entries beyond a request's tokens may be anything.
         lengths: int32 `[b]`.
         k: width of the latent part.
+        format: of 8-bit pages: "fp8_per_token", "fp8_ds_mla" or "fp8" (`op/mla/cache_formats.py`).
+        scale: with "fp8" the scale of all pages, float32 of one element; None for 1.
     """
-    shape = [("num_pages", None), ("page", None), ("k+p", None)]
-    require_tensor("pages", pages, shape, FLOAT_DTYPES, None)
+    fmt = None if format is None else cache_format(format)
+    shape = [("num_pages", None), ("page", None), ("k+p" if fmt is None else "bytes", None)]
+    require_tensor("pages", pages, shape, FLOAT_DTYPES if fmt is None else BYTE_DTYPES, None)
     require_int("k", k, minimum=1, maximum=pages.shape[-1], maximum_name="k+p")
     require_tensor("lengths", lengths, [("b", None)], INDEX_DTYPES, pages.device)
-    table = [("b", lengths.shape[0]), ("max_pages", None)]
-    require_tensor("block_table", block_table, table, INDEX_DTYPES, pages.device)
-    return CacheView(
-        latent=pages[..., :k],
-        rope=pages[..., k:],
-        lengths=lengths.to(torch.int32),
-        block_table=block_table.to(torch.int32),
-    )
+    entries = [("b", lengths.shape[0]), ("max_pages", None)]
+    require_tensor("block_table", block_table, entries, INDEX_DTYPES, pages.device)
+    table, lengths = block_table.to(torch.int32), lengths.to(torch.int32)
+    if fmt is None:
+        if scale is not None:
+            raise InvalidArgumentError("scale", "none without a format", "one")
+        return CacheView(pages[..., :k], pages[..., k:], lengths, table)
+    parts = fmt.parts(pages, k, fmt.rope_width(pages.shape[-1], k), scale)
+    return CacheView(parts.latent, parts.rope, lengths, table, scales=parts.scales)

@@ -47,6 +47,8 @@ class PrefixBackend:
         return self._inner.missing()
 
     def unsupported(self, shape: CallShape) -> str | None:
+        if shape.refused_cache is not None:
+            return shape.refused_cache
         if not shape.shared:
             return "requests that share no first tokens"
         if shape.partial:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.mla.cache_formats import cache_format
 from mla_var3.op.mla.model.times import Workload
 from mla_var3.op.mla.problem import (
     DTYPES,
@@ -36,6 +37,7 @@ class CallShape:
         prefix: tokens of the decompressed shared prefix.
         shared: first tokens that the requests of a group share, about.
         groups: groups, each with first tokens of its own.
+        cache_dtype: format of an 8-bit cache, such as "fp8_per_token"; None for one in `dtype`.
         ragged: whether requests have different numbers of queries.
         tree: whether the newest tokens form a tree.
         partial: whether the cache holds a part of each request only.
@@ -67,6 +69,7 @@ class CallShape:
     aligned: bool = True
     shared: int = 0
     groups: int = 1
+    cache_dtype: str | None = None
 
     def __post_init__(self) -> None:
         """Check every field; an error names it, what was expected and what came."""
@@ -84,6 +87,15 @@ class CallShape:
             require_scale(self.scale)
         if self.dtype not in CALL_DTYPES:
             raise InvalidArgumentError("dtype", " or ".join(CALL_DTYPES), repr(self.dtype))
+        if self.cache_dtype is not None:
+            cache_format(self.cache_dtype).require_widths(self.k, self.p)
+
+    @property
+    def refused_cache(self) -> str | None:
+        """Why a kernel that reads 16-bit caches only refuses the call; None if it need not."""
+        if self.cache_dtype is None:
+            return None
+        return f"an 8-bit cache ({self.cache_dtype}); it reads 16-bit ones"
 
     @property
     def default_scale(self) -> bool:

@@ -121,6 +121,7 @@ class AttentionTask:
             aligned=all(_is_aligned(rows) for rows in (cache.latent, cache.rope)),
             shared=shared[0],
             groups=shared[1],
+            cache_dtype=None if cache.format is None else cache.format.name,
         )
 
     def _shared(self) -> tuple[int, int]:

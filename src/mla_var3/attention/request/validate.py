@@ -22,6 +22,7 @@ from mla_var3.attention.request.masks import checked_tree
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.mla.problem import require_scale
+from mla_var3.op.mla.window.quantise import E4M3
 
 Cache = LatentCache | CacheView | tuple[torch.Tensor, torch.Tensor]
 """What the calls take as `cache`: ours, a view of a foreign cache, or `(c_kv, k_rope)`."""
@@ -66,7 +67,7 @@ def full_task(
     p = q_rope.shape[-1] if isinstance(q_rope, torch.Tensor) and q_rope.dim() else None
     require_tensor("q_rope", q_rope, [*rows, h, ("p", p)], dtypes, device)
     view = _checked_view(cache, w_uk.shape[2], q_rope, options)
-    _require_decompressed(view, h, d, ("v", w_uv.shape[2]), ("p", q_rope.shape[-1]))
+    _require_decompressed(view, q_nope, ("v", w_uv.shape[2]), ("p", q_rope.shape[-1]))
     width = q_nope.shape[-1] + q_rope.shape[-1]
     return _task(q_nope, q_rope, view, w_uk, w_uv, options, width, w_uv.shape[2])
 
@@ -85,7 +86,7 @@ def latent_task(
     shape = [*rows, ("h", q_latent.shape[-2]), ("p", p)]
     require_tensor("q_rope", q_rope, shape, [q_latent.dtype], q_latent.device)
     view = _checked_view(cache, q_latent.shape[-1], q_rope, options)
-    view = CacheView(view.latent, view.rope, view.lengths, view.block_table)
+    view = CacheView(view.latent, view.rope, view.lengths, view.block_table, scales=view.scales)
     width = head_width + q_rope.shape[-1]
     return _task(q_latent, q_rope, view, None, None, options, width, q_latent.shape[-1])
 
@@ -123,10 +124,16 @@ def _checked_view(cache: object, k: int, q_rope: torch.Tensor, options: Options)
             "cache", "a LatentCache, a CacheView or a pair (c_kv, k_rope)", type(cache).__name__
         )
     rows = [("b", b), ("t", None)] if view.block_table is None else [("num_pages", None)] * 2
-    require_tensor("cache.c_kv", view.latent, [*rows, ("k", k)], [dtype], device)
+    fmt = view.format
+    latent_dtype, rope_dtype = (dtype, dtype) if fmt is None else (E4M3, fmt.rope_dtype)
+    require_tensor("cache.c_kv", view.latent, [*rows, ("k", k)], [latent_dtype], device)
     same = [(label, size) for (label, _), size in zip(rows, view.latent.shape, strict=False)]
     name = "cache[1] (k_rope)" if isinstance(cache, (tuple, list)) else "cache.k_rope"
-    require_tensor(name, view.rope, [*same, ("p", p)], [dtype], device)
+    require_tensor(name, view.rope, [*same, ("p", p)], [rope_dtype], device)
+    if fmt is not None:
+        count = fmt.scales(k)
+        scales = [*same, ("k/128" if count > 1 else "1", count)] if count else [("1", 1)]
+        require_tensor("cache.scales", view.scales, scales, [torch.float32], device)
     requests = [("b", view.requests if b is None else b)]
     require_tensor("cache.lengths", view.lengths, requests, [torch.int32], device)
     if view.block_table is not None:
@@ -143,13 +150,13 @@ def _checked_view(cache: object, k: int, q_rope: torch.Tensor, options: Options)
 
 def _require_decompressed(
     view: CacheView,
-    h: tuple[str, int | None],
-    d: tuple[str, int | None],
+    q_nope: torch.Tensor,
     v: tuple[str, int | None],
     p: tuple[str, int | None],
 ) -> None:
     """Checks the ring and the shared prefix, each of which is whole or not there."""
-    dtypes, device = [view.latent.dtype], view.latent.device
+    h, d = ("h", q_nope.shape[-2]), ("d", q_nope.shape[-1])
+    dtypes, device = [q_nope.dtype], view.latent.device
     rows: list[tuple[str, int | None]] = [("b", view.requests)]
     for suffix, label, leading in (("new", "n", rows), ("prefix", "m", [])):
         keys, values, rope = (getattr(view, f"{part}_{suffix}") for part in ("k", "v", "k_rope"))

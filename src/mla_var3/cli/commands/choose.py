@@ -41,6 +41,12 @@ def add_arguments(parser: Parser) -> None:
         help="bfloat16, float16 or float32 (default: bfloat16)",
     )
     parser.add_argument(
+        "--cache_dtype",
+        type=ValueType(str, optional=True),
+        metavar="NAME",
+        help="fp8_per_token, fp8_ds_mla or fp8, an 8-bit cache (default: none, as --dtype)",
+    )
+    parser.add_argument(
         "--causal",
         type=ValueType(bool),
         default=True,
@@ -97,7 +103,8 @@ def choose_command(parser: Parser, argv: Sequence[str]) -> int:
 
 def _print(explanation: Explanation) -> None:
     shape = explanation.shape
-    title = f"{sizes_text(shape)} {shape.dtype} on {explanation.device}"
+    cache = "" if shape.cache_dtype is None else f", {shape.cache_dtype} cache"
+    title = f"{sizes_text(shape)} {shape.dtype}{cache} on {explanation.device}"
     able = [candidate for candidate in explanation.candidates if candidate.estimate is not None]
     if not all(candidate.fitted for candidate in able):
         title += f", {IDEAL}"

@@ -1,0 +1,95 @@
+"""`hyper-mla accuracy`: what each 8-bit cache format costs in accuracy, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mla_var3.cli.arguments import Parser, ValueType, parse
+from mla_var3.cli.console import ProgressReporter, print_json, print_table, say
+from mla_var3.runtime.markdown import table, write_json
+from mla_var3.runtime.paths import make_folder, output_root, timestamp
+
+if TYPE_CHECKING:
+    from mla_var3.report.accuracy import AccuracyRow
+
+
+def add_arguments(parser: Parser) -> None:
+    """The options of the command."""
+    parser.add_argument(
+        "--latents",
+        type=Path,
+        metavar="FILE",
+        help="latents of a model, as examples/capture_latents.py writes them (default: made ones: "
+        "normal, heavy-tailed, one hot channel)",
+    )
+    parser.add_argument(
+        "--scale",
+        type=ValueType(float),
+        default=1.0,
+        metavar="X",
+        help="the one scale of the format fp8 (default: 1, as engines without calibration)",
+    )
+    parser.add_argument(
+        "--seed", type=ValueType(int), default=0, metavar="N", help="of what is made (default: 0)"
+    )
+    parser.add_argument("--quick", action="store_true", help="up to 2048 tokens, not 131072")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--out_dir",
+        type=Path,
+        metavar="FOLDER",
+        help="folder of table, JSON and plot (default: out/accuracy/<timestamp>; none with --json)",
+    )
+
+
+def accuracy_command(parser: Parser, argv: Sequence[str]) -> int:
+    """Measure, print and write the errors."""
+    values = parse(parser, argv)
+    from mla_var3.op.mla.problem import require_scale
+    from mla_var3.report.accuracy import accuracy_plot, cases, measure, read_latents
+
+    require_scale(values["scale"])
+    given = None if values["latents"] is None else read_latents(values["latents"])
+    options = {"scale": values["scale"], "seed": values["seed"]}
+    rows: list[AccuracyRow] = []
+    todo = cases(given, values["quick"])
+    with ProgressReporter() as progress:
+        for index, (latents, lengths) in enumerate(todo):
+            progress("accuracy", index, len(todo), latents.name)
+            rows += measure(latents, lengths, **options)
+        progress("accuracy", len(todo), len(todo), "")
+    record = {**options, "rows": [row.to_dict() for row in rows]}
+    if values["json"]:
+        print_json(record)
+    else:
+        _print(rows, values["scale"])
+    if values["out_dir"] is None and values["json"]:
+        return 0
+    folder = make_folder(values["out_dir"] or output_root() / "accuracy" / timestamp())
+    write_json(folder / "accuracy.json", record)
+    (folder / "accuracy.md").write_text(table(*_cells(rows)) + "\n")
+    written = [folder / "accuracy.json", folder / "accuracy.md"]
+    written += accuracy_plot(rows, folder / "accuracy")
+    if not values["json"]:
+        for file in written:
+            say(f"written: {file}")
+    return 0
+
+
+def _cells(rows: Sequence[AccuracyRow]) -> tuple[list[str], list[list[str]]]:
+    """Headers and cells: a row per case, a column per cache, errors in percent."""
+    caches = list(rows[0].errors)
+    cells = [
+        [row.latents, row.attention, str(row.t)]
+        + [f"{100 * row.errors[name].channels:.2f}" for name in caches]
+        for row in rows
+    ]
+    return ["latents", "attention", "t", *caches], cells
+
+
+def _print(rows: Sequence[AccuracyRow], scale: float) -> None:
+    print_table("error of the attention output, % per latent channel", *_cells(rows))
+    say("only the cache is rounded; reference: float64 on unrounded tokens")
+    say(f"fp8 has one scale, {scale:g}; fp8 rounds rope keys too, the others keep bfloat16")

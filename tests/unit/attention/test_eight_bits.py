@@ -1,0 +1,228 @@
+"""Caches in 8 bits: what they hold, and attention over them against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import mla_var3
+from mla_var3.attention import CacheView, LatentCache, explain, paged_view
+from mla_var3.attention.backends import torch_tiled
+from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
+from mla_var3.op.mla.cache_formats import FORMATS, cache_format, dequantise, quantise
+from mla_var3.op.mla.window.quantise import E4M3
+
+from .attention_support import (
+    Model,
+    assert_close,
+    filled_cache,
+    latent_oracle,
+    make_model,
+    normal,
+    oracle,
+)
+
+H, D, K, P = 2, 6, 256, 8
+FORMAT = pytest.mark.parametrize("name", FORMATS)
+
+
+@pytest.fixture
+def model(generator: torch.Generator) -> Model:
+    return make_model(generator, H, D, K, torch.bfloat16)
+
+
+def rounded(rows: torch.Tensor, name: str) -> torch.Tensor:
+    """Tokens `[m, k+p]` as a cache of the format gives them back."""
+    form = cache_format(name)
+    return torch.cat(dequantise(quantise(rows[:, :K], rows[:, K:], form), torch.float64), dim=-1)
+
+
+def contents(cache: LatentCache) -> list[torch.Tensor]:
+    """The tokens that the cache holds, dequantised in float64."""
+    view = cache.view()
+    positions = torch.arange(view.capacity).expand(view.requests, -1)
+    rows = torch.cat(view.rows(positions, torch.float64), dim=-1)
+    return [row[:length] for row, length in zip(rows, view.lengths.tolist(), strict=True)]
+
+
+def queries(generator: torch.Generator, *rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return tuple(normal(generator, *rows, H, width, dtype=torch.bfloat16) for width in (D, P))  # type: ignore[return-value]
+
+
+@FORMAT
+@pytest.mark.parametrize("page_size", [None, 64])
+def test_append_truncate_evict_and_fork(
+    name: str, page_size: int | None, model: Model, generator: torch.Generator
+) -> None:
+    cache, tokens = filled_cache(
+        generator, [70, 5, 129], model, p=P, dtype=torch.bfloat16, cache_dtype=name,
+        page_size=page_size, t=190,
+    )  # fmt: skip
+    assert cache.buffer.dtype is torch.uint8 and cache.c_kv.dtype is E4M3
+    expected = [rounded(rows, name) for rows in tokens]
+    cache.truncate([3, 0, 60])
+    cache.evict([1])
+    expected = [expected[0][:-3], expected[1][:0], expected[2][:-60]]
+    cache.fork(0, into=[1])
+    expected[1] = expected[0]
+    more = normal(generator, 3, 4, K + P, dtype=torch.bfloat16)
+    cache.append(more[..., :K], more[..., K:], [1, 4, 0])
+    expected[0] = torch.cat([expected[0], rounded(more[0, :1], name)])
+    expected[1] = torch.cat([expected[1], rounded(more[1], name)])
+    for found, wanted in zip(contents(cache), expected, strict=True):
+        assert torch.equal(found, wanted)
+    many = torch.zeros(3, 190, K + P, dtype=torch.bfloat16)
+    cache.append(many[..., :K], many[..., K:], [190, 0, 0])
+    with pytest.raises(UnsupportedError, match="190 refused"):
+        cache.check()
+
+
+@FORMAT
+@pytest.mark.parametrize(
+    ("page_size", "window", "prefix"), [(None, 0, 0), (64, 0, 0), (None, 16, 20), (64, 16, 64)]
+)
+def test_attention_is_that_over_the_rounded_tokens(
+    name: str,
+    page_size: int | None,
+    window: int,
+    prefix: int,
+    model: Model,
+    generator: torch.Generator,
+) -> None:
+    """Decompressed tokens are not rounded to 8 bits."""
+    lengths = [90, prefix + 2, 129]
+    cache, tokens = filled_cache(
+        generator, lengths, model, p=P, dtype=torch.bfloat16, cache_dtype=name,
+        page_size=page_size, window=window, prefix=prefix, t=130,
+    )  # fmt: skip
+    q_nope, q_rope = queries(generator, 3, 2)
+    operands = (q_nope, q_rope, cache, model.w_uk, model.w_uv)
+    output, lse = mla_var3.mla_attention(*operands, return_lse=True)
+    for request, rows in enumerate(tokens):
+        first = max(prefix, lengths[request] - window)
+        held = torch.cat(
+            [rows[:prefix].double(), rounded(rows[prefix:first], name), rows[first:].double()]
+        )
+        expected = oracle(q_nope[request], q_rope[request], held[:, :K], held[:, K:], model)
+        assert_close(output[request], expected[0], lse[request], expected[1])
+    found = explain(*operands)
+    assert found.kernel == "torch_tiled" and found.shape.cache_dtype == name
+
+
+@FORMAT
+def test_refill_reads_the_rounded_tokens(
+    name: str, model: Model, generator: torch.Generator
+) -> None:
+    cache, _ = filled_cache(
+        generator, [40], model, p=P, dtype=torch.bfloat16, cache_dtype=name, window=16
+    )
+    cache.truncate([10], w_uk=model.w_uk, w_uv=model.w_uv)
+    assert cache.window is not None and cache.window.start.tolist() == [14]
+    latent, rope = (rows[0, 20] for rows in cache.view().rows(torch.arange(30)[None]))
+    slot = 20 % 16
+    keys = (latent.float() @ model.w_uk.float().mT).to(torch.bfloat16)
+    torch.testing.assert_close(cache.window.k_new[0, :, slot], keys, atol=0.02, rtol=0.02)
+    assert torch.equal(cache.window.k_rope_new[0, slot], rope)
+
+
+@FORMAT
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_the_pool_of_an_engine(
+    name: str, batch_invariant: bool, generator: torch.Generator
+) -> None:
+    """Latent attention, packed queries, pages in any order, float16 queries, a scale of its own."""
+    form = cache_format(name)
+    rows = normal(generator, 6 * 64, K + P, dtype=torch.bfloat16)
+    scale = torch.tensor([0.25]) if form.scale_columns is None else None
+    pool = torch.full((6, 64, form.row_bytes(K, P)), 0xFF, dtype=torch.uint8)
+    parts, values = form.parts(pool, K, P), quantise(rows[:, :K], rows[:, K:], form, scale)
+    for part in ("latent", "rope") + (() if scale is not None else ("scales",)):
+        target, new = getattr(parts, part), getattr(values, part)
+        target.view(torch.uint8).copy_(new.view(torch.uint8).view(*target.shape[:2], -1))
+    table = torch.tensor([[4, 1, 2147480000], [3, -7, 999]], dtype=torch.int32)
+    view = paged_view(pool, table, torch.tensor([100, 64]), k=K, format=name, scale=scale)
+    assert view.latent.data_ptr() == pool.data_ptr()
+    bounds = torch.tensor([0, 3, 5], dtype=torch.int32)
+    q_latent, q_rope = (normal(generator, 5, H, w, dtype=torch.float16) for w in (K, P))
+    output, lse = mla_var3.mla_latent_attention(
+        q_latent, q_rope, view, cu_seqlens_q=bounds, batch_invariant=batch_invariant, scale=0.1
+    )
+    worth = torch.cat(dequantise(values, torch.float64), dim=-1).view(6, 64, -1)
+    for request, held in enumerate((worth[[4, 1]].flatten(0, 1)[:100], worth[3])):
+        own = slice(int(bounds[request]), int(bounds[request + 1]))
+        expected = latent_oracle(q_latent[own], q_rope[own], held[:, :K], held[:, K:], scale=0.1)
+        assert_close(output[own], expected[0], lse[own], expected[1])
+
+
+def test_never_the_whole_pool_is_dequantised(
+    model: Model, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, _ = filled_cache(
+        generator, [500], model, p=P, dtype=torch.bfloat16, cache_dtype="fp8_per_token",
+        page_size=64, t=512,
+    )  # fmt: skip
+    seen = []
+
+    def counted(parts: Any, dtype: torch.dtype) -> Any:
+        seen.append(parts.latent.shape[1])
+        return dequantise(parts, dtype)
+
+    monkeypatch.setattr("mla_var3.attention.cache.view.dequantise", counted)
+    monkeypatch.setattr(torch_tiled, "_TILE_MOST", 128)
+    mla_var3.mla_attention(*queries(generator, 1, 2), cache, model.w_uk, model.w_uv)
+    assert seen == [128] * 4
+
+
+@FORMAT
+def test_kernels_refuse_by_name(name: str, model: Model, generator: torch.Generator) -> None:
+    cache, _ = filled_cache(generator, [9], model, p=P, dtype=torch.bfloat16, cache_dtype=name)
+    operands = (*queries(generator, 1, 2), cache, model.w_uk, model.w_uv)
+    for kernel in ("flash_mla:cute-dsl", "flash_mla:cutile-dsl", "mla_var6_plus"):
+        with pytest.raises(UnsupportedError, match=rf"an 8-bit cache \({name}\)"):
+            mla_var3.mla_attention(*operands, kernel=kernel)
+    found = explain(b=32, s=16, t=4096, h=128, cache_dtype=name)
+    assert found.kernel == "torch_tiled"
+    refusals = [each.refusal for each in found.candidates if each.kernel != "torch_tiled"]
+    assert refusals and all(f"an 8-bit cache ({name})" in (each or "") for each in refusals)
+
+
+def test_compiled_append_and_attention(model: Model, generator: torch.Generator) -> None:
+    cache = LatentCache.allocate(2, 64, k=K, p=P, dtype="fp8_per_token")
+    rows = normal(generator, 2, 3, K + P, dtype=torch.bfloat16)
+    q_nope, q_rope = queries(generator, 2, 3)
+
+    def step(rows: torch.Tensor, q_nope: torch.Tensor) -> torch.Tensor:
+        cache.append(rows[..., :K], rows[..., K:])
+        return mla_var3.mla_attention(q_nope, q_rope, cache, model.w_uk, model.w_uv)  # type: ignore[return-value]
+
+    expected = step(rows, q_nope)
+    cache.truncate([3, 3])
+    cache.buffer.zero_()
+    found = torch.compile(step, backend="eager")(rows, q_nope)
+    torch.testing.assert_close(found, expected)
+
+
+def test_wrong_views(generator: torch.Generator) -> None:
+    pool = torch.zeros(2, 64, 660, dtype=torch.uint8)
+    table, lengths = torch.zeros(1, 2, dtype=torch.int32), torch.tensor([3])
+    with pytest.raises(UnknownNameError, match="cache format 'fp4'"):
+        paged_view(pool, table, lengths, format="fp4")
+    with pytest.raises(InvalidArgumentError, match="scale: expected none without a format"):
+        paged_view(pool.float(), table, lengths, scale=torch.ones(1))
+    with pytest.raises(InvalidArgumentError, match=r"pages: expected dtype torch.uint8"):
+        paged_view(pool.float(), table, lengths, format="fp8")
+    view = paged_view(pool[..., :576], table, lengths, format="fp8")
+    q_latent, q_rope = (normal(generator, 1, 1, 1, w, dtype=torch.bfloat16) for w in (512, 64))
+    bad = CacheView(view.latent, view.rope, view.lengths, table, scales=torch.ones(2, 64, 3))
+    with pytest.raises(InvalidArgumentError, match="cache.k_rope: expected dtype torch.bfloat16"):
+        mla_var3.mla_latent_attention(q_latent, q_rope, bad)
+    bad = CacheView(
+        view.latent, view.rope.to(torch.bfloat16), view.lengths, table, scales=torch.ones(2, 64, 3)
+    )
+    with pytest.raises(InvalidArgumentError, match="cache.scales: expected"):
+        mla_var3.mla_latent_attention(q_latent, q_rope, bad)
+    plain = CacheView(view.latent, view.rope, view.lengths, table)
+    with pytest.raises(InvalidArgumentError, match="cache.c_kv: expected dtype torch.bfloat16"):
+        mla_var3.mla_latent_attention(q_latent, q_rope, plain)
