@@ -1,6 +1,6 @@
 """Tile shapes that several cuTile MLA kernels share, with the evidence behind the candidates."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -87,25 +87,34 @@ class LatentTiling(Tiling):
 
     def validate(self, pd: MlaPlan) -> Constraints:
         return Constraints(
-            *tile_sides(Bm=self.Bm, Bn=self.Bn, Kp=self.Kp, p=pd.p),
+            *tile_sides(Bm=self.Bm, Bn=self.Bn, Kp=self.Kp, **({"p": pd.p} if pd.p else {})),
             divides("Kp", self.Kp, "k", pd.k),
+            divides("Bn", self.Bn, "page", getattr(pd, "page", 0)),
             fits_shared_memory(pd, *latent_tiles(pd, self.Bm, self.Bn)),
         )
 
+    def sides(self, k: int) -> tuple[int, int, int, int]:
+        """The compile-time arguments BM, BN, KP and PARTS."""
+        return self.Bm, self.Bn, self.Kp, k // self.Kp
+
     @classmethod
-    def candidates(cls, target: str) -> list[Self]:
-        """Candidates per target, the default first.
+    def candidates(cls, target: str, k: int = 512, page: int = 0) -> list[Self]:
+        """Candidates per target, latent width and page size, the default first.
 
         sm_90: at k=512 only 64 rows stay on wgmma without spilling. sm_100: only one part of 512
         columns stays on tcgen05. sm_120: 99 KB of shared memory, so the latent tile must be small.
         """
         if target == "sm_120":
-            return [cls(16, 64, Kp) for Kp in (512, 128)] + [
-                cls(16, 64, 512, num_worker_warps=None)
-            ]
-        if target == "sm_100":
-            return [cls(64, Bn, 512) for Bn in (64, 32)]
-        return [cls(64, 64, Kp) for Kp in (128, 256, 512)]
+            found = [cls(16, 64, Kp) for Kp in (512, 128)]
+            found.append(cls(16, 64, 512, num_worker_warps=None))
+        elif target == "sm_100":
+            found = [cls(64, Bn, 512) for Bn in (64, 32)]
+        else:
+            found = [cls(64, 64, Kp) for Kp in (128, 256, 512)]
+        # A KV tile lies in one page. page & -page is the largest power of two that divides it.
+        most = page & -page or 64
+        fitting = [replace(t, Bn=min(t.Bn, most), Kp=min(t.Kp, k)) for t in found]
+        return list({tiling.label(): tiling for tiling in fitting}.values())
 
 
 @dataclass

@@ -35,7 +35,7 @@ from mla_var3.kernel.cute_python.mla.latent.kernel import (
     latent_stage,
 )
 from mla_var3.kernel.cute_python.mla.latent.operands import LatentOperands
-from mla_var3.kernel.cute_python.mla.latent.paging import check_paged
+from mla_var3.kernel.paging import check_paged
 from mla_var3.kernel.cute_python.mla.latent.scheduler import GroupShape, group_shape
 from mla_var3.kernel.cute_python.mla.mix.sm_split import (
     SmSplit,
