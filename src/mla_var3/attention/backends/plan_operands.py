@@ -2,8 +2,8 @@
 
 A kernel of the package that is driven by a plan serves calls through a `Service`. cuTile plans are
 built in every call. The latent ones take dense and paged caches, packed queries and trees, the
-others dense caches and the same number of queries for all requests. Plans of CuTe DSL read decompressed tokens where the cache
-keeps them, dense or paged, and are built once per call key:
+others dense caches and the same number of queries for all requests. Plans of CuTe DSL read
+decompressed tokens where the cache keeps them, dense or paged, and are built once per call key:
 
     flash_attention     a full copy in the cache, or one made by the call
     mla_var6_plus       the window of the newest tokens, the older ones latent

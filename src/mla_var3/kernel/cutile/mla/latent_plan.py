@@ -16,7 +16,7 @@ tensors is read or written.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,9 +78,9 @@ class LatentOperands:
         return [result[0] if self.packed else result for result in results]
 
     @property
-    def options(self) -> tuple[int, bool, bool]:
+    def options(self) -> tuple[int, int, int]:
         """The compile-time arguments PAGE, PACKED and TREE."""
-        return self.page, self.packed, self.tree
+        return self.page, int(self.packed), int(self.tree)
 
 
 @dataclass
@@ -91,6 +91,9 @@ class LatentPlan(MlaPlan):
         default=0,
         metadata={"help": "tokens of a cache page, a multiple of 16; 0 for a dense cache"},
     )
+
+    needs_v: ClassVar[bool] = False
+    needs_rope: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -141,7 +141,7 @@ def latent_step(
         scores = ct.mma(q_rope, ct.permute(r, (1, 0)), scores)
     if needs_mask(tile, full_tile):
         scores = mask_scores(scores, tile, first_row, length, s, 0, stop, CAUSAL, H, BM, BN)
-        if TREE:
+        if TREE == 1:
             scores = hide_by_tree(scores, tree, tile, request, first_row, length, s, H, BM, BN)
     p, alpha, m, l = softmax_step(scores, m, l, scale_log2e)  # noqa: E741
     p = p.astype(c_view.dtype)
@@ -172,7 +172,7 @@ def attend_cache(
         c_kv: array [b, t, K], K = PARTS * KP; [pages, PAGE, K] with pages.
         k_rope: array [b, t, P] or [pages, PAGE, P].
         table: array [b, pages of a request] int32, not read if PAGE is 0.
-        tree: array [b, s, s] int8, see `hide_by_tree`; not read unless TREE.
+        tree: array [b, s, s] int8, see `hide_by_tree`; not read unless TREE is 1.
         request: index into the batch.
         first_tile, full_tile, last_tile: tiles from full_tile on are masked.
         first_row: row of the tile's first query among the s*H of the request.
@@ -227,7 +227,7 @@ def attend_latent(
     """`attend_cache` over a dense cache, without a tree."""
     return attend_cache(
         q_parts, q_rope, c_kv, k_rope, c_kv, c_kv, request, first_tile, full_tile, last_tile,
-        first_row, length, s, stop, scale_log2e, 0, False, CAUSAL, H, BM, BN, KP, PARTS, P,
+        first_row, length, s, stop, scale_log2e, 0, 0, CAUSAL, H, BM, BN, KP, PARTS, P,
     )  # fmt: skip
 
 
@@ -257,7 +257,7 @@ def attend_rows(
     length = clamped_length(lengths, request, slots)
     first_row = row_tile * BM
     lowest = visible(first_row, length, s, CAUSAL, H)
-    if TREE:
+    if TREE == 1:
         lowest = length - s
     highest = visible(first_row + BM - 1, length, s, CAUSAL, H)
     split_tiles = ct.cdiv(ct.cdiv(length, BN), splits)

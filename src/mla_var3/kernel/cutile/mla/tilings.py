@@ -14,6 +14,19 @@ FEW_QUERIES = 64
 """Up to here one 64-row tile holds all queries of a head, and reading K and V is what costs."""
 
 
+_FAMILIES = {8: "sm_120", 9: "sm_90", 10: "sm_100", 11: "sm_100", 12: "sm_120"}
+"""Major compute capability -> target with the same matrix instructions."""
+
+
+def tiling_target(target: str) -> str:
+    """The target whose tilings a target shares: sm_90, sm_100 or sm_120.
+
+    Ampere, Ada and sm_12x have HMMA and at least 99 KB of shared memory per CTA, sm_10x and sm_11x
+    have tcgen05 and 227 KB.
+    """
+    return _FAMILIES.get(int(target.removeprefix("sm_").rstrip("af")) // 10, target)
+
+
 def tile_sides(**sides: int) -> list[tuple[bool, str]]:
     """Constraints for `Tiling.validate`: cuTile's tile sides are powers of two."""
     return [
@@ -99,22 +112,42 @@ class LatentTiling(Tiling):
 
     @classmethod
     def candidates(cls, target: str, k: int = 512, page: int = 0) -> list[Self]:
-        """Candidates per target, latent width and page size, the default first.
+        """Candidates per target, the default first, for latent rows of k columns and a page size.
 
         sm_90: at k=512 only 64 rows stay on wgmma without spilling. sm_100: only one part of 512
         columns stays on tcgen05. sm_120: 99 KB of shared memory, so the latent tile must be small.
+        sm_8x likewise; parts of 256 columns spill least (sm_80: 88 B of stack, with 512 1032 B).
         """
+        # A part is never wider than the latent rows, and a KV tile lies in one page: page & -page
+        # is the largest power of two that divides it.
+        longest = page & -page or 64
+        found: list[Self] = []
+        short = tiling_target(target) == "sm_120" and longest < 64
+        for each in cls._short(longest) if short else cls._candidates(target):
+            fitting = replace(each, Bn=min(each.Bn, longest), Kp=min(each.Kp, k))
+            if fitting not in found:
+                found.append(fitting)
+        return found
+
+    @classmethod
+    def _short(cls, Bn: int) -> list[Self]:
+        """For KV tiles of 16 and 32 tokens and mma: with 16 rows the tensor cores are not used."""
+        if Bn == 32:
+            return [cls(32, 32, 512), cls(32, 32, 256)]
+        return [cls(32, 16, 128, num_worker_warps=None), cls(64, 16, 128)]
+
+    @classmethod
+    def _candidates(cls, target: str) -> list[Self]:
+        if target.startswith("sm_8"):
+            return [cls(16, 64, Kp) for Kp in (256, 512, 128)]
+        target = tiling_target(target)
         if target == "sm_120":
-            found = [cls(16, 64, Kp) for Kp in (512, 128)]
-            found.append(cls(16, 64, 512, num_worker_warps=None))
-        elif target == "sm_100":
-            found = [cls(64, Bn, 512) for Bn in (64, 32)]
-        else:
-            found = [cls(64, 64, Kp) for Kp in (128, 256, 512)]
-        # A KV tile lies in one page. page & -page is the largest power of two that divides it.
-        most = page & -page or 64
-        fitting = [replace(t, Bn=min(t.Bn, most), Kp=min(t.Kp, k)) for t in found]
-        return list({tiling.label(): tiling for tiling in fitting}.values())
+            return [cls(16, 64, Kp) for Kp in (512, 128)] + [
+                cls(16, 64, 512, num_worker_warps=None)
+            ]
+        if target == "sm_100":
+            return [cls(64, Bn, 512) for Bn in (64, 32)]
+        return [cls(64, 64, Kp) for Kp in (128, 256, 512)]
 
 
 @dataclass

@@ -1,18 +1,22 @@
 """flash_mla: latent attention (absorbed queries over the latent cache), one CTA per query tile.
 
 Computes, for every request, o = softmax(q_latent c_kv^T + q_rope k_rope^T) c_kv. The s*h query
-rows of a request are packed into tiles of Bm rows, because all heads share the one latent cache.
+rows of a request are packed into tiles of Bm rows, because all heads share the one latent cache:
+any number of heads fills the tiles, and only a request's last tile is padded.
 
     q_latent [b, s, h, k]   latent queries          q_rope [b, s, h, p]
     c_kv     [b, t, k]      latent cache            k_rope [b, t, p]
     lengths  [b] int32      KV length per request
     -> o_latent [b, s, h, k] in the input dtype, lse [b, s, h] float32 (natural logarithm)
 
-bfloat16 and float16; causal (bottom-right) or not; any s, t >= 1; slots beyond a length may hold
-NaN. Rows without a visible key give 0 and -inf. Targets: sm_90 (wgmma, TMA), sm_100, sm_120.
+Also paged caches, packed queries and trees of drafts: `latent_plan.py`. bfloat16 and float16;
+k=512 or 256 and p=64, 32 or 0 (powers of two; without rope its product is left out); causal
+(bottom-right) or not; any s, t >= 1; slots beyond a length may hold NaN. Rows without a visible key
+give 0 and -inf. Targets: sm_90 (wgmma, TMA), sm_10x and sm_110 (tcgen05, TMA), sm_12x (mma, TMA),
+sm_8x (mma).
 
 Base version. Limits: few CTAs when b*s*h is small (then use flash_mla_split_kv); fewer than 64 rows
-are padded to 64.
+(16 on sm_8x and sm_12x) are padded to as many; pages of 16 and 32 tokens make KV tiles as short.
 """
 
 import math
@@ -60,13 +64,13 @@ def store_rows(
 def flash_mla(
     q_latent, q_rope, c_kv, k_rope, lengths, table, bounds, tree, o_latent, lse,
     scale_log2e: float, s: int,
-    PAGE: ConstInt, PACKED: ConstBool, TREE: ConstBool, CAUSAL: ConstBool, H: ConstInt,
+    PAGE: ConstInt, PACKED: ConstInt, TREE: ConstInt, CAUSAL: ConstBool, H: ConstInt,
     BM: ConstInt, BN: ConstInt, KP: ConstInt, PARTS: ConstInt, P: ConstInt,
 ):  # fmt: skip
     # q_latent [b, s*h, K], q_rope [b, s*h, P], o_latent [b, s*h, K], lse [b, s*h]; packed: b = 1
     row_tile = ct.bid(0)
     request = ct.bid(1)
-    if PACKED:
+    if PACKED == 1:
         first, count = packed_queries(bounds, request, s, lse.shape[1] // H)
         if row_tile * BM < count * H:
             begin, end = first * H, (first + count) * H
@@ -89,6 +93,11 @@ class CtFlashMLA(LatentPlan):
     """Plan of the base version of flash_mla."""
 
     tiling: FlashMLATiling = field(default_factory=FlashMLATiling)
+
+    targets = (
+        "sm_90", "sm_100", "sm_120",
+        "sm_80", "sm_86", "sm_87", "sm_89", "sm_103", "sm_110", "sm_121",
+    )  # fmt: skip
 
     def _default_tiling(self, name: str) -> FlashMLATiling | None:
         return self._autotune_configs()[0]

@@ -44,6 +44,11 @@ class CtFlashMLASplitKV(LatentPlan):
     tiling: SplitKVPartialTiling = field(default_factory=SplitKVPartialTiling)
     reduce_tiling: SplitKVReduceTiling = field(default_factory=SplitKVReduceTiling)
 
+    targets = (
+        "sm_90", "sm_100", "sm_120",
+        "sm_80", "sm_86", "sm_87", "sm_89", "sm_103", "sm_110", "sm_121",
+    )  # fmt: skip
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.splits is not None:
@@ -82,13 +87,17 @@ class CtFlashMLASplitKV(LatentPlan):
     def _partial_plan(self) -> CtSplitKVPartial:
         return CtSplitKVPartial(**self._stage_fields(), tiling=self.tiling)
 
-    def _reduce_plan(self) -> CtSplitKVReduce:
+    def _reduce_plan(self, lead: tuple[int, int]) -> CtSplitKVReduce:
+        """The merge of partials [b, splits, s, ...]; packed queries are one request with all."""
         fields = {name: value for name, value in self._stage_fields().items() if name != "page"}
+        if lead != (self.b, self.s):
+            fields |= {"b": lead[0], "s": lead[1], "lengths": None}
         return CtSplitKVReduce(**fields, tiling=self.reduce_tiling)
 
     def plan(self, *inputs: Tensor | None) -> KernelPipeline:
         partial = self._partial_plan().plan(*inputs)
-        reduce = self._reduce_plan().plan(*partial.output_tensors)
+        requests, _, tokens, *_ = partial.output_tensors[0].shape
+        reduce = self._reduce_plan((requests, tokens)).plan(*partial.output_tensors)
         if LatentInputs(*inputs).cu_seqlens_q is not None:
             reduce.output_tensors = [output[0] for output in reduce.output_tensors]
         return KernelPipeline(_name="flash_mla_split_kv", stages=[partial, reduce])

@@ -58,7 +58,7 @@ def store_partials(
 def split_kv_partial(
     q_latent, q_rope, c_kv, k_rope, lengths, table, bounds, tree, o_partial, lse_partial,
     scale_log2e: float, s: int, splits: int,
-    PAGE: ConstInt, PACKED: ConstBool, TREE: ConstBool, CAUSAL: ConstBool, H: ConstInt,
+    PAGE: ConstInt, PACKED: ConstInt, TREE: ConstInt, CAUSAL: ConstBool, H: ConstInt,
     BM: ConstInt, BN: ConstInt, KP: ConstInt, PARTS: ConstInt, P: ConstInt,
 ):  # fmt: skip
     # q_latent [b, s*h, K], q_rope [b, s*h, P]; packed: b = 1
@@ -66,7 +66,7 @@ def split_kv_partial(
     row_tile = ct.bid(0)
     split = ct.bid(1)
     request = ct.bid(2)
-    if PACKED:
+    if PACKED == 1:
         first, count = packed_queries(bounds, request, s, lse_partial.shape[2] // H)
         if row_tile * BM < count * H:
             begin, end = first * H, (first + count) * H

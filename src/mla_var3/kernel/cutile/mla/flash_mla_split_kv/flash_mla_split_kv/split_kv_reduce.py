@@ -116,9 +116,7 @@ class CtSplitKVReduce(MlaPlan):
 
     def plan(self, *inputs: Tensor) -> CtKernel:
         o_partial, lse_partial = inputs
-        # Packed queries come as one request with the query tokens of all.
-        b, _, s, *_ = o_partial.shape
-        h, k, splits = self.h, self.k, self.splits
+        b, s, h, k, splits = self.b, self.s, self.h, self.k, self.splits
         device = o_partial.device
         partials = [("b", b), ("splits", splits), ("s", s), ("h", h)]
         check_tensor("o_partial", o_partial, [*partials, ("k", k)], torch.float32, device)
