@@ -16,7 +16,7 @@ tensors is read or written.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +41,11 @@ class LatentInputs(NamedTuple):
     block_table: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     tree: Tensor | None = None
+
+    @classmethod
+    def of(cls, inputs: tuple[Any, ...]) -> LatentInputs:
+        """The arguments of `KernelPlan.plan`, by name."""
+        return cls(*inputs)
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ class CtFlashMLA(LatentPlan):
         return cost.flops, cost.bytes
 
     def plan(self, *inputs: Tensor | None) -> CtKernel:
-        operands = self.operands(LatentInputs(*inputs))
+        operands = self.operands(LatentInputs.of(inputs))
         lead, h, k = operands.lead, self.h, self.k
         o_latent = operands.results(*lead, h, k, dtype=self.torch_dtype)
         lse = operands.results(*lead, h, dtype=torch.float32, empty=-math.inf)

@@ -98,7 +98,7 @@ class CtFlashMLASplitKV(LatentPlan):
         partial = self._partial_plan().plan(*inputs)
         requests, _, tokens, *_ = partial.output_tensors[0].shape
         reduce = self._reduce_plan((requests, tokens)).plan(*partial.output_tensors)
-        if LatentInputs(*inputs).cu_seqlens_q is not None:
+        if LatentInputs.of(inputs).cu_seqlens_q is not None:
             reduce.output_tensors = [output[0] for output in reduce.output_tensors]
         return KernelPipeline(_name="flash_mla_split_kv", stages=[partial, reduce])
 

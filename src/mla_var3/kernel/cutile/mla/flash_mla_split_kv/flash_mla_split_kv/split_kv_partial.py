@@ -136,7 +136,7 @@ class CtSplitKVPartial(LatentPlan):
         return cost.flops, cost.bytes
 
     def plan(self, *inputs: Tensor | None) -> CtKernel:
-        operands = self.operands(LatentInputs(*inputs))
+        operands = self.operands(LatentInputs.of(inputs))
         (lead, tokens), splits, h, k = operands.lead, self.splits, self.h, self.k
         sizes = lead, splits, tokens, h
         o_partial = operands.results(*sizes, k, dtype=torch.float32)
