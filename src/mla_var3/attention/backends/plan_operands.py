@@ -141,7 +141,7 @@ def _latent_operands(task: AttentionTask, shape: CallShape, plan: Any) -> Operan
         kernel_ready(task.cache.lengths),
         table,
         None if task.cu_seqlens_q is None else kernel_ready(task.cu_seqlens_q),
-        task.tree,
+        None if task.tree is None else kernel_ready(task.tree),
     )
 
 
