@@ -135,11 +135,11 @@ class LatentTiling(Tiling):
         """For KV tiles of 16 and 32 tokens on targets with mma, the default first.
 
         With 16 rows the tensor cores are not used. Stack with the defaults: 32 tokens 104 B on
-        sm_89 and 320 B on sm_120, 16 tokens 392 B and 352 B.
+        sm_89 and 320 B on sm_120, 16 tokens 712 B on sm_80, 440 B on sm_89 and 352 B on sm_120.
         """
         if Bn == 32:
             return [cls(32, 32, 512), cls(32, 32, 256)]
-        found = [cls(32, 16, 128, num_worker_warps=None), cls(64, 16, 128)]
+        found = [cls(32, 16, 128, num_worker_warps=None), cls(64, 16, 512)]
         return found[::-1] if target.startswith("sm_8") else found
 
     @classmethod
