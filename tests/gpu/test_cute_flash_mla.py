@@ -31,7 +31,6 @@ from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla.flash_mla import (
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK
 from mla_var3.kernel.cute_python.mla.latent.merge import merge_rows
 from mla_var3.kernel.cute_python.mla.latent.operands import LATENT_FIELDS
-from mla_var3.kernel.cute_python.mla.latent.paging import dense_inputs
 from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     ITEM_COST,
     GroupShape,
@@ -40,6 +39,7 @@ from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     takes_turns,
     work_range,
 )
+from mla_var3.kernel.paging import dense_inputs
 from mla_var3.op.compare import compare
 from mla_var3.op.mla.attend import KvSegment, attend
 from mla_var3.runtime.check import check_stage, poison_outputs

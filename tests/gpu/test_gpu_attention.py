@@ -86,7 +86,7 @@ def test_every_path(
     cache.append(rows[..., :K], rows[..., K:], [300, 77], **weights)
     q = tuple(normal(generator, B, S, H, w, dtype=torch.bfloat16).cuda() for w in (D, P))
     operands = (*q, cache, model.w_uk, model.w_uv)
-    if "page_size" in options and kernel not in ("auto", "torch_tiled"):
+    if "page_size" in options and kernel == "mla_var6_plus":
         with pytest.raises(UnsupportedError, match="a paged cache"):
             mla_var3.mla_attention(*operands, kernel=kernel)
         return
@@ -97,8 +97,15 @@ def test_every_path(
 @pytest.mark.parametrize("page_size", [None, 64])
 @pytest.mark.parametrize("counts", [None, (5, 2)])
 @pytest.mark.parametrize("h", [4, H])
-def test_trees_and_packed_queries_in_the_fast_kernel(
-    h: int, counts: tuple[int, int] | None, page_size: int | None, generator: torch.Generator
+@pytest.mark.parametrize(
+    "kernel", ["flash_mla:cute-dsl", "flash_mla:cutile-dsl", "flash_mla_split_kv:cutile-dsl"]
+)
+def test_trees_and_packed_queries(
+    kernel: str,
+    h: int,
+    counts: tuple[int, int] | None,
+    page_size: int | None,
+    generator: torch.Generator,
 ) -> None:
     """Against the PyTorch path, which is compared with the oracle elsewhere; 20 and 80 rows."""
     s = 5
@@ -114,7 +121,7 @@ def test_trees_and_packed_queries_in_the_fast_kernel(
         call["cu_seqlens_q"] = call["cu_seqlens_q"].cuda()
         call["max_q"] = s
     for options in (call, {name: value for name, value in call.items() if name != "tree_mask"}):
-        found = mla_var3.mla_latent_attention(*q, cache, kernel="flash_mla:cute-dsl", **options)
+        found = mla_var3.mla_latent_attention(*q, cache, kernel=kernel, **options)
         wanted = mla_var3.mla_latent_attention(*q, cache, kernel="torch_tiled", **options)
         torch.testing.assert_close(found[0], wanted[0], rtol=0.02, atol=0.02)
         torch.testing.assert_close(found[1], wanted[1], rtol=1e-4, atol=1e-4)

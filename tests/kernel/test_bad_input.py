@@ -184,12 +184,29 @@ def test_wrong_tensors(name: str) -> None:
         assert said == f"{named}: expected a tensor on {here}, got one on {there}"
 
 
-@pytest.mark.parametrize("lengths", [[21, 7], [-1, 7]], ids=["beyond-t", "negative"])
-@pytest.mark.parametrize("design", ["flash_attention", "flash_mla", "flash_mla_split_kv"])
-def test_lengths_out_of_range_are_caught_on_the_cpu(design: str, lengths: list[int]) -> None:
-    """A GPU kernel cannot check the values; the interpreter refuses to read outside the array."""
-    plan, inputs = inputs_of(design)
+WRONG_LENGTHS = pytest.mark.parametrize("lengths", [[21, 7], [-1, 7]], ids=["beyond-t", "negative"])
+
+
+@WRONG_LENGTHS
+def test_lengths_out_of_range_are_caught_on_the_cpu(lengths: list[int]) -> None:
+    """The interpreter refuses to read outside the array."""
+    plan, inputs = inputs_of("flash_attention")
     inputs["lengths"].copy_(torch.tensor(lengths))
     stage = plan.plan(*inputs.values())
     with pytest.raises(HyperMlaError, match="slice"):
         stage.launch()
+
+
+@WRONG_LENGTHS
+@pytest.mark.parametrize("design", ["flash_mla", "flash_mla_split_kv"])
+def test_lengths_out_of_range_are_clamped(design: str, lengths: list[int]) -> None:
+    """A GPU kernel cannot refuse a value; the latent kernels stay inside the array."""
+    plan, inputs = inputs_of(design)
+    results = []
+    for given in (torch.tensor(lengths), torch.tensor(lengths).clamp(0, plan.t)):
+        inputs["lengths"].copy_(given)
+        stage = plan.plan(*inputs.values())
+        stage.launch()
+        results.append(stage.output_tensors)
+    for clamped, right in zip(*results, strict=True):
+        torch.testing.assert_close(clamped, right, rtol=0, atol=0, equal_nan=True)

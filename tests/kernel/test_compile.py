@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from mla_var3.conf.devices import device_spec
+from mla_var3.kernel.cutile.mla.latent_plan import LatentInputs
 from mla_var3.runtime.compile import compile_report, fits_shared_memory
 
 from .kernel_support import make_plan
@@ -28,6 +30,17 @@ STAGES = {
     "window_new_v4": ("mla_var6_plus_v4", {"n": 1024}),
 }
 """Id -> design that has the stage, and further fields of its plan."""
+LATENT_FORMS = {
+    "pages of 64": {"page": 64},
+    "pages of 16": {"page": 16},
+    "packed trees": {"page": 64},
+    "narrow": {"page": 64, "k": 256, "p": 32},
+}
+"""What the latent kernels are compiled for beside dense caches."""
+PORTABLE = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99}
+"""Targets of the latent kernels, and KB of shared memory that a CTA may use there."""
+SPILLED_BYTES = {"sm_80": 712, "sm_89": 440, "sm_90": 8, "sm_100": 8, "sm_120": 352}
+"""Stack that is known, the most of any form."""
 DEVICES = {"sm_90": "NVIDIA H200", "sm_100": "NVIDIA B200", "sm_120": "NVIDIA GeForce RTX 5090"}
 HOPPER_SHARED_BYTES = 227 * 1024
 
@@ -59,3 +72,25 @@ def test_blackwell(stage_id: str, target: str) -> None:
     report = compiled(stage_id, target)
     assert report.error is None
     assert fits_shared_memory(report, device_spec(DEVICES[target])), report.shared_bytes
+
+
+@pytest.mark.parametrize("form", LATENT_FORMS)
+@pytest.mark.parametrize("target", PORTABLE)
+def test_latent_forms(form: str, target: str) -> None:
+    """The portable kernel fits every target and reaches its tensor cores."""
+    plan = make_plan("flash_mla", **SIZES, **LATENT_FORMS[form]).for_target(target)
+    inputs = LatentInputs(*plan.prepare_inputs("meta"))
+    if form == "packed trees":
+        b, s = plan.b, plan.s
+        inputs = inputs._replace(
+            q_latent=inputs.q_latent.flatten(0, 1),
+            q_rope=inputs.q_rope.flatten(0, 1),
+            cu_seqlens_q=inputs.lengths.new_empty(b + 1),
+            tree=inputs.lengths.new_empty((b, s, s), dtype=torch.bool),
+        )
+    [kernel] = plan.plan(*inputs).kernels()
+    report = compile_report(kernel, target)
+    assert report.error is None
+    assert not report.misses_tensor_core, report.mma
+    assert (report.shared_bytes or 0) <= PORTABLE[target] * 1024
+    assert (report.stack_bytes or 0) <= SPILLED_BYTES[target], report.verdict

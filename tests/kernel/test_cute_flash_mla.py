@@ -18,7 +18,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import DEFAULT_SM_COUNT
 from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLATiling
 from mla_var3.kernel.cute_python.mla.latent.merge import merge_cost, merge_rows
 from mla_var3.kernel.cute_python.mla.latent.operands import LATENT_FIELDS
-from mla_var3.kernel.cute_python.mla.latent.paging import SPARE_PAGES, dense_inputs, paged_inputs
+from mla_var3.kernel.paging import SPARE_PAGES, dense_inputs, paged_inputs
 from mla_var3.runtime import cute_kernel, workflow
 from mla_var3.runtime.cute.arguments import kinds_of
 from mla_var3.runtime.cute_kernel import CuteKernel

@@ -10,7 +10,7 @@ from mla_var3.runtime.stage import constraint_failures
 from .kernel_support import STAGES, make_plan, require
 
 KERNELS = ("flash_attention", "flash_mla", *STAGES)
-TARGETS = ("sm_90", "sm_100", "sm_120")
+TARGETS = ("sm_90", "sm_100", "sm_120", "sm_89")
 SMALL = {"b": 2, "s": 3, "t": 67, "h": 4, "lengths": (67, 30)}
 MANY_QUERIES = {**SMALL, "s": 70, "h": 1}
 OWN = {

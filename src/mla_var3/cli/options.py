@@ -260,7 +260,7 @@ def _run_options(plan: KernelPlan, values: dict[str, Any]) -> RunOptions:
     names = ("device", "retune", "tune_max_iters", "refine", "check", "bench_runs", "out_dir")
     run = RunOptions(
         autotune=not values.get("no_autotune", False),
-        targets=plan_targets(plan),
+        targets=tuple(code for code in plan_targets(plan) if code in TARGETS),
         **{name: values[name] for name in (*names, "label") if name in values},
     )
     if "target" in values:

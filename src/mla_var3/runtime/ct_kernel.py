@@ -36,6 +36,7 @@ _DTYPES = {
     torch.bfloat16: ct.bfloat16,
     torch.float16: ct.float16,
     torch.float32: ct.float32,
+    torch.int8: ct.int8,
     torch.int32: ct.int32,
     torch.int64: ct.int64,
 }

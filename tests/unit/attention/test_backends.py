@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mla_var3.attention.backends import registry
+from mla_var3.attention.backends.plan_operands import CUTILE_SERVICES
 from mla_var3.attention.backends.torch_tiled import TorchTiled
 from mla_var3.attention.call import mla_latent_attention
 from mla_var3.attention.request.shape import CallShape
@@ -83,3 +84,7 @@ def test_what_is_chosen_serves_the_device(name: str) -> None:
         assert (backend.kernel, backend.language) not in foreign, (label, dtype, page)
         refused = {(c.kernel, c.language) for c in explanation.candidates if c.refusal}
         assert foreign <= refused
+        if dtype != "float32":
+            portable = ("flash_mla", "flash_mla_split_kv") if page else tuple(CUTILE_SERVICES)
+            assert spec.target == "sm_90" or backend.language == "cutile-dsl", (label, dtype, page)
+            assert spec.target == "sm_90" or backend.kernel.startswith(portable)

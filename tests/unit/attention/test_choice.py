@@ -76,6 +76,7 @@ def test_a_mix_that_nobody_timed_does_not_win_by_its_lower_bound(window: int) ->
     ("options", "refusal"),
     [
         ({"page_size": 64}, "a paged cache"),
+        ({"page_size": 24}, "a paged cache"),
         ({"ragged": True}, "different numbers of queries per request"),
         ({"tree": True}, "a tree of tokens"),
         ({"partial": True}, "a cache that holds a part"),
@@ -90,7 +91,12 @@ def test_what_the_plans_cannot_do(options: dict[str, Any], refusal: str) -> None
     kernels = {c.kernel: c for c in explanation.candidates}
     assert refusal in str(kernels["mla_var6_plus"].refusal)
     assert kernels["mla_var6_plus"].predicted_us is None
-    if "d" not in options:
+    if {"ragged", "tree"} & set(options) or options.get(
+        "page_size"
+    ) == 64:  # the latent kernels serve these
+        assert explanation.kernel in ("flash_mla", "flash_mla_split_kv")
+        assert explanation.path == "kernel"
+    elif "d" not in options:
         assert (explanation.kernel, explanation.path) == ("torch_tiled", "torch")
         assert explanation.reason == "no kernel serves a call of this shape"
 
@@ -248,7 +254,7 @@ def test_choose_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["choose", "--b", "4", "--page_size", "64", "--window", "64", "--tree", "--json"]
     assert main([*argv, "--device_name", "RTX 5090"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["kernel"] == "torch_tiled"
+    assert report["kernel"] == "flash_mla_split_kv"
     assert report["shape"]["tree"] is True and report["shape"]["b"] == 4
     assert report["device"] == "NVIDIA GeForce RTX 5090"
 

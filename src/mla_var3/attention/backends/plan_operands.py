@@ -1,8 +1,9 @@
 """What plans read of a call: their operands, and which calls they serve.
 
-A kernel of the package that is driven by a plan serves calls through a `Service`. cuTile plans take
-dense caches and are built in every call. Plans of CuTe DSL read decompressed tokens where the cache
-keeps them, dense or paged, and are built once per call key:
+A kernel of the package that is driven by a plan serves calls through a `Service`. cuTile plans are
+built in every call. The latent ones take dense and paged caches, packed queries and trees, the
+others dense caches and the same number of queries for all requests. Plans of CuTe DSL read
+decompressed tokens where the cache keeps them, dense or paged, and are built once per call key:
 
     flash_attention     a full copy in the cache, or one made by the call
     mla_var6_plus       the window of the newest tokens, the older ones latent
@@ -37,6 +38,8 @@ from mla_var3.op.mla.inputs import (
 from mla_var3.runtime.stage import Stage
 
 Operands = tuple[torch.Tensor | None, ...]
+SMALL_PAGE_STEP = 16
+"""Pages that cuTile's latent kernels take are multiples of this (`latent_plan.PAGE_STEP`)."""
 SIZES = ("b", "s", "t", "h", "d", "p", "k", "causal")
 """Fields that every plan has and a call decides."""
 
@@ -79,6 +82,7 @@ class Service:
             key; returns its outputs.
         latent: whether the output is latent.
         runs_on_cpu: whether it takes CPU tensors.
+        any_queries: whether it takes packed queries and trees.
     """
 
     operands: Callable[[AttentionTask, CallShape, Any], Operands]
@@ -88,6 +92,7 @@ class Service:
     run: Callable[[Hashable, Operands, Callable[[], Stage]], list[torch.Tensor]] = build_and_launch
     latent: bool = False
     runs_on_cpu: bool = True
+    any_queries: bool = False
 
 
 def sizes_of(shape: CallShape) -> dict[str, Any]:
@@ -100,7 +105,7 @@ def needs_q_nope(shape: CallShape) -> str | None:
     return "queries in the latent space: it needs q_nope" if shape.latent_only else None
 
 
-# --- cuTile: dense caches -------------------------------------------------------------------------
+# --- cuTile ---------------------------------------------------------------------------------------
 
 
 def _dense_only(shape: CallShape) -> str | None:
@@ -115,10 +120,29 @@ def _dense_rows(task: AttentionTask, shape: CallShape) -> tuple[torch.Tensor, to
     return task.cache.latent[:, : shape.t], task.cache.rope[:, : shape.t]
 
 
+def _small_pages_refusal(shape: CallShape) -> str | None:
+    if shape.page_size is not None and shape.page_size % SMALL_PAGE_STEP:
+        return f"pages of {shape.page_size} tokens; it takes multiples of {SMALL_PAGE_STEP}"
+    return None
+
+
+def _latent_fields(shape: CallShape) -> dict[str, Any]:
+    return {**sizes_of(shape), "page": shape.page_size or 0}
+
+
 def _latent_operands(task: AttentionTask, shape: CallShape, plan: Any) -> Operands:
-    q_latent = task.q if task.w_uk is None else absorb_queries(task.q, task.w_uk)
-    queries = kernel_ready(q_latent), kernel_ready(task.q_rope)
-    return *queries, *_dense_rows(task, shape), kernel_ready(task.cache.lengths)
+    q_latent = task.q if task.w_uk is None else project_heads(task.q, task.w_uk)
+    latent, rope, table = _latent_rows(task.cache, 0, shape.t)
+    return (
+        kernel_ready(q_latent),
+        kernel_ready(task.q_rope),
+        latent,
+        rope,
+        kernel_ready(task.cache.lengths),
+        table,
+        None if task.cu_seqlens_q is None else kernel_ready(task.cu_seqlens_q),
+        None if task.tree is None else kernel_ready(task.tree),
+    )
 
 
 def _decompressed_operands(task: AttentionTask, shape: CallShape, plan: Any) -> Operands:
@@ -371,7 +395,9 @@ def _cute_service(operands: Any, refusal: Any, fields: Any, build: Any) -> Servi
     return Service(operands, refusal, fields, build, launch_kept, runs_on_cpu=False)
 
 
-_LATENT = Service(_latent_operands, _dense_only, sizes_of, latent=True)
+_LATENT = Service(
+    _latent_operands, _small_pages_refusal, _latent_fields, latent=True, any_queries=True
+)
 
 CUTILE_SERVICES: dict[str, Service] = {
     "flash_mla": _LATENT,

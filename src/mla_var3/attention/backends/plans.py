@@ -1,4 +1,4 @@
-"""Backends around plans: the same number of queries for all requests.
+"""Backends around plans.
 
 A plan is made once per call shape and kept. A call collects its operands, and the stage is built
 from the plan on them and launched; how, is the plan's `Service` (`plan_operands.py`). cuTile plans
@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 
-from mla_var3.attention.backends.latent import missing_language
+from mla_var3.attention.backends.latent import missing_language, project_heads
 from mla_var3.attention.backends.plan_operands import CUTE_SERVICES, CUTILE_SERVICES, Service
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.attention.select.tuned import best_tilings
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.op.mla.inputs import up_project
 from mla_var3.runtime.call_state import CALL_STATE
 from mla_var3.runtime.paths import KernelId, declared_targets, plan_class
 from mla_var3.runtime.stage import Stage, Tiling, constraint_failures
@@ -62,9 +61,10 @@ class PlannedBackend:
         return missing_language(self.language)
 
     def unsupported(self, shape: CallShape) -> str | None:
+        any_queries = self._service.any_queries
         reasons = {
-            "different numbers of queries per request": shape.ragged,
-            "a tree of tokens": shape.tree,
+            "different numbers of queries per request": shape.ragged and not any_queries,
+            "a tree of tokens": shape.tree and not any_queries,
             "a cache that holds a part of each request (total_lengths)": shape.partial,
             "a result that does not depend on the batch (batch_invariant)": shape.batch_invariant,
             "float32; it takes bfloat16 and float16": shape.dtype == "float32",
@@ -85,6 +85,8 @@ class PlannedBackend:
 
     def run(self, task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
         shape, service = task.shape(), self._service
+        if task.cu_seqlens_q is not None and task.max_q is None:  # one may have them all
+            shape = dataclasses.replace(shape, s=max(1, task.q.shape[0]))
         spec = current_device_spec() if task.q.is_cuda else planning_device()
         plan = planned(self._id, shape, spec.name)
         operands = service.operands(task, shape, plan)
@@ -99,7 +101,7 @@ class PlannedBackend:
 
         output, lse, *_ = service.run((self._id, shape, spec.name), operands, build)
         if service.latent and task.w_uv is not None:
-            output = up_project(output, task.w_uv)
+            output = project_heads(output, task.w_uv)
         return (output if task.out is None else task.out.copy_(output)), lse
 
 

@@ -4,9 +4,14 @@ Everything here runs inside a `@ct.kernel` function. Scores are kept in base 2 (
 softmax scale times log2 e); the LSE leaves the kernel as a natural logarithm.
 
 Cache slots at and beyond a request's length may hold anything, NaN included. The loops therefore
-read the cache through a view that ends at `stop` (`Array.slice`): TMA fills what lies beyond with
-zeros, so a masked probability of 0 never meets a NaN, and the inner loop need not clean the value
-tile element by element.
+read a dense cache through a view that ends at `stop` (`Array.slice`): the load fills what lies
+beyond with zeros, so a masked probability of 0 never meets a NaN, and the inner loop need not clean
+the value tile element by element. With pages, only the KV tile that holds `stop` has unused slots.
+It has a step of its own after the loop, on such a view of its page: a view per tile would cost a
+new TMA descriptor per tile.
+
+What the host cannot check is clamped here. cuTile leaves a tile that lies wholly outside of its
+array, and a slice beyond its array, undefined; a gather out of bounds gives its padding value.
 """
 
 import math
@@ -36,6 +41,18 @@ def visible(row, length, s, CAUSAL, ROWS_PER_QUERY):
     if CAUSAL:
         return ct.minimum(length - s + 1 + row // ROWS_PER_QUERY, length)
     return row * 0 + length
+
+
+def clamped_length(lengths, request, slots):
+    """KV length of a request, within the slots that it has."""
+    return min(max(ct.load(lengths, (request,), ()), 0), slots)
+
+
+def packed_queries(bounds, request, s, tokens):
+    """First query token and number of query tokens of a request, at most s, within `tokens`."""
+    first = min(max(ct.load(bounds, (request,), ()), 0), tokens)
+    last = min(ct.load(bounds, (request + 1,), ()), tokens)
+    return first, min(max(last - first, 0), s)
 
 
 def mask_scores(scores, tile, first_row, length, s, start, stop, CAUSAL, ROWS_PER_QUERY, BM, BN):
@@ -88,9 +105,60 @@ def load_column_parts(rows, request, row_tile, BM, KP, PARTS):
     return parts
 
 
-def attend_latent(
-    q_parts, q_rope, c_kv, k_rope, request, first_tile, full_tile, last_tile,
-    first_row, length, s, stop, scale_log2e, CAUSAL, H, BM, BN, KP, PARTS, P,
+def hide_by_tree(scores, tree, tile, request, first_row, length, s, H, BM, BN):
+    """Scores [BM, BN] of a KV tile with -inf at drafts that are no ancestors of a row's query.
+
+    `tree` [b, s, s] int8 is 1 where a query (second axis) sees a draft (third axis). Positions
+    before the drafts are out of its bounds, where the gather gives 1.
+    """
+    query = (first_row + ct.arange(BM, dtype=ct.int32)) // H
+    draft = tile * BN + ct.arange(BN, dtype=ct.int32) - (length - s)
+    seen = ct.gather(tree, (request, query[:, None], draft[None, :]), padding_value=1)
+    return ct.where(seen != 0, scores, NEG_INF)
+
+
+def latent_step(
+    q_parts, q_rope, c_view, r_view, tree, block, row, tile, acc_parts, m, l, full_tile,  # noqa: E741
+    request, first_row, length, s, stop, scale_log2e,
+    TREE, CAUSAL, H, BM, BN, KP, PARTS, P,
+):  # fmt: skip
+    """One step of `attend_cache`: the KV tile at (block, row) of the views."""
+    scores = ct.zeros((BM, BN), dtype=ct.float32)
+    c_parts = ()
+    for i in ct.static_iter(range(PARTS)):
+        # c [BN, KP]
+        c = ct.load(
+            c_view, (block, row, i), (1, BN, KP),
+            padding_mode=ct.PaddingMode.ZERO, latency=LATENT_LATENCY,
+        ).reshape((BN, KP))  # fmt: skip
+        scores = ct.mma(q_parts[i], ct.permute(c, (1, 0)), scores)
+        c_parts += (c,)
+    if P > 0:
+        r = ct.load(
+            r_view, (block, row, 0), (1, BN, P),
+            padding_mode=ct.PaddingMode.ZERO, latency=LATENT_LATENCY,
+        ).reshape((BN, P))  # fmt: skip
+        scores = ct.mma(q_rope, ct.permute(r, (1, 0)), scores)
+    if needs_mask(tile, full_tile):
+        scores = mask_scores(scores, tile, first_row, length, s, 0, stop, CAUSAL, H, BM, BN)
+        if TREE == 1:
+            scores = hide_by_tree(scores, tree, tile, request, first_row, length, s, H, BM, BN)
+    p, alpha, m, l = softmax_step(scores, m, l, scale_log2e)  # noqa: E741
+    p = p.astype(c_view.dtype)
+    updated = ()
+    for i in ct.static_iter(range(PARTS)):
+        updated += (ct.mma(p, c_parts[i], acc_parts[i] * alpha),)
+    return updated, m, l
+
+
+def page_of(table, request, tile, pages, TILES):
+    """Page of a KV tile, TILES of which fill a page; a wrong entry gives some page of the pool."""
+    return min(max(ct.load(table, (request, tile // TILES), ()), 0), pages - 1)
+
+
+def attend_cache(
+    q_parts, q_rope, c_kv, k_rope, table, tree, request, first_tile, full_tile, last_tile,
+    first_row, length, s, stop, scale_log2e, PAGE, TREE, CAUSAL, H, BM, BN, KP, PARTS, P,
 ):  # fmt: skip
     """Latent attention of BM query rows over KV tiles first_tile..last_tile-1.
 
@@ -100,50 +168,105 @@ def attend_latent(
     494 TFLOP/s with four parts of 128, 418 with two, 357 with one of 512).
 
     Args:
-        q_parts: PARTS tiles [BM, KP] of latent queries. q_rope: [BM, P].
-        c_kv: array [b, t, K], K = PARTS * KP. k_rope: array [b, t, P].
+        q_parts: PARTS tiles [BM, KP] of latent queries. q_rope: [BM, P], not read if P is 0.
+        c_kv: array [b, t, K], K = PARTS * KP; [pages, PAGE, K] with pages.
+        k_rope: array [b, t, P] or [pages, PAGE, P].
+        table: array [b, pages of a request] int32, not read if PAGE is 0.
+        tree: array [b, s, s] int8, see `hide_by_tree`; not read unless TREE is 1.
         request: index into the batch.
         first_tile, full_tile, last_tile: tiles from full_tile on are masked.
         first_row: row of the tile's first query among the s*H of the request.
         length, s: KV length and query tokens of the request.
         stop: end of the positions that this call attends to; at most `length`.
+        PAGE: tokens of a page, a multiple of BN; 0 for a dense cache.
 
     Returns:
         (acc_parts, m, l): unnormalised output, PARTS tiles [BM, KP] float32; row maximum and row
         sum [BM, 1].
     """
-    c_view = c_kv.slice(1, 0, stop)
-    r_view = k_rope.slice(1, 0, stop)
     m = ct.full((BM, 1), SCORE_FLOOR, dtype=ct.float32)
     l = ct.zeros((BM, 1), dtype=ct.float32)  # noqa: E741
     acc_parts = ()
     for _ in ct.static_iter(range(PARTS)):
         acc_parts += (ct.zeros((BM, KP), dtype=ct.float32),)
-    for j in range(first_tile, last_tile):
-        scores = ct.zeros((BM, BN), dtype=ct.float32)
-        c_parts = ()
-        for i in ct.static_iter(range(PARTS)):
-            # c [BN, KP]
-            c = ct.load(
-                c_view, (request, j, i), (1, BN, KP),
-                padding_mode=ct.PaddingMode.ZERO, latency=LATENT_LATENCY,
-            ).reshape((BN, KP))  # fmt: skip
-            scores = ct.mma(q_parts[i], ct.permute(c, (1, 0)), scores)
-            c_parts += (c,)
-        r = ct.load(
-            r_view, (request, j, 0), (1, BN, P),
-            padding_mode=ct.PaddingMode.ZERO, latency=LATENT_LATENCY,
-        ).reshape((BN, P))  # fmt: skip
-        scores = ct.mma(q_rope, ct.permute(r, (1, 0)), scores)
-        if needs_mask(j, full_tile):
-            scores = mask_scores(scores, j, first_row, length, s, 0, stop, CAUSAL, H, BM, BN)
-        p, alpha, m, l = softmax_step(scores, m, l, scale_log2e)  # noqa: E741
-        p = p.astype(c_kv.dtype)
-        updated = ()
-        for i in ct.static_iter(range(PARTS)):
-            updated += (ct.mma(p, c_parts[i], acc_parts[i] * alpha),)
-        acc_parts = updated
+    if PAGE == 0:
+        c_view = c_kv.slice(1, 0, stop)
+        r_view = k_rope.slice(1, 0, stop)
+        for j in range(first_tile, last_tile):
+            acc_parts, m, l = latent_step(  # noqa: E741
+                q_parts, q_rope, c_view, r_view, tree, request, j, j, acc_parts, m, l, full_tile,
+                request, first_row, length, s, stop, scale_log2e,
+                TREE, CAUSAL, H, BM, BN, KP, PARTS, P,
+            )  # fmt: skip
+    else:
+        pages, TILES = c_kv.shape[0], PAGE // BN
+        whole = min(stop // BN, last_tile)
+        for j in range(first_tile, whole):
+            page = page_of(table, request, j, pages, TILES)
+            acc_parts, m, l = latent_step(  # noqa: E741
+                q_parts, q_rope, c_kv, k_rope, tree, page, j % TILES, j, acc_parts, m, l, full_tile,
+                request, first_row, length, s, stop, scale_log2e,
+                TREE, CAUSAL, H, BM, BN, KP, PARTS, P,
+            )  # fmt: skip
+        if (whole < last_tile) & (first_tile <= whole):
+            page = page_of(table, request, whole, pages, TILES)
+            rest = stop - whole // TILES * PAGE  # tokens of the request in its last page
+            acc_parts, m, l = latent_step(  # noqa: E741
+                q_parts, q_rope, c_kv.slice(0, page, page + 1).slice(1, 0, rest),
+                k_rope.slice(0, page, page + 1).slice(1, 0, rest), tree, 0, whole % TILES, whole,
+                acc_parts, m, l, full_tile, request, first_row, length, s, stop, scale_log2e,
+                TREE, CAUSAL, H, BM, BN, KP, PARTS, P,
+            )  # fmt: skip
     return acc_parts, m, l
+
+
+def attend_latent(
+    q_parts, q_rope, c_kv, k_rope, request, first_tile, full_tile, last_tile,
+    first_row, length, s, stop, scale_log2e, CAUSAL, H, BM, BN, KP, PARTS, P,
+):  # fmt: skip
+    """`attend_cache` over a dense cache, without a tree."""
+    return attend_cache(
+        q_parts, q_rope, c_kv, k_rope, c_kv, c_kv, request, first_tile, full_tile, last_tile,
+        first_row, length, s, stop, scale_log2e, 0, 0, CAUSAL, H, BM, BN, KP, PARTS, P,
+    )  # fmt: skip
+
+
+def attend_rows(
+    q_latent, q_rope, c_kv, k_rope, lengths, table, tree, batch, row_tile, request, split, splits,
+    s, scale_log2e, PAGE, TREE, CAUSAL, H, BM, BN, KP, PARTS, P,
+):  # fmt: skip
+    """Latent attention of one tile of query rows over one split of the request's KV tiles.
+
+    Args:
+        q_latent: array [.., s*H, K]. q_rope: array [.., s*H, P].
+        batch, row_tile: the row tile in these arrays. request: index into the cache.
+        split, splits: which of how many equal splits.
+        Others: see `attend_cache`.
+
+    Returns:
+        What `attend_cache` returns.
+    """
+    q = load_column_parts(q_latent, batch, row_tile, BM, KP, PARTS)
+    qr = q[0]
+    if P > 0:
+        qr = ct.load(q_rope, (batch, row_tile, 0), (1, BM, P), padding_mode=ct.PaddingMode.ZERO)
+        qr = qr.reshape((BM, P))
+    slots = c_kv.shape[1]
+    if PAGE > 0:
+        slots = table.shape[1] * PAGE
+    length = clamped_length(lengths, request, slots)
+    first_row = row_tile * BM
+    lowest = visible(first_row, length, s, CAUSAL, H)
+    if TREE == 1:
+        lowest = length - s
+    highest = visible(first_row + BM - 1, length, s, CAUSAL, H)
+    split_tiles = ct.cdiv(ct.cdiv(length, BN), splits)
+    first_tile = split * split_tiles
+    last_tile = min(first_tile + split_tiles, ct.cdiv(max(highest, 0), BN))
+    return attend_cache(
+        q, qr, c_kv, k_rope, table, tree, request, first_tile, max(lowest, 0) // BN, last_tile,
+        first_row, length, s, length, scale_log2e, PAGE, TREE, CAUSAL, H, BM, BN, KP, PARTS, P,
+    )  # fmt: skip
 
 
 def attend_heads(

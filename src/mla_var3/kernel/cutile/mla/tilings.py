@@ -100,25 +100,47 @@ class LatentTiling(Tiling):
 
     def validate(self, pd: MlaPlan) -> Constraints:
         return Constraints(
-            *tile_sides(Bm=self.Bm, Bn=self.Bn, Kp=self.Kp, p=pd.p),
+            *tile_sides(Bm=self.Bm, Bn=self.Bn, Kp=self.Kp, **({"p": pd.p} if pd.p else {})),
             divides("Kp", self.Kp, "k", pd.k),
+            divides("Bn", self.Bn, "page", getattr(pd, "page", 0)),
             fits_shared_memory(pd, *latent_tiles(pd, self.Bm, self.Bn)),
         )
 
+    def sides(self, k: int) -> tuple[int, int, int, int]:
+        """The compile-time arguments BM, BN, KP and PARTS."""
+        return self.Bm, self.Bn, self.Kp, k // self.Kp
+
     @classmethod
-    def candidates(cls, target: str, k: int = 512) -> list[Self]:
-        """Candidates per target, the default first; a part is never wider than the latent rows.
+    def candidates(cls, target: str, k: int = 512, page: int = 0) -> list[Self]:
+        """Candidates per target, the default first, for latent rows of k columns and a page size.
 
         sm_90: at k=512 only 64 rows stay on wgmma without spilling. sm_100: only one part of 512
         columns stays on tcgen05. sm_120: 99 KB of shared memory, so the latent tile must be small.
         sm_8x likewise; parts of 256 columns spill least (sm_80: 88 B of stack, with 512 1032 B).
+        On sm_8x and sm_12x some words spill (page 64: 40 B of stack on sm_89, 8 B on sm_120).
         """
+        # A part is never wider than the latent rows, and a KV tile lies in one page: page & -page
+        # is the largest power of two that divides it.
+        longest = page & -page or 64
         found: list[Self] = []
-        for each in cls._candidates(target):
-            narrowed = replace(each, Kp=min(each.Kp, k))
-            if narrowed not in found:
-                found.append(narrowed)
+        short = tiling_target(target) == "sm_120" and longest < 64
+        for each in cls._short(target, longest) if short else cls._candidates(target):
+            fitting = replace(each, Bn=min(each.Bn, longest), Kp=min(each.Kp, k))
+            if fitting not in found:
+                found.append(fitting)
         return found
+
+    @classmethod
+    def _short(cls, target: str, Bn: int) -> list[Self]:
+        """For KV tiles of 16 and 32 tokens on targets with mma, the default first.
+
+        With 16 rows the tensor cores are not used. Stack with the defaults: 32 tokens 104 B on
+        sm_89 and 320 B on sm_120, 16 tokens 712 B on sm_80, 440 B on sm_89 and 352 B on sm_120.
+        """
+        if Bn == 32:
+            return [cls(32, 32, 512), cls(32, 32, 256)]
+        found = [cls(32, 16, 128, num_worker_warps=None), cls(64, 16, 512)]
+        return found[::-1] if target.startswith("sm_8") else found
 
     @classmethod
     def _candidates(cls, target: str) -> list[Self]:

@@ -35,7 +35,6 @@ from mla_var3.kernel.cute_python.mla.latent.kernel import (
     latent_stage,
 )
 from mla_var3.kernel.cute_python.mla.latent.operands import LatentOperands
-from mla_var3.kernel.cute_python.mla.latent.paging import check_paged
 from mla_var3.kernel.cute_python.mla.latent.scheduler import GroupShape, group_shape
 from mla_var3.kernel.cute_python.mla.mix.sm_split import (
     SmSplit,
@@ -48,6 +47,7 @@ from mla_var3.kernel.cute_python.mla.projections.outputs import (
     combine_stage,
 )
 from mla_var3.kernel.newest_window import WINDOW_STEP, NewestWindowPlan
+from mla_var3.kernel.paging import check_paged
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import flash_mla_cost
 from mla_var3.op.mla.model.mix import MixModel, MixWork

@@ -50,8 +50,8 @@ from mla_var3.kernel.cute_python.mla.cutlass_mla_decode.cutlass_mla_decode.check
     load_example,
     loaded_example,
 )
-from mla_var3.kernel.cute_python.mla.latent.paging import check_paged, dense_inputs, paged_inputs
 from mla_var3.kernel.mla_plan import MlaPlan
+from mla_var3.kernel.paging import check_paged, dense_inputs, paged_inputs
 from mla_var3.op.mla.cost import flash_mla_cost
 from mla_var3.runtime.cute_kernel import CuteKernel, Int64Arg
 from mla_var3.runtime.plan import Constraints, KernelPlan, Tiling

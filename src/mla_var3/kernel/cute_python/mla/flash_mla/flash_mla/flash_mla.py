@@ -43,8 +43,8 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
     LatentOptions,
     head_box,
 )
-from mla_var3.kernel.cute_python.mla.latent.paging import check_paged, dense_inputs, paged_inputs
 from mla_var3.kernel.cute_python.mla.latent.scheduler import GroupShape, group_shape
+from mla_var3.kernel.paging import check_paged, dense_inputs, paged_inputs
 from mla_var3.op.mla.cost import flash_mla_cost
 from mla_var3.runtime.composite import KernelPipeline
 from mla_var3.runtime.plan import Tiling

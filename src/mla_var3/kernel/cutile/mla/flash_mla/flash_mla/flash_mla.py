@@ -1,20 +1,25 @@
 """flash_mla: latent attention (absorbed queries over the latent cache), one CTA per query tile.
 
 Computes, for every request, o = softmax(q_latent c_kv^T + q_rope k_rope^T) c_kv. The s*h query
-rows of a request are packed into tiles of Bm rows, because all heads share the one latent cache.
+rows of a request are packed into tiles of Bm rows, because all heads share the one latent cache:
+any number of heads fills the tiles, and only a request's last tile is padded.
 
     q_latent [b, s, h, k]   latent queries          q_rope [b, s, h, p]
     c_kv     [b, t, k]      latent cache            k_rope [b, t, p]
     lengths  [b] int32      KV length per request
     -> o_latent [b, s, h, k] in the input dtype, lse [b, s, h] float32 (natural logarithm)
 
-bfloat16 and float16; causal (bottom-right) or not; any s, t >= 1; slots beyond a length may hold
-NaN. Rows without a visible key give 0 and -inf. Targets: sm_90 (wgmma, TMA), sm_100, sm_120.
+Also paged caches, packed queries and trees of drafts: `latent_plan.py`. bfloat16 and float16;
+k=512 or 256 and p=64, 32 or 0 (powers of two; without rope its product is left out); causal
+(bottom-right) or not; any s, t >= 1; slots beyond a length may hold NaN. Rows without a visible key
+give 0 and -inf. Targets: sm_90 (wgmma, TMA), sm_10x and sm_110 (tcgen05, TMA), sm_12x (mma, TMA),
+sm_8x (mma).
 
 Base version. Limits: few CTAs when b*s*h is small (then use flash_mla_split_kv); fewer than 64 rows
-are padded to 64.
+(16 on sm_8x and sm_12x) are padded to as many; pages of 16 and 32 tokens make KV tiles as short.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -22,15 +27,14 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
+from mla_var3.kernel.cutile.mla.latent_plan import LatentInputs, LatentPlan
 from mla_var3.kernel.cutile.mla.tile_ops import (
-    attend_latent,
-    load_column_parts,
+    attend_rows,
     log_sum_exp,
+    packed_queries,
     store_column_parts,
-    visible,
 )
 from mla_var3.kernel.cutile.mla.tilings import LatentTiling
-from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.mla.cost import flash_mla_cost
 from mla_var3.runtime.ct_kernel import CtKernel
 
@@ -43,84 +47,89 @@ class FlashMLATiling(LatentTiling):
     """Bm query rows (s*h of one request, packed) against Bn latent tokens."""
 
 
+def store_rows(
+    q_latent, q_rope, c_kv, k_rope, lengths, table, tree, o_latent, lse, batch, row_tile, request,
+    s, scale_log2e, PAGE, TREE, CAUSAL, H, BM, BN, KP, PARTS, P,
+):  # fmt: skip
+    """Attend with one tile of query rows and store output and LSE."""
+    acc, m, l = attend_rows(
+        q_latent, q_rope, c_kv, k_rope, lengths, table, tree, batch, row_tile, request, 0, 1,
+        s, scale_log2e, PAGE, TREE, CAUSAL, H, BM, BN, KP, PARTS, P,
+    )  # fmt: skip
+    store_column_parts(o_latent, (batch, row_tile), acc, l, BM, KP, PARTS)
+    ct.store(lse, (batch, row_tile), log_sum_exp(m, l).reshape((1, BM)))
+
+
 @ct.kernel
 def flash_mla(
-    q_latent, q_rope, c_kv, k_rope, lengths, o_latent, lse,
-    scale_log2e: float, s: int, H: ConstInt, CAUSAL: ConstBool,
+    q_latent, q_rope, c_kv, k_rope, lengths, table, bounds, tree, o_latent, lse,
+    scale_log2e: float, s: int,
+    PAGE: ConstInt, PACKED: ConstInt, TREE: ConstInt, CAUSAL: ConstBool, H: ConstInt,
     BM: ConstInt, BN: ConstInt, KP: ConstInt, PARTS: ConstInt, P: ConstInt,
 ):  # fmt: skip
-    # q_latent [b, s*h, K], q_rope [b, s*h, P], o_latent [b, s*h, K], lse [b, s*h]
+    # q_latent [b, s*h, K], q_rope [b, s*h, P], o_latent [b, s*h, K], lse [b, s*h]; packed: b = 1
     row_tile = ct.bid(0)
     request = ct.bid(1)
-    q = load_column_parts(q_latent, request, row_tile, BM, KP, PARTS)
-    qr = ct.load(q_rope, (request, row_tile, 0), (1, BM, P), padding_mode=ct.PaddingMode.ZERO)
-    qr = qr.reshape((BM, P))
-    length = ct.load(lengths, (request,), ())
-    first_row = row_tile * BM
-    lowest = visible(first_row, length, s, CAUSAL, H)
-    highest = visible(first_row + BM - 1, length, s, CAUSAL, H)
-    acc, m, l = attend_latent(
-        q, qr, c_kv, k_rope, request, 0, max(lowest, 0) // BN, ct.cdiv(max(highest, 0), BN),
-        first_row, length, s, length, scale_log2e, CAUSAL, H, BM, BN, KP, PARTS, P,
-    )  # fmt: skip
-    store_column_parts(o_latent, (request, row_tile), acc, l, BM, KP, PARTS)
-    ct.store(lse, (request, row_tile), log_sum_exp(m, l).reshape((1, BM)))
+    if PACKED == 1:
+        first, count = packed_queries(bounds, request, s, lse.shape[1] // H)
+        if row_tile * BM < count * H:
+            begin, end = first * H, (first + count) * H
+            store_rows(
+                q_latent.slice(1, begin, end), q_rope.slice(1, begin, end), c_kv, k_rope,
+                lengths, table, tree, o_latent.slice(1, begin, end), lse.slice(1, begin, end),
+                0, row_tile, request, count, scale_log2e,
+                PAGE, TREE, CAUSAL, H, BM, BN, KP, PARTS, P,
+            )  # fmt: skip
+    else:
+        store_rows(
+            q_latent, q_rope, c_kv, k_rope, lengths, table, tree, o_latent, lse,
+            request, row_tile, request, s, scale_log2e,
+            PAGE, TREE, CAUSAL, H, BM, BN, KP, PARTS, P,
+        )  # fmt: skip
 
 
 @dataclass
-class CtFlashMLA(MlaPlan):
+class CtFlashMLA(LatentPlan):
     """Plan of the base version of flash_mla."""
 
     tiling: FlashMLATiling = field(default_factory=FlashMLATiling)
 
-    needs_v = False
-
-    def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
-        return self.latent_inputs(device)
-
-    def reference_fn(
-        self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
-    ) -> tuple[Tensor, ...]:
-        return self.latent_reference(*inputs, compute_dtype=compute_dtype)
+    targets = (
+        "sm_90", "sm_100", "sm_120",
+        "sm_80", "sm_86", "sm_87", "sm_89", "sm_103", "sm_110", "sm_121",
+    )  # fmt: skip
 
     def _default_tiling(self, name: str) -> FlashMLATiling | None:
-        return FlashMLATiling.candidates(self.target.code, self.k)[0]
+        return self._autotune_configs()[0]
 
     def _autotune_configs(self) -> Sequence[FlashMLATiling]:
-        return FlashMLATiling.candidates(self.target.code, self.k)
+        return FlashMLATiling.candidates(self.target.code, self.k, self.page)
 
     def _algorithmic_flops_bytes(self, tiling: FlashMLATiling) -> tuple[float, float]:
         cost = flash_mla_cost(self.problem())
         return cost.flops, cost.bytes
 
-    def plan(self, *inputs: Tensor) -> CtKernel:
-        q_latent, _, c_kv, k_rope, lengths = inputs
-        latent_rows, rope_rows = self.latent_rows(*inputs)
-        b, s, h, k, p = self.b, self.s, self.h, self.k, self.p
-        o_latent = q_latent.new_empty((b, s, h, k))
-        lse = q_latent.new_empty((b, s, h), dtype=torch.float32)
+    def plan(self, *inputs: Tensor | None) -> CtKernel:
+        operands = self.operands(LatentInputs.of(inputs))
+        lead, h, k = operands.lead, self.h, self.k
+        o_latent = operands.results(*lead, h, k, dtype=self.torch_dtype)
+        lse = operands.results(*lead, h, dtype=torch.float32, empty=-math.inf)
 
         def grid_fn(tiling: FlashMLATiling) -> tuple[int, int]:
-            return (ct.cdiv(s * h, tiling.Bm), b)
+            return (ct.cdiv(self.s * h, tiling.Bm), self.b)
 
         def args_fn(tiling: FlashMLATiling) -> tuple[object, ...]:
             return (
-                latent_rows,
-                rope_rows,
-                c_kv,
-                k_rope,
-                lengths,
-                o_latent.view(b, s * h, k),
-                lse.view(b, s * h),
+                *operands.tensors,
+                o_latent.view(lead[0], lead[1] * h, k),
+                lse.view(lead[0], lead[1] * h),
                 self.scale_log2e,
-                s,
-                h,
+                self.s,
+                *operands.options,
                 self.causal,
-                tiling.Bm,
-                tiling.Bn,
-                tiling.Kp,
-                k // tiling.Kp,
-                p,
+                h,
+                *tiling.sides(k),
+                self.p,
             )
 
         return CtKernel(
@@ -129,8 +138,8 @@ class CtFlashMLA(MlaPlan):
             args_fn=args_fn,
             tiling=self.tiling,
             plan=self,
-            input_tensors=list(inputs),
-            output_tensors=[o_latent, lse],
+            input_tensors=[tensor for tensor in inputs if tensor is not None],
+            output_tensors=operands.as_given(o_latent, lse),
             autotune_configs=self._autotune_configs(),
             algorithmic_flops_bytes_fn=self._algorithmic_flops_bytes,
         )

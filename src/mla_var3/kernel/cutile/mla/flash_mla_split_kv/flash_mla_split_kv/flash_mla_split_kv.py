@@ -4,10 +4,7 @@ A pipeline of two kernels: `split_kv_partial` computes a partial over each of th
 a request, `split_kv_reduce` merges the partials by LSE. For few requests with long contexts, where
 flash_mla has fewer CTAs than the GPU has SMs.
 
-Inputs, outputs, masks and limits are those of flash_mla:
-
-    q_latent [b, s, h, k], q_rope [b, s, h, p], c_kv [b, t, k], k_rope [b, t, p], lengths [b]
-    -> o_latent [b, s, h, k], lse [b, s, h]
+Inputs, outputs, masks, targets and limits are those of flash_mla.
 
 The number of splits follows from the shape and the device's SM count; `--splits` pins it.
 Base version. Cost on top of flash_mla: partial outputs in float32 are written and read once.
@@ -17,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
 from mla_var3.kernel.cutile.mla.flash_mla_split_kv.flash_mla_split_kv.split_kv_partial import (
@@ -28,7 +24,7 @@ from mla_var3.kernel.cutile.mla.flash_mla_split_kv.flash_mla_split_kv.split_kv_r
     CtSplitKVReduce,
     SplitKVReduceTiling,
 )
-from mla_var3.kernel.mla_plan import MlaPlan
+from mla_var3.kernel.cutile.mla.latent_plan import LatentInputs, LatentPlan
 from mla_var3.op.mla.cost import flash_mla_split_kv_cost, split_count
 from mla_var3.op.mla.problem import require_int
 from mla_var3.runtime.composite import KernelPipeline
@@ -39,7 +35,7 @@ DEFAULT_SM_COUNT = 132
 
 
 @dataclass
-class CtFlashMLASplitKV(MlaPlan):
+class CtFlashMLASplitKV(LatentPlan):
     """Plan of the base version of flash_mla_split_kv."""
 
     splits: int | None = field(
@@ -48,7 +44,10 @@ class CtFlashMLASplitKV(MlaPlan):
     tiling: SplitKVPartialTiling = field(default_factory=SplitKVPartialTiling)
     reduce_tiling: SplitKVReduceTiling = field(default_factory=SplitKVReduceTiling)
 
-    needs_v = False
+    targets = (
+        "sm_90", "sm_100", "sm_120",
+        "sm_80", "sm_86", "sm_87", "sm_89", "sm_103", "sm_110", "sm_121",
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,20 +58,12 @@ class CtFlashMLASplitKV(MlaPlan):
         return {} if self.splits is not None else {"splits": self._chosen_splits()}
 
     def cpu_check_plan(self) -> Self:
-        small = MlaPlan.cpu_check_plan(self.copy(splits=None))
+        small = LatentPlan.cpu_check_plan(self.copy(splits=None))
         return small.copy(splits=None if self.splits is None else min(self.splits, 3, small.t))
-
-    def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
-        return self.latent_inputs(device)
-
-    def reference_fn(
-        self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
-    ) -> tuple[Tensor, ...]:
-        return self.latent_reference(*inputs, compute_dtype=compute_dtype)
 
     def _default_tiling(self, name: str) -> Tiling | None:
         if name == "tiling":
-            return SplitKVPartialTiling.candidates(self.target.code, self.k)[0]
+            return SplitKVPartialTiling.candidates(self.target.code, self.k, self.page)[0]
         return SplitKVReduceTiling(Kc=min(SplitKVReduceTiling.Kc, self.k))
 
     def _autotune_configs(self) -> Sequence[Tiling]:
@@ -96,12 +87,19 @@ class CtFlashMLASplitKV(MlaPlan):
     def _partial_plan(self) -> CtSplitKVPartial:
         return CtSplitKVPartial(**self._stage_fields(), tiling=self.tiling)
 
-    def _reduce_plan(self) -> CtSplitKVReduce:
-        return CtSplitKVReduce(**self._stage_fields(), tiling=self.reduce_tiling)
+    def _reduce_plan(self, lead: tuple[int, int]) -> CtSplitKVReduce:
+        """The merge of partials [b, splits, s, ...]; packed queries are one request with all."""
+        fields = {name: value for name, value in self._stage_fields().items() if name != "page"}
+        if lead != (self.b, self.s):
+            fields |= {"b": lead[0], "s": lead[1], "lengths": None}
+        return CtSplitKVReduce(**fields, tiling=self.reduce_tiling)
 
-    def plan(self, *inputs: Tensor) -> KernelPipeline:
+    def plan(self, *inputs: Tensor | None) -> KernelPipeline:
         partial = self._partial_plan().plan(*inputs)
-        reduce = self._reduce_plan().plan(*partial.output_tensors)
+        requests, _, tokens, *_ = partial.output_tensors[0].shape
+        reduce = self._reduce_plan((requests, tokens)).plan(*partial.output_tensors)
+        if LatentInputs.of(inputs).cu_seqlens_q is not None:
+            reduce.output_tensors = [output[0] for output in reduce.output_tensors]
         return KernelPipeline(_name="flash_mla_split_kv", stages=[partial, reduce])
 
 

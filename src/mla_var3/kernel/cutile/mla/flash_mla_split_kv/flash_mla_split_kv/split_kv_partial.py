@@ -1,13 +1,15 @@
 """First stage of flash_mla_split_kv: latent attention over each split of a request's KV tokens.
 
-    q_latent [b, s, h, k]   q_rope [b, s, h, p]   c_kv [b, t, k]   k_rope [b, t, p]   lengths [b]
+    inputs as of flash_mla, dense or paged, with packed queries and trees
     -> o_partial [b, splits, s, h, k] float32, normalised within the split,
        lse_partial [b, splits, s, h] float32; an empty split gives 0 and -inf
 
 The KV tiles of a request divide into `splits` splits of equal size, by its own length. float32
-partial outputs keep the result independent of the number of splits up to float32 rounding.
+partial outputs keep the result independent of the number of splits up to float32 rounding. With
+packed queries b is 1 and s the query tokens of all requests.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -15,15 +17,15 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
+from mla_var3.kernel.cutile.mla.latent_plan import LatentInputs, LatentPlan
 from mla_var3.kernel.cutile.mla.tile_ops import (
-    attend_latent,
-    load_column_parts,
+    attend_rows,
     log_sum_exp,
+    packed_queries,
     store_column_parts,
-    visible,
 )
 from mla_var3.kernel.cutile.mla.tilings import LatentTiling
-from mla_var3.kernel.mla_plan import MlaPlan
+from mla_var3.kernel.paging import dense_inputs
 from mla_var3.op.mla.attend import KvSegment, attend
 from mla_var3.op.mla.cost import flash_mla_split_kv_stages
 from mla_var3.op.mla.problem import require_int
@@ -38,37 +40,53 @@ class SplitKVPartialTiling(LatentTiling):
     """Bm query rows (s*h of one request, packed) against Bn latent tokens of one split."""
 
 
+def store_partials(
+    q_latent, q_rope, c_kv, k_rope, lengths, table, tree, o_partial, lse_partial,
+    batch, row_tile, request, split, splits, s, scale_log2e,
+    PAGE, TREE, CAUSAL, H, BM, BN, KP, PARTS, P,
+):  # fmt: skip
+    """Attend with one tile of query rows over one split and store its partial."""
+    acc, m, l = attend_rows(
+        q_latent, q_rope, c_kv, k_rope, lengths, table, tree, batch, row_tile, request,
+        split, splits, s, scale_log2e, PAGE, TREE, CAUSAL, H, BM, BN, KP, PARTS, P,
+    )  # fmt: skip
+    store_column_parts(o_partial, (batch, split, row_tile), acc, l, BM, KP, PARTS)
+    ct.store(lse_partial, (batch, split, row_tile), log_sum_exp(m, l).reshape((1, 1, BM)))
+
+
 @ct.kernel
 def split_kv_partial(
-    q_latent, q_rope, c_kv, k_rope, lengths, o_partial, lse_partial,
-    scale_log2e: float, s: int, splits: int, H: ConstInt, CAUSAL: ConstBool,
+    q_latent, q_rope, c_kv, k_rope, lengths, table, bounds, tree, o_partial, lse_partial,
+    scale_log2e: float, s: int, splits: int,
+    PAGE: ConstInt, PACKED: ConstInt, TREE: ConstInt, CAUSAL: ConstBool, H: ConstInt,
     BM: ConstInt, BN: ConstInt, KP: ConstInt, PARTS: ConstInt, P: ConstInt,
 ):  # fmt: skip
-    # q_latent [b, s*h, K], q_rope [b, s*h, P]
+    # q_latent [b, s*h, K], q_rope [b, s*h, P]; packed: b = 1
     # o_partial [b, splits, s*h, K], lse_partial [b, splits, s*h]
     row_tile = ct.bid(0)
     split = ct.bid(1)
     request = ct.bid(2)
-    q = load_column_parts(q_latent, request, row_tile, BM, KP, PARTS)
-    qr = ct.load(q_rope, (request, row_tile, 0), (1, BM, P), padding_mode=ct.PaddingMode.ZERO)
-    qr = qr.reshape((BM, P))
-    length = ct.load(lengths, (request,), ())
-    first_row = row_tile * BM
-    lowest = visible(first_row, length, s, CAUSAL, H)
-    highest = visible(first_row + BM - 1, length, s, CAUSAL, H)
-    split_tiles = ct.cdiv(ct.cdiv(length, BN), splits)
-    first_tile = split * split_tiles
-    last_tile = min(first_tile + split_tiles, ct.cdiv(max(highest, 0), BN))
-    acc, m, l = attend_latent(
-        q, qr, c_kv, k_rope, request, first_tile, max(lowest, 0) // BN, last_tile,
-        first_row, length, s, length, scale_log2e, CAUSAL, H, BM, BN, KP, PARTS, P,
-    )  # fmt: skip
-    store_column_parts(o_partial, (request, split, row_tile), acc, l, BM, KP, PARTS)
-    ct.store(lse_partial, (request, split, row_tile), log_sum_exp(m, l).reshape((1, 1, BM)))
+    if PACKED == 1:
+        first, count = packed_queries(bounds, request, s, lse_partial.shape[2] // H)
+        if row_tile * BM < count * H:
+            begin, end = first * H, (first + count) * H
+            store_partials(
+                q_latent.slice(1, begin, end), q_rope.slice(1, begin, end), c_kv, k_rope,
+                lengths, table, tree, o_partial.slice(2, begin, end),
+                lse_partial.slice(2, begin, end),
+                0, row_tile, request, split, splits, count, scale_log2e,
+                PAGE, TREE, CAUSAL, H, BM, BN, KP, PARTS, P,
+            )  # fmt: skip
+    else:
+        store_partials(
+            q_latent, q_rope, c_kv, k_rope, lengths, table, tree, o_partial, lse_partial,
+            request, row_tile, request, split, splits, s, scale_log2e,
+            PAGE, TREE, CAUSAL, H, BM, BN, KP, PARTS, P,
+        )  # fmt: skip
 
 
 @dataclass
-class CtSplitKVPartial(MlaPlan):
+class CtSplitKVPartial(LatentPlan):
     """Plan of the partial-attention stage."""
 
     splits: int = field(default=1, metadata={"help": "splits of each request's tokens"})
@@ -78,14 +96,12 @@ class CtSplitKVPartial(MlaPlan):
         super().__post_init__()
         require_int("splits", self.splits, minimum=1)
 
-    def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
-        return self.latent_inputs(device)
-
     def reference_fn(
         self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, ...]:
         """Output and LSE of each split: positions outside it count as unused."""
-        q_latent, q_rope, c_kv, k_rope, lengths = inputs
+        dense = dense_inputs(inputs, self.t) if self.page else inputs
+        q_latent, q_rope, c_kv, k_rope, lengths = dense
         split_slots = -(-(-(-lengths // self.tiling.Bn)) // self.splits) * self.tiling.Bn  # [b]
         slots = torch.arange(self.t, device=c_kv.device)
         outs, lses = [], []
@@ -110,45 +126,38 @@ class CtSplitKVPartial(MlaPlan):
         return torch.stack(outs, dim=1), torch.stack(lses, dim=1)
 
     def _autotune_configs(self) -> Sequence[SplitKVPartialTiling]:
-        return SplitKVPartialTiling.candidates(self.target.code, self.k)
+        return SplitKVPartialTiling.candidates(self.target.code, self.k, self.page)
 
     def _default_tiling(self, name: str) -> SplitKVPartialTiling | None:
-        return SplitKVPartialTiling.candidates(self.target.code, self.k)[0]
+        return self._autotune_configs()[0]
 
     def _algorithmic_flops_bytes(self, tiling: SplitKVPartialTiling) -> tuple[float, float]:
         cost = flash_mla_split_kv_stages(self.problem(), self.splits)[0]
         return cost.flops, cost.bytes
 
-    def plan(self, *inputs: Tensor) -> CtKernel:
-        q_latent, _, c_kv, k_rope, lengths = inputs
-        latent_rows, rope_rows = self.latent_rows(*inputs)
-        b, s, h, k, p = self.b, self.s, self.h, self.k, self.p
-        splits = self.splits
-        o_partial = q_latent.new_empty((b, splits, s, h, k), dtype=torch.float32)
-        lse_partial = q_latent.new_empty((b, splits, s, h), dtype=torch.float32)
+    def plan(self, *inputs: Tensor | None) -> CtKernel:
+        operands = self.operands(LatentInputs.of(inputs))
+        (lead, tokens), splits, h, k = operands.lead, self.splits, self.h, self.k
+        sizes = lead, splits, tokens, h
+        o_partial = operands.results(*sizes, k, dtype=torch.float32)
+        lse_partial = operands.results(*sizes, dtype=torch.float32, empty=-math.inf)
 
         def grid_fn(tiling: SplitKVPartialTiling) -> tuple[int, int, int]:
-            return (ct.cdiv(s * h, tiling.Bm), splits, b)
+            return (ct.cdiv(self.s * h, tiling.Bm), splits, self.b)
 
         def args_fn(tiling: SplitKVPartialTiling) -> tuple[object, ...]:
             return (
-                latent_rows,
-                rope_rows,
-                c_kv,
-                k_rope,
-                lengths,
-                o_partial.view(b, splits, s * h, k),
-                lse_partial.view(b, splits, s * h),
+                *operands.tensors,
+                o_partial.view(lead, splits, tokens * h, k),
+                lse_partial.view(lead, splits, tokens * h),
                 self.scale_log2e,
-                s,
+                self.s,
                 splits,
-                h,
+                *operands.options,
                 self.causal,
-                tiling.Bm,
-                tiling.Bn,
-                tiling.Kp,
-                k // tiling.Kp,
-                p,
+                h,
+                *tiling.sides(k),
+                self.p,
             )
 
         return CtKernel(
@@ -157,7 +166,7 @@ class CtSplitKVPartial(MlaPlan):
             args_fn=args_fn,
             tiling=self.tiling,
             plan=self,
-            input_tensors=list(inputs),
+            input_tensors=[tensor for tensor in inputs if tensor is not None],
             output_tensors=[o_partial, lse_partial],
             autotune_configs=self._autotune_configs(),
             algorithmic_flops_bytes_fn=self._algorithmic_flops_bytes,

@@ -64,23 +64,32 @@ def check_paged(plan: MlaPlan, page: int, inputs: tuple[Tensor, ...]) -> tuple[T
     q_latent, q_rope, latent, rope, lengths, table = inputs
     dtype, device = plan.torch_dtype, q_latent.device
     rows = [("b", plan.b), ("s", plan.s), ("h", plan.h)]
-    pages = [("pages", latent.shape[0]), ("page", page)]
     check_tensor("q_latent", q_latent, [*rows, ("k", plan.k)], dtype, device)
     check_tensor("q_rope", q_rope, [*rows, ("p", plan.p)], dtype, device)
-    check_tensor("latent", latent, [*pages, ("k", plan.k)], dtype, device)
-    check_tensor("rope", rope, [*pages, ("p", plan.p)], dtype, device)
+    check_pages(plan, page, latent, rope, table)
     check_tensor("lengths", lengths, [("b", plan.b)], torch.int32, device)
-    if table.dim() != 2 or table.shape[0] != plan.b or table.shape[1] * page < plan.t:
-        needed = -(-plan.t // page)
-        raise InvalidArgumentError(
-            "table", f"[b={plan.b}, at least {needed} pages]", list(table.shape)
-        )
-    if table.dtype != torch.int32 or table.stride(1) != 1:
-        raise InvalidArgumentError(
-            "table", "int32 with stride 1 in a row", f"{table.dtype} with strides {table.stride()}"
-        )
     count = plan.s * plan.h
     return (
         require_view("q_latent", q_latent, plan.b, count, plan.k),
         require_view("q_rope", q_rope, plan.b, count, plan.p),
     )
+
+
+def check_pages(
+    plan: MlaPlan, page: int, latent: Tensor, rope: Tensor, table: Tensor | None
+) -> None:
+    """Check a pool of pages and its block table."""
+    dtype, device = plan.torch_dtype, latent.device
+    pages = [("pages", latent.shape[0]), ("page", page)]
+    check_tensor("latent", latent, [*pages, ("k", plan.k)], dtype, device)
+    check_tensor("rope", rope, [*pages, ("p", plan.p)], dtype, device)
+    shape = None if table is None else table.shape
+    if shape is None or len(shape) != 2 or shape[0] != plan.b or shape[1] * page < plan.t:
+        needed = -(-plan.t // page)
+        got = "none" if shape is None else list(shape)
+        raise InvalidArgumentError("table", f"[b={plan.b}, at least {needed} pages]", got)
+    assert table is not None
+    if table.dtype != torch.int32 or table.stride(1) != 1:
+        raise InvalidArgumentError(
+            "table", "int32 with stride 1 in a row", f"{table.dtype} with strides {table.stride()}"
+        )

@@ -1,0 +1,166 @@
+"""The cuTile latent kernels behind the attention call: pages, packed queries, trees, widths.
+
+They run in the interpreter, which refuses every access outside of an array.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from mla_var3 import mla_latent_attention
+from mla_var3.attention.cache.view import CacheView
+
+from .attention_support import ancestors_by_walking, assert_close, latent_oracle, random_parents
+
+KERNELS = ("flash_mla:cutile-dsl", "flash_mla_split_kv:cutile-dsl")
+LENGTHS = (130, 47, 0, 64)
+SLOTS = 192
+
+
+class Call:
+    """Latent queries over a cache whose unused slots and pages hold NaN."""
+
+    def __init__(
+        self,
+        generator: torch.Generator,
+        *,
+        counts: tuple[int, ...] = (3, 3, 3, 3),
+        h: int = 5,
+        k: int = 128,
+        p: int = 16,
+        page: int | None = 64,
+        lengths: tuple[int, ...] = LENGTHS,
+    ) -> None:
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=generator).to(torch.bfloat16)
+
+        self.k, self.counts = k, counts
+        self.tokens = [normal(length, k + p) for length in lengths]
+        self.q, self.q_rope = normal(sum(counts), h, k), normal(sum(counts), h, p)
+        used = torch.tensor(lengths, dtype=torch.int32)
+        b = len(lengths)
+        if page is None:
+            rows, table = torch.full((b, SLOTS, k + p), torch.nan, dtype=torch.bfloat16), None
+            for request, tokens in enumerate(self.tokens):
+                rows[request, : len(tokens)] = tokens
+        else:
+            each = -(-SLOTS // page)
+            rows = torch.full((b * each + 2, page, k + p), torch.nan, dtype=torch.bfloat16)
+            order = torch.randperm(b * each, generator=generator) + 1
+            table = order.view(b, each).to(torch.int32)
+            for request, tokens in enumerate(self.tokens):
+                for position, token in enumerate(tokens):
+                    rows[table[request, position // page], position % page] = token
+                # What lies beyond a request's tokens is never looked up in the pool.
+                unused = -(-len(tokens) // page)
+                table[request, unused:] = torch.tensor([-7, 2**31 - 1]).repeat(each)[
+                    : each - unused
+                ]
+        self.cache = CacheView(rows[..., :k], rows[..., k:], used, table)
+
+    @property
+    def bounds(self) -> torch.Tensor:
+        return torch.tensor((0, *self.counts)).cumsum(0).to(torch.int32)
+
+    def run(self, kernel: str, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and LSE as [tokens, h, ...]."""
+        q, q_rope = self.q, self.q_rope
+        if "cu_seqlens_q" not in options:
+            shape = len(self.counts), self.counts[0], *q.shape[1:2]
+            q, q_rope = q.view(*shape, -1), q_rope.view(*shape, -1)
+        output, lse = mla_latent_attention(
+            q, q_rope, self.cache, d=self.k, kernel=kernel, **options
+        )
+        return output.reshape(self.q.shape), lse.reshape(self.q.shape[:2])
+
+    def check(self, kernel: str, tree: torch.Tensor | None = None, **options: Any) -> None:
+        """Compare a call with float64, request by request."""
+        if tree is not None:
+            options["tree_mask"] = tree
+        output, lse = self.run(kernel, **options)
+        for request, (first, last) in enumerate(pairwise(self.bounds.tolist())):
+            tokens, own = self.tokens[request], slice(first, last)
+            mask = None if tree is None else tree[request, : last - first, : last - first]
+            expected, expected_lse = latent_oracle(
+                self.q[own], self.q_rope[own], tokens[:, : self.k], tokens[:, self.k :],
+                causal=options.get("causal", True), tree=mask,
+            )  # fmt: skip
+            if last > first:
+                assert_close(output[own], expected, lse[own], expected_lse)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("page", [None, 16, 32, 48, 64, 128])
+def test_pages(kernel: str, page: int | None, causal: bool, generator: torch.Generator) -> None:
+    Call(generator, page=page).check(kernel, causal=causal)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("page", [None, 32])
+@pytest.mark.parametrize("max_q", [None, 33])
+def test_packed_queries(
+    kernel: str, page: int | None, max_q: int | None, generator: torch.Generator
+) -> None:
+    """One tile, several tiles, no query and no token."""
+    call = Call(generator, counts=(33, 1, 2, 0), page=page)
+    call.check(kernel, cu_seqlens_q=call.bounds, max_q=max_q)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("page", [None, 16])
+@pytest.mark.parametrize("counts", [(33, 33, 33, 33), (7, 1, 0, 5)])
+def test_trees(
+    kernel: str, page: int | None, counts: tuple[int, ...], generator: torch.Generator
+) -> None:
+    """33 drafts reach over several KV tiles, so that later row tiles also mask earlier ones."""
+    call = Call(generator, counts=counts, page=page)
+    s = max(counts)
+    parents = random_parents(generator, 4, s)
+    tree = torch.stack([ancestors_by_walking(row) for row in parents.tolist()])
+    options = {} if len(set(counts)) == 1 else {"cu_seqlens_q": call.bounds, "max_q": s}
+    call.check(kernel, tree, **options)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("k", "p"), [(512, 64), (256, 64), (256, 32)])
+@pytest.mark.parametrize("h", [1, 12, 20])
+def test_widths_and_heads(kernel: str, k: int, p: int, h: int, generator: torch.Generator) -> None:
+    call = Call(generator, h=h, k=k, p=p, counts=(5, 5), lengths=(70, 33))
+    call.check(kernel)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_padding_behind_the_last_request(kernel: str, generator: torch.Generator) -> None:
+    """Rows of no request, as in a CUDA graph for a larger batch: 0 and -inf."""
+    call = Call(generator, counts=(3, 2, 1, 4))
+    bounds = call.bounds
+    bounds[-1] -= 2
+    output, lse = call.run(kernel, cu_seqlens_q=bounds, max_q=3)
+    assert torch.count_nonzero(output[-2:]) == 0
+    assert bool((lse[-2:] == -torch.inf).all())
+    assert bool(output.isfinite().all())
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_wrong_values_stay_inside_the_tensors(
+    kernel: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What only the device knows is not checked by the host: the interpreter checks accesses."""
+    for place in ("validate.check_values", "debug.check_values"):
+        monkeypatch.setattr(f"mla_var3.attention.request.{place}", lambda task: None)
+    for page in (None, 16, 64):
+        for length in (-5, SLOTS + 1, 2**31 - 1):
+            call = Call(generator, page=page)
+            call.cache.lengths[1] = length
+            call.run(kernel)
+    call = Call(generator)
+    assert call.cache.block_table is not None
+    call.cache.block_table[0] = torch.tensor([-1, 10**6, -(2**31)])
+    call.run(kernel)
+    for wrong in ([0, -3, 99, 2, 12], [5, 4, 3, 2, 1], [99, 99, 99, 99, 99]):
+        call.run(kernel, cu_seqlens_q=torch.tensor(wrong, dtype=torch.int32), max_q=3)
