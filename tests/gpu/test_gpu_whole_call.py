@@ -113,7 +113,7 @@ def test_more_queries_than_the_products_take(
     generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch projects, before and after the key is known."""
-    monkeypatch.setattr(whole_call, "OWN_PRODUCT_QUERIES", B * 2 - 1)
+    monkeypatch.setattr(whole_call, "OWN_PROJECTION_QUERIES", B * 2 - 1)
     operands = (*inputs(generator, 2, 16), filled(generator, PAGE), *weights_of(generator, 16))
     wanted = mla_attention(*operands, kernel=KERNEL)
     assert isinstance(replay_of(operands), ProjectedReplay)

@@ -125,7 +125,7 @@ def odd_rows() -> torch.Tensor:
         {"out": odd_rows()},
         {"q_nope": odd_rows()},
         {"b": 0},
-        {"b": 1, "s": whole_call.OWN_PRODUCT_QUERIES + 1},
+        {"b": 1, "s": whole_call.OWN_PROJECTION_QUERIES + 1},
     ],
 )  # fmt: skip
 def test_projections_that_are_left_to_torch(changes: dict[str, Any]) -> None:

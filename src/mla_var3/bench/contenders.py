@@ -30,7 +30,7 @@ from mla_var3.op.mla.cost import (
     flash_mla_cost,
     mla_var6_plus_cost,
     output_up_projection_cost,
-    q_absorption_cost,
+    query_projection_cost,
 )
 from mla_var3.op.mla.prefix.problem import SharedPrefixProblem, latent_shared_cost
 from mla_var3.op.mla.problem import MlaProblem
@@ -278,7 +278,7 @@ def call_cost(kernel: str, problem: MlaProblem, n: int = 0) -> Cost:
     design, _ = split_full_name(kernel)
     if design == "flash_attention":
         return flash_attention_cost(problem)
-    queries = q_absorption_cost(problem)
+    queries = query_projection_cost(problem)
     if design == "mla_var6_plus":
         return mla_var6_plus_cost(problem, n) + queries
     return flash_mla_cost(problem) + queries + output_up_projection_cost(problem)
@@ -313,7 +313,7 @@ def projection_contender(name: str, problem: MlaProblem, device: str = "cuda") -
             run()
             return checked_error(name, result, torch.bmm(*(each.float() for each in operands)))
 
-        cost = q_absorption_cost(problem) if of_queries else output_up_projection_cost(problem)
+        cost = query_projection_cost(problem) if of_queries else output_up_projection_cost(problem)
         return Ready(run, check, cost, "")
 
     return Contender(name, PROJECTION, build)

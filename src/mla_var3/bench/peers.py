@@ -27,9 +27,9 @@ from mla_var3.bench.record import DECOMPRESSED, LATENT, first_line
 from mla_var3.errors import MissingToolError, UnknownNameError
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import flash_attention_cost, flash_mla_cost
-from mla_var3.op.mla.inputs import MlaInputs, absorb_queries, decompress_all, make_inputs
+from mla_var3.op.mla.inputs import MlaInputs, decompress_all, make_inputs, project_queries
 from mla_var3.op.mla.problem import MlaProblem
-from mla_var3.op.mla.reference import reference_absorbed, reference_decompressed
+from mla_var3.op.mla.reference import reference_decompressed, reference_latent
 from mla_var3.runtime.environment import installed
 
 OPERATORS = {
@@ -193,7 +193,7 @@ class PeerInputs:
 
     def latent_queries(self) -> Tensor:
         """[b, s, h, k + p]."""
-        q_latent = absorb_queries(self.raw.q_nope, self.raw.w_uk)
+        q_latent = project_queries(self.raw.q_nope, self.raw.w_uk)
         return torch.cat([q_latent, self.raw.q_rope], dim=-1)
 
     def latent_cache(self) -> Tensor:
@@ -241,9 +241,9 @@ def reference(path: str, inputs: PeerInputs) -> Tensor:
     raw, problem = inputs.raw, inputs.problem
     settings: dict[str, Any] = {"causal": problem.causal, "scale": problem.softmax_scale}
     if path == LATENT:
-        queries = absorb_queries(raw.q_nope, raw.w_uk)
+        queries = project_queries(raw.q_nope, raw.w_uk)
         cache = (raw.c_kv, raw.k_rope, raw.lengths)
-        return reference_absorbed(queries, raw.q_rope, *cache, **settings)[0]
+        return reference_latent(queries, raw.q_rope, *cache, **settings)[0]
     keys, values = decompress_all(raw.c_kv, raw.w_uk, raw.w_uv)
     operands = (raw.q_nope, raw.q_rope, keys, values, raw.k_rope, raw.lengths)
     return reference_decompressed(*operands, **settings)[0]

@@ -33,7 +33,7 @@ from mla_var3.bench.record import (
 from mla_var3.bench.suites import Case, KernelChoice, SharedTokens
 from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import UnsupportedError
-from mla_var3.op.mla.cost import output_up_projection_cost, q_absorption_cost
+from mla_var3.op.mla.cost import output_up_projection_cost, query_projection_cost
 from mla_var3.op.mla.model import designs
 from mla_var3.op.mla.model.designs import estimate, part_us
 from mla_var3.op.mla.model.times import IDEAL, Estimate, Workload
@@ -134,7 +134,7 @@ def _prefix_row(
 
 
 _PROJECTIONS = {
-    QUERY_PROJECTION: (q_absorption_cost, designs.QUERY_PROJECTION),
+    QUERY_PROJECTION: (query_projection_cost, designs.QUERY_PROJECTION),
     OUTPUT_PROJECTION: (output_up_projection_cost, designs.OUTPUT_PROJECTION),
 }
 

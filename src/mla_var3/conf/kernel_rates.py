@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from mla_var3.errors import InvalidArgumentError
 
-OWN_PRODUCT_QUERIES = 256
+OWN_PROJECTION_QUERIES = 256
 """Queries of all requests up to which a kernel that can do so launches the projections itself. On
 an H200 a call takes the GPU no longer with them, up to this number; at 1024 queries and 128 heads
 the projections take 132 instead of 109 us, and the host has time to launch those of torch."""

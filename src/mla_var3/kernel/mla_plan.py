@@ -10,9 +10,9 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-from mla_var3.op.mla.inputs import MlaInputs, absorb_queries, make_inputs, torch_dtype
+from mla_var3.op.mla.inputs import MlaInputs, make_inputs, project_queries, torch_dtype
 from mla_var3.op.mla.problem import MlaProblem, require_size
-from mla_var3.op.mla.reference import reference_absorbed
+from mla_var3.op.mla.reference import reference_latent
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.tensors import check_tensor, require_view
 
@@ -98,7 +98,7 @@ class MlaPlan(KernelPlan):
     def latent_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
         """Inputs of a latent kernel: q_latent, q_rope, c_kv, k_rope, lengths."""
         raw = self.make_inputs(device)
-        q_latent = absorb_queries(raw.q_nope, raw.w_uk)
+        q_latent = project_queries(raw.q_nope, raw.w_uk)
         return q_latent, raw.q_rope, raw.c_kv, raw.k_rope, raw.lengths
 
     def latent_rows(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,7 +122,7 @@ class MlaPlan(KernelPlan):
         self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, Tensor]:
         """Reference of a latent kernel: o_latent and lse."""
-        return reference_absorbed(
+        return reference_latent(
             *inputs,
             causal=self.causal,
             scale=self.problem().softmax_scale,

@@ -11,7 +11,7 @@ from torch import Tensor
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.mla.cost import best_n
-from mla_var3.op.mla.inputs import absorb_queries, decompress_newest
+from mla_var3.op.mla.inputs import decompress_newest, project_queries
 from mla_var3.op.mla.problem import require_int
 from mla_var3.op.mla.reference import reference_mix
 
@@ -64,7 +64,7 @@ class NewestWindowPlan(MlaPlan):
 
     def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
         raw = self.make_inputs(device)
-        q_latent = absorb_queries(raw.q_nope, raw.w_uk)
+        q_latent = project_queries(raw.q_nope, raw.w_uk)
         window = decompress_newest(raw, self.chosen_n)
         return (
             raw.q_nope, q_latent, raw.q_rope, raw.c_kv, raw.k_rope, *window, raw.w_uv, raw.lengths,

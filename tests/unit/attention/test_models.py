@@ -11,7 +11,7 @@ import torch
 import mla_var3
 from mla_var3.conf.models import Widths, models
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
-from mla_var3.op.mla.inputs import MlaInputs, absorb_queries, make_inputs, up_project
+from mla_var3.op.mla.inputs import MlaInputs, make_inputs, project_queries, up_project
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.op.mla.reference import reference_from_latent
 
@@ -80,7 +80,7 @@ def test_every_width_with_every_number_of_heads(widths: Widths, h: int):
     assert error(o, expected) < 1e-5
     assert error(lse, expected_lse) < 1e-5
 
-    q_latent = absorb_queries(inputs.q_nope, inputs.w_uk)
+    q_latent = project_queries(inputs.q_nope, inputs.w_uk)
     o_latent, latent_lse = mla_var3.mla_latent_attention(
         q_latent, inputs.q_rope, cache, d=widths.d, causal=causal
     )

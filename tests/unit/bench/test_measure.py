@@ -189,5 +189,5 @@ def test_a_plan_says_what_it_cannot_do() -> None:
     with pytest.raises(Exception, match="expected a plan that takes n=3"):
         make_plan(choice, SMALL, "sm_90")
     with pytest.raises(Exception, match="expected one of its targets .* got sm_80"):
-        make_plan(KernelChoice(find_kernel("flash_mla")), SMALL, "sm_80")
+        make_plan(KernelChoice(find_kernel("flash_attention")), SMALL, "sm_80")
     assert make_plan(KernelChoice(find_kernel("flash_mla")), SMALL, "sm_90").params()["t"] == 70

@@ -113,8 +113,9 @@ def test_run_takes_a_model_for_a_kernel():
     assert (plan.h, plan.d, plan.p, plan.k) == (5, 192, 64, 512)
     with pytest.raises(UsageError, match="--model: flash_attention needs v=d=192, the model has v"):
         request("flash_attention", "--model=glm-4.7-flash")
+    assert request("flash_mla", "--model=glm-5.3-flash").plan.p == 0
     with pytest.raises(InvalidArgumentError, match="p: expected a positive integer, got 0"):
-        request("flash_mla", "--model=glm-5.3-flash")
+        request("mla_var6_plus", "--d=256", "--p=0")
 
 
 def test_the_main_job_refuses_a_model_that_its_kernels_do_not_take(capsys):

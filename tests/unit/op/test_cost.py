@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla import cost
-from mla_var3.op.mla.inputs import absorb_queries, decompress_all, decompress_newest, make_inputs
+from mla_var3.op.mla.inputs import decompress_all, decompress_newest, make_inputs, project_queries
 from mla_var3.op.mla.problem import MlaProblem
 
 TINY = MlaProblem(b=3, s=2, t=5, h=2, d=4, p=2, k=8, v=6, lengths=(5, 0, 3))
@@ -67,7 +67,7 @@ def test_flops_of_the_mix_by_counting(problem, n):
 def test_bytes_are_the_sizes_of_the_tensors():
     x = make_inputs(FULL, "meta")
     keys, values = decompress_all(x.c_kv, x.w_uk, x.w_uv)
-    q_latent = absorb_queries(x.q_nope, x.w_uk)
+    q_latent = project_queries(x.q_nope, x.w_uk)
     o, o_latent = outputs(FULL, FULL.v), outputs(FULL, FULL.k)
     lse = FULL.b * FULL.s * FULL.h * 4
     assert cost.flash_attention_cost(FULL).bytes == o + nbytes(
@@ -77,7 +77,7 @@ def test_bytes_are_the_sizes_of_the_tensors():
     assert cost.flash_mla_cost(FULL).bytes == mla
     partials = 3 * (FULL.b * FULL.s * FULL.h * FULL.k * 4 + lse)
     assert cost.flash_mla_split_kv_cost(FULL, 3).bytes == mla + 2 * partials
-    assert cost.q_absorption_cost(FULL).bytes == nbytes(x.q_nope, x.w_uk, q_latent)
+    assert cost.query_projection_cost(FULL).bytes == nbytes(x.q_nope, x.w_uk, q_latent)
     assert cost.output_up_projection_cost(FULL).bytes == nbytes(x.w_uv) + o_latent + o - 2 * lse
     assert cost.decompress_combine_cost(FULL).bytes == o_latent + o + nbytes(x.w_uv) + o
     for n in range(FULL.t + 1):
@@ -108,7 +108,7 @@ def test_lengths_count_where_slots_do_not():
 
 def test_projection_flops():
     rows = FULL.b * FULL.s * FULL.h
-    assert cost.q_absorption_cost(FULL).flops == 2 * rows * FULL.d * FULL.k
+    assert cost.query_projection_cost(FULL).flops == 2 * rows * FULL.d * FULL.k
     expected = 2 * rows * FULL.v * FULL.k
     assert cost.output_up_projection_cost(FULL).flops == expected
     assert cost.decompress_combine_cost(FULL).flops == expected

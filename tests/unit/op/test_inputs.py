@@ -5,10 +5,10 @@ import torch
 
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.mla.inputs import (
-    absorb_queries,
     decompress_all,
     decompress_newest,
     make_inputs,
+    project_queries,
     up_project,
 )
 from mla_var3.op.mla.problem import MlaProblem
@@ -67,20 +67,20 @@ def test_projected_operands_have_about_unit_variance():
     inputs = make_inputs(problem, "cpu", seed=0)
     keys, values = decompress_all(inputs.c_kv, inputs.w_uk, inputs.w_uv)
     assert values.float().std() == pytest.approx(1.0, rel=0.05)
-    for tensor in (keys, absorb_queries(inputs.q_nope, inputs.w_uk)):
+    for tensor in (keys, project_queries(inputs.q_nope, inputs.w_uk)):
         assert 0.6 < tensor.float().std() < 1.5
 
 
 def test_projections_match_einsum():
     inputs = make_inputs(PROBLEM, "cpu", seed=0)
     q, w_uk, w_uv = inputs.q_nope.double(), inputs.w_uk.double(), inputs.w_uv.double()
-    latent = absorb_queries(q, w_uk)
+    latent = project_queries(q, w_uk)
     assert latent.is_contiguous()
     torch.testing.assert_close(latent, torch.einsum("bshd,hdk->bshk", q, w_uk))
     output = up_project(latent, w_uv)
     assert output.is_contiguous()
     torch.testing.assert_close(output, torch.einsum("bshk,hkd->bshd", latent, w_uv))
-    assert absorb_queries(inputs.q_nope, inputs.w_uk).dtype is torch.bfloat16
+    assert project_queries(inputs.q_nope, inputs.w_uk).dtype is torch.bfloat16
 
     cache = inputs.c_kv.double()
     keys, values = decompress_all(cache, w_uk, w_uv)
@@ -106,7 +106,7 @@ def test_decompress_newest_is_the_end_of_each_request(n):
 
 def test_meta_tensors_go_through_every_projection():
     inputs = make_inputs(PROBLEM, "meta")
-    latent = absorb_queries(inputs.q_nope, inputs.w_uk)
+    latent = project_queries(inputs.q_nope, inputs.w_uk)
     assert tuple(latent.shape) == (4, 3, 5, 16)
     assert tuple(up_project(latent, inputs.w_uv).shape) == (4, 3, 5, 8)
     assert tuple(decompress_all(inputs.c_kv, inputs.w_uk, inputs.w_uv)[0].shape) == (4, 5, 10, 8)
@@ -120,7 +120,7 @@ def test_meta_tensors_go_through_every_projection():
 def test_projections_name_the_wrong_operand():
     inputs = make_inputs(PROBLEM, "meta")
     with pytest.raises(InvalidArgumentError, match=r"^w_uk: expected \[5, 8, ...\] .*q_nope"):
-        absorb_queries(inputs.q_nope, inputs.w_uv)
+        project_queries(inputs.q_nope, inputs.w_uv)
     with pytest.raises(InvalidArgumentError, match=r"^o_latent: expected 4 dimensions"):
         up_project(inputs.c_kv, inputs.w_uv)
     with pytest.raises(InvalidArgumentError, match=r"^w_uk: expected \[h, d, k=16\]"):

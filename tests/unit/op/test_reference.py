@@ -11,10 +11,10 @@ from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.mla import attend as attend_module
 from mla_var3.op.mla.inputs import (
     MlaInputs,
-    absorb_queries,
     decompress_all,
     decompress_newest,
     make_inputs,
+    project_queries,
     up_project,
 )
 from mla_var3.op.mla.problem import MlaProblem
@@ -22,9 +22,9 @@ from mla_var3.op.mla.reference import (
     KvSegment,
     attend,
     compare,
-    reference_absorbed,
     reference_decompressed,
     reference_from_latent,
+    reference_latent,
     reference_mix,
 )
 
@@ -75,7 +75,7 @@ def test_every_path_equals_attention_by_hand(causal, scale, p):
     expected = by_hand(problem, inputs)
     exact = wide(inputs)
     options = {**mask_options(problem), "compute_dtype": torch.float64}
-    q_latent = absorb_queries(exact.q_nope, exact.w_uk)
+    q_latent = project_queries(exact.q_nope, exact.w_uk)
     k, v = decompress_all(exact.c_kv, exact.w_uk, exact.w_uv)
 
     found = {
@@ -84,7 +84,7 @@ def test_every_path_equals_attention_by_hand(causal, scale, p):
         ),
         "from_latent": reference_from_latent(exact, problem, compute_dtype=torch.float64),
     }
-    o_latent, lse = reference_absorbed(
+    o_latent, lse = reference_latent(
         q_latent, exact.q_rope, exact.c_kv, exact.k_rope, exact.lengths, **options
     )
     found["latent"] = up_project(o_latent, exact.w_uv), lse

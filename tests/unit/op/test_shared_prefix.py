@@ -10,7 +10,7 @@ import torch
 
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.mla.cost import flash_mla_cost
-from mla_var3.op.mla.inputs import MlaInputs, absorb_queries
+from mla_var3.op.mla.inputs import MlaInputs, project_queries
 from mla_var3.op.mla.prefix.problem import (
     SharedPrefixProblem,
     latent_copied_cost,
@@ -45,7 +45,7 @@ def shared_attention(problem: MlaProblem, x: SharedPrefixInputs):
     plain = wide(x.plain)
     return reference_shared_prefix(
         plain.q_nope,
-        absorb_queries(plain.q_nope, plain.w_uk),
+        project_queries(plain.q_nope, plain.w_uk),
         plain.q_rope,
         x.k_prefix.double(),
         x.v_prefix.double(),
@@ -159,7 +159,7 @@ def test_bytes_are_the_sizes_of_the_tensors() -> None:
     problem = replace(PROBLEM, lengths=None)
     shared = SharedPrefixProblem(problem, 5)
     x = make_shared_prefix_inputs(shared, "meta")
-    q_latent = absorb_queries(x.plain.q_nope, x.plain.w_uk)
+    q_latent = project_queries(x.plain.q_nope, x.plain.w_uk)
     rows = problem.b * problem.s * problem.h
     queries = x.plain.q_nope.nbytes + x.plain.q_rope.nbytes + q_latent.nbytes
     prefix = x.k_prefix.nbytes + x.v_prefix.nbytes + x.k_rope_prefix.nbytes

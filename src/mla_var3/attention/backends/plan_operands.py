@@ -31,9 +31,9 @@ from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.op.mla.inputs import (
     MlaInputs,
-    absorb_queries,
     decompress_all,
     decompress_newest,
+    project_queries,
 )
 from mla_var3.runtime.stage import Stage
 
@@ -169,7 +169,7 @@ def _mixed_operands(task: AttentionTask, shape: CallShape, plan: Any) -> Operand
     q_nope, q_rope = kernel_ready(task.q), kernel_ready(task.q_rope)
     raw = MlaInputs(q_nope, q_rope, c_kv, k_rope, task.w_uk, task.w_uv, task.cache.lengths)
     window = _straight_window(task, plan.n) if shape.window else decompress_newest(raw, plan.n)
-    q_latent = absorb_queries(q_nope, task.w_uk)
+    q_latent = project_queries(q_nope, task.w_uk)
     weights, lengths = kernel_ready(task.w_uv), kernel_ready(task.cache.lengths)
     return q_nope, q_latent, q_rope, c_kv, k_rope, *window, weights, lengths
 

@@ -22,7 +22,7 @@ from mla_var3.attention.request.masks import Visibility
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
-from mla_var3.op.mla.inputs import absorb_queries, up_project
+from mla_var3.op.mla.inputs import project_queries, up_project
 
 TORCH_TILED = "torch_tiled"
 
@@ -126,7 +126,7 @@ def _attention(task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
     if task.w_uk is None or task.w_uv is None:
         latent, lse = _attend_latent(task.q, task, sees, extent, None)
         return _deliver(task, latent), lse
-    q_latent = absorb_queries(task.q, task.w_uk)
+    q_latent = project_queries(task.q, task.w_uk)
     latent, lse = _attend_latent(q_latent, task, sees, extent, cache.window_start)
     partials = [(up_project(latent.to(dtype), task.w_uv), lse)]
     q_heads = torch.cat([task.q, task.q_rope], dim=-1).transpose(1, 2)  # [b, h, s, d+p]

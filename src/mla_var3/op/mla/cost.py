@@ -79,7 +79,7 @@ def mla_var6_plus_cost(problem: MlaProblem, n: int) -> Cost:
     return attention_block_specialized_cost(problem, n)
 
 
-def q_absorption_cost(problem: MlaProblem) -> Cost:
+def query_projection_cost(problem: MlaProblem) -> Cost:
     """`q_latent = q_nope @ w_uk`."""
     rows, k, d = _rows(problem), problem.k, problem.d
     elements = rows * d + problem.h * d * k + rows * k

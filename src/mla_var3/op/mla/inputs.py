@@ -93,7 +93,7 @@ def make_inputs(
     return inputs
 
 
-def absorb_queries(q_nope: torch.Tensor, w_uk: torch.Tensor) -> torch.Tensor:
+def project_queries(q_nope: torch.Tensor, w_uk: torch.Tensor) -> torch.Tensor:
     """Moves the queries into the latent space: `q_latent = q_nope @ w_uk`, head by head.
 
     Args:

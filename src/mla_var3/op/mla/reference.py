@@ -17,7 +17,7 @@ import torch
 
 from mla_var3.op.compare import ErrorFigures, compare
 from mla_var3.op.mla.attend import KvSegment, Lengths, attend, ieee_float32, lengths_tensor
-from mla_var3.op.mla.inputs import MlaInputs, absorb_queries, up_project
+from mla_var3.op.mla.inputs import MlaInputs, project_queries, up_project
 from mla_var3.op.mla.problem import MlaProblem
 
 __all__ = [
@@ -25,9 +25,9 @@ __all__ = [
     "KvSegment",
     "attend",
     "compare",
-    "reference_absorbed",
     "reference_decompressed",
     "reference_from_latent",
+    "reference_latent",
     "reference_mix",
 ]
 
@@ -68,7 +68,7 @@ def reference_decompressed(
     return outputs[0], lse
 
 
-def reference_absorbed(
+def reference_latent(
     q_latent: torch.Tensor,
     q_rope: torch.Tensor,
     c_kv: torch.Tensor,
@@ -171,8 +171,8 @@ def reference_from_latent(
         The output `[b, s, h, v]` and the LSE `[b, s, h]`.
     """
     with ieee_float32():
-        q_latent = absorb_queries(inputs.q_nope.to(compute_dtype), inputs.w_uk.to(compute_dtype))
-    latent, lse = reference_absorbed(
+        q_latent = project_queries(inputs.q_nope.to(compute_dtype), inputs.w_uk.to(compute_dtype))
+    latent, lse = reference_latent(
         q_latent,
         inputs.q_rope,
         inputs.c_kv,

@@ -21,7 +21,7 @@ from mla_var3.op.mla.cost import (
     flash_attention_cost,
     flash_mla_cost,
     output_up_projection_cost,
-    q_absorption_cost,
+    query_projection_cost,
 )
 from mla_var3.op.mla.model import parameters as parameters_module
 from mla_var3.op.mla.model.mix import MixModel, mix_work, part_times_us
@@ -197,7 +197,7 @@ def test_the_pure_paths_cost_what_the_roofline_says() -> None:
     rates = H200.chip_tflops.value, H200.stream_gbps.value
     latent = (
         flash_mla_cost(problem),
-        q_absorption_cost(problem),
+        query_projection_cost(problem),
         output_up_projection_cost(problem),
     )
     model = MixModel(H200)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mla_var3.conf.devices import device_spec
-from mla_var3.op.mla.cost import q_absorption_cost
+from mla_var3.op.mla.cost import query_projection_cost
 from mla_var3.op.mla.model.fit import MixRecord, fit
 from mla_var3.op.mla.model.mix import MixModel
 from mla_var3.op.mla.model.parameters import derived_parameters, mix_parameters
@@ -48,9 +48,9 @@ def test_what_the_model_chooses_was_measured_near_the_best(record: dict[str, Any
     problem = MlaProblem(b=32, s=s, t=4096, h=128)
     model = MixModel(SHIPPED)
     rates = SHIPPED.chip_tflops.value, SHIPPED.stream_gbps.value
-    absorption_us = q_absorption_cost(problem).time_us(*rates)
+    query_projection_us = query_projection_cost(problem).time_us(*rates)
     measured = {
-        (row["n"], row["sms"]): row["with_combine_us"] + absorption_us
+        (row["n"], row["sms"]): row["with_combine_us"] + query_projection_us
         for row in record["with_combine"]
         if row["s"] == s
     }
@@ -59,7 +59,7 @@ def test_what_the_model_chooses_was_measured_near_the_best(record: dict[str, Any
             others_us = model.at(problem, row.n).others_us
             for upward in record["up_projection"]:
                 if row.n == 0 and upward["s"] == s:
-                    others_us = absorption_us + upward["time_us"]
+                    others_us = query_projection_us + upward["time_us"]
             measured[row.n, row.sms] = row.time_us + others_us
     chosen = model.at(problem, model.best_n(problem, multiple=128))
     nearest = min(

@@ -9,7 +9,7 @@ import torch
 
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.mla.cost import attention_block_specialized_cost, decompressed_bytes
-from mla_var3.op.mla.inputs import absorb_queries, decompress_newest, make_inputs
+from mla_var3.op.mla.inputs import decompress_newest, make_inputs, project_queries
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.op.mla.reference import reference_mix
 from mla_var3.op.mla.window.formats import FP8, PLAIN
@@ -129,7 +129,7 @@ def test_bad_rows_are_refused() -> None:
 def mix(problem: MlaProblem, n: int):
     inputs = make_inputs(problem, "cpu", seed=3)
     k_new, v_new, rope = decompress_newest(inputs, n)
-    queries = inputs.q_nope, absorb_queries(inputs.q_nope, inputs.w_uk), inputs.q_rope
+    queries = inputs.q_nope, project_queries(inputs.q_nope, inputs.w_uk), inputs.q_rope
     before = (*queries, inputs.c_kv, inputs.k_rope)
     after = (rope, inputs.w_uv, inputs.lengths)
     options = {"causal": problem.causal, "scale": problem.softmax_scale}

@@ -44,7 +44,7 @@ from mla_var3.op.mla.cost import (
     decompress_combine_cost,
     mla_var6_plus_cost,
 )
-from mla_var3.op.mla.inputs import absorb_queries, decompress_newest
+from mla_var3.op.mla.inputs import decompress_newest, project_queries
 from mla_var3.op.mla.problem import require_int
 from mla_var3.runtime.plan import Tiling
 from mla_var3.runtime.tensors import check_tensor, require_view
@@ -93,7 +93,7 @@ class MixAttentionPlan(MlaPlan):
     def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
         raw = self.make_inputs(device)
         window = decompress_newest(raw, self.n)
-        q_latent = absorb_queries(raw.q_nope, raw.w_uk)
+        q_latent = project_queries(raw.q_nope, raw.w_uk)
         return raw.q_nope, q_latent, raw.q_rope, raw.c_kv, raw.k_rope, *window, raw.lengths
 
     def reference_fn(

@@ -9,7 +9,7 @@ from functools import cache
 from itertools import pairwise
 
 from mla_var3.conf.devices import DeviceSpec, device_spec
-from mla_var3.conf.kernel_rates import OWN_PRODUCT_QUERIES, OWN_PRODUCT_WIDTH, kernel_rates
+from mla_var3.conf.kernel_rates import OWN_PRODUCT_WIDTH, OWN_PROJECTION_QUERIES, kernel_rates
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import (
     attention_block_specialized_cost,
@@ -21,7 +21,7 @@ from mla_var3.op.mla.cost import (
     flash_mla_cost,
     flash_mla_split_kv_stages,
     output_up_projection_cost,
-    q_absorption_cost,
+    query_projection_cost,
     split_count,
 )
 from mla_var3.op.mla.model.mix import MixModel, mix_work
@@ -230,7 +230,7 @@ def _mix_by_model(
         time_us = MIX_EFFORT * time_us + MIX_US
         merge_us = MIX_EFFORT * _work_us(MIXED_COMBINE, combine, burst)
     if not whole:
-        query_us = _work_us(QUERY_PROJECTION, q_absorption_cost(problem), burst)
+        query_us = _work_us(QUERY_PROJECTION, query_projection_cost(problem), burst)
         around, costs = {**around, "query projection": query_us}, [*costs, combine]
     found = _estimate(
         target,
@@ -253,7 +253,7 @@ def _mix_by_rates(
     if target.rates is None and n >= max(problem.kv_lengths):
         # A lower bound: some kernels then leave out projections and merge, others do not.
         return replace(_flash_attention(Workload(problem), target), around=around, choice={"n": n})
-    query_us = _part_us(target, QUERY_PROJECTION, q_absorption_cost(problem), problem.dtype)
+    query_us = _part_us(target, QUERY_PROJECTION, query_projection_cost(problem), problem.dtype)
     tiles = _latent_tiles(problem) if n < problem.t else 0
     tiles += _head_tiles(problem) if n else 0
     attention = attention_block_specialized_cost(problem, n)
@@ -299,7 +299,7 @@ def _shared_prefix(work: Workload, target: Target) -> Estimate:
     if shared.own_tokens:
         costs.append(decompress_combine_cost(problem))
         merge_us = costs[1].time_us(*device)
-        around["query projection"] = q_absorption_cost(problem).time_us(*device)
+        around["query projection"] = query_projection_cost(problem).time_us(*device)
     return _estimate(
         target,
         problem,
@@ -423,12 +423,12 @@ def _projections(work: Workload, target: Target) -> dict[str, float]:
         return {}
     problem = work.problem
     own = (target.kernel, target.language) == OWN_PROJECTIONS
-    own = own and problem.b * problem.s <= OWN_PRODUCT_QUERIES
+    own = own and problem.b * problem.s <= OWN_PROJECTION_QUERIES
     own = own and problem.d == problem.v == OWN_PRODUCT_WIDTH
     return {
         name: _part_us(target, OWN_PROJECTION if own else effort, cost(problem), problem.dtype)
         for name, effort, cost in (
-            ("query projection", QUERY_PROJECTION, q_absorption_cost),
+            ("query projection", QUERY_PROJECTION, query_projection_cost),
             ("output projection", OUTPUT_PROJECTION, output_up_projection_cost),
         )
     }

@@ -37,7 +37,7 @@ from mla_var3.op.mla.cost import (
     flash_attention_cost,
     flash_mla_cost,
     output_up_projection_cost,
-    q_absorption_cost,
+    query_projection_cost,
 )
 from mla_var3.op.mla.model.parameters import MixParameters
 from mla_var3.op.mla.problem import MlaProblem, require_int
@@ -134,7 +134,7 @@ def mix_work(problem: MlaProblem, n: int, form: WindowForm = PLAIN) -> MixWork:
     """
     windows = problem.window(n)
     if n == 0:
-        others = (q_absorption_cost(problem), output_up_projection_cost(problem))
+        others = (query_projection_cost(problem), output_up_projection_cost(problem))
         return MixWork(flash_mla_cost(problem), _NOTHING, others)
     new_lengths = tuple(new for _, new in windows)
     heads = flash_attention_cost(replace(problem, lengths=new_lengths))
@@ -143,7 +143,7 @@ def mix_work(problem: MlaProblem, n: int, form: WindowForm = PLAIN) -> MixWork:
     if n >= max(problem.kv_lengths):
         return MixWork(_NOTHING, heads, (), form.effort)
     latent = flash_mla_cost(replace(problem, lengths=tuple(old for old, _ in windows)))
-    others = (q_absorption_cost(problem), decompress_combine_cost(problem))
+    others = (query_projection_cost(problem), decompress_combine_cost(problem))
     return MixWork(latent, heads, others, form.effort)
 
 

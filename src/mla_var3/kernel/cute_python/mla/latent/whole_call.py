@@ -21,7 +21,7 @@ import cutlass
 import cutlass.cute as cute
 from torch import Tensor
 
-from mla_var3.conf.kernel_rates import OWN_PRODUCT_QUERIES
+from mla_var3.conf.kernel_rates import OWN_PROJECTION_QUERIES
 from mla_var3.kernel.cute_python.mla.hopper.constants import HEAD, LATENT
 from mla_var3.kernel.cute_python.mla.latent.call import (
     ELEMENT_TYPES,
@@ -114,7 +114,7 @@ def serves(projections: ProjectionOperands) -> bool:
     widths = tuple(w_uk.shape) == (heads, HEAD, LATENT) and tuple(w_uv.shape) == (
         heads, LATENT, HEAD
     )  # fmt: skip
-    most = OWN_PRODUCT_QUERIES * heads * HEAD
+    most = OWN_PROJECTION_QUERIES * heads * HEAD
     if not widths or not 0 < q_nope.numel() <= most or q_nope.dtype not in ELEMENT_TYPES:
         return False
     return all(_is_aligned(tensor) for tensor in projections)

@@ -34,7 +34,7 @@ from mla_var3.kernel.cute_python.mla.decompressed.stage import DecompressedOpera
 from mla_var3.kernel.cute_python.mla.mix.plan import LatentTokens, NewestMixPlan
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import flash_attention_cost
-from mla_var3.op.mla.inputs import absorb_queries, decompress_newest
+from mla_var3.op.mla.inputs import decompress_newest, project_queries
 from mla_var3.op.mla.reference import reference_mix
 from mla_var3.op.mla.window.formats import FP8, PLAIN
 from mla_var3.op.mla.window.packed import (
@@ -66,7 +66,7 @@ class CuteMlaVar6PlusV5(NewestMixPlan):
 
     def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
         raw = self.make_inputs(device)
-        q_latent = absorb_queries(raw.q_nope, raw.w_uk)
+        q_latent = project_queries(raw.q_nope, raw.w_uk)
         k_new, v_new, k_rope_new = decompress_newest(raw, self.chosen_n)
         packed = pack_window(quantise(k_new), quantise(v_new, powers_of_two=True))
         missing = padded_slots(self.chosen_n) - self.chosen_n

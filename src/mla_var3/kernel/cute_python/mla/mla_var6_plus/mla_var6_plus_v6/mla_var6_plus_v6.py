@@ -37,7 +37,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK
 from mla_var3.kernel.cute_python.mla.mix.plan import CuteMixPlan, LatentTokens
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.cost import Cost
-from mla_var3.op.mla.inputs import absorb_queries
+from mla_var3.op.mla.inputs import project_queries
 from mla_var3.op.mla.prefix.problem import SharedPrefixProblem, shared_prefix_attention_cost
 from mla_var3.op.mla.prefix.reference import make_shared_prefix_inputs, reference_shared_prefix
 from mla_var3.op.mla.problem import require_int
@@ -97,7 +97,7 @@ class CuteMlaVar6PlusV6(CuteMixPlan):
         raw = made.plain
         return (
             raw.q_nope,
-            absorb_queries(raw.q_nope, raw.w_uk),
+            project_queries(raw.q_nope, raw.w_uk),
             raw.q_rope,
             made.k_prefix,
             made.v_prefix,
