@@ -44,6 +44,8 @@ class LatentOperands(NamedTuple):
             the same number.
         tree: bool or uint8 `[b, s, s]`, which of the newest tokens a query sees within causal
             order, stride 1 in a row; None for causal order alone.
+        scales: float32 of an 8-bit cache, `[pages, page]` or `[b, t]`, or `[1]` for all of it; None
+            in 16 bits.
         o_latent: output like `q_latent`, contiguous.
         lse: natural log-sum-exp, float32, like `q_latent` without the last dimension, contiguous.
     """
@@ -57,6 +59,7 @@ class LatentOperands(NamedTuple):
     total_lengths: Tensor | None
     cu_seqlens_q: Tensor | None
     tree: Tensor | None
+    scales: Tensor | None
     o_latent: Tensor
     lse: Tensor
 
@@ -74,6 +77,7 @@ class LatentOperands(NamedTuple):
         cu_seqlens_q: Tensor | None = None,
         tree: Tensor | None = None,
         o_latent: Tensor | None = None,
+        scales: Tensor | None = None,
     ) -> LatentOperands:
         """The operands with new outputs of `rows` rows, such as `(b, s, h)`."""
         if o_latent is None:
@@ -81,7 +85,7 @@ class LatentOperands(NamedTuple):
         lse = q_latent.new_empty(tuple(rows), dtype=torch.float32)
         return cls(
             q_latent, q_rope, latent, rope, block_table, lengths, total_lengths, cu_seqlens_q, tree,
-            o_latent, lse,
+            scales, o_latent, lse,
         )  # fmt: skip
 
     @property
@@ -122,6 +126,7 @@ class LatentSizes(NamedTuple):
             this cache is number `shard`.
         whole_items: 1 if no request is split, see `LatentOptions.batch_invariant`.
         group_ctas, visits, group_count: see `GroupShape` in `scheduler.py`.
+        scales_page_stride: between the scales of two pages; 0 without scales per token.
     """
 
     scale_log2e: float
@@ -151,6 +156,7 @@ class LatentSizes(NamedTuple):
     group_ctas: int
     visits: int
     group_count: int
+    scales_page_stride: Int64Arg
 
 
 class ProjectionOperands(NamedTuple):
@@ -264,7 +270,7 @@ def latent_arguments(
         shape: how CTAs work together.
     """
     q_latent, latent, rope = operands.q_latent, operands.latent, operands.rope
-    table, tree = operands.block_table, operands.tree
+    table, tree, scales = operands.block_table, operands.tree, operands.scales
     sizes = LatentSizes(
         scale_log2e=options.scale_log2e,
         requests=operands.lengths.shape[0],
@@ -293,6 +299,7 @@ def latent_arguments(
         group_ctas=shape.group_ctas,
         visits=shape.visits,
         group_count=shape.group_count,
+        scales_page_stride=Int64Arg(0 if scales is None or scales.dim() < 2 else scales.stride(0)),
     )
     if tree is not None:  # a pointer to bytes
         operands = operands._replace(tree=tree.view(torch.uint8))

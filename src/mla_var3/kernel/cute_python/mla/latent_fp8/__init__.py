@@ -1,0 +1,1 @@
+"""The latent kernel for Hopper over a cache in 8 bits."""

@@ -1,0 +1,821 @@
+"""Consumer warpgroups of the 8-bit latent kernel.
+
+Of every pair of KV blocks each warpgroup computes the scores of one, with 64 query rows on the M
+side. Each accumulates half of the output columns, and here the columns are on the M side and the
+query rows on the N side:
+
+    S [64 rows, 64 tokens] = Q8 [64, 512] K8^T (+ rope)     O^T [256, rows] += V8^T [256, 64] W8^T
+
+An 8-bit wgmma takes its operands from shared memory with the contracted index innermost only, which
+for V^T is the token. As operand A it may come from registers instead: `ldmatrix` transposes pairs
+of bytes on the way there, and a byte permutation does the rest. So V is never written back to
+shared memory, whose traffic bounds this kernel. The order of the tokens that results within 16 is
+the one in which a thread has its scores (`TOKENS`), and the columns of an M tile are in pairs.
+
+Per token, K8 and V8 have the scale sk, and a query row has sq. The cache holds the rope part of a
+key over sk, so a score is sq sk (q8 k8 + (q_rope / sq) (k_rope / sk)), a sum in one accumulator. A *weight* is a probability times sk, in e4m3. The running maximum is that of the
+weights, with sk rounded down to a power of two: weights then fit e4m3, however the scales differ.
+
+The sums of an 8-bit wgmma have 13 bits (`FLUSH_PAIRS`), so an output is moved to float32 now and
+then: to the partial's place in memory, each thread its own numbers.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import warpgroup
+
+from mla_var3.kernel.cute_python.mla.hopper.columns import by_row, own_row
+from mla_var3.kernel.cute_python.mla.hopper.constants import (
+    CONSUMER_WARPS,
+    CONSUMERS,
+    HALF,
+    KV_BLOCK,
+    LATENT,
+    ROPE,
+    ROWS,
+    SCORE_FLOOR,
+    WARPGROUP,
+)
+from mla_var3.kernel.cute_python.mla.hopper.rows import (
+    max_must_rise,
+    normaliser,
+    raise_max,
+    row_sum,
+    two_rows,
+)
+from mla_var3.kernel.cute_python.mla.hopper.warps import release, sync_warpgroup
+from mla_var3.kernel.cute_python.mla.latent.merge import record_partial
+from mla_var3.kernel.cute_python.mla.latent.ops import final_lse
+from mla_var3.kernel.cute_python.mla.latent.producer import Barrier, arrive
+from mla_var3.kernel.cute_python.mla.latent.rows64 import mask
+from mla_var3.kernel.cute_python.mla.latent.scheduler import (
+    first_hidden,
+    partial_slot,
+    row_limit,
+)
+from mla_var3.kernel.cute_python.mla.latent_fp8.producer import STAGES, empty, full
+from mla_var3.op.mla.window.quantise import E4M3_MAX
+
+WEIGHT_BITS = 6.0
+"""A weight at the running maximum is 2**6 or up to twice that: small weights stay above e4m3's
+least number, 2**-9."""
+RISE_BITS = 1.75
+"""A weight 2**1.75 above the running maximum raises it: 2**(6 + 1.75 + 1) fits e4m3, which ends at
+448 = 2**8.8."""
+FLUSH_PAIRS = 32
+"""Pairs of KV blocks, 4096 tokens, after which an output moves to float32."""
+TOKENS = (0, 1, 8, 9)
+"""Tokens of a word of values or weights, for the first of four neighbouring threads; the others
+have those 2, 4 and 6 behind."""
+TILE_BYTES = KV_BLOCK * 128
+"""Bytes of a column tile of a KV block or query tile: 64 rows of 128 columns."""
+P_SLOTS = 3
+"""Weights in shared memory: even blocks of two pairs, and the odd block of one."""
+EVEN, ODD = 0, 1
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Query rows in memory.
+
+    Attributes:
+        latent, rope: pointers to row 0.
+        latent_stride, rope_stride: between heads of a query token.
+        latent_token_stride, rope_token_stride: between query tokens.
+        heads: query heads.
+        dtype: element type.
+    """
+
+    latent: Any
+    rope: Any
+    latent_stride: Any
+    rope_stride: Any
+    latent_token_stride: Any
+    rope_token_stride: Any
+    heads: Any
+    dtype: Any
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Shared memory of the consumers.
+
+    Attributes:
+        q: [64, 512] e4m3 and its pointer `q_bytes`.
+        q_rope: [64, 64] in the type of the cache's rope part, and its pointer `q_rope_bytes`.
+        p: [columns, 64, slot] e4m3 weights and their words `p_words`.
+        q_scale: [64] scales of the query rows.
+        row_max: [64] running maximum.
+        scales: [64, block] factors by which the even or odd block's maximum rescales.
+        risen: [block] the last pair in which one did.
+        row_sum: [64, warpgroup] sums of probabilities.
+        tops, carried: [64, warpgroup] maxima of now and of the last flush.
+    """
+
+    q: Any
+    q_bytes: Any
+    q_rope: Any
+    q_rope_bytes: Any
+    p: Any
+    p_words: Any
+    q_scale: Any
+    row_max: Any
+    scales: Any
+    risen: Any
+    row_sum: Any
+    tops: Any
+    carried: Any
+
+
+@dataclass(frozen=True)
+class Mmas:
+    """Scores, their rope part and values."""
+
+    qk: Any
+    rope: Any
+    pv: Any
+
+
+@dataclass(frozen=True)
+class Fragments:
+    """Operands and accumulators of a thread.
+
+    Attributes:
+        q, q_rope, keys, rope, p: in shared memory.
+        acc_s: scores, and as [row of this thread, (column of a pair, group of 8 columns)] `s`.
+        acc_o: output, and by query row `o`.
+    """
+
+    q: Any
+    q_rope: Any
+    keys: Any
+    rope: Any
+    p: Any
+    acc_s: Any
+    s: Any
+    acc_o: Any
+    o: Any
+
+
+@dataclass(frozen=True)
+class State:
+    """Numbers of a thread, per row of its scores.
+
+    Attributes:
+        sums: sums of its probabilities.
+        limits: the first token that a row does not see.
+        scale: factor by which the last maximum rescales.
+        best, top: highest exponent of a weight in the block; running maximum.
+        factors: from scores to powers of two.
+    """
+
+    sums: Any
+    limits: Any
+    scale: Any
+    best: Any
+    top: Any
+    factors: Any
+
+
+def values_tensor() -> cute.Tensor:
+    """Registers for this warpgroup's half of V^T of a KV block: operand A, (byte, M tile, k)."""
+    layout = cute.make_layout(((4, 2, 2), HALF // 64, 2), stride=((1, 4, 8), 16, 64))
+    return cute.make_rmem_tensor(layout, Float8E4M3FN)
+
+
+@cute.jit
+def consume(
+    mmas: cutlass.Constexpr,
+    blocks: cutlass.Constexpr,
+    keys_bytes: cute.Pointer,
+    barriers: cute.Pointer,
+    queries: cutlass.Constexpr,
+    exchange: cutlass.Constexpr,
+    outputs: cutlass.Constexpr,
+    cache_scale: Float32,
+    scale_log2e: Float32,
+    scheduler: cutlass.Constexpr,
+    columns: cutlass.Constexpr,
+):
+    """Warpgroup 0 owns the even KV blocks and the left half of the output, 1 the others.
+
+    Args:
+        mmas: `Mmas`.
+        blocks: `SharedBlocks`.
+        keys_bytes: its keys.
+        barriers: mbarriers.
+        queries: `Queries`.
+        exchange: `Exchange`.
+        outputs: `latent.ops.Outputs`.
+        cache_scale: the scale of the whole cache; 1 with scales per token.
+        scale_log2e: softmax scale times log2 e.
+        scheduler: the CTA's work tiles.
+        columns: query rows on the N side of the second product.
+    """
+    thread, _, _ = cute.arch.thread_idx()
+    group = cute.arch.make_warp_uniform(thread // WARPGROUP)
+    t = thread % WARPGROUP
+    lane = t % 32
+    row0 = (t // 32) * 16 + lane // 4
+    per_token = blocks.scales is not None
+
+    thr_qk, thr_r, thr_pv = (mma.get_slice(t) for mma in (mmas.qk, mmas.rope, mmas.pv))
+    acc_s = cute.make_rmem_tensor(thr_qk.partition_shape_C((ROWS, KV_BLOCK)), Float32)
+    acc_o = cute.make_rmem_tensor(thr_pv.partition_shape_C((HALF, columns)), Float32)
+    work = Fragments(
+        mmas.qk.make_fragment_A(thr_qk.partition_A(exchange.q)),
+        mmas.rope.make_fragment_A(thr_r.partition_A(exchange.q_rope)),
+        mmas.qk.make_fragment_B(thr_qk.partition_B(blocks.keys)),
+        mmas.rope.make_fragment_B(thr_r.partition_B(blocks.rope)),
+        mmas.pv.make_fragment_B(thr_pv.partition_B(exchange.p)),
+        acc_s, two_rows(acc_s, KV_BLOCK), acc_o, by_row(acc_o, columns, HALF // 64),
+    )  # fmt: skip
+    values = values_tensor()
+    state = State(
+        *(cute.make_rmem_tensor(2, kind) for kind in (Float32, Int32, Float32)),
+        *(cute.make_rmem_tensor(2, Float32) for _ in range(3)),
+    )
+    # A lane reads row `lane` of 32 tokens. The 16 bytes of a warp within 128 are swizzled by the
+    # row; the odd M tiles of a column tile lie 64 bytes further.
+    first = keys_bytes.toint() + group * (2 * TILE_BYTES) + lane * 128
+    chunk = ((t // 32) ^ (lane % 8)) * 16
+    places = (first + chunk, first + (chunk ^ 64))
+
+    tile = scheduler.first_tile()
+    turn = Int32(0)
+    phase = Int32(0)
+    count = Int32(0)
+    while tile.valid:
+        load_queries(queries, exchange, tile, thread, per_token)
+        acc_o.fill(0.0)
+        state.sums.fill(0.0)
+        state.top.fill(SCORE_FLOOR)
+        for i in cutlass.range_constexpr(2):
+            state.limits[i] = row_limit(tile, row0 + 8 * i, scheduler)
+            state.factors[i] = scale_log2e * cache_scale * exchange.q_scale[row0 + 8 * i]
+        lowest = first_hidden(tile, scheduler)
+        compute_scores(mmas, work, barriers, 2 * turn + group, phase)
+        warpgroup.wait_group(0)
+        segments = (tile.pairs + (FLUSH_PAIRS - 1)) // FLUSH_PAIRS
+        for segment in cutlass.range(segments, unroll=1):
+            begin = segment * FLUSH_PAIRS
+            end = cutlass.min(begin + FLUSH_PAIRS, tile.pairs)
+            if group == 0:
+                for pair in cutlass.range(begin, end, unroll=1):
+                    count += 1
+                    token = (tile.first + 2 * pair) * KV_BLOCK
+                    stage = 2 * turn
+                    load_values(values, places, stage, tile.length - token, lane)
+                    if token + KV_BLOCK > tile.length:
+                        clear_scales(blocks.scales, stage, tile.length - token, t, group)
+                    scale_scores(work, blocks.scales, stage, lane)
+                    if token + KV_BLOCK > lowest:
+                        mask(work.s, token, state.limits, lane, row0, tile, scheduler)
+                    highest_exponents(work.s, state, blocks.scales, stage, lane)
+                    update_max(state, exchange, EVEN, count, row0, lane)
+                    store_weights(
+                        work.s, state, blocks.scales, stage, exchange.p_words, turn, row0, lane,
+                        columns,
+                    )  # fmt: skip
+                    release(empty(barriers, stage), lane)
+                    cute.arch.fence_view_async_shared()
+                    arrive(Barrier.P_EVEN, False)
+                    sync_warpgroup(Barrier.WARPGROUP_0)
+                    rescale_output(work.o, exchange, EVEN, count, lane, columns)
+                    add_values(mmas.pv, work, values, turn)
+                    warpgroup.wait_group(0)
+                    cute.arch.mbarrier_wait(full(barriers, stage + 1), phase)
+                    load_values(values, places, stage + 1, tile.length - token - KV_BLOCK, lane)
+                    release(empty(barriers, stage + 1), lane)
+                    cute.arch.barrier(barrier_id=Barrier.P_ODD, number_of_threads=CONSUMERS)
+                    adopt_max(state, exchange, ODD, count, row0)
+                    rescale_output(work.o, exchange, ODD, count, lane, columns)
+                    add_values(mmas.pv, work, values, Int32(2))
+                    warpgroup.wait_group(0)
+                    phase ^= turn
+                    turn ^= 1
+                    if pair < tile.pairs - 1:
+                        compute_scores(mmas, work, barriers, 2 * turn, phase)
+                        warpgroup.wait_group(0)
+            else:
+                for pair in cutlass.range(begin, end, unroll=1):
+                    count += 1
+                    token = (tile.first + 2 * pair + 1) * KV_BLOCK
+                    stage = 2 * turn + 1
+                    if token + KV_BLOCK > tile.length:
+                        clear_scales(blocks.scales, stage, tile.length - token, t, group)
+                    scale_scores(work, blocks.scales, stage, lane)
+                    if token + KV_BLOCK > lowest:
+                        mask(work.s, token, state.limits, lane, row0, tile, scheduler)
+                    highest_exponents(work.s, state, blocks.scales, stage, lane)
+                    cute.arch.mbarrier_wait(full(barriers, stage - 1), phase)
+                    load_values(values, places, stage - 1, tile.length - token + KV_BLOCK, lane)
+                    release(empty(barriers, stage - 1), lane)
+                    cute.arch.barrier(barrier_id=Barrier.P_EVEN, number_of_threads=CONSUMERS)
+                    adopt_max(state, exchange, EVEN, count, row0)
+                    rescale_output(work.o, exchange, EVEN, count, lane, columns)
+                    add_values(mmas.pv, work, values, turn)
+                    update_max(state, exchange, ODD, count, row0, lane)
+                    store_weights(
+                        work.s, state, blocks.scales, stage, exchange.p_words, Int32(2), row0, lane,
+                        columns,
+                    )  # fmt: skip
+                    cute.arch.fence_view_async_shared()
+                    arrive(Barrier.P_ODD, False)
+                    warpgroup.wait_group(0)
+                    load_values(values, places, stage, tile.length - token, lane)
+                    release(empty(barriers, stage), lane)
+                    sync_warpgroup(Barrier.WARPGROUP_1)
+                    rescale_output(work.o, exchange, ODD, count, lane, columns)
+                    add_values(mmas.pv, work, values, Int32(2))
+                    warpgroup.wait_group(0)
+                    phase ^= turn
+                    turn ^= 1
+                    if pair < tile.pairs - 1:
+                        compute_scores(mmas, work, barriers, 2 * turn + 1, phase)
+                        warpgroup.wait_group(0)
+            if segment < segments - 1:
+                flush(work.o, state, exchange, outputs, tile, segment, t, group, scheduler, columns)
+        finish(
+            work.o, state, exchange, outputs, tile, segments - 1, cache_scale, t, group, scheduler,
+            columns, queries.dtype,
+        )  # fmt: skip
+        tile = scheduler.next_tile(tile)
+
+
+# --- queries --------------------------------------------------------------------------------------
+
+
+@cute.jit
+def load_queries(
+    queries: cutlass.Constexpr,
+    exchange: cutlass.Constexpr,
+    tile: cutlass.Constexpr,
+    thread: Int32,
+    per_token: cutlass.Constexpr,
+):
+    """Query rows into shared memory, as e4m3 numbers with a scale each; zeros for absent rows.
+
+    A warp takes a row at a time, a lane 16 latent columns and 2 of the rope part. The rope part is
+    divided by the scale too; where it is e4m3 the scale covers it.
+    """
+    lane = thread % 32
+    warp = thread // 32
+    dtype = queries.dtype
+    rope_type = exchange.q_rope.element_type
+    # No warp may still read the last tile's queries, nor its sums.
+    cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
+    for first in cutlass.range_constexpr(0, ROWS // CONSUMER_WARPS, 2):
+        latent = cute.make_rmem_tensor((16, 2), dtype)
+        rope = cute.make_rmem_tensor((2, 2), dtype)
+        latent.fill(0.0)
+        rope.fill(0.0)
+        for i in cutlass.range_constexpr(2):
+            row = warp * (ROWS // CONSUMER_WARPS) + first + i
+            if tile.row + row < tile.rows:
+                at = tile.base + tile.row + row
+                token, head = Int64(at // queries.heads), at % queries.heads
+                start = token * queries.latent_token_stride + head * queries.latent_stride
+                place = (queries.latent + (start + lane * 16)).align(16)
+                cute.autovec_copy(cute.make_tensor(place, 16), latent[None, i])
+                start = token * queries.rope_token_stride + head * queries.rope_stride
+                place = (queries.rope + (start + lane * 2)).align(4)
+                cute.autovec_copy(cute.make_tensor(place, 2), rope[None, i])
+        for i in cutlass.range_constexpr(2):
+            row = warp * (ROWS // CONSUMER_WARPS) + first + i
+            wide, wide_rope = latent[None, i].load().to(Float32), rope[None, i].load().to(Float32)
+            peak = largest(wide)
+            if const_expr(not per_token):
+                peak = cute.arch.fmax(peak, largest(wide_rope))
+            for step in cutlass.range_constexpr(5):
+                other = cute.arch.shuffle_sync_bfly(peak, offset=1 << step)
+                peak = cute.arch.fmax(peak, other)
+            scale = Float32(1.0)
+            if peak > 0.0:
+                scale = cute.arch.fmax(peak * (1.0 / E4M3_MAX), Float32(2.0**-120))
+            inverse = 1.0 / scale
+            narrow = cute.make_rmem_tensor(16, Float8E4M3FN)
+            narrow.store((wide * inverse).to(Float8E4M3FN))
+            chunk = ((lane % 8) ^ (row % 8)) * 16
+            store_bytes(narrow, exchange.q_bytes, (lane // 8) * TILE_BYTES + row * 128 + chunk)
+            part = cute.make_rmem_tensor(2, rope_type)
+            part.store((wide_rope * inverse).to(rope_type))
+            if const_expr(per_token):
+                place = row * 128 + ((lane // 4) ^ (row % 8)) * 16 + (lane % 4) * 4
+            else:
+                place = row * 64 + ((lane // 8) ^ (row % 8 // 2)) * 16 + (lane % 8) * 2
+            store_bytes(part, exchange.q_rope_bytes, place)
+            if lane == 0:
+                exchange.q_scale[row] = scale
+    cute.arch.fence_view_async_shared()
+    cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
+
+
+def largest(values: Any) -> Float32:
+    """The largest magnitude of some numbers in registers."""
+    high = values.reduce(cute.ReductionOp.MAX, Float32(0.0), 0)
+    low = values.reduce(cute.ReductionOp.MIN, Float32(0.0), 0)
+    return cute.arch.fmax(high, -low)
+
+
+def store_bytes(values: cute.Tensor, base: cute.Pointer, offset: Any) -> None:
+    """Store registers at a byte offset in shared memory, in one go."""
+    width = cute.size(values) * values.element_type.width // 8
+    place = (cute.recast_ptr(base, dtype=cutlass.Uint8) + offset).align(width)
+    target = cute.make_tensor(
+        cute.recast_ptr(place, dtype=values.element_type), cute.make_layout(cute.size(values))
+    )
+    cute.autovec_copy(values, target)
+
+
+# --- products -------------------------------------------------------------------------------------
+
+
+@cute.jit
+def compute_scores(
+    mmas: cutlass.Constexpr,
+    work: cutlass.Constexpr,
+    barriers: cute.Pointer,
+    stage: Int32,
+    phase: Int32,
+):
+    """Issue the scores of the KV block of a stage when it has arrived; does not wait for them."""
+    cute.arch.mbarrier_wait(full(barriers, stage), phase)
+    warpgroup.fence()
+    atom = cute.make_mma_atom(mmas.qk.op)
+    for k in cutlass.range_constexpr(cute.size(work.q, mode=[2])):
+        atom.set(warpgroup.Field.ACCUMULATE, k > 0)
+        cute.gemm(
+            atom, work.acc_s, work.q[(None, None, k)], work.keys[(None, None, k, stage)],
+            work.acc_s,
+        )  # fmt: skip
+    rope_atom = cute.make_mma_atom(mmas.rope.op)
+    rope_atom.set(warpgroup.Field.ACCUMULATE, True)
+    for k in cutlass.range_constexpr(cute.size(work.q_rope, mode=[2])):
+        cute.gemm(
+            rope_atom, work.acc_s, work.q_rope[(None, None, k)], work.rope[(None, None, k, stage)],
+            work.acc_s,
+        )  # fmt: skip
+    warpgroup.commit_group()
+
+
+@cute.jit
+def load_values(
+    values: cute.Tensor, places: cutlass.Constexpr, stage: Int32, valid: Int32, lane: Int32
+):
+    """This warpgroup's half of V^T of a KV block into the registers of an operand A.
+
+    `ldmatrix` with a transposition gives a thread two columns of two tokens; two such words are two
+    words of four tokens, one for each column.
+
+    Args:
+        values: registers, see `values_tensor`.
+        places: addresses that this lane reads, of even and odd M tiles.
+        stage: the block's stage.
+        valid: tokens of the block that exist; others become 0, since 0 * NaN is NaN.
+        lane: this thread's lane.
+    """
+    words = cute.recast_tensor(values, Int32)
+    for k in cutlass.range_constexpr(2):
+        for m in cutlass.range_constexpr(HALF // 64):
+            at = places[m % 2] + (stage * (4 * TILE_BYTES) + (m // 2) * TILE_BYTES + k * 4096)
+            found = cute.arch.inline_ptx(
+                "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
+                " { {$w0}, {$w1}, {$w2}, {$w3} }, [{$r0}];",
+                write_only_types=[Int32] * 4,
+                read_only_args=[at],
+            )
+            for half in cutlass.range_constexpr(2):
+                low, high = found[2 * half], found[2 * half + 1]
+                words[(0, 0, half), m, k] = Int32(cute.arch.prmt(low, high, Int32(0x6420)))
+                words[(0, 1, half), m, k] = Int32(cute.arch.prmt(low, high, Int32(0x7531)))
+    if valid < KV_BLOCK:
+        for k in cutlass.range_constexpr(2):
+            for half in cutlass.range_constexpr(2):
+                kept = Int32(0)
+                for i in cutlass.range_constexpr(4):
+                    token = k * 32 + half * 16 + TOKENS[i] + (lane % 4) * 2
+                    if token < valid:
+                        kept |= Int32(0xFF << (8 * i) if i < 3 else -(1 << 24))
+                for m in cutlass.range_constexpr(HALF // 64):
+                    for r in cutlass.range_constexpr(2):
+                        words[(0, r, half), m, k] = words[(0, r, half), m, k] & kept
+
+
+@cute.jit
+def add_values(mma: cute.TiledMma, work: cutlass.Constexpr, values: cute.Tensor, slot: Int32):
+    """Issue O^T += V^T W^T for the weights of a slot; does not wait."""
+    warpgroup.fence()
+    atom = cute.make_mma_atom(mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, True)
+    for k in cutlass.range_constexpr(2):
+        cute.gemm(
+            atom, work.acc_o, values[(None, None, k)], work.p[(None, None, k, slot)], work.acc_o
+        )
+    warpgroup.commit_group()
+
+
+# --- softmax --------------------------------------------------------------------------------------
+
+
+@cute.jit
+def token_scales(scales: cute.Tensor, stage: Int32, j: cutlass.Constexpr, lane: Int32):
+    """The scales of this thread's two tokens of group j of 8."""
+    two = cute.make_rmem_tensor(2, Float32)
+    place = cute.local_tile(scales[(None, stage)], (2,), (j * 4 + lane % 4,))
+    cute.autovec_copy(place, two)
+    return two
+
+
+@cute.jit
+def clear_scales(scales: cutlass.Constexpr, stage: Int32, valid: Int32, t: Int32, group: Int32):
+    """Set the scales behind the first `valid` to 1: they may be NaN. A warpgroup calls it."""
+    if const_expr(scales is not None):
+        if t >= valid and t < KV_BLOCK:
+            scales[t, stage] = Float32(1.0)
+        sync_warpgroup(Barrier.WARPGROUP_0 + group)
+
+
+@cute.jit
+def scale_scores(work: cutlass.Constexpr, scales: cutlass.Constexpr, stage: Int32, lane: Int32):
+    """Products of e4m3 numbers to scores over the scale of their query row."""
+    if const_expr(scales is not None):
+        for j in cutlass.range_constexpr(KV_BLOCK // 8):
+            two = token_scales(scales, stage, j, lane)
+            for r in cutlass.range_constexpr(2):
+                for e in cutlass.range_constexpr(2):
+                    work.s[r, (e, j)] = work.s[r, (e, j)] * two[e]
+
+
+@cute.jit
+def floor_log2(number: Float32) -> Float32:
+    """The exponent of a positive float, from its bits and without a conversion."""
+    field = (number.bitcast(Int32) >> 23) | 0x4B000000
+    return field.bitcast(Float32) - Float32(2.0**23 + 127)
+
+
+@cute.jit
+def highest_exponents(
+    s: cute.Tensor, state: cutlass.Constexpr, scales: cutlass.Constexpr, stage: Int32, lane: Int32
+):
+    """The highest exponent of a weight of each of this thread's two rows, among its own tokens."""
+    state.best.fill(-Float32.inf)
+    for j in cutlass.range_constexpr(KV_BLOCK // 8):
+        added = (Float32(0.0), Float32(0.0))
+        if const_expr(scales is not None):
+            two = token_scales(scales, stage, j, lane)
+            added = (floor_log2(two[0]), floor_log2(two[1]))
+        for r in cutlass.range_constexpr(2):
+            for e in cutlass.range_constexpr(2):
+                exponent = s[r, (e, j)] * state.factors[r] + added[e]
+                state.best[r] = cute.arch.fmax(state.best[r], exponent)
+
+
+@cute.jit
+def update_max(
+    state: cutlass.Constexpr,
+    exchange: cutlass.Constexpr,
+    block: cutlass.Constexpr,
+    count: Int32,
+    row0: Int32,
+    lane: Int32,
+):
+    """Raise the running maxima that have to rise, and publish them and their scales."""
+    state.scale.fill(1.0)
+    if max_must_rise(state.best, state.top, Float32(1.0), RISE_BITS):
+        raise_max(state.best, state.top, state.scale, state.sums, Float32(1.0), RISE_BITS)
+        if lane % 4 == 0:
+            for r in cutlass.range_constexpr(2):
+                exchange.row_max[row0 + 8 * r] = state.top[r]
+        if lane == 0:
+            exchange.risen[block] = count
+    if lane % 4 == 0:
+        for r in cutlass.range_constexpr(2):
+            exchange.scales[row0 + 8 * r, block] = state.scale[r]
+
+
+@cute.jit
+def adopt_max(
+    state: cutlass.Constexpr,
+    exchange: cutlass.Constexpr,
+    block: cutlass.Constexpr,
+    count: Int32,
+    row0: Int32,
+):
+    """Adopt the maxima of the other warpgroup's block, if one has risen."""
+    if exchange.risen[block] == count:
+        for r in cutlass.range_constexpr(2):
+            state.top[r] = exchange.row_max[row0 + 8 * r]
+            state.sums[r] = state.sums[r] * exchange.scales[row0 + 8 * r, block]
+
+
+@cute.jit
+def rescale_output(
+    o: cute.Tensor,
+    exchange: cutlass.Constexpr,
+    block: cutlass.Constexpr,
+    count: Int32,
+    lane: Int32,
+    columns: cutlass.Constexpr,
+):
+    """Multiply the output by the scales of a block, if a maximum has risen in it."""
+    if exchange.risen[block] == count:
+        for j in cutlass.range_constexpr(columns // 8):
+            for e in cutlass.range_constexpr(2):
+                scale = exchange.scales[own_row(j, e, lane), block]
+                o[(e, j), None].store(o[(e, j), None].load() * scale)
+
+
+@cute.jit
+def store_weights(
+    s: cute.Tensor,
+    state: cutlass.Constexpr,
+    scales: cutlass.Constexpr,
+    stage: Int32,
+    words: cute.Tensor,
+    slot: Int32,
+    row0: Int32,
+    lane: Int32,
+    columns: cutlass.Constexpr,
+):
+    """Scores to weights in shared memory, in the order `TOKENS`; adds up the probabilities.
+
+    Args:
+        s: scores of this thread's two rows.
+        state: `State`.
+        scales: of the tokens, or None.
+        stage: the block's stage.
+        words: all slots of weights.
+        slot: the one to write.
+        row0: this thread's first row.
+        lane: its lane.
+        columns: rows of a slot.
+    """
+    for g in cutlass.range_constexpr(KV_BLOCK // 16):
+        weights = cute.make_rmem_tensor((4, 2), Float32)
+        for half in cutlass.range_constexpr(2):
+            j = 2 * g + half
+            factors = (Float32(1.0), Float32(1.0))
+            if const_expr(scales is not None):
+                two = token_scales(scales, stage, j, lane)
+                factors = (two[0], two[1])
+            for r in cutlass.range_constexpr(2):
+                base = WEIGHT_BITS - state.top[r]
+                for e in cutlass.range_constexpr(2):
+                    exponent = s[r, (e, j)] * state.factors[r] + base
+                    p = cute.math.exp2(exponent, fastmath=True)
+                    state.sums[r] = state.sums[r] + p
+                    weights[2 * half + e, r] = p * factors[e]
+        narrow = cute.make_rmem_tensor((4, 2), Float8E4M3FN)
+        narrow.store(weights.load().to(Float8E4M3FN))
+        packed = cute.recast_tensor(narrow, Int32)
+        chunk = (g ^ (lane // 8)) * 4 + lane % 4
+        for r in cutlass.range_constexpr(2):
+            row = row0 + 8 * r
+            if const_expr(columns == ROWS):
+                words[slot * (columns * 16) + row * 16 + chunk] = packed[0, r]
+            else:
+                if row < columns:
+                    words[slot * (columns * 16) + row * 16 + chunk] = packed[0, r]
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+@cute.jit
+def own_place(
+    outputs: cutlass.Constexpr,
+    slot: Int32,
+    row: Int32,
+    t: Int32,
+    group: Int32,
+    m: cutlass.Constexpr,
+) -> cute.Tensor:
+    """Where this thread's two neighbouring columns of M tile m and of a row are in a partial."""
+    start = (Int64(slot) * ROWS + row) * LATENT + own_column(t, group, m)
+    return cute.make_tensor((outputs.o_partial + start).align(8), 2)
+
+
+def own_column(t: Any, group: Any, m: int) -> Any:
+    """The first of this thread's two output columns of M tile m."""
+    return group * HALF + m * 64 + t // 32 * 16 + t % 32 // 4 * 2
+
+
+@cute.jit
+def publish_tops(state: cutlass.Constexpr, exchange: cutlass.Constexpr, t: Int32, group: Int32):
+    """The running maxima of this warpgroup into shared memory."""
+    row0 = (t // 32) * 16 + t % 32 // 4
+    if t % 4 == 0:
+        for r in cutlass.range_constexpr(2):
+            exchange.tops[row0 + 8 * r, group] = state.top[r]
+
+
+@cute.jit
+def flush(
+    o: cute.Tensor,
+    state: cutlass.Constexpr,
+    exchange: cutlass.Constexpr,
+    outputs: cutlass.Constexpr,
+    tile: cutlass.Constexpr,
+    flushed: Int32,
+    t: Int32,
+    group: Int32,
+    scheduler: cutlass.Constexpr,
+    columns: cutlass.Constexpr,
+):
+    """Move the output to the partial's place in memory, added to what is there if `flushed`.
+
+    What is there is relative to the maxima of its time, which `carried` holds.
+    """
+    slot = partial_slot(tile, scheduler)
+    publish_tops(state, exchange, t, group)
+    sync_warpgroup(Barrier.WARPGROUP_0 + group)
+    for j in cutlass.range_constexpr(columns // 8):
+        for e in cutlass.range_constexpr(2):
+            row = own_row(j, e, t % 32)
+            scale = Float32(0.0)
+            if flushed != 0:
+                gap = exchange.carried[row, group] - exchange.tops[row, group]
+                scale = cute.math.exp2(gap, fastmath=True)
+            for m in cutlass.range_constexpr(HALF // 64):
+                place = own_place(outputs, slot, row, t, group, m)
+                pair = cute.make_rmem_tensor(2, Float32)
+                pair.fill(0.0)
+                if flushed != 0:
+                    cute.autovec_copy(place, pair)
+                for r in cutlass.range_constexpr(2):
+                    pair[r] = pair[r] * scale + o[(e, j), (r, m)]
+                    o[(e, j), (r, m)] = Float32(0.0)
+                cute.autovec_copy(pair, place)
+    sync_warpgroup(Barrier.WARPGROUP_0 + group)
+    row0 = (t // 32) * 16 + t % 32 // 4
+    if t % 4 == 0:
+        for r in cutlass.range_constexpr(2):
+            exchange.carried[row0 + 8 * r, group] = state.top[r]
+
+
+@cute.jit
+def finish(
+    o: cute.Tensor,
+    state: cutlass.Constexpr,
+    exchange: cutlass.Constexpr,
+    outputs: cutlass.Constexpr,
+    tile: cutlass.Constexpr,
+    flushed: Int32,
+    cache_scale: Float32,
+    t: Int32,
+    group: Int32,
+    scheduler: cutlass.Constexpr,
+    columns: cutlass.Constexpr,
+    dtype: cutlass.Constexpr,
+):
+    """Normalise by the row sums of both warpgroups, and write the tile's result or partial."""
+    row0 = (t // 32) * 16 + t % 32 // 4
+    publish_tops(state, exchange, t, group)
+    for r in cutlass.range_constexpr(2):
+        total = row_sum(state.sums[r])
+        if t % 4 == 0:
+            exchange.row_sum[row0 + 8 * r, group] = total
+    cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
+    slot = partial_slot(tile, scheduler)
+    lse, lse_partial = outputs.lse, outputs.lse_partial
+    for j in cutlass.range_constexpr(columns // 8):
+        for e in cutlass.range_constexpr(2):
+            row = own_row(j, e, t % 32)
+            top = exchange.tops[row, group]
+            total = exchange.row_sum[row, 0] + exchange.row_sum[row, 1]
+            inverse, lse_log2 = normaliser(total, top - WEIGHT_BITS)
+            if flushed != 0:
+                scale = cute.math.exp2(exchange.carried[row, group] - top, fastmath=True)
+                for m in cutlass.range_constexpr(HALF // 64):
+                    pair = cute.make_rmem_tensor(2, Float32)
+                    cute.autovec_copy(own_place(outputs, slot, row, t, group, m), pair)
+                    for r in cutlass.range_constexpr(2):
+                        o[(e, j), (r, m)] = o[(e, j), (r, m)] + pair[r] * scale
+            inverse = inverse * cache_scale
+            writes_lse = group == 0 and t // 4 == 0
+            exists = tile.row + row < tile.rows
+            if exists and tile.split != 0:
+                if writes_lse:
+                    lse_partial[slot * ROWS + row] = lse_log2
+                for m in cutlass.range_constexpr(HALF // 64):
+                    pair = cute.make_rmem_tensor(2, Float32)
+                    for r in cutlass.range_constexpr(2):
+                        pair[r] = o[(e, j), (r, m)] * inverse
+                    cute.autovec_copy(pair, own_place(outputs, slot, row, t, group, m))
+            elif exists:
+                at = Int64(tile.base + tile.row + row)
+                if writes_lse:
+                    lse[at] = final_lse(lse_log2, outputs.empty_positive)
+                for m in cutlass.range_constexpr(HALF // 64):
+                    narrow = cute.make_rmem_tensor(2, dtype)
+                    for r in cutlass.range_constexpr(2):
+                        narrow[r] = (o[(e, j), (r, m)] * inverse).to(dtype)
+                    place = (outputs.o_latent + (at * LATENT + own_column(t, group, m))).align(4)
+                    cute.autovec_copy(narrow, cute.make_tensor(place, 2))
+    if tile.split != 0 and group == 0 and t == 0:
+        record_partial(outputs.merges, slot, tile)

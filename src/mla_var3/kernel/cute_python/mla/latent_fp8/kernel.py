@@ -1,0 +1,380 @@
+"""The latent kernel for Hopper over a cache in 8 bits, for decode and speculative decode.
+
+    q_latent [b, s, h, 512]   q_rope [b, s, h, 64]   in 16 bits, any strides of tokens and heads
+    latent [b, t, 512] e4m3 and rope [b, t, 64], or pages of them with a block table
+    scales [b, t] float32 with a rope part in bfloat16, or one scale with a rope part in e4m3
+    -> o_latent [b, s, h, 512] in the dtype of the queries, lse [b, s, h] float32 (natural log)
+
+The contract is that of the 16-bit latent kernel (`latent/kernel.py`), whose scheduler, masks and
+merge it uses. Queries are rounded to e4m3 with a scale per row on their way to shared memory,
+probabilities times the scale of their token are e4m3 too, and all products but a 16-bit rope part
+are of 8 bits. Roles of the warpgroups as in 16 bits; `consumer.py` says what differs, `producer.py`
+how KV blocks come.
+"""
+
+from typing import Any
+
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cutlass import BFloat16, Float8E4M3FN, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
+
+from mla_var3.kernel.cute_python.mla.hopper.compat import SmemAllocator
+from mla_var3.kernel.cute_python.mla.hopper.constants import (
+    CONSUMER_REGISTERS,
+    CONSUMER_WARPGROUPS,
+    KV_BLOCK,
+    LATENT,
+    PRODUCER_REGISTERS,
+    PRODUCER_WARP,
+    ROPE,
+    ROWS,
+    THREADS,
+)
+from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor
+from mla_var3.kernel.cute_python.mla.latent.merge import (
+    may_split,
+    merge_partials,
+    merge_rows,
+    merge_shared,
+    open_merge,
+)
+from mla_var3.kernel.cute_python.mla.latent.operands import (
+    LatentOperands,
+    LatentSizes,
+    Partials,
+    groups_of,
+)
+from mla_var3.kernel.cute_python.mla.latent.ops import Outputs
+from mla_var3.kernel.cute_python.mla.latent.scheduler import Scheduler, work_range
+from mla_var3.kernel.cute_python.mla.latent_fp8.consumer import (
+    P_SLOTS,
+    Exchange,
+    Mmas,
+    Queries,
+    consume,
+)
+from mla_var3.kernel.cute_python.mla.latent_fp8.producer import (
+    MBARRIERS,
+    STAGES,
+    Cache,
+    SharedBlocks,
+    init_barriers,
+    produce,
+)
+
+COLUMN_TILE = 128
+"""Columns of a tile of e4m3 elements: 128 bytes, the widest swizzle of shared memory."""
+COLUMN_CHOICES = (16, 32, ROWS)
+"""Query rows on the N side of the second product that the kernel is compiled for."""
+
+
+def columns_for(rows: int) -> int:
+    """Query rows on the N side for a request that has so many."""
+    return next((columns for columns in COLUMN_CHOICES if rows <= columns), ROWS)
+
+
+class LatentFp8Sm90:
+    """Host and device code for one element type of the queries and one cache format.
+
+    Attributes:
+        dtype: element type of the queries and the output.
+        columns: see `COLUMN_CHOICES`.
+        per_token: whether every token has a scale and a rope part in bfloat16; otherwise the cache
+            has one scale and its rope part is e4m3.
+        empty_positive: see `latent.ops.final_lse`.
+    """
+
+    def __init__(self, dtype, columns=ROWS, per_token=True, empty_positive=False):
+        self.dtype = dtype
+        self.columns = columns
+        self.per_token = per_token
+        self.empty_positive = empty_positive
+
+    @cute.jit
+    def __call__(self, *arguments: Any):
+        """The arguments of `LATENT_FIELDS` and the stream."""
+        operands, partials, sizes, (stream,) = groups_of(
+            arguments, LatentOperands, Partials, LatentSizes
+        )
+        kinds = warpgroup.SmemLayoutAtomKind
+        element = Float8E4M3FN
+        rope_element = BFloat16 if const_expr(self.per_token) else Float8E4M3FN
+        rope_kind = kinds.K_SW128 if const_expr(self.per_token) else kinds.K_SW64
+        rope_step = 16 * 8 // rope_element.width  # elements of 16 bytes
+        wide = warpgroup.make_smem_layout_atom(kinds.K_SW128, element)
+        rope_atom = warpgroup.make_smem_layout_atom(rope_kind, rope_element)
+        p_atom = warpgroup.make_smem_layout_atom(kinds.K_SW64, element)
+
+        def pages_of(pointer, columns, stride, page_stride, step):
+            shape = (sizes.page_tokens, columns, sizes.pages)
+            inner = (1, COLUMN_TILE) if const_expr(isinstance(columns, tuple)) else 1
+            strides = (cute.assume(stride, divby=step), inner, cute.assume(page_stride, divby=step))
+            return cute.make_tensor(pointer, cute.make_layout(shape, stride=strides))
+
+        def copies_of(tensor, atom, tile):
+            load = cpasync.CopyBulkTensorTileG2SOp()
+            layout = cute.tile_to_shape(atom, tile, order=(0, 1))
+            return cpasync.make_tiled_tma_atom(load, tensor, layout, tile)
+
+        def mma(kind, columns, source):
+            K = OperandMajorMode.K
+            shape = (ROWS, columns)
+            return sm90.make_trivial_tiled_mma(kind, kind, K, K, Float32, (1, 1, 1), shape, source)
+
+        key_layout = cute.tile_to_shape(wide, (KV_BLOCK, LATENT, STAGES), order=(0, 1, 2))
+        rope_layout = cute.tile_to_shape(rope_atom, (KV_BLOCK, ROPE, STAGES), order=(0, 1, 2))
+        q_layout = cute.tile_to_shape(wide, (ROWS, LATENT), order=(0, 1))
+        q_rope_layout = cute.tile_to_shape(rope_atom, (ROWS, ROPE), order=(0, 1))
+        p_layout = cute.tile_to_shape(p_atom, (self.columns, KV_BLOCK, P_SLOTS), order=(0, 1, 2))
+
+        scale_copies = (None, None)
+        cache_scale = None
+        if const_expr(self.per_token):
+            stride = cute.assume(sizes.scales_page_stride, divby=4)
+            scale_tensor = cute.make_tensor(
+                operands.scales,
+                cute.make_layout((sizes.page_tokens, sizes.pages), stride=(1, stride)),
+            )
+            scale_copies = cpasync.make_tiled_tma_atom(
+                cpasync.CopyBulkTensorTileG2SOp(), scale_tensor, cute.make_layout(KV_BLOCK),
+                (KV_BLOCK,),
+            )  # fmt: skip
+        else:
+            cache_scale = cute.make_tensor(operands.scales, cute.make_layout(1))
+        self.block_bytes = KV_BLOCK * (LATENT + ROPE * rope_element.width // 8)
+        if const_expr(self.per_token):
+            self.block_bytes += KV_BLOCK * 4
+
+        groups, p_size = CONSUMER_WARPGROUPS, self.columns * KV_BLOCK * P_SLOTS
+
+        @cute.struct
+        class Shared:
+            barriers: cute.struct.MemRange[Int64, MBARRIERS]
+            missing: cute.struct.MemRange[Int32, 2]
+            risen: cute.struct.MemRange[Int32, 2]
+            q_scale: cute.struct.MemRange[Float32, ROWS]
+            row_max: cute.struct.MemRange[Float32, ROWS]
+            rescales: cute.struct.MemRange[Float32, 2 * ROWS]
+            row_sum: cute.struct.MemRange[Float32, groups * ROWS]
+            tops: cute.struct.MemRange[Float32, groups * ROWS]
+            carried: cute.struct.MemRange[Float32, groups * ROWS]
+            scales: cute.struct.Align[cute.struct.MemRange[Float32, KV_BLOCK * STAGES], 128]
+            q: cute.struct.Align[cute.struct.MemRange[element, ROWS * LATENT], 1024]
+            q_rope: cute.struct.Align[cute.struct.MemRange[rope_element, ROWS * ROPE], 1024]
+            p: cute.struct.Align[cute.struct.MemRange[element, p_size], 1024]
+            rope: cute.struct.Align[
+                cute.struct.MemRange[rope_element, KV_BLOCK * ROPE * STAGES], 1024
+            ]
+            keys: cute.struct.Align[cute.struct.MemRange[element, KV_BLOCK * LATENT * STAGES], 1024]
+
+        self.Shared = Shared
+        line = cute.make_layout
+        requests, queries = sizes.requests, sizes.queries
+        ctas = sizes.group_ctas * sizes.group_count
+        table = None
+        if const_expr(operands.block_table is not None):
+            stride = sizes.block_table_stride
+            table = cute.make_tensor(
+                operands.block_table, line((requests, stride), stride=(stride, 1))
+            )
+        total_lengths = None
+        if const_expr(operands.total_lengths is not None):
+            total_lengths = cute.make_tensor(operands.total_lengths, line(requests))
+        begins = None
+        if const_expr(operands.cu_seqlens_q is not None):
+            begins = cute.make_tensor(operands.cu_seqlens_q, line(requests + 1))
+        tree = None
+        if const_expr(operands.tree is not None):
+            strides = (sizes.tree_stride, sizes.tree_row_stride, 1)
+            tree = cute.make_tensor(
+                operands.tree, line((requests, queries, queries), stride=strides)
+            )
+        shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+        self.latent_fp8(
+            mma(element, KV_BLOCK, shared),
+            mma(rope_element, KV_BLOCK, shared),
+            mma(element, self.columns, registers),
+            *copies_of(
+                pages_of(
+                    operands.latent, (COLUMN_TILE, LATENT // COLUMN_TILE), sizes.latent_stride,
+                    sizes.latent_page_stride, 16,
+                ),
+                wide, (KV_BLOCK, LATENT),
+            ),
+            *copies_of(
+                pages_of(
+                    operands.rope, ROPE, sizes.rope_stride, sizes.rope_page_stride, rope_step
+                ),
+                rope_atom, (KV_BLOCK, ROPE),
+            ),
+            *scale_copies,
+            cache_scale,
+            operands.q_latent,
+            operands.q_rope,
+            table,
+            cute.make_tensor(operands.lengths, line(requests)),
+            total_lengths,
+            begins,
+            tree,
+            operands.o_latent,
+            cute.make_tensor(operands.lse, line(sizes.total_rows)),
+            partials.o_partial,
+            cute.make_tensor(partials.lse_partial, line(2 * ctas * ROWS)),
+            cute.make_tensor(partials.merges, line((merge_rows(ctas), 4), stride=(4, 1))),
+            sizes.scale_log2e,
+            sizes.q_latent_stride,
+            sizes.q_rope_stride,
+            sizes.q_latent_token_stride,
+            sizes.q_rope_token_stride,
+            requests,
+            queries,
+            sizes.total_rows // sizes.heads,
+            sizes.heads,
+            sizes.pages,
+            sizes.page_tokens,
+            sizes.max_tokens,
+            sizes.newest,
+            sizes.causal,
+            sizes.shards,
+            sizes.shard,
+            sizes.whole_items,
+            sizes.group_ctas,
+            sizes.visits,
+            sizes.group_count,
+            key_layout,
+            rope_layout,
+            q_layout,
+            q_rope_layout,
+            p_layout,
+        ).launch(
+            grid=(sizes.group_ctas, sizes.group_count, 1),
+            block=(THREADS, 1, 1),
+            stream=stream,
+            min_blocks_per_mp=1,
+        )  # fmt: skip
+
+    @cute.kernel
+    def latent_fp8(
+        self,
+        qk_mma: cute.TiledMma,
+        rope_mma: cute.TiledMma,
+        pv_mma: cute.TiledMma,
+        c_copy: cute.CopyAtom,
+        c_global: cute.Tensor,
+        r_copy: cute.CopyAtom,
+        r_global: cute.Tensor,
+        scale_copy: cute.CopyAtom | None,
+        scale_global: cute.Tensor | None,
+        cache_scale: cute.Tensor | None,
+        q_latent: cute.Pointer,
+        q_rope: cute.Pointer,
+        table: cute.Tensor | None,
+        lengths: cute.Tensor,
+        total_lengths: cute.Tensor | None,
+        query_begins: cute.Tensor | None,
+        tree: cute.Tensor | None,
+        o_latent: cute.Pointer,
+        lse: cute.Tensor,
+        o_partial: cute.Pointer,
+        lse_partial: cute.Tensor,
+        merges: cute.Tensor,
+        scale_log2e: Float32,
+        q_latent_stride: Int32,
+        q_rope_stride: Int32,
+        q_latent_token_stride: Int32,
+        q_rope_token_stride: Int32,
+        requests: Int32,
+        queries: Int32,
+        total_queries: Int32,
+        heads: Int32,
+        pages: Int32,
+        page_tokens: Int32,
+        max_tokens: Int32,
+        newest: Int32,
+        causal: Int32,
+        shards: Int32,
+        shard: Int32,
+        whole_items: Int32,
+        group_ctas: Int32,
+        visits: Int32,
+        group_count: Int32,
+        key_layout: cute.ComposedLayout,
+        rope_layout: cute.ComposedLayout,
+        q_layout: cute.ComposedLayout,
+        q_rope_layout: cute.ComposedLayout,
+        p_layout: cute.ComposedLayout,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        rank, group, _ = cute.arch.block_idx()
+        warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        store = SmemAllocator().allocate(self.Shared)
+        barriers = store.barriers.data_ptr()
+        missing = store.missing.get_tensor(cute.make_layout(1))
+        risen = store.risen.get_tensor(cute.make_layout(2))
+        if thread == 0:
+            init_barriers(barriers)
+            missing[0] = Int32(0)
+            risen[0] = Int32(0)
+            risen[1] = Int32(0)
+        cute.arch.sync_threads()
+        scheduler = Scheduler(
+            work_range(
+                lengths, requests, visits, newest, max_tokens, whole_items, group, group_count
+            ),
+            lengths, total_lengths, query_begins, tree, queries, total_queries, heads, max_tokens,
+            group_ctas, visits, newest, causal, shards, shard, group, rank,
+        )  # fmt: skip
+        ctas, cta = group_ctas * group_count, group * group_ctas + rank
+        splits = may_split(scheduler.range, group_count)
+        if thread == 0 and splits:
+            open_merge(merges, ctas, cta)
+
+        def tiles(memory, layout):
+            return memory.get_tensor(layout.outer, swizzle=layout.inner)
+
+        scales = None
+        if const_expr(self.per_token):
+            scales = store.scales.get_tensor(cute.make_layout((KV_BLOCK, STAGES)))
+        blocks = SharedBlocks(tiles(store.keys, key_layout), tiles(store.rope, rope_layout), scales)
+        if warp_index >= PRODUCER_WARP:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+            if warp_index == PRODUCER_WARP:
+                scale_source = None
+                if const_expr(self.per_token):
+                    scale_source = TmaTensor(scale_copy, scale_global)
+                cache = Cache(
+                    TmaTensor(c_copy, c_global), TmaTensor(r_copy, r_global), scale_source,
+                    table, pages, page_tokens, self.block_bytes,
+                )  # fmt: skip
+                produce(cache, blocks, barriers, scheduler)
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            outputs = Outputs(o_latent, lse, o_partial, lse_partial, merges, self.empty_positive)
+            line, two = cute.make_layout(ROWS), cute.make_layout((ROWS, 2))
+            p_words = cute.make_tensor(
+                cute.recast_ptr(store.p.data_ptr(), dtype=Int32),
+                cute.make_layout(self.columns * KV_BLOCK * P_SLOTS // 4),
+            )
+            exchange = Exchange(
+                tiles(store.q, q_layout), store.q.data_ptr(),
+                tiles(store.q_rope, q_rope_layout), store.q_rope.data_ptr(),
+                tiles(store.p, p_layout), p_words,
+                store.q_scale.get_tensor(line), store.row_max.get_tensor(line),
+                store.rescales.get_tensor(two), risen, store.row_sum.get_tensor(two),
+                store.tops.get_tensor(two), store.carried.get_tensor(two),
+            )  # fmt: skip
+            whole_scale = Float32(1.0)
+            if const_expr(not self.per_token):
+                whole_scale = cache_scale[0]
+            consume(
+                Mmas(qk_mma, rope_mma, pv_mma), blocks, store.keys.data_ptr(), barriers,
+                Queries(
+                    q_latent, q_rope, q_latent_stride, q_rope_stride, q_latent_token_stride,
+                    q_rope_token_stride, heads, self.dtype,
+                ),
+                exchange, outputs, whole_scale, scale_log2e, scheduler, self.columns,
+            )  # fmt: skip
+            if splits:
+                shared = merge_shared(store.keys.data_ptr())
+                merge_partials(outputs, missing, shared, group_ctas, ctas, cta, self.dtype)

@@ -1,0 +1,128 @@
+"""Producer warp of the 8-bit latent kernel: KV blocks into a ring of shared-memory stages.
+
+Blocks come in pairs, an even and an odd one. The stages of a pair are neighbours, and pairs take
+turns between the two halves of the ring. Query rows are not loaded here: the consumers round them
+to 8 bits on their way to shared memory.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from mla_var3.kernel.cute_python.mla.hopper.constants import CONSUMER_WARPS, KV_BLOCK, LATENT, ROPE
+from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor, transfer
+
+STAGES = 4
+"""KV blocks in shared memory: 160 KB, of which an SM needs about 100 in flight to read memory at
+its full rate (docs/kernels/flash-attention.md)."""
+MBARRIERS = 2 * STAGES
+
+
+def full(barriers: cute.Pointer, stage: Any) -> cute.Pointer:
+    """The mbarrier of a stage whose block has arrived."""
+    return barriers + stage
+
+
+def empty(barriers: cute.Pointer, stage: Any) -> cute.Pointer:
+    """The mbarrier of a stage that all consumer warps have released."""
+    return barriers + (STAGES + stage)
+
+
+@cute.jit
+def init_barriers(barriers: cute.Pointer):
+    """Set up the mbarriers; one thread calls it."""
+    for stage in cutlass.range_constexpr(STAGES):
+        cute.arch.mbarrier_init(full(barriers, stage), 1)
+        cute.arch.mbarrier_init(empty(barriers, stage), CONSUMER_WARPS)
+    cute.arch.mbarrier_init_fence()
+
+
+@dataclass(frozen=True)
+class SharedBlocks:
+    """KV blocks in shared memory, the stage as the last mode.
+
+    Attributes:
+        keys: [64, 512, stage] e4m3, also the values.
+        rope: [64, 64, stage] in 16 bits or e4m3.
+        scales: [64, stage] float32 of the tokens; None with one scale for the whole cache.
+    """
+
+    keys: Any
+    rope: Any
+    scales: Any
+
+
+@dataclass(frozen=True)
+class Cache:
+    """The cache in memory.
+
+    Attributes:
+        latent, rope, scales: its pages; `scales` is None with one scale for the whole cache.
+        table: block table, or None for a dense cache.
+        pages, page_tokens: number of pages and tokens of each.
+        block_bytes: bytes of a KV block.
+    """
+
+    latent: TmaTensor
+    rope: TmaTensor
+    scales: TmaTensor | None
+    table: Any
+    pages: Any
+    page_tokens: Any
+    block_bytes: int
+
+
+@cute.jit
+def produce(
+    cache: cutlass.Constexpr,
+    shared: cutlass.Constexpr,
+    barriers: cute.Pointer,
+    scheduler: cutlass.Constexpr,
+):
+    """Load the KV blocks of all work tiles of the CTA; one warp calls it."""
+    parts = [
+        transfer(cache.latent, shared.keys, (KV_BLOCK, LATENT)),
+        transfer(cache.rope, shared.rope, (KV_BLOCK, ROPE)),
+    ]
+    if const_expr(cache.scales is not None):
+        parts.append(transfer(cache.scales, shared.scales, (KV_BLOCK,)))
+    tile = scheduler.first_tile()
+    stage = Int32(0)
+    phase = Int32(0)
+    while tile.valid:
+        request = tile.item // scheduler.visits
+        for index in cutlass.range(2 * tile.pairs, unroll=1):
+            block, page = place_of(cache, request, tile.first + index, tile.last)
+            cute.arch.mbarrier_wait(empty(barriers, stage), phase ^ 1)
+            arrival = full(barriers, stage)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(arrival, cache.block_bytes)
+            for i in cutlass.range_constexpr(len(parts)):
+                at = (None, block, page) if i == 2 else (None, block, 0, page)
+                cute.copy(
+                    parts[i].copy, parts[i].tiles[at], parts[i].shared[(None, stage)],
+                    tma_bar_ptr=arrival,
+                )  # fmt: skip
+            stage += 1
+            if stage == STAGES:
+                stage = Int32(0)
+                phase ^= 1
+        tile = scheduler.next_tile(tile)
+
+
+@cute.jit
+def place_of(cache: cutlass.Constexpr, request: Int32, block: Int32, blocks: Int32):
+    """Block of the page, and page. A block behind the last is on no page: TMA writes zeros."""
+    page = cache.pages
+    if const_expr(cache.table is None):
+        if block < blocks:
+            page = request
+    else:
+        page_blocks = cache.page_tokens // KV_BLOCK
+        if block < blocks:
+            page = cache.table[request, block // page_blocks]
+        block = block % page_blocks
+    return block, page
