@@ -12,13 +12,14 @@ A token is its latent row in e4m3, the scales of that row and its rope key. Thre
 FlashMLA write for DeepSeek V3.2. `fp8_per_token` is the default of this package. It keeps the parts
 of a page apart: all latent rows of the page, then its rope keys, then its scales. A row of 644
 bytes would not be a multiple of the 16 bytes that the copy engine of a GPU steps in; rows of 512
-and 128 bytes are. In a dense cache a request takes the place of a page.
+and 128 bytes are. In a dense cache a request takes the place of a page. Its rope keys are divided
+by the scale of their token, so that a kernel adds both parts of a score in one accumulator.
 
 Rounding:
 
 - A scale is the largest finite magnitude it covers over 448, the largest e4m3 number; at least
-  2**-126, and 1 where all values are zero. With a given scale, as in `fp8`, larger finite values
-  saturate at +-448 times the scale.
+  2**-126, and 1 where all values are zero. That of a token also keeps its divided rope key finite.
+  With a given scale, as in `fp8`, larger finite values saturate at +-448 times the scale.
 - NaN stays NaN. An infinity becomes NaN, since e4m3 has none: an overflow is not hidden.
 - Values are divided by the scale in float32 and rounded to nearest, ties to even. The relative
   error is at most 2**-4 from 2**-6 times the scale on; below, the absolute error is at most 2**-10
@@ -40,6 +41,10 @@ _LEAST_SCALE = torch.finfo(torch.float32).tiny
 """A subnormal scale would become zero on a GPU that flushes them."""
 
 
+_ROPE_SHARE = 2.0**-60
+"""Least scale over the largest number of the rope key: the divided key stays within bfloat16."""
+
+
 @dataclass(frozen=True)
 class CacheFormat:
     """Where the parts of a token lie.
@@ -49,6 +54,7 @@ class CacheFormat:
         scale_columns: Latent columns per scale; 0 for one scale per token, None for one scale for
             the whole tensor.
         rope_dtype: Dtype of the rope keys.
+        rope_over_scale: Whether a rope key is stored divided by the scale of its token.
         by_page: Whether a page holds all latent rows, then all rope keys, then all scales;
             otherwise each token holds its latent row, its scales and its rope key.
     """
@@ -57,6 +63,7 @@ class CacheFormat:
     scale_columns: int | None
     rope_dtype: torch.dtype
     by_page: bool
+    rope_over_scale: bool = False
 
     def scales(self, k: int) -> int:
         """Scales of a token."""
@@ -144,7 +151,8 @@ class QuantisedCache:
 
     Attributes:
         latent: e4m3 `[..., k]`.
-        rope: `[..., p]`, bfloat16, or e4m3 that the scale of the tensor applies to.
+        rope: `[..., p]`, bfloat16, or e4m3 that the scale of the tensor applies to; see
+            `CacheFormat.rope_over_scale`.
         scales: float32 `[..., g]`, each for k / g columns, or `[1]` for the whole tensor. A value
             is its e4m3 number times its scale.
     """
@@ -154,7 +162,7 @@ class QuantisedCache:
     scales: torch.Tensor
 
 
-PER_TOKEN = CacheFormat("fp8_per_token", 0, torch.bfloat16, by_page=True)
+PER_TOKEN = CacheFormat("fp8_per_token", 0, torch.bfloat16, by_page=True, rope_over_scale=True)
 DS_MLA = CacheFormat("fp8_ds_mla", 128, torch.bfloat16, by_page=False)
 PER_TENSOR = CacheFormat("fp8", None, E4M3, by_page=False)
 FORMATS = {entry.name: entry for entry in (PER_TOKEN, DS_MLA, PER_TENSOR)}
@@ -201,6 +209,11 @@ def quantise(
     grouped = wide.unflatten(-1, (fmt.scales(latent.shape[-1]), -1))
     peaks = grouped.abs().nan_to_num(nan=0.0, posinf=0.0).amax(-1)
     scales = torch.where(peaks == 0.0, 1.0, (peaks / E4M3_MAX).clamp(min=_LEAST_SCALE))
+    if fmt.rope_over_scale and rope.shape[-1]:
+        wide_rope = rope.float()
+        highest = wide_rope.abs().nan_to_num(nan=0.0, posinf=0.0).amax(-1, keepdim=True)
+        scales = torch.maximum(scales, highest * _ROPE_SHARE)
+        rope = wide_rope / scales
     values = _rounded(grouped, scales[..., None]).flatten(-2)
     return QuantisedCache(values, rope.to(fmt.rope_dtype), scales)
 
@@ -221,7 +234,10 @@ def dequantise(
         rope = cache.rope.to(wide) * scales
         return (latent * scales).to(dtype), rope.to(dtype)
     grouped = latent.unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]
-    return grouped.flatten(-2).to(dtype), cache.rope.to(dtype)
+    rope = cache.rope.to(wide)
+    if format_of(cache).rope_over_scale:
+        rope = rope * scales
+    return grouped.flatten(-2).to(dtype), rope.to(dtype)
 
 
 def _rounded(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,9 @@ shared memory, whose traffic bounds this kernel. The order of the tokens that re
 the one in which a thread has its scores (`TOKENS`), and the columns of an M tile are in pairs.
 
 Per token, K8 and V8 have the scale sk, and a query row has sq. The cache holds the rope part of a
-key over sk, so a score is sq sk (q8 k8 + (q_rope / sq) (k_rope / sk)), a sum in one accumulator. A *weight* is a probability times sk, in e4m3. The running maximum is that of the
-weights, with sk rounded down to a power of two: weights then fit e4m3, however the scales differ.
+key over sk, so a score is sq sk (q8 k8 + (q_rope / sq) (k_rope / sk)), a sum in one accumulator. A
+*weight* is a probability times sk, in e4m3. The running maximum is that of the weights, with sk
+rounded down to a power of two: weights then fit e4m3, however the scales differ.
 
 The sums of an 8-bit wgmma have 13 bits (`FLUSH_PAIRS`), so an output is moved to float32 now and
 then: to the partial's place in memory, each thread its own numbers.
@@ -35,7 +36,6 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     HALF,
     KV_BLOCK,
     LATENT,
-    ROPE,
     ROWS,
     SCORE_FLOOR,
     WARPGROUP,
@@ -57,7 +57,7 @@ from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     partial_slot,
     row_limit,
 )
-from mla_var3.kernel.cute_python.mla.latent_fp8.producer import STAGES, empty, full
+from mla_var3.kernel.cute_python.mla.latent_fp8.producer import empty, full
 from mla_var3.op.mla.window.quantise import E4M3_MAX
 
 WEIGHT_BITS = 6.0

@@ -44,6 +44,7 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
     head_box,
 )
 from mla_var3.kernel.cute_python.mla.latent.scheduler import GroupShape, group_shape
+from mla_var3.kernel.cute_python.mla.latent_fp8.call import attend_fp8
 from mla_var3.kernel.paging import check_paged, dense_inputs, paged_inputs
 from mla_var3.op.mla.cost import flash_mla_cost
 from mla_var3.runtime.composite import KernelPipeline
@@ -147,6 +148,8 @@ def attend(operands: LatentOperands, options: LatentOptions) -> LatentLaunch | N
     """
     if operands.lse.numel() == 0:
         return None
+    if operands.scales is not None:
+        return attend_fp8(operands, options)
     arguments, sm_count, copied = call_arguments(operands, options)
     o_latent = operands.o_latent
     few = 0 if options.batch_invariant else default_few(options.max_q * o_latent.shape[-2])
