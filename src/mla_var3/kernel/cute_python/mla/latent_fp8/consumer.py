@@ -45,12 +45,13 @@ from mla_var3.kernel.cute_python.mla.hopper.rows import (
     normaliser,
     raise_max,
     row_sum,
+    thread_max,
     two_rows,
 )
 from mla_var3.kernel.cute_python.mla.hopper.warps import release, sync_warpgroup
 from mla_var3.kernel.cute_python.mla.latent.merge import record_partial
 from mla_var3.kernel.cute_python.mla.latent.ops import final_lse
-from mla_var3.kernel.cute_python.mla.latent.producer import Barrier, arrive
+from mla_var3.kernel.cute_python.mla.latent.producer import WARPGROUP_BARRIERS, Barrier, arrive
 from mla_var3.kernel.cute_python.mla.latent.rows64 import mask
 from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     first_hidden,
@@ -269,49 +270,33 @@ def consume(
                     count += 1
                     token = (tile.first + 2 * pair) * KV_BLOCK
                     stage = 2 * turn
-                    load_values(values, places, stage, tile.length - token, lane)
-                    if token + KV_BLOCK > tile.length:
-                        clear_scales(blocks.scales, stage, tile.length - token, t, group)
-                    scale_scores(work, blocks.scales, stage, lane)
-                    if token + KV_BLOCK > lowest:
-                        mask(work.s, token, state.limits, lane, row0, tile, scheduler)
-                    highest_exponents(work.s, state, blocks.scales, stage, lane)
-                    update_max(state, exchange, EVEN, count, row0, lane)
-                    store_weights(
-                        work.s, state, blocks.scales, stage, exchange.p_words, turn, row0, lane,
-                        columns,
+                    compute_weights(
+                        work, state, exchange, blocks.scales, EVEN, stage, turn, token, lowest,
+                        count, tile, t, scheduler, columns,
                     )  # fmt: skip
-                    release(empty(barriers, stage), lane)
                     cute.arch.fence_view_async_shared()
                     arrive(Barrier.P_EVEN, False)
+                    phase ^= turn
+                    turn ^= 1
+                    load_values(values, places, stage, tile.length - token, lane)
+                    release(empty(barriers, stage), lane)
                     sync_warpgroup(Barrier.WARPGROUP_0)
                     rescale_output(work.o, exchange, EVEN, count, lane, columns)
-                    add_values(mmas.pv, work, values, turn)
-                    warpgroup.wait_group(0)
-                    cute.arch.mbarrier_wait(full(barriers, stage + 1), phase)
-                    load_values(values, places, stage + 1, tile.length - token - KV_BLOCK, lane)
-                    release(empty(barriers, stage + 1), lane)
+                    add_values(mmas.pv, work, values, turn ^ 1)
+                    compute_scores(mmas, work, barriers, 2 * turn, phase)
+                    warpgroup.wait_group(1)
                     cute.arch.barrier(barrier_id=Barrier.P_ODD, number_of_threads=CONSUMERS)
                     adopt_max(state, exchange, ODD, count, row0)
                     rescale_output(work.o, exchange, ODD, count, lane, columns)
+                    load_values(values, places, stage + 1, tile.length - token - KV_BLOCK, lane)
+                    release(empty(barriers, stage + 1), lane)
                     add_values(mmas.pv, work, values, Int32(2))
                     warpgroup.wait_group(0)
-                    phase ^= turn
-                    turn ^= 1
-                    if pair < tile.pairs - 1:
-                        compute_scores(mmas, work, barriers, 2 * turn, phase)
-                        warpgroup.wait_group(0)
             else:
                 for pair in cutlass.range(begin, end, unroll=1):
                     count += 1
                     token = (tile.first + 2 * pair + 1) * KV_BLOCK
                     stage = 2 * turn + 1
-                    if token + KV_BLOCK > tile.length:
-                        clear_scales(blocks.scales, stage, tile.length - token, t, group)
-                    scale_scores(work, blocks.scales, stage, lane)
-                    if token + KV_BLOCK > lowest:
-                        mask(work.s, token, state.limits, lane, row0, tile, scheduler)
-                    highest_exponents(work.s, state, blocks.scales, stage, lane)
                     cute.arch.mbarrier_wait(full(barriers, stage - 1), phase)
                     load_values(values, places, stage - 1, tile.length - token + KV_BLOCK, lane)
                     release(empty(barriers, stage - 1), lane)
@@ -319,25 +304,22 @@ def consume(
                     adopt_max(state, exchange, EVEN, count, row0)
                     rescale_output(work.o, exchange, EVEN, count, lane, columns)
                     add_values(mmas.pv, work, values, turn)
-                    update_max(state, exchange, ODD, count, row0, lane)
-                    store_weights(
-                        work.s, state, blocks.scales, stage, exchange.p_words, Int32(2), row0, lane,
-                        columns,
+                    compute_weights(
+                        work, state, exchange, blocks.scales, ODD, stage, Int32(2), token, lowest,
+                        count, tile, t, scheduler, columns,
                     )  # fmt: skip
                     cute.arch.fence_view_async_shared()
                     arrive(Barrier.P_ODD, False)
-                    warpgroup.wait_group(0)
-                    load_values(values, places, stage, tile.length - token, lane)
-                    release(empty(barriers, stage), lane)
-                    sync_warpgroup(Barrier.WARPGROUP_1)
-                    rescale_output(work.o, exchange, ODD, count, lane, columns)
-                    add_values(mmas.pv, work, values, Int32(2))
-                    warpgroup.wait_group(0)
                     phase ^= turn
                     turn ^= 1
-                    if pair < tile.pairs - 1:
-                        compute_scores(mmas, work, barriers, 2 * turn + 1, phase)
-                        warpgroup.wait_group(0)
+                    compute_scores(mmas, work, barriers, 2 * turn + 1, phase)
+                    warpgroup.wait_group(1)
+                    sync_warpgroup(Barrier.WARPGROUP_1)
+                    rescale_output(work.o, exchange, ODD, count, lane, columns)
+                    load_values(values, places, stage, tile.length - token, lane)
+                    release(empty(barriers, stage), lane)
+                    add_values(mmas.pv, work, values, Int32(2))
+                    warpgroup.wait_group(0)
             if segment < segments - 1:
                 flush(work.o, state, exchange, outputs, tile, segment, t, group, scheduler, columns)
         finish(
@@ -532,23 +514,71 @@ def token_scales(scales: cute.Tensor, stage: Int32, j: cutlass.Constexpr, lane: 
 
 
 @cute.jit
-def clear_scales(scales: cutlass.Constexpr, stage: Int32, valid: Int32, t: Int32, group: Int32):
+def clear_scales(
+    scales: cute.Tensor, stage: Int32, valid: Int32, t: Int32, group: cutlass.Constexpr
+):
     """Set the scales behind the first `valid` to 1: they may be NaN. A warpgroup calls it."""
-    if const_expr(scales is not None):
-        if t >= valid and t < KV_BLOCK:
-            scales[t, stage] = Float32(1.0)
-        sync_warpgroup(Barrier.WARPGROUP_0 + group)
+    if t >= valid and t < KV_BLOCK:
+        scales[t, stage] = Float32(1.0)
+    sync_warpgroup(WARPGROUP_BARRIERS[group])
 
 
 @cute.jit
-def scale_scores(work: cutlass.Constexpr, scales: cutlass.Constexpr, stage: Int32, lane: Int32):
+def scale_scores(s: cute.Tensor, scales: cute.Tensor, stage: Int32, lane: Int32):
     """Products of e4m3 numbers to scores over the scale of their query row."""
+    for j in cutlass.range_constexpr(KV_BLOCK // 8):
+        two = token_scales(scales, stage, j, lane)
+        for r in cutlass.range_constexpr(2):
+            for e in cutlass.range_constexpr(2):
+                s[r, (e, j)] = s[r, (e, j)] * two[e]
+
+
+@cute.jit
+def compute_weights(
+    work: cutlass.Constexpr,
+    state: cutlass.Constexpr,
+    exchange: cutlass.Constexpr,
+    scales: cutlass.Constexpr,
+    block: cutlass.Constexpr,
+    stage: Int32,
+    slot: Int32,
+    token: Int32,
+    lowest: Int32,
+    count: Int32,
+    tile: cutlass.Constexpr,
+    t: Int32,
+    scheduler: cutlass.Constexpr,
+    columns: cutlass.Constexpr,
+):
+    """Scores of a KV block to weights in shared memory, with the maximum of both warpgroups.
+
+    Args:
+        work: `Fragments`, its scores are replaced.
+        state: `State`.
+        exchange: `Exchange`.
+        scales: of the tokens, or None.
+        block: EVEN or ODD, also the warpgroup.
+        stage: the block's stage.
+        slot: where the weights go.
+        token: the block's first token.
+        lowest: the first token that some row may not see.
+        count: number of the pair.
+        tile: the work tile.
+        t: this thread.
+        scheduler: the CTA's work tiles.
+        columns: query rows on the N side.
+    """
+    lane = t % 32
+    row0 = (t // 32) * 16 + lane // 4
     if const_expr(scales is not None):
-        for j in cutlass.range_constexpr(KV_BLOCK // 8):
-            two = token_scales(scales, stage, j, lane)
-            for r in cutlass.range_constexpr(2):
-                for e in cutlass.range_constexpr(2):
-                    work.s[r, (e, j)] = work.s[r, (e, j)] * two[e]
+        if token + KV_BLOCK > tile.length:
+            clear_scales(scales, stage, tile.length - token, t, block)
+        scale_scores(work.s, scales, stage, lane)
+    if token + KV_BLOCK > lowest:
+        mask(work.s, token, state.limits, lane, row0, tile, scheduler)
+    highest_exponents(work.s, state, scales, stage, lane)
+    update_max(state, exchange, block, count, row0, lane)
+    store_weights(work.s, state, scales, stage, exchange.p_words, slot, row0, lane, columns)
 
 
 @cute.jit
@@ -563,16 +593,19 @@ def highest_exponents(
     s: cute.Tensor, state: cutlass.Constexpr, scales: cutlass.Constexpr, stage: Int32, lane: Int32
 ):
     """The highest exponent of a weight of each of this thread's two rows, among its own tokens."""
-    state.best.fill(-Float32.inf)
-    for j in cutlass.range_constexpr(KV_BLOCK // 8):
-        added = (Float32(0.0), Float32(0.0))
-        if const_expr(scales is not None):
-            two = token_scales(scales, stage, j, lane)
-            added = (floor_log2(two[0]), floor_log2(two[1]))
+    if const_expr(scales is None):
+        thread_max(s, state.best)
         for r in cutlass.range_constexpr(2):
+            state.best[r] = state.best[r] * state.factors[r]
+    else:
+        state.best.fill(-Float32.inf)
+        for j in cutlass.range_constexpr(KV_BLOCK // 8):
+            two = token_scales(scales, stage, j, lane)
             for e in cutlass.range_constexpr(2):
-                exponent = s[r, (e, j)] * state.factors[r] + added[e]
-                state.best[r] = cute.arch.fmax(state.best[r], exponent)
+                added = floor_log2(two[e])
+                for r in cutlass.range_constexpr(2):
+                    exponent = s[r, (e, j)] * state.factors[r] + added
+                    state.best[r] = cute.arch.fmax(state.best[r], exponent)
 
 
 @cute.jit

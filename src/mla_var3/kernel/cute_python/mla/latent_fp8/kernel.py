@@ -21,11 +21,9 @@ from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warpgroup
 
 from mla_var3.kernel.cute_python.mla.hopper.compat import SmemAllocator
 from mla_var3.kernel.cute_python.mla.hopper.constants import (
-    CONSUMER_REGISTERS,
     CONSUMER_WARPGROUPS,
     KV_BLOCK,
     LATENT,
-    PRODUCER_REGISTERS,
     PRODUCER_WARP,
     ROPE,
     ROWS,
@@ -63,6 +61,8 @@ from mla_var3.kernel.cute_python.mla.latent_fp8.producer import (
     produce,
 )
 
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
+"""Registers per thread after `setmaxnreg`: with 232 the products are serialised."""
 COLUMN_TILE = 128
 """Columns of a tile of e4m3 elements: 128 bytes, the widest swizzle of shared memory."""
 COLUMN_CHOICES = (16, 32, ROWS)

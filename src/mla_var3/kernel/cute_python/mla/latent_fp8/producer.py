@@ -14,6 +14,7 @@ from cutlass import Int32, const_expr
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import CONSUMER_WARPS, KV_BLOCK, LATENT, ROPE
 from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor, transfer
+from mla_var3.kernel.cute_python.mla.hopper.warps import next_stage
 
 STAGES = 4
 """KV blocks in shared memory: 160 KB, of which an SM needs about 100 in flight to read memory at
@@ -90,27 +91,43 @@ def produce(
     if const_expr(cache.scales is not None):
         parts.append(transfer(cache.scales, shared.scales, (KV_BLOCK,)))
     tile = scheduler.first_tile()
+    started = tile.valid
     stage = Int32(0)
     phase = Int32(0)
     while tile.valid:
         request = tile.item // scheduler.visits
         for index in cutlass.range(2 * tile.pairs, unroll=1):
             block, page = place_of(cache, request, tile.first + index, tile.last)
-            cute.arch.mbarrier_wait(empty(barriers, stage), phase ^ 1)
-            arrival = full(barriers, stage)
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(arrival, cache.block_bytes)
-            for i in cutlass.range_constexpr(len(parts)):
-                at = (None, block, page) if i == 2 else (None, block, 0, page)
-                cute.copy(
-                    parts[i].copy, parts[i].tiles[at], parts[i].shared[(None, stage)],
-                    tma_bar_ptr=arrival,
-                )  # fmt: skip
-            stage += 1
-            if stage == STAGES:
-                stage = Int32(0)
-                phase ^= 1
+            load_block(cache, parts, barriers, stage, phase, block, page)
+            stage, phase = next_stage(stage, phase, STAGES)
         tile = scheduler.next_tile(tile)
+    if started:
+        # Scores are computed one pair ahead, so behind the last pair as well.
+        for _ in cutlass.range(2, unroll=1):
+            load_block(cache, parts, barriers, stage, phase, Int32(0), cache.pages)
+            stage, phase = next_stage(stage, phase, STAGES)
+
+
+@cute.jit
+def load_block(
+    cache: cutlass.Constexpr,
+    parts: cutlass.Constexpr,
+    barriers: cute.Pointer,
+    stage: Int32,
+    phase: Int32,
+    block: Int32,
+    page: Int32,
+):
+    """Load a KV block into a stage as soon as that is empty."""
+    cute.arch.mbarrier_wait(empty(barriers, stage), phase ^ 1)
+    arrival = full(barriers, stage)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(arrival, cache.block_bytes)
+    for i in cutlass.range_constexpr(len(parts)):
+        at = (None, block, page) if i == 2 else (None, block, 0, page)
+        cute.copy(
+            parts[i].copy, parts[i].tiles[at], parts[i].shared[(None, stage)], tma_bar_ptr=arrival
+        )
 
 
 @cute.jit
