@@ -17,7 +17,7 @@ key over sk, so a score is sq sk (q8 k8 + (q_rope / sq) (k_rope / sk)), a sum in
 *weight* is a probability times sk, in e4m3. The running maximum is that of the weights, with sk
 rounded down to a power of two: weights then fit e4m3, however the scales differ.
 
-The sums of an 8-bit wgmma have 13 bits (`FLUSH_PAIRS`), so an output is moved to float32 now and
+The sums of an 8-bit wgmma have 13 bits (`FLUSH_TURNS`), so an output is moved to float32 now and
 then: to the partial's place in memory, each thread its own numbers.
 """
 
@@ -26,7 +26,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from mla_var3.kernel.cute_python.mla.hopper.columns import by_row, own_row
@@ -41,7 +41,6 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     WARPGROUP,
 )
 from mla_var3.kernel.cute_python.mla.hopper.rows import (
-    max_must_rise,
     normaliser,
     raise_max,
     row_sum,
@@ -58,17 +57,17 @@ from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     partial_slot,
     row_limit,
 )
-from mla_var3.kernel.cute_python.mla.latent_fp8.producer import empty, full
+from mla_var3.kernel.cute_python.mla.latent_fp8.producer import empty, full, next_phases
 from mla_var3.op.mla.window.quantise import E4M3_MAX
 
 WEIGHT_BITS = 6.0
 """A weight at the running maximum is 2**6 or up to twice that: small weights stay above e4m3's
 least number, 2**-9."""
-RISE_BITS = 1.75
-"""A weight 2**1.75 above the running maximum raises it: 2**(6 + 1.75 + 1) fits e4m3, which ends at
-448 = 2**8.8."""
-FLUSH_PAIRS = 32
-"""Pairs of KV blocks, 4096 tokens, after which an output moves to float32."""
+RISE_BITS = 2.75
+"""A weight 2**2.75 above the running maximum raises it: 2**8.75 = 430 is the last that rounds to
+less than 448, e4m3's largest number. With scales per token the maximum is up to 1 bit too low."""
+FLUSH_TURNS = 16
+"""Pairs of pairs of KV blocks, 4096 tokens, after which an output moves to float32."""
 TOKENS = (0, 1, 8, 9)
 """Tokens of a word of values or weights, for the first of four neighbouring threads; the others
 have those 2, 4 and 6 behind."""
@@ -168,14 +167,12 @@ class State:
 
     Attributes:
         sums: sums of its probabilities.
-        limits: the first token that a row does not see.
         scale: factor by which the last maximum rescales.
         best, top: highest exponent of a weight in the block; running maximum.
         factors: from scores to powers of two.
     """
 
     sums: Any
-    limits: Any
     scale: Any
     best: Any
     top: Any
@@ -236,97 +233,181 @@ def consume(
         acc_s, two_rows(acc_s, KV_BLOCK), acc_o, by_row(acc_o, columns, HALF // 64),
     )  # fmt: skip
     values = values_tensor()
-    state = State(
-        *(cute.make_rmem_tensor(2, kind) for kind in (Float32, Int32, Float32)),
-        *(cute.make_rmem_tensor(2, Float32) for _ in range(3)),
-    )
+    state = State(*(cute.make_rmem_tensor(2, Float32) for _ in range(5)))
     # A lane reads row `lane` of 32 tokens. The 16 bytes of a warp within 128 are swizzled by the
     # row; the odd M tiles of a column tile lie 64 bytes further.
     first = keys_bytes.toint() + group * (2 * TILE_BYTES) + lane * 128
     chunk = ((t // 32) ^ (lane % 8)) * 16
     places = (first + chunk, first + (chunk ^ 64))
 
+    step = Step(
+        mmas, work, values, state, exchange, blocks.scales, places, barriers, scheduler, columns
+    )
     tile = scheduler.first_tile()
-    turn = Int32(0)
-    phase = Int32(0)
-    count = Int32(0)
+    phases = (Int32(0), Int32(0))
+    count = Int32(1)
     while tile.valid:
         load_queries(queries, exchange, tile, thread, per_token)
         acc_o.fill(0.0)
         state.sums.fill(0.0)
         state.top.fill(SCORE_FLOOR)
         for i in cutlass.range_constexpr(2):
-            state.limits[i] = row_limit(tile, row0 + 8 * i, scheduler)
             state.factors[i] = scale_log2e * cache_scale * exchange.q_scale[row0 + 8 * i]
-        lowest = first_hidden(tile, scheduler)
-        compute_scores(mmas, work, barriers, 2 * turn + group, phase)
+        cute.arch.mbarrier_wait(full(barriers, group), phases[0])
+        compute_scores(mmas, work, group)
         warpgroup.wait_group(0)
-        segments = (tile.pairs + (FLUSH_PAIRS - 1)) // FLUSH_PAIRS
+        turns = (tile.pairs + 1) // 2
+        segments = (turns + (FLUSH_TURNS - 1)) // FLUSH_TURNS
         for segment in cutlass.range(segments, unroll=1):
-            begin = segment * FLUSH_PAIRS
-            end = cutlass.min(begin + FLUSH_PAIRS, tile.pairs)
+            begin = segment * FLUSH_TURNS
+            end = cutlass.min(begin + FLUSH_TURNS, turns)
             if group == 0:
-                for pair in cutlass.range(begin, end, unroll=1):
-                    count += 1
-                    token = (tile.first + 2 * pair) * KV_BLOCK
-                    stage = 2 * turn
-                    compute_weights(
-                        work, state, exchange, blocks.scales, EVEN, stage, turn, token, lowest,
-                        count, tile, t, scheduler, columns,
-                    )  # fmt: skip
-                    cute.arch.fence_view_async_shared()
-                    arrive(Barrier.P_EVEN, False)
-                    phase ^= turn
-                    turn ^= 1
-                    load_values(values, places, stage, tile.length - token, lane)
-                    release(empty(barriers, stage), lane)
-                    sync_warpgroup(Barrier.WARPGROUP_0)
-                    rescale_output(work.o, exchange, EVEN, count, lane, columns)
-                    add_values(mmas.pv, work, values, turn ^ 1)
-                    compute_scores(mmas, work, barriers, 2 * turn, phase)
-                    warpgroup.wait_group(1)
-                    cute.arch.barrier(barrier_id=Barrier.P_ODD, number_of_threads=CONSUMERS)
-                    adopt_max(state, exchange, ODD, count, row0)
-                    rescale_output(work.o, exchange, ODD, count, lane, columns)
-                    load_values(values, places, stage + 1, tile.length - token - KV_BLOCK, lane)
-                    release(empty(barriers, stage + 1), lane)
-                    add_values(mmas.pv, work, values, Int32(2))
-                    warpgroup.wait_group(0)
+                for turn in cutlass.range(begin, end, unroll=1):
+                    even_step(step, tile, turn, phases, count, t, 0)
+                    if 2 * turn + 1 < tile.pairs:
+                        even_step(step, tile, turn, phases, count, t, 1)
             else:
-                for pair in cutlass.range(begin, end, unroll=1):
-                    count += 1
-                    token = (tile.first + 2 * pair + 1) * KV_BLOCK
-                    stage = 2 * turn + 1
-                    cute.arch.mbarrier_wait(full(barriers, stage - 1), phase)
-                    load_values(values, places, stage - 1, tile.length - token + KV_BLOCK, lane)
-                    release(empty(barriers, stage - 1), lane)
-                    cute.arch.barrier(barrier_id=Barrier.P_EVEN, number_of_threads=CONSUMERS)
-                    adopt_max(state, exchange, EVEN, count, row0)
-                    rescale_output(work.o, exchange, EVEN, count, lane, columns)
-                    add_values(mmas.pv, work, values, turn)
-                    compute_weights(
-                        work, state, exchange, blocks.scales, ODD, stage, Int32(2), token, lowest,
-                        count, tile, t, scheduler, columns,
-                    )  # fmt: skip
-                    cute.arch.fence_view_async_shared()
-                    arrive(Barrier.P_ODD, False)
-                    phase ^= turn
-                    turn ^= 1
-                    compute_scores(mmas, work, barriers, 2 * turn + 1, phase)
-                    warpgroup.wait_group(1)
-                    sync_warpgroup(Barrier.WARPGROUP_1)
-                    rescale_output(work.o, exchange, ODD, count, lane, columns)
-                    load_values(values, places, stage, tile.length - token, lane)
-                    release(empty(barriers, stage), lane)
-                    add_values(mmas.pv, work, values, Int32(2))
-                    warpgroup.wait_group(0)
+                for turn in cutlass.range(begin, end, unroll=1):
+                    odd_step(step, tile, turn, phases, count, t, 0)
+                    if 2 * turn + 1 < tile.pairs:
+                        odd_step(step, tile, turn, phases, count, t, 1)
             if segment < segments - 1:
                 flush(work.o, state, exchange, outputs, tile, segment, t, group, scheduler, columns)
         finish(
             work.o, state, exchange, outputs, tile, segments - 1, cache_scale, t, group, scheduler,
             columns, queries.dtype,
         )  # fmt: skip
+        phases = next_phases(phases, tile)
+        count += tile.pairs
         tile = scheduler.next_tile(tile)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step of the consumers works on: see `consume`.
+
+    Attributes:
+        mmas, work, values, state, exchange: `Mmas`, `Fragments`, `values_tensor`, `State`,
+            `Exchange`.
+        scales: of the tokens in all stages, or None.
+        places: where this lane reads values.
+        barriers: mbarriers.
+        scheduler: the CTA's work tiles.
+        columns: query rows on the N side.
+    """
+
+    mmas: Any
+    work: Any
+    values: Any
+    state: Any
+    exchange: Any
+    scales: Any
+    places: Any
+    barriers: Any
+    scheduler: Any
+    columns: Any
+
+
+@cute.jit
+def even_step(
+    step: cutlass.Constexpr,
+    tile: cutlass.Constexpr,
+    turn: Int32,
+    phases: cutlass.Constexpr,
+    count: Int32,
+    t: Int32,
+    half: cutlass.Constexpr,
+):
+    """Warpgroup 0 on a pair of KV blocks, whose even scores exist.
+
+    Args:
+        step: `Step`.
+        tile: the work tile.
+        turn: number of the pair of pairs.
+        phases: see `producer.next_phases`.
+        count: number of the tile's first pair.
+        t: this thread.
+        half: which pair of the two, and half of the ring that holds it. A constant: descriptors of
+            operands are constants then.
+    """
+    work, exchange, values, barriers = step.work, step.exchange, step.values, step.barriers
+    lane = t % 32
+    pair = 2 * turn + half
+    token = (tile.first + 2 * pair) * KV_BLOCK
+    stage = 2 * half
+    compute_weights(step, EVEN, stage, half, token, count + pair, tile, t)
+    cute.arch.fence_view_async_shared()
+    arrive(Barrier.P_EVEN, False)
+    load_values(values, step.places, stage, tile.length - token, lane)
+    release(empty(barriers, stage), lane)
+    if pair + 1 < tile.pairs:
+        wait_next(barriers, 2 - stage, half, turn, phases)
+    sync_warpgroup(Barrier.WARPGROUP_0)
+    rescale_output(work.o, exchange, EVEN, count + pair, lane, step.columns)
+    add_values(step.mmas.pv, work, values, half)
+    compute_scores(step.mmas, work, 2 - stage)
+    warpgroup.wait_group(1)
+    cute.arch.barrier(barrier_id=Barrier.P_ODD, number_of_threads=CONSUMERS)
+    adopt_max(step.state, exchange, ODD, count + pair, t)
+    rescale_output(work.o, exchange, ODD, count + pair, lane, step.columns)
+    load_values(values, step.places, stage + 1, tile.length - token - KV_BLOCK, lane)
+    release(empty(barriers, stage + 1), lane)
+    add_values(step.mmas.pv, work, values, P_SLOTS - 1)
+    warpgroup.wait_group(0)
+
+
+@cute.jit
+def odd_step(
+    step: cutlass.Constexpr,
+    tile: cutlass.Constexpr,
+    turn: Int32,
+    phases: cutlass.Constexpr,
+    count: Int32,
+    t: Int32,
+    half: cutlass.Constexpr,
+):
+    """Warpgroup 1 on a pair of KV blocks, whose odd scores exist; see `even_step`."""
+    work, exchange, values, barriers = step.work, step.exchange, step.values, step.barriers
+    lane = t % 32
+    pair = 2 * turn + half
+    token = (tile.first + 2 * pair + 1) * KV_BLOCK
+    stage = 2 * half + 1
+    cute.arch.mbarrier_wait(full(barriers, stage - 1), phases[half] ^ (turn & 1))
+    load_values(values, step.places, stage - 1, tile.length - token + KV_BLOCK, lane)
+    release(empty(barriers, stage - 1), lane)
+    cute.arch.barrier(barrier_id=Barrier.P_EVEN, number_of_threads=CONSUMERS)
+    adopt_max(step.state, exchange, EVEN, count + pair, t)
+    rescale_output(work.o, exchange, EVEN, count + pair, lane, step.columns)
+    add_values(step.mmas.pv, work, values, half)
+    compute_weights(step, ODD, stage, P_SLOTS - 1, token, count + pair, tile, t)
+    cute.arch.fence_view_async_shared()
+    arrive(Barrier.P_ODD, False)
+    if pair + 1 < tile.pairs:
+        wait_next(barriers, 4 - stage, half, turn, phases)
+    compute_scores(step.mmas, work, 4 - stage)
+    warpgroup.wait_group(1)
+    sync_warpgroup(Barrier.WARPGROUP_1)
+    rescale_output(work.o, exchange, ODD, count + pair, lane, step.columns)
+    load_values(values, step.places, stage, tile.length - token, lane)
+    release(empty(barriers, stage), lane)
+    add_values(step.mmas.pv, work, values, P_SLOTS - 1)
+    warpgroup.wait_group(0)
+
+
+@cute.jit
+def wait_next(
+    barriers: cute.Pointer,
+    stage: cutlass.Constexpr,
+    half: cutlass.Constexpr,
+    turn: Int32,
+    phases: cutlass.Constexpr,
+):
+    """Wait for a block of the next pair, which is in the other half of the ring.
+
+    Behind a tile's last pair there is none. Its scores are computed all the same, from whatever is
+    there, and not used: products under a branch would be serialised.
+    """
+    cute.arch.mbarrier_wait(full(barriers, stage), phases[1 - half] ^ ((turn + half) & 1))
 
 
 # --- queries --------------------------------------------------------------------------------------
@@ -421,12 +502,9 @@ def store_bytes(values: cute.Tensor, base: cute.Pointer, offset: Any) -> None:
 def compute_scores(
     mmas: cutlass.Constexpr,
     work: cutlass.Constexpr,
-    barriers: cute.Pointer,
     stage: Int32,
-    phase: Int32,
 ):
-    """Issue the scores of the KV block of a stage when it has arrived; does not wait for them."""
-    cute.arch.mbarrier_wait(full(barriers, stage), phase)
+    """Issue the scores of the KV block of a stage; does not wait for them."""
     warpgroup.fence()
     atom = cute.make_mma_atom(mmas.qk.op)
     for k in cutlass.range_constexpr(cute.size(work.q, mode=[2])):
@@ -447,7 +525,11 @@ def compute_scores(
 
 @cute.jit
 def load_values(
-    values: cute.Tensor, places: cutlass.Constexpr, stage: Int32, valid: Int32, lane: Int32
+    values: cute.Tensor,
+    places: cutlass.Constexpr,
+    stage: cutlass.Constexpr,
+    valid: Int32,
+    lane: Int32,
 ):
     """This warpgroup's half of V^T of a KV block into the registers of an operand A.
 
@@ -489,7 +571,9 @@ def load_values(
 
 
 @cute.jit
-def add_values(mma: cute.TiledMma, work: cutlass.Constexpr, values: cute.Tensor, slot: Int32):
+def add_values(
+    mma: cute.TiledMma, work: cutlass.Constexpr, values: cute.Tensor, slot: cutlass.Constexpr
+):
     """Issue O^T += V^T W^T for the weights of a slot; does not wait."""
     warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)
@@ -524,61 +608,126 @@ def clear_scales(
 
 
 @cute.jit
-def scale_scores(s: cute.Tensor, scales: cute.Tensor, stage: Int32, lane: Int32):
-    """Products of e4m3 numbers to scores over the scale of their query row."""
-    for j in cutlass.range_constexpr(KV_BLOCK // 8):
-        two = token_scales(scales, stage, j, lane)
-        for r in cutlass.range_constexpr(2):
-            for e in cutlass.range_constexpr(2):
-                s[r, (e, j)] = s[r, (e, j)] * two[e]
-
-
-@cute.jit
 def compute_weights(
-    work: cutlass.Constexpr,
-    state: cutlass.Constexpr,
-    exchange: cutlass.Constexpr,
-    scales: cutlass.Constexpr,
+    step: cutlass.Constexpr,
     block: cutlass.Constexpr,
-    stage: Int32,
-    slot: Int32,
+    stage: cutlass.Constexpr,
+    slot: cutlass.Constexpr,
     token: Int32,
-    lowest: Int32,
     count: Int32,
     tile: cutlass.Constexpr,
     t: Int32,
-    scheduler: cutlass.Constexpr,
-    columns: cutlass.Constexpr,
 ):
     """Scores of a KV block to weights in shared memory, with the maximum of both warpgroups.
 
+    The maximum of a row is not computed as long as no weight saturates: the weights are computed
+    with the maximum of the blocks before, and once more in the warps where one saturated.
+
     Args:
-        work: `Fragments`, its scores are replaced.
-        state: `State`.
-        exchange: `Exchange`.
-        scales: of the tokens, or None.
+        step: `Step`.
         block: EVEN or ODD, also the warpgroup.
         stage: the block's stage.
         slot: where the weights go.
         token: the block's first token.
-        lowest: the first token that some row may not see.
         count: number of the pair.
         tile: the work tile.
         t: this thread.
-        scheduler: the CTA's work tiles.
-        columns: query rows on the N side.
     """
+    state, exchange, scales, s = step.state, step.exchange, step.scales, step.work.s
     lane = t % 32
     row0 = (t // 32) * 16 + lane // 4
     if const_expr(scales is not None):
         if token + KV_BLOCK > tile.length:
             clear_scales(scales, stage, tile.length - token, t, block)
-        scale_scores(work.s, scales, stage, lane)
-    if token + KV_BLOCK > lowest:
-        mask(work.s, token, state.limits, lane, row0, tile, scheduler)
-    highest_exponents(work.s, state, scales, stage, lane)
-    update_max(state, exchange, block, count, row0, lane)
-    store_weights(work.s, state, scales, stage, exchange.p_words, slot, row0, lane, columns)
+    if token + KV_BLOCK > first_hidden(tile, step.scheduler):
+        limits = cute.make_rmem_tensor(2, Int32)
+        for r in cutlass.range_constexpr(2):
+            limits[r] = row_limit(tile, row0 + 8 * r, step.scheduler)
+        mask(s, token, limits, lane, row0, tile, step.scheduler)
+    words = cute.make_rmem_tensor((KV_BLOCK // 16, 2), Int32)
+    added = cute.make_rmem_tensor(2, Float32)
+    weigh(s, state, scales, stage, words, added, lane)
+    state.scale.fill(1.0)
+    if cute.arch.vote_ballot_sync(any_saturated(words)) != 0:
+        highest_exponents(s, state, scales, stage, lane)
+        margin = RISE_BITS - (1.0 if const_expr(scales is not None) else 0.0)
+        raise_max(state.best, state.top, state.scale, state.sums, Float32(1.0), margin)
+        weigh(s, state, scales, stage, words, added, lane)
+        if lane % 4 == 0:
+            for r in cutlass.range_constexpr(2):
+                exchange.row_max[row0 + 8 * r] = state.top[r]
+        if lane == 0:
+            exchange.risen[block] = count
+    if lane % 4 == 0:
+        for r in cutlass.range_constexpr(2):
+            exchange.scales[row0 + 8 * r, block] = state.scale[r]
+    for r in cutlass.range_constexpr(2):
+        state.sums[r] = state.sums[r] + added[r]
+        row = row0 + 8 * r
+        for g in cutlass.range_constexpr(KV_BLOCK // 16):
+            place = slot * (step.columns * 16) + row * 16 + (g ^ (lane // 8)) * 4 + lane % 4
+            if const_expr(step.columns == ROWS):
+                exchange.p_words[place] = words[g, r]
+            else:
+                if row < step.columns:
+                    exchange.p_words[place] = words[g, r]
+
+
+@cute.jit
+def weigh(
+    s: cute.Tensor,
+    state: cutlass.Constexpr,
+    scales: cutlass.Constexpr,
+    stage: cutlass.Constexpr,
+    words: cute.Tensor,
+    added: cute.Tensor,
+    lane: Int32,
+):
+    """Weights of this thread's scores in the order `TOKENS`, relative to the running maxima.
+
+    Args:
+        s: scores of two rows, over the scales of their tokens and of their row.
+        state: `State`.
+        scales: of the tokens, or None.
+        stage: the block's stage.
+        words: a word of weights per 16 tokens and row, written.
+        added: sums of the probabilities, written.
+        lane: this thread's lane.
+    """
+    added.fill(0.0)
+    bases = (WEIGHT_BITS - state.top[0], WEIGHT_BITS - state.top[1])
+    for g in cutlass.range_constexpr(KV_BLOCK // 16):
+        weights = cute.make_rmem_tensor((4, 2), Float32)
+        for half in cutlass.range_constexpr(2):
+            j = 2 * g + half
+            factors = (Float32(1.0), Float32(1.0))
+            if const_expr(scales is not None):
+                two = token_scales(scales, stage, j, lane)
+                factors = (two[0], two[1])
+            for r in cutlass.range_constexpr(2):
+                for e in cutlass.range_constexpr(2):
+                    score = s[r, (e, j)]
+                    if const_expr(scales is not None):
+                        score = score * factors[e]
+                    p = cute.math.exp2(score * state.factors[r] + bases[r], fastmath=True)
+                    added[r] = added[r] + p
+                    if const_expr(scales is not None):
+                        p = p * factors[e]
+                    weights[2 * half + e, r] = p
+        narrow = cute.make_rmem_tensor((4, 2), Float8E4M3FN)
+        narrow.store(weights.load().to(Float8E4M3FN))
+        packed = cute.recast_tensor(narrow, Int32)
+        for r in cutlass.range_constexpr(2):
+            words[g, r] = packed[0, r]
+
+
+@cute.jit
+def any_saturated(words: cute.Tensor) -> Boolean:
+    """Whether a weight is e4m3's largest number, 0x7e, or NaN, 0x7f; none is negative."""
+    found = Int32(0)
+    for i in cutlass.range_constexpr(cute.size(words)):
+        found |= (words[i] & 0x7F7F7F7F) + 0x02020202
+    return (found & Int32(-0x7F7F7F80)) != 0
 
 
 @cute.jit
@@ -604,31 +753,8 @@ def highest_exponents(
             for e in cutlass.range_constexpr(2):
                 added = floor_log2(two[e])
                 for r in cutlass.range_constexpr(2):
-                    exponent = s[r, (e, j)] * state.factors[r] + added
+                    exponent = s[r, (e, j)] * two[e] * state.factors[r] + added
                     state.best[r] = cute.arch.fmax(state.best[r], exponent)
-
-
-@cute.jit
-def update_max(
-    state: cutlass.Constexpr,
-    exchange: cutlass.Constexpr,
-    block: cutlass.Constexpr,
-    count: Int32,
-    row0: Int32,
-    lane: Int32,
-):
-    """Raise the running maxima that have to rise, and publish them and their scales."""
-    state.scale.fill(1.0)
-    if max_must_rise(state.best, state.top, Float32(1.0), RISE_BITS):
-        raise_max(state.best, state.top, state.scale, state.sums, Float32(1.0), RISE_BITS)
-        if lane % 4 == 0:
-            for r in cutlass.range_constexpr(2):
-                exchange.row_max[row0 + 8 * r] = state.top[r]
-        if lane == 0:
-            exchange.risen[block] = count
-    if lane % 4 == 0:
-        for r in cutlass.range_constexpr(2):
-            exchange.scales[row0 + 8 * r, block] = state.scale[r]
 
 
 @cute.jit
@@ -637,9 +763,10 @@ def adopt_max(
     exchange: cutlass.Constexpr,
     block: cutlass.Constexpr,
     count: Int32,
-    row0: Int32,
+    t: Int32,
 ):
     """Adopt the maxima of the other warpgroup's block, if one has risen."""
+    row0 = (t // 32) * 16 + t % 32 // 4
     if exchange.risen[block] == count:
         for r in cutlass.range_constexpr(2):
             state.top[r] = exchange.row_max[row0 + 8 * r]
@@ -661,59 +788,6 @@ def rescale_output(
             for e in cutlass.range_constexpr(2):
                 scale = exchange.scales[own_row(j, e, lane), block]
                 o[(e, j), None].store(o[(e, j), None].load() * scale)
-
-
-@cute.jit
-def store_weights(
-    s: cute.Tensor,
-    state: cutlass.Constexpr,
-    scales: cutlass.Constexpr,
-    stage: Int32,
-    words: cute.Tensor,
-    slot: Int32,
-    row0: Int32,
-    lane: Int32,
-    columns: cutlass.Constexpr,
-):
-    """Scores to weights in shared memory, in the order `TOKENS`; adds up the probabilities.
-
-    Args:
-        s: scores of this thread's two rows.
-        state: `State`.
-        scales: of the tokens, or None.
-        stage: the block's stage.
-        words: all slots of weights.
-        slot: the one to write.
-        row0: this thread's first row.
-        lane: its lane.
-        columns: rows of a slot.
-    """
-    for g in cutlass.range_constexpr(KV_BLOCK // 16):
-        weights = cute.make_rmem_tensor((4, 2), Float32)
-        for half in cutlass.range_constexpr(2):
-            j = 2 * g + half
-            factors = (Float32(1.0), Float32(1.0))
-            if const_expr(scales is not None):
-                two = token_scales(scales, stage, j, lane)
-                factors = (two[0], two[1])
-            for r in cutlass.range_constexpr(2):
-                base = WEIGHT_BITS - state.top[r]
-                for e in cutlass.range_constexpr(2):
-                    exponent = s[r, (e, j)] * state.factors[r] + base
-                    p = cute.math.exp2(exponent, fastmath=True)
-                    state.sums[r] = state.sums[r] + p
-                    weights[2 * half + e, r] = p * factors[e]
-        narrow = cute.make_rmem_tensor((4, 2), Float8E4M3FN)
-        narrow.store(weights.load().to(Float8E4M3FN))
-        packed = cute.recast_tensor(narrow, Int32)
-        chunk = (g ^ (lane // 8)) * 4 + lane % 4
-        for r in cutlass.range_constexpr(2):
-            row = row0 + 8 * r
-            if const_expr(columns == ROWS):
-                words[slot * (columns * 16) + row * 16 + chunk] = packed[0, r]
-            else:
-                if row < columns:
-                    words[slot * (columns * 16) + row * 16 + chunk] = packed[0, r]
 
 
 # --- results --------------------------------------------------------------------------------------

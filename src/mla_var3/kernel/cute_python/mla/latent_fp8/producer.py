@@ -1,8 +1,8 @@
 """Producer warp of the 8-bit latent kernel: KV blocks into a ring of shared-memory stages.
 
-Blocks come in pairs, an even and an odd one. The stages of a pair are neighbours, and pairs take
-turns between the two halves of the ring. Query rows are not loaded here: the consumers round them
-to 8 bits on their way to shared memory.
+Blocks come in pairs, an even and an odd one. The stages of a pair are neighbours; the even pairs of
+a work tile are in the first half of the ring, the odd ones in the second. Query rows are not loaded
+here: the consumers round them to 8 bits on their way to shared memory.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,6 @@ from cutlass import Int32, const_expr
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import CONSUMER_WARPS, KV_BLOCK, LATENT, ROPE
 from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor, transfer
-from mla_var3.kernel.cute_python.mla.hopper.warps import next_stage
 
 STAGES = 4
 """KV blocks in shared memory: 160 KB, of which an SM needs about 100 in flight to read memory at
@@ -91,21 +90,24 @@ def produce(
     if const_expr(cache.scales is not None):
         parts.append(transfer(cache.scales, shared.scales, (KV_BLOCK,)))
     tile = scheduler.first_tile()
-    started = tile.valid
-    stage = Int32(0)
-    phase = Int32(0)
+    phases = (Int32(0), Int32(0))
     while tile.valid:
         request = tile.item // scheduler.visits
-        for index in cutlass.range(2 * tile.pairs, unroll=1):
-            block, page = place_of(cache, request, tile.first + index, tile.last)
-            load_block(cache, parts, barriers, stage, phase, block, page)
-            stage, phase = next_stage(stage, phase, STAGES)
+        for pair in cutlass.range(tile.pairs, unroll=1):
+            phase = phases[0]
+            if pair % 2 == 1:
+                phase = phases[1]
+            phase = phase ^ (pair // 2 & 1)
+            for i in cutlass.range_constexpr(2):
+                block, page = place_of(cache, request, tile.first + 2 * pair + i, tile.last)
+                load_block(cache, parts, barriers, pair % 2 * 2 + i, phase, block, page)
+        phases = next_phases(phases, tile)
         tile = scheduler.next_tile(tile)
-    if started:
-        # Scores are computed one pair ahead, so behind the last pair as well.
-        for _ in cutlass.range(2, unroll=1):
-            load_block(cache, parts, barriers, stage, phase, Int32(0), cache.pages)
-            stage, phase = next_stage(stage, phase, STAGES)
+
+
+def next_phases(phases: Any, tile: Any) -> Any:
+    """Phases of both halves of the ring after a tile; each flips whenever its half was filled."""
+    return phases[0] ^ ((tile.pairs + 1) // 2 & 1), phases[1] ^ (tile.pairs // 2 & 1)
 
 
 @cute.jit
