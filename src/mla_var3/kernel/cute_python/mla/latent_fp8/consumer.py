@@ -17,7 +17,7 @@ key over sk, so a score is sq sk (q8 k8 + (q_rope / sq) (k_rope / sk)), a sum in
 *weight* is a probability times sk, in e4m3. The running maximum is that of the weights, with sk
 rounded down to a power of two: weights then fit e4m3, however the scales differ.
 
-The sums of an 8-bit wgmma have 13 bits (`FLUSH_TURNS`), so an output is moved to float32 now and
+The sums of an 8-bit wgmma have 13 bits (`FLUSH_PAIRS`), so an output is moved to float32 now and
 then: to the partial's place in memory, each thread its own numbers.
 """
 
@@ -50,14 +50,14 @@ from mla_var3.kernel.cute_python.mla.hopper.rows import (
 from mla_var3.kernel.cute_python.mla.hopper.warps import release, sync_warpgroup
 from mla_var3.kernel.cute_python.mla.latent.merge import record_partial
 from mla_var3.kernel.cute_python.mla.latent.ops import final_lse
-from mla_var3.kernel.cute_python.mla.latent.producer import WARPGROUP_BARRIERS, Barrier, arrive
+from mla_var3.kernel.cute_python.mla.latent.producer import Barrier, arrive
 from mla_var3.kernel.cute_python.mla.latent.rows64 import mask
 from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     first_hidden,
     partial_slot,
     row_limit,
 )
-from mla_var3.kernel.cute_python.mla.latent_fp8.producer import empty, full, next_phases
+from mla_var3.kernel.cute_python.mla.latent_fp8.producer import STAGES, empty, full
 from mla_var3.op.mla.window.quantise import E4M3_MAX
 
 WEIGHT_BITS = 6.0
@@ -66,16 +66,13 @@ least number, 2**-9."""
 RISE_BITS = 2.75
 """A weight 2**2.75 above the running maximum raises it: 2**8.75 = 430 is the last that rounds to
 less than 448, e4m3's largest number. With scales per token the maximum is up to 1 bit too low."""
-FLUSH_TURNS = 16
-"""Pairs of pairs of KV blocks, 4096 tokens, after which an output moves to float32."""
+FLUSH_PAIRS = 32
+"""Pairs of KV blocks, 4096 tokens, after which an output moves to float32."""
 TOKENS = (0, 1, 8, 9)
 """Tokens of a word of values or weights, for the first of four neighbouring threads; the others
 have those 2, 4 and 6 behind."""
 TILE_BYTES = KV_BLOCK * 128
 """Bytes of a column tile of a KV block or query tile: 64 rows of 128 columns."""
-P_SLOTS = 3
-"""Weights in shared memory: even blocks of two pairs, and the odd block of one."""
-EVEN, ODD = 0, 1
 
 
 @dataclass(frozen=True)
@@ -107,11 +104,11 @@ class Exchange:
     Attributes:
         q: [64, 512] e4m3 and its pointer `q_bytes`.
         q_rope: [64, 64] in the type of the cache's rope part, and its pointer `q_rope_bytes`.
-        p: [columns, 64, slot] e4m3 weights and their words `p_words`.
+        p: [columns, 64, stage] e4m3 weights and their words `p_words`.
         q_scale: [64] scales of the query rows.
         row_max: [64] running maximum.
-        scales: [64, block] factors by which the even or odd block's maximum rescales.
-        risen: [block] the last pair in which one did.
+        scales: [64, warpgroup] factors by which the maximum of its last block rescales.
+        risen: [warpgroup] number of its last block in which a maximum rose.
         row_sum: [64, warpgroup] sums of probabilities.
         tops, carried: [64, warpgroup] maxima of now and of the last flush.
     """
@@ -243,9 +240,9 @@ def consume(
     step = Step(
         mmas, work, values, state, exchange, blocks.scales, places, barriers, scheduler, columns
     )
+    clear_weights(exchange.p_words, thread)
     tile = scheduler.first_tile()
-    phases = (Int32(0), Int32(0))
-    count = Int32(1)
+    base = Int32(0)
     while tile.valid:
         load_queries(queries, exchange, tile, thread, per_token)
         acc_o.fill(0.0)
@@ -253,32 +250,30 @@ def consume(
         state.top.fill(SCORE_FLOOR)
         for i in cutlass.range_constexpr(2):
             state.factors[i] = scale_log2e * cache_scale * exchange.q_scale[row0 + 8 * i]
-        cute.arch.mbarrier_wait(full(barriers, group), phases[0])
-        compute_scores(mmas, work, group)
+        lowest = first_hidden(tile, scheduler)
+        stored = cutlass.min(tile.length, tile.last * KV_BLOCK)
+        stage = cute.arch.make_warp_uniform((base + group) % STAGES)
+        cute.arch.mbarrier_wait(full(barriers, stage), (base + group) // STAGES % 2)
+        compute_scores(mmas, work, stage)
         warpgroup.wait_group(0)
-        turns = (tile.pairs + 1) // 2
-        segments = (turns + (FLUSH_TURNS - 1)) // FLUSH_TURNS
+        if group == 1:  # the even warpgroup finds no odd block in front of its first one
+            arrive(Barrier.P_ODD, False)
+        segments = (tile.pairs + (FLUSH_PAIRS - 1)) // FLUSH_PAIRS
         for segment in cutlass.range(segments, unroll=1):
-            begin = segment * FLUSH_TURNS
-            end = cutlass.min(begin + FLUSH_TURNS, turns)
-            if group == 0:
-                for turn in cutlass.range(begin, end, unroll=1):
-                    even_step(step, tile, turn, phases, count, t, 0)
-                    if 2 * turn + 1 < tile.pairs:
-                        even_step(step, tile, turn, phases, count, t, 1)
-            else:
-                for turn in cutlass.range(begin, end, unroll=1):
-                    odd_step(step, tile, turn, phases, count, t, 0)
-                    if 2 * turn + 1 < tile.pairs:
-                        odd_step(step, tile, turn, phases, count, t, 1)
+            begin = segment * FLUSH_PAIRS
+            end = cutlass.min(begin + FLUSH_PAIRS, tile.pairs)
+            for pair in cutlass.range(begin, end, unroll=1):
+                take_block(step, tile, 2 * pair + group, base, lowest, stored, t, group)
             if segment < segments - 1:
                 flush(work.o, state, exchange, outputs, tile, segment, t, group, scheduler, columns)
+        base += 2 * tile.pairs
+        if group == 0:
+            add_other(step, tile, 2 * tile.pairs - 1, base - 1, stored, t, group)
+            warpgroup.wait_group(0)
         finish(
             work.o, state, exchange, outputs, tile, segments - 1, cache_scale, t, group, scheduler,
             columns, queries.dtype,
         )  # fmt: skip
-        phases = next_phases(phases, tile)
-        count += tile.pairs
         tile = scheduler.next_tile(tile)
 
 
@@ -309,105 +304,87 @@ class Step:
 
 
 @cute.jit
-def even_step(
+def take_block(
     step: cutlass.Constexpr,
     tile: cutlass.Constexpr,
-    turn: Int32,
-    phases: cutlass.Constexpr,
-    count: Int32,
+    block: Int32,
+    base: Int32,
+    lowest: Int32,
+    stored: Int32,
     t: Int32,
-    half: cutlass.Constexpr,
+    group: Int32,
 ):
-    """Warpgroup 0 on a pair of KV blocks, whose even scores exist.
+    """Turn the scores of a block into weights, and add the values of the block before and of it.
+
+    The values of the block before, whose weights are the other warpgroup's, are added up while this
+    one computes its weights, and the scores of its next block while it adds its own values.
 
     Args:
         step: `Step`.
         tile: the work tile.
-        turn: number of the pair of pairs.
-        phases: see `producer.next_phases`.
-        count: number of the tile's first pair.
-        t: this thread.
-        half: which pair of the two, and half of the ring that holds it. A constant: descriptors of
-            operands are constants then.
+        block: the block, counted within the tile; its scores exist.
+        base: blocks of the tiles before.
+        lowest: the first token that some row may not see.
+        stored: the first token that is in no block of the tile.
+        t, group: this thread and its warpgroup.
     """
     work, exchange, values, barriers = step.work, step.exchange, step.values, step.barriers
     lane = t % 32
-    pair = 2 * turn + half
-    token = (tile.first + 2 * pair) * KV_BLOCK
-    stage = 2 * half
-    compute_weights(step, EVEN, stage, half, token, count + pair, tile, t)
+    number = base + block
+    stage = cute.arch.make_warp_uniform(number % STAGES)
+    token = (tile.first + block) * KV_BLOCK
+    add_other(step, tile, block - 1, number - 1, stored, t, group)
+    compute_weights(step, group, stage, token, number, lowest, stored, tile, t)
     cute.arch.fence_view_async_shared()
-    arrive(Barrier.P_EVEN, False)
-    load_values(values, step.places, stage, tile.length - token, lane)
-    release(empty(barriers, stage), lane)
-    if pair + 1 < tile.pairs:
-        wait_next(barriers, 2 - stage, half, turn, phases)
-    sync_warpgroup(Barrier.WARPGROUP_0)
-    rescale_output(work.o, exchange, EVEN, count + pair, lane, step.columns)
-    add_values(step.mmas.pv, work, values, half)
-    compute_scores(step.mmas, work, 2 - stage)
+    cute.arch.barrier_arrive(barrier_id=Barrier.P_EVEN + group, number_of_threads=CONSUMERS)
+    if block + 2 < 2 * tile.pairs:
+        cute.arch.mbarrier_wait(full(barriers, stage ^ 2), (number + 2) // STAGES % 2)
+    # Behind a tile's last blocks too, from whatever is there, and unused: products under a branch
+    # would be serialised.
+    compute_scores(step.mmas, work, stage ^ 2)
     warpgroup.wait_group(1)
-    cute.arch.barrier(barrier_id=Barrier.P_ODD, number_of_threads=CONSUMERS)
-    adopt_max(step.state, exchange, ODD, count + pair, t)
-    rescale_output(work.o, exchange, ODD, count + pair, lane, step.columns)
-    load_values(values, step.places, stage + 1, tile.length - token - KV_BLOCK, lane)
-    release(empty(barriers, stage + 1), lane)
-    add_values(step.mmas.pv, work, values, P_SLOTS - 1)
+    sync_warpgroup(Barrier.WARPGROUP_0 + group)
+    rescale_output(work.o, exchange, group, number, lane, step.columns)
+    load_values(values, step.places, stage, stored - token, lane)
+    release(empty(barriers, stage), lane)
+    add_values(step.mmas.pv, work, values, stage)
     warpgroup.wait_group(0)
 
 
 @cute.jit
-def odd_step(
+def add_other(
     step: cutlass.Constexpr,
     tile: cutlass.Constexpr,
-    turn: Int32,
-    phases: cutlass.Constexpr,
-    count: Int32,
+    block: Int32,
+    number: Int32,
+    stored: Int32,
     t: Int32,
-    half: cutlass.Constexpr,
+    group: Int32,
 ):
-    """Warpgroup 1 on a pair of KV blocks, whose odd scores exist; see `even_step`."""
-    work, exchange, values, barriers = step.work, step.exchange, step.values, step.barriers
+    """Issue the values of a block of the other warpgroup; does not wait.
+
+    In front of a tile's first block there is none: zeros are added then.
+    """
     lane = t % 32
-    pair = 2 * turn + half
-    token = (tile.first + 2 * pair + 1) * KV_BLOCK
-    stage = 2 * half + 1
-    cute.arch.mbarrier_wait(full(barriers, stage - 1), phases[half] ^ (turn & 1))
-    load_values(values, step.places, stage - 1, tile.length - token + KV_BLOCK, lane)
-    release(empty(barriers, stage - 1), lane)
-    cute.arch.barrier(barrier_id=Barrier.P_EVEN, number_of_threads=CONSUMERS)
-    adopt_max(step.state, exchange, EVEN, count + pair, t)
-    rescale_output(work.o, exchange, EVEN, count + pair, lane, step.columns)
-    add_values(step.mmas.pv, work, values, half)
-    compute_weights(step, ODD, stage, P_SLOTS - 1, token, count + pair, tile, t)
-    cute.arch.fence_view_async_shared()
-    arrive(Barrier.P_ODD, False)
-    if pair + 1 < tile.pairs:
-        wait_next(barriers, 4 - stage, half, turn, phases)
-    compute_scores(step.mmas, work, 4 - stage)
-    warpgroup.wait_group(1)
-    sync_warpgroup(Barrier.WARPGROUP_1)
-    rescale_output(work.o, exchange, ODD, count + pair, lane, step.columns)
-    load_values(values, step.places, stage, tile.length - token, lane)
-    release(empty(barriers, stage), lane)
-    add_values(step.mmas.pv, work, values, P_SLOTS - 1)
-    warpgroup.wait_group(0)
+    stage = cute.arch.make_warp_uniform((number + STAGES) % STAGES)
+    other = 1 - group
+    valid = stored - (tile.first + block) * KV_BLOCK
+    if block < 0:
+        valid = Int32(0)
+    cute.arch.barrier(barrier_id=Barrier.P_EVEN + other, number_of_threads=CONSUMERS)
+    adopt_max(step.state, step.exchange, other, number, t)
+    rescale_output(step.work.o, step.exchange, other, number, lane, step.columns)
+    load_values(step.values, step.places, stage, valid, lane)
+    if block >= 0:
+        release(empty(step.barriers, stage), lane)
+    add_values(step.mmas.pv, step.work, step.values, stage)
 
 
 @cute.jit
-def wait_next(
-    barriers: cute.Pointer,
-    stage: cutlass.Constexpr,
-    half: cutlass.Constexpr,
-    turn: Int32,
-    phases: cutlass.Constexpr,
-):
-    """Wait for a block of the next pair, which is in the other half of the ring.
-
-    Behind a tile's last pair there is none. Its scores are computed all the same, from whatever is
-    there, and not used: products under a branch would be serialised.
-    """
-    cute.arch.mbarrier_wait(full(barriers, stage), phases[1 - half] ^ ((turn + half) & 1))
+def clear_weights(words: cute.Tensor, thread: Int32):
+    """Zero the weights in shared memory: what is added for no block must be finite."""
+    for i in cutlass.range(thread, cute.size(words), CONSUMERS, unroll=1):
+        words[i] = Int32(0)
 
 
 # --- queries --------------------------------------------------------------------------------------
@@ -527,7 +504,7 @@ def compute_scores(
 def load_values(
     values: cute.Tensor,
     places: cutlass.Constexpr,
-    stage: cutlass.Constexpr,
+    stage: Int32,
     valid: Int32,
     lane: Int32,
 ):
@@ -571,16 +548,14 @@ def load_values(
 
 
 @cute.jit
-def add_values(
-    mma: cute.TiledMma, work: cutlass.Constexpr, values: cute.Tensor, slot: cutlass.Constexpr
-):
-    """Issue O^T += V^T W^T for the weights of a slot; does not wait."""
+def add_values(mma: cute.TiledMma, work: cutlass.Constexpr, values: cute.Tensor, stage: Int32):
+    """Issue O^T += V^T W^T for the weights of a stage; does not wait."""
     warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, True)
     for k in cutlass.range_constexpr(2):
         cute.gemm(
-            atom, work.acc_o, values[(None, None, k)], work.p[(None, None, k, slot)], work.acc_o
+            atom, work.acc_o, values[(None, None, k)], work.p[(None, None, k, stage)], work.acc_o
         )
     warpgroup.commit_group()
 
@@ -598,23 +573,22 @@ def token_scales(scales: cute.Tensor, stage: Int32, j: cutlass.Constexpr, lane: 
 
 
 @cute.jit
-def clear_scales(
-    scales: cute.Tensor, stage: Int32, valid: Int32, t: Int32, group: cutlass.Constexpr
-):
+def clear_scales(scales: cute.Tensor, stage: Int32, valid: Int32, t: Int32, group: Int32):
     """Set the scales behind the first `valid` to 1: they may be NaN. A warpgroup calls it."""
     if t >= valid and t < KV_BLOCK:
         scales[t, stage] = Float32(1.0)
-    sync_warpgroup(WARPGROUP_BARRIERS[group])
+    sync_warpgroup(Barrier.WARPGROUP_0 + group)
 
 
 @cute.jit
 def compute_weights(
     step: cutlass.Constexpr,
-    block: cutlass.Constexpr,
-    stage: cutlass.Constexpr,
-    slot: cutlass.Constexpr,
+    group: Int32,
+    stage: Int32,
     token: Int32,
-    count: Int32,
+    number: Int32,
+    lowest: Int32,
+    stored: Int32,
     tile: cutlass.Constexpr,
     t: Int32,
 ):
@@ -625,11 +599,11 @@ def compute_weights(
 
     Args:
         step: `Step`.
-        block: EVEN or ODD, also the warpgroup.
-        stage: the block's stage.
-        slot: where the weights go.
+        group: the warpgroup.
+        stage: the block's stage, and slot of its weights.
         token: the block's first token.
-        count: number of the pair.
+        number: number of the block in the CTA.
+        lowest, stored: see `take_block`.
         tile: the work tile.
         t: this thread.
     """
@@ -637,9 +611,9 @@ def compute_weights(
     lane = t % 32
     row0 = (t // 32) * 16 + lane // 4
     if const_expr(scales is not None):
-        if token + KV_BLOCK > tile.length:
-            clear_scales(scales, stage, tile.length - token, t, block)
-    if token + KV_BLOCK > first_hidden(tile, step.scheduler):
+        if token + KV_BLOCK > stored:
+            clear_scales(scales, stage, stored - token, t, group)
+    if token + KV_BLOCK > lowest:
         limits = cute.make_rmem_tensor(2, Int32)
         for r in cutlass.range_constexpr(2):
             limits[r] = row_limit(tile, row0 + 8 * r, step.scheduler)
@@ -657,15 +631,15 @@ def compute_weights(
             for r in cutlass.range_constexpr(2):
                 exchange.row_max[row0 + 8 * r] = state.top[r]
         if lane == 0:
-            exchange.risen[block] = count
+            exchange.risen[group] = number
     if lane % 4 == 0:
         for r in cutlass.range_constexpr(2):
-            exchange.scales[row0 + 8 * r, block] = state.scale[r]
+            exchange.scales[row0 + 8 * r, group] = state.scale[r]
     for r in cutlass.range_constexpr(2):
         state.sums[r] = state.sums[r] + added[r]
         row = row0 + 8 * r
         for g in cutlass.range_constexpr(KV_BLOCK // 16):
-            place = slot * (step.columns * 16) + row * 16 + (g ^ (lane // 8)) * 4 + lane % 4
+            place = stage * (step.columns * 16) + row * 16 + (g ^ (lane // 8)) * 4 + lane % 4
             if const_expr(step.columns == ROWS):
                 exchange.p_words[place] = words[g, r]
             else:
@@ -678,7 +652,7 @@ def weigh(
     s: cute.Tensor,
     state: cutlass.Constexpr,
     scales: cutlass.Constexpr,
-    stage: cutlass.Constexpr,
+    stage: Int32,
     words: cute.Tensor,
     added: cute.Tensor,
     lane: Int32,
@@ -761,32 +735,32 @@ def highest_exponents(
 def adopt_max(
     state: cutlass.Constexpr,
     exchange: cutlass.Constexpr,
-    block: cutlass.Constexpr,
-    count: Int32,
+    group: Int32,
+    number: Int32,
     t: Int32,
 ):
-    """Adopt the maxima of the other warpgroup's block, if one has risen."""
+    """Adopt the maxima of a block of warpgroup `group`, the other one, if one has risen."""
     row0 = (t // 32) * 16 + t % 32 // 4
-    if exchange.risen[block] == count:
+    if exchange.risen[group] == number:
         for r in cutlass.range_constexpr(2):
             state.top[r] = exchange.row_max[row0 + 8 * r]
-            state.sums[r] = state.sums[r] * exchange.scales[row0 + 8 * r, block]
+            state.sums[r] = state.sums[r] * exchange.scales[row0 + 8 * r, group]
 
 
 @cute.jit
 def rescale_output(
     o: cute.Tensor,
     exchange: cutlass.Constexpr,
-    block: cutlass.Constexpr,
-    count: Int32,
+    group: Int32,
+    number: Int32,
     lane: Int32,
     columns: cutlass.Constexpr,
 ):
-    """Multiply the output by the scales of a block, if a maximum has risen in it."""
-    if exchange.risen[block] == count:
+    """Multiply the output by the scales of a block of a warpgroup, if a maximum has risen in it."""
+    if exchange.risen[group] == number:
         for j in cutlass.range_constexpr(columns // 8):
             for e in cutlass.range_constexpr(2):
-                scale = exchange.scales[own_row(j, e, lane), block]
+                scale = exchange.scales[own_row(j, e, lane), group]
                 o[(e, j), None].store(o[(e, j), None].load() * scale)
 
 

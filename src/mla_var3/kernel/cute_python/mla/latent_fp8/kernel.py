@@ -46,7 +46,6 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
 from mla_var3.kernel.cute_python.mla.latent.ops import Outputs
 from mla_var3.kernel.cute_python.mla.latent.scheduler import Scheduler, work_range
 from mla_var3.kernel.cute_python.mla.latent_fp8.consumer import (
-    P_SLOTS,
     Exchange,
     Mmas,
     Queries,
@@ -126,7 +125,7 @@ class LatentFp8Sm90:
         rope_layout = cute.tile_to_shape(rope_atom, (KV_BLOCK, ROPE, STAGES), order=(0, 1, 2))
         q_layout = cute.tile_to_shape(wide, (ROWS, LATENT), order=(0, 1))
         q_rope_layout = cute.tile_to_shape(rope_atom, (ROWS, ROPE), order=(0, 1))
-        p_layout = cute.tile_to_shape(p_atom, (self.columns, KV_BLOCK, P_SLOTS), order=(0, 1, 2))
+        p_layout = cute.tile_to_shape(p_atom, (self.columns, KV_BLOCK, STAGES), order=(0, 1, 2))
 
         scale_copies = (None, None)
         cache_scale = None
@@ -146,7 +145,7 @@ class LatentFp8Sm90:
         if const_expr(self.per_token):
             self.block_bytes += KV_BLOCK * 4
 
-        groups, p_size = CONSUMER_WARPGROUPS, self.columns * KV_BLOCK * P_SLOTS
+        groups, p_size = CONSUMER_WARPGROUPS, self.columns * KV_BLOCK * STAGES
 
         @cute.struct
         class Shared:
@@ -315,8 +314,8 @@ class LatentFp8Sm90:
         if thread == 0:
             init_barriers(barriers)
             missing[0] = Int32(0)
-            risen[0] = Int32(0)
-            risen[1] = Int32(0)
+            risen[0] = Int32(-2)
+            risen[1] = Int32(-2)
         cute.arch.sync_threads()
         scheduler = Scheduler(
             work_range(
@@ -354,7 +353,7 @@ class LatentFp8Sm90:
             line, two = cute.make_layout(ROWS), cute.make_layout((ROWS, 2))
             p_words = cute.make_tensor(
                 cute.recast_ptr(store.p.data_ptr(), dtype=Int32),
-                cute.make_layout(self.columns * KV_BLOCK * P_SLOTS // 4),
+                cute.make_layout(self.columns * KV_BLOCK * STAGES // 4),
             )
             exchange = Exchange(
                 tiles(store.q, q_layout), store.q.data_ptr(),

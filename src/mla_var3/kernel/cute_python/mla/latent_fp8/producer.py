@@ -1,8 +1,6 @@
 """Producer warp of the 8-bit latent kernel: KV blocks into a ring of shared-memory stages.
 
-Blocks come in pairs, an even and an odd one. The stages of a pair are neighbours; the even pairs of
-a work tile are in the first half of the ring, the odd ones in the second. Query rows are not loaded
-here: the consumers round them to 8 bits on their way to shared memory.
+Query rows are not loaded here: the consumers round them to 8 bits on their way to shared memory.
 """
 
 from dataclasses import dataclass
@@ -90,24 +88,14 @@ def produce(
     if const_expr(cache.scales is not None):
         parts.append(transfer(cache.scales, shared.scales, (KV_BLOCK,)))
     tile = scheduler.first_tile()
-    phases = (Int32(0), Int32(0))
+    number = Int32(0)
     while tile.valid:
         request = tile.item // scheduler.visits
-        for pair in cutlass.range(tile.pairs, unroll=1):
-            phase = phases[0]
-            if pair % 2 == 1:
-                phase = phases[1]
-            phase = phase ^ (pair // 2 & 1)
-            for i in cutlass.range_constexpr(2):
-                block, page = place_of(cache, request, tile.first + 2 * pair + i, tile.last)
-                load_block(cache, parts, barriers, pair % 2 * 2 + i, phase, block, page)
-        phases = next_phases(phases, tile)
+        for index in cutlass.range(2 * tile.pairs, unroll=1):
+            block, page = place_of(cache, request, tile.first + index, tile.last)
+            load_block(cache, parts, barriers, number, block, page)
+            number += 1
         tile = scheduler.next_tile(tile)
-
-
-def next_phases(phases: Any, tile: Any) -> Any:
-    """Phases of both halves of the ring after a tile; each flips whenever its half was filled."""
-    return phases[0] ^ ((tile.pairs + 1) // 2 & 1), phases[1] ^ (tile.pairs // 2 & 1)
 
 
 @cute.jit
@@ -115,13 +103,13 @@ def load_block(
     cache: cutlass.Constexpr,
     parts: cutlass.Constexpr,
     barriers: cute.Pointer,
-    stage: Int32,
-    phase: Int32,
+    number: Int32,
     block: Int32,
     page: Int32,
 ):
-    """Load a KV block into a stage as soon as that is empty."""
-    cute.arch.mbarrier_wait(empty(barriers, stage), phase ^ 1)
+    """Load a KV block, the CTA's `number`-th, into its stage as soon as that is empty."""
+    stage = number % STAGES
+    cute.arch.mbarrier_wait(empty(barriers, stage), number // STAGES % 2 ^ 1)
     arrival = full(barriers, stage)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(arrival, cache.block_bytes)
