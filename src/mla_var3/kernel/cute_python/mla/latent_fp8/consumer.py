@@ -240,7 +240,6 @@ def consume(
     step = Step(
         mmas, work, values, state, exchange, blocks.scales, places, barriers, scheduler, columns
     )
-    clear_weights(exchange.p_words, thread)
     tile = scheduler.first_tile()
     base = Int32(0)
     while tile.valid:
@@ -256,20 +255,19 @@ def consume(
         cute.arch.mbarrier_wait(full(barriers, stage), (base + group) // STAGES % 2)
         compute_scores(mmas, work, stage)
         warpgroup.wait_group(0)
-        if group == 1:  # the even warpgroup finds no odd block in front of its first one
-            arrive(Barrier.P_ODD, False)
         segments = (tile.pairs + (FLUSH_PAIRS - 1)) // FLUSH_PAIRS
         for segment in cutlass.range(segments, unroll=1):
             begin = segment * FLUSH_PAIRS
             end = cutlass.min(begin + FLUSH_PAIRS, tile.pairs)
-            for pair in cutlass.range(begin, end, unroll=1):
-                take_block(step, tile, 2 * pair + group, base, lowest, stored, t, group)
+            if group == 0:
+                for pair in cutlass.range(begin, end, unroll=1):
+                    take_even(step, tile, 2 * pair, base, lowest, stored, t)
+            else:
+                for pair in cutlass.range(begin, end, unroll=1):
+                    take_odd(step, tile, 2 * pair + 1, base, lowest, stored, t)
             if segment < segments - 1:
                 flush(work.o, state, exchange, outputs, tile, segment, t, group, scheduler, columns)
         base += 2 * tile.pairs
-        if group == 0:
-            add_other(step, tile, 2 * tile.pairs - 1, base - 1, stored, t, group)
-            warpgroup.wait_group(0)
         finish(
             work.o, state, exchange, outputs, tile, segments - 1, cache_scale, t, group, scheduler,
             columns, queries.dtype,
@@ -304,7 +302,7 @@ class Step:
 
 
 @cute.jit
-def take_block(
+def take_even(
     step: cutlass.Constexpr,
     tile: cutlass.Constexpr,
     block: Int32,
@@ -312,39 +310,79 @@ def take_block(
     lowest: Int32,
     stored: Int32,
     t: Int32,
-    group: Int32,
 ):
-    """Turn the scores of a block into weights, and add the values of the block before and of it.
+    """Warpgroup 0 on a pair of blocks: weights of the even one, values of both.
 
-    The values of the block before, whose weights are the other warpgroup's, are added up while this
-    one computes its weights, and the scores of its next block while it adds its own values.
+    The scores of its next block are computed while the other warpgroup computes its weights.
 
     Args:
         step: `Step`.
         tile: the work tile.
-        block: the block, counted within the tile; its scores exist.
+        block: the even block, counted within the tile; its scores exist.
         base: blocks of the tiles before.
         lowest: the first token that some row may not see.
         stored: the first token that is in no block of the tile.
-        t, group: this thread and its warpgroup.
+        t: this thread.
     """
     work, exchange, values, barriers = step.work, step.exchange, step.values, step.barriers
     lane = t % 32
     number = base + block
     stage = cute.arch.make_warp_uniform(number % STAGES)
     token = (tile.first + block) * KV_BLOCK
-    add_other(step, tile, block - 1, number - 1, stored, t, group)
-    compute_weights(step, group, stage, token, number, lowest, stored, tile, t)
+    compute_weights(step, 0, stage, token, number, lowest, stored, tile, t)
     cute.arch.fence_view_async_shared()
-    cute.arch.barrier_arrive(barrier_id=Barrier.P_EVEN + group, number_of_threads=CONSUMERS)
-    if block + 2 < 2 * tile.pairs:
-        cute.arch.mbarrier_wait(full(barriers, stage ^ 2), (number + 2) // STAGES % 2)
-    # Behind a tile's last blocks too, from whatever is there, and unused: products under a branch
-    # would be serialised.
+    arrive(Barrier.P_EVEN, False)
+    load_values(values, step.places, stage, stored - token, lane)
+    release(empty(barriers, stage), lane)
+    wait_next(step, tile, block, number, stage)
+    sync_warpgroup(Barrier.WARPGROUP_0)
+    rescale_output(work.o, exchange, 0, number, lane, step.columns)
+    add_values(step.mmas.pv, work, values, stage)
     compute_scores(step.mmas, work, stage ^ 2)
     warpgroup.wait_group(1)
-    sync_warpgroup(Barrier.WARPGROUP_0 + group)
-    rescale_output(work.o, exchange, group, number, lane, step.columns)
+    cute.arch.barrier(barrier_id=Barrier.P_ODD, number_of_threads=CONSUMERS)
+    adopt_max(step.state, exchange, 1, number + 1, t)
+    rescale_output(work.o, exchange, 1, number + 1, lane, step.columns)
+    load_values(values, step.places, stage + 1, stored - token - KV_BLOCK, lane)
+    release(empty(barriers, stage + 1), lane)
+    add_values(step.mmas.pv, work, values, stage + 1)
+    warpgroup.wait_group(0)
+
+
+@cute.jit
+def take_odd(
+    step: cutlass.Constexpr,
+    tile: cutlass.Constexpr,
+    block: Int32,
+    base: Int32,
+    lowest: Int32,
+    stored: Int32,
+    t: Int32,
+):
+    """Warpgroup 1 on a pair of blocks: values of the even one while it computes the odd weights.
+
+    Args: see `take_even`; `block` is the odd block.
+    """
+    work, exchange, values, barriers = step.work, step.exchange, step.values, step.barriers
+    lane = t % 32
+    number = base + block
+    stage = cute.arch.make_warp_uniform(number % STAGES)
+    token = (tile.first + block) * KV_BLOCK
+    cute.arch.mbarrier_wait(full(barriers, stage - 1), number // STAGES % 2)
+    load_values(values, step.places, stage - 1, stored - token + KV_BLOCK, lane)
+    release(empty(barriers, stage - 1), lane)
+    cute.arch.barrier(barrier_id=Barrier.P_EVEN, number_of_threads=CONSUMERS)
+    adopt_max(step.state, exchange, 0, number - 1, t)
+    rescale_output(work.o, exchange, 0, number - 1, lane, step.columns)
+    add_values(step.mmas.pv, work, values, stage - 1)
+    compute_weights(step, 1, stage, token, number, lowest, stored, tile, t)
+    cute.arch.fence_view_async_shared()
+    arrive(Barrier.P_ODD, False)
+    wait_next(step, tile, block, number, stage)
+    compute_scores(step.mmas, work, stage ^ 2)
+    warpgroup.wait_group(1)
+    sync_warpgroup(Barrier.WARPGROUP_1)
+    rescale_output(work.o, exchange, 1, number, lane, step.columns)
     load_values(values, step.places, stage, stored - token, lane)
     release(empty(barriers, stage), lane)
     add_values(step.mmas.pv, work, values, stage)
@@ -352,39 +390,16 @@ def take_block(
 
 
 @cute.jit
-def add_other(
-    step: cutlass.Constexpr,
-    tile: cutlass.Constexpr,
-    block: Int32,
-    number: Int32,
-    stored: Int32,
-    t: Int32,
-    group: Int32,
+def wait_next(
+    step: cutlass.Constexpr, tile: cutlass.Constexpr, block: Int32, number: Int32, stage: Int32
 ):
-    """Issue the values of a block of the other warpgroup; does not wait.
+    """Wait for this warpgroup's next block.
 
-    In front of a tile's first block there is none: zeros are added then.
+    Behind a tile's last pair there is none. Scores are computed all the same, from whatever is
+    there, and not used: products under a branch would be serialised.
     """
-    lane = t % 32
-    stage = cute.arch.make_warp_uniform((number + STAGES) % STAGES)
-    other = 1 - group
-    valid = stored - (tile.first + block) * KV_BLOCK
-    if block < 0:
-        valid = Int32(0)
-    cute.arch.barrier(barrier_id=Barrier.P_EVEN + other, number_of_threads=CONSUMERS)
-    adopt_max(step.state, step.exchange, other, number, t)
-    rescale_output(step.work.o, step.exchange, other, number, lane, step.columns)
-    load_values(step.values, step.places, stage, valid, lane)
-    if block >= 0:
-        release(empty(step.barriers, stage), lane)
-    add_values(step.mmas.pv, step.work, step.values, stage)
-
-
-@cute.jit
-def clear_weights(words: cute.Tensor, thread: Int32):
-    """Zero the weights in shared memory: what is added for no block must be finite."""
-    for i in cutlass.range(thread, cute.size(words), CONSUMERS, unroll=1):
-        words[i] = Int32(0)
+    if block + 2 < 2 * tile.pairs:
+        cute.arch.mbarrier_wait(full(step.barriers, stage ^ 2), (number + 2) // STAGES % 2)
 
 
 # --- queries --------------------------------------------------------------------------------------
@@ -583,7 +598,7 @@ def clear_scales(scales: cute.Tensor, stage: Int32, valid: Int32, t: Int32, grou
 @cute.jit
 def compute_weights(
     step: cutlass.Constexpr,
-    group: Int32,
+    group: cutlass.Constexpr,
     stage: Int32,
     token: Int32,
     number: Int32,
@@ -603,7 +618,7 @@ def compute_weights(
         stage: the block's stage, and slot of its weights.
         token: the block's first token.
         number: number of the block in the CTA.
-        lowest, stored: see `take_block`.
+        lowest, stored: see `take_even`.
         tile: the work tile.
         t: this thread.
     """
@@ -735,7 +750,7 @@ def highest_exponents(
 def adopt_max(
     state: cutlass.Constexpr,
     exchange: cutlass.Constexpr,
-    group: Int32,
+    group: cutlass.Constexpr,
     number: Int32,
     t: Int32,
 ):
@@ -751,7 +766,7 @@ def adopt_max(
 def rescale_output(
     o: cute.Tensor,
     exchange: cutlass.Constexpr,
-    group: Int32,
+    group: cutlass.Constexpr,
     number: Int32,
     lane: Int32,
     columns: cutlass.Constexpr,
