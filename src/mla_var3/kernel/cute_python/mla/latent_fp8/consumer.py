@@ -50,7 +50,7 @@ from mla_var3.kernel.cute_python.mla.hopper.rows import (
 from mla_var3.kernel.cute_python.mla.hopper.warps import release, sync_warpgroup
 from mla_var3.kernel.cute_python.mla.latent.merge import record_partial
 from mla_var3.kernel.cute_python.mla.latent.ops import final_lse
-from mla_var3.kernel.cute_python.mla.latent.producer import Barrier, arrive
+from mla_var3.kernel.cute_python.mla.latent.producer import WARPGROUP_BARRIERS, Barrier, arrive
 from mla_var3.kernel.cute_python.mla.latent.rows64 import mask
 from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     first_hidden,
@@ -165,13 +165,12 @@ class State:
     Attributes:
         sums: sums of its probabilities.
         scale: factor by which the last maximum rescales.
-        best, top: highest exponent of a weight in the block; running maximum.
+        top: running maximum.
         factors: from scores to powers of two.
     """
 
     sums: Any
     scale: Any
-    best: Any
     top: Any
     factors: Any
 
@@ -230,12 +229,11 @@ def consume(
         acc_s, two_rows(acc_s, KV_BLOCK), acc_o, by_row(acc_o, columns, HALF // 64),
     )  # fmt: skip
     values = values_tensor()
-    state = State(*(cute.make_rmem_tensor(2, Float32) for _ in range(5)))
+    state = State(*(cute.make_rmem_tensor(2, Float32) for _ in range(4)))
     # A lane reads row `lane` of 32 tokens. The 16 bytes of a warp within 128 are swizzled by the
     # row; the odd M tiles of a column tile lie 64 bytes further.
-    first = keys_bytes.toint() + group * (2 * TILE_BYTES) + lane * 128
-    chunk = ((t // 32) ^ (lane % 8)) * 16
-    places = (first + chunk, first + (chunk ^ 64))
+    first = keys_bytes.toint() + group * (2 * TILE_BYTES)
+    places = (first + places_offset(t), first + (places_offset(t) ^ 64))
 
     step = Step(
         mmas, work, values, state, exchange, blocks.scales, places, barriers, scheduler, columns
@@ -332,7 +330,7 @@ def take_even(
     compute_weights(step, 0, stage, token, number, lowest, stored, tile, t)
     cute.arch.fence_view_async_shared()
     arrive(Barrier.P_EVEN, False)
-    load_values(values, step.places, stage, stored - token, lane)
+    load_values(values, step.places, stage, stored - token, t, 0)
     release(empty(barriers, stage), lane)
     wait_next(step, tile, block, number, stage)
     sync_warpgroup(Barrier.WARPGROUP_0)
@@ -343,7 +341,7 @@ def take_even(
     cute.arch.barrier(barrier_id=Barrier.P_ODD, number_of_threads=CONSUMERS)
     adopt_max(step.state, exchange, 1, number + 1, t)
     rescale_output(work.o, exchange, 1, number + 1, lane, step.columns)
-    load_values(values, step.places, stage + 1, stored - token - KV_BLOCK, lane)
+    load_values(values, step.places, stage + 1, stored - token - KV_BLOCK, t, 0)
     release(empty(barriers, stage + 1), lane)
     add_values(step.mmas.pv, work, values, stage + 1)
     warpgroup.wait_group(0)
@@ -369,7 +367,7 @@ def take_odd(
     stage = cute.arch.make_warp_uniform(number % STAGES)
     token = (tile.first + block) * KV_BLOCK
     cute.arch.mbarrier_wait(full(barriers, stage - 1), number // STAGES % 2)
-    load_values(values, step.places, stage - 1, stored - token + KV_BLOCK, lane)
+    load_values(values, step.places, stage - 1, stored - token + KV_BLOCK, t, 1)
     release(empty(barriers, stage - 1), lane)
     cute.arch.barrier(barrier_id=Barrier.P_EVEN, number_of_threads=CONSUMERS)
     adopt_max(step.state, exchange, 0, number - 1, t)
@@ -383,7 +381,7 @@ def take_odd(
     warpgroup.wait_group(1)
     sync_warpgroup(Barrier.WARPGROUP_1)
     rescale_output(work.o, exchange, 1, number, lane, step.columns)
-    load_values(values, step.places, stage, stored - token, lane)
+    load_values(values, step.places, stage, stored - token, t, 1)
     release(empty(barriers, stage), lane)
     add_values(step.mmas.pv, work, values, stage)
     warpgroup.wait_group(0)
@@ -515,13 +513,19 @@ def compute_scores(
     warpgroup.commit_group()
 
 
+def places_offset(t: Any) -> Any:
+    """Where a thread reads an even M tile, from the first byte of its warpgroup's columns on."""
+    return t % 32 * 128 + ((t // 32) ^ (t % 8)) * 16
+
+
 @cute.jit
 def load_values(
     values: cute.Tensor,
     places: cutlass.Constexpr,
     stage: Int32,
     valid: Int32,
-    lane: Int32,
+    t: Int32,
+    group: cutlass.Constexpr,
 ):
     """This warpgroup's half of V^T of a KV block into the registers of an operand A.
 
@@ -532,9 +536,11 @@ def load_values(
         values: registers, see `values_tensor`.
         places: addresses that this lane reads, of even and odd M tiles.
         stage: the block's stage.
-        valid: tokens of the block that exist; others become 0, since 0 * NaN is NaN.
-        lane: this thread's lane.
+        valid: tokens of the block that exist.
+        t, group: this thread and its warpgroup.
     """
+    if valid < KV_BLOCK:
+        clear_values(places, stage, valid, t, group)
     words = cute.recast_tensor(values, Int32)
     for k in cutlass.range_constexpr(2):
         for m in cutlass.range_constexpr(HALF // 64):
@@ -549,17 +555,24 @@ def load_values(
                 low, high = found[2 * half], found[2 * half + 1]
                 words[(0, 0, half), m, k] = Int32(cute.arch.prmt(low, high, Int32(0x6420)))
                 words[(0, 1, half), m, k] = Int32(cute.arch.prmt(low, high, Int32(0x7531)))
-    if valid < KV_BLOCK:
-        for k in cutlass.range_constexpr(2):
-            for half in cutlass.range_constexpr(2):
-                kept = Int32(0)
-                for i in cutlass.range_constexpr(4):
-                    token = k * 32 + half * 16 + TOKENS[i] + (lane % 4) * 2
-                    if token < valid:
-                        kept |= Int32(0xFF << (8 * i) if i < 3 else -(1 << 24))
-                for m in cutlass.range_constexpr(HALF // 64):
-                    for r in cutlass.range_constexpr(2):
-                        words[(0, r, half), m, k] = words[(0, r, half), m, k] & kept
+
+
+@cute.jit
+def clear_values(
+    places: cutlass.Constexpr, stage: Int32, valid: Int32, t: Int32, group: cutlass.Constexpr
+):
+    """Zero this warpgroup's half of the tokens behind the first `valid`: 0 * NaN is NaN.
+
+    The keys are in the same place; the scores of these tokens are hidden, whatever they are.
+    """
+    base = places[0] - places_offset(t) + stage * (4 * TILE_BYTES)
+    for i in cutlass.range(cutlass.max(valid, 0) * 16 + t, KV_BLOCK * 16, WARPGROUP, unroll=1):
+        at = base + i // 16 * 128 + i % 16 // 8 * TILE_BYTES + i % 8 * 16
+        cute.arch.inline_ptx(
+            "{ .reg .b32 z; mov.b32 z, 0; st.shared.v4.b32 [{$r0}], {z, z, z, z}; }",
+            read_only_args=[at],
+        )
+    sync_warpgroup(WARPGROUP_BARRIERS[group])
 
 
 @cute.jit
@@ -635,13 +648,17 @@ def compute_weights(
         mask(s, token, limits, lane, row0, tile, step.scheduler)
     words = cute.make_rmem_tensor((KV_BLOCK // 16, 2), Int32)
     added = cute.make_rmem_tensor(2, Float32)
-    weigh(s, state, scales, stage, words, added, lane)
+    weigh(s, state.top, state.factors, scales, stage, words, added, lane)
     state.scale.fill(1.0)
     if cute.arch.vote_ballot_sync(any_saturated(words)) != 0:
-        highest_exponents(s, state, scales, stage, lane)
+        factors, best = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        for r in cutlass.range_constexpr(2):
+            factors[r] = opaque(state.factors[r])
+        hidden_lane = opaque(lane)
+        highest_exponents(s, best, factors, scales, stage, hidden_lane)
         margin = RISE_BITS - (1.0 if const_expr(scales is not None) else 0.0)
-        raise_max(state.best, state.top, state.scale, state.sums, Float32(1.0), margin)
-        weigh(s, state, scales, stage, words, added, lane)
+        raise_max(best, state.top, state.scale, state.sums, Float32(1.0), margin)
+        weigh(s, state.top, factors, scales, stage, words, added, hidden_lane)
         if lane % 4 == 0:
             for r in cutlass.range_constexpr(2):
                 exchange.row_max[row0 + 8 * r] = state.top[r]
@@ -662,10 +679,23 @@ def compute_weights(
                     exchange.p_words[place] = words[g, r]
 
 
+def opaque(value: Any) -> Any:
+    """The same number, of which the compiler does not know that it is the same.
+
+    The rare second computation of the weights would otherwise share products with the first, which
+    keeps them in registers.
+    """
+    kind = type(value)
+    return cute.arch.inline_ptx(
+        "mov.b32 {$w0}, {$r0};", write_only_types=[kind], read_only_args=[value]
+    )
+
+
 @cute.jit
 def weigh(
     s: cute.Tensor,
-    state: cutlass.Constexpr,
+    top: cute.Tensor,
+    row_factors: cute.Tensor,
     scales: cutlass.Constexpr,
     stage: Int32,
     words: cute.Tensor,
@@ -676,7 +706,7 @@ def weigh(
 
     Args:
         s: scores of two rows, over the scales of their tokens and of their row.
-        state: `State`.
+        top, row_factors: see `State`.
         scales: of the tokens, or None.
         stage: the block's stage.
         words: a word of weights per 16 tokens and row, written.
@@ -684,7 +714,7 @@ def weigh(
         lane: this thread's lane.
     """
     added.fill(0.0)
-    bases = (WEIGHT_BITS - state.top[0], WEIGHT_BITS - state.top[1])
+    bases = (WEIGHT_BITS - top[0], WEIGHT_BITS - top[1])
     for g in cutlass.range_constexpr(KV_BLOCK // 16):
         weights = cute.make_rmem_tensor((4, 2), Float32)
         for half in cutlass.range_constexpr(2):
@@ -698,7 +728,7 @@ def weigh(
                     score = s[r, (e, j)]
                     if const_expr(scales is not None):
                         score = score * factors[e]
-                    p = cute.math.exp2(score * state.factors[r] + bases[r], fastmath=True)
+                    p = cute.math.exp2(score * row_factors[r] + bases[r], fastmath=True)
                     added[r] = added[r] + p
                     if const_expr(scales is not None):
                         p = p * factors[e]
@@ -728,22 +758,27 @@ def floor_log2(number: Float32) -> Float32:
 
 @cute.jit
 def highest_exponents(
-    s: cute.Tensor, state: cutlass.Constexpr, scales: cutlass.Constexpr, stage: Int32, lane: Int32
+    s: cute.Tensor,
+    best: cute.Tensor,
+    factors: cute.Tensor,
+    scales: cutlass.Constexpr,
+    stage: Int32,
+    lane: Int32,
 ):
     """The highest exponent of a weight of each of this thread's two rows, among its own tokens."""
     if const_expr(scales is None):
-        thread_max(s, state.best)
+        thread_max(s, best)
         for r in cutlass.range_constexpr(2):
-            state.best[r] = state.best[r] * state.factors[r]
+            best[r] = best[r] * factors[r]
     else:
-        state.best.fill(-Float32.inf)
+        best.fill(-Float32.inf)
         for j in cutlass.range_constexpr(KV_BLOCK // 8):
             two = token_scales(scales, stage, j, lane)
             for e in cutlass.range_constexpr(2):
                 added = floor_log2(two[e])
                 for r in cutlass.range_constexpr(2):
-                    exponent = s[r, (e, j)] * two[e] * state.factors[r] + added
-                    state.best[r] = cute.arch.fmax(state.best[r], exponent)
+                    exponent = s[r, (e, j)] * two[e] * factors[r] + added
+                    best[r] = cute.arch.fmax(best[r], exponent)
 
 
 @cute.jit
