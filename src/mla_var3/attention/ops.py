@@ -15,7 +15,6 @@ from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.execute import execute
 from mla_var3.attention.request.task import AttentionTask
 
-
 WINDOW = ("k_new", "v_new", "window_start", "k_rope_new")
 """Arguments that a call may change."""
 
