@@ -276,41 +276,37 @@ def _mix_by_rates(
 def _shared_prefix(work: Workload, target: Target) -> Estimate:
     """The shared tokens decompressed and read once, the others latent, on SMs of their own.
 
-    Each kernel has some of the SMs for as long as the other has the rest, so their times on all
-    SMs add up.
+    The rates count the work of both kernels together.
     """
     problem = work.problem
-    shared = SharedPrefixProblem(problem, min(work.prefix, problem.t))
+    shared = SharedPrefixProblem(problem, min(work.prefix, problem.t), min(work.groups, problem.b))
     attention = shared_prefix_attention_cost(shared)
     own = tuple(length - min(shared.prefix, length) for length in problem.kv_lengths)
     latent = flash_mla_cost(replace(problem, lengths=own))
-    heads = Cost(attention.flops - latent.flops, attention.bytes - latent.bytes)
-    targets = target.of("flash_mla"), target.of("flash_attention")
-    fitted = all(part.rates is not None for part in targets)
-    target = replace(target, rates=targets[0].rates if fitted else None)
-    device = target.rates_for(problem.dtype)
-    time_us = 0.0
-    for cost, part in zip((latent, heads), targets, strict=True):
-        if part.rates is None or not fitted:
-            time_us += cost.time_us(*device)
-        elif cost.flops:
-            time_us += part.rates.work_us(cost.flops, cost.bytes) + part.rates.fixed_us
     around, costs, merge_us = {}, [attention], 0.0
     if shared.own_tokens:
         costs.append(decompress_combine_cost(problem))
-        merge_us = costs[1].time_us(*device)
-        around["query projection"] = query_projection_cost(problem).time_us(*device)
+        merge_us = costs[1].time_us(*target.rates_for(problem.dtype))
+        projection = query_projection_cost(problem)
+        around["query projection"] = _part_us(target, QUERY_PROJECTION, projection, problem.dtype)
     return _estimate(
         target,
         problem,
-        time_us,
+        _evenly_us(attention, target, problem.dtype),
         costs,
         around,
         latent=latent,
-        heads=heads,
+        heads=Cost(attention.flops - latent.flops, attention.bytes - latent.bytes),
         merge_us=merge_us,
         choice={"prefix": shared.prefix},
     )
+
+
+def _evenly_us(cost: Cost, target: Target, dtype: str) -> float:
+    """Time of a kernel whose work fills the SMs whatever the shape."""
+    if target.rates is None:
+        return cost.time_us(*target.rates_for(dtype))
+    return target.rates.fixed_us + target.rates.work_us(cost.flops, cost.bytes)
 
 
 def _latent_prefix(work: Workload, target: Target) -> Estimate:
