@@ -14,6 +14,7 @@ import torch
 import mla_var3
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.cache.view import CacheView
+from mla_var3.attention.prefix import layout as layouts
 from mla_var3.attention.prefix.groups import PrefixGroups
 from mla_var3.attention.prefix.layout import prefix_layout
 
@@ -135,7 +136,7 @@ def test_one_prefix_of_many_rows(ordered: bool, generator: torch.Generator) -> N
 
 def test_the_merge_equals_that_of_torch(generator: torch.Generator) -> None:
     """Against float64, with rows of no place and of no key poisoned."""
-    from mla_var3.kernel.cute_python.mla.prefix.merge import merge_in_place
+    from mla_var3.kernel.cute_python.mla.prefix import call
 
     tokens, h = 37, 5
     o, *parts = (torch.randn((tokens, h, K), generator=generator).bfloat16() for _ in range(3))
@@ -160,8 +161,66 @@ def test_the_merge_equals_that_of_torch(generator: torch.Generator) -> None:
             (part.cuda(), part_lse.cuda(), place.cuda())
             for part, part_lse, place in zip(parts, lses, places, strict=True)
         ][:levels]
-        found = merge_in_place(o.clone().cuda(), lse.clone().cuda(), given)
+        found = o.clone().cuda(), lse.clone().cuda()
+        call.merge(*found, given)
         assert_close(found[0].cpu(), expected, found[1].cpu(), total.log())
+
+
+@pytest.mark.parametrize("paged", [True, False])
+@pytest.mark.parametrize(("b", "levels"), [(1, 1), (7, 2), (64, 2), (1500, 1)])
+def test_the_layout_equals_that_of_torch(
+    b: int, levels: int, paged: bool, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+) -> None:
+    batch, groups = random_case(b, b, levels, generator, paged, 2)
+    q = torch.empty((b, 2, 16, K), dtype=torch.bfloat16, device="cuda")
+    found = prefix_layout(groups, q, batch.cache)
+    monkeypatch.setattr(layouts, "prefix_kernels", lambda device: None)
+    wanted = prefix_layout(groups, q, batch.cache)
+    for name, tensor in wanted.tensors.items():
+        other = found.tensors[name]
+        if name.startswith(("order", "table")):  # rows that no chunk uses are arbitrary
+            level = int(name[-1])
+            part = wanted.parts[level]
+            used = int(part.bounds[-1]) if name.startswith("order") else part.lengths > 0
+            rows = slice(used) if name.startswith("order") else used
+            tensor, other = tensor[rows], other[rows]
+        assert torch.equal(tensor, other), name
+
+
+def small_launches(step: Any) -> list[str]:
+    """Kernels of a step on the GPU, by name."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    return [event.key for event in profile.key_averages() for _ in range(event.count)]
+
+
+def test_a_layout_takes_two_launches(generator: torch.Generator) -> None:
+    batch, groups = random_case(5, 64, 2, generator, True, 1)
+    q = torch.empty((64, 1, 16, K), dtype=torch.bfloat16, device="cuda")
+    prefix_layout(groups, q, batch.cache)
+    names = small_launches(lambda: prefix_layout(groups, q, batch.cache))
+    assert len(names) == 2, names
+
+
+@pytest.mark.parametrize("laid_out", [False, True])
+def test_replays(laid_out: bool, generator: torch.Generator) -> None:
+    """Repeated calls on other tensors, queries, groups and lengths of the same shapes."""
+    b, s, h = 24, 2, 16
+    for seed in range(3):
+        batch, groups = random_case(seed, b, 2, generator, True, s)
+        view = batch.cache
+        assert view.block_table is not None
+        table = torch.zeros((b, 16), dtype=torch.int32, device="cuda")
+        table[:, : view.block_table.shape[1]] = view.block_table
+        pages = torch.full((600, PAGE, K + P), torch.nan, dtype=torch.bfloat16, device="cuda")
+        pages[: len(view.latent), :, :K], pages[: len(view.latent), :, K:] = view.latent, view.rope
+        same = CacheView(pages[..., :K], pages[..., K:], view.lengths, table)
+        q = queries(generator, b, s, h)
+        prefix = prefix_layout(groups, q[0], same) if laid_out else groups
+        for _ in range(2):
+            found = attended(Batch(same, batch.tokens), q, prefix)
+            batch.require(*q, *found)
 
 
 @pytest.mark.parametrize("page_size", [None, PAGE])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from mla_var3.attention.cache.view import CacheView
+from mla_var3.attention.prefix.groups import about_tokens
 from mla_var3.attention.prefix.layout import Prefix, PrefixLayout, is_pageable
 from mla_var3.attention.request.masks import Visibility
 from mla_var3.attention.request.shape import CallShape
@@ -128,10 +129,8 @@ class AttentionTask:
         """Shared first tokens of a request, roughly, and groups that share some."""
         given = self.prefix.groups if isinstance(self.prefix, PrefixLayout) else self.prefix
         if given is not None:
-            tokens = self.cache.capacity if given.tokens is None else given.tokens
-            # Three leading bits: a shape is not to change with every step.
-            step = max(tokens.bit_length() - 3, 0)
-            return max(tokens >> step << step, 1), min(given.groups, max(self.cache.requests, 1))
+            about = about_tokens(self.cache.capacity) if given.about is None else given.about
+            return about, min(given.groups, max(self.cache.requests, 1))
         return (self.cache.prefix if is_pageable(self.cache) else 0), 1
 
 
