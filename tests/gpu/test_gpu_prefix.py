@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import mla_var3
+from mla_var3.attention import decompress_prefixes
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.prefix import layout as layouts
@@ -361,3 +362,26 @@ def test_nothing_shared_is_the_plain_call(generator: torch.Generator) -> None:
     plain = mla_var3.mla_latent_attention(*q, view)
     found = mla_var3.mla_latent_attention(*q, view, prefix=groups)
     assert torch.equal(found[0], plain[0]) and torch.equal(found[1], plain[1])
+
+
+@pytest.mark.parametrize("paged", [True, False])
+def test_decompressed_prefixes_of_several_groups(paged: bool, generator: torch.Generator) -> None:
+    """Two groups and requests without one, each group by the kernel of one prefix."""
+    h, s, lengths = 16, 2, [400, 330, 257, 500, 320, 90, 70]
+    prefixes = [[(0, 256)]] * 3 + [[(1, 192)]] * 2 + [[], []]
+    batch = batch_of(generator, lengths, prefixes, paged=paged)
+    of = torch.tensor([[0, 0, 0, 1, 1, -1, -1]], dtype=torch.int32, device="cuda")
+    tokens = torch.tensor([[256, 192]], dtype=torch.int32, device="cuda")
+    model = make_model(generator, h, D, K, torch.bfloat16)
+    weights = model.w_uk.cuda(), model.w_uv.cuda()
+    copies = decompress_prefixes(PrefixGroups(of, tokens), batch.cache, *weights)
+    assert [copy.tokens for copy in copies.copies] == [256, 192]
+    q = [normal(generator, len(lengths), s, h, w, dtype=torch.bfloat16) for w in (D, P)]
+    for kernel in ("mla_var6_plus_v6_groups", KERNEL, "auto"):
+        found = mla_var3.mla_attention(
+            *(x.cuda() for x in q), batch.cache, *weights, prefix=copies, kernel=kernel,
+            return_lse=True,
+        )  # fmt: skip
+        for request, rows in enumerate(batch.tokens):
+            expected = oracle(q[0][request], q[1][request], rows[:, :K], rows[:, K:], model)
+            assert_close(found[0][request].cpu(), expected[0], found[1][request].cpu(), expected[1])

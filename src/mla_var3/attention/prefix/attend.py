@@ -31,10 +31,10 @@ from mla_var3.attention.prefix.launch import (
     pass_operands,
 )
 from mla_var3.attention.prefix.layout import (
-    Prefix,
     PrefixLayout,
     PrefixPart,
     as_pages,
+    groups_in,
     laid_out,
     layout_kernels,
     prefix_kernels,
@@ -142,8 +142,9 @@ class PrefixBackend:
         if layout_kernels(given, view, task.cu_seqlens_q) is None:
             steps.add(None, {})
             return layout_of(task)
-        options = {"cu_seqlens_q": task.cu_seqlens_q, "causal": task.causal}
-        layout, launch, written = laid_out(kernels, given, task.q, view, **options)
+        layout, launch, written = laid_out(
+            kernels, given, task.q, view, cu_seqlens_q=task.cu_seqlens_q, causal=task.causal
+        )
         steps.add(launch, {**LAYOUT_INPUTS, **{name: name for name in written}})
         steps.keep(**written)
         if task.prefix is None:  # groups of this call shape, not of the caller
@@ -156,10 +157,12 @@ def _fits_kernels(task: AttentionTask) -> bool:
     return task.cache.latent.shape[-1] == FUSED_WIDTH and task.q.element_size() == 2
 
 
-def groups_of(task: AttentionTask) -> Prefix:
+def groups_of(task: AttentionTask) -> PrefixGroups | PrefixLayout:
     """The groups of a call: as given, or the prefix that `LatentCache.set_prefix` wrote."""
-    if task.prefix is not None:
+    if isinstance(task.prefix, PrefixLayout):
         return task.prefix
+    if task.prefix is not None:
+        return groups_in(task.prefix)
     view = task.cache
     of = torch.zeros((1, view.requests), dtype=torch.int32, device=view.lengths.device)
     return PrefixGroups(of, torch.full_like(of[:, :1], view.prefix), ordered=True)

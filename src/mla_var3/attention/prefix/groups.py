@@ -92,3 +92,55 @@ class PrefixGroups:
     def tensors(self) -> dict[str, torch.Tensor]:
         """Tensors that a call key looks at, by the names that launches know."""
         return {"prefix_of": self.prefix_of, "prefix_length": self.prefix_length}
+
+
+@dataclass(frozen=True)
+class PrefixCopy:
+    """The decompressed prefix of neighbouring requests.
+
+    Attributes:
+        first, last: the requests `first..last-1`.
+        keys, values: `[h, tokens, d]` and `[h, tokens, v]`.
+        rope: `[tokens, p]`.
+    """
+
+    first: int
+    last: int
+    keys: torch.Tensor
+    values: torch.Tensor
+    rope: torch.Tensor
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the prefix."""
+        return self.keys.shape[1]
+
+
+@dataclass(frozen=True, eq=False)
+class DecompressedPrefixes:
+    """Groups of one level with decompressed prefixes; `decompress_prefixes` makes them.
+
+    Attributes:
+        groups: the groups that they were made from.
+        copies: one per group, in the order of the requests.
+    """
+
+    groups: PrefixGroups
+    copies: tuple[PrefixCopy, ...]
+
+    @property
+    def copy_bytes(self) -> int:
+        """Memory of the copies."""
+        parts = (part for copy in self.copies for part in (copy.keys, copy.values, copy.rope))
+        return sum(part.numel() * part.element_size() for part in parts)
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """Plain values that a call key holds."""
+        spans = tuple((copy.first, copy.last, copy.tokens) for copy in self.copies)
+        return ("decompressed", *self.groups.key, *spans)
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Tensors that a call key looks at: those of the groups."""
+        return self.groups.tensors

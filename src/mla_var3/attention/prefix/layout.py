@@ -20,7 +20,7 @@ from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.cache.sizes import PAGE_STEP
 from mla_var3.attention.cache.tokens import TokenRows, padded_rows, ragged_rows
 from mla_var3.attention.cache.view import CacheView
-from mla_var3.attention.prefix.groups import LEVELS, PrefixGroups
+from mla_var3.attention.prefix.groups import LEVELS, DecompressedPrefixes, PrefixGroups
 from mla_var3.attention.request.checks import INDEX_DTYPES, readable, require_tensor
 from mla_var3.errors import InvalidArgumentError
 
@@ -95,16 +95,20 @@ class PrefixLayout:
         return found
 
 
-Prefix = PrefixGroups | PrefixLayout
+Prefix = PrefixGroups | PrefixLayout | DecompressedPrefixes
 """What the calls take as `prefix`."""
+
+
+def groups_in(prefix: Prefix) -> PrefixGroups:
+    """The groups that a caller gave, whatever was made of them."""
+    return prefix if isinstance(prefix, PrefixGroups) else prefix.groups
 
 
 def sharing(prefix: object) -> Prefix | None:
     """What a caller gave as `prefix`, if it is groups; None where they share nothing."""
-    groups = prefix.groups if isinstance(prefix, PrefixLayout) else prefix
-    if not isinstance(groups, PrefixGroups):
+    if not isinstance(prefix, (PrefixGroups, PrefixLayout, DecompressedPrefixes)):
         raise InvalidArgumentError("prefix", "PrefixGroups or PrefixLayout", type(prefix).__name__)
-    return prefix if groups.levels else None  # type: ignore[return-value]
+    return prefix if groups_in(prefix).levels else None
 
 
 def is_pageable(view: CacheView) -> bool:

@@ -65,8 +65,7 @@ MIX_ERROR = 0.15
 """Relative error of the mix on the rows of the attention grid."""
 
 LAYOUT_US = 8.0
-"""Two small launches that lay out a prefix which is known by its cache alone, in every call. Not
-measured."""
+"""Two small launches that lay out the prefix of a cache, in every call. Not measured."""
 
 OWN_PROJECTIONS = ("flash_mla", "cute-dsl")
 """The kernel that launches the projections itself."""
@@ -279,10 +278,13 @@ def _shared_prefix(work: Workload, target: Target) -> Estimate:
     The rates count the work of both kernels together.
     """
     problem = work.problem
-    shared = SharedPrefixProblem(problem, min(work.prefix, problem.t), min(work.groups, problem.b))
+    shared = SharedPrefixProblem(problem, min(work.prefix, problem.t))
     attention = shared_prefix_attention_cost(shared)
     own = tuple(length - min(shared.prefix, length) for length in problem.kv_lengths)
     latent = flash_mla_cost(replace(problem, lengths=own))
+    time_us = attention.time_us(*target.rates_for(problem.dtype))
+    if target.rates is not None:
+        time_us = target.rates.fixed_us + target.rates.work_us(attention.flops, attention.bytes)
     around, costs, merge_us = {}, [attention], 0.0
     if shared.own_tokens:
         costs.append(decompress_combine_cost(problem))
@@ -292,7 +294,7 @@ def _shared_prefix(work: Workload, target: Target) -> Estimate:
     return _estimate(
         target,
         problem,
-        _evenly_us(attention, target, problem.dtype),
+        time_us,
         costs,
         around,
         latent=latent,
@@ -302,11 +304,19 @@ def _shared_prefix(work: Workload, target: Target) -> Estimate:
     )
 
 
-def _evenly_us(cost: Cost, target: Target, dtype: str) -> float:
-    """Time of a kernel whose work fills the SMs whatever the shape."""
-    if target.rates is None:
-        return cost.time_us(*target.rates_for(dtype))
-    return target.rates.fixed_us + target.rates.work_us(cost.flops, cost.bytes)
+def _grouped_prefix(work: Workload, target: Target) -> Estimate:
+    """The same for several groups of about equal size, one after the other."""
+    groups = min(work.groups, work.problem.b)
+    lengths = work.problem.kv_lengths[::groups]
+    one = replace(work, problem=replace(work.problem, b=len(lengths), lengths=lengths))
+    found = _shared_prefix(one, replace(target.of("mla_var6_plus_v6"), kernel=target.kernel))
+    return replace(
+        found,
+        kernel_us=groups * found.kernel_us,
+        limit_us=None if found.limit_us is None else groups * found.limit_us,
+        around={name: groups * time_us for name, time_us in found.around.items()},
+        cost=Cost(groups * found.cost.flops, groups * found.cost.bytes),
+    )
 
 
 def _latent_prefix(work: Workload, target: Target) -> Estimate:
@@ -378,6 +388,7 @@ _DESIGNS: dict[str, Estimator] = {
 _VERSIONS: dict[tuple[str, str], Estimator] = {
     ("mla_var6_plus_v5", "cute-dsl"): _fp8_mix,
     ("mla_var6_plus_v6", "cute-dsl"): _shared_prefix,
+    ("mla_var6_plus_v6_groups", "cute-dsl"): _grouped_prefix,
     ("flash_mla_prefix", "cute-dsl"): _latent_prefix,
 }
 LANGUAGES = ("cute-dsl", "cutile-dsl")

@@ -90,16 +90,10 @@ def merge(o: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor, Tensor]]
         parts: per level output, LSE and places; see `merge.py`.
     """
     rows = lse.numel()
-    flat: list[Tensor | None] = [tensor for part in parts for tensor in part]
+    flat: list[Any] = [tensor for part in parts for tensor in part]
     flat += [None] * (6 - len(flat))
-    arguments = merges.MergeArguments(
-        o,
-        lse,
-        *flat,
-        rows,
-        lse.shape[-1],
-        _ctas(o, -(-rows // merges.WARPS)),  # type: ignore[arg-type]
-    )
+    sizes = rows, lse.shape[-1], _ctas(o, -(-rows // merges.WARPS))
+    arguments = merges.MergeArguments._make([o, lse, *flat, *sizes])
     host = merges.MergePrefix(ELEMENT_TYPES[o.dtype])
     return _launch(merges.MergePrefix.merge_prefix, host, arguments, o)
 
