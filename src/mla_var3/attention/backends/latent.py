@@ -207,7 +207,7 @@ def _run_latent(
 ) -> Attended:
     """A call whose queries and output are latent."""
     q_latent, same_rows = _unless_copied(task.q, boxed_rows(task.q))
-    direct = task.out if _is_dense(task.out) else None
+    direct = task.out if is_dense(task.out) else None
     operands = _operands(task, taken, q_latent, direct)
     launch = attend(operands, options)
     if task.out is None or direct is not None:
@@ -360,5 +360,6 @@ def _dense_inside(index: torch.Tensor) -> torch.Tensor:
     return index if index.stride(-1) == 1 else index.contiguous()
 
 
-def _is_dense(out: torch.Tensor | None) -> bool:
+def is_dense(out: torch.Tensor | None) -> bool:
+    """Whether there is an output that kernels can write as it is: contiguous and aligned."""
     return out is not None and out.is_contiguous() and _aligned(out) is out

@@ -16,6 +16,7 @@ from mla_var3.attention.backends.latent import (
     Attended,
     LatentBackend,
     boxed_rows,
+    is_dense,
     project_heads,
 )
 from mla_var3.attention.backends.torch_tiled import TorchTiled
@@ -110,7 +111,7 @@ class PrefixBackend:
         steps = PrefixSteps()
         layout = self._layout(task, kernels, steps)
         own_task = own_pass(task, layout)
-        if task.out is not None and task.out.is_contiguous():
+        if is_dense(task.out):
             own_task = replace(own_task, out=task.out)
         output, lse, launch = self._inner.run_repeatable(own_task)
         steps.add(launch, OWN_PASS)

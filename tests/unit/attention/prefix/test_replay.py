@@ -144,6 +144,20 @@ def test_whole_calls(
         assert (latent.calls, latent.repeats) == (3, 3 * turn)
 
 
+def test_an_unaligned_output_is_written_through_a_copy(
+    kernels: CpuKernels, latent: RepeatableKernel, generator: torch.Generator
+) -> None:
+    for turn in range(2):
+        batch, q = batch_of(generator, 1, True), queries(generator, 6, 1)
+        out = torch.full((q[0].numel() + 1,), torch.nan, dtype=DTYPE)[1:].view_as(q[0])
+        found = mla_var3.mla_latent_attention(
+            *q, batch.cache, prefix=groups_of(1), kernel=KERNEL, out=out
+        )
+        assert found[0] is out
+        batch.require(*q, *found)
+        assert (latent.calls, latent.repeats) == (2 * (turn + 1), 0)
+
+
 def test_other_groups_of_the_same_shape_are_used(
     kernels: CpuKernels, latent: RepeatableKernel, generator: torch.Generator
 ) -> None:
