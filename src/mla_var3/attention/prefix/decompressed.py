@@ -94,6 +94,8 @@ class GroupedPrefixBackend:
         return self._inner.missing()
 
     def unsupported(self, shape: CallShape) -> str | None:
+        if shape.refused_cache is not None:
+            return shape.refused_cache
         if not shape.prefix_copies:
             return "groups without decompressed prefixes (decompress_prefixes)"
         one = replace(
