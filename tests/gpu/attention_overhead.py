@@ -27,6 +27,8 @@ import torch
 from mla_var3.attention.backends.latent import project_heads
 from mla_var3.attention.cache.view import CacheView, paged_view
 from mla_var3.attention.call import HEAD_WIDTH, mla_attention, mla_latent_attention
+from mla_var3.attention.prefix.groups import PrefixGroups
+from mla_var3.attention.prefix.layout import prefix_layout
 from mla_var3.attention.replay.key import find_replay, latent_key
 from mla_var3.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from mla_var3.runtime.measure import percentile
@@ -34,7 +36,7 @@ from mla_var3.runtime.measure import percentile
 from .attention_record import cuda_is_missing, write_record
 
 K, P, D, PAGE = 512, 64, HEAD_WIDTH, 64
-KERNEL = "flash_mla:cute-dsl"
+KERNEL, PREFIX_KERNEL = "flash_mla:cute-dsl", "flash_mla_prefix:cute-dsl"
 VARIANTS = 8
 """Sets of tensors that take turns, so that no call meets the tensors of the one before."""
 LIMIT_US = 15.0
@@ -161,7 +163,19 @@ def contenders(operands: Operands) -> dict[str, Call]:
             metadata, causal=True,
         )  # fmt: skip
 
+    b = operands.q_latent[0].shape[0]
+    of = torch.zeros((1, b), dtype=torch.int32, device="cuda")
+    groups = PrefixGroups(of, torch.full_like(of[:, :1], PAGE))
+    layouts = [prefix_layout(groups, q[turn], views[turn]) for turn in range(VARIANTS)]
+
+    def shared(turn: int, prefix: Any) -> Any:
+        return mla_latent_attention(
+            q[turn], operands.q_rope[turn], views[turn], kernel=PREFIX_KERNEL, prefix=prefix
+        )
+
     return {
+        "shared prefix, layout": lambda turn: shared(turn, layouts[turn]),
+        "shared prefix, groups": lambda turn: shared(turn, groups),
         "mla_latent_attention": latent,
         "flash_mla_with_kvcache": flash,
         "mla_attention": whole,

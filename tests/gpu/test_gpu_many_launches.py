@@ -50,6 +50,8 @@ SHAPES: tuple[dict[str, Any], ...] = (
         "prefix": 0,
         "lengths": (515, 70, 1, 300, 0, 499, 128),
     },
+    # One query and no empty request: what cutlass_mla_decode takes.
+    {"b": 3, "s": 1, "t": 777, "h": 128, "n": 128, "prefix": 0, "lengths": (777, 1, 130)},
 )
 
 
@@ -57,23 +59,12 @@ def launch_many(name: str, language: str, launches: int) -> None:
     """The child: launch every shape that the kernel accepts, then check the result."""
     import torch
 
-    from mla_var3.errors import InvalidArgumentError, UnsupportedError
     from mla_var3.runtime.check import check_stage
-    from mla_var3.runtime.paths import find_kernel, plan_class
 
-    cls = plan_class(find_kernel(name, language=language))
-    known = {field.name for field in fields(cls)}
-    major, minor = torch.cuda.get_device_capability()
     accepted = 0
-    for shape in SHAPES:
-        own = {key: value for key, value in shape.items() if key in known}
-        try:
-            plan = cls(seed=0, **own).for_target(f"sm_{major}{minor}")
-            inputs = plan.prepare_inputs("cuda")
-            stage = plan.plan(*inputs)
-        except (InvalidArgumentError, UnsupportedError) as error:
-            say(f"{shape}: refused, {error}")
-            continue
+    for shape, plan in accepted_plans(name, language, f"sm_{capability()}"):
+        inputs = plan.prepare_inputs("cuda")
+        stage = plan.plan(*inputs)
         accepted += 1
         for done in range(0, launches, SYNC_EVERY):
             say(f"{shape}: launch {done} to {done + SYNC_EVERY - 1}")
@@ -83,6 +74,32 @@ def launch_many(name: str, language: str, launches: int) -> None:
         check_stage(plan, inputs, stage).require()
     if not accepted:
         raise SystemExit(f"{name} in {language} accepts none of the shapes")
+
+
+def accepted_plans(name: str, language: str, target: str) -> Iterator[tuple[dict[str, Any], Any]]:
+    """The shapes that a kernel accepts, with its plans."""
+    from mla_var3.errors import InvalidArgumentError, UnsupportedError
+    from mla_var3.runtime.paths import find_kernel, plan_class
+
+    cls = plan_class(find_kernel(name, language=language))
+    known = {field.name for field in fields(cls)}
+    for shape in SHAPES:
+        own = {key: value for key, value in shape.items() if key in known}
+        try:
+            plan = cls(seed=0, **own).for_target(target)
+            plan.plan(*plan.prepare_inputs("meta"))
+        except (InvalidArgumentError, UnsupportedError) as error:
+            say(f"{shape}: refused, {error}")
+        else:
+            yield shape, plan
+
+
+def capability() -> str:
+    """Compute capability of the GPU, such as "90"."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability()
+    return f"{major}{minor}"
 
 
 def say(text: str) -> None:
@@ -137,19 +154,28 @@ def kernels() -> Iterator[Any]:
     from mla_var3.runtime.paths import discover_kernels
 
     for kernel in discover_kernels():
-        name, language = kernel.full_name, kernel.language
-        yield pytest.param(name, language, id=f"{name}-{language}")
+        yield pytest.param(kernel, id=f"{kernel.full_name}-{kernel.language}")
+
+
+@pytest.mark.parametrize("kernel", list(kernels()))
+def test_every_kernel_accepts_a_shape(kernel: Any) -> None:
+    """Needs no GPU: a kernel that refuses all shapes would never be launched."""
+    from mla_var3.runtime.paths import declared_targets
+
+    target = declared_targets(kernel)[0]
+    assert list(accepted_plans(kernel.full_name, kernel.language, target))
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "language"), list(kernels()))
-def test_ten_thousand_launches(name: str, language: str) -> None:
-    import torch
+@pytest.mark.parametrize("kernel", list(kernels()))
+def test_ten_thousand_launches(kernel: Any) -> None:
+    from mla_var3.runtime.paths import declared_targets
 
-    if language == "cute-dsl" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip(f"written for sm_90a, this is a {torch.cuda.get_device_name()}")
-    problem = supervise(name, language)
+    targets = declared_targets(kernel)
+    if f"sm_{capability()}" not in targets:
+        pytest.skip(f"written for {', '.join(targets)}, this GPU is sm_{capability()}")
+    problem = supervise(kernel.full_name, kernel.language)
     assert problem is None, problem
 
 

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 import mla_var3
+from mla_var3.attention import decompress_prefixes
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.cache.view import CacheView
+from mla_var3.attention.prefix import layout as layouts
 from mla_var3.attention.prefix.groups import PrefixGroups
 from mla_var3.attention.prefix.layout import prefix_layout
 
@@ -135,7 +137,7 @@ def test_one_prefix_of_many_rows(ordered: bool, generator: torch.Generator) -> N
 
 def test_the_merge_equals_that_of_torch(generator: torch.Generator) -> None:
     """Against float64, with rows of no place and of no key poisoned."""
-    from mla_var3.kernel.cute_python.mla.prefix.merge import merge_in_place
+    from mla_var3.kernel.cute_python.mla.prefix import call
 
     tokens, h = 37, 5
     o, *parts = (torch.randn((tokens, h, K), generator=generator).bfloat16() for _ in range(3))
@@ -160,8 +162,66 @@ def test_the_merge_equals_that_of_torch(generator: torch.Generator) -> None:
             (part.cuda(), part_lse.cuda(), place.cuda())
             for part, part_lse, place in zip(parts, lses, places, strict=True)
         ][:levels]
-        found = merge_in_place(o.clone().cuda(), lse.clone().cuda(), given)
+        found = o.clone().cuda(), lse.clone().cuda()
+        call.merge(*found, given)
         assert_close(found[0].cpu(), expected, found[1].cpu(), total.log())
+
+
+@pytest.mark.parametrize("paged", [True, False])
+@pytest.mark.parametrize(("b", "levels"), [(1, 1), (7, 2), (64, 2), (1500, 1)])
+def test_the_layout_equals_that_of_torch(
+    b: int, levels: int, paged: bool, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
+) -> None:
+    batch, groups = random_case(b, b, levels, generator, paged, 2)
+    q = torch.empty((b, 2, 16, K), dtype=torch.bfloat16, device="cuda")
+    found = prefix_layout(groups, q, batch.cache)
+    monkeypatch.setattr(layouts, "prefix_kernels", lambda device: None)
+    wanted = prefix_layout(groups, q, batch.cache)
+    for name, tensor in wanted.tensors.items():
+        other = found.tensors[name]
+        if name.startswith(("order", "table")):  # rows that no chunk uses are arbitrary
+            level = int(name[-1])
+            part = wanted.parts[level]
+            used = int(part.bounds[-1]) if name.startswith("order") else part.lengths > 0
+            rows = slice(used) if name.startswith("order") else used
+            tensor, other = tensor[rows], other[rows]
+        assert torch.equal(tensor, other), name
+
+
+def small_launches(step: Any) -> list[str]:
+    """Kernels of a step on the GPU, by name."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        step()
+        torch.cuda.synchronize()
+    return [event.key for event in profile.key_averages() for _ in range(event.count)]
+
+
+def test_a_layout_takes_two_launches(generator: torch.Generator) -> None:
+    batch, groups = random_case(5, 64, 2, generator, True, 1)
+    q = torch.empty((64, 1, 16, K), dtype=torch.bfloat16, device="cuda")
+    prefix_layout(groups, q, batch.cache)
+    names = small_launches(lambda: prefix_layout(groups, q, batch.cache))
+    assert len(names) == 2, names
+
+
+@pytest.mark.parametrize("laid_out", [False, True])
+def test_replays(laid_out: bool, generator: torch.Generator) -> None:
+    """Repeated calls on other tensors, queries, groups and lengths of the same shapes."""
+    b, s, h = 24, 2, 16
+    for seed in range(3):
+        batch, groups = random_case(seed, b, 2, generator, True, s)
+        view = batch.cache
+        assert view.block_table is not None
+        table = torch.zeros((b, 16), dtype=torch.int32, device="cuda")
+        table[:, : view.block_table.shape[1]] = view.block_table
+        pages = torch.full((600, PAGE, K + P), torch.nan, dtype=torch.bfloat16, device="cuda")
+        pages[: len(view.latent), :, :K], pages[: len(view.latent), :, K:] = view.latent, view.rope
+        same = CacheView(pages[..., :K], pages[..., K:], view.lengths, table)
+        q = queries(generator, b, s, h)
+        prefix = prefix_layout(groups, q[0], same) if laid_out else groups
+        for _ in range(2):
+            found = attended(Batch(same, batch.tokens), q, prefix)
+            batch.require(*q, *found)
 
 
 @pytest.mark.parametrize("page_size", [None, PAGE])
@@ -302,3 +362,26 @@ def test_nothing_shared_is_the_plain_call(generator: torch.Generator) -> None:
     plain = mla_var3.mla_latent_attention(*q, view)
     found = mla_var3.mla_latent_attention(*q, view, prefix=groups)
     assert torch.equal(found[0], plain[0]) and torch.equal(found[1], plain[1])
+
+
+@pytest.mark.parametrize("paged", [True, False])
+def test_decompressed_prefixes_of_several_groups(paged: bool, generator: torch.Generator) -> None:
+    """Two groups and requests without one, each group by the kernel of one prefix."""
+    h, s, lengths = 16, 2, [400, 330, 257, 500, 320, 90, 70]
+    prefixes = [[(0, 256)]] * 3 + [[(1, 192)]] * 2 + [[], []]
+    batch = batch_of(generator, lengths, prefixes, paged=paged)
+    of = torch.tensor([[0, 0, 0, 1, 1, -1, -1]], dtype=torch.int32, device="cuda")
+    tokens = torch.tensor([[256, 192]], dtype=torch.int32, device="cuda")
+    model = make_model(generator, h, D, K, torch.bfloat16)
+    weights = model.w_uk.cuda(), model.w_uv.cuda()
+    copies = decompress_prefixes(PrefixGroups(of, tokens), batch.cache, *weights)
+    assert [copy.tokens for copy in copies.copies] == [256, 192]
+    q = [normal(generator, len(lengths), s, h, w, dtype=torch.bfloat16) for w in (D, P)]
+    for kernel in ("mla_var6_plus_v6_groups", KERNEL, "auto"):
+        found = mla_var3.mla_attention(
+            *(x.cuda() for x in q), batch.cache, *weights, prefix=copies, kernel=kernel,
+            return_lse=True,
+        )  # fmt: skip
+        for request, rows in enumerate(batch.tokens):
+            expected = oracle(q[0][request], q[1][request], rows[:, :K], rows[:, K:], model)
+            assert_close(found[0][request].cpu(), expected[0], found[1][request].cpu(), expected[1])

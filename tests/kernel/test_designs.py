@@ -50,6 +50,25 @@ UNMASKED = [pytest.param(case, False, id=f"{case}-full") for case in CASES[1::3]
 """Without a mask only the lengths limit a row: a third of the table is enough."""
 
 
+VERSIONS = tuple(f"mla_var6_plus_v{number}" for number in (2, 3, 4))
+
+
+@pytest.mark.parametrize("name", [*DESIGNS, *VERSIONS])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_wrong_lengths_on_the_device_are_clamped(name: str, causal: bool) -> None:
+    """The host cannot check them. The interpreter raises at whatever lies outside of an array."""
+    own = {"n": 30} if name.startswith("mla_var6_plus") else {}
+    plan = make_plan(name, b=4, s=3, t=70, h=2, lengths=(70, 0, 0, 70), causal=causal, **own)
+    *inputs, lengths = plan.prepare_inputs("cpu")
+    right = plan.plan(*inputs, lengths)
+    right.launch()
+    largest = torch.iinfo(torch.int32).max
+    wrong = plan.plan(*inputs, torch.tensor([71, -1, -(2**20), largest], dtype=torch.int32))
+    wrong.launch()
+    for found, wanted in zip(wrong.output_tensors, right.output_tensors, strict=True):
+        assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize(("case", "causal"), MASKED + UNMASKED)
 @pytest.mark.parametrize("design", DESIGNS)
 def test_shapes(design: str, case: Case, causal: bool) -> None:

@@ -9,8 +9,9 @@ if TYPE_CHECKING:
     from mla_var3.attention.cache.latent_cache import LatentCache
     from mla_var3.attention.cache.view import CacheView, paged_view
     from mla_var3.attention.call import explain, mla_attention, mla_latent_attention
+    from mla_var3.attention.prefix.decompressed import decompress_prefixes
     from mla_var3.attention.prefix.find import find_shared_prefixes
-    from mla_var3.attention.prefix.groups import PrefixGroups
+    from mla_var3.attention.prefix.groups import DecompressedPrefixes, PrefixGroups
     from mla_var3.attention.prefix.layout import PrefixLayout, prefix_layout
     from mla_var3.attention.request.masks import tree_ancestors
     from mla_var3.attention.request.shape import CallShape
@@ -19,10 +20,12 @@ if TYPE_CHECKING:
 __all__ = [
     "CacheView",
     "CallShape",
+    "DecompressedPrefixes",
     "Explanation",
     "LatentCache",
     "PrefixGroups",
     "PrefixLayout",
+    "decompress_prefixes",
     "explain",
     "find_shared_prefixes",
     "mla_attention",
@@ -35,10 +38,12 @@ __all__ = [
 _HOMES = {
     "CacheView": "cache.view",
     "CallShape": "request.shape",
+    "DecompressedPrefixes": "prefix.groups",
     "Explanation": "select.choice",
     "LatentCache": "cache.latent_cache",
     "PrefixGroups": "prefix.groups",
     "PrefixLayout": "prefix.layout",
+    "decompress_prefixes": "prefix.decompressed",
     "explain": "call",
     "find_shared_prefixes": "prefix.find",
     "mla_attention": "call",

@@ -129,7 +129,7 @@ def mla_attention(
     if prefix is not None and sharing(prefix):
         options["prefix"] = prefix
     key = result = None
-    if not (is_traced() or checks_values() or "prefix" in options):
+    if not (is_traced() or checks_values()):
         key = whole_key(q_nope, q_rope, cache, w_uk, w_uv, kernel, options)
         replay = find_replay(key)
         if replay is not None and key is not None:
@@ -170,7 +170,7 @@ def mla_latent_attention(
     key = None
     if prefix is not None and sharing(prefix):
         options["prefix"] = prefix
-    elif not (is_traced() or checks_values()):
+    if not (is_traced() or checks_values()):
         key = latent_key(q_latent, q_rope, cache, d, kernel, options)
         replay = find_replay(key)
         if replay is not None and key is not None:

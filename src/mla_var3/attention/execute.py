@@ -13,6 +13,7 @@ import torch
 from mla_var3.attention.backends.latent import Attended, LatentBackend
 from mla_var3.attention.backends.registry import AUTO, Backend, require_kernel_name
 from mla_var3.attention.backends.torch_tiled import TorchTiled
+from mla_var3.attention.prefix.attend import PrefixBackend
 from mla_var3.attention.request import debug
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
@@ -39,7 +40,7 @@ def execute(task: AttentionTask, kernel: str) -> Attended:
     device = task.q.device
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         backend = backend_for(task.shape(), kernel, device)
-        if isinstance(backend, LatentBackend):
+        if isinstance(backend, (LatentBackend, PrefixBackend)):
             return backend.run_repeatable(task)
         output, lse = backend.run(task)
         return output, task.with_empty_sums(lse), None

@@ -1,7 +1,9 @@
 """The calls as `torch.library` operators, for `torch.compile` and `torch.export`.
 
 `hyper_mla::mla_attention` and `hyper_mla::latent_attention` take the tensors of a checked call one
-by one. A traced program holds the operator; which kernel it runs is decided when it runs.
+by one. A traced program holds the operator; which kernel it runs is decided when it runs. A kernel
+that reads the window may first decompress tokens that it lacks after a rollback, in place: the
+operator declares that it changes the window.
 """
 
 from __future__ import annotations
@@ -13,8 +15,11 @@ from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.execute import execute
 from mla_var3.attention.request.task import AttentionTask
 
+WINDOW = ("k_new", "v_new", "window_start", "k_rope_new")
+"""Arguments that a call may change."""
 
-@torch.library.custom_op("hyper_mla::mla_attention", mutates_args=())
+
+@torch.library.custom_op("hyper_mla::mla_attention", mutates_args=WINDOW)
 def mla_attention_op(
     q_nope: Tensor,
     q_rope: Tensor,

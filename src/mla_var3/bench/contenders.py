@@ -7,7 +7,9 @@ from the same numbers. Building never times and timing never builds.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mla_var3.bench.peers import PeerLibraries
+    from mla_var3.runtime.autotune.history import StageTuning
 
 PEER_ERROR_LIMIT = 0.01
 """A 16-bit peer above this relative error computes something else."""
@@ -108,15 +111,51 @@ class Contender:
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass
+class TuneBudget:
+    """Seconds that several kernels share to search their tilings.
+
+    Attributes:
+        kernels: kernels that have not searched yet; each takes an equal part of what is left.
+        seconds: what is left; None for no limit.
+    """
+
+    kernels: int
+    seconds: float | None = None
+
+    @contextmanager
+    def spend(self, options: RunOptions) -> Iterator[None]:
+        """Give a kernel its part, and take what the body spent."""
+        if self.seconds is None:
+            yield
+            return
+        options.tune_seconds = self.seconds / self.kernels if self.kernels else 0.0
+        self.kernels = max(self.kernels - 1, 0)
+        start = time.monotonic()
+        yield
+        self.seconds = max(self.seconds - (time.monotonic() - start), 0.0)
+
+
+def tuning_note(found: Iterable[StageTuning]) -> str:
+    """What a search tried; empty where there was none, or nothing to choose."""
+    stages = [stage for stage in found if stage.candidates > 1]
+    if not stages:
+        return ""
+    tried, total = sum(stage.tried for stage in stages), sum(s.candidates for s in stages)
+    cached = ", found before" if all(stage.from_cache for stage in stages) else ""
+    rest = "" if all(stage.complete for stage in stages) else "; the time was up"
+    return f"tuned: {tried} of {total} tilings timed{cached}{rest}"
+
+
 def kernel_contender(
     choice: KernelChoice,
     problem: MlaProblem,
     target: str,
     device: str = "cuda",
-    tune: bool = False,
+    tune: TuneBudget | None = None,
     progress: Progress = no_progress,
 ) -> Contender:
-    """One of our kernels."""
+    """One of our kernels; with a budget its tilings are searched."""
 
     def build() -> Ready:
         from mla_var3.runtime.check import check_stage
@@ -124,7 +163,9 @@ def kernel_contender(
         plan = make_plan(choice, problem, target)
         if device == "cuda":
             require_memory(plan)
-        prepared = prepare(plan, RunOptions(device=device, autotune=tune, progress=progress))
+        options = RunOptions(device=device, autotune=tune is not None, progress=progress)
+        with tune.spend(options) if tune else nullcontext():
+            prepared = prepare(plan, options)
         stage = prepared.stage
 
         def check() -> float:
@@ -133,7 +174,8 @@ def kernel_contender(
             return outcome.outputs[0].error.relative_frobenius
 
         path, choices = path_of(prepared.plan, stage), choices_of(prepared.plan)
-        return Ready(stage.launch, check, stage.cost(), path, choices)
+        note = tuning_note(prepared.tuning.values())
+        return Ready(stage.launch, check, stage.cost(), path, choices, note)
 
     kernel = choice.kernel
     return Contender(kernel.full_name, OURS, build, kernel.language, dict(choice.fields))
@@ -325,7 +367,7 @@ def contenders(
     target: str,
     *,
     device: str = "cuda",
-    tune: bool = False,
+    tune: TuneBudget | None = None,
     progress: Progress = no_progress,
 ) -> list[Contender]:
     """All contenders of a case, the projections last; peers only where there are libraries."""

@@ -81,6 +81,7 @@ class BenchOptions(SessionOptions):
         version: version of mla_var6_plus for that suite.
         kernels: "all", "latest", designs or full names.
         backends: languages and peers; all of them when empty.
+        shapes: numbers of the suite's shapes to run, from 1; all of them when empty.
         quick: fewer shapes of the sweep and fewer windows.
         mode: "measure", "predict", or "auto": measure where there is a GPU.
         predict_for: device of the table to predict for.
@@ -100,6 +101,7 @@ class BenchOptions(SessionOptions):
     version: str | None = None
     kernels: tuple[str, ...] = ()
     backends: tuple[str, ...] = ()
+    shapes: tuple[int, ...] = ()
     quick: bool = False
     mode: str = AUTO
     predict_for: str | None = None
@@ -205,6 +207,7 @@ def run_bench(options: BenchOptions) -> BenchResult:
         record = merge_records(load_record(path) for path in options.records)
     else:
         cases, missing = build_cases(options)
+        cases = chosen_shapes(cases, options.shapes)
         measures = options.measures
         make_folder(folder)
         record = BenchRecord(options.suite, environment(), absent=dict(missing))
@@ -221,6 +224,17 @@ def run_bench(options: BenchOptions) -> BenchResult:
         result.files["to send"] = folder / FILE_NAME
         save_record(contribution(record), folder / FILE_NAME)
     return result
+
+
+def chosen_shapes(cases: list[Case], numbers: Sequence[int]) -> list[Case]:
+    """The cases of these shapes, counted from 1 in the order of the suite; all for none."""
+    problems = list(dict.fromkeys(case.problem for case in cases))
+    for number in numbers:
+        if not 1 <= number <= len(problems):
+            expected = f"numbers from 1 to {len(problems)}, shapes of the suite"
+            raise InvalidArgumentError("shapes", expected, number)
+    wanted = {problems[number - 1] for number in numbers}
+    return [case for case in cases if case.problem in wanted] if numbers else cases
 
 
 def build_cases(options: BenchOptions) -> tuple[list[Case], dict[str, str]]:

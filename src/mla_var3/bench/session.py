@@ -18,7 +18,7 @@ from typing import Any
 
 from mla_var3.bench import contenders as bench_contenders
 from mla_var3.bench import measure as bench_measure
-from mla_var3.bench.contenders import Contender
+from mla_var3.bench.contenders import Contender, TuneBudget
 from mla_var3.bench.measure import (
     MAX_SECONDS,
     PATIENCE,
@@ -58,6 +58,7 @@ class SessionOptions:
         max_seconds: time for one timing.
         patience: seconds that one contender may take in one round.
         tune: search tilings before timing.
+        tune_seconds: time for all these searches together; None for no limit.
         peer_libs: folder with the peers' operator libraries.
         resume: record of an interrupted run to continue.
         progress: reporter for long work.
@@ -71,6 +72,7 @@ class SessionOptions:
     max_seconds: float = MAX_SECONDS
     patience: float = PATIENCE
     tune: bool = False
+    tune_seconds: float | None = None
     peer_libs: Path | None = None
     resume: Path | None = None
     progress: Progress = no_progress
@@ -83,6 +85,8 @@ class SessionOptions:
         for name in ("max_seconds", "patience"):
             if not 0 < getattr(self, name) < math.inf:
                 raise InvalidArgumentError(name, "a positive number", getattr(self, name))
+        if self.tune_seconds is not None and not self.tune_seconds >= 0:
+            raise InvalidArgumentError("tune_seconds", "a number of at least 0", self.tune_seconds)
         if self.peer_libs is not None and not self.peer_libs.is_dir():
             raise InvalidArgumentError("peer_libs", "a folder", self.peer_libs)
 
@@ -107,13 +111,18 @@ def measure(
         "seconds per timing": options.max_seconds,
         "tilings": "tuned" if options.tune else "default",
     }
+    budget = None
+    if options.tune:
+        budget = TuneBudget(sum(len(case.kernels) for case in cases), options.tune_seconds)
+        if options.tune_seconds is not None:
+            record.settings["seconds of tuning"] = options.tune_seconds
     around = circumstances(record.environment, spec.name)
     timer = bench_measure.gpu_timer(options.max_seconds)
     bench_measure.warm_up()
     agenda = []
     for case in cases:
         entrants = bench_contenders.contenders(
-            case, libraries, spec.target, tune=options.tune, progress=options.progress
+            case, libraries, spec.target, tune=budget, progress=options.progress
         )
         agenda.append((case.problem, *split_case(case.problem, entrants, earlier)))
     asked = {case.problem for case in cases}

@@ -73,6 +73,11 @@ RUN_OPTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "time at most N tilings per stage (default: all that compile well)",
         {"type": ValueType(int), "metavar": "N"},
     ),
+    "tune_seconds": (
+        "run",
+        "stop the search after so many seconds (default: none)",
+        {"type": ValueType(float), "metavar": "SECONDS"},
+    ),
     "refine": (
         "run",
         "choose between neighbours of the cost model's choice, such as n, by timing (default: off)",
@@ -257,11 +262,11 @@ def _escaped(text: str) -> str:
 
 
 def _run_options(plan: KernelPlan, values: dict[str, Any]) -> RunOptions:
-    names = ("device", "retune", "tune_max_iters", "refine", "check", "bench_runs", "out_dir")
+    names = ("device", "retune", "tune_max_iters", "tune_seconds", "refine", "check", "bench_runs")
     run = RunOptions(
         autotune=not values.get("no_autotune", False),
         targets=tuple(code for code in plan_targets(plan) if code in TARGETS),
-        **{name: values[name] for name in (*names, "label") if name in values},
+        **{name: values[name] for name in (*names, "out_dir", "label") if name in values},
     )
     if "target" in values:
         run.targets = _read_targets(values["target"], plan_targets(plan))

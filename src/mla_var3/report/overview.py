@@ -62,6 +62,9 @@ CPU_SIZES = {"b": 2, "s": 4, "t": 200, "h": 16}
 QUICK_CPU_SIZES = {"b": 2, "s": 2, "t": 100, "h": 8}
 MAIN_PEERS = tuple(name for name in PEERS if name != "fa3_one_split")
 
+TUNE_SECONDS = 15.0
+"""On an H200 the rest of the job takes about 45 s."""
+
 StepHook = Callable[["Step"], None]
 
 
@@ -74,6 +77,7 @@ class OverviewOptions:
             compile target.
         out_dir: folder of the report; `out/overview/<timestamp>` by default.
         device: "auto", "cuda" or "cpu".
+        tune_seconds: time to search tilings on a GPU, for all kernels together.
         sizes: b, s, t, h where they differ from `SIZES`; widths where they are not the default.
         progress: reporter for long work.
         on_start, on_end: called around each step.
@@ -84,6 +88,7 @@ class OverviewOptions:
     quick: bool = False
     out_dir: Path | None = None
     device: str = "auto"
+    tune_seconds: float = TUNE_SECONDS
     sizes: dict[str, int] = field(default_factory=dict)
     progress: Progress = no_progress
     on_start: StepHook = lambda step: None
@@ -220,7 +225,10 @@ def _measure(job: _Job, step: Step) -> None:
     quick = job.options.quick
     record = job.result.record = BenchRecord("overview", job.environment)
     options = session.SessionOptions(
-        tune=not quick, progress=job.options.progress, on_lost=job.options.on_lost
+        tune=not quick,
+        tune_seconds=job.options.tune_seconds,
+        progress=job.options.progress,
+        on_lost=job.options.on_lost,
     )
     if quick:
         options.rounds, options.max_seconds = QUICK_ROUNDS, QUICK_SECONDS

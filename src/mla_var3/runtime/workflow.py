@@ -43,6 +43,7 @@ class RunOptions:
         autotune: search tilings (GPU only); otherwise the plan's own tiling is used.
         retune: search again although a cached result exists.
         tune_max_iters: time at most this many candidates per stage.
+        tune_seconds: stop searching after so long; of each stage at least one candidate is timed.
         refine: let timing refine the choices of the model (for example n of mla_var6_plus).
         check: compare with the reference before timing.
         bench_runs: timed repetitions.
@@ -56,6 +57,7 @@ class RunOptions:
     autotune: bool = True
     retune: bool = False
     tune_max_iters: int | None = None
+    tune_seconds: float | None = None
     refine: bool = False
     check: bool = False
     bench_runs: int | None = None
@@ -71,6 +73,8 @@ class RunOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidArgumentError(name, "a number of at least 1", value)
+        if self.tune_seconds is not None and not self.tune_seconds >= 0:
+            raise InvalidArgumentError("tune_seconds", "a number of at least 0", self.tune_seconds)
 
 
 @dataclass

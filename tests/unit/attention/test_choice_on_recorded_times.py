@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 
 from mla_var3.attention.call import explain
+from mla_var3.conf.devices import device_spec
+from mla_var3.op.mla.model.prefix_plan import KERNELS, plan_prefix
+from mla_var3.op.mla.prefix.problem import SharedPrefixProblem
+from mla_var3.op.mla.problem import MlaProblem
 
 from ...gpu.attention_grid import CLOSE, Form, name
 
@@ -49,3 +53,28 @@ def test_the_record_can_tell_a_bad_choice(repo_root: Path) -> None:
         if row["chosen"] in row["times_us"]
     ]
     assert sum(ratio <= CLOSE for ratio in ratios) < 0.95 * len(ratios)
+
+
+PREFIX_RECORD = Path("docs/results/2026-11-16-nvidia-h200-prefix.json")
+PREFIX_ERROR = 0.16
+"""Worst relative error of a predicted kernel time; flash_mla with 64 heads is worst, 1.15."""
+
+
+def test_ways_to_share_a_prefix(repo_root: Path) -> None:
+    """The way of least recorded call time is chosen, for predicted times near the recorded ones."""
+    measured: dict[MlaProblem, dict[str, dict[str, Any]]] = {}
+    for row in rows_of(repo_root / PREFIX_RECORD):
+        if row["source"] == "ours" and row["kernel"] in KERNELS.values():
+            problem = MlaProblem(**row["problem"])
+            measured.setdefault(problem, {})[row["kernel"]] = row
+    assert len(measured) >= 7
+    for problem, rows in measured.items():
+        prefix = rows["flash_mla_prefix"]["asked"]["prefix"]
+        plan = plan_prefix(SharedPrefixProblem(problem, prefix), device_spec("NVIDIA H200"), 2**40)
+        best = min(rows, key=lambda kernel: rows[kernel]["call_us"])
+        assert KERNELS[plan.chosen.name] == best, problem
+        for way in plan.ways:
+            kernel = KERNELS[way.name]
+            ratio = way.estimate.kernel_us / rows[kernel]["time_us"]
+            allowed = 0.1 if kernel == "mla_var6_plus_v6" else PREFIX_ERROR
+            assert abs(ratio - 1) <= allowed, (problem, kernel, ratio)

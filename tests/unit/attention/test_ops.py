@@ -114,6 +114,36 @@ def test_the_operators_follow_their_schema(call: Any) -> None:
         torch.randn(2, 3, 2, 8), q_rope, view.latent, view.rope, view.lengths, view.block_table,
         None, None, None, None, True, 0.3, 3, None, 1, 0, False, "auto",
     )  # fmt: skip
-    tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(mla_attention_op, full, test_utils=tests)
-    torch.library.opcheck(latent_attention_op, latent, test_utils=tests)
+    torch.library.opcheck(mla_attention_op, full)
+    torch.library.opcheck(latent_attention_op, latent)
+
+
+def test_the_window_that_a_call_completes_is_declared(generator: torch.Generator) -> None:
+    """After a rollback the mix decompresses what its window lacks, in place."""
+    pytest.importorskip("cuda.tile")
+    bf16 = torch.bfloat16
+    model = make_model(generator, h=2, d=16, k=128, dtype=bf16)
+    cache, _ = filled_cache(generator, [60, 21], model, p=16, t=70, dtype=bf16, window=16)
+    cache.truncate([3, 0])
+    assert cache.window is not None
+    q_nope, q_rope = (normal(generator, 2, 2, 2, 16, dtype=bf16) for _ in range(2))
+    before = cache.window.start.clone()
+    view = cache.view()
+    operands = (
+        q_nope, q_rope, view.latent, view.rope, view.lengths, model.w_uk, model.w_uv,
+        view.block_table, view.k_new, view.v_new, view.window_start, None, None, view.k_rope_new,
+        None, None, None, None, None, True, 0.3, None, None, 1, 0, False, "mla_var6_plus",
+    )  # fmt: skip
+    torch.library.opcheck(mla_attention_op, operands)
+    cache.window.start.copy_(before)
+
+    def layer(q_nope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        output = mla_var3.mla_attention(
+            q_nope, q_rope, cache, model.w_uk, model.w_uv, kernel="mla_var6_plus"
+        )
+        return output, view.window_start + 0
+
+    output, start = torch.compile(layer, fullgraph=True, backend="aot_eager")(q_nope)
+    assert start.tolist() == [41, 5]
+    assert cache.window.start.tolist() == [41, 5] != before.tolist()
+    torch.testing.assert_close(output, layer(q_nope)[0])

@@ -12,7 +12,7 @@ from mla_var3.bench import contenders as bench_contenders
 from mla_var3.bench import measure as bench_measure
 from mla_var3.bench import run as bench_run
 from mla_var3.bench import session as bench_session
-from mla_var3.bench.contenders import Ready
+from mla_var3.bench.contenders import Ready, TuneBudget
 from mla_var3.bench.record import (
     CALL,
     LATENT,
@@ -142,6 +142,7 @@ class FakeGpu:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
+        self.budget: TuneBudget | None = None
         self.broken: dict[str, Exception] = {}
         self.deadly: set[str] = set()
         self.dead = False
@@ -159,6 +160,7 @@ class FakeGpu:
     def contenders(self, case: Any, _: Any, target: str, **options: Any) -> list[FakeContender]:
         assert target == "sm_90"
         assert set(options) == {"tune", "progress"}
+        self.budget = options["tune"]
         calls = [
             FakeContender("mla_attention", self.log, path=CALL, language="",
                           note="flash_mla (cute-dsl, kernel): fastest"),

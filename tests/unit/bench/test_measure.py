@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mla_var3.bench import contenders as bench_contenders
 from mla_var3.bench.contenders import (
+    TuneBudget,
     call_contender,
     kernel_contender,
     make_plan,
     projection_contender,
     require_memory,
+    tuning_note,
 )
 from mla_var3.bench.measure import measure_case, rotated, summarise, with_projections
 from mla_var3.bench.record import (
@@ -32,6 +35,7 @@ from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError, MissingToolError, UnsupportedError
 from mla_var3.runtime.measure import Timing
 from mla_var3.runtime.paths import find_kernel
+from mla_var3.runtime.workflow import RunOptions
 from tests.unit.bench.bench_support import AROUND, PROBLEM, FakeContender, FakeTimer, row
 
 SMALL = PROBLEM.__class__(b=1, s=2, t=70, h=8)
@@ -191,3 +195,35 @@ def test_a_plan_says_what_it_cannot_do() -> None:
     with pytest.raises(Exception, match="expected one of its targets .* got sm_80"):
         make_plan(KernelChoice(find_kernel("flash_attention")), SMALL, "sm_80")
     assert make_plan(KernelChoice(find_kernel("flash_mla")), SMALL, "sm_90").params()["t"] == 70
+
+
+# --- tuning ---------------------------------------------------------------------------------------
+
+
+def test_kernels_share_the_seconds_of_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one does not need is left to the others; later rounds search nothing."""
+    clock = [0.0]
+    monkeypatch.setattr("mla_var3.bench.contenders.time.monotonic", lambda: clock[0])
+    budget, given = TuneBudget(3, 15.0), []
+    for spent in (1.0, 7.0, 9.0, 4.0):
+        options = RunOptions()
+        with budget.spend(options):
+            clock[0] += spent
+        given.append(options.tune_seconds)
+    assert given == [5.0, 7.0, 7.0, 0.0] and budget.seconds == 0.0
+    options = RunOptions()
+    with TuneBudget(3).spend(options):
+        pass
+    assert options.tune_seconds is None
+
+
+def test_what_was_tried_is_said() -> None:
+    def stage(tried: int, candidates: int, **more: bool) -> Any:
+        state = {"from_cache": False, "complete": True, **more}
+        return SimpleNamespace(tried=tried, candidates=candidates, **state)
+
+    assert tuning_note([]) == tuning_note([stage(0, 1)]) == ""
+    assert tuning_note([stage(3, 4), stage(2, 2), stage(0, 1)]) == "tuned: 5 of 6 tilings timed"
+    found = tuning_note([stage(1, 9, complete=False)])
+    assert found == "tuned: 1 of 9 tilings timed; the time was up"
+    assert tuning_note([stage(2, 2, from_cache=True)]).endswith("timed, found before")

@@ -9,7 +9,7 @@ from mla_var3.attention.backends.torch_tiled import TorchTiled
 from mla_var3.attention.prefix.attend import PrefixBackend
 from mla_var3.bench import run as bench_run
 from mla_var3.bench.contenders import PREFIX_KERNEL, prefix_contender
-from mla_var3.bench.run import BenchOptions, build_cases
+from mla_var3.bench.run import BenchOptions, build_cases, chosen_shapes
 from mla_var3.bench.suites import (
     PEERS,
     PREFIX,
@@ -185,3 +185,13 @@ def test_the_engine_suite_reads_scattered_pages() -> None:
         assert [(c.kernel.full_name, c.fields["page"]) for c in case.kernels] == [("flash_mla", 64)]
         assert case.peers == ("flashmla", "fa3_qv", "flashinfer")
     assert len(build_cases(BenchOptions(suite="engine"))[0]) == 144
+
+
+def test_only_some_shapes_of_a_suite() -> None:
+    cases, _ = build_cases(BenchOptions(suite="prefix"))
+    found = chosen_shapes(cases, (9, 2))
+    assert [case.problem for case in found] == [cases[1].problem, cases[8].problem]
+    assert (found[1].problem.s, found[1].problem.h) == (1, 12)
+    assert chosen_shapes(cases, ()) == cases
+    with pytest.raises(InvalidArgumentError, match="shapes: expected numbers from 1 to 13, sha"):
+        chosen_shapes(cases, (14,))

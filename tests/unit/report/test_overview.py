@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from mla_var3.bench import measure as bench_measure
+from mla_var3.bench.contenders import TuneBudget
 from mla_var3.bench.record import FAILED, load_record, save_record
 from mla_var3.cli.commands import overview as cli_overview
 from mla_var3.cli.main import main
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.op.compare import ErrorFigures
 from mla_var3.report import overview
-from mla_var3.report.overview import OverviewOptions, run_overview
+from mla_var3.report.overview import TUNE_SECONDS, OverviewOptions, run_overview
 from mla_var3.runtime.check import CheckResult, OutputCheck
 from mla_var3.runtime.compile import CompileReport
 from mla_var3.runtime.paths import TARGETS, output_root
@@ -210,7 +211,17 @@ def test_the_main_job_on_a_gpu_shows_what_the_product_does(
     assert "roofline at the vendor's peak rates" in text
     found = load_record(folder / "record.json")
     assert found.settings["tilings"] == "tuned" and found.settings["rounds"] == 3
+    assert found.settings["seconds of tuning"] == TUNE_SECONDS
+    assert gpu.budget == TuneBudget(6, TUNE_SECONDS)
     assert {row.problem for row in found.rows} == {PROBLEM}
+
+
+def test_the_time_of_tuning_is_an_option(gpu: FakeGpu, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--device=cuda", "--tune_seconds=3"]) == 0
+    assert gpu.budget is not None and gpu.budget.seconds == 3
+    assert main(["run", "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"for all kernels together (default: {TUNE_SECONDS:g})" in shown
 
 
 def test_a_kernel_that_fails_on_the_gpu_fails_the_job_and_the_others_are_shown(

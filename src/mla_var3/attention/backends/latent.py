@@ -206,8 +206,8 @@ def _run_latent(
     attend: LatentKernel, task: AttentionTask, taken: _Taken, options: LatentOptions
 ) -> Attended:
     """A call whose queries and output are latent."""
-    q_latent, same_rows = _unless_copied(task.q, _boxed_rows(task.q))
-    direct = task.out if _is_dense(task.out) else None
+    q_latent, same_rows = _unless_copied(task.q, boxed_rows(task.q))
+    direct = task.out if is_dense(task.out) else None
     operands = _operands(task, taken, q_latent, direct)
     launch = attend(operands, options)
     if task.out is None or direct is not None:
@@ -270,7 +270,7 @@ class _Taken:
 
     Attributes:
         q_rope: rope part of the queries, rows at equal distances, or (latent queries) as
-            `_boxed_rows` takes them.
+            `boxed_rows` takes them.
         block_table, lengths, total_lengths, cu_seqlens_q: stride 1 in the last dimension.
         same: whether all of them are the caller's own memory.
     """
@@ -284,7 +284,7 @@ class _Taken:
 
 
 def _taken(task: AttentionTask) -> _Taken:
-    cache, rows = task.cache, _boxed_rows if task.latent_only else _equal_rows
+    cache, rows = task.cache, boxed_rows if task.latent_only else _equal_rows
     q_rope, same = _unless_copied(task.q_rope, rows(task.q_rope))
     indices: list[torch.Tensor | None] = []
     for index in (cache.block_table, cache.lengths, task.total_lengths, task.cu_seqlens_q):
@@ -326,7 +326,7 @@ def _equal_rows(q: torch.Tensor) -> torch.Tensor:
     return _aligned(q)
 
 
-def _boxed_rows(q: torch.Tensor) -> torch.Tensor:
+def boxed_rows(q: torch.Tensor) -> torch.Tensor:
     """The queries with one distance for heads and one for tokens; copied if need be.
 
     Head-major queries, views of `[h, tokens, width]`, stay where they are, if the kernel's copies
@@ -360,5 +360,6 @@ def _dense_inside(index: torch.Tensor) -> torch.Tensor:
     return index if index.stride(-1) == 1 else index.contiguous()
 
 
-def _is_dense(out: torch.Tensor | None) -> bool:
+def is_dense(out: torch.Tensor | None) -> bool:
+    """Whether there is an output that kernels can write as it is: contiguous and aligned."""
     return out is not None and out.is_contiguous() and _aligned(out) is out

@@ -11,6 +11,7 @@ from mla_var3.attention.backends.latent import LATENT_DESIGNS, LatentBackend
 from mla_var3.attention.backends.plans import PlannedBackend, service_of
 from mla_var3.attention.backends.torch_tiled import TORCH_TILED, TorchTiled
 from mla_var3.attention.prefix.attend import PrefixBackend
+from mla_var3.attention.prefix.decompressed import GroupedPrefixBackend
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.errors import InvalidArgumentError, UnknownNameError
@@ -29,6 +30,8 @@ __all__ = [
 ]
 
 AUTO = "auto"
+SHARED_PREFIX = "mla_var6_plus_v6"
+"""The kernel of one decompressed prefix."""
 
 
 def require_kernel_name(kernel: object) -> None:
@@ -110,6 +113,8 @@ def backends() -> list[Backend]:
         service = service_of(kernel)
         if service is not None:
             own.append(PlannedBackend(kernel, service))
+        if service is not None and kernel.full_name == SHARED_PREFIX and latent:
+            own.append(GroupedPrefixBackend(PlannedBackend(kernel, service), latent[0]))
     own.append(TorchTiled())
     return found + [known for known in own if (known.kernel, known.language) not in taken]
 

@@ -153,7 +153,11 @@ class CacheView:
 
     def request(self, number: int) -> CacheView:
         """The view of one request, a batch of one."""
-        one = slice(number, number + 1)
+        return self.span(number, number + 1)
+
+    def span(self, first: int, last: int) -> CacheView:
+        """The view of the requests `first..last-1`."""
+        taken = slice(first, last)
         shared = {"k_prefix", "v_prefix", "k_rope_prefix"}
         if self.block_table is not None:
             shared |= {"latent", "rope", "scales"}
@@ -162,7 +166,7 @@ class CacheView:
         own = {part.name: getattr(self, part.name) for part in fields(self)}
         return CacheView(
             **{
-                name: tensor if tensor is None or name in shared else tensor[one]
+                name: tensor if tensor is None or name in shared else tensor[taken]
                 for name, tensor in own.items()
             }
         )

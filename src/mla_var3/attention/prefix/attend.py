@@ -8,19 +8,39 @@ each other. They run one after the other on the current stream.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from mla_var3.attention.backends.latent import LatentBackend, missing_language, project_heads
+from mla_var3.attention.backends.latent import (
+    Attended,
+    LatentBackend,
+    boxed_rows,
+    is_dense,
+    project_heads,
+)
 from mla_var3.attention.backends.torch_tiled import TorchTiled
 from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.merge import merge_partials
 from mla_var3.attention.prefix.groups import PrefixGroups
+from mla_var3.attention.prefix.launch import (
+    LAYOUT_INPUTS,
+    MERGE,
+    OWN_PASS,
+    PrefixSteps,
+    gather_operands,
+    pass_operands,
+)
 from mla_var3.attention.prefix.layout import (
     PrefixLayout,
     PrefixPart,
     as_pages,
+    groups_in,
+    laid_out,
+    layout_kernels,
+    prefix_kernels,
     prefix_layout,
+    require_groups,
 )
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
@@ -29,7 +49,7 @@ from mla_var3.errors import InvalidArgumentError
 Partial = tuple[torch.Tensor, torch.Tensor]
 """Output and LSE."""
 FUSED_WIDTH = 512
-"""Latent width of the merge kernel."""
+"""Latent width of the small kernels."""
 
 
 class PrefixBackend:
@@ -59,23 +79,99 @@ class PrefixBackend:
 
     def run(self, task: AttentionTask) -> Partial:
         """Output and LSE of a call."""
-        if task.w_uk is None or task.w_uv is None:
-            output, lse = self._attend(task)
-            return (output if task.out is None else task.out.copy_(output)), lse
-        q_latent = project_heads(task.q, task.w_uk)
-        latent, lse = self._attend(replace(task, q=q_latent, w_uk=None, w_uv=None, out=None))
-        return project_heads(latent, task.w_uv, task.out), lse
+        output, lse, _ = self.run_repeatable(task)
+        return output, lse
 
-    def _attend(self, task: AttentionTask) -> Partial:
-        layout = layout_of(task)
-        own = self._inner.run(own_pass(task, layout))
-        parts = [self._inner.run(shared_pass(task, layout, part)) for part in layout.parts]
-        return merge(own, parts, [part.places for part in layout.parts])
+    def run_repeatable(self, task: AttentionTask) -> Attended:
+        """Output, LSE and, where kernels did everything on the call's tensors, the launch."""
+        if task.w_uk is None or task.w_uv is None:
+            output, lse, launch = self._attend(task)
+            if task.out is not None and output is not task.out:
+                output = task.out.copy_(output)
+        else:
+            q_latent = project_heads(task.q, task.w_uk)
+            latent = replace(task, q=q_latent, w_uk=None, w_uv=None, out=None)
+            found, lse, launch = self._attend(latent)
+            output = project_heads(found, task.w_uv, task.out)
+        # The launch does not know that empty rows are to be +inf.
+        return output, task.with_empty_sums(lse), None if task.empty_positive else launch
+
+    def _attend(self, task: AttentionTask) -> Attended:
+        kernels = prefix_kernels(task.q.device) if _fits_kernels(task) else None
+        if kernels is None or isinstance(self._inner, TorchTiled):
+            layout = layout_of(task)
+            own = self._inner.run(own_pass(task, layout))
+            parts = [self._inner.run(shared_pass(task, layout, part)) for part in layout.parts]
+            return *merge(own, parts, [part.places for part in layout.parts]), None
+        return self._by_kernels(task, kernels)
+
+    def _by_kernels(self, task: AttentionTask, kernels: Any) -> Attended:
+        """Every step a launch, so that the call can be replayed."""
+        assert isinstance(self._inner, LatentBackend)
+        steps = PrefixSteps()
+        layout = self._layout(task, kernels, steps)
+        own_task = own_pass(task, layout)
+        if is_dense(task.out):
+            own_task = replace(own_task, out=task.out)
+        output, lse, launch = self._inner.run_repeatable(own_task)
+        steps.add(launch, OWN_PASS)
+        parts = []
+        for level, part in enumerate(layout.parts):
+            gathered = None
+            if part.order is not None:
+                given = task.q, task.q_rope
+                flat = [boxed_rows(rows).flatten(0, -3) for rows in given]
+                gathered = tuple(rows.new_empty(rows.shape) for rows in flat)
+                launch = kernels.gather(*flat, part.order, part.bounds, *gathered)
+                same = all(a.data_ptr() == b.data_ptr() for a, b in zip(flat, given, strict=True))
+                steps.add(launch if same else None, gather_operands(level))
+                steps.keep(**{f"q_latent_{level}": gathered[0], f"q_rope_{level}": gathered[1]})
+            shared = shared_pass(task, layout, part, gathered)
+            o_part, lse_part, launch = self._inner.run_repeatable(shared)
+            steps.add(launch, pass_operands(level, gathered is not None))
+            steps.keep(**{f"o_{level}": o_part, f"lse_{level}": lse_part})
+            parts.append((o_part, lse_part, part.places))
+        if lse.numel():
+            steps.add(kernels.merge(output, lse, parts), MERGE)
+        return output, lse, steps.launch()
+
+    def _layout(self, task: AttentionTask, kernels: Any, steps: PrefixSteps) -> PrefixLayout:
+        given, view = groups_of(task), task.cache
+        if isinstance(given, PrefixLayout):
+            return layout_of(task)
+        require_groups(given, view)
+        if layout_kernels(given, view, task.cu_seqlens_q) is None:
+            steps.add(None, {})
+            return layout_of(task)
+        layout, launch, written = laid_out(
+            kernels, given, task.q, view, cu_seqlens_q=task.cu_seqlens_q, causal=task.causal
+        )
+        steps.add(launch, {**LAYOUT_INPUTS, **{name: name for name in written}})
+        steps.keep(**written)
+        if task.prefix is None:  # groups of this call shape, not of the caller
+            steps.constants.update(given.tensors)
+        return layout
+
+
+def _fits_kernels(task: AttentionTask) -> bool:
+    """Whether the small kernels take queries and outputs of a call."""
+    return task.cache.latent.shape[-1] == FUSED_WIDTH and task.q.element_size() == 2
+
+
+def groups_of(task: AttentionTask) -> PrefixGroups | PrefixLayout:
+    """The groups of a call: as given, or the prefix that `LatentCache.set_prefix` wrote."""
+    if isinstance(task.prefix, PrefixLayout):
+        return task.prefix
+    if task.prefix is not None:
+        return groups_in(task.prefix)
+    view = task.cache
+    of = torch.zeros((1, view.requests), dtype=torch.int32, device=view.lengths.device)
+    return PrefixGroups(of, torch.full_like(of[:, :1], view.prefix), ordered=True)
 
 
 def layout_of(task: AttentionTask) -> PrefixLayout:
-    """The layout of a call: as given, or made from its groups or the prefix of its cache."""
-    given, view = task.prefix, task.cache
+    """The layout of a call: as given, or made from its groups."""
+    given, view = groups_of(task), task.cache
     if isinstance(given, PrefixLayout):
         tokens = task.q.shape[:-2].numel()
         if (given.total, given.causal) != (tokens, task.causal):
@@ -85,9 +181,6 @@ def layout_of(task: AttentionTask) -> PrefixLayout:
                 f"one of {given.total} with causal={given.causal}",
             )
         return given
-    if given is None:  # what `LatentCache.set_prefix` wrote
-        of = torch.zeros((1, view.requests), dtype=torch.int32, device=view.lengths.device)
-        given = PrefixGroups(of, torch.full_like(of[:, :1], view.prefix), ordered=True)
     return prefix_layout(given, task.q, view, cu_seqlens_q=task.cu_seqlens_q, causal=task.causal)
 
 
@@ -97,11 +190,26 @@ def own_pass(task: AttentionTask, layout: PrefixLayout) -> AttentionTask:
     return replace(task, cache=cache, prefix=None, out=None, empty_positive=False)
 
 
-def shared_pass(task: AttentionTask, layout: PrefixLayout, part: PrefixPart) -> AttentionTask:
-    """The queries of each group over its shared tokens, all of which they see."""
-    q, q_rope = task.q.flatten(0, -3), task.q_rope.flatten(0, -3)
-    if part.order is not None:
-        q, q_rope = q.index_select(0, part.order), q_rope.index_select(0, part.order)
+def shared_pass(
+    task: AttentionTask,
+    layout: PrefixLayout,
+    part: PrefixPart,
+    gathered: tuple[torch.Tensor, ...] | None = None,
+) -> AttentionTask:
+    """The queries of each group over its shared tokens, all of which they see.
+
+    Args:
+        task: the call.
+        layout: its layout.
+        part: the level.
+        gathered: the queries in the order of the groups, where a kernel brought them there.
+    """
+    if gathered is not None:
+        q, q_rope = gathered
+    else:
+        q, q_rope = task.q.flatten(0, -3), task.q_rope.flatten(0, -3)
+        if part.order is not None:
+            q, q_rope = q.index_select(0, part.order), q_rope.index_select(0, part.order)
     return replace(
         own_pass(task, layout),
         q=q,
@@ -117,12 +225,6 @@ def shared_pass(task: AttentionTask, layout: PrefixLayout, part: PrefixPart) -> 
 def merge(own: Partial, parts: list[Partial], places: list[torch.Tensor]) -> Partial:
     """Merge the parts, whose rows are at `places`, into the result over the own tokens."""
     output, lse = own
-    fused = output.is_cuda and output.shape[-1] == FUSED_WIDTH and output.dtype.itemsize == 2
-    if fused and output.is_contiguous() and not missing_language("cute-dsl"):
-        from mla_var3.kernel.cute_python.mla.prefix.merge import merge_in_place
-
-        found = zip(parts, places, strict=True)
-        return merge_in_place(output, lse, [(*part, place) for part, place in found])
     partials = [(output.flatten(0, -3), lse.flatten(0, -2))]
     for (part, part_lse), place in zip(parts, places, strict=True):
         index, hidden = place.long().clamp(min=0), (place < 0)[:, None]

@@ -8,6 +8,8 @@ requests those are lives on the device, so a CUDA graph can be replayed with oth
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -16,6 +18,12 @@ from mla_var3.errors import InvalidArgumentError
 
 LEVELS = 2
 """Most levels of prefixes: what the merge kernel takes."""
+
+
+def about_tokens(tokens: int) -> int:
+    """A number by its three leading bits: call shapes and keys do not change with every step."""
+    step = max(tokens.bit_length() - 3, 0)
+    return max(tokens >> step << step, 1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,3 +77,70 @@ class PrefixGroups:
     def groups(self) -> int:
         """Bound on the groups of a level."""
         return self.prefix_length.shape[1]
+
+    @cached_property
+    def about(self) -> int | None:
+        """`tokens`, rounded."""
+        return None if self.tokens is None else about_tokens(self.tokens)
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """Plain values that a call key holds."""
+        return ("groups", self.ordered, self.about, self.most)
+
+    @cached_property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Tensors that a call key looks at, by the names that launches know."""
+        return {"prefix_of": self.prefix_of, "prefix_length": self.prefix_length}
+
+
+@dataclass(frozen=True)
+class PrefixCopy:
+    """The decompressed prefix of neighbouring requests.
+
+    Attributes:
+        first, last: the requests `first..last-1`.
+        keys, values: `[h, tokens, d]` and `[h, tokens, v]`.
+        rope: `[tokens, p]`.
+    """
+
+    first: int
+    last: int
+    keys: torch.Tensor
+    values: torch.Tensor
+    rope: torch.Tensor
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the prefix."""
+        return self.keys.shape[1]
+
+
+@dataclass(frozen=True, eq=False)
+class DecompressedPrefixes:
+    """Groups of one level with decompressed prefixes; `decompress_prefixes` makes them.
+
+    Attributes:
+        groups: the groups that they were made from.
+        copies: one per group, in the order of the requests.
+    """
+
+    groups: PrefixGroups
+    copies: tuple[PrefixCopy, ...]
+
+    @property
+    def copy_bytes(self) -> int:
+        """Memory of the copies."""
+        parts = (part for copy in self.copies for part in (copy.keys, copy.values, copy.rope))
+        return sum(part.numel() * part.element_size() for part in parts)
+
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """Plain values that a call key holds."""
+        spans = tuple((copy.first, copy.last, copy.tokens) for copy in self.copies)
+        return ("decompressed", *self.groups.key, *spans)
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Tensors that a call key looks at: those of the groups."""
+        return self.groups.tensors

@@ -7,7 +7,12 @@ never to a wrong result or a read outside of a buffer.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -15,7 +20,7 @@ from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.cache.sizes import PAGE_STEP
 from mla_var3.attention.cache.tokens import TokenRows, padded_rows, ragged_rows
 from mla_var3.attention.cache.view import CacheView
-from mla_var3.attention.prefix.groups import PrefixGroups
+from mla_var3.attention.prefix.groups import LEVELS, DecompressedPrefixes, PrefixGroups
 from mla_var3.attention.request.checks import INDEX_DTYPES, readable, require_tensor
 from mla_var3.errors import InvalidArgumentError
 
@@ -23,6 +28,10 @@ CHUNK_ROWS = 4096
 """Query rows of a group that are one request to the latent kernel, 64 of its query tiles. Its
 scheduler balances requests by their tokens alone, so that a large group must not be one request
 beside small ones. Other numbers were not measured."""
+PART_OUTPUTS = ("places", "order", "bounds", "lengths", "table")
+"""Tensors of a level, as `PrefixPart` names them; the kernels add the level's number."""
+INT_STEP = 4
+"""Tensors of one allocation begin at multiples of so many numbers, 16 bytes."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +39,7 @@ class PrefixPart:
     """Attention of one level: chunks of a group's queries, each a request over its shared pages.
 
     Attributes:
-        order: int64 `[total_q]`, the query token of each packed row; None where they are in order.
+        order: int32 `[total_q]`, the query token of each packed row; None where they are in order.
         places: int32 `[total_q]`, the packed row of each query token; -1 where it takes no part.
         bounds: int32 `[chunks + 1]`, first packed row of each chunk.
         lengths: int32 `[chunks]`, shared tokens.
@@ -68,17 +77,38 @@ class PrefixLayout:
     total: int
     causal: bool
 
+    @cached_property
+    def key(self) -> tuple[Any, ...]:
+        """Plain values that a call key holds."""
+        most = tuple(part.most for part in self.parts)
+        return ("layout", *self.groups.key, self.page, self.total, self.causal, *most)
 
-Prefix = PrefixGroups | PrefixLayout
+    @cached_property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Tensors that a call key looks at, by the names that launches know."""
+        found = {"own_table": self.table, "own_lengths": self.lengths}
+        for level, part in enumerate(self.parts):
+            for name in PART_OUTPUTS:
+                tensor = getattr(part, name)
+                if tensor is not None:
+                    found[f"{name}_{level}"] = tensor
+        return found
+
+
+Prefix = PrefixGroups | PrefixLayout | DecompressedPrefixes
 """What the calls take as `prefix`."""
+
+
+def groups_in(prefix: Prefix) -> PrefixGroups:
+    """The groups that a caller gave, whatever was made of them."""
+    return prefix if isinstance(prefix, PrefixGroups) else prefix.groups
 
 
 def sharing(prefix: object) -> Prefix | None:
     """What a caller gave as `prefix`, if it is groups; None where they share nothing."""
-    groups = prefix.groups if isinstance(prefix, PrefixLayout) else prefix
-    if not isinstance(groups, PrefixGroups):
+    if not isinstance(prefix, (PrefixGroups, PrefixLayout, DecompressedPrefixes)):
         raise InvalidArgumentError("prefix", "PrefixGroups or PrefixLayout", type(prefix).__name__)
-    return prefix if groups.levels else None  # type: ignore[return-value]
+    return prefix if groups_in(prefix).levels else None
 
 
 def is_pageable(view: CacheView) -> bool:
@@ -131,15 +161,17 @@ def prefix_layout(
         ...     output, lse = mla_var3.mla_latent_attention(q, q_rope, cache, prefix=layout)
     """
     view = cache.view() if isinstance(cache, LatentCache) else cache
-    b, device = view.requests, view.lengths.device
     require_groups(groups, view)
+    kernels = layout_kernels(groups, view, cu_seqlens_q)
+    if kernels is not None:
+        return laid_out(kernels, groups, q, view, cu_seqlens_q=cu_seqlens_q, causal=causal)[0]
+    b, device = view.requests, view.lengths.device
     page, table = _page_table(view)
     if cu_seqlens_q is None:
         rows = padded_rows(b, q.shape[1], None, device)
-        longest = q.shape[1] * (b if groups.most is None else min(groups.most, b))
     else:
-        rows, longest = ragged_rows(cu_seqlens_q, q.shape[0]), q.shape[0]
-    chunk = max(1, min(longest, -(-CHUNK_ROWS // q.shape[-2])))
+        rows = ragged_rows(cu_seqlens_q, q.shape[0])
+    chunk = _chunk(groups, q, b, packed=cu_seqlens_q is not None)
     lengths = view.lengths.long().clamp(0, view.capacity)
     seen = lengths - rows.counts if causal else lengths
     start, parts = torch.zeros_like(lengths), []
@@ -153,6 +185,113 @@ def prefix_layout(
     own_lengths = (lengths - start).to(torch.int32)
     total = rows.requests.shape[0]
     return PrefixLayout(groups, tuple(parts), own, own_lengths, page, total, causal)
+
+
+def _chunk(groups: PrefixGroups, q: torch.Tensor, b: int, packed: bool) -> int:
+    """Most query tokens of a chunk."""
+    most = b if groups.most is None else min(groups.most, b)
+    longest = q.shape[0] if packed else q.shape[1] * most
+    return max(1, min(longest, -(-CHUNK_ROWS // q.shape[-2])))
+
+
+@cache
+def _cute_kernels() -> Any:
+    """The small kernels in CuTe DSL; None where it is not installed."""
+    if find_spec("cutlass") is None:
+        return None
+    from mla_var3.kernel.cute_python.mla.prefix import call
+
+    return call
+
+
+def prefix_kernels(device: torch.device) -> Any:
+    """The kernels around attention over prefixes for a device; None where torch has to do."""
+    return _cute_kernels() if device.type == "cuda" else None
+
+
+def layout_kernels(groups: PrefixGroups, view: CacheView, cu_seqlens_q: torch.Tensor | None) -> Any:
+    """The kernels, if they take these tensors as they are."""
+    indices = (groups.prefix_of, groups.prefix_length, view.lengths, cu_seqlens_q)
+    given = [index for index in indices if index is not None]
+    plain = all(index.dtype == torch.int32 and index.is_contiguous() for index in given)
+    table = view.block_table
+    if table is not None:
+        plain = plain and table.dtype == torch.int32 and table.stride(1) == 1
+    return prefix_kernels(view.lengths.device) if plain and view.requests else None
+
+
+def laid_out(
+    kernels: Any,
+    groups: PrefixGroups,
+    q: torch.Tensor,
+    view: CacheView,
+    *,
+    cu_seqlens_q: torch.Tensor | None,
+    causal: bool,
+) -> tuple[PrefixLayout, Any, dict[str, torch.Tensor]]:
+    """`prefix_layout` by kernels.
+
+    Returns:
+        The layout, the launch that repeats it, and what it writes by the names of its operands.
+    """
+    b, table, device = view.requests, view.block_table, view.lengths.device
+    packed = cu_seqlens_q is not None
+    page = PAGE_STEP if table is None else view.latent.shape[1]
+    columns = view.capacity // page if table is None else table.shape[1]
+    total = q.shape[0] if packed else b * q.shape[1]
+    chunk, levels = _chunk(groups, q, b, packed), groups.levels
+    chunks = groups.groups + max(total - 1, 0) // chunk
+    shapes: dict[str, tuple[int, ...]] = {"own_table": (b, columns), "own_lengths": (b,)}
+    for level in range(levels):
+        order = {} if groups.ordered else {f"order_{level}": (total,)}
+        shapes |= {f"places_{level}": (total,), **order, f"bounds_{level}": (chunks + 1,)}
+        shapes |= {f"lengths_{level}": (chunks,), f"table_{level}": (chunks, columns)}
+    shapes["scratch"] = (kernels.scratch_size(b, groups.groups, chunks, levels),)
+    written = _empty_each(shapes, device)
+    names = [f"{name}_{level}" for level in range(LEVELS) for name in PART_OUTPUTS]
+    launch = kernels.lay_out(
+        {**dict.fromkeys(names), **written},
+        {
+            "prefix_of": groups.prefix_of,
+            "prefix_length": groups.prefix_length,
+            "lengths": view.lengths,
+            "cu_seqlens_q": cu_seqlens_q,
+            "block_table": table,
+        },
+        {
+            "requests": b,
+            "groups": groups.groups,
+            "columns": columns,
+            "chunks": chunks,
+            "tokens": total,
+            "queries": 0 if packed else q.shape[1],
+            "page": page,
+            "capacity": view.capacity,
+            "chunk": chunk,
+            "causal": int(causal),
+            "table_stride": columns if table is None else table.stride(0),
+        },
+    )
+    most = min(chunk, max(total, 1))
+    parts = []
+    for level in range(levels):
+        found: dict[str, Any] = {name: written.get(f"{name}_{level}") for name in PART_OUTPUTS}
+        parts.append(PrefixPart(**found, most=most))
+    own = written["own_table"], written["own_lengths"]
+    return PrefixLayout(groups, tuple(parts), *own, page, total, causal), launch, written
+
+
+def _empty_each(
+    shapes: Mapping[str, tuple[int, ...]], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Tensors of int32 in one allocation."""
+    counts = {name: -(-math.prod(shape) // INT_STEP) * INT_STEP for name, shape in shapes.items()}
+    memory = torch.empty(sum(counts.values()), dtype=torch.int32, device=device)
+    found = memory.split(list(counts.values()))
+    return {
+        name: part[: math.prod(shape)].view(shape)
+        for (name, shape), part in zip(shapes.items(), found, strict=True)
+    }
 
 
 def require_groups(groups: PrefixGroups, view: CacheView) -> None:
@@ -242,7 +381,7 @@ def _part(
     bounds = torch.cat([torch.where(used, bounds, last), last])
     pages = _pages_from(table[found.leader[of]], (found.begin // page)[of])
     return PrefixPart(
-        order=order,
+        order=None if order is None else order.to(torch.int32),
         places=torch.where(member, place, -1).to(torch.int32),
         bounds=bounds.to(torch.int32),
         lengths=torch.where(used, found.tokens[of], 0).to(torch.int32),

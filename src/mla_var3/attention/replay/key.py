@@ -117,11 +117,12 @@ def tensor_names(key: CallKey, cache: Any, options: Mapping[str, Any]) -> list[s
     if view is not None and "w_uk" in kind.names and _is_decompressed(view):
         names += _decompressed_parts(view)
     lengths = getattr(view, "lengths", None)
-    return names + [
-        name
-        for name, value in options.items()
-        if isinstance(value, torch.Tensor) and value is not lengths
-    ]
+    for name, value in options.items():
+        if name == "prefix":
+            names += value.tensors
+        elif isinstance(value, torch.Tensor) and value is not lengths:
+            names.append(name)
+    return names
 
 
 def _view_of(cache: Any) -> CacheView | None:
@@ -147,7 +148,9 @@ def _with_options(
         return None
     values, tensors = key
     for name, value in options.items():
-        if isinstance(value, torch.Tensor):
+        if name == "prefix":
+            values, tensors = (*values, name, *value.key), (*tensors, *value.tensors.values())
+        elif isinstance(value, torch.Tensor):
             if value is lengths:
                 values = (*values, name, "of the cache")
             else:

@@ -148,29 +148,55 @@ class Replay:
         A launch with a workspace gets memory that all calls share. It begins with the LSE that no
         caller asks for. Where it is too large to be kept, each call allocates its own.
         """
-        names = [*self.names, *self.outputs]
-        fixed = {name: tensor.data_ptr() for name, tensor in self.fixed.items()}
-        parts = self.launch.workspace
-        if not parts:
-            launch, kept = self.launch.bind(names, fixed)
+        if not self.launch.workspace:
+            launch, kept = self.launch.bind([*self.names, *self.outputs], self._fixed())
             return launch, 0, kept
-        sizes = [aligned(math.prod(self.lse[0]) * _LSE_BYTES), *map(aligned, parts.values())]
-        starts = [sum(sizes[:place]) for place in range(1, len(sizes))]
-        memory = shared_memory(self.device, sum(sizes))
+        lse_bytes = aligned(math.prod(self.lse[0]) * _LSE_BYTES)
+        launch, memory, kept = self._bind_workspace(lse_bytes)
         if memory is not None:
-            first = memory.data_ptr()
-            fixed |= {name: first + start for name, start in zip(parts, starts, strict=True)}
-            launch, kept = self.launch.bind(names, fixed)
-            return launch, first, (memory, kept)
-        launch, kept = self.launch.bind([*names, *parts], fixed)
+            return launch, memory.data_ptr(), kept
+
+        def launch_with_lse(pointers: Sequence[int]) -> bool:
+            *given, lse = pointers
+            if lse:
+                return launch(pointers)
+            unused = self.empty((lse_bytes,), (1,), torch.uint8)
+            return launch((*given, unused.data_ptr()))
+
+        return launch_with_lse, 0, kept
+
+    def _fixed(self) -> dict[str, int]:
+        return {name: tensor.data_ptr() for name, tensor in self.fixed.items()}
+
+    def _bind_workspace(self, first: int) -> tuple[StreamLaunch, torch.Tensor | None, Any]:
+        """The launch on the current stream with memory for its workspace.
+
+        Args:
+            first: bytes, aligned, that the replay needs itself; the memory begins with them.
+
+        Returns:
+            The launch, the memory, and objects to keep alive. The memory is None where it is too
+            large to be kept; then each launch allocates the workspace.
+        """
+        names, parts = [*self.names, *self.outputs], self.launch.workspace
+        sizes = [aligned(size) for size in parts.values()]
+        starts = [first + sum(sizes[:place]) for place in range(len(sizes))]
+        memory = shared_memory(self.device, first + sum(sizes))
+        if memory is not None:
+            begin = memory.data_ptr()
+            own = {name: begin + start for name, start in zip(parts, starts, strict=True)}
+            launch, kept = self.launch.bind(names, self._fixed() | own)
+            return launch, memory, (memory, kept)
+        launch, kept = self.launch.bind([*names, *parts], self._fixed())
+        if not parts:
+            return launch, None, kept
 
         def launch_with_workspace(pointers: Sequence[int]) -> bool:
-            *given, lse = pointers
-            memory = self.empty((sum(sizes),), (1,), torch.uint8)
-            first = memory.data_ptr()
-            return launch((*given, lse or first, *(first + start for start in starts)))
+            workspace = self.empty((sum(sizes),), (1,), torch.uint8)
+            begin = workspace.data_ptr() - first
+            return launch((*pointers, *(begin + start for start in starts)))
 
-        return launch_with_workspace, 0, kept
+        return launch_with_workspace, None, kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,26 +245,20 @@ class ProjectedReplay(Replay):
         return out, lse if with_lse else None
 
     def _bind(self) -> tuple[StreamLaunch, int, Any]:
-        fixed = {name: tensor.data_ptr() for name, tensor in self.fixed.items()}
-        launch, kept = self.launch.bind([*self.names, *self.outputs], fixed)
-        return launch, 0, (self._kept_workspace(), kept)
+        shape, strides = self.latents
+        count, lse_bytes = math.prod(shape), math.prod(self.lse[0]) * _LSE_BYTES
+        start, rows_bytes = aligned(lse_bytes), 2 * count * self.dtype.itemsize
+        launch, memory, kept = self._bind_workspace(aligned(start + rows_bytes))
+        if memory is None:
+            return launch, 0, (None, kept)
+        rows = memory[start : start + rows_bytes].view(self.dtype).view(2, count)
+        first, second = (part.as_strided(shape, strides) for part in rows)
+        return launch, 0, ((first, second, memory[:lse_bytes].view(torch.float32)), kept)
 
     def _allocated(self) -> tuple[torch.Tensor, ...]:
         """Latent queries and outputs by head, and an LSE, for one call."""
         rows = (self.empty(*self.latents, self.dtype) for _ in range(2))
         return (*rows, self.empty(*self.lse, torch.float32))
-
-    def _kept_workspace(self) -> tuple[torch.Tensor, ...] | None:
-        """The same for all calls of this thread, stream and mode; None where it is too large."""
-        shape, strides = self.latents
-        count, lse_bytes = math.prod(shape), math.prod(self.lse[0]) * _LSE_BYTES
-        start = aligned(lse_bytes)
-        memory = shared_memory(self.device, 2 * count * self.dtype.itemsize + start)
-        if memory is None:
-            return None
-        rows = memory[start:].view(self.dtype)[: 2 * count].view(2, count)
-        first, second = (part.as_strided(shape, strides) for part in rows)
-        return first, second, memory[:lse_bytes].view(torch.float32)
 
 
 def keep_replay(
@@ -285,7 +305,7 @@ def _replay_of(task: AttentionTask, launch: Launch, names: list[str]) -> Replay:
     }
     if task.w_uk is None:
         return Replay(outputs=("o_latent", "lse"), **common)
-    if launch.workspace:
+    if "q_latent" in launch.workspace:  # it projects by itself
         return Replay(outputs=("out", "lse"), **common)
     count = math.prod(rows[:-1])
     queries, latents, by_head = (

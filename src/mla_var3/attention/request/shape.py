@@ -37,6 +37,7 @@ class CallShape:
         prefix: tokens of the decompressed shared prefix.
         shared: first tokens that the requests of a group share, about.
         groups: groups, each with first tokens of its own.
+        prefix_copies: decompressed tokens of each group's prefix, the most of any.
         cache_dtype: format of an 8-bit cache, such as "fp8_per_token"; None for one in `dtype`.
         ragged: whether requests have different numbers of queries.
         tree: whether the newest tokens form a tree.
@@ -69,12 +70,13 @@ class CallShape:
     aligned: bool = True
     shared: int = 0
     groups: int = 1
+    prefix_copies: int = 0
     cache_dtype: str | None = None
 
     def __post_init__(self) -> None:
         """Check every field; an error names it, what was expected and what came."""
         require_sizes(self)
-        for name in ("window", "prefix", "shared"):
+        for name in ("window", "prefix", "shared", "prefix_copies"):
             require_int(name, getattr(self, name), minimum=0, maximum=MOST)
         require_size("groups", self.groups)
         if self.page_size is not None:
@@ -114,8 +116,8 @@ class CallShape:
     def workload(self) -> Workload:
         """The call as the model of time sees it."""
         return Workload(
-            self.problem(), self.window, self.prefix, self.latent_only, None, self.shared,
-            self.groups,
+            self.problem(), self.window, self.prefix or self.prefix_copies, self.latent_only, None,
+            self.shared, self.groups,
         )  # fmt: skip
 
     def to_dict(self) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from mla_var3.attention.cache.view import CacheView
-from mla_var3.attention.prefix.layout import Prefix, PrefixLayout, is_pageable
+from mla_var3.attention.prefix.groups import DecompressedPrefixes, about_tokens
+from mla_var3.attention.prefix.layout import Prefix, groups_in, is_pageable
 from mla_var3.attention.request.masks import Visibility
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.runtime.tensors import ALIGNMENT_BYTES
@@ -121,17 +122,22 @@ class AttentionTask:
             aligned=all(_is_aligned(rows) for rows in (cache.latent, cache.rope)),
             shared=shared[0],
             groups=shared[1],
+            prefix_copies=self._prefix_copies(),
             cache_dtype=None if cache.format is None else cache.format.name,
         )
 
+    def _prefix_copies(self) -> int:
+        """Most decompressed tokens of any group's prefix."""
+        if not isinstance(self.prefix, DecompressedPrefixes):
+            return 0
+        return max((copy.tokens for copy in self.prefix.copies), default=0)
+
     def _shared(self) -> tuple[int, int]:
         """Shared first tokens of a request, roughly, and groups that share some."""
-        given = self.prefix.groups if isinstance(self.prefix, PrefixLayout) else self.prefix
-        if given is not None:
-            tokens = self.cache.capacity if given.tokens is None else given.tokens
-            # Three leading bits: a shape is not to change with every step.
-            step = max(tokens.bit_length() - 3, 0)
-            return max(tokens >> step << step, 1), min(given.groups, max(self.cache.requests, 1))
+        if self.prefix is not None:
+            given = groups_in(self.prefix)
+            about = about_tokens(self.cache.capacity) if given.about is None else given.about
+            return about, min(given.groups, max(self.cache.requests, 1))
         return (self.cache.prefix if is_pageable(self.cache) else 0), 1
 
 

@@ -9,7 +9,7 @@ import torch
 
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.cache.view import CacheView
-from mla_var3.attention.prefix.layout import Prefix, PrefixLayout, require_groups, sharing
+from mla_var3.attention.prefix.layout import Prefix, groups_in, require_groups, sharing
 from mla_var3.attention.request.checks import (
     FLOAT_DTYPES,
     INDEX_DTYPES,
@@ -230,7 +230,7 @@ def _task(
         total = index_tensor("total_lengths", total, [("b", b)], device, torch.int32)
     prefix = None if options.prefix is None else sharing(options.prefix)
     if prefix is not None:
-        require_groups(prefix.groups if isinstance(prefix, PrefixLayout) else prefix, view)
+        require_groups(groups_in(prefix), view)
     out = options.out
     if out is not None:
         labels = ("total_q",) if ragged else ("b", "s")

@@ -89,6 +89,7 @@ def add_arguments(parser: Parser) -> None:
     add(what, "kernels", "NAME,...", "all, latest, designs or full names", type=words)
     known = ", ".join((*LANGUAGES, "peers", *PEERS))
     add(what, "backends", "NAME,...", f"{known} (default: all)", type=words)
+    add(what, "shapes", "N,N,...", "only these shapes of the suite, from 1", type=numbers)
     add(what, "dtype", "NAME", "bfloat16 or float16")
     add(what, "causal", "true|false", "mask or not", type=ValueType(bool))
     how = parser.add_argument_group("how it is run")

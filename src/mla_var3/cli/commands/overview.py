@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from mla_var3.bench.record import CALL, FAILED, load_record
+from mla_var3.bench.record import CALL, FAILED, OURS, load_record
 from mla_var3.cli.console import (
     EXIT_FAILED,
     EXIT_OK,
@@ -54,12 +54,15 @@ def overview_command(values: dict[str, Any]) -> int:
             "bold",
         )
     show_log()
+    given = values.get("tune_seconds")
+    tuning = {} if given is None else {"tune_seconds": given}
     with ProgressReporter() as progress:
         result = run_overview(
             OverviewOptions(
                 quick=values["quick"],
                 out_dir=values["out_dir"],
                 device=values["device"],
+                **tuning,
                 sizes=values["sizes"],
                 progress=progress,
                 on_start=_started,
@@ -102,6 +105,8 @@ def _print_summary(result: OverviewResult) -> None:
         for row in result.record.rows:
             if row.path == CALL:
                 say(f"{row.kernel} uses {row.note or row.reason}")
+            elif row.note and row.source == OURS:
+                say(f"{row.label}: {row.note}")
     if result.compiled:
         print_table("compiled", figures.COMPILE_HEADERS, figures.compile_rows(result.compiled))
     if result.sweeps:

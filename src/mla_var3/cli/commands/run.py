@@ -11,6 +11,7 @@ from mla_var3.cli.arguments import (
     CALL_SIZES,
     SIZES,
     Parser,
+    ValueType,
     add_model,
     add_sizes,
     parse,
@@ -41,6 +42,12 @@ def add_arguments(parser: Parser) -> None:
         type=Path,
         metavar="FOLDER",
         help="folder of the report (default: out/overview/<timestamp>)",
+    )
+    job.add_argument(
+        "--tune_seconds",
+        type=ValueType(float),
+        metavar="SECONDS",
+        help="time to search tilings on a GPU, for all kernels together (default: 15)",
     )
     add_sizes(job, CALL_SIZES, default=argparse.SUPPRESS)
     add_model(job)

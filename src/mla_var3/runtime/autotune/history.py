@@ -70,7 +70,8 @@ class StageTuning:
         best_us: its median time, None when nothing was timed.
         results: all candidates so far.
         from_cache: nothing was timed now, the history had it.
-        complete: all candidates were handled; False when `tune_max_iters` ended the search.
+        complete: all candidates were handled; False when a limit ended the search.
+        candidates: how many there are.
     """
 
     stage: str
@@ -81,6 +82,12 @@ class StageTuning:
     results: list[Entry]
     from_cache: bool
     complete: bool
+    candidates: int
+
+    @property
+    def tried(self) -> int:
+        """Candidates that were timed, or failed."""
+        return sum(entry["status"] == "failed" or is_timed(entry) for entry in self.results)
 
 
 def canonical(value: Any) -> str:
@@ -229,7 +236,7 @@ class History:
         }
         write_atomic(self.path, json.dumps(content, indent=1, default=_plain) + "\n")
 
-    def tuning(self, best: Entry | None, *, from_cache: bool) -> StageTuning:
+    def tuning(self, best: Entry | None, *, from_cache: bool, candidates: int) -> StageTuning:
         """The outcome as the caller sees it."""
         return StageTuning(
             stage=self.key["stage"],
@@ -240,6 +247,7 @@ class History:
             results=self.entries,
             from_cache=from_cache,
             complete=self.complete,
+            candidates=candidates,
         )
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -61,7 +63,8 @@ def autotune(
         stage: the runtime object, with tensors on the device.
         plan: the plan that built it.
         spec: the device.
-        options: `retune`, `tune_max_iters` and `progress` are used.
+        options: `retune`, `tune_max_iters`, `tune_seconds` and `progress` are used. The stages
+            share the seconds evenly; what one does not need is left to the others.
         instruments: what to compile and time with; the GPU by default.
 
     Returns:
@@ -79,7 +82,11 @@ def autotune(
         instruments = Instruments()
     outcomes: dict[str, StageTuning] = {}
     earlier: list[Unit] = []
-    for unit in units_of(stage):
+    units = list(units_of(stage))
+    end = math.inf if options.tune_seconds is None else time.monotonic() + options.tune_seconds
+    for place, unit in enumerate(units):
+        now = time.monotonic()
+        deadline = now + max(end - now, 0.0) / (len(units) - place)
         key = tuning_key(plan, spec, unit.name, unit.kernels.values())
         history = History(history_path(plan, spec, key), key, retune=options.retune)
 
@@ -88,7 +95,7 @@ def autotune(
             for before in units:
                 before.stage.launch()
 
-        search = Search(unit, spec, options, history, instruments, run_earlier)
+        search = Search(unit, spec, options, history, instruments, run_earlier, deadline)
         outcomes[unit.name] = search.run()
         earlier.append(unit)
     return outcomes
@@ -181,8 +188,10 @@ class Search:
         history: History,
         instruments: Instruments,
         before: Callable[[], None],
+        deadline: float = math.inf,
     ) -> None:
         """Collect the candidates."""
+        self._deadline = deadline
         self._unit = unit
         self._options = options
         self._history = history
@@ -210,7 +219,10 @@ class Search:
         best = self._apply_best()
         detail = "no usable candidate" if best is None else f"best {median_us(best):.1f} us"
         self._progress(len(self._combos), detail)
-        return self._history.tuning(best, from_cache=from_cache)
+        return self._tuning(best, from_cache)
+
+    def _tuning(self, best: Entry | None, from_cache: bool) -> StageTuning:
+        return self._history.tuning(best, from_cache=from_cache, candidates=len(self._combos))
 
     def _search(self) -> None:
         if len(self._combos) > _LARGE_SEARCH and self._options.tune_max_iters is None:
@@ -233,7 +245,7 @@ class Search:
         self._history.finish(complete)
 
     def _scan(self, kept: frozenset[Member]) -> bool:
-        """Handle every candidate that has no outcome yet; False when the limit ended it.
+        """Handle every candidate that has no outcome yet; False when a limit ended it.
 
         What is in `kept` is timed although it would run badly.
         """
@@ -242,6 +254,8 @@ class Search:
             if self._is_settled(combo, kept):
                 continue
             if limit is not None and self._attempted() >= limit:
+                return False
+            if time.monotonic() >= self._deadline and self._attempted():
                 return False
             self._progress(done, " | ".join(tiling.label() for tiling in combo))
             if self._is_worth_timing(combo, kept):
@@ -324,7 +338,7 @@ class Search:
             self._history.finish(complete=True)
             entry = self._history.get(config)
         usable = entry if entry is not None and entry["status"] == "ok" else None
-        return self._history.tuning(usable, from_cache=from_cache)
+        return self._tuning(usable, from_cache)
 
     def _is_settled(self, combo: Combo, kept: frozenset[Member] = _NONE) -> bool:
         """Whether the history says what became of a candidate or of a kernel's part of it."""

@@ -272,6 +272,17 @@ def test_tune_max_iters_bounds_the_timed_candidates(world: World) -> None:
     assert everything.complete and everything.best_us == 8.0
 
 
+def test_tune_seconds_ends_the_search_after_one_candidate_at_least(world: World) -> None:
+    rows = [64, 32, 16, 8]
+    tuning = world.tune(world.kernel(rows), tune_seconds=0.0)["attend"]
+    assert world.timed == [(64,)] and not tuning.complete
+    assert (tuning.tried, tuning.candidates) == (1, 4)
+    world.tune(world.kernel(rows), tune_seconds=0.0)
+    assert world.timed == [(64,)], "nothing is timed where the history has something"
+    assert world.tune(world.kernel(rows), tune_seconds=60.0)["attend"].complete
+    assert world.timed == [(64,), (32,), (16,), (8,)]
+
+
 # -- interruption, cache -------------------------------------------------------------------------
 
 

@@ -328,3 +328,57 @@ def store_column_parts(rows, index, acc_parts, l, BM, KP, PARTS):  # noqa: E741
     for i in ct.static_iter(range(PARTS)):
         out = normalise(acc_parts[i], l).astype(rows.dtype)
         ct.store(rows, (*index, i), out.reshape((*lead, BM, KP)))
+
+
+def store_old_tokens(
+    q_latent, q_rope, c_kv, k_rope, lengths, o_latent, lse, request, row_tile, s, n, scale_log2e,
+    CAUSAL, H, BM, BN, KP, PARTS, P,
+):  # fmt: skip
+    """A latent work tile of mla_var6_plus: BM query rows over all but the n newest tokens.
+
+    Args:
+        q_latent: array [b, s*H, K]. q_rope: array [b, s*H, P].
+        o_latent: array [b, s*H, K]. lse: array [b, s*H].
+        Others: see `attend_cache`.
+    """
+    q_parts = load_column_parts(q_latent, request, row_tile, BM, KP, PARTS)
+    qr = ct.load(q_rope, (request, row_tile, 0), (1, BM, P), padding_mode=ct.PaddingMode.ZERO)
+    qr = qr.reshape((BM, P))
+    length = clamped_length(lengths, request, c_kv.shape[1])
+    old = max(length - n, 0)
+    first_row = row_tile * BM
+    lowest = min(visible(first_row, length, s, CAUSAL, H), old)
+    highest = min(visible(first_row + BM - 1, length, s, CAUSAL, H), old)
+    acc_parts, m, l = attend_latent(
+        q_parts, qr, c_kv, k_rope, request, 0, max(lowest, 0) // BN, ct.cdiv(max(highest, 0), BN),
+        first_row, length, s, old, scale_log2e, CAUSAL, H, BM, BN, KP, PARTS, P,
+    )  # fmt: skip
+    store_column_parts(o_latent, (request, row_tile), acc_parts, l, BM, KP, PARTS)
+    ct.store(lse, (request, row_tile), log_sum_exp(m, l).reshape((1, BM)))
+
+
+def store_head_tile(
+    q_nope, q_rope, keys, values, k_rope, o, lse, request, head, query_tile, length, s, start,
+    scale_log2e, CAUSAL, BM, BN, D, P,
+):  # fmt: skip
+    """A decompressed work tile: BM queries of one head over the tokens of a request from `start`.
+
+    Args:
+        q_nope: array [b, s, h, D]. q_rope: array [b, s, h, P].
+        o: array [b, s, h, D]. lse: array [b, s, h].
+        length: KV length of the request, at most `start` plus the slots of `keys`.
+        Others: see `attend_heads`.
+    """
+    at = (request, query_tile, head, 0)
+    q = ct.load(q_nope, at, (1, BM, 1, D), padding_mode=ct.PaddingMode.ZERO).reshape((BM, D))
+    qr = ct.load(q_rope, at, (1, BM, 1, P), padding_mode=ct.PaddingMode.ZERO).reshape((BM, P))
+    first_row = query_tile * BM
+    lowest = visible(first_row, length, s, CAUSAL, 1) - start
+    highest = visible(min(first_row + BM, s) - 1, length, s, CAUSAL, 1) - start
+    acc, m, l = attend_heads(
+        q, qr, keys, values, k_rope, request, head,
+        max(lowest, 0) // BN, ct.cdiv(max(highest, 0), BN),
+        first_row, length, s, start, scale_log2e, CAUSAL, BM, BN, D, P,
+    )  # fmt: skip
+    ct.store(o, at, normalise(acc, l).astype(o.dtype).reshape((1, BM, 1, D)))
+    ct.store(lse, (request, query_tile, head), log_sum_exp(m, l).reshape((1, BM, 1)))

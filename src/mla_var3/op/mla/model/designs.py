@@ -64,9 +64,8 @@ the cache decides."""
 MIX_ERROR = 0.15
 """Relative error of the mix on the rows of the attention grid."""
 
-LAYOUT_US = 60.0
-"""Some fifty small launches that lay out a prefix which is known by its cache alone, in every call.
-Not measured."""
+LAYOUT_US = 8.0
+"""Two small launches that lay out the prefix of a cache, in every call. Not measured."""
 
 OWN_PROJECTIONS = ("flash_mla", "cute-dsl")
 """The kernel that launches the projections itself."""
@@ -276,30 +275,22 @@ def _mix_by_rates(
 def _shared_prefix(work: Workload, target: Target) -> Estimate:
     """The shared tokens decompressed and read once, the others latent, on SMs of their own.
 
-    Each kernel has some of the SMs for as long as the other has the rest, so their times on all
-    SMs add up.
+    The rates count the work of both kernels together.
     """
     problem = work.problem
     shared = SharedPrefixProblem(problem, min(work.prefix, problem.t))
     attention = shared_prefix_attention_cost(shared)
     own = tuple(length - min(shared.prefix, length) for length in problem.kv_lengths)
     latent = flash_mla_cost(replace(problem, lengths=own))
-    heads = Cost(attention.flops - latent.flops, attention.bytes - latent.bytes)
-    targets = target.of("flash_mla"), target.of("flash_attention")
-    fitted = all(part.rates is not None for part in targets)
-    target = replace(target, rates=targets[0].rates if fitted else None)
-    device = target.rates_for(problem.dtype)
-    time_us = 0.0
-    for cost, part in zip((latent, heads), targets, strict=True):
-        if part.rates is None or not fitted:
-            time_us += cost.time_us(*device)
-        elif cost.flops:
-            time_us += part.rates.work_us(cost.flops, cost.bytes) + part.rates.fixed_us
+    time_us = attention.time_us(*target.rates_for(problem.dtype))
+    if target.rates is not None:
+        time_us = target.rates.fixed_us + target.rates.work_us(attention.flops, attention.bytes)
     around, costs, merge_us = {}, [attention], 0.0
     if shared.own_tokens:
         costs.append(decompress_combine_cost(problem))
-        merge_us = costs[1].time_us(*device)
-        around["query projection"] = query_projection_cost(problem).time_us(*device)
+        merge_us = costs[1].time_us(*target.rates_for(problem.dtype))
+        projection = query_projection_cost(problem)
+        around["query projection"] = _part_us(target, QUERY_PROJECTION, projection, problem.dtype)
     return _estimate(
         target,
         problem,
@@ -307,9 +298,24 @@ def _shared_prefix(work: Workload, target: Target) -> Estimate:
         costs,
         around,
         latent=latent,
-        heads=heads,
+        heads=Cost(attention.flops - latent.flops, attention.bytes - latent.bytes),
         merge_us=merge_us,
         choice={"prefix": shared.prefix},
+    )
+
+
+def _grouped_prefix(work: Workload, target: Target) -> Estimate:
+    """The same for several groups of about equal size, one after the other."""
+    groups = min(work.groups, work.problem.b)
+    lengths = work.problem.kv_lengths[::groups]
+    one = replace(work, problem=replace(work.problem, b=len(lengths), lengths=lengths))
+    found = _shared_prefix(one, replace(target.of("mla_var6_plus_v6"), kernel=target.kernel))
+    return replace(
+        found,
+        kernel_us=groups * found.kernel_us,
+        limit_us=None if found.limit_us is None else groups * found.limit_us,
+        around={name: groups * time_us for name, time_us in found.around.items()},
+        cost=Cost(groups * found.cost.flops, groups * found.cost.bytes),
     )
 
 
@@ -382,6 +388,7 @@ _DESIGNS: dict[str, Estimator] = {
 _VERSIONS: dict[tuple[str, str], Estimator] = {
     ("mla_var6_plus_v5", "cute-dsl"): _fp8_mix,
     ("mla_var6_plus_v6", "cute-dsl"): _shared_prefix,
+    ("mla_var6_plus_v6_groups", "cute-dsl"): _grouped_prefix,
     ("flash_mla_prefix", "cute-dsl"): _latent_prefix,
 }
 LANGUAGES = ("cute-dsl", "cutile-dsl")

@@ -15,6 +15,8 @@ from mla_var3.op.mla.window.formats import PLAIN
 COPIED, LATENT, DECOMPRESSED = "copied", "latent", "decompressed"
 KERNELS = {COPIED: "flash_mla", LATENT: "flash_mla_prefix", DECOMPRESSED: "mla_var6_plus_v6"}
 """Way to attend to shared tokens -> its kernel, in CuTe DSL."""
+GROUPED = "mla_var6_plus_v6_groups"
+"""The decompressed way for several groups."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def plan_prefix(
     """Compare the ways to attend to shared tokens.
 
     Args:
-        shared: The problem. Only a prefix of all requests can be decompressed.
+        shared: The problem.
         spec: The device.
         budget_bytes: Memory for decompressed copies of all layers.
         layers: Layers that share it evenly.
@@ -104,13 +106,14 @@ def plan_prefix(
     problem, prefix = shared.problem, shared.prefix
     ways = []
     for name, kernel in KERNELS.items():
-        if name == DECOMPRESSED and shared.groups > 1:
-            continue
         copy = name == DECOMPRESSED
+        if copy and shared.groups > 1:
+            kernel = GROUPED
         work = Workload(problem, prefix=prefix if copy else 0, shared=prefix, groups=shared.groups)
         found = estimate(kernel, work, spec, "cute-dsl")
         assert found is not None
-        ways.append(PrefixWay(name, prefix * PLAIN.token_bytes(problem) if copy else 0, found))
+        copy_bytes = shared.groups * prefix * PLAIN.token_bytes(problem) if copy else 0
+        ways.append(PrefixWay(name, copy_bytes, found))
     fitting = [way for way in ways if way.copy_bytes * layers <= budget_bytes]
     chosen = min(fitting, key=lambda way: way.estimate.advised_us)
     return PrefixPlan(shared, spec.name, layers, budget_bytes, tuple(ways), chosen)

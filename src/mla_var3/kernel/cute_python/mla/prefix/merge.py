@@ -10,7 +10,7 @@
 A warp takes a row, a lane 16 of its columns. Rows of a part that no place names are never read.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -19,20 +19,28 @@ from cutlass import Float32, Int32, Int64, const_expr
 from torch import Tensor
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import LATENT, LOG2_E
-from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES, sm_count_of
-from mla_var3.runtime.call_state import CALL_STATE
-from mla_var3.runtime.cute_kernel import CuteProgram, program_for
-from mla_var3.runtime.stage import Tiling
 
 THREADS = 256
 WARPS = THREADS // 32
-CTAS_PER_SM = 8
-"""The merge only moves data: as many CTAs as an SM can hold keep its memory requests coming."""
 COLUMNS = 8
 """Columns that a lane reads at once: 16 bytes."""
 CHUNKS = LATENT // (32 * COLUMNS)
 
-_programs = CALL_STATE.table(64)
+
+class MergeArguments(NamedTuple):
+    """The launch contract, in the order of the host arguments; see the module."""
+
+    o: Tensor
+    lse: Tensor
+    o_0: Tensor
+    lse_0: Tensor
+    places_0: Tensor
+    o_1: Tensor | None
+    lse_1: Tensor | None
+    places_1: Tensor | None
+    rows: int
+    heads: int
+    ctas: int
 
 
 class MergePrefix:
@@ -140,39 +148,3 @@ def placed(lses: cute.Pointer, places: cute.Pointer, row: Int32, rows: Int32, he
 def weight_of(lse: Float32, top: Float32):
     """Weight of a part; 0 where it has no key."""
     return cute.math.exp2((lse - top) * LOG2_E, fastmath=True)
-
-
-def merge_arguments(
-    o: Tensor, lse: Tensor, parts: list[tuple[Tensor, Tensor, Tensor]], sm_count: int
-) -> tuple[Any, ...]:
-    """The arguments of `MergePrefix`, without the stream."""
-    rows = lse.numel()
-    absent = (None,) * 3 * (2 - len(parts))
-    flat = (tensor for part in parts for tensor in part)
-    return o, lse, *flat, *absent, rows, lse.shape[-1], min(sm_count * CTAS_PER_SM, -(-rows // 8))
-
-
-def merge_in_place(
-    o: Tensor, lse: Tensor, parts: list[tuple[Tensor, Tensor, Tensor]]
-) -> tuple[Tensor, Tensor]:
-    """Merge one or two parts into contiguous `o [..., h, 512]` and `lse [..., h]`.
-
-    Args:
-        o: output over the own tokens.
-        lse: its LSE.
-        parts: per level output, LSE and places; see the module.
-
-    Returns:
-        `o` and `lse`.
-    """
-    if lse.numel() == 0:
-        return o, lse
-    arguments = merge_arguments(o, lse, parts, sm_count_of(o.device.index))
-    key = (o.dtype, len(parts), o.device.index)
-    program: CuteProgram | None = _programs.get(key)
-    if program is None:
-        host = MergePrefix(ELEMENT_TYPES[o.dtype])
-        program = program_for(MergePrefix.merge_prefix, host, arguments, Tiling(), o.device)
-        _programs.keep(key, program)
-    program(*arguments)
-    return o, lse

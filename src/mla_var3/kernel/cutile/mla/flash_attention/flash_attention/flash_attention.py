@@ -22,7 +22,7 @@ import cuda.tile as ct
 import torch
 from torch import Tensor
 
-from mla_var3.kernel.cutile.mla.tile_ops import attend_heads, log_sum_exp, normalise, visible
+from mla_var3.kernel.cutile.mla.tile_ops import clamped_length, store_head_tile
 from mla_var3.kernel.cutile.mla.tilings import HeadTiling
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.mla.cost import flash_attention_cost
@@ -49,21 +49,11 @@ def flash_attention(
     query_tile = ct.bid(0)
     head = ct.bid(1)
     request = ct.bid(2)
-    s = q_nope.shape[1]
-    at = (request, query_tile, head, 0)
-    q = ct.load(q_nope, at, (1, BM, 1, D), padding_mode=ct.PaddingMode.ZERO).reshape((BM, D))
-    qr = ct.load(q_rope, at, (1, BM, 1, P), padding_mode=ct.PaddingMode.ZERO).reshape((BM, P))
-    length = ct.load(lengths, (request,), ())
-    first_row = query_tile * BM
-    lowest = visible(first_row, length, s, CAUSAL, 1)
-    highest = visible(min(first_row + BM, s) - 1, length, s, CAUSAL, 1)
-    acc, m, l = attend_heads(
-        q, qr, keys, values, k_rope, request, head,
-        max(lowest, 0) // BN, ct.cdiv(max(highest, 0), BN),
-        first_row, length, s, 0, scale_log2e, CAUSAL, BM, BN, D, P,
+    length = clamped_length(lengths, request, keys.shape[2])
+    store_head_tile(
+        q_nope, q_rope, keys, values, k_rope, o, lse, request, head, query_tile,
+        length, q_nope.shape[1], 0, scale_log2e, CAUSAL, BM, BN, D, P,
     )  # fmt: skip
-    ct.store(o, at, normalise(acc, l).astype(o.dtype).reshape((1, BM, 1, D)))
-    ct.store(lse, (request, query_tile, head), log_sum_exp(m, l).reshape((1, BM, 1)))
 
 
 @dataclass

@@ -21,13 +21,9 @@ from torch import Tensor
 
 from mla_var3.kernel.cutile.mla.mix_stages import MixAttentionPlan, mix_constraints, mix_sides
 from mla_var3.kernel.cutile.mla.tile_ops import (
-    attend_heads,
-    attend_latent,
-    load_column_parts,
-    log_sum_exp,
-    normalise,
-    store_column_parts,
-    visible,
+    clamped_length,
+    store_head_tile,
+    store_old_tokens,
 )
 from mla_var3.kernel.cutile.mla.tilings import multiprocessors
 from mla_var3.runtime.ct_kernel import CtKernel
@@ -131,49 +127,20 @@ def attention_block_specialized_v3(
             # o_latent [b, s*h, K], lse_latent [b, s*h]
             request = tile // latent_row_tiles
             row_tile = tile % latent_row_tiles
-            q_parts = load_column_parts(q_latent, request, row_tile, BM, KP, PARTS)
-            qr = ct.load(
-                q_rope_rows,
-                (request, row_tile, 0),
-                (1, BM, P),
-                padding_mode=ct.PaddingMode.ZERO,
-            ).reshape((BM, P))
-            length = ct.load(lengths, (request,), ())
-            old = max(length - n, 0)
-            first_row = row_tile * BM
-            lowest = min(visible(first_row, length, s, CAUSAL, H), old)
-            highest = min(visible(first_row + BM - 1, length, s, CAUSAL, H), old)
-            acc_parts, m, l = attend_latent(
-                q_parts, qr, c_kv, k_rope, request, 0,
-                max(lowest, 0) // BN, ct.cdiv(max(highest, 0), BN),
-                first_row, length, s, old, scale_log2e, CAUSAL, H, BM, BN, KP, PARTS, P,
+            store_old_tokens(
+                q_latent, q_rope_rows, c_kv, k_rope, lengths, o_latent, lse_latent, request,
+                row_tile, s, n, scale_log2e, CAUSAL, H, BM, BN, KP, PARTS, P,
             )  # fmt: skip
-            store_column_parts(o_latent, (request, row_tile), acc_parts, l, BM, KP, PARTS)
-            ct.store(lse_latent, (request, row_tile), log_sum_exp(m, l).reshape((1, BM)))
         else:
             # q_nope [b, s, h, D], q_rope [b, s, h, P], o_new [b, s, h, D], lse_new [b, s, h]
             query_tile = tile % head_query_tiles
             head = tile // head_query_tiles % H
             request = tile // (head_query_tiles * H)
-            at = (request, query_tile, head, 0)
-            q = ct.load(q_nope, at, (1, HM, 1, D), padding_mode=ct.PaddingMode.ZERO).reshape(
-                (HM, D)
-            )
-            qr = ct.load(q_rope, at, (1, HM, 1, P), padding_mode=ct.PaddingMode.ZERO).reshape(
-                (HM, P)
-            )
-            length = ct.load(lengths, (request,), ())
-            old = max(length - n, 0)
-            first_row = query_tile * HM
-            lowest = visible(first_row, length, s, CAUSAL, 1) - old
-            highest = visible(min(first_row + HM, s) - 1, length, s, CAUSAL, 1) - old
-            acc, m, l = attend_heads(
-                q, qr, k_new, v_new, k_rope_new, request, head,
-                max(lowest, 0) // HN, ct.cdiv(max(highest, 0), HN),
-                first_row, length, s, old, scale_log2e, CAUSAL, HM, HN, D, P,
+            length = clamped_length(lengths, request, c_kv.shape[1])
+            store_head_tile(
+                q_nope, q_rope, k_new, v_new, k_rope_new, o_new, lse_new, request, head, query_tile,
+                length, s, max(length - n, 0), scale_log2e, CAUSAL, HM, HN, D, P,
             )  # fmt: skip
-            ct.store(o_new, at, normalise(acc, l).astype(o_new.dtype).reshape((1, HM, 1, D)))
-            ct.store(lse_new, (request, query_tile, head), log_sum_exp(m, l).reshape((1, HM, 1)))
 
 
 @dataclass

@@ -26,13 +26,7 @@ from mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus_v4.sm_shares import 
     share_constraint,
     shared_sms,
 )
-from mla_var3.kernel.cutile.mla.tile_ops import (
-    attend_latent,
-    load_column_parts,
-    log_sum_exp,
-    store_column_parts,
-    visible,
-)
+from mla_var3.kernel.cutile.mla.tile_ops import store_old_tokens
 from mla_var3.kernel.cutile.mla.tilings import (
     divides,
     fits_shared_memory,
@@ -97,22 +91,10 @@ def latent_old_v4(
     for tile in range(ct.bid(0), tiles, ct.num_blocks(0)):
         request = tile // row_tiles
         row_tile = tile % row_tiles
-        q_parts = load_column_parts(q_latent, request, row_tile, BM, KP, PARTS)
-        qr = ct.load(
-            q_rope, (request, row_tile, 0), (1, BM, P), padding_mode=ct.PaddingMode.ZERO
-        ).reshape((BM, P))
-        length = ct.load(lengths, (request,), ())
-        old = max(length - n, 0)
-        first_row = row_tile * BM
-        lowest = min(visible(first_row, length, s, CAUSAL, H), old)
-        highest = min(visible(first_row + BM - 1, length, s, CAUSAL, H), old)
-        acc_parts, m, l = attend_latent(
-            q_parts, qr, c_kv, k_rope, request, 0,
-            max(lowest, 0) // BN, ct.cdiv(max(highest, 0), BN),
-            first_row, length, s, old, scale_log2e, CAUSAL, H, BM, BN, KP, PARTS, P,
+        store_old_tokens(
+            q_latent, q_rope, c_kv, k_rope, lengths, o_latent, lse_latent, request, row_tile,
+            s, n, scale_log2e, CAUSAL, H, BM, BN, KP, PARTS, P,
         )  # fmt: skip
-        store_column_parts(o_latent, (request, row_tile), acc_parts, l, BM, KP, PARTS)
-        ct.store(lse_latent, (request, row_tile), log_sum_exp(m, l).reshape((1, BM)))
 
 
 @dataclass

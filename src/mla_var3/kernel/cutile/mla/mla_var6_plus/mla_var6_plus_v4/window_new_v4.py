@@ -25,7 +25,7 @@ from mla_var3.kernel.cutile.mla.mla_var6_plus.mla_var6_plus_v4.sm_shares import 
     share_constraint,
     shared_sms,
 )
-from mla_var3.kernel.cutile.mla.tile_ops import attend_heads, log_sum_exp, normalise, visible
+from mla_var3.kernel.cutile.mla.tile_ops import clamped_length, store_head_tile
 from mla_var3.kernel.cutile.mla.tilings import (
     fits_shared_memory,
     head_tiles,
@@ -81,7 +81,7 @@ class WindowNewTilingV4(Tiling):
 @ct.kernel
 def window_new_v4(
     q_nope, q_rope, k_new, v_new, k_rope_new, lengths, o_new, lse_new,
-    scale_log2e: float, s: int, n: int, tiles: int, query_tiles: int,
+    scale_log2e: float, s: int, n: int, t: int, tiles: int, query_tiles: int,
     H: ConstInt, CAUSAL: ConstBool, BM: ConstInt, BN: ConstInt, D: ConstInt, P: ConstInt,
 ):  # fmt: skip
     # q_nope [b, s, h, D], q_rope [b, s, h, P], o_new [b, s, h, D], lse_new [b, s, h]
@@ -89,21 +89,11 @@ def window_new_v4(
         query_tile = tile % query_tiles
         head = tile // query_tiles % H
         request = tile // (query_tiles * H)
-        at = (request, query_tile, head, 0)
-        q = ct.load(q_nope, at, (1, BM, 1, D), padding_mode=ct.PaddingMode.ZERO).reshape((BM, D))
-        qr = ct.load(q_rope, at, (1, BM, 1, P), padding_mode=ct.PaddingMode.ZERO).reshape((BM, P))
-        length = ct.load(lengths, (request,), ())
-        old = max(length - n, 0)
-        first_row = query_tile * BM
-        lowest = visible(first_row, length, s, CAUSAL, 1) - old
-        highest = visible(min(first_row + BM, s) - 1, length, s, CAUSAL, 1) - old
-        acc, m, l = attend_heads(
-            q, qr, k_new, v_new, k_rope_new, request, head,
-            max(lowest, 0) // BN, ct.cdiv(max(highest, 0), BN),
-            first_row, length, s, old, scale_log2e, CAUSAL, BM, BN, D, P,
+        length = clamped_length(lengths, request, t)
+        store_head_tile(
+            q_nope, q_rope, k_new, v_new, k_rope_new, o_new, lse_new, request, head, query_tile,
+            length, s, max(length - n, 0), scale_log2e, CAUSAL, BM, BN, D, P,
         )  # fmt: skip
-        ct.store(o_new, at, normalise(acc, l).astype(o_new.dtype).reshape((1, BM, 1, D)))
-        ct.store(lse_new, (request, query_tile, head), log_sum_exp(m, l).reshape((1, BM, 1)))
 
 
 @dataclass
@@ -181,6 +171,7 @@ class CtWindowNewV4(MlaPlan):
                 self.scale_log2e,
                 s,
                 self.n,
+                self.t,
                 b * h * query_tiles,
                 query_tiles,
                 h,

@@ -1,0 +1,151 @@
+"""Several groups with decompressed prefixes in one batch, one group after the other.
+
+Decompressed prefixes pay with about 53 query tokens per group and more (H200, 128 heads). A group
+of that size fills the GPU by itself, so its requests are a batch of their own to the kernel of one
+shared prefix. Groups are ranges of requests that the host knows; they are no part of a CUDA graph's
+input.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from mla_var3.attention.backends.latent import LatentBackend
+from mla_var3.attention.backends.plans import PlannedBackend
+from mla_var3.attention.backends.torch_tiled import TorchTiled
+from mla_var3.attention.cache.copies import decompress_rows
+from mla_var3.attention.cache.latent_cache import LatentCache
+from mla_var3.attention.cache.sizes import PAGE_STEP
+from mla_var3.attention.cache.view import CacheView
+from mla_var3.attention.prefix.groups import DecompressedPrefixes, PrefixCopy, PrefixGroups
+from mla_var3.attention.prefix.layout import require_groups
+from mla_var3.attention.request.shape import CallShape
+from mla_var3.attention.request.task import AttentionTask
+from mla_var3.errors import InvalidArgumentError
+
+
+def decompress_prefixes(
+    groups: PrefixGroups,
+    cache: LatentCache | CacheView,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+) -> DecompressedPrefixes:
+    """Decompress the prefix of every group, once for all steps; reads the groups on the host.
+
+    Args:
+        groups: one level; the requests of a group are neighbours.
+        cache: holds the prefixes.
+        w_uk: up-projection of the keys, `[h, d, k]`.
+        w_uv: up-projection of the values, `[h, k, v]`.
+
+    Returns:
+        What the calls take as `prefix`. Groups without a whole page, with one request, or with
+        none that holds the whole prefix have no copy.
+    """
+    view = cache.view() if isinstance(cache, LatentCache) else cache
+    require_groups(groups, view)
+    if groups.levels != 1:
+        raise InvalidArgumentError("groups", "one level of prefixes", f"{groups.levels} levels")
+    page, tokens = view.page_size or PAGE_STEP, groups.prefix_length[0].tolist()
+    held, copies = view.lengths.tolist(), []
+    for group, (first, last) in _spans(groups).items():
+        length = tokens[group] // page * page
+        leader = max(range(first, last), key=held.__getitem__)
+        if last - first < 2 or not 0 < length <= min(held[leader], view.capacity):
+            continue
+        latent, rope = (rows[0] for rows in view.request(leader).tile(0, length, w_uk.dtype))
+        keys, values = (rows.transpose(0, 1) for rows in decompress_rows(latent, w_uk, w_uv))
+        copies.append(PrefixCopy(first, last, keys.contiguous(), values.contiguous(), rope.clone()))
+    return DecompressedPrefixes(groups, tuple(copies))
+
+
+def _spans(groups: PrefixGroups) -> dict[int, tuple[int, int]]:
+    """The requests of each group, by its number, in the order of the requests."""
+    found: dict[int, tuple[int, int]] = {}
+    for request, group in enumerate(groups.prefix_of[0].tolist()):
+        if not 0 <= group < groups.groups:
+            continue
+        first, last = found.get(group, (request, request))
+        if last != request:
+            raise InvalidArgumentError(
+                "prefix_of", f"neighbours in group {group}", f"requests {first} and {request}"
+            )
+        found[group] = first, request + 1
+    return found
+
+
+Inner = PlannedBackend | LatentBackend | TorchTiled
+
+
+class GroupedPrefixBackend:
+    """The kernel of one decompressed prefix, once per group; the other requests latent."""
+
+    def __init__(self, inner: Inner, others: Inner) -> None:
+        """Wrap the backend of a group, and that of requests without one."""
+        self._inner, self._others = inner, others
+        self.kernel = f"{inner.kernel}_groups"
+        self.language = inner.language
+        self.runs_on_cpu = inner.runs_on_cpu
+        self.targets = inner.targets
+
+    def missing(self) -> str | None:
+        return self._inner.missing()
+
+    def unsupported(self, shape: CallShape) -> str | None:
+        if shape.refused_cache is not None:
+            return shape.refused_cache
+        if not shape.prefix_copies:
+            return "groups without decompressed prefixes (decompress_prefixes)"
+        one = replace(
+            shape, prefix=shape.prefix_copies, prefix_copies=0, shared=0, groups=1, window=0
+        )
+        rest = replace(one, prefix=0)
+        return self._inner.unsupported(one) or self._others.unsupported(rest)
+
+    def run(self, task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and LSE of a call."""
+        assert isinstance(task.prefix, DecompressedPrefixes)
+        rows = tuple(task.q.shape[:-1])
+        output = task.q.new_empty((*rows, task.width)) if task.out is None else task.out
+        lse = task.q.new_empty(rows, dtype=torch.float32)
+        cache = task.cache
+        plain = CacheView(
+            cache.latent, cache.rope, cache.lengths, cache.block_table, scales=cache.scales
+        )
+        done = 0
+        for copy in (*task.prefix.copies, None):
+            first = cache.requests if copy is None else copy.first
+            if done < first:
+                _run_span(self._others, task, plain, done, first, output, lse)
+            if copy is not None:
+                shared = replace(
+                    plain, k_prefix=copy.keys, v_prefix=copy.values, k_rope_prefix=copy.rope
+                )
+                _run_span(self._inner, task, shared, first, copy.last, output, lse)
+                done = copy.last
+        return output, lse
+
+
+def _run_span(
+    backend: Inner,
+    task: AttentionTask,
+    cache: CacheView,
+    first: int,
+    last: int,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """The requests `first..last-1` as a call of their own, into their part of the results."""
+    taken = slice(first, last)
+    part = replace(
+        task,
+        q=task.q[taken],
+        q_rope=task.q_rope[taken],
+        cache=cache.span(first, last),
+        tree=None if task.tree is None else task.tree[taken],
+        prefix=None,
+        out=output[taken],
+    )
+    lse[taken] = backend.run(part)[1]

@@ -1,0 +1,128 @@
+"""Several groups with decompressed prefixes in one batch, on the CPU with PyTorch as the kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import mla_var3
+from mla_var3.attention import decompress_prefixes
+from mla_var3.attention.backends import registry
+from mla_var3.attention.backends.torch_tiled import TorchTiled
+from mla_var3.attention.prefix.decompressed import GroupedPrefixBackend
+from mla_var3.attention.prefix.groups import PrefixGroups
+from mla_var3.attention.request.task import AttentionTask
+from mla_var3.conf.devices import device_spec
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.mla.model.prefix_plan import plan_prefix
+from mla_var3.op.mla.prefix.problem import SharedPrefixProblem
+from mla_var3.op.mla.problem import MlaProblem
+from tests.unit.attention.attention_support import Model, assert_close, make_model, normal, oracle
+
+from .prefix_support import Batch, make_batch
+
+H, D, K, P = 2, 6, 8, 4
+KERNEL = "torch_tiled_groups"
+A, B, C = (0, 128), (1, 192), (2, 64)
+LENGTHS = [300, 150, 250, 210, 193, 90, 70]
+PREFIXES: list[list[tuple[int, int]]] = [[A], [A], [A], [B], [B], [], [C]]
+GROUPS = PrefixGroups(torch.tensor([[0, 0, 0, 1, 1, -1, 2]]), torch.tensor([[150, 192, 64]]))
+"""Two groups, one of them with tokens beyond its last page; no group, and one of one request."""
+
+
+class Watched(TorchTiled):
+    """Notes which requests come with which decompressed prefix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, int]] = []
+
+    def run(self, task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
+        self.seen.append((task.cache.requests, task.cache.prefix))
+        return super().run(task)
+
+
+@pytest.fixture
+def inner() -> Iterator[Watched]:
+    made = Watched()
+    backend = GroupedPrefixBackend(made, made)
+    registry.register(backend)
+    yield made
+    registry.unregister(backend.kernel, backend.language)
+
+
+def call(
+    batch: Batch, generator: torch.Generator, prefixes: Any, model: Model, **options: Any
+) -> None:
+    q = [normal(generator, len(LENGTHS), 2, H, w, dtype=torch.float32) for w in (D, P)]
+    output, lse = mla_var3.mla_attention(
+        *q, batch.cache, model.w_uk, model.w_uv, prefix=prefixes, return_lse=True, **options
+    )
+    for request, rows in enumerate(batch.tokens):
+        wanted = oracle(q[0][request], q[1][request], rows[:, :K], rows[:, K:], model)
+        assert_close(output[request], wanted[0], lse[request], wanted[1])
+
+
+@pytest.mark.parametrize("paged", [True, False])
+def test_each_group_is_a_call_of_its_own(
+    paged: bool, inner: Watched, generator: torch.Generator
+) -> None:
+    model = make_model(generator, H, D, K)
+    batch = make_batch(generator, LENGTHS, PREFIXES, paged=paged)
+    prefixes = decompress_prefixes(GROUPS, batch.cache, model.w_uk, model.w_uv)
+    assert [(copy.first, copy.last, copy.tokens) for copy in prefixes.copies] == [
+        (0, 3, 128), (3, 5, 192),
+    ]  # fmt: skip
+    assert prefixes.copy_bytes == 4 * (128 + 192) * (H * 2 * D + P)
+    out = torch.full((len(LENGTHS), 2, H, D), torch.nan)
+    call(batch, generator, prefixes, model, kernel=KERNEL, out=out)
+    assert inner.seen == [(3, 128), (2, 192), (2, 0)] and not out.isnan().any()
+
+
+def test_the_copies_are_what_is_read(inner: Watched, generator: torch.Generator) -> None:
+    model = make_model(generator, H, D, K)
+    batch = make_batch(generator, LENGTHS, PREFIXES, paged=True)
+    prefixes = decompress_prefixes(GROUPS, batch.cache, model.w_uk, model.w_uv)
+    prefixes.copies[1].values.fill_(torch.nan)
+    q = [normal(generator, len(LENGTHS), 1, H, w, dtype=torch.float32) for w in (D, P)]
+    weights = model.w_uk, model.w_uv
+    found = mla_var3.mla_attention(*q, batch.cache, *weights, prefix=prefixes, kernel=KERNEL)
+    assert found.isnan().flatten(1).any(1).tolist() == [False] * 3 + [True] * 2 + [False] * 2
+
+
+def test_other_kernels_use_the_groups_or_ignore_them(generator: torch.Generator) -> None:
+    model = make_model(generator, H, D, K)
+    batch = make_batch(generator, LENGTHS, PREFIXES, paged=True)
+    prefixes = decompress_prefixes(GROUPS, batch.cache, model.w_uk, model.w_uv)
+    call(batch, generator, prefixes, model)
+
+
+def test_what_cannot_be_decompressed(generator: torch.Generator) -> None:
+    model = make_model(generator, H, D, K)
+    batch = make_batch(generator, LENGTHS, PREFIXES, paged=True)
+    weights = model.w_uk, model.w_uv
+    apart = PrefixGroups(torch.tensor([[0, 1, 0, 1, 1, -1, 2]]), GROUPS.prefix_length)
+    with pytest.raises(InvalidArgumentError, match="prefix_of: expected neighbours in group 0"):
+        decompress_prefixes(apart, batch.cache, *weights)
+    two = PrefixGroups(GROUPS.prefix_of.repeat(2, 1), GROUPS.prefix_length.repeat(2, 1))
+    with pytest.raises(InvalidArgumentError, match="groups: expected one level of prefixes"):
+        decompress_prefixes(two, batch.cache, *weights)
+    longer = PrefixGroups(GROUPS.prefix_of, GROUPS.prefix_length + 640)
+    assert decompress_prefixes(longer, batch.cache, *weights).copies == ()
+
+
+def test_the_way_of_large_groups_is_decompressed() -> None:
+    """On an H200, 128 heads: at 256 query tokens per group, not at 32."""
+
+    def chosen(groups: int, members: int, s: int) -> tuple[str, int]:
+        problem = MlaProblem(b=groups * members, s=s, t=8448, h=128)
+        shared = SharedPrefixProblem(problem, 8192, groups)
+        plan = plan_prefix(shared, device_spec("NVIDIA H200"), 2**40)
+        return plan.chosen.name, plan.ways[-1].copy_bytes
+
+    token_bytes = (128 * 256 + 64) * 2
+    assert chosen(4, 128, 2) == ("decompressed", 4 * 8192 * token_bytes)
+    assert chosen(8, 8, 4)[0] == "latent"

@@ -1,0 +1,185 @@
+"""Calls over shared prefixes are replayed, with the device code of the small kernels on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import mla_var3
+from mla_var3.attention.backends import registry
+from mla_var3.attention.backends.latent import LatentBackend
+from mla_var3.attention.prefix import attend, layout
+from mla_var3.attention.prefix.attend import PrefixBackend
+from mla_var3.attention.prefix.groups import PrefixGroups
+from mla_var3.attention.prefix.layout import prefix_layout
+from tests.kernel.prefix_on_cpu import CpuKernels
+from tests.unit.attention.attention_support import (
+    assert_close,
+    make_model,
+    normal,
+    oracle,
+    random_parents,
+)
+from tests.unit.attention.replay.replay_support import RepeatableKernel
+
+from .prefix_support import Batch, make_batch
+
+H, D, K, P = 2, 128, 512, 64
+KERNEL = "repeatable_prefix"
+DTYPE = torch.bfloat16
+A, B, C = (0, 128), (1, 192), (2, 64)
+PREFIXES = {1: [[A], [], [B], [A], [A], [B]], 2: [[A, B], [], [A, C], [A, B], [A, B], [A, C]]}
+LENGTHS = {1: [300, 150, 210, 128, 250, 193], 2: [400, 90, 200, 330, 321, 260]}
+GROUPS = {
+    1: ([[0, -1, 1, 0, 0, 1]], [[128, 192, 0]]),
+    2: ([[0, -1, 0, 0, 0, 0], [0, -1, 1, 0, 0, 1]], [[128, 0], [192, 64]]),
+}
+"""By levels; requests in two groups and in none, one too short for its prefix."""
+
+
+@pytest.fixture
+def latent() -> RepeatableKernel:
+    return RepeatableKernel()
+
+
+@pytest.fixture
+def kernels(latent: RepeatableKernel, monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuKernels]:
+    made = CpuKernels()
+    for module in (attend, layout):
+        monkeypatch.setattr(module, "prefix_kernels", lambda device: made)
+    backend = PrefixBackend(LatentBackend("repeatable", "torch", latent, runs_on_cpu=True))
+    registry.register(backend)
+    yield made
+    registry.unregister(backend.kernel, backend.language)
+
+
+def groups_of(levels: int, ordered: bool = False) -> PrefixGroups:
+    of, lengths = (torch.tensor(values, dtype=torch.int32) for values in GROUPS[levels])
+    if ordered:
+        of = torch.where(of < 0, 9, of).sort(dim=1).values
+    return PrefixGroups(of, lengths, ordered=ordered)
+
+
+def batch_of(generator: torch.Generator, levels: int, paged: bool, ordered: bool = False) -> Batch:
+    lengths, prefixes = LENGTHS[levels], PREFIXES[levels]
+    if ordered:
+        of = groups_of(levels).prefix_of[-1]
+        order = sorted(range(len(lengths)), key=lambda r: (of[r] < 0, int(of[r])))
+        lengths, prefixes = ([values[r] for r in order] for values in (lengths, prefixes))
+    return make_batch(generator, lengths, prefixes, paged=paged, k=K, p=P, dtype=DTYPE, t=448)
+
+
+def queries(generator: torch.Generator, *leading: int, width: int = K) -> list[torch.Tensor]:
+    return [normal(generator, *leading, H, w, dtype=DTYPE) for w in (width, P)]
+
+
+@pytest.mark.parametrize("laid_out", [False, True], ids=["groups", "layout"])
+@pytest.mark.parametrize("ordered", [False, True], ids=["any order", "ordered"])
+@pytest.mark.parametrize("levels", [1, 2])
+@pytest.mark.parametrize("paged", [True, False], ids=["paged", "dense"])
+def test_latent_calls(
+    paged: bool, levels: int, ordered: bool, laid_out: bool, latent: RepeatableKernel,
+    kernels: CpuKernels, generator: torch.Generator,
+) -> None:  # fmt: skip
+    for turn in range(3):
+        batch = batch_of(generator, levels, paged, ordered)
+        q, groups = queries(generator, 6, 2), groups_of(levels, ordered)
+        prefix = prefix_layout(groups, q[0], batch.cache) if laid_out else groups
+        options = {"out": torch.full_like(q[0], torch.nan)} if laid_out else {}
+        found = mla_var3.mla_latent_attention(
+            *q, batch.cache, prefix=prefix, kernel=KERNEL, **options
+        )
+        batch.require(*q, *found)
+        assert not options or found[0] is options["out"]
+        # One pass over own tokens, and one per level.
+        assert (latent.calls, latent.repeats) == (1 + levels, turn * (1 + levels))
+    gathered = [] if ordered else ["gather"] * levels
+    assert [name for name in kernels.calls if name != "lay_out"] == [*gathered, "merge"]
+    assert kernels.calls.count("lay_out") == (3 if laid_out else 1)
+
+
+@pytest.mark.parametrize("options", ["tree", "packed"])
+def test_trees_and_packed_queries(
+    options: str, latent: RepeatableKernel, kernels: CpuKernels, generator: torch.Generator
+) -> None:
+    counts = [2, 0, 1, 3, 4, 1]
+    for turn in range(2):
+        batch, groups = batch_of(generator, 1, True), groups_of(1)
+        given: dict[str, Any] = {"prefix": groups, "kernel": KERNEL}
+        if options == "tree":
+            mask = mla_var3.attention.tree_ancestors(random_parents(generator, 6, 4))
+            q = queries(generator, 6, 4)
+            found = mla_var3.mla_latent_attention(*q, batch.cache, tree_mask=mask, **given)
+            batch.require(*q, *found, trees=mask)
+        else:
+            bounds = torch.tensor([0, *counts]).cumsum(0).int()
+            q = queries(generator, sum(counts) + 2)  # two rows of no request
+            found = mla_var3.mla_latent_attention(
+                *q, batch.cache, cu_seqlens_q=bounds, max_q=4, **given
+            )
+            batch.require(*q, *found, counts=counts)
+        assert (latent.calls, latent.repeats) == (2, 2 * turn)
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept workspace", "allocated"])
+def test_whole_calls(
+    kept: bool, latent: RepeatableKernel, kernels: CpuKernels, generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    if not kept:
+        monkeypatch.setattr("mla_var3.attention.replay.workspace.LARGEST_BYTES", 0)
+    model = make_model(generator, H, D, K, DTYPE)
+    for turn in range(3):
+        batch, groups = batch_of(generator, 2, True), groups_of(2)
+        q = queries(generator, 6, 2, width=D)
+        found = mla_var3.mla_attention(
+            *q, batch.cache, model.w_uk, model.w_uv, prefix=groups, kernel=KERNEL, return_lse=True
+        )
+        for request, rows in enumerate(batch.tokens):
+            wanted = oracle(q[0][request], q[1][request], rows[:, :K], rows[:, K:], model)
+            assert_close(found[0][request], wanted[0], found[1][request], wanted[1])
+        assert (latent.calls, latent.repeats) == (3, 3 * turn)
+
+
+def test_an_unaligned_output_is_written_through_a_copy(
+    kernels: CpuKernels, latent: RepeatableKernel, generator: torch.Generator
+) -> None:
+    for turn in range(2):
+        batch, q = batch_of(generator, 1, True), queries(generator, 6, 1)
+        out = torch.full((q[0].numel() + 1,), torch.nan, dtype=DTYPE)[1:].view_as(q[0])
+        found = mla_var3.mla_latent_attention(
+            *q, batch.cache, prefix=groups_of(1), kernel=KERNEL, out=out
+        )
+        assert found[0] is out
+        batch.require(*q, *found)
+        assert (latent.calls, latent.repeats) == (2 * (turn + 1), 0)
+
+
+def test_other_groups_of_the_same_shape_are_used(
+    kernels: CpuKernels, latent: RepeatableKernel, generator: torch.Generator
+) -> None:
+    """The replay reads the groups of its own call."""
+    for turn in range(2):
+        batch, groups = batch_of(generator, 1, True), groups_of(1)
+        if turn:
+            groups.prefix_of[0, 4] = -1  # one request less shares its prefix
+        q = queries(generator, 6, 1)
+        found = mla_var3.mla_latent_attention(*q, batch.cache, prefix=groups, kernel=KERNEL)
+        batch.require(*q, *found)
+    assert (latent.calls, latent.repeats) == (2, 2)
+
+
+def test_numbers_of_another_type_are_laid_out_by_torch(
+    kernels: CpuKernels, latent: RepeatableKernel, generator: torch.Generator
+) -> None:
+    """The kernels read int32; a call with other integers is right, and not replayed."""
+    for _ in range(2):
+        batch, groups = batch_of(generator, 1, True), groups_of(1)
+        groups = PrefixGroups(groups.prefix_of.long(), groups.prefix_length)
+        q = queries(generator, 6, 1)
+        found = mla_var3.mla_latent_attention(*q, batch.cache, prefix=groups, kernel=KERNEL)
+        batch.require(*q, *found)
+    assert "lay_out" not in kernels.calls and (latent.calls, latent.repeats) == (4, 0)
