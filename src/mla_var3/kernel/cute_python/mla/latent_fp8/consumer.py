@@ -331,19 +331,20 @@ def take_even(
     cute.arch.fence_view_async_shared()
     arrive(Barrier.P_EVEN, False)
     load_values(values, step.places, stage, stored - token, t, 0)
-    release(empty(barriers, stage), lane)
     wait_next(step, tile, block, number, stage)
     sync_warpgroup(Barrier.WARPGROUP_0)
     rescale_output(work.o, exchange, 0, number, lane, step.columns)
     add_values(step.mmas.pv, work, values, stage)
+    # Not before its products are issued: `ldmatrix` may still be reading then.
+    release(empty(barriers, stage), lane)
     compute_scores(step.mmas, work, stage ^ 2)
     warpgroup.wait_group(1)
     cute.arch.barrier(barrier_id=Barrier.P_ODD, number_of_threads=CONSUMERS)
     adopt_max(step.state, exchange, 1, number + 1, t)
     rescale_output(work.o, exchange, 1, number + 1, lane, step.columns)
     load_values(values, step.places, stage + 1, stored - token - KV_BLOCK, t, 0)
-    release(empty(barriers, stage + 1), lane)
     add_values(step.mmas.pv, work, values, stage + 1)
+    release(empty(barriers, stage + 1), lane)
     warpgroup.wait_group(0)
 
 
@@ -368,11 +369,11 @@ def take_odd(
     token = (tile.first + block) * KV_BLOCK
     cute.arch.mbarrier_wait(full(barriers, stage - 1), number // STAGES % 2)
     load_values(values, step.places, stage - 1, stored - token + KV_BLOCK, t, 1)
-    release(empty(barriers, stage - 1), lane)
     cute.arch.barrier(barrier_id=Barrier.P_EVEN, number_of_threads=CONSUMERS)
     adopt_max(step.state, exchange, 0, number - 1, t)
     rescale_output(work.o, exchange, 0, number - 1, lane, step.columns)
     add_values(step.mmas.pv, work, values, stage - 1)
+    release(empty(barriers, stage - 1), lane)
     compute_weights(step, 1, stage, token, number, lowest, stored, tile, t)
     cute.arch.fence_view_async_shared()
     arrive(Barrier.P_ODD, False)
@@ -382,8 +383,8 @@ def take_odd(
     sync_warpgroup(Barrier.WARPGROUP_1)
     rescale_output(work.o, exchange, 1, number, lane, step.columns)
     load_values(values, step.places, stage, stored - token, t, 1)
-    release(empty(barriers, stage), lane)
     add_values(step.mmas.pv, work, values, stage)
+    release(empty(barriers, stage), lane)
     warpgroup.wait_group(0)
 
 
