@@ -224,7 +224,7 @@ def _operands(
         q_latent,
         taken.q_rope,
         cache.latent,
-        cache.rope,
+        None if taken.q_rope is None else cache.rope,
         taken.lengths,
         taken.block_table,
         taken.total_lengths,
@@ -270,12 +270,12 @@ class _Taken:
 
     Attributes:
         q_rope: rope part of the queries, rows at equal distances, or (latent queries) as
-            `_boxed_rows` takes them.
+            `_boxed_rows` takes them; None where p is 0.
         block_table, lengths, total_lengths, cu_seqlens_q: stride 1 in the last dimension.
         same: whether all of them are the caller's own memory.
     """
 
-    q_rope: torch.Tensor
+    q_rope: torch.Tensor | None
     block_table: torch.Tensor | None
     lengths: torch.Tensor
     total_lengths: torch.Tensor | None
@@ -285,7 +285,9 @@ class _Taken:
 
 def _taken(task: AttentionTask) -> _Taken:
     cache, rows = task.cache, _boxed_rows if task.latent_only else _equal_rows
-    q_rope, same = _unless_copied(task.q_rope, rows(task.q_rope))
+    q_rope, same = None, True
+    if task.q_rope.shape[-1]:
+        q_rope, same = _unless_copied(task.q_rope, rows(task.q_rope))
     indices: list[torch.Tensor | None] = []
     for index in (cache.block_table, cache.lengths, task.total_lengths, task.cu_seqlens_q):
         if index is None:

@@ -137,6 +137,8 @@ class AttentionTask:
 
 def _is_aligned(rows: torch.Tensor) -> bool:
     """Whether the copy engine of a GPU can read the rows: stride 1 inside, 16-byte steps."""
+    if not rows.shape[-1]:  # no rope part
+        return True
     element = rows.element_size()
     steps = (stride * element for stride in rows.stride()[:-1])
     whole = rows.stride(-1) == 1 and all(step % ALIGNMENT_BYTES == 0 for step in steps)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from mla_var3.conf.kernel_rates import OWN_PROJECTION_QUERIES
 from mla_var3.kernel.cute_python.mla.hopper.constants import HEAD, LATENT
+from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
 from mla_var3.kernel.cute_python.mla.latent.call import (
     ELEMENT_TYPES,
     LatentLaunch,
@@ -53,10 +54,11 @@ from mla_var3.runtime.tensors import ALIGNMENT_BYTES
 class WholeCall:
     """Host code that launches the attention between its projections."""
 
-    def __init__(self, element, few, empty_positive=False):
+    def __init__(self, element, few, empty_positive=False, widths=LatentWidths()):
         self.element = element
         self.few = few
         self.empty_positive = empty_positive
+        self.widths = widths
 
     @cute.jit
     def __call__(self, *arguments):
@@ -71,8 +73,9 @@ class WholeCall:
             sizes.query_ctas, stream,
         )  # fmt: skip
         attention = FlashMLASm90(
-            self.element, self.few, empty_positive=self.empty_positive, early=True
-        )
+            self.element, self.few, empty_positive=self.empty_positive, early=True,
+            widths=self.widths,
+        )  # fmt: skip
         attention(*rest)
         columns = sizes.output_columns
         outputs = (
@@ -145,8 +148,9 @@ def attend(
     few = 0 if options.batch_invariant else default_few(options.max_q * q_nope.shape[-2])
     tiling = FlashMLATiling(few=few)
     program = call_program(
-        FlashMLASm90.flash_mla, WholeCall, tiling, options.empty_positive, arguments, q_nope
-    )
+        FlashMLASm90.flash_mla, WholeCall, tiling, arguments, q_nope,
+        empty_positive=options.empty_positive, widths=operands.widths,
+    )  # fmt: skip
     program(*arguments)
     if copied:
         return None

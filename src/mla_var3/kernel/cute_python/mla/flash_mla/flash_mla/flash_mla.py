@@ -2,22 +2,22 @@
 
 Computes, for every request, o = softmax(q_latent c_kv^T + q_rope k_rope^T) c_kv.
 
-    q_latent [b, s, h, 512]   latent queries          q_rope [b, s, h, 64]
-    c_kv     [b, t, 512]      latent cache            k_rope [b, t, 64]
-             or [pages, page, 512] and [pages, page, 64] with a block table [b, pages of a request]
+    q_latent [b, s, h, k]     latent queries          q_rope [b, s, h, p]
+    c_kv     [b, t, k]        latent cache            k_rope [b, t, p]
+             or [pages, page, k] and [pages, page, p] with a block table [b, pages of a request]
     lengths  [b] int32        KV length per request, on the device
-    -> o_latent [b, s, h, 512] in the input dtype, lse [b, s, h] float32 (natural logarithm)
+    -> o_latent [b, s, h, k] in the input dtype, lse [b, s, h] float32 (natural logarithm)
 
-bfloat16 and float16; causal (bottom-right) or not; any b, s, t >= 1 and h; page sizes that are
-multiples of 64; slots beyond a length may hold NaN. Rows without a visible key give 0 and -inf.
-`attend` also takes packed queries of different counts (`cu_seqlens_q`) and trees of draft tokens;
-the device code can leave out the `newest` tokens. One compilation per dtype, cache layout, `few`
-and set of these options serves all shapes. Target: sm_90a.
+(k, p) = (512, 64), (512, 0), (256, 64) or (256, 32); bfloat16 and float16; causal (bottom-right) or
+not; any b, s, t >= 1 and h; page sizes that are multiples of 64; slots beyond a length may hold
+NaN. Rows without a visible key give 0 and -inf. `attend` also takes packed queries of different
+counts (`cu_seqlens_q`) and trees of draft tokens; the device code can leave out the `newest`
+tokens. One compilation per dtype, widths, cache layout, `few` and set of these options serves all
+shapes. Target: sm_90a.
 
 The kernel and how it works: `latent/kernel.py`, which the mix uses as well.
 
-Base version. Limits: 25 to 63 rows are padded to 64 (fewer go to the N side, see `few_rows.py`);
-only k=512 and p=64.
+Base version. Limits: 25 to 63 rows are padded to 64 (fewer go to the N side, see `few_rows.py`).
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,13 @@ import torch
 from torch import Tensor
 
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, LATENT, ROPE, ROWS
+from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, ROWS
 from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
+from mla_var3.kernel.cute_python.mla.hopper.widths import (
+    LATENT_WIDTHS,
+    LatentWidths,
+    served_widths,
+)
 from mla_var3.kernel.cute_python.mla.latent import whole_call
 from mla_var3.kernel.cute_python.mla.latent.call import LatentLaunch, call_arguments, call_program
 from mla_var3.kernel.cute_python.mla.latent.kernel import (
@@ -63,12 +68,13 @@ class CuteFlashMLA(HopperPlan):
 
     targets = ("sm_90",)
     needs_v = False
-    made_for = {"k": LATENT, "p": ROPE}
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.page < 0 or self.page % KV_BLOCK:
             raise InvalidArgumentError("page", f"a multiple of {KV_BLOCK}, or 0", self.page)
+        if LatentWidths(self.k, self.p) not in LATENT_WIDTHS:
+            raise InvalidArgumentError("(k, p)", served_widths(), (self.k, self.p))
 
     @property
     def row_tiles(self) -> int:
@@ -112,9 +118,9 @@ class CuteFlashMLA(HopperPlan):
         operands = LatentOperands.allocate(
             (self.b, self.s, self.h),
             require_view("q_latent", rows[0], count, self.k),
-            require_view("q_rope", rows[1], count, self.p),
+            require_view("q_rope", rows[1], count, self.p) if self.p else None,
             latent,
-            rope,
+            rope if self.p else None,
             lengths,
             rest[0] if rest else None,
         )
@@ -131,8 +137,8 @@ class CuteFlashMLA(HopperPlan):
 
 def unsupported(shape: Any) -> str | None:
     """Why the kernel cannot serve a call of this shape; None when it can."""
-    if (shape.k, shape.p) != (LATENT, ROPE):
-        return f"k={shape.k} and p={shape.p}; it is made for {LATENT} and {ROPE}"
+    if LatentWidths(shape.k, shape.p) not in LATENT_WIDTHS:
+        return f"(k, p) = ({shape.k}, {shape.p}); it is made for {served_widths()}"
     if shape.page_size is not None and shape.page_size % KV_BLOCK:
         return f"pages of {shape.page_size} tokens; it takes multiples of {KV_BLOCK}"
     return None
@@ -151,8 +157,8 @@ def attend(operands: LatentOperands, options: LatentOptions) -> LatentLaunch | N
     o_latent = operands.o_latent
     few = 0 if options.batch_invariant else default_few(options.max_q * o_latent.shape[-2])
     program = call_program(
-        FlashMLASm90.flash_mla, FlashMLASm90, FlashMLATiling(few=few), options.empty_positive,
-        arguments, o_latent, head_box(operands),
+        FlashMLASm90.flash_mla, FlashMLASm90, FlashMLATiling(few=few), arguments, o_latent,
+        empty_positive=options.empty_positive, head_box=head_box(operands), widths=operands.widths,
     )  # fmt: skip
     program(*arguments)
     if copied:
