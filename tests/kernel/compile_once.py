@@ -39,6 +39,13 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "k=256, p=64": (LATENT, "flash_mla", {"k": 256}, {}),
     "k=256, p=32": (LATENT, "flash_mla", {"k": 256, "p": 32, "page": 64}, {}),
     "k=256, p=32, few": (LATENT, "flash_mla", {"k": 256, "p": 32, "s": 1, "h": 16}, {"few": 16}),
+    "sliding window": (LATENT, "flash_mla", {"sliding_window": 100, "page": 64}, {}),
+    "sliding window, few": (
+        LATENT,
+        "flash_mla",
+        {"sliding_window": 100, "s": 1, "h": 16},
+        {"few": 16},
+    ),
     "heads": (DECOMPRESSED, "flash_attention", {}, {"splits": 1}),
     "heads float16": (DECOMPRESSED, "flash_attention", {"dtype": "float16"}, {"splits": 1}),
     "tiles": (DECOMPRESSED, "flash_attention", {"s": 100}, {"splits": 1}),

@@ -42,6 +42,7 @@ def mla_attention_op(
     shards: int,
     shard: int,
     batch_invariant: bool,
+    sliding_window: int | None,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     """`mla_attention` on checked operands: output and LSE."""
@@ -65,6 +66,7 @@ def mla_attention_op(
         shards=shards,
         shard=shard,
         batch_invariant=batch_invariant,
+        sliding_window=sliding_window,
     )
     output, lse, _ = execute(task, kernel)
     return output.contiguous(), lse.contiguous()
@@ -103,6 +105,7 @@ def latent_attention_op(
     shards: int,
     shard: int,
     batch_invariant: bool,
+    sliding_window: int | None,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     """`mla_latent_attention` on checked operands: latent output and LSE."""
@@ -122,6 +125,7 @@ def latent_attention_op(
         shards=shards,
         shard=shard,
         batch_invariant=batch_invariant,
+        sliding_window=sliding_window,
     )
     output, lse, _ = execute(task, kernel)
     return output.contiguous(), lse.contiguous()
@@ -152,6 +156,7 @@ def traced(task: AttentionTask, kernel: str) -> tuple[Tensor, Tensor]:
         task.shards,
         task.shard,
         task.batch_invariant,
+        task.sliding_window,
         kernel,
     )
     operands = (task.q, task.q_rope, cache.latent, cache.rope, cache.lengths)

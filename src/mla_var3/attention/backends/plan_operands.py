@@ -82,7 +82,7 @@ class Service:
             key; returns its outputs.
         latent: whether the output is latent.
         runs_on_cpu: whether it takes CPU tensors.
-        any_queries: whether it takes packed queries and trees.
+        any_queries: whether it takes packed queries, trees and sliding windows.
     """
 
     operands: Callable[[AttentionTask, CallShape, Any], Operands]
@@ -127,7 +127,11 @@ def _small_pages_refusal(shape: CallShape) -> str | None:
 
 
 def _latent_fields(shape: CallShape) -> dict[str, Any]:
-    return {**sizes_of(shape), "page": shape.page_size or 0}
+    return {
+        **sizes_of(shape),
+        "page": shape.page_size or 0,
+        "sliding_window": shape.sliding_window or 0,
+    }
 
 
 def _latent_operands(task: AttentionTask, shape: CallShape, plan: Any) -> Operands:

@@ -65,6 +65,7 @@ class PlannedBackend:
         reasons = {
             "different numbers of queries per request": shape.ragged and not any_queries,
             "a tree of tokens": shape.tree and not any_queries,
+            "a sliding window": shape.sliding_window is not None and not any_queries,
             "a cache that holds a part of each request (total_lengths)": shape.partial,
             "a result that does not depend on the batch (batch_invariant)": shape.batch_invariant,
             "float32; it takes bfloat16 and float16": shape.dtype == "float32",

@@ -49,7 +49,9 @@ from mla_var3.kernel.cute_python.mla.latent.producer import (
 )
 from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     first_hidden,
+    needs_mask,
     partial_slot,
+    row_begin,
     row_limit,
     tree_hides,
 )
@@ -132,7 +134,7 @@ def compute_few(
     s, o = scores_by_row(acc_s, columns), by_row(acc_o, columns, half_columns // 64)
     own = (2, columns // 8)
     sums = cute.make_rmem_tensor(own, Float32)
-    limits = cute.make_rmem_tensor(own, Int32)
+    limits, begins = cute.make_rmem_tensor(own, Int32), cute.make_rmem_tensor(own, Int32)
     scale = cute.make_rmem_tensor(own, Float32)
 
     tile = scheduler.first_tile()
@@ -152,6 +154,8 @@ def compute_few(
         for j in cutlass.range_constexpr(columns // 8):
             for e in cutlass.range_constexpr(2):
                 limits[e, j] = row_limit(tile, own_row(j, e, lane), scheduler)
+                if const_expr(scheduler.window is not None):
+                    begins[e, j] = row_begin(tile, own_row(j, e, lane), scheduler)
         lowest = first_hidden(tile, scheduler)
         if group == 0:
             for pair in cutlass.range(tile.pairs, unroll=1):
@@ -159,8 +163,8 @@ def compute_few(
                 if final:
                     release(barriers + Mbarrier.Q_EMPTY, lane)
                 token = (tile.first + 2 * pair) * KV_BLOCK
-                if token + KV_BLOCK > lowest:
-                    mask_few(s, token, limits, t, columns, tile, scheduler)
+                if needs_mask(token, lowest, tile, scheduler):
+                    mask_few(s, token, limits, begins, t, columns, tile, scheduler)
                     if token + KV_BLOCK > tile.length and token < tile.length:
                         clear_rows(
                             shared.even, widths.k, tile.length - token, t, Barrier.WARPGROUP_0
@@ -199,8 +203,8 @@ def compute_few(
                 receive_scales_few(scale, sums, exchange.scales, 0, lane, columns)
                 rescale_few(o, scale, columns)
                 add_values(pv_mma, acc_o, v_even, f_p_even)
-                if token + KV_BLOCK > lowest:
-                    mask_few(s, token, limits, t, columns, tile, scheduler)
+                if needs_mask(token, lowest, tile, scheduler):
+                    mask_few(s, token, limits, begins, t, columns, tile, scheduler)
                     if token + KV_BLOCK > tile.length and token < tile.length:
                         clear_rows(
                             shared.odd, widths.k, tile.length - token, t, Barrier.WARPGROUP_1
@@ -235,6 +239,7 @@ def mask_few(
     s: cute.Tensor,
     first_token: Int32,
     limits: cute.Tensor,
+    begins: cute.Tensor,
     t: Int32,
     columns: cutlass.Constexpr,
     tile: cutlass.Constexpr,
@@ -246,6 +251,8 @@ def mask_few(
         for j in cutlass.range_constexpr(columns // 8):
             for e in cutlass.range_constexpr(2):
                 hidden = token >= limits[e, j]
+                if const_expr(scheduler.window is not None):
+                    hidden = hidden or token < begins[e, j]
                 if const_expr(scheduler.tree is not None):
                     hidden = hidden or tree_hides(tile, own_row(j, e, t), token, scheduler)
                 if hidden:

@@ -7,6 +7,7 @@
 (k, p) is one of `LATENT_WIDTHS`, a constant of the program; with p=0 there is no rope part.
 
 The contract is that of flash_mla; in addition the `newest` tokens of every request can be left out.
+A sliding window is an option of the program: KV blocks that no row of a tile sees are skipped.
 
 How it works. A CTA has 64 query rows and two consumer warpgroups; each accumulates half of the
 output columns and, of every pair of KV blocks, computes the scores of one:
@@ -80,6 +81,7 @@ from mla_var3.kernel.cute_python.mla.latent.rows64 import Exchange, compute_rows
 from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     GroupShape,
     Scheduler,
+    SlidingWindow,
     partial_count,
     work_range,
 )
@@ -256,6 +258,7 @@ class FlashMLASm90:
             sizes.max_tokens,
             sizes.newest,
             sizes.causal,
+            sizes.sliding_window,
             sizes.shards,
             sizes.shard,
             sizes.whole_items,
@@ -305,6 +308,7 @@ class FlashMLASm90:
         max_tokens: Int32,
         newest: Int32,
         causal: Int32,
+        sliding_window: Int32 | None,
         shards: Int32,
         shard: Int32,
         whole_items: Int32,
@@ -323,12 +327,16 @@ class FlashMLASm90:
             init_barriers(barriers, 2 if self.few > 0 else 1)
             missing[0] = Int32(0)
         cute.arch.sync_threads()
+        window = None
+        if const_expr(sliding_window is not None):
+            window = SlidingWindow(sliding_window, queries, total_lengths, shards, shard)
         scheduler = Scheduler(
             work_range(
-                lengths, requests, visits, newest, max_tokens, whole_items, group, group_count
+                lengths, requests, visits, newest, max_tokens, whole_items, group, group_count,
+                window,
             ),
             lengths, total_lengths, query_begins, tree, queries, total_queries, heads, max_tokens,
-            group_ctas, visits, newest, causal, shards, shard, group, rank,
+            group_ctas, visits, newest, causal, shards, shard, window, group, rank,
         )  # fmt: skip
         ctas, cta = group_ctas * group_count, group * group_ctas + rank
         splits = may_split(scheduler.range, group_count)
@@ -437,6 +445,7 @@ def latent_stage(
     cost_fn: Callable[[Any], tuple[float, float]],
     configs: Sequence[FlashMLATiling],
     newest: int = 0,
+    sliding_window: int | None = None,
 ) -> CuteKernel:
     """The attention over latent rows; its outputs are `o_latent` and `lse`.
 
@@ -449,11 +458,14 @@ def latent_stage(
         cost_fn: FLOPs and bytes of the attention, without those of the merge.
         configs: candidate tilings.
         newest: newest tokens to leave out.
+        sliding_window: newest tokens, up to itself, that a query sees; None for all.
     """
     o_latent = operands.o_latent
     partials = allocate_partials(o_latent.device, plan.sm_count)
     dtype = ELEMENT_TYPES[plan.torch_dtype]
-    options = LatentOptions(plan.s, plan.causal, plan.scale_log2e, newest)
+    options = LatentOptions(
+        plan.s, plan.causal, plan.scale_log2e, newest, sliding_window=sliding_window
+    )
 
     def args_fn(tiling: FlashMLATiling) -> tuple[object, ...]:
         return latent_arguments(operands, partials, options, groups(tiling))

@@ -124,6 +124,7 @@ class LatentSizes(NamedTuple):
         tree_stride, tree_row_stride: between requests and between queries.
         newest: newest tokens to leave out.
         causal: 1 if a query sees no later token.
+        sliding_window: newest tokens, up to itself, that a query sees; None for all.
         shards, shard: with `total_lengths`, token i of a request lies in shard i % shards, and
             this cache is number `shard`.
         whole_items: 1 if no request is split, see `LatentOptions.batch_invariant`.
@@ -151,6 +152,7 @@ class LatentSizes(NamedTuple):
     tree_row_stride: int
     newest: int
     causal: int
+    sliding_window: int | None
     shards: int
     shard: int
     whole_items: int
@@ -219,6 +221,7 @@ class LatentOptions:
         shards, shard: see `LatentSizes`.
         batch_invariant: whether the result of a request must not depend, bit by bit, on the other
             requests of the batch: nothing is split, and one program serves all batches.
+        sliding_window: see `LatentSizes`.
     """
 
     max_q: int
@@ -229,6 +232,7 @@ class LatentOptions:
     shards: int = 1
     shard: int = 0
     batch_invariant: bool = False
+    sliding_window: int | None = None
 
 
 def head_box(operands: LatentOperands) -> int:
@@ -293,6 +297,7 @@ def latent_arguments(
         tree_row_stride=0 if tree is None else tree.stride(1),
         newest=options.newest,
         causal=int(options.causal),
+        sliding_window=options.sliding_window,
         shards=options.shards,
         shard=options.shard,
         whole_items=int(options.batch_invariant),

@@ -46,7 +46,9 @@ from mla_var3.kernel.cute_python.mla.latent.producer import (
 )
 from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     first_hidden,
+    needs_mask,
     partial_slot,
+    row_begin,
     row_limit,
     tree_hides,
 )
@@ -137,7 +139,7 @@ def compute_rows64(
     )
     p_result = cute.make_tensor(p_operand.iterator, acc_s.layout)
     sums = cute.make_rmem_tensor(2, Float32)
-    limits = cute.make_rmem_tensor(2, Int32)
+    limits, begins = cute.make_rmem_tensor(2, Int32), cute.make_rmem_tensor(2, Int32)
     scale = cute.make_rmem_tensor(2, Float32)
     best, top = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
 
@@ -158,6 +160,8 @@ def compute_rows64(
         top.fill(SCORE_FLOOR)
         for r in cutlass.range_constexpr(2):
             limits[r] = row_limit(tile, row0 + 8 * r, scheduler)
+            if const_expr(scheduler.window is not None):
+                begins[r] = row_begin(tile, row0 + 8 * r, scheduler)
         lowest = first_hidden(tile, scheduler)
         if group == 0:
             for pair in cutlass.range(tile.pairs, unroll=1):
@@ -165,8 +169,8 @@ def compute_rows64(
                 if final:
                     release(barriers + Mbarrier.Q_EMPTY, lane)
                 token = (tile.first + 2 * pair) * KV_BLOCK
-                if token + KV_BLOCK > lowest:
-                    mask(s, token, limits, lane, row0, tile, scheduler)
+                if needs_mask(token, lowest, tile, scheduler):
+                    mask(s, token, limits, begins, lane, row0, tile, scheduler)
                     if token + KV_BLOCK > tile.length and token < tile.length:
                         clear_rows(
                             shared.even, widths.k, tile.length - token, t, Barrier.WARPGROUP_0
@@ -203,8 +207,8 @@ def compute_rows64(
                 if final:
                     release(barriers + Mbarrier.Q_EMPTY, lane)
                 token = (tile.first + 2 * pair + 1) * KV_BLOCK
-                if token + KV_BLOCK > lowest:
-                    mask(s, token, limits, lane, row0, tile, scheduler)
+                if needs_mask(token, lowest, tile, scheduler):
+                    mask(s, token, limits, begins, lane, row0, tile, scheduler)
                     if token + KV_BLOCK > tile.length and token < tile.length:
                         clear_rows(
                             shared.odd, widths.k, tile.length - token, t, Barrier.WARPGROUP_1
@@ -246,20 +250,21 @@ def mask(
     s: cute.Tensor,
     token: Int32,
     limits: cute.Tensor,
+    begins: cute.Tensor,
     lane: Int32,
     row0: Int32,
     tile: cutlass.Constexpr,
     scheduler: cutlass.Constexpr,
 ):
-    """Hide the tokens of a KV block that a row does not see, by length, order and tree."""
-    if const_expr(scheduler.tree is None):
-        mask_scores(s, token, limits, lane)
-    else:
+    """Hide the tokens of a KV block that a row does not see, by length, order, window and tree."""
 
-        def off_path(r, hidden_token):
-            return tree_hides(tile, row0 + 8 * r, hidden_token, scheduler)
+    def off_path(r, hidden_token):
+        return tree_hides(tile, row0 + 8 * r, hidden_token, scheduler)
 
-        mask_scores(s, token, limits, lane, off_path)
+    mask_scores(
+        s, token, limits, lane, None if scheduler.tree is None else off_path,
+        None if scheduler.window is None else begins,
+    )  # fmt: skip
 
 
 @cute.jit

@@ -11,9 +11,9 @@ Computes, for every request, o = softmax(q_latent c_kv^T + q_rope k_rope^T) c_kv
 (k, p) = (512, 64), (512, 0), (256, 64) or (256, 32); bfloat16 and float16; causal (bottom-right) or
 not; any b, s, t >= 1 and h; page sizes that are multiples of 64; slots beyond a length may hold
 NaN. Rows without a visible key give 0 and -inf. `attend` also takes packed queries of different
-counts (`cu_seqlens_q`) and trees of draft tokens; the device code can leave out the `newest`
-tokens. One compilation per dtype, widths, cache layout, `few` and set of these options serves all
-shapes. Target: sm_90a.
+counts (`cu_seqlens_q`), trees of draft tokens and a sliding window; the device code can leave out
+the `newest` tokens. One compilation per dtype, widths, cache layout, `few` and set of these options
+serves all shapes. Target: sm_90a.
 
 The kernel and how it works: `latent/kernel.py`, which the mix uses as well.
 
@@ -49,8 +49,10 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
     head_box,
 )
 from mla_var3.kernel.cute_python.mla.latent.scheduler import GroupShape, group_shape
+from mla_var3.kernel.mla_plan import sliding_window_field
 from mla_var3.kernel.paging import check_paged, dense_inputs, paged_inputs
 from mla_var3.op.mla.cost import flash_mla_cost
+from mla_var3.op.mla.problem import require_int
 from mla_var3.runtime.composite import KernelPipeline
 from mla_var3.runtime.plan import Tiling
 from mla_var3.runtime.tensors import require_view
@@ -64,6 +66,7 @@ class CuteFlashMLA(HopperPlan):
         default=0,
         metadata={"help": "tokens of a cache page, a multiple of 64; 0 for a dense cache"},
     )
+    sliding_window: int = sliding_window_field()
     tiling: FlashMLATiling = field(default_factory=FlashMLATiling)
 
     targets = ("sm_90",)
@@ -73,6 +76,7 @@ class CuteFlashMLA(HopperPlan):
         super().__post_init__()
         if self.page < 0 or self.page % KV_BLOCK:
             raise InvalidArgumentError("page", f"a multiple of {KV_BLOCK}, or 0", self.page)
+        require_int("sliding_window", self.sliding_window, minimum=0)
         if LatentWidths(self.k, self.p) not in LATENT_WIDTHS:
             raise InvalidArgumentError("(k, p)", served_widths(), (self.k, self.p))
 
@@ -93,7 +97,9 @@ class CuteFlashMLA(HopperPlan):
         self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, ...]:
         dense = dense_inputs(inputs, self.t) if self.page else inputs
-        return self.latent_reference(*dense, compute_dtype=compute_dtype)
+        return self.latent_reference(
+            *dense, compute_dtype=compute_dtype, sliding_window=self.sliding_window
+        )
 
     def _default_tiling(self, name: str) -> Tiling | None:
         return FlashMLATiling(few=default_few(self.s * self.h)) if name == "tiling" else None
@@ -107,7 +113,7 @@ class CuteFlashMLA(HopperPlan):
         return configs
 
     def _algorithmic_flops_bytes(self, tiling: FlashMLATiling) -> tuple[float, float]:
-        cost = flash_mla_cost(self.problem())
+        cost = flash_mla_cost(self.problem().within(self.sliding_window))
         return cost.flops, cost.bytes
 
     def plan(self, *inputs: Tensor) -> KernelPipeline:
@@ -124,9 +130,11 @@ class CuteFlashMLA(HopperPlan):
             lengths,
             rest[0] if rest else None,
         )
+        seen = self.problem().within(self.sliding_window)
         attention = latent_stage(
-            self, self.tiling, operands, self.groups, self.problem().kv_lengths,
+            self, self.tiling, operands, self.groups, seen.kv_lengths,
             self._algorithmic_flops_bytes, self._autotune_configs(),
+            sliding_window=self.sliding_window or None,
         )  # fmt: skip
         return KernelPipeline(_name=self.name, stages=[attention])
 
