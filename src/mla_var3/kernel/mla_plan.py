@@ -71,6 +71,7 @@ class MlaPlan(KernelPlan):
             d=self.d,
             p=self.p,
             k=self.k,
+            v=getattr(self, "v", 0),
             dtype=self.dtype,
             causal=self.causal,
             lengths=self.lengths,

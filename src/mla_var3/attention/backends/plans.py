@@ -71,7 +71,7 @@ class PlannedBackend:
             "float32; it takes bfloat16 and float16": shape.dtype == "float32",
             "cache rows that are not 16-byte aligned": not shape.aligned,
             f"values of width v={shape.v} beside d={shape.d}; it needs v = d": (
-                shape.v != shape.d and not self._service.latent
+                shape.v != shape.d and not (self._service.latent or self._service.any_v)
             ),
         }
         refusal = shape.refused_cache or self._service.refusal(shape)

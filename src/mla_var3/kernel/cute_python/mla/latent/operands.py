@@ -165,9 +165,9 @@ class ProjectionOperands(NamedTuple):
     """The tensors of the projections around the latent kernel, all contiguous.
 
     Attributes:
-        w_uk, w_uv: `[h, 128, 512]` and `[h, 512, 128]`.
-        q_nope: queries without rope, `[..., h, 128]`.
-        out: output, like `q_nope`.
+        w_uk, w_uv: `[h, d, k]` and `[h, k, v]`.
+        q_nope: queries without rope, `[..., h, d]`.
+        out: output, `[..., h, v]`.
     """
 
     w_uk: Tensor

@@ -71,6 +71,7 @@ class CuteFlashMLA(HopperPlan):
 
     targets = ("sm_90",)
     needs_v = False
+    needs_rope = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
