@@ -262,7 +262,8 @@ def compute(consumer: cutlass.Constexpr):
             )  # fmt: skip
             cute.arch.mbarrier_wait(pipeline.values_full(v_stage), v_phase)
             multiply_values(pv_mma, acc_o, p, f_v, v_slot)
-            warpgroup.wait_group(1)
+            # Registers do not hold a softmax beside a product of 256 columns in flight.
+            warpgroup.wait_group(0 if const_expr(widths.shared_queries) else 1)
             if const_expr(not fp8):
                 release(pipeline.keys_empty(stage), lane)
             softmax(state, consumer, slot, token, lowest, lane, tile)
@@ -463,7 +464,7 @@ def copy_queries(
         heads: distance of two rows in memory, in rows.
         lane: this thread's lane.
     """
-    for i in cutlass.range_constexpr(columns // 32):
+    for i in cutlass.range(columns // 32, unroll=1):
         for r in cutlass.range_constexpr(2):
             row, chunk = row0 + 8 * r, i * 4 + lane % 4
             eight = cute.make_rmem_tensor(8, target.element_type)
