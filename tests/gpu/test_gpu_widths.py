@@ -148,8 +148,9 @@ def test_sliding_window(case: Sliding, kernel: str) -> None:
     bounds = torch.tensor((0, *given)).cumsum(0).tolist()
     q, q_rope = random(bounds[-1], h, k), random(bounds[-1], h, p)
     options: dict[str, Any] = {"scale": 0.03, "causal": causal, "sliding_window": window}
-    queries = q.view(B, -1, h, k), q_rope.view(B, -1, h, p)
-    if counts is not None:
+    if counts is None:
+        queries = q.unflatten(0, (B, 3)), q_rope.unflatten(0, (B, 3))
+    else:
         options["cu_seqlens_q"] = torch.tensor(bounds, dtype=torch.int32, device="cuda")
         options["max_q"], queries = max(counts), (q, q_rope)
     output, lse = mla_var3.mla_latent_attention(*queries, cache, kernel=kernel, **options)

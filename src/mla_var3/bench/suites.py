@@ -275,7 +275,7 @@ def model_cases(
     cases: dict[MlaProblem, Case] = {}
     for model in models().values():
         for tp in MODEL_TP:
-            sizes = model.sizes(math.gcd(tp, model.heads))
+            sizes: dict[str, Any] = dict(model.sizes(math.gcd(tp, model.heads)))
             b = filling_batch(sizes["h"])
             served = (sizes["k"], sizes["p"]) == PEER_WIDTHS
             for s in s_values:

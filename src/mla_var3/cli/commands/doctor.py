@@ -199,7 +199,7 @@ def _model(folder: Path, tp: int) -> list[Finding]:
     found = f"{kind}, cache rows of {k}+{p}"
     if config.get("index_topk") is not None:
         return [Finding("model", found, "refused", "sparse attention; the kernel is dense")]
-    if LatentWidths(k, p) not in LATENT_WIDTHS:
+    if LatentWidths(int(k), int(p or 0)) not in LATENT_WIDTHS:
         return [Finding("model", found, "refused", f"the kernel serves (k, p) = {served_widths()}")]
     heads = int(config.get("num_attention_heads", 0))
     if tp < 1 or heads % tp:

@@ -34,7 +34,7 @@ few of them they are on the N side of the products, in shared memory (`fp8_few.p
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
@@ -390,9 +390,9 @@ class DecompressedSm90:
         cute.arch.sync_threads()
         s_k = store.keys.get_tensor(k_layout.outer, swizzle=k_layout.inner)
         s_v = store.values.get_tensor(v_layout.outer, swizzle=v_layout.inner)
-        s_r = None
+        s_r, rope_layout = None, cast("Any", r_layout)
         if const_expr(self.widths.p > 0):
-            s_r = store.rope.get_tensor(r_layout.outer, swizzle=r_layout.inner)
+            s_r = store.rope.get_tensor(rope_layout.outer, swizzle=rope_layout.inner)
         s_scales = None
         scale_source = None
         if const_expr(self.fp8):

@@ -342,13 +342,11 @@ class FlashMLASm90:
         splits = may_split(scheduler.range, group_count)
         if thread == 0 and splits:
             open_merge(merges, ctas, cta)
-        tiles = SharedTiles(
-            *(
-                memory.get_tensor(row_layout.outer, swizzle=row_layout.inner)
-                for memory in (store.q, store.even, store.odd)
-            ),
-            self.widths,
+        q, even, odd = (
+            memory.get_tensor(row_layout.outer, swizzle=row_layout.inner)
+            for memory in (store.q, store.even, store.odd)
         )
+        tiles = SharedTiles(q, even, odd, self.widths)
         if warp_index >= PRODUCER_WARP:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_index == PRODUCER_WARP:

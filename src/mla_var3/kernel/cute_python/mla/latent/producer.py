@@ -306,9 +306,9 @@ def load_queries(
     target, source = cpasync.tma_partition(
         q.copy, 0, one, _halves(shared.q, widths), parts_of(q.tensor, widths.half)
     )
-    rope_target = rope_source = None
+    rope: Any = (None, None)  # target and source
     if const_expr(q_rope is not None):
-        rope_target, rope_source = cpasync.tma_partition(
+        rope = cpasync.tma_partition(
             q_rope.copy, 0, one, _rope(shared.q, widths), parts_of(q_rope.tensor, TILE)
         )
     tiles = widths.tiles if q_rope is None else widths.tiles + 1
@@ -317,7 +317,7 @@ def load_queries(
     for half in cutlass.range_constexpr(2):
         cute.copy(q.copy, source[(None, half)], target[(None, half)], tma_bar_ptr=full)
     if const_expr(q_rope is not None):
-        cute.copy(q_rope.copy, rope_source[(None, 0)], rope_target, tma_bar_ptr=full)
+        cute.copy(q_rope.copy, rope[1][(None, 0)], rope[0], tma_bar_ptr=full)
 
 
 @cute.jit
