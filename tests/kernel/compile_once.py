@@ -34,10 +34,47 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "bfloat16": (LATENT, "flash_mla", {}, {}),
     "float16": (LATENT, "flash_mla", {"dtype": "float16"}, {}),
     "paged": (LATENT, "flash_mla", {"page": 64}, {}),
+    "few": (LATENT, "flash_mla", {"s": 1, "h": 16}, {"few": 16}),
+    "k=512, p=0": (LATENT, "flash_mla", {"p": 0}, {}),
+    "k=256, p=64": (LATENT, "flash_mla", {"k": 256}, {}),
+    "k=256, p=32": (LATENT, "flash_mla", {"k": 256, "p": 32, "page": 64}, {}),
+    "k=256, p=32, few": (LATENT, "flash_mla", {"k": 256, "p": 32, "s": 1, "h": 16}, {"few": 16}),
+    "sliding window": (LATENT, "flash_mla", {"sliding_window": 100, "page": 64}, {}),
+    "sliding window, few": (
+        LATENT,
+        "flash_mla",
+        {"sliding_window": 100, "s": 1, "h": 16},
+        {"few": 16},
+    ),
     "heads": (DECOMPRESSED, "flash_attention", {}, {"splits": 1}),
     "heads float16": (DECOMPRESSED, "flash_attention", {"dtype": "float16"}, {"splits": 1}),
     "tiles": (DECOMPRESSED, "flash_attention", {"s": 100}, {"splits": 1}),
     "split": (DECOMPRESSED, "flash_attention", {}, {"splits": 3}),
+    "d=192, v=256": (DECOMPRESSED, "flash_attention", {"d": 192, "v": 256}, {"splits": 1}),
+    "d=192, v=256, tiles": (
+        DECOMPRESSED,
+        "flash_attention",
+        {"d": 192, "v": 256, "s": 100},
+        {"splits": 1},
+    ),
+    "d=256, p=0, split": (
+        DECOMPRESSED,
+        "flash_attention",
+        {"d": 256, "p": 0, "v": 256},
+        {"splits": 3},
+    ),
+    "d=64, v=128": (
+        DECOMPRESSED,
+        "flash_attention",
+        {"d": 64, "v": 128, "k": 256},
+        {"splits": 1},
+    ),
+    "d=64, p=32, tiles": (
+        DECOMPRESSED,
+        "flash_attention",
+        {"d": 64, "p": 32, "k": 256, "s": 100},
+        {"splits": 1},
+    ),
     "8 bits": (DECOMPRESSED, "mla_var6_plus_v5", {"n": 100}, {"splits": 1}),
     "8 bits, 48 columns": (DECOMPRESSED, "mla_var6_plus_v5", {"n": 100, "s": 40}, {"splits": 1}),
     "8 bits, tiles": (DECOMPRESSED, "mla_var6_plus_v5", {"n": 100, "s": 100}, {"splits": 1}),
@@ -51,14 +88,19 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "latent only float16": (COMBINE, "mla_var6_plus", {"n": 0, "dtype": "float16"}, {}),
     "queries": (PROJECTION, "bfloat16", {}, {}),
     "queries float16": (PROJECTION, "float16", {}, {}),
+    "queries, d=64": (PROJECTION, "bfloat16", {"d": 64, "k": 256}, {}),
+    "queries, d=192": (PROJECTION, "bfloat16", {"d": 192}, {}),
+    "queries, d=256": (PROJECTION, "bfloat16", {"d": 256}, {}),
     "outputs": (COMBINE, "bfloat16", {"columns": 128}, {}),
     "outputs, half": (COMBINE, "bfloat16", {"columns": 64}, {}),
     "outputs, quarter": (COMBINE, "bfloat16", {"columns": 32}, {}),
     "outputs, quarter float16": (COMBINE, "float16", {"columns": 32}, {}),
+    "outputs, v=256": (COMBINE, "bfloat16", {"columns": 128, "v": 256}, {}),
+    "outputs, k=256": (COMBINE, "bfloat16", {"columns": 64, "k": 256, "v": 64}, {}),
 }
 """Per variant, each other machine code: the kernel, its plan, the plan's fields and the kernel's
 tiling. A ring is mla_var6_plus on a window that is one. The projections of whole calls have no
-plan: their dtype and columns per CTA."""
+plan: their dtype, widths and columns per CTA."""
 
 
 class Compiled:
@@ -138,7 +180,7 @@ class AnyTiling(Tiling):
         return Constraints()
 
 
-def projection_kernel(wanted: str, dtype: str, columns: int) -> Any:
+def projection_kernel(wanted: str, dtype: str, **constants: int) -> Any:
     """The kernel of a projection, as whole calls launch it."""
     from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES
     from mla_var3.kernel.cute_python.mla.projections.outputs import DecompressCombineSm90
@@ -147,10 +189,10 @@ def projection_kernel(wanted: str, dtype: str, columns: int) -> Any:
 
     rows = torch.empty(8, dtype=getattr(torch, dtype), device="meta")
     element = ELEMENT_TYPES[rows.dtype]
-    host: Any = ProjectQueriesSm90(element)
+    host: Any = ProjectQueriesSm90(element, **constants) if wanted == PROJECTION else None
     arguments: tuple[Any, ...] = (rows, rows, rows, 1, 1, 1)
     if wanted == COMBINE:
-        host = DecompressCombineSm90(element, True, columns)
+        host = DecompressCombineSm90(element, True, **constants)
         arguments = (rows, rows, None, None, None, rows, None, 1, 1, 1)
     return CuteKernel(
         kernel_fn=getattr(type(host), wanted), host_fn=lambda tiling: host,
@@ -191,7 +233,7 @@ def main(names: list[str]) -> None:
     for variant in names:
         wanted, name, fields, tiling = VARIANTS[variant]
         if hasattr(torch, name):
-            kernel = projection_kernel(wanted, name, fields.get("columns", 0))
+            kernel = projection_kernel(wanted, name, **fields)
         else:
             [kernel] = [k for k in stage_of(name, fields).kernels() if k.name == wanted]
         if tiling:

@@ -57,7 +57,7 @@ def note_calls(monkeypatch: pytest.MonkeyPatch, sms: int, host: type | None = No
 
 
 def meta_call(
-    b: int = 2, s: int = 2, h: int = 16, **changes: Any
+    b: int = 2, s: int = 2, h: int = 16, k: int = 512, p: int = 64, **changes: Any
 ) -> tuple[ProjectionOperands, LatentOperands, LatentOptions]:
     """Operands and options of a whole call on meta tensors, some of them changed by name."""
 
@@ -65,11 +65,11 @@ def meta_call(
         return torch.empty(shape, dtype=dtype, device="meta")
 
     projections = ProjectionOperands(
-        empty(h, 128, 512), empty(h, 512, 128), empty(b, s, h, 128), empty(b, s, h, 128)
+        empty(h, 128, k), empty(h, k, 128), empty(b, s, h, 128), empty(b, s, h, 128)
     )
     operands = LatentOperands.allocate(
-        (b, s, h), empty(b, s, h, 512), empty(b, s, h, 64), empty(b, 256, 512), empty(b, 256, 64),
-        empty(b, dtype=torch.int32),
+        (b, s, h), empty(b, s, h, k), empty(b, s, h, p) if p else None, empty(b, 256, k),
+        empty(b, 256, p) if p else None, empty(b, dtype=torch.int32),
     )  # fmt: skip
     options = LatentOptions(s, True, 0.1, empty_positive=changes.pop("empty_positive", False))
     own = {name: changes.pop(name) for name in projections._fields if name in changes}

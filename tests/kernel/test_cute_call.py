@@ -248,5 +248,5 @@ def test_every_way_to_launch_is_one_launch(
 
 def test_what_it_does_not_serve_is_said() -> None:
     assert flash_mla.unsupported(CallShape(b=1, s=1, t=64, h=8)) is None
-    assert "k=256" in str(flash_mla.unsupported(CallShape(b=1, s=1, t=64, h=8, k=256)))
+    assert "(384, 64)" in str(flash_mla.unsupported(CallShape(b=1, s=1, t=64, h=8, k=384)))
     assert "pages of 16" in str(flash_mla.unsupported(CallShape(b=1, s=1, t=64, h=8, page_size=16)))

@@ -103,17 +103,18 @@ def test_output_projection_of_a_mix(report: CompileReport, variant: str) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", variants(COMBINE, planned=False))
 def test_output_projection_of_a_whole_call(report: CompileReport, variant: str) -> None:
-    columns = VARIANTS[variant][2]["columns"]
+    fields = VARIANTS[variant][2]
+    columns = fields["columns"]
     assert any(f"64x{columns}x16" in shape for shape in report.mma_shapes)
     assert not report.instructions.get("LDG")
-    held = held_bytes(columns)
+    held = held_bytes(columns, fields.get("k", 512))
     assert report.shared_bytes is not None and held <= report.shared_bytes <= held + 2048
 
 
-def held_bytes(columns: int) -> int:
+def held_bytes(columns: int, k: int = 512) -> int:
     """Shared memory of an output CTA: the weights of its columns and the pipeline."""
-    stages = DecompressCombineSm90(None, True, columns).stages
-    return 2 * (outputs.COMBINE_ROWS * stages * 64 + 512 * columns)
+    stages = DecompressCombineSm90(None, True, columns, k).stages
+    return 2 * (outputs.COMBINE_ROWS * stages * 64 + k * columns)
 
 
 @pytest.mark.slow
@@ -121,12 +122,14 @@ def held_bytes(columns: int) -> int:
 def test_query_projection(report: CompileReport, variant: str) -> None:
     assert report.threads == queries.THREADS
     # One product of the whole depth; the copy engine moves everything from and to memory.
-    assert report.mma["HGMMA"] == queries.HEAD // queries.MMA_DEPTH
+    d = VARIANTS[variant][2].get("d", 128)
+    assert report.mma["HGMMA"] == d // queries.MMA_DEPTH
     assert report.instructions["UTMASTG"] == 1
     assert not report.instructions.get("LDG") and not report.instructions.get("STG")
     assert report.registers is not None and report.shared_bytes is not None
-    assert queries.CTAS_PER_SM * report.registers * queries.THREADS <= SM_REGISTERS
-    assert queries.CTAS_PER_SM * (report.shared_bytes + RESERVED_BYTES) <= SM_SHARED_BYTES
+    ctas = queries.CTAS_PER_SM[d]
+    assert ctas * report.registers * queries.THREADS <= SM_REGISTERS
+    assert ctas * (report.shared_bytes + RESERVED_BYTES) <= SM_SHARED_BYTES
 
 
 @pytest.mark.slow

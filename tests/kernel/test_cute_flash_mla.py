@@ -78,8 +78,8 @@ def test_dtype_and_kind_of_cache_make_other_programs() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"k": 256}, "k: expected 512, which the tiles are made for, got 256"),
-        ({"p": 32}, "p: expected 64, which the tiles are made for, got 32"),
+        ({"k": 384}, "(k, p): expected (512, 64) or (512, 0) or (256, 64) or (256, 32), got (384"),
+        ({"p": 32}, "(256, 32), got (512, 32)"),
         ({"page": 100}, "page: expected a multiple of 64, or 0, got 100"),
         ({"page": -64}, "page: expected a multiple of 64, or 0, got -64"),
     ],
@@ -278,7 +278,7 @@ SIZES = ["--b=2", "--s=2", "--t=200", "--h=64"]
     [
         (["flash_mla", "--target=sm_100"], 2, "unknown target 'sm_100'"),
         (["flash_mla", "--page=65"], 2, "page: expected a multiple of 64, or 0, got 65"),
-        (["flash_mla", "--k=128"], 2, "k: expected 512"),
+        (["flash_mla", "--k=128"], 2, "(k, p): expected (512, 64)"),
         (["flash_mla", "--device=cpu", "--check"], 1, "--check: expected a GPU for flash_mla"),
         (["mla_var6_plus", "v5", "--n=1000"], 2, "n: expected an integer from 0 to t=200"),
         (["mla_var6_plus", "v6", "--prefix=201"], 2, "prefix: expected an integer from 0 to t=200"),

@@ -352,8 +352,8 @@ def test_the_lse_is_that_of_the_latent_part_when_it_is_alone() -> None:
 @pytest.mark.parametrize(
     ("name", "fields", "message"),
     [
-        ("flash_attention", {"d": 64}, "d: expected 128, which the tiles are made for, got 64"),
-        ("flash_attention", {"p": 32}, "p: expected 64, which the tiles are made for, got 32"),
+        ("flash_attention", {"p": 32}, "(d, p, v): expected (128, 64, 128) or (192, 64, 256)"),
+        ("flash_attention", {"v": 96}, "or (64, 32, 64), got (128, 64, 96)"),
         ("mla_var6_plus", {"k": 256}, "k: expected 512, which the tiles are made for, got 256"),
         ("mla_var6_plus", {"n": 301}, "n: expected an integer from 0 to t=300, got 301"),
         ("mla_var6_plus_v5", {"n": -1}, "n: expected an integer from 0 to t=300, got -1"),

@@ -69,6 +69,16 @@ def test_columns_of_an_output_block(rows: int, heads: int, columns: int) -> None
     assert columns == 128 or heads * (128 // columns) <= SMS
 
 
+@pytest.mark.parametrize(
+    ("rows", "heads", "v", "columns"),
+    [(1, 8, 256, 32), (1, 64, 256, 128), (200, 8, 256, 128), (1, 40, 64, 32), (200, 1, 64, 64)],
+)
+def test_columns_of_an_output_block_at_other_widths(
+    rows: int, heads: int, v: int, columns: int
+) -> None:
+    assert columns_for(rows, heads, SMS, v) == columns
+
+
 # --- the call -------------------------------------------------------------------------------------
 
 
@@ -116,9 +126,9 @@ def odd_rows() -> torch.Tensor:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"w_uk": torch.empty((16, 64, 512), dtype=torch.bfloat16, device="meta")},
+        {"w_uk": torch.empty((16, 96, 512), dtype=torch.bfloat16, device="meta")},
         {"w_uk": torch.empty((16, 512, 128), dtype=torch.bfloat16, device="meta").mT},
-        {"w_uv": torch.empty((16, 512, 64), dtype=torch.bfloat16, device="meta")},
+        {"w_uv": torch.empty((16, 512, 96), dtype=torch.bfloat16, device="meta")},
         {"w_uv": torch.empty((16, 128, 512), dtype=torch.bfloat16, device="meta").mT},
         {"q_nope": rows_at(192)},
         {"out": rows_at(192)},

@@ -27,6 +27,13 @@ def test_a_plan_makes_and_checks_paged_inputs(name: str, page: int) -> None:
     require(latent_plan(name, page=page))
 
 
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("page", [0, 32])
+@pytest.mark.parametrize("window", [1, 40])
+def test_a_plan_with_a_sliding_window(name: str, page: int, window: int) -> None:
+    require(latent_plan(name, page=page, sliding_window=window))
+
+
 @pytest.mark.parametrize("name", ["flash_mla", "split_kv_partial"])
 @pytest.mark.parametrize("page", [0, 32])
 def test_without_rope(name: str, page: int) -> None:

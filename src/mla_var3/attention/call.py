@@ -56,6 +56,7 @@ def mla_attention(
     shards: int = 1,
     shard: int = 0,
     batch_invariant: bool = False,
+    sliding_window: int | None = None,
     prefix: Prefix | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Multi-head Latent Attention of the newest tokens of every request over its cache.
@@ -95,6 +96,9 @@ def mla_attention(
         batch_invariant: whether the result of a request must not depend, bit by bit, on the other
             requests of the batch. No request is then split over SMs, which costs time where there
             are few of them.
+        sliding_window: how many of the newest tokens a query sees, counted from itself backwards:
+            those at positions above its own minus `sliding_window`; None for all. Later tokens that
+            it sees without `causal`, and drafts of a tree, are seen beside them.
         prefix: which requests share their first tokens, `PrefixGroups`, or those laid out for a
             step by `prefix_layout`. It changes no result: a kernel may read shared tokens once.
 
@@ -126,6 +130,8 @@ def mla_attention(
         options["shards"], options["shard"] = shards, shard
     if batch_invariant is not False:
         options["batch_invariant"] = batch_invariant
+    if sliding_window is not None:
+        options["sliding_window"] = sliding_window
     if prefix is not None and sharing(prefix):
         options["prefix"] = prefix
     key = result = None
@@ -161,8 +167,8 @@ def mla_latent_attention(
         kernel: as for `mla_attention`.
         prefix: as for `mla_attention`.
         options: `lengths`, `causal`, `scale`, `out` (of the shape of `q_latent`), `cu_seqlens_q`,
-            `max_q`, `tree_mask`, `max_kv`, `total_lengths`, `shards`, `shard` and
-            `batch_invariant`, as for `mla_attention`.
+            `max_q`, `tree_mask`, `max_kv`, `total_lengths`, `shards`, `shard`, `batch_invariant`
+            and `sliding_window`, as for `mla_attention`.
 
     Returns:
         The latent output, of the shape of `q_latent`, and the LSE, float32.

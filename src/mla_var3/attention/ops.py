@@ -47,6 +47,7 @@ def mla_attention_op(
     shards: int,
     shard: int,
     batch_invariant: bool,
+    sliding_window: int | None,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     """`mla_attention` on checked operands: output and LSE."""
@@ -70,6 +71,7 @@ def mla_attention_op(
         shards=shards,
         shard=shard,
         batch_invariant=batch_invariant,
+        sliding_window=sliding_window,
     )
     output, lse, _ = execute(task, kernel)
     return output.contiguous(), lse.contiguous()
@@ -108,6 +110,7 @@ def latent_attention_op(
     shards: int,
     shard: int,
     batch_invariant: bool,
+    sliding_window: int | None,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     """`mla_latent_attention` on checked operands: latent output and LSE."""
@@ -127,6 +130,7 @@ def latent_attention_op(
         shards=shards,
         shard=shard,
         batch_invariant=batch_invariant,
+        sliding_window=sliding_window,
     )
     output, lse, _ = execute(task, kernel)
     return output.contiguous(), lse.contiguous()
@@ -157,6 +161,7 @@ def traced(task: AttentionTask, kernel: str) -> tuple[Tensor, Tensor]:
         task.shards,
         task.shard,
         task.batch_invariant,
+        task.sliding_window,
         kernel,
     )
     operands = (task.q, task.q_rope, cache.latent, cache.rope, cache.lengths)

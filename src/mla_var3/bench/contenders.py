@@ -393,8 +393,8 @@ def make_plan(choice: KernelChoice, problem: MlaProblem, target: str) -> KernelP
     name = f"{choice.kernel.full_name} ({choice.kernel.language})"
     fields = {f.name for f in dataclasses.fields(cls)}
     sizes = {k: v for k, v in dataclasses.asdict(problem).items() if v is not None}
-    if sizes["v"] == sizes["d"] or not getattr(cls, "needs_v", True):
-        del sizes["v"]  # plans have no such field
+    if "v" not in fields and (sizes["v"] == sizes["d"] or not getattr(cls, "needs_v", True)):
+        del sizes["v"]
     wanted = {**sizes, **choice.fields}
     defaults = MlaProblem(b=1, s=1, t=1, h=1)
     missing = [
@@ -417,7 +417,7 @@ def make_plan(choice: KernelChoice, problem: MlaProblem, target: str) -> KernelP
     try:
         plan: KernelPlan = cls(**{key: value for key, value in wanted.items() if key in fields})
     except InvalidArgumentError as error:
-        if error.argument not in ("d", "p", "k"):
+        if error.argument not in ("d", "p", "k", "(k, p)", "(d, p, v)"):
             raise
         raise UnsupportedError(f"{name}: {error}") from error  # made for other models
     return plan.for_target(target)

@@ -35,8 +35,10 @@ from mla_var3.bench.suites import (
     DESIGN,
     ENGINE,
     FIXED_SUITES,
+    MODEL_S,
     OLD_SUITES,
     QUICK_ENGINE,
+    QUICK_MODEL_S,
     QUICK_SWEEP,
     QUICK_WINDOW_STEPS,
     SUITES,
@@ -49,6 +51,7 @@ from mla_var3.bench.suites import (
     latent_cases,
     mix_cases,
     mla_kernels,
+    model_cases,
     prefix_cases,
     select_backends,
     select_kernels,
@@ -253,6 +256,9 @@ def build_cases(options: BenchOptions) -> tuple[list[Case], dict[str, str]]:
     }
     if options.suite in fixed:
         return fixed[options.suite](kernels, peers), {}
+    if options.suite == "models":
+        s_values = QUICK_MODEL_S if options.quick else MODEL_S
+        return model_cases(kernels, peers, s_values), {}
     if options.suite == "engine":
         grid = QUICK_ENGINE if options.quick else ENGINE
         return engine_cases({**grid, **options.sizes}, kernels, peers), {}

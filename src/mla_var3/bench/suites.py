@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
 from mla_var3.bench.record import EIGHT_BIT
+from mla_var3.conf.models import models
 from mla_var3.errors import UnknownNameError
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.runtime.paths import (
@@ -21,6 +23,7 @@ from mla_var3.runtime.paths import (
 SUITES = {
     "figures": "the headline figures, ours and the peers', at fixed shapes",
     "engine": "the latent kernel as engines call it: scattered pages, 8 to 128 heads, few drafts",
+    "models": "the latent kernel at the widths and heads of every published model, on 1 or 8 cards",
     "latent": "kernels on the latent cache: decoding, verifying, long and mixed contexts",
     "all": "all kernels and versions in both languages at one shape",
     "sweep": "the newest versions and the peers over b, s, t and h",
@@ -48,6 +51,12 @@ ENGINE = {"b": (16, 64, 256), "h": (8, 16, 32, 128), "t": (1024, 4096, 16384), "
 QUICK_ENGINE = {**ENGINE, "b": (16, 64), "h": (16, 128), "t": (4096,), "s": (1, 4)}
 """A decode step with 0, 1, 3 and 7 draft tokens, and the heads that tensor parallelism leaves."""
 ENGINE_PAGE = 64
+MODEL_TP, MODEL_S, MODEL_T = (1, 8), (1, 4, 8), 4096
+"""Ranks and query tokens of the models suite; a model with fewer heads runs on as many ranks as it
+can, up to 8."""
+QUICK_MODEL_S = (4,)
+PEER_WIDTHS = (512, 64)
+"""k and p that the latent peers serve."""
 WINDOW_S = (16, 32, 64)
 WINDOW_STEPS, QUICK_WINDOW_STEPS = 8, 4
 """The window of mla_var6_plus is measured at every eighth of t, in a quick run at every quarter."""
@@ -82,7 +91,7 @@ PREFIX_SHAPES = (
 eight, the prefix of the mix suite, and nothing shared."""
 GROUP_PREFIXES, GROUP_MEMBERS, GROUP_OWN = tuple(range(2048, 16385, 2048)), 8, (100, 4000)
 """Groups with prefixes and own tokens of different lengths."""
-FIXED_SUITES = ("figures", "latent", "mix", "prefix")
+FIXED_SUITES = ("figures", "latent", "mix", "models", "prefix")
 """Suites whose shapes cannot be changed."""
 
 DESIGN = "mla_var6_plus"
@@ -249,6 +258,30 @@ def engine_cases(
         replace(case, kernels=tuple(KernelChoice(k, {"page": ENGINE_PAGE}) for k in ours))
         for case in sweep_cases(COMMON, sizes, (), theirs)
     ]
+
+
+def filling_batch(h: int) -> int:
+    """Requests that keep all SMs of a Hopper card busy with h heads."""
+    return min(128, max(32, 2048 // h))
+
+
+def model_cases(
+    kernels: Sequence[KernelId], peers: Sequence[str], s_values: Sequence[int] = MODEL_S
+) -> list[Case]:
+    """The latent kernel in CuTe DSL on scattered pages for every model, each shape once."""
+    ours = [k for k in kernels if (k.full_name, k.language) == (PURE_PATHS[0], "cute-dsl")]
+    chosen = tuple(KernelChoice(k, {"page": ENGINE_PAGE}) for k in ours)
+    theirs = tuple(name for name in ("flashmla", "fa3_qv") if name in peers)
+    cases: dict[MlaProblem, Case] = {}
+    for model in models().values():
+        for tp in MODEL_TP:
+            sizes: dict[str, Any] = dict(model.sizes(math.gcd(tp, model.heads)))
+            b = filling_batch(sizes["h"])
+            served = (sizes["k"], sizes["p"]) == PEER_WIDTHS
+            for s in s_values:
+                problem = MlaProblem(b=b, s=s, t=MODEL_T, **sizes)
+                cases.setdefault(problem, Case(problem, chosen, theirs if served else ()))
+    return list(cases.values())
 
 
 def mix_cases(kernels: Sequence[KernelId], peers: Sequence[str]) -> list[Case]:

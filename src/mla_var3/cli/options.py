@@ -232,7 +232,9 @@ class PlanParser(Parser):
 def _of_model(plan: KernelPlan, values: dict[str, Any]) -> dict[str, int]:
     """The sizes that `--model` or `--config` gives a plan."""
     sizes = read_model(values)
-    if sizes and (v := sizes.pop("v")) != sizes["d"] and getattr(plan, "needs_v", True):
+    if not sizes or hasattr(plan, "v"):
+        return sizes
+    if (v := sizes.pop("v")) != sizes["d"] and getattr(plan, "needs_v", True):
         raise UsageError(f"--model: {plan.name} needs v=d={sizes['d']}, the model has v={v}")
     return sizes
 

@@ -20,8 +20,8 @@ OWN_PROJECTION_QUERIES = 256
 """Queries of all requests up to which a kernel that can do so launches the projections itself. On
 an H200 a call takes the GPU no longer with them, up to this number; at 1024 queries and 128 heads
 the projections take 132 instead of 109 us, and the host has time to launch those of torch."""
-OWN_PRODUCT_WIDTH = 128
-"""d and v of the projections that such a kernel launches itself."""
+PROJECTED_D, PROJECTED_V = (64, 128, 192, 256), (64, 128, 256)
+"""d and v of the projections that such a kernel can launch itself."""
 
 
 @dataclass(frozen=True)

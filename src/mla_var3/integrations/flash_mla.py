@@ -233,7 +233,7 @@ def flash_mla_with_kvcache(
     labels = [("b", None), ("s", None), ("h", None), ("k+p", None)]
     require_tensor("q", q, labels, (*_DTYPES, E4M3) if is_fp8_kvcache else _DTYPES, None)
     b, _, h, width = q.shape
-    require_int("head_dim_v", head_dim_v, minimum=1, maximum=width - 1, maximum_name="k+p-1")
+    require_int("head_dim_v", head_dim_v, minimum=1, maximum=width, maximum_name="k+p")
     device = q.device
     pages = [("num_pages", None), ("page", None), ("h_k", None)]
     fmt: CacheFormat | None = None

@@ -20,9 +20,12 @@ import torch
 
 from mla_var3.attention import CacheView, explain, mla_latent_attention
 from mla_var3.errors import InvalidArgumentError, UnknownNameError
+from mla_var3.kernel.cute_python.mla.hopper.widths import LATENT_WIDTHS
 
 LATENT_WIDTH, ROPE_WIDTH = 512, 64
-"""k and p that the kernel is made for: DeepSeek V2, V3 and R1, Kimi-K2, GLM-4.7-Flash, LongCat."""
+"""k and p of most models: DeepSeek V2, V3 and R1, Kimi-K2, GLM-4.7-Flash, LongCat."""
+ROW_WIDTHS = {widths.k + widths.p: (widths.k, widths.p) for widths in LATENT_WIDTHS}
+"""k and p that the kernel serves, by the width of a cache row."""
 PAGE_SIZE = 64
 """Tokens of a cache page; multiples work too."""
 SERVING_KERNEL = "flash_mla:cute-dsl"
@@ -49,7 +52,7 @@ class Pages:
     @classmethod
     def of(cls, cache: torch.Tensor, k: int = LATENT_WIDTH) -> Pages:
         """The views; keep them per layer, so that a call need not make them again."""
-        if cache.dim() != 3 or cache.shape[-1] <= k:
+        if cache.dim() != 3 or cache.shape[-1] < k:
             shape = list(cache.shape)
             raise InvalidArgumentError("cache", f"[blocks, page, {k}+p]", shape)
         return cls(cache[..., :k], cache[..., k:])

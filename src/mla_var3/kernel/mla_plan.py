@@ -17,6 +17,13 @@ from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.tensors import check_tensor, require_view
 
 
+def sliding_window_field() -> int:
+    """The field `sliding_window` of a latent plan."""
+    text = "newest tokens, up to itself, that a query sees; 0 for all"
+    found: int = field(default=0, metadata={"help": text})
+    return found
+
+
 @dataclass
 class MlaPlan(KernelPlan):
     """The sizes of an MLA problem as plan fields (DeepSeek-V3 by default)."""
@@ -64,6 +71,7 @@ class MlaPlan(KernelPlan):
             d=self.d,
             p=self.p,
             k=self.k,
+            v=getattr(self, "v", 0),
             dtype=self.dtype,
             causal=self.causal,
             lengths=self.lengths,
@@ -119,7 +127,10 @@ class MlaPlan(KernelPlan):
         )
 
     def latent_reference(
-        self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
+        self,
+        *inputs: Tensor,
+        compute_dtype: torch.dtype | None = None,
+        sliding_window: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """Reference of a latent kernel: o_latent and lse."""
         return reference_latent(
@@ -127,6 +138,7 @@ class MlaPlan(KernelPlan):
             causal=self.causal,
             scale=self.problem().softmax_scale,
             compute_dtype=compute_dtype or torch.float32,
+            sliding_window=sliding_window,
         )
 
     def cpu_check_plan(self) -> Self:

@@ -55,6 +55,7 @@ def oracle(
     scale: float | None = None,
     tree: torch.Tensor | None = None,
     end: int | None = None,
+    sliding_window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One request in float64: queries `[s, h, ...]` over its tokens `[m, ...]`.
 
@@ -73,6 +74,8 @@ def oracle(
         first_hidden = max(0, end - s + i + 1)
         if causal:
             hidden[i, first_hidden:] = True
+        if sliding_window is not None:
+            hidden[i, : max(0, first_hidden - sliding_window)] = True
         for draft in range(s):
             if tree is not None and 0 <= end - s + draft < m and not tree[i, draft]:
                 hidden[i, end - s + draft] = True

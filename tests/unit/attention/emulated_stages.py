@@ -82,14 +82,17 @@ def flash_mla(named: dict[str, Any], host: Any) -> tuple[torch.Tensor, torch.Ten
 
 def decompressed_attention(named: dict[str, Any], host: Any) -> tuple[torch.Tensor, torch.Tensor]:
     b, s, h = (named[name] for name in ("requests", "queries", "heads"))
-    q = torch.cat([named["q_nope"].view(b, s, h, -1), named["q_rope"].view(b, s, h, -1)], -1)
+    q = named["q_nope"].view(b, s, h, -1)
+    if named["q_rope"] is not None:
+        q = torch.cat([q, named["q_rope"].view(b, s, h, -1)], -1)
     n, outputs, sums = named["kept"], [], []
     slots, rows = torch.arange(named["slots"]), torch.arange(s)[:, None]
     assert host.ring is (named["starts"] is not None)
     for request, length in enumerate(named["lengths"].tolist()):
         at = 0 if host.shared else request
-        keys, values, rope = (named[name][at] for name in ("keys", "values", "k_rope"))
-        keys = torch.cat([keys, rope.expand(h, -1, -1)], -1)
+        keys, values = named["keys"][at], named["values"][at]
+        if named["k_rope"] is not None:
+            keys = torch.cat([keys, named["k_rope"][at].expand(h, -1, -1)], -1)
         oldest, start, missing = max(length - n, 0), 0, False
         positions = slots if host.shared else oldest + slots
         if host.ring:

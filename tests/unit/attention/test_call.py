@@ -63,6 +63,7 @@ def test_options_crossed(data: st.DataObject) -> None:
     trees = tree_ancestors(parents).expand(b, most, most)
     tree_mask = {"mask": tree_ancestors(parents), "parents": parents}.get(masking)
     scale = draw(st.sampled_from([None, 0.3]))
+    sliding_window = draw(st.sampled_from([None, None, 1, 3, 60]))
     strided = draw(st.booleans())
     q_nope = normal(generator, sum(counts), h, d * (1 + strided), dtype=dtype)
     q_rope = normal(generator, sum(counts), h, P * (1 + strided), dtype=dtype)
@@ -79,7 +80,7 @@ def test_options_crossed(data: st.DataObject) -> None:
         queries = q_nope.view(b, s, h, -1), q_rope.view(b, s, h, -1)
     output, lse = mla_attention(
         *queries, cache, model.w_uk, model.w_uv, causal=masking != "full", scale=scale,
-        tree_mask=tree_mask, return_lse=True, **options,
+        tree_mask=tree_mask, return_lse=True, sliding_window=sliding_window, **options,
     )  # fmt: skip
     expected = [
         oracle(
@@ -91,6 +92,7 @@ def test_options_crossed(data: st.DataObject) -> None:
             scale=scale,
             causal=masking != "full",
             tree=None if tree_mask is None else tree,
+            sliding_window=sliding_window,
         )
         for (first, last), rows, tree in zip(
             itertools.pairwise(bounds.tolist()), tokens, trees, strict=True

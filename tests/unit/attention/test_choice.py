@@ -79,6 +79,7 @@ def test_a_mix_that_nobody_timed_does_not_win_by_its_lower_bound(window: int) ->
         ({"page_size": 24}, "a paged cache"),
         ({"ragged": True}, "different numbers of queries per request"),
         ({"tree": True}, "a tree of tokens"),
+        ({"sliding_window": 512}, "a sliding window"),
         ({"partial": True}, "a cache that holds a part"),
         ({"dtype": "float32"}, "float32"),
         ({"aligned": False}, "16-byte aligned"),
@@ -91,7 +92,7 @@ def test_what_the_plans_cannot_do(options: dict[str, Any], refusal: str) -> None
     kernels = {c.kernel: c for c in explanation.candidates}
     assert refusal in str(kernels["mla_var6_plus"].refusal)
     assert kernels["mla_var6_plus"].predicted_us is None
-    if {"ragged", "tree"} & set(options) or options.get(
+    if {"ragged", "tree", "sliding_window"} & set(options) or options.get(
         "page_size"
     ) == 64:  # the latent kernels serve these
         assert explanation.kernel in ("flash_mla", "flash_mla_split_kv")

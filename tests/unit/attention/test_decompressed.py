@@ -21,6 +21,7 @@ from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.attention.request.validate import Options, full_task
 from mla_var3.errors import UnsupportedError
+from mla_var3.kernel.cute_python.mla.hopper.widths import HEAD_WIDTHS, HeadWidths
 from mla_var3.runtime.paths import find_kernel
 
 from .attention_support import Model, assert_close, filled_cache, make_model, normal, oracle
@@ -113,6 +114,30 @@ def test_the_mix_reads_a_ring_as_it_lies(
     cache, tokens = cache_and_tokens(generator, lengths, model, page_size=page_size, window=window)
     task = task_on(cache, model, generator, causal=causal, scale=0.05)
     require_right(attend("mla_var6_plus", task), task, tokens, model)
+
+
+@pytest.mark.parametrize("widths", HEAD_WIDTHS, ids=str)
+def test_flash_attention_at_the_widths_of_published_models(
+    widths: HeadWidths, generator: torch.Generator
+) -> None:
+    def random(*shape: int) -> torch.Tensor:
+        return normal(generator, *shape, dtype=torch.bfloat16)
+
+    d, p, v = widths.d, widths.p, widths.v
+    model = Model(random(H, d, K) * 0.05, random(H, K, v) * 0.05)
+    rows, lengths = random(2, 70, K + p), (70, 33)
+    for row, length in zip(rows, lengths, strict=True):
+        row[length:] = torch.nan
+    task = full_task(
+        random(2, 3, H, d), random(2, 3, H, p), (rows[..., :K], rows[..., K:]), model.w_uk,
+        model.w_uv, Options(lengths=lengths),
+    )  # fmt: skip
+    stage = stage_of("flash_attention", task)
+    [kernel] = stage.kernels()
+    assert kernel.host_fn(kernel.tiling).widths == widths
+    emulate(stage)
+    tokens = [row[:length] for row, length in zip(rows, lengths, strict=True)]
+    require_right(tuple(stage.output_tensors), task, tokens, model)
 
 
 def test_the_ring_is_not_copied(model: Model, generator: torch.Generator) -> None:
@@ -261,13 +286,14 @@ def test_views_without_rope_keys_of_their_own(model: Model, generator: torch.Gen
         ("mla_var6_plus", {"window": 64, "k": 256}, "these sizes: k: expected 512"),
         ("mla_var6_plus_v6", {}, "a cache without a decompressed shared prefix"),
         ("mla_var6_plus_v6", {"prefix": 96, "page_size": 64}, "ends inside of a page"),
-        ("flash_attention", {"d": 64}, "these sizes: d: expected 128"),
+        ("flash_attention", {"d": 64}, "these sizes: (d, p, v): expected (128, 64, 128)"),
         *(
             (kernel, {"window": 64, "prefix": 64, **options}, refusal)
             for kernel in ("flash_attention", "mla_var6_plus", "mla_var6_plus_v6")
             for options, refusal in (
                 ({"ragged": True}, "different numbers of queries per request"),
                 ({"tree": True}, "a tree of tokens"),
+                ({"sliding_window": 512}, "a sliding window"),
                 ({"partial": True}, "a cache that holds a part"),
                 ({"dtype": "float32"}, "float32"),
                 ({"aligned": False}, "16-byte aligned"),

@@ -67,7 +67,7 @@ def shared_tokens(rank: int, world: int) -> None:
         part = whole[:, stretch]
         mine[:, : part.shape[1]] = part
     tree = torch.tensor([-1, 0, 0, 1])
-    for options in ({}, {"causal": False}, {"tree_mask": tree}):
+    for options in ({}, {"causal": False}, {"tree_mask": tree}, {"sliding_window": 5}):
         output, lse = kv_parallel_attention(
             x["q_nope"], x["q_rope"], (c_kv, k_rope), x["w_uk"], x["w_uv"],
             total_lengths=x["lengths"], share=share, return_lse=True, **options,

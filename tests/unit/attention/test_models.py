@@ -119,12 +119,16 @@ def test_packed_queries_and_a_given_output():
 def test_kernels_that_need_equal_widths_refuse_by_name():
     sizes = {"b": 32, "s": 4, "t": 4096, **mla_var3.model("glm-4.7-flash").sizes(4)}
     found = mla_var3.explain(**sizes, window=4096, device_name="H200")
-    refusals = {c.kernel: c.refusal for c in found.candidates}
-    for name in ("flash_attention", "mla_var6_plus", "mla_var6_plus_v4"):
-        assert refusals[name] == "values of width v=256 beside d=192; it needs v = d"
-    assert refusals["flash_mla"] is None
-    with pytest.raises(UnsupportedError, match="flash_attention .* v=256 beside d=192"):
-        mla_var3.explain(**sizes, kernel="flash_attention", device_name="H200")
+    refusals = {(c.kernel, c.language): c.refusal for c in found.candidates}
+    for name, language in (
+        ("flash_attention", "cutile-dsl"), ("mla_var6_plus", "cutile-dsl"),
+        ("mla_var6_plus", "cute-dsl"),
+    ):  # fmt: skip
+        assert refusals[name, language] == "values of width v=256 beside d=192; it needs v = d"
+    for name in ("flash_mla", "flash_attention"):
+        assert refusals[name, "cute-dsl"] is None
+    with pytest.raises(UnsupportedError, match="mla_var6_plus .* v=256 beside d=192"):
+        mla_var3.explain(**sizes, kernel="mla_var6_plus", device_name="H200")
 
 
 def test_a_model_without_rope_says_what_does_not_serve_it():

@@ -63,7 +63,9 @@ def test_compile_of_latent_and_packed_queries(call: Any) -> None:
     bounds = torch.tensor([0, 2, 6], dtype=torch.int32)
 
     def layer(q: torch.Tensor, q_rope: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return mla_var3.mla_latent_attention(q, q_rope, cache, d=6, cu_seqlens_q=bounds, max_q=4)
+        return mla_var3.mla_latent_attention(
+            q, q_rope, cache, d=6, cu_seqlens_q=bounds, max_q=4, sliding_window=2
+        )
 
     q_latent = torch.randn(6, 2, 8)
     rope = q_rope.flatten(0, 1)
@@ -108,11 +110,11 @@ def test_the_operators_follow_their_schema(call: Any) -> None:
     full = (
         q_nope, q_rope, view.latent, view.rope, view.lengths, model.w_uk, model.w_uv,
         view.block_table, view.k_new, view.v_new, view.window_start, None, None, view.k_rope_new,
-        None, None, None, None, None, True, 0.3, 3, None, 1, 0, False, "auto",
+        None, None, None, None, None, True, 0.3, 3, None, 1, 0, False, None, "auto",
     )  # fmt: skip
     latent = (
         torch.randn(2, 3, 2, 8), q_rope, view.latent, view.rope, view.lengths, view.block_table,
-        None, None, None, None, True, 0.3, 3, None, 1, 0, False, "auto",
+        None, None, None, None, True, 0.3, 3, None, 1, 0, False, None, "auto",
     )  # fmt: skip
     torch.library.opcheck(mla_attention_op, full)
     torch.library.opcheck(latent_attention_op, latent)

@@ -88,6 +88,7 @@ class Call:
             expected, expected_lse = latent_oracle(
                 self.q[own], self.q_rope[own], tokens[:, : self.k], tokens[:, self.k :],
                 causal=options.get("causal", True), tree=mask,
+                sliding_window=options.get("sliding_window"),
             )  # fmt: skip
             if last > first:
                 assert_close(output[own], expected, lse[own], expected_lse)
@@ -124,6 +125,31 @@ def test_trees(
     tree = torch.stack([ancestors_by_walking(row) for row in parents.tolist()])
     options = {} if len(set(counts)) == 1 else {"cu_seqlens_q": call.bounds, "max_q": s}
     call.check(kernel, tree, **options)
+
+
+@pytest.mark.parametrize("kernel", (*KERNELS, "torch_tiled"))
+@pytest.mark.parametrize("page", [None, 16, 64])
+@pytest.mark.parametrize(
+    ("window", "counts"), [(1, (3, 3, 3, 3)), (20, (33, 1, 2, 0)), (70, (3, 3, 3, 3))]
+)
+@pytest.mark.parametrize("causal", [True, False])
+def test_sliding_windows(
+    kernel: str,
+    page: int | None,
+    window: int,
+    counts: tuple[int, ...],
+    causal: bool,
+    generator: torch.Generator,
+) -> None:
+    """Pages that no query sees have gone to others: the table says nothing about them."""
+    call = Call(generator, counts=counts, page=page)
+    table = call.cache.block_table
+    for request, (tokens, count) in enumerate(zip(call.tokens, counts, strict=True)):
+        freed = max(len(tokens) - count + 1 - window, 0)
+        if table is not None and page is not None:
+            table[request, : freed // page] = 0  # a page of NaN
+    options = {} if len(set(counts)) == 1 else {"cu_seqlens_q": call.bounds, "max_q": max(counts)}
+    call.check(kernel, causal=causal, sliding_window=window, **options)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

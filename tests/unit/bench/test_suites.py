@@ -26,6 +26,7 @@ from mla_var3.bench.suites import (
     select_backends,
     select_kernels,
 )
+from mla_var3.conf.models import models
 from mla_var3.errors import InvalidArgumentError, UnknownNameError
 from mla_var3.op.mla.cost import flash_mla_cost
 from mla_var3.op.mla.problem import MlaProblem
@@ -174,6 +175,20 @@ def test_the_main_job_has_the_call_and_three_designs_in_both_languages() -> None
         for design in ("mla_var6_plus", "flash_mla", "flash_attention")
         for language in ("cutile-dsl", "cute-dsl")
     }
+
+
+def test_the_models_suite_has_every_model_once() -> None:
+    cases, _ = build_cases(BenchOptions(suite="models", quick=True))
+    problems = [case.problem for case in cases]
+    assert len(set(problems)) == len(problems)
+    for model in models().values():
+        for tp in (1, 4 if model.heads % 8 else 8):
+            sizes = model.sizes(tp)
+            [case] = [c for c in cases if {n: getattr(c.problem, n) for n in sizes} == sizes]
+            assert case.problem.b * -(-case.problem.s * case.problem.h // 64) >= 32
+            assert bool(case.peers) is ((sizes["k"], sizes["p"]) == (512, 64))
+            assert [choice.fields for choice in case.kernels] == [{"page": 64}]
+    assert len(build_cases(BenchOptions(suite="models"))[0]) == 3 * len(cases)
 
 
 def test_the_engine_suite_reads_scattered_pages() -> None:

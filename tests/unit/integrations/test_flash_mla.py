@@ -188,7 +188,7 @@ def test_the_widths_of_the_models() -> None:
         ),
         ({"q": torch.zeros(1, 2, 3)}, InvalidArgumentError, r"q: expected \[b, s, h, k\+p\]"),
         ({"q": torch.zeros(1, 1, 2, 72)}, InvalidArgumentError, "q: expected dtype torch.bfloat16"),
-        ({"head_dim_v": 72}, InvalidArgumentError, r"head_dim_v: expected .* k\+p-1=71, got 72"),
+        ({"head_dim_v": 73}, InvalidArgumentError, r"head_dim_v: expected .* k\+p=72, got 73"),
         (
             {"k_cache": torch.zeros(3, 64, 1, 71, dtype=torch.bfloat16)},
             InvalidArgumentError,

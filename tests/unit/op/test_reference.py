@@ -46,21 +46,23 @@ def mask_options(problem):
     return {"causal": problem.causal, "scale": problem.softmax_scale}
 
 
-def by_hand(problem: MlaProblem, inputs: MlaInputs):
+def by_hand(problem: MlaProblem, inputs: MlaInputs, window: int | None = None):
     """Attention row by row in Python, in float64, from decompressed keys."""
     out = torch.zeros(problem.b, problem.s, problem.h, problem.v, dtype=torch.float64)
     lse = torch.full((problem.b, problem.s, problem.h), -math.inf, dtype=torch.float64)
     for r in range(problem.b):
         for i in range(problem.s):
-            seen = problem.visible(r, i)
+            own = problem.kv_lengths[r] - problem.s + i
+            begin = 0 if window is None else max(0, own + 1 - window)
+            seen = slice(begin, problem.visible(r, i))
             for head in range(problem.h):
-                if seen == 0:
+                if seen.stop <= begin:
                     continue
-                latent = inputs.c_kv[r, :seen].double()
+                latent = inputs.c_kv[r, seen].double()
                 keys = latent @ inputs.w_uk[head].double().T
                 values = latent @ inputs.w_uv[head].double()
                 logits = keys @ inputs.q_nope[r, i, head].double()
-                logits += inputs.k_rope[r, :seen].double() @ inputs.q_rope[r, i, head].double()
+                logits += inputs.k_rope[r, seen].double() @ inputs.q_rope[r, i, head].double()
                 logits *= problem.softmax_scale
                 lse[r, i, head] = logits.logsumexp(0)
                 out[r, i, head] = logits.softmax(0) @ values
@@ -68,13 +70,16 @@ def by_hand(problem: MlaProblem, inputs: MlaInputs):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("scale", "p"), [(None, 4), (0.3, 4), (None, 0)])
-def test_every_path_equals_attention_by_hand(causal, scale, p):
+@pytest.mark.parametrize(
+    ("scale", "p", "window"), [(None, 4, None), (0.3, 4, 1), (None, 0, 3), (None, 4, 9)]
+)
+def test_every_path_equals_attention_by_hand(causal, scale, p, window):
     problem = replace(PROBLEM, causal=causal, scale=scale, p=p)
     inputs = make_inputs(problem, "cpu", seed=1)
-    expected = by_hand(problem, inputs)
+    expected = by_hand(problem, inputs, window)
     exact = wide(inputs)
-    options = {**mask_options(problem), "compute_dtype": torch.float64}
+    wanted = {"compute_dtype": torch.float64, "sliding_window": window}
+    options = {**mask_options(problem), **wanted}
     q_latent = project_queries(exact.q_nope, exact.w_uk)
     k, v = decompress_all(exact.c_kv, exact.w_uk, exact.w_uv)
 
@@ -82,7 +87,7 @@ def test_every_path_equals_attention_by_hand(causal, scale, p):
         "decompressed": reference_decompressed(
             exact.q_nope, exact.q_rope, k, v, exact.k_rope, exact.lengths, **options
         ),
-        "from_latent": reference_from_latent(exact, problem, compute_dtype=torch.float64),
+        "from_latent": reference_from_latent(exact, problem, **wanted),
     }
     o_latent, lse = reference_latent(
         q_latent, exact.q_rope, exact.c_kv, exact.k_rope, exact.lengths, **options

@@ -121,8 +121,21 @@ class LatentBackend:
         targets: tuple[str, ...] | None = None,
         kernel_id: KernelId | None = None,
         whole: WholeKernel | None = None,
+        sliding_window: bool = False,
     ) -> None:
-        """Wrap a kernel; with a kernel id its functions are found in its module when needed."""
+        """Wrap a kernel; with a kernel id its functions are found in its module when needed.
+
+        Args:
+            kernel: its id.
+            language: likewise.
+            attend: the kernel; None for one of the package.
+            unsupported: why it cannot serve a call shape; None when it can.
+            runs_on_cpu: see the class.
+            targets: likewise.
+            kernel_id: id of a kernel of the package.
+            whole: the kernel with its projections, see the module.
+            sliding_window: whether it obeys `LatentOptions.sliding_window`.
+        """
         self.kernel = kernel
         self.language = language
         self.runs_on_cpu = runs_on_cpu
@@ -131,12 +144,16 @@ class LatentBackend:
         self._whole = whole
         self._unsupported = unsupported
         self._kernel_id = kernel_id
+        self._sliding_window = sliding_window
 
     @classmethod
     def of_package(cls, kernel: KernelId) -> LatentBackend:
         """The backend of a kernel version of the package; nothing is imported yet."""
         targets = declared_targets(kernel)
-        return cls(kernel.full_name, kernel.language, None, targets=targets, kernel_id=kernel)
+        return cls(
+            kernel.full_name, kernel.language, None, targets=targets, kernel_id=kernel,
+            sliding_window=True,
+        )  # fmt: skip
 
     def missing(self) -> str | None:
         return None if self._kernel_id is None else missing_language(self.language)
@@ -148,6 +165,8 @@ class LatentBackend:
             return "float32; it takes bfloat16 and float16"
         if not shape.aligned:
             return "cache rows that are not 16-byte aligned"
+        if shape.sliding_window is not None and not self._sliding_window:
+            return "a sliding window"
         if shape.partial and shape.tree:
             return "a tree of tokens in a cache that holds a part of each request (total_lengths)"
         if self._kernel_id is not None:
@@ -176,6 +195,7 @@ class LatentBackend:
             shards=task.shards,
             shard=task.shard,
             batch_invariant=task.batch_invariant,
+            sliding_window=task.sliding_window,
         )
         if task.w_uk is None or task.w_uv is None:
             return _run_latent(attend, task, taken, options)
@@ -224,7 +244,7 @@ def _operands(
         q_latent,
         taken.q_rope,
         cache.latent,
-        cache.rope,
+        None if taken.q_rope is None else cache.rope,
         taken.lengths,
         taken.block_table,
         taken.total_lengths,
@@ -270,12 +290,12 @@ class _Taken:
 
     Attributes:
         q_rope: rope part of the queries, rows at equal distances, or (latent queries) as
-            `boxed_rows` takes them.
+            `boxed_rows` takes them; None where p is 0.
         block_table, lengths, total_lengths, cu_seqlens_q: stride 1 in the last dimension.
         same: whether all of them are the caller's own memory.
     """
 
-    q_rope: torch.Tensor
+    q_rope: torch.Tensor | None
     block_table: torch.Tensor | None
     lengths: torch.Tensor
     total_lengths: torch.Tensor | None
@@ -285,7 +305,9 @@ class _Taken:
 
 def _taken(task: AttentionTask) -> _Taken:
     cache, rows = task.cache, boxed_rows if task.latent_only else _equal_rows
-    q_rope, same = _unless_copied(task.q_rope, rows(task.q_rope))
+    q_rope, same = None, True
+    if task.q_rope.shape[-1]:
+        q_rope, same = _unless_copied(task.q_rope, rows(task.q_rope))
     indices: list[torch.Tensor | None] = []
     for index in (cache.block_table, cache.lengths, task.total_lengths, task.cu_seqlens_q):
         if index is None:

@@ -82,7 +82,8 @@ class Service:
             key; returns its outputs.
         latent: whether the output is latent.
         runs_on_cpu: whether it takes CPU tensors.
-        any_queries: whether it takes packed queries and trees.
+        any_queries: whether it takes packed queries, trees and sliding windows.
+        any_v: whether values may be wider or narrower than d.
     """
 
     operands: Callable[[AttentionTask, CallShape, Any], Operands]
@@ -93,6 +94,7 @@ class Service:
     latent: bool = False
     runs_on_cpu: bool = True
     any_queries: bool = False
+    any_v: bool = False
 
 
 def sizes_of(shape: CallShape) -> dict[str, Any]:
@@ -127,7 +129,11 @@ def _small_pages_refusal(shape: CallShape) -> str | None:
 
 
 def _latent_fields(shape: CallShape) -> dict[str, Any]:
-    return {**sizes_of(shape), "page": shape.page_size or 0}
+    return {
+        **sizes_of(shape),
+        "page": shape.page_size or 0,
+        "sliding_window": shape.sliding_window or 0,
+    }
 
 
 def _latent_operands(task: AttentionTask, shape: CallShape, plan: Any) -> Operands:
@@ -391,8 +397,14 @@ def _prefix_stage(plan: Any, shape: CallShape, operands: Operands) -> Stage:
     return MixOperands(*operands).stage(plan, shape, seen_by_all=False, shared=True)  # type: ignore[arg-type]
 
 
-def _cute_service(operands: Any, refusal: Any, fields: Any, build: Any) -> Service:
-    return Service(operands, refusal, fields, build, launch_kept, runs_on_cpu=False)
+def _cute_service(
+    operands: Any, refusal: Any, fields: Any, build: Any, *, any_v: bool = False
+) -> Service:
+    return Service(operands, refusal, fields, build, launch_kept, runs_on_cpu=False, any_v=any_v)
+
+
+def _full_copy_fields(shape: CallShape) -> dict[str, Any]:
+    return {**sizes_of(shape), "v": shape.v}
 
 
 _LATENT = Service(
@@ -408,7 +420,9 @@ CUTILE_SERVICES: dict[str, Service] = {
 """By design: all versions of a design take the same operands."""
 
 CUTE_SERVICES: dict[str, Service] = {
-    "flash_attention": _cute_service(_full_copy_operands, needs_q_nope, sizes_of, plan_of_operands),
+    "flash_attention": _cute_service(
+        _full_copy_operands, needs_q_nope, _full_copy_fields, plan_of_operands, any_v=True
+    ),
     "mla_var6_plus": _cute_service(
         _window_operands, _window_refusal, _window_fields, _window_stage
     ),

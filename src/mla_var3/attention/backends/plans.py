@@ -65,12 +65,13 @@ class PlannedBackend:
         reasons = {
             "different numbers of queries per request": shape.ragged and not any_queries,
             "a tree of tokens": shape.tree and not any_queries,
+            "a sliding window": shape.sliding_window is not None and not any_queries,
             "a cache that holds a part of each request (total_lengths)": shape.partial,
             "a result that does not depend on the batch (batch_invariant)": shape.batch_invariant,
             "float32; it takes bfloat16 and float16": shape.dtype == "float32",
             "cache rows that are not 16-byte aligned": not shape.aligned,
             f"values of width v={shape.v} beside d={shape.d}; it needs v = d": (
-                shape.v != shape.d and not self._service.latent
+                shape.v != shape.d and not (self._service.latent or self._service.any_v)
             ),
         }
         refusal = shape.refused_cache or self._service.refusal(shape)

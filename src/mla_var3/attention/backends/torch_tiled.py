@@ -168,7 +168,8 @@ def _attend_latent(
     q = torch.cat([q_latent, task.q_rope], dim=-1).reshape(b, 1, s * h, -1)
     skip = 0 if task.latent_only else task.cache.prefix
     step = _tile_size(b * s * h, task.cache.page_size)
-    tiles = _latent_tiles(task.cache, skip, extent, step, window_start, q.dtype)
+    begin = sees.first_seen()
+    tiles = _latent_tiles(task.cache, skip, extent, step, window_start, begin, q.dtype)
     output, lse = _online(q, tiles, sees, task.scale, task.cache.latent.shape[-1], heads=h)
     return output.view(b, s, h, -1), lse.view(b, s, h)
 
@@ -185,9 +186,13 @@ def _latent_tiles(
     extent: int,
     step: int,
     window_start: torch.Tensor | None,
+    begin: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> Iterator[Tile]:
-    """Latent rows from the shared prefix (`skip`) up to the ring, those in 8 bits dequantised."""
+    """Latent rows from the shared prefix (`skip`) up to the ring, those in 8 bits dequantised.
+
+    Rows of the slots before `begin`, which no query sees, may hold anything.
+    """
     b, page = cache.requests, cache.page_size or 1
     extent = -(-extent // page) * page
     for first in range(skip, extent, step):  # a shared prefix of a paged cache is whole pages
@@ -198,6 +203,8 @@ def _latent_tiles(
             positions = torch.where(positions < window_start.long()[:, None], positions, -1)
         keys = torch.cat([latent, rope], dim=-1)
         unused = (positions < 0) | (positions >= cache.lengths[:, None])
+        if begin is not None:
+            unused = unused | (positions < begin[:, None])
         keys = keys.masked_fill(unused[:, :, None], 0.0)  # 0 * NaN would still be NaN
         yield keys[:, None], keys[:, None, :, : latent.shape[-1]], positions
 

@@ -75,6 +75,8 @@ class PrefixBackend:
             return "a cache that holds a part of each request (total_lengths)"
         if shape.batch_invariant:
             return "a result that does not depend on the batch (batch_invariant)"
+        if shape.sliding_window is not None:
+            return "a sliding window"
         return self._inner.unsupported(shape)
 
     def run(self, task: AttentionTask) -> Partial:

@@ -86,6 +86,7 @@ class Visibility:
         causal: whether a query sees no position after its own.
         tree: bool `[b, s, s]`, which of the newest tokens a query sees, within causal order.
         shards, shard: slot i of the cache holds token i * shards + shard of the request.
+        sliding_window: newest tokens, up to its own, that a query sees; None for all.
     """
 
     lengths: torch.Tensor
@@ -96,6 +97,14 @@ class Visibility:
     tree: torch.Tensor | None
     shards: int = 1
     shard: int = 0
+    sliding_window: int | None = None
+
+    def first_seen(self) -> torch.Tensor | None:
+        """First slot in the sliding window of any query, int64 `[b]`; None without a window."""
+        if self.sliding_window is None:
+            return None
+        token = self.ends - self.counts - self.sliding_window + 1
+        return (token - self.shard + self.shards - 1).div(self.shards, rounding_mode="floor")
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
         """Whether query i sees a position: bool `[b, s, m]` for int64 `[b, m]`; -1 is unseen."""
@@ -104,8 +113,11 @@ class Visibility:
         first = (self.ends - self.counts)[:, None, None]  # position of the first query
         seen = (at >= 0) & (at < self.lengths[:, None, None])
         seen = seen & (query < self.counts[:, None])[:, :, None]
+        own, token = first + query[:, None], at * self.shards + self.shard
         if self.causal:
-            seen = seen & (at * self.shards + self.shard <= first + query[:, None])
+            seen = seen & (token <= own)
+        if self.sliding_window is not None:
+            seen = seen & (token > own - self.sliding_window)
         if self.tree is not None:
             draft = at - first  # index among the newest tokens
             column = draft.clamp(0, self.s - 1).expand(-1, self.s, -1)

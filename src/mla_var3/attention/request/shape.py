@@ -44,6 +44,7 @@ class CallShape:
         partial: whether the cache holds a part of each request only.
         batch_invariant: whether a request's result must not depend on the rest of the batch.
         latent_only: whether the caller does the projections.
+        sliding_window: newest tokens, up to itself, that a query sees; None for all.
         scale: factor on the logits; None for `(d + p) ** -0.5`.
         aligned: whether the cache's rows are whole and start at multiples of 16 bytes.
     """
@@ -72,6 +73,7 @@ class CallShape:
     groups: int = 1
     prefix_copies: int = 0
     cache_dtype: str | None = None
+    sliding_window: int | None = None
 
     def __post_init__(self) -> None:
         """Check every field; an error names it, what was expected and what came."""
@@ -79,8 +81,9 @@ class CallShape:
         for name in ("window", "prefix", "shared", "prefix_copies"):
             require_int(name, getattr(self, name), minimum=0, maximum=MOST)
         require_size("groups", self.groups)
-        if self.page_size is not None:
-            require_size("page_size", self.page_size)
+        for name in ("page_size", "sliding_window"):
+            if getattr(self, name) is not None:
+                require_size(name, getattr(self, name))
         for name in _FLAGS:
             flag = getattr(self, name)
             if flag is not True and flag is not False:
@@ -106,12 +109,12 @@ class CallShape:
         return self.scale is None or abs(self.scale - usual) <= 1e-6 * usual
 
     def problem(self) -> MlaProblem:
-        """The problem for the cost model, with every request at its full length."""
+        """The problem for the cost model: all tokens of a full request that its queries see."""
         return MlaProblem(
             **{name: getattr(self, name) for name in SIZE_NAMES},
             dtype=self.dtype if self.dtype in DTYPES else DTYPES[0],
             causal=self.causal,
-        )
+        ).within(self.sliding_window)
 
     def workload(self) -> Workload:
         """The call as the model of time sees it."""

@@ -35,6 +35,7 @@ class AttentionTask:
         shards, shard: with `total_lengths`, how many caches hold the tokens of a request in turns,
             and which one this is.
         batch_invariant: whether a request's result must not depend on the rest of the batch.
+        sliding_window: newest tokens, up to itself, that a query sees; None for all.
         prefix: which requests share their first tokens; None where the call does not say.
         out: where the output goes; None for a new tensor.
         empty_positive: whether a query that sees no token has an LSE of +inf, as in
@@ -56,6 +57,7 @@ class AttentionTask:
     shards: int = 1
     shard: int = 0
     batch_invariant: bool = False
+    sliding_window: int | None = None
     prefix: Prefix | None = None
     out: torch.Tensor | None = None
     empty_positive: bool = False
@@ -90,7 +92,10 @@ class AttentionTask:
             bounds = self.cu_seqlens_q.long()
             counts = (bounds[1:] - bounds[:-1]).clamp(0, s)
         ends = lengths if self.total_lengths is None else self.total_lengths.long()
-        return Visibility(lengths, ends, counts, s, self.causal, self.tree, self.shards, self.shard)
+        return Visibility(
+            lengths, ends, counts, s, self.causal, self.tree, self.shards, self.shard,
+            self.sliding_window,
+        )  # fmt: skip
 
     def shape(self) -> CallShape:
         """What decides which kernels can serve the call."""
@@ -117,6 +122,7 @@ class AttentionTask:
             tree=self.tree is not None,
             partial=self.total_lengths is not None,
             batch_invariant=self.batch_invariant,
+            sliding_window=self.sliding_window,
             latent_only=self.latent_only,
             scale=self.scale,
             aligned=all(_is_aligned(rows) for rows in (cache.latent, cache.rope)),
@@ -143,6 +149,8 @@ class AttentionTask:
 
 def _is_aligned(rows: torch.Tensor) -> bool:
     """Whether the copy engine of a GPU can read the rows: stride 1 inside, 16-byte steps."""
+    if not rows.shape[-1]:  # no rope part
+        return True
     element = rows.element_size()
     steps = (stride * element for stride in rows.stride()[:-1])
     whole = rows.stride(-1) == 1 and all(step % ALIGNMENT_BYTES == 0 for step in steps)

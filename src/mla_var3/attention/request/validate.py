@@ -45,6 +45,7 @@ class Options:
     shard: int = 0
     batch_invariant: bool = False
     prefix: Prefix | None = None
+    sliding_window: int | None = None
 
 
 def full_task(
@@ -192,7 +193,7 @@ def _task(
         flag = getattr(options, name)
         if not isinstance(flag, bool):
             raise InvalidArgumentError(name, "True or False", repr(flag))
-    for name in ("max_q", "max_kv"):
+    for name in ("max_q", "max_kv", "sliding_window"):
         if getattr(options, name) is not None:
             require_int(name, getattr(options, name), minimum=1)
     query_bounds, max_q = options.cu_seqlens_q, options.max_q
@@ -253,6 +254,7 @@ def _task(
         shards=options.shards,
         shard=options.shard,
         batch_invariant=options.batch_invariant,
+        sliding_window=options.sliding_window,
         prefix=prefix,
         out=out,
     )

@@ -59,6 +59,12 @@ def add_arguments(parser: Parser) -> None:
         metavar="N",
         help="tokens per page (default: none, a dense cache)",
     )
+    parser.add_argument(
+        "--sliding_window",
+        type=ValueType(int, optional=True),
+        metavar="N",
+        help="newest tokens, up to itself, that a query sees (default: none, all tokens)",
+    )
     for name, text in _COUNTS.items():
         parser.add_argument(
             f"--{name}", type=ValueType(int), default=0, metavar="N", help=f"{text} (default: 0)"

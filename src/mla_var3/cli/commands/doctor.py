@@ -17,10 +17,14 @@ from typing import Any
 from mla_var3.cli.arguments import Parser, ValueType, parse
 from mla_var3.cli.console import EXIT_FAILED, EXIT_OK, print_json, print_table, say
 from mla_var3.errors import InvalidArgumentError
+from mla_var3.kernel.cute_python.mla.hopper.widths import (
+    LATENT_WIDTHS,
+    LatentWidths,
+    served_widths,
+)
 from mla_var3.runtime.environment import environment, installed, version_numbers
 
 PLUGIN = "hyper_mla"
-LATENT, ROPE = 512, 64
 CUTE = ("nvidia-cutlass-dsl", (4, 6), (4, 9))
 DRIVER = 580
 """Driver branch of CUDA 13, which the engines' torch builds need."""
@@ -195,8 +199,8 @@ def _model(folder: Path, tp: int) -> list[Finding]:
     found = f"{kind}, cache rows of {k}+{p}"
     if config.get("index_topk") is not None:
         return [Finding("model", found, "refused", "sparse attention; the kernel is dense")]
-    if (k, p) != (LATENT, ROPE):
-        return [Finding("model", found, "refused", f"the kernel serves {LATENT}+{ROPE}")]
+    if LatentWidths(int(k), int(p or 0)) not in LATENT_WIDTHS:
+        return [Finding("model", found, "refused", f"the kernel serves (k, p) = {served_widths()}")]
     heads = int(config.get("num_attention_heads", 0))
     if tp < 1 or heads % tp:
         raise InvalidArgumentError("--tp", f"a divisor of the model's {heads} heads", tp)

@@ -83,7 +83,8 @@ class HyperMLABackend(AttentionBackend):
         for s, tree in {(1, False), (self.draft_tokens, False), (self.draft_tokens, True)}:
             if s:
                 paged.warm_up(
-                    heads, s, device=self.device, dtype=runner.dtype, page_size=self.page_size,
+                    heads, s, device=self.device, dtype=runner.dtype, k=self.k,
+                    p=runner.model_config.qk_rope_head_dim, page_size=self.page_size,
                     packed=False, tree=tree,
                 )  # fmt: skip
         _log_start(heads, torch.cuda.get_device_name(self.device), self.page_size)

@@ -58,7 +58,7 @@ class HyperMLABackend(MLACommonBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        return [paged.LATENT_WIDTH + paged.ROPE_WIDTH]
+        return list(paged.ROW_WIDTHS)
 
     @staticmethod
     def get_builder_cls() -> type[HyperMLAMetadataBuilder]:
@@ -106,7 +106,6 @@ def refusals(
 ) -> list[str]:
     """Plain reasons for what this backend does not serve, with the way out."""
     reasons = []
-    width = paged.LATENT_WIDTH + paged.ROPE_WIDTH
     if device_capability is not None and device_capability.major != HOPPER:
         found = f"sm_{device_capability.major}{device_capability.minor}"
         reasons.append(f"{NAME} runs on Hopper (sm_90: H100, H200, H20), this GPU is {found}")
@@ -114,8 +113,9 @@ def refusals(
         reasons.append(f"{NAME} reads a 16-bit cache only: --kv-cache-dtype auto")
     if use_sparse:
         reasons.append(f"{NAME} serves dense MLA; this model's attention is sparse")
-    elif head_size and head_size != width:
-        reasons.append(f"{NAME} serves cache rows of 512+64={width}, this model has {head_size}")
+    elif head_size and head_size not in paged.ROW_WIDTHS:
+        served = ", ".join(map(str, paged.ROW_WIDTHS))
+        reasons.append(f"{NAME} serves cache rows of {served} columns, this model has {head_size}")
     if block_size is not None and block_size % paged.PAGE_SIZE:
         reasons.append(f"{NAME} needs --block-size {paged.PAGE_SIZE}, got {block_size}")
     return reasons
@@ -165,10 +165,12 @@ class HyperMLAMetadataBuilder(MLACommonMetadataBuilder[HyperMLAMetadata]):
         # lengths are not, so a captured draft step would read stale ones.
         self.supports_draft_decode_metadata_update = self.dcp_world_size == 1
         if on_gpu:
+            k, p = paged.ROW_WIDTHS[kv_cache_spec.head_size]
             # Under DCP each rank attends with the gathered heads.
             paged.warm_up(
                 heads * self.dcp_world_size, self.reorder_batch_threshold, device=device,
-                dtype=vllm_config.model_config.dtype, page_size=kv_cache_spec.block_size,
+                dtype=vllm_config.model_config.dtype, k=k, p=p,
+                page_size=kv_cache_spec.block_size,
                 shards=self.dcp_world_size if one_by_one else 1,
                 batch_invariant=batch_invariant(),
             )  # fmt: skip
@@ -323,7 +325,7 @@ def share_with_draft(vllm_config: Any) -> None:
         or draft is None
         or getattr(speculative, "method", None) in _UNSUPPORTED_DRAFTS
         or not draft.use_mla
-        or draft.get_head_size() != paged.LATENT_WIDTH + paged.ROPE_WIDTH
+        or draft.get_head_size() not in paged.ROW_WIDTHS
     ):
         return
     speculative.attention_backend = chosen

@@ -48,6 +48,7 @@ def attend(
     causal: bool,
     scale: float,
     compute_dtype: torch.dtype = torch.float32,
+    sliding_window: int | None = None,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Attention with one softmax over all segments.
 
@@ -58,6 +59,8 @@ def attend(
         scale: Factor on the logits.
         compute_dtype: Dtype of both matrix products and of the probabilities between them. The
             softmax itself is in float32 (float64 for float64); outputs are rounded to the dtype.
+        sliding_window: Newest tokens, up to itself, that a query attends: those at positions
+            `> len - s + i - sliding_window`; None or 0 for all.
 
     Returns:
         Per segment its share of the normalised output, `[b, s, h, ev]`, and the natural
@@ -70,6 +73,9 @@ def attend(
     device = segments[0].q.device
     kv_lengths = lengths_tensor(lengths, b, device)
     limits = _visible_limits(kv_lengths, s, causal)  # [b, s]
+    begins = torch.zeros_like(limits)
+    if sliding_window:
+        begins = _visible_limits(kv_lengths - sliding_window, s, True)
     outputs = [
         torch.zeros((b, s, h, segment.values.shape[-1]), dtype=accumulate, device=device)
         for segment in segments
@@ -80,7 +86,7 @@ def attend(
             positions = [segment.positions[request].to(device) for segment in segments]
             used = [(slots >= 0) & (slots < kv_lengths[request]) for slots in positions]
             hidden = [
-                ~(mask & (slots < limits[request][:, None]))  # [s, m]
+                ~(mask & _between(slots, begins[request], limits[request]))  # [s, m]
                 for mask, slots in zip(used, positions, strict=True)
             ]
             for heads in _head_chunks(segments, s, h):
@@ -186,6 +192,11 @@ def _visible_limits(lengths: torch.Tensor, s: int, causal: bool) -> torch.Tensor
     if causal:
         limits = limits - s + 1 + torch.arange(s, device=lengths.device)
     return limits
+
+
+def _between(slots: torch.Tensor, begins: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
+    """Whether each query sees a slot, bool `[s, m]`."""
+    return (slots >= begins[:, None]) & (slots < limits[:, None])
 
 
 def _head_chunks(segments: Sequence[KvSegment], s: int, h: int) -> Iterator[slice]:

@@ -7,6 +7,7 @@ latent width, `v` value width.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 from collections.abc import Sequence
@@ -99,6 +100,18 @@ class MlaProblem:
         """
         require_int("n", n, minimum=0, maximum=self.t, maximum_name="t")
         return [(length - min(n, length), min(n, length)) for length in self.kv_lengths]
+
+    def within(self, sliding_window: int | None) -> MlaProblem:
+        """The problem with only the tokens that some query of a request sees, for its cost.
+
+        Args:
+            sliding_window: newest tokens, up to itself, that a query sees; None or 0 for all.
+        """
+        if not sliding_window:
+            return self
+        most = sliding_window + self.s - 1
+        lengths = self.lengths and tuple(min(length, most) for length in self.lengths)
+        return dataclasses.replace(self, t=min(self.t, most), lengths=lengths)
 
     def visible(self, request: int, query: int) -> int:
         """Number of KV positions, counted from 0, that one query attends.

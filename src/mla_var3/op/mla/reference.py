@@ -43,6 +43,7 @@ def reference_decompressed(
     causal: bool,
     scale: float,
     compute_dtype: torch.dtype = torch.float32,
+    sliding_window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over decompressed keys and values.
 
@@ -56,6 +57,7 @@ def reference_decompressed(
         causal: See `attend`.
         scale: See `attend`.
         compute_dtype: See `attend`.
+        sliding_window: See `attend`.
 
     Returns:
         The output `[b, s, h, v]` and the LSE `[b, s, h]`.
@@ -64,7 +66,9 @@ def reference_decompressed(
     def segments(one: slice) -> list[KvSegment]:
         return [_decompressed_segment(q_nope, q_rope, k, v, k_rope, one, _slots(k.shape[2], k))]
 
-    outputs, lse = _by_request(segments, lengths, causal, scale, compute_dtype, q_nope)
+    outputs, lse = _by_request(
+        segments, lengths, causal, scale, compute_dtype, q_nope, sliding_window
+    )
     return outputs[0], lse
 
 
@@ -78,6 +82,7 @@ def reference_latent(
     causal: bool,
     scale: float,
     compute_dtype: torch.dtype = torch.float32,
+    sliding_window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention in the latent space, before the up-projection of the output.
 
@@ -90,6 +95,7 @@ def reference_latent(
         causal: See `attend`.
         scale: See `attend`.
         compute_dtype: See `attend`.
+        sliding_window: See `attend`.
 
     Returns:
         The latent output `[b, s, h, k]` and the LSE `[b, s, h]`.
@@ -98,7 +104,9 @@ def reference_latent(
     def segments(one: slice) -> list[KvSegment]:
         return [_latent_segment(q_latent, q_rope, c_kv, k_rope, one, _slots(c_kv.shape[1], c_kv))]
 
-    outputs, lse = _by_request(segments, lengths, causal, scale, compute_dtype, q_latent)
+    outputs, lse = _by_request(
+        segments, lengths, causal, scale, compute_dtype, q_latent, sliding_window
+    )
     return outputs[0], lse
 
 
@@ -117,6 +125,7 @@ def reference_mix(
     causal: bool,
     scale: float,
     compute_dtype: torch.dtype = torch.float32,
+    sliding_window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Old tokens in the latent space, the `n` newest decompressed, under one softmax.
 
@@ -134,6 +143,7 @@ def reference_mix(
         causal: See `attend`.
         scale: See `attend`.
         compute_dtype: See `attend`.
+        sliding_window: See `attend`.
 
     Returns:
         The output `[b, s, h, v]` and the LSE `[b, s, h]`.
@@ -150,7 +160,9 @@ def reference_mix(
             _decompressed_segment(q_nope, q_rope, k_new, v_new, k_rope_new, one, new_slots),
         ]
 
-    (latent, newest), lse = _by_request(segments, lengths, causal, scale, compute_dtype, q_nope)
+    (latent, newest), lse = _by_request(
+        segments, lengths, causal, scale, compute_dtype, q_nope, sliding_window
+    )
     with ieee_float32():
         projected = up_project(latent.to(compute_dtype), w_uv.to(compute_dtype))
     output = (projected.to(newest.dtype) + newest).to(compute_dtype).to(newest.dtype)
@@ -158,7 +170,11 @@ def reference_mix(
 
 
 def reference_from_latent(
-    inputs: MlaInputs, problem: MlaProblem, *, compute_dtype: torch.dtype = torch.float32
+    inputs: MlaInputs,
+    problem: MlaProblem,
+    *,
+    compute_dtype: torch.dtype = torch.float32,
+    sliding_window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The whole operation from the raw latent cache, by the latent path.
 
@@ -166,6 +182,7 @@ def reference_from_latent(
         inputs: The raw operands.
         problem: Gives the mask and the softmax scale.
         compute_dtype: See `attend`; also the dtype of both projections.
+        sliding_window: See `attend`.
 
     Returns:
         The output `[b, s, h, v]` and the LSE `[b, s, h]`.
@@ -181,6 +198,7 @@ def reference_from_latent(
         causal=problem.causal,
         scale=problem.softmax_scale,
         compute_dtype=compute_dtype,
+        sliding_window=sliding_window,
     )
     with ieee_float32():
         output = up_project(latent.to(compute_dtype), inputs.w_uv.to(compute_dtype))
@@ -194,6 +212,7 @@ def _by_request(
     scale: float,
     compute_dtype: torch.dtype,
     q: torch.Tensor,
+    sliding_window: int | None,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Attends one request at a time, so that joined keys exist for one request only."""
     b = q.shape[0]
@@ -208,6 +227,7 @@ def _by_request(
             causal=causal,
             scale=scale,
             compute_dtype=compute_dtype,
+            sliding_window=sliding_window,
         )
         outputs.append(output)
         lses.append(lse)

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.kernel.mla_plan import MlaPlan
+from mla_var3.kernel.mla_plan import MlaPlan, sliding_window_field
 from mla_var3.kernel.paging import check_pages, dense_inputs, paged_inputs
+from mla_var3.op.mla.problem import require_int
 from mla_var3.runtime.tensors import check_tensor, require_view
 
 PAGE_STEP = 16
@@ -56,7 +57,7 @@ class LatentOperands:
         tensors: queries as rows, cache, lengths, table, bounds and tree, in the order of the
             kernel's arguments. What a call lacks is replaced by something that is not read.
         lead: leading sizes of the outputs, (b, s), or (1, tokens) for packed queries.
-        page, packed, tree: options that the kernel is compiled for.
+        page, packed, tree, sliding_window: options that the kernel is compiled for.
     """
 
     tensors: tuple[Tensor, ...]
@@ -64,6 +65,7 @@ class LatentOperands:
     page: int
     packed: bool
     tree: bool
+    sliding_window: int
 
     def results(self, *sizes: int, dtype: torch.dtype, empty: float = 0.0) -> Tensor:
         """A tensor for results; rows of no request, which kernels leave as they are, are `empty`.
@@ -83,9 +85,9 @@ class LatentOperands:
         return [result[0] if self.packed else result for result in results]
 
     @property
-    def options(self) -> tuple[int, int, int]:
-        """The compile-time arguments PAGE, PACKED and TREE."""
-        return self.page, int(self.packed), int(self.tree)
+    def options(self) -> tuple[int, int, int, int]:
+        """The compile-time arguments PAGE, PACKED, TREE and WINDOW."""
+        return self.page, int(self.packed), int(self.tree), self.sliding_window
 
 
 @dataclass
@@ -96,6 +98,7 @@ class LatentPlan(MlaPlan):
         default=0,
         metadata={"help": "tokens of a cache page, a multiple of 16; 0 for a dense cache"},
     )
+    sliding_window: int = sliding_window_field()
 
     needs_v: ClassVar[bool] = False
     needs_rope: ClassVar[bool] = False
@@ -104,6 +107,7 @@ class LatentPlan(MlaPlan):
         super().__post_init__()
         if self.page < 0 or self.page % PAGE_STEP:
             raise InvalidArgumentError("page", f"a multiple of {PAGE_STEP}, or 0", self.page)
+        require_int("sliding_window", self.sliding_window, minimum=0)
 
     def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
         inputs = self.latent_inputs(device)
@@ -113,7 +117,9 @@ class LatentPlan(MlaPlan):
         self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, ...]:
         dense = dense_inputs(inputs, self.t) if self.page else inputs
-        return self.latent_reference(*dense, compute_dtype=compute_dtype)
+        return self.latent_reference(
+            *dense, compute_dtype=compute_dtype, sliding_window=self.sliding_window
+        )
 
     def operands(self, given: LatentInputs) -> LatentOperands:
         """Check the inputs and bring them into the form that the kernels take."""
@@ -156,4 +162,6 @@ class LatentPlan(MlaPlan):
             lengths if bounds is None else bounds,
             lengths[None, None] if tree is None else tree.view(torch.int8),
         )
-        return LatentOperands(tensors, lead, self.page, packed, tree is not None)
+        return LatentOperands(
+            tensors, lead, self.page, packed, tree is not None, self.sliding_window
+        )

@@ -68,6 +68,18 @@ def mask_scores(scores, tile, first_row, length, s, start, stop, CAUSAL, ROWS_PE
     return ct.where(ct.arange(BN, dtype=ct.int32)[None, :] < limits[:, None], scores, NEG_INF)
 
 
+def window_begin(row, length, s, WINDOW, ROWS_PER_QUERY):
+    """First KV position in the sliding window of a query row; may be negative. See `visible`."""
+    return length - s + 1 + row // ROWS_PER_QUERY - WINDOW
+
+
+def hide_before_window(scores, tile, first_row, length, s, WINDOW, H, BM, BN):
+    """Scores [BM, BN] of a KV tile with -inf at positions before a row's sliding window."""
+    rows = first_row + ct.arange(BM, dtype=ct.int32)
+    begins = window_begin(rows, length, s, WINDOW, H) - tile * BN
+    return ct.where(ct.arange(BN, dtype=ct.int32)[None, :] >= begins[:, None], scores, NEG_INF)
+
+
 def needs_mask(tile, full_tile):
     """Whether a KV tile is among the masked ones, `tile >= full_tile`.
 
@@ -120,7 +132,7 @@ def hide_by_tree(scores, tree, tile, request, first_row, length, s, H, BM, BN):
 def latent_step(
     q_parts, q_rope, c_view, r_view, tree, block, row, tile, acc_parts, m, l, full_tile,  # noqa: E741
     request, first_row, length, s, stop, scale_log2e,
-    TREE, CAUSAL, H, BM, BN, KP, PARTS, P,
+    TREE, WINDOW, CAUSAL, H, BM, BN, KP, PARTS, P,
 ):  # fmt: skip
     """One step of `attend_cache`: the KV tile at (block, row) of the views."""
     scores = ct.zeros((BM, BN), dtype=ct.float32)
@@ -139,10 +151,16 @@ def latent_step(
             padding_mode=ct.PaddingMode.ZERO, latency=LATENT_LATENCY,
         ).reshape((BN, P))  # fmt: skip
         scores = ct.mma(q_rope, ct.permute(r, (1, 0)), scores)
-    if needs_mask(tile, full_tile):
+    masked = needs_mask(tile, full_tile)
+    if WINDOW > 0:  # the last row sees the fewest old positions
+        last_begin = window_begin(first_row + BM - 1, length, s, WINDOW, H)
+        masked = masked | (tile * BN - last_begin < 0)
+    if masked:
         scores = mask_scores(scores, tile, first_row, length, s, 0, stop, CAUSAL, H, BM, BN)
         if TREE == 1:
             scores = hide_by_tree(scores, tree, tile, request, first_row, length, s, H, BM, BN)
+        if WINDOW > 0:
+            scores = hide_before_window(scores, tile, first_row, length, s, WINDOW, H, BM, BN)
     p, alpha, m, l = softmax_step(scores, m, l, scale_log2e)  # noqa: E741
     p = p.astype(c_view.dtype)
     updated = ()
@@ -158,7 +176,7 @@ def page_of(table, request, tile, pages, TILES):
 
 def attend_cache(
     q_parts, q_rope, c_kv, k_rope, table, tree, request, first_tile, full_tile, last_tile,
-    first_row, length, s, stop, scale_log2e, PAGE, TREE, CAUSAL, H, BM, BN, KP, PARTS, P,
+    first_row, length, s, stop, scale_log2e, PAGE, TREE, WINDOW, CAUSAL, H, BM, BN, KP, PARTS, P,
 ):  # fmt: skip
     """Latent attention of BM query rows over KV tiles first_tile..last_tile-1.
 
@@ -179,6 +197,7 @@ def attend_cache(
         length, s: KV length and query tokens of the request.
         stop: end of the positions that this call attends to; at most `length`.
         PAGE: tokens of a page, a multiple of BN; 0 for a dense cache.
+        WINDOW: newest positions, up to its own, that a query sees; 0 for all.
 
     Returns:
         (acc_parts, m, l): unnormalised output, PARTS tiles [BM, KP] float32; row maximum and row
@@ -196,7 +215,7 @@ def attend_cache(
             acc_parts, m, l = latent_step(  # noqa: E741
                 q_parts, q_rope, c_view, r_view, tree, request, j, j, acc_parts, m, l, full_tile,
                 request, first_row, length, s, stop, scale_log2e,
-                TREE, CAUSAL, H, BM, BN, KP, PARTS, P,
+                TREE, WINDOW, CAUSAL, H, BM, BN, KP, PARTS, P,
             )  # fmt: skip
     else:
         pages, TILES = c_kv.shape[0], PAGE // BN
@@ -206,7 +225,7 @@ def attend_cache(
             acc_parts, m, l = latent_step(  # noqa: E741
                 q_parts, q_rope, c_kv, k_rope, tree, page, j % TILES, j, acc_parts, m, l, full_tile,
                 request, first_row, length, s, stop, scale_log2e,
-                TREE, CAUSAL, H, BM, BN, KP, PARTS, P,
+                TREE, WINDOW, CAUSAL, H, BM, BN, KP, PARTS, P,
             )  # fmt: skip
         if (whole < last_tile) & (first_tile <= whole):
             page = page_of(table, request, whole, pages, TILES)
@@ -215,7 +234,7 @@ def attend_cache(
                 q_parts, q_rope, c_kv.slice(0, page, page + 1).slice(1, 0, rest),
                 k_rope.slice(0, page, page + 1).slice(1, 0, rest), tree, 0, whole % TILES, whole,
                 acc_parts, m, l, full_tile, request, first_row, length, s, stop, scale_log2e,
-                TREE, CAUSAL, H, BM, BN, KP, PARTS, P,
+                TREE, WINDOW, CAUSAL, H, BM, BN, KP, PARTS, P,
             )  # fmt: skip
     return acc_parts, m, l
 
@@ -227,13 +246,13 @@ def attend_latent(
     """`attend_cache` over a dense cache, without a tree."""
     return attend_cache(
         q_parts, q_rope, c_kv, k_rope, c_kv, c_kv, request, first_tile, full_tile, last_tile,
-        first_row, length, s, stop, scale_log2e, 0, 0, CAUSAL, H, BM, BN, KP, PARTS, P,
+        first_row, length, s, stop, scale_log2e, 0, 0, 0, CAUSAL, H, BM, BN, KP, PARTS, P,
     )  # fmt: skip
 
 
 def attend_rows(
     q_latent, q_rope, c_kv, k_rope, lengths, table, tree, batch, row_tile, request, split, splits,
-    s, scale_log2e, PAGE, TREE, CAUSAL, H, BM, BN, KP, PARTS, P,
+    s, scale_log2e, PAGE, TREE, WINDOW, CAUSAL, H, BM, BN, KP, PARTS, P,
 ):  # fmt: skip
     """Latent attention of one tile of query rows over one split of the request's KV tiles.
 
@@ -260,12 +279,21 @@ def attend_rows(
     if TREE == 1:
         lowest = length - s
     highest = visible(first_row + BM - 1, length, s, CAUSAL, H)
-    split_tiles = ct.cdiv(ct.cdiv(length, BN), splits)
-    first_tile = split * split_tiles
-    last_tile = min(first_tile + split_tiles, ct.cdiv(max(highest, 0), BN))
+    if WINDOW > 0:
+        # Splits divide the tiles that some query sees; a tile of rows may see fewer.
+        oldest = max(window_begin(0, length, s, WINDOW, H), 0) // BN
+        split_tiles = ct.cdiv(ct.cdiv(length, BN) - oldest, splits)
+        first_tile = oldest + split * split_tiles
+        last_tile = min(first_tile + split_tiles, ct.cdiv(max(highest, 0), BN))
+        first_tile = max(first_tile, max(window_begin(first_row, length, s, WINDOW, H), 0) // BN)
+    else:
+        split_tiles = ct.cdiv(ct.cdiv(length, BN), splits)
+        first_tile = split * split_tiles
+        last_tile = min(first_tile + split_tiles, ct.cdiv(max(highest, 0), BN))
     return attend_cache(
         q, qr, c_kv, k_rope, table, tree, request, first_tile, max(lowest, 0) // BN, last_tile,
-        first_row, length, s, length, scale_log2e, PAGE, TREE, CAUSAL, H, BM, BN, KP, PARTS, P,
+        first_row, length, s, length, scale_log2e,
+        PAGE, TREE, WINDOW, CAUSAL, H, BM, BN, KP, PARTS, P,
     )  # fmt: skip
 
 

@@ -9,7 +9,12 @@ from functools import cache
 from itertools import pairwise
 
 from mla_var3.conf.devices import DeviceSpec, device_spec
-from mla_var3.conf.kernel_rates import OWN_PRODUCT_WIDTH, OWN_PROJECTION_QUERIES, kernel_rates
+from mla_var3.conf.kernel_rates import (
+    OWN_PROJECTION_QUERIES,
+    PROJECTED_D,
+    PROJECTED_V,
+    kernel_rates,
+)
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import (
     attention_block_specialized_cost,
@@ -431,7 +436,7 @@ def _projections(work: Workload, target: Target) -> dict[str, float]:
     problem = work.problem
     own = (target.kernel, target.language) == OWN_PROJECTIONS
     own = own and problem.b * problem.s <= OWN_PROJECTION_QUERIES
-    own = own and problem.d == problem.v == OWN_PRODUCT_WIDTH
+    own = own and problem.d in PROJECTED_D and problem.v in PROJECTED_V
     return {
         name: _part_us(target, OWN_PROJECTION if own else effort, cost(problem), problem.dtype)
         for name, effort, cost in (

@@ -31,11 +31,9 @@ from mla_var3.kernel.cute_python.mla.decompressed.scheduler import (
     work_tile_at,
 )
 from mla_var3.kernel.cute_python.mla.hopper.constants import (
-    HEAD,
     KV_BLOCK,
     LN_2,
     MMA_DEPTH,
-    ROPE,
     ROWS,
     SCORE_FLOOR,
     WARPGROUP,
@@ -55,7 +53,9 @@ from mla_var3.kernel.cute_python.mla.hopper.warps import (
     fence_and_sync_warpgroup,
     keep_order,
     release,
+    sync_warpgroup,
 )
+from mla_var3.kernel.cute_python.mla.hopper.widths import HeadWidths
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,18 @@ class Mmas:
 
 @dataclass(frozen=True)
 class Queries:
-    """Pointers to q_nope and q_rope."""
+    """The queries.
+
+    Attributes:
+        nope, rope: pointers; no rope part where p is 0.
+        shared_nope, shared_rope: [64, columns, warpgroup] in shared memory; None where they are in
+            registers.
+    """
 
     nope: Any
     rope: Any
+    shared_nope: Any
+    shared_rope: Any
 
 
 @dataclass(frozen=True)
@@ -99,6 +107,7 @@ class Consumer:
         dtype: of queries and output; constant.
         fp8: whether keys and values have 8 bits; constant.
         partials: whether the outputs are partials, in float32; constant.
+        widths: those of the heads; constant.
     """
 
     mma: Mmas
@@ -113,6 +122,7 @@ class Consumer:
     dtype: Any
     fp8: bool
     partials: bool
+    widths: HeadWidths
 
     @property
     def output_type(self) -> Any:
@@ -169,22 +179,33 @@ def compute(consumer: cutlass.Constexpr):
     stage_head = 0 if scheduler.pair_tiles else group
     thr_qk, thr_r, thr_pv = qk_mma.get_slice(t), rope_mma.get_slice(t), pv_mma.get_slice(t)
     f_k = qk_mma.make_fragment_B(thr_qk.partition_B(shared.keys))
-    f_r = rope_mma.make_fragment_B(thr_r.partition_B(shared.rope))
     f_v = pv_mma.make_fragment_B(thr_pv.partition_B(shared.values))
-    acc_o = cute.make_rmem_tensor(thr_pv.partition_shape_C((ROWS, HEAD)), Float32)
+    widths, given = consumer.widths, consumer.queries
+    acc_o = cute.make_rmem_tensor(thr_pv.partition_shape_C((ROWS, widths.v)), Float32)
     acc_s = cute.make_rmem_tensor(thr_qk.partition_shape_C((ROWS, KV_BLOCK)), Float32)
-    o = two_rows(acc_o, HEAD)
-    q_rope = operand(ROPE // MMA_DEPTH, dtype)
+    o = two_rows(acc_o, widths.v)
+    f_r = q_rope = None
+    if const_expr(widths.p > 0):
+        f_r = rope_mma.make_fragment_B(thr_r.partition_B(shared.rope))
+        if const_expr(widths.shared_queries):
+            q_rope = rope_mma.make_fragment_A(thr_r.partition_A(given.shared_rope))
+            q_rope = q_rope[(None, None, None, group)]
+        else:
+            q_rope = operand(widths.p // MMA_DEPTH, dtype)
     acc_r = acc_s
     values_by_row = cute.make_tensor(
         shared.values.iterator, cute.select(shared.values.layout, mode=[1, 0, 2])
     )
     if const_expr(fp8):
         acc_r = cute.make_rmem_tensor(acc_s.layout, Float32)
-        q = operand(HEAD // MMA_DEPTH_8, Float8E4M3FN, 4)
+        q = operand(widths.d // MMA_DEPTH_8, Float8E4M3FN, 4)
         p = operand(KV_BLOCK // MMA_DEPTH_8, Float8E4M3FN, 4)
     else:
-        q = operand(HEAD // MMA_DEPTH, dtype)
+        if const_expr(widths.shared_queries):
+            q = qk_mma.make_fragment_A(thr_qk.partition_A(given.shared_nope))
+            q = q[(None, None, None, group)]
+        else:
+            q = operand(widths.d // MMA_DEPTH, dtype)
         p = operand(KV_BLOCK // MMA_DEPTH, dtype)
     sums, top = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
     scale, q_scale = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
@@ -200,7 +221,7 @@ def compute(consumer: cutlass.Constexpr):
     index = consumer.cta
     tile = work_tile_at(cutlass.min(index, scheduler.work_tiles - 1), scheduler)
     own = rows_at(tile, group, row0, scheduler)
-    fetch_queries(q, q_rope, q_scale, consumer, own, row0, lane)
+    fetch_queries(q, q_rope, q_scale, consumer, own, row0, lane, group)
     if index < scheduler.work_tiles:
         start_scores(
             nope, rope, shared.scales, pipeline, stage, phase, stage_head,
@@ -241,7 +262,8 @@ def compute(consumer: cutlass.Constexpr):
             )  # fmt: skip
             cute.arch.mbarrier_wait(pipeline.values_full(v_stage), v_phase)
             multiply_values(pv_mma, acc_o, p, f_v, v_slot)
-            warpgroup.wait_group(1)
+            # Registers do not hold a softmax beside a product of 256 columns in flight.
+            warpgroup.wait_group(0 if const_expr(widths.shared_queries) else 1)
             if const_expr(not fp8):
                 release(pipeline.keys_empty(stage), lane)
             softmax(state, consumer, slot, token, lowest, lane, tile)
@@ -256,7 +278,7 @@ def compute(consumer: cutlass.Constexpr):
         index += consumer.ctas
         next_tile = work_tile_at(cutlass.min(index, scheduler.work_tiles - 1), scheduler)
         next_own = rows_at(next_tile, group, row0, scheduler)
-        fetch_queries(q, q_rope, q_scale, consumer, next_own, row0, lane)
+        fetch_queries(q, q_rope, q_scale, consumer, next_own, row0, lane, group)
         cute.arch.mbarrier_wait(pipeline.values_full(stage), phase)
         if const_expr(scheduler.ring):
             if tile.dropped > 0:
@@ -268,8 +290,9 @@ def compute(consumer: cutlass.Constexpr):
             else:
                 valid = cutlass.max(tile.tokens - token, 0)
                 clear_rows(
-                    values_by_row[(None, None, slot)], HEAD, valid, t, warpgroup_barrier(group)
-                )
+                    values_by_row[(None, None, slot)], widths.v, valid, t,
+                    warpgroup_barrier(group),
+                )  # fmt: skip
         v_stage = stage
         stage, phase = pipeline.after(stage, phase)
         multiply_values(pv_mma, acc_o, p, f_v, slot)
@@ -319,7 +342,8 @@ def start_scores(
         if valid < KV_BLOCK:
             clear_scales(scales, slot, valid, t, group)
     multiply_queries(nope.mma, nope.acc, nope.queries, nope.keys, slot)
-    multiply_rope(rope.mma, rope.acc, rope.queries, rope.keys, stage, fp8)
+    if const_expr(rope.queries is not None):
+        multiply_rope(rope.mma, rope.acc, rope.queries, rope.keys, stage, fp8)
     warpgroup.commit_group()
 
 
@@ -356,23 +380,36 @@ def rows_at(
 @cute.jit
 def fetch_queries(
     q: cute.Tensor,
-    q_rope: cute.Tensor,
+    q_rope: cutlass.Constexpr,
     q_scale: cute.Tensor,
     consumer: cutlass.Constexpr,
     own: cutlass.Constexpr,
     row0: Int32,
     lane: Int32,
+    group: Int32,
 ):
-    """Load the queries of a thread's two rows into the registers of the first products."""
+    """Load the queries of a thread's two rows to where the first products read them."""
     rows, heads = (own.upper, own.lower), consumer.scheduler.heads
-    nope = consumer.queries.nope + own.start * HEAD
-    rope = consumer.queries.rope + own.start * ROPE
-    load_queries(q_rope, rope, ROPE, row0, rows, heads, lane)
-    if const_expr(consumer.fp8):
-        load_queries_by_row(q, q_rope, q_scale, nope, row0, rows, heads, lane, consumer.dtype)
-        divide_rows(q_rope, q_scale, consumer.dtype)
+    given, d, p = consumer.queries, consumer.widths.d, consumer.widths.p
+    nope = given.nope + own.start * d
+    if const_expr(consumer.widths.shared_queries):
+        sync_warpgroup(warpgroup_barrier(group))  # no warp reads the old ones any more
+        target = given.shared_nope[(None, None, group)]
+        copy_queries(target, nope, d, row0, rows, heads, lane)
+        if const_expr(p > 0):
+            rope = given.rope + own.start * p
+            target = given.shared_rope[(None, None, group)]
+            copy_queries(target, rope, p, row0, rows, heads, lane)
+        fence_and_sync_warpgroup(warpgroup_barrier(group))
     else:
-        load_queries(q, nope, HEAD, row0, rows, heads, lane)
+        if const_expr(p > 0):
+            rope = given.rope + own.start * p
+            load_queries(q_rope, rope, p, row0, rows, heads, lane)
+        if const_expr(consumer.fp8):
+            load_queries_by_row(q, q_rope, q_scale, nope, row0, rows, heads, lane, consumer.dtype)
+            divide_rows(q_rope, q_scale, consumer.dtype)
+        else:
+            load_queries(q, nope, d, row0, rows, heads, lane)
 
 
 def operand(steps: int, dtype, in_row: int = 2) -> cute.Tensor:
@@ -407,6 +444,39 @@ def load_queries(
 
 
 @cute.jit
+def copy_queries(
+    target: cute.Tensor,
+    source: cute.Pointer,
+    columns: cutlass.Constexpr,
+    row0: Int32,
+    rows: cutlass.Constexpr,
+    heads: Int32,
+    lane: Int32,
+):
+    """Copy two rows to shared memory, with the other threads of the rows; zeros for missing ones.
+
+    Args:
+        target: [64, columns] in shared memory.
+        source: the first element of row 0.
+        columns: of a row.
+        row0: this thread's first row; the other is 8 behind.
+        rows: whether they exist.
+        heads: distance of two rows in memory, in rows.
+        lane: this thread's lane.
+    """
+    for i in cutlass.range(columns // 32, unroll=1):
+        for r in cutlass.range_constexpr(2):
+            row, chunk = row0 + 8 * r, i * 4 + lane % 4
+            eight = cute.make_rmem_tensor(8, target.element_type)
+            eight.fill(0.0)
+            if rows[r]:
+                at = Int64(row) * heads * columns + chunk * 8
+                cute.autovec_copy(cute.make_tensor((source + at).align(16), 8), eight)
+            place = cute.local_tile(target, (1, 8), (row, chunk))
+            cute.autovec_copy(eight, cute.group_modes(place, 0, 2))
+
+
+@cute.jit
 def multiply_queries(
     mma: cute.TiledMma, acc: cute.Tensor, q: cute.Tensor, keys: cute.Tensor, slot: Int32
 ):
@@ -429,7 +499,7 @@ def multiply_rope(
 ):
     """Issue acc += q_rope k_rope^T, or acc = where it is alone; does not wait."""
     atom = cute.make_mma_atom(mma.op)
-    for k in cutlass.range_constexpr(ROPE // MMA_DEPTH):
+    for k in cutlass.range_constexpr(cute.size(q, mode=[2])):
         atom.set(warpgroup.Field.ACCUMULATE, k > 0 or not alone)
         cute.gemm(atom, acc, q[(None, None, k)], keys[(None, None, k, stage)], acc)
 
@@ -520,7 +590,7 @@ def clear_places(
     """
     zero = cute.make_rmem_tensor(8, values.element_type)
     zero.fill(0.0)
-    chunks = HEAD // 8
+    chunks = cute.size(values, mode=[1]) // 8
     for i in cutlass.range(thread, KV_BLOCK * chunks, WARPGROUP, unroll=1):
         row = i // chunks
         if place_of(token + row, tile, scheduler) < tile.dropped:
@@ -568,6 +638,7 @@ def finish(
         o[r, None].store(o[r, None].load() * inverse)
         if rows[r]:
             at = start + Int64(row0 + 8 * r) * heads
-            store_row(o[r, None], HEAD, out, at * HEAD, lane, consumer.output_type)
+            v = consumer.widths.v
+            store_row(o[r, None], v, out, at * v, lane, consumer.output_type)
             if lane % 4 == 0:
                 lse[at] = lse_log2 * LN_2

@@ -1,18 +1,19 @@
 """The decompressed kernel for Hopper: attention over per-head keys and values.
 
-    q_nope [b, s, h, 128]   q_rope [b, s, h, 64]   contiguous
-    keys, values [b, h, slots, 128], k_rope [b, slots, 64]
+    q_nope [b, s, h, d]     q_rope [b, s, h, p]    contiguous
+    keys [b, h, slots, d], values [b, h, slots, v], k_rope [b, slots, p]
     lengths [b] int32       slot j is position max(len - kept, 0) + j
-    -> o [b, s, h, 128] in the input dtype, lse [b, s, h] float32 (natural logarithm)
+    -> o [b, s, h, v] in the input dtype, lse [b, s, h] float32 (natural logarithm)
 
+(d, p, v) is one of `HEAD_WIDTHS`, a constant of the program; with p=0 there is no rope part.
 `kept` is how many tokens of a request are decompressed: all of them, or the newest, a window. With
-8 bits keys are e4m3 and values are e4m3 [b, h, slots / 16, 128, 16]: transposed in groups of 16
-tokens, whose order is 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15; slots is a multiple of 64; scales
-[b, h, slots, 2] float32 hold the key's scale and the exponent of the value's
+8 bits d = v = 128 and p = 64; keys are e4m3 and values are e4m3 [b, h, slots / 16, 128, 16]:
+transposed in groups of 16 tokens, whose order is 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15; slots is a
+multiple of 64; scales [b, h, slots, 2] float32 hold the key's scale and the exponent of the value's
 (`op/mla/window/packed.py`).
-`shared`: the tokens are a prefix of all requests, keys and values [h, slots, 128], slot j is its
+`shared`: the tokens are a prefix of all requests, keys and values [h, slots, ...], slot j is its
 position, and rows of different requests meet it in one query tile. `partials`: the tokens of a
-request are split, each split writes o and lse in float32 to o_partial [splits, b, s, h, 128] and
+request are split, each split writes o and lse in float32 to o_partial [splits, b, s, h, v] and
 lse_partial [splits, b, s, h], and `merge.py` merges them in the same launch of the host.
 
 `ring`: slot x holds the position with position % kept == x among the newest `kept` ones, as a cache
@@ -28,12 +29,12 @@ How it works. A producer warp loads KV blocks into a pipeline as deep as shared 
 that 100 to 200 KB are in flight: an SM draws 98 GB/s without products, 57 to 75 with them
 (docs/kernels/flash-attention.md). Two consumer warpgroups take a head each, or a query tile each,
 and run at their own pace, so that one multiplies while the other computes its softmax. Queries stay
-in registers; with 8 bits and few of them they are on the N side of the products, in shared memory
-(`fp8_few.py`).
+in registers, or in shared memory where the output leaves no room for them (v=256). With 8 bits and
+few of them they are on the N side of the products, in shared memory (`fp8_few.py`).
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
@@ -78,6 +79,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     WARPGROUP_WARPS,
 )
 from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor
+from mla_var3.kernel.cute_python.mla.hopper.widths import HeadWidths
 from mla_var3.runtime.cute_kernel import Int64Arg
 
 SHARED_BYTES = 220 << 10
@@ -95,8 +97,8 @@ class DecompressedArguments(NamedTuple):
     On the host tensors and numbers, in the host code that CuTe DSL compiles pointers and values.
 
     Attributes:
-        q_nope, q_rope, keys, values, k_rope, scales, lengths, starts: what the kernel reads; scales
-            with 8 bits, starts of a ring.
+        q_nope, q_rope, keys, values, k_rope, scales, lengths, starts: what the kernel reads; rope
+            parts unless p is 0, scales with 8 bits, starts of a ring.
         o, lse: what it writes.
         o_partial, lse_partial: its partials, where requests are split.
         scale_log2e: softmax scale times log2 e.
@@ -111,10 +113,10 @@ class DecompressedArguments(NamedTuple):
     """
 
     q_nope: Operand
-    q_rope: Operand
+    q_rope: Operand | None
     keys: Operand
     values: Operand
-    k_rope: Operand
+    k_rope: Operand | None
     scales: Operand | None
     lengths: Operand
     starts: Operand | None
@@ -142,6 +144,13 @@ class DecompressedArguments(NamedTuple):
     merge_ctas: Size
 
 
+def tiles(memory, element, kind, *shape):
+    """A part of shared memory as swizzled tiles."""
+    atom = warpgroup.make_smem_layout_atom(kind, element)
+    layout = cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
+    return memory.get_tensor(layout.outer, swizzle=layout.inner)
+
+
 @dataclass(eq=False, repr=False)
 class DecompressedSm90:
     """Host and device code of one variant.
@@ -152,6 +161,7 @@ class DecompressedSm90:
         fp8: whether keys and values have 8 bits.
         columns: query rows on the N side of the products, with 8 bits; 0 for the M side.
         shared, partials, ring, alone: see above.
+        widths: those of the heads.
     """
 
     dtype: Any
@@ -162,15 +172,19 @@ class DecompressedSm90:
     partials: bool = False
     ring: bool = False
     alone: bool = False
+    widths: HeadWidths = HeadWidths()
 
     def __post_init__(self):
         self.stage_heads = 1 if self.pairing == TILES else CONSUMER_WARPGROUPS
         element, scale_bytes = (1, 8) if self.fp8 else (2, 0)
-        head_bytes = KV_BLOCK * HEAD * element
-        self.key_bytes = self.stage_heads * (head_bytes + KV_BLOCK * scale_bytes)
-        self.key_bytes += KV_BLOCK * ROPE * 2
-        self.value_bytes = self.stage_heads * head_bytes
+        d, p, v = self.widths.d, self.widths.p, self.widths.v
+        self.key_bytes = self.stage_heads * KV_BLOCK * (d * element + scale_bytes)
+        self.key_bytes += KV_BLOCK * p * 2
+        self.value_bytes = self.stage_heads * KV_BLOCK * v * element
+        # Query rows in shared memory, 16 bits each.
+        self.query_rows = CONSUMER_WARPGROUPS * ROWS if self.widths.shared_queries else 0
         available = SHARED_BYTES - CONSUMER_WARPGROUPS * self.columns * EXCHANGE_BYTES
+        available -= self.query_rows * (d + p) * 2
         self.stages = available // (self.key_bytes + self.value_bytes)
 
     @cute.jit
@@ -182,7 +196,7 @@ class DecompressedSm90:
         """
         *given, stream = arguments
         args = DecompressedArguments(*given)
-        dtype = self.dtype
+        dtype, d, p, v = self.dtype, self.widths.d, self.widths.p, self.widths.v
         element = Float8E4M3FN if const_expr(self.fp8) else dtype
         owners = 1 if const_expr(self.shared) else args.requests
         kinds = warpgroup.SmemLayoutAtomKind
@@ -203,7 +217,7 @@ class DecompressedSm90:
         wide_atom = warpgroup.make_smem_layout_atom(kinds.K_SW128, element)
         head_slots = self.stages * self.stage_heads
         if const_expr(self.fp8):
-            columns: Any = HEAD
+            key_columns: Any = d
             column_strides: Any = 1
             # Memory holds what shared memory is to hold, so a bulk copy without a tensor map does.
             plain_atom = warpgroup.make_smem_layout_atom(kinds.K_INTER, element)
@@ -228,33 +242,42 @@ class DecompressedSm90:
                 scale_load, scale_tensor, cute.make_layout(2 * KV_BLOCK), (2 * KV_BLOCK,)
             )
         else:
-            columns, column_strides = (TILE, HEAD // TILE), (1, TILE)
+            key_columns, value_columns = (TILE, d // TILE), (TILE, v // TILE)
+            column_strides = (1, TILE)
             value_strides = (aligned(args.value_row), column_strides)
             value_tensor = tensor(
                 args.values,
-                (args.slots, columns, args.heads, owners),
+                (args.slots, value_columns, args.heads, owners),
                 (*value_strides, aligned(args.value_head), aligned(args.value_request)),
             )
-            value_copies = copies(value_tensor, wide_atom, (KV_BLOCK, HEAD), head_slots)
+            value_copies = copies(value_tensor, wide_atom, (KV_BLOCK, v), head_slots)
             scale_copies = (None, None)
         key_strides = (aligned(args.key_token), column_strides)
         key_tensor = tensor(
             args.keys,
-            (args.slots, columns, args.heads, owners),
+            (args.slots, key_columns, args.heads, owners),
             (*key_strides, aligned(args.key_head), aligned(args.key_request)),
         )
-        rope_strides = (cute.assume(args.rope_token, divby=8), (1, TILE))
-        rope_tensor = tensor(
-            args.k_rope,
-            (args.slots, (TILE, 1), owners),
-            (*rope_strides, cute.assume(args.rope_request, divby=8)),
-        )
-        rope_atom = warpgroup.make_smem_layout_atom(kinds.K_SW128, dtype)
-        key_copies = copies(key_tensor, wide_atom, (KV_BLOCK, HEAD), head_slots)
-        rope_copies = copies(rope_tensor, rope_atom, (KV_BLOCK, ROPE), self.stages)
+        key_copies = copies(key_tensor, wide_atom, (KV_BLOCK, d), head_slots)
+        rope_copies = (None, None, None)
+        if const_expr(p > 0):
+            rope_tensor = tensor(
+                args.k_rope,
+                (args.slots, p, owners),
+                (
+                    cute.assume(args.rope_token, divby=8), 1,
+                    cute.assume(args.rope_request, divby=8),
+                ),
+            )  # fmt: skip
+            # As wide as a row.
+            rope_kind = kinds.K_SW128 if p * 2 >= 128 else kinds.K_SW64
+            rope_atom = warpgroup.make_smem_layout_atom(rope_kind, dtype)
+            rope_copies = copies(rope_tensor, rope_atom, (KV_BLOCK, p), self.stages)
 
-        def mma(kind, b_major, columns):
+        def mma(kind, b_major, columns, shared=False):
             source = warpgroup.OperandSource.RMEM  # queries, or probabilities
+            if const_expr(shared):
+                source = warpgroup.OperandSource.SMEM
             if const_expr(self.columns > 0):
                 source, columns = warpgroup.OperandSource.SMEM, self.columns
             return sm90.make_trivial_tiled_mma(
@@ -264,22 +287,25 @@ class DecompressedSm90:
         K, MN = OperandMajorMode.K, OperandMajorMode.MN
         stages = self.stages
         scale_count = 2 * KV_BLOCK * head_slots if const_expr(self.fp8) else 0
-        head_elements = KV_BLOCK * HEAD * head_slots
+        key_elements = KV_BLOCK * d * head_slots
+        value_elements = KV_BLOCK * v * head_slots
         few_rows = CONSUMER_WARPGROUPS * self.columns
         warp_numbers = few_rows * WARPGROUP_WARPS
+        # Few rows on the N side, or all of them where they do not fit registers.
+        query_rows = few_rows + self.query_rows
 
         @cute.struct
         class Shared:
             barriers: cute.struct.MemRange[Int64, len(StageBarrier) * stages]
             q_scales: cute.struct.Align[cute.struct.MemRange[Float32, few_rows], 16]
             warp_rows: cute.struct.Align[cute.struct.MemRange[Float32, warp_numbers], 16]
-            q_nope: cute.struct.Align[cute.struct.MemRange[element, few_rows * HEAD], 1024]
-            q_rope: cute.struct.Align[cute.struct.MemRange[dtype, few_rows * ROPE], 1024]
+            q_nope: cute.struct.Align[cute.struct.MemRange[element, query_rows * d], 1024]
+            q_rope: cute.struct.Align[cute.struct.MemRange[dtype, query_rows * p], 1024]
             weights: cute.struct.Align[cute.struct.MemRange[element, few_rows * 2 * KV_BLOCK], 128]
             scales: cute.struct.Align[cute.struct.MemRange[Float32, scale_count], 128]
-            keys: cute.struct.Align[cute.struct.MemRange[element, head_elements], 1024]
-            values: cute.struct.Align[cute.struct.MemRange[element, head_elements], 1024]
-            rope: cute.struct.Align[cute.struct.MemRange[dtype, KV_BLOCK * ROPE * stages], 1024]
+            keys: cute.struct.Align[cute.struct.MemRange[element, key_elements], 1024]
+            values: cute.struct.Align[cute.struct.MemRange[element, value_elements], 1024]
+            rope: cute.struct.Align[cute.struct.MemRange[dtype, KV_BLOCK * p * stages], 1024]
 
         self.Shared = Shared
         starts = None
@@ -290,9 +316,9 @@ class DecompressedSm90:
         if const_expr(self.partials):
             o, lse, written = args.o_partial, args.lse_partial, rows * args.splits
         self.decompressed_attention(
-            mma(element, K, KV_BLOCK),
-            mma(dtype, K, KV_BLOCK),
-            mma(element, K if const_expr(self.fp8) else MN, HEAD),
+            mma(element, K, KV_BLOCK, self.query_rows > 0),
+            mma(dtype, K, KV_BLOCK, self.query_rows > 0),
+            mma(element, K if const_expr(self.fp8) else MN, v),
             *key_copies,
             *value_copies,
             *rope_copies,
@@ -314,7 +340,9 @@ class DecompressedSm90:
             args.ctas,
         ).launch(grid=(args.ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, min_blocks_per_mp=1)
         if const_expr(self.partials):
-            MergeSplits(dtype)(o, lse, args.o, args.lse, rows, args.splits, args.merge_ctas, stream)
+            MergeSplits(dtype, v)(
+                o, lse, args.o, args.lse, rows, args.splits, args.merge_ctas, stream
+            )
 
     @cute.kernel
     def decompressed_attention(
@@ -328,13 +356,13 @@ class DecompressedSm90:
         v_copy: cute.CopyAtom,
         v_global: cute.Tensor,
         v_layout: cute.ComposedLayout,
-        r_copy: cute.CopyAtom,
-        r_global: cute.Tensor,
-        r_layout: cute.ComposedLayout,
+        r_copy: cute.CopyAtom | None,
+        r_global: cute.Tensor | None,
+        r_layout: cute.ComposedLayout | None,
         scale_copy: cute.CopyAtom | None,
         scale_global: cute.Tensor | None,
         q_nope: cute.Pointer,
-        q_rope: cute.Pointer,
+        q_rope: cute.Pointer | None,
         lengths: cute.Tensor,
         starts: cute.Tensor | None,
         o: cute.Pointer,
@@ -362,7 +390,9 @@ class DecompressedSm90:
         cute.arch.sync_threads()
         s_k = store.keys.get_tensor(k_layout.outer, swizzle=k_layout.inner)
         s_v = store.values.get_tensor(v_layout.outer, swizzle=v_layout.inner)
-        s_r = store.rope.get_tensor(r_layout.outer, swizzle=r_layout.inner)
+        s_r, rope_layout = None, cast("Any", r_layout)
+        if const_expr(self.widths.p > 0):
+            s_r = store.rope.get_tensor(rope_layout.outer, swizzle=rope_layout.inner)
         s_scales = None
         scale_source = None
         if const_expr(self.fp8):
@@ -376,13 +406,16 @@ class DecompressedSm90:
         if warp_index >= PRODUCER_WARP:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_index == PRODUCER_WARP:
+                rope_source = None
+                if const_expr(self.widths.p > 0):
+                    rope_source = TmaTensor(r_copy, r_global)
                 sources = Sources(
-                    TmaTensor(k_copy, k_global), TmaTensor(v_copy, v_global),
-                    TmaTensor(r_copy, r_global), scale_source,
+                    TmaTensor(k_copy, k_global), TmaTensor(v_copy, v_global), rope_source,
+                    scale_source,
                 )  # fmt: skip
                 shared_kv = SharedKv(s_k, s_v, s_r, s_scales)
                 produce(
-                    sources, shared_kv, pipeline, scheduler, cta, ctas,
+                    sources, shared_kv, pipeline, scheduler, cta, ctas, self.widths,
                     one_tile_ahead=self.columns == 0,
                 )  # fmt: skip
         else:
@@ -393,23 +426,28 @@ class DecompressedSm90:
                 by_column = cute.make_tensor(s_v.iterator, swapped)
             consumer = Consumer(
                 Mmas(qk_mma, rope_mma, pv_mma), SharedKv(s_k, by_column, s_r, s_scales), pipeline,
-                Queries(q_nope, q_rope), Outputs(o, lse), scale_log2e, cta, ctas, scheduler,
-                self.dtype, self.fp8, self.partials,
+                self.queries(q_nope, q_rope, store), Outputs(o, lse), scale_log2e, cta, ctas,
+                scheduler, self.dtype, self.fp8, self.partials, self.widths,
             )  # fmt: skip
             if const_expr(self.columns > 0):
                 compute_few_fp8(consumer, self.exchange(store), self.columns)
             else:
                 compute(consumer)
 
+    def queries(self, q_nope, q_rope, store):
+        """The queries: pointers, and where a warpgroup keeps them in shared memory, if it does."""
+        s_nope = s_rope = None
+        if const_expr(self.query_rows > 0):
+            kind, widths = warpgroup.SmemLayoutAtomKind.K_SW128, self.widths
+            shape = ROWS, CONSUMER_WARPGROUPS
+            s_nope = tiles(store.q_nope, self.dtype, kind, shape[0], widths.d, shape[1])
+            if const_expr(widths.p > 0):
+                s_rope = tiles(store.q_rope, self.dtype, kind, shape[0], widths.p, shape[1])
+        return Queries(q_nope, q_rope, s_nope, s_rope)
+
     def exchange(self, store):
         """What the warpgroups keep in shared memory with rows on the N side."""
         kinds = warpgroup.SmemLayoutAtomKind
-
-        def tiles(memory, element, kind, *shape):
-            atom = warpgroup.make_smem_layout_atom(kind, element)
-            layout = cute.tile_to_shape(atom, shape, order=tuple(range(len(shape))))
-            return memory.get_tensor(layout.outer, swizzle=layout.inner)
-
         rows, groups = self.columns, CONSUMER_WARPGROUPS
         return Exchange(
             tiles(store.q_nope, Float8E4M3FN, kinds.K_SW128, rows, HEAD, groups),

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
 from mla_var3.kernel.cute_python.mla.decompressed.scheduler import work_tile_at
-from mla_var3.kernel.cute_python.mla.hopper.constants import CONSUMER_WARPS, HEAD, KV_BLOCK, ROPE
+from mla_var3.kernel.cute_python.mla.hopper.constants import CONSUMER_WARPS, KV_BLOCK
 from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor, Transfer, transfer
 from mla_var3.kernel.cute_python.mla.hopper.warps import next_stage
 
@@ -96,11 +96,11 @@ def init_barriers(pipeline: cutlass.Constexpr):
 
 @dataclass(frozen=True)
 class Sources:
-    """What the producer reads; `scales` is None in 16 bits."""
+    """What the producer reads; `rope` is None where p is 0, `scales` in 16 bits."""
 
     keys: TmaTensor
     values: TmaTensor
-    rope: TmaTensor
+    rope: TmaTensor | None
     scales: TmaTensor | None
 
 
@@ -122,6 +122,7 @@ def produce(
     scheduler: cutlass.Constexpr,
     cta: Int32,
     ctas: Int32,
+    widths: cutlass.Constexpr,
     one_tile_ahead: cutlass.Constexpr,
 ):
     """Fill the pipeline as its stages become empty; one warp calls it.
@@ -132,18 +133,21 @@ def produce(
         pipeline: the pipeline.
         scheduler: the work tiles.
         cta, ctas: which of the persistent CTAs this is.
+        widths: those of the heads.
         one_tile_ahead: whether the consumers compute the first scores of the next work tile early,
             behind the last one as well.
     """
     fp8 = sources.scales is not None
-    keys = transfer(sources.keys, shared.keys, (KV_BLOCK, HEAD))
+    keys = transfer(sources.keys, shared.keys, (KV_BLOCK, widths.d))
     if const_expr(fp8):
-        flat = cute.make_layout((KV_BLOCK * HEAD, pipeline.heads * pipeline.stages))
+        flat = cute.make_layout((KV_BLOCK * widths.v, pipeline.heads * pipeline.stages))
         flat_values = cute.make_tensor(shared.values.iterator, flat)
         values = Transfer(sources.values.copy, sources.values.tensor, flat_values)
     else:
-        values = transfer(sources.values, shared.values, (KV_BLOCK, HEAD))
-    rope = transfer(sources.rope, shared.rope, (KV_BLOCK, ROPE))
+        values = transfer(sources.values, shared.values, (KV_BLOCK, widths.v))
+    rope = None
+    if const_expr(widths.p > 0):
+        rope = transfer(sources.rope, shared.rope, (KV_BLOCK, widths.p))
     scales = None
     if const_expr(fp8):
         scales = transfer(sources.scales, shared.scales, (2 * KV_BLOCK,))
@@ -214,7 +218,8 @@ def load_keys(
                 scales.copy, scales.tiles[(None, block, head, request)],
                 scales.shared[(None, slot)], tma_bar_ptr=full,
             )  # fmt: skip
-    cute.copy(
-        rope.copy, rope.tiles[(None, block, 0, request)], rope.shared[(None, stage)],
-        tma_bar_ptr=full,
-    )  # fmt: skip
+    if const_expr(rope is not None):
+        cute.copy(
+            rope.copy, rope.tiles[(None, block, 0, request)], rope.shared[(None, stage)],
+            tma_bar_ptr=full,
+        )  # fmt: skip

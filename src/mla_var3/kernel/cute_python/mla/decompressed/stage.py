@@ -18,6 +18,7 @@ from mla_var3.kernel.cute_python.mla.decompressed.kernel import (
 from mla_var3.kernel.cute_python.mla.decompressed.scheduler import choose_splits
 from mla_var3.kernel.cute_python.mla.hopper.constants import CONSUMER_WARPGROUPS, KV_BLOCK, ROWS
 from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
+from mla_var3.kernel.cute_python.mla.hopper.widths import HeadWidths
 from mla_var3.runtime.cute_kernel import CuteKernel, Int64Arg
 from mla_var3.runtime.plan import Constraints, Tiling
 from mla_var3.runtime.tensors import require_view
@@ -109,10 +110,10 @@ class DecompressedOperands:
     """The tensors that the kernel reads.
 
     Attributes:
-        q_nope, q_rope: [b, s, h, 128] and [b, s, h, 64], contiguous.
-        keys: [b, h, slots, 128]; 1 instead of b for a shared prefix.
-        values: the same.
-        k_rope: [b, slots, 64].
+        q_nope, q_rope: [b, s, h, d] and [b, s, h, p], contiguous; p may be 0.
+        keys: [b, h, slots, d]; 1 instead of b for a shared prefix.
+        values: the same, v wide.
+        k_rope: [b, slots, p].
         lengths: [b] int32.
         scales: of keys and values in 8 bits, all three as `pack_window` lays them out; None for
             16 bits.
@@ -166,14 +167,15 @@ def decompressed_stage(
     """
     q_nope, keys, values, k_rope = operands.q_nope, operands.keys, operands.values, operands.k_rope
     b, s, h, d = q_nope.shape
+    p, fp8, ring = k_rope.shape[-1], operands.scales is not None, operands.starts is not None
+    widths = HeadWidths(d, p, d if fp8 else values.shape[-1])
     rows = b * s * h
     queries = (
         require_view("q_nope", q_nope, rows * d),
-        require_view("q_rope", operands.q_rope, rows * operands.q_rope.shape[-1]),
+        require_view("q_rope", operands.q_rope, rows * p) if p else None,
     )
-    o = q_nope.new_empty((b, s, h, d))
+    o = q_nope.new_empty((b, s, h, widths.v))
     lse = q_nope.new_empty((b, s, h), dtype=torch.float32)
-    fp8, ring = operands.scales is not None, operands.starts is not None
     columns = columns_for(shape.rows) if fp8 else 0
     if ring and (kept % KV_BLOCK or kept != keys.shape[2]):
         raise InvalidArgumentError(
@@ -192,8 +194,9 @@ def decompressed_stage(
     def host_fn(tiling: DecompressedTiling) -> DecompressedSm90:
         partials = splits_of(tiling) > 1
         return DecompressedSm90(
-            dtype, shape.pairing(tiling), fp8, columns, shared, partials, ring, ring and alone
-        )
+            dtype, shape.pairing(tiling), fp8, columns, shared, partials, ring, ring and alone,
+            widths,
+        )  # fmt: skip
 
     def args_fn(tiling: DecompressedTiling) -> DecompressedArguments:
         sms, splits = tiling.sms or share, splits_of(tiling)
@@ -205,7 +208,7 @@ def decompressed_stage(
             *queries,
             keys=keys,
             values=values,
-            k_rope=k_rope,
+            k_rope=k_rope if p else None,
             scales=operands.scales,
             lengths=operands.lengths,
             starts=operands.starts,
@@ -224,8 +227,8 @@ def decompressed_stage(
             value_row=values.stride(2),
             value_head=Int64Arg(values.stride(1)),
             value_request=Int64Arg(values.stride(0)),
-            rope_token=k_rope.stride(1),
-            rope_request=Int64Arg(k_rope.stride(0)),
+            rope_token=k_rope.stride(1) if p else 0,
+            rope_request=Int64Arg(k_rope.stride(0) if p else 0),
             kept=kept,
             causal=int(plan.causal),
             splits=splits,

@@ -6,17 +6,13 @@ beside the query tile of the latent kernel."""
 ROWS = 64
 """Query rows of a tile: the M side of a wgmma."""
 LATENT = 512
-"""Latent width k."""
+"""Latent width k of most models, and the widest of any."""
 ROPE = 64
-"""Rope width p."""
+"""Rope width p of most models."""
 HEAD = 128
-"""Head width d, of keys and of values."""
+"""Head width d of most models, of keys and of values."""
 TILE = 64
 """Columns of a tile of 16-bit elements: 128 bytes, the widest swizzle of shared memory."""
-COLUMN_TILES = (LATENT + ROPE) // TILE
-ROPE_TILE = COLUMN_TILES - 1
-HALF = LATENT // 2
-"""Output columns that a warpgroup of the latent kernel accumulates: the widest wgmma."""
 TILE_BYTES = KV_BLOCK * TILE * 2
 MMA_DEPTH = 16
 """K side of a wgmma with 16-bit operands."""

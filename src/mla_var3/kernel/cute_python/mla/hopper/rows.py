@@ -35,6 +35,7 @@ def mask_scores(
     limits: cute.Tensor,
     lane: Int32,
     also_hidden: cutlass.Constexpr = None,
+    begins: cutlass.Constexpr = None,
 ):
     """Set the scores of tokens that a row does not see to -inf, whatever they are.
 
@@ -44,12 +45,15 @@ def mask_scores(
         limits: per row the first token that it does not see.
         lane: this thread's lane.
         also_hidden: (row of this thread, token) -> whether a token before the limit is hidden too.
+        begins: per row the first token that it sees; None for token 0.
     """
     for r in cutlass.range_constexpr(2):
         for j in cutlass.range_constexpr(KV_BLOCK // 8):
             for e in cutlass.range_constexpr(2):
                 token = first_token + j * 8 + (lane % 4) * 2 + e
                 hidden = token >= limits[r]
+                if const_expr(begins is not None):
+                    hidden = hidden or token < begins[r]
                 if const_expr(also_hidden is not None):
                     hidden = hidden or also_hidden(r, token)
                 if hidden:

@@ -46,7 +46,8 @@ def sm_count_of(index: int) -> int:
 def allocate_partials(device: torch.device, sm_count: int) -> Partials:
     """Workspace for the partials of a launch, two for every CTA.
 
-    The kernel needs no initial content, so nothing is written here or in a captured CUDA graph.
+    They are as wide as the widest latent rows. The kernel needs no initial content, so nothing is
+    written here or in a captured CUDA graph.
     """
     slots = 2 * sm_count
     return Partials(
@@ -166,27 +167,24 @@ def call_program(
     kernel_fn: Any,
     host_class: Any,
     tiling: Any,
-    empty_positive: bool,
     arguments: tuple[Any, ...],
     like: Tensor,
-    head_box: int = 0,
+    **constants: Any,
 ) -> CuteProgram:
-    """The program of a call, compiled for its dtype and for which of its tensors are present.
+    """The program of a call, compiled for its dtype and for which of its arguments are present.
 
     Args:
         kernel_fn: the kernel function of the attention.
-        host_class: the host code, constructed with an element type, `few` and `empty_positive`.
+        host_class: the host code, constructed with an element type, `few` and the constants.
         tiling: the tiling of the attention with its `few`.
-        empty_positive: see `LatentOptions`.
         arguments: those of the host code.
         like: a tensor of the call's dtype and device.
-        head_box: see `operands.head_box`.
+        constants: what else the program is compiled for.
     """
     present = tuple(argument is not None for argument in arguments)
     few = tiling.few
     key = (
-        kernel_fn, host_class, like.dtype, few, present, empty_positive, head_box,
-        like.device.index,
+        kernel_fn, host_class, like.dtype, few, present, *constants.items(), like.device.index,
     )  # fmt: skip
     program: CuteProgram | None = _programs.get(key)
     if program is None:
@@ -196,8 +194,7 @@ def call_program(
             raise UnsupportedError(
                 f"{kernel_fn.__name__}: expected a 16-bit dtype, got {like.dtype}"
             )
-        boxed = {"head_box": head_box} if head_box else {}
-        host = host_class(element, few, empty_positive=empty_positive, **boxed)
+        host = host_class(element, few, **constants)
         program = program_for(kernel_fn, host, arguments, tiling, like.device)
         _programs.keep(key, program)
     return program

@@ -3,7 +3,7 @@
 wgmma wants 64 rows on its M side. Here the tokens take that side and the query rows the N side,
 which may be 8 to 56 wide, so that nothing is computed for rows that do not exist:
 
-    S^T [64 tokens, rows] = K [64, 576] Q^T        O^T [256 columns, rows] += V^T [256, 64] P^T
+    S^T [64 tokens, rows] = K [64, k+p] Q^T        O^T [k/2 columns, rows] += V^T [k/2, 64] P^T
 
 Roles, barriers and loads are those of `rows64.py`. A softmax runs over the M side: over the eight
 lanes that share a query row, and over the four warps through shared memory.
@@ -29,11 +29,7 @@ from mla_var3.kernel.cute_python.mla.hopper.columns import (
 from mla_var3.kernel.cute_python.mla.hopper.constants import (
     CONSUMER_WARPS,
     CONSUMERS,
-    HALF,
     KV_BLOCK,
-    LATENT,
-    ROPE,
-    ROPE_TILE,
     ROWS,
     SCORE_FLOOR,
     TILE,
@@ -45,16 +41,17 @@ from mla_var3.kernel.cute_python.mla.hopper.warps import release, sync_warpgroup
 from mla_var3.kernel.cute_python.mla.latent.merge import record_partial
 from mla_var3.kernel.cute_python.mla.latent.ops import add_values, compute_scores, final_lse
 from mla_var3.kernel.cute_python.mla.latent.producer import (
-    EVEN_PARTS,
-    ODD_PARTS,
     WARPGROUP_BARRIERS,
     Barrier,
     Mbarrier,
     arrive,
+    block_parts,
 )
 from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     first_hidden,
+    needs_mask,
     partial_slot,
+    row_begin,
     row_limit,
     tree_hides,
 )
@@ -107,21 +104,24 @@ def compute_few(
     group = cute.arch.make_warp_uniform(thread // WARPGROUP)
     t = thread % WARPGROUP
     lane = t % 32
+    widths, half_columns = shared.widths, shared.widths.half
+    even_parts, odd_parts = block_parts(widths)
 
     def first_rows(tensor, width):  # of a tile with 64 rows
         return cute.composition(tensor, cute.make_layout((columns, width), stride=(1, ROWS)))
 
-    def probabilities(block):  # (columns, 64), where the rope columns were
-        tile = cute.local_tile(block, (KV_BLOCK, TILE), (0, ROPE_TILE))
+    def probabilities(block):  # (columns, 64), where the rope part was
+        tile = cute.local_tile(block, (KV_BLOCK, TILE), (0, widths.tiles))
         return first_rows(tile, KV_BLOCK)
 
-    def values(block):  # (256, 64): this warpgroup's half of the latent columns, transposed
-        half = cute.local_tile(block, (KV_BLOCK, HALF), (0, group))
-        return cute.composition(half, cute.make_ordered_layout((HALF, KV_BLOCK), order=(1, 0)))
+    def values(block):  # (k/2, 64): this warpgroup's half of the latent columns, transposed
+        half = cute.local_tile(block, (KV_BLOCK, half_columns), (0, group))
+        transposed = cute.make_ordered_layout((half_columns, KV_BLOCK), order=(1, 0))
+        return cute.composition(half, transposed)
 
     p_even, p_odd = probabilities(shared.even), probabilities(shared.odd)
     thr_qk, thr_pv = qk_mma.get_slice(t), pv_mma.get_slice(t)
-    f_q = qk_mma.make_fragment_B(thr_qk.partition_B(first_rows(shared.q, LATENT + ROPE)))
+    f_q = qk_mma.make_fragment_B(thr_qk.partition_B(first_rows(shared.q, widths.columns)))
     f_even = qk_mma.make_fragment_A(thr_qk.partition_A(shared.even))
     f_odd = qk_mma.make_fragment_A(thr_qk.partition_A(shared.odd))
     v_even = pv_mma.make_fragment_A(thr_pv.partition_A(values(shared.even)))
@@ -129,12 +129,12 @@ def compute_few(
     f_p_even = pv_mma.make_fragment_B(thr_pv.partition_B(p_even))
     f_p_odd = pv_mma.make_fragment_B(thr_pv.partition_B(p_odd))
 
-    acc_o = cute.make_rmem_tensor(thr_pv.partition_shape_C((HALF, columns)), Float32)
+    acc_o = cute.make_rmem_tensor(thr_pv.partition_shape_C((half_columns, columns)), Float32)
     acc_s = cute.make_rmem_tensor(thr_qk.partition_shape_C((KV_BLOCK, columns)), Float32)
-    s, o = scores_by_row(acc_s, columns), by_row(acc_o, columns, HALF // 64)
+    s, o = scores_by_row(acc_s, columns), by_row(acc_o, columns, half_columns // 64)
     own = (2, columns // 8)
     sums = cute.make_rmem_tensor(own, Float32)
-    limits = cute.make_rmem_tensor(own, Int32)
+    limits, begins = cute.make_rmem_tensor(own, Int32), cute.make_rmem_tensor(own, Int32)
     scale = cute.make_rmem_tensor(own, Float32)
 
     tile = scheduler.first_tile()
@@ -143,9 +143,9 @@ def compute_few(
     if tile.valid:
         cute.arch.mbarrier_wait(barriers + Mbarrier.Q_FULL, 0)
         if group == 0:
-            compute_scores(qk_mma, f_even, f_q, acc_s, barriers, phase, EVEN_PARTS)
+            compute_scores(qk_mma, f_even, f_q, acc_s, barriers, phase, even_parts)
         else:
-            compute_scores(qk_mma, f_odd, f_q, acc_s, barriers, phase, ODD_PARTS)
+            compute_scores(qk_mma, f_odd, f_q, acc_s, barriers, phase, odd_parts)
         warpgroup.wait_group(0)
     while tile.valid:
         following = scheduler.next_tile(tile)
@@ -154,6 +154,8 @@ def compute_few(
         for j in cutlass.range_constexpr(columns // 8):
             for e in cutlass.range_constexpr(2):
                 limits[e, j] = row_limit(tile, own_row(j, e, lane), scheduler)
+                if const_expr(scheduler.window is not None):
+                    begins[e, j] = row_begin(tile, own_row(j, e, lane), scheduler)
         lowest = first_hidden(tile, scheduler)
         if group == 0:
             for pair in cutlass.range(tile.pairs, unroll=1):
@@ -161,10 +163,12 @@ def compute_few(
                 if final:
                     release(barriers + Mbarrier.Q_EMPTY, lane)
                 token = (tile.first + 2 * pair) * KV_BLOCK
-                if token + KV_BLOCK > lowest:
-                    mask_few(s, token, limits, t, columns, tile, scheduler)
+                if needs_mask(token, lowest, tile, scheduler):
+                    mask_few(s, token, limits, begins, t, columns, tile, scheduler)
                     if token + KV_BLOCK > tile.length and token < tile.length:
-                        clear_rows(shared.even, LATENT, tile.length - token, t, Barrier.WARPGROUP_0)
+                        clear_rows(
+                            shared.even, widths.k, tile.length - token, t, Barrier.WARPGROUP_0
+                        )
                 softmax_few(
                     s, sums, scale, exchange, p_even, t, 0, pair == 0, scale_log2e, columns, dtype
                 )
@@ -187,7 +191,7 @@ def compute_few(
                 phase ^= 1
                 if final and following.valid:
                     cute.arch.mbarrier_wait(barriers + Mbarrier.Q_FULL, q_phase ^ 1)
-                compute_scores(qk_mma, f_even, f_q, acc_s, barriers, phase, EVEN_PARTS)
+                compute_scores(qk_mma, f_even, f_q, acc_s, barriers, phase, even_parts)
                 warpgroup.wait_group(0)
         else:
             for pair in cutlass.range(tile.pairs, unroll=1):
@@ -199,10 +203,12 @@ def compute_few(
                 receive_scales_few(scale, sums, exchange.scales, 0, lane, columns)
                 rescale_few(o, scale, columns)
                 add_values(pv_mma, acc_o, v_even, f_p_even)
-                if token + KV_BLOCK > lowest:
-                    mask_few(s, token, limits, t, columns, tile, scheduler)
+                if needs_mask(token, lowest, tile, scheduler):
+                    mask_few(s, token, limits, begins, t, columns, tile, scheduler)
                     if token + KV_BLOCK > tile.length and token < tile.length:
-                        clear_rows(shared.odd, LATENT, tile.length - token, t, Barrier.WARPGROUP_1)
+                        clear_rows(
+                            shared.odd, widths.k, tile.length - token, t, Barrier.WARPGROUP_1
+                        )
                 softmax_few(
                     s, sums, scale, exchange, p_odd, t, 1, Boolean(False), scale_log2e, columns,
                     dtype,
@@ -221,7 +227,7 @@ def compute_few(
                 phase ^= 1
                 if final and following.valid:
                     cute.arch.mbarrier_wait(barriers + Mbarrier.Q_FULL, q_phase ^ 1)
-                compute_scores(qk_mma, f_odd, f_q, acc_s, barriers, phase, ODD_PARTS)
+                compute_scores(qk_mma, f_odd, f_q, acc_s, barriers, phase, odd_parts)
                 warpgroup.wait_group(0)
         finish_few(o, sums, exchange, outputs, tile, t, group, scheduler, columns, dtype)
         q_phase ^= 1
@@ -233,6 +239,7 @@ def mask_few(
     s: cute.Tensor,
     first_token: Int32,
     limits: cute.Tensor,
+    begins: cute.Tensor,
     t: Int32,
     columns: cutlass.Constexpr,
     tile: cutlass.Constexpr,
@@ -244,6 +251,8 @@ def mask_few(
         for j in cutlass.range_constexpr(columns // 8):
             for e in cutlass.range_constexpr(2):
                 hidden = token >= limits[e, j]
+                if const_expr(scheduler.window is not None):
+                    hidden = hidden or token < begins[e, j]
                 if const_expr(scheduler.tree is not None):
                     hidden = hidden or tree_hides(tile, own_row(j, e, t), token, scheduler)
                 if hidden:
@@ -347,6 +356,7 @@ def finish_few(
 ):
     """Normalise by the row sums of all warps, and write the tile's result or partial."""
     lse, lse_partial, warp_rows = outputs.lse, outputs.lse_partial, exchange.warp_rows
+    k, half = outputs.widths.k, outputs.widths.half
     lane = t % 32
     for j in cutlass.range_constexpr(columns // 8):
         for e in cutlass.range_constexpr(2):
@@ -360,14 +370,14 @@ def finish_few(
             row = own_row(j, e, lane)
             total = reduce_warps(warp_rows, row, 0, CONSUMER_WARPS, operator.add)
             inverse, lse_log2 = normaliser(total, exchange.row_max[row, 1])
-            column = own_token(t, group * HALF)
+            column = own_token(t, group * half)
             writes_lse = group == 0 and t < 4
             exists = row < tile.rows
             if exists and tile.split != 0:
                 if writes_lse:
                     lse_partial[slot * ROWS + row] = lse_log2
-                start = (Int64(slot) * ROWS + row) * LATENT + column
-                for m_tile in cutlass.range_constexpr(HALF // 64):
+                start = (Int64(slot) * ROWS + row) * k + column
+                for m_tile in cutlass.range_constexpr(half // 64):
                     for r in cutlass.range_constexpr(2):
                         place = outputs.o_partial + (start + m_tile * 64 + r * 8)
                         target = cute.make_tensor(place, 1)
@@ -376,9 +386,9 @@ def finish_few(
                 at = Int64(tile.base + row)
                 if writes_lse:
                     lse[at] = final_lse(lse_log2, outputs.empty_positive)
-                for m_tile in cutlass.range_constexpr(HALF // 64):
+                for m_tile in cutlass.range_constexpr(half // 64):
                     for r in cutlass.range_constexpr(2):
-                        start = at * LATENT + column + m_tile * 64 + r * 8
+                        start = at * k + column + m_tile * 64 + r * 8
                         target = cute.make_tensor(outputs.o_latent + start, 1)
                         target[0] = (o[(e, j), (r, m_tile)] * inverse).to(dtype)
     # The next tile's first maximum must not be written before all warps have read this one.

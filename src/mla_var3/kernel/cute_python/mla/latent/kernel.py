@@ -1,12 +1,15 @@
 """The latent (absorbed) kernel for Hopper: attention over latent rows, for flash_mla and the mix.
 
-    q_latent [b, s, h, 512]   q_rope [b, s, h, 64]
-    latent [b, t, 512] and rope [b, t, 64], or pages of them with a block table
-    -> o_latent [b, s, h, 512] in the input dtype, lse [b, s, h] float32 (natural logarithm)
+    q_latent [b, s, h, k]   q_rope [b, s, h, p]
+    latent [b, t, k] and rope [b, t, p], or pages of them with a block table
+    -> o_latent [b, s, h, k] in the input dtype, lse [b, s, h] float32 (natural logarithm)
+
+(k, p) is one of `LATENT_WIDTHS`, a constant of the program; with p=0 there is no rope part.
 
 The contract is that of flash_mla; in addition the `newest` tokens of every request can be left out.
+A sliding window is an option of the program: KV blocks that no row of a tile sees are skipped.
 
-How it works. A CTA has 64 query rows and two consumer warpgroups; each accumulates half of the 512
+How it works. A CTA has 64 query rows and two consumer warpgroups; each accumulates half of the
 output columns and, of every pair of KV blocks, computes the scores of one:
 
     warpgroup 0                            warpgroup 1
@@ -19,7 +22,7 @@ output columns and, of every pair of KV blocks, computes the scores of one:
 
 So the tensor cores have work during either softmax. A third warpgroup gives its registers to these
 two, except for one producer warp: each half of a KV block is replaced as soon as its last reader
-has released it. The rope columns of a block hold P once its scores exist. Results of a work tile
+has released it. The rope tile of a block holds P once its scores exist. Results of a work tile
 are written while the next tile's queries and first KV blocks are loaded (`scheduler.py` says which
 tiles a CTA has, and what it splits). In the end the CTAs merge partials, in the same launch
 (`merge.py`).
@@ -38,19 +41,16 @@ from mla_var3.kernel.cute_python.mla.hopper.compat import SmemAllocator
 from mla_var3.kernel.cute_python.mla.hopper.constants import (
     CONSUMER_REGISTERS,
     CONSUMER_WARPS,
-    HALF,
     KV_BLOCK,
-    LATENT,
     PRODUCER_REGISTERS,
     PRODUCER_WARP,
-    ROPE,
-    ROPE_TILE,
     ROWS,
     THREADS,
     TILE,
 )
 from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
 from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor
+from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
 from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES, allocate_partials
 from mla_var3.kernel.cute_python.mla.latent.few_rows import FewExchange, compute_few
 from mla_var3.kernel.cute_python.mla.latent.merge import (
@@ -71,7 +71,6 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
 )
 from mla_var3.kernel.cute_python.mla.latent.ops import Outputs
 from mla_var3.kernel.cute_python.mla.latent.producer import (
-    LEFT,
     Mbarrier,
     SharedTiles,
     Sources,
@@ -82,6 +81,7 @@ from mla_var3.kernel.cute_python.mla.latent.rows64 import Exchange, compute_rows
 from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     GroupShape,
     Scheduler,
+    SlidingWindow,
     partial_count,
     work_range,
 )
@@ -95,7 +95,9 @@ docs/results/2026-11-15-nvidia-h200-cute-development.md); between them nothing w
 
 
 class FlashMLASm90:
-    """Host and device code for one element type; see `final_lse` for `empty_positive`.
+    """Host and device code for one element type and pair of widths.
+
+    See `final_lse` for `empty_positive`.
 
     With `early` it is launched before the kernel in front of it has ended (programmatic dependent
     launch). It waits for that kernel before it reads the queries, and writes nothing before that
@@ -103,7 +105,17 @@ class FlashMLASm90:
     and must have been launched without overlap.
     """
 
-    def __init__(self, dtype, few=0, strict=False, empty_positive=False, early=False, head_box=0):
+    def __init__(
+        self,
+        dtype,
+        few=0,
+        strict=False,
+        empty_positive=False,
+        early=False,
+        head_box=0,
+        widths=LatentWidths(),
+    ):
+        self.widths = widths
         self.early = early
         self.head_box = head_box
         self.dtype = dtype
@@ -117,33 +129,38 @@ class FlashMLASm90:
         operands, partials, sizes, (stream,) = groups_of(
             arguments, LatentOperands, Partials, LatentSizes
         )
-        dtype = self.dtype
-
+        dtype, widths = self.dtype, self.widths
         total_queries = sizes.total_rows // sizes.heads
 
-        # Columns as (64, tiles): a copy then takes several column tiles at once.
-        def rows_of(pointer, tiles, stride, token_stride):
+        # Latent columns as (64, tiles): a copy then takes several column tiles at once.
+        latent_columns, rope_columns = (TILE, widths.tiles), widths.p
+
+        def strides_of(columns):
+            return (1, TILE) if columns is latent_columns else 1
+
+        def rows_of(pointer, columns, stride, token_stride):
             rows, strides = (sizes.total_rows,), (cute.assume(stride, divby=8),)
             if const_expr(self.head_box > 0):
                 rows = (sizes.heads, total_queries)
                 strides = (*strides, cute.assume(token_stride, divby=8))
-            layout = cute.make_layout((*rows, (TILE, tiles)), stride=(*strides, (1, TILE)))
+            layout = cute.make_layout((*rows, columns), stride=(*strides, strides_of(columns)))
             return cute.make_tensor(pointer, layout)
 
-        def pages_of(pointer, tiles, stride, page_stride):
-            shape = (sizes.page_tokens, (TILE, tiles), sizes.pages)
-            strides = (cute.assume(stride, divby=8), (1, TILE), cute.assume(page_stride, divby=8))
-            return cute.make_tensor(pointer, cute.make_layout(shape, stride=strides))
+        def pages_of(pointer, columns, stride, page_stride):
+            shape = (sizes.page_tokens, columns, sizes.pages)
+            row, page = cute.assume(stride, divby=8), cute.assume(page_stride, divby=8)
+            layout = cute.make_layout(shape, stride=(row, strides_of(columns), page))
+            return cute.make_tensor(pointer, layout)
 
         swizzle = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
-        row_layout = cute.tile_to_shape(swizzle, (TILE, LATENT + ROPE), order=(0, 1))
+        row_layout = cute.tile_to_shape(swizzle, (TILE, widths.columns), order=(0, 1))
 
-        def copies_of(tensor, tiles, head_box=0):
+        def copies_of(tensor, columns, head_box=0):
             load = cpasync.CopyBulkTensorTileG2SOp()
-            layout = cute.tile_to_shape(swizzle, (TILE, tiles * TILE), order=(0, 1))
-            box = (TILE, tiles * TILE)
+            layout = cute.tile_to_shape(swizzle, (TILE, columns), order=(0, 1))
+            box = (TILE, columns)
             if const_expr(head_box > 0):
-                box = (head_box, TILE // head_box, tiles * TILE)
+                box = (head_box, TILE // head_box, columns)
                 layout = cute.composition(layout, cute.make_layout(box))
             return cpasync.make_tiled_tma_atom(load, tensor, layout, box)
 
@@ -164,9 +181,9 @@ class FlashMLASm90:
             row_max_few: cute.struct.MemRange[Float32, 2 * ROWS]
             scales_few: cute.struct.MemRange[Float32, 2 * ROWS]
             warp_rows: cute.struct.MemRange[Float32, CONSUMER_WARPS * ROWS]
-            q: cute.struct.Align[cute.struct.MemRange[dtype, ROWS * (LATENT + ROPE)], 1024]
-            even: cute.struct.Align[cute.struct.MemRange[dtype, KV_BLOCK * (LATENT + ROPE)], 1024]
-            odd: cute.struct.Align[cute.struct.MemRange[dtype, KV_BLOCK * (LATENT + ROPE)], 1024]
+            q: cute.struct.Align[cute.struct.MemRange[dtype, ROWS * widths.columns], 1024]
+            even: cute.struct.Align[cute.struct.MemRange[dtype, KV_BLOCK * widths.columns], 1024]
+            odd: cute.struct.Align[cute.struct.MemRange[dtype, KV_BLOCK * widths.columns], 1024]
 
         self.Shared = Shared
         line = cute.make_layout
@@ -198,28 +215,29 @@ class FlashMLASm90:
         else:
             products = (
                 mma(K, K, KV_BLOCK, shared),
-                mma(K, MN, HALF, registers),
-                mma(K, MN, HALF, shared),
+                mma(K, MN, widths.half, registers),
+                mma(K, MN, widths.half, shared),
             )
+        q_latent = rows_of(
+            operands.q_latent, latent_columns, sizes.q_latent_stride, sizes.q_latent_token_stride
+        )
+        latent = pages_of(
+            operands.latent, latent_columns, sizes.latent_stride, sizes.latent_page_stride
+        )
+        q_rope_copy = rope_copy = (None, None)
+        if const_expr(widths.p > 0):
+            q_rope = rows_of(
+                operands.q_rope, rope_columns, sizes.q_rope_stride, sizes.q_rope_token_stride
+            )
+            q_rope_copy = copies_of(q_rope, TILE, self.head_box)
+            rope = pages_of(operands.rope, rope_columns, sizes.rope_stride, sizes.rope_page_stride)
+            rope_copy = copies_of(rope, TILE)
         self.flash_mla(
             *products,
-            *copies_of(
-                rows_of(
-                    operands.q_latent, ROPE_TILE, sizes.q_latent_stride, sizes.q_latent_token_stride
-                ),
-                len(LEFT),
-                self.head_box,
-            ),
-            *copies_of(
-                rows_of(operands.q_rope, 1, sizes.q_rope_stride, sizes.q_rope_token_stride),
-                1,
-                self.head_box,
-            ),
-            *copies_of(
-                pages_of(operands.latent, ROPE_TILE, sizes.latent_stride, sizes.latent_page_stride),
-                len(LEFT),
-            ),
-            *copies_of(pages_of(operands.rope, 1, sizes.rope_stride, sizes.rope_page_stride), 1),
+            *copies_of(q_latent, widths.half, self.head_box),
+            *q_rope_copy,
+            *copies_of(latent, widths.half),
+            *rope_copy,
             table,
             cute.make_tensor(operands.lengths, line(requests)),
             total_lengths,
@@ -240,6 +258,7 @@ class FlashMLASm90:
             sizes.max_tokens,
             sizes.newest,
             sizes.causal,
+            sizes.sliding_window,
             sizes.shards,
             sizes.shard,
             sizes.whole_items,
@@ -263,12 +282,12 @@ class FlashMLASm90:
         pv_mma_shared: cute.TiledMma,
         q_copy: cute.CopyAtom,
         q_global: cute.Tensor,
-        qr_copy: cute.CopyAtom,
-        qr_global: cute.Tensor,
+        qr_copy: cute.CopyAtom | None,
+        qr_global: cute.Tensor | None,
         c_copy: cute.CopyAtom,
         c_global: cute.Tensor,
-        r_copy: cute.CopyAtom,
-        r_global: cute.Tensor,
+        r_copy: cute.CopyAtom | None,
+        r_global: cute.Tensor | None,
         table: cute.Tensor | None,
         lengths: cute.Tensor,
         total_lengths: cute.Tensor | None,
@@ -289,6 +308,7 @@ class FlashMLASm90:
         max_tokens: Int32,
         newest: Int32,
         causal: Int32,
+        sliding_window: Int32 | None,
         shards: Int32,
         shard: Int32,
         whole_items: Int32,
@@ -307,37 +327,44 @@ class FlashMLASm90:
             init_barriers(barriers, 2 if self.few > 0 else 1)
             missing[0] = Int32(0)
         cute.arch.sync_threads()
+        window = None
+        if const_expr(sliding_window is not None):
+            window = SlidingWindow(sliding_window, queries, total_lengths, shards, shard)
         scheduler = Scheduler(
             work_range(
-                lengths, requests, visits, newest, max_tokens, whole_items, group, group_count
+                lengths, requests, visits, newest, max_tokens, whole_items, group, group_count,
+                window,
             ),
             lengths, total_lengths, query_begins, tree, queries, total_queries, heads, max_tokens,
-            group_ctas, visits, newest, causal, shards, shard, group, rank,
+            group_ctas, visits, newest, causal, shards, shard, window, group, rank,
         )  # fmt: skip
         ctas, cta = group_ctas * group_count, group * group_ctas + rank
         splits = may_split(scheduler.range, group_count)
         if thread == 0 and splits:
             open_merge(merges, ctas, cta)
-        tiles = SharedTiles(
-            *(
-                memory.get_tensor(row_layout.outer, swizzle=row_layout.inner)
-                for memory in (store.q, store.even, store.odd)
-            )
+        q, even, odd = (
+            memory.get_tensor(row_layout.outer, swizzle=row_layout.inner)
+            for memory in (store.q, store.even, store.odd)
         )
+        tiles = SharedTiles(q, even, odd, self.widths)
         if warp_index >= PRODUCER_WARP:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_index == PRODUCER_WARP:
                 if const_expr(self.early):
                     cute.arch.griddepcontrol_wait()
+                q_rope = rope = None
+                if const_expr(self.widths.p > 0):
+                    q_rope, rope = TmaTensor(qr_copy, qr_global), TmaTensor(r_copy, r_global)
                 sources = Sources(
-                    TmaTensor(q_copy, q_global), TmaTensor(qr_copy, qr_global),
-                    TmaTensor(c_copy, c_global), TmaTensor(r_copy, r_global),
+                    TmaTensor(q_copy, q_global), q_rope, TmaTensor(c_copy, c_global), rope,
                     table, pages, page_tokens, heads, self.head_box,
                 )  # fmt: skip
                 produce(sources, tiles, barriers, scheduler)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            outputs = Outputs(o_latent, lse, o_partial, lse_partial, merges, self.empty_positive)
+            outputs = Outputs(
+                o_latent, lse, o_partial, lse_partial, merges, self.empty_positive, self.widths
+            )
             line, two = cute.make_layout(ROWS), cute.make_layout((ROWS, 2))
             if const_expr(self.few > 0):
                 few_exchange = FewExchange(
@@ -364,7 +391,7 @@ class FlashMLASm90:
             # have theirs as they end. Not from the idle warps, which are here at the start.
             cute.arch.griddepcontrol_launch_dependents()
             if splits:
-                shared = merge_shared(store.q.data_ptr())
+                shared = merge_shared(store.q.data_ptr(), self.widths)
                 merge_partials(outputs, missing, shared, group_ctas, ctas, cta, self.dtype)
 
 
@@ -416,6 +443,7 @@ def latent_stage(
     cost_fn: Callable[[Any], tuple[float, float]],
     configs: Sequence[FlashMLATiling],
     newest: int = 0,
+    sliding_window: int | None = None,
 ) -> CuteKernel:
     """The attention over latent rows; its outputs are `o_latent` and `lse`.
 
@@ -428,11 +456,14 @@ def latent_stage(
         cost_fn: FLOPs and bytes of the attention, without those of the merge.
         configs: candidate tilings.
         newest: newest tokens to leave out.
+        sliding_window: newest tokens, up to itself, that a query sees; None for all.
     """
     o_latent = operands.o_latent
     partials = allocate_partials(o_latent.device, plan.sm_count)
     dtype = ELEMENT_TYPES[plan.torch_dtype]
-    options = LatentOptions(plan.s, plan.causal, plan.scale_log2e, newest)
+    options = LatentOptions(
+        plan.s, plan.causal, plan.scale_log2e, newest, sliding_window=sliding_window
+    )
 
     def args_fn(tiling: FlashMLATiling) -> tuple[object, ...]:
         return latent_arguments(operands, partials, options, groups(tiling))
@@ -441,13 +472,13 @@ def latent_stage(
         shape = groups(tiling)
         flops, moved = cost_fn(tiling)
         more_flops, more_moved = merge_cost(
-            partial_count(kv_lengths, shape) * shape.group_ctas, o_latent.element_size()
+            partial_count(kv_lengths, shape) * shape.group_ctas, o_latent.element_size(), plan.k
         )
         return flops + more_flops, moved + more_moved
 
     return CuteKernel(
         kernel_fn=FlashMLASm90.flash_mla,
-        host_fn=lambda tiling: FlashMLASm90(dtype, tiling.few),
+        host_fn=lambda tiling: FlashMLASm90(dtype, tiling.few, widths=LatentWidths(plan.k, plan.p)),
         args_fn=args_fn,
         requires_arch="sm_90a",
         tiling=tiling,

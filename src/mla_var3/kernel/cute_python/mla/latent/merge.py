@@ -1,12 +1,12 @@
 """Merges the partials of split work tiles, at the end of the latent kernel's own launch.
 
-    o_partial [slots, 64, 512] float32, normalised within the split
+    o_partial [slots, 64, k] float32, normalised within the split
     lse_partial [slots, 64] float32, in powers of two; -inf for a row without a visible token
     merges [slots + CTAs + 1, 4] int32:
         of every slot its record (`Record`)
         of every CTA its state (`CtaState`, 64 bits)
         how many CTAs have read all states
-    -> rows of o_latent [rows, 512] and lse [rows] (natural logarithm) of the split work tiles
+    -> rows of o_latent [rows, k] and lse [rows] (natural logarithm) of the split work tiles
 
 Every CTA owns two slots: an even one for the first item of its range, an odd one for the last. The
 partials of a work tile are in order: its first in either slot of some CTA, the others in the even
@@ -39,16 +39,15 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     CONSUMER_WARPS,
     CONSUMERS,
     LATENT,
-    ROPE,
     ROWS,
 )
+from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
 from mla_var3.kernel.cute_python.mla.latent.ops import final_lse
 from mla_var3.kernel.cute_python.mla.latent.producer import Barrier
 from mla_var3.kernel.cute_python.mla.latent.scheduler import Split
 
 CHUNK = 128
 """Columns of a row that a warp reads at once: 16 bytes of float32 per lane."""
-CHUNKS = LATENT // CHUNK
 LOADS = 16
 """Reads of 16 bytes that a lane starts before it uses the first: the 8 warps of a CTA have few in
 flight otherwise. Other numbers were not measured."""
@@ -56,7 +55,7 @@ LOOKS = 16
 """How often a CTA looks for others that have not started before it leaves. CTAs without work end
 while the last ones are being started. Other numbers were not measured."""
 MOST_SLOTS = 2048
-"""Slots whose records fit the query tile, two for each CTA."""
+"""Slots whose records fit the query tile at k=512, two for each CTA; half of them at k=256."""
 
 
 class CtaState(IntEnum):
@@ -103,10 +102,10 @@ def may_split(work_range, group_count):
     return work_range.step != group_count
 
 
-def merge_cost(partials: int, element_size: int) -> tuple[float, float]:
-    """FLOPs and bytes of merging a number of partials into elements of this size."""
+def merge_cost(partials: int, element_size: int, k: int = LATENT) -> tuple[float, float]:
+    """FLOPs and bytes of merging partials of this width into elements of this size."""
     rows = partials * ROWS
-    return 2.0 * rows * LATENT, float(rows * (LATENT * 4 + 4 + LATENT * element_size))
+    return 2.0 * rows * k, float(rows * (k * 4 + 4 + k * element_size))
 
 
 @dataclass(frozen=True)
@@ -130,11 +129,12 @@ class MergeShared:
     sums: Any
 
 
-def merge_shared(tile: cute.Pointer) -> MergeShared:
+def merge_shared(tile: cute.Pointer, widths: LatentWidths) -> MergeShared:
     """The merge's view of the query tile."""
     words = cute.recast_ptr(tile, dtype=Int32)
+    slots = MOST_SLOTS * widths.k // LATENT
     sizes = [
-        (MOST_SLOTS, len(Record)), (MOST_SLOTS,), (MOST_SLOTS // 2,), (len(Total),),
+        (slots, len(Record)), (slots,), (slots // 2,), (len(Total),),
         (CONSUMER_WARPS, 2), (CONSUMER_WARPS, 4, 32),
     ]  # fmt: skip
     tensors: list[cute.Tensor] = []
@@ -145,7 +145,7 @@ def merge_shared(tile: cute.Pointer) -> MergeShared:
         order = tuple(reversed(range(len(shape))))
         tensors.append(cute.make_tensor(place, cute.make_ordered_layout(shape, order=order)))
         used += cute.size(shape)
-    assert used * 4 <= ROWS * (LATENT + ROPE) * 2
+    assert used * 4 <= ROWS * widths.columns * 2
     return MergeShared(*tensors)
 
 
@@ -317,15 +317,16 @@ def merge_own_rows(
     dtype: cutlass.Constexpr,
 ):
     """Merge this CTA's share of the rows."""
+    chunks = outputs.widths.k // CHUNK
     rows = shared.totals[Total.TILES] * shared.totals[Total.MOST_ROWS]
-    if rows * CHUNKS > ctas * CONSUMER_WARPS:
-        merge_units(outputs, shared, group_ctas, ctas, Int32(1), CHUNKS, dtype)
+    if rows * chunks > ctas * CONSUMER_WARPS:
+        merge_units(outputs, shared, group_ctas, ctas, Int32(1), chunks, dtype)
     else:
         # Where the rows are so few that one turn is enough, a warp takes some columns of one, and
         # where these are few as well, several warps take some partials each: one alone would wait
         # for memory again and again.
         team = Int32(1)
-        while team < CONSUMER_WARPS and rows * CHUNKS * team * 2 <= ctas * CONSUMER_WARPS:
+        while team < CONSUMER_WARPS and rows * chunks * team * 2 <= ctas * CONSUMER_WARPS:
             team = team * 2
         merge_units(outputs, shared, group_ctas, ctas, team, 1, dtype)
 
@@ -351,12 +352,13 @@ def merge_units(
     warp = cute.arch.make_warp_uniform(thread // 32)
     lane = cute.arch.lane_idx()
     tiles, most, present, rank = (shared.totals[total] for total in Total)
-    per_row = CHUNKS // chunks
+    k = outputs.widths.k
+    per_row = k // CHUNK // chunks
     units = tiles * most * per_row
     teams = CONSUMER_WARPS // team
     slots = 2 * ctas
     partials = cute.make_tensor(
-        outputs.o_partial, cute.make_layout((slots * ROWS, LATENT), stride=(LATENT, 1))
+        outputs.o_partial, cute.make_layout((slots * ROWS, k), stride=(k, 1))
     )
     for turn in cutlass.range((units + present * teams - 1) // (present * teams), unroll=1):
         unit = (turn * present + rank) * teams + warp // team
@@ -540,7 +542,7 @@ def store_merged(
         lse_log2 = top + cute.math.log2(weight, fastmath=True)
     narrow = cute.make_rmem_tensor((4, chunks), dtype)
     narrow.store((acc.load() * inverse).to(dtype))
-    start = Int64(row) * LATENT + (chunk * CHUNK + lane * 4)
+    start = Int64(row) * outputs.widths.k + (chunk * CHUNK + lane * 4)
     for c in cutlass.range_constexpr(chunks):
         place = (outputs.o_latent + (start + c * CHUNK)).align(8)
         cute.autovec_copy(narrow[None, c], cute.make_tensor(place, 4))

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import ROWS
+from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
 from mla_var3.runtime.cute.arguments import Int64Arg
 
 if TYPE_CHECKING:
@@ -31,11 +32,11 @@ class LatentOperands(NamedTuple):
     """The tensors of one call of the latent kernel.
 
     Attributes:
-        q_latent: latent queries `[b, s, h, 512]`, or `[total_q, h, 512]` with `cu_seqlens_q`; query
+        q_latent: latent queries `[b, s, h, k]`, or `[total_q, h, k]` with `cu_seqlens_q`; query
             tokens at equal distances, and heads (see `head_box`).
-        q_rope: their rope part, 64 wide.
-        latent: dense cache `[b, t, 512]`, or pages `[pages, page, 512]`.
-        rope: its rope part, 64 wide.
+        q_rope: their rope part, p wide; None where p is 0.
+        latent: dense cache `[b, t, k]`, or pages `[pages, page, k]`.
+        rope: its rope part, p wide; None where p is 0.
         block_table: `[b, pages of a request]` int32 for a paged cache, stride 1 in a row.
         lengths: `[b]` int32; counted as at most `max_tokens`.
         total_lengths: `[b]` int32, tokens of each request over all shards, where this cache is
@@ -51,9 +52,9 @@ class LatentOperands(NamedTuple):
     """
 
     q_latent: Tensor
-    q_rope: Tensor
+    q_rope: Tensor | None
     latent: Tensor
-    rope: Tensor
+    rope: Tensor | None
     block_table: Tensor | None
     lengths: Tensor
     total_lengths: Tensor | None
@@ -68,9 +69,9 @@ class LatentOperands(NamedTuple):
         cls,
         rows: Sequence[int],
         q_latent: Tensor,
-        q_rope: Tensor,
+        q_rope: Tensor | None,
         latent: Tensor,
-        rope: Tensor,
+        rope: Tensor | None,
         lengths: Tensor,
         block_table: Tensor | None = None,
         total_lengths: Tensor | None = None,
@@ -87,6 +88,11 @@ class LatentOperands(NamedTuple):
             q_latent, q_rope, latent, rope, block_table, lengths, total_lengths, cu_seqlens_q, tree,
             scales, o_latent, lse,
         )  # fmt: skip
+
+    @property
+    def widths(self) -> LatentWidths:
+        """The widths of the rows."""
+        return LatentWidths(self.latent.shape[-1], 0 if self.rope is None else self.rope.shape[-1])
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -122,6 +128,7 @@ class LatentSizes(NamedTuple):
         tree_stride, tree_row_stride: between requests and between queries.
         newest: newest tokens to leave out.
         causal: 1 if a query sees no later token.
+        sliding_window: newest tokens, up to itself, that a query sees; None for all.
         shards, shard: with `total_lengths`, token i of a request lies in shard i % shards, and
             this cache is number `shard`.
         whole_items: 1 if no request is split, see `LatentOptions.batch_invariant`.
@@ -150,6 +157,7 @@ class LatentSizes(NamedTuple):
     tree_row_stride: int
     newest: int
     causal: int
+    sliding_window: int | None
     shards: int
     shard: int
     whole_items: int
@@ -163,9 +171,9 @@ class ProjectionOperands(NamedTuple):
     """The tensors of the projections around the latent kernel, all contiguous.
 
     Attributes:
-        w_uk, w_uv: `[h, 128, 512]` and `[h, 512, 128]`.
-        q_nope: queries without rope, `[..., h, 128]`.
-        out: output, like `q_nope`.
+        w_uk, w_uv: `[h, d, k]` and `[h, k, v]`.
+        q_nope: queries without rope, `[..., h, d]`.
+        out: output, `[..., h, v]`.
     """
 
     w_uk: Tensor
@@ -219,6 +227,7 @@ class LatentOptions:
         shards, shard: see `LatentSizes`.
         batch_invariant: whether the result of a request must not depend, bit by bit, on the other
             requests of the batch: nothing is split, and one program serves all batches.
+        sliding_window: see `LatentSizes`.
     """
 
     max_q: int
@@ -229,17 +238,18 @@ class LatentOptions:
     shards: int = 1
     shard: int = 0
     batch_invariant: bool = False
+    sliding_window: int | None = None
 
 
 def head_box(operands: LatentOperands) -> int:
     """Heads of a query token that one copy takes, where heads and tokens have own strides.
 
-    0 when all query rows of both parts are at equal distances, as in `[tokens, h, 512]`. Head-major
-    queries, a view of `[h, tokens, 512]`, have two strides. A copy then takes a box of heads and
+    0 when all query rows of both parts are at equal distances, as in `[tokens, h, k]`. Head-major
+    queries, a view of `[h, tokens, k]`, have two strides. A copy then takes a box of heads and
     tokens, together 64 rows, so h must divide 64 or be a multiple of it; `can_box` says whether.
     """
     heads = operands.lse.shape[-1]
-    parts = (operands.q_latent, operands.q_rope)
+    parts = [part for part in operands[:2] if part is not None]
     if all(token_stride(part, heads) == heads * part.stride(-2) for part in parts):
         return 0
     return min(heads, ROWS)
@@ -269,30 +279,32 @@ def latent_arguments(
         options: its options.
         shape: how CTAs work together.
     """
-    q_latent, latent, rope = operands.q_latent, operands.latent, operands.rope
+    q_latent, q_rope, latent, rope = operands[:4]
     table, tree, scales = operands.block_table, operands.tree, operands.scales
+    heads = operands.lse.shape[-1]
     sizes = LatentSizes(
         scale_log2e=options.scale_log2e,
         requests=operands.lengths.shape[0],
         queries=options.max_q,
-        heads=operands.lse.shape[-1],
+        heads=heads,
         total_rows=operands.lse.numel(),
         q_latent_stride=q_latent.stride(-2),
-        q_rope_stride=operands.q_rope.stride(-2),
-        q_latent_token_stride=token_stride(q_latent, operands.lse.shape[-1]),
-        q_rope_token_stride=token_stride(operands.q_rope, operands.lse.shape[-1]),
+        q_rope_stride=0 if q_rope is None else q_rope.stride(-2),
+        q_latent_token_stride=token_stride(q_latent, heads),
+        q_rope_token_stride=0 if q_rope is None else token_stride(q_rope, heads),
         pages=latent.shape[0],
         page_tokens=latent.shape[1],
         max_tokens=latent.shape[1] * (1 if table is None else table.shape[1]),
         latent_page_stride=Int64Arg(latent.stride(0)),
         latent_stride=latent.stride(1),
-        rope_page_stride=Int64Arg(rope.stride(0)),
-        rope_stride=rope.stride(1),
+        rope_page_stride=Int64Arg(0 if rope is None else rope.stride(0)),
+        rope_stride=0 if rope is None else rope.stride(1),
         block_table_stride=0 if table is None else table.stride(0),
         tree_stride=0 if tree is None else tree.stride(0),
         tree_row_stride=0 if tree is None else tree.stride(1),
         newest=options.newest,
         causal=int(options.causal),
+        sliding_window=options.sliding_window,
         shards=options.shards,
         shard=options.shard,
         whole_items=int(options.batch_invariant),

@@ -8,7 +8,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, LN_2, MMA_DEPTH, TILE
+from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, LN_2, MMA_DEPTH
+from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
 
 
 @dataclass(frozen=True)
@@ -16,10 +17,11 @@ class Outputs:
     """What the consumers write.
 
     Attributes:
-        o_latent: pointer to the output, [rows, 512].
+        o_latent: pointer to the output, [rows, k].
         lse: [rows] float32.
         o_partial, lse_partial, merges: partials of split work tiles, see `merge.py`.
         empty_positive: see `final_lse`; constant.
+        widths: widths of the rows; constant.
     """
 
     o_latent: Any
@@ -28,6 +30,7 @@ class Outputs:
     lse_partial: Any
     merges: Any
     empty_positive: bool
+    widths: LatentWidths
 
 
 @cute.jit
@@ -65,12 +68,11 @@ def compute_scores(
     # A private atom: setting a field of a shared one inside dynamic control flow is rejected.
     atom = cute.make_mma_atom(mma.op)
     for part in cutlass.range_constexpr(len(parts)):
-        tiles = parts[part].tiles
+        steps = parts[part].steps
         cute.arch.mbarrier_wait(barriers + parts[part].full, phase)
         warpgroup.fence()
-        for i in cutlass.range_constexpr(len(tiles) * TILE // MMA_DEPTH):
-            tile = tiles[i * MMA_DEPTH // TILE]
-            at = (None, None, tile * (TILE // MMA_DEPTH) + i % (TILE // MMA_DEPTH))
+        for i in cutlass.range_constexpr(len(steps)):
+            at = (None, None, steps[i])
             atom.set(warpgroup.Field.ACCUMULATE, part + i > 0)
             cute.gemm(atom, acc, a[at], b[at], acc)
     warpgroup.commit_group()

@@ -14,17 +14,15 @@ from cutlass import Int32, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import (
-    COLUMN_TILES,
     CONSUMER_WARPS,
     CONSUMERS,
-    HALF,
     KV_BLOCK,
-    ROPE_TILE,
     TILE,
     TILE_BYTES,
     WARPGROUP_WARPS,
 )
 from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor
+from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
 
 
 class Mbarrier(IntEnum):
@@ -63,30 +61,52 @@ WARPGROUP_BARRIERS = (Barrier.WARPGROUP_0, Barrier.WARPGROUP_1)
 class BlockPart:
     """Column tiles of a KV block that arrive together and are released together.
 
+    A copy takes half of the latent columns. Fewer and larger copies keep the producer warp from
+    becoming the bottleneck (run 7 of docs/results/2026-11-15-nvidia-h200-cute-development.md).
+
     Attributes:
-        tiles: the column tiles.
+        widths: widths of the block.
+        half: which half of its latent columns: 0 is the left one.
+        has_rope: whether the rope part is loaded as well.
         full, empty: their mbarriers.
     """
 
-    tiles: tuple[int, ...]
+    widths: LatentWidths
+    half: int
+    has_rope: bool
     full: Mbarrier
     empty: Mbarrier
 
+    @property
+    def tiles(self) -> tuple[int, ...]:
+        """The column tiles."""
+        count = self.widths.tiles // 2
+        own = range(self.half * count, (self.half + 1) * count)
+        return (*own, self.widths.tiles) if self.has_rope else (*own,)
 
-LEFT, RIGHT = (0, 1, 2, 3), (4, 5, 6, 7)
-"""Column tiles of a copy: half of the latent columns. Fewer and larger copies keep the producer
-warp from becoming the bottleneck (run 7 of
-docs/results/2026-11-15-nvidia-h200-cute-development.md)."""
-EVEN_PARTS = (
-    BlockPart(LEFT, Mbarrier.EVEN_OWN_FULL, Mbarrier.EVEN_OWN_EMPTY),
-    BlockPart((*RIGHT, ROPE_TILE), Mbarrier.EVEN_OTHER_FULL, Mbarrier.EVEN_OTHER_EMPTY),
-)
-ODD_PARTS = (
-    BlockPart(RIGHT, Mbarrier.ODD_OWN_FULL, Mbarrier.ODD_OWN_EMPTY),
-    BlockPart((*LEFT, ROPE_TILE), Mbarrier.ODD_OTHER_FULL, Mbarrier.ODD_OTHER_EMPTY),
-)
-"""The warpgroup that computes a block's scores is the first to be done with its own half of the
-values. The rope tile holds P once the scores exist, and the other warpgroup reads P last."""
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Steps of the scores' product over them, of 16 columns each."""
+        return tuple(step for tile in self.tiles for step in self.widths.steps(tile))
+
+
+def block_parts(widths: LatentWidths) -> tuple[tuple[BlockPart, ...], tuple[BlockPart, ...]]:
+    """The parts of an even and of an odd KV block, in the order in which they are loaded.
+
+    The warpgroup that computes a block's scores is the first to be done with its own half of the
+    values. The rope part comes with the other half: its tile holds P once the scores exist, and the
+    other warpgroup reads P last.
+    """
+    rope = widths.p > 0
+    even = (
+        BlockPart(widths, 0, False, Mbarrier.EVEN_OWN_FULL, Mbarrier.EVEN_OWN_EMPTY),
+        BlockPart(widths, 1, rope, Mbarrier.EVEN_OTHER_FULL, Mbarrier.EVEN_OTHER_EMPTY),
+    )
+    odd = (
+        BlockPart(widths, 1, False, Mbarrier.ODD_OWN_FULL, Mbarrier.ODD_OWN_EMPTY),
+        BlockPart(widths, 0, rope, Mbarrier.ODD_OTHER_FULL, Mbarrier.ODD_OTHER_EMPTY),
+    )
+    return even, odd
 
 
 def arrivals(barrier: Mbarrier, p_readers: int) -> int:
@@ -131,7 +151,8 @@ class Sources:
     """What the producer reads.
 
     Attributes:
-        q, q_rope: query rows and their rope part; with a `head_box`, heads of query tokens.
+        q, q_rope: query rows and their rope part; with a `head_box`, heads of query tokens. No
+            rope part where p is 0.
         latent, rope: the cache, as pages.
         table: block table of a paged cache, or None.
         pages: pages of the cache.
@@ -141,9 +162,9 @@ class Sources:
     """
 
     q: TmaTensor
-    q_rope: TmaTensor
+    q_rope: TmaTensor | None
     latent: TmaTensor
-    rope: TmaTensor
+    rope: TmaTensor | None
     table: Any
     pages: Any
     page_tokens: Any
@@ -153,16 +174,20 @@ class Sources:
 
 @dataclass(frozen=True)
 class SharedTiles:
-    """Tiles [64, 576] in shared memory: the query tile and the two KV blocks of a pair."""
+    """Tiles [64, `widths.columns`] in shared memory: the query tile and a pair of KV blocks."""
 
     q: Any
     even: Any
     odd: Any
+    widths: LatentWidths
 
 
 @dataclass(frozen=True)
 class _Cache:
-    """The cache as the copies of KV blocks see it; blocks are [64*columns, block, part, page]."""
+    """The cache as the copies of KV blocks see it; blocks are [64*columns, block, part, page].
+
+    Without a rope part its fields are None.
+    """
 
     latent_copy: Any
     latent_blocks: Any
@@ -175,7 +200,7 @@ class _Cache:
 
 @dataclass(frozen=True)
 class _Buffer:
-    """A KV block in shared memory: halves [64*256, half] and rope tile [64*64]."""
+    """A KV block in shared memory: halves [64*k/2, half], rope tile [64*64] or None."""
 
     halves: Any
     rope: Any
@@ -189,12 +214,12 @@ class _Place:
     page: Any
 
 
-def _halves(tile: cute.Tensor) -> cute.Tensor:  # [64*256, half]
-    return cute.group_modes(cute.local_tile(tile, (TILE, HALF), (0, None)), 0, 2)
+def _halves(tile: cute.Tensor, widths: LatentWidths) -> cute.Tensor:  # [64*k/2, half]
+    return cute.group_modes(cute.local_tile(tile, (TILE, widths.half), (0, None)), 0, 2)
 
 
-def _rope(tile: cute.Tensor) -> cute.Tensor:  # [64*64]
-    return cute.group_modes(cute.local_tile(tile, (TILE, TILE), (0, ROPE_TILE)), 0, 2)
+def _rope(tile: cute.Tensor, widths: LatentWidths) -> cute.Tensor:  # [64*64]
+    return cute.group_modes(cute.local_tile(tile, (TILE, TILE), (0, widths.tiles)), 0, 2)
 
 
 def _blocks(tensor: cute.Tensor, columns: int) -> cute.Tensor:
@@ -212,22 +237,26 @@ def produce(
 ):
     """Load the query tiles and KV blocks of all work tiles of the CTA; one warp calls it."""
     one = cute.make_layout(1)
-    latent, rope = sources.latent, sources.rope
+    widths, latent, rope = shared.widths, sources.latent, sources.rope
+    parts = block_parts(widths)
     even_halves, latent_blocks = cpasync.tma_partition(
-        latent.copy, 0, one, _halves(shared.even), _blocks(latent.tensor, HALF)
+        latent.copy, 0, one, _halves(shared.even, widths), _blocks(latent.tensor, widths.half)
     )
     odd_halves, _ = cpasync.tma_partition(
-        latent.copy, 0, one, _halves(shared.odd), _blocks(latent.tensor, HALF)
+        latent.copy, 0, one, _halves(shared.odd, widths), _blocks(latent.tensor, widths.half)
     )
-    even_rope, rope_blocks = cpasync.tma_partition(
-        rope.copy, 0, one, _rope(shared.even), _blocks(rope.tensor, TILE)
-    )
-    odd_rope, _ = cpasync.tma_partition(
-        rope.copy, 0, one, _rope(shared.odd), _blocks(rope.tensor, TILE)
-    )
+    even_rope = odd_rope = rope_copy = rope_blocks = None
+    if const_expr(rope is not None):
+        rope_copy = rope.copy
+        even_rope, rope_blocks = cpasync.tma_partition(
+            rope.copy, 0, one, _rope(shared.even, widths), _blocks(rope.tensor, TILE)
+        )
+        odd_rope, _ = cpasync.tma_partition(
+            rope.copy, 0, one, _rope(shared.odd, widths), _blocks(rope.tensor, TILE)
+        )
     even, odd = _Buffer(even_halves, even_rope), _Buffer(odd_halves, odd_rope)
     cache = _Cache(
-        latent.copy, latent_blocks, rope.copy, rope_blocks,
+        latent.copy, latent_blocks, rope_copy, rope_blocks,
         sources.table, sources.pages, sources.page_tokens // KV_BLOCK,
     )  # fmt: skip
     tile = scheduler.first_tile()
@@ -237,15 +266,12 @@ def produce(
     while tile.valid:
         cute.arch.mbarrier_wait(barriers + Mbarrier.Q_EMPTY, q_phase ^ 1)
         q_phase ^= 1
-        load_queries(
-            sources, _halves(shared.q), _rope(shared.q), barriers + Mbarrier.Q_FULL,
-            tile.base + tile.row,
-        )  # fmt: skip
+        load_queries(sources, shared, barriers + Mbarrier.Q_FULL, tile.base + tile.row)
         request = tile.item // scheduler.visits
         for pair in cutlass.range(tile.pairs, unroll=1):
             block = tile.first + 2 * pair
             load_pair(
-                cache, even, odd, barriers, phase,
+                cache, even, odd, parts, barriers, phase,
                 place_of(cache, request, block, tile.last),
                 place_of(cache, request, block + 1, tile.last),
             )  # fmt: skip
@@ -254,20 +280,19 @@ def produce(
     if started:
         # Scores are computed one pair ahead, so behind the last pair as well.
         nowhere = _Place(Int32(0), sources.pages)
-        load_pair(cache, even, odd, barriers, phase, nowhere, nowhere)
+        load_pair(cache, even, odd, parts, barriers, phase, nowhere, nowhere)
 
 
 @cute.jit
 def load_queries(
     sources: cutlass.Constexpr,
-    halves: cute.Tensor,
-    rope: cute.Tensor,
+    shared: cutlass.Constexpr,
     full: cute.Pointer,
     first_row: Int32,
 ):
     """Start the copies of a query tile."""
     one = cute.make_layout(1)
-    q, q_rope = sources.q, sources.q_rope
+    q, q_rope, widths = sources.q, sources.q_rope, shared.widths
 
     def parts_of(tensor, columns):
         if const_expr(sources.head_box > 0):
@@ -278,15 +303,21 @@ def load_queries(
         rows = cute.domain_offset((first_row, 0), tensor)
         return cute.group_modes(cute.local_tile(rows, (TILE, columns), (0, None)), 0, 2)
 
-    target, source = cpasync.tma_partition(q.copy, 0, one, halves, parts_of(q.tensor, HALF))
-    rope_target, rope_source = cpasync.tma_partition(
-        q_rope.copy, 0, one, rope, parts_of(q_rope.tensor, TILE)
+    target, source = cpasync.tma_partition(
+        q.copy, 0, one, _halves(shared.q, widths), parts_of(q.tensor, widths.half)
     )
+    rope: Any = (None, None)  # target and source
+    if const_expr(q_rope is not None):
+        rope = cpasync.tma_partition(
+            q_rope.copy, 0, one, _rope(shared.q, widths), parts_of(q_rope.tensor, TILE)
+        )
+    tiles = widths.tiles if q_rope is None else widths.tiles + 1
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(full, COLUMN_TILES * TILE_BYTES)
+        cute.arch.mbarrier_arrive_and_expect_tx(full, tiles * TILE_BYTES)
     for half in cutlass.range_constexpr(2):
         cute.copy(q.copy, source[(None, half)], target[(None, half)], tma_bar_ptr=full)
-    cute.copy(q_rope.copy, rope_source[(None, 0)], rope_target, tma_bar_ptr=full)
+    if const_expr(q_rope is not None):
+        cute.copy(q_rope.copy, rope[1][(None, 0)], rope[0], tma_bar_ptr=full)
 
 
 @cute.jit
@@ -312,6 +343,7 @@ def load_pair(
     cache: cutlass.Constexpr,
     even: cutlass.Constexpr,
     odd: cutlass.Constexpr,
+    parts: cutlass.Constexpr,
     barriers: cute.Pointer,
     phase: Int32,
     even_place: cutlass.Constexpr,
@@ -319,9 +351,9 @@ def load_pair(
 ):
     """Load two KV blocks, each part as soon as the readers have released the old one."""
     for i in cutlass.range_constexpr(2):
-        load_part(cache, even, barriers, phase, even_place, EVEN_PARTS[i])
+        load_part(cache, even, barriers, phase, even_place, parts[0][i])
     for i in cutlass.range_constexpr(2):
-        load_part(cache, odd, barriers, phase, odd_place, ODD_PARTS[i])
+        load_part(cache, odd, barriers, phase, odd_place, parts[1][i])
 
 
 @cute.jit
@@ -334,13 +366,13 @@ def load_part(
     part: cutlass.Constexpr,
 ):
     """Load half of the latent columns of a KV block, and the rope tile if the part has it."""
-    half = part.tiles[0] // len(LEFT)
+    half = part.half
     full = barriers + part.full
     cute.arch.mbarrier_wait(barriers + part.empty, phase ^ 1)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full, len(part.tiles) * TILE_BYTES)
     source = cache.latent_blocks[(None, place.block, half, place.page)]
     cute.copy(cache.latent_copy, source, buffer.halves[(None, half)], tma_bar_ptr=full)
-    if const_expr(ROPE_TILE in part.tiles):
+    if const_expr(part.has_rope):
         source = cache.rope_blocks[(None, place.block, 0, place.page)]
         cute.copy(cache.rope_copy, source, buffer.rope, tma_bar_ptr=full)

@@ -15,10 +15,7 @@ from cutlass.cute.nvgpu import warp, warpgroup
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import (
     CONSUMERS,
-    HALF,
     KV_BLOCK,
-    LATENT,
-    ROPE_TILE,
     ROWS,
     SCORE_FLOOR,
     TILE,
@@ -42,15 +39,16 @@ from mla_var3.kernel.cute_python.mla.hopper.warps import release
 from mla_var3.kernel.cute_python.mla.latent.merge import record_partial
 from mla_var3.kernel.cute_python.mla.latent.ops import add_values, compute_scores, final_lse
 from mla_var3.kernel.cute_python.mla.latent.producer import (
-    EVEN_PARTS,
-    ODD_PARTS,
     Barrier,
     Mbarrier,
     arrive,
+    block_parts,
 )
 from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     first_hidden,
+    needs_mask,
     partial_slot,
+    row_begin,
     row_limit,
     tree_hides,
 )
@@ -90,7 +88,7 @@ def compute_rows64(
 
     Args:
         qk_mma: scores, 64 x 64.
-        pv_mma, pv_mma_shared: values, 64 x 256, with P in registers or in shared memory.
+        pv_mma, pv_mma_shared: values, 64 x k/2, with P in registers or in shared memory.
         shared: query tile and KV blocks, `SharedTiles`.
         barriers: mbarriers.
         exchange: `Exchange`.
@@ -105,10 +103,12 @@ def compute_rows64(
     t = thread % WARPGROUP
     lane = t % 32
     row0 = (t // 32) * 16 + lane // 4
+    widths, half_columns = shared.widths, shared.widths.half
+    even_parts, odd_parts = block_parts(widths)
 
-    # The rope columns of a KV block are of no use once its scores exist: they hold P then.
-    p_even = cute.local_tile(shared.even, (KV_BLOCK, TILE), (0, ROPE_TILE))
-    p_odd = cute.local_tile(shared.odd, (KV_BLOCK, TILE), (0, ROPE_TILE))
+    # The rope tile of a KV block is of no use once its scores exist: it holds P then.
+    p_even = cute.local_tile(shared.even, (KV_BLOCK, TILE), (0, widths.tiles))
+    p_odd = cute.local_tile(shared.odd, (KV_BLOCK, TILE), (0, widths.tiles))
     thr_qk = qk_mma.get_slice(t)
     thr_pv, thr_pv_shared = pv_mma.get_slice(t), pv_mma_shared.get_slice(t)
     f_q = qk_mma.make_fragment_A(thr_qk.partition_A(shared.q))
@@ -116,9 +116,10 @@ def compute_rows64(
     f_odd = qk_mma.make_fragment_B(thr_qk.partition_B(shared.odd))
 
     def values(block):
-        # (256, 64): this warpgroup's half of the latent columns, transposed
-        half = cute.local_tile(block, (KV_BLOCK, HALF), (0, group))
-        return cute.composition(half, cute.make_ordered_layout((HALF, KV_BLOCK), order=(1, 0)))
+        # (k/2, 64): this warpgroup's half of the latent columns, transposed
+        half = cute.local_tile(block, (KV_BLOCK, half_columns), (0, group))
+        transposed = cute.make_ordered_layout((half_columns, KV_BLOCK), order=(1, 0))
+        return cute.composition(half, transposed)
 
     v_even = pv_mma.make_fragment_B(thr_pv.partition_B(values(shared.even)))
     v_odd = pv_mma.make_fragment_B(thr_pv.partition_B(values(shared.odd)))
@@ -129,16 +130,16 @@ def compute_rows64(
     ).get_slice(t)
     p_even_target, p_odd_target = store_p.partition_D(p_even), store_p.partition_D(p_odd)
 
-    acc_o = cute.make_rmem_tensor(thr_pv.partition_shape_C((ROWS, HALF)), Float32)
+    acc_o = cute.make_rmem_tensor(thr_pv.partition_shape_C((ROWS, half_columns)), Float32)
     acc_s = cute.make_rmem_tensor(thr_qk.partition_shape_C((ROWS, KV_BLOCK)), Float32)
-    o, s = two_rows(acc_o, HALF), two_rows(acc_s, KV_BLOCK)
+    o, s = two_rows(acc_o, half_columns), two_rows(acc_s, KV_BLOCK)
     # The same registers as operand A of the second product and as the result of the first.
     p_operand = cute.make_rmem_tensor(
         cute.make_layout(((2, 2, 2), 1, 4), stride=((1, 2, 4), 0, 8)), dtype
     )
     p_result = cute.make_tensor(p_operand.iterator, acc_s.layout)
     sums = cute.make_rmem_tensor(2, Float32)
-    limits = cute.make_rmem_tensor(2, Int32)
+    limits, begins = cute.make_rmem_tensor(2, Int32), cute.make_rmem_tensor(2, Int32)
     scale = cute.make_rmem_tensor(2, Float32)
     best, top = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
 
@@ -148,9 +149,9 @@ def compute_rows64(
     if tile.valid:
         cute.arch.mbarrier_wait(barriers + Mbarrier.Q_FULL, 0)
         if group == 0:
-            compute_scores(qk_mma, f_q, f_even, acc_s, barriers, phase, EVEN_PARTS)
+            compute_scores(qk_mma, f_q, f_even, acc_s, barriers, phase, even_parts)
         else:
-            compute_scores(qk_mma, f_q, f_odd, acc_s, barriers, phase, ODD_PARTS)
+            compute_scores(qk_mma, f_q, f_odd, acc_s, barriers, phase, odd_parts)
         warpgroup.wait_group(0)
     while tile.valid:
         following = scheduler.next_tile(tile)
@@ -159,6 +160,8 @@ def compute_rows64(
         top.fill(SCORE_FLOOR)
         for r in cutlass.range_constexpr(2):
             limits[r] = row_limit(tile, row0 + 8 * r, scheduler)
+            if const_expr(scheduler.window is not None):
+                begins[r] = row_begin(tile, row0 + 8 * r, scheduler)
         lowest = first_hidden(tile, scheduler)
         if group == 0:
             for pair in cutlass.range(tile.pairs, unroll=1):
@@ -166,10 +169,12 @@ def compute_rows64(
                 if final:
                     release(barriers + Mbarrier.Q_EMPTY, lane)
                 token = (tile.first + 2 * pair) * KV_BLOCK
-                if token + KV_BLOCK > lowest:
-                    mask(s, token, limits, lane, row0, tile, scheduler)
+                if needs_mask(token, lowest, tile, scheduler):
+                    mask(s, token, limits, begins, lane, row0, tile, scheduler)
                     if token + KV_BLOCK > tile.length and token < tile.length:
-                        clear_rows(shared.even, LATENT, tile.length - token, t, Barrier.WARPGROUP_0)
+                        clear_rows(
+                            shared.even, widths.k, tile.length - token, t, Barrier.WARPGROUP_0
+                        )
                 thread_max(s, best)
                 scale.fill(1.0)
                 # In most blocks no maximum rises, and threads exchange nothing.
@@ -194,7 +199,7 @@ def compute_rows64(
                 phase ^= 1
                 if final and following.valid:
                     cute.arch.mbarrier_wait(barriers + Mbarrier.Q_FULL, q_phase ^ 1)
-                compute_scores(qk_mma, f_q, f_even, acc_s, barriers, phase, EVEN_PARTS)
+                compute_scores(qk_mma, f_q, f_even, acc_s, barriers, phase, even_parts)
                 warpgroup.wait_group(0)
         else:
             for pair in cutlass.range(tile.pairs, unroll=1):
@@ -202,10 +207,12 @@ def compute_rows64(
                 if final:
                     release(barriers + Mbarrier.Q_EMPTY, lane)
                 token = (tile.first + 2 * pair + 1) * KV_BLOCK
-                if token + KV_BLOCK > lowest:
-                    mask(s, token, limits, lane, row0, tile, scheduler)
+                if needs_mask(token, lowest, tile, scheduler):
+                    mask(s, token, limits, begins, lane, row0, tile, scheduler)
                     if token + KV_BLOCK > tile.length and token < tile.length:
-                        clear_rows(shared.odd, LATENT, tile.length - token, t, Barrier.WARPGROUP_1)
+                        clear_rows(
+                            shared.odd, widths.k, tile.length - token, t, Barrier.WARPGROUP_1
+                        )
                 thread_max(s, best)
                 wait_for_p(Barrier.P_EVEN)
                 if receive_scales(scale, exchange.scale_even, row0):
@@ -231,7 +238,7 @@ def compute_rows64(
                 phase ^= 1
                 if final and following.valid:
                     cute.arch.mbarrier_wait(barriers + Mbarrier.Q_FULL, q_phase ^ 1)
-                compute_scores(qk_mma, f_q, f_odd, acc_s, barriers, phase, ODD_PARTS)
+                compute_scores(qk_mma, f_q, f_odd, acc_s, barriers, phase, odd_parts)
                 warpgroup.wait_group(0)
         finish(o, sums, top, exchange.row_sum, outputs, tile, row0, lane, group, scheduler, dtype)
         q_phase ^= 1
@@ -243,20 +250,21 @@ def mask(
     s: cute.Tensor,
     token: Int32,
     limits: cute.Tensor,
+    begins: cute.Tensor,
     lane: Int32,
     row0: Int32,
     tile: cutlass.Constexpr,
     scheduler: cutlass.Constexpr,
 ):
-    """Hide the tokens of a KV block that a row does not see, by length, order and tree."""
-    if const_expr(scheduler.tree is None):
-        mask_scores(s, token, limits, lane)
-    else:
+    """Hide the tokens of a KV block that a row does not see, by length, order, window and tree."""
 
-        def off_path(r, hidden_token):
-            return tree_hides(tile, row0 + 8 * r, hidden_token, scheduler)
+    def off_path(r, hidden_token):
+        return tree_hides(tile, row0 + 8 * r, hidden_token, scheduler)
 
-        mask_scores(s, token, limits, lane, off_path)
+    mask_scores(
+        s, token, limits, lane, None if scheduler.tree is None else off_path,
+        None if scheduler.window is None else begins,
+    )  # fmt: skip
 
 
 @cute.jit
@@ -319,6 +327,7 @@ def finish(
 ):
     """Normalise by the row sums of both warpgroups, and write the tile's result or partial."""
     lse, lse_partial = outputs.lse, outputs.lse_partial
+    k, half = outputs.widths.k, outputs.widths.half
     for r in cutlass.range_constexpr(2):
         total = row_sum(sums[r])
         if lane % 4 == 0:
@@ -333,14 +342,14 @@ def finish(
         exists = tile.row + row < tile.rows
         if tile.split != 0:
             if exists:
-                start = (Int64(slot) * ROWS + row) * LATENT
-                store_row(o[r, None], HALF, outputs.o_partial, start + group * HALF, lane, Float32)
+                start = (Int64(slot) * ROWS + row) * k
+                store_row(o[r, None], half, outputs.o_partial, start + group * half, lane, Float32)
                 if writes_lse:
                     lse_partial[slot * ROWS + row] = lse_log2
         else:
             at = Int64(tile.base + tile.row + row)
-            target = outputs.o_latent + (at * LATENT + group * HALF)
-            store_narrow(o[r, None], target, lane, exists, dtype)
+            target = outputs.o_latent + (at * k + group * half)
+            store_narrow(o[r, None], half, target, lane, exists, dtype)
             if writes_lse and exists:
                 lse[at] = final_lse(lse_log2, outputs.empty_positive)
     if tile.split != 0 and group == 0 and row0 == 0 and lane == 0:
@@ -349,7 +358,12 @@ def finish(
 
 @cute.jit
 def store_narrow(
-    row: cute.Tensor, target: cute.Pointer, lane: Int32, write: Boolean, dtype: cutlass.Constexpr
+    row: cute.Tensor,
+    columns: cutlass.Constexpr,
+    target: cute.Pointer,
+    lane: Int32,
+    write: Boolean,
+    dtype: cutlass.Constexpr,
 ):
     """Store this thread's columns of a row of half an output in 16 bits, if `write`.
 
@@ -357,12 +371,12 @@ def store_narrow(
     8, so that each has 4 neighbouring columns and the four fill a memory sector of 32 bytes. All
     threads of the warp take part in the exchange, whether their row is written or not.
     """
-    narrow = cute.make_rmem_tensor((2, HALF // 8), dtype)
-    narrow.store(own_columns(row, HALF).load().to(dtype))
-    words = cute.recast_tensor(narrow, Int32)  # (1, 32)
-    out = cute.make_rmem_tensor((2, HALF // 16), Int32)
+    narrow = cute.make_rmem_tensor((2, columns // 8), dtype)
+    narrow.store(own_columns(row, columns).load().to(dtype))
+    words = cute.recast_tensor(narrow, Int32)  # (1, columns / 8)
+    out = cute.make_rmem_tensor((2, columns // 16), Int32)
     odd = lane % 2
-    for j in cutlass.range_constexpr(HALF // 16):
+    for j in cutlass.range_constexpr(columns // 16):
         low, high = words[0, 2 * j], words[0, 2 * j + 1]
         send = high
         if odd == 1:
@@ -378,5 +392,5 @@ def store_narrow(
         column = (lane % 4 - odd) * 2 + odd * 8
         place = cute.recast_ptr((target + column).align(8), dtype=Int32)
         cute.autovec_copy(
-            out, cute.make_tensor(place, cute.make_layout((2, HALF // 16), stride=(1, 8)))
+            out, cute.make_tensor(place, cute.make_layout((2, columns // 16), stride=(1, 8)))
         )

@@ -196,11 +196,46 @@ def tokens_of(lengths: cute.Tensor, request: Int32, max_tokens: Int32) -> Int32:
     return cutlass.max(cutlass.min(lengths[request], max_tokens), 0)
 
 
+@dataclass(frozen=True)
+class SlidingWindow:
+    """The newest tokens that a query sees, up to itself.
+
+    Attributes:
+        size: how many.
+        queries, total_lengths, shards, shard: as in `Scheduler`.
+    """
+
+    size: Any
+    queries: Any
+    total_lengths: Any
+    shards: Any
+    shard: Any
+
+
 @cute.jit
-def kv_blocks(lengths: cute.Tensor, request: Int32, newest: Int32, max_tokens: Int32) -> Int32:
-    """KV blocks of a request, without its `newest` tokens."""
+def kv_blocks(
+    lengths: cute.Tensor,
+    request: Int32,
+    newest: Int32,
+    max_tokens: Int32,
+    window: cutlass.Constexpr,
+) -> Int32:
+    """KV blocks of a request that its queries see, without its `newest` tokens."""
     old = cutlass.max(tokens_of(lengths, request, max_tokens) - newest, 0)
-    return (old + (KV_BLOCK - 1)) // KV_BLOCK
+    blocks = (old + (KV_BLOCK - 1)) // KV_BLOCK
+    if const_expr(window is not None):
+        blocks = cutlass.max(blocks - first_block(lengths, request, max_tokens, window), 0)
+    return blocks
+
+
+@cute.jit
+def first_block(
+    lengths: cute.Tensor, request: Int32, max_tokens: Int32, window: cutlass.Constexpr
+) -> Int32:
+    """The first KV block that a request with the most queries would see."""
+    length = tokens_of(lengths, request, max_tokens)
+    hidden = causal_limit(request, length, window.queries, -window.size, window)
+    return cutlass.max(hidden, 0) // KV_BLOCK
 
 
 @dataclass(frozen=True)
@@ -230,6 +265,7 @@ def work_range(
     whole_items: Int32,
     group: Int32,
     group_count: Int32,
+    window: cutlass.Constexpr = None,
 ) -> WorkRange:
     """The range of a CTA group; all lanes of a warp call it together and get the same answer.
 
@@ -245,7 +281,7 @@ def work_range(
     for chunk in cutlass.range(chunks, unroll=8):
         request = chunk * 32 + lane
         if request < requests:
-            blocks = kv_blocks(lengths, request, newest, max_tokens)
+            blocks = kv_blocks(lengths, request, newest, max_tokens, window)
             total += blocks + ITEM_COST
             longest = cutlass.max(longest, blocks)
     total = cute.arch.warp_redux_sync(total, "add") * visits
@@ -259,7 +295,7 @@ def work_range(
         step = group_count
     else:
         begin, begin_block, end, end_block = split_range(
-            lengths, requests, visits, newest, max_tokens, group, group_count, total
+            lengths, requests, visits, newest, max_tokens, group, group_count, total, window
         )
     return WorkRange(begin, begin_block, end, end_block, step)
 
@@ -274,6 +310,7 @@ def split_range(
     group: Int32,
     group_count: Int32,
     total: Int32,
+    window: cutlass.Constexpr,
 ):
     """A group's range of the line of length `total`: begin and end as (item, KV block)."""
     lane = cute.arch.lane_idx()
@@ -291,7 +328,7 @@ def split_range(
         blocks = Int32(0)
         cost = Int32(0)
         if request < requests:
-            blocks = kv_blocks(lengths, request, newest, max_tokens)
+            blocks = kv_blocks(lengths, request, newest, max_tokens, window)
             cost = blocks + ITEM_COST
         inclusive = cost
         for step in cutlass.range_constexpr(5):
@@ -373,6 +410,7 @@ class Scheduler:
             order of the tokens alone decides.
         queries, total_queries, heads, max_tokens, group_ctas, visits, newest, causal, shards,
             shard: sizes, as in the kernel's contract.
+        window: the newest tokens that a query sees; None for all.
         group: number of the CTA group.
         rank: the CTA's place in its group.
     """
@@ -392,6 +430,7 @@ class Scheduler:
     causal: Any
     shards: Any
     shard: Any
+    window: SlidingWindow | None
     group: Any
     rank: Any
 
@@ -438,8 +477,9 @@ def work_tile_at(item: Int32, scheduler: cutlass.Constexpr) -> WorkTile:
                 valid = Boolean(True)
                 length = tokens_of(scheduler.lengths, request, scheduler.max_tokens)
                 blocks = kv_blocks(
-                    scheduler.lengths, request, scheduler.newest, scheduler.max_tokens
-                )
+                    scheduler.lengths, request, scheduler.newest, scheduler.max_tokens,
+                    scheduler.window,
+                )  # fmt: skip
                 if item == own.begin:
                     first = own.begin_block
                 last = blocks
@@ -451,6 +491,14 @@ def work_tile_at(item: Int32, scheduler: cutlass.Constexpr) -> WorkTile:
                         split += Split.FIRST
                     if last == blocks:
                         split += Split.LAST
+                if const_expr(scheduler.window is not None):
+                    skipped = first_block(
+                        scheduler.lengths, request, scheduler.max_tokens, scheduler.window
+                    )
+                    # The first row of the tile sees the oldest tokens.
+                    oldest = window_begin(request, length, count, row, scheduler)
+                    first = cutlass.max(first + skipped, cutlass.max(oldest, 0) // KV_BLOCK)
+                    last += skipped
                 if scheduler.causal != 0:
                     # The last row of the tile sees most.
                     query = cutlass.min(row + ROWS - 1, rows - 1) // scheduler.heads
@@ -498,6 +546,43 @@ def row_limit(tile: cutlass.Constexpr, row: Int32, scheduler: cutlass.Constexpr)
         request = tile.item // scheduler.visits
         limit = cutlass.min(limit, causal_limit(request, tile.length, count, query, scheduler))
     return limit
+
+
+@cute.jit
+def window_begin(
+    request: Int32, length: Int32, count: Int32, row: Int32, scheduler: cutlass.Constexpr
+) -> Int32:
+    """The first token in the sliding window of a request's row; may be negative."""
+    query = row // scheduler.heads - scheduler.window.size
+    return causal_limit(request, length, count, query, scheduler)
+
+
+@cute.jit
+def row_begin(tile: cutlass.Constexpr, row: Int32, scheduler: cutlass.Constexpr) -> Int32:
+    """The same for a row of a work tile."""
+    count = tile.rows // scheduler.heads
+    request = tile.item // scheduler.visits
+    return window_begin(request, tile.length, count, tile.row + row, scheduler)
+
+
+@cute.jit
+def needs_mask(
+    token: Int32, lowest: Int32, tile: cutlass.Constexpr, scheduler: cutlass.Constexpr
+) -> Boolean:
+    """Whether some row of a work tile does not see all tokens of the KV block from `token` on.
+
+    Args:
+        token: first token of the block.
+        lowest: see `first_hidden`.
+        tile: the work tile.
+        scheduler: the CTA's work tiles.
+    """
+    needed = token + KV_BLOCK > lowest
+    if const_expr(scheduler.window is not None):
+        # The last row of the tile sees the fewest old tokens.
+        last_row = cutlass.min(ROWS - 1, tile.rows - tile.row - 1)
+        needed = needed or token < row_begin(tile, last_row, scheduler)
+    return needed
 
 
 @cute.jit

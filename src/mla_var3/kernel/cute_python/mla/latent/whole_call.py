@@ -1,8 +1,8 @@
 """Whole calls: the projections and the latent attention in one launch of the host.
 
-    q_latent = q_nope w_uk     [m, h, 128] x [h, 128, 512]    `projections/queries.py`
+    q_latent = q_nope w_uk     [m, h, d] x [h, d, k]          `projections/queries.py`
     o_latent = attention       over the latent cache          `latent/kernel.py`
-    o = o_latent w_uv          [m, h, 512] x [h, 512, 128]    `projections/outputs.py`
+    o = o_latent w_uv          [m, h, k] x [h, k, v]          `projections/outputs.py`
 
 One compiled host function launches all three, which costs the host little more than the launches.
 
@@ -21,8 +21,9 @@ import cutlass
 import cutlass.cute as cute
 from torch import Tensor
 
-from mla_var3.conf.kernel_rates import OWN_PROJECTION_QUERIES
-from mla_var3.kernel.cute_python.mla.hopper.constants import HEAD, LATENT
+from mla_var3.conf.kernel_rates import OWN_PROJECTION_QUERIES, PROJECTED_D, PROJECTED_V
+from mla_var3.kernel.cute_python.mla.hopper.constants import HEAD
+from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
 from mla_var3.kernel.cute_python.mla.latent.call import (
     ELEMENT_TYPES,
     LatentLaunch,
@@ -41,22 +42,29 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
     groups_of,
 )
 from mla_var3.kernel.cute_python.mla.projections.outputs import (
-    COLUMNS,
     DecompressCombineSm90,
+    column_choices,
     columns_for,
     default_head_ctas,
 )
-from mla_var3.kernel.cute_python.mla.projections.queries import ProjectQueriesSm90, cta_count
+from mla_var3.kernel.cute_python.mla.projections.queries import (
+    TILE_COLUMNS,
+    ProjectQueriesSm90,
+    cta_count,
+)
 from mla_var3.runtime.tensors import ALIGNMENT_BYTES
 
 
 class WholeCall:
     """Host code that launches the attention between its projections."""
 
-    def __init__(self, element, few, empty_positive=False):
+    def __init__(self, element, few, empty_positive=False, widths=LatentWidths(), d=HEAD, v=HEAD):
         self.element = element
         self.few = few
         self.empty_positive = empty_positive
+        self.widths = widths
+        self.d = d
+        self.v = v
 
     @cute.jit
     def __call__(self, *arguments):
@@ -66,24 +74,28 @@ class WholeCall:
             rest, LatentOperands, Partials, LatentSizes
         )
         tokens, heads = sizes.tokens, latent_sizes.heads
-        ProjectQueriesSm90(self.element)(
+        ProjectQueriesSm90(self.element, self.widths.k, self.d)(
             projections.q_nope, projections.w_uk, operands.q_latent, tokens, heads,
             sizes.query_ctas, stream,
         )  # fmt: skip
         attention = FlashMLASm90(
-            self.element, self.few, empty_positive=self.empty_positive, early=True
-        )
+            self.element, self.few, empty_positive=self.empty_positive, early=True,
+            widths=self.widths,
+        )  # fmt: skip
         attention(*rest)
         columns = sizes.output_columns
         outputs = (
             operands.o_latent, projections.w_uv, None, None, None, projections.out, None, tokens,
             heads, sizes.output_head_ctas, stream,
         )  # fmt: skip
-        # All widths in one program: a CUDA graph can be captured for any number of queries once
+        choices = column_choices(self.v)
+        # All of them in one program: a CUDA graph can be captured for any number of queries once
         # another number has been called.
-        for width in cutlass.range_constexpr(len(COLUMNS)):
-            if columns == COLUMNS[width]:
-                DecompressCombineSm90(self.element, early=True, columns=COLUMNS[width])(*outputs)
+        for choice in cutlass.range_constexpr(len(choices)):
+            if columns == choices[choice]:
+                DecompressCombineSm90(
+                    self.element, early=True, columns=choices[choice], k=self.widths.k, v=self.v
+                )(*outputs)
 
 
 def whole_arguments(
@@ -96,13 +108,13 @@ def whole_arguments(
         latent: arguments of the latent kernel, see `latent_arguments`.
         sm_count: SMs of the device.
     """
-    heads = projections.q_nope.shape[-2]
-    tokens = projections.q_nope.numel() // (heads * HEAD)
+    heads, d, k = projections.w_uk.shape
+    tokens = projections.q_nope.numel() // (heads * d)
     sizes = ProjectionSizes(
         tokens=tokens,
-        query_ctas=cta_count(tokens, heads, sm_count),
+        query_ctas=cta_count(tokens, heads, sm_count, k, d),
         output_head_ctas=default_head_ctas(tokens, heads, sm_count),
-        output_columns=columns_for(tokens, heads, sm_count),
+        output_columns=columns_for(tokens, heads, sm_count, projections.w_uv.shape[2]),
     )
     return (*projections, *sizes, *latent)
 
@@ -110,12 +122,10 @@ def whole_arguments(
 def serves(projections: ProjectionOperands) -> bool:
     """Whether these projections run in the launch of the attention; otherwise torch does them."""
     w_uk, w_uv, q_nope, _ = projections
-    heads = q_nope.shape[-2]
-    widths = tuple(w_uk.shape) == (heads, HEAD, LATENT) and tuple(w_uv.shape) == (
-        heads, LATENT, HEAD
-    )  # fmt: skip
-    most = OWN_PROJECTION_QUERIES * heads * HEAD
-    if not widths or not 0 < q_nope.numel() <= most or q_nope.dtype not in ELEMENT_TYPES:
+    heads, d, k = w_uk.shape
+    served = d in PROJECTED_D and w_uv.shape[2] in PROJECTED_V and k % TILE_COLUMNS == 0
+    most = OWN_PROJECTION_QUERIES * heads * d
+    if not served or not 0 < q_nope.numel() <= most or q_nope.dtype not in ELEMENT_TYPES:
         return False
     return all(_is_aligned(tensor) for tensor in projections)
 
@@ -145,8 +155,10 @@ def attend(
     few = 0 if options.batch_invariant else default_few(options.max_q * q_nope.shape[-2])
     tiling = FlashMLATiling(few=few)
     program = call_program(
-        FlashMLASm90.flash_mla, WholeCall, tiling, options.empty_positive, arguments, q_nope
-    )
+        FlashMLASm90.flash_mla, WholeCall, tiling, arguments, q_nope,
+        empty_positive=options.empty_positive, widths=operands.widths, d=q_nope.shape[-1],
+        v=projections.out.shape[-1],
+    )  # fmt: skip
     program(*arguments)
     if copied:
         return None

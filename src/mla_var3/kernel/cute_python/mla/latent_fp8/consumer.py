@@ -33,7 +33,6 @@ from mla_var3.kernel.cute_python.mla.hopper.columns import by_row, own_row
 from mla_var3.kernel.cute_python.mla.hopper.constants import (
     CONSUMER_WARPS,
     CONSUMERS,
-    HALF,
     KV_BLOCK,
     LATENT,
     ROWS,
@@ -54,12 +53,16 @@ from mla_var3.kernel.cute_python.mla.latent.producer import WARPGROUP_BARRIERS, 
 from mla_var3.kernel.cute_python.mla.latent.rows64 import mask
 from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     first_hidden,
+    needs_mask,
     partial_slot,
+    row_begin,
     row_limit,
 )
 from mla_var3.kernel.cute_python.mla.latent_fp8.producer import STAGES, empty, full
 from mla_var3.op.mla.window.quantise import E4M3_MAX
 
+HALF = LATENT // 2
+"""Output columns of a warpgroup."""
 WEIGHT_BITS = 6.0
 """A weight at the running maximum is 2**6 or up to twice that: small weights stay above e4m3's
 least number, 2**-9."""
@@ -642,11 +645,13 @@ def compute_weights(
     if const_expr(scales is not None):
         if token + KV_BLOCK > stored:
             clear_scales(scales, stage, stored - token, t, group)
-    if token + KV_BLOCK > lowest:
-        limits = cute.make_rmem_tensor(2, Int32)
+    if needs_mask(token, lowest, tile, step.scheduler):
+        limits, begins = cute.make_rmem_tensor(2, Int32), cute.make_rmem_tensor(2, Int32)
         for r in cutlass.range_constexpr(2):
             limits[r] = row_limit(tile, row0 + 8 * r, step.scheduler)
-        mask(s, token, limits, lane, row0, tile, step.scheduler)
+            if const_expr(step.scheduler.window is not None):
+                begins[r] = row_begin(tile, row0 + 8 * r, step.scheduler)
+        mask(s, token, limits, begins, lane, row0, tile, step.scheduler)
     words = cute.make_rmem_tensor((KV_BLOCK // 16, 2), Int32)
     added = cute.make_rmem_tensor(2, Float32)
     weigh(s, state.top, state.factors, scales, stage, words, added, lane)

@@ -30,6 +30,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     THREADS,
 )
 from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor
+from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
 from mla_var3.kernel.cute_python.mla.latent.merge import (
     may_split,
     merge_partials,
@@ -44,7 +45,7 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
     groups_of,
 )
 from mla_var3.kernel.cute_python.mla.latent.ops import Outputs
-from mla_var3.kernel.cute_python.mla.latent.scheduler import Scheduler, work_range
+from mla_var3.kernel.cute_python.mla.latent.scheduler import Scheduler, SlidingWindow, work_range
 from mla_var3.kernel.cute_python.mla.latent_fp8.consumer import (
     Exchange,
     Mmas,
@@ -235,6 +236,7 @@ class LatentFp8Sm90:
             sizes.max_tokens,
             sizes.newest,
             sizes.causal,
+            sizes.sliding_window,
             sizes.shards,
             sizes.shard,
             sizes.whole_items,
@@ -292,6 +294,7 @@ class LatentFp8Sm90:
         max_tokens: Int32,
         newest: Int32,
         causal: Int32,
+        sliding_window: Int32 | None,
         shards: Int32,
         shard: Int32,
         whole_items: Int32,
@@ -317,12 +320,16 @@ class LatentFp8Sm90:
             risen[0] = Int32(-2)
             risen[1] = Int32(-2)
         cute.arch.sync_threads()
+        window = None
+        if const_expr(sliding_window is not None):
+            window = SlidingWindow(sliding_window, queries, total_lengths, shards, shard)
         scheduler = Scheduler(
             work_range(
-                lengths, requests, visits, newest, max_tokens, whole_items, group, group_count
+                lengths, requests, visits, newest, max_tokens, whole_items, group, group_count,
+                window,
             ),
             lengths, total_lengths, query_begins, tree, queries, total_queries, heads, max_tokens,
-            group_ctas, visits, newest, causal, shards, shard, group, rank,
+            group_ctas, visits, newest, causal, shards, shard, window, group, rank,
         )  # fmt: skip
         ctas, cta = group_ctas * group_count, group * group_ctas + rank
         splits = may_split(scheduler.range, group_count)
@@ -349,7 +356,10 @@ class LatentFp8Sm90:
                 produce(cache, blocks, barriers, scheduler)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
-            outputs = Outputs(o_latent, lse, o_partial, lse_partial, merges, self.empty_positive)
+            widths = LatentWidths()
+            outputs = Outputs(
+                o_latent, lse, o_partial, lse_partial, merges, self.empty_positive, widths
+            )
             line, two = cute.make_layout(ROWS), cute.make_layout((ROWS, 2))
             p_words = cute.make_tensor(
                 cute.recast_ptr(store.p.data_ptr(), dtype=Int32),
@@ -375,5 +385,5 @@ class LatentFp8Sm90:
                 exchange, outputs, whole_scale, scale_log2e, scheduler, self.columns,
             )  # fmt: skip
             if splits:
-                shared = merge_shared(store.keys.data_ptr())
+                shared = merge_shared(store.keys.data_ptr(), widths)
                 merge_partials(outputs, missing, shared, group_ctas, ctas, cta, self.dtype)

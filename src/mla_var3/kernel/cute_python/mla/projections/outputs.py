@@ -1,19 +1,20 @@
 """decompress_combine: up-project a latent output and merge it with a decompressed one.
 
-    o_latent [b*s, h, 512]    lse_latent [b*s, h] float32    over the latent tokens
-    o_new    [b*s, h, 128]    lse_new    [b*s, h] float32    over the decompressed tokens
-    w_uv     [h, 512, 128]
-    -> o [b*s, h, 128] in the input dtype, lse [b*s, h] float32 (natural logarithm)
+    o_latent [b*s, h, k]      lse_latent [b*s, h] float32    over the latent tokens
+    o_new    [b*s, h, v]      lse_new    [b*s, h] float32    over the decompressed tokens
+    w_uv     [h, k, v]
+    -> o [b*s, h, v] in the input dtype, lse [b*s, h] float32 (natural logarithm)
 
 o = (o_latent w_uv) * exp(lse_latent - lse) + o_new * exp(lse_new - lse), lse = logaddexp of both.
 Without o_new only the up-projection is left, and no LSE is read or written. Rows without a token in
-either part give 0 and -inf. bfloat16 and float16. Target: sm_90a.
+either part give 0 and -inf. k=512 or 256; v=64, 128 or 256, with o_new 64 or 128. bfloat16 and
+float16. Target: sm_90a.
 
-How it works. A CTA keeps w_uv of one head in shared memory, or some of its columns where there are
-few rows and heads, and takes every `head_ctas`-th tile of 128 rows. A producer warp loads o_latent
-in steps of 64 latent columns through a pipeline, two consumer warpgroups multiply 64 rows each and
-merge from registers, so the up-projected part never leaves the SM. The kernel is memory bound: it
-reads o_latent once, and w_uv once per CTA.
+How it works. A CTA keeps w_uv of one head in shared memory, up to 128 of its columns, or fewer
+where there are few rows and heads, and takes every `head_ctas`-th tile of 128 rows. A producer warp
+loads o_latent in steps of 64 latent columns through a pipeline, two consumer warpgroups multiply 64
+rows each and merge from registers, so the up-projected part never leaves the SM. The kernel is
+memory bound: it reads o_latent once, twice at v=256, and w_uv once per CTA.
 """
 
 from collections.abc import Callable
@@ -62,11 +63,10 @@ from mla_var3.runtime.tensors import check_tensor, require_view
 
 COMBINE_ROWS = CONSUMER_WARPGROUPS * ROWS
 """Rows of a tile: 64 for each of the two warpgroups."""
-STEPS = LATENT // TILE
 STAGES = 5
-"""Steps of o_latent in flight: five fit an SM beside w_uv of a head (128 KiB)."""
-COLUMNS = (HEAD, HEAD // 2, HEAD // 4)
-"""Output columns that a CTA may compute: all of a head, or a part."""
+"""Steps of o_latent in flight: five fit an SM beside w_uv of a head at k=512, v=128 (128 KiB)."""
+COLUMNS = (128, 64, 32)
+"""Output columns that a CTA may compute, as far as a head has so many."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +75,18 @@ class Barriers:
 
     Attributes:
         first: pointer to the first of them.
+        steps: steps of w_uv.
         stages: stages of o_latent.
     """
 
     first: Any
+    steps: int
     stages: int
 
     @property
     def count(self) -> int:
         """All of them."""
-        return STEPS + 2 * self.stages
+        return self.steps + 2 * self.stages
 
     def weights_full(self, step: Any) -> Any:
         """A step of w_uv has arrived."""
@@ -92,11 +94,11 @@ class Barriers:
 
     def full(self, stage: Any) -> Any:
         """A stage of o_latent has arrived."""
-        return self.first + STEPS + stage
+        return self.first + self.steps + stage
 
     def empty(self, stage: Any) -> Any:
         """The consumers have released a stage of o_latent."""
-        return self.first + (STEPS + self.stages) + stage
+        return self.first + (self.steps + self.stages) + stage
 
 
 @dataclass(frozen=True)
@@ -164,33 +166,42 @@ def default_head_ctas(rows: int, heads: int, sm_count: int) -> int:
     return max(1, min(sm_count // heads, row_tiles(rows)))
 
 
-def columns_for(rows: int, heads: int, sm_count: int) -> int:
-    """Output columns of a CTA that merges nothing: all of a head, or a part.
+def column_choices(v: int) -> tuple[int, ...]:
+    """Output columns that a CTA may compute of a head, most first."""
+    return tuple(columns for columns in COLUMNS if columns <= v)
+
+
+def columns_for(rows: int, heads: int, sm_count: int, v: int = HEAD) -> int:
+    """Output columns of a CTA that merges nothing: as many as it may, or fewer.
 
     With one tile of rows the weights are most of what is read, and one SM reads slowly, so few
     heads are spread over more SMs. With more tiles all CTAs of a head have rows.
     """
+    choices = column_choices(v)
     if row_tiles(rows) > 1:
-        return HEAD
+        return choices[0]
     return min(
-        columns for columns in COLUMNS if columns == HEAD or heads * HEAD <= sm_count * columns
+        columns for columns in choices if columns == choices[0] or heads * v <= sm_count * columns
     )
 
 
 class DecompressCombineSm90:
-    """Host and device code for one element type, and `columns` of the output for each CTA.
+    """Host and device code for one element type, the widths k and v, and `columns` of a CTA.
 
     With `early` it starts before the kernel in front of it has ended (programmatic dependent
     launch): it loads w_uv at once, o_latent after that kernel, and writes nothing before. The
     kernel in front must have waited for those before it, or have been launched without overlap.
     """
 
-    def __init__(self, dtype, early=False, columns=HEAD):
+    def __init__(self, dtype, early=False, columns=HEAD, k=LATENT, v=HEAD):
         self.dtype = dtype
         self.early = early
         self.columns = columns
+        self.k = k
+        self.v = v
+        self.steps = k // TILE
         # Beside less of w_uv a whole tile fits.
-        self.stages = STAGES if columns == HEAD else STEPS
+        self.stages = STAGES if k * columns == LATENT * HEAD else self.steps
 
     @cute.jit
     def __call__(
@@ -207,7 +218,7 @@ class DecompressCombineSm90:
         head_ctas: Int32,
         stream: cuda.CUstream,
     ):
-        dtype, columns, stages = self.dtype, self.columns, self.stages
+        dtype, columns, stages, k, v = self.dtype, self.columns, self.stages, self.k, self.v
         kinds = warpgroup.SmemLayoutAtomKind
         swizzle = warpgroup.make_smem_layout_atom(kinds.K_SW128, dtype)
         # As long as the rows of the CTA's weights.
@@ -219,12 +230,12 @@ class DecompressCombineSm90:
             layout = cute.tile_to_shape(atom, shape, order=(0, 1))
             return cpasync.make_tiled_tma_atom(load, tensor, layout, shape)
 
-        row_stride = cute.assume(Int64(heads) * LATENT, divby=8)
-        latent_rows = cute.make_layout((rows, LATENT, heads), stride=(row_stride, 1, LATENT))
+        row_stride = cute.assume(Int64(heads) * k, divby=8)
+        latent_rows = cute.make_layout((rows, k, heads), stride=(row_stride, 1, k))
         # Columns as (64, 2): a copy then takes both column tiles at once.
         wide = min(columns, TILE)
-        weight_shape = (LATENT, (wide, HEAD // wide), heads)
-        weights = cute.make_layout(weight_shape, stride=(HEAD, (1, wide), LATENT * HEAD))
+        weight_shape = (k, (wide, v // wide), heads)
+        weights = cute.make_layout(weight_shape, stride=(v, (1, wide), k * v))
         mma = sm90.make_trivial_tiled_mma(
             dtype,
             dtype,
@@ -238,9 +249,9 @@ class DecompressCombineSm90:
 
         @cute.struct
         class Shared:
-            barriers: cute.struct.MemRange[Int64, Barriers(None, stages).count]
+            barriers: cute.struct.MemRange[Int64, Barriers(None, self.steps, stages).count]
             x: cute.struct.Align[cute.struct.MemRange[dtype, COMBINE_ROWS * TILE * stages], 1024]
-            w: cute.struct.Align[cute.struct.MemRange[dtype, LATENT * columns], 1024]
+            w: cute.struct.Align[cute.struct.MemRange[dtype, k * columns], 1024]
 
         self.Shared = Shared
         lse_tensors: Any = (None, None, None)
@@ -259,9 +270,9 @@ class DecompressCombineSm90:
             heads,
             head_ctas,
             cute.tile_to_shape(swizzle, (COMBINE_ROWS, TILE, stages), order=(0, 1, 2)),
-            cute.tile_to_shape(w_swizzle, (TILE, columns, STEPS), order=(0, 1, 2)),
+            cute.tile_to_shape(w_swizzle, (TILE, columns, self.steps), order=(0, 1, 2)),
         ).launch(
-            grid=(heads, head_ctas, HEAD // columns),
+            grid=(heads, head_ctas, v // columns),
             block=(THREADS, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -291,10 +302,10 @@ class DecompressCombineSm90:
         head, rank, column_part = cute.arch.block_idx()
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         store = SmemAllocator().allocate(self.Shared)
-        barriers = Barriers(store.barriers.data_ptr(), self.stages)
+        barriers = Barriers(store.barriers.data_ptr(), self.steps, self.stages)
         if thread == 0:
             for i in cutlass.range_constexpr(barriers.count):
-                empty = i >= STEPS + self.stages
+                empty = i >= self.steps + self.stages
                 cute.arch.mbarrier_init(barriers.first + i, CONSUMER_WARPS if empty else 1)
             cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
@@ -327,7 +338,7 @@ class DecompressCombineSm90:
         load_x = transfer(x, s_x, (COMBINE_ROWS, TILE))
         load_w = transfer(w, s_w, (TILE, self.columns))
         if share.rank < share.tiles:  # a CTA must not end while a load is in flight
-            for step in cutlass.range_constexpr(STEPS):
+            for step in cutlass.range_constexpr(self.steps):
                 full = barriers.weights_full(step)
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive_and_expect_tx(full, TILE * self.columns * 2)
@@ -340,7 +351,7 @@ class DecompressCombineSm90:
         stage = Int32(0)
         phase = Int32(1)  # all stages are empty at the start
         for tile in cutlass.range(share.rank, share.tiles, share.head_ctas, unroll=1):
-            for step in cutlass.range_constexpr(STEPS):
+            for step in cutlass.range_constexpr(self.steps):
                 cute.arch.mbarrier_wait(barriers.empty(stage), phase)
                 full = barriers.full(stage)
                 with cute.arch.elect_one():
@@ -376,7 +387,7 @@ class DecompressCombineSm90:
         stage = Int32(0)
         phase = Int32(0)
         for tile in cutlass.range(share.rank, share.tiles, share.head_ctas, unroll=1):
-            for step in cutlass.range_constexpr(STEPS):
+            for step in cutlass.range_constexpr(self.steps):
                 cute.arch.mbarrier_wait(barriers.full(stage), phase)
                 cute.arch.mbarrier_wait(barriers.weights_full(step), 0)
                 warpgroup.fence()
@@ -394,7 +405,7 @@ class DecompressCombineSm90:
                 if row < share.rows:
                     at = Int64(row) * share.heads + share.head
                     if const_expr(merge is None):
-                        place = at * HEAD + share.column_part * self.columns
+                        place = at * self.v + share.column_part * self.columns
                         store_row(projected[r, None], self.columns, o, place, lane, self.dtype)
                     else:
                         self.merge_row(projected[r, None], merge, o, at, lane)
@@ -428,12 +439,13 @@ class DecompressCombineSm90:
         inverse = Float32(0.0)
         if total > 0.0:
             inverse = cute.arch.rcp_approx(total)
-        other = cute.make_rmem_tensor((2, HEAD // 8), self.dtype)
-        cute.autovec_copy(columns_at(merge.o_new, at * HEAD, HEAD, lane, self.dtype), other)
-        mine = own_columns(row, HEAD)
+        v = self.v
+        other = cute.make_rmem_tensor((2, v // 8), self.dtype)
+        cute.autovec_copy(columns_at(merge.o_new, at * v, v, lane, self.dtype), other)
+        mine = own_columns(row, v)
         added = other.load().to(Float32) * (new_weight * inverse)
         mine.store(mine.load() * (latent_weight * inverse) + added)
-        store_row(row, HEAD, o, at * HEAD, lane, self.dtype)
+        store_row(row, v, o, at * v, lane, self.dtype)
         if lane % 4 == 0:
             lse_natural = -Float32.inf
             if total > 0.0:

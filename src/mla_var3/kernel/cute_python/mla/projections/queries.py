@@ -1,16 +1,17 @@
 """project_queries: the projection of the queries into the latent space, head by head.
 
-    q_nope [m, h, 128]   w_uk [h, 128, 512]   -> q_latent [m, h, 512] in the input dtype
+    q_nope [m, h, d]   w_uk [h, d, k]   -> q_latent [m, h, k] in the input dtype
 
-All three contiguous; m is the queries of all requests. bfloat16 or float16, accumulated in float32.
-Any m and h from 1 on; nothing is written behind the last query. Target: sm_90a.
+All three contiguous; m is the queries of all requests. d is 64, 128, 192 or 256, k a multiple of
+128. bfloat16 or float16, accumulated in float32. Any m and h from 1 on; nothing is written behind
+the last query. Target: sm_90a.
 
-How it works. A work tile is 64 queries of one head by 128 latent columns: one product over all 128
-columns of the queries. A CTA of one warpgroup takes work tiles in order: its weights, [128, 128],
+How it works. A work tile is 64 queries of one head by 128 latent columns: one product over all d
+columns of the queries. A CTA of one warpgroup takes work tiles in order: its weights, [d, 128],
 stay in shared memory while it walks down the queries, the next queries arrive during the product,
 and the result takes the place of the queries, from where TMA writes whole rows of 256 bytes. The
-kernel is memory bound, and most of its bytes are written, so three CTAs share an SM instead of a
-deeper pipeline: one's stores run under another's loads and products.
+kernel is memory bound, and most of its bytes are written, so CTAs share an SM (three at d=128)
+instead of a deeper pipeline: one's stores run under another's loads and products.
 """
 
 from enum import IntEnum
@@ -34,16 +35,14 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
 from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor, transfer
 from mla_var3.kernel.cute_python.mla.hopper.warps import fence_and_sync_warpgroup, sync_warpgroup
 
-TILE_COLUMNS = HEAD
-"""Latent columns of a work tile, as many as a query has: a result then fits where its queries
-were."""
-COLUMN_PARTS = LATENT // TILE_COLUMNS
+TILE_COLUMNS = 128
+"""Latent columns of a work tile, as many as a query has at d=128: a result then fits where its
+queries were."""
 STAGES = 2
 THREADS = WARPGROUP
-CTAS_PER_SM = 3
-"""What fits: 64 KiB of weights, queries and results each."""
-X_BYTES = ROWS * HEAD * 2
-W_BYTES = HEAD * TILE_COLUMNS * 2
+CTAS_PER_SM = {64: 4, 128: 3, 192: 2, 256: 1}
+"""CTAs on an SM by d: what fits of weights, queries and results, 64 KiB each at d=128. Other
+numbers were not measured."""
 CTA_BARRIER = 1
 """The named barrier of the CTA's warps."""
 
@@ -56,21 +55,24 @@ class Mbarrier(IntEnum):
     WEIGHTS_FULL = 2
 
 
-def tile_count(queries: int, heads: int) -> int:
+def tile_count(queries: int, heads: int, k: int = LATENT) -> int:
     """Work tiles of a projection."""
-    return heads * COLUMN_PARTS * -(-queries // ROWS)
+    return heads * (k // TILE_COLUMNS) * -(-queries // ROWS)
 
 
-def cta_count(queries: int, heads: int, sm_count: int) -> int:
+def cta_count(queries: int, heads: int, sm_count: int, k: int = LATENT, d: int = HEAD) -> int:
     """CTAs to launch: as many as run at once, unless there are fewer work tiles."""
-    return min(tile_count(queries, heads), CTAS_PER_SM * sm_count)
+    return min(tile_count(queries, heads, k), CTAS_PER_SM[d] * sm_count)
 
 
 class ProjectQueriesSm90:
-    """Host and device code for one element type."""
+    """Host and device code for one element type and pair of widths."""
 
-    def __init__(self, dtype):
+    def __init__(self, dtype, k=LATENT, d=HEAD):
         self.dtype = dtype
+        self.k = k
+        self.d = d
+        self.column_parts = k // TILE_COLUMNS
 
     @cute.jit
     def __call__(
@@ -83,7 +85,7 @@ class ProjectQueriesSm90:
         ctas: Int32,
         stream: cuda.CUstream,
     ):
-        dtype = self.dtype
+        dtype, k, d = self.dtype, self.k, self.d
         swizzle = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
 
@@ -99,9 +101,7 @@ class ProjectQueriesSm90:
             stride = cute.assume(Int64(heads) * columns, divby=8)
             return cute.make_layout(shape, stride=(stride, (1, TILE), columns))
 
-        weights = cute.make_layout(
-            (HEAD, (TILE, LATENT // TILE), heads), stride=(LATENT, (1, TILE), HEAD * LATENT)
-        )
+        weights = cute.make_layout((d, (TILE, k // TILE), heads), stride=(k, (1, TILE), d * k))
         mma = sm90.make_trivial_tiled_mma(
             dtype,
             dtype,
@@ -113,27 +113,29 @@ class ProjectQueriesSm90:
             warpgroup.OperandSource.SMEM,
         )
 
+        held = max(d, TILE_COLUMNS)  # columns of queries, then of their result
+
         @cute.struct
         class Shared:
             barriers: cute.struct.MemRange[Int64, len(Mbarrier)]
-            x: cute.struct.Align[cute.struct.MemRange[dtype, ROWS * HEAD * STAGES], 1024]
-            w: cute.struct.Align[cute.struct.MemRange[dtype, HEAD * TILE_COLUMNS], 1024]
+            x: cute.struct.Align[cute.struct.MemRange[dtype, ROWS * held * STAGES], 1024]
+            w: cute.struct.Align[cute.struct.MemRange[dtype, d * TILE_COLUMNS], 1024]
 
         self.Shared = Shared
         self.project_queries(
             mma,
-            *copies_of(load, q_nope, rows_of(HEAD), (ROWS, HEAD)),
-            *copies_of(load, w_uk, weights, (HEAD, TILE_COLUMNS)),
-            *copies_of(store, q_latent, rows_of(LATENT), (ROWS, TILE_COLUMNS)),
+            *copies_of(load, q_nope, rows_of(d), (ROWS, d)),
+            *copies_of(load, w_uk, weights, (d, TILE_COLUMNS)),
+            *copies_of(store, q_latent, rows_of(k), (ROWS, TILE_COLUMNS)),
             queries,
             heads,
-            cute.tile_to_shape(swizzle, (ROWS, HEAD, STAGES), order=(0, 1, 2)),
-            cute.tile_to_shape(swizzle, (HEAD, TILE_COLUMNS), order=(0, 1)),
+            cute.tile_to_shape(swizzle, (ROWS, held, STAGES), order=(0, 1, 2)),
+            cute.tile_to_shape(swizzle, (d, TILE_COLUMNS), order=(0, 1)),
         ).launch(
             grid=(ctas, 1, 1),
             block=(THREADS, 1, 1),
             stream=stream,
-            min_blocks_per_mp=CTAS_PER_SM,
+            min_blocks_per_mp=CTAS_PER_SM[d],
             preferred_smem_carveout=100,
         )
 
@@ -165,12 +167,14 @@ class ProjectQueriesSm90:
         cute.arch.sync_threads()
         # The attention may take SMs as they become free; it waits for the end of all CTAs here.
         cute.arch.griddepcontrol_launch_dependents()
-        s_x = shared.x.get_tensor(x_layout.outer, swizzle=x_layout.inner)  # (64, 128, stage)
-        s_w = shared.w.get_tensor(w_layout.outer, swizzle=w_layout.inner)  # (128, 128)
+        held = shared.x.get_tensor(x_layout.outer, swizzle=x_layout.inner)
+        s_x = self.first_columns(held, self.d)  # (64, d, stage)
+        s_y = self.first_columns(held, TILE_COLUMNS)  # (64, 128, stage)
+        s_w = shared.w.get_tensor(w_layout.outer, swizzle=w_layout.inner)  # (d, 128)
 
-        load_x = transfer(TmaTensor(x_copy, x_global), s_x, (ROWS, HEAD))
-        load_w = transfer(TmaTensor(w_copy, w_global), s_w, (HEAD, TILE_COLUMNS))
-        store_y = transfer(TmaTensor(y_copy, y_global), s_x, (ROWS, TILE_COLUMNS))
+        load_x = transfer(TmaTensor(x_copy, x_global), s_x, (ROWS, self.d))
+        load_w = transfer(TmaTensor(w_copy, w_global), s_w, (self.d, TILE_COLUMNS))
+        store_y = transfer(TmaTensor(y_copy, y_global), s_y, (ROWS, TILE_COLUMNS))
 
         part_of = mma.get_slice(thread)
         x = mma.make_fragment_A(part_of.partition_A(s_x))
@@ -181,11 +185,11 @@ class ProjectQueriesSm90:
         to_shared = cute.make_tiled_copy_C(
             cute.make_copy_atom(warp.StMatrix8x8x16bOp(False, 4), self.dtype), mma
         ).get_slice(thread)
-        y_place = to_shared.partition_D(s_x)
+        y_place = to_shared.partition_D(s_y)
         atom = cute.make_mma_atom(mma.op)
 
         row_tiles = (queries + ROWS - 1) // ROWS
-        tiles = heads * COLUMN_PARTS * row_tiles
+        tiles = heads * self.column_parts * row_tiles
         share, rest = tiles // ctas, tiles % ctas
         tile = cta * share + cutlass.min(cta, rest)
         end = tile + share
@@ -202,7 +206,7 @@ class ProjectQueriesSm90:
             cute.arch.mbarrier_wait(barriers + Mbarrier.WEIGHTS_FULL, w_phase)
             cute.arch.mbarrier_wait(barriers + Mbarrier.QUERIES_0_FULL + stage, phase)
             warpgroup.fence()
-            for i in cutlass.range_constexpr(HEAD // MMA_DEPTH):
+            for i in cutlass.range_constexpr(self.d // MMA_DEPTH):
                 atom.set(warpgroup.Field.ACCUMULATE, i > 0)
                 cute.gemm(atom, acc, x[(None, None, i, stage)], w[(None, None, i)], acc)
             warpgroup.commit_group()
@@ -223,7 +227,7 @@ class ProjectQueriesSm90:
             fence_and_sync_warpgroup(CTA_BARRIER)
             if warp_index == 0:
                 part = tile // row_tiles
-                at = (None, tile % row_tiles, part % COLUMN_PARTS, part // COLUMN_PARTS)
+                at = (None, tile % row_tiles, part % self.column_parts, part // self.column_parts)
                 cute.copy(y_copy, store_y.shared[(None, stage)], store_y.tiles[at])
                 cute.arch.cp_async_bulk_commit_group()
             stage ^= 1
@@ -234,13 +238,19 @@ class ProjectQueriesSm90:
             # Shared memory has to stay until the last result is read from it.
             cute.arch.cp_async_bulk_wait_group(0, read=True)
 
+    def first_columns(self, held, columns):
+        """The first columns of the queries' buffer, of all stages."""
+        if columns == max(self.d, TILE_COLUMNS):
+            return held
+        return cute.local_tile(held, (ROWS, columns, STAGES), (0, 0, 0))
+
     @cute.jit
     def load_weights(self, load: cutlass.Constexpr, barriers: cute.Pointer, part: Int32):
         """Load the weights of a part, 128 columns of a head; one warp calls it."""
         full = barriers + Mbarrier.WEIGHTS_FULL
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, W_BYTES)
-        at = (None, 0, part % COLUMN_PARTS, part // COLUMN_PARTS)
+            cute.arch.mbarrier_arrive_and_expect_tx(full, self.d * TILE_COLUMNS * 2)
+        at = (None, 0, part % self.column_parts, part // self.column_parts)
         cute.copy(load.copy, load.tiles[at], load.shared, tma_bar_ptr=full)
 
     @cute.jit
@@ -255,6 +265,6 @@ class ProjectQueriesSm90:
         """Load the queries of a work tile, zeros behind the last one; one warp calls it."""
         full = barriers + Mbarrier.QUERIES_0_FULL + stage
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, X_BYTES)
-        at = (None, tile % row_tiles, 0, tile // row_tiles // COLUMN_PARTS)
+            cute.arch.mbarrier_arrive_and_expect_tx(full, ROWS * self.d * 2)
+        at = (None, tile % row_tiles, 0, tile // row_tiles // self.column_parts)
         cute.copy(load.copy, load.tiles[at], load.shared[(None, stage)], tma_bar_ptr=full)

@@ -1,13 +1,14 @@
 """flash_attention: attention over decompressed keys and values, scheduled by hand for Hopper.
 
 Computes, for every request and head, o = softmax(q_nope k^T + q_rope k_rope^T) v. The rope part of
-the keys is one array for all heads, so a token costs 2*128 elements per head and 64 once.
+the keys is one array for all heads, so a token costs d+v elements per head and p once.
 
-    q_nope [b, s, h, 128]   q_rope [b, s, h, 64]
-    k, v   [b, h, t, 128]   k_rope [b, t, 64]
+    q_nope [b, s, h, d]     q_rope [b, s, h, p]
+    k [b, h, t, d]   v [b, h, t, v]   k_rope [b, t, p]
     lengths [b] int32       KV length per request, on the device
-    -> o [b, s, h, 128] in the input dtype, lse [b, s, h] float32 (natural logarithm)
+    -> o [b, s, h, v] in the input dtype, lse [b, s, h] float32 (natural logarithm)
 
+(d, p, v) = (128, 64, 128), (192, 64, 256), (256, 0, 256), (64, 64, 128) or (64, 32, 64);
 bfloat16 and float16; causal (bottom-right) or not; any b, s, t >= 1 and h; slots beyond a length
 may hold NaN. Rows without a visible key give 0 and -inf. One compilation per dtype, pairing and
 whether requests are split serves all shapes. Target: sm_90a.
@@ -16,8 +17,8 @@ The kernel is `decompressed/kernel.py` on all tokens of the cache: persistent CT
 that loads KV blocks into a pipeline, two consumer warpgroups with 64 query rows each. Where there
 are few work tiles the tokens are split, and the partials merged (`decompressed/merge.py`).
 
-Base version. Limits: fewer than 64 queries are padded to 64 rows (free while memory bound); only
-d=128 and p=64.
+Base version. Limits: fewer than 64 queries are padded to 64 rows (free while memory bound). At
+v=256 the pipeline has one stage with two heads per CTA, two with one; neither was measured.
 """
 
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.decompressed.kernel import HEADS, TILES
 from mla_var3.kernel.cute_python.mla.decompressed.stage import (
     DecompressedOperands,
@@ -33,8 +35,12 @@ from mla_var3.kernel.cute_python.mla.decompressed.stage import (
     DecompressedTiling,
     decompressed_stage,
 )
-from mla_var3.kernel.cute_python.mla.hopper.constants import HEAD, ROPE
 from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
+from mla_var3.kernel.cute_python.mla.hopper.widths import (
+    HEAD_WIDTHS,
+    HeadWidths,
+    served_head_widths,
+)
 from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES
 from mla_var3.op.mla.cost import flash_attention_cost
 from mla_var3.op.mla.inputs import decompress_all
@@ -50,10 +56,18 @@ TUNED_SPLITS = (1, 2, 4, 8)
 class CuteFlashAttention(HopperPlan):
     """Plan of the base version of flash_attention in CuTe DSL."""
 
+    v: int = field(default=0, metadata={"help": "value dimension; 0 for d"})
     tiling: DecompressedTiling = field(default_factory=DecompressedTiling)
 
     targets = ("sm_90",)
-    made_for = {"d": HEAD, "p": ROPE}
+    needs_v = False
+    needs_rope = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        widths = self.d, self.p, self.problem().v
+        if HeadWidths(*widths) not in HEAD_WIDTHS:
+            raise InvalidArgumentError("(d, p, v)", served_head_widths(), widths)
 
     @property
     def decompressed_shape(self) -> DecompressedShape:
@@ -93,11 +107,11 @@ class CuteFlashAttention(HopperPlan):
         q_nope, q_rope, keys, values, k_rope, lengths = inputs
         dtype, device = self.torch_dtype, q_nope.device
         rows = [("b", self.b), ("s", self.s), ("h", self.h)]
-        tokens = [("b", self.b), ("h", self.h), ("t", self.t), ("d", self.d)]
+        tokens = [("b", self.b), ("h", self.h), ("t", self.t)]
         check_tensor("q_nope", q_nope, [*rows, ("d", self.d)], dtype, device)
         check_tensor("q_rope", q_rope, [*rows, ("p", self.p)], dtype, device)
-        check_tensor("k", keys, tokens, dtype, device)
-        check_tensor("v", values, tokens, dtype, device)
+        check_tensor("k", keys, [*tokens, ("d", self.d)], dtype, device)
+        check_tensor("v", values, [*tokens, ("v", self.problem().v)], dtype, device)
         rope = [("b", self.b), ("t", self.t), ("p", self.p)]
         check_tensor("k_rope", k_rope, rope, dtype, device)
         check_tensor("lengths", lengths, [("b", self.b)], torch.int32, device)

@@ -2,22 +2,22 @@
 
 Computes, for every request, o = softmax(q_latent c_kv^T + q_rope k_rope^T) c_kv.
 
-    q_latent [b, s, h, 512]   latent queries          q_rope [b, s, h, 64]
-    c_kv     [b, t, 512]      latent cache            k_rope [b, t, 64]
-             or [pages, page, 512] and [pages, page, 64] with a block table [b, pages of a request]
+    q_latent [b, s, h, k]     latent queries          q_rope [b, s, h, p]
+    c_kv     [b, t, k]        latent cache            k_rope [b, t, p]
+             or [pages, page, k] and [pages, page, p] with a block table [b, pages of a request]
     lengths  [b] int32        KV length per request, on the device
-    -> o_latent [b, s, h, 512] in the input dtype, lse [b, s, h] float32 (natural logarithm)
+    -> o_latent [b, s, h, k] in the input dtype, lse [b, s, h] float32 (natural logarithm)
 
-bfloat16 and float16; causal (bottom-right) or not; any b, s, t >= 1 and h; page sizes that are
-multiples of 64; slots beyond a length may hold NaN. Rows without a visible key give 0 and -inf.
-`attend` also takes packed queries of different counts (`cu_seqlens_q`) and trees of draft tokens;
-the device code can leave out the `newest` tokens. One compilation per dtype, cache layout, `few`
-and set of these options serves all shapes. Target: sm_90a.
+(k, p) = (512, 64), (512, 0), (256, 64) or (256, 32); bfloat16 and float16; causal (bottom-right) or
+not; any b, s, t >= 1 and h; page sizes that are multiples of 64; slots beyond a length may hold
+NaN. Rows without a visible key give 0 and -inf. `attend` also takes packed queries of different
+counts (`cu_seqlens_q`), trees of draft tokens and a sliding window; the device code can leave out
+the `newest` tokens. One compilation per dtype, widths, cache layout, `few` and set of these options
+serves all shapes. Target: sm_90a.
 
 The kernel and how it works: `latent/kernel.py`, which the mix uses as well.
 
-Base version. Limits: 25 to 63 rows are padded to 64 (fewer go to the N side, see `few_rows.py`);
-only k=512 and p=64.
+Base version. Limits: 25 to 63 rows are padded to 64 (fewer go to the N side, see `few_rows.py`).
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,13 @@ import torch
 from torch import Tensor
 
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, LATENT, ROPE, ROWS
+from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, ROWS
 from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
+from mla_var3.kernel.cute_python.mla.hopper.widths import (
+    LATENT_WIDTHS,
+    LatentWidths,
+    served_widths,
+)
 from mla_var3.kernel.cute_python.mla.latent import whole_call
 from mla_var3.kernel.cute_python.mla.latent.call import LatentLaunch, call_arguments, call_program
 from mla_var3.kernel.cute_python.mla.latent.kernel import (
@@ -45,8 +50,10 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
 )
 from mla_var3.kernel.cute_python.mla.latent.scheduler import GroupShape, group_shape
 from mla_var3.kernel.cute_python.mla.latent_fp8.call import attend_fp8
+from mla_var3.kernel.mla_plan import sliding_window_field
 from mla_var3.kernel.paging import check_paged, dense_inputs, paged_inputs
 from mla_var3.op.mla.cost import flash_mla_cost
+from mla_var3.op.mla.problem import require_int
 from mla_var3.runtime.composite import KernelPipeline
 from mla_var3.runtime.plan import Tiling
 from mla_var3.runtime.tensors import require_view
@@ -60,16 +67,20 @@ class CuteFlashMLA(HopperPlan):
         default=0,
         metadata={"help": "tokens of a cache page, a multiple of 64; 0 for a dense cache"},
     )
+    sliding_window: int = sliding_window_field()
     tiling: FlashMLATiling = field(default_factory=FlashMLATiling)
 
     targets = ("sm_90",)
     needs_v = False
-    made_for = {"k": LATENT, "p": ROPE}
+    needs_rope = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.page < 0 or self.page % KV_BLOCK:
             raise InvalidArgumentError("page", f"a multiple of {KV_BLOCK}, or 0", self.page)
+        require_int("sliding_window", self.sliding_window, minimum=0)
+        if LatentWidths(self.k, self.p) not in LATENT_WIDTHS:
+            raise InvalidArgumentError("(k, p)", served_widths(), (self.k, self.p))
 
     @property
     def row_tiles(self) -> int:
@@ -88,7 +99,9 @@ class CuteFlashMLA(HopperPlan):
         self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, ...]:
         dense = dense_inputs(inputs, self.t) if self.page else inputs
-        return self.latent_reference(*dense, compute_dtype=compute_dtype)
+        return self.latent_reference(
+            *dense, compute_dtype=compute_dtype, sliding_window=self.sliding_window
+        )
 
     def _default_tiling(self, name: str) -> Tiling | None:
         return FlashMLATiling(few=default_few(self.s * self.h)) if name == "tiling" else None
@@ -102,7 +115,7 @@ class CuteFlashMLA(HopperPlan):
         return configs
 
     def _algorithmic_flops_bytes(self, tiling: FlashMLATiling) -> tuple[float, float]:
-        cost = flash_mla_cost(self.problem())
+        cost = flash_mla_cost(self.problem().within(self.sliding_window))
         return cost.flops, cost.bytes
 
     def plan(self, *inputs: Tensor) -> KernelPipeline:
@@ -113,15 +126,17 @@ class CuteFlashMLA(HopperPlan):
         operands = LatentOperands.allocate(
             (self.b, self.s, self.h),
             require_view("q_latent", rows[0], count, self.k),
-            require_view("q_rope", rows[1], count, self.p),
+            require_view("q_rope", rows[1], count, self.p) if self.p else None,
             latent,
-            rope,
+            rope if self.p else None,
             lengths,
             rest[0] if rest else None,
         )
+        seen = self.problem().within(self.sliding_window)
         attention = latent_stage(
-            self, self.tiling, operands, self.groups, self.problem().kv_lengths,
+            self, self.tiling, operands, self.groups, seen.kv_lengths,
             self._algorithmic_flops_bytes, self._autotune_configs(),
+            sliding_window=self.sliding_window or None,
         )  # fmt: skip
         return KernelPipeline(_name=self.name, stages=[attention])
 
@@ -132,8 +147,8 @@ class CuteFlashMLA(HopperPlan):
 
 def unsupported(shape: Any) -> str | None:
     """Why the kernel cannot serve a call of this shape; None when it can."""
-    if (shape.k, shape.p) != (LATENT, ROPE):
-        return f"k={shape.k} and p={shape.p}; it is made for {LATENT} and {ROPE}"
+    if LatentWidths(shape.k, shape.p) not in LATENT_WIDTHS:
+        return f"(k, p) = ({shape.k}, {shape.p}); it is made for {served_widths()}"
     if shape.page_size is not None and shape.page_size % KV_BLOCK:
         return f"pages of {shape.page_size} tokens; it takes multiples of {KV_BLOCK}"
     return None
@@ -154,8 +169,8 @@ def attend(operands: LatentOperands, options: LatentOptions) -> LatentLaunch | N
     o_latent = operands.o_latent
     few = 0 if options.batch_invariant else default_few(options.max_q * o_latent.shape[-2])
     program = call_program(
-        FlashMLASm90.flash_mla, FlashMLASm90, FlashMLATiling(few=few), options.empty_positive,
-        arguments, o_latent, head_box(operands),
+        FlashMLASm90.flash_mla, FlashMLASm90, FlashMLATiling(few=few), arguments, o_latent,
+        empty_positive=options.empty_positive, head_box=head_box(operands), widths=operands.widths,
     )  # fmt: skip
     program(*arguments)
     if copied:

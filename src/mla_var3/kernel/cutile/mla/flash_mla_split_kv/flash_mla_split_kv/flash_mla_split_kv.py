@@ -70,12 +70,13 @@ class CtFlashMLASplitKV(LatentPlan):
         return []
 
     def _algorithmic_flops_bytes(self, tiling: Tiling) -> tuple[float, float]:
-        cost = flash_mla_split_kv_cost(self.problem(), self._chosen_splits())
+        seen = self.problem().within(self.sliding_window)
+        cost = flash_mla_split_kv_cost(seen, self._chosen_splits())
         return cost.flops, cost.bytes
 
     def _chosen_splits(self) -> int:
         return self.splits or split_count(
-            self.problem(),
+            self.problem().within(self.sliding_window),
             self.target.sm_count(DEFAULT_SM_COUNT),
             rows_per_tile=self.tiling.Bm,
             kv_tile=self.tiling.Bn,
@@ -89,7 +90,8 @@ class CtFlashMLASplitKV(LatentPlan):
 
     def _reduce_plan(self, lead: tuple[int, int]) -> CtSplitKVReduce:
         """The merge of partials [b, splits, s, ...]; packed queries are one request with all."""
-        fields = {name: value for name, value in self._stage_fields().items() if name != "page"}
+        latent = ("page", "sliding_window")
+        fields = {name: value for name, value in self._stage_fields().items() if name not in latent}
         if lead != (self.b, self.s):
             fields |= {"b": lead[0], "s": lead[1], "lengths": None}
         return CtSplitKVReduce(**fields, tiling=self.reduce_tiling)

@@ -1,6 +1,6 @@
 """First stage of flash_mla_split_kv: latent attention over each split of a request's KV tokens.
 
-    inputs as of flash_mla, dense or paged, with packed queries and trees
+    inputs as of flash_mla, dense or paged, with packed queries, trees and sliding windows
     -> o_partial [b, splits, s, h, k] float32, normalised within the split,
        lse_partial [b, splits, s, h] float32; an empty split gives 0 and -inf
 
@@ -43,12 +43,12 @@ class SplitKVPartialTiling(LatentTiling):
 def store_partials(
     q_latent, q_rope, c_kv, k_rope, lengths, table, tree, o_partial, lse_partial,
     batch, row_tile, request, split, splits, s, scale_log2e,
-    PAGE, TREE, CAUSAL, H, BM, BN, KP, PARTS, P,
+    PAGE, TREE, WINDOW, CAUSAL, H, BM, BN, KP, PARTS, P,
 ):  # fmt: skip
     """Attend with one tile of query rows over one split and store its partial."""
     acc, m, l = attend_rows(
         q_latent, q_rope, c_kv, k_rope, lengths, table, tree, batch, row_tile, request,
-        split, splits, s, scale_log2e, PAGE, TREE, CAUSAL, H, BM, BN, KP, PARTS, P,
+        split, splits, s, scale_log2e, PAGE, TREE, WINDOW, CAUSAL, H, BM, BN, KP, PARTS, P,
     )  # fmt: skip
     store_column_parts(o_partial, (batch, split, row_tile), acc, l, BM, KP, PARTS)
     ct.store(lse_partial, (batch, split, row_tile), log_sum_exp(m, l).reshape((1, 1, BM)))
@@ -58,8 +58,8 @@ def store_partials(
 def split_kv_partial(
     q_latent, q_rope, c_kv, k_rope, lengths, table, bounds, tree, o_partial, lse_partial,
     scale_log2e: float, s: int, splits: int,
-    PAGE: ConstInt, PACKED: ConstInt, TREE: ConstInt, CAUSAL: ConstBool, H: ConstInt,
-    BM: ConstInt, BN: ConstInt, KP: ConstInt, PARTS: ConstInt, P: ConstInt,
+    PAGE: ConstInt, PACKED: ConstInt, TREE: ConstInt, WINDOW: ConstInt, CAUSAL: ConstBool,
+    H: ConstInt, BM: ConstInt, BN: ConstInt, KP: ConstInt, PARTS: ConstInt, P: ConstInt,
 ):  # fmt: skip
     # q_latent [b, s*h, K], q_rope [b, s*h, P]; packed: b = 1
     # o_partial [b, splits, s*h, K], lse_partial [b, splits, s*h]
@@ -75,13 +75,13 @@ def split_kv_partial(
                 lengths, table, tree, o_partial.slice(2, begin, end),
                 lse_partial.slice(2, begin, end),
                 0, row_tile, request, split, splits, count, scale_log2e,
-                PAGE, TREE, CAUSAL, H, BM, BN, KP, PARTS, P,
+                PAGE, TREE, WINDOW, CAUSAL, H, BM, BN, KP, PARTS, P,
             )  # fmt: skip
     else:
         store_partials(
             q_latent, q_rope, c_kv, k_rope, lengths, table, tree, o_partial, lse_partial,
             request, row_tile, request, split, splits, s, scale_log2e,
-            PAGE, TREE, CAUSAL, H, BM, BN, KP, PARTS, P,
+            PAGE, TREE, WINDOW, CAUSAL, H, BM, BN, KP, PARTS, P,
         )  # fmt: skip
 
 
@@ -102,11 +102,16 @@ class CtSplitKVPartial(LatentPlan):
         """Output and LSE of each split: positions outside it count as unused."""
         dense = dense_inputs(inputs, self.t) if self.page else inputs
         q_latent, q_rope, c_kv, k_rope, lengths = dense
-        split_slots = -(-(-(-lengths // self.tiling.Bn)) // self.splits) * self.tiling.Bn  # [b]
+        tile, oldest = self.tiling.Bn, torch.zeros_like(lengths)  # [b]
+        if self.sliding_window:
+            oldest = (lengths - self.s + 1 - self.sliding_window).clamp(min=0) // tile
+        split_slots = -(-(-(-lengths // tile) - oldest) // self.splits) * tile
+        start = (oldest * tile)[:, None]
         slots = torch.arange(self.t, device=c_kv.device)
         outs, lses = [], []
         for split in range(self.splits):
-            begin, end = (split * split_slots)[:, None], ((split + 1) * split_slots)[:, None]
+            begin = start + (split * split_slots)[:, None]
+            end = begin + split_slots[:, None]
             inside = (slots >= begin) & (slots < end) & (slots < lengths[:, None])
             segment = KvSegment(
                 q=torch.cat([q_latent, q_rope], dim=-1),
@@ -120,6 +125,7 @@ class CtSplitKVPartial(LatentPlan):
                 causal=self.causal,
                 scale=self.problem().softmax_scale,
                 compute_dtype=compute_dtype or torch.float32,
+                sliding_window=self.sliding_window,
             )
             outs.append(out)
             lses.append(lse)
@@ -132,7 +138,7 @@ class CtSplitKVPartial(LatentPlan):
         return self._autotune_configs()[0]
 
     def _algorithmic_flops_bytes(self, tiling: SplitKVPartialTiling) -> tuple[float, float]:
-        cost = flash_mla_split_kv_stages(self.problem(), self.splits)[0]
+        cost = flash_mla_split_kv_stages(self.problem().within(self.sliding_window), self.splits)[0]
         return cost.flops, cost.bytes
 
     def plan(self, *inputs: Tensor | None) -> CtKernel:
