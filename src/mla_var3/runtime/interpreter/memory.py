@@ -15,7 +15,6 @@ from mla_var3.runtime.interpreter.cutile_api import PaddingMode, TileTypeError, 
 from mla_var3.runtime.interpreter.dtypes import padding
 from mla_var3.runtime.interpreter.values import (
     Array,
-    RawMemory,
     Tile,
     TiledView,
     as_array,
@@ -186,11 +185,6 @@ def _slice(array: Array, axis: Any, start: Any, stop: Any) -> Array:
     return array.replace(part, f"{array.name}.slice({axis}, {first}, {last})", axis)
 
 
-@implements(ct.Array.get_raw_memory)
-def _get_raw_memory(array: Array) -> RawMemory:
-    return RawMemory(array)
-
-
 @implements(ct.Array.tiled_view)
 def _tiled_view(
     array: Array,
@@ -215,41 +209,25 @@ def _view_num_tiles(view: TiledView, axis: Any) -> Tile:
     return _count(view.array.tensor.shape[axis], view.traversal_steps[axis])
 
 
-def view_origin(view: TiledView, index: Any) -> tuple[int, ...]:
+def _view_origin(view: TiledView, index: Any) -> tuple[int, ...]:
     """Element position of the tile at `index` of a tiled view."""
     position = index_tuple(index, view.array.ndim, f"the view of array {view.array.name}")
     return _origin(position, view.traversal_steps)
 
 
-def in_view_shape(view: TiledView, value: torch.Tensor, what: str) -> torch.Tensor:
-    """`value` broadcast to a view's tiles, with one axis per axis of the array."""
-    value = broadcast(value, view.tile_shape, what)
-    return value if view.tile_shape else value.reshape((1,) * view.array.ndim)
-
-
 @implements(ct.TiledView.load)
-def _view_load(
-    view: TiledView,
-    index: Any,
-    *,
-    check_bounds: bool = True,
-    **hints: Any,
-) -> Tile:
+def _view_load(view: TiledView, index: Any, *, check_bounds: bool = True, **hints: Any) -> Tile:
     check_hints(**hints)
-    start = view_origin(view, index)
-    array = view.array
+    array, start = view.array, _view_origin(view, index)
     return _read(array, array.tensor, start, view.tile_shape, view.padding_mode, check_bounds)
 
 
 @implements(ct.TiledView.store)
 def _view_store(
-    view: TiledView,
-    index: Any,
-    tile: Any,
-    *,
-    check_bounds: bool = True,
-    **hints: Any,
+    view: TiledView, index: Any, tile: Any, *, check_bounds: bool = True, **hints: Any
 ) -> None:
     check_hints(**hints)
-    value = in_view_shape(view, implicit(tile, view.array.element), "stored tile")
-    _write(view.array, view.array.tensor, view_origin(view, index), value, check_bounds)
+    value = broadcast(implicit(tile, view.array.element), view.tile_shape, "stored tile")
+    if not view.tile_shape:
+        value = value.reshape((1,) * view.array.ndim)
+    _write(view.array, view.array.tensor, _view_origin(view, index), value, check_bounds)

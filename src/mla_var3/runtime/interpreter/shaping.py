@@ -111,30 +111,6 @@ def _bitcast(x: Any, /, dtype: Any) -> Tile:
     return Tile(tile.tensor.contiguous().view(torch_dtype(element)), element)
 
 
-@implements(ct.pack_to_bytes)
-def _pack_to_bytes(x: Any, /) -> Tile:
-    tile = as_tile(x)
-    if tile.element == ct.bool_:
-        raise TileTypeError("pack_to_bytes does not support bool")
-    return Tile(_packed(tile.tensor.reshape(-1)).view(torch.uint8), ct.uint8)
-
-
-def _packed(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the elements side by side and aligned, to be viewed in another element size."""
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-@implements(ct.unpack_from_bytes)
-def _unpack_from_bytes(x: Any, /, dtype: Any) -> Tile:
-    tile, element = as_tile(x), as_dtype(dtype)
-    if tile.ndim != 1 or tile.element != ct.uint8 or element == ct.bool_:
-        raise TileTypeError(f"cannot unpack {describe(tile)} to {element}")
-    target = torch_dtype(element)
-    if tile.shape[0] % target.itemsize:
-        raise TileTypeError(f"{tile.shape[0]} bytes are no whole number of {element}")
-    return Tile(_packed(tile.tensor).view(target), element)
-
-
 @implements(ct.reshape)
 def _reshape(x: Any, /, shape: Any) -> Tile:
     tile = as_tile(x)
@@ -230,6 +206,6 @@ def _insert(x: Any, /, index: Any, value: Any) -> Tile:
     if tile.element != part.element or part.ndim not in (0, tile.ndim):
         raise TileTypeError(f"cannot insert {describe(part)} into {describe(tile)}")
     sizes = part.shape or (1,) * tile.ndim
-    result = _packed(tile.tensor)
+    result = tile.tensor.clone(memory_format=torch.contiguous_format)
     result[_subtile(tile, index, sizes)] = part.tensor
     return Tile(result, tile.element)

@@ -14,7 +14,6 @@ from mla_var3.runtime.interpreter import cutile_api as api
 from mla_var3.runtime.interpreter.cutile_api import (
     DType,
     PaddingMode,
-    RawArrayMemory,
     TileTypeError,
     ct,
 )
@@ -216,10 +215,6 @@ class Array(ct.Array):  # type: ignore[misc]
     def ndim(self) -> int:
         return self.tensor.ndim
 
-    @property
-    def foreign_pointer(self) -> ForeignPointer:
-        return ForeignPointer(self)
-
     def replace(self, tensor: torch.Tensor, name: str, sliced: int) -> Array:
         """The same array with other bounds; the size of axis `sliced` is no longer a constant."""
         static = self.static_shape - {sliced}
@@ -233,17 +228,6 @@ class Array(ct.Array):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"<{describe(self)}, dtype {self.element}>"
-
-
-class ForeignPointer(Tile):
-    """The base pointer of an array; all that can be done with it is to make an array again."""
-
-    __slots__ = ("array",)
-
-    def __init__(self, array: Array) -> None:
-        super().__init__(torch.tensor(array.tensor.data_ptr()), ct.uint64)
-        self.element = ct.foreign_pointer_dtype(array.element)
-        self.array = array
 
 
 class TiledView(ct.TiledView):  # type: ignore[misc]
@@ -263,17 +247,6 @@ class TiledView(ct.TiledView):  # type: ignore[misc]
         self.tile_shape = tile_shape
         self.padding_mode = padding_mode
         self.traversal_steps = traversal_steps
-
-    @property
-    def dtype(self) -> KernelDType:
-        return kernel_dtype(self.array.element)
-
-
-class RawMemory(RawArrayMemory):  # type: ignore[misc]
-    """The memory of an array, addressed by element offset from the array's first element."""
-
-    def __init__(self, array: Array) -> None:
-        self.array = array
 
     @property
     def dtype(self) -> KernelDType:
@@ -304,8 +277,6 @@ MAX_TILE_ELEMENTS = 1 << 24
 def as_tile(value: Any) -> Tile:
     """A tile operand; a Python number becomes a scalar of the dtype cuTile gives it."""
     if isinstance(value, Tile):
-        if isinstance(value, ForeignPointer):
-            raise TileTypeError("a foreign pointer supports no tile operation")
         return value
     if isinstance(value, bool | int | float):
         return number_tile(value)
