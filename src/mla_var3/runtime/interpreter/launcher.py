@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import product
 from types import FrameType
@@ -65,21 +65,6 @@ def checked_kernel(kernel: Any) -> Any:
     if not isinstance(kernel, ct.kernel):
         raise InvalidArgumentError("kernel", "an object made by @ct.kernel", repr(kernel))
     return kernel
-
-
-def chosen_blocks(grid: BlockId, blocks: Iterable[Any] | None) -> Iterator[BlockId]:
-    """The ids of the blocks to run, x fastest; all of the grid unless `blocks` names some."""
-    if blocks is None:
-        for z, y, x in product(*map(range, reversed(grid))):
-            yield x, y, z
-        return
-    for block in blocks:
-        sizes = block if isinstance(block, Sequence) else (block,)
-        valid = 1 <= len(sizes) <= _MAX_GRID_RANK and all(isinstance(i, int) for i in sizes)
-        x, y, z = (*sizes, 0, 0)[:_MAX_GRID_RANK] if valid else (-1, -1, -1)
-        if not all(0 <= i < size for i, size in zip((x, y, z), grid, strict=True)):
-            raise InvalidArgumentError("blocks", f"block ids in the grid {grid}", repr(block))
-        yield x, y, z
 
 
 def bind_arguments(annotated_function: Any, args: Sequence[Any]) -> list[Any]:
@@ -224,8 +209,6 @@ def launch(
     grid: Sequence[int],
     kernel: Any,
     args: Sequence[Any],
-    *,
-    blocks: Iterable[int | Sequence[int]] | None = None,
 ) -> None:
     """Runs a cuTile kernel on CPU tensors, block by block.
 
@@ -235,7 +218,6 @@ def launch(
         args: The kernel's arguments in order: CPU tensors, numbers, tuples and lists of them, and
             constants for the parameters annotated with `ct.Constant`. Integers become int32 and
             floats float32 scalars, as in a launch on a GPU.
-        blocks: Ids of the blocks to run, in the order given; by default all of the grid.
 
     Raises:
         InvalidArgumentError: If an argument of this call or of the kernel cannot be used.
@@ -244,7 +226,6 @@ def launch(
             source line; the cause is chained.
     """
     full_grid = checked_grid(grid)
-    chosen = list(chosen_blocks(full_grid, blocks))
     annotated = checked_kernel(kernel)._annotated_function
     rebinder = Rebinder()
     mode = InterpreterMode(full_grid, rebinder)
@@ -255,8 +236,8 @@ def launch(
         parameters = bind_arguments(annotated, args)
         function = rebinder.rebind(annotated.pyfunc)
         stack.enter_context(mode.as_current())
-        for block in chosen:
-            mode.block = block
+        for z, y, x in product(*map(range, reversed(full_grid))):
+            mode.block = block = (x, y, z)
             try:
                 function(*parameters)
             except Exception as error:

@@ -78,12 +78,6 @@ def test_blocks_run_over_the_whole_grid() -> None:
     assert out.tolist() == expected
 
 
-@pytest.mark.parametrize("block", [4, (0, 1), -1, (0, 0, 0, 0), (), "a"])
-def test_block_outside_the_grid(block: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match=r"blocks: expected block ids in the grid"):
-        interpreter.launch((4,), copy_tile, (torch.zeros(16), torch.zeros(16)), blocks=[block])
-
-
 @pytest.mark.parametrize("grid", [(), (0,), (-1, 2), (1, 1, 1, 1), (1.0,), 4, (True,), "1", None])
 def test_bad_grid(grid: Any) -> None:
     with pytest.raises(InvalidArgumentError, match="grid: expected one to three positive integers"):
