@@ -228,13 +228,16 @@ def test_predict(capsys: pytest.CaptureFixture[str]) -> None:
 # --- run ------------------------------------------------------------------------------------------
 
 
-def test_run_hands_a_kernel_to_its_own_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("command", ["run", "profile"])
+def test_a_kernel_is_handed_to_its_own_command_line(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(
         "mla_var3.cli.commands.kernel.run_kernel",
         lambda kernel, argv, prog: seen.append((kernel.full_name, argv)) or 0,
     )
-    assert main(["run", "flash_mla", "v0", "--b=2", "--tune-max-iters=3"]) == 0
+    assert main([command, "flash_mla", "v0", "--b=2", "--tune-max-iters=3"]) == 0
     assert seen == [("flash_mla", ["--b=2", "--tune-max-iters=3"])]
 
 

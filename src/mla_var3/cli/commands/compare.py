@@ -100,7 +100,15 @@ def compare_command(parser: Parser, argv: Sequence[str]) -> int:
     # Records first: one that cannot be read should not cost a profiling run.
     recorded = {source: load_run(source) for source in sources if isinstance(source, Path)}
     runs = [recorded[s] if isinstance(s, Path) else _made(s, values) for s in sources]
-    return show_comparison(runs, own["force"], own["out_dir"], own["json"])
+    result = compare(runs, force=own["force"])
+    baseline = result.runs[0]
+    title = f"vs baseline {baseline.label}, {baseline.device or 'no device'}"
+    print_table(title, result.headers(), result.cells())
+    for text in result.notes():
+        say(f"note: {text}", "yellow")
+    folder = own["out_dir"] or output_root() / "compare" / timestamp()
+    say(f"comparison: {write_comparison(result, folder, own['json'])}", "bold")
+    return EXIT_OK
 
 
 def _source(item: str, values: dict[str, Any]) -> Path | KernelId:
@@ -167,18 +175,3 @@ def _profiled(request: Request) -> Run:
     if result.check is not None:
         result.check.require()
     return run_of_result(result)
-
-
-def show_comparison(
-    runs: Sequence[Run], force: bool, out_dir: Path | None, json_file: Path | None
-) -> int:
-    """Compare runs, print the table and write it beside the plot."""
-    result = compare(runs, force=force)
-    baseline = result.runs[0]
-    title = f"vs baseline {baseline.label}, {baseline.device or 'no device'}"
-    print_table(title, result.headers(), result.cells())
-    for text in result.notes():
-        say(f"note: {text}", "yellow")
-    folder = out_dir or output_root() / "compare" / timestamp()
-    say(f"comparison: {write_comparison(result, folder, json_file)}", "bold")
-    return EXIT_OK
