@@ -14,7 +14,6 @@ import json
 import logging
 import math
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
@@ -167,7 +166,6 @@ class History:
             return
         stored = _load(path, key)
         if stored is None:
-            _mention_others(path, key)
             return
         self.found = True
         self.complete = stored["complete"]
@@ -315,23 +313,3 @@ def _differences(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> list
                 old, new = (str(digest)[:_DIGEST_LENGTH] for digest in (old, new))
             texts.append(f"{part}: expected {canonical(new)}, got {canonical(old)}")
     return texts
-
-
-def _mention_others(path: Path, key: dict[str, Any]) -> None:
-    """Log that results for the same stage and problem exist but are not used, and why."""
-    others = []
-    for other in sorted(path.parent.glob(f"{key['stage']}-*.json")):
-        stored = None
-        with suppress(ValueError):
-            stored = _read(other) if other != path else None
-        if stored and all(stored["key"].get(part) == key[part] for part in ("stage", "problem")):
-            others.append((other, _differences(stored["key"], key)))
-    if others:
-        newest, differing = max(others, key=lambda found: found[0].stat().st_mtime)
-        log.info(
-            "%s: %d earlier result(s) for this problem are not used; the newest, %s, differs in %s",
-            key["stage"],
-            len(others),
-            newest,
-            "; ".join(differing),
-        )

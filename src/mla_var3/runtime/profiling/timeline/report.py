@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mla_var3.conf.devices import DeviceSpec
 from mla_var3.runtime.markdown import MISSING, microseconds, number, table
 from mla_var3.runtime.profiling.timeline.analysis import (
     SERIAL_BELOW,
@@ -65,15 +64,15 @@ def _median(values_ns: Sequence[int]) -> float | None:
     return statistics.median(values_ns) / 1e3 if values_ns else None
 
 
-def timeline_figures(analysis: Analysis, spec: DeviceSpec) -> dict[str, Any]:
+def timeline_figures(analysis: Analysis) -> dict[str, Any]:
     """Everything that goes into the record beside the times of the stages."""
-    found = _run_figures(analysis.shape, analysis.queued, spec)
+    found = _run_figures(analysis.shape, analysis.queued)
     if analysis.host_paced:
-        found["host_paced"] = _run_figures(analysis.shape, analysis.host_paced, spec)
+        found["host_paced"] = _run_figures(analysis.shape, analysis.host_paced)
     return found
 
 
-def _run_figures(shape: Outline, runs: list[Iteration], spec: DeviceSpec) -> dict[str, Any]:
+def _run_figures(shape: Outline, runs: list[Iteration]) -> dict[str, Any]:
     return {
         "runs": len(runs),
         "span_us": median_us(runs, lambda run: run.span_ns),
@@ -81,7 +80,7 @@ def _run_figures(shape: Outline, runs: list[Iteration], spec: DeviceSpec) -> dic
         "api_us": median_us(runs, lambda run: run.api_ns),
         "idle_us": median_us(runs, lambda run: run.idle_ns),
         "overlap": overlap_figures(shape, runs),
-        "serialised": serialisations(shape, runs, spec),
+        "serialised": serialisations(shape, runs),
     }
 
 
