@@ -20,6 +20,7 @@ from mla_var3.bench.analysis import (
 from mla_var3.bench.plots import Plot
 from mla_var3.bench.record import CALL, OK, PREDICTED, PROJECTION, BenchRecord, BenchRow
 from mla_var3.bench.regression import Regression
+from mla_var3.runtime.environment import environment_rows
 from mla_var3.runtime.markdown import front_matter, number, table
 
 HEADERS = (
@@ -84,28 +85,6 @@ def title_of(record: BenchRecord) -> str:
     """The heading of a report."""
     what = "predicted" if record.predicted else "measured"
     return f"MLA attention kernels, {what}: {record.suite}"
-
-
-def circumstances_rows(record: BenchRecord) -> list[tuple[str, str]]:
-    """The circumstances of a record, for a table of two columns."""
-    env = record.environment
-    gpu = env.get("gpu") or {}
-    versions = ", ".join(f"{k} {v}" for k, v in (env.get("versions") or {}).items() if v)
-    git = env.get("git") or {}
-    commit = git.get("commit") or ""
-    commit += " with local changes" if commit and git.get("dirty") else ""
-    card = [f"driver {gpu['driver']}"] if gpu.get("driver") else []
-    card += [f"power limit {gpu['power_limit_w']:g} W"] if gpu.get("power_limit_w") else []
-    settings = ", ".join(f"{k} {v}" for k, v in record.settings.items())
-    found = [
-        ("device", ", ".join([*record.devices, *card]) or "none"),
-        ("date", str(env.get("date") or "")),
-        ("command", str(env.get("command") or "")),
-        ("versions", versions),
-        ("commit", commit),
-        ("settings", settings),
-    ]
-    return [(name, value) for name, value in found if value]
 
 
 def group_rows(group: ShapeGroup) -> list[BenchRow]:
@@ -246,7 +225,11 @@ def _blocks(
 ) -> Iterator[Block]:
     for text in record.notes:
         yield Block(text=text, style="note")
-    yield Block(headers=("", ""), rows=circumstances_rows(record))
+    facts = [("device", ", ".join(record.devices) or "none")]
+    facts += environment_rows(record.environment)
+    if record.settings:
+        facts.append(("settings", ", ".join(f"{k} {v}" for k, v in record.settings.items())))
+    yield Block(headers=("", ""), rows=facts)
     if regression is not None:
         yield from _regression_blocks(regression)
     groups = [group for group in shape_groups(record.rows) if group.timed]

@@ -31,7 +31,7 @@ from mla_var3.report.plots import line_plot
 from mla_var3.report.sweep import DeviceSweep, sweep
 from mla_var3.runtime import paths
 from mla_var3.runtime.compile import CompileReport
-from mla_var3.runtime.environment import environment
+from mla_var3.runtime.environment import environment, environment_rows
 from mla_var3.runtime.markdown import front_matter, microseconds, table, write_json
 from mla_var3.runtime.paths import TARGETS, make_folder, write_atomic
 from mla_var3.runtime.plan import KernelPlan
@@ -356,28 +356,17 @@ def summary_rows(steps: Sequence[Step]) -> list[tuple[str, ...]]:
 
 def overview_page(steps: Sequence[Step], env: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
     """The whole report: circumstances, summary and one section per step."""
-    gpu, git = env.get("gpu") or {}, env.get("git") or {}
-    versions = {name: version for name, version in env["versions"].items() if version}
-    dirty = " with local changes" if git.get("dirty") else ""
-    facts = {
-        "device": gpu.get("name") or "no GPU: CPU interpreter, compile reports and predictions",
-        "date": env["date"],
-        "command": env["command"],
-        "versions": versions,
-        "commit": git["commit"] + dirty if git.get("commit") else None,
-    }
-    shown = {
-        **facts,
-        "command": f"`{env['command']}`",
-        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "machine": env.get("platform"),
-        "problem": " ".join(f"{name}={value}" for name, value in sizes.items()),
-    }
+    device = (env.get("gpu") or {}).get("name")
+    facts = [
+        ("device", device or "no GPU: CPU interpreter, compile reports and predictions"),
+        ("problem", " ".join(f"{name}={value}" for name, value in sizes.items())),
+        *environment_rows(env),
+    ]
     ok = all(step.status != "failed" for step in steps)
     parts = [
-        front_matter({"kind": "overview", "sizes": sizes, "ok": ok, **facts}),
+        front_matter({"kind": "overview", "sizes": sizes, "ok": ok, "device": device}),
         f"# {TITLE}\n",
-        table(("", ""), list(shown.items())),
+        table(("", ""), facts),
         "## Summary\n",
         table(SUMMARY_HEADERS, summary_rows(steps)),
     ]

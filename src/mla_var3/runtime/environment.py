@@ -17,6 +17,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,22 @@ def environment() -> dict[str, Any]:
         "git": copy.deepcopy(_git()),
         "gpu": gpu,
     }
+
+
+def environment_rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What `environment` returned, for a table of two columns; what is unknown is left out."""
+    gpu, git = record.get("gpu") or {}, record.get("git") or {}
+    commit = git.get("commit")
+    limit = gpu.get("power_limit_w")
+    rows = {
+        "date": record.get("date"),
+        "command": record.get("command"),
+        "versions": ", ".join(f"{k} {v}" for k, v in (record.get("versions") or {}).items() if v),
+        "driver": gpu.get("driver"),
+        "power limit": f"{limit:g} W" if limit else None,
+        "commit": f"{commit} with local changes" if commit and git.get("dirty") else commit,
+    }
+    return [(name, str(value)) for name, value in rows.items() if value]
 
 
 def toolkit_versions(language: str | None = None) -> dict[str, str | None]:

@@ -102,7 +102,7 @@ def test_the_report_without_a_gpu(runtime: Runtime) -> None:
         "# MLA attention, end to end",
         "| device | no GPU",
         "| date | 20",
-        "| command | `",
+        "| command | ",
         "torch 2.",
         "## mla_var6_plus on the CPU interpreter",
         "| a_stage | sm_120 | 168 |",
