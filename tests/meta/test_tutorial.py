@@ -196,17 +196,6 @@ rm -rf not run
 """
 
 
-def test_a_file_that_readers_cannot_name_is_found() -> None:
-    assert unnamed_files(PAGE) == ["src/new.py"]
-    assert unnamed_files("Now `new.py`:\n" + PAGE) == []
-
-
-def test_a_page_is_followed(copy: Copy) -> None:
-    for step in steps_of(PAGE):
-        copy.follow(step)
-    assert (copy.root / "src" / "new.py").read_text() == "x = 2\n"
-
-
 @pytest.mark.parametrize(
     ("old", "new"),
     [
