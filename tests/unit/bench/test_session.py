@@ -126,22 +126,6 @@ def test_without_a_new_process_the_run_ends_there_and_says_so(gpu: FakeGpu, tmp_
     assert "The device was lost" in result.files["html"].read_text()
 
 
-def test_the_last_one_may_break_the_device_without_a_new_start(
-    gpu: FakeGpu, tmp_path: Path
-) -> None:
-    gpu.deadly = {"sdpa"}
-
-    def refuse(record: Path) -> None:
-        raise AssertionError("nothing was left to measure")
-
-    options = BenchOptions(
-        suite="all", rounds=1, backends=("cutile-dsl", "sdpa"), out_dir=tmp_path, on_lost=refuse
-    )
-    rows = run_bench(options).record.rows
-    assert names(rows, FAILED) == {"sdpa"}
-    assert names(rows, LOST) == set()
-
-
 def test_resuming_measures_only_what_is_missing(gpu: FakeGpu, tmp_path: Path) -> None:
     small: dict[str, Any] = {"suite": "sweep", "backends": ("cutile-dsl",), "rounds": 1}
     first = BenchOptions(sizes={"s": (1,), "t": (64,)}, out_dir=tmp_path, **small)

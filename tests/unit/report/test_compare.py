@@ -13,7 +13,6 @@ from mla_var3.cli.main import main
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.report.compare import (
     Run,
-    change_text,
     compare,
     comparison_data,
     comparison_markdown,
@@ -129,19 +128,6 @@ def test_changes_against_the_baseline(tmp_path: Path) -> None:
     assert {f.name for f in comparison_plot(result, tmp_path / "c")} == {"c.png", "c.svg"}
     result.rows.clear()
     assert comparison_plot(result, tmp_path / "d") == []
-
-
-@pytest.mark.parametrize(
-    ("metric", "percent", "text"),
-    [
-        ("time", 3.14, "+3.1 % (slower)"),
-        ("time", 0.0, "+0.0 %"),
-        ("GB/s", 25.0, "+25.0 %"),
-        ("GB/s", None, "-"),
-    ],
-)
-def test_how_a_change_reads(metric: str, percent: float | None, text: str) -> None:
-    assert change_text(metric, percent) == text
 
 
 def test_other_problems_and_devices_are_refused_by_name() -> None:

@@ -119,13 +119,6 @@ def test_reset_undoes_it(scripts: Scripts) -> None:
     assert not scripts.marker.exists()
 
 
-def test_reset_leaves_persistence_mode_that_was_on(scripts: Scripts) -> None:
-    scripts.run("lock-gpu-clock.sh", SMI_PERSISTENCE="Enabled")
-    scripts.log.unlink()
-    assert scripts.run("reset-gpu-clock.sh").returncode == 0
-    assert scripts.settings() == ["-i 0 -rgc", "-i 0 -rmc"]
-
-
 def test_a_failed_reset_keeps_the_marker(scripts: Scripts) -> None:
     scripts.run("lock-gpu-clock.sh")
     done = scripts.run("reset-gpu-clock.sh", SMI_FAIL="-rmc")
@@ -237,9 +230,3 @@ def test_a_stale_marker_is_not_believed(changes: dict[str, Any], problem: str, m
     assert not state.locked
     assert problem in str(state.problem)
     assert problem in state.describe()
-
-
-def test_a_faster_card_shows_that_the_lock_is_gone(marker: Any) -> None:
-    marker()
-    assert clock_state(UUID, current_sm_mhz=1515.0).locked
-    assert "runs at 1980 MHz" in str(clock_state(UUID, current_sm_mhz=1980.0).problem)
