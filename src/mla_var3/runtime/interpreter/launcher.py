@@ -15,7 +15,7 @@ import torch
 from mla_var3.errors import InterpreterError, InvalidArgumentError
 
 # Imported for the operations that they register.
-from mla_var3.runtime.interpreter import arithmetic, indexed, memory, reductions, shaping  # noqa: F401
+from mla_var3.runtime.interpreter import arithmetic, memory, tiles  # noqa: F401
 from mla_var3.runtime.interpreter import cutile_api as api
 from mla_var3.runtime.interpreter.cutile_api import DispatchMode, DType, ct
 from mla_var3.runtime.interpreter.dtypes import constant, cutile_dtype
@@ -58,13 +58,6 @@ def checked_grid(grid: Any) -> BlockId:
         raise InvalidArgumentError("grid", expected, repr(grid))
     x, y, z = (*grid, 1, 1)[:_MAX_GRID_RANK]
     return x, y, z
-
-
-def checked_kernel(kernel: Any) -> Any:
-    """The kernel, if it is one."""
-    if not isinstance(kernel, ct.kernel):
-        raise InvalidArgumentError("kernel", "an object made by @ct.kernel", repr(kernel))
-    return kernel
 
 
 def bind_arguments(annotated_function: Any, args: Sequence[Any]) -> list[Any]:
@@ -226,7 +219,9 @@ def launch(
             source line; the cause is chained.
     """
     full_grid = checked_grid(grid)
-    annotated = checked_kernel(kernel)._annotated_function
+    if not isinstance(kernel, ct.kernel):
+        raise InvalidArgumentError("kernel", "an object made by @ct.kernel", repr(kernel))
+    annotated = kernel._annotated_function
     rebinder = Rebinder()
     mode = InterpreterMode(full_grid, rebinder)
     with ExitStack() as stack:
