@@ -1,4 +1,4 @@
-"""Access to arrays: tiles (load, store, slices, tiled views) and elements (gather, scatter, atomics).
+"""Access to arrays: tiles (load, store, slice, tiled view), elements (gather, scatter, atomics).
 
 A load always copies: a later store of the kernel must not change a tile that was loaded before.
 
