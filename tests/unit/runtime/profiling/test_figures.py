@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from mla_var3.cli.console import print_result
 from mla_var3.op.compare import ErrorFigures
 from mla_var3.runtime.check import CheckResult, OutputCheck
 from mla_var3.runtime.compile import CompileReport
@@ -50,15 +49,6 @@ def result(timed: bool) -> ProfileResult:
     return ProfileResult("whole", mode, total, [first, second], Path("out"))
 
 
-def test_stages_and_the_whole() -> None:
-    rows = figures.stage_rows(result(timed=True))
-    assert [row[0] for row in rows] == ["first", "second", "whole"]
-    assert rows[0][1:7] == ("10.0 µs", "± 0.500 µs", "5.00 µs", "50%", "200", "100")
-    assert rows[1][1:7] == ("-", None, "-", None, "-", "-")
-    text = figures.stage_markdown(result(timed=True))
-    assert text.startswith("| stage | time |")
-
-
 def test_compile_reports_come_by_stage() -> None:
     reports = figures.compile_reports(result(timed=False))
     assert reports == [GOOD, SPILLING, BROKEN]
@@ -87,13 +77,3 @@ def test_checks(error: ErrorFigures, outcome: str) -> None:
     assert ("passed" in figures.check_summary(check)) == check.passed
     assert "twice the error" in figures.check_markdown(check)
     json.dumps(json_ready(check.to_dict()), allow_nan=False)
-
-
-def test_a_static_result_on_screen(capsys: pytest.CaptureFixture[str]) -> None:
-    static = result(timed=False)
-    static.record = {"planned_for": "NVIDIA H200", "predicted_us": {"NVIDIA B200": 12.0}}
-    print_result(static)
-    out = capsys.readouterr().out
-    for words in ("compile report", "whole, static mode, NVIDIA H200", "NVIDIA B200 12.0 µs"):
-        assert words in out
-    assert "TFLOP/s" not in out
