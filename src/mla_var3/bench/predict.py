@@ -72,14 +72,12 @@ def predict_case(case: Case, spec: DeviceSpec, around: Mapping[str, Any]) -> lis
 
 def _timed(row: BenchRow, time_us: float, cost: Cost, *, fitted: bool, **fields: Any) -> BenchRow:
     """A row with its predicted time."""
-    timer = FITTED_TIMER if fitted else IDEAL
-    figures = {"time_us": time_us, "spread_us": 0.0, "flops": cost.flops, "bytes": cost.bytes}
-    return replace(row, timer=timer, **figures, **fields)
+    fields |= {"timer": FITTED_TIMER if fitted else IDEAL, "time_us": time_us, "spread_us": 0.0}
+    return replace(row, flops=cost.flops, bytes=cost.bytes, **fields)
 
 
 def _estimated(row: BenchRow, expected: Estimate, cost: Cost, **fields: Any) -> BenchRow:
-    around_us = expected.around_us
-    fields |= {"fitted": expected.fitted, "projections_us": around_us}
+    fields |= {"fitted": expected.fitted, "projections_us": expected.around_us}
     return _timed(row, expected.kernel_us, cost, **fields)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from mla_var3.cli.arguments import Parser, parse, take_kernel
@@ -75,7 +74,12 @@ def _facts(kernel: KernelId, plan: KernelPlan) -> dict[str, Any]:
             for stage in resolved.plan_empty(*rates).kernels()
         ],
         "candidates": {code: _candidates(plan, Target(code, device)) for code in targets},
-        "tunings": [str(path) for path in _tuning_files(kernel)],
+        "tunings": sorted(
+            str(path)
+            for path in (paths.cache_root() / "kernel-autotune").glob(
+                f"*/{kernel.language}/{kernel.full_name}/*.json"
+            )
+        ),
     }
 
 
@@ -83,11 +87,6 @@ def _candidates(plan: KernelPlan, target: Target) -> dict[str, list[dict[str, An
     """Tilings the autotuner would try, by stage."""
     stage = empty_stage(plan.resolved(target))
     return {k.name: [tiling.to_dict() for tiling in k.autotune_configs] for k in stage.kernels()}
-
-
-def _tuning_files(kernel: KernelId) -> list[Path]:
-    root = paths.cache_root() / "kernel-autotune"
-    return sorted(root.glob(f"*/{kernel.language}/{kernel.full_name}/*.json"))
 
 
 def _print_facts(facts: dict[str, Any]) -> None:

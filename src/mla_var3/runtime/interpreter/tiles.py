@@ -100,12 +100,8 @@ def _astype(x: Any, dtype: Any, /, *, rounding_mode: RoundingMode | None = None)
         return Tile(constant(x, element), element)
     tile = as_tile(x)
     if tile.integer is not None and api.is_integral(element) and rounding_mode is None:
-        return _integer_scalar(tile.integer, element)
+        return Tile.of_integer(int(constant(tile.integer, element).item()), element)
     return Tile(cast(tile.tensor, tile.element, element, rounding_mode), element)
-
-
-def _integer_scalar(value: int, element: DType) -> Tile:
-    return Tile.of_integer(int(constant(value, element).item()), element)
 
 
 @implements(ct.bitcast)

@@ -125,7 +125,8 @@ class Tile(ct.Tile):  # type: ignore[misc]
     def __getitem__(self, index: Any) -> Tile:
         items = index if isinstance(index, tuple) else (index,)
         for item in items:
-            if not (item is None or item is Ellipsis or _is_full_slice(item)):
+            full = isinstance(item, slice) and item == slice(None)
+            if not (item is None or item is Ellipsis or full):
                 raise TileTypeError(
                     f"a tile can be indexed with None, ... and : only, got {item!r}; "
                     "use extract() or item()"
@@ -147,10 +148,6 @@ class Tile(ct.Tile):  # type: ignore[misc]
         return _format_nested(values, spec or ("f" if api.is_float(self.element) else "d"))
 
 
-def _is_full_slice(item: Any) -> bool:
-    return isinstance(item, slice) and item == slice(None)
-
-
 def _format_nested(value: Any, spec: str) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(_format_nested(item, spec) for item in value) + "]"
@@ -164,15 +161,6 @@ def describe(value: object) -> str:
     if isinstance(value, Array):
         return f"array {value.name} of shape {tuple(value.tensor.shape)}"
     return f"{value!r} of type {type(value).__name__}"
-
-
-def number_tile(value: Number, element: DType | None = None) -> Tile:
-    """A scalar tile with a Python number; its dtype is cuTile's choice unless given."""
-    if element is None:
-        element = dtype_of_number(value)
-    if api.is_integral(element):
-        return Tile.of_integer(wrap_integer(int(value), element), element)
-    return Tile(constant(value, element), element)
 
 
 @dataclass(eq=False, repr=False)
@@ -278,9 +266,12 @@ def as_tile(value: Any) -> Tile:
     """A tile operand; a Python number becomes a scalar of the dtype cuTile gives it."""
     if isinstance(value, Tile):
         return value
-    if isinstance(value, bool | int | float):
-        return number_tile(value)
-    raise TileTypeError(f"expected a tile, got {describe(value)}")
+    if not isinstance(value, bool | int | float):
+        raise TileTypeError(f"expected a tile, got {describe(value)}")
+    element = dtype_of_number(value)
+    if api.is_integral(element):
+        return Tile.of_integer(wrap_integer(int(value), element), element)
+    return Tile(constant(value, element), element)
 
 
 def as_array(value: Any) -> Array:
