@@ -11,13 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mla_var3.bench.contenders import (
-    PREFIX_KERNEL,
-    choices_of,
-    make_plan,
-    path_of,
-    shared_problem,
-)
+from mla_var3.bench.contenders import PREFIX_KERNEL, choices_of, make_plan, path_of, shared_problem
 from mla_var3.bench.record import (
     ABSENT,
     FAILED,

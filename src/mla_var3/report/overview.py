@@ -36,13 +36,7 @@ from mla_var3.runtime.markdown import front_matter, microseconds, table, write_j
 from mla_var3.runtime.paths import TARGETS, make_folder, write_atomic
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling import NsightProfType, figures, profile_plan
-from mla_var3.runtime.workflow import (
-    Progress,
-    RunOptions,
-    no_progress,
-    pick_device,
-    prepare,
-)
+from mla_var3.runtime.workflow import Progress, RunOptions, no_progress, pick_device, prepare
 
 if TYPE_CHECKING:
     from mla_var3.attention.select.choice import Explanation

@@ -10,12 +10,7 @@ import pytest
 
 from mla_var3.errors import MissingToolError, UnknownNameError
 from mla_var3.runtime import paths
-from mla_var3.runtime.paths import (
-    KernelId,
-    find_kernel,
-    import_kernel_module,
-    split_full_name,
-)
+from mla_var3.runtime.paths import KernelId, find_kernel, import_kernel_module, split_full_name
 
 FOUR = {"flash_attention", "flash_mla", "flash_mla_split_kv", "mla_var6_plus"}
 V4 = KernelId("mla_var6_plus", 4, "cutile-dsl", "mla")

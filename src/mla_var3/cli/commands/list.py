@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mla_var3.cli.arguments import Parser, parse
+from mla_var3.cli.arguments import Parser, add_json, parse
 from mla_var3.cli.console import print_json, print_table, say
 from mla_var3.conf.models import models
 from mla_var3.runtime import paths
@@ -77,7 +77,7 @@ def inventory() -> list[dict[str, Any]]:
 
 def add_arguments(parser: Parser) -> None:
     """The options of the command."""
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
 
 
 def list_command(parser: Parser, argv: Sequence[str]) -> int:

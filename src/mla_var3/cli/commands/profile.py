@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mla_var3.cli.arguments import Parser, take_kernel
+from mla_var3.cli.arguments import Parser, add_option, take_kernel
 from mla_var3.cli.console import EXIT_OK, UsageError
 
 EPILOG = """\
@@ -20,11 +20,8 @@ def add_arguments(parser: Parser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("kernel", help="kernel id, such as mla_var6_plus")
     parser.add_argument("version", nargs="?", help="version such as v2; v0 is the base version")
-    parser.add_argument(
-        "--prof_type",
-        metavar="MODE",
-        help="profiling mode (default: the richest one that runs here)",
-    )
+    text = "profiling mode (default: the richest one that runs here)"
+    add_option(parser, "prof_type", "MODE", text)
 
 
 def profile_command(parser: Parser, argv: Sequence[str]) -> int:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from mla_var3.cli.arguments import Parser, parse, take_kernel
+from mla_var3.cli.arguments import Parser, add_json, parse, take_kernel
 from mla_var3.cli.console import EXIT_OK, UsageError, print_json, print_table, say, usage_errors
 from mla_var3.cli.options import PlanParser
 from mla_var3.runtime import paths
@@ -22,7 +22,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("kernel", help="kernel id, such as mla_var6_plus")
     parser.add_argument("version", nargs="?", help="version such as v2; v0 is the base version")
     parser.add_argument("--language", metavar="NAME", help="cutile-dsl or cute-dsl")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
 
 
 def show_command(parser: Parser, argv: Sequence[str]) -> int:
@@ -34,7 +34,7 @@ def show_command(parser: Parser, argv: Sequence[str]) -> int:
             return EXIT_OK
         raise UsageError("kernel: expected the name of a kernel, got none")
     own = PlanParser(paths.plan_class(kernel)(), f"hyper-mla show {kernel.full_name}")
-    own.add_argument("--json", action="store_true", help="print JSON")
+    add_json(own)
     with usage_errors():
         values = parse(own, rest)
         request = own.request(values)

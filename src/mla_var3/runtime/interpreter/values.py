@@ -11,12 +11,7 @@ import torch
 
 from mla_var3.errors import InterpreterError
 from mla_var3.runtime.interpreter import cutile_api as api
-from mla_var3.runtime.interpreter.cutile_api import (
-    DType,
-    PaddingMode,
-    TileTypeError,
-    ct,
-)
+from mla_var3.runtime.interpreter.cutile_api import DType, PaddingMode, TileTypeError, ct
 from mla_var3.runtime.interpreter.dtypes import (
     KernelDType,
     Number,

@@ -17,10 +17,7 @@ from mla_var3.errors import MissingToolError, UnsupportedError
 from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
 from mla_var3.runtime.profiling import nsys
 from mla_var3.runtime.profiling.timeline import collect as timeline_collect
-from mla_var3.runtime.profiling.timeline.collect import (
-    ranges_below,
-    record_with_nsys,
-)
+from mla_var3.runtime.profiling.timeline.collect import ranges_below, record_with_nsys
 from mla_var3.runtime.profiling.timeline.formats import read_chrome_trace
 from mla_var3.runtime.workflow import Prepared
 from tests.unit.runtime.profiling.timeline.timeline_support import NAMES, OVERLAP, TRACE
