@@ -230,3 +230,9 @@ def test_a_stale_marker_is_not_believed(changes: dict[str, Any], problem: str, m
     assert not state.locked
     assert problem in str(state.problem)
     assert problem in state.describe()
+
+
+def test_a_faster_card_shows_that_the_lock_is_gone(marker: Any) -> None:
+    marker()
+    assert clock_state(UUID, current_sm_mhz=1515.0).locked
+    assert "runs at 1980 MHz" in str(clock_state(UUID, current_sm_mhz=1980.0).problem)
