@@ -256,13 +256,10 @@ def _load(path: Path, key: dict[str, Any]) -> dict[str, Any] | None:
     try:
         stored = _read(path)
     except ValueError as error:
-        aside = _move_aside(path)
-        log.warning("%s is damaged (%s); moved to %s, tuning again", path, error, aside)
+        log.warning("%s is damaged (%s); it is not used, tuning again", path, error)
         return None
-    differing = [] if stored is None else _differences(stored["key"], key)
-    if differing:
-        message = "%s was made for something else (%s); it is not used, tuning again"
-        log.warning(message, path, "; ".join(differing))
+    if stored is not None and stored["key"] != key:
+        log.warning("%s was made for something else; it is not used, tuning again", path)
         return None
     return stored
 
@@ -293,23 +290,3 @@ def _is_entry(value: Any) -> bool:
         and isinstance(value["compile"] or {}, dict)
         and (time_us is None or (isinstance(time_us, (int, float)) and 0 < time_us < math.inf))
     )
-
-
-def _move_aside(path: Path) -> Path:
-    """Keep a damaged file under a name that nothing reads."""
-    number = 1
-    while (aside := path.with_name(f"{path.name}.corrupt-{number}")).exists():
-        number += 1
-    return path.replace(aside)
-
-
-def _differences(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
-    """The parts of two keys that differ, in words."""
-    texts = []
-    for part in sorted({*stored, *expected}):
-        old, new = stored.get(part), expected.get(part)
-        if old != new:
-            if part == "source":
-                old, new = (str(digest)[:_DIGEST_LENGTH] for digest in (old, new))
-            texts.append(f"{part}: expected {canonical(new)}, got {canonical(old)}")
-    return texts

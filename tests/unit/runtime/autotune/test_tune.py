@@ -338,7 +338,7 @@ def test_a_history_made_for_something_else_is_never_used(
     path.write_text(json.dumps(stored))
     tuning = world.tune(world.kernel([64, 32]))["attend"]
     assert not tuning.from_cache and len(world.timed) == 4
-    assert "was made for something else (toolkit: expected" in caplog.text
+    assert "was made for something else" in caplog.text
     assert json.loads(path.read_text())["key"] == tuning.key
 
 
@@ -356,7 +356,7 @@ def test_a_history_made_for_something_else_is_never_used(
     ],
     ids=["cut", "empty", "list", "status", "negative", "text", "flag", "field"],
 )
-def test_a_damaged_history_is_moved_aside(
+def test_a_damaged_history_is_not_used(
     damage: Callable[[str], str],
     world: World,
     caplog: pytest.LogCaptureFixture,
@@ -364,11 +364,9 @@ def test_a_damaged_history_is_moved_aside(
     path = world.tune(world.kernel([64, 32]))["attend"].path
     damaged = damage(path.read_text())
     assert damaged != path.read_text()
-    for number in (1, 2):
-        path.write_text(damaged)
-        tuning = world.tune(world.kernel([64, 32]))["attend"]
-        assert not tuning.from_cache and tuning.complete
-        assert path.with_name(f"{path.name}.corrupt-{number}").read_text() == damaged
+    path.write_text(damaged)
+    tuning = world.tune(world.kernel([64, 32]))["attend"]
+    assert not tuning.from_cache and tuning.complete
     assert "is damaged" in caplog.text
     assert json.loads(path.read_text())["complete"] is True
 
