@@ -60,7 +60,7 @@ def add_option(parser: Any, name: str, metavar: str, text: str, **settings: Any)
     """Add an option with a value to a parser or group; the help names the default it is given."""
     default = settings.get("default", argparse.SUPPRESS)
     if default is not argparse.SUPPRESS:
-        text += f" (default: {default})"
+        text += f" (default: {str(default).lower() if default is True else default})"
     parser.add_argument(f"--{name}", metavar=metavar, help=text, **settings)
 
 
