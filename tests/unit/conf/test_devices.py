@@ -184,7 +184,7 @@ def test_alias_of_two_devices_and_a_missing_file_are_refused(table, use, monkeyp
         load_devices()
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", "3", '{"a": {}, "a": {}}'])
+@pytest.mark.parametrize("content", ["{", "[]", "{}", "3"])
 def test_not_a_table(content, write):
     with pytest.raises(InvalidArgumentError, match=r"table0.json: expected"):
         load_devices(write(content))

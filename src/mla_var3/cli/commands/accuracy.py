@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,7 +48,7 @@ def accuracy_command(parser: Parser, argv: Sequence[str]) -> int:
             progress("accuracy", index, len(todo), latents.name)
             rows += measure(latents, lengths, **options)
         progress("accuracy", len(todo), len(todo), "")
-    record = {**options, "rows": [row.to_dict() for row in rows]}
+    record = {**options, "rows": [asdict(row) for row in rows]}
     if values["json"]:
         print_json(record)
     else:

@@ -151,7 +151,7 @@ def measured_result(
         "stages": [vars(figures) for figures in stages],
         "tilings": {name: tiling.to_dict() for name, tiling in prepared.stage.tilings().items()},
         "check": prepared.check.to_dict() if prepared.check else None,
-        "clocks": clocks.to_dict(),
+        "clocks": dict(vars(clocks)),
         "above_roofline": above_roofline(total, prepared.stage, spec, plan_dtype(prepared.plan)),
     }
     return ProfileResult(
