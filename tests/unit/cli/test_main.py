@@ -260,19 +260,3 @@ def test_an_old_name_of_an_option_still_works(
     captured = capsys.readouterr()
     assert f"{old} is now --for_device" in captured.err
     assert "H200" in captured.out
-
-
-@pytest.mark.parametrize(
-    ("words", "language"),
-    [
-        (["cutlass_mla_decode"], "cute-dsl"),
-        (["flash_mla:cute-dsl"], "cute-dsl"),
-        (["flash_mla"], "cutile-dsl"),
-        (["mla_var6_plus:v4:cutile-dsl"], "cutile-dsl"),
-    ],
-)
-def test_a_kernel_is_found_without_the_language_option(
-    words: list[str], language: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["show", *words, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["language"] == language
