@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,7 @@ from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
 from mla_var3.runtime.paths import find_kernel, plan_class
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling import target
-from mla_var3.runtime.profiling.target import TargetSpec, stage_ranges
+from mla_var3.runtime.profiling.target import TargetSpec, launch_ranges, stage_ranges
 from mla_var3.runtime.stage import Stage
 
 
@@ -79,6 +81,27 @@ def test_range_names_are_unique_and_safe_for_the_filter() -> None:
         "hyper_mla.decompress_combine",
     ]
     assert not any(set(name) & set("/@[],") for name in names)
+
+
+def test_each_kernel_is_launched_alone_inside_its_range() -> None:
+    events: list[str] = []
+
+    @contextmanager
+    def mark(name: str) -> Iterator[None]:
+        events.append(f"push {name}")
+        yield
+        events.append("pop")
+
+    kernels = [
+        SimpleNamespace(name=name, launch=lambda name=name: events.append(f"launch {name}"))
+        for name in ("a", "b")
+    ]
+    stage: Any = SimpleNamespace(kernels=lambda: iter(kernels))
+    launch_ranges(stage, mark, lambda kernel: events.append(f"wait {kernel}"))
+    assert events == [
+        *("push hyper_mla.a", "launch a", "pop", "wait a"),
+        *("push hyper_mla.b", "launch b", "pop", "wait b"),
+    ]
 
 
 @pytest.mark.parametrize("under_ncu", [False, True])

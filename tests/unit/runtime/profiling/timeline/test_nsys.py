@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from mla_var3.runtime.profiling import nsys
 from mla_var3.runtime.profiling.timeline import collect as timeline_collect
 from mla_var3.runtime.profiling.timeline.collect import ranges_below, record_with_nsys
 from mla_var3.runtime.profiling.timeline.formats import read_chrome_trace
+from mla_var3.runtime.stage import Stage
 from mla_var3.runtime.workflow import Prepared
 from tests.unit.runtime.profiling.timeline.timeline_support import NAMES, OVERLAP, TRACE
 from tests.unit.runtime.runtime_support import fake_kernel
@@ -70,6 +73,25 @@ def test_recording_with_nsight_systems(
     left = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
     report = ["report.nsys-rep"] if profile == 0 else []
     assert left == (report if message else [*report, "stats", "stats/report_cuda_gpu_trace.csv"])
+
+
+def test_warnings_of_the_torch_profiler_are_logged(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mla_var3")
+
+    def record(stage: Stage, make_range: Any, runs: int) -> None:
+        with make_range("hyper_mla@k"):
+            warnings.warn("raw text of torch", stacklevel=1)
+
+    monkeypatch.setattr(timeline_collect, "wait_for_device", lambda name: None)
+    monkeypatch.setattr(timeline_collect, "record_runs", record)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        timeline = timeline_collect.record_with_torch(fake_kernel("k"), 20, tmp_path / "trace.json")
+    assert [found.name for found in timeline.ranges] == ["hyper_mla@k"]
+    assert "torch.profiler: raw text of torch" in caplog.text
+    assert str(tmp_path) not in (tmp_path / "trace.json").read_text()
 
 
 def test_stages_launch_inside_their_ranges_and_are_restored() -> None:
