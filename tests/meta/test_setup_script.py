@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import run_program
+
 STAMP = ".hyper-mla-setup"
 
 # Stands in for the interpreter in PATH. `-m venv DIR` makes a folder with the second stand-in.
@@ -69,15 +71,11 @@ class Sandbox:
         return calls.read_text().splitlines() if calls.exists() else []
 
     def run(self, *arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+        return run_program(
             [str(self.root / "setup_cutile.sh"), *arguments],
             env={**self.environment, **changes},
             cwd=self.root,
             stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
         )
 
 

@@ -19,6 +19,8 @@ from typing import Literal
 
 import pytest
 
+from tests.programs import run_program
+
 BLOCK = re.compile(
     r"(?:^<!-- (?P<note>file|says): (?P<text>[^\n]+) -->\n)?"
     r"^```(?P<info>[^\n]*)\n(?P<body>.*?)^```$",
@@ -155,13 +157,7 @@ def test_the_tutorial_can_be_followed(copy: Copy, repo_root: Path) -> None:
     written = [str(copy.root / step.text) for step in steps if step.kind == "file"]
     designs = [str(Path(each).parent) for each in written]
     for arguments in (["format", "--check"], ["check"]):
-        result = subprocess.run(
-            [sys.executable, "-m", "ruff", *arguments, *designs],
-            cwd=copy.root,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        result = run_program([sys.executable, "-m", "ruff", *arguments, *designs], cwd=copy.root)
         assert result.returncode == 0, result.stdout + result.stderr
 
 

@@ -23,6 +23,7 @@ from mla_var3.bench.suites import SUITES
 from mla_var3.cli.main import main
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.mla.problem import MlaProblem
+from tests.programs import run_program
 from tests.unit.bench.bench_support import (
     AROUND,
     PROBLEM,
@@ -243,14 +244,8 @@ def test_a_hanging_process_is_replaced_and_a_crash_can_be_resumed(tmp_path: Path
     argv += ["--quick", "--patience=1", f"--out_dir={tmp_path}"]
 
     def run(*more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*argv, *more],
-            cwd=root,
-            env={**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
+        return run_program(
+            [*argv, *more], cwd=root, env={**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}"}
         )
 
     path = tmp_path / "all.json"

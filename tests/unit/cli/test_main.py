@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from mla_var3.cli.commands import env
 from mla_var3.cli.commands import list as inventory
 from mla_var3.cli.main import COMMANDS, command_module, main
 from mla_var3.runtime import paths
+from tests.programs import run_program
 
 START_LIMIT_S = 0.5
 
@@ -33,14 +33,8 @@ Probe = Callable[..., tuple[dict[str, Any], str]]
 @pytest.fixture
 def probe(package_environment: dict[str, str], tmp_path: Path) -> Probe:
     def start(*argv: str) -> tuple[dict[str, Any], str]:
-        done = subprocess.run(
-            [sys.executable, "-c", PROBE, *argv],
-            env=package_environment,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
+        done = run_program(
+            [sys.executable, "-c", PROBE, *argv], env=package_environment, cwd=tmp_path
         )
         assert done.returncode == 0, done.stderr
         report: dict[str, Any] = json.loads(done.stderr.splitlines()[-1])

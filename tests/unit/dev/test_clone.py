@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from mla_var3.dev import clone
 from mla_var3.dev.clone import plan_clone, write_clone
 from mla_var3.errors import InvalidArgumentError, UnknownNameError
 from mla_var3.runtime.paths import discover_kernels, version_folder
+from tests.programs import run_program
 
 MLA = "kernel/cutile/mla"
 KERNELS = discover_kernels()
@@ -79,14 +79,10 @@ def checkout(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_clone_and_its_clone_work(
     checkout: Path, package_environment: dict[str, str], tmp_path: Path
 ) -> None:
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, "-c", CLONE_ALL],
         cwd=tmp_path,
         env={**package_environment, "PYTHONPATH": str(checkout / "src")},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
@@ -97,24 +93,17 @@ def test_every_clone_and_its_clone_work(
 
     # Longer names may push a docstring over the line length; the author wraps it.
     for command in (["format"], ["check", "--fix", "--ignore=E501"], ["format", "--check"]):
-        ruff = subprocess.run(
+        ruff = run_program(
             [sys.executable, "-m", "ruff", *command, "--no-cache", "src/mla_var3/kernel"],
             cwd=checkout,
-            capture_output=True,
-            text=True,
-            check=False,
         )
         assert ruff.returncode == 0, ruff.stdout + ruff.stderr
 
 
 def test_the_script_works_on_its_own_checkout(checkout: Path, tmp_path: Path) -> None:
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, checkout / "scripts" / "clone-kernel.py", "flash_mla", "v990"],
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     folder = checkout / "src" / "mla_var3" / MLA / "flash_mla" / "flash_mla_v990"

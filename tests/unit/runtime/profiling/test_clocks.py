@@ -13,6 +13,7 @@ import pytest
 from mla_var3.conf.devices import device_spec
 from mla_var3.runtime.profiling import clocks
 from mla_var3.runtime.profiling.clocks import clock_state
+from tests.programs import run_program
 
 UUID = "GPU-12345678-1234-1234-1234-123456789abc"
 H200_CLOCKS = "\n".join(f"3201, {mhz}" for mhz in range(1980, 344, -15)) + "\n2619, 345"
@@ -71,13 +72,8 @@ class Scripts:
         (self.bin / name).chmod(0o755)
 
     def run(self, script: str, *arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [str(self.scripts / script), *arguments],
-            env={**self.environment, **changes},
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=False,
+        return run_program(
+            [str(self.scripts / script), *arguments], env={**self.environment, **changes}
         )
 
     def settings(self) -> list[str]:
