@@ -11,11 +11,15 @@ from mla_var3.bench.contenders import PREFIX_KERNEL, prefix_contender
 from mla_var3.bench.run import BenchOptions, build_cases
 from mla_var3.bench.suites import (
     PEERS,
+    PREFIX,
+    PREFIX_SHAPE,
     SPECIAL,
     SharedTokens,
     comparable,
+    mix_cases,
     mla_kernels,
     newest,
+    prefix_cases,
     select_backends,
     select_kernels,
 )
@@ -76,6 +80,40 @@ def test_special_versions_take_part_only_by_name() -> None:
     # Their old numbers, where no other language has them.
     hopper = [k for k in kernels if k.language == "cute-dsl"]
     assert set(select_kernels(["mla_var6_plus_v2", "mla_var6_plus_v3"], hopper)) == special
+
+
+def test_the_mix_stands_beside_both_pure_paths() -> None:
+    *mixes, shared = mix_cases(mla_kernels(), ["fa3_qv", "fa3", "sdpa"])
+    for case in mixes:
+        names = [choice.kernel.full_name for choice in case.kernels]
+        assert names[:3] == ["mla_var6_plus", "flash_mla", "flash_attention"]
+        assert case.peers == ("fa3_qv", "fa3")
+    with_8_bits = [c for c in mixes if c.kernels[-1].kernel.full_name == "mla_var6_plus_v5"]
+    assert with_8_bits
+    assert all(case.kernels[-1].fields == {"n": case.problem.t} for case in with_8_bits)
+    assert (shared.problem.b, shared.problem.s, shared.problem.t, shared.problem.h) == PREFIX_SHAPE
+    assert shared.kernels[0].fields == {"prefix": PREFIX}
+    assert shared.peers == ("fa3_qv",)
+    cutile = [kernel for kernel in mla_kernels() if kernel.language == "cutile-dsl"]
+    assert all(not case.kernels for case in mix_cases(cutile, ["fa3_qv"]))
+
+
+def test_shared_prefixes_stand_beside_copies() -> None:
+    *single, nothing, grouped = prefix_cases(mla_kernels(), ["fa3_qv", "sdpa"])
+    assert {case.problem.b for case in single} == {16, 64, 256, 1024}
+    for case in single:
+        assert case.shared is not None and case.peers == ("fa3_qv",)
+        (prefix,) = case.shared.tokens
+        assert case.shared.members == case.problem.b and 0 < prefix < case.problem.t
+        names = [(choice.kernel.full_name, dict(choice.fields)) for choice in case.kernels]
+        assert names == [("mla_var6_plus_v6", {"prefix": prefix}), ("flash_mla", {})]
+    for case in (nothing, grouped):  # one prefix at most is decompressed
+        assert [choice.kernel.full_name for choice in case.kernels] == ["flash_mla"]
+    assert grouped.shared is not None and grouped.problem.lengths is not None
+    assert grouped.problem.b == 64 == grouped.shared.members * len(grouped.shared.tokens)
+    assert min(grouped.problem.lengths) == 2148 and max(grouped.problem.lengths) == 20384
+    cutile = [kernel for kernel in mla_kernels() if kernel.language == "cutile-dsl"]
+    assert all(not c.kernels and c.shared is None for c in prefix_cases(cutile, ["fa3_qv"]))
 
 
 @pytest.mark.parametrize("tokens", [(130, 64), (0, 0)])

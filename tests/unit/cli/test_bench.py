@@ -93,6 +93,17 @@ def test_a_kernel_that_cannot_be_planned_is_a_row_with_its_reason(
 
 
 @pytest.mark.usefixtures("no_plots")
+def test_recorded_results_make_the_same_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = RESULTS / "2026-11-15-nvidia-h200.json"
+    assert main(["bench", "--records", str(record), f"--out_dir={tmp_path}"]) == 0
+    out = capsys.readouterr().out
+    assert "FlashAttention-3 qv" in out and "to be explained" in out
+    assert {"records.html", "records.csv"} <= files(tmp_path)
+
+
+@pytest.mark.usefixtures("no_plots")
 def test_a_version_that_does_not_exist_is_absent_and_the_exit_code_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

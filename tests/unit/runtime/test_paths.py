@@ -90,6 +90,23 @@ def test_what_a_user_may_type(name: str, version: str | None, number: int) -> No
 
 
 @pytest.mark.usefixtures("versions")
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("mla_var6", "mla_var6_plus"),
+        ("mla_var6_plus_v0", "mla_var6_plus"),
+        ("flash_mal", "flash_mla"),
+        ("flashattention", "flash_attention"),
+    ],
+)
+def test_a_wrong_kernel_suggests_the_nearest(name: str, nearest: str) -> None:
+    with pytest.raises(UnknownNameError, match=f"unknown cutile-dsl kernel '{name}'") as caught:
+        find_kernel(name)
+    assert f"did you mean '{nearest}'" in str(caught.value)
+    assert "known: flash_attention, flash_mla, mla_var6_plus" in str(caught.value)
+
+
+@pytest.mark.usefixtures("versions")
 def test_a_design_in_one_language_needs_no_option() -> None:
     for name, language in (
         ("flash_cute", None),
@@ -100,6 +117,15 @@ def test_a_design_in_one_language_needs_no_option() -> None:
         assert find_kernel(name, language=language).language == "cute-dsl"
     with pytest.raises(UnknownNameError, match="It exists in cute-dsl: use --language"):
         find_kernel("flash_cute", language="cutile-dsl")
+
+
+@pytest.mark.usefixtures("versions")
+@pytest.mark.parametrize("version", ["v5", "5", "", "latest"])
+def test_a_wrong_version_lists_the_known_ones(version: str) -> None:
+    with pytest.raises(UnknownNameError, match="unknown version of mla_var6_plus") as caught:
+        find_kernel("mla_var6_plus", version)
+    assert "known: v0, v1, v4" in str(caught.value)
+    assert "v0 is the base version" in str(caught.value)
 
 
 # --- modules --------------------------------------------------------------------------------------

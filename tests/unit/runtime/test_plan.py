@@ -41,6 +41,18 @@ def test_a_pinned_tiling_stays_although_it_is_the_default() -> None:
     assert DoublingPlan().for_target("sm_120").tiling == FakeTiling(rows=16), "others are not"
 
 
+@pytest.mark.parametrize("target", ["sm_90", "sm_100", "sm_120"])
+@pytest.mark.parametrize("design", DESIGNS)
+def test_every_kernel_of_a_design_gets_a_tiling_that_fits(design: str, target: str) -> None:
+    """What for_target chooses is legal there, and the stages know the target too."""
+    for s in (2, 100):
+        plan = make(design, s=s, **({"n": 128} if design == "mla_var6_plus" else {}))
+        chosen = plan.for_target(target)
+        for kernel in chosen.plan(*chosen.prepare_inputs("meta")).kernels():
+            assert kernel.plan.target.code == target
+            assert kernel.tiling.validate(kernel.plan)
+
+
 # --- choices left to the model --------------------------------------------------------------------
 
 
