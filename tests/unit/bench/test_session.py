@@ -263,3 +263,19 @@ def test_a_hanging_process_is_replaced_and_a_crash_can_be_resumed(tmp_path: Path
     assert bad == {"flash_attention", "flash_mla"}
     assert len(rows) > len(bad)
     assert (tmp_path / "all.html").is_file()
+
+
+def test_the_last_one_may_break_the_device_without_a_new_start(
+    gpu: FakeGpu, tmp_path: Path
+) -> None:
+    gpu.deadly = {"sdpa"}
+
+    def refuse(record: Path) -> None:
+        raise AssertionError("nothing was left to measure")
+
+    options = BenchOptions(
+        suite="all", rounds=1, backends=("cutile-dsl", "sdpa"), out_dir=tmp_path, on_lost=refuse
+    )
+    rows = run_bench(options).record.rows
+    assert names(rows, FAILED) == {"sdpa"}
+    assert names(rows, LOST) == set()

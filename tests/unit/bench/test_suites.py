@@ -7,6 +7,7 @@ import pytest
 from mla_var3.attention.backends import registry
 from mla_var3.attention.backends.torch_tiled import TorchTiled
 from mla_var3.attention.prefix.attend import PrefixBackend
+from mla_var3.bench import run as bench_run
 from mla_var3.bench.contenders import PREFIX_KERNEL, prefix_contender
 from mla_var3.bench.run import BenchOptions, build_cases
 from mla_var3.bench.suites import (
@@ -16,6 +17,8 @@ from mla_var3.bench.suites import (
     SPECIAL,
     SharedTokens,
     comparable,
+    figures_cases,
+    main_job_case,
     mix_cases,
     mla_kernels,
     newest,
@@ -27,6 +30,7 @@ from mla_var3.errors import InvalidArgumentError, UnknownNameError
 from mla_var3.op.mla.cost import flash_mla_cost
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.runtime.paths import KernelId
+from tests.unit.bench.bench_support import PROBLEM
 
 MANY = [
     KernelId("flash_attention", 0, "cutile-dsl", "mla"),
@@ -132,3 +136,52 @@ def test_the_prefix_contender_is_checked(tokens: tuple[int, ...]) -> None:
     copied = flash_mla_cost(problem)
     assert ready.cost.flops == copied.flops
     assert (ready.cost.bytes < copied.bytes) == any(tokens)
+
+
+def test_the_figures_keep_their_shapes() -> None:
+    cases = figures_cases(MANY, PEERS)
+    shapes = [(c.problem.b, c.problem.s, c.problem.t, c.problem.causal) for c in cases]
+    assert shapes == [
+        (8, 16, 4096, True),
+        (2, 1024, 4096, False),
+        (2, 1024, 4096, True),
+        (4, 1, 32768, True),
+        (32, 16, 4096, True),
+        (32, 32, 4096, True),
+        (32, 64, 4096, True),
+    ]
+    last = [(c.kernel.full_name, dict(c.fields)) for c in cases[-1].kernels]
+    assert ("mla_var6_plus", {}) in last
+    assert ("mla_var6_plus", {"n": 0}) in last
+    assert ("flash_mla_v10", {}) in last
+    assert ("flash_mla_v2", {}) not in last
+
+
+def test_all_takes_every_version_at_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_run, "mla_kernels", lambda: list(MANY))
+    (case,), missing = build_cases(BenchOptions(suite="all", sizes={"t": (512,)}))
+    assert missing == {}
+    assert (case.problem.b, case.problem.s, case.problem.t, case.problem.h) == (32, 16, 512, 128)
+    assert [choice.kernel for choice in case.kernels] == sorted(MANY)
+    assert case.peers == PEERS
+
+
+def test_the_main_job_has_the_call_and_three_designs_in_both_languages() -> None:
+    case = main_job_case(PROBLEM, mla_kernels(), ("fa3_qv",))
+    assert case.call and case.peers == ("fa3_qv",)
+    assert {(choice.kernel.full_name, choice.kernel.language) for choice in case.kernels} == {
+        (design, language)
+        for design in ("mla_var6_plus", "flash_mla", "flash_attention")
+        for language in ("cutile-dsl", "cute-dsl")
+    }
+
+
+def test_the_engine_suite_reads_scattered_pages() -> None:
+    cases, missing = build_cases(BenchOptions(suite="engine", quick=True, sizes={"h": (8,)}))
+    assert not missing
+    sizes = {(c.problem.b, c.problem.h, c.problem.t, c.problem.s) for c in cases}
+    assert sizes == {(b, 8, 4096, s) for b in (16, 64) for s in (1, 4)}
+    for case in cases:
+        assert [(c.kernel.full_name, c.fields["page"]) for c in case.kernels] == [("flash_mla", 64)]
+        assert case.peers == ("flashmla", "fa3_qv", "flashinfer")
+    assert len(build_cases(BenchOptions(suite="engine"))[0]) == 144

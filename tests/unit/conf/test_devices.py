@@ -226,3 +226,16 @@ def test_wrong_structure_names_device_and_key(table, write, changes, message):
     entry = table["NVIDIA H200"] | changes if isinstance(changes, dict) else changes
     with pytest.raises(InvalidArgumentError, match=f"NVIDIA H200.*{message}"):
         load_devices(write({"NVIDIA H200": entry}))
+
+
+def test_memory_clock_gives_the_bandwidth_where_the_bus_is_known():
+    for name, bits in (("RTX 5090", 512), ("H100", 5120)):
+        spec = device_spec(name)
+        assert spec["mem_clock_MHz"] * 2 * bits / 8 / 1e3 == pytest.approx(spec.peak_gbps, rel=1e-3)
+
+
+def test_the_table_cannot_be_changed_by_a_caller():
+    with pytest.raises(TypeError):
+        device_spec("H200").values["sm_count"] = None
+    load_devices().clear()
+    assert set(load_devices()) == NAMES

@@ -232,3 +232,10 @@ def test_a_faster_card_shows_that_the_lock_is_gone(marker: Any) -> None:
     marker()
     assert clock_state(UUID, current_sm_mhz=1515.0).locked
     assert "runs at 1980 MHz" in str(clock_state(UUID, current_sm_mhz=1980.0).problem)
+
+
+def test_reset_leaves_persistence_mode_that_was_on(scripts: Scripts) -> None:
+    scripts.run("lock-gpu-clock.sh", SMI_PERSISTENCE="Enabled")
+    scripts.log.unlink()
+    assert scripts.run("reset-gpu-clock.sh").returncode == 0
+    assert scripts.settings() == ["-i 0 -rgc", "-i 0 -rmc"]

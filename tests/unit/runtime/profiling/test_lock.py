@@ -80,3 +80,9 @@ def test_a_killed_holder_leaves_the_device_free(environment: dict[str, str]) -> 
         process.wait()
         with device_lock("7", 5):
             assert json.loads(lock_path("7").read_text())["pid"] == os.getpid()
+
+
+def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
+    lock_path("7").mkdir()
+    with pytest.raises(UnsupportedError, match="device lock: expected to open"), device_lock("7"):
+        pass
