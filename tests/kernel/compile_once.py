@@ -11,7 +11,6 @@ import fcntl
 import json
 import os
 import re
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import torch
 from mla_var3.runtime.compile import CompileReport, compile_report
 from mla_var3.runtime.paths import find_kernel, plan_class
 from mla_var3.runtime.plan import Constraints, Tiling
+from tests.programs import run_program
 
 SMALL: dict[str, Any] = {"b": 2, "s": 2, "t": 300, "h": 64, "seed": 0}
 LATENT, DECOMPRESSED, COMBINE = "flash_mla", "decompressed_attention", "decompress_combine"
@@ -137,7 +137,7 @@ def compile_once(
     cache, result = folder / "cache", folder / "result.json"
 
     def run(names: list[str]) -> tuple[dict[str, Any], str]:
-        done = subprocess.run(
+        done = run_program(
             [sys.executable, "-m", "tests.kernel.compile_once", json.dumps(names)],
             env={
                 **environment,
@@ -146,10 +146,7 @@ def compile_once(
                 "PYTHONPATH": os.pathsep.join([environment["PYTHONPATH"], *filter(None, sys.path)]),
             },
             cwd=root,
-            capture_output=True,
-            text=True,
             timeout=1800,
-            check=False,
         )
         assert done.returncode == 0, done.stderr[-4000:]
         return json.loads(done.stdout.splitlines()[-1]), done.stderr

@@ -23,10 +23,7 @@ from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.decompressed import scheduler as device
 from mla_var3.kernel.cute_python.mla.decompressed.scheduler import Scheduler, WorkTile
-from mla_var3.kernel.cute_python.mla.decompressed.stage import (
-    DecompressedShape,
-    DecompressedTiling,
-)
+from mla_var3.kernel.cute_python.mla.decompressed.stage import DecompressedShape, DecompressedTiling
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK
 from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus.mla_var6_plus import (
     CuteMlaVar6Plus,

@@ -96,10 +96,6 @@ def test_snippets_compile(reference: str, number: int, tmp_path: Path) -> None:
     assert differences(expected, cute_findings.instructions(module.machine_code)) == []
 
 
-def test_all_compiled_snippets_are_tested(reference: str) -> None:
-    assert len(snippets_of(reference)) == reference.count("<!-- compile") == 2
-
-
 COUNTS: list[tuple[str, str, Callable[[], Mapping[str, int]]]] = [
     ("state-alignment", case, partial(cute_findings.row_copy, stated, alignment))
     for case, stated, alignment in (
@@ -142,32 +138,3 @@ def test_a_flag_in_a_helper_does_not_compile(findings: dict[str, str]) -> None:
     assert evidence(findings["accumulate-flag-in-a-helper"], shared) == "does not compile"
     with pytest.raises(Exception, match="operand #0 does not dominate this use"):
         cute_findings.accumulation("flag in a helper")
-
-
-# --- the checks themselves ----------------------------------------------------------------------
-
-
-def test_names_are_found_and_resolved() -> None:
-    page = (
-        "`cute.arch.barrier` `@cute.kernel` `cute.barrier_arrive` `plan.py` `ct.load`\n"
-        "```python\nwarp = cute.arch.warp_idx()\nwarp.mine\nctx = warpgroup.Field.ACCUMULATE\n```\n"
-    )
-    names = mentioned(page)
-    assert names == {
-        "cutlass.cute.arch.barrier",
-        "cutlass.cute.kernel",
-        "cutlass.cute.barrier_arrive",
-        "cutlass.cute.arch.warp_idx",
-        "cutlass.cute.nvgpu.warpgroup.Field.ACCUMULATE",
-        "cuda.tile.load",
-    }
-    assert {name for name in names if not exists(name)} == {"cutlass.cute.barrier_arrive"}
-
-
-def test_a_wrong_count_is_found() -> None:
-    assert counted("8 LDG.E.U16, 1 MUFU.EX2, 0 FSETP") == {
-        "LDG.E.U16": 8,
-        "MUFU.EX2": 1,
-        "FSETP": 0,
-    }
-    assert differences({"HGMMA": 4, "LDL": 0}, {"HGMMA": 8}) == ["HGMMA: expected 4, got 8"]

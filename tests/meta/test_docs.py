@@ -315,30 +315,6 @@ def test_a_missing_path_is_found(text: str, small_repo: Path) -> None:
     assert len(missing_paths(f"Read {text} first.", small_repo)) == 1
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "`docs/page.md`",
-        "`src/a.py:3`",
-        "`docs/*.md`",
-        "`src/`",
-        "`Makefile`",
-        "`out/profiles/report.md`",
-        "`cache/kernel-autotune/x.json`",
-        "`src/<language>/x.py`",
-        "`src/.../x.py`",
-        "`src/{a,b}.py`",
-        "`docs`",
-        "`make docs/gone.md`",
-        "`plan.py`",
-        "`and/or`",
-        "```bash\ncat `docs/gone.md`\n```",
-    ],
-)
-def test_other_tokens_are_no_missing_paths(text: str, small_repo: Path) -> None:
-    assert missing_paths(text + "\n", small_repo) == []
-
-
 def test_broken_links_are_found(small_repo: Path) -> None:
     page = small_repo / "docs" / "page.md"
     text = (
@@ -350,28 +326,6 @@ def test_broken_links_are_found(small_repo: Path) -> None:
         "3:page.md#gone: no such heading",
         "3:gone.png: no such file",
         "3:../../x: no such file",
-    ]
-
-
-def test_commands_are_read_from_blocks() -> None:
-    text = (
-        "```bash\n# comment\n"
-        "source .venv/bin/activate && X=1 hyper-mla run --b=2 \\\n    --check # why\n"
-        "hyper-mla show <kernel>\n```\n"
-        "```console\n$ python3 -m mla_var3.kernel flash_mla | head\noutput\n```\n"
-        "```python\nhyper_mla()\n```\n"
-    )
-    found = [command.words for command in commands_of(text, "page.md")]
-    assert found == [
-        ("source", ".venv/bin/activate"),
-        ("hyper-mla", "run", "--b=2", "--check"),
-        ("python3", "-m", "mla_var3.kernel", "flash_mla"),
-        ("head",),
-    ]
-    programs = [program_of(command) for command in commands_of(text, "page.md")]
-    assert programs[1:3] == [
-        ("hyper-mla", ["run", "--b=2", "--check"]),
-        ("mla_var3.kernel", ["flash_mla"]),
     ]
 
 

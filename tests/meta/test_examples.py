@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
@@ -20,14 +21,10 @@ ENGINES = {"vllm_deepseek.py", "capture_latents.py"}
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in ENGINES])
 def test_an_example_runs(name: str, tmp_path: Path) -> None:
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, str(ROOT / "examples" / name), *OPTIONS.get(name, [])],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip()

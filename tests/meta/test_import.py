@@ -8,6 +8,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+from tests.programs import run_program
+
 CPU_LIMIT_S = 0.3
 
 PROBE = """
@@ -23,14 +25,7 @@ print(json.dumps({"cpu_s": spent, "heavy": heavy, "version": mla_var3.__version_
 def run_python(
     code: str, environment: dict[str, str], *arguments: str
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return run_program([sys.executable, "-c", code, *arguments], env=environment)
 
 
 def test_import_is_cheap_and_loads_no_heavy_package(package_environment: dict[str, str]) -> None:

@@ -219,16 +219,6 @@ def test_an_allowed_import_passes(path: str, source: str) -> None:
     assert violations_in({**KERNELS, path: source}) == []
 
 
-KNOWN_CIRCLE = {
-    "mla_var3.cli.commands.kernel", "mla_var3.cli.options", "mla_var3.cli.selection",
-    "mla_var3.runtime.autotune.filter", "mla_var3.runtime.autotune.history",
-    "mla_var3.runtime.autotune.search", "mla_var3.runtime.autotune.tune",
-    "mla_var3.runtime.autotune.units", "mla_var3.runtime.check", "mla_var3.runtime.paths",
-    "mla_var3.runtime.plan", "mla_var3.runtime.workflow",
-}  # fmt: skip
-"""Modules of the one circle that is left, through `KernelPlan.benchmark_kernel_argparse`."""
-
-
 def import_graph(sources: Mapping[str, str]) -> dict[str, set[str]]:
     """Modules and the modules that they import, inside of functions too, types apart.
 
@@ -275,10 +265,7 @@ def test_no_import_circles(source_root: Path) -> None:
         path.relative_to(source_root).as_posix(): path.read_text()
         for path in sorted(source_root.rglob("*.py"))
     }
-    graph = import_graph(sources)
-    for module in KNOWN_CIRCLE & set(graph):
-        graph[module] -= KNOWN_CIRCLE
-    assert not circle_in(graph)
+    assert not circle_in(import_graph(sources))
 
 
 @pytest.mark.parametrize(

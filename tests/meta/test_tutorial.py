@@ -19,6 +19,8 @@ from typing import Literal
 
 import pytest
 
+from tests.programs import run_program
+
 BLOCK = re.compile(
     r"(?:^<!-- (?P<note>file|says): (?P<text>[^\n]+) -->\n)?"
     r"^```(?P<info>[^\n]*)\n(?P<body>.*?)^```$",
@@ -155,13 +157,7 @@ def test_the_tutorial_can_be_followed(copy: Copy, repo_root: Path) -> None:
     written = [str(copy.root / step.text) for step in steps if step.kind == "file"]
     designs = [str(Path(each).parent) for each in written]
     for arguments in (["format", "--check"], ["check"]):
-        result = subprocess.run(
-            [sys.executable, "-m", "ruff", *arguments, *designs],
-            cwd=copy.root,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        result = run_program([sys.executable, "-m", "ruff", *arguments, *designs], cwd=copy.root)
         assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -194,17 +190,6 @@ echo no; exit 3
 rm -rf not run
 ```
 """
-
-
-def test_a_file_that_readers_cannot_name_is_found() -> None:
-    assert unnamed_files(PAGE) == ["src/new.py"]
-    assert unnamed_files("Now `new.py`:\n" + PAGE) == []
-
-
-def test_a_page_is_followed(copy: Copy) -> None:
-    for step in steps_of(PAGE):
-        copy.follow(step)
-    assert (copy.root / "src" / "new.py").read_text() == "x = 2\n"
 
 
 @pytest.mark.parametrize(

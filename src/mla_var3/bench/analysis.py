@@ -246,15 +246,15 @@ def times_over_n(rows: Sequence[BenchRow]) -> Chart | None:
     return None
 
 
-def _without_s_and_t(problem: MlaProblem) -> MlaProblem:
-    """The problem without s and t; with given lengths t stays, because they belong to it."""
-    return replace(problem, s=1) if problem.lengths else replace(problem, s=1, t=1)
-
-
 def speedup_grid(rows: Sequence[BenchRow]) -> Chart | None:
     """The family of shapes with the most cells over s and t; None without any."""
+
+    def without(problem: MlaProblem) -> MlaProblem:
+        # Given lengths belong to their t.
+        return replace(problem, s=1) if problem.lengths else replace(problem, s=1, t=1)
+
     best: Chart | None = None
-    for groups in map(_one_basis, _families(rows, _without_s_and_t)):
+    for groups in map(_one_basis, _families(rows, without)):
         cells = {}
         for group in groups:
             ours = group.best_ours

@@ -20,6 +20,7 @@ from mla_var3.bench.analysis import (
 from mla_var3.bench.plots import Plot
 from mla_var3.bench.record import CALL, OK, PREDICTED, PROJECTION, BenchRecord, BenchRow
 from mla_var3.bench.regression import Regression
+from mla_var3.runtime.environment import environment_rows
 from mla_var3.runtime.markdown import front_matter, number, table
 
 HEADERS = (
@@ -84,28 +85,6 @@ def title_of(record: BenchRecord) -> str:
     """The heading of a report."""
     what = "predicted" if record.predicted else "measured"
     return f"MLA attention kernels, {what}: {record.suite}"
-
-
-def circumstances_rows(record: BenchRecord) -> list[tuple[str, str]]:
-    """The circumstances of a record, for a table of two columns."""
-    env = record.environment
-    gpu = env.get("gpu") or {}
-    versions = ", ".join(f"{k} {v}" for k, v in (env.get("versions") or {}).items() if v)
-    git = env.get("git") or {}
-    commit = git.get("commit") or ""
-    commit += " with local changes" if commit and git.get("dirty") else ""
-    card = [f"driver {gpu['driver']}"] if gpu.get("driver") else []
-    card += [f"power limit {gpu['power_limit_w']:g} W"] if gpu.get("power_limit_w") else []
-    settings = ", ".join(f"{k} {v}" for k, v in record.settings.items())
-    found = [
-        ("device", ", ".join([*record.devices, *card]) or "none"),
-        ("date", str(env.get("date") or "")),
-        ("command", str(env.get("command") or "")),
-        ("versions", versions),
-        ("commit", commit),
-        ("settings", settings),
-    ]
-    return [(name, value) for name, value in found if value]
 
 
 def group_rows(group: ShapeGroup) -> list[BenchRow]:
@@ -246,7 +225,11 @@ def _blocks(
 ) -> Iterator[Block]:
     for text in record.notes:
         yield Block(text=text, style="note")
-    yield Block(headers=("", ""), rows=circumstances_rows(record))
+    facts = [("device", ", ".join(record.devices) or "none")]
+    facts += environment_rows(record.environment)
+    if record.settings:
+        facts.append(("settings", ", ".join(f"{k} {v}" for k, v in record.settings.items())))
+    yield Block(headers=("", ""), rows=facts)
     if regression is not None:
         yield from _regression_blocks(regression)
     groups = [group for group in shape_groups(record.rows) if group.timed]
@@ -338,45 +321,21 @@ _TEMPLATE = """\
 <meta name="color-scheme" content="light dark">
 <title>{{ title }}</title>
 <style>
-:root {
-  --back: #ffffff; --text: #1b1f24; --dim: #5b6570; --line: #d8dee4; --soft: #f4f6f8;
-  --ours: #0072b2; --rival: #8a939c; --good: #1a7f37; --bad: #b3261e; --warn: #7a4d00;
-  --warn-back: #fff3d6;
-}
-@media (prefers-color-scheme: dark) {
-  :root {
-    --back: #14181d; --text: #e4e8ec; --dim: #9aa5b1; --line: #333c46; --soft: #1c2229;
-    --ours: #56b4e9; --rival: #77818c; --good: #57c26e; --bad: #ff8a80; --warn: #ffd58a;
-    --warn-back: #3a2d10;
-  }
-}
-* { box-sizing: border-box; }
-body {
-  margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 72rem; background: var(--back);
-  color: var(--text); font: 16px/1.5 system-ui, sans-serif;
-}
-h1 { font-size: 1.6rem; line-height: 1.25; margin: 0 0 1rem; }
-h2 { font-size: 1.2rem; margin: 2.5rem 0 .5rem; }
-p { margin: .4rem 0; }
-.dim { color: var(--dim); }
-.note { background: var(--warn-back); color: var(--warn); padding: .7rem 1rem; border-radius: 6px; }
+body { margin: 0 auto; padding: 2rem; max-width: 72rem; font: 16px/1.5 system-ui, sans-serif; }
+.dim, figcaption, .projection td { opacity: .7; }
+.note { padding: .7rem 1rem; border-left: 4px solid #e69f00; }
 .scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-size: .92rem; }
-th, td { padding: .35rem .7rem; border-bottom: 1px solid var(--line); text-align: left; }
-th { background: var(--soft); font-weight: 600; white-space: nowrap; }
+table { border-collapse: collapse; width: 100%; }
+th, td { padding: .35rem .7rem; border-bottom: 1px solid #88888866; text-align: left; }
 .figures td + td, .figures th + th { text-align: right; font-variant-numeric: tabular-nums; }
 .figures td { white-space: nowrap; }
-.ours td:first-child { font-weight: 600; }
-.projection td { color: var(--dim); }
-.bar { height: 4px; margin-top: 3px; border-radius: 2px; background: var(--rival); }
-.ours .bar { background: var(--ours); }
-.better { color: var(--good); } .worse { color: var(--bad); font-weight: 600; }
+.ours td:first-child, .worse { font-weight: 600; }
+.bar { height: 4px; background: #8a939c; }
+.ours .bar { background: #2a8fd0; }
+.better { color: #2a9d4f; }
+.worse { color: #d9534f; }
 figure { margin: 1.5rem 0; }
-figure img {
-  display: block; max-width: 100%; height: auto; padding: .5rem; background: #ffffff;
-  border: 1px solid var(--line); border-radius: 6px;
-}
-figcaption { color: var(--dim); font-size: .92rem; margin-top: .4rem; }
+img { max-width: 100%; background: #ffffff; }
 </style>
 </head>
 <body>

@@ -11,13 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mla_var3.bench.contenders import (
-    PREFIX_KERNEL,
-    choices_of,
-    make_plan,
-    path_of,
-    shared_problem,
-)
+from mla_var3.bench.contenders import PREFIX_KERNEL, choices_of, make_plan, path_of, shared_problem
 from mla_var3.bench.record import (
     ABSENT,
     FAILED,
@@ -33,12 +27,12 @@ from mla_var3.bench.record import (
 from mla_var3.bench.suites import Case, KernelChoice, SharedTokens
 from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import UnsupportedError
+from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import output_up_projection_cost, query_projection_cost
 from mla_var3.op.mla.model import designs
 from mla_var3.op.mla.model.designs import estimate, part_us
 from mla_var3.op.mla.model.times import IDEAL, Estimate, Workload
 from mla_var3.op.mla.prefix.problem import latent_shared_cost
-from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.runtime.paths import LANGUAGES
 
 log = logging.getLogger(__name__)
@@ -63,74 +57,50 @@ def plan_estimate(plan: Any, spec: DeviceSpec) -> Estimate | None:
 
 def predict_case(case: Case, spec: DeviceSpec, around: Mapping[str, Any]) -> list[BenchRow]:
     """Predicted rows of one shape; a kernel that cannot be planned is a row with its reason."""
-    rows = [_kernel_row(choice, case.problem, spec, around) for choice in case.kernels]
+    common = {"problem": case.problem, "kind": PREDICTED, "timer": IDEAL, **around}
+    rows = [_kernel_row(choice, spec, common) for choice in case.kernels]
     if case.shared is not None:
-        rows.append(_prefix_row(case.problem, case.shared, spec, around))
-    return rows + [_projection_row(name, case.problem, spec, around) for name in _PROJECTIONS]
+        rows.append(_prefix_row(case.shared, spec, common))
+    return rows + [_projection_row(name, spec, common) for name in _PROJECTIONS]
 
 
-def _kernel_row(
-    choice: KernelChoice, problem: MlaProblem, spec: DeviceSpec, around: Mapping[str, Any]
-) -> BenchRow:
-    row = BenchRow(
-        problem=problem,
-        kernel=choice.kernel.full_name,
-        language=choice.kernel.language,
-        source=OURS,
-        kind=PREDICTED,
-        timer=IDEAL,
-        **around,
-    )
+def _timed(row: BenchRow, time_us: float, cost: Cost, *, fitted: bool, **fields: Any) -> BenchRow:
+    """A row with its predicted time."""
+    fields |= {"timer": FITTED_TIMER if fitted else IDEAL, "time_us": time_us, "spread_us": 0.0}
+    return replace(row, flops=cost.flops, bytes=cost.bytes, **fields)
+
+
+def _estimated(row: BenchRow, expected: Estimate, cost: Cost, **fields: Any) -> BenchRow:
+    fields |= {"fitted": expected.fitted, "projections_us": expected.around_us}
+    return _timed(row, expected.kernel_us, cost, **fields)
+
+
+def _kernel_row(choice: KernelChoice, spec: DeviceSpec, common: Mapping[str, Any]) -> BenchRow:
+    kernel = choice.kernel
+    row = BenchRow(kernel=kernel.full_name, language=kernel.language, source=OURS, **common)
     try:
-        plan = make_plan(choice, problem, spec.target).on_device(spec)
-        stage = plan.plan_empty(*spec.burst_rates(problem.dtype))
+        plan = make_plan(choice, row.problem, spec.target).on_device(spec)
+        stage = plan.plan_empty(*spec.burst_rates(row.problem.dtype))
         expected = plan_estimate(plan, spec)
         if expected is None:
             raise UnsupportedError(f"{plan.name}: expected a kernel of the time model, got none")
-        cost = stage.cost()
-        return replace(
-            row,
-            path=path_of(plan, stage),
-            choices=choices_of(plan),
-            timer=FITTED_TIMER if expected.fitted else IDEAL,
-            time_us=expected.kernel_us,
-            spread_us=0.0,
-            flops=cost.flops,
-            bytes=cost.bytes,
-            projections_us=expected.around_us,
-        )
+        chosen = {"path": path_of(plan, stage), "choices": choices_of(plan)}
+        return _estimated(row, expected, stage.cost(), **chosen)
     except Exception as error:
         # A kernel that cannot be planned, whatever the reason, must not take the others with it.
-        log.debug("%s cannot be planned", choice.kernel.full_name, exc_info=True)
+        log.debug("%s cannot be planned", kernel.full_name, exc_info=True)
         status = ABSENT if isinstance(error, UnsupportedError) else FAILED
         return replace(row, choices=choice.fields, status=status, reason=first_line(error))
 
 
-def _prefix_row(
-    problem: MlaProblem, shared: SharedTokens, spec: DeviceSpec, around: Mapping[str, Any]
-) -> BenchRow:
+def _prefix_row(shared: SharedTokens, spec: DeviceSpec, common: Mapping[str, Any]) -> BenchRow:
     """Latent attention that reads shared first tokens once."""
-    language, groups = "cute-dsl", len(shared.tokens)
-    work = Workload(problem, shared=shared.mean, groups=groups)
-    expected = estimate(PREFIX_KERNEL, work, spec, language)
+    row = BenchRow(kernel=PREFIX_KERNEL, language="cute-dsl", source=OURS, path=LATENT, **common)
+    work = Workload(row.problem, shared=shared.mean, groups=len(shared.tokens))
+    expected = estimate(PREFIX_KERNEL, work, spec, row.language)
     assert expected is not None
-    cost = latent_shared_cost(shared_problem(problem, shared))
-    return BenchRow(
-        problem=problem,
-        kernel=PREFIX_KERNEL,
-        language=language,
-        source=OURS,
-        kind=PREDICTED,
-        path=LATENT,
-        choices={"prefix": shared.mean},
-        timer=FITTED_TIMER if expected.fitted else IDEAL,
-        time_us=expected.kernel_us,
-        spread_us=0.0,
-        flops=cost.flops,
-        bytes=cost.bytes,
-        projections_us=expected.around_us,
-        **around,
-    )
+    cost = latent_shared_cost(shared_problem(row.problem, shared))
+    return _estimated(row, expected, cost, choices={"prefix": shared.mean})
 
 
 _PROJECTIONS = {
@@ -139,23 +109,12 @@ _PROJECTIONS = {
 }
 
 
-def _projection_row(
-    name: str, problem: MlaProblem, spec: DeviceSpec, around: Mapping[str, Any]
-) -> BenchRow:
+def _projection_row(name: str, spec: DeviceSpec, common: Mapping[str, Any]) -> BenchRow:
+    row = BenchRow(kernel=name, source=PROJECTION, **common)
     cost_of, effort = _PROJECTIONS[name]
-    cost = cost_of(problem)
+    cost, work = cost_of(row.problem), Workload(row.problem)
     # Where kernels were timed on the device, so were the projections around them.
-    kernels = [estimate("flash_mla", Workload(problem), spec, language) for language in LANGUAGES]
+    kernels = [estimate("flash_mla", work, spec, language) for language in LANGUAGES]
     fitted = any(found is not None and found.fitted for found in kernels)
-    return BenchRow(
-        problem=problem,
-        kernel=name,
-        source=PROJECTION,
-        kind=PREDICTED,
-        timer=FITTED_TIMER if fitted else IDEAL,
-        time_us=part_us(spec, effort, cost, problem.dtype, fitted=fitted),
-        spread_us=0.0,
-        flops=cost.flops,
-        bytes=cost.bytes,
-        **around,
-    )
+    time_us = part_us(spec, effort, cost, row.problem.dtype, fitted=fitted)
+    return _timed(row, time_us, cost, fitted=fitted)

@@ -11,7 +11,6 @@ import dataclasses
 import io
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -21,7 +20,7 @@ from typing import Any
 from mla_var3.errors import HyperMlaError, InvalidArgumentError
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.runtime.markdown import write_json
-from mla_var3.runtime.paths import DEFAULT_LANGUAGE, split_full_name
+from mla_var3.runtime.paths import DEFAULT_LANGUAGE
 
 SCHEMA = "hyper-mla-bench/1"
 
@@ -35,12 +34,6 @@ EIGHT_BIT = {("mla_var6_plus_v5", "cute-dsl"), ("mla_var6_plus_v2", "cute-dsl")}
 """(kernel, language) with an 8-bit window: a larger error, so never ranked with the others."""
 
 _SIZES = ("b", "s", "t", "h", "d", "p", "k", "dtype", "causal")
-# What earlier releases wrote, and the word for it now.
-_OLD_WORDS = {
-    "absorbed": LATENT,
-    "query absorption": QUERY_PROJECTION,
-    "output up-projection": OUTPUT_PROJECTION,
-}
 
 
 @dataclass(frozen=True)
@@ -285,7 +278,7 @@ def save_record(record: BenchRecord, path: Path) -> None:
 
 
 def load_record(path: Path) -> BenchRecord:
-    """Read a record, also one of the first schema (rows whose shape is a text).
+    """Read a record.
 
     Raises:
         InvalidArgumentError: the file is no benchmark record, or a row is invalid; the message
@@ -300,27 +293,22 @@ def load_record(path: Path) -> BenchRecord:
     if not isinstance(data, Mapping) or not {"rows", "environment"} <= set(data):
         got = "an object without rows and environment"
         raise InvalidArgumentError(str(path), "a benchmark record", got)
-    first = "schema" not in data
-    if not first and data["schema"] != SCHEMA:
-        got = f"schema {data['schema']!r}, this version reads {SCHEMA!r}"
+    if data.get("schema") != SCHEMA:
+        got = f"schema {data.get('schema')!r}, this version reads {SCHEMA!r}"
         raise InvalidArgumentError(str(path), "a benchmark record", got)
-    around = circumstances(data["environment"])
     rows = []
     for index, entry in enumerate(data["rows"]):
         name = entry.get("kernel", "") if isinstance(entry, Mapping) else ""
         with _naming_row(path, index, name):
-            row = _first_schema_row(entry, around) if first else _row(entry)
-            check_row(row)
-            rows.append(row)
-    suite = str(data.get("suite", "figures"))
-    notes = ["Kernel times only: this record holds no times of the projections."] if first else []
+            rows.append(_row(entry))
+            check_row(rows[-1])
     return BenchRecord(
-        suite=_OLD_WORDS.get(suite, suite),
+        suite=str(data.get("suite", "figures")),
         environment=data["environment"],
         rows=rows,
-        absent=dict(data.get("absent") or data.get("absent_peers") or {}),
+        absent=dict(data.get("absent") or {}),
         settings=dict(data.get("settings") or {}),
-        notes=[*notes, *(data.get("notes") or [])],
+        notes=list(data.get("notes") or []),
     )
 
 
@@ -396,35 +384,4 @@ def _row(entry: Mapping[str, Any]) -> BenchRow:
     values = {name: value for name, value in entry.items() if name in names}
     values["problem"] = MlaProblem(**entry["problem"])
     values["rounds_us"] = tuple(entry.get("rounds_us") or ())
-    for name in ("kernel", "path"):
-        values[name] = _OLD_WORDS.get(entry.get(name, ""), entry.get(name, ""))
     return BenchRow(**values)
-
-
-def _first_schema_row(entry: Mapping[str, Any], around: Mapping[str, Any]) -> BenchRow:
-    kernel, note, time_us = str(entry["kernel"]), str(entry.get("note") or ""), entry["time_us"]
-    design, _ = split_full_name(kernel)
-    ours = design in ("flash_attention", "flash_mla", "flash_mla_split_kv", "mla_var6_plus")
-    latent = kernel.startswith(("flash_mla", "FlashMLA")) or kernel.endswith(" qv")
-    words = str(entry["shape"]).split()
-    sizes: dict[str, Any] = {"h": 128}
-    sizes |= {key: int(value) for key, value in re.findall(r"(\w)=(\d+)", str(entry["shape"]))}
-    tflops, gbps = entry.get("tflops"), entry.get("gbps")
-    return BenchRow(
-        problem=MlaProblem(**sizes, causal="full" not in words),
-        kernel=kernel,
-        source=OURS if ours else PEER,
-        kind=MEASURED,
-        path=MIX if design == "mla_var6_plus" else LATENT if latent else DECOMPRESSED,
-        language=DEFAULT_LANGUAGE if ours else "",
-        choices={key: int(value) for key, value in re.findall(r"\b(\w+)=(\d+)", note)},
-        status=OK if time_us is not None else FAILED,
-        reason=note if time_us is None else "",
-        time_us=time_us,
-        spread_us=entry.get("spread_us"),
-        timer="cuda-graph",
-        flops=tflops * time_us * 1e6 if tflops and time_us else None,
-        bytes=gbps * time_us * 1e3 if gbps and time_us else None,
-        error=entry.get("error"),
-        **around,
-    )

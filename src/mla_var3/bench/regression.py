@@ -7,7 +7,6 @@ timer, device, and the versions that decide the machine code. Other rows are lis
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -120,7 +119,7 @@ def compare_records(
         name = f"{row.label}, {row.shape}"
         old = earlier.get(key)
         if old is None:
-            result.not_compared.append((name, _why_unmatched(row, before.rows)))
+            result.not_compared.append((name, "not in the earlier record"))
             continue
         reasons = _differences(old, row)
         versions = _version_differences(old, row)
@@ -159,24 +158,6 @@ def _setting_differences(before: BenchRecord, after: BenchRecord) -> list[str]:
         locked = ["locked" if limit else "not locked" for limit in limits]
         found.append(f"clocks were {locked[0]} before and are {locked[1]} now")
     return found
-
-
-def _why_unmatched(row: BenchRow, rows: Sequence[BenchRow]) -> str:
-    same_kernel = [
-        other
-        for other in rows
-        if (other.kernel, other.language, other.source) == (row.kernel, row.language, row.source)
-    ]
-    if not same_kernel:
-        return "this kernel is not in the earlier record"
-    kinds = {other.kind for other in same_kernel}
-    if row.kind not in kinds:
-        return f"{row.kind} against {', '.join(sorted(kinds))}"
-    same_shape = [other for other in same_kernel if other.problem == row.problem]
-    if not same_shape:
-        return "no such shape in the earlier record"
-    choices = sorted({" ".join(f"{k}={v}" for k, v in o.choices.items()) for o in same_shape})
-    return f"other choices in the earlier record: {', '.join(choices)}"
 
 
 def _differences(before: BenchRow, after: BenchRow) -> list[str]:

@@ -130,6 +130,9 @@ def measure(
     results.append([row for row in earlier if row.problem not in asked])
     total, before = sum(len(waiting) for *_, waiting in agenda) * options.rounds, 0
 
+    def progress(what: str, done: int, _: int, detail: str) -> None:
+        options.progress(what, before + done, total, detail)
+
     def keep(place: int, rows: Sequence[BenchRow]) -> None:
         results[place] = unique_rows(with_projections([*agenda[place][1], *rows]))
         record.rows = [row for group in results for row in group]
@@ -146,7 +149,7 @@ def measure(
                 timer,
                 around,
                 rounds=options.rounds,
-                progress=_part_of(options.progress, before, total),
+                progress=progress,
                 watchdog=_watchdog(options, partial(keep, place), save),
                 checkpoint=partial(keep, place),
             )
@@ -184,10 +187,6 @@ def _watchdog(
 def unique_rows(rows: Sequence[BenchRow]) -> list[BenchRow]:
     """The rows without repetitions: the model may choose an n that the suite pins as well."""
     return list({row_key(row): row for row in rows}.values())
-
-
-def _part_of(progress: Progress, before: int, total: int) -> Progress:
-    return lambda what, done, _, detail: progress(what, before + done, total, detail)
 
 
 def resumable_rows(path: Path, suite: str, device: str) -> list[BenchRow]:

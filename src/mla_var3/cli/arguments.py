@@ -56,6 +56,24 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message.removeprefix("argument "))
 
 
+def add_option(parser: Any, name: str, metavar: str, text: str, **settings: Any) -> None:
+    """Add an option with a value to a parser or group; the help names the default it is given."""
+    default = settings.get("default", argparse.SUPPRESS)
+    if default is not argparse.SUPPRESS:
+        text += f" (default: {str(default).lower() if default is True else default})"
+    parser.add_argument(f"--{name}", metavar=metavar, help=text, **settings)
+
+
+def add_flag(parser: Any, name: str, text: str, **settings: Any) -> None:
+    """Add an option without a value."""
+    parser.add_argument(f"--{name}", action="store_true", help=text, **settings)
+
+
+def add_json(parser: Any) -> None:
+    """Add `--json`."""
+    add_flag(parser, "json", "print JSON")
+
+
 def parse(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
     """Parse a command line into the options that were given, by name.
 

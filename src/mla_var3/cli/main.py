@@ -19,7 +19,7 @@ from mla_var3.errors import UnknownNameError
 
 COMMANDS = {
     "run": "run a kernel; without one the main job: mla_var6_plus end to end, with a report",
-    "profile": "profile a kernel in the richest mode that runs here, or several of its versions",
+    "profile": "profile a kernel in the richest mode that runs here",
     "compare": "runs, versions or kernels side by side, against the first of them",
     "bench": "all kernels beside their peers: tables, plots, one HTML page, regression check",
     "list": "kernels, versions, languages, targets, and what runs on this machine",

@@ -279,7 +279,7 @@ def _load(paths: tuple[str, ...]) -> Mapping[str, DeviceSpec]:
 
 def _read(path: str, known: Mapping[str, DeviceSpec]) -> dict[str, DeviceSpec]:
     try:
-        table = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
+        table = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidArgumentError(path, "a readable device table", error.strerror) from error
     except ValueError as error:
@@ -354,14 +354,6 @@ def _checked(where: str, key: str, value: object) -> float | str | tuple[str, ..
 
 def _kind_of(value: object) -> str:
     return f"{type(value).__name__} {value!r:.40}"
-
-
-def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    keys = [key for key, _ in pairs]
-    twice = {key for key in keys if keys.count(key) > 1}
-    if twice:
-        raise ValueError(f"{', '.join(sorted(twice))} given twice")
-    return dict(pairs)
 
 
 _SHARED_KIB: Final = {"sm_86": 99, "sm_87": 163, "sm_88": 99, "sm_110": 227}

@@ -9,12 +9,10 @@ does. A kernel or device without an entry has no fitted rates.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
-from typing import Any, TypeVar
-
-from mla_var3.errors import InvalidArgumentError
+from typing import Any
 
 OWN_PROJECTION_QUERIES = 256
 """Queries of all requests up to which a kernel that can do so launches the projections itself. On
@@ -53,14 +51,6 @@ class KernelRates:
     source: str
     date: str
 
-    def __post_init__(self) -> None:
-        _require_positive(self, "tflops", "gbps", "error")
-        if self.overlap is not None and not self.overlap >= 1:
-            raise InvalidArgumentError("overlap", "a number of at least 1", self.overlap)
-        for name in ("fixed_us", "tile_us", "cut_us"):
-            if not (getattr(self, name) or 0.0) >= 0:
-                raise InvalidArgumentError(name, "a number of at least 0", getattr(self, name))
-
     def work_us(self, flops: float, moved_bytes: float) -> float:
         """Microseconds of so much work, evenly spread over the SMs."""
         return _norm(flops / (self.tflops * 1e6), moved_bytes / (self.gbps * 1e3), self.overlap)
@@ -86,15 +76,6 @@ class EnergyRates:
     source: str
     date: str
 
-    def __post_init__(self) -> None:
-        _require_positive(
-            self,
-            "latent_joules_per_tflop",
-            "heads_joules_per_tflop",
-            "joules_per_gb",
-            "power_limit_w",
-        )
-
     def joules(self, latent_flops: float, heads_flops: float, moved_bytes: float) -> float:
         """Energy of attention with so much work of each kind."""
         operations = self.latent_joules_per_tflop * latent_flops
@@ -104,9 +85,6 @@ class EnergyRates:
     def least_us(self, joules: float) -> float:
         """Microseconds that an energy takes at the power limit."""
         return joules / self.power_limit_w * 1e6
-
-
-Rates = TypeVar("Rates", KernelRates, EnergyRates)
 
 
 def _norm(first: float, second: float, exponent: float | None) -> float:
@@ -130,34 +108,17 @@ def energy_rates(device: str) -> EnergyRates | None:
 @lru_cache(maxsize=1)
 def _kernels() -> dict[str, dict[str, KernelRates]]:
     return {
-        device: {
-            kernel: _entry(KernelRates, f"kernel_rates.json, {device}, {kernel}", values)
-            for kernel, values in kernels.items()
-        }
+        device: {kernel: KernelRates(**values) for kernel, values in kernels.items()}
         for device, kernels in _read("kernel_rates.json").items()
     }
 
 
 @lru_cache(maxsize=1)
 def _energies() -> dict[str, EnergyRates]:
-    entries = _read("energy.json").items()
-    return {name: _entry(EnergyRates, f"energy.json, {name}", values) for name, values in entries}
+    return {device: EnergyRates(**values) for device, values in _read("energy.json").items()}
 
 
 def _read(file: str) -> dict[str, Any]:
     text = (resources.files("mla_var3.conf") / file).read_text(encoding="utf-8")
     table: dict[str, Any] = json.loads(text)
     return table
-
-
-def _entry(kind: type[Rates], where: str, values: dict[str, Any]) -> Rates:
-    names = {field.name for field in fields(kind)}
-    if set(values) != names:
-        raise InvalidArgumentError(where, sorted(names), sorted(values))
-    return kind(**values)
-
-
-def _require_positive(rates: KernelRates | EnergyRates, *names: str) -> None:
-    for name in names:
-        if not getattr(rates, name) > 0:
-            raise InvalidArgumentError(name, "a positive number", getattr(rates, name))

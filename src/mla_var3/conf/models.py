@@ -123,7 +123,7 @@ def read_config(path: str | Path) -> Model:
     if not isinstance(config, dict):
         raise InvalidArgumentError(str(path), "a JSON object", type(config).__name__)
     nested = config.get("text_config")
-    if isinstance(nested, dict) and not _has_width(config):
+    if isinstance(nested, dict) and all(config.get(key) is None for key in _WIDTH_KEYS["k"]):
         config = nested
     heads = _number(path, config, (_HEADS_KEY,), least=1)
     found: dict[str, int] = {}
@@ -134,10 +134,6 @@ def read_config(path: str | Path) -> Model:
         else:
             found[name] = _number(path, config, keys, least=0 if name == "p" else 1)
     return Model(str(path), Widths(**found), heads, str(path))
-
-
-def _has_width(config: Mapping[str, Any]) -> bool:
-    return any(config.get(key) is not None for key in _WIDTH_KEYS["k"])
 
 
 def _number(path: str | Path, config: Mapping[str, Any], keys: tuple[str, ...], least: int) -> int:

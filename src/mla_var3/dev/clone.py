@@ -187,8 +187,6 @@ def _rename(
 def _with_parent(text: str, parent: str) -> str:
     """The entry module with a line in its docstring that names the parent."""
     line = f"Parent: {parent}."
-    if ast.get_docstring(ast.parse(text)) is None:
-        return f'"""{line}"""\n\n{text}'
     quote = text.index('"""', text.index('"""') + 3)
     doc, rest = text[:quote], text[quote:]
     if _ORIGIN.search(doc):

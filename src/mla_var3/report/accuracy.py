@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -128,10 +127,6 @@ class AccuracyRow:
     attention: str
     t: int
     errors: dict[str, FormatError]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields, JSON-ready."""
-        return asdict(self)
 
 
 def read_latents(path: Path) -> Latents:

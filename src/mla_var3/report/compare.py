@@ -134,13 +134,6 @@ def _number(value: Any) -> float | None:
     return float(value) if is_number else None
 
 
-def _of_roofline(figures: StageFigures) -> float | None:
-    """Ideal over measured time, in percent."""
-    if not figures.time_us or not figures.predicted_us:
-        return None
-    return 100 * figures.predicted_us / figures.time_us
-
-
 def differences(runs: Sequence[Run]) -> list[str]:
     """Why runs may not be compared: another problem or device than the baseline's."""
     baseline, *others = runs
@@ -213,7 +206,7 @@ _METRICS: tuple[tuple[str, _Read, Callable[[float | None], str]], ...] = (
     ("ideal", lambda f: f.predicted_us, microseconds),
     ("TFLOP/s", lambda f: f.tflops, number),
     ("GB/s", lambda f: f.gbps, number),
-    ("of roofline", _of_roofline, lambda value: quantity(value, "%")),
+    ("of roofline", lambda f: f.of_roofline_pct, lambda value: quantity(value, "%")),
 )
 
 

@@ -24,30 +24,19 @@ from mla_var3.bench.plots import draw_plots
 from mla_var3.bench.record import FAILED, LOST, OURS, PROJECTION, BenchRecord
 from mla_var3.bench.suites import DESIGN, PEERS, main_job_case, mla_kernels
 from mla_var3.conf.devices import load_devices
-from mla_var3.errors import CheckFailedError, HyperMlaError, KernelCompileError, UnsupportedError
+from mla_var3.errors import CheckFailedError, HyperMlaError, KernelCompileError
 from mla_var3.op.mla.model.times import IDEAL
 from mla_var3.op.mla.problem import MlaProblem
-from mla_var3.report.plots import (
-    crossover_plot,
-    dense_sweeps,
-    line_plot,
-    speedup_series,
-)
-from mla_var3.report.sweep import S_VALUES, DeviceSweep, crossover_text, sweep
+from mla_var3.report.plots import line_plot
+from mla_var3.report.sweep import DeviceSweep, sweep
 from mla_var3.runtime import paths
 from mla_var3.runtime.compile import CompileReport
-from mla_var3.runtime.environment import environment
+from mla_var3.runtime.environment import environment, environment_rows
 from mla_var3.runtime.markdown import front_matter, microseconds, table, write_json
 from mla_var3.runtime.paths import TARGETS, make_folder, write_atomic
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling import NsightProfType, figures, profile_plan
-from mla_var3.runtime.workflow import (
-    Progress,
-    RunOptions,
-    no_progress,
-    pick_device,
-    prepare,
-)
+from mla_var3.runtime.workflow import Progress, RunOptions, no_progress, pick_device, prepare
 
 if TYPE_CHECKING:
     from mla_var3.attention.select.choice import Explanation
@@ -58,6 +47,8 @@ TITLE = "MLA attention, end to end"
 KERNEL = DESIGN
 SIZES = {"b": 32, "s": 16, "t": 4096, "h": 128}
 """The shape of the published comparison."""
+S_VALUES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Query lengths of the predictions."""
 CPU_SIZES = {"b": 2, "s": 4, "t": 200, "h": 16}
 QUICK_CPU_SIZES = {"b": 2, "s": 2, "t": 100, "h": 8}
 MAIN_PEERS = tuple(name for name in PEERS if name != "fa3_one_split")
@@ -196,7 +187,6 @@ def run_overview(options: OverviewOptions) -> OverviewResult:
         job.do("check", f"{KERNEL} on the CPU interpreter", _cpu_check)
         job.do("compile", f"{KERNEL} compiled", _compile)
         job.do("predict", "Predicted times, not measured", _predict)
-        job.do("plot", "Plots of the predictions", _plot)
     _write(job)
     return job.result
 
@@ -272,8 +262,7 @@ def _cpu_check(job: _Job, step: Step) -> None:
     plan = _plan(KERNEL, **sizes, lengths=lengths, n=sizes["t"] // 3)
     options = RunOptions(device="cpu", check=True, progress=job.options.progress)
     prepared = prepare(plan, options)
-    if prepared.check is None:
-        raise UnsupportedError("check: expected figures from prepare(check=True), got none")
+    assert prepared.check is not None
     shown = " ".join(f"{k}={v}" for k, v in prepared.plan.params().items() if v is not None)
     step.text = (
         "The kernels' own code, run tile by tile on the CPU by the interpreter, against the fp32 "
@@ -311,58 +300,35 @@ def _compile(job: _Job, step: Step) -> None:
 
 def _predict(job: _Job, step: Step) -> None:
     problem = MlaProblem(**job.sizes)
-    sweeps = job.result.sweeps = [sweep(problem, spec) for spec in load_devices().values()]
-    step.text = prediction_markdown(sweeps, KERNEL)
-    step.data = [entry.to_dict() for entry in sweeps]
-    step.summary = f"{len(sweeps)} devices, s from {S_VALUES[0]} to {S_VALUES[-1]}"
-
-
-def _plot(job: _Job, step: Step) -> None:
-    if not job.result.sweeps:
-        raise UnsupportedError("plots need the predictions, which failed")
+    lengths = sorted({*S_VALUES, problem.s})
+    sweeps = [sweep(problem, spec, lengths) for spec in load_devices().values()]
+    job.result.sweeps = sweeps
+    # Kernels are ranked only where they were timed.
+    shown = next((entry for entry in sweeps if entry.fitted), sweeps[0])
+    series = {
+        kernel: [(s, each.advised_us) for s, each in zip(shown.s_values, estimates, strict=True)]
+        for kernel, estimates in shown.predictions.items()
+    }
     sizes = ", ".join(f"{name}={value}" for name, value in job.sizes.items() if name != "s")
-    dense = dense_sweeps(plotted(job.result.sweeps))
-    heading = f"Predicted call time of MLA attention, {sizes}"
-    plots = crossover_plot(dense, job.folder / "crossover", heading)
-    plots += line_plot(
-        speedup_series(dense),
-        job.folder / "speedup",
-        title=f"{KERNEL}: predicted gain over the better pure path\n{sizes}",
+    job.result.plots += line_plot(
+        series,
+        job.folder / "crossover",
+        title=f"{shown.device}, {sizes}",
         x_label="query tokens per request, s",
-        y_label="time of the better pure path / time of mla_var6_plus",
-        log_x=True,
-        reference=1.0,
+        y_label=f"predicted {shown.heading}, µs",
+        log=True,
     )
-    job.result.plots += plots
-    step.data = [path.name for path in plots]
-    step.summary = ", ".join(path.name for path in plots)
-    images = [path for path in plots if path.suffix == ".png"]
-    step.text = "\n\n".join(f"![{path.stem}]({path.name})" for path in images) + "\n"
-
-
-def plotted(sweeps: Sequence[DeviceSweep]) -> list[DeviceSweep]:
-    """The sweeps that plots show: devices with recorded rates, and the first of each target."""
-    first = {entry.target: entry for entry in reversed(sweeps)}
-    return [entry for entry in sweeps if entry.fitted or first[entry.target] is entry]
+    step.text = f"{prediction_markdown(sweeps, KERNEL)}\n![crossover](crossover.png)\n"
+    step.data = [entry.to_dict() for entry in sweeps]
+    step.summary = f"{len(sweeps)} devices, s from {lengths[0]} to {lengths[-1]}"
 
 
 def prediction_markdown(sweeps: Sequence[DeviceSweep], kernel: str) -> str:
-    """Predicted times, and where the rates behind them come from.
-
-    Times at vendor peaks are ideal and rank nothing, so only devices with measured rates name the
-    fastest kernel.
-    """
-    rates = []
-    for entry in sweeps:
-        cells = [entry.device]
-        for origin, value in entry.rates.values():
-            cells += [f"{value.value:g} {value.unit}", f"{origin}, {value.source} ({value.date})"]
-        rates.append(cells)
+    """Predicted times; only devices on which the kernels were timed name the fastest."""
     parts = [
         "These are predictions, not measurements: call times, from q_nope to the output. Where "
         "kernels were timed on a device they follow from recorded rates, at the power limit where "
         f"energies are known. Elsewhere they are {IDEAL}: lower bounds that rank nothing.\n",
-        table(("device", "compute", "source", "memory", "source"), rates),
     ]
     for entry in sweeps:
         kernels = list(entry.predictions)
@@ -375,8 +341,7 @@ def prediction_markdown(sweeps: Sequence[DeviceSweep], kernel: str) -> str:
             )
             for i, s in enumerate(entry.s_values)
         ]
-        parts.append(f"### {entry.device} ({entry.target}), {entry.heading}\n")
-        parts += [f"Fastest: {crossover_text(entry)}.\n"] if entry.fitted else []
+        parts.append(f"### {entry.device} ({entry.spec.target}), {entry.heading}\n")
         last = ("fastest",) if entry.fitted else ()
         parts.append(table(("s", *kernels, f"n of {kernel}", *last), rows))
     return "\n".join(parts)
@@ -392,28 +357,17 @@ def summary_rows(steps: Sequence[Step]) -> list[tuple[str, ...]]:
 
 def overview_page(steps: Sequence[Step], env: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
     """The whole report: circumstances, summary and one section per step."""
-    gpu, git = env.get("gpu") or {}, env.get("git") or {}
-    versions = {name: version for name, version in env["versions"].items() if version}
-    dirty = " with local changes" if git.get("dirty") else ""
-    facts = {
-        "device": gpu.get("name") or "no GPU: CPU interpreter, compile reports and predictions",
-        "date": env["date"],
-        "command": env["command"],
-        "versions": versions,
-        "commit": git["commit"] + dirty if git.get("commit") else None,
-    }
-    shown = {
-        **facts,
-        "command": f"`{env['command']}`",
-        "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
-        "machine": env.get("platform"),
-        "problem": " ".join(f"{name}={value}" for name, value in sizes.items()),
-    }
+    device = (env.get("gpu") or {}).get("name")
+    facts = [
+        ("device", device or "no GPU: CPU interpreter, compile reports and predictions"),
+        ("problem", " ".join(f"{name}={value}" for name, value in sizes.items())),
+        *environment_rows(env),
+    ]
     ok = all(step.status != "failed" for step in steps)
     parts = [
-        front_matter({"kind": "overview", "sizes": sizes, "ok": ok, **facts}),
+        front_matter({"kind": "overview", "sizes": sizes, "ok": ok, "device": device}),
         f"# {TITLE}\n",
-        table(("", ""), list(shown.items())),
+        table(("", ""), facts),
         "## Summary\n",
         table(SUMMARY_HEADERS, summary_rows(steps)),
     ]

@@ -17,6 +17,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,22 @@ def environment() -> dict[str, Any]:
         "git": copy.deepcopy(_git()),
         "gpu": gpu,
     }
+
+
+def environment_rows(record: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What `environment` returned, for a table of two columns; what is unknown is left out."""
+    gpu, git = record.get("gpu") or {}, record.get("git") or {}
+    commit = git.get("commit")
+    limit = gpu.get("power_limit_w")
+    rows = {
+        "date": record.get("date"),
+        "command": record.get("command"),
+        "versions": ", ".join(f"{k} {v}" for k, v in (record.get("versions") or {}).items() if v),
+        "driver": gpu.get("driver"),
+        "power limit": f"{limit:g} W" if limit else None,
+        "commit": f"{commit} with local changes" if commit and git.get("dirty") else commit,
+    }
+    return [(name, str(value)) for name, value in rows.items() if value]
 
 
 def toolkit_versions(language: str | None = None) -> dict[str, str | None]:
@@ -196,27 +213,14 @@ def _gpu() -> dict[str, Any] | None:
 
 def _smi(uuid: str | None) -> dict[str, Any]:
     """Driver, clocks and power limit as nvidia-smi reports them now."""
-    answers = _smi_query(uuid, list(_SMI_FIELDS))
-    if answers is None:
-        # One field that this driver does not know makes the whole query fail.
-        single = {field: _smi_query(uuid, [field]) for field in _SMI_FIELDS}
-        answers = [(value or [None])[0] for value in single.values()]
-    return {
-        name: _smi_value(name, answer)
-        for name, answer in zip(_SMI_FIELDS.values(), answers, strict=True)
-    }
-
-
-def _smi_query(uuid: str | None, fields: list[str]) -> list[str | None] | None:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return [None] * len(fields)
     which = [f"--id={uuid if uuid.startswith('GPU-') else f'GPU-{uuid}'}"] if uuid else []
-    query = [f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
-    output = run_tool(tool, *which, *query)
-    lines = (output or "").strip().splitlines()
-    values = [part.strip() for part in lines[0].split(",")] if lines else []
-    return list(values) if len(values) == len(fields) else None
+    query = [f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader,nounits"]
+    lines = (run_tool("nvidia-smi", *which, *query) or "").strip().splitlines()
+    answers: list[str | None] = [part.strip() for part in lines[0].split(",")] if lines else []
+    if len(answers) != len(_SMI_FIELDS):
+        answers = [None] * len(_SMI_FIELDS)
+    names = zip(_SMI_FIELDS.values(), answers, strict=True)
+    return {name: _smi_value(name, answer) for name, answer in names}
 
 
 def _smi_value(name: str, text: str | None) -> Any:

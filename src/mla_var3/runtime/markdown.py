@@ -61,9 +61,9 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.{decimals}f}"
 
 
-def quantity(value: float | None, unit: str, digits: int = 3) -> str:
+def quantity(value: float | None, unit: str) -> str:
     """A number with its unit."""
-    return MISSING if value is None else f"{number(value, digits)} {unit}"
+    return MISSING if value is None else f"{number(value)} {unit}"
 
 
 def microseconds(value: float | None) -> str:
@@ -77,24 +77,24 @@ def microseconds(value: float | None) -> str:
 
 def byte_count(value: float | None) -> str:
     """A number of bytes in binary units."""
-    if value is None:
-        return MISSING
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return quantity(value, unit) if unit != "B" else f"{value:.0f} B"
-        value /= 1024
-    return quantity(value, "TiB")
+    if value is not None and abs(value) < 1024:
+        return f"{value:.0f} B"
+    return _scaled(value, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
 def flop_count(value: float | None) -> str:
     """A number of floating-point operations."""
+    return _scaled(value, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP"))
+
+
+def _scaled(value: float | None, base: int, units: Sequence[str]) -> str:
+    """A number in the largest unit that leaves at least 1, each `base` times the one before."""
     if value is None:
         return MISSING
-    for unit in ("FLOP", "kFLOP", "MFLOP", "GFLOP"):
-        if abs(value) < 1000:
-            return quantity(value, unit)
-        value /= 1000
-    return quantity(value, "TFLOP")
+    power = 0
+    while abs(value) >= base and power < len(units) - 1:
+        value, power = value / base, power + 1
+    return quantity(value, units[power])
 
 
 def write_csv(path: Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

@@ -98,12 +98,6 @@ def time_gpu(
         UnsupportedError: there is no CUDA device.
         DeviceTimeoutError: a run does not end.
     """
-    if runs is not None and runs < 1:
-        raise InvalidArgumentError("runs", "a number of at least 1", runs)
-    if warmup < 1:
-        raise InvalidArgumentError("warmup", "a number of at least 1", warmup)
-    if not max_seconds > 0:
-        raise InvalidArgumentError("max_seconds", "a positive number", max_seconds)
     clock = CudaClock() if clock is None else clock
     what = what or str(getattr(getattr(fn, "__self__", None), "name", "the timed work"))
     work = clock.capture(fn, warmup, what) if graph else fn
@@ -143,8 +137,6 @@ def percentile(values: Sequence[float], percent: float) -> float:
     """A percentile with linear interpolation between the two nearest values."""
     import numpy as np
 
-    if not values:
-        raise InvalidArgumentError("values", "at least one value", "none")
     return float(np.percentile(np.asarray(values, dtype=np.float64), percent))
 
 

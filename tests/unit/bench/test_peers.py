@@ -19,12 +19,7 @@ from mla_var3.bench import peers as peers_module
 from mla_var3.bench.contenders import peer_contender
 from mla_var3.bench.peers import KERNELS, MODULES, PeerLibraries, call_known, peer_kernel
 from mla_var3.bench.suites import LATENT_PEERS, PEERS
-from mla_var3.errors import (
-    CheckFailedError,
-    MissingToolError,
-    UnknownNameError,
-    UnsupportedError,
-)
+from mla_var3.errors import CheckFailedError, MissingToolError, UnknownNameError, UnsupportedError
 from mla_var3.op.mla.problem import MlaProblem
 
 WIDTHS = {"d": 32, "p": 16, "k": 64}

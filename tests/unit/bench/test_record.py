@@ -15,7 +15,6 @@ from mla_var3.bench.record import (
     EIGHT_BIT,
     FAILED,
     MIX,
-    OURS,
     PEER,
     SCHEMA,
     csv_text,
@@ -105,24 +104,6 @@ def test_shapes_show_what_is_unusual() -> None:
     odd = MlaProblem(b=1, s=2, t=3, h=4, d=64, dtype="float16", causal=False)
     assert shape_text(odd) == "b=1 s=2 t=3 h=4 d=64 float16 full"
     assert shape_text(MlaProblem(b=2, s=1, t=64, h=8, lengths=(3, 64))) == "b=2 s=1 t=3..64 h=8"
-
-
-def test_the_first_schema_keeps_its_figures() -> None:
-    file = RESULTS / "2026-11-15-nvidia-h200.json"
-    raw = json.loads(file.read_text())["rows"]
-    found = load_record(file).rows
-    assert len(found) == len(raw)
-    for entry, old in zip(found, raw, strict=True):
-        assert entry.time_us == old["time_us"]
-        assert entry.spread_us == old["spread_us"]
-        assert entry.tflops == pytest.approx(old["tflops"])
-        assert entry.gbps == pytest.approx(old["gbps"])
-        assert entry.call_us is None
-    assert {e.kernel for e in found if e.source == OURS} == {
-        *("flash_attention", "flash_mla", "flash_mla_split_kv", "mla_var6_plus")
-    }
-    assert {e.problem.causal for e in found if e.problem.s == 1024} == {True, False}
-    assert {"splits": 16} in [e.choices for e in found]
 
 
 @pytest.mark.parametrize(

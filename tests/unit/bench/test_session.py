@@ -23,6 +23,7 @@ from mla_var3.bench.suites import SUITES
 from mla_var3.cli.main import main
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.mla.problem import MlaProblem
+from tests.programs import run_program
 from tests.unit.bench.bench_support import (
     AROUND,
     PROBLEM,
@@ -124,22 +125,6 @@ def test_without_a_new_process_the_run_ends_there_and_says_so(gpu: FakeGpu, tmp_
     assert any("The device was lost" in note for note in result.record.notes)
     assert result.failed
     assert "The device was lost" in result.files["html"].read_text()
-
-
-def test_the_last_one_may_break_the_device_without_a_new_start(
-    gpu: FakeGpu, tmp_path: Path
-) -> None:
-    gpu.deadly = {"sdpa"}
-
-    def refuse(record: Path) -> None:
-        raise AssertionError("nothing was left to measure")
-
-    options = BenchOptions(
-        suite="all", rounds=1, backends=("cutile-dsl", "sdpa"), out_dir=tmp_path, on_lost=refuse
-    )
-    rows = run_bench(options).record.rows
-    assert names(rows, FAILED) == {"sdpa"}
-    assert names(rows, LOST) == set()
 
 
 def test_resuming_measures_only_what_is_missing(gpu: FakeGpu, tmp_path: Path) -> None:
@@ -259,14 +244,8 @@ def test_a_hanging_process_is_replaced_and_a_crash_can_be_resumed(tmp_path: Path
     argv += ["--quick", "--patience=1", f"--out_dir={tmp_path}"]
 
     def run(*more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*argv, *more],
-            cwd=root,
-            env={**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
+        return run_program(
+            [*argv, *more], cwd=root, env={**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}"}
         )
 
     path = tmp_path / "all.json"
@@ -284,3 +263,19 @@ def test_a_hanging_process_is_replaced_and_a_crash_can_be_resumed(tmp_path: Path
     assert bad == {"flash_attention", "flash_mla"}
     assert len(rows) > len(bad)
     assert (tmp_path / "all.html").is_file()
+
+
+def test_the_last_one_may_break_the_device_without_a_new_start(
+    gpu: FakeGpu, tmp_path: Path
+) -> None:
+    gpu.deadly = {"sdpa"}
+
+    def refuse(record: Path) -> None:
+        raise AssertionError("nothing was left to measure")
+
+    options = BenchOptions(
+        suite="all", rounds=1, backends=("cutile-dsl", "sdpa"), out_dir=tmp_path, on_lost=refuse
+    )
+    rows = run_bench(options).record.rows
+    assert names(rows, FAILED) == {"sdpa"}
+    assert names(rows, LOST) == set()

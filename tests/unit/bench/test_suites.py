@@ -62,34 +62,6 @@ def test_kernels_and_backends_are_selected_by_word() -> None:
         select_backends(("flashmls",))
 
 
-def test_the_figures_keep_their_shapes() -> None:
-    cases = figures_cases(MANY, PEERS)
-    shapes = [(c.problem.b, c.problem.s, c.problem.t, c.problem.causal) for c in cases]
-    assert shapes == [
-        (8, 16, 4096, True),
-        (2, 1024, 4096, False),
-        (2, 1024, 4096, True),
-        (4, 1, 32768, True),
-        (32, 16, 4096, True),
-        (32, 32, 4096, True),
-        (32, 64, 4096, True),
-    ]
-    last = [(c.kernel.full_name, dict(c.fields)) for c in cases[-1].kernels]
-    assert ("mla_var6_plus", {}) in last
-    assert ("mla_var6_plus", {"n": 0}) in last
-    assert ("flash_mla_v10", {}) in last
-    assert ("flash_mla_v2", {}) not in last
-
-
-def test_all_takes_every_version_at_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_run, "mla_kernels", lambda: list(MANY))
-    (case,), missing = build_cases(BenchOptions(suite="all", sizes={"t": (512,)}))
-    assert missing == {}
-    assert (case.problem.b, case.problem.s, case.problem.t, case.problem.h) == (32, 16, 512, 128)
-    assert [choice.kernel for choice in case.kernels] == sorted(MANY)
-    assert case.peers == PEERS
-
-
 def test_the_sweep_is_the_product_of_the_sizes() -> None:
     sizes = {"b": (1, 2), "s": (4,), "t": (64, 128), "h": (16, 128)}
     cases, _ = build_cases(BenchOptions(suite="sweep", sizes=sizes))
@@ -165,6 +137,34 @@ def test_the_prefix_contender_is_checked(tokens: tuple[int, ...]) -> None:
     copied = flash_mla_cost(problem)
     assert ready.cost.flops == copied.flops
     assert (ready.cost.bytes < copied.bytes) == any(tokens)
+
+
+def test_the_figures_keep_their_shapes() -> None:
+    cases = figures_cases(MANY, PEERS)
+    shapes = [(c.problem.b, c.problem.s, c.problem.t, c.problem.causal) for c in cases]
+    assert shapes == [
+        (8, 16, 4096, True),
+        (2, 1024, 4096, False),
+        (2, 1024, 4096, True),
+        (4, 1, 32768, True),
+        (32, 16, 4096, True),
+        (32, 32, 4096, True),
+        (32, 64, 4096, True),
+    ]
+    last = [(c.kernel.full_name, dict(c.fields)) for c in cases[-1].kernels]
+    assert ("mla_var6_plus", {}) in last
+    assert ("mla_var6_plus", {"n": 0}) in last
+    assert ("flash_mla_v10", {}) in last
+    assert ("flash_mla_v2", {}) not in last
+
+
+def test_all_takes_every_version_at_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_run, "mla_kernels", lambda: list(MANY))
+    (case,), missing = build_cases(BenchOptions(suite="all", sizes={"t": (512,)}))
+    assert missing == {}
+    assert (case.problem.b, case.problem.s, case.problem.t, case.problem.h) == (32, 16, 512, 128)
+    assert [choice.kernel for choice in case.kernels] == sorted(MANY)
+    assert case.peers == PEERS
 
 
 def test_the_main_job_has_the_call_and_three_designs_in_both_languages() -> None:

@@ -104,16 +104,6 @@ def test_recorded_results_make_the_same_report(
 
 
 @pytest.mark.usefixtures("no_plots")
-def test_the_windows_of_a_version(tmp_path: Path) -> None:
-    argv = ["bench", "var6_plus", "--s=16", "--n=0,512,4096", f"--out_dir={tmp_path}"]
-    assert main(argv) == 0
-    found = load_record(tmp_path / "var6_plus.json")
-    windows = {row.choices["n"] for row in found.rows if row.kernel == "mla_var6_plus"}
-    assert {0, 512, 4096} < windows  # and what the model chose
-    assert {"flash_mla", "flash_attention"} < {row.kernel for row in found.rows}
-
-
-@pytest.mark.usefixtures("no_plots")
 def test_a_version_that_does_not_exist_is_absent_and_the_exit_code_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -148,7 +138,6 @@ def test_against_an_earlier_record(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main([*argv, f"--out_dir={tmp_path / 'd'}"]) == 1
     verdicts = json.loads((tmp_path / "d" / "regression.json").read_text())
     assert verdicts["verdicts"] == []
-    assert "predicted against measured" in {entry["reason"] for entry in verdicts["not_compared"]}
 
 
 # --- measuring ------------------------------------------------------------------------------------

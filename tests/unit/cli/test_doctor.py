@@ -133,11 +133,3 @@ def test_bad_options_name_themselves(machine, capsys, tmp_path) -> None:
     ):
         assert main(["doctor", *arguments]) == 2
         assert f"error: {name}: expected" in capsys.readouterr().err
-
-
-def test_the_table_names_what_is_missing(machine, capsys) -> None:
-    machine({"nvidia-cutlass-dsl": "4.8.0", "vllm": "0.32.0"}, gpu=None)
-    assert main(["doctor"]) == 1
-    text = capsys.readouterr().out
-    assert "not ready: GPU" in text
-    assert "start with: vllm serve MODEL --attention-backend HYPER_MLA" in text

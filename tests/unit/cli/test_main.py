@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from mla_var3.cli.commands import env
 from mla_var3.cli.commands import list as inventory
 from mla_var3.cli.main import COMMANDS, command_module, main
 from mla_var3.runtime import paths
+from tests.programs import run_program
 
 START_LIMIT_S = 0.5
 
@@ -33,14 +33,8 @@ Probe = Callable[..., tuple[dict[str, Any], str]]
 @pytest.fixture
 def probe(package_environment: dict[str, str], tmp_path: Path) -> Probe:
     def start(*argv: str) -> tuple[dict[str, Any], str]:
-        done = subprocess.run(
-            [sys.executable, "-c", PROBE, *argv],
-            env=package_environment,
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
+        done = run_program(
+            [sys.executable, "-c", PROBE, *argv], env=package_environment, cwd=tmp_path
         )
         assert done.returncode == 0, done.stderr
         report: dict[str, Any] = json.loads(done.stderr.splitlines()[-1])
@@ -228,13 +222,16 @@ def test_predict(capsys: pytest.CaptureFixture[str]) -> None:
 # --- run ------------------------------------------------------------------------------------------
 
 
-def test_run_hands_a_kernel_to_its_own_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("command", ["run", "profile"])
+def test_a_kernel_is_handed_to_its_own_command_line(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(
         "mla_var3.cli.commands.kernel.run_kernel",
         lambda kernel, argv, prog: seen.append((kernel.full_name, argv)) or 0,
     )
-    assert main(["run", "flash_mla", "v0", "--b=2", "--tune-max-iters=3"]) == 0
+    assert main([command, "flash_mla", "v0", "--b=2", "--tune-max-iters=3"]) == 0
     assert seen == [("flash_mla", ["--b=2", "--tune-max-iters=3"])]
 
 
@@ -257,19 +254,3 @@ def test_an_old_name_of_an_option_still_works(
     captured = capsys.readouterr()
     assert f"{old} is now --for_device" in captured.err
     assert "H200" in captured.out
-
-
-@pytest.mark.parametrize(
-    ("words", "language"),
-    [
-        (["cutlass_mla_decode"], "cute-dsl"),
-        (["flash_mla:cute-dsl"], "cute-dsl"),
-        (["flash_mla"], "cutile-dsl"),
-        (["mla_var6_plus:v4:cutile-dsl"], "cutile-dsl"),
-    ],
-)
-def test_a_kernel_is_found_without_the_language_option(
-    words: list[str], language: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["show", *words, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["language"] == language

@@ -33,14 +33,6 @@ def test_a_model_gives_the_sizes_that_belong_to_it():
     assert sizes()["h"] == 128
 
 
-def test_a_config_gives_them_too(tmp_path: Path):
-    path = tmp_path / "config.json"
-    widths = {"kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64}
-    path.write_text(json.dumps({**widths, "v_head_dim": 128, "num_attention_heads": 32}))
-    found = sizes(f"--config={path}", "--tp=2")
-    assert [found[name] for name in "hdpkv"] == [16, 64, 64, 256, 128]
-
-
 @pytest.mark.parametrize(
     ("argv", "error", "message"),
     [
@@ -98,11 +90,6 @@ def test_bench_predicts_a_model_and_says_what_does_not_serve_it(tmp_path: Path):
     assert "v=256" in refused.reason
 
 
-def test_a_suite_with_fixed_shapes_takes_no_model(capsys):
-    assert main(["bench", "latent", "--model=kimi-k2"]) == 2
-    assert "model: expected none: the suite latent has fixed shapes" in capsys.readouterr().err
-
-
 def request(kernel: str, *argv: str) -> Any:
     parser = PlanParser(plan_class(find_kernel(kernel))(), "prog")
     return parser.request(parse(parser, argv))
@@ -121,11 +108,3 @@ def test_run_takes_a_model_for_a_kernel():
 def test_the_main_job_refuses_a_model_that_its_kernels_do_not_take(capsys):
     assert main(["run", "--model=glm-4.7-flash"]) == 2
     assert "expected one with v=d and p > 0" in capsys.readouterr().err
-
-
-def test_list_shows_the_models(capsys):
-    assert main(["list"]) == 0
-    text = capsys.readouterr().out
-    table = text[text.index("models\n") :].splitlines()
-    assert any(line.split()[:6] == ["glm-5", "512", "192", "64", "256", "64"] for line in table)
-    assert max(len(line.rstrip()) for line in table[:-2]) <= 80

@@ -106,12 +106,6 @@ def test_json_prints_nothing_else_and_writes_only_when_asked(
     assert (tmp_path / "kept" / "plan.json").is_file()
 
 
-def test_layers_are_summed_up(capsys: pytest.CaptureFixture[str], no_plots: None) -> None:
-    assert main([*H200, "--budget=100GiB", "--layers=61"]) == 0
-    out = capsys.readouterr().out
-    assert "100 GiB for 61 layers" in out and "all 61 layers:" in out
-
-
 def test_fitted_parameters_from_a_file(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, no_plots: None
 ) -> None:
@@ -124,13 +118,6 @@ def test_fitted_parameters_from_a_file(
     assert "Fitted to measured times: launch_us." in out and "50 µs ± 2.0 %" in out
     assert main(["plan", "--for_device=B200", "--budget=2GiB", f"--parameters={path}"]) == 2
     assert "expected parameters of NVIDIA B200 in bfloat16" in capsys.readouterr().err
-
-
-def test_lengths_and_dtype_reach_the_problem(capsys: pytest.CaptureFixture[str]) -> None:
-    argv = [*H200, "--budget=2GiB", "--dtype=float16", "--b=4", "--lengths=mixed", "--json"]
-    assert main(argv) == 0
-    problem = json.loads(capsys.readouterr().out)["problem"]
-    assert problem["dtype"] == "float16" and problem["lengths"] == [1, 1366, 2731, 4096]
 
 
 def test_a_shared_prefix_is_planned_by_what_it_gains(

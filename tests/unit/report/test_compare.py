@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-from mla_var3.cli.commands import kernel as kernel_cli
 from mla_var3.cli.main import main
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.report.compare import (
     Run,
-    change_text,
     compare,
     comparison_data,
     comparison_markdown,
@@ -132,19 +130,6 @@ def test_changes_against_the_baseline(tmp_path: Path) -> None:
     assert comparison_plot(result, tmp_path / "d") == []
 
 
-@pytest.mark.parametrize(
-    ("metric", "percent", "text"),
-    [
-        ("time", 3.14, "+3.1 % (slower)"),
-        ("time", 0.0, "+0.0 %"),
-        ("GB/s", 25.0, "+25.0 %"),
-        ("GB/s", None, "-"),
-    ],
-)
-def test_how_a_change_reads(metric: str, percent: float | None, text: str) -> None:
-    assert change_text(metric, percent) == text
-
-
 def test_other_problems_and_devices_are_refused_by_name() -> None:
     others = [run("b_v1", 80.0, t=8192, lengths=[1, 2]), run("c_v1", 70.0, device="NVIDIA B200")]
     with pytest.raises(UnsupportedError) as refused:
@@ -222,60 +207,3 @@ def test_the_command_predicts_kernels(capsys: pytest.CaptureFixture[str], tmp_pa
     assert [entry["device"] for entry in data["runs"]] == ["NVIDIA H100 80GB HBM3"] * 2
     assert data["runs"][1]["params"]["t"] == 1024
     assert "times are predictions" in capsys.readouterr().out
-
-
-# -- hyper-mla profile -------------------------------------------------------------------------
-
-
-@pytest.fixture
-def profiled(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Stands for running a kernel: notes its arguments and leaves a record."""
-    calls: list[list[str]] = []
-
-    def fake(kernel: Any, argv: list[str], prog: str) -> int:
-        calls.append([kernel.full_name, *argv])
-        folder = next((a.split("=")[1] for a in argv if a.startswith("--out_dir=")), None)
-        if "--fail" in argv:
-            raise UnsupportedError("no such luck")
-        if folder:
-            Path(folder).mkdir(parents=True)
-            time_us = 100.0 - 10.0 * len(calls)
-            text = json.dumps(record(kernel.full_name, time_us))
-            (Path(folder) / "params.json").write_text(text)
-        return 0
-
-    monkeypatch.setattr(kernel_cli, "run_kernel", fake)
-    return calls
-
-
-def test_profile_passes_everything_on(profiled: list[list[str]]) -> None:
-    assert main(["profile", "flash_mla", "v0", "--b=4", "--prof_type=nsys"]) == 0
-    assert profiled == [["flash_mla", "--b=4", "--prof_type=nsys"]]
-
-
-def test_profile_several_versions_compares_them(
-    profiled: list[list[str]],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    from mla_var3.cli.commands import profile
-    from mla_var3.runtime.paths import KernelId
-
-    def find(design: str, version: str, language: str) -> KernelId:
-        return KernelId(design, int(version.lstrip("v")), language, "mla")
-
-    monkeypatch.setattr(profile, "find_kernel", find)
-    arguments = ["mla_var6_plus", "--versions", "v0,v2", "--b=4", f"--out_dir={tmp_path}"]
-    assert main(["profile", *arguments]) == 0
-    assert [call[0] for call in profiled] == ["mla_var6_plus", "mla_var6_plus_v2"]
-    assert profiled[1][-1] == f"--out_dir={tmp_path / 'mla_var6_plus_v2'}"
-    assert "-11.1 % (faster)" in capsys.readouterr().out
-    assert (tmp_path / "compare.md").is_file()
-
-
-def test_a_version_that_fails_does_not_stop_the_others(
-    profiled: list[list[str]], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["profile", "mla_var6_plus", "--versions=v0", "--fail"]) == 1
-    assert "mla_var6_plus: no such luck" in capsys.readouterr().err

@@ -178,15 +178,6 @@ def test_the_given_tiling_is_compiled_not_the_active_one() -> None:
     assert found.verdict == "misses the tensor-core path (HMMA, not HGMMA)"
 
 
-def test_a_compile_error_is_a_report(tmp_path: Path) -> None:
-    found = compile_report(make_kernel(broken), "sm_90", artifacts_dir=tmp_path)
-    assert found.error is not None
-    assert "broken for sm_90" in found.error
-    assert found.verdict.startswith("does not compile: ")
-    assert found.registers is None
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("missing", ["cuobjdump", "nvdisasm"])
 def test_a_missing_tool_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     find = compile_module.find_tool
@@ -198,3 +189,12 @@ def test_a_missing_tool_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) 
 def test_a_tool_that_cannot_read_the_cubin_is_the_problem() -> None:
     with pytest.raises(MissingToolError, match="cuobjdump: expected a .*, got"):
         disassemble(b"no machine code")
+
+
+def test_a_compile_error_is_a_report(tmp_path: Path) -> None:
+    found = compile_report(make_kernel(broken), "sm_90", artifacts_dir=tmp_path)
+    assert found.error is not None
+    assert "broken for sm_90" in found.error
+    assert found.verdict.startswith("does not compile: ")
+    assert found.registers is None
+    assert list(tmp_path.iterdir()) == []

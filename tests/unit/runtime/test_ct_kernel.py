@@ -197,16 +197,6 @@ def test_a_compile_error_is_ours_and_names_kernel_and_target(
     assert capfd.readouterr().err == "still here\n", "stderr must come back"
 
 
-def test_the_given_tiling_is_compiled() -> None:
-    kernel = make_kernel(device="meta")
-    compiled = kernel.compile("sm_90", AddTiling(side=16))
-    assert compiled.target == "sm_90"
-    assert compiled.cubin[:4] == b"\x7fELF"
-    assert compiled.seconds > 0
-    assert set(compiled.artifacts) == {"add_number.tileirbc"}
-    assert kernel.tiling == AddTiling()
-
-
 # --- signatures -----------------------------------------------------------------------------------
 
 

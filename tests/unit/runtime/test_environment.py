@@ -8,7 +8,6 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -85,29 +84,3 @@ def test_commit_only_of_our_own_checkout(monkeypatch: pytest.MonkeyPatch, tmp_pa
     env._git.cache_clear()
     monkeypatch.setattr(env, "_SOURCE_ROOT", tmp_path)
     assert env._git() == {"commit": "abc", "dirty": False}
-
-
-SMI = """case "$*" in
-  *applications_clocks_setting*) echo 'not a valid field'; exit 2;;
-  *driver_version*) echo '580.95';;
-  *clocks.current.sm*) echo '1980';;
-  *power.limit*) echo '700.00';;
-  *) echo '[N/A]';;
-esac"""
-
-
-def test_clocks_with_a_field_that_the_driver_does_not_know(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    _program(tmp_path, "nvidia-smi", SMI)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    answers: dict[str, Any] = env._smi("1234")
-    assert answers == {
-        "driver": "580.95",
-        "sm_clock_mhz": 1980.0,
-        "max_sm_clock_mhz": None,
-        "memory_clock_mhz": None,
-        "power_limit_w": 700.0,
-        "max_power_limit_w": None,
-        "clocks_limited_by_setting": None,
-    }

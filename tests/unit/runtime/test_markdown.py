@@ -8,12 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mla_var3.runtime.markdown import (
-    json_ready,
-    number,
-    table,
-    write_json,
-)
+from mla_var3.runtime.markdown import json_ready, number, table, write_json
 
 
 def test_a_table_aligns_numbers_and_escapes_bars() -> None:

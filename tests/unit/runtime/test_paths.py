@@ -10,16 +10,7 @@ import pytest
 
 from mla_var3.errors import MissingToolError, UnknownNameError
 from mla_var3.runtime import paths
-from mla_var3.runtime.paths import (
-    KernelId,
-    discover_kernels,
-    find_kernel,
-    import_kernel_module,
-    kernel_id_of_module,
-    output_root,
-    profile_path,
-    split_full_name,
-)
+from mla_var3.runtime.paths import KernelId, find_kernel, import_kernel_module, split_full_name
 
 FOUR = {"flash_attention", "flash_mla", "flash_mla_split_kv", "mla_var6_plus"}
 V4 = KernelId("mla_var6_plus", 4, "cutile-dsl", "mla")
@@ -45,34 +36,7 @@ def test_full_names(name: str, expected: tuple[str, int]) -> None:
     assert split_full_name(name) == expected
 
 
-@pytest.mark.parametrize("kernel", [V4, BASE, KernelId("x", 1, "cute-dsl", "mla")], ids=str)
-def test_module_and_id_are_inverse(kernel: KernelId) -> None:
-    assert kernel_id_of_module(kernel.module) == kernel
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        "__main__",
-        "mla_var3.runtime.plan",
-        "mla_var3.kernel.cutile.mla.tile_ops",
-        "mla_var3.kernel.cutile.mla.flash_mla.flash_mla",
-        "mla_var3.kernel.triton.mla.flash_mla.flash_mla.flash_mla",
-        "other.kernel.cutile.mla.flash_mla.flash_mla.flash_mla",
-    ],
-)
-def test_other_modules_have_no_id(module: str) -> None:
-    assert kernel_id_of_module(module) is None
-
-
 # --- finding --------------------------------------------------------------------------------------
-
-
-def test_the_four_designs_are_found() -> None:
-    found = discover_kernels()
-    assert {kernel.design for kernel in found if kernel.number == 0} >= FOUR
-    assert found == sorted(found)
-    assert len(set(found)) == len(found)
 
 
 def test_discovery_imports_no_kernel(package_environment: dict[str, str]) -> None:
@@ -179,13 +143,3 @@ def test_a_missing_language_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 # --- folders --------------------------------------------------------------------------------------
-
-
-def test_profile_folders_are_new_and_sorted_by_time() -> None:
-    folders = [profile_path("event", "flash_mla", "b1_s1", "My Label") for _ in range(5)]
-    assert len(set(folders)) == 5
-    assert folders == sorted(folders)
-    for folder in folders:
-        assert folder.parent == output_root() / "profiles" / "event" / "flash_mla" / "b1_s1"
-        assert folder.name.endswith("-my-label")
-    assert not profile_path("event", "flash_mla", "b1_s1").name.endswith("-")

@@ -87,12 +87,6 @@ def test_a_small_copy_for_the_cpu(design: str) -> None:
     assert tiny.cpu_check_plan().t == 1
 
 
-@pytest.mark.parametrize(("n", "expected"), [(0, 0), (4096, 75), (8192, 150), (None, 75)])
-def test_a_small_copy_keeps_the_share_of_the_window(n: int | None, expected: int) -> None:
-    """Also where the pinned window is larger than the small problem."""
-    assert make("mla_var6_plus", t=8192, n=n).cpu_check_plan().n == expected
-
-
 def test_neighbours_of_the_window() -> None:
     plan = make("mla_var6_plus", t=4096, n=1024)
     windows = [other.n for other in plan.refinements()]
@@ -176,3 +170,9 @@ def test_prediction_is_the_cost_model(design: str, lengths: tuple[int, ...] | No
     assert stage.predict_us(*H200) == pytest.approx(sum(c.time_us(*H200) for c in expected))
     flops, nbytes = plan._algorithmic_flops_bytes(plan.tiling)
     assert (flops, nbytes) == pytest.approx((stage.cost().flops, stage.cost().bytes))
+
+
+@pytest.mark.parametrize(("n", "expected"), [(0, 0), (4096, 75), (8192, 150), (None, 75)])
+def test_a_small_copy_keeps_the_share_of_the_window(n: int | None, expected: int) -> None:
+    """Also where the pinned window is larger than the small problem."""
+    assert make("mla_var6_plus", t=8192, n=n).cpu_check_plan().n == expected

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mla_var3.cli.arguments import Parser, ValueType, parse
+from mla_var3.cli.arguments import Parser, ValueType, add_flag, add_json, add_option, parse
 from mla_var3.cli.console import ProgressReporter, print_json, print_table, say
 from mla_var3.runtime.markdown import table, write_json
 from mla_var3.runtime.paths import make_folder, output_root, timestamp
@@ -17,31 +18,18 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: Parser) -> None:
     """The options of the command."""
-    parser.add_argument(
-        "--latents",
-        type=Path,
-        metavar="FILE",
-        help="latents of a model, as examples/capture_latents.py writes them (default: made ones: "
-        "normal, heavy-tailed, one hot channel)",
+    text = (
+        "latents of a model, as examples/capture_latents.py writes them (default: made ones: "
+        "normal, heavy-tailed, one hot channel)"
     )
-    parser.add_argument(
-        "--scale",
-        type=ValueType(float),
-        default=1.0,
-        metavar="X",
-        help="the one scale of the format fp8 (default: 1, as engines without calibration)",
-    )
-    parser.add_argument(
-        "--seed", type=ValueType(int), default=0, metavar="N", help="of what is made (default: 0)"
-    )
-    parser.add_argument("--quick", action="store_true", help="up to 2048 tokens, not 131072")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--out_dir",
-        type=Path,
-        metavar="FOLDER",
-        help="folder of table, JSON and plot (default: out/accuracy/<timestamp>; none with --json)",
-    )
+    add_option(parser, "latents", "FILE", text, type=Path)
+    text = "the one scale of the format fp8; 1 as in engines without calibration"
+    add_option(parser, "scale", "X", text, type=ValueType(float), default=1.0)
+    add_option(parser, "seed", "N", "of what is made", type=ValueType(int), default=0)
+    add_flag(parser, "quick", "up to 2048 tokens, not 131072")
+    add_json(parser)
+    text = "folder of table, JSON and plot (default: out/accuracy/<timestamp>; none with --json)"
+    add_option(parser, "out_dir", "FOLDER", text, type=Path)
 
 
 def accuracy_command(parser: Parser, argv: Sequence[str]) -> int:
@@ -60,7 +48,7 @@ def accuracy_command(parser: Parser, argv: Sequence[str]) -> int:
             progress("accuracy", index, len(todo), latents.name)
             rows += measure(latents, lengths, **options)
         progress("accuracy", len(todo), len(todo), "")
-    record = {**options, "rows": [row.to_dict() for row in rows]}
+    record = {**options, "rows": [asdict(row) for row in rows]}
     if values["json"]:
         print_json(record)
     else:

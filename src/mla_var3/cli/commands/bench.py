@@ -14,14 +14,7 @@ from typing import Any
 
 from mla_var3.bench.analysis import doubts, shape_groups
 from mla_var3.bench.measure import QUICK_ROUNDS, QUICK_SECONDS
-from mla_var3.bench.page import (
-    VERDICT_HEADERS,
-    cells,
-    group_rows,
-    headers,
-    troubles,
-    verdict_rows,
-)
+from mla_var3.bench.page import VERDICT_HEADERS, cells, group_rows, headers, troubles, verdict_rows
 from mla_var3.bench.record import PREDICTED, BenchRow
 from mla_var3.bench.run import PREDICT, BenchOptions, BenchResult, run_bench
 from mla_var3.bench.suites import PEERS, SUITES
@@ -29,7 +22,9 @@ from mla_var3.cli.arguments import (
     CALL_SIZES,
     Parser,
     ValueType,
+    add_flag,
     add_model,
+    add_option,
     add_sizes,
     parse,
     read_model,
@@ -74,11 +69,7 @@ def add_arguments(parser: Parser) -> None:
     numbers, words = ValueType(int, sequence=True), ValueType(str, sequence=True)
 
     def add(group: Any, name: str, metavar: str, text: str, **settings: Any) -> None:
-        common = {"metavar": metavar, "help": text, "default": argparse.SUPPRESS}
-        group.add_argument(f"--{name}", **common, **settings)
-
-    def add_flag(group: Any, name: str, text: str) -> None:
-        group.add_argument(f"--{name}", action="store_true", help=text)
+        add_option(group, name, metavar, text, default=argparse.SUPPRESS, **settings)
 
     what = parser.add_argument_group("what is run")
     several = {"type": numbers, "metavar": "N,N,...", "default": argparse.SUPPRESS}

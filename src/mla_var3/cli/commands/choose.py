@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING
 from mla_var3.cli.arguments import (
     Parser,
     ValueType,
+    add_flag,
+    add_json,
+    add_option,
     add_problem,
     parse,
     read_problem,
@@ -21,8 +24,9 @@ if TYPE_CHECKING:
     from mla_var3.attention.select.choice import Candidate, Explanation
 
 _COUNTS = {
-    "window": "newest tokens that the cache keeps decompressed",
-    "prefix": "first tokens that requests share, for one group decompressed as well",
+    "window": ("newest tokens that the cache keeps decompressed", 0),
+    "prefix": ("first tokens that requests share, for one group decompressed as well", 0),
+    "groups": ("groups of requests, each with a prefix of its own", 1),
 }
 _FLAGS = {
     "ragged": "requests have different numbers of query tokens, at most s",
@@ -34,59 +38,27 @@ _FLAGS = {
 def add_arguments(parser: Parser) -> None:
     """The options of the command."""
     add_problem(parser)
-    parser.add_argument(
-        "--dtype",
-        default="bfloat16",
-        metavar="NAME",
-        help="bfloat16, float16 or float32 (default: bfloat16)",
+    add_option(parser, "dtype", "NAME", "bfloat16, float16 or float32", default="bfloat16")
+    text = "fp8_per_token, fp8_ds_mla or fp8, an 8-bit cache (default: none, as --dtype)"
+    add_option(parser, "cache_dtype", "NAME", text, type=ValueType(str, optional=True))
+    add_option(
+        parser, "causal", "true|false", "mask later tokens", type=ValueType(bool), default=True
     )
-    parser.add_argument(
-        "--cache_dtype",
-        type=ValueType(str, optional=True),
-        metavar="NAME",
-        help="fp8_per_token, fp8_ds_mla or fp8, an 8-bit cache (default: none, as --dtype)",
-    )
-    parser.add_argument(
-        "--causal",
-        type=ValueType(bool),
-        default=True,
-        metavar="true|false",
-        help="mask later tokens (default: true)",
-    )
-    parser.add_argument(
-        "--page_size",
-        type=ValueType(int, optional=True),
-        metavar="N",
-        help="tokens per page (default: none, a dense cache)",
-    )
-    parser.add_argument(
-        "--sliding_window",
-        type=ValueType(int, optional=True),
-        metavar="N",
-        help="newest tokens, up to itself, that a query sees (default: none, all tokens)",
-    )
-    for name, text in _COUNTS.items():
-        parser.add_argument(
-            f"--{name}", type=ValueType(int), default=0, metavar="N", help=f"{text} (default: 0)"
-        )
-    parser.add_argument(
-        "--groups",
-        type=ValueType(int),
-        default=1,
-        metavar="N",
-        help="groups of requests, each with a prefix of its own (default: 1)",
-    )
+    text = "tokens per page (default: none, a dense cache)"
+    add_option(parser, "page_size", "N", text, type=ValueType(int, optional=True))
+    text = "newest tokens, up to itself, that a query sees (default: none, all tokens)"
+    add_option(parser, "sliding_window", "N", text, type=ValueType(int, optional=True))
+    for name, (text, default) in _COUNTS.items():
+        add_option(parser, name, "N", text, type=ValueType(int), default=default)
     for name, text in _FLAGS.items():
-        parser.add_argument(f"--{name}", action="store_true", help=text)
-    parser.add_argument(
-        "--kernel", default="auto", metavar="NAME", help="a kernel to insist on (default: auto)"
-    )
+        add_flag(parser, name, text)
+    add_option(parser, "kernel", "NAME", "a kernel to insist on", default="auto")
     parser.add_for_device(
         "device of the table to choose for (default: the GPU here, else an NVIDIA H200)",
         "device_name",
         "device_name",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
 
 
 def choose_command(parser: Parser, argv: Sequence[str]) -> int:

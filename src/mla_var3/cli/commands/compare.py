@@ -9,7 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from mla_var3.bench.predict import plan_estimate
-from mla_var3.cli.arguments import Parser, ValueType, add_lengths, add_sizes, parse
+from mla_var3.cli.arguments import (
+    Parser,
+    ValueType,
+    add_flag,
+    add_lengths,
+    add_option,
+    add_sizes,
+    parse,
+)
 from mla_var3.cli.console import (
     EXIT_OK,
     ProgressReporter,
@@ -46,38 +54,25 @@ _RUN_OPTIONS = {
 
 def add_arguments(parser: Parser) -> None:
     """The options of the command."""
-    parser.add_argument(
-        "runs",
-        nargs="*",
-        metavar="RUN",
-        help="profile output folder, or kernel[:version]; the first is the baseline",
-    )
-    parser.add_argument("--force", action="store_true", help="also different problems or devices")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
-    parser.add_argument(
-        "--out_dir",
-        type=Path,
-        metavar="FOLDER",
-        help="folder of table and plot (default: out/compare/<timestamp>)",
-    )
+    text = "profile output folder, or kernel[:version]; the first is the baseline"
+    parser.add_argument("runs", nargs="*", metavar="RUN", help=text)
+    add_flag(parser, "force", "also different problems or devices")
+    add_option(parser, "json", "FILE", "write the figures here too", type=Path)
+    text = "folder of table and plot (default: out/compare/<timestamp>)"
+    add_option(parser, "out_dir", "FOLDER", text, type=Path)
     group = parser.add_argument_group("kernels", "for runs that are given as kernel[:version]")
-    group.add_argument(
-        "--static", action="store_true", help="compare predictions; runs nothing and needs no GPU"
-    )
-    group.add_argument(
-        "--for_device",
-        metavar="NAME",
-        help="device of the predictions (default: this one, or an NVIDIA H200)",
-    )
+    add_flag(group, "static", "compare predictions; runs nothing and needs no GPU")
+    text = "device of the predictions (default: this one, or an NVIDIA H200)"
+    add_option(group, "for_device", "NAME", text)
     unset: dict[str, Any] = {"default": argparse.SUPPRESS}
     add_sizes(group, note="", **unset)
-    group.add_argument("--dtype", metavar="NAME", help="bfloat16 or float16", **unset)
+    add_option(group, "dtype", "NAME", "bfloat16 or float16", **unset)
     add_lengths(group, note="", **unset)
-    group.add_argument("--language", metavar="NAME", help="cutile-dsl or cute-dsl", **unset)
-    group.add_argument("--prof_type", metavar="MODE", help="profiling mode", **unset)
-    group.add_argument("--bench_runs", type=ValueType(int), metavar="N", help="timed runs", **unset)
+    add_option(group, "language", "NAME", "cutile-dsl or cute-dsl", **unset)
+    add_option(group, "prof_type", "MODE", "profiling mode", **unset)
+    add_option(group, "bench_runs", "N", "timed runs", type=ValueType(int), **unset)
     for name, text in _RUN_OPTIONS.items():
-        group.add_argument(f"--{name}", action="store_true", help=text, **unset)
+        add_flag(group, name, text, **unset)
 
 
 def compare_command(parser: Parser, argv: Sequence[str]) -> int:
@@ -100,7 +95,15 @@ def compare_command(parser: Parser, argv: Sequence[str]) -> int:
     # Records first: one that cannot be read should not cost a profiling run.
     recorded = {source: load_run(source) for source in sources if isinstance(source, Path)}
     runs = [recorded[s] if isinstance(s, Path) else _made(s, values) for s in sources]
-    return show_comparison(runs, own["force"], own["out_dir"], own["json"])
+    result = compare(runs, force=own["force"])
+    baseline = result.runs[0]
+    title = f"vs baseline {baseline.label}, {baseline.device or 'no device'}"
+    print_table(title, result.headers(), result.cells())
+    for text in result.notes():
+        say(f"note: {text}", "yellow")
+    folder = own["out_dir"] or output_root() / "compare" / timestamp()
+    say(f"comparison: {write_comparison(result, folder, own['json'])}", "bold")
+    return EXIT_OK
 
 
 def _source(item: str, values: dict[str, Any]) -> Path | KernelId:
@@ -167,18 +170,3 @@ def _profiled(request: Request) -> Run:
     if result.check is not None:
         result.check.require()
     return run_of_result(result)
-
-
-def show_comparison(
-    runs: Sequence[Run], force: bool, out_dir: Path | None, json_file: Path | None
-) -> int:
-    """Compare runs, print the table and write it beside the plot."""
-    result = compare(runs, force=force)
-    baseline = result.runs[0]
-    title = f"vs baseline {baseline.label}, {baseline.device or 'no device'}"
-    print_table(title, result.headers(), result.cells())
-    for text in result.notes():
-        say(f"note: {text}", "yellow")
-    folder = out_dir or output_root() / "compare" / timestamp()
-    say(f"comparison: {write_comparison(result, folder, json_file)}", "bold")
-    return EXIT_OK

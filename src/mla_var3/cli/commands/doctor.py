@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mla_var3.cli.arguments import Parser, ValueType, parse
+from mla_var3.cli.arguments import Parser, ValueType, add_json, add_option, parse
 from mla_var3.cli.console import EXIT_FAILED, EXIT_OK, print_json, print_table, say
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.hopper.widths import (
@@ -77,11 +77,9 @@ class Finding:
 
 def add_arguments(parser: Parser) -> None:
     """The options of the command."""
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help="a model with its config.json")
-    parser.add_argument(
-        "--tp", type=ValueType(int), default=1, metavar="N", help="GPUs per model (default: 1)"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_option(parser, "model", "FOLDER", "a model with its config.json", type=Path)
+    add_option(parser, "tp", "N", "GPUs per model", type=ValueType(int), default=1)
+    add_json(parser)
 
 
 def doctor_command(parser: Parser, argv: Sequence[str]) -> int:

@@ -1,21 +1,19 @@
 """`hyper-mla list`: which kernels there are and what can be done with them here; models by name.
 
-Imports neither torch nor a kernel language; it reads folders, package metadata and the driver
-library.
+Imports neither torch nor a kernel language; it reads folders and package metadata.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mla_var3.cli.arguments import Parser, parse
+from mla_var3.cli.arguments import Parser, add_json, parse
 from mla_var3.cli.console import print_json, print_table, say
 from mla_var3.conf.models import models
 from mla_var3.runtime import paths
-from mla_var3.runtime.environment import installed
+from mla_var3.runtime.environment import installed, run_tool
 
 
 @dataclass(frozen=True)
@@ -27,31 +25,16 @@ class Gpu:
 
 
 def find_gpu() -> tuple[Gpu | None, str]:
-    """The first GPU, or None and why there is none.
+    """The first GPU as nvidia-smi reports it, or None and why there is none.
 
-    The driver library is asked directly, because importing torch takes seconds.
+    torch would know it too, but takes seconds to import.
     """
-    try:
-        cuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None, "NVIDIA driver not found (libcuda.so.1)"
-    count, device = ctypes.c_int(), ctypes.c_int()
-    if (code := cuda.cuInit(0)) != 0:
-        return None, f"the NVIDIA driver does not start (cuInit: error {code})"
-    if cuda.cuDeviceGetCount(ctypes.byref(count)) != 0 or count.value == 0:
-        return None, "the driver finds no GPU"
-    name = ctypes.create_string_buffer(128)
-    if cuda.cuDeviceGet(ctypes.byref(device), 0) != 0 or cuda.cuDeviceGetName(name, 128, device):
-        return None, "the driver finds no usable GPU"
-    # 75 and 76 are the attributes for the major and minor compute capability.
-    major, minor = (_attribute(cuda, attribute, device) for attribute in (75, 76))
-    return Gpu(name.value.decode(), f"sm_{major}{minor}"), ""
-
-
-def _attribute(cuda: Any, attribute: int, device: Any) -> int:
-    value = ctypes.c_int()
-    cuda.cuDeviceGetAttribute(ctypes.byref(value), attribute, device)
-    return value.value
+    query = ("--query-gpu=name,compute_cap", "--format=csv,noheader")
+    found = run_tool("nvidia-smi", *query)
+    if not found:
+        return None, "nvidia-smi finds none"
+    name, _, capability = found.splitlines()[0].rpartition(",")
+    return Gpu(name.strip(), f"sm_{capability.strip().replace('.', '')}"), ""
 
 
 def inventory() -> list[dict[str, Any]]:
@@ -94,7 +77,7 @@ def inventory() -> list[dict[str, Any]]:
 
 def add_arguments(parser: Parser) -> None:
     """The options of the command."""
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
 
 
 def list_command(parser: Parser, argv: Sequence[str]) -> int:

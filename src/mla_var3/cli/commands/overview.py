@@ -28,7 +28,6 @@ from mla_var3.report.overview import (
     run_overview,
     summary_rows,
 )
-from mla_var3.report.sweep import crossover_text
 from mla_var3.runtime.markdown import microseconds
 from mla_var3.runtime.profiling import figures
 from mla_var3.runtime.workflow import RunOptions, pick_device
@@ -119,13 +118,17 @@ def _print_summary(result: OverviewResult) -> None:
 
 
 def _print_predictions(result: OverviewResult) -> None:
-    s = result.sweeps[0].problem.s
-    rows = []
-    for entry in result.sweeps:
-        times = entry.at(s)
-        shown = (microseconds(prediction.advised_us) for prediction in times.values())
-        device = entry.device.removeprefix("NVIDIA ")
-        fastest = crossover_text(entry) if entry.fitted else "not ranked"
-        rows.append((device, entry.heading, *shown, fastest))
-    headers = ("device", "times", *result.sweeps[0].predictions, "fastest")
+    first = result.sweeps[0]
+    s = first.problem.s
+    index = first.s_values.index(s)
+    rows = [
+        (
+            entry.device.removeprefix("NVIDIA "),
+            entry.heading,
+            *(microseconds(values[index].advised_us) for values in entry.predictions.values()),
+            entry.fastest(index) or "not ranked",
+        )
+        for entry in result.sweeps
+    ]
+    headers = ("device", "times", *first.predictions, "fastest")
     print_table(f"predicted call time, s={s} (predictions, not measurements)", headers, rows)

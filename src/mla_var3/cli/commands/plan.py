@@ -17,7 +17,9 @@ from mla_var3.cli.arguments import (
     CALL_SIZES,
     Parser,
     ValueType,
+    add_json,
     add_lengths,
+    add_option,
     add_problem,
     parse,
     read_lengths,
@@ -31,13 +33,7 @@ from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.mla.model.designs import WINDOW_STEP
 from mla_var3.op.mla.model.mix import MixModel
 from mla_var3.op.mla.model.parameters import UNITS, MixParameters, mix_parameters
-from mla_var3.op.mla.model.prefix_plan import (
-    COPIED,
-    DECOMPRESSED,
-    LATENT,
-    PrefixPlan,
-    plan_prefix,
-)
+from mla_var3.op.mla.model.prefix_plan import COPIED, DECOMPRESSED, LATENT, PrefixPlan, plan_prefix
 from mla_var3.op.mla.model.times import IDEAL
 from mla_var3.op.mla.model.window_plan import (
     PlanPoint,
@@ -83,58 +79,33 @@ _WAYS = {
 def add_arguments(parser: Parser) -> None:
     """The options of the command."""
     add_problem(parser)
-    parser.add_argument(
-        "--budget",
-        required=True,
-        metavar="AMOUNT",
-        help="memory for decompressed keys and values: bytes, or with a unit such as 4GiB; of one "
-        "layer, or of all with --layers",
+    number = ValueType(int)
+    text = (
+        "memory for decompressed keys and values: bytes, or with a unit such as 4GiB; of one "
+        "layer, or of all with --layers"
     )
-    parser.add_argument(
-        "--layers",
-        type=ValueType(int),
-        metavar="N",
-        help="layers that share the budget (default: 1)",
+    add_option(parser, "budget", "AMOUNT", text, required=True)
+    add_option(parser, "layers", "N", "layers that share the budget (default: 1)", type=number)
+    text = (
+        "of the decompressed keys and values: bfloat16, float16, or fp8 (e4m3 with a scale per "
+        "token and head, all else bfloat16)"
     )
-    parser.add_argument(
-        "--dtype",
-        default="bfloat16",
-        metavar="NAME",
-        help="of the decompressed keys and values: bfloat16, float16, or fp8 (e4m3 with a scale "
-        "per token and head, all else bfloat16) (default: bfloat16)",
-    )
+    add_option(parser, "dtype", "NAME", text, default="bfloat16")
     add_lengths(parser)
-    parser.add_argument(
-        "--prefix",
-        type=ValueType(int),
-        metavar="N",
-        help="plan for first tokens that requests share, not for a window",
-    )
-    parser.add_argument(
-        "--groups",
-        type=ValueType(int),
-        default=1,
-        metavar="N",
-        help="groups of requests, each with a prefix of its own (default: 1)",
-    )
+    text = "plan for first tokens that requests share, not for a window"
+    add_option(parser, "prefix", "N", text, type=number)
+    text = "groups of requests, each with a prefix of its own"
+    add_option(parser, "groups", "N", text, type=number, default=1)
     parser.add_for_device(
         "device of the table to plan for (default: the GPU here, else an NVIDIA H200)",
         "device_name",
         "device_name",
     )
-    parser.add_argument(
-        "--parameters",
-        type=Path,
-        metavar="FILE",
-        help="fitted parameters (default: those that ship for the device, else its table entry)",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "--out_dir",
-        type=Path,
-        metavar="FOLDER",
-        help="folder of table and plots (default: out/plan/<timestamp>; none with --json)",
-    )
+    text = "fitted parameters (default: those that ship for the device, else its table entry)"
+    add_option(parser, "parameters", "FILE", text, type=Path)
+    add_json(parser)
+    text = "folder of table and plots (default: out/plan/<timestamp>; none with --json)"
+    add_option(parser, "out_dir", "FOLDER", text, type=Path)
 
 
 def plan_command(parser: Parser, argv: Sequence[str]) -> int:

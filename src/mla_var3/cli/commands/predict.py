@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from mla_var3.cli.arguments import (
     Parser,
+    add_json,
     add_lengths,
+    add_option,
     add_problem,
     parse,
     read_lengths,
@@ -25,15 +27,10 @@ from mla_var3.runtime.markdown import microseconds
 def add_arguments(parser: Parser) -> None:
     """The options of the command."""
     add_problem(parser)
-    parser.add_argument(
-        "--dtype",
-        default="bfloat16",
-        metavar="NAME",
-        help="bfloat16 or float16 (default: bfloat16)",
-    )
+    add_option(parser, "dtype", "NAME", "bfloat16 or float16", default="bfloat16")
     add_lengths(parser)
     parser.add_for_device("one device of the table (default: all of them)", "device", "device")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
 
 
 def predict_command(parser: Parser, argv: Sequence[str]) -> int:

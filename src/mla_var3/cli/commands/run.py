@@ -12,7 +12,9 @@ from mla_var3.cli.arguments import (
     SIZES,
     Parser,
     ValueType,
+    add_flag,
     add_model,
+    add_option,
     add_sizes,
     parse,
     read_model,
@@ -33,22 +35,12 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("kernel", nargs="?", help="kernel id; left out: the main job")
     parser.add_argument("version", nargs="?", help="version such as v2; v0 is the base version")
     job = parser.add_argument_group("main job")
-    job.add_argument("--quick", action="store_true", help="smaller steps, about half the time")
-    job.add_argument(
-        "--device", default="auto", metavar="NAME", help="auto, cuda or cpu (default: auto)"
-    )
-    job.add_argument(
-        "--out_dir",
-        type=Path,
-        metavar="FOLDER",
-        help="folder of the report (default: out/overview/<timestamp>)",
-    )
-    job.add_argument(
-        "--tune_seconds",
-        type=ValueType(float),
-        metavar="SECONDS",
-        help="time to search tilings on a GPU, for all kernels together (default: 15)",
-    )
+    add_flag(job, "quick", "smaller steps, about half the time")
+    add_option(job, "device", "NAME", "auto, cuda or cpu", default="auto")
+    text = "folder of the report (default: out/overview/<timestamp>)"
+    add_option(job, "out_dir", "FOLDER", text, type=Path)
+    text = "time to search tilings on a GPU, for all kernels together (default: 15)"
+    add_option(job, "tune_seconds", "SECONDS", text, type=ValueType(float))
     add_sizes(job, CALL_SIZES, default=argparse.SUPPRESS)
     add_model(job)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from mla_var3.cli.arguments import Parser, parse, take_kernel
+from mla_var3.cli.arguments import Parser, add_json, parse, take_kernel
 from mla_var3.cli.console import EXIT_OK, UsageError, print_json, print_table, say, usage_errors
 from mla_var3.cli.options import PlanParser
 from mla_var3.runtime import paths
@@ -23,7 +22,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("kernel", help="kernel id, such as mla_var6_plus")
     parser.add_argument("version", nargs="?", help="version such as v2; v0 is the base version")
     parser.add_argument("--language", metavar="NAME", help="cutile-dsl or cute-dsl")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_json(parser)
 
 
 def show_command(parser: Parser, argv: Sequence[str]) -> int:
@@ -35,7 +34,7 @@ def show_command(parser: Parser, argv: Sequence[str]) -> int:
             return EXIT_OK
         raise UsageError("kernel: expected the name of a kernel, got none")
     own = PlanParser(paths.plan_class(kernel)(), f"hyper-mla show {kernel.full_name}")
-    own.add_argument("--json", action="store_true", help="print JSON")
+    add_json(own)
     with usage_errors():
         values = parse(own, rest)
         request = own.request(values)
@@ -75,7 +74,12 @@ def _facts(kernel: KernelId, plan: KernelPlan) -> dict[str, Any]:
             for stage in resolved.plan_empty(*rates).kernels()
         ],
         "candidates": {code: _candidates(plan, Target(code, device)) for code in targets},
-        "tunings": [str(path) for path in _tuning_files(kernel)],
+        "tunings": sorted(
+            str(path)
+            for path in (paths.cache_root() / "kernel-autotune").glob(
+                f"*/{kernel.language}/{kernel.full_name}/*.json"
+            )
+        ),
     }
 
 
@@ -83,11 +87,6 @@ def _candidates(plan: KernelPlan, target: Target) -> dict[str, list[dict[str, An
     """Tilings the autotuner would try, by stage."""
     stage = empty_stage(plan.resolved(target))
     return {k.name: [tiling.to_dict() for tiling in k.autotune_configs] for k in stage.kernels()}
-
-
-def _tuning_files(kernel: KernelId) -> list[Path]:
-    root = paths.cache_root() / "kernel-autotune"
-    return sorted(root.glob(f"*/{kernel.language}/{kernel.full_name}/*.json"))
 
 
 def _print_facts(facts: dict[str, Any]) -> None:

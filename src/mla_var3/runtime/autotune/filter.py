@@ -56,9 +56,9 @@ class Check:
     report: CompileReport | None = None
 
     @property
-    def accepted(self) -> bool:
-        """Whether it can run and should run well."""
-        return not self.hard and not self.soft
+    def stack_bytes(self) -> int:
+        """Stack per thread of the compiled kernel."""
+        return 0 if self.report is None else self.report.stack_bytes or 0
 
 
 class StaticFilter:
@@ -82,10 +82,6 @@ class StaticFilter:
                     key = (name, canonical(configs[name]))
                     self._reports[key] = CompileReport.from_dict(values)
 
-    def constraint_failures(self, name: str, tiling: Tiling) -> tuple[str, ...]:
-        """The constraints of a kernel's tiling that do not hold."""
-        return constraint_failures(tiling, self._unit.kernels[name].plan)
-
     def check(self, name: str, tiling: Tiling) -> Check:
         """Judge a tiling of one kernel, compiling it at most once."""
         key = member(name, tiling)
@@ -108,34 +104,8 @@ class StaticFilter:
             return None
         return summaries if self._unit.joint else next(iter(summaries.values()))
 
-    def least_bad(self, candidates: dict[str, list[Tiling]]) -> frozenset[Member]:
-        """What to time where every tiling of a kernel would run badly: the fewest stack bytes.
-
-        Empty when no kernel is in that position, or when one has no tiling that runs at all.
-        """
-        kept: set[Member] = set()
-        for name, tilings in candidates.items():
-            if any(self.check(name, tiling).accepted for tiling in tilings):
-                continue
-            stacks: dict[Member, int] = {}
-            for tiling in tilings:
-                check = self.check(name, tiling)
-                if not check.hard and check.report is not None:
-                    stacks[member(name, tiling)] = check.report.stack_bytes or 0
-            if not stacks:
-                return frozenset()
-            fewest = min(stacks.values())
-            kept.update(key for key, stack in stacks.items() if stack == fewest)
-            log.warning(
-                "every candidate of %s spills or misses the tensor-core path; timing those with "
-                "the fewest stack bytes (%d)",
-                name,
-                fewest,
-            )
-        return frozenset(kept)
-
     def _make_check(self, name: str, tiling: Tiling) -> Check:
-        failures = self.constraint_failures(name, tiling)
+        failures = constraint_failures(tiling, self._unit.kernels[name].plan)
         if failures:
             return Check(hard=failures)
         report = self._reports.get(member(name, tiling))

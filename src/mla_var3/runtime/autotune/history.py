@@ -14,7 +14,6 @@ import json
 import logging
 import math
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
@@ -174,7 +173,6 @@ class History:
             return
         stored = _load(path, key)
         if stored is None:
-            _mention_others(path, key)
             return
         self.found = True
         self.complete = stored["complete"]
@@ -266,13 +264,10 @@ def _load(path: Path, key: dict[str, Any]) -> dict[str, Any] | None:
     try:
         stored = _read(path)
     except ValueError as error:
-        aside = _move_aside(path)
-        log.warning("%s is damaged (%s); moved to %s, tuning again", path, error, aside)
+        log.warning("%s is damaged (%s); it is not used, tuning again", path, error)
         return None
-    differing = [] if stored is None else _differences(stored["key"], key)
-    if differing:
-        message = "%s was made for something else (%s); it is not used, tuning again"
-        log.warning(message, path, "; ".join(differing))
+    if stored is not None and stored["key"] != key:
+        log.warning("%s was made for something else; it is not used, tuning again", path)
         return None
     return stored
 
@@ -303,43 +298,3 @@ def _is_entry(value: Any) -> bool:
         and isinstance(value["compile"] or {}, dict)
         and (time_us is None or (isinstance(time_us, (int, float)) and 0 < time_us < math.inf))
     )
-
-
-def _move_aside(path: Path) -> Path:
-    """Keep a damaged file under a name that nothing reads."""
-    number = 1
-    while (aside := path.with_name(f"{path.name}.corrupt-{number}")).exists():
-        number += 1
-    return path.replace(aside)
-
-
-def _differences(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
-    """The parts of two keys that differ, in words."""
-    texts = []
-    for part in sorted({*stored, *expected}):
-        old, new = stored.get(part), expected.get(part)
-        if old != new:
-            if part == "source":
-                old, new = (str(digest)[:_DIGEST_LENGTH] for digest in (old, new))
-            texts.append(f"{part}: expected {canonical(new)}, got {canonical(old)}")
-    return texts
-
-
-def _mention_others(path: Path, key: dict[str, Any]) -> None:
-    """Log that results for the same stage and problem exist but are not used, and why."""
-    others = []
-    for other in sorted(path.parent.glob(f"{key['stage']}-*.json")):
-        stored = None
-        with suppress(ValueError):
-            stored = _read(other) if other != path else None
-        if stored and all(stored["key"].get(part) == key[part] for part in ("stage", "problem")):
-            others.append((other, _differences(stored["key"], key)))
-    if others:
-        newest, differing = max(others, key=lambda found: found[0].stat().st_mtime)
-        log.info(
-            "%s: %d earlier result(s) for this problem are not used; the newest, %s, differs in %s",
-            key["stage"],
-            len(others),
-            newest,
-            "; ".join(differing),
-        )

@@ -11,7 +11,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from mla_var3.errors import UnsupportedError
@@ -26,10 +26,10 @@ from mla_var3.runtime.autotune.history import (
     median_us,
     tuning_key,
 )
-from mla_var3.runtime.autotune.units import Combo, Member, Unit, member, units_of
-from mla_var3.runtime.measure import Timing, require_cuda
+from mla_var3.runtime.autotune.units import Combo, Unit, units_of
+from mla_var3.runtime.measure import Timing
 from mla_var3.runtime.plan import KernelPlan
-from mla_var3.runtime.stage import Stage, Tiling
+from mla_var3.runtime.stage import Stage, constraint_failures
 
 if TYPE_CHECKING:
     from mla_var3.conf.devices import DeviceSpec
@@ -43,7 +43,6 @@ P = TypeVar("P", bound=KernelPlan)
 
 _LARGE_SEARCH = 1000
 _ERROR_LENGTH = 500
-_NONE: frozenset[Member] = frozenset()
 
 
 def autotune(
@@ -73,13 +72,7 @@ def autotune(
     Raises:
         UnsupportedError: a candidate made the GPU unusable; the results so far are kept.
     """
-    if instruments is None:
-        if stage.device_type != "cuda":
-            raise UnsupportedError(
-                f"autotune: expected tensors on a CUDA device, got {stage.device_type!r}; "
-                "only timing can tell which tiling is the fastest"
-            )
-        instruments = Instruments()
+    instruments = instruments or Instruments()
     outcomes: dict[str, StageTuning] = {}
     earlier: list[Unit] = []
     units = list(units_of(stage))
@@ -120,11 +113,9 @@ def refine_plan(
         The fastest plan; the given one when none could be timed.
 
     Raises:
-        UnsupportedError: there is no CUDA device, or a candidate made it unusable.
+        UnsupportedError: a candidate made the GPU unusable.
     """
-    if instruments is None:
-        require_cuda("refine_plan")
-        instruments = Instruments()
+    instruments = instruments or Instruments()
     distinct: dict[str, P] = {}
     for candidate in (plan, *plan.refinements()):
         distinct.setdefault(canonical(candidate.params()), candidate)
@@ -198,9 +189,9 @@ class Search:
         self._instruments = instruments
         self._before: Callable[[], None] | None = before
         self._filter = StaticFilter(unit, spec, instruments, history.entries)
-        self._candidates = unit.candidates()
+        candidates = unit.candidates()
         # Nearest to the defaults and to the author's order first, whichever kernel differs.
-        ranked = itertools.product(*(enumerate(tilings) for tilings in self._candidates.values()))
+        ranked = itertools.product(*(enumerate(tilings) for tilings in candidates.values()))
         self._combos: list[Combo] = [
             tuple(tiling for _, tiling in combo)
             for combo in sorted(ranked, key=lambda combo: sum(rank for rank, _ in combo))
@@ -233,10 +224,9 @@ class Search:
             )
         defaults = tuple(kernel.tiling for kernel in self._unit.kernels.values())
         try:
-            complete = self._scan(_NONE)
-            if complete:
-                kept = self._filter.least_bad(self._candidates)
-                complete = not kept or self._scan(kept)
+            complete = self._scan(self._combos)
+            if complete and not any(map(is_timed, self._history.entries)):
+                complete = self._scan(self._least_bad(), soft=True)
         except BaseException as error:
             self._unit.set_tilings(defaults)
             if isinstance(error, KeyboardInterrupt):
@@ -244,62 +234,70 @@ class Search:
             raise
         self._history.finish(complete)
 
-    def _scan(self, kept: frozenset[Member]) -> bool:
+    def _scan(self, combos: Sequence[Combo], *, soft: bool = False) -> bool:
         """Handle every candidate that has no outcome yet; False when a limit ended it.
 
-        What is in `kept` is timed although it would run badly.
+        With `soft`, candidates are timed although they would run badly.
         """
         limit = self._options.tune_max_iters
-        for done, combo in enumerate(self._combos):
-            if self._is_settled(combo, kept):
+        for done, combo in enumerate(combos):
+            if self._is_settled(combo, soft=soft):
                 continue
             if limit is not None and self._attempted() >= limit:
                 return False
             if time.monotonic() >= self._deadline and self._attempted():
                 return False
             self._progress(done, " | ".join(tiling.label() for tiling in combo))
-            if self._is_worth_timing(combo, kept):
+            if soft or not self._reject(combo):
                 self._time(combo)
         return True
 
-    def _is_worth_timing(self, combo: Combo, kept: frozenset[Member]) -> bool:
-        """Whether a candidate passes what can be said without the GPU; notes why not."""
-        named = list(zip(self._unit.kernels, combo, strict=True))
-        # What costs nothing to find again need not reach the disk at once.
-        for name, tiling in named:
-            failures = self._filter.constraint_failures(name, tiling)
-            if failures:
-                self._reject(name, tiling, Check(hard=failures), save=False)
-                return False
-        failures = self._unit.joint_failures(combo)
-        if failures:
-            config = self._unit.config(combo)
+    def _reject(self, combo: Combo) -> bool:
+        """Record why a candidate is not worth timing, as far as the GPU is not needed to tell."""
+        config = self._unit.config(combo)
+        if failures := self._constraint_failures(combo):
+            # What costs nothing to find again need not reach the disk at once.
             self._history.record(config, "rejected", "; ".join(failures), save=False)
-            return False
-        for name, tiling in named:
+            return True
+        for name, tiling in zip(self._unit.kernels, combo, strict=True):
             check = self._filter.check(name, tiling)
-            if check.hard or (check.soft and member(name, tiling) not in kept):
-                self._reject(name, tiling, check, save=True)
-                return False
-        return True
+            if check.hard or check.soft:
+                reason = "; ".join((*check.hard, *check.soft))
+                compiled = self._filter.summary({name: check})
+                self._history.record(config, "rejected", reason, compiled=compiled)
+                return True
+        return False
 
-    def _reject(self, name: str, tiling: Tiling, check: Check, *, save: bool) -> None:
-        self._history.record(
-            self._unit.member_config(name, tiling),
-            "rejected",
-            "; ".join((*check.hard, *check.soft)),
-            compiled=self._filter.summary({name: check}),
-            save=save,
-        )
+    def _constraint_failures(self, combo: Combo) -> tuple[str, ...]:
+        """The constraints of the kernels, and of all of them together, that do not hold."""
+        kernels = zip(self._unit.kernels.values(), combo, strict=True)
+        alone = (f for kernel, tiling in kernels for f in constraint_failures(tiling, kernel.plan))
+        return tuple(alone) or self._unit.joint_failures(combo)
+
+    def _least_bad(self) -> list[Combo]:
+        """What to time where every candidate would run badly: those with the fewest stack bytes."""
+        stacks: dict[int, int] = {}
+        for number, combo in enumerate(self._combos):
+            if self._constraint_failures(combo):
+                continue
+            checks = self._checks(combo).values()
+            if not any(check.hard for check in checks):
+                stacks[number] = sum(check.stack_bytes for check in checks)
+        fewest = min(stacks.values(), default=0)
+        if stacks:
+            message = "%s: every candidate spills or misses the tensor-core path; timing those "
+            log.warning(message + "with the fewest stack bytes (%d)", self._unit.name, fewest)
+        return [self._combos[number] for number, stack in stacks.items() if stack == fewest]
+
+    def _checks(self, combo: Combo) -> dict[str, Check]:
+        named = zip(self._unit.kernels, combo, strict=True)
+        return {name: self._filter.check(name, tiling) for name, tiling in named}
 
     def _time(self, combo: Combo) -> None:
         if self._before is not None:
             self._before()
             self._before = None
-        checks = {
-            name: self._filter.check(name, tiling)
-            for name, tiling in zip(self._unit.kernels, combo, strict=True)
-        }
+        checks = self._checks(combo)
         config, compiled = self._unit.config(combo), self._filter.summary(checks)
         self._unit.set_tilings(combo)
         try:
@@ -332,7 +330,7 @@ class Search:
         entry = self._history.get(config)
         from_cache = entry is not None
         if entry is None:
-            refusals = self._refusals(combo)
+            refusals = self._constraint_failures(combo)
             reason = "; ".join(refusals) or "the only candidate, not timed"
             self._history.record(config, "rejected" if refusals else "ok", reason, save=False)
             self._history.finish(complete=True)
@@ -340,20 +338,12 @@ class Search:
         usable = entry if entry is not None and entry["status"] == "ok" else None
         return self._tuning(usable, from_cache)
 
-    def _is_settled(self, combo: Combo, kept: frozenset[Member] = _NONE) -> bool:
-        """Whether the history says what became of a candidate or of a kernel's part of it."""
+    def _is_settled(self, combo: Combo, *, soft: bool = False) -> bool:
+        """Whether the history says what became of a candidate; `soft` as in `_scan`."""
         entry = self._history.get(self._unit.config(combo))
-        if entry is not None:
-            if is_attempted(entry):
-                return True
-            if self._unit.joint and entry["status"] == "rejected":
-                return True
-        for name, tiling in zip(self._unit.kernels, combo, strict=True):
-            part = self._history.get(self._unit.member_config(name, tiling))
-            rejected = part is not None and part["status"] == "rejected"
-            if rejected and member(name, tiling) not in kept:
-                return True
-        return False
+        if entry is None:
+            return False
+        return is_attempted(entry) or (entry["status"] == "rejected" and not soft)
 
     def _attempted(self) -> int:
         return sum(map(is_attempted, self._history.entries))
@@ -380,14 +370,6 @@ class Search:
             self._history.path,
         )
         return None
-
-    def _refusals(self, combo: Combo) -> tuple[str, ...]:
-        alone = (
-            failure
-            for name, tiling in zip(self._unit.kernels, combo, strict=True)
-            for failure in self._filter.constraint_failures(name, tiling)
-        )
-        return tuple(alone) or self._unit.joint_failures(combo)
 
     def _progress(self, done: int, detail: str) -> None:
         self._options.progress(f"autotune {self._unit.name}", done, len(self._combos), detail)

@@ -55,10 +55,6 @@ class Unit:
             return {name: tiling.to_dict() for name, tiling in pairs}
         return combo[0].to_dict()
 
-    def member_config(self, name: str, tiling: Tiling) -> dict[str, Any]:
-        """One kernel's part of a candidate, as it is recorded when it alone is at fault."""
-        return {name: tiling.to_dict()} if self.joint else tiling.to_dict()
-
     def by_kernel(self, recorded: dict[str, Any]) -> dict[str, Any]:
         """A recorded config or compile summary, per kernel."""
         return recorded if self.joint else dict.fromkeys(self.kernels, recorded)

@@ -99,7 +99,7 @@ def program_key(
         "arguments": [str(kind) for kind in kinds],
         "opt_level": opt_level,
         "arch": arch,
-        "sources": [[path.name, _file_digest(path)] for path in sources],
+        "sources": [[path.name, hashlib.sha256(path.read_bytes()).hexdigest()] for path in sources],
         "toolchain": toolchain,
         "machine": host_machine(),
     }
@@ -159,10 +159,6 @@ def _comparable(value: Any, where: str, outer: tuple[Any, ...]) -> Any:
 
 def _type_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
-
-
-def _file_digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @functools.cache

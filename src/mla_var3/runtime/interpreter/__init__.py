@@ -20,7 +20,11 @@ Limits:
       `static_eval` see the names of kernel code; only `static_iter(range(...))` and
       `static_eval(range(...))` yield Python integers.
     * Alignment, TMA, latency and occupancy hints have no effect.
-    * The sub-byte dtypes and `float8_e5m3fnu` have no torch counterpart and are refused.
+    * It has the part of cuTile that attention and matrix kernels need. Refused by name: raw memory,
+      foreign pointers, advanced indexing, compare-and-swap, atomics on tiled views, custom
+      reductions, scans, block-scaled products, packing into bytes, `printf`, directed rounding.
+    * Unsigned integers wider than a byte can be moved, but torch has no arithmetic on them. The
+      sub-byte dtypes and `float8_e5m3fnu` have no torch counterpart and are refused.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from enum import Enum, auto
 from functools import lru_cache, partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from mla_var3.errors import InterpreterError
@@ -22,13 +21,11 @@ from mla_var3.runtime.interpreter.cutile_api import (
     implements,
 )
 from mla_var3.runtime.interpreter.dtypes import (
-    NUMPY_DTYPES,
     Number,
     cast,
     constant,
     dtype_of_number,
     promoted,
-    round_directed,
     wrap_integer,
 )
 from mla_var3.runtime.interpreter.values import Tile, as_tile, loose_type
@@ -48,10 +45,6 @@ def _ceil_divide(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return -torch.div(-x, y, rounding_mode="floor")
 
 
-def _numpy_ceil_divide(x: Any, y: Any) -> Any:
-    return x // y + (x % y != 0).astype(x.dtype)
-
-
 def _minimum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.fmin(x, y) if x.is_floating_point() else torch.minimum(x, y)
 
@@ -60,30 +53,30 @@ def _maximum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return torch.fmax(x, y) if x.is_floating_point() else torch.maximum(x, y)
 
 
-# cuTile's name of the operation -> (torch function, numpy function for NUMPY_DTYPES).
-_BINARY: dict[str, tuple[Elementwise, Elementwise]] = {
-    "add": (torch.add, np.add),
-    "sub": (torch.sub, np.subtract),
-    "mul": (torch.mul, np.multiply),
-    "truediv": (torch.true_divide, np.true_divide),
-    "floordiv": (_floor_divide, np.floor_divide),
-    "cdiv": (_ceil_divide, _numpy_ceil_divide),
-    "mod": (torch.remainder, np.remainder),
-    "pow": (torch.pow, np.power),
-    "atan2": (torch.atan2, np.arctan2),
-    "min": (_minimum, np.minimum),
-    "max": (_maximum, np.maximum),
-    "and_": (torch.bitwise_and, np.bitwise_and),
-    "or_": (torch.bitwise_or, np.bitwise_or),
-    "xor": (torch.bitwise_xor, np.bitwise_xor),
-    "lshift": (torch.bitwise_left_shift, np.left_shift),
-    "rshift": (torch.bitwise_right_shift, np.right_shift),
-    "eq": (torch.eq, np.equal),
-    "ne": (torch.ne, np.not_equal),
-    "lt": (torch.lt, np.less),
-    "le": (torch.le, np.less_equal),
-    "gt": (torch.gt, np.greater),
-    "ge": (torch.ge, np.greater_equal),
+# cuTile's name of the operation -> torch function.
+_BINARY: dict[str, Elementwise] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "truediv": torch.true_divide,
+    "floordiv": _floor_divide,
+    "cdiv": _ceil_divide,
+    "mod": torch.remainder,
+    "pow": torch.pow,
+    "atan2": torch.atan2,
+    "min": _minimum,
+    "max": _maximum,
+    "and_": torch.bitwise_and,
+    "or_": torch.bitwise_or,
+    "xor": torch.bitwise_xor,
+    "lshift": torch.bitwise_left_shift,
+    "rshift": torch.bitwise_right_shift,
+    "eq": torch.eq,
+    "ne": torch.ne,
+    "lt": torch.lt,
+    "le": torch.le,
+    "gt": torch.gt,
+    "ge": torch.ge,
 }
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 _BITWISE = frozenset({"and_", "or_", "xor"})
@@ -97,20 +90,11 @@ _ON_INTEGERS = {
 }
 
 
-def through_numpy(function: Elementwise, *operands: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Applies a numpy function to the memory of tensors."""
-    with np.errstate(all="ignore"):
-        return torch.from_numpy(np.asarray(function(*(x.numpy() for x in operands), **options)))
-
-
 def combine_elements(name: str, x: torch.Tensor, y: torch.Tensor, element: DType) -> torch.Tensor:
     """Applies a binary operation to two tensors of the same dtype `element`."""
-    on_torch, on_numpy = _BINARY[name]
     if name in _DIVISIONS and api.is_integral(element) and bool((y == 0).any()):
         raise InterpreterError(f"integer {name} by zero: undefined behaviour")
-    if element in NUMPY_DTYPES:
-        return through_numpy(on_numpy, x, y)
-    result: torch.Tensor = on_torch(x, y)
+    result: torch.Tensor = _BINARY[name](x, y)
     return result
 
 
@@ -184,12 +168,10 @@ def binary(
         return Tile(combine_elements(name, a, b, dtype), ct.bool_)
     if rounding_mode is not None or flush_to_zero:
         check_modes(name, rounding_mode, flush_to_zero, dtype)
-    on_torch = _BINARY[name][0]
+    on_torch: Elementwise = partial(combine_elements, name, element=dtype)
     if propagate_nan and api.is_float(dtype):
         on_torch = torch.minimum if name == "min" else torch.maximum
-    elif rounding_mode in _NEAREST_ENOUGH:
-        on_torch = partial(combine_elements, name, element=dtype)
-    return Tile(_with_modes(name, on_torch, (a, b), dtype, rounding_mode, flush_to_zero), dtype)
+    return Tile(_with_modes(name, on_torch, (a, b), rounding_mode, flush_to_zero), dtype)
 
 
 def _require_number(value: Any) -> Number:
@@ -231,7 +213,6 @@ def _with_modes(
     name: str,
     function: Callable[..., torch.Tensor],
     operands: tuple[torch.Tensor, ...],
-    dtype: DType,
     rounding: RoundingMode | None,
     flush: bool,
 ) -> torch.Tensor:
@@ -239,16 +220,11 @@ def _with_modes(
     # exp2 of a subnormal number is 1, as exp2 of zero.
     if flush and name != "exp2":
         operands = tuple(map(flush_subnormals, operands))
-    if rounding in _NEAREST_ENOUGH:
-        result = function(*operands)
-    elif dtype == ct.float64:
+    if rounding not in _NEAREST_ENOUGH:
         raise InterpreterError(
-            f"{name} with rounding mode {rounding} is not supported by the CPU interpreter for "
-            "float64"
+            f"{name} with rounding mode {rounding} is not supported by the CPU interpreter"
         )
-    else:
-        exact = function(*(operand.double() for operand in operands))
-        result = round_directed(exact, dtype, rounding)
+    result = function(*operands)
     return flush_subnormals(result) if flush else result
 
 
@@ -354,11 +330,6 @@ _UNARY: dict[Callable[..., Any], tuple[str, Callable[..., torch.Tensor], _Accept
     ct.abs: ("abs", _absolute, _Accepts.ANY),
     ct.bitwise_not: ("bitwise_not", torch.bitwise_not, _Accepts.BITS),
 }
-_ON_NUMPY: dict[str, Callable[..., Any]] = {
-    "neg": np.negative,
-    "abs": np.absolute,
-    "bitwise_not": np.invert,
-}
 
 
 def _register_unary(stub: Callable[..., Any]) -> None:
@@ -373,11 +344,9 @@ def _register_unary(stub: Callable[..., Any]) -> None:
         tile = as_tile(x)
         dtype = _accepted_dtype(name, accepts, tile.element)
         elements = cast(tile.tensor, tile.element, dtype)
-        if dtype in NUMPY_DTYPES:
-            return Tile(through_numpy(_ON_NUMPY[name], elements), dtype)
         if rounding_mode is not None or flush_to_zero:
             check_modes(name, rounding_mode, flush_to_zero, dtype)
-        result = _with_modes(name, function, (elements,), dtype, rounding_mode, flush_to_zero)
+        result = _with_modes(name, function, (elements,), rounding_mode, flush_to_zero)
         return Tile(result, dtype)
 
     implement(stub, unary)

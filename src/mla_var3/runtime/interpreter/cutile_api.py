@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
 import cuda.tile as ct
-from cuda.tile import _annotated_function, _datatype, _dispatch_mode, _exception, _execution, _stub
+from cuda.tile import _annotated_function, _datatype, _dispatch_mode, _exception, _execution
 from cuda.tile._ir import arithmetic_ops, cast_ops, op_impl, ops, ops_utils, typing_support
 from cuda.tile._ir import type as ir_type
 
@@ -21,7 +21,6 @@ PaddingMode: TypeAlias = Any
 RoundingMode: TypeAlias = Any
 
 DispatchMode = _dispatch_mode.DispatchMode
-RawArrayMemory = _stub.RawArrayMemory
 is_stub = _execution.is_stub
 
 HeterogeneousTupleNode = _annotated_function.HeterogeneousTupleNode
@@ -42,13 +41,10 @@ is_unrestricted_float = _datatype.is_unrestricted_float
 integer_dtype_max = _datatype.integer_dtype_max
 integer_dtype_min = _datatype.integer_dtype_min
 resolve_mma_dtype = _datatype._resolve_mma_supported_dtype
-resolve_mma_scaled_dtypes = _datatype._resolve_mma_scaled_supported_dtype
-scaling_block_sizes = _datatype._get_mma_scaled_scaling_block_sizes
 
 to_dtype = typing_support.to_dtype
 dtype_of_constant_scalar = typing_support.dtype_of_constant_scalar
 LooselyTypedScalar = ir_type.LooselyTypedScalar
-TileTy = ir_type.TileTy
 promote_dtypes = ops_utils.promote_dtypes
 check_implicit_cast = cast_ops.check_implicit_cast
 get_ftof_rounding_min_version = ops_utils.get_ftof_rounding_min_version
@@ -61,11 +57,8 @@ broadcast_shapes = ops_utils.broadcast_shapes2
 is_shape_broadcastable_to = ops_utils.is_shape_broadcastable_to
 reraise_tile_exception = ops_utils.reraise_tile_exception
 normalize_axis = op_impl.normalize_axis
-PrintfValidator = op_impl.PrintfValidator
 
 ATOMIC_SPECS = ops._ATOMIC_RMW_SPECS
-CAS_DTYPES = ops.int_float_32_64_dtypes
-TileAtomicCAS = ops.TileAtomicCAS
 TileAtomicRMW = ops.TileAtomicRMW
 TileLoad = ops.TileLoad
 TileStore = ops.TileStore

@@ -45,9 +45,6 @@ _CUTILE_DTYPES = {
 _BITS_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _TF32_DROPPED_BITS = 13
 
-# torch moves these but has no arithmetic on them; numpy has, on the same memory.
-NUMPY_DTYPES = frozenset({ct.uint16, ct.uint32, ct.uint64})
-
 _PADDING_VALUES: dict[PaddingMode, float] = {
     ct.PaddingMode.ZERO: 0.0,
     ct.PaddingMode.NEG_ZERO: -0.0,
@@ -178,7 +175,7 @@ def cast(
     elif rounding is not None:
         raise TileTypeError("rounding_mode is only valid for float to float conversions")
     if rounding not in (None, ct.RoundingMode.RN):
-        return round_directed(tensor, target, rounding)
+        raise InterpreterError(f"rounding mode {rounding} is not supported by the CPU interpreter")
     converted = tensor.to(torch_dtype(target))
     return _round_to_tf32(converted) if target == ct.tfloat32 else converted
 
@@ -203,31 +200,6 @@ def _widens(source: DType, target: DType) -> bool:
         return False
 
 
-def round_directed(exact: torch.Tensor, target: DType, rounding: RoundingMode) -> torch.Tensor:
-    """Rounds towards zero, minus or plus infinity.
-
-    Rounds to nearest first and then steps back by one unit where that went too far: in every float
-    format here, adding one to the bit pattern is the next larger magnitude.
-    """
-    if target == ct.tfloat32 and rounding == ct.RoundingMode.RZ:
-        return _drop_tf32_bits(round_directed(exact, ct.float32, rounding))
-    if exact.element_size() == 1:
-        exact = exact.float()
-    nearest = exact.to(torch_dtype(target))
-    back = nearest.to(exact.dtype)
-    outward = torch.ones((), dtype=torch.int8)
-    if rounding == ct.RoundingMode.RZ:
-        wrong, step = back.abs() > exact.abs(), -outward
-    elif rounding == ct.RoundingMode.RM:
-        wrong, step = back > exact, torch.where(torch.signbit(back), outward, -outward)
-    elif rounding == ct.RoundingMode.RP:
-        wrong, step = back < exact, torch.where(torch.signbit(back), -outward, outward)
-    else:
-        raise InterpreterError(f"rounding mode {rounding} is not supported by the CPU interpreter")
-    bits = as_bits(nearest)
-    return torch.where(wrong, bits + step.to(bits.dtype), bits).view(nearest.dtype)
-
-
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
     """The bit patterns of a tensor's elements as signed integers, in the same memory."""
     return tensor.view(_BITS_DTYPES[tensor.element_size()])
@@ -237,13 +209,8 @@ def _round_to_tf32(tensor: torch.Tensor) -> torch.Tensor:
     bits = tensor.contiguous().view(torch.int32)
     half_down = (1 << (_TF32_DROPPED_BITS - 1)) - 1
     to_even = (bits >> _TF32_DROPPED_BITS) & 1
-    rounded = _drop_tf32_bits((bits + half_down + to_even).view(torch.float32))
-    return torch.where(torch.isfinite(tensor), rounded, tensor)
-
-
-def _drop_tf32_bits(tensor: torch.Tensor) -> torch.Tensor:
-    bits = tensor.contiguous().view(torch.int32)
-    return (bits & -(1 << _TF32_DROPPED_BITS)).view(torch.float32)
+    kept = (bits + half_down + to_even) & -(1 << _TF32_DROPPED_BITS)
+    return torch.where(torch.isfinite(tensor), kept.view(torch.float32), tensor)
 
 
 @cache

@@ -14,7 +14,6 @@ Methods and callable objects keep Python's builtins. There, loops run over Pytho
 from __future__ import annotations
 
 import builtins
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -30,7 +29,6 @@ from mla_var3.runtime.interpreter.dtypes import kernel_dtype, promoted
 from mla_var3.runtime.interpreter.values import Tile, as_tile, describe, static_int
 
 _MAX_STATIC_ITERATIONS = 1000
-_C_LENGTH_MODIFIER = re.compile(r"(hh|h|ll|l)(?=[a-zA-Z]$)")
 
 
 def _grid_axis(axis: Any) -> int:
@@ -58,30 +56,6 @@ def _grid_dependency_control() -> None:
 @implements(ct.print)
 def _print(*args: Any, sep: str = " ", end: str = "\n") -> None:
     sys.stdout.write(sep.join(str(arg) for arg in args) + end)
-
-
-@implements(ct.printf)
-def _printf(format: str, *args: Any) -> None:
-    tiles = [as_tile(arg) for arg in args]
-    types = tuple(api.TileTy(tile.element, tile.shape) for tile in tiles)
-    api.PrintfValidator.parse_format(format, types)
-    values = iter(tiles)
-
-    def substitute(match: re.Match[str]) -> str:
-        if match[0] == "%%":
-            return "%"
-        return _printed(next(values).tensor.tolist(), _C_LENGTH_MODIFIER.sub("", match[0]))
-
-    pattern = re.compile(f"%%|{api.PrintfValidator.pattern.pattern}")
-    sys.stdout.write(pattern.sub(substitute, format))
-
-
-def _printed(value: Any, c_format: str) -> str:
-    if isinstance(value, list):
-        return "[" + ", ".join(_printed(item, c_format) for item in value) + "]"
-    if c_format[-1] in "aA":
-        return float(value).hex()
-    return str(c_format % value)
 
 
 @implements(ct.assert_)

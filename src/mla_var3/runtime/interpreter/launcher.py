@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import linecache
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import product
 from types import FrameType
@@ -15,7 +15,7 @@ import torch
 from mla_var3.errors import InterpreterError, InvalidArgumentError
 
 # Imported for the operations that they register.
-from mla_var3.runtime.interpreter import arithmetic, indexed, memory, reductions, shaping  # noqa: F401
+from mla_var3.runtime.interpreter import arithmetic, memory, tiles  # noqa: F401
 from mla_var3.runtime.interpreter import cutile_api as api
 from mla_var3.runtime.interpreter.cutile_api import DispatchMode, DType, ct
 from mla_var3.runtime.interpreter.dtypes import constant, cutile_dtype
@@ -58,28 +58,6 @@ def checked_grid(grid: Any) -> BlockId:
         raise InvalidArgumentError("grid", expected, repr(grid))
     x, y, z = (*grid, 1, 1)[:_MAX_GRID_RANK]
     return x, y, z
-
-
-def checked_kernel(kernel: Any) -> Any:
-    """The kernel, if it is one."""
-    if not isinstance(kernel, ct.kernel):
-        raise InvalidArgumentError("kernel", "an object made by @ct.kernel", repr(kernel))
-    return kernel
-
-
-def chosen_blocks(grid: BlockId, blocks: Iterable[Any] | None) -> Iterator[BlockId]:
-    """The ids of the blocks to run, x fastest; all of the grid unless `blocks` names some."""
-    if blocks is None:
-        for z, y, x in product(*map(range, reversed(grid))):
-            yield x, y, z
-        return
-    for block in blocks:
-        sizes = block if isinstance(block, Sequence) else (block,)
-        valid = 1 <= len(sizes) <= _MAX_GRID_RANK and all(isinstance(i, int) for i in sizes)
-        x, y, z = (*sizes, 0, 0)[:_MAX_GRID_RANK] if valid else (-1, -1, -1)
-        if not all(0 <= i < size for i, size in zip((x, y, z), grid, strict=True)):
-            raise InvalidArgumentError("blocks", f"block ids in the grid {grid}", repr(block))
-        yield x, y, z
 
 
 def bind_arguments(annotated_function: Any, args: Sequence[Any]) -> list[Any]:
@@ -224,8 +202,6 @@ def launch(
     grid: Sequence[int],
     kernel: Any,
     args: Sequence[Any],
-    *,
-    blocks: Iterable[int | Sequence[int]] | None = None,
 ) -> None:
     """Runs a cuTile kernel on CPU tensors, block by block.
 
@@ -235,7 +211,6 @@ def launch(
         args: The kernel's arguments in order: CPU tensors, numbers, tuples and lists of them, and
             constants for the parameters annotated with `ct.Constant`. Integers become int32 and
             floats float32 scalars, as in a launch on a GPU.
-        blocks: Ids of the blocks to run, in the order given; by default all of the grid.
 
     Raises:
         InvalidArgumentError: If an argument of this call or of the kernel cannot be used.
@@ -244,8 +219,9 @@ def launch(
             source line; the cause is chained.
     """
     full_grid = checked_grid(grid)
-    chosen = list(chosen_blocks(full_grid, blocks))
-    annotated = checked_kernel(kernel)._annotated_function
+    if not isinstance(kernel, ct.kernel):
+        raise InvalidArgumentError("kernel", "an object made by @ct.kernel", repr(kernel))
+    annotated = kernel._annotated_function
     rebinder = Rebinder()
     mode = InterpreterMode(full_grid, rebinder)
     with ExitStack() as stack:
@@ -255,8 +231,8 @@ def launch(
         parameters = bind_arguments(annotated, args)
         function = rebinder.rebind(annotated.pyfunc)
         stack.enter_context(mode.as_current())
-        for block in chosen:
-            mode.block = block
+        for z, y, x in product(*map(range, reversed(full_grid))):
+            mode.block = block = (x, y, z)
             try:
                 function(*parameters)
             except Exception as error:

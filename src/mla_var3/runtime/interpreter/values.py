@@ -11,13 +11,7 @@ import torch
 
 from mla_var3.errors import InterpreterError
 from mla_var3.runtime.interpreter import cutile_api as api
-from mla_var3.runtime.interpreter.cutile_api import (
-    DType,
-    PaddingMode,
-    RawArrayMemory,
-    TileTypeError,
-    ct,
-)
+from mla_var3.runtime.interpreter.cutile_api import DType, PaddingMode, TileTypeError, ct
 from mla_var3.runtime.interpreter.dtypes import (
     KernelDType,
     Number,
@@ -126,7 +120,8 @@ class Tile(ct.Tile):  # type: ignore[misc]
     def __getitem__(self, index: Any) -> Tile:
         items = index if isinstance(index, tuple) else (index,)
         for item in items:
-            if not (item is None or item is Ellipsis or _is_full_slice(item)):
+            full = isinstance(item, slice) and item == slice(None)
+            if not (item is None or item is Ellipsis or full):
                 raise TileTypeError(
                     f"a tile can be indexed with None, ... and : only, got {item!r}; "
                     "use extract() or item()"
@@ -148,10 +143,6 @@ class Tile(ct.Tile):  # type: ignore[misc]
         return _format_nested(values, spec or ("f" if api.is_float(self.element) else "d"))
 
 
-def _is_full_slice(item: Any) -> bool:
-    return isinstance(item, slice) and item == slice(None)
-
-
 def _format_nested(value: Any, spec: str) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(_format_nested(item, spec) for item in value) + "]"
@@ -165,15 +156,6 @@ def describe(value: object) -> str:
     if isinstance(value, Array):
         return f"array {value.name} of shape {tuple(value.tensor.shape)}"
     return f"{value!r} of type {type(value).__name__}"
-
-
-def number_tile(value: Number, element: DType | None = None) -> Tile:
-    """A scalar tile with a Python number; its dtype is cuTile's choice unless given."""
-    if element is None:
-        element = dtype_of_number(value)
-    if api.is_integral(element):
-        return Tile.of_integer(wrap_integer(int(value), element), element)
-    return Tile(constant(value, element), element)
 
 
 @dataclass(eq=False, repr=False)
@@ -216,10 +198,6 @@ class Array(ct.Array):  # type: ignore[misc]
     def ndim(self) -> int:
         return self.tensor.ndim
 
-    @property
-    def foreign_pointer(self) -> ForeignPointer:
-        return ForeignPointer(self)
-
     def replace(self, tensor: torch.Tensor, name: str, sliced: int) -> Array:
         """The same array with other bounds; the size of axis `sliced` is no longer a constant."""
         static = self.static_shape - {sliced}
@@ -233,17 +211,6 @@ class Array(ct.Array):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"<{describe(self)}, dtype {self.element}>"
-
-
-class ForeignPointer(Tile):
-    """The base pointer of an array; all that can be done with it is to make an array again."""
-
-    __slots__ = ("array",)
-
-    def __init__(self, array: Array) -> None:
-        super().__init__(torch.tensor(array.tensor.data_ptr()), ct.uint64)
-        self.element = ct.foreign_pointer_dtype(array.element)
-        self.array = array
 
 
 class TiledView(ct.TiledView):  # type: ignore[misc]
@@ -263,17 +230,6 @@ class TiledView(ct.TiledView):  # type: ignore[misc]
         self.tile_shape = tile_shape
         self.padding_mode = padding_mode
         self.traversal_steps = traversal_steps
-
-    @property
-    def dtype(self) -> KernelDType:
-        return kernel_dtype(self.array.element)
-
-
-class RawMemory(RawArrayMemory):  # type: ignore[misc]
-    """The memory of an array, addressed by element offset from the array's first element."""
-
-    def __init__(self, array: Array) -> None:
-        self.array = array
 
     @property
     def dtype(self) -> KernelDType:
@@ -304,12 +260,13 @@ MAX_TILE_ELEMENTS = 1 << 24
 def as_tile(value: Any) -> Tile:
     """A tile operand; a Python number becomes a scalar of the dtype cuTile gives it."""
     if isinstance(value, Tile):
-        if isinstance(value, ForeignPointer):
-            raise TileTypeError("a foreign pointer supports no tile operation")
         return value
-    if isinstance(value, bool | int | float):
-        return number_tile(value)
-    raise TileTypeError(f"expected a tile, got {describe(value)}")
+    if not isinstance(value, bool | int | float):
+        raise TileTypeError(f"expected a tile, got {describe(value)}")
+    element = dtype_of_number(value)
+    if api.is_integral(element):
+        return Tile.of_integer(wrap_integer(int(value), element), element)
+    return Tile(constant(value, element), element)
 
 
 def as_array(value: Any) -> Array:

@@ -16,7 +16,7 @@ from mla_var3.runtime.profiling.common import (
 )
 from mla_var3.runtime.profiling.ncu.driver import counters_problem, find_ncu, load_ncu_report
 from mla_var3.runtime.profiling.ncu.reader import FIGURES, annotation_metrics
-from mla_var3.runtime.profiling.ncu.session import Session, make_result, profile, total_stages
+from mla_var3.runtime.profiling.ncu.session import Session, make_result, profile
 from mla_var3.runtime.profiling.ncu.text import (
     contract,
     issues_table,
@@ -80,7 +80,7 @@ def _write_metrics(session: Session, result: ProfileResult) -> None:
         ("stage", *(f"{figure.key} [{figure.unit}]" for figure in FIGURES), "bottleneck"),
         [
             (s.name, *(s.extra.get(key) for key in keys), s.extra.get("bottleneck"))
-            for s in total_stages(result)
+            for s in result.rows
         ],
     )
 

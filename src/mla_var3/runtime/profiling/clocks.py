@@ -45,10 +45,6 @@ class ClockState:
         doubt = f" ({self.problem})" if self.problem else ""
         return f"clocks not locked{doubt}; {LOCK_SCRIPT} locks them"
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return dict(vars(self))
-
 
 def marker_file(gpu_uuid: str) -> Path:
     """The file that the scripts leave while clocks are locked."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import MissingToolError, UnsupportedError
 from mla_var3.runtime.compile import compile_report
-from mla_var3.runtime.environment import environment
+from mla_var3.runtime.environment import environment, environment_rows
 from mla_var3.runtime.markdown import front_matter, microseconds, table, write_json
 from mla_var3.runtime.paths import (
     find_kernel,
@@ -151,7 +151,7 @@ def measured_result(
         "stages": [vars(figures) for figures in stages],
         "tilings": {name: tiling.to_dict() for name, tiling in prepared.stage.tilings().items()},
         "check": prepared.check.to_dict() if prepared.check else None,
-        "clocks": clocks.to_dict(),
+        "clocks": dict(vars(clocks)),
         "above_roofline": above_roofline(total, prepared.stage, spec, plan_dtype(prepared.plan)),
     }
     return ProfileResult(
@@ -212,16 +212,10 @@ def above_roofline(figures: StageFigures, stage: Stage, device: DeviceSpec, dtyp
 
 def header(title: str, record: dict[str, Any]) -> str:
     """Top of a report: front matter for tools, a table for people."""
-    env = record["environment"]
-    versions = {name: v for name, v in env["versions"].items() if v is not None}
-    gpu = env["gpu"]
     rows = [
         ("device", record["device"] or "none: compiled and predicted only"),
         ("problem", " ".join(f"{k}={v}" for k, v in record["params"].items() if v is not None)),
-        ("versions", ", ".join(f"{name} {version}" for name, version in versions.items())),
-        ("driver", gpu.get("driver") if gpu else None),
-        ("date", env["date"]),
-        ("command", f"`{env['command']}`"),
+        *environment_rows(record["environment"]),
     ]
     matter = front_matter({key: record[key] for key in ("kernel", "prof_type", "device", "params")})
     return f"{matter}\n# {title}\n\n" + table(("", ""), rows)

@@ -10,7 +10,7 @@ from mla_var3.runtime.markdown import byte_count, flop_count, microseconds, numb
 if TYPE_CHECKING:
     from mla_var3.runtime.check import CheckResult, OutputCheck
     from mla_var3.runtime.compile import CompileReport
-    from mla_var3.runtime.profiling.result import ProfileResult, StageFigures
+    from mla_var3.runtime.profiling.result import ProfileResult
 
 Rows = list[tuple[object, ...]]
 
@@ -30,28 +30,21 @@ CHECK_HEADERS = (
 
 def stage_rows(result: ProfileResult) -> Rows:
     """Figures per stage, and of the whole when there are several."""
-    stages = list(result.stages)
-    if len(stages) != 1:
-        stages.append(result.total)
-    return [_stage_row(stage) for stage in stages]
-
-
-def _stage_row(stage: StageFigures) -> tuple[object, ...]:
-    share = None
-    if stage.time_us and stage.predicted_us:
-        share = f"{stage.predicted_us / stage.time_us:.0%}"
-    return (
-        stage.name,
-        microseconds(stage.time_us),
-        None if stage.spread_us is None else f"± {microseconds(stage.spread_us)}",
-        microseconds(stage.predicted_us),
-        share,
-        number(stage.tflops),
-        number(stage.gbps),
-        number(stage.flops / stage.bytes if stage.bytes else None),
-        flop_count(stage.flops),
-        byte_count(stage.bytes),
-    )
+    return [
+        (
+            stage.name,
+            microseconds(stage.time_us),
+            None if stage.spread_us is None else f"± {microseconds(stage.spread_us)}",
+            microseconds(stage.predicted_us),
+            None if stage.of_roofline_pct is None else f"{stage.of_roofline_pct:.0f}%",
+            number(stage.tflops),
+            number(stage.gbps),
+            number(stage.intensity),
+            flop_count(stage.flops),
+            byte_count(stage.bytes),
+        )
+        for stage in result.rows
+    ]
 
 
 def stage_markdown(result: ProfileResult) -> str:

@@ -92,7 +92,7 @@ def summarise(prepared: Prepared, timeline: Timeline, how: str, folder: Path) ->
         return found
 
     spans = [run.span_ns / 1e3 for run in analysis.queued]
-    total = timed(stage, spans, timeline_figures(analysis, spec))
+    total = timed(stage, spans, timeline_figures(analysis))
     stages = []
     for leaf, kernel in enumerate(stage.kernels()):
         times = [p.activity.duration / 1e3 for r in analysis.queued if (p := r.of_kernel(leaf))]

@@ -60,6 +60,17 @@ class StageFigures:
         """Achieved GB/s."""
         return None if not self.time_us else self.bytes / self.time_us / 1e3
 
+    @property
+    def intensity(self) -> float | None:
+        """FLOPs per byte."""
+        return self.flops / self.bytes if self.bytes else None
+
+    @property
+    def of_roofline_pct(self) -> float | None:
+        """Ideal over measured time, in percent."""
+        known = self.time_us and self.predicted_us
+        return 100 * self.predicted_us / self.time_us if known else None  # type: ignore[operator]
+
 
 @dataclass
 class ProfileResult:
@@ -82,6 +93,11 @@ class ProfileResult:
     out_dir: Path | None = None
     check: CheckResult | None = None
     record: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> list[StageFigures]:
+        """The rows of a table: the stages and, if there are several, the whole."""
+        return [*self.stages, self.total] if len(self.stages) != 1 else list(self.stages)
 
     def get_total_time_us(self) -> float:
         """Median time of the whole runtime object in microseconds.

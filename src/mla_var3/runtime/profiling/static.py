@@ -129,7 +129,6 @@ def _instruction_table(reports: list[CompileReport]) -> str:
 def _prediction_table(
     result: ProfileResult, predictions: dict[str, float], here: DeviceSpec
 ) -> str:
-    stages = [*result.stages, result.total] if len(result.stages) > 1 else result.stages
     per_stage = table(
         ("stage", f"ideal on {here.name}", "GFLOP", "MB", "FLOP/byte"),
         [
@@ -138,9 +137,9 @@ def _prediction_table(
                 microseconds(s.predicted_us),
                 number(s.flops / 1e9),
                 number(s.bytes / 1e6),
-                number(s.flops / s.bytes if s.bytes else None),
+                number(s.intensity),
             )
-            for s in stages
+            for s in result.rows
         ],
     )
     per_device = table(

@@ -93,12 +93,11 @@ def test_the_headline_shapes_are_close_to_their_record() -> None:
 
 def test_projections_are_as_recorded() -> None:
     for row in rows("2026-11-15-nvidia-h200-suite-mix.json"):
-        name = {"query absorption": "query projection", "output up-projection": "output projection"}
-        if row["kernel"] in name and row["problem"]["h"] == 128:
+        if row["source"] == "projection" and row["problem"]["h"] == 128:
             problem = MlaProblem(**{k: row["problem"][k] for k in ("b", "s", "t", "h")})
             if problem.b * problem.s > 256:
                 around = found("flash_mla", Workload(problem)).around
-                assert around[name[row["kernel"]]] == pytest.approx(row["time_us"], rel=0.1)
+                assert around[row["kernel"]] == pytest.approx(row["time_us"], rel=0.1)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -326,20 +325,14 @@ def test_retune_starts_anew_and_keeps_the_old_until_there_is_something_new(world
     assert json.loads(first.path.read_text())["best_us"] == 1000 / 64
 
 
-def test_another_problem_device_or_source_is_another_history(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_problem_device_or_source_is_another_history(world: World) -> None:
     first = world.tune(world.kernel([64, 32]))["attend"]
     other = world.tune(world.kernel([64, 32]), FakePlan(b=3))["attend"]
     assert other.path != first.path and not other.from_cache
 
     world.source.write_text("changed")
-    with caplog.at_level(logging.INFO):
-        changed = world.tune(world.kernel([64, 32]))["attend"]
+    changed = world.tune(world.kernel([64, 32]))["attend"]
     assert changed.path != first.path and not changed.from_cache
-    (line,) = [r.getMessage() for r in caplog.records if "are not used" in r.getMessage()]
-    assert "1 earlier result(s)" in line and str(first.path) in line
-    assert "differs in source: expected" in line
 
     device: Any = SimpleNamespace(**{**vars(SPEC), "name": "NVIDIA Other"})
     elsewhere = world.tune(world.kernel([64, 32]), spec=device)["attend"]
@@ -356,7 +349,7 @@ def test_a_history_made_for_something_else_is_never_used(
     path.write_text(json.dumps(stored))
     tuning = world.tune(world.kernel([64, 32]))["attend"]
     assert not tuning.from_cache and len(world.timed) == 4
-    assert "was made for something else (toolkit: expected" in caplog.text
+    assert "was made for something else" in caplog.text
     assert json.loads(path.read_text())["key"] == tuning.key
 
 
@@ -374,7 +367,7 @@ def test_a_history_made_for_something_else_is_never_used(
     ],
     ids=["cut", "empty", "list", "status", "negative", "text", "flag", "field"],
 )
-def test_a_damaged_history_is_moved_aside(
+def test_a_damaged_history_is_not_used(
     damage: Callable[[str], str],
     world: World,
     caplog: pytest.LogCaptureFixture,
@@ -382,11 +375,9 @@ def test_a_damaged_history_is_moved_aside(
     path = world.tune(world.kernel([64, 32]))["attend"].path
     damaged = damage(path.read_text())
     assert damaged != path.read_text()
-    for number in (1, 2):
-        path.write_text(damaged)
-        tuning = world.tune(world.kernel([64, 32]))["attend"]
-        assert not tuning.from_cache and tuning.complete
-        assert path.with_name(f"{path.name}.corrupt-{number}").read_text() == damaged
+    path.write_text(damaged)
+    tuning = world.tune(world.kernel([64, 32]))["attend"]
+    assert not tuning.from_cache and tuning.complete
     assert "is damaged" in caplog.text
     assert json.loads(path.read_text())["complete"] is True
 
@@ -467,14 +458,15 @@ def test_joint_constraints_and_member_rejections(world: World) -> None:
     tuning = world.tune(group(fits, x, y))["group"]
     assert world.timed == [(64, 16), (32, 16), (32, 24)]
     reasons = {
-        tuple(sorted((k, v["rows"]) for k, v in entry["config"].items())): entry["reason"]
+        tuple(part["rows"] for part in entry["config"].values()): entry["reason"]
         for entry in tuning.results
         if entry["status"] == "rejected"
     }
+    spills = "spills (4 B of stack, 0 STL, 0 LDL)"
     assert reasons == {
-        (("x", 64), ("y", 24)): "88 rows do not fit together",
-        (("x", 2000),): "rows=2000 is above 1000",
-        (("y", 8),): "spills (4 B of stack, 0 STL, 0 LDL)",
+        (64, 24): "88 rows do not fit together",
+        **{(2000, rows): "rows=2000 is above 1000" for rows in (16, 24, 8)},
+        **{(rows, 8): spills for rows in (64, 32)},
     }
     assert tuning.complete
     assert (x.tiling.rows, y.tiling.rows) == (32, 16)

@@ -6,7 +6,6 @@ It computes `y = x * factor + bias` for a vector of any length, the bias being o
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from mla_var3.runtime.cute.arguments import Int64Arg
 from mla_var3.runtime.cute_kernel import CuteKernel
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.stage import Constraints, Tiling
+from tests.programs import run_program
 
 
 @dataclass
@@ -186,13 +186,6 @@ print(json.dumps({"made": len(made), "size": len(compiled.cubin), "linked": bool
 
 
 def run_process(code: str, repo_root: Path, environment: dict[str, str], **extra: str) -> Any:
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(repo_root)],
-        env={**environment, **extra},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = run_program([sys.executable, "-c", code, str(repo_root)], env={**environment, **extra})
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

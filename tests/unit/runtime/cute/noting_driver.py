@@ -24,6 +24,7 @@ from mla_var3.runtime import cute_kernel
 from mla_var3.runtime.cute import launch as cute_launch
 from mla_var3.runtime.cute.arguments import kinds_of
 from mla_var3.runtime.cute.launch import CuteProgram, short_entry
+from tests.programs import run_program
 
 NO_GPU, STREAM = -1, 4711
 OVERLAP = 6
@@ -74,10 +75,10 @@ def noted_launches(
     library = build_driver(folder)
 
     def run(step: str, **extra: str) -> list[dict[str, Any]]:
-        done = subprocess.run(
+        done = run_program(
             [sys.executable, "-m", module, step],
-            cwd=repo_root, capture_output=True, text=True, timeout=300, check=False,
-            env={**environment, "HYPER_MLA_CACHE_DIR": str(folder / "cache"), **extra},
+            cwd=repo_root,
+            env={**environment, "HYPER_MLA_CACHE_DIR": str(folder / "cache"), **extra}
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in done.stdout.splitlines()]

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any
 
 import cuda.tile as ct
-import numpy as np
 import pytest
 import torch
 
 from mla_var3.errors import InterpreterError
 from tests.unit.runtime.interpreter.interpreter_support import apply, evaluate, values
 
-RZ, RM, RP = ct.RoundingMode.RZ, ct.RoundingMode.RM, ct.RoundingMode.RP
+RZ = ct.RoundingMode.RZ
 NAN = math.nan
 
 
@@ -38,48 +36,12 @@ def test_signed_division_rounds_down(dtype: torch.dtype) -> None:
     assert quotients == [3, -4, -4, 3]
 
 
-@pytest.mark.parametrize("width", [16, 32, 64])
-def test_unsigned_arithmetic(width: int) -> None:
-    dtype = {16: np.uint16, 32: np.uint32, 64: np.uint64}[width]
-    top = 2**width
-    x = np.array([1, top - 1, top // 2, 9], dtype=dtype)
-    y = np.array([2, 3, top - 5, 4], dtype=dtype)
-    operations: list[Any] = [
-        operator.add,
-        operator.sub,
-        operator.mul,
-        operator.floordiv,
-        operator.mod,
-        operator.and_,
-        operator.or_,
-        operator.xor,
-        operator.lt,
-        operator.ge,
-        operator.eq,
-    ]
-    tensors = torch.from_numpy(x), torch.from_numpy(y)
-    for operation in operations:
-        with np.errstate(over="ignore"):
-            assert apply(operation, *tensors).tolist() == operation(x, y).tolist()
-    assert apply(ct.maximum, *tensors).tolist() == np.maximum(x, y).tolist()
-    pairs = zip(x.tolist(), y.tolist(), strict=True)
-    assert apply(ct.cdiv, *tensors).tolist() == [-(-a // b) for a, b in pairs]
-    assert apply(lambda a: a >> 1, tensors[0]).tolist() == (x >> dtype(1)).tolist()
-    assert apply(lambda a: ~a, tensors[0]).tolist() == (~x).tolist()
-    assert apply(lambda a: -a, tensors[0]).tolist() == (-x).tolist()
-    assert apply(ct.sum, tensors[0]).item() == int(x.sum(dtype=dtype))
-    assert apply(ct.max, tensors[0]).item() == top - 1
-    assert apply(ct.argmax, tensors[0]).item() == 1
-    assert apply(ct.cumsum, tensors[0]).tolist() == np.cumsum(x, dtype=dtype).tolist()
-
-
 def test_division_by_zero() -> None:
     for body in (
         lambda n: 4 // n,
         lambda n: n % n,
         lambda n: ct.cdiv(n, n),
         lambda n: ct.full((2,), 4, ct.int32) // n,
-        lambda n: ct.full((2,), 4, ct.uint32) % n.astype(ct.uint32),
     ):
         with pytest.raises(InterpreterError, match="by zero"):
             evaluate(body, 0)
@@ -114,48 +76,14 @@ def test_flush_to_zero() -> None:
     assert apply(lambda a: ct.exp2(a * 0 - 130), x).tolist() == [tiny] * 4
 
 
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [
-        (None, [1.0, -1.0, 1.0 + 2**-7]),
-        (RZ, [1.0, -1.0, 1.0]),
-        (RM, [1.0, -1.0 - 2**-7, 1.0]),
-        (RP, [1.0 + 2**-7, -1.0, 1.0 + 2**-7]),
-    ],
-)
-def test_rounding_of_sums(mode: Any, expected: list[float]) -> None:
-    x = torch.tensor([1.0, -1.0, 1.0, 0.0], dtype=torch.bfloat16)
-    y = torch.tensor([2**-9, -(2**-9), 3 * 2**-9, 0.0], dtype=torch.bfloat16)
-    assert apply(lambda a, b: ct.add(a, b, rounding_mode=mode), x, y).tolist() == [*expected, 0.0]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_rounding_of_casts(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(256, dtype=torch.float64, generator=generator) * 1e-3
-    target = getattr(ct, str(dtype).removeprefix("torch."))
-    nearest, zero = (
-        apply(lambda a: a.astype(target, rounding_mode=mode), x).double()  # noqa: B023
-        for mode in (None, RZ)
-    )
-    assert torch.equal(nearest, x.to(dtype).double())
-    assert (zero.abs() <= x.abs()).all()
-    unit = (nearest - zero).abs()
-    assert ((x - zero).abs() <= x.abs() * 2**-7).all()
-    assert unit.max() > 0
-
-
-def test_overflow_towards_zero_stays_finite() -> None:
-    x = torch.tensor([1e6, -1e6])
-    rounded = apply(lambda a: a.astype(ct.float16, rounding_mode=RZ), x)
-    assert rounded.tolist() == [65504.0, -65504.0]
-
-
-def test_directed_rounding_of_float64_is_refused() -> None:
-    with pytest.raises(InterpreterError, match="rounding mode .* is not supported"):
-        apply(lambda a: ct.sqrt(a, rounding_mode=RZ), torch.ones(2, dtype=torch.float64))
-    with pytest.raises(InterpreterError, match="rounding mode .* is not supported"):
-        apply(lambda a: ct.sum(a, rounding_mode=RZ), torch.ones(2))
+def test_directed_rounding_is_refused() -> None:
+    for body in (
+        lambda a: ct.sqrt(a, rounding_mode=RZ),
+        lambda a: ct.sum(a, rounding_mode=RZ),
+        lambda a: a.astype(ct.bfloat16, rounding_mode=RZ),
+    ):
+        with pytest.raises(InterpreterError, match="rounding mode .* is not supported"):
+            apply(body, torch.ones(2))
 
 
 # ------------------------------------------------------------------------------------------- casts
@@ -167,8 +95,6 @@ def test_cast_to_tf32_rounds_to_even() -> None:
     rounded = apply(lambda a: a.astype(ct.tfloat32).astype(ct.float32), x)
     assert rounded.tolist()[:3] == [1.0, 1 + 2 * one_bit, math.inf]
     assert rounded[3].isnan()
-    cut = apply(lambda a: a.astype(ct.tfloat32, rounding_mode=RZ).astype(ct.float32), x)
-    assert cut.tolist()[:2] == [1.0, 1 + one_bit]
 
 
 def test_unsupported_dtype_is_named() -> None:

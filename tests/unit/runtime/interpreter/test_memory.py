@@ -183,18 +183,3 @@ def test_tiled_view() -> None:
     last = elements(body, x)
     assert last.tolist() == [[16.0, 17.0, 18.0, 19.0], [0.0] * 4]
     assert x[:2].eq(-1).all() and x[2:].ge(0).all()
-
-
-def test_tiled_view_atomic_stores() -> None:
-    x = torch.tensor([1, 2, 3], dtype=torch.int32)
-
-    def body(a):
-        view = a.tiled_view(4)
-        view.atomic_store_add(0, ct.arange(4, dtype=ct.int32))
-        view.atomic_store_max(0, 4)
-        view.atomic_store_xor(0, ct.full((4,), 1, ct.int32))
-
-    evaluate(body, x)
-    assert x.tolist() == [5, 5, 4]
-    with pytest.raises(InterpreterError, match="wholly outside"):
-        evaluate(lambda a: a.tiled_view(4).atomic_store_add(1, 1), x)

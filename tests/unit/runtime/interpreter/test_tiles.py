@@ -63,19 +63,6 @@ def test_batched_mma_and_matmul() -> None:
     assert halves.dtype == torch.float32
 
 
-def test_scaled_mma_of_batches() -> None:
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(2, 4, 64, generator=generator).to(torch.float8_e4m3fn)
-    y = torch.randn(64, 4, generator=generator).to(torch.float8_e4m3fn)
-    x_scale = torch.tensor([0.5, 2.0, 1.0, 4.0]).repeat(2, 2, 1).mT.to(torch.float8_e8m0fnu)
-    y_scale = torch.tensor([[1.0], [8.0]]).repeat(1, 4).to(torch.float8_e8m0fnu)
-    acc = torch.ones(2, 4, 4)
-    result = apply(ct.mma_scaled, x, x_scale, y, y_scale, acc)
-    wide = x.float() * x_scale.float().repeat_interleave(32, -1)
-    wide_y = y.float() * y_scale.float().repeat_interleave(32, 0)
-    torch.testing.assert_close(result, wide @ wide_y + 1)
-
-
 # -------------------------------------------------------------------------------------- reductions
 
 
@@ -86,30 +73,6 @@ def test_extrema_ignore_nan() -> None:
     assert apply(lambda a: ct.max(a, propagate_nan=True), x).isnan()
     assert apply(lambda a: ct.argmax(a, 1), x).tolist() == [1, 0]
     assert apply(lambda a: ct.argmin(a, 1, propagate_nan=True), x).tolist() == [0, 1]
-
-
-def test_custom_reduction_keeps_the_order() -> None:
-    """Composition of affine functions is associative but not commutative."""
-    scale = torch.tensor([[2.0, 3.0, 0.5, 4.0]] * 2)
-    shift = torch.tensor([[1.0, -1.0, 2.0, 0.5]] * 2)
-
-    def compose(a, b, c, d):
-        return a * c, b * c + d
-
-    def expected(count: int) -> tuple[float, float]:
-        a, b = 1.0, 0.0
-        for c, d in zip(scale[0, :count].tolist(), shift[0, :count].tolist(), strict=True):
-            a, b = a * c, b * c + d
-        return a, b
-
-    def reduced(a, b):
-        return ct.cat(tuple(v[None, :] for v in ct.reduce((a, b), 1, compose, (1.0, 0.0))), 0)
-
-    def scanned(a, b):
-        return ct.scan((a, b), -1, compose, (1.0, 0.0))[1]
-
-    assert apply(reduced, scale, shift)[:, 0].tolist() == list(expected(4))
-    assert apply(scanned, scale, shift)[1].tolist() == [expected(n)[1] for n in (1, 2, 3, 4)]
 
 
 # ------------------------------------------------------------------------------------------ shapes

@@ -21,12 +21,10 @@ from cuda.tile.compilation import ArrayConstraint, CallingConvention, KernelSign
 from mla_var3.errors import InterpreterError
 from mla_var3.runtime import interpreter
 
-INTEGERS = ["bool_", "int8", "int32", "int64", "uint8", "uint32", "uint64"]
+INTEGERS = ["bool_", "int8", "int32", "int64", "uint8"]
 FLOATS = ["float16", "bfloat16", "float32", "float64", "tfloat32", "float8_e4m3fn"]
 ALL_DTYPES = INTEGERS + FLOATS
-MAIN_DTYPES = [
-    name for name in ALL_DTYPES if not name.endswith("64") and name not in ("uint32", "tfloat32")
-]
+MAIN_DTYPES = [name for name in ALL_DTYPES if not name.endswith("64") and name != "tfloat32"]
 # The front end lets float8 and tfloat32 pass where the assembler refuses them.
 COMPUTABLE = [name for name in ALL_DTYPES if name not in ("tfloat32", "float8_e4m3fn")]
 ALL_PAIRS = list(itertools.product(MAIN_DTYPES, MAIN_DTYPES))
@@ -35,7 +33,6 @@ SOME_PAIRS = [
     ("int32", "float32"),
     ("float32", "bfloat16"),
     ("bool_", "int32"),
-    ("uint32", "int32"),
 ]
 COMPUTABLE_PAIRS = [pair for pair in [*ALL_PAIRS, *SOME_PAIRS] if set(pair) <= set(COMPUTABLE)]
 NUMBERS = ["True", "3", "-3", "300", "2**40", "2.5", "math.inf"]
@@ -60,11 +57,6 @@ BINARY = {
     "min(x, y)": SOME_PAIRS,
     "ct.atan2(x, y)": SOME_PAIRS,
     "ct.add(x, y, flush_to_zero=True)": SOME_PAIRS,
-    "ct.mul(x, y, rounding_mode=ct.RoundingMode.RZ)": [
-        pair
-        for pair in SOME_PAIRS
-        if "float64" not in pair  # needs more than float64
-    ],
     "ct.truediv(x, y, rounding_mode=ct.RoundingMode.APPROX)": SOME_PAIRS,
     "ct.sub(x, y, rounding_mode=ct.RoundingMode.APPROX)": SOME_PAIRS,
     "ct.maximum(x, y, flush_to_zero=True)": SOME_PAIRS,
@@ -95,11 +87,7 @@ UNARY = [
     "ct.sum(x, flush_to_zero=True)",
     "ct.max(x, (0, 1), keepdims=True)",
     "ct.argmax(x, 0)",
-    "ct.cumsum(x, 1)",
-    "ct.reduce(x, 0, lambda a, b: a, 0)",
-    "ct.pack_to_bytes(x)",
     "ct.bitcast(x, ct.int32)",
-    "x.astype(ct.bfloat16, rounding_mode=ct.RoundingMode.RZ)",
     "ct.full((4,), x.extract((0, 0), ()), ct.float16)",
 ]
 SHAPES = [
@@ -148,15 +136,11 @@ SHAPES = [
     "ct.zeros((8,), ct.float16) @ ct.zeros((8, 4), ct.float16)",
     "ct.zeros((2, 4, 8), ct.float16) @ ct.zeros((8, 4), ct.float16)",
     "ct.mma(ct.zeros((4,), ct.float16), ct.zeros((4, 4), ct.float16), ct.zeros(4, ct.float32))",
-    "ct.unpack_from_bytes(ct.zeros((8,), ct.uint8), ct.float16)",
-    "ct.unpack_from_bytes(ct.zeros((2,), ct.uint8), ct.float32)",
     "ct.bid(0) * 2",
     "ct.bid(3)",
     "ct.cdiv(ct.bid(0), 4)",
     "ct.bid(0) + 2**31",
-    "ct.reduce(ct.zeros((4,), ct.int32), 0, lambda a, b: a + 0.5, 0)",
     "ct.ones((4,), ct.float32).astype(ct.float8_e8m0fnu)",
-    "ct.ones((4,), ct.float32).astype(ct.float8_e8m0fnu, rounding_mode=ct.RoundingMode.RZ)",
     "ct.ones((4,), ct.int32).astype(ct.float32, rounding_mode=ct.RoundingMode.RZ)",
     "ct.float16(ct.bid(0)) + 1",
     "ct.zeros((4,), ct.float32).dtype(ct.bid(0))",

@@ -13,6 +13,7 @@ import pytest
 from mla_var3.conf.devices import device_spec
 from mla_var3.runtime.profiling import clocks
 from mla_var3.runtime.profiling.clocks import clock_state
+from tests.programs import run_program
 
 UUID = "GPU-12345678-1234-1234-1234-123456789abc"
 H200_CLOCKS = "\n".join(f"3201, {mhz}" for mhz in range(1980, 344, -15)) + "\n2619, 345"
@@ -71,13 +72,8 @@ class Scripts:
         (self.bin / name).chmod(0o755)
 
     def run(self, script: str, *arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [str(self.scripts / script), *arguments],
-            env={**self.environment, **changes},
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=False,
+        return run_program(
+            [str(self.scripts / script), *arguments], env={**self.environment, **changes}
         )
 
     def settings(self) -> list[str]:
@@ -117,13 +113,6 @@ def test_reset_undoes_it(scripts: Scripts) -> None:
     assert done.returncode == 0, done.stderr
     assert scripts.settings() == ["-i 0 -rgc", "-i 0 -rmc", "-i 0 -pm 0"]
     assert not scripts.marker.exists()
-
-
-def test_reset_leaves_persistence_mode_that_was_on(scripts: Scripts) -> None:
-    scripts.run("lock-gpu-clock.sh", SMI_PERSISTENCE="Enabled")
-    scripts.log.unlink()
-    assert scripts.run("reset-gpu-clock.sh").returncode == 0
-    assert scripts.settings() == ["-i 0 -rgc", "-i 0 -rmc"]
 
 
 def test_a_failed_reset_keeps_the_marker(scripts: Scripts) -> None:
@@ -243,3 +232,10 @@ def test_a_faster_card_shows_that_the_lock_is_gone(marker: Any) -> None:
     marker()
     assert clock_state(UUID, current_sm_mhz=1515.0).locked
     assert "runs at 1980 MHz" in str(clock_state(UUID, current_sm_mhz=1980.0).problem)
+
+
+def test_reset_leaves_persistence_mode_that_was_on(scripts: Scripts) -> None:
+    scripts.run("lock-gpu-clock.sh", SMI_PERSISTENCE="Enabled")
+    scripts.log.unlink()
+    assert scripts.run("reset-gpu-clock.sh").returncode == 0
+    assert scripts.settings() == ["-i 0 -rgc", "-i 0 -rmc"]

@@ -140,23 +140,6 @@ def test_artifacts(gpu: PretendedGpu, tmp_path: Path) -> None:
     }
 
 
-def test_the_report(gpu: PretendedGpu, tmp_path: Path) -> None:
-    event_profile_plan(TwicePlan(), out_dir=tmp_path, options=RunOptions(check=True))
-    text = (tmp_path / "report.md").read_text()
-    for expected in (
-        "event mode",
-        "## Measured against roofline",
-        "| twice |",
-        "| first |",
-        "Median of 3 runs by CUDA events, L2 cache cold",
-        "## Tiling",
-        "## Check",
-        "passed",
-    ):
-        assert expected in text
-    assert "treat this measurement as wrong" not in text
-
-
 def test_a_time_above_the_roofline_is_called_wrong(gpu: PretendedGpu, tmp_path: Path) -> None:
     gpu.time_us = lambda: 1e-9
     result = event_profile_plan(DoublingPlan(b=1000), out_dir=tmp_path)

@@ -1,18 +1,10 @@
-"""Profiles, checks and compile reports as rows and as data."""
+"""Compile reports as rows."""
 
 from __future__ import annotations
 
-import json
-import math
 from pathlib import Path
 
-import pytest
-
-from mla_var3.cli.console import print_result
-from mla_var3.op.compare import ErrorFigures
-from mla_var3.runtime.check import CheckResult, OutputCheck
 from mla_var3.runtime.compile import CompileReport
-from mla_var3.runtime.markdown import json_ready
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures, figures
 
 GOOD = CompileReport(
@@ -50,15 +42,6 @@ def result(timed: bool) -> ProfileResult:
     return ProfileResult("whole", mode, total, [first, second], Path("out"))
 
 
-def test_stages_and_the_whole() -> None:
-    rows = figures.stage_rows(result(timed=True))
-    assert [row[0] for row in rows] == ["first", "second", "whole"]
-    assert rows[0][1:7] == ("10.0 µs", "± 0.500 µs", "5.00 µs", "50%", "200", "100")
-    assert rows[1][1:7] == ("-", None, "-", None, "-", "-")
-    text = figures.stage_markdown(result(timed=True))
-    assert text.startswith("| stage | time |")
-
-
 def test_compile_reports_come_by_stage() -> None:
     reports = figures.compile_reports(result(timed=False))
     assert reports == [GOOD, SPILLING, BROKEN]
@@ -68,32 +51,3 @@ def test_compile_reports_come_by_stage() -> None:
     assert rows[1][3] == "544 B" and "spills" in str(rows[1][-1])
     assert rows[2][2:4] == (None, None) and "does not fit" in str(rows[2][-1])
     assert "A stack above zero means spills" in figures.compile_markdown(reports)
-
-
-@pytest.mark.parametrize(
-    ("error", "outcome"),
-    [
-        (ErrorFigures(0.001, 0.01, 0, 0), "passed"),
-        (ErrorFigures(0.003, 0.01, 0, 0), "FAILED"),
-        (ErrorFigures(math.nan, math.nan, 7, 0), "FAILED: 7 NaN"),
-        (ErrorFigures(math.inf, math.inf, 0, 2), "FAILED: 2 wrong infinities"),
-    ],
-)
-def test_checks(error: ErrorFigures, outcome: str) -> None:
-    baseline = ErrorFigures(0.001, 0.01, 0, 0)
-    check = CheckResult((OutputCheck(0, (2, 3), error, baseline, 0.002, 0.02),))
-    (row,) = figures.check_rows(check)
-    assert (row[0], row[-1]) == ("0 [2, 3]", outcome)
-    assert ("passed" in figures.check_summary(check)) == check.passed
-    assert "twice the error" in figures.check_markdown(check)
-    json.dumps(json_ready(check.to_dict()), allow_nan=False)
-
-
-def test_a_static_result_on_screen(capsys: pytest.CaptureFixture[str]) -> None:
-    static = result(timed=False)
-    static.record = {"planned_for": "NVIDIA H200", "predicted_us": {"NVIDIA B200": 12.0}}
-    print_result(static)
-    out = capsys.readouterr().out
-    for words in ("compile report", "whole, static mode, NVIDIA H200", "NVIDIA B200 12.0 µs"):
-        assert words in out
-    assert "TFLOP/s" not in out

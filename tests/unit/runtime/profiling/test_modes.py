@@ -9,15 +9,8 @@ import pytest
 
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import UnknownNameError, UnsupportedError
-from mla_var3.runtime.profiling import (
-    NsightProfType,
-    default_mode,
-    profile_plan,
-)
-from mla_var3.runtime.profiling.common import (
-    artifact_folder,
-    plan_of_version,
-)
+from mla_var3.runtime.profiling import NsightProfType
+from mla_var3.runtime.profiling.common import artifact_folder, plan_of_version
 from mla_var3.runtime.profiling.disabled import disabled_profile_plan
 from mla_var3.runtime.workflow import RunOptions
 from tests.unit.runtime.runtime_support import DoublingPlan
@@ -27,21 +20,6 @@ CPU = RunOptions(device="cpu")
 
 
 # --- names ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("typed", "nearest"), [("evnt", "event"), ("statc", "static"), ("disable", "disabled")]
-)
-def test_an_unknown_mode_suggests_the_nearest(typed: str, nearest: str) -> None:
-    with pytest.raises(UnknownNameError, match=f"unknown prof_type '{typed}'; did you mean") as got:
-        profile_plan(DoublingPlan(), typed, CPU)
-    assert f"'{nearest}'" in str(got.value)
-    assert all(mode.value in str(got.value) for mode in NsightProfType)
-
-
-def test_the_default_needs_no_gpu_where_there_is_none() -> None:
-    assert default_mode("cpu") is NsightProfType.STATIC
-    assert default_mode("cuda") in (NsightProfType.ANNOTATION, NsightProfType.EVENT)
 
 
 # --- options and folders --------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from mla_var3.runtime.environment import environment
 from mla_var3.runtime.measure import time_gpu
 from mla_var3.runtime.plan import plan_dtype
-from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
+from mla_var3.runtime.profiling import NsightProfType, ProfileResult
 from mla_var3.runtime.profiling.bottleneck import StageMeasurement
 from mla_var3.runtime.profiling.clocks import ClockState, announce_clocks
 from mla_var3.runtime.profiling.common import (
@@ -181,8 +181,3 @@ def make_result(session: Session) -> ProfileResult:
         "runs": session.profiles[0].runs,
     }
     return result
-
-
-def total_stages(result: ProfileResult) -> list[StageFigures]:
-    """The rows of a table: the stages and, if there are several, the whole."""
-    return [*result.stages, result.total] if len(result.stages) > 1 else list(result.stages)

@@ -10,10 +10,10 @@ from mla_var3.runtime.profiling.common import closing_sections, compiled_note
 from mla_var3.runtime.profiling.figures import stage_markdown
 from mla_var3.runtime.profiling.ncu.driver import CLOCK_CONTROL
 from mla_var3.runtime.profiling.ncu.reader import FIGURES
-from mla_var3.runtime.profiling.ncu.session import Session, measurements, total_stages
+from mla_var3.runtime.profiling.ncu.session import Session, measurements
 
 if TYPE_CHECKING:
-    from mla_var3.runtime.profiling import ProfileResult, StageFigures
+    from mla_var3.runtime.profiling import ProfileResult
 
 AGREEMENT = 0.10
 """Relative difference between event time and profiler's duration that needs no explanation."""
@@ -66,12 +66,6 @@ def issues_table(session: Session) -> str:
     return table(("stage", "issue", "measured", "healthy", "hint"), rows)
 
 
-def _of_roofline(stage: StageFigures) -> float | None:
-    if not stage.time_us or not stage.predicted_us:
-        return None
-    return 100 * stage.predicted_us / stage.time_us
-
-
 def write_roofline(session: Session, result: ProfileResult) -> None:
     """Write `roofline_metrics.csv`."""
     device, dtype = session.device, session.dtype
@@ -81,10 +75,10 @@ def write_roofline(session: Session, result: ProfileResult) -> None:
             "stage": stage.name,
             "measured_us": stage.time_us,
             "roofline_us": stage.predicted_us,
-            "of_roofline_pct": _of_roofline(stage),
+            "of_roofline_pct": stage.of_roofline_pct,
             "gflop": stage.flops / 1e9,
             "mbyte": stage.bytes / 1e6,
-            "intensity_flop_per_byte": stage.flops / stage.bytes if stage.bytes else None,
+            "intensity_flop_per_byte": stage.intensity,
             "ridge_flop_per_byte": device.ridge_point(dtype),
             "achieved_tflops": stage.tflops,
             "peak_tflops": tflops,
@@ -94,7 +88,7 @@ def write_roofline(session: Session, result: ProfileResult) -> None:
             "of_peak_gbps_pct": 100 * stage.gbps / gbps if stage.gbps else None,
             "event_us": stage.extra.get("event_us"),
         }
-        for stage in total_stages(result)
+        for stage in result.rows
     ]
     cells = [[f"{v:.6g}" if isinstance(v, float) else v for v in row.values()] for row in rows]
     write_csv(session.folder / "roofline_metrics.csv", list(rows[0]), cells)
@@ -112,7 +106,7 @@ def roofline_table(session: Session, result: ProfileResult) -> str:
 
 def metrics_table(result: ProfileResult) -> str:
     """Nsight Compute's figures, one column per stage."""
-    stages = total_stages(result)
+    stages = result.rows
     rows = []
     for figure in FIGURES:
         values = [stage.extra.get(figure.key) for stage in stages]

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import UnsupportedError
 from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
 from mla_var3.runtime.profiling.timeline.model import (
@@ -35,11 +34,6 @@ _MIN_MEMBER_NS = 2_000
 _LAUNCH_LATENCY_NS = 10_000
 """A kernel that begins this soon after its launch call returned did not wait for the GPU (2 to 4 us
 are usual on an H200)."""
-_MAX_CTAS_PER_SM = 32
-_MAX_THREADS_PER_SM = 2048
-_MAX_THREADS_SM_120 = 1536
-_RESERVED_SHARED = 1024
-"""Shared memory that the system reserves per CTA, since compute capability 8.0."""
 
 
 @dataclass(frozen=True)
@@ -283,32 +277,11 @@ def _iterations(timeline: Timeline, shape: Outline, name: str) -> list[Iteration
     return runs
 
 
-def resident_ctas(activity: GpuActivity, spec: DeviceSpec) -> int | None:
-    """How many CTAs of a launch the whole device holds at once, by its resources.
-
-    None where the recording or the device table lacks a figure that decides it.
-    """
-    threads = activity.threads
-    if not threads:
-        return None
-    most_threads = _MAX_THREADS_SM_120 if spec.target.startswith("sm_12") else _MAX_THREADS_PER_SM
-    limits = [_MAX_CTAS_PER_SM, most_threads // threads]
-    if activity.shared_bytes and "shared_memory_per_sm_KiB" in spec.values:
-        available = int(spec["shared_memory_per_sm_KiB"]) * 1024
-        limits.append(available // (activity.shared_bytes + _RESERVED_SHARED))
-    if activity.registers and "registers_per_sm" in spec.values:
-        # Registers are allocated to warps in units of 256.
-        per_warp = -(-activity.registers * 32 // 256) * 256
-        warps = -(-threads // 32)
-        limits.append(int(spec["registers_per_sm"]) // (per_warp * warps))
-    return max(min(limits), 0) * int(spec["sm_count"])
-
-
-def serialisations(shape: Outline, runs: list[Iteration], spec: DeviceSpec) -> list[dict[str, Any]]:
+def serialisations(shape: Outline, runs: list[Iteration]) -> list[dict[str, Any]]:
     """All pairs of members that failed to overlap in at least half of the runs, JSON-ready.
 
-    `first` ran before `second`; `cause` is "stream", "host", "resources" or "unknown", and `reason`
-    the same in a sentence with the figures of one run.
+    `first` ran before `second`; `cause` is "stream", "host" or "GPU", and `reason` the same in a
+    sentence with the figures of one run.
     """
     found = []
     for group in shape.groups:
@@ -316,7 +289,7 @@ def serialisations(shape: Outline, runs: list[Iteration], spec: DeviceSpec) -> l
         for pair in overlaps[0].pairs if overlaps else ():
             serial = [r for r, o in zip(runs, overlaps, strict=True) if _is_serial(o, pair)]
             if serial and 2 * len(serial) >= len(runs):
-                reasons = [_reason(group, pair, run, spec) for run in serial]
+                reasons = [_reason(group, pair, run) for run in serial]
                 (cause, first, second), _ = Counter(r[:3] for r in reasons).most_common(1)[0]
                 text = next(r[3] for r in reasons if r[:3] == (cause, first, second))
                 pair_of = {"group": group.name, "first": first, "second": second}
@@ -330,9 +303,7 @@ def _is_serial(found: GroupOverlap, pair: tuple[int, int]) -> bool:
     return shorter >= _MIN_MEMBER_NS and found.pairs[pair] < SERIAL_BELOW * shorter
 
 
-def _reason(
-    group: Group, pair: tuple[int, int], run: Iteration, spec: DeviceSpec
-) -> tuple[str, str, str, str]:
+def _reason(group: Group, pair: tuple[int, int], run: Iteration) -> tuple[str, str, str, str]:
     """Cause, earlier member, later member and a sentence, for one run."""
     launches = {m: [p for p in run.launches if p.leaf in group.members[m].leaves] for m in pair}
     early, late = sorted(pair, key=lambda m: min(p.activity.start for p in launches[m]))
@@ -354,22 +325,10 @@ def _reason(
         )
         return "host", first, second, text
     waited_us = (starts.activity.start - starts.call.start) / 1e3
-    waited = (
-        f"{second} was enqueued while {first} still ran and began {waited_us:.1f} µs after its "
-        "launch"
-    )
-    resident = resident_ctas(ends.activity, spec)
-    if resident is not None and ends.activity.ctas and ends.activity.ctas >= resident:
-        shared = (ends.activity.shared_bytes or 0) / 1024
-        text = (
-            f"{waited}: the {ends.activity.ctas} CTAs of {first} fill the device (it holds "
-            f"{resident} at once: {ends.activity.threads} threads, {ends.activity.registers} "
-            f"registers per thread and {shared:.0f} KiB shared memory each), so no CTA of the "
-            "other fits; use smaller tiles or fewer CTAs"
-        )
-        return "resources", first, second, text
     text = (
-        f"{waited}, on another stream and with free resources: an event or a default stream "
-        "between them, or a busy hardware queue; the timeline does not show which"
+        f"{second} was enqueued while {first} still ran and began {waited_us:.1f} µs after its "
+        f"launch: the {ends.activity.ctas} CTAs of {first} left no room for others (threads, "
+        "registers and shared memory are in the table of kernels), or an event or a default stream "
+        "is between them"
     )
-    return "unknown", first, second, text
+    return "GPU", first, second, text

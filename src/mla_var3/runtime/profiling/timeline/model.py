@@ -65,11 +65,6 @@ class GpuActivity(Event):
         """CTAs of the launch."""
         return None if self.grid is None else self.grid[0] * self.grid[1] * self.grid[2]
 
-    @property
-    def threads(self) -> int | None:
-        """Threads per CTA."""
-        return None if self.block is None else self.block[0] * self.block[1] * self.block[2]
-
 
 @dataclass(frozen=True)
 class ApiCall(Event):

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mla_var3.conf.devices import DeviceSpec
 from mla_var3.runtime.markdown import MISSING, microseconds, number, table
 from mla_var3.runtime.profiling.timeline.analysis import (
     SERIAL_BELOW,
@@ -25,13 +24,11 @@ from mla_var3.runtime.profiling.timeline.analysis import (
 _MIN_GAP_NS = 500
 """Shorter pauses between two kernels come from the hardware itself."""
 _MOST_GAPS = 8
-# Okabe and Ito's palette, which stays distinct with every common form of colour blindness; the dark
-# colours, which carry white text, come first.
+# Okabe and Ito's palette, which stays distinct with every common form of colour blindness.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#444444")
-_DARK = ("#0072B2", "#D55E00", "#009E73", "#444444")
 _OTHER = "#999999"
-_CHARACTER_SHARE = 0.0082
-"""Width of one character of a label, as a part of the axis."""
+_LABELLED_SHARE = 0.06
+"""A bar of this part of the axis has room for its time."""
 
 
 def kernel_figures(analysis: Analysis, leaf: int) -> dict[str, Any]:
@@ -65,15 +62,15 @@ def _median(values_ns: Sequence[int]) -> float | None:
     return statistics.median(values_ns) / 1e3 if values_ns else None
 
 
-def timeline_figures(analysis: Analysis, spec: DeviceSpec) -> dict[str, Any]:
+def timeline_figures(analysis: Analysis) -> dict[str, Any]:
     """Everything that goes into the record beside the times of the stages."""
-    found = _run_figures(analysis.shape, analysis.queued, spec)
+    found = _run_figures(analysis.shape, analysis.queued)
     if analysis.host_paced:
-        found["host_paced"] = _run_figures(analysis.shape, analysis.host_paced, spec)
+        found["host_paced"] = _run_figures(analysis.shape, analysis.host_paced)
     return found
 
 
-def _run_figures(shape: Outline, runs: list[Iteration], spec: DeviceSpec) -> dict[str, Any]:
+def _run_figures(shape: Outline, runs: list[Iteration]) -> dict[str, Any]:
     return {
         "runs": len(runs),
         "span_us": median_us(runs, lambda run: run.span_ns),
@@ -81,7 +78,7 @@ def _run_figures(shape: Outline, runs: list[Iteration], spec: DeviceSpec) -> dic
         "api_us": median_us(runs, lambda run: run.api_ns),
         "idle_us": median_us(runs, lambda run: run.idle_ns),
         "overlap": overlap_figures(shape, runs),
-        "serialised": serialisations(shape, runs, spec),
+        "serialised": serialisations(shape, runs),
     }
 
 
@@ -278,15 +275,12 @@ def _draw(axis: Any, shape: Outline, run: Iteration, host: bool, legend: dict[st
         axis.barh(len(lanes) - 1, run.host.duration / 1e3, height=0.62, color="#E5E5E5")
     for launch in run.launches:
         colour = _OTHER if launch.leaf is None else _COLOURS[launch.leaf % len(_COLOURS)]
-        name = launch_label(shape, launch)
         row = lanes.index(f"stream {launch.activity.stream}")
         left, time = (launch.activity.start - origin) / 1e3, launch.activity.duration / 1e3
         bar = axis.barh(row, time, left=left, height=0.72, color=colour, edgecolor="white")
-        legend.setdefault("other" if launch.leaf is None else name, bar)
-        labels = (f"{name}  {time:.1f} µs", name, f"{time:.1f} µs", f"{time:.0f}", "")
-        text = next(t for t in labels if len(t) * _CHARACTER_SHARE < time / width or not t)
-        ink = "white" if colour in _DARK else "black"
-        axis.text(left + time / 2, row, text, ha="center", va="center", size=9, color=ink)
+        legend.setdefault("other" if launch.leaf is None else shape.leaves[launch.leaf], bar)
+        if time > _LABELLED_SHARE * width:
+            axis.bar_label(bar, [f"{time:.1f} µs"], label_type="center", size=9)
         if host:
             called = (launch.call.start - origin) / 1e3
             place = len(lanes) - 1

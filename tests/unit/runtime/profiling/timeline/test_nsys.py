@@ -19,15 +19,11 @@ from mla_var3.errors import MissingToolError, UnsupportedError
 from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
 from mla_var3.runtime.profiling import nsys
 from mla_var3.runtime.profiling.timeline import collect as timeline_collect
-from mla_var3.runtime.profiling.timeline.analysis import outline
-from mla_var3.runtime.profiling.timeline.collect import (
-    ranges_below,
-    record_with_nsys,
-)
+from mla_var3.runtime.profiling.timeline.collect import ranges_below, record_with_nsys
 from mla_var3.runtime.profiling.timeline.formats import read_chrome_trace
 from mla_var3.runtime.stage import Stage
 from mla_var3.runtime.workflow import Prepared
-from tests.unit.runtime.profiling.timeline.timeline_support import NAMES, OVERLAP, PIPE, TRACE
+from tests.unit.runtime.profiling.timeline.timeline_support import NAMES, OVERLAP, TRACE
 from tests.unit.runtime.runtime_support import fake_kernel
 
 RECORDER = """#!/bin/sh
@@ -96,13 +92,6 @@ def test_warnings_of_the_torch_profiler_are_logged(
     assert [found.name for found in timeline.ranges] == ["hyper_mla@k"]
     assert "torch.profiler: raw text of torch" in caplog.text
     assert str(tmp_path) not in (tmp_path / "trace.json").read_text()
-
-
-def test_the_outline_of_a_pipeline() -> None:
-    assert outline(pipeline()) == PIPE
-    twice = KernelPipeline(_name="twice", stages=[fake_kernel("a"), fake_kernel("a")])
-    assert outline(twice).leaves == ("a", "a#2")
-    assert outline(fake_kernel("a")).groups == ()
 
 
 def test_stages_launch_inside_their_ranges_and_are_restored() -> None:

@@ -375,7 +375,7 @@ class LatentFp8Sm90:
             )  # fmt: skip
             whole_scale = Float32(1.0)
             if const_expr(not self.per_token):
-                whole_scale = cache_scale[0]
+                whole_scale = cache_scale[0]  # type: ignore[index]
             consume(
                 Mmas(qk_mma, rope_mma, pv_mma), blocks, store.keys.data_ptr(), barriers,
                 Queries(
