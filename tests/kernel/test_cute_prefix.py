@@ -19,6 +19,7 @@ from mla_var3.attention.prefix import layout as layouts
 from mla_var3.attention.prefix.groups import PrefixGroups
 from mla_var3.attention.prefix.layout import PrefixLayout, laid_out, prefix_layout
 from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES
+from mla_var3.kernel.cute_python.mla.prefix import call as prefix_call
 from mla_var3.kernel.cute_python.mla.prefix import gather, layout, merge
 from mla_var3.runtime.cute.arguments import kinds_of
 from mla_var3.runtime.cute_kernel import compile_program
@@ -129,3 +130,8 @@ def require_same(found: PrefixLayout, wanted: PrefixLayout) -> None:
         assert 0 <= int(part.order.min()) <= int(part.order.max()) < found.total
         used = part.lengths > 0
         assert torch.equal(part.table[used], other.table[used])
+
+
+def test_the_stand_in_has_the_names_of_the_kernels() -> None:
+    names = {name for name in vars(CpuKernels) if not name.startswith("_")}
+    assert names <= set(vars(prefix_call)), "a name that only the stand-in has fails on a GPU"

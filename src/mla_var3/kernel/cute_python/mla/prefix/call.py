@@ -22,6 +22,8 @@ from mla_var3.runtime.stage import Tiling
 CTAS_PER_SM = 8
 """These kernels only move data: many CTAs keep the memory requests of an SM coming."""
 
+scratch_size = layouts.scratch_size
+
 _programs = CALL_STATE.table(64)
 
 
