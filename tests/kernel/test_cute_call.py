@@ -127,6 +127,7 @@ def test_a_launch_is_repeated_on_other_pointers(monkeypatch: pytest.MonkeyPatch)
         total_lengths=torch.empty(2, **index),  # type: ignore[call-overload]
         cu_seqlens_q=torch.empty(3, **index),  # type: ignore[call-overload]
         tree=torch.empty((2, 2, 2), dtype=torch.bool, device="meta"),
+        scales=torch.empty((2, 64), device="meta"),
     )
     seen: list[tuple[int, ...]] = []
 
@@ -137,7 +138,9 @@ def test_a_launch_is_repeated_on_other_pointers(monkeypatch: pytest.MonkeyPatch)
 
     repeated = RepeatedLaunch("flash_mla", entry, kinds_of(arguments), 0, arguments)
     launch = latent_call.LatentLaunch(repeated, torch.device("cuda", 0), SMS)
-    pointers = dict(zip(OPERANDS, (64, 128, 256, 512, 4, 8, 16, 12, 20, 1024, 2048), strict=True))
+    pointers = dict(
+        zip(OPERANDS, (64, 128, 256, 512, 4, 8, 16, 12, 20, 32, 1024, 2048), strict=True)
+    )
     # In any order, with pointers that the kernel does not take and one that is replaced.
     names = ["w_uk", "lengths", *reversed(OPERANDS)]
 
