@@ -118,7 +118,8 @@ class AttentionTask:
             batch_invariant=self.batch_invariant,
             latent_only=self.latent_only,
             scale=self.scale,
-            aligned=all(_is_aligned(rows) for rows in (cache.latent, cache.rope)),
+            aligned=all(_is_aligned(rows) for rows in (cache.latent, cache.rope))
+            and _are_scales_aligned(cache.scales),
             shared=shared[0],
             groups=shared[1],
             cache_dtype=None if cache.format is None else cache.format.name,
@@ -133,6 +134,13 @@ class AttentionTask:
             step = max(tokens.bit_length() - 3, 0)
             return max(tokens >> step << step, 1), min(given.groups, max(self.cache.requests, 1))
         return (self.cache.prefix if is_pageable(self.cache) else 0), 1
+
+
+def _are_scales_aligned(scales: torch.Tensor | None) -> bool:
+    """The same for scales per token; one scale is read by itself."""
+    if scales is None or scales.dim() == 1 or scales.shape[-1] > 1:
+        return True  # no kernel reads several scales per token
+    return _is_aligned(scales[..., 0])
 
 
 def _is_aligned(rows: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ from functools import cache
 from itertools import pairwise
 
 from mla_var3.conf.devices import DeviceSpec, device_spec
-from mla_var3.conf.kernel_rates import OWN_PRODUCT_WIDTH, OWN_PROJECTION_QUERIES, kernel_rates
+from mla_var3.conf.kernel_rates import OWN_PRODUCT_WIDTH, OWN_PROJECTION_QUERIES
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import (
     attention_block_specialized_cost,
@@ -69,7 +69,7 @@ LAYOUT_US = 60.0
 Not measured."""
 
 OWN_PROJECTIONS = ("flash_mla", "cute-dsl")
-"""The kernel that launches the projections itself."""
+"""The kernel that launches the projections itself, where the cache is in 16 bits."""
 READS_RINGS = ("cute-dsl",)
 """Languages whose mix reads a ring in the order of its slots."""
 _VERSION = re.compile(r"_v\d+$")
@@ -89,8 +89,9 @@ def estimate(kernel: str, work: Workload, spec: DeviceSpec, language: str = "") 
     estimator = _VERSIONS.get((kernel, language)) or _DESIGNS.get(design)
     if estimator is None:
         return None
-    rates = kernel_rates(spec.name, kernel, language) or kernel_rates(spec.name, design, language)
-    return estimator(work, Target(kernel, language, spec, rates))
+    target = Target(kernel, language, spec, None, work.cache_dtype)
+    rates = target.of(kernel).rates or target.of(design).rates
+    return estimator(work, replace(target, rates=rates))
 
 
 def design_estimates(problem: MlaProblem, spec: DeviceSpec) -> dict[str, Estimate]:
@@ -159,7 +160,7 @@ def crossovers(problem: MlaProblem, spec: DeviceSpec, s_max: int = 1024) -> list
 
 
 def _flash_mla(work: Workload, target: Target) -> Estimate:
-    cost = flash_mla_cost(work.problem)
+    cost = flash_mla_cost(work.problem, work.token_bytes)
     time_us = attention_us(cost, _latent_tiles(work.problem), target, work.problem.dtype)
     return _estimate(target, work.problem, time_us, [cost], _projections(work, target), latent=cost)
 
@@ -320,7 +321,7 @@ def _latent_prefix(work: Workload, target: Target) -> Estimate:
     problem, target = work.problem, replace(target.of("flash_mla"), kernel=target.kernel)
     shared = SharedPrefixProblem(problem, min(work.shared, problem.t), min(work.groups, problem.b))
     own, of_groups, merge = latent_shared_passes(shared)
-    costs = [flash_mla_cost(each) for each in (own, of_groups)]
+    costs = [flash_mla_cost(each, work.token_bytes) for each in (own, of_groups)]
     time_us = sum(
         attention_us(cost, _latent_tiles(each), target, problem.dtype)
         for cost, each in zip(costs, (own, of_groups), strict=True)
@@ -422,7 +423,7 @@ def _projections(work: Workload, target: Target) -> dict[str, float]:
     if work.latent_only:
         return {}
     problem = work.problem
-    own = (target.kernel, target.language) == OWN_PROJECTIONS
+    own = (target.kernel, target.language) == OWN_PROJECTIONS and target.cache_dtype is None
     own = own and problem.b * problem.s <= OWN_PROJECTION_QUERIES
     own = own and problem.d == problem.v == OWN_PRODUCT_WIDTH
     return {
@@ -470,11 +471,14 @@ def _estimate(
 ) -> Estimate:
     """An estimate from the time of the attention, the work of each kind, and that of the merge."""
     rates = target.rates
+    limit_us = None  # the energy of 8-bit products was not measured
+    if target.cache_dtype is None:
+        limit_us = power_limit_us(target.spec.name, latent, heads, merge_us)
     return Estimate(
         kernel=target.kernel,
         language=target.language,
         kernel_us=attention_us + merge_us,
-        limit_us=power_limit_us(target.spec.name, latent, heads, merge_us),
+        limit_us=limit_us,
         around=around,
         cost=sum(costs[1:], start=costs[0]),
         bound=costs[0].bound(*target.rates_for(problem.dtype)),
