@@ -82,6 +82,17 @@ def test_metadata_for_graphs_equal_eager_ones() -> None:
         assert getattr(first, name).data_ptr() == getattr(again, name).data_ptr()
 
 
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_a_cache_in_8_bits_has_the_scale_of_its_layer(scale) -> None:
+    backend = verifying_backend(drafts=0)
+    rows = torch.zeros((130, 1, 576), dtype=torch.float8_e4m3fn)
+    backend.k, backend._layers = 512, {}
+    backend.token_to_kv_pool = SimpleNamespace(get_key_buffer=lambda layer_id: rows)
+    k_scale = None if scale is None else torch.tensor(scale)
+    pages = backend._pages(SimpleNamespace(layer_id=0, k_scale=k_scale))
+    assert pages.latent.shape == (2, 64, 512) and pages.scales.tolist() == [scale or 1.0]
+
+
 def verifying_backend(drafts: int):
     """The backend without an engine around it."""
     from mla_var3.integrations.sglang.backend import HyperMLABackend

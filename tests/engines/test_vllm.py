@@ -130,8 +130,9 @@ def fitting(monkeypatch):
     }
 
 
-def test_serves_deepseek_on_hopper(backend, fitting) -> None:
-    assert backend.validate_configuration(**fitting) == []
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "fp8_e4m3"])
+def test_serves_deepseek_on_hopper(backend, fitting, kv_cache_dtype) -> None:
+    assert backend.validate_configuration(**fitting | {"kv_cache_dtype": kv_cache_dtype}) == []
     assert backend.get_preferred_block_size(16) == 64
 
 
@@ -139,7 +140,7 @@ def test_serves_deepseek_on_hopper(backend, fitting) -> None:
     ("change", "reason"),
     [
         ({"device_capability": (10, 0)}, "runs on Hopper .*, this GPU is sm_100"),
-        ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype auto"),
+        ({"kv_cache_dtype": "fp8_ds_mla"}, "--kv-cache-dtype auto, or fp8"),
         ({"use_sparse": True}, "attention is sparse"),
         ({"head_size": 640}, "cache rows of 576, 512, 320, 288 columns, this model has 640"),
         ({"block_size": 16}, "--block-size 64, got 16"),
@@ -245,6 +246,32 @@ def test_context_parallelism_knows_the_tokens_of_the_other_ranks(backend, interl
     for query, count in enumerate(seen):
         scores = queries[query] @ cache[1, :count].T * 0.1
         torch.testing.assert_close(lse[query], scores.logsumexp(-1), atol=1e-4, rtol=1e-4)
+
+
+def test_a_cache_in_8_bits_has_the_scale_of_its_layer(backend) -> None:
+    from types import SimpleNamespace
+
+    impl = object.__new__(backend.get_impl_cls())
+    impl.kv_lora_rank, impl.scale, impl.need_to_return_lse_for_decode = 512, 0.1, True
+    impl.dcp_world_size, impl._batch_invariant, impl._sharded = 1, False, False
+    impl._cache = impl._pages = None
+    queries = torch.randn(1, 4, 576).bfloat16()
+    cache = torch.randn(2, 64, 576).to(torch.float8_e4m3fn)
+    layer = SimpleNamespace(_k_scale=torch.tensor(0.5))
+    decode = SimpleNamespace(
+        block_table=torch.tensor([[1]], dtype=torch.int32),
+        seq_lens=torch.tensor([5], dtype=torch.int32),
+        query_start_loc=torch.tensor([0, 1], dtype=torch.int32), max_query_len=1,
+    )  # fmt: skip
+    for scale in (0.5, 2.0):  # as vLLM may set it later, in a new view of the cache
+        layer._k_scale.fill_(scale)
+        view = cache.view(torch.uint8).view(torch.float8_e4m3fn)
+        _, lse = impl.forward_mqa(queries, view, SimpleNamespace(decode=decode), layer)
+        scores = queries[0].float() @ cache[1, :5].float().T * scale * 0.1
+        torch.testing.assert_close(lse[0], scores.logsumexp(-1), atol=2e-2, rtol=2e-2)
+        pages = impl._pages
+    assert impl._pages_of(cache, layer) is pages
+    assert impl._pages_of(cache[:1], layer) is not pages
 
 
 @pytest.mark.parametrize(

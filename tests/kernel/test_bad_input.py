@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mla_var3.errors import HyperMlaError, InvalidArgumentError
+from mla_var3.errors import InvalidArgumentError
 
 from .kernel_support import DESIGNS, INPUT_NAMES, STAGES, Case, make_plan, plan_of
 
@@ -188,19 +188,9 @@ WRONG_LENGTHS = pytest.mark.parametrize("lengths", [[21, 7], [-1, 7]], ids=["bey
 
 
 @WRONG_LENGTHS
-def test_lengths_out_of_range_are_caught_on_the_cpu(lengths: list[int]) -> None:
-    """The interpreter refuses to read outside the array."""
-    plan, inputs = inputs_of("flash_attention")
-    inputs["lengths"].copy_(torch.tensor(lengths))
-    stage = plan.plan(*inputs.values())
-    with pytest.raises(HyperMlaError, match="slice"):
-        stage.launch()
-
-
-@WRONG_LENGTHS
-@pytest.mark.parametrize("design", ["flash_mla", "flash_mla_split_kv"])
+@pytest.mark.parametrize("design", ["flash_mla", "flash_mla_split_kv", "flash_attention"])
 def test_lengths_out_of_range_are_clamped(design: str, lengths: list[int]) -> None:
-    """A GPU kernel cannot refuse a value; the latent kernels stay inside the array."""
+    """A GPU kernel cannot refuse a value; it stays inside of the array."""
     plan, inputs = inputs_of(design)
     results = []
     for given in (torch.tensor(lengths), torch.tensor(lengths).clamp(0, plan.t)):

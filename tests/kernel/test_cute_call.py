@@ -29,6 +29,7 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
     latent_arguments,
 )
 from mla_var3.kernel.cute_python.mla.latent.scheduler import group_shape
+from mla_var3.op.mla.cache_formats import PER_TOKEN
 from mla_var3.runtime.call_state import CALL_STATE
 from mla_var3.runtime.cute.arguments import kinds_of
 from mla_var3.runtime.cute.launch import RepeatedLaunch
@@ -57,7 +58,10 @@ def test_a_call_is_one_launch_with_its_cta_groups(calls: Calls) -> None:
     ((name, arguments),) = calls
     assert name == "flash_mla"
     shape = group_shape(2, 3, SMS)
-    assert arguments[-3:] == (shape.group_ctas, shape.visits, shape.group_count)
+    sizes = groups_of(arguments, LatentOperands, Partials, LatentSizes)[2]
+    assert (sizes.group_ctas, sizes.visits, sizes.group_count) == (
+        shape.group_ctas, shape.visits, shape.group_count,
+    )  # fmt: skip
 
 
 def test_a_batch_without_queries_launches_nothing(calls: Calls) -> None:
@@ -85,6 +89,23 @@ def test_one_program_serves_all_shapes(calls: Calls) -> None:
     for _ in range(2):
         flash_mla.attend(*call(2, 4, 16, block_table=table, empty_positive=True))
     assert len(latent_call._programs) == 4
+
+
+def test_an_8_bit_cache_has_a_kernel_of_its_own(calls: Calls) -> None:
+    buffer = torch.empty((9, 64, 644), dtype=torch.uint8, device="meta")
+    parts = PER_TOKEN.parts(buffer, 512, 64)
+    per_token = {
+        "latent": parts.latent, "rope": parts.rope, "scales": parts.scales[..., 0],
+        "block_table": torch.empty((2, 4), dtype=torch.int32, device="meta"),
+    }  # fmt: skip
+    rows = torch.empty((2, 256, 576), dtype=torch.float8_e4m3fn, device="meta")
+    whole = {"latent": rows[..., :512], "rope": rows[..., 512:], "scales": torch.empty(1)}
+    for changes in (per_token, whole):
+        assert flash_mla.attend(*call(2, 1, 64, **changes)) is not None
+    (first, arguments), (second, _) = calls
+    assert first == second == "latent_fp8" and len(latent_call._programs) == 0
+    named = dict(zip(LATENT_FIELDS, arguments, strict=True))
+    assert named["scales_page_stride"].value == 64 * 644 // 4 and named["page_tokens"] == 64
 
 
 def arguments_of(s: int = 2, h: int = 64, **changes: Any) -> tuple[Any, ...]:
@@ -127,6 +148,7 @@ def test_a_launch_is_repeated_on_other_pointers(monkeypatch: pytest.MonkeyPatch)
         total_lengths=torch.empty(2, **index),  # type: ignore[call-overload]
         cu_seqlens_q=torch.empty(3, **index),  # type: ignore[call-overload]
         tree=torch.empty((2, 2, 2), dtype=torch.bool, device="meta"),
+        scales=torch.empty((2, 256), dtype=torch.float32, device="meta"),
     )
     seen: list[tuple[int, ...]] = []
 
@@ -137,7 +159,9 @@ def test_a_launch_is_repeated_on_other_pointers(monkeypatch: pytest.MonkeyPatch)
 
     repeated = RepeatedLaunch("flash_mla", entry, kinds_of(arguments), 0, arguments)
     launch = latent_call.LatentLaunch(repeated, torch.device("cuda", 0), SMS)
-    pointers = dict(zip(OPERANDS, (64, 128, 256, 512, 4, 8, 16, 12, 20, 1024, 2048), strict=True))
+    pointers = dict(
+        zip(OPERANDS, (64, 128, 256, 512, 4, 8, 16, 12, 20, 32, 1024, 2048), strict=True)
+    )
     # In any order, with pointers that the kernel does not take and one that is replaced.
     names = ["w_uk", "lengths", *reversed(OPERANDS)]
 
@@ -153,7 +177,7 @@ def test_a_launch_is_repeated_on_other_pointers(monkeypatch: pytest.MonkeyPatch)
         (*pointers.values(), *(part.data_ptr() for part in workspaces[stream]), stream)
         for stream in (7, 8)
     ]
-    floats = ("q_latent", "q_rope", "latent", "rope", "o_latent", "lse")
+    floats = ("q_latent", "q_rope", "latent", "rope", "scales", "o_latent", "lse")
     for name, pointer in pointers.items():
         assert not on_stream(given(**{name: pointer + (8 if name in floats else 2)}))
     assert len(seen) == 2

@@ -1,9 +1,10 @@
 """What kernels of this package reach on a device, and what their work costs in energy.
 
 `kernel_rates.json` has the rates of each kernel version on a device, read off the record that the
-entry names. `energy.json` has the energy of the work and the power limit of a device: a kernel that
-runs without a pause takes at least its energy over that limit, because the clock falls until it
-does. A kernel or device without an entry has no fitted rates.
+entry names: `flash_mla:cute-dsl` in 16 bits, `flash_mla:cute-dsl:fp8` over an 8-bit cache.
+`energy.json` has the energy of the work and the power limit of a device: a kernel that runs without
+a pause takes at least its energy over that limit, because the clock falls until it does. A kernel
+or device without an entry has no fitted rates.
 """
 
 from __future__ import annotations
@@ -95,9 +96,19 @@ def _norm(first: float, second: float, exponent: float | None) -> float:
     return float(most * (1.0 + least**exponent) ** (1.0 / exponent))
 
 
-def kernel_rates(device: str, kernel: str, language: str) -> KernelRates | None:
-    """The rates of a kernel version on a device; None where none were recorded."""
-    return _kernels().get(device, {}).get(f"{kernel}:{language}")
+def kernel_rates(
+    device: str, kernel: str, language: str, cache_dtype: str | None = None
+) -> KernelRates | None:
+    """The rates of a kernel version on a device; None where none were recorded.
+
+    Args:
+        device: Name of the device.
+        kernel: Version id.
+        language: Language key.
+        cache_dtype: Format of the 8-bit cache that it reads; None for 16 bits.
+    """
+    suffix = "" if cache_dtype is None else f":{cache_dtype}"
+    return _kernels().get(device, {}).get(f"{kernel}:{language}{suffix}")
 
 
 def energy_rates(device: str) -> EnergyRates | None:

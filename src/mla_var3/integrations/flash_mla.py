@@ -11,8 +11,10 @@ number of heads. Sparse attention is refused. Callers of the older interface, wh
 tensors, are served too.
 
 An fp8 cache is one of `op/mla/cache_formats.py`, recognised by the bytes of its rows: 576 with one
-scale for the cache (`descale_k`), as vLLM's fork of FlashMLA takes it, 656 as upstream lays out the
-cache of its sparse kernel, or 644. PyTorch serves it.
+scale for the cache (`descale_k`), as vLLM's fork of FlashMLA takes it, 644 with one per token, or
+656 as upstream lays out the cache of its sparse kernel. On Hopper the kernel for 8-bit caches reads
+the first two; PyTorch serves the others. That kernel takes queries in 16 bits and rounds each row
+with a scale of its own, so e4m3 queries are first converted to bfloat16.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import torch
 
 from mla_var3.attention.backends.registry import AUTO
 from mla_var3.attention.cache.sizes import PAGE_STEP
-from mla_var3.attention.cache.view import paged_view
+from mla_var3.attention.cache.view import CacheView, paged_view
 from mla_var3.attention.call import HEAD_WIDTH, checks_values, execute, is_traced
 from mla_var3.attention.replay.key import (
     CallKey,
@@ -50,6 +52,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _KIND = CallKind(("q", "k_cache", "block_table", "cache_seqlens"))
 _POINTERS = ("q_latent", "q_rope", "latent", "rope", "block_table", "lengths")
 """The kernel's operands that a replay has pointers for; rows hold latent and rope part."""
+_FP8_POINTERS = (*_POINTERS, "scales")
 
 
 @dataclass
@@ -100,7 +103,7 @@ class PagedReplay(Replay):
 
 
 def _pointer_reader(rope_at: int) -> PointerReader:
-    """What reads the pointers of `_POINTERS` from the tensors of a call.
+    """What reads the pointers of `_POINTERS` from the tensors of a call in 16 bits.
 
     Args:
         rope_at: bytes from a row's start to its rope part.
@@ -112,6 +115,34 @@ def _pointer_reader(rope_at: int) -> PointerReader:
         return (
             row, row + rope_at, page, page + rope_at, block_table.data_ptr(), lengths.data_ptr(),
             out, lse,
+        )  # fmt: skip
+
+    return read
+
+
+def _fp8_pointer_reader(view: CacheView, q_rope_at: int, pages: torch.Tensor) -> PointerReader:
+    """What reads the pointers of `_FP8_POINTERS` from the tensors of a call on an fp8 cache.
+
+    The scales are in the pages, or a fifth tensor, or those of the first call where the cache has
+    none.
+
+    Args:
+        view: The cache of the first call.
+        q_rope_at: bytes from a query row's start to its rope part.
+        pages: `k_cache` of the first call.
+    """
+    assert view.scales is not None
+    rope_at = view.rope.data_ptr() - pages.data_ptr()
+    kept = view.scales
+    scales_at = kept.data_ptr() - pages.data_ptr() if kept.dim() > 1 else None
+
+    def read(tensors: Tensors, out: int, lse: int) -> tuple[int, ...]:
+        q, pages, block_table, lengths, *scale = tensors
+        row, page = q.data_ptr(), pages.data_ptr()
+        scales = (scale[0] if scale else kept).data_ptr()
+        return (
+            row, row + q_rope_at, page, page + rope_at, block_table.data_ptr(), lengths.data_ptr(),
+            scales if scales_at is None else page + scales_at, out, lse,
         )  # fmt: skip
 
     return read
@@ -177,7 +208,8 @@ def flash_mla_with_kvcache(
         extra_indices_in_kvcache: likewise.
         topk_length: likewise.
         extra_topk_length: likewise.
-        descale_q: the scale of e4m3 queries, float32 of one element; None for 1.
+        descale_q: the scale of e4m3 queries, float32 of one element; None for 1. Such queries are
+            converted to bfloat16 first.
         descale_k: the scale of an fp8 cache that holds none, likewise.
 
     Returns:
@@ -189,8 +221,6 @@ def flash_mla_with_kvcache(
     if (
         (num_splits is None or isinstance(tile_scheduler_metadata, torch.Tensor))
         and descale_q is None
-        and descale_k is None
-        and is_fp8_kvcache is False
         and indices is None
         and attn_sink is None
         and extra_k_cache is None
@@ -199,10 +229,13 @@ def flash_mla_with_kvcache(
         and extra_topk_length is None
         and not (is_traced() or checks_values())
     ):
+        tensors: Tensors = (q, k_cache, block_table, cache_seqlens)
+        if descale_k is not None:
+            tensors = (*tensors, descale_k)
         key = (
             (_KIND, head_dim_v.__class__, head_dim_v, softmax_scale.__class__,
-             softmax_scale, causal.__class__, causal),
-            (q, k_cache, block_table, cache_seqlens),
+             softmax_scale, causal.__class__, causal, is_fp8_kvcache, descale_k is None),
+            tensors,
         )  # fmt: skip
         replay = find_replay(key)
         if replay is not None and replay.serves(tile_scheduler_metadata):
@@ -240,6 +273,8 @@ def flash_mla_with_kvcache(
     if is_fp8_kvcache:
         require_tensor("k_cache", k_cache, [*pages, ("bytes", None)], BYTE_DTYPES, device)
         fmt = _format_of_rows(k_cache.shape[3], head_dim_v, width - head_dim_v)
+        if q.dtype is E4M3:
+            key = None  # its replay would have pointers to queries that are converted first
         q = _wide_queries(q, descale_q)
     else:
         require_tensor("k_cache", k_cache, [*pages, ("k+p", width)], [q.dtype], device)
@@ -285,12 +320,16 @@ def flash_mla_with_kvcache(
         return torch.cat(outputs, dim=2), torch.cat(lses, dim=2).mT
     result = outputs[0], lses[0].mT
     if launch is not None and block_table.dtype is cache_seqlens.dtype is torch.int32:
+        rope_at = head_dim_v * q.element_size()
+        reader = _pointer_reader(rope_at)
+        if fmt is not None:
+            reader = _fp8_pointer_reader(view, rope_at, k_cache)
         replay = PagedReplay(
             launch=launch,
-            names=_POINTERS,
+            names=_POINTERS if fmt is None else _FP8_POINTERS,
             outputs=("o_latent", "lse"),
             fixed={},
-            pointers=_pointer_reader(head_dim_v * q.element_size()),
+            pointers=reader,
             output=_layout_of(result[0]),
             lse=_layout_of(result[1]),
             dtype=q.dtype,

@@ -1,10 +1,11 @@
 """Latent attention on an engine's paged cache: the one call that the engine plug-ins make.
 
 The engine does the projections. It hands over latent and rope queries apart, its whole cache of
-`[blocks, page, k+p]` rows, an int32 block table, and lengths and query offsets on the device.
-Nothing is copied, nothing is read back, so CUDA graphs can capture it. Head-major queries, views of
-`[h, tokens, k]` as batched products give them, are read where they lie if h divides 64 or is a
-multiple of it; with other head counts they are copied.
+`[blocks, page, k+p]` rows, in 16 bits or in e4m3 with one scale, an int32 block table, and lengths
+and query offsets on the device. Nothing is copied, nothing is read back, so CUDA graphs can capture
+it. Head-major queries, views of `[h, tokens, k]` as batched products give them, are read where they
+lie if h divides 64 or is a multiple of it, or if the cache is in 8 bits; with other head counts
+they are copied. Queries are in 16 bits; with an 8-bit cache the kernel rounds them itself.
 
 Rows after `query_start_loc[-1]` belong to no request; engines pad batches for CUDA graphs with
 them. Such rows of `out` are left untouched, and their LSE is unspecified.
@@ -21,6 +22,7 @@ import torch
 from mla_var3.attention import CacheView, explain, mla_latent_attention
 from mla_var3.errors import InvalidArgumentError, UnknownNameError
 from mla_var3.kernel.cute_python.mla.hopper.widths import LATENT_WIDTHS
+from mla_var3.op.mla.cache_formats import BYTE_DTYPES, PER_TENSOR
 
 LATENT_WIDTH, ROPE_WIDTH = 512, 64
 """k and p of most models: DeepSeek V2, V3 and R1, Kimi-K2, GLM-4.7-Flash, LongCat."""
@@ -44,18 +46,35 @@ DEFAULT_CROSSOVER = 128
 
 @dataclass(frozen=True)
 class Pages:
-    """One layer's cache: views of the latent and the rope columns of `[blocks, page, k+p]`."""
+    """One layer's cache: views of the latent and the rope columns of `[blocks, page, k+p]`.
+
+    Attributes:
+        latent, rope: The columns.
+        scales: The scale of a cache in e4m3, float32 `[1]`; None in 16 bits.
+    """
 
     latent: torch.Tensor
     rope: torch.Tensor
+    scales: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, cache: torch.Tensor, k: int = LATENT_WIDTH) -> Pages:
-        """The views; keep them per layer, so that a call need not make them again."""
+    def of(
+        cls, cache: torch.Tensor, k: int = LATENT_WIDTH, scale: torch.Tensor | None = None
+    ) -> Pages:
+        """The views; keep them per layer, so that a call need not make them again.
+
+        Args:
+            cache: The rows, in 16 bits or in 8 (e4m3, or bytes of it).
+            k: Latent columns.
+            scale: Of an 8-bit cache, float32 of one element; None for 1. It is read by every call.
+        """
         if cache.dim() != 3 or cache.shape[-1] < k:
             shape = list(cache.shape)
             raise InvalidArgumentError("cache", f"[blocks, page, {k}+p]", shape)
-        return cls(cache[..., :k], cache[..., k:])
+        if cache.dtype not in BYTE_DTYPES:
+            return cls(cache[..., :k], cache[..., k:])
+        parts = PER_TENSOR.parts(cache, k, cache.shape[-1] - k, scale)
+        return cls(parts.latent, parts.rope, parts.scales)
 
 
 def paged_attention(
@@ -105,7 +124,7 @@ def paged_attention(
     """
     if kernel is None:
         kernel = SERVING_KERNEL if q_latent.is_cuda else "auto"
-    view = CacheView(pages.latent, pages.rope, lengths, block_table)
+    view = CacheView(pages.latent, pages.rope, lengths, block_table, scales=pages.scales)
     tokens, h, k = q_latent.shape
     options: dict[str, Any] = {}  # only what is given, so that the key of the call stays short
     if total_lengths is not None:
@@ -145,6 +164,7 @@ def warm_up(
     *,
     device: torch.device | str = "cuda",
     dtype: torch.dtype = torch.bfloat16,
+    cache_dtype: torch.dtype | None = None,
     k: int = LATENT_WIDTH,
     p: int = ROPE_WIDTH,
     page_size: int = PAGE_SIZE,
@@ -161,7 +181,8 @@ def warm_up(
         h: query heads on this device.
         max_q: most query tokens of a request.
         device: where the calls will run.
-        dtype: of queries and cache.
+        dtype: of the queries, and of the cache unless it is in 8 bits.
+        cache_dtype: float8_e4m3fn for a cache in 8 bits.
         k: width of the latent part.
         p: width of the rope part.
         page_size: tokens of a page.
@@ -180,7 +201,8 @@ def warm_up(
 
     for s in sorted({*few, max_q}):
         blocks = -(-s // page_size)
-        cache = torch.zeros((blocks, page_size, k + p), dtype=dtype, device=device)
+        cache = torch.empty((blocks, page_size, k + p), dtype=cache_dtype or dtype, device=device)
+        cache.view(torch.uint8).zero_()
         q = torch.zeros((b * s, h, k + p), dtype=dtype, device=device)
         token_major, rope = q[..., :k].contiguous(), q[..., k:]
         by_head = token_major.transpose(0, 1).contiguous().transpose(0, 1)
@@ -195,29 +217,33 @@ def warm_up(
 
 
 @lru_cache(maxsize=64)
-def latent_crossover(h: int, device_name: str) -> int:
+def latent_crossover(h: int, device_name: str, cache_dtype: str | None = None) -> int:
     """The most query tokens per request that are faster latent than decompressed.
 
     Args:
         h: query heads on this device.
         device_name: the device, as in the package's device table.
+        cache_dtype: format of an 8-bit cache. Decompressed attention is in 16 bits either way.
 
     Returns:
         The crossover by the cost model, at most `MOST_LATENT_QUERIES`; `DEFAULT_CROSSOVER` for a
         device that the model does not know.
     """
 
-    def latent_wins(s: int) -> bool:
+    def time_us(kernel: str, s: int, cache_dtype: str | None) -> float:
         found = explain(
             b=CROSSOVER_REQUESTS, s=s, t=CROSSOVER_TOKENS, h=h, page_size=PAGE_SIZE,
-            device_name=device_name,
+            device_name=device_name, cache_dtype=cache_dtype,
         )  # fmt: skip
         times = {
             candidate.kernel: candidate.predicted_us
             for candidate in found.candidates
             if candidate.language == "cute-dsl" and candidate.predicted_us is not None
         }
-        return times["flash_mla"] <= times["flash_attention"]
+        return times[kernel]
+
+    def latent_wins(s: int) -> bool:
+        return time_us("flash_mla", s, cache_dtype) <= time_us("flash_attention", s, None)
 
     try:
         low, high = 1, MOST_LATENT_QUERIES + 1

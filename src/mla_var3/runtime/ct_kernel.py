@@ -36,6 +36,7 @@ _DTYPES = {
     torch.bfloat16: ct.bfloat16,
     torch.float16: ct.float16,
     torch.float32: ct.float32,
+    torch.float8_e4m3fn: ct.float8_e4m3fn,
     torch.int8: ct.int8,
     torch.int32: ct.int32,
     torch.int64: ct.int64,
@@ -89,10 +90,7 @@ class CtKernel(KernelStage):
 
     def _launch_cuda(self) -> None:
         kernel, grid, args = self._prepare()
-        try:
-            ct.launch(torch.cuda.current_stream(), grid, kernel, args)
-        except ct.TileError as error:  # compiled at the first launch
-            raise KernelCompileError(f"{self.name}: {first_lines(error)}") from error
+        _launch_on_gpu(kernel, grid, args)
 
     def _launch_cpu(self) -> None:
         from mla_var3.runtime import interpreter
@@ -138,6 +136,30 @@ class CtKernel(KernelStage):
         return kernel_source_files(self.kernel_fn._pyfunc)
 
 
+def _launch_on_gpu(kernel: Any, grid: Grid, args: Sequence[Any]) -> None:
+    try:
+        ct.launch(torch.cuda.current_stream(), grid, kernel, tuple(args))
+    except ct.TileError as error:  # compiled at the first launch
+        name = kernel._pyfunc.__name__
+        raise KernelCompileError(f"{name}: {first_lines(error)}") from error
+
+
+def launch_kernel(kernel: Any, grid: Grid, args: Sequence[Any]) -> None:
+    """Launch a kernel that is no stage of a plan, where its tensors are.
+
+    Args:
+        kernel: A `@ct.kernel`.
+        grid: Its CTAs.
+        args: Its arguments; CPU tensors run it in the interpreter.
+    """
+    if any(isinstance(arg, torch.Tensor) and arg.is_cuda for arg in args):
+        _launch_on_gpu(kernel, grid, args)
+        return
+    from mla_var3.runtime import interpreter
+
+    interpreter.launch(grid, kernel, tuple(args))
+
+
 _hinted: dict[tuple[int, tuple[tuple[str, int], ...]], tuple[Any, Any]] = {}
 
 
@@ -170,16 +192,16 @@ def signature_of(kernel: Any, args: Sequence[Any]) -> KernelSignature:
     if len(annotations) != len(args):
         raise InvalidArgumentError("args_fn", f"{len(annotations)} kernel arguments", len(args))
     parameters = [
-        arg if annotation.constant else _constraint(arg)
+        arg if annotation.constant else _constraint(arg, annotation.array)
         for arg, annotation in zip(args, annotations, strict=True)
     ]
     signature = KernelSignature(parameters, convention)
     return signature.with_mangled_symbol(kernel._pyfunc.__name__)
 
 
-def _constraint(arg: Any) -> Any:
+def _constraint(arg: Any, array: Any) -> Any:
     if isinstance(arg, torch.Tensor):
-        return _array_constraint(arg)
+        return _array_constraint(arg, ct.int32 if array is None else array.index_dtype)
     if isinstance(arg, bool):
         return ScalarConstraint(ct.bool_)
     if isinstance(arg, int):
@@ -189,13 +211,13 @@ def _constraint(arg: Any) -> Any:
     raise InvalidArgumentError("args_fn", "tensors, ints, floats or constants", type(arg).__name__)
 
 
-def _array_constraint(tensor: torch.Tensor) -> ArrayConstraint:
+def _array_constraint(tensor: torch.Tensor, index_dtype: Any) -> ArrayConstraint:
     strides = tensor.stride()
     per_16_bytes = max(1, _TMA_ALIGNMENT // tensor.element_size())
     return ArrayConstraint(
         _DTYPES[tensor.dtype],
         tensor.ndim,
-        index_dtype=ct.int32,
+        index_dtype=index_dtype,
         stride_lower_bound_incl=0,
         alias_groups=(),
         may_alias_internally=False,

@@ -269,7 +269,7 @@ def test_choose_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
         (["--dtype=int8"], 2, "dtype: expected bfloat16 or float16 or float32, got 'int8'"),
         (["--cache_dtype=fp4"], 2, "unknown cache format 'fp4'"),
         (
-            ["--cache_dtype=fp8", "--kernel=flash_mla"],
+            ["--cache_dtype=fp8", "--kernel=mla_var6_plus"],
             1,
             "it does not support an 8-bit cache (fp8); it reads 16-bit ones",
         ),

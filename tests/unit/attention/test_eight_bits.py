@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +10,11 @@ import torch
 
 import mla_var3
 from mla_var3.attention import CacheView, LatentCache, explain, paged_view
-from mla_var3.attention.backends import torch_tiled
+from mla_var3.attention.backends import registry, torch_tiled
+from mla_var3.attention.prefix.attend import PrefixBackend
+from mla_var3.attention.select.choice import Explanation
 from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
+from mla_var3.kernel.cute_python.mla.latent.operands import FP8_FORMATS
 from mla_var3.op.mla.cache_formats import FORMATS, cache_format, dequantise, quantise
 from mla_var3.op.mla.window.quantise import E4M3
 
@@ -179,13 +183,93 @@ def test_never_the_whole_pool_is_dequantised(
 def test_kernels_refuse_by_name(name: str, model: Model, generator: torch.Generator) -> None:
     cache, _ = filled_cache(generator, [9], model, p=P, dtype=torch.bfloat16, cache_dtype=name)
     operands = (*queries(generator, 1, 2), cache, model.w_uk, model.w_uv)
-    for kernel in ("flash_mla:cute-dsl", "flash_mla:cutile-dsl", "mla_var6_plus"):
+    kernels = ["flash_mla:cutile-dsl", "mla_var6_plus"]
+    if name not in FP8_FORMATS:
+        kernels.append("flash_mla:cute-dsl")
+    for kernel in kernels:
         with pytest.raises(UnsupportedError, match=rf"an 8-bit cache \({name}\)"):
             mla_var3.mla_attention(*operands, kernel=kernel)
-    found = explain(b=32, s=16, t=4096, h=128, cache_dtype=name)
-    assert found.kernel == "torch_tiled"
-    refusals = [each.refusal for each in found.candidates if each.kernel != "torch_tiled"]
-    assert refusals and all(f"an 8-bit cache ({name})" in (each or "") for each in refusals)
+
+
+def refusals(found: Explanation) -> dict[str, str | None]:
+    return {f"{each.kernel}:{each.language}": each.refusal for each in found.candidates}
+
+
+def test_the_latent_kernel_reads_two_formats() -> None:
+    sizes = {"b": 32, "s": 16, "t": 4096, "h": 128}
+    for name in FORMATS:
+        found = explain(**sizes, cache_dtype=name, device_name="H200")
+        served = name in FP8_FORMATS
+        assert found.kernel == ("flash_mla" if served else "torch_tiled")
+        assert (refusals(found)["flash_mla:cute-dsl"] is None) is served
+        others = [
+            refusal for kernel, refusal in refusals(found).items()
+            if not kernel.startswith(("torch_tiled", "flash_mla:cute-dsl", "flash_mla_prefix"))
+        ]  # fmt: skip
+        assert others and all(f"an 8-bit cache ({name})" in (each or "") for each in others)
+    refused = refusals(explain(**sizes, cache_dtype="fp8_ds_mla"))["flash_mla:cute-dsl"]
+    assert refused == ("an 8-bit cache (fp8_ds_mla); it reads 16-bit ones, fp8_per_token, fp8")
+    for wrong in ({"page_size": 16}, {"k": 256}, {"device_name": "B200"}):
+        found = explain(**sizes | wrong, cache_dtype="fp8")
+        assert found.kernel == "torch_tiled" and refusals(found)["flash_mla:cute-dsl"]
+
+
+def test_each_format_has_an_estimate_of_its_own() -> None:
+    sizes = {"b": 32, "s": 16, "t": 4096, "h": 128, "latent_only": True, "device_name": "H200"}
+    times = {}
+    for name in (None, *FP8_FORMATS):
+        first = explain(**sizes, cache_dtype=name).candidates[0]
+        assert first.estimate is not None and first.fitted
+        times[name] = first.estimate
+    assert times["fp8"].kernel_us < times["fp8_per_token"].kernel_us < times[None].kernel_us
+    assert times["fp8"].cost.bytes < times["fp8_per_token"].cost.bytes < times[None].cost.bytes
+    assert times["fp8"].steady_kernel_us is None  # its energy was not measured
+    ideal = [
+        explain(**sizes | {"device_name": "H100 SXM"}, cache_dtype=name).candidates[0].predicted_us
+        for name in (None, "fp8")
+    ]
+    assert ideal[1] == pytest.approx(ideal[0] / 2)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("name", FP8_FORMATS)
+@pytest.mark.parametrize("page_size", [None, 64])
+def test_a_shared_prefix(
+    name: str, page_size: int | None, model: Model, generator: torch.Generator
+) -> None:
+    """Its passes carry the scales; dense requests with scales per token cannot be read as pages."""
+    cache, _ = filled_cache(
+        generator, [130, 70, 64], model, p=P, t=192, dtype=torch.bfloat16, cache_dtype=name,
+        page_size=page_size, prefix=64,
+    )  # fmt: skip
+    q = queries(generator, 3, 2)
+    operands = (*q, cache, model.w_uk, model.w_uv)
+    backend = PrefixBackend(torch_tiled.TorchTiled())
+    registry.register(backend)
+    try:
+        if page_size is None and name == "fp8_per_token":
+            with pytest.raises(UnsupportedError, match="share no first tokens"):
+                mla_var3.mla_attention(*operands, kernel=backend.kernel)
+            return
+        found = mla_var3.mla_attention(*operands, kernel=backend.kernel, return_lse=True)
+    finally:
+        registry.unregister(backend.kernel, backend.language)
+    view = replace(cache.view(), k_prefix=None, v_prefix=None, k_rope_prefix=None)
+    wanted = mla_var3.mla_attention(
+        *q, view, model.w_uk, model.w_uv, kernel="torch_tiled", return_lse=True
+    )
+    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+
+
+def test_scales_that_the_copy_engine_cannot_read(generator: torch.Generator) -> None:
+    pages = torch.zeros((2, 64, 644), dtype=torch.uint8)
+    table, lengths = torch.zeros((1, 2), dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    view = paged_view(pages, table, lengths, format="fp8_per_token")
+    q, q_rope = (torch.zeros((1, 1, 2, width), dtype=torch.bfloat16) for width in (512, 64))
+    assert view.scales is not None
+    odd = torch.zeros((2, 64, 2), dtype=torch.float32)[..., :1]
+    for scales, aligned in ((view.scales, True), (odd, False)):
+        found = explain(q, q_rope, replace(view, scales=scales), kernel="torch_tiled")
+        assert found.shape.aligned is aligned
 
 
 def test_compiled_append_and_attention(model: Model, generator: torch.Generator) -> None:

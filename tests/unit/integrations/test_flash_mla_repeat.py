@@ -12,6 +12,8 @@ from mla_var3.attention import execute
 from mla_var3.attention.backends.latent import LatentBackend
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+from mla_var3.op.mla.cache_formats import PER_TENSOR, cache_format, quantise
+from mla_var3.op.mla.window.quantise import E4M3
 
 from ..attention.replay.replay_support import KERNEL, RepeatableKernel, repeatable_kernel
 
@@ -62,6 +64,43 @@ def test_other_tensors_of_the_same_key(
         empty = [request for request, length in enumerate(lengths) if length == 0]
         assert (found[1][empty] == torch.inf).all() and (found[0][empty] == 0).all()
         assert not (found[1] == -torch.inf).any()
+
+
+def fp8_arguments(
+    generator: torch.Generator, lengths: list[int], name: str, **changes: Any
+) -> dict[str, Any]:
+    """The same on an fp8 cache; the bytes of its scales are those of numbers too."""
+    fmt = cache_format(name)
+    rows = torch.randn(B * 2, PAGE, K + P, generator=generator)
+    values = quantise(rows[..., :K], rows[..., K:], fmt)
+    pool = torch.zeros(B * 2, PAGE, fmt.row_bytes(K, P), dtype=torch.uint8)
+    parts = fmt.parts(pool, K, P)
+    for part in ("latent", "rope") if fmt is PER_TENSOR else ("latent", "rope", "scales"):
+        getattr(parts, part).view(torch.uint8).copy_(getattr(values, part).view(torch.uint8))
+    return arguments(
+        generator, lengths, k_cache=pool.view(E4M3).unsqueeze(2), is_fp8_kvcache=True, **changes
+    )
+
+
+@pytest.mark.parametrize(("name", "scale"), [("fp8", None), ("fp8", 0.5), ("fp8_per_token", None)])
+def test_fp8_caches_of_the_same_key(
+    name: str,
+    scale: float | None,
+    kernel: RepeatableKernel,
+    generator: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for turn, lengths in enumerate(([100, 0, 7], [2, 128, 64])):
+        given = None if scale is None else torch.full((1,), scale * (turn + 1))
+        case = fp8_arguments(generator, lengths, name, descale_k=given)
+        found = flash_mla_with_kvcache(**case)
+        assert kernel.repeats == turn
+        for one, other in zip(found, full_path(case, monkeypatch), strict=True):
+            assert torch.equal(one, other)
+    case["q"] = case["q"].to(E4M3)  # converted before the kernel
+    for _ in range(2):
+        flash_mla_with_kvcache(**case)
+    assert kernel.repeats == 1
 
 
 def test_metadata_is_for_one_key(kernel: RepeatableKernel, generator: torch.Generator) -> None:

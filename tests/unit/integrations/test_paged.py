@@ -9,7 +9,7 @@ from mla_var3.attention.merge import merge_partials
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.integrations import paged
 
-from .paged_support import Batch, H, K
+from .paged_support import SCALE, Batch, H, K
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,24 @@ def test_packed_queries(counts, lengths) -> None:
         uniform, none = batch.attend(query_start_loc=None)
         assert none is None
         torch.testing.assert_close(uniform, output)
+
+
+def test_a_cache_in_8_bits() -> None:
+    """Its scale is read by every call, so an engine may set it after the pages were made."""
+    batch = Batch([2, 1], [65, 7])
+    batch.q = batch.q.bfloat16()
+    batch.cache = (batch.cache / 0.25).to(torch.float8_e4m3fn)
+    batch.rows = [(rows / 0.25).to(torch.float8_e4m3fn).float() * 0.25 for rows in batch.rows]
+    scale = torch.ones(())
+    pages = paged.Pages.of(batch.cache, K, scale)
+    scale.fill_(0.25)
+    output, lse = paged.paged_attention(
+        batch.q[..., :K], batch.q[..., K:], pages, batch.table, batch.lengths, scale=SCALE,
+        max_q=2, query_start_loc=batch.starts, return_lse=True,
+    )  # fmt: skip
+    expected, expected_lse = batch.expected()
+    torch.testing.assert_close(output.double(), expected, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(lse.double(), expected_lse, atol=1e-2, rtol=1e-2)
 
 
 def test_trees() -> None:
@@ -98,8 +116,11 @@ def test_uniform_batches_need_all_their_rows() -> None:
         batch.attend(query_start_loc=None)
 
 
+@pytest.mark.parametrize("cache_dtype", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("packed", "tree"), [(True, False), (False, True)])
-def test_warm_up_calls_with_every_count_that_may_differ(monkeypatch, packed, tree) -> None:
+def test_warm_up_calls_with_every_count_that_may_differ(
+    monkeypatch, packed, tree, cache_dtype
+) -> None:
     """Below 64 query rows the kernel has programs for several row counts."""
     seen = []
     real = paged.paged_attention
@@ -108,10 +129,14 @@ def test_warm_up_calls_with_every_count_that_may_differ(monkeypatch, packed, tre
         by_head = operands[0].stride(0) < operands[0].stride(1)
         seen.append((options["max_q"], by_head, options["query_start_loc"] is None))
         assert (options["tree_mask"] is not None) == tree
+        assert (operands[2].scales is not None) == (cache_dtype is not None)
         return real(*operands, **options)
 
     monkeypatch.setattr(paged, "paged_attention", record)
-    paged.warm_up(16, 9, device="cpu", dtype=torch.float32, packed=packed, tree=tree)
+    paged.warm_up(
+        16, 9, device="cpu", dtype=torch.bfloat16, cache_dtype=cache_dtype, packed=packed,
+        tree=tree,
+    )  # fmt: skip
     assert seen == [(s, by_head, not packed) for s in (1, 2, 3, 4, 9) for by_head in (False, True)]
 
 
@@ -119,3 +144,7 @@ def test_crossover_of_known_and_unknown_devices() -> None:
     paged.latent_crossover.cache_clear()
     assert 128 < paged.latent_crossover(128, "NVIDIA H200") <= paged.MOST_LATENT_QUERIES
     assert paged.latent_crossover(128, "no such GPU") == paged.DEFAULT_CROSSOVER
+    # With a faster latent kernel the decompressed one wins later.
+    assert paged.latent_crossover(128, "NVIDIA H200") < paged.latent_crossover(
+        128, "NVIDIA H200", "fp8"
+    )

@@ -16,8 +16,8 @@ A kernel may also run the projections around the attention in the same launch. I
     attend(projections, operands, options) -> Launch | None
 
 `serves` refuses widths, layouts or counts of queries that its projection kernels are not made for;
-then torch does the projections. It looks at the tensors of the call alone, so results do not depend
-on whether a call was seen before.
+then torch does the projections, as it does for 8-bit caches. `serves` looks at the tensors of the
+call alone, so results do not depend on whether a call was seen before.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import torch
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.kernel.cute_python.mla.latent.operands import (
+    FP8_FORMATS,
     LatentOperands,
     LatentOptions,
     ProjectionOperands,
@@ -108,6 +109,7 @@ class LatentBackend:
         kernel, language: its id.
         runs_on_cpu: whether it takes CPU tensors.
         targets: architectures that it serves; None for all.
+        cache_formats: formats of 8-bit caches that it reads.
     """
 
     def __init__(
@@ -122,6 +124,7 @@ class LatentBackend:
         kernel_id: KernelId | None = None,
         whole: WholeKernel | None = None,
         sliding_window: bool = False,
+        cache_formats: Sequence[str] = (),
     ) -> None:
         """Wrap a kernel; with a kernel id its functions are found in its module when needed.
 
@@ -135,11 +138,13 @@ class LatentBackend:
             kernel_id: id of a kernel of the package.
             whole: the kernel with its projections, see the module.
             sliding_window: whether it obeys `LatentOptions.sliding_window`.
+            cache_formats: 8-bit formats that it reads.
         """
         self.kernel = kernel
         self.language = language
         self.runs_on_cpu = runs_on_cpu
         self.targets = targets
+        self.cache_formats = tuple(cache_formats)
         self._attend_fn = attend
         self._whole = whole
         self._unsupported = unsupported
@@ -153,14 +158,16 @@ class LatentBackend:
         return cls(
             kernel.full_name, kernel.language, None, targets=targets, kernel_id=kernel,
             sliding_window=True,
+            cache_formats=FP8_FORMATS,
         )  # fmt: skip
 
     def missing(self) -> str | None:
         return None if self._kernel_id is None else missing_language(self.language)
 
     def unsupported(self, shape: CallShape) -> str | None:
-        if shape.refused_cache is not None:
-            return shape.refused_cache
+        refused = shape.refused_cache(self.cache_formats)
+        if refused is not None:
+            return refused
         if shape.dtype == "float32":
             return "float32; it takes bfloat16 and float16"
         if not shape.aligned:
@@ -204,12 +211,13 @@ class LatentBackend:
         operands = _operands(task, taken, q_latent)
         out = task.q.new_empty((*rows, task.width)) if task.out is None else task.out
         projections = ProjectionOperands(task.w_uk, task.w_uv, task.q, out)
-        if self._whole is not None and self._whole.serves(projections):
-            launch = self._whole.attend(projections, operands, options)
+        whole = self._whole if operands.scales is None else None
+        if whole is not None and whole.serves(projections):
+            launch = whole.attend(projections, operands, options)
             return out, operands.lse, launch if taken.same else None
         project_heads(task.q, task.w_uk, q_latent)
         launch = attend(operands, options)
-        if not taken.same or (self._whole is not None and not _are_aligned(projections)):
+        if not taken.same or (whole is not None and not _are_aligned(projections)):
             launch = None  # the next call of this key may project in the kernel's launch
         return project_heads(operands.o_latent, task.w_uv, out), operands.lse, launch
 
@@ -226,7 +234,8 @@ def _run_latent(
     attend: LatentKernel, task: AttentionTask, taken: _Taken, options: LatentOptions
 ) -> Attended:
     """A call whose queries and output are latent."""
-    q_latent, same_rows = _unless_copied(task.q, boxed_rows(task.q))
+    any_heads = taken.scales is not None
+    q_latent, same_rows = _unless_copied(task.q, boxed_rows(task.q, any_heads))
     direct = task.out if is_dense(task.out) else None
     operands = _operands(task, taken, q_latent, direct)
     launch = attend(operands, options)
@@ -251,6 +260,7 @@ def _operands(
         taken.cu_seqlens_q,
         task.tree,
         out,
+        taken.scales,
     )
 
 
@@ -292,6 +302,7 @@ class _Taken:
         q_rope: rope part of the queries, rows at equal distances, or (latent queries) as
             `boxed_rows` takes them; None where p is 0.
         block_table, lengths, total_lengths, cu_seqlens_q: stride 1 in the last dimension.
+        scales: of an 8-bit cache, `[pages, page]` or `[1]`; None in 16 bits.
         same: whether all of them are the caller's own memory.
     """
 
@@ -300,14 +311,19 @@ class _Taken:
     lengths: torch.Tensor
     total_lengths: torch.Tensor | None
     cu_seqlens_q: torch.Tensor | None
+    scales: torch.Tensor | None
     same: bool
 
 
 def _taken(task: AttentionTask) -> _Taken:
-    cache, rows = task.cache, boxed_rows if task.latent_only else _equal_rows
+    cache = task.cache
     q_rope, same = None, True
     if task.q_rope.shape[-1]:
-        q_rope, same = _unless_copied(task.q_rope, rows(task.q_rope))
+        if task.latent_only:
+            rope = boxed_rows(task.q_rope, any_heads=cache.scales is not None)
+        else:
+            rope = _equal_rows(task.q_rope)
+        q_rope, same = _unless_copied(task.q_rope, rope)
     indices: list[torch.Tensor | None] = []
     for index in (cache.block_table, cache.lengths, task.total_lengths, task.cu_seqlens_q):
         if index is None:
@@ -318,7 +334,13 @@ def _taken(task: AttentionTask) -> _Taken:
         same = same and unchanged
     table, lengths, total, bounds = indices
     assert lengths is not None
-    return _Taken(q_rope, table, lengths, total, bounds, same)
+    scales = cache.scales
+    if scales is not None and scales.dim() == 1:  # one number, which may lie anywhere
+        scales = _aligned(scales)
+        same = same and scales is cache.scales
+    elif scales is not None:
+        scales = scales[..., 0]
+    return _Taken(q_rope, table, lengths, total, bounds, scales, same)
 
 
 def _unless_copied(given: torch.Tensor, taken: torch.Tensor) -> tuple[torch.Tensor, bool]:
@@ -348,16 +370,20 @@ def _equal_rows(q: torch.Tensor) -> torch.Tensor:
     return _aligned(q)
 
 
-def boxed_rows(q: torch.Tensor) -> torch.Tensor:
+def boxed_rows(q: torch.Tensor, any_heads: bool = False) -> torch.Tensor:
     """The queries with one distance for heads and one for tokens; copied if need be.
 
     Head-major queries, views of `[h, tokens, width]`, stay where they are, if the kernel's copies
     can take boxes of their heads and tokens (`can_box`).
+
+    Args:
+        q: the queries.
+        any_heads: whether the kernel reads them for any number of heads, as that for 8-bit caches.
     """
     *sizes, h, width = q.shape
     *strides, head_stride, step = q.stride()
     apart = [(size, stride) for size, stride in zip(sizes, strides, strict=True) if size > 1]
-    if not apart or h == 1 or not can_box(h) or step != 1 or head_stride < width:
+    if not apart or h == 1 or not (any_heads or can_box(h)) or step != 1 or head_stride < width:
         return _equal_rows(q)
     distance = covered = apart[-1][1]
     for size, stride in reversed(apart):

@@ -20,7 +20,6 @@ from mla_var3.attention.backends.latent import (
     project_heads,
 )
 from mla_var3.attention.backends.torch_tiled import TorchTiled
-from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.merge import merge_partials
 from mla_var3.attention.prefix.groups import PrefixGroups
 from mla_var3.attention.prefix.launch import (
@@ -67,8 +66,6 @@ class PrefixBackend:
         return self._inner.missing()
 
     def unsupported(self, shape: CallShape) -> str | None:
-        if shape.refused_cache is not None:
-            return shape.refused_cache
         if not shape.shared:
             return "requests that share no first tokens"
         if shape.partial:
@@ -188,7 +185,7 @@ def layout_of(task: AttentionTask) -> PrefixLayout:
 
 def own_pass(task: AttentionTask, layout: PrefixLayout) -> AttentionTask:
     """The queries of each request over its own tokens."""
-    cache = CacheView(*as_pages(task.cache), layout.lengths, layout.table)
+    cache = as_pages(task.cache, layout.lengths, layout.table)
     return replace(task, cache=cache, prefix=None, out=None, empty_positive=False)
 
 
@@ -216,7 +213,7 @@ def shared_pass(
         own_pass(task, layout),
         q=q,
         q_rope=q_rope,
-        cache=CacheView(*as_pages(task.cache), part.lengths, part.table),
+        cache=as_pages(task.cache, part.lengths, part.table),
         causal=False,
         tree=None,
         cu_seqlens_q=part.bounds,

@@ -94,8 +94,9 @@ class GroupedPrefixBackend:
         return self._inner.missing()
 
     def unsupported(self, shape: CallShape) -> str | None:
-        if shape.refused_cache is not None:
-            return shape.refused_cache
+        refused = shape.refused_cache()
+        if refused is not None:
+            return refused
         if not shape.prefix_copies:
             return "groups without decompressed prefixes (decompress_prefixes)"
         one = replace(

@@ -117,21 +117,32 @@ def is_pageable(view: CacheView) -> bool:
         return True
     b, t = view.latent.shape[:2]
     return t % PAGE_STEP == 0 and all(
-        b == 1 or rows.stride(0) == t * rows.stride(1) for rows in (view.latent, view.rope)
+        b == 1 or rows.stride(0) == t * rows.stride(1)
+        for rows in (view.latent, view.rope, view.scales)
+        if rows is not None and rows.dim() > 1
     )
 
 
-def as_pages(view: CacheView) -> tuple[torch.Tensor, torch.Tensor]:
-    """Latent rows and rope keys as pages `[pages, page, ...]`, without a copy."""
+def as_pages(view: CacheView, lengths: torch.Tensor, table: torch.Tensor) -> CacheView:
+    """The latent cache in pages `[pages, page, ...]`, without a copy.
+
+    Args:
+        view: A cache for which `is_pageable`.
+        lengths: Of the requests of the new view.
+        table: Their block table.
+    """
+    latent, rope, scales = view.latent, view.rope, view.scales
     if view.block_table is not None:
-        return view.latent, view.rope
+        return CacheView(latent, rope, lengths, table, scales=scales)
     count = view.latent.shape[0] * view.latent.shape[1] // PAGE_STEP
 
     def paged(rows: torch.Tensor) -> torch.Tensor:
         step, width = rows.stride(1), rows.shape[2]
         return rows.as_strided((count, PAGE_STEP, width), (PAGE_STEP * step, step, rows.stride(2)))
 
-    return paged(view.latent), paged(view.rope)
+    if scales is not None and scales.dim() > 1:
+        scales = paged(scales)
+    return CacheView(paged(latent), paged(rope), lengths, table, scales=scales)
 
 
 def prefix_layout(

@@ -50,8 +50,8 @@ _PAGED = ("latent", "rope", "block_table", "lengths")
 LATENT_PAIR, WHOLE_PAIR = CallKind(_LATENT + _PAIR), CallKind(_WHOLE + _PAIR)
 LATENT_DENSE, WHOLE_DENSE = CallKind(_LATENT + _DENSE), CallKind(_WHOLE + _DENSE)
 LATENT_PAGED, WHOLE_PAGED = CallKind(_LATENT + _PAGED), CallKind(_WHOLE + _PAGED)
-_DECOMPRESSED = tuple(part.name for part in fields(CacheView) if part.name not in _PAGED)
-"""What a view may hold beside the latent cache."""
+_FURTHER = tuple(part.name for part in fields(CacheView) if part.name not in _PAGED)
+"""What a view may hold beside the latent rows: decompressed tokens, scales."""
 
 
 def latent_key(
@@ -64,6 +64,7 @@ def latent_key(
 ) -> CallKey | None:
     """The key of a call of `mla_latent_attention`; None for one that cannot be replayed."""
     view = cache if type(cache) is CacheView else _view_of(cache)
+    key: CallKey | None
     if view is None:
         key = _pair_key(cache, (LATENT_PAIR, d.__class__, d, kernel), (q_latent, q_rope))
     elif view.block_table is None:
@@ -76,6 +77,8 @@ def latent_key(
             (LATENT_PAGED, d.__class__, d, kernel),
             (q_latent, q_rope, view.latent, view.rope, view.block_table, view.lengths),
         )
+    if key is not None and view is not None and view.scales is not None:
+        key = (*key[0], "scales"), (*key[1], view.scales)
     return _with_options(key, options, getattr(view, "lengths", None)) if options else key
 
 
@@ -103,8 +106,8 @@ def whole_key(
             (WHOLE_PAGED, kernel),
             (w_uk, w_uv, q_nope, q_rope, view.latent, view.rope, view.block_table, view.lengths),
         )
-    if key is not None and view is not None and _is_decompressed(view):
-        present = _decompressed_parts(view)
+    if key is not None and view is not None and _holds_more(view):
+        present = _further_parts(view)
         key = (*key[0], *present), (*key[1], *present.values())
     return _with_options(key, options, getattr(view, "lengths", None)) if options else key
 
@@ -114,8 +117,10 @@ def tensor_names(key: CallKey, cache: Any, options: Mapping[str, Any]) -> list[s
     kind: CallKind = key[0][0]
     view = cache if type(cache) is CacheView else _view_of(cache)
     names = list(kind.names)
-    if view is not None and "w_uk" in kind.names and _is_decompressed(view):
-        names += _decompressed_parts(view)
+    if view is not None and "w_uk" in kind.names and _holds_more(view):
+        names += _further_parts(view)
+    elif view is not None and view.scales is not None:
+        names.append("scales")
     lengths = getattr(view, "lengths", None)
     for name, value in options.items():
         if name == "prefix":
@@ -160,12 +165,12 @@ def _with_options(
     return values, tensors
 
 
-def _is_decompressed(view: CacheView) -> bool:
-    return view.k_new is not None or view.k_prefix is not None
+def _holds_more(view: CacheView) -> bool:
+    return view.k_new is not None or view.k_prefix is not None or view.scales is not None
 
 
-def _decompressed_parts(view: CacheView) -> dict[str, torch.Tensor]:
-    parts = {name: getattr(view, name) for name in _DECOMPRESSED}
+def _further_parts(view: CacheView) -> dict[str, torch.Tensor]:
+    parts = {name: getattr(view, name) for name in _FURTHER}
     return {name: part for name, part in parts.items() if part is not None}
 
 

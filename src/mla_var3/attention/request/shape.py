@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -95,12 +96,16 @@ class CallShape:
         if self.cache_dtype is not None:
             cache_format(self.cache_dtype).require_widths(self.k, self.p)
 
-    @property
-    def refused_cache(self) -> str | None:
-        """Why a kernel that reads 16-bit caches only refuses the call; None if it need not."""
-        if self.cache_dtype is None:
+    def refused_cache(self, formats: Sequence[str] = ()) -> str | None:
+        """Why a kernel refuses the cache of the call; None if it reads it.
+
+        Args:
+            formats: 8-bit formats that the kernel reads, beside 16-bit caches.
+        """
+        if self.cache_dtype is None or self.cache_dtype in formats:
             return None
-        return f"an 8-bit cache ({self.cache_dtype}); it reads 16-bit ones"
+        read = ", ".join(("16-bit ones", *formats))
+        return f"an 8-bit cache ({self.cache_dtype}); it reads {read}"
 
     @property
     def default_scale(self) -> bool:
@@ -120,8 +125,14 @@ class CallShape:
         """The call as the model of time sees it."""
         return Workload(
             self.problem(), self.window, self.prefix or self.prefix_copies, self.latent_only, None,
-            self.shared, self.groups,
+            self.shared, self.groups, self.cache_dtype, self._token_bytes(),
         )  # fmt: skip
+
+    def _token_bytes(self) -> int | None:
+        """Bytes of a token of an 8-bit cache."""
+        if self.cache_dtype is None:
+            return None
+        return cache_format(self.cache_dtype).row_bytes(self.k, self.p)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, JSON-ready."""

@@ -125,7 +125,8 @@ class AttentionTask:
             sliding_window=self.sliding_window,
             latent_only=self.latent_only,
             scale=self.scale,
-            aligned=all(_is_aligned(rows) for rows in (cache.latent, cache.rope)),
+            aligned=all(_is_aligned(rows) for rows in (cache.latent, cache.rope))
+            and _are_scales_aligned(cache.scales),
             shared=shared[0],
             groups=shared[1],
             prefix_copies=self._prefix_copies(),
@@ -145,6 +146,13 @@ class AttentionTask:
             about = about_tokens(self.cache.capacity) if given.about is None else given.about
             return about, min(given.groups, max(self.cache.requests, 1))
         return (self.cache.prefix if is_pageable(self.cache) else 0), 1
+
+
+def _are_scales_aligned(scales: torch.Tensor | None) -> bool:
+    """The same for scales per token; one scale is read by itself."""
+    if scales is None or scales.dim() == 1 or scales.shape[-1] > 1:
+        return True  # no kernel reads several scales per token
+    return _is_aligned(scales[..., 0])
 
 
 def _is_aligned(rows: torch.Tensor) -> bool:

@@ -18,8 +18,12 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 import mla_var3
 from mla_var3.integrations import paged
 from mla_var3.integrations.sglang import NAME, PREFILL
+from mla_var3.op.mla.window.quantise import E4M3
 
 log = logging.getLogger(__name__)
+
+CACHE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, E4M3)
+"""Dtypes of the cache; one in e4m3 has the scale of its layer, as in SGLang's own backends."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,10 @@ class HyperMLABackend(AttentionBackend):
         config = runner.model_config
         if not runner.use_mla_backend:
             raise ValueError(f"{NAME} serves MLA models only")
-        if runner.kv_cache_dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            raise ValueError(f"{NAME} reads a 16-bit cache only: --kv-cache-dtype auto")
+        if runner.kv_cache_dtype not in CACHE_DTYPES:
+            raise ValueError(
+                f"{NAME} does not read {runner.kv_cache_dtype}: --kv-cache-dtype auto, or fp8_e4m3"
+            )
         self.page_size: int = runner.page_size
         self.k: int = config.kv_lora_rank
         self.token_to_kv_pool = runner.token_to_kv_pool
@@ -84,8 +90,9 @@ class HyperMLABackend(AttentionBackend):
             if s:
                 paged.warm_up(
                     heads, s, device=self.device, dtype=runner.dtype, k=self.k,
-                    p=runner.model_config.qk_rope_head_dim, page_size=self.page_size,
-                    packed=False, tree=tree,
+                    p=runner.model_config.qk_rope_head_dim,
+                    cache_dtype=E4M3 if self.data_type is E4M3 else None,
+                    page_size=self.page_size, packed=False, tree=tree,
                 )  # fmt: skip
         _log_start(heads, torch.cuda.get_device_name(self.device), self.page_size)
 
@@ -252,7 +259,10 @@ class HyperMLABackend(AttentionBackend):
         if known is None or known[0] is not rows:
             whole = rows.shape[0] // self.page_size * self.page_size
             cache = rows[:whole].view(-1, self.page_size, rows.shape[-1])
-            known = self._layers[layer.layer_id] = rows, paged.Pages.of(cache, self.k)
+            scale = getattr(layer, "k_scale", None) if cache.dtype is E4M3 else None
+            if scale is not None:
+                scale = scale.reshape(1)
+            known = self._layers[layer.layer_id] = rows, paged.Pages.of(cache, self.k, scale)
         return known[1]
 
 

@@ -2,8 +2,9 @@
 
 vLLM computes the projections around the attention and the prefill of long prompts; this backend
 computes decode, speculative verification and short extensions on the latent cache, with a ragged
-number of query tokens per request. Interfaces differ between vLLM versions; this module looks at
-what is there, never at a version number.
+number of query tokens per request. The cache is in 16 bits, or in e4m3 with vLLM's scale per layer
+(`--kv-cache-dtype fp8`); queries stay in 16 bits. Interfaces differ between vLLM versions; this
+module looks at what is there, never at a version number.
 """
 
 from __future__ import annotations
@@ -32,12 +33,16 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, Multipl
 import mla_var3
 from mla_var3.integrations import paged
 from mla_var3.integrations.vllm import NAME
+from mla_var3.op.mla.cache_formats import PER_TENSOR
+from mla_var3.op.mla.window.quantise import E4M3
 
 # vLLM shows the loggers below its own name only.
 log = init_logger("vllm.plugins.hyper_mla")
 
 HOPPER = 9
 """Major compute capability of the GPUs that the kernel runs on."""
+FP8_CACHES = ("fp8", "fp8_e4m3")
+"""vLLM's names of a cache in e4m3 with one scale."""
 _UNSUPPORTED_DRAFTS = "dflash", "dspark"
 """Speculation methods whose drafts attend without a causal mask."""
 
@@ -46,7 +51,7 @@ class HyperMLABackend(MLACommonBackend):
     """What vLLM asks before it uses the backend."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *FP8_CACHES]
 
     @staticmethod
     def get_name() -> str:
@@ -109,8 +114,8 @@ def refusals(
     if device_capability is not None and device_capability.major != HOPPER:
         found = f"sm_{device_capability.major}{device_capability.minor}"
         reasons.append(f"{NAME} runs on Hopper (sm_90: H100, H200, H20), this GPU is {found}")
-    if kv_cache_dtype is not None and "fp8" in kv_cache_dtype:
-        reasons.append(f"{NAME} reads a 16-bit cache only: --kv-cache-dtype auto")
+    if kv_cache_dtype is not None and "fp8" in kv_cache_dtype and kv_cache_dtype not in FP8_CACHES:
+        reasons.append(f"{NAME} does not read {kv_cache_dtype}: --kv-cache-dtype auto, or fp8")
     if use_sparse:
         reasons.append(f"{NAME} serves dense MLA; this model's attention is sparse")
     elif head_size and head_size not in paged.ROW_WIDTHS:
@@ -154,7 +159,10 @@ class HyperMLAMetadataBuilder(MLACommonMetadataBuilder[HyperMLAMetadata]):
         on_gpu = torch.device(device).type == "cuda"
         name = torch.cuda.get_device_name(device) if on_gpu else ""
         # The base class raises it to 1 + draft tokens where it is lower.
-        self.reorder_batch_threshold = paged.latent_crossover(heads, name)
+        eight_bits = vllm_config.cache_config.cache_dtype in FP8_CACHES
+        self.reorder_batch_threshold = paged.latent_crossover(
+            heads, name, PER_TENSOR.name if eight_bits else None
+        )
         one_by_one = deals_one_by_one(parallel)
         super().__init__(
             kv_cache_spec, layer_names, vllm_config, device, HyperMLAMetadata,
@@ -170,6 +178,7 @@ class HyperMLAMetadataBuilder(MLACommonMetadataBuilder[HyperMLAMetadata]):
             paged.warm_up(
                 heads * self.dcp_world_size, self.reorder_batch_threshold, device=device,
                 dtype=vllm_config.model_config.dtype, k=k, p=p,
+                cache_dtype=E4M3 if eight_bits else None,
                 page_size=kv_cache_spec.block_size,
                 shards=self.dcp_world_size if one_by_one else 1,
                 batch_invariant=batch_invariant(),
@@ -245,6 +254,7 @@ class HyperMLAImpl(MLACommonImpl[HyperMLAMetadata]):
                 raise NotImplementedError(f"{NAME} does not serve {what}")
         if attn_type != AttentionType.DECODER:
             raise NotImplementedError(f"{NAME} serves decoder attention, not {attn_type}")
+        self.supports_quant_query_input = False  # the kernel rounds queries itself, row by row
         config = get_current_vllm_config()
         self._batch_invariant = batch_invariant()
         self._sharded = deals_one_by_one(config.parallel_config)
@@ -263,9 +273,7 @@ class HyperMLAImpl(MLACommonImpl[HyperMLAMetadata]):
         assert decode is not None
         if not isinstance(q, tuple):
             q = q[..., : self.kv_lora_rank], q[..., self.kv_lora_rank :]
-        if self._pages is None or self._cache is not kv_c_and_k_pe_cache:
-            self._cache = kv_c_and_k_pe_cache
-            self._pages = paged.Pages.of(kv_c_and_k_pe_cache, self.kv_lora_rank)
+        pages = self._pages_of(kv_c_and_k_pe_cache, layer)
         shards = {}
         if self.dcp_world_size > 1 and self._sharded:
             shards = {
@@ -274,11 +282,28 @@ class HyperMLAImpl(MLACommonImpl[HyperMLAMetadata]):
                 "shard": self.dcp_rank,
             }
         return paged.paged_attention(
-            q[0], q[1], self._pages, decode.block_table, decode.seq_lens, scale=self.scale,
+            q[0], q[1], pages, decode.block_table, decode.seq_lens, scale=self.scale,
             max_q=decode.max_query_len, query_start_loc=decode.query_start_loc,
             return_lse=self.need_to_return_lse_for_decode, batch_invariant=self._batch_invariant,
             **shards,
         )  # fmt: skip
+
+    def _pages_of(self, cache: torch.Tensor, layer: Any) -> paged.Pages:
+        """The views of the layer's cache. vLLM makes a new view of an 8-bit cache in every call."""
+        known = self._cache
+        if self._pages is None or known is None or (known is not cache and _moved(known, cache)):
+            self._cache = cache
+            eight_bits = cache.dtype.itemsize == 1
+            scale = layer._k_scale.reshape(1) if eight_bits else None
+            self._pages = paged.Pages.of(cache, self.kv_lora_rank, scale)
+        return self._pages
+
+
+def _moved(known: torch.Tensor, cache: torch.Tensor) -> bool:
+    """Whether a cache is another memory than the one that is known, or another view of it."""
+    return (known.data_ptr(), known.shape, known.stride(), known.dtype) != (
+        cache.data_ptr(), cache.shape, cache.stride(), cache.dtype,
+    )  # fmt: skip
 
 
 def accepted(function: Any, **options: Any) -> dict[str, Any]:

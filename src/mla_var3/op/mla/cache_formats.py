@@ -37,11 +37,11 @@ from mla_var3.op.mla.window.quantise import E4M3, E4M3_MAX
 
 _FLOAT32 = 4
 BYTE_DTYPES = (torch.uint8, torch.int8, E4M3)
-_LEAST_SCALE = torch.finfo(torch.float32).tiny
+LEAST_SCALE = torch.finfo(torch.float32).tiny
 """A subnormal scale would become zero on a GPU that flushes them."""
 
 
-_ROPE_SHARE = 2.0**-60
+ROPE_SHARE = 2.0**-60
 """Least scale over the largest number of the rope key: the divided key stays within bfloat16."""
 
 
@@ -208,11 +208,11 @@ def quantise(
         return QuantisedCache(_rounded(wide, scales), _rounded(rope.float(), scales), scales)
     grouped = wide.unflatten(-1, (fmt.scales(latent.shape[-1]), -1))
     peaks = grouped.abs().nan_to_num(nan=0.0, posinf=0.0).amax(-1)
-    scales = torch.where(peaks == 0.0, 1.0, (peaks / E4M3_MAX).clamp(min=_LEAST_SCALE))
+    scales = torch.where(peaks == 0.0, 1.0, (peaks / E4M3_MAX).clamp(min=LEAST_SCALE))
     if fmt.rope_over_scale and rope.shape[-1]:
         wide_rope = rope.float()
         highest = wide_rope.abs().nan_to_num(nan=0.0, posinf=0.0).amax(-1, keepdim=True)
-        scales = torch.maximum(scales, highest * _ROPE_SHARE)
+        scales = torch.maximum(scales, highest * ROPE_SHARE)
         rope = wide_rope / scales
     values = _rounded(grouped, scales[..., None]).flatten(-2)
     return QuantisedCache(values, rope.to(fmt.rope_dtype), scales)

@@ -27,12 +27,17 @@ def flash_attention_cost(problem: MlaProblem) -> Cost:
     return Cost(flops, elements * problem.element_size + _lse_bytes(problem))
 
 
-def flash_mla_cost(problem: MlaProblem) -> Cost:
-    """Attention over the latent cache, from latent queries to the latent output."""
-    k, p, tokens = problem.k, problem.p, problem.total_tokens
+def flash_mla_cost(problem: MlaProblem, token_bytes: int | None = None) -> Cost:
+    """Attention over the latent cache, from latent queries to the latent output.
+
+    Args:
+        problem: Sizes and lengths.
+        token_bytes: Bytes of a token of an 8-bit cache; None for one in the problem's dtype.
+    """
+    k, p, tokens, element = problem.k, problem.p, problem.total_tokens, problem.element_size
     flops = 2 * problem.h * problem.s * tokens * (2 * k + p)
-    elements = _rows(problem) * (k + p) + tokens * (k + p) + _rows(problem) * k
-    return Cost(flops, elements * problem.element_size + _lse_bytes(problem))
+    cache = tokens * ((k + p) * element if token_bytes is None else token_bytes)
+    return Cost(flops, _rows(problem) * (2 * k + p) * element + cache + _lse_bytes(problem))
 
 
 def flash_mla_split_kv_cost(problem: MlaProblem, splits: int) -> Cost:

@@ -16,6 +16,7 @@ from mla_var3.attention.backends.torch_tiled import TorchTiled
 from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.kernel.cute_python.mla.latent.operands import (
+    FP8_FORMATS,
     LatentOperands,
     LatentOptions,
     ProjectionOperands,
@@ -26,7 +27,12 @@ KERNEL = "repeatable"
 
 def attend(operands: LatentOperands, options: LatentOptions) -> None:
     """The kernel's work, by the PyTorch path."""
-    view = CacheView(operands.latent, operands.rope, operands.lengths, operands.block_table)
+    scales = operands.scales
+    if scales is not None and scales.dim() > 1:
+        scales = scales[..., None]
+    view = CacheView(
+        operands.latent, operands.rope, operands.lengths, operands.block_table, scales=scales
+    )
     task = AttentionTask(
         q=operands.q_latent, q_rope=operands.q_rope, cache=view, w_uk=None, w_uv=None,
         causal=options.causal, scale=options.scale_log2e * math.log(2.0), tree=operands.tree,
@@ -158,7 +164,10 @@ class RepeatableWhole:
 def repeatable_kernel(whole: RepeatableWhole | None = None) -> Iterator[RepeatableKernel]:
     """The kernel, as a backend of the name `KERNEL`."""
     kernel = RepeatableKernel()
-    registry.register(LatentBackend(KERNEL, "torch", kernel, runs_on_cpu=True, whole=whole))
+    backend = LatentBackend(
+        KERNEL, "torch", kernel, runs_on_cpu=True, whole=whole, cache_formats=FP8_FORMATS
+    )
+    registry.register(backend)
     try:
         yield kernel
     finally:

@@ -23,7 +23,7 @@ from mla_var3.runtime.cute import torch_fast
 from ..attention_support import filled_cache, make_model, normal
 from .replay_support import KERNEL, MemoryLaunch, RepeatableKernel, repeatable_kernel
 
-B, S, H, D, P, K, T = 3, 4, 2, 16, 8, 32, 130
+B, S, H, D, P, K, T = 3, 4, 2, 16, 16, 32, 130
 DTYPE = torch.float16
 MODEL = make_model(torch.Generator().manual_seed(5), H, D, K, DTYPE)
 
@@ -40,7 +40,8 @@ def pair_with_lengths(generator: torch.Generator) -> tuple[Any, dict[str, Any]]:
 
 
 def cache_of(generator: torch.Generator, **options: Any) -> LatentCache:
-    return filled_cache(generator, [100, 31, 9], MODEL, p=P, t=T, dtype=DTYPE, **options)[0]
+    options = {"dtype": DTYPE, **options}
+    return filled_cache(generator, [100, 31, 9], MODEL, p=P, t=T, **options)[0]
 
 
 def dense(generator: torch.Generator) -> tuple[Any, dict[str, Any]]:
@@ -60,7 +61,17 @@ def tree(generator: torch.Generator) -> tuple[Any, dict[str, Any]]:
     return cache_of(generator).view(), {"tree_mask": mask | torch.eye(S, dtype=torch.bool)}
 
 
-MAKES = [pair, pair_with_lengths, dense, paged, with_window, tree]
+def eight_bits(generator: torch.Generator) -> tuple[Any, dict[str, Any]]:
+    return cache_of(generator, dtype=torch.bfloat16, cache_dtype="fp8"), {}
+
+
+def eight_bits_per_token(generator: torch.Generator) -> tuple[Any, dict[str, Any]]:
+    cache = cache_of(generator, dtype=torch.bfloat16, cache_dtype="fp8_per_token", page_size=64)
+    return cache.view(), {}
+
+
+EIGHT_BITS = [eight_bits, eight_bits_per_token]
+MAKES = [pair, pair_with_lengths, dense, paged, with_window, tree, *EIGHT_BITS]
 
 
 def queries(generator: torch.Generator, width: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cache
-from itertools import pairwise
+from dataclasses import replace
 
 from mla_var3.conf.devices import DeviceSpec, device_spec
 from mla_var3.conf.kernel_rates import (
     OWN_PROJECTION_QUERIES,
     PROJECTED_D,
     PROJECTED_V,
-    kernel_rates,
 )
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import (
@@ -45,7 +42,7 @@ from mla_var3.op.mla.prefix.problem import (
     latent_shared_passes,
     shared_prefix_attention_cost,
 )
-from mla_var3.op.mla.problem import MlaProblem, require_int
+from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.op.mla.window.formats import FP8, PLAIN, WindowForm
 
 WINDOW_STEP = 128
@@ -73,7 +70,7 @@ LAYOUT_US = 8.0
 """Two small launches that lay out the prefix of a cache, in every call. Not measured."""
 
 OWN_PROJECTIONS = ("flash_mla", "cute-dsl")
-"""The kernel that launches the projections itself."""
+"""The kernel that launches the projections itself, where the cache is in 16 bits."""
 READS_RINGS = ("cute-dsl",)
 """Languages whose mix reads a ring in the order of its slots."""
 _VERSION = re.compile(r"_v\d+$")
@@ -93,8 +90,9 @@ def estimate(kernel: str, work: Workload, spec: DeviceSpec, language: str = "") 
     estimator = _VERSIONS.get((kernel, language)) or _DESIGNS.get(design)
     if estimator is None:
         return None
-    rates = kernel_rates(spec.name, kernel, language) or kernel_rates(spec.name, design, language)
-    return estimator(work, Target(kernel, language, spec, rates))
+    target = Target(kernel, language, spec, None, work.cache_dtype)
+    rates = target.of(kernel).rates or target.of(design).rates
+    return estimator(work, replace(target, rates=rates))
 
 
 def design_estimates(problem: MlaProblem, spec: DeviceSpec) -> dict[str, Estimate]:
@@ -113,57 +111,8 @@ def design_estimates(problem: MlaProblem, spec: DeviceSpec) -> dict[str, Estimat
     return found
 
 
-@dataclass(frozen=True)
-class Crossover:
-    """Query lengths `s_from..s_to`, both included, for which advice is `kernel`."""
-
-    kernel: str
-    s_from: int
-    s_to: int
-
-
-def crossovers(problem: MlaProblem, spec: DeviceSpec, s_max: int = 1024) -> list[Crossover]:
-    """For which query lengths each design has the least call time, steady where that is known.
-
-    flash_mla_split_kv is left out: it helps few requests, whatever the query length.
-
-    Args:
-        problem: Everything but `s`, which runs from 1 to `s_max`.
-        spec: The device.
-        s_max: Last query length.
-
-    Returns:
-        Intervals in ascending order that cover `1..s_max`; none for a device whose times are ideal,
-        by which kernels are not ranked. Equal times go to the kernel that needs less memory.
-    """
-    require_int("s_max", s_max, minimum=1)
-    if not all(design_estimates(problem, spec)[kernel].fitted for kernel in _BY_MEMORY):
-        return []
-
-    @cache
-    def fastest(s: int) -> str:
-        times = design_estimates(replace(problem, s=s), spec)
-        # Without both kinds of work at once a mix is one of the pure paths.
-        able = [name for name in _BY_MEMORY if name != "mla_var6_plus" or times[name].mixes]
-        return min(able, key=lambda kernel: times[kernel].advised_us)
-
-    points = {min(s_max, round(2 ** (i / 4))) for i in range(4 * s_max.bit_length() + 1)}
-    found = [Crossover(fastest(1), 1, 1)]
-    for first, last in pairwise(sorted(points)):
-        while fastest(last) != found[-1].kernel:
-            low, high = first, last  # `low` is of the kernel before, `high` of another one
-            while high - low > 1:
-                middle = (low + high) // 2
-                low, high = (middle, high) if fastest(middle) == found[-1].kernel else (low, middle)
-            found[-1] = replace(found[-1], s_to=low)
-            found.append(Crossover(fastest(high), high, high))
-            first = high
-        found[-1] = replace(found[-1], s_to=last)
-    return found
-
-
 def _flash_mla(work: Workload, target: Target) -> Estimate:
-    cost = flash_mla_cost(work.problem)
+    cost = flash_mla_cost(work.problem, work.token_bytes)
     time_us = attention_us(cost, _latent_tiles(work.problem), target, work.problem.dtype)
     return _estimate(target, work.problem, time_us, [cost], _projections(work, target), latent=cost)
 
@@ -331,7 +280,7 @@ def _latent_prefix(work: Workload, target: Target) -> Estimate:
     problem, target = work.problem, replace(target.of("flash_mla"), kernel=target.kernel)
     shared = SharedPrefixProblem(problem, min(work.shared, problem.t), min(work.groups, problem.b))
     own, of_groups, merge = latent_shared_passes(shared)
-    costs = [flash_mla_cost(each) for each in (own, of_groups)]
+    costs = [flash_mla_cost(each, work.token_bytes) for each in (own, of_groups)]
     time_us = sum(
         attention_us(cost, _latent_tiles(each), target, problem.dtype)
         for cost, each in zip(costs, (own, of_groups), strict=True)
@@ -397,7 +346,6 @@ _VERSIONS: dict[tuple[str, str], Estimator] = {
     ("flash_mla_prefix", "cute-dsl"): _latent_prefix,
 }
 LANGUAGES = ("cute-dsl", "cutile-dsl")
-_BY_MEMORY = ("flash_mla", "mla_var6_plus", "flash_attention")
 
 
 def fitted_mix(target: Target, dtype: str, form: WindowForm = PLAIN) -> MixModel | None:
@@ -434,7 +382,7 @@ def _projections(work: Workload, target: Target) -> dict[str, float]:
     if work.latent_only:
         return {}
     problem = work.problem
-    own = (target.kernel, target.language) == OWN_PROJECTIONS
+    own = (target.kernel, target.language) == OWN_PROJECTIONS and target.cache_dtype is None
     own = own and problem.b * problem.s <= OWN_PROJECTION_QUERIES
     own = own and problem.d in PROJECTED_D and problem.v in PROJECTED_V
     return {
@@ -482,11 +430,14 @@ def _estimate(
 ) -> Estimate:
     """An estimate from the time of the attention, the work of each kind, and that of the merge."""
     rates = target.rates
+    limit_us = None  # the energy of 8-bit products was not measured
+    if target.cache_dtype is None:
+        limit_us = power_limit_us(target.spec.name, latent, heads, merge_us)
     return Estimate(
         kernel=target.kernel,
         language=target.language,
         kernel_us=attention_us + merge_us,
-        limit_us=power_limit_us(target.spec.name, latent, heads, merge_us),
+        limit_us=limit_us,
         around=around,
         cost=sum(costs[1:], start=costs[0]),
         bound=costs[0].bound(*target.rates_for(problem.dtype)),

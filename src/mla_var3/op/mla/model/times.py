@@ -25,6 +25,8 @@ from mla_var3.conf.kernel_rates import KernelRates, energy_rates, kernel_rates
 from mla_var3.op.cost import Bound, Cost
 from mla_var3.op.mla.problem import MlaProblem
 
+FP8_SPEED = 2.0
+"""Peak of 8-bit products over that of 16-bit ones."""
 IDEAL = "ideal, vendor peaks"
 """What heads times of kernels that were never timed on a device."""
 
@@ -42,6 +44,8 @@ class Workload:
         groups: Groups, each with first tokens of its own.
         latent_only: Whether the caller does the projections.
         n: Decompressed tokens that a mix reads; None where the window or the model decides.
+        cache_dtype: Format of an 8-bit latent cache; None for one in the problem's dtype.
+        token_bytes: Bytes of a token of such a cache.
     """
 
     problem: MlaProblem
@@ -51,6 +55,8 @@ class Workload:
     n: int | None = None
     shared: int = 0
     groups: int = 1
+    cache_dtype: str | None = None
+    token_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -63,18 +69,19 @@ class Target:
         spec: The device.
         rates: What the version, or the base version of its design, reached there; None if it was
             never timed.
+        cache_dtype: Format of the 8-bit latent cache that it reads; None for 16 bits.
     """
 
     kernel: str
     language: str
     spec: DeviceSpec
     rates: KernelRates | None
+    cache_dtype: str | None = None
 
     def of(self, kernel: str) -> Target:
         """Another kernel in the same language on the same device."""
-        return replace(
-            self, kernel=kernel, rates=kernel_rates(self.spec.name, kernel, self.language)
-        )
+        rates = kernel_rates(self.spec.name, kernel, self.language, self.cache_dtype)
+        return replace(self, kernel=kernel, rates=rates)
 
     def rates_for(self, dtype: str) -> tuple[float, float]:
         """TFLOP/s and GB/s of work without rates of its own: burst, or the peaks if ideal."""
@@ -201,6 +208,8 @@ def attention_us(cost: Cost, tiles: int, target: Target, dtype: str) -> float:
     rates, fill = target.rates, tile_fill(tiles, target.spec.sm_count)
     if rates is None:
         tflops, gbps = target.spec.peak_rates(dtype)
+        if target.cache_dtype is not None:
+            tflops *= FP8_SPEED
         whole_tiles = target.language == "cutile-dsl"  # which splits only in a design of its own
         return cost.time_us(tflops * fill if whole_tiles else tflops, gbps)
     even_us = rates.work_us(cost.flops, cost.bytes)

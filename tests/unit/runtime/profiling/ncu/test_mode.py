@@ -172,7 +172,7 @@ def test_only_our_sources_are_annotated(outcome: tuple[Path, Any]) -> None:
         "annotated-src/attention_block_specialized/attention_block_specialized.py",
         "annotated-src/attention_block_specialized/tile_ops.py",
     }
-    assert "[HOT] line " in (folder / min(written)).read_text()
+    assert any("[HOT] line " in (folder / name).read_text() for name in written)
 
 
 def test_the_ptx_is_the_whole_module(outcome: tuple[Path, Any]) -> None:

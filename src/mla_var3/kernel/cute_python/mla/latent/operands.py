@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from mla_var3.kernel.cute_python.mla.latent.scheduler import GroupShape
 
 
+FP8_FORMATS = ("fp8_per_token", "fp8")
+"""Formats of 8-bit caches (`op/mla/cache_formats.py`) that the latent kernel reads."""
+
+
 class LatentOperands(NamedTuple):
     """The tensors of one call of the latent kernel.
 
@@ -152,6 +156,7 @@ class LatentSizes(NamedTuple):
     latent_stride: int
     rope_page_stride: Int64Arg
     rope_stride: int
+    scales_page_stride: Int64Arg
     block_table_stride: int
     tree_stride: int
     tree_row_stride: int
@@ -164,7 +169,6 @@ class LatentSizes(NamedTuple):
     group_ctas: int
     visits: int
     group_count: int
-    scales_page_stride: Int64Arg
 
 
 class ProjectionOperands(NamedTuple):
@@ -299,6 +303,7 @@ def latent_arguments(
         latent_stride=latent.stride(1),
         rope_page_stride=Int64Arg(0 if rope is None else rope.stride(0)),
         rope_stride=0 if rope is None else rope.stride(1),
+        scales_page_stride=Int64Arg(0 if scales is None or scales.dim() < 2 else scales.stride(0)),
         block_table_stride=0 if table is None else table.stride(0),
         tree_stride=0 if tree is None else tree.stride(0),
         tree_row_stride=0 if tree is None else tree.stride(1),
@@ -311,7 +316,6 @@ def latent_arguments(
         group_ctas=shape.group_ctas,
         visits=shape.visits,
         group_count=shape.group_count,
-        scales_page_stride=Int64Arg(0 if scales is None or scales.dim() < 2 else scales.stride(0)),
     )
     if tree is not None:  # a pointer to bytes
         operands = operands._replace(tree=tree.view(torch.uint8))

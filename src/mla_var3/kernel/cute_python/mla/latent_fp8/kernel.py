@@ -46,12 +46,7 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
 )
 from mla_var3.kernel.cute_python.mla.latent.ops import Outputs
 from mla_var3.kernel.cute_python.mla.latent.scheduler import Scheduler, SlidingWindow, work_range
-from mla_var3.kernel.cute_python.mla.latent_fp8.consumer import (
-    Exchange,
-    Mmas,
-    Queries,
-    consume,
-)
+from mla_var3.kernel.cute_python.mla.latent_fp8.consumer import consume
 from mla_var3.kernel.cute_python.mla.latent_fp8.producer import (
     MBARRIERS,
     STAGES,
@@ -60,6 +55,7 @@ from mla_var3.kernel.cute_python.mla.latent_fp8.producer import (
     init_barriers,
     produce,
 )
+from mla_var3.kernel.cute_python.mla.latent_fp8.state import Exchange, Mmas, Queries
 
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 """Registers per thread after `setmaxnreg`: with 232 the products are serialised."""

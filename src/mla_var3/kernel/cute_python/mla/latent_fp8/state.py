@@ -1,0 +1,148 @@
+"""What the consumers of the 8-bit latent kernel work on: constants, shared memory, registers."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from mla_var3.kernel.cute_python.mla.hopper.constants import (
+    KV_BLOCK,
+    LATENT,
+)
+
+HALF = LATENT // 2
+"""Output columns of a warpgroup."""
+WEIGHT_BITS = 6.0
+"""A weight at the running maximum is 2**6 or up to twice that: small weights stay above e4m3's
+least number, 2**-9."""
+RISE_BITS = 2.75
+"""A weight 2**2.75 above the running maximum raises it: 2**8.75 = 430 is the last that rounds to
+less than 448, e4m3's largest number. With scales per token the maximum is up to 1 bit too low."""
+FLUSH_PAIRS = 32
+"""Pairs of KV blocks, 4096 tokens, after which an output moves to float32."""
+TILE_BYTES = KV_BLOCK * 128
+"""Bytes of a column tile of a KV block or query tile: 64 rows of 128 columns."""
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Query rows in memory.
+
+    Attributes:
+        latent, rope: pointers to row 0.
+        latent_stride, rope_stride: between heads of a query token.
+        latent_token_stride, rope_token_stride: between query tokens.
+        heads: query heads.
+        dtype: element type.
+    """
+
+    latent: Any
+    rope: Any
+    latent_stride: Any
+    rope_stride: Any
+    latent_token_stride: Any
+    rope_token_stride: Any
+    heads: Any
+    dtype: Any
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Shared memory of the consumers.
+
+    Attributes:
+        q: [64, 512] e4m3 and its pointer `q_bytes`.
+        q_rope: [64, 64] in the type of the cache's rope part, and its pointer `q_rope_bytes`.
+        p: [columns, 64, stage] e4m3 weights and their words `p_words`.
+        q_scale: [64] scales of the query rows.
+        row_max: [64] running maximum.
+        scales: [64, warpgroup] factors by which the maximum of its last block rescales.
+        risen: [warpgroup] number of its last block in which a maximum rose.
+        row_sum: [64, warpgroup] sums of probabilities.
+        tops, carried: [64, warpgroup] maxima of now and of the last flush.
+    """
+
+    q: Any
+    q_bytes: Any
+    q_rope: Any
+    q_rope_bytes: Any
+    p: Any
+    p_words: Any
+    q_scale: Any
+    row_max: Any
+    scales: Any
+    risen: Any
+    row_sum: Any
+    tops: Any
+    carried: Any
+
+
+@dataclass(frozen=True)
+class Mmas:
+    """Scores, their rope part and values."""
+
+    qk: Any
+    rope: Any
+    pv: Any
+
+
+@dataclass(frozen=True)
+class Fragments:
+    """Operands and accumulators of a thread.
+
+    Attributes:
+        q, q_rope, keys, rope, p: in shared memory.
+        acc_s: scores, and as [row of this thread, (column of a pair, group of 8 columns)] `s`.
+        acc_o: output, and by query row `o`.
+    """
+
+    q: Any
+    q_rope: Any
+    keys: Any
+    rope: Any
+    p: Any
+    acc_s: Any
+    s: Any
+    acc_o: Any
+    o: Any
+
+
+@dataclass(frozen=True)
+class State:
+    """Numbers of a thread, per row of its scores.
+
+    Attributes:
+        sums: sums of its probabilities.
+        scale: factor by which the last maximum rescales.
+        top: running maximum.
+        factors: from scores to powers of two.
+    """
+
+    sums: Any
+    scale: Any
+    top: Any
+    factors: Any
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step of the consumers works on: see `consume`.
+
+    Attributes:
+        mmas, work, values, state, exchange: `Mmas`, `Fragments`, `values_tensor`, `State`,
+            `Exchange`.
+        scales: of the tokens in all stages, or None.
+        places: where this lane reads values.
+        barriers: mbarriers.
+        scheduler: the CTA's work tiles.
+        columns: query rows on the N side.
+    """
+
+    mmas: Any
+    work: Any
+    values: Any
+    state: Any
+    exchange: Any
+    scales: Any
+    places: Any
+    barriers: Any
+    scheduler: Any
+    columns: Any

@@ -1,0 +1,251 @@
+"""Scores to weights of the 8-bit latent kernel, and the running maximum of both warpgroups."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float8E4M3FN, Float32, Int32, const_expr
+
+from mla_var3.kernel.cute_python.mla.hopper.columns import own_row
+from mla_var3.kernel.cute_python.mla.hopper.constants import (
+    KV_BLOCK,
+    ROWS,
+)
+from mla_var3.kernel.cute_python.mla.hopper.rows import (
+    raise_max,
+    thread_max,
+)
+from mla_var3.kernel.cute_python.mla.hopper.warps import sync_warpgroup
+from mla_var3.kernel.cute_python.mla.latent.producer import Barrier
+from mla_var3.kernel.cute_python.mla.latent.rows64 import mask
+from mla_var3.kernel.cute_python.mla.latent.scheduler import (
+    needs_mask,
+    row_begin,
+    row_limit,
+)
+from mla_var3.kernel.cute_python.mla.latent_fp8.state import RISE_BITS, WEIGHT_BITS
+
+
+@cute.jit
+def token_scales(scales: cute.Tensor, stage: Int32, j: cutlass.Constexpr, lane: Int32):
+    """The scales of this thread's two tokens of group j of 8."""
+    two = cute.make_rmem_tensor(2, Float32)
+    place = cute.local_tile(scales[(None, stage)], (2,), (j * 4 + lane % 4,))
+    cute.autovec_copy(place, two)
+    return two
+
+
+@cute.jit
+def clear_scales(scales: cute.Tensor, stage: Int32, valid: Int32, t: Int32, group: Int32):
+    """Set the scales behind the first `valid` to 1: they may be NaN. A warpgroup calls it."""
+    if t >= valid and t < KV_BLOCK:
+        scales[t, stage] = Float32(1.0)
+    sync_warpgroup(Barrier.WARPGROUP_0 + group)
+
+
+@cute.jit
+def compute_weights(
+    step: cutlass.Constexpr,
+    group: cutlass.Constexpr,
+    stage: Int32,
+    token: Int32,
+    number: Int32,
+    lowest: Int32,
+    stored: Int32,
+    tile: cutlass.Constexpr,
+    t: Int32,
+):
+    """Scores of a KV block to weights in shared memory, with the maximum of both warpgroups.
+
+    The maximum of a row is not computed as long as no weight saturates: the weights are computed
+    with the maximum of the blocks before, and once more in the warps where one saturated.
+
+    Args:
+        step: `Step`.
+        group: the warpgroup.
+        stage: the block's stage, and slot of its weights.
+        token: the block's first token.
+        number: number of the block in the CTA.
+        lowest, stored: see `take_even`.
+        tile: the work tile.
+        t: this thread.
+    """
+    state, exchange, scales, s = step.state, step.exchange, step.scales, step.work.s
+    lane = t % 32
+    row0 = (t // 32) * 16 + lane // 4
+    if const_expr(scales is not None):
+        if token + KV_BLOCK > stored:
+            clear_scales(scales, stage, stored - token, t, group)
+    if needs_mask(token, lowest, tile, step.scheduler):
+        limits, begins = cute.make_rmem_tensor(2, Int32), cute.make_rmem_tensor(2, Int32)
+        for r in cutlass.range_constexpr(2):
+            limits[r] = row_limit(tile, row0 + 8 * r, step.scheduler)
+            if const_expr(step.scheduler.window is not None):
+                begins[r] = row_begin(tile, row0 + 8 * r, step.scheduler)
+        mask(s, token, limits, begins, lane, row0, tile, step.scheduler)
+    words = cute.make_rmem_tensor((KV_BLOCK // 16, 2), Int32)
+    added = cute.make_rmem_tensor(2, Float32)
+    weigh(s, state.top, state.factors, scales, stage, words, added, lane)
+    state.scale.fill(1.0)
+    if cute.arch.vote_ballot_sync(any_saturated(words)) != 0:
+        factors, best = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+        for r in cutlass.range_constexpr(2):
+            factors[r] = opaque(state.factors[r])
+        hidden_lane = opaque(lane)
+        highest_exponents(s, best, factors, scales, stage, hidden_lane)
+        margin = RISE_BITS - (1.0 if const_expr(scales is not None) else 0.0)
+        raise_max(best, state.top, state.scale, state.sums, Float32(1.0), margin)
+        weigh(s, state.top, factors, scales, stage, words, added, hidden_lane)
+        if lane % 4 == 0:
+            for r in cutlass.range_constexpr(2):
+                exchange.row_max[row0 + 8 * r] = state.top[r]
+        if lane == 0:
+            exchange.risen[group] = number
+    if lane % 4 == 0:
+        for r in cutlass.range_constexpr(2):
+            exchange.scales[row0 + 8 * r, group] = state.scale[r]
+    for r in cutlass.range_constexpr(2):
+        state.sums[r] = state.sums[r] + added[r]
+        row = row0 + 8 * r
+        for g in cutlass.range_constexpr(KV_BLOCK // 16):
+            place = stage * (step.columns * 16) + row * 16 + (g ^ (lane // 8)) * 4 + lane % 4
+            if const_expr(step.columns == ROWS):
+                exchange.p_words[place] = words[g, r]
+            else:
+                if row < step.columns:
+                    exchange.p_words[place] = words[g, r]
+
+
+def opaque(value: Any) -> Any:
+    """The same number, of which the compiler does not know that it is the same.
+
+    The rare second computation of the weights would otherwise share products with the first, which
+    keeps them in registers.
+    """
+    kind = type(value)
+    return cute.arch.inline_ptx(
+        "mov.b32 {$w0}, {$r0};", write_only_types=[kind], read_only_args=[value]
+    )
+
+
+@cute.jit
+def weigh(
+    s: cute.Tensor,
+    top: cute.Tensor,
+    row_factors: cute.Tensor,
+    scales: cutlass.Constexpr,
+    stage: Int32,
+    words: cute.Tensor,
+    added: cute.Tensor,
+    lane: Int32,
+):
+    """Weights of this thread's scores, tokens in the order of `consumer.py`.
+
+    Args:
+        s: scores of two rows, over the scales of their tokens and of their row.
+        top, row_factors: see `State`.
+        scales: of the tokens, or None.
+        stage: the block's stage.
+        words: a word of weights per 16 tokens and row, written.
+        added: sums of the probabilities, written.
+        lane: this thread's lane.
+    """
+    added.fill(0.0)
+    bases = (WEIGHT_BITS - top[0], WEIGHT_BITS - top[1])
+    for g in cutlass.range_constexpr(KV_BLOCK // 16):
+        weights = cute.make_rmem_tensor((4, 2), Float32)
+        for half in cutlass.range_constexpr(2):
+            j = 2 * g + half
+            factors = (Float32(1.0), Float32(1.0))
+            if const_expr(scales is not None):
+                two = token_scales(scales, stage, j, lane)
+                factors = (two[0], two[1])
+            for r in cutlass.range_constexpr(2):
+                for e in cutlass.range_constexpr(2):
+                    score = s[r, (e, j)]
+                    if const_expr(scales is not None):
+                        score = score * factors[e]
+                    p = cute.math.exp2(score * row_factors[r] + bases[r], fastmath=True)
+                    added[r] = added[r] + p
+                    if const_expr(scales is not None):
+                        p = p * factors[e]
+                    weights[2 * half + e, r] = p
+        narrow = cute.make_rmem_tensor((4, 2), Float8E4M3FN)
+        narrow.store(weights.load().to(Float8E4M3FN))
+        packed = cute.recast_tensor(narrow, Int32)
+        for r in cutlass.range_constexpr(2):
+            words[g, r] = packed[0, r]
+
+
+@cute.jit
+def any_saturated(words: cute.Tensor) -> Boolean:
+    """Whether a weight is e4m3's largest number, 0x7e, or NaN, 0x7f; none is negative."""
+    found = Int32(0)
+    for i in cutlass.range_constexpr(cute.size(words)):
+        found |= (words[i] & 0x7F7F7F7F) + 0x02020202
+    return (found & Int32(-0x7F7F7F80)) != 0
+
+
+@cute.jit
+def floor_log2(number: Float32) -> Float32:
+    """The exponent of a positive float, from its bits and without a conversion."""
+    field = (number.bitcast(Int32) >> 23) | 0x4B000000
+    return field.bitcast(Float32) - Float32(2.0**23 + 127)
+
+
+@cute.jit
+def highest_exponents(
+    s: cute.Tensor,
+    best: cute.Tensor,
+    factors: cute.Tensor,
+    scales: cutlass.Constexpr,
+    stage: Int32,
+    lane: Int32,
+):
+    """The highest exponent of a weight of each of this thread's two rows, among its own tokens."""
+    if const_expr(scales is None):
+        thread_max(s, best)
+        for r in cutlass.range_constexpr(2):
+            best[r] = best[r] * factors[r]
+    else:
+        best.fill(-Float32.inf)
+        for j in cutlass.range_constexpr(KV_BLOCK // 8):
+            two = token_scales(scales, stage, j, lane)
+            for e in cutlass.range_constexpr(2):
+                added = floor_log2(two[e])
+                for r in cutlass.range_constexpr(2):
+                    exponent = s[r, (e, j)] * two[e] * factors[r] + added
+                    best[r] = cute.arch.fmax(best[r], exponent)
+
+
+@cute.jit
+def adopt_max(
+    state: cutlass.Constexpr,
+    exchange: cutlass.Constexpr,
+    group: cutlass.Constexpr,
+    number: Int32,
+    t: Int32,
+):
+    """Adopt the maxima of a block of warpgroup `group`, the other one, if one has risen."""
+    row0 = (t // 32) * 16 + t % 32 // 4
+    if exchange.risen[group] == number:
+        for r in cutlass.range_constexpr(2):
+            state.top[r] = exchange.row_max[row0 + 8 * r]
+            state.sums[r] = state.sums[r] * exchange.scales[row0 + 8 * r, group]
+
+
+@cute.jit
+def rescale_output(
+    o: cute.Tensor,
+    exchange: cutlass.Constexpr,
+    group: cutlass.Constexpr,
+    number: Int32,
+    lane: Int32,
+    columns: cutlass.Constexpr,
+):
+    """Multiply the output by the scales of a block of a warpgroup, if a maximum has risen in it."""
+    if exchange.risen[group] == number:
+        for j in cutlass.range_constexpr(columns // 8):
+            for e in cutlass.range_constexpr(2):
+                scale = exchange.scales[own_row(j, e, lane), group]
+                o[(e, j), None].store(o[(e, j), None].load() * scale)
