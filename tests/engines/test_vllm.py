@@ -140,6 +140,7 @@ def test_serves_deepseek_on_hopper(backend, fitting, kv_cache_dtype) -> None:
     ("change", "reason"),
     [
         ({"device_capability": (10, 0)}, "runs on Hopper .*, this GPU is sm_100"),
+        ({"kv_cache_dtype": "fp8", "head_size": 320}, "rows of 576 columns"),
         ({"kv_cache_dtype": "fp8_ds_mla"}, "--kv-cache-dtype auto, or fp8"),
         ({"use_sparse": True}, "attention is sparse"),
         ({"head_size": 640}, "cache rows of 576, 512, 320, 288 columns, this model has 640"),

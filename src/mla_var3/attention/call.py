@@ -98,7 +98,7 @@ def mla_attention(
             are few of them.
         sliding_window: how many of the newest tokens a query sees, counted from itself backwards:
             those at positions above its own minus `sliding_window`; None for all. Later tokens that
-            it sees without `causal`, and drafts of a tree, are seen beside them.
+            it sees without `causal` are seen beside them.
         prefix: which requests share their first tokens, `PrefixGroups`, or those laid out for a
             step by `prefix_layout`. It changes no result: a kernel may read shared tokens once.
 

@@ -43,6 +43,8 @@ HOPPER = 9
 """Major compute capability of the GPUs that the kernel runs on."""
 FP8_CACHES = ("fp8", "fp8_e4m3")
 """vLLM's names of a cache in e4m3 with one scale."""
+FP8_WIDTH = paged.LATENT_WIDTH + paged.ROPE_WIDTH
+"""Columns of the rows of such a cache that the kernel serves."""
 _UNSUPPORTED_DRAFTS = "dflash", "dspark"
 """Speculation methods whose drafts attend without a causal mask."""
 
@@ -121,6 +123,11 @@ def refusals(
     elif head_size and head_size not in paged.ROW_WIDTHS:
         served = ", ".join(map(str, paged.ROW_WIDTHS))
         reasons.append(f"{NAME} serves cache rows of {served} columns, this model has {head_size}")
+    elif kv_cache_dtype in FP8_CACHES and head_size not in (0, FP8_WIDTH):
+        reasons.append(
+            f"{NAME} serves an fp8 cache with rows of {FP8_WIDTH} columns, this model has "
+            f"{head_size}: --kv-cache-dtype auto"
+        )
     if block_size is not None and block_size % paged.PAGE_SIZE:
         reasons.append(f"{NAME} needs --block-size {paged.PAGE_SIZE}, got {block_size}")
     return reasons

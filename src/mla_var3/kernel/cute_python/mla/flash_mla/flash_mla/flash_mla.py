@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, ROWS
+from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, LATENT, ROPE, ROWS
 from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
 from mla_var3.kernel.cute_python.mla.hopper.widths import (
     LATENT_WIDTHS,
@@ -149,6 +149,8 @@ def unsupported(shape: Any) -> str | None:
     """Why the kernel cannot serve a call of this shape; None when it can."""
     if LatentWidths(shape.k, shape.p) not in LATENT_WIDTHS:
         return f"(k, p) = ({shape.k}, {shape.p}); it is made for {served_widths()}"
+    if shape.cache_dtype is not None and (shape.k, shape.p) != (LATENT, ROPE):
+        return f"(k, p) = ({shape.k}, {shape.p}) in 8 bits; it is made for ({LATENT}, {ROPE})"
     if shape.page_size is not None and shape.page_size % KV_BLOCK:
         return f"pages of {shape.page_size} tokens; it takes multiples of {KV_BLOCK}"
     return None
