@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from mla_var3.bench.contenders import (
+    FP8_KERNEL,
     PREFIX_KERNEL,
     choices_of,
     make_plan,
@@ -64,6 +65,7 @@ def plan_estimate(plan: Any, spec: DeviceSpec) -> Estimate | None:
 def predict_case(case: Case, spec: DeviceSpec, around: Mapping[str, Any]) -> list[BenchRow]:
     """Predicted rows of one shape; a kernel that cannot be planned is a row with its reason."""
     rows = [_kernel_row(choice, case.problem, spec, around) for choice in case.kernels]
+    rows += [_fp8_row(fmt, case.problem, spec, around) for fmt in case.cache_dtypes]
     if case.shared is not None:
         rows.append(_prefix_row(case.problem, case.shared, spec, around))
     return rows + [_projection_row(name, case.problem, spec, around) for name in _PROJECTIONS]
@@ -129,6 +131,35 @@ def _prefix_row(
         flops=cost.flops,
         bytes=cost.bytes,
         projections_us=expected.around_us,
+        **around,
+    )
+
+
+def _fp8_row(
+    fmt: str, problem: MlaProblem, spec: DeviceSpec, around: Mapping[str, Any]
+) -> BenchRow:
+    """The latent kernel on an 8-bit cache."""
+    from mla_var3.op.mla.cache_formats import cache_format
+
+    kernel, _, language = FP8_KERNEL.partition(":")
+    token_bytes = cache_format(fmt).row_bytes(problem.k, problem.p)
+    work = Workload(problem, cache_dtype=fmt, token_bytes=token_bytes)
+    expected = estimate(kernel, work, spec, language)
+    assert expected is not None
+    return BenchRow(
+        problem=problem,
+        kernel=kernel,
+        language=language,
+        source=OURS,
+        kind=PREDICTED,
+        path=LATENT,
+        timer=FITTED_TIMER if expected.fitted else IDEAL,
+        time_us=expected.kernel_us,
+        spread_us=0.0,
+        flops=expected.cost.flops,
+        bytes=expected.cost.bytes,
+        projections_us=expected.around_us,
+        cache_dtype=fmt,
         **around,
     )
 

@@ -22,7 +22,13 @@ from mla_var3.bench.measure import QUICK_ROUNDS, QUICK_SECONDS
 from mla_var3.bench.page import group_rows, method, troubles
 from mla_var3.bench.plots import draw_plots
 from mla_var3.bench.record import FAILED, LOST, OURS, PROJECTION, BenchRecord
-from mla_var3.bench.suites import DESIGN, PEERS, main_job_case, mla_kernels
+from mla_var3.bench.suites import (
+    DESIGN,
+    EIGHT_BIT_PEERS,
+    PEERS,
+    main_job_case,
+    mla_kernels,
+)
 from mla_var3.conf.devices import load_devices
 from mla_var3.errors import CheckFailedError, HyperMlaError, KernelCompileError, UnsupportedError
 from mla_var3.op.mla.model.times import IDEAL
@@ -60,7 +66,7 @@ SIZES = {"b": 32, "s": 16, "t": 4096, "h": 128}
 """The shape of the published comparison."""
 CPU_SIZES = {"b": 2, "s": 4, "t": 200, "h": 16}
 QUICK_CPU_SIZES = {"b": 2, "s": 2, "t": 100, "h": 8}
-MAIN_PEERS = tuple(name for name in PEERS if name != "fa3_one_split")
+MAIN_PEERS = tuple(name for name in PEERS if name not in ("fa3_one_split", *EIGHT_BIT_PEERS))
 
 StepHook = Callable[["Step"], None]
 

@@ -11,6 +11,7 @@ from mla_var3.bench import run as bench_run
 from mla_var3.bench.contenders import PREFIX_KERNEL, prefix_contender
 from mla_var3.bench.run import BenchOptions, build_cases
 from mla_var3.bench.suites import (
+    EIGHT_BIT_PEERS,
     PEERS,
     PREFIX,
     PREFIX_SHAPE,
@@ -86,7 +87,7 @@ def test_all_takes_every_version_at_one_shape(monkeypatch: pytest.MonkeyPatch) -
     assert missing == {}
     assert (case.problem.b, case.problem.s, case.problem.t, case.problem.h) == (32, 16, 512, 128)
     assert [choice.kernel for choice in case.kernels] == sorted(MANY)
-    assert case.peers == PEERS
+    assert case.peers == tuple(name for name in PEERS if name not in EIGHT_BIT_PEERS)
 
 
 def test_the_sweep_is_the_product_of_the_sizes() -> None:
@@ -185,3 +186,19 @@ def test_the_engine_suite_reads_scattered_pages() -> None:
         assert [(c.kernel.full_name, c.fields["page"]) for c in case.kernels] == [("flash_mla", 64)]
         assert case.peers == ("flashmla", "fa3_qv", "flashinfer")
     assert len(build_cases(BenchOptions(suite="engine"))[0]) == 144
+
+
+def test_8_bit_caches_take_part_when_asked_for() -> None:
+    sizes = {"s": (1,), "t": (512,)}
+    (case,), _ = build_cases(BenchOptions(suite="sweep", sizes=sizes))
+    assert case.cache_dtypes == () and not set(EIGHT_BIT_PEERS) & set(case.peers)
+    asked = BenchOptions(suite="sweep", sizes=sizes, cache_dtype=("fp8_per_token", "fp8"))
+    (case,), _ = build_cases(asked)
+    assert case.cache_dtypes == asked.cache_dtype and set(EIGHT_BIT_PEERS) < set(case.peers)
+    asked = BenchOptions(
+        suite="sweep", sizes=sizes, cache_dtype=("fp8_per_token",), backends=("cutile-dsl", "peers")
+    )
+    (case,), _ = build_cases(asked)  # the peer reads the other format, and ours is in CuTe DSL
+    assert case.cache_dtypes == () and not set(EIGHT_BIT_PEERS) & set(case.peers)
+    with pytest.raises(InvalidArgumentError, match="cache_dtype: expected fp8_per_token or fp8"):
+        BenchOptions(cache_dtype=("fp8_ds_mla",))
