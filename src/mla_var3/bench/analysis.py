@@ -1,6 +1,7 @@
 """Findings of a benchmark record: who is fastest where, by how much, and where that changes.
 
-8-bit kernels have a larger error. They are compared with the peers, but never count as our best.
+8-bit kernels have a larger error. They are compared with all peers, but never count as our best,
+and 16-bit kernels are not compared with an 8-bit peer.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from mla_var3.bench.suites import COMMON
 from mla_var3.conf.devices import DeviceSpec, device_spec
 from mla_var3.errors import UnknownNameError
 from mla_var3.op.cost import Cost
+from mla_var3.op.mla.model.times import FP8_SPEED
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.runtime.paths import split_full_name
 
@@ -63,12 +65,16 @@ class ShapeGroup:
         """The fastest of some rows, None of none."""
         return min(rows, key=self.figure, default=None)
 
-    @property
-    def rivals(self) -> list[BenchRow]:
-        """What our kernels are compared with: the peers; in a prediction the pure paths."""
+    def rivals(self, eight_bit: bool = False) -> list[BenchRow]:
+        """What our kernels are compared with: the peers; in a prediction the pure paths.
+
+        Args:
+            eight_bit: whether ours is an 8-bit kernel, which 8-bit peers are rivals of, too.
+        """
         if self.kind == PREDICTED:
             return [row for row in self.timed if is_pure(row)]
-        return [row for row in self.timed if row.source == PEER]
+        peers = [row for row in self.timed if row.source == PEER]
+        return [row for row in peers if eight_bit or not row.eight_bit]
 
     @property
     def best_ours(self) -> BenchRow | None:
@@ -85,22 +91,21 @@ class ShapeGroup:
         ours = [row for row in self.timed if row.source == OURS]
         return [row for row in ours if self.kind != PREDICTED or not is_pure(row)]
 
-    @property
-    def best_rival(self) -> BenchRow | None:
-        """The fastest rival."""
-        return self.best(self.rivals)
+    def best_rival(self, eight_bit: bool = False) -> BenchRow | None:
+        """The fastest rival; see `rivals`."""
+        return self.best(self.rivals(eight_bit))
 
     def speedup(self, row: BenchRow) -> float | None:
         """Time of the best rival over the row's; None without a rival or a time."""
-        rival = self.best_rival
+        rival = self.best_rival(row.eight_bit)
         if rival is None or row.status != OK or row.source == PROJECTION:
             return None
         return self.figure(rival) / self.figure(row)
 
 
 def is_pure(row: BenchRow) -> bool:
-    """Whether a row of ours is some version of a design that takes one path only."""
-    return row.source == OURS and split_full_name(row.kernel)[0] in PURE
+    """Whether a 16-bit row of ours is some version of a design that takes one path only."""
+    return row.source == OURS and not row.cache_dtype and split_full_name(row.kernel)[0] in PURE
 
 
 def shape_groups(rows: Sequence[BenchRow]) -> list[ShapeGroup]:
@@ -318,7 +323,8 @@ def limit_us(row: BenchRow, spec: DeviceSpec) -> float | None:
     """The least time of a row: its roofline at the vendor's peak rates; None without a cost."""
     if not row.flops or not row.bytes:
         return None
-    rates = (spec.peak_tflops(row.problem.dtype), spec.peak_gbps)
+    speed = FP8_SPEED if row.cache_dtype else 1.0
+    rates = (speed * spec.peak_tflops(row.problem.dtype), spec.peak_gbps)
     return Cost(row.flops, row.bytes).time_us(*rates)
 
 

@@ -56,6 +56,10 @@ if TYPE_CHECKING:
 
 PEER_ERROR_LIMIT = 0.01
 """A 16-bit peer above this relative error computes something else."""
+FP8_ERROR_LIMIT = 0.04
+"""The same for an 8-bit cache, against float64 on what the cache is worth: queries and
+probabilities have three bits of mantissa."""
+FP8_KERNEL = "flash_mla:cute-dsl"
 SEED = 1
 PREFIX_KERNEL = "flash_mla_prefix"
 MEMORY_FACTOR = 3.0
@@ -101,6 +105,7 @@ class Contender:
         language: language key of our kernels.
         asked: choices that the suite pinned.
         versions: versions of its own, beside those of the environment.
+        cache_dtype: format of the 8-bit cache that it reads; empty for 16 bits.
     """
 
     kernel: str
@@ -109,6 +114,7 @@ class Contender:
     language: str = ""
     asked: Mapping[str, int] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    cache_dtype: str = ""
 
 
 @dataclass
@@ -212,27 +218,65 @@ def peer_contender(
         run = kernel.build(libraries, inputs)
 
         def check() -> float:
-            if kernel.path not in known:
-                known[kernel.path] = reference(kernel.path, inputs)
-            return checked_error(kernel.title, run(), known[kernel.path])
+            key, limit = f"{kernel.path} {kernel.cache_dtype}", PEER_ERROR_LIMIT
+            if key not in known:
+                known[key] = reference(kernel.path, inputs, kernel.cache_dtype)
+            if kernel.cache_dtype:
+                limit = FP8_ERROR_LIMIT
+            return checked_error(kernel.title, run(), known[key], limit)
 
         return Ready(run, check, kernel.cost(problem), kernel.path)
 
     versions = {k: v for k, v in libraries.versions.items() if k == kernel.library}
-    return Contender(kernel.title, PEER, build, versions=versions)
+    return Contender(kernel.title, PEER, build, versions=versions, cache_dtype=kernel.cache_dtype)
 
 
-def checked_error(name: str, found: Tensor, exact: Tensor) -> float:
+def fp8_contender(fmt: str, problem: MlaProblem, device: str = "cuda") -> Contender:
+    """Our latent kernel on an 8-bit cache in pages, as the call of an engine runs it."""
+
+    def build() -> Ready:
+        from mla_var3.attention.cache.view import paged_view
+        from mla_var3.attention.call import mla_latent_attention
+        from mla_var3.bench.peers import PeerInputs, reference
+        from mla_var3.op.mla.cache_formats import cache_format
+
+        inputs = PeerInputs.make(problem, device)
+        pages, scale = inputs.quantised_cache(fmt)
+        view = paged_view(
+            pages, inputs.page_table(), inputs.raw.lengths, k=problem.k, format=fmt, scale=scale
+        )
+        q, q_rope = inputs.latent_queries().split([problem.k, problem.p], dim=-1)
+        q, q_rope = q.contiguous(), q_rope.contiguous()
+
+        def run() -> Tensor:
+            return mla_latent_attention(
+                q, q_rope, view, causal=problem.causal, d=problem.d, kernel=FP8_KERNEL
+            )[0]
+
+        def check() -> float:
+            exact = reference(LATENT, inputs, fmt)
+            return checked_error(f"flash_mla, {fmt}", run(), exact, FP8_ERROR_LIMIT)
+
+        token_bytes = cache_format(fmt).row_bytes(problem.k, problem.p)
+        return Ready(run, check, flash_mla_cost(problem, token_bytes), LATENT)
+
+    kernel, _, language = FP8_KERNEL.partition(":")
+    return Contender(kernel, OURS, build, language, cache_dtype=fmt)
+
+
+def checked_error(
+    name: str, found: Tensor, exact: Tensor, limit: float = PEER_ERROR_LIMIT
+) -> float:
     """The relative error of a result.
 
     Raises:
-        CheckFailedError: it is above the bound, or not a number.
+        CheckFailedError: it is above the limit, or not a number.
     """
     from mla_var3.op.compare import compare
 
     error = compare(found, exact).relative_frobenius
-    if not error <= PEER_ERROR_LIMIT:  # NaN fails too
-        raise CheckFailedError(f"{name}: relative error {error:.3g} (bound {PEER_ERROR_LIMIT:g})")
+    if not error <= limit:  # NaN fails too
+        raise CheckFailedError(f"{name}: relative error {error:.3g} (bound {limit:g})")
     return error
 
 
@@ -375,6 +419,7 @@ def contenders(
     references: dict[str, Tensor] = {}
     found = [call_contender(problem, device)] if case.call else []
     found += [kernel_contender(k, problem, target, device, tune, progress) for k in case.kernels]
+    found += [fp8_contender(fmt, problem, device) for fmt in case.cache_dtypes]
     if case.shared is not None:
         found.append(prefix_contender(problem, case.shared, device))
     if libraries is not None:

@@ -227,6 +227,7 @@ def _row(
         path=ready.path if ready else "",
         choices=ready.choices if ready else contender.asked,
         asked=contender.asked,
+        cache_dtype=contender.cache_dtype,
         status=outcome.status,
         reason=outcome.reason,
         note=ready.note if ready else "",

@@ -2,9 +2,9 @@
 
 Every peer gets the same numbers in the layout it wants. It reads either the latent cache or cached
 keys and values (decompressed; there every request has `t` tokens), and is checked against the
-float32 reference before it is timed. FlashMLA and FlashAttention-3 come as torch operator libraries
-inside the vLLM package; a folder with just these files will do. Otherwise their own packages are
-used.
+float32 reference before it is timed. FlashMLA, vLLM's 8-bit extension of it and FlashAttention-3
+come as torch operator libraries inside the vLLM package; a folder with just these files will do.
+Otherwise their own packages are used.
 """
 
 from __future__ import annotations
@@ -26,14 +26,23 @@ from torch.nn.functional import scaled_dot_product_attention
 from mla_var3.bench.record import DECOMPRESSED, LATENT, first_line
 from mla_var3.errors import MissingToolError, UnknownNameError
 from mla_var3.op.cost import Cost
+from mla_var3.op.mla.cache_formats import (
+    PER_TENSOR,
+    QuantisedCache,
+    cache_format,
+    dequantise,
+    quantise,
+)
 from mla_var3.op.mla.cost import flash_attention_cost, flash_mla_cost
 from mla_var3.op.mla.inputs import MlaInputs, decompress_all, make_inputs, project_queries
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.op.mla.reference import reference_decompressed, reference_latent
+from mla_var3.op.mla.window.quantise import E4M3, E4M3_MAX
 from mla_var3.runtime.environment import installed
 
 OPERATORS = {
     "flashmla": ("_flashmla_C", "_flashmla_C.abi3.so"),
+    "flashmla_fp8": ("_flashmla_extension_C", "_flashmla_extension_C.abi3.so"),
     "fa3": ("_vllm_fa3_C", "vllm_flash_attn/_vllm_fa3_C.abi3.so"),
 }
 """Library -> namespace of its torch operators, and its file inside the vLLM package."""
@@ -55,7 +64,7 @@ DISTRIBUTIONS = {
     "vllm": "vllm",
     "torch": "torch",
 }
-LIBRARIES = ("flashmla", "fa3", "flashinfer", "triton", "torch")
+LIBRARIES = ("flashmla", "flashmla_fp8", "fa3", "flashinfer", "triton", "torch")
 
 
 class PeerLibraries:
@@ -204,6 +213,32 @@ class PeerInputs:
         used = torch.arange(cache.shape[1], device=cache.device) < self.raw.lengths[:, None]
         return cache.masked_fill_(~used[:, :, None], 0.0)
 
+    def quantised_cache(self, name: str) -> tuple[Tensor, Tensor | None]:
+        """Pages `[pages, PAGE, bytes]` of an 8-bit format, and its scale if it has one for all."""
+        fmt, values = cache_format(name), self._quantised(name)
+        k, p = self.problem.k, self.problem.p
+        scale = values.scales if values.scales.dim() == 1 else None
+        rows = values.latent.shape[0] * values.latent.shape[1]
+        shape = (rows // PAGE, PAGE, fmt.row_bytes(k, p))
+        pages = torch.empty(shape, dtype=torch.uint8, device=values.latent.device)
+        parts = fmt.parts(pages, k, p, scale)
+        for part, new in (
+            (parts.latent, values.latent), (parts.rope, values.rope),
+            *([] if scale is not None else [(parts.scales, values.scales)]),
+        ):  # fmt: skip
+            in_pages = new.contiguous().view(torch.uint8).view(*part.shape[:2], -1)
+            part.view(torch.uint8).copy_(in_pages)
+        return pages, scale
+
+    def worth(self, name: str) -> tuple[Tensor, Tensor]:
+        """Latent rows and rope keys that the pages of a format stand for, float32."""
+        return dequantise(self._quantised(name))
+
+    def _quantised(self, name: str) -> QuantisedCache:
+        rows, k = self.latent_cache(), self.problem.k
+        scale = rows.abs().amax().float().reshape(1) / E4M3_MAX if name == PER_TENSOR.name else None
+        return quantise(rows[..., :k], rows[..., k:], cache_format(name), scale)
+
     def page_table(self) -> Tensor:
         """[b, pages]: the pages of a request are consecutive."""
         b, pages = self.problem.b, -(-self.problem.t // PAGE)
@@ -224,24 +259,33 @@ class PeerKernel:
         library: name in `PeerLibraries`.
         path: "latent" or "decompressed".
         build: makes the call that returns o.
+        cache_dtype: format of the 8-bit cache that it reads; empty for 16 bits.
     """
 
     title: str
     library: str
     path: str
     build: Callable[[PeerLibraries, PeerInputs], Run]
+    cache_dtype: str = ""
 
     def cost(self, problem: MlaProblem) -> Cost:
         """FLOPs and bytes of its path, the same count as for our kernels."""
+        if self.cache_dtype:
+            row = cache_format(self.cache_dtype).row_bytes(problem.k, problem.p)
+            return flash_mla_cost(problem, row)
         return (flash_mla_cost if self.path == LATENT else flash_attention_cost)(problem)
 
 
-def reference(path: str, inputs: PeerInputs) -> Tensor:
-    """The float32 output of a path."""
+def reference(path: str, inputs: PeerInputs, cache_dtype: str = "") -> Tensor:
+    """The output of a path in float32; on what an 8-bit cache is worth, in float64."""
     raw, problem = inputs.raw, inputs.problem
     settings: dict[str, Any] = {"causal": problem.causal, "scale": problem.softmax_scale}
     if path == LATENT:
         queries = project_queries(raw.q_nope, raw.w_uk)
+        if cache_dtype:
+            settings["compute_dtype"] = torch.float64
+            rows = inputs.worth(cache_dtype)
+            return reference_latent(queries, raw.q_rope, *rows, raw.lengths, **settings)[0]
         cache = (raw.c_kv, raw.k_rope, raw.lengths)
         return reference_latent(queries, raw.q_rope, *cache, **settings)[0]
     keys, values = decompress_all(raw.c_kv, raw.w_uk, raw.w_uv)
@@ -268,6 +312,27 @@ def _flashmla(libraries: PeerLibraries, inputs: PeerInputs) -> Run:
     return lambda: module.flash_mla_with_kvcache(
         q, paged, table, lengths, k, metadata, splits, softmax_scale=scale, causal=problem.causal
     )[0]
+
+
+def _flashmla_fp8(libraries: PeerLibraries, inputs: PeerInputs) -> Run:
+    """VLLM's dense 8-bit kernel: queries and cache in e4m3, one scale each."""
+    problem, lengths, table = inputs.problem, inputs.raw.lengths, inputs.page_table()
+    operators, k = libraries.operators["flashmla_fp8"], problem.k
+    pages, cache_scale = inputs.quantised_cache(PER_TENSOR.name)
+    paged = pages.view(E4M3).view(-1, PAGE, 1, k + problem.p)
+    wide = inputs.latent_queries().float()
+    query_scale = wide.abs().amax().reshape(1) / E4M3_MAX
+    q = (wide / query_scale).to(E4M3)
+    metadata = operators.get_mla_decoding_metadata_dense_fp8(lengths, problem.s * problem.h, 1)
+
+    def call() -> Tensor:
+        out: Tensor = operators.fwd_kvcache_mla_fp8(
+            q, paged, k, lengths, table, problem.softmax_scale, problem.causal, *metadata,
+            query_scale, cache_scale,
+        )[0]  # fmt: skip
+        return out
+
+    return call
 
 
 def _fa3_qv(libraries: PeerLibraries, inputs: PeerInputs) -> Run:
@@ -407,6 +472,9 @@ def _sdpa(libraries: PeerLibraries, inputs: PeerInputs) -> Run:
 
 KERNELS = {
     "flashmla": PeerKernel("FlashMLA", "flashmla", LATENT, _flashmla),
+    "flashmla_fp8": PeerKernel(
+        "FlashMLA (vLLM)", "flashmla_fp8", LATENT, _flashmla_fp8, PER_TENSOR.name
+    ),
     "fa3_qv": PeerKernel("FlashAttention-3 qv", "fa3", LATENT, _fa3_qv),
     "flashinfer": PeerKernel("FlashInfer", "flashinfer", LATENT, _flashinfer),
     "triton": PeerKernel("Triton (vLLM decode)", "triton", LATENT, _triton),

@@ -11,7 +11,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mla_var3.bench.contenders import PREFIX_KERNEL, choices_of, make_plan, path_of, shared_problem
+from mla_var3.bench.contenders import (
+    FP8_KERNEL,
+    PREFIX_KERNEL,
+    choices_of,
+    make_plan,
+    path_of,
+    shared_problem,
+)
 from mla_var3.bench.record import (
     ABSENT,
     FAILED,
@@ -28,6 +35,7 @@ from mla_var3.bench.suites import Case, KernelChoice, SharedTokens
 from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import UnsupportedError
 from mla_var3.op.cost import Cost
+from mla_var3.op.mla.cache_formats import cache_format
 from mla_var3.op.mla.cost import output_up_projection_cost, query_projection_cost
 from mla_var3.op.mla.model import designs
 from mla_var3.op.mla.model.designs import estimate, part_us
@@ -59,6 +67,7 @@ def predict_case(case: Case, spec: DeviceSpec, around: Mapping[str, Any]) -> lis
     """Predicted rows of one shape; a kernel that cannot be planned is a row with its reason."""
     common = {"problem": case.problem, "kind": PREDICTED, "timer": IDEAL, **around}
     rows = [_kernel_row(choice, spec, common) for choice in case.kernels]
+    rows += [_fp8_row(fmt, spec, common) for fmt in case.cache_dtypes]
     if case.shared is not None:
         rows.append(_prefix_row(case.shared, spec, common))
     return rows + [_projection_row(name, spec, common) for name in _PROJECTIONS]
@@ -101,6 +110,18 @@ def _prefix_row(shared: SharedTokens, spec: DeviceSpec, common: Mapping[str, Any
     assert expected is not None
     cost = latent_shared_cost(shared_problem(row.problem, shared))
     return _estimated(row, expected, cost, choices={"prefix": shared.mean})
+
+
+def _fp8_row(fmt: str, spec: DeviceSpec, common: Mapping[str, Any]) -> BenchRow:
+    """The latent kernel on an 8-bit cache."""
+    kernel, _, language = FP8_KERNEL.partition(":")
+    row = BenchRow(kernel=kernel, language=language, source=OURS, path=LATENT, **common)
+    problem = row.problem
+    token_bytes = cache_format(fmt).row_bytes(problem.k, problem.p)
+    work = Workload(problem, cache_dtype=fmt, token_bytes=token_bytes)
+    expected = estimate(kernel, work, spec, language)
+    assert expected is not None
+    return _estimated(row, expected, expected.cost, cache_dtype=fmt)
 
 
 _PROJECTIONS = {

@@ -62,6 +62,8 @@ class BenchRow:
         error: relative Frobenius error against the float32 reference.
         projections_us: time of the projections that the kernel does not do; None if unknown.
         device, date, command, versions: the circumstances of the row.
+        cache_dtype: format of the 8-bit latent cache that the kernel reads; empty for 16 bits. Its
+            error is that against float64 on the dequantised cache.
     """
 
     problem: MlaProblem
@@ -88,16 +90,19 @@ class BenchRow:
     date: str = ""
     command: str = ""
     versions: Mapping[str, str | None] = field(default_factory=dict)
+    cache_dtype: str = ""
 
     @property
     def eight_bit(self) -> bool:
         """Whether the kernel reads 8-bit operands; its results have a column of their own."""
-        return (self.kernel, self.language) in EIGHT_BIT
+        return bool(self.cache_dtype) or (self.kernel, self.language) in EIGHT_BIT
 
     @property
     def series(self) -> str:
-        """The kernel, its language where that is not the default, and "8-bit" where it applies."""
+        """The kernel, its language where that is not the default, and its cache or "8-bit"."""
         language = f" ({self.language})" if self.language not in ("", DEFAULT_LANGUAGE) else ""
+        if self.cache_dtype:
+            return f"{self.kernel}{language} {self.cache_dtype}"
         return self.kernel + language + (" 8-bit" if self.eight_bit else "")
 
     @property
@@ -146,7 +151,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "path": (LATENT, DECOMPRESSED, MIX, CALL, ""),
     "status": (OK, ABSENT, FAILED, LOST),
 }
-_TEXTS = ("language", "reason", "note", "timer", "device", "date", "command")
+_TEXTS = ("language", "reason", "note", "timer", "device", "date", "command", "cache_dtype")
 _POSITIVE, _NOT_NEGATIVE = "a finite number above 0", "a finite number of at least 0"
 _NUMBERS = {
     **dict.fromkeys(("time_us", "flops", "bytes", "runs"), _POSITIVE),
@@ -345,14 +350,17 @@ def merge_records(records: Iterable[BenchRecord]) -> BenchRecord:
 
 def row_key(row: BenchRow) -> tuple[Any, ...]:
     """What makes two rows the same measurement, apart from the device."""
-    return row.kind, row.source, row.kernel, row.language, row.problem, tuple(row.choices.items())
+    return (
+        row.kind, row.source, row.kernel, row.language, row.problem, tuple(row.choices.items()),
+        row.cache_dtype,
+    )  # fmt: skip
 
 
 CSV_COLUMNS = (
     "kernel", "language", "source", "kind", "path", "b", "s", "t", "h", "d", "p", "k", "v",
-    "dtype", "causal", "lengths", "choices", "eight_bit", "status", "reason", "note", "time_us",
-    "spread_us", "call_us", "runs", "timer", "tflops", "gbps", "error", "speedup_over_best_peer",
-    "device", "date", "command", "versions",
+    "dtype", "cache_dtype", "causal", "lengths", "choices", "eight_bit", "status", "reason",
+    "note", "time_us", "spread_us", "call_us", "runs", "timer", "tflops", "gbps", "error",
+    "speedup_over_best_peer", "device", "date", "command", "versions",
 )  # fmt: skip
 
 

@@ -33,6 +33,7 @@ from mla_var3.bench.session import SessionOptions, measure, unique_rows
 from mla_var3.bench.suites import (
     COMMON,
     DESIGN,
+    EIGHT_BIT_PEERS,
     ENGINE,
     FIXED_SUITES,
     MODEL_S,
@@ -57,9 +58,11 @@ from mla_var3.bench.suites import (
     select_kernels,
     sweep_cases,
     window_cases,
+    with_8_bit_caches,
 )
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
+from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.runtime import paths
 from mla_var3.runtime.environment import environment
@@ -80,6 +83,7 @@ class BenchOptions(SessionOptions):
         sizes: b, s, t and h, each one or several values.
         widths: d, p, k and v of a model; empty for the usual ones.
         dtype, causal: the rest of the problem.
+        cache_dtype: formats of 8-bit caches that the latent kernel is measured on as well.
         n_values: windows of the suite var6_plus.
         version: version of mla_var6_plus for that suite.
         kernels: "all", "latest", designs or full names.
@@ -100,6 +104,7 @@ class BenchOptions(SessionOptions):
     widths: Mapping[str, int] = field(default_factory=dict)
     dtype: str = "bfloat16"
     causal: bool = True
+    cache_dtype: tuple[str, ...] = ()
     n_values: tuple[int, ...] | None = None
     version: str | None = None
     kernels: tuple[str, ...] = ()
@@ -134,6 +139,9 @@ class BenchOptions(SessionOptions):
             if given:
                 expected = f"none: the suite {self.suite} has fixed shapes (use all or sweep)"
                 raise InvalidArgumentError(given[0], expected, "one")
+        for name in self.cache_dtype:
+            if name not in FP8_FORMATS:
+                raise InvalidArgumentError("cache_dtype", " or ".join(FP8_FORMATS), name)
         for name, values in self.sizes.items():
             single = name in _ONE_VALUE.get(self.suite, ())
             if not values or (single and len(values) > 1):
@@ -246,7 +254,15 @@ def build_cases(options: BenchOptions) -> tuple[list[Case], dict[str, str]]:
     Raises:
         UnknownNameError: a kernel or backend that does not exist.
     """
-    languages, peers = select_backends(options.backends)
+    languages, known = select_backends(options.backends)
+    peers = tuple(name for name in known if name not in EIGHT_BIT_PEERS)
+    cases, missing = _16_bit_cases(options, languages, peers)
+    return with_8_bit_caches(cases, options.cache_dtype, languages, known), missing
+
+
+def _16_bit_cases(
+    options: BenchOptions, languages: Sequence[str], peers: Sequence[str]
+) -> tuple[list[Case], dict[str, str]]:
     kernels = [kernel for kernel in mla_kernels() if kernel.language in languages]
     fixed = {
         "figures": figures_cases,

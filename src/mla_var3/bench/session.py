@@ -221,4 +221,5 @@ def split_case(
 
 
 def _key(entry: BenchRow | Contender) -> tuple[Any, ...]:
-    return entry.source, entry.kernel, entry.language, tuple(sorted(entry.asked.items()))
+    asked = tuple(sorted(entry.asked.items()))
+    return entry.source, entry.kernel, entry.language, asked, entry.cache_dtype

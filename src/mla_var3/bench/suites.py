@@ -36,7 +36,9 @@ OLD_SUITES = {"absorbed": "latent"}
 
 LATENT_PEERS = ("flashmla", "fa3_qv", "flashinfer", "triton")
 DECOMPRESSED_PEERS = ("fa3", "fa3_one_split", "sdpa")
-PEERS = (*LATENT_PEERS, *DECOMPRESSED_PEERS)
+EIGHT_BIT_PEERS = ("flashmla_fp8",)
+"""Peers on an 8-bit cache with one scale; they take part where that format does."""
+PEERS = (*LATENT_PEERS, *DECOMPRESSED_PEERS, *EIGHT_BIT_PEERS)
 
 COMMON = MlaProblem(b=32, s=16, t=4096, h=128)
 """The shape of the public comparison."""
@@ -94,6 +96,8 @@ GROUP_PREFIXES, GROUP_MEMBERS, GROUP_OWN = tuple(range(2048, 16385, 2048)), 8, (
 FIXED_SUITES = ("figures", "latent", "mix", "models", "prefix")
 """Suites whose shapes cannot be changed."""
 
+PER_TENSOR_NAME = "fp8"
+"""The 8-bit format with one scale."""
 DESIGN = "mla_var6_plus"
 PURE_PATHS = ("flash_mla", "flash_attention")
 LAYER = "mla"
@@ -135,6 +139,7 @@ class Case:
         peers: names out of `PEERS`.
         call: whether the public call takes part, with the kernel it chooses.
         shared: first tokens that requests share; peers hold a copy of them per request.
+        cache_dtypes: formats of 8-bit caches that the latent kernel reads as well.
     """
 
     problem: MlaProblem
@@ -142,6 +147,23 @@ class Case:
     peers: tuple[str, ...] = ()
     call: bool = False
     shared: SharedTokens | None = None
+    cache_dtypes: tuple[str, ...] = ()
+
+
+def with_8_bit_caches(
+    cases: Iterable[Case], formats: Sequence[str], languages: Sequence[str], peers: Sequence[str]
+) -> list[Case]:
+    """The cases with the latent kernel on 8-bit caches, and the peers that read such a cache.
+
+    Args:
+        cases: 16-bit cases.
+        formats: of the caches, out of `FP8_FORMATS`.
+        languages: languages that take part.
+        peers: peers that take part.
+    """
+    ours = tuple(formats) if "cute-dsl" in languages else ()
+    theirs = [name for name in EIGHT_BIT_PEERS if name in peers and PER_TENSOR_NAME in formats]
+    return [replace(case, cache_dtypes=ours, peers=(*case.peers, *theirs)) for case in cases]
 
 
 SPECIAL = {*EIGHT_BIT, ("mla_var6_plus_v6", "cute-dsl")}

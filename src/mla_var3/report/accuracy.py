@@ -1,8 +1,9 @@
 """What an 8-bit latent cache costs in accuracy: attention over rounded tokens, against float64.
 
 Only the cache is rounded. Queries, scores, probabilities and sums are in float64 on both sides, so
-the figures are those of the format, whatever kernel reads it. Tokens come in tiles, so that long
-contexts need little memory.
+the figures are those of the format, whatever kernel reads it. On a Hopper GPU the latent kernel has
+columns of its own, with everything that it rounds beside the cache. Tokens come in tiles, so that
+long contexts need little memory.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ from pathlib import Path
 
 import torch
 
+from mla_var3.attention.backends.latent import missing_language
+from mla_var3.attention.cache.view import CacheView
+from mla_var3.attention.call import mla_latent_attention
 from mla_var3.bench.plots import log_axes, new_figure, save_figure, series_colour
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.op.mla.cache_formats import FORMATS, PER_TENSOR, dequantise, quantise
+from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS, LATENT, ROPE
+from mla_var3.op.mla.cache_formats import FORMATS, PER_TENSOR, CacheFormat, dequantise, quantise
 
 K, P, ROWS = 512, 64, 64
 """Widths of made latents, and their query rows."""
@@ -30,6 +35,10 @@ TOKENS, QUICK_TOKENS = (1024, 16384, 131072), (256, 2048)
 CAPTURED = "captured"
 EXACT = "exact"
 """The tokens before any rounding."""
+KERNEL = "flash_mla:cute-dsl"
+KERNEL_COLUMN = "{} kernel"
+"""Name of the column of the kernel on a cache of a format."""
+_COLUMNS = (*CACHES, *map(KERNEL_COLUMN.format, FP8_FORMATS))
 _TILE = 4096
 _HOT = 100.0
 """What the hot channel is multiplied by."""
@@ -38,6 +47,11 @@ _DEGREES = 3
 
 Tile = tuple[torch.Tensor, torch.Tensor]
 """Latent rows `[m, k]` and rope keys `[m, p]`."""
+Result = tuple[torch.Tensor, torch.Tensor]
+"""Output `[rows, k]` and LSE `[rows]`, float64."""
+HOPPER = (9, 0)
+_SLOT_STEP = 4
+"""Slots of a dense cache with scales per token are a multiple of it."""
 
 
 def _normal(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
@@ -161,8 +175,21 @@ def read_latents(path: Path) -> Latents:
     return Latents(path.stem, latent, rope, queries)
 
 
+def kernel_here() -> str | None:
+    """The kernel that reads 8-bit caches on the GPU here; None where there is none."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
+        return None
+    return None if missing_language(KERNEL.partition(":")[2]) else KERNEL
+
+
 def measure(
-    latents: Latents, lengths: Sequence[int], *, scale: float = 1.0, seed: int = 0
+    latents: Latents,
+    lengths: Sequence[int],
+    *,
+    scale: float = 1.0,
+    seed: int = 0,
+    kernel: str | None = None,
+    device: str = "cuda",
 ) -> list[AccuracyRow]:
     """The errors of all formats, with the queries of the latents or with flat and peaky ones.
 
@@ -171,6 +198,8 @@ def measure(
         lengths: How many of the tokens; all lengths are measured in one pass.
         scale: That of the format with one scale for the cache.
         seed: Of what is made.
+        kernel: A kernel to measure on the 8-bit caches that it reads; None for the formats alone.
+        device: Where it runs.
     """
     if latents.queries is not None:
         queries = {CAPTURED: latents.queries.double()}
@@ -185,9 +214,12 @@ def measure(
         for attention, rows in queries.items()
         for cache in (EXACT, *caches)
     }
+    stored = _kernel_caches(latents, max(lengths), scale, device) if kernel else []
     found: dict[tuple[str, int], AccuracyRow] = {}
     t = 0
     for latent, rope in latents.tiles(lengths, seed):
+        for own in stored:
+            own.add(latent, rope)
         for cache in (EXACT, *caches):
             rows = _worth(cache, latent, rope, scale)
             for attention in queries:
@@ -197,6 +229,9 @@ def measure(
             for attention in queries:
                 exact = attended[attention, EXACT]
                 errors = {cache: attended[attention, cache].error(exact) for cache in caches}
+                for own in stored:
+                    result = own.attend(queries[attention], str(kernel))
+                    errors[KERNEL_COLUMN.format(own.fmt.name)] = _error(exact.result(), result)
                 found[attention, t] = AccuracyRow(latents.name, attention, t, errors)
     return [found[attention, t] for attention in queries for t in sorted(set(lengths))]
 
@@ -227,7 +262,7 @@ def accuracy_plot(rows: Sequence[AccuracyRow], path: Path) -> list[Path]:
             own = [row for row in rows if (row.latents, row.attention) == panel]
             for name in own[0].errors:
                 points = [(row.t, 100 * row.errors[name].channels) for row in own]
-                colour = series_colour(name, CACHES)
+                colour = series_colour(name, _COLUMNS)
                 axis.plot(*zip(*points, strict=True), "o-", label=name, color=colour, markersize=4)
             log_axes(axis, sorted({row.t for row in rows}))
             axis.set_title(f"{panel[0]} latents, {panel[1]}", loc="left", fontsize=10)
@@ -262,19 +297,71 @@ class _Attention:
 
     def error(self, exact: _Attention) -> FormatError:
         """How far the result is from that over unrounded tokens."""
-        (output, lse), (found, found_lse) = exact.result(), self.result()
-        wrong = found - output
-        ratios = wrong.square().sum(0) / output.square().sum(0)
-        return FormatError(
-            channels=math.sqrt(float(ratios.mean())),
-            output=float(wrong.norm() / output.norm()),
-            lse=float((found_lse - lse).abs().max()),
-        )
+        return _error(exact.result(), self.result())
 
-    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def result(self) -> Result:
         """The output `[rows, k]` and the LSE `[rows]`."""
         assert self._output is not None
         return self._output / self._total[:, None], self._peak + self._total.log()
+
+
+class _KernelCache:
+    """A dense 8-bit cache of one request, which a kernel reads."""
+
+    def __init__(
+        self, fmt: CacheFormat, widths: tuple[int, int], t: int, scale: float, device: str
+    ):
+        """Allocate slots for t tokens."""
+        self.fmt, self._length = fmt, 0
+        self._scale = torch.full((1,), scale, device=device) if fmt is PER_TENSOR else None
+        shape = (1, -(-t // _SLOT_STEP) * _SLOT_STEP, fmt.row_bytes(*widths))
+        buffer = torch.zeros(shape, dtype=torch.uint8, device=device)
+        self._parts = fmt.parts(buffer, *widths, self._scale)
+
+    def add(self, latent: torch.Tensor, rope: torch.Tensor) -> None:
+        """More tokens, which are rounded to bfloat16 first, as models write them."""
+        first, last = self._length, self._length + latent.shape[0]
+        device = self._parts.latent.device
+        rows = (part.to(device, torch.bfloat16) for part in (latent, rope))
+        values = quantise(*rows, self.fmt, self._scale)
+        for name in ("latent", "rope") if self._scale is not None else ("latent", "rope", "scales"):
+            new = getattr(values, name).view(torch.uint8)
+            getattr(self._parts, name).view(torch.uint8)[0, first:last] = new
+        self._length = last
+
+    def attend(self, queries: torch.Tensor, kernel: str) -> Result:
+        """The result of a kernel with queries `[rows, k+p]`, one head each."""
+        parts, k = self._parts, self._parts.latent.shape[-1]
+        lengths = torch.tensor([self._length], dtype=torch.int32, device=parts.latent.device)
+        view = CacheView(parts.latent, parts.rope, lengths, scales=parts.scales)
+        q = queries.to(parts.latent.device, torch.bfloat16)[None, None]
+        q_latent, q_rope = q[..., :k].contiguous(), q[..., k:].contiguous()
+        output, lse = mla_latent_attention(
+            q_latent, q_rope, view, scale=1.0, causal=False, kernel=kernel
+        )
+        return output[0, 0].double().cpu(), lse[0, 0].double().cpu()
+
+
+def _kernel_caches(latents: Latents, t: int, scale: float, device: str) -> list[_KernelCache]:
+    """The caches that the kernel reads; none for other widths than it is made for."""
+    widths = (K, P)
+    if latents.latent is not None and latents.rope is not None:
+        widths = latents.latent.shape[1], latents.rope.shape[1]
+    if widths != (LATENT, ROPE):
+        return []
+    return [_KernelCache(FORMATS[name], widths, t, scale, device) for name in FP8_FORMATS]
+
+
+def _error(exact: Result, found: Result) -> FormatError:
+    """How far a result is from the exact one."""
+    output, lse = exact
+    wrong = found[0] - output
+    ratios = wrong.square().sum(0) / output.square().sum(0)
+    return FormatError(
+        channels=math.sqrt(float(ratios.mean())),
+        output=float(wrong.norm() / output.norm()),
+        lse=float((found[1] - lse).abs().max()),
+    )
 
 
 def _caches(latents: Latents) -> list[str]:

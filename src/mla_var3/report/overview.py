@@ -22,7 +22,13 @@ from mla_var3.bench.measure import QUICK_ROUNDS, QUICK_SECONDS
 from mla_var3.bench.page import group_rows, method, troubles
 from mla_var3.bench.plots import draw_plots
 from mla_var3.bench.record import FAILED, LOST, OURS, PROJECTION, BenchRecord
-from mla_var3.bench.suites import DESIGN, PEERS, main_job_case, mla_kernels
+from mla_var3.bench.suites import (
+    DESIGN,
+    EIGHT_BIT_PEERS,
+    PEERS,
+    main_job_case,
+    mla_kernels,
+)
 from mla_var3.conf.devices import load_devices
 from mla_var3.errors import CheckFailedError, HyperMlaError, KernelCompileError
 from mla_var3.op.mla.model.times import IDEAL
@@ -51,7 +57,7 @@ S_VALUES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Query lengths of the predictions."""
 CPU_SIZES = {"b": 2, "s": 4, "t": 200, "h": 16}
 QUICK_CPU_SIZES = {"b": 2, "s": 2, "t": 100, "h": 8}
-MAIN_PEERS = tuple(name for name in PEERS if name != "fa3_one_split")
+MAIN_PEERS = tuple(name for name in PEERS if name not in ("fa3_one_split", *EIGHT_BIT_PEERS))
 
 TUNE_SECONDS = 15.0
 """On an H200 the rest of the job takes about 45 s."""

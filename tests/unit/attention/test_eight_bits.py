@@ -14,7 +14,7 @@ from mla_var3.attention.backends import registry, torch_tiled
 from mla_var3.attention.prefix.attend import PrefixBackend
 from mla_var3.attention.select.choice import Explanation
 from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
-from mla_var3.kernel.cute_python.mla.latent.operands import FP8_FORMATS
+from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS
 from mla_var3.op.mla.cache_formats import FORMATS, cache_format, dequantise, quantise
 from mla_var3.op.mla.window.quantise import E4M3
 

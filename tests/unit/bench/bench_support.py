@@ -104,6 +104,7 @@ class FakeContender:
     asked: dict[str, int] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     note: str = ""
+    cache_dtype: str = ""
     on_build: Callable[[str], None] = lambda name: None
 
     def build(self) -> Ready:

@@ -64,7 +64,7 @@ def test_projections_and_failures_do_not_compete() -> None:
         peer(time_us=900.0),
     ]
     (group,) = shape_groups(rows)
-    assert (group.best_ours, group.best_rival, group.basis) == (rows[0], rows[3], CALL_TIME)
+    assert (group.best_ours, group.best_rival(), group.basis) == (rows[0], rows[3], CALL_TIME)
     assert row_speedups(rows) == {0: pytest.approx(940 / 1040), 3: 1.0}
     (group,) = shape_groups([row(), peer(projections_us=None)])
     assert group.basis == KERNEL_TIME
@@ -85,6 +85,22 @@ def test_an_eight_bit_kernel_is_never_our_best() -> None:
     assert [(c.before, c.after) for c in data.crossings] == [("flash_mla", "flash_attention")]
 
 
+def test_8_bit_caches_meet_8_bit_peers() -> None:
+    """Our 16-bit kernel is not compared with an 8-bit peer, our 8-bit one with all of them."""
+    fp8 = {"cache_dtype": "fp8", "language": "cute-dsl"}
+    rows = [row(time_us=1000.0), row("flash_mla", 450.0, **fp8), peer(time_us=900.0)]  # type: ignore[arg-type]
+    rows.append(peer("FlashMLA (vLLM)", 700.0, cache_dtype="fp8"))
+    (group,) = shape_groups(rows)
+    assert (group.best_ours, group.best_eight_bit) == (rows[0], rows[1])
+    assert (group.best_rival(), group.best_rival(eight_bit=True)) == (rows[2], rows[3])
+    assert group.speedup(rows[0]) == pytest.approx(940 / 1040)
+    assert group.speedup(rows[1]) == pytest.approx(740 / 490)
+    assert rows[1].series == "flash_mla (cute-dsl) fp8"
+    predicted = [replace(each, kind=PREDICTED) for each in rows[:2]]
+    (group,) = shape_groups(predicted)
+    assert group.rivals() == predicted[:1] and group.best_eight_bit is predicted[1]
+
+
 def test_a_prediction_is_compared_with_the_pure_paths() -> None:
     rows = [
         row("flash_mla_v2", 800.0, kind=PREDICTED),
@@ -92,7 +108,7 @@ def test_a_prediction_is_compared_with_the_pure_paths() -> None:
         row("mla_var6_plus", 400.0, kind=PREDICTED, projections_us=20.0),
     ]
     (group,) = shape_groups(rows)
-    assert (group.best_rival, group.best_ours) == (rows[0], rows[2])
+    assert (group.best_rival(), group.best_ours) == (rows[0], rows[2])
     assert group.speedup(rows[2]) == pytest.approx(840 / 420)
 
 

@@ -15,11 +15,27 @@ import pytest
 import torch
 from torch import Tensor
 
+from mla_var3.bench import contenders
 from mla_var3.bench import peers as peers_module
 from mla_var3.bench.contenders import peer_contender
-from mla_var3.bench.peers import KERNELS, MODULES, PeerLibraries, call_known, peer_kernel
-from mla_var3.bench.suites import LATENT_PEERS, PEERS
-from mla_var3.errors import CheckFailedError, MissingToolError, UnknownNameError, UnsupportedError
+from mla_var3.bench.peers import (
+    KERNELS,
+    MODULES,
+    PeerInputs,
+    PeerLibraries,
+    call_known,
+    peer_kernel,
+)
+from mla_var3.bench.suites import EIGHT_BIT_PEERS, LATENT_PEERS, PEERS
+from mla_var3.errors import (
+    CheckFailedError,
+    MissingToolError,
+    UnknownNameError,
+    UnsupportedError,
+)
+from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS
+from mla_var3.op.compare import compare
+from mla_var3.op.mla.cost import flash_mla_cost
 from mla_var3.op.mla.problem import MlaProblem
 
 WIDTHS = {"d": 32, "p": 16, "k": 64}
@@ -157,6 +173,26 @@ def fa3_operator(**given: Any) -> Any:
     return torch.cat(out), None
 
 
+def fp8_operators() -> SimpleNamespace:
+    """vLLM's 8-bit extension of FlashMLA: e4m3 queries and rows, one scale each."""
+
+    def fwd_kvcache_mla_fp8(
+        q: Tensor, cache: Tensor, width: int, lengths: Tensor, table: Tensor, scale: float,
+        causal: bool, metadata: Any, splits: Any, descale_q: Tensor, descale_k: Tensor,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        assert q.dtype is cache.dtype is torch.float8_e4m3fn
+        wide, rows = (q.float() * descale_q).bfloat16(), cache.float() * descale_k
+        attend_16 = flash_mla_package().flash_mla_with_kvcache
+        return attend_16(
+            wide, rows, table, lengths, width, metadata, splits, softmax_scale=scale, causal=causal
+        )
+
+    return SimpleNamespace(
+        get_mla_decoding_metadata_dense_fp8=lambda lengths, rows, heads: (("metadata", rows), None),
+        fwd_kvcache_mla_fp8=fwd_kvcache_mla_fp8,
+    )
+
+
 def stand_ins(operators: bool = False) -> PeerLibraries:
     found = PeerLibraries(wanted=())
     found.modules = {
@@ -165,6 +201,7 @@ def stand_ins(operators: bool = False) -> PeerLibraries:
         "flashinfer": SimpleNamespace(BatchMLAPagedAttentionWrapper=FlashInferWrapper),
         "triton": triton_module(),
     }
+    found.operators = {"flashmla_fp8": fp8_operators()}
     if operators:
         mla = Operator("q cache width lengths table scale causal meta splits x", flashmla_operator)
         names = (
@@ -172,7 +209,7 @@ def stand_ins(operators: bool = False) -> PeerLibraries:
             "softmax_scale is_causal window_size_left num_splits unknown_extra"
         )
         fa3 = Operator(names, fa3_operator)
-        found.operators = {
+        found.operators |= {
             "flashmla": SimpleNamespace(dense_decode_fwd=SimpleNamespace(default=mla)),
             "fa3": SimpleNamespace(fwd=SimpleNamespace(default=fa3)),
         }
@@ -192,17 +229,32 @@ def test_every_peer_gets_the_right_numbers(
     name: str, operators: bool, causal: bool, references: dict[Any, dict[str, Tensor]]
 ) -> None:
     """With different lengths where a peer takes them: those on the latent cache."""
-    latent = name in LATENT_PEERS
+    latent = name in (*LATENT_PEERS, *EIGHT_BIT_PEERS)
     problem = replace(SMALL, causal=causal)
     if latent:
         problem = MlaProblem(b=3, s=3, t=200, h=4, causal=causal, lengths=(3, 200, 71), **WIDTHS)
     known = references.setdefault((latent, causal), {})
     ready = peer_contender(name, problem, stand_ins(operators), known, "cpu").build()
-    assert 0 < ready.check() < 0.005
+    assert 0 < ready.check() < (0.03 if name in EIGHT_BIT_PEERS else 0.005)
     if not latent:
         ragged = replace(SMALL, lengths=(70, 5))
         with pytest.raises(UnsupportedError, match="expected t=70 tokens in every request"):
             peer_contender(name, ragged, stand_ins(), device="cpu").build()
+
+
+@pytest.mark.parametrize("fmt", FP8_FORMATS)
+def test_our_kernel_on_an_8_bit_cache(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By PyTorch here, which does not round the queries; against what the cache is worth."""
+    monkeypatch.setattr(contenders, "FP8_KERNEL", "torch_tiled:torch")
+    problem = MlaProblem(b=3, s=3, t=200, h=4, lengths=(3, 200, 71), **WIDTHS)
+    entry = contenders.fp8_contender(fmt, problem, "cpu")
+    assert (entry.kernel, entry.cache_dtype) == ("torch_tiled", fmt)
+    ready = entry.build()
+    assert 0 < ready.check() < 0.005
+    assert ready.cost.bytes < flash_mla_cost(problem).bytes
+    inputs = PeerInputs.make(problem, "cpu")
+    rows = torch.cat([part.float() for part in inputs.worth(fmt)], dim=-1)
+    assert 0.01 < compare(rows, inputs.latent_cache().float()).relative_frobenius < 0.05
 
 
 def test_a_peer_that_computes_something_else_is_caught() -> None:

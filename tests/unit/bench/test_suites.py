@@ -11,6 +11,7 @@ from mla_var3.bench import run as bench_run
 from mla_var3.bench.contenders import PREFIX_KERNEL, prefix_contender
 from mla_var3.bench.run import BenchOptions, build_cases, chosen_shapes
 from mla_var3.bench.suites import (
+    EIGHT_BIT_PEERS,
     PEERS,
     PREFIX,
     PREFIX_SHAPE,
@@ -210,3 +211,19 @@ def test_only_some_shapes_of_a_suite() -> None:
     assert chosen_shapes(cases, ()) == cases
     with pytest.raises(InvalidArgumentError, match="shapes: expected numbers from 1 to 13, sha"):
         chosen_shapes(cases, (14,))
+
+
+def test_8_bit_caches_take_part_when_asked_for() -> None:
+    sizes = {"s": (1,), "t": (512,)}
+    (case,), _ = build_cases(BenchOptions(suite="sweep", sizes=sizes))
+    assert case.cache_dtypes == () and not set(EIGHT_BIT_PEERS) & set(case.peers)
+    asked = BenchOptions(suite="sweep", sizes=sizes, cache_dtype=("fp8_per_token", "fp8"))
+    (case,), _ = build_cases(asked)
+    assert case.cache_dtypes == asked.cache_dtype and set(EIGHT_BIT_PEERS) < set(case.peers)
+    asked = BenchOptions(
+        suite="sweep", sizes=sizes, cache_dtype=("fp8_per_token",), backends=("cutile-dsl", "peers")
+    )
+    (case,), _ = build_cases(asked)  # the peer reads the other format, and ours is in CuTe DSL
+    assert case.cache_dtypes == () and not set(EIGHT_BIT_PEERS) & set(case.peers)
+    with pytest.raises(InvalidArgumentError, match="cache_dtype: expected fp8_per_token or fp8"):
+        BenchOptions(cache_dtype=("fp8_ds_mla",))

@@ -54,6 +54,18 @@ def test_the_errors_are_those_of_the_formats() -> None:
     assert saturated["fp8_per_token"] == flat["fp8_per_token"]
 
 
+def test_a_kernel_has_columns_of_its_own(generator: torch.Generator) -> None:
+    """PyTorch in the place of the kernel: the error of the format, and that of bfloat16."""
+    assert accuracy.kernel_here() is None  # no GPU
+    for row in measure(Latents("normal"), (130, 300), kernel="torch_tiled", device="cpu"):
+        assert list(row.errors) == [*CACHES, "fp8_per_token kernel", "fp8 kernel"]
+        for name in ("fp8_per_token", "fp8"):
+            alone, kernel = row.errors[name], row.errors[f"{name} kernel"]
+            assert kernel.output == pytest.approx(alone.output, rel=0.2) and kernel != alone
+    narrow = Latents("own", *(torch.randn(9, width, generator=generator) for width in (256, 64)))
+    assert list(measure(narrow, (9,), kernel="torch_tiled", device="cpu")[0].errors) == list(CACHES)
+
+
 @pytest.mark.parametrize(
     ("contents", "message"),
     [

@@ -32,8 +32,8 @@ import torch
 
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
+from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS
 from mla_var3.kernel.cute_python.mla.latent.operands import (
-    FP8_FORMATS,
     LatentOperands,
     LatentOptions,
     ProjectionOperands,

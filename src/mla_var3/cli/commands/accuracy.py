@@ -36,23 +36,24 @@ def accuracy_command(parser: Parser, argv: Sequence[str]) -> int:
     """Measure, print and write the errors."""
     values = parse(parser, argv)
     from mla_var3.op.mla.problem import require_scale
-    from mla_var3.report.accuracy import accuracy_plot, cases, measure, read_latents
+    from mla_var3.report.accuracy import accuracy_plot, cases, kernel_here, measure, read_latents
 
     require_scale(values["scale"])
     given = None if values["latents"] is None else read_latents(values["latents"])
     options = {"scale": values["scale"], "seed": values["seed"]}
     rows: list[AccuracyRow] = []
+    kernel = kernel_here()
     todo = cases(given, values["quick"])
     with ProgressReporter() as progress:
         for index, (latents, lengths) in enumerate(todo):
             progress("accuracy", index, len(todo), latents.name)
-            rows += measure(latents, lengths, **options)
+            rows += measure(latents, lengths, **options, kernel=kernel)
         progress("accuracy", len(todo), len(todo), "")
-    record = {**options, "rows": [asdict(row) for row in rows]}
+    record = {**options, "kernel": kernel, "rows": [asdict(row) for row in rows]}
     if values["json"]:
         print_json(record)
     else:
-        _print(rows, values["scale"])
+        _print(rows, values["scale"], kernel)
     if values["out_dir"] is None and values["json"]:
         return 0
     folder = make_folder(values["out_dir"] or output_root() / "accuracy" / timestamp())
@@ -77,7 +78,9 @@ def _cells(rows: Sequence[AccuracyRow]) -> tuple[list[str], list[list[str]]]:
     return ["latents", "attention", "t", *caches], cells
 
 
-def _print(rows: Sequence[AccuracyRow], scale: float) -> None:
+def _print(rows: Sequence[AccuracyRow], scale: float, kernel: str | None) -> None:
     print_table("error of the attention output, % per latent channel", *_cells(rows))
     say("only the cache is rounded; reference: float64 on unrounded tokens")
+    if kernel is not None:
+        say(f"kernel: {kernel} on the GPU here, which also rounds queries and probabilities")
     say(f"fp8 has one scale, {scale:g}; fp8 rounds rope keys too, the others keep bfloat16")

@@ -15,8 +15,8 @@ from mla_var3.attention.backends.latent import LatentBackend, project_heads
 from mla_var3.attention.backends.torch_tiled import TorchTiled
 from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.request.task import AttentionTask
+from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS
 from mla_var3.kernel.cute_python.mla.latent.operands import (
-    FP8_FORMATS,
     LatentOperands,
     LatentOptions,
     ProjectionOperands,

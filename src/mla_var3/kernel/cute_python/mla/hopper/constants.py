@@ -39,3 +39,5 @@ SCORE_FLOOR = -1.0e30
 """Start of a running maximum; finite, so that no difference of infinities arises."""
 LN_2 = 0.6931471805599453
 LOG2_E = 1.4426950408889634
+FP8_FORMATS = ("fp8_per_token", "fp8")
+"""Formats of 8-bit caches (`op/mla/cache_formats.py`) that the latent kernel reads."""

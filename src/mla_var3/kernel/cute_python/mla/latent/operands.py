@@ -28,10 +28,6 @@ if TYPE_CHECKING:
     from mla_var3.kernel.cute_python.mla.latent.scheduler import GroupShape
 
 
-FP8_FORMATS = ("fp8_per_token", "fp8")
-"""Formats of 8-bit caches (`op/mla/cache_formats.py`) that the latent kernel reads."""
-
-
 class LatentOperands(NamedTuple):
     """The tensors of one call of the latent kernel.
 
