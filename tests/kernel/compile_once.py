@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS
 from mla_var3.runtime.compile import CompileReport, compile_report
 from mla_var3.runtime.paths import find_kernel, plan_class
 from mla_var3.runtime.plan import Constraints, Tiling
@@ -27,7 +28,7 @@ from tests.programs import run_program
 
 SMALL: dict[str, Any] = {"b": 2, "s": 2, "t": 300, "h": 64, "seed": 0}
 LATENT, DECOMPRESSED, COMBINE = "flash_mla", "decompressed_attention", "decompress_combine"
-PROJECTION = "project_queries"
+PROJECTION, LATENT_FP8 = "project_queries", "latent_fp8"
 RING = "ring"
 
 VARIANTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
@@ -97,10 +98,16 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "outputs, quarter float16": (COMBINE, "float16", {"columns": 32}, {}),
     "outputs, v=256": (COMBINE, "bfloat16", {"columns": 128, "v": 256}, {}),
     "outputs, k=256": (COMBINE, "bfloat16", {"columns": 64, "k": 256, "v": 64}, {}),
+    **{
+        f"latent {fmt}, {columns} columns": (LATENT_FP8, fmt, {"columns": columns}, {})
+        for fmt in FP8_FORMATS
+        for columns in (16, 32, 64)
+    },
 }
 """Per variant, each other machine code: the kernel, its plan, the plan's fields and the kernel's
 tiling. A ring is mla_var6_plus on a window that is one. The projections of whole calls have no
-plan: their dtype, widths and columns per CTA."""
+plan: their dtype, widths and columns per CTA. Nor has the latent kernel on 8-bit caches: format and
+columns of the second product."""
 
 
 class Compiled:
@@ -199,6 +206,42 @@ def projection_kernel(wanted: str, dtype: str, **constants: int) -> Any:
     )  # fmt: skip
 
 
+def fp8_kernel(fmt: str, columns: int) -> Any:
+    """The latent kernel on pages of an 8-bit format, as calls launch it."""
+    from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES, allocate_partials
+    from mla_var3.kernel.cute_python.mla.latent.operands import (
+        LatentOperands,
+        LatentOptions,
+        latent_arguments,
+    )
+    from mla_var3.kernel.cute_python.mla.latent.scheduler import group_shape
+    from mla_var3.kernel.cute_python.mla.latent_fp8.kernel import LatentFp8Sm90
+    from mla_var3.op.mla.cache_formats import cache_format
+    from mla_var3.runtime.cute_kernel import CuteKernel
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    form = cache_format(fmt)
+    parts = form.parts(empty(8, 64, form.row_bytes(512, 64), dtype=torch.uint8), 512, 64)
+    per_token = parts.scales.dim() > 1
+    operands = LatentOperands.allocate(
+        (2, 1, columns), empty(2, 1, columns, 512), empty(2, 1, columns, 64), parts.latent,
+        parts.rope, empty(2, dtype=torch.int32), empty(2, 4, dtype=torch.int32),
+        scales=parts.scales[..., 0] if per_token else parts.scales,
+    )  # fmt: skip
+    partials = allocate_partials(torch.device("meta"), 132)
+    options = LatentOptions(1, True, 0.1)
+    arguments = latent_arguments(operands, partials, options, group_shape(1, 2, 132))
+    host = LatentFp8Sm90(ELEMENT_TYPES[torch.bfloat16], columns, per_token)
+    return CuteKernel(
+        kernel_fn=LatentFp8Sm90.latent_fp8, host_fn=lambda tiling: host,
+        args_fn=lambda tiling: arguments, requires_arch="sm_90a", tiling=AnyTiling(), plan=None,
+        input_tensors=[], output_tensors=[operands.o_latent],
+        algorithmic_flops_bytes_fn=lambda tiling: (0.0, 0.0),
+    )  # fmt: skip
+
+
 def stage_of(name: str, fields: dict[str, Any]) -> Any:
     """The stage of a plan on tensors without memory."""
     design = "mla_var6_plus" if name == RING else name
@@ -231,6 +274,8 @@ def main(names: list[str]) -> None:
         wanted, name, fields, tiling = VARIANTS[variant]
         if hasattr(torch, name):
             kernel = projection_kernel(wanted, name, **fields)
+        elif wanted == LATENT_FP8:
+            kernel = fp8_kernel(name, fields["columns"])
         else:
             [kernel] = [k for k in stage_of(name, fields).kernels() if k.name == wanted]
         if tiling:

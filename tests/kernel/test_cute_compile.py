@@ -25,11 +25,22 @@ from mla_var3.runtime import workflow
 from mla_var3.runtime.compile import CompileReport, fits_shared_memory
 from tests.unit.runtime.cute.cute_support import note_compilations
 
-from .compile_once import COMBINE, DECOMPRESSED, LATENT, PROJECTION, SMALL, VARIANTS, Compiled
+from .compile_once import (
+    COMBINE,
+    DECOMPRESSED,
+    LATENT,
+    LATENT_FP8,
+    PROJECTION,
+    SMALL,
+    VARIANTS,
+    Compiled,
+)
 
 HOPPER = device_spec("NVIDIA H200")
 SM_REGISTERS, SM_SHARED_BYTES, RESERVED_BYTES = 64 * 1024, 228 * 1024, 1024
 """Of a Hopper SM; the last for every CTA."""
+SPILLED_BYTES = 64
+"""Stack that the latent kernel on 8-bit caches may use."""
 SERIALISED = re.compile(r"C75\d\d\b|wgmma\S* instructions are serialized", re.IGNORECASE)
 """How the assembler says that matrix products wait for each other (C7510, C7512, C7515, C7520)."""
 
@@ -46,9 +57,14 @@ def report(compiled: Compiled, variant: str) -> CompileReport:
     """The report of a variant without spills, stack and serialised products."""
     found, remarks = compiled.reports[variant], compiled.remarks[variant]
     assert found.error is None
-    assert not found.spills and found.stack_bytes == 0, found.verdict
-    # In 8 bits the rope part stays in 16.
-    assert set(found.mma) == ({"HGMMA", "QGMMA"} if "8 bits" in variant else {"HGMMA"})
+    if variant.startswith("latent fp8"):
+        assert found.stack_bytes is not None and found.stack_bytes <= SPILLED_BYTES, found.verdict
+    else:
+        assert not found.spills and found.stack_bytes == 0, found.verdict
+    products = {"HGMMA"}
+    if "8 bits" in variant or "fp8" in variant:  # a rope part in 16 bits stays so
+        products = {"QGMMA"} if variant.startswith("latent fp8,") else {"HGMMA", "QGMMA"}
+    assert set(found.mma) == products
     assert found.instructions["UTMALDG"] > 0
     assert found.registers is not None and found.shared_bytes is not None
     assert found.registers * (found.threads or THREADS) <= SM_REGISTERS
@@ -79,6 +95,14 @@ def test_latent_attention(report: CompileReport, variant: str) -> None:
     traded = CONSUMERS * CONSUMER_REGISTERS + (THREADS - CONSUMERS) * PRODUCER_REGISTERS
     assert traded <= report.registers * THREADS
     assert report.instructions["USETMAXREG"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", variants(LATENT_FP8))
+def test_latent_attention_on_8_bit_caches(report: CompileReport, variant: str) -> None:
+    columns = VARIANTS[variant][2]["columns"]
+    assert any(f"64x{columns}x32" in shape for shape in report.mma_shapes), report.mma_shapes
+    assert report.threads == THREADS and report.instructions["USETMAXREG"] == 2
 
 
 @pytest.mark.slow

@@ -322,8 +322,8 @@ class _KernelCache:
         """More tokens, which are rounded to bfloat16 first, as models write them."""
         first, last = self._length, self._length + latent.shape[0]
         device = self._parts.latent.device
-        rows = (part.to(device, torch.bfloat16) for part in (latent, rope))
-        values = quantise(*rows, self.fmt, self._scale)
+        latent, rope = (part.to(device, torch.bfloat16) for part in (latent, rope))
+        values = quantise(latent, rope, self.fmt, self._scale)
         for name in ("latent", "rope") if self._scale is not None else ("latent", "rope", "scales"):
             new = getattr(values, name).view(torch.uint8)
             getattr(self._parts, name).view(torch.uint8)[0, first:last] = new

@@ -125,17 +125,11 @@ class Storage:
         known = key in self._launched
         if not known and latent.is_cuda and torch.cuda.is_current_stream_capturing():
             return False
-        parts, fmt = self.parts(), self.format
-        assert fmt is not None and parts.scales is not None
+        found, fmt = self.parts(), self.format
+        assert fmt is not None and found.scales is not None
+        parts = QuantisedCache(found.latent, found.rope, found.scales)
         try:
-            write_tokens(
-                latent,
-                rope,
-                slots,
-                valid,
-                fmt,
-                QuantisedCache(parts.latent, parts.rope, parts.scales),
-            )
+            write_tokens(latent, rope, slots, valid, fmt, parts)
         except KernelCompileError as error:
             log.warning("%s; torch writes to this cache", error)
             self._has_kernel = False

@@ -65,7 +65,7 @@ def quantise_append(
             values = rounded(x, one, latent_out.dtype)
             rope_values = rounded(key, one, rope_out.dtype)
         else:
-            grouped = x.reshape((GROUPS, K // GROUPS))
+            grouped = x.reshape((GROUPS, -1))
             peaks = finite_peak(grouped)  # [GROUPS, 1]
             scales = ct.where(peaks == 0.0, 1.0, ct.maximum(peaks / E4M3_MAX, LEAST_SCALE))
             if OVER_SCALE:  # GROUPS is 1
