@@ -65,16 +65,12 @@ class ShapeGroup:
         """The fastest of some rows, None of none."""
         return min(rows, key=self.figure, default=None)
 
-    def rivals(self, eight_bit: bool = False) -> list[BenchRow]:
-        """What our kernels are compared with: the peers; in a prediction the pure paths.
-
-        Args:
-            eight_bit: whether ours is an 8-bit kernel, which 8-bit peers are rivals of, too.
-        """
+    @property
+    def rivals(self) -> list[BenchRow]:
+        """What our kernels are compared with: the peers; in a prediction the pure paths."""
         if self.kind == PREDICTED:
             return [row for row in self.timed if is_pure(row)]
-        peers = [row for row in self.timed if row.source == PEER]
-        return [row for row in peers if eight_bit or not row.eight_bit]
+        return [row for row in self.timed if row.source == PEER]
 
     @property
     def best_ours(self) -> BenchRow | None:
@@ -91,13 +87,18 @@ class ShapeGroup:
         ours = [row for row in self.timed if row.source == OURS]
         return [row for row in ours if self.kind != PREDICTED or not is_pure(row)]
 
-    def best_rival(self, eight_bit: bool = False) -> BenchRow | None:
-        """The fastest rival; see `rivals`."""
-        return self.best(self.rivals(eight_bit))
+    @property
+    def best_rival(self) -> BenchRow | None:
+        """The fastest rival in 16 bits."""
+        return self.best(row for row in self.rivals if not row.eight_bit)
+
+    def rival_of(self, row: BenchRow) -> BenchRow | None:
+        """The fastest rival of a row: of an 8-bit row 8-bit peers are rivals, too."""
+        return self.best(self.rivals) if row.eight_bit else self.best_rival
 
     def speedup(self, row: BenchRow) -> float | None:
         """Time of the best rival over the row's; None without a rival or a time."""
-        rival = self.best_rival(row.eight_bit)
+        rival = self.rival_of(row)
         if rival is None or row.status != OK or row.source == PROJECTION:
             return None
         return self.figure(rival) / self.figure(row)

@@ -126,7 +126,7 @@ def headline(group: ShapeGroup) -> str:
     """Who wins at a shape; empty without a rival. An 8-bit kernel has a clause of its own."""
     parts = []
     for ours in filter(None, (group.best_ours, group.best_eight_bit)):
-        rival, ratio = group.best_rival(ours.eight_bit), group.speedup(ours)
+        rival, ratio = group.rival_of(ours), group.speedup(ours)
         if rival is None or ratio is None:
             continue
         how = f"{ratio:.2f}x as fast as" if ratio >= 1 else f"{1 / ratio:.2f}x slower than"

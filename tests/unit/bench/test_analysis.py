@@ -64,7 +64,7 @@ def test_projections_and_failures_do_not_compete() -> None:
         peer(time_us=900.0),
     ]
     (group,) = shape_groups(rows)
-    assert (group.best_ours, group.best_rival(), group.basis) == (rows[0], rows[3], CALL_TIME)
+    assert (group.best_ours, group.best_rival, group.basis) == (rows[0], rows[3], CALL_TIME)
     assert row_speedups(rows) == {0: pytest.approx(940 / 1040), 3: 1.0}
     (group,) = shape_groups([row(), peer(projections_us=None)])
     assert group.basis == KERNEL_TIME
@@ -92,13 +92,13 @@ def test_8_bit_caches_meet_8_bit_peers() -> None:
     rows.append(peer("FlashMLA (vLLM)", 700.0, cache_dtype="fp8"))
     (group,) = shape_groups(rows)
     assert (group.best_ours, group.best_eight_bit) == (rows[0], rows[1])
-    assert (group.best_rival(), group.best_rival(eight_bit=True)) == (rows[2], rows[3])
+    assert (group.rival_of(rows[0]), group.rival_of(rows[1])) == (rows[2], rows[3])
     assert group.speedup(rows[0]) == pytest.approx(940 / 1040)
     assert group.speedup(rows[1]) == pytest.approx(740 / 490)
     assert rows[1].series == "flash_mla (cute-dsl) fp8"
     predicted = [replace(each, kind=PREDICTED) for each in rows[:2]]
     (group,) = shape_groups(predicted)
-    assert group.rivals() == predicted[:1] and group.best_eight_bit is predicted[1]
+    assert group.rivals == predicted[:1] and group.best_eight_bit is predicted[1]
 
 
 def test_a_prediction_is_compared_with_the_pure_paths() -> None:
@@ -108,7 +108,7 @@ def test_a_prediction_is_compared_with_the_pure_paths() -> None:
         row("mla_var6_plus", 400.0, kind=PREDICTED, projections_us=20.0),
     ]
     (group,) = shape_groups(rows)
-    assert (group.best_rival(), group.best_ours) == (rows[0], rows[2])
+    assert (group.best_rival, group.best_ours) == (rows[0], rows[2])
     assert group.speedup(rows[2]) == pytest.approx(840 / 420)
 
 

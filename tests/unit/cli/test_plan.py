@@ -48,6 +48,8 @@ def test_the_table_says_that_it_predicts_and_from_what(
         "chosen",
         "over budget",
         "per layer would allow",
+        "8-bit latent cache without a window, flash_mla, burst call time: ",
+        " with fp8_per_token, ",
     ):
         assert words in out, words
 
@@ -56,7 +58,7 @@ def test_without_a_fit_it_says_so(capsys: pytest.CaptureFixture[str], no_plots: 
     assert main(["plan", "--for_device=B200", "--s=32", "--budget=2GiB"]) == 0
     out = capsys.readouterr().out
     assert "ideal, vendor peaks for NVIDIA B200" in out and "no advice: no kernel was timed" in out
-    assert "chosen" not in out
+    assert "chosen" not in out and "8-bit latent cache" not in out
 
 
 def test_a_mix_that_the_power_limit_slows_down_is_not_recommended(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,10 @@ from mla_var3.cli.arguments import (
 from mla_var3.cli.console import print_json, print_table, say, usage_errors
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.op.mla.model.designs import WINDOW_STEP
+from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS
+from mla_var3.kernel.cute_python.mla.hopper.constants import LATENT as LATENT_WIDTH
+from mla_var3.kernel.cute_python.mla.hopper.constants import ROPE as ROPE_WIDTH
+from mla_var3.op.mla.model.designs import WINDOW_STEP, estimate
 from mla_var3.op.mla.model.mix import MixModel
 from mla_var3.op.mla.model.parameters import UNITS, MixParameters, mix_parameters
 from mla_var3.op.mla.model.prefix_plan import COPIED, DECOMPRESSED, LATENT, PrefixPlan, plan_prefix
@@ -276,10 +280,29 @@ def _print(plan: WindowPlan) -> None:
             f"{microseconds(plan.chosen.advised_us * plan.layers)}"
         )
     say("")
-    for text in width_notes(plan.problem):
+    for text in (*width_notes(plan.problem), *_eight_bit_notes(plan)):
         say(text)
     print_table("parameters", _PARAMETER_HEADERS, _parameter_rows(plan))
     say(f"{_PREDICTED} {_trust(plan.model.parameters)}")
+
+
+def _eight_bit_notes(plan: WindowPlan) -> list[str]:
+    """What the latent kernel takes on an 8-bit cache, where it was timed; it reads no window."""
+    from mla_var3.attention.request.shape import CallShape
+
+    problem, spec = plan.problem, device_spec(plan.model.parameters.device)
+    if (problem.k, problem.p) != (LATENT_WIDTH, ROPE_WIDTH):
+        return []
+    times = []
+    for name in FP8_FORMATS:
+        sizes = {size: getattr(problem, size) for size in SIZE_NAMES}
+        work = replace(CallShape(**sizes, cache_dtype=name).workload(), problem=problem)
+        found = estimate("flash_mla", work, spec, "cute-dsl")
+        if found is not None and found.fitted:
+            times.append(f"{microseconds(found.call_us)} with {name}")
+    if not times:
+        return []
+    return [f"8-bit latent cache without a window, flash_mla, burst call time: {', '.join(times)}"]
 
 
 def _page(plan: WindowPlan) -> str:

@@ -1,0 +1,344 @@
+"""The latent kernel on 8-bit caches, against float64 on what they and rounded queries hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import mla_var3
+from mla_var3.attention.cache.latent_cache import LatentCache
+from mla_var3.attention.cache.view import CacheView, paged_view
+from mla_var3.attention.call import HEAD_WIDTH, explain, mla_latent_attention
+from mla_var3.attention.merge import merge_partials
+from mla_var3.attention.request.masks import tree_ancestors
+from mla_var3.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
+from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS
+from mla_var3.op.mla.cache_formats import cache_format, quantise
+from mla_var3.op.mla.window.quantise import E4M3, E4M3_MAX
+
+from ..unit.attention.attention_support import make_model, normal, random_parents
+
+pytestmark = pytest.mark.gpu
+
+DEVICE, KERNEL = "cuda", "flash_mla:cute-dsl"
+K, P, T = 512, 64, 704
+LENGTHS = (0, 1, 64, 333, 700)
+SCALE = (HEAD_WIDTH + P) ** -0.5
+LIMIT, SHORT_LIMIT, LSE_LIMIT = 0.035, 0.065, 1e-2
+"""Relative errors of an output: weights have three bits of mantissa, which averages over some
+tokens; a request with fewer has the error of one rounding."""
+SHORT = 64
+FORMAT = pytest.mark.parametrize("fmt", FP8_FORMATS)
+
+
+def filled(
+    generator: torch.Generator, fmt: str, page_size: int | None, lengths: tuple[int, ...] = LENGTHS
+) -> LatentCache:
+    """A cache of normal tokens, NaN in every slot without one."""
+    scale = {"scale": 0.01} if fmt == "fp8" else {}
+    cache = LatentCache.allocate(
+        len(lengths), T, dtype=fmt, device=DEVICE, page_size=page_size, **scale
+    )
+    cache.buffer.fill_(0xFF)
+    rows = normal(generator, len(lengths), max(lengths), K + P, dtype=torch.bfloat16).to(DEVICE)
+    cache.append(rows[..., :K], rows[..., K:], lengths)
+    return cache
+
+
+def queries(generator: torch.Generator, *rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    latent, rope = (normal(generator, *rows, w, dtype=torch.bfloat16).to(DEVICE) for w in (K, P))
+    return 0.5 * latent, 0.5 * rope
+
+
+def rounded(q: torch.Tensor, q_rope: torch.Tensor, fmt: str) -> torch.Tensor:
+    """Queries `[..., k+p]` as the kernel rounds them, in float64: a scale per row."""
+    wide, rope = q.double(), q_rope.double()
+    peak = wide.abs().amax(-1, keepdim=True)
+    if fmt == "fp8":
+        peak = torch.maximum(peak, rope.abs().amax(-1, keepdim=True))
+    scale = torch.where(peak == 0.0, 1.0, peak / E4M3_MAX)
+    rope_dtype = E4M3 if fmt == "fp8" else torch.bfloat16
+    parts = ((wide / scale).float().to(E4M3), (rope / scale).float().to(rope_dtype))
+    return torch.cat([part.double() * scale for part in parts], dim=-1)
+
+
+def expected(
+    q: torch.Tensor, tokens: torch.Tensor, seen: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One request in float64: output `[s, h, k]` and LSE `[s, h]`.
+
+    Args:
+        q: rounded queries `[s, h, k+p]`.
+        tokens: dequantised, `[m, k+p]`.
+        seen: bool `[s, m]`.
+    """
+    logits = torch.einsum("she,me->shm", q, tokens) * SCALE
+    logits = logits.masked_fill(~seen[:, None], -torch.inf)
+    if not tokens.shape[0]:
+        return q.new_zeros((*q.shape[:2], K)), q.new_full(q.shape[:2], -torch.inf)
+    weights = logits.softmax(-1).nan_to_num(0.0)
+    return torch.einsum("shm,mk->shk", weights, tokens[:, :K]), logits.logsumexp(-1)
+
+
+def tokens_of(view: CacheView, request: int, length: int) -> torch.Tensor:
+    positions = torch.arange(length, device=DEVICE).expand(view.requests, -1)
+    return torch.cat([part[request] for part in view.rows(positions, torch.float64)], dim=-1)
+
+
+def causal(s: int, length: int) -> torch.Tensor:
+    position = torch.arange(length, device=DEVICE)
+    return position < length - s + 1 + torch.arange(s, device=DEVICE)[:, None]
+
+
+def require(
+    found: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, torch.Tensor], length: int
+) -> None:
+    """Rows that see no token are zero, the others near enough."""
+    output, lse = (part.double() for part in found)
+    empty = wanted[1] == -torch.inf
+    assert not output[empty].any() and (lse[empty] == -torch.inf).all()
+    limit = LIMIT if length >= SHORT else SHORT_LIMIT
+    assert (output - wanted[0]).norm() <= limit * wanted[0].norm()
+    assert ((lse - wanted[1])[~empty].abs() <= LSE_LIMIT).all()
+
+
+def require_batch(
+    found: tuple[torch.Tensor, torch.Tensor],
+    q: tuple[torch.Tensor, torch.Tensor],
+    view: CacheView,
+    fmt: str,
+    s: int,
+) -> None:
+    for request, length in enumerate(view.lengths.tolist()):
+        wide = rounded(q[0][request], q[1][request], fmt)
+        wanted = expected(wide, tokens_of(view, request, length), causal(s, length))
+        require((found[0][request], found[1][request]), wanted, length)
+
+
+ROWS = [
+    (1, 1), (1, 16), (2, 16), (3, 5), (3, 16), (16, 1), (16, 5), (1, 64), (3, 128), (16, 64),
+]  # fmt: skip
+"""(s, h); the programs differ for up to 16, 32 and more query rows."""
+
+
+@pytest.mark.parametrize(
+    ("page_size", "s", "h"),
+    [(page_size, s, h) for page_size in (64, 128) for s, h in ROWS]
+    + [(None, s, h) for s, h in ROWS if s * h >= 64],
+)
+@FORMAT
+def test_rows_and_heads(
+    fmt: str, page_size: int | None, s: int, h: int, generator: torch.Generator
+) -> None:
+    """A dense cache with many rows only, to compile fewer programs."""
+    cache = filled(generator, fmt, page_size)
+    q = queries(generator, len(LENGTHS), s, h)
+    out = torch.full_like(q[0], torch.nan)
+    found = mla_latent_attention(*q, cache, out=out, kernel=KERNEL)
+    assert found[0] is out
+    require_batch(found, q, cache.view(), fmt, s)
+
+
+def test_it_is_what_a_call_takes(generator: torch.Generator) -> None:
+    for fmt in FP8_FORMATS:
+        cache = filled(generator, fmt, 64)
+        found = explain(*queries(generator, len(LENGTHS), 1, 16), cache)
+        assert (found.kernel, found.language, found.path) == ("flash_mla", "cute-dsl", "kernel")
+    cache = filled(generator, "fp8_ds_mla", 64)
+    assert explain(*queries(generator, len(LENGTHS), 1, 16), cache).kernel == "torch_tiled"
+
+
+@FORMAT
+def test_whole_calls_and_replays(fmt: str, generator: torch.Generator) -> None:
+    """The projections around it, and other tensors of the same key."""
+    s, h = 3, 64
+    model = make_model(generator, h, HEAD_WIDTH, K, torch.bfloat16)
+    weights = model.w_uk.to(DEVICE), model.w_uv.to(DEVICE)
+    for _ in range(3):
+        cache = filled(generator, fmt, 64, (700, 130, 64))
+        q_nope = normal(generator, 3, s, h, HEAD_WIDTH, dtype=torch.bfloat16).to(DEVICE)
+        q_rope = normal(generator, 3, s, h, P, dtype=torch.bfloat16).to(DEVICE)
+        operands = (q_nope, q_rope, cache, *weights)
+        found, exact = (
+            mla_var3.mla_attention(*operands, kernel=name) for name in (KERNEL, "torch_tiled")
+        )
+        # The PyTorch path rounds no queries and no weights.
+        assert (found.double() - exact.double()).norm() <= 2 * LIMIT * exact.double().norm()  # type: ignore[union-attr]
+
+
+def test_packed_trees_of_head_major_queries(generator: torch.Generator) -> None:
+    """Different counts, a tree per request, and heads whose rows are not side by side."""
+    fmt, h, counts = "fp8_per_token", 5, (3, 0, 16, 1)
+    cache = filled(generator, fmt, 64, (333, 700, 64, 130))
+    total, most = sum(counts), max(counts)
+    by_head = normal(generator, h, total, K, dtype=torch.bfloat16).to(DEVICE)
+    q, q_rope = by_head.transpose(0, 1), queries(generator, total, h)[1]
+    bounds = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).int().to(DEVICE)
+    tree = tree_ancestors(random_parents(generator, len(counts), most)).to(DEVICE)
+    output, lse = mla_latent_attention(
+        q, q_rope, cache, cu_seqlens_q=bounds, max_q=most, tree_mask=tree, kernel=KERNEL
+    )
+    for request, (count, length) in enumerate(zip(counts, cache.lengths.tolist(), strict=True)):
+        own = slice(int(bounds[request]), int(bounds[request + 1]))
+        seen = torch.ones((count, length), dtype=torch.bool, device=DEVICE)
+        seen[:, length - count :] = tree[request, :count, :count]
+        wide = rounded(q[own], q_rope[own], fmt)
+        wanted = expected(
+            wide, tokens_of(cache.view(), request, length), seen & causal(count, length)
+        )
+        require((output[own], lse[own]), wanted, length)
+
+
+def test_shards_merge_to_the_whole(generator: torch.Generator) -> None:
+    fmt, s, h, shards = "fp8", 3, 64, 2
+    whole = filled(generator, fmt, 64, (700, 131))
+    q = queries(generator, 2, s, h)
+    rows = [tokens_of(whole.view(), request, n) for request, n in enumerate((700, 131))]
+    partials = []
+    for shard in range(shards):
+        own = [row[shard::shards].bfloat16() for row in rows]
+        cache = LatentCache.allocate(2, T, dtype=fmt, device=DEVICE, page_size=64, scale=0.01)
+        cache.buffer.fill_(0xFF)
+        bounds = torch.tensor([0, *(len(part) for part in own)], dtype=torch.int32).cumsum(0).int()
+        packed = torch.cat(own)
+        cache.append(packed[:, :K], packed[:, K:], cu_seqlens=bounds.to(DEVICE))
+        partials.append(
+            mla_latent_attention(
+                *q, cache, total_lengths=whole.lengths, shards=shards, shard=shard, kernel=KERNEL
+            )
+        )
+    require_batch(merge_partials(partials), q, whole.view(), fmt, s)
+
+
+def test_batch_invariant_results_are_those_of_the_request_alone(generator: torch.Generator) -> None:
+    cache = filled(generator, "fp8_per_token", 64)
+    q = queries(generator, len(LENGTHS), 3, 16)
+    options: dict[str, Any] = {"kernel": KERNEL, "batch_invariant": True}
+    found = mla_latent_attention(*q, cache, **options)
+    for request in range(len(LENGTHS)):
+        one = cache.view().request(request)
+        alone = mla_latent_attention(*(part[request, None] for part in q), one, **options)
+        for part, other in zip(found, alone, strict=True):
+            assert torch.equal(part[request], other[0])
+
+
+@FORMAT
+def test_a_cache_that_changes_under_a_graph(fmt: str, generator: torch.Generator) -> None:
+    """Appends, drops and evictions between the replays; the bytes are those of torch's rounding."""
+    s, h = 1, 64
+    cache = filled(generator, fmt, 64, (300, 77, 5))
+    q = queries(generator, 3, s, h)
+    mla_latent_attention(*q, cache, kernel=KERNEL)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = mla_latent_attention(*q, cache, kernel=KERNEL)
+    rows = normal(generator, 3, 9, K + P, dtype=torch.bfloat16).to(DEVICE)
+    cache.append(rows[..., :K], rows[..., K:], [9, 0, 4])
+    cache.truncate([2, 70, 0])
+    cache.evict([2])
+    cache.append(rows[:, :1, :K], rows[:, :1, K:], [0, 0, 1])
+    graph.replay()
+    torch.cuda.synchronize()
+    require_batch(found, q, cache.view(), fmt, s)
+    assert cache.lengths.tolist() == [307, 7, 1]
+
+
+@FORMAT
+def test_the_bytes_that_append_writes(fmt: str, generator: torch.Generator) -> None:
+    """Those of torch on the CPU; a scale may differ in its last bit."""
+    rows = normal(generator, 2, 130, K + P, dtype=torch.bfloat16)
+    rows[0, 3], rows[0, 4, 5], rows[1, 6, 7], rows[1, 8, K + 1] = 0.0, torch.nan, torch.inf, 1e4
+    caches = [
+        LatentCache.allocate(2, 192, dtype=fmt, device=d, page_size=64) for d in ("cpu", DEVICE)
+    ]
+    for cache in caches:
+        own = rows.to(cache.buffer.device)
+        cache.append(own[..., :K], own[..., K:], [130, 70])
+    found, wanted = caches[1].buffer.cpu(), caches[0].buffer
+    assert (found != wanted).sum() <= 1e-3 * wanted.numel()
+
+
+def pool_of(rows: torch.Tensor, fmt: str) -> torch.Tensor:
+    """Pages of 64 tokens with the given rows."""
+    form = cache_format(fmt)
+    values = quantise(rows[:, :K], rows[:, K:], form)
+    pool = torch.zeros(
+        (len(rows) // 64, 64, form.row_bytes(K, P)), dtype=torch.uint8, device=DEVICE
+    )
+    parts = form.parts(pool, K, P)
+    for name in ("latent", "rope") if fmt == "fp8" else ("latent", "rope", "scales"):
+        new = getattr(values, name).view(torch.uint8)
+        part = getattr(parts, name).view(torch.uint8)
+        part.copy_(new.view(*part.shape))
+    return pool
+
+
+@FORMAT
+def test_a_needle_is_found_wherever_it_is(fmt: str, generator: torch.Generator) -> None:
+    """One token of 131072 has nearly all the weight. The requests share all other pages."""
+    t, h = 131072, 64
+    places = (0, 1, 63, 64, 4095, 4096, 8191, 50001, 65535, 65536, 98304, 131008, 131071)
+    q, q_rope = queries(generator, 1, 1, h)
+    q = q[:, :, :1].expand(len(places), 1, h, K).contiguous()
+    q_rope = q_rope[:, :, :1].expand(len(places), 1, h, P).contiguous()
+    noise = normal(generator, t, K + P, dtype=torch.bfloat16).to(DEVICE) * 0.1
+    special = noise[: 64 * len(places)].clone()
+    for index, place in enumerate(places):
+        special[64 * index + place % 64, :K] = 2.0 * q[0, 0, 0]
+    pool = pool_of(torch.cat([noise, special]), fmt)
+    table = torch.arange(t // 64, dtype=torch.int32, device=DEVICE).repeat(len(places), 1)
+    for index, place in enumerate(places):
+        table[index, place // 64] = t // 64 + index
+    lengths = torch.full((len(places),), t, dtype=torch.int32, device=DEVICE)
+    view = paged_view(pool, table, lengths, format=fmt)
+    output, lse = mla_latent_attention(q, q_rope, view, kernel=KERNEL)
+    needle = 2.0 * q[:, 0].double()
+    error = (output[:, 0].double() - needle).norm(dim=-1) / needle.norm(dim=-1)
+    assert (error <= 2 * SHORT_LIMIT).all(), error.amax(-1)
+    score = 2.0 * SCALE * q[0, 0, 0].double().square().sum()
+    assert ((lse.double() - score).abs() <= 0.05 * score).all()
+
+
+@FORMAT
+def test_sums_over_a_long_flat_context(fmt: str, generator: torch.Generator) -> None:
+    """Equal weights over 131072 tokens whose mean is not zero: what the sums alone cost."""
+    t, h = 131072, 64
+    rows = (1.0 + normal(generator, t, K + P, dtype=torch.float32) * 0.5).bfloat16().to(DEVICE)
+    view = paged_view(
+        pool_of(rows, fmt), torch.arange(t // 64, dtype=torch.int32, device=DEVICE)[None],
+        torch.tensor([t], dtype=torch.int32, device=DEVICE), format=fmt,
+    )  # fmt: skip
+    zeros = tuple(torch.zeros((1, 1, h, w), dtype=torch.bfloat16, device=DEVICE) for w in (K, P))
+    output, lse = mla_latent_attention(*zeros, view, kernel=KERNEL)
+    mean = tokens_of(view, 0, t)[:, :K].mean(0)
+    assert (output[0, 0].double() - mean).norm() <= 0.005 * mean.norm() * h**0.5
+    assert ((lse.exp() / t - 1.0).abs() <= LSE_LIMIT).all()
+
+
+@pytest.mark.parametrize("eight_bit_queries", [False, True])
+def test_flash_mlas_function(eight_bit_queries: bool, generator: torch.Generator) -> None:
+    """As vLLM's fork spells it; e4m3 queries are converted first. Twice, to replay."""
+    s, h, lengths = 1, 64, (0, 64, 333, 700)
+    for scale in (0.02, 0.01):
+        cache = filled(generator, "fp8", 64, lengths)
+        descale_k = torch.full((1,), scale, device=DEVICE)
+        q = torch.cat(queries(generator, len(lengths), s, h), dim=-1)
+        given, options = q, {}
+        if eight_bit_queries:
+            options["descale_q"] = torch.full((1,), 0.01, device=DEVICE)
+            given = (q.float() / 0.01).to(E4M3)
+            q = (given.float() * 0.01).bfloat16()
+        output, lse = flash_mla_with_kvcache(
+            given, cache.buffer.view(E4M3).unsqueeze(2), cache.block_table, cache.lengths, K,
+            get_mla_metadata()[0], softmax_scale=SCALE, causal=True, is_fp8_kvcache=True,
+            descale_k=descale_k, **options,
+        )  # fmt: skip
+        view = paged_view(
+            cache.buffer, cache.block_table, cache.lengths, format="fp8", scale=descale_k
+        )
+        assert output.dtype is torch.bfloat16 and (lse[0] == torch.inf).all()
+        lse = lse.mT.masked_fill(lse.mT == torch.inf, -torch.inf)
+        require_batch((output, lse), (q[..., :K], q[..., K:]), view, "fp8", s)
