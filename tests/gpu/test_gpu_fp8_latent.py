@@ -53,15 +53,20 @@ def queries(generator: torch.Generator, *rows: int) -> tuple[torch.Tensor, torch
 
 
 def rounded(q: torch.Tensor, q_rope: torch.Tensor, fmt: str) -> torch.Tensor:
-    """Queries `[..., k+p]` as the kernel rounds them, in float64: a scale per row."""
-    wide, rope = q.double(), q_rope.double()
+    """Queries `[..., k+p]` as the kernel rounds them, in float64: a scale per row.
+
+    In the kernel's own float32 steps: where the largest number of a row is 1.75 times a power of
+    two, one number in 16 lies in the middle between two of e4m3, and the last bit decides.
+    """
+    wide, rope = q.float(), q_rope.float()
     peak = wide.abs().amax(-1, keepdim=True)
     if fmt == "fp8":
         peak = torch.maximum(peak, rope.abs().amax(-1, keepdim=True))
-    scale = torch.where(peak == 0.0, 1.0, peak / E4M3_MAX)
+    scale = torch.where(peak == 0.0, 1.0, peak * (1.0 / E4M3_MAX))
     rope_dtype = E4M3 if fmt == "fp8" else torch.bfloat16
-    parts = ((wide / scale).float().to(E4M3), (rope / scale).float().to(rope_dtype))
-    return torch.cat([part.double() * scale for part in parts], dim=-1)
+    inverse = 1.0 / scale
+    parts = ((wide * inverse).to(E4M3), (rope * inverse).to(rope_dtype))
+    return torch.cat([part.double() * scale.double() for part in parts], dim=-1)
 
 
 def expected(

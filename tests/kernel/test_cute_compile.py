@@ -70,7 +70,7 @@ def report(compiled: Compiled, variant: str) -> CompileReport:
     assert found.registers * (found.threads or THREADS) <= SM_REGISTERS
     assert fits_shared_memory(found, HOPPER)
     # Without the assembler's remarks an absent warning would mean nothing.
-    assert re.search(rf"Compiling entry function '\w*{found.kernel}", remarks)
+    assert re.search(rf"Compiling entry function\s+'\w*{found.kernel}", remarks)
     serialised = [line for line in remarks.splitlines() if SERIALISED.search(line)]
     assert not serialised, serialised
     return found

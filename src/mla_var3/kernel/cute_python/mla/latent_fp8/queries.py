@@ -10,6 +10,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     CONSUMER_WARPS,
     CONSUMERS,
     ROWS,
+    SCORE_FLOOR,
 )
 from mla_var3.kernel.cute_python.mla.latent.producer import Barrier
 from mla_var3.kernel.cute_python.mla.latent_fp8.state import TILE_BYTES
@@ -25,6 +26,8 @@ def load_queries(
     per_token: cutlass.Constexpr,
 ):
     """Query rows into shared memory, as e4m3 numbers with a scale each; zeros for absent rows.
+
+    Clears the running maxima too.
 
     A warp takes a row at a time, a lane 16 latent columns and 2 of the rope part. The rope part is
     divided by the scale too; where it is e4m3 the scale covers it.
@@ -77,6 +80,8 @@ def load_queries(
             store_bytes(part, exchange.q_rope_bytes, place)
             if lane == 0:
                 exchange.q_scale[row] = scale
+                # A warp whose rows see nothing publishes no maximum, but the other reads all.
+                exchange.row_max[row] = Float32(SCORE_FLOOR)
     cute.arch.fence_view_async_shared()
     cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
 
