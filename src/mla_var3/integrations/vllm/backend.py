@@ -96,9 +96,16 @@ class HyperMLABackend(MLACommonBackend):
         return reasons + refusals(**options) if reasons else reasons
 
     @classmethod
-    def supports_combination(cls, *arguments: Any, **options: Any) -> str | None:
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *others: Any
+    ) -> str | None:
         if find_spec("cutlass") is None:
             return "the kernel needs nvidia-cutlass-dsl: pip install 'hyper-mla[vllm]'"
+        if kv_cache_dtype in FP8_CACHES and head_size != FP8_WIDTH:
+            return (
+                f"{NAME} serves an fp8 cache with rows of {FP8_WIDTH} columns, this model has "
+                f"{head_size}: --kv-cache-dtype auto"
+            )
         return None
 
 
@@ -123,11 +130,6 @@ def refusals(
     elif head_size and head_size not in paged.ROW_WIDTHS:
         served = ", ".join(map(str, paged.ROW_WIDTHS))
         reasons.append(f"{NAME} serves cache rows of {served} columns, this model has {head_size}")
-    elif kv_cache_dtype in FP8_CACHES and head_size not in (0, FP8_WIDTH):
-        reasons.append(
-            f"{NAME} serves an fp8 cache with rows of {FP8_WIDTH} columns, this model has "
-            f"{head_size}: --kv-cache-dtype auto"
-        )
     if block_size is not None and block_size % paged.PAGE_SIZE:
         reasons.append(f"{NAME} needs --block-size {paged.PAGE_SIZE}, got {block_size}")
     return reasons
