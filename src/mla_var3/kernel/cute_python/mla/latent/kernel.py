@@ -69,7 +69,7 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
     groups_of,
     latent_arguments,
 )
-from mla_var3.kernel.cute_python.mla.latent.ops import Outputs
+from mla_var3.kernel.cute_python.mla.latent.ops import IndexTensors, Outputs
 from mla_var3.kernel.cute_python.mla.latent.producer import (
     Mbarrier,
     SharedTiles,
@@ -189,24 +189,6 @@ class FlashMLASm90:
         line = cute.make_layout
         requests, queries = sizes.requests, sizes.queries
         ctas = sizes.group_ctas * sizes.group_count
-        table = None
-        if const_expr(operands.block_table is not None):
-            stride = sizes.block_table_stride
-            table = cute.make_tensor(
-                operands.block_table, line((requests, stride), stride=(stride, 1))
-            )
-        total_lengths = None
-        if const_expr(operands.total_lengths is not None):
-            total_lengths = cute.make_tensor(operands.total_lengths, line(requests))
-        begins = None
-        if const_expr(operands.cu_seqlens_q is not None):
-            begins = cute.make_tensor(operands.cu_seqlens_q, line(requests + 1))
-        tree = None
-        if const_expr(operands.tree is not None):
-            strides = (sizes.tree_stride, sizes.tree_row_stride, 1)
-            tree = cute.make_tensor(
-                operands.tree, line((requests, queries, queries), stride=strides)
-            )
         K, MN = OperandMajorMode.K, OperandMajorMode.MN
         shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
         if const_expr(self.few > 0):
@@ -238,11 +220,7 @@ class FlashMLASm90:
             *q_rope_copy,
             *copies_of(latent, widths.half),
             *rope_copy,
-            table,
-            cute.make_tensor(operands.lengths, line(requests)),
-            total_lengths,
-            begins,
-            tree,
+            *IndexTensors.of(operands, sizes),
             operands.o_latent,
             cute.make_tensor(operands.lse, line(sizes.total_rows)),
             partials.o_partial,

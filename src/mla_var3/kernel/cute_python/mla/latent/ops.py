@@ -1,7 +1,7 @@
 """Device pieces that both consumers of the latent kernel use: 64 query rows, or few."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -31,6 +31,42 @@ class Outputs:
     merges: Any
     empty_positive: bool
     widths: LatentWidths
+
+
+class IndexTensors(NamedTuple):
+    """What the scheduler and the producer read, in the order of the kernels' arguments.
+
+    Attributes:
+        table: block table, or None.
+        lengths: tokens per request.
+        total_lengths, query_begins, tree: see `scheduler.Scheduler`; None where not given.
+    """
+
+    table: Any
+    lengths: Any
+    total_lengths: Any
+    query_begins: Any
+    tree: Any
+
+    @classmethod
+    def of(cls, operands: Any, sizes: Any) -> "IndexTensors":
+        """The tensors of a traced host entry's `LatentOperands` and `LatentSizes`."""
+        requests, queries = sizes.requests, sizes.queries
+
+        def tensor(pointer: Any, shape: Any, stride: Any = None) -> Any:
+            if pointer is None:
+                return None
+            return cute.make_tensor(pointer, cute.make_layout(shape, stride=stride))
+
+        row = sizes.block_table_stride
+        tree_strides = (sizes.tree_stride, sizes.tree_row_stride, 1)
+        return cls(
+            tensor(operands.block_table, (requests, row), (row, 1)),
+            tensor(operands.lengths, requests),
+            tensor(operands.total_lengths, requests),
+            tensor(operands.cu_seqlens_q, requests + 1),
+            tensor(operands.tree, (requests, queries, queries), tree_strides),
+        )
 
 
 @cute.jit

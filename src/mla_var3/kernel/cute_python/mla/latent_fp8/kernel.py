@@ -44,7 +44,7 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
     Partials,
     groups_of,
 )
-from mla_var3.kernel.cute_python.mla.latent.ops import Outputs
+from mla_var3.kernel.cute_python.mla.latent.ops import IndexTensors, Outputs
 from mla_var3.kernel.cute_python.mla.latent.scheduler import Scheduler, SlidingWindow, work_range
 from mla_var3.kernel.cute_python.mla.latent_fp8.consumer import consume
 from mla_var3.kernel.cute_python.mla.latent_fp8.producer import (
@@ -168,24 +168,6 @@ class LatentFp8Sm90:
         line = cute.make_layout
         requests, queries = sizes.requests, sizes.queries
         ctas = sizes.group_ctas * sizes.group_count
-        table = None
-        if const_expr(operands.block_table is not None):
-            stride = sizes.block_table_stride
-            table = cute.make_tensor(
-                operands.block_table, line((requests, stride), stride=(stride, 1))
-            )
-        total_lengths = None
-        if const_expr(operands.total_lengths is not None):
-            total_lengths = cute.make_tensor(operands.total_lengths, line(requests))
-        begins = None
-        if const_expr(operands.cu_seqlens_q is not None):
-            begins = cute.make_tensor(operands.cu_seqlens_q, line(requests + 1))
-        tree = None
-        if const_expr(operands.tree is not None):
-            strides = (sizes.tree_stride, sizes.tree_row_stride, 1)
-            tree = cute.make_tensor(
-                operands.tree, line((requests, queries, queries), stride=strides)
-            )
         shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
         self.latent_fp8(
             mma(element, KV_BLOCK, shared),
@@ -208,11 +190,7 @@ class LatentFp8Sm90:
             cache_scale,
             operands.q_latent,
             operands.q_rope,
-            table,
-            cute.make_tensor(operands.lengths, line(requests)),
-            total_lengths,
-            begins,
-            tree,
+            *IndexTensors.of(operands, sizes),
             operands.o_latent,
             cute.make_tensor(operands.lse, line(sizes.total_rows)),
             partials.o_partial,
@@ -347,7 +325,7 @@ class LatentFp8Sm90:
                     scale_source = TmaTensor(scale_copy, scale_global)
                 cache = Cache(
                     TmaTensor(c_copy, c_global), TmaTensor(r_copy, r_global), scale_source,
-                    table, pages, page_tokens, self.block_bytes,
+                    table, pages, page_tokens // KV_BLOCK, self.block_bytes,
                 )  # fmt: skip
                 produce(cache, blocks, barriers, scheduler)
         else:

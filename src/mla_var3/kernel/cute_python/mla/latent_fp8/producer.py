@@ -12,6 +12,7 @@ from cutlass import Int32, const_expr
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import CONSUMER_WARPS, KV_BLOCK, LATENT, ROPE
 from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor, transfer
+from mla_var3.kernel.cute_python.mla.latent.producer import place_of
 
 STAGES = 4
 """KV blocks in shared memory: 160 KB, of which an SM needs about 100 in flight to read memory at
@@ -60,7 +61,8 @@ class Cache:
     Attributes:
         latent, rope, scales: its pages; `scales` is None with one scale for the whole cache.
         table: block table, or None for a dense cache.
-        pages, page_tokens: number of pages and tokens of each.
+        pages: number of pages.
+        page_blocks: KV blocks of a page.
         block_bytes: bytes of a KV block.
     """
 
@@ -69,7 +71,7 @@ class Cache:
     scales: TmaTensor | None
     table: Any
     pages: Any
-    page_tokens: Any
+    page_blocks: Any
     block_bytes: int
 
 
@@ -92,8 +94,8 @@ def produce(
     while tile.valid:
         request = tile.item // scheduler.visits
         for index in cutlass.range(2 * tile.pairs, unroll=1):
-            block, page = place_of(cache, request, tile.first + index, tile.last)
-            load_block(cache, parts, barriers, number, block, page)
+            place = place_of(cache, request, tile.first + index, tile.last)
+            load_block(cache, parts, barriers, number, place.block, place.page)
             number += 1
         tile = scheduler.next_tile(tile)
 
@@ -118,18 +120,3 @@ def load_block(
         cute.copy(
             parts[i].copy, parts[i].tiles[at], parts[i].shared[(None, stage)], tma_bar_ptr=arrival
         )
-
-
-@cute.jit
-def place_of(cache: cutlass.Constexpr, request: Int32, block: Int32, blocks: Int32):
-    """Block of the page, and page. A block behind the last is on no page: TMA writes zeros."""
-    page = cache.pages
-    if const_expr(cache.table is None):
-        if block < blocks:
-            page = request
-    else:
-        page_blocks = cache.page_tokens // KV_BLOCK
-        if block < blocks:
-            page = cache.table[request, block // page_blocks]
-        block = block % page_blocks
-    return block, page
