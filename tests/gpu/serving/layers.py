@@ -32,7 +32,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..attention_record import write_record
-from ..vllm_engine import ENVIRONMENT, OURS, PEERS, model_config
+from .one_engine import ENVIRONMENT, OURS, PEERS, model_config
 
 os.environ.update(ENVIRONMENT, VLLM_LOGGING_LEVEL="WARNING")
 
