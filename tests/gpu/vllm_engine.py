@@ -9,7 +9,7 @@ failed, or tokens differ more than those of vLLM's own two backends do.
 
 Waves:
     tokens: tokens and logprobs at DeepSeek-V3's width (4 layers with narrow dense MLPs), eager and
-        with full CUDA graphs, without drafts and with MTP 1 and 3, prompts of different lengths.
+        with full CUDA graphs, without drafts and with MTP 1, 3 and 7, prompts of different lengths.
     h128, h16: times of decode steps of 20 layers with so many heads, full graphs, contexts around
         4k, batches of 64 and 32, without drafts and with MTP 3.
     fp8: as `tokens`, with the cache in e4m3 and in bfloat16, beside FLASHMLA.
@@ -57,7 +57,7 @@ def jobs_of(wave: str, requests: int, until: float) -> dict[str, dict]:
                         TOKENS | options | {"backend": backend}
                     )
         elif wave == "tokens":
-            for graphs, drafts in ((False, 3), (True, 0), (True, 1), (True, 3)):
+            for graphs, drafts in ((False, 3), (True, 0), (True, 1), (True, 3), (True, 7)):
                 name = f"tokens-{'graph' if graphs else 'eager'}-mtp{drafts}-{backend}"
                 jobs[name] = TOKENS | {"backend": backend, "graphs": graphs, "drafts": drafts}
         else:
