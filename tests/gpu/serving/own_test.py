@@ -1,7 +1,7 @@
 """Run vLLM's own test of MLA backends with our backend among them.
 
     python -m tests.gpu.serving.own_test CHECKOUT --ref=v0.26.0 --prepare FOLDER
-    python -m tests.gpu.serving.own_test FOLDER [--every=3] [--beside]
+    python -m tests.gpu.serving.own_test FOLDER [--every=3] [--beside] [--prefill]
 
 The first command copies the test and its helper out of a checkout or a bare repository of vLLM, at
 the version that is installed where the test will run. The second runs it as it is: cases, data,
@@ -9,7 +9,8 @@ reference and tolerances are the test's own. Its fixtures live in a conftest tha
 which vLLM does not, so this module has them too. The model's name in the test becomes a folder with
 a DeepSeek-V3 configuration, because the machine may be offline.
 
-Cases with a prefill backend other than FLASH_ATTN are left out; the test skips them on Hopper.
+Cases with a prefill backend other than FLASH_ATTN are left out; the test skips them on Hopper. With
+`--prefill` our prefill backend takes its place, and requests with several query tokens go there.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ class Plugin:
         failures: The first lines of what failed.
     """
 
-    def __init__(self, every: int, beside: bool) -> None:
-        self._every, self._beside = every, beside
+    def __init__(self, every: int, beside: bool, prefill: bool) -> None:
+        self._every, self._beside, self._prefill = every, beside, prefill
         self.outcomes: Counter[str] = Counter()
         self.failures: list[str] = []
 
@@ -117,10 +118,14 @@ class Plugin:
         module.BACKEND_BLOCK_SIZES[ours] = (
             ours.get_class().get_supported_kernel_block_sizes()[0].base
         )
+        if self._prefill:
+            prefill_everything(module)
         chosen = []
         for item in items:
             parameters = getattr(getattr(item, "callspec", None), "params", {})
-            if getattr(parameters.get("prefill_backend"), "name", None) == PREFILL:
+            if getattr(parameters.get("prefill_backend"), "name", None) == PREFILL and (
+                not self._prefill or "decode" not in parameters["batch_spec_name"]
+            ):
                 chosen.append(item)
         items[:] = chosen[:: self._every]
 
@@ -131,6 +136,23 @@ class Plugin:
             crash = getattr(report.longrepr, "reprcrash", None)
             message = str(getattr(crash, "message", report.longrepr))
             self.failures.append(f"{report.nodeid.split('::')[-1]}: {message[:300]}")
+
+
+def prefill_everything(module: Any) -> None:
+    """Send requests with several query tokens to our prefill backend."""
+    from vllm.v1.attention.backends.mla.prefill import MLAPrefillBackendEnum
+
+    from mla_var3.integrations import paged
+    from mla_var3.integrations.vllm import flag
+
+    run = module.run_attention_backend
+
+    def run_with_ours(*arguments: Any, **options: Any) -> Any:
+        options["prefill_backend"] = MLAPrefillBackendEnum[flag()]
+        return run(*arguments, **options)
+
+    paged.latent_crossover = lambda *arguments: 1
+    module.run_attention_backend = run_with_ours
 
 
 def warm_up(heads: int, eight_bits: bool) -> None:
@@ -147,6 +169,7 @@ def main() -> int:
     parser.add_argument("--ref", default="v0.26.0", help="version of the test")
     parser.add_argument("--every", type=int, default=1, help="run every N-th case only")
     parser.add_argument("--beside", action="store_true", help="run vLLM's backends too")
+    parser.add_argument("--prefill", action="store_true", help="test our prefill backend")
     parser.add_argument("--json", type=Path, help="where the record goes")
     parser.add_argument("--collect", action="store_true", help="only collect; needs no GPU")
     given = parser.parse_args()
@@ -162,7 +185,7 @@ def main() -> int:
 
     register()
     record = given.json.resolve() if given.json else None
-    plugin = Plugin(given.every, given.beside)
+    plugin = Plugin(given.every, given.beside, given.prefill)
     for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
         del sys.modules[name]  # the test imports its own package `tests`
     sys.path.insert(0, str(folder))
@@ -173,6 +196,7 @@ def main() -> int:
     print(f"{TEST}: {dict(plugin.outcomes)}")
     print("\n".join(plugin.failures[:20]))
     values = {"test": TEST, "ref": given.ref, "every": given.every, "beside": given.beside}
+    values |= {"prefill": given.prefill}
     outcome = {"outcomes": dict(plugin.outcomes), "failures": plugin.failures}
     write_record(record, "serving.own_test", values | outcome)
     return int(code)
