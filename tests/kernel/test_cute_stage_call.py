@@ -192,3 +192,50 @@ def test_the_oldest_stage_is_evicted(launches: Launches, monkeypatch: pytest.Mon
     for key in (0, 1, 2, 3, 1, 2, 3, 0, 2):
         run(key)
     assert built == [0, 1, 2, 3, 0]
+
+
+@pytest.mark.parametrize(("s", "t", "h"), [(300, 300, 2), (1, 900, 2), (600, 700, 128)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_request_alone_is_launched_as_by_the_plan(monkeypatch, s, t, h, causal) -> None:
+    """On keys and values with other strides: those inside of an engine's tensors."""
+    from mla_var3.kernel.cute_python.mla.decompressed import call
+
+    launched: list[Any] = []
+
+    def program_for(kernel_fn: Any, host: Any, args: Any, tiling: Any, device: Any) -> Any:
+        return lambda *arguments: launched.append((host, type(args)(*arguments)))
+
+    monkeypatch.setattr(call, "program_for", program_for)
+    monkeypatch.setattr(call, "require_arch", lambda *arguments: None)
+    monkeypatch.setattr(call, "sm_count_of", lambda index: 132)
+    CALL_STATE.clear()
+    plan = plan_of("flash_attention", b=1, s=s, t=t, h=h, causal=causal)
+    scale = plan.problem().softmax_scale
+    q_nope, q_rope, length, keys, values = (
+        torch.empty(shape, dtype=dtype, device="meta")
+        for shape, dtype in (
+            ((s, h, 128), torch.bfloat16), ((s, h, 64), torch.bfloat16), ((1,), torch.int32),
+            ((t, h, 192), torch.bfloat16), ((t, h, 256), torch.bfloat16),
+        )
+    )  # fmt: skip
+    o, lse = torch.empty_like(q_nope), torch.empty((s, h), device="meta")
+    call.attend_request(
+        q_nope, q_rope, keys[..., :128], values[..., 128:], keys[:, 0, 128:], length, o, lse,
+        causal=causal, scale=scale,
+    )  # fmt: skip
+    (stage,) = plan.plan(*plan.prepare_inputs("meta")).kernels()
+    expected = stage.args_fn(stage.tiling)
+    host, found = launched[0]
+    assert vars(host) == vars(stage.host_fn(stage.tiling))
+    strides = {
+        "key_token": h * 192, "key_head": 192, "value_row": h * 256, "value_head": 256,
+        "rope_token": h * 192,
+    }  # fmt: skip
+    for name, value in found._asdict().items():
+        wanted = getattr(expected, name)
+        if isinstance(value, Tensor):
+            assert value.dtype == wanted.dtype, name
+        elif name in strides:
+            assert int(getattr(value, "value", value)) == strides[name]
+        elif not name.endswith("_request"):  # one request has no stride
+            assert value == pytest.approx(wanted), name
