@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -84,14 +83,14 @@ def every_second_request(inputs: Inputs) -> None:
         if layout is not one_cache or "c_kv" in INPUT_NAMES[design]
     ],
 )
-def test_views_work(design: str, layout: Callable[[Inputs], None]) -> None:
+def test_views_work(design, layout):
     plan, inputs = make(design)
     layout(inputs)
     require(plan, tuple(inputs.values()))
 
 
 @pytest.mark.parametrize("design", ["flash_mla", "flash_mla_split_kv", "mla_var6_plus"])
-def test_a_prefix_shared_by_the_batch(design: str) -> None:
+def test_a_prefix_shared_by_the_batch(design):
     """A latent cache expanded over the batch: stride 0."""
     own = {"n": 10} if design == "mla_var6_plus" else {}
     plan = make_plan(design, b=3, s=2, t=40, h=8, **own)
@@ -106,7 +105,7 @@ def test_a_prefix_shared_by_the_batch(design: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*DESIGNS, *STAGES])
-def test_transposed_inputs_work_or_are_named(name: str) -> None:
+def test_transposed_inputs_work_or_are_named(name):
     """Heads outside tokens, [b, h, s, ...]: computed right, or refused with the argument's name.
 
     A copy made to merge s and h must not outlive a launch: inputs are updated in place.
@@ -148,7 +147,7 @@ def every_second_column(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", [*DESIGNS, "split_kv_partial", "attention_block_specialized"])
-def test_impossible_strides_are_named(name: str) -> None:
+def test_impossible_strides_are_named(name):
     plan, inputs = make(name)
     layouts = [
         (odd_rows, "a stride of dimension . that is a multiple of 16 bytes"),

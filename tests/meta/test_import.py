@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 
 from tests.programs import run_program
 
@@ -28,7 +27,7 @@ def run_python(
     return run_program([sys.executable, "-c", code, *arguments], env=environment)
 
 
-def test_import_is_cheap_and_loads_no_heavy_package(package_environment: dict[str, str]) -> None:
+def test_import_is_cheap_and_loads_no_heavy_package(package_environment):
     result = run_python(PROBE, package_environment)
     assert (result.returncode, result.stderr) == (0, "")
     report = json.loads(result.stdout)  # and nothing else was printed
@@ -37,7 +36,7 @@ def test_import_is_cheap_and_loads_no_heavy_package(package_environment: dict[st
     assert report["version"]
 
 
-def test_console_script_starts(repo_root: Path, package_environment: dict[str, str]) -> None:
+def test_console_script_starts(repo_root, package_environment):
     project = tomllib.loads((repo_root / "pyproject.toml").read_text())["project"]
     module, function = project["scripts"]["hyper-mla"].split(":")
     # The same two lines that the installed script runs.

@@ -98,13 +98,13 @@ def sandbox(repo_root: Path, tmp_path: Path) -> Sandbox:
 
 
 @pytest.mark.parametrize("name", ["setup_cutile.sh", ".ci/run"])
-def test_scripts_are_executable_and_well_formed(repo_root: Path, name: str) -> None:
+def test_scripts_are_executable_and_well_formed(repo_root, name):
     script = repo_root / name
     assert os.access(script, os.X_OK)
     subprocess.run(["bash", "-n", str(script)], check=True)
 
 
-def test_first_run_installs_and_the_second_has_nothing_to_do(sandbox: Sandbox) -> None:
+def test_first_run_installs_and_the_second_has_nothing_to_do(sandbox):
     first = sandbox.run()
     assert first.returncode == 0, first.stderr
     assert sandbox.complete
@@ -120,7 +120,7 @@ def test_first_run_installs_and_the_second_has_nothing_to_do(sandbox: Sandbox) -
 
 
 @pytest.mark.parametrize("changed", ["pyproject.toml", "setup_cutile.sh"])
-def test_a_changed_file_means_a_new_install(sandbox: Sandbox, changed: str) -> None:
+def test_a_changed_file_means_a_new_install(sandbox, changed):
     sandbox.run()
     with (sandbox.root / changed).open("a") as file:
         file.write("\n# changed\n")
@@ -129,7 +129,7 @@ def test_a_changed_file_means_a_new_install(sandbox: Sandbox, changed: str) -> N
     assert "up to date" in sandbox.run().stdout
 
 
-def test_extras_are_added_and_kept(sandbox: Sandbox) -> None:
+def test_extras_are_added_and_kept(sandbox):
     sandbox.run()
     assert sandbox.pip_calls[-1].endswith("[cute,cutile,dev,docs]")
     assert "up to date" in sandbox.run("--extras", "cute").stdout
@@ -156,9 +156,7 @@ def test_extras_are_added_and_kept(sandbox: Sandbox) -> None:
         ([], {"STAND_IN_NO_VENV": "1"}, ["without the venv module", "python3.11-venv"]),
     ],
 )
-def test_what_cannot_work_is_refused(
-    sandbox: Sandbox, arguments: list[str], changes: dict[str, str], said: list[str]
-) -> None:
+def test_what_cannot_work_is_refused(sandbox, arguments, changes, said):
     result = sandbox.run(*arguments, **changes)
     assert result.returncode == 1
     assert [part for part in said if part not in result.stderr] == []
@@ -168,7 +166,7 @@ def test_what_cannot_work_is_refused(
 @pytest.mark.parametrize(
     ("breaks", "what"), [("torch==", "torch==2.13.0"), ("-e ", "HyperMLA and its extras")]
 )
-def test_a_failed_download_leaves_no_stamp(sandbox: Sandbox, breaks: str, what: str) -> None:
+def test_a_failed_download_leaves_no_stamp(sandbox, breaks, what):
     result = sandbox.run(STAND_IN_BREAKS=breaks)
     assert result.returncode == 1
     assert f"pip could not install {what}" in result.stderr
@@ -181,14 +179,14 @@ def test_a_failed_download_leaves_no_stamp(sandbox: Sandbox, breaks: str, what: 
     assert sandbox.complete
 
 
-def test_what_does_not_import_is_not_complete(sandbox: Sandbox) -> None:
+def test_what_does_not_import_is_not_complete(sandbox):
     result = sandbox.run(STAND_IN_IMPORT="1")
     assert result.returncode == 1
     assert "does not import" in result.stderr
     assert not sandbox.complete
 
 
-def test_force_builds_from_nothing(sandbox: Sandbox) -> None:
+def test_force_builds_from_nothing(sandbox):
     sandbox.run()
     (sandbox.venv / "left over").write_text("")
     result = sandbox.run("--force")
@@ -197,7 +195,7 @@ def test_force_builds_from_nothing(sandbox: Sandbox) -> None:
     assert sandbox.complete
 
 
-def test_a_half_made_environment_is_made_again(sandbox: Sandbox) -> None:
+def test_a_half_made_environment_is_made_again(sandbox):
     sandbox.venv.mkdir()
     (sandbox.venv / "pyvenv.cfg").write_text("")
     result = sandbox.run()
@@ -206,7 +204,7 @@ def test_a_half_made_environment_is_made_again(sandbox: Sandbox) -> None:
     assert sandbox.complete
 
 
-def test_a_folder_that_is_no_environment_is_left_alone(sandbox: Sandbox) -> None:
+def test_a_folder_that_is_no_environment_is_left_alone(sandbox):
     sandbox.venv.mkdir()
     (sandbox.venv / "thesis.txt").write_text("irreplaceable")
     result = sandbox.run("--force")
@@ -215,7 +213,7 @@ def test_a_folder_that_is_no_environment_is_left_alone(sandbox: Sandbox) -> None
     assert (sandbox.venv / "thesis.txt").exists()
 
 
-def test_another_python_means_another_environment(sandbox: Sandbox) -> None:
+def test_another_python_means_another_environment(sandbox):
     sandbox.run()
     other = (sandbox.root / "python-outer").read_text().replace("3.11.9", "3.12.1")
     (sandbox.root / "python-other").write_text(other)

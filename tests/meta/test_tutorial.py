@@ -145,7 +145,7 @@ def copy(tmp_path: Path, repo_root: Path) -> Copy:
 
 
 @pytest.mark.slow
-def test_the_tutorial_can_be_followed(copy: Copy, repo_root: Path) -> None:
+def test_the_tutorial_can_be_followed(copy, repo_root):
     pytest.importorskip("cuda.tile")
     page = (repo_root / "docs" / "tutorial.md").read_text()
     steps = list(steps_of(page))
@@ -202,7 +202,7 @@ rm -rf not run
         ("&& echo two", "&& false"),
     ],
 )
-def test_a_step_that_comes_out_otherwise_is_found(copy: Copy, old: str, new: str) -> None:
+def test_a_step_that_comes_out_otherwise_is_found(copy, old, new):
     assert old in PAGE
     with pytest.raises(AssertionError):
         for step in steps_of(PAGE.replace(old, new, 1)):

@@ -44,7 +44,7 @@ MANY = [
 ]
 
 
-def test_kernels_and_backends_are_selected_by_word() -> None:
+def test_kernels_and_backends_are_selected_by_word():
     def names(*words: str) -> list[str]:
         return [k.full_name for k in select_kernels(words, MANY)]
 
@@ -63,7 +63,7 @@ def test_kernels_and_backends_are_selected_by_word() -> None:
         select_backends(("flashmls",))
 
 
-def test_the_sweep_is_the_product_of_the_sizes() -> None:
+def test_the_sweep_is_the_product_of_the_sizes():
     sizes = {"b": (1, 2), "s": (4,), "t": (64, 128), "h": (16, 128)}
     cases, _ = build_cases(BenchOptions(suite="sweep", sizes=sizes))
     assert len({case.problem for case in cases}) == 8
@@ -72,7 +72,7 @@ def test_the_sweep_is_the_product_of_the_sizes() -> None:
     assert BenchOptions(suite="absorbed").suite == "latent"
 
 
-def test_special_versions_take_part_only_by_name() -> None:
+def test_special_versions_take_part_only_by_name():
     kernels = mla_kernels()
     special = {k for k in kernels if (k.full_name, k.language) in SPECIAL}
     assert {k.full_name for k in special} == {"mla_var6_plus_v5", "mla_var6_plus_v6"}
@@ -88,7 +88,7 @@ def test_special_versions_take_part_only_by_name() -> None:
     assert set(select_kernels(["mla_var6_plus_v2", "mla_var6_plus_v3"], hopper)) == special
 
 
-def test_the_mix_stands_beside_both_pure_paths() -> None:
+def test_the_mix_stands_beside_both_pure_paths():
     *mixes, shared = mix_cases(mla_kernels(), ["fa3_qv", "fa3", "sdpa"])
     for case in mixes:
         names = [choice.kernel.full_name for choice in case.kernels]
@@ -104,7 +104,7 @@ def test_the_mix_stands_beside_both_pure_paths() -> None:
     assert all(not case.kernels for case in mix_cases(cutile, ["fa3_qv"]))
 
 
-def test_shared_prefixes_stand_beside_copies() -> None:
+def test_shared_prefixes_stand_beside_copies():
     *single, nothing, grouped = prefix_cases(mla_kernels(), ["fa3_qv", "sdpa"])
     assert {case.problem.b for case in single} == {16, 64, 256, 1024}
     for case in single:
@@ -123,7 +123,7 @@ def test_shared_prefixes_stand_beside_copies() -> None:
 
 
 @pytest.mark.parametrize("tokens", [(130, 64), (0, 0)])
-def test_the_prefix_contender_is_checked(tokens: tuple[int, ...]) -> None:
+def test_the_prefix_contender_is_checked(tokens):
     """Its passes in PyTorch, on the CPU."""
     backend = PrefixBackend(TorchTiled())
     backend.kernel, backend.language = PREFIX_KERNEL, "cute-dsl"
@@ -140,7 +140,7 @@ def test_the_prefix_contender_is_checked(tokens: tuple[int, ...]) -> None:
     assert (ready.cost.bytes < copied.bytes) == any(tokens)
 
 
-def test_the_figures_keep_their_shapes() -> None:
+def test_the_figures_keep_their_shapes():
     cases = figures_cases(MANY, PEERS)
     shapes = [(c.problem.b, c.problem.s, c.problem.t, c.problem.causal) for c in cases]
     assert shapes == [
@@ -159,7 +159,7 @@ def test_the_figures_keep_their_shapes() -> None:
     assert ("flash_mla_v2", {}) not in last
 
 
-def test_all_takes_every_version_at_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_takes_every_version_at_one_shape(monkeypatch):
     monkeypatch.setattr(bench_run, "mla_kernels", lambda: list(MANY))
     (case,), missing = build_cases(BenchOptions(suite="all", sizes={"t": (512,)}))
     assert missing == {}
@@ -168,7 +168,7 @@ def test_all_takes_every_version_at_one_shape(monkeypatch: pytest.MonkeyPatch) -
     assert case.peers == tuple(name for name in PEERS if name not in EIGHT_BIT_PEERS)
 
 
-def test_the_main_job_has_the_call_and_three_designs_in_both_languages() -> None:
+def test_the_main_job_has_the_call_and_three_designs_in_both_languages():
     case = main_job_case(PROBLEM, mla_kernels(), ("fa3_qv",))
     assert case.call and case.peers == ("fa3_qv",)
     assert {(choice.kernel.full_name, choice.kernel.language) for choice in case.kernels} == {
@@ -178,7 +178,7 @@ def test_the_main_job_has_the_call_and_three_designs_in_both_languages() -> None
     }
 
 
-def test_the_models_suite_has_every_model_once() -> None:
+def test_the_models_suite_has_every_model_once():
     cases, _ = build_cases(BenchOptions(suite="models", quick=True))
     problems = [case.problem for case in cases]
     assert len(set(problems)) == len(problems)
@@ -192,7 +192,7 @@ def test_the_models_suite_has_every_model_once() -> None:
     assert len(build_cases(BenchOptions(suite="models"))[0]) == 3 * len(cases)
 
 
-def test_the_engine_suite_reads_scattered_pages() -> None:
+def test_the_engine_suite_reads_scattered_pages():
     cases, missing = build_cases(BenchOptions(suite="engine", quick=True, sizes={"h": (8,)}))
     assert not missing
     sizes = {(c.problem.b, c.problem.h, c.problem.t, c.problem.s) for c in cases}
@@ -203,7 +203,7 @@ def test_the_engine_suite_reads_scattered_pages() -> None:
     assert len(build_cases(BenchOptions(suite="engine"))[0]) == 144
 
 
-def test_only_some_shapes_of_a_suite() -> None:
+def test_only_some_shapes_of_a_suite():
     cases, _ = build_cases(BenchOptions(suite="prefix"))
     found = chosen_shapes(cases, (9, 2))
     assert [case.problem for case in found] == [cases[1].problem, cases[8].problem]
@@ -213,7 +213,7 @@ def test_only_some_shapes_of_a_suite() -> None:
         chosen_shapes(cases, (14,))
 
 
-def test_8_bit_caches_take_part_when_asked_for() -> None:
+def test_8_bit_caches_take_part_when_asked_for():
     sizes = {"s": (1,), "t": (512,)}
     (case,), _ = build_cases(BenchOptions(suite="sweep", sizes=sizes))
     assert case.cache_dtypes == () and not set(EIGHT_BIT_PEERS) & set(case.peers)

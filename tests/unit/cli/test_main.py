@@ -44,9 +44,7 @@ def probe(package_environment: dict[str, str], tmp_path: Path) -> Probe:
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["list"], ["list", "--json"], ["run", "--help"]])
-def test_light_commands_start_at_once_and_import_nothing_heavy(
-    argv: list[str], probe: Probe
-) -> None:
+def test_light_commands_start_at_once_and_import_nothing_heavy(argv, probe):
     report, _ = probe(*argv)
     assert report["code"] == 0
     assert report["heavy"] == []
@@ -54,7 +52,7 @@ def test_light_commands_start_at_once_and_import_nothing_heavy(
     assert report["cpu_s"] < START_LIMIT_S
 
 
-def test_help_lists_the_commands_and_each_has_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_commands_and_each_has_its_own(capsys):
     assert main([]) == 0
     out = capsys.readouterr().out
     for command in COMMANDS:
@@ -80,9 +78,7 @@ def test_help_lists_the_commands_and_each_has_its_own(capsys: pytest.CaptureFixt
     ],
     ids=lambda argv: f"{argv[0]} {argv[-1]}",
 )
-def test_tables_fit_80_columns_without_broken_words(
-    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tables_fit_80_columns_without_broken_words(argv, monkeypatch, capsys):
     """Words such as "decompressed" were cut in two."""
     tables: list[tuple[str, ...]] = []
     show = console.print_table
@@ -104,7 +100,7 @@ def test_tables_fit_80_columns_without_broken_words(
     assert tables
 
 
-def test_choose_says_a_reason_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_choose_says_a_reason_once(capsys):
     assert main(["choose", "--s=4", "--for_device=B200"]) == 0
     out = capsys.readouterr().out
     assert out.count("NVIDIA B200 (sm_100); it is written for sm_90") == 1
@@ -114,7 +110,7 @@ def test_choose_says_a_reason_once(capsys: pytest.CaptureFixture[str]) -> None:
 # --- list -----------------------------------------------------------------------------------------
 
 
-def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list(capsys):
     assert main(["list"]) == 0
     out = capsys.readouterr().out
     assert all(kernel.full_name in out for kernel in paths.discover_kernels())
@@ -136,12 +132,7 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
         (None, True, "why not"),
     ],
 )
-def test_list_says_why_a_kernel_does_not_run(
-    gpu: inventory.Gpu | None,
-    installed: bool,
-    reason: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_list_says_why_a_kernel_does_not_run(gpu, installed, reason, monkeypatch):
     monkeypatch.setattr(inventory, "find_gpu", lambda: (gpu, "why not"))
     monkeypatch.setattr(inventory, "installed", lambda name: "1.0" if installed else None)
     row = next(row for row in inventory.inventory() if row["language"] == "cutile-dsl")
@@ -151,7 +142,7 @@ def test_list_says_why_a_kernel_does_not_run(
     assert row["cpu"]["runs"] == row["compiles"] == installed
 
 
-def test_declared_targets_are_read_from_the_source() -> None:
+def test_declared_targets_are_read_from_the_source():
     for line, targets in {
         "targets: ClassVar[tuple[str, ...]] = ('sm_90',)": ("sm_90",),
         "targets = ['sm_100', 'sm_120']": ("sm_100", "sm_120"),
@@ -167,7 +158,7 @@ def test_declared_targets_are_read_from_the_source() -> None:
 # --- show, env, predict ---------------------------------------------------------------------------
 
 
-def test_show(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show(capsys):
     assert main(["show", "mla_var6_plus", "--b=3"]) == 0
     out = capsys.readouterr().out
     for words in ("decompress_combine", "ideal on", "sm_120", "tiling candidates"):
@@ -188,13 +179,13 @@ def test_show(capsys: pytest.CaptureFixture[str]) -> None:
     ("driver", "sufficient"),
     [("580.126.09", True), ("610.1", True), ("580.126.8", False), ("570.200", False), (None, None)],
 )
-def test_the_driver_that_cutile_needs(driver: str | None, sufficient: bool | None) -> None:
+def test_the_driver_that_cutile_needs(driver, sufficient):
     found = env._driver_requirement({"driver": driver})
     assert found["sufficient"] is sufficient
     assert "r580.126.09" in found["remark"]
 
 
-def test_env(capsys: pytest.CaptureFixture[str]) -> None:
+def test_env(capsys):
     assert main(["env"]) == 0
     out = capsys.readouterr().out
     for words in ("GPU:", "versions:", "tileiras", "NVIDIA H200", "torch", "r580.126.09"):
@@ -206,7 +197,7 @@ def test_env(capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["devices"]["NVIDIA H200"]["values"]["peak_dram_bw_GBps"]["source"]
 
 
-def test_predict(capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict(capsys):
     assert main(["predict", "--for_device=NVIDIA H200", "--s=16"]) == 0
     out = capsys.readouterr().out
     for words in ("flash_mla:cute-dsl *", "n=0", "Predictions, not measurements", "power limit"):
@@ -223,9 +214,7 @@ def test_predict(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("command", ["run", "profile"])
-def test_a_kernel_is_handed_to_its_own_command_line(
-    command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_is_handed_to_its_own_command_line(command, monkeypatch):
     seen: list[Any] = []
     monkeypatch.setattr(
         "mla_var3.cli.commands.kernel.run_kernel",
@@ -247,9 +236,7 @@ def test_a_kernel_is_handed_to_its_own_command_line(
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_an_old_name_of_an_option_still_works(
-    argv: list[str], old: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_old_name_of_an_option_still_works(argv, old, capsys):
     assert main(argv) == 0
     captured = capsys.readouterr()
     assert f"{old} is now --for_device" in captured.err

@@ -32,14 +32,14 @@ BASE = KernelId("mla_var6_plus", 0, "cutile-dsl", "mla")
         ("name_v", ("name_v", 0)),
     ],
 )
-def test_full_names(name: str, expected: tuple[str, int]) -> None:
+def test_full_names(name, expected):
     assert split_full_name(name) == expected
 
 
 # --- finding --------------------------------------------------------------------------------------
 
 
-def test_discovery_imports_no_kernel(package_environment: dict[str, str]) -> None:
+def test_discovery_imports_no_kernel(package_environment):
     program = (
         "import json, sys\n"
         "from mla_var3.runtime.paths import discover_kernels\n"
@@ -85,7 +85,7 @@ def versions(monkeypatch: pytest.MonkeyPatch) -> None:
         ("mla_var6_plus_v4", "v4", 4),
     ],
 )
-def test_what_a_user_may_type(name: str, version: str | None, number: int) -> None:
+def test_what_a_user_may_type(name, version, number):
     assert find_kernel(name, version) == KernelId("mla_var6_plus", number, "cutile-dsl", "mla")
 
 
@@ -99,7 +99,7 @@ def test_what_a_user_may_type(name: str, version: str | None, number: int) -> No
         ("flashattention", "flash_attention"),
     ],
 )
-def test_a_wrong_kernel_suggests_the_nearest(name: str, nearest: str) -> None:
+def test_a_wrong_kernel_suggests_the_nearest(name, nearest):
     with pytest.raises(UnknownNameError, match=f"unknown cutile-dsl kernel '{name}'") as caught:
         find_kernel(name)
     assert f"did you mean '{nearest}'" in str(caught.value)
@@ -107,7 +107,7 @@ def test_a_wrong_kernel_suggests_the_nearest(name: str, nearest: str) -> None:
 
 
 @pytest.mark.usefixtures("versions")
-def test_a_design_in_one_language_needs_no_option() -> None:
+def test_a_design_in_one_language_needs_no_option():
     for name, language in (
         ("flash_cute", None),
         ("flash_cute", "cute-dsl"),
@@ -121,7 +121,7 @@ def test_a_design_in_one_language_needs_no_option() -> None:
 
 @pytest.mark.usefixtures("versions")
 @pytest.mark.parametrize("version", ["v5", "5", "", "latest"])
-def test_a_wrong_version_lists_the_known_ones(version: str) -> None:
+def test_a_wrong_version_lists_the_known_ones(version):
     with pytest.raises(UnknownNameError, match="unknown version of mla_var6_plus") as caught:
         find_kernel("mla_var6_plus", version)
     assert "known: v0, v1, v4" in str(caught.value)
@@ -131,7 +131,7 @@ def test_a_wrong_version_lists_the_known_ones(version: str) -> None:
 # --- modules --------------------------------------------------------------------------------------
 
 
-def test_a_missing_language_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_language_names_the_extra(monkeypatch):
     def fail(name: str) -> None:
         raise ModuleNotFoundError("No module named 'cuda'", name="cuda")
 

@@ -132,7 +132,7 @@ def builder(tmp_path: Path, repo_root: Path) -> Builder:
     return Builder(tmp_path, repo_root / "scripts" / "convert-cutlass-html-docs-to-markdown.sh")
 
 
-def test_guides_are_kept_and_rst_is_converted(builder: Builder) -> None:
+def test_guides_are_kept_and_rst_is_converted(builder):
     result = builder.build()
     assert result.returncode == 0, result.stderr
     assert (builder.out / "quickstart.md").read_text() == "# Quick start\n![p](images/a.png)\n"
@@ -149,7 +149,7 @@ def test_guides_are_kept_and_rst_is_converted(builder: Builder) -> None:
     assert builder.leftovers() == []
 
 
-def test_without_doxybook_or_xml_the_api_is_left_out_and_said(builder: Builder) -> None:
+def test_without_doxybook_or_xml_the_api_is_left_out_and_said(builder):
     out = f"--out={builder.out}"
     result = builder.run(out, HYPER_MLA_CUTLASS_DIR=str(builder.checkout))
     assert result.returncode == 0 and (builder.out / "quickstart.md").is_file()
@@ -163,7 +163,7 @@ def test_without_doxybook_or_xml_the_api_is_left_out_and_said(builder: Builder) 
     assert builder.leftovers() == []
 
 
-def test_the_api_is_rendered(builder: Builder, repo_root: Path) -> None:
+def test_the_api_is_rendered(builder, repo_root):
     builder.with_api()
     result = builder.build()
     assert result.returncode == 0, result.stderr
@@ -191,7 +191,7 @@ def test_the_api_is_rendered(builder: Builder, repo_root: Path) -> None:
     assert not (builder.out / "json").exists()
 
 
-def test_a_folder_of_others_is_refused(builder: Builder) -> None:
+def test_a_folder_of_others_is_refused(builder):
     builder.out.mkdir()
     (builder.out / "thesis.md").write_text("years of work")
     result = builder.build()
@@ -200,7 +200,7 @@ def test_a_folder_of_others_is_refused(builder: Builder) -> None:
     assert [path.name for path in builder.out.iterdir()] == ["thesis.md"]
 
 
-def test_a_failure_leaves_the_old_tree(builder: Builder) -> None:
+def test_a_failure_leaves_the_old_tree(builder):
     assert builder.build().returncode == 0
     builder.write("media/docs/cpp/quickstart.md", "# Newer\n")
 
@@ -232,9 +232,7 @@ def test_a_failure_leaves_the_old_tree(builder: Builder) -> None:
         (["--help"], 0, ""),
     ],
 )
-def test_arguments_are_checked(
-    builder: Builder, arguments: list[str], code: int, message: str
-) -> None:
+def test_arguments_are_checked(builder, arguments, code, message):
     filled = [each.format(checkout=builder.checkout) for each in arguments]
     result = builder.run(*filled)
     assert result.returncode == code

@@ -147,7 +147,7 @@ class ScalePlan(KernelPlan):
 
 
 def empty(**fields: Any) -> CuteKernel:
-    return ScalePlan(**fields).plan_empty(1.0, 1.0)  # type: ignore[return-value]
+    return ScalePlan(**fields).plan_empty(1.0, 1.0)
 
 
 def note_compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:

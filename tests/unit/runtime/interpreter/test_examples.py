@@ -113,7 +113,7 @@ def run(example: Example) -> str:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.id)
-def test_documented_example(example: Example) -> None:
+def test_documented_example(example):
     if example.expects_error:
         with pytest.raises(InterpreterError) as caught:
             run(example)

@@ -58,7 +58,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_the_contract_is_in_the_report(outcome: tuple[Path, Any]) -> None:
+def test_the_contract_is_in_the_report(outcome):
     text = (outcome[0] / "report.md").read_text()
     for line in (
         "## Profile: mla_var6_plus v0",
@@ -74,7 +74,7 @@ def test_the_contract_is_in_the_report(outcome: tuple[Path, Any]) -> None:
     assert "trigger: [stall long_scoreboard=42%]" in text
 
 
-def test_the_report_has_every_figure(outcome: tuple[Path, Any]) -> None:
+def test_the_report_has_every_figure(outcome):
     report = (outcome[0] / "report.md").read_text()
     for text in (
         "| mla_var6_plus | 308 µs |",
@@ -92,7 +92,7 @@ def test_the_report_has_every_figure(outcome: tuple[Path, Any]) -> None:
         assert text in report
 
 
-def test_the_csv_files(outcome: tuple[Path, Any]) -> None:
+def test_the_csv_files(outcome):
     raw = rows_of(outcome[0] / "nsight_raw_metrics.csv")
     found = [r for r in raw if r["metric"] == "gpu__time_duration.sum"]
     assert [(r["stage"], r["run"], float(r["value"]), r["unit"]) for r in found] == [
@@ -109,7 +109,7 @@ def test_the_csv_files(outcome: tuple[Path, Any]) -> None:
     assert 0 < float(whole["of_roofline_pct"]) < 100
 
 
-def test_a_large_difference_to_event_time_is_explained(tmp_path: Path) -> None:
+def test_a_large_difference_to_event_time_is_explained(tmp_path):
     session = recorded_session(NsightProfType.ANNOTATION, tmp_path)
     result = write_annotation(session)
     text = timer_note(result)
@@ -151,7 +151,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     return Machine(monkeypatch, tmp_path)
 
 
-def test_the_whole_way(machine: Machine, tmp_path: Path) -> None:
+def test_the_whole_way(machine, tmp_path):
     result = annotation_profile_plan(recorded_plan(), out_dir=tmp_path / "out", bench_runs=1)
     assert result.get_total_time_us() == pytest.approx(308.128)
     assert result.out_dir == tmp_path / "out"
@@ -166,9 +166,7 @@ def test_the_whole_way(machine: Machine, tmp_path: Path) -> None:
     assert "ncu with NVTX ranges (it is missing)" in text
 
 
-def test_missing_tools_are_found_before_anything_is_tuned(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_tools_are_found_before_anything_is_tuned(machine, monkeypatch):
     monkeypatch.setattr(ncu_driver, "find_tool", lambda name: None)
     monkeypatch.setattr(ncu_driver, "_newest_in_opt", lambda: None)
     monkeypatch.setattr(common, "prepare", lambda *_: pytest.fail("tuned"))

@@ -94,9 +94,7 @@ def scripts(tmp_path: Path, repo_root: Path) -> Scripts:
         ("NVIDIA H100 80GB HBM3", "2619, 1500", (1500, 2619)),
     ],
 )
-def test_a_card_is_locked_by_its_profile(
-    name: str, clocks: str, locked: tuple[int, int], scripts: Scripts
-) -> None:
+def test_a_card_is_locked_by_its_profile(name, clocks, locked, scripts):
     done = scripts.run("lock-gpu-clock.sh", "--gpu", "1", SMI_NAME=name, SMI_CLOCKS=clocks)
     assert done.returncode == 0, done.stderr
     sm, memory = locked
@@ -106,7 +104,7 @@ def test_a_card_is_locked_by_its_profile(
         assert (spec["sm_clock_MHz"], spec["mem_clock_MHz"]) == locked
 
 
-def test_reset_undoes_it(scripts: Scripts) -> None:
+def test_reset_undoes_it(scripts):
     scripts.run("lock-gpu-clock.sh")
     scripts.log.unlink()
     done = scripts.run("reset-gpu-clock.sh")
@@ -115,7 +113,7 @@ def test_reset_undoes_it(scripts: Scripts) -> None:
     assert not scripts.marker.exists()
 
 
-def test_a_failed_reset_keeps_the_marker(scripts: Scripts) -> None:
+def test_a_failed_reset_keeps_the_marker(scripts):
     scripts.run("lock-gpu-clock.sh")
     done = scripts.run("reset-gpu-clock.sh", SMI_FAIL="-rmc")
     assert done.returncode == 1
@@ -124,7 +122,7 @@ def test_a_failed_reset_keeps_the_marker(scripts: Scripts) -> None:
 
 
 @pytest.mark.parametrize("script", ["lock-gpu-clock.sh", "reset-gpu-clock.sh"])
-def test_a_dry_run_changes_nothing_and_needs_no_rights(script: str, scripts: Scripts) -> None:
+def test_a_dry_run_changes_nothing_and_needs_no_rights(script, scripts):
     done = scripts.run(script, "--dry-run", FAKE_UID="1000")
     assert done.returncode == 0, done.stderr
     assert "would run: nvidia-smi -i 0" in done.stdout
@@ -151,9 +149,7 @@ CONTAINER = {"SMI_FAIL": "-pm", "SMI_TEXT": "no permission to change clocks", "S
         ("lock", {**RTX5090, "SMI_CLOCKS": "10001, 2407"}, "supports 10001 MHz, got 14001"),
     ],
 )
-def test_what_cannot_be_locked_is_refused(
-    script: str, changes: dict[str, str], message: str, scripts: Scripts
-) -> None:
+def test_what_cannot_be_locked_is_refused(script, changes, message, scripts):
     done = scripts.run(f"{script}-gpu-clock.sh", **changes)
     assert done.returncode == 1
     assert message in done.stderr
@@ -164,7 +160,7 @@ def test_what_cannot_be_locked_is_refused(
 @pytest.mark.parametrize(
     ("failing", "undone"), [("-lgc", ["-i 0 -pm 0"]), ("-lmc", ["-i 0 -rgc", "-i 0 -pm 0"])]
 )
-def test_a_partial_failure_is_undone(failing: str, undone: list[str], scripts: Scripts) -> None:
+def test_a_partial_failure_is_undone(failing, undone, scripts):
     done = scripts.run("lock-gpu-clock.sh", SMI_FAIL=failing)
     assert done.returncode == 1
     assert f"nvidia-smi -i 0 {failing}" in done.stderr
@@ -174,7 +170,7 @@ def test_a_partial_failure_is_undone(failing: str, undone: list[str], scripts: S
     assert not scripts.marker.exists()
 
 
-def test_not_supported_with_exit_code_zero_is_a_failure(scripts: Scripts) -> None:
+def test_not_supported_with_exit_code_zero_is_a_failure(scripts):
     text = "Setting locked memory clocks is not supported for GPU 0"
     done = scripts.run("lock-gpu-clock.sh", SMI_FAIL="-lmc", SMI_TEXT=text, SMI_CODE="0")
     assert done.returncode == 1
@@ -205,7 +201,7 @@ def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return write
 
 
-def test_the_scripts_marker_is_believed(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scripts_marker_is_believed(scripts, monkeypatch):
     scripts.run("lock-gpu-clock.sh")
     monkeypatch.setenv("HYPER_MLA_CLOCK_STATE", str(scripts.marker))
     state = clock_state(UUID.removeprefix("GPU-"))
@@ -220,7 +216,7 @@ def test_the_scripts_marker_is_believed(scripts: Scripts, monkeypatch: pytest.Mo
         ({"sm_mhz": None}, "not a clock marker"),
     ],
 )
-def test_a_stale_marker_is_not_believed(changes: dict[str, Any], problem: str, marker: Any) -> None:
+def test_a_stale_marker_is_not_believed(changes, problem, marker):
     marker(**changes)
     state = clock_state(UUID)
     assert not state.locked
@@ -228,13 +224,13 @@ def test_a_stale_marker_is_not_believed(changes: dict[str, Any], problem: str, m
     assert problem in state.describe()
 
 
-def test_a_faster_card_shows_that_the_lock_is_gone(marker: Any) -> None:
+def test_a_faster_card_shows_that_the_lock_is_gone(marker):
     marker()
     assert clock_state(UUID, current_sm_mhz=1515.0).locked
     assert "runs at 1980 MHz" in str(clock_state(UUID, current_sm_mhz=1980.0).problem)
 
 
-def test_reset_leaves_persistence_mode_that_was_on(scripts: Scripts) -> None:
+def test_reset_leaves_persistence_mode_that_was_on(scripts):
     scripts.run("lock-gpu-clock.sh", SMI_PERSISTENCE="Enabled")
     scripts.log.unlink()
     assert scripts.run("reset-gpu-clock.sh").returncode == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,7 @@ CPU = RunOptions(device="cpu")
 # --- options and folders --------------------------------------------------------------------------
 
 
-def test_a_run_that_fails_leaves_no_folder_behind(tmp_path: Path) -> None:
+def test_a_run_that_fails_leaves_no_folder_behind(tmp_path):
     kept = tmp_path / "kept"
     kept.mkdir()
     for wanted in (kept / "a" / "b", kept):
@@ -41,7 +40,7 @@ def test_a_run_that_fails_leaves_no_folder_behind(tmp_path: Path) -> None:
 # --- versions -------------------------------------------------------------------------------------
 
 
-def test_another_version_gets_the_same_problem() -> None:
+def test_another_version_gets_the_same_problem():
     pytest.importorskip("cuda.tile")
     from mla_var3.runtime.paths import find_kernel, plan_class
 
@@ -58,7 +57,7 @@ def test_another_version_gets_the_same_problem() -> None:
 
 
 @pytest.mark.parametrize("check", [False, True])
-def test_disabled_mode_runs_once_and_leaves_nothing(check: bool, tmp_path: Path) -> None:
+def test_disabled_mode_runs_once_and_leaves_nothing(check, tmp_path):
     """With the check it is the check that runs it."""
     log: list[str] = []
     plan = DoublingPlan()
@@ -69,9 +68,9 @@ def test_disabled_mode_runs_once_and_leaves_nothing(check: bool, tmp_path: Path)
         stage.log = log
         return stage
 
-    plan.on_device = lambda spec: plan  # type: ignore[method-assign]
-    plan.resolve = lambda *rates: plan  # type: ignore[method-assign]
-    plan.plan = noted  # type: ignore[method-assign]
+    plan.on_device = lambda spec: plan
+    plan.resolve = lambda *rates: plan
+    plan.plan = noted
     options = RunOptions(device="cpu", check=check)
     result = disabled_profile_plan(plan, options=options)
     assert log == ["doubling"]
