@@ -173,9 +173,6 @@ def halves(names: list[str]) -> list[list[str]]:
     return [names[0::2], names[1::2]]
 
 
-# --- the program ----------------------------------------------------------------------------------
-
-
 @dataclass
 class AnyTiling(Tiling):
     """For kernels that have no tiling of their own."""

@@ -22,9 +22,6 @@ def inputs_of(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
     return plan, dict(zip(INPUT_NAMES[name], plan.prepare_inputs("cpu"), strict=True))
 
 
-# --- sizes and choices ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize(
     ("fields", "message"),
@@ -60,8 +57,6 @@ def test_choices(name, field, value, expected):
     with pytest.raises(InvalidArgumentError, match=message):
         make_plan(name, **SIZES, **{field: value})
 
-
-# --- tilings --------------------------------------------------------------------------------------
 
 BAD_TILINGS = [
     ("flash_attention", {"Bm": 48}, "Bm: expected a power of two (a tile side), got 48"),
@@ -144,9 +139,6 @@ def test_what_fits_depends_on_the_target():
             message = f"expected at most {limit} bytes of shared memory on {target}, got 155648"
             with pytest.raises(InvalidArgumentError, match=message):
                 stage.launch()
-
-
-# --- tensors --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -38,9 +38,6 @@ def kernel_of(plan: CuteFlashMLA) -> CuteKernel:
     return kernel
 
 
-# --- one program for all shapes -------------------------------------------------------------------
-
-
 def key(**fields: Any) -> str:
     """Cache key of the program."""
     kernel = kernel_of(make(**fields))
@@ -70,9 +67,6 @@ def test_one_program_serves_all_shapes(page, other):
 def test_dtype_and_kind_of_cache_make_other_programs():
     assert len({key(), key(page=64), key(dtype="float16")}) == 3
     assert key(page=192) == key(page=64)
-
-
-# --- plans ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -175,9 +169,6 @@ def test_the_scale_of_the_model_reaches_the_kernel():
     assert scale == pytest.approx(0.02 * 1.4426950408889634)
 
 
-# --- inputs ---------------------------------------------------------------------------------------
-
-
 def padded(tensor: Tensor, dim: int) -> Tensor:
     """The same values as a view of a tensor that is one longer in a dimension."""
     shape = list(tensor.shape)
@@ -256,9 +247,6 @@ def test_the_reference_of_pages_is_that_of_the_dense_cache(page):
     wanted = dense.reference_fn(*dense.prepare_inputs("cpu"))
     for got, exact in zip(paged.reference_fn(*paged.prepare_inputs("cpu")), wanted, strict=True):
         assert torch.equal(got, exact)
-
-
-# --- the command line -----------------------------------------------------------------------------
 
 
 @pytest.fixture

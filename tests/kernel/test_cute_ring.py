@@ -203,9 +203,6 @@ def test_stage_and_kernel_count_the_same_work_tiles():
         assert tiles == scheduler.work_tiles
 
 
-# --- its stage ------------------------------------------------------------------------------------
-
-
 def ring_plan(**fields: Any) -> tuple[CuteMlaVar6Plus, Any, Any, torch.Tensor]:
     plan = CuteMlaVar6Plus(**{"b": 2, "s": 2, "t": 300, "h": 4, "n": 128, **fields})
     return plan, *ring_operands(plan)

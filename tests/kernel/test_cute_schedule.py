@@ -84,9 +84,6 @@ def cost(group: Sequence[Span]) -> int:
     return sum(span.last - span.first + ITEM_COST * (span.first == 0) for span in group)
 
 
-# --- ranges ---------------------------------------------------------------------------------------
-
-
 @settings(max_examples=150, deadline=None)
 @given(LENGTHS, SHAPES)
 @example([0], GroupShape(1, 1, 132))
@@ -200,9 +197,6 @@ def test_the_overflow_check_sees_an_overflow():
         Int32Only(INT32_MAX) * 2
 
 
-# --- partials and the merge -----------------------------------------------------------------------
-
-
 @settings(max_examples=150, deadline=None)
 @given(LENGTHS, SHAPES)
 @example([64 * 100], GroupShape(1, 1, 132))
@@ -297,8 +291,6 @@ def test_the_merge_finds_every_partial(batch):
     assert done == wanted
     assert all(slot < 2 * shape.ctas < merge_rows(shape.ctas) for slot in slots)
 
-
-# --- CTA groups -----------------------------------------------------------------------------------
 
 TILES = st.one_of(st.integers(1, 12), st.integers(1, 500))
 REQUESTS = st.one_of(st.integers(1, 12), st.integers(1, 3000))

@@ -55,9 +55,6 @@ def kernels(plan: Any) -> dict[str, Any]:
     return {kernel.name: kernel for kernel in stage_of(plan).kernels()}
 
 
-# --- plans and their kernels ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("old", "new"), [("v2", "v5"), ("v3", "v6")])
 def test_old_ids_still_work_and_say_what_they_are_now(old, new, caplog):
     """In CuTe DSL; the same numbers of cuTile are other ideas."""
@@ -139,9 +136,6 @@ def test_eight_bits_are_half_the_bytes_and_padded_slots():
     assert 0.5 < packed.decompressed_cost().bytes / plain.decompressed_cost().bytes < 0.6
 
 
-# --- references -----------------------------------------------------------------------------------
-
-
 TINY: dict[str, Any] = {"b": 2, "s": 3, "t": 90, "h": 2, "lengths": (90, 40), "seed": 1}
 
 
@@ -162,9 +156,6 @@ def test_the_reference_is_the_operation(name, fields, bound):
     found = plan.reference_fn(*plan.prepare_inputs("cpu"))
     for got, wanted in zip(found, reference_from_latent(raw, plan.problem()), strict=True):
         assert compare(got, wanted).relative_frobenius < bound
-
-
-# --- SMs ------------------------------------------------------------------------------------------
 
 
 def test_the_split_makes_both_end_together():
@@ -272,9 +263,6 @@ def test_every_candidate_is_valid_and_some_pairs_fit():
             assert 5 <= sum(fits) < len(fits)
 
 
-# --- the decompressed kernel's work tiles ---------------------------------------------------------
-
-
 def test_work_tiles_and_their_ctas():
     """Rows decide the pairing; `test_cute_ring.py` counts the work tiles of the device code."""
     assert DecompressedShape(2, 64, 8, 300).pairing(DecompressedTiling()) == HEADS
@@ -323,9 +311,6 @@ def test_a_wrong_tiling_is_named_before_anything_is_compiled(tiling, message):
         kernel.compile("sm_90", tiling)
 
 
-# --- the output projection ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("h", "ctas"), [(128, 1), (64, 2), (8, 4), (1, 4)])
 def test_the_rows_of_a_head_are_shared_by_as_many_ctas_as_fit(h, ctas):
     plan = make("mla_var6_plus", b=4, s=128, h=h, n=100)
@@ -340,9 +325,6 @@ def test_the_lse_is_that_of_the_latent_part_when_it_is_alone():
     assert stage.output_tensors[1] is merge.output_tensors[1]
     named = named_arguments(combine)
     assert [named[x] for x in ("lse_latent", "o_new", "lse_new", "lse")] == [None] * 4
-
-
-# --- bad input ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,6 @@ from .noted_launch import SMS
 from .test_cute_compile import held_bytes
 from .whole_launch import SIZES
 
-# --- how the work is divided ----------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("queries", [1, 63, 64, 65, 1000])
 @pytest.mark.parametrize("heads", [1, 16, 128])
@@ -74,9 +72,6 @@ def test_columns_of_an_output_block(rows, heads, columns):
 )
 def test_columns_of_an_output_block_at_other_widths(rows, heads, v, columns):
     assert columns_for(rows, heads, SMS, v) == columns
-
-
-# --- the call -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -187,8 +182,6 @@ def test_a_launch_is_bound_to_its_workspace(monkeypatch):
             assert not bound([wrong[name] for name in changing])
     assert len(seen) == 2
 
-
-# --- the program ----------------------------------------------------------------------------------
 
 KERNELS = ("project_queries", "flash_mla", "decompress_combine")
 

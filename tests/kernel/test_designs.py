@@ -77,8 +77,6 @@ def test_shapes(design, case, causal):
     require_end_to_end(plan, stage)
 
 
-# --- the choices of single designs ----------------------------------------------------------------
-
 WINDOW_T = 70
 
 

@@ -53,9 +53,6 @@ def written(kernel: Any) -> tuple[int, int]:
     return tuple(int((~x.isnan().any(dim=-1)).sum()) for x in (o_latent, o_new))
 
 
-# --- all versions ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_same_bits_as_the_base(case):
     """The default tiles are those of the base, and where a tile runs does not change it.
@@ -97,9 +94,6 @@ def test_candidates_are_legal_and_distinct(version, target):
             assert constraint_failures(tiling, kernel.plan) == ()
 
 
-# --- v2: the launch order -------------------------------------------------------------------------
-
-
 def written_after(blocks: int, n: int, hold_back: int) -> tuple[int, int]:
     """What the first blocks of the launch order write: SMALL has 2 latent and 16 head blocks."""
     plan: Any = make_plan(V2, **SMALL, n=n)
@@ -127,9 +121,6 @@ def test_nothing_or_everything_is_held_back():
     assert written_after(9, n=10, hold_back=0) == (8, 8)
     assert written_after(10, n=10, hold_back=0) == (16, 8)
     assert written_after(2, n=10, hold_back=100) == (16, 0)
-
-
-# --- v3: the queues -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("share", [0, 50, 100], ids="share{}".format)
@@ -191,9 +182,6 @@ def test_a_tiling_out_of_range(version, field, value):
     setattr(plan.tiling, field, value)
     with pytest.raises(InvalidArgumentError, match=f"{field}: expected"):
         plan.plan(*plan.prepare_inputs("cpu")).launch()
-
-
-# --- v4: two kernels at the same time -------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -265,9 +253,6 @@ def test_each_kernel_alone(causal):
     )
     require(plan._latent_plan())
     require(plan._window_plan())
-
-
-# --- machine code ---------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

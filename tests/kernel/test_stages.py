@@ -35,9 +35,6 @@ def test_stage_alone(stage, case, causal):
     require(plan_of(stage, case, causal=causal))
 
 
-# --- split_kv -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("splits", [1, 16, 17, 33], ids="splits{}".format)
 def test_reduce_any_number_of_splits(splits):
     """Around the 16 partials that one step reads."""
@@ -71,9 +68,6 @@ def test_partials_of_one_split_are_the_whole():
     parts, full = require(partial, inputs).output_tensors, require(whole, inputs).output_tensors
     torch.testing.assert_close(parts[0][:, 0].to(full[0].dtype), full[0], rtol=0.0, atol=0.0)
     torch.testing.assert_close(parts[1][:, 0], full[1], rtol=0.0, atol=0.0)
-
-
-# --- mla_var6_plus --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("n", "written"), [(0, slice(0, 2)), (67, slice(2, 4))], ids=["n0", "nt"])

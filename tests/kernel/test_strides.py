@@ -101,9 +101,6 @@ def test_a_prefix_shared_by_the_batch(design):
     require(plan, tuple(inputs.values()))
 
 
-# --- queries whose s and h cannot be merged -------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", [*DESIGNS, *STAGES])
 def test_transposed_inputs_work_or_are_named(name):
     """Heads outside tokens, [b, h, s, ...]: computed right, or refused with the argument's name.
@@ -124,9 +121,6 @@ def test_transposed_inputs_work_or_are_named(name):
             continue
         inputs[argument].mul_(-1.0)
         check_stage(plan, values, stage).require()
-
-
-# --- layouts that no kernel can read --------------------------------------------------------------
 
 
 def odd_rows(tensor: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """The CuTe DSL pages: names exist, snippets compile, and figures are those of the compiler."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys
@@ -66,9 +64,6 @@ def evidence(page: str, case: str) -> str:
     rows = re.findall(rf"^\| {re.escape(case)} \| ([^|]+) \|", page, re.MULTILINE)
     assert len(rows) == 1, f"expected one row {case!r}, got {len(rows)}"
     return str(rows[0])
-
-
-# --- the pages ----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """What the documentation names exists: paths, links, make targets, commands and options."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io
@@ -192,9 +190,6 @@ def command_problems(
     return problems
 
 
-# --- the pages of this repository ---------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def pages(repo_root: Path, repo_files: list[Path]) -> dict[str, str]:
     """Markdown pages of the repository; third-party checkouts are not ours to check."""
@@ -281,9 +276,6 @@ def test_documented_commands_parse(commands, repo_root, monkeypatch):
 def test_agents_page_is_short_and_included(repo_root):
     assert len((repo_root / "AGENTS.md").read_text().splitlines()) < 150
     assert (repo_root / "CLAUDE.md").read_text().strip() == "@AGENTS.md"
-
-
-# --- the checks themselves ----------------------------------------------------------------------
 
 
 @pytest.fixture

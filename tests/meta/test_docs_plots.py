@@ -1,7 +1,5 @@
 """The pictures of the documentation show what the records and the model say now."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

@@ -1,7 +1,5 @@
 """The examples run as they are, without a GPU."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The fuzzer finds what is planted, shrinks it to a few tokens, and says how to repeat it."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

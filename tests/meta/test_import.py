@@ -1,7 +1,5 @@
 """`import mla_var3` is silent and cheap, and the console script can start."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

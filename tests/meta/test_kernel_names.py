@@ -1,7 +1,5 @@
 """Kernels are found by their names, so the names follow the rules."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Mapping

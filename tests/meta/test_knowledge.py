@@ -1,7 +1,5 @@
 """The knowledge base, the device pages and the cuTile reference follow their templates."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json
@@ -177,9 +175,6 @@ def run_snippet(body: str, folder: Path) -> None:
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-# --- the pages of this repository ---------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def knowledge(repo_root: Path) -> Path:
     return repo_root / "docs" / "knowledge"
@@ -256,8 +251,6 @@ def test_records_are_linked_from_their_index(repo_root):
     records = [page for page in results.glob("*.md") if page.name != "index.md"]
     assert unlinked(results / "index.md", records) == []
 
-
-# --- the checks themselves ----------------------------------------------------------------------
 
 GOOD_PAGE = """# Title
 

@@ -1,7 +1,5 @@
 """Imports go one way, and each kernel language stays in its folders."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """The page of models and cards has the rows of both tables."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

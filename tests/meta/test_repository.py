@@ -1,7 +1,5 @@
 """Rules for the files of the repository: words, sizes, versions, packaging."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -4,8 +4,6 @@ The script runs here on a copy of the checkout's top files, with stand-ins for t
 package is installed and no network is used.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ Paths, links and the commands of `hyper-mla` in them are checked with all other 
 `test_docs.py`.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess
@@ -82,9 +80,6 @@ def script_commands(text: str) -> list[list[str]]:
     return commands
 
 
-# --- the skills of this repository --------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def folder(repo_root: Path) -> Path:
     return repo_root / ".claude" / "skills"
@@ -156,8 +151,6 @@ def test_options_of_scripts_exist(texts, repo_root):
         options = {word.partition("=")[0] for word in arguments if word.startswith("--")}
         assert {option for option in options if option not in shown} == set(), script
 
-
-# --- the checks themselves ----------------------------------------------------------------------
 
 GOOD = (
     "---\nname: some-skill\ndescription: Does something well for those who ask for it. "

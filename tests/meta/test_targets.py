@@ -1,7 +1,5 @@
 """Code for every card: default tilings compile and fit the shared memory of every target."""
 
-from __future__ import annotations
-
 import pytest
 
 from mla_var3.conf.devices import load_devices, shared_memory_limit

@@ -1,7 +1,5 @@
 """The messages that the troubleshooting page quotes are those of the program."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

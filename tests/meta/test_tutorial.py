@@ -5,8 +5,6 @@ blocks marked `{.bash}` for that reason: in this checkout, where there is no suc
 not even be parsed.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -160,8 +158,6 @@ def test_the_tutorial_can_be_followed(copy, repo_root):
         result = run_program([sys.executable, "-m", "ruff", *arguments, *designs], cwd=copy.root)
         assert result.returncode == 0, result.stdout + result.stderr
 
-
-# --- the checks themselves ----------------------------------------------------------------------
 
 PAGE = """
 <!-- file: src/new.py -->

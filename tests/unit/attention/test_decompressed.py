@@ -101,9 +101,6 @@ def append(
     return [torch.cat([old, more]) for old, more in zip(tokens, new, strict=True)]
 
 
-# --- results --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("page_size", [None, 64])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [64, 128])
@@ -273,9 +270,6 @@ def test_views_without_rope_keys_of_their_own(model: Model, generator: torch.Gen
     require_right(attend("mla_var6_plus", task), task, tokens, model)
 
 
-# --- refusals -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("kernel", "options", "refusal"),
     [
@@ -319,9 +313,6 @@ def test_on_other_gpus_and_on_the_cpu(model: Model, generator: torch.Generator) 
         mla_var3.mla_attention(
             q_nope, q_rope, cache, model.w_uk, model.w_uv, kernel=f"mla_var6_plus:{LANGUAGE}"
         )
-
-
-# --- the choice -----------------------------------------------------------------------------------
 
 
 def chosen(**options: Any) -> tuple[str, str]:

@@ -158,9 +158,6 @@ def test_unknown_options_are_named() -> None:
         mla_var3.mla_latent_attention(torch.randn(B, S, H, K), given["q_rope"], given["cache"], d=0)
 
 
-# --- values on the device -------------------------------------------------------------------------
-
-
 def paged_arguments(**changes: Any) -> Arguments:
     view = CacheView(
         latent=torch.randn(4, 64, K),

@@ -1,7 +1,5 @@
 """Findings of a record: the fastest, speed-ups, crossings, windows, doubts; and the plots."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -175,9 +173,6 @@ def test_doubtful_rows_are_named():
     assert "1.19x as fast as the best peer" in large
     assert doubts([row(time_us=1000.0), peer(time_us=1050.0)]) == []
     assert doubts([replace(impossible, kind=PREDICTED)]) == []
-
-
-# --- plots ----------------------------------------------------------------------------------------
 
 
 def svg(plot: Plot) -> str:

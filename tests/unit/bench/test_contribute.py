@@ -1,7 +1,5 @@
 """Records to be sent: the figures stay, everything private goes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Measuring: check before timing, rotating order, rounds combined, failures as rows."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -195,9 +193,6 @@ def test_a_plan_says_what_it_cannot_do():
     with pytest.raises(Exception, match="expected one of its targets .* got sm_80"):
         make_plan(KernelChoice(find_kernel("flash_attention")), SMALL, "sm_80")
     assert make_plan(KernelChoice(find_kernel("flash_mla")), SMALL, "sm_90").params()["t"] == 70
-
-
-# --- tuning ---------------------------------------------------------------------------------------
 
 
 def test_kernels_share_the_seconds_of_tuning(monkeypatch):

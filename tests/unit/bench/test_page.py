@@ -1,7 +1,5 @@
 """The pages: all rows, nothing from elsewhere, valid HTML, both colour schemes."""
 
-from __future__ import annotations
-
 import base64
 import re
 from dataclasses import replace

@@ -4,8 +4,6 @@ The peers' kernels cannot run here. Stand-ins with their interfaces compute plai
 exactly what they are handed, so a wrong page, stride, length or scale shows as an error.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace

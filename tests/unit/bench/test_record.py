@@ -1,7 +1,5 @@
 """Records: JSON and CSV schemas, the first schema, invalid files and rows, merging."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

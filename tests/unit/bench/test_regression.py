@@ -1,7 +1,5 @@
 """The regression check: three zones, and what is said instead of compared."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A benchmark on a device that fails: every suite, what is kept, who runs again, and where."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The suites: shapes, kernels selected by word, and versions that run only when named."""
 
-from __future__ import annotations
-
 import pytest
 
 from mla_var3.attention.backends import registry

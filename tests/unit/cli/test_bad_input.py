@@ -1,7 +1,5 @@
 """Commands on values that cannot be used: one line that says what is wrong, and no files."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

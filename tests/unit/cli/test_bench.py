@@ -1,7 +1,5 @@
 """`hyper-mla bench`: predictions, records, measurement, verdicts and exit codes, end to end."""
 
-from __future__ import annotations
-
 import csv
 import json
 import runpy
@@ -132,9 +130,6 @@ def test_against_an_earlier_record(tmp_path, capsys):
     assert verdicts["verdicts"] == []
 
 
-# --- measuring ------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     return FakeGpu(monkeypatch)
@@ -166,9 +161,6 @@ def test_a_kernel_that_fails_its_check_fails_the_command(gpu, tmp_path, monkeypa
     assert main(argv) == 1
     assert not [line for line in gpu.log if line.startswith("run")]
     assert {row.reason for row in load_record(tmp_path / "all.json").rows} == {"NaN"}
-
-
-# --- modules --------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("no_plots")

@@ -1,7 +1,5 @@
 """How a command ends."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """`hyper-mla doctor`, with engines and GPUs that are not here."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 from pathlib import Path

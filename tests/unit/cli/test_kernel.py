@@ -1,7 +1,5 @@
 """The command line of a kernel: routes, exit codes, errors."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,9 +64,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return machine
 
 
-# --- what a request amounts to --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("argv", "gpu", "mode", "on_cpu", "check", "may_shrink"),
     [
@@ -109,9 +104,6 @@ def test_a_given_tiling_stays_although_it_equals_the_default(monkeypatch):
     monkeypatch.setattr(FakePlan, "_default_tiling", default_tiling)
     assert read(FakePlan()).plan.for_target("sm_120").tiling == FakeTiling(16)
     assert read(FakePlan(), "--Bm=64").plan.for_target("sm_120").tiling == FakeTiling(64)
-
-
-# --- running --------------------------------------------------------------------------------------
 
 
 def test_without_a_gpu_it_says_what_it_does(machine, capsys):
@@ -195,9 +187,6 @@ def test_errors_in_a_run(error, code, message, machine, monkeypatch, capsys):
 def test_a_plan_is_its_own_command_line(machine):
     assert FakePlan(b=9).benchmark_kernel_argparse([]) == 0
     assert machine.profiled[0][0].b == 9
-
-
-# --- finding the kernel ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """The console script: commands, JSON, what it imports and how fast it starts."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable
@@ -63,9 +61,6 @@ def test_help_lists_the_commands_and_each_has_its_own(capsys):
     assert capsys.readouterr().out.startswith("hyper-mla ")
 
 
-# --- tables ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "argv",
     [
@@ -105,9 +100,6 @@ def test_choose_says_a_reason_once(capsys):
     out = capsys.readouterr().out
     assert out.count("NVIDIA B200 (sm_100); it is written for sm_90") == 1
     assert "flash_attention:cute-dsl, flash_mla:cute-dsl do not support NVIDIA B200" in out
-
-
-# --- list -----------------------------------------------------------------------------------------
 
 
 def test_list(capsys):
@@ -153,9 +145,6 @@ def test_declared_targets_are_read_from_the_source():
     for kernel in paths.discover_kernels():
         if kernel.language == "cutile-dsl":
             assert paths.declared_targets(kernel) == paths.plan_class(kernel).targets
-
-
-# --- show, env, predict ---------------------------------------------------------------------------
 
 
 def test_show(capsys):
@@ -210,9 +199,6 @@ def test_predict(capsys):
     assert set(entries[0]["predicted"]) >= {"flash_mla", "mla_var6_plus"}
 
 
-# --- run ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("command", ["run", "profile"])
 def test_a_kernel_is_handed_to_its_own_command_line(command, monkeypatch):
     seen: list[Any] = []
@@ -222,9 +208,6 @@ def test_a_kernel_is_handed_to_its_own_command_line(command, monkeypatch):
     )
     assert main([command, "flash_mla", "v0", "--b=2", "--tune-max-iters=3"]) == 0
     assert seen == [("flash_mla", ["--b=2", "--tune-max-iters=3"])]
-
-
-# --- names ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

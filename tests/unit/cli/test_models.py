@@ -1,7 +1,5 @@
 """`--model`, `--config` and `--tp` of the commands."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

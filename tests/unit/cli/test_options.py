@@ -1,7 +1,5 @@
 """Options made from plan and tiling fields."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import pytest

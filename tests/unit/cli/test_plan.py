@@ -1,7 +1,5 @@
 """`hyper-mla plan`: table, JSON, files, what it says about itself, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Recorded rates of kernels and energies: complete, positive, from records that exist."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

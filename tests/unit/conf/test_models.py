@@ -1,7 +1,5 @@
 """The table of models, and configs of others."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Cloning a kernel version: clones run, only versioned names change, refusals leave nothing."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

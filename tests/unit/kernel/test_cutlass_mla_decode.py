@@ -4,8 +4,6 @@ A tiny checkout with code of our own stands in for CUTLASS. Against a real one t
 compiled when HYPER_MLA_CUTLASS_DIR names it.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import os
@@ -141,9 +139,6 @@ def arguments(stage: Any, tiling: CutlassMlaDecodeTiling) -> dict[str, Any]:
     return dict(zip(names, values, strict=True))
 
 
-# -- the checkout ---------------------------------------------------------------------------------
-
-
 def test_what_is_missing_is_named(tmp_path):
     """A checkout with the ways to name one, an example with the paths where it should lie."""
     (tmp_path / "bare" / checkout.EXAMPLES / "cute").mkdir(parents=True)
@@ -207,9 +202,6 @@ def test_a_changed_example_is_refused(tmp_path, changed, said):
     with pytest.raises(UnsupportedError, match=said) as caught:
         checkout.load_example(folder)
     assert "written against nvidia-cutlass-dsl 4.9.7" in str(caught.value)
-
-
-# -- the plan -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -284,9 +276,6 @@ def test_a_table_must_cover_whole_tiles():
 def test_legal_splits(fields, splits, legal):
     plan = CutlassMlaDecodeKernel(**{"b": 1, **fields})
     assert bool(CutlassMlaDecodeTiling(splits=splits).validate(plan)) is legal
-
-
-# -- compiling ------------------------------------------------------------------------------------
 
 
 def test_the_splits_are_those_of_the_example_and_decide_the_workspace(fake):
@@ -382,9 +371,6 @@ def test_other_architectures_are_refused(fake):
         stage.compile("sm_90")
     with pytest.raises(UnsupportedError, match=r"expected a GPU of sm_100a.*NVIDIA H200"):
         stage.require_target("sm_90", "NVIDIA H200")
-
-
-# -- around it ------------------------------------------------------------------------------------
 
 
 def test_the_command_line_says_what_is_missing(capsys):

@@ -1,7 +1,5 @@
 """The 8-bit formats of the latent cache: bytes in memory, rounding bounds, special values."""
 
-from __future__ import annotations
-
 import math
 import struct
 

@@ -1,7 +1,5 @@
 """A prefix shared by the requests: against the same call with the prefix in every request."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 
@@ -134,9 +132,6 @@ def test_bad_prefixes_are_refused():
     ):
         with pytest.raises(InvalidArgumentError, match=f"^{field}: expected"):
             shared_attention(PROBLEM, replace(x, **{field: tensor}))
-
-
-# --- cost -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prefix", [0, 3, 5, 12])

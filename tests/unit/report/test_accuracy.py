@@ -1,7 +1,5 @@
 """Errors of the 8-bit cache formats, and the command that shows them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

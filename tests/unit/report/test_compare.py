@@ -1,7 +1,5 @@
 """Comparing runs: records, refusals, tables, JSON, plots, and both commands."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -74,9 +72,6 @@ def saved(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-# -- records -----------------------------------------------------------------------------------
-
-
 def test_a_folder_and_its_record_are_the_same_run(saved, tmp_path):
     folder = saved("runs/20260101", stages={"x": 60.0, "y": 40.0})
     found = load_run(folder)
@@ -107,9 +102,6 @@ def test_a_static_record_and_a_result_are_runs_too():
     assert (found.total.time_us, found.total.tflops, found.total.gbps) == (50.0, 20.0, 20.0)
     shares = next(row for row in compare([found, found]).rows if row.metric == "of roofline")
     assert shares.texts[0] == "80.0 %"
-
-
-# -- comparing ---------------------------------------------------------------------------------
 
 
 def test_changes_against_the_baseline(tmp_path):
@@ -167,9 +159,6 @@ def test_equal_labels_are_told_apart():
     assert labels == ["mla_var6_plus #1", "mla_var6_plus #2", "v"]
     labels = [r.label for r in compare([run(), run(mode="nsys")]).runs]
     assert labels == ["mla_var6_plus event", "mla_var6_plus nsys"]
-
-
-# -- hyper-mla compare -------------------------------------------------------------------------
 
 
 def test_the_command_compares_folders(saved, tmp_path, monkeypatch, capsys):

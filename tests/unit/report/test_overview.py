@@ -1,7 +1,5 @@
 """The main job: its steps, its report, and what happens when a step fails."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Plots are written, of a sensible size, and say what they show."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 

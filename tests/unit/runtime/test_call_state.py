@@ -1,7 +1,5 @@
 """The state of the call path: bounded tables, and one `clear` for all of it and all threads."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

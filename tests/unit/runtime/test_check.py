@@ -1,7 +1,5 @@
 """The check: how its bounds come about, and what can never pass."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,9 +31,6 @@ GOOD = OutputCheck(
 )
 
 
-# --- results --------------------------------------------------------------------------------------
-
-
 def test_all_outputs_must_pass():
     error = ErrorFigures(math.nan, 0.01, 3, 0)
     bad = replace(GOOD, error=error, index=1)
@@ -49,9 +44,6 @@ def test_all_outputs_must_pass():
     assert message.startswith("output 1: relative error nan (bound 0.002), largest 0.01 (bound 0.0")
     assert "3 NaN" in message
     assert "output 0" not in message
-
-
-# --- running --------------------------------------------------------------------------------------
 
 
 @dataclass

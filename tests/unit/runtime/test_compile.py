@@ -1,7 +1,5 @@
 """Compile reports: reading what the CUDA tools print, and real kernels for real targets."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,8 +61,6 @@ def make_kernel(function: Any, **tiling: int) -> CtKernel:
         args_fn=lambda t: (matrix, matrix, matrix, t.tm, t.tn, t.tk),
     )
 
-
-# -- what the tools print ------------------------------------------------------------------------
 
 RESOURCES = """
 Resource usage:
@@ -138,9 +134,6 @@ def test_tensor_core_path_per_target(target, opcodes, misses):
     assert found.misses_tensor_core is misses
     assert ("misses the tensor-core path" in found.verdict) is misses
     assert found.tensor_core == (opcodes[0] if opcodes else None)
-
-
-# -- real kernels --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("target", "opcode"), [("sm_90", "HGMMA"), ("sm_120", "HMMA")])

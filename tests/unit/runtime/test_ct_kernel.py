@@ -1,7 +1,5 @@
 """The cuTile runtime without a GPU: what it caches, passes on, refuses and reports."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -90,9 +88,6 @@ def wanted() -> torch.Tensor:
     return torch.arange(20.0) + 0.5
 
 
-# --- launching ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("how", ["mutated", "replaced"])
 def test_another_tiling_is_noticed(how):
     """Also when the autotuner or a user changes a field of the very same object."""
@@ -145,9 +140,6 @@ def test_hints_are_passed_to_the_compiler(tiling, hints):
     assert function.hints == [hints]
 
 
-# --- a pretended GPU ------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], CtKernel]:
     """Makes a kernel whose launch on "cuda" calls the given function instead of cuTile's."""
@@ -182,9 +174,6 @@ def test_a_kernel_that_does_not_compile_at_its_first_launch(on_gpu):
         on_gpu(fail).launch()
 
 
-# --- compiling ------------------------------------------------------------------------------------
-
-
 def test_a_compile_error_is_ours_and_names_kernel_and_target(capfd):
     kernel = make_kernel(narrowing, dtype=torch.bfloat16, device="meta")
     with pytest.raises(KernelCompileError, match="^narrowing for sm_90: ") as caught:
@@ -193,9 +182,6 @@ def test_a_compile_error_is_ours_and_names_kernel_and_target(capfd):
     assert capfd.readouterr().err == ""
     os.write(2, b"still here\n")
     assert capfd.readouterr().err == "still here\n", "stderr must come back"
-
-
-# --- signatures -----------------------------------------------------------------------------------
 
 
 def parameters(*args: Any, kernel: Any = add_number) -> Any:
@@ -234,9 +220,6 @@ def test_wrong_arguments_are_named():
         InvalidArgumentError, match="^args_fn: expected tensors, ints, floats or constants, got str"
     ):
         parameters(array(20), array(20), "half", 8)
-
-
-# --- source files ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

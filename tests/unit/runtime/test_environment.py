@@ -1,7 +1,5 @@
 """What is recorded about the machine, and that a missing thing is None, not an error."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Markdown helpers: tables, numbers, front matter, JSON."""
 
-from __future__ import annotations
-
 import json
 import math
 

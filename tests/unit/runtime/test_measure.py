@@ -1,7 +1,5 @@
 """Timing: the arithmetic and the order of device calls, with a clock that needs no GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -90,9 +88,6 @@ def test_without_a_gpu_the_error_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnsupportedError, match="time_gpu: expected a usable CUDA GPU, got none"):
         time_gpu(lambda: None)
-
-
-# --- waiting --------------------------------------------------------------------------------------
 
 
 class FakeEvent:

@@ -1,7 +1,5 @@
 """Ids, modules and folders."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -15,9 +13,6 @@ from mla_var3.runtime.paths import KernelId, find_kernel, import_kernel_module, 
 FOUR = {"flash_attention", "flash_mla", "flash_mla_split_kv", "mla_var6_plus"}
 V4 = KernelId("mla_var6_plus", 4, "cutile-dsl", "mla")
 BASE = KernelId("mla_var6_plus", 0, "cutile-dsl", "mla")
-
-
-# --- ids ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -34,9 +29,6 @@ BASE = KernelId("mla_var6_plus", 0, "cutile-dsl", "mla")
 )
 def test_full_names(name, expected):
     assert split_full_name(name) == expected
-
-
-# --- finding --------------------------------------------------------------------------------------
 
 
 def test_discovery_imports_no_kernel(package_environment):
@@ -128,9 +120,6 @@ def test_a_wrong_version_lists_the_known_ones(version):
     assert "v0 is the base version" in str(caught.value)
 
 
-# --- modules --------------------------------------------------------------------------------------
-
-
 def test_a_missing_language_names_the_extra(monkeypatch):
     def fail(name: str) -> None:
         raise ModuleNotFoundError("No module named 'cuda'", name="cuda")
@@ -140,6 +129,3 @@ def test_a_missing_language_names_the_extra(monkeypatch):
         import_kernel_module(BASE)
     assert "needs the package cuda-tile" in str(caught.value)
     assert 'pip install "hyper-mla[cutile]"' in str(caught.value)
-
-
-# --- folders --------------------------------------------------------------------------------------

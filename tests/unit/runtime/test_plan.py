@@ -1,7 +1,5 @@
 """Plans: parameters, copies for targets, planning without tensors, prediction."""
 
-from __future__ import annotations
-
 import tracemalloc
 from typing import Any
 
@@ -23,9 +21,6 @@ H200 = (790.0, 4300.0)
 def make(design: str, **fields: Any) -> Any:
     sizes = {"b": 4, "s": 2, "t": 256, "h": 16}
     return plan_class(find_kernel(design))(**{**sizes, **fields})
-
-
-# --- copies ---------------------------------------------------------------------------------------
 
 
 def test_a_default_tiling_becomes_that_of_the_target():
@@ -51,9 +46,6 @@ def test_every_kernel_of_a_design_gets_a_tiling_that_fits(design, target):
         for kernel in chosen.plan(*chosen.prepare_inputs("meta")).kernels():
             assert kernel.plan.target.code == target
             assert kernel.tiling.validate(kernel.plan)
-
-
-# --- choices left to the model --------------------------------------------------------------------
 
 
 def test_model_driven_fields_are_resolved_and_pinned_ones_kept():
@@ -97,9 +89,6 @@ def test_neighbours_of_the_window():
     assert make("flash_mla").refinements() == []
 
 
-# --- planning without tensors ---------------------------------------------------------------------
-
-
 def tensors_of(stage: Any) -> list[torch.Tensor]:
     return [
         tensor
@@ -139,9 +128,6 @@ def test_an_empty_plan_has_the_shapes_of_a_real_one(design):
     assert [kernel.name for kernel in real.kernels()] == [kernel.name for kernel in empty.kernels()]
     for have, want in zip(tensors_of(empty), tensors_of(real), strict=True):
         assert (have.shape, have.dtype, have.stride()) == (want.shape, want.dtype, want.stride())
-
-
-# --- prediction -----------------------------------------------------------------------------------
 
 
 def costs(plan: Any) -> list[Cost]:

@@ -1,7 +1,5 @@
 """Stages, pipelines and concurrent groups, nested in any way."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,8 +23,6 @@ from mla_var3.runtime.stage import (
 )
 from tests.unit.runtime.runtime_support import FakeTiling, fake_kernel
 
-# --- one kernel -----------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(("device", "noted"), [("cpu", "k"), ("cuda", "k on cuda")])
 def test_a_launch_goes_where_the_tensors_are(device, noted):
@@ -41,9 +37,6 @@ def test_a_plan_without_tensors_does_not_launch():
     with pytest.raises(UnsupportedError, match=r"^empty: planned without tensors \(device 'meta'"):
         kernel.launch()
     assert kernel.log == []
-
-
-# --- nesting --------------------------------------------------------------------------------------
 
 
 def pipeline(name: str, *stages: Stage, **more: Any) -> KernelPipeline:
@@ -82,9 +75,6 @@ def test_a_failing_stage_stops_the_pipeline():
     assert log == ["a"]
 
 
-# --- names and outputs ----------------------------------------------------------------------------
-
-
 def test_outputs():
     """A pipeline gives what its last stage gives, a group what all members give; or as told."""
     a, b, c = (fake_kernel(name) for name in "abc")
@@ -96,9 +86,6 @@ def test_outputs():
     chosen = [a.output_tensors[0]]
     assert group("g", b, c, output_tensors=chosen).output_tensors is chosen
     assert pipeline("p", a, b, output_tensors=chosen).output_tensors is chosen
-
-
-# --- prediction -----------------------------------------------------------------------------------
 
 
 def test_a_group_overlaps():
@@ -114,9 +101,6 @@ def test_a_group_is_not_faster_than_a_member_that_is_a_pipeline():
     compute, memory = fake_kernel("c", flops=6e6, nbytes=0), fake_kernel("m", flops=0, nbytes=5e3)
     tiny = fake_kernel("t", flops=1e3, nbytes=1)
     assert group("g", pipeline("p", compute, memory), tiny).predict_us(1.0, 1.0) == 11.0
-
-
-# --- joint tilings --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -139,9 +123,6 @@ def test_a_joint_tiling_that_does_not_fit_launches_nothing(outcome, message):
         stage.launch()
     assert log == []
     assert message in "; ".join(stage.joint_failures())
-
-
-# --- streams --------------------------------------------------------------------------------------
 
 
 class PretendedCuda:
@@ -223,9 +204,6 @@ def test_a_group_in_a_group_forks_from_its_own_stream(cuda):
     assert "e1 on s1" in cuda.log  # the inner fork, on the outer member's stream
     assert {"s3 waits e1", "a on s3", "s4 waits e1", "b on s4", "c on s2"} <= set(cuda.log)
     assert "current waits e4" in cuda.log
-
-
-# --- tilings --------------------------------------------------------------------------------------
 
 
 @dataclass

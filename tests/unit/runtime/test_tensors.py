@@ -1,7 +1,5 @@
 """Checks of tensors: every error names the argument, what was expected and what came."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Preparing a run: the device, the plan, the check."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 from typing import Any
@@ -43,9 +41,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return machine
 
 
-# --- the device -----------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("no_gpu")
 def test_without_a_gpu():
     assert pick_device("auto") == "cpu"
@@ -79,9 +74,6 @@ def test_nothing_is_guessed_for_an_unknown_gpu(gpu, caplog):
     assert "unknown GPU; model-driven choices assume an NVIDIA H200" in caplog.text
 
 
-# --- preparing ------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("no_gpu")
 def test_on_the_cpu():
     """Model-driven fields are resolved for the planning device; nothing is tuned or checked."""
@@ -104,9 +96,6 @@ def test_the_check_runs_when_asked(error):
     assert prepared.check is not None
     assert prepared.check.passed is (error == 0.0)
     assert prepared.stage.log == ["doubling"]
-
-
-# --- memory ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("no_gpu")

@@ -1,7 +1,5 @@
 """The CUTLASS documentation builder, on a tiny checkout and with stand-ins for the converters."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

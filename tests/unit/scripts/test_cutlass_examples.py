@@ -1,7 +1,5 @@
 """The index of CuTe DSL examples, on a tiny checkout."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

@@ -123,9 +123,6 @@ def test_packed_queries(kernel: RepeatableKernel, generator: torch.Generator) ->
         same(found, mla_latent_attention(*q, cache, kernel="torch_tiled", **options))
 
 
-# --- what is never replayed ----------------------------------------------------------------
-
-
 COPIED: dict[str, Callable[[Any], tuple[Any, dict[str, Any]]]] = {
     "uneven queries": lambda q: ((q[0].transpose(1, 2).contiguous().transpose(1, 2), q[1]), {}),
     "a list of lengths": lambda q: (q, {"lengths": [100, 31, 9]}),
@@ -252,9 +249,6 @@ def test_a_bad_call_beside_a_known_key(
     assert kernel.repeats == before
 
 
-# --- what is kept ---------------------------------------------------------------------------------
-
-
 def test_replays_go_with_their_backend(
     kernel: RepeatableKernel, generator: torch.Generator
 ) -> None:
@@ -314,9 +308,6 @@ def test_subclasses_of_tensors_have_no_key(
     assert found(*q, view, lengths=odd) is None
     keys.store_replay(keys.latent_key(odd, q[1], view, 128, KERNEL, {}), "odd")
     assert found(odd, q[1], view) is None
-
-
-# --- the check of all tensors at once -------------------------------------------------------------
 
 
 Known = Callable[..., Any]
@@ -393,9 +384,6 @@ def test_lengths_of_the_cache_given_once_more(
     for _ in range(2):
         found = mla_latent_attention(*q, view, kernel=KERNEL, lengths=shorter)
         same(found, mla_latent_attention(*q, view, kernel="torch_tiled", lengths=shorter))
-
-
-# --- workspace ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("largest", [0, workspace.LARGEST_BYTES])

@@ -1,7 +1,5 @@
 """Fitting the model of the mix: known rates come back from synthetic rows, the rest stays."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """The model of the mix on shared SMs: its parts by hand, its choices against brute force."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -53,9 +51,6 @@ TOY = replace(
 )
 PROBLEM = MlaProblem(b=4, s=16, t=512, h=8, d=32, p=16, k=128)
 RAGGED = replace(PROBLEM, lengths=(512, 0, 100, 300))
-
-
-# --- parameters -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", load_devices())
@@ -163,9 +158,6 @@ def test_bad_files_are_refused(content, message, tmp_path):
     assert str(path) in str(caught.value) and message in str(caught.value)
 
 
-# --- work and times -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("problem", [PROBLEM, RAGGED])
 @pytest.mark.parametrize("form", [PLAIN, FP8])
 @pytest.mark.parametrize("n", [1, 64, 300, 511])
@@ -254,8 +246,6 @@ def test_each_limit_can_be_the_one_that_binds(bound, slow):
     model = MixModel(TOY.with_values(fast | corner | slow))
     assert model.time_us(PROBLEM, 256, 5).bound == bound
 
-
-# --- choices --------------------------------------------------------------------------------------
 
 rates = st.fixed_dictionaries(
     {

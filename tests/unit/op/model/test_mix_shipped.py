@@ -1,7 +1,5 @@
 """The shipped parameters of the mix against the times that they were fitted to."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The one model of time: against the records, and the same number from every command."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import cache
@@ -129,9 +127,6 @@ def test_the_prefix_is_estimated_as_it_was_measured():
     assert not found("mla_var6_plus_v6", work, spec=device_spec("H100")).fitted
 
 
-# --- what a call adds -----------------------------------------------------------------------------
-
-
 def test_a_call_adds_what_the_cache_lacks():
     bare, windowed, whole = (Workload(HEADLINE, window=n) for n in (0, 512, 4096))
     assert found("flash_attention", whole).around == {}
@@ -155,9 +150,6 @@ def test_the_ends_of_a_mix_are_the_pure_paths():
     assert latent.kernel_us < none.kernel_us < 1.06 * latent.kernel_us  # the merge kernel
     assert not none.mixes and not whole.mixes
     assert found("mla_var6_plus", Workload(HEADLINE, n=1024)).mixes
-
-
-# --- advice ---------------------------------------------------------------------------------------
 
 
 def test_the_mix_is_never_advised_on_an_h200():
@@ -192,9 +184,6 @@ def test_a_mix_takes_an_energy_between_those_of_the_pure_paths():
     assert 0 < model.best_n(problem, multiple=128) < problem.t
     assert model.worthwhile_n(problem, multiple=128) == problem.t
     assert model.worthwhile_n(replace(problem, s=8), multiple=128) == 0
-
-
-# --- one number per quantity ----------------------------------------------------------------------
 
 
 def test_every_command_shows_the_same_number(capsys, tmp_path, monkeypatch):

@@ -1,7 +1,5 @@
 """Planning the decompressed window within a budget."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """The 8-bit window as the kernels read it: order, padding, round trip, errors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

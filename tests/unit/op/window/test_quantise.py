@@ -1,7 +1,5 @@
 """The 8-bit form of keys and values: bounds, special rows, and whose error is whose."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

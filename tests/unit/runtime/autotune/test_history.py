@@ -1,7 +1,5 @@
 """Tuning files: keys, and that a file is whole whatever happens while it is written."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -143,9 +143,6 @@ def reason(tuning: StageTuning, rows: int) -> str:
     return entry["reason"] or ""
 
 
-# -- one kernel ----------------------------------------------------------------------------------
-
-
 def test_the_fastest_is_set_and_everything_is_recorded(world):
     stage = world.kernel([64, 128, 32])
     outcome = world.tune(stage)
@@ -278,9 +275,6 @@ def test_tune_seconds_ends_the_search_after_one_candidate_at_least(world):
     assert world.timed == [(64,), (32,), (16,), (8,)]
 
 
-# -- interruption, cache -------------------------------------------------------------------------
-
-
 def test_an_interrupted_search_resumes_where_it_stopped(world):
     world.interrupt_after = 2
     world.reports = {128: {"stack_bytes": 8}}
@@ -402,9 +396,6 @@ def test_a_lost_gpu_stops_the_search_and_the_next_one_leaves_the_culprit_out(wor
     assert statuses(tuning) == {64: "ok", 32: "failed", 16: "ok"}
 
 
-# -- several kernels -----------------------------------------------------------------------------
-
-
 def test_each_stage_of_a_pipeline_is_tuned_alone_with_its_inputs_filled(world):
     first, second = world.kernel([64, 32], "first"), world.kernel([128, 16], "second")
     outcome = world.tune(KernelPipeline("both", [first, second]))
@@ -506,9 +497,6 @@ def test_nesting(world):
         **{"first": 10, "a": 1, "b": 7, "c": 8, "d": 4, "e": 5, "last": 6}
     }
     assert all(len(rows) == 5 and rows[3] == 4 for rows in world.timed if len(rows) > 1)
-
-
-# -- neighbouring plans --------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 It computes `y = x * factor + bias` for a vector of any length, the bias being optional.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The CuTe DSL runtime without a GPU: compiling, caching, refusing."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import sys
@@ -46,9 +44,6 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def cache_files(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "cache" / "cute-compile").rglob("*.zip"))
-
-
-# --- compiling ------------------------------------------------------------------------------------
 
 
 def test_a_kernel_compiles_for_its_architecture_without_a_gpu(compilations, capfd):
@@ -105,9 +100,6 @@ def test_a_kernel_that_does_not_compile_says_why_and_prints_nothing(capfd, tmp_p
     assert "\n" not in str(info.value) and "\x1b" not in str(info.value)
     assert capfd.readouterr() == ("", "")
     assert cache_files(tmp_path) == []
-
-
-# --- the cache ------------------------------------------------------------------------------------
 
 
 def test_a_second_process_neither_traces_nor_compiles(repo_root, package_environment, tmp_path):
@@ -200,9 +192,6 @@ def test_a_value_that_cannot_be_compared_is_refused():
         key_of(function_with(torch.zeros(1)))
 
 
-# --- construction and refusals --------------------------------------------------------------------
-
-
 def test_the_compiler_does_not_see_the_arguments_of_the_program(monkeypatch, tmp_path):
     """On a GPU CuTe DSL parses `sys.argv`, takes `--h=128` for `--help` and ends the process."""
     from cutlass.base_dsl.dsl import _get_diagnostic_arg_parser
@@ -249,9 +238,6 @@ def test_a_launch_fn_is_not_called_on_the_wrong_gpu(monkeypatch):
     assert called == [kernel.tiling]
 
 
-# --- static mode ----------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass
 class HopperPlan(ScalePlan):
     targets = ("sm_90",)
@@ -267,8 +253,6 @@ def test_static_mode_keeps_to_the_targets_of_the_plan(tmp_path):
     compiled = tmp_path / "s" / "compiled" / "scale_add"
     assert (compiled / "scale_add.sm_90a.ptx").is_file()
 
-
-# --- source files ---------------------------------------------------------------------------------
 
 MODULES = {
     "__init__.py": "",

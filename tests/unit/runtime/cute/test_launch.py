@@ -1,7 +1,5 @@
 """Launching CuTe DSL programs without a GPU: the GPU is a Python function."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 from typing import Any
@@ -30,9 +28,6 @@ from tests.unit.runtime.cute.cute_support import (
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return note_compilations(monkeypatch)
-
-
-# --- launching, on a GPU that is a Python function ------------------------------------------------
 
 
 class FakeGpu:
@@ -147,9 +142,6 @@ def test_an_argument_of_another_kind_is_refused(place, value, message, gpu):
     with pytest.raises(InvalidArgumentError, match=message):
         program(gpu)(*args)
     assert gpu.calls == []
-
-
-# --- the stage, on the same fake ------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Launching a CuTe DSL program on other pointers, without a GPU: on a Python function."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from typing import Any

@@ -1,7 +1,5 @@
 """Values of element-wise operations and casts."""
 
-from __future__ import annotations
-
 import math
 import operator
 
@@ -14,9 +12,6 @@ from tests.unit.runtime.interpreter.interpreter_support import apply, evaluate, 
 
 RZ = ct.RoundingMode.RZ
 NAN = math.nan
-
-
-# ---------------------------------------------------------------------------------------- integers
 
 
 def test_integers_wrap_around():
@@ -45,9 +40,6 @@ def test_division_by_zero():
     ):
         with pytest.raises(InterpreterError, match="by zero"):
             evaluate(body, 0)
-
-
-# ------------------------------------------------------------------------------------------ floats
 
 
 def test_minimum_and_maximum_ignore_nan():
@@ -84,9 +76,6 @@ def test_directed_rounding_is_refused():
     ):
         with pytest.raises(InterpreterError, match="rounding mode .* is not supported"):
             apply(body, torch.ones(2))
-
-
-# ------------------------------------------------------------------------------------------- casts
 
 
 def test_cast_to_tf32_rounds_to_even():

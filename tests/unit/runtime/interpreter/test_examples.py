@@ -3,8 +3,6 @@
 They are collected from the installed package, with the output that it documents.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import io

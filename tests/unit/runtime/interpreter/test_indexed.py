@@ -1,7 +1,5 @@
 """Access to single elements: gather, scatter, advanced indexing, raw memory, atomics."""
 
-from __future__ import annotations
-
 import cuda.tile as ct
 import pytest
 import torch
@@ -14,9 +12,6 @@ ZERO = ct.PaddingMode.ZERO
 
 def grid_of(rows: int, columns: int) -> torch.Tensor:
     return torch.arange(rows * columns, dtype=torch.float32).reshape(rows, columns)
-
-
-# -------------------------------------------------------------------- gather, scatter and the like
 
 
 def test_gather_bounds_mask_and_padding():
@@ -32,9 +27,6 @@ def test_gather_bounds_mask_and_padding():
 
 def test_gather_from_an_empty_array():
     assert values(lambda a: ct.gather(a, ct.arange(2, dtype=ct.int32)), torch.zeros(0)) == [0, 0]
-
-
-# ----------------------------------------------------------------------------------------- atomics
 
 
 def test_atomics_see_each_other():

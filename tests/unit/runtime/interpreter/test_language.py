@@ -1,7 +1,5 @@
 """The language of kernels: control flow, builtins, helpers, static evaluation, printing."""
 
-from __future__ import annotations
-
 import threading
 import types
 
@@ -12,9 +10,6 @@ from mla_var3.runtime import interpreter
 from tests.unit.runtime.interpreter.interpreter_support import evaluate, values
 
 TILE = 4
-
-
-# ----------------------------------------------------------------------- control flow and builtins
 
 
 def test_persistent_loop_over_work():
@@ -107,9 +102,6 @@ def test_host_code_at_the_same_time_is_not_affected():
     interpreter.launch((1,), kernel, ())
     thread.join()
     assert seen == [(2, [0, 1], True), "Device functions can only be called from device code."]
-
-
-# ---------------------------------------------------------------------------------------- printing
 
 
 def test_printing(capsys):

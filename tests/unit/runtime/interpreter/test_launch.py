@@ -1,7 +1,5 @@
 """Launching: the package, grids, arguments, and errors that say where."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 import types
@@ -35,9 +33,6 @@ def record_block(out):
     ct.store(out, (x, y, z), ct.atomic_add(out, (0, 0, 0), 0) * 0 + x + 10 * y + 100 * z)
 
 
-# ------------------------------------------------------------------------------------- the package
-
-
 @pytest.mark.parametrize("found", ["1.6.0", "1.7.1", None])
 def test_other_cutile_version_is_refused(found, monkeypatch):
     def version(name: str) -> str:
@@ -66,9 +61,6 @@ def test_every_operation_is_implemented():
     assert [name for name in missing if not REFUSED.search(name)] == []
 
 
-# --------------------------------------------------------------------------------- grid and blocks
-
-
 def test_blocks_run_over_the_whole_grid():
     out = torch.full((2, 3, 4), -1, dtype=torch.int32)
     interpreter.launch((2, 3, 4), record_block, (out,))
@@ -80,9 +72,6 @@ def test_blocks_run_over_the_whole_grid():
 def test_bad_grid(grid):
     with pytest.raises(InvalidArgumentError, match="grid: expected one to three positive integers"):
         interpreter.launch(grid, copy_tile, (torch.zeros(4), torch.zeros(4)))
-
-
-# --------------------------------------------------------------------------------------- arguments
 
 
 @pytest.mark.parametrize(
@@ -140,9 +129,6 @@ def test_default_device_is_not_used():
     with torch.device("meta"):
         interpreter.launch((1,), copy_tile, (x, out))
     assert out.tolist() == [1.0] * 4
-
-
-# ------------------------------------------------------------------------------------------ errors
 
 
 @ct.kernel

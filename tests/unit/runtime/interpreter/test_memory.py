@@ -1,7 +1,5 @@
 """Tile-shaped memory access: loads, stores, slices and tiled views."""
 
-from __future__ import annotations
-
 import math
 
 import cuda.tile as ct
@@ -34,9 +32,6 @@ ZERO = ct.PaddingMode.ZERO
 
 def grid_of(rows: int, columns: int) -> torch.Tensor:
     return torch.arange(rows * columns, dtype=torch.float32).reshape(rows, columns)
-
-
-# ---------------------------------------------------------------------------------- load and store
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -142,9 +137,6 @@ def test_unchecked_bounds_that_are_violated():
     ):
         with pytest.raises(InterpreterError, match="check_bounds=False, but"):
             evaluate(body, x)
-
-
-# -------------------------------------------------------------------------- slices and tiled views
 
 
 def test_slice_with_dynamic_bounds():

@@ -4,8 +4,6 @@ A mutation either raises on the interpreter, or its result is NaN or far outside
 that the correct kernel keeps.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from dataclasses import dataclass

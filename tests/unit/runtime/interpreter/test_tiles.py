@@ -1,7 +1,5 @@
 """Operations on whole tiles: products, reductions, scans, and changes of shape."""
 
-from __future__ import annotations
-
 import math
 import operator
 
@@ -19,9 +17,6 @@ from tests.unit.runtime.interpreter.interpreter_support import (
 )
 
 NAN = math.nan
-
-
-# ---------------------------------------------------------------------------------------- products
 
 
 @pytest.mark.parametrize(
@@ -63,9 +58,6 @@ def test_batched_mma_and_matmul():
     assert halves.dtype == torch.float32
 
 
-# -------------------------------------------------------------------------------------- reductions
-
-
 def test_extrema_ignore_nan():
     x = torch.tensor([[NAN, 1.0], [3.0, NAN]])
     assert apply(lambda a: ct.max(a, 1), x).tolist() == [1.0, 3.0]
@@ -73,9 +65,6 @@ def test_extrema_ignore_nan():
     assert apply(lambda a: ct.max(a, propagate_nan=True), x).isnan()
     assert apply(lambda a: ct.argmax(a, 1), x).tolist() == [1, 0]
     assert apply(lambda a: ct.argmin(a, 1, propagate_nan=True), x).tolist() == [0, 1]
-
-
-# ------------------------------------------------------------------------------------------ shapes
 
 
 def test_extract_and_insert_with_dynamic_index():

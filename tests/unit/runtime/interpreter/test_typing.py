@@ -4,8 +4,6 @@ Each case is a kernel that goes through the compiler's front end (no GPU, no ass
 the interpreter. Both must give a tile of the same dtype and shape, or both must refuse.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import linecache

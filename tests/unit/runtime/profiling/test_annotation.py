@@ -1,7 +1,5 @@
 """Annotation mode: its report on a real recording, and the whole way with a stand-in for ncu."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import json

@@ -1,7 +1,5 @@
 """Bottleneck rules, at their thresholds."""
 
-from __future__ import annotations
-
 import pytest
 
 from mla_var3.runtime.profiling.bottleneck import (

@@ -1,7 +1,5 @@
 """Clock scripts, with stand-ins for nvidia-smi and id, and what profiling says about clocks."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -176,9 +174,6 @@ def test_not_supported_with_exit_code_zero_is_a_failure(scripts):
     assert done.returncode == 1
     assert "not supported by this card" in done.stderr
     assert scripts.settings()[-2:] == ["-i 0 -rgc", "-i 0 -pm 0"]
-
-
-# -- what Python reads -------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """Event mode with a pretended GPU: the order of things, the figures, the artifacts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Compile reports as rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from mla_var3.runtime.compile import CompileReport

@@ -1,7 +1,5 @@
 """The device lock: one profiling run at a time, also after a crash."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

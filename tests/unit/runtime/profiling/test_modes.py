@@ -1,7 +1,5 @@
 """Profiling modes: finding them, refusing what is not there, and the mode that does nothing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -18,12 +16,6 @@ H200 = device_spec("NVIDIA H200")
 CPU = RunOptions(device="cpu")
 
 
-# --- names ----------------------------------------------------------------------------------------
-
-
-# --- options and folders --------------------------------------------------------------------------
-
-
 def test_a_run_that_fails_leaves_no_folder_behind(tmp_path):
     kept = tmp_path / "kept"
     kept.mkdir()
@@ -37,9 +29,6 @@ def test_a_run_that_fails_leaves_no_folder_behind(tmp_path):
     assert list(tmp_path.rglob("*")) == [kept], "what was there before stays"
 
 
-# --- versions -------------------------------------------------------------------------------------
-
-
 def test_another_version_gets_the_same_problem():
     pytest.importorskip("cuda.tile")
     from mla_var3.runtime.paths import find_kernel, plan_class
@@ -51,9 +40,6 @@ def test_another_version_gets_the_same_problem():
         assert other.params() == plan.params()
     with pytest.raises(UnknownNameError, match="unknown version of mla_var6_plus 'v99'"):
         plan_of_version(plan, "v99")
-
-
-# --- disabled mode --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("check", [False, True])

@@ -1,7 +1,5 @@
 """Static mode: a small kernel compiled for real, its artifacts and its report."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +80,6 @@ def test_the_report_says_what_was_done(compiled):
     ):
         assert expected in text
     assert text.startswith("---\n"), "front matter for the agents"
-
-
-# --- without a compiler ---------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """The program that runs under the profiler: spec, ranges, tilings."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

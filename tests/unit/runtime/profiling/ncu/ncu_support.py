@@ -5,8 +5,6 @@ The recording is `mla_var6_plus` (b=8, s=16, t=2048, n=512) on an H200 under Nsi
 same length.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import lzma

@@ -1,7 +1,5 @@
 """Nsight Compute: finding it, its command lines, its failures; all with a stand-in program."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import sys
 from collections.abc import Callable

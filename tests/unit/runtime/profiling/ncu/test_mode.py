@@ -1,7 +1,5 @@
 """Reading a real report of Nsight Compute, and the artifacts of ncu mode made from it."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Any

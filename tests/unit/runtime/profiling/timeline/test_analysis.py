@@ -1,7 +1,5 @@
 """Timelines: the recorded trace, kernels found by name, overlap, reasons for serialisation."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Interval arithmetic, against counting every nanosecond."""
 
-from __future__ import annotations
-
 import itertools
 
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Nsys mode: finding the tool, the command lines, the fallback and the artifacts."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
