@@ -13,7 +13,7 @@ from mla_var3 import attention
 from .attention_support import filled_cache, make_model, normal
 
 
-def test_names_are_offered_and_listed() -> None:
+def test_names_are_offered_and_listed():
     for name in ("LatentCache", "explain", "mla_attention", "mla_latent_attention"):
         assert getattr(mla_var3, name) is getattr(attention, name)
         assert name in dir(mla_var3)
@@ -22,7 +22,7 @@ def test_names_are_offered_and_listed() -> None:
         assert name in dir(attention)
 
 
-def test_a_call_on_the_cpu_loads_no_kernel_language(package_environment: dict[str, str]) -> None:
+def test_a_call_on_the_cpu_loads_no_kernel_language(package_environment):
     code = (
         "import sys, torch, mla_var3\n"
         "c = mla_var3.LatentCache.allocate(1, 8, k=4, p=2, dtype=torch.float32)\n"
@@ -42,7 +42,7 @@ def test_a_call_on_the_cpu_loads_no_kernel_language(package_environment: dict[st
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_parameters_leave_no_gradients_behind(generator: torch.Generator) -> None:
+def test_parameters_leave_no_gradients_behind(generator):
     model = make_model(generator)
     cache, _ = filled_cache(generator, [9, 4], model, window=3)
     for weight in (model.w_uk, model.w_uv):

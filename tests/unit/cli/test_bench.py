@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mla_var3.bench import run as bench_run
+from mla_var3.bench import suites
 from mla_var3.bench.record import OURS, PREDICTED, PROJECTION, load_record
 from mla_var3.cli.commands.bench import EXIT_ABSENT, bench_program
 from mla_var3.cli.main import main
@@ -27,7 +28,7 @@ CUTILE = [
 @pytest.fixture(autouse=True)
 def these_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only kernels that are sure to be there, on a machine without a GPU."""
-    monkeypatch.setattr(bench_run, "mla_kernels", lambda: list(CUTILE))
+    monkeypatch.setattr(suites, "mla_kernels", lambda: list(CUTILE))
     monkeypatch.setattr(bench_run, "cuda_available", lambda: False)
     monkeypatch.setattr("mla_var3.runtime.workflow.cuda_available", lambda: False)
 
@@ -78,7 +79,7 @@ def test_the_prediction_is_that_of_the_cost_model(tmp_path):
 @pytest.mark.usefixtures("no_plots")
 def test_a_kernel_that_cannot_be_planned_is_a_row_with_its_reason(tmp_path, monkeypatch):
     ghost = KernelId("ghost", 0, "cutile-dsl", "mla")
-    monkeypatch.setattr(bench_run, "mla_kernels", lambda: [*CUTILE, ghost])
+    monkeypatch.setattr(suites, "mla_kernels", lambda: [*CUTILE, ghost])
     assert main(["bench", "all", "--t=512", f"--out_dir={tmp_path}"]) == 1
     rows = {row.kernel: row for row in load_record(tmp_path / "all.json").rows}
     assert rows["ghost"].time_us is None

@@ -56,9 +56,9 @@ def rows_of(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_the_contract_is_in_the_report(outcome):
-    text = (outcome[0] / "report.md").read_text()
-    for line in (
+def test_the_report_has_the_contract_and_every_figure(outcome):
+    report = (outcome[0] / "report.md").read_text()
+    for text in (
         "## Profile: mla_var6_plus v0",
         "| 8 | 16 | 2048 | bfloat16 |",
         "| Stage | Duration (us) | TC% | DRAM% | Occ% | Bottleneck | Key Issue |",
@@ -66,15 +66,8 @@ def test_the_contract_is_in_the_report(outcome):
         "register or shared memory pressure (occupancy=15.3%) |",
         "### Bottleneck: Latency-bound",
         "### Top 3 Opportunities (ranked by estimated impact)",
-    ):
-        assert line in text
-    assert "1. hide latency" in text
-    assert "trigger: [stall long_scoreboard=42%]" in text
-
-
-def test_the_report_has_every_figure(outcome):
-    report = (outcome[0] / "report.md").read_text()
-    for text in (
+        "1. hide latency",
+        "trigger: [stall long_scoreboard=42%]",
         "| mla_var6_plus | 308 µs |",
         "| tensor core utilisation | 27.3% | 11.8% | 26.4% |",
         "| L2 hit rate | 51.8% | 22.7% |",

@@ -102,12 +102,13 @@ def test_a_card_is_locked_by_its_profile(name, clocks, locked, scripts):
         assert (spec["sm_clock_MHz"], spec["mem_clock_MHz"]) == locked
 
 
-def test_reset_undoes_it(scripts):
-    scripts.run("lock-gpu-clock.sh")
+@pytest.mark.parametrize(("persistence", "undone"), [("Disabled", ["-i 0 -pm 0"]), ("Enabled", [])])
+def test_reset_undoes_what_the_lock_did(persistence, undone, scripts):
+    scripts.run("lock-gpu-clock.sh", SMI_PERSISTENCE=persistence)
     scripts.log.unlink()
     done = scripts.run("reset-gpu-clock.sh")
     assert done.returncode == 0, done.stderr
-    assert scripts.settings() == ["-i 0 -rgc", "-i 0 -rmc", "-i 0 -pm 0"]
+    assert scripts.settings() == ["-i 0 -rgc", "-i 0 -rmc", *undone]
     assert not scripts.marker.exists()
 
 
@@ -155,25 +156,25 @@ def test_what_cannot_be_locked_is_refused(script, changes, message, scripts):
     assert not scripts.marker.exists()
 
 
+UNSUPPORTED = {"SMI_TEXT": "Setting locked memory clocks is not supported", "SMI_CODE": "0"}
+
+
 @pytest.mark.parametrize(
-    ("failing", "undone"), [("-lgc", ["-i 0 -pm 0"]), ("-lmc", ["-i 0 -rgc", "-i 0 -pm 0"])]
+    ("failing", "how", "message", "undone"),
+    [
+        ("-lgc", {}, "nvidia-smi -i 0 -lgc", ["-i 0 -pm 0"]),
+        ("-lmc", {}, "nvidia-smi -i 0 -lmc", ["-i 0 -rgc", "-i 0 -pm 0"]),
+        ("-lmc", UNSUPPORTED, "not supported by this card", ["-i 0 -rgc", "-i 0 -pm 0"]),
+    ],
 )
-def test_a_partial_failure_is_undone(failing, undone, scripts):
-    done = scripts.run("lock-gpu-clock.sh", SMI_FAIL=failing)
+def test_a_partial_failure_is_undone(failing, how, message, undone, scripts):
+    done = scripts.run("lock-gpu-clock.sh", SMI_FAIL=failing, **how)
     assert done.returncode == 1
-    assert f"nvidia-smi -i 0 {failing}" in done.stderr
+    assert message in done.stderr
     calls = scripts.settings()
     failed = next(i for i, call in enumerate(calls) if failing in call)
     assert calls[failed + 1 :] == undone
     assert not scripts.marker.exists()
-
-
-def test_not_supported_with_exit_code_zero_is_a_failure(scripts):
-    text = "Setting locked memory clocks is not supported for GPU 0"
-    done = scripts.run("lock-gpu-clock.sh", SMI_FAIL="-lmc", SMI_TEXT=text, SMI_CODE="0")
-    assert done.returncode == 1
-    assert "not supported by this card" in done.stderr
-    assert scripts.settings()[-2:] == ["-i 0 -rgc", "-i 0 -pm 0"]
 
 
 @pytest.fixture
@@ -223,10 +224,3 @@ def test_a_faster_card_shows_that_the_lock_is_gone(marker):
     marker()
     assert clock_state(UUID, current_sm_mhz=1515.0).locked
     assert "runs at 1980 MHz" in str(clock_state(UUID, current_sm_mhz=1980.0).problem)
-
-
-def test_reset_leaves_persistence_mode_that_was_on(scripts):
-    scripts.run("lock-gpu-clock.sh", SMI_PERSISTENCE="Enabled")
-    scripts.log.unlink()
-    assert scripts.run("reset-gpu-clock.sh").returncode == 0
-    assert scripts.settings() == ["-i 0 -rgc", "-i 0 -rmc"]
