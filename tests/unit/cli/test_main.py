@@ -1,8 +1,6 @@
-"""The console script: commands, JSON, what it imports and how fast it starts."""
+"""The console script: commands and JSON."""
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,41 +11,6 @@ from mla_var3.cli.commands import env
 from mla_var3.cli.commands import list as inventory
 from mla_var3.cli.main import COMMANDS, command_module, main
 from mla_var3.runtime import paths
-from tests.programs import run_program
-
-START_LIMIT_S = 0.5
-
-PROBE = """
-import json, sys, time
-from mla_var3.cli.main import main
-code = main(sys.argv[1:])
-heavy = [m for m in ("torch", "numpy", "cuda.tile", "cutlass", "matplotlib") if m in sys.modules]
-print(json.dumps({"code": code, "heavy": heavy, "cpu_s": time.process_time()}), file=sys.stderr)
-"""
-
-Probe = Callable[..., tuple[dict[str, Any], str]]
-
-
-@pytest.fixture
-def probe(package_environment: dict[str, str], tmp_path: Path) -> Probe:
-    def start(*argv: str) -> tuple[dict[str, Any], str]:
-        done = run_program(
-            [sys.executable, "-c", PROBE, *argv], env=package_environment, cwd=tmp_path
-        )
-        assert done.returncode == 0, done.stderr
-        report: dict[str, Any] = json.loads(done.stderr.splitlines()[-1])
-        return report, done.stdout
-
-    return start
-
-
-@pytest.mark.parametrize("argv", [["--help"], ["list"], ["list", "--json"], ["run", "--help"]])
-def test_light_commands_start_at_once_and_import_nothing_heavy(argv, probe):
-    report, _ = probe(*argv)
-    assert report["code"] == 0
-    assert report["heavy"] == []
-    # CPU time, because the machine that runs the tests may be busy with others.
-    assert report["cpu_s"] < START_LIMIT_S
 
 
 def test_help_lists_the_commands_and_each_has_its_own(capsys):

@@ -1,16 +1,11 @@
 """Ids, modules and folders."""
 
-import json
-import subprocess
-import sys
-
 import pytest
 
 from mla_var3.errors import MissingToolError, UnknownNameError
 from mla_var3.runtime import paths
 from mla_var3.runtime.paths import KernelId, find_kernel, import_kernel_module, split_full_name
 
-FOUR = {"flash_attention", "flash_mla", "flash_mla_split_kv", "mla_var6_plus"}
 V4 = KernelId("mla_var6_plus", 4, "cutile-dsl", "mla")
 BASE = KernelId("mla_var6_plus", 0, "cutile-dsl", "mla")
 
@@ -29,27 +24,6 @@ BASE = KernelId("mla_var6_plus", 0, "cutile-dsl", "mla")
 )
 def test_full_names(name, expected):
     assert split_full_name(name) == expected
-
-
-def test_discovery_imports_no_kernel(package_environment):
-    program = (
-        "import json, sys\n"
-        "from mla_var3.runtime.paths import discover_kernels\n"
-        "count = len(discover_kernels())\n"
-        "print(json.dumps([count, [m for m in sys.modules if m.startswith('mla_var3.kernel.')],"
-        " 'torch' in sys.modules]))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=package_environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    count, modules, torch_loaded = json.loads(done.stdout)
-    assert count >= 4
-    assert modules == []
-    assert not torch_loaded
 
 
 @pytest.fixture

@@ -4,16 +4,12 @@ from typing import Any
 
 import pytest
 
-from mla_var3.conf.devices import device_spec
 from mla_var3.errors import UnknownNameError, UnsupportedError
 from mla_var3.runtime.profiling import NsightProfType
 from mla_var3.runtime.profiling.common import artifact_folder, plan_of_version
 from mla_var3.runtime.profiling.disabled import disabled_profile_plan
 from mla_var3.runtime.workflow import RunOptions
 from tests.unit.runtime.runtime_support import DoublingPlan
-
-H200 = device_spec("NVIDIA H200")
-CPU = RunOptions(device="cpu")
 
 
 def test_a_run_that_fails_leaves_no_folder_behind(tmp_path):
