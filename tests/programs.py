@@ -1,7 +1,5 @@
 """Starts programs for tests."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Sequence
 from typing import Any

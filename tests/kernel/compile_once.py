@@ -4,8 +4,6 @@
 and the remarks to standard error, and the reports as JSON to standard output.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

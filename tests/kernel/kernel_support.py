@@ -1,7 +1,5 @@
 """Helpers of the kernel tests: plans by name, the check, and ways to spoil a kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

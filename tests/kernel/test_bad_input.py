@@ -1,7 +1,5 @@
 """Bad input: every error names the argument, what was expected and what came."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

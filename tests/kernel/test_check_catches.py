@@ -1,7 +1,5 @@
 """The check can fail: kernels spoiled in the ways that real bugs spoil them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every stage compiles for every target without a GPU; on sm_90 it becomes what it should."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

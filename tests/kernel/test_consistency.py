@@ -1,7 +1,5 @@
 """Random problems give the same answer on every latent path."""
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -1,7 +1,5 @@
 """The latent CuTe kernel on changing tensors: what it gives the programs, on meta tensors."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import threading

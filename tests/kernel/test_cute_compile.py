@@ -1,7 +1,5 @@
 """The machine code of the CuTe DSL kernels: registers, shared memory, instructions, remarks."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """flash_mla in CuTe DSL without a GPU: its keys, plans, pages and errors."""
 
-from __future__ import annotations
-
 import re
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """The 8-bit decompressed kernel: which weights its threads exchange, in plain Python."""
 
-from __future__ import annotations
-
 import pytest
 
 from mla_var3.kernel.cute_python.mla.decompressed.fp8_few import (

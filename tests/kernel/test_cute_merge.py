@@ -1,7 +1,5 @@
 """The merge inside the latent kernel without a GPU: what decides it, and its workspace."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

@@ -3,8 +3,6 @@
 The device code of the layout runs on the CPU, see `prefix_on_cpu.py`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

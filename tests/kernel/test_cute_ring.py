@@ -4,8 +4,6 @@ The functions of the tile scheduler are traced for a GPU; without their decorato
 and plain numbers go through them as through the kernel.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Without their decorators the functions of the tile scheduler are Python, see `test_cute_ring.py`.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from typing import Any

@@ -1,7 +1,5 @@
 """Stages that are kept by key: later calls get the pointers that a stage of their own would."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

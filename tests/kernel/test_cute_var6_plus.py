@@ -1,7 +1,5 @@
 """The mix and decompressed attention in CuTe DSL without a GPU: plans, SMs, work tiles, errors."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whole calls in CuTe DSL without a GPU: what is launched, with which arguments."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 import struct

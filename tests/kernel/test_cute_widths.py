@@ -1,7 +1,5 @@
 """The widths that the CuTe DSL kernels serve: their tiles, operands, programs and refusals."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

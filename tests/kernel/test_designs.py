@@ -4,8 +4,6 @@ Every slot at and beyond a request's length holds NaN and every output starts as
 that reads or leaves out too much cannot pass.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Options of the cuTile latent kernels at the level of their plans; calls: `test_portable.py`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

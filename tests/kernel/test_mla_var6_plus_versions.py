@@ -3,8 +3,6 @@
 Unused slots hold NaN and every output starts as NaN, as in `test_designs.py`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Inputs at the edges of what floating point can hold, and rows that see no key."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """quantise_append: the same bytes as the rounding in torch, in the interpreter."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The stages of the two pipelines, each alone against its own reference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Inputs that are not contiguous: views of larger caches work, impossible layouts are named."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Every candidate tiling computes the same thing, for every target."""
 
-from __future__ import annotations
-
 import pytest
 
 from mla_var3.kernel.mla_plan import MlaPlan

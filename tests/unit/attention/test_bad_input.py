@@ -1,7 +1,5 @@
 """Wrong values for the public names beyond the operands of a call, which test_validation has."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """LatentCache: sizes, appending, dropping, paging, the ring, and many steps against lists."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any

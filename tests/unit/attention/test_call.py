@@ -1,7 +1,5 @@
 """`mla_attention` against a float64 oracle, with its options crossed."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

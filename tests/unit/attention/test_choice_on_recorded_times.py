@@ -1,7 +1,5 @@
 """The choice of a kernel against times that were measured on a device."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields
 from pathlib import Path

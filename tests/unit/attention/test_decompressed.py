@@ -4,8 +4,6 @@ Their stages are built on CPU tensors and computed by the kernels' contracts in 
 everything but the machine code is that of a call on a GPU.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

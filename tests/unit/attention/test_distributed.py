@@ -1,7 +1,5 @@
 """Heads and KV tokens shared over processes, against one process."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

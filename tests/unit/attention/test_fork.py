@@ -1,7 +1,5 @@
 """Requests that continue from another one's tokens: pages shared until one of them is written."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """Calls with the widths and head counts of every published model, against float64 on the CPU."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

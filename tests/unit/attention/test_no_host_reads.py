@@ -1,7 +1,5 @@
 """What a CUDA graph captures never asks the device: on tensors without values that would raise."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

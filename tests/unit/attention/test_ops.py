@@ -1,7 +1,5 @@
 """The calls inside `torch.compile` and `torch.export`, through their operators."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

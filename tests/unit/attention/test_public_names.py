@@ -1,7 +1,5 @@
 """The names that the package offers, and what using them leaves behind."""
 
-from __future__ import annotations
-
 import torch
 
 import mla_var3

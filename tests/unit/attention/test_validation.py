@@ -1,7 +1,5 @@
 """Every wrong argument of the calls raises an error that names it, what was expected and came."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Attention over shared prefixes, on the CPU with the passes in PyTorch, against float64."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

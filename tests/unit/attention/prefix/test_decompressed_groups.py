@@ -1,7 +1,5 @@
 """Several groups with decompressed prefixes in one batch, on the CPU with PyTorch as the kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Shared prefixes found in block tables, against all groupings of small batches."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """Calls over shared prefixes are replayed, with the device code of the small kernels on the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

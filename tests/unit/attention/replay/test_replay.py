@@ -1,7 +1,5 @@
 """Replays give what first calls give, and refuse the same calls."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace

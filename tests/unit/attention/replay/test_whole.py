@@ -1,7 +1,5 @@
 """Whole calls whose projections are the kernel's own: one launch, the same results."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

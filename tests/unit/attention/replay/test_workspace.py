@@ -1,7 +1,5 @@
 """The LSE of replays: memory for several at once, each a tensor of its own."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io
