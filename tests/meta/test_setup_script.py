@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import run_program
+from tests.programs import run_program, write_script
 
 STAMP = ".hyper-mla-setup"
 
@@ -83,9 +83,8 @@ def sandbox(repo_root: Path, tmp_path: Path) -> Sandbox:
     root.mkdir()
     for name in ("setup_cutile.sh", "pyproject.toml"):
         shutil.copy(repo_root / name, root / name)
-    for name, source in (("python-outer", OUTER), ("python-inner", INNER)):
-        (root / name).write_text(source)
-        (root / name).chmod(0o755)
+    write_script(root / "python-outer", OUTER)
+    write_script(root / "python-inner", INNER)
     environment = {key: value for key, value in os.environ.items() if key not in ("VENV", "PYTHON")}
     environment |= {
         "PYTHON": str(root / "python-outer"),
@@ -214,7 +213,5 @@ def test_a_folder_that_is_no_environment_is_left_alone(sandbox):
 def test_another_python_means_another_environment(sandbox):
     sandbox.run()
     other = (sandbox.root / "python-outer").read_text().replace("3.11.9", "3.12.1")
-    (sandbox.root / "python-other").write_text(other)
-    (sandbox.root / "python-other").chmod(0o755)
-    result = sandbox.run(PYTHON=str(sandbox.root / "python-other"))
+    result = sandbox.run(PYTHON=str(write_script(sandbox.root / "python-other", other)))
     assert "it has Python 3.11.9 and 3.12.1 was asked for" in result.stdout

@@ -8,7 +8,6 @@ not even be parsed.
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Literal
 
 import pytest
 
-from tests.programs import run_program
+from tests.programs import run_program, write_script
 
 BLOCK = re.compile(
     r"(?:^<!-- (?P<note>file|says): (?P<text>[^\n]+) -->\n)?"
@@ -91,9 +90,8 @@ class Copy:
             "hyper-mla": "-c 'import sys; from mla_var3.cli.main import main; sys.exit(main())'",
         }
         for program, arguments in start.items():
-            path = programs / program
-            path.write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
-            path.chmod(0o755)
+            call = f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n'
+            write_script(programs / program, call)
         self.environment = {
             **os.environ,
             "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
@@ -121,20 +119,11 @@ class Copy:
         self._run(["bash", "-c", script], step, None, fails=step.kind == "fails")
 
     def _run(self, command: list[str], step: Step, stdin: str | None, *, fails: bool) -> None:
-        result = subprocess.run(
-            command,
-            cwd=self.root,
-            env=self.environment,
-            input=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        where = f"line {step.line}:\n{step.body}\n{result.stdout}"
+        result = run_program(command, cwd=self.root, env=self.environment, input=stdin)
+        printed = result.stdout + result.stderr
+        where = f"line {step.line}:\n{step.body}\n{printed}"
         assert bool(result.returncode) == fails, f"exit code {result.returncode}, {where}"
-        assert step.text in result.stdout, f"expected {step.text!r}, {where}"
+        assert step.text in printed, f"expected {step.text!r}, {where}"
 
 
 @pytest.fixture

@@ -1,13 +1,14 @@
 """The CUTLASS documentation builder, on a tiny checkout and with stand-ins for the converters."""
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.programs import run_program, tools_alone, write_script
 
 TOOLS = (
     *("basename", "bash", "cat", "cp", "dirname", "env", "find", "grep", "ls", "mkdir", "mktemp"),
@@ -72,12 +73,9 @@ class Builder:
         self.out = folder / "pages"
         self.calls = folder / "calls.log"
         self.checkout = folder / "cutlass"
-        self.bin = folder / "bin"
-        self.bin.mkdir()
-        for tool in TOOLS:
-            (self.bin / tool).symlink_to(str(shutil.which(tool)))
+        self.bin = tools_alone(folder / "bin", TOOLS)
         (self.bin / "python3").symlink_to(sys.executable)
-        self.install("pandoc", PANDOC)
+        write_script(self.bin / "pandoc", PANDOC)
         self.write("media/docs/cpp/quickstart.md", "# Quick start\n![p](../../images/a.png)\n")
         self.write("media/docs/cpp/cute/00_layout.md", "# Layout\n![](../../../images/a.png)\n")
         self.write("media/docs/cpp/cute/index.rst", "CuTe\n====\n")
@@ -94,28 +92,15 @@ class Builder:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
-    def install(self, name: str, text: str) -> None:
-        (self.bin / name).write_text(text)
-        (self.bin / name).chmod(0o755)
-
     def with_api(self) -> None:
-        self.install("doxybook2", DOXYBOOK)
+        write_script(self.bin / "doxybook2", DOXYBOOK)
         self.write("doxygen/xml/index.xml", "<doxygenindex/>")
 
     def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [str(self.bin / "bash"), str(self.script), *arguments],
-            env={
-                "PATH": str(self.bin),
-                "CALLS": str(self.calls),
-                "EXPORT": str(self.export),
-                "PYTHONPATH": "",
-                **environment,
-            },
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
+        fixed = {"CALLS": str(self.calls), "EXPORT": str(self.export), "PYTHONPATH": ""}
+        return run_program(
+            [self.bin / "bash", self.script, *arguments],
+            env={"PATH": str(self.bin), **fixed, **environment},
         )
 
     def build(self, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -153,7 +138,7 @@ def test_without_doxybook_or_xml_the_api_is_left_out_and_said(builder):
     assert result.returncode == 0 and (builder.out / "quickstart.md").is_file()
     assert "API reference left out: doxybook2: expected on PATH" in result.stdout
     assert "Not exported here" in (builder.out / "api/index.md").read_text()
-    builder.install("doxybook2", DOXYBOOK)
+    write_script(builder.bin / "doxybook2", DOXYBOOK)
     (builder.checkout / "media/docs/cpp/quickstart.md").unlink()
     result = builder.build()
     assert "API reference left out: Doxygen XML: expected index.xml" in result.stdout

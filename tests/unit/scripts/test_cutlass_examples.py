@@ -2,12 +2,13 @@
 
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.programs import run_program
 
 MLA = """
 import cutlass.cute as cute
@@ -123,12 +124,7 @@ def test_bad_arguments_say_what_was_expected(index, checkout, capsys):
 
 
 def test_the_checkout_may_come_from_the_environment(script, checkout):
-    result = subprocess.run(
-        [sys.executable, str(script), "--goal", "mla-decode"],
-        env={"HYPER_MLA_CUTLASS_DIR": str(checkout), "PATH": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = {"HYPER_MLA_CUTLASS_DIR": str(checkout), "PATH": ""}
+    result = run_program([sys.executable, script, "--goal", "mla-decode"], env=environment)
     assert result.returncode == 0, result.stderr
     assert "blackwell/mla/mla_decode_fp16.py" in result.stdout

@@ -1,7 +1,6 @@
 """Clock scripts, with stand-ins for nvidia-smi and id, and what profiling says about clocks."""
 
 import json
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 from mla_var3.conf.devices import device_spec
 from mla_var3.runtime.profiling import clocks
 from mla_var3.runtime.profiling.clocks import clock_state
-from tests.programs import run_program
+from tests.programs import run_program, tools_alone, write_script
 
 UUID = "GPU-12345678-1234-1234-1234-123456789abc"
 H200_CLOCKS = "\n".join(f"3201, {mhz}" for mhz in range(1980, 344, -15)) + "\n2619, 345"
@@ -46,15 +45,12 @@ class Scripts:
         self.scripts = scripts
         self.log = folder / "calls.log"
         self.marker = folder / "clocks.json"
-        self.bin = folder / "bin"
-        self.bin.mkdir()
         # Nothing else is on PATH, so that no test can ever reach the nvidia-smi of the machine.
-        for tool in TOOLS:
-            (self.bin / tool).symlink_to(str(shutil.which(tool)))
-        self.install("nvidia-smi", NVIDIA_SMI)
-        self.install("id", '#!/bin/sh\necho "${FAKE_UID:-0}"\n')
+        tools = tools_alone(folder / "bin", TOOLS)
+        write_script(tools / "nvidia-smi", NVIDIA_SMI)
+        write_script(tools / "id", '#!/bin/sh\necho "${FAKE_UID:-0}"\n')
         self.environment = {
-            "PATH": str(self.bin),
+            "PATH": str(tools),
             "SMI_LOG": str(self.log),
             "SMI_NAME": "NVIDIA H200",
             "SMI_UUID": UUID,
@@ -64,10 +60,6 @@ class Scripts:
             "SMI_CODE": "1",
             "HYPER_MLA_CLOCK_STATE": str(self.marker),
         }
-
-    def install(self, name: str, text: str) -> None:
-        (self.bin / name).write_text(text)
-        (self.bin / name).chmod(0o755)
 
     def run(self, script: str, *arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
         return run_program(

@@ -20,6 +20,7 @@ from mla_var3.runtime.profiling.timeline.collect import ranges_below, record_wit
 from mla_var3.runtime.profiling.timeline.formats import read_chrome_trace
 from mla_var3.runtime.stage import Stage
 from mla_var3.runtime.workflow import Prepared
+from tests.programs import write_script
 from tests.unit.runtime.profiling.timeline.timeline_support import NAMES, OVERLAP, TRACE
 from tests.unit.runtime.runtime_support import fake_kernel
 
@@ -52,9 +53,8 @@ def pipeline() -> KernelPipeline:
     ],
 )
 def test_recording_with_nsight_systems(profile, stats, message, prepared, tmp_path, monkeypatch):
-    program, folder = tmp_path / "nsys", tmp_path / "out"
-    program.write_text(RECORDER.format(profile=profile, stats=stats))
-    program.chmod(0o755)
+    program = write_script(tmp_path / "nsys", RECORDER.format(profile=profile, stats=stats))
+    folder = tmp_path / "out"
     folder.mkdir()
     monkeypatch.setattr(timeline_collect, "find_tool", lambda name: program)
     fails = pytest.raises(UnsupportedError, match=message)
