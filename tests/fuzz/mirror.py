@@ -1,7 +1,5 @@
 """A latent cache beside plain lists of its tokens, and attention over the lists in float64."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Stages that are kept by key: later calls get the pointers that a stage of their own would."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -90,9 +88,7 @@ def pointers(stage: Any) -> list[tuple[str, tuple[int, ...]]]:
 
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("splits", [1, 3])
-def test_a_kept_stage_passes_what_a_new_one_would(
-    name: str, splits: int, launches: Launches
-) -> None:
+def test_a_kept_stage_passes_what_a_new_one_would(name, splits, launches):
     plan = plan_of(name)
     field = "tiling" if name == "flash_attention" else "decompressed_tiling"
     plan = plan.copy(**{field: DecompressedTiling(splits=splits)})
@@ -123,7 +119,7 @@ def test_a_kept_stage_passes_what_a_new_one_would(
         assert (output.shape, output.dtype) == (expected.shape, expected.dtype)
 
 
-def test_programs_are_loaded_once_for_many_keys(launches: Launches) -> None:
+def test_programs_are_loaded_once_for_many_keys(launches):
     for b in (2, 3):
         plan = plan_of("mla_var6_plus", b=b).copy(decompressed_tiling=DecompressedTiling(splits=1))
         inputs = plan.prepare_inputs("cpu")
@@ -138,7 +134,7 @@ def test_programs_are_loaded_once_for_many_keys(launches: Launches) -> None:
     assert launches.loaded == names * 2
 
 
-def test_other_strides_are_another_key(launches: Launches) -> None:
+def test_other_strides_are_another_key(launches):
     plan = plan_of("flash_attention")
     inputs = list(plan.prepare_inputs("cpu"))
     built = 0
@@ -157,7 +153,7 @@ def test_other_strides_are_another_key(launches: Launches) -> None:
     assert built == 2
 
 
-def test_an_unaligned_pointer_is_refused_beside_a_known_key(launches: Launches) -> None:
+def test_an_unaligned_pointer_is_refused_beside_a_known_key(launches):
     plan = plan_of("flash_attention")
     inputs = list(plan.prepare_inputs("cpu"))
     stage_call.run_stage("key", inputs, lambda: plan.plan(*inputs))
@@ -167,7 +163,7 @@ def test_an_unaligned_pointer_is_refused_beside_a_known_key(launches: Launches) 
         stage_call.run_stage("key", inputs, lambda: plan.plan(*inputs))
 
 
-def test_a_view_that_is_no_operand_is_refused(launches: Launches) -> None:
+def test_a_view_that_is_no_operand_is_refused(launches):
     """The plan of a prefix cuts its own tokens off: those have to be operands themselves."""
     plan = plan_of("mla_var6_plus_v6", prefix=128)
     inputs = plan.prepare_inputs("cpu")
@@ -175,7 +171,7 @@ def test_a_view_that_is_no_operand_is_refused(launches: Launches) -> None:
         stage_call.run_stage("key", inputs, lambda: plan.plan(*inputs))
 
 
-def test_the_oldest_stage_is_evicted(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_stage_is_evicted(launches, monkeypatch):
     monkeypatch.setattr(stage_call._kept, "maxsize", 3)
     plan = plan_of("flash_attention")
     inputs = plan.prepare_inputs("cpu")
