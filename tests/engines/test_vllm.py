@@ -28,7 +28,8 @@ def engines(request, tmp_path_factory):
         command = [sys.executable, str(PROGRAM), str(folder), backend, str(request.param)]
         # vLLM keeps there what it found out about the model class, which takes it long.
         cache = tmp_path_factory.getbasetemp() / "vllm"
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "VLLM_CACHE_ROOT": str(cache)}
+        paths = f"{ROOT / 'src'}:{ROOT}"
+        environment = os.environ | {"PYTHONPATH": paths, "VLLM_CACHE_ROOT": str(cache)}
         process = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT
         )
