@@ -11,7 +11,7 @@ from .stand_in import offer
 
 
 def pytest_ignore_collect(collection_path):
-    """Files for an engine that this machine has no wheel of are left out, with a word."""
+    """Skip the tests of an engine that has no wheel for this machine, and say so."""
     needed = {
         "test_vllm.py": "vllm",
         "test_sglang.py": "sglang",

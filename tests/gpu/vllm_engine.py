@@ -142,7 +142,7 @@ def agreement(one: dict, other: dict) -> dict | None:
 
 
 def compared(label: str, one: dict, other: dict, noise: dict | None) -> tuple[str, bool]:
-    """A line about two engines, and whether they agree as well as the noise lets them.
+    """A line about two engines, and whether they differ by no more than the noise.
 
     Args:
         label: What is compared.
