@@ -2,8 +2,8 @@
 
 vLLM decompresses keys and values and hands them over packed, with the rope part of the keys behind
 each head's. It has its own prefill backend; this one is used only where the configuration names it:
-`--attention-config '{"mla_prefill_backend": "HYPER_MLA"}'`, or `CUSTOM` where vLLM takes no new
-names. The kernel is launched once per request. Offsets that vLLM has on the device only are read
+`--attention-config '{"mla_prefill_backend": "CUSTOM"}'`, or `HYPER_MLA` where vLLM takes new names.
+The kernel is launched once per request. Offsets that vLLM has on the device only are read
 once per step, which waits for the GPU. On the CPU the attention is PyTorch's.
 """
 
