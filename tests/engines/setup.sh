@@ -3,7 +3,7 @@
 # transformers beside this checkout. About 1.7 GB; quick when nothing changed.
 #   ENGINES_VENV  where it lies (default: .venv-engines in the repository)
 #   PYTHON        interpreter to build with (default: python3)
-# Where an engine has no wheel for this machine it is left out with a word, and its tests are skipped.
+# An engine without a wheel for this machine is not installed; its tests are skipped, with a message.
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"

@@ -28,7 +28,8 @@ def engines(request, tmp_path_factory):
         command = [sys.executable, str(PROGRAM), str(folder), backend, str(request.param)]
         # vLLM keeps there what it found out about the model class, which takes it long.
         cache = tmp_path_factory.getbasetemp() / "vllm"
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "VLLM_CACHE_ROOT": str(cache)}
+        paths = f"{ROOT / 'src'}:{ROOT}"
+        environment = os.environ | {"PYTHONPATH": paths, "VLLM_CACHE_ROOT": str(cache)}
         process = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT
         )
@@ -224,7 +225,7 @@ def test_batch_invariance_is_served(backend, fitting) -> None:
 
 @pytest.mark.parametrize("interleave", [1, 4])
 def test_context_parallelism_knows_the_tokens_of_the_other_ranks(backend, interleave) -> None:
-    """Several queries see what the mask of the shards says; longer stretches have no such mask."""
+    """Several queries see what the mask of the shards says; longer runs have no such mask."""
     from types import SimpleNamespace
 
     import mla_var3.integrations.vllm.backend as module
@@ -233,7 +234,7 @@ def test_context_parallelism_knows_the_tokens_of_the_other_ranks(backend, interl
     impl = object.__new__(backend.get_impl_cls())
     impl.kv_lora_rank, impl.scale, impl.need_to_return_lse_for_decode = 512, 0.1, True
     impl.dcp_world_size, impl.dcp_rank, impl._batch_invariant = 2, 1, False
-    impl._sharded, impl._cache = module.deals_one_by_one(parallel), None
+    impl._sharded, impl._cache = module.interleaves_tokens(parallel), None
     impl._pages = None
     queries, cache = torch.randn(3, 4, 576), torch.randn(2, 64, 576)
     decode = SimpleNamespace(
@@ -368,8 +369,9 @@ def test_packed_prefill_equals_attention_of_each_request(prefill, numbered) -> N
 
     chunks = [starts([9] * 3), starts(context)]
     metadata = SimpleNamespace(
-        query_start_loc=starts(counts), chunked_context=SimpleNamespace(cu_seq_lens=chunks)
-    )
+        query_start_loc=starts(counts), chunked_context=SimpleNamespace(cu_seq_lens=chunks),
+        query_lens_cpu=None if numbered else torch.tensor(counts),
+    )  # fmt: skip
     backend.prepare_metadata(metadata)
     q, (k, v), (k_old, v_old) = packed(counts, d + p), keys_of(counts), keys_of(context)
     new, new_lse = backend.run_prefill_new_tokens(q, k, v, return_softmax_lse=True)

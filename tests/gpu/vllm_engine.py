@@ -13,6 +13,7 @@ Waves:
     h128, h16: times of decode steps of 20 layers with so many heads, full graphs, contexts around
         4k, batches of 64 and 32, without drafts and with MTP 3.
     fp8: as `tokens`, with the cache in e4m3 and in bfloat16, beside FLASHMLA.
+    prefill: as `tokens` without drafts, with our prefill backend beside vLLM's.
     soak: 2,000 requests (`--requests`) of random length with bursts, aborts, a shared prefix and
         preemptions, MTP 3. Tokens and logprobs against vLLM's backends; GPU memory stays flat.
 """
@@ -56,6 +57,12 @@ def jobs_of(wave: str, requests: int, until: float) -> dict[str, dict]:
                     jobs[f"fp8-{cache}-mtp{drafts}-{backend}"] = (
                         TOKENS | options | {"backend": backend}
                     )
+        elif wave == "prefill":
+            for prefill in (False, True):
+                if backend == OURS or (backend == PEERS[0] and not prefill):
+                    options = {"graphs": True, "drafts": 0, "prefill": prefill}
+                    name = f"prefill-{'ours' if prefill else 'own'}-{backend}"
+                    jobs[name] = TOKENS | options | {"backend": backend}
         elif wave == "tokens":
             for graphs, drafts in ((False, 3), (True, 0), (True, 1), (True, 3), (True, 7)):
                 name = f"tokens-{'graph' if graphs else 'eager'}-mtp{drafts}-{backend}"
@@ -142,7 +149,7 @@ def agreement(one: dict, other: dict) -> dict | None:
 
 
 def compared(label: str, one: dict, other: dict, noise: dict | None) -> tuple[str, bool]:
-    """A line about two engines, and whether they agree as well as the noise lets them.
+    """A line about two engines, and whether they differ by no more than the noise.
 
     Args:
         label: What is compared.
@@ -186,6 +193,13 @@ def summarise(results: dict[str, dict]) -> tuple[list[str], bool]:
         compare(f"{mine}: cache in 16 bits", mine, f"{others}-{OURS}", norm)
 
     for label in labels:
+        if label.startswith("prefill-"):
+            if label == "prefill-ours":
+                own = f"prefill-own-{OURS}"
+                noise = agreement(results[own], results[f"prefill-own-{PEERS[0]}"])
+                compare(f"{own}: {PEERS[0]}", own, f"prefill-own-{PEERS[0]}", None)
+                compare("our prefill: vLLM's", f"{label}-{OURS}", own, noise)
+            continue
         engines = {backend: f"{label}-{backend}" for backend in (*PEERS, OURS)}
         if label.startswith("fp8-"):
             if label.startswith("fp8-fp8"):

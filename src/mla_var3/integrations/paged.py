@@ -3,9 +3,9 @@
 The engine does the projections. It hands over latent and rope queries apart, its whole cache of
 `[blocks, page, k+p]` rows, in 16 bits or in e4m3 with one scale, an int32 block table, and lengths
 and query offsets on the device. Nothing is copied, nothing is read back, so CUDA graphs can capture
-it. Head-major queries, views of `[h, tokens, k]` as batched products give them, are read where they
-lie if h divides 64 or is a multiple of it, or if the cache is in 8 bits; with other head counts
-they are copied. Queries are in 16 bits; with an 8-bit cache the kernel rounds them itself.
+it. Head-major queries, views of `[h, tokens, k]` as batched products give them, are read in place
+if h divides 64 or is a multiple of it, or if the cache is in 8 bits; with other head counts they
+are copied. Queries are in 16 bits; with an 8-bit cache the kernel rounds them itself.
 
 Rows after `query_start_loc[-1]` belong to no request; engines pad batches for CUDA graphs with
 them. Such rows of `out` are left untouched, and their LSE is unspecified.
@@ -112,10 +112,10 @@ def paged_attention(
         tree_mask: bool `[b, max_q, max_q]`, which of the newest tokens a query sees.
         out: where the output goes, `[tokens, h, k]`; by default a new tensor.
         return_lse: also return the natural log-sum-exp.
-        total_lengths: int32 `[b]`, tokens of each request over all caches, where decode context
-            parallelism deals them out in turns; `lengths` are those of this cache.
-        shards: caches that the tokens of a request are dealt out to.
-        shard: which of them this one is.
+        total_lengths: int32 `[b]`, tokens of each request on all ranks, where decode context
+            parallelism interleaves them; `lengths` are those on this rank.
+        shards: ranks that share the tokens of a request.
+        shard: this rank.
         batch_invariant: whether a request's result must not depend on the rest of the batch.
         kernel: by default `flash_mla:cute-dsl` on a GPU and PyTorch on the CPU.
 

@@ -2,7 +2,7 @@
 
 For checking against a reference model and for trying things out, not for serving: the caches of
 transformers are copied at every step. The layers keep the latents in their cache and decompress
-them before the attention; `use` lets the latents through instead.
+them before the attention; `use` passes the latents on instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NAME = "hyper_mla"
 
 
 def use(model: Any, kernel: str = "auto") -> Any:
-    """Let every MLA layer of a model attend through this package.
+    """Make every MLA layer of a model attend through this package.
 
     Args:
         model: a model whose attention layers have `expand_kv` and `kv_b_proj`, such as DeepSeek V3.

@@ -134,6 +134,8 @@ def start_engine(name: str, options: dict):
         settings["speculative_config"] = {"method": "mtp", "num_speculative_tokens": drafts}
         if options["backend"] != OURS:  # our plug-in sees to it by itself
             settings["speculative_config"]["attention_backend"] = backend
+    if options.get("prefill"):
+        settings["attention_config"] = {"mla_prefill_backend": "CUSTOM"}
     if options["graphs"]:
         sizes = sorted({(1 + drafts) * b for b in (1, 2, 4, 8, *BATCHES)})
         settings["compilation_config"] = {

@@ -2,8 +2,8 @@
 
     python -m tests.gpu.serving.prefill OUT.json [--heads=16,128]
 
-Builds both backends as vLLM does and compares their outputs before it times them, in turns. The
-time includes the copies that a backend needs. Exit code 1: outputs differ.
+Builds both backends as vLLM 0.26 does and compares their outputs before it times them, in turns.
+The time includes the copies that a backend needs. Exit code 1: outputs differ.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ _UNSUPPORTED_DRAFTS = "dflash", "dspark"
 
 
 class HyperMLABackend(MLACommonBackend):
-    """What vLLM asks before it uses the backend."""
+    """What the backend supports, as vLLM asks for it."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", *FP8_CACHES]
@@ -89,7 +89,7 @@ class HyperMLABackend(MLACommonBackend):
 
     @classmethod
     def validate_configuration(cls, *arguments: Any, **options: Any) -> list[str]:
-        """VLLM's reasons against this configuration, then ours, which say what to do."""
+        """The reasons against this configuration: vLLM's, then ours with the remedy."""
         reasons: list[str] = super().validate_configuration(*arguments, **options)
         return reasons + refusals(**options) if reasons else reasons
 
@@ -116,7 +116,7 @@ def refusals(
     block_size: int | None = None,
     **_: Any,
 ) -> list[str]:
-    """Plain reasons for what this backend does not serve, with the way out."""
+    """Why this backend does not serve a configuration, and what to change."""
     reasons = other_gpu(device_capability)
     if kv_cache_dtype is not None and "fp8" in kv_cache_dtype and kv_cache_dtype not in FP8_CACHES:
         reasons.append(f"{NAME} does not read {kv_cache_dtype}: --kv-cache-dtype auto, or fp8")
@@ -149,7 +149,7 @@ class HyperMLAMetadata(MLACommonMetadata[HyperMLADecodeMetadata]):
 
 
 class HyperMLAMetadataBuilder(MLACommonMetadataBuilder[HyperMLAMetadata]):
-    """Builds the metadata, and says which batches are decode and which fit CUDA graphs."""
+    """Builds the metadata, and decides which batches are decode and which fit CUDA graphs."""
 
     _cudagraph_support: ClassVar[Any] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[Any] = QueryLenSupport.VARLEN
@@ -167,10 +167,10 @@ class HyperMLAMetadataBuilder(MLACommonMetadataBuilder[HyperMLAMetadata]):
         self.reorder_batch_threshold = paged.latent_crossover(
             heads, name, PER_TENSOR.name if eight_bits else None
         )
-        one_by_one = deals_one_by_one(parallel)
+        interleaved = interleaves_tokens(parallel)
         super().__init__(
             kv_cache_spec, layer_names, vllm_config, device, HyperMLAMetadata,
-            **accepted(MLACommonMetadataBuilder.__init__, supports_dcp_with_varlen=one_by_one),
+            **accepted(MLACommonMetadataBuilder.__init__, supports_dcp_with_varlen=interleaved),
         )  # fmt: skip
         self._decode_queries = decode_queries(vllm_config)
         # The decode metadata are views of the runner's persistent tensors. Under DCP the local
@@ -184,7 +184,7 @@ class HyperMLAMetadataBuilder(MLACommonMetadataBuilder[HyperMLAMetadata]):
                 dtype=vllm_config.model_config.dtype, k=k, p=p,
                 cache_dtype=E4M3 if eight_bits else None,
                 page_size=kv_cache_spec.block_size,
-                shards=self.dcp_world_size if one_by_one else 1,
+                shards=self.dcp_world_size if interleaved else 1,
                 batch_invariant=batch_invariant(),
             )  # fmt: skip
         _log_start(heads, self.reorder_batch_threshold, name or "cpu")
@@ -243,7 +243,7 @@ class HyperMLAImpl(MLACommonImpl[HyperMLAMetadata]):
         kv_sharing_target_layer_name: str | None,
         **mla_args: Any,
     ) -> None:
-        """Refuse what the kernel does not compute, and let the draft layers follow."""
+        """Refuse what the kernel does not compute, and select this backend for the drafts too."""
         super().__init__(
             num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window,
             kv_cache_dtype, logits_soft_cap, attn_type, kv_sharing_target_layer_name, **mla_args,
@@ -261,7 +261,7 @@ class HyperMLAImpl(MLACommonImpl[HyperMLAMetadata]):
         self.supports_quant_query_input = False  # the kernel rounds queries itself, row by row
         config = get_current_vllm_config()
         self._batch_invariant = batch_invariant()
-        self._sharded = deals_one_by_one(config.parallel_config)
+        self._sharded = interleaves_tokens(config.parallel_config)
         self._cache: torch.Tensor | None = None
         self._pages: paged.Pages | None = None
         share_with_draft(config)
@@ -316,11 +316,11 @@ def accepted(function: Any, **options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name in known}
 
 
-def deals_one_by_one(parallel: Any) -> bool:
+def interleaves_tokens(parallel: Any) -> bool:
     """Whether decode context parallelism puts token i on rank i % ranks.
 
-    With longer stretches per rank the kernel does not know which tokens several queries of a
-    request see; vLLM then decodes one token at a time.
+    With longer runs per rank the kernel cannot mask several queries of a request; vLLM then
+    decodes one token at a time.
     """
     return getattr(parallel, "cp_kv_cache_interleave_size", 1) == 1
 
@@ -339,7 +339,7 @@ def decode_queries(vllm_config: Any) -> int:
 
 
 def share_with_draft(vllm_config: Any) -> None:
-    """Let MTP and EAGLE draft layers use the target's backend.
+    """Select the target's backend for MTP and EAGLE draft layers.
 
     vLLM selects a backend for the draft on its own unless `speculative_config` names one. The
     draft model is built after the target's layers, so naming it here is in time.

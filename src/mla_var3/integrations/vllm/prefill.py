@@ -1,10 +1,10 @@
 """The decompressed kernel as an MLA prefill backend of vLLM.
 
 vLLM decompresses keys and values and hands them over packed, with the rope part of the keys behind
-each head's. It has its own prefill backend; this one is used where the configuration names it:
-`--attention-config '{"mla_prefill_backend": "HYPER_MLA"}'`, or `CUSTOM` where vLLM takes no new
-names. The kernel is launched once per request. Where vLLM has the query offsets on the device only,
-they are read once per step, which waits for the GPU. On the CPU the attention is PyTorch's.
+each head's. It has its own prefill backend; this one is used only where the configuration names it:
+`--attention-config '{"mla_prefill_backend": "CUSTOM"}'`, or `HYPER_MLA` where vLLM takes new names.
+The kernel is launched once per request. Offsets that vLLM has on the device only are read
+once per step, which waits for the GPU. On the CPU the attention is PyTorch's.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class HyperMLAPrefillBackend(MLAPrefillBackend):
 
     @classmethod
     def validate_configuration(cls, device_capability: Any, selector_config: Any) -> list[str]:
-        """VLLM's reasons against this configuration, then ours, which say what is served."""
+        """The reasons against this configuration: vLLM's, then ours."""
         reasons: list[str] = super().validate_configuration(device_capability, selector_config)
         reasons += other_gpu(device_capability)
         if not cls.is_available():
@@ -57,6 +57,12 @@ class HyperMLAPrefillBackend(MLAPrefillBackend):
     def prepare_metadata(self, prefill_metadata: Any) -> None:
         super().prepare_metadata(prefill_metadata)
         self._offsets: dict[tuple[int, int], list[int]] = {}
+        counts = getattr(prefill_metadata, "query_lens_cpu", None)
+        if counts is not None:
+            starts = prefill_metadata.query_start_loc
+            offsets = [0, *counts.cumsum(0).tolist()]
+            if len(offsets) == starts.numel():
+                self._offsets[starts.data_ptr(), starts.numel()] = offsets
 
     def run_prefill_new_tokens(
         self,
