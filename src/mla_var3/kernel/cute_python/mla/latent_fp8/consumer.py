@@ -26,7 +26,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float8E4M3FN, Float32, Int32
+from cutlass import Float8E4M3FN, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from mla_var3.kernel.cute_python.mla.hopper.columns import by_row
@@ -146,8 +146,10 @@ def consume(
             begin = segment * FLUSH_PAIRS
             end = cutlass.min(begin + FLUSH_PAIRS, tile.pairs)
             if group == 0:
+                if const_expr(not per_token):
+                    publish_even(step, tile, 2 * begin, base, lowest, stored, t)
                 for pair in cutlass.range(begin, end, unroll=1):
-                    take_even(step, tile, 2 * pair, base, lowest, stored, t)
+                    take_even(step, tile, 2 * pair, 2 * end, base, lowest, stored, t)
             else:
                 for pair in cutlass.range(begin, end, unroll=1):
                     take_odd(step, tile, 2 * pair + 1, base, lowest, stored, t)
@@ -162,7 +164,7 @@ def consume(
 
 
 @cute.jit
-def take_even(
+def publish_even(
     step: cutlass.Constexpr,
     tile: cutlass.Constexpr,
     block: Int32,
@@ -171,14 +173,39 @@ def take_even(
     stored: Int32,
     t: Int32,
 ):
-    """Warpgroup 0 on a pair of blocks: weights of the even one, values of both.
+    """Warpgroup 0 computes the weights of an even block, whose scores exist, for both.
 
-    The scores of its next block are computed while the other warpgroup computes its weights.
+    Args: see `take_even`.
+    """
+    number = base + block
+    stage = cute.arch.make_warp_uniform(number % STAGES)
+    token = (tile.first + block) * KV_BLOCK
+    compute_weights(step, 0, stage, token, number, lowest, stored, tile, t)
+    arrive(Barrier.P_EVEN, False)
+
+
+@cute.jit
+def take_even(
+    step: cutlass.Constexpr,
+    tile: cutlass.Constexpr,
+    block: Int32,
+    end: Int32,
+    base: Int32,
+    lowest: Int32,
+    stored: Int32,
+    t: Int32,
+):
+    """Warpgroup 0 on a pair of blocks: values of both, and the weights of an even one.
+
+    The scores of its next block are computed while the other warpgroup computes its weights. With
+    one scale for the cache, the weights of that block are computed here too, while the values of
+    the odd one are added; with scales per token this takes more registers than there are.
 
     Args:
         step: `Step`.
         tile: the work tile.
         block: the even block, counted within the tile; its scores exist.
+        end: the block behind the last one before the output moves to memory.
         base: blocks of the tiles before.
         lowest: the first token that some row may not see.
         stored: the first token that is in no block of the tile.
@@ -189,12 +216,13 @@ def take_even(
     number = base + block
     stage = cute.arch.make_warp_uniform(number % STAGES)
     token = (tile.first + block) * KV_BLOCK
-    compute_weights(step, 0, stage, token, number, lowest, stored, tile, t)
-    cute.arch.fence_view_async_shared()
-    arrive(Barrier.P_EVEN, False)
+    ahead = step.scales is None
+    if const_expr(not ahead):
+        publish_even(step, tile, block, base, lowest, stored, t)
     load_values(values, step.places, stage, stored - token, t, 0)
     wait_next(step, tile, block, number, stage)
     sync_warpgroup(Barrier.WARPGROUP_0)
+    cute.arch.fence_view_async_shared()
     rescale_output(work.o, exchange, 0, number, lane, step.columns)
     add_values(step.mmas.pv, work, values, stage)
     # Not before its products are issued: `ldmatrix` may still be reading then.
@@ -202,11 +230,16 @@ def take_even(
     compute_scores(step.mmas, work, stage ^ 2)
     warpgroup.wait_group(1)
     cute.arch.barrier(barrier_id=Barrier.P_ODD, number_of_threads=CONSUMERS)
+    cute.arch.fence_view_async_shared()
     adopt_max(step.state, exchange, 1, number + 1, t)
     rescale_output(work.o, exchange, 1, number + 1, lane, step.columns)
     load_values(values, step.places, stage + 1, stored - token - KV_BLOCK, t, 0)
     add_values(step.mmas.pv, work, values, stage + 1)
     release(empty(barriers, stage + 1), lane)
+    if const_expr(ahead):
+        warpgroup.wait_group(1)
+        if block + 2 < end:
+            publish_even(step, tile, block + 2, base, lowest, stored, t)
     warpgroup.wait_group(0)
 
 
@@ -232,17 +265,18 @@ def take_odd(
     cute.arch.mbarrier_wait(full(barriers, stage - 1), number // STAGES % 2)
     load_values(values, step.places, stage - 1, stored - token + KV_BLOCK, t, 1)
     cute.arch.barrier(barrier_id=Barrier.P_EVEN, number_of_threads=CONSUMERS)
+    cute.arch.fence_view_async_shared()
     adopt_max(step.state, exchange, 0, number - 1, t)
     rescale_output(work.o, exchange, 0, number - 1, lane, step.columns)
     add_values(step.mmas.pv, work, values, stage - 1)
     release(empty(barriers, stage - 1), lane)
     compute_weights(step, 1, stage, token, number, lowest, stored, tile, t)
-    cute.arch.fence_view_async_shared()
     arrive(Barrier.P_ODD, False)
     wait_next(step, tile, block, number, stage)
     compute_scores(step.mmas, work, stage ^ 2)
     warpgroup.wait_group(1)
     sync_warpgroup(Barrier.WARPGROUP_1)
+    cute.arch.fence_view_async_shared()
     rescale_output(work.o, exchange, 1, number, lane, step.columns)
     load_values(values, step.places, stage, stored - token, t, 1)
     add_values(step.mmas.pv, work, values, stage)
