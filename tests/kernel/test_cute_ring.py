@@ -22,6 +22,7 @@ pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl"
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.decompressed import scheduler as device
+from mla_var3.kernel.cute_python.mla.decompressed.fp8_few import COLUMN_CHOICES
 from mla_var3.kernel.cute_python.mla.decompressed.scheduler import Scheduler, WorkTile
 from mla_var3.kernel.cute_python.mla.decompressed.stage import DecompressedShape, DecompressedTiling
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK
@@ -128,6 +129,23 @@ def test_a_row_sees_the_positions_of_its_ring(data: st.DataObject) -> None:
     for head, row in itertools.product(heads, range(queries)):
         wanted = wanted_slots(length, start, n, queries, row, causal)
         assert found[head, row] == wanted, (head, row)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_the_first_block_shows_a_token_to_every_row_of_a_whole_ring(data: st.DataObject) -> None:
+    """With few rows in 8 bits it sets their maxima, unless the ring lacks tokens."""
+    n = KV_BLOCK * data.draw(st.integers(1, 4))
+    queries = data.draw(st.integers(1, max(COLUMN_CHOICES)))
+    length = data.draw(st.one_of(st.integers(0, 3 * n), st.sampled_from([n - 1, n, n + 1])))
+    splits = data.draw(st.integers(1, 4))
+    scheduler = scheduler_of([length], [max(length - n, 0)], n, queries, True, splits=splits)
+    for tile in tiles_of(scheduler):
+        assert tile.dropped == 0
+        for row in range(queries):
+            slots = seen_slots(tile, row, -1, scheduler)
+            first = range(tile.first * KV_BLOCK, (tile.first + 1) * KV_BLOCK)
+            assert not slots or slots & set(first), (length, row)
 
 
 @settings(max_examples=100, deadline=None)
