@@ -29,6 +29,9 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK
 from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus.mla_var6_plus import (
     CuteMlaVar6Plus,
 )
+from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus_v5.mla_var6_plus_v5 import (
+    CuteMlaVar6PlusV5,
+)
 from tests.unit.attention.emulated_stages import named_arguments
 
 from .compile_once import ring_operands
@@ -241,6 +244,22 @@ def test_the_older_tokens_are_shown_to_every_query() -> None:
     decompressed = kernels["decompressed_attention"]
     assert named_arguments(decompressed)["causal"] == 1
     assert decompressed.host_fn(DecompressedTiling()).ring
+
+
+def test_a_ring_in_8_bits() -> None:
+    plan = CuteMlaVar6PlusV5(b=2, s=2, t=300, h=4, n=128)
+    latent, window, w_uv = ring_operands(plan)
+    stage = plan.plan_parts(latent, window, w_uv)
+    [kernel] = [each for each in stage.kernels() if each.name == "decompressed_attention"]
+    host: Any = kernel.host_fn(DecompressedTiling())  # type: ignore[attr-defined]
+    assert host.ring and host.fp8 and not host.alone
+    arguments = named_arguments(kernel)
+    assert arguments["scales"] is window.scales and arguments["starts"] is window.starts
+    with pytest.raises(InvalidArgumentError, match="scales: expected those of a window in 8 bits"):
+        plan.plan_parts(latent, replace(window, scales=None), w_uv)
+    odd = CuteMlaVar6PlusV5(b=2, s=2, t=300, h=4, n=100)
+    with pytest.raises(InvalidArgumentError, match="window: expected a multiple of 64 for a ring"):
+        odd.plan_parts(*ring_operands(odd))
 
 
 def test_a_ring_has_whole_kv_blocks() -> None:
