@@ -340,6 +340,7 @@ def test_auto_takes_them_where_they_pay(generator: torch.Generator) -> None:
     for options, s, wanted in (
         ({"window": 512}, 64, "flash_attention"),
         ({"window": 384}, 64, "flash_mla"),  # beside one that would have to be mixed
+        ({"window": 512, "window_dtype": "fp8"}, 64, "mla_var6_plus_v5"),
         ({"prefix": 448}, 32, "mla_var6_plus_v6"),
     ):
         cache = make_cache(generator, model, [500] * 16, **options)
