@@ -4,8 +4,6 @@ Prints a line per stage and target as it compiles: shared memory and its limit, 
 instruction, CTAs per SM. Ends with 1 if one does not compile or does not fit. No GPU is needed.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

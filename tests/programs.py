@@ -1,9 +1,9 @@
-"""Starts programs for tests."""
+"""Starts programs for tests, and makes stand-ins for those that they start."""
 
-from __future__ import annotations
-
+import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -12,3 +12,18 @@ def run_program(command: Sequence[object], **settings: Any) -> subprocess.Comple
     defaults: dict[str, Any] = {"capture_output": True, "timeout": 300}
     words = [str(word) for word in command]
     return subprocess.run(words, text=True, check=False, **{**defaults, **settings})
+
+
+def write_script(path: Path, text: str) -> Path:
+    """Write an executable script."""
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def tools_alone(folder: Path, tools: Iterable[str]) -> Path:
+    """A folder for PATH with these programs of the machine and no others."""
+    folder.mkdir()
+    for tool in tools:
+        (folder / tool).symlink_to(str(shutil.which(tool)))
+    return folder

@@ -7,8 +7,6 @@ call is compared with float64. Ends with 1 at the first wrong result; a step tha
 `--limit` ends the program with the place where it hangs.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import faulthandler

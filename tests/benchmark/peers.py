@@ -3,8 +3,6 @@
 python -m tests.benchmark.peers [--peer_libs FOLDER]
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -66,6 +66,7 @@ def test_every_layer_went_through_our_backend(engines) -> None:
         assert calls[f"{layer} several"] > 0  # short prompts, and verification
         assert drafts or calls[f"{layer} one"] > 0
     assert (f"{DRAFT_LAYER} one" in calls) == bool(drafts)
+    assert calls["prefill"] > 0  # long prompts
 
 
 def test_drafts_are_accepted(engines) -> None:
@@ -302,3 +303,92 @@ def test_a_backend_named_for_the_draft_stays(backend) -> None:
     config.speculative_config.attention_backend = AttentionBackendEnum.TRITON_MLA
     share_with_draft(config)
     assert config.speculative_config.attention_backend is AttentionBackendEnum.TRITON_MLA
+
+
+# The prefill backend
+
+
+@pytest.fixture(scope="module")
+def prefill(backend):
+    from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
+
+    cls = MLAPrefillBackendEnum["HYPER_MLA"].get_class()
+    assert MLAPrefillBackendEnum.CUSTOM.get_class() is cls
+    return cls
+
+
+@pytest.mark.parametrize(
+    ("capability", "widths", "cute", "reason"),
+    [
+        ((9, 0), (128, 64, 128), True, None),
+        ((9, 0), (64, 32, 64), True, None),  # MiniCPM3, which vLLM's own backend does not serve
+        ((10, 0), (128, 64, 128), True, "runs on Hopper .*, this GPU is sm_100"),
+        ((9, 0), (128, 64, 64), True, r"serves heads of \(d, p, v\)"),
+        ((9, 0), (128, 64, 128), False, "nvidia-cutlass-dsl"),
+    ],
+)
+def test_prefill_is_served_or_refused(
+    prefill, monkeypatch, capability, widths, cute, reason
+) -> None:
+    import re
+
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.attention.backends.mla.prefill.base import MLADimensions
+    from vllm.v1.attention.backends.mla.prefill.selector import MLAPrefillSelectorConfig
+
+    monkeypatch.setattr(prefill, "is_available", lambda: cute)
+    names = "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"
+    config = MLAPrefillSelectorConfig(
+        torch.bfloat16, MLADimensions(**dict(zip(names, widths, strict=True)))
+    )
+    reasons = prefill.validate_configuration(DeviceCapability(*capability), config)
+    if reason is None:
+        assert reasons == []
+    else:
+        assert any(re.search(reason, text) for text in reasons), reasons
+
+
+@pytest.mark.parametrize("numbered", [True, False], ids=["chunk_idx", "chunk"])
+def test_packed_prefill_equals_attention_of_each_request(prefill, numbered) -> None:
+    """New tokens see each other causally, and all of their context, of which there may be none."""
+    h, d, p, width = 2, 128, 64, 128
+    backend = prefill(h, 0.1, 512, d, p, width, SimpleNamespace())
+    counts, context = [3, 1, 4], [2, 0, 5]
+
+    def starts(lengths: list[int]) -> torch.Tensor:
+        return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+    def packed(lengths: list[int], columns: int) -> torch.Tensor:
+        return torch.randn(sum(lengths), h, columns)
+
+    def keys_of(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        k, decompressed = packed(lengths, d + p), packed(lengths, d + width)
+        k[..., d:] = k[:, :1, d:]  # all heads have the same rope part
+        return k, decompressed[..., d:]  # values are a view, as in vLLM
+
+    chunks = [starts([9] * 3), starts(context)]
+    metadata = SimpleNamespace(
+        query_start_loc=starts(counts), chunked_context=SimpleNamespace(cu_seq_lens=chunks)
+    )
+    backend.prepare_metadata(metadata)
+    q, (k, v), (k_old, v_old) = packed(counts, d + p), keys_of(counts), keys_of(context)
+    new, new_lse = backend.run_prefill_new_tokens(q, k, v, return_softmax_lse=True)
+    chunk = SimpleNamespace(query_start_loc=metadata.query_start_loc, cu_seq_lens=chunks[1])
+    which = {"chunk_idx": 1} if numbered else {"chunk": chunk}
+    old, old_lse = backend.run_prefill_context_chunk(**which, q=q, k=k_old, v=v_old)
+    assert new_lse.shape == old_lse.shape == (h, sum(counts))
+    weights = torch.stack([old_lse, new_lse]).softmax(0)[..., None].transpose(1, 2)
+    merged = weights[0] * old + weights[1] * new
+    for request, count in enumerate(counts):
+        rows = slice(*starts(counts)[request : request + 2].tolist())
+        past = slice(*starts(context)[request : request + 2].tolist())
+        keys, values = torch.cat([k_old[past], k[rows]]), torch.cat([v_old[past], v[rows]])
+        scores = torch.einsum("qhd,khd->hqk", q[rows], keys) * 0.1
+        hidden = torch.ones(count, len(keys)).triu(1 + context[request]).bool()
+        expected = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ values.transpose(0, 1)
+        torch.testing.assert_close(merged[rows], expected.transpose(0, 1), atol=1e-4, rtol=1e-4)
+        if context[request] == 0:
+            assert bool((old_lse[:, rows] == -torch.inf).all() and (old[rows] == 0).all())
+    out = torch.empty_like(new)
+    assert backend.run_prefill_new_tokens(q, k, v, return_softmax_lse=False, out=out) is out
+    torch.testing.assert_close(out, new)

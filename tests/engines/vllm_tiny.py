@@ -2,8 +2,9 @@
 
 python tests/engines/vllm_tiny.py FOLDER {own,hyper_mla} DRAFT_TOKENS
 
-`own` is vLLM's CPU backend. `hyper_mla` puts this package's backend in its place, because the CPU
-platform takes no other names; the engine around it is the same. Writes FOLDER/result.json.
+`own` is vLLM's CPU backends. `hyper_mla` puts this package's backends for decode and prefill in
+their place, because the CPU platform takes no other names; the engine around them is the same.
+Writes FOLDER/result.json.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ os.environ.update(
 from vllm import LLM, SamplingParams
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.attention.backends.mla.prefill.registry import (
+    MLAPrefillBackendEnum,
+    register_mla_prefill_backend,
+)
 from vllm.v1.attention.backends.registry import (
     AttentionBackendEnum,
     register_backend,
@@ -47,6 +52,7 @@ def stand_in() -> Counter[str]:
     from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 
     from mla_var3.integrations.vllm.backend import HyperMLABackend, HyperMLAImpl
+    from mla_var3.integrations.vllm.prefill import HyperMLAPrefillBackend
 
     calls: Counter[str] = Counter()
 
@@ -69,7 +75,18 @@ def stand_in() -> Counter[str]:
         def get_supported_kernel_block_sizes(kv_cache_spec=None):
             return [MultipleOf(16)]  # what the CPU platform sets; PyTorch takes any
 
-    globals()["CpuBackend"] = CpuBackend
+    class CpuPrefill(HyperMLAPrefillBackend):
+        @classmethod
+        def is_available(cls):
+            return True  # PyTorch computes it here
+
+        def run_prefill_new_tokens(self, *args, **options):
+            calls["prefill"] += 1
+            return super().run_prefill_new_tokens(*args, **options)
+
+    globals().update(CpuBackend=CpuBackend, CpuPrefill=CpuPrefill)
+    for member in (MLAPrefillBackendEnum.ZEN_CPU, MLAPrefillBackendEnum.CPU):
+        register_mla_prefill_backend(member, f"{__name__}.CpuPrefill")
     for name in ("CPU_MLA", "AMX_MLA"):
         if name in AttentionBackendEnum.__members__:
             register_backend(AttentionBackendEnum[name], f"{__name__}.CpuBackend")

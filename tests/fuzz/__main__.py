@@ -7,8 +7,6 @@ Case i of a seed is the same in every run. A failure is shrunk and printed as a 
 it. Ends with 1 when there was one.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import contextlib

@@ -1,7 +1,5 @@
 """Cases of the fuzzer: drawn, run and shrunk. A case is JSON: the cache and a list of steps."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Planted defects that show what the fuzzer finds: `--plant=wrong` or `--plant=hang`."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

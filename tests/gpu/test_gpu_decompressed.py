@@ -149,24 +149,13 @@ def require_close(
         assert_close(output, expected, lse, expected_lse, tolerance)
 
 
-# --- the ring -------------------------------------------------------------------------------------
-
-
 @WINDOW_DTYPE
 @pytest.mark.parametrize(("causal", "page_size"), [(True, None), (True, 64), (False, 64)])
 @pytest.mark.parametrize(
     ("s", "h", "window"),
     [(1, 16, 64), (5, 3, 128), (16, 16, 192), (40, 4, 64), (64, 8, 64), (100, 4, 128)],
 )
-def test_a_ring(
-    s: int,
-    h: int,
-    window: int,
-    causal: bool,
-    page_size: int | None,
-    window_dtype: str | None,
-    generator: torch.Generator,
-) -> None:
+def test_a_ring(s, h, window, causal, page_size, window_dtype, generator):
     """Shorter than the ring, as long, longer, turned by an odd number of slots, and empty."""
     model = model_of(generator, h)
     lengths = [500, s, max(window, s), window + s + 7, 2 * window + s, 0]
@@ -178,9 +167,7 @@ def test_a_ring(
 
 
 @WINDOW_DTYPE
-def test_a_ring_in_float16_with_another_scale(
-    window_dtype: str | None, generator: torch.Generator
-) -> None:
+def test_a_ring_in_float16_with_another_scale(window_dtype, generator):
     model, kernel = model_of(generator, 16, torch.float16), RINGS[window_dtype]
     options = {"window": 128, "window_dtype": window_dtype}
     cache = make_cache(generator, model, [500, 40, 130], **options)
@@ -189,9 +176,7 @@ def test_a_ring_in_float16_with_another_scale(
 
 @WINDOW_DTYPE
 @pytest.mark.parametrize("length", [2000, 900, 1024, 1031])
-def test_a_ring_that_is_split(
-    length: int, window_dtype: str | None, generator: torch.Generator
-) -> None:
+def test_a_ring_that_is_split(length, window_dtype, generator):
     """One request of few heads: the window is split over the SMs and merged."""
     model, options = model_of(generator, 4), {"window": 1024, "window_dtype": window_dtype}
     cache = make_cache(generator, model, [length], t=2304, **options)
@@ -200,9 +185,7 @@ def test_a_ring_that_is_split(
 
 @WINDOW_DTYPE
 @pytest.mark.parametrize("s", [43, 70])
-def test_a_ring_of_many_requests(
-    s: int, window_dtype: str | None, generator: torch.Generator
-) -> None:
+def test_a_ring_of_many_requests(s, window_dtype, generator):
     model, lengths = model_of(generator, 128), [1500 - 97 * i for i in range(12)]
     options = {"window": 512, "page_size": 64, "window_dtype": window_dtype}
     cache = make_cache(generator, model, lengths, t=1536, **options)
@@ -211,9 +194,7 @@ def test_a_ring_of_many_requests(
 
 @WINDOW_DTYPE
 @pytest.mark.parametrize(("page_size", "s"), [(None, 5), (64, 5), (64, 50)])
-def test_wrapping_and_dropping(
-    page_size: int | None, s: int, window_dtype: str | None, generator: torch.Generator
-) -> None:
+def test_wrapping_and_dropping(page_size, s, window_dtype, generator):
     """The ring turns and loses tokens, which the older half then attends to."""
     model, kernel = model_of(generator, 16), RINGS[window_dtype]
     options = {"window": 128, "page_size": page_size, "window_dtype": window_dtype}
@@ -232,8 +213,8 @@ def test_wrapping_and_dropping(
 @pytest.mark.parametrize("s", [4, 60])
 @pytest.mark.parametrize(("t", "window", "h"), [(512, 128, 16), (2304, 1024, 2)])
 def test_a_ring_that_lacks_tokens_of_the_queries_is_completed(
-    t: int, window: int, h: int, s: int, window_dtype: str | None, generator: torch.Generator
-) -> None:
+    t, window, h, s, window_dtype, generator
+):
     """The latent kernel shows its tokens to every query, so the ring has to hold the newest."""
     model = model_of(generator, h)
     options, kernel = {"window": window, "window_dtype": window_dtype}, RINGS[window_dtype]
@@ -244,7 +225,7 @@ def test_a_ring_that_lacks_tokens_of_the_queries_is_completed(
     require_right(kernel, q, cache, model)
 
 
-def test_fewer_tokens_than_the_cache_has(generator: torch.Generator) -> None:
+def test_fewer_tokens_than_the_cache_has(generator):
     model = model_of(generator, 16)
     cache = make_cache(generator, model, [500, 100], window=128)
     lengths = torch.tensor([480, 33], dtype=torch.int32, device="cuda")
@@ -256,7 +237,7 @@ def test_fewer_tokens_than_the_cache_has(generator: torch.Generator) -> None:
 
 
 @WINDOW_DTYPE
-def test_all_tokens_within_the_ring(window_dtype: str | None, generator: torch.Generator) -> None:
+def test_all_tokens_within_the_ring(window_dtype, generator):
     """A bound on the lengths that the ring holds: nothing is attended in latent form."""
     model, kernel = model_of(generator, 16), RINGS[window_dtype]
     options = {"window": 128, "window_dtype": window_dtype}
@@ -269,7 +250,7 @@ def test_all_tokens_within_the_ring(window_dtype: str | None, generator: torch.G
 
 
 @pytest.mark.parametrize("s", [5, 40, 60])
-def test_a_first_block_that_no_query_sees(s: int, generator: torch.Generator) -> None:
+def test_a_first_block_that_no_query_sees(s, generator):
     """With few rows in 8 bits a row's maximum starts in the first block: here with dropped tokens.
 
     All scores are far below zero, where a maximum that started at zero would round them away.
@@ -285,30 +266,20 @@ def test_a_first_block_that_no_query_sees(s: int, generator: torch.Generator) ->
     require_right(RINGS["fp8"], (q_nope, q_rope), cache, model)
 
 
-# --- a whole copy ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("page_size", [None, 64])
 @pytest.mark.parametrize("window", [0, 128, 512])
 @pytest.mark.parametrize(("s", "h"), [(1, 16), (7, 3), (130, 4)])
-def test_a_whole_copy_or_one_made_by_the_call(
-    s: int, h: int, window: int, page_size: int | None, generator: torch.Generator
-) -> None:
+def test_a_whole_copy_or_one_made_by_the_call(s, h, window, page_size, generator):
     model = model_of(generator, h)
     cache = make_cache(generator, model, [500, 131, 0], window=window, page_size=page_size)
     for options in ({}, {"max_kv": 501}, {"causal": False}):
         require_right(COPY, queries_of(generator, model, 3, s), cache, model, **options)
 
 
-# --- a shared prefix ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("page_size", [None, 64])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("s", "h", "b"), [(1, 16, 3), (4, 8, 20), (70, 2, 3)])
-def test_a_shared_prefix(
-    s: int, h: int, b: int, causal: bool, page_size: int | None, generator: torch.Generator
-) -> None:
+def test_a_shared_prefix(s, h, b, causal, page_size, generator):
     model = model_of(generator, h)
     lengths = [192 + (0, s, 250, 3)[i % 4] for i in range(b)]
     prefix = 192 if page_size else 170
@@ -318,7 +289,7 @@ def test_a_shared_prefix(
 
 
 @pytest.mark.parametrize("page_size", [None, 64])
-def test_a_prefix_and_a_ring(page_size: int | None, generator: torch.Generator) -> None:
+def test_a_prefix_and_a_ring(page_size, generator):
     """The ring holds nothing of the prefix; either copy serves the call."""
     model, s = model_of(generator, 16), 4
     cache = make_cache(
@@ -331,10 +302,7 @@ def test_a_prefix_and_a_ring(page_size: int | None, generator: torch.Generator) 
         require_right(kernel, queries_of(generator, model, 3, s), cache, model)
 
 
-# --- how they are called --------------------------------------------------------------------------
-
-
-def test_auto_takes_them_where_they_pay(generator: torch.Generator) -> None:
+def test_auto_takes_them_where_they_pay(generator):
     """The choice by sizes is tested elsewhere; here its result runs."""
     model = model_of(generator, 128)
     for options, s, wanted in (
@@ -351,7 +319,7 @@ def test_auto_takes_them_where_they_pay(generator: torch.Generator) -> None:
         require_right("auto", q, cache, model)
 
 
-def test_into_a_given_tensor_and_on_another_stream(generator: torch.Generator) -> None:
+def test_into_a_given_tensor_and_on_another_stream(generator):
     model = model_of(generator, 16)
     cache = make_cache(generator, model, [500, 70], window=128)
     q = queries_of(generator, model, 2, 3)
@@ -378,9 +346,7 @@ def test_into_a_given_tensor_and_on_another_stream(generator: torch.Generator) -
     ],
     ids=str,
 )
-def test_a_captured_step(
-    kernel: str, options: dict[str, Any], page_size: int | None, generator: torch.Generator
-) -> None:
+def test_a_captured_step(kernel, options, page_size, generator):
     """Drop, append and attend in one graph; replayed while lengths and ring move on."""
     b, s, h = 2, 3, 16
     model = model_of(generator, h)

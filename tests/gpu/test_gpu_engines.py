@@ -165,3 +165,30 @@ def test_warm_up_leaves_nothing_to_compile() -> None:
         batch.attend(max_q=count, q_latent=batch.head_major())
         torch.cuda.synchronize()
         assert time.perf_counter() - started < 1.0
+
+
+@pytest.mark.parametrize("h", [4, 128])
+@pytest.mark.parametrize("causal", [True, False])
+def test_prefill_on_packed_keys(h, causal) -> None:
+    """Keys with their rope part behind them and values inside of a wider tensor, as in vLLM."""
+    from mla_var3.kernel.cute_python.mla.decompressed.call import attend_request
+    from mla_var3.op.mla.reference import reference_decompressed
+
+    d, p = 128, 64
+    for s, t in ((300, 300), (70, 1000), (1, 5)):
+        q, k, kv = (
+            torch.randn(n, h, width, dtype=torch.bfloat16, device="cuda")
+            for n, width in ((s, d + p), (t, d + p), (t, 2 * d))
+        )
+        q_nope, q_rope = q[..., :d].contiguous(), q[..., d:].contiguous()
+        keys, k_rope, values = k[..., :d], k[:, 0, d:], kv[..., d:]
+        length = torch.tensor([t], dtype=torch.int32, device="cuda")
+        o, lse = torch.empty_like(q_nope), torch.empty(s, h, device="cuda")
+        given = {"causal": causal, "scale": 0.1}
+        attend_request(q_nope, q_rope, keys, values, k_rope, length, o, lse, **given)
+        expected, expected_lse = reference_decompressed(
+            q_nope[None], q_rope[None], keys.transpose(0, 1)[None], values.transpose(0, 1)[None],
+            k_rope[None], length, **given,
+        )  # fmt: skip
+        torch.testing.assert_close(o.float(), expected[0].float(), **TOLERANCE)
+        torch.testing.assert_close(lse, expected_lse[0].float(), **TOLERANCE)

@@ -4,8 +4,6 @@
 and the remarks to standard error, and the reports as JSON to standard output.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json
@@ -177,9 +175,6 @@ def halves(names: list[str]) -> list[list[str]]:
     return [names[0::2], names[1::2]]
 
 
-# --- the program ----------------------------------------------------------------------------------
-
-
 @dataclass
 class AnyTiling(Tiling):
     """For kernels that have no tiling of their own."""
@@ -271,7 +266,7 @@ def main(names: list[str]) -> None:
     """Compile some variants for sm_90."""
     from mla_var3.runtime import cute_kernel
 
-    cute_kernel.quiet_compiler = contextlib.nullcontext  # type: ignore[assignment]
+    cute_kernel.quiet_compiler = contextlib.nullcontext
     reports = {}
     for variant in names:
         wanted, name, fields, tiling = VARIANTS[variant]

@@ -1,7 +1,5 @@
 """All CuTe DSL kernels that the tests look at, compiled once for the whole run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Helpers of the kernel tests: plans by name, the check, and ways to spoil a kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -140,14 +138,14 @@ def require_end_to_end(plan: MlaPlan, stage: Stage) -> None:
 def tampered(stage: Stage, kernel: str, change: Callable[[Any], Any]) -> Iterator[None]:
     """Passes every argument of one kernel through `change` while the context lasts."""
     [target] = [k for k in stage.kernels() if k.name == kernel]
-    original = target.args_fn  # type: ignore[attr-defined]
-    target.args_fn = lambda tiling: tuple(map(change, original(tiling)))  # type: ignore[attr-defined]
-    target._prepared = None  # type: ignore[attr-defined]
+    original = target.args_fn
+    target.args_fn = lambda tiling: tuple(map(change, original(tiling)))
+    target._prepared = None
     try:
         yield
     finally:
-        target.args_fn = original  # type: ignore[attr-defined]
-        target._prepared = None  # type: ignore[attr-defined]
+        target.args_fn = original
+        target._prepared = None
 
 
 def all_kernels(plan: MlaPlan) -> list[str]:

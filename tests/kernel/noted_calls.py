@@ -14,7 +14,6 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
     Partials,
     ProjectionOperands,
 )
-from mla_var3.kernel.cute_python.mla.latent_fp8 import call as fp8_call
 from mla_var3.runtime.call_state import CallState
 
 Calls = list[tuple[str, tuple[Any, ...]]]
@@ -48,10 +47,9 @@ def note_calls(monkeypatch: pytest.MonkeyPatch, sms: int, host: type | None = No
         assert host is None or (isinstance(made, host) and tiling.few == getattr(made, "few", None))
         return Note(log, kernel_fn.__name__)
 
-    for module in (latent_call, fp8_call):
-        monkeypatch.setattr(module, "program_for", program_for)
-        monkeypatch.setattr(module, "require_arch", lambda *args: None)
-        monkeypatch.setattr(module, "_programs", CallState().table(64))
+    monkeypatch.setattr(latent_call, "program_for", program_for)
+    monkeypatch.setattr(latent_call, "require_arch", lambda *args: None)
+    monkeypatch.setattr(latent_call, "_programs", CallState().table(64))
     monkeypatch.setattr(latent_call, "sm_count_of", lambda index: sms)
     partials = Partials(*(torch.empty(0, device="meta") for _ in Partials._fields))
     monkeypatch.setattr(latent_call, "partials_for", lambda device, sm_count: partials)

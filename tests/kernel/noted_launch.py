@@ -3,8 +3,6 @@
 Once with tensors, then twice by pointers.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Threads run one after the other, phase by phase, which is one of the orders that
 `CpuKernels` is what `kernel/cute_python/mla/prefix/call.py` is on a GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any

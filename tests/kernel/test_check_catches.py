@@ -1,7 +1,5 @@
 """The check can fail: kernels spoiled in the ways that real bugs spoil them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -38,13 +36,13 @@ def require_failure(result: CheckResult) -> None:
 
 
 @pytest.mark.parametrize("design", DESIGNS)
-def test_a_tampered_stage_that_changes_nothing_passes(design: str) -> None:
+def test_a_tampered_stage_that_changes_nothing_passes(design):
     """The tool of the tests below is not what makes them fail."""
     assert spoiled(plan_of(design, CASE), ATTENTION_KERNEL[design], lambda arg: arg).passed
 
 
 @pytest.mark.parametrize("design", DESIGNS)
-def test_a_wrong_scale(design: str) -> None:
+def test_a_wrong_scale(design):
     plan = plan_of(design, CASE)
     kernel = ATTENTION_KERNEL[design]
     require_failure(spoiled(plan, kernel, lambda a: a * 1.1 if isinstance(a, float) else a))
@@ -60,7 +58,7 @@ def shifted_lengths(by: int) -> Callable[[Any], Any]:
 
 
 @pytest.mark.parametrize("design", DESIGNS)
-def test_a_length_too_long_reads_a_poisoned_slot(design: str) -> None:
+def test_a_length_too_long_reads_a_poisoned_slot(design):
     case = Case(s=5, t=100, h=2, lengths=(99, 40), n=50)
     plan = plan_of(design, case, causal=False)
     result = spoiled(plan, ATTENTION_KERNEL[design], shifted_lengths(1))
@@ -70,29 +68,29 @@ def test_a_length_too_long_reads_a_poisoned_slot(design: str) -> None:
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("design", DESIGNS)
-def test_a_length_too_short_drops_the_newest_token(design: str, causal: bool) -> None:
+def test_a_length_too_short_drops_the_newest_token(design, causal):
     plan = plan_of(design, CASE, causal=causal)
     require_failure(spoiled(plan, ATTENTION_KERNEL[design], shifted_lengths(-1)))
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("design", DESIGNS)
-def test_the_wrong_mask(design: str, causal: bool) -> None:
+def test_the_wrong_mask(design, causal):
     plan = plan_of(design, CASE, causal=causal)
     kernel = ATTENTION_KERNEL[design]
     require_failure(spoiled(plan, kernel, lambda a: not a if isinstance(a, bool) else a))
 
 
 @pytest.mark.parametrize("design", DESIGNS)
-def test_ctas_that_never_ran(design: str) -> None:
+def test_ctas_that_never_ran(design):
     """The outputs start as NaN, so what no CTA writes shows; here the last request."""
     plan = plan_of(design, CASE)
     inputs = plan.prepare_inputs("cpu")
     for name in all_kernels(plan):
         stage = plan.plan(*inputs)
         [kernel] = [k for k in stage.kernels() if k.name == name]
-        *others, last = kernel.grid_fn(kernel.tiling)  # type: ignore[attr-defined]
-        kernel.grid_fn = lambda tiling, others=others, last=last: (*others, last - 1)  # type: ignore[attr-defined]
+        *others, last = kernel.grid_fn(kernel.tiling)
+        kernel.grid_fn = lambda tiling, others=others, last=last: (*others, last - 1)
         result = check_stage(plan, inputs, stage)
         require_failure(result)
         assert result.outputs[0].error.nan_count > 0, name
@@ -110,7 +108,7 @@ OUTPUT_ERRORS: dict[str, tuple[int, Callable[[Tensor], object]]] = {
 
 
 @pytest.mark.parametrize("design", DESIGNS)
-def test_a_wrong_output(design: str) -> None:
+def test_a_wrong_output(design):
     """The kernels run once; each error is planted into a copy of what they wrote."""
     plan = plan_of(design, CASE)
     inputs = plan.prepare_inputs("cpu")
@@ -124,14 +122,14 @@ def test_a_wrong_output(design: str) -> None:
                 output.copy_(value)
             spoil(stage.output_tensors[place])
 
-        stage.launch = launch  # type: ignore[method-assign]
+        stage.launch = launch
         result = check_stage(plan, inputs, stage)
         assert [output.passed for output in result.outputs] == [place != 0, place != 1]
         with pytest.raises(CheckFailedError, match=f"output {place}: relative error"):
             result.require()
 
 
-def test_a_reduction_that_forgets_a_partial() -> None:
+def test_a_reduction_that_forgets_a_partial():
     plan = plan_of("flash_mla_split_kv", Case(s=2, t=200, h=8, lengths=(200, 130), n=0, splits=3))
     assert check(plan).passed
     result = spoiled(plan, "split_kv_reduce", forget_last_partial)
@@ -147,13 +145,13 @@ def forget_last_partial(argument: Any) -> Any:
     return argument
 
 
-def test_a_window_at_the_wrong_place() -> None:
+def test_a_window_at_the_wrong_place():
     """n one too small: a token counted twice, another one at the wrong position."""
     plan = plan_of("mla_var6_plus", CASE, causal=False)
     require_failure(spoiled(plan, "attention_block_specialized", another_window(CASE.n - 1)))
 
 
-def test_a_window_larger_than_its_arrays() -> None:
+def test_a_window_larger_than_its_arrays():
     plan = plan_of("mla_var6_plus", CASE, causal=False)
     with pytest.raises(InterpreterError, match="k_new"):
         spoiled(plan, "attention_block_specialized", another_window(CASE.n + 1))

@@ -1,7 +1,5 @@
 """Every stage compiles for every target without a GPU; on sm_90 it becomes what it should."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -53,7 +51,7 @@ def compiled(stage_id: str, target: str) -> Any:
 
 
 @pytest.mark.parametrize("stage_id", STAGES)
-def test_hopper(stage_id: str) -> None:
+def test_hopper(stage_id):
     """Tensor cores by wgmma, tiles by the bulk copy engine, registers without spills."""
     report = compiled(stage_id, "sm_90")
     assert report.error is None
@@ -68,7 +66,7 @@ def test_hopper(stage_id: str) -> None:
 
 @pytest.mark.parametrize("stage_id", STAGES)
 @pytest.mark.parametrize("target", ["sm_100", "sm_120"])
-def test_blackwell(stage_id: str, target: str) -> None:
+def test_blackwell(stage_id, target):
     report = compiled(stage_id, target)
     assert report.error is None
     assert fits_shared_memory(report, device_spec(DEVICES[target])), report.shared_bytes
@@ -76,7 +74,7 @@ def test_blackwell(stage_id: str, target: str) -> None:
 
 @pytest.mark.parametrize("form", LATENT_FORMS)
 @pytest.mark.parametrize("target", PORTABLE)
-def test_latent_forms(form: str, target: str) -> None:
+def test_latent_forms(form, target):
     """The portable kernel fits every target and reaches its tensor cores."""
     plan = make_plan("flash_mla", **SIZES, **LATENT_FORMS[form]).for_target(target)
     inputs = LatentInputs(*plan.prepare_inputs("meta"))

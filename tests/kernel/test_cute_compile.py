@@ -1,9 +1,6 @@
 """The machine code of the CuTe DSL kernels: registers, shared memory, instructions, remarks."""
 
-from __future__ import annotations
-
 import re
-from pathlib import Path
 
 import pytest
 
@@ -46,7 +43,7 @@ SERIALISED = re.compile(r"C75\d\d\b|wgmma\S* instructions are serialized", re.IG
 
 
 @pytest.mark.parametrize("code", ["C7510", "C7512", "C7515", "C7520"])
-def test_the_warnings_would_be_seen(code: str) -> None:
+def test_the_warnings_would_be_seen(code):
     said = f"ptxas info    : ({code}) Potential Performance Loss: wgmma.mma_async instructions are"
     assert SERIALISED.search(said)
     assert not SERIALISED.search("ptxas info    : Used 168 registers, used 6 barriers")
@@ -86,7 +83,7 @@ def variants(kernel: str, *, planned: bool = True) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", variants(LATENT))
-def test_latent_attention(report: CompileReport, variant: str) -> None:
+def test_latent_attention(report, variant):
     kinds = {"F16", "F32"} if variant == "float16" else {"BF16"}
     assert all(kinds & set(shape.split(".")) for shape in report.mma_shapes), report.mma_shapes
     # Registers suffice at the launch, and after the warpgroups have traded theirs.
@@ -99,7 +96,7 @@ def test_latent_attention(report: CompileReport, variant: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", variants(LATENT_FP8))
-def test_latent_attention_on_8_bit_caches(report: CompileReport, variant: str) -> None:
+def test_latent_attention_on_8_bit_caches(report, variant):
     columns = VARIANTS[variant][2]["columns"]
     assert any(f"64x{columns}x32" in shape for shape in report.mma_shapes), report.mma_shapes
     assert report.threads == THREADS and report.instructions["USETMAXREG"] == 2
@@ -107,7 +104,7 @@ def test_latent_attention_on_8_bit_caches(report: CompileReport, variant: str) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", variants(DECOMPRESSED))
-def test_decompressed_attention(report: CompileReport, compiled: Compiled, variant: str) -> None:
+def test_decompressed_attention(report, compiled, variant):
     assert report.instructions["USETMAXREG"] == 2
     # The merge is in the programs that split, and in no other.
     assert ("merge_splits" in compiled.remarks[variant]) is ("split" in variant)
@@ -115,7 +112,7 @@ def test_decompressed_attention(report: CompileReport, compiled: Compiled, varia
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", variants(COMBINE))
-def test_output_projection_of_a_mix(report: CompileReport, variant: str) -> None:
+def test_output_projection_of_a_mix(report, variant):
     assert report.instructions["USETMAXREG"] == 2
     assert report.threads == outputs.THREADS
     assert report.registers == 168
@@ -126,7 +123,7 @@ def test_output_projection_of_a_mix(report: CompileReport, variant: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", variants(COMBINE, planned=False))
-def test_output_projection_of_a_whole_call(report: CompileReport, variant: str) -> None:
+def test_output_projection_of_a_whole_call(report, variant):
     fields = VARIANTS[variant][2]
     columns = fields["columns"]
     assert any(f"64x{columns}x16" in shape for shape in report.mma_shapes)
@@ -143,7 +140,7 @@ def held_bytes(columns: int, k: int = 512) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", variants(PROJECTION, planned=False))
-def test_query_projection(report: CompileReport, variant: str) -> None:
+def test_query_projection(report, variant):
     assert report.threads == queries.THREADS
     # One product of the whole depth; the copy engine moves everything from and to memory.
     d = VARIANTS[variant][2].get("d", 128)
@@ -157,7 +154,7 @@ def test_query_projection(report: CompileReport, variant: str) -> None:
 
 
 @pytest.mark.slow
-def test_shared_memory_is_as_documented(compiled: Compiled, repo_root: Path) -> None:
+def test_shared_memory_is_as_documented(compiled, repo_root):
     [page] = (repo_root / "docs" / "knowledge").rglob("rope-tile-holds-p.md")
     stated = re.search(r"\| P in the rope tiles \| ([\d,]+) bytes", page.read_text())
     assert stated is not None
@@ -165,9 +162,7 @@ def test_shared_memory_is_as_documented(compiled: Compiled, repo_root: Path) -> 
 
 
 @pytest.mark.slow
-def test_compiled_programs_are_found_again(
-    compiled: Compiled, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compiled_programs_are_found_again(compiled, monkeypatch, capsys):
     """CTA groups and SM limits are arguments: neither tuning nor the command line compiles anew."""
     compilations = note_compilations(monkeypatch)
     monkeypatch.setenv("HYPER_MLA_CACHE_DIR", str(compiled.cache))

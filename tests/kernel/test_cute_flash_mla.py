@@ -1,7 +1,5 @@
 """flash_mla in CuTe DSL without a GPU: its keys, plans, pages and errors."""
 
-from __future__ import annotations
-
 import re
 from typing import Any, ClassVar
 
@@ -38,9 +36,6 @@ def kernel_of(plan: CuteFlashMLA) -> CuteKernel:
     return kernel
 
 
-# --- one program for all shapes -------------------------------------------------------------------
-
-
 def key(**fields: Any) -> str:
     """Cache key of the program."""
     kernel = kernel_of(make(**fields))
@@ -63,16 +58,13 @@ def key(**fields: Any) -> str:
     ids=str,
 )
 @pytest.mark.parametrize("page", [0, 64])
-def test_one_program_serves_all_shapes(page: int, other: dict[str, Any]) -> None:
+def test_one_program_serves_all_shapes(page, other):
     assert key(page=page, **other) == key(page=page)
 
 
-def test_dtype_and_kind_of_cache_make_other_programs() -> None:
+def test_dtype_and_kind_of_cache_make_other_programs():
     assert len({key(), key(page=64), key(dtype="float16")}) == 3
     assert key(page=192) == key(page=64)
-
-
-# --- plans ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -85,7 +77,7 @@ def test_dtype_and_kind_of_cache_make_other_programs() -> None:
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_a_wrong_size_is_named(fields: dict[str, Any], message: str) -> None:
+def test_a_wrong_size_is_named(fields, message):
     with pytest.raises(InvalidArgumentError, match=re.escape(message)):
         make(**fields)
 
@@ -100,9 +92,7 @@ def test_a_wrong_size_is_named(fields: dict[str, Any], message: str) -> None:
     ],
     ids=str,
 )
-def test_a_wrong_tiling_is_named_before_anything_is_compiled(
-    tiling: FlashMLATiling, argument: str
-) -> None:
+def test_a_wrong_tiling_is_named_before_anything_is_compiled(tiling, argument):
     attention = kernel_of(make())
     with pytest.raises(
         HyperMlaError, match=rf"{argument}: expected .*, got {getattr(tiling, argument)}"
@@ -110,7 +100,7 @@ def test_a_wrong_tiling_is_named_before_anything_is_compiled(
         attention.compile("sm_90", tiling)
 
 
-def test_every_candidate_is_valid_and_fits_the_buffers_of_the_plan() -> None:
+def test_every_candidate_is_valid_and_fits_the_buffers_of_the_plan():
     for s, h in ((1, 8), (1, 128), (2, 64), (200, 128)):
         plan = make(s=s, h=h)
         attention = kernel_of(plan)
@@ -139,7 +129,7 @@ class Recorded:
         self.launched.append(self.args)
 
 
-def test_another_tiling_has_its_own_cta_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_tiling_has_its_own_cta_groups(monkeypatch):
     """Prepared arguments hold the CTA groups; those of another tiling would find other partials."""
     monkeypatch.setattr(
         CuteKernel, "_bind", lambda self, tiling: Recorded(tuple(self.args_fn(tiling)))
@@ -157,7 +147,7 @@ def test_another_tiling_has_its_own_cta_groups(monkeypatch: pytest.MonkeyPatch) 
     assert len(set(seen)) == 3
 
 
-def test_the_cost_counts_the_partials_that_a_tiling_makes() -> None:
+def test_the_cost_counts_the_partials_that_a_tiling_makes():
     """One long request: every CTA group has a split of it; a single group has all of it."""
     plan = make(b=1, s=1, t=64 * 1000)
     attention = kernel_of(plan)
@@ -170,14 +160,11 @@ def test_the_cost_counts_the_partials_that_a_tiling_makes() -> None:
     assert merge_cost(10, 2)[1] == 10 * 64 * (512 * (4 + 2) + 4)
 
 
-def test_the_scale_of_the_model_reaches_the_kernel() -> None:
+def test_the_scale_of_the_model_reaches_the_kernel():
     attention = kernel_of(make(scale=0.02))
     assert attention.args_fn is not None
     (scale,) = (x for x in attention.args_fn(attention.tiling) if isinstance(x, float))
     assert scale == pytest.approx(0.02 * 1.4426950408889634)
-
-
-# --- inputs ---------------------------------------------------------------------------------------
 
 
 def padded(tensor: Tensor, dim: int) -> Tensor:
@@ -188,11 +175,11 @@ def padded(tensor: Tensor, dim: int) -> Tensor:
     return view.copy_(tensor)
 
 
-def test_a_cache_that_is_a_view_of_a_larger_one_is_taken() -> None:
+def test_a_cache_that_is_a_view_of_a_larger_one_is_taken():
     plan = make(h=2)
     q_latent, q_rope, c_kv, k_rope, lengths = plan.prepare_inputs("cpu")
     attention = next(iter(plan.plan(q_latent, q_rope, padded(c_kv, 1), k_rope, lengths).kernels()))
-    args = attention.args_fn(plan.tiling)  # type: ignore[attr-defined]
+    args = attention.args_fn(plan.tiling)
     assert tuple(
         getattr(args[i], "value", args[i])
         for i in parameter_places("latent_page_stride", "latent_stride")
@@ -206,7 +193,7 @@ def parameter_places(*names: str) -> list[int]:
 
 @pytest.mark.parametrize("page", [0, 64])
 @pytest.mark.parametrize("index", [0, 1])
-def test_queries_with_a_gap_between_requests_are_refused_by_name(page: int, index: int) -> None:
+def test_queries_with_a_gap_between_requests_are_refused_by_name(page, index):
     """The kernel sees all rows at one distance, so a gap would be read as rows."""
     plan = make(page=page, h=2)
     inputs = list(plan.prepare_inputs("cpu"))
@@ -218,7 +205,7 @@ def test_queries_with_a_gap_between_requests_are_refused_by_name(page: int, inde
 PAGED_NAMES = ("q_latent", "q_rope", "latent", "rope", "lengths", "table")
 
 
-def test_a_wrong_paged_input_is_named() -> None:
+def test_a_wrong_paged_input_is_named():
     plan = make(page=64, h=2)
     inputs = dict(zip(PAGED_NAMES, plan.prepare_inputs("cpu"), strict=True))
 
@@ -234,7 +221,7 @@ def test_a_wrong_paged_input_is_named() -> None:
 
 
 @pytest.mark.parametrize(("page", "t"), [(64, 1), (64, 385), (192, 200)])
-def test_pages_hold_what_the_dense_cache_does(page: int, t: int) -> None:
+def test_pages_hold_what_the_dense_cache_does(page, t):
     plan = make(b=3, h=2, t=t, lengths=(t, 0, (t + 1) // 2))
     dense = plan.prepare_inputs("cpu")
     paged = paged_inputs(dense, page, 0)
@@ -252,15 +239,12 @@ def test_pages_hold_what_the_dense_cache_does(page: int, t: int) -> None:
 
 
 @pytest.mark.parametrize("page", [0, 64, 192])
-def test_the_reference_of_pages_is_that_of_the_dense_cache(page: int) -> None:
+def test_the_reference_of_pages_is_that_of_the_dense_cache(page):
     fields = {"s": 3, "h": 8, "lengths": (200, 77)}
     paged, dense = make(page=page, **fields), make(**fields)
     wanted = dense.reference_fn(*dense.prepare_inputs("cpu"))
     for got, exact in zip(paged.reference_fn(*paged.prepare_inputs("cpu")), wanted, strict=True):
         assert torch.equal(got, exact)
-
-
-# --- the command line -----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -290,8 +274,6 @@ SIZES = ["--b=2", "--s=2", "--t=200", "--h=64"]
     ],
     ids=str,
 )
-def test_what_the_command_line_refuses(
-    argv: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_the_command_line_refuses(argv, code, message, capsys):
     assert kernel_command.main([*argv, "--language=cute-dsl", *SIZES]) == code
     assert message in " ".join(capsys.readouterr().err.split())

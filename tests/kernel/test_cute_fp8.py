@@ -1,7 +1,5 @@
 """The 8-bit decompressed kernel: which weights its threads exchange, in plain Python."""
 
-from __future__ import annotations
-
 import pytest
 
 from mla_var3.kernel.cute_python.mla.decompressed.fp8_few import (
@@ -21,7 +19,7 @@ def pick_bytes(first: list[object], second: list[object], selector: int) -> list
 
 
 @pytest.mark.parametrize("columns", COLUMN_CHOICES)
-def test_weights_arrive_in_the_order_of_the_tokens(columns: int) -> None:
+def test_weights_arrive_in_the_order_of_the_tokens(columns):
     """Every byte of the block carries its query row and its token."""
     stored: dict[int, list[object]] = {}
     for warp in range(4):

@@ -1,7 +1,5 @@
 """The merge inside the latent kernel without a GPU: what decides it, and its workspace."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest
@@ -39,9 +37,7 @@ def step_of(lengths: Sequence[int], shape: GroupShape) -> int:
 @example([64 * 1000], 1, 132, False)
 @example([64 * 1000], 1, 1, False)
 @example([4096, 4096], 3, 6, True)
-def test_a_launch_that_does_not_split_writes_no_partial(
-    lengths: list[int], tiles: int, sms: int, equal: bool
-) -> None:
+def test_a_launch_that_does_not_split_writes_no_partial(lengths, tiles, sms, equal):
     """Otherwise partials would be left unmerged."""
     if equal:
         lengths = lengths[:1] * len(lengths)
@@ -52,13 +48,13 @@ def test_a_launch_that_does_not_split_writes_no_partial(
         assert not may_split(work_range, shape.group_count)
 
 
-def test_the_records_of_every_known_device_fit() -> None:
+def test_the_records_of_every_known_device_fit():
     narrowest = min(widths.k for widths in LATENT_WIDTHS)
     slots = MOST_SLOTS * narrowest // 512
     assert all(2 * spec.sm_count <= slots for spec in load_devices().values())
 
 
-def test_a_state_is_no_number_that_memory_has_by_chance() -> None:
+def test_a_state_is_no_number_that_memory_has_by_chance():
     """Not zeros, no repeated filling, no small numbers, no two floats of usual size."""
     assert len(set(CtaState)) == 3
     for state in CtaState:

@@ -3,8 +3,6 @@
 The device code of the layout runs on the CPU, see `prefix_on_cpu.py`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -41,7 +39,7 @@ def ptx_of(kernel_fn: Any, host: Any, arguments: Any) -> str:
 @pytest.mark.parametrize(
     ("dtype", "parts"), [(torch.bfloat16, 1), (torch.bfloat16, 2), (torch.float16, 1)]
 )
-def test_the_merge_compiles_with_wide_loads(dtype: torch.dtype, parts: int) -> None:
+def test_the_merge_compiles_with_wide_loads(dtype, parts):
     part = (meta(6, 4, 512, dtype=dtype), meta(6, 4, dtype=torch.float32), meta(6))
     given = [*part * parts, *[None] * 3 * (2 - parts)]
     own = meta(6, 4, 512, dtype=dtype), meta(6, 4, dtype=torch.float32)
@@ -52,7 +50,7 @@ def test_the_merge_compiles_with_wide_loads(dtype: torch.dtype, parts: int) -> N
     assert ptx.count("st.global.v4") == merge.CHUNKS
 
 
-def test_the_gather_compiles_with_wide_loads() -> None:
+def test_the_gather_compiles_with_wide_loads():
     rows = [meta(6, 4, width, dtype=torch.bfloat16) for width in (512, 64)]
     arguments = gather.GatherArguments(*rows, meta(6), meta(4), *rows, *[1] * 8)
     host = gather.GatherQueries(ELEMENT_TYPES[torch.bfloat16])
@@ -61,7 +59,7 @@ def test_the_gather_compiles_with_wide_loads() -> None:
 
 
 @pytest.mark.parametrize("levels", [1, 2])
-def test_the_layout_compiles_to_two_kernels(levels: int) -> None:
+def test_the_layout_compiles_to_two_kernels(levels):
     outputs = [meta(7), meta(7), meta(4), meta(3), meta(3, 5)]
     second = outputs if levels == 2 else [None] * 5
     inputs = [meta(levels, 7), meta(levels, 3), meta(7), meta(8), meta(7, 5)]
@@ -103,7 +101,7 @@ def cases(draw: st.DrawFn) -> tuple[PrefixGroups, CacheView, int, torch.Tensor |
 
 @settings(max_examples=150, deadline=None)
 @given(cases(), st.sampled_from([1, 6, 4096]))
-def test_the_layout_is_that_of_torch(case: Any, chunk_rows: int) -> None:
+def test_the_layout_is_that_of_torch(case, chunk_rows):
     groups, view, s, bounds, causal = case
     total = view.requests * s if bounds is None else int(bounds[-1]) + 2
     q = torch.empty((total, 2, 8)) if bounds is not None else torch.empty(view.requests, s, 2, 8)
@@ -132,6 +130,6 @@ def require_same(found: PrefixLayout, wanted: PrefixLayout) -> None:
         assert torch.equal(part.table[used], other.table[used])
 
 
-def test_the_stand_in_has_the_names_of_the_kernels() -> None:
+def test_the_stand_in_has_the_names_of_the_kernels():
     names = {name for name in vars(CpuKernels) if not name.startswith("_")}
     assert names <= set(vars(prefix_call)), "a name that only the stand-in has fails on a GPU"

@@ -4,8 +4,6 @@ The functions of the tile scheduler are traced for a GPU; without their decorato
 and plain numbers go through them as through the kernel.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from collections.abc import Iterator
@@ -100,7 +98,7 @@ def wanted_slots(length: int, start: int, n: int, queries: int, row: int, causal
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_a_row_sees_the_positions_of_its_ring(data: st.DataObject) -> None:
+def test_a_row_sees_the_positions_of_its_ring(data):
     n = KV_BLOCK * data.draw(st.integers(1, 4))
     queries = data.draw(st.sampled_from([1, 2, 5, 63, 64, 65, 100]))
     causal, pair_tiles = data.draw(st.booleans()), data.draw(st.booleans())
@@ -136,7 +134,7 @@ def test_a_row_sees_the_positions_of_its_ring(data: st.DataObject) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_the_first_block_shows_a_token_to_every_row_of_a_whole_ring(data: st.DataObject) -> None:
+def test_the_first_block_shows_a_token_to_every_row_of_a_whole_ring(data):
     """With few rows in 8 bits it sets their maxima, unless the ring lacks tokens."""
     n = KV_BLOCK * data.draw(st.integers(1, 4))
     queries = data.draw(st.integers(1, max(COLUMN_CHOICES)))
@@ -153,9 +151,7 @@ def test_the_first_block_shows_a_token_to_every_row_of_a_whole_ring(data: st.Dat
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 4), st.integers(0, 1000), st.integers(1, 5))
-def test_slots_without_a_token_are_at_the_end_of_the_last_block(
-    blocks: int, length: int, splits: int
-) -> None:
+def test_slots_without_a_token_are_at_the_end_of_the_last_block(blocks, length, splits):
     """Those may hold NaN: they are never kept, and the rows to clear begin behind the tokens."""
     n = blocks * KV_BLOCK
     scheduler = scheduler_of([length], [max(length - n, 0)], n, 1, True, splits=splits)
@@ -166,7 +162,7 @@ def test_slots_without_a_token_are_at_the_end_of_the_last_block(
         assert (tile.last - 1) * KV_BLOCK <= tile.tokens
 
 
-def test_most_blocks_need_no_mask() -> None:
+def test_most_blocks_need_no_mask():
     """Only those that hold one of the newest tokens, two of them where these lie across a border.
 
     That is what makes a ring as fast as a window in order.
@@ -201,14 +197,12 @@ def test_most_blocks_need_no_mask() -> None:
         (100, 1, 4, True, True, True),  # no other kernel has token 0
     ],
 )
-def test_missing_tokens_are_noticed(
-    length: int, start: int, queries: int, causal: bool, alone: bool, missing: bool
-) -> None:
+def test_missing_tokens_are_noticed(length, start, queries, causal, alone, missing):
     scheduler = scheduler_of([length], [start], 128, queries, causal, alone=alone)
     assert {tile.incomplete for tile in tiles_of(scheduler)} == {missing}
 
 
-def test_a_window_in_order_is_no_ring() -> None:
+def test_a_window_in_order_is_no_ring():
     scheduler = scheduler_of([300, 20], None, 128, 4, True)
     assert not scheduler.ring
     assert {
@@ -216,7 +210,7 @@ def test_a_window_in_order_is_no_ring() -> None:
     } == {(0, 0, False)}
 
 
-def test_stage_and_kernel_count_the_same_work_tiles() -> None:
+def test_stage_and_kernel_count_the_same_work_tiles():
     for rows, heads, splits in itertools.product((1, 64, 65, 130), (1, 3, 16), (1, 3)):
         shape = DecompressedShape(5, rows, heads, 256)
         tiling = DecompressedTiling(splits=splits)
@@ -228,15 +222,12 @@ def test_stage_and_kernel_count_the_same_work_tiles() -> None:
         assert tiles == scheduler.work_tiles
 
 
-# --- its stage ------------------------------------------------------------------------------------
-
-
 def ring_plan(**fields: Any) -> tuple[CuteMlaVar6Plus, Any, Any, torch.Tensor]:
     plan = CuteMlaVar6Plus(**{"b": 2, "s": 2, "t": 300, "h": 4, "n": 128, **fields})
     return plan, *ring_operands(plan)
 
 
-def test_the_older_tokens_are_shown_to_every_query() -> None:
+def test_the_older_tokens_are_shown_to_every_query():
     plan, latent, window, w_uv = ring_plan()
     stage = plan.plan_parts(latent, window, w_uv)
     kernels: dict[str, Any] = {kernel.name: kernel for kernel in stage.kernels()}
@@ -246,12 +237,12 @@ def test_the_older_tokens_are_shown_to_every_query() -> None:
     assert decompressed.host_fn(DecompressedTiling()).ring
 
 
-def test_a_ring_in_8_bits() -> None:
+def test_a_ring_in_8_bits():
     plan = CuteMlaVar6PlusV5(b=2, s=2, t=300, h=4, n=128)
     latent, window, w_uv = ring_operands(plan)
     stage = plan.plan_parts(latent, window, w_uv)
     [kernel] = [each for each in stage.kernels() if each.name == "decompressed_attention"]
-    host: Any = kernel.host_fn(DecompressedTiling())  # type: ignore[attr-defined]
+    host = kernel.host_fn(DecompressedTiling())
     assert host.ring and host.fp8 and not host.alone
     arguments = named_arguments(kernel)
     assert arguments["scales"] is window.scales and arguments["starts"] is window.starts
@@ -262,7 +253,7 @@ def test_a_ring_in_8_bits() -> None:
         odd.plan_parts(*ring_operands(odd))
 
 
-def test_a_ring_has_whole_kv_blocks() -> None:
+def test_a_ring_has_whole_kv_blocks():
     plan, latent, window, w_uv = ring_plan(n=100)
     with pytest.raises(InvalidArgumentError, match="window: expected a multiple of 64 for a ring"):
         plan.plan_parts(latent, window, w_uv)
@@ -270,7 +261,7 @@ def test_a_ring_has_whole_kv_blocks() -> None:
     assert plan.plan_parts(*operands)
 
 
-def test_wrong_operands_are_named() -> None:
+def test_wrong_operands_are_named():
     plan, latent, window, w_uv = ring_plan()
     with pytest.raises(InvalidArgumentError, match="starts: expected"):
         starts = torch.zeros(3, dtype=torch.int32, device="meta")
@@ -289,7 +280,7 @@ def test_wrong_operands_are_named() -> None:
         plan.plan_parts(pages, window, w_uv, 64)
 
 
-def test_a_settled_plan_has_the_same_split() -> None:
+def test_a_settled_plan_has_the_same_split():
     plan = CuteMlaVar6Plus(b=32, s=43, t=4096, h=128, n=2048).on_device(device_spec("NVIDIA H200"))
     settled = plan.settled()
     assert settled.split() == plan.split()

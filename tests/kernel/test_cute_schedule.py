@@ -84,9 +84,6 @@ def cost(group: Sequence[Span]) -> int:
     return sum(span.last - span.first + ITEM_COST * (span.first == 0) for span in group)
 
 
-# --- ranges ---------------------------------------------------------------------------------------
-
-
 @settings(max_examples=150, deadline=None)
 @given(LENGTHS, SHAPES)
 @example([0], GroupShape(1, 1, 132))
@@ -95,7 +92,7 @@ def cost(group: Sequence[Span]) -> int:
 @example([64] * 12, GroupShape(1, 1, 4))
 @example([64 * 100], GroupShape(1, 1, 132))
 @example([0, 20_000, 0, 1], GroupShape(1, 2, 132))
-def test_ranges_cover_every_block_once_and_in_order(lengths: list[int], shape: GroupShape) -> None:
+def test_ranges_cover_every_block_once_and_in_order(lengths, shape):
     counts = block_counts(lengths, shape.visits)
     begins = range_begins(lengths, shape)
     assert begins[0] == (0, 0)
@@ -117,7 +114,7 @@ def test_ranges_cover_every_block_once_and_in_order(lengths: list[int], shape: G
 
 @settings(max_examples=150, deadline=None)
 @given(LENGTHS, SHAPES)
-def test_ranges_are_balanced(lengths: list[int], shape: GroupShape) -> None:
+def test_ranges_are_balanced(lengths, shape):
     """Both ends of a range are at their ideal place, but for what a split may move.
 
     Without splits no range is longer than splitting would make all of them.
@@ -136,20 +133,20 @@ def test_ranges_are_balanced(lengths: list[int], shape: GroupShape) -> None:
 
 @pytest.mark.parametrize("t", [0, 65, 4096])
 @pytest.mark.parametrize(("requests", "groups"), [(12, 4), (132, 132), (1, 1)])
-def test_equal_lengths_that_divide_evenly_are_not_split(t: int, requests: int, groups: int) -> None:
+def test_equal_lengths_that_divide_evenly_are_not_split(t, requests, groups):
     shape = GroupShape(1, 1, groups)
     assert [len(group) for group in spans([t] * requests, shape)] == [requests // groups] * groups
     assert partial_count([t] * requests, shape) == 0
 
 
 @pytest.mark.parametrize(("t", "split"), [(64, False), (448, False), (640, True)])
-def test_few_tokens_are_not_split(t: int, split: bool) -> None:
+def test_few_tokens_are_not_split(t, split):
     """One work tile for 132 CTA groups: merging partials costs more than a few KV blocks."""
     assert (partial_count([t], GroupShape(1, 1, 132)) > 0) == split
 
 
 @given(st.integers(0, INT32_MAX), st.integers(1, 512), st.data())
-def test_range_position_is_exact(total: int, groups: int, data: st.DataObject) -> None:
+def test_range_position_is_exact(total, groups, data):
     group = data.draw(st.integers(0, groups))
     assert range_position(total, group, groups) == total * group // groups
 
@@ -183,7 +180,7 @@ LARGEST = [(100_000, 1_000_000), (1, 1_000_000), (100_000, 1), (25_000, 5_000_00
 
 @pytest.mark.parametrize(("items", "t"), LARGEST)
 @pytest.mark.parametrize("groups", [1, 7, DEFAULT_SM_COUNT, MOST_SLOTS // 2])
-def test_no_step_overflows_for_the_largest_sizes(items: int, t: int, groups: int) -> None:
+def test_no_step_overflows_for_the_largest_sizes(items, t, groups):
     blocks = -(-t // KV_BLOCK)
     total = Int32Only((blocks + ITEM_COST) * items)
     whole = takes_turns(Int32Only(blocks), Int32Only(items), Int32Only(groups), total)
@@ -195,19 +192,16 @@ def test_no_step_overflows_for_the_largest_sizes(items: int, t: int, groups: int
         assert split_block(Int32Only(local), Int32Only(blocks)) <= blocks + 1
 
 
-def test_the_overflow_check_sees_an_overflow() -> None:
+def test_the_overflow_check_sees_an_overflow():
     with pytest.raises(AssertionError, match="overflows"):
         Int32Only(INT32_MAX) * 2
-
-
-# --- partials and the merge -----------------------------------------------------------------------
 
 
 @settings(max_examples=150, deadline=None)
 @given(LENGTHS, SHAPES)
 @example([64 * 100], GroupShape(1, 1, 132))
 @example([64 * 7, 64 * 5], GroupShape(1, 1, 3))
-def test_partials_are_counted_as_they_are_made(lengths: list[int], shape: GroupShape) -> None:
+def test_partials_are_counted_as_they_are_made(lengths, shape):
     made = [span for group in spans(lengths, shape) for span in group]
     assert partial_count(lengths, shape) == sum(
         1 for span in made if span.split and span.last > span.first
@@ -270,7 +264,7 @@ def batches(draw: st.DrawFn) -> tuple[list[int], list[int], GroupShape]:
 @given(batches())
 @example(([64 * 100], [1], GroupShape(1, 1, 132)))
 @example(([64 * 9, 0, 64 * 3], [3, 0, 2], GroupShape(2, 2, 5)))
-def test_the_merge_finds_every_partial(batch: tuple[list[int], list[int], GroupShape]) -> None:
+def test_the_merge_finds_every_partial(batch):
     lengths, tiles, shape = batch
     counts = block_counts(lengths, shape.visits)
     slots, done = filled_slots(lengths, tiles, shape)
@@ -298,17 +292,13 @@ def test_the_merge_finds_every_partial(batch: tuple[list[int], list[int], GroupS
     assert all(slot < 2 * shape.ctas < merge_rows(shape.ctas) for slot in slots)
 
 
-# --- CTA groups -----------------------------------------------------------------------------------
-
 TILES = st.one_of(st.integers(1, 12), st.integers(1, 500))
 REQUESTS = st.one_of(st.integers(1, 12), st.integers(1, 3000))
 SM_COUNTS = st.one_of(st.integers(1, 16), st.integers(1, 256))
 
 
 @given(TILES, REQUESTS, SM_COUNTS, st.data())
-def test_groups_fit_the_device_and_cover_all_tiles(
-    tiles: int, requests: int, sms: int, data: st.DataObject
-) -> None:
+def test_groups_fit_the_device_and_cover_all_tiles(tiles, requests, sms, data):
     """Also groups of a given size; 0 leaves the size to the scheduler."""
     group_ctas = data.draw(st.integers(0, min(tiles, sms)))
     shape = group_shape(tiles, requests, sms, group_ctas)
@@ -341,7 +331,7 @@ def worth(tiles: int, requests: int, sms: int, shape: GroupShape) -> float:
 @example(3, 1, 16)
 @example(8, 4, 13)
 @example(10, 1, 11)
-def test_the_choice_keeps_the_sms_busy(tiles: int, requests: int, sms: int) -> None:
+def test_the_choice_keeps_the_sms_busy(tiles, requests, sms):
     """Against every size and number of CTA groups that fit."""
     best = max(
         worth(tiles, requests, sms, GroupShape(group_ctas, -(-tiles // group_ctas), groups))
@@ -352,13 +342,13 @@ def test_the_choice_keeps_the_sms_busy(tiles: int, requests: int, sms: int) -> N
     assert chosen >= best - SPLIT_COST - GROUP_WORTH - COARSENESS
 
 
-def test_a_group_that_shares_its_kv_blocks_is_worth_some_idle_sms() -> None:
+def test_a_group_that_shares_its_kv_blocks_is_worth_some_idle_sms():
     """86 tiles: 66 CTA groups of two fill all SMs, three of 44 read the cache a 22nd as often."""
     assert group_shape(86, 32, 132) == GroupShape(44, 2, 3)
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 4, 32])
-def test_the_largest_group_among_equals_is_taken(tiles: int) -> None:
+def test_the_largest_group_among_equals_is_taken(tiles):
     """It reads the cache least often."""
     sms = 4 * tiles
     assert group_shape(tiles, 4, sms) == GroupShape(tiles, 1, 4)

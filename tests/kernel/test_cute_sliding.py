@@ -3,8 +3,6 @@
 Without their decorators the functions of the tile scheduler are Python, see `test_cute_ring.py`.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 from typing import Any
@@ -53,7 +51,7 @@ def visible(scheduler: Scheduler, tile: Any, row: int) -> set[int]:
 
 @settings(max_examples=120, deadline=None)
 @given(st.data())
-def test_a_row_sees_its_window_once(data: st.DataObject) -> None:
+def test_a_row_sees_its_window_once(data):
     """Over all CTAs, whatever is split; and no tile begins before its first row's window."""
     draw = data.draw
     counts = draw(st.lists(st.integers(0, 20), min_size=1, max_size=3))

@@ -1,7 +1,5 @@
 """Stages that are kept by key: later calls get the pointers that a stage of their own would."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -90,9 +88,7 @@ def pointers(stage: Any) -> list[tuple[str, tuple[int, ...]]]:
 
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("splits", [1, 3])
-def test_a_kept_stage_passes_what_a_new_one_would(
-    name: str, splits: int, launches: Launches
-) -> None:
+def test_a_kept_stage_passes_what_a_new_one_would(name, splits, launches):
     plan = plan_of(name)
     field = "tiling" if name == "flash_attention" else "decompressed_tiling"
     plan = plan.copy(**{field: DecompressedTiling(splits=splits)})
@@ -123,7 +119,7 @@ def test_a_kept_stage_passes_what_a_new_one_would(
         assert (output.shape, output.dtype) == (expected.shape, expected.dtype)
 
 
-def test_programs_are_loaded_once_for_many_keys(launches: Launches) -> None:
+def test_programs_are_loaded_once_for_many_keys(launches):
     for b in (2, 3):
         plan = plan_of("mla_var6_plus", b=b).copy(decompressed_tiling=DecompressedTiling(splits=1))
         inputs = plan.prepare_inputs("cpu")
@@ -138,7 +134,7 @@ def test_programs_are_loaded_once_for_many_keys(launches: Launches) -> None:
     assert launches.loaded == names * 2
 
 
-def test_other_strides_are_another_key(launches: Launches) -> None:
+def test_other_strides_are_another_key(launches):
     plan = plan_of("flash_attention")
     inputs = list(plan.prepare_inputs("cpu"))
     built = 0
@@ -157,7 +153,7 @@ def test_other_strides_are_another_key(launches: Launches) -> None:
     assert built == 2
 
 
-def test_an_unaligned_pointer_is_refused_beside_a_known_key(launches: Launches) -> None:
+def test_an_unaligned_pointer_is_refused_beside_a_known_key(launches):
     plan = plan_of("flash_attention")
     inputs = list(plan.prepare_inputs("cpu"))
     stage_call.run_stage("key", inputs, lambda: plan.plan(*inputs))
@@ -167,7 +163,7 @@ def test_an_unaligned_pointer_is_refused_beside_a_known_key(launches: Launches) 
         stage_call.run_stage("key", inputs, lambda: plan.plan(*inputs))
 
 
-def test_a_view_that_is_no_operand_is_refused(launches: Launches) -> None:
+def test_a_view_that_is_no_operand_is_refused(launches):
     """The plan of a prefix cuts its own tokens off: those have to be operands themselves."""
     plan = plan_of("mla_var6_plus_v6", prefix=128)
     inputs = plan.prepare_inputs("cpu")
@@ -175,7 +171,7 @@ def test_a_view_that_is_no_operand_is_refused(launches: Launches) -> None:
         stage_call.run_stage("key", inputs, lambda: plan.plan(*inputs))
 
 
-def test_the_oldest_stage_is_evicted(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_stage_is_evicted(launches, monkeypatch):
     monkeypatch.setattr(stage_call._kept, "maxsize", 3)
     plan = plan_of("flash_attention")
     inputs = plan.prepare_inputs("cpu")
@@ -192,3 +188,50 @@ def test_the_oldest_stage_is_evicted(launches: Launches, monkeypatch: pytest.Mon
     for key in (0, 1, 2, 3, 1, 2, 3, 0, 2):
         run(key)
     assert built == [0, 1, 2, 3, 0]
+
+
+@pytest.mark.parametrize(("s", "t", "h"), [(300, 300, 2), (1, 900, 2), (600, 700, 128)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_request_alone_is_launched_as_by_the_plan(monkeypatch, s, t, h, causal) -> None:
+    """On keys and values with other strides: those inside of an engine's tensors."""
+    from mla_var3.kernel.cute_python.mla.decompressed import call
+
+    launched: list[Any] = []
+
+    def program_for(kernel_fn: Any, host: Any, args: Any, tiling: Any, device: Any) -> Any:
+        return lambda *arguments: launched.append((host, type(args)(*arguments)))
+
+    monkeypatch.setattr(call, "program_for", program_for)
+    monkeypatch.setattr(call, "require_arch", lambda *arguments: None)
+    monkeypatch.setattr(call, "sm_count_of", lambda index: 132)
+    CALL_STATE.clear()
+    plan = plan_of("flash_attention", b=1, s=s, t=t, h=h, causal=causal)
+    scale = plan.problem().softmax_scale
+    q_nope, q_rope, length, keys, values = (
+        torch.empty(shape, dtype=dtype, device="meta")
+        for shape, dtype in (
+            ((s, h, 128), torch.bfloat16), ((s, h, 64), torch.bfloat16), ((1,), torch.int32),
+            ((t, h, 192), torch.bfloat16), ((t, h, 256), torch.bfloat16),
+        )
+    )  # fmt: skip
+    o, lse = torch.empty_like(q_nope), torch.empty((s, h), device="meta")
+    call.attend_request(
+        q_nope, q_rope, keys[..., :128], values[..., 128:], keys[:, 0, 128:], length, o, lse,
+        causal=causal, scale=scale,
+    )  # fmt: skip
+    (stage,) = plan.plan(*plan.prepare_inputs("meta")).kernels()
+    expected = stage.args_fn(stage.tiling)
+    host, found = launched[0]
+    assert vars(host) == vars(stage.host_fn(stage.tiling))
+    strides = {
+        "key_token": h * 192, "key_head": 192, "value_row": h * 256, "value_head": 256,
+        "rope_token": h * 192,
+    }  # fmt: skip
+    for name, value in found._asdict().items():
+        wanted = getattr(expected, name)
+        if isinstance(value, Tensor):
+            assert value.dtype == wanted.dtype, name
+        elif name in strides:
+            assert int(getattr(value, "value", value)) == strides[name]
+        elif not name.endswith("_request"):  # one request has no stride
+            assert value == pytest.approx(wanted), name

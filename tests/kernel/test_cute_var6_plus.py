@@ -1,7 +1,5 @@
 """The mix and decompressed attention in CuTe DSL without a GPU: plans, SMs, work tiles, errors."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -55,13 +53,8 @@ def kernels(plan: Any) -> dict[str, Any]:
     return {kernel.name: kernel for kernel in stage_of(plan).kernels()}
 
 
-# --- plans and their kernels ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("old", "new"), [("v2", "v5"), ("v3", "v6")])
-def test_old_ids_still_work_and_say_what_they_are_now(
-    old: str, new: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_old_ids_still_work_and_say_what_they_are_now(old, new, caplog):
     """In CuTe DSL; the same numbers of cuTile are other ideas."""
     paths.current_name.cache_clear()
     name = f"mla_var6_plus_{old}"
@@ -71,12 +64,12 @@ def test_old_ids_still_work_and_say_what_they_are_now(
     assert find_kernel(name).full_name == name
 
 
-def test_a_call_may_name_a_backend_by_its_old_id() -> None:
+def test_a_call_may_name_a_backend_by_its_old_id():
     [backend] = registry.named("mla_var6_plus_v3:cute-dsl", registry.backends())
     assert (backend.kernel, backend.language) == ("mla_var6_plus_v6", "cute-dsl")
 
 
-def test_a_number_means_one_idea_in_every_language() -> None:
+def test_a_number_means_one_idea_in_every_language():
     """Only base versions exist in both."""
     ids: dict[str, set[str]] = {language: set() for language in paths.LANGUAGES}
     for kernel in paths.discover_kernels():
@@ -103,9 +96,7 @@ def test_a_number_means_one_idea_in_every_language() -> None:
     ],
     ids=str,
 )
-def test_a_kernel_without_tokens_is_left_out(
-    name: str, fields: dict[str, Any], wanted: list[str]
-) -> None:
+def test_a_kernel_without_tokens_is_left_out(name, fields, wanted):
     stage = stage_of(make(name, **fields))
     assert [kernel.name for kernel in stage.kernels()] == wanted
     rows = (SMALL["b"], SMALL["s"], SMALL["h"])
@@ -113,7 +104,7 @@ def test_a_kernel_without_tokens_is_left_out(
     assert [tensor.dtype for tensor in stage.output_tensors] == [torch.bfloat16, torch.float32]
 
 
-def test_the_latent_kernel_leaves_out_the_window_and_nothing_else() -> None:
+def test_the_latent_kernel_leaves_out_the_window_and_nothing_else():
     plan = make("mla_var6_plus", n=100, lengths=(300, 60))
     named = named_arguments(kernels(plan)["decompressed_attention"])
     assert (named["kept"], named["slots"], named["requests"]) == (100, 100, 2)
@@ -122,7 +113,7 @@ def test_the_latent_kernel_leaves_out_the_window_and_nothing_else() -> None:
     assert named_arguments(kernels(plan)["flash_mla"])["newest"] == 100
 
 
-def test_a_prefix_is_one_window_and_the_latent_kernel_starts_behind_it() -> None:
+def test_a_prefix_is_one_window_and_the_latent_kernel_starts_behind_it():
     plan = make("mla_var6_plus_v6", prefix=128, lengths=(300, 60), h=2)
     named = named_arguments(kernels(plan)["decompressed_attention"])
     assert (named["kept"], named["slots"], named["requests"]) == (128, 128, 2)
@@ -133,7 +124,7 @@ def test_a_prefix_is_one_window_and_the_latent_kernel_starts_behind_it() -> None
     assert latent.data_ptr() == inputs[6][:, 128:].data_ptr()
 
 
-def test_eight_bits_are_half_the_bytes_and_padded_slots() -> None:
+def test_eight_bits_are_half_the_bytes_and_padded_slots():
     plain, packed = make("mla_var6_plus", n=100), make("mla_var6_plus_v5", n=100)
     named = named_arguments(kernels(packed)["decompressed_attention"])
     assert (named["kept"], named["slots"], named["requests"]) == (100, 128, 2)
@@ -141,9 +132,6 @@ def test_eight_bits_are_half_the_bytes_and_padded_slots() -> None:
     assert tuple(named["k_rope"].shape) == (2, 128, 64)
     assert packed.decompressed_cost().flops == plain.decompressed_cost().flops
     assert 0.5 < packed.decompressed_cost().bytes / plain.decompressed_cost().bytes < 0.6
-
-
-# --- references -----------------------------------------------------------------------------------
 
 
 TINY: dict[str, Any] = {"b": 2, "s": 3, "t": 90, "h": 2, "lengths": (90, 40), "seed": 1}
@@ -157,7 +145,7 @@ TINY: dict[str, Any] = {"b": 2, "s": 3, "t": 90, "h": 2, "lengths": (90, 40), "s
         ("mla_var6_plus_v6", {"prefix": 50}, 0.01),
     ],
 )
-def test_the_reference_is_the_operation(name: str, fields: dict[str, int], bound: float) -> None:
+def test_the_reference_is_the_operation(name, fields, bound):
     """Against the latent path alone."""
     plan = make(name, **TINY, **fields)
     raw = plan.make_inputs("cpu")
@@ -168,10 +156,7 @@ def test_the_reference_is_the_operation(name: str, fields: dict[str, int], bound
         assert compare(got, wanted).relative_frobenius < bound
 
 
-# --- SMs ------------------------------------------------------------------------------------------
-
-
-def test_the_split_makes_both_end_together() -> None:
+def test_the_split_makes_both_end_together():
     latent, window = Cost(flops=5.2e12, bytes=0.0), Cost(flops=0.0, bytes=60e9)
     assert balanced_split(latent, window, 132) == SmSplit(66, 66)
     assert balanced_split(latent + latent, window, 132) == SmSplit(88, 44)
@@ -181,7 +166,7 @@ def test_the_split_makes_both_end_together() -> None:
     assert balanced_split(nothing, nothing, 2) == SmSplit(1, 1)
 
 
-def test_work_tiles_are_not_divided_between_sms() -> None:
+def test_work_tiles_are_not_divided_between_sms():
     """256 work tiles take three turns on 86 SMs as on 127; the latent kernel gets the others."""
     latent, window = Cost(36.5e9, 0), Cost(86e9, 0)
     assert balanced_split(latent, window, 132).decompressed > 90
@@ -189,7 +174,7 @@ def test_work_tiles_are_not_divided_between_sms() -> None:
 
 
 @pytest.mark.parametrize("n", [64, 512, 2048, 4000])
-def test_a_longer_window_gets_more_sms(n: int) -> None:
+def test_a_longer_window_gets_more_sms(n):
     sizes = {"b": 32, "s": 16, "t": 4096, "h": 128}
     split = make("mla_var6_plus", **sizes, n=n).split()
     longer = make("mla_var6_plus", **sizes, n=n + 64).split()
@@ -198,7 +183,7 @@ def test_a_longer_window_gets_more_sms(n: int) -> None:
     assert make("mla_var6_plus_v5", **sizes, n=n).split().decompressed <= split.decompressed
 
 
-def test_a_fitted_model_chooses_the_window_and_the_sms() -> None:
+def test_a_fitted_model_chooses_the_window_and_the_sms():
     sizes = {"b": 32, "s": 43, "t": 4096, "h": 128}
     parameters = mix_parameters(HOPPER)
     assert parameters.fitted
@@ -219,7 +204,7 @@ def test_a_fitted_model_chooses_the_window_and_the_sms() -> None:
 @pytest.mark.parametrize(
     ("device", "dtype"), [("NVIDIA H100 80GB HBM3", "bfloat16"), ("NVIDIA H200", "float16")]
 )
-def test_without_a_fit_the_roofline_chooses(device: str, dtype: str) -> None:
+def test_without_a_fit_the_roofline_chooses(device, dtype):
     spec = device_spec(device)
     plan = plan_of("mla_var6_plus", b=32, s=43, t=4096, h=128, dtype=dtype).on_device(spec)
     rates = spec.burst_rates(dtype)
@@ -227,7 +212,7 @@ def test_without_a_fit_the_roofline_chooses(device: str, dtype: str) -> None:
     assert plan.n == best_n(plan.problem(), *rates, multiple=128)
 
 
-def test_a_chosen_share_leaves_the_other_kernel_the_rest() -> None:
+def test_a_chosen_share_leaves_the_other_kernel_the_rest():
     plan = make("mla_var6_plus", n=100, tiling=FlashMLATiling(sms=100))
     assert plan.split() == SmSplit(100, 32)
     plan = make("mla_var6_plus", n=100, decompressed_tiling=DecompressedTiling(sms=100))
@@ -241,7 +226,7 @@ def together(plan: Any) -> ConcurrentKernels:
 
 
 @pytest.mark.parametrize("name", ["mla_var6_plus", "mla_var6_plus_v5", "mla_var6_plus_v6"])
-def test_more_sms_than_there_are_is_refused(name: str) -> None:
+def test_more_sms_than_there_are_is_refused(name):
     group = together(make(name, **OWN[name]))
     assert group.joint_failures() == ()
     latent, window = (kernel.tiling for kernel in group.kernels())
@@ -257,7 +242,7 @@ def test_more_sms_than_there_are_is_refused(name: str) -> None:
     assert latent.sms == window.sms == 0
 
 
-def test_every_candidate_is_valid_and_some_pairs_fit() -> None:
+def test_every_candidate_is_valid_and_some_pairs_fit():
     for s, h, n in ((1, 8, 100), (16, 128, 100), (100, 16, 299), (2, 64, 0), (2, 64, 300)):
         plan = make("mla_var6_plus", s=s, h=h, n=n)
         stage = stage_of(plan)
@@ -276,10 +261,7 @@ def test_every_candidate_is_valid_and_some_pairs_fit() -> None:
             assert 5 <= sum(fits) < len(fits)
 
 
-# --- the decompressed kernel's work tiles ---------------------------------------------------------
-
-
-def test_work_tiles_and_their_ctas() -> None:
+def test_work_tiles_and_their_ctas():
     """Rows decide the pairing; `test_cute_ring.py` counts the work tiles of the device code."""
     assert DecompressedShape(2, 64, 8, 300).pairing(DecompressedTiling()) == HEADS
     assert DecompressedShape(2, 65, 8, 300).pairing(DecompressedTiling()) == TILES
@@ -290,7 +272,7 @@ def test_work_tiles_and_their_ctas() -> None:
     assert shape.ctas(DecompressedTiling(splits=3), 10) == 10
 
 
-def test_splits_have_partials_and_one_split_needs_none() -> None:
+def test_splits_have_partials_and_one_split_needs_none():
     kernel = kernels(make("flash_attention"))["decompressed_attention"]
     split = DecompressedTiling(splits=3)
     named = named_arguments(kernel, split)
@@ -318,7 +300,7 @@ def test_splits_have_partials_and_one_split_needs_none() -> None:
     ],
     ids=str,
 )
-def test_a_wrong_tiling_is_named_before_anything_is_compiled(tiling: Any, message: str) -> None:
+def test_a_wrong_tiling_is_named_before_anything_is_compiled(tiling, message):
     kernel = kernels(make("flash_attention"))["decompressed_attention"]
     if isinstance(tiling, DecompressCombineTiling):
         kernel = kernels(make("mla_var6_plus", s=100, n=100))["decompress_combine"]
@@ -327,26 +309,20 @@ def test_a_wrong_tiling_is_named_before_anything_is_compiled(tiling: Any, messag
         kernel.compile("sm_90", tiling)
 
 
-# --- the output projection ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("h", "ctas"), [(128, 1), (64, 2), (8, 4), (1, 4)])
-def test_the_rows_of_a_head_are_shared_by_as_many_ctas_as_fit(h: int, ctas: int) -> None:
+def test_the_rows_of_a_head_are_shared_by_as_many_ctas_as_fit(h, ctas):
     plan = make("mla_var6_plus", b=4, s=128, h=h, n=100)
     named = named_arguments(kernels(plan)["decompress_combine"])
     assert named["head_ctas"] == ctas
     assert (named["rows"], named["heads"]) == (512, h)
 
 
-def test_the_lse_is_that_of_the_latent_part_when_it_is_alone() -> None:
+def test_the_lse_is_that_of_the_latent_part_when_it_is_alone():
     stage = stage_of(make("mla_var6_plus", n=0))
     *_, merge, combine = stage.kernels()
     assert stage.output_tensors[1] is merge.output_tensors[1]
     named = named_arguments(combine)
     assert [named[x] for x in ("lse_latent", "o_new", "lse_new", "lse")] == [None] * 4
-
-
-# --- bad input ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -361,7 +337,7 @@ def test_the_lse_is_that_of_the_latent_part_when_it_is_alone() -> None:
     ],
     ids=str,
 )
-def test_a_wrong_size_is_named(name: str, fields: dict[str, Any], message: str) -> None:
+def test_a_wrong_size_is_named(name, fields, message):
     with pytest.raises(InvalidArgumentError, match=re.escape(message)):
         make(name, **fields)
 
@@ -389,7 +365,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_wrong_tensor_is_named(name: str) -> None:
+def test_a_wrong_tensor_is_named(name):
     plan = make(name, **OWN[name])
     inputs = dict(zip(NAMES[name], plan.prepare_inputs("meta"), strict=True))
     for argument, right in inputs.items():
@@ -406,7 +382,7 @@ def test_a_wrong_tensor_is_named(name: str) -> None:
         *(("mla_var6_plus_v5", name) for name in ("keys", "values", "scales")),
     ],
 )
-def test_gaps_are_refused_by_name(name: str, argument: str) -> None:
+def test_gaps_are_refused_by_name(name, argument):
     plan = make(name, **OWN[name])
     inputs = dict(zip(NAMES[name], plan.prepare_inputs("meta"), strict=True))
     right = inputs[argument]
@@ -416,14 +392,14 @@ def test_gaps_are_refused_by_name(name: str, argument: str) -> None:
         plan.plan(*inputs.values())
 
 
-def test_a_small_copy_keeps_the_share_of_decompressed_tokens() -> None:
+def test_a_small_copy_keeps_the_share_of_decompressed_tokens():
     small = make("mla_var6_plus", t=4000, n=1000).cpu_check_plan()
     assert (small.t, small.n) == (150, 38)
     small = make("mla_var6_plus_v6", t=4000, prefix=3000).cpu_check_plan()
     assert (small.t, small.prefix) == (150, 112)
 
 
-def test_an_unresolved_choice_says_who_makes_it() -> None:
+def test_an_unresolved_choice_says_who_makes_it():
     for plan in (plan_of("mla_var6_plus", **SMALL), plan_of("mla_var6_plus_v6", **SMALL)):
         with pytest.raises(InvalidArgumentError, match="`resolved` chooses one"):
             plan.prepare_inputs("meta")

@@ -1,11 +1,8 @@
 """Whole calls in CuTe DSL without a GPU: what is launched, with which arguments."""
 
-from __future__ import annotations
-
 import ctypes
 import re
 import struct
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,12 +40,10 @@ from .noted_launch import SMS
 from .test_cute_compile import held_bytes
 from .whole_launch import SIZES
 
-# --- how the work is divided ----------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("queries", [1, 63, 64, 65, 1000])
 @pytest.mark.parametrize("heads", [1, 16, 128])
-def test_blocks_of_the_queries_product(queries: int, heads: int) -> None:
+def test_blocks_of_the_queries_product(queries, heads):
     items = project_queries.tile_count(queries, heads)
     assert items * 64 * 128 >= queries * heads * 512 > (items - heads * 4) * 64 * 128
     blocks = project_queries.cta_count(queries, heads, SMS)
@@ -63,7 +58,7 @@ def test_blocks_of_the_queries_product(queries: int, heads: int) -> None:
         (1, 66, 64), (1, 67, 128), (1, 128, 128),
     ],
 )  # fmt: skip
-def test_columns_of_an_output_block(rows: int, heads: int, columns: int) -> None:
+def test_columns_of_an_output_block(rows, heads, columns):
     """As many blocks as there are SMs, and parts only where the weights are what is read."""
     assert columns_for(rows, heads, SMS) == columns
     assert columns == 128 or heads * (128 // columns) <= SMS
@@ -73,13 +68,8 @@ def test_columns_of_an_output_block(rows: int, heads: int, columns: int) -> None
     ("rows", "heads", "v", "columns"),
     [(1, 8, 256, 32), (1, 64, 256, 128), (200, 8, 256, 128), (1, 40, 64, 32), (200, 1, 64, 64)],
 )
-def test_columns_of_an_output_block_at_other_widths(
-    rows: int, heads: int, v: int, columns: int
-) -> None:
+def test_columns_of_an_output_block_at_other_widths(rows, heads, v, columns):
     assert columns_for(rows, heads, SMS, v) == columns
-
-
-# --- the call -------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -88,7 +78,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return note_calls(monkeypatch, SMS, whole_call.WholeCall)
 
 
-def test_one_launch_has_what_all_kernels_need(calls: Calls) -> None:
+def test_one_launch_has_what_all_kernels_need(calls):
     assert flash_mla.whole is whole_call
     projections, operands, options = call(3, 2, 64)
     launch = whole_call.attend(projections, operands, options)
@@ -103,7 +93,7 @@ def test_one_launch_has_what_all_kernels_need(calls: Calls) -> None:
     assert sizes == (6, min(64 * 4, 3 * SMS), 1, 64) and named["heads"] == 64
 
 
-def test_programs_by_what_they_are_compiled_for(calls: Calls) -> None:
+def test_programs_by_what_they_are_compiled_for(calls):
     for b, s, h in ((1, 1, 128), (7, 3, 128), (2, 9, 128), (1, 2, 16), (200, 2, 16)):
         whole_call.attend(*call(b, s, h))
     assert len(latent_call._programs) == 1
@@ -138,18 +128,18 @@ def odd_rows() -> torch.Tensor:
         {"b": 1, "s": whole_call.OWN_PROJECTION_QUERIES + 1},
     ],
 )  # fmt: skip
-def test_projections_that_are_left_to_torch(changes: dict[str, Any]) -> None:
+def test_projections_that_are_left_to_torch(changes):
     assert not whole_call.serves(call(**changes)[0])
     assert whole_call.serves(call()[0])
 
 
-def test_a_tree_that_is_copied_is_not_repeated(calls: Calls) -> None:
+def test_a_tree_that_is_copied_is_not_repeated(calls):
     tree = torch.empty((2, 2, 2), dtype=torch.bool, device="meta")
     for given, repeats in ((tree, True), (tree.transpose(1, 2), False)):
         assert (whole_call.attend(*call(tree=given)) is not None) is repeats
 
 
-def test_a_launch_is_bound_to_its_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_is_bound_to_its_workspace(monkeypatch):
     """All pointers arrive where the host entry reads them; unaligned ones launch nothing."""
     partials = Partials(*(torch.empty(4) for _ in Partials._fields))
     monkeypatch.setattr(latent_call, "raw_stream", lambda device: 7)
@@ -191,8 +181,6 @@ def test_a_launch_is_bound_to_its_workspace(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(seen) == 2
 
 
-# --- the program ----------------------------------------------------------------------------------
-
 KERNELS = ("project_queries", "flash_mla", "decompress_combine")
 
 
@@ -213,7 +201,7 @@ def code_of(cubin: bytes) -> list[tuple[str, bytes]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("few", [0, 8])
-def test_all_kernels_are_in_one_program_unchanged(few: int) -> None:
+def test_all_kernels_are_in_one_program_unchanged(few):
     """The same machine code as compiled one by one."""
     element, tiling = latent_call.ELEMENT_TYPES[torch.bfloat16], FlashMLATiling(few=few)
     together = whole_launch.arguments("meta", 2, 1, 8 if few else 128)
@@ -244,9 +232,7 @@ def test_all_kernels_are_in_one_program_unchanged(few: int) -> None:
 
 
 @pytest.mark.slow
-def test_one_call_launches_all_kernels_in_order(
-    repo_root: Path, package_environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_one_call_launches_all_kernels_in_order(repo_root, package_environment, tmp_path):
     """The real host code on a driver that only notes: grids, stream, what may start early."""
     launches = noted_launches(whole_launch.__name__, repo_root, package_environment, tmp_path)
     assert len(launches) == 3 * len(SIZES) + 6

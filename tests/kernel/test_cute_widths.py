@@ -1,9 +1,5 @@
 """The widths that the CuTe DSL kernels serve: their tiles, operands, programs and refusals."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -34,7 +30,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 @pytest.mark.parametrize("widths", LATENT_WIDTHS, ids=str)
-def test_the_parts_of_a_block_cover_its_columns_once(widths: LatentWidths) -> None:
+def test_the_parts_of_a_block_cover_its_columns_once(widths):
     """Every step of the scores' product once; the own half first, the rope part with the other."""
     for own, parts in enumerate(block_parts(widths)):
         steps = [step for part in parts for step in part.steps]
@@ -44,20 +40,20 @@ def test_the_parts_of_a_block_cover_its_columns_once(widths: LatentWidths) -> No
         assert all(len(part.tiles) == widths.tiles // 2 + part.has_rope for part in parts)
 
 
-def test_each_pair_of_widths_is_a_program_of_its_own(calls: Calls) -> None:
+def test_each_pair_of_widths_is_a_program_of_its_own(calls):
     for widths in LATENT_WIDTHS * 2:
         flash_mla.attend(*meta_call(2, 4, 16, k=widths.k, p=widths.p)[1:])
     assert len(latent_call._programs) == len(LATENT_WIDTHS)
 
 
-def test_rows_without_a_rope_part_bring_none(calls: Calls) -> None:
+def test_rows_without_a_rope_part_bring_none(calls):
     flash_mla.attend(*meta_call(2, 4, 16, p=0)[1:])
     named = dict(zip(LATENT_FIELDS, calls[0][1], strict=True))
     assert named["q_rope"] is None and named["rope"] is None
     assert named["q_rope_stride"] == named["rope_stride"] == 0
 
 
-def test_a_call_without_rope_reaches_the_kernel() -> None:
+def test_a_call_without_rope_reaches_the_kernel():
     """Zero-width tensors of the public call become absent operands, and count as aligned."""
     seen: list[LatentOperands] = []
 
@@ -80,7 +76,7 @@ def test_a_call_without_rope_reaches_the_kernel() -> None:
 
 
 @pytest.mark.parametrize("model", models().values(), ids=lambda model: model.name)
-def test_the_latent_kernel_serves_every_published_model(model: Any) -> None:
+def test_the_latent_kernel_serves_every_published_model(model):
     k, d, p, v = model.widths
     found = mla_var3.explain(
         b=8, s=4, t=4096, h=model.heads, k=k, d=d, p=p, v=v, page_size=64,

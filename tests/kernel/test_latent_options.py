@@ -1,7 +1,5 @@
 """Options of the cuTile latent kernels at the level of their plans; calls: `test_portable.py`."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -23,20 +21,20 @@ def latent_plan(name: str, **fields: object) -> MlaPlan:
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("page", [16, 64])
-def test_a_plan_makes_and_checks_paged_inputs(name: str, page: int) -> None:
+def test_a_plan_makes_and_checks_paged_inputs(name, page):
     require(latent_plan(name, page=page))
 
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("page", [0, 32])
 @pytest.mark.parametrize("window", [1, 40])
-def test_a_plan_with_a_sliding_window(name: str, page: int, window: int) -> None:
+def test_a_plan_with_a_sliding_window(name, page, window):
     require(latent_plan(name, page=page, sliding_window=window))
 
 
 @pytest.mark.parametrize("name", ["flash_mla", "split_kv_partial"])
 @pytest.mark.parametrize("page", [0, 32])
-def test_without_rope(name: str, page: int) -> None:
+def test_without_rope(name, page):
     """A rope part of no columns is left out of the scores."""
     plan = latent_plan(name, page=page)
     inputs = LatentInputs(*plan.prepare_inputs("cpu"))
@@ -45,9 +43,9 @@ def test_without_rope(name: str, page: int) -> None:
     require(plan, tuple(tensor for tensor in given if tensor is not None))
 
 
-def test_a_kv_tile_lies_in_one_page() -> None:
+def test_a_kv_tile_lies_in_one_page():
     plan = latent_plan("flash_mla", page=48)
-    assert isinstance(plan.tiling, Tiling) and plan.tiling.Bn == 16  # type: ignore[attr-defined]
+    assert isinstance(plan.tiling, Tiling) and plan.tiling.Bn == 16
     longer = plan.copy(tiling=type(plan.tiling)(64, 32, 128))
     with pytest.raises(InvalidArgumentError, match="Bn: expected a divisor of page=48, got 32"):
         longer.plan(*longer.prepare_inputs("cpu")).launch()
@@ -55,7 +53,7 @@ def test_a_kv_tile_lies_in_one_page() -> None:
         make_plan("flash_mla", page=24)
 
 
-def test_inputs_are_checked() -> None:
+def test_inputs_are_checked():
     plan = latent_plan("flash_mla", page=32)
     inputs = LatentInputs(*plan.prepare_inputs("cpu"))
     table = inputs.block_table

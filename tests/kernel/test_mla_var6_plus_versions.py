@@ -3,9 +3,6 @@
 Unused slots hold NaN and every output starts as NaN, as in `test_designs.py`.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,14 +48,11 @@ def attention_of(plan: Any) -> Any:
 def written(kernel: Any) -> tuple[int, int]:
     """How many (request, head) pairs of o_latent and o_new hold no NaN, for s=1."""
     o_latent, _, o_new, _ = kernel.output_tensors
-    return tuple(int((~x.isnan().any(dim=-1)).sum()) for x in (o_latent, o_new))  # type: ignore[return-value]
-
-
-# --- all versions ---------------------------------------------------------------------------------
+    return tuple(int((~x.isnan().any(dim=-1)).sum()) for x in (o_latent, o_new))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_same_bits_as_the_base(case: Case) -> None:
+def test_the_same_bits_as_the_base(case):
     """The default tiles are those of the base, and where a tile runs does not change it.
 
     `test_designs.py` compares the base with the reference. The latent cache of the newest tokens
@@ -83,22 +77,19 @@ def test_the_same_bits_as_the_base(case: Case) -> None:
 
 @pytest.mark.parametrize("target", TARGETS[1:])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_the_defaults_of_other_targets(version: str, target: str) -> None:
+def test_the_defaults_of_other_targets(version, target):
     require(make_plan(version, **SMALL, n=30).for_target(target))
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("version", VERSIONS)
-def test_candidates_are_legal_and_distinct(version: str, target: str) -> None:
+def test_candidates_are_legal_and_distinct(version, target):
     plan = make_plan(version, b=32, s=16, t=4096, h=128, n=1024).for_target(target)
     for kernel in plan.plan(*plan.prepare_inputs("meta")).kernels():
         labels = [tiling.label() for tiling in kernel.autotune_configs]
         assert len(set(labels)) == len(labels) > 0
         for tiling in (kernel.tiling, *kernel.autotune_configs):
             assert constraint_failures(tiling, kernel.plan) == ()
-
-
-# --- v2: the launch order -------------------------------------------------------------------------
 
 
 def written_after(blocks: int, n: int, hold_back: int) -> tuple[int, int]:
@@ -112,40 +103,37 @@ def written_after(blocks: int, n: int, hold_back: int) -> tuple[int, int]:
     return written(kernel)
 
 
-def test_the_role_with_longer_blocks_leads() -> None:
+def test_the_role_with_longer_blocks_leads():
     """A latent block writes 8 heads, a head block one."""
     assert written_after(1, n=10, hold_back=25) == (8, 0)
     assert written_after(1, n=69, hold_back=25) == (0, 1)
 
 
-def test_both_roles_run_from_the_start_and_short_blocks_end_the_grid() -> None:
+def test_both_roles_run_from_the_start_and_short_blocks_end_the_grid():
     assert written_after(4, n=10, hold_back=25) == (8, 3)
     assert written_after(14, n=10, hold_back=25) == (16, 12)
     assert written_after(18, n=10, hold_back=25) == (16, 16)
 
 
-def test_nothing_or_everything_is_held_back() -> None:
+def test_nothing_or_everything_is_held_back():
     assert written_after(9, n=10, hold_back=0) == (8, 8)
     assert written_after(10, n=10, hold_back=0) == (16, 8)
     assert written_after(2, n=10, hold_back=100) == (16, 0)
 
 
-# --- v3: the queues -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("share", [0, 50, 100], ids="share{}".format)
-def test_every_tile_is_taken_once_whatever_the_shares(share: int) -> None:
+def test_every_tile_is_taken_once_whatever_the_shares(share):
     """Block 0 begins with either role, finds its queue empty in time and goes on with the other."""
     plan: Any = make_plan(V3, **SMALL, n=30)
     plan.tiling.LatentShare = share
     kernel = next(iter(require(plan).kernels()))
-    (blocks,) = kernel.grid_fn(kernel.tiling)  # type: ignore[attr-defined]
+    (blocks,) = kernel.grid_fn(kernel.tiling)
     # Each block takes one number too many from each queue: that is how it knows of the end.
-    assert kernel.queues[:, 0].tolist() == [2 + blocks, 16 + blocks]  # type: ignore[attr-defined]
-    assert not kernel.queues[:, 1:].any()  # type: ignore[attr-defined]
+    assert kernel.queues[:, 0].tolist() == [2 + blocks, 16 + blocks]
+    assert not kernel.queues[:, 1:].any()
 
 
-def test_blocks_are_as_many_as_the_device_holds() -> None:
+def test_blocks_are_as_many_as_the_device_holds():
     plan: Any = make_plan(V3, b=32, s=16, t=4096, h=128, n=1024)
     smallest = min(spec.sm_count for spec in load_devices().values() if spec.target == "sm_90")
     kernel = next(iter(plan.plan(*plan.prepare_inputs("meta")).kernels()))
@@ -154,7 +142,7 @@ def test_blocks_are_as_many_as_the_device_holds() -> None:
     assert kernel.grid_fn(kernel.tiling) == (2 * smallest,)
 
 
-def test_each_launch_begins_with_full_queues() -> None:
+def test_each_launch_begins_with_full_queues():
     """Over repeated launches, and after one that left the counters anywhere."""
     plan: Any = make_plan(V3, **SMALL, n=30)
     inputs = plan.prepare_inputs("cpu")
@@ -168,7 +156,7 @@ def test_each_launch_begins_with_full_queues() -> None:
         assert compare(stage.output_tensors[0], wanted).relative_frobenius < 0.01
 
 
-def test_without_the_reset_a_second_launch_would_do_nothing() -> None:
+def test_without_the_reset_a_second_launch_would_do_nothing():
     """So the test above can fail."""
     kernel = attention_of(make_plan(V3, **SMALL, n=30))
     kernel.launch()
@@ -187,14 +175,11 @@ def test_without_the_reset_a_second_launch_would_do_nothing() -> None:
         (V3, "BlocksPerSm", 0),
     ],
 )
-def test_a_tiling_out_of_range(version: str, field: str, value: int) -> None:
+def test_a_tiling_out_of_range(version, field, value):
     plan: Any = make_plan(version, **SMALL, n=30)
     setattr(plan.tiling, field, value)
     with pytest.raises(InvalidArgumentError, match=f"{field}: expected"):
         plan.plan(*plan.prepare_inputs("cpu")).launch()
-
-
-# --- v4: two kernels at the same time -------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -206,7 +191,7 @@ def test_a_tiling_out_of_range(version: str, field: str, value: int) -> None:
     ],
     ids=["n0", "n30", "nt"],
 )
-def test_a_kernel_without_tokens_is_left_out(n: int, kernels: list[str]) -> None:
+def test_a_kernel_without_tokens_is_left_out(n, kernels):
     plan = make_plan(V4, **SMALL, n=n)
     stage: Any = plan.plan(*plan.prepare_inputs("meta"))
     assert [kernel.name for kernel in stage.kernels()] == kernels
@@ -219,7 +204,7 @@ def large(n: int) -> Any:
     return plan.plan(*plan.prepare_inputs("meta"))
 
 
-def test_the_grids_share_the_device() -> None:
+def test_the_grids_share_the_device():
     sm_count = min(spec.sm_count for spec in load_devices().values() if spec.target == "sm_90")
     latent, window, _ = large(1024).kernels()
     assert latent.grid_fn(latent.tiling) == (sm_count // 2,)
@@ -233,9 +218,7 @@ def test_the_grids_share_the_device() -> None:
     ("latent", "window", "fits"),
     [(50, 50, True), (25, 75, True), (25, 25, True), (99, 1, True), (75, 50, False)],
 )
-def test_joint_tilings_may_not_need_more_sms_than_there_are(
-    latent: int, window: int, fits: bool
-) -> None:
+def test_joint_tilings_may_not_need_more_sms_than_there_are(latent, window, fits):
     group = large(1024).stages[0]
     tilings = [kernel.tiling for kernel in group.kernels()]
     tilings[0].Share, tilings[1].Share = latent, window
@@ -244,25 +227,25 @@ def test_joint_tilings_may_not_need_more_sms_than_there_are(
     assert all("SMs for both kernels" in failure for failure in failures)
 
 
-def test_an_oversubscribed_pair_does_not_launch() -> None:
+def test_an_oversubscribed_pair_does_not_launch():
     plan: Any = make_plan(V4, **SMALL, n=30)
     plan.tiling.Share = 80
     with pytest.raises(InvalidArgumentError, match="SMs for both kernels"):
         plan.plan(*plan.prepare_inputs("cpu")).launch()
 
 
-def test_few_blocks_for_many_tiles() -> None:
+def test_few_blocks_for_many_tiles():
     """One SM each: every block goes through several tiles."""
     plan: Any = make_plan(V4, b=3, s=9, t=70, h=3, n=30, lengths=(70, 0, 33))
     plan.tiling.Share = plan.window_tiling.Share = 1
     stage = require(plan)
     latent, window, _ = stage.kernels()
-    assert latent.grid_fn(latent.tiling) == (1,)  # type: ignore[attr-defined]
-    assert window.grid_fn(window.tiling) == (2,)  # type: ignore[attr-defined]
+    assert latent.grid_fn(latent.tiling) == (1,)
+    assert window.grid_fn(window.tiling) == (2,)
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_each_kernel_alone(causal: bool) -> None:
+def test_each_kernel_alone(causal):
     plan: Any = make_plan(
         V4, b=3, s=5, t=67, h=3, n=30, lengths=(67, 0, 20), causal=causal, dtype="float16"
     )
@@ -270,11 +253,8 @@ def test_each_kernel_alone(causal: bool) -> None:
     require(plan._window_plan())
 
 
-# --- machine code ---------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
-def test_v3_draws_its_tiles_in_one_loop(tmp_path: Path) -> None:
+def test_v3_draws_its_tiles_in_one_loop(tmp_path):
     """Two loops over the queues hang on a GPU (see the kernel), and each brings a draw of its own.
 
     `tests/gpu/test_gpu_many_launches.py` launches the kernel; this one needs no GPU.

@@ -1,7 +1,5 @@
 """Inputs at the edges of what floating point can hold, and rows that see no key."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -16,12 +14,12 @@ CASE = Case(s=3, t=70, h=2, lengths=(70, 0, 20, 2), n=30)
 
 
 def inputs_of(plan: object, design: str) -> dict[str, Tensor]:
-    return dict(zip(INPUT_NAMES[design], plan.prepare_inputs("cpu"), strict=True))  # type: ignore[attr-defined]
+    return dict(zip(INPUT_NAMES[design], plan.prepare_inputs("cpu"), strict=True))
 
 
 @pytest.mark.parametrize(("factor", "dtype"), [(1e3, "float16"), (1e-4, "float16")])
 @pytest.mark.parametrize("design", DESIGNS)
-def test_scores_far_from_one(design: str, factor: float, dtype: str) -> None:
+def test_scores_far_from_one(design, factor, dtype):
     """Huge scores make the softmax a choice of one key: exp must neither overflow nor vanish."""
     plan = plan_of(design, CASE, dtype=dtype)
     inputs = inputs_of(plan, design)
@@ -35,7 +33,7 @@ def test_scores_far_from_one(design: str, factor: float, dtype: str) -> None:
 
 @pytest.mark.parametrize("sign", [1.0, -1.0], ids=["positive", "negative"])
 @pytest.mark.parametrize("design", DESIGNS)
-def test_scores_all_huge_and_of_one_sign(design: str, sign: float) -> None:
+def test_scores_all_huge_and_of_one_sign(design, sign):
     """All scores near +-30000: a running maximum that starts at 0 would lose the negative ones."""
     plan = plan_of(design, CASE, dtype="bfloat16")
     inputs = inputs_of(plan, design)
@@ -53,7 +51,7 @@ def test_scores_all_huge_and_of_one_sign(design: str, sign: float) -> None:
 
 @pytest.mark.parametrize(("dtype", "causal"), [("bfloat16", True), ("float16", False)])
 @pytest.mark.parametrize("design", DESIGNS)
-def test_equal_scores_give_the_mean(design: str, causal: bool, dtype: str) -> None:
+def test_equal_scores_give_the_mean(design, causal, dtype):
     """With zero queries every visible key weighs the same, and the lse is log(count)."""
     plan = plan_of(design, CASE, dtype=dtype, causal=causal)
     inputs = inputs_of(plan, design)
@@ -70,7 +68,7 @@ def test_equal_scores_give_the_mean(design: str, causal: bool, dtype: str) -> No
 
 
 @pytest.mark.parametrize("design", DESIGNS)
-def test_rows_without_keys_are_exactly_zero(design: str) -> None:
+def test_rows_without_keys_are_exactly_zero(design):
     plan = plan_of(design, Case(s=5, t=40, h=2, lengths=(3, 0, 40), n=20))
     out, lse = require(plan).output_tensors
     hidden = torch.tensor([[plan.problem().visible(r, q) == 0 for q in range(5)] for r in range(3)])
@@ -81,7 +79,7 @@ def test_rows_without_keys_are_exactly_zero(design: str) -> None:
 
 
 @pytest.mark.parametrize("design", DESIGNS)
-def test_unused_slots_may_hold_anything(design: str) -> None:
+def test_unused_slots_may_hold_anything(design):
     """Not only NaN: what an earlier request left there must not reach the output."""
     plan = plan_of(design, CASE)
     inputs = inputs_of(plan, design)
@@ -97,7 +95,7 @@ def test_unused_slots_may_hold_anything(design: str) -> None:
 
 
 @pytest.mark.parametrize("design", DESIGNS)
-def test_a_launch_sees_what_the_inputs_hold_now(design: str) -> None:
+def test_a_launch_sees_what_the_inputs_hold_now(design):
     """A plan is made once and launched many times; no kernel accumulates into its outputs."""
     plan = plan_of(design, CASE)
     inputs = plan.prepare_inputs("cpu")
@@ -113,7 +111,7 @@ def test_a_launch_sees_what_the_inputs_hold_now(design: str) -> None:
 
 
 @pytest.mark.parametrize("design", [d for d in DESIGNS if d != "mla_var6_plus"])
-def test_lengths_may_change_between_launches(design: str) -> None:
+def test_lengths_may_change_between_launches(design):
     """Lengths are data: growing by a token needs no new plan (a window would have to follow)."""
     plan = make_plan(design, b=2, s=2, t=70, h=2)
     inputs = list(plan.prepare_inputs("cpu"))
@@ -126,7 +124,7 @@ def test_lengths_may_change_between_launches(design: str) -> None:
 
 
 @pytest.mark.parametrize("design", DESIGNS)
-def test_a_scale_of_the_model_reaches_the_kernel_and_its_reference(design: str) -> None:
+def test_a_scale_of_the_model_reaches_the_kernel_and_its_reference(design):
     """As with YaRN; far from the default (128 + 64) ** -0.5 = 0.072."""
     plan = plan_of(design, CASE, scale=0.02)
     inputs = plan.prepare_inputs("cpu")

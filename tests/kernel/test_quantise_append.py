@@ -1,7 +1,5 @@
 """quantise_append: the same bytes as the rounding in torch, in the interpreter."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -33,7 +31,7 @@ def tokens(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @FORMAT
-def test_the_bytes_are_those_of_torch(name: str, generator: torch.Generator) -> None:
+def test_the_bytes_are_those_of_torch(name, generator):
     """Rows that are not valid leave the cache as it was, whatever their slot."""
     fmt = cache_format(name)
     scale = torch.tensor([0.7]) if fmt is PER_TENSOR else None
@@ -56,9 +54,7 @@ def test_the_bytes_are_those_of_torch(name: str, generator: torch.Generator) -> 
 
 @FORMAT
 @pytest.mark.parametrize("page_size", [None, PAGE])
-def test_a_cache_that_writes_by_the_kernel(
-    name: str, page_size: int | None, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_writes_by_the_kernel(name, page_size, generator, monkeypatch):
     """Appends, drops and evictions, with packed rows that are columns of one tensor."""
     rows = torch.randn(9, K + P, generator=generator).bfloat16()
 
@@ -81,7 +77,7 @@ def test_a_cache_that_writes_by_the_kernel(
     assert torch.equal(found.buffer, wanted.buffer) and torch.equal(found.lengths, wanted.lengths)
 
 
-def test_where_torch_writes(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_torch_writes(generator, monkeypatch):
     """Widths that are no powers of two, and a GPU for which the kernel does not compile."""
     assert serves(512, 64) and not serves(512, 0) and not serves(96, 64)
     assert not LatentCache.allocate(1, 64, dtype="fp8").storage._has_kernel  # on the CPU
@@ -100,7 +96,7 @@ def test_where_torch_writes(generator: torch.Generator, monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 @FORMAT
-def test_it_compiles(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_compiles(name, monkeypatch):
     """For every target that has float8, with pages of more bytes than 32 bits count."""
     fmt, launched = cache_format(name), []
     monkeypatch.setattr(module, "launch_kernel", lambda *launch: launched.append(launch))

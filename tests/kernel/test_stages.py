@@ -1,7 +1,5 @@
 """The stages of the two pipelines, each alone against its own reference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -31,20 +29,17 @@ CASES = [
         if stage != "attention_block_specialized" or case.n < case.t
     ],
 )
-def test_stage_alone(stage: str, case: Case, causal: bool) -> None:
+def test_stage_alone(stage, case, causal):
     require(plan_of(stage, case, causal=causal))
 
 
-# --- split_kv -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("splits", [1, 16, 17, 33], ids="splits{}".format)
-def test_reduce_any_number_of_splits(splits: int) -> None:
+def test_reduce_any_number_of_splits(splits):
     """Around the 16 partials that one step reads."""
     require(make_plan("split_kv_reduce", b=2, s=3, t=200, h=8, splits=splits))
 
 
-def test_reduce_weighs_by_lse() -> None:
+def test_reduce_weighs_by_lse():
     """Empty partials, rows without any key, and partials that differ by more than float32 holds."""
     plan = make_plan("split_kv_reduce", b=1, s=1, t=64, h=8, splits=4)
     o_partial, lse_partial = plan.prepare_inputs("cpu")
@@ -62,7 +57,7 @@ def test_reduce_weighs_by_lse() -> None:
     torch.testing.assert_close(out[0, 0, 2].float(), o_partial[0, 0, 0, 2], rtol=2**-7, atol=0.0)
 
 
-def test_partials_of_one_split_are_the_whole() -> None:
+def test_partials_of_one_split_are_the_whole():
     """With one split the partial stage computes what flash_mla computes."""
     fields = {"b": 2, "s": 3, "t": 90, "h": 8, "lengths": (90, 17)}
     partial = make_plan("split_kv_partial", splits=1, **fields)
@@ -73,11 +68,8 @@ def test_partials_of_one_split_are_the_whole() -> None:
     torch.testing.assert_close(parts[1][:, 0], full[1], rtol=0.0, atol=0.0)
 
 
-# --- mla_var6_plus --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("n", "written"), [(0, slice(0, 2)), (67, slice(2, 4))], ids=["n0", "nt"])
-def test_a_role_without_tokens(n: int, written: slice) -> None:
+def test_a_role_without_tokens(n, written):
     """Its pair of outputs is not written, as the contract says; the other pair is right."""
     plan = make_plan("attention_block_specialized", b=2, s=5, t=67, h=8, n=n, lengths=(67, 40))
     inputs = plan.prepare_inputs("cpu")
@@ -96,13 +88,13 @@ def test_a_role_without_tokens(n: int, written: slice) -> None:
 
 @pytest.mark.parametrize("parts", ["both", "latent", "new"])
 @pytest.mark.parametrize("b", [1, 3], ids="b{}".format)
-def test_combine(parts: str, b: int) -> None:
+def test_combine(parts, b):
     """b * s rows of 63 and 69: under and over one tile when b is 3."""
     for s in (21, 23):
         require(make_plan("decompress_combine", b=b, s=s, t=64, h=8, parts=parts))
 
 
-def test_combine_does_not_read_an_absent_part() -> None:
+def test_combine_does_not_read_an_absent_part():
     for parts, absent in (("latent", (2, 3)), ("new", (0, 1, 4))):
         plan = make_plan("decompress_combine", b=2, s=3, t=64, h=8, parts=parts)
         inputs = plan.prepare_inputs("cpu")
@@ -114,7 +106,7 @@ def test_combine_does_not_read_an_absent_part() -> None:
         torch.testing.assert_close(stage.output_tensors[0].float(), expected, rtol=2**-6, atol=0.02)
 
 
-def test_combine_rows_without_keys() -> None:
+def test_combine_rows_without_keys():
     """-inf in one part leaves the other, -inf in both gives 0 and -inf."""
     plan = make_plan("decompress_combine", b=1, s=1, t=64, h=8)
     inputs: list[Tensor] = list(plan.prepare_inputs("cpu"))
@@ -130,7 +122,7 @@ def test_combine_rows_without_keys() -> None:
 
 
 @pytest.mark.parametrize("far", [1e4, -1e4])
-def test_combine_parts_of_very_different_weight(far: float) -> None:
+def test_combine_parts_of_very_different_weight(far):
     plan = make_plan("decompress_combine", b=1, s=2, t=64, h=8)
     inputs = plan.prepare_inputs("cpu")
     inputs[1].fill_(far)

@@ -1,8 +1,5 @@
 """Inputs that are not contiguous: views of larger caches work, impossible layouts are named."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -84,14 +81,14 @@ def every_second_request(inputs: Inputs) -> None:
         if layout is not one_cache or "c_kv" in INPUT_NAMES[design]
     ],
 )
-def test_views_work(design: str, layout: Callable[[Inputs], None]) -> None:
+def test_views_work(design, layout):
     plan, inputs = make(design)
     layout(inputs)
     require(plan, tuple(inputs.values()))
 
 
 @pytest.mark.parametrize("design", ["flash_mla", "flash_mla_split_kv", "mla_var6_plus"])
-def test_a_prefix_shared_by_the_batch(design: str) -> None:
+def test_a_prefix_shared_by_the_batch(design):
     """A latent cache expanded over the batch: stride 0."""
     own = {"n": 10} if design == "mla_var6_plus" else {}
     plan = make_plan(design, b=3, s=2, t=40, h=8, **own)
@@ -102,11 +99,8 @@ def test_a_prefix_shared_by_the_batch(design: str) -> None:
     require(plan, tuple(inputs.values()))
 
 
-# --- queries whose s and h cannot be merged -------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", [*DESIGNS, *STAGES])
-def test_transposed_inputs_work_or_are_named(name: str) -> None:
+def test_transposed_inputs_work_or_are_named(name):
     """Heads outside tokens, [b, h, s, ...]: computed right, or refused with the argument's name.
 
     A copy made to merge s and h must not outlive a launch: inputs are updated in place.
@@ -127,9 +121,6 @@ def test_transposed_inputs_work_or_are_named(name: str) -> None:
         check_stage(plan, values, stage).require()
 
 
-# --- layouts that no kernel can read --------------------------------------------------------------
-
-
 def odd_rows(tensor: Tensor) -> Tensor:
     """Rows one element longer than the tensor is wide: no 16-byte alignment."""
     longer = torch.zeros((*tensor.shape[:-1], tensor.shape[-1] + 1), dtype=tensor.dtype)
@@ -148,7 +139,7 @@ def every_second_column(tensor: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", [*DESIGNS, "split_kv_partial", "attention_block_specialized"])
-def test_impossible_strides_are_named(name: str) -> None:
+def test_impossible_strides_are_named(name):
     plan, inputs = make(name)
     layouts = [
         (odd_rows, "a stride of dimension . that is a multiple of 16 bytes"),

@@ -1,7 +1,5 @@
 """Every candidate tiling computes the same thing, for every target."""
 
-from __future__ import annotations
-
 import pytest
 
 from mla_var3.kernel.mla_plan import MlaPlan
@@ -40,13 +38,13 @@ CANDIDATES = candidates()
 
 
 @pytest.mark.parametrize("plan", CANDIDATES.values(), ids=CANDIDATES)
-def test_candidate(plan: MlaPlan) -> None:
+def test_candidate(plan):
     require(plan)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_candidates_are_legal_and_distinct(kernel: str, target: str) -> None:
+def test_candidates_are_legal_and_distinct(kernel, target):
     for sizes in (SMALL, MANY_QUERIES):
         plan = make_plan(kernel, **sizes, **OWN.get(kernel, {})).for_target(target)
         tilings = list(plan._autotune_configs())

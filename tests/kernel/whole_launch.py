@@ -4,8 +4,6 @@ Once for each of `SIZES`, then the first of them by pointers: all of them, and w
 fixed.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Names of the kernel languages that the documentation mentions, and whether they exist."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

@@ -3,8 +3,6 @@
 CuTe DSL traces functions from source files, so they cannot be made in the tests themselves.
 """
 
-from __future__ import annotations
-
 import collections
 import re
 import tempfile
@@ -47,9 +45,6 @@ def instructions(cubin: bytes) -> collections.Counter[str]:
     )
 
 
-# --- alignment ----------------------------------------------------------------------------------
-
-
 @cute.kernel
 def copy_rows(x: cute.Tensor, y: cute.Tensor):
     thread, _, _ = cute.arch.thread_idx()
@@ -81,9 +76,6 @@ def row_copy(stated: bool, alignment: int) -> collections.Counter[str]:
     return compiled(CopyRows(stated), element, element, Int32(1), Int32(512))
 
 
-# --- exponentials -------------------------------------------------------------------------------
-
-
 @cute.kernel
 def power(x: cute.Tensor, fast: cutlass.Constexpr):
     thread, _, _ = cute.arch.thread_idx()
@@ -99,9 +91,6 @@ def power_host(x: cute.Pointer, fast: cutlass.Constexpr, stream: cuda.CUstream):
 
 def exponential(fast: bool) -> collections.Counter[str]:
     return compiled(power_host, pointer(Float32), fast)
-
-
-# --- the accumulate flag ------------------------------------------------------------------------
 
 
 class Products:

@@ -1,7 +1,5 @@
 """The CuTe DSL pages: names exist, snippets compile, and figures are those of the compiler."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys
@@ -68,9 +66,6 @@ def evidence(page: str, case: str) -> str:
     return str(rows[0])
 
 
-# --- the pages ----------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def reference(repo_root: Path) -> str:
     return (repo_root / "docs" / "cute-dsl" / "index.md").read_text()
@@ -81,7 +76,7 @@ def findings(repo_root: Path) -> dict[str, str]:
     return {path.stem: path.read_text() for path in (repo_root / FINDINGS).rglob("*.md")}
 
 
-def test_names_exist(reference: str, findings: dict[str, str]) -> None:
+def test_names_exist(reference, findings):
     assert len(mentioned(reference)) > 50
     for title, page in {"reference": reference, **findings}.items():
         missing = sorted(name for name in mentioned(page) if not exists(name))
@@ -90,7 +85,7 @@ def test_names_exist(reference: str, findings: dict[str, str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
-def test_snippets_compile(reference: str, number: int, tmp_path: Path) -> None:
+def test_snippets_compile(reference, number, tmp_path):
     body, expected = snippets_of(reference)[number]
     module = run_snippet(body, tmp_path)
     assert differences(expected, cute_findings.instructions(module.machine_code)) == []
@@ -124,16 +119,14 @@ COUNTS += [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "case", "compile_case"), COUNTS)
-def test_counts_of_findings(
-    findings: dict[str, str], page: str, case: str, compile_case: Callable[[], Mapping[str, int]]
-) -> None:
+def test_counts_of_findings(findings, page, case, compile_case):
     stated = counted(evidence(findings[page], case))
     assert stated
     assert differences(stated, compile_case()) == []
 
 
 @pytest.mark.slow
-def test_a_flag_in_a_helper_does_not_compile(findings: dict[str, str]) -> None:
+def test_a_flag_in_a_helper_does_not_compile(findings):
     shared = "branch, helper that sets the flag of the shared object"
     assert evidence(findings["accumulate-flag-in-a-helper"], shared) == "does not compile"
     with pytest.raises(Exception, match="operand #0 does not dominate this use"):

@@ -1,7 +1,5 @@
 """What the documentation names exists: paths, links, make targets, commands and options."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io
@@ -192,9 +190,6 @@ def command_problems(
     return problems
 
 
-# --- the pages of this repository ---------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def pages(repo_root: Path, repo_files: list[Path]) -> dict[str, str]:
     """Markdown pages of the repository; third-party checkouts are not ours to check."""
@@ -212,7 +207,7 @@ def commands(pages: dict[str, str]) -> list[Command]:
     return [command for name, text in pages.items() for command in commands_of(text, name)]
 
 
-def test_named_paths_exist(pages: dict[str, str], repo_root: Path) -> None:
+def test_named_paths_exist(pages, repo_root):
     missing = [
         f"{name}:{problem}"
         for name, text in pages.items()
@@ -221,7 +216,7 @@ def test_named_paths_exist(pages: dict[str, str], repo_root: Path) -> None:
     assert not missing, "\n" + "\n".join(missing)
 
 
-def test_links_resolve(pages: dict[str, str], repo_root: Path) -> None:
+def test_links_resolve(pages, repo_root):
     broken = [
         f"{name}:{problem}"
         for name, text in pages.items()
@@ -230,7 +225,7 @@ def test_links_resolve(pages: dict[str, str], repo_root: Path) -> None:
     assert not broken, "\n" + "\n".join(broken)
 
 
-def test_documented_make_targets_exist(commands: list[Command], repo_root: Path) -> None:
+def test_documented_make_targets_exist(commands, repo_root):
     makefile = (repo_root / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
     unknown = [
@@ -243,7 +238,7 @@ def test_documented_make_targets_exist(commands: list[Command], repo_root: Path)
     assert not unknown, "\n" + "\n".join(unknown)
 
 
-def test_documented_scripts_exist(commands: list[Command], repo_root: Path) -> None:
+def test_documented_scripts_exist(commands, repo_root):
     missing = []
     for command in commands:
         runner, *rest = command.words
@@ -254,9 +249,7 @@ def test_documented_scripts_exist(commands: list[Command], repo_root: Path) -> N
     assert not missing, "\n" + "\n".join(missing)
 
 
-def test_documented_commands_parse(
-    commands: list[Command], repo_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_documented_commands_parse(commands, repo_root, monkeypatch):
     monkeypatch.chdir(repo_root)
     monkeypatch.setenv("COLUMNS", "200")
 
@@ -280,12 +273,9 @@ def test_documented_commands_parse(
     assert not problems, "\n" + "\n".join(problems)
 
 
-def test_agents_page_is_short_and_included(repo_root: Path) -> None:
+def test_agents_page_is_short_and_included(repo_root):
     assert len((repo_root / "AGENTS.md").read_text().splitlines()) < 150
     assert (repo_root / "CLAUDE.md").read_text().strip() == "@AGENTS.md"
-
-
-# --- the checks themselves ----------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -311,11 +301,11 @@ def small_repo(tmp_path: Path) -> Path:
         "`README.md`",
     ],
 )
-def test_a_missing_path_is_found(text: str, small_repo: Path) -> None:
+def test_a_missing_path_is_found(text, small_repo):
     assert len(missing_paths(f"Read {text} first.", small_repo)) == 1
 
 
-def test_broken_links_are_found(small_repo: Path) -> None:
+def test_broken_links_are_found(small_repo):
     page = small_repo / "docs" / "page.md"
     text = (
         "[a](page.md) [b](#the-first-part-and-more) [c](../src/a.py) [d](https://example.com/x)\n"
@@ -339,7 +329,7 @@ def test_broken_links_are_found(small_repo: Path) -> None:
         ("python -m other.package --anything", ""),
     ],
 )
-def test_a_command_that_would_be_refused_is_found(line: str, message: str) -> None:
+def test_a_command_that_would_be_refused_is_found(line, message):
     def help_of(program: str, arguments: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
         refused = "flush_mla" in arguments
         return subprocess.CompletedProcess(

@@ -1,7 +1,5 @@
 """The pictures of the documentation show what the records and the model say now."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re
@@ -25,11 +23,11 @@ def script() -> ModuleType:
     return module
 
 
-def test_the_pictures_are_up_to_date(script: ModuleType) -> None:
+def test_the_pictures_are_up_to_date(script):
     assert script.outdated(script.IMAGES) == [], "run scripts/draw-docs-plots.py"
 
 
-def test_a_changed_source_or_missing_picture_is_noticed(script: ModuleType, tmp_path: Path) -> None:
+def test_a_changed_source_or_missing_picture_is_noticed(script, tmp_path):
     images = tmp_path / "images"
     shutil.copytree(script.IMAGES, images)
     assert script.outdated(images) == []
@@ -40,7 +38,7 @@ def test_a_changed_source_or_missing_picture_is_noticed(script: ModuleType, tmp_
     assert sorted(script.outdated(images)) == ["measured-roofline.svg", "measured-speedup.svg"]
 
 
-def test_every_picture_is_shown_somewhere(script: ModuleType) -> None:
+def test_every_picture_is_shown_somewhere(script):
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     shown = {
         Path(target).name
@@ -50,7 +48,7 @@ def test_every_picture_is_shown_somewhere(script: ModuleType) -> None:
     assert set(script.SOURCES) <= shown
 
 
-def test_the_pictures_are_drawn_anew(script: ModuleType, tmp_path: Path) -> None:
+def test_the_pictures_are_drawn_anew(script, tmp_path):
     script.draw(tmp_path)
     assert script.outdated(tmp_path) == []
     text = (tmp_path / "measured-speedup.svg").read_text()

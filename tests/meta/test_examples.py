@@ -1,7 +1,5 @@
 """The examples run as they are, without a GPU."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path
@@ -20,7 +18,7 @@ ENGINES = {"vllm_deepseek.py", "capture_latents.py"}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name not in ENGINES])
-def test_an_example_runs(name: str, tmp_path: Path) -> None:
+def test_an_example_runs(name, tmp_path):
     done = run_program(
         [sys.executable, str(ROOT / "examples" / name), *OPTIONS.get(name, [])],
         cwd=tmp_path,
@@ -30,6 +28,6 @@ def test_an_example_runs(name: str, tmp_path: Path) -> None:
     assert done.stdout.strip()
 
 
-def test_the_page_lists_every_example() -> None:
+def test_the_page_lists_every_example():
     page = (ROOT / "examples" / "README.md").read_text()
     assert [name for name in EXAMPLES if name not in ENGINES and f"`{name}`" not in page] == []

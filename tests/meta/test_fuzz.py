@@ -1,7 +1,5 @@
 """The fuzzer finds what is planted, shrinks it to a few tokens, and says how to repeat it."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any
@@ -44,29 +42,29 @@ def first_failure() -> cases.Case:
     raise AssertionError("nothing found in 300 cases")
 
 
-def test_right_results_pass() -> None:
+def test_right_results_pass():
     found = [cases.run(cases.draw(f"2/{number}", "cpu", []), "cpu") for number in range(40)]
     assert [result for result in found if result[0] != "ok"] == []
 
 
 @pytest.mark.parametrize("defect", [reads_one_slot_too_many, forgets_the_tree])
-def test_a_planted_wrong_result_is_found(defect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_wrong_result_is_found(defect, monkeypatch):
     monkeypatch.setattr(mla_var3, "mla_attention", defect)
     case = first_failure()
     monkeypatch.undo()
     assert cases.run(case, "cpu") == ("ok", "")
 
 
-def test_a_failure_is_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_is_shrunk(monkeypatch):
     monkeypatch.setattr(mla_var3, "mla_attention", right)
     plant("wrong")
-    case = program.shrink(first_failure(), "wrong", InProcess(), 1.0, 30.0)  # type: ignore[arg-type]
+    case = program.shrink(first_failure(), "wrong", InProcess(), 1.0, 30.0)
     assert case["b"] == case["h"] == case["d"] == 1
     assert [step["op"] for step in case["steps"]] == ["append", "attend"]
     assert case["steps"][0]["counts"] == [LONG + 1]
 
 
-def test_a_cache_that_forgets_to_drop_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_forgets_to_drop_is_found(monkeypatch):
     monkeypatch.setattr(mla_var3.LatentCache, "truncate", lambda *args, **options: None)
     mirror = Mirror(device="cpu", seed=0, dtype="float32", b=1, t=9, h=1, d=1, k=1, p=1)
     mirror.append([5])
@@ -74,7 +72,7 @@ def test_a_cache_that_forgets_to_drop_is_found(monkeypatch: pytest.MonkeyPatch) 
         mirror.truncate([2])
 
 
-def test_what_no_call_may_read_holds_nan() -> None:
+def test_what_no_call_may_read_holds_nan():
     mirror = Mirror(
         device="cpu",
         seed=0,
@@ -98,9 +96,7 @@ def test_what_no_call_may_read_holds_nan() -> None:
     assert torch.equal((~view.k_new.isnan()).all(-1).sum((1, 2)), torch.tensor([0, 3]))
 
 
-def test_the_soak_serves_and_compares(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_soak_serves_and_compares(monkeypatch, capsys):
     assert soak.main(["--seconds=2", "--seed=1"]) == 0
     monkeypatch.setattr(mla_var3, "mla_attention", right)
     plant("wrong")
@@ -109,9 +105,7 @@ def test_the_soak_serves_and_compares(
 
 
 @pytest.mark.slow
-def test_a_hang_is_killed_and_repeated(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_hang_is_killed_and_repeated(monkeypatch, capsys):
     """Through the command line, with a worker process."""
     monkeypatch.setattr(program, "HANG_TRIES", 0)
     monkeypatch.setattr(program, "MOST_FAILURES", 1)

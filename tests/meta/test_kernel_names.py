@@ -1,7 +1,5 @@
 """Kernels are found by their names, so the names follow the rules."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Mapping
@@ -101,7 +99,7 @@ def sources(source_root: Path) -> dict[str, str]:
     }
 
 
-def test_kernels_follow_the_naming_rules(sources: dict[str, str]) -> None:
+def test_kernels_follow_the_naming_rules(sources):
     problems = naming_problems(sources)
     assert not problems, "\n" + "\n".join(problems)
 
@@ -138,7 +136,7 @@ GOOD = {
 CUTE = "kernel/cute_python/mla/flash/flash/"
 
 
-def test_good_names_pass() -> None:
+def test_good_names_pass():
     assert naming_problems(GOOD) == []
 
 
@@ -160,7 +158,7 @@ def test_good_names_pass() -> None:
         ),
     ],
 )
-def test_a_planted_wrong_name_is_found(changes: dict[str, str], removed: str, message: str) -> None:
+def test_a_planted_wrong_name_is_found(changes, removed, message):
     folder = "kernel/cutile/mla/"
     planted = {
         **GOOD,

@@ -1,7 +1,5 @@
 """The knowledge base, the device pages and the cuTile reference follow their templates."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import json
@@ -177,9 +175,6 @@ def run_snippet(body: str, folder: Path) -> None:
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-# --- the pages of this repository ---------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def knowledge(repo_root: Path) -> Path:
     return repo_root / "docs" / "knowledge"
@@ -201,7 +196,7 @@ def reference(repo_root: Path) -> str:
     return (repo_root / "docs" / "python-cuda-tile.md").read_text()
 
 
-def test_findings_follow_the_template(knowledge: Path, findings: list[Path]) -> None:
+def test_findings_follow_the_template(knowledge, findings):
     problems = [
         f"{page.relative_to(knowledge)}: {problem}"
         for page in findings
@@ -210,13 +205,13 @@ def test_findings_follow_the_template(knowledge: Path, findings: list[Path]) -> 
     assert findings and not problems, "\n" + "\n".join(problems)
 
 
-def test_findings_are_indexed(knowledge: Path) -> None:
+def test_findings_are_indexed(knowledge):
     index = knowledge / "README.md"
     pages = [page for page in knowledge.rglob("*.md") if page != index]
     assert unlinked(index, pages) == []
 
 
-def test_device_pages_equal_the_table(repo_root: Path, device_table: dict[str, Any]) -> None:
+def test_device_pages_equal_the_table(repo_root, device_table):
     folder = repo_root / "docs" / "devices"
     pages = {page.stem: page for page in folder.glob("*.md")}
     assert set(pages) <= {slug(name) for name in device_table}
@@ -229,20 +224,20 @@ def test_device_pages_equal_the_table(repo_root: Path, device_table: dict[str, A
     assert not problems, "\n" + "\n".join(problems)
 
 
-def test_reference_snippets_parse(reference: str, findings: list[Path]) -> None:
+def test_reference_snippets_parse(reference, findings):
     assert [syntax_problems(text) for text in (reference, *(p.read_text() for p in findings))] == [
         []
     ] * (1 + len(findings))
 
 
-def test_reference_snippets_run(reference: str, tmp_path: Path) -> None:
+def test_reference_snippets_run(reference, tmp_path):
     marked = [body for body, run in snippets_of(reference) if run]
     assert len(marked) >= 3
     for body in marked:
         run_snippet(body, tmp_path)
 
 
-def test_pages_are_in_the_navigation(repo_root: Path, knowledge: Path) -> None:
+def test_pages_are_in_the_navigation(repo_root, knowledge):
     docs, navigation = repo_root / "docs", (repo_root / "mkdocs.yml").read_text()
     pages = [*docs.glob("*.md"), *docs.glob("[!kr]*/*.md"), *(docs / "kernels").glob("*.md")]
     pages = [page for page in pages if page.parent.name != "cutlass-cpp"]
@@ -251,13 +246,11 @@ def test_pages_are_in_the_navigation(repo_root: Path, knowledge: Path) -> None:
     assert [p.name for p in named if f": {p.relative_to(docs)}\n" not in navigation] == []
 
 
-def test_records_are_linked_from_their_index(repo_root: Path) -> None:
+def test_records_are_linked_from_their_index(repo_root):
     results = repo_root / "docs" / "results"
     records = [page for page in results.glob("*.md") if page.name != "index.md"]
     assert unlinked(results / "index.md", records) == []
 
-
-# --- the checks themselves ----------------------------------------------------------------------
 
 GOOD_PAGE = """# Title
 
@@ -320,7 +313,7 @@ def page(tmp_path: Path) -> Path:
         ("| prototype, 2026-11 |", "| |", "incomplete row"),
     ],
 )
-def test_a_bad_page_is_found(old: str, new: str, problem: str, page: Path) -> None:
+def test_a_bad_page_is_found(old, new, problem, page):
     assert old in GOOD_PAGE
     assert problem in "\n".join(page_problems(GOOD_PAGE.replace(old, new, 1), page))
 
@@ -335,9 +328,7 @@ def test_a_bad_page_is_found(old: str, new: str, problem: str, page: Path) -> No
         ("| key |", "| name |", "one table with the columns"),
     ],
 )
-def test_a_wrong_device_figure_is_found(
-    old: str, new: str, problem: str, repo_root: Path, device_table: dict[str, Any]
-) -> None:
+def test_a_wrong_device_figure_is_found(old, new, problem, repo_root, device_table):
     text = (repo_root / "docs/devices/nvidia-h200.md").read_text()
     assert old in text
     problems = device_problems(text.replace(old, new, 1), device_table["NVIDIA H200"])

@@ -1,13 +1,11 @@
 """Imports go one way, and each kernel language stays in its folders."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 import pytest
 
@@ -143,7 +141,7 @@ def violations_in(sources: Mapping[str, str]) -> list[str]:
     return found
 
 
-def test_the_package_keeps_its_layers(source_root: Path) -> None:
+def test_the_package_keeps_its_layers(source_root):
     sources = {
         path.relative_to(source_root).as_posix(): path.read_text()
         for path in sorted(source_root.rglob("*.py"))
@@ -191,7 +189,7 @@ KERNELS = {FLASH: "", FLASH_V2: "", OTHER: "", "kernel/cutile/mla/shared.py": ""
         ),
     ],
 )
-def test_a_planted_violation_is_found(path: str, source: str, message: str) -> None:
+def test_a_planted_violation_is_found(path, source, message):
     violations = violations_in({**KERNELS, path: source})
     assert len(violations) == 1, violations
     assert violations[0].startswith(path)
@@ -215,7 +213,7 @@ def test_a_planted_violation_is_found(path: str, source: str, message: str) -> N
         ("cli/main.py", "from mla_var3 import report, kernel, errors"),
     ],
 )
-def test_an_allowed_import_passes(path: str, source: str) -> None:
+def test_an_allowed_import_passes(path, source):
     assert violations_in({**KERNELS, path: source}) == []
 
 
@@ -260,7 +258,7 @@ def circle_in(graph: Mapping[str, set[str]]) -> list[str]:
     return []
 
 
-def test_no_import_circles(source_root: Path) -> None:
+def test_no_import_circles(source_root):
     sources = {
         path.relative_to(source_root).as_posix(): path.read_text()
         for path in sorted(source_root.rglob("*.py"))
@@ -282,6 +280,6 @@ def test_no_import_circles(source_root: Path) -> None:
         ({"op/__init__.py": "from .a import x", "op/a.py": "import mla_var3.op"}, ""),
     ],
 )  # fmt: skip
-def test_a_planted_circle_is_found(sources: dict[str, str], circle: str) -> None:
+def test_a_planted_circle_is_found(sources, circle):
     found = circle_in(import_graph(sources))
     assert {name.rpartition(".")[2] for name in found} == set(circle)

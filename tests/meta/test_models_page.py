@@ -1,7 +1,5 @@
 """The page of models and cards has the rows of both tables."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -18,13 +16,13 @@ def rows(repo_root: Path) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line[:1] == "|"]
 
 
-def test_models(rows: list[list[str]]) -> None:
+def test_models(rows):
     for model in models().values():
         sizes = [str(size) for size in (*model.widths, model.heads)]
         assert [model.name, *sizes, model.source, ", ".join(model.aliases)] in rows
 
 
-def test_cards(rows: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cards(rows, monkeypatch):
     monkeypatch.delenv(devices.ENVIRONMENT_VARIABLE, raising=False)
     known = load_devices()
     for spec in known.values():

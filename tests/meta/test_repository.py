@@ -1,7 +1,5 @@
 """Rules for the files of the repository: words, sizes, versions, packaging."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess
@@ -57,7 +55,7 @@ def package_version(repo_root: Path) -> str:
     raise AssertionError("mla_var3 defines no __version__")
 
 
-def test_no_forbidden_words(repo_files: list[Path], repo_root: Path) -> None:
+def test_no_forbidden_words(repo_files, repo_root):
     found = []
     for path in repo_files:
         try:
@@ -80,16 +78,16 @@ def test_no_forbidden_words(repo_files: list[Path], repo_root: Path) -> None:
         "--index-url https://download.pytorch" + ".org/whl",
     ],
 )
-def test_a_forbidden_word_is_found(text: str) -> None:
+def test_a_forbidden_word_is_found(text):
     assert len(forbidden_in(f"fine\n{text}\n")) == 1
 
 
 @pytest.mark.parametrize("text", ["src/work/x", "mktemp /tmp/x.XXXXXX", "an issue with roots"])
-def test_harmless_words_pass(text: str) -> None:
+def test_harmless_words_pass(text):
     assert forbidden_in(text) == []
 
 
-def test_modules_stay_short(source_root: Path) -> None:
+def test_modules_stay_short(source_root):
     too_long = []
     for path in sorted(source_root.rglob("*.py")):
         name = path.relative_to(source_root)
@@ -100,13 +98,13 @@ def test_modules_stay_short(source_root: Path) -> None:
     assert not too_long, "\n" + "\n".join(too_long)
 
 
-def test_changelog_starts_with_this_version(repo_root: Path) -> None:
+def test_changelog_starts_with_this_version(repo_root):
     changelog = (repo_root / "CHANGELOG.md").read_text()
     versions = re.findall(r"^## \[(\d[^\]]*)\]", changelog, re.MULTILINE)
     assert versions[:1] == [package_version(repo_root)]
 
 
-def test_setup_installs_what_the_package_accepts(repo_root: Path) -> None:
+def test_setup_installs_what_the_package_accepts(repo_root):
     script = (repo_root / "setup_cutile.sh").read_text()
     project = tomllib.loads((repo_root / "pyproject.toml").read_text())["project"]
     for wanted in (project["dependencies"][0], *project["optional-dependencies"]["cute"]):
@@ -120,7 +118,7 @@ def test_setup_installs_what_the_package_accepts(repo_root: Path) -> None:
         assert low <= version < high
 
 
-def test_setup_knows_the_extras_of_the_package(repo_root: Path) -> None:
+def test_setup_knows_the_extras_of_the_package(repo_root):
     script = (repo_root / "setup_cutile.sh").read_text()
     project = tomllib.loads((repo_root / "pyproject.toml").read_text())["project"]
     named = re.findall(r'^readonly (?:BASE|OPTIONAL)_EXTRAS="([^"]+)"', script, re.MULTILINE)
@@ -130,7 +128,7 @@ def test_setup_knows_the_extras_of_the_package(repo_root: Path) -> None:
     )
 
 
-def test_make_lists_every_target(repo_root: Path) -> None:
+def test_make_lists_every_target(repo_root):
     makefile = (repo_root / "Makefile").read_text()
     phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
     assert phony

@@ -4,8 +4,6 @@ The script runs here on a copy of the checkout's top files, with stand-ins for t
 package is installed and no network is used.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -14,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import run_program
+from tests.programs import run_program, write_script
 
 STAMP = ".hyper-mla-setup"
 
@@ -85,9 +83,8 @@ def sandbox(repo_root: Path, tmp_path: Path) -> Sandbox:
     root.mkdir()
     for name in ("setup_cutile.sh", "pyproject.toml"):
         shutil.copy(repo_root / name, root / name)
-    for name, source in (("python-outer", OUTER), ("python-inner", INNER)):
-        (root / name).write_text(source)
-        (root / name).chmod(0o755)
+    write_script(root / "python-outer", OUTER)
+    write_script(root / "python-inner", INNER)
     environment = {key: value for key, value in os.environ.items() if key not in ("VENV", "PYTHON")}
     environment |= {
         "PYTHON": str(root / "python-outer"),
@@ -98,13 +95,13 @@ def sandbox(repo_root: Path, tmp_path: Path) -> Sandbox:
 
 
 @pytest.mark.parametrize("name", ["setup_cutile.sh", ".ci/run"])
-def test_scripts_are_executable_and_well_formed(repo_root: Path, name: str) -> None:
+def test_scripts_are_executable_and_well_formed(repo_root, name):
     script = repo_root / name
     assert os.access(script, os.X_OK)
     subprocess.run(["bash", "-n", str(script)], check=True)
 
 
-def test_first_run_installs_and_the_second_has_nothing_to_do(sandbox: Sandbox) -> None:
+def test_first_run_installs_and_the_second_has_nothing_to_do(sandbox):
     first = sandbox.run()
     assert first.returncode == 0, first.stderr
     assert sandbox.complete
@@ -120,7 +117,7 @@ def test_first_run_installs_and_the_second_has_nothing_to_do(sandbox: Sandbox) -
 
 
 @pytest.mark.parametrize("changed", ["pyproject.toml", "setup_cutile.sh"])
-def test_a_changed_file_means_a_new_install(sandbox: Sandbox, changed: str) -> None:
+def test_a_changed_file_means_a_new_install(sandbox, changed):
     sandbox.run()
     with (sandbox.root / changed).open("a") as file:
         file.write("\n# changed\n")
@@ -129,7 +126,7 @@ def test_a_changed_file_means_a_new_install(sandbox: Sandbox, changed: str) -> N
     assert "up to date" in sandbox.run().stdout
 
 
-def test_extras_are_added_and_kept(sandbox: Sandbox) -> None:
+def test_extras_are_added_and_kept(sandbox):
     sandbox.run()
     assert sandbox.pip_calls[-1].endswith("[cute,cutile,dev,docs]")
     assert "up to date" in sandbox.run("--extras", "cute").stdout
@@ -156,9 +153,7 @@ def test_extras_are_added_and_kept(sandbox: Sandbox) -> None:
         ([], {"STAND_IN_NO_VENV": "1"}, ["without the venv module", "python3.11-venv"]),
     ],
 )
-def test_what_cannot_work_is_refused(
-    sandbox: Sandbox, arguments: list[str], changes: dict[str, str], said: list[str]
-) -> None:
+def test_what_cannot_work_is_refused(sandbox, arguments, changes, said):
     result = sandbox.run(*arguments, **changes)
     assert result.returncode == 1
     assert [part for part in said if part not in result.stderr] == []
@@ -168,7 +163,7 @@ def test_what_cannot_work_is_refused(
 @pytest.mark.parametrize(
     ("breaks", "what"), [("torch==", "torch==2.13.0"), ("-e ", "HyperMLA and its extras")]
 )
-def test_a_failed_download_leaves_no_stamp(sandbox: Sandbox, breaks: str, what: str) -> None:
+def test_a_failed_download_leaves_no_stamp(sandbox, breaks, what):
     result = sandbox.run(STAND_IN_BREAKS=breaks)
     assert result.returncode == 1
     assert f"pip could not install {what}" in result.stderr
@@ -181,14 +176,14 @@ def test_a_failed_download_leaves_no_stamp(sandbox: Sandbox, breaks: str, what: 
     assert sandbox.complete
 
 
-def test_what_does_not_import_is_not_complete(sandbox: Sandbox) -> None:
+def test_what_does_not_import_is_not_complete(sandbox):
     result = sandbox.run(STAND_IN_IMPORT="1")
     assert result.returncode == 1
     assert "does not import" in result.stderr
     assert not sandbox.complete
 
 
-def test_force_builds_from_nothing(sandbox: Sandbox) -> None:
+def test_force_builds_from_nothing(sandbox):
     sandbox.run()
     (sandbox.venv / "left over").write_text("")
     result = sandbox.run("--force")
@@ -197,7 +192,7 @@ def test_force_builds_from_nothing(sandbox: Sandbox) -> None:
     assert sandbox.complete
 
 
-def test_a_half_made_environment_is_made_again(sandbox: Sandbox) -> None:
+def test_a_half_made_environment_is_made_again(sandbox):
     sandbox.venv.mkdir()
     (sandbox.venv / "pyvenv.cfg").write_text("")
     result = sandbox.run()
@@ -206,7 +201,7 @@ def test_a_half_made_environment_is_made_again(sandbox: Sandbox) -> None:
     assert sandbox.complete
 
 
-def test_a_folder_that_is_no_environment_is_left_alone(sandbox: Sandbox) -> None:
+def test_a_folder_that_is_no_environment_is_left_alone(sandbox):
     sandbox.venv.mkdir()
     (sandbox.venv / "thesis.txt").write_text("irreplaceable")
     result = sandbox.run("--force")
@@ -215,10 +210,8 @@ def test_a_folder_that_is_no_environment_is_left_alone(sandbox: Sandbox) -> None
     assert (sandbox.venv / "thesis.txt").exists()
 
 
-def test_another_python_means_another_environment(sandbox: Sandbox) -> None:
+def test_another_python_means_another_environment(sandbox):
     sandbox.run()
     other = (sandbox.root / "python-outer").read_text().replace("3.11.9", "3.12.1")
-    (sandbox.root / "python-other").write_text(other)
-    (sandbox.root / "python-other").chmod(0o755)
-    result = sandbox.run(PYTHON=str(sandbox.root / "python-other"))
+    result = sandbox.run(PYTHON=str(write_script(sandbox.root / "python-other", other)))
     assert "it has Python 3.11.9 and 3.12.1 was asked for" in result.stdout

@@ -4,8 +4,6 @@ Paths, links and the commands of `hyper-mla` in them are checked with all other 
 `test_docs.py`.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess
@@ -82,9 +80,6 @@ def script_commands(text: str) -> list[list[str]]:
     return commands
 
 
-# --- the skills of this repository --------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def folder(repo_root: Path) -> Path:
     return repo_root / ".claude" / "skills"
@@ -96,25 +91,25 @@ def texts(folder: Path) -> dict[str, str]:
     return {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*.md")}
 
 
-def test_the_skills_belong_to_the_repository(repo_files: list[Path], folder: Path) -> None:
+def test_the_skills_belong_to_the_repository(repo_files, folder):
     """They must not be ignored by git."""
     assert {folder / name / "SKILL.md" for name in SKILLS} <= set(repo_files)
 
 
 @pytest.mark.parametrize("name", SKILLS)
-def test_a_skill_has_a_head_and_is_short(folder: Path, name: str) -> None:
+def test_a_skill_has_a_head_and_is_short(folder, name):
     assert skill_problems((folder / name / "SKILL.md").read_text(), name) == []
 
 
 @pytest.mark.parametrize("name", SKILLS)
-def test_every_reference_is_linked(folder: Path, name: str) -> None:
+def test_every_reference_is_linked(folder, name):
     linked = re.findall(r"\]\((references/[^)#]+)", (folder / name / "SKILL.md").read_text())
     there = [path.relative_to(folder / name).as_posix() for path in (folder / name).rglob("*.md")]
     assert sorted(set(linked)) == sorted(path for path in there if path != "SKILL.md")
 
 
 @pytest.mark.parametrize("language", ["cuda.tile", "cutlass"])
-def test_names_of_the_languages_exist(texts: dict[str, str], language: str) -> None:
+def test_names_of_the_languages_exist(texts, language):
     pytest.importorskip(language)
     names = {
         name
@@ -126,7 +121,7 @@ def test_names_of_the_languages_exist(texts: dict[str, str], language: str) -> N
     assert sorted(name for name in names if not exists(name)) == []
 
 
-def test_the_catalogues_are_complete(repo_root: Path, folder: Path) -> None:
+def test_the_catalogues_are_complete(repo_root, folder):
     knowledge = repo_root / "docs" / "knowledge"
     pages = sorted(
         path.relative_to(repo_root).as_posix()
@@ -143,7 +138,7 @@ def test_the_catalogues_are_complete(repo_root: Path, folder: Path) -> None:
         assert catalogue_problems(text, expected) == []
 
 
-def test_options_of_scripts_exist(texts: dict[str, str], repo_root: Path) -> None:
+def test_options_of_scripts_exist(texts, repo_root):
     commands = [command for text in texts.values() for command in script_commands(text)]
     assert len(commands) >= 5
     for script, *arguments in commands:
@@ -156,8 +151,6 @@ def test_options_of_scripts_exist(texts: dict[str, str], repo_root: Path) -> Non
         options = {word.partition("=")[0] for word in arguments if word.startswith("--")}
         assert {option for option in options if option not in shown} == set(), script
 
-
-# --- the checks themselves ----------------------------------------------------------------------
 
 GOOD = (
     "---\nname: some-skill\ndescription: Does something well for those who ask for it. "
@@ -177,6 +170,6 @@ GOOD = (
         (" for those who ask for it", "", "80 to 1024"),
     ],
 )
-def test_a_bad_skill_is_found(old: str, new: str, problem: str) -> None:
+def test_a_bad_skill_is_found(old, new, problem):
     assert old in GOOD
     assert problem in "\n".join(skill_problems(GOOD.replace(old, new, 1), "some-skill"))

@@ -1,7 +1,5 @@
 """Code for every card: default tilings compile and fit the shared memory of every target."""
 
-from __future__ import annotations
-
 import pytest
 
 from mla_var3.conf.devices import load_devices, shared_memory_limit
@@ -11,7 +9,7 @@ from mla_var3.runtime.stage import constraint_failures
 from tests.compile_matrix import DESIGNS, SIZES, TARGETS, accepted_targets, reports, spare_bytes
 
 
-def test_every_target_is_known_to_the_table_and_the_compiler() -> None:
+def test_every_target_is_known_to_the_table_and_the_compiler():
     assert set(accepted_targets()) == set(TARGETS)
     assert {spec.target for spec in load_devices().values()} <= set(TARGETS)
     small = {target for target in TARGETS if shared_memory_limit(target) == 99 * 1024}
@@ -20,7 +18,7 @@ def test_every_target_is_known_to_the_table_and_the_compiler() -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("design", DESIGNS)
-def test_default_tilings_fit_by_their_own_constraints(design: str, target: str) -> None:
+def test_default_tilings_fit_by_their_own_constraints(design, target):
     plan = plan_class(find_kernel(design))(**{**SIZES, **DESIGNS[design]}).for_target(target)
     for kernel in plan.plan(*plan.prepare_inputs("meta")).kernels():
         assert not constraint_failures(kernel.tiling, kernel.plan)
@@ -28,7 +26,7 @@ def test_default_tilings_fit_by_their_own_constraints(design: str, target: str) 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("design", ["flash_mla", "flash_mla_split_kv"])
-def test_latent_tilings_fit_narrow_latents_too(design: str, target: str) -> None:
+def test_latent_tilings_fit_narrow_latents_too(design, target):
     sizes = {**SIZES, **DESIGNS[design], "h": 32, "d": 64, "k": 256}
     plan = plan_class(find_kernel(design))(**sizes).for_target(target)
     for kernel in plan.plan(*plan.prepare_inputs("meta")).kernels():
@@ -37,7 +35,7 @@ def test_latent_tilings_fit_narrow_latents_too(design: str, target: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_small_kernel_compiles_for_every_target(target: str) -> None:
+def test_a_small_kernel_compiles_for_every_target(target):
     """The whole matrix is `python -m tests.compile_matrix`."""
     (report,) = reports("mla_var6_plus", target, "decompress_combine")
     assert report.error is None
@@ -45,7 +43,7 @@ def test_a_small_kernel_compiles_for_every_target(target: str) -> None:
     assert not report.misses_tensor_core, report.verdict
 
 
-def test_targets_share_the_tilings_of_their_matrix_instructions() -> None:
+def test_targets_share_the_tilings_of_their_matrix_instructions():
     shared = {target: tiling_target(target) for target in TARGETS}
     assert {target for target, found in shared.items() if found == "sm_90"} == {"sm_90"}
     assert {t for t, found in shared.items() if found == "sm_100"} == {"sm_100", "sm_103", "sm_110"}

@@ -1,7 +1,5 @@
 """The messages that the troubleshooting page quotes are those of the program."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -30,7 +28,7 @@ def sources(repo_root: Path) -> str:
     return "\n".join(path.read_text() for path in files)
 
 
-def test_quoted_messages_exist(repo_root: Path, sources: str) -> None:
+def test_quoted_messages_exist(repo_root, sources):
     quotes = quoted((repo_root / "docs" / "troubleshooting.md").read_text())
     assert len(quotes) >= 20
     # An error class may write the words around its parts itself.
@@ -38,7 +36,7 @@ def test_quoted_messages_exist(repo_root: Path, sources: str) -> None:
     assert unknown(quotes, f"{sources}\n{written}") == []
 
 
-def test_a_message_that_is_gone_is_found() -> None:
+def test_a_message_that_is_gone_is_found():
     page = (
         "| it says | why |\n|---|---|\n| `old words` | because of `this` |\n| `new words` | x |\n"
     )

@@ -5,12 +5,9 @@ blocks marked `{.bash}` for that reason: in this checkout, where there is no suc
 not even be parsed.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +16,7 @@ from typing import Literal
 
 import pytest
 
-from tests.programs import run_program
+from tests.programs import run_program, write_script
 
 BLOCK = re.compile(
     r"(?:^<!-- (?P<note>file|says): (?P<text>[^\n]+) -->\n)?"
@@ -93,9 +90,8 @@ class Copy:
             "hyper-mla": "-c 'import sys; from mla_var3.cli.main import main; sys.exit(main())'",
         }
         for program, arguments in start.items():
-            path = programs / program
-            path.write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
-            path.chmod(0o755)
+            call = f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n'
+            write_script(programs / program, call)
         self.environment = {
             **os.environ,
             "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
@@ -123,20 +119,11 @@ class Copy:
         self._run(["bash", "-c", script], step, None, fails=step.kind == "fails")
 
     def _run(self, command: list[str], step: Step, stdin: str | None, *, fails: bool) -> None:
-        result = subprocess.run(
-            command,
-            cwd=self.root,
-            env=self.environment,
-            input=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        where = f"line {step.line}:\n{step.body}\n{result.stdout}"
+        result = run_program(command, cwd=self.root, env=self.environment, input=stdin)
+        printed = result.stdout + result.stderr
+        where = f"line {step.line}:\n{step.body}\n{printed}"
         assert bool(result.returncode) == fails, f"exit code {result.returncode}, {where}"
-        assert step.text in result.stdout, f"expected {step.text!r}, {where}"
+        assert step.text in printed, f"expected {step.text!r}, {where}"
 
 
 @pytest.fixture
@@ -145,7 +132,7 @@ def copy(tmp_path: Path, repo_root: Path) -> Copy:
 
 
 @pytest.mark.slow
-def test_the_tutorial_can_be_followed(copy: Copy, repo_root: Path) -> None:
+def test_the_tutorial_can_be_followed(copy, repo_root):
     pytest.importorskip("cuda.tile")
     page = (repo_root / "docs" / "tutorial.md").read_text()
     steps = list(steps_of(page))
@@ -160,8 +147,6 @@ def test_the_tutorial_can_be_followed(copy: Copy, repo_root: Path) -> None:
         result = run_program([sys.executable, "-m", "ruff", *arguments, *designs], cwd=copy.root)
         assert result.returncode == 0, result.stdout + result.stderr
 
-
-# --- the checks themselves ----------------------------------------------------------------------
 
 PAGE = """
 <!-- file: src/new.py -->
@@ -202,7 +187,7 @@ rm -rf not run
         ("&& echo two", "&& false"),
     ],
 )
-def test_a_step_that_comes_out_otherwise_is_found(copy: Copy, old: str, new: str) -> None:
+def test_a_step_that_comes_out_otherwise_is_found(copy, old, new):
     assert old in PAGE
     with pytest.raises(AssertionError):
         for step in steps_of(PAGE.replace(old, new, 1)):

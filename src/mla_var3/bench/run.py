@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mla_var3.bench import suites
 from mla_var3.bench.analysis import row_speedups
 from mla_var3.bench.contribute import FILE_NAME, contribution
 from mla_var3.bench.page import html_page, markdown_page
@@ -30,36 +31,7 @@ from mla_var3.bench.record import (
 )
 from mla_var3.bench.regression import Regression, compare_records
 from mla_var3.bench.session import SessionOptions, measure, unique_rows
-from mla_var3.bench.suites import (
-    COMMON,
-    DESIGN,
-    EIGHT_BIT_PEERS,
-    ENGINE,
-    FIXED_SUITES,
-    MODEL_S,
-    OLD_SUITES,
-    QUICK_ENGINE,
-    QUICK_MODEL_S,
-    QUICK_SWEEP,
-    QUICK_WINDOW_STEPS,
-    SUITES,
-    SWEEP,
-    WINDOW_S,
-    WINDOW_STEPS,
-    Case,
-    engine_cases,
-    figures_cases,
-    latent_cases,
-    mix_cases,
-    mla_kernels,
-    model_cases,
-    prefix_cases,
-    select_backends,
-    select_kernels,
-    sweep_cases,
-    window_cases,
-    with_8_bit_caches,
-)
+from mla_var3.bench.suites import Case
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
 from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS
@@ -121,9 +93,9 @@ class BenchOptions(SessionOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.suite = OLD_SUITES.get(self.suite, self.suite)
-        if self.suite not in SUITES:
-            raise UnknownNameError("suite", self.suite, SUITES)
+        self.suite = suites.OLD_SUITES.get(self.suite, self.suite)
+        if self.suite not in suites.SUITES:
+            raise UnknownNameError("suite", self.suite, suites.SUITES)
         if self.mode not in (AUTO, MEASURE, PREDICT):
             raise InvalidArgumentError("mode", "auto, measure or predict", self.mode)
         if self.predict_for is not None:
@@ -131,10 +103,10 @@ class BenchOptions(SessionOptions):
         if self.resume and (self.records or self.predict_for or self.mode == PREDICT):
             other = "records" if self.records else "predictions"
             raise InvalidArgumentError("resume", f"none with {other}", self.resume)
-        if self.suite in FIXED_SUITES:
+        if self.suite in suites.FIXED_SUITES:
             given = [*(["model"] if self.widths else []), *self.sizes]
             given += ["causal"] if not self.causal else []
-            given += ["dtype"] if self.dtype != COMMON.dtype else []
+            given += ["dtype"] if self.dtype != suites.COMMON.dtype else []
             given += ["kernels"] if self.kernels else []
             if given:
                 expected = f"none: the suite {self.suite} has fixed shapes (use all or sweep)"
@@ -254,40 +226,40 @@ def build_cases(options: BenchOptions) -> tuple[list[Case], dict[str, str]]:
     Raises:
         UnknownNameError: a kernel or backend that does not exist.
     """
-    languages, known = select_backends(options.backends)
-    peers = tuple(name for name in known if name not in EIGHT_BIT_PEERS)
+    languages, known = suites.select_backends(options.backends)
+    peers = tuple(name for name in known if name not in suites.EIGHT_BIT_PEERS)
     cases, missing = _16_bit_cases(options, languages, peers)
-    return with_8_bit_caches(cases, options.cache_dtype, languages, known), missing
+    return suites.with_8_bit_caches(cases, options.cache_dtype, languages, known), missing
 
 
 def _16_bit_cases(
     options: BenchOptions, languages: Sequence[str], peers: Sequence[str]
 ) -> tuple[list[Case], dict[str, str]]:
-    kernels = [kernel for kernel in mla_kernels() if kernel.language in languages]
+    kernels = [kernel for kernel in suites.mla_kernels() if kernel.language in languages]
     fixed = {
-        "figures": figures_cases,
-        "latent": latent_cases,
-        "mix": mix_cases,
-        "prefix": prefix_cases,
+        "figures": suites.figures_cases,
+        "latent": suites.latent_cases,
+        "mix": suites.mix_cases,
+        "prefix": suites.prefix_cases,
     }
     if options.suite in fixed:
         return fixed[options.suite](kernels, peers), {}
     if options.suite == "models":
-        s_values = QUICK_MODEL_S if options.quick else MODEL_S
-        return model_cases(kernels, peers, s_values), {}
+        s_values = suites.QUICK_MODEL_S if options.quick else suites.MODEL_S
+        return suites.model_cases(kernels, peers, s_values), {}
     if options.suite == "engine":
-        grid = QUICK_ENGINE if options.quick else ENGINE
-        return engine_cases({**grid, **options.sizes}, kernels, peers), {}
+        grid = suites.QUICK_ENGINE if options.quick else suites.ENGINE
+        return suites.engine_cases({**grid, **options.sizes}, kernels, peers), {}
     first: dict[str, Any] = {name: values[0] for name, values in options.sizes.items()}
     first |= options.widths
-    base = replace(COMMON, dtype=options.dtype, causal=options.causal, **first)
+    base = replace(suites.COMMON, dtype=options.dtype, causal=options.causal, **first)
     if options.suite == "var6_plus":
         return _window_cases(base, options, languages, kernels, peers)
     default = ("all",) if options.suite == "all" else ("latest",)
-    chosen = select_kernels(options.kernels or default, kernels) if kernels else []
-    grid = QUICK_SWEEP if options.quick else SWEEP
+    chosen = suites.select_kernels(options.kernels or default, kernels) if kernels else []
+    grid = suites.QUICK_SWEEP if options.quick else suites.SWEEP
     sizes = {**(grid if options.suite == "sweep" else {}), **options.sizes}
-    return sweep_cases(base, sizes, chosen, peers), {}
+    return suites.sweep_cases(base, sizes, chosen, peers), {}
 
 
 def _window_cases(
@@ -300,17 +272,19 @@ def _window_cases(
     wanted = f"v{'0' if options.version is None else options.version.removeprefix('v')}"
     versions, reasons = [], {}
     for language in languages:
-        there = {k.version: k for k in kernels if (k.design, k.language) == (DESIGN, language)}
+        there = {
+            k.version: k for k in kernels if (k.design, k.language) == (suites.DESIGN, language)
+        }
         if wanted in there:
             versions.append(there[wanted])
         else:
             known = f"there are {', '.join(there)}" if there else "there is no version at all"
-            reasons[f"{DESIGN} {wanted} ({language})"] = f"does not exist; {known}"
+            reasons[f"{suites.DESIGN} {wanted} ({language})"] = f"does not exist; {known}"
     if not versions:
         return [], reasons
-    s_values = options.sizes.get("s", WINDOW_S)
-    steps = QUICK_WINDOW_STEPS if options.quick else WINDOW_STEPS
-    cases = window_cases(base, s_values, options.n_values, versions, kernels, peers, steps)
+    s_values = options.sizes.get("s", suites.WINDOW_S)
+    steps = suites.QUICK_WINDOW_STEPS if options.quick else suites.WINDOW_STEPS
+    cases = suites.window_cases(base, s_values, options.n_values, versions, kernels, peers, steps)
     # A language without the version is missing only if it was asked for by name.
     return cases, reasons if options.backends else {}
 

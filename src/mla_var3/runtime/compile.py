@@ -347,10 +347,10 @@ def _write_artifacts(
         write_atomic(folder / f"{prefix}.mlir", text)
 
 
-def first_lines(error: BaseException, count: int = 3) -> str:
+def first_lines(error: BaseException) -> str:
     """The type and the first lines of an error, in one line and without terminal colours."""
     lines = [line.strip() for line in _COLOUR.sub("", str(error)).splitlines() if line.strip()]
-    return f"{type(error).__name__}: " + " ".join(lines[:count])
+    return f"{type(error).__name__}: " + " ".join(lines[:3])
 
 
 @contextmanager

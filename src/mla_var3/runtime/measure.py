@@ -79,7 +79,6 @@ def time_gpu(
     graph: bool = False,
     max_seconds: float = 2.0,
     clock: Any = None,
-    what: str | None = None,
 ) -> Timing:
     """Time what `fn` enqueues on the current CUDA stream.
 
@@ -91,15 +90,14 @@ def time_gpu(
         graph: capture `fn` in a CUDA graph once and time its replays.
         max_seconds: budget of the timed runs, flushes included, when `runs` is None.
         clock: what measures, with the methods of `CudaClock`; the current CUDA device by default.
-        what: name of the kernel for a timeout; that of the stage whose `launch` is timed by
-            default.
 
     Raises:
         UnsupportedError: there is no CUDA device.
         DeviceTimeoutError: a run does not end.
     """
     clock = CudaClock() if clock is None else clock
-    what = what or str(getattr(getattr(fn, "__self__", None), "name", "the timed work"))
+    # A timeout names the stage whose `launch` is timed.
+    what = str(getattr(getattr(fn, "__self__", None), "name", "the timed work"))
     work = clock.capture(fn, warmup, what) if graph else fn
 
     def run(count: int) -> list[Any]:
@@ -149,14 +147,13 @@ def _runs_that_fit(run: Callable[[int], object], max_seconds: float) -> int:
     return int(min(MAX_RUNS, max(MIN_RUNS, max_seconds / max(per_run, 1e-9))))
 
 
-def require_cuda(what: str, instead: str = "") -> None:
+def require_cuda(what: str) -> None:
     """Raise UnsupportedError where no CUDA device can be used."""
     import torch
 
     if not torch.cuda.is_available():
         raise UnsupportedError(
             f"{what}: expected a usable CUDA GPU, got none (torch.cuda.is_available() is false)"
-            + (f"; {instead}" if instead else "")
         )
 
 

@@ -361,20 +361,20 @@ def write_atomic(path: Path, data: bytes | str) -> None:
         raise
 
 
-def make_folder(path: Path, argument: str = "out_dir") -> Path:
+def make_folder(path: Path) -> Path:
     """The folder, made if it is not there; an error before any work if nothing can go into it."""
     expected = "a folder that can be written to"
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InvalidArgumentError(argument, expected, f"{path} ({error.strerror})") from error
+        raise InvalidArgumentError("out_dir", expected, f"{path} ({error.strerror})") from error
     if not os.access(path, os.W_OK | os.X_OK):
-        raise InvalidArgumentError(argument, expected, f"{path} (no permission)")
+        raise InvalidArgumentError("out_dir", expected, f"{path} (no permission)")
     return path
 
 
 @contextmanager
-def output_folder(path: Path, argument: str = "out_dir") -> Iterator[Path]:
+def output_folder(path: Path) -> Iterator[Path]:
     """A folder for the artifacts of a run, made if it is not there.
 
     Of the folders that this made, those that are empty at the end are removed: a run that failed
@@ -382,7 +382,7 @@ def output_folder(path: Path, argument: str = "out_dir") -> Iterator[Path]:
     """
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     try:
-        yield make_folder(path, argument)
+        yield make_folder(path)
     finally:
         with suppress(OSError):  # the first that is not empty ends it
             for folder in made:

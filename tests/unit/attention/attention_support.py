@@ -1,7 +1,5 @@
 """Random calls of the attention, and a float64 oracle that knows every option."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ Instead of a launch: the operands, numbers and options that a stage hands to its
 that a GPU would get.
 """
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import replace
 from typing import Any

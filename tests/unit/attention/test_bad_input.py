@@ -1,7 +1,5 @@
 """Wrong values for the public names beyond the operands of a call, which test_validation has."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -37,26 +35,26 @@ def refused(message: str, call: Callable[[], object]) -> None:
 
 
 @pytest.mark.parametrize("kernel", NO_TEXT)
-def test_a_kernel_is_named_by_text(kernel: Any) -> None:
+def test_a_kernel_is_named_by_text(kernel):
     message = "kernel: expected the name of a kernel or 'auto', got "
     refused(message, lambda: mla_var3.mla_attention(**operands(), cache=view(), kernel=kernel))
     refused(message, lambda: mla_var3.explain(b=1, s=1, t=8, h=1, kernel=kernel))
 
 
 @pytest.mark.parametrize("flag", ["causal", "ragged", "tree", "partial", "latent_only", "aligned"])
-def test_flags_are_true_or_false(flag: str) -> None:
+def test_flags_are_true_or_false(flag):
     wrong: dict[str, Any] = {flag: [1]}
     refused(f"{flag}: expected True or False, got [1]", lambda: CallShape(1, 1, 8, 1, **wrong))
 
 
 @pytest.mark.parametrize("scale", ["x", float("nan"), float("inf"), 0.0, -1.0])
-def test_a_scale_is_positive_and_finite(scale: Any) -> None:
+def test_a_scale_is_positive_and_finite(scale):
     message = "scale: expected a positive finite number or None, got"
     refused(message, lambda: CallShape(1, 1, 8, 1, scale=scale))
 
 
 @pytest.mark.parametrize("size", ["b", "s", "t", "h", "d", "p", "k", "page_size"])
-def test_sizes_have_an_end(size: str) -> None:
+def test_sizes_have_an_end(size):
     sizes: dict[str, Any] = {"b": 1, "s": 1, "t": 8, "h": 1, size: 2**40}
     refused(f"{size}: expected an integer from {int(size != 'p')} to ", lambda: CallShape(**sizes))
 
@@ -73,7 +71,7 @@ def test_sizes_have_an_end(size: str) -> None:
         ("k", 0, "k: expected an integer from 1 to k+p=12, got 0"),
     ],
 )
-def test_a_view_of_pages(argument: str, value: Any, message: str) -> None:
+def test_a_view_of_pages(argument, value, message):
     given = {
         "pages": torch.ones(3, 64, 12),
         "block_table": torch.zeros(2, 1, dtype=torch.int32),
@@ -92,7 +90,7 @@ def test_a_view_of_pages(argument: str, value: Any, message: str) -> None:
         (torch.ones(3), "parents: expected dtype torch.int32 or torch.int64, got torch.float32"),
     ],
 )
-def test_parents_are_a_tensor_of_indices(parents: Any, message: str) -> None:
+def test_parents_are_a_tensor_of_indices(parents, message):
     refused(message, lambda: tree_ancestors(parents))
 
 
@@ -120,7 +118,7 @@ def test_parents_are_a_tensor_of_indices(parents: Any, message: str) -> None:
         ),
     ],
 )
-def test_decompressed_parts_are_whole(parts: dict[str, torch.Tensor], message: str) -> None:
+def test_decompressed_parts_are_whole(parts, message):
     refused(message, lambda: mla_var3.mla_attention(**operands(), cache=view(**parts)))
 
 
@@ -137,7 +135,7 @@ def test_decompressed_parts_are_whole(parts: dict[str, torch.Tensor], message: s
         ({"t": 2**31 - 1, "k": 2**20}, "b, t: expected no more than fits into memory, got 1801446"),
     ],
 )
-def test_a_cache_that_cannot_be(wrong: dict[str, Any], message: str) -> None:
+def test_a_cache_that_cannot_be(wrong, message):
     given = {"b": 2, "t": 64, "k": K, "p": P, "dtype": torch.float32, **wrong}
     with pytest.raises(InvalidArgumentError) as caught:
         LatentCache.allocate(**given)

@@ -1,7 +1,5 @@
 """LatentCache: sizes, appending, dropping, paging, the ring, and many steps against lists."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any
@@ -42,9 +40,6 @@ def held(cache: LatentCache) -> list[list[float]]:
     return found
 
 
-# --- masked_put -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("valid", [[0, 0, 0], [1, 0, 0], [0, 1, 1], [1, 1, 1]])
 def test_masked_put_writes_the_valid_rows_only(valid: list[int]) -> None:
     target = torch.arange(10.0).view(5, 2)
@@ -59,9 +54,6 @@ def test_masked_put_writes_the_valid_rows_only(valid: list[int]) -> None:
             index[row] = 10**9  # out of bounds, and never used
     masked_put(target, (index,), values, torch.tensor(valid, dtype=torch.bool))
     assert torch.equal(target, expected)
-
-
-# --- allocation -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -143,9 +135,6 @@ def test_wrong_sizes(options: dict[str, Any], message: str) -> None:
         LatentCache.allocate(**arguments)
 
 
-# --- changes --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("page_size", [None, 64])
 def test_append_truncate_evict(page_size: int | None) -> None:
     cache = make_cache(2, page_size=page_size)
@@ -217,9 +206,6 @@ def test_addresses_stay() -> None:
     cache.truncate([5, 6], **weights, most=6)
     cache.evict([0])
     assert [getattr(cache.view(), name).data_ptr() for name in names] == before
-
-
-# --- the decompressed parts -----------------------------------------------------------------------
 
 
 def ring(cache: LatentCache) -> list[dict[int, float]]:
@@ -352,9 +338,6 @@ def test_wrong_changes(change: Any, message: str) -> None:
         change(cache)
     assert cache.lengths.tolist() == [0, 0]
     assert not cache.buffer.any()
-
-
-# --- soak -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("page_size", "steps"), [(None, 400), (64, 1500)])

@@ -1,7 +1,5 @@
 """`mla_attention` against a float64 oracle, with its options crossed."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -33,7 +31,7 @@ P = 4
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_options_crossed(data: st.DataObject) -> None:
+def test_options_crossed(data):
     """Random sizes, caches, masks, query packing and strides, each against the oracle."""
     draw = data.draw
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
@@ -106,7 +104,7 @@ def test_options_crossed(data: st.DataObject) -> None:
     )
 
 
-def test_agrees_with_the_reference_at_model_widths() -> None:
+def test_agrees_with_the_reference_at_model_widths():
     problem = MlaProblem(b=2, s=3, t=150, h=4, lengths=(150, 71))
     raw = make_inputs(problem, "cpu", seed=1)
     output, lse = mla_attention(
@@ -117,7 +115,7 @@ def test_agrees_with_the_reference_at_model_widths() -> None:
     assert_close(output, expected, lse, expected_lse)
 
 
-def test_the_output_alone_and_into_a_given_tensor(generator: torch.Generator) -> None:
+def test_the_output_alone_and_into_a_given_tensor(generator):
     model = make_model(generator)
     cache, _ = filled_cache(generator, [9, 4], model)
     q_nope, q_rope = (normal(generator, 2, 3, 2, w, dtype=torch.float32) for w in (6, P))
@@ -141,7 +139,7 @@ def _swap(
     return expected[0], lse, expected[1]
 
 
-def test_latent_attention(generator: torch.Generator) -> None:
+def test_latent_attention(generator):
     model = make_model(generator)
     cache, tokens = filled_cache(generator, [70, 0, 3], model, page_size=64, window=5)
     q_latent, q_rope = (normal(generator, 3, 2, 2, w, dtype=torch.float32) for w in (8, P))
@@ -153,7 +151,7 @@ def test_latent_attention(generator: torch.Generator) -> None:
         assert_close(output[request], *_swap(expected, lse[request]))
 
 
-def test_a_foreign_paged_cache(generator: torch.Generator) -> None:
+def test_a_foreign_paged_cache(generator):
     """Pages in any order, wild entries beyond the tokens, int64 lengths."""
     model = make_model(generator)
     pages = normal(generator, 6, 64, 8 + P, dtype=torch.float32)
@@ -169,7 +167,7 @@ def test_a_foreign_paged_cache(generator: torch.Generator) -> None:
         assert_close(output[request], *_swap(expected, lse[request]))
 
 
-def test_tokens_without_a_key_give_zero(generator: torch.Generator) -> None:
+def test_tokens_without_a_key_give_zero(generator):
     model = make_model(generator)
     cache, _ = filled_cache(generator, [0, 2], model)
     q_nope, q_rope = (normal(generator, 2, 3, 2, w, dtype=torch.float32) for w in (6, P))
@@ -180,7 +178,7 @@ def test_tokens_without_a_key_give_zero(generator: torch.Generator) -> None:
     assert lse[1].isfinite().tolist() == [[False, False], [True, True], [True, True]]
 
 
-def test_packed_rows_beyond_the_last_bound_are_zero(generator: torch.Generator) -> None:
+def test_packed_rows_beyond_the_last_bound_are_zero(generator):
     model = make_model(generator)
     cache, _ = filled_cache(generator, [3, 2], model)
     q_nope, q_rope = (normal(generator, 6, 2, w, dtype=torch.float32) for w in (6, P))
@@ -194,7 +192,7 @@ def test_packed_rows_beyond_the_last_bound_are_zero(generator: torch.Generator) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_huge_scores_do_not_overflow(dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_huge_scores_do_not_overflow(dtype, generator):
     """Logits far beyond the range of float16, in both signs."""
     model = make_model(generator, d=16, k=16, dtype=dtype)
     cache, tokens = filled_cache(generator, [40], model, dtype=dtype, window=7)
@@ -218,14 +216,12 @@ def test_huge_scores_do_not_overflow(dtype: torch.dtype, generator: torch.Genera
 
 @given(st.lists(st.integers(0, 100), min_size=1, max_size=12), st.randoms())
 @settings(max_examples=40, deadline=None)
-def test_tree_ancestors_by_walking(draws: list[int], _: object) -> None:
+def test_tree_ancestors_by_walking(draws, _):
     parents = [draw % (token + 1) - 1 for token, draw in enumerate(draws)]
     assert torch.equal(tree_ancestors(torch.tensor(parents)), ancestors_by_walking(parents))
 
 
-def test_a_later_parent_on_the_device_counts_as_the_context(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_later_parent_on_the_device_counts_as_the_context(monkeypatch):
     """Where the host does not read, a wrong parent hides tokens, and nothing is out of bounds."""
     monkeypatch.setattr("mla_var3.attention.request.masks.readable", lambda tensor: False)
     assert torch.equal(tree_ancestors(torch.tensor([1, 5, 0])), ancestors_by_walking([-1, -1, 0]))
@@ -235,9 +231,7 @@ def test_a_later_parent_on_the_device_counts_as_the_context(
     "kernel", ["flash_mla", "flash_mla_split_kv", "flash_attention", "mla_var6_plus"]
 )
 @pytest.mark.parametrize("window", [0, 16, 70])
-def test_the_kernels_on_the_interpreter(
-    kernel: str, window: int, generator: torch.Generator
-) -> None:
+def test_the_kernels_on_the_interpreter(kernel, window, generator):
     """Each named kernel is what runs, and gives what the oracle says."""
     model = make_model(generator, h=2, d=16, k=128, dtype=torch.bfloat16)
     cache, tokens = filled_cache(
@@ -259,7 +253,7 @@ def test_the_kernels_on_the_interpreter(
         assert_close(output[request], *_swap(expected, lse[request]))
 
 
-def test_a_short_window_is_completed_for_the_mixed_kernel(generator: torch.Generator) -> None:
+def test_a_short_window_is_completed_for_the_mixed_kernel(generator):
     """After dropped tokens the call decompresses what the window lacks, until `refill` does."""
     model = make_model(generator, h=2, d=16, k=128, dtype=torch.bfloat16)
     cache, tokens = filled_cache(

@@ -1,7 +1,5 @@
 """The choice of a kernel against times that were measured on a device."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields
 from pathlib import Path
@@ -34,7 +32,7 @@ def choice(row: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("grid", [FIRST, SECOND])
-def test_the_choice_is_close_to_the_best_kernel_that_was_timed(grid: Path, repo_root: Path) -> None:
+def test_the_choice_is_close_to_the_best_kernel_that_was_timed(grid, repo_root):
     rows = rows_of(repo_root / grid)
     timed = [(row, choice(row)) for row in rows]
     known = [(row, kernel) for row, kernel in timed if kernel in row["times_us"]]
@@ -44,7 +42,7 @@ def test_the_choice_is_close_to_the_best_kernel_that_was_timed(grid: Path, repo_
     assert sum(ratio <= CLOSE for ratio in ratios) >= 0.95 * len(ratios), sorted(ratios)[-10:]
 
 
-def test_the_record_can_tell_a_bad_choice(repo_root: Path) -> None:
+def test_the_record_can_tell_a_bad_choice(repo_root):
     """What was chosen when the first times were taken does not pass."""
     rows = rows_of(repo_root / FIRST)
     ratios = [
@@ -60,7 +58,7 @@ PREFIX_ERROR = 0.16
 """Worst relative error of a predicted kernel time; flash_mla with 64 heads is worst, 1.15."""
 
 
-def test_ways_to_share_a_prefix(repo_root: Path) -> None:
+def test_ways_to_share_a_prefix(repo_root):
     """The way of least recorded call time is chosen, for predicted times near the recorded ones."""
     measured: dict[MlaProblem, dict[str, dict[str, Any]]] = {}
     for row in rows_of(repo_root / PREFIX_RECORD):

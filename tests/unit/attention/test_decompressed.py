@@ -4,8 +4,6 @@ Their stages are built on CPU tensors and computed by the kernels' contracts in 
 everything but the machine code is that of a call on a GPU.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -73,9 +71,6 @@ def append(
     new = normal(generator, len(tokens), m, K + P, dtype=torch.bfloat16)
     cache.append(new[..., :K], new[..., K:], w_uk=model.w_uk, w_uv=model.w_uv)
     return [torch.cat([old, more]) for old, more in zip(tokens, new, strict=True)]
-
-
-# --- results --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page_size", [None, 64])
@@ -247,9 +242,6 @@ def test_views_without_rope_keys_of_their_own(model: Model, generator: torch.Gen
     require_right(attend("mla_var6_plus", task), task, tokens, model)
 
 
-# --- refusals -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("kernel", "options", "refusal"),
     [
@@ -293,9 +285,6 @@ def test_on_other_gpus_and_on_the_cpu(model: Model, generator: torch.Generator) 
         mla_var3.mla_attention(
             q_nope, q_rope, cache, model.w_uk, model.w_uv, kernel=f"mla_var6_plus:{LANGUAGE}"
         )
-
-
-# --- the choice -----------------------------------------------------------------------------------
 
 
 def chosen(**options: Any) -> tuple[str, str]:

@@ -1,7 +1,5 @@
 """Heads and KV tokens shared over processes, against one process."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable
@@ -112,7 +110,7 @@ def rank_main(rank: int, world: int, folder: str) -> None:
         dist.destroy_process_group()
 
 
-def test_over_processes(tmp_path: Path, package_environment: dict[str, str]) -> None:
+def test_over_processes(tmp_path, package_environment):
     """In an interpreter of its own: the ranks are forked, and this one has threads already."""
     done = subprocess.run(
         [sys.executable, __file__, str(tmp_path)],
@@ -127,7 +125,7 @@ def test_over_processes(tmp_path: Path, package_environment: dict[str, str]) -> 
     assert passed == {f"{case.__name__}-{rank}" for case in CASES for rank in range(WORLD)}
 
 
-def test_head_ranges_cover_the_heads() -> None:
+def test_head_ranges_cover_the_heads():
     for h, world in ((128, 8), (7, 3), (3, 3)):
         ranges = [head_range(h, rank, world) for rank in range(world)]
         assert [x for part in ranges for x in range(h)[part]] == list(range(h))
@@ -144,12 +142,12 @@ def test_head_ranges_cover_the_heads() -> None:
         (lambda: KvShare(2, 2, 8), "rank: expected an integer from 0 to world-1=1, got 2"),
     ],
 )
-def test_wrong_shares(wrong: Callable[[], object], message: str) -> None:
+def test_wrong_shares(wrong, message):
     with pytest.raises(InvalidArgumentError, match=message):
         wrong()
 
 
-def test_merge_of_parts_without_keys() -> None:
+def test_merge_of_parts_without_keys():
     nothing = torch.zeros(2, 3), torch.full((2,), -torch.inf)
     some = torch.ones(2, 3), torch.tensor([0.5, -torch.inf])
     output, lse = merge_partials([nothing, some, nothing])

@@ -1,7 +1,5 @@
 """A window in 8 bits: what the cache keeps, attention over it against float64, who reads it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -124,14 +122,9 @@ def attend(
     return output, lse
 
 
-# --- what the cache keeps -------------------------------------------------------------------------
-
-
 @PAGED
 @pytest.mark.parametrize("value_dim", [D, 24])
-def test_the_ring_after_every_change(
-    page_size: int | None, value_dim: int, generator: torch.Generator
-) -> None:
+def test_the_ring_after_every_change(page_size, value_dim, generator):
     """Bit by bit: what was given for the newest tokens of each request, rounded once."""
     b, t = 3, 320
     cache = LatentCache.allocate(
@@ -190,7 +183,7 @@ def test_the_ring_after_every_change(
     cache.check()
 
 
-def test_a_rollback_is_filled_up_again(model: Model, generator: torch.Generator) -> None:
+def test_a_rollback_is_filled_up_again(model, generator):
     cache, tokens = eight_bit_cache(generator, [150, 40], model)
     cache.truncate([50, 0])
     assert ring(cache, 0)[2] == list(range(86, 100))
@@ -205,7 +198,7 @@ def test_a_rollback_is_filled_up_again(model: Model, generator: torch.Generator)
         assert bool((error <= 0.07 * wanted.abs() + 2e-3).all())
 
 
-def test_zeros_and_infinities(model: Model, generator: torch.Generator) -> None:
+def test_zeros_and_infinities(model, generator):
     """A row of zeros is exact; a row with an infinity is NaN, and no other row with it."""
     cache, _ = eight_bit_cache(generator, [0], model)
     rows = normal(generator, 1, 3, K + P, dtype=BF16)
@@ -220,7 +213,7 @@ def test_zeros_and_infinities(model: Model, generator: torch.Generator) -> None:
     assert not dequantise(found_values).isnan().any()
 
 
-def test_single_slots_are_those_of_a_packed_window(generator: torch.Generator) -> None:
+def test_single_slots_are_those_of_a_packed_window(generator):
     k, v = (torch.randn(2, H, 128, D, generator=generator) for _ in range(2))
     packed = pack_window(quantise(k), quantise(v, powers_of_two=True))
     slots = torch.randperm(128, generator=generator)
@@ -241,14 +234,9 @@ def test_single_slots_are_those_of_a_packed_window(generator: torch.Generator) -
             assert torch.equal(found.values[at].float(), given.values[at].float())
 
 
-# --- attention ------------------------------------------------------------------------------------
-
-
 @PAGED
 @pytest.mark.parametrize("causal", [True, False])
-def test_torch_reads_the_ring(
-    page_size: int | None, causal: bool, model: Model, generator: torch.Generator
-) -> None:
+def test_torch_reads_the_ring(page_size, causal, model, generator):
     lengths = [200, 40, 64, 65, 131]
     cache, tokens = eight_bit_cache(generator, lengths, model, page_size=page_size)
     q = queries(generator, len(lengths), 3)
@@ -257,7 +245,7 @@ def test_torch_reads_the_ring(
     assert not torch.equal(attend(cache, q, model)[0][:1], latent[0])
 
 
-def test_torch_after_drops_and_beside_a_prefix(model: Model, generator: torch.Generator) -> None:
+def test_torch_after_drops_and_beside_a_prefix(model, generator):
     cache, tokens = eight_bit_cache(generator, [200, 70, 130], model, prefix=64)
     for dropped in ([0, 3, 60], [30, 1, 2]):
         cache.truncate(dropped)
@@ -266,7 +254,7 @@ def test_torch_after_drops_and_beside_a_prefix(model: Model, generator: torch.Ge
         require_right(attend(cache, q, model), cache, tokens, q, model)
 
 
-def test_both_in_8_bits(generator: torch.Generator) -> None:
+def test_both_in_8_bits(generator):
     """The window is rounded from the given rows, not from the rounded ones."""
     model = make_model(generator, H, D, 128, BF16)
     options = {"cache_dtype": "fp8_per_token", "page_size": 64, "p": 8}
@@ -282,7 +270,7 @@ def test_both_in_8_bits(generator: torch.Generator) -> None:
     require_right(attend(cache, q, model), cache, [stored], q, model)
 
 
-def test_a_call_on_fewer_tokens_reads_no_window(model: Model, generator: torch.Generator) -> None:
+def test_a_call_on_fewer_tokens_reads_no_window(model, generator):
     cache, tokens = eight_bit_cache(generator, [200], model)
     q = queries(generator, 1, 2)
     output, _ = attend(cache, q, model, lengths=[100])
@@ -290,7 +278,7 @@ def test_a_call_on_fewer_tokens_reads_no_window(model: Model, generator: torch.G
     assert torch.equal(output, plain)
 
 
-def test_inside_a_compiled_program(model: Model, generator: torch.Generator) -> None:
+def test_inside_a_compiled_program(model, generator):
     cache, _ = eight_bit_cache(generator, [150, 40], model)
     q = queries(generator, 2, 3)
 
@@ -322,15 +310,10 @@ def test_inside_a_compiled_program(model: Model, generator: torch.Generator) -> 
         ),
     ],
 )
-def test_wrong_views_are_named(
-    change: dict[str, Any], message: str, model: Model, generator: torch.Generator
-) -> None:
+def test_wrong_views_are_named(change, message, model, generator):
     cache, _ = eight_bit_cache(generator, [70], model)
     with pytest.raises(InvalidArgumentError, match=message):
         attend(replace(cache.view(), **change), queries(generator, 1, 1), model)
-
-
-# --- its kernel, by its contract in float64 on the arguments of its stage -------------------------
 
 
 @pytest.fixture
@@ -357,9 +340,7 @@ def require_kernel_right(
 
 @PAGED
 @pytest.mark.parametrize("causal", [True, False])
-def test_the_mix_reads_the_ring_as_it_lies(
-    page_size: int | None, causal: bool, wide: Model, generator: torch.Generator
-) -> None:
+def test_the_mix_reads_the_ring_as_it_lies(page_size, causal, wide, generator):
     pytest.importorskip("cutlass")
     lengths = [200, 40, N, N + 1]
     cache, tokens = eight_bit_cache(generator, lengths, wide, page_size=page_size, p=64)
@@ -378,9 +359,7 @@ def test_the_mix_reads_the_ring_as_it_lies(
 
 
 @PAGED
-def test_the_mix_after_drops(
-    page_size: int | None, wide: Model, generator: torch.Generator
-) -> None:
+def test_the_mix_after_drops(page_size, wide, generator):
     """Dropped tokens are attended latent; those that only some queries see are decompressed."""
     pytest.importorskip("cutlass")
     cache, tokens = eight_bit_cache(generator, [150, 70], wide, page_size=page_size, p=64)
@@ -394,7 +373,7 @@ def test_the_mix_after_drops(
         require_kernel_right(cache, tokens, wide, generator, s=5)
 
 
-def test_the_mix_without_latent_tokens(wide: Model, generator: torch.Generator) -> None:
+def test_the_mix_without_latent_tokens(wide, generator):
     """A ring as long as the cache, or a bound on the lengths that it holds."""
     pytest.importorskip("cutlass")
     whole, tokens = eight_bit_cache(generator, [100, 33], wide, p=64, window=320)
@@ -404,15 +383,12 @@ def test_the_mix_without_latent_tokens(wide: Model, generator: torch.Generator) 
     require_kernel_right(ring_only, tokens, wide, generator, max_kv=60)
 
 
-# --- who reads it ---------------------------------------------------------------------------------
-
-
 def refusals(**options: Any) -> dict[str, str | None]:
     listed = mla_var3.explain(**{**SIZES, **options}, device_name="NVIDIA H200").candidates
     return {f"{each.kernel}:{each.language}": each.refusal for each in listed}
 
 
-def test_only_its_kernel_reads_a_window_in_8_bits() -> None:
+def test_only_its_kernel_reads_a_window_in_8_bits():
     eight, sixteen = refusals(window=2048, window_dtype="fp8"), refusals(window=2048)
     assert eight[f"{V5}:cute-dsl"] is None
     assert sixteen[f"{V5}:cute-dsl"] == "a window in 16 bits; it reads one in 8 bits"
@@ -443,13 +419,13 @@ def test_only_its_kernel_reads_a_window_in_8_bits() -> None:
     ],
     ids=str,
 )
-def test_what_the_kernel_refuses(options: dict[str, Any], refusal: str) -> None:
+def test_what_the_kernel_refuses(options, refusal):
     pytest.importorskip("cutlass")
     found = refusals(**{"window": 2048, "window_dtype": "fp8", **options})
     assert refusal in str(found[f"{V5}:cute-dsl"])
 
 
-def test_the_model_of_time_decides() -> None:
+def test_the_model_of_time_decides():
     def chosen(**options: Any) -> str:
         found = mla_var3.explain(
             **{**SIZES, "window_dtype": "fp8", **options}, device_name="NVIDIA H200"
@@ -474,7 +450,7 @@ def test_the_model_of_time_decides() -> None:
         CallShape(**SIZES, window=64, window_dtype="bfloat16")
 
 
-def test_a_call_says_what_it_has(model: Model, generator: torch.Generator) -> None:
+def test_a_call_says_what_it_has(model, generator):
     cache, _ = eight_bit_cache(generator, [70], model)
     q = queries(generator, 1, 1)
     found = mla_var3.explain(*q, cache, model.w_uk, model.w_uv)

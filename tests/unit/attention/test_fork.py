@@ -1,7 +1,5 @@
 """Requests that continue from another one's tokens: pages shared until one of them is written."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from typing import Any
@@ -50,7 +48,7 @@ def owned_pages(cache: LatentCache) -> Counter[int]:
 
 
 @pytest.mark.parametrize("page_size", [None, PAGE])
-def test_forks_continue_on_their_own(page_size: int | None) -> None:
+def test_forks_continue_on_their_own(page_size):
     cache = make_cache(4, page_size=page_size)
     prompt = [float(x) for x in range(100)]
     cache.append(*tokens(prompt, [7.0], [], []))
@@ -71,7 +69,7 @@ def test_forks_continue_on_their_own(page_size: int | None) -> None:
         assert list(owned_pages(cache).values()) == [2]
 
 
-def test_appending_copies_one_page_per_request_and_no_more() -> None:
+def test_appending_copies_one_page_per_request_and_no_more():
     cache = make_cache(3, 512, page_size=PAGE)
     cache.append(*tokens([1.0] * 200, [], []))
     cache.fork(0, into=[1, 2])
@@ -84,7 +82,7 @@ def test_appending_copies_one_page_per_request_and_no_more() -> None:
     assert sorted(owned_pages(cache).values()) == [1, 1, 1, 3, 3, 3]
 
 
-def test_a_fork_without_pages_left_waits() -> None:
+def test_a_fork_without_pages_left_waits():
     """A sibling that gets no page keeps its tokens, and may write once it is alone."""
     cache = make_cache(2, page_size=PAGE, num_pages=2)
     cache.append(*tokens([1.0] * 10, []))
@@ -95,7 +93,7 @@ def test_a_fork_without_pages_left_waits() -> None:
     assert held(cache) == [[1.0] * 10 + [2.0], [1.0] * 10 + [3.0]]
 
 
-def test_the_ring_and_a_prefix_come_along() -> None:
+def test_the_ring_and_a_prefix_come_along():
     weights = {"w_uk": torch.randn(2, 4, K), "w_uv": torch.randn(2, K, 4)}
     cache = make_cache(3, page_size=PAGE, window=8, prefix=PAGE, heads=2, head_dim=4)
     latent, rope, _ = tokens([0.5] * PAGE)
@@ -112,7 +110,7 @@ def test_the_ring_and_a_prefix_come_along() -> None:
     assert owned_pages(cache) == {0: 3}
 
 
-def test_wrong_forks() -> None:
+def test_wrong_forks():
     cache = make_cache(2, page_size=PAGE)
     with pytest.raises(InvalidArgumentError, match=r"request\[0\]: expected .* b-1=1, got 2"):
         cache.fork(2, into=[0])
@@ -120,14 +118,14 @@ def test_wrong_forks() -> None:
         cache.fork(0, into=[1, 3])
 
 
-def test_a_graph_that_cannot_copy_pages_forbids_forks() -> None:
+def test_a_graph_that_cannot_copy_pages_forbids_forks():
     cache = make_cache(2, page_size=PAGE)
     cache._captured_without_forks = True
     with pytest.raises(UnsupportedError, match="expected a first fork before a CUDA graph"):
         cache.fork(0, into=[1])
 
 
-def test_ten_thousand_forks_appends_truncates_and_evicts() -> None:
+def test_ten_thousand_forks_appends_truncates_and_evicts():
     """Every request holds what a list says, no page leaks, and refusals are deserved."""
     chance, b, pages = random.Random(3), 6, 14
     cache = make_cache(b, page_size=PAGE, num_pages=pages)

@@ -1,7 +1,5 @@
 """Calls with the widths and head counts of every published model, against float64 on the CPU."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 
@@ -64,7 +62,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("h", HEADS)
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
-def test_every_width_with_every_number_of_heads(widths: Widths, h: int):
+def test_every_width_with_every_number_of_heads(widths, h):
     s, causal, paged = KINDS[(HEADS.index(h) + WIDTHS.index(widths)) % len(KINDS)]
     full, *expected_of_all = all_heads(widths, s, causal)
     expected, expected_lse = (each[:, :, -h:] for each in expected_of_all)
@@ -90,7 +88,7 @@ def test_every_width_with_every_number_of_heads(widths: Widths, h: int):
 
 @pytest.mark.parametrize("options", [{"window": 20}, {"prefix": 16}, {"window": 12, "prefix": 16}])
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
-def test_decompressed_copies_have_the_width_of_the_values(widths: Widths, options: dict[str, int]):
+def test_decompressed_copies_have_the_width_of_the_values(widths, options):
     problem, inputs = case(widths, 4, 3, True)
     cache = filled(problem, inputs, **options)
     expected, _ = exact(problem, inputs)
@@ -161,7 +159,7 @@ def replace_cache(operands: tuple, cache: mla_var3.LatentCache) -> tuple:
 
 
 @pytest.mark.parametrize("widths", [each for each in WIDTHS if each.p], ids=str)
-def test_the_latent_cutile_kernel_serves_every_width_with_rope(widths: Widths):
+def test_the_latent_cutile_kernel_serves_every_width_with_rope(widths):
     problem, inputs = case(widths, 5, 2, True)
     expected, expected_lse = exact(problem, inputs)
     o, lse = mla_var3.mla_attention(

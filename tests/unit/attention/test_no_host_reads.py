@@ -1,7 +1,5 @@
 """What a CUDA graph captures never asks the device: on tensors without values that would raise."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -42,7 +40,7 @@ def make_cache(**options: Any) -> LatentCache:
         {"window": 128, "window_dtype": "fp8"},
     ],
 )
-def test_the_cache(options: dict[str, Any]) -> None:
+def test_the_cache(options):
     cache, counts = make_cache(**options), empty(B, dtype=torch.int32)
     if "prefix" in options:
         cache.set_prefix(empty(64, K), empty(64, P), **weights())
@@ -79,7 +77,7 @@ def test_the_cache(options: dict[str, Any]) -> None:
         {"total_lengths": torch.empty(B, dtype=torch.int32, device="meta"), "max_kv": 100},
     ],
 )
-def test_the_attention(paged: dict[str, Any], options: dict[str, Any]) -> None:
+def test_the_attention(paged, options):
     leading = (9,) if "cu_seqlens_q" in options else (B, S)
     output, lse = mla_var3.mla_attention(
         empty(*leading, H, D), empty(*leading, H, P), make_cache(**paged), **weights(),
@@ -90,7 +88,7 @@ def test_the_attention(paged: dict[str, Any], options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("paged", [{}, {"page_size": 64}])
 @pytest.mark.parametrize("packed", [True, False])
-def test_shared_prefixes(paged: dict[str, int], packed: bool) -> None:
+def test_shared_prefixes(paged, packed):
     backend = PrefixBackend(TorchTiled())
     registry.register(backend)
     cache = LatentCache.allocate(B, 256, k=K, p=P, device="meta", **paged)
@@ -109,7 +107,7 @@ def test_shared_prefixes(paged: dict[str, int], packed: bool) -> None:
     assert output.shape == (*leading, H, K) and lse.shape == (*leading, H)
 
 
-def test_packed_queries_need_their_bound() -> None:
+def test_packed_queries_need_their_bound():
     bounds = empty(B + 1, dtype=torch.int32)
     with pytest.raises(InvalidArgumentError, match="max_q: expected the most queries of any"):
         mla_var3.mla_attention(

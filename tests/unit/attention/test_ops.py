@@ -1,9 +1,5 @@
 """The calls inside `torch.compile` and `torch.export`, through their operators."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
@@ -25,7 +21,7 @@ def call(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor, Latent
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compile_without_a_break(backend: str, call: Any) -> None:
+def test_compile_without_a_break(backend, call):
     q_nope, q_rope, cache, model = call
     parents = torch.tensor([-1, 0, 0])
 
@@ -40,7 +36,7 @@ def test_compile_without_a_break(backend: str, call: Any) -> None:
         torch.testing.assert_close(got, expected)
 
 
-def test_compile_follows_the_cache_and_fills_out(call: Any) -> None:
+def test_compile_follows_the_cache_and_fills_out(call):
     """The compiled program reads the cache when it runs, and writes where it is told."""
     q_nope, q_rope, cache, model = call
     out = torch.empty(2, 3, 2, 6)
@@ -58,7 +54,7 @@ def test_compile_follows_the_cache_and_fills_out(call: Any) -> None:
     torch.testing.assert_close(out, expected)
 
 
-def test_compile_of_latent_and_packed_queries(call: Any) -> None:
+def test_compile_of_latent_and_packed_queries(call):
     _, q_rope, cache, _ = call
     bounds = torch.tensor([0, 2, 6], dtype=torch.int32)
 
@@ -92,7 +88,7 @@ class Layer(torch.nn.Module):
         return mla_var3.mla_attention(q_nope, q_rope, cache, self.w_uk, self.w_uv, lengths=lengths)
 
 
-def test_export(generator: torch.Generator) -> None:
+def test_export(generator):
     layer = Layer(make_model(generator))
     shapes = [(2, 3, 2, 6), (2, 3, 2, P), (2, 20, 8), (2, 20, P)]
     operands = [normal(generator, *shape, dtype=torch.float32) for shape in shapes]
@@ -103,7 +99,7 @@ def test_export(generator: torch.Generator) -> None:
     torch.testing.assert_close(program.module()(*operands, lengths), layer(*operands, lengths))
 
 
-def test_the_operators_follow_their_schema(call: Any) -> None:
+def test_the_operators_follow_their_schema(call):
     """Schema and shapes without values agree with what really comes out."""
     q_nope, q_rope, cache, model = call
     view = cache.view()
@@ -120,7 +116,7 @@ def test_the_operators_follow_their_schema(call: Any) -> None:
     torch.library.opcheck(latent_attention_op, latent)
 
 
-def test_the_window_that_a_call_completes_is_declared(generator: torch.Generator) -> None:
+def test_the_window_that_a_call_completes_is_declared(generator):
     """After a rollback the mix decompresses what its window lacks, in place."""
     pytest.importorskip("cuda.tile")
     bf16 = torch.bfloat16

@@ -1,9 +1,4 @@
-"""The names that the package offers, and what importing and using them leaves behind."""
-
-from __future__ import annotations
-
-import subprocess
-import sys
+"""The names that the package offers, and what using them leaves behind."""
 
 import torch
 
@@ -13,7 +8,7 @@ from mla_var3 import attention
 from .attention_support import filled_cache, make_model, normal
 
 
-def test_names_are_offered_and_listed() -> None:
+def test_names_are_offered_and_listed():
     for name in ("LatentCache", "explain", "mla_attention", "mla_latent_attention"):
         assert getattr(mla_var3, name) is getattr(attention, name)
         assert name in dir(mla_var3)
@@ -22,27 +17,7 @@ def test_names_are_offered_and_listed() -> None:
         assert name in dir(attention)
 
 
-def test_a_call_on_the_cpu_loads_no_kernel_language(package_environment: dict[str, str]) -> None:
-    code = (
-        "import sys, torch, mla_var3\n"
-        "c = mla_var3.LatentCache.allocate(1, 8, k=4, p=2, dtype=torch.float32)\n"
-        "c.append(torch.ones(1, 3, 4), torch.ones(1, 3, 2))\n"
-        "q = torch.ones(1, 1, 1, 2)\n"
-        "mla_var3.mla_attention(q, q, c, torch.ones(1, 2, 4), torch.ones(1, 4, 2))\n"
-        "assert not {'cuda.tile', 'cutlass'} & set(sys.modules)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=package_environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_parameters_leave_no_gradients_behind(generator: torch.Generator) -> None:
+def test_parameters_leave_no_gradients_behind(generator):
     model = make_model(generator)
     cache, _ = filled_cache(generator, [9, 4], model, window=3)
     for weight in (model.w_uk, model.w_uv):

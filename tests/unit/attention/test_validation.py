@@ -1,7 +1,5 @@
 """Every wrong argument of the calls raises an error that names it, what was expected and came."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -118,7 +116,7 @@ PACKED = {"q_nope": torch.randn(6, H, D), "q_rope": torch.randn(6, H, P), "cu_se
         (changed(total_lengths=[1, 2, 3]), r"total_lengths: expected \[b=2\], got \[3\]"),
     ],
 )
-def test_wrong_arguments(change: Callable[[Arguments], Arguments], message: str) -> None:
+def test_wrong_arguments(change, message):
     given = change(arguments())
     operands = [given.pop(name) for name in ("q_nope", "q_rope", "cache", "w_uk", "w_uv")]
     with pytest.raises(InvalidArgumentError, match=message):
@@ -139,14 +137,12 @@ def test_wrong_arguments(change: Callable[[Arguments], Arguments], message: str)
         ),
     ],
 )
-def test_a_named_kernel_is_used_or_refused(
-    kernel: str, error: type[Exception], message: str
-) -> None:
+def test_a_named_kernel_is_used_or_refused(kernel, error, message):
     with pytest.raises(error, match=message):
         mla_var3.mla_attention(**arguments(), kernel=kernel)
 
 
-def test_unknown_options_are_named() -> None:
+def test_unknown_options_are_named():
     given = arguments()
     with pytest.raises(UnknownNameError, match="unknown option 'casual'; did you mean 'causal'"):
         mla_var3.mla_latent_attention(
@@ -156,9 +152,6 @@ def test_unknown_options_are_named() -> None:
         mla_var3.explain(1, 2)
     with pytest.raises(InvalidArgumentError, match="d: expected a positive integer, got 0"):
         mla_var3.mla_latent_attention(torch.randn(B, S, H, K), given["q_rope"], given["cache"], d=0)
-
-
-# --- values on the device -------------------------------------------------------------------------
 
 
 def paged_arguments(**changes: Any) -> Arguments:
@@ -200,9 +193,7 @@ def int32(*values: Any) -> torch.Tensor:
         ({}, {**PACKED, "max_q": 2}, "max_q: expected at least 3, got 2"),
     ],
 )
-def test_values_of_cpu_tensors_are_always_checked(
-    changes: Arguments, options: Arguments, message: str
-) -> None:
+def test_values_of_cpu_tensors_are_always_checked(changes, options, message):
     with pytest.raises(InvalidArgumentError, match=message):
         mla_var3.mla_attention(**{**paged_arguments(**changes), **options})
 
@@ -219,12 +210,12 @@ def test_values_of_cpu_tensors_are_always_checked(
         ({"tree_mask": torch.tensor([[-1, 0, 7]] * B)}, r"parents\[0, 2\]: expected .* got 7"),
     ],
 )
-def test_values_that_the_host_has_are_always_checked(options: Arguments, message: str) -> None:
+def test_values_that_the_host_has_are_always_checked(options, message):
     with pytest.raises(InvalidArgumentError, match=message):
         mla_var3.mla_attention(**{**arguments(), **options})
 
 
-def test_a_list_is_checked_for_tensors_without_values() -> None:
+def test_a_list_is_checked_for_tensors_without_values():
     """As for a GPU, whose memory the host does not read."""
 
     def meta(value: Any) -> Any:
@@ -237,7 +228,7 @@ def test_a_list_is_checked_for_tensors_without_values() -> None:
         mla_var3.mla_attention(**moved, cache=cache, lengths=[3, 71])
 
 
-def test_debug_mode_wants_a_token_per_query(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debug_mode_wants_a_token_per_query(monkeypatch):
     given = paged_arguments(lengths=int32(2, 0))
     mla_var3.mla_attention(**given)  # the first query sees nothing, which is defined
     monkeypatch.setenv("HYPER_MLA_DEBUG", "1")

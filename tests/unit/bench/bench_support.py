@@ -1,7 +1,5 @@
 """Rows, records, contenders, timers and a fake GPU for the benchmark tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

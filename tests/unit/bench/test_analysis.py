@@ -1,7 +1,5 @@
 """Findings of a record: the fastest, speed-ups, crossings, windows, doubts; and the plots."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,18 +43,18 @@ def sweep_rows() -> list[BenchRow]:
 
 
 def eight_bit(time_us: float, **changes: object) -> BenchRow:
-    return row("mla_var6_plus_v2", time_us, language="cute-dsl", path=MIX, **changes)  # type: ignore[arg-type]
+    return row("mla_var6_plus_v2", time_us, language="cute-dsl", path=MIX, **changes)
 
 
 def window_rows(least: float = 100.0, **changes: object) -> list[BenchRow]:
     return [
-        row("mla_var6_plus_v3", least + n, s=s, path=MIX, choices={"n": n}, **changes)  # type: ignore[arg-type]
+        row("mla_var6_plus_v3", least + n, s=s, path=MIX, choices={"n": n}, **changes)
         for s in (16, 32)
         for n in (2048, 0)
     ]
 
 
-def test_projections_and_failures_do_not_compete() -> None:
+def test_projections_and_failures_do_not_compete():
     rows = [
         row(time_us=1000.0),
         row("query projection", 10.0, source=PROJECTION, projections_us=None),
@@ -70,7 +68,7 @@ def test_projections_and_failures_do_not_compete() -> None:
     assert group.basis == KERNEL_TIME
 
 
-def test_an_eight_bit_kernel_is_never_our_best() -> None:
+def test_an_eight_bit_kernel_is_never_our_best():
     rows = [row(time_us=1000.0), eight_bit(500.0), peer(time_us=900.0)]
     (group,) = shape_groups(rows)
     assert group.best_ours is rows[0]
@@ -85,10 +83,10 @@ def test_an_eight_bit_kernel_is_never_our_best() -> None:
     assert [(c.before, c.after) for c in data.crossings] == [("flash_mla", "flash_attention")]
 
 
-def test_8_bit_caches_meet_8_bit_peers() -> None:
+def test_8_bit_caches_meet_8_bit_peers():
     """Our 16-bit kernel is not compared with an 8-bit peer, our 8-bit one with all of them."""
     fp8 = {"cache_dtype": "fp8", "language": "cute-dsl"}
-    rows = [row(time_us=1000.0), row("flash_mla", 450.0, **fp8), peer(time_us=900.0)]  # type: ignore[arg-type]
+    rows = [row(time_us=1000.0), row("flash_mla", 450.0, **fp8), peer(time_us=900.0)]
     rows.append(peer("FlashMLA (vLLM)", 700.0, cache_dtype="fp8"))
     (group,) = shape_groups(rows)
     assert (group.best_ours, group.best_eight_bit) == (rows[0], rows[1])
@@ -101,7 +99,7 @@ def test_8_bit_caches_meet_8_bit_peers() -> None:
     assert group.rivals == predicted[:1] and group.best_eight_bit is predicted[1]
 
 
-def test_a_prediction_is_compared_with_the_pure_paths() -> None:
+def test_a_prediction_is_compared_with_the_pure_paths():
     rows = [
         row("flash_mla_v2", 800.0, kind=PREDICTED),
         row("flash_attention", 900.0, kind=PREDICTED),
@@ -112,7 +110,7 @@ def test_a_prediction_is_compared_with_the_pure_paths() -> None:
     assert group.speedup(rows[2]) == pytest.approx(840 / 420)
 
 
-def test_crossings_lie_where_the_lines_meet() -> None:
+def test_crossings_lie_where_the_lines_meet():
     data = times_over_s(sweep_rows())
     assert data is not None
     assert data.title == "b=32 t=4096 h=128"
@@ -134,15 +132,13 @@ def test_crossings_lie_where_the_lines_meet() -> None:
         ([(1, 1.0), (4, 2.0)], [(1, 2.0), (2, 3.0), (4, 4.0)], None),
     ],
 )  # fmt: skip
-def test_only_lines_with_a_time_on_either_side_cross(
-    a: list[tuple[int, float]], b: list[tuple[int, float]], meet: float | None
-) -> None:
+def test_only_lines_with_a_time_on_either_side_cross(a, b, meet):
     found = find_crossings({"b": b, "a": a})
     assert [(c.before, c.after) for c in found] == ([] if meet is None else [("a", "b")])
     assert meet is None or found[0].s == pytest.approx(meet)
 
 
-def test_windows_are_grouped_by_kernel_and_length() -> None:
+def test_windows_are_grouped_by_kernel_and_length():
     data = times_over_n([*window_rows(), row("mla_var6_plus", 5.0, s=64, choices={"n": 0})])
     assert data is not None
     assert data.series == {
@@ -152,7 +148,7 @@ def test_windows_are_grouped_by_kernel_and_length() -> None:
     assert times_over_n([row()]) is None
 
 
-def test_the_grid_compares_all_cells_by_the_same_time() -> None:
+def test_the_grid_compares_all_cells_by_the_same_time():
     grid = speedup_grid(sweep_rows())
     assert grid is not None and len(grid.cells) == 8
     assert grid.cells[128, 4096] == pytest.approx(72 * 128 / 1920)
@@ -168,7 +164,7 @@ def test_the_grid_compares_all_cells_by_the_same_time() -> None:
         assert grid.cells == pytest.approx(cells)
 
 
-def test_doubtful_rows_are_named() -> None:
+def test_doubtful_rows_are_named():
     # 3e8 bytes at the vendor's 4800 GB/s take 62 us.
     impossible = row("flash_mla", 50.0, flops=1e9)
     (found,) = doubts([impossible, peer(time_us=45.0, flops=1e6, bytes=1e6)])
@@ -177,9 +173,6 @@ def test_doubtful_rows_are_named() -> None:
     assert "1.19x as fast as the best peer" in large
     assert doubts([row(time_us=1000.0), peer(time_us=1050.0)]) == []
     assert doubts([replace(impossible, kind=PREDICTED)]) == []
-
-
-# --- plots ----------------------------------------------------------------------------------------
 
 
 def svg(plot: Plot) -> str:
@@ -213,16 +206,14 @@ def plots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Plot]:
                      "(ours in blue, 8-bit hatched)")),
     ],
 )  # fmt: skip
-def test_a_plot_says_what_it_shows(
-    name: str, words: tuple[str, ...], plots: dict[str, Plot]
-) -> None:
+def test_a_plot_says_what_it_shows(name, words, plots):
     text = svg(plots[name])
     for shown in words:
         assert shown in text, shown
     assert "predicted" not in text
 
 
-def test_predictions_are_marked_on_every_plot(tmp_path: Path) -> None:
+def test_predictions_are_marked_on_every_plot(tmp_path):
     rows = [replace(r, kind=PREDICTED) for r in sweep_rows() if r.kernel != "FlashMLA"]
     rows += window_rows(kind=PREDICTED)
     found = drawn(tmp_path, *rows)
@@ -232,14 +223,14 @@ def test_predictions_are_marked_on_every_plot(tmp_path: Path) -> None:
     assert "better pure path" in svg(found["speedup"])
 
 
-def test_a_plot_that_cannot_be_drawn_says_why(tmp_path: Path) -> None:
+def test_a_plot_that_cannot_be_drawn_says_why(tmp_path):
     assert all(plot.missing and not plot.files for plot in drawn(tmp_path).values())
     unknown = drawn(tmp_path, row(device="NVIDIA Nothing"))
     assert unknown["roofline"].missing == "NVIDIA Nothing is not in the device table"
     assert unknown["kernels"].files
 
 
-def test_colours() -> None:
+def test_colours():
     names = ["flash_mla", "flash_attention", "FlashMLA", "FlashInfer", "flash_mla_v2", "x", "y"]
     assert len({series_colour(name, names) for name in names}) == len(names)
     assert series_colour("flash_mla_split_kv_v1", ()) == COLOURS["flash_mla_split_kv"]

@@ -1,7 +1,5 @@
 """Records to be sent: the figures stay, everything private goes."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +39,7 @@ def record(*rows: BenchRow) -> BenchRecord:
     return BenchRecord("all", environment, list(rows), absent, notes=["from /home/Jane Doe/x"])
 
 
-def test_figures_stay_and_private_facts_go() -> None:
+def test_figures_stay_and_private_facts_go():
     failed = replace(ROW, time_us=None, status=FAILED, reason="jane: no such kernel")
     found = contribution(record(ROW, failed, replace(ROW, kind=PREDICTED))).to_dict()
     text = json.dumps(found)
@@ -54,7 +52,7 @@ def test_figures_stay_and_private_facts_go() -> None:
     assert found["environment"]["versions"] == {"torch": "2.9.1", "python": "3.12.3"}
 
 
-def test_predictions_cannot_be_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_predictions_cannot_be_sent(tmp_path, capsys):
     with pytest.raises(InvalidArgumentError, match="contribute: expected measured rows"):
         contribution(record(replace(ROW, kind=PREDICTED)))
     argv = ["bench", "all", "--contribute", "--mode=predict", f"--out_dir={tmp_path}"]
@@ -62,7 +60,7 @@ def test_predictions_cannot_be_sent(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "contribute: expected a GPU to measure on, or --records" in capsys.readouterr().err
 
 
-def test_a_recorded_run_can_be_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recorded_run_can_be_sent(tmp_path, capsys):
     source = Path(__file__).parents[3] / "docs/results/2026-11-15-nvidia-h200-suite-mix.json"
     argv = ["bench", f"--records={source}", "--contribute", f"--out_dir={tmp_path}"]
     assert main(argv) == 0

@@ -1,7 +1,5 @@
 """Measuring: check before timing, rotating order, rounds combined, failures as rows."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,7 +47,7 @@ def measure(*contenders: Any, timer: FakeTimer | None = None, **options: Any) ->
     )
 
 
-def test_the_order_rotates_and_the_check_comes_once_before_the_first_timing() -> None:
+def test_the_order_rotates_and_the_check_comes_once_before_the_first_timing():
     orders = [rotated("abcdef", i, 3) for i in range(3)]
     assert orders == [list("abcdef"), list("cdefab"), list("efabcd")]
     assert rotated("ab", 3, 5) == ["b", "a"] and rotated("", 1, 3) == []
@@ -65,7 +63,7 @@ def test_the_order_rotates_and_the_check_comes_once_before_the_first_timing() ->
         measure(FakeContender("a", []), rounds=0)
 
 
-def test_rounds_are_combined_into_median_and_widest_spread() -> None:
+def test_rounds_are_combined_into_median_and_widest_spread():
     timer = FakeTimer(100.0, 130.0, 110.0)
     peer = FakeContender("a", [], versions={"flashmla": "vllm 1"})
     (found,) = measure(peer, timer=timer, rounds=3)
@@ -80,7 +78,7 @@ def test_rounds_are_combined_into_median_and_widest_spread() -> None:
     assert not summarise([cold, warm]).cold_l2 and summarise([cold, cold]).cold_l2
 
 
-def test_a_failed_check_blocks_the_timing_and_nobody_else() -> None:
+def test_a_failed_check_blocks_the_timing_and_nobody_else():
     log: list[str] = []
     wrong, right = FakeContender("wrong", log, error=0.5), FakeContender("right", log)
     rows = measure(wrong, right, rounds=2)
@@ -91,13 +89,13 @@ def test_a_failed_check_blocks_the_timing_and_nobody_else() -> None:
     assert log.count("build wrong") == 1
 
 
-def test_who_cannot_take_part_is_absent_and_who_breaks_has_failed() -> None:
+def test_who_cannot_take_part_is_absent_and_who_breaks_has_failed():
     log: list[str] = []
     rows = measure(
         FakeContender("missing", log, asked={"n": 7}, broken=MissingToolError("lib: not found")),
         FakeContender("broken", log, broken=RuntimeError("CUDA out of memory\nlong story")),
         FakeContender("silent", log, broken=RuntimeError()),
-        FakeContender("leaving", log, broken=SystemExit(3)),  # type: ignore[arg-type]
+        FakeContender("leaving", log, broken=SystemExit(3)),
     )
     assert [(r.status, r.reason) for r in rows] == [
         (ABSENT, "lib: not found"),
@@ -108,7 +106,7 @@ def test_who_cannot_take_part_is_absent_and_who_breaks_has_failed() -> None:
     assert rows[0].choices == {"n": 7}
 
 
-def test_a_lost_device_fails_the_rest_with_the_culprit() -> None:
+def test_a_lost_device_fails_the_rest_with_the_culprit():
     log: list[str] = []
     rows = measure(
         FakeContender("good", log),
@@ -123,7 +121,7 @@ def test_a_lost_device_fails_the_rest_with_the_culprit() -> None:
     assert "build next" not in log
 
 
-def test_projections_are_added_by_path() -> None:
+def test_projections_are_added_by_path():
     rows = with_projections(
         [
             row("flash_mla"),
@@ -137,7 +135,7 @@ def test_projections_are_added_by_path() -> None:
     assert with_projections(rows[:1] + rows[3:4])[0].call_us is None  # one of them is unknown
 
 
-def test_our_kernels_and_projections_run_through_the_interpreter() -> None:
+def test_our_kernels_and_projections_run_through_the_interpreter():
     contenders = [
         kernel_contender(KernelChoice(find_kernel("flash_mla")), SMALL, "sm_90", "cpu"),
         kernel_contender(
@@ -155,7 +153,7 @@ def test_our_kernels_and_projections_run_through_the_interpreter() -> None:
     assert all(r.error is not None and 0 < r.error < 0.01 for r in rows)
 
 
-def test_the_public_call_takes_part_with_its_choice() -> None:
+def test_the_public_call_takes_part_with_its_choice():
     (found,) = measure(call_contender(SMALL, "cpu"), rounds=1, problem=SMALL)
     assert found.status == OK, found.reason
     assert (found.kernel, found.path) == ("mla_attention", "call")
@@ -165,17 +163,17 @@ def test_the_public_call_takes_part_with_its_choice() -> None:
     assert found.tflops
 
 
-def test_a_wrong_public_call_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_public_call_is_caught(monkeypatch):
     import mla_var3.attention.call as call
 
     right = call.mla_attention
-    monkeypatch.setattr(call, "mla_attention", lambda *x, **o: right(*x, **o) * 1.1)  # type: ignore[operator]
+    monkeypatch.setattr(call, "mla_attention", lambda *x, **o: right(*x, **o) * 1.1)
     (found,) = measure(call_contender(SMALL, "cpu"), rounds=1, problem=SMALL)
     assert found.status == FAILED
     assert "mla_attention (torch_tiled, torch): relative error 0.1" in found.reason
 
 
-def test_a_plan_that_does_not_fit_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_does_not_fit_is_absent(monkeypatch):
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (int(10e9), int(141e9)))
     monkeypatch.setattr(bench_contenders, "current_device_spec", lambda: device_spec("H200"))
     for name, fits in (("flash_mla", True), ("flash_attention", False)):
@@ -188,7 +186,7 @@ def test_a_plan_that_does_not_fit_is_absent(monkeypatch: pytest.MonkeyPatch) -> 
                 require_memory(plan)
 
 
-def test_a_plan_says_what_it_cannot_do() -> None:
+def test_a_plan_says_what_it_cannot_do():
     choice = KernelChoice(find_kernel("flash_mla"), {"n": 3})
     with pytest.raises(Exception, match="expected a plan that takes n=3"):
         make_plan(choice, SMALL, "sm_90")
@@ -197,10 +195,7 @@ def test_a_plan_says_what_it_cannot_do() -> None:
     assert make_plan(KernelChoice(find_kernel("flash_mla")), SMALL, "sm_90").params()["t"] == 70
 
 
-# --- tuning ---------------------------------------------------------------------------------------
-
-
-def test_kernels_share_the_seconds_of_tuning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_share_the_seconds_of_tuning(monkeypatch):
     """What one does not need is left to the others; later rounds search nothing."""
     clock = [0.0]
     monkeypatch.setattr("mla_var3.bench.contenders.time.monotonic", lambda: clock[0])
@@ -217,7 +212,7 @@ def test_kernels_share_the_seconds_of_tuning(monkeypatch: pytest.MonkeyPatch) ->
     assert options.tune_seconds is None
 
 
-def test_what_was_tried_is_said() -> None:
+def test_what_was_tried_is_said():
     def stage(tried: int, candidates: int, **more: bool) -> Any:
         state = {"from_cache": False, "complete": True, **more}
         return SimpleNamespace(tried=tried, candidates=candidates, **state)

@@ -1,7 +1,5 @@
 """The pages: all rows, nothing from elsewhere, valid HTML, both colour schemes."""
 
-from __future__ import annotations
-
 import base64
 import re
 from dataclasses import replace
@@ -82,7 +80,7 @@ def page_of(found: BenchRecord, folder: Path) -> str:
     return html_page(found, draw_plots(found, folder))
 
 
-def test_the_page_is_well_formed_and_complete(full_page: str) -> None:
+def test_the_page_is_well_formed_and_complete(full_page):
     found, text = full_record(), full_page
     page = Page(text)
     assert text.startswith("<!DOCTYPE html>")
@@ -97,7 +95,7 @@ def test_the_page_is_well_formed_and_complete(full_page: str) -> None:
         assert any(shown in cell for cell in tables), shown
 
 
-def test_the_page_needs_nothing_else(full_page: str) -> None:
+def test_the_page_needs_nothing_else(full_page):
     text = full_page
     outside = re.sub(r"base64,[^\"]+", "", text)
     assert not re.search(r"https?:|//[a-z]|url\(|@import|<script|<link|<iframe", outside)
@@ -110,14 +108,14 @@ def test_the_page_needs_nothing_else(full_page: str) -> None:
             assert f'id="{anchor[1:]}"' in text
 
 
-def test_the_images_are_the_plots(full_page: str, folder: Path) -> None:
+def test_the_images_are_the_plots(full_page, folder):
     inline = [base64.b64decode(data) for data in re.findall(r"base64,([^\"]+)", full_page)]
     files = [path.read_bytes() for path in folder.glob("*.png")]
     assert len(inline) == len(files) == 4 and sorted(inline) == sorted(files)
     assert "Time of mla_var6_plus over its window: not drawn" in full_page
 
 
-def test_predictions_are_labelled_and_a_row_cannot_break_the_page(full_page: str) -> None:
+def test_predictions_are_labelled_and_a_row_cannot_break_the_page(full_page):
     script = row("<script>alert(1)</script>", kind=PREDICTED)
     text = html_page(record(script, notes=[NOTE, "<b>"]), [])
     Page(text)
@@ -128,7 +126,7 @@ def test_predictions_are_labelled_and_a_row_cannot_break_the_page(full_page: str
     assert "predicted" not in full_page.split("</title>")[0]
 
 
-def test_the_verdicts_are_on_the_page() -> None:
+def test_the_verdicts_are_on_the_page():
     found = full_record()
     earlier = full_record()
     earlier.rows[0] = replace(earlier.rows[0], time_us=500.0)
@@ -140,7 +138,7 @@ def test_the_verdicts_are_on_the_page() -> None:
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
-def test_the_published_records_become_pages(path: Path) -> None:
+def test_the_published_records_become_pages(path):
     found = load_record(path)
     assert found.devices and all(r.command and r.versions["torch"] for r in found.rows)
     page = Page(html_page(found, []))
@@ -150,7 +148,7 @@ def test_the_published_records_become_pages(path: Path) -> None:
             assert all(list(cells(group, row)) in page.cells for row in group.timed)
 
 
-def test_the_markdown_has_every_row_and_reason(tmp_path: Path) -> None:
+def test_the_markdown_has_every_row_and_reason(tmp_path):
     found = full_record()
     text = markdown_page(found, [Plot("x", "Roofline", "Caption.", (tmp_path / "roofline.png",))])
     assert text.startswith("---\nkind:")
@@ -162,7 +160,7 @@ def test_the_markdown_has_every_row_and_reason(tmp_path: Path) -> None:
     assert "## To be explained" not in markdown_page(record(row(), peer()), [])
 
 
-def test_the_headline_says_who_wins() -> None:
+def test_the_headline_says_who_wins():
     groups = shape_groups(full_record().rows)
     assert headline(groups[0]) == (
         "mla_var6_plus_v2 n=1024 is 1.12x as fast as FlashMLA (call time)"
@@ -173,7 +171,7 @@ def test_the_headline_says_who_wins() -> None:
     assert headline(even) == "ours is as fast as FlashMLA (call time)"
 
 
-def test_eight_bit_results_stand_in_a_column_of_their_own() -> None:
+def test_eight_bit_results_stand_in_a_column_of_their_own():
     """The headline once counted them as our best without saying so."""
     fast = row("mla_var6_plus_v2", 500.0, language="cute-dsl", error=0.04)
     (group,) = shape_groups([row("flash_mla", 800.0), fast, peer(time_us=900.0)])
@@ -189,7 +187,7 @@ def test_eight_bit_results_stand_in_a_column_of_their_own() -> None:
     assert headers(without)[-1] == "vs best"
 
 
-def test_troubles_name_the_shapes_where_not_all_are_meant() -> None:
+def test_troubles_name_the_shapes_where_not_all_are_meant():
     found = record(row("a", None, status=FAILED, reason="why"), row("b", s=32))
     assert troubles(found) == [("a", "failed", "why (b=32 s=16 t=4096 h=128)")]
     everywhere = record(*(row("a", None, s=s, status=ABSENT, reason="why") for s in (1, 2)))
@@ -199,7 +197,7 @@ def test_troubles_name_the_shapes_where_not_all_are_meant() -> None:
     assert "s=4 t" in reason and "s=5 t" not in reason and "3 more shapes" in reason
 
 
-def test_the_method_is_that_of_the_record() -> None:
+def test_the_method_is_that_of_the_record():
     def said(found: BenchRecord) -> str:
         return " ".join(method(found))
 

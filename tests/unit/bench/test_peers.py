@@ -4,8 +4,6 @@ The peers' kernels cannot run here. Stand-ins with their interfaces compute plai
 exactly what they are handed, so a wrong page, stride, length or scale shows as an error.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
@@ -225,9 +223,7 @@ def references() -> dict[tuple[bool, bool], dict[str, Tensor]]:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("operators", [True, False])
 @pytest.mark.parametrize("name", PEERS)
-def test_every_peer_gets_the_right_numbers(
-    name: str, operators: bool, causal: bool, references: dict[Any, dict[str, Tensor]]
-) -> None:
+def test_every_peer_gets_the_right_numbers(name, operators, causal, references):
     """With different lengths where a peer takes them: those on the latent cache."""
     latent = name in (*LATENT_PEERS, *EIGHT_BIT_PEERS)
     problem = replace(SMALL, causal=causal)
@@ -243,7 +239,7 @@ def test_every_peer_gets_the_right_numbers(
 
 
 @pytest.mark.parametrize("fmt", FP8_FORMATS)
-def test_our_kernel_on_an_8_bit_cache(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_kernel_on_an_8_bit_cache(fmt, monkeypatch):
     """By PyTorch here, which does not round the queries; against what the cache is worth."""
     monkeypatch.setattr(contenders, "FP8_KERNEL", "torch_tiled:torch")
     problem = MlaProblem(b=3, s=3, t=200, h=4, lengths=(3, 200, 71), **WIDTHS)
@@ -257,7 +253,7 @@ def test_our_kernel_on_an_8_bit_cache(fmt: str, monkeypatch: pytest.MonkeyPatch)
     assert 0.01 < compare(rows, inputs.latent_cache().float()).relative_frobenius < 0.05
 
 
-def test_a_peer_that_computes_something_else_is_caught() -> None:
+def test_a_peer_that_computes_something_else_is_caught():
     libraries = stand_ins()
     right = libraries.modules["fa3"].flash_attn_with_kvcache
     libraries.modules["fa3"].flash_attn_with_kvcache = lambda **given: right(
@@ -268,13 +264,13 @@ def test_a_peer_that_computes_something_else_is_caught() -> None:
         ready.check()
 
 
-def test_the_suites_and_the_peers_agree_on_names() -> None:
+def test_the_suites_and_the_peers_agree_on_names():
     assert set(KERNELS) == set(PEERS)
     with pytest.raises(UnknownNameError, match="did you mean 'flashmla'"):
         peer_kernel("flashmls")
 
 
-def test_absent_libraries_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_libraries_have_a_reason(monkeypatch):
     for modules in MODULES.values():
         for module in modules:
             monkeypatch.setitem(sys.modules, module, None)
@@ -289,7 +285,7 @@ def test_absent_libraries_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> None
     assert contender.versions == {}
 
 
-def test_a_package_joins_when_it_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_package_joins_when_it_can_be_imported(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_mla", flash_mla_package())
     libraries = PeerLibraries(wanted=("flashmla",))
     assert "flashmla" not in libraries.absent
@@ -299,9 +295,7 @@ def test_a_package_joins_when_it_can_be_imported(monkeypatch: pytest.MonkeyPatch
     assert contender.versions == {"flashmla": "flash_mla unknown"}
 
 
-def test_a_library_that_cannot_be_loaded_says_why(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_that_cannot_be_loaded_says_why(tmp_path, monkeypatch):
     libraries = PeerLibraries(tmp_path, wanted=("fa3",))
     assert "_vllm_fa3_C.abi3.so not found in --peer_libs" in libraries.absent["fa3"]
     (tmp_path / "sub").mkdir()
@@ -317,7 +311,7 @@ def test_a_library_that_cannot_be_loaded_says_why(
     assert libraries.absent == {"flashinfer": f"{MODULES['flashinfer'][0]}: wrong CUDA"}
 
 
-def test_a_release_with_other_arguments_is_refused() -> None:
+def test_a_release_with_other_arguments_is_refused():
     def newer(q: Any, pages: Any, page_size: int = 1) -> Any:
         return q
 

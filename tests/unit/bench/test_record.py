@@ -1,7 +1,5 @@
 """Records: JSON and CSV schemas, the first schema, invalid files and rows, merging."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -30,7 +28,7 @@ from tests.unit.bench.bench_support import AROUND, peer, record, row
 RESULTS = Path(__file__).parents[3] / "docs" / "results"
 
 
-def test_a_record_survives_the_file(tmp_path: Path) -> None:
+def test_a_record_survives_the_file(tmp_path):
     rows = [
         row("mla_var6_plus_v2", choices={"n": 1024}, path=MIX, language="cute-dsl"),
         row("flash_mla", None, status=FAILED, reason="output 0: NaN", error=None),
@@ -47,7 +45,7 @@ def test_a_record_survives_the_file(tmp_path: Path) -> None:
     )
 
 
-def test_the_json_schema(tmp_path: Path) -> None:
+def test_the_json_schema(tmp_path):
     save_record(record(row()), tmp_path / "a.json")
     data = json.loads((tmp_path / "a.json").read_text())
     assert data["schema"] == SCHEMA
@@ -64,7 +62,7 @@ def test_the_json_schema(tmp_path: Path) -> None:
     assert entry["rounds_us"] == [1001.0, 999.0, 1000.0]
 
 
-def test_the_csv_schema() -> None:
+def test_the_csv_schema():
     problem = MlaProblem(b=2, s=1, t=64, h=8, lengths=(3, 64))
     failed = row("flash_mla", None, status=FAILED, reason="a,b", problem=problem)
     found = record(row(choices={"n": 0}), peer(), failed)
@@ -76,13 +74,13 @@ def test_the_csv_schema() -> None:
     assert (lines[2]["time_us"], lines[2]["reason"], lines[2]["lengths"]) == ("", "a,b", "3..64")
 
 
-def test_labels_tell_language_choices_and_precision() -> None:
+def test_labels_tell_language_choices_and_precision():
     assert row("flash_mla").label == "flash_mla"
     both = row("flash_mla", language="cute-dsl", choices={"n": 3})
     assert (both.label, both.series) == ("flash_mla (cute-dsl) n=3", "flash_mla (cute-dsl)")
 
 
-def test_every_kernel_with_an_eight_bit_window_is_known() -> None:
+def test_every_kernel_with_an_eight_bit_window_is_known():
     from mla_var3.bench.suites import mla_kernels
     from mla_var3.op.mla.window.formats import FP8
     from mla_var3.runtime.paths import plan_class
@@ -99,7 +97,7 @@ def test_every_kernel_with_an_eight_bit_window_is_known() -> None:
         assert row(name, language=language).label == f"{name} ({language}) 8-bit"
 
 
-def test_shapes_show_what_is_unusual() -> None:
+def test_shapes_show_what_is_unusual():
     assert shape_text(MlaProblem(b=1, s=2, t=3, h=4)) == "b=1 s=2 t=3 h=4"
     odd = MlaProblem(b=1, s=2, t=3, h=4, d=64, dtype="float16", causal=False)
     assert shape_text(odd) == "b=1 s=2 t=3 h=4 d=64 float16 full"
@@ -115,7 +113,7 @@ def test_shapes_show_what_is_unusual() -> None:
         ('{"rows": [], "environment": {}, "schema": "x/9"}', "this version reads"),
     ],
 )
-def test_a_bad_file_is_named(text: str, message: str, tmp_path: Path) -> None:
+def test_a_bad_file_is_named(text, message, tmp_path):
     (tmp_path / "bad.json").write_text(text)
     with pytest.raises(InvalidArgumentError, match=message) as caught:
         load_record(tmp_path / "bad.json")
@@ -133,9 +131,7 @@ INVALID = [
 
 
 @pytest.mark.parametrize(("field", "value"), INVALID)
-def test_an_invalid_value_is_refused_on_load_and_on_write(
-    field: str, value: object, tmp_path: Path
-) -> None:
+def test_an_invalid_value_is_refused_on_load_and_on_write(field, value, tmp_path):
     """time_us=-5 once ranked first, and NaN and text disappeared."""
     file = tmp_path / "a.json"
     save_record(record(row(), peer()), file)
@@ -161,7 +157,7 @@ def test_an_invalid_value_is_refused_on_load_and_on_write(
         ({"kernel": "x", "problem": {"b": 0, "s": 1, "t": 1, "h": 1}}, r"row 0 \(x\), b: expected"),
     ],
 )
-def test_a_row_that_is_no_row_is_named(entry: object, message: str, tmp_path: Path) -> None:
+def test_a_row_that_is_no_row_is_named(entry, message, tmp_path):
     file = tmp_path / "a.json"
     file.write_text(
         json.dumps({"schema": SCHEMA, "suite": "a", "environment": {}, "rows": [entry]})
@@ -170,7 +166,7 @@ def test_a_row_that_is_no_row_is_named(entry: object, message: str, tmp_path: Pa
         load_record(file)
 
 
-def test_merged_records_keep_the_latest_row_per_device() -> None:
+def test_merged_records_keep_the_latest_row_per_device():
     old, new = record(row(time_us=2.0), peer()), record(row(time_us=1.0), row(device="NVIDIA B200"))
     old.environment = {**old.environment, "date": "2029"}
     merged = merge_records([new, old])

@@ -1,7 +1,5 @@
 """The regression check: three zones, and what is said instead of compared."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -29,7 +27,7 @@ def compare(before: list[BenchRow], after: list[BenchRow], **options: Any) -> Re
     [(900.0, BETTER), (971.0, BETTER), (972.0, SAME), (1000.0, SAME), (1028.0, SAME),
      (1029.0, WORSE), (1200.0, WORSE)],
 )  # fmt: skip
-def test_the_spread_sets_the_zones(time_us: float, verdict: str) -> None:
+def test_the_spread_sets_the_zones(time_us, verdict):
     # Twice the root of 10² + 10²: 28.3 us on either side.
     found = judge(row(time_us=1000.0, spread_us=10.0), row(time_us=time_us, spread_us=10.0))
     assert found.zone_us == pytest.approx(SPREADS * 200**0.5)
@@ -37,13 +35,13 @@ def test_the_spread_sets_the_zones(time_us: float, verdict: str) -> None:
     assert found.change == pytest.approx(time_us / 1000 - 1)
 
 
-def test_the_neutral_zone_is_never_narrower_than_a_share() -> None:
+def test_the_neutral_zone_is_never_narrower_than_a_share():
     for time_us, verdict in ((989.0, BETTER), (1010.0, SAME), (1011.0, WORSE)):
         found = judge(row(time_us=1000.0, spread_us=0.1), row(time_us=time_us, spread_us=0.1))
         assert (found.zone_us, found.verdict) == (LEAST_SHARE * 1000, verdict)
 
 
-def test_only_a_comparison_without_a_worse_row_passes() -> None:
+def test_only_a_comparison_without_a_worse_row_passes():
     before = [row(), peer(), row(s=32)]
     good = compare(before, [row(time_us=500.0), peer(), row(s=32)])
     assert good.passed and good.summary == "1 better, 2 same, 0 worse, 0 not compared"
@@ -70,9 +68,7 @@ def test_only_a_comparison_without_a_worse_row_passes() -> None:
         (row(), row(time_us=None, status=FAILED, reason="NaN"), "failed in the new record: NaN"),
     ],
 )
-def test_what_does_not_match_is_said_and_not_compared(
-    before: BenchRow, after: BenchRow, reason: str
-) -> None:
+def test_what_does_not_match_is_said_and_not_compared(before, after, reason):
     found = compare([before], [after])
     assert found.verdicts == []
     assert reason in found.not_compared[0][1]
@@ -83,7 +79,7 @@ def versions(**changes: str) -> dict[str, str]:
     return {**AROUND["versions"], **{k.replace("_", "-"): v for k, v in changes.items()}}
 
 
-def test_another_compiler_is_compared_on_request_only() -> None:
+def test_another_compiler_is_compared_on_request_only():
     new = row(versions=versions(cuda_tile="1.8.0"))
     found = compare([row()], [new])
     assert "cuda-tile 1.7.0 against 1.8.0" in found.not_compared[0][1]
@@ -96,7 +92,7 @@ def test_another_compiler_is_compared_on_request_only() -> None:
     assert found.passed and found.remarks == ["drivers differ: 580, 590"]
 
 
-def test_a_peer_is_tied_to_its_library_and_torch() -> None:
+def test_a_peer_is_tied_to_its_library_and_torch():
     def with_library(version: str, **changes: str) -> BenchRow:
         return peer(versions={**versions(**changes), "flashmla": version})
 
@@ -106,7 +102,7 @@ def test_a_peer_is_tied_to_its_library_and_torch() -> None:
     assert "torch" in compare([peer()], [peer(versions=versions(torch="3"))]).not_compared[0][1]
 
 
-def test_other_settings_and_clocks_are_remarks() -> None:
+def test_other_settings_and_clocks_are_remarks():
     before = record(row(), settings={"tilings": "default", "rounds": 3})
     after = record(row(), settings={"tilings": "tuned", "rounds": 3})
     for found, limited in ((before, True), (after, False)):

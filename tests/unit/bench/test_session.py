@@ -1,7 +1,5 @@
 """A benchmark on a device that fails: every suite, what is kept, who runs again, and where."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -47,9 +45,7 @@ def names(rows: list[BenchRow], status: str) -> set[str]:
 
 
 @pytest.mark.parametrize("suite", list(SUITES))
-def test_in_every_suite_one_broken_kernel_costs_its_own_rows_only(
-    suite: str, gpu: FakeGpu, tmp_path: Path
-) -> None:
+def test_in_every_suite_one_broken_kernel_costs_its_own_rows_only(suite, gpu, tmp_path):
     gpu.broken = {"flash_mla": RuntimeError("out of memory"), "fa3_qv": RuntimeError("no")}
     options = BenchOptions(suite=suite, quick=True, rounds=1, out_dir=tmp_path)
     rows = run_bench(options).record.rows
@@ -61,7 +57,7 @@ def test_in_every_suite_one_broken_kernel_costs_its_own_rows_only(
     assert names(rows, OK) == expected
 
 
-def test_a_quick_run_has_fewer_shapes_rounds_and_seconds(gpu: FakeGpu, tmp_path: Path) -> None:
+def test_a_quick_run_has_fewer_shapes_rounds_and_seconds(gpu, tmp_path):
     def count(suite: str, quick: bool) -> int:
         cases, _ = build_cases(BenchOptions(suite=suite, quick=quick))
         return sum(len(case.kernels) for case in cases)
@@ -78,8 +74,8 @@ def test_a_quick_run_has_fewer_shapes_rounds_and_seconds(gpu: FakeGpu, tmp_path:
 
 
 def test_a_lost_device_starts_again_and_nothing_but_the_culprit_is_missing(
-    gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    gpu, tmp_path, monkeypatch
+):
     gpu.deadly = {"flash_attention"}
     argv = ["bench", "sweep", "--s=1,2", "--t=64", "--backends=cutile-dsl,sdpa", "--rounds=2"]
     argv.append(f"--out_dir={tmp_path}")
@@ -116,7 +112,7 @@ def test_a_lost_device_starts_again_and_nothing_but_the_culprit_is_missing(
     assert "build flash_attention" not in gpu.log
 
 
-def test_without_a_new_process_the_run_ends_there_and_says_so(gpu: FakeGpu, tmp_path: Path) -> None:
+def test_without_a_new_process_the_run_ends_there_and_says_so(gpu, tmp_path):
     gpu.deadly = {"flash_attention"}
     options = BenchOptions(suite="sweep", sizes={"s": (1, 2), "t": (64,)}, out_dir=tmp_path)
     result = run_bench(options)
@@ -127,7 +123,7 @@ def test_without_a_new_process_the_run_ends_there_and_says_so(gpu: FakeGpu, tmp_
     assert "The device was lost" in result.files["html"].read_text()
 
 
-def test_resuming_measures_only_what_is_missing(gpu: FakeGpu, tmp_path: Path) -> None:
+def test_resuming_measures_only_what_is_missing(gpu, tmp_path):
     small: dict[str, Any] = {"suite": "sweep", "backends": ("cutile-dsl",), "rounds": 1}
     first = BenchOptions(sizes={"s": (1,), "t": (64,)}, out_dir=tmp_path, **small)
     done = run_bench(first).files["json"]
@@ -144,12 +140,7 @@ def test_resuming_measures_only_what_is_missing(gpu: FakeGpu, tmp_path: Path) ->
     assert {row.problem.s for row in other.record.rows} == {1, 2, 4}  # nothing of the file is lost
 
 
-def test_a_time_limit_blames_nobody(
-    gpu: FakeGpu,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_time_limit_blames_nobody(gpu, tmp_path, monkeypatch, capsys):
     def terminated(run: Callable[[], None]) -> Any:
         if len([line for line in gpu.log if line.startswith("check")]) > 6:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -166,7 +157,7 @@ def test_a_time_limit_blames_nobody(
     assert {row.status for row in rows} == {OK}
 
 
-def test_only_a_record_of_the_same_suite_and_device_is_resumed(tmp_path: Path) -> None:
+def test_only_a_record_of_the_same_suite_and_device_is_resumed(tmp_path):
     path = tmp_path / "figures.json"
     save_record(record(row()), path)
     assert resumable_rows(path, "figures", "NVIDIA H200")
@@ -175,7 +166,7 @@ def test_only_a_record_of_the_same_suite_and_device_is_resumed(tmp_path: Path) -
             resumable_rows(path, suite, device)
 
 
-def test_pinned_choices_tell_rows_of_one_kernel_apart() -> None:
+def test_pinned_choices_tell_rows_of_one_kernel_apart():
     entrants = [FakeContender("k", [], asked=pinned) for pinned in ({}, {"n": 4}, {"n": 8})]
     rows = [
         row("k", choices={"n": 4}),
@@ -190,7 +181,7 @@ def test_pinned_choices_tell_rows_of_one_kernel_apart() -> None:
     assert split_case(PROBLEM, entrants, rows[:2]) == (rows[:2], [])
 
 
-def test_a_contender_that_does_not_come_back_is_given_up() -> None:
+def test_a_contender_that_does_not_come_back_is_given_up():
     given_up: list[list[BenchRow]] = []
     released = threading.Event()
 
@@ -236,7 +227,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_a_hanging_process_is_replaced_and_a_crash_can_be_resumed(tmp_path: Path) -> None:
+def test_a_hanging_process_is_replaced_and_a_crash_can_be_resumed(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     root = Path(__file__).parents[3]
@@ -265,9 +256,7 @@ def test_a_hanging_process_is_replaced_and_a_crash_can_be_resumed(tmp_path: Path
     assert (tmp_path / "all.html").is_file()
 
 
-def test_the_last_one_may_break_the_device_without_a_new_start(
-    gpu: FakeGpu, tmp_path: Path
-) -> None:
+def test_the_last_one_may_break_the_device_without_a_new_start(gpu, tmp_path):
     gpu.deadly = {"sdpa"}
 
     def refuse(record: Path) -> None:

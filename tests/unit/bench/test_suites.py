@@ -1,32 +1,14 @@
 """The suites: shapes, kernels selected by word, and versions that run only when named."""
 
-from __future__ import annotations
-
 import pytest
 
 from mla_var3.attention.backends import registry
 from mla_var3.attention.backends.torch_tiled import TorchTiled
 from mla_var3.attention.prefix.attend import PrefixBackend
-from mla_var3.bench import run as bench_run
+from mla_var3.bench import suites
 from mla_var3.bench.contenders import PREFIX_KERNEL, prefix_contender
 from mla_var3.bench.run import BenchOptions, build_cases, chosen_shapes
-from mla_var3.bench.suites import (
-    EIGHT_BIT_PEERS,
-    PEERS,
-    PREFIX,
-    PREFIX_SHAPE,
-    SPECIAL,
-    SharedTokens,
-    comparable,
-    figures_cases,
-    main_job_case,
-    mix_cases,
-    mla_kernels,
-    newest,
-    prefix_cases,
-    select_backends,
-    select_kernels,
-)
+from mla_var3.bench.suites import SharedTokens
 from mla_var3.conf.models import models
 from mla_var3.errors import InvalidArgumentError, UnknownNameError
 from mla_var3.op.mla.cost import flash_mla_cost
@@ -44,26 +26,26 @@ MANY = [
 ]
 
 
-def test_kernels_and_backends_are_selected_by_word() -> None:
+def test_kernels_and_backends_are_selected_by_word():
     def names(*words: str) -> list[str]:
-        return [k.full_name for k in select_kernels(words, MANY)]
+        return [k.full_name for k in suites.select_kernels(words, MANY)]
 
     newest_names = ["flash_attention", "flash_mla_v1", "flash_mla_v10", "mla_var6_plus"]
-    assert [k.full_name for k in newest(MANY)] == newest_names
+    assert [k.full_name for k in suites.newest(MANY)] == newest_names
     assert len(names("all")) == len(MANY)
     assert names("flash_mla_v2") == ["flash_mla_v2"] and names("flash_mla_v0") == ["flash_mla"]
     assert len(names("flash_mla")) == 4
     assert names("latest", "flash_mla_v2").count("flash_mla_v2") == 1
     with pytest.raises(UnknownNameError, match="did you mean 'flash_mla_v2'"):
         names("flash_mla_v3")
-    assert select_backends(()) == (("cutile-dsl", "cute-dsl"), PEERS)
-    assert select_backends(("sdpa", "cute-dsl")) == (("cute-dsl",), ("sdpa",))
-    assert select_backends(("peers",)) == ((), PEERS)
+    assert suites.select_backends(()) == (("cutile-dsl", "cute-dsl"), suites.PEERS)
+    assert suites.select_backends(("sdpa", "cute-dsl")) == (("cute-dsl",), ("sdpa",))
+    assert suites.select_backends(("peers",)) == ((), suites.PEERS)
     with pytest.raises(UnknownNameError, match="did you mean 'flashmla'"):
-        select_backends(("flashmls",))
+        suites.select_backends(("flashmls",))
 
 
-def test_the_sweep_is_the_product_of_the_sizes() -> None:
+def test_the_sweep_is_the_product_of_the_sizes():
     sizes = {"b": (1, 2), "s": (4,), "t": (64, 128), "h": (16, 128)}
     cases, _ = build_cases(BenchOptions(suite="sweep", sizes=sizes))
     assert len({case.problem for case in cases}) == 8
@@ -72,24 +54,24 @@ def test_the_sweep_is_the_product_of_the_sizes() -> None:
     assert BenchOptions(suite="absorbed").suite == "latent"
 
 
-def test_special_versions_take_part_only_by_name() -> None:
-    kernels = mla_kernels()
-    special = {k for k in kernels if (k.full_name, k.language) in SPECIAL}
+def test_special_versions_take_part_only_by_name():
+    kernels = suites.mla_kernels()
+    special = {k for k in kernels if (k.full_name, k.language) in suites.SPECIAL}
     assert {k.full_name for k in special} == {"mla_var6_plus_v5", "mla_var6_plus_v6"}
     for chosen in (
-        comparable(kernels),
-        newest(kernels),
-        *(select_kernels([word], kernels) for word in ("all", "latest", "mla_var6_plus")),
+        suites.comparable(kernels),
+        suites.newest(kernels),
+        *(suites.select_kernels([word], kernels) for word in ("all", "latest", "mla_var6_plus")),
     ):
         assert chosen and not set(chosen) & special
-    assert special & set(select_kernels(["mla_var6_plus_v5"], kernels))
+    assert special & set(suites.select_kernels(["mla_var6_plus_v5"], kernels))
     # Their old numbers, where no other language has them.
     hopper = [k for k in kernels if k.language == "cute-dsl"]
-    assert set(select_kernels(["mla_var6_plus_v2", "mla_var6_plus_v3"], hopper)) == special
+    assert set(suites.select_kernels(["mla_var6_plus_v2", "mla_var6_plus_v3"], hopper)) == special
 
 
-def test_the_mix_stands_beside_both_pure_paths() -> None:
-    *mixes, shared = mix_cases(mla_kernels(), ["fa3_qv", "fa3", "sdpa"])
+def test_the_mix_stands_beside_both_pure_paths():
+    *mixes, shared = suites.mix_cases(suites.mla_kernels(), ["fa3_qv", "fa3", "sdpa"])
     for case in mixes:
         names = [choice.kernel.full_name for choice in case.kernels]
         assert names[:3] == ["mla_var6_plus", "flash_mla", "flash_attention"]
@@ -97,15 +79,20 @@ def test_the_mix_stands_beside_both_pure_paths() -> None:
     with_8_bits = [c for c in mixes if c.kernels[-1].kernel.full_name == "mla_var6_plus_v5"]
     assert with_8_bits
     assert all(case.kernels[-1].fields == {"n": case.problem.t} for case in with_8_bits)
-    assert (shared.problem.b, shared.problem.s, shared.problem.t, shared.problem.h) == PREFIX_SHAPE
-    assert shared.kernels[0].fields == {"prefix": PREFIX}
+    assert (
+        shared.problem.b,
+        shared.problem.s,
+        shared.problem.t,
+        shared.problem.h,
+    ) == suites.PREFIX_SHAPE
+    assert shared.kernels[0].fields == {"prefix": suites.PREFIX}
     assert shared.peers == ("fa3_qv",)
-    cutile = [kernel for kernel in mla_kernels() if kernel.language == "cutile-dsl"]
-    assert all(not case.kernels for case in mix_cases(cutile, ["fa3_qv"]))
+    cutile = [kernel for kernel in suites.mla_kernels() if kernel.language == "cutile-dsl"]
+    assert all(not case.kernels for case in suites.mix_cases(cutile, ["fa3_qv"]))
 
 
-def test_shared_prefixes_stand_beside_copies() -> None:
-    *single, nothing, grouped = prefix_cases(mla_kernels(), ["fa3_qv", "sdpa"])
+def test_shared_prefixes_stand_beside_copies():
+    *single, nothing, grouped = suites.prefix_cases(suites.mla_kernels(), ["fa3_qv", "sdpa"])
     assert {case.problem.b for case in single} == {16, 64, 256, 1024}
     for case in single:
         assert case.shared is not None and case.peers == ("fa3_qv",)
@@ -118,12 +105,12 @@ def test_shared_prefixes_stand_beside_copies() -> None:
     assert grouped.shared is not None and grouped.problem.lengths is not None
     assert grouped.problem.b == 64 == grouped.shared.members * len(grouped.shared.tokens)
     assert min(grouped.problem.lengths) == 2148 and max(grouped.problem.lengths) == 20384
-    cutile = [kernel for kernel in mla_kernels() if kernel.language == "cutile-dsl"]
-    assert all(not c.kernels and c.shared is None for c in prefix_cases(cutile, ["fa3_qv"]))
+    cutile = [kernel for kernel in suites.mla_kernels() if kernel.language == "cutile-dsl"]
+    assert all(not c.kernels and c.shared is None for c in suites.prefix_cases(cutile, ["fa3_qv"]))
 
 
 @pytest.mark.parametrize("tokens", [(130, 64), (0, 0)])
-def test_the_prefix_contender_is_checked(tokens: tuple[int, ...]) -> None:
+def test_the_prefix_contender_is_checked(tokens):
     """Its passes in PyTorch, on the CPU."""
     backend = PrefixBackend(TorchTiled())
     backend.kernel, backend.language = PREFIX_KERNEL, "cute-dsl"
@@ -140,8 +127,8 @@ def test_the_prefix_contender_is_checked(tokens: tuple[int, ...]) -> None:
     assert (ready.cost.bytes < copied.bytes) == any(tokens)
 
 
-def test_the_figures_keep_their_shapes() -> None:
-    cases = figures_cases(MANY, PEERS)
+def test_the_figures_keep_their_shapes():
+    cases = suites.figures_cases(MANY, suites.PEERS)
     shapes = [(c.problem.b, c.problem.s, c.problem.t, c.problem.causal) for c in cases]
     assert shapes == [
         (8, 16, 4096, True),
@@ -159,17 +146,17 @@ def test_the_figures_keep_their_shapes() -> None:
     assert ("flash_mla_v2", {}) not in last
 
 
-def test_all_takes_every_version_at_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_run, "mla_kernels", lambda: list(MANY))
+def test_all_takes_every_version_at_one_shape(monkeypatch):
+    monkeypatch.setattr(suites, "mla_kernels", lambda: list(MANY))
     (case,), missing = build_cases(BenchOptions(suite="all", sizes={"t": (512,)}))
     assert missing == {}
     assert (case.problem.b, case.problem.s, case.problem.t, case.problem.h) == (32, 16, 512, 128)
     assert [choice.kernel for choice in case.kernels] == sorted(MANY)
-    assert case.peers == tuple(name for name in PEERS if name not in EIGHT_BIT_PEERS)
+    assert case.peers == tuple(name for name in suites.PEERS if name not in suites.EIGHT_BIT_PEERS)
 
 
-def test_the_main_job_has_the_call_and_three_designs_in_both_languages() -> None:
-    case = main_job_case(PROBLEM, mla_kernels(), ("fa3_qv",))
+def test_the_main_job_has_the_call_and_three_designs_in_both_languages():
+    case = suites.main_job_case(PROBLEM, suites.mla_kernels(), ("fa3_qv",))
     assert case.call and case.peers == ("fa3_qv",)
     assert {(choice.kernel.full_name, choice.kernel.language) for choice in case.kernels} == {
         (design, language)
@@ -178,7 +165,7 @@ def test_the_main_job_has_the_call_and_three_designs_in_both_languages() -> None
     }
 
 
-def test_the_models_suite_has_every_model_once() -> None:
+def test_the_models_suite_has_every_model_once():
     cases, _ = build_cases(BenchOptions(suite="models", quick=True))
     problems = [case.problem for case in cases]
     assert len(set(problems)) == len(problems)
@@ -192,7 +179,7 @@ def test_the_models_suite_has_every_model_once() -> None:
     assert len(build_cases(BenchOptions(suite="models"))[0]) == 3 * len(cases)
 
 
-def test_the_engine_suite_reads_scattered_pages() -> None:
+def test_the_engine_suite_reads_scattered_pages():
     cases, missing = build_cases(BenchOptions(suite="engine", quick=True, sizes={"h": (8,)}))
     assert not missing
     sizes = {(c.problem.b, c.problem.h, c.problem.t, c.problem.s) for c in cases}
@@ -203,7 +190,7 @@ def test_the_engine_suite_reads_scattered_pages() -> None:
     assert len(build_cases(BenchOptions(suite="engine"))[0]) == 144
 
 
-def test_only_some_shapes_of_a_suite() -> None:
+def test_only_some_shapes_of_a_suite():
     cases, _ = build_cases(BenchOptions(suite="prefix"))
     found = chosen_shapes(cases, (9, 2))
     assert [case.problem for case in found] == [cases[1].problem, cases[8].problem]
@@ -213,17 +200,17 @@ def test_only_some_shapes_of_a_suite() -> None:
         chosen_shapes(cases, (14,))
 
 
-def test_8_bit_caches_take_part_when_asked_for() -> None:
+def test_8_bit_caches_take_part_when_asked_for():
     sizes = {"s": (1,), "t": (512,)}
     (case,), _ = build_cases(BenchOptions(suite="sweep", sizes=sizes))
-    assert case.cache_dtypes == () and not set(EIGHT_BIT_PEERS) & set(case.peers)
+    assert case.cache_dtypes == () and not set(suites.EIGHT_BIT_PEERS) & set(case.peers)
     asked = BenchOptions(suite="sweep", sizes=sizes, cache_dtype=("fp8_per_token", "fp8"))
     (case,), _ = build_cases(asked)
-    assert case.cache_dtypes == asked.cache_dtype and set(EIGHT_BIT_PEERS) < set(case.peers)
+    assert case.cache_dtypes == asked.cache_dtype and set(suites.EIGHT_BIT_PEERS) < set(case.peers)
     asked = BenchOptions(
         suite="sweep", sizes=sizes, cache_dtype=("fp8_per_token",), backends=("cutile-dsl", "peers")
     )
     (case,), _ = build_cases(asked)  # the peer reads the other format, and ours is in CuTe DSL
-    assert case.cache_dtypes == () and not set(EIGHT_BIT_PEERS) & set(case.peers)
+    assert case.cache_dtypes == () and not set(suites.EIGHT_BIT_PEERS) & set(case.peers)
     with pytest.raises(InvalidArgumentError, match="cache_dtype: expected fp8_per_token or fp8"):
         BenchOptions(cache_dtype=("fp8_ds_mla",))

@@ -66,7 +66,7 @@ class FakePlan(KernelPlan):
             tiling=self.tiling, plan=self, runs_on_cpu=True, input_tensors=[], output_tensors=[]
         )
         cost = Cost(1e6 * self.b, 1.0)
-        return SimpleNamespace(cost=lambda: cost, kernels=lambda: [leaf])  # type: ignore[return-value]
+        return SimpleNamespace(cost=lambda: cost, kernels=lambda: [leaf])
 
 
 def read(plan: KernelPlan, *argv: str) -> Request:

@@ -1,7 +1,5 @@
 """Commands on values that cannot be used: one line that says what is wrong, and no files."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -88,9 +86,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("command", BAD)
-def test_one_line_names_the_argument(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_line_names_the_argument(command, tmp_path, capsys):
     assert main(command.split()) == 2
     err = capsys.readouterr().err
     error = err.splitlines()[-1]
@@ -106,41 +102,33 @@ def test_one_line_names_the_argument(
         ("bench all --mode=measure", "expected a usable CUDA GPU"),
     ],
 )
-def test_what_needs_a_gpu_says_so(
-    command: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_needs_a_gpu_says_so(command, message, capsys):
     assert main(command.split()) == 1
     assert message in capsys.readouterr().err
 
 
-def test_an_absent_version_is_not_the_base_version() -> None:
+def test_an_absent_version_is_not_the_base_version():
     assert main(["bench", "var6_plus", "--version=", "--mode=predict", "--quick"]) == 3
 
 
 @pytest.mark.parametrize(
     "command", [SMALL_RUN, "run flash_mla --device=cpu --check"], ids=["run", "check"]
 )
-def test_more_than_the_memory_is_refused_at_once(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_than_the_memory_is_refused_at_once(command, capsys):
     assert main([*command.split(), "--b=4096", "--s=128", "--t=1000000"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: sizes: expected tensors that fit the ")
     assert "b=4096 s=128 t=1000000" in error and "which needs at least" in error
 
 
-def test_a_file_that_cannot_take_its_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_cannot_take_its_name(tmp_path, capsys):
     command = ["compare", "flash_mla", "flash_attention", "--static", "--json=folder"]
     assert main(command) == 1
     assert "error: folder: expected a path that can be used here, got Is" in capsys.readouterr().err
     assert not list(tmp_path.glob(".*.tmp"))
 
 
-def test_a_folder_without_permission(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_without_permission(tmp_path, monkeypatch, capsys):
     # Whoever is root may write anywhere, so the answer is planted.
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     assert main(["plan", "--budget=1GiB", "--out_dir=folder"]) == 2
@@ -150,6 +138,6 @@ def test_a_folder_without_permission(
     assert not list((tmp_path / "folder").iterdir())
 
 
-def test_predictions_for_a_whole_prompt_come_soon(capsys: pytest.CaptureFixture[str]) -> None:
+def test_predictions_for_a_whole_prompt_come_soon(capsys):
     assert main(["predict", "--s=2000000000", "--for_device=NVIDIA H200", "--json"]) == 0
     assert '"heading": "steady call time by recorded rates"' in capsys.readouterr().out

@@ -1,7 +1,5 @@
 """`hyper-mla bench`: predictions, records, measurement, verdicts and exit codes, end to end."""
 
-from __future__ import annotations
-
 import csv
 import json
 import runpy
@@ -11,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mla_var3.bench import run as bench_run
+from mla_var3.bench import suites
 from mla_var3.bench.record import OURS, PREDICTED, PROJECTION, load_record
 from mla_var3.cli.commands.bench import EXIT_ABSENT, bench_program
 from mla_var3.cli.main import main
@@ -29,7 +28,7 @@ CUTILE = [
 @pytest.fixture(autouse=True)
 def these_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only kernels that are sure to be there, on a machine without a GPU."""
-    monkeypatch.setattr(bench_run, "mla_kernels", lambda: list(CUTILE))
+    monkeypatch.setattr(suites, "mla_kernels", lambda: list(CUTILE))
     monkeypatch.setattr(bench_run, "cuda_available", lambda: False)
     monkeypatch.setattr("mla_var3.runtime.workflow.cuda_available", lambda: False)
 
@@ -44,9 +43,7 @@ def files(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_a_sweep_without_a_gpu_makes_the_whole_report(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_without_a_gpu_makes_the_whole_report(tmp_path, capsys):
     argv = ["bench", "sweep", "--s=16,64", "--t=1024,4096", f"--out_dir={tmp_path}"]
     assert main(argv) == 0
     out = capsys.readouterr().out
@@ -65,7 +62,7 @@ def test_a_sweep_without_a_gpu_makes_the_whole_report(
 
 
 @pytest.mark.usefixtures("no_plots")
-def test_the_prediction_is_that_of_the_cost_model(tmp_path: Path) -> None:
+def test_the_prediction_is_that_of_the_cost_model(tmp_path):
     from mla_var3.op.mla.model.designs import design_estimates
     from mla_var3.op.mla.problem import MlaProblem
 
@@ -80,11 +77,9 @@ def test_the_prediction_is_that_of_the_cost_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_plots")
-def test_a_kernel_that_cannot_be_planned_is_a_row_with_its_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_that_cannot_be_planned_is_a_row_with_its_reason(tmp_path, monkeypatch):
     ghost = KernelId("ghost", 0, "cutile-dsl", "mla")
-    monkeypatch.setattr(bench_run, "mla_kernels", lambda: [*CUTILE, ghost])
+    monkeypatch.setattr(suites, "mla_kernels", lambda: [*CUTILE, ghost])
     assert main(["bench", "all", "--t=512", f"--out_dir={tmp_path}"]) == 1
     rows = {row.kernel: row for row in load_record(tmp_path / "all.json").rows}
     assert rows["ghost"].time_us is None
@@ -93,9 +88,7 @@ def test_a_kernel_that_cannot_be_planned_is_a_row_with_its_reason(
 
 
 @pytest.mark.usefixtures("no_plots")
-def test_recorded_results_make_the_same_report(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recorded_results_make_the_same_report(tmp_path, capsys):
     record = RESULTS / "2026-11-15-nvidia-h200.json"
     assert main(["bench", "--records", str(record), f"--out_dir={tmp_path}"]) == 0
     out = capsys.readouterr().out
@@ -104,9 +97,7 @@ def test_recorded_results_make_the_same_report(
 
 
 @pytest.mark.usefixtures("no_plots")
-def test_a_version_that_does_not_exist_is_absent_and_the_exit_code_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_version_that_does_not_exist_is_absent_and_the_exit_code_says_so(tmp_path, capsys):
     assert main(["bench", "var6_plus", "--version=v77", f"--out_dir={tmp_path}"]) == EXIT_ABSENT
     out = capsys.readouterr().out
     assert "mla_var6_plus v77 (cutile-dsl)" in out
@@ -118,7 +109,7 @@ def test_a_version_that_does_not_exist_is_absent_and_the_exit_code_says_so(
 
 
 @pytest.mark.usefixtures("no_plots")
-def test_against_an_earlier_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_against_an_earlier_record(tmp_path, capsys):
     argv = ["bench", "all", "--t=1024"]
     assert main([*argv, f"--out_dir={tmp_path / 'a'}"]) == 0
     earlier = tmp_path / "a" / "all.json"
@@ -140,16 +131,13 @@ def test_against_an_earlier_record(tmp_path: Path, capsys: pytest.CaptureFixture
     assert verdicts["verdicts"] == []
 
 
-# --- measuring ------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     return FakeGpu(monkeypatch)
 
 
 @pytest.mark.usefixtures("no_plots")
-def test_a_measured_run(gpu: FakeGpu, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_measured_run(gpu, tmp_path, capsys):
     argv = ["bench", "all", "--rounds=2", "--backends=cutile-dsl,sdpa", f"--out_dir={tmp_path}"]
     assert main(argv) == 0
     out = capsys.readouterr().out
@@ -165,9 +153,7 @@ def test_a_measured_run(gpu: FakeGpu, tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.usefixtures("no_plots")
-def test_a_kernel_that_fails_its_check_fails_the_command(
-    gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_that_fails_its_check_fails_the_command(gpu, tmp_path, monkeypatch):
     def wrong(self: FakeContender) -> float:
         raise RuntimeError("NaN")
 
@@ -176,9 +162,6 @@ def test_a_kernel_that_fails_its_check_fails_the_command(
     assert main(argv) == 1
     assert not [line for line in gpu.log if line.startswith("run")]
     assert {row.reason for row in load_record(tmp_path / "all.json").rows} == {"NaN"}
-
-
-# --- modules --------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("no_plots")
@@ -194,14 +177,8 @@ def test_a_kernel_that_fails_its_check_fails_the_command(
     ],
 )
 def test_the_modules_write_below_their_own_folder(
-    module: str,
-    argv: list[str],
-    suite: str,
-    code: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    module, argv, suite, code, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(sys, "argv", [module, *argv])
     monkeypatch.syspath_prepend(str(RESULTS.parents[1]))
     with pytest.raises(SystemExit) as request:
@@ -213,6 +190,6 @@ def test_the_modules_write_below_their_own_folder(
         assert f"mla_var6_plus {module[-2:]} (cutile-dsl)" in capsys.readouterr().out
 
 
-def test_a_module_pins_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_module_pins_its_version(capsys):
     assert bench_program("var6_plus", "bench", ["--version=v1"], version="v3") == 2
     assert "expected v3" in capsys.readouterr().err

@@ -1,21 +1,14 @@
 """How a command ends."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from pathlib import Path
-
-import pytest
 
 from mla_var3.cli import console
 from mla_var3.cli.console import guarded
 from mla_var3.errors import DeviceTimeoutError
 
 
-def test_a_reader_that_stops_early_is_no_error(
-    package_environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_reader_that_stops_early_is_no_error(package_environment, tmp_path):
     code = (
         "import sys; from mla_var3.cli.console import guarded, say; "
         "sys.exit(guarded(lambda: [say('x' * 200) for _ in range(5000)] and 0))"
@@ -42,16 +35,14 @@ def interrupted(note: str = "") -> int:
     raise interrupt
 
 
-def test_an_interrupt_tells_only_what_was_interrupted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupt_tells_only_what_was_interrupted(capsys):
     assert guarded(interrupted) == 130
     assert capsys.readouterr().err == "error: interrupted\n"
     assert guarded(lambda: interrupted("results so far are kept")) == 130
     assert capsys.readouterr().err == "error: interrupted; results so far are kept\n"
 
 
-def test_a_hung_kernel_ends_the_process(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hung_kernel_ends_the_process(capsys, monkeypatch):
     """The normal end of the process would wait for the kernel."""
     ended: list[int] = []
     monkeypatch.setattr(console.os, "_exit", ended.append)

@@ -1,7 +1,5 @@
 """`hyper-mla doctor`, with engines and GPUs that are not here."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 from pathlib import Path
@@ -56,7 +54,7 @@ def verdicts(found: dict) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("version", "name"), [("0.26.0", "CUSTOM"), ("0.32.0", "HYPER_MLA")])
-def test_ready_with_the_exact_flag(machine, capsys, tmp_path, version, name) -> None:
+def test_ready_with_the_exact_flag(machine, capsys, tmp_path, version, name):
     machine({"nvidia-cutlass-dsl": "4.8.0", "vllm": version})
     code, found = report(capsys, "--model", str(write_model(tmp_path)), "--tp=8")
     assert code == 0 and found["ready"]
@@ -66,7 +64,7 @@ def test_ready_with_the_exact_flag(machine, capsys, tmp_path, version, name) -> 
     assert "16 heads per GPU" in found["findings"][-1]["found"]
 
 
-def test_sglang_and_nothing(machine, capsys) -> None:
+def test_sglang_and_nothing(machine, capsys):
     machine({"nvidia-cutlass-dsl": "4.6.2", "sglang": "0.5.18.post1"})
     code, found = report(capsys)
     assert code == 0
@@ -87,7 +85,7 @@ def test_sglang_and_nothing(machine, capsys) -> None:
         ({}, H200 | {"name": "NVIDIA B200", "compute_capability": "10.0"}, "GPU"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_advice(machine, capsys, packages, gpu, subject) -> None:
+def test_what_does_not_fit_is_refused_with_advice(machine, capsys, packages, gpu, subject):
     machine({"nvidia-cutlass-dsl": "4.8.0", "vllm": "0.32.0"} | packages, gpu=gpu)
     code, found = report(capsys)
     assert code == 1
@@ -95,7 +93,7 @@ def test_what_does_not_fit_is_refused_with_advice(machine, capsys, packages, gpu
     assert finding["subject"] == subject and finding["advice"]
 
 
-def test_a_newer_engine_and_a_plugin_that_it_will_not_load(machine, capsys, monkeypatch) -> None:
+def test_a_newer_engine_and_a_plugin_that_it_will_not_load(machine, capsys, monkeypatch):
     machine({"nvidia-cutlass-dsl": "4.8.0", "vllm": "0.33.1"})
     code, found = report(capsys)
     assert code == 0 and verdicts(found)["vllm"] == "note"
@@ -117,14 +115,14 @@ def test_a_newer_engine_and_a_plugin_that_it_will_not_load(machine, capsys, monk
         ({"qk_rope_head_dim": 32}, "(512, 64) or (512, 0)"),
     ],
 )
-def test_models_that_are_not_served(machine, capsys, tmp_path, changes, reason) -> None:
+def test_models_that_are_not_served(machine, capsys, tmp_path, changes, reason):
     machine({"nvidia-cutlass-dsl": "4.8.0", "vllm": "0.32.0"})
     code, found = report(capsys, "--model", str(write_model(tmp_path, **changes)))
     assert code == 1
     assert reason in found["findings"][-1]["advice"]
 
 
-def test_bad_options_name_themselves(machine, capsys, tmp_path) -> None:
+def test_bad_options_name_themselves(machine, capsys, tmp_path):
     machine({"nvidia-cutlass-dsl": "4.8.0", "vllm": "0.32.0"})
     model = str(write_model(tmp_path))
     for arguments, name in (

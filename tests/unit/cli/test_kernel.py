@@ -1,7 +1,5 @@
 """The command line of a kernel: routes, exit codes, errors."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,9 +64,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return machine
 
 
-# --- what a request amounts to --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("argv", "gpu", "mode", "on_cpu", "check", "may_shrink"),
     [
@@ -87,22 +82,14 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
         (["--prof_type=event"], False, EVENT, True, False, False),
     ],
 )
-def test_routes(
-    argv: list[str],
-    gpu: bool,
-    mode: NsightProfType,
-    on_cpu: bool,
-    check: bool,
-    may_shrink: bool,
-    machine: Machine,
-) -> None:
+def test_routes(argv, gpu, mode, on_cpu, check, may_shrink, machine):
     machine.gpu = gpu
     route = kernel.choose_route(read(FakePlan(), *argv), gpu)
     assert (route.mode, route.on_cpu, route.check) == (mode, on_cpu, check)
     assert route.may_shrink == may_shrink
 
 
-def test_tiling_options_on_a_gpu_need_no_autotune() -> None:
+def test_tiling_options_on_a_gpu_need_no_autotune():
     with pytest.raises(console.UsageError, match="--Bm: expected together with --no_autotune"):
         kernel.choose_route(read(FakePlan(), "--Bm=32"), has_gpu=True)
     for argv in (["--no_autotune"], ["--target=sm_90"], ["--device=cpu"], ["--prof_type=static"]):
@@ -110,9 +97,7 @@ def test_tiling_options_on_a_gpu_need_no_autotune() -> None:
     kernel.choose_route(read(FakePlan(), "--Bm=32"), has_gpu=False)
 
 
-def test_a_given_tiling_stays_although_it_equals_the_default(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_given_tiling_stays_although_it_equals_the_default(monkeypatch):
     def default_tiling(self: FakePlan, name: str) -> FakeTiling | None:
         return FakeTiling(16) if self.target.code == "sm_120" else None
 
@@ -121,12 +106,7 @@ def test_a_given_tiling_stays_although_it_equals_the_default(
     assert read(FakePlan(), "--Bm=64").plan.for_target("sm_120").tiling == FakeTiling(64)
 
 
-# --- running --------------------------------------------------------------------------------------
-
-
-def test_without_a_gpu_it_says_what_it_does(
-    machine: Machine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_gpu_it_says_what_it_does(machine, capsys):
     assert kernel.run_plan(FakePlan(), ["--b=5000"]) == 0
     out, err = capsys.readouterr()
     assert "no GPU here: static mode (compile report + prediction) and the check on the CPU" in out
@@ -139,7 +119,7 @@ def test_without_a_gpu_it_says_what_it_does(
     assert checked[1].device == "cpu" and checked[1].check and not checked[1].autotune
 
 
-def test_the_cpu_runs_the_full_problem_only_when_asked(machine: Machine) -> None:
+def test_the_cpu_runs_the_full_problem_only_when_asked(machine):
     assert kernel.run_plan(FakePlan(), ["--b=5000", "--device=cpu", "--check"]) == 0
     assert machine.checked[0][0].b == 5000
     assert kernel.run_plan(FakePlan(), ["--b=5000", "--prof_type=disabled", "--check"]) == 0
@@ -148,7 +128,7 @@ def test_the_cpu_runs_the_full_problem_only_when_asked(machine: Machine) -> None
     assert machine.profiled[2][2].targets == ("sm_100",) and len(machine.checked) == 1
 
 
-def test_on_a_gpu(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_on_a_gpu(machine, capsys):
     machine.gpu = True
     argv = ["--b=5000", "--prof_type=event", "--check", "--no_autotune", "--Bm=32"]
     assert kernel.run_plan(FakePlan(), argv) == 0
@@ -159,9 +139,7 @@ def test_on_a_gpu(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     assert (plan.b, plan.tiling.Bm, mode, run.autotune) == (5000, 32, EVENT, False)
 
 
-def test_a_failed_check_is_exit_code_1(
-    machine: Machine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_check_is_exit_code_1(machine, capsys):
     machine.passes = False
     assert kernel.run_plan(FakePlan(), []) == 1
     out = capsys.readouterr().out
@@ -180,13 +158,7 @@ def test_a_failed_check_is_exit_code_1(
         (["--device=cuda"], 1, "expected a usable CUDA GPU"),
     ],
 )
-def test_what_cannot_run_is_refused_at_once(
-    argv: list[str],
-    code: int,
-    message: str,
-    machine: Machine,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_cannot_run_is_refused_at_once(argv, code, message, machine, capsys):
     assert kernel.run_plan(FakePlan(), argv) == code
     err = capsys.readouterr().err
     assert message in err and err.startswith("error: ") and err.count("\n") == 1
@@ -202,14 +174,7 @@ def test_what_cannot_run_is_refused_at_once(
         (type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of"), 1, "error: CUDA out of"),
     ],
 )
-def test_errors_in_a_run(
-    error: BaseException,
-    code: int,
-    message: str,
-    machine: Machine,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_errors_in_a_run(error, code, message, machine, monkeypatch, capsys):
     machine.error = error
     assert kernel.run_plan(FakePlan(), []) == code
     err = capsys.readouterr().err
@@ -219,12 +184,9 @@ def test_errors_in_a_run(
         kernel.run_plan(FakePlan(), [])
 
 
-def test_a_plan_is_its_own_command_line(machine: Machine) -> None:
+def test_a_plan_is_its_own_command_line(machine):
     assert FakePlan(b=9).benchmark_kernel_argparse([]) == 0
     assert machine.profiled[0][0].b == 9
-
-
-# --- finding the kernel ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -238,14 +200,12 @@ def test_a_plan_is_its_own_command_line(machine: Machine) -> None:
         (["flash_mla", "--language"], "--language: expected a value"),
     ],
 )
-def test_wrong_names(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_names(argv, message, capsys):
     assert kernel.main(argv) == 2
     assert message in capsys.readouterr().err
 
 
-def test_the_entry_points_take_a_version(
-    machine: Machine, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_entry_points_take_a_version(machine, capsys):
     package = "mla_var3.kernel.cutile.mla.flash_mla"
     assert kernel.main_for_design(package, ["v0", "--target=sm_90"]) == 0
     assert kernel.main_for_design(package, ["base", "--target=sm_90"]) == 0
@@ -257,13 +217,13 @@ def test_the_entry_points_take_a_version(
     assert machine.profiled[-1][0].params()["n"] == 5
 
 
-def test_a_kernel_file_run_itself_has_its_kernel_id(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_file_run_itself_has_its_kernel_id(monkeypatch):
     from mla_var3.kernel.cutile.mla.flash_mla.flash_mla import flash_mla
 
     copied = type("CtFlashMLA", (flash_mla.CtFlashMLA,), {"__module__": "__main__"})
     started = SimpleNamespace(__spec__=SimpleNamespace(name=flash_mla.__name__))
-    monkeypatch.setitem(sys.modules, "__main__", started)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "__main__", started)
     plan = kernel._importable(copied(b=3))
     assert type(plan) is flash_mla.CtFlashMLA and plan.b == 3
-    started.__spec__, started.__file__ = None, flash_mla.__file__  # type: ignore[assignment]
+    started.__spec__, started.__file__ = None, flash_mla.__file__
     assert kernel._importable(copied(b=3)).name == "flash_mla"

@@ -1,10 +1,6 @@
-"""The console script: commands, JSON, what it imports and how fast it starts."""
-
-from __future__ import annotations
+"""The console script: commands and JSON."""
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,46 +11,9 @@ from mla_var3.cli.commands import env
 from mla_var3.cli.commands import list as inventory
 from mla_var3.cli.main import COMMANDS, command_module, main
 from mla_var3.runtime import paths
-from tests.programs import run_program
-
-START_LIMIT_S = 0.5
-
-PROBE = """
-import json, sys, time
-from mla_var3.cli.main import main
-code = main(sys.argv[1:])
-heavy = [m for m in ("torch", "numpy", "cuda.tile", "cutlass", "matplotlib") if m in sys.modules]
-print(json.dumps({"code": code, "heavy": heavy, "cpu_s": time.process_time()}), file=sys.stderr)
-"""
-
-Probe = Callable[..., tuple[dict[str, Any], str]]
 
 
-@pytest.fixture
-def probe(package_environment: dict[str, str], tmp_path: Path) -> Probe:
-    def start(*argv: str) -> tuple[dict[str, Any], str]:
-        done = run_program(
-            [sys.executable, "-c", PROBE, *argv], env=package_environment, cwd=tmp_path
-        )
-        assert done.returncode == 0, done.stderr
-        report: dict[str, Any] = json.loads(done.stderr.splitlines()[-1])
-        return report, done.stdout
-
-    return start
-
-
-@pytest.mark.parametrize("argv", [["--help"], ["list"], ["list", "--json"], ["run", "--help"]])
-def test_light_commands_start_at_once_and_import_nothing_heavy(
-    argv: list[str], probe: Probe
-) -> None:
-    report, _ = probe(*argv)
-    assert report["code"] == 0
-    assert report["heavy"] == []
-    # CPU time, because the machine that runs the tests may be busy with others.
-    assert report["cpu_s"] < START_LIMIT_S
-
-
-def test_help_lists_the_commands_and_each_has_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_commands_and_each_has_its_own(capsys):
     assert main([]) == 0
     out = capsys.readouterr().out
     for command in COMMANDS:
@@ -63,9 +22,6 @@ def test_help_lists_the_commands_and_each_has_its_own(capsys: pytest.CaptureFixt
         assert f"usage: hyper-mla {command}" in capsys.readouterr().out
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("hyper-mla ")
-
-
-# --- tables ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -80,9 +36,7 @@ def test_help_lists_the_commands_and_each_has_its_own(capsys: pytest.CaptureFixt
     ],
     ids=lambda argv: f"{argv[0]} {argv[-1]}",
 )
-def test_tables_fit_80_columns_without_broken_words(
-    argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tables_fit_80_columns_without_broken_words(argv, monkeypatch, capsys):
     """Words such as "decompressed" were cut in two."""
     tables: list[tuple[str, ...]] = []
     show = console.print_table
@@ -104,17 +58,14 @@ def test_tables_fit_80_columns_without_broken_words(
     assert tables
 
 
-def test_choose_says_a_reason_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_choose_says_a_reason_once(capsys):
     assert main(["choose", "--s=4", "--for_device=B200"]) == 0
     out = capsys.readouterr().out
     assert out.count("NVIDIA B200 (sm_100); it is written for sm_90") == 1
     assert "flash_attention:cute-dsl, flash_mla:cute-dsl do not support NVIDIA B200" in out
 
 
-# --- list -----------------------------------------------------------------------------------------
-
-
-def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list(capsys):
     assert main(["list"]) == 0
     out = capsys.readouterr().out
     assert all(kernel.full_name in out for kernel in paths.discover_kernels())
@@ -136,12 +87,7 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
         (None, True, "why not"),
     ],
 )
-def test_list_says_why_a_kernel_does_not_run(
-    gpu: inventory.Gpu | None,
-    installed: bool,
-    reason: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_list_says_why_a_kernel_does_not_run(gpu, installed, reason, monkeypatch):
     monkeypatch.setattr(inventory, "find_gpu", lambda: (gpu, "why not"))
     monkeypatch.setattr(inventory, "installed", lambda name: "1.0" if installed else None)
     row = next(row for row in inventory.inventory() if row["language"] == "cutile-dsl")
@@ -151,7 +97,7 @@ def test_list_says_why_a_kernel_does_not_run(
     assert row["cpu"]["runs"] == row["compiles"] == installed
 
 
-def test_declared_targets_are_read_from_the_source() -> None:
+def test_declared_targets_are_read_from_the_source():
     for line, targets in {
         "targets: ClassVar[tuple[str, ...]] = ('sm_90',)": ("sm_90",),
         "targets = ['sm_100', 'sm_120']": ("sm_100", "sm_120"),
@@ -164,10 +110,7 @@ def test_declared_targets_are_read_from_the_source() -> None:
             assert paths.declared_targets(kernel) == paths.plan_class(kernel).targets
 
 
-# --- show, env, predict ---------------------------------------------------------------------------
-
-
-def test_show(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show(capsys):
     assert main(["show", "mla_var6_plus", "--b=3"]) == 0
     out = capsys.readouterr().out
     for words in ("decompress_combine", "ideal on", "sm_120", "tiling candidates"):
@@ -188,13 +131,13 @@ def test_show(capsys: pytest.CaptureFixture[str]) -> None:
     ("driver", "sufficient"),
     [("580.126.09", True), ("610.1", True), ("580.126.8", False), ("570.200", False), (None, None)],
 )
-def test_the_driver_that_cutile_needs(driver: str | None, sufficient: bool | None) -> None:
+def test_the_driver_that_cutile_needs(driver, sufficient):
     found = env._driver_requirement({"driver": driver})
     assert found["sufficient"] is sufficient
     assert "r580.126.09" in found["remark"]
 
 
-def test_env(capsys: pytest.CaptureFixture[str]) -> None:
+def test_env(capsys):
     assert main(["env"]) == 0
     out = capsys.readouterr().out
     for words in ("GPU:", "versions:", "tileiras", "NVIDIA H200", "torch", "r580.126.09"):
@@ -206,7 +149,7 @@ def test_env(capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["devices"]["NVIDIA H200"]["values"]["peak_dram_bw_GBps"]["source"]
 
 
-def test_predict(capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict(capsys):
     assert main(["predict", "--for_device=NVIDIA H200", "--s=16"]) == 0
     out = capsys.readouterr().out
     for words in ("flash_mla:cute-dsl *", "n=0", "Predictions, not measurements", "power limit"):
@@ -219,13 +162,8 @@ def test_predict(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(entries[0]["predicted"]) >= {"flash_mla", "mla_var6_plus"}
 
 
-# --- run ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("command", ["run", "profile"])
-def test_a_kernel_is_handed_to_its_own_command_line(
-    command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_is_handed_to_its_own_command_line(command, monkeypatch):
     seen: list[Any] = []
     monkeypatch.setattr(
         "mla_var3.cli.commands.kernel.run_kernel",
@@ -233,9 +171,6 @@ def test_a_kernel_is_handed_to_its_own_command_line(
     )
     assert main([command, "flash_mla", "v0", "--b=2", "--tune-max-iters=3"]) == 0
     assert seen == [("flash_mla", ["--b=2", "--tune-max-iters=3"])]
-
-
-# --- names ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -247,9 +182,7 @@ def test_a_kernel_is_handed_to_its_own_command_line(
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_an_old_name_of_an_option_still_works(
-    argv: list[str], old: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_old_name_of_an_option_still_works(argv, old, capsys):
     assert main(argv) == 0
     captured = capsys.readouterr()
     assert f"{old} is now --for_device" in captured.err

@@ -1,9 +1,6 @@
 """`--model`, `--config` and `--tp` of the commands."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,7 +73,7 @@ def test_predictions_for_widths_that_were_not_timed_say_so(model, noted, capsys)
     assert ("rates were recorded at d=128 p=64 k=512" in capsys.readouterr().out) == noted
 
 
-def test_bench_predicts_a_model_and_says_what_does_not_serve_it(tmp_path: Path):
+def test_bench_predicts_a_model_and_says_what_does_not_serve_it(tmp_path):
     argv = ["bench", "all", "--model=glm-4.7-flash", "--tp=4", "--s=2", "--t=1024", "--b=4"]
     argv += ["--mode=predict", "--for_device=H200", f"--out_dir={tmp_path}"]
     assert main([*argv, "--kernels=flash_mla,flash_attention"]) == 0

@@ -1,9 +1,6 @@
 """Options made from plan and tiling fields."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 
@@ -11,7 +8,6 @@ from mla_var3.cli.arguments import ValueType, value_type
 from mla_var3.cli.console import UsageError
 from mla_var3.cli.options import RUN_OPTIONS, PlanParser
 from mla_var3.errors import HyperMlaError, InvalidArgumentError
-from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling import NsightProfType
 from mla_var3.runtime.stage import Tiling
 from tests.unit.cli.cli_support import FakePlan, FakeTiling, read
@@ -55,13 +51,13 @@ class TakenField(FakePlan):
         ("--lengths=none", "lengths", None),
     ],
 )
-def test_a_field_is_read_by_its_type(argument: str, name: str, value: object) -> None:
+def test_a_field_is_read_by_its_type(argument, name, value):
     assert getattr(read(FakePlan(), argument).plan, name) == value
 
 
-def test_mixed_lengths_follow_b_and_t() -> None:
+def test_mixed_lengths_follow_b_and_t():
     plan = read(FakePlan(), "--lengths=mixed", "--b=4", "--t=100").plan
-    assert plan.lengths == (1, 34, 67, 100)  # type: ignore[attr-defined]
+    assert plan.lengths == (1, 34, 67, 100)
 
 
 @pytest.mark.parametrize(
@@ -88,13 +84,13 @@ def test_mixed_lengths_follow_b_and_t() -> None:
         ("stray", "unexpected argument 'stray'"),
     ],
 )
-def test_a_bad_option_is_named_with_a_hint(argument: str, message: str) -> None:
+def test_a_bad_option_is_named_with_a_hint(argument, message):
     with pytest.raises((UsageError, InvalidArgumentError)) as error:
         read(FakePlan(), argument)
     assert message in str(error.value)
 
 
-def test_all_run_options_arrive_in_both_spellings() -> None:
+def test_all_run_options_arrive_in_both_spellings():
     request = read(
         FakePlan(),
         *("--device=cpu", "--target=sm_100,sm_90,sm_100", "--prof_type=static", "--retune"),
@@ -109,7 +105,7 @@ def test_all_run_options_arrive_in_both_spellings() -> None:
     assert run.tune_max_iters == 3
 
 
-def test_tiling_fields_are_options_by_name_where_only_one_tiling_has_it() -> None:
+def test_tiling_fields_are_options_by_name_where_only_one_tiling_has_it():
     request = read(FakePlan(), "--Bm=32", "--occupancy=2", "--tiling.Bn=16")
     assert request.plan.tiling_fields() == {"tiling": FakeTiling(32, 16, 2)}
     assert set(request.tiling_given) == {"Bm", "occupancy", "Bn"}
@@ -121,7 +117,7 @@ def test_tiling_fields_are_options_by_name_where_only_one_tiling_has_it() -> Non
 
 
 @pytest.mark.parametrize("plan", [FakePlan(), TwoTilings()])
-def test_help_is_complete_and_grouped(plan: KernelPlan) -> None:
+def test_help_is_complete_and_grouped(plan):
     parser = PlanParser(plan, "prog")
     text = parser.format_help()
     assert all(f"--{flag}" in text for flag in [*parser.flags, *RUN_OPTIONS, "no_causal"])
@@ -136,7 +132,7 @@ def test_help_is_complete_and_grouped(plan: KernelPlan) -> None:
 
 
 @pytest.mark.parametrize(("plan", "name"), [(OddField(), "table"), (TakenField(), "label")])
-def test_a_field_that_no_option_can_set_is_an_error(plan: KernelPlan, name: str) -> None:
+def test_a_field_that_no_option_can_set_is_an_error(plan, name):
     with pytest.raises(HyperMlaError, match=rf"{type(plan).__name__}\.{name}"):
         PlanParser(plan, "prog")
 
@@ -151,5 +147,5 @@ def test_a_field_that_no_option_can_set_is_an_error(plan: KernelPlan, name: str)
         (tuple[int, str], None),
     ],
 )
-def test_value_types_of_annotations(annotation: Any, expected: ValueType | None) -> None:
+def test_value_types_of_annotations(annotation, expected):
     assert value_type(annotation) == expected

@@ -1,10 +1,7 @@
 """`hyper-mla plan`: table, JSON, files, what it says about itself, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -33,9 +30,7 @@ def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mla_var3.report.plots.line_plot", lambda *_, **options: [])
 
 
-def test_the_table_says_that_it_predicts_and_from_what(
-    capsys: pytest.CaptureFixture[str], no_plots: None
-) -> None:
+def test_the_table_says_that_it_predicts_and_from_what(capsys, no_plots):
     assert main([*H200, "--s=64", "--budget=1GiB"]) == 0
     out = capsys.readouterr().out
     assert "keep nothing decompressed: " in out and "steady call time per layer" in out
@@ -54,16 +49,14 @@ def test_the_table_says_that_it_predicts_and_from_what(
         assert words in out, words
 
 
-def test_without_a_fit_it_says_so(capsys: pytest.CaptureFixture[str], no_plots: None) -> None:
+def test_without_a_fit_it_says_so(capsys, no_plots):
     assert main(["plan", "--for_device=B200", "--s=32", "--budget=2GiB"]) == 0
     out = capsys.readouterr().out
     assert "ideal, vendor peaks for NVIDIA B200" in out and "no advice: no kernel was timed" in out
     assert "chosen" not in out and "8-bit latent cache" not in out
 
 
-def test_a_mix_that_the_power_limit_slows_down_is_not_recommended(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_mix_that_the_power_limit_slows_down_is_not_recommended(capsys):
     assert main(["plan", "--for_device=H200", "--s=64", "--budget=9GiB", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     chosen, curve = plan["chosen"], plan["curve"]
@@ -71,7 +64,7 @@ def test_a_mix_that_the_power_limit_slows_down_is_not_recommended(
     assert chosen["steady_call_us"] == min(point["steady_call_us"] for point in curve)
 
 
-def test_files_go_to_the_default_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_go_to_the_default_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HYPER_MLA_OUT_DIR", str(tmp_path / "products"))
     assert main([*H200, "--budget=2GiB"]) == 0
     (folder,) = (tmp_path / "products" / "plan").iterdir()
@@ -87,11 +80,8 @@ def test_files_go_to_the_default_folder(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_json_prints_nothing_else_and_writes_only_when_asked(
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    no_plots: None,
-) -> None:
+    capsys, tmp_path, monkeypatch, no_plots
+):
     monkeypatch.setenv("HYPER_MLA_OUT_DIR", str(tmp_path / "products"))
     argv = [*H200, "--budget=100GiB", "--layers=61", "--dtype=fp8", "--json"]
     assert main(argv) == 0
@@ -113,9 +103,7 @@ def test_json_prints_nothing_else_and_writes_only_when_asked(
     assert (tmp_path / "kept" / "plan.json").is_file()
 
 
-def test_fitted_parameters_from_a_file(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, no_plots: None
-) -> None:
+def test_fitted_parameters_from_a_file(capsys, tmp_path, no_plots):
     content = derived_parameters(device_spec("H200")).to_dict()
     content["launch_us"] |= {"value": 50.0, "origin": "fitted", "source": "a test", "error": 0.02}
     path = tmp_path / "rates.json"
@@ -127,9 +115,7 @@ def test_fitted_parameters_from_a_file(
     assert "expected parameters of NVIDIA B200 in bfloat16" in capsys.readouterr().err
 
 
-def test_a_shared_prefix_is_planned_by_what_it_gains(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_shared_prefix_is_planned_by_what_it_gains(capsys, tmp_path):
     sizes = ["--b=256", "--s=1", "--t=26728", "--h=128", "--prefix=26472"]
     argv = ["plan", "--for_device=H200", *sizes, f"--out_dir={tmp_path}"]
     assert main([*argv, "--budget=2GiB"]) == 0
@@ -154,7 +140,7 @@ def test_a_shared_prefix_is_planned_by_what_it_gains(
     assert "no advice: no kernel was timed on NVIDIA B200" in out and "chosen" not in out
 
 
-def test_the_examples_of_the_page_run(repo_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_examples_of_the_page_run(repo_root, capsys):
     page = (repo_root / "docs" / "planning.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(blocks) == 3
@@ -165,7 +151,7 @@ def test_the_examples_of_the_page_run(repo_root: Path, capsys: pytest.CaptureFix
         assert words in out
 
 
-def test_the_page_names_every_option_and_parameter(repo_root: Path) -> None:
+def test_the_page_names_every_option_and_parameter(repo_root):
     page = (repo_root / "docs" / "planning.md").read_text()
     parameters = derived_parameters(device_spec("H200")).parameters
     options = {"budget", "layers", "dtype", "lengths", "for_device", "parameters", "json"}

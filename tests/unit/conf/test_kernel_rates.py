@@ -1,8 +1,5 @@
 """Recorded rates of kernels and energies: complete, positive, from records that exist."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +14,7 @@ KERNEL: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_every_entry_names_a_known_device_and_an_existing_record(repo_root: Path) -> None:
+def test_every_entry_names_a_known_device_and_an_existing_record(repo_root):
     kernels = {(device, r) for device, rates in module._kernels().items() for r in rates.values()}
     assert kernels and module._energies()
     for device, rates in {*kernels, *module._energies().items()}:
@@ -27,13 +24,13 @@ def test_every_entry_names_a_known_device_and_an_existing_record(repo_root: Path
         assert min(numbers.values()) > 0 and min(fixed) >= 0 and numbers.get("overlap", 1) >= 1
 
 
-def test_what_was_not_recorded_has_no_rates() -> None:
+def test_what_was_not_recorded_has_no_rates():
     assert kernel_rates("NVIDIA H200", "flash_mla", "no-dsl") is None
     assert kernel_rates("NVIDIA B200", "flash_mla", "cute-dsl") is None
     assert energy_rates("NVIDIA B200") is None
 
 
-def test_overlap_joins_compute_and_memory_time() -> None:
+def test_overlap_joins_compute_and_memory_time():
     cubic, perfect = (KernelRates(**KERNEL | {"overlap": overlap}) for overlap in (3.0, None))
     assert perfect.work_us(2e6, 3e3) == 3.0
     assert cubic.work_us(2e6, 3e3) == pytest.approx((2**3 + 3**3) ** (1 / 3))

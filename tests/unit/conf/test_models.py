@@ -1,9 +1,6 @@
 """The table of models, and configs of others."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -91,7 +88,7 @@ def test_the_table_has_every_width_that_was_published():
     ],
     ids=["deepseek", "nested", "openpangu", "minicpm3", "no rope"],
 )
-def test_a_config(tmp_path: Path, config, widths, heads):
+def test_a_config(tmp_path, config, widths, heads):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     found = read_config(path)
@@ -110,7 +107,7 @@ def test_a_config(tmp_path: Path, config, widths, heads):
         (None, "expected a readable config.json"),
     ],
 )
-def test_a_config_that_is_not_that_of_an_mla_model(tmp_path: Path, text, message):
+def test_a_config_that_is_not_that_of_an_mla_model(tmp_path, text, message):
     path = tmp_path / "config.json"
     if text is not None:
         path.write_text(text)

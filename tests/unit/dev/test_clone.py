@@ -1,7 +1,5 @@
 """Cloning a kernel version: clones run, only versioned names change, refusals leave nothing."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -76,9 +74,7 @@ def checkout(repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_every_clone_and_its_clone_work(
-    checkout: Path, package_environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_every_clone_and_its_clone_work(checkout, package_environment, tmp_path):
     done = run_program(
         [sys.executable, "-c", CLONE_ALL],
         cwd=tmp_path,
@@ -100,7 +96,7 @@ def test_every_clone_and_its_clone_work(
         assert ruff.returncode == 0, ruff.stdout + ruff.stderr
 
 
-def test_the_script_works_on_its_own_checkout(checkout: Path, tmp_path: Path) -> None:
+def test_the_script_works_on_its_own_checkout(checkout, tmp_path):
     done = run_program(
         [sys.executable, checkout / "scripts" / "clone-kernel.py", "flash_mla", "v990"],
         cwd=tmp_path,
@@ -112,7 +108,7 @@ def test_the_script_works_on_its_own_checkout(checkout: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("name", "language"), BASES)
-def test_clones_differ_in_the_number_alone(name: str, language: str, tree: Path) -> None:
+def test_clones_differ_in_the_number_alone(name, language, tree):
     """base -> v7 -> v8 is base -> v8, but for the parent; nothing keeps a name of v7."""
     first = plan_clone(name, "v7", language)
     before = snapshot(tree)
@@ -126,7 +122,7 @@ def test_clones_differ_in_the_number_alone(name: str, language: str, tree: Path)
         assert not [x for x in first.renames.values() if x in text.replace(f"{name}_v7.", "")]
 
 
-def test_the_names_of_the_specification(tree: Path) -> None:
+def test_the_names_of_the_specification(tree):
     write_clone(plan_clone("mla_var6_plus", "v2"))
     plan = plan_clone("mla_var6_plus_v2", "v5")
     stage = plan.contents["attention_block_specialized_v5.py"]
@@ -155,12 +151,12 @@ def test_the_names_of_the_specification(tree: Path) -> None:
         *((s, "v905", "unknown") for s in ("flash_mia", "../flash_mla", "", "flash_mla_v3")),
     ],
 )
-def test_bad_names_are_refused(source: str, version: str, error: str) -> None:
+def test_bad_names_are_refused(source, version, error):
     with pytest.raises((InvalidArgumentError, UnknownNameError), match=error):
         plan_clone(source, version)
 
 
-def test_the_command(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tree, capsys):
     before = snapshot(tree)
     assert main(["clone", "mla_var6_plus", "v5", "--dry-run"]) == 0
     out = capsys.readouterr().out
@@ -192,9 +188,7 @@ def test_the_command(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert snapshot(tree) == before
 
 
-def test_nothing_is_overwritten_and_an_interrupted_copy_leaves_nothing(
-    tree: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_overwritten_and_an_interrupted_copy_leaves_nothing(tree, monkeypatch):
     plan, before = plan_clone("flash_mla", "v5"), snapshot(tree)
 
     def fail(source: Path, target: Path, **options: bool) -> None:
@@ -210,7 +204,7 @@ def test_nothing_is_overwritten_and_an_interrupted_copy_leaves_nothing(
             attempt()
 
 
-def test_a_source_that_does_not_compile_or_has_no_entry(tree: Path) -> None:
+def test_a_source_that_does_not_compile_or_has_no_entry(tree):
     entry = tree / MLA / "flash_mla" / "flash_mla" / "flash_mla.py"
     entry.write_text("class CtDemo(:\n")
     with pytest.raises(InvalidArgumentError, match="modules that compile, got flash_mla.py:1"):

@@ -4,8 +4,6 @@ A tiny checkout with code of our own stands in for CUTLASS. Against a real one t
 compiled when HYPER_MLA_CUTLASS_DIR names it.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import os
@@ -141,10 +139,7 @@ def arguments(stage: Any, tiling: CutlassMlaDecodeTiling) -> dict[str, Any]:
     return dict(zip(names, values, strict=True))
 
 
-# -- the checkout ---------------------------------------------------------------------------------
-
-
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
+def test_what_is_missing_is_named(tmp_path):
     """A checkout with the ways to name one, an example with the paths where it should lie."""
     (tmp_path / "bare" / checkout.EXAMPLES / "cute").mkdir(parents=True)
     for name, parts in {
@@ -157,7 +152,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", [NEW, OLD], ids=["4.5", "4.4"])
-def test_the_example_is_imported_with_its_helpers(tmp_path: Path, place: Path) -> None:
+def test_the_example_is_imported_with_its_helpers(tmp_path, place):
     folder = make_checkout(tmp_path / "cutlass", place)
     # As in CUTLASS 4.4: a module and a folder of one name, and the helpers are in the folder.
     (folder / checkout.EXAMPLES / place.parent).with_suffix(".py").write_text("raise OSError\n")
@@ -170,9 +165,7 @@ def test_the_example_is_imported_with_its_helpers(tmp_path: Path, place: Path) -
     assert checkout.loaded_example(example.fingerprint) is example
 
 
-def test_importing_leaves_the_interpreter_and_the_checkout_as_they_were(
-    fake: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_importing_leaves_the_interpreter_and_the_checkout_as_they_were(fake, monkeypatch):
     own = ModuleType("cute")
     monkeypatch.setitem(sys.modules, "cute", own)
     files = sorted(fake.rglob("*"))
@@ -187,7 +180,7 @@ def test_importing_leaves_the_interpreter_and_the_checkout_as_they_were(
     assert sorted(fake.rglob("*")) == files
 
 
-def test_a_failing_import_restores_too_and_names_the_release(fake: Path) -> None:
+def test_a_failing_import_restores_too_and_names_the_release(fake):
     helpers = fake / checkout.EXAMPLES / NEW.parent / "mla_helpers.py"
     helpers.write_text("from cutlass.cute import gone_since\n")
     before = list(sys.path), list(sys.meta_path), set(sys.modules)
@@ -204,14 +197,11 @@ def test_a_failing_import_restores_too_and_names_the_release(fake: Path) -> None
         ({"split": "B, S, max_active_blocks"}, r"get_split_kv\(B S max_active_blocks\) instead of"),
     ],
 )
-def test_a_changed_example_is_refused(tmp_path: Path, changed: dict[str, str], said: str) -> None:
+def test_a_changed_example_is_refused(tmp_path, changed, said):
     folder = make_checkout(tmp_path / "cutlass", **changed)
     with pytest.raises(UnsupportedError, match=said) as caught:
         checkout.load_example(folder)
     assert "written against nvidia-cutlass-dsl 4.9.7" in str(caught.value)
-
-
-# -- the plan -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -227,12 +217,12 @@ def test_a_changed_example_is_refused(tmp_path: Path, changed: dict[str, str], s
         *(({"page": page}, "page: expected a divisor of 128") for page in (0, 1, 48, 256)),
     ],
 )
-def test_what_the_example_does_not_take_is_refused(fields: dict[str, Any], argument: str) -> None:
+def test_what_the_example_does_not_take_is_refused(fields, argument):
     with pytest.raises((UnsupportedError, InvalidArgumentError), match=argument):
         CutlassMlaDecodeKernel(**fields)
 
 
-def test_planning_and_costs_need_no_checkout() -> None:
+def test_planning_and_costs_need_no_checkout():
     plan = CutlassMlaDecodeKernel(b=3, t=300)
     stage = plan.plan_empty(*RATES)
     assert stage.name == "cutlass_mla_decode"
@@ -246,7 +236,7 @@ def test_planning_and_costs_need_no_checkout() -> None:
 
 @pytest.mark.parametrize("lengths", [None, (300, 1, 129)])
 @pytest.mark.parametrize("page", [128, 32])
-def test_the_reference_reads_the_pages(lengths: tuple[int, ...] | None, page: int) -> None:
+def test_the_reference_reads_the_pages(lengths, page):
     plan = CutlassMlaDecodeKernel(b=3, s=2, t=300, h=2, causal=False, page=page, lengths=lengths)
     inputs = plan.copy(seed=3).prepare_inputs("cpu")
     q_latent, q_rope, latent, rope, given, table = (each.double() for each in inputs)
@@ -265,7 +255,7 @@ def test_the_reference_reads_the_pages(lengths: tuple[int, ...] | None, page: in
         torch.testing.assert_close(lse[request].double(), base_two, rtol=1e-4, atol=1e-4)
 
 
-def test_a_table_must_cover_whole_tiles() -> None:
+def test_a_table_must_cover_whole_tiles():
     plan = CutlassMlaDecodeKernel(b=1, t=130, h=2, page=32)
     *others, table = plan.prepare_inputs("cpu")
     assert table.shape == (1, 8)
@@ -283,15 +273,12 @@ def test_a_table_must_cover_whole_tiles() -> None:
         ({"t": 100_000, "b": 4096}, 32, False),
     ],
 )
-def test_legal_splits(fields: dict[str, int], splits: int, legal: bool) -> None:
+def test_legal_splits(fields, splits, legal):
     plan = CutlassMlaDecodeKernel(**{"b": 1, **fields})
     assert bool(CutlassMlaDecodeTiling(splits=splits).validate(plan)) is legal
 
 
-# -- compiling ------------------------------------------------------------------------------------
-
-
-def test_the_splits_are_those_of_the_example_and_decide_the_workspace(fake: Path) -> None:
+def test_the_splits_are_those_of_the_example_and_decide_the_workspace(fake):
     plan = CutlassMlaDecodeKernel(b=2, t=1000, cutlass_dir=str(fake))
     assert plan.split_count(CutlassMlaDecodeTiling()) == 3
     assert plan.split_count(CutlassMlaDecodeTiling(splits=2)) == 2
@@ -304,7 +291,7 @@ def test_the_splits_are_those_of_the_example_and_decide_the_workspace(fake: Path
     assert (whole["partials"], whole["partial_bytes"]) == (None, 0)
 
 
-def test_the_strides_lead_to_the_elements(fake: Path) -> None:
+def test_the_strides_lead_to_the_elements(fake):
     plan = CutlassMlaDecodeKernel(
         b=2, s=3, t=300, h=5, causal=False, page=64, cutlass_dir=str(fake), seed=1
     )
@@ -329,9 +316,7 @@ def test_the_strides_lead_to_the_elements(fake: Path) -> None:
 
 
 @pytest.mark.parametrize(("splits", "workspace"), [(1, False), (2, True)])
-def test_it_compiles_with_tensors_in_the_modes_of_the_example(
-    fake: Path, splits: int, workspace: bool
-) -> None:
+def test_it_compiles_with_tensors_in_the_modes_of_the_example(fake, splits, workspace):
     plan = CutlassMlaDecodeKernel(b=2, t=1000, page=64, cutlass_dir=str(fake))
     stage: Any = plan.copy(tiling=CutlassMlaDecodeTiling(splits=splits)).plan_empty(*RATES)
     compiled = stage.compile("sm_100")
@@ -357,7 +342,7 @@ def test_it_compiles_with_tensors_in_the_modes_of_the_example(
         assert found[name][1].partition(":")[2].split(",")[1] == "1", "columns are contiguous"
 
 
-def test_a_changed_helper_is_another_program(tmp_path: Path) -> None:
+def test_a_changed_helper_is_another_program(tmp_path):
     hosts = []
     for n in (2, 4):
         folder = make_checkout(tmp_path / str(n), helpers=f"SPLITS = {n}\n")
@@ -368,7 +353,7 @@ def test_a_changed_helper_is_another_program(tmp_path: Path) -> None:
     assert hosts[0] != hosts[1]
 
 
-def test_what_does_not_compile_says_why(fake: Path) -> None:
+def test_what_does_not_compile_says_why(fake):
     """The example refuses it, or does not fit the installed release."""
     stage: Any = empty(t=6000, cutlass_dir=str(fake))
     with pytest.raises(UnsupportedError, match="the example refuses b=64 s=1 t=6000"):
@@ -380,7 +365,7 @@ def test_what_does_not_compile_says_why(fake: Path) -> None:
         stage.compile("sm_100")
 
 
-def test_other_architectures_are_refused(fake: Path) -> None:
+def test_other_architectures_are_refused(fake):
     stage: Any = empty(cutlass_dir=str(fake))
     with pytest.raises(KernelCompileError, match="expected sm_100a"):
         stage.compile("sm_90")
@@ -388,17 +373,14 @@ def test_other_architectures_are_refused(fake: Path) -> None:
         stage.require_target("sm_90", "NVIDIA H200")
 
 
-# -- around it ------------------------------------------------------------------------------------
-
-
-def test_the_command_line_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_says_what_is_missing(capsys):
     argv = ["cutlass_mla_decode", "--language=cute-dsl", "--prof_type=static", "--b=1", "--t=200"]
     assert kernel_command.main(argv) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: cutlass_dir: expected a checkout of CUTLASS")
 
 
-def test_it_is_a_row_of_a_benchmark_with_its_reason() -> None:
+def test_it_is_a_row_of_a_benchmark_with_its_reason():
     decode = MlaProblem(b=4, s=1, t=512, h=128, dtype="float16")
     plan = make_plan(KernelChoice(NAME), decode, "sm_100")
     assert choices_of(plan) == {}
@@ -416,7 +398,7 @@ def test_it_is_a_row_of_a_benchmark_with_its_reason() -> None:
     ids=["whole", "split"],
 )
 @pytest.mark.parametrize("page", [TILE, 64])
-def test_a_real_checkout_compiles(tiling: CutlassMlaDecodeTiling, page: int) -> None:
+def test_a_real_checkout_compiles(tiling, page):
     stage = empty(t=4096, page=page, cutlass_dir=REAL, tiling=tiling)
     report = compile_report(stage, "sm_100")
     assert report.error is None and not report.spills

@@ -1,7 +1,5 @@
 """The 8-bit formats of the latent cache: bytes in memory, rounding bounds, special values."""
 
-from __future__ import annotations
-
 import math
 import struct
 
@@ -14,7 +12,6 @@ from mla_var3.op.mla.cache_formats import (
     FORMATS,
     PER_TENSOR,
     PER_TOKEN,
-    CacheFormat,
     QuantisedCache,
     cache_format,
     dequantise,
@@ -34,7 +31,7 @@ def tokens(generator: torch.Generator, count: int = 40) -> tuple[torch.Tensor, t
     return latent, torch.randn(count, P, generator=generator, dtype=torch.float64)
 
 
-def test_bytes_of_a_token() -> None:
+def test_bytes_of_a_token():
     assert [entry.row_bytes(K, P) for entry in (PER_TOKEN, DS_MLA, PER_TENSOR)] == [644, 656, 576]
     assert cache_format("fp8_ds_mla") is DS_MLA
     with pytest.raises(UnknownNameError, match="cache format"):
@@ -42,7 +39,7 @@ def test_bytes_of_a_token() -> None:
 
 
 @FORMAT
-def test_rounding_stays_within_half_a_unit(fmt: CacheFormat, generator: torch.Generator) -> None:
+def test_rounding_stays_within_half_a_unit(fmt, generator):
     latent, rope = tokens(generator)
     rounded = quantise(latent, rope, fmt)
     found, found_rope = dequantise(rounded, torch.float64)
@@ -56,7 +53,7 @@ def test_rounding_stays_within_half_a_unit(fmt: CacheFormat, generator: torch.Ge
     assert ((found_rope - rope).abs() <= (rope.abs() * unit).clamp(min=2**-10) * 1.0001).all()
 
 
-def test_finer_scales_round_better(generator: torch.Generator) -> None:
+def test_finer_scales_round_better(generator):
     latent, rope = tokens(generator)
     # Two groups of columns whose magnitudes differ by 2**20: one scale cannot serve both.
     latent[:, K // 2 :] *= 2**-20
@@ -73,7 +70,7 @@ def test_finer_scales_round_better(generator: torch.Generator) -> None:
 
 
 @FORMAT
-def test_special_values(fmt: CacheFormat) -> None:
+def test_special_values(fmt):
     latent, rope = torch.zeros(5, K), torch.zeros(5, P)
     latent[1] = math.nan
     latent[2, 3], latent[2, 4], latent[2, 5] = math.inf, -math.inf, 2.0
@@ -93,7 +90,7 @@ def test_special_values(fmt: CacheFormat) -> None:
         assert rounded.scales.isfinite().all()
 
 
-def test_one_scale_saturates(generator: torch.Generator) -> None:
+def test_one_scale_saturates(generator):
     latent, rope = tokens(generator, 2)
     latent[0, 0], rope[1, 0] = 1e6, -1e6
     scale = torch.tensor([0.5])
@@ -111,9 +108,7 @@ def e4m3(byte: int) -> float:
 
 @FORMAT
 @pytest.mark.parametrize("dtype", [torch.uint8, E4M3])
-def test_parts_of_a_buffer_that_was_written_byte_by_byte(
-    fmt: CacheFormat, dtype: torch.dtype, generator: torch.Generator
-) -> None:
+def test_parts_of_a_buffer_that_was_written_byte_by_byte(fmt, dtype, generator):
     pages, page, row = 3, 4, fmt.row_bytes(K, P)
     raw = torch.randint(0, 120, (pages, page, row), generator=generator, dtype=torch.uint8)
     # Pages of an engine's pool may be spaced out.
@@ -151,14 +146,14 @@ def test_parts_of_a_buffer_that_was_written_byte_by_byte(
         (PER_TOKEN, (4, 644), K, r"pages: expected \[num_pages, page, 644\]"),
     ],
 )
-def test_wrong_buffers(fmt: CacheFormat, shape: tuple[int, ...], k: int, message: str) -> None:
+def test_wrong_buffers(fmt, shape, k, message):
     with pytest.raises(InvalidArgumentError, match=message):
         fmt.parts(torch.zeros(shape, dtype=torch.uint8), k, P)
     with pytest.raises(InvalidArgumentError, match="uint8, int8 or float8_e4m3fn"):
         PER_TENSOR.parts(torch.zeros(1, 4, 576), K, P)
 
 
-def test_alignment_of_pages() -> None:
+def test_alignment_of_pages():
     """The copy engine of a GPU steps in 16 bytes."""
     for fmt in (PER_TOKEN, DS_MLA, PER_TENSOR):
         parts: QuantisedCache = fmt.parts(torch.zeros(2, 64, fmt.row_bytes(K, P), dtype=E4M3), K, P)

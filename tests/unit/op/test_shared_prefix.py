@@ -1,7 +1,5 @@
 """A prefix shared by the requests: against the same call with the prefix in every request."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 
@@ -73,7 +71,7 @@ def exact_prefix(x: SharedPrefixInputs, prefix: int) -> SharedPrefixInputs:
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("prefix", [0, 1, 5, 12])
-def test_it_equals_attention_with_the_prefix_copied(causal: bool, prefix: int) -> None:
+def test_it_equals_attention_with_the_prefix_copied(causal, prefix):
     problem = replace(PROBLEM, causal=causal)
     x = exact_prefix(
         make_shared_prefix_inputs(SharedPrefixProblem(problem, prefix), "cpu", 5), prefix
@@ -84,7 +82,7 @@ def test_it_equals_attention_with_the_prefix_copied(causal: bool, prefix: int) -
     torch.testing.assert_close(found_lse, lse, rtol=1e-9, atol=1e-10)
 
 
-def test_the_prefix_matters_and_its_slots_are_poisoned() -> None:
+def test_the_prefix_matters_and_its_slots_are_poisoned():
     x = make_shared_prefix_inputs(SharedPrefixProblem(PROBLEM, 5), "cpu", 5)
     assert bool(x.c_kv[:, :5].isnan().all()) and bool(x.k_rope[:, :5].isnan().all())
     assert not bool(x.c_kv[0, 5:].isnan().any())
@@ -95,7 +93,7 @@ def test_the_prefix_matters_and_its_slots_are_poisoned() -> None:
     assert torch.equal(before[1], after[1])  # a request without tokens
 
 
-def test_requests_start_with_the_same_tokens_and_differ_after_them() -> None:
+def test_requests_start_with_the_same_tokens_and_differ_after_them():
     problem = replace(PROBLEM, lengths=None)
     x = make_shared_prefix_inputs(SharedPrefixProblem(problem, 5), "cpu", 1)
     first = x.plain.c_kv[:1, :5].expand(problem.b, -1, -1)
@@ -108,7 +106,7 @@ def test_requests_start_with_the_same_tokens_and_differ_after_them() -> None:
     assert torch.equal(again.k_prefix, x.k_prefix)
 
 
-def test_an_8_bit_prefix_comes_near() -> None:
+def test_an_8_bit_prefix_comes_near():
     problem = replace(PROBLEM, lengths=None)
     x = make_shared_prefix_inputs(SharedPrefixProblem(problem, 5), "cpu", 2)
     rough = replace(
@@ -119,13 +117,13 @@ def test_an_8_bit_prefix_comes_near() -> None:
     assert 1e-4 < error < 0.1
 
 
-def test_bad_prefixes_are_refused() -> None:
+def test_bad_prefixes_are_refused():
     with pytest.raises(InvalidArgumentError, match="prefix: expected an integer from 0 to t=12"):
         SharedPrefixProblem(PROBLEM, 13)
     with pytest.raises(InvalidArgumentError, match="prefix: expected an integer"):
         SharedPrefixProblem(PROBLEM, True)
     with pytest.raises(InvalidArgumentError, match="problem: expected an MlaProblem"):
-        SharedPrefixProblem("mla", 1)  # type: ignore[arg-type]
+        SharedPrefixProblem("mla", 1)
     x = make_shared_prefix_inputs(SharedPrefixProblem(PROBLEM, 5), "cpu", 0)
     for field, tensor in (
         ("k_prefix", torch.zeros(3, 13, 8)),
@@ -136,12 +134,9 @@ def test_bad_prefixes_are_refused() -> None:
             shared_attention(PROBLEM, replace(x, **{field: tensor}))
 
 
-# --- cost -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("prefix", [0, 3, 5, 12])
 @pytest.mark.parametrize("lengths", [PROBLEM.lengths, None])
-def test_flops_by_counting(prefix: int, lengths: tuple[int, ...] | None) -> None:
+def test_flops_by_counting(prefix, lengths):
     problem = replace(PROBLEM, lengths=lengths)
     shared = SharedPrefixProblem(problem, prefix)
     d, p, k, v = problem.d, problem.p, problem.k, problem.v
@@ -155,7 +150,7 @@ def test_flops_by_counting(prefix: int, lengths: tuple[int, ...] | None) -> None
     assert latent_shared_cost(shared).flops == 2 * absorbed
 
 
-def test_bytes_are_the_sizes_of_the_tensors() -> None:
+def test_bytes_are_the_sizes_of_the_tensors():
     problem = replace(PROBLEM, lengths=None)
     shared = SharedPrefixProblem(problem, 5)
     x = make_shared_prefix_inputs(shared, "meta")
@@ -172,7 +167,7 @@ def test_bytes_are_the_sizes_of_the_tensors() -> None:
     assert latent_shared_cost(shared).bytes == copied.bytes - (problem.b - 1) * once
 
 
-def test_an_8_bit_prefix_takes_fewer_bytes() -> None:
+def test_an_8_bit_prefix_takes_fewer_bytes():
     problem = replace(PROBLEM, lengths=None)
     shared = SharedPrefixProblem(problem, 5)
     x = make_shared_prefix_inputs(shared, "cpu", 0)
@@ -183,7 +178,7 @@ def test_an_8_bit_prefix_takes_fewer_bytes() -> None:
     assert costs[0].flops == costs[1].flops
 
 
-def test_without_a_prefix_nothing_is_shared() -> None:
+def test_without_a_prefix_nothing_is_shared():
     shared = SharedPrefixProblem(PROBLEM, 0)
     assert latent_shared_cost(shared) == latent_copied_cost(shared)
     assert shared_prefix_attention_cost(shared).flops == flash_mla_cost(PROBLEM).flops
@@ -192,7 +187,7 @@ def test_without_a_prefix_nothing_is_shared() -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3])
-def test_the_passes_of_latent_sharing_do_all_the_work(groups: int) -> None:
+def test_the_passes_of_latent_sharing_do_all_the_work(groups):
     problem = replace(PROBLEM, lengths=None)
     own, of_groups, merge = latent_shared_passes(SharedPrefixProblem(problem, 5, groups))
     both = flash_mla_cost(own) + flash_mla_cost(of_groups)
@@ -205,7 +200,7 @@ def test_the_passes_of_latent_sharing_do_all_the_work(groups: int) -> None:
     assert (of_groups.b, of_groups.causal) == (groups, False)
 
 
-def test_more_requests_read_the_prefix_no_more_often() -> None:
+def test_more_requests_read_the_prefix_no_more_often():
     base = MlaProblem(b=1, s=8, t=4096, h=16)
     few, many = (SharedPrefixProblem(replace(base, b=b), 4096) for b in (1, 64))
     rows = 8 * 16 * (2 * (base.d + base.k) + base.p) * 2 + 8 * 16 * 2 * 4

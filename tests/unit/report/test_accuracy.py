@@ -1,9 +1,6 @@
 """Errors of the 8-bit cache formats, and the command that shows them."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +18,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accuracy, "QUICK_TOKENS", (64, 300))
 
 
-def test_tiles_give_what_one_softmax_gives(generator: torch.Generator) -> None:
+def test_tiles_give_what_one_softmax_gives(generator):
     latent, rope = (torch.randn(300, width, generator=generator) for width in (256, 64))
     queries = torch.randn(5, 320, generator=generator) * 0.2
     own = Latents("own", latent, rope, queries)
@@ -40,7 +37,7 @@ def test_tiles_give_what_one_softmax_gives(generator: torch.Generator) -> None:
     assert error.lse == pytest.approx(float((found_lse - lse).abs().max()), rel=1e-9)
 
 
-def test_the_errors_are_those_of_the_formats() -> None:
+def test_the_errors_are_those_of_the_formats():
     flat, peaky = (row.errors for row in measure(Latents("normal"), (300,)))
     assert list(flat) == list(CACHES)
     assert flat["bfloat16"].channels < 0.004
@@ -54,7 +51,7 @@ def test_the_errors_are_those_of_the_formats() -> None:
     assert saturated["fp8_per_token"] == flat["fp8_per_token"]
 
 
-def test_a_kernel_has_columns_of_its_own(generator: torch.Generator) -> None:
+def test_a_kernel_has_columns_of_its_own(generator):
     """PyTorch in the place of the kernel: the error of the format, and that of bfloat16."""
     assert accuracy.kernel_here() is None  # no GPU
     for row in measure(Latents("normal"), (130, 300), kernel="torch_tiled", device="cpu"):
@@ -79,15 +76,13 @@ def test_a_kernel_has_columns_of_its_own(generator: torch.Generator) -> None:
         ),
     ],
 )
-def test_wrong_files(contents: object, message: str, tmp_path: Path) -> None:
+def test_wrong_files(contents, message, tmp_path):
     torch.save(contents, tmp_path / "latents.pt")
     with pytest.raises(InvalidArgumentError, match=message):
         read_latents(tmp_path / "latents.pt")
 
 
-def test_the_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["accuracy", "--quick", "--out_dir", str(tmp_path / "made")]) == 0
     out = capsys.readouterr().out
@@ -100,9 +95,7 @@ def test_the_command(
     assert len(record["rows"]) == 3 * 2 * 2
 
 
-def test_the_command_on_given_latents(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], generator: torch.Generator
-) -> None:
+def test_the_command_on_given_latents(tmp_path, capsys, generator):
     file = tmp_path / "layer3.pt"
     # fp8_ds_mla takes multiples of 128 columns only.
     parts = {"latent": torch.randn(70, 192, generator=generator), "rope": torch.ones(70, 64)}

@@ -1,7 +1,5 @@
 """Comparing runs: records, refusals, tables, JSON, plots, and both commands."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -74,12 +72,7 @@ def saved(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-# -- records -----------------------------------------------------------------------------------
-
-
-def test_a_folder_and_its_record_are_the_same_run(
-    saved: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_folder_and_its_record_are_the_same_run(saved, tmp_path):
     folder = saved("runs/20260101", stages={"x": 60.0, "y": 40.0})
     found = load_run(folder)
     assert found == load_run(folder / "params.json")
@@ -96,7 +89,7 @@ def test_a_folder_and_its_record_are_the_same_run(
             load_run(tmp_path)
 
 
-def test_a_static_record_and_a_result_are_runs_too() -> None:
+def test_a_static_record_and_a_result_are_runs_too():
     plain = {"kernel": "flash_mla", "prof_type": "event", "device": "NVIDIA H200", "params": SIZES}
     predicted = {"NVIDIA H200": 70.0, "NVIDIA B200": 50.0}
     static = {"device": None, "planned_for": "NVIDIA H200", "predicted_us": predicted}
@@ -111,10 +104,7 @@ def test_a_static_record_and_a_result_are_runs_too() -> None:
     assert shares.texts[0] == "80.0 %"
 
 
-# -- comparing ---------------------------------------------------------------------------------
-
-
-def test_changes_against_the_baseline(tmp_path: Path) -> None:
+def test_changes_against_the_baseline(tmp_path):
     result = compare([run(), run("mla_var6_plus_v2", 80.0)])
     text = comparison_markdown(result)
     assert "### vs Baseline (mla_var6_plus)" in text
@@ -130,7 +120,7 @@ def test_changes_against_the_baseline(tmp_path: Path) -> None:
     assert comparison_plot(result, tmp_path / "d") == []
 
 
-def test_other_problems_and_devices_are_refused_by_name() -> None:
+def test_other_problems_and_devices_are_refused_by_name():
     others = [run("b_v1", 80.0, t=8192, lengths=[1, 2]), run("c_v1", 70.0, device="NVIDIA B200")]
     with pytest.raises(UnsupportedError) as refused:
         compare([run(), *others])
@@ -144,7 +134,7 @@ def test_other_problems_and_devices_are_refused_by_name() -> None:
         compare([run()])
 
 
-def test_remarks() -> None:
+def test_remarks():
     locked = run_of_record({**record("mla_var6_plus_v2", mode="nsys"), "clocks": {"locked": True}})
     text = " ".join(compare([run(), locked]).remarks)
     assert "the modes differ (mla_var6_plus: event, mla_var6_plus_v2: nsys)" in text
@@ -153,7 +143,7 @@ def test_remarks() -> None:
     assert "no measured time in flash_mla" in text and "predict shows call times" in text
 
 
-def test_missing_stages_and_figures_are_dashes() -> None:
+def test_missing_stages_and_figures_are_dashes():
     first = run(stages={"attention": 70.0, "combine": 30.0})
     second = run("mla_var6_plus_v2", 90.0, stages={"attention": 60.0, "reduce": 30.0})
     cells = compare([first, second]).cells()
@@ -164,22 +154,14 @@ def test_missing_stages_and_figures_are_dashes() -> None:
     assert {row.where for row in compare([run(), run()]).rows} == {"total"}  # one stage: no more
 
 
-def test_equal_labels_are_told_apart() -> None:
+def test_equal_labels_are_told_apart():
     labels = [r.label for r in compare([run(), run(), run("v", mode="nsys")]).runs]
     assert labels == ["mla_var6_plus #1", "mla_var6_plus #2", "v"]
     labels = [r.label for r in compare([run(), run(mode="nsys")]).runs]
     assert labels == ["mla_var6_plus event", "mla_var6_plus nsys"]
 
 
-# -- hyper-mla compare -------------------------------------------------------------------------
-
-
-def test_the_command_compares_folders(
-    saved: Callable[..., Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_command_compares_folders(saved, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("mla_var3.report.compare.bar_plot", lambda *_, **options: [Path("x")])
     first, second = saved("a"), saved("b", "mla_var6_plus_v2", 80.0)
     out, file = tmp_path / "out", tmp_path / "figures.json"
@@ -198,7 +180,7 @@ def test_the_command_compares_folders(
     assert "compared by force" in capsys.readouterr().out
 
 
-def test_the_command_predicts_kernels(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command_predicts_kernels(capsys, tmp_path):
     file = tmp_path / "x.json"
     sizes = ["--b=4", "--s=16", "--t=1024"]
     arguments = ["flash_mla", "mla_var6_plus:v0", "--static", "--for_device=H100", *sizes]

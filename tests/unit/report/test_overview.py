@@ -1,7 +1,5 @@
 """The main job: its steps, its report, and what happens when a step fails."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path
@@ -85,7 +83,7 @@ def data_of(folder: Path) -> dict[str, Any]:
     return data
 
 
-def test_the_report_without_a_gpu(runtime: Runtime) -> None:
+def test_the_report_without_a_gpu(runtime):
     started: list[str] = []
     ended: list[str] = []
     result = run_overview(
@@ -122,7 +120,7 @@ def test_the_report_without_a_gpu(runtime: Runtime) -> None:
     assert static[2]["b"] == 32 and static[3].targets == TARGETS
 
 
-def test_bad_sizes_write_nothing(runtime: Runtime) -> None:
+def test_bad_sizes_write_nothing(runtime):
     with pytest.raises(InvalidArgumentError, match="b: expected a positive integer"):
         run_overview(OverviewOptions(device="cpu", sizes={"b": 0}))
     assert not output_root().exists()
@@ -137,9 +135,7 @@ def test_bad_sizes_write_nothing(runtime: Runtime) -> None:
         ({"error": ZeroDivisionError("oops")}, "compile", "ZeroDivisionError: oops"),
     ],
 )
-def test_a_failed_step_is_reported_and_the_others_run(
-    spoil: dict[str, Any], step: str, reason: str, runtime: Runtime
-) -> None:
+def test_a_failed_step_is_reported_and_the_others_run(spoil, step, reason, runtime):
     vars(runtime).update(spoil)
     result = run_overview(OverviewOptions(device="cpu"))
     assert not result.ok
@@ -152,9 +148,7 @@ def test_a_failed_step_is_reported_and_the_others_run(
     assert [s["status"] for s in data["steps"]].count("failed") == 1
 
 
-def test_the_main_job_on_a_gpu_shows_what_the_product_does(
-    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_main_job_on_a_gpu_shows_what_the_product_does(gpu, monkeypatch, capsys):
     """It once measured cuTile alone, the slower language."""
     times = iter(range(1, 1000))
     monkeypatch.setattr(
@@ -187,7 +181,7 @@ def test_the_main_job_on_a_gpu_shows_what_the_product_does(
     assert {row.problem for row in found.rows} == {PROBLEM}
 
 
-def test_the_time_of_tuning_is_an_option(gpu: FakeGpu, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_time_of_tuning_is_an_option(gpu, capsys):
     assert main(["run", "--device=cuda", "--tune_seconds=3"]) == 0
     assert gpu.budget is not None and gpu.budget.seconds == 3
     assert main(["run", "--help"]) == 0
@@ -195,9 +189,7 @@ def test_the_time_of_tuning_is_an_option(gpu: FakeGpu, capsys: pytest.CaptureFix
     assert f"for all kernels together (default: {TUNE_SECONDS:g})" in shown
 
 
-def test_a_kernel_that_fails_on_the_gpu_fails_the_job_and_the_others_are_shown(
-    gpu: FakeGpu, tmp_path: Path
-) -> None:
+def test_a_kernel_that_fails_on_the_gpu_fails_the_job_and_the_others_are_shown(gpu, tmp_path):
     gpu.broken = {"flash_mla": RuntimeError("out of memory"), "sdpa": RuntimeError("no cuDNN")}
     result = run_overview(OverviewOptions(quick=True, out_dir=tmp_path, sizes={"s": 4}))
     assert not result.ok
@@ -208,12 +200,7 @@ def test_a_kernel_that_fails_on_the_gpu_fails_the_job_and_the_others_are_shown(
     assert result.record is not None and result.record.settings["tilings"] == "default"
 
 
-def test_a_kernel_that_hangs_is_named_and_ends_the_process(
-    gpu: FakeGpu,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_kernel_that_hangs_is_named_and_ends_the_process(gpu, tmp_path, monkeypatch, capsys):
     file = tmp_path / "record.json"
     hung = row("flash_mla", None, status=FAILED, reason="did not finish within 180 s")
     save_record(record(hung, row("flash_attention")), file)
@@ -227,7 +214,7 @@ def test_a_kernel_that_hangs_is_named_and_ends_the_process(
     assert "flash_mla: did not finish within 180 s" in capsys.readouterr().err
 
 
-def test_the_command(runtime: Runtime, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(runtime, tmp_path, capsys):
     folder = tmp_path / "here"
     argv = ["run", "--device=cpu", "--quick", f"--out_dir={folder}", "--b=8", "--s=4"]
     assert main(argv) == 0

@@ -1,7 +1,5 @@
 """Plots are written, of a sensible size, and say what they show."""
 
-from __future__ import annotations
-
 import struct
 from pathlib import Path
 
@@ -22,7 +20,7 @@ def png_size(path: Path) -> tuple[int, int]:
     return width, height
 
 
-def test_line_and_bar_plots(tmp_path: Path) -> None:
+def test_line_and_bar_plots(tmp_path):
     points = {"a": [(1, 1.0), (2, 3.0)], "b": [(1, 2.0)]}
     labels = {"title": "a title", "y_label": "time, µs"}
     lines = line_plot(points, tmp_path / "lines", x_label="s", log=True, **labels)
@@ -32,7 +30,7 @@ def test_line_and_bar_plots(tmp_path: Path) -> None:
         assert min(png_size(png)) > 400 and "a title" in svg.read_text()
 
 
-def test_a_sweep_ranks_only_what_was_timed() -> None:
+def test_a_sweep_ranks_only_what_was_timed():
     for name, spec in load_devices().items():
         entry = sweep(PROBLEM, spec, (1, 256))
         data = entry.to_dict()

@@ -1,7 +1,5 @@
 """A kernel, a tiling and a plan that need neither a DSL nor a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,14 +1,12 @@
 """The state of the call path: bounded tables, and one `clear` for all of it and all threads."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 
 from mla_var3.runtime.call_state import CallState
 
 
-def test_clear_drops_everything() -> None:
+def test_clear_drops_everything():
     state = CallState()
     made: list[int] = []
 
@@ -28,7 +26,7 @@ def test_clear_drops_everything() -> None:
     assert not table and not own.values
 
 
-def test_clear_reaches_other_threads() -> None:
+def test_clear_reaches_other_threads():
     state = CallState()
     own = state.per_thread()
     own.values["key"] = "here"
@@ -51,7 +49,7 @@ def test_clear_reaches_other_threads() -> None:
     assert seen == [{}, {}] and not own.values
 
 
-def test_a_full_table_drops_the_oldest_entry() -> None:
+def test_a_full_table_drops_the_oldest_entry():
     table: Any = CallState().table(3)
     for number in range(3):
         assert table.keep(number, str(number)) == []

@@ -1,7 +1,5 @@
 """The check: how its bounds come about, and what can never pass."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,10 +31,7 @@ GOOD = OutputCheck(
 )
 
 
-# --- results --------------------------------------------------------------------------------------
-
-
-def test_all_outputs_must_pass() -> None:
+def test_all_outputs_must_pass():
     error = ErrorFigures(math.nan, 0.01, 3, 0)
     bad = replace(GOOD, error=error, index=1)
     assert CheckResult((GOOD, GOOD)).passed
@@ -49,9 +44,6 @@ def test_all_outputs_must_pass() -> None:
     assert message.startswith("output 1: relative error nan (bound 0.002), largest 0.01 (bound 0.0")
     assert "3 NaN" in message
     assert "output 0" not in message
-
-
-# --- running --------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -71,7 +63,7 @@ class OutputsPlan(DoublingPlan):
         inputs = self.prepare_inputs("cpu")
         stage = self.plan(*inputs)
         stage.output_tensors = [torch.empty_like(self.output)]
-        stage._launch_cpu = lambda: stage.output_tensors[0].copy_(self.output)  # type: ignore[method-assign]
+        stage._launch_cpu = lambda: stage.output_tensors[0].copy_(self.output)
         [output] = check_stage(self, inputs, stage).outputs
         return output
 
@@ -81,7 +73,7 @@ def judged(output: Any, reference: Any, baseline: Any) -> OutputCheck:
     return OutputsPlan(output=tensors[0], reference=tensors[1], baseline=tensors[2]).run()
 
 
-def test_the_bound_is_twice_the_error_of_the_baseline() -> None:
+def test_the_bound_is_twice_the_error_of_the_baseline():
     outcome = judged([3.0, 4.0], [3.0, 4.0], [3.03, 4.04])
     assert (FACTOR, RELATIVE_SLACK) == (2.0, 1e-5)
     assert outcome.baseline.relative_frobenius == pytest.approx(0.01, rel=1e-4)
@@ -90,12 +82,12 @@ def test_the_bound_is_twice_the_error_of_the_baseline() -> None:
 
 
 @pytest.mark.parametrize(("error", "passed"), [(0.0199, True), (0.0201, False), (-0.0201, False)])
-def test_around_the_bound(error: float, passed: bool) -> None:
+def test_around_the_bound(error, passed):
     outcome = judged([3.0 * (1 + error), 4.0 * (1 + error)], [3.0, 4.0], [3.03, 4.04])
     assert outcome.passed is passed
 
 
-def test_nan_never_passes() -> None:
+def test_nan_never_passes():
     """Not in the output, and not excused by NaN in the baseline or the reference."""
     nan, inf = math.nan, math.inf
     assert not judged([1.0, nan], [1.0, 1.0], [1.0, 1.0]).passed
@@ -105,7 +97,7 @@ def test_nan_never_passes() -> None:
     assert not judged([nan, nan], [inf, inf], [inf, inf]).passed
 
 
-def test_infinities_must_be_equal() -> None:
+def test_infinities_must_be_equal():
     inf = math.inf
     assert judged([1.0, -inf], [1.0, -inf], [1.0, -inf]).passed
     for output, reference in (([1.0, inf], [1.0, -inf]), ([1.0, 9.0], [1.0, -inf])):
@@ -115,18 +107,18 @@ def test_infinities_must_be_equal() -> None:
     assert judged([1.0, -inf], [1.0, 2.0], [1.0, 2.0]).error.mismatched_inf == 1
 
 
-def test_an_infinite_baseline_excuses_nothing() -> None:
+def test_an_infinite_baseline_excuses_nothing():
     """PyTorch overflows where the kernel does not: then there is no yardstick."""
     outcome = judged([1.0, 70000.0], [1.0, 1.0], [1.0, math.inf])
     assert not outcome.passed
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_the_baseline_is_in_the_dtype_of_the_kernel(dtype: str) -> None:
+def test_the_baseline_is_in_the_dtype_of_the_kernel(dtype):
     plan = DoublingPlan(b=100, dtype=dtype)
     seen: list[Any] = []
     reference_fn = plan.reference_fn
-    plan.reference_fn = lambda *inputs, compute_dtype=None: (  # type: ignore[method-assign]
+    plan.reference_fn = lambda *inputs, compute_dtype=None: (
         seen.append(compute_dtype) or reference_fn(*inputs, compute_dtype=compute_dtype)
     )
     inputs = plan.prepare_inputs("cpu")
@@ -136,7 +128,7 @@ def test_the_baseline_is_in_the_dtype_of_the_kernel(dtype: str) -> None:
     assert result.outputs[0].shape == (100,)
 
 
-def test_a_16_bit_output_of_32_bit_inputs_has_a_16_bit_baseline() -> None:
+def test_a_16_bit_output_of_32_bit_inputs_has_a_16_bit_baseline():
     """A reduction of float32 partials rounds once, and may."""
     plan = DoublingPlan(b=100, dtype="float32")
     inputs = (plan.prepare_inputs("cpu")[0] * 1.2345,)
@@ -145,19 +137,19 @@ def test_a_16_bit_output_of_32_bit_inputs_has_a_16_bit_baseline() -> None:
     assert check_stage(plan, inputs, stage).passed
 
 
-def test_a_kernel_that_writes_nothing_fails() -> None:
+def test_a_kernel_that_writes_nothing_fails():
     """Even when an earlier run left the right values in the output."""
     plan = DoublingPlan()
     inputs = plan.prepare_inputs("cpu")
     stage = plan.plan(*inputs)
     stage.launch()
-    stage._launch_cpu = lambda: None  # type: ignore[method-assign]
+    stage._launch_cpu = lambda: None
     result = check_stage(plan, inputs, stage)
     assert result.outputs[0].error.nan_count == plan.b
     assert not result.passed
 
 
-def test_poison_reaches_every_kernel_and_spares_integers() -> None:
+def test_poison_reaches_every_kernel_and_spares_integers():
     first, second, third = fake_kernel("a"), fake_kernel("b"), fake_kernel("c")
     counter = torch.zeros(2, dtype=torch.int32)
     third.output_tensors.append(counter)

@@ -1,9 +1,6 @@
 """Compile reports: reading what the CUDA tools print, and real kernels for real targets."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,8 +62,6 @@ def make_kernel(function: Any, **tiling: int) -> CtKernel:
     )
 
 
-# -- what the tools print ------------------------------------------------------------------------
-
 RESOURCES = """
 Resource usage:
  Common:
@@ -103,7 +98,7 @@ def report(target: str = "sm_90", **figures: Any) -> CompileReport:
     return CompileReport("f", target, {}, **figures)
 
 
-def test_figures_are_read_from_the_tools() -> None:
+def test_figures_are_read_from_the_tools():
     assert parse_disassembly(Disassembly(RESOURCES.format(stack=16), ELF, SASS)) == {
         "registers": 168,
         "stack_bytes": 16,
@@ -134,18 +129,15 @@ def test_figures_are_read_from_the_tools() -> None:
         ("sm_80", ["HMMA"], False),
     ],
 )
-def test_tensor_core_path_per_target(target: str, opcodes: list[str], misses: bool) -> None:
+def test_tensor_core_path_per_target(target, opcodes, misses):
     found = report(target, instructions=dict.fromkeys(opcodes, 4), stack_bytes=0)
     assert found.misses_tensor_core is misses
     assert ("misses the tensor-core path" in found.verdict) is misses
     assert found.tensor_core == (opcodes[0] if opcodes else None)
 
 
-# -- real kernels --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("target", "opcode"), [("sm_90", "HGMMA"), ("sm_120", "HMMA")])
-def test_matmul_reaches_the_tensor_cores(target: str, opcode: str, tmp_path: Path) -> None:
+def test_matmul_reaches_the_tensor_cores(target, opcode, tmp_path):
     found = compile_report(make_kernel(tiny_matmul), target, artifacts_dir=tmp_path)
     assert found.error is None
     assert (found.kernel, found.target) == ("tiny_matmul", target)
@@ -155,9 +147,9 @@ def test_matmul_reaches_the_tensor_cores(target: str, opcode: str, tmp_path: Pat
     assert found.uses_tma and not found.spills and not found.misses_tensor_core
     assert found.threads and found.threads % 128 == 0
     assert found.cluster == 1
-    assert 0 < found.registers <= 255  # type: ignore[operator]
-    assert 0 < found.shared_bytes <= 228 * 1024  # type: ignore[operator]
-    assert found.total_instructions > 100  # type: ignore[operator]
+    assert 0 < found.registers <= 255
+    assert 0 < found.shared_bytes <= 228 * 1024
+    assert found.total_instructions > 100
     assert found.verdict.startswith("ok")
     files = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
     assert set(files) == {
@@ -168,7 +160,7 @@ def test_matmul_reaches_the_tensor_cores(target: str, opcode: str, tmp_path: Pat
     assert opcode in (tmp_path / f"tiny_matmul.{target}.sass").read_text()
 
 
-def test_the_given_tiling_is_compiled_not_the_active_one() -> None:
+def test_the_given_tiling_is_compiled_not_the_active_one():
     kernel = make_kernel(tiny_matmul)
     found = compile_report(kernel, "sm_90", TinyTiling(tm=16))
     assert found.tiling["tm"] == 16
@@ -179,19 +171,19 @@ def test_the_given_tiling_is_compiled_not_the_active_one() -> None:
 
 
 @pytest.mark.parametrize("missing", ["cuobjdump", "nvdisasm"])
-def test_a_missing_tool_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tool_is_named(missing, monkeypatch):
     find = compile_module.find_tool
     monkeypatch.setattr(compile_module, "find_tool", lambda n: None if n == missing else find(n))
     with pytest.raises(MissingToolError, match=rf"{missing}.*hyper-mla\[cutile\]"):
         compile_report(make_kernel(tiny_matmul), "sm_90")
 
 
-def test_a_tool_that_cannot_read_the_cubin_is_the_problem() -> None:
+def test_a_tool_that_cannot_read_the_cubin_is_the_problem():
     with pytest.raises(MissingToolError, match="cuobjdump: expected a .*, got"):
         disassemble(b"no machine code")
 
 
-def test_a_compile_error_is_a_report(tmp_path: Path) -> None:
+def test_a_compile_error_is_a_report(tmp_path):
     found = compile_report(make_kernel(broken), "sm_90", artifacts_dir=tmp_path)
     assert found.error is not None
     assert "broken for sm_90" in found.error

@@ -1,7 +1,5 @@
 """The cuTile runtime without a GPU: what it caches, passes on, refuses and reports."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -90,11 +88,8 @@ def wanted() -> torch.Tensor:
     return torch.arange(20.0) + 0.5
 
 
-# --- launching ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("how", ["mutated", "replaced"])
-def test_another_tiling_is_noticed(how: str) -> None:
+def test_another_tiling_is_noticed(how):
     """Also when the autotuner or a user changes a field of the very same object."""
     calls = Calls()
     kernel = make_kernel(calls=calls)
@@ -109,7 +104,7 @@ def test_another_tiling_is_noticed(how: str) -> None:
     assert calls.args == calls.grids == [8, 16]
 
 
-def test_an_illegal_tiling_is_refused_even_after_a_good_launch() -> None:
+def test_an_illegal_tiling_is_refused_even_after_a_good_launch():
     kernel = make_kernel()
     kernel.launch()
     kernel.tiling.side = 64
@@ -139,13 +134,10 @@ class NotedFunction:
         ({"occupancy": 1, "num_worker_warps": 8}, {"occupancy": 1, "num_worker_warps": 8}),
     ],
 )
-def test_hints_are_passed_to_the_compiler(tiling: dict[str, int], hints: dict[str, int]) -> None:
+def test_hints_are_passed_to_the_compiler(tiling, hints):
     function = NotedFunction()
     make_kernel(function, **tiling).launch()
     assert function.hints == [hints]
-
-
-# --- a pretended GPU ------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -156,13 +148,13 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], CtKernel]:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the stream")
         monkeypatch.setattr(ct_kernel.ct, "launch", launch)
         kernel = make_kernel()
-        kernel.output_tensors = [SimpleNamespace(device=SimpleNamespace(type="cuda"))]  # type: ignore[list-item]
+        kernel.output_tensors = [SimpleNamespace(device=SimpleNamespace(type="cuda"))]
         return kernel
 
     return make
 
 
-def test_a_launch_on_cuda_goes_to_the_current_stream(on_gpu: Any) -> None:
+def test_a_launch_on_cuda_goes_to_the_current_stream(on_gpu):
     seen: list[tuple[Any, ...]] = []
     kernel = on_gpu(lambda *arguments: seen.append(arguments))
     kernel.launch()
@@ -172,7 +164,7 @@ def test_a_launch_on_cuda_goes_to_the_current_stream(on_gpu: Any) -> None:
     assert args[2:] == (0.5, 8)
 
 
-def test_a_kernel_that_does_not_compile_at_its_first_launch(on_gpu: Any) -> None:
+def test_a_kernel_that_does_not_compile_at_its_first_launch(on_gpu):
     """The just-in-time compiler's error is one of ours, like that of `compile`."""
 
     def fail(*arguments: Any) -> None:
@@ -182,12 +174,7 @@ def test_a_kernel_that_does_not_compile_at_its_first_launch(on_gpu: Any) -> None
         on_gpu(fail).launch()
 
 
-# --- compiling ------------------------------------------------------------------------------------
-
-
-def test_a_compile_error_is_ours_and_names_kernel_and_target(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_compile_error_is_ours_and_names_kernel_and_target(capfd):
     kernel = make_kernel(narrowing, dtype=torch.bfloat16, device="meta")
     with pytest.raises(KernelCompileError, match="^narrowing for sm_90: ") as caught:
         kernel.compile("sm_90")
@@ -195,9 +182,6 @@ def test_a_compile_error_is_ours_and_names_kernel_and_target(
     assert capfd.readouterr().err == ""
     os.write(2, b"still here\n")
     assert capfd.readouterr().err == "still here\n", "stderr must come back"
-
-
-# --- signatures -----------------------------------------------------------------------------------
 
 
 def parameters(*args: Any, kernel: Any = add_number) -> Any:
@@ -220,12 +204,7 @@ def array(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     ],
     ids=["aligned", "odd-rows", "odd-columns", "float32", "transposed", "expanded"],
 )
-def test_what_an_array_promises(
-    tensor: torch.Tensor,
-    constant: tuple[int | None, ...],
-    divisible: tuple[int, ...],
-    sizes: tuple[int, ...],
-) -> None:
+def test_what_an_array_promises(tensor, constant, divisible, sizes):
     """Strides of 1 and of whole 16-byte steps, sizes of whole 16s: all that the compiler needs."""
     promise = parameters(tensor, array(20), 0.5, 8)[0]
     assert tuple(promise.stride_constant) == constant
@@ -234,16 +213,13 @@ def test_what_an_array_promises(
     assert promise.ndim == tensor.ndim
 
 
-def test_wrong_arguments_are_named() -> None:
+def test_wrong_arguments_are_named():
     with pytest.raises(InvalidArgumentError, match="^args_fn: expected 4 kernel arguments, got 2$"):
         parameters(array(20), array(20))
     with pytest.raises(
         InvalidArgumentError, match="^args_fn: expected tensors, ints, floats or constants, got str"
     ):
         parameters(array(20), array(20), "half", 8)
-
-
-# --- source files ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -264,7 +240,7 @@ def test_wrong_arguments_are_named() -> None:
         ),
     ],
 )
-def test_source_files_follow_the_device_helpers(design: str, expected: dict[str, set[str]]) -> None:
+def test_source_files_follow_the_device_helpers(design, expected):
     fields = {"n": 1} if design == "mla_var6_plus" else {}
     plan = plan_class(find_kernel(design))(b=1, s=1, t=8, h=8, **fields)
     kernel = next(plan.plan(*plan.prepare_inputs("meta")).kernels())

@@ -1,7 +1,5 @@
 """What is recorded about the machine, and that a missing thing is None, not an error."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import json
@@ -41,7 +39,7 @@ def _no_distributions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", absent)
 
 
-def test_record_is_json_and_complete() -> None:
+def test_record_is_json_and_complete():
     record = env.environment()
     assert json.loads(json.dumps(record)) == record
     assert set(record) == {
@@ -52,7 +50,7 @@ def test_record_is_json_and_complete() -> None:
     assert record["versions"]["torch"]
 
 
-def test_nothing_installed_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_nothing_installed_is_none(monkeypatch, tmp_path):
     _no_distributions(monkeypatch)
     monkeypatch.setattr(env, "find_tool", lambda name: None)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -63,7 +61,7 @@ def test_nothing_installed_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert (record["git"], record["gpu"], record["cuda_runtime"]) == (None, None, None)
 
 
-def test_tools_are_looked_for_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_tools_are_looked_for_in_order(monkeypatch, tmp_path):
     wheel, path, home = tmp_path / "wheel", tmp_path / "path", tmp_path / "home" / "bin"
     monkeypatch.setattr(env, "_wheel_bin_folders", lambda: [wheel])
     monkeypatch.setenv("PATH", str(path))
@@ -76,7 +74,7 @@ def test_tools_are_looked_for_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert env.find_tool("hyper-mla-no-such-tool") is None
 
 
-def test_commit_only_of_our_own_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_commit_only_of_our_own_checkout(monkeypatch, tmp_path):
     monkeypatch.setattr(env, "_SOURCE_ROOT", tmp_path / "site-packages")
     answers = {"--show-toplevel": f"{tmp_path}\n", "HEAD": "abc\n", "--porcelain": ""}
     monkeypatch.setattr(env, "run_tool", lambda *command: answers[command[-1]])

@@ -1,17 +1,14 @@
 """Markdown helpers: tables, numbers, front matter, JSON."""
 
-from __future__ import annotations
-
 import json
 import math
-from pathlib import Path
 
 import pytest
 
 from mla_var3.runtime.markdown import json_ready, number, table, write_json
 
 
-def test_a_table_aligns_numbers_and_escapes_bars() -> None:
+def test_a_table_aligns_numbers_and_escapes_bars():
     text = table(("kernel", "time"), [("a|b", "1.5 µs"), ("c", None)])
     assert text == "| kernel | time |\n| --- | ---: |\n| a\\|b | 1.5 µs |\n| c | - |\n"
 
@@ -31,11 +28,11 @@ def test_a_table_aligns_numbers_and_escapes_bars() -> None:
         (math.inf, "inf"),
     ],
 )
-def test_numbers(value: float | None, text: str) -> None:
+def test_numbers(value, text):
     assert number(value) == text
 
 
-def test_json_holds_no_bare_nan(tmp_path: Path) -> None:
+def test_json_holds_no_bare_nan(tmp_path):
     path = tmp_path / "new" / "figures.json"
     write_json(path, {"error": math.nan, "bound": math.inf, "path": path, "sizes": (1, 2)})
     assert json.loads(path.read_text()) == {

@@ -1,7 +1,5 @@
 """Timing: the arithmetic and the order of device calls, with a clock that needs no GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +41,7 @@ class FakeClock:
         return self.times(handle)
 
 
-def test_warmup_runs_are_not_counted() -> None:
+def test_warmup_runs_are_not_counted():
     clock = FakeClock(lambda i: 1e6 if i < 2 else 10.0)
     launches: list[None] = []
     timing = time_gpu(lambda: launches.append(None), runs=5, warmup=2, clock=clock)
@@ -52,14 +50,14 @@ def test_warmup_runs_are_not_counted() -> None:
 
 
 @pytest.mark.parametrize("cold", [True, False])
-def test_the_cache_is_flushed_before_each_run_on_request(cold: bool) -> None:
+def test_the_cache_is_flushed_before_each_run_on_request(cold):
     clock = FakeClock()
     timing = time_gpu(lambda: None, runs=4, warmup=1, cold_l2=cold, clock=clock)
     assert clock.flushed == (5 if cold else 0)
     assert timing.cold_l2 is cold
 
 
-def test_a_graph_is_captured_once_and_replayed() -> None:
+def test_a_graph_is_captured_once_and_replayed():
     clock = FakeClock()
     launches: list[None] = []
     timing = time_gpu(lambda: launches.append(None), runs=4, warmup=1, graph=True, clock=clock)
@@ -74,9 +72,7 @@ def test_a_graph_is_captured_once_and_replayed() -> None:
     [(1e-6, 200), (0.04, 50), (10.0, 10)],
     ids=["max", "fit", "min"],
 )
-def test_number_of_runs_follows_the_budget(
-    seconds_per_run: float, expected: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_number_of_runs_follows_the_budget(seconds_per_run, expected, monkeypatch):
     now = 0.0
     clock = FakeClock()
 
@@ -88,13 +84,10 @@ def test_number_of_runs_follows_the_budget(
     assert time_gpu(work, max_seconds=2.0, clock=clock).runs == pytest.approx(expected, abs=1)
 
 
-def test_without_a_gpu_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_the_error_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnsupportedError, match="time_gpu: expected a usable CUDA GPU, got none"):
         time_gpu(lambda: None)
-
-
-# --- waiting --------------------------------------------------------------------------------------
 
 
 class FakeEvent:
@@ -114,7 +107,7 @@ class FakeEvent:
         return self.questions < 0
 
 
-def test_a_kernel_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_hangs_is_named(monkeypatch):
     with pytest.raises(DeviceTimeoutError, match=r"^flash_mla: expected to end .* within 0.01 s"):
         wait_for_device("flash_mla", 0.01, FakeEvent())
     monkeypatch.setenv("HYPER_MLA_TIMEOUT_S", "0.02")
@@ -123,7 +116,7 @@ def test_a_kernel_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("value", ["soon", "0", "-1", "nan"])
-def test_a_bad_limit_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_limit_is_refused(value, monkeypatch):
     monkeypatch.setenv("HYPER_MLA_TIMEOUT_S", value)
     with pytest.raises(InvalidArgumentError, match="HYPER_MLA_TIMEOUT_S: expected a positive"):
         wait_for_device("flash_mla", event=FakeEvent(0))
@@ -134,9 +127,7 @@ def test_a_bad_limit_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> 
     [(FakeEvent(0), True), (FakeEvent(broken=True), False), (FakeEvent(), False)],
     ids=["healthy", "broken", "hung"],
 )
-def test_a_lost_gpu_is_noticed(
-    event: FakeEvent, healthy: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_gpu_is_noticed(event, healthy, monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(measure, "_HEALTH_TIMEOUT_S", 0.01)
     assert measure.cuda_is_healthy() is healthy
@@ -144,10 +135,10 @@ def test_a_lost_gpu_is_noticed(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graph", [False, True])
-def test_on_a_gpu(graph: bool) -> None:
+def test_on_a_gpu(graph):
     source = torch.ones(64 << 20, dtype=torch.uint8, device="cuda")
     target = torch.zeros_like(source)
-    timing = time_gpu(lambda: target.copy_(source), graph=graph, max_seconds=0.2)  # type: ignore[arg-type,return-value]
+    timing = time_gpu(lambda: target.copy_(source), graph=graph, max_seconds=0.2)
     assert 0 < timing.min_us <= timing.p10_us <= timing.median_us <= timing.p90_us
     assert timing.runs >= 10
     assert bool((target == 1).all())

@@ -1,7 +1,5 @@
 """Plans: parameters, copies for targets, planning without tensors, prediction."""
 
-from __future__ import annotations
-
 import tracemalloc
 from typing import Any
 
@@ -25,16 +23,13 @@ def make(design: str, **fields: Any) -> Any:
     return plan_class(find_kernel(design))(**{**sizes, **fields})
 
 
-# --- copies ---------------------------------------------------------------------------------------
-
-
-def test_a_default_tiling_becomes_that_of_the_target() -> None:
+def test_a_default_tiling_becomes_that_of_the_target():
     assert DoublingPlan().for_target("sm_120").tiling == FakeTiling(rows=16)
     assert DoublingPlan().for_target("sm_90").tiling == FakeTiling()
     assert DoublingPlan().for_target("sm_77").tiling == FakeTiling()
 
 
-def test_a_pinned_tiling_stays_although_it_is_the_default() -> None:
+def test_a_pinned_tiling_stays_although_it_is_the_default():
     pinned = DoublingPlan().pin("tiling")
     assert pinned.for_target("sm_120").tiling == FakeTiling()
     assert pinned.copy(b=2).for_target("sm_120").tiling == FakeTiling()
@@ -43,7 +38,7 @@ def test_a_pinned_tiling_stays_although_it_is_the_default() -> None:
 
 @pytest.mark.parametrize("target", ["sm_90", "sm_100", "sm_120"])
 @pytest.mark.parametrize("design", DESIGNS)
-def test_every_kernel_of_a_design_gets_a_tiling_that_fits(design: str, target: str) -> None:
+def test_every_kernel_of_a_design_gets_a_tiling_that_fits(design, target):
     """What for_target chooses is legal there, and the stages know the target too."""
     for s in (2, 100):
         plan = make(design, s=s, **({"n": 128} if design == "mla_var6_plus" else {}))
@@ -53,10 +48,7 @@ def test_every_kernel_of_a_design_gets_a_tiling_that_fits(design: str, target: s
             assert kernel.tiling.validate(kernel.plan)
 
 
-# --- choices left to the model --------------------------------------------------------------------
-
-
-def test_model_driven_fields_are_resolved_and_pinned_ones_kept() -> None:
+def test_model_driven_fields_are_resolved_and_pinned_ones_kept():
     free = make("mla_var6_plus", b=32, s=32, t=4096, h=128)
     resolved = free.resolve(*H200)
     assert free.n is None
@@ -65,7 +57,7 @@ def test_model_driven_fields_are_resolved_and_pinned_ones_kept() -> None:
     assert free.copy(n=7).resolve(*H200).n == 7
 
 
-def test_the_split_count_follows_the_device() -> None:
+def test_the_split_count_follows_the_device():
     free = make("flash_mla_split_kv", b=1, s=1, t=32768, h=16)
     counts = {spec.name: free.on_device(spec).splits for spec in load_devices().values()}
     assert free.splits is None
@@ -77,7 +69,7 @@ def test_the_split_count_follows_the_device() -> None:
 
 
 @pytest.mark.parametrize("design", DESIGNS)
-def test_a_small_copy_for_the_cpu(design: str) -> None:
+def test_a_small_copy_for_the_cpu(design):
     fields = {"n": 100} if design == "mla_var6_plus" else {}
     big = make(design, b=64, s=16, t=8192, h=128, causal=False, dtype="float16", **fields)
     small = big.cpu_check_plan()
@@ -87,7 +79,7 @@ def test_a_small_copy_for_the_cpu(design: str) -> None:
     assert tiny.cpu_check_plan().t == 1
 
 
-def test_neighbours_of_the_window() -> None:
+def test_neighbours_of_the_window():
     plan = make("mla_var6_plus", t=4096, n=1024)
     windows = [other.n for other in plan.refinements()]
     assert windows == sorted(set(windows))
@@ -95,9 +87,6 @@ def test_neighbours_of_the_window() -> None:
     assert {0, 4096} <= set(windows)
     assert all(0 <= n <= 4096 for n in windows)
     assert make("flash_mla").refinements() == []
-
-
-# --- planning without tensors ---------------------------------------------------------------------
 
 
 def tensors_of(stage: Any) -> list[torch.Tensor]:
@@ -113,7 +102,7 @@ def tensors_of(stage: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("design", DESIGNS)
-def test_an_empty_plan_allocates_nothing(design: str) -> None:
+def test_an_empty_plan_allocates_nothing(design):
     """A batch whose tensors would take terabytes: every tensor is a shape only."""
     plan = make(design, b=1024, s=64, t=65536, h=128)
     make(design, b=1).plan_empty(*H200)  # what torch imports on first use is not ours
@@ -132,16 +121,13 @@ def test_an_empty_plan_allocates_nothing(design: str) -> None:
 
 
 @pytest.mark.parametrize("design", DESIGNS)
-def test_an_empty_plan_has_the_shapes_of_a_real_one(design: str) -> None:
+def test_an_empty_plan_has_the_shapes_of_a_real_one(design):
     plan = make(design, t=16, lengths=(16, 0, 1, 7)).resolve(*H200)
     real = plan.plan(*plan.prepare_inputs("cpu"))
     empty = plan.plan_empty(*H200)
     assert [kernel.name for kernel in real.kernels()] == [kernel.name for kernel in empty.kernels()]
     for have, want in zip(tensors_of(empty), tensors_of(real), strict=True):
         assert (have.shape, have.dtype, have.stride()) == (want.shape, want.dtype, want.stride())
-
-
-# --- prediction -----------------------------------------------------------------------------------
 
 
 def costs(plan: Any) -> list[Cost]:
@@ -161,7 +147,7 @@ def costs(plan: Any) -> list[Cost]:
 
 @pytest.mark.parametrize("lengths", [None, (256, 0, 1, 77)], ids=["full", "mixed"])
 @pytest.mark.parametrize("design", DESIGNS)
-def test_prediction_is_the_cost_model(design: str, lengths: tuple[int, ...] | None) -> None:
+def test_prediction_is_the_cost_model(design, lengths):
     plan = make(design, lengths=lengths).resolve(*H200)
     stage = plan.plan_empty(*H200)
     expected = costs(plan)
@@ -173,6 +159,6 @@ def test_prediction_is_the_cost_model(design: str, lengths: tuple[int, ...] | No
 
 
 @pytest.mark.parametrize(("n", "expected"), [(0, 0), (4096, 75), (8192, 150), (None, 75)])
-def test_a_small_copy_keeps_the_share_of_the_window(n: int | None, expected: int) -> None:
+def test_a_small_copy_keeps_the_share_of_the_window(n, expected):
     """Also where the pinned window is larger than the small problem."""
     assert make("mla_var6_plus", t=8192, n=n).cpu_check_plan().n == expected

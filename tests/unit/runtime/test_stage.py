@@ -1,7 +1,5 @@
 """Stages, pipelines and concurrent groups, nested in any way."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,25 +23,20 @@ from mla_var3.runtime.stage import (
 )
 from tests.unit.runtime.runtime_support import FakeTiling, fake_kernel
 
-# --- one kernel -----------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(("device", "noted"), [("cpu", "k"), ("cuda", "k on cuda")])
-def test_a_launch_goes_where_the_tensors_are(device: str, noted: str) -> None:
+def test_a_launch_goes_where_the_tensors_are(device, noted):
     kernel = fake_kernel("k")
-    kernel.output_tensors = [SimpleNamespace(device=SimpleNamespace(type=device))]  # type: ignore[list-item]
+    kernel.output_tensors = [SimpleNamespace(device=SimpleNamespace(type=device))]
     kernel.launch()
     assert kernel.log == [noted]
 
 
-def test_a_plan_without_tensors_does_not_launch() -> None:
+def test_a_plan_without_tensors_does_not_launch():
     kernel = fake_kernel("empty", device="meta")
     with pytest.raises(UnsupportedError, match=r"^empty: planned without tensors \(device 'meta'"):
         kernel.launch()
     assert kernel.log == []
-
-
-# --- nesting --------------------------------------------------------------------------------------
 
 
 def pipeline(name: str, *stages: Stage, **more: Any) -> KernelPipeline:
@@ -54,7 +47,7 @@ def group(name: str, *stages: Stage, **more: Any) -> ConcurrentKernels:
     return ConcurrentKernels(_name=name, concurrent_kernels=list(stages), **more)
 
 
-def test_any_nesting_launches_in_order() -> None:
+def test_any_nesting_launches_in_order():
     log: list[str] = []
 
     def k(name: str) -> Stage:
@@ -74,7 +67,7 @@ def test_any_nesting_launches_in_order() -> None:
     assert list(stage.tilings()) == ["a", "b", "c", "d", "e", "f"]
 
 
-def test_a_failing_stage_stops_the_pipeline() -> None:
+def test_a_failing_stage_stops_the_pipeline():
     log: list[str] = []
     stage = pipeline("p", fake_kernel("a", log), fake_kernel("b", log, rows=0), fake_kernel("c"))
     with pytest.raises(InvalidArgumentError):
@@ -82,10 +75,7 @@ def test_a_failing_stage_stops_the_pipeline() -> None:
     assert log == ["a"]
 
 
-# --- names and outputs ----------------------------------------------------------------------------
-
-
-def test_outputs() -> None:
+def test_outputs():
     """A pipeline gives what its last stage gives, a group what all members give; or as told."""
     a, b, c = (fake_kernel(name) for name in "abc")
     together = group("g", b, c)
@@ -98,10 +88,7 @@ def test_outputs() -> None:
     assert pipeline("p", a, b, output_tensors=chosen).output_tensors is chosen
 
 
-# --- prediction -----------------------------------------------------------------------------------
-
-
-def test_a_group_overlaps() -> None:
+def test_a_group_overlaps():
     """A compute-bound and a memory-bound member hide each other; two of a kind add up."""
     compute, memory = fake_kernel("c", flops=6e6, nbytes=1e3), fake_kernel("m", flops=1, nbytes=4e3)
     assert group("g", compute, memory).predict_us(1.0, 1.0) == pytest.approx(6.000001)
@@ -109,14 +96,11 @@ def test_a_group_overlaps() -> None:
     assert group("g", compute, memory).predict_us(6.0, 1.0) == pytest.approx(5.0)
 
 
-def test_a_group_is_not_faster_than_a_member_that_is_a_pipeline() -> None:
+def test_a_group_is_not_faster_than_a_member_that_is_a_pipeline():
     """Stages in order do not overlap each other, even where the total work would allow it."""
     compute, memory = fake_kernel("c", flops=6e6, nbytes=0), fake_kernel("m", flops=0, nbytes=5e3)
     tiny = fake_kernel("t", flops=1e3, nbytes=1)
     assert group("g", pipeline("p", compute, memory), tiny).predict_us(1.0, 1.0) == 11.0
-
-
-# --- joint tilings --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -127,7 +111,7 @@ def test_a_group_is_not_faster_than_a_member_that_is_a_pipeline() -> None:
     ],
     ids=["bool", "constraints"],
 )
-def test_a_joint_tiling_that_does_not_fit_launches_nothing(outcome: Any, message: str) -> None:
+def test_a_joint_tiling_that_does_not_fit_launches_nothing(outcome, message):
     log: list[str] = []
     stage = group(
         "g",
@@ -139,9 +123,6 @@ def test_a_joint_tiling_that_does_not_fit_launches_nothing(outcome: Any, message
         stage.launch()
     assert log == []
     assert message in "; ".join(stage.joint_failures())
-
-
-# --- streams --------------------------------------------------------------------------------------
 
 
 class PretendedCuda:
@@ -188,12 +169,12 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> PretendedCuda:
 
 def on_cuda(name: str, cuda: PretendedCuda) -> Any:
     kernel = fake_kernel(name)
-    kernel.output_tensors = [SimpleNamespace(device=SimpleNamespace(type="cuda"))]  # type: ignore[list-item]
-    kernel._launch_cuda = lambda: cuda.log.append(f"{name} on {cuda.current.name}")  # type: ignore[method-assign]
+    kernel.output_tensors = [SimpleNamespace(device=SimpleNamespace(type="cuda"))]
+    kernel._launch_cuda = lambda: cuda.log.append(f"{name} on {cuda.current.name}")
     return kernel
 
 
-def test_members_fork_from_and_join_the_current_stream(cuda: PretendedCuda) -> None:
+def test_members_fork_from_and_join_the_current_stream(cuda):
     """All wait for what came before, the current stream waits for all of them."""
     stage = pipeline(
         "p", on_cuda("before", cuda), group("g", on_cuda("a", cuda), on_cuda("b", cuda)),
@@ -209,7 +190,7 @@ def test_members_fork_from_and_join_the_current_stream(cuda: PretendedCuda) -> N
     ]
 
 
-def test_streams_are_made_once_with_their_priorities(cuda: PretendedCuda) -> None:
+def test_streams_are_made_once_with_their_priorities(cuda):
     stage = group("g", on_cuda("a", cuda), on_cuda("b", cuda), stream_priorities=[-1, 0])
     stage.launch()
     stage.launch()
@@ -217,15 +198,12 @@ def test_streams_are_made_once_with_their_priorities(cuda: PretendedCuda) -> Non
     assert [stream.priority for stream in stage._streams] == [-1, 0]
 
 
-def test_a_group_in_a_group_forks_from_its_own_stream(cuda: PretendedCuda) -> None:
+def test_a_group_in_a_group_forks_from_its_own_stream(cuda):
     inner = group("inner", on_cuda("a", cuda), on_cuda("b", cuda))
     group("outer", inner, on_cuda("c", cuda)).launch()
     assert "e1 on s1" in cuda.log  # the inner fork, on the outer member's stream
     assert {"s3 waits e1", "a on s3", "s4 waits e1", "b on s4", "c on s2"} <= set(cuda.log)
     assert "current waits e4" in cuda.log
-
-
-# --- tilings --------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -238,7 +216,7 @@ class Picky(Tiling):
         return self.rows != 3
 
 
-def test_an_illegal_tiling_is_named_with_every_reason() -> None:
+def test_an_illegal_tiling_is_named_with_every_reason():
     with pytest.raises(InvalidArgumentError) as caught:
         require_valid(FakeTiling(rows=-1, occupancy=2), SimpleNamespace(limit=-2))
     assert str(caught.value) == (
@@ -247,13 +225,13 @@ def test_an_illegal_tiling_is_named_with_every_reason() -> None:
     )
 
 
-def test_a_plain_false_becomes_a_message() -> None:
+def test_a_plain_false_becomes_a_message():
     assert constraint_failures(Picky(), None) == ("Picky.validate rejects rows=3",)
     assert constraint_failures(Picky(rows=4), None) == ()
 
 
 @pytest.mark.parametrize("change", [{"rows": None}, {"speed": 9}], ids=["missing", "unknown"])
-def test_other_fields_are_refused(change: dict[str, object]) -> None:
+def test_other_fields_are_refused(change):
     values = {**FakeTiling().to_dict(), **change}
     if change.get("rows", 1) is None:
         del values["rows"]

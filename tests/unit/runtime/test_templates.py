@@ -29,8 +29,8 @@ def my_kernel(x, y, Bm: ct.Constant[int], Bn: ct.Constant[int]):
 class MyKernelTiling(Tiling):
     Bm: int = 32
     Bn: int = 64
-    num_ctas: int = None  # type: ignore[assignment]
-    occupancy: int = None  # type: ignore[assignment]
+    num_ctas: int = None
+    occupancy: int = None
 
     def validate(self, pd: CtMyKernel) -> bool:
         return self.Bm <= pd.s and self.Bn <= pd.t
@@ -44,20 +44,20 @@ class CtMyKernel(KernelPlan):
     t: int = 128
     tiling: MyKernelTiling = field(default_factory=MyKernelTiling)
 
-    def prepare_inputs(self, device) -> tuple:  # type: ignore[no-untyped-def, type-arg]
+    def prepare_inputs(self, device) -> tuple:
         return (torch.ones((self.s, self.t), dtype=torch.bfloat16, device=device),)
 
-    def reference_fn(self, *inputs) -> tuple:  # type: ignore[no-untyped-def, override, type-arg]
+    def reference_fn(self, *inputs) -> tuple:
         return (2 * inputs[0].float(),)
 
     def _autotune_configs(self) -> list[MyKernelTiling]:
         return [MyKernelTiling(), MyKernelTiling(Bm=64)]
 
-    def _algorithmic_flops_bytes(self, *inputs, tiling) -> tuple[int, int]:  # type: ignore[no-untyped-def, override]
+    def _algorithmic_flops_bytes(self, *inputs, tiling) -> tuple[int, int]:
         (x,) = inputs
         return x.numel(), 4 * x.numel()
 
-    def plan(self, *inputs) -> CtKernel:  # type: ignore[no-untyped-def]
+    def plan(self, *inputs) -> CtKernel:
         (x,) = inputs
         y = torch.empty_like(x)
         return CtKernel(
@@ -76,10 +76,10 @@ class CtMyKernel(KernelPlan):
 class MyPipeline(CtMyKernel):
     """Template 2: stages in order, two of them at the same time."""
 
-    def reference_fn(self, *inputs) -> tuple:  # type: ignore[no-untyped-def, override, type-arg]
+    def reference_fn(self, *inputs) -> tuple:
         return (4 * inputs[0].float(),)
 
-    def plan(self, *inputs) -> KernelPipeline:  # type: ignore[no-untyped-def, override]
+    def plan(self, *inputs) -> KernelPipeline:
         first = CtMyKernel(self.s, self.t, self.tiling).plan(*inputs)
         a = CtMyKernel(self.s, self.t).plan(first.output_tensors[0])
         b = CtMyKernel(self.s, self.t).plan(first.output_tensors[0])
@@ -94,9 +94,7 @@ class MyPipeline(CtMyKernel):
 
 
 @pytest.mark.parametrize("plan", [CtMyKernel(), MyPipeline()], ids=lambda plan: type(plan).__name__)
-def test_a_cutile_template_runs_from_its_command_line(
-    plan: KernelPlan, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cutile_template_runs_from_its_command_line(plan, capsys):
     argv = ["--device=cpu", "--prof_type=disabled", "--check"]
     assert plan.benchmark_kernel_argparse(argv) == 0
     assert "check passed" in capsys.readouterr().out
@@ -104,17 +102,17 @@ def test_a_cutile_template_runs_from_its_command_line(
     assert "MyKernelTiling.validate rejects Bm=512" in capsys.readouterr().err
 
 
-def test_a_cutile_template_is_predicted_without_tensors() -> None:
+def test_a_cutile_template_is_predicted_without_tensors():
     stage = CtMyKernel().plan_empty(*RATES)
     assert stage.cost().flops == 64 * 128
     assert stage.predict_us(*RATES) > 0
 
 
-def test_a_wrong_result_of_a_template_is_caught() -> None:
+def test_a_wrong_result_of_a_template_is_caught():
     """Its reference takes no compute_dtype, so the dtype's epsilon sets the bounds."""
 
     class Wrong(CtMyKernel):
-        def reference_fn(self, *inputs) -> tuple:  # type: ignore[no-untyped-def, override, type-arg]
+        def reference_fn(self, *inputs) -> tuple:
             return (2.1 * inputs[0].float(),)
 
     result = Wrong().benchmark_kernel("cpu", prof_type="disabled", check=True)
@@ -122,7 +120,7 @@ def test_a_wrong_result_of_a_template_is_caught() -> None:
     assert not result.check.passed
 
 
-def test_the_cute_template_plans_and_predicts() -> None:
+def test_the_cute_template_plans_and_predicts():
     """Template 3: a closure that launches. It needs a GPU to run, and says so."""
     pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
     from mla_var3.runtime.cute_kernel import CuteKernel
@@ -141,9 +139,9 @@ def test_the_cute_template_plans_and_predicts() -> None:
 
     @dataclass
     class CuteMyKernel(CtMyKernel):
-        tiling: CuteTiling = field(default_factory=CuteTiling)  # type: ignore[assignment]
+        tiling: CuteTiling = field(default_factory=CuteTiling)
 
-        def plan(self, *inputs) -> CuteKernel:  # type: ignore[no-untyped-def, override]
+        def plan(self, *inputs) -> CuteKernel:
             output = torch.empty_like(inputs[0])
 
             def launch_fn(tiling: CuteTiling) -> None:
@@ -163,6 +161,6 @@ def test_the_cute_template_plans_and_predicts() -> None:
     stage = plan.plan_empty(*RATES)
     assert stage.name == "device_kernel"
     assert stage.cost().bytes == 4 * 64 * 128
-    assert stage.plan is plan  # type: ignore[attr-defined]
+    assert stage.plan is plan
     with pytest.raises(UnsupportedError, match="device_kernel: CuTe DSL kernels need a GPU"):
         plan.plan(*plan.prepare_inputs("cpu")).launch()

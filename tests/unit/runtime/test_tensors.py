@@ -1,7 +1,5 @@
 """Checks of tensors: every error names the argument, what was expected and what came."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -23,7 +21,7 @@ def make(*shape: int, dtype: torch.dtype = BF16, device: str = "cpu") -> torch.T
     return torch.zeros(shape or (2, 3, 8), dtype=dtype, device=device)
 
 
-def test_what_fits_is_silent() -> None:
+def test_what_fits_is_silent():
     check(make())
     check(make(2, 5, 16)[:, :3, :8])  # a slice with strides of whole 16-byte steps
     check(make(1, 3, 8).expand(2, -1, -1))
@@ -61,14 +59,14 @@ def test_what_fits_is_silent() -> None:
     ids=["size", "rank-below", "rank-above", "fp16", "fp32", "device", "columns", "transposed",
          "outer-stride", "inner-stride"],
 )  # fmt: skip
-def test_errors(tensor: torch.Tensor, message: str) -> None:
+def test_errors(tensor, message):
     with pytest.raises(InvalidArgumentError) as caught:
         check(tensor)
     assert str(caught.value) == message
     assert caught.value.argument == "q"
 
 
-def test_pointer() -> None:
+def test_pointer():
     shifted = make(2, 3, 16)[..., 4:12]
     with pytest.raises(
         InvalidArgumentError, match="^q: expected a pointer aligned to 16 bytes, got 0x"
@@ -76,14 +74,14 @@ def test_pointer() -> None:
         check(shifted)
 
 
-def test_a_stride_that_is_never_taken_does_not_matter() -> None:
+def test_a_stride_that_is_never_taken_does_not_matter():
     """A dimension of size 1 may have any stride; so may an empty tensor."""
     one = torch.zeros(64, dtype=BF16).as_strided((1, 3, 8), (27, 8, 1))
     check(one, shape=[("b", 1), ("s", 3), ("d", 8)])
     check(make(2, 0, 9)[..., :8], shape=[("b", 2), ("n", 0), ("d", 8)])
 
 
-def test_a_copy_is_never_made() -> None:
+def test_a_copy_is_never_made():
     """A copy would keep the values of the first launch."""
     with pytest.raises(InvalidArgumentError) as caught:
         require_view("q", make(3, 2, 8).transpose(0, 1), 6, 8)

@@ -1,9 +1,6 @@
 """Preparing a run: the device, the plan, the check."""
 
-from __future__ import annotations
-
 import logging
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,11 +41,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return machine
 
 
-# --- the device -----------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("no_gpu")
-def test_without_a_gpu() -> None:
+def test_without_a_gpu():
     assert pick_device("auto") == "cpu"
     assert pick_device("cpu") == "cpu"
     with pytest.raises(UnsupportedError) as caught:
@@ -57,9 +51,7 @@ def test_without_a_gpu() -> None:
     assert "--device=cpu" in str(caught.value)
 
 
-def test_a_torch_device_is_its_kind_and_another_gpu_is_refused(
-    gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_torch_device_is_its_kind_and_another_gpu_is_refused(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert [device_kind(d) for d in ("auto", "cpu", "cuda", "cuda:1")] == [
         "auto",
@@ -71,9 +63,7 @@ def test_a_torch_device_is_its_kind_and_another_gpu_is_refused(
         device_kind("cuda:0")
 
 
-def test_nothing_is_guessed_for_an_unknown_gpu(
-    gpu: SimpleNamespace, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_nothing_is_guessed_for_an_unknown_gpu(gpu, caplog):
     gpu.name = "NVIDIA H9000"
     with pytest.raises(UnknownNameError, match="H9000"):
         current_device_spec()
@@ -84,19 +74,16 @@ def test_nothing_is_guessed_for_an_unknown_gpu(
     assert "unknown GPU; model-driven choices assume an NVIDIA H200" in caplog.text
 
 
-# --- preparing ------------------------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("no_gpu")
-def test_on_the_cpu() -> None:
+def test_on_the_cpu():
     """Model-driven fields are resolved for the planning device; nothing is tuned or checked."""
     prepared = prepare(DoublingPlan(), RunOptions())
-    assert prepared.plan.choice == round(H200.burst_tflops("bfloat16"))  # type: ignore[attr-defined]
+    assert prepared.plan.choice == round(H200.burst_tflops("bfloat16"))
     assert prepared.device is None
     assert prepared.tuning == {}
     assert prepared.check is None
     assert prepared.stage.device_type == "cpu"
-    assert prepared.stage.log == []  # type: ignore[attr-defined]
+    assert prepared.stage.log == []
     assert prepared.inputs[0].device.type == "cpu"
     with pytest.raises(UnsupportedError, match="expected a plan on a GPU, got the CPU"):
         prepared.require_device()
@@ -104,20 +91,15 @@ def test_on_the_cpu() -> None:
 
 @pytest.mark.usefixtures("no_gpu")
 @pytest.mark.parametrize("error", [0.0, 1.0])
-def test_the_check_runs_when_asked(error: float) -> None:
+def test_the_check_runs_when_asked(error):
     prepared = prepare(DoublingPlan(error=error), RunOptions(check=True))
     assert prepared.check is not None
     assert prepared.check.passed is (error == 0.0)
-    assert prepared.stage.log == ["doubling"]  # type: ignore[attr-defined]
-
-
-# --- memory ---------------------------------------------------------------------------------------
+    assert prepared.stage.log == ["doubling"]
 
 
 @pytest.mark.usefixtures("no_gpu")
-def test_a_problem_beyond_the_memory_is_refused_before_anything_is_allocated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_problem_beyond_the_memory_is_refused_before_anything_is_allocated(monkeypatch):
     allocated: list[str] = []
     inputs = DoublingPlan.prepare_inputs
 
@@ -136,9 +118,7 @@ def test_a_problem_beyond_the_memory_is_refused_before_anything_is_allocated(
     assert "\n" not in text
 
 
-def test_free_memory_is_the_least_of_machine_and_control_group(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_free_memory_is_the_least_of_machine_and_control_group(monkeypatch, tmp_path):
     info = tmp_path / "meminfo"
     info.write_text("MemTotal:       99 kB\nMemAvailable:   10 kB\n")
     monkeypatch.setattr(workflow, "MEMORY_INFO", info)
@@ -173,7 +153,7 @@ def tuning(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_on_a_gpu_it_tunes_then_checks(tuning: list[tuple[Any, ...]]) -> None:
+def test_on_a_gpu_it_tunes_then_checks(tuning):
     prepared = prepare(DoublingPlan(), RunOptions(check=True))
     assert tuning == [("autotune", 8, "NVIDIA H200", False)]
     assert prepared.tuning == {"doubling": "tuned"}
@@ -185,15 +165,13 @@ def test_on_a_gpu_it_tunes_then_checks(tuning: list[tuple[Any, ...]]) -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_refining_comes_first_and_retunes_once(tuning: list[tuple[Any, ...]]) -> None:
+def test_refining_comes_first_and_retunes_once(tuning):
     prepared = prepare(DoublingPlan(), RunOptions(refine=True, retune=True))
     assert tuning == [("refine", 8, "NVIDIA H200", True), ("autotune", 3, "NVIDIA H200", False)]
-    assert prepared.plan.b == 3  # type: ignore[attr-defined]
+    assert prepared.plan.b == 3
 
 
-def test_the_plan_is_made_for_the_target_of_the_gpu(
-    gpu: SimpleNamespace, tuning: list[tuple[Any, ...]]
-) -> None:
+def test_the_plan_is_made_for_the_target_of_the_gpu(gpu, tuning):
     gpu.name = "NVIDIA GeForce RTX 5090"
     prepared = prepare(DoublingPlan(), RunOptions(autotune=False))
     assert prepared.plan.target.code == "sm_120"

@@ -1,15 +1,14 @@
 """The CUTLASS documentation builder, on a tiny checkout and with stand-ins for the converters."""
 
-from __future__ import annotations
-
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.programs import run_program, tools_alone, write_script
 
 TOOLS = (
     *("basename", "bash", "cat", "cp", "dirname", "env", "find", "grep", "ls", "mkdir", "mktemp"),
@@ -74,12 +73,9 @@ class Builder:
         self.out = folder / "pages"
         self.calls = folder / "calls.log"
         self.checkout = folder / "cutlass"
-        self.bin = folder / "bin"
-        self.bin.mkdir()
-        for tool in TOOLS:
-            (self.bin / tool).symlink_to(str(shutil.which(tool)))
+        self.bin = tools_alone(folder / "bin", TOOLS)
         (self.bin / "python3").symlink_to(sys.executable)
-        self.install("pandoc", PANDOC)
+        write_script(self.bin / "pandoc", PANDOC)
         self.write("media/docs/cpp/quickstart.md", "# Quick start\n![p](../../images/a.png)\n")
         self.write("media/docs/cpp/cute/00_layout.md", "# Layout\n![](../../../images/a.png)\n")
         self.write("media/docs/cpp/cute/index.rst", "CuTe\n====\n")
@@ -96,28 +92,15 @@ class Builder:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
 
-    def install(self, name: str, text: str) -> None:
-        (self.bin / name).write_text(text)
-        (self.bin / name).chmod(0o755)
-
     def with_api(self) -> None:
-        self.install("doxybook2", DOXYBOOK)
+        write_script(self.bin / "doxybook2", DOXYBOOK)
         self.write("doxygen/xml/index.xml", "<doxygenindex/>")
 
     def run(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [str(self.bin / "bash"), str(self.script), *arguments],
-            env={
-                "PATH": str(self.bin),
-                "CALLS": str(self.calls),
-                "EXPORT": str(self.export),
-                "PYTHONPATH": "",
-                **environment,
-            },
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
+        fixed = {"CALLS": str(self.calls), "EXPORT": str(self.export), "PYTHONPATH": ""}
+        return run_program(
+            [self.bin / "bash", self.script, *arguments],
+            env={"PATH": str(self.bin), **fixed, **environment},
         )
 
     def build(self, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -132,7 +115,7 @@ def builder(tmp_path: Path, repo_root: Path) -> Builder:
     return Builder(tmp_path, repo_root / "scripts" / "convert-cutlass-html-docs-to-markdown.sh")
 
 
-def test_guides_are_kept_and_rst_is_converted(builder: Builder) -> None:
+def test_guides_are_kept_and_rst_is_converted(builder):
     result = builder.build()
     assert result.returncode == 0, result.stderr
     assert (builder.out / "quickstart.md").read_text() == "# Quick start\n![p](images/a.png)\n"
@@ -149,13 +132,13 @@ def test_guides_are_kept_and_rst_is_converted(builder: Builder) -> None:
     assert builder.leftovers() == []
 
 
-def test_without_doxybook_or_xml_the_api_is_left_out_and_said(builder: Builder) -> None:
+def test_without_doxybook_or_xml_the_api_is_left_out_and_said(builder):
     out = f"--out={builder.out}"
     result = builder.run(out, HYPER_MLA_CUTLASS_DIR=str(builder.checkout))
     assert result.returncode == 0 and (builder.out / "quickstart.md").is_file()
     assert "API reference left out: doxybook2: expected on PATH" in result.stdout
     assert "Not exported here" in (builder.out / "api/index.md").read_text()
-    builder.install("doxybook2", DOXYBOOK)
+    write_script(builder.bin / "doxybook2", DOXYBOOK)
     (builder.checkout / "media/docs/cpp/quickstart.md").unlink()
     result = builder.build()
     assert "API reference left out: Doxygen XML: expected index.xml" in result.stdout
@@ -163,7 +146,7 @@ def test_without_doxybook_or_xml_the_api_is_left_out_and_said(builder: Builder) 
     assert builder.leftovers() == []
 
 
-def test_the_api_is_rendered(builder: Builder, repo_root: Path) -> None:
+def test_the_api_is_rendered(builder, repo_root):
     builder.with_api()
     result = builder.build()
     assert result.returncode == 0, result.stderr
@@ -191,7 +174,7 @@ def test_the_api_is_rendered(builder: Builder, repo_root: Path) -> None:
     assert not (builder.out / "json").exists()
 
 
-def test_a_folder_of_others_is_refused(builder: Builder) -> None:
+def test_a_folder_of_others_is_refused(builder):
     builder.out.mkdir()
     (builder.out / "thesis.md").write_text("years of work")
     result = builder.build()
@@ -200,7 +183,7 @@ def test_a_folder_of_others_is_refused(builder: Builder) -> None:
     assert [path.name for path in builder.out.iterdir()] == ["thesis.md"]
 
 
-def test_a_failure_leaves_the_old_tree(builder: Builder) -> None:
+def test_a_failure_leaves_the_old_tree(builder):
     assert builder.build().returncode == 0
     builder.write("media/docs/cpp/quickstart.md", "# Newer\n")
 
@@ -232,9 +215,7 @@ def test_a_failure_leaves_the_old_tree(builder: Builder) -> None:
         (["--help"], 0, ""),
     ],
 )
-def test_arguments_are_checked(
-    builder: Builder, arguments: list[str], code: int, message: str
-) -> None:
+def test_arguments_are_checked(builder, arguments, code, message):
     filled = [each.format(checkout=builder.checkout) for each in arguments]
     result = builder.run(*filled)
     assert result.returncode == code

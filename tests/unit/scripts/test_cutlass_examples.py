@@ -1,15 +1,14 @@
 """The index of CuTe DSL examples, on a tiny checkout."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.programs import run_program
 
 MLA = """
 import cutlass.cute as cute
@@ -77,9 +76,7 @@ def run(index: ModuleType, capsys: pytest.CaptureFixture[str], *words: str) -> t
     return code, printed.out, printed.err
 
 
-def test_sources_are_read_not_run(
-    index: ModuleType, checkout: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sources_are_read_not_run(index, checkout, capsys):
     examples = {each.path: each for each in index.read_examples(checkout)}
     assert len(examples) == 4  # plot.py is none
     decode = examples["blackwell/mla/mla_decode_fp16.py"]
@@ -90,9 +87,7 @@ def test_sources_are_read_not_run(
     assert row in run(index, capsys, str(checkout))[1]
 
 
-def test_a_path_is_in_reading_order_and_says_what_is_missing(
-    index: ModuleType, checkout: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_path_is_in_reading_order_and_says_what_is_missing(index, checkout, capsys):
     code, out, _ = run(index, capsys, str(checkout), "--path", "B", "--json")
     answer = json.loads(out)
     assert code == 0
@@ -106,9 +101,7 @@ def test_a_path_is_in_reading_order_and_says_what_is_missing(
     assert "not in this checkout: mla/mla_decode_fp8.py" in out
 
 
-def test_notes_tick_what_names_show(
-    index: ModuleType, checkout: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_notes_tick_what_names_show(index, checkout, tmp_path, capsys):
     target = tmp_path / "notes" / "fmha.md"
     words = (str(checkout), "--notes", "hopper/fmha.py", "--out", str(target))
     assert run(index, capsys, *words)[:2] == (0, f"{target}\n")
@@ -116,9 +109,7 @@ def test_notes_tick_what_names_show(
     assert all(line in text for line in ("- [x] wgmma", "- [ ] tcgen05", "- Kernel: multiply"))
 
 
-def test_bad_arguments_say_what_was_expected(
-    index: ModuleType, checkout: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_arguments_say_what_was_expected(index, checkout, capsys):
     folder = str(checkout)
     for words, message in (
         ([f"{folder}/gone"], "CUTLASS: expected a checkout of CUTLASS"),
@@ -132,13 +123,8 @@ def test_bad_arguments_say_what_was_expected(
     assert "broken.py: expected Python source" in run(index, capsys, folder)[2]
 
 
-def test_the_checkout_may_come_from_the_environment(script: Path, checkout: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, str(script), "--goal", "mla-decode"],
-        env={"HYPER_MLA_CUTLASS_DIR": str(checkout), "PATH": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_the_checkout_may_come_from_the_environment(script, checkout):
+    environment = {"HYPER_MLA_CUTLASS_DIR": str(checkout), "PATH": ""}
+    result = run_program([sys.executable, script, "--goal", "mla-decode"], env=environment)
     assert result.returncode == 0, result.stderr
     assert "blackwell/mla/mla_decode_fp16.py" in result.stdout

@@ -32,15 +32,13 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionType, Multipl
 
 import mla_var3
 from mla_var3.integrations import paged
-from mla_var3.integrations.vllm import NAME
+from mla_var3.integrations.vllm import HOPPER, NAME, NO_CUTE, other_gpu
 from mla_var3.op.mla.cache_formats import PER_TENSOR
 from mla_var3.op.mla.window.quantise import E4M3
 
 # vLLM shows the loggers below its own name only.
 log = init_logger("vllm.plugins.hyper_mla")
 
-HOPPER = 9
-"""Major compute capability of the GPUs that the kernel runs on."""
 FP8_CACHES = ("fp8", "fp8_e4m3")
 """vLLM's names of a cache in e4m3 with one scale."""
 FP8_WIDTH = paged.LATENT_WIDTH + paged.ROPE_WIDTH
@@ -100,7 +98,7 @@ class HyperMLABackend(MLACommonBackend):
         cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: str | None, *others: Any
     ) -> str | None:
         if find_spec("cutlass") is None:
-            return "the kernel needs nvidia-cutlass-dsl: pip install 'hyper-mla[vllm]'"
+            return NO_CUTE
         if kv_cache_dtype in FP8_CACHES and head_size != FP8_WIDTH:
             return (
                 f"{NAME} serves an fp8 cache with rows of {FP8_WIDTH} columns, this model has "
@@ -119,10 +117,7 @@ def refusals(
     **_: Any,
 ) -> list[str]:
     """Plain reasons for what this backend does not serve, with the way out."""
-    reasons = []
-    if device_capability is not None and device_capability.major != HOPPER:
-        found = f"sm_{device_capability.major}{device_capability.minor}"
-        reasons.append(f"{NAME} runs on Hopper (sm_90: H100, H200, H20), this GPU is {found}")
+    reasons = other_gpu(device_capability)
     if kv_cache_dtype is not None and "fp8" in kv_cache_dtype and kv_cache_dtype not in FP8_CACHES:
         reasons.append(f"{NAME} does not read {kv_cache_dtype}: --kv-cache-dtype auto, or fp8")
     if use_sparse:

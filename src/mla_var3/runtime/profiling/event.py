@@ -8,19 +8,8 @@ from mla_var3.runtime.environment import environment
 from mla_var3.runtime.measure import time_gpu
 from mla_var3.runtime.paths import write_atomic
 from mla_var3.runtime.plan import plan_dtype
+from mla_var3.runtime.profiling import common
 from mla_var3.runtime.profiling.clocks import ClockState, announce_clocks
-from mla_var3.runtime.profiling.common import (
-    closing_sections,
-    compiled_note,
-    header,
-    measured_result,
-    measuring,
-    profiling_mode,
-    roofline_warning,
-    stage_figures,
-    write_artifacts,
-    write_compiled,
-)
 from mla_var3.runtime.profiling.figures import stage_markdown
 from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult, StageFigures
 from mla_var3.runtime.workflow import RunOptions
@@ -31,10 +20,10 @@ if TYPE_CHECKING:
     from mla_var3.runtime.stage import Stage
 
 
-@profiling_mode(NsightProfType.EVENT, gpu=True)
+@common.profiling_mode(NsightProfType.EVENT, gpu=True)
 def event_profile_plan(plan: KernelPlan, run: RunOptions) -> ProfileResult:
     """Tune, check when asked, and time a plan on the current GPU."""
-    with measuring(NsightProfType.EVENT, plan, run) as (prepared, folder):
+    with common.measuring(NsightProfType.EVENT, plan, run) as (prepared, folder):
         stage, spec = prepared.stage, prepared.require_device()
         dtype = plan_dtype(prepared.plan)
         kernels = list(stage.kernels())
@@ -43,17 +32,19 @@ def event_profile_plan(plan: KernelPlan, run: RunOptions) -> ProfileResult:
         if len(kernels) > 1:
             stages = [_timed(kernel, spec, dtype, run.bench_runs) for kernel in kernels]
         clocks = announce_clocks(environment())
-        result = measured_result(NsightProfType.EVENT, prepared, total, stages, folder, clocks)
+        result = common.measured_result(
+            NsightProfType.EVENT, prepared, total, stages, folder, clocks
+        )
         record = result.record
-        record["not_disassembled"] = write_compiled(kernels, spec.target, folder)
-        write_artifacts(folder, record, prepared)
+        record["not_disassembled"] = common.write_compiled(kernels, spec.target, folder)
+        common.write_artifacts(folder, record, prepared)
         write_atomic(folder / "report.md", _report(result, stage, spec, dtype))
     return result
 
 
 def _timed(stage: Stage, spec: DeviceSpec, dtype: str, runs: int | None) -> StageFigures:
     timing = time_gpu(stage.launch, runs=runs)
-    figures = stage_figures(stage, timing.median_us, timing.spread_us, spec, dtype)
+    figures = common.stage_figures(stage, timing.median_us, timing.spread_us, spec, dtype)
     figures.extra["timing"] = timing.to_dict()
     return figures
 
@@ -62,7 +53,7 @@ def _report(result: ProfileResult, stage: Stage, spec: DeviceSpec, dtype: str) -
     timing = result.total.extra["timing"]
     clocks = ClockState(**result.record["clocks"])
     parts = [
-        header(f"{result.kernel}, event mode", result.record),
+        common.header(f"{result.kernel}, event mode", result.record),
         f"GPU clocks: {clocks.describe()}.\n",
         "## Measured against roofline\n",
         stage_markdown(result),
@@ -70,9 +61,9 @@ def _report(result: ProfileResult, stage: Stage, spec: DeviceSpec, dtype: str) -
         "distance from the 10th to the 90th percentile. The whole is timed as launched, each "
         "stage also alone. The roofline takes the vendor's peaks: "
         f"{spec.peak_tflops(dtype):.0f} TFLOP/s and {spec.peak_gbps:.0f} GB/s.\n",
-        roofline_warning(result),
+        common.roofline_warning(result),
     ]
     if result.record["not_disassembled"]:
         parts.append(f"No compiled code is kept: {result.record['not_disassembled']}\n")
-    parts += [compiled_note(stage), *closing_sections(result, stage)]
+    parts += [common.compiled_note(stage), *common.closing_sections(result, stage)]
     return "\n".join(part for part in parts if part)

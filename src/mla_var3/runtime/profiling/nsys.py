@@ -11,18 +11,8 @@ from mla_var3.runtime.environment import environment
 from mla_var3.runtime.measure import percentile, spread, wait_for_device
 from mla_var3.runtime.paths import write_atomic
 from mla_var3.runtime.plan import plan_dtype
-from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures
+from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures, common
 from mla_var3.runtime.profiling.clocks import ClockState, announce_clocks
-from mla_var3.runtime.profiling.common import (
-    closing_sections,
-    header,
-    measured_result,
-    measuring,
-    profiling_mode,
-    roofline_warning,
-    stage_figures,
-    write_artifacts,
-)
 from mla_var3.runtime.profiling.figures import stage_markdown
 from mla_var3.runtime.profiling.timeline.analysis import Analysis, analyse, outline
 from mla_var3.runtime.profiling.timeline.collect import (
@@ -48,11 +38,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-@profiling_mode(NsightProfType.NSYS, gpu=True)
+@common.profiling_mode(NsightProfType.NSYS, gpu=True)
 def nsys_profile_plan(plan: KernelPlan, run: RunOptions) -> ProfileResult:
     """Tune, check when asked, and record the timeline of a plan on the current GPU."""
     runs = run.bench_runs or DEFAULT_RUNS
-    with measuring(NsightProfType.NSYS, plan, run) as (prepared, folder):
+    with common.measuring(NsightProfType.NSYS, plan, run) as (prepared, folder):
         return summarise(prepared, *collect(prepared, runs, folder), folder)
 
 
@@ -87,7 +77,9 @@ def summarise(prepared: Prepared, timeline: Timeline, how: str, folder: Path) ->
 
     def timed(part: Stage, times_us: list[float], extra: dict[str, Any]) -> StageFigures:
         median = percentile(times_us, 50) if times_us else None
-        found = stage_figures(part, median, spread(times_us) if times_us else None, spec, dtype)
+        found = common.stage_figures(
+            part, median, spread(times_us) if times_us else None, spec, dtype
+        )
         found.extra.update(extra)
         return found
 
@@ -99,9 +91,9 @@ def summarise(prepared: Prepared, timeline: Timeline, how: str, folder: Path) ->
         stages.append(timed(kernel, times, kernel_figures(analysis, leaf)))
         stages[-1].name = analysis.shape.leaves[leaf]
     clocks = announce_clocks(environment())
-    result = measured_result(NsightProfType.NSYS, prepared, total, stages, folder, clocks)
+    result = common.measured_result(NsightProfType.NSYS, prepared, total, stages, folder, clocks)
     result.record["timeline"] = {"how": how}
-    write_artifacts(folder, result.record, prepared)
+    common.write_artifacts(folder, result.record, prepared)
     sizes = " ".join(f"{k}={v}" for k, v in plan.params().items() if isinstance(v, (int, str)))
     timeline_plot(analysis, folder / "timeline.png", f"{plan.name}, {sizes}, {spec.name}")
     write_atomic(folder / "report.md", _report(result, analysis, stage, how))
@@ -112,7 +104,7 @@ def _report(result: ProfileResult, analysis: Analysis, stage: Stage, how: str) -
     record: dict[str, Any] = result.record
     clocks = ClockState(**record["clocks"])
     parts = [
-        header(f"{result.kernel}, nsys mode", record),
+        common.header(f"{result.kernel}, nsys mode", record),
         f"{how}\n",
         f"GPU clocks: {clocks.describe()}.\n",
         "## Measured against roofline\n",
@@ -120,13 +112,13 @@ def _report(result: ProfileResult, analysis: Analysis, stage: Stage, how: str) -
         f"Median of {len(analysis.queued)} runs, each enqueued as a whole before the GPU began it, "
         "L2 cache cold. The whole is the span from the first kernel's start to the last one's end; "
         "a stage's time is its kernel's, beside whatever ran at the same time.\n",
-        roofline_warning(result),
+        common.roofline_warning(result),
     ]
     parts += timeline_sections(analysis, result.total.extra)
     parts += [
         "## Timeline\n",
         "![streams and kernels of a typical run](timeline.png)\n",
         "Open `chrome_trace.json` in Perfetto to zoom in.\n",
-        *closing_sections(result, stage),
+        *common.closing_sections(result, stage),
     ]
     return "\n".join(part for part in parts if part)

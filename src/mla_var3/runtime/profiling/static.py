@@ -9,16 +9,7 @@ from mla_var3.runtime.compile import CompileReport, compile_report
 from mla_var3.runtime.markdown import microseconds, number, table
 from mla_var3.runtime.paths import write_atomic
 from mla_var3.runtime.plan import Target, plan_dtype, plan_targets
-from mla_var3.runtime.profiling.common import (
-    artifact_folder,
-    compiled_note,
-    header,
-    make_record,
-    profiling_mode,
-    stage_figures,
-    tiling_table,
-    write_artifacts,
-)
+from mla_var3.runtime.profiling import common
 from mla_var3.runtime.profiling.figures import compile_markdown
 from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult
 from mla_var3.runtime.workflow import Prepared, RunOptions, empty_stage, planning_device
@@ -30,14 +21,14 @@ if TYPE_CHECKING:
     from mla_var3.runtime.stage import Stage
 
 
-@profiling_mode(NsightProfType.STATIC, gpu=False)
+@common.profiling_mode(NsightProfType.STATIC, gpu=False)
 def static_profile_plan(plan: KernelPlan, run: RunOptions) -> ProfileResult:
     """Compile every stage for every target, and predict.
 
     Each target is planned for a device that has it, so model-driven fields and default tilings are
     those that such a device would get.
     """
-    with artifact_folder(NsightProfType.STATIC, plan, run) as folder:
+    with common.artifact_folder(NsightProfType.STATIC, plan, run) as folder:
         return _profile(plan, run, folder)
 
 
@@ -64,13 +55,12 @@ def _profile(plan: KernelPlan, run: RunOptions, folder: Path) -> ProfileResult:
             run.progress("compile", done, total, f"{kernel.name} for {code}")
             artifacts = folder / "compiled" / kernel.name
             reports.append(compile_report(kernel, code, artifacts_dir=artifacts))
-        sections.append(
-            f"### {code}, planned for {target.require_device().name}\n\n{tiling_table(stage)}"
-        )
+        title = f"### {code}, planned for {target.require_device().name}"
+        sections.append(f"{title}\n\n{common.tiling_table(stage)}")
     run.progress("compile", total, total, "done")
 
     chosen, stage = planned(Target.of(here))
-    record = make_record(NsightProfType.STATIC, chosen, None)
+    record = common.make_record(NsightProfType.STATIC, chosen, None)
     record["planned_for"] = here.name
     record["compile"] = [report.to_dict() for report in reports]
     predictions = {
@@ -82,19 +72,21 @@ def _profile(plan: KernelPlan, run: RunOptions, folder: Path) -> ProfileResult:
     result = ProfileResult(
         kernel=plan.name,
         mode=NsightProfType.STATIC,
-        total=stage_figures(stage, None, None, here, dtype),
-        stages=[stage_figures(kernel, None, None, here, dtype) for kernel in stage.kernels()],
+        total=common.stage_figures(stage, None, None, here, dtype),
+        stages=[
+            common.stage_figures(kernel, None, None, here, dtype) for kernel in stage.kernels()
+        ],
         out_dir=folder,
         record=record,
     )
     for figures in result.stages:
         figures.extra["compile"] = [r for r in reports if r.kernel == figures.name]
-    write_artifacts(folder, record, Prepared(chosen, (), stage, None))
+    common.write_artifacts(folder, record, Prepared(chosen, (), stage, None))
     parts = [
-        header(f"{plan.name}, static mode", record),
+        common.header(f"{plan.name}, static mode", record),
         "## Compile report\n",
         compile_markdown(reports),
-        compiled_note(stage),
+        common.compiled_note(stage),
         "## Instruction mix\n",
         _instruction_table(reports),
         "## Prediction\n",

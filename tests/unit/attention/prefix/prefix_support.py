@@ -1,7 +1,5 @@
 """Batches whose requests share first tokens, and the float64 oracle over what each one holds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

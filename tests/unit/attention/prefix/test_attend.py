@@ -1,7 +1,5 @@
 """Attention over shared prefixes, on the CPU with the passes in PyTorch, against float64."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -69,9 +67,7 @@ def shared_tokens(batch: Batch, q: torch.Tensor, groups: PrefixGroups = GROUPS) 
 @pytest.mark.parametrize("paged", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("s", [1, 3])
-def test_groups_change_no_result(
-    paged: bool, causal: bool, s: int, generator: torch.Generator
-) -> None:
+def test_groups_change_no_result(paged, causal, s, generator):
     batch = make_batch(generator, LENGTHS, PREFIXES, paged=paged)
     q = queries(generator, len(LENGTHS), s)
     batch.require(*q, *attended(batch, q, causal=causal), causal=causal)
@@ -80,7 +76,7 @@ def test_groups_change_no_result(
 
 
 @pytest.mark.parametrize("paged", [True, False])
-def test_two_levels(paged: bool, generator: torch.Generator) -> None:
+def test_two_levels(paged, generator):
     lengths = [400, 330, 260, 300, 100]
     prefixes = [[A, B], [A, B], [A, C], [A, C], []]
     batch = make_batch(generator, lengths, prefixes, paged=paged)
@@ -97,7 +93,7 @@ def test_two_levels(paged: bool, generator: torch.Generator) -> None:
     assert [part.order for part in layout.parts] == [None, None]
 
 
-def test_a_level_that_starts_elsewhere_is_not_shared(generator: torch.Generator) -> None:
+def test_a_level_that_starts_elsewhere_is_not_shared(generator):
     """The third request is in no group of level 0, so its level 1 would start at 0."""
     batch = make_batch(generator, [400, 350, 370], [[A, B]] * 3, paged=True)
     groups = PrefixGroups(torch.tensor([[0, 0, -1], [0, 0, 0]]), torch.tensor([[128], [192]]))
@@ -107,7 +103,7 @@ def test_a_level_that_starts_elsewhere_is_not_shared(generator: torch.Generator)
 
 
 @pytest.mark.parametrize("options", ["tree", "packed"])
-def test_trees_and_packed_queries(options: str, generator: torch.Generator) -> None:
+def test_trees_and_packed_queries(options, generator):
     batch = make_batch(generator, LENGTHS, PREFIXES, paged=True)
     b, s = len(LENGTHS), 4
     if options == "tree":
@@ -124,9 +120,7 @@ def test_trees_and_packed_queries(options: str, generator: torch.Generator) -> N
 
 
 @pytest.mark.parametrize("rows", [1, 6, 4096])
-def test_large_groups_are_split(
-    rows: int, monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
-) -> None:
+def test_large_groups_are_split(rows, monkeypatch, generator):
     monkeypatch.setattr(layouts, "CHUNK_ROWS", rows)
     batch = make_batch(generator, LENGTHS, PREFIXES, paged=True)
     q = queries(generator, len(LENGTHS), 2)
@@ -139,7 +133,7 @@ def test_large_groups_are_split(
 
 
 @pytest.mark.parametrize("grouped", [True, False])
-def test_rows_that_take_no_part_are_never_used(grouped: bool, generator: torch.Generator) -> None:
+def test_rows_that_take_no_part_are_never_used(grouped, generator):
     """A kernel leaves rows of no group unwritten: whatever they hold has to stay out."""
     batch = make_batch(generator, LENGTHS, PREFIXES, paged=True)
     q = queries(generator, len(LENGTHS), 3)
@@ -158,9 +152,7 @@ def test_rows_that_take_no_part_are_never_used(grouped: bool, generator: torch.G
 
 
 @pytest.mark.parametrize("prefix_of", [[[0, 0, 0, 0, 0, 0, 0]], [[5, -9, 3, 2**31 - 1, 0, 0, -1]]])
-def test_wrong_groups_on_a_device_share_less(
-    prefix_of: list[list[int]], monkeypatch: pytest.MonkeyPatch, generator: torch.Generator
-) -> None:
+def test_wrong_groups_on_a_device_share_less(prefix_of, monkeypatch, generator):
     """Nothing is read on a device; lengths and groups that cannot be are left out there."""
     monkeypatch.setattr(layouts, "readable", lambda tensor: False)
     batch = make_batch(generator, LENGTHS, [[A]] * 7, paged=True)
@@ -170,7 +162,7 @@ def test_wrong_groups_on_a_device_share_less(
         batch.require(*q, *attended(batch, q, groups))
 
 
-def test_the_host_checks_what_it_can_read(generator: torch.Generator) -> None:
+def test_the_host_checks_what_it_can_read(generator):
     batch = make_batch(generator, LENGTHS, PREFIXES, paged=True)
     q = queries(generator, len(LENGTHS), 1)
     of = GROUPS.prefix_of.clone()
@@ -196,7 +188,7 @@ def test_the_host_checks_what_it_can_read(generator: torch.Generator) -> None:
         mla_var3.mla_latent_attention(*q, dense.cache, kernel=KERNEL)
 
 
-def test_a_layout_serves_all_layers(generator: torch.Generator) -> None:
+def test_a_layout_serves_all_layers(generator):
     layers = [make_batch(generator, LENGTHS, PREFIXES, paged=True) for _ in range(2)]
     q = queries(generator, len(LENGTHS), 2)
     layout = prefix_layout(GROUPS, q[0], layers[0].cache)
@@ -204,7 +196,7 @@ def test_a_layout_serves_all_layers(generator: torch.Generator) -> None:
         batch.require(*q, *attended(batch, q, layout))
 
 
-def test_other_kernels_may_ignore_groups(generator: torch.Generator) -> None:
+def test_other_kernels_may_ignore_groups(generator):
     batch = make_batch(generator, LENGTHS, PREFIXES, paged=True)
     q = queries(generator, len(LENGTHS), 2)
     batch.require(*q, *mla_var3.mla_latent_attention(*q, batch.cache, prefix=GROUPS))
@@ -214,9 +206,7 @@ def test_other_kernels_may_ignore_groups(generator: torch.Generator) -> None:
 
 
 @pytest.mark.parametrize("page_size", [None, PAGE])
-def test_whole_calls_and_the_prefix_of_a_cache(
-    page_size: int | None, generator: torch.Generator
-) -> None:
+def test_whole_calls_and_the_prefix_of_a_cache(page_size, generator):
     """Projected, into a given output, with the prefix that `set_prefix` wrote."""
     model = make_model(generator, H, 6, K)
     lengths = [200, 130, 128]
@@ -234,7 +224,7 @@ def test_whole_calls_and_the_prefix_of_a_cache(
         assert_close(output[request], expected[0], lse[request], expected[1])
 
 
-def test_forked_requests_are_found_and_shared(generator: torch.Generator) -> None:
+def test_forked_requests_are_found_and_shared(generator):
     cache = LatentCache.allocate(4, 512, k=K, p=P, dtype=torch.float32, page_size=PAGE)
     cache.buffer.fill_(torch.nan)
     first = normal(generator, 4, 300, K + P, dtype=torch.float32)
@@ -250,7 +240,7 @@ def test_forked_requests_are_found_and_shared(generator: torch.Generator) -> Non
     batch.require(*q, *attended(batch, q, groups))
 
 
-def test_what_the_passes_read(generator: torch.Generator) -> None:
+def test_what_the_passes_read(generator):
     """The shared pages once per group, and nothing of them again."""
     batch = make_batch(generator, LENGTHS, PREFIXES, paged=True)
     q = queries(generator, len(LENGTHS), 1)

@@ -1,7 +1,5 @@
 """Several groups with decompressed prefixes in one batch, on the CPU with PyTorch as the kernel."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,9 +65,7 @@ def call(
 
 
 @pytest.mark.parametrize("paged", [True, False])
-def test_each_group_is_a_call_of_its_own(
-    paged: bool, inner: Watched, generator: torch.Generator
-) -> None:
+def test_each_group_is_a_call_of_its_own(paged, inner, generator):
     model = make_model(generator, H, D, K)
     batch = make_batch(generator, LENGTHS, PREFIXES, paged=paged)
     prefixes = decompress_prefixes(GROUPS, batch.cache, model.w_uk, model.w_uv)
@@ -82,7 +78,7 @@ def test_each_group_is_a_call_of_its_own(
     assert inner.seen == [(3, 128), (2, 192), (2, 0)] and not out.isnan().any()
 
 
-def test_the_copies_are_what_is_read(inner: Watched, generator: torch.Generator) -> None:
+def test_the_copies_are_what_is_read(inner, generator):
     model = make_model(generator, H, D, K)
     batch = make_batch(generator, LENGTHS, PREFIXES, paged=True)
     prefixes = decompress_prefixes(GROUPS, batch.cache, model.w_uk, model.w_uv)
@@ -93,14 +89,14 @@ def test_the_copies_are_what_is_read(inner: Watched, generator: torch.Generator)
     assert found.isnan().flatten(1).any(1).tolist() == [False] * 3 + [True] * 2 + [False] * 2
 
 
-def test_other_kernels_use_the_groups_or_ignore_them(generator: torch.Generator) -> None:
+def test_other_kernels_use_the_groups_or_ignore_them(generator):
     model = make_model(generator, H, D, K)
     batch = make_batch(generator, LENGTHS, PREFIXES, paged=True)
     prefixes = decompress_prefixes(GROUPS, batch.cache, model.w_uk, model.w_uv)
     call(batch, generator, prefixes, model)
 
 
-def test_what_cannot_be_decompressed(generator: torch.Generator) -> None:
+def test_what_cannot_be_decompressed(generator):
     model = make_model(generator, H, D, K)
     batch = make_batch(generator, LENGTHS, PREFIXES, paged=True)
     weights = model.w_uk, model.w_uv
@@ -114,7 +110,7 @@ def test_what_cannot_be_decompressed(generator: torch.Generator) -> None:
     assert decompress_prefixes(longer, batch.cache, *weights).copies == ()
 
 
-def test_the_way_of_large_groups_is_decompressed() -> None:
+def test_the_way_of_large_groups_is_decompressed():
     """On an H200, 128 heads: at 256 query tokens per group, not at 32."""
 
     def chosen(groups: int, members: int, s: int) -> tuple[str, int]:

@@ -1,7 +1,5 @@
 """Shared prefixes found in block tables, against all groupings of small batches."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 
@@ -72,7 +70,7 @@ def saved_by(groups: PrefixGroups, rows: Rows, page: int) -> int:
     return saved
 
 
-def test_no_grouping_saves_more() -> None:
+def test_no_grouping_saves_more():
     chance, page = random.Random(5), 16
     for _ in range(150):
         b, width = chance.randrange(1, 7), chance.randrange(1, 6)
@@ -87,7 +85,7 @@ def test_no_grouping_saves_more() -> None:
 
 
 @pytest.mark.parametrize("kind", ["lists", "numpy", "tensor"])
-def test_a_system_prompt_and_two_documents(kind: str) -> None:
+def test_a_system_prompt_and_two_documents(kind):
     table = [[1, 2, 3, 4, 9], [1, 2, 5, 6, 7], [1, 2, 3, 4, 8], [1, 2, 5, 6, 0], [3, 3, 3, 3, 3]]
     lengths = [300, 301, 302, 303, 100]
     given = {"lists": (table, lengths), "numpy": (np.array(table), np.array(lengths))}.get(
@@ -100,7 +98,7 @@ def test_a_system_prompt_and_two_documents(kind: str) -> None:
     assert find_shared_prefixes(table[::2], [300, 302, 100]).ordered
 
 
-def test_a_bound_keeps_the_shape_and_what_saves_most() -> None:
+def test_a_bound_keeps_the_shape_and_what_saves_most():
     table = [[1, 2, 3], [1, 2, 4], [5, 6, 7], [5, 6, 8], [5, 6, 9]]
     found = find_shared_prefixes(table, [192] * 5, groups=1)
     assert found.prefix_of.tolist() == [[-1, -1, 0, 0, 0], [-1] * 5]
@@ -110,7 +108,7 @@ def test_a_bound_keeps_the_shape_and_what_saves_most() -> None:
     assert find_shared_prefixes([], []).levels == 0
 
 
-def test_many_nested_prefixes() -> None:
+def test_many_nested_prefixes():
     """Each request continues the one before: deep, but no recursion."""
     b = 300
     table = [list(range(r + 1)) + [1000 + r] * (b - r) for r in range(b)]
@@ -118,7 +116,7 @@ def test_many_nested_prefixes() -> None:
     assert found.levels == 2 and found.most is not None and found.most > b // 3
 
 
-def test_bad_tables() -> None:
+def test_bad_tables():
     with pytest.raises(InvalidArgumentError, match="lengths: expected b=2 numbers, got 1"):
         find_shared_prefixes([[1], [2]], [3])
     with pytest.raises(InvalidArgumentError, match="levels: expected an integer from 1 to 2"):

@@ -1,7 +1,5 @@
 """Calls over shared prefixes are replayed, with the device code of the small kernels on the CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -102,9 +100,7 @@ def test_latent_calls(
 
 
 @pytest.mark.parametrize("options", ["tree", "packed"])
-def test_trees_and_packed_queries(
-    options: str, latent: RepeatableKernel, kernels: CpuKernels, generator: torch.Generator
-) -> None:
+def test_trees_and_packed_queries(options, latent, kernels, generator):
     counts = [2, 0, 1, 3, 4, 1]
     for turn in range(2):
         batch, groups = batch_of(generator, 1, True), groups_of(1)
@@ -144,9 +140,7 @@ def test_whole_calls(
         assert (latent.calls, latent.repeats) == (3, 3 * turn)
 
 
-def test_an_unaligned_output_is_written_through_a_copy(
-    kernels: CpuKernels, latent: RepeatableKernel, generator: torch.Generator
-) -> None:
+def test_an_unaligned_output_is_written_through_a_copy(kernels, latent, generator):
     for turn in range(2):
         batch, q = batch_of(generator, 1, True), queries(generator, 6, 1)
         out = torch.full((q[0].numel() + 1,), torch.nan, dtype=DTYPE)[1:].view_as(q[0])
@@ -158,9 +152,7 @@ def test_an_unaligned_output_is_written_through_a_copy(
         assert (latent.calls, latent.repeats) == (2 * (turn + 1), 0)
 
 
-def test_other_groups_of_the_same_shape_are_used(
-    kernels: CpuKernels, latent: RepeatableKernel, generator: torch.Generator
-) -> None:
+def test_other_groups_of_the_same_shape_are_used(kernels, latent, generator):
     """The replay reads the groups of its own call."""
     for turn in range(2):
         batch, groups = batch_of(generator, 1, True), groups_of(1)
@@ -172,9 +164,7 @@ def test_other_groups_of_the_same_shape_are_used(
     assert (latent.calls, latent.repeats) == (2, 2)
 
 
-def test_numbers_of_another_type_are_laid_out_by_torch(
-    kernels: CpuKernels, latent: RepeatableKernel, generator: torch.Generator
-) -> None:
+def test_numbers_of_another_type_are_laid_out_by_torch(kernels, latent, generator):
     """The kernels read int32; a call with other integers is right, and not replayed."""
     for _ in range(2):
         batch, groups = batch_of(generator, 1, True), groups_of(1)

@@ -1,7 +1,5 @@
 """The kernel of `replay_support` as a fixture."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

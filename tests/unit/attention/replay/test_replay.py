@@ -1,7 +1,5 @@
 """Replays give what first calls give, and refuse the same calls."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,14 +19,11 @@ from mla_var3.runtime.call_state import CALL_STATE
 from mla_var3.runtime.cute import torch_fast
 
 from ..attention_support import filled_cache, make_model, normal
-from .replay_support import KERNEL, MemoryLaunch, RepeatableKernel, repeatable_kernel
+from .replay_support import KERNEL, MemoryLaunch, repeatable_kernel
 
 B, S, H, D, P, K, T = 3, 4, 2, 16, 16, 32, 130
 DTYPE = torch.float16
 MODEL = make_model(torch.Generator().manual_seed(5), H, D, K, DTYPE)
-
-
-Make = Callable[[torch.Generator], tuple[Any, dict[str, Any]]]
 
 
 def pair(generator: torch.Generator) -> tuple[Any, dict[str, Any]]:
@@ -86,7 +81,7 @@ def same(found: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("make", MAKES)
-def test_the_latent_call(make: Make, kernel: RepeatableKernel, generator: torch.Generator) -> None:
+def test_the_latent_call(make, kernel, generator):
     for turn in range(3):
         cache, options = make(generator)
         q = queries(generator, K)
@@ -97,9 +92,7 @@ def test_the_latent_call(make: Make, kernel: RepeatableKernel, generator: torch.
 
 @pytest.mark.parametrize("give_out", [False, True])
 @pytest.mark.parametrize("make", MAKES)
-def test_the_whole_call(
-    make: Make, give_out: bool, kernel: RepeatableKernel, generator: torch.Generator
-) -> None:
+def test_the_whole_call(make, give_out, kernel, generator):
     for turn in range(3):
         cache, options = make(generator)
         q = queries(generator, D)
@@ -113,7 +106,7 @@ def test_the_whole_call(
         same(found, wanted)
 
 
-def test_packed_queries(kernel: RepeatableKernel, generator: torch.Generator) -> None:
+def test_packed_queries(kernel, generator):
     cache = cache_of(generator)
     for turn, bounds in enumerate(([0, 1, 4, 6], [0, 0, 3, 6])):
         q = [normal(generator, 6, H, w, dtype=DTYPE) for w in (K, P)]
@@ -121,9 +114,6 @@ def test_packed_queries(kernel: RepeatableKernel, generator: torch.Generator) ->
         found = mla_latent_attention(*q, cache, kernel=KERNEL, **options)
         assert kernel.repeats == turn
         same(found, mla_latent_attention(*q, cache, kernel="torch_tiled", **options))
-
-
-# --- what is never replayed ----------------------------------------------------------------
 
 
 COPIED: dict[str, Callable[[Any], tuple[Any, dict[str, Any]]]] = {
@@ -143,9 +133,7 @@ COPIED: dict[str, Callable[[Any], tuple[Any, dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("change", COPIED.values(), ids=COPIED)
-def test_what_is_copied_goes_the_full_path(
-    change: Any, kernel: RepeatableKernel, generator: torch.Generator
-) -> None:
+def test_what_is_copied_goes_the_full_path(change, kernel, generator):
     cache = cache_of(generator)
     for _ in range(2):
         q, options = change(queries(generator, K))
@@ -155,7 +143,7 @@ def test_what_is_copied_goes_the_full_path(
     assert (kernel.calls, kernel.repeats) == (2, 0)
 
 
-def test_a_launch_that_is_not_ready(kernel: RepeatableKernel, generator: torch.Generator) -> None:
+def test_a_launch_that_is_not_ready(kernel, generator):
     cache, q = cache_of(generator), queries(generator, K)
     mla_latent_attention(*q, cache, kernel=KERNEL)
     kernel.stream = None
@@ -164,9 +152,7 @@ def test_a_launch_that_is_not_ready(kernel: RepeatableKernel, generator: torch.G
     same(found, mla_latent_attention(*q, cache, kernel="torch_tiled"))
 
 
-def test_a_pointer_that_is_not_aligned(
-    kernel: RepeatableKernel, generator: torch.Generator
-) -> None:
+def test_a_pointer_that_is_not_aligned(kernel, generator):
     cache, q = cache_of(generator), queries(generator, K)
     mla_latent_attention(*q, cache, kernel=KERNEL)
     shifted = torch.empty(q[0].numel() + 1, dtype=DTYPE)[1:].view(q[0].shape).copy_(q[0])
@@ -175,9 +161,7 @@ def test_a_pointer_that_is_not_aligned(
     same(found, mla_latent_attention(*q, cache, kernel="torch_tiled"))
 
 
-def test_the_checks_of_values(
-    kernel: RepeatableKernel, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_checks_of_values(kernel, generator, monkeypatch):
     cache, q = cache_of(generator), queries(generator, K)
     mla_latent_attention(*q, cache, kernel=KERNEL)
     monkeypatch.setenv("HYPER_MLA_DEBUG", "1")
@@ -197,9 +181,7 @@ class Layer(torch.nn.Module):
 
 
 @pytest.mark.parametrize("way", ["compile", "export", "export strictly"])
-def test_traced_programs_of_a_known_key(
-    way: str, kernel: RepeatableKernel, generator: torch.Generator
-) -> None:
+def test_traced_programs_of_a_known_key(way, kernel, generator):
     """They hold the operator, which is asked anew whenever they run."""
     layer, operands = Layer(), (*queries(generator, K), *pair(generator)[0])
     wanted = [layer(*operands) for _ in range(2)][1]
@@ -235,9 +217,7 @@ BAD: list[Any] = [
 
 
 @pytest.mark.parametrize(("name", "change"), BAD)
-def test_a_bad_call_beside_a_known_key(
-    name: str, change: Any, kernel: RepeatableKernel, generator: torch.Generator
-) -> None:
+def test_a_bad_call_beside_a_known_key(name, change, kernel, generator):
     view = cache_of(generator, page_size=64).view()
     view.lengths.clamp_(max=1)  # as many as the least bound below
     q = queries(generator, K)
@@ -252,12 +232,7 @@ def test_a_bad_call_beside_a_known_key(
     assert kernel.repeats == before
 
 
-# --- what is kept ---------------------------------------------------------------------------------
-
-
-def test_replays_go_with_their_backend(
-    kernel: RepeatableKernel, generator: torch.Generator
-) -> None:
+def test_replays_go_with_their_backend(kernel, generator):
     cache, q = cache_of(generator), queries(generator, K)
     mla_latent_attention(*q, cache, kernel=KERNEL)
     assert keys._replays and keys._recent
@@ -268,9 +243,7 @@ def test_replays_go_with_their_backend(
     assert not keys._replays
 
 
-def test_one_replay_at_a_time_is_evicted(
-    kernel: RepeatableKernel, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_replay_at_a_time_is_evicted(kernel, generator, monkeypatch):
     """Many batch sizes cost one first call each, and never all of them again."""
     monkeypatch.setattr(keys._replays, "maxsize", 4)
     cache, q = cache_of(generator), queries(generator, K)
@@ -295,15 +268,13 @@ def test_one_replay_at_a_time_is_evicted(
     assert (kernel.calls, kernel.repeats) == (7, 7)
 
 
-def test_subclasses_of_tensors_have_no_key(
-    kernel: RepeatableKernel, generator: torch.Generator
-) -> None:
+def test_subclasses_of_tensors_have_no_key(kernel, generator):
     class Odd(torch.Tensor):
         """Stands for tensors that are not plain memory."""
 
     q = queries(generator, K)
     view: CacheView = cache_of(generator).view()
-    odd = q[0].as_subclass(Odd)  # type: ignore[no-untyped-call]
+    odd = q[0].as_subclass(Odd)
     mla_latent_attention(*q, view, kernel=KERNEL)
 
     def found(*operands: Any, **options: Any) -> Any:
@@ -314,9 +285,6 @@ def test_subclasses_of_tensors_have_no_key(
     assert found(*q, view, lengths=odd) is None
     keys.store_replay(keys.latent_key(odd, q[1], view, 128, KERNEL, {}), "odd")
     assert found(odd, q[1], view) is None
-
-
-# --- the check of all tensors at once -------------------------------------------------------------
 
 
 Known = Callable[..., Any]
@@ -338,7 +306,7 @@ def known(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     CALL_STATE.clear()
 
 
-def test_a_key_is_everything_but_memory_and_content(known: Known) -> None:
+def test_a_key_is_everything_but_memory_and_content(known):
     plain = torch.zeros(4, 1, 6)
     other = torch.zeros(3, dtype=torch.int32)
     assert known(plain, other, keep="kept") == "kept"
@@ -358,7 +326,7 @@ def test_a_key_is_everything_but_memory_and_content(known: Known) -> None:
     assert known(plain, other, values=("more",)) is None
 
 
-def test_more_keys_of_the_same_values_than_are_checked(known: Known) -> None:
+def test_more_keys_of_the_same_values_than_are_checked(known):
     sizes = range(1, 2 * keys.RECENT + 1)
     for size in sizes:
         known(torch.zeros(size), keep=f"size {size}")
@@ -368,7 +336,7 @@ def test_more_keys_of_the_same_values_than_are_checked(known: Known) -> None:
     assert all(len(recent) <= keys.RECENT for recent in keys._recent.values())
 
 
-def test_a_key_in_every_state_of_torch(known: Known) -> None:
+def test_a_key_in_every_state_of_torch(known):
     kept = torch.zeros(3)
     known(kept, keep="kept")
     with torch.inference_mode():
@@ -381,9 +349,7 @@ def test_a_key_in_every_state_of_torch(known: Known) -> None:
             assert known(parameter) == "kept" and known(torch.ones(3)) == "kept"
 
 
-def test_lengths_of_the_cache_given_once_more(
-    kernel: RepeatableKernel, generator: torch.Generator
-) -> None:
+def test_lengths_of_the_cache_given_once_more(kernel, generator):
     q, view = queries(generator, K), cache_of(generator).view()
     for turn in range(3):
         found = mla_latent_attention(*q, view, kernel=KERNEL, lengths=view.lengths)
@@ -395,16 +361,8 @@ def test_lengths_of_the_cache_given_once_more(
         same(found, mla_latent_attention(*q, view, kernel="torch_tiled", lengths=shorter))
 
 
-# --- workspace ------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("largest", [0, workspace.LARGEST_BYTES])
-def test_whole_calls_in_and_outside_of_inference_mode(
-    largest: int,
-    kernel: RepeatableKernel,
-    generator: torch.Generator,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_whole_calls_in_and_outside_of_inference_mode(largest, kernel, generator, monkeypatch):
     monkeypatch.setattr(workspace, "LARGEST_BYTES", largest)
     cache = cache_of(generator)
     results = []
@@ -420,12 +378,7 @@ def test_whole_calls_in_and_outside_of_inference_mode(
 
 
 @pytest.mark.parametrize("largest", [0, workspace.LARGEST_BYTES])
-def test_an_lse_that_is_not_returned(
-    largest: int,
-    kernel: RepeatableKernel,
-    generator: torch.Generator,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_lse_that_is_not_returned(largest, kernel, generator, monkeypatch):
     """It takes no memory of its own, and none that another result lies in."""
     monkeypatch.setattr(workspace, "LARGEST_BYTES", largest)
     made: list[tuple[int, ...]] = []
@@ -456,9 +409,7 @@ def test_an_lse_that_is_not_returned(
 
 
 @pytest.mark.parametrize("way", [torch_fast.without_gradients, torch.no_grad])
-def test_the_state_of_gradients_is_restored(
-    way: Any, kernel: RepeatableKernel, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_state_of_gradients_is_restored(way, kernel, generator, monkeypatch):
     monkeypatch.setattr(replays, "without_gradients", way)
     weights = [torch.nn.Parameter(weight) for weight in (MODEL.w_uk, MODEL.w_uv)]
     operands = (*queries(generator, D), cache_of(generator), *weights)
@@ -473,9 +424,7 @@ def test_the_state_of_gradients_is_restored(
     assert kernel.repeats == 2
 
 
-def test_an_error_between_the_projections_leaves_gradients_on(
-    kernel: RepeatableKernel, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_between_the_projections_leaves_gradients_on(kernel, generator, monkeypatch):
     weights = MODEL.w_uk, MODEL.w_uv
     operands = (*queries(generator, D), cache_of(generator), *weights)
     mla_attention(*operands, kernel=KERNEL)
@@ -489,7 +438,7 @@ def test_an_error_between_the_projections_leaves_gradients_on(
     assert (torch.ones(1, requires_grad=True) * 2).requires_grad
 
 
-def test_memory_is_of_one_thread_and_has_few_sizes() -> None:
+def test_memory_is_of_one_thread_and_has_few_sizes():
     device = torch.device("cpu")
     here = workspace.shared_memory(device, workspace.SMALLEST_BYTES + 1)
     assert here is not None and here.numel() == 2 * workspace.SMALLEST_BYTES
@@ -505,9 +454,7 @@ def test_memory_is_of_one_thread_and_has_few_sizes() -> None:
     assert there[0] is not here
 
 
-def test_queries_that_are_columns_of_one_tensor_are_not_copied(
-    kernel: RepeatableKernel, generator: torch.Generator
-) -> None:
+def test_queries_that_are_columns_of_one_tensor_are_not_copied(kernel, generator):
     cache = cache_of(generator)
     for turn in range(2):
         both = normal(generator, B, S, H, K + P, dtype=DTYPE)

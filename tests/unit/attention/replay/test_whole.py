@@ -1,7 +1,5 @@
 """Whole calls whose projections are the kernel's own: one launch, the same results."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 
@@ -15,7 +13,7 @@ from mla_var3.attention.replay import workspace
 from mla_var3.attention.replay.replay import ProjectedReplay
 from mla_var3.runtime.call_state import CALL_STATE
 
-from .replay_support import KERNEL, RepeatableKernel, RepeatableWhole
+from .replay_support import KERNEL, RepeatableWhole
 from .test_replay import (
     DTYPE,
     EIGHT_BITS,
@@ -25,7 +23,6 @@ from .test_replay import (
     D,
     H,
     K,
-    Make,
     S,
     cache_of,
     queries,
@@ -52,15 +49,7 @@ def shifted(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("largest", [0, workspace.LARGEST_BYTES])
 @pytest.mark.parametrize("give_out", [False, True])
 @pytest.mark.parametrize("make", [make for make in MAKES if make not in EIGHT_BITS])
-def test_one_launch_does_everything(
-    make: Make,
-    give_out: bool,
-    largest: int,
-    whole: RepeatableWhole,
-    kernel: RepeatableKernel,
-    generator: torch.Generator,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_launch_does_everything(make, give_out, largest, whole, kernel, generator, monkeypatch):
     """With a workspace that is kept, and with one for each call."""
     monkeypatch.setattr(workspace, "LARGEST_BYTES", largest)
     monkeypatch.setattr(latent_backend, "project_heads", None)  # torch projects nothing
@@ -81,9 +70,7 @@ def test_one_launch_does_everything(
 
 
 @pytest.mark.parametrize("make", EIGHT_BITS)
-def test_torch_projects_around_an_8_bit_cache(
-    make: Make, whole: RepeatableWhole, kernel: RepeatableKernel, generator: torch.Generator
-) -> None:
+def test_torch_projects_around_an_8_bit_cache(make, whole, kernel, generator):
     for turn in range(2):
         cache, options = make(generator)
         operands = (*queries(generator, D), cache, *WEIGHTS)
@@ -92,9 +79,7 @@ def test_torch_projects_around_an_8_bit_cache(
         assert (whole.calls, kernel.calls, kernel.repeats) == (0, 1, turn)
 
 
-def test_repeated_calls_give_what_first_calls_give(
-    whole: RepeatableWhole, kernel: RepeatableKernel, generator: torch.Generator
-) -> None:
+def test_repeated_calls_give_what_first_calls_give(whole, kernel, generator):
     """Bit for bit, also where torch projects."""
     cache = cache_of(generator)
     for serves in (True, False):
@@ -109,9 +94,7 @@ def test_repeated_calls_give_what_first_calls_give(
 
 
 @pytest.mark.parametrize("place", range(4))
-def test_a_pointer_that_is_not_aligned(
-    place: int, whole: RepeatableWhole, kernel: RepeatableKernel, generator: torch.Generator
-) -> None:
+def test_a_pointer_that_is_not_aligned(place, whole, kernel, generator):
     """Torch projects, before and after the key is known, and nothing is kept for it."""
     cache, q = cache_of(generator), queries(generator, D)
     tensors = [q[0], *WEIGHTS, torch.empty(B, S, H, D, dtype=DTYPE)]
@@ -130,9 +113,7 @@ def test_a_pointer_that_is_not_aligned(
     same((first,), (wanted,))
 
 
-def test_a_launch_that_is_not_ready(
-    whole: RepeatableWhole, kernel: RepeatableKernel, generator: torch.Generator
-) -> None:
+def test_a_launch_that_is_not_ready(whole, kernel, generator):
     operands = (*queries(generator, D), cache_of(generator), *WEIGHTS)
     wanted = mla_attention(*operands, kernel=KERNEL)
     whole.stream = None
@@ -140,9 +121,7 @@ def test_a_launch_that_is_not_ready(
     assert (whole.calls, whole.repeats) == (2, 0)
 
 
-def test_what_is_copied_is_not_kept(
-    whole: RepeatableWhole, kernel: RepeatableKernel, generator: torch.Generator
-) -> None:
+def test_what_is_copied_is_not_kept(whole, kernel, generator):
     cache = cache_of(generator)
     for turn in range(2):
         q_nope, q_rope = queries(generator, D)
@@ -152,9 +131,7 @@ def test_what_is_copied_is_not_kept(
         same((found,), (mla_attention(q_nope, q_rope, cache, *WEIGHTS, kernel="torch_tiled"),))
 
 
-def test_threads_have_memory_of_their_own(
-    whole: RepeatableWhole, kernel: RepeatableKernel, generator: torch.Generator
-) -> None:
+def test_threads_have_memory_of_their_own(whole, kernel, generator):
     """Each binds the launch once, to memory that no other uses."""
     cache = cache_of(generator)
     given = [(*queries(generator, D), cache, *WEIGHTS) for _ in range(3)]
@@ -177,9 +154,7 @@ def test_threads_have_memory_of_their_own(
     assert len(there) == len(given) and here not in there
 
 
-def test_parts_of_the_workspace_do_not_overlap(
-    whole: RepeatableWhole, kernel: RepeatableKernel, generator: torch.Generator
-) -> None:
+def test_parts_of_the_workspace_do_not_overlap(whole, kernel, generator):
     operands = (*queries(generator, D), cache_of(generator), *WEIGHTS)
     mla_attention(*operands, kernel=KERNEL)
     replay = replay_of(operands)

@@ -1,7 +1,5 @@
 """The LSE of replays: memory for several at once, each a tensor of its own."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io
@@ -104,9 +102,7 @@ def apart(lses: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_results_that_live_at_once(
-    inference: bool, once: Once, whole: RepeatableWhole, kernel: RepeatableKernel
-) -> None:
+def test_results_that_live_at_once(inference, once, whole, kernel):
     """More calls than there is memory for at once; none writes into the result of another."""
     with torch.inference_mode(inference):
         results = [once() for _ in range(CALLS)]
@@ -120,7 +116,7 @@ def test_results_that_live_at_once(
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_lses_are_like_new_tensors(inference: bool, once: Once) -> None:
+def test_lses_are_like_new_tensors(inference, once):
     """Everything that a caller can see of them, except the memory behind them."""
     once()
     with torch.inference_mode(inference):
@@ -152,7 +148,7 @@ def test_lses_are_like_new_tensors(inference: bool, once: Once) -> None:
             assert torch.equal(same_lse, found)
 
 
-def test_a_result_outlives_the_memory_that_is_kept(once: Once) -> None:
+def test_a_result_outlives_the_memory_that_is_kept(once):
     once()
     found, wanted = once()
     CALL_STATE.clear()
@@ -163,7 +159,7 @@ def test_a_result_outlives_the_memory_that_is_kept(once: Once) -> None:
 
 
 @pytest.mark.parametrize("missing", ["memory", "torch"])
-def test_lses_of_one_call(missing: str, once: Once, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lses_of_one_call(missing, once, monkeypatch):
     """Where they are large, or torch cannot share memory, each call allocates its own."""
     if missing == "memory":
         monkeypatch.setattr(workspace, "LSES_BYTES", 2 * B * S * H * 4 - 1)
@@ -175,9 +171,7 @@ def test_lses_of_one_call(missing: str, once: Once, monkeypatch: pytest.MonkeyPa
         assert found[1].untyped_storage().nbytes() == B * S * H * 4
 
 
-def test_threads_take_from_memory_of_their_own(
-    kernel: RepeatableKernel, generator: torch.Generator
-) -> None:
+def test_threads_take_from_memory_of_their_own(kernel, generator):
     cache = cache_of(generator)
     given = [queries(generator, K) for _ in range(2)]
     wanted = [mla_latent_attention(*q, cache, kernel=KERNEL) for q in given]
@@ -203,9 +197,7 @@ def test_threads_take_from_memory_of_their_own(
     assert not memory[0] & memory[1]
 
 
-def test_streams_take_from_memory_of_their_own(
-    kernel: RepeatableKernel, generator: torch.Generator
-) -> None:
+def test_streams_take_from_memory_of_their_own(kernel, generator):
     """Memory belongs to the stream that it was allocated on."""
     cache, q = cache_of(generator), queries(generator, K)
     mla_latent_attention(*q, cache, kernel=KERNEL)
@@ -219,7 +211,7 @@ def test_streams_take_from_memory_of_their_own(
     assert not memory[7] & memory[8] and [len(known) for known in memory.values()] == [1, 1]
 
 
-def test_an_allocation_that_fails_leaves_nothing_behind() -> None:
+def test_an_allocation_that_fails_leaves_nothing_behind():
     def out_of_memory(*layout: Any) -> torch.Tensor:
         raise torch.OutOfMemoryError("no memory")
 

@@ -1,7 +1,5 @@
 """Fitting the model of the mix: known rates come back from synthetic rows, the rest stays."""
 
-from __future__ import annotations
-
 import math
 import random
 
@@ -62,7 +60,7 @@ def rows(
 
 
 @pytest.mark.parametrize(("noise", "tolerance"), [(0.0, 1e-3), (0.03, 0.15)])
-def test_the_rates_come_back(noise: float, tolerance: float) -> None:
+def test_the_rates_come_back(noise, tolerance):
     found = fit(rows(START.with_values(TRUTH), noise), START, "synthetic rows")
     assert set(found.determined) == set(TRUTH)
     for name, value in TRUTH.items():
@@ -75,7 +73,7 @@ def test_the_rates_come_back(noise: float, tolerance: float) -> None:
     assert found.rms == pytest.approx(noise, abs=0.2 * noise + 1e-5)
 
 
-def test_what_both_kinds_share_comes_back() -> None:
+def test_what_both_kinds_share_comes_back():
     shared = {"together": 0.95, "starvation": 0.4}
     truth = START.with_values(TRUTH | shared | {"chip_tflops": 5000.0})
     found = fit(rows(truth, 0.01), START, "synthetic rows")
@@ -85,7 +83,7 @@ def test_what_both_kinds_share_comes_back() -> None:
     assert found.rms == pytest.approx(0.01, abs=0.003)
 
 
-def test_an_8_bit_window_is_fitted_with_its_own_bytes() -> None:
+def test_an_8_bit_window_is_fitted_with_its_own_bytes():
     truth = START.with_values(TRUTH)
     mixed = rows(truth, 0.01) + rows(truth, 0.01, form="fp8")
     found = fit(mixed, START, "synthetic rows")
@@ -93,7 +91,7 @@ def test_an_8_bit_window_is_fitted_with_its_own_bytes() -> None:
     assert found.parameters.stream_gbps_per_sm.value == pytest.approx(50.0, rel=0.03)
 
 
-def test_a_limit_that_no_row_meets_is_not_called_fitted() -> None:
+def test_a_limit_that_no_row_meets_is_not_called_fitted():
     truth = START.with_values(TRUTH | {"chip_tflops": 5000.0})
     found = fit(rows(truth, 0.01), START, "synthetic rows")
     assert "chip_tflops" not in found.determined
@@ -101,7 +99,7 @@ def test_a_limit_that_no_row_meets_is_not_called_fitted() -> None:
     assert found.parameters.latent_tflops_per_sm.value == pytest.approx(4.0, rel=0.02)
 
 
-def test_rows_of_one_kind_determine_that_kind_only() -> None:
+def test_rows_of_one_kind_determine_that_kind_only():
     only_latent = rows(START.with_values(TRUTH), 0.005, arrangements=((0, 66), (0, 33)))
     busy = [row for row in only_latent if row.s >= 32 and row.b == 32]
     found = fit(busy, START, "synthetic rows")
@@ -111,7 +109,7 @@ def test_rows_of_one_kind_determine_that_kind_only() -> None:
         assert found.parameters.parameters[name] == START.parameters[name]
 
 
-def test_the_fitted_model_chooses_as_the_true_one_does() -> None:
+def test_the_fitted_model_chooses_as_the_true_one_does():
     truth = START.with_values(TRUTH)
     fitted = fit(rows(truth, 0.02), START, "synthetic rows").parameters
     for s in (16, 32, 64):
@@ -122,7 +120,7 @@ def test_the_fitted_model_chooses_as_the_true_one_does() -> None:
         assert real.at(problem, chosen).total_us <= 1.03 * best
 
 
-def test_bad_records_are_refused() -> None:
+def test_bad_records_are_refused():
     good = rows(START.with_values(TRUTH))
     with pytest.raises(InvalidArgumentError, match=f"records: expected at least {LEAST_RECORDS}"):
         fit(good[:2], START, "x")

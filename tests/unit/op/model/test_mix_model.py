@@ -1,12 +1,9 @@
 """The model of the mix on shared SMs: its parts by hand, its choices against brute force."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,12 +53,9 @@ PROBLEM = MlaProblem(b=4, s=16, t=512, h=8, d=32, p=16, k=128)
 RAGGED = replace(PROBLEM, lengths=(512, 0, 100, 300))
 
 
-# --- parameters -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", load_devices())
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_without_a_fit_the_device_table_gives_everything(name: str, dtype: str) -> None:
+def test_without_a_fit_the_device_table_gives_everything(name, dtype):
     spec = device_spec(name)
     found = derived_parameters(spec, dtype)
     assert found.chip_tflops.value == spec.burst_tflops(dtype)
@@ -77,7 +71,7 @@ def test_without_a_fit_the_device_table_gives_everything(name: str, dtype: str) 
         assert found.parameters[guess].origin == "assumed"
 
 
-def test_bandwidth_is_proportional_first_and_level_last() -> None:
+def test_bandwidth_is_proportional_first_and_level_last():
     curve = [TOY.bandwidth_gbps(sms) for sms in range(200)]
     assert curve[0] == 0.0
     assert curve[1] == pytest.approx(40.0, rel=0.01)
@@ -100,12 +94,12 @@ def test_bandwidth_is_proportional_first_and_level_last() -> None:
         ("starvation", 1.01),
     ],
 )
-def test_bad_values_are_refused_by_name(name: str, value: float) -> None:
+def test_bad_values_are_refused_by_name(name, value):
     with pytest.raises(InvalidArgumentError, match=f"^{name}: expected"):
         TOY.with_values({name: value})
 
 
-def test_parameters_survive_a_file(tmp_path: Path) -> None:
+def test_parameters_survive_a_file(tmp_path):
     path = tmp_path / "rates.json"
     fitted = replace(H200, launch_us=Parameter(4.0, "fitted", "a test", 0.1))
     path.write_text(json.dumps([H200.to_dict() | {"dtype": "float16"}, fitted.to_dict()]))
@@ -116,9 +110,7 @@ def test_parameters_survive_a_file(tmp_path: Path) -> None:
         mix_parameters(device_spec("B200"), "bfloat16", path)
 
 
-def test_shipped_fits_are_used_for_their_own_device_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shipped_fits_are_used_for_their_own_device_only(tmp_path, monkeypatch):
     path = tmp_path / "mix_rates.json"
     monkeypatch.setattr(parameters_module, "shipped_path", lambda: path)
     spec = device_spec("H200")
@@ -158,7 +150,7 @@ def broken(change: dict[str, Any]) -> list[Any]:
         ),
     ],
 )
-def test_bad_files_are_refused(content: Any, message: str, tmp_path: Path) -> None:
+def test_bad_files_are_refused(content, message, tmp_path):
     path = tmp_path / "rates.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(InvalidArgumentError) as caught:
@@ -166,13 +158,10 @@ def test_bad_files_are_refused(content: Any, message: str, tmp_path: Path) -> No
     assert str(path) in str(caught.value) and message in str(caught.value)
 
 
-# --- work and times -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("problem", [PROBLEM, RAGGED])
 @pytest.mark.parametrize("form", [PLAIN, FP8])
 @pytest.mark.parametrize("n", [1, 64, 300, 511])
-def test_the_work_adds_up_to_that_of_the_cost_model(problem, form, n) -> None:
+def test_the_work_adds_up_to_that_of_the_cost_model(problem, form, n):
     work = mix_work(problem, n, form)
     whole = attention_block_specialized_cost(problem, n, form)
     # Both kinds of work read the rope part of the queries.
@@ -183,7 +172,7 @@ def test_the_work_adds_up_to_that_of_the_cost_model(problem, form, n) -> None:
     assert work.latent.bytes + work.heads.bytes == whole.bytes + rope
 
 
-def test_the_ends_are_the_pure_paths() -> None:
+def test_the_ends_are_the_pure_paths():
     for problem in (PROBLEM, RAGGED):
         none, everything = mix_work(problem, 0), mix_work(problem, problem.t)
         assert none.latent == flash_mla_cost(problem) and none.heads.bytes == 0
@@ -192,7 +181,7 @@ def test_the_ends_are_the_pure_paths() -> None:
         assert len(none.others) == 2
 
 
-def test_the_pure_paths_cost_what_the_roofline_says() -> None:
+def test_the_pure_paths_cost_what_the_roofline_says():
     problem = MlaProblem(b=32, s=64, t=4096, h=128)
     rates = H200.chip_tflops.value, H200.stream_gbps.value
     latent = (
@@ -207,7 +196,7 @@ def test_the_pure_paths_cost_what_the_roofline_says() -> None:
     assert (model.best_split(problem, 0), model.best_split(problem, 4096)) == (132, 0)
 
 
-def test_times_by_hand() -> None:
+def test_times_by_hand():
     n, split = 256, 4
     work = mix_work(PROBLEM, n)
     latent, heads, chip, memory, together = part_times_us(TOY, work, split)
@@ -231,7 +220,7 @@ def test_times_by_hand() -> None:
     assert waits[found.bound] == max(waits.values())
 
 
-def test_work_without_an_sm_never_ends() -> None:
+def test_work_without_an_sm_never_ends():
     model = MixModel(TOY)
     assert math.isinf(model.time_us(PROBLEM, 0, 0).total_us)
     assert math.isinf(model.time_us(PROBLEM, 256, 10).total_us)
@@ -248,7 +237,7 @@ def test_work_without_an_sm_never_ends() -> None:
         ("together", {"together": 1e3}),
     ],
 )
-def test_each_limit_can_be_the_one_that_binds(bound: str, slow: dict[str, float]) -> None:
+def test_each_limit_can_be_the_one_that_binds(bound, slow):
     fast = dict.fromkeys(
         ("latent_tflops_per_sm", "heads_tflops_per_sm", "chip_tflops", "stream_gbps"), 1e6
     )
@@ -257,8 +246,6 @@ def test_each_limit_can_be_the_one_that_binds(bound: str, slow: dict[str, float]
     model = MixModel(TOY.with_values(fast | corner | slow))
     assert model.time_us(PROBLEM, 256, 5).bound == bound
 
-
-# --- choices --------------------------------------------------------------------------------------
 
 rates = st.fixed_dictionaries(
     {
@@ -278,7 +265,7 @@ problems = st.sampled_from([PROBLEM, RAGGED, replace(PROBLEM, s=1), replace(RAGG
 
 @settings(max_examples=60, deadline=None)
 @given(rates, problems, st.integers(1, 511), st.sampled_from([PLAIN, FP8]))
-def test_the_split_is_the_best_of_all(parameters, problem, n, form) -> None:
+def test_the_split_is_the_best_of_all(parameters, problem, n, form):
     model = MixModel(parameters, form)
     found = model.time_us(problem, n, model.best_split(problem, n)).total_us
     every = [model.time_us(problem, n, g).total_us for g in range(parameters.sm_count + 1)]
@@ -287,7 +274,7 @@ def test_the_split_is_the_best_of_all(parameters, problem, n, form) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(rates, problems, st.sampled_from([PLAIN, FP8]), st.none() | st.integers(0, 600_000))
-def test_the_window_is_the_best_of_all_that_fit(parameters, problem, form, budget) -> None:
+def test_the_window_is_the_best_of_all_that_fit(parameters, problem, form, budget):
     model = MixModel(parameters, form)
     n = model.best_n(problem, budget, multiple=16)
     assert budget is None or decompressed_bytes(problem, n, form) <= budget
@@ -303,7 +290,7 @@ def test_the_window_is_the_best_of_all_that_fit(parameters, problem, form, budge
 
 
 @pytest.mark.parametrize("s", [4, 32, 64, 200])
-def test_a_fine_search_comes_within_the_steps_of_whole_sms(s: int) -> None:
+def test_a_fine_search_comes_within_the_steps_of_whole_sms(s):
     problem = MlaProblem(b=8, s=s, t=3000, h=64)
     rounded = H200.with_values({"stream_sharpness": 3.0})
     model = MixModel(rounded)
@@ -312,7 +299,7 @@ def test_a_fine_search_comes_within_the_steps_of_whole_sms(s: int) -> None:
     assert found <= best * 1.005
 
 
-def test_fewer_bytes_make_a_larger_window_pay() -> None:
+def test_fewer_bytes_make_a_larger_window_pay():
     problem = MlaProblem(b=32, s=32, t=4096, h=128)
     plain, small = MixModel(H200, PLAIN), MixModel(H200, FP8)
     times = [m.at(problem, m.best_n(problem, multiple=128)).total_us for m in (plain, small)]
@@ -320,7 +307,7 @@ def test_fewer_bytes_make_a_larger_window_pay() -> None:
     assert small.best_n(problem, multiple=128) > plain.best_n(problem, multiple=128)
 
 
-def test_bad_choices_are_refused() -> None:
+def test_bad_choices_are_refused():
     model = MixModel(H200)
     with pytest.raises(InvalidArgumentError, match="split: expected an integer from 0 to sm_count"):
         model.time_us(PROBLEM, 0, 133)

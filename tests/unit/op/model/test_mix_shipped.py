@@ -1,7 +1,5 @@
 """The shipped parameters of the mix against the times that they were fitted to."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ def plain_rows(record: dict[str, Any]) -> list[MixRecord]:
 
 
 @pytest.mark.slow
-def test_the_shipped_parameters_are_the_fit_of_their_record(record: dict[str, Any]) -> None:
+def test_the_shipped_parameters_are_the_fit_of_their_record(record):
     found = fit(plain_rows(record), derived_parameters(H200), SOURCE)
     for name, parameter in found.parameters.parameters.items():
         shipped = SHIPPED.parameters[name]
@@ -43,7 +41,7 @@ def test_the_shipped_parameters_are_the_fit_of_their_record(record: dict[str, An
 
 
 @pytest.mark.parametrize("s", [16, 32, 43, 48, 64])
-def test_what_the_model_chooses_was_measured_near_the_best(record: dict[str, Any], s: int) -> None:
+def test_what_the_model_chooses_was_measured_near_the_best(record, s):
     """From `q_nope` to `o`: projections that were not measured count as predicted."""
     problem = MlaProblem(b=32, s=s, t=4096, h=128)
     model = MixModel(SHIPPED)

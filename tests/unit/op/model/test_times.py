@@ -1,7 +1,5 @@
 """The one model of time: against the records, and the same number from every command."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import cache
@@ -70,16 +68,14 @@ RECORDS = [
     [row for row in RECORDS if row[1] == "cute-dsl"],
     ids=lambda value: f"s{value.problem.s}" if isinstance(value, Workload) else None,
 )
-def test_kernel_times_are_as_recorded(
-    kernel: str, language: str, work: Workload, time_us: float
-) -> None:
+def test_kernel_times_are_as_recorded(kernel, language, work, time_us):
     expected = found(kernel, work, language)
     assert expected.fitted and expected.steady_kernel_us is not None
     low, high = expected.kernel_us, max(expected.kernel_us, expected.steady_kernel_us)
     assert (1 - BOUND) * low <= time_us <= (1 + BOUND) * high
 
 
-def test_the_headline_shapes_are_close_to_their_record() -> None:
+def test_the_headline_shapes_are_close_to_their_record():
     """b=32 t=4096 h=128, pure paths, bursts that the power limit does not reach: within 5 %."""
     checked = set()
     for kernel, language, work, time_us in recorded("suite-mix"):
@@ -91,7 +87,7 @@ def test_the_headline_shapes_are_close_to_their_record() -> None:
     assert checked >= {("flash_mla", 8), ("flash_mla", 16), ("flash_attention", 32)}
 
 
-def test_projections_are_as_recorded() -> None:
+def test_projections_are_as_recorded():
     for row in rows("2026-11-15-nvidia-h200-suite-mix.json"):
         if row["source"] == "projection" and row["problem"]["h"] == 128:
             problem = MlaProblem(**{k: row["problem"][k] for k in ("b", "s", "t", "h")})
@@ -105,7 +101,7 @@ def test_projections_are_as_recorded() -> None:
     rows("2026-11-15-nvidia-h200-energy-rows.json"),
     ids=lambda row: f"{row['kernel']}-{row['s']}",
 )
-def test_steady_times_are_as_measured_over_a_second(row: dict[str, Any]) -> None:
+def test_steady_times_are_as_measured_over_a_second(row):
     problem = MlaProblem(**{name: row[name] for name in ("b", "s", "t", "h")})
     kernel, n = row["kernel"], None
     if row["form"] == "fp8":
@@ -114,7 +110,7 @@ def test_steady_times_are_as_measured_over_a_second(row: dict[str, Any]) -> None
     assert expected.steady_kernel_us == pytest.approx(row["us_for_a_second"], rel=0.1)
 
 
-def test_no_ideal_time_is_above_a_recorded_one() -> None:
+def test_no_ideal_time_is_above_a_recorded_one():
     assert len(RECORDS) > 20
     for kernel, _, work, time_us in RECORDS:
         if kernel not in ("mla_var6_plus_v5", "mla_var6_plus_v6"):  # other work in each language
@@ -122,7 +118,7 @@ def test_no_ideal_time_is_above_a_recorded_one() -> None:
             assert not ideal.fitted and ideal.kernel_us <= time_us, (kernel, work)
 
 
-def test_the_prefix_is_estimated_as_it_was_measured() -> None:
+def test_the_prefix_is_estimated_as_it_was_measured():
     """The row of the suite mix: 244.3 us, 264.9 us with the query projection."""
     work = Workload(MlaProblem(b=64, s=4, t=4608, h=128), prefix=4096)
     shared = found("mla_var6_plus_v6", work)
@@ -131,10 +127,7 @@ def test_the_prefix_is_estimated_as_it_was_measured() -> None:
     assert not found("mla_var6_plus_v6", work, spec=device_spec("H100")).fitted
 
 
-# --- what a call adds -----------------------------------------------------------------------------
-
-
-def test_a_call_adds_what_the_cache_lacks() -> None:
+def test_a_call_adds_what_the_cache_lacks():
     bare, windowed, whole = (Workload(HEADLINE, window=n) for n in (0, 512, 4096))
     assert found("flash_attention", whole).around == {}
     decompressing = found("flash_attention", bare)
@@ -150,7 +143,7 @@ def test_a_call_adds_what_the_cache_lacks() -> None:
     assert estimate("no_such_kernel", bare, H200) is None
 
 
-def test_the_ends_of_a_mix_are_the_pure_paths() -> None:
+def test_the_ends_of_a_mix_are_the_pure_paths():
     none, whole = (found("mla_var6_plus", Workload(HEADLINE, n=n)) for n in (0, 4096))
     latent, heads = (found(name, Workload(HEADLINE)) for name in ("flash_mla", "flash_attention"))
     assert whole.kernel_us == heads.kernel_us and whole.around == {}
@@ -159,10 +152,7 @@ def test_the_ends_of_a_mix_are_the_pure_paths() -> None:
     assert found("mla_var6_plus", Workload(HEADLINE, n=1024)).mixes
 
 
-# --- advice ---------------------------------------------------------------------------------------
-
-
-def test_the_mix_is_never_advised_on_an_h200() -> None:
+def test_the_mix_is_never_advised_on_an_h200():
     """As recorded: behind the better pure path at every s."""
     advised = []
     for s in range(1, 65):
@@ -173,7 +163,7 @@ def test_the_mix_is_never_advised_on_an_h200() -> None:
     assert advised == sorted(advised, reverse=True)  # no way back
 
 
-def test_a_device_without_recorded_rates_has_ideal_times_and_no_ranks() -> None:
+def test_a_device_without_recorded_rates_has_ideal_times_and_no_ranks():
     for spec in load_devices().values():
         times = design_estimates(HEADLINE, spec)
         assert len(times) == 4
@@ -184,7 +174,7 @@ def test_a_device_without_recorded_rates_has_ideal_times_and_no_ranks() -> None:
             assert ideal.kernel_us >= ideal.cost.time_us(*spec.peak_rates("bfloat16"))
 
 
-def test_a_mix_takes_an_energy_between_those_of_the_pure_paths() -> None:
+def test_a_mix_takes_an_energy_between_those_of_the_pure_paths():
     model = MixModel(mix_parameters(H200))
     problem = replace(HEADLINE, s=43)
     none, some, everything = (model.joules(problem, n) for n in (0, 2048, 4096))
@@ -196,12 +186,7 @@ def test_a_mix_takes_an_energy_between_those_of_the_pure_paths() -> None:
     assert model.worthwhile_n(replace(problem, s=8), multiple=128) == 0
 
 
-# --- one number per quantity ----------------------------------------------------------------------
-
-
-def test_every_command_shows_the_same_number(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_command_shows_the_same_number(capsys, tmp_path, monkeypatch):
     from mla_var3.bench.predict import predict_case
     from mla_var3.bench.suites import Case, KernelChoice
     from mla_var3.cli.main import main

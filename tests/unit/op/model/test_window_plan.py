@@ -1,7 +1,5 @@
 """Planning the decompressed window within a budget."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -36,17 +34,17 @@ PROBLEM = MlaProblem(b=32, s=32, t=4096, h=128)
         ("9007199254740993", 9007199254740993),  # more than a float holds exactly
     ],
 )
-def test_amounts(text: str, amount: int) -> None:
+def test_amounts(text, amount):
     assert parse_bytes(text) == amount
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1e9", "4 parsecs", "1.2.3", "nan", "inf"])
-def test_what_is_no_amount_is_refused(text: str) -> None:
+def test_what_is_no_amount_is_refused(text):
     with pytest.raises(InvalidArgumentError, match="^budget: expected a number of bytes"):
         parse_bytes(text)
 
 
-def test_the_window_fits_and_no_better_one_does() -> None:
+def test_the_window_fits_and_no_better_one_does():
     budget = 2 * GIB
     plan = plan_window(PROBLEM, MODEL, budget, multiple=128)
     assert plan.chosen.window_bytes == decompressed_bytes(PROBLEM, plan.chosen.n) <= budget
@@ -59,7 +57,7 @@ def test_the_window_fits_and_no_better_one_does() -> None:
 
 @pytest.mark.parametrize("s", [8, 16, 32, 43, 64, 128])
 @pytest.mark.parametrize("budget", [2, 4, 9])
-def test_advice_follows_the_steady_time(s: int, budget: int) -> None:
+def test_advice_follows_the_steady_time(s, budget):
     """On an H200 a mix is advised only where the whole cache does not fit, and gains 8 %."""
     model = MixModel(mix_parameters(device_spec("H200")))
     plan = plan_window(replace(PROBLEM, s=s), model, budget * GIB, multiple=128)
@@ -73,7 +71,7 @@ def test_advice_follows_the_steady_time(s: int, budget: int) -> None:
         assert plan.chosen.advised_us < 0.92 * plan.curve[0].advised_us
 
 
-def test_layers_share_the_budget() -> None:
+def test_layers_share_the_budget():
     one = plan_window(PROBLEM, MODEL, 2 * GIB, multiple=128)
     many = plan_window(PROBLEM, MODEL, 61 * 2 * GIB, layers=61, multiple=128)
     assert many.chosen == one.chosen
@@ -81,14 +79,14 @@ def test_layers_share_the_budget() -> None:
     assert many.to_dict()["chosen_bytes_all_layers"] == 61 * one.chosen.window_bytes
 
 
-def test_an_8_bit_window_holds_more() -> None:
+def test_an_8_bit_window_holds_more():
     small = plan_window(PROBLEM, replace(MODEL, form=FP8), 2 * GIB, multiple=128)
     plain = plan_window(PROBLEM, replace(MODEL, form=PLAIN), 2 * GIB, multiple=128)
     assert small.chosen.n > plain.chosen.n
     assert small.chosen.advised_us < plain.chosen.advised_us
 
 
-def test_the_curve_runs_from_nothing_to_everything() -> None:
+def test_the_curve_runs_from_nothing_to_everything():
     plan = plan_window(PROBLEM, MODEL, GIB, multiple=128)
     sizes = [point.n for point in plan.curve]
     assert sizes[0] == 0 and sizes[-1] == 4096 and sizes == sorted(set(sizes))
@@ -108,7 +106,7 @@ def test_the_curve_runs_from_nothing_to_everything() -> None:
         ({"multiple": 0}, "multiple: expected a positive integer"),
     ],
 )
-def test_nonsense_is_refused_by_name(change: dict[str, int], message: str) -> None:
+def test_nonsense_is_refused_by_name(change, message):
     arguments = {"budget_bytes": GIB, "multiple": 128, **change}
     with pytest.raises(InvalidArgumentError, match=message):
         plan_window(PROBLEM, MODEL, **arguments)

@@ -1,7 +1,5 @@
 """The 8-bit window as the kernels read it: order, padding, round trip, errors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -25,7 +23,7 @@ def window(n: int, generator: torch.Generator) -> tuple[QuantisedRows, Quantised
 
 
 @pytest.mark.parametrize(("n", "slots"), [(0, 0), (1, 64), (63, 64), (64, 64), (65, 128)])
-def test_slots_are_whole_blocks(n: int, slots: int, generator: torch.Generator) -> None:
+def test_slots_are_whole_blocks(n, slots, generator):
     assert padded_slots(n) == slots
     packed = pack_window(*window(n, generator))
     assert packed.keys.shape == (B, H, slots, D)
@@ -37,7 +35,7 @@ def test_slots_are_whole_blocks(n: int, slots: int, generator: torch.Generator) 
 
 
 @pytest.mark.parametrize("n", [0, 1, 16, 63, 64, 65, 100, 192])
-def test_a_round_trip(n: int, generator: torch.Generator) -> None:
+def test_a_round_trip(n, generator):
     k, v = window(n, generator)
     again_k, again_v = unpack_window(pack_window(k, v), n)
     for again, before in ((again_k, k), (again_v, v)):
@@ -45,7 +43,7 @@ def test_a_round_trip(n: int, generator: torch.Generator) -> None:
         assert torch.equal(again.scales, before.scales)
 
 
-def test_where_each_token_lies(generator: torch.Generator) -> None:
+def test_where_each_token_lies(generator):
     """Token by token, not by the code under test."""
     n = 100
     k, v = window(n, generator)
@@ -66,7 +64,7 @@ def test_where_each_token_lies(generator: torch.Generator) -> None:
                 assert bool(tensor.float().isnan().all())
 
 
-def test_slots_without_a_token_stay_poisoned(generator: torch.Generator) -> None:
+def test_slots_without_a_token_stay_poisoned(generator):
     rows = torch.randn(B, H, 20, D, generator=generator)
     rows[:, :, 7] = torch.nan
     k, v = unpack_window(pack_window(quantise(rows), quantise(rows, powers_of_two=True)), 20)
@@ -75,7 +73,7 @@ def test_slots_without_a_token_stay_poisoned(generator: torch.Generator) -> None
         assert not bool(found[:, :, :7].isnan().any())
 
 
-def test_wrong_operands_of_packing_are_named(generator: torch.Generator) -> None:
+def test_wrong_operands_of_packing_are_named(generator):
     k, v = window(10, generator)
     flat = QuantisedRows(k.values[0], k.scales[0])
     with pytest.raises(InvalidArgumentError, match=r"k: expected \[b, h, n, d\]"):
@@ -88,7 +86,7 @@ def test_wrong_operands_of_packing_are_named(generator: torch.Generator) -> None
         pack_window(k, others)
 
 
-def test_wrong_operands_of_unpacking_are_named(generator: torch.Generator) -> None:
+def test_wrong_operands_of_unpacking_are_named(generator):
     packed = pack_window(*window(10, generator))
     for name, tensor, expected in (
         ("keys", packed.keys[:, :, :10], f"slots in multiples of {SLOT_MULTIPLE}, got 10"),

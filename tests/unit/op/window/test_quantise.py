@@ -1,7 +1,5 @@
 """The 8-bit form of keys and values: bounds, special rows, and whose error is whose."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -39,9 +37,7 @@ def bounds(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_round_trip_stays_within_half_a_unit(
-    dtype: torch.dtype, generator: torch.Generator
-) -> None:
+def test_a_round_trip_stays_within_half_a_unit(dtype, generator):
     rows = rows_of(dtype, generator)
     stored = quantise(rows)
     assert stored.values.dtype is E4M3 and stored.values.shape == rows.shape
@@ -53,9 +49,7 @@ def test_a_round_trip_stays_within_half_a_unit(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_largest_element_of_a_row_takes_the_largest_number(
-    dtype: torch.dtype, generator: torch.Generator
-) -> None:
+def test_the_largest_element_of_a_row_takes_the_largest_number(dtype, generator):
     rows = rows_of(dtype, generator)
     stored = quantise(rows)
     peaks = rows.double().abs().amax(-1)
@@ -64,7 +58,7 @@ def test_the_largest_element_of_a_row_takes_the_largest_number(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_scales_that_are_powers_of_two(dtype: torch.dtype, generator: torch.Generator) -> None:
+def test_scales_that_are_powers_of_two(dtype, generator):
     rows = rows_of(dtype, generator)
     stored = quantise(rows, powers_of_two=True)
     exact = rows.double().abs().amax(-1) / E4M3_MAX
@@ -75,13 +69,13 @@ def test_scales_that_are_powers_of_two(dtype: torch.dtype, generator: torch.Gene
     assert bool((error <= bounds(rows, stored.scales)).all())
 
 
-def test_powers_of_two_stay_what_they_are_and_end_at_a_least_one() -> None:
+def test_powers_of_two_stay_what_they_are_and_end_at_a_least_one():
     peaks = E4M3_MAX * torch.tensor([2.0**-70, 2.0**-60, 0.25, 1.0, 2.0**20, 0.0])
     scales = quantise(peaks[:, None], powers_of_two=True).scales
     assert scales.tolist() == [2.0**-60, 2.0**-60, 0.25, 1.0, 2.0**20, 2.0**-60]
 
 
-def test_zeros_stay_zeros_with_a_scale_that_can_divide() -> None:
+def test_zeros_stay_zeros_with_a_scale_that_can_divide():
     stored = quantise(torch.zeros(2, 5, 16, dtype=torch.bfloat16))
     assert torch.equal(dequantise(stored), torch.zeros(2, 5, 16))
     # A scale that is subnormal would be zero on a GPU that flushes such numbers.
@@ -89,7 +83,7 @@ def test_zeros_stay_zeros_with_a_scale_that_can_divide() -> None:
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-def test_a_row_that_is_not_finite_becomes_nan_and_no_other(poison: float) -> None:
+def test_a_row_that_is_not_finite_becomes_nan_and_no_other(poison):
     rows = torch.ones(3, 16)
     rows[1, 7] = poison
     stored = quantise(rows)
@@ -101,7 +95,7 @@ def test_a_row_that_is_not_finite_becomes_nan_and_no_other(poison: float) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_largest_and_smallest_numbers_of_a_dtype(dtype: torch.dtype) -> None:
+def test_the_largest_and_smallest_numbers_of_a_dtype(dtype):
     largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
     rows = torch.tensor([[largest, -largest, 1.0, 0.0]], dtype=dtype)
     back = dequantise(quantise(rows), torch.float64)
@@ -112,7 +106,7 @@ def test_the_largest_and_smallest_numbers_of_a_dtype(dtype: torch.dtype) -> None
     assert bool((error <= bounds(tiny, stored.scales)).all())
 
 
-def test_bad_rows_are_refused() -> None:
+def test_bad_rows_are_refused():
     with pytest.raises(InvalidArgumentError, match="rows: expected one of the dtypes float16"):
         quantise(torch.ones(2, 4, dtype=torch.int32))
     with pytest.raises(InvalidArgumentError, match=r"rows: expected \[..., d\] with d > 0"):
@@ -138,7 +132,7 @@ def mix(problem: MlaProblem, n: int):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("n", [0, 1, 5, 11])
-def test_the_reference_is_attention_on_what_the_window_is_worth(dtype: str, n: int) -> None:
+def test_the_reference_is_attention_on_what_the_window_is_worth(dtype, n):
     problem = MlaProblem(b=4, s=3, t=11, h=2, d=16, p=4, k=32, dtype=dtype, lengths=(11, 0, 2, 7))
     before, (k_new, v_new), after, options = mix(problem, n)
     k8, v8 = quantise(k_new), quantise(v_new)
@@ -154,7 +148,7 @@ def test_the_reference_is_attention_on_what_the_window_is_worth(dtype: str, n: i
     torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-5)
 
 
-def test_the_error_of_the_form_and_that_of_a_kernel_are_told_apart() -> None:
+def test_the_error_of_the_form_and_that_of_a_kernel_are_told_apart():
     problem = MlaProblem(b=2, s=4, t=64, h=4, d=32, p=8, k=64)
     before, (k_new, v_new), after, options = mix(problem, 48)
     unrounded, _ = reference_mix(*before, k_new, v_new, *after, **options)
@@ -170,7 +164,7 @@ def test_the_error_of_the_form_and_that_of_a_kernel_are_told_apart() -> None:
     assert wrong.form == exact.form
 
 
-def test_bytes_of_the_form_are_those_of_the_tensors() -> None:
+def test_bytes_of_the_form_are_those_of_the_tensors():
     problem = MlaProblem(b=3, s=2, t=9, h=2, d=16, p=4, k=32)
     inputs = make_inputs(problem, "cpu", seed=0)
     for n in (0, 4, 9):

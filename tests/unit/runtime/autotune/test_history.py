@@ -1,7 +1,5 @@
 """Tuning files: keys, and that a file is whole whatever happens while it is written."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -51,9 +49,7 @@ def source(tmp_path: Path) -> Path:
     return path
 
 
-def test_each_part_of_the_key_changes_the_file(
-    source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_part_of_the_key_changes_the_file(source, monkeypatch):
     digests = {key_digest(make_key(source, b=2))}
     assert key_digest(make_key(source, b=2)) in digests, "the same twice is the same file"
     digests.add(key_digest(make_key(source, b=3)))
@@ -65,7 +61,7 @@ def test_each_part_of_the_key_changes_the_file(
     assert len(digests) == 5
 
 
-def test_a_checkout_may_move(tmp_path: Path) -> None:
+def test_a_checkout_may_move(tmp_path):
     hashes = set()
     for folder in ("here", "there"):
         path = tmp_path / folder / "source.py"
@@ -75,7 +71,7 @@ def test_a_checkout_may_move(tmp_path: Path) -> None:
     assert len(hashes) == 1
 
 
-def test_tilings_of_nested_plans_are_not_in_the_key() -> None:
+def test_tilings_of_nested_plans_are_not_in_the_key():
     @dataclass
     class Nested:
         tiling: Tiling
@@ -86,9 +82,7 @@ def test_tilings_of_nested_plans_are_not_in_the_key() -> None:
     assert canonical({"part": Nested(Tiling())}) == '{"part":{"t":8}}'
 
 
-def test_an_interrupted_write_leaves_the_old_file_and_no_litter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_write_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch):
     path = tmp_path / "attend-x.json"
     key = {"stage": "attend", "problem": {}}
     history = History(path, key)
@@ -116,9 +110,7 @@ for i in range(60):
 """
 
 
-def test_two_processes_that_write_the_same_file_do_not_mix(
-    tmp_path: Path, package_environment: dict[str, str]
-) -> None:
+def test_two_processes_that_write_the_same_file_do_not_mix(tmp_path, package_environment):
     path = tmp_path / "shared.json"
     write_atomic(path, json.dumps({"who": "nobody", "data": [0] * 4000}))
     writers = [

@@ -89,7 +89,7 @@ class World:
         self.compiled.append((kernel.name, tiling.rows))
         figures = {"stack_bytes": 0, "shared_bytes": 1000, "instructions": {"HGMMA": 4}}
         figures.update(self.reports.get(tiling.rows, {}))
-        return CompileReport(kernel.name, target, tiling.to_dict(), **figures)  # type: ignore[arg-type]
+        return CompileReport(kernel.name, target, tiling.to_dict(), **figures)
 
     @property
     def instruments(self) -> Instruments:
@@ -143,10 +143,7 @@ def reason(tuning: StageTuning, rows: int) -> str:
     return entry["reason"] or ""
 
 
-# -- one kernel ----------------------------------------------------------------------------------
-
-
-def test_the_fastest_is_set_and_everything_is_recorded(world: World) -> None:
+def test_the_fastest_is_set_and_everything_is_recorded(world):
     stage = world.kernel([64, 128, 32])
     outcome = world.tune(stage)
     tuning = outcome["attend"]
@@ -165,7 +162,7 @@ def test_the_fastest_is_set_and_everything_is_recorded(world: World) -> None:
     assert "kernel-autotune/nvidia-fake/cutile-dsl" in tuning.path.as_posix()
 
 
-def test_candidates_are_rejected_without_the_gpu(world: World) -> None:
+def test_candidates_are_rejected_without_the_gpu(world):
     world.reports = {
         1: {"error": "no such tile"},
         2: {"stack_bytes": 80, "instructions": {"HGMMA": 4, "STL": 9}},
@@ -186,7 +183,7 @@ def test_candidates_are_rejected_without_the_gpu(world: World) -> None:
     assert compiled[2] is not None and compiled[2]["stack_bytes"] == 80
 
 
-def test_a_candidate_that_fails_on_the_gpu_is_a_result(world: World) -> None:
+def test_a_candidate_that_fails_on_the_gpu_is_a_result(world):
     def time_us(rows: int) -> float:
         if rows == 64:
             raise RuntimeError("CUDA error:\n  too many resources requested")
@@ -201,9 +198,7 @@ def test_a_candidate_that_fails_on_the_gpu_is_a_result(world: World) -> None:
     assert tuning.complete
 
 
-def test_no_usable_candidate_leaves_the_tiling_alone(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_usable_candidate_leaves_the_tiling_alone(world, caplog):
     world.reports = {rows: {"error": "no"} for rows in (64, 128)}
     stage = world.kernel([64, 128])
     tuning = world.tune(stage)["attend"]
@@ -211,7 +206,7 @@ def test_no_usable_candidate_leaves_the_tiling_alone(
     assert "no candidate could be timed" in caplog.text
 
 
-def test_when_all_spill_the_fewest_stack_bytes_are_timed(world: World) -> None:
+def test_when_all_spill_the_fewest_stack_bytes_are_timed(world):
     stacks = {64: 800, 128: 16, 256: 16, 32: 24}
     world.reports = {rows: {"stack_bytes": stack} for rows, stack in stacks.items()}
     world.reports[8] = {"error": "no"}
@@ -230,20 +225,18 @@ def test_when_all_spill_the_fewest_stack_bytes_are_timed(world: World) -> None:
     assert again.from_cache and len(world.timed) == 2 and len(world.compiled) == 5
 
 
-def test_without_the_disassemblers_candidates_are_timed_unfiltered_and_it_says_so(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_the_disassemblers_candidates_are_timed_unfiltered_and_it_says_so(world, caplog):
     def missing(kernel: Any, target: str, tiling: Any) -> CompileReport:
         raise MissingToolError("cuobjdump: got none")
 
-    world.compile = missing  # type: ignore[method-assign]
+    world.compile = missing
     tuning = world.tune(world.kernel([64, 32]))["attend"]
     assert tuning.best_us == 32.0
     assert reason(tuning, 32) == "not filtered by compiling: cuobjdump: got none"
     assert caplog.text.count("candidates are not filtered by compiling") == 1
 
 
-def test_one_candidate_needs_no_gpu_but_is_recorded(world: World) -> None:
+def test_one_candidate_needs_no_gpu_but_is_recorded(world):
     tuning = world.tune(world.kernel([64]))["attend"]
     assert (world.timed, world.compiled) == ([], [])
     assert (tuning.best, tuning.best_us) == ({"rows": 64, "shape": [1, 2]}, None)
@@ -255,7 +248,7 @@ def test_one_candidate_needs_no_gpu_but_is_recorded(world: World) -> None:
     assert world.timed == [(64,), (32,)]
 
 
-def test_tune_max_iters_bounds_the_timed_candidates(world: World) -> None:
+def test_tune_max_iters_bounds_the_timed_candidates(world):
     world.reports = {128: {"stack_bytes": 8}}
     rows = [64, 128, 32, 16, 8]
     tuning = world.tune(world.kernel(rows), tune_max_iters=2)["attend"]
@@ -271,7 +264,7 @@ def test_tune_max_iters_bounds_the_timed_candidates(world: World) -> None:
     assert everything.complete and everything.best_us == 8.0
 
 
-def test_tune_seconds_ends_the_search_after_one_candidate_at_least(world: World) -> None:
+def test_tune_seconds_ends_the_search_after_one_candidate_at_least(world):
     rows = [64, 32, 16, 8]
     tuning = world.tune(world.kernel(rows), tune_seconds=0.0)["attend"]
     assert world.timed == [(64,)] and not tuning.complete
@@ -282,10 +275,7 @@ def test_tune_seconds_ends_the_search_after_one_candidate_at_least(world: World)
     assert world.timed == [(64,), (32,), (16,), (8,)]
 
 
-# -- interruption, cache -------------------------------------------------------------------------
-
-
-def test_an_interrupted_search_resumes_where_it_stopped(world: World) -> None:
+def test_an_interrupted_search_resumes_where_it_stopped(world):
     world.interrupt_after = 2
     world.reports = {128: {"stack_bytes": 8}}
     rows = [64, 128, 32, 16, 8]
@@ -308,7 +298,7 @@ def test_an_interrupted_search_resumes_where_it_stopped(world: World) -> None:
     assert (tuning.complete, tuning.from_cache, tuning.best_us) == (True, False, 8.0)
 
 
-def test_retune_starts_anew_and_keeps_the_old_until_there_is_something_new(world: World) -> None:
+def test_retune_starts_anew_and_keeps_the_old_until_there_is_something_new(world):
     first = world.tune(world.kernel([64, 32]))["attend"]
     old = first.path.read_bytes()
     world.interrupt_after = len(world.timed)
@@ -325,7 +315,7 @@ def test_retune_starts_anew_and_keeps_the_old_until_there_is_something_new(world
     assert json.loads(first.path.read_text())["best_us"] == 1000 / 64
 
 
-def test_another_problem_device_or_source_is_another_history(world: World) -> None:
+def test_another_problem_device_or_source_is_another_history(world):
     first = world.tune(world.kernel([64, 32]))["attend"]
     other = world.tune(world.kernel([64, 32]), FakePlan(b=3))["attend"]
     assert other.path != first.path and not other.from_cache
@@ -340,9 +330,7 @@ def test_another_problem_device_or_source_is_another_history(world: World) -> No
     assert elsewhere.path.parts[-4] == "nvidia-other"
 
 
-def test_a_history_made_for_something_else_is_never_used(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_history_made_for_something_else_is_never_used(world, caplog):
     path = world.tune(world.kernel([64, 32]))["attend"].path
     stored = json.loads(path.read_text())
     stored["key"]["toolkit"]["cuda-tile"] = "0.0.1"
@@ -367,11 +355,7 @@ def test_a_history_made_for_something_else_is_never_used(
     ],
     ids=["cut", "empty", "list", "status", "negative", "text", "flag", "field"],
 )
-def test_a_damaged_history_is_not_used(
-    damage: Callable[[str], str],
-    world: World,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_damaged_history_is_not_used(damage, world, caplog):
     path = world.tune(world.kernel([64, 32]))["attend"].path
     damaged = damage(path.read_text())
     assert damaged != path.read_text()
@@ -382,7 +366,7 @@ def test_a_damaged_history_is_not_used(
     assert json.loads(path.read_text())["complete"] is True
 
 
-def test_a_stored_config_that_the_tiling_does_not_take_is_not_applied(world: World) -> None:
+def test_a_stored_config_that_the_tiling_does_not_take_is_not_applied(world):
     path = world.tune(world.kernel([64, 32]))["attend"].path
     stored = json.loads(path.read_text())
     alien = {**stored["results"][0], "config": {"lanes": 3}}
@@ -395,7 +379,7 @@ def test_a_stored_config_that_the_tiling_does_not_take_is_not_applied(world: Wor
     assert stage.tiling == FakeTiling(32)
 
 
-def test_a_lost_gpu_stops_the_search_and_the_next_one_leaves_the_culprit_out(world: World) -> None:
+def test_a_lost_gpu_stops_the_search_and_the_next_one_leaves_the_culprit_out(world):
     def time_us(rows: int) -> float:
         if rows == 32:
             world.healthy = False
@@ -412,10 +396,7 @@ def test_a_lost_gpu_stops_the_search_and_the_next_one_leaves_the_culprit_out(wor
     assert statuses(tuning) == {64: "ok", 32: "failed", 16: "ok"}
 
 
-# -- several kernels -----------------------------------------------------------------------------
-
-
-def test_each_stage_of_a_pipeline_is_tuned_alone_with_its_inputs_filled(world: World) -> None:
+def test_each_stage_of_a_pipeline_is_tuned_alone_with_its_inputs_filled(world):
     first, second = world.kernel([64, 32], "first"), world.kernel([128, 16], "second")
     outcome = world.tune(KernelPipeline("both", [first, second]))
     assert list(outcome) == ["first", "second"]
@@ -430,7 +411,7 @@ def group(validate: Any, *members: Stage, name: str = "group") -> ConcurrentKern
     return ConcurrentKernels(name, list(members), validate_joint_tiling_fn=validate)
 
 
-def test_a_group_is_tuned_together(world: World) -> None:
+def test_a_group_is_tuned_together(world):
     world.time_us = lambda x, y: abs(x + y - 72) + 1.0
     x, y = world.kernel([64, 32], "x"), world.kernel([16, 8], "y")
     stage = group(None, x, y)
@@ -448,7 +429,7 @@ def test_a_group_is_tuned_together(world: World) -> None:
     assert (again_x.tiling, again_y.tiling) == (FakeTiling(64), FakeTiling(8)), "tuples as well"
 
 
-def test_joint_constraints_and_member_rejections(world: World) -> None:
+def test_joint_constraints_and_member_rejections(world):
     def fits(tilings: list[FakeTiling]) -> Constraints:
         total = sum(tiling.rows for tiling in tilings)
         return Constraints((total <= 80, f"{total} rows do not fit together"))
@@ -472,7 +453,7 @@ def test_joint_constraints_and_member_rejections(world: World) -> None:
     assert (x.tiling.rows, y.tiling.rows) == (32, 16)
 
 
-def test_a_group_resumes(world: World) -> None:
+def test_a_group_resumes(world):
     world.reports = {8: {"stack_bytes": 4}}
 
     def make() -> Stage:
@@ -489,7 +470,7 @@ def test_a_group_resumes(world: World) -> None:
     assert tuning.complete
 
 
-def test_nesting(world: World) -> None:
+def test_nesting(world):
     """pipeline(first, group(a, pipeline(b, c), group(d, e)), last)."""
     inner = group(
         lambda tilings: tilings[0].rows != 3,
@@ -518,9 +499,6 @@ def test_nesting(world: World) -> None:
     assert all(len(rows) == 5 and rows[3] == 4 for rows in world.timed if len(rows) > 1)
 
 
-# -- neighbouring plans --------------------------------------------------------------------------
-
-
 @pytest.fixture
 def refinable(world: World) -> Iterator[FakePlan]:
     world.time_us = lambda rows: float(rows)
@@ -532,7 +510,7 @@ def refinable(world: World) -> Iterator[FakePlan]:
     yield FakePlan(b=5, neighbours=(3, 4), build=build)
 
 
-def test_the_fastest_neighbour_is_returned(world: World, refinable: FakePlan) -> None:
+def test_the_fastest_neighbour_is_returned(world, refinable):
     assert world.refine(refinable, autotune=False).b == 3
     assert world.timed == [(500,), (300,), (400,)]
     assert world.refine(refinable, autotune=False).b == 3
@@ -546,7 +524,7 @@ def test_the_fastest_neighbour_is_returned(world: World, refinable: FakePlan) ->
     ]
 
 
-def test_a_plan_that_does_not_fit_is_a_failed_result(world: World, refinable: FakePlan) -> None:
+def test_a_plan_that_does_not_fit_is_a_failed_result(world, refinable):
     def time_us(rows: int) -> float:
         if rows == 300:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 TiB")
@@ -560,9 +538,7 @@ def test_a_plan_that_does_not_fit_is_a_failed_result(world: World, refinable: Fa
     assert failed["reason"].startswith("OutOfMemoryError: CUDA out of memory")
 
 
-def test_a_gpu_lost_while_tuning_a_neighbour_does_not_condemn_the_neighbour(
-    world: World, refinable: FakePlan
-) -> None:
+def test_a_gpu_lost_while_tuning_a_neighbour_does_not_condemn_the_neighbour(world, refinable):
     def time_us(rows: int) -> float:
         if rows == 300:
             world.healthy = False

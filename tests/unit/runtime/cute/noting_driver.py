@@ -9,8 +9,6 @@ The first compiles into the cache; with another driver than the compiler's own t
 The second links what was compiled and launches, and the driver prints a line of JSON per launch.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The CuTe DSL runtime without a GPU: compiling, caching, refusing."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import sys
@@ -48,12 +46,7 @@ def cache_files(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "cache" / "cute-compile").rglob("*.zip"))
 
 
-# --- compiling ------------------------------------------------------------------------------------
-
-
-def test_a_kernel_compiles_for_its_architecture_without_a_gpu(
-    compilations: list[str], capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_kernel_compiles_for_its_architecture_without_a_gpu(compilations, capfd):
     compiled = empty(requires_arch="sm_90a").compile("sm_90")
     assert capfd.readouterr() == ("", "")
     assert compiled.target == "sm_90a"
@@ -63,13 +56,13 @@ def test_a_kernel_compiles_for_its_architecture_without_a_gpu(
     assert compiled.seconds > 0 and len(compilations) == 1
 
 
-def test_shared_memory_that_the_launch_asks_for_is_known() -> None:
+def test_shared_memory_that_the_launch_asks_for_is_known():
     assert empty().compile("sm_90").dynamic_shared_bytes == 0
     kernel = dataclasses.replace(empty(), host_fn=lambda tiling: ScaleAdd(128, shared=4096))
     assert kernel.compile("sm_90").dynamic_shared_bytes == 4096
 
 
-def test_one_compilation_serves_every_shape(compilations: list[str], tmp_path: Path) -> None:
+def test_one_compilation_serves_every_shape(compilations, tmp_path):
     first = empty(n=1000).compile("sm_90")
     second = empty(n=77, factor=3.5).compile("sm_90")
     assert first.cubin == second.cubin
@@ -85,9 +78,7 @@ def test_one_compilation_serves_every_shape(compilations: list[str], tmp_path: P
         {"tiling": ScaleTiling(threads=256)},
     ],
 )
-def test_another_dtype_tiling_constant_or_absent_argument_is_another_program(
-    changes: dict[str, Any], compilations: list[str]
-) -> None:
+def test_another_dtype_tiling_constant_or_absent_argument_is_another_program(changes, compilations):
     for kernel in (empty(), empty(**changes)):
         kernel.compile("sm_90")
     assert len(set(compilations)) == 2
@@ -95,7 +86,7 @@ def test_another_dtype_tiling_constant_or_absent_argument_is_another_program(
     assert first.object_code != second.object_code
 
 
-def test_a_target_that_the_kernel_is_not_written_for_is_an_error_with_a_reason() -> None:
+def test_a_target_that_the_kernel_is_not_written_for_is_an_error_with_a_reason():
     kernel = empty(requires_arch="sm_90a")
     with pytest.raises(KernelCompileError, match=r"scale_add for sm_100: expected sm_90a.*sm_100a"):
         kernel.compile("sm_100")
@@ -103,9 +94,7 @@ def test_a_target_that_the_kernel_is_not_written_for_is_an_error_with_a_reason()
     assert report.error is not None and "expected sm_90a" in report.error
 
 
-def test_a_kernel_that_does_not_compile_says_why_and_prints_nothing(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_kernel_that_does_not_compile_says_why_and_prints_nothing(capfd, tmp_path):
     with pytest.raises(KernelCompileError, match=r"scale_add for sm_90a: .*undefined_name") as info:
         empty(tiling=ScaleTiling(unknown=True)).compile("sm_90")
     assert "\n" not in str(info.value) and "\x1b" not in str(info.value)
@@ -113,12 +102,7 @@ def test_a_kernel_that_does_not_compile_says_why_and_prints_nothing(
     assert cache_files(tmp_path) == []
 
 
-# --- the cache ------------------------------------------------------------------------------------
-
-
-def test_a_second_process_neither_traces_nor_compiles(
-    repo_root: Path, package_environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_second_process_neither_traces_nor_compiles(repo_root, package_environment, tmp_path):
     own = {"HYPER_MLA_CACHE_DIR": str(tmp_path / "shared")}
     first = run_process(SECOND_PROCESS, repo_root, package_environment, **own)
     second = run_process(SECOND_PROCESS, repo_root, package_environment, **own)
@@ -150,9 +134,7 @@ def damaged(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["cut short", "empty", "flipped", "of another key"])
-def test_a_damaged_entry_is_ignored_and_made_again(
-    how: str, compilations: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_entry_is_ignored_and_made_again(how, compilations, tmp_path, caplog):
     kernel = empty()
     wanted = kernel.compile("sm_90").cubin
     (entry,) = cache_files(tmp_path)
@@ -166,9 +148,7 @@ def test_a_damaged_entry_is_ignored_and_made_again(
     assert len(compilations) == 2
 
 
-def test_a_cache_that_cannot_be_written_costs_nothing_but_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_cache_that_cannot_be_written_costs_nothing_but_a_warning(tmp_path, monkeypatch, caplog):
     blocked = tmp_path / "blocked"
     blocked.write_text("a file where a folder should be")
     monkeypatch.setenv("HYPER_MLA_CACHE_DIR", str(blocked))
@@ -197,7 +177,7 @@ def recursive(value: Any) -> Callable[[], Any]:
     return host
 
 
-def test_what_a_host_function_carries_is_part_of_the_key() -> None:
+def test_what_a_host_function_carries_is_part_of_the_key():
     values = [1, 1.0, "1", (1,), True, torch.float16, torch.bfloat16, int, ScaleTiling()]
     values += [ScaleTiling(64), {"a": 1}, len, function_with(1), function_with(2)]
     values.remove(len)
@@ -207,17 +187,12 @@ def test_what_a_host_function_carries_is_part_of_the_key() -> None:
     assert key_of(recursive(1)) != key_of(recursive(2))
 
 
-def test_a_value_that_cannot_be_compared_is_refused() -> None:
+def test_a_value_that_cannot_be_compared_is_refused():
     with pytest.raises(InvalidArgumentError, match=r"host_fn, value 'value': .*Tensor"):
         key_of(function_with(torch.zeros(1)))
 
 
-# --- construction and refusals --------------------------------------------------------------------
-
-
-def test_the_compiler_does_not_see_the_arguments_of_the_program(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_compiler_does_not_see_the_arguments_of_the_program(monkeypatch, tmp_path):
     """On a GPU CuTe DSL parses `sys.argv`, takes `--h=128` for `--help` and ends the process."""
     from cutlass.base_dsl.dsl import _get_diagnostic_arg_parser
 
@@ -236,7 +211,7 @@ def test_the_compiler_does_not_see_the_arguments_of_the_program(
     assert sys.argv == arguments
 
 
-def test_cpu_tensors_are_refused_with_what_to_do_instead() -> None:
+def test_cpu_tensors_are_refused_with_what_to_do_instead():
     plan = ScalePlan()
     inputs = plan.prepare_inputs("cpu")
     stage = plan.plan(*inputs)
@@ -246,7 +221,7 @@ def test_cpu_tensors_are_refused_with_what_to_do_instead() -> None:
         check_stage(plan, inputs, stage)
 
 
-def test_a_launch_fn_is_not_called_on_the_wrong_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_fn_is_not_called_on_the_wrong_gpu(monkeypatch):
     called: list[ScaleTiling] = []
     kernel = dataclasses.replace(
         empty(requires_arch="sm_90a"), host_fn=None, args_fn=None, launch_fn=called.append
@@ -263,15 +238,12 @@ def test_a_launch_fn_is_not_called_on_the_wrong_gpu(monkeypatch: pytest.MonkeyPa
     assert called == [kernel.tiling]
 
 
-# --- static mode ----------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass
 class HopperPlan(ScalePlan):
     targets = ("sm_90",)
 
 
-def test_static_mode_keeps_to_the_targets_of_the_plan(tmp_path: Path) -> None:
+def test_static_mode_keeps_to_the_targets_of_the_plan(tmp_path):
     plan = HopperPlan(requires_arch="sm_90a")
     result = static_profile_plan(plan, options=RunOptions(device="cpu", out_dir=tmp_path / "s"))
     assert [report["target"] for report in result.record["compile"]] == ["sm_90"]
@@ -281,8 +253,6 @@ def test_static_mode_keeps_to_the_targets_of_the_plan(tmp_path: Path) -> None:
     compiled = tmp_path / "s" / "compiled" / "scale_add"
     assert (compiled / "scale_add.sm_90a.ptx").is_file()
 
-
-# --- source files ---------------------------------------------------------------------------------
 
 MODULES = {
     "__init__.py": "",
@@ -300,9 +270,7 @@ MODULES = {
 }
 
 
-def test_every_import_of_a_traced_module_counts_except_plans(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_import_of_a_traced_module_counts_except_plans(tmp_path, monkeypatch):
     """A constant, a class or a module can decide what a traced kernel does."""
     package = tmp_path / "traced_package"
     package.mkdir()
@@ -318,9 +286,7 @@ def test_every_import_of_a_traced_module_counts_except_plans(
         monkeypatch.delitem(sys.modules, name)
 
 
-def test_a_changed_helper_is_another_program(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_helper_is_another_program(tmp_path, monkeypatch):
     helper = tmp_path / "helper.py"
     helper.write_text("WIDTH = 4\n")
     keys = []

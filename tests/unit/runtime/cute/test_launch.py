@@ -1,7 +1,5 @@
 """Launching CuTe DSL programs without a GPU: the GPU is a Python function."""
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 from typing import Any
@@ -30,9 +28,6 @@ from tests.unit.runtime.cute.cute_support import (
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return note_compilations(monkeypatch)
-
-
-# --- launching, on a GPU that is a Python function ------------------------------------------------
 
 
 class FakeGpu:
@@ -88,7 +83,7 @@ def program(gpu: FakeGpu) -> CuteProgram:
     return CuteProgram("scale_add", kinds_of(arguments()), 0, gpu.entry)
 
 
-def test_a_bound_launch_passes_its_arguments_and_the_current_stream(gpu: FakeGpu) -> None:
+def test_a_bound_launch_passes_its_arguments_and_the_current_stream(gpu):
     args = arguments()
     bound = program(gpu).bind(*args)
     bound.launch()
@@ -98,7 +93,7 @@ def test_a_bound_launch_passes_its_arguments_and_the_current_stream(gpu: FakeGpu
     assert gpu.calls == [[*expected, 7], [*expected, 9]]
 
 
-def test_callers_of_one_program_do_not_share_arguments(gpu: FakeGpu) -> None:
+def test_callers_of_one_program_do_not_share_arguments(gpu):
     shared = program(gpu)
     first, second = shared.bind(*arguments(64)), shared.bind(*arguments(128))
     shared(*arguments(256))
@@ -107,7 +102,7 @@ def test_callers_of_one_program_do_not_share_arguments(gpu: FakeGpu) -> None:
     assert [call[2] for call in gpu.calls] == [256, 64, 128]
 
 
-def test_a_cuda_error_is_raised_by_name(gpu: FakeGpu) -> None:
+def test_a_cuda_error_is_raised_by_name(gpu):
     gpu.code = 9
     with pytest.raises(UnsupportedError, match=r"scale_add: .*cudaErrorInvalidConfiguration"):
         program(gpu)(*arguments())
@@ -116,7 +111,7 @@ def test_a_cuda_error_is_raised_by_name(gpu: FakeGpu) -> None:
         program(gpu)(*arguments())
 
 
-def test_another_current_device_is_refused(gpu: FakeGpu) -> None:
+def test_another_current_device_is_refused(gpu):
     bound = program(gpu).bind(*arguments())
     gpu.device = 1
     with pytest.raises(InvalidArgumentError, match=r"cuda:0 as the current device.*cuda:1"):
@@ -141,17 +136,12 @@ def test_another_current_device_is_refused(gpu: FakeGpu) -> None:
         (5, 1, "argument 5: expected a float"),
     ],
 )
-def test_an_argument_of_another_kind_is_refused(
-    place: int, value: Any, message: str, gpu: FakeGpu
-) -> None:
+def test_an_argument_of_another_kind_is_refused(place, value, message, gpu):
     args = [*arguments()]
     args[place] = value
     with pytest.raises(InvalidArgumentError, match=message):
         program(gpu)(*args)
     assert gpu.calls == []
-
-
-# --- the stage, on the same fake ------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -177,9 +167,7 @@ def stage_on_gpu(gpu: FakeGpu, compilations: list[str], monkeypatch: pytest.Monk
     return plan
 
 
-def test_a_stage_launches_and_two_shapes_share_a_program(
-    stage_on_gpu: Any, gpu: FakeGpu, compilations: list[str]
-) -> None:
+def test_a_stage_launches_and_two_shapes_share_a_program(stage_on_gpu, gpu, compilations):
     first, second = stage_on_gpu(n=100), stage_on_gpu(n=300, factor=3.0)
     for stage in (first, second, first):
         stage.launch()
@@ -190,9 +178,7 @@ def test_a_stage_launches_and_two_shapes_share_a_program(
     assert len(compilations) == len(cute_kernel._programs) == 1
 
 
-def test_arguments_are_prepared_once_per_tiling(
-    stage_on_gpu: Any, gpu: FakeGpu, compilations: list[str]
-) -> None:
+def test_arguments_are_prepared_once_per_tiling(stage_on_gpu, gpu, compilations):
     stage = stage_on_gpu()
     built: list[int] = []
     args_fn = stage.args_fn
@@ -212,7 +198,7 @@ def test_arguments_are_prepared_once_per_tiling(
     assert len(gpu.calls) == 4 and len(compilations) == 3
 
 
-def test_the_first_launch_inside_a_capture_is_refused(stage_on_gpu: Any, gpu: FakeGpu) -> None:
+def test_the_first_launch_inside_a_capture_is_refused(stage_on_gpu, gpu):
     stage = stage_on_gpu()
     gpu.code = -1
     with pytest.raises(UnsupportedError, match="one launch before the capture"):
@@ -224,9 +210,7 @@ def test_the_first_launch_inside_a_capture_is_refused(stage_on_gpu: Any, gpu: Fa
         stage.launch()
 
 
-def test_a_stored_program_that_does_not_link_is_made_again(
-    compilations: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stored_program_that_does_not_link_is_made_again(compilations, monkeypatch, caplog):
     """It gets as far as loading machine code, which fails for want of a GPU."""
     if torch.cuda.is_available():
         pytest.skip("a GPU is there: loading would succeed")

@@ -1,7 +1,5 @@
 """Launching a CuTe DSL program on other pointers, without a GPU: on a Python function."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from typing import Any
@@ -46,7 +44,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     return Device()
 
 
-def test_addresses_change_and_numbers_stay(device: Device) -> None:
+def test_addresses_change_and_numbers_stay(device):
     args = arguments()
     repeated = CuteProgram("scale", kinds_of(args), 0, device).repeated(*args)
     repeated(16, 0, 32)
@@ -62,7 +60,7 @@ def test_addresses_change_and_numbers_stay(device: Device) -> None:
     assert all(seen[1] == -5 and seen[3:5] == (0.25, 1 << 40) for seen in device.seen)
 
 
-def test_what_is_not_aligned_is_not_launched(device: Device) -> None:
+def test_what_is_not_aligned_is_not_launched(device):
     """As the program was compiled for: 16 bytes for floats, 4 for integers, none for the absent."""
     args = arguments()
     launch = (
@@ -82,7 +80,7 @@ def test_what_is_not_aligned_is_not_launched(device: Device) -> None:
     assert device.seen[-1][:3:2] == (1 << 47, 1 << 47 | 4)
 
 
-def test_pointers_come_in_any_order(device: Device) -> None:
+def test_pointers_come_in_any_order(device):
     """Those that the program does not take are skipped, and the last of two counts."""
     args = arguments()
     repeated = CuteProgram("scale", kinds_of(args), 0, device).repeated(*args)
@@ -94,7 +92,7 @@ def test_pointers_come_in_any_order(device: Device) -> None:
         repeated.on_stream(5, [0], {})
 
 
-def test_an_error_of_the_driver_is_raised(device: Device) -> None:
+def test_an_error_of_the_driver_is_raised(device):
     args = arguments()
     repeated = CuteProgram("scale", kinds_of(args), 0, device).repeated(*args)
     device.code = 1
@@ -104,7 +102,7 @@ def test_an_error_of_the_driver_is_raised(device: Device) -> None:
         repeated.on_stream(5, [0, 2, 3], {})((16, 0, 32))
 
 
-def test_every_thread_has_its_own_memory(device: Device) -> None:
+def test_every_thread_has_its_own_memory(device):
     args = arguments()
     repeated = CuteProgram("scale", kinds_of(args), 0, device).repeated(*args)
     both = threading.Barrier(2)
@@ -127,7 +125,7 @@ def test_every_thread_has_its_own_memory(device: Device) -> None:
     assert sorted(pairs) == [(16, 16), (32, 32)] and not inner
 
 
-def test_tensors_are_not_kept_alive(device: Device) -> None:
+def test_tensors_are_not_kept_alive(device):
     import weakref
 
     args = arguments()

@@ -1,7 +1,5 @@
 """Helpers of the interpreter's tests."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

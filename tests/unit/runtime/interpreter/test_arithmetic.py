@@ -1,7 +1,5 @@
 """Values of element-wise operations and casts."""
 
-from __future__ import annotations
-
 import math
 import operator
 
@@ -16,17 +14,14 @@ RZ = ct.RoundingMode.RZ
 NAN = math.nan
 
 
-# ---------------------------------------------------------------------------------------- integers
-
-
-def test_integers_wrap_around() -> None:
+def test_integers_wrap_around():
     assert values(lambda n: n + 1, 2**31 - 1) == -(2**31)
     assert values(lambda n: n * 3, 2**30) == 3 * 2**30 - 2**32
     assert values(lambda: ct.full((2,), 200, ct.uint8) + 100) == [44, 44]
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.int64])
-def test_signed_division_rounds_down(dtype: torch.dtype) -> None:
+def test_signed_division_rounds_down(dtype):
     x = torch.tensor([7, -7, 7, -7], dtype=dtype)
     y = torch.tensor([2, 2, -2, -2], dtype=dtype)
     assert apply(operator.floordiv, x, y).tolist() == [3, -4, -4, 3]
@@ -36,7 +31,7 @@ def test_signed_division_rounds_down(dtype: torch.dtype) -> None:
     assert quotients == [3, -4, -4, 3]
 
 
-def test_division_by_zero() -> None:
+def test_division_by_zero():
     for body in (
         lambda n: 4 // n,
         lambda n: n % n,
@@ -47,10 +42,7 @@ def test_division_by_zero() -> None:
             evaluate(body, 0)
 
 
-# ------------------------------------------------------------------------------------------ floats
-
-
-def test_minimum_and_maximum_ignore_nan() -> None:
+def test_minimum_and_maximum_ignore_nan():
     x, y = torch.tensor([NAN, 1.0, NAN, 3.0]), torch.tensor([2.0, NAN, NAN, 1.0])
     torch.testing.assert_close(
         apply(ct.maximum, x, y), torch.tensor([2.0, 1.0, NAN, 3.0]), equal_nan=True
@@ -63,7 +55,7 @@ def test_minimum_and_maximum_ignore_nan() -> None:
     ]
 
 
-def test_flush_to_zero() -> None:
+def test_flush_to_zero():
     tiny = 2.0**-130
     x = torch.tensor([tiny, -tiny, 2.0**-126, 1.0])
     flushed = apply(lambda a: ct.add(a, 0.0, flush_to_zero=True), x)
@@ -76,7 +68,7 @@ def test_flush_to_zero() -> None:
     assert apply(lambda a: ct.exp2(a * 0 - 130), x).tolist() == [tiny] * 4
 
 
-def test_directed_rounding_is_refused() -> None:
+def test_directed_rounding_is_refused():
     for body in (
         lambda a: ct.sqrt(a, rounding_mode=RZ),
         lambda a: ct.sum(a, rounding_mode=RZ),
@@ -86,10 +78,7 @@ def test_directed_rounding_is_refused() -> None:
             apply(body, torch.ones(2))
 
 
-# ------------------------------------------------------------------------------------------- casts
-
-
-def test_cast_to_tf32_rounds_to_even() -> None:
+def test_cast_to_tf32_rounds_to_even():
     one_bit = 2.0**-10
     x = torch.tensor([1 + one_bit / 2, 1 + 3 * one_bit / 2, math.inf, NAN])
     rounded = apply(lambda a: a.astype(ct.tfloat32).astype(ct.float32), x)
@@ -97,6 +86,6 @@ def test_cast_to_tf32_rounds_to_even() -> None:
     assert rounded[3].isnan()
 
 
-def test_unsupported_dtype_is_named() -> None:
+def test_unsupported_dtype_is_named():
     with pytest.raises(InterpreterError, match="dtype float4_e2m1fn is not supported by the CPU"):
         evaluate(lambda: ct.zeros((4,), ct.float4_e2m1fn))

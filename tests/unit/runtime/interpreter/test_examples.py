@@ -3,8 +3,6 @@
 They are collected from the installed package, with the output that it documents.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import io
@@ -113,7 +111,7 @@ def run(example: Example) -> str:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.id)
-def test_documented_example(example: Example) -> None:
+def test_documented_example(example):
     if example.expects_error:
         with pytest.raises(InterpreterError) as caught:
             run(example)

@@ -1,9 +1,5 @@
 """Access to single elements: gather, scatter, advanced indexing, raw memory, atomics."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import cuda.tile as ct
 import pytest
 import torch
@@ -18,10 +14,7 @@ def grid_of(rows: int, columns: int) -> torch.Tensor:
     return torch.arange(rows * columns, dtype=torch.float32).reshape(rows, columns)
 
 
-# -------------------------------------------------------------------- gather, scatter and the like
-
-
-def test_gather_bounds_mask_and_padding() -> None:
+def test_gather_bounds_mask_and_padding():
     x = grid_of(2, 3)
 
     def body(a):
@@ -32,14 +25,11 @@ def test_gather_bounds_mask_and_padding() -> None:
     assert values(body, x) == [[-1.0, -1.0], [0.0, -1.0], [3.0, -1.0], [-1.0, -1.0]]
 
 
-def test_gather_from_an_empty_array() -> None:
+def test_gather_from_an_empty_array():
     assert values(lambda a: ct.gather(a, ct.arange(2, dtype=ct.int32)), torch.zeros(0)) == [0, 0]
 
 
-# ----------------------------------------------------------------------------------------- atomics
-
-
-def test_atomics_see_each_other() -> None:
+def test_atomics_see_each_other():
     x = torch.zeros(2, dtype=torch.int32)
     index = torch.tensor([0, 1, 0, 0], dtype=torch.int32)
 
@@ -50,7 +40,7 @@ def test_atomics_see_each_other() -> None:
     assert x.tolist() == [8, 2]
 
 
-def test_counter_across_blocks() -> None:
+def test_counter_across_blocks():
     counter, order = torch.zeros(1, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
 
     @ct.kernel
@@ -77,7 +67,7 @@ def test_counter_across_blocks() -> None:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_atomic_operations(operation: Any, update: int, expected: list[int]) -> None:
+def test_atomic_operations(operation, update, expected):
     x = torch.tensor([1, 2, 3], dtype=torch.int32)
 
     def body(a):

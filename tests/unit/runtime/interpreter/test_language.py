@@ -1,12 +1,9 @@
 """The language of kernels: control flow, builtins, helpers, static evaluation, printing."""
 
-from __future__ import annotations
-
 import threading
 import types
 
 import cuda.tile as ct
-import pytest
 import torch
 
 from mla_var3.runtime import interpreter
@@ -15,10 +12,7 @@ from tests.unit.runtime.interpreter.interpreter_support import evaluate, values
 TILE = 4
 
 
-# ----------------------------------------------------------------------- control flow and builtins
-
-
-def test_persistent_loop_over_work() -> None:
+def test_persistent_loop_over_work():
     out = torch.zeros(10, dtype=torch.int32)
 
     @ct.kernel
@@ -30,7 +24,7 @@ def test_persistent_loop_over_work() -> None:
     assert out.tolist() == [1, 2, 3, 1, 2, 3, 1, 2, 3, 1]
 
 
-def test_while_if_and_logic_on_dynamic_scalars() -> None:
+def test_while_if_and_logic_on_dynamic_scalars():
     def collatz(n):
         steps = 0 * n
         while n != 1 and not n < 1:
@@ -60,7 +54,7 @@ helper_module = types.ModuleType("helper_module")
 exec("def through_module(x, limit):\n    return max(min(x, limit), 0)", vars(helper_module))
 
 
-def test_builtins_in_helpers() -> None:
+def test_builtins_in_helpers():
     def nested(x, limit, inner=plain_helper):
         def local(y):
             return max(inner(x, limit), y)
@@ -78,14 +72,14 @@ def test_builtins_in_helpers() -> None:
     assert values(body, x) == expected.tolist()
 
 
-def test_recursive_helper() -> None:
+def test_recursive_helper():
     def factorial(n):
         return 1 if n == 0 else max(n, 1) * factorial(n - 1)
 
     assert evaluate(lambda: factorial(5)) == 120
 
 
-def test_host_code_at_the_same_time_is_not_affected() -> None:
+def test_host_code_at_the_same_time_is_not_affected():
     meeting = threading.Barrier(2, timeout=10)
     seen = []
 
@@ -110,10 +104,7 @@ def test_host_code_at_the_same_time_is_not_affected() -> None:
     assert seen == [(2, [0, 1], True), "Device functions can only be called from device code."]
 
 
-# ---------------------------------------------------------------------------------------- printing
-
-
-def test_printing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_printing(capsys):
     def body():
         x = ct.arange(2, dtype=ct.float32) / 2
         ct.print("x:", x, sep="", end=";\n")

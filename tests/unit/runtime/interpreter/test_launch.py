@@ -1,7 +1,5 @@
 """Launching: the package, grids, arguments, and errors that say where."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 import types
@@ -35,13 +33,8 @@ def record_block(out):
     ct.store(out, (x, y, z), ct.atomic_add(out, (0, 0, 0), 0) * 0 + x + 10 * y + 100 * z)
 
 
-# ------------------------------------------------------------------------------------- the package
-
-
 @pytest.mark.parametrize("found", ["1.6.0", "1.7.1", None])
-def test_other_cutile_version_is_refused(
-    found: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_cutile_version_is_refused(found, monkeypatch):
     def version(name: str) -> str:
         if found is None:
             raise importlib.metadata.PackageNotFoundError(name)
@@ -53,7 +46,7 @@ def test_other_cutile_version_is_refused(
     assert (found or "not installed") in str(caught.value)
 
 
-def test_every_operation_is_implemented() -> None:
+def test_every_operation_is_implemented():
     owners: list[Any] = [ct.Array, ct.Tile, ct.TiledView, ct.Slice, RawArrayMemory]
     stubs = {name: getattr(ct, name) for name in ct.__all__}
     for owner in owners:
@@ -68,10 +61,7 @@ def test_every_operation_is_implemented() -> None:
     assert [name for name in missing if not REFUSED.search(name)] == []
 
 
-# --------------------------------------------------------------------------------- grid and blocks
-
-
-def test_blocks_run_over_the_whole_grid() -> None:
+def test_blocks_run_over_the_whole_grid():
     out = torch.full((2, 3, 4), -1, dtype=torch.int32)
     interpreter.launch((2, 3, 4), record_block, (out,))
     expected = [[[x + 10 * y + 100 * z for z in range(4)] for y in range(3)] for x in range(2)]
@@ -79,12 +69,9 @@ def test_blocks_run_over_the_whole_grid() -> None:
 
 
 @pytest.mark.parametrize("grid", [(), (0,), (-1, 2), (1, 1, 1, 1), (1.0,), 4, (True,), "1", None])
-def test_bad_grid(grid: Any) -> None:
+def test_bad_grid(grid):
     with pytest.raises(InvalidArgumentError, match="grid: expected one to three positive integers"):
         interpreter.launch(grid, copy_tile, (torch.zeros(4), torch.zeros(4)))
-
-
-# --------------------------------------------------------------------------------------- arguments
 
 
 @pytest.mark.parametrize(
@@ -101,12 +88,12 @@ def test_bad_grid(grid: Any) -> None:
         (torch.zeros(1).expand(2**32), "x: expected a shape and strides that fit int32"),
     ],
 )
-def test_bad_argument(value: Any, message: str) -> None:
+def test_bad_argument(value, message):
     with pytest.raises(InvalidArgumentError, match=message):
         interpreter.launch((1,), copy_tile, (value, torch.zeros(4)))
 
 
-def test_scalars_become_typed_and_constants_stay() -> None:
+def test_scalars_become_typed_and_constants_stay():
     seen = {}
 
     @ct.kernel
@@ -120,7 +107,7 @@ def test_scalars_become_typed_and_constants_stay() -> None:
     assert seen["constants"] == (8, 2, 0.5)
 
 
-def test_tuples_and_lists_of_arrays() -> None:
+def test_tuples_and_lists_of_arrays():
     out = torch.zeros(2, 4)
 
     @ct.kernel
@@ -137,14 +124,11 @@ def test_tuples_and_lists_of_arrays() -> None:
     assert out.tolist() == [[3.0] * 4, [5.0] * 4]
 
 
-def test_default_device_is_not_used() -> None:
+def test_default_device_is_not_used():
     x, out = torch.ones(4), torch.zeros(4)
     with torch.device("meta"):
         interpreter.launch((1,), copy_tile, (x, out))
     assert out.tolist() == [1.0] * 4
-
-
-# ------------------------------------------------------------------------------------------ errors
 
 
 @ct.kernel
@@ -153,7 +137,7 @@ def fails_in_second_block(x, out):
     ct.store(out, (ct.bid(0),), tile)  # the line to be named
 
 
-def test_error_names_kernel_block_operation_and_line() -> None:
+def test_error_names_kernel_block_operation_and_line():
     with pytest.raises(InterpreterError) as caught:
         interpreter.launch((3,), fails_in_second_block, (torch.zeros(12), torch.zeros(4)))
     message = str(caught.value)
@@ -168,7 +152,7 @@ def failing_helper(x):
     return ct.reshape(x, (3,))
 
 
-def test_error_in_a_helper_names_both_lines() -> None:
+def test_error_in_a_helper_names_both_lines():
     @ct.kernel
     def kernel(x):
         failing_helper(ct.load(x, (0,), (TILE,)))
@@ -182,7 +166,7 @@ def test_error_in_a_helper_names_both_lines() -> None:
     assert isinstance(caught.value.__cause__, ct.TileTypeError)
 
 
-def test_unknown_operation_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_operation_is_named(monkeypatch):
     monkeypatch.delitem(IMPLEMENTATIONS, ct.bid)
     with pytest.raises(InterpreterError, match="bid is not supported by the CPU interpreter"):
         evaluate(lambda: ct.bid(0))

@@ -1,9 +1,6 @@
 """Tile-shaped memory access: loads, stores, slices and tiled views."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import cuda.tile as ct
 import pytest
@@ -37,11 +34,8 @@ def grid_of(rows: int, columns: int) -> torch.Tensor:
     return torch.arange(rows * columns, dtype=torch.float32).reshape(rows, columns)
 
 
-# ---------------------------------------------------------------------------------- load and store
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_can_be_moved(dtype: torch.dtype) -> None:
+def test_every_dtype_can_be_moved(dtype):
     x = torch.tensor([1, 0, 1, 1, 1]).to(dtype)
     out = torch.zeros(7).to(dtype)
 
@@ -75,7 +69,7 @@ def test_every_dtype_can_be_moved(dtype: torch.dtype) -> None:
     ids=lambda mode: getattr(mode, "name", ""),
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_padding_modes(mode: Any, expected: float, dtype: torch.dtype) -> None:
+def test_padding_modes(mode, expected, dtype):
     x = grid_of(3, 3).to(dtype)
     tile = elements(lambda a: ct.load(a, (1, 0), (2, 4), padding_mode=mode), x).float()
     wanted = torch.full((2, 4), expected)
@@ -89,9 +83,7 @@ def test_padding_modes(mode: Any, expected: float, dtype: torch.dtype) -> None:
     tile=st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4])),
     index=st.tuples(st.integers(-2, 9), st.integers(-2, 9)),
 )
-def test_load_and_store_agree_with_slices(
-    shape: tuple[int, int], tile: tuple[int, int], index: tuple[int, int]
-) -> None:
+def test_load_and_store_agree_with_slices(shape, tile, index):
     x, out = grid_of(*shape), torch.full(shape, -1.0)
 
     @ct.kernel
@@ -110,7 +102,7 @@ def test_load_and_store_agree_with_slices(
     assert torch.equal(out, expected)
 
 
-def test_loaded_tile_does_not_change_with_the_array() -> None:
+def test_loaded_tile_does_not_change_with_the_array():
     x = torch.arange(4.0)
 
     @ct.kernel
@@ -124,7 +116,7 @@ def test_loaded_tile_does_not_change_with_the_array() -> None:
 
 
 @pytest.mark.parametrize("index", [2, -1])
-def test_tile_wholly_outside(index: int) -> None:
+def test_tile_wholly_outside(index):
     x = torch.zeros(6)
     with pytest.raises(InterpreterError, match=r"operation load: tile .* lies wholly outside"):
         evaluate(lambda a: ct.load(a, (index,), (4,), padding_mode=ZERO), x)
@@ -132,7 +124,7 @@ def test_tile_wholly_outside(index: int) -> None:
         evaluate(lambda a: ct.store(a, (index,), ct.zeros(4, ct.float32)), x)
 
 
-def test_unchecked_bounds_that_are_violated() -> None:
+def test_unchecked_bounds_that_are_violated():
     x = torch.zeros(6)
     assert values(lambda a: ct.load(a, (0,), (4,), check_bounds=False), x) == [0.0] * 4
     for body in (
@@ -147,10 +139,7 @@ def test_unchecked_bounds_that_are_violated() -> None:
             evaluate(body, x)
 
 
-# -------------------------------------------------------------------------- slices and tiled views
-
-
-def test_slice_with_dynamic_bounds() -> None:
+def test_slice_with_dynamic_bounds():
     x = grid_of(8, 4)
 
     def body(a, start):
@@ -163,12 +152,12 @@ def test_slice_with_dynamic_bounds() -> None:
 
 
 @pytest.mark.parametrize("bounds", [(-1, 2), (8, 8), (3, 2), (0, 9)])
-def test_bad_slice(bounds: tuple[int, int]) -> None:
+def test_bad_slice(bounds):
     with pytest.raises(InterpreterError, match=r"slice \[.*\] of array parameters\[0\]"):
         evaluate(lambda a, low, high: a.slice(0, low, high), grid_of(8, 4), *bounds)
 
 
-def test_tiled_view() -> None:
+def test_tiled_view():
     x = grid_of(5, 4)
 
     def body(a):

@@ -4,8 +4,6 @@ A mutation either raises on the interpreter, or its result is NaN or far outside
 that the correct kernel keeps.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from dataclasses import dataclass
@@ -154,13 +152,13 @@ RAGGED = problem(rows=37, length=85)
 @pytest.mark.parametrize(
     ("rows", "length"), [(16, 32), (37, 85), (1, 1), (16, 33), (5, 64)], ids=str
 )
-def test_correct_kernel(rows: int, length: int) -> None:
+def test_correct_kernel(rows, length):
     case = problem(rows, length)
     assert relative_errors(case.run(flash_attention), case.reference()) < BOUND
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
-def test_planted_bug_is_caught(mutation: Mutation) -> None:
+def test_planted_bug_is_caught(mutation):
     kernel = mutated(mutation)
     if mutation.raises is not None:
         with pytest.raises(InterpreterError, match=mutation.raises) as caught:

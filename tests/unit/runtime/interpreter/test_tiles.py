@@ -1,7 +1,5 @@
 """Operations on whole tiles: products, reductions, scans, and changes of shape."""
 
-from __future__ import annotations
-
 import math
 import operator
 
@@ -21,9 +19,6 @@ from tests.unit.runtime.interpreter.interpreter_support import (
 NAN = math.nan
 
 
-# ---------------------------------------------------------------------------------------- products
-
-
 @pytest.mark.parametrize(
     ("dtype", "acc_dtype", "tolerance"),
     [
@@ -34,7 +29,7 @@ NAN = math.nan
         (torch.float8_e5m2, torch.float32, 1e-5),
     ],
 )
-def test_mma(dtype: torch.dtype, acc_dtype: torch.dtype, tolerance: float) -> None:
+def test_mma(dtype, acc_dtype, tolerance):
     generator = torch.Generator().manual_seed(1)
     x, y = (torch.randn(*s, generator=generator).to(dtype) for s in ((8, 16), (4, 16)))
     acc = torch.randn(8, 4, generator=generator).to(acc_dtype)
@@ -44,7 +39,7 @@ def test_mma(dtype: torch.dtype, acc_dtype: torch.dtype, tolerance: float) -> No
     torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_integer_mma_is_exact_and_wraps() -> None:
+def test_integer_mma_is_exact_and_wraps():
     x = torch.full((2, 4), -128, dtype=torch.int8)
     y = torch.full((4, 2), 255, dtype=torch.uint8)
     acc = torch.full((2, 2), -(2**31) + 5, dtype=torch.int32)
@@ -52,7 +47,7 @@ def test_integer_mma_is_exact_and_wraps() -> None:
     assert apply(ct.mma, x, y, acc).tolist() == [[-(2**31) + 5 + product + 2**32] * 2] * 2
 
 
-def test_batched_mma_and_matmul() -> None:
+def test_batched_mma_and_matmul():
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(2, 4, 8, generator=generator)
     y = torch.randn(8, 4, generator=generator)
@@ -63,10 +58,7 @@ def test_batched_mma_and_matmul() -> None:
     assert halves.dtype == torch.float32
 
 
-# -------------------------------------------------------------------------------------- reductions
-
-
-def test_extrema_ignore_nan() -> None:
+def test_extrema_ignore_nan():
     x = torch.tensor([[NAN, 1.0], [3.0, NAN]])
     assert apply(lambda a: ct.max(a, 1), x).tolist() == [1.0, 3.0]
     assert apply(lambda a: ct.min(a, 0), x).tolist() == [3.0, 1.0]
@@ -75,10 +67,7 @@ def test_extrema_ignore_nan() -> None:
     assert apply(lambda a: ct.argmin(a, 1, propagate_nan=True), x).tolist() == [0, 1]
 
 
-# ------------------------------------------------------------------------------------------ shapes
-
-
-def test_extract_and_insert_with_dynamic_index() -> None:
+def test_extract_and_insert_with_dynamic_index():
     x = torch.arange(16.0).reshape(4, 4)
 
     def body(a, i):
@@ -93,7 +82,7 @@ def test_extract_and_insert_with_dynamic_index() -> None:
         evaluate(body, x, 2)
 
 
-def test_assumptions_are_checked() -> None:
+def test_assumptions_are_checked():
     assert values(lambda n: ct.assume_divisible_by(n, 8), 16) == 16
     with pytest.raises(InterpreterError, match="17 is not divisible by 8"):
         evaluate(lambda n: ct.assume_divisible_by(n, 8), 17)

@@ -4,8 +4,6 @@ Each case is a kernel that goes through the compiler's front end (no GPU, no ass
 the interpreter. Both must give a tile of the same dtype and shape, or both must refuse.
 """
 
-from __future__ import annotations
-
 import io
 import itertools
 import linecache
@@ -199,19 +197,19 @@ def differences(cases: Iterable[str]) -> dict[str, tuple[Any, Any]]:
 
 
 @pytest.mark.parametrize("expression", BINARY)
-def test_two_tiles(expression: str) -> None:
+def test_two_tiles(expression):
     make = "x = ct.ones((2, 4), ct.{}); y = ct.ones((4,), ct.{}); result = {}"
     assert differences(make.format(*pair, expression) for pair in BINARY[expression]) == {}
 
 
 @pytest.mark.parametrize("expression", MATRICES)
-def test_two_matrices(expression: str) -> None:
+def test_two_matrices(expression):
     make = "x = ct.ones((4, 4), ct.{}); y = ct.ones((4, 4), ct.{}); result = {}"
     assert differences(make.format(*pair, expression) for pair in MATRICES[expression]) == {}
 
 
 @pytest.mark.parametrize("expression", WITH_NUMBERS)
-def test_tile_and_number(expression: str) -> None:
+def test_tile_and_number(expression):
     cases = [
         f"{x} = ct.ones((4,), ct.{dtype}); {y} = {number}; result = {expression}"
         for dtype, number in itertools.product(MAIN_DTYPES, NUMBERS)
@@ -222,23 +220,23 @@ def test_tile_and_number(expression: str) -> None:
 
 
 @pytest.mark.parametrize("expression", UNARY)
-def test_one_tile(expression: str) -> None:
+def test_one_tile(expression):
     cases = [f"x = ct.ones((2, 4), ct.{dtype}); result = {expression}" for dtype in COMPUTABLE]
     assert differences(cases) == {}
 
 
-def test_casts() -> None:
+def test_casts():
     pairs = itertools.product(ALL_DTYPES, ALL_DTYPES)
     cases = [f"result = ct.ones((4,), ct.{source}).astype(ct.{to})" for source, to in pairs]
     assert differences(cases) == {}
 
 
-def test_shapes() -> None:
+def test_shapes():
     assert differences(f"result = {expression}" for expression in SHAPES) == {}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32], ids=str)
-def test_stores(dtype: torch.dtype) -> None:
+def test_stores(dtype):
     """Which dtypes may be stored to an array without a cast."""
     element = getattr(ct, str(dtype).removeprefix("torch."))
     constraint = ArrayConstraint(

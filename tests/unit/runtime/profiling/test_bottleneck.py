@@ -1,7 +1,5 @@
 """Bottleneck rules, at their thresholds."""
 
-from __future__ import annotations
-
 import pytest
 
 from mla_var3.runtime.profiling.bottleneck import (
@@ -41,7 +39,7 @@ def stage(name: str = "k", **changes: float) -> StageMeasurement:
         (65.0, 95.0, Bound.MEMORY),
     ],
 )
-def test_two_utilisations_decide_the_class(tensor: float, dram: float, expected: Bound) -> None:
+def test_two_utilisations_decide_the_class(tensor, dram, expected):
     assert classify({"tensor_pct": tensor, "dram_pct": dram}) is expected
 
 
@@ -54,20 +52,20 @@ def test_two_utilisations_decide_the_class(tensor: float, dram: float, expected:
         ("waves_per_sm", 1.01, 1.0),
     ],
 )
-def test_each_figure_has_its_threshold(key: str, healthy: float, unhealthy: float) -> None:
+def test_each_figure_has_its_threshold(key, healthy, unhealthy):
     assert find_issues({**HEALTHY, key: healthy}) == ()
     (issue,) = find_issues({**HEALTHY, key: unhealthy})
     assert issue.key == key
     assert issue.hint
 
 
-def test_the_key_issue_names_metric_and_value() -> None:
+def test_the_key_issue_names_metric_and_value():
     found = stage(local_bytes=2048.0, occupancy_pct=10.0)
     assert found.key_issue == "register overflow (local spilling=2.00 KiB)"
     assert stage().key_issue == "none"
 
 
-def test_opportunities_are_weighted_by_the_share_of_time_and_ranked() -> None:
+def test_opportunities_are_weighted_by_the_share_of_time_and_ranked():
     long = StageMeasurement("long", {**HEALTHY, "time_us": 90.0}, roofline_us=45.0)
     short = StageMeasurement(
         "short", {**HEALTHY, "time_us": 10.0, "tensor_pct": 5.0, "dram_pct": 5.0}, roofline_us=1.0
@@ -79,7 +77,7 @@ def test_opportunities_are_weighted_by_the_share_of_time_and_ranked() -> None:
     assert (second.stage, round(second.gain_pct, 6)) == ("short", 9.0)
 
 
-def test_at_most_three_opportunities_are_named() -> None:
+def test_at_most_three_opportunities_are_named():
     bad = {"tensor_pct": 5.0, "dram_pct": 50.0, "waves_per_sm": 1.1, "local_bytes": 1e6}
     measured = StageMeasurement(
         "k",
@@ -100,7 +98,7 @@ def test_at_most_three_opportunities_are_named() -> None:
     }
 
 
-def test_the_root_cause_takes_two_sentences_at_most() -> None:
+def test_the_root_cause_takes_two_sentences_at_most():
     text = root_cause(
         StageMeasurement(
             "k",

@@ -1,9 +1,6 @@
 """Clock scripts, with stand-ins for nvidia-smi and id, and what profiling says about clocks."""
 
-from __future__ import annotations
-
 import json
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,7 +10,7 @@ import pytest
 from mla_var3.conf.devices import device_spec
 from mla_var3.runtime.profiling import clocks
 from mla_var3.runtime.profiling.clocks import clock_state
-from tests.programs import run_program
+from tests.programs import run_program, tools_alone, write_script
 
 UUID = "GPU-12345678-1234-1234-1234-123456789abc"
 H200_CLOCKS = "\n".join(f"3201, {mhz}" for mhz in range(1980, 344, -15)) + "\n2619, 345"
@@ -48,15 +45,12 @@ class Scripts:
         self.scripts = scripts
         self.log = folder / "calls.log"
         self.marker = folder / "clocks.json"
-        self.bin = folder / "bin"
-        self.bin.mkdir()
         # Nothing else is on PATH, so that no test can ever reach the nvidia-smi of the machine.
-        for tool in TOOLS:
-            (self.bin / tool).symlink_to(str(shutil.which(tool)))
-        self.install("nvidia-smi", NVIDIA_SMI)
-        self.install("id", '#!/bin/sh\necho "${FAKE_UID:-0}"\n')
+        tools = tools_alone(folder / "bin", TOOLS)
+        write_script(tools / "nvidia-smi", NVIDIA_SMI)
+        write_script(tools / "id", '#!/bin/sh\necho "${FAKE_UID:-0}"\n')
         self.environment = {
-            "PATH": str(self.bin),
+            "PATH": str(tools),
             "SMI_LOG": str(self.log),
             "SMI_NAME": "NVIDIA H200",
             "SMI_UUID": UUID,
@@ -66,10 +60,6 @@ class Scripts:
             "SMI_CODE": "1",
             "HYPER_MLA_CLOCK_STATE": str(self.marker),
         }
-
-    def install(self, name: str, text: str) -> None:
-        (self.bin / name).write_text(text)
-        (self.bin / name).chmod(0o755)
 
     def run(self, script: str, *arguments: str, **changes: str) -> subprocess.CompletedProcess[str]:
         return run_program(
@@ -94,9 +84,7 @@ def scripts(tmp_path: Path, repo_root: Path) -> Scripts:
         ("NVIDIA H100 80GB HBM3", "2619, 1500", (1500, 2619)),
     ],
 )
-def test_a_card_is_locked_by_its_profile(
-    name: str, clocks: str, locked: tuple[int, int], scripts: Scripts
-) -> None:
+def test_a_card_is_locked_by_its_profile(name, clocks, locked, scripts):
     done = scripts.run("lock-gpu-clock.sh", "--gpu", "1", SMI_NAME=name, SMI_CLOCKS=clocks)
     assert done.returncode == 0, done.stderr
     sm, memory = locked
@@ -106,16 +94,17 @@ def test_a_card_is_locked_by_its_profile(
         assert (spec["sm_clock_MHz"], spec["mem_clock_MHz"]) == locked
 
 
-def test_reset_undoes_it(scripts: Scripts) -> None:
-    scripts.run("lock-gpu-clock.sh")
+@pytest.mark.parametrize(("persistence", "undone"), [("Disabled", ["-i 0 -pm 0"]), ("Enabled", [])])
+def test_reset_undoes_what_the_lock_did(persistence, undone, scripts):
+    scripts.run("lock-gpu-clock.sh", SMI_PERSISTENCE=persistence)
     scripts.log.unlink()
     done = scripts.run("reset-gpu-clock.sh")
     assert done.returncode == 0, done.stderr
-    assert scripts.settings() == ["-i 0 -rgc", "-i 0 -rmc", "-i 0 -pm 0"]
+    assert scripts.settings() == ["-i 0 -rgc", "-i 0 -rmc", *undone]
     assert not scripts.marker.exists()
 
 
-def test_a_failed_reset_keeps_the_marker(scripts: Scripts) -> None:
+def test_a_failed_reset_keeps_the_marker(scripts):
     scripts.run("lock-gpu-clock.sh")
     done = scripts.run("reset-gpu-clock.sh", SMI_FAIL="-rmc")
     assert done.returncode == 1
@@ -124,7 +113,7 @@ def test_a_failed_reset_keeps_the_marker(scripts: Scripts) -> None:
 
 
 @pytest.mark.parametrize("script", ["lock-gpu-clock.sh", "reset-gpu-clock.sh"])
-def test_a_dry_run_changes_nothing_and_needs_no_rights(script: str, scripts: Scripts) -> None:
+def test_a_dry_run_changes_nothing_and_needs_no_rights(script, scripts):
     done = scripts.run(script, "--dry-run", FAKE_UID="1000")
     assert done.returncode == 0, done.stderr
     assert "would run: nvidia-smi -i 0" in done.stdout
@@ -151,9 +140,7 @@ CONTAINER = {"SMI_FAIL": "-pm", "SMI_TEXT": "no permission to change clocks", "S
         ("lock", {**RTX5090, "SMI_CLOCKS": "10001, 2407"}, "supports 10001 MHz, got 14001"),
     ],
 )
-def test_what_cannot_be_locked_is_refused(
-    script: str, changes: dict[str, str], message: str, scripts: Scripts
-) -> None:
+def test_what_cannot_be_locked_is_refused(script, changes, message, scripts):
     done = scripts.run(f"{script}-gpu-clock.sh", **changes)
     assert done.returncode == 1
     assert message in done.stderr
@@ -161,28 +148,25 @@ def test_what_cannot_be_locked_is_refused(
     assert not scripts.marker.exists()
 
 
+UNSUPPORTED = {"SMI_TEXT": "Setting locked memory clocks is not supported", "SMI_CODE": "0"}
+
+
 @pytest.mark.parametrize(
-    ("failing", "undone"), [("-lgc", ["-i 0 -pm 0"]), ("-lmc", ["-i 0 -rgc", "-i 0 -pm 0"])]
+    ("failing", "how", "message", "undone"),
+    [
+        ("-lgc", {}, "nvidia-smi -i 0 -lgc", ["-i 0 -pm 0"]),
+        ("-lmc", {}, "nvidia-smi -i 0 -lmc", ["-i 0 -rgc", "-i 0 -pm 0"]),
+        ("-lmc", UNSUPPORTED, "not supported by this card", ["-i 0 -rgc", "-i 0 -pm 0"]),
+    ],
 )
-def test_a_partial_failure_is_undone(failing: str, undone: list[str], scripts: Scripts) -> None:
-    done = scripts.run("lock-gpu-clock.sh", SMI_FAIL=failing)
+def test_a_partial_failure_is_undone(failing, how, message, undone, scripts):
+    done = scripts.run("lock-gpu-clock.sh", SMI_FAIL=failing, **how)
     assert done.returncode == 1
-    assert f"nvidia-smi -i 0 {failing}" in done.stderr
+    assert message in done.stderr
     calls = scripts.settings()
     failed = next(i for i, call in enumerate(calls) if failing in call)
     assert calls[failed + 1 :] == undone
     assert not scripts.marker.exists()
-
-
-def test_not_supported_with_exit_code_zero_is_a_failure(scripts: Scripts) -> None:
-    text = "Setting locked memory clocks is not supported for GPU 0"
-    done = scripts.run("lock-gpu-clock.sh", SMI_FAIL="-lmc", SMI_TEXT=text, SMI_CODE="0")
-    assert done.returncode == 1
-    assert "not supported by this card" in done.stderr
-    assert scripts.settings()[-2:] == ["-i 0 -rgc", "-i 0 -pm 0"]
-
-
-# -- what Python reads -------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -205,7 +189,7 @@ def marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return write
 
 
-def test_the_scripts_marker_is_believed(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scripts_marker_is_believed(scripts, monkeypatch):
     scripts.run("lock-gpu-clock.sh")
     monkeypatch.setenv("HYPER_MLA_CLOCK_STATE", str(scripts.marker))
     state = clock_state(UUID.removeprefix("GPU-"))
@@ -220,7 +204,7 @@ def test_the_scripts_marker_is_believed(scripts: Scripts, monkeypatch: pytest.Mo
         ({"sm_mhz": None}, "not a clock marker"),
     ],
 )
-def test_a_stale_marker_is_not_believed(changes: dict[str, Any], problem: str, marker: Any) -> None:
+def test_a_stale_marker_is_not_believed(changes, problem, marker):
     marker(**changes)
     state = clock_state(UUID)
     assert not state.locked
@@ -228,14 +212,7 @@ def test_a_stale_marker_is_not_believed(changes: dict[str, Any], problem: str, m
     assert problem in state.describe()
 
 
-def test_a_faster_card_shows_that_the_lock_is_gone(marker: Any) -> None:
+def test_a_faster_card_shows_that_the_lock_is_gone(marker):
     marker()
     assert clock_state(UUID, current_sm_mhz=1515.0).locked
     assert "runs at 1980 MHz" in str(clock_state(UUID, current_sm_mhz=1980.0).problem)
-
-
-def test_reset_leaves_persistence_mode_that_was_on(scripts: Scripts) -> None:
-    scripts.run("lock-gpu-clock.sh", SMI_PERSISTENCE="Enabled")
-    scripts.log.unlink()
-    assert scripts.run("reset-gpu-clock.sh").returncode == 0
-    assert scripts.settings() == ["-i 0 -rgc", "-i 0 -rmc"]

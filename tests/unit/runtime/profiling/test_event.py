@@ -1,7 +1,5 @@
 """Event mode with a pretended GPU: the order of things, the figures, the artifacts."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -90,7 +88,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> PretendedGpu:
     return machine
 
 
-def test_a_pipeline_is_timed_as_a_whole_and_by_stage(gpu: PretendedGpu) -> None:
+def test_a_pipeline_is_timed_as_a_whole_and_by_stage(gpu):
     times = iter((50.0, 20.0, 31.0))
     gpu.time_us = lambda: next(times)
     result = event_profile_plan(TwicePlan(), bench_runs=7)
@@ -102,7 +100,7 @@ def test_a_pipeline_is_timed_as_a_whole_and_by_stage(gpu: PretendedGpu) -> None:
     assert gpu.timed == [7, 7, 7]
 
 
-def test_timing_holds_the_device_and_comes_after_preparing(gpu: PretendedGpu) -> None:
+def test_timing_holds_the_device_and_comes_after_preparing(gpu):
     event_profile_plan(TwicePlan())
     assert gpu.log == [
         *("lock GPU-0", "prepare", "time", "time", "time"),
@@ -110,13 +108,13 @@ def test_timing_holds_the_device_and_comes_after_preparing(gpu: PretendedGpu) ->
     ]
 
 
-def test_a_wrong_result_is_never_timed(gpu: PretendedGpu) -> None:
+def test_a_wrong_result_is_never_timed(gpu):
     with pytest.raises(CheckFailedError, match="output 0"):
         event_profile_plan(DoublingPlan(error=1.0), options=RunOptions(check=True))
     assert gpu.timed == []
 
 
-def test_artifacts(gpu: PretendedGpu, tmp_path: Path) -> None:
+def test_artifacts(gpu, tmp_path):
     history = tmp_path / "history.json"
     history.write_text('{"results": []}')
     gpu.tuning = {"first": type("Tuning", (), {"path": history})()}
@@ -140,16 +138,14 @@ def test_artifacts(gpu: PretendedGpu, tmp_path: Path) -> None:
     }
 
 
-def test_a_time_above_the_roofline_is_called_wrong(gpu: PretendedGpu, tmp_path: Path) -> None:
+def test_a_time_above_the_roofline_is_called_wrong(gpu, tmp_path):
     gpu.time_us = lambda: 1e-9
     result = event_profile_plan(DoublingPlan(b=1000), out_dir=tmp_path)
     assert result.record["above_roofline"] is True
     assert "treat this measurement as wrong until explained" in (tmp_path / "report.md").read_text()
 
 
-def test_a_missing_disassembler_does_not_lose_the_measurement(
-    gpu: PretendedGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_disassembler_does_not_lose_the_measurement(gpu, tmp_path, monkeypatch):
     """A GPU host often has no nvdisasm; the times are in by then."""
 
     def fail(kernel: Any, target: str, artifacts_dir: Path) -> None:

@@ -1,7 +1,5 @@
 """Compile reports as rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from mla_var3.runtime.compile import CompileReport
@@ -42,7 +40,7 @@ def result(timed: bool) -> ProfileResult:
     return ProfileResult("whole", mode, total, [first, second], Path("out"))
 
 
-def test_compile_reports_come_by_stage() -> None:
+def test_compile_reports_come_by_stage():
     reports = figures.compile_reports(result(timed=False))
     assert reports == [GOOD, SPILLING, BROKEN]
     assert figures.compile_reports(result(timed=True)) == []

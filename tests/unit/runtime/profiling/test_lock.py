@@ -1,7 +1,5 @@
 """The device lock: one profiling run at a time, also after a crash."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -53,7 +51,7 @@ def holder(environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
             process.stdout.close()
 
 
-def test_the_file_names_the_holder_while_held() -> None:
+def test_the_file_names_the_holder_while_held():
     with device_lock("GPU-12ab"):
         content = json.loads(lock_path("12ab").read_text())
         assert content["pid"] == os.getpid()
@@ -61,9 +59,7 @@ def test_the_file_names_the_holder_while_held() -> None:
     assert lock_path("12ab").read_text() == ""
 
 
-def test_a_second_process_is_refused_after_the_wait(
-    environment: dict[str, str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_second_process_is_refused_after_the_wait(environment, caplog):
     caplog.set_level(logging.INFO, "mla_var3")
     with holder(environment) as process:
         named = f"process {process.pid} .*since"
@@ -74,7 +70,7 @@ def test_a_second_process_is_refused_after_the_wait(
             pass
 
 
-def test_a_killed_holder_leaves_the_device_free(environment: dict[str, str]) -> None:
+def test_a_killed_holder_leaves_the_device_free(environment):
     with holder(environment) as process:
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -82,7 +78,7 @@ def test_a_killed_holder_leaves_the_device_free(environment: dict[str, str]) -> 
             assert json.loads(lock_path("7").read_text())["pid"] == os.getpid()
 
 
-def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_opened(tmp_path):
     lock_path("7").mkdir()
     with pytest.raises(UnsupportedError, match="device lock: expected to open"), device_lock("7"):
         pass

@@ -1,13 +1,9 @@
 """Profiling modes: finding them, refusing what is not there, and the mode that does nothing."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mla_var3.conf.devices import device_spec
 from mla_var3.errors import UnknownNameError, UnsupportedError
 from mla_var3.runtime.profiling import NsightProfType
 from mla_var3.runtime.profiling.common import artifact_folder, plan_of_version
@@ -15,17 +11,8 @@ from mla_var3.runtime.profiling.disabled import disabled_profile_plan
 from mla_var3.runtime.workflow import RunOptions
 from tests.unit.runtime.runtime_support import DoublingPlan
 
-H200 = device_spec("NVIDIA H200")
-CPU = RunOptions(device="cpu")
 
-
-# --- names ----------------------------------------------------------------------------------------
-
-
-# --- options and folders --------------------------------------------------------------------------
-
-
-def test_a_run_that_fails_leaves_no_folder_behind(tmp_path: Path) -> None:
+def test_a_run_that_fails_leaves_no_folder_behind(tmp_path):
     kept = tmp_path / "kept"
     kept.mkdir()
     for wanted in (kept / "a" / "b", kept):
@@ -38,10 +25,7 @@ def test_a_run_that_fails_leaves_no_folder_behind(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("*")) == [kept], "what was there before stays"
 
 
-# --- versions -------------------------------------------------------------------------------------
-
-
-def test_another_version_gets_the_same_problem() -> None:
+def test_another_version_gets_the_same_problem():
     pytest.importorskip("cuda.tile")
     from mla_var3.runtime.paths import find_kernel, plan_class
 
@@ -54,11 +38,8 @@ def test_another_version_gets_the_same_problem() -> None:
         plan_of_version(plan, "v99")
 
 
-# --- disabled mode --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("check", [False, True])
-def test_disabled_mode_runs_once_and_leaves_nothing(check: bool, tmp_path: Path) -> None:
+def test_disabled_mode_runs_once_and_leaves_nothing(check, tmp_path):
     """With the check it is the check that runs it."""
     log: list[str] = []
     plan = DoublingPlan()
@@ -69,9 +50,9 @@ def test_disabled_mode_runs_once_and_leaves_nothing(check: bool, tmp_path: Path)
         stage.log = log
         return stage
 
-    plan.on_device = lambda spec: plan  # type: ignore[method-assign]
-    plan.resolve = lambda *rates: plan  # type: ignore[method-assign]
-    plan.plan = noted  # type: ignore[method-assign]
+    plan.on_device = lambda spec: plan
+    plan.resolve = lambda *rates: plan
+    plan.plan = noted
     options = RunOptions(device="cpu", check=check)
     result = disabled_profile_plan(plan, options=options)
     assert log == ["doubling"]

@@ -1,7 +1,5 @@
 """Static mode: a small kernel compiled for real, its artifacts and its report."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> ProfileResult:
     return result
 
 
-def test_figures(compiled: ProfileResult) -> None:
+def test_figures(compiled):
     assert compiled.mode is NsightProfType.STATIC
     assert compiled.kernel == "flash_attention"
     [stage] = compiled.stages
@@ -45,7 +43,7 @@ def test_figures(compiled: ProfileResult) -> None:
     assert report.tensor_core == "HGMMA"
 
 
-def test_predictions_for_every_device_that_the_kernel_serves(compiled: ProfileResult) -> None:
+def test_predictions_for_every_device_that_the_kernel_serves(compiled):
     predicted = compiled.record["predicted_us"]
     served = {spec.name for spec in load_devices().values() if spec.target in TARGETS}
     assert set(predicted) == served
@@ -53,7 +51,7 @@ def test_predictions_for_every_device_that_the_kernel_serves(compiled: ProfileRe
     assert compiled.record["planned_for"] in predicted
 
 
-def test_artifacts(compiled: ProfileResult) -> None:
+def test_artifacts(compiled):
     folder = compiled.out_dir
     assert folder is not None
     found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
@@ -68,7 +66,7 @@ def test_artifacts(compiled: ProfileResult) -> None:
     }
 
 
-def test_the_report_says_what_was_done(compiled: ProfileResult) -> None:
+def test_the_report_says_what_was_done(compiled):
     text = Path(str(compiled.out_dir), "report.md").read_text()
     for expected in (
         "# flash_attention, static mode",
@@ -82,9 +80,6 @@ def test_the_report_says_what_was_done(compiled: ProfileResult) -> None:
     ):
         assert expected in text
     assert text.startswith("---\n"), "front matter for the agents"
-
-
-# --- without a compiler ---------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -101,7 +96,7 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> list[CompileReport]:
     return made
 
 
-def test_every_stage_for_every_target(reports: list[CompileReport]) -> None:
+def test_every_stage_for_every_target(reports):
     plan = plan_class(find_kernel("mla_var6_plus"))(b=32, s=32, t=4096, h=128)
     result = static_profile_plan(plan, options=RunOptions(device="cpu"))
     kernels = ("attention_block_specialized", "decompress_combine")
@@ -119,7 +114,7 @@ def test_every_stage_for_every_target(reports: list[CompileReport]) -> None:
 
 
 @pytest.mark.usefixtures("reports")
-def test_a_target_that_does_not_compile_is_a_result() -> None:
+def test_a_target_that_does_not_compile_is_a_result():
     plan = plan_class(find_kernel("flash_mla"))(b=1, s=1, t=64, h=8)
     result = static_profile_plan(plan, options=RunOptions(device="cpu", label="Broken one"))
     assert result.out_dir is not None
@@ -127,7 +122,7 @@ def test_a_target_that_does_not_compile_is_a_result() -> None:
     assert "does not compile: no such instruction" in (result.out_dir / "report.md").read_text()
 
 
-def test_a_chosen_tiling_is_compiled_for_every_target(reports: list[CompileReport]) -> None:
+def test_a_chosen_tiling_is_compiled_for_every_target(reports):
     cls = plan_class(find_kernel("flash_attention"))
     tiling = type(cls().tiling)(Bm=32, Bn=32)
     plan = cls(b=1, s=1, t=64, h=8, tiling=tiling)

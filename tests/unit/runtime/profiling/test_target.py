@@ -1,12 +1,9 @@
 """The program that runs under the profiler: spec, ranges, tilings."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +31,7 @@ def meta_stage(plan: KernelPlan) -> Stage:
 @pytest.mark.parametrize(
     "design", ["flash_attention", "flash_mla", "flash_mla_split_kv", "mla_var6_plus"]
 )
-def test_a_plan_survives_the_way_through_the_file(design: str, tmp_path: Path) -> None:
+def test_a_plan_survives_the_way_through_the_file(design, tmp_path):
     plan = make_plan(design, lengths=(256, 100))
     stage = meta_stage(plan)
     TargetSpec.of(plan, stage, runs=3).write(tmp_path / "spec.json")
@@ -46,7 +43,7 @@ def test_a_plan_survives_the_way_through_the_file(design: str, tmp_path: Path) -
     assert spec.runs == 3
 
 
-def test_tuned_tilings_are_used_not_those_of_the_plan(tmp_path: Path) -> None:
+def test_tuned_tilings_are_used_not_those_of_the_plan(tmp_path):
     plan = make_plan("flash_mla")
     stage = meta_stage(plan)
     (kernel,) = stage.kernels()
@@ -57,7 +54,7 @@ def test_tuned_tilings_are_used_not_those_of_the_plan(tmp_path: Path) -> None:
     assert spec.build_plan() == plan
 
 
-def test_a_plan_of_a_script_cannot_be_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_of_a_script_cannot_be_profiled(monkeypatch):
     plan = make_plan()
     stage = meta_stage(plan)
     monkeypatch.setattr(type(plan), "__module__", "__main__")
@@ -69,7 +66,7 @@ def test_a_plan_of_a_script_cannot_be_profiled(monkeypatch: pytest.MonkeyPatch) 
     assert TargetSpec.of(plan, stage, runs=1).module == "mla_var3.kernel.there"
 
 
-def test_range_names_are_unique_and_safe_for_the_filter() -> None:
+def test_range_names_are_unique_and_safe_for_the_filter():
     first, second = meta_stage(make_plan("flash_mla")), meta_stage(make_plan("flash_mla"))
     group = ConcurrentKernels(_name="pair", concurrent_kernels=[first, second])
     pipeline = KernelPipeline(_name="pipe", stages=[group, meta_stage(make_plan())])
@@ -83,7 +80,7 @@ def test_range_names_are_unique_and_safe_for_the_filter() -> None:
     assert not any(set(name) & set("/@[],") for name in names)
 
 
-def test_each_kernel_is_launched_alone_inside_its_range() -> None:
+def test_each_kernel_is_launched_alone_inside_its_range():
     events: list[str] = []
 
     @contextmanager
@@ -105,9 +102,7 @@ def test_each_kernel_is_launched_alone_inside_its_range() -> None:
 
 
 @pytest.mark.parametrize("under_ncu", [False, True])
-def test_nsight_python_gets_the_stages_only_under_the_profiler(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, under_ncu: bool
-) -> None:
+def test_nsight_python_gets_the_stages_only_under_the_profiler(monkeypatch, tmp_path, under_ncu):
     calls: list[Any] = []
 
     def kernel(**options: Any) -> Any:

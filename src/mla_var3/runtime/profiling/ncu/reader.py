@@ -24,6 +24,8 @@ _MARKUP = re.compile(r"@(?:section|source|url|metric)[^@]*?:([^@:]*?)(?::https?:
 _OPTIMIZATION = 2
 _GLOBAL_SPEEDUP = 2
 _SECTOR_BYTES = 32
+_LEAST_GAIN_PCT = 5.0
+"""Advice with a smaller gain is not worth reading."""
 _SCALES = {
     "us": {
         **dict.fromkeys(("ns", "nsecond"), 1e-3),
@@ -372,12 +374,12 @@ def _rule(entry: Mapping[str, Any]) -> Rule:
     )
 
 
-def advice(rules: Sequence[Rule], at_least_pct: float = 5.0) -> list[Rule]:
+def advice(rules: Sequence[Rule]) -> list[Rule]:
     """The recommendations worth reading: that apply here, with a gain, the largest first."""
     seen: dict[tuple[str, str], Rule] = {}
     for rule in rules:
         applies = rule.is_advice and rule.message and rule.identifier not in NOT_OURS
-        if applies and (rule.speedup_pct is None or rule.speedup_pct >= at_least_pct):
+        if applies and (rule.speedup_pct is None or rule.speedup_pct >= _LEAST_GAIN_PCT):
             # The imbalance of SMs, their partitions and their L1 caches is one and the same.
             title = "" if rule.identifier == "WorkloadImbalance" else rule.title
             seen.setdefault((rule.identifier, title), rule)

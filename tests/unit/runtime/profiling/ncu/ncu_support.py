@@ -5,13 +5,10 @@ The recording is `mla_var6_plus` (b=8, s=16, t=2048, n=512) on an H200 under Nsi
 same length.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import lzma
 import shutil
-import stat
 import sys
 import tempfile
 from pathlib import Path
@@ -25,6 +22,7 @@ from mla_var3.runtime.profiling.ncu.driver import Collection, NcuTool
 from mla_var3.runtime.profiling.ncu.reader import Launch, read_launches, stage_profiles
 from mla_var3.runtime.profiling.ncu.session import Session
 from mla_var3.runtime.workflow import Prepared
+from tests.programs import write_script
 
 RECORDING = Path(__file__).parents[4] / "data" / "ncu" / "mla_var6_plus-h200.ncu-rep.xz"
 STAGES = ("attention_block_specialized", "decompress_combine")
@@ -75,6 +73,4 @@ def recorded_session(mode: NsightProfType, folder: Path) -> Session:
 
 def stand_in(path: Path, body: str) -> Path:
     """An executable Python script that plays ncu; its arguments are in `args`."""
-    path.write_text(f"#!{sys.executable}\nimport sys\nargs = sys.argv[1:]\n{body}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return path
+    return write_script(path, f"#!{sys.executable}\nimport sys\nargs = sys.argv[1:]\n{body}\n")

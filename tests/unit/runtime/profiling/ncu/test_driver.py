@@ -1,7 +1,5 @@
 """Nsight Compute: finding it, its command lines, its failures; all with a stand-in program."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import sys
 from collections.abc import Callable
@@ -36,7 +34,7 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, body: str) -> Path:
     return path
 
 
-def test_no_ncu_says_what_is_needed_and_what_works_without(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_ncu_says_what_is_needed_and_what_works_without(monkeypatch):
     monkeypatch.setattr(ncu_driver, "find_tool", lambda name: None)
     monkeypatch.setattr(ncu_driver, "_newest_in_opt", lambda: None)
     with pytest.raises(MissingToolError, match=r"ncu: .*2024\.1 or newer.*prof_type=event"):
@@ -50,15 +48,13 @@ def test_no_ncu_says_what_is_needed_and_what_works_without(monkeypatch: pytest.M
         ("sys.exit(1)", "does not answer --version"),
     ],
 )
-def test_an_old_and_a_broken_ncu_are_told_apart(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str, message: str
-) -> None:
+def test_an_old_and_a_broken_ncu_are_told_apart(monkeypatch, tmp_path, body, message):
     install(monkeypatch, tmp_path, body)
     with pytest.raises(UnsupportedError, match=message):
         find_ncu()
 
 
-def test_command_of_the_hand_picked_metrics() -> None:
+def test_command_of_the_hand_picked_metrics():
     command = ncu_command(TOOL, Path("/o/report"), Path("/o/target.json"), ["a.sum", "b"])
     assert command == [
         *("/opt/ncu", "--target-processes", "all"),
@@ -97,25 +93,25 @@ def run_stand_in(folder: Path, body: str) -> Path:
         ("print('fine')", r"expected the report report\.ncu-rep, got none: fine"),
     ],
 )
-def test_failures_are_explained_in_one_line(tmp_path: Path, body: str, expected: str) -> None:
+def test_failures_are_explained_in_one_line(tmp_path, body, expected):
     with pytest.raises(UnsupportedError, match=expected) as raised:
         run_stand_in(tmp_path, body)
     assert "\n" not in str(raised.value)
 
 
-def test_unknown_metrics_are_named(tmp_path: Path) -> None:
+def test_unknown_metrics_are_named(tmp_path):
     with pytest.raises(UnknownMetricsError) as raised:
         run_stand_in(tmp_path, "print('==ERROR== Failed to find metric a__b.sum'); sys.exit(1)")
     assert raised.value.names == ("a__b.sum",)
 
 
-def test_a_missing_reader_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_reader_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ncu_report", None)
     with pytest.raises(MissingToolError, match=r"ncu-report: .*hyper-mla\[profiling\]"):
         load_ncu_report()
 
 
-def test_a_reader_that_crashes_beside_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_crashes_beside_torch_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2025.3.1")
     with pytest.raises(
         MissingToolError, match=r"expected 2026\.2 or newer .* got version 2025\.3\.1"
@@ -133,8 +129,8 @@ def test_a_reader_that_crashes_beside_torch_is_refused(monkeypatch: pytest.Monke
     ],
 )
 def test_rights_to_the_counters_are_asked_in_advance(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: str | None, user: int, refused: bool
-) -> None:
+    monkeypatch, tmp_path, settings, user, refused
+):
     file = tmp_path / "params"
     if settings is not None:
         file.write_text(f"ResmanDebugLevel: 4\n{settings}")
@@ -143,9 +139,7 @@ def test_rights_to_the_counters_are_asked_in_advance(
     assert (ncu_driver.counters_problem() is not None) == refused
 
 
-def test_nsight_python_is_usable_when_it_fits(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_nsight_python_is_usable_when_it_fits(monkeypatch, tmp_path):
     plain = Path("/plain/folder")
     monkeypatch.setitem(sys.modules, "nsight", SimpleNamespace())
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.9.6")
@@ -207,14 +201,7 @@ BOOM: dict[str, Exception] = {"nsight-python": UnsupportedError("exit code 1: Ru
         ({"metrics": None}, "ncu", ""),  # the full set
     ],
 )
-def test_which_collector_is_used_and_why(
-    run_collect: Any,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    arguments: dict[str, Any],
-    used: str,
-    note: str,
-) -> None:
+def test_which_collector_is_used_and_why(run_collect, tmp_path, caplog, arguments, used, note):
     done, runs = run_collect(**arguments)
     assert (done.collector, done.note) == (used, note)
     assert (tmp_path / "report.ncu-rep").read_text() == used
@@ -230,12 +217,12 @@ def test_which_collector_is_used_and_why(
         assert nsight["output_prefix"] == f"{tmp_path}/nsight-"
 
 
-def test_missing_access_is_not_tried_twice(run_collect: Any) -> None:
+def test_missing_access_is_not_tried_twice(run_collect):
     with pytest.raises(UnsupportedError, match="CTRPERM"):
         run_collect(failures={"nsight-python": UnsupportedError("ERR_NVGPUCTRPERM")})
 
 
-def test_metrics_that_do_not_exist_are_left_out_and_listed(run_collect: Any) -> None:
+def test_metrics_that_do_not_exist_are_left_out_and_listed(run_collect):
     done, runs = run_collect("gone", {"ncu": UnknownMetricsError(["b"])})
     assert done.dropped == ("b",)
     assert [c[c.index("--metrics") + 1] for c in runs.commands] == ["a,b", "a"]

@@ -1,7 +1,5 @@
 """Reading a real report of Nsight Compute, and the artifacts of ncu mode made from it."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Any
@@ -33,13 +31,13 @@ pytest.importorskip("ncu_report", reason="the package that reads .ncu-rep is not
 from tests.unit.runtime.profiling.ncu.ncu_support import STAGES, launches, recorded_session
 
 
-def test_every_hand_picked_metric_exists_on_an_h200() -> None:
+def test_every_hand_picked_metric_exists_on_an_h200():
     for launch in launches():
         missing = [n for n in annotation_metrics() if launch.metrics[n].number is None]
         assert missing == []
 
 
-def test_figures_have_their_units() -> None:
+def test_figures_have_their_units():
     first, second = stage_profiles(launches(), STAGES, 1)
     assert first.figures["time_us"] == pytest.approx(291.072)
     assert second.figures["time_us"] == pytest.approx(17.056)
@@ -56,7 +54,7 @@ def test_figures_have_their_units() -> None:
     ("value", "unit", "expected"),
     [(2000, "ns", 2.0), (2.0, "usecond", 2.0), (2.0, "msecond", 2000.0), (2.0, "second", 2e6)],
 )
-def test_durations_in_any_unit(value: float, unit: str, expected: float) -> None:
+def test_durations_in_any_unit(value, unit, expected):
     figures = figures_of({"gpu__time_duration.sum": MetricValue(value, unit)})
     assert figures["time_us"] == pytest.approx(expected)
 
@@ -73,7 +71,7 @@ def fake(name: str, nanoseconds: float, tensor: float) -> Launch:
     )
 
 
-def test_runs_are_summed_up_by_their_median() -> None:
+def test_runs_are_summed_up_by_their_median():
     runs = [fake("k", ns, 50.0) for ns in (1000, 9000, 2000)]
     (profile,) = stage_profiles(runs, ["k"], 3)
     assert profile.figures["time_us"] == 2.0
@@ -81,7 +79,7 @@ def test_runs_are_summed_up_by_their_median() -> None:
     assert profile.main is runs[1]
 
 
-def test_kernels_of_one_stage_add_up() -> None:
+def test_kernels_of_one_stage_add_up():
     both = [fake("k", 3000, 80.0), fake("k", 1000, 40.0)]
     (profile,) = stage_profiles(both, ["k"], 1)
     assert profile.figures["time_us"] == 4.0
@@ -89,12 +87,12 @@ def test_kernels_of_one_stage_add_up() -> None:
 
 
 @pytest.mark.parametrize("runs", [2, 3])
-def test_missing_launches_are_an_error(runs: int) -> None:
+def test_missing_launches_are_an_error(runs):
     with pytest.raises(UnsupportedError, match=f"k: expected a multiple of {runs}"):
         stage_profiles([fake("k", 1, 1)], ["k"], runs)
 
 
-def test_advice_is_what_a_kernel_author_can_use() -> None:
+def test_advice_is_what_a_kernel_author_can_use():
     told = advice(launches()[0].rules())
     titles = [rule.title for rule in told]
     assert titles[:2] == ["Theoretical Occupancy", "Long Scoreboard Stalls"]
@@ -104,13 +102,13 @@ def test_advice_is_what_a_kernel_author_can_use() -> None:
     assert all("@" not in rule.message for rule in launches()[0].rules())
 
 
-def test_links_in_messages_become_text() -> None:
+def test_links_in_messages_become_text():
     text = "See @section:WarpStateStats:Warp State Statistics@ and @url:guide:https://x.y/z#a@."
     assert plain_text(text) == "See Warp State Statistics and guide."
     assert plain_text("@source:tile_ops.py:144:tile_ops.py, line 145@") == "tile_ops.py, line 145"
 
 
-def test_instructions_carry_source_lines_and_samples() -> None:
+def test_instructions_carry_source_lines_and_samples():
     items = KernelSource.of(launches()[1]).instructions
     assert len(items) == 1366
     assert {Path(item.file).name for item in items} == {"decompress_combine.py", "_stub.py"}
@@ -119,7 +117,7 @@ def test_instructions_carry_source_lines_and_samples() -> None:
     assert not any(item.spills for item in items)
 
 
-def test_annotated_source_marks_hot_and_bad_lines() -> None:
+def test_annotated_source_marks_hot_and_bad_lines():
     lines = {
         2: LineProfile(samples=90, instructions=3),
         3: LineProfile(samples=0, instructions=1, spills=2, excess_sectors=64),
@@ -140,7 +138,7 @@ def test_annotated_source_marks_hot_and_bad_lines() -> None:
     ]
 
 
-def test_marks_of_the_rules_reach_their_line() -> None:
+def test_marks_of_the_rules_reach_their_line():
     items = [Instruction(16, "FMUL R1, R2", "/x/mla_var3/k.py", 7)]
     marker = {
         "rule_identifier": "FPInstructions",
@@ -157,7 +155,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, write_ncu(recorded_session(NsightProfType.NCU, folder))
 
 
-def test_all_artifacts_are_there(outcome: tuple[Path, Any]) -> None:
+def test_all_artifacts_are_there(outcome):
     per_stage = ("ncu-details.csv", "sass-metrics.csv", "source.ptx")
     names = ["report.md", "report-verbose.md", "report.ncu-rep", "params.json"]
     names += [f"tiling/{stage}.json" for stage in STAGES]
@@ -165,7 +163,7 @@ def test_all_artifacts_are_there(outcome: tuple[Path, Any]) -> None:
     assert all((outcome[0] / name).stat().st_size > 0 for name in names)
 
 
-def test_only_our_sources_are_annotated(outcome: tuple[Path, Any]) -> None:
+def test_only_our_sources_are_annotated(outcome):
     folder, _ = outcome
     written = {p.relative_to(folder).as_posix() for p in folder.glob("annotated-src/*/*")}
     assert written == {
@@ -175,7 +173,7 @@ def test_only_our_sources_are_annotated(outcome: tuple[Path, Any]) -> None:
     assert any("[HOT] line " in (folder / name).read_text() for name in written)
 
 
-def test_the_ptx_is_the_whole_module(outcome: tuple[Path, Any]) -> None:
+def test_the_ptx_is_the_whole_module(outcome):
     text = (outcome[0] / "decompress_combine" / "source.ptx").read_text()
     assert text.startswith(".version ")
     assert ".visible .entry decompress_combine" in text
@@ -183,7 +181,7 @@ def test_the_ptx_is_the_whole_module(outcome: tuple[Path, Any]) -> None:
     assert "\0" not in text
 
 
-def test_sass_table_has_one_row_per_instruction(outcome: tuple[Path, Any]) -> None:
+def test_sass_table_has_one_row_per_instruction(outcome):
     with (outcome[0] / "decompress_combine" / "sass-metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 1366
@@ -193,7 +191,7 @@ def test_sass_table_has_one_row_per_instruction(outcome: tuple[Path, Any]) -> No
     assert int(hottest["stall_long_scoreboard"]) > 0
 
 
-def test_the_reports_say_what_matters(outcome: tuple[Path, Any]) -> None:
+def test_the_reports_say_what_matters(outcome):
     folder, _ = outcome
     compact = (folder / "report.md").read_text()
     assert "## Profile: mla_var6_plus v0" in compact

@@ -1,7 +1,5 @@
 """Timelines: the recorded trace, kernels found by name, overlap, reasons for serialisation."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 from pathlib import Path
@@ -53,7 +51,7 @@ def analysis(recorded: Timeline) -> Analysis:
     return analyse(recorded, PIPE)
 
 
-def test_the_recorded_trace_is_read_exactly(recorded: Timeline) -> None:
+def test_the_recorded_trace_is_read_exactly(recorded):
     assert recorded.device_name == "NVIDIA H200"
     assert (len(recorded.gpu), len(recorded.api), len(recorded.ranges)) == (16, 74, 4)
     first = recorded.gpu[0]
@@ -66,7 +64,7 @@ def test_the_recorded_trace_is_read_exactly(recorded: Timeline) -> None:
     assert (first.registers, first.shared_bytes) == (168, 222048)
 
 
-def test_runs_and_kernels_of_the_recorded_trace(analysis: Analysis) -> None:
+def test_runs_and_kernels_of_the_recorded_trace(analysis):
     assert [run.span_ns for run in analysis.queued] == [453534, 347583, 340031, 338240]
     for run in analysis.queued:
         assert [launch.leaf for launch in run.launches] == [0, 1, 2, 3]
@@ -76,7 +74,7 @@ def test_runs_and_kernels_of_the_recorded_trace(analysis: Analysis) -> None:
     assert (figures["stream"], figures["launches"]) == (7, 4)
 
 
-def test_overlap_of_the_recorded_trace(analysis: Analysis) -> None:
+def test_overlap_of_the_recorded_trace(analysis):
     overlaps = [group_overlap(run, OVERLAP) for run in analysis.queued]
     # Third run: flash_mla ends at 587.692 + 83.328, flash_attention starts at 652.620.
     assert [overlap.overlap_ns for overlap in overlaps] == [0, 0, 18400, 42688]
@@ -85,7 +83,7 @@ def test_overlap_of_the_recorded_trace(analysis: Analysis) -> None:
     assert overlaps[3].busy_ns == 83360 + 117856 - 42688
 
 
-def test_the_recorded_serialisation_is_the_hosts(analysis: Analysis) -> None:
+def test_the_recorded_serialisation_is_the_hosts(analysis):
     (found,) = serialisations(PIPE, analysis.queued[:2])
     assert (found["first"], found["second"], found["cause"]) == (
         "flash_mla",
@@ -101,7 +99,7 @@ def sections(analysis: Analysis) -> str:
     return "\n".join(timeline_sections(analysis, timeline_figures(analysis)))
 
 
-def test_the_report_of_the_recorded_trace(analysis: Analysis) -> None:
+def test_the_report_of_the_recorded_trace(analysis):
     text = sections(analysis)
     for heading in ("Kernels", "Overlap", "Unexpected serialisation", "Gaps", "Launch overhead"):
         assert f"## {heading}\n" in text
@@ -113,14 +111,14 @@ def test_the_report_of_the_recorded_trace(analysis: Analysis) -> None:
     assert "Launching takes longer than the work" in text
 
 
-def test_the_plot_is_drawn(analysis: Analysis, tmp_path: Path) -> None:
+def test_the_plot_is_drawn(analysis, tmp_path):
     paced = Analysis(PIPE, analysis.queued[2:], analysis.queued[:2])
     path = timeline_plot(paced, tmp_path / "timeline.png", "pipe, NVIDIA H200")
     assert path.read_bytes().startswith(b"\x89PNG")
     assert [file.name for file in tmp_path.iterdir()] == ["timeline.png"]
 
 
-def test_the_csv_files_have_columns_of_nsight_systems(recorded: Timeline, tmp_path: Path) -> None:
+def test_the_csv_files_have_columns_of_nsight_systems(recorded, tmp_path):
     files = write_stats(recorded, tmp_path)
     assert [file.name for file in files] == [
         "report_cuda_gpu_trace.csv",
@@ -169,9 +167,7 @@ TWICE = ("flash_mla", "flash_mla_split_kv", "flash_mla")
         (("a_kernel", "b_kernel"), ["k0"], [None]),
     ],
 )
-def test_kernels_are_found_by_name(
-    names: tuple[str, ...], launched: list[str], expected: list[int | None]
-) -> None:
+def test_kernels_are_found_by_name(names, launched, expected):
     activities = [
         GpuActivity(name, 0, 1, 7, 1, "gpu_memset" if name == "memset" else "kernel")
         for name in launched
@@ -194,20 +190,20 @@ def cause(timeline: Timeline) -> str:
         ("host", {"launches": (0, 48_000), "ctas": 200}),
     ],
 )
-def test_why_members_did_not_overlap(expected: str, arguments: dict[str, object]) -> None:
-    timeline = pair_timeline((5_000, 50_000), (60_000, 90_000), **arguments)  # type: ignore[arg-type]
+def test_why_members_did_not_overlap(expected, arguments):
+    timeline = pair_timeline((5_000, 50_000), (60_000, 90_000), **arguments)
     if "launches" in arguments:
-        late = arguments["launches"][1]  # type: ignore[index]
-        timeline = pair_timeline((5_000, 50_000), (late + 3_000, 90_000), **arguments)  # type: ignore[arg-type]
+        late = arguments["launches"][1]
+        timeline = pair_timeline((5_000, 50_000), (late + 3_000, 90_000), **arguments)
     assert cause(timeline) == expected
 
 
-def test_members_that_overlap_or_are_tiny_are_not_reported() -> None:
+def test_members_that_overlap_or_are_tiny_are_not_reported():
     assert cause(pair_timeline((5_000, 50_000), (40_000, 90_000))) == "none"
     assert cause(pair_timeline((5_000, 50_000), (60_000, 61_000))) == "none"
 
 
-def test_host_paced_runs_are_kept_apart() -> None:
+def test_host_paced_runs_are_kept_apart():
     paced = pair_timeline((5_000, 50_000), (60_000, 90_000), name="hyper_mla_host@pair")
     with pytest.raises(UnsupportedError, match="expected GPU activity inside ranges"):
         analyse(paced, PAIR)
@@ -216,14 +212,14 @@ def test_host_paced_runs_are_kept_apart() -> None:
     assert (len(found.queued), len(found.host_paced)) == (1, 0)
 
 
-def test_a_range_of_the_same_name_inside_a_run_is_no_run_of_its_own() -> None:
+def test_a_range_of_the_same_name_inside_a_run_is_no_run_of_its_own():
     timeline = pair_timeline((5_000, 50_000), (60_000, 90_000))
     inner = dataclasses.replace(timeline.ranges[0], start=1, duration=800)
     timeline.ranges.append(inner)
     assert len(analyse(timeline, PAIR).queued) == 1
 
 
-def test_without_groups_there_is_no_overlap_to_achieve(recorded: Timeline) -> None:
+def test_without_groups_there_is_no_overlap_to_achieve(recorded):
     found = analyse(recorded, dataclasses.replace(PIPE, groups=()))
     assert "No stages run concurrently" in sections(found)
     assert timeline_figures(found)["overlap"] == []

@@ -1,7 +1,5 @@
 """Interval arithmetic, against counting every nanosecond."""
 
-from __future__ import annotations
-
 import itertools
 
 from hypothesis import given
@@ -32,7 +30,7 @@ def is_canonical(found: list[Interval]) -> bool:
 
 
 @given(interval_lists)
-def test_union_length_and_gaps(some: list[Interval]) -> None:
+def test_union_length_and_gaps(some):
     busy = covered(some)
     assert is_canonical(union(some))
     assert covered(union(some)) == busy
@@ -42,7 +40,7 @@ def test_union_length_and_gaps(some: list[Interval]) -> None:
 
 
 @given(interval_sets)
-def test_overlap_counts_each_set_once(sets: list[list[Interval]]) -> None:
+def test_overlap_counts_each_set_once(sets):
     members = [covered(found) for found in sets]
     expected = sum(sum(time in member for member in members) >= 2 for time in range(END))
     assert overlap(sets) == expected
@@ -50,7 +48,7 @@ def test_overlap_counts_each_set_once(sets: list[list[Interval]]) -> None:
 
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=5))
-def test_the_possible_overlap_can_be_reached(lengths: list[int]) -> None:
+def test_the_possible_overlap_can_be_reached(lengths):
     """Members laid on a circle one after another overlap as long as possible (wrap-around rule)."""
     sets: list[list[Interval]] = []
     place = 0

@@ -1,13 +1,10 @@
 """Nsys mode: finding the tool, the command lines, the fallback and the artifacts."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +20,7 @@ from mla_var3.runtime.profiling.timeline.collect import ranges_below, record_wit
 from mla_var3.runtime.profiling.timeline.formats import read_chrome_trace
 from mla_var3.runtime.stage import Stage
 from mla_var3.runtime.workflow import Prepared
+from tests.programs import write_script
 from tests.unit.runtime.profiling.timeline.timeline_support import NAMES, OVERLAP, TRACE
 from tests.unit.runtime.runtime_support import fake_kernel
 
@@ -54,17 +52,9 @@ def pipeline() -> KernelPipeline:
         (0, 4, r"nsys stats: expected report_cuda_gpu_trace\.csv, got exit code 4"),
     ],
 )
-def test_recording_with_nsight_systems(
-    profile: int,
-    stats: int,
-    message: str | None,
-    prepared: Prepared,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    program, folder = tmp_path / "nsys", tmp_path / "out"
-    program.write_text(RECORDER.format(profile=profile, stats=stats))
-    program.chmod(0o755)
+def test_recording_with_nsight_systems(profile, stats, message, prepared, tmp_path, monkeypatch):
+    program = write_script(tmp_path / "nsys", RECORDER.format(profile=profile, stats=stats))
+    folder = tmp_path / "out"
     folder.mkdir()
     monkeypatch.setattr(timeline_collect, "find_tool", lambda name: program)
     fails = pytest.raises(UnsupportedError, match=message)
@@ -75,9 +65,7 @@ def test_recording_with_nsight_systems(
     assert left == (report if message else [*report, "stats", "stats/report_cuda_gpu_trace.csv"])
 
 
-def test_warnings_of_the_torch_profiler_are_logged(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_warnings_of_the_torch_profiler_are_logged(monkeypatch, tmp_path, caplog):
     caplog.set_level(logging.INFO, "mla_var3")
 
     def record(stage: Stage, make_range: Any, runs: int) -> None:
@@ -94,7 +82,7 @@ def test_warnings_of_the_torch_profiler_are_logged(
     assert str(tmp_path) not in (tmp_path / "trace.json").read_text()
 
 
-def test_stages_launch_inside_their_ranges_and_are_restored() -> None:
+def test_stages_launch_inside_their_ranges_and_are_restored():
     seen: list[str] = []
 
     @contextlib.contextmanager
@@ -115,7 +103,7 @@ def test_stages_launch_inside_their_ranges_and_are_restored() -> None:
     assert seen == []
 
 
-def test_runs_are_recorded_by_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_are_recorded_by_kind(monkeypatch):
     """On a stand-in for the GPU: the order of spins, ranges and launches."""
     log: list[str] = []
 
@@ -148,9 +136,7 @@ def prepared() -> Prepared:
     return Prepared(plan, (), pipeline(), device_spec("NVIDIA H200"))
 
 
-def test_all_artifacts_of_the_recorded_trace(
-    prepared: Prepared, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_all_artifacts_of_the_recorded_trace(prepared, tmp_path, caplog):
     caplog.set_level(logging.INFO, "mla_var3")
     result = nsys.summarise(prepared, read_chrome_trace(TRACE), "Recorded by a test.", tmp_path)
     assert result.get_total_time_us() == (347.583 + 340.031) / 2
@@ -172,12 +158,8 @@ def test_all_artifacts_of_the_recorded_trace(
 
 @pytest.mark.parametrize("state", ["works", "missing", "broken", "without stats"])
 def test_cupti_always_records_and_nsight_systems_where_it_works(
-    state: str,
-    prepared: Prepared,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    state, prepared, tmp_path, monkeypatch, caplog
+):
     caplog.set_level(logging.INFO, "mla_var3")
 
     def record_with_nsys(*_: object) -> None:

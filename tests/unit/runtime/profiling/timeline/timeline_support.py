@@ -1,7 +1,5 @@
 """Timelines for tests: the recorded one, and synthetic ones."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from mla_var3.runtime.profiling.timeline.analysis import Group, Member, Outline

@@ -175,17 +175,14 @@ def call_program(
 
     Args:
         kernel_fn: the kernel function of the attention.
-        host_class: the host code, constructed with an element type, `few` and the constants.
-        tiling: the tiling of the attention with its `few`.
+        host_class: the host code, constructed with an element type and the constants.
+        tiling: the tiling of the attention.
         arguments: those of the host code.
         like: a tensor of the call's dtype and device.
         constants: what else the program is compiled for.
     """
     present = tuple(argument is not None for argument in arguments)
-    few = tiling.few
-    key = (
-        kernel_fn, host_class, like.dtype, few, present, *constants.items(), like.device.index,
-    )  # fmt: skip
+    key = (kernel_fn, host_class, like.dtype, present, *constants.items(), like.device.index)
     program: CuteProgram | None = _programs.get(key)
     if program is None:
         require_arch(kernel_fn.__name__, "sm_90a", like.device)
@@ -194,7 +191,7 @@ def call_program(
             raise UnsupportedError(
                 f"{kernel_fn.__name__}: expected a 16-bit dtype, got {like.dtype}"
             )
-        host = host_class(element, few, **constants)
+        host = host_class(element, **constants)
         program = program_for(kernel_fn, host, arguments, tiling, like.device)
         _programs.keep(key, program)
     return program

@@ -153,9 +153,8 @@ def attend(
     arguments = whole_arguments(projections, latent, sm_count)
     q_nope = projections.q_nope
     few = 0 if options.batch_invariant else default_few(options.max_q * q_nope.shape[-2])
-    tiling = FlashMLATiling(few=few)
     program = call_program(
-        FlashMLASm90.flash_mla, WholeCall, tiling, arguments, q_nope,
+        FlashMLASm90.flash_mla, WholeCall, FlashMLATiling(few=few), arguments, q_nope, few=few,
         empty_positive=options.empty_positive, widths=operands.widths, d=q_nope.shape[-1],
         v=projections.out.shape[-1],
     )  # fmt: skip
