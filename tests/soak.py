@@ -32,6 +32,7 @@ CACHES: tuple[dict[str, Any], ...] = (
     {"kind": "dense", "window": 128},
     {"kind": "paged", "page_size": 64, "prefix": 64, "num_pages": 20},
     {"kind": "dense"},
+    {"kind": "paged", "page_size": 64, "window": 128, "window_dtype": "fp8"},
 )
 """The layers that step side by side; the third has too few pages for all its requests."""
 

@@ -57,6 +57,8 @@ def draw(seed: str, device: str, kernels: list[str]) -> Case:
             case.update(k=128 * own.randint(1, 2), p=2 * own.randint(1, 3))
     elif kind in ("dense", "paged"):
         case["window"] = rng.choice([0, 0, 1, min(7, t), min(64, t), min(128, t), t])
+        if case["window"] and case["window"] % 64 == 0 and own.random() < 0.5:
+            case["window_dtype"] = "fp8"
         if rng.random() < 0.25:
             limit = capacity - capacity % page_size if kind == "paged" else t
             step = page_size if kind == "paged" else 1
@@ -160,9 +162,9 @@ def smaller(case: Case) -> Iterator[Case]:
         yield {**case, "steps": steps[:first] + steps[first + 1 :]}
     for request in range(case["b"] if case["b"] > 1 else 0):
         yield _without_request(case, request)
-    for name in ("window", "prefix", "num_pages"):
-        if case.get(name):
-            yield {key: value for key, value in case.items() if key != name}
+    for gone in (("window", "window_dtype"), ("window_dtype",), ("prefix",), ("num_pages",)):
+        if case.get(gone[0]):
+            yield {key: value for key, value in case.items() if key not in gone}
     for name in ("h", "d", "k", "p", "t"):
         for value in {1, case[name] // 2, case[name] - 1}:
             if 0 < value < case[name]:

@@ -15,7 +15,7 @@ from mla_var3.op.mla.cache_formats import cache_format, dequantise, quantise
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 """Error of an output row relative to its norm plus that of a row of unit variance."""
 FP8_TOLERANCE = 0.06
-"""The same of the kernel on an 8-bit cache, which rounds queries and probabilities to e4m3."""
+"""The same with keys and values, or queries and probabilities, that are rounded to e4m3."""
 E4M3_ERROR = 0.026
 """Standard deviation of the relative error of a number rounded to e4m3."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -39,6 +39,7 @@ class Mirror:
             somebody else owns.
         page_size, num_pages, window, prefix: as for `LatentCache.allocate`.
         cache_dtype: format of an 8-bit cache without decompressed parts; None for `dtype`.
+        window_dtype: as for `LatentCache.allocate`.
     """
 
     def __init__(
@@ -59,11 +60,12 @@ class Mirror:
         window: int = 0,
         prefix: int = 0,
         cache_dtype: str | None = None,
+        window_dtype: str | None = None,
     ) -> None:
         self.device, self.dtype = torch.device(device), DTYPES[dtype]
         self.b, self.h, self.d, self.k, self.p, self.kind = b, h, d, k, p, kind
         self.window, self.prefix, self.page_size = window, prefix, page_size
-        self.cache_dtype = cache_dtype
+        self.cache_dtype, self.window_dtype = cache_dtype, window_dtype
         self._generator = torch.Generator().manual_seed(seed)
         self.w_uk = self.normal(h, d, k, scale=(d * k) ** -0.25)
         self.w_uv = self.normal(h, k, d, scale=k**-0.5)
@@ -73,13 +75,11 @@ class Mirror:
         if kind in ("dense", "paged"):
             self.cache = mla_var3.LatentCache.allocate(
                 b, t, k=k, p=p, dtype=cache_dtype or self.dtype, device=device, window=window,
-                prefix=prefix, page_size=page_size if kind == "paged" else None,
+                window_dtype=window_dtype, prefix=prefix,
+                page_size=page_size if kind == "paged" else None,
                 num_pages=num_pages if kind == "paged" else None, heads=h, head_dim=d,
             )  # fmt: skip
             view = self.cache.view()
-            for tensor in (view.k_new, view.v_new, view.k_rope_new):
-                if tensor is not None:
-                    tensor.fill_(torch.nan)
             if prefix:
                 self.cache.set_prefix(first[:, :k], first[:, k:], self.w_uk, self.w_uv)
             self.t = view.capacity
@@ -225,8 +225,12 @@ class Mirror:
         for request, first in enumerate(view.window_start.tolist()):
             positions = torch.arange(first, self.lengths[request], device=self.device)
             filled[request, positions % self.window] = True
-        for tensor in (view.k_new, view.v_new):
-            tensor.masked_fill_(~filled[:, None, :, None], torch.nan)
+        if view.packed_window is None:
+            for tensor in (view.k_new, view.v_new):
+                tensor.masked_fill_(~filled[:, None, :, None], torch.nan)
+        else:
+            for target, index in view.packed_window.by_slot(*(~filled).nonzero(as_tuple=True)):
+                target[index] = torch.nan if target.dtype.is_floating_point else 0xFF
         view.k_rope_new.masked_fill_(~filled[..., None], torch.nan)
 
     # -- attention --------------------------------------------------------------------------------
@@ -380,7 +384,7 @@ class Mirror:
         output, lse = (x.double() for x in found)
         wanted, wanted_lse, noise = expected
         tolerance, rounding = TOLERANCE[self.dtype], torch.zeros_like(noise)
-        if self.cache_dtype in FP8_FORMATS and self.device.type == "cuda":
+        if self.window_dtype or (self.cache_dtype in FP8_FORMATS and self.device.type == "cuda"):
             tolerance, rounding = FP8_TOLERANCE, 6 * E4M3_ERROR * noise
         norm = wanted.norm(dim=-1)
         error = (output - wanted).norm(dim=-1)

@@ -27,7 +27,8 @@ from tests.programs import run_program
 SMALL: dict[str, Any] = {"b": 2, "s": 2, "t": 300, "h": 64, "seed": 0}
 LATENT, DECOMPRESSED, COMBINE = "flash_mla", "decompressed_attention", "decompress_combine"
 PROJECTION, LATENT_FP8 = "project_queries", "latent_fp8"
-RING = "ring"
+RING = {"ring": "mla_var6_plus", "8-bit ring": "mla_var6_plus_v5"}
+"""Plans of a mix whose window is a ring."""
 
 VARIANTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "bfloat16": (LATENT, "flash_mla", {}, {}),
@@ -78,10 +79,13 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "8 bits, 48 columns": (DECOMPRESSED, "mla_var6_plus_v5", {"n": 100, "s": 40}, {"splits": 1}),
     "8 bits, tiles": (DECOMPRESSED, "mla_var6_plus_v5", {"n": 100, "s": 100}, {"splits": 1}),
     "prefix": (DECOMPRESSED, "mla_var6_plus_v6", {"prefix": 100, "s": 40}, {"splits": 1}),
-    "ring, heads": (DECOMPRESSED, RING, {"n": 128}, {"splits": 1}),
-    "ring, tiles": (DECOMPRESSED, RING, {"n": 128, "s": 100}, {"splits": 1}),
-    "ring, split": (DECOMPRESSED, RING, {"n": 128}, {"splits": 2}),
-    "ring, alone": (DECOMPRESSED, RING, {"n": 128, "t": 128}, {"splits": 1}),
+    "ring, heads": (DECOMPRESSED, "ring", {"n": 128}, {"splits": 1}),
+    "ring, tiles": (DECOMPRESSED, "ring", {"n": 128, "s": 100}, {"splits": 1}),
+    "ring, split": (DECOMPRESSED, "ring", {"n": 128}, {"splits": 2}),
+    "ring, alone": (DECOMPRESSED, "ring", {"n": 128, "t": 128}, {"splits": 1}),
+    "8 bits, ring, split": (DECOMPRESSED, "8-bit ring", {"n": 128}, {"splits": 2}),
+    "8 bits, ring, 48 columns": (DECOMPRESSED, "8-bit ring", {"n": 128, "s": 40}, {"splits": 1}),
+    "8 bits, ring, tiles": (DECOMPRESSED, "8-bit ring", {"n": 128, "s": 100}, {"splits": 1}),
     "mix": (COMBINE, "mla_var6_plus", {"n": 100}, {}),
     "latent only": (COMBINE, "mla_var6_plus", {"n": 0}, {}),
     "latent only float16": (COMBINE, "mla_var6_plus", {"n": 0, "dtype": "float16"}, {}),
@@ -103,7 +107,7 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     },
 }
 """Per variant, each other machine code: the kernel, its plan, the plan's fields and the kernel's
-tiling. A ring is mla_var6_plus on a window that is one. The projections of whole calls have no
+tiling. A ring is a plan of `RING` on a window that is one. The projections of whole calls have no
 plan: their dtype, widths and columns per CTA. Nor has the latent kernel on 8-bit caches: format and
 columns of the second product."""
 
@@ -239,10 +243,9 @@ def fp8_kernel(fmt: str, columns: int) -> Any:
 
 def stage_of(name: str, fields: dict[str, Any]) -> Any:
     """The stage of a plan on tensors without memory."""
-    design = "mla_var6_plus" if name == RING else name
-    cls: Any = plan_class(find_kernel(design, language="cute-dsl"))
+    cls: Any = plan_class(find_kernel(RING.get(name, name), language="cute-dsl"))
     plan = cls(**{**SMALL, **fields}).for_target("sm_90")
-    if name == RING:
+    if name in RING:
         return plan.plan_parts(*ring_operands(plan))
     return plan.plan(*plan.prepare_inputs("meta"))
 
@@ -253,9 +256,9 @@ def ring_operands(plan: Any) -> tuple[Any, Any, torch.Tensor]:
     from mla_var3.kernel.cute_python.mla.mix.plan import LatentTokens
 
     inputs = plan.prepare_inputs("meta")
-    q_nope, q_latent, q_rope, c_kv, k_rope, k_new, v_new, rope_new, w_uv, lengths = inputs
+    q_nope, q_latent, q_rope, c_kv, k_rope, keys, values, *scales, rope, w_uv, lengths = inputs
     latent = LatentTokens(q_latent, q_rope, c_kv, k_rope, lengths, seen_by_all=True)
-    tensors = q_nope, q_rope, k_new, v_new, rope_new, lengths
+    tensors = q_nope, q_rope, keys, values, rope, lengths, *scales
     return latent, DecompressedOperands(*tensors, starts=lengths.clone()), w_uv
 
 

@@ -20,11 +20,15 @@ pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl"
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.decompressed import scheduler as device
+from mla_var3.kernel.cute_python.mla.decompressed.fp8_few import COLUMN_CHOICES
 from mla_var3.kernel.cute_python.mla.decompressed.scheduler import Scheduler, WorkTile
 from mla_var3.kernel.cute_python.mla.decompressed.stage import DecompressedShape, DecompressedTiling
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK
 from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus.mla_var6_plus import (
     CuteMlaVar6Plus,
+)
+from mla_var3.kernel.cute_python.mla.mla_var6_plus.mla_var6_plus_v5.mla_var6_plus_v5 import (
+    CuteMlaVar6PlusV5,
 )
 from tests.unit.attention.emulated_stages import named_arguments
 
@@ -128,6 +132,23 @@ def test_a_row_sees_the_positions_of_its_ring(data):
         assert found[head, row] == wanted, (head, row)
 
 
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_the_first_block_shows_a_token_to_every_row_of_a_whole_ring(data):
+    """With few rows in 8 bits it sets their maxima, unless the ring lacks tokens."""
+    n = KV_BLOCK * data.draw(st.integers(1, 4))
+    queries = data.draw(st.integers(1, max(COLUMN_CHOICES)))
+    length = data.draw(st.one_of(st.integers(0, 3 * n), st.sampled_from([n - 1, n, n + 1])))
+    splits = data.draw(st.integers(1, 4))
+    scheduler = scheduler_of([length], [max(length - n, 0)], n, queries, True, splits=splits)
+    for tile in tiles_of(scheduler):
+        assert tile.dropped == 0
+        for row in range(queries):
+            slots = seen_slots(tile, row, -1, scheduler)
+            first = range(tile.first * KV_BLOCK, (tile.first + 1) * KV_BLOCK)
+            assert not slots or slots & set(first), (length, row)
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 4), st.integers(0, 1000), st.integers(1, 5))
 def test_slots_without_a_token_are_at_the_end_of_the_last_block(blocks, length, splits):
@@ -214,6 +235,22 @@ def test_the_older_tokens_are_shown_to_every_query():
     decompressed = kernels["decompressed_attention"]
     assert named_arguments(decompressed)["causal"] == 1
     assert decompressed.host_fn(DecompressedTiling()).ring
+
+
+def test_a_ring_in_8_bits():
+    plan = CuteMlaVar6PlusV5(b=2, s=2, t=300, h=4, n=128)
+    latent, window, w_uv = ring_operands(plan)
+    stage = plan.plan_parts(latent, window, w_uv)
+    [kernel] = [each for each in stage.kernels() if each.name == "decompressed_attention"]
+    host = kernel.host_fn(DecompressedTiling())
+    assert host.ring and host.fp8 and not host.alone
+    arguments = named_arguments(kernel)
+    assert arguments["scales"] is window.scales and arguments["starts"] is window.starts
+    with pytest.raises(InvalidArgumentError, match="scales: expected those of a window in 8 bits"):
+        plan.plan_parts(latent, replace(window, scales=None), w_uv)
+    odd = CuteMlaVar6PlusV5(b=2, s=2, t=300, h=4, n=100)
+    with pytest.raises(InvalidArgumentError, match="window: expected a multiple of 64 for a ring"):
+        odd.plan_parts(*ring_operands(odd))
 
 
 def test_a_ring_has_whole_kv_blocks():

@@ -15,7 +15,7 @@ from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.execute import execute
 from mla_var3.attention.request.task import AttentionTask
 
-WINDOW = ("k_new", "v_new", "window_start", "k_rope_new")
+WINDOW = ("k_new", "v_new", "window_start", "k_rope_new", "window_scales")
 """Arguments that a call may change."""
 
 
@@ -37,6 +37,7 @@ def mla_attention_op(
     k_rope_new: Tensor | None,
     k_rope_prefix: Tensor | None,
     scales: Tensor | None,
+    window_scales: Tensor | None,
     cu_seqlens_q: Tensor | None,
     tree: Tensor | None,
     total_lengths: Tensor | None,
@@ -53,7 +54,7 @@ def mla_attention_op(
     """`mla_attention` on checked operands: output and LSE."""
     cache = CacheView(
         latent, rope, lengths, block_table, k_new, v_new, window_start, k_prefix, v_prefix,
-        k_rope_new, k_rope_prefix, scales,
+        k_rope_new, k_rope_prefix, scales, window_scales,
     )  # fmt: skip
     task = AttentionTask(
         q=q_nope,
@@ -181,6 +182,7 @@ def traced(task: AttentionTask, kernel: str) -> tuple[Tensor, Tensor]:
             cache.k_rope_new,
             cache.k_rope_prefix,
             cache.scales,
+            cache.window_scales,
             *options,
         )
     output, lse = result

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mla_var3.attention.cache.copies import Window
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.op.compare import compare
 
@@ -97,9 +98,13 @@ def latent_oracle(
 
 
 def assert_close(
-    output: torch.Tensor, expected: torch.Tensor, lse: torch.Tensor, expected_lse: torch.Tensor
+    output: torch.Tensor,
+    expected: torch.Tensor,
+    lse: torch.Tensor,
+    expected_lse: torch.Tensor,
+    tolerance: float | None = None,
 ) -> None:
-    tolerance = TOLERANCE[output.dtype]
+    tolerance = TOLERANCE[output.dtype] if tolerance is None else tolerance
     figures = compare(output, expected.to(torch.float64))
     assert figures.nan_count == 0
     # Values have unit variance: an output near zero comes from sums that cancel, whose rounding
@@ -124,6 +129,7 @@ def filled_cache(
     cache_dtype: str | None = None,
     page_size: int | None = None,
     window: int = 0,
+    window_dtype: str | None = None,
     prefix: int = 0,
     steps: int = 2,
 ) -> tuple[LatentCache, list[torch.Tensor]]:
@@ -131,13 +137,11 @@ def filled_cache(
     h, d, k = model.sizes
     cache = LatentCache.allocate(
         len(lengths), t, k=k, p=p, dtype=cache_dtype or dtype, page_size=page_size, window=window,
-        prefix=prefix, heads=h, head_dim=d,
+        window_dtype=window_dtype, prefix=prefix, heads=h, head_dim=d,
     )  # fmt: skip
     cache.buffer.fill_(0xFF if cache_dtype else torch.nan)  # bytes of NaN in every dtype
     if cache.window is not None:
-        cache.window.k_new.fill_(torch.nan)
-        cache.window.v_new.fill_(torch.nan)
-        cache.window.k_rope_new.fill_(torch.nan)
+        poison_window(cache.window)
     shared = normal(generator, prefix, k + p, dtype=dtype)
     if prefix:
         cache.set_prefix(shared[:, :k], shared[:, k:], model.w_uk, model.w_uv)
@@ -161,6 +165,15 @@ def filled_cache(
         done = [at + count for at, count in zip(done, counts, strict=True)]
     assert cache.lengths.tolist() == [len(rows) for rows in tokens]
     return cache, tokens
+
+
+def poison_window(window: Window) -> None:
+    """NaN in all parts of a ring."""
+    for part in (window.k_new, window.v_new, window.scales, window.k_rope_new):
+        if part is not None and part.dtype.itemsize == 1:
+            part.view(torch.uint8).fill_(0xFF)
+        elif part is not None:
+            part.fill_(torch.nan)
 
 
 def random_parents(generator: torch.Generator, *shape: int) -> torch.Tensor:

@@ -10,9 +10,14 @@ from typing import Any
 
 import torch
 
+from mla_var3.attention.backends.plans import PlannedBackend, planned, service_of
+from mla_var3.attention.request.task import AttentionTask
 from mla_var3.kernel.cute_python.mla.decompressed.kernel import DecompressedArguments
 from mla_var3.kernel.cute_python.mla.latent.operands import LATENT_FIELDS
 from mla_var3.kernel.cute_python.mla.projections.outputs import DecompressCombineSm90
+from mla_var3.op.mla.window.packed import PackedWindow, unpack_window
+from mla_var3.op.mla.window.quantise import dequantise
+from mla_var3.runtime.paths import find_kernel
 
 ARGUMENTS = {
     "flash_mla": LATENT_FIELDS,
@@ -20,6 +25,33 @@ ARGUMENTS = {
     "decompress_combine": tuple(inspect.signature(DecompressCombineSm90.__call__).parameters)[1:-1],
 }
 """Names of the arguments of each kernel's host entry, in order."""
+
+
+def backend(kernel: str) -> PlannedBackend:
+    """The backend of a kernel of CuTe DSL that a plan drives."""
+    found = find_kernel(kernel, language="cute-dsl")
+    service = service_of(found)
+    assert service is not None
+    return PlannedBackend(found, service)
+
+
+def stage_of(kernel: str, task: AttentionTask) -> Any:
+    """The stage that such a kernel builds for a call on an H200."""
+    shape = task.shape()
+    assert backend(kernel).unsupported(shape) is None
+    found = find_kernel(kernel, language="cute-dsl")
+    service = service_of(found)
+    assert service is not None
+    plan = planned(found, shape, "NVIDIA H200")
+    return service.build(plan, shape, service.operands(task, shape, plan))
+
+
+def attend(kernel: str, task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE of a call by its emulated stage."""
+    stage = stage_of(kernel, task)
+    emulate(stage)
+    output, lse = stage.output_tensors[:2]
+    return output, lse
 
 
 def emulate(stage: Any) -> None:
@@ -84,11 +116,18 @@ def decompressed_attention(named: dict[str, Any], host: Any) -> tuple[torch.Tens
     if named["q_rope"] is not None:
         q = torch.cat([q, named["q_rope"].view(b, s, h, -1)], -1)
     n, outputs, sums = named["kept"], [], []
+    all_keys, all_values = named["keys"], named["values"]
+    assert host.fp8 is (named["scales"] is not None)
+    if host.fp8:
+        packed = PackedWindow(all_keys, all_values, named["scales"])
+        all_keys, all_values = (
+            dequantise(part, torch.float64) for part in unpack_window(packed, named["slots"])
+        )
     slots, rows = torch.arange(named["slots"]), torch.arange(s)[:, None]
     assert host.ring is (named["starts"] is not None)
     for request, length in enumerate(named["lengths"].tolist()):
         at = 0 if host.shared else request
-        keys, values = named["keys"][at], named["values"][at]
+        keys, values = all_keys[at], all_values[at]
         if named["k_rope"] is not None:
             keys = torch.cat([keys, named["k_rope"][at].expand(h, -1, -1)], -1)
         oldest, start, missing = max(length - n, 0), 0, False

@@ -66,6 +66,7 @@ def test_masked_put_writes_the_valid_rows_only(valid: list[int]) -> None:
         {"t": 500, "page_size": 128, "num_pages": 3, "window": 8, "prefix": 128},
         {"t": 101, "dtype": "fp8_per_token", "window": 8},
         {"t": 128, "page_size": 64, "dtype": "fp8"},
+        {"t": 200, "window": 128, "window_dtype": "fp8", "prefix": 30},
     ],
 )
 def test_sizes_are_those_of_the_tensors(options: dict[str, Any]) -> None:
@@ -77,6 +78,7 @@ def test_sizes_are_those_of_the_tensors(options: dict[str, Any]) -> None:
     if cache.window is not None:
         window = cache.window
         tensors += [window.start, window.k_new, window.v_new, window.k_rope_new]
+        tensors += [] if window.scales is None else [window.scales]
     if cache.prefix is not None:
         prefix = cache.prefix
         tensors += [prefix.k_prefix, prefix.v_prefix, prefix.k_rope_prefix]
@@ -119,6 +121,12 @@ def test_a_budget_is_used_and_kept(page_size: int | None, window: int) -> None:
         ({"dtype": "fp8_ds_mla"}, "k: expected a multiple of 128"),
         ({"scale": 2.0}, "scale: expected none unless dtype is 'fp8', got 2.0"),
         ({"dtype": "fp8", "scale": 0.0}, "scale: expected a positive finite number"),
+        ({"window": 64, "window_dtype": "fp4"}, "window_dtype: expected 'fp8' or None, got 'fp4'"),
+        ({"window_dtype": "fp8"}, "window: expected a positive multiple of 64 with window_dtype"),
+        (
+            {"window": 100, "window_dtype": "fp8"},
+            "window: expected a positive multiple of 64 with window_dtype='fp8', got 100",
+        ),
     ],
 )
 def test_wrong_sizes(options: dict[str, Any], message: str) -> None:

@@ -13,17 +13,15 @@ import torch
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
 import mla_var3
-from mla_var3.attention.backends.plans import PlannedBackend, planned, service_of
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.attention.request.validate import Options, full_task
 from mla_var3.errors import UnsupportedError
 from mla_var3.kernel.cute_python.mla.hopper.widths import HEAD_WIDTHS, HeadWidths
-from mla_var3.runtime.paths import find_kernel
 
 from .attention_support import Model, assert_close, filled_cache, make_model, normal, oracle
-from .emulated_stages import emulate
+from .emulated_stages import attend, backend, emulate, stage_of
 
 H200 = "NVIDIA H200"
 H, D, P, K = 2, 128, 64, 512
@@ -34,30 +32,6 @@ LANGUAGE = "cute-dsl"
 @pytest.fixture
 def model(generator: torch.Generator) -> Model:
     return make_model(generator, H, D, K, torch.bfloat16)
-
-
-def backend(kernel: str) -> PlannedBackend:
-    found = find_kernel(kernel, language=LANGUAGE)
-    service = service_of(found)
-    assert service is not None
-    return PlannedBackend(found, service)
-
-
-def stage_of(kernel: str, task: AttentionTask) -> Any:
-    shape = task.shape()
-    assert backend(kernel).unsupported(shape) is None
-    found = find_kernel(kernel, language=LANGUAGE)
-    service = service_of(found)
-    assert service is not None
-    plan = planned(found, shape, H200)
-    return service.build(plan, shape, service.operands(task, shape, plan))
-
-
-def attend(kernel: str, task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
-    stage = stage_of(kernel, task)
-    emulate(stage)
-    output, lse = stage.output_tensors[:2]
-    return output, lse
 
 
 def task_on(

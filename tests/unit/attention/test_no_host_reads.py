@@ -25,7 +25,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 def make_cache(**options: Any) -> LatentCache:
     return LatentCache.allocate(
-        B, 200, k=K, p=P, device="meta", window=16, heads=H, head_dim=D, **options
+        B, 200, k=K, p=P, device="meta", heads=H, head_dim=D, **{"window": 16, **options}
     )
 
 
@@ -37,6 +37,7 @@ def make_cache(**options: Any) -> LatentCache:
         {"page_size": 64, "prefix": 64},
         {"dtype": "fp8"},
         {"dtype": "fp8_per_token", "page_size": 64, "prefix": 64},
+        {"window": 128, "window_dtype": "fp8"},
     ],
 )
 def test_the_cache(options):
@@ -57,7 +58,13 @@ def test_the_cache(options):
 
 
 @pytest.mark.parametrize(
-    "paged", [{}, {"page_size": 64}, {"page_size": 64, "dtype": "fp8_per_token"}]
+    "paged",
+    [
+        {},
+        {"page_size": 64},
+        {"page_size": 64, "dtype": "fp8_per_token"},
+        {"window": 128, "window_dtype": "fp8"},
+    ],
 )
 @pytest.mark.parametrize(
     "options",

@@ -106,7 +106,7 @@ def test_the_operators_follow_their_schema(call):
     full = (
         q_nope, q_rope, view.latent, view.rope, view.lengths, model.w_uk, model.w_uv,
         view.block_table, view.k_new, view.v_new, view.window_start, None, None, view.k_rope_new,
-        None, None, None, None, None, True, 0.3, 3, None, 1, 0, False, None, "auto",
+        None, None, None, None, None, None, True, 0.3, 3, None, 1, 0, False, None, "auto",
     )  # fmt: skip
     latent = (
         torch.randn(2, 3, 2, 8), q_rope, view.latent, view.rope, view.lengths, view.block_table,
@@ -130,7 +130,8 @@ def test_the_window_that_a_call_completes_is_declared(generator):
     operands = (
         q_nope, q_rope, view.latent, view.rope, view.lengths, model.w_uk, model.w_uv,
         view.block_table, view.k_new, view.v_new, view.window_start, None, None, view.k_rope_new,
-        None, None, None, None, None, True, 0.3, None, None, 1, 0, False, None, "mla_var6_plus",
+        None, None, None, None, None, None, True, 0.3, None, None, 1, 0, False, None,
+        "mla_var6_plus",
     )  # fmt: skip
     torch.library.opcheck(mla_attention_op, operands)
     cache.window.start.copy_(before)

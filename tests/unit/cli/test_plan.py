@@ -93,6 +93,11 @@ def test_json_prints_nothing_else_and_writes_only_when_asked(
     )
     assert plan["chosen"]["n"] == expected.chosen.n and plan["layers"] == 61
     assert plan["form"]["name"] == "fp8" and plan["problem"]["dtype"] == "bfloat16"
+    same = [*argv[:-2], "--dtype=bfloat16", "--window_dtype=fp8", "--json"]
+    assert main(same) == 0
+    assert json.loads(capsys.readouterr().out) == plan
+    assert main([*same, "--window_dtype=fp4"]) == 2
+    assert "window_dtype: expected fp8, got 'fp4'" in capsys.readouterr().err
     assert main([*argv, f"--out_dir={tmp_path / 'kept'}"]) == 0
     assert json.loads(capsys.readouterr().out) == plan
     assert (tmp_path / "kept" / "plan.json").is_file()
@@ -128,6 +133,8 @@ def test_a_shared_prefix_is_planned_by_what_it_gains(capsys, tmp_path):
     assert grouped["copy_bytes"] == 2 * ways["decompressed"]["copy_bytes"]
     assert main([*argv, "--budget=2GiB", "--dtype=fp8"]) == 2
     assert "dtype: expected none of a window with --prefix, got fp8" in capsys.readouterr().err
+    assert main([*argv, "--budget=2GiB", "--window_dtype=fp8"]) == 2
+    assert "window_dtype: expected none of a window with" in capsys.readouterr().err
     assert main(["plan", "--for_device=B200", *sizes, "--budget=2GiB"]) == 0
     out = capsys.readouterr().out
     assert "no advice: no kernel was timed on NVIDIA B200" in out and "chosen" not in out

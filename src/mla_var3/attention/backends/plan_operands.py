@@ -7,6 +7,7 @@ decompressed tokens where the cache keeps them, dense or paged, and are built on
 
     flash_attention     a full copy in the cache, or one made by the call
     mla_var6_plus       the window of the newest tokens, the older ones latent
+    mla_var6_plus_v5    the same with a window in 8 bits
     mla_var6_plus_v6    the shared prefix, the others latent
 
 The window is a ring that is read in the order of its slots. Tokens that it lacks after a rollback
@@ -35,6 +36,7 @@ from mla_var3.op.mla.inputs import (
     decompress_newest,
     project_queries,
 )
+from mla_var3.op.mla.window.formats import FP8
 from mla_var3.runtime.stage import Stage
 
 Operands = tuple[torch.Tensor | None, ...]
@@ -84,6 +86,8 @@ class Service:
         runs_on_cpu: whether it takes CPU tensors.
         any_queries: whether it takes packed queries, trees and sliding windows.
         any_v: whether values may be wider or narrower than d.
+        window_dtype: form of the window that it reads, as in `CallShape`.
+        reads_window: whether it reads the window at all, if there is one.
     """
 
     operands: Callable[[AttentionTask, CallShape, Any], Operands]
@@ -95,6 +99,16 @@ class Service:
     runs_on_cpu: bool = True
     any_queries: bool = False
     any_v: bool = False
+    window_dtype: str | None = None
+    reads_window: bool = False
+
+    def refused(self, shape: CallShape) -> str | None:
+        """Why calls of a shape cannot be served: by the form of their window, or otherwise."""
+        if self.reads_window and shape.window and shape.window_dtype != self.window_dtype:
+            kinds = {None: "16 bits", FP8.name: "8 bits"}
+            held, read = kinds[shape.window_dtype], kinds[self.window_dtype]
+            return f"a window in {held}; it reads one in {read}"
+        return self.refusal(shape)
 
 
 def sizes_of(shape: CallShape) -> dict[str, Any]:
@@ -308,6 +322,7 @@ class MixOperands(NamedTuple):
     latent_rope: torch.Tensor | None = None
     block_table: torch.Tensor | None = None
     latent_lengths: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
 
     def stage(self, plan: Any, shape: CallShape, *, seen_by_all: bool, shared: bool) -> Stage:
         """The stage of a plan on these operands.
@@ -326,7 +341,7 @@ class MixOperands(NamedTuple):
         if shared:
             keys, values, rope = keys[None], values[None], rope[None]
         decompressed = DecompressedOperands(
-            self.q_nope, self.q_rope, keys, values, rope, self.lengths, starts=self.starts
+            self.q_nope, self.q_rope, keys, values, rope, self.lengths, self.scales, self.starts
         )
         tokens = None
         if self.q_latent is not None:
@@ -350,7 +365,7 @@ def _window_operands(task: AttentionTask, shape: CallShape, plan: Any) -> MixOpe
     lengths, starts = kernel_ready(cache.lengths), kernel_ready(cache.ring_start())
     operands = MixOperands(
         kernel_ready(task.q), kernel_ready(task.q_rope), cache.k_new, cache.v_new,
-        cache.ring_rope(), lengths, starts, kernel_ready(task.w_uv),
+        cache.ring_rope(), lengths, starts, kernel_ready(task.w_uv), scales=cache.window_scales,
     )  # fmt: skip
     if plan.n == plan.t:
         return operands
@@ -397,10 +412,8 @@ def _prefix_stage(plan: Any, shape: CallShape, operands: Operands) -> Stage:
     return MixOperands(*operands).stage(plan, shape, seen_by_all=False, shared=True)  # type: ignore[arg-type]
 
 
-def _cute_service(
-    operands: Any, refusal: Any, fields: Any, build: Any, *, any_v: bool = False
-) -> Service:
-    return Service(operands, refusal, fields, build, launch_kept, runs_on_cpu=False, any_v=any_v)
+def _cute_service(operands: Any, refusal: Any, fields: Any, build: Any, **more: Any) -> Service:
+    return Service(operands, refusal, fields, build, launch_kept, runs_on_cpu=False, **more)
 
 
 def _full_copy_fields(shape: CallShape) -> dict[str, Any]:
@@ -415,7 +428,9 @@ CUTILE_SERVICES: dict[str, Service] = {
     "flash_mla": _LATENT,
     "flash_mla_split_kv": _LATENT,
     "flash_attention": Service(_decompressed_operands, _dense_decompressed, sizes_of),
-    "mla_var6_plus": Service(_mixed_operands, _dense_decompressed, _mixed_fields),
+    "mla_var6_plus": Service(
+        _mixed_operands, _dense_decompressed, _mixed_fields, reads_window=True
+    ),
 }
 """By design: all versions of a design take the same operands."""
 
@@ -424,10 +439,18 @@ CUTE_SERVICES: dict[str, Service] = {
         _full_copy_operands, needs_q_nope, _full_copy_fields, plan_of_operands, any_v=True
     ),
     "mla_var6_plus": _cute_service(
-        _window_operands, _window_refusal, _window_fields, _window_stage
+        _window_operands, _window_refusal, _window_fields, _window_stage, reads_window=True
+    ),
+    "mla_var6_plus_v5": _cute_service(
+        _window_operands,
+        _window_refusal,
+        _window_fields,
+        _window_stage,
+        reads_window=True,
+        window_dtype=FP8.name,
     ),
     "mla_var6_plus_v6": _cute_service(
         _prefix_operands, _prefix_refusal, _prefix_fields, _prefix_stage
     ),
 }
-"""By version: each reads other parts of a cache. The 8-bit version has no cache to read from."""
+"""By version: each reads other parts of a cache."""

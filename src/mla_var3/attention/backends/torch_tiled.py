@@ -1,9 +1,9 @@
 """`torch_tiled`: the attention in PyTorch, tile by tile, with every option, on any device.
 
 An online softmax over tiles of KV tokens: products of the input dtype, accumulated in float32, as
-the kernels do it. Tiles of an 8-bit cache are dequantised to the dtype of the queries, one at a
-time. Every shape is known on the host and nothing is read back on a GPU, so a CUDA graph can
-capture a call. On the CPU it reads the lengths and skips unused tiles.
+the kernels do it. Tiles of an 8-bit cache or window are dequantised to the dtype of the queries,
+one at a time. Every shape is known on the host and nothing is read back on a GPU, so a CUDA graph
+can capture a call. On the CPU it reads the lengths and skips unused tiles.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.op.mla.inputs import project_queries, up_project
+from mla_var3.op.mla.window.packed import unpack_window
+from mla_var3.op.mla.window.quantise import dequantise
 
 TORCH_TILED = "torch_tiled"
 
@@ -130,7 +132,7 @@ def _attention(task: AttentionTask) -> tuple[torch.Tensor, torch.Tensor]:
     latent, lse = _attend_latent(q_latent, task, sees, extent, cache.window_start)
     partials = [(up_project(latent.to(dtype), task.w_uv), lse)]
     q_heads = torch.cat([task.q, task.q_rope], dim=-1).transpose(1, 2)  # [b, h, s, d+p]
-    for tiles in (_prefix_tiles(cache), _window_tiles(cache)):
+    for tiles in (_prefix_tiles(cache), _window_tiles(cache, dtype)):
         if tiles is not None:
             newest, newest_lse = _online(q_heads, tiles, sees, task.scale, task.width)
             partials.append((newest.transpose(1, 2), newest_lse.transpose(1, 2)))
@@ -209,17 +211,22 @@ def _latent_tiles(
         yield keys[:, None], keys[:, None, :, : latent.shape[-1]], positions
 
 
-def _window_tiles(cache: CacheView) -> Iterator[Tile] | None:
+def _window_tiles(cache: CacheView, dtype: torch.dtype) -> Iterator[Tile] | None:
     if cache.k_new is None or cache.v_new is None or cache.window_start is None:
         return None
-    return _ring_tiles(cache, cache.k_new, cache.v_new, cache.window_start)
+    return _ring_tiles(cache, cache.k_new, cache.v_new, cache.window_start, dtype)
 
 
 def _ring_tiles(
-    cache: CacheView, k_new: torch.Tensor, v_new: torch.Tensor, start: torch.Tensor
+    cache: CacheView,
+    k_new: torch.Tensor,
+    v_new: torch.Tensor,
+    start: torch.Tensor,
+    dtype: torch.dtype,
 ) -> Iterator[Tile]:
     """The ring, slot by slot; a slot's position is the newest that belongs into it."""
     b, h, n, _ = k_new.shape
+    packed = cache.packed_window
     newest = cache.lengths.long()[:, None] - 1  # [b, 1]
     start = start.long().clamp(min=cache.prefix)[:, None]
     step = _tile_size(b * h, None)
@@ -233,10 +240,13 @@ def _ring_tiles(
             rope = cache.rows(positions)[1]
         else:  # not rounded to 8 bits
             rope = cache.k_rope_new[:, first:last]
-        keys = torch.cat(
-            [k_new[:, :, first:last], rope[:, None].expand(-1, h, -1, -1)], dim=-1
-        ).masked_fill(unused, 0.0)
-        yield keys, v_new[:, :, first:last].masked_fill(unused, 0.0), positions
+        if packed is None:
+            k_tile, v_tile = k_new[:, :, first:last], v_new[:, :, first:last]
+        else:
+            rounded = unpack_window(packed.part(first, last), last - first)
+            k_tile, v_tile = (dequantise(rows, dtype) for rows in rounded)
+        keys = torch.cat([k_tile, rope[:, None].expand(-1, h, -1, -1)], dim=-1)
+        yield keys.masked_fill(unused, 0.0), v_tile.masked_fill(unused, 0.0), positions
 
 
 def _prefix_tiles(cache: CacheView) -> Iterator[Tile] | None:

@@ -1,6 +1,7 @@
 """Decompressed copies of part of a latent cache: a ring of the newest tokens, a shared prefix.
 
-The latent cache always holds every token, so a kernel that reads no copy loses only time.
+The latent cache always holds every token, so a kernel that reads no copy loses only time. A ring in
+8 bits is laid out as its kernel reads it (`op/mla/window/packed.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from mla_var3.attention.cache.tokens import masked_put
 from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.request.checks import Shape, require_tensor
 from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.mla.window.packed import PackedWindow, quantise_tokens
 from mla_var3.op.product import product
 
 
@@ -28,6 +30,8 @@ def decompress_rows(
 
 def copy_row(rows: torch.Tensor, source: torch.Tensor, targets: torch.Tensor) -> None:
     """Copy the row `source`, int64 `[1]`, to the rows where `targets`, bool `[b]`, is true."""
+    if rows.dtype.itemsize == 1:  # few operations of torch know e4m3
+        rows = rows.view(torch.uint8)
     places = torch.where(targets, torch.arange(targets.shape[0], device=targets.device), source)
     rows.index_copy_(0, places, rows[source].expand_as(rows))
 
@@ -41,10 +45,12 @@ class Window:
     than n until new tokens come or `refill` decompresses the missing ones again.
 
     Attributes:
-        k_new, v_new: `[b, h, n, d]` and `[b, h, n, v]`.
+        k_new, v_new: `[b, h, n, d]` and `[b, h, n, v]`; in 8 bits as in `PackedWindow`.
+        scales: those of a ring in 8 bits, see `PackedWindow`; None in 16.
         k_rope_new: `[b, n, p]`, the rope keys of the same tokens once more: a kernel that reads the
             slots in their order needs all parts of a token in the same slot.
         start: int32 `[b]`, the oldest position in the ring.
+        dtype: of the tokens that are written.
     """
 
     def __init__(
@@ -57,10 +63,17 @@ class Window:
         p: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        fp8: bool = False,
     ) -> None:
-        """Make an empty ring."""
-        self.k_new = torch.zeros((b, h, n, d), dtype=dtype, device=device)
-        self.v_new = torch.zeros((b, h, n, v), dtype=dtype, device=device)
+        """Make an empty ring; one in 8 bits has a multiple of 64 slots."""
+        self.scales: torch.Tensor | None = None
+        if fp8:
+            self.k_new, self.v_new, self.scales = PackedWindow.zeros(b, h, n, d, v, device)
+        else:
+            self.k_new = torch.zeros((b, h, n, d), dtype=dtype, device=device)
+            self.v_new = torch.zeros((b, h, n, v), dtype=dtype, device=device)
+        self.dtype = dtype
         self.k_rope_new = torch.zeros((b, n, p), dtype=dtype, device=device)
         self.start = torch.zeros((b,), dtype=torch.int32, device=device)
 
@@ -94,7 +107,7 @@ class Window:
                 "k_new and v_new, or w_uk and w_uv, for a cache with a window",
                 ", ".join(names) or "none of them",
             )
-        dtypes, device = [self.k_new.dtype], self.k_new.device
+        dtypes, device = [self.dtype], self.k_new.device
         first, second = (
             require_tensor(name, given[name], shape, dtypes, device)
             for name, shape in shapes.items()
@@ -123,8 +136,7 @@ class Window:
             valid: bool `[m]`, which of them to put.
         """
         places = (requests, positions % self.n)
-        masked_put(self.k_new.transpose(1, 2), places, keys, valid)
-        masked_put(self.v_new.transpose(1, 2), places, values, valid)
+        _put(self.k_new, self.v_new, self.scales, places, keys, values, valid)
         masked_put(self.k_rope_new, places, rope, valid)
 
     def grow(self, lengths: torch.Tensor) -> None:
@@ -133,8 +145,9 @@ class Window:
 
     def fork(self, request: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy the ring of one request, int64 `[1]`, to others, bool `[b]`."""
-        for part in (self.k_new, self.v_new, self.k_rope_new, self.start):
-            copy_row(part, request, targets)
+        for part in (self.k_new, self.v_new, self.scales, self.k_rope_new, self.start):
+            if part is not None:
+                copy_row(part, request, targets)
 
     def shrink(self, lengths: torch.Tensor) -> None:
         """After tokens at and beyond `lengths` were dropped."""
@@ -159,16 +172,44 @@ def fill_ring(
     start = torch.minimum(starts, view.lengths).long()
     positions = start[:, None] - 1 - torch.arange(most, device=start.device)
     valid = (positions >= oldest[:, None]).flatten()
-    latent, rope = (rows.flatten(0, 1) for rows in view.rows(positions, keys.dtype))
+    latent, rope = (rows.flatten(0, 1) for rows in view.rows(positions, w_uk.dtype))
     requests = torch.arange(start.shape[0], device=start.device)[:, None].expand_as(positions)
     places = (requests.flatten(), (positions % view.window).flatten())
     new_keys, new_values = decompress_rows(latent, w_uk, w_uv)
-    masked_put(keys.transpose(1, 2), places, new_keys, valid)
-    masked_put(values.transpose(1, 2), places, new_values, valid)
+    _put(keys, values, view.window_scales, places, new_keys, new_values, valid)
     if view.k_rope_new is not None:
         masked_put(view.k_rope_new, places, rope, valid)
     lowest = torch.maximum(start - most, oldest)
     starts.copy_(torch.minimum(starts.long(), lowest))
+
+
+def _put(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scales: torch.Tensor | None,
+    places: tuple[torch.Tensor, torch.Tensor],
+    new_keys: torch.Tensor,
+    new_values: torch.Tensor,
+    valid: torch.Tensor,
+) -> None:
+    """Write tokens into a ring; one in 8 bits, which has scales, rounds them.
+
+    Args:
+        keys: those of the ring.
+        values: likewise.
+        scales: likewise; None in 16 bits.
+        places: request and slot of each token, int64 `[m]`.
+        new_keys: `[m, h, d]`.
+        new_values: `[m, h, v]`.
+        valid: bool `[m]`, which of them to write.
+    """
+    if scales is None:
+        masked_put(keys.transpose(1, 2), places, new_keys, valid)
+        masked_put(values.transpose(1, 2), places, new_values, valid)
+        return
+    targets = PackedWindow(keys, values, scales).by_slot(*places)
+    for (target, index), rows in zip(targets, quantise_tokens(new_keys, new_values), strict=True):
+        masked_put(target, index, rows, valid)
 
 
 class Prefix:

@@ -34,6 +34,7 @@ from mla_var3.attention.request.checks import (
 )
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.op.mla.problem import MOST
+from mla_var3.op.mla.window.formats import FP8
 
 Counts = torch.Tensor | Sequence[int]
 
@@ -69,7 +70,10 @@ class LatentCache:
         self.lengths = torch.zeros((b,), dtype=torch.int32, device=device)
         self.refused = torch.zeros((b,), dtype=torch.int32, device=device)
         head = (shape.head_dim, shape.value_dim, shape.p, storage.dtype, device)
-        self.window = Window(b, shape.heads, shape.window, *head) if shape.window else None
+        self.window: Window | None = None
+        if shape.window:
+            fp8 = shape.window_form is FP8
+            self.window = Window(b, shape.heads, shape.window, *head, fp8=fp8)
         self.prefix = Prefix(shape.heads, shape.prefix, *head) if shape.prefix else None
         self._prefix_filled = self.prefix is None
         self._ring_truncated = False
@@ -91,6 +95,7 @@ class LatentCache:
         page_size: int | None = None,
         num_pages: int | None = None,
         window: int = 0,
+        window_dtype: str | None = None,
         prefix: int = 0,
         heads: int | None = None,
         head_dim: int = 128,
@@ -114,6 +119,8 @@ class LatentCache:
             page_size: tokens per page, a multiple of 64; None for a dense cache.
             num_pages: pages of all requests; by default enough for every request to be full.
             window: newest tokens of each request to keep decompressed as well.
+            window_dtype: "fp8" keeps them in e4m3 with a scale per token and head, about half the
+                bytes; `window` is then a multiple of 64. None for the dtype of the tokens.
             prefix: tokens at the start that all requests share, kept decompressed once; filled by
                 `set_prefix`. Whole pages in a paged cache.
             heads: heads of the decompressed parts.
@@ -124,7 +131,7 @@ class LatentCache:
         stored = stored_as(dtype, scale)
         shape = cache_shape(
             b, t, k=k, p=p, dtype=stored, page_size=page_size, num_pages=num_pages, window=window,
-            prefix=prefix, heads=heads, head_dim=head_dim,
+            window_dtype=window_dtype, prefix=prefix, heads=heads, head_dim=head_dim,
             value_dim=head_dim if value_dim is None else value_dim, budget_bytes=budget_bytes,
         )  # fmt: skip
         return cls(shape, Storage(shape, stored, require_device(device), scale))
@@ -171,6 +178,7 @@ class LatentCache:
             k_rope_new=None if window is None else window.k_rope_new,
             k_rope_prefix=None if prefix is None else prefix.k_rope_prefix,
             scales=parts.scales,
+            window_scales=None if window is None else window.scales,
         )
         whole = window is not None and prefix is None and not self._ring_truncated
         return view.with_whole_ring() if whole else view

@@ -9,6 +9,7 @@ import torch
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.mla.cache_formats import CacheFormat
 from mla_var3.op.mla.problem import MOST_REQUESTS, require_int, require_size
+from mla_var3.op.mla.window.formats import FP8, PLAIN, WindowForm
 
 PAGE_STEP = 64
 """Page sizes are multiples of this: the kernels read whole tiles of 64 tokens from a page, and from
@@ -70,6 +71,7 @@ class CacheShape:
         prefix: tokens of the shared prefix.
         heads, head_dim: of the decompressed parts.
         value_dim: width of their values.
+        window_form: how the ring is stored.
     """
 
     b: int
@@ -85,11 +87,11 @@ class CacheShape:
     heads: int
     head_dim: int
     value_dim: int
+    window_form: WindowForm = PLAIN
 
     def sizes(self) -> CacheSizes:
         """What a cache of this shape takes."""
-        width = self.head_dim + self.value_dim
-        decompressed = (self.heads * width + self.p) * self.element_size
+        token = (self.heads, self.head_dim, self.value_dim, self.p, self.element_size)
         if self.page_size is None:
             rows, index = self.b * self.t, 0
             tokens = rows - self.prefix * max(self.b - 1, 0)
@@ -99,8 +101,8 @@ class CacheShape:
         index += 2 * self.b + (self.b if self.window else 0)
         return CacheSizes(
             latent_bytes=rows * self.row_bytes,
-            window_bytes=self.b * self.window * decompressed,
-            prefix_bytes=self.prefix * decompressed,
+            window_bytes=self.b * self.window * self.window_form.row_bytes(*token),
+            prefix_bytes=self.prefix * PLAIN.row_bytes(*token),
             index_bytes=index * _INT32,
             tokens=tokens,
             tokens_per_request=self.t,
@@ -155,6 +157,7 @@ def cache_shape(
     page_size: int | None,
     num_pages: int | None,
     window: int,
+    window_dtype: str | None,
     prefix: int,
     heads: int | None,
     head_dim: int,
@@ -185,13 +188,25 @@ def cache_shape(
             t = -(-t // _ROWS_STEP) * _ROWS_STEP
     else:
         row_bytes, element_size = (k + p) * dtype.itemsize, dtype.itemsize
-    width = (heads or 0, head_dim, value_dim)
+    width = (heads or 0, head_dim, value_dim, _window_form(window, window_dtype))
     shape = CacheShape(b, t or 0, k, p, row_bytes, element_size, None, 0, window, prefix, *width)
     if page_size is not None:
         return _paged_shape(shape, page_size, num_pages, budget_bytes)
     if num_pages is not None:
         raise InvalidArgumentError("num_pages", "none without page_size", num_pages)
     return _dense_shape(shape, t, budget_bytes)
+
+
+def _window_form(window: int, window_dtype: str | None) -> WindowForm:
+    if window_dtype is None:
+        return PLAIN
+    if window_dtype != FP8.name:
+        raise InvalidArgumentError("window_dtype", f"{FP8.name!r} or None", repr(window_dtype))
+    if not window or window % PAGE_STEP:
+        raise InvalidArgumentError(
+            "window", f"a positive multiple of {PAGE_STEP} with window_dtype={FP8.name!r}", window
+        )
+    return FP8
 
 
 def _dense_shape(shape: CacheShape, t: int | None, budget_bytes: int | None) -> CacheShape:

@@ -23,6 +23,7 @@ from mla_var3.op.mla.cache_formats import (
     dequantise,
     format_of,
 )
+from mla_var3.op.mla.window.packed import PackedWindow
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class CacheView:
         lengths: int32 `[b]`, tokens of each request.
         block_table: int32 `[b, max_pages]`; None for a dense cache.
         k_new, v_new: ring of the newest tokens, `[b, h, n, d]` and `[b, h, n, v]`, position x in
-            slot x % n.
+            slot x % n; in 8 bits as in `PackedWindow`.
         window_start: int32 `[b]`, the oldest position in the ring.
         k_prefix, v_prefix: shared first tokens, `[h, m, d]` and `[h, m, v]`.
         k_rope_new: `[b, n, p]`, the rope keys of the ring in its order, for kernels that read its
@@ -43,6 +44,7 @@ class CacheView:
         k_rope_prefix: `[m, p]`, those of the shared first tokens, likewise.
         scales: of an 8-bit cache, whose `latent` is e4m3: float32 `[b, t, g]` or
             `[num_pages, page, g]`, each for k / g columns, or `[1]` for the whole cache.
+        window_scales: of a ring in 8 bits, float32 `[b, h, n, 2]`, see `PackedWindow`.
         ring_whole: Whether the ring is known to hold the newest tokens of every request, as many as
             it has slots for. Otherwise a kernel that needs them decompresses what is missing. No
             field: the fields are the tensors.
@@ -62,6 +64,7 @@ class CacheView:
     k_rope_new: torch.Tensor | None = None
     k_rope_prefix: torch.Tensor | None = None
     scales: torch.Tensor | None = None
+    window_scales: torch.Tensor | None = None
 
     def with_whole_ring(self) -> CacheView:
         """The same view, with a ring that is known to be whole."""
@@ -97,6 +100,13 @@ class CacheView:
     def window(self) -> int:
         """Slots of the ring; 0 without one."""
         return 0 if self.k_new is None else self.k_new.shape[2]
+
+    @property
+    def packed_window(self) -> PackedWindow | None:
+        """The ring in 8 bits; None without one."""
+        if self.k_new is None or self.v_new is None or self.window_scales is None:
+            return None
+        return PackedWindow(self.k_new, self.v_new, self.window_scales)
 
     @property
     def prefix(self) -> int:
@@ -180,15 +190,19 @@ class CacheView:
         if self.k_new is None or self.window >= self.capacity:
             return replace(self, lengths=lengths)
         return replace(
-            self, lengths=lengths, k_new=None, v_new=None, window_start=None, k_rope_new=None
-        )
+            self, lengths=lengths, k_new=None, v_new=None, window_start=None, k_rope_new=None,
+            window_scales=None,
+        )  # fmt: skip
 
     def full_copy(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Keys and values of all tokens, slot x at position x; None where the cache lacks some.
 
-        A ring as long as the cache never turns. Of a shared prefix it has nothing.
+        A ring as long as the cache never turns. Of a shared prefix it has nothing. One in 8 bits is
+        no copy.
         """
-        if self.k_new is None or self.v_new is None or self.prefix or self.window != self.capacity:
+        if self.k_new is None or self.v_new is None or self.window_scales is not None:
+            return None
+        if self.prefix or self.window != self.capacity:
             return None
         return self.k_new, self.v_new
 

@@ -19,6 +19,7 @@ from mla_var3.op.mla.problem import (
     require_size,
     require_sizes,
 )
+from mla_var3.op.mla.window.formats import FP8
 
 _FLAGS = ("causal", "ragged", "tree", "partial", "batch_invariant", "latent_only", "aligned")
 CALL_DTYPES = (*DTYPES, "float32")
@@ -40,6 +41,7 @@ class CallShape:
         groups: groups, each with first tokens of its own.
         prefix_copies: decompressed tokens of each group's prefix, the most of any.
         cache_dtype: format of an 8-bit cache, such as "fp8_per_token"; None for one in `dtype`.
+        window_dtype: "fp8" for a ring in 8 bits; None for one in `dtype`.
         ragged: whether requests have different numbers of queries.
         tree: whether the newest tokens form a tree.
         partial: whether the cache holds a part of each request only.
@@ -75,6 +77,7 @@ class CallShape:
     prefix_copies: int = 0
     cache_dtype: str | None = None
     sliding_window: int | None = None
+    window_dtype: str | None = None
 
     def __post_init__(self) -> None:
         """Check every field; an error names it, what was expected and what came."""
@@ -95,6 +98,12 @@ class CallShape:
             raise InvalidArgumentError("dtype", " or ".join(CALL_DTYPES), repr(self.dtype))
         if self.cache_dtype is not None:
             cache_format(self.cache_dtype).require_widths(self.k, self.p)
+        if self.window_dtype is not None:
+            if self.window_dtype != FP8.name:
+                expected = f"{FP8.name!r} or None"
+                raise InvalidArgumentError("window_dtype", expected, repr(self.window_dtype))
+            if not self.window:
+                raise InvalidArgumentError("window_dtype", "none without a window", FP8.name)
 
     def refused_cache(self, formats: Sequence[str] = ()) -> str | None:
         """Why a kernel refuses the cache of the call; None if it reads it.
@@ -125,7 +134,7 @@ class CallShape:
         """The call as the model of time sees it."""
         return Workload(
             self.problem(), self.window, self.prefix or self.prefix_copies, self.latent_only, None,
-            self.shared, self.groups, self.cache_dtype, self._token_bytes(),
+            self.shared, self.groups, self.cache_dtype, self._token_bytes(), self.window_dtype,
         )  # fmt: skip
 
     def _token_bytes(self) -> int | None:

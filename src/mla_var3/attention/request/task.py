@@ -11,6 +11,7 @@ from mla_var3.attention.prefix.groups import DecompressedPrefixes, about_tokens
 from mla_var3.attention.prefix.layout import Prefix, groups_in, is_pageable
 from mla_var3.attention.request.masks import Visibility
 from mla_var3.attention.request.shape import CallShape
+from mla_var3.op.mla.window.formats import FP8
 from mla_var3.runtime.tensors import ALIGNMENT_BYTES
 
 
@@ -131,6 +132,7 @@ class AttentionTask:
             groups=shared[1],
             prefix_copies=self._prefix_copies(),
             cache_dtype=None if cache.format is None else cache.format.name,
+            window_dtype=None if cache.window_scales is None else FP8.name,
         )
 
     def _prefix_copies(self) -> int:

@@ -22,6 +22,7 @@ from mla_var3.attention.request.masks import checked_tree
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.mla.problem import require_scale
+from mla_var3.op.mla.window.packed import SLOT_MULTIPLE, TOKEN_GROUP
 from mla_var3.op.mla.window.quantise import E4M3
 
 Cache = LatentCache | CacheView | tuple[torch.Tensor, torch.Tensor]
@@ -162,15 +163,25 @@ def _require_decompressed(
     for suffix, label, leading in (("new", "n", rows), ("prefix", "m", [])):
         keys, values, rope = (getattr(view, f"{part}_{suffix}") for part in ("k", "v", "k_rope"))
         start = view.window_start if suffix == "new" else None
+        scales = view.window_scales if suffix == "new" else None
         if keys is None:
-            if any(part is not None for part in (values, rope, start)):
+            if any(part is not None for part in (values, rope, start, scales)):
                 raise InvalidArgumentError(f"cache.k_{suffix}", "one beside its other parts", None)
             continue
+        stored = dtypes if scales is None else [E4M3]
         shape = [*leading, h, (label, None), d]
-        require_tensor(f"cache.k_{suffix}", keys, shape, dtypes, device)
+        require_tensor(f"cache.k_{suffix}", keys, shape, stored, device)
         length = (label, keys.shape[-2])
         shape = [*leading, h, length, v]
-        require_tensor(f"cache.v_{suffix}", values, shape, dtypes, device)
+        if scales is not None:
+            if keys.shape[-2] % SLOT_MULTIPLE:
+                expected = f"slots in multiples of {SLOT_MULTIPLE}"
+                raise InvalidArgumentError("cache.k_new", expected, keys.shape[-2])
+            pairs = [*leading, h, length, ("of key and value", 2)]
+            require_tensor("cache.window_scales", scales, pairs, [torch.float32], device)
+            groups = ("n/16", keys.shape[-2] // TOKEN_GROUP)
+            shape = [*leading, h, groups, v, ("tokens", TOKEN_GROUP)]
+        require_tensor(f"cache.v_{suffix}", values, shape, stored, device)
         if rope is not None:
             shape = [*leading, length, p]
             require_tensor(f"cache.k_rope_{suffix}", rope, shape, dtypes, device)

@@ -48,6 +48,8 @@ def add_arguments(parser: Parser) -> None:
     add_option(parser, "page_size", "N", text, type=ValueType(int, optional=True))
     text = "newest tokens, up to itself, that a query sees (default: none, all tokens)"
     add_option(parser, "sliding_window", "N", text, type=ValueType(int, optional=True))
+    text = "fp8, a window in 8 bits (default: none, as --dtype)"
+    add_option(parser, "window_dtype", "NAME", text, type=ValueType(str, optional=True))
     for name, (text, default) in _COUNTS.items():
         add_option(parser, name, "N", text, type=ValueType(int), default=default)
     for name, text in _FLAGS.items():
@@ -82,7 +84,8 @@ def choose_command(parser: Parser, argv: Sequence[str]) -> int:
 def _print(explanation: Explanation) -> None:
     shape = explanation.shape
     cache = "" if shape.cache_dtype is None else f", {shape.cache_dtype} cache"
-    title = f"{sizes_text(shape)} {shape.dtype}{cache} on {explanation.device}"
+    window = "" if shape.window_dtype is None else f", {shape.window_dtype} window"
+    title = f"{sizes_text(shape)} {shape.dtype}{cache}{window} on {explanation.device}"
     able = [candidate for candidate in explanation.candidates if candidate.estimate is not None]
     if not all(candidate.fitted for candidate in able):
         title += f", {IDEAL}"

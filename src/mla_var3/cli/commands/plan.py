@@ -95,6 +95,8 @@ def add_arguments(parser: Parser) -> None:
         "token and head, all else bfloat16)"
     )
     add_option(parser, "dtype", "NAME", text, default="bfloat16")
+    text = "fp8: the window in 8 bits, all else as --dtype (default: none, as --dtype)"
+    add_option(parser, "window_dtype", "NAME", text, type=ValueType(str, optional=True))
     add_lengths(parser)
     text = "plan for first tokens that requests share, not for a window"
     add_option(parser, "prefix", "N", text, type=number)
@@ -120,7 +122,12 @@ def plan_command(parser: Parser, argv: Sequence[str]) -> int:
         spec = planning_device() if device is None else device_spec(device)
     problem, form = _problem(values)
     if values["prefix"] is not None:
-        for name, used in (("dtype", form is FP8), ("parameters", values["parameters"])):
+        given = {
+            "dtype": values["dtype"] == FP8.name,
+            "window_dtype": form is FP8,
+            "parameters": values["parameters"],
+        }
+        for name, used in given.items():
             if used:
                 raise InvalidArgumentError(name, "none of a window with --prefix", values[name])
         shared = SharedPrefixProblem(problem, values["prefix"], values["groups"])
@@ -258,13 +265,16 @@ def _kind(plan: WindowPlan) -> str:
 
 
 def _problem(values: dict[str, Any]) -> tuple[MlaProblem, WindowForm]:
-    dtype, form = values["dtype"], FP8 if values["dtype"] == FP8.name else PLAIN
+    dtype, window_dtype = values["dtype"], values["window_dtype"]
     if dtype not in _WINDOW_DTYPES:
         raise InvalidArgumentError("dtype", " or ".join(_WINDOW_DTYPES), repr(dtype))
+    if window_dtype not in (None, FP8.name):
+        raise InvalidArgumentError("window_dtype", FP8.name, repr(window_dtype))
+    form = FP8 if FP8.name in (dtype, window_dtype) else PLAIN
     read_problem(values)
     problem = MlaProblem(
         **{name: values[name] for name in SIZE_NAMES if name in values},
-        dtype=DTYPES[0] if form is FP8 else dtype,
+        dtype=DTYPES[0] if dtype == FP8.name else dtype,
         lengths=read_lengths(values["lengths"], values["b"], values["t"]),
     )
     return problem, form

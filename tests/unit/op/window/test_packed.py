@@ -79,7 +79,7 @@ def test_wrong_operands_of_packing_are_named(generator):
     with pytest.raises(InvalidArgumentError, match=r"k: expected \[b, h, n, d\]"):
         pack_window(flat, flat)
     short = QuantisedRows(v.values[:, :, :9], v.scales[:, :, :9])
-    with pytest.raises(InvalidArgumentError, match=r"v: expected \[2, 3, 10, 32\]"):
+    with pytest.raises(InvalidArgumentError, match=r"v: expected \[2, 3, 10, v\]"):
         pack_window(k, short)
     others = QuantisedRows(v.values, v.scales * 1.5)
     with pytest.raises(InvalidArgumentError, match="v: expected scales that are powers of two"):

@@ -138,6 +138,7 @@ def _flash_attention(work: Workload, target: Target) -> Estimate:
     problem, cost = work.problem, flash_attention_cost(work.problem)
     time_us = attention_us(cost, _head_tiles(problem), target, problem.dtype)
     has_copy = work.window is None or (work.window >= problem.t and not work.prefix)
+    has_copy = has_copy and work.window_dtype is None
     around = {} if has_copy else {"decompression": _decompression_us(problem, problem.t, target)}
     return _estimate(target, problem, time_us, [cost], around, heads=cost)
 
@@ -147,7 +148,7 @@ def _mix(work: Workload, target: Target, form: WindowForm = PLAIN) -> Estimate:
     model = fitted_mix(target, work.problem.dtype, form)
     n, around = _window(work, target, model)
     if model is None:
-        return _mix_by_rates(work.problem, n, target, around)
+        return _mix_by_rates(work.problem, n, form, target, around)
     return _mix_by_model(work.problem, n, model, target, around)
 
 
@@ -200,17 +201,21 @@ def _mix_by_model(
 
 
 def _mix_by_rates(
-    problem: MlaProblem, n: int, target: Target, around: dict[str, float]
+    problem: MlaProblem, n: int, form: WindowForm, target: Target, around: dict[str, float]
 ) -> Estimate:
     """The mix of cuTile, or anywhere at the vendor's peaks."""
+    parts = mix_work(problem, n, form)
     if target.rates is None and n >= max(problem.kv_lengths):
         # A lower bound: some kernels then leave out projections and merge, others do not.
-        return replace(_flash_attention(Workload(problem), target), around=around, choice={"n": n})
+        time_us = attention_us(parts.heads, _head_tiles(problem), target, problem.dtype)
+        return _estimate(
+            target, problem, time_us, [parts.heads], around, heads=parts.heads, choice={"n": n}
+        )
     query_us = _part_us(target, QUERY_PROJECTION, query_projection_cost(problem), problem.dtype)
     tiles = _latent_tiles(problem) if n < problem.t else 0
     tiles += _head_tiles(problem) if n else 0
-    attention = attention_block_specialized_cost(problem, n)
-    combine, parts = decompress_combine_cost(problem), mix_work(problem, n)
+    attention = attention_block_specialized_cost(problem, n, form)
+    combine = decompress_combine_cost(problem)
     merge_us = combine.time_us(*target.rates_for(problem.dtype)) + (MIX_US if target.rates else 0.0)
     found = _estimate(
         target,

@@ -46,6 +46,7 @@ class Workload:
         n: Decompressed tokens that a mix reads; None where the window or the model decides.
         cache_dtype: Format of an 8-bit latent cache; None for one in the problem's dtype.
         token_bytes: Bytes of a token of such a cache.
+        window_dtype: "fp8" for a window in 8 bits; None for one in the problem's dtype.
     """
 
     problem: MlaProblem
@@ -57,6 +58,7 @@ class Workload:
     groups: int = 1
     cache_dtype: str | None = None
     token_bytes: int | None = None
+    window_dtype: str | None = None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The forms in which decompressed keys and values are kept, and the bytes each takes."""
+"""How decompressed keys and values are stored, and the bytes each form takes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class WindowForm:
         name: "plain" or "fp8".
         element_bytes: Bytes of one element of a key or value; None: as the problem's dtype.
         scale_bytes: Bytes of the scale that each key and each value has per head; 0 for none.
-        effort: What an operation on it takes of a kernel's time, that on the problem's dtype being
-            1: scaling and rounding are no operations of the count.
+        effort: Kernel time per counted operation, relative to the problem's dtype: scaling and
+            rounding take time but are not counted.
         description: The form in words.
     """
 
@@ -31,9 +31,12 @@ class WindowForm:
 
     def token_bytes(self, problem: MlaProblem) -> int:
         """Bytes of the keys and values of all heads and of the rope part of one token."""
-        element = problem.element_size if self.element_bytes is None else self.element_bytes
-        head = (problem.d + problem.v) * element + 2 * self.scale_bytes
-        return problem.h * head + problem.p * problem.element_size
+        return self.row_bytes(problem.h, problem.d, problem.v, problem.p, problem.element_size)
+
+    def row_bytes(self, h: int, d: int, v: int, p: int, element_size: int) -> int:
+        """The same by the sizes of a token; the rope part has elements of `element_size`."""
+        element = element_size if self.element_bytes is None else self.element_bytes
+        return h * ((d + v) * element + 2 * self.scale_bytes) + p * element_size
 
 
 PLAIN = WindowForm("plain", None, 0, 1.0, "in the dtype of the problem")

@@ -18,12 +18,15 @@ import torch
 from torch.nn import functional
 
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.op.mla.window.quantise import E4M3, QuantisedRows
+from mla_var3.op.mla.window.quantise import E4M3, QuantisedRows, quantise
 
 SLOT_MULTIPLE = 64
 TOKEN_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 """Which token of a group of 16 is at each position."""
 TOKEN_GROUP = len(TOKEN_ORDER)
+# Token 8 x + 2 y + z of a group is at position 4 y + 2 x + z.
+_BY_POSITION = (4, 2, 2)  # y, x, z
+_BY_TOKEN = (2, 4, 2)  # x, y, z
 _NAN_BYTE = 0x7F
 """NaN in e4m3."""
 
@@ -33,7 +36,7 @@ class PackedWindow(NamedTuple):
 
     Attributes:
         keys: float8_e4m3fn, `[b, h, slots, d]`.
-        values: float8_e4m3fn, `[b, h, slots / 16, d, 16]`, the last in `TOKEN_ORDER`.
+        values: float8_e4m3fn, `[b, h, slots / 16, v, 16]`, the last in `TOKEN_ORDER`.
         scales: float32, `[b, h, slots, 2]`: the key's, and the binary logarithm of the value's, a
             whole number.
     """
@@ -42,10 +45,65 @@ class PackedWindow(NamedTuple):
     values: torch.Tensor
     scales: torch.Tensor
 
+    @classmethod
+    def zeros(
+        cls, b: int, h: int, slots: int, d: int, v: int, device: torch.device
+    ) -> PackedWindow:
+        """A window of zeros; slots are a multiple of 64."""
+        return cls(
+            torch.zeros((b, h, slots, d), dtype=E4M3, device=device),
+            torch.zeros((b, h, slots // TOKEN_GROUP, v, TOKEN_GROUP), dtype=E4M3, device=device),
+            torch.zeros((b, h, slots, 2), dtype=torch.float32, device=device),
+        )
+
+    def part(self, first: int, last: int) -> PackedWindow:
+        """The slots `first..last-1`, both multiples of 64."""
+        groups = slice(first // TOKEN_GROUP, last // TOKEN_GROUP)
+        return PackedWindow(
+            self.keys[:, :, first:last], self.values[:, :, groups], self.scales[:, :, first:last]
+        )
+
+    def by_slot(
+        self, requests: torch.Tensor, slots: torch.Tensor
+    ) -> list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]]:
+        """Views of keys, values and scales, each with the indices of some slots.
+
+        Args:
+            requests: int64 `[m]`.
+            slots: int64 `[m]`.
+
+        Returns:
+            Views that give `[m, h, d]`, `[m, h, v]` (both as bytes) and `[m, h, 2]` at the indices.
+        """
+        values = self.values.view(torch.uint8).unflatten(-1, _BY_POSITION)  # b h g v y x z
+        place = (slots // TOKEN_GROUP, slots // 8 % 2, slots // 2 % 4, slots % 2)
+        return [
+            (self.keys.view(torch.uint8).transpose(1, 2), (requests, slots)),
+            (values.permute(0, 2, 5, 4, 6, 1, 3), (requests, *place)),
+            (self.scales.transpose(1, 2), (requests, slots)),
+        ]
+
 
 def padded_slots(n: int) -> int:
     """Slots that a window of `n` tokens has when it is packed."""
     return -(-n // SLOT_MULTIPLE) * SLOT_MULTIPLE
+
+
+def quantise_tokens(
+    keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens in 8 bits as `PackedWindow.by_slot` takes them; nothing is read back.
+
+    Args:
+        keys: `[m, h, d]`.
+        values: `[m, h, v]`.
+
+    Returns:
+        Bytes of the keys and of the values, and their scales `[m, h, 2]`.
+    """
+    k, v = quantise(keys), quantise(values, powers_of_two=True)
+    scales = torch.stack([k.scales, _exponents(v.scales)], dim=-1)
+    return k.values.view(torch.uint8), v.values.view(torch.uint8), scales
 
 
 def pack_window(k: QuantisedRows, v: QuantisedRows) -> PackedWindow:
@@ -53,23 +111,25 @@ def pack_window(k: QuantisedRows, v: QuantisedRows) -> PackedWindow:
 
     Args:
         k: Keys, `[b, h, n, d]` with scales `[b, h, n]`.
-        v: Values, likewise; their scales are powers of two.
+        v: Values, `[b, h, n, v]`, likewise; their scales are powers of two.
     """
     if k.values.dim() != 4:
         raise InvalidArgumentError("k", "[b, h, n, d]", list(k.values.shape))
-    if v.values.shape != k.values.shape:
-        raise InvalidArgumentError("v", list(k.values.shape), list(v.values.shape))
-    exponents = _exponents(v.scales)
-    b, h, n, d = k.values.shape
+    if v.values.dim() != 4 or v.values.shape[:3] != k.values.shape[:3]:
+        b, h, n = k.values.shape[:3]
+        raise InvalidArgumentError("v", f"[{b}, {h}, {n}, v]", list(v.values.shape))
+    odd = ~v.scales.isnan() & (torch.frexp(v.scales).mantissa != 0.5)
+    if not odd.is_meta and bool(odd.any()):
+        expected = "scales that are powers of two, as quantise(..., powers_of_two=True) makes them"
+        raise InvalidArgumentError("v", expected, "others")
+    n = k.values.shape[2]
     slots = padded_slots(n)
-    grouped = _pad_bytes(v.values, slots).view(b, h, slots // TOKEN_GROUP, TOKEN_GROUP, d)
-    order = torch.tensor(TOKEN_ORDER, device=grouped.device)
+    grouped = _pad_bytes(v.values, slots).unflatten(2, (-1, *_BY_TOKEN))  # b h g x y z v
+    scales = torch.stack([k.scales, _exponents(v.scales)], dim=-1)
     return PackedWindow(
         keys=_pad_bytes(k.values, slots).view(E4M3),
-        values=grouped.index_select(3, order).transpose(3, 4).contiguous().view(E4M3),
-        scales=functional.pad(
-            torch.stack([k.scales, exponents], dim=-1), (0, 0, 0, slots - n), value=torch.nan
-        ),
+        values=grouped.permute(0, 1, 2, 6, 4, 3, 5).flatten(4).contiguous().view(E4M3),
+        scales=functional.pad(scales, (0, 0, 0, slots - n), value=torch.nan),
     )
 
 
@@ -81,37 +141,30 @@ def unpack_window(packed: PackedWindow, n: int) -> tuple[QuantisedRows, Quantise
         n: Tokens of the window, without the padding.
     """
     keys, values, scales = packed
-    b, h, slots, d = keys.shape
+    b, h, slots, _ = keys.shape
     if slots % SLOT_MULTIPLE:
         raise InvalidArgumentError("keys", f"slots in multiples of {SLOT_MULTIPLE}", slots)
-    groups = slots // TOKEN_GROUP
+    width = values.shape[3] if values.dim() == 5 else keys.shape[3]
     for name, tensor, shape in (
-        ("values", values, (b, h, groups, d, TOKEN_GROUP)),
+        ("values", values, (b, h, slots // TOKEN_GROUP, width, TOKEN_GROUP)),
         ("scales", scales, (b, h, slots, 2)),
     ):
         if tuple(tensor.shape) != shape:
             raise InvalidArgumentError(name, list(shape), list(tensor.shape))
     if not 0 <= n <= slots:
         raise InvalidArgumentError("n", f"an integer from 0 to {slots}", n)
-    places = [TOKEN_ORDER.index(token) for token in range(TOKEN_GROUP)]
-    places_tensor = torch.tensor(places, device=values.device)
-    tokens = values.view(torch.uint8).index_select(4, places_tensor).transpose(3, 4)
+    grouped = values.view(torch.uint8).unflatten(-1, _BY_POSITION)  # b h g v y x z
+    tokens = grouped.permute(0, 1, 2, 5, 4, 6, 3).reshape(b, h, slots, width).view(E4M3)
     return (
         QuantisedRows(keys[:, :, :n], scales[:, :, :n, 0]),
-        QuantisedRows(
-            tokens.reshape(b, h, slots, d).view(E4M3)[:, :, :n], scales[:, :, :n, 1].exp2()
-        ),
+        QuantisedRows(tokens[:, :, :n], scales[:, :, :n, 1].exp2()),
     )
 
 
 def _exponents(scales: torch.Tensor) -> torch.Tensor:
     """Binary logarithms of powers of two, in float32; NaN stays."""
-    mantissas, exponents = torch.frexp(scales)  # a mantissa is at least 0.5
-    known = ~scales.isnan()
-    if not scales.is_meta and bool((known & (mantissas != 0.5)).any()):
-        expected = "scales that are powers of two, as quantise(..., powers_of_two=True) makes them"
-        raise InvalidArgumentError("v", expected, "others")
-    return torch.where(known, (exponents - 1).float(), torch.nan)
+    exponents = torch.frexp(scales).exponent - 1  # a mantissa is at least 0.5
+    return torch.where(scales.isnan(), torch.nan, exponents.float())
 
 
 def _pad_bytes(rows: torch.Tensor, slots: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ last of its three mantissa bits; below that the absolute error is at most 2**-10
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -95,8 +96,9 @@ def quantise(rows: torch.Tensor, *, powers_of_two: bool = False) -> QuantisedRow
         raise InvalidArgumentError("rows", f"one of the dtypes {expected}", rows.dtype)
     if rows.dim() < 1 or rows.shape[-1] == 0:
         raise InvalidArgumentError("rows", "[..., d] with d > 0", list(rows.shape))
-    wide = rows if rows.dtype is torch.float64 else rows.float()
-    peaks = wide.abs().amax(-1)
+    wide = torch.float64 if rows.dtype is torch.float64 else torch.float32
+    # Without a copy of the rows in float32.
+    peaks = torch.linalg.vector_norm(rows, ord=math.inf, dim=-1, dtype=wide)
     # clamp keeps NaN, and turns a peak of zero into the least scale.
     scales = (peaks / E4M3_MAX).float().clamp(min=_LEAST_SCALE)
     if powers_of_two:
@@ -105,7 +107,7 @@ def quantise(rows: torch.Tensor, *, powers_of_two: bool = False) -> QuantisedRow
         scales = torch.ldexp(torch.ones_like(scales), exponents.clamp(min=_LEAST_EXPONENT))
     scales = torch.where(peaks.isfinite() & scales.isfinite(), scales, torch.nan)
     # Never beyond 448 by more than the rounding of the scale, which e4m3 rounds back to 448.
-    return QuantisedRows((wide / scales.to(wide.dtype)[..., None]).to(E4M3), scales)
+    return QuantisedRows((rows / scales.to(wide)[..., None]).to(E4M3), scales)
 
 
 def dequantise(rows: QuantisedRows, dtype: torch.dtype = torch.float32) -> torch.Tensor:

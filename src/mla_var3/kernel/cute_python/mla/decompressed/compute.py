@@ -11,7 +11,11 @@ import cutlass.cute as cute
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from mla_var3.kernel.cute_python.mla.decompressed.fp8_few import WEIGHT_BITS, clear_columns
+from mla_var3.kernel.cute_python.mla.decompressed.fp8_few import (
+    WEIGHT_BITS,
+    clear_columns,
+    clear_dropped,
+)
 from mla_var3.kernel.cute_python.mla.decompressed.fp8_rows import (
     MMA_DEPTH_8,
     clear_scales,
@@ -128,6 +132,14 @@ class Consumer:
     def output_type(self) -> Any:
         """Element type of the outputs."""
         return Float32 if self.partials else self.dtype
+
+    @property
+    def incomplete_lse(self) -> Any:
+        """LSE, in powers of two, of rows that lack tokens.
+
+        Infinite partials merge to NaN; partials that are NaN would be ignored.
+        """
+        return Float32.inf if self.partials else Float32(float("nan"))
 
 
 @dataclass(frozen=True)
@@ -252,10 +264,15 @@ def compute(consumer: cutlass.Constexpr):
                 # Here, where no product is in flight.
                 if tile.dropped > 0:
                     cute.arch.mbarrier_wait(pipeline.values_full(v_stage), v_phase)
-                    held = values_by_row[(None, None, v_slot)]
-                    clear_places(
-                        held, token - KV_BLOCK, t, warpgroup_barrier(group), tile, scheduler
-                    )
+                    if const_expr(fp8):
+                        clear_dropped(
+                            shared.values, v_slot, token - KV_BLOCK, t, group, tile, scheduler
+                        )
+                    else:
+                        held = values_by_row[(None, None, v_slot)]
+                        clear_places(
+                            held, token - KV_BLOCK, t, warpgroup_barrier(group), tile, scheduler
+                        )
             start_scores(
                 nope, rope, shared.scales, pipeline, stage, phase, slot, tile.tokens - token, t,
                 group, fp8,
@@ -282,8 +299,11 @@ def compute(consumer: cutlass.Constexpr):
         cute.arch.mbarrier_wait(pipeline.values_full(stage), phase)
         if const_expr(scheduler.ring):
             if tile.dropped > 0:
-                held = values_by_row[(None, None, slot)]
-                clear_places(held, token, t, warpgroup_barrier(group), tile, scheduler)
+                if const_expr(fp8):
+                    clear_dropped(shared.values, slot, token, t, group, tile, scheduler)
+                else:
+                    held = values_by_row[(None, None, slot)]
+                    clear_places(held, token, t, warpgroup_barrier(group), tile, scheduler)
         if token + KV_BLOCK > tile.tokens:
             if const_expr(fp8):
                 clear_columns(shared.values, slot, tile.tokens - token, t, group)
@@ -545,6 +565,8 @@ def softmax(
     if const_expr(scheduler.ring):
         if tile.dropped > 0 or places_end(token, tile, scheduler) > lowest:
             mask_places(state.s, token, state.limits, lane, tile, scheduler)
+            if const_expr(consumer.fp8):
+                clear_exponents(state.exponents, token, lane, tile, scheduler)
     elif token + KV_BLOCK > lowest:
         mask_scores(state.s, token, state.limits, lane)
     if const_expr(consumer.fp8):
@@ -573,6 +595,22 @@ def mask_places(
             for r in cutlass.range_constexpr(2):
                 if place >= limits[r] or place < tile.dropped:
                     s[r, (e, j)] = -Float32.inf
+
+
+@cute.jit
+def clear_exponents(
+    exponents: cute.Tensor,
+    token: Int32,
+    lane: Int32,
+    tile: cutlass.Constexpr,
+    scheduler: cutlass.Constexpr,
+):
+    """Zero the exponents of slots of a ring before its oldest token: they may be NaN."""
+    for j in cutlass.range_constexpr(KV_BLOCK // 8):
+        for e in cutlass.range_constexpr(2):
+            place = place_of(token + j * 8 + (lane % 4) * 2 + e, tile, scheduler)
+            if place < tile.dropped:
+                exponents[e, j] = Float32(0.0)
 
 
 @cute.jit
@@ -633,8 +671,7 @@ def finish(
         if const_expr(consumer.scheduler.ring):
             if tile.incomplete:
                 inverse = Float32(float("nan"))
-                # Infinite partials merge to NaN; partials that are NaN would be ignored.
-                lse_log2 = Float32.inf if const_expr(consumer.partials) else Float32(float("nan"))
+                lse_log2 = consumer.incomplete_lse
         o[r, None].store(o[r, None].load() * inverse)
         if rows[r]:
             at = start + Int64(row0 + 8 * r) * heads

@@ -19,6 +19,10 @@ The maximum of a row over the 64 tokens of a KV block is spread over all four wa
 computed as long as no weight is too large for e4m3: the weights of a block are computed with the
 maximum of the blocks before, and the barrier behind them, which is needed anyway, tells every warp
 whether one was. Then, and in the first block, the maximum is computed and the weights again.
+
+A row sees a token of every block before its last one, so the first block sets its maximum. Only in
+a ring that lacks tokens the first block may hold none. There all maxima start `FLOOR_BITS` below
+zero, and the first visible weight, wherever it is, raises its row's.
 """
 
 import operator
@@ -32,6 +36,8 @@ from cutlass.cute.nvgpu import warpgroup
 
 from mla_var3.kernel.cute_python.mla.decompressed.producer import warpgroup_barrier
 from mla_var3.kernel.cute_python.mla.decompressed.scheduler import (
+    place_of,
+    places_end,
     row_exists,
     row_limit,
     warpgroup_rows,
@@ -66,6 +72,9 @@ WEIGHT_BITS = 6.0
 Other numbers were not measured."""
 LARGEST_BITS = 8.75
 """A weight above 2**8.75 raises the running maximum; e4m3 ends at 448 = 2**8.8."""
+FLOOR_BITS = 4096.0
+"""How far below zero maxima start in a ring that lacks tokens: below all scores, and small enough
+for float32 to keep exponents to 2**-12, a small part of the rounding to e4m3."""
 ROW_THREADS = 4
 """Threads that load a query row."""
 EXCHANGE_BYTES = 2 * HEAD + 2 * KV_BLOCK + 4 + 4 * WARPGROUP_WARPS
@@ -180,6 +189,10 @@ def compute_few_fp8(
         sums.fill(0.0)
         bases.fill(WEIGHT_BITS)
         lowest = tile.stop
+        if const_expr(scheduler.ring):
+            lowest = tile.tokens
+            if tile.dropped > 0:
+                bases.fill(WEIGHT_BITS + FLOOR_BITS)
         for j in cutlass.range_constexpr(columns // 8):
             for e in cutlass.range_constexpr(2):
                 row = own_row(j, e, lane)
@@ -202,6 +215,13 @@ def compute_few_fp8(
             v_slot, v_stage, v_phase = slot, stage, phase
             stage, phase = pipeline.after(stage, phase)
             slot = stage * pipeline.heads + stage_head
+            if const_expr(scheduler.ring):
+                # Here, where no product is in flight.
+                if tile.dropped > 0:
+                    cute.arch.mbarrier_wait(pipeline.values_full(v_stage), v_phase)
+                    clear_dropped(
+                        shared.values, v_slot, token - KV_BLOCK, t, group, tile, scheduler
+                    )
             cute.arch.mbarrier_wait(pipeline.keys_full(stage), phase)
             multiply_keys((qk_mma, rope_mma), (acc_s, acc_r), (f_k, f_r), (f_q, f_qr), slot, stage)
             cute.arch.mbarrier_wait(pipeline.values_full(v_stage), v_phase)
@@ -214,6 +234,9 @@ def compute_few_fp8(
                 pipeline.values_empty(v_stage),
             )  # fmt: skip
         cute.arch.mbarrier_wait(pipeline.values_full(stage), phase)
+        if const_expr(scheduler.ring):
+            if tile.dropped > 0:
+                clear_dropped(shared.values, slot, token, t, group, tile, scheduler)
         if token + KV_BLOCK > tile.tokens:
             clear_columns(shared.values, slot, tile.tokens - token, t, group)
         add_weighted(pv_mma, acc_o, f_v, f_p[(None, None, None, turn)], slot)
@@ -223,7 +246,7 @@ def compute_few_fp8(
         stage, phase = pipeline.after(stage, phase)
         if const_expr(consumer.partials):
             start += Int64(tile.split) * scheduler.requests * scheduler.queries * scheduler.heads
-        finish_fp8(state, warp_rows, consumer, start, head, first_row, t, group, columns)
+        finish_fp8(state, warp_rows, consumer, start, head, first_row, t, group, columns, tile)
 
 
 @cute.jit
@@ -393,7 +416,11 @@ def compute_weights(
         pair = cute.make_rmem_tensor(2, Float32)
         cute.autovec_copy(cute.local_tile(scales[(None, slot)], (2,), (at,)), pair)
         exponent = pair[1]
-        if token + at >= tile.tokens:
+        if const_expr(scheduler.ring):
+            place = place_of(token + at, tile, scheduler)
+            if place >= tile.tokens or place < tile.dropped:
+                exponent = Float32(0.0)
+        elif token + at >= tile.tokens:
             exponent = Float32(0.0)
         inverses[r] = inverse_power(exponent)
         for j in cutlass.range_constexpr(columns // 8):
@@ -401,12 +428,22 @@ def compute_weights(
                 score = s[(e, j), r] * pair[0] + rope[(e, j), r]
                 s[(e, j), r] = score * factors[e, j] + (bases[e, j] + exponent)
     release(keys_empty, lane)
-    if token + KV_BLOCK > lowest:
+    end = token + KV_BLOCK
+    if const_expr(scheduler.ring):
+        end = places_end(token, tile, scheduler)
+        if tile.dropped > 0:
+            end = lowest + 1
+    if end > lowest:
         for j in cutlass.range_constexpr(columns // 8):
             for e in cutlass.range_constexpr(2):
                 limit = row_limit(tile, first_row + j * 8 + (lane % 4) * 2 + e, scheduler)
                 for r in cutlass.range_constexpr(2):
-                    if token + first_token + 8 * r >= limit:
+                    at = token + first_token + 8 * r
+                    if const_expr(scheduler.ring):
+                        place = place_of(at, tile, scheduler)
+                        if place >= limit or place < tile.dropped:
+                            s[(e, j), r] = -Float32.inf
+                    elif at >= limit:
                         s[(e, j), r] = -Float32.inf
     for j in cutlass.range_constexpr(columns // 8):
         for e in cutlass.range_constexpr(2):
@@ -581,6 +618,29 @@ def clear_columns(values: cute.Tensor, slot: Int32, valid: Int32, t: Int32, grou
 
 
 @cute.jit
+def clear_dropped(
+    values: cute.Tensor,
+    slot: Int32,
+    token: Int32,
+    t: Int32,
+    group: Int32,
+    tile: cutlass.Constexpr,
+    scheduler: cutlass.Constexpr,
+):
+    """The same for the tokens of a KV block of a ring before its oldest one."""
+    for at in cutlass.range(KV_BLOCK // 16, unroll=1):
+        place = cute.local_tile(values[(None, None, slot)], (1, 16), (t, at))
+        kept = cute.make_rmem_tensor(16, values.element_type)
+        cute.autovec_copy(cute.group_modes(place, 0, 2), kept)
+        numbers = cute.recast_tensor(kept, cutlass.Uint8)
+        for i in cutlass.range_constexpr(16):
+            if place_of(token + at * 16 + TOKEN_ORDER[i], tile, scheduler) < tile.dropped:
+                numbers[i] = cutlass.Uint8(0)
+        cute.autovec_copy(kept, cute.group_modes(place, 0, 2))
+    fence_and_sync_warpgroup(warpgroup_barrier(group))
+
+
+@cute.jit
 def finish_fp8(
     state: cutlass.Constexpr,
     warp_rows: cute.Tensor,
@@ -591,8 +651,9 @@ def finish_fp8(
     t: Int32,
     group: Int32,
     columns: cutlass.Constexpr,
+    tile: cutlass.Constexpr,
 ):
-    """Normalise by the row sums of all warps and write the rows that exist."""
+    """Normalise by the row sums of all warps and write the rows that exist, as `finish` does."""
     out, lse, scheduler = consumer.outputs.o, consumer.outputs.lse, consumer.scheduler
     o, sums, bases = state.o, state.sums, state.bases
     reduce_rows(sums, warp_rows, t, group, columns, operator.add)
@@ -605,6 +666,10 @@ def finish_fp8(
             if total > 0.0:
                 inverse = cute.arch.rcp_approx(total)
                 lse_log2 = cute.math.log2(total, fastmath=True) - bases[e, j]
+            if const_expr(scheduler.ring):
+                if tile.incomplete:
+                    inverse = Float32(float("nan"))
+                    lse_log2 = consumer.incomplete_lse
             if row_exists(head, first_row + row, scheduler):
                 at = start + Int64(row) * scheduler.heads
                 if t < 4:

@@ -183,10 +183,8 @@ def decompressed_stage(
             f"a multiple of {KV_BLOCK} for a ring, as many as it has slots",
             f"{kept} with {keys.shape[2]} slots",
         )
-    if ring and (shared or fp8):
-        raise InvalidArgumentError(
-            "starts", "none for a shared prefix or a window in 8 bits, which are no rings", "a ring"
-        )
+    if ring and shared:
+        raise InvalidArgumentError("starts", "none for a shared prefix, which is no ring", "a ring")
 
     def splits_of(tiling: DecompressedTiling) -> int:
         return shape.splits(tiling, tiling.sms or share)

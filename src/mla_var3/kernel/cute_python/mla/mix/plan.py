@@ -314,18 +314,6 @@ class CuteMixPlan(HopperPlan):
         weights = [("h", self.h), ("k", self.k), ("d", self.d)]
         check_tensor("w_uv", w_uv, weights, dtype, device)
 
-    def _check_newest(self, operands: DecompressedOperands) -> None:
-        """Check a window of the newest tokens in 16 bits."""
-        dtype, device = self.torch_dtype, operands.q_nope.device
-        b, n = ("b", self.b), ("n", self.decompressed_slots())
-        window = [b, ("h", self.h), n, ("d", self.d)]
-        check_tensor("k_new", operands.keys, window, dtype, device)
-        check_tensor("v_new", operands.values, window, dtype, device)
-        check_tensor("k_rope_new", operands.k_rope, [b, n, ("p", self.p)], dtype, device)
-        check_tensor("lengths", operands.lengths, [b], torch.int32, device)
-        if operands.starts is not None:
-            check_tensor("starts", operands.starts, [b], torch.int32, device)
-
 
 @dataclass
 class NewestMixPlan(NewestWindowPlan, CuteMixPlan):
@@ -373,3 +361,37 @@ class NewestMixPlan(NewestWindowPlan, CuteMixPlan):
     @property
     def decompressed_shape(self) -> DecompressedShape:
         return DecompressedShape(self.b, self.s, self.h, max(self.new_lengths()))
+
+    def plan_parts(
+        self, latent: LatentTokens | None, window: DecompressedOperands, w_uv: Tensor, page: int = 0
+    ) -> KernelPipeline:
+        """The stages on the operands of each kernel, for paged caches and windows that are rings.
+
+        Args:
+            latent: the older tokens, dense or paged; None with n=t, where there are none.
+            window: the newest n, in order or as a ring with `starts`. Before a ring all tokens are
+                seen by all queries.
+            w_uv: for the up-projection.
+            page: tokens of a page where the older ones are paged.
+        """
+        if latent is not None:
+            self.check_latent(latent, page)
+        self._check_queries(window.q_nope, w_uv)
+        self._check_window(window)
+        return self._mixed(latent, window, w_uv)
+
+    def _check_window(self, window: DecompressedOperands) -> None:
+        """Check the window; a version that stores it in another form checks that one."""
+        dtype, device = self.torch_dtype, window.q_nope.device
+        b, n = ("b", self.b), ("n", self.decompressed_slots())
+        rows = [b, ("h", self.h), n, ("d", self.d)]
+        check_tensor("k_new", window.keys, rows, dtype, device)
+        check_tensor("v_new", window.values, rows, dtype, device)
+        check_tensor("k_rope_new", window.k_rope, [b, n, ("p", self.p)], dtype, device)
+        self._check_lengths(window)
+
+    def _check_lengths(self, window: DecompressedOperands) -> None:
+        device = window.q_nope.device
+        check_tensor("lengths", window.lengths, [("b", self.b)], torch.int32, device)
+        if window.starts is not None:
+            check_tensor("starts", window.starts, [("b", self.b)], torch.int32, device)

@@ -54,24 +54,6 @@ class CuteMlaVar6Plus(NewestMixPlan):
         window = DecompressedOperands(q_nope, q_rope, k_new, v_new, k_rope_new, lengths)
         return self.plan_parts(latent, window, w_uv)
 
-    def plan_parts(
-        self, latent: LatentTokens | None, window: DecompressedOperands, w_uv: Tensor, page: int = 0
-    ) -> KernelPipeline:
-        """The stages on the operands of each kernel, for paged caches and windows that are rings.
-
-        Args:
-            latent: the older tokens, dense or paged; None with n=t, where there are none.
-            window: the newest n, in order or as a ring with `starts`. Before a ring all tokens are
-                seen by all queries.
-            w_uv: for the up-projection.
-            page: tokens of a page where the older ones are paged.
-        """
-        if latent is not None:
-            self.check_latent(latent, page)
-        self._check_queries(window.q_nope, w_uv)
-        self._check_newest(window)
-        return self._mixed(latent, window, w_uv)
-
 
 if __name__ == "__main__":
     raise SystemExit(CuteMlaVar6Plus().benchmark_kernel_argparse())

@@ -20,8 +20,9 @@ mantissa, whatever kernel reads them; the reference of the check reads the same 
 the check does not count this error. That of the kernel: queries and the weights of the values are
 rounded to e4m3 as well, each with a scale per row.
 
-Nothing chooses this version by itself: it runs only when named. Its id in CuTe DSL was once
-mla_var6_plus_v2.
+A cache with an 8-bit window keeps it as a ring, n being a multiple of 64: slot x holds the position
+with position % n == x; the stages of `plan_parts` read it as it lies. No other cache runs this
+version. Its id in CuTe DSL was once mla_var6_plus_v2.
 """
 
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.decompressed.stage import DecompressedOperands
 from mla_var3.kernel.cute_python.mla.mix.plan import LatentTokens, NewestMixPlan
 from mla_var3.op.cost import Cost
@@ -125,34 +127,27 @@ class CuteMlaVar6PlusV5(NewestMixPlan):
     def plan(self, *inputs: Tensor) -> KernelPipeline:
         q_nope, q_latent, q_rope, c_kv, k_rope, *packed, k_rope_new, w_uv, lengths = inputs
         latent = LatentTokens(q_latent, q_rope, c_kv, k_rope, lengths, newest=self.chosen_n)
-        self.check_latent(latent)
-        self._check_queries(q_nope, w_uv)
-        window = PackedWindow(*packed)
-        self._check_window(window, k_rope_new)
-        operands = DecompressedOperands(
-            q_nope,
-            q_rope,
-            window.keys,
-            window.values,
-            k_rope_new,
-            lengths,
-            window.scales,
-        )
-        return self._mixed(latent, operands, w_uv)
+        keys, values, scales = packed
+        window = DecompressedOperands(q_nope, q_rope, keys, values, k_rope_new, lengths, scales)
+        return self.plan_parts(latent, window, w_uv)
 
-    def _check_window(self, window: PackedWindow, k_rope_new: Tensor) -> None:
-        device, slots = k_rope_new.device, padded_slots(self.chosen_n)
+    def _check_window(self, window: DecompressedOperands) -> None:
+        device, slots = window.q_nope.device, padded_slots(self.chosen_n)
         b, h, d, tokens = ("b", self.b), ("h", self.h), ("d", self.d), ("slots", slots)
         groups, group = ("slots/16", slots // TOKEN_GROUP), ("tokens", TOKEN_GROUP)
         check_tensor("keys", window.keys, [b, h, tokens, d], E4M3, device)
         check_tensor("values", window.values, [b, h, groups, d, group], E4M3, device)
         rope = [b, tokens, ("p", self.p)]
-        check_tensor("k_rope_new", k_rope_new, rope, self.torch_dtype, device)
+        check_tensor("k_rope_new", window.k_rope, rope, self.torch_dtype, device)
+        if window.scales is None:
+            raise InvalidArgumentError("scales", "those of a window in 8 bits", None)
         scales = [b, h, tokens, ("of key and value", 2)]
         check_tensor("scales", window.scales, scales, torch.float32, device)
-        for name, tensor in window._asdict().items():
+        parts = {"keys": window.keys, "values": window.values, "scales": window.scales}
+        for name, tensor in parts.items():
             # Bulk copies take contiguous parts of all of them.
             require_view(name, tensor, tensor.numel())
+        self._check_lengths(window)
 
 
 def rounded_again(rows: QuantisedRows) -> QuantisedRows:
