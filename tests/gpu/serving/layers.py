@@ -209,12 +209,12 @@ def queries_of(row: Row, device: torch.device) -> tuple[torch.Tensor, torch.Tens
 class Clock:
     """Times of steps of several backends, which take turns."""
 
-    def __init__(self, steps: dict[str, Callable[[], Any]], layers: int, pool: Any) -> None:
-        self._steps, self._layers, self._pool = steps, layers, pool
+    def __init__(self, steps: dict[str, Callable[[], Any]], layers: int) -> None:
+        self._steps, self._layers = steps, layers
 
     def graphs(self) -> dict[str, dict[str, float]]:
         """Microseconds per layer inside of CUDA graphs: median and spread."""
-        graphs = {name: captured(step, self._pool) for name, step in self._steps.items()}
+        graphs = {name: captured(step) for name, step in self._steps.items()}
         for graph in graphs.values():
             graph.replay()
         first = {name: self._replay(graph) for name, graph in graphs.items()}
@@ -251,12 +251,12 @@ class Clock:
         return {name: statistics.median(found) for name, found in times.items()}
 
 
-def captured(step: Callable[[], Any], pool: Any) -> torch.cuda.CUDAGraph:
+def captured(step: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     """A graph of a step. `torch.cuda.graph` would collect garbage first, for half a second."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        graph.capture_begin(pool=pool)
+        graph.capture_begin()
         try:
             step()
         finally:
@@ -317,9 +317,6 @@ def measured(
     )  # fmt: skip
     for part in memory.split(2**14):
         part.normal_()
-    pool = torch.cuda.graph_pool_handle() if gpu else None
-    # Holds the pool between the rows, as an engine's other graphs do.
-    holder = captured(lambda: torch.zeros(1, device=device), pool) if gpu else None
     backends: dict[int, dict[str, Backend]] = {}
     for row in rows:
         if time.time() > until:
@@ -344,14 +341,15 @@ def measured(
             )
             del outputs
             if gpu:
-                clock = Clock(steps, row.layers(), pool)
+                clock = Clock(steps, row.layers())
                 if row.kind == "uniform" and row.batch == min(r.batch for r in rows):
                     result["host_us"] = clock.host()
                 result["graph"] = clock.graphs()
+                del clock
+                torch.cuda.empty_cache()
         except Exception as error:  # the other rows are worth having
             result["error"] = f"{type(error).__name__}: {error}"
         yield result
-    del holder
 
 
 def line_of(result: dict[str, Any]) -> str:
