@@ -80,6 +80,7 @@ from mla_var3.kernel.cute_python.mla.latent.producer import (
 from mla_var3.kernel.cute_python.mla.latent.rows64 import Exchange, compute_rows64
 from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     GroupShape,
+    PackedQueries,
     Scheduler,
     SlidingWindow,
     partial_count,
@@ -308,10 +309,13 @@ class FlashMLASm90:
         window = None
         if const_expr(sliding_window is not None):
             window = SlidingWindow(sliding_window, queries, total_lengths, shards, shard)
+        packed = None
+        if const_expr(query_begins is not None):
+            packed = PackedQueries(query_begins, queries, total_queries, heads, visits * group_ctas)
         scheduler = Scheduler(
             work_range(
                 lengths, requests, visits, newest, max_tokens, whole_items, group, group_count,
-                window,
+                window, packed,
             ),
             lengths, total_lengths, query_begins, tree, queries, total_queries, heads, max_tokens,
             group_ctas, visits, newest, causal, shards, shard, window, group, rank,

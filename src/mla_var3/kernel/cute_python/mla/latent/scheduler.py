@@ -12,6 +12,11 @@ inside of an item, the item is split: each group writes a partial, and `merge.py
 that would cost more than it saves, as with equal lengths or few tokens, the groups take whole items
 in turns instead.
 
+Packed requests have different numbers of query tiles, often fewer than a group has CTAs. An item's
+length then counts its share of the group too, and a group deals the tiles of its whole items out in
+turn: the next item begins with the CTA behind the last one that got a tile. A split item keeps CTA
+i for tile i, by which the merge finds its partials.
+
 Every CTA finds its own range when it starts, from the lengths on the device. A changed length needs
 no planning step, and a CUDA graph may be replayed with other lengths.
 """
@@ -52,6 +57,10 @@ EVEN_SHARE = 0.95
 GROUP_WORTH = 0.03
 """Share of the time that a larger CTA group, which reads L2 in step, may cost. From the same runs:
 3 groups of 44 CTAs took 2089 us where 66 groups of 2 took 2280."""
+
+
+SHARE_PARTS = 8
+"""Parts of a CTA group in which the share of an item with few query tiles is counted."""
 
 
 class Split(IntEnum):
@@ -153,28 +162,41 @@ def takes_turns(longest, items, group_count, total):
     return rounds * (longest + ITEM_COST) <= total // group_count + MERGE_COST
 
 
-def range_begins(lengths: Sequence[int], shape: GroupShape) -> list[tuple[int, int]]:
+def range_begins(
+    lengths: Sequence[int], shape: GroupShape, shares: Sequence[int] | None = None
+) -> list[tuple[int, int]]:
     """Where each group's range begins, as (item, KV block), and where the last one ends.
 
     The same boundaries as `work_range` finds on the device, for planning and tests. Items that are
     taken in turns there are in order here; each group still gets its number of them.
+
+    Args:
+        lengths: tokens of the requests.
+        shape: CTA groups.
+        shares: of packed requests what `group_share` says; None where all fill a group.
     """
-    blocks = [-(-length // KV_BLOCK) for length in lengths for _ in range(shape.visits)]
-    starts = list(itertools.accumulate((count + ITEM_COST for count in blocks), initial=0))
+    shares = shares or [SHARE_PARTS] * len(lengths)
+    items = [
+        (-(-length // KV_BLOCK), share)
+        for length, share in zip(lengths, shares, strict=True)
+        for _ in range(shape.visits)
+    ]
+    sizes = [-(-(count + ITEM_COST) * share // SHARE_PARTS) for count, share in items]
+    starts = list(itertools.accumulate(sizes, initial=0))
     total = starts[-1]
-    if takes_turns(max(blocks), len(blocks), shape.group_count, total):
-        each, rest = divmod(len(blocks), shape.group_count)
+    if takes_turns(max(sizes) - ITEM_COST, len(items), shape.group_count, total):
+        each, rest = divmod(len(items), shape.group_count)
         return [(group * each + min(group, rest), 0) for group in range(shape.group_count + 1)]
     begins = []
     for group in range(shape.group_count + 1):
         position = range_position(total, group, shape.group_count)
         item = bisect.bisect_right(starts, position) - 1
-        if item == len(blocks):
+        if item == len(items):
             begins.append((item, 0))
             continue
-        local = position - starts[item]
-        block = split_block(local, blocks[item])
-        behind = block >= blocks[item] and local > 0
+        local, (count, share) = position - starts[item], items[item]
+        block = split_block(local * SHARE_PARTS // share, count)
+        behind = block >= count and local > 0
         begins.append((item + 1, 0) if behind else (item, block))
     return begins
 
@@ -239,6 +261,51 @@ def first_block(
 
 
 @dataclass(frozen=True)
+class PackedQueries:
+    """Where the queries of requests are that have different numbers of them.
+
+    Attributes:
+        begins: first query of each request, and of the one behind the last.
+        queries: most queries of a request.
+        total_queries, heads: sizes.
+        tiles: query tiles of a request with most queries, rounded up to whole visits.
+    """
+
+    begins: Any
+    queries: Any
+    total_queries: Any
+    heads: Any
+    tiles: Any
+
+
+@cute.jit
+def packed_queries(
+    request: Int32, begins: cute.Tensor, queries: Int32, total_queries: Int32
+) -> tuple[Int32, Int32]:
+    """First query of a request and how many, within those that there are."""
+    begin = cutlass.min(cutlass.max(begins[request], 0), total_queries)
+    most = cutlass.min(begin + queries, total_queries)
+    return begin, cutlass.min(begins[request + 1], most) - begin
+
+
+@cute.jit
+def group_share(request: Int32, packed: cutlass.Constexpr) -> Int32:
+    """How many of `SHARE_PARTS` parts of a CTA group the query tiles of a request fill."""
+    _, count = packed_queries(request, packed.begins, packed.queries, packed.total_queries)
+    tiles = (cutlass.max(count, 0) * packed.heads + (ROWS - 1)) // ROWS
+    return cutlass.min((tiles * SHARE_PARTS + packed.tiles - 1) // packed.tiles, SHARE_PARTS)
+
+
+@cute.jit
+def item_length(blocks: Int32, request: Int32, packed: cutlass.Constexpr) -> Int32:
+    """How long each item of a request is on the line."""
+    length = blocks + ITEM_COST
+    if const_expr(packed is not None):
+        length = (length * group_share(request, packed) + (SHARE_PARTS - 1)) // SHARE_PARTS
+    return length
+
+
+@dataclass(frozen=True)
 class WorkRange:
     """The items of a CTA group: KV blocks from the begin on, up to the end, which is excluded.
 
@@ -266,6 +333,7 @@ def work_range(
     group: Int32,
     group_count: Int32,
     window: cutlass.Constexpr = None,
+    packed: cutlass.Constexpr = None,
 ) -> WorkRange:
     """The range of a CTA group; all lanes of a warp call it together and get the same answer.
 
@@ -282,8 +350,9 @@ def work_range(
         request = chunk * 32 + lane
         if request < requests:
             blocks = kv_blocks(lengths, request, newest, max_tokens, window)
-            total += blocks + ITEM_COST
-            longest = cutlass.max(longest, blocks)
+            length = item_length(blocks, request, packed)
+            total += length
+            longest = cutlass.max(longest, length)
     total = cute.arch.warp_redux_sync(total, "add") * visits
     longest = cute.arch.warp_redux_sync(longest, "max")
     step = Int32(1)
@@ -291,12 +360,13 @@ def work_range(
     begin_block = Int32(0)
     end = items
     end_block = Int32(0)
-    if whole_items != 0 or takes_turns(longest, items, group_count, total):
+    if whole_items != 0 or takes_turns(longest - ITEM_COST, items, group_count, total):
         step = group_count
     else:
         begin, begin_block, end, end_block = split_range(
-            lengths, requests, visits, newest, max_tokens, group, group_count, total, window
-        )
+            lengths, requests, visits, newest, max_tokens, group, group_count, total, window,
+            packed,
+        )  # fmt: skip
     return WorkRange(begin, begin_block, end, end_block, step)
 
 
@@ -311,6 +381,7 @@ def split_range(
     group_count: Int32,
     total: Int32,
     window: cutlass.Constexpr,
+    packed: cutlass.Constexpr,
 ):
     """A group's range of the line of length `total`: begin and end as (item, KV block)."""
     lane = cute.arch.lane_idx()
@@ -329,7 +400,7 @@ def split_range(
         cost = Int32(0)
         if request < requests:
             blocks = kv_blocks(lengths, request, newest, max_tokens, window)
-            cost = blocks + ITEM_COST
+            cost = item_length(blocks, request, packed)
         inclusive = cost
         for step in cutlass.range_constexpr(5):
             other = cute.arch.shuffle_sync_up(inclusive, offset=1 << step)
@@ -337,9 +408,11 @@ def split_range(
                 inclusive += other
         start = (before + inclusive - cost) * visits
         if start <= begin_at and begin_at < start + cost * visits:
-            begin, begin_block = split_in_request(begin_at - start, request, visits, blocks)
+            begin, begin_block = split_in_request(
+                begin_at - start, request, visits, blocks, cost, packed
+            )
         if start <= end_at and end_at < start + cost * visits:
-            end, end_block = split_in_request(end_at - start, request, visits, blocks)
+            end, end_block = split_in_request(end_at - start, request, visits, blocks, cost, packed)
         before += cute.arch.shuffle_sync(inclusive, 31)
     begin = cute.arch.warp_redux_sync(begin, "max")
     begin_block = cute.arch.warp_redux_sync(begin_block, "max")
@@ -353,12 +426,30 @@ def split_range(
 
 
 @cute.jit
-def split_in_request(local: Int32, request: Int32, visits: Int32, blocks: Int32):
-    """(item, KV block) of a boundary at distance `local` from the first item of a request."""
-    cost = blocks + ITEM_COST
-    item = request * visits + local // cost
-    block = split_block(local % cost, blocks)
-    if block >= blocks and local % cost > 0:
+def split_in_request(
+    local: Int32,
+    request: Int32,
+    visits: Int32,
+    blocks: Int32,
+    length: Int32,
+    packed: cutlass.Constexpr,
+):
+    """(item, KV block) of a boundary at distance `local` from the first item of a request.
+
+    Args:
+        local: the distance.
+        request: the request.
+        visits: its items.
+        blocks: KV blocks of each of them.
+        length: how long each is on the line.
+        packed: see `work_range`.
+    """
+    item = request * visits + local // length
+    place = local % length
+    if const_expr(packed is not None):
+        place = place * SHARE_PARTS // group_share(request, packed)
+    block = split_block(place, blocks)
+    if block >= blocks and local % length > 0:
         item += 1
         block = Int32(0)
     return item, block
@@ -378,6 +469,8 @@ class WorkTile:
         first: first KV block.
         last: KV block behind the last one.
         split: 0, or how the item is split (`Split`).
+        dealt: the CTA of the group that gets the first tile of its next whole item; 0 unless
+            queries are packed.
     """
 
     item: Any
@@ -389,6 +482,7 @@ class WorkTile:
     first: Any
     last: Any
     split: Any
+    dealt: Any
 
     @property
     def pairs(self) -> Any:
@@ -436,15 +530,15 @@ class Scheduler:
 
     def first_tile(self) -> WorkTile:
         """The CTA's first work tile."""
-        return work_tile_at(self.range.begin, self)
+        return work_tile_at(self.range.begin, Int32(0), self)
 
     def next_tile(self, tile: WorkTile) -> WorkTile:
         """The work tile behind `tile`."""
-        return work_tile_at(tile.item + self.range.step, self)
+        return work_tile_at(tile.item + self.range.step, tile.dealt, self)
 
 
 @cute.jit
-def work_tile_at(item: Int32, scheduler: cutlass.Constexpr) -> WorkTile:
+def work_tile_at(item: Int32, dealt: Int32, scheduler: cutlass.Constexpr) -> WorkTile:
     """The next work tile of this CTA: in `item`, or in the next item where it has a query tile."""
     own = scheduler.range
     searching = Boolean(True)
@@ -461,16 +555,16 @@ def work_tile_at(item: Int32, scheduler: cutlass.Constexpr) -> WorkTile:
             searching = Boolean(False)
         else:
             request = item // scheduler.visits
-            row = ((item % scheduler.visits) * scheduler.group_ctas + scheduler.rank) * ROWS
+            place = scheduler.rank
             count = scheduler.queries
             base = request * scheduler.queries * scheduler.heads
             if const_expr(scheduler.query_begins is not None):
-                # Within the queries that there are, whatever the device holds.
-                begin = cutlass.max(scheduler.query_begins[request], 0)
-                begin = cutlass.min(begin, scheduler.total_queries)
-                most = cutlass.min(begin + scheduler.queries, scheduler.total_queries)
-                count = cutlass.min(scheduler.query_begins[request + 1], most) - begin
+                begin, count = packed_queries(
+                    request, scheduler.query_begins, scheduler.queries, scheduler.total_queries
+                )
                 base = begin * scheduler.heads
+                place, dealt = deal(item, dealt, count, scheduler)
+            row = ((item % scheduler.visits) * scheduler.group_ctas + place) * ROWS
             rows = count * scheduler.heads
             if row < rows:
                 searching = Boolean(False)
@@ -507,7 +601,32 @@ def work_tile_at(item: Int32, scheduler: cutlass.Constexpr) -> WorkTile:
                 last = cutlass.max(last, first)
             else:
                 item += own.step
-    return WorkTile(item, valid, row, base, rows, length, first, last, split)
+    return WorkTile(item, valid, row, base, rows, length, first, last, split, dealt)
+
+
+@cute.jit
+def deal(
+    item: Int32, dealt: Int32, count: Int32, scheduler: cutlass.Constexpr
+) -> tuple[Int32, Int32]:
+    """Which query tile of an item's visit this CTA gets, and where the next item begins.
+
+    Args:
+        item: the item.
+        dealt: the CTA that gets its first tile, if the item is whole.
+        count: queries of its request.
+        scheduler: `Scheduler`.
+    """
+    own, ctas = scheduler.range, scheduler.group_ctas
+    place = scheduler.rank - dealt
+    if place < 0:
+        place += ctas
+    if item == own.end or (item == own.begin and own.begin_block > 0):
+        place = scheduler.rank
+        dealt = Int32(0)
+    tiles = (count * scheduler.heads + (ROWS - 1)) // ROWS
+    tiles = tiles - (item % scheduler.visits) * ctas
+    dealt = (dealt + cutlass.min(cutlass.max(tiles, 0), ctas)) % ctas
+    return place, dealt
 
 
 @cute.jit
