@@ -48,13 +48,14 @@ class FlashMLATiling(LatentTiling):
 
 
 def store_rows(
-    q_latent, q_rope, c_kv, k_rope, lengths, table, tree, o_latent, lse, batch, row_tile, request,
-    s, scale_log2e, PAGE, TREE, WINDOW, CAUSAL, H, BM, BN, KP, PARTS, P,
+    q_latent, q_rope, c_kv, k_rope, scales, lengths, table, tree, o_latent, lse,
+    batch, row_tile, request, s, scale_log2e,
+    PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
 ):  # fmt: skip
     """Attend with one tile of query rows and store output and LSE."""
     acc, m, l = attend_rows(
-        q_latent, q_rope, c_kv, k_rope, lengths, table, tree, batch, row_tile, request, 0, 1,
-        s, scale_log2e, PAGE, TREE, WINDOW, CAUSAL, H, BM, BN, KP, PARTS, P,
+        q_latent, q_rope, c_kv, k_rope, scales, lengths, table, tree, batch, row_tile, request,
+        0, 1, s, scale_log2e, PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
     )  # fmt: skip
     store_column_parts(o_latent, (batch, row_tile), acc, l, BM, KP, PARTS)
     ct.store(lse, (batch, row_tile), log_sum_exp(m, l).reshape((1, BM)))
@@ -63,8 +64,9 @@ def store_rows(
 @ct.kernel
 def flash_mla(
     q_latent, q_rope, c_kv, k_rope, lengths, table, bounds, tree, o_latent, lse,
-    scale_log2e: float, s: int,
-    PAGE: ConstInt, PACKED: ConstInt, TREE: ConstInt, WINDOW: ConstInt, CAUSAL: ConstBool,
+    scale_log2e: float, s: int, scales,
+    PAGE: ConstInt, PACKED: ConstInt, TREE: ConstInt, WINDOW: ConstInt, CACHE: ConstInt,
+    CAUSAL: ConstBool,
     H: ConstInt, BM: ConstInt, BN: ConstInt, KP: ConstInt, PARTS: ConstInt, P: ConstInt,
 ):  # fmt: skip
     # q_latent [b, s*h, K], q_rope [b, s*h, P], o_latent [b, s*h, K], lse [b, s*h]; packed: b = 1
@@ -76,15 +78,15 @@ def flash_mla(
             begin, end = first * H, (first + count) * H
             store_rows(
                 q_latent.slice(1, begin, end), q_rope.slice(1, begin, end), c_kv, k_rope,
-                lengths, table, tree, o_latent.slice(1, begin, end), lse.slice(1, begin, end),
+                scales, lengths, table, tree, o_latent.slice(1, begin, end), lse.slice(1, begin, end),
                 0, row_tile, request, count, scale_log2e,
-                PAGE, TREE, WINDOW, CAUSAL, H, BM, BN, KP, PARTS, P,
+                PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
             )  # fmt: skip
     else:
         store_rows(
-            q_latent, q_rope, c_kv, k_rope, lengths, table, tree, o_latent, lse,
+            q_latent, q_rope, c_kv, k_rope, scales, lengths, table, tree, o_latent, lse,
             request, row_tile, request, s, scale_log2e,
-            PAGE, TREE, WINDOW, CAUSAL, H, BM, BN, KP, PARTS, P,
+            PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
         )  # fmt: skip
 
 
@@ -106,7 +108,7 @@ class CtFlashMLA(LatentPlan):
         return FlashMLATiling.candidates(self.target.code, self.k, self.page)
 
     def _algorithmic_flops_bytes(self, tiling: FlashMLATiling) -> tuple[float, float]:
-        cost = flash_mla_cost(self.problem().within(self.sliding_window))
+        cost = flash_mla_cost(self.problem().within(self.sliding_window), self.token_bytes)
         return cost.flops, cost.bytes
 
     def plan(self, *inputs: Tensor | None) -> CtKernel:
@@ -125,6 +127,7 @@ class CtFlashMLA(LatentPlan):
                 lse.view(lead[0], lead[1] * h),
                 self.scale_log2e,
                 self.s,
+                operands.scales,
                 *operands.options,
                 self.causal,
                 h,
