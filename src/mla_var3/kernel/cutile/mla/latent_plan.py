@@ -20,12 +20,13 @@ tensors is read or written.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from mla_var3.errors import InvalidArgumentError
+from mla_var3.kernel.cutile.mla.tilings import LatentTiling
 from mla_var3.kernel.mla_plan import MlaPlan, sliding_window_field
 from mla_var3.kernel.paging import check_pages, dense_inputs, paged_inputs
 from mla_var3.op.mla.cache_formats import (
@@ -38,7 +39,9 @@ from mla_var3.op.mla.cache_formats import (
 )
 from mla_var3.op.mla.problem import require_int
 from mla_var3.op.mla.window.quantise import E4M3, E4M3_MAX
-from mla_var3.runtime.tensors import check_tensor, require_view
+from mla_var3.runtime.tensors import ALIGNMENT_BYTES, check_tensor, require_view
+
+LatentTilingT = TypeVar("LatentTilingT", bound=LatentTiling)
 
 PAGE_STEP = 16
 """Pages are multiples of this: the shortest KV tile that the tensor cores take."""
@@ -135,6 +138,10 @@ class LatentPlan(MlaPlan):
         require_int("sliding_window", self.sliding_window, minimum=0)
         if self.format is not None:
             self.format.require_widths(self.k, self.p)
+            row = self.format.row_bytes(self.k, self.p)
+            if not self.format.by_page and row % ALIGNMENT_BYTES:
+                expected = f"rows of a multiple of {ALIGNMENT_BYTES} bytes ({self.cache_dtype})"
+                raise InvalidArgumentError("k, p", expected, f"{self.k}, {self.p}: {row} bytes")
 
     @property
     def format(self) -> CacheFormat | None:
@@ -145,6 +152,12 @@ class LatentPlan(MlaPlan):
     def token_bytes(self) -> int | None:
         """Bytes of a token of an 8-bit cache."""
         return None if self.format is None else self.format.row_bytes(self.k, self.p)
+
+    def candidates(self, tiling: type[LatentTilingT]) -> list[LatentTilingT]:
+        """Tilings to choose from, the default first."""
+        return tiling.candidates(
+            self.target.code, self.k, self.page, eight_bit=self.format is not None
+        )
 
     def prepare_inputs(self, device: torch.device | str) -> tuple[Any, ...]:
         inputs = self.latent_inputs(device)

@@ -105,7 +105,7 @@ class CtFlashMLA(LatentPlan):
         return self._autotune_configs()[0]
 
     def _autotune_configs(self) -> Sequence[FlashMLATiling]:
-        return FlashMLATiling.candidates(self.target.code, self.k, self.page)
+        return self.candidates(FlashMLATiling)
 
     def _algorithmic_flops_bytes(self, tiling: FlashMLATiling) -> tuple[float, float]:
         cost = flash_mla_cost(self.problem().within(self.sliding_window), self.token_bytes)

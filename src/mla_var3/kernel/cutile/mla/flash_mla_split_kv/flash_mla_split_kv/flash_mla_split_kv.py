@@ -63,7 +63,7 @@ class CtFlashMLASplitKV(LatentPlan):
 
     def _default_tiling(self, name: str) -> Tiling | None:
         if name == "tiling":
-            return SplitKVPartialTiling.candidates(self.target.code, self.k, self.page)[0]
+            return self.candidates(SplitKVPartialTiling)[0]
         return SplitKVReduceTiling(Kc=min(SplitKVReduceTiling.Kc, self.k))
 
     def _autotune_configs(self) -> Sequence[Tiling]:

@@ -131,7 +131,7 @@ class CtSplitKVPartial(LatentPlan):
         return torch.stack(outs, dim=1), torch.stack(lses, dim=1)
 
     def _autotune_configs(self) -> Sequence[SplitKVPartialTiling]:
-        return SplitKVPartialTiling.candidates(self.target.code, self.k, self.page)
+        return self.candidates(SplitKVPartialTiling)
 
     def _default_tiling(self, name: str) -> SplitKVPartialTiling | None:
         return self._autotune_configs()[0]
