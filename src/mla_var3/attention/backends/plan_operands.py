@@ -1,9 +1,10 @@
 """What plans read of a call: their operands, and which calls they serve.
 
 A kernel of the package that is driven by a plan serves calls through a `Service`. cuTile plans are
-built in every call. The latent ones take dense and paged caches in 16 and 8 bits, packed queries and
-trees, the others dense caches in 16 bits and the same number of queries for all requests. Plans of CuTe DSL read
-decompressed tokens where the cache keeps them, dense or paged, and are built once per call key:
+built in every call. The latent ones take dense and paged caches in 16 and 8 bits, packed queries
+and trees; the others dense 16-bit caches and the same number of queries for all requests. Plans of
+CuTe DSL read decompressed tokens where the cache keeps them, dense or paged, and are built once per
+call key:
 
     flash_attention     a full copy in the cache, or one made by the call
     mla_var6_plus       the window of the newest tokens, the older ones latent

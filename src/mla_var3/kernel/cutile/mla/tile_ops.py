@@ -26,9 +26,9 @@ SCORE_FLOOR = -3.0e38
 """Start of the running maximum. Finite, so that a row whose keys are all masked computes
 exp2(-inf - floor) = 0 instead of exp2(-inf + inf); below every finite scaled score."""
 ONE_SCALE, TOKEN_SCALE, GROUP_SCALES = 1, 2, 3
-"""CACHE, the format of the latent cache; 0 for one in the dtype of the queries. e4m3 with one scale
-for the cache, with a scale per token that holds for its rope key too, with a scale per
-GROUP_COLUMNS of a latent row (`fp8`, `fp8_per_token` and `fp8_ds_mla` of op/mla/cache_formats.py)."""
+"""Values of CACHE, the format of the latent cache; 0 for one in the dtype of the queries. The names
+in op/mla/cache_formats.py are `fp8` (one scale for the cache), `fp8_per_token` (a scale per token,
+for its rope key too) and `fp8_ds_mla` (a scale per GROUP_COLUMNS of a latent row)."""
 GROUP_COLUMNS = 128
 LATENT_LATENCY = 4
 """Load-latency hint of the latent tiles. It decides how deep the compiler buffers them: with four

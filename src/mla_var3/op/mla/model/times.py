@@ -12,7 +12,8 @@ Named quantities, in microseconds:
 An estimate is fitted where the rates of the kernel on the device were recorded, and names the
 record. A cuTile kernel on an 8-bit cache multiplies in 16 bits: until it is timed there, it has the
 rates of its 16-bit cache (`BORROWED`). Otherwise a time is ideal: the work at the vendor's peaks, a
-lower bound by which kernels are not ranked. `op/mla/model/designs.py` has the estimate of each design.
+lower bound by which kernels are not ranked. `op/mla/model/designs.py` has the estimate of each
+design.
 """
 
 from __future__ import annotations

@@ -10,13 +10,16 @@ any number of heads fills the tiles, and only a request's last tile is padded.
     -> o_latent [b, s, h, k] in the input dtype, lse [b, s, h] float32 (natural logarithm)
 
 Also paged caches, packed queries, trees of drafts and sliding windows: `latent_plan.py`. bfloat16
-and float16; k=512 or 256 and p=64, 32 or 0 (powers of two; without rope its product is left out);
+and float16. The cache may be in 8 bits (`fp8`, `fp8_per_token`, `fp8_ds_mla`), read where it lies:
+its tiles are converted to the dtype of the queries in registers, and all products are in 16 bits.
+k=512 or 256 and p=64, 32 or 0 (powers of two; without rope its product is left out);
 causal (bottom-right) or not; any s, t >= 1; slots beyond a length may hold NaN. Rows without a
 visible key give 0 and -inf. Targets: sm_90 (wgmma, TMA), sm_10x and sm_110 (tcgen05, TMA), sm_12x
 (mma, TMA), sm_8x (mma).
 
 Base version. Limits: few CTAs when b*s*h is small (then use flash_mla_split_kv); fewer than 64 rows
 (16 on sm_8x and sm_12x) are padded to as many; pages of 16 and 32 tokens make KV tiles as short.
+sm_8x has no float8 in cuTile: bytes are decoded by integer operations.
 """
 
 import math
@@ -78,8 +81,8 @@ def flash_mla(
             begin, end = first * H, (first + count) * H
             store_rows(
                 q_latent.slice(1, begin, end), q_rope.slice(1, begin, end), c_kv, k_rope,
-                scales, lengths, table, tree, o_latent.slice(1, begin, end), lse.slice(1, begin, end),
-                0, row_tile, request, count, scale_log2e,
+                scales, lengths, table, tree, o_latent.slice(1, begin, end),
+                lse.slice(1, begin, end), 0, row_tile, request, count, scale_log2e,
                 PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
             )  # fmt: skip
     else:
