@@ -72,9 +72,11 @@ def test_an_eight_bit_cache(
     operands = (*q, cache, model.w_uk, model.w_uv)
     exact = mla_var3.mla_attention(*operands, kernel="torch_tiled", return_lse=True)
     require_right(*exact, q, cache, model)
-    refusing = ["mla_var6_plus", "flash_mla:cutile-dsl"]
-    if dtype not in FP8_FORMATS:
-        refusing.append("flash_mla:cute-dsl")
+    for kernel in ("flash_mla:cutile-dsl", "flash_mla_split_kv:cutile-dsl"):  # in 16 bits, too
+        require_right(
+            *mla_var3.mla_attention(*operands, kernel=kernel, return_lse=True), q, cache, model
+        )
+    refusing = ["mla_var6_plus"] + (["flash_mla:cute-dsl"] if dtype not in FP8_FORMATS else [])
     for kernel in refusing:
         with pytest.raises(UnsupportedError, match="an 8-bit cache"):
             mla_var3.mla_attention(*operands, kernel=kernel)
