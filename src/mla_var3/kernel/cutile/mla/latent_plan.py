@@ -175,7 +175,8 @@ class LatentPlan(MlaPlan):
         if given.scales is not None:
             latent, rope = dequantise(QuantisedCache(given.c_kv, given.k_rope, given.scales))
             given = given._replace(c_kv=latent, k_rope=rope)
-        return dense_inputs(given[:6], self.t) if self.page else given[:5]
+        tensors = tuple(tensor for tensor in given[:6] if tensor is not None)
+        return dense_inputs(tensors, self.t) if self.page else tensors
 
     def reference_fn(
         self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
