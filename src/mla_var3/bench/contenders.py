@@ -57,10 +57,8 @@ if TYPE_CHECKING:
 PEER_ERROR_LIMIT = 0.01
 """A 16-bit peer above this relative error computes something else."""
 FP8_ERROR_LIMIT = 0.04
-"""The same for 8-bit products, against float64 on what the cache is worth: queries and
-probabilities have three bits of mantissa. The cuTile kernel multiplies in 16 bits."""
+"""The same for 8-bit products (CuTe DSL), against float64 on what the cache is worth."""
 FP8_KERNEL = "flash_mla"
-"""The kernel that is measured on 8-bit caches."""
 SEED = 1
 PREFIX_KERNEL = "flash_mla_prefix"
 MEMORY_FACTOR = 3.0
