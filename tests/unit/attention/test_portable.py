@@ -221,6 +221,23 @@ def test_8_bit_caches_are_read_where_they_lie(
     assert {part.data_ptr() for part in (cache.latent, cache.rope, cache.scales)} <= given
 
 
+def test_a_pool_of_more_than_2_gib(generator: torch.Generator) -> None:
+    """The last page of a request is a slice of the pool; most of its memory is never touched."""
+    call = Call(generator, k=512, p=64, counts=(3,), lengths=(70,), cache_dtype="fp8_ds_mla")
+    small, fmt = call.cache, cache_format("fp8_ds_mla")
+    pages = 2**31 // (64 * 656) + 4
+    parts = fmt.parts(torch.empty((pages, 64, 656), dtype=torch.uint8), 512, 64)
+    assert small.block_table is not None and small.scales is not None
+    first = pages - len(small.latent)
+    for name in ("latent", "rope", "scales"):
+        getattr(parts, name)[first:].view(torch.uint8).copy_(getattr(small, name).view(torch.uint8))
+    table = small.block_table + first
+    table[:, 2:] = 0
+    call.cache = CacheView(parts.latent, parts.rope, small.lengths, table, scales=parts.scales)
+    for kernel in KERNELS:
+        call.check(kernel)
+
+
 @FORMAT
 def test_nan_in_an_8_bit_cache_is_not_hidden(cache_dtype: str, generator: torch.Generator) -> None:
     call = Call(generator, k=512, counts=(3,), lengths=(47,), page=None, cache_dtype=cache_dtype)

@@ -281,7 +281,8 @@ def attend_cache(
                 TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
             )  # fmt: skip
         if (whole < last_tile) & (first_tile <= whole):
-            page = page_of(table, request, whole, pages, TILES)
+            # A slice multiplies its start with the stride: in 64 bits, for pools of many gigabytes.
+            page = page_of(table, request, whole, pages, TILES).astype(ct.int64)
             rest = stop - whole // TILES * PAGE  # tokens of the request in its last page
             s_view = scales
             if CACHE > ONE_SCALE:
