@@ -29,16 +29,10 @@ from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla.flash_mla import (
     FlashMLATiling,
 )
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK
+from mla_var3.kernel.cute_python.mla.latent.groups import GroupShape, partial_count, range_begins
 from mla_var3.kernel.cute_python.mla.latent.merge import merge_rows
 from mla_var3.kernel.cute_python.mla.latent.operands import LATENT_FIELDS
-from mla_var3.kernel.cute_python.mla.latent.scheduler import (
-    ITEM_COST,
-    GroupShape,
-    partial_count,
-    range_begins,
-    takes_turns,
-    work_range,
-)
+from mla_var3.kernel.cute_python.mla.latent.scheduler import ITEM_COST, takes_turns, work_range
 from mla_var3.kernel.paging import dense_inputs
 from mla_var3.op.compare import compare
 from mla_var3.op.mla.attend import KvSegment, attend

@@ -15,13 +15,12 @@ pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl"
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, ROWS
 from mla_var3.kernel.cute_python.mla.latent import scheduler as device
+from mla_var3.kernel.cute_python.mla.latent.groups import GroupShape, range_begins
 from mla_var3.kernel.cute_python.mla.latent.scheduler import (
-    GroupShape,
     PackedQueries,
     Scheduler,
     SlidingWindow,
     WorkRange,
-    range_begins,
 )
 
 DEVICE_FUNCTIONS = (

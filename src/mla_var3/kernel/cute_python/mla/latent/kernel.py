@@ -53,6 +53,7 @@ from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor
 from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
 from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES, allocate_partials
 from mla_var3.kernel.cute_python.mla.latent.few_rows import FewExchange, compute_few
+from mla_var3.kernel.cute_python.mla.latent.groups import GroupShape, partial_count
 from mla_var3.kernel.cute_python.mla.latent.merge import (
     may_split,
     merge_cost,
@@ -79,11 +80,9 @@ from mla_var3.kernel.cute_python.mla.latent.producer import (
 )
 from mla_var3.kernel.cute_python.mla.latent.rows64 import Exchange, compute_rows64
 from mla_var3.kernel.cute_python.mla.latent.scheduler import (
-    GroupShape,
     PackedQueries,
     Scheduler,
     SlidingWindow,
-    partial_count,
     work_range,
 )
 from mla_var3.runtime.cute_kernel import CuteKernel
