@@ -50,7 +50,7 @@ class Split(IntEnum):
     LAST = 4
 
 
-# --- on the host ----------------------------------------------------------------------------------
+# --- plain arithmetic, on numbers of the host or of the device ------------------------------------
 
 
 def split_block(local, blocks):
