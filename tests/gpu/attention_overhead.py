@@ -1,6 +1,10 @@
-"""What a call of the attention costs the host, outside of CUDA graphs.
+"""What a call of the attention costs the host outside of CUDA graphs, and the GPU inside of one.
 
     .venv/bin/python -m tests.gpu.attention_overhead --json overhead.json
+    .venv/bin/python -m tests.gpu.attention_overhead --b 32 --s 4 --t 4096 --h 128 --windows 20
+
+Whole calls are measured on caches in 16 bits, `fp8` and `fp8_per_token`; their call time on the GPU
+is that of a CUDA graph of one call with a cold L2 cache. The host:
 
 Calls of one key on other tensors every time are enqueued without waiting; a figure is the median
 over windows of the time per call. What is measured takes turns window by window, so that all of it
@@ -19,19 +23,23 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mla_var3.attention.backends.latent import project_heads
+from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.cache.view import CacheView, paged_view
 from mla_var3.attention.call import HEAD_WIDTH, mla_attention, mla_latent_attention
 from mla_var3.attention.prefix.groups import PrefixGroups
 from mla_var3.attention.prefix.layout import prefix_layout
 from mla_var3.attention.replay.key import find_replay, latent_key
 from mla_var3.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
-from mla_var3.runtime.measure import percentile
+from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS
+from mla_var3.runtime.measure import percentile, time_gpu
 
 from .attention_record import cuda_is_missing, write_record
 
@@ -42,7 +50,9 @@ VARIANTS = 8
 LIMIT_US = 15.0
 """What a call may cost the host; one with products so much more than these."""
 
-CALLS = ("mla_latent_attention", "flash_mla_with_kvcache", "mla_attention")
+WHOLE = {"": "mla_attention", **{fmt: f"mla_attention, {fmt}" for fmt in FP8_FORMATS}}
+"""Whole calls by the 8-bit format of their cache, if any."""
+CALLS = ("mla_latent_attention", "flash_mla_with_kvcache", *WHOLE.values())
 
 Call = Callable[[int], object]
 
@@ -97,12 +107,21 @@ class Operands:
         self.pages = random(b * pages, PAGE, 1, K + P)
         self.tables = [torch.randperm(b * pages, device="cuda").view(b, pages).int() for _ in turns]
         self.lengths = [torch.randint(s, t + 1, (b,), device="cuda").int() for _ in turns]
-        self.views: list[CacheView] = [
-            paged_view(self.pages[:, :, 0], table, lengths)
-            for table, lengths in zip(self.tables, self.lengths, strict=True)
-        ]
+        self.views = self.views_of(paged_view(self.pages[:, :, 0], self.tables[0], self.lengths[0]))
+        self.whole_views = {"": self.views}
+        for fmt in FP8_FORMATS:
+            cache = LatentCache.allocate(b, t, dtype=fmt, device="cuda", page_size=PAGE)
+            cache.append(random(b, t, K), random(b, t, P))
+            self.whole_views[fmt] = self.views_of(cache.view())
         self.w_uk = random(h, D, K) * (D * K) ** -0.25
         self.w_uv = random(h, K, D) * K**-0.5
+
+    def views_of(self, view: CacheView) -> list[CacheView]:
+        """A cache with the tables and lengths of every variant."""
+        return [
+            replace(view, block_table=table, lengths=lengths)
+            for table, lengths in zip(self.tables, self.lengths, strict=True)
+        ]
 
 
 def launch_alone(operands: Operands) -> Call:
@@ -152,9 +171,10 @@ def contenders(operands: Operands) -> dict[str, Call]:
     def latent(turn: int) -> Any:
         return mla_latent_attention(q[turn], operands.q_rope[turn], views[turn], kernel=KERNEL)
 
-    def whole(turn: int) -> Any:
+    def whole(fmt: str, turn: int) -> Any:
+        cache = operands.whole_views[fmt][turn]
         return mla_attention(
-            operands.q_nope[turn], operands.q_rope[turn], views[turn], *weights, kernel=KERNEL
+            operands.q_nope[turn], operands.q_rope[turn], cache, *weights, kernel=KERNEL
         )
 
     def flash(turn: int) -> Any:
@@ -178,7 +198,7 @@ def contenders(operands: Operands) -> dict[str, Call]:
         "shared prefix, groups": lambda turn: shared(turn, groups),
         "mla_latent_attention": latent,
         "flash_mla_with_kvcache": flash,
-        "mla_attention": whole,
+        **{name: partial(whole, fmt) for fmt, name in WHOLE.items()},
         "launch alone": launch_alone(operands),
         "products alone": products_alone(operands),
         "an empty tensor": lambda turn: torch.empty(64, device="cuda"),
@@ -203,12 +223,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = {name: getattr(given, name) for name in ("b", "s", "t", "h")}
     with torch.inference_mode():
         operands = Operands(**sizes, dtype=torch.bfloat16)
-        results = figures(contenders(operands), given.calls, given.windows)
+        calls = contenders(operands)
+        results = figures(calls, given.calls, given.windows)
+        on_gpu = {
+            name: time_gpu(partial(calls[name], 0), graph=True).to_dict() for name in WHOLE.values()
+        }
     for name, values in results.items():
         line = ", ".join(f"{key} {value:.2f}" for key, value in values.items())
         print(f"{name}: {line}")
+    for name, timing in on_gpu.items():
+        print(f"{name}, on the GPU: median_us {timing['median_us']:.2f}")
     judged = {name: results[name]["median_us"] for name in CALLS}
-    judged["mla_attention"] -= results["products alone"]["median_us"]
+    for name in WHOLE.values():
+        judged[name] -= results["products alone"]["median_us"]
     above = {name: value for name, value in judged.items() if value >= LIMIT_US}
     for name, value in above.items():
         print(f"{name}: expected less than {LIMIT_US} us, got {value:.2f}", file=sys.stderr)
@@ -224,6 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "limit_us": LIMIT_US,
             "judged_us": judged,
             "host_us_per_call": results,
+            "gpu_us_per_call": on_gpu,
             "passed": not above,
         },
     )

@@ -12,13 +12,17 @@ from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.cache.view import CacheView, paged_view
 from mla_var3.attention.call import HEAD_WIDTH, explain, mla_latent_attention
 from mla_var3.attention.merge import merge_partials
+from mla_var3.attention.replay import key as keys
+from mla_var3.attention.replay.replay import ProjectedReplay
 from mla_var3.attention.request.masks import tree_ancestors
 from mla_var3.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS
 from mla_var3.op.mla.cache_formats import cache_format, quantise
 from mla_var3.op.mla.window.quantise import E4M3, E4M3_MAX
+from mla_var3.runtime.call_state import CALL_STATE
 
 from ..unit.attention.attention_support import make_model, normal, random_parents
+from .products_alone import output_product, query_product
 
 pytestmark = pytest.mark.gpu
 
@@ -156,22 +160,105 @@ def test_it_is_what_a_call_takes(generator: torch.Generator) -> None:
     assert (found.language, found.path) == ("cutile-dsl", "kernel")
 
 
-@FORMAT
-def test_whole_calls_and_replays(fmt: str, generator: torch.Generator) -> None:
-    """The projections around it, and other tensors of the same key."""
-    s, h = 3, 64
+def weights_of(generator: torch.Generator, h: int) -> tuple[torch.Tensor, torch.Tensor]:
     model = make_model(generator, h, HEAD_WIDTH, K, torch.bfloat16)
-    weights = model.w_uk.to(DEVICE), model.w_uv.to(DEVICE)
+    return model.w_uk.to(DEVICE), model.w_uv.to(DEVICE)
+
+
+def whole_queries(generator: torch.Generator, *rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    nope, rope = (
+        normal(generator, *rows, w, dtype=torch.bfloat16).to(DEVICE) for w in (HEAD_WIDTH, P)
+    )
+    return 0.5 * nope, 0.5 * rope
+
+
+def projected(q_nope: torch.Tensor, w_uk: torch.Tensor) -> torch.Tensor:
+    """Latent queries by the product of whole calls, to the last bit."""
+    q_latent = q_nope.new_empty((*q_nope.shape[:-1], K))
+    query_product(q_nope.flatten(0, -3), w_uk, q_latent.flatten(0, -3))()
+    return q_latent
+
+
+@pytest.mark.parametrize(("s", "h"), [(1, 16), (3, 64), (1, 128)])
+@FORMAT
+def test_whole_calls_and_replays(fmt: str, s: int, h: int, generator: torch.Generator) -> None:
+    """Against float64 behind the queries' product, on other tensors of the same key too."""
+    CALL_STATE.clear()
+    w_uk, w_uv = weights_of(generator, h)
     for _ in range(3):
-        cache = filled(generator, fmt, 64, (700, 130, 64))
-        q_nope = normal(generator, 3, s, h, HEAD_WIDTH, dtype=torch.bfloat16).to(DEVICE)
-        q_rope = normal(generator, 3, s, h, P, dtype=torch.bfloat16).to(DEVICE)
-        operands = (q_nope, q_rope, cache, *weights)
-        found, exact = (
-            mla_var3.mla_attention(*operands, kernel=name) for name in (KERNEL, "torch_tiled")
-        )
-        # The PyTorch path rounds no queries and no weights.
-        assert (found.double() - exact.double()).norm() <= 2 * LIMIT * exact.double().norm()  # type: ignore[union-attr]
+        cache = filled(generator, fmt, 64)
+        q_nope, q_rope = whole_queries(generator, len(LENGTHS), s, h)
+        operands = (q_nope, q_rope, cache, w_uk, w_uv)
+        output, lse = mla_var3.mla_attention(*operands, kernel=KERNEL, return_lse=True)
+        q_latent = projected(q_nope, w_uk)
+        for request, length in enumerate(LENGTHS):
+            wide = rounded(q_latent[request], q_rope[request], fmt)
+            tokens = tokens_of(cache.view(), request, length)
+            latent, exact_lse = expected(wide, tokens, causal(s, length))
+            exact = torch.einsum("shk,hkv->shv", latent, w_uv.double())
+            require((output[request], lse[request]), (exact, exact_lse), length)
+    replay = keys.find_replay(keys.whole_key(*operands, KERNEL, {}))
+    assert replay is not None and not isinstance(replay, ProjectedReplay)
+
+
+@pytest.mark.parametrize("name", ["plain", "packed", "tree", "batch_invariant", "sliding_window"])
+@FORMAT
+def test_a_whole_call_is_its_three_kernels(fmt: str, name: str, generator: torch.Generator) -> None:
+    """Bit for bit as launched one by one, replayed and in a CUDA graph."""
+    b, s, h = len(LENGTHS), 3, 16
+    options: dict[str, Any] = {
+        "plain": {},
+        "packed": {"cu_seqlens_q": [0, 3, 3, 5, 6, 9], "max_q": 3},
+        "tree": {"tree_mask": tree_ancestors(random_parents(generator, b, s)).to(DEVICE)},
+        "batch_invariant": {"batch_invariant": True},
+        "sliding_window": {"sliding_window": 100},
+    }[name]
+    rows: tuple[int, ...] = (b, s, h)
+    if name == "packed":
+        bounds = torch.tensor(options["cu_seqlens_q"], dtype=torch.int32, device=DEVICE)
+        options["cu_seqlens_q"], rows = bounds, (9, h)
+    cache, (w_uk, w_uv) = filled(generator, fmt, 64), weights_of(generator, h)
+    q_nope, q_rope = whole_queries(generator, *rows)
+    o_latent, wanted_lse = mla_latent_attention(
+        projected(q_nope, w_uk), q_rope, cache, kernel=KERNEL, **options
+    )
+    wanted = torch.empty_like(q_nope)
+    output_product(o_latent.flatten(0, -3), w_uv, wanted.flatten(0, -3), early=False)()
+    operands = (q_nope, q_rope, cache, w_uk, w_uv)
+    for _ in range(2):
+        found = mla_var3.mla_attention(*operands, kernel=KERNEL, return_lse=True, **options)
+        assert torch.equal(found[0], wanted) and torch.equal(found[1], wanted_lse)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = mla_var3.mla_attention(*operands, kernel=KERNEL, **options)
+    for _ in range(3):
+        captured.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(captured, wanted)
+
+
+@FORMAT
+def test_whole_calls_between_appends(fmt: str, generator: torch.Generator) -> None:
+    """KV blocks are loaded before the queries are there, and hold what was appended before."""
+    b, s, h, steps = 4, 1, 128, 40
+    weights = weights_of(generator, h)
+    q = [whole_queries(generator, b, s, h) for _ in range(steps)]
+    rows = normal(generator, steps, b, s, K + P, dtype=torch.bfloat16).to(DEVICE)
+    state = generator.get_state()
+
+    def run(wait: bool) -> list[torch.Tensor]:
+        cache, found = filled(generator.set_state(state), fmt, 64, (300, 63, 5, 640)), []
+        for turn in range(steps):
+            cache.append(rows[turn, ..., :K], rows[turn, ..., K:])
+            found.append(mla_var3.mla_attention(*q[turn], cache, *weights, kernel=KERNEL))
+            if wait:
+                torch.cuda.synchronize()
+        return found
+
+    wanted = run(wait=True)
+    for _ in range(5):
+        assert all(map(torch.equal, run(wait=False), wanted))
 
 
 def test_packed_trees_of_head_major_queries(generator: torch.Generator) -> None:

@@ -105,11 +105,15 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
         for fmt in FP8_FORMATS
         for columns in (16, 32, 64)
     },
+    **{
+        f"latent {fmt}, whole call": (LATENT_FP8, fmt, {"columns": 64, "early": True}, {})
+        for fmt in FP8_FORMATS
+    },
 }
 """Per variant, each other machine code: the kernel, its plan, the plan's fields and the kernel's
 tiling. A ring is a plan of `RING` on a window that is one. The projections of whole calls have no
-plan: their dtype, widths and columns per CTA. Nor has the latent kernel on 8-bit caches: format and
-columns of the second product."""
+plan: their dtype, widths and columns per CTA. Nor has the latent kernel on 8-bit caches: format,
+columns of the second product, and whether it is launched behind a projection."""
 
 
 class Compiled:
@@ -205,34 +209,18 @@ def projection_kernel(wanted: str, dtype: str, **constants: int) -> Any:
     )  # fmt: skip
 
 
-def fp8_kernel(fmt: str, columns: int) -> Any:
+def fp8_kernel(fmt: str, columns: int, early: bool = False) -> Any:
     """The latent kernel on pages of an 8-bit format, as calls launch it."""
-    from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES, allocate_partials
-    from mla_var3.kernel.cute_python.mla.latent.groups import group_shape
-    from mla_var3.kernel.cute_python.mla.latent.operands import (
-        LatentOperands,
-        LatentOptions,
-        latent_arguments,
-    )
+    from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES
     from mla_var3.kernel.cute_python.mla.latent_fp8.kernel import LatentFp8Sm90
-    from mla_var3.op.mla.cache_formats import cache_format
     from mla_var3.runtime.cute_kernel import CuteKernel
 
-    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
+    from . import noted_launch
 
-    form = cache_format(fmt)
-    parts = form.parts(empty(8, 64, form.row_bytes(512, 64), dtype=torch.uint8), 512, 64)
-    per_token = parts.scales.dim() > 1
-    operands = LatentOperands.allocate(
-        (2, 1, columns), empty(2, 1, columns, 512), empty(2, 1, columns, 64), parts.latent,
-        parts.rope, empty(2, dtype=torch.int32), empty(2, 4, dtype=torch.int32),
-        scales=parts.scales[..., 0] if per_token else parts.scales,
-    )  # fmt: skip
-    partials = allocate_partials(torch.device("meta"), 132)
-    options = LatentOptions(1, True, 0.1)
-    arguments = latent_arguments(operands, partials, options, group_shape(1, 2, 132))
-    host = LatentFp8Sm90(ELEMENT_TYPES[torch.bfloat16], columns, per_token)
+    operands = noted_launch.paged_operands("meta", 2, 1, columns, fmt)
+    arguments = noted_launch.arguments(operands)
+    per_token = fmt == "fp8_per_token"
+    host = LatentFp8Sm90(ELEMENT_TYPES[torch.bfloat16], columns, per_token, early=early)
     return CuteKernel(
         kernel_fn=LatentFp8Sm90.latent_fp8, host_fn=lambda tiling: host,
         args_fn=lambda tiling: arguments, requires_arch="sm_90a", tiling=AnyTiling(), plan=None,
@@ -273,7 +261,7 @@ def main(names: list[str]) -> None:
         if hasattr(torch, name):
             kernel = projection_kernel(wanted, name, **fields)
         elif wanted == LATENT_FP8:
-            kernel = fp8_kernel(name, fields["columns"])
+            kernel = fp8_kernel(name, **fields)
         else:
             [kernel] = [k for k in stage_of(name, fields).kernels() if k.name == wanted]
         if tiling:

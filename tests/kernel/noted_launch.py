@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla import flash_mla
 from mla_var3.kernel.cute_python.mla.hopper.constants import ROWS
 from mla_var3.kernel.cute_python.mla.latent import call as latent_call
 from mla_var3.kernel.cute_python.mla.latent.groups import group_shape
+from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLASm90, FlashMLATiling
 from mla_var3.kernel.cute_python.mla.latent.operands import (
     LatentOperands,
     LatentOptions,
@@ -18,19 +18,24 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
 )
 from tests.unit.runtime.cute.noting_driver import STREAM, pointers_of, program_for_step
 
+from .noted_calls import fp8_parts
+
 B, S, H, SMS = 4, 2, 64, 132
 TILES = S * H // ROWS
 
 
-def paged_operands(device: str, b: int, s: int, h: int) -> LatentOperands:
-    """Operands for a paged cache."""
+def paged_operands(device: str, b: int, s: int, h: int, fmt: str = "") -> LatentOperands:
+    """Operands for a paged cache, of an 8-bit format or else in 16 bits."""
 
     def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
+    cache = {"latent": zeros(16, 64, 512), "rope": zeros(16, 64, 64)}
+    if fmt:
+        cache = fp8_parts(fmt, device, 16)
     return LatentOperands.allocate(
-        (b, s, h), zeros(b, s, h, 512), zeros(b, s, h, 64), zeros(16, 64, 512), zeros(16, 64, 64),
-        zeros(b, dtype=torch.int32), zeros(b, 4, dtype=torch.int32),
+        (b, s, h), zeros(b, s, h, 512), zeros(b, s, h, 64), lengths=zeros(b, dtype=torch.int32),
+        block_table=zeros(b, 4, dtype=torch.int32), **cache,
     )  # fmt: skip
 
 
@@ -45,9 +50,8 @@ def arguments(operands: LatentOperands) -> tuple[Any, ...]:
 def main() -> None:
     """Compile, or launch everything in order."""
     args = arguments(paged_operands("cpu", B, S, H))
-    host = flash_mla.FlashMLASm90(latent_call.ELEMENT_TYPES[torch.bfloat16])
-    tiling = flash_mla.FlashMLATiling()
-    program = program_for_step(flash_mla.FlashMLASm90.flash_mla, host, args, tiling)
+    host = FlashMLASm90(latent_call.ELEMENT_TYPES[torch.bfloat16])
+    program = program_for_step(FlashMLASm90.flash_mla, host, args, FlashMLATiling())
     if program is None:
         return
     program(*args)

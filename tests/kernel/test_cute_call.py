@@ -16,6 +16,7 @@ from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla import flash_mla
 from mla_var3.kernel.cute_python.mla.hopper.constants import THREADS
 from mla_var3.kernel.cute_python.mla.latent import call as latent_call
 from mla_var3.kernel.cute_python.mla.latent.groups import group_shape
+from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLASm90, FlashMLATiling
 from mla_var3.kernel.cute_python.mla.latent.operands import (
     LATENT_FIELDS,
     WHOLE_FIELDS,
@@ -26,7 +27,6 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
     groups_of,
     latent_arguments,
 )
-from mla_var3.op.mla.cache_formats import PER_TOKEN
 from mla_var3.runtime.call_state import CALL_STATE
 from mla_var3.runtime.cute.arguments import kinds_of
 from mla_var3.runtime.cute.launch import RepeatedLaunch
@@ -34,7 +34,7 @@ from mla_var3.runtime.cute_kernel import compile_program
 from tests.unit.runtime.cute.noting_driver import OVERLAP, STREAM, noted_launches
 
 from . import noted_launch
-from .noted_calls import Calls, meta_call, note_calls
+from .noted_calls import Calls, fp8_parts, meta_call, note_calls
 
 SMS = 132
 OPERANDS = LatentOperands._fields
@@ -89,15 +89,9 @@ def test_one_program_serves_all_shapes(calls):
 
 
 def test_an_8_bit_cache_has_a_kernel_of_its_own(calls):
-    buffer = torch.empty((9, 64, 644), dtype=torch.uint8, device="meta")
-    parts = PER_TOKEN.parts(buffer, 512, 64)
-    per_token = {
-        "latent": parts.latent, "rope": parts.rope, "scales": parts.scales[..., 0],
-        "block_table": torch.empty((2, 4), dtype=torch.int32, device="meta"),
-    }  # fmt: skip
-    rows = torch.empty((2, 256, 576), dtype=torch.float8_e4m3fn, device="meta")
-    whole = {"latent": rows[..., :512], "rope": rows[..., 512:], "scales": torch.empty(1)}
-    for changes in (per_token, whole):
+    table = torch.empty((2, 4), dtype=torch.int32, device="meta")
+    per_token = {**fp8_parts("fp8_per_token", "meta", 9), "block_table": table}
+    for changes in (per_token, fp8_parts("fp8", "meta", 2, 256)):
         assert flash_mla.attend(*call(2, 1, 64, **changes)) is not None
     (first, arguments), (second, _) = calls
     assert first == second == "latent_fp8" and len(latent_call._programs) == 2
@@ -218,9 +212,9 @@ def test_a_tree_that_is_copied_is_not_repeated(calls):
 def ptx_of(few: int, empty_positive: bool = False) -> str:
     """The kernel for a small call, for the GPU's assembler."""
     arguments = arguments_of(1, 8 if few else 128)
-    element, host = latent_call.ELEMENT_TYPES[torch.bfloat16], flash_mla.FlashMLASm90
+    element, host = latent_call.ELEMENT_TYPES[torch.bfloat16], FlashMLASm90
     made = host(element, few, empty_positive=empty_positive)
-    tiling = flash_mla.FlashMLATiling(few=few)
+    tiling = FlashMLATiling(few=few)
     return compile_program(host.flash_mla, made, kinds_of(arguments), tiling, "sm_90a").ptx
 
 

@@ -11,30 +11,32 @@ import torch
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla import flash_mla
-from mla_var3.kernel.cute_python.mla.hopper.constants import HEAD, ROWS
+from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS, HEAD, ROWS
 from mla_var3.kernel.cute_python.mla.latent import call as latent_call
 from mla_var3.kernel.cute_python.mla.latent import whole_call
 from mla_var3.kernel.cute_python.mla.latent.groups import group_shape
-from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLASm90, FlashMLATiling
 from mla_var3.kernel.cute_python.mla.latent.operands import (
     WHOLE_FIELDS,
     LatentOperands,
+    LatentOptions,
     Partials,
     ProjectionOperands,
     ProjectionSizes,
     groups_of,
 )
+from mla_var3.kernel.cute_python.mla.latent.programs import latent_program
 from mla_var3.kernel.cute_python.mla.projections import outputs as decompress_combine
 from mla_var3.kernel.cute_python.mla.projections import queries as project_queries
 from mla_var3.kernel.cute_python.mla.projections.outputs import DecompressCombineSm90, columns_for
 from mla_var3.kernel.cute_python.mla.projections.queries import ProjectQueriesSm90
 from mla_var3.runtime.cute.arguments import kinds_of
+from mla_var3.runtime.cute.cache import CompiledProgram
 from mla_var3.runtime.cute.launch import RepeatedLaunch
 from mla_var3.runtime.cute_kernel import compile_program
 from tests.unit.runtime.cute.noting_driver import OVERLAP, STREAM, noted_launches
 
 from . import whole_launch
-from .noted_calls import Calls, note_calls
+from .noted_calls import Calls, fp8_parts, note_calls
 from .noted_calls import meta_call as call
 from .noted_launch import SMS
 from .test_cute_compile import held_bytes
@@ -102,6 +104,28 @@ def test_programs_by_what_they_are_compiled_for(calls):
     whole_call.attend(*call(2, 1, 128, block_table=table))
     whole_call.attend(*call(2, 1, 128, empty_positive=True))
     assert len(latent_call._programs) == 4
+
+
+@pytest.mark.parametrize("fmt", FP8_FORMATS)
+def test_8_bit_caches_have_their_kernel_between_the_same_projections(fmt, calls):
+    table = torch.empty((2, 4), dtype=torch.int32, device="meta")
+    cache = {**fp8_parts(fmt, "meta", 9), "block_table": table}
+    projections, operands, options = call(2, 3, 16, **cache)
+    launch = whole_call.attend(projections, operands, options)
+    assert launch is not None and list(launch.workspace) == ["q_latent", "o_latent"]
+    ((name, arguments),) = calls
+    assert name == "latent_fp8"
+    named = dict(zip(WHOLE_FIELDS, arguments, strict=True))
+    for group in (projections, operands):
+        assert all(named[name] is value for name, value in group._asdict().items())
+    for s, h in ((4, 16), (1, 128), (9, 128)):  # one program for all that fills 64 rows
+        whole_call.attend(*call(2, s, h, **cache))
+    assert len(latent_call._programs) == 1
+    for s in (1, 2):  # 16 and 32 rows
+        whole_call.attend(*call(2, s, 16, **cache))
+    assert len(latent_call._programs) == 3
+    whole_call.attend(*call(2, 1, 16, batch_invariant=True, **cache))
+    assert len(latent_call._programs) == 3
 
 
 def rows_at(stride: int) -> torch.Tensor:
@@ -181,7 +205,7 @@ def test_a_launch_is_bound_to_its_workspace(monkeypatch):
     assert len(seen) == 2
 
 
-KERNELS = ("project_queries", "flash_mla", "decompress_combine")
+QUERIES, OUTPUTS = "project_queries", "decompress_combine"
 
 
 def code_of(cubin: bytes) -> list[tuple[str, bytes]]:
@@ -193,52 +217,61 @@ def code_of(cubin: bytes) -> list[tuple[str, bytes]]:
     for name_at, _, _, _, offset, length in headers:
         start = headers[names][4] + name_at
         name = cubin[start : cubin.index(b"\0", start)].decode()
-        match = re.match(rf"\.text\.kernel_cutlass_({'|'.join(KERNELS)})_", name)
+        kernels = f"{QUERIES}|flash_mla|latent_fp8|{OUTPUTS}"
+        match = re.match(rf"\.text\.kernel_cutlass_({kernels})_", name)
         if match:
             found.append((match[1], cubin[offset : offset + length]))
     return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("few", [0, 8])
-def test_all_kernels_are_in_one_program_unchanged(few):
+@pytest.mark.parametrize(("fmt", "h"), [("", 128), ("", 8), ("fp8_per_token", 128), ("fp8", 16)])
+def test_all_kernels_are_in_one_program_unchanged(fmt, h):
     """The same machine code as compiled one by one."""
-    element, tiling = latent_call.ELEMENT_TYPES[torch.bfloat16], FlashMLATiling(few=few)
-    together = whole_launch.arguments("meta", 2, 1, 8 if few else 128)
+    element = latent_call.ELEMENT_TYPES[torch.bfloat16]
+    together = whole_launch.arguments("meta", 2, 1, h, fmt)
     projections, _, attention = groups_of(together, ProjectionOperands, ProjectionSizes)
     operands, _ = groups_of(attention, LatentOperands)
-    host = whole_launch.host(few)
+    attention_fn, host, tiling, constants = latent_program(operands, LatentOptions(1, True, 0.1))
 
-    def code(kernel_fn: Any, host_fn: Any, args: Any) -> list[tuple[str, bytes]]:
-        program = compile_program(kernel_fn, host_fn, kinds_of(args), tiling, "sm_90a")
-        return code_of(program.cubin)
+    def compiled(kernel_fn: Any, host_fn: Any, args: Any) -> CompiledProgram:
+        return compile_program(kernel_fn, host_fn, kinds_of(args), tiling, "sm_90a")
 
-    projection, attention_fn = ProjectQueriesSm90.project_queries, FlashMLASm90.flash_mla
+    def code(*program: Any) -> list[tuple[str, bytes]]:
+        return code_of(compiled(*program).cubin)
+
     alone = code(
-        projection,
+        ProjectQueriesSm90.project_queries,
         ProjectQueriesSm90(element),
         (projections.q_nope, projections.w_uk, operands.q_latent, 1, 1, 1),
     )
-    alone += code(attention_fn, FlashMLASm90(element, few, early=True), attention)
+    one = attention_fn, host(element, early=True, **constants), attention
+    alone += code(*one)
+    if fmt:  # its consumers wait before they read the first query
+        before, after = compiled(*one).ptx.split("griddepcontrol.wait")
+        assert "ld.global.v4" not in before and "ld.global.v4" in after
+        assert "ld.global.nc" not in after
     for columns in decompress_combine.COLUMNS:
         alone += code(
             DecompressCombineSm90.decompress_combine,
             DecompressCombineSm90(element, True, columns),
             (operands.o_latent, projections.w_uv, None, None, None, projections.out, None, 1, 1, 1),
         )
-    assert [name for name, _ in alone] == [*KERNELS, *KERNELS[-1:], *KERNELS[-1:]]
+    names = [QUERIES, attention_fn.__name__, *[OUTPUTS] * len(decompress_combine.COLUMNS)]
+    assert [name for name, _ in alone] == names
     assert len({text for _, text in alone}) == len(alone)
-    assert sorted(code(attention_fn, host, together)) == sorted(alone)
+    whole = whole_launch.host(host, **constants)
+    assert sorted(code(attention_fn, whole, together)) == sorted(alone)
 
 
 @pytest.mark.slow
 def test_one_call_launches_all_kernels_in_order(repo_root, package_environment, tmp_path):
     """The real host code on a driver that only notes: grids, stream, what may start early."""
     launches = noted_launches(whole_launch.__name__, repo_root, package_environment, tmp_path)
-    assert len(launches) == 3 * len(SIZES) + 6
-    assert launches[-6:] == 2 * launches[:3]
-    for place, (b, s, h) in enumerate(SIZES):
-        queries, attention, outputs = launches[3 * place : 3 * place + 3]
+    launches, repeated, in_8_bits = launches[:-9], launches[-9:-3], launches[-3:]
+    assert len(launches) == 3 * len(SIZES) and repeated == 2 * launches[:3]
+    for place, (b, s, h) in enumerate((*SIZES, SIZES[0])):
+        queries, attention, outputs = [*launches, *in_8_bits][3 * place : 3 * place + 3]
         blocks = project_queries.cta_count(b * s, h, SMS)
         assert queries["grid"] == [blocks, 1, 1]
         assert queries["block"] == [project_queries.THREADS, 1, 1]

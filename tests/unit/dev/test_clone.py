@@ -140,6 +140,8 @@ def test_the_names_of_the_specification(tree):
         assert words in entry
     assert plan.contents["__init__.py"] == '"""Version 5 of mla_var6_plus."""\n'
     # An attribute of a class that kernels share keeps its name.
+    source = tree / "kernel/cute_python/mla/flash_mla/flash_mla/flash_mla.py"
+    source.write_text(f"{source.read_text()}\nKERNELS = (FlashMLASm90.flash_mla,)\n")
     cute = plan_clone("flash_mla", "v5", "cute-dsl").contents["flash_mla_v5.py"]
     assert "FlashMLASm90.flash_mla," in cute and "class CuteFlashMLAV5(" in cute
 

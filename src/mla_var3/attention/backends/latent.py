@@ -16,8 +16,8 @@ A kernel may also run the projections around the attention in the same launch. I
     attend(projections, operands, options) -> Launch | None
 
 `serves` refuses widths, layouts or counts of queries that its projection kernels are not made for;
-then torch does the projections, as it does for 8-bit caches. `serves` looks at the tensors of the
-call alone, so results do not depend on whether a call was seen before.
+then torch does the projections. `serves` looks at the tensors of the call alone, so results do not
+depend on whether a call was seen before.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class LatentBackend:
         operands = _operands(task, taken, q_latent)
         out = task.q.new_empty((*rows, task.width)) if task.out is None else task.out
         projections = ProjectionOperands(task.w_uk, task.w_uv, task.q, out)
-        whole = self._whole if operands.scales is None else None
+        whole = self._whole
         if whole is not None and whole.serves(projections):
             launch = whole.attend(projections, operands, options)
             return out, operands.lse, launch if taken.same else None

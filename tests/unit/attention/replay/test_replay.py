@@ -65,8 +65,9 @@ def eight_bits_per_token(generator: torch.Generator) -> tuple[Any, dict[str, Any
     return cache.view(), {}
 
 
-EIGHT_BITS = [eight_bits, eight_bits_per_token]
-MAKES = [pair, pair_with_lengths, dense, paged, with_window, tree, *EIGHT_BITS]
+MAKES = [
+    pair, pair_with_lengths, dense, paged, with_window, tree, eight_bits, eight_bits_per_token,
+]  # fmt: skip
 
 
 def queries(generator: torch.Generator, width: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,7 +16,6 @@ from mla_var3.runtime.call_state import CALL_STATE
 from .replay_support import KERNEL, RepeatableWhole
 from .test_replay import (
     DTYPE,
-    EIGHT_BITS,
     MAKES,
     MODEL,
     B,
@@ -48,7 +47,7 @@ def shifted(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("largest", [0, workspace.LARGEST_BYTES])
 @pytest.mark.parametrize("give_out", [False, True])
-@pytest.mark.parametrize("make", [make for make in MAKES if make not in EIGHT_BITS])
+@pytest.mark.parametrize("make", MAKES)
 def test_one_launch_does_everything(make, give_out, largest, whole, kernel, generator, monkeypatch):
     """With a workspace that is kept, and with one for each call."""
     monkeypatch.setattr(workspace, "LARGEST_BYTES", largest)
@@ -67,16 +66,6 @@ def test_one_launch_does_everything(make, give_out, largest, whole, kernel, gene
         results.append((result, wanted if asked else wanted[:1]))
     for result, wanted in results:  # no later call has written into an earlier result
         same(result, wanted)
-
-
-@pytest.mark.parametrize("make", EIGHT_BITS)
-def test_torch_projects_around_an_8_bit_cache(make, whole, kernel, generator):
-    for turn in range(2):
-        cache, options = make(generator)
-        operands = (*queries(generator, D), cache, *WEIGHTS)
-        wanted = mla_attention(*operands, kernel="torch_tiled", return_lse=True, **options)
-        same(mla_attention(*operands, kernel=KERNEL, return_lse=True, **options), wanted)
-        assert (whole.calls, kernel.calls, kernel.repeats) == (0, 1, turn)
 
 
 def test_repeated_calls_give_what_first_calls_give(whole, kernel, generator):

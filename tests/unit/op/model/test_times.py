@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mla_var3.conf.devices import device_spec, load_devices
+from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS
 from mla_var3.op.mla.model.designs import design_estimates, estimate
 from mla_var3.op.mla.model.mix import MixModel
 from mla_var3.op.mla.model.parameters import mix_parameters
@@ -141,6 +142,16 @@ def test_a_call_adds_what_the_cache_lacks():
     assert "ring in order" in found("mla_var6_plus", windowed, "cutile-dsl").around
     assert list(found("mla_var6_plus", windowed).around) == ["query projection"]
     assert estimate("no_such_kernel", bare, H200) is None
+
+
+@pytest.mark.parametrize("fmt", FP8_FORMATS)
+def test_projections_take_as_long_around_an_8_bit_cache(fmt):
+    for s, own in ((8, True), (9, False)):  # b=32: up to 256 queries are the kernel's own
+        work = Workload(replace(HEADLINE, s=s))
+        around = found("flash_mla", replace(work, cache_dtype=fmt)).around
+        assert around == found("flash_mla", work).around
+        by_torch = found("flash_mla", work, "cutile-dsl").around
+        assert (around != by_torch) is own
 
 
 def test_the_ends_of_a_mix_are_the_pure_paths():

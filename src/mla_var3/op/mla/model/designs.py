@@ -71,7 +71,7 @@ LAYOUT_US = 8.0
 """Two small launches that lay out the prefix of a cache, in every call. Not measured."""
 
 OWN_PROJECTIONS = ("flash_mla", "cute-dsl")
-"""The kernel that launches the projections itself, where the cache is in 16 bits."""
+"""The kernel that launches the projections itself, over 16-bit and 8-bit caches."""
 READS_RINGS = ("cute-dsl",)
 """Languages whose mix reads a ring in the order of its slots."""
 _VERSION = re.compile(r"_v\d+$")
@@ -390,7 +390,7 @@ def _projections(work: Workload, target: Target) -> dict[str, float]:
     if work.latent_only:
         return {}
     problem = work.problem
-    own = (target.kernel, target.language) == OWN_PROJECTIONS and target.cache_dtype is None
+    own = (target.kernel, target.language) == OWN_PROJECTIONS
     own = own and problem.b * problem.s <= OWN_PROJECTION_QUERIES
     own = own and problem.d in PROJECTED_D and problem.v in PROJECTED_V
     return {

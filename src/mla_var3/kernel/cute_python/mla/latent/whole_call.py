@@ -1,7 +1,7 @@
 """Whole calls: the projections and the latent attention in one launch of the host.
 
     q_latent = q_nope w_uk     [m, h, d] x [h, d, k]          `projections/queries.py`
-    o_latent = attention       over the latent cache          `latent/kernel.py`
+    o_latent = attention       over the latent cache          `latent/` or `latent_fp8/kernel.py`
     o = o_latent w_uv          [m, h, k] x [h, k, v]          `projections/outputs.py`
 
 One compiled host function launches all three, which costs the host little more than the launches.
@@ -9,10 +9,11 @@ One compiled host function launches all three, which costs the host little more 
 Order on the device. The queries' projection is launched normally: it starts when all earlier work
 on the stream has ended. The other two use programmatic dependent launch. CTAs of the attention may
 start while the queries' projection ends, and wait on the device for its end before they read
-queries. CTAs of the outputs' projection may start while the attention ends, load their weights, and
-wait for the end of the attention before they read its output or write their own. So when the last
-kernel writes, the other two have ended. The first kernel of the next call starts when this last one
-has ended: no call writes into a workspace that the call before still reads.
+queries; the 8-bit kernel loads its first KV blocks meanwhile. CTAs of the outputs' projection may
+start while the attention ends, load their weights, and wait for the end of the attention before
+they read its output or write their own. So when the last kernel writes, the other two have ended.
+The first kernel of the next call starts when this last one has ended: no call writes into a
+workspace that the call before still reads.
 """
 
 from typing import Any
@@ -22,15 +23,13 @@ import cutlass.cute as cute
 from torch import Tensor
 
 from mla_var3.conf.kernel_rates import OWN_PROJECTION_QUERIES, PROJECTED_D, PROJECTED_V
-from mla_var3.kernel.cute_python.mla.hopper.constants import HEAD
-from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
+from mla_var3.kernel.cute_python.mla.hopper.constants import HEAD, LATENT
 from mla_var3.kernel.cute_python.mla.latent.call import (
     ELEMENT_TYPES,
     LatentLaunch,
     call_arguments,
     call_program,
 )
-from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLASm90, FlashMLATiling, default_few
 from mla_var3.kernel.cute_python.mla.latent.operands import (
     WHOLE_FIELDS,
     LatentOperands,
@@ -41,6 +40,7 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
     ProjectionSizes,
     groups_of,
 )
+from mla_var3.kernel.cute_python.mla.latent.programs import latent_program
 from mla_var3.kernel.cute_python.mla.projections.outputs import (
     DecompressCombineSm90,
     column_choices,
@@ -56,13 +56,20 @@ from mla_var3.runtime.tensors import ALIGNMENT_BYTES
 
 
 class WholeCall:
-    """Host code that launches the attention between its projections."""
+    """Host code that launches the attention between its projections.
 
-    def __init__(self, element, few, empty_positive=False, widths=LatentWidths(), d=HEAD, v=HEAD):
+    Attributes:
+        element: element type of queries, weights and output.
+        attention: host class of the latent kernel.
+        constants: what it is constructed with, see `LatentProgram`.
+        k, d, v: widths of the projections.
+    """
+
+    def __init__(self, element, attention, k=LATENT, d=HEAD, v=HEAD, **constants):
         self.element = element
-        self.few = few
-        self.empty_positive = empty_positive
-        self.widths = widths
+        self.attention = attention
+        self.constants = constants
+        self.k = k
         self.d = d
         self.v = v
 
@@ -74,15 +81,11 @@ class WholeCall:
             rest, LatentOperands, Partials, LatentSizes
         )
         tokens, heads = sizes.tokens, latent_sizes.heads
-        ProjectQueriesSm90(self.element, self.widths.k, self.d)(
+        ProjectQueriesSm90(self.element, self.k, self.d)(
             projections.q_nope, projections.w_uk, operands.q_latent, tokens, heads,
             sizes.query_ctas, stream,
         )  # fmt: skip
-        attention = FlashMLASm90(
-            self.element, self.few, empty_positive=self.empty_positive, early=True,
-            widths=self.widths,
-        )  # fmt: skip
-        attention(*rest)
+        self.attention(self.element, early=True, **self.constants)(*rest)
         columns = sizes.output_columns
         outputs = (
             operands.o_latent, projections.w_uv, None, None, None, projections.out, None, tokens,
@@ -94,7 +97,7 @@ class WholeCall:
         for choice in cutlass.range_constexpr(len(choices)):
             if columns == choices[choice]:
                 DecompressCombineSm90(
-                    self.element, early=True, columns=choices[choice], k=self.widths.k, v=self.v
+                    self.element, early=True, columns=choices[choice], k=self.k, v=self.v
                 )(*outputs)
 
 
@@ -152,11 +155,10 @@ def attend(
     latent, sm_count, copied = call_arguments(operands, options)
     arguments = whole_arguments(projections, latent, sm_count)
     q_nope = projections.q_nope
-    few = 0 if options.batch_invariant else default_few(options.max_q * q_nope.shape[-2])
+    kernel_fn, host, tiling, constants = latent_program(operands, options)
     program = call_program(
-        FlashMLASm90.flash_mla, WholeCall, FlashMLATiling(few=few), arguments, q_nope, few=few,
-        empty_positive=options.empty_positive, widths=operands.widths, d=q_nope.shape[-1],
-        v=projections.out.shape[-1],
+        kernel_fn, WholeCall, tiling, arguments, q_nope, attention=host,
+        k=operands.latent.shape[-1], d=q_nope.shape[-1], v=projections.out.shape[-1], **constants,
     )  # fmt: skip
     program(*arguments)
     if copied:

@@ -84,13 +84,16 @@ class LatentFp8Sm90:
         per_token: whether every token has a scale and a rope part in bfloat16; otherwise the cache
             has one scale and its rope part is e4m3.
         empty_positive: see `latent.ops.final_lse`.
+        early: see `FlashMLASm90`. The kernel in front writes queries only, so KV blocks are loaded
+            before the wait.
     """
 
-    def __init__(self, dtype, columns=ROWS, per_token=True, empty_positive=False):
+    def __init__(self, dtype, columns=ROWS, per_token=True, empty_positive=False, early=False):
         self.dtype = dtype
         self.columns = columns
         self.per_token = per_token
         self.empty_positive = empty_positive
+        self.early = early
 
     @cute.jit
     def __call__(self, *arguments: Any):
@@ -232,6 +235,7 @@ class LatentFp8Sm90:
             block=(THREADS, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
+            use_pdl=self.early,
         )  # fmt: skip
 
     @cute.kernel
@@ -358,6 +362,10 @@ class LatentFp8Sm90:
             whole_scale = Float32(1.0)
             if const_expr(not self.per_token):
                 whole_scale = cache_scale[0]  # type: ignore[index]
+            if const_expr(self.early):
+                # Every thread that reads queries, also in a CTA without work: the grid must not
+                # end before the kernel in front.
+                cute.arch.griddepcontrol_wait()
             consume(
                 Mmas(qk_mma, rope_mma, pv_mma), blocks, store.keys.data_ptr(), barriers,
                 Queries(
@@ -366,6 +374,8 @@ class LatentFp8Sm90:
                 ),
                 exchange, outputs, whole_scale, scale_log2e, scheduler, self.columns,
             )  # fmt: skip
+            if const_expr(self.early):
+                cute.arch.griddepcontrol_launch_dependents()  # where the 16-bit kernel does
             if splits:
                 shared = merge_shared(store.keys.data_ptr(), widths)
                 merge_partials(outputs, missing, shared, group_ctas, ctas, cta, self.dtype)

@@ -39,23 +39,17 @@ from mla_var3.kernel.cute_python.mla.latent import whole_call
 from mla_var3.kernel.cute_python.mla.latent.call import LatentLaunch, call_arguments, call_program
 from mla_var3.kernel.cute_python.mla.latent.groups import GroupShape, group_shape
 from mla_var3.kernel.cute_python.mla.latent.kernel import (
-    FlashMLASm90,
     FlashMLATiling,
     default_few,
     latent_stage,
 )
-from mla_var3.kernel.cute_python.mla.latent.operands import (
-    LatentOperands,
-    LatentOptions,
-    head_box,
-)
-from mla_var3.kernel.cute_python.mla.latent_fp8.kernel import LatentFp8Sm90, columns_for
+from mla_var3.kernel.cute_python.mla.latent.operands import LatentOperands, LatentOptions
+from mla_var3.kernel.cute_python.mla.latent.programs import latent_program
 from mla_var3.kernel.mla_plan import sliding_window_field
 from mla_var3.kernel.paging import check_paged, dense_inputs, paged_inputs
 from mla_var3.op.mla.cost import flash_mla_cost
 from mla_var3.op.mla.problem import require_int
 from mla_var3.runtime.composite import KernelPipeline
-from mla_var3.runtime.cute_kernel import CuteProgram
 from mla_var3.runtime.plan import Tiling
 from mla_var3.runtime.tensors import require_view
 
@@ -167,31 +161,12 @@ def attend(operands: LatentOperands, options: LatentOptions) -> LatentLaunch | N
     if operands.lse.numel() == 0:
         return None
     arguments, sm_count, copied = call_arguments(operands, options)
-    program = _program(operands, options, arguments)
+    kernel_fn, host, tiling, constants = latent_program(operands, options)
+    program = call_program(kernel_fn, host, tiling, arguments, operands.o_latent, **constants)
     program(*arguments)
     if copied:
         return None
     return LatentLaunch(program.repeated(*arguments), operands.o_latent.device, sm_count)
-
-
-def _program(
-    operands: LatentOperands, options: LatentOptions, arguments: tuple[Any, ...]
-) -> CuteProgram:
-    """The program of a call: the kernel for 8-bit caches where the cache has scales."""
-    o_latent, scales = operands.o_latent, operands.scales
-    rows = options.max_q * o_latent.shape[-2]
-    if scales is not None:
-        columns = ROWS if options.batch_invariant else columns_for(rows)
-        return call_program(
-            LatentFp8Sm90.latent_fp8, LatentFp8Sm90, FlashMLATiling(few=columns % ROWS), arguments,
-            o_latent, columns=columns, per_token=scales.numel() > 1,
-            empty_positive=options.empty_positive,
-        )  # fmt: skip
-    few = 0 if options.batch_invariant else default_few(rows)
-    return call_program(
-        FlashMLASm90.flash_mla, FlashMLASm90, FlashMLATiling(few=few), arguments, o_latent, few=few,
-        empty_positive=options.empty_positive, head_box=head_box(operands), widths=operands.widths,
-    )  # fmt: skip
 
 
 whole = whole_call
