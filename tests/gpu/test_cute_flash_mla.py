@@ -36,6 +36,7 @@ from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     ITEM_COST,
     SHARE_PARTS,
     PackedQueries,
+    deals_tiles,
     takes_turns,
     work_range,
 )
@@ -362,8 +363,10 @@ def test_device_finds_the_ranges_of_the_host(packed: bool) -> None:
         probe = RangeProbe(packed)
         program_for(RangeProbe.range_probe, probe, args, FlashMLATiling(), ranges.device)(*args)
         old = [max(length - newest, 0) for length in lengths]
-        shares = [-(-count * SHARE_PARTS // tiles) for count in counts]
         shape, items = GroupShape(1, visits, groups), len(lengths) * visits
+        shares = [-(-count * SHARE_PARTS // tiles) for count in counts]
+        if not deals_tiles(items, groups):
+            shares = [SHARE_PARTS] * len(counts)
         wanted = [
             [*begin, *end, 1] for begin, end in itertools.pairwise(range_begins(old, shape, shares))
         ]

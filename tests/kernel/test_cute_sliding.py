@@ -72,11 +72,12 @@ def test_a_row_sees_its_window_once(data):
     packed = PackedQueries(begins, queries, begins[-1], heads, ctas * shape.visits)
     shares = [device.group_share(r, packed) for r in range(len(counts))]
     ranges = range_begins([count * KV_BLOCK for count in blocks], shape, shares)
+    deals = device.deals_tiles(len(counts) * shape.visits, shape.group_count)
     seen: dict[tuple[int, int], set[int]] = {}
     for group, (begin, end) in enumerate(itertools.pairwise(ranges)):
         for rank in range(ctas):
             scheduler = Scheduler(
-                WorkRange(*begin, *end, 1), lengths, total_lengths, begins, None, queries,
+                WorkRange(*begin, *end, 1, deals), lengths, total_lengths, begins, None, queries,
                 begins[-1], heads, 2048, ctas, shape.visits, 0, int(causal), shards, shard,
                 sliding, group, rank,
             )  # fmt: skip
@@ -113,7 +114,7 @@ def test_a_group_deals_the_tiles_of_packed_requests_out_in_turn():
         tiles = []
         for rank in range(8):
             scheduler = Scheduler(
-                WorkRange(items[0], 0, len(counts), 0, step), lengths, None, begins, None, 4,
+                WorkRange(items[0], 0, len(counts), 0, step, True), lengths, None, begins, None, 4,
                 begins[-1], 128, 2048, 8, 1, 0, 1, 1, 0, None, 0, rank,
             )  # fmt: skip
             tile, found = scheduler.first_tile(), 0
@@ -127,9 +128,13 @@ def test_a_group_deals_the_tiles_of_packed_requests_out_in_turn():
 
 def test_few_query_tiles_make_an_item_short():
     """A boundary lies where the work is, not where the tokens are; no query, no length."""
-    shape = GroupShape(8, 1, 2)
-    assert range_begins([6400] * 4, shape, [8, 8, 8, 8]) == [(0, 0), (2, 0), (4, 0)]
-    assert range_begins([6400] * 4, shape, [8, 2, 2, 4])[1] == (1, 0)
-    assert range_begins([6400] * 4, shape, [0, 8, 0, 8])[1][0] in (2, 3)
+    lengths, shape = [6400] * 8, GroupShape(8, 1, 2)
+    even = [8, 8, 8, 8, 8, 8, 8, 8]
+    assert range_begins(lengths, shape, even)[1] == (4, 0)
+    assert range_begins(lengths, shape, [8, 8, 2, 2, 2, 2, 4, 4])[1][0] == 2
+    assert range_begins(lengths, shape, [0, 8, 0, 8, 0, 8, 0, 8])[1][0] in (4, 5)
+    # With fewer items per group all of them count alike.
+    shape = GroupShape(8, 1, 3)
+    assert range_begins(lengths, shape, [8, 8, 2, 2, 2, 2, 4, 4]) == range_begins(lengths, shape)
     packed = PackedQueries([0, 0, 1, 4, 9], 4, 9, 128, 8)
     assert [device.group_share(r, packed) for r in range(4)] == [0, 2, 6, 8]

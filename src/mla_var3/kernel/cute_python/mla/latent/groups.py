@@ -13,6 +13,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK
 from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     ITEM_COST,
     SHARE_PARTS,
+    deals_tiles,
     range_position,
     split_block,
     takes_turns,
@@ -109,7 +110,8 @@ def range_begins(
         shape: CTA groups.
         shares: of packed requests what `group_share` says; None where all fill a group.
     """
-    shares = shares or [SHARE_PARTS] * len(lengths)
+    if shares is None or not deals_tiles(len(lengths) * shape.visits, shape.group_count):
+        shares = [SHARE_PARTS] * len(lengths)
     items = [
         (-(-length // KV_BLOCK), share)
         for length, share in zip(lengths, shares, strict=True)

@@ -12,10 +12,10 @@ inside of an item, the item is split: each group writes a partial, and `merge.py
 that would cost more than it saves, as with equal lengths or few tokens, the groups take whole items
 in turns instead.
 
-Packed requests have different numbers of query tiles, often fewer than a group has CTAs. An item's
-length then counts its share of the group too, and a group deals the tiles of its whole items out in
-turn: the next item begins with the CTA behind the last one that got a tile. A split item keeps CTA
-i for tile i, by which the merge finds its partials.
+Packed requests have different numbers of query tiles, often fewer than a group has CTAs. Where a
+group has several items, an item's length then counts its share of the group too, and a group deals
+the tiles of its whole items out in turn: the next item begins with the CTA behind the last one that
+got a tile. A split item keeps CTA i for tile i, by which the merge finds its partials.
 
 Every CTA finds its own range when it starts, from the lengths on the device. A changed length needs
 no planning step, and a CUDA graph may be replayed with other lengths.
@@ -40,6 +40,11 @@ b=16 s=2 h=128 a launch that splits takes 9 us more than one that does not (t=25
 docs/results/2026-11-15-nvidia-h200-attention-grid.md)."""
 SHARE_PARTS = 8
 """Parts of a CTA group in which the share of an item with few query tiles is counted."""
+DEAL_ITEMS = 4
+"""Items of a CTA group from which on the tiles of packed requests are dealt out: with fewer, most
+items are split, and those are not. On an H200 with 128 heads, 1 to 4 query tokens and 4 items 297
+us instead of 335, with 16 items 302 instead of 413; with 2 items 197 instead of 170
+(docs/results/2026-11-16-nvidia-h200-vllm.md)."""
 
 
 class Split(IntEnum):
@@ -168,12 +173,18 @@ def group_share(request: Int32, packed: cutlass.Constexpr) -> Int32:
     return cutlass.min((tiles * SHARE_PARTS + packed.tiles - 1) // packed.tiles, SHARE_PARTS)
 
 
+def deals_tiles(items, group_count):
+    """Whether groups deal the tiles of packed requests out. For host and device values."""
+    return items >= DEAL_ITEMS * group_count
+
+
 @cute.jit
-def item_length(blocks: Int32, request: Int32, packed: cutlass.Constexpr) -> Int32:
+def item_length(blocks: Int32, request: Int32, deals: Boolean, packed: cutlass.Constexpr) -> Int32:
     """How long each item of a request is on the line."""
     length = blocks + ITEM_COST
     if const_expr(packed is not None):
-        length = (length * group_share(request, packed) + (SHARE_PARTS - 1)) // SHARE_PARTS
+        if deals:
+            length = (length * group_share(request, packed) + (SHARE_PARTS - 1)) // SHARE_PARTS
     return length
 
 
@@ -185,6 +196,7 @@ class WorkRange:
         begin, begin_block: first item, and its first KV block.
         end, end_block: item of the end, of which only KV blocks before `end_block` belong here.
         step: step from one item to the next; the number of groups where they take turns.
+        deals: whether the tiles of packed requests are dealt out.
     """
 
     begin: Any
@@ -192,6 +204,7 @@ class WorkRange:
     end: Any
     end_block: Any
     step: Any
+    deals: Any
 
 
 @cute.jit
@@ -215,6 +228,7 @@ def work_range(
     lane = cute.arch.lane_idx()
     chunks = (requests + 31) // 32
     items = requests * visits
+    deals = deals_tiles(items, group_count)
     total = Int32(0)
     longest = Int32(0)
     # Unrolled, so that the reads of a large batch wait for memory together.
@@ -222,7 +236,7 @@ def work_range(
         request = chunk * 32 + lane
         if request < requests:
             blocks = kv_blocks(lengths, request, newest, max_tokens, window)
-            length = item_length(blocks, request, packed)
+            length = item_length(blocks, request, deals, packed)
             total += length
             longest = cutlass.max(longest, length)
     total = cute.arch.warp_redux_sync(total, "add") * visits
@@ -237,9 +251,9 @@ def work_range(
     else:
         begin, begin_block, end, end_block = split_range(
             lengths, requests, visits, newest, max_tokens, group, group_count, total, window,
-            packed,
+            deals, packed,
         )  # fmt: skip
-    return WorkRange(begin, begin_block, end, end_block, step)
+    return WorkRange(begin, begin_block, end, end_block, step, deals)
 
 
 @cute.jit
@@ -253,6 +267,7 @@ def split_range(
     group_count: Int32,
     total: Int32,
     window: cutlass.Constexpr,
+    deals: Boolean,
     packed: cutlass.Constexpr,
 ):
     """A group's range of the line of length `total`: begin and end as (item, KV block)."""
@@ -272,7 +287,7 @@ def split_range(
         cost = Int32(0)
         if request < requests:
             blocks = kv_blocks(lengths, request, newest, max_tokens, window)
-            cost = item_length(blocks, request, packed)
+            cost = item_length(blocks, request, deals, packed)
         inclusive = cost
         for step in cutlass.range_constexpr(5):
             other = cute.arch.shuffle_sync_up(inclusive, offset=1 << step)
@@ -281,10 +296,12 @@ def split_range(
         start = (before + inclusive - cost) * visits
         if start <= begin_at and begin_at < start + cost * visits:
             begin, begin_block = split_in_request(
-                begin_at - start, request, visits, blocks, cost, packed
+                begin_at - start, request, visits, blocks, cost, deals, packed
             )
         if start <= end_at and end_at < start + cost * visits:
-            end, end_block = split_in_request(end_at - start, request, visits, blocks, cost, packed)
+            end, end_block = split_in_request(
+                end_at - start, request, visits, blocks, cost, deals, packed
+            )
         before += cute.arch.shuffle_sync(inclusive, 31)
     begin = cute.arch.warp_redux_sync(begin, "max")
     begin_block = cute.arch.warp_redux_sync(begin_block, "max")
@@ -304,6 +321,7 @@ def split_in_request(
     visits: Int32,
     blocks: Int32,
     length: Int32,
+    deals: Boolean,
     packed: cutlass.Constexpr,
 ):
     """(item, KV block) of a boundary at distance `local` from the first item of a request.
@@ -314,12 +332,13 @@ def split_in_request(
         visits: its items.
         blocks: KV blocks of each of them.
         length: how long each is on the line.
-        packed: see `work_range`.
+        deals, packed: see `item_length`.
     """
     item = request * visits + local // length
     place = local % length
     if const_expr(packed is not None):
-        place = place * SHARE_PARTS // group_share(request, packed)
+        if deals:
+            place = place * SHARE_PARTS // group_share(request, packed)
     block = split_block(place, blocks)
     if block >= blocks and local % length > 0:
         item += 1
@@ -489,15 +508,16 @@ def deal(
         scheduler: `Scheduler`.
     """
     own, ctas = scheduler.range, scheduler.group_ctas
-    place = scheduler.rank - dealt
-    if place < 0:
-        place += ctas
-    if item == own.end or (item == own.begin and own.begin_block > 0):
-        place = scheduler.rank
-        dealt = Int32(0)
-    tiles = (count * scheduler.heads + (ROWS - 1)) // ROWS
-    tiles = tiles - (item % scheduler.visits) * ctas
-    dealt = (dealt + cutlass.min(cutlass.max(tiles, 0), ctas)) % ctas
+    place = scheduler.rank
+    if own.deals:
+        if item == own.end or (item == own.begin and own.begin_block > 0):
+            dealt = Int32(0)
+        place -= dealt
+        if place < 0:
+            place += ctas
+        tiles = (count * scheduler.heads + (ROWS - 1)) // ROWS
+        tiles = tiles - (item % scheduler.visits) * ctas
+        dealt = (dealt + cutlass.min(cutlass.max(tiles, 0), ctas)) % ctas
     return place, dealt
 
 
