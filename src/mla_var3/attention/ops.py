@@ -12,10 +12,10 @@ and call follow from it.
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import CustomOpDef
 
 from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.execute import execute
@@ -45,7 +45,7 @@ def _names(schema: str) -> list[str]:
     return ["q", *(argument.split()[-1] for argument in schema.split(", ")[1:])]
 
 
-def _operator(name: str, schema: str) -> CustomOpDef:
+def _operator(name: str, schema: str) -> Any:
     names = _names(schema)
     changed = [argument.split()[-1] for argument in schema.split(", ") if "!" in argument]
 
