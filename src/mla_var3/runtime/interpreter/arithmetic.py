@@ -81,14 +81,6 @@ _ON_INTEGERS = {
 }
 
 
-def combine_elements(name: str, x: torch.Tensor, y: torch.Tensor, element: DType) -> torch.Tensor:
-    """Applies a binary operation to two tensors of the same dtype `element`."""
-    if name in _DIVISIONS and api.is_integral(element) and bool((y == 0).any()):
-        raise InterpreterError(f"integer {name} by zero: undefined behaviour")
-    result: torch.Tensor = _BINARY[name](x, y)
-    return result
-
-
 @lru_cache(maxsize=8192, typed=True)
 def _operand_dtype(name: str, x: DType | Number, y: DType | Number) -> DType:
     """The dtype that both operands are cast to, after cuTile's checks for the operation."""
@@ -140,9 +132,9 @@ def binary(name: str, x: Any, y: Any, /) -> Any:
     a, b = _elements(x, dtype), _elements(y, dtype)
     if a.shape != b.shape:
         api.broadcast_shapes(a.shape, b.shape)
-    if name in _COMPARISONS:
-        return Tile(combine_elements(name, a, b, dtype), ct.bool_)
-    return Tile(combine_elements(name, a, b, dtype), dtype)
+    if name in _DIVISIONS and api.is_integral(dtype) and bool((b == 0).any()):
+        raise InterpreterError(f"integer {name} by zero: undefined behaviour")
+    return Tile(_BINARY[name](a, b), ct.bool_ if name in _COMPARISONS else dtype)
 
 
 def _require_number(value: Any) -> Number:

@@ -123,8 +123,7 @@ class Tile(ct.Tile):  # type: ignore[misc]
             full = isinstance(item, slice) and item == slice(None)
             if not (item is None or item is Ellipsis or full):
                 raise TileTypeError(
-                    f"a tile can be indexed with None, ... and : only, got {item!r}; "
-                    "use extract() or item()"
+                    f"a tile can be indexed with None, ... and : only, got {item!r}; use item()"
                 )
         return Tile(self.tensor[items], self.element)
 
