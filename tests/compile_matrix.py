@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from mla_var3.conf.devices import shared_memory_limit
+from mla_var3.op.mla.cache_formats import FORMATS
 from mla_var3.runtime.compile import SYSTEM_SHARED_BYTES, CompileReport, compile_report
 from mla_var3.runtime.environment import find_tool
 from mla_var3.runtime.paths import find_kernel, plan_class
@@ -25,8 +26,10 @@ DESIGNS: dict[str, dict[str, Any]] = {
     "flash_mla_split_kv": {"splits": 4},
     "flash_attention": {},
     "mla_var6_plus": {"n": 1024},
+    **{f"flash_mla:{name}": {"cache_dtype": name} for name in FORMATS},
+    "flash_mla_split_kv:fp8_ds_mla": {"splits": 4, "cache_dtype": "fp8_ds_mla"},
 }
-"""Base version of each design, and further fields of its plan."""
+"""Base version of each design, some with an 8-bit cache, and further fields of its plan."""
 REGISTERS, THREADS = 65536, 2048
 """Per SM, the largest number of any target."""
 
@@ -41,11 +44,16 @@ def accepted_targets() -> tuple[str, ...]:
     return tuple(target for target in TARGETS if f"={target} " in text)
 
 
+def stages(design: str, target: str, **fields: Any) -> Iterator[Any]:
+    """The stages of an entry of `DESIGNS` with their default tilings, on meta tensors."""
+    plan: Any = plan_class(find_kernel(design.partition(":")[0]))
+    plan = plan(**{**SIZES, **DESIGNS[design], **fields}).for_target(target)
+    yield from plan.plan(*plan.prepare_inputs("meta")).kernels()
+
+
 def reports(design: str, target: str, stage: str = "") -> Iterator[CompileReport]:
     """Compile the stages of a design, or one of them, with their default tilings."""
-    plan: Any = plan_class(find_kernel(design))(**{**SIZES, **DESIGNS[design]})
-    plan = plan.for_target(target)
-    for kernel in plan.plan(*plan.prepare_inputs("meta")).kernels():
+    for kernel in stages(design, target):
         if stage in ("", kernel.name):
             yield compile_report(kernel, target)
 
@@ -80,8 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             for report in reports(design, target):
                 fits = report.error is None and spare_bytes(report) >= 0
                 bad += not fits
+                verdict = "fits" if fits else "DOES NOT FIT"
                 print(
-                    f"{target:7} {report.kernel:28} {'fits' if fits else 'DOES NOT FIT'}"
+                    f"{target:7} {design:30} {report.kernel:28} {verdict}"
                     f" {report.shared_bytes} B shared, {report.stack_bytes} B stack,"
                     f" {ctas_per_sm(report)} CTA per SM, {report.verdict}",
                     flush=True,

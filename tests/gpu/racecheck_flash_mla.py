@@ -21,7 +21,7 @@ import torch
 
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla.flash_mla import FlashMLASm90
 from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES
-from mla_var3.kernel.cute_python.mla.latent.scheduler import partial_count
+from mla_var3.kernel.cute_python.mla.latent.groups import partial_count
 from mla_var3.kernel.paging import paged_inputs
 from mla_var3.op.compare import compare
 from mla_var3.runtime.check import poison_outputs

@@ -29,13 +29,13 @@ from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla.flash_mla import (
     FlashMLATiling,
 )
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK
+from mla_var3.kernel.cute_python.mla.latent.groups import GroupShape, partial_count, range_begins
 from mla_var3.kernel.cute_python.mla.latent.merge import merge_rows
 from mla_var3.kernel.cute_python.mla.latent.operands import LATENT_FIELDS
 from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     ITEM_COST,
-    GroupShape,
-    partial_count,
-    range_begins,
+    SHARE_PARTS,
+    PackedQueries,
     takes_turns,
     work_range,
 )
@@ -266,40 +266,58 @@ def test_every_case_can_be_planned() -> None:
 
 
 class RangeProbe:
-    """Writes what `work_range` finds, one warp per part."""
+    """Writes what `work_range` finds, one warp per part.
+
+    With `packed`, requests have as many query tiles as `begins` says, of 64 heads.
+    """
+
+    def __init__(self, packed: bool = False) -> None:
+        self.packed = packed
 
     @cute.jit
     def __call__(
         self,
         lengths: cute.Pointer,
+        begins: cute.Pointer,
         ranges: cute.Pointer,
         requests: Int32,
         visits: Int32,
         newest: Int32,
         group_count: Int32,
+        tiles: Int32,
+        total: Int32,
         stream: cuda.CUstream,
     ):
         self.range_probe(
             cute.make_tensor(lengths, cute.make_layout(requests)),
+            cute.make_tensor(begins, cute.make_layout(requests + 1)),
             cute.make_tensor(ranges, cute.make_layout((group_count, 5), stride=(5, 1))),
             requests,
             visits,
             newest,
             group_count,
+            tiles,
+            total,
         ).launch(grid=(group_count, 1, 1), block=(32, 1, 1), stream=stream)
 
     @cute.kernel
     def range_probe(
         self,
         lengths: cute.Tensor,
+        begins: cute.Tensor,
         ranges: cute.Tensor,
         requests: Int32,
         visits: Int32,
         newest: Int32,
         group_count: Int32,
+        tiles: Int32,
+        total: Int32,
     ):
         group, _, _ = cute.arch.block_idx()
-        found = work_range(lengths, requests, visits, newest, 1 << 30, 0, group, group_count)
+        packed = PackedQueries(begins, tiles, total, 64, tiles) if self.packed else None
+        found = work_range(
+            lengths, requests, visits, newest, 1 << 30, 0, group, group_count, None, packed
+        )
         numbers = (found.begin, found.begin_block, found.end, found.end_block, found.step)
         if cute.arch.lane_idx() == 0:
             for i in cutlass.range_constexpr(len(numbers)):
@@ -329,21 +347,31 @@ def schedules() -> list[tuple[list[int], int, int, int]]:
 
 
 @pytest.mark.gpu
-def test_the_device_finds_the_same_ranges_as_the_host() -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_device_finds_the_ranges_of_the_host(packed: bool) -> None:
+    draw = random.Random(1)
     for lengths, visits, newest, groups in schedules():
-        device_lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+        tiles = 4 * visits
+        counts = [draw.randrange(tiles + 1) if packed else tiles for _ in lengths]
+        begins = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(DEVICE)
         ranges = torch.full((groups, 5), -7, dtype=torch.int32, device=DEVICE)
-        args = (device_lengths, ranges, len(lengths), visits, newest, groups)
-        program_for(RangeProbe.range_probe, RangeProbe(), args, FlashMLATiling(), ranges.device)(
-            *args
-        )
+        device_lengths = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+        args = (
+            device_lengths, begins, ranges, len(lengths), visits, newest, groups, tiles, sum(counts)
+        )  # fmt: skip
+        probe = RangeProbe(packed)
+        program_for(RangeProbe.range_probe, probe, args, FlashMLATiling(), ranges.device)(*args)
         old = [max(length - newest, 0) for length in lengths]
-        begins = range_begins(old, GroupShape(1, visits, groups))
-        items = len(lengths) * visits
-        wanted = [[*begin, *end, 1] for begin, end in itertools.pairwise(begins)]
-        blocks = [-(-length // KV_BLOCK) for length in old]
-        total = sum(count + ITEM_COST for count in blocks) * visits
-        if takes_turns(max(blocks), items, groups, total):
+        shares = [-(-count * SHARE_PARTS // tiles) for count in counts]
+        shape, items = GroupShape(1, visits, groups), len(lengths) * visits
+        wanted = [
+            [*begin, *end, 1] for begin, end in itertools.pairwise(range_begins(old, shape, shares))
+        ]
+        sizes = [
+            -(-(-(-length // KV_BLOCK) + ITEM_COST) * share // SHARE_PARTS)
+            for length, share in zip(old, shares, strict=True)
+        ]
+        if takes_turns(max(sizes) - ITEM_COST, items, groups, sum(sizes) * visits):
             wanted = [[group, 0, items, 0, groups] for group in range(groups)]
         assert ranges.tolist() == wanted, (len(lengths), visits, newest, groups)
 

@@ -72,9 +72,11 @@ def test_an_eight_bit_cache(
     operands = (*q, cache, model.w_uk, model.w_uv)
     exact = mla_var3.mla_attention(*operands, kernel="torch_tiled", return_lse=True)
     require_right(*exact, q, cache, model)
-    refusing = ["mla_var6_plus", "flash_mla:cutile-dsl"]
-    if dtype not in FP8_FORMATS:
-        refusing.append("flash_mla:cute-dsl")
+    for kernel in ("flash_mla:cutile-dsl", "flash_mla_split_kv:cutile-dsl"):  # in 16 bits, too
+        require_right(
+            *mla_var3.mla_attention(*operands, kernel=kernel, return_lse=True), q, cache, model
+        )
+    refusing = ["mla_var6_plus"] + (["flash_mla:cute-dsl"] if dtype not in FP8_FORMATS else [])
     for kernel in refusing:
         with pytest.raises(UnsupportedError, match="an 8-bit cache"):
             mla_var3.mla_attention(*operands, kernel=kernel)
@@ -132,12 +134,35 @@ def test_trees_and_packed_queries(
         torch.testing.assert_close(found[1], wanted[1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("kernel", ["flash_mla:cutile-dsl", "flash_mla_split_kv:cutile-dsl"])
+@pytest.mark.parametrize(("page_size", "q_dtype"), [(16, torch.bfloat16), (64, torch.float16)])
+def test_options_of_cutile_on_an_eight_bit_cache(
+    page_size: int, q_dtype: torch.dtype, kernel: str, dtype: str, generator: torch.Generator
+) -> None:
+    """Against the PyTorch path, which dequantises the same tiles to the same numbers."""
+    s, counts = 5, (5, 2)
+    cache = make_cache(dtype=dtype, page_size=page_size)
+    rows = normal(generator, B, 300, K + P, dtype=torch.bfloat16).cuda()
+    cache.append(rows[..., :K], rows[..., K:], [300, 131])
+    q = [normal(generator, sum(counts), H, w, dtype=q_dtype).cuda() for w in (K, P)]
+    bounds = torch.tensor([0, *counts]).cumsum(0).int().cuda()
+    call: dict[str, Any] = {"cu_seqlens_q": bounds, "max_q": s, "scale": 0.05}
+    tree = random_parents(generator, B, s).cuda()
+    for options in ({}, {"tree_mask": tree}, {"sliding_window": 70}, {"causal": False}):
+        found = mla_var3.mla_latent_attention(*q, cache, kernel=kernel, **call, **options)
+        wanted = mla_var3.mla_latent_attention(*q, cache, kernel="torch_tiled", **call, **options)
+        torch.testing.assert_close(found[0], wanted[0], rtol=0.02, atol=0.02)
+        torch.testing.assert_close(found[1], wanted[1], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("kernel", "options"),
     [
         ("torch_tiled", {"window": 64}),
         ("flash_mla:cute-dsl", {"window": 64}),
         *(("torch_tiled", {"dtype": name}) for name in FORMATS),
+        *(("flash_mla:cutile-dsl", {"dtype": name}) for name in FORMATS),
     ],
 )
 def test_a_captured_step(

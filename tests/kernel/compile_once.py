@@ -208,12 +208,12 @@ def projection_kernel(wanted: str, dtype: str, **constants: int) -> Any:
 def fp8_kernel(fmt: str, columns: int) -> Any:
     """The latent kernel on pages of an 8-bit format, as calls launch it."""
     from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES, allocate_partials
+    from mla_var3.kernel.cute_python.mla.latent.groups import group_shape
     from mla_var3.kernel.cute_python.mla.latent.operands import (
         LatentOperands,
         LatentOptions,
         latent_arguments,
     )
-    from mla_var3.kernel.cute_python.mla.latent.scheduler import group_shape
     from mla_var3.kernel.cute_python.mla.latent_fp8.kernel import LatentFp8Sm90
     from mla_var3.op.mla.cache_formats import cache_format
     from mla_var3.runtime.cute_kernel import CuteKernel

@@ -10,12 +10,12 @@ import torch
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla import flash_mla
 from mla_var3.kernel.cute_python.mla.hopper.constants import ROWS
 from mla_var3.kernel.cute_python.mla.latent import call as latent_call
+from mla_var3.kernel.cute_python.mla.latent.groups import group_shape
 from mla_var3.kernel.cute_python.mla.latent.operands import (
     LatentOperands,
     LatentOptions,
     latent_arguments,
 )
-from mla_var3.kernel.cute_python.mla.latent.scheduler import group_shape
 from tests.unit.runtime.cute.noting_driver import STREAM, pointers_of, program_for_step
 
 B, S, H, SMS = 4, 2, 64, 132

@@ -145,6 +145,25 @@ def forget_last_partial(argument: Any) -> Any:
     return argument
 
 
+@pytest.mark.parametrize(
+    ("cache_dtype", "change"),
+    [
+        ("fp8", lambda scales: scales * 1.05),
+        ("fp8_per_token", lambda scales: scales.roll(1, dims=1)),
+        ("fp8_ds_mla", lambda scales: scales.roll(1, dims=2)),
+    ],
+)
+def test_scales_of_other_tokens_or_columns(cache_dtype, change):
+    plan = plan_of("flash_mla", CASE, cache_dtype=cache_dtype)
+    assert check(plan).passed
+
+    def wrong(argument: Any) -> Any:
+        scales = isinstance(argument, torch.Tensor) and argument.dtype is torch.float32
+        return change(argument) if scales and argument.ndim == 3 else argument
+
+    require_failure(spoiled(plan, "flash_mla", wrong))
+
+
 def test_a_window_at_the_wrong_place():
     """n one too small: a token counted twice, another one at the wrong position."""
     plan = plan_of("mla_var6_plus", CASE, causal=False)

@@ -33,6 +33,9 @@ LATENT_FORMS = {
     "pages of 16": {"page": 16},
     "packed trees": {"page": 64},
     "narrow": {"page": 64, "k": 256, "p": 32},
+    "fp8": {"page": 64, "cache_dtype": "fp8"},
+    "fp8_per_token": {"page": 64, "cache_dtype": "fp8_per_token"},
+    "fp8_ds_mla": {"page": 64, "cache_dtype": "fp8_ds_mla"},
 }
 """What the latent kernels are compiled for beside dense caches."""
 PORTABLE = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99}

@@ -15,6 +15,7 @@ from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla import flash_mla
 from mla_var3.kernel.cute_python.mla.hopper.constants import THREADS
 from mla_var3.kernel.cute_python.mla.latent import call as latent_call
+from mla_var3.kernel.cute_python.mla.latent.groups import group_shape
 from mla_var3.kernel.cute_python.mla.latent.operands import (
     LATENT_FIELDS,
     WHOLE_FIELDS,
@@ -25,7 +26,6 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
     groups_of,
     latent_arguments,
 )
-from mla_var3.kernel.cute_python.mla.latent.scheduler import group_shape
 from mla_var3.op.mla.cache_formats import PER_TOKEN
 from mla_var3.runtime.call_state import CALL_STATE
 from mla_var3.runtime.cute.arguments import kinds_of

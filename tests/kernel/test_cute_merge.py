@@ -11,13 +11,9 @@ pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl"
 from mla_var3.conf.devices import load_devices
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK
 from mla_var3.kernel.cute_python.mla.hopper.widths import LATENT_WIDTHS
+from mla_var3.kernel.cute_python.mla.latent.groups import GroupShape, group_shape, partial_count
 from mla_var3.kernel.cute_python.mla.latent.merge import MOST_SLOTS, CtaState, may_split
-from mla_var3.kernel.cute_python.mla.latent.scheduler import (
-    GroupShape,
-    WorkRange,
-    group_shape,
-    partial_count,
-)
+from mla_var3.kernel.cute_python.mla.latent.scheduler import WorkRange
 
 
 def step_of(lengths: Sequence[int], shape: GroupShape) -> int:

@@ -18,18 +18,20 @@ from hypothesis import strategies as st
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import DEFAULT_SM_COUNT, KV_BLOCK
-from mla_var3.kernel.cute_python.mla.latent.merge import MOST_SLOTS, merge_rows
-from mla_var3.kernel.cute_python.mla.latent.scheduler import (
+from mla_var3.kernel.cute_python.mla.latent.groups import (
     GROUP_WORTH,
-    ITEM_COST,
-    MERGE_COST,
     SPLIT_COST,
     STREAM_COST,
     GroupShape,
-    Split,
     group_shape,
     partial_count,
     range_begins,
+)
+from mla_var3.kernel.cute_python.mla.latent.merge import MOST_SLOTS, merge_rows
+from mla_var3.kernel.cute_python.mla.latent.scheduler import (
+    ITEM_COST,
+    MERGE_COST,
+    Split,
     range_position,
     split_block,
     takes_turns,

@@ -15,16 +15,17 @@ pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl"
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, ROWS
 from mla_var3.kernel.cute_python.mla.latent import scheduler as device
+from mla_var3.kernel.cute_python.mla.latent.groups import GroupShape, range_begins
 from mla_var3.kernel.cute_python.mla.latent.scheduler import (
-    GroupShape,
+    PackedQueries,
     Scheduler,
     SlidingWindow,
     WorkRange,
-    range_begins,
 )
 
 DEVICE_FUNCTIONS = (
-    "tokens_of", "kv_blocks", "first_block", "work_tile_at", "causal_limit", "row_limit",
+    "tokens_of", "kv_blocks", "first_block", "packed_queries", "deal", "work_tile_at",
+    "group_share", "causal_limit", "row_limit",
     "window_begin", "row_begin", "needs_mask", "first_hidden",
 )  # fmt: skip
 
@@ -68,7 +69,9 @@ def test_a_row_sees_its_window_once(data):
     total_lengths = totals if shards > 1 or draw(st.booleans()) else None
     sliding = SlidingWindow(window, queries, total_lengths, shards, shard)
     blocks = [device.kv_blocks(lengths, r, 0, 2048, sliding) for r in range(len(counts))]
-    ranges = range_begins([count * KV_BLOCK for count in blocks], shape)
+    packed = PackedQueries(begins, queries, begins[-1], heads, ctas * shape.visits)
+    shares = [device.group_share(r, packed) for r in range(len(counts))]
+    ranges = range_begins([count * KV_BLOCK for count in blocks], shape, shares)
     seen: dict[tuple[int, int], set[int]] = {}
     for group, (begin, end) in enumerate(itertools.pairwise(ranges)):
         for rank in range(ctas):
@@ -82,6 +85,8 @@ def test_a_row_sees_its_window_once(data):
                 request = tile.item // shape.visits
                 oldest = device.row_begin(tile, 0, scheduler)
                 assert (tile.first + 1) * KV_BLOCK > oldest, "a KV block that no row sees"
+                if tile.split:  # the merge looks for the partials of tile i at CTA i
+                    assert tile.row // ROWS % ctas == rank
                 for row in range(min(ROWS, tile.rows - tile.row)):
                     own = seen.setdefault((request, tile.row + row), set())
                     tokens = visible(scheduler, tile, row)
@@ -98,3 +103,33 @@ def test_a_row_sees_its_window_once(data):
                 and (not causal or slot * shards + shard <= own)
             }
             assert seen[request, row] == wanted
+
+
+def test_a_group_deals_the_tiles_of_packed_requests_out_in_turn():
+    """Of 1 to 4 query tokens with 128 heads, 8 CTAs get as many tiles each, in turns or not."""
+    counts = [1, 4, 2, 3, 1, 1, 4, 2, 3, 3]
+    begins, lengths = list(itertools.accumulate(counts, initial=0)), [640] * len(counts)
+    for step, items in ((1, range(len(counts))), (2, range(1, len(counts), 2))):
+        tiles = []
+        for rank in range(8):
+            scheduler = Scheduler(
+                WorkRange(items[0], 0, len(counts), 0, step), lengths, None, begins, None, 4,
+                begins[-1], 128, 2048, 8, 1, 0, 1, 1, 0, None, 0, rank,
+            )  # fmt: skip
+            tile, found = scheduler.first_tile(), 0
+            while tile.valid:
+                found += 1
+                tile = scheduler.next_tile(tile)
+            tiles.append(found)
+        assert sum(tiles) == sum(2 * counts[item] for item in items)
+        assert max(tiles) - min(tiles) <= 1
+
+
+def test_few_query_tiles_make_an_item_short():
+    """A boundary lies where the work is, not where the tokens are; no query, no length."""
+    shape = GroupShape(8, 1, 2)
+    assert range_begins([6400] * 4, shape, [8, 8, 8, 8]) == [(0, 0), (2, 0), (4, 0)]
+    assert range_begins([6400] * 4, shape, [8, 2, 2, 4])[1] == (1, 0)
+    assert range_begins([6400] * 4, shape, [0, 8, 0, 8])[1][0] in (2, 3)
+    packed = PackedQueries([0, 0, 1, 4, 9], 4, 9, 128, 8)
+    assert [device.group_share(r, packed) for r in range(4)] == [0, 2, 6, 8]

@@ -266,6 +266,9 @@ def test_work_tiles_and_their_ctas():
     assert DecompressedShape(2, 64, 8, 300).pairing(DecompressedTiling()) == HEADS
     assert DecompressedShape(2, 65, 8, 300).pairing(DecompressedTiling()) == TILES
     assert DecompressedShape(2, 65, 8, 300).pairing(DecompressedTiling(pairing=HEADS)) == HEADS
+    # One round of long requests is split, a shorter one is not.
+    assert DecompressedShape(1, 100, 128, 32768).splits(DecompressedTiling(), 132) == 4
+    assert DecompressedShape(1, 100, 128, 16384).splits(DecompressedTiling(), 132) == 1
     shape = DecompressedShape(2, 1, 8, 300)
     assert shape.ctas(DecompressedTiling(splits=1), 132) == 8
     assert shape.ctas(DecompressedTiling(splits=3), 132) == 24

@@ -14,6 +14,7 @@ from mla_var3.kernel.cute_python.mla.flash_mla.flash_mla import flash_mla
 from mla_var3.kernel.cute_python.mla.hopper.constants import HEAD, ROWS
 from mla_var3.kernel.cute_python.mla.latent import call as latent_call
 from mla_var3.kernel.cute_python.mla.latent import whole_call
+from mla_var3.kernel.cute_python.mla.latent.groups import group_shape
 from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLASm90, FlashMLATiling
 from mla_var3.kernel.cute_python.mla.latent.operands import (
     WHOLE_FIELDS,
@@ -23,7 +24,6 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
     ProjectionSizes,
     groups_of,
 )
-from mla_var3.kernel.cute_python.mla.latent.scheduler import group_shape
 from mla_var3.kernel.cute_python.mla.projections import outputs as decompress_combine
 from mla_var3.kernel.cute_python.mla.projections import queries as project_queries
 from mla_var3.kernel.cute_python.mla.projections.outputs import DecompressCombineSm90, columns_for

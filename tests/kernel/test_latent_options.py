@@ -3,12 +3,16 @@
 import pytest
 import torch
 
-from mla_var3.errors import InvalidArgumentError
+from mla_var3.errors import InvalidArgumentError, UnknownNameError
 from mla_var3.kernel.cutile.mla.latent_plan import LatentInputs
+from mla_var3.kernel.cutile.mla.tile_ops import e4m3_values
 from mla_var3.kernel.mla_plan import MlaPlan
+from mla_var3.op.mla.cache_formats import FORMATS
+from mla_var3.op.mla.window.quantise import E4M3
 from mla_var3.runtime.plan import Tiling
 
-from .kernel_support import make_plan, require
+from ..unit.runtime.interpreter.interpreter_support import apply
+from .kernel_support import check, make_plan, require
 
 KERNELS = ("flash_mla", "flash_mla_split_kv", "split_kv_partial")
 SIZES = {"b": 2, "s": 3, "t": 100, "h": 6, "lengths": (100, 33), "scale": 0.1}
@@ -30,6 +34,52 @@ def test_a_plan_makes_and_checks_paged_inputs(name, page):
 @pytest.mark.parametrize("window", [1, 40])
 def test_a_plan_with_a_sliding_window(name, page, window):
     require(latent_plan(name, page=page, sliding_window=window))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("cache_dtype", FORMATS)
+@pytest.mark.parametrize(("target", "page", "dtype"), [
+    ("sm_90", 0, "float16"), ("sm_80", 32, "bfloat16"), ("sm_100", 64, "bfloat16"),
+])  # fmt: skip
+def test_a_plan_on_an_8_bit_cache(
+    name: str, cache_dtype: str, target: str, page: int, dtype: str
+) -> None:
+    """Tilings of all families: scales of one and of several groups of columns in a tile."""
+    fields = {"t": 101, "page": page, "dtype": dtype, "cache_dtype": cache_dtype}
+    plan = latent_plan(name, **fields).for_target(target)
+    check(plan).require()
+
+
+def test_bytes_are_decoded_as_float8_is_converted() -> None:
+    """All 256 of them: subnormals, both zeros, NaN."""
+    every = torch.arange(256, dtype=torch.uint8)
+    wanted = every.view(E4M3).float()
+    for given in (every.view(torch.int8), every.view(E4M3)):
+        found = apply(e4m3_values, given)
+        assert torch.equal(found.isnan(), wanted.isnan())
+        assert torch.equal(found.nan_to_num(0.0), wanted.nan_to_num(0.0))
+        assert torch.equal(found.signbit()[:0x7F], wanted.signbit()[:0x7F])
+
+
+def test_widths_and_scales_of_8_bit_caches_are_checked() -> None:
+    with pytest.raises(InvalidArgumentError, match="k, p: expected rows of a multiple of 16 bytes"):
+        make_plan("flash_mla", k=256, cache_dtype="fp8_ds_mla")
+    with pytest.raises(UnknownNameError, match="cache format 'fp4'"):
+        make_plan("flash_mla", cache_dtype="fp4")
+    plan = latent_plan("flash_mla", cache_dtype="fp8_ds_mla")
+    inputs = LatentInputs(*plan.prepare_inputs("cpu"))
+    narrow = plan.copy(tiling=type(plan.tiling)(64, 32, 64))  # type: ignore[attr-defined]
+    with pytest.raises(InvalidArgumentError, match="columns of a scale: expected a divisor of Kp"):
+        narrow.plan(*inputs).launch()
+    assert inputs.scales is not None
+    for scales, message in (
+        (None, "scales: expected those of fp8_ds_mla, got none"),
+        (inputs.scales[..., :1], "scales: expected .b=2, t=100, g=4."),
+    ):
+        with pytest.raises(InvalidArgumentError, match=message):
+            plan.plan(*inputs._replace(scales=scales))
+    with pytest.raises(InvalidArgumentError, match="c_kv: expected dtype torch.bfloat16"):
+        latent_plan("flash_mla").plan(*inputs)
 
 
 @pytest.mark.parametrize("name", ["flash_mla", "split_kv_partial"])

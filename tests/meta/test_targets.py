@@ -4,9 +4,8 @@ import pytest
 
 from mla_var3.conf.devices import load_devices, shared_memory_limit
 from mla_var3.kernel.cutile.mla.tilings import tiling_target
-from mla_var3.runtime.paths import find_kernel, plan_class
 from mla_var3.runtime.stage import constraint_failures
-from tests.compile_matrix import DESIGNS, SIZES, TARGETS, accepted_targets, reports, spare_bytes
+from tests.compile_matrix import DESIGNS, TARGETS, accepted_targets, reports, spare_bytes, stages
 
 
 def test_every_target_is_known_to_the_table_and_the_compiler():
@@ -19,17 +18,14 @@ def test_every_target_is_known_to_the_table_and_the_compiler():
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("design", DESIGNS)
 def test_default_tilings_fit_by_their_own_constraints(design, target):
-    plan = plan_class(find_kernel(design))(**{**SIZES, **DESIGNS[design]}).for_target(target)
-    for kernel in plan.plan(*plan.prepare_inputs("meta")).kernels():
+    for kernel in stages(design, target):
         assert not constraint_failures(kernel.tiling, kernel.plan)
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("design", ["flash_mla", "flash_mla_split_kv"])
+@pytest.mark.parametrize("design", ["flash_mla", "flash_mla_split_kv", "flash_mla:fp8"])
 def test_latent_tilings_fit_narrow_latents_too(design, target):
-    sizes = {**SIZES, **DESIGNS[design], "h": 32, "d": 64, "k": 256}
-    plan = plan_class(find_kernel(design))(**sizes).for_target(target)
-    for kernel in plan.plan(*plan.prepare_inputs("meta")).kernels():
+    for kernel in stages(design, target, h=32, d=64, k=256):
         assert not constraint_failures(kernel.tiling, kernel.plan)
 
 

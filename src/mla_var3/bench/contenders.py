@@ -57,9 +57,8 @@ if TYPE_CHECKING:
 PEER_ERROR_LIMIT = 0.01
 """A 16-bit peer above this relative error computes something else."""
 FP8_ERROR_LIMIT = 0.04
-"""The same for an 8-bit cache, against float64 on what the cache is worth: queries and
-probabilities have three bits of mantissa."""
-FP8_KERNEL = "flash_mla:cute-dsl"
+"""The same for 8-bit products (CuTe DSL), against float64 on what the cache is worth."""
+FP8_KERNEL = "flash_mla"
 SEED = 1
 PREFIX_KERNEL = "flash_mla_prefix"
 MEMORY_FACTOR = 3.0
@@ -231,8 +230,9 @@ def peer_contender(
     return Contender(kernel.title, PEER, build, versions=versions, cache_dtype=kernel.cache_dtype)
 
 
-def fp8_contender(fmt: str, problem: MlaProblem, device: str = "cuda") -> Contender:
+def fp8_contender(fmt: str, language: str, problem: MlaProblem, device: str = "cuda") -> Contender:
     """Our latent kernel on an 8-bit cache in pages, as the call of an engine runs it."""
+    kernel = f"{FP8_KERNEL}:{language}"
 
     def build() -> Ready:
         from mla_var3.attention.cache.view import paged_view
@@ -250,18 +250,18 @@ def fp8_contender(fmt: str, problem: MlaProblem, device: str = "cuda") -> Conten
 
         def run() -> Tensor:
             return mla_latent_attention(
-                q, q_rope, view, causal=problem.causal, d=problem.d, kernel=FP8_KERNEL
+                q, q_rope, view, causal=problem.causal, d=problem.d, kernel=kernel
             )[0]
 
         def check() -> float:
             exact = reference(LATENT, inputs, fmt)
-            return checked_error(f"flash_mla, {fmt}", run(), exact, FP8_ERROR_LIMIT)
+            limit = FP8_ERROR_LIMIT if language == "cute-dsl" else PEER_ERROR_LIMIT
+            return checked_error(f"{kernel}, {fmt}", run(), exact, limit)
 
         token_bytes = cache_format(fmt).row_bytes(problem.k, problem.p)
         return Ready(run, check, flash_mla_cost(problem, token_bytes), LATENT)
 
-    kernel, _, language = FP8_KERNEL.partition(":")
-    return Contender(kernel, OURS, build, language, cache_dtype=fmt)
+    return Contender(FP8_KERNEL, OURS, build, language, cache_dtype=fmt)
 
 
 def checked_error(
@@ -419,7 +419,7 @@ def contenders(
     references: dict[str, Tensor] = {}
     found = [call_contender(problem, device)] if case.call else []
     found += [kernel_contender(k, problem, target, device, tune, progress) for k in case.kernels]
-    found += [fp8_contender(fmt, problem, device) for fmt in case.cache_dtypes]
+    found += [fp8_contender(*choice, problem, device) for choice in case.cache_dtypes]
     if case.shared is not None:
         found.append(prefix_contender(problem, case.shared, device))
     if libraries is not None:

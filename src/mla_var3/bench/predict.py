@@ -41,7 +41,7 @@ from mla_var3.op.mla.model import designs
 from mla_var3.op.mla.model.designs import estimate, part_us
 from mla_var3.op.mla.model.times import IDEAL, Estimate, Workload
 from mla_var3.op.mla.prefix.problem import latent_shared_cost
-from mla_var3.runtime.paths import LANGUAGES
+from mla_var3.runtime.paths import LANGUAGES, declared_targets, find_kernel
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,8 @@ FITTED_TIMER = "model, recorded rates"
 NOTE = (
     "Predictions, not measurements: burst kernel times, by recorded rates where the kernel was "
     f"timed on the device, else {IDEAL}: lower bounds that rank nothing. Versions without rates of "
-    "their own get those of their base version. Peers are not predicted; flash_mla and "
+    "their own get those of their base version, cuTile kernels on an 8-bit cache those on a 16-bit "
+    "one. Peers are not predicted; flash_mla and "
     "flash_attention are the two pure paths."
 )
 
@@ -59,7 +60,11 @@ def plan_estimate(plan: Any, spec: DeviceSpec) -> Estimate | None:
     if not hasattr(plan, "problem"):
         return None
     prefix = getattr(plan, "prefix", None) or 0
-    work = Workload(plan.problem(), prefix=prefix, n=getattr(plan, "n", None))
+    work = Workload(
+        plan.problem(), prefix=prefix, n=getattr(plan, "n", None),
+        cache_dtype=getattr(plan, "cache_dtype", None),
+        token_bytes=getattr(plan, "token_bytes", None),
+    )  # fmt: skip
     return estimate(plan.name, work, spec, plan.kernel_id.language)
 
 
@@ -67,20 +72,23 @@ def predict_case(case: Case, spec: DeviceSpec, around: Mapping[str, Any]) -> lis
     """Predicted rows of one shape; a kernel that cannot be planned is a row with its reason."""
     common = {"problem": case.problem, "kind": PREDICTED, "timer": IDEAL, **around}
     rows = [_kernel_row(choice, spec, common) for choice in case.kernels]
-    rows += [_fp8_row(fmt, spec, common) for fmt in case.cache_dtypes]
+    rows += [_fp8_row(*choice, spec, common) for choice in case.cache_dtypes]
     if case.shared is not None:
         rows.append(_prefix_row(case.shared, spec, common))
     return rows + [_projection_row(name, spec, common) for name in _PROJECTIONS]
 
 
-def _timed(row: BenchRow, time_us: float, cost: Cost, *, fitted: bool, **fields: Any) -> BenchRow:
-    """A row with its predicted time."""
-    fields |= {"timer": FITTED_TIMER if fitted else IDEAL, "time_us": time_us, "spread_us": 0.0}
+def _timed(
+    row: BenchRow, time_us: float, cost: Cost, *, fitted: bool, basis: str = IDEAL, **fields: Any
+) -> BenchRow:
+    """A row with its predicted time; `basis` is what a time that is not fitted rests on."""
+    fields |= {"timer": FITTED_TIMER if fitted else basis, "time_us": time_us, "spread_us": 0.0}
     return replace(row, flops=cost.flops, bytes=cost.bytes, **fields)
 
 
 def _estimated(row: BenchRow, expected: Estimate, cost: Cost, **fields: Any) -> BenchRow:
-    fields |= {"fitted": expected.fitted, "projections_us": expected.around_us}
+    fields |= {"fitted": expected.fitted, "basis": expected.basis}
+    fields["projections_us"] = expected.around_us
     return _timed(row, expected.kernel_us, cost, **fields)
 
 
@@ -112,10 +120,14 @@ def _prefix_row(shared: SharedTokens, spec: DeviceSpec, common: Mapping[str, Any
     return _estimated(row, expected, cost, choices={"prefix": shared.mean})
 
 
-def _fp8_row(fmt: str, spec: DeviceSpec, common: Mapping[str, Any]) -> BenchRow:
+def _fp8_row(fmt: str, language: str, spec: DeviceSpec, common: Mapping[str, Any]) -> BenchRow:
     """The latent kernel on an 8-bit cache."""
-    kernel, _, language = FP8_KERNEL.partition(":")
+    kernel = FP8_KERNEL
     row = BenchRow(kernel=kernel, language=language, source=OURS, path=LATENT, **common)
+    targets = declared_targets(find_kernel(kernel, language=language))
+    if not set(targets) & set(spec.targets):
+        reason = f"{kernel} ({language}) is written for {', '.join(targets)}"
+        return replace(row, cache_dtype=fmt, status=ABSENT, reason=reason)
     problem = row.problem
     token_bytes = cache_format(fmt).row_bytes(problem.k, problem.p)
     work = Workload(problem, cache_dtype=fmt, token_bytes=token_bytes)

@@ -34,7 +34,6 @@ from mla_var3.bench.session import SessionOptions, measure, unique_rows
 from mla_var3.bench.suites import Case
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
-from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.runtime import paths
 from mla_var3.runtime.environment import environment
@@ -112,8 +111,9 @@ class BenchOptions(SessionOptions):
                 expected = f"none: the suite {self.suite} has fixed shapes (use all or sweep)"
                 raise InvalidArgumentError(given[0], expected, "one")
         for name in self.cache_dtype:
-            if name not in FP8_FORMATS:
-                raise InvalidArgumentError("cache_dtype", " or ".join(FP8_FORMATS), name)
+            if name not in suites.EIGHT_BIT_CACHES["cutile-dsl"]:
+                expected = " or ".join(suites.EIGHT_BIT_CACHES["cutile-dsl"])
+                raise InvalidArgumentError("cache_dtype", expected, name)
         for name, values in self.sizes.items():
             single = name in _ONE_VALUE.get(self.suite, ())
             if not values or (single and len(values) > 1):

@@ -11,6 +11,7 @@ from typing import Any
 from mla_var3.bench.record import EIGHT_BIT
 from mla_var3.conf.models import models
 from mla_var3.errors import UnknownNameError
+from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.runtime.paths import (
     LANGUAGES,
@@ -98,6 +99,8 @@ FIXED_SUITES = ("figures", "latent", "mix", "models", "prefix")
 
 PER_TENSOR_NAME = "fp8"
 """The 8-bit format with one scale."""
+EIGHT_BIT_CACHES = {"cute-dsl": FP8_FORMATS, "cutile-dsl": (*FP8_FORMATS, "fp8_ds_mla")}
+"""Formats that the latent kernel reads, by language."""
 DESIGN = "mla_var6_plus"
 PURE_PATHS = ("flash_mla", "flash_attention")
 LAYER = "mla"
@@ -139,7 +142,7 @@ class Case:
         peers: names out of `PEERS`.
         call: whether the public call takes part, with the kernel it chooses.
         shared: first tokens that requests share; peers hold a copy of them per request.
-        cache_dtypes: formats of 8-bit caches that the latent kernel reads as well.
+        cache_dtypes: 8-bit caches that the latent kernel reads as well, (format, language) each.
     """
 
     problem: MlaProblem
@@ -147,7 +150,7 @@ class Case:
     peers: tuple[str, ...] = ()
     call: bool = False
     shared: SharedTokens | None = None
-    cache_dtypes: tuple[str, ...] = ()
+    cache_dtypes: tuple[tuple[str, str], ...] = ()
 
 
 def with_8_bit_caches(
@@ -157,11 +160,16 @@ def with_8_bit_caches(
 
     Args:
         cases: 16-bit cases.
-        formats: of the caches, out of `FP8_FORMATS`.
+        formats: of the caches.
         languages: languages that take part.
         peers: peers that take part.
     """
-    ours = tuple(formats) if "cute-dsl" in languages else ()
+    ours = tuple(
+        (name, language)
+        for name in formats
+        for language in languages
+        if name in EIGHT_BIT_CACHES[language]
+    )
     theirs = [name for name in EIGHT_BIT_PEERS if name in peers and PER_TENSOR_NAME in formats]
     return [replace(case, cache_dtypes=ours, peers=(*case.peers, *theirs)) for case in cases]
 

@@ -13,7 +13,7 @@ tensors, are served too.
 An fp8 cache is one of `op/mla/cache_formats.py`, recognised by the bytes of its rows: 576 with one
 scale for the cache (`descale_k`), as vLLM's fork of FlashMLA takes it, 644 with one per token, or
 656 as upstream lays out the cache of its sparse kernel. On Hopper the kernel for 8-bit caches reads
-the first two; PyTorch serves the others. That kernel takes queries in 16 bits and rounds each row
+the first two; cuTile serves the others. That kernel takes queries in 16 bits and rounds each row
 with a scale of its own, so e4m3 queries are first converted to bfloat16.
 """
 

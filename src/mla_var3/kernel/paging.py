@@ -76,13 +76,19 @@ def check_paged(plan: MlaPlan, page: int, inputs: tuple[Tensor, ...]) -> tuple[T
 
 
 def check_pages(
-    plan: MlaPlan, page: int, latent: Tensor, rope: Tensor, table: Tensor | None
+    plan: MlaPlan,
+    page: int,
+    latent: Tensor,
+    rope: Tensor,
+    table: Tensor | None,
+    dtypes: tuple[torch.dtype, torch.dtype] | None = None,
 ) -> None:
-    """Check a pool of pages and its block table."""
-    dtype, device = plan.torch_dtype, latent.device
+    """Check a pool of pages and its block table; `dtypes` of latent and rope, or the plan's."""
+    dtype, rope_dtype = dtypes or (plan.torch_dtype, plan.torch_dtype)
+    device = latent.device
     pages = [("pages", latent.shape[0]), ("page", page)]
     check_tensor("latent", latent, [*pages, ("k", plan.k)], dtype, device)
-    check_tensor("rope", rope, [*pages, ("p", plan.p)], dtype, device)
+    check_tensor("rope", rope, [*pages, ("p", plan.p)], rope_dtype, device)
     shape = None if table is None else table.shape
     if shape is None or len(shape) != 2 or shape[0] != plan.b or shape[1] * page < plan.t:
         needed = -(-plan.t // page)

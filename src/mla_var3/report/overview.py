@@ -75,6 +75,7 @@ class OverviewOptions:
         out_dir: folder of the report; `out/overview/<timestamp>` by default.
         device: "auto", "cuda" or "cpu".
         tune_seconds: time to search tilings on a GPU, for all kernels together.
+        peer_libs: folder with the peers' operator libraries; None where they are installed.
         sizes: b, s, t, h where they differ from `SIZES`; widths where they are not the default.
         progress: reporter for long work.
         on_start, on_end: called around each step.
@@ -86,6 +87,7 @@ class OverviewOptions:
     out_dir: Path | None = None
     device: str = "auto"
     tune_seconds: float = TUNE_SECONDS
+    peer_libs: Path | None = None
     sizes: dict[str, int] = field(default_factory=dict)
     progress: Progress = no_progress
     on_start: StepHook = lambda step: None
@@ -223,6 +225,7 @@ def _measure(job: _Job, step: Step) -> None:
     options = session.SessionOptions(
         tune=not quick,
         tune_seconds=job.options.tune_seconds,
+        peer_libs=job.options.peer_libs,
         progress=job.options.progress,
         on_lost=job.options.on_lost,
     )

@@ -16,6 +16,7 @@ from mla_var3.attention.select.choice import Explanation
 from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
 from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS
 from mla_var3.op.mla.cache_formats import FORMATS, cache_format, dequantise, quantise
+from mla_var3.op.mla.model.times import BORROWED, IDEAL
 from mla_var3.op.mla.window.quantise import E4M3
 
 from .attention_support import (
@@ -183,10 +184,7 @@ def test_never_the_whole_pool_is_dequantised(
 def test_kernels_refuse_by_name(name: str, model: Model, generator: torch.Generator) -> None:
     cache, _ = filled_cache(generator, [9], model, p=P, dtype=torch.bfloat16, cache_dtype=name)
     operands = (*queries(generator, 1, 2), cache, model.w_uk, model.w_uv)
-    kernels = ["flash_mla:cutile-dsl", "mla_var6_plus"]
-    if name not in FP8_FORMATS:
-        kernels.append("flash_mla:cute-dsl")
-    for kernel in kernels:
+    for kernel in ["mla_var6_plus"] + (["flash_mla:cute-dsl"] if name not in FP8_FORMATS else []):
         with pytest.raises(UnsupportedError, match=rf"an 8-bit cache \({name}\)"):
             mla_var3.mla_attention(*operands, kernel=kernel)
 
@@ -195,23 +193,51 @@ def refusals(found: Explanation) -> dict[str, str | None]:
     return {f"{each.kernel}:{each.language}": each.refusal for each in found.candidates}
 
 
-def test_the_latent_kernel_reads_two_formats() -> None:
+def test_the_latent_kernel_of_each_format() -> None:
+    """CuTe DSL reads two formats on Hopper, cuTile all three on every card."""
     sizes = {"b": 32, "s": 16, "t": 4096, "h": 128}
     for name in FORMATS:
         found = explain(**sizes, cache_dtype=name, device_name="H200")
         served = name in FP8_FORMATS
-        assert found.kernel == ("flash_mla" if served else "torch_tiled")
+        assert found.kernel == "flash_mla"
+        assert found.language == ("cute-dsl" if served else "cutile-dsl")
         assert (refusals(found)["flash_mla:cute-dsl"] is None) is served
         others = [
             refusal for kernel, refusal in refusals(found).items()
-            if not kernel.startswith(("torch_tiled", "flash_mla:cute-dsl", "flash_mla_prefix"))
+            if not kernel.startswith(("torch_tiled", "flash_mla"))
         ]  # fmt: skip
         assert others and all(f"an 8-bit cache ({name})" in (each or "") for each in others)
+        for device in ("B200", "RTX 5090", "A100 SXM 80GB", "RTX 4090"):
+            found = explain(**sizes, cache_dtype=name, device_name=device)
+            assert (found.kernel, found.language) == ("flash_mla", "cutile-dsl")
     refused = refusals(explain(**sizes, cache_dtype="fp8_ds_mla"))["flash_mla:cute-dsl"]
     assert refused == ("an 8-bit cache (fp8_ds_mla); it reads 16-bit ones, fp8_per_token, fp8")
-    for wrong in ({"page_size": 16}, {"k": 256}, {"device_name": "B200"}):
-        found = explain(**sizes | wrong, cache_dtype="fp8")
-        assert found.kernel == "torch_tiled" and refusals(found)["flash_mla:cute-dsl"]
+    for other in ({"page_size": 16}, {"k": 256}, {"device_name": "B200"}):
+        found = explain(**sizes | other, cache_dtype="fp8")
+        assert found.language == "cutile-dsl" and refusals(found)["flash_mla:cute-dsl"]
+    found = explain(**sizes, k=256, cache_dtype="fp8_ds_mla")
+    assert found.kernel == "torch_tiled"
+    refused = refusals(found)["flash_mla:cutile-dsl"]
+    assert refused is not None and "rows of a multiple of 16 bytes (fp8_ds_mla)" in refused
+
+
+def test_cutile_is_estimated_by_its_rates_on_a_16_bit_cache() -> None:
+    """Products in 16 bits: fewer bytes, the same operations; marked as an estimate."""
+    sizes = {"b": 4, "s": 1, "t": 65536, "h": 16, "latent_only": True}
+    for device, basis in (("H200", BORROWED), ("B200", IDEAL)):
+        times = {}
+        for name in (None, "fp8_ds_mla"):
+            found = explain(**sizes, cache_dtype=name, device_name=device)
+            [times[name]] = [
+                each.estimate for each in found.candidates
+                if (each.kernel, each.language) == ("flash_mla_split_kv", "cutile-dsl")
+            ]  # fmt: skip
+        assert times["fp8_ds_mla"].basis == basis and not times["fp8_ds_mla"].fitted
+        assert times["fp8_ds_mla"].cost.flops == times[None].cost.flops
+        assert times["fp8_ds_mla"].cost.bytes < 0.62 * times[None].cost.bytes
+        assert times["fp8_ds_mla"].kernel_us < times[None].kernel_us
+    found = explain(**sizes, cache_dtype="fp8_ds_mla", device_name="H200")
+    assert "not timed on an 8-bit cache; estimate, rates of a 16-bit cache" in found.reason
 
 
 def test_each_format_has_an_estimate_of_its_own() -> None:

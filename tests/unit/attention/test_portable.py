@@ -1,4 +1,4 @@
-"""The cuTile latent kernels behind the attention call: pages, packed queries, trees, widths.
+"""The cuTile latent kernels behind the attention call: pages, packed queries, trees, 8-bit caches.
 
 They run in the interpreter, which refuses every access outside of an array.
 """
@@ -13,11 +13,21 @@ import torch
 
 from mla_var3 import mla_latent_attention
 from mla_var3.attention.cache.view import CacheView
+from mla_var3.op.mla.cache_formats import (
+    FORMATS,
+    PER_TENSOR,
+    CacheFormat,
+    cache_format,
+    dequantise,
+    quantise,
+)
 
 from .attention_support import ancestors_by_walking, assert_close, latent_oracle, random_parents
 
 KERNELS = ("flash_mla:cutile-dsl", "flash_mla_split_kv:cutile-dsl")
 LENGTHS = (130, 47, 0, 64)
+F64 = torch.float64
+FORMAT = pytest.mark.parametrize("cache_dtype", FORMATS)
 SLOTS = 192
 
 
@@ -34,6 +44,7 @@ class Call:
         p: int = 16,
         page: int | None = 64,
         lengths: tuple[int, ...] = LENGTHS,
+        cache_dtype: str | None = None,
     ) -> None:
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator).to(torch.bfloat16)
@@ -61,6 +72,28 @@ class Call:
                     : each - unused
                 ]
         self.cache = CacheView(rows[..., :k], rows[..., k:], used, table)
+        if cache_dtype is not None:
+            self._store_in_8_bits(cache_format(cache_dtype))
+
+    def _store_in_8_bits(self, fmt: CacheFormat) -> None:
+        """The same cache in bytes; `tokens` become what it is worth. A NaN row has NaN scales."""
+        view, scale = self.cache, torch.tensor([0.013]) if fmt is PER_TENSOR else None
+        width = fmt.row_bytes(self.k, view.rope.shape[-1])
+        pool = torch.full((*view.latent.shape[:2], width), 0xFF, dtype=torch.uint8)
+        parts = fmt.parts(pool, self.k, view.rope.shape[-1], scale)
+        values, used = quantise(view.latent, view.rope, fmt, scale), ~view.latent.isnan().all(-1)
+        for part in ("latent", "rope") + (() if scale is not None else ("scales",)):
+            stored, new = getattr(parts, part), getattr(values, part)
+            stored.view(torch.uint8)[used] = new.view(torch.uint8)[used]
+        self.cache = CacheView(
+            parts.latent, parts.rope, view.lengths, view.block_table, scales=parts.scales
+        )
+        self.tokens = [
+            torch.cat(
+                dequantise(quantise(rows[:, : self.k], rows[:, self.k :], fmt, scale), F64), -1
+            )
+            for rows in self.tokens
+        ]
 
     @property
     def bounds(self) -> torch.Tensor:
@@ -150,6 +183,67 @@ def test_sliding_windows(
             table[request, : freed // page] = 0  # a page of NaN
     options = {} if len(set(counts)) == 1 else {"cu_seqlens_q": call.bounds, "max_q": max(counts)}
     call.check(kernel, causal=causal, sliding_window=window, **options)
+
+
+@FORMAT
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    ("case", "page"), [("plain", None), ("packed", 16), ("tree", 64), ("window", 32)]
+)
+def test_8_bit_caches(
+    cache_dtype: str, kernel: str, page: int | None, case: str, generator: torch.Generator
+) -> None:
+    counts = (7, 1, 0, 5) if case in ("packed", "tree") else (3, 3, 3, 3)
+    call = Call(generator, counts=counts, k=512, page=page, cache_dtype=cache_dtype)
+    tree, options = None, {}
+    if case in ("packed", "tree"):
+        options = {"cu_seqlens_q": call.bounds, "max_q": max(counts)}
+    if case == "tree":
+        parents = random_parents(generator, len(counts), max(counts)).tolist()
+        tree = torch.stack([ancestors_by_walking(row) for row in parents])
+    call.check(kernel, tree, **options, **({"sliding_window": 40} if case == "window" else {}))
+
+
+@FORMAT
+def test_8_bit_caches_are_read_where_they_lie(
+    cache_dtype: str, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel gets views of the pool: nothing is dequantised or copied before."""
+    call = Call(generator, k=512, p=64, cache_dtype=cache_dtype)
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        "mla_var3.runtime.interpreter.launch", lambda grid, kernel, args: seen.extend(args)
+    )
+    call.run(KERNELS[0])
+    given = {tensor.data_ptr() for tensor in seen if isinstance(tensor, torch.Tensor)}
+    cache = call.cache
+    assert cache.scales is not None
+    assert {part.data_ptr() for part in (cache.latent, cache.rope, cache.scales)} <= given
+
+
+def test_a_pool_of_more_than_2_gib(generator: torch.Generator) -> None:
+    """The last page of a request is a slice of the pool; most of its memory is never touched."""
+    call = Call(generator, k=512, p=64, counts=(3,), lengths=(70,), cache_dtype="fp8_ds_mla")
+    small, fmt = call.cache, cache_format("fp8_ds_mla")
+    pages = 2**31 // (64 * 656) + 4
+    parts = fmt.parts(torch.empty((pages, 64, 656), dtype=torch.uint8), 512, 64)
+    assert small.block_table is not None and small.scales is not None
+    first = pages - len(small.latent)
+    for name in ("latent", "rope", "scales"):
+        getattr(parts, name)[first:].view(torch.uint8).copy_(getattr(small, name).view(torch.uint8))
+    table = small.block_table + first
+    table[:, 2:] = 0
+    call.cache = CacheView(parts.latent, parts.rope, small.lengths, table, scales=parts.scales)
+    for kernel in KERNELS:
+        call.check(kernel)
+
+
+@FORMAT
+def test_nan_in_an_8_bit_cache_is_not_hidden(cache_dtype: str, generator: torch.Generator) -> None:
+    call = Call(generator, k=512, counts=(3,), lengths=(47,), page=None, cache_dtype=cache_dtype)
+    call.cache.latent.view(torch.uint8)[0, 5, 300] = 0x7F
+    output, _ = call.run(KERNELS[0])
+    assert output.isnan().all()
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -31,8 +31,8 @@ from mla_var3.errors import (
     UnknownNameError,
     UnsupportedError,
 )
-from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS
 from mla_var3.op.compare import compare
+from mla_var3.op.mla.cache_formats import FORMATS
 from mla_var3.op.mla.cost import flash_mla_cost
 from mla_var3.op.mla.problem import MlaProblem
 
@@ -238,13 +238,13 @@ def test_every_peer_gets_the_right_numbers(name, operators, causal, references):
             peer_contender(name, ragged, stand_ins(), device="cpu").build()
 
 
-@pytest.mark.parametrize("fmt", FP8_FORMATS)
-def test_our_kernel_on_an_8_bit_cache(fmt, monkeypatch):
-    """By PyTorch here, which does not round the queries; against what the cache is worth."""
-    monkeypatch.setattr(contenders, "FP8_KERNEL", "torch_tiled:torch")
-    problem = MlaProblem(b=3, s=3, t=200, h=4, lengths=(3, 200, 71), **WIDTHS)
-    entry = contenders.fp8_contender(fmt, problem, "cpu")
-    assert (entry.kernel, entry.cache_dtype) == ("torch_tiled", fmt)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_our_kernel_on_an_8_bit_cache(fmt):
+    """In cuTile, whose products are in 16 bits; against what the cache is worth."""
+    widths = {**WIDTHS, "k": 512 if fmt == "fp8_ds_mla" else WIDTHS["k"]}
+    problem = MlaProblem(b=3, s=3, t=200, h=4, lengths=(3, 200, 71), **widths)
+    entry = contenders.fp8_contender(fmt, "cutile-dsl", problem, "cpu")
+    assert (entry.kernel, entry.language, entry.cache_dtype) == ("flash_mla", "cutile-dsl", fmt)
     ready = entry.build()
     assert 0 < ready.check() < 0.005
     assert ready.cost.bytes < flash_mla_cost(problem).bytes

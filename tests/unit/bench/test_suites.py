@@ -1,5 +1,8 @@
 """The suites: shapes, kernels selected by word, and versions that run only when named."""
 
+from dataclasses import replace
+from itertools import product
+
 import pytest
 
 from mla_var3.attention.backends import registry
@@ -7,10 +10,14 @@ from mla_var3.attention.backends.torch_tiled import TorchTiled
 from mla_var3.attention.prefix.attend import PrefixBackend
 from mla_var3.bench import suites
 from mla_var3.bench.contenders import PREFIX_KERNEL, prefix_contender
+from mla_var3.bench.predict import predict_case
+from mla_var3.bench.record import ABSENT
 from mla_var3.bench.run import BenchOptions, build_cases, chosen_shapes
 from mla_var3.bench.suites import SharedTokens
+from mla_var3.conf.devices import device_spec
 from mla_var3.conf.models import models
 from mla_var3.errors import InvalidArgumentError, UnknownNameError
+from mla_var3.op.mla.cache_formats import FORMATS
 from mla_var3.op.mla.cost import flash_mla_cost
 from mla_var3.op.mla.problem import MlaProblem
 from mla_var3.runtime.paths import KernelId
@@ -206,11 +213,27 @@ def test_8_bit_caches_take_part_when_asked_for():
     assert case.cache_dtypes == () and not set(suites.EIGHT_BIT_PEERS) & set(case.peers)
     asked = BenchOptions(suite="sweep", sizes=sizes, cache_dtype=("fp8_per_token", "fp8"))
     (case,), _ = build_cases(asked)
-    assert case.cache_dtypes == asked.cache_dtype and set(suites.EIGHT_BIT_PEERS) < set(case.peers)
+    languages = ("cute-dsl", "cutile-dsl")
+    assert set(case.cache_dtypes) == set(product(asked.cache_dtype, languages))
+    assert set(suites.EIGHT_BIT_PEERS) < set(case.peers)
     asked = BenchOptions(
         suite="sweep", sizes=sizes, cache_dtype=("fp8_per_token",), backends=("cutile-dsl", "peers")
     )
-    (case,), _ = build_cases(asked)  # the peer reads the other format, and ours is in CuTe DSL
-    assert case.cache_dtypes == () and not set(suites.EIGHT_BIT_PEERS) & set(case.peers)
-    with pytest.raises(InvalidArgumentError, match="cache_dtype: expected fp8_per_token or fp8"):
-        BenchOptions(cache_dtype=("fp8_ds_mla",))
+    (case,), _ = build_cases(asked)  # the peer reads the other format
+    assert case.cache_dtypes == (("fp8_per_token", "cutile-dsl"),)
+    assert not set(suites.EIGHT_BIT_PEERS) & set(case.peers)
+    (case,), _ = build_cases(BenchOptions(suite="sweep", sizes=sizes, cache_dtype=("fp8_ds_mla",)))
+    assert case.cache_dtypes == (("fp8_ds_mla", "cutile-dsl"),)
+    rows = {
+        row.language: row
+        for row in predict_case(
+            replace(case, cache_dtypes=(("fp8", "cute-dsl"), ("fp8_ds_mla", "cutile-dsl"))),
+            device_spec("B200"), {"device": "B200"},
+        )
+        if row.cache_dtype
+    }  # fmt: skip
+    assert rows["cute-dsl"].status == ABSENT and "written for sm_90" in rows["cute-dsl"].reason
+    assert rows["cutile-dsl"].time_us is not None
+    assert set(suites.EIGHT_BIT_CACHES["cutile-dsl"]) == set(FORMATS)
+    with pytest.raises(InvalidArgumentError, match="cache_dtype: expected fp8_per_token or fp8 or"):
+        BenchOptions(cache_dtype=("fp4",))

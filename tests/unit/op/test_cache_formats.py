@@ -142,6 +142,7 @@ def test_parts_of_a_buffer_that_was_written_byte_by_byte(fmt, dtype, generator):
     [
         (DS_MLA, (1, 4, 644), K, r"pages: expected \[num_pages, page, 656\]"),
         (DS_MLA, (1, 4, 100), 200, "k: expected a multiple of 128"),
+        (DS_MLA, (1, 4, 260), 128, "k: expected a multiple of 128, 256 or more"),
         (PER_TOKEN, (1, 3, 644), K, "pages of a multiple of 4 tokens"),
         (PER_TOKEN, (4, 644), K, r"pages: expected \[num_pages, page, 644\]"),
     ],

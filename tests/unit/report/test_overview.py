@@ -189,6 +189,12 @@ def test_the_time_of_tuning_is_an_option(gpu, capsys):
     assert f"for all kernels together (default: {TUNE_SECONDS:g})" in shown
 
 
+def test_peers_may_lie_in_a_folder(gpu, tmp_path, capsys):
+    assert main(["run", "--device=cuda", f"--peer_libs={tmp_path / 'none'}"]) == 1
+    assert "peer_libs: expected a folder" in capsys.readouterr().out
+    assert main(["run", "--device=cuda", f"--peer_libs={tmp_path}"]) == 0
+
+
 def test_a_kernel_that_fails_on_the_gpu_fails_the_job_and_the_others_are_shown(gpu, tmp_path):
     gpu.broken = {"flash_mla": RuntimeError("out of memory"), "sdpa": RuntimeError("no cuDNN")}
     result = run_overview(OverviewOptions(quick=True, out_dir=tmp_path, sizes={"s": 4}))

@@ -1,9 +1,10 @@
 """What plans read of a call: their operands, and which calls they serve.
 
 A kernel of the package that is driven by a plan serves calls through a `Service`. cuTile plans are
-built in every call. The latent ones take dense and paged caches, packed queries and trees, the
-others dense caches and the same number of queries for all requests. Plans of CuTe DSL read
-decompressed tokens where the cache keeps them, dense or paged, and are built once per call key:
+built in every call. The latent ones take dense and paged caches in 16 and 8 bits, packed queries
+and trees; the others dense 16-bit caches and the same number of queries for all requests. Plans of
+CuTe DSL read decompressed tokens where the cache keeps them, dense or paged, and are built once per
+call key:
 
     flash_attention     a full copy in the cache, or one made by the call
     mla_var6_plus       the window of the newest tokens, the older ones latent
@@ -30,6 +31,7 @@ from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.request.checks import kernel_ready
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
+from mla_var3.op.mla.cache_formats import FORMATS
 from mla_var3.op.mla.inputs import (
     MlaInputs,
     decompress_all,
@@ -85,6 +87,7 @@ class Service:
         latent: whether the output is latent.
         runs_on_cpu: whether it takes CPU tensors.
         any_queries: whether it takes packed queries, trees and sliding windows.
+        cache_formats: 8-bit formats of the cache that it reads.
         any_v: whether values may be wider or narrower than d.
         window_dtype: form of the window that it reads, as in `CallShape`.
         reads_window: whether it reads the window at all, if there is one.
@@ -101,6 +104,7 @@ class Service:
     any_v: bool = False
     window_dtype: str | None = None
     reads_window: bool = False
+    cache_formats: tuple[str, ...] = ()
 
     def refused(self, shape: CallShape) -> str | None:
         """Why calls of a shape cannot be served: by the form of their window, or otherwise."""
@@ -147,6 +151,7 @@ def _latent_fields(shape: CallShape) -> dict[str, Any]:
         **sizes_of(shape),
         "page": shape.page_size or 0,
         "sliding_window": shape.sliding_window or 0,
+        "cache_dtype": shape.cache_dtype,
     }
 
 
@@ -162,7 +167,15 @@ def _latent_operands(task: AttentionTask, shape: CallShape, plan: Any) -> Operan
         table,
         None if task.cu_seqlens_q is None else kernel_ready(task.cu_seqlens_q),
         None if task.tree is None else kernel_ready(task.tree),
+        _cache_scales(task.cache, shape.t),
     )
+
+
+def _cache_scales(cache: CacheView, t: int) -> torch.Tensor | None:
+    """The scales of an 8-bit cache, where they are beside its rows."""
+    if cache.scales is None or cache.scales.dim() == 1:
+        return None if cache.scales is None else kernel_ready(cache.scales)
+    return cache.scales if cache.block_table is not None else cache.scales[:, :t]
 
 
 def _decompressed_operands(task: AttentionTask, shape: CallShape, plan: Any) -> Operands:
@@ -421,8 +434,9 @@ def _full_copy_fields(shape: CallShape) -> dict[str, Any]:
 
 
 _LATENT = Service(
-    _latent_operands, _small_pages_refusal, _latent_fields, latent=True, any_queries=True
-)
+    _latent_operands, _small_pages_refusal, _latent_fields, latent=True, any_queries=True,
+    cache_formats=tuple(FORMATS),
+)  # fmt: skip
 
 CUTILE_SERVICES: dict[str, Service] = {
     "flash_mla": _LATENT,

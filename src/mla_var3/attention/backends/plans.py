@@ -74,7 +74,7 @@ class PlannedBackend:
                 shape.v != shape.d and not (self._service.latent or self._service.any_v)
             ),
         }
-        refusal = shape.refused_cache() or self._service.refused(shape)
+        refusal = shape.refused_cache(self._service.cache_formats) or self._service.refused(shape)
         if refusal is not None:
             return refusal
         for reason, holds in reasons.items():

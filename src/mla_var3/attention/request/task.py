@@ -151,10 +151,10 @@ class AttentionTask:
 
 
 def _are_scales_aligned(scales: torch.Tensor | None) -> bool:
-    """The same for scales per token; one scale is read by itself."""
-    if scales is None or scales.dim() == 1 or scales.shape[-1] > 1:
-        return True  # no kernel reads several scales per token
-    return _is_aligned(scales[..., 0])
+    """The same for scales beside the rows; one scale for all is read by itself."""
+    if scales is None or scales.dim() == 1:
+        return True
+    return _is_aligned(scales if scales.shape[-1] > 1 else scales[..., 0])
 
 
 def _is_aligned(rows: torch.Tensor) -> bool:

@@ -28,7 +28,7 @@ from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import HyperMlaError, UnsupportedError
 from mla_var3.op.mla.model.designs import estimate
 from mla_var3.op.mla.model.mix import WORTH_MIXING
-from mla_var3.op.mla.model.times import IDEAL, Estimate
+from mla_var3.op.mla.model.times import BORROWED, IDEAL, Estimate
 from mla_var3.runtime.paths import KernelId, find_kernel
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class Candidate:
 
     @property
     def fitted(self) -> bool:
-        """Whether the estimate uses recorded rates; otherwise it is ideal, a lower bound."""
+        """Whether the estimate uses rates that were recorded for this kind of cache."""
         return self.estimate is not None and self.estimate.fitted
 
     @property
@@ -253,6 +253,8 @@ def _decide(
         reason = f"measured on {spec.name}, {kind} call time: {shown}"
     elif chosen.fitted:
         reason = f"least {kind} call time on {spec.name}, by recorded rates: {shown}"
+    elif chosen.source == BORROWED:
+        reason = f"not timed on an 8-bit cache; {BORROWED}: {shown}"
     else:
         reason = f"nothing was timed on {spec.name}; by lower bounds ({IDEAL}): {shown}"
     return best, prefix + reason, measured

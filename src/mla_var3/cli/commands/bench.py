@@ -82,7 +82,7 @@ def add_arguments(parser: Parser) -> None:
     add(what, "backends", "NAME,...", f"{known} (default: all)", type=words)
     add(what, "shapes", "N,N,...", "only these shapes of the suite, from 1", type=numbers)
     add(what, "dtype", "NAME", "bfloat16 or float16")
-    formats = "8-bit caches to measure the latent kernel on, too: fp8_per_token, fp8"
+    formats = "8-bit caches to measure the latent kernel on, too: fp8_per_token, fp8_ds_mla, fp8"
     add(what, "cache_dtype", "NAME,...", formats, type=words)
     add(what, "causal", "true|false", "mask or not", type=ValueType(bool))
     how = parser.add_argument_group("how it is run")

@@ -17,7 +17,6 @@ from mla_var3.cli.arguments import (
     sizes_text,
 )
 from mla_var3.cli.console import print_json, print_table, say, usage_errors
-from mla_var3.op.mla.model.times import IDEAL
 from mla_var3.runtime.markdown import microseconds
 
 if TYPE_CHECKING:
@@ -87,8 +86,9 @@ def _print(explanation: Explanation) -> None:
     window = "" if shape.window_dtype is None else f", {shape.window_dtype} window"
     title = f"{sizes_text(shape)} {shape.dtype}{cache}{window} on {explanation.device}"
     able = [candidate for candidate in explanation.candidates if candidate.estimate is not None]
-    if not all(candidate.fitted for candidate in able):
-        title += f", {IDEAL}"
+    unfitted = {each.estimate.basis for each in able if each.estimate and not each.fitted}
+    if unfitted:
+        title += f", {'; '.join(sorted(unfitted))}"
     first = explanation.candidates[0]
     rows = [
         (

@@ -62,6 +62,7 @@ def overview_command(values: dict[str, Any]) -> int:
                 out_dir=values["out_dir"],
                 device=values["device"],
                 **tuning,
+                peer_libs=values["peer_libs"],
                 sizes=values["sizes"],
                 progress=progress,
                 on_start=_started,

@@ -41,6 +41,8 @@ def add_arguments(parser: Parser) -> None:
     add_option(job, "out_dir", "FOLDER", text, type=Path)
     text = "time to search tilings on a GPU, for all kernels together (default: 15)"
     add_option(job, "tune_seconds", "SECONDS", text, type=ValueType(float))
+    text = "the peers' libraries, where they are not installed"
+    add_option(job, "peer_libs", "FOLDER", text, type=Path)
     add_sizes(job, CALL_SIZES, default=argparse.SUPPRESS)
     add_model(job)
 

@@ -85,8 +85,11 @@ class CacheFormat:
         Raises:
             InvalidArgumentError: Names the width.
         """
-        if self.scale_columns and k % self.scale_columns:
-            raise InvalidArgumentError("k", f"a multiple of {self.scale_columns} ({self.name})", k)
+        # With one scale in a row, `format_of` could not tell it from a scale per token.
+        columns = self.scale_columns
+        if columns and (k % columns or k == columns):
+            expected = f"a multiple of {columns}, {2 * columns} or more ({self.name})"
+            raise InvalidArgumentError("k", expected, k)
         if not self.by_page and self.row_bytes(k, p) % self._step():
             raise InvalidArgumentError(
                 "p", f"rows of a multiple of {self._step()} bytes ({self.name})", p

@@ -40,19 +40,24 @@ def flash_mla_cost(problem: MlaProblem, token_bytes: int | None = None) -> Cost:
     return Cost(flops, _rows(problem) * (2 * k + p) * element + cache + _lse_bytes(problem))
 
 
-def flash_mla_split_kv_cost(problem: MlaProblem, splits: int) -> Cost:
+def flash_mla_split_kv_cost(
+    problem: MlaProblem, splits: int, token_bytes: int | None = None
+) -> Cost:
     """`flash_mla` through float32 partial outputs: both stages together."""
-    attention, reduction = flash_mla_split_kv_stages(problem, splits)
+    attention, reduction = flash_mla_split_kv_stages(problem, splits, token_bytes)
     return attention + reduction
 
 
-def flash_mla_split_kv_stages(problem: MlaProblem, splits: int) -> tuple[Cost, Cost]:
+def flash_mla_split_kv_stages(
+    problem: MlaProblem, splits: int, token_bytes: int | None = None
+) -> tuple[Cost, Cost]:
     """The attention stage, which writes the partials, and the reduction, which reads them.
 
     The reduction's FLOPs are left out: it has two per element and runs at memory speed.
+    `token_bytes` as of `flash_mla_cost`.
     """
     require_int("splits", splits, minimum=1)
-    whole = flash_mla_cost(problem)
+    whole = flash_mla_cost(problem, token_bytes)
     partials = splits * (_rows(problem) * problem.k * _FLOAT32 + _lse_bytes(problem))
     result = _rows(problem) * problem.k * problem.element_size + _lse_bytes(problem)
     return Cost(whole.flops, whole.bytes - result + partials), Cost(0, partials + result)

@@ -153,6 +153,15 @@ def _slice(array: Array, axis: Any, start: Any, stop: Any) -> Array:
             f"slice [{first}:{last}] of array {array.name} along axis {axis}: expected "
             f"0 <= start < {extent} and start <= stop <= {extent}"
         )
+    # cuTile multiplies start and stride in the wider of their types.
+    widest = api.integer_dtype_max(array.index_dtype)
+    if isinstance(start, Tile):
+        widest = max(widest, api.integer_dtype_max(start.element))
+    if first * array.tensor.stride(axis) > widest:
+        raise InterpreterError(
+            f"slice [{first}:{last}] of array {array.name} along axis {axis}: start times stride "
+            f"{array.tensor.stride(axis)} overflows; expected an int64 start"
+        )
     part = array.tensor.narrow(axis, first, last - first)
     return array.replace(part, f"{array.name}.slice({axis}, {first}, {last})", axis)
 

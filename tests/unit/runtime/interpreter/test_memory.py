@@ -148,6 +148,19 @@ def test_slice_with_dynamic_bounds():
     assert torch.equal(elements(body, x, 2), expected + 3)
 
 
+def test_slice_offset_beyond_32_bits() -> None:
+    """Memory that is never touched: 3 GiB of addresses."""
+    pool = torch.empty((3, 2**30), dtype=torch.int8)
+
+    def body(a, start):
+        return a.slice(0, start, start + 1)
+
+    assert evaluate(body, pool, 1).ndim == 2
+    with pytest.raises(InterpreterError, match="start times stride 1073741824 overflows"):
+        evaluate(body, pool, 2)
+    assert evaluate(lambda a, start: body(a, start.astype(ct.int64)), pool, 2).ndim == 2
+
+
 @pytest.mark.parametrize("bounds", [(-1, 2), (8, 8), (3, 2), (0, 9)])
 def test_bad_slice(bounds):
     with pytest.raises(InterpreterError, match=r"slice \[.*\] of array parameters\[0\]"):

@@ -21,9 +21,15 @@ import cuda.tile as ct
 NEG_INF = -math.inf
 LN_2 = math.log(2.0)
 LOG2_E = 1.0 / math.log(2.0)
+NAN = math.nan
 SCORE_FLOOR = -3.0e38
 """Start of the running maximum. Finite, so that a row whose keys are all masked computes
 exp2(-inf - floor) = 0 instead of exp2(-inf + inf); below every finite scaled score."""
+ONE_SCALE, TOKEN_SCALE, GROUP_SCALES = 1, 2, 3
+"""Values of CACHE, the format of the latent cache; 0 for one in the dtype of the queries. The names
+in op/mla/cache_formats.py are `fp8` (one scale for the cache), `fp8_per_token` (a scale per token,
+for its rope key too) and `fp8_ds_mla` (a scale per GROUP_COLUMNS of a latent row)."""
+GROUP_COLUMNS = 128
 LATENT_LATENCY = 4
 """Load-latency hint of the latent tiles. It decides how deep the compiler buffers them: with four
 parts, 4 gives two buffers and 494 TFLOP/s on an H200, 1 gives 405."""
@@ -129,27 +135,66 @@ def hide_by_tree(scores, tree, tile, request, first_row, length, s, H, BM, BN):
     return ct.where(seen != 0, scores, NEG_INF)
 
 
+def load_kv_tile(view, block, row, part, BN, WIDTH):
+    """Tile [BN, WIDTH] of a cache at (block, row) and a part of its columns."""
+    tile = ct.load(
+        view, (block, row, part), (1, BN, WIDTH),
+        padding_mode=ct.PaddingMode.ZERO, latency=LATENT_LATENCY,
+    )  # fmt: skip
+    return tile.reshape((BN, WIDTH))
+
+
+def e4m3_values(tile):
+    """An e4m3 tile in float32; before sm_90, where cuTile has no float8, its bytes as int8.
+
+    Sign, exponent and mantissa go to their places in a float32, 2**120 makes up for its other
+    exponent bias, subnormals included. The byte of a NaN would be worth 480; the largest finite
+    number is 448.
+    """
+    if ct.static_eval(tile.dtype == ct.int8):
+        bits = (tile.astype(ct.int32) << 20) & -0x78100000  # 0x87F00000
+        values = ct.bitcast(bits, ct.float32) * 2.0**120
+        return ct.where(ct.abs(values) > 448.0, NAN, values)
+    return tile.astype(ct.float32)
+
+
+def dequantised(tile, scales, dtype, BN, WIDTH):
+    """An e4m3 tile [BN, WIDTH] times its scales [BN or 1, G], each for WIDTH / G columns."""
+    GROUPS = scales.shape[1]
+    values = e4m3_values(tile).reshape((BN, GROUPS, WIDTH // GROUPS)) * scales[:, :, None]
+    return values.reshape((BN, WIDTH)).astype(dtype)
+
+
 def latent_step(
-    q_parts, q_rope, c_view, r_view, tree, block, row, tile, acc_parts, m, l, full_tile,  # noqa: E741
+    q_parts, q_rope, c_view, r_view, s_view, tree, block, row, tile, acc_parts, m, l, full_tile,  # noqa: E741
     request, first_row, length, s, stop, scale_log2e,
-    TREE, WINDOW, CAUSAL, H, BM, BN, KP, PARTS, P,
+    TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
 ):  # fmt: skip
     """One step of `attend_cache`: the KV tile at (block, row) of the views."""
+    dtype = q_parts[0].dtype
     scores = ct.zeros((BM, BN), dtype=ct.float32)
+    if CACHE == ONE_SCALE:
+        scales = ct.load(s_view, (0, 0, 0), (1, 1, 1)).reshape((1, 1))
+    if CACHE == TOKEN_SCALE:
+        scales = load_kv_tile(s_view, block, row, 0, BN, 1)
     c_parts = ()
     for i in ct.static_iter(range(PARTS)):
         # c [BN, KP]
-        c = ct.load(
-            c_view, (block, row, i), (1, BN, KP),
-            padding_mode=ct.PaddingMode.ZERO, latency=LATENT_LATENCY,
-        ).reshape((BN, KP))  # fmt: skip
+        c = load_kv_tile(c_view, block, row, i, BN, KP)
+        if CACHE == GROUP_SCALES:
+            scales = load_kv_tile(s_view, block, row, i, BN, KP // GROUP_COLUMNS)
+        if CACHE > 0:
+            c = dequantised(c, scales, dtype, BN, KP)
         scores = ct.mma(q_parts[i], ct.permute(c, (1, 0)), scores)
         c_parts += (c,)
     if P > 0:
-        r = ct.load(
-            r_view, (block, row, 0), (1, BN, P),
-            padding_mode=ct.PaddingMode.ZERO, latency=LATENT_LATENCY,
-        ).reshape((BN, P))  # fmt: skip
+        r = load_kv_tile(r_view, block, row, 0, BN, P)
+        if CACHE == ONE_SCALE:
+            r = dequantised(r, scales, dtype, BN, P)
+        if CACHE == TOKEN_SCALE:
+            r = (r.astype(ct.float32) * scales).astype(dtype)
+        if CACHE == GROUP_SCALES:
+            r = r.astype(dtype)
         scores = ct.mma(q_rope, ct.permute(r, (1, 0)), scores)
     masked = needs_mask(tile, full_tile)
     if WINDOW > 0:  # the last row sees the fewest old positions
@@ -162,7 +207,7 @@ def latent_step(
         if WINDOW > 0:
             scores = hide_before_window(scores, tile, first_row, length, s, WINDOW, H, BM, BN)
     p, alpha, m, l = softmax_step(scores, m, l, scale_log2e)  # noqa: E741
-    p = p.astype(c_view.dtype)
+    p = p.astype(dtype)
     updated = ()
     for i in ct.static_iter(range(PARTS)):
         updated += (ct.mma(p, c_parts[i], acc_parts[i] * alpha),)
@@ -175,8 +220,9 @@ def page_of(table, request, tile, pages, TILES):
 
 
 def attend_cache(
-    q_parts, q_rope, c_kv, k_rope, table, tree, request, first_tile, full_tile, last_tile,
-    first_row, length, s, stop, scale_log2e, PAGE, TREE, WINDOW, CAUSAL, H, BM, BN, KP, PARTS, P,
+    q_parts, q_rope, c_kv, k_rope, scales, table, tree, request, first_tile, full_tile, last_tile,
+    first_row, length, s, stop, scale_log2e,
+    PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
 ):  # fmt: skip
     """Latent attention of BM query rows over KV tiles first_tile..last_tile-1.
 
@@ -189,6 +235,8 @@ def attend_cache(
         q_parts: PARTS tiles [BM, KP] of latent queries. q_rope: [BM, P], not read if P is 0.
         c_kv: array [b, t, K], K = PARTS * KP; [pages, PAGE, K] with pages.
         k_rope: array [b, t, P] or [pages, PAGE, P].
+        scales: array [b, t, G] or [pages, PAGE, G] float32, or [1, 1, 1] (ONE_SCALE); not read if
+            CACHE is 0.
         table: array [b, pages of a request] int32, not read if PAGE is 0.
         tree: array [b, s, s] int8, see `hide_by_tree`; not read unless TREE is 1.
         request: index into the batch.
@@ -198,6 +246,8 @@ def attend_cache(
         stop: end of the positions that this call attends to; at most `length`.
         PAGE: tokens of a page, a multiple of BN; 0 for a dense cache.
         WINDOW: newest positions, up to its own, that a query sees; 0 for all.
+        CACHE: format of the cache, see ONE_SCALE. Tiles of e4m3 are converted to the dtype of the
+            queries in registers.
 
     Returns:
         (acc_parts, m, l): unnormalised output, PARTS tiles [BM, KP] float32; row maximum and row
@@ -211,11 +261,14 @@ def attend_cache(
     if PAGE == 0:
         c_view = c_kv.slice(1, 0, stop)
         r_view = k_rope.slice(1, 0, stop)
+        s_view = scales
+        if CACHE > ONE_SCALE:
+            s_view = scales.slice(1, 0, stop)
         for j in range(first_tile, last_tile):
             acc_parts, m, l = latent_step(  # noqa: E741
-                q_parts, q_rope, c_view, r_view, tree, request, j, j, acc_parts, m, l, full_tile,
-                request, first_row, length, s, stop, scale_log2e,
-                TREE, WINDOW, CAUSAL, H, BM, BN, KP, PARTS, P,
+                q_parts, q_rope, c_view, r_view, s_view, tree, request, j, j, acc_parts, m, l,
+                full_tile, request, first_row, length, s, stop, scale_log2e,
+                TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
             )  # fmt: skip
     else:
         pages, TILES = c_kv.shape[0], PAGE // BN
@@ -223,18 +276,22 @@ def attend_cache(
         for j in range(first_tile, whole):
             page = page_of(table, request, j, pages, TILES)
             acc_parts, m, l = latent_step(  # noqa: E741
-                q_parts, q_rope, c_kv, k_rope, tree, page, j % TILES, j, acc_parts, m, l, full_tile,
-                request, first_row, length, s, stop, scale_log2e,
-                TREE, WINDOW, CAUSAL, H, BM, BN, KP, PARTS, P,
+                q_parts, q_rope, c_kv, k_rope, scales, tree, page, j % TILES, j, acc_parts, m, l,
+                full_tile, request, first_row, length, s, stop, scale_log2e,
+                TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
             )  # fmt: skip
         if (whole < last_tile) & (first_tile <= whole):
-            page = page_of(table, request, whole, pages, TILES)
+            # A slice multiplies its start with the stride: in 64 bits, for pools of many gigabytes.
+            page = page_of(table, request, whole, pages, TILES).astype(ct.int64)
             rest = stop - whole // TILES * PAGE  # tokens of the request in its last page
+            s_view = scales
+            if CACHE > ONE_SCALE:
+                s_view = scales.slice(0, page, page + 1).slice(1, 0, rest)
             acc_parts, m, l = latent_step(  # noqa: E741
                 q_parts, q_rope, c_kv.slice(0, page, page + 1).slice(1, 0, rest),
-                k_rope.slice(0, page, page + 1).slice(1, 0, rest), tree, 0, whole % TILES, whole,
-                acc_parts, m, l, full_tile, request, first_row, length, s, stop, scale_log2e,
-                TREE, WINDOW, CAUSAL, H, BM, BN, KP, PARTS, P,
+                k_rope.slice(0, page, page + 1).slice(1, 0, rest), s_view, tree, 0, whole % TILES,
+                whole, acc_parts, m, l, full_tile, request, first_row, length, s, stop, scale_log2e,
+                TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
             )  # fmt: skip
     return acc_parts, m, l
 
@@ -243,16 +300,16 @@ def attend_latent(
     q_parts, q_rope, c_kv, k_rope, request, first_tile, full_tile, last_tile,
     first_row, length, s, stop, scale_log2e, CAUSAL, H, BM, BN, KP, PARTS, P,
 ):  # fmt: skip
-    """`attend_cache` over a dense cache, without a tree."""
+    """`attend_cache` over a dense cache in the dtype of the queries, without a tree."""
     return attend_cache(
-        q_parts, q_rope, c_kv, k_rope, c_kv, c_kv, request, first_tile, full_tile, last_tile,
-        first_row, length, s, stop, scale_log2e, 0, 0, 0, CAUSAL, H, BM, BN, KP, PARTS, P,
+        q_parts, q_rope, c_kv, k_rope, c_kv, c_kv, c_kv, request, first_tile, full_tile, last_tile,
+        first_row, length, s, stop, scale_log2e, 0, 0, 0, 0, CAUSAL, H, BM, BN, KP, PARTS, P,
     )  # fmt: skip
 
 
 def attend_rows(
-    q_latent, q_rope, c_kv, k_rope, lengths, table, tree, batch, row_tile, request, split, splits,
-    s, scale_log2e, PAGE, TREE, WINDOW, CAUSAL, H, BM, BN, KP, PARTS, P,
+    q_latent, q_rope, c_kv, k_rope, scales, lengths, table, tree, batch, row_tile, request,
+    split, splits, s, scale_log2e, PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
 ):  # fmt: skip
     """Latent attention of one tile of query rows over one split of the request's KV tiles.
 
@@ -291,9 +348,9 @@ def attend_rows(
         first_tile = split * split_tiles
         last_tile = min(first_tile + split_tiles, ct.cdiv(max(highest, 0), BN))
     return attend_cache(
-        q, qr, c_kv, k_rope, table, tree, request, first_tile, max(lowest, 0) // BN, last_tile,
-        first_row, length, s, length, scale_log2e,
-        PAGE, TREE, WINDOW, CAUSAL, H, BM, BN, KP, PARTS, P,
+        q, qr, c_kv, k_rope, scales, table, tree, request, first_tile, max(lowest, 0) // BN,
+        last_tile, first_row, length, s, length, scale_log2e,
+        PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
     )  # fmt: skip
 
 

@@ -78,6 +78,12 @@ def latent_tiles(plan: MlaPlan, Bm: int, Bn: int) -> tuple[tuple[int, int], ...]
     return (Bm, plan.k + plan.p), (Bn, plan.k + plan.p), (Bm, Bn)
 
 
+def _scale_columns(plan: MlaPlan) -> int:
+    """Latent columns of a scale of an 8-bit cache; 1 where a scale holds for whole rows."""
+    fmt = getattr(plan, "format", None)
+    return 1 if fmt is None else fmt.scale_columns or 1
+
+
 def head_tiles(plan: MlaPlan, Bm: int, Bn: int) -> tuple[tuple[int, int], ...]:
     """Queries, keys and values of the decompressed loop."""
     return (Bm, plan.d + plan.p), (Bn, plan.d + plan.p), (Bn, plan.d)
@@ -103,6 +109,7 @@ class LatentTiling(Tiling):
             *tile_sides(Bm=self.Bm, Bn=self.Bn, Kp=self.Kp, **({"p": pd.p} if pd.p else {})),
             divides("Kp", self.Kp, "k", pd.k),
             divides("Bn", self.Bn, "page", getattr(pd, "page", 0)),
+            divides("columns of a scale", _scale_columns(pd), "Kp", self.Kp),
             fits_shared_memory(pd, *latent_tiles(pd, self.Bm, self.Bn)),
         )
 
@@ -111,20 +118,33 @@ class LatentTiling(Tiling):
         return self.Bm, self.Bn, self.Kp, k // self.Kp
 
     @classmethod
-    def candidates(cls, target: str, k: int = 512, page: int = 0) -> list[Self]:
-        """Candidates per target, the default first, for latent rows of k columns and a page size.
+    def candidates(
+        cls, target: str, k: int = 512, page: int = 0, *, eight_bit: bool = False
+    ) -> list[Self]:
+        """Candidates per target, the default first.
 
         sm_90: at k=512 only 64 rows stay on wgmma without spilling. sm_100: only one part of 512
         columns stays on tcgen05. sm_120: 99 KB of shared memory, so the latent tile must be small.
         sm_8x likewise; parts of 256 columns spill least (sm_80: 88 B of stack, with 512 1032 B).
         On sm_8x and sm_12x some words spill (page 64: 40 B of stack on sm_89, 8 B on sm_120).
+
+        8-bit caches: a tile is in shared memory as it was loaded and as it was converted. On sm_90
+        64 tokens leave wgmma and spill 1.5 KB, 32 do not spill; on sm_100 64 spill 48 B. On sm_12x
+        the defaults spill up to 216 B, on sm_8x up to 80 B.
+
+        Args:
+            target: GPU code.
+            k: Columns of a latent row.
+            page: Tokens of a page; 0 for a dense cache.
+            eight_bit: Whether the cache is in 8 bits.
         """
         # A part is never wider than the latent rows, and a KV tile lies in one page: page & -page
         # is the largest power of two that divides it.
         longest = page & -page or 64
         found: list[Self] = []
         short = tiling_target(target) == "sm_120" and longest < 64
-        for each in cls._short(target, longest) if short else cls._candidates(target):
+        made = cls._candidates_in_8_bits if eight_bit else cls._candidates
+        for each in cls._short(target, longest) if short else made(target):
             fitting = replace(each, Bn=min(each.Bn, longest), Kp=min(each.Kp, k))
             if fitting not in found:
                 found.append(fitting)
@@ -154,6 +174,13 @@ class LatentTiling(Tiling):
         if target == "sm_100":
             return [cls(64, Bn, 512) for Bn in (64, 32)]
         return [cls(64, 64, Kp) for Kp in (128, 256, 512)]
+
+    @classmethod
+    def _candidates_in_8_bits(cls, target: str) -> list[Self]:
+        family = tiling_target(target)
+        if family == "sm_90":
+            return [cls(64, 32, Kp) for Kp in (256, 512, 128)]
+        return cls._candidates(target)[::-1] if family == "sm_100" else cls._candidates(target)
 
 
 @dataclass

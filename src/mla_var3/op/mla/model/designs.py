@@ -29,6 +29,7 @@ from mla_var3.op.mla.cost import (
 from mla_var3.op.mla.model.mix import MixModel, mix_work
 from mla_var3.op.mla.model.parameters import mix_parameters
 from mla_var3.op.mla.model.times import (
+    BORROWED,
     IDEAL,
     Estimate,
     Estimator,
@@ -91,8 +92,10 @@ def estimate(kernel: str, work: Workload, spec: DeviceSpec, language: str = "") 
     if estimator is None:
         return None
     target = Target(kernel, language, spec, None, work.cache_dtype)
-    rates = target.of(kernel).rates or target.of(design).rates
-    return estimator(work, replace(target, rates=rates))
+    own = target.of(kernel)
+    if own.rates is None:
+        own = replace(target.of(design), kernel=kernel)
+    return estimator(work, own)
 
 
 def design_estimates(problem: MlaProblem, spec: DeviceSpec) -> dict[str, Estimate]:
@@ -120,7 +123,7 @@ def _flash_mla(work: Workload, target: Target) -> Estimate:
 def _flash_mla_split_kv(work: Workload, target: Target) -> Estimate:
     problem = work.problem
     splits = split_count(problem, target.spec.sm_count)
-    attention, merge = flash_mla_split_kv_stages(problem, splits)
+    attention, merge = flash_mla_split_kv_stages(problem, splits, work.token_bytes)
     time_us = attention_us(attention, _latent_tiles(problem) * splits, target, problem.dtype)
     return _estimate(
         target,
@@ -446,9 +449,9 @@ def _estimate(
         around=around,
         cost=sum(costs[1:], start=costs[0]),
         bound=costs[0].bound(*target.rates_for(problem.dtype)),
-        fitted=rates is not None,
-        error=0.0 if rates is None else rates.error,
-        source=IDEAL if rates is None else rates.source,
+        fitted=rates is not None and not target.borrowed,
+        error=0.0 if rates is None or target.borrowed else rates.error,
+        source=BORROWED if target.borrowed else IDEAL if rates is None else rates.source,
         choice=choice or {},
     )
 

@@ -10,8 +10,10 @@ Named quantities, in microseconds:
   limit. Known where energies were measured; advice follows it.
 
 An estimate is fitted where the rates of the kernel on the device were recorded, and names the
-record. Otherwise it is ideal: the work at the vendor's peaks, a lower bound by which kernels are
-not ranked. `op/mla/model/designs.py` has the estimate of each design.
+record. A cuTile kernel on an 8-bit cache multiplies in 16 bits: until it is timed there, it has the
+rates of its 16-bit cache (`BORROWED`). Otherwise a time is ideal: the work at the vendor's peaks, a
+lower bound by which kernels are not ranked. `op/mla/model/designs.py` has the estimate of each
+design.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ FP8_SPEED = 2.0
 """Peak of 8-bit products over that of 16-bit ones."""
 IDEAL = "ideal, vendor peaks"
 """What heads times of kernels that were never timed on a device."""
+BORROWED = "estimate, rates of a 16-bit cache"
+"""The same for kernels that were timed there on a 16-bit cache, not on an 8-bit one."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class Target:
         rates: What the version, or the base version of its design, reached there; None if it was
             never timed.
         cache_dtype: Format of the 8-bit latent cache that it reads; None for 16 bits.
+        borrowed: Whether the rates are those on a 16-bit cache: the kernel was not timed in 8 bits.
     """
 
     kernel: str
@@ -79,11 +84,20 @@ class Target:
     spec: DeviceSpec
     rates: KernelRates | None
     cache_dtype: str | None = None
+    borrowed: bool = False
 
     def of(self, kernel: str) -> Target:
         """Another kernel in the same language on the same device."""
         rates = kernel_rates(self.spec.name, kernel, self.language, self.cache_dtype)
-        return replace(self, kernel=kernel, rates=rates)
+        borrowed = rates is None and self.cache_dtype is not None and not self.has_8_bit_products
+        if borrowed:
+            rates = kernel_rates(self.spec.name, kernel, self.language)
+        return replace(self, kernel=kernel, rates=rates, borrowed=borrowed and rates is not None)
+
+    @property
+    def has_8_bit_products(self) -> bool:
+        """Whether it multiplies an 8-bit cache in 8 bits; cuTile converts it to 16 bits."""
+        return self.cache_dtype is not None and self.language != "cutile-dsl"
 
     def rates_for(self, dtype: str) -> tuple[float, float]:
         """TFLOP/s and GB/s of work without rates of its own: burst, or the peaks if ideal."""
@@ -104,7 +118,7 @@ class Estimate:
         bound: What limits its attention.
         fitted: Whether recorded rates went in; otherwise the times are ideal.
         error: Relative error to expect of a fitted time.
-        source: The record of the rates, or what an ideal time assumes.
+        source: The record of the rates, or what a time without them assumes.
         choice: `n`, `prefix` or `splits` that the kernel would use.
         mixes: Whether both kinds of attention run at the same time.
     """
@@ -152,7 +166,7 @@ class Estimate:
     @property
     def basis(self) -> str:
         """What the times rest on, in a few words."""
-        return f"fitted, {self.source}" if self.fitted else IDEAL
+        return f"fitted, {self.source}" if self.fitted else self.source
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready fields."""
@@ -210,7 +224,7 @@ def attention_us(cost: Cost, tiles: int, target: Target, dtype: str) -> float:
     rates, fill = target.rates, tile_fill(tiles, target.spec.sm_count)
     if rates is None:
         tflops, gbps = target.spec.peak_rates(dtype)
-        if target.cache_dtype is not None:
+        if target.has_8_bit_products:
             tflops *= FP8_SPEED
         whole_tiles = target.language == "cutile-dsl"  # which splits only in a design of its own
         return cost.time_us(tflops * fill if whole_tiles else tflops, gbps)

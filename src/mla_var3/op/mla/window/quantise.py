@@ -14,7 +14,6 @@ last of its three mantissa bits; below that the absolute error is at most 2**-10
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -95,8 +94,7 @@ def quantise(rows: torch.Tensor, *, powers_of_two: bool = False) -> QuantisedRow
     if rows.dim() < 1 or rows.shape[-1] == 0:
         raise InvalidArgumentError("rows", "[..., d] with d > 0", list(rows.shape))
     wide = torch.float64 if rows.dtype is torch.float64 else torch.float32
-    # Without a copy of the rows in float32.
-    peaks = torch.linalg.vector_norm(rows, ord=math.inf, dim=-1, dtype=wide)
+    peaks = rows.abs().amax(-1).to(wide)
     # clamp keeps NaN, and turns a peak of zero into the least scale.
     scales = (peaks / E4M3_MAX).float().clamp(min=_LEAST_SCALE)
     if powers_of_two:

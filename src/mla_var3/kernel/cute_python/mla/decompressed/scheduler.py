@@ -23,6 +23,9 @@ MOST_SPLITS = 32
 SPLIT_COST = 0.01
 """Share of the SMs that one more split has to put to work, because it makes the merge longer. Not
 measured on its own; docs/results/2026-11-15-nvidia-h200-mix-development.md has runs with it."""
+LONG_BLOCKS, LONG_SPLITS = 512, 4
+"""Splits of requests so long that fit the SMs in one round: 2.5 to 4 % faster at the power limit
+than whole ones, up to 4 % in bursts (docs/results/2026-11-16-nvidia-h200-models.md)."""
 
 
 def choose_splits(requests: int, request_tiles: int, kv_blocks: int, ctas: int) -> int:
@@ -43,7 +46,10 @@ def choose_splits(requests: int, request_tiles: int, kv_blocks: int, ctas: int) 
         rounds = -(-work_tiles * splits // ctas)
         return work_tiles * splits / (rounds * ctas) - SPLIT_COST * splits
 
-    return max(range(1, min(most, MOST_SPLITS) + 1), key=worth)
+    splits = max(range(1, min(most, MOST_SPLITS) + 1), key=worth)
+    if splits == 1 and work_tiles <= ctas and kv_blocks >= LONG_BLOCKS:
+        return LONG_SPLITS
+    return splits
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mla_var3.errors import UnsupportedError
 from mla_var3.kernel.cute_python.mla.hopper.constants import LATENT, ROWS
+from mla_var3.kernel.cute_python.mla.latent.groups import group_shape
 from mla_var3.kernel.cute_python.mla.latent.merge import merge_rows
 from mla_var3.kernel.cute_python.mla.latent.operands import (
     LATENT_FIELDS,
@@ -22,7 +23,6 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
     Partials,
     latent_arguments,
 )
-from mla_var3.kernel.cute_python.mla.latent.scheduler import group_shape
 from mla_var3.runtime.call_state import CALL_STATE
 from mla_var3.runtime.cute.launch import RepeatedLaunch
 from mla_var3.runtime.cute.torch_fast import current_device_index, is_capturing, raw_stream

@@ -53,6 +53,7 @@ from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor
 from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
 from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES, allocate_partials
 from mla_var3.kernel.cute_python.mla.latent.few_rows import FewExchange, compute_few
+from mla_var3.kernel.cute_python.mla.latent.groups import GroupShape, partial_count
 from mla_var3.kernel.cute_python.mla.latent.merge import (
     may_split,
     merge_cost,
@@ -79,10 +80,9 @@ from mla_var3.kernel.cute_python.mla.latent.producer import (
 )
 from mla_var3.kernel.cute_python.mla.latent.rows64 import Exchange, compute_rows64
 from mla_var3.kernel.cute_python.mla.latent.scheduler import (
-    GroupShape,
+    PackedQueries,
     Scheduler,
     SlidingWindow,
-    partial_count,
     work_range,
 )
 from mla_var3.runtime.cute_kernel import CuteKernel
@@ -308,10 +308,13 @@ class FlashMLASm90:
         window = None
         if const_expr(sliding_window is not None):
             window = SlidingWindow(sliding_window, queries, total_lengths, shards, shard)
+        packed = None
+        if const_expr(query_begins is not None):
+            packed = PackedQueries(query_begins, queries, total_queries, heads, visits * group_ctas)
         scheduler = Scheduler(
             work_range(
                 lengths, requests, visits, newest, max_tokens, whole_items, group, group_count,
-                window,
+                window, packed,
             ),
             lengths, total_lengths, query_begins, tree, queries, total_queries, heads, max_tokens,
             group_ctas, visits, newest, causal, shards, shard, window, group, rank,

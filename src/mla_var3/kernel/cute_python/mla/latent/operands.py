@@ -25,7 +25,7 @@ from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
 from mla_var3.runtime.cute.arguments import Int64Arg
 
 if TYPE_CHECKING:
-    from mla_var3.kernel.cute_python.mla.latent.scheduler import GroupShape
+    from mla_var3.kernel.cute_python.mla.latent.groups import GroupShape
 
 
 class LatentOperands(NamedTuple):

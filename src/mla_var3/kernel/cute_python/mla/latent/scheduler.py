@@ -12,13 +12,15 @@ inside of an item, the item is split: each group writes a partial, and `merge.py
 that would cost more than it saves, as with equal lengths or few tokens, the groups take whole items
 in turns instead.
 
+Packed requests have different numbers of query tiles, often fewer than a group has CTAs. An item's
+length then counts its share of the group too, and a group deals the tiles of its whole items out in
+turn: the next item begins with the CTA behind the last one that got a tile. A split item keeps CTA
+i for tile i, by which the merge finds its partials.
+
 Every CTA finds its own range when it starts, from the lengths on the device. A changed length needs
 no planning step, and a CUDA graph may be replayed with other lengths.
 """
 
-import bisect
-import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -36,22 +38,8 @@ MERGE_COST = 9
 """Cost of splitting items, in KV blocks: partials are written, waited for and merged. On an H200 at
 b=16 s=2 h=128 a launch that splits takes 9 us more than one that does not (t=256 and 512, cold L2;
 docs/results/2026-11-15-nvidia-h200-attention-grid.md)."""
-SPLIT_COST = 0.05
-"""Share of the time that writing and merging partials costs at most. Not measured on its own."""
-SPLIT_ITEMS = 0.2
-"""The same cost in items, for a range that has many of them. Not measured on its own."""
-STREAM_COST = 0.0015
-"""Share of the time that every CTA group costs that is alone on its KV blocks: memory is read for
-it alone, which takes power from the tensor cores. On an H200 66 such groups took 9 % (b=32 s=43;
-docs/results/2026-11-15-nvidia-h200-mix-development.md)."""
-EVEN_SHARE = 0.95
-"""Least share of the CTA groups to use where that lets each item be split evenly. On an H200 with
-128 of 132 CTAs and equal lengths around 4200, b=64 s=1 h=16 took 90 us instead of 94, b=64 s=4 h=16
-102.5 instead of 109, b=32 s=1 h=128 82 instead of 87; with different lengths nothing changed
-(docs/results/2026-11-16-nvidia-h200-engine-shapes.md). Smaller shares were not measured."""
-GROUP_WORTH = 0.03
-"""Share of the time that a larger CTA group, which reads L2 in step, may cost. From the same runs:
-3 groups of 44 CTAs took 2089 us where 66 groups of 2 took 2280."""
+SHARE_PARTS = 8
+"""Parts of a CTA group in which the share of an item with few query tiles is counted."""
 
 
 class Split(IntEnum):
@@ -62,7 +50,7 @@ class Split(IntEnum):
     LAST = 4
 
 
-# --- on the host ----------------------------------------------------------------------------------
+# --- plain arithmetic, on numbers of the host or of the device ------------------------------------
 
 
 def split_block(local, blocks):
@@ -79,66 +67,6 @@ def range_position(total, group, group_count):
     return total // group_count * group + total % group_count * group // group_count
 
 
-@dataclass(frozen=True)
-class GroupShape:
-    """How the CTAs of a launch work together.
-
-    Attributes:
-        group_ctas: CTAs of a CTA group.
-        visits: visits of a request by a group, each with other query tiles.
-        group_count: CTA groups, all on the device at the same time.
-    """
-
-    group_ctas: int
-    visits: int
-    group_count: int
-
-    @property
-    def ctas(self) -> int:
-        """CTAs of the launch."""
-        return self.group_ctas * self.group_count
-
-
-def group_shape(tiles: int, requests: int, sm_count: int, group_ctas: int = 0) -> GroupShape:
-    """CTA groups for a number of query tiles.
-
-    Args:
-        tiles: query tiles of the request with most rows.
-        requests: requests of the batch.
-        sm_count: CTAs that the device runs at the same time.
-        group_ctas: a chosen size of a group; 0 takes the one that leaves the fewest SMs idle.
-    """
-
-    def rated(size: int) -> tuple[float, GroupShape]:
-        visits, most = -(-tiles // size), max(sm_count // size, 1)
-        items = requests * visits
-        ideal = requests * tiles / sm_count
-        each = items / most
-        cost = min(SPLIT_COST, SPLIT_ITEMS / each)
-        split = (1.0 - cost) * ideal / each - STREAM_COST * most, GroupShape(size, visits, most)
-        if items < most:
-            # As many groups for each item: with equal lengths no group has a share of two items.
-            even = most // items * items
-            if even >= EVEN_SHARE * most:
-                return split[0], GroupShape(size, visits, even)
-        rounds = -(-items // most)
-        if items % rounds:
-            return split
-        # Groups that all take the same number of items split nothing when lengths are equal, and
-        # those on one request walk in step.
-        groups = items // rounds
-        streams = -(-groups // visits)
-        whole = ideal / rounds - STREAM_COST * streams, GroupShape(size, visits, groups)
-        return max(whole, split, key=lambda pair: pair[0])
-
-    most = min(tiles, sm_count)
-    sizes = [min(group_ctas, most)] if group_ctas else range(1, most + 1)
-    candidates = [rated(size) for size in sizes]
-    best = max(share for share, _ in candidates)
-    near = (shape for share, shape in candidates if share >= best - GROUP_WORTH)
-    return max(near, key=lambda shape: shape.group_ctas)
-
-
 def takes_turns(longest, items, group_count, total):
     """Whether groups take whole items in turns: splitting would cost more than it saves.
 
@@ -151,40 +79,6 @@ def takes_turns(longest, items, group_count, total):
     """
     rounds = (items + group_count - 1) // group_count
     return rounds * (longest + ITEM_COST) <= total // group_count + MERGE_COST
-
-
-def range_begins(lengths: Sequence[int], shape: GroupShape) -> list[tuple[int, int]]:
-    """Where each group's range begins, as (item, KV block), and where the last one ends.
-
-    The same boundaries as `work_range` finds on the device, for planning and tests. Items that are
-    taken in turns there are in order here; each group still gets its number of them.
-    """
-    blocks = [-(-length // KV_BLOCK) for length in lengths for _ in range(shape.visits)]
-    starts = list(itertools.accumulate((count + ITEM_COST for count in blocks), initial=0))
-    total = starts[-1]
-    if takes_turns(max(blocks), len(blocks), shape.group_count, total):
-        each, rest = divmod(len(blocks), shape.group_count)
-        return [(group * each + min(group, rest), 0) for group in range(shape.group_count + 1)]
-    begins = []
-    for group in range(shape.group_count + 1):
-        position = range_position(total, group, shape.group_count)
-        item = bisect.bisect_right(starts, position) - 1
-        if item == len(blocks):
-            begins.append((item, 0))
-            continue
-        local = position - starts[item]
-        block = split_block(local, blocks[item])
-        behind = block >= blocks[item] and local > 0
-        begins.append((item + 1, 0) if behind else (item, block))
-    return begins
-
-
-def partial_count(lengths: Sequence[int], shape: GroupShape) -> int:
-    """Partials that a launch writes, per CTA of a group."""
-    begins = range_begins(lengths, shape)
-    items = len(lengths) * shape.visits
-    inside = [begin for begin in dict.fromkeys(begins) if begin[1] > 0 and begin[0] < items]
-    return len(inside) + len({item for item, _ in inside})
 
 
 # --- on the device --------------------------------------------------------------------------------
@@ -239,6 +133,51 @@ def first_block(
 
 
 @dataclass(frozen=True)
+class PackedQueries:
+    """Where the queries of requests are that have different numbers of them.
+
+    Attributes:
+        begins: first query of each request, and of the one behind the last.
+        queries: most queries of a request.
+        total_queries, heads: sizes.
+        tiles: query tiles of a request with most queries, rounded up to whole visits.
+    """
+
+    begins: Any
+    queries: Any
+    total_queries: Any
+    heads: Any
+    tiles: Any
+
+
+@cute.jit
+def packed_queries(
+    request: Int32, begins: cute.Tensor, queries: Int32, total_queries: Int32
+) -> tuple[Int32, Int32]:
+    """First query of a request and how many, within those that there are."""
+    begin = cutlass.min(cutlass.max(begins[request], 0), total_queries)
+    most = cutlass.min(begin + queries, total_queries)
+    return begin, cutlass.min(begins[request + 1], most) - begin
+
+
+@cute.jit
+def group_share(request: Int32, packed: cutlass.Constexpr) -> Int32:
+    """How many of `SHARE_PARTS` parts of a CTA group the query tiles of a request fill."""
+    _, count = packed_queries(request, packed.begins, packed.queries, packed.total_queries)
+    tiles = (cutlass.max(count, 0) * packed.heads + (ROWS - 1)) // ROWS
+    return cutlass.min((tiles * SHARE_PARTS + packed.tiles - 1) // packed.tiles, SHARE_PARTS)
+
+
+@cute.jit
+def item_length(blocks: Int32, request: Int32, packed: cutlass.Constexpr) -> Int32:
+    """How long each item of a request is on the line."""
+    length = blocks + ITEM_COST
+    if const_expr(packed is not None):
+        length = (length * group_share(request, packed) + (SHARE_PARTS - 1)) // SHARE_PARTS
+    return length
+
+
+@dataclass(frozen=True)
 class WorkRange:
     """The items of a CTA group: KV blocks from the begin on, up to the end, which is excluded.
 
@@ -266,6 +205,7 @@ def work_range(
     group: Int32,
     group_count: Int32,
     window: cutlass.Constexpr = None,
+    packed: cutlass.Constexpr = None,
 ) -> WorkRange:
     """The range of a CTA group; all lanes of a warp call it together and get the same answer.
 
@@ -282,8 +222,9 @@ def work_range(
         request = chunk * 32 + lane
         if request < requests:
             blocks = kv_blocks(lengths, request, newest, max_tokens, window)
-            total += blocks + ITEM_COST
-            longest = cutlass.max(longest, blocks)
+            length = item_length(blocks, request, packed)
+            total += length
+            longest = cutlass.max(longest, length)
     total = cute.arch.warp_redux_sync(total, "add") * visits
     longest = cute.arch.warp_redux_sync(longest, "max")
     step = Int32(1)
@@ -291,12 +232,13 @@ def work_range(
     begin_block = Int32(0)
     end = items
     end_block = Int32(0)
-    if whole_items != 0 or takes_turns(longest, items, group_count, total):
+    if whole_items != 0 or takes_turns(longest - ITEM_COST, items, group_count, total):
         step = group_count
     else:
         begin, begin_block, end, end_block = split_range(
-            lengths, requests, visits, newest, max_tokens, group, group_count, total, window
-        )
+            lengths, requests, visits, newest, max_tokens, group, group_count, total, window,
+            packed,
+        )  # fmt: skip
     return WorkRange(begin, begin_block, end, end_block, step)
 
 
@@ -311,6 +253,7 @@ def split_range(
     group_count: Int32,
     total: Int32,
     window: cutlass.Constexpr,
+    packed: cutlass.Constexpr,
 ):
     """A group's range of the line of length `total`: begin and end as (item, KV block)."""
     lane = cute.arch.lane_idx()
@@ -329,7 +272,7 @@ def split_range(
         cost = Int32(0)
         if request < requests:
             blocks = kv_blocks(lengths, request, newest, max_tokens, window)
-            cost = blocks + ITEM_COST
+            cost = item_length(blocks, request, packed)
         inclusive = cost
         for step in cutlass.range_constexpr(5):
             other = cute.arch.shuffle_sync_up(inclusive, offset=1 << step)
@@ -337,9 +280,11 @@ def split_range(
                 inclusive += other
         start = (before + inclusive - cost) * visits
         if start <= begin_at and begin_at < start + cost * visits:
-            begin, begin_block = split_in_request(begin_at - start, request, visits, blocks)
+            begin, begin_block = split_in_request(
+                begin_at - start, request, visits, blocks, cost, packed
+            )
         if start <= end_at and end_at < start + cost * visits:
-            end, end_block = split_in_request(end_at - start, request, visits, blocks)
+            end, end_block = split_in_request(end_at - start, request, visits, blocks, cost, packed)
         before += cute.arch.shuffle_sync(inclusive, 31)
     begin = cute.arch.warp_redux_sync(begin, "max")
     begin_block = cute.arch.warp_redux_sync(begin_block, "max")
@@ -353,12 +298,30 @@ def split_range(
 
 
 @cute.jit
-def split_in_request(local: Int32, request: Int32, visits: Int32, blocks: Int32):
-    """(item, KV block) of a boundary at distance `local` from the first item of a request."""
-    cost = blocks + ITEM_COST
-    item = request * visits + local // cost
-    block = split_block(local % cost, blocks)
-    if block >= blocks and local % cost > 0:
+def split_in_request(
+    local: Int32,
+    request: Int32,
+    visits: Int32,
+    blocks: Int32,
+    length: Int32,
+    packed: cutlass.Constexpr,
+):
+    """(item, KV block) of a boundary at distance `local` from the first item of a request.
+
+    Args:
+        local: the distance.
+        request: the request.
+        visits: its items.
+        blocks: KV blocks of each of them.
+        length: how long each is on the line.
+        packed: see `work_range`.
+    """
+    item = request * visits + local // length
+    place = local % length
+    if const_expr(packed is not None):
+        place = place * SHARE_PARTS // group_share(request, packed)
+    block = split_block(place, blocks)
+    if block >= blocks and local % length > 0:
         item += 1
         block = Int32(0)
     return item, block
@@ -378,6 +341,8 @@ class WorkTile:
         first: first KV block.
         last: KV block behind the last one.
         split: 0, or how the item is split (`Split`).
+        dealt: the CTA of the group that gets the first tile of its next whole item; 0 unless
+            queries are packed.
     """
 
     item: Any
@@ -389,6 +354,7 @@ class WorkTile:
     first: Any
     last: Any
     split: Any
+    dealt: Any
 
     @property
     def pairs(self) -> Any:
@@ -436,15 +402,15 @@ class Scheduler:
 
     def first_tile(self) -> WorkTile:
         """The CTA's first work tile."""
-        return work_tile_at(self.range.begin, self)
+        return work_tile_at(self.range.begin, Int32(0), self)
 
     def next_tile(self, tile: WorkTile) -> WorkTile:
         """The work tile behind `tile`."""
-        return work_tile_at(tile.item + self.range.step, self)
+        return work_tile_at(tile.item + self.range.step, tile.dealt, self)
 
 
 @cute.jit
-def work_tile_at(item: Int32, scheduler: cutlass.Constexpr) -> WorkTile:
+def work_tile_at(item: Int32, dealt: Int32, scheduler: cutlass.Constexpr) -> WorkTile:
     """The next work tile of this CTA: in `item`, or in the next item where it has a query tile."""
     own = scheduler.range
     searching = Boolean(True)
@@ -461,16 +427,16 @@ def work_tile_at(item: Int32, scheduler: cutlass.Constexpr) -> WorkTile:
             searching = Boolean(False)
         else:
             request = item // scheduler.visits
-            row = ((item % scheduler.visits) * scheduler.group_ctas + scheduler.rank) * ROWS
+            place = scheduler.rank
             count = scheduler.queries
             base = request * scheduler.queries * scheduler.heads
             if const_expr(scheduler.query_begins is not None):
-                # Within the queries that there are, whatever the device holds.
-                begin = cutlass.max(scheduler.query_begins[request], 0)
-                begin = cutlass.min(begin, scheduler.total_queries)
-                most = cutlass.min(begin + scheduler.queries, scheduler.total_queries)
-                count = cutlass.min(scheduler.query_begins[request + 1], most) - begin
+                begin, count = packed_queries(
+                    request, scheduler.query_begins, scheduler.queries, scheduler.total_queries
+                )
                 base = begin * scheduler.heads
+                place, dealt = deal(item, dealt, count, scheduler)
+            row = ((item % scheduler.visits) * scheduler.group_ctas + place) * ROWS
             rows = count * scheduler.heads
             if row < rows:
                 searching = Boolean(False)
@@ -507,7 +473,32 @@ def work_tile_at(item: Int32, scheduler: cutlass.Constexpr) -> WorkTile:
                 last = cutlass.max(last, first)
             else:
                 item += own.step
-    return WorkTile(item, valid, row, base, rows, length, first, last, split)
+    return WorkTile(item, valid, row, base, rows, length, first, last, split, dealt)
+
+
+@cute.jit
+def deal(
+    item: Int32, dealt: Int32, count: Int32, scheduler: cutlass.Constexpr
+) -> tuple[Int32, Int32]:
+    """Which query tile of an item's visit this CTA gets, and where the next item begins.
+
+    Args:
+        item: the item.
+        dealt: the CTA that gets its first tile, if the item is whole.
+        count: queries of its request.
+        scheduler: `Scheduler`.
+    """
+    own, ctas = scheduler.range, scheduler.group_ctas
+    place = scheduler.rank - dealt
+    if place < 0:
+        place += ctas
+    if item == own.end or (item == own.begin and own.begin_block > 0):
+        place = scheduler.rank
+        dealt = Int32(0)
+    tiles = (count * scheduler.heads + (ROWS - 1)) // ROWS
+    tiles = tiles - (item % scheduler.visits) * ctas
+    dealt = (dealt + cutlass.min(cutlass.max(tiles, 0), ctas)) % ctas
+    return place, dealt
 
 
 @cute.jit

@@ -29,13 +29,13 @@ from mla_var3.kernel.cute_python.mla.decompressed.stage import (
 from mla_var3.kernel.cute_python.mla.hopper.constants import HEAD, LATENT, ROPE, ROWS
 from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
 from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES, shape_for
+from mla_var3.kernel.cute_python.mla.latent.groups import GroupShape, group_shape
 from mla_var3.kernel.cute_python.mla.latent.kernel import (
     FlashMLATiling,
     default_few,
     latent_stage,
 )
 from mla_var3.kernel.cute_python.mla.latent.operands import LatentOperands
-from mla_var3.kernel.cute_python.mla.latent.scheduler import GroupShape, group_shape
 from mla_var3.kernel.cute_python.mla.mix.sm_split import (
     SmSplit,
     balanced_split,

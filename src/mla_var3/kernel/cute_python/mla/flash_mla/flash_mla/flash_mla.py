@@ -37,6 +37,7 @@ from mla_var3.kernel.cute_python.mla.hopper.widths import (
 )
 from mla_var3.kernel.cute_python.mla.latent import whole_call
 from mla_var3.kernel.cute_python.mla.latent.call import LatentLaunch, call_arguments, call_program
+from mla_var3.kernel.cute_python.mla.latent.groups import GroupShape, group_shape
 from mla_var3.kernel.cute_python.mla.latent.kernel import (
     FlashMLASm90,
     FlashMLATiling,
@@ -48,7 +49,6 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
     LatentOptions,
     head_box,
 )
-from mla_var3.kernel.cute_python.mla.latent.scheduler import GroupShape, group_shape
 from mla_var3.kernel.cute_python.mla.latent_fp8.kernel import LatentFp8Sm90, columns_for
 from mla_var3.kernel.mla_plan import sliding_window_field
 from mla_var3.kernel.paging import check_paged, dense_inputs, paged_inputs

@@ -10,13 +10,16 @@ any number of heads fills the tiles, and only a request's last tile is padded.
     -> o_latent [b, s, h, k] in the input dtype, lse [b, s, h] float32 (natural logarithm)
 
 Also paged caches, packed queries, trees of drafts and sliding windows: `latent_plan.py`. bfloat16
-and float16; k=512 or 256 and p=64, 32 or 0 (powers of two; without rope its product is left out);
+and float16. The cache may be in 8 bits (`fp8`, `fp8_per_token`, `fp8_ds_mla`), read where it lies:
+its tiles are converted to the dtype of the queries in registers, and all products are in 16 bits.
+k=512 or 256 and p=64, 32 or 0 (powers of two; without rope its product is left out);
 causal (bottom-right) or not; any s, t >= 1; slots beyond a length may hold NaN. Rows without a
 visible key give 0 and -inf. Targets: sm_90 (wgmma, TMA), sm_10x and sm_110 (tcgen05, TMA), sm_12x
 (mma, TMA), sm_8x (mma).
 
 Base version. Limits: few CTAs when b*s*h is small (then use flash_mla_split_kv); fewer than 64 rows
 (16 on sm_8x and sm_12x) are padded to as many; pages of 16 and 32 tokens make KV tiles as short.
+sm_8x has no float8 in cuTile: bytes are decoded by integer operations.
 """
 
 import math
@@ -48,13 +51,14 @@ class FlashMLATiling(LatentTiling):
 
 
 def store_rows(
-    q_latent, q_rope, c_kv, k_rope, lengths, table, tree, o_latent, lse, batch, row_tile, request,
-    s, scale_log2e, PAGE, TREE, WINDOW, CAUSAL, H, BM, BN, KP, PARTS, P,
+    q_latent, q_rope, c_kv, k_rope, scales, lengths, table, tree, o_latent, lse,
+    batch, row_tile, request, s, scale_log2e,
+    PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
 ):  # fmt: skip
     """Attend with one tile of query rows and store output and LSE."""
     acc, m, l = attend_rows(
-        q_latent, q_rope, c_kv, k_rope, lengths, table, tree, batch, row_tile, request, 0, 1,
-        s, scale_log2e, PAGE, TREE, WINDOW, CAUSAL, H, BM, BN, KP, PARTS, P,
+        q_latent, q_rope, c_kv, k_rope, scales, lengths, table, tree, batch, row_tile, request,
+        0, 1, s, scale_log2e, PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
     )  # fmt: skip
     store_column_parts(o_latent, (batch, row_tile), acc, l, BM, KP, PARTS)
     ct.store(lse, (batch, row_tile), log_sum_exp(m, l).reshape((1, BM)))
@@ -63,8 +67,9 @@ def store_rows(
 @ct.kernel
 def flash_mla(
     q_latent, q_rope, c_kv, k_rope, lengths, table, bounds, tree, o_latent, lse,
-    scale_log2e: float, s: int,
-    PAGE: ConstInt, PACKED: ConstInt, TREE: ConstInt, WINDOW: ConstInt, CAUSAL: ConstBool,
+    scale_log2e: float, s: int, scales,
+    PAGE: ConstInt, PACKED: ConstInt, TREE: ConstInt, WINDOW: ConstInt, CACHE: ConstInt,
+    CAUSAL: ConstBool,
     H: ConstInt, BM: ConstInt, BN: ConstInt, KP: ConstInt, PARTS: ConstInt, P: ConstInt,
 ):  # fmt: skip
     # q_latent [b, s*h, K], q_rope [b, s*h, P], o_latent [b, s*h, K], lse [b, s*h]; packed: b = 1
@@ -76,15 +81,15 @@ def flash_mla(
             begin, end = first * H, (first + count) * H
             store_rows(
                 q_latent.slice(1, begin, end), q_rope.slice(1, begin, end), c_kv, k_rope,
-                lengths, table, tree, o_latent.slice(1, begin, end), lse.slice(1, begin, end),
-                0, row_tile, request, count, scale_log2e,
-                PAGE, TREE, WINDOW, CAUSAL, H, BM, BN, KP, PARTS, P,
+                scales, lengths, table, tree, o_latent.slice(1, begin, end),
+                lse.slice(1, begin, end), 0, row_tile, request, count, scale_log2e,
+                PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
             )  # fmt: skip
     else:
         store_rows(
-            q_latent, q_rope, c_kv, k_rope, lengths, table, tree, o_latent, lse,
+            q_latent, q_rope, c_kv, k_rope, scales, lengths, table, tree, o_latent, lse,
             request, row_tile, request, s, scale_log2e,
-            PAGE, TREE, WINDOW, CAUSAL, H, BM, BN, KP, PARTS, P,
+            PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
         )  # fmt: skip
 
 
@@ -103,10 +108,10 @@ class CtFlashMLA(LatentPlan):
         return self._autotune_configs()[0]
 
     def _autotune_configs(self) -> Sequence[FlashMLATiling]:
-        return FlashMLATiling.candidates(self.target.code, self.k, self.page)
+        return self.candidates(FlashMLATiling)
 
     def _algorithmic_flops_bytes(self, tiling: FlashMLATiling) -> tuple[float, float]:
-        cost = flash_mla_cost(self.problem().within(self.sliding_window))
+        cost = flash_mla_cost(self.problem().within(self.sliding_window), self.token_bytes)
         return cost.flops, cost.bytes
 
     def plan(self, *inputs: Tensor | None) -> CtKernel:
@@ -125,6 +130,7 @@ class CtFlashMLA(LatentPlan):
                 lse.view(lead[0], lead[1] * h),
                 self.scale_log2e,
                 self.s,
+                operands.scales,
                 *operands.options,
                 self.causal,
                 h,

@@ -63,7 +63,7 @@ class CtFlashMLASplitKV(LatentPlan):
 
     def _default_tiling(self, name: str) -> Tiling | None:
         if name == "tiling":
-            return SplitKVPartialTiling.candidates(self.target.code, self.k, self.page)[0]
+            return self.candidates(SplitKVPartialTiling)[0]
         return SplitKVReduceTiling(Kc=min(SplitKVReduceTiling.Kc, self.k))
 
     def _autotune_configs(self) -> Sequence[Tiling]:
@@ -71,7 +71,7 @@ class CtFlashMLASplitKV(LatentPlan):
 
     def _algorithmic_flops_bytes(self, tiling: Tiling) -> tuple[float, float]:
         seen = self.problem().within(self.sliding_window)
-        cost = flash_mla_split_kv_cost(seen, self._chosen_splits())
+        cost = flash_mla_split_kv_cost(seen, self._chosen_splits(), self.token_bytes)
         return cost.flops, cost.bytes
 
     def _chosen_splits(self) -> int:
@@ -90,7 +90,7 @@ class CtFlashMLASplitKV(LatentPlan):
 
     def _reduce_plan(self, lead: tuple[int, int]) -> CtSplitKVReduce:
         """The merge of partials [b, splits, s, ...]; packed queries are one request with all."""
-        latent = ("page", "sliding_window")
+        latent = ("page", "sliding_window", "cache_dtype")
         fields = {name: value for name, value in self._stage_fields().items() if name not in latent}
         if lead != (self.b, self.s):
             fields |= {"b": lead[0], "s": lead[1], "lengths": None}

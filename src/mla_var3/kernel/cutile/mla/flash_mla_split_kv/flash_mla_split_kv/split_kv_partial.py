@@ -25,7 +25,6 @@ from mla_var3.kernel.cutile.mla.tile_ops import (
     store_column_parts,
 )
 from mla_var3.kernel.cutile.mla.tilings import LatentTiling
-from mla_var3.kernel.paging import dense_inputs
 from mla_var3.op.mla.attend import KvSegment, attend
 from mla_var3.op.mla.cost import flash_mla_split_kv_stages
 from mla_var3.op.mla.problem import require_int
@@ -41,14 +40,14 @@ class SplitKVPartialTiling(LatentTiling):
 
 
 def store_partials(
-    q_latent, q_rope, c_kv, k_rope, lengths, table, tree, o_partial, lse_partial,
+    q_latent, q_rope, c_kv, k_rope, scales, lengths, table, tree, o_partial, lse_partial,
     batch, row_tile, request, split, splits, s, scale_log2e,
-    PAGE, TREE, WINDOW, CAUSAL, H, BM, BN, KP, PARTS, P,
+    PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
 ):  # fmt: skip
     """Attend with one tile of query rows over one split and store its partial."""
     acc, m, l = attend_rows(
-        q_latent, q_rope, c_kv, k_rope, lengths, table, tree, batch, row_tile, request,
-        split, splits, s, scale_log2e, PAGE, TREE, WINDOW, CAUSAL, H, BM, BN, KP, PARTS, P,
+        q_latent, q_rope, c_kv, k_rope, scales, lengths, table, tree, batch, row_tile, request,
+        split, splits, s, scale_log2e, PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
     )  # fmt: skip
     store_column_parts(o_partial, (batch, split, row_tile), acc, l, BM, KP, PARTS)
     ct.store(lse_partial, (batch, split, row_tile), log_sum_exp(m, l).reshape((1, 1, BM)))
@@ -57,8 +56,9 @@ def store_partials(
 @ct.kernel
 def split_kv_partial(
     q_latent, q_rope, c_kv, k_rope, lengths, table, bounds, tree, o_partial, lse_partial,
-    scale_log2e: float, s: int, splits: int,
-    PAGE: ConstInt, PACKED: ConstInt, TREE: ConstInt, WINDOW: ConstInt, CAUSAL: ConstBool,
+    scale_log2e: float, s: int, splits: int, scales,
+    PAGE: ConstInt, PACKED: ConstInt, TREE: ConstInt, WINDOW: ConstInt, CACHE: ConstInt,
+    CAUSAL: ConstBool,
     H: ConstInt, BM: ConstInt, BN: ConstInt, KP: ConstInt, PARTS: ConstInt, P: ConstInt,
 ):  # fmt: skip
     # q_latent [b, s*h, K], q_rope [b, s*h, P]; packed: b = 1
@@ -72,16 +72,16 @@ def split_kv_partial(
             begin, end = first * H, (first + count) * H
             store_partials(
                 q_latent.slice(1, begin, end), q_rope.slice(1, begin, end), c_kv, k_rope,
-                lengths, table, tree, o_partial.slice(2, begin, end),
+                scales, lengths, table, tree, o_partial.slice(2, begin, end),
                 lse_partial.slice(2, begin, end),
                 0, row_tile, request, split, splits, count, scale_log2e,
-                PAGE, TREE, WINDOW, CAUSAL, H, BM, BN, KP, PARTS, P,
+                PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
             )  # fmt: skip
     else:
         store_partials(
-            q_latent, q_rope, c_kv, k_rope, lengths, table, tree, o_partial, lse_partial,
+            q_latent, q_rope, c_kv, k_rope, scales, lengths, table, tree, o_partial, lse_partial,
             request, row_tile, request, split, splits, s, scale_log2e,
-            PAGE, TREE, WINDOW, CAUSAL, H, BM, BN, KP, PARTS, P,
+            PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
         )  # fmt: skip
 
 
@@ -100,8 +100,7 @@ class CtSplitKVPartial(LatentPlan):
         self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, ...]:
         """Output and LSE of each split: positions outside it count as unused."""
-        dense = dense_inputs(inputs, self.t) if self.page else inputs
-        q_latent, q_rope, c_kv, k_rope, lengths = dense
+        q_latent, q_rope, c_kv, k_rope, lengths = self.reference_inputs(inputs)
         tile, oldest = self.tiling.Bn, torch.zeros_like(lengths)  # [b]
         if self.sliding_window:
             oldest = (lengths - self.s + 1 - self.sliding_window).clamp(min=0) // tile
@@ -132,13 +131,14 @@ class CtSplitKVPartial(LatentPlan):
         return torch.stack(outs, dim=1), torch.stack(lses, dim=1)
 
     def _autotune_configs(self) -> Sequence[SplitKVPartialTiling]:
-        return SplitKVPartialTiling.candidates(self.target.code, self.k, self.page)
+        return self.candidates(SplitKVPartialTiling)
 
     def _default_tiling(self, name: str) -> SplitKVPartialTiling | None:
         return self._autotune_configs()[0]
 
     def _algorithmic_flops_bytes(self, tiling: SplitKVPartialTiling) -> tuple[float, float]:
-        cost = flash_mla_split_kv_stages(self.problem().within(self.sliding_window), self.splits)[0]
+        seen = self.problem().within(self.sliding_window)
+        cost = flash_mla_split_kv_stages(seen, self.splits, self.token_bytes)[0]
         return cost.flops, cost.bytes
 
     def plan(self, *inputs: Tensor | None) -> CtKernel:
@@ -159,6 +159,7 @@ class CtSplitKVPartial(LatentPlan):
                 self.scale_log2e,
                 self.s,
                 splits,
+                operands.scales,
                 *operands.options,
                 self.causal,
                 h,

@@ -1,0 +1,143 @@
+"""How the CTAs of a latent kernel's launch work together: the number and size of CTA groups.
+
+The tile scheduler (`scheduler.py`) divides the work among them on the device; `range_begins` finds
+the same ranges on the host.
+"""
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK
+from mla_var3.kernel.cute_python.mla.latent.scheduler import (
+    ITEM_COST,
+    SHARE_PARTS,
+    range_position,
+    split_block,
+    takes_turns,
+)
+
+SPLIT_COST = 0.05
+"""Share of the time that writing and merging partials costs at most. Not measured on its own."""
+SPLIT_ITEMS = 0.2
+"""The same cost in items, for a range that has many of them. Not measured on its own."""
+STREAM_COST = 0.0015
+"""Share of the time that every CTA group costs that is alone on its KV blocks: memory is read for
+it alone, which takes power from the tensor cores. On an H200 66 such groups took 9 % (b=32 s=43;
+docs/results/2026-11-15-nvidia-h200-mix-development.md)."""
+EVEN_SHARE = 0.95
+"""Least share of the CTA groups to use where that lets each item be split evenly. On an H200 with
+128 of 132 CTAs and equal lengths around 4200, b=64 s=1 h=16 took 90 us instead of 94, b=64 s=4 h=16
+102.5 instead of 109, b=32 s=1 h=128 82 instead of 87; with different lengths nothing changed
+(docs/results/2026-11-16-nvidia-h200-engine-shapes.md). Smaller shares were not measured."""
+GROUP_WORTH = 0.03
+"""Share of the time that a larger CTA group, which reads L2 in step, may cost. From the same runs:
+3 groups of 44 CTAs took 2089 us where 66 groups of 2 took 2280."""
+
+
+@dataclass(frozen=True)
+class GroupShape:
+    """How the CTAs of a launch work together.
+
+    Attributes:
+        group_ctas: CTAs of a CTA group.
+        visits: visits of a request by a group, each with other query tiles.
+        group_count: CTA groups, all on the device at the same time.
+    """
+
+    group_ctas: int
+    visits: int
+    group_count: int
+
+    @property
+    def ctas(self) -> int:
+        """CTAs of the launch."""
+        return self.group_ctas * self.group_count
+
+
+def group_shape(tiles: int, requests: int, sm_count: int, group_ctas: int = 0) -> GroupShape:
+    """CTA groups for a number of query tiles.
+
+    Args:
+        tiles: query tiles of the request with most rows.
+        requests: requests of the batch.
+        sm_count: CTAs that the device runs at the same time.
+        group_ctas: a chosen size of a group; 0 takes the one that leaves the fewest SMs idle.
+    """
+
+    def rated(size: int) -> tuple[float, GroupShape]:
+        visits, most = -(-tiles // size), max(sm_count // size, 1)
+        items = requests * visits
+        ideal = requests * tiles / sm_count
+        each = items / most
+        cost = min(SPLIT_COST, SPLIT_ITEMS / each)
+        split = (1.0 - cost) * ideal / each - STREAM_COST * most, GroupShape(size, visits, most)
+        if items < most:
+            # As many groups for each item: with equal lengths no group has a share of two items.
+            even = most // items * items
+            if even >= EVEN_SHARE * most:
+                return split[0], GroupShape(size, visits, even)
+        rounds = -(-items // most)
+        if items % rounds:
+            return split
+        # Groups that all take the same number of items split nothing when lengths are equal, and
+        # those on one request walk in step.
+        groups = items // rounds
+        streams = -(-groups // visits)
+        whole = ideal / rounds - STREAM_COST * streams, GroupShape(size, visits, groups)
+        return max(whole, split, key=lambda pair: pair[0])
+
+    most = min(tiles, sm_count)
+    sizes = [min(group_ctas, most)] if group_ctas else range(1, most + 1)
+    candidates = [rated(size) for size in sizes]
+    best = max(share for share, _ in candidates)
+    near = (shape for share, shape in candidates if share >= best - GROUP_WORTH)
+    return max(near, key=lambda shape: shape.group_ctas)
+
+
+def range_begins(
+    lengths: Sequence[int], shape: GroupShape, shares: Sequence[int] | None = None
+) -> list[tuple[int, int]]:
+    """Where each group's range begins, as (item, KV block), and where the last one ends.
+
+    The same boundaries as `work_range` finds on the device, for planning and tests. Items that are
+    taken in turns there are in order here; each group still gets its number of them.
+
+    Args:
+        lengths: tokens of the requests.
+        shape: CTA groups.
+        shares: of packed requests what `group_share` says; None where all fill a group.
+    """
+    shares = shares or [SHARE_PARTS] * len(lengths)
+    items = [
+        (-(-length // KV_BLOCK), share)
+        for length, share in zip(lengths, shares, strict=True)
+        for _ in range(shape.visits)
+    ]
+    sizes = [-(-(count + ITEM_COST) * share // SHARE_PARTS) for count, share in items]
+    starts = list(itertools.accumulate(sizes, initial=0))
+    total = starts[-1]
+    if takes_turns(max(sizes) - ITEM_COST, len(items), shape.group_count, total):
+        each, rest = divmod(len(items), shape.group_count)
+        return [(group * each + min(group, rest), 0) for group in range(shape.group_count + 1)]
+    begins = []
+    for group in range(shape.group_count + 1):
+        position = range_position(total, group, shape.group_count)
+        item = bisect.bisect_right(starts, position) - 1
+        if item == len(items):
+            begins.append((item, 0))
+            continue
+        local, (count, share) = position - starts[item], items[item]
+        block = split_block(local * SHARE_PARTS // share, count)
+        behind = block >= count and local > 0
+        begins.append((item + 1, 0) if behind else (item, block))
+    return begins
+
+
+def partial_count(lengths: Sequence[int], shape: GroupShape) -> int:
+    """Partials that a launch writes, per CTA of a group."""
+    begins = range_begins(lengths, shape)
+    items = len(lengths) * shape.visits
+    inside = [begin for begin in dict.fromkeys(begins) if begin[1] > 0 and begin[0] < items]
+    return len(inside) + len({item for item, _ in inside})
