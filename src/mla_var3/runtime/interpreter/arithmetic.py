@@ -63,6 +63,7 @@ _BINARY: dict[str, Elementwise] = {
     "and_": torch.bitwise_and,
     "or_": torch.bitwise_or,
     "xor": torch.bitwise_xor,
+    "lshift": torch.bitwise_left_shift,
     "eq": torch.eq,
     "ne": torch.ne,
     "lt": torch.lt,
@@ -96,6 +97,9 @@ def _operand_dtype(name: str, x: DType | Number, y: DType | Number) -> DType:
         both_typed = x is x_dtype and y is y_dtype
         if (both_typed and x_dtype != y_dtype) or {x_dtype, y_dtype} == {ct.bool_, ct.int8}:
             raise TileTypeError(f"bitwise operands differ in dtype: {x_dtype} and {y_dtype}")
+    elif name == "lshift":
+        if not (api.is_integral(x_dtype) and api.is_integral(y_dtype)):
+            raise TileTypeError(f"a shift needs integers, got {x_dtype} and {y_dtype}")
     elif name not in _COMPARISONS:
         for dtype in (x_dtype, y_dtype):
             if not api.is_arithmetic(dtype):
@@ -177,6 +181,7 @@ _STUBS: dict[Callable[..., Any], str] = {
     ct.bitwise_and: "and_",
     ct.bitwise_or: "or_",
     ct.bitwise_xor: "xor",
+    ct.bitwise_lshift: "lshift",
     ct.equal: "eq",
     ct.not_equal: "ne",
     ct.less: "lt",

@@ -68,6 +68,14 @@ def _astype(x: Any, dtype: Any, /) -> Tile:
     return Tile(cast(tile.tensor, tile.element, element), element)
 
 
+@implements(ct.bitcast)
+def _bitcast(x: Any, /, dtype: Any) -> Tile:
+    tile, element = as_tile(x), as_dtype(dtype)
+    if ct.bool_ in (tile.element, element) or tile.element.bitwidth != element.bitwidth:
+        raise TileTypeError(f"cannot bitcast from {tile.element} to {element}")
+    return Tile(tile.tensor.contiguous().view(torch_dtype(element)), element)
+
+
 @implements(ct.reshape)
 def _reshape(x: Any, /, shape: Any) -> Tile:
     tile = as_tile(x)

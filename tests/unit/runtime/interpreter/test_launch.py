@@ -145,7 +145,7 @@ def test_error_in_a_helper_names_both_lines():
     [
         (lambda: ct.cumsum(ct.ones((4,), ct.float32), 0), "the operation cumsum"),
         (lambda: ct.ones((4, 4), ct.float32).transpose(), "the operation transpose"),
-        (lambda: ct.ones((4,), ct.int32) << 1, "the operation bitwise_lshift"),
+        (lambda: ct.ones((4,), ct.int32) >> 1, "the operation bitwise_rshift"),
         (
             lambda: ct.sum(ct.ones((4,), ct.float32), rounding_mode=ct.RoundingMode.RZ),
             "option rounding_mode of sum",

@@ -48,6 +48,7 @@ BINARY = {
     "x // y": SOME_PAIRS,
     "x % y": SOME_PAIRS,
     "x ^ y": SOME_PAIRS,
+    "x << y": SOME_PAIRS,
     "x == y": COMPUTABLE_PAIRS,
     "ct.cdiv(x, y)": SOME_PAIRS,
     "min(x, y)": SOME_PAIRS,
@@ -66,6 +67,7 @@ UNARY = [
     "ct.exp2(x, flush_to_zero=True)",
     "ct.sum(x, 1)",
     "ct.max(x, (0, 1), keepdims=True)",
+    "ct.bitcast(x, ct.int32)",
 ]
 SHAPES = [
     "ct.zeros((3,), ct.float32)",
