@@ -92,12 +92,10 @@ class CuteMlaVar6PlusV5(NewestMixPlan):
         if compute_dtype is not None and compute_dtype.itemsize < 4:
             q_nope, k_new = dequantise(quantise(q_nope)), rounded_again(k_new)
         dtype = compute_dtype or torch.float32
-        k, v = dequantise(k_new, dtype), dequantise(v_new, dtype)
         return reference_mix(
-            q_nope, q_latent, q_rope, c_kv, k_rope, k, v, rope_new[:, :n], w_uv, lengths,
-            causal=self.causal,
-            scale=self.problem().softmax_scale,
-            compute_dtype=dtype,
+            q_nope, q_latent, q_rope, c_kv, k_rope, dequantise(k_new, dtype),
+            dequantise(v_new, dtype), rope_new[:, :n], w_uv, lengths,
+            **self.attend_options(compute_dtype),
         )  # fmt: skip
 
     def errors(
@@ -114,8 +112,7 @@ class CuteMlaVar6PlusV5(NewestMixPlan):
         k, v, rope = window
         unrounded, _ = reference_mix(
             q_nope, q_latent, q_rope, c_kv, k_rope, k, v, rope, w_uv, lengths,
-            causal=self.causal,
-            scale=self.problem().softmax_scale,
+            **self.attend_options(),
         )  # fmt: skip
         return form_errors(out, self.reference_fn(*inputs)[0], unrounded)
 
