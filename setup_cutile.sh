@@ -13,7 +13,7 @@ readonly MIN_MAJOR=3 MIN_MINOR=11
 readonly TORCH_REQUIREMENT="torch==2.13.0"
 # The extra `cute` takes what serving engines pin; development and records use one release.
 readonly CUTE_REQUIREMENT="nvidia-cutlass-dsl==4.8.1"
-readonly BASE_EXTRAS="cute,cutile,dev,docs"
+readonly BASE_EXTRAS="cute,cutile,dev,docs,fit"
 readonly OPTIONAL_EXTRAS="profiling"
 readonly STAMP_NAME=".hyper-mla-setup"
 readonly LOG_NAME="hyper-mla-setup.log"

@@ -107,7 +107,7 @@ def test_first_run_installs_and_the_second_has_nothing_to_do(sandbox):
     assert sandbox.complete
     torch_call, package_call = sandbox.pip_calls
     assert torch_call.endswith("torch==2.13.0")
-    assert package_call.endswith(f"-e {sandbox.root}[cute,cutile,dev,docs]")
+    assert package_call.endswith(f"-e {sandbox.root}[cute,cutile,dev,docs,fit]")
 
     for environment in ({}, {"PYTHON": ""}):
         second = sandbox.run(**environment)
@@ -128,10 +128,10 @@ def test_a_changed_file_means_a_new_install(sandbox, changed):
 
 def test_extras_are_added_and_kept(sandbox):
     sandbox.run()
-    assert sandbox.pip_calls[-1].endswith("[cute,cutile,dev,docs]")
+    assert sandbox.pip_calls[-1].endswith("[cute,cutile,dev,docs,fit]")
     assert "up to date" in sandbox.run("--extras", "cute").stdout
     assert sandbox.run("--extras=profiling").returncode == 0
-    assert sandbox.pip_calls[-1].endswith("[cute,cutile,dev,docs,profiling]")
+    assert sandbox.pip_calls[-1].endswith("[cute,cutile,dev,docs,fit,profiling]")
     assert "up to date" in sandbox.run().stdout
 
 

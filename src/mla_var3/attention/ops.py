@@ -4,9 +4,15 @@
 by one. A traced program holds the operator; which kernel it runs is decided when it runs. A kernel
 that reads the window may first decompress tokens that it lacks after a rollback, in place: the
 operator declares that it changes the window.
+
+A schema names the fields of `CacheView` and `AttentionTask` that an operator takes. Operator, fake
+and call follow from it.
 """
 
 from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,175 +21,72 @@ from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.execute import execute
 from mla_var3.attention.request.task import AttentionTask
 
-WINDOW = ("k_new", "v_new", "window_start", "k_rope_new", "window_scales")
-"""Arguments that a call may change."""
+_CACHE_FIELDS = frozenset(field.name for field in fields(CacheView))
+_OPTIONS = (
+    "Tensor? cu_seqlens_q, Tensor? tree, Tensor? total_lengths, bool causal, float scale, "
+    "SymInt? max_q, SymInt? max_kv, SymInt shards, SymInt shard, bool batch_invariant, "
+    "SymInt? sliding_window, str kernel"
+)
+_LATENT = (
+    "Tensor q_latent, Tensor q_rope, Tensor latent, Tensor rope, Tensor lengths, "
+    f"Tensor? block_table, Tensor? scales, {_OPTIONS}"
+)
+# An argument that the call may change has an alias of its own.
+_WHOLE = (
+    "Tensor q_nope, Tensor q_rope, Tensor latent, Tensor rope, Tensor lengths, Tensor w_uk, "
+    "Tensor w_uv, Tensor? block_table, Tensor(a8!)? k_new, Tensor(a9!)? v_new, "
+    "Tensor(a10!)? window_start, Tensor? k_prefix, Tensor? v_prefix, Tensor(a13!)? k_rope_new, "
+    f"Tensor? k_rope_prefix, Tensor? scales, Tensor(a16!)? window_scales, {_OPTIONS}"
+)
 
 
-@torch.library.custom_op("hyper_mla::mla_attention", mutates_args=WINDOW)
-def mla_attention_op(
-    q_nope: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    rope: Tensor,
-    lengths: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    block_table: Tensor | None,
-    k_new: Tensor | None,
-    v_new: Tensor | None,
-    window_start: Tensor | None,
-    k_prefix: Tensor | None,
-    v_prefix: Tensor | None,
-    k_rope_new: Tensor | None,
-    k_rope_prefix: Tensor | None,
-    scales: Tensor | None,
-    window_scales: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    tree: Tensor | None,
-    total_lengths: Tensor | None,
-    causal: bool,
-    scale: float,
-    max_q: int | None,
-    max_kv: int | None,
-    shards: int,
-    shard: int,
-    batch_invariant: bool,
-    sliding_window: int | None,
-    kernel: str,
-) -> tuple[Tensor, Tensor]:
-    """`mla_attention` on checked operands: output and LSE."""
-    cache = CacheView(
-        latent, rope, lengths, block_table, k_new, v_new, window_start, k_prefix, v_prefix,
-        k_rope_new, k_rope_prefix, scales, window_scales,
-    )  # fmt: skip
-    task = AttentionTask(
-        q=q_nope,
-        q_rope=q_rope,
-        cache=cache,
-        w_uk=w_uk,
-        w_uv=w_uv,
-        causal=causal,
-        scale=scale,
-        tree=tree,
-        cu_seqlens_q=cu_seqlens_q,
-        max_q=max_q,
-        max_kv=max_kv,
-        total_lengths=total_lengths,
-        shards=shards,
-        shard=shard,
-        batch_invariant=batch_invariant,
-        sliding_window=sliding_window,
+def _names(schema: str) -> list[str]:
+    """The arguments of a schema; the first one, the queries, by its name in `AttentionTask`."""
+    return ["q", *(argument.split()[-1] for argument in schema.split(", ")[1:])]
+
+
+def _operator(name: str, schema: str) -> Any:
+    names = _names(schema)
+    changed = [argument.split()[-1] for argument in schema.split(", ") if "!" in argument]
+
+    def run(*arguments: object) -> tuple[Tensor, Tensor]:
+        given = dict(zip(names, arguments, strict=True))
+        kernel = given.pop("kernel")
+        cache = {key: given.pop(key) for key in names if key in _CACHE_FIELDS}
+        weights = {"w_uk": None, "w_uv": None}
+        task = AttentionTask(**{**weights, **given, "cache": CacheView(**cache)})  # type: ignore[arg-type]
+        output, lse, _ = execute(task, str(kernel))
+        return output.contiguous(), lse.contiguous()
+
+    def fake(*arguments: object) -> tuple[Tensor, Tensor]:
+        given = dict(zip(names, arguments, strict=True))
+        q, w_uv = given["q"], given.get("w_uv")
+        assert isinstance(q, Tensor)
+        width = w_uv.shape[2] if isinstance(w_uv, Tensor) else q.shape[-1]
+        rows = q.shape[:-1]
+        return q.new_empty((*rows, width)), q.new_empty(rows, dtype=torch.float32)
+
+    operator = torch.library.custom_op(
+        f"hyper_mla::{name}", run, mutates_args=changed, schema=f"({schema}) -> (Tensor, Tensor)"
     )
-    output, lse, _ = execute(task, kernel)
-    return output.contiguous(), lse.contiguous()
+    operator.register_fake(fake)
+    return operator
 
 
-@mla_attention_op.register_fake
-def _(
-    q_nope: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    rope: Tensor,
-    lengths: Tensor,
-    w_uk: Tensor,
-    w_uv: Tensor,
-    *others: object,
-) -> tuple[Tensor, Tensor]:
-    return _shaped(q_nope, w_uv.shape[2])
-
-
-@torch.library.custom_op("hyper_mla::latent_attention", mutates_args=())
-def latent_attention_op(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    rope: Tensor,
-    lengths: Tensor,
-    block_table: Tensor | None,
-    scales: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    tree: Tensor | None,
-    total_lengths: Tensor | None,
-    causal: bool,
-    scale: float,
-    max_q: int | None,
-    max_kv: int | None,
-    shards: int,
-    shard: int,
-    batch_invariant: bool,
-    sliding_window: int | None,
-    kernel: str,
-) -> tuple[Tensor, Tensor]:
-    """`mla_latent_attention` on checked operands: latent output and LSE."""
-    task = AttentionTask(
-        q=q_latent,
-        q_rope=q_rope,
-        cache=CacheView(latent, rope, lengths, block_table, scales=scales),
-        w_uk=None,
-        w_uv=None,
-        causal=causal,
-        scale=scale,
-        tree=tree,
-        cu_seqlens_q=cu_seqlens_q,
-        max_q=max_q,
-        max_kv=max_kv,
-        total_lengths=total_lengths,
-        shards=shards,
-        shard=shard,
-        batch_invariant=batch_invariant,
-        sliding_window=sliding_window,
-    )
-    output, lse, _ = execute(task, kernel)
-    return output.contiguous(), lse.contiguous()
-
-
-@latent_attention_op.register_fake
-def _(q_latent: Tensor, *others: object) -> tuple[Tensor, Tensor]:
-    return _shaped(q_latent, q_latent.shape[-1])
-
-
-def _shaped(q: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Output and LSE without values, contiguous as the operators return them."""
-    rows = q.shape[:-1]
-    return q.new_empty((*rows, width)), q.new_empty(rows, dtype=torch.float32)
+mla_attention_op = _operator("mla_attention", _WHOLE)
+"""`mla_attention` on checked operands: output and LSE."""
+latent_attention_op = _operator("latent_attention", _LATENT)
+"""`mla_latent_attention` on checked operands: latent output and LSE."""
 
 
 def traced(task: AttentionTask, kernel: str) -> tuple[Tensor, Tensor]:
     """Call the operator of a checked call."""
-    cache = task.cache
-    options = (
-        task.cu_seqlens_q,
-        task.tree,
-        task.total_lengths,
-        task.causal,
-        task.scale,
-        task.max_q,
-        task.max_kv,
-        task.shards,
-        task.shard,
-        task.batch_invariant,
-        task.sliding_window,
-        kernel,
-    )
-    operands = (task.q, task.q_rope, cache.latent, cache.rope, cache.lengths)
-    if task.w_uk is None or task.w_uv is None:
-        result = latent_attention_op(*operands, cache.block_table, cache.scales, *options)
-    else:
-        result = mla_attention_op(
-            *operands,
-            task.w_uk,
-            task.w_uv,
-            cache.block_table,
-            cache.k_new,
-            cache.v_new,
-            cache.window_start,
-            cache.k_prefix,
-            cache.v_prefix,
-            cache.k_rope_new,
-            cache.k_rope_prefix,
-            cache.scales,
-            cache.window_scales,
-            *options,
-        )
-    output, lse = result
+    latent = task.w_uk is None
+    operator, schema = (latent_attention_op, _LATENT) if latent else (mla_attention_op, _WHOLE)
+    arguments = [
+        getattr(task.cache if name in _CACHE_FIELDS else task, name)
+        for name in _names(schema)
+        if name != "kernel"
+    ]
+    output, lse = operator(*arguments, kernel)
     return output, lse

@@ -10,6 +10,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from mla_var3.op.mla.attend import AttendOptions
 from mla_var3.op.mla.inputs import MlaInputs, make_inputs, project_queries, torch_dtype
 from mla_var3.op.mla.problem import MlaProblem, require_size
 from mla_var3.op.mla.reference import reference_latent
@@ -126,6 +127,17 @@ class MlaPlan(KernelPlan):
             require_view("q_rope", q_rope, self.b, count, self.p),
         )
 
+    def attend_options(
+        self, compute_dtype: torch.dtype | None = None, sliding_window: int = 0
+    ) -> AttendOptions:
+        """Mask, scale and dtype of the reference; float32 by default."""
+        return {
+            "causal": self.causal,
+            "scale": self.problem().softmax_scale,
+            "compute_dtype": compute_dtype or torch.float32,
+            "sliding_window": sliding_window,
+        }
+
     def latent_reference(
         self,
         *inputs: Tensor,
@@ -133,13 +145,7 @@ class MlaPlan(KernelPlan):
         sliding_window: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """Reference of a latent kernel: o_latent and lse."""
-        return reference_latent(
-            *inputs,
-            causal=self.causal,
-            scale=self.problem().softmax_scale,
-            compute_dtype=compute_dtype or torch.float32,
-            sliding_window=sliding_window,
-        )
+        return reference_latent(*inputs, **self.attend_options(compute_dtype, sliding_window))
 
     def cpu_check_plan(self) -> Self:
         """At most two requests of a few tiles each, one of them short."""

@@ -73,12 +73,7 @@ class NewestWindowPlan(MlaPlan):
     def reference_fn(
         self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, ...]:
-        return reference_mix(
-            *inputs,
-            causal=self.causal,
-            scale=self.problem().softmax_scale,
-            compute_dtype=compute_dtype or torch.float32,
-        )
+        return reference_mix(*inputs, **self.attend_options(compute_dtype))
 
     def stage_fields(self) -> dict[str, Any]:
         """The fields that the plans of single stages share, the target among them."""

@@ -74,12 +74,6 @@ def test_the_csv_schema():
     assert (lines[2]["time_us"], lines[2]["reason"], lines[2]["lengths"]) == ("", "a,b", "3..64")
 
 
-def test_labels_tell_language_choices_and_precision():
-    assert row("flash_mla").label == "flash_mla"
-    both = row("flash_mla", language="cute-dsl", choices={"n": 3})
-    assert (both.label, both.series) == ("flash_mla (cute-dsl) n=3", "flash_mla (cute-dsl)")
-
-
 def test_every_kernel_with_an_eight_bit_window_is_known():
     from mla_var3.bench.suites import mla_kernels
     from mla_var3.op.mla.window.formats import FP8

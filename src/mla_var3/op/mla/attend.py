@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NotRequired, TypedDict
 
 import torch
 
@@ -39,6 +40,15 @@ class KvSegment:
     keys: torch.Tensor
     values: torch.Tensor
     positions: torch.Tensor
+
+
+class AttendOptions(TypedDict):
+    """Keyword arguments of `attend` that every reference passes on to it."""
+
+    causal: bool
+    scale: float
+    compute_dtype: NotRequired[torch.dtype]
+    sliding_window: NotRequired[int | None]
 
 
 def attend(

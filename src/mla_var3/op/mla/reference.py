@@ -12,11 +12,19 @@ what PyTorch gets for the same computation in the kernel's dtype.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Unpack
 
 import torch
 
 from mla_var3.op.compare import ErrorFigures, compare
-from mla_var3.op.mla.attend import KvSegment, Lengths, attend, ieee_float32, lengths_tensor
+from mla_var3.op.mla.attend import (
+    AttendOptions,
+    KvSegment,
+    Lengths,
+    attend,
+    ieee_float32,
+    lengths_tensor,
+)
 from mla_var3.op.mla.inputs import MlaInputs, project_queries, up_project
 from mla_var3.op.mla.problem import MlaProblem
 
@@ -39,11 +47,7 @@ def reference_decompressed(
     v: torch.Tensor,
     k_rope: torch.Tensor,
     lengths: Lengths,
-    *,
-    causal: bool,
-    scale: float,
-    compute_dtype: torch.dtype = torch.float32,
-    sliding_window: int | None = None,
+    **options: Unpack[AttendOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over decompressed keys and values.
 
@@ -54,21 +58,17 @@ def reference_decompressed(
         v: `[b, h, t, v]`.
         k_rope: `[b, t, p]`, shared by the heads.
         lengths: KV tokens of each request, `[b]`.
-        causal: See `attend`.
-        scale: See `attend`.
-        compute_dtype: See `attend`.
-        sliding_window: See `attend`.
+        **options: Mask, scale and dtype, see `attend`.
 
     Returns:
         The output `[b, s, h, v]` and the LSE `[b, s, h]`.
     """
 
     def segments(one: slice) -> list[KvSegment]:
-        return [_decompressed_segment(q_nope, q_rope, k, v, k_rope, one, _slots(k.shape[2], k))]
+        rows = q_nope[one], q_rope[one], k[one], v[one], k_rope[one]
+        return [decompressed_segment(*rows, _slots(k.shape[2], k))]
 
-    outputs, lse = _by_request(
-        segments, lengths, causal, scale, compute_dtype, q_nope, sliding_window
-    )
+    outputs, lse = _by_request(segments, lengths, q_nope, options)
     return outputs[0], lse
 
 
@@ -78,11 +78,7 @@ def reference_latent(
     c_kv: torch.Tensor,
     k_rope: torch.Tensor,
     lengths: Lengths,
-    *,
-    causal: bool,
-    scale: float,
-    compute_dtype: torch.dtype = torch.float32,
-    sliding_window: int | None = None,
+    **options: Unpack[AttendOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention in the latent space, before the up-projection of the output.
 
@@ -92,21 +88,17 @@ def reference_latent(
         c_kv: `[b, t, k]`.
         k_rope: `[b, t, p]`.
         lengths: KV tokens of each request, `[b]`.
-        causal: See `attend`.
-        scale: See `attend`.
-        compute_dtype: See `attend`.
-        sliding_window: See `attend`.
+        **options: Mask, scale and dtype, see `attend`.
 
     Returns:
         The latent output `[b, s, h, k]` and the LSE `[b, s, h]`.
     """
 
     def segments(one: slice) -> list[KvSegment]:
-        return [_latent_segment(q_latent, q_rope, c_kv, k_rope, one, _slots(c_kv.shape[1], c_kv))]
+        rows = q_latent[one], q_rope[one], c_kv[one], k_rope[one]
+        return [latent_segment(*rows, _slots(c_kv.shape[1], c_kv))]
 
-    outputs, lse = _by_request(
-        segments, lengths, causal, scale, compute_dtype, q_latent, sliding_window
-    )
+    outputs, lse = _by_request(segments, lengths, q_latent, options)
     return outputs[0], lse
 
 
@@ -121,11 +113,7 @@ def reference_mix(
     k_rope_new: torch.Tensor,
     w_uv: torch.Tensor,
     lengths: Lengths,
-    *,
-    causal: bool,
-    scale: float,
-    compute_dtype: torch.dtype = torch.float32,
-    sliding_window: int | None = None,
+    **options: Unpack[AttendOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Old tokens in the latent space, the `n` newest decompressed, under one softmax.
 
@@ -140,10 +128,7 @@ def reference_mix(
         k_rope_new: `[b, n, p]`.
         w_uv: `[h, k, v]`, for the latent share of the output.
         lengths: KV tokens of each request, `[b]`.
-        causal: See `attend`.
-        scale: See `attend`.
-        compute_dtype: See `attend`.
-        sliding_window: See `attend`.
+        **options: Mask, scale and dtype, see `attend`.
 
     Returns:
         The output `[b, s, h, v]` and the LSE `[b, s, h]`.
@@ -155,18 +140,22 @@ def reference_mix(
         slots = _slots(t, c_kv)
         old_slots = torch.where(slots < old[one, None], slots, -1)
         new_slots = _slots(n, c_kv) + old[one, None]
-        return [
-            _latent_segment(q_latent, q_rope, c_kv, k_rope, one, old_slots),
-            _decompressed_segment(q_nope, q_rope, k_new, v_new, k_rope_new, one, new_slots),
-        ]
+        latent = q_latent[one], q_rope[one], c_kv[one], k_rope[one]
+        newest = q_nope[one], q_rope[one], k_new[one], v_new[one], k_rope_new[one]
+        return [latent_segment(*latent, old_slots), decompressed_segment(*newest, new_slots)]
 
-    (latent, newest), lse = _by_request(
-        segments, lengths, causal, scale, compute_dtype, q_nope, sliding_window
-    )
+    (latent, newest), lse = _by_request(segments, lengths, q_nope, options)
+    return add_latent_share(newest, latent, w_uv, options), lse
+
+
+def add_latent_share(
+    share: torch.Tensor, latent: torch.Tensor, w_uv: torch.Tensor, options: AttendOptions
+) -> torch.Tensor:
+    """The output of a mix: the decompressed share `[b, s, h, v]` plus the projected latent one."""
+    dtype = options.get("compute_dtype", torch.float32)
     with ieee_float32():
-        projected = up_project(latent.to(compute_dtype), w_uv.to(compute_dtype))
-    output = (projected.to(newest.dtype) + newest).to(compute_dtype).to(newest.dtype)
-    return output, lse
+        projected = up_project(latent.to(dtype), w_uv.to(dtype))
+    return (projected.to(share.dtype) + share).to(dtype).to(share.dtype)
 
 
 def reference_from_latent(
@@ -208,11 +197,8 @@ def reference_from_latent(
 def _by_request(
     build: Callable[[slice], list[KvSegment]],
     lengths: Lengths,
-    causal: bool,
-    scale: float,
-    compute_dtype: torch.dtype,
     q: torch.Tensor,
-    sliding_window: int | None,
+    options: AttendOptions,
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Attends one request at a time, so that joined keys exist for one request only."""
     b = q.shape[0]
@@ -221,51 +207,36 @@ def _by_request(
     lses = []
     for request in range(b):
         one = slice(request, request + 1)
-        output, lse = attend(
-            build(one),
-            lengths=kv_lengths[one],
-            causal=causal,
-            scale=scale,
-            compute_dtype=compute_dtype,
-            sliding_window=sliding_window,
-        )
+        output, lse = attend(build(one), lengths=kv_lengths[one], **options)
         outputs.append(output)
         lses.append(lse)
     return [torch.cat(share) for share in zip(*outputs, strict=True)], torch.cat(lses)
 
 
-def _decompressed_segment(
+def decompressed_segment(
     q_nope: torch.Tensor,
     q_rope: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     k_rope: torch.Tensor,
-    one: slice,
     positions: torch.Tensor,
 ) -> KvSegment:
-    rope = k_rope[one, None].expand(-1, k.shape[1], -1, -1)  # [1, h, m, p]
-    return KvSegment(
-        q=torch.cat([q_nope[one], q_rope[one]], dim=-1),
-        keys=torch.cat([k[one], rope], dim=-1),
-        values=v[one],
-        positions=positions,
-    )
+    """The segment of per-head keys `[b, h, m, d]` and values, with rope keys `[b, m, p]`."""
+    rope = k_rope[:, None].expand(-1, k.shape[1], -1, -1)  # [b, h, m, p]
+    queries, keys = torch.cat([q_nope, q_rope], dim=-1), torch.cat([k, rope], dim=-1)
+    return KvSegment(queries, keys, v, positions)
 
 
-def _latent_segment(
+def latent_segment(
     q_latent: torch.Tensor,
     q_rope: torch.Tensor,
     c_kv: torch.Tensor,
     k_rope: torch.Tensor,
-    one: slice,
     positions: torch.Tensor,
 ) -> KvSegment:
-    return KvSegment(
-        q=torch.cat([q_latent[one], q_rope[one]], dim=-1),
-        keys=torch.cat([c_kv[one], k_rope[one]], dim=-1)[:, None],
-        values=c_kv[one, None],
-        positions=positions,
-    )
+    """The segment of latent rows `[b, m, k]` with rope keys `[b, m, p]`, shared by the heads."""
+    queries, keys = torch.cat([q_latent, q_rope], dim=-1), torch.cat([c_kv, k_rope], dim=-1)
+    return KvSegment(queries, keys[:, None], c_kv[:, None], positions)
 
 
 def _slots(count: int, like: torch.Tensor) -> torch.Tensor:

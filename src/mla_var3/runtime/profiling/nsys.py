@@ -25,7 +25,6 @@ from mla_var3.runtime.profiling.timeline.model import Timeline
 from mla_var3.runtime.profiling.timeline.report import (
     kernel_figures,
     timeline_figures,
-    timeline_plot,
     timeline_sections,
 )
 from mla_var3.runtime.workflow import RunOptions
@@ -94,8 +93,6 @@ def summarise(prepared: Prepared, timeline: Timeline, how: str, folder: Path) ->
     result = common.measured_result(NsightProfType.NSYS, prepared, total, stages, folder, clocks)
     result.record["timeline"] = {"how": how}
     common.write_artifacts(folder, result.record, prepared)
-    sizes = " ".join(f"{k}={v}" for k, v in plan.params().items() if isinstance(v, (int, str)))
-    timeline_plot(analysis, folder / "timeline.png", f"{plan.name}, {sizes}, {spec.name}")
     write_atomic(folder / "report.md", _report(result, analysis, stage, how))
     return result
 
@@ -117,8 +114,7 @@ def _report(result: ProfileResult, analysis: Analysis, stage: Stage, how: str) -
     parts += timeline_sections(analysis, result.total.extra)
     parts += [
         "## Timeline\n",
-        "![streams and kernels of a typical run](timeline.png)\n",
-        "Open `chrome_trace.json` in Perfetto to zoom in.\n",
+        "Open `chrome_trace.json` in Perfetto.\n",
         *common.closing_sections(result, stage),
     ]
     return "\n".join(part for part in parts if part)

@@ -2,11 +2,12 @@
 
 import math
 import random
+import sys
 
 import pytest
 
 from mla_var3.conf.devices import device_spec
-from mla_var3.errors import InvalidArgumentError
+from mla_var3.errors import InvalidArgumentError, MissingToolError
 from mla_var3.op.mla.model.fit import LEAST_RECORDS, MixRecord, fit
 from mla_var3.op.mla.model.mix import MixModel
 from mla_var3.op.mla.model.parameters import MixParameters, derived_parameters
@@ -118,6 +119,12 @@ def test_the_fitted_model_chooses_as_the_true_one_does():
         real = MixModel(truth)
         best = real.at(problem, real.best_n(problem, multiple=128)).total_us
         assert real.at(problem, chosen).total_us <= 1.03 * best
+
+
+def test_without_scipy_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(MissingToolError, match=r"fitting needs scipy.*hyper-mla\[fit\]"):
+        fit(rows(START.with_values(TRUTH)), START, "x")
 
 
 def test_bad_records_are_refused():

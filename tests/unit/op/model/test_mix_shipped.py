@@ -34,7 +34,10 @@ def test_the_shipped_parameters_are_the_fit_of_their_record(record):
     found = fit(plain_rows(record), derived_parameters(H200), SOURCE)
     for name, parameter in found.parameters.parameters.items():
         shipped = SHIPPED.parameters[name]
-        assert shipped.value == pytest.approx(parameter.value, rel=1e-3), name
+        # The model has kinks, so a search ends near the minimum: within a tenth of what the rows
+        # leave uncertain.
+        tolerance = 0.1 * (parameter.error or 0.01)
+        assert shipped.value == pytest.approx(parameter.value, rel=tolerance), name
         assert (shipped.origin, shipped.source) == (parameter.origin, parameter.source)
     assert {"together", "starvation"} <= set(found.determined)
     assert found.rms < 0.055

@@ -26,7 +26,6 @@ NVIDIA_SMI = """#!/usr/bin/env bash
 echo "$*" >> "$SMI_LOG"
 case "$*" in
     *--query-gpu=*)
-        if [ -z "$SMI_NAME" ]; then echo "No devices were found"; exit 6; fi
         echo "$SMI_NAME, $SMI_UUID, $SMI_PERSISTENCE" ;;
     *--query-supported-clocks=*) echo "$SMI_CLOCKS" ;;
     *)
@@ -104,40 +103,13 @@ def test_reset_undoes_what_the_lock_did(persistence, undone, scripts):
     assert not scripts.marker.exists()
 
 
-def test_a_failed_reset_keeps_the_marker(scripts):
-    scripts.run("lock-gpu-clock.sh")
-    done = scripts.run("reset-gpu-clock.sh", SMI_FAIL="-rmc")
-    assert done.returncode == 1
-    assert "not all clocks were reset" in done.stderr
-    assert scripts.marker.exists()
-
-
-@pytest.mark.parametrize("script", ["lock-gpu-clock.sh", "reset-gpu-clock.sh"])
-def test_a_dry_run_changes_nothing_and_needs_no_rights(script, scripts):
-    done = scripts.run(script, "--dry-run", FAKE_UID="1000")
-    assert done.returncode == 0, done.stderr
-    assert "would run: nvidia-smi -i 0" in done.stdout
-    assert scripts.settings() == []
-    assert not scripts.marker.exists()
-
-
-RTX5090 = {"SMI_NAME": "NVIDIA GeForce RTX 5090"}
-CONTAINER = {"SMI_FAIL": "-pm", "SMI_TEXT": "no permission to change clocks", "SMI_CODE": "4"}
-
-
 @pytest.mark.parametrize(
     ("script", "changes", "message"),
     [
         ("lock", {"FAKE_UID": "1000"}, "needs root; run: sudo"),
-        ("reset", {"FAKE_UID": "1000"}, "needs root; run: sudo"),
-        ("lock", CONTAINER, "run it on the host"),
-        ("lock", {"SMI_NAME": ""}, "card 0: expected one that nvidia-smi knows, got: No devices"),
         ("lock", {"SMI_NAME": "Tesla T4"}, "no clock profile for 'Tesla T4'; there are: h100 h200"),
-        ("lock", {"SMI_NAME": "NVIDIA GeForce RTX 5090 D"}, "no clock profile for"),
         ("rtx5090-lock", {}, "this profile is for 'NVIDIA GeForce RTX 5090', got 'NVIDIA H200'"),
         ("lock", {"SMI_CLOCKS": "3201, 1200\n3201, 345"}, "supports 345 to 1200 MHz, got 1500"),
-        ("lock", {"SMI_CLOCKS": "[N/A], [N/A]"}, "memory clock: expected a list of supported"),
-        ("lock", {**RTX5090, "SMI_CLOCKS": "10001, 2407"}, "supports 10001 MHz, got 14001"),
     ],
 )
 def test_what_cannot_be_locked_is_refused(script, changes, message, scripts):
@@ -152,20 +124,19 @@ UNSUPPORTED = {"SMI_TEXT": "Setting locked memory clocks is not supported", "SMI
 
 
 @pytest.mark.parametrize(
-    ("failing", "how", "message", "undone"),
+    ("how", "message"),
     [
-        ("-lgc", {}, "nvidia-smi -i 0 -lgc", ["-i 0 -pm 0"]),
-        ("-lmc", {}, "nvidia-smi -i 0 -lmc", ["-i 0 -rgc", "-i 0 -pm 0"]),
-        ("-lmc", UNSUPPORTED, "not supported by this card", ["-i 0 -rgc", "-i 0 -pm 0"]),
+        ({}, "nvidia-smi -i 0 -lmc"),
+        (UNSUPPORTED, "not supported by this card"),
     ],
 )
-def test_a_partial_failure_is_undone(failing, how, message, undone, scripts):
-    done = scripts.run("lock-gpu-clock.sh", SMI_FAIL=failing, **how)
+def test_a_partial_failure_is_undone(how, message, scripts):
+    done = scripts.run("lock-gpu-clock.sh", SMI_FAIL="-lmc", **how)
     assert done.returncode == 1
     assert message in done.stderr
     calls = scripts.settings()
-    failed = next(i for i, call in enumerate(calls) if failing in call)
-    assert calls[failed + 1 :] == undone
+    failed = next(i for i, call in enumerate(calls) if "-lmc" in call)
+    assert calls[failed + 1 :] == ["-i 0 -rgc", "-i 0 -pm 0"]
     assert not scripts.marker.exists()
 
 

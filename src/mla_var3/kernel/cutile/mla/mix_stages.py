@@ -38,7 +38,7 @@ from mla_var3.kernel.cutile.mla.tilings import (
 )
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.kernel.newest_window import NewestWindowPlan
-from mla_var3.op.mla.attend import KvSegment, attend
+from mla_var3.op.mla.attend import attend
 from mla_var3.op.mla.cost import (
     attention_block_specialized_cost,
     decompress_combine_cost,
@@ -46,6 +46,7 @@ from mla_var3.op.mla.cost import (
 )
 from mla_var3.op.mla.inputs import decompress_newest, project_queries
 from mla_var3.op.mla.problem import require_int
+from mla_var3.op.mla.reference import decompressed_segment, latent_segment
 from mla_var3.runtime.plan import Tiling
 from mla_var3.runtime.tensors import check_tensor, require_view
 
@@ -104,30 +105,14 @@ class MixAttentionPlan(MlaPlan):
         old = (lengths - self.n).clamp(min=0)[:, None]
         slots = torch.arange(self.t, device=c_kv.device)
         window = torch.arange(self.n, device=c_kv.device)
-        rope_new = k_rope_new[:, None].expand(-1, self.h, -1, -1)
+        newest = torch.where(old + window < lengths[:, None], old + window, -1)
         parts = (
-            KvSegment(
-                q=torch.cat([q_latent, q_rope], dim=-1),
-                keys=torch.cat([c_kv, k_rope], dim=-1)[:, None],
-                values=c_kv[:, None],
-                positions=torch.where(slots < old, slots, -1),
-            ),
-            KvSegment(
-                q=torch.cat([q_nope, q_rope], dim=-1),
-                keys=torch.cat([k_new, rope_new], dim=-1),
-                values=v_new,
-                positions=torch.where(old + window < lengths[:, None], old + window, -1),
-            ),
+            latent_segment(q_latent, q_rope, c_kv, k_rope, torch.where(slots < old, slots, -1)),
+            decompressed_segment(q_nope, q_rope, k_new, v_new, k_rope_new, newest),
         )
         results: list[Tensor] = []
         for part in parts:
-            [out], lse = attend(
-                [part],
-                lengths=lengths,
-                causal=self.causal,
-                scale=self.problem().softmax_scale,
-                compute_dtype=compute_dtype or torch.float32,
-            )
+            [out], lse = attend([part], lengths=lengths, **self.attend_options(compute_dtype))
             results += [out, lse]
         return tuple(results)
 

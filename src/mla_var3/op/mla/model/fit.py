@@ -1,9 +1,11 @@
 """Fits the parameters of the mix model to measured times.
 
 Least squares on the logarithm of predicted over measured time, so that a short row counts as much
-as a long one, by the Levenberg-Marquardt method on the logarithms of the parameters. The model is
-a maximum of terms: a row says something only about the term that it waits for. A parameter that
-the rows do not determine keeps its value and its provenance, and is not called fitted.
+as a long one, over the logarithms of the parameters. The model is a maximum of terms: a row says
+something only about the term that it waits for. A parameter that the rows do not determine keeps
+its value and its provenance, and is not called fitted.
+
+The search is scipy's, which the extra `fit` installs. Only a fit needs it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mla_var3.errors import InvalidArgumentError
+from mla_var3.errors import InvalidArgumentError, MissingToolError
 from mla_var3.op.mla.model.mix import mix_work, part_times_us
 from mla_var3.op.mla.model.parameters import UNITS, MixParameters, Parameter
 from mla_var3.op.mla.problem import MlaProblem, require_int
@@ -26,12 +28,11 @@ LEAST_RECORDS = 3
 _WORST_ERROR = 0.25  # a parameter known no better than this, relatively, is not determined
 _LEAST_NOISE = 1e-3  # no timing repeats better, so exact rows do not make a parameter certain
 _NO_DIFFERENCE = 1e-4  # relative; rows explained this well are explained
-_ITERATIONS = 80
-_STEP = 1e-4  # of a logarithm, for the derivatives
+_EVALUATIONS = 400
+_STEP = 1e-4  # of the derivatives, relative; wide, because the model has kinks
 _START_SHARPNESS = (1.5, 4.0)
-# Beyond the largest sharpness the curve is a corner for every whole number of SMs. The step of the
-# derivatives keeps a starvation of all the rate within what the model takes.
-_LIMITS = {"stream_sharpness": (1.0, 64.0), "starvation": (1e-6, 1.0 - 2 * _STEP)}
+# Beyond the largest sharpness the curve is a corner for every whole number of SMs.
+_LIMITS = {"stream_sharpness": (1.0, 64.0), "starvation": (1e-6, 1.0 - 1e-4)}
 _START_LAUNCH_US = 3.0
 _UNLIMITED_TFLOPS = 1e9
 _START_SHARED = {"together": 0.9, "starvation": 0.5}
@@ -149,6 +150,16 @@ class _Solution:
     errors: dict[str, float]
 
 
+def _least_squares() -> Any:
+    try:
+        from scipy.optimize import least_squares
+    except ImportError as error:
+        raise MissingToolError(
+            'fitting needs scipy, which is not installed: pip install "hyper-mla[fit]"'
+        ) from error
+    return least_squares
+
+
 class _Search:
     """The rows with their work counted once, and the search on them."""
 
@@ -221,55 +232,25 @@ class _Search:
         return solution
 
     def _minimise(self, values: Mapping[str, float]) -> _Solution:
-        """Levenberg-Marquardt from the given values; the parameters not named stay fixed."""
+        """Least squares from the given values; the parameters not named stay fixed."""
         names = tuple(values)
-        point: Vector = np.log(np.array([values[name] for name in names], dtype=np.float64))
-        remains = self._at(names, point)
-        damping = 1e-2
-        for _ in range(_ITERATIONS if names else 0):
-            slopes = self._slopes(names, point)
-            normal, gradient = slopes.T @ slopes, slopes.T @ remains
-            # Added to the whole diagonal, so that a parameter without any slope does not move.
-            step = np.linalg.solve(normal + damping * np.eye(len(names)), -gradient)
-            trial = self._bounded(names, point + np.clip(step, -1.0, 1.0))
-            trial_remains = self._at(names, trial)
-            if float(trial_remains @ trial_remains) < float(remains @ remains):
-                moved = float(np.abs(trial - point).max())
-                point, remains, damping = trial, trial_remains, max(damping / 4, 1e-12)
-                if moved < 1e-9:
-                    break
-            else:
-                damping *= 4
-                if damping > 1e9:
-                    break
-        found = {name: float(math.exp(v)) for name, v in zip(names, point, strict=True)}
-        return _Solution(found, float(remains @ remains), self._errors(names, point, remains))
-
-    def _at(self, names: Sequence[str], point: Vector) -> Vector:
-        return self.residuals(dict(zip(names, np.exp(point).tolist(), strict=True)))
-
-    def _slopes(self, names: Sequence[str], point: Vector) -> Vector:
-        columns = []
-        for index in range(len(names)):
-            shift = np.zeros_like(point)
-            shift[index] = _STEP
-            difference = self._at(names, point + shift) - self._at(names, point - shift)
-            columns.append(difference / (2 * _STEP))
-        return np.stack(columns, axis=1)
-
-    @staticmethod
-    def _bounded(names: Sequence[str], point: Vector) -> Vector:
-        for name, (low, high) in _LIMITS.items():
-            if name in names:
-                index = names.index(name)
-                point[index] = min(max(point[index], math.log(low)), math.log(high))
-        return point
-
-    def _errors(self, names: Sequence[str], point: Vector, remains: Vector) -> dict[str, float]:
-        """Relative standard error of each parameter; infinite where the rows say nothing."""
         if not names:
-            return {}
-        slopes = self._slopes(names, point)
+            remains = self.residuals({})
+            return _Solution({}, float(remains @ remains), {})
+        limits = np.log([_LIMITS.get(name, (1e-30, 1e30)) for name in names])
+
+        def at(point: Vector) -> Vector:
+            return self.residuals(dict(zip(names, np.exp(point).tolist(), strict=True)))
+
+        start = np.clip(np.log([values[name] for name in names]), *limits.T)
+        found = _least_squares()(
+            at, start, jac="3-point", diff_step=_STEP, bounds=limits.T, max_nfev=_EVALUATIONS
+        )
+        solution = dict(zip(names, np.exp(found.x).tolist(), strict=True))
+        return _Solution(solution, 2 * float(found.cost), self._errors(names, found.jac, found.fun))
+
+    def _errors(self, names: Sequence[str], slopes: Vector, remains: Vector) -> dict[str, float]:
+        """Relative standard error of each parameter; infinite where the rows say nothing."""
         freedom = max(1, len(self._times) - len(names))
         noise = max(math.sqrt(float(remains @ remains) / freedom), _LEAST_NOISE)
         silent = np.linalg.norm(slopes, axis=0) < 1e-9

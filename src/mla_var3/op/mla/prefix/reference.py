@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Unpack
 
 import torch
 
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.op.mla.attend import KvSegment, Lengths, attend, ieee_float32, lengths_tensor
-from mla_var3.op.mla.inputs import MlaInputs, decompress_all, make_inputs, up_project
+from mla_var3.op.mla.attend import AttendOptions, Lengths, attend, lengths_tensor
+from mla_var3.op.mla.inputs import MlaInputs, decompress_all, make_inputs
 from mla_var3.op.mla.prefix.problem import SharedPrefixProblem
+from mla_var3.op.mla.reference import add_latent_share, decompressed_segment, latent_segment
 
 _NAN = float("nan")
 
@@ -80,10 +82,7 @@ def reference_shared_prefix(
     k_rope: torch.Tensor,
     w_uv: torch.Tensor,
     lengths: Lengths,
-    *,
-    causal: bool,
-    scale: float,
-    compute_dtype: torch.dtype = torch.float32,
+    **options: Unpack[AttendOptions],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The shared prefix decompressed, the own tokens in the latent space, under one softmax.
 
@@ -98,9 +97,7 @@ def reference_shared_prefix(
         k_rope: `[b, t, p]`, likewise.
         w_uv: `[h, k, v]`, for the latent share of the output.
         lengths: KV tokens of each request, the prefix counted, `[b]`.
-        causal: See `attend`.
-        scale: See `attend`.
-        compute_dtype: See `attend`.
+        **options: Mask, scale and dtype, see `attend`.
 
     Returns:
         The output `[b, s, h, v]` and the LSE `[b, s, h]`.
@@ -108,30 +105,15 @@ def reference_shared_prefix(
     b, t, _ = c_kv.shape
     prefix = _require_prefix(k_prefix, v_prefix, k_rope_prefix, t)
     kv_lengths = lengths_tensor(lengths, b, c_kv.device)
-    rope = k_rope_prefix.expand(k_prefix.shape[0], -1, -1)  # [h, prefix, p]
     slots = torch.arange(t, device=c_kv.device)
-    own_slots = torch.where(slots >= prefix, slots, -1)
+    own_slots = torch.where(slots >= prefix, slots, -1).expand(b, -1)
+    keys, values, rope = (x.expand(b, *x.shape) for x in (k_prefix, v_prefix, k_rope_prefix))
     segments = [
-        KvSegment(
-            q=torch.cat([q_nope, q_rope], dim=-1),
-            keys=torch.cat([k_prefix, rope], dim=-1).expand(b, -1, -1, -1),
-            values=v_prefix.expand(b, -1, -1, -1),
-            positions=slots[:prefix].expand(b, -1),
-        ),
-        KvSegment(
-            q=torch.cat([q_latent, q_rope], dim=-1),
-            keys=torch.cat([c_kv, k_rope], dim=-1)[:, None],
-            values=c_kv[:, None],
-            positions=own_slots.expand(b, -1),
-        ),
+        decompressed_segment(q_nope, q_rope, keys, values, rope, slots[:prefix].expand(b, -1)),
+        latent_segment(q_latent, q_rope, c_kv, k_rope, own_slots),
     ]
-    (shared, latent), lse = attend(
-        segments, lengths=kv_lengths, causal=causal, scale=scale, compute_dtype=compute_dtype
-    )
-    with ieee_float32():
-        projected = up_project(latent.to(compute_dtype), w_uv.to(compute_dtype))
-    output = (projected.to(shared.dtype) + shared).to(compute_dtype).to(shared.dtype)
-    return output, lse
+    (shared, latent), lse = attend(segments, lengths=kv_lengths, **options)
+    return add_latent_share(shared, latent, w_uv, options), lse
 
 
 def _require_prefix(

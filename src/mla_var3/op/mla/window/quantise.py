@@ -20,8 +20,6 @@ import torch
 
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.compare import ErrorFigures, compare
-from mla_var3.op.mla.attend import Lengths
-from mla_var3.op.mla.reference import reference_mix
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
@@ -119,65 +117,12 @@ def dequantise(rows: QuantisedRows, dtype: torch.dtype = torch.float32) -> torch
     return (rows.values.to(wide) * rows.scales.to(wide)[..., None]).to(dtype)
 
 
-def reference_mix_quantised(
-    q_nope: torch.Tensor,
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    c_kv: torch.Tensor,
-    k_rope: torch.Tensor,
-    k_new: QuantisedRows,
-    v_new: QuantisedRows,
-    k_rope_new: torch.Tensor,
-    w_uv: torch.Tensor,
-    lengths: Lengths,
-    *,
-    causal: bool,
-    scale: float,
-    compute_dtype: torch.dtype = torch.float32,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`reference_mix` on an 8-bit window: old tokens latent, the `n` newest from e4m3.
-
-    Args:
-        q_nope: `[b, s, h, d]`.
-        q_latent: `[b, s, h, k]`.
-        q_rope: `[b, s, h, p]`.
-        c_kv: `[b, t, k]`.
-        k_rope: `[b, t, p]`.
-        k_new: `[b, h, n, d]` with scales `[b, h, n]`.
-        v_new: `[b, h, n, v]` with scales `[b, h, n]`.
-        k_rope_new: `[b, n, p]`.
-        w_uv: `[h, k, v]`.
-        lengths: KV tokens of each request, `[b]`.
-        causal: See `attend`.
-        scale: See `attend`.
-        compute_dtype: See `attend`; the window is dequantised to it.
-
-    Returns:
-        The output `[b, s, h, v]` and the LSE `[b, s, h]`.
-    """
-    return reference_mix(
-        q_nope,
-        q_latent,
-        q_rope,
-        c_kv,
-        k_rope,
-        dequantise(k_new, compute_dtype),
-        dequantise(v_new, compute_dtype),
-        k_rope_new,
-        w_uv,
-        lengths,
-        causal=causal,
-        scale=scale,
-        compute_dtype=compute_dtype,
-    )
-
-
 def form_errors(out: torch.Tensor, on_form: torch.Tensor, unrounded: torch.Tensor) -> FormErrors:
     """Separates a kernel's error from that of the 8-bit form.
 
     Args:
         out: Output of the kernel on the 8-bit window.
-        on_form: Of `reference_mix_quantised` on the same window.
+        on_form: Of `reference_mix` on what the same window is worth, see `dequantise`.
         unrounded: Of `reference_mix` on the keys and values before they were rounded.
     """
     return FormErrors(

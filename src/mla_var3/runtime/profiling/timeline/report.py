@@ -1,11 +1,10 @@
-"""The figures of a timeline for records, its report in markdown, and its plot."""
+"""The figures of a timeline for records, and its report in markdown."""
 
 from __future__ import annotations
 
 import statistics
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from mla_var3.runtime.markdown import MISSING, microseconds, number, table
@@ -24,11 +23,6 @@ from mla_var3.runtime.profiling.timeline.analysis import (
 _MIN_GAP_NS = 500
 """Shorter pauses between two kernels come from the hardware itself."""
 _MOST_GAPS = 8
-# Okabe and Ito's palette, which stays distinct with every common form of colour blindness.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#444444")
-_OTHER = "#999999"
-_LABELLED_SHARE = 0.06
-"""A bar of this part of the axis has room for its time."""
 
 
 def kernel_figures(analysis: Analysis, leaf: int) -> dict[str, Any]:
@@ -227,70 +221,3 @@ def launch_label(shape: Outline, launch: Launch) -> str:
     if launch.leaf is not None:
         return shape.leaves[launch.leaf]
     return textwrap.shorten(launch.activity.name.split("(")[0], 40, placeholder="…")
-
-
-def timeline_plot(analysis: Analysis, path: Path, title: str) -> Path:
-    """Draw the typical queued run, and below it the typical host-paced one with its host calls."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    panels = [(typical(analysis.queued), "enqueued ahead: what the GPU can do", False)]
-    if analysis.host_paced:
-        run = typical(analysis.host_paced)
-        panels.append((run, "on an idle GPU: at the pace of the host's launches", True))
-    lanes = [len(_streams(run)) + int(host) for run, _, host in panels]
-    style: dict[Any, Any] = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
-    with matplotlib.rc_context(style):
-        height = 1.5 + sum(0.55 * count + 0.95 for count in lanes)
-        figure = Figure(figsize=(11.0, height), layout="constrained")
-        ratios = {"height_ratios": [count + 1 for count in lanes]}
-        grid = figure.subplots(len(panels), 1, squeeze=False, gridspec_kw=ratios)
-        legend: dict[str, Any] = {}
-        for axis, (run, heading, host) in zip(grid.flat, panels, strict=True):
-            _draw(axis, analysis.shape, run, host, legend)
-            axis.set_title(f"{heading}; {run.span_ns / 1e3:.1f} µs on the GPU", loc="left", size=10)
-        grid[-1, 0].set_xlabel("time, µs")
-        style = {"ncols": 4, "frameon": False, "fontsize": 9}
-        handles = list(legend.values())
-        figure.legend(handles, list(legend), loc="outside lower center", **style)
-        figure.suptitle("\n".join(textwrap.wrap(title, 110)), fontsize=12, fontweight="bold")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}")
-        figure.savefig(temporary, format="png", dpi=150)
-        temporary.replace(path)
-    return path
-
-
-def _streams(run: Iteration) -> list[int]:
-    return list(dict.fromkeys(launch.activity.stream for launch in run.launches))
-
-
-def _draw(axis: Any, shape: Outline, run: Iteration, host: bool, legend: dict[str, Any]) -> None:
-    """One run: a lane per stream, the host's calls below them, idle stretches shaded."""
-    lanes = [f"stream {stream}" for stream in _streams(run)] + ["host"] * host
-    origin = run.host.start if host else run.span[0]
-    end = max(run.span[1], run.host.end) if host else run.span[1]
-    width = (end - origin) / 1e3
-    if host:
-        axis.barh(len(lanes) - 1, run.host.duration / 1e3, height=0.62, color="#E5E5E5")
-    for launch in run.launches:
-        colour = _OTHER if launch.leaf is None else _COLOURS[launch.leaf % len(_COLOURS)]
-        row = lanes.index(f"stream {launch.activity.stream}")
-        left, time = (launch.activity.start - origin) / 1e3, launch.activity.duration / 1e3
-        bar = axis.barh(row, time, left=left, height=0.72, color=colour, edgecolor="white")
-        legend.setdefault("other" if launch.leaf is None else shape.leaves[launch.leaf], bar)
-        if time > _LABELLED_SHARE * width:
-            axis.bar_label(bar, [f"{time:.1f} µs"], label_type="center", size=9)
-        if host:
-            called = (launch.call.start - origin) / 1e3
-            place = len(lanes) - 1
-            axis.barh(place, launch.call.duration / 1e3, left=called, height=0.62, color=colour)
-            axis.plot([called, left], [place - 0.31, row + 0.36], ":", color="#888888", lw=0.7)
-    for start, stop in run.gaps:
-        span = ((start - origin) / 1e3, (stop - origin) / 1e3)
-        legend["GPU idle"] = axis.axvspan(*span, color="#000000", alpha=0.07, linewidth=0)
-    axis.set_yticks(range(len(lanes)), lanes)
-    axis.set_ylim(len(lanes) - 0.5, -0.5)
-    axis.set_xlim(0, width * 1.01)
-    axis.grid(axis="x", alpha=0.25, linewidth=0.6)
-    axis.set_axisbelow(True)

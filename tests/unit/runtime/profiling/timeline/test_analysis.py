@@ -23,7 +23,6 @@ from mla_var3.runtime.profiling.timeline.model import GpuActivity, Timeline
 from mla_var3.runtime.profiling.timeline.report import (
     kernel_figures,
     timeline_figures,
-    timeline_plot,
     timeline_sections,
 )
 from tests.unit.runtime.profiling.timeline.timeline_support import (
@@ -109,13 +108,6 @@ def test_the_report_of_the_recorded_trace(analysis):
     text = sections(paced)
     assert "cause: host" in text
     assert "Launching takes longer than the work" in text
-
-
-def test_the_plot_is_drawn(analysis, tmp_path):
-    paced = Analysis(PIPE, analysis.queued[2:], analysis.queued[:2])
-    path = timeline_plot(paced, tmp_path / "timeline.png", "pipe, NVIDIA H200")
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert [file.name for file in tmp_path.iterdir()] == ["timeline.png"]
 
 
 def test_the_csv_files_have_columns_of_nsight_systems(recorded, tmp_path):

@@ -82,12 +82,7 @@ class CuteFlashAttention(HopperPlan):
     def reference_fn(
         self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, ...]:
-        return reference_decompressed(
-            *inputs,
-            causal=self.causal,
-            scale=self.problem().softmax_scale,
-            compute_dtype=compute_dtype or torch.float32,
-        )
+        return reference_decompressed(*inputs, **self.attend_options(compute_dtype))
 
     def _autotune_configs(self) -> Sequence[DecompressedTiling]:
         shape = self.decompressed_shape

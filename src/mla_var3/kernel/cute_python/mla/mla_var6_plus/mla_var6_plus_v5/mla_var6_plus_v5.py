@@ -53,7 +53,6 @@ from mla_var3.op.mla.window.quantise import (
     dequantise,
     form_errors,
     quantise,
-    reference_mix_quantised,
 )
 from mla_var3.runtime.composite import KernelPipeline
 from mla_var3.runtime.tensors import check_tensor, require_view
@@ -92,11 +91,11 @@ class CuteMlaVar6PlusV5(NewestMixPlan):
         k_new, v_new = unpack_window(PackedWindow(*packed), n)
         if compute_dtype is not None and compute_dtype.itemsize < 4:
             q_nope, k_new = dequantise(quantise(q_nope)), rounded_again(k_new)
-        return reference_mix_quantised(
-            q_nope, q_latent, q_rope, c_kv, k_rope, k_new, v_new, rope_new[:, :n], w_uv, lengths,
-            causal=self.causal,
-            scale=self.problem().softmax_scale,
-            compute_dtype=compute_dtype or torch.float32,
+        dtype = compute_dtype or torch.float32
+        return reference_mix(
+            q_nope, q_latent, q_rope, c_kv, k_rope, dequantise(k_new, dtype),
+            dequantise(v_new, dtype), rope_new[:, :n], w_uv, lengths,
+            **self.attend_options(compute_dtype),
         )  # fmt: skip
 
     def errors(
@@ -113,8 +112,7 @@ class CuteMlaVar6PlusV5(NewestMixPlan):
         k, v, rope = window
         unrounded, _ = reference_mix(
             q_nope, q_latent, q_rope, c_kv, k_rope, k, v, rope, w_uv, lengths,
-            causal=self.causal,
-            scale=self.problem().softmax_scale,
+            **self.attend_options(),
         )  # fmt: skip
         return form_errors(out, self.reference_fn(*inputs)[0], unrounded)
 

@@ -113,12 +113,7 @@ class CuteMlaVar6PlusV6(CuteMixPlan):
         self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, ...]:
         *operands, _ = inputs
-        return reference_shared_prefix(
-            *operands,
-            causal=self.causal,
-            scale=self.problem().softmax_scale,
-            compute_dtype=compute_dtype or torch.float32,
-        )
+        return reference_shared_prefix(*operands, **self.attend_options(compute_dtype))
 
     def plan(self, *inputs: Tensor) -> KernelPipeline:
         (

@@ -70,12 +70,7 @@ class CtFlashAttention(MlaPlan):
     def reference_fn(
         self, *inputs: Tensor, compute_dtype: torch.dtype | None = None
     ) -> tuple[Tensor, ...]:
-        return reference_decompressed(
-            *inputs,
-            causal=self.causal,
-            scale=self.problem().softmax_scale,
-            compute_dtype=compute_dtype or torch.float32,
-        )
+        return reference_decompressed(*inputs, **self.attend_options(compute_dtype))
 
     def _default_tiling(self, name: str) -> FlashAttentionTiling | None:
         return self._autotune_configs()[0]

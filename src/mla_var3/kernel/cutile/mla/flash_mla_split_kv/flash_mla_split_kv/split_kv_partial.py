@@ -25,9 +25,10 @@ from mla_var3.kernel.cutile.mla.tile_ops import (
     store_column_parts,
 )
 from mla_var3.kernel.cutile.mla.tilings import LatentTiling
-from mla_var3.op.mla.attend import KvSegment, attend
+from mla_var3.op.mla.attend import attend
 from mla_var3.op.mla.cost import flash_mla_split_kv_stages
 from mla_var3.op.mla.problem import require_int
+from mla_var3.op.mla.reference import latent_segment
 from mla_var3.runtime.ct_kernel import CtKernel
 
 ConstInt = ct.Constant[int]
@@ -112,19 +113,11 @@ class CtSplitKVPartial(LatentPlan):
             begin = start + (split * split_slots)[:, None]
             end = begin + split_slots[:, None]
             inside = (slots >= begin) & (slots < end) & (slots < lengths[:, None])
-            segment = KvSegment(
-                q=torch.cat([q_latent, q_rope], dim=-1),
-                keys=torch.cat([c_kv, k_rope], dim=-1)[:, None],
-                values=c_kv[:, None],
-                positions=torch.where(inside, slots, -1),
-            )
+            positions = torch.where(inside, slots, -1)
             [out], lse = attend(
-                [segment],
+                [latent_segment(q_latent, q_rope, c_kv, k_rope, positions)],
                 lengths=lengths,
-                causal=self.causal,
-                scale=self.problem().softmax_scale,
-                compute_dtype=compute_dtype or torch.float32,
-                sliding_window=self.sliding_window,
+                **self.attend_options(compute_dtype, self.sliding_window),
             )
             outs.append(out)
             lses.append(lse)

@@ -36,9 +36,10 @@ from mla_var3.kernel.cutile.mla.tilings import (
     tiling_target,
 )
 from mla_var3.kernel.mla_plan import MlaPlan
-from mla_var3.op.mla.attend import KvSegment, attend
+from mla_var3.op.mla.attend import attend
 from mla_var3.op.mla.cost import flash_mla_cost
 from mla_var3.op.mla.problem import require_int
+from mla_var3.op.mla.reference import latent_segment
 from mla_var3.runtime.ct_kernel import CtKernel
 from mla_var3.runtime.plan import Constraints, Tiling
 
@@ -117,19 +118,9 @@ class CtLatentOldV4(MlaPlan):
     ) -> tuple[Tensor, ...]:
         q_latent, q_rope, c_kv, k_rope, lengths = inputs
         slots = torch.arange(self.t, device=c_kv.device)
-        old = KvSegment(
-            q=torch.cat([q_latent, q_rope], dim=-1),
-            keys=torch.cat([c_kv, k_rope], dim=-1)[:, None],
-            values=c_kv[:, None],
-            positions=torch.where(slots < (lengths - self.n)[:, None], slots, -1),
-        )
-        [out], lse = attend(
-            [old],
-            lengths=lengths,
-            causal=self.causal,
-            scale=self.problem().softmax_scale,
-            compute_dtype=compute_dtype or torch.float32,
-        )
+        positions = torch.where(slots < (lengths - self.n)[:, None], slots, -1)
+        old = latent_segment(q_latent, q_rope, c_kv, k_rope, positions)
+        [out], lse = attend([old], lengths=lengths, **self.attend_options(compute_dtype))
         return out, lse
 
     def _default_tiling(self, name: str) -> LatentOldTilingV4 | None:

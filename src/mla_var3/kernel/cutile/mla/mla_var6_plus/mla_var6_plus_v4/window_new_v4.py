@@ -34,10 +34,11 @@ from mla_var3.kernel.cutile.mla.tilings import (
     tiling_target,
 )
 from mla_var3.kernel.mla_plan import MlaPlan
-from mla_var3.op.mla.attend import KvSegment, attend
+from mla_var3.op.mla.attend import attend
 from mla_var3.op.mla.cost import flash_attention_cost
 from mla_var3.op.mla.inputs import decompress_newest
 from mla_var3.op.mla.problem import require_int
+from mla_var3.op.mla.reference import decompressed_segment
 from mla_var3.runtime.ct_kernel import CtKernel
 from mla_var3.runtime.plan import Constraints, Tiling
 from mla_var3.runtime.tensors import check_tensor
@@ -118,20 +119,9 @@ class CtWindowNewV4(MlaPlan):
         q_nope, q_rope, k_new, v_new, k_rope_new, lengths = inputs
         positions = (lengths - self.n).clamp(min=0)[:, None]
         positions = positions + torch.arange(self.n, device=k_new.device)
-        rope_new = k_rope_new[:, None].expand(-1, self.h, -1, -1)
-        window = KvSegment(
-            q=torch.cat([q_nope, q_rope], dim=-1),
-            keys=torch.cat([k_new, rope_new], dim=-1),
-            values=v_new,
-            positions=torch.where(positions < lengths[:, None], positions, -1),
-        )
-        [out], lse = attend(
-            [window],
-            lengths=lengths,
-            causal=self.causal,
-            scale=self.problem().softmax_scale,
-            compute_dtype=compute_dtype or torch.float32,
-        )
+        positions = torch.where(positions < lengths[:, None], positions, -1)
+        window = decompressed_segment(q_nope, q_rope, k_new, v_new, k_rope_new, positions)
+        [out], lse = attend([window], lengths=lengths, **self.attend_options(compute_dtype))
         return out, lse
 
     def _default_tiling(self, name: str) -> WindowNewTilingV4 | None:
