@@ -12,18 +12,19 @@ Undetermined padding reads NaN, so a kernel that depends on it fails its check.
 Limits:
     * Blocks run one after another. Races between blocks are not found, and a block that spins until
       a later block acts never ends.
-    * Products are accumulated in float32 in torch's order, and `exp2` and the like are torch's.
-      Results agree with a GPU within rounding, not bit by bit.
+    * Products are accumulated in float32 in torch's order, and `exp2`, `sin` and the like are
+      torch's. Results agree with a GPU within rounding, not bit by bit.
     * Whether a value is a compile-time constant, and whether loop-carried variables keep their
       type, is not checked. Compiling the kernel finds those.
     * `not`, `and` and `or` give Python values instead of boolean scalars. Expressions inside
       `static_eval` see the names of kernel code; only `static_iter(range(...))` and
       `static_eval(range(...))` yield Python integers.
     * Alignment, TMA, latency and occupancy hints have no effect.
-    * It knows the operations and options that the kernels, the tutorial and the examples use: the
-      quick reference in `docs/python-cuda-tile.md`, with scalars, operators and `print`. Any other
-      operation, option or dtype raises an error that names it.
-    * Unsigned integers wider than a byte can be moved, but torch has no arithmetic on them.
+    * It has the part of cuTile that attention and matrix kernels need. Refused by name: raw memory,
+      foreign pointers, advanced indexing, compare-and-swap, atomics on tiled views, custom
+      reductions, scans, block-scaled products, packing into bytes, `printf`, directed rounding.
+    * Unsigned integers wider than a byte can be moved, but torch has no arithmetic on them. The
+      sub-byte dtypes and `float8_e5m3fnu` have no torch counterpart and are refused.
 """
 
 from __future__ import annotations

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from enum import Enum, auto
 from functools import lru_cache, partial
 from typing import Any
 
@@ -12,6 +14,7 @@ from mla_var3.errors import InterpreterError
 from mla_var3.runtime.interpreter import cutile_api as api
 from mla_var3.runtime.interpreter.cutile_api import (
     DType,
+    RoundingMode,
     TileTypeError,
     ct,
     implement,
@@ -29,6 +32,7 @@ from mla_var3.runtime.interpreter.values import Tile, as_tile, loose_type
 
 # Largest float32 below the smallest normal one.
 _LARGEST_SUBNORMAL = 2.0**-126 - 2.0**-149
+_NEAREST_ENOUGH = (None, ct.RoundingMode.RN, ct.RoundingMode.FULL, ct.RoundingMode.APPROX)
 
 Elementwise = Callable[..., Any]
 
@@ -58,12 +62,15 @@ _BINARY: dict[str, Elementwise] = {
     "floordiv": _floor_divide,
     "cdiv": _ceil_divide,
     "mod": torch.remainder,
+    "pow": torch.pow,
+    "atan2": torch.atan2,
     "min": _minimum,
     "max": _maximum,
     "and_": torch.bitwise_and,
     "or_": torch.bitwise_or,
     "xor": torch.bitwise_xor,
     "lshift": torch.bitwise_left_shift,
+    "rshift": torch.bitwise_right_shift,
     "eq": torch.eq,
     "ne": torch.ne,
     "lt": torch.lt,
@@ -73,6 +80,7 @@ _BINARY: dict[str, Elementwise] = {
 }
 _COMPARISONS = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 _BITWISE = frozenset({"and_", "or_", "xor"})
+_SHIFTS = frozenset({"lshift", "rshift"})
 _DIVISIONS = frozenset({"floordiv", "cdiv", "mod"})
 # Done on Python integers where both operands are integer scalars: they drive loops and indices,
 # and a tensor operation costs several times as much.
@@ -80,6 +88,14 @@ _ON_INTEGERS = {
     name: api.BINOP_REGISTRY[name].impl
     for name in ("add", "sub", "mul", "floordiv", "cdiv", "mod", "min", "max", *_COMPARISONS)
 }
+
+
+def combine_elements(name: str, x: torch.Tensor, y: torch.Tensor, element: DType) -> torch.Tensor:
+    """Applies a binary operation to two tensors of the same dtype `element`."""
+    if name in _DIVISIONS and api.is_integral(element) and bool((y == 0).any()):
+        raise InterpreterError(f"integer {name} by zero: undefined behaviour")
+    result: torch.Tensor = _BINARY[name](x, y)
+    return result
 
 
 @lru_cache(maxsize=8192, typed=True)
@@ -97,7 +113,7 @@ def _operand_dtype(name: str, x: DType | Number, y: DType | Number) -> DType:
         both_typed = x is x_dtype and y is y_dtype
         if (both_typed and x_dtype != y_dtype) or {x_dtype, y_dtype} == {ct.bool_, ct.int8}:
             raise TileTypeError(f"bitwise operands differ in dtype: {x_dtype} and {y_dtype}")
-    elif name == "lshift":
+    elif name in _SHIFTS:
         if not (api.is_integral(x_dtype) and api.is_integral(y_dtype)):
             raise TileTypeError(f"a shift needs integers, got {x_dtype} and {y_dtype}")
     elif name not in _COMPARISONS:
@@ -109,7 +125,10 @@ def _operand_dtype(name: str, x: DType | Number, y: DType | Number) -> DType:
         raise TileTypeError(f"{name} does not support bool; cast to an integer first")
     if name in _COMPARISONS and api.is_restricted_float(common):
         raise TileTypeError(f"comparison is not defined for dtype {common}")
-    if name == "cdiv" and api.is_float(common):
+    unsupported = (
+        api.is_integral if name in ("pow", "atan2") else api.is_float if name == "cdiv" else None
+    )
+    if unsupported is not None and unsupported(common):
         raise TileTypeError(f"{name} is not defined for {x_dtype} and {y_dtype}")
     return common
 
@@ -120,7 +139,16 @@ def _elements(value: Tile | Number, dtype: DType) -> torch.Tensor:
     return constant(value, dtype)
 
 
-def binary(name: str, x: Any, y: Any, /) -> Any:
+def binary(
+    name: str,
+    x: Any,
+    y: Any,
+    /,
+    *,
+    rounding_mode: RoundingMode | None = None,
+    flush_to_zero: bool = False,
+    propagate_nan: bool = False,
+) -> Any:
     """A binary operation, by cuTile's name; a Python number if both operands are numbers."""
     x_integer = x.integer if isinstance(x, Tile) else x if type(x) is int else None
     y_integer = y.integer if isinstance(y, Tile) else y if type(y) is int else None
@@ -136,9 +164,14 @@ def binary(name: str, x: Any, y: Any, /) -> Any:
     a, b = _elements(x, dtype), _elements(y, dtype)
     if a.shape != b.shape:
         api.broadcast_shapes(a.shape, b.shape)
-    if name in _DIVISIONS and api.is_integral(dtype) and bool((b == 0).any()):
-        raise InterpreterError(f"integer {name} by zero: undefined behaviour")
-    return Tile(_BINARY[name](a, b), ct.bool_ if name in _COMPARISONS else dtype)
+    if name in _COMPARISONS:
+        return Tile(combine_elements(name, a, b, dtype), ct.bool_)
+    if rounding_mode is not None or flush_to_zero:
+        check_modes(name, rounding_mode, flush_to_zero, dtype)
+    on_torch: Elementwise = partial(combine_elements, name, element=dtype)
+    if propagate_nan and api.is_float(dtype):
+        on_torch = torch.minimum if name == "min" else torch.maximum
+    return Tile(_with_modes(name, on_torch, (a, b), rounding_mode, flush_to_zero), dtype)
 
 
 def _require_number(value: Any) -> Number:
@@ -162,10 +195,37 @@ def _binary_on_integers(name: str, x: Any, x_value: int, y: Any, y_value: int) -
     return Tile.of_integer(wrap_integer(result, dtype), dtype)
 
 
-def _flush_subnormals(tensor: torch.Tensor) -> torch.Tensor:
+def check_modes(name: str, rounding: RoundingMode | None, flush: bool, dtype: DType) -> None:
+    """Checks that an operation has the rounding mode and flushing asked for."""
+    # cuTile's check asks the running compiler for its version in this case; FULL has the same rule.
+    if name in ("exp", "tanh") and rounding == ct.RoundingMode.APPROX:
+        rounding = ct.RoundingMode.FULL
+    api.check_rd_and_ftz(name, rounding, flush, dtype)
+
+
+def flush_subnormals(tensor: torch.Tensor) -> torch.Tensor:
     """Turns subnormal float32 numbers into zeros of the same sign."""
     flushed = torch.nn.functional.hardshrink(tensor, _LARGEST_SUBNORMAL)
     return torch.copysign(flushed, tensor)
+
+
+def _with_modes(
+    name: str,
+    function: Callable[..., torch.Tensor],
+    operands: tuple[torch.Tensor, ...],
+    rounding: RoundingMode | None,
+    flush: bool,
+) -> torch.Tensor:
+    """Applies a torch function with a rounding mode, flushing subnormal numbers if asked to."""
+    # exp2 of a subnormal number is 1, as exp2 of zero.
+    if flush and name != "exp2":
+        operands = tuple(map(flush_subnormals, operands))
+    if rounding not in _NEAREST_ENOUGH:
+        raise InterpreterError(
+            f"{name} with rounding mode {rounding} is not supported by the CPU interpreter"
+        )
+    result = function(*operands)
+    return flush_subnormals(result) if flush else result
 
 
 # Each stub with cuTile's name of the operation.
@@ -178,10 +238,12 @@ _STUBS: dict[Callable[..., Any], str] = {
     ct.maximum: "max",
     ct.floordiv: "floordiv",
     ct.mod: "mod",
+    ct.atan2: "atan2",
     ct.bitwise_and: "and_",
     ct.bitwise_or: "or_",
     ct.bitwise_xor: "xor",
     ct.bitwise_lshift: "lshift",
+    ct.bitwise_rshift: "rshift",
     ct.equal: "eq",
     ct.not_equal: "ne",
     ct.less: "lt",
@@ -193,44 +255,115 @@ for _stub, _name in _STUBS.items():
     implement(_stub, partial(binary, _name))
 
 
-def _unary(name: str, function: Elementwise, x: Any, /, *, flush_to_zero: bool = False) -> Any:
-    """A function of one operand; a Python number if the operand is one."""
-    if isinstance(x, bool | int | float):
-        with api.reraise_tile_exception():
-            return api.UNARYOP_REGISTRY[name].impl(x)
-    tile = as_tile(x)
-    if api.is_restricted_float(tile.element):
-        raise TileTypeError(f"{name} is not defined for dtype {tile.element}")
-    dtype = tile.element
-    if name == "neg":
-        dtype = ct.int32 if api.is_boolean(dtype) else dtype
-    elif name != "abs" and not api.is_float(dtype):
-        dtype = ct.float32
-    elements = cast(tile.tensor, tile.element, dtype)
-    if not flush_to_zero:
-        return Tile(function(elements), dtype)
-    api.check_rd_and_ftz(name, None, flush_to_zero, dtype)
-    # exp2 of a subnormal number is 1, as exp2 of zero.
-    operand = elements if name == "exp2" else _flush_subnormals(elements)
-    return Tile(_flush_subnormals(function(operand)), dtype)
+@implements(ct.pow)
+def _pow(x: Any, y: Any, /) -> Any:
+    if isinstance(x, Tile) or isinstance(y, Tile):
+        base, exponent = as_tile(x), as_tile(y)
+        # A float to the power of a small integer keeps the dtype of the float.
+        if api.is_unrestricted_float(base.element) and api.integer_exponent_dtype(exponent.element):
+            return Tile(torch.pow(base.tensor, exponent.tensor).to(base.tensor.dtype), base.element)
+    return binary("pow", x, y)
+
+
+@implements(ct.divmod)
+def _divmod(x: Any, y: Any, /) -> tuple[Any, Any]:
+    if isinstance(x, Tile) or isinstance(y, Tile):
+        dtype = _operand_dtype("mod", loose_type(x), loose_type(y))
+        if api.is_float(dtype):
+            raise TileTypeError("divmod() is not implemented for floating point values")
+    return binary("floordiv", x, y), binary("mod", x, y)
+
+
+class _Accepts(Enum):
+    """Which dtypes an operation takes, and what it does with the others."""
+
+    FLOAT = auto()
+    """Floats; integers and booleans become float32."""
+    STRICTLY_FLOAT = auto()
+    """Floats only."""
+    NUMBER = auto()
+    """Floats and integers; booleans become int32."""
+    BITS = auto()
+    """Integers and booleans only."""
+    ANY = auto()
+    """Everything, as it is."""
+
+
+def _accepted_dtype(name: str, accepts: _Accepts, dtype: DType) -> DType:
+    """The dtype that the operation works in."""
+    if api.is_restricted_float(dtype):
+        raise TileTypeError(f"{name} is not defined for dtype {dtype}")
+    if api.is_float(dtype):
+        if accepts is _Accepts.BITS:
+            raise TileTypeError(f"{name} does not support float inputs, got {dtype}")
+        return dtype
+    if accepts is _Accepts.STRICTLY_FLOAT:
+        raise TileTypeError(f"{name} supports float inputs only, got {dtype}")
+    if accepts is _Accepts.FLOAT:
+        return ct.float32
+    if accepts is _Accepts.NUMBER and api.is_boolean(dtype):
+        return ct.int32
+    return dtype
 
 
 def _absolute(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype == torch.bool else tensor.abs()
 
 
-_UNARY: dict[Callable[..., Any], tuple[str, Elementwise]] = {
-    ct.exp: ("exp", torch.exp),
-    ct.exp2: ("exp2", torch.exp2),
-    ct.log: ("log", torch.log),
-    ct.log2: ("log2", torch.log2),
-    ct.sqrt: ("sqrt", torch.sqrt),
-    ct.rsqrt: ("rsqrt", torch.rsqrt),
-    ct.negative: ("neg", torch.neg),
-    ct.abs: ("abs", _absolute),
+# stub -> (cuTile's name, torch function, dtypes).
+_UNARY: dict[Callable[..., Any], tuple[str, Callable[..., torch.Tensor], _Accepts]] = {
+    ct.exp: ("exp", torch.exp, _Accepts.FLOAT),
+    ct.exp2: ("exp2", torch.exp2, _Accepts.FLOAT),
+    ct.log: ("log", torch.log, _Accepts.FLOAT),
+    ct.log2: ("log2", torch.log2, _Accepts.FLOAT),
+    ct.sqrt: ("sqrt", torch.sqrt, _Accepts.FLOAT),
+    ct.rsqrt: ("rsqrt", torch.rsqrt, _Accepts.FLOAT),
+    ct.sin: ("sin", torch.sin, _Accepts.FLOAT),
+    ct.cos: ("cos", torch.cos, _Accepts.FLOAT),
+    ct.tan: ("tan", torch.tan, _Accepts.FLOAT),
+    ct.sinh: ("sinh", torch.sinh, _Accepts.FLOAT),
+    ct.cosh: ("cosh", torch.cosh, _Accepts.FLOAT),
+    ct.tanh: ("tanh", torch.tanh, _Accepts.FLOAT),
+    ct.floor: ("floor", torch.floor, _Accepts.STRICTLY_FLOAT),
+    ct.ceil: ("ceil", torch.ceil, _Accepts.STRICTLY_FLOAT),
+    ct.negative: ("neg", torch.neg, _Accepts.NUMBER),
+    ct.abs: ("abs", _absolute, _Accepts.ANY),
+    ct.bitwise_not: ("bitwise_not", torch.bitwise_not, _Accepts.BITS),
 }
-for _stub, (_name, _function) in _UNARY.items():
-    implement(_stub, partial(_unary, _name, _function))
+
+
+def _register_unary(stub: Callable[..., Any]) -> None:
+    name, function, accepts = _UNARY[stub]
+
+    def unary(
+        x: Any, /, *, rounding_mode: RoundingMode | None = None, flush_to_zero: bool = False
+    ) -> Any:
+        if isinstance(x, bool | int | float):
+            with api.reraise_tile_exception():
+                return api.UNARYOP_REGISTRY[name].impl(x)
+        tile = as_tile(x)
+        dtype = _accepted_dtype(name, accepts, tile.element)
+        elements = cast(tile.tensor, tile.element, dtype)
+        if rounding_mode is not None or flush_to_zero:
+            check_modes(name, rounding_mode, flush_to_zero, dtype)
+        result = _with_modes(name, function, (elements,), rounding_mode, flush_to_zero)
+        return Tile(result, dtype)
+
+    implement(stub, unary)
+
+
+for _stub in _UNARY:
+    _register_unary(_stub)
+
+
+@implements(ct.isnan)
+def _isnan(x: Any, /) -> Any:
+    if isinstance(x, bool | int | float):
+        return math.isnan(x)
+    tile = as_tile(x)
+    if not api.is_unrestricted_float(tile.element):
+        raise TileTypeError(f"isnan is not defined for dtype {tile.element}")
+    return Tile(torch.isnan(tile.tensor), ct.bool_)
 
 
 @implements(ct.where)
@@ -242,3 +375,15 @@ def _where(condition: Any, x: Any, y: Any, /) -> Tile:
     on_true = cast(first.tensor, first.element, dtype)
     on_false = cast(second.tensor, second.element, dtype)
     return Tile(torch.where(mask, on_true, on_false), dtype)
+
+
+@implements(ct.assume_divisible_by)
+def _assume_divisible_by(x: Any, divisor: Any) -> Any:
+    tile = as_tile(x)
+    if tile.ndim or not api.is_integral(tile.element):
+        raise TileTypeError(f"assume_divisible_by needs an integer scalar, got {tile.element}")
+    if not isinstance(divisor, int) or divisor < 1:
+        raise TileTypeError(f"assume_divisible_by needs a positive divisor, got {divisor!r}")
+    if int(tile.scalar()) % divisor:
+        raise InterpreterError(f"{tile.scalar()} is not divisible by {divisor}, as was assumed")
+    return x

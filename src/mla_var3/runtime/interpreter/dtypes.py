@@ -13,6 +13,7 @@ from mla_var3.runtime.interpreter import cutile_api as api
 from mla_var3.runtime.interpreter.cutile_api import (
     DType,
     PaddingMode,
+    RoundingMode,
     TileTypeError,
     ct,
 )
@@ -33,11 +34,16 @@ _TORCH_DTYPES: dict[DType, torch.dtype] = {
     ct.bfloat16: torch.bfloat16,
     ct.float32: torch.float32,
     ct.float64: torch.float64,
+    ct.tfloat32: torch.float32,
     ct.float8_e4m3fn: torch.float8_e4m3fn,
     ct.float8_e5m2: torch.float8_e5m2,
     ct.float8_e8m0fnu: torch.float8_e8m0fnu,
 }
-_CUTILE_DTYPES = {torch_dtype: dtype for dtype, torch_dtype in _TORCH_DTYPES.items()}
+_CUTILE_DTYPES = {
+    torch_dtype: dtype for dtype, torch_dtype in _TORCH_DTYPES.items() if dtype != ct.tfloat32
+}
+_BITS_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_TF32_DROPPED_BITS = 13
 
 _PADDING_VALUES: dict[PaddingMode, float] = {
     ct.PaddingMode.ZERO: 0.0,
@@ -69,7 +75,9 @@ class KernelDType:
         return int(self.native.bitwidth)
 
     def __call__(self, value: Any = 0, /) -> Any:
-        return ct.astype(value, self)
+        if isinstance(value, tuple):
+            raise TileTypeError(f"{self.name}() expects a scalar, got a tuple")
+        return ct.astile(value, dtype=self)
 
     def __eq__(self, other: object) -> bool:
         try:
@@ -100,7 +108,9 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     try:
         return _TORCH_DTYPES[dtype]
     except KeyError:
-        raise InterpreterError(f"the CPU interpreter does not know dtype {dtype}") from None
+        raise InterpreterError(
+            f"dtype {dtype} is not supported by the CPU interpreter: torch has no counterpart"
+        ) from None
 
 
 def cutile_dtype(dtype: torch.dtype) -> DType | None:
@@ -147,19 +157,27 @@ def _new_constant(value: Number, dtype: DType) -> torch.Tensor:
         return torch.tensor(wrap_integer(int(value), dtype), dtype=target)
     if api.is_boolean(dtype):
         return torch.tensor(bool(value), dtype=target)
-    return torch.tensor(float(value), dtype=target)
+    tensor = torch.tensor(float(value), dtype=target)
+    return _round_to_tf32(tensor) if dtype == ct.tfloat32 else tensor
 
 
 _cached_constant = lru_cache(maxsize=4096)(_new_constant)
 
 
-def cast(tensor: torch.Tensor, source: DType, target: DType) -> torch.Tensor:
+def cast(
+    tensor: torch.Tensor, source: DType, target: DType, rounding: RoundingMode | None = None
+) -> torch.Tensor:
     """Explicit conversion between dtypes."""
     if source == target:
         return tensor
     if api.is_float(source) and api.is_float(target):
-        api.get_ftof_rounding_min_version(source, target, None)  # raises if there is none
-    return tensor.to(torch_dtype(target))
+        rounding, _ = api.get_ftof_rounding_min_version(source, target, rounding)
+    elif rounding is not None:
+        raise TileTypeError("rounding_mode is only valid for float to float conversions")
+    if rounding not in (None, ct.RoundingMode.RN):
+        raise InterpreterError(f"rounding mode {rounding} is not supported by the CPU interpreter")
+    converted = tensor.to(torch_dtype(target))
+    return _round_to_tf32(converted) if target == ct.tfloat32 else converted
 
 
 def implicit_cast(operand: DType | Number, tensor: torch.Tensor, target: DType) -> torch.Tensor:
@@ -180,6 +198,19 @@ def _widens(source: DType, target: DType) -> bool:
         return bool(api.promote_dtypes(source, target) == target)
     except TileTypeError:
         return False
+
+
+def as_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The bit patterns of a tensor's elements as signed integers, in the same memory."""
+    return tensor.view(_BITS_DTYPES[tensor.element_size()])
+
+
+def _round_to_tf32(tensor: torch.Tensor) -> torch.Tensor:
+    bits = tensor.contiguous().view(torch.int32)
+    half_down = (1 << (_TF32_DROPPED_BITS - 1)) - 1
+    to_even = (bits >> _TF32_DROPPED_BITS) & 1
+    kept = (bits + half_down + to_even) & -(1 << _TF32_DROPPED_BITS)
+    return torch.where(torch.isfinite(tensor), kept.view(torch.float32), tensor)
 
 
 @cache

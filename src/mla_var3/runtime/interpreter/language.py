@@ -1,4 +1,4 @@
-"""What belongs to the language: block ids, static evaluation, and the names in kernel code.
+"""What belongs to the language: block ids, printing, assertions, and the names in kernel code.
 
 Kernel functions are ordinary Python functions, but `min`, `max` and `range` mean something else in
 them, and a few cuTile functions do not reach the dispatch mode. So a `Rebinder` runs the same code
@@ -48,9 +48,49 @@ def _num_blocks(axis: Any) -> Tile:
     return Tile.of_integer(DispatchMode.get_current().grid[_grid_axis(axis)], ct.int32)
 
 
+@implements(ct.grid_dependency_control_wait, ct.grid_dependency_control_launch_dependents)
+def _grid_dependency_control() -> None:
+    """Kernels run one after the other, so there is nothing to wait for or to let begin."""
+
+
+@implements(ct.print)
+def _print(*args: Any, sep: str = " ", end: str = "\n") -> None:
+    sys.stdout.write(sep.join(str(arg) for arg in args) + end)
+
+
+@implements(ct.assert_)
+def _assert(condition: Any, /, message: str | None = None) -> None:
+    tile = as_tile(condition)
+    if tile.element != ct.bool_:
+        raise TileTypeError(f"assert_ needs a boolean tile, got {describe(tile)}")
+    if not bool(tile.tensor.all()):
+        raise AssertionError(message or "a condition is false")
+
+
 @implements(ct.static_eval)
 def _static_eval(expression: Any, /) -> Any:
     return expression.static if isinstance(expression, KernelRange) else expression
+
+
+@implements(ct.static_assert)
+def _static_assert(condition: Any, message: Any = None, /) -> None:
+    if not isinstance(condition, bool):
+        raise TileTypeError(
+            f"static_assert needs a compile-time boolean, got {describe(condition)}"
+        )
+    if not condition:
+        if isinstance(message, Tile):
+            message = f"<tile[{message.element}, {message.shape}]>"
+        raise api.TileStaticAssertionError("" if message is None else str(message))
+
+
+@implements(ct.ensure_constant)
+def _ensure_constant(value: Any, /) -> Any:
+    if isinstance(value, Tile):
+        raise api.TileStaticAssertionError(
+            "Argument of ensure_constant() is not a compile-time constant"
+        )
+    return value
 
 
 class KernelRange:
@@ -118,6 +158,7 @@ SUBSTITUTES: dict[Any, Any] = {
     **{getattr(builtins, name): value for name, value in KERNEL_BUILTINS.items()},
     ct.cdiv: cdiv,
     ct.static_iter: static_iter,
+    ct.static_exception: api.make_static_exception,
 }
 """Functions that do not go through the dispatch mode, and what kernel code gets for them."""
 

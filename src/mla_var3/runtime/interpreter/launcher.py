@@ -20,7 +20,7 @@ from mla_var3.runtime.interpreter import cutile_api as api
 from mla_var3.runtime.interpreter.cutile_api import DispatchMode, DType, ct
 from mla_var3.runtime.interpreter.dtypes import constant, cutile_dtype
 from mla_var3.runtime.interpreter.language import KernelGlobals, Rebinder
-from mla_var3.runtime.interpreter.values import Array, Tile
+from mla_var3.runtime.interpreter.values import Array, ArrayList, Tile
 
 BlockId = tuple[int, int, int]
 
@@ -39,17 +39,9 @@ class InterpreterMode(DispatchMode):  # type: ignore[misc]
         """Called by cuTile for every operation and for every `@ct.function`."""
         implementation = api.IMPLEMENTATIONS.get(func)
         if implementation is not None:
-            for option in kwargs.keys() - implementation.options:
-                # `Tile.astype` passes on a rounding mode of None.
-                if kwargs.pop(option) is not None:
-                    raise InterpreterError(
-                        f"the CPU interpreter does not know option {option} of {func.__qualname__}"
-                    )
-            return implementation.function(*args, **kwargs)
+            return implementation(*args, **kwargs)
         if api.is_stub(func):
-            raise InterpreterError(
-                f"the CPU interpreter does not know the operation {func.__qualname__}"
-            )
+            raise InterpreterError(f"{func.__qualname__} is not supported by the CPU interpreter")
         helper: Any = func
         return self._rebinder.rebind(helper.__wrapped__)(*args, **kwargs)
 
@@ -96,6 +88,11 @@ def _bind(name: str, value: Any, annotation: Any) -> Any:
         if not isinstance(value, bool | int | float):
             raise InvalidArgumentError(name, "a constant: bool, int or float", _got(value))
         return value
+    if isinstance(value, list):
+        element = None if annotation.list is None else annotation.list.element
+        return ArrayList(
+            [_bind_tensor(f"{name}[{i}]", item, element) for i, item in enumerate(value)]
+        )
     if isinstance(value, torch.Tensor):
         return _bind_tensor(name, value, annotation.array)
     return _bind_scalar(name, value, ct.int32 if annotation.scalar is None else ct.int64)
@@ -121,7 +118,9 @@ def _bind_scalar(name: str, value: Any, integer_dtype: DType) -> Tile:
     )
 
 
-def _bind_tensor(name: str, tensor: torch.Tensor, annotation: Any) -> Array:
+def _bind_tensor(name: str, tensor: Any, annotation: Any) -> Array:
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidArgumentError(name, "a CPU tensor", _got(tensor))
     if tensor.device.type != "cpu":
         raise InvalidArgumentError(name, "a tensor on the CPU", f"one on {tensor.device}")
     if tensor.layout != torch.strided:
@@ -209,9 +208,9 @@ def launch(
     Args:
         grid: Number of blocks along one to three axes.
         kernel: A `@ct.kernel` object.
-        args: The kernel's arguments in order: CPU tensors, numbers, tuples of them, and constants
-            for the parameters annotated with `ct.Constant`. Integers become int32 and floats
-            float32 scalars, as in a launch on a GPU.
+        args: The kernel's arguments in order: CPU tensors, numbers, tuples and lists of them, and
+            constants for the parameters annotated with `ct.Constant`. Integers become int32 and
+            floats float32 scalars, as in a launch on a GPU.
 
     Raises:
         InvalidArgumentError: If an argument of this call or of the kernel cannot be used.

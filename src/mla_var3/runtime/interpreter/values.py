@@ -11,7 +11,7 @@ import torch
 
 from mla_var3.errors import InterpreterError
 from mla_var3.runtime.interpreter import cutile_api as api
-from mla_var3.runtime.interpreter.cutile_api import DType, TileTypeError, ct
+from mla_var3.runtime.interpreter.cutile_api import DType, PaddingMode, TileTypeError, ct
 from mla_var3.runtime.interpreter.dtypes import (
     KernelDType,
     Number,
@@ -123,7 +123,8 @@ class Tile(ct.Tile):  # type: ignore[misc]
             full = isinstance(item, slice) and item == slice(None)
             if not (item is None or item is Ellipsis or full):
                 raise TileTypeError(
-                    f"a tile can be indexed with None, ... and : only, got {item!r}; use item()"
+                    f"a tile can be indexed with None, ... and : only, got {item!r}; "
+                    "use extract() or item()"
                 )
         return Tile(self.tensor[items], self.element)
 
@@ -210,6 +211,47 @@ class Array(ct.Array):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"<{describe(self)}, dtype {self.element}>"
+
+
+class TiledView(ct.TiledView):  # type: ignore[misc]
+    """An array divided into tiles of one shape."""
+
+    tile_shape: tuple[int, ...] = ()
+    traversal_steps: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        array: Array,
+        tile_shape: tuple[int, ...],
+        padding_mode: PaddingMode,
+        traversal_steps: tuple[int, ...],
+    ) -> None:
+        self.array = array
+        self.tile_shape = tile_shape
+        self.padding_mode = padding_mode
+        self.traversal_steps = traversal_steps
+
+    @property
+    def dtype(self) -> KernelDType:
+        return kernel_dtype(self.array.element)
+
+
+class ArrayList:
+    """A kernel parameter that is a list of arrays, indexed with integer scalars."""
+
+    def __init__(self, arrays: list[Array]) -> None:
+        self._arrays = arrays
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def __getitem__(self, index: Any) -> Array:
+        position: int = index.__index__()
+        if not 0 <= position < len(self._arrays):
+            raise InterpreterError(
+                f"list index {position} is outside a list of {len(self._arrays)} arrays"
+            )
+        return self._arrays[position]
 
 
 MAX_TILE_ELEMENTS = 1 << 24

@@ -10,6 +10,7 @@ import torch
 from mla_var3.errors import InterpreterError
 from tests.unit.runtime.interpreter.interpreter_support import apply, evaluate, values
 
+RZ = ct.RoundingMode.RZ
 NAN = math.nan
 
 
@@ -46,16 +47,45 @@ def test_minimum_and_maximum_ignore_nan():
     torch.testing.assert_close(
         apply(ct.maximum, x, y), torch.tensor([2.0, 1.0, NAN, 3.0]), equal_nan=True
     )
+    assert apply(lambda a, b: ct.minimum(a, b, propagate_nan=True), x, y).isnan().tolist() == [
+        True,
+        True,
+        True,
+        False,
+    ]
 
 
 def test_flush_to_zero():
     tiny = 2.0**-130
-    x = torch.tensor([tiny, 1.0])
-    assert apply(lambda a: ct.exp2(a * 0 - 130, flush_to_zero=True), x).tolist() == [0.0] * 2
+    x = torch.tensor([tiny, -tiny, 2.0**-126, 1.0])
+    flushed = apply(lambda a: ct.add(a, 0.0, flush_to_zero=True), x)
+    assert flushed.tolist() == [0.0, 0.0, 2.0**-126, 1.0]
+    product = apply(lambda a: ct.mul(a, -(2.0**-10), flush_to_zero=True), x)
+    assert product.tolist() == [0.0, 0.0, 0.0, -(2.0**-10)]
+    assert torch.signbit(product).tolist() == [True, False, True, True]
+    assert apply(lambda a: ct.exp2(a * 0 - 130, flush_to_zero=True), x).tolist() == [0.0] * 4
     assert apply(lambda a: ct.rsqrt(a, flush_to_zero=True), x)[0] == math.inf
-    assert apply(lambda a: ct.exp2(a * 0 - 130), x).tolist() == [tiny] * 2
+    assert apply(lambda a: ct.exp2(a * 0 - 130), x).tolist() == [tiny] * 4
+
+
+def test_directed_rounding_is_refused():
+    for body in (
+        lambda a: ct.sqrt(a, rounding_mode=RZ),
+        lambda a: ct.sum(a, rounding_mode=RZ),
+        lambda a: a.astype(ct.bfloat16, rounding_mode=RZ),
+    ):
+        with pytest.raises(InterpreterError, match="rounding mode .* is not supported"):
+            apply(body, torch.ones(2))
+
+
+def test_cast_to_tf32_rounds_to_even():
+    one_bit = 2.0**-10
+    x = torch.tensor([1 + one_bit / 2, 1 + 3 * one_bit / 2, math.inf, NAN])
+    rounded = apply(lambda a: a.astype(ct.tfloat32).astype(ct.float32), x)
+    assert rounded.tolist()[:3] == [1.0, 1 + 2 * one_bit, math.inf]
+    assert rounded[3].isnan()
 
 
 def test_unsupported_dtype_is_named():
-    with pytest.raises(InterpreterError, match="does not know dtype float4_e2m1fn"):
+    with pytest.raises(InterpreterError, match="dtype float4_e2m1fn is not supported by the CPU"):
         evaluate(lambda: ct.zeros((4,), ct.float4_e2m1fn))

@@ -107,8 +107,8 @@ def test_host_code_at_the_same_time_is_not_affected():
 def test_printing(capsys):
     def body():
         x = ct.arange(2, dtype=ct.float32) / 2
-        print("x:", x)
+        ct.print("x:", x, sep="", end=";\n")
         print(f"{x[None, :]:.2f} {ct.bid(0)} {x > 0.1}")
 
     evaluate(body)
-    assert capsys.readouterr().out == ("x: [0.000000, 0.500000]\n[[0.00, 0.50]] 0 [0, 1]\n")
+    assert capsys.readouterr().out == ("x:[0.000000, 0.500000];\n[[0.00, 0.50]] 0 [0, 1]\n")

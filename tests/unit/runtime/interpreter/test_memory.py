@@ -1,4 +1,4 @@
-"""Access to arrays: loads, stores, slices, single elements."""
+"""Tile-shaped memory access: loads, stores, slices and tiled views."""
 
 import math
 
@@ -37,18 +37,19 @@ def grid_of(rows: int, columns: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_can_be_moved(dtype):
     x = torch.tensor([1, 0, 1, 1, 1]).to(dtype)
-    out = torch.zeros(8).to(dtype)
+    out = torch.zeros(7).to(dtype)
 
     @ct.kernel
     def kernel(x, out):
         tile = ct.load(x, (0,), (8,), padding_mode=ZERO)
         tile = ct.where(ct.arange(8, dtype=ct.int32) < 8, tile, tile)
-        ct.store(out, (0,), tile)
-        ct.store(out, (3,), ct.gather(x, ct.arange(2, dtype=ct.int32)))
+        ct.store(out, (0,), ct.cat((ct.extract(tile, (0,), (4,)), ct.extract(tile, (1,), 4)), 0))
+        index = ct.arange(4, dtype=ct.int32)
+        ct.scatter(out, index + 5, ct.gather(x, index))
 
     interpreter.launch((1,), kernel, (x, out))
     padding = torch.zeros(1).to(dtype).float().item()
-    expected = [*x.float().tolist(), padding, *x.float().tolist()[:2]]
+    expected = [*x.float().tolist(), *x.float().tolist()[:2]]
     assert out.float().tolist() == expected
     assert values(lambda a: ct.load(a, (1,), (4,), padding_mode=ZERO).astype(ct.float32), x) == [
         x.float().tolist()[4],
@@ -129,7 +130,9 @@ def test_unchecked_bounds_that_are_violated():
     for body in (
         lambda a: ct.load(a, (1,), (4,), check_bounds=False),
         lambda a: ct.store(a, (1,), ct.zeros(4, ct.float32), check_bounds=False),
+        lambda a: a.tiled_view(4).load(1, check_bounds=False),
         lambda a: ct.gather(a, ct.arange(8, dtype=ct.int32), check_bounds=False),
+        lambda a: ct.scatter(a, -1, 0.0, check_bounds=False),
         lambda a: ct.atomic_add(a, 6, 1.0, check_bounds=False),
     ):
         with pytest.raises(InterpreterError, match="check_bounds=False, but"):
@@ -167,42 +170,18 @@ def test_bad_slice(bounds):
         evaluate(lambda a, low, high: a.slice(0, low, high), grid_of(8, 4), *bounds)
 
 
-def test_gather_bounds_and_padding():
-    x = grid_of(2, 3)
+def test_tiled_view():
+    x = grid_of(5, 4)
 
     def body(a):
-        rows = ct.arange(4, dtype=ct.int32)[:, None] - 1
-        columns = ct.arange(2, dtype=ct.int64)[None, :] * 2
-        return ct.gather(a, (rows, columns), padding_value=-1)
+        view = a.tiled_view((2, 4), padding_mode=ZERO, traversal_steps=(1, 4))
+        assert view.tile_shape == (2, 4)
+        assert view.traversal_steps == (1, 4)
+        assert view.dtype == ct.float32
+        assert view.num_tiles(0) == 5
+        view.store((0, 0), ct.full((1, 4), -1.0, ct.float32))
+        return view.load((4, 0))
 
-    assert values(body, x) == [[-1.0, -1.0], [0.0, 2.0], [3.0, 5.0], [-1.0, -1.0]]
-
-
-def test_gather_from_an_empty_array():
-    assert values(lambda a: ct.gather(a, ct.arange(2, dtype=ct.int32)), torch.zeros(0)) == [0, 0]
-
-
-def test_atomics_see_each_other():
-    x = torch.zeros(2, dtype=torch.int32)
-    index = torch.tensor([0, 1, 0, 0], dtype=torch.int32)
-
-    def body(a, i):
-        return ct.atomic_add(a, ct.load(i, (0,), (4,)), ct.arange(4, dtype=ct.int32) + 1)
-
-    assert values(body, x, index) == [0, 0, 1, 4]
-    assert x.tolist() == [8, 2]
-
-
-def test_counter_across_blocks():
-    counter, order = torch.zeros(1, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
-
-    @ct.kernel
-    def kernel(counter, order):
-        ticket = ct.atomic_add(counter, 0, 1)
-        ct.store(order, (ct.bid(0),), ticket)
-        if ticket == ct.num_blocks(0) - 1:
-            ct.store(counter, (0,), 100)
-
-    interpreter.launch((5,), kernel, (counter, order))
-    assert order.tolist() == [0, 1, 2, 3, 4]
-    assert counter.item() == 100
+    last = elements(body, x)
+    assert last.tolist() == [[16.0, 17.0, 18.0, 19.0], [0.0] * 4]
+    assert x[:2].eq(-1).all() and x[2:].ge(0).all()

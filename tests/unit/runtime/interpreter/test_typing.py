@@ -20,11 +20,11 @@ from mla_var3.errors import InterpreterError
 from mla_var3.runtime import interpreter
 
 INTEGERS = ["bool_", "int8", "int32", "int64", "uint8"]
-FLOATS = ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn"]
+FLOATS = ["float16", "bfloat16", "float32", "float64", "tfloat32", "float8_e4m3fn"]
 ALL_DTYPES = INTEGERS + FLOATS
-MAIN_DTYPES = [name for name in ALL_DTYPES if not name.endswith("64")]
-# The front end accepts float8 where the assembler refuses it.
-COMPUTABLE = [name for name in ALL_DTYPES if name != "float8_e4m3fn"]
+MAIN_DTYPES = [name for name in ALL_DTYPES if not name.endswith("64") and name != "tfloat32"]
+# The front end lets float8 and tfloat32 pass where the assembler refuses them.
+COMPUTABLE = [name for name in ALL_DTYPES if name not in ("tfloat32", "float8_e4m3fn")]
 ALL_PAIRS = list(itertools.product(MAIN_DTYPES, MAIN_DTYPES))
 SOME_PAIRS = [
     *((name, name) for name in ALL_DTYPES),
@@ -47,27 +47,46 @@ BINARY = {
     "x * y": SOME_PAIRS,
     "x // y": SOME_PAIRS,
     "x % y": SOME_PAIRS,
+    "x ** y": SOME_PAIRS,
     "x ^ y": SOME_PAIRS,
     "x << y": SOME_PAIRS,
     "x == y": COMPUTABLE_PAIRS,
     "ct.cdiv(x, y)": SOME_PAIRS,
     "min(x, y)": SOME_PAIRS,
+    "ct.atan2(x, y)": SOME_PAIRS,
+    "ct.add(x, y, flush_to_zero=True)": SOME_PAIRS,
+    "ct.truediv(x, y, rounding_mode=ct.RoundingMode.APPROX)": SOME_PAIRS,
+    "ct.sub(x, y, rounding_mode=ct.RoundingMode.APPROX)": SOME_PAIRS,
+    "ct.maximum(x, y, flush_to_zero=True)": SOME_PAIRS,
+    "divmod(x, y)[1]": SOME_PAIRS,
 }
 MATRICES = {
+    "x @ y": ALL_PAIRS,
     "ct.mma(x, y, ct.zeros((4, 4), ct.float32))": ALL_PAIRS,
     "ct.mma(x, y, ct.zeros((4, 4), ct.float16))": SOME_PAIRS,
     "ct.mma(x, y, ct.zeros((4, 4), ct.int32))": SOME_PAIRS,
+    "ct.mma(x, y, ct.zeros((4, 4), ct.float32), use_fast_acc=True)": SOME_PAIRS,
+    "ct.cat((x, y), 0)": SOME_PAIRS,
+    "ct.insert(x, (0, 0), y)": SOME_PAIRS,
 }
-WITH_NUMBERS = ["x + y", "x / y", "x & y", "x == y", "max(x, y)", "x % y"]
+WITH_NUMBERS = ["x + y", "x / y", "x & y", "x ** y", "x >> y", "x == y", "max(x, y)", "x % y"]
 UNARY = [
     "-x",
     "+x",
+    "~x",
     "abs(x)",
     "ct.exp(x)",
+    "ct.exp(x, rounding_mode=ct.RoundingMode.FULL)",
     "ct.exp2(x, flush_to_zero=True)",
+    "ct.sqrt(x, rounding_mode=ct.RoundingMode.APPROX)",
+    "ct.floor(x)",
+    "ct.isnan(x)",
     "ct.sum(x, 1)",
+    "ct.sum(x, flush_to_zero=True)",
     "ct.max(x, (0, 1), keepdims=True)",
+    "ct.argmax(x, 0)",
     "ct.bitcast(x, ct.int32)",
+    "ct.full((4,), x.extract((0, 0), ()), ct.float16)",
 ]
 SHAPES = [
     "ct.zeros((3,), ct.float32)",
@@ -81,22 +100,46 @@ SHAPES = [
     "ct.zeros((2, 4, 8), ct.int8).permute((2, 0, -2))",
     "ct.zeros((2, 4), ct.int8).permute((0, 0))",
     "ct.zeros((2, 4), ct.int8).permute((0,))",
+    "ct.zeros((2,), ct.int8).transpose()",
+    "ct.zeros((2, 4, 8), ct.int8).transpose()",
+    "ct.zeros((2, 4, 8), ct.int8).transpose(0, -1)",
+    "ct.zeros((2, 4, 8), ct.int8).transpose(0)",
+    "ct.broadcast_to(ct.zeros((4, 1), ct.int8), (2, 4, 8))",
+    "ct.broadcast_to(ct.zeros((4, 2), ct.int8), (4, 8))",
+    "ct.broadcast_to(1.5, (4,))",
     "ct.zeros((4,), ct.int32) + ct.zeros((2,), ct.int32)",
     "ct.zeros((4,), ct.int32)[None, ..., None]",
     "ct.zeros((4,), ct.int32)[None]",
     "ct.zeros((4,), ct.int32)[0]",
     "ct.zeros((4,), ct.int32)[0:2]",
     "ct.zeros((4,), ct.int32)[:, :]",
+    "ct.zeros((4, 8), ct.int32).extract((1, 1), (2, 4))",
+    "ct.zeros((4, 8), ct.int32).extract((1, 1), ())",
+    "ct.zeros((4,), ct.int32).extract((2,), (2,))",
+    "ct.zeros((4,), ct.int32).extract((0,), (8,))",
+    "ct.zeros((4,), ct.int32).extract((0, 0), (2,))",
+    "ct.cat((ct.zeros((4,), ct.int8), ct.zeros((8,), ct.int8)), 0)",
+    "ct.cat((ct.zeros((4,), ct.int8), ct.zeros((4, 1), ct.int8)), 0)",
+    "ct.expand_dims(ct.zeros((4,), ct.int8), -1)",
+    "ct.expand_dims(ct.zeros((4,), ct.int8), 3)",
     "ct.sum(ct.zeros((4,), ct.int32), 1)",
     "ct.sum(ct.zeros((4, 4), ct.int32), (0, -2))",
+    "ct.argmax(ct.zeros((4, 4), ct.int32), keepdims=True)",
     "ct.zeros((1, 1), ct.int32).item()",
     "ct.zeros((2,), ct.int32).item()",
+    "ct.astile(((1, 2), (3, ct.bid(0))), dtype=ct.float16)",
+    "ct.astile(((1, 2), (3,)), dtype=ct.float16)",
+    "ct.zeros((4, 8), ct.float16) @ ct.zeros((4, 8), ct.float16)",
+    "ct.zeros((4, 8), ct.float16) @ ct.zeros((8,), ct.float16)",
+    "ct.zeros((8,), ct.float16) @ ct.zeros((8, 4), ct.float16)",
+    "ct.zeros((2, 4, 8), ct.float16) @ ct.zeros((8, 4), ct.float16)",
     "ct.mma(ct.zeros((4,), ct.float16), ct.zeros((4, 4), ct.float16), ct.zeros(4, ct.float32))",
     "ct.bid(0) * 2",
     "ct.bid(3)",
     "ct.cdiv(ct.bid(0), 4)",
     "ct.bid(0) + 2**31",
     "ct.ones((4,), ct.float32).astype(ct.float8_e8m0fnu)",
+    "ct.ones((4,), ct.int32).astype(ct.float32, rounding_mode=ct.RoundingMode.RZ)",
     "ct.float16(ct.bid(0)) + 1",
     "ct.zeros((4,), ct.float32).dtype(ct.bid(0))",
     "int(ct.bid(0))",
