@@ -136,7 +136,7 @@ def test_trees_and_packed_queries(
 
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("kernel", ["flash_mla:cutile-dsl", "flash_mla_split_kv:cutile-dsl"])
-@pytest.mark.parametrize(("page_size", "q_dtype"), [(16, torch.bfloat16), (64, torch.float16)])
+@pytest.mark.parametrize(("page_size", "q_dtype"), [(128, torch.bfloat16), (64, torch.float16)])
 def test_options_of_cutile_on_an_eight_bit_cache(
     page_size: int, q_dtype: torch.dtype, kernel: str, dtype: str, generator: torch.Generator
 ) -> None:
