@@ -7,7 +7,7 @@ from typing import Any
 
 import mla_var3
 from mla_var3.errors import HyperMlaError
-from mla_var3.op.mla.cache_formats import FORMATS
+from mla_var3.op.mla.cache_formats import DS_MLA, FORMATS
 
 from .mirror import Mirror
 
@@ -55,6 +55,8 @@ def draw(seed: str, device: str, kernels: list[str]) -> Case:
         case["cache_dtype"] = own.choice(sorted(FORMATS))
         if not on_gpu:
             case.update(k=128 * own.randint(1, 2), p=2 * own.randint(1, 3))
+            if case["cache_dtype"] == DS_MLA.name:  # at least two groups of columns
+                case["k"] = 256
     elif kind in ("dense", "paged"):
         case["window"] = rng.choice([0, 0, 1, min(7, t), min(64, t), min(128, t), t])
         if case["window"] and case["window"] % 64 == 0 and own.random() < 0.5:

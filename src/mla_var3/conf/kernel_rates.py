@@ -10,7 +10,8 @@ or device without an entry has no fitted rates.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import resources
 from typing import Any
@@ -63,6 +64,8 @@ class EnergyRates:
 
     Attributes:
         latent_joules_per_tflop: Latent attention, per 10**12 operations.
+        fp8_joules_per_tflop: Latent attention with 8-bit products, by format of the cache
+            (docs/results/2026-11-16-nvidia-h200-fp8-latent.md).
         heads_joules_per_tflop: Decompressed attention, likewise, beside the bytes that it reads.
         joules_per_gb: Moving 10**9 bytes from or to device memory.
         power_limit_w: What the card may draw.
@@ -71,15 +74,32 @@ class EnergyRates:
     """
 
     latent_joules_per_tflop: float
+    fp8_joules_per_tflop: Mapping[str, float] = field(hash=False)
     heads_joules_per_tflop: float
     joules_per_gb: float
     power_limit_w: float
     source: str
     date: str
 
-    def joules(self, latent_flops: float, heads_flops: float, moved_bytes: float) -> float:
-        """Energy of attention with so much work of each kind."""
-        operations = self.latent_joules_per_tflop * latent_flops
+    def joules(
+        self,
+        latent_flops: float,
+        heads_flops: float,
+        moved_bytes: float,
+        cache_dtype: str | None = None,
+    ) -> float:
+        """Energy of attention with so much work of each kind.
+
+        Args:
+            latent_flops: Operations of latent attention.
+            heads_flops: Of decompressed attention.
+            moved_bytes: From and to device memory.
+            cache_dtype: Format of an 8-bit latent cache that is multiplied in 8 bits.
+        """
+        latent = self.latent_joules_per_tflop
+        if cache_dtype is not None:
+            latent = self.fp8_joules_per_tflop[cache_dtype]
+        operations = latent * latent_flops
         operations += self.heads_joules_per_tflop * heads_flops
         return operations / 1e12 + self.joules_per_gb * moved_bytes / 1e9
 

@@ -111,6 +111,20 @@ def test_steady_times_are_as_measured_over_a_second(row):
     assert expected.steady_kernel_us == pytest.approx(row["us_for_a_second"], rel=0.1)
 
 
+@pytest.mark.parametrize(
+    ("s", "cache_dtype", "us_for_a_second"),
+    [
+        (16, "fp8", 630.2), (16, "fp8_per_token", 733.6),
+        (32, "fp8", 1253), (32, "fp8_per_token", 1471),
+    ],
+)  # fmt: skip
+def test_steady_times_on_8_bit_caches(s, cache_dtype, us_for_a_second):
+    """By the record 2026-11-16-nvidia-h200-fp8-latent.md."""
+    problem = MlaProblem(b=32, s=s, t=4096, h=128)
+    expected = found("flash_mla", Workload(problem, cache_dtype=cache_dtype))
+    assert expected.steady_kernel_us == pytest.approx(us_for_a_second, rel=0.05)
+
+
 def test_no_ideal_time_is_above_a_recorded_one():
     assert len(RECORDS) > 20
     for kernel, _, work, time_us in RECORDS:

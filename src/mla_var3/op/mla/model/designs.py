@@ -438,9 +438,9 @@ def _estimate(
 ) -> Estimate:
     """An estimate from the time of the attention, the work of each kind, and that of the merge."""
     rates = target.rates
-    limit_us = None  # the energy of 8-bit products was not measured
-    if target.cache_dtype is None:
-        limit_us = power_limit_us(target.spec.name, latent, heads, merge_us)
+    limit_us = None  # the energy of an 8-bit cache in 16-bit products was not measured
+    if target.cache_dtype is None or target.has_8_bit_products:
+        limit_us = power_limit_us(target.spec.name, latent, heads, merge_us, target.cache_dtype)
     return Estimate(
         kernel=target.kernel,
         language=target.language,

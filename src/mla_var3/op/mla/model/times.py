@@ -192,7 +192,11 @@ Estimator = Callable[[Workload, Target], Estimate]
 
 
 def power_limit_us(
-    device: str, latent: Cost | None = None, heads: Cost | None = None, others_us: float = 0.0
+    device: str,
+    latent: Cost | None = None,
+    heads: Cost | None = None,
+    others_us: float = 0.0,
+    cache_dtype: str | None = None,
 ) -> float | None:
     """Time of a kernel by the energy of its attention at the power limit; None where unknown.
 
@@ -201,12 +205,14 @@ def power_limit_us(
         latent: Latent work.
         heads: Decompressed work.
         others_us: Time of its other launches.
+        cache_dtype: Format of an 8-bit latent cache that is multiplied in 8 bits.
     """
     rates = energy_rates(device)
-    if rates is None:
+    if rates is None or (cache_dtype is not None and cache_dtype not in rates.fp8_joules_per_tflop):
         return None
     latent, heads = latent or Cost(0, 0), heads or Cost(0, 0)
-    joules = rates.joules(latent.flops, heads.flops, latent.bytes + heads.bytes)
+    moved = latent.bytes + heads.bytes
+    joules = rates.joules(latent.flops, heads.flops, moved, cache_dtype)
     return rates.least_us(joules) + others_us
 
 
