@@ -165,22 +165,26 @@ def test_sliding_window(case: Sliding, kernel: str) -> None:
         assert_close(output[own].cpu(), wanted[0][0].cpu(), lse[own].cpu(), wanted[1][0].cpu())
 
 
-@pytest.mark.parametrize(("name", "tp", "s"), MODELS)
-def test_whole_calls(name: str, tp: int, s: int) -> None:
-    """With projections in the launch; then the same call is replayed."""
-    sizes = mla_var3.model(name).sizes(tp)
-    h, d, p, k, v = (sizes[size] for size in ("h", "d", "p", "k", "v"))
+def whole_call(h: int, d: int, p: int, k: int, v: int, s: int) -> tuple[tuple[Any, ...], Any]:
+    """Operands of a call on a cache with poisoned slots, and its output and LSE in float64."""
     torch.manual_seed(0)
     rows, cache = poisoned(k, p, False)
     w_uk, w_uv = random(h, d, k, scale=k**-0.5), random(h, k, v, scale=k**-0.5)
     q, q_rope = random(B, s, h, d), random(B, s, h, p)
     problem = MlaProblem(b=B, s=s, t=T, h=h, d=d, p=p, k=k, v=v, lengths=LENGTHS)
     raw = MlaInputs(q, q_rope, rows[..., :k], rows[..., k:], w_uk, w_uv, cache.lengths)
-    wanted, wanted_lse = reference_from_latent(raw, problem, compute_dtype=torch.float64)
+    wanted = reference_from_latent(raw, problem, compute_dtype=torch.float64)
+    return (q, q_rope, cache, w_uk, w_uv), wanted
+
+
+@pytest.mark.parametrize(("name", "tp", "s"), MODELS)
+def test_whole_calls(name: str, tp: int, s: int) -> None:
+    """With projections in the launch; then the same call is replayed."""
+    sizes = mla_var3.model(name).sizes(tp)
+    h, d, p, k, v = (sizes[size] for size in ("h", "d", "p", "k", "v"))
+    operands, (wanted, wanted_lse) = whole_call(h, d, p, k, v, s)
     for _ in range(2):
-        found, lse = mla_var3.mla_attention(
-            q, q_rope, cache, w_uk, w_uv, kernel=LATENT, return_lse=True
-        )
+        found, lse = mla_var3.mla_attention(*operands, kernel=LATENT, return_lse=True)
         assert found.shape == (B, s, h, v)
         assert_close(found.cpu(), wanted.cpu(), lse.cpu(), wanted_lse.cpu())
 
@@ -188,14 +192,8 @@ def test_whole_calls(name: str, tp: int, s: int) -> None:
 @pytest.mark.parametrize("case", HEADS, ids=str)
 def test_decompressed(case: tuple[int, ...]) -> None:
     d, p, v, k, s, h = case
-    torch.manual_seed(0)
-    rows, cache = poisoned(k, p, False)
-    w_uk, w_uv = random(h, d, k, scale=k**-0.5), random(h, k, v, scale=k**-0.5)
-    q, q_rope = random(B, s, h, d), random(B, s, h, p)
-    problem = MlaProblem(b=B, s=s, t=T, h=h, d=d, p=p, k=k, v=v, lengths=LENGTHS)
-    raw = MlaInputs(q, q_rope, rows[..., :k], rows[..., k:], w_uk, w_uv, cache.lengths)
-    wanted, wanted_lse = reference_from_latent(raw, problem, compute_dtype=torch.float64)
+    operands, (wanted, wanted_lse) = whole_call(h, d, p, k, v, s)
     found, lse = mla_var3.mla_attention(
-        q, q_rope, cache, w_uk, w_uv, kernel="flash_attention:cute-dsl", return_lse=True
+        *operands, kernel="flash_attention:cute-dsl", return_lse=True
     )
     assert_close(found.cpu(), wanted.cpu(), lse.cpu(), wanted_lse.cpu())

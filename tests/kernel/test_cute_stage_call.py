@@ -195,14 +195,15 @@ def test_the_oldest_stage_is_evicted(launches, monkeypatch):
 def test_a_request_alone_is_launched_as_by_the_plan(monkeypatch, s, t, h, causal) -> None:
     """On keys and values with other strides: those inside of an engine's tensors."""
     from mla_var3.kernel.cute_python.mla.decompressed import call
+    from mla_var3.kernel.cute_python.mla.latent import call as programs
 
     launched: list[Any] = []
 
     def program_for(kernel_fn: Any, host: Any, args: Any, tiling: Any, device: Any) -> Any:
         return lambda *arguments: launched.append((host, type(args)(*arguments)))
 
-    monkeypatch.setattr(call, "program_for", program_for)
-    monkeypatch.setattr(call, "require_arch", lambda *arguments: None)
+    monkeypatch.setattr(programs, "program_for", program_for)
+    monkeypatch.setattr(programs, "require_arch", lambda *arguments: None)
     monkeypatch.setattr(call, "sm_count_of", lambda index: 132)
     CALL_STATE.clear()
     plan = plan_of("flash_attention", b=1, s=s, t=t, h=h, causal=causal)

@@ -9,7 +9,6 @@ import math
 import torch
 from torch import Tensor
 
-from mla_var3.errors import UnsupportedError
 from mla_var3.kernel.cute_python.mla.decompressed.kernel import (
     DecompressedArguments,
     DecompressedSm90,
@@ -20,11 +19,8 @@ from mla_var3.kernel.cute_python.mla.decompressed.stage import (
     DecompressedTiling,
 )
 from mla_var3.kernel.cute_python.mla.hopper.widths import HeadWidths
-from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES, sm_count_of
-from mla_var3.runtime.call_state import CALL_STATE
-from mla_var3.runtime.cute_kernel import CuteProgram, Int64Arg, program_for, require_arch
-
-_programs = CALL_STATE.table(64)
+from mla_var3.kernel.cute_python.mla.latent.call import call_program, sm_count_of
+from mla_var3.runtime.cute_kernel import Int64Arg
 
 
 def attend_request(
@@ -94,28 +90,8 @@ def attend_request(
         ctas=shape.ctas(tiling, sms),
         merge_ctas=min(sms * MERGE_CTAS_PER_SM, s * h),
     )
-    _program(arguments, q_nope, shape.pairing(tiling), HeadWidths(d, p, v), tiling)(*arguments)
-
-
-def _program(
-    arguments: DecompressedArguments,
-    like: Tensor,
-    pairing: str,
-    widths: HeadWidths,
-    tiling: DecompressedTiling,
-) -> CuteProgram:
-    partials = arguments.splits != 1
-    key = like.dtype, like.device.index, pairing, widths, partials
-    program: CuteProgram | None = _programs.get(key)
-    if program is None:
-        kernel_fn = DecompressedSm90.decompressed_attention
-        require_arch(kernel_fn.__name__, "sm_90a", like.device)
-        element = ELEMENT_TYPES.get(like.dtype)
-        if element is None:
-            raise UnsupportedError(
-                f"{kernel_fn.__name__}: expected a 16-bit dtype, got {like.dtype}"
-            )
-        host = DecompressedSm90(element, pairing, partials=partials, widths=widths)
-        program = program_for(kernel_fn, host, arguments, tiling, like.device)
-        _programs.keep(key, program)
-    return program
+    program = call_program(
+        DecompressedSm90.decompressed_attention, DecompressedSm90, tiling, arguments, q_nope,
+        pairing=shape.pairing(tiling), partials=splits > 1, widths=HeadWidths(d, p, v),
+    )  # fmt: skip
+    program(*arguments)

@@ -79,12 +79,7 @@ from mla_var3.kernel.cute_python.mla.latent.producer import (
     produce,
 )
 from mla_var3.kernel.cute_python.mla.latent.rows64 import Exchange, compute_rows64
-from mla_var3.kernel.cute_python.mla.latent.scheduler import (
-    PackedQueries,
-    Scheduler,
-    SlidingWindow,
-    work_range,
-)
+from mla_var3.kernel.cute_python.mla.latent.scheduler import Scheduler
 from mla_var3.runtime.cute_kernel import CuteKernel
 from mla_var3.runtime.plan import Constraints, Tiling
 
@@ -305,19 +300,10 @@ class FlashMLASm90:
             init_barriers(barriers, 2 if self.few > 0 else 1)
             missing[0] = Int32(0)
         cute.arch.sync_threads()
-        window = None
-        if const_expr(sliding_window is not None):
-            window = SlidingWindow(sliding_window, queries, total_lengths, shards, shard)
-        packed = None
-        if const_expr(query_begins is not None):
-            packed = PackedQueries(query_begins, queries, total_queries, heads, visits * group_ctas)
-        scheduler = Scheduler(
-            work_range(
-                lengths, requests, visits, newest, max_tokens, whole_items, group, group_count,
-                window, packed,
-            ),
-            lengths, total_lengths, query_begins, tree, queries, total_queries, heads, max_tokens,
-            group_ctas, visits, newest, causal, shards, shard, window, group, rank,
+        scheduler = Scheduler.of(
+            IndexTensors(table, lengths, total_lengths, query_begins, tree), requests, queries,
+            total_queries, heads, max_tokens, newest, causal, sliding_window, shards, shard,
+            whole_items, group_ctas, visits, group_count, group, rank,
         )  # fmt: skip
         ctas, cta = group_ctas * group_count, group * group_ctas + rank
         splits = may_split(scheduler.range, group_count)

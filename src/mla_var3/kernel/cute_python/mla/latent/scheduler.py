@@ -419,6 +419,51 @@ class Scheduler:
     group: Any
     rank: Any
 
+    @classmethod
+    def of(
+        cls,
+        index: Any,
+        requests: Any,
+        queries: Any,
+        total_queries: Any,
+        heads: Any,
+        max_tokens: Any,
+        newest: Any,
+        causal: Any,
+        sliding_window: Any,
+        shards: Any,
+        shard: Any,
+        whole_items: Any,
+        group_ctas: Any,
+        visits: Any,
+        group_count: Any,
+        group: Any,
+        rank: Any,
+    ) -> "Scheduler":
+        """The scheduler of a CTA, with the range of its group.
+
+        Args:
+            index: `latent.ops.IndexTensors`.
+            requests, queries, total_queries, heads, max_tokens, newest, causal, sliding_window,
+                shards, shard, whole_items, group_ctas, visits, group_count: as in the kernel's
+                contract.
+            group, rank: this CTA's.
+        """
+        lengths, total_lengths, begins = index.lengths, index.total_lengths, index.query_begins
+        window, packed = None, None
+        if sliding_window is not None:
+            window = SlidingWindow(sliding_window, queries, total_lengths, shards, shard)
+        if begins is not None:
+            packed = PackedQueries(begins, queries, total_queries, heads, visits * group_ctas)
+        own = work_range(
+            lengths, requests, visits, newest, max_tokens, whole_items, group, group_count, window,
+            packed,
+        )  # fmt: skip
+        return cls(
+            own, lengths, total_lengths, begins, index.tree, queries, total_queries, heads,
+            max_tokens, group_ctas, visits, newest, causal, shards, shard, window, group, rank,
+        )  # fmt: skip
+
     def first_tile(self) -> WorkTile:
         """The CTA's first work tile."""
         return work_tile_at(self.range.begin, Int32(0), self)
