@@ -173,8 +173,10 @@ def _latent_operands(task: AttentionTask, shape: CallShape, plan: Any) -> Operan
 
 def _cache_scales(cache: CacheView, t: int) -> torch.Tensor | None:
     """The scales of an 8-bit cache, where they are beside its rows."""
-    if cache.scales is None or cache.scales.dim() == 1:
-        return None if cache.scales is None else kernel_ready(cache.scales)
+    if cache.scales is None:
+        return None
+    if cache.scales.dim() == 1:
+        return kernel_ready(cache.scales)
     return cache.scales if cache.block_table is not None else cache.scales[:, :t]
 
 
