@@ -120,7 +120,8 @@ def test_a_prefix_is_one_window_and_the_latent_kernel_starts_behind_it():
     assert tuple(named["keys"].shape) == (1, 2, 128, 128)
     inputs = plan.prepare_inputs("cpu")
     assert inputs[-1].tolist() == [172, 0]
-    latent = next(iter(plan.plan(*inputs).kernels())).input_tensors[2]
+    own = {kernel.name: kernel for kernel in plan.plan(*inputs).kernels()}["flash_mla"]
+    latent = own.input_tensors[2]
     assert latent.data_ptr() == inputs[6][:, 128:].data_ptr()
 
 
@@ -166,11 +167,17 @@ def test_the_split_makes_both_end_together():
     assert balanced_split(nothing, nothing, 2) == SmSplit(1, 1)
 
 
-def test_work_tiles_are_not_divided_between_sms():
-    """256 work tiles take three turns on 86 SMs as on 127; the latent kernel gets the others."""
-    latent, window = Cost(36.5e9, 0), Cost(86e9, 0)
-    assert balanced_split(latent, window, 132).decompressed > 90
-    assert balanced_split(latent, window, 132, work_tiles=256) == SmSplit(46, 86)
+def test_a_shared_prefix_and_the_own_tokens_get_all_sms_in_turn():
+    """256 work tiles of a prefix fill two turns of 132 SMs, and no smaller number of them."""
+    plan = make("mla_var6_plus_v6", b=256, s=1, t=512, h=128, prefix=256, lengths=None)
+    assert plan.split() == SmSplit(HOPPER.sm_count, HOPPER.sm_count)
+    assert plan.settled() is plan
+    group = together(plan)
+    assert [kernel.name for kernel in group.kernels()] == ["decompressed_attention", "flash_mla"]
+    assert group.joint_failures() == ()
+    decompressed, latent = (named_arguments(kernel) for kernel in group.kernels())
+    assert decompressed["ctas"] == HOPPER.sm_count
+    assert latent["group_ctas"] * latent["group_count"] > 0.9 * HOPPER.sm_count
 
 
 @pytest.mark.parametrize("n", [64, 512, 2048, 4000])
@@ -225,7 +232,7 @@ def together(plan: Any) -> ConcurrentKernels:
     return found
 
 
-@pytest.mark.parametrize("name", ["mla_var6_plus", "mla_var6_plus_v5", "mla_var6_plus_v6"])
+@pytest.mark.parametrize("name", ["mla_var6_plus", "mla_var6_plus_v5"])
 def test_more_sms_than_there_are_is_refused(name):
     group = together(make(name, **OWN[name]))
     assert group.joint_failures() == ()

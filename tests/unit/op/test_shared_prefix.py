@@ -22,7 +22,7 @@ from mla_var3.op.mla.prefix.reference import (
     reference_shared_prefix,
 )
 from mla_var3.op.mla.problem import MlaProblem
-from mla_var3.op.mla.reference import reference_from_latent
+from mla_var3.op.mla.reference import decompressed_segment, reference_from_latent
 from mla_var3.op.mla.window.formats import FP8, PLAIN
 from mla_var3.op.mla.window.quantise import dequantise, quantise
 
@@ -80,6 +80,17 @@ def test_it_equals_attention_with_the_prefix_copied(causal, prefix):
     expected, lse = reference_from_latent(wide(x.plain), problem, compute_dtype=torch.float64)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
     torch.testing.assert_close(found_lse, lse, rtol=1e-9, atol=1e-10)
+
+
+def test_the_reference_holds_the_prefix_once_for_all_requests():
+    b, s, h, prefix = 64, 1, 4, 128
+    q, rope = torch.zeros(b, s, h, 16), torch.zeros(b, s, h, 8)
+    keys, rope_keys = torch.zeros(1, h, prefix, 16), torch.zeros(1, prefix, 8)
+    positions = torch.arange(prefix).expand(b, -1)
+    segment = decompressed_segment(q, rope, keys, keys, rope_keys, positions)
+    assert segment.keys.shape == (b, h, prefix, 24)
+    assert segment.keys.untyped_storage().nbytes() == h * prefix * 24 * 4
+    assert segment.values.untyped_storage().nbytes() == h * prefix * 16 * 4
 
 
 def test_the_prefix_matters_and_its_slots_are_poisoned():

@@ -221,10 +221,14 @@ def decompressed_segment(
     k_rope: torch.Tensor,
     positions: torch.Tensor,
 ) -> KvSegment:
-    """The segment of per-head keys `[b, h, m, d]` and values, with rope keys `[b, m, p]`."""
+    """The segment of per-head keys `[b, h, m, d]` and values, with rope keys `[b, m, p]`.
+
+    Keys, values and rope keys that all requests share have 1 instead of b, and are not copied.
+    """
     rope = k_rope[:, None].expand(-1, k.shape[1], -1, -1)  # [b, h, m, p]
     queries, keys = torch.cat([q_nope, q_rope], dim=-1), torch.cat([k, rope], dim=-1)
-    return KvSegment(queries, keys, v, positions)
+    every = (q_nope.shape[0], -1, -1, -1)
+    return KvSegment(queries, keys.expand(every), v.expand(every), positions)
 
 
 def latent_segment(

@@ -107,7 +107,7 @@ def reference_shared_prefix(
     kv_lengths = lengths_tensor(lengths, b, c_kv.device)
     slots = torch.arange(t, device=c_kv.device)
     own_slots = torch.where(slots >= prefix, slots, -1).expand(b, -1)
-    keys, values, rope = (x.expand(b, *x.shape) for x in (k_prefix, v_prefix, k_rope_prefix))
+    keys, values, rope = (rows[None] for rows in (k_prefix, v_prefix, k_rope_prefix))
     segments = [
         decompressed_segment(q_nope, q_rope, keys, values, rope, slots[:prefix].expand(b, -1)),
         latent_segment(q_latent, q_rope, c_kv, k_rope, own_slots),

@@ -121,7 +121,7 @@ def compute_few(
 
     p_even, p_odd = probabilities(shared.even), probabilities(shared.odd)
     thr_qk, thr_pv = qk_mma.get_slice(t), pv_mma.get_slice(t)
-    f_q = qk_mma.make_fragment_B(thr_qk.partition_B(first_rows(shared.q, widths.columns)))
+    f_q = qk_mma.make_fragment_B(thr_qk.partition_B(shared.q))
     f_even = qk_mma.make_fragment_A(thr_qk.partition_A(shared.even))
     f_odd = qk_mma.make_fragment_A(thr_qk.partition_A(shared.odd))
     v_even = pv_mma.make_fragment_A(thr_pv.partition_A(values(shared.even)))

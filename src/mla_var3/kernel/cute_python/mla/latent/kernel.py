@@ -115,6 +115,7 @@ class FlashMLASm90:
         self.head_box = head_box
         self.dtype = dtype
         self.few = few
+        self.q_rows = few if few > 0 else ROWS
         self.strict = strict
         self.empty_positive = empty_positive
 
@@ -149,13 +150,15 @@ class FlashMLASm90:
 
         swizzle = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
         row_layout = cute.tile_to_shape(swizzle, (TILE, widths.columns), order=(0, 1))
+        q_rows = self.q_rows
+        q_layout = cute.tile_to_shape(swizzle, (q_rows, widths.columns), order=(0, 1))
 
-        def copies_of(tensor, columns, head_box=0):
+        def copies_of(tensor, columns, rows=TILE, head_box=0):
             load = cpasync.CopyBulkTensorTileG2SOp()
-            layout = cute.tile_to_shape(swizzle, (TILE, columns), order=(0, 1))
-            box = (TILE, columns)
+            layout = cute.tile_to_shape(swizzle, (rows, columns), order=(0, 1))
+            box = (rows, columns)
             if const_expr(head_box > 0):
-                box = (head_box, TILE // head_box, columns)
+                box = (head_box, rows // head_box, columns)
                 layout = cute.composition(layout, cute.make_layout(box))
             return cpasync.make_tiled_tma_atom(load, tensor, layout, box)
 
@@ -206,12 +209,12 @@ class FlashMLASm90:
             q_rope = rows_of(
                 operands.q_rope, rope_columns, sizes.q_rope_stride, sizes.q_rope_token_stride
             )
-            q_rope_copy = copies_of(q_rope, TILE, self.head_box)
+            q_rope_copy = copies_of(q_rope, TILE, q_rows, self.head_box)
             rope = pages_of(operands.rope, rope_columns, sizes.rope_stride, sizes.rope_page_stride)
             rope_copy = copies_of(rope, TILE)
         self.flash_mla(
             *products,
-            *copies_of(q_latent, widths.half, self.head_box),
+            *copies_of(q_latent, widths.half, q_rows, self.head_box),
             *q_rope_copy,
             *copies_of(latent, widths.half),
             *rope_copy,
@@ -239,6 +242,7 @@ class FlashMLASm90:
             sizes.visits,
             sizes.group_count,
             row_layout,
+            q_layout,
         ).launch(
             grid=(sizes.group_ctas, sizes.group_count, 1),
             block=(THREADS, 1, 1),
@@ -289,6 +293,7 @@ class FlashMLASm90:
         visits: Int32,
         group_count: Int32,
         row_layout: cute.ComposedLayout,
+        q_layout: cute.ComposedLayout,
     ):
         thread, _, _ = cute.arch.thread_idx()
         rank, group, _ = cute.arch.block_idx()
@@ -310,10 +315,12 @@ class FlashMLASm90:
         if thread == 0 and splits:
             open_merge(merges, ctas, cta)
         q, even, odd = (
-            memory.get_tensor(row_layout.outer, swizzle=row_layout.inner)
-            for memory in (store.q, store.even, store.odd)
-        )
-        tiles = SharedTiles(q, even, odd, self.widths)
+            memory.get_tensor(layout.outer, swizzle=layout.inner)
+            for memory, layout in (
+                (store.q, q_layout), (store.even, row_layout), (store.odd, row_layout),
+            )
+        )  # fmt: skip
+        tiles = SharedTiles(q, even, odd, self.widths, self.q_rows)
         if warp_index >= PRODUCER_WARP:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             if warp_index == PRODUCER_WARP:

@@ -10,7 +10,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import (
@@ -21,7 +21,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     TILE_BYTES,
     WARPGROUP_WARPS,
 )
-from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor
+from mla_var3.kernel.cute_python.mla.hopper.tma import EVICT_FIRST, TmaTensor
 from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
 
 
@@ -174,12 +174,20 @@ class Sources:
 
 @dataclass(frozen=True)
 class SharedTiles:
-    """Tiles [64, `widths.columns`] in shared memory: the query tile and a pair of KV blocks."""
+    """Tiles [rows, `widths.columns`] in shared memory.
+
+    Attributes:
+        q: the query tile, of `q_rows` rows.
+        even, odd: a pair of KV blocks, of 64 rows each.
+        widths: widths of the rows.
+        q_rows: 64, or the fewer rows that requests have.
+    """
 
     q: Any
     even: Any
     odd: Any
     widths: LatentWidths
+    q_rows: int
 
 
 @dataclass(frozen=True)
@@ -214,12 +222,14 @@ class _Place:
     page: Any
 
 
-def _halves(tile: cute.Tensor, widths: LatentWidths) -> cute.Tensor:  # [64*k/2, half]
-    return cute.group_modes(cute.local_tile(tile, (TILE, widths.half), (0, None)), 0, 2)
+def _halves(tile: cute.Tensor, widths: LatentWidths, rows: int = TILE) -> cute.Tensor:
+    """A tile's latent columns as [rows*k/2, half]."""
+    return cute.group_modes(cute.local_tile(tile, (rows, widths.half), (0, None)), 0, 2)
 
 
-def _rope(tile: cute.Tensor, widths: LatentWidths) -> cute.Tensor:  # [64*64]
-    return cute.group_modes(cute.local_tile(tile, (TILE, TILE), (0, widths.tiles)), 0, 2)
+def _rope(tile: cute.Tensor, widths: LatentWidths, rows: int = TILE) -> cute.Tensor:
+    """A tile's rope columns as [rows*64]."""
+    return cute.group_modes(cute.local_tile(tile, (rows, TILE), (0, widths.tiles)), 0, 2)
 
 
 def _blocks(tensor: cute.Tensor, columns: int) -> cute.Tensor:
@@ -292,28 +302,28 @@ def load_queries(
 ):
     """Start the copies of a query tile."""
     one = cute.make_layout(1)
-    q, q_rope, widths = sources.q, sources.q_rope, shared.widths
+    q, q_rope, widths, box_rows = sources.q, sources.q_rope, shared.widths, shared.q_rows
 
     def parts_of(tensor, columns):
         if const_expr(sources.head_box > 0):
-            box = (sources.head_box, TILE // sources.head_box, columns)
+            box = (sources.head_box, box_rows // sources.head_box, columns)
             at = (first_row % sources.heads, first_row // sources.heads, 0)
             rows = cute.domain_offset(at, tensor)
             return cute.group_modes(cute.local_tile(rows, box, (0, 0, None)), 0, 3)
         rows = cute.domain_offset((first_row, 0), tensor)
-        return cute.group_modes(cute.local_tile(rows, (TILE, columns), (0, None)), 0, 2)
+        return cute.group_modes(cute.local_tile(rows, (box_rows, columns), (0, None)), 0, 2)
 
     target, source = cpasync.tma_partition(
-        q.copy, 0, one, _halves(shared.q, widths), parts_of(q.tensor, widths.half)
+        q.copy, 0, one, _halves(shared.q, widths, box_rows), parts_of(q.tensor, widths.half)
     )
     rope: Any = (None, None)  # target and source
     if const_expr(q_rope is not None):
         rope = cpasync.tma_partition(
-            q_rope.copy, 0, one, _rope(shared.q, widths), parts_of(q_rope.tensor, TILE)
+            q_rope.copy, 0, one, _rope(shared.q, widths, box_rows), parts_of(q_rope.tensor, TILE)
         )
     tiles = widths.tiles if q_rope is None else widths.tiles + 1
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(full, tiles * TILE_BYTES)
+        cute.arch.mbarrier_arrive_and_expect_tx(full, tiles * TILE_BYTES * box_rows // TILE)
     for half in cutlass.range_constexpr(2):
         cute.copy(q.copy, source[(None, half)], target[(None, half)], tma_bar_ptr=full)
     if const_expr(q_rope is not None):
@@ -372,7 +382,9 @@ def load_part(
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full, len(part.tiles) * TILE_BYTES)
     source = cache.latent_blocks[(None, place.block, half, place.page)]
-    cute.copy(cache.latent_copy, source, buffer.halves[(None, half)], tma_bar_ptr=full)
+    policy = Int64(EVICT_FIRST)
+    target = buffer.halves[(None, half)]
+    cute.copy(cache.latent_copy, source, target, tma_bar_ptr=full, cache_policy=policy)
     if const_expr(part.has_rope):
         source = cache.rope_blocks[(None, place.block, 0, place.page)]
-        cute.copy(cache.rope_copy, source, buffer.rope, tma_bar_ptr=full)
+        cute.copy(cache.rope_copy, source, buffer.rope, tma_bar_ptr=full, cache_policy=policy)

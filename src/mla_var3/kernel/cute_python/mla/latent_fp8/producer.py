@@ -8,10 +8,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Int32, Int64, const_expr
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import CONSUMER_WARPS, KV_BLOCK, LATENT, ROPE
-from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor, transfer
+from mla_var3.kernel.cute_python.mla.hopper.tma import EVICT_FIRST, TmaTensor, transfer
 from mla_var3.kernel.cute_python.mla.latent.producer import place_of
 
 STAGES = 4
@@ -118,5 +118,6 @@ def load_block(
     for i in cutlass.range_constexpr(len(parts)):
         at = (None, block, page) if i == 2 else (None, block, 0, page)
         cute.copy(
-            parts[i].copy, parts[i].tiles[at], parts[i].shared[(None, stage)], tma_bar_ptr=arrival
-        )
+            parts[i].copy, parts[i].tiles[at], parts[i].shared[(None, stage)],
+            tma_bar_ptr=arrival, cache_policy=Int64(EVICT_FIRST),
+        )  # fmt: skip

@@ -1,9 +1,9 @@
-"""Plans of the mix: some tokens latent, the others decompressed, at the same time.
+"""Plans of the mix: some tokens latent, the others decompressed.
 
 A version says which tokens are decompressed and how they are stored; the plan gives each kernel its
 SMs and connects them:
 
-    both kinds of tokens   latent beside decompressed attention, then decompress_combine
+    both kinds of tokens   latent beside (or after) decompressed attention, then decompress_combine
     latent tokens only     latent attention, up-projection
     decompressed only      decompressed attention, which writes the final output
 """
@@ -58,8 +58,9 @@ from mla_var3.runtime.cute_kernel import CuteKernel
 from mla_var3.runtime.plan import Constraints, Tiling
 from mla_var3.runtime.tensors import check_tensor, require_view
 
-LATENT_PRIORITY, DECOMPRESSED_PRIORITY = -1, 0
-"""CUDA stream priorities; the lower one starts first. The latent CTAs then find empty SMs."""
+FIRST_PRIORITY, SECOND_PRIORITY = -1, 0
+"""CUDA stream priorities; the lower one starts first. At the same time that is the latent kernel,
+whose CTAs then find empty SMs."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,8 @@ class CuteMixPlan(HopperPlan):
     combine_tiling: DecompressCombineTiling = field(default_factory=DecompressCombineTiling)
 
     made_for = {"k": LATENT, "d": HEAD, "p": ROPE}
+    in_turn: ClassVar[bool] = False
+    """Whether the kernels run one after the other, each on all SMs."""
 
     # -- what a version defines --------------------------------------------------------------------
 
@@ -124,11 +127,11 @@ class CuteMixPlan(HopperPlan):
     def split(self) -> SmSplit:
         """SMs of each kernel where its tiling names none.
 
-        A kernel that is alone has all of them. Where the SMs of one kernel were chosen, the other
-        has the rest; otherwise both should end together.
+        A kernel that is alone, or in turn with the other, has all of them. Where the SMs of one
+        kernel were chosen, the other has the rest; otherwise both should end together.
         """
         slots = self.decompressed_slots()
-        if slots in (0, self.t) or self.sm_count < 2:
+        if slots in (0, self.t) or self.sm_count < 2 or self.in_turn:
             return SmSplit(self.sm_count, self.sm_count)
         pinned = self.tiling.sms or self.sm_count - self.decompressed_tiling.sms
         if pinned != self.sm_count:
@@ -140,14 +143,7 @@ class CuteMixPlan(HopperPlan):
 
     def balanced_split(self) -> SmSplit:
         """The split of all SMs at which both kernels are expected to end together."""
-        shape = self.decompressed_shape
-        pairing = shape.pairing(self.decompressed_tiling)
-        work_tiles = shape.requests * shape.request_tiles(pairing)
-        # Requests that are split fill their SMs evenly.
-        whole = work_tiles >= self.sm_count
-        return balanced_split(
-            self.latent_cost(), self.decompressed_cost(), self.sm_count, work_tiles if whole else 0
-        )
+        return balanced_split(self.latent_cost(), self.decompressed_cost(), self.sm_count)
 
     def latent_sms(self, tiling: FlashMLATiling) -> int:
         """SMs of the latent kernel."""
@@ -167,7 +163,7 @@ class CuteMixPlan(HopperPlan):
         For calls that build their stages anew each time: the split is not computed again.
         """
         split, slots = self.split(), self.decompressed_slots()
-        if slots in (0, self.t) or self.sm_count < 2:
+        if slots in (0, self.t) or self.sm_count < 2 or self.in_turn:
             return self
         return self.copy(
             tiling=replace(self.tiling, sms=self.latent_sms(self.tiling)),
@@ -178,7 +174,7 @@ class CuteMixPlan(HopperPlan):
 
     def _splits(self) -> list[SmSplit]:
         """Splits of the SMs that tuning tries beside the one of the model."""
-        together = 0 < self.decompressed_slots() < self.t
+        together = 0 < self.decompressed_slots() < self.t and not self.in_turn
         return neighbours(self.split()) if together and self.sm_count > 1 else []
 
     # -- tilings and costs -------------------------------------------------------------------------
@@ -293,6 +289,14 @@ class CuteMixPlan(HopperPlan):
         return KernelPipeline(_name=self.name, stages=[attention, combine])
 
     def _together(self, old: CuteKernel, new: CuteKernel) -> ConcurrentKernels:
+        if self.in_turn:
+            # The latent CTAs start as those of the other kernel end.
+            return ConcurrentKernels(
+                _name="decompressed_then_latent",
+                concurrent_kernels=[new, old],
+                stream_priorities=[FIRST_PRIORITY, SECOND_PRIORITY],
+            )
+
         def validate(tilings: list[Any]) -> Constraints:
             of_latent, of_decompressed = tilings
             return joint_constraints(
@@ -303,7 +307,7 @@ class CuteMixPlan(HopperPlan):
             _name="latent_and_decompressed",
             concurrent_kernels=[old, new],
             validate_joint_tiling_fn=validate,
-            stream_priorities=[LATENT_PRIORITY, DECOMPRESSED_PRIORITY],
+            stream_priorities=[FIRST_PRIORITY, SECOND_PRIORITY],
         )
 
     def _check_queries(self, q_nope: Tensor, w_uv: Tensor) -> None:

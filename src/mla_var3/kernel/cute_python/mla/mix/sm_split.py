@@ -1,4 +1,4 @@
-"""How the latent and the decompressed kernel, which run at the same time, share the SMs."""
+"""How a latent and a decompressed kernel that run at the same time share the SMs."""
 
 from __future__ import annotations
 
@@ -26,15 +26,13 @@ class SmSplit:
     decompressed: int
 
 
-def balanced_split(latent: Cost, decompressed: Cost, sm_count: int, work_tiles: int = 0) -> SmSplit:
+def balanced_split(latent: Cost, decompressed: Cost, sm_count: int) -> SmSplit:
     """The split at which both kernels are expected to end together.
 
     Args:
         latent: work of the latent kernel, compute bound with many rows.
         decompressed: work of the decompressed kernel, memory bound unless many rows share it.
         sm_count: SMs of the device, at least two.
-        work_tiles: equal work tiles of the decompressed kernel, of which an SM takes whole ones; 0
-            for so many that it does not matter.
     """
 
     def last_us(sms: int) -> float:
@@ -42,9 +40,7 @@ def balanced_split(latent: Cost, decompressed: Cost, sm_count: int, work_tiles: 
             max(work.time_us(LATENT_TFLOPS_PER_SM, DECOMPRESSED_GBPS_PER_SM), 1e-9)
             for work in (latent, decompressed)
         )
-        rest = sm_count - sms
-        turns = -(-work_tiles // rest) / work_tiles if work_tiles else 1.0 / rest
-        return max(latent_us / sms, decompressed_us * turns)
+        return max(latent_us / sms, decompressed_us / (sm_count - sms))
 
     # Of equally good splits the one with most SMs for the latent kernel, which starves first.
     chosen = min(range(sm_count - 1, 0, -1), key=last_us)

@@ -1,4 +1,4 @@
-"""mla_var6_plus_v6: a prefix shared by the batch decompressed, own tokens latent, at the same time.
+"""mla_var6_plus_v6: a prefix shared by the batch decompressed, the tokens of each request latent.
 
     q_nope [b, s, h, 128]   q_latent [b, s, h, 512]   q_rope [b, s, h, 64]
     k_prefix, v_prefix [h, prefix, 128], k_rope_prefix [prefix, 64]   slot j is position j, of all
@@ -14,7 +14,9 @@ its tokens and none of its own. Rows without a visible key give 0 and -inf. Targ
 Parent: mla_var6_plus. Idea: decompress the prefix that all requests have in common, a system
 prompt for example. Its keys and values are read once for the b*s queries of a head, which are rows
 of one matrix, so the path with few operations per token needs few bytes as well. With prefix=0 the
-latent kernel is alone, with prefix=t the decompressed one.
+latent kernel is alone, with prefix=t the decompressed one. With both, each gets all SMs and the
+latent CTAs start as the others end: the prefix is a few large work tiles per SM, which no share of
+the SMs divides evenly (docs/results/2026-11-16-nvidia-h200-prefix.md).
 
 By default the prefix is half of the slots, which says nothing about a workload: `--prefix` is how
 much the requests really share. Limits: those of the base version; one prefix per batch. The id in
@@ -54,6 +56,7 @@ class CuteMlaVar6PlusV6(CuteMixPlan):
     )
 
     targets = ("sm_90",)
+    in_turn = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
