@@ -34,9 +34,7 @@ from mla_var3.kernel.cute_python.mla.latent.merge import merge_rows
 from mla_var3.kernel.cute_python.mla.latent.operands import LATENT_FIELDS
 from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     ITEM_COST,
-    SHARE_PARTS,
     PackedQueries,
-    deals_tiles,
     takes_turns,
     work_range,
 )
@@ -315,7 +313,7 @@ class RangeProbe:
         total: Int32,
     ):
         group, _, _ = cute.arch.block_idx()
-        packed = PackedQueries(begins, tiles, total, 64, tiles) if self.packed else None
+        packed = PackedQueries(begins, tiles, total, 64, 4 * 64) if self.packed else None
         found = work_range(
             lengths, requests, visits, newest, 1 << 30, 0, group, group_count, None, packed
         )
@@ -364,17 +362,13 @@ def test_device_finds_the_ranges_of_the_host(packed: bool) -> None:
         program_for(RangeProbe.range_probe, probe, args, FlashMLATiling(), ranges.device)(*args)
         old = [max(length - newest, 0) for length in lengths]
         shape, items = GroupShape(1, visits, groups), len(lengths) * visits
-        shares = [-(-count * SHARE_PARTS // tiles) for count in counts]
-        if not deals_tiles(items, groups):
-            shares = [SHARE_PARTS] * len(counts)
+        found = [-(-count // 4) for count in counts]  # visits of four tiles
         wanted = [
-            [*begin, *end, 1] for begin, end in itertools.pairwise(range_begins(old, shape, shares))
+            [*begin, *end, 1] for begin, end in itertools.pairwise(range_begins(old, shape, found))
         ]
-        sizes = [
-            -(-(-(-length // KV_BLOCK) + ITEM_COST) * share // SHARE_PARTS)
-            for length, share in zip(old, shares, strict=True)
-        ]
-        if takes_turns(max(sizes) - ITEM_COST, items, groups, sum(sizes) * visits):
+        blocks = [-(-length // KV_BLOCK) for length in old]
+        total = sum((b + ITEM_COST) * n for b, n in zip(blocks, found, strict=True))
+        if takes_turns(max(blocks), items, groups, total):
             wanted = [[group, 0, items, 0, groups] for group in range(groups)]
         assert ranges.tolist() == wanted, (len(lengths), visits, newest, groups)
 

@@ -15,7 +15,12 @@ pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl"
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, ROWS
 from mla_var3.kernel.cute_python.mla.latent import scheduler as device
-from mla_var3.kernel.cute_python.mla.latent.groups import GroupShape, range_begins
+from mla_var3.kernel.cute_python.mla.latent.groups import (
+    GroupShape,
+    group_shape,
+    packed_tiles,
+    range_begins,
+)
 from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     PackedQueries,
     Scheduler,
@@ -24,9 +29,8 @@ from mla_var3.kernel.cute_python.mla.latent.scheduler import (
 )
 
 DEVICE_FUNCTIONS = (
-    "tokens_of", "kv_blocks", "first_block", "packed_queries", "deal", "work_tile_at",
-    "group_share", "causal_limit", "row_limit",
-    "window_begin", "row_begin", "needs_mask", "first_hidden",
+    "tokens_of", "kv_blocks", "first_block", "packed_queries", "item_count", "work_tile_at",
+    "causal_limit", "row_limit", "window_begin", "row_begin", "needs_mask", "first_hidden",
 )  # fmt: skip
 
 
@@ -69,15 +73,14 @@ def test_a_row_sees_its_window_once(data):
     total_lengths = totals if shards > 1 or draw(st.booleans()) else None
     sliding = SlidingWindow(window, queries, total_lengths, shards, shard)
     blocks = [device.kv_blocks(lengths, r, 0, 2048, sliding) for r in range(len(counts))]
-    packed = PackedQueries(begins, queries, begins[-1], heads, ctas * shape.visits)
-    shares = [device.group_share(r, packed) for r in range(len(counts))]
-    ranges = range_begins([count * KV_BLOCK for count in blocks], shape, shares)
-    deals = device.deals_tiles(len(counts) * shape.visits, shape.group_count)
+    packed = PackedQueries(begins, queries, begins[-1], heads, ctas * ROWS)
+    items = [device.item_count(r, shape.visits, packed) for r in range(len(counts))]
+    ranges = range_begins([count * KV_BLOCK for count in blocks], shape, items)
     seen: dict[tuple[int, int], set[int]] = {}
     for group, (begin, end) in enumerate(itertools.pairwise(ranges)):
         for rank in range(ctas):
             scheduler = Scheduler(
-                WorkRange(*begin, *end, 1, deals), lengths, total_lengths, begins, None, queries,
+                WorkRange(*begin, *end, 1), lengths, total_lengths, begins, None, queries,
                 begins[-1], heads, 2048, ctas, shape.visits, 0, int(causal), shards, shard,
                 sliding, group, rank,
             )  # fmt: skip
@@ -106,35 +109,52 @@ def test_a_row_sees_its_window_once(data):
             assert seen[request, row] == wanted
 
 
-def test_a_group_deals_the_tiles_of_packed_requests_out_in_turn():
-    """Of 1 to 4 query tokens with 128 heads, 8 CTAs get as many tiles each, in turns or not."""
-    counts = [1, 4, 2, 3, 1, 1, 4, 2, 3, 3]
-    begins, lengths = list(itertools.accumulate(counts, initial=0)), [640] * len(counts)
-    for step, items in ((1, range(len(counts))), (2, range(1, len(counts), 2))):
-        tiles = []
-        for rank in range(8):
-            scheduler = Scheduler(
-                WorkRange(items[0], 0, len(counts), 0, step, True), lengths, None, begins, None, 4,
-                begins[-1], 128, 2048, 8, 1, 0, 1, 1, 0, None, 0, rank,
-            )  # fmt: skip
-            tile, found = scheduler.first_tile(), 0
-            while tile.valid:
-                found += 1
-                tile = scheduler.next_tile(tile)
-            tiles.append(found)
-        assert sum(tiles) == sum(2 * counts[item] for item in items)
-        assert max(tiles) - min(tiles) <= 1
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_request_has_items_only_for_its_query_tiles(step):
+    """Visits that find no tile are passed over, with a request at a time: no search of thousands."""
+    counts, visits = [1, 0, 4, 0, 0, 2, 0], 2000
+    begins, heads = list(itertools.accumulate(counts, initial=0)), 128
+    lengths = [640] * len(counts)
+    packed = PackedQueries(begins, 4, begins[-1], heads, 2 * ROWS)
+    assert [device.item_count(r, visits, packed) for r in range(len(counts))] == counts
+    found, reads = [], []
+
+    class Begins(list):  # counts what the search reads
+        def __getitem__(self, index):
+            reads.append(index)
+            return super().__getitem__(index)
+
+    for begin in range(step):
+        scheduler = Scheduler(
+            WorkRange(begin, 0, len(counts) * visits, 0, step), lengths, None, Begins(begins), None,
+            4, begins[-1], heads, 2048, 2, visits, 0, 1, 1, 0, None, 0, 1,
+        )  # fmt: skip
+        tile = scheduler.first_tile()
+        while tile.valid:
+            found.append((tile.item // visits, tile.row))
+            tile = scheduler.next_tile(tile)
+    wanted = [(r, (2 * i + 1) * ROWS) for r, count in enumerate(counts) for i in range(count)]
+    assert sorted(found) == wanted
+    assert len(reads) < 100
 
 
-def test_few_query_tiles_make_an_item_short():
-    """A boundary lies where the work is, not where the tokens are; no query, no length."""
-    lengths, shape = [6400] * 8, GroupShape(8, 1, 2)
-    even = [8, 8, 8, 8, 8, 8, 8, 8]
-    assert range_begins(lengths, shape, even)[1] == (4, 0)
-    assert range_begins(lengths, shape, [8, 8, 2, 2, 2, 2, 4, 4])[1][0] == 2
-    assert range_begins(lengths, shape, [0, 8, 0, 8, 0, 8, 0, 8])[1][0] in (4, 5)
-    # With fewer items per group all of them count alike.
-    shape = GroupShape(8, 1, 3)
-    assert range_begins(lengths, shape, [8, 8, 2, 2, 2, 2, 4, 4]) == range_begins(lengths, shape)
-    packed = PackedQueries([0, 0, 1, 4, 9], 4, 9, 128, 8)
-    assert [device.group_share(r, packed) for r in range(4)] == [0, 2, 6, 8]
+def test_boundaries_lie_where_the_query_tiles_are():
+    """Not where the tokens are; a request without queries has no length."""
+    lengths, shape = [6400] * 8, GroupShape(2, 4, 2)
+    assert range_begins(lengths, shape)[1] == (16, 0)
+    assert range_begins(lengths, shape, [4] * 8) == range_begins(lengths, shape)
+    assert range_begins(lengths, shape, [4, 4, 1, 1, 1, 1, 2, 2])[1] == (8, 0)
+    assert range_begins(lengths, shape, [0, 4, 0, 4, 0, 4, 0, 4])[1] == (20, 0)
+
+
+def test_ragged_batches_get_small_groups():
+    """Half as many query tokens as the longest request has: the tiles of one token walk in step."""
+    for max_q in (2, 4, 8):
+        tiles, queries = max_q * 2, 64 * (max_q + 1) // 2
+        ragged = group_shape(tiles, 64, 132, 0, *packed_tiles(queries, 64, max_q, 128))
+        assert ragged == GroupShape(2, max_q, 66)
+        full = packed_tiles(64 * max_q, 64, max_q, 128)
+        assert group_shape(tiles, 64, 132, 0, *full) == group_shape(tiles, 64, 132)
+    # Requests of one tile each, and memory-bound ones of up to two, keep their groups.
+    assert packed_tiles(64, 16, 8, 8) == (0, 1)
+    assert group_shape(2, 64, 132, 0, *packed_tiles(288, 64, 8, 16)).group_ctas == 2

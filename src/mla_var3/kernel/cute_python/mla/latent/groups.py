@@ -9,11 +9,9 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK
+from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, ROWS
 from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     ITEM_COST,
-    SHARE_PARTS,
-    deals_tiles,
     range_position,
     split_block,
     takes_turns,
@@ -32,6 +30,9 @@ EVEN_SHARE = 0.95
 128 of 132 CTAs and equal lengths around 4200, b=64 s=1 h=16 took 90 us instead of 94, b=64 s=4 h=16
 102.5 instead of 109, b=32 s=1 h=128 82 instead of 87; with different lengths nothing changed
 (docs/results/2026-11-16-nvidia-h200-engine-shapes.md). Smaller shares were not measured."""
+STREAMS = 92
+"""CTA groups whose KV blocks memory delivers as fast as they compute: 1.6 us for a KV block of 74 KB
+and a query tile, at 4.2 TB/s on an H200. More groups wait for memory."""
 GROUP_WORTH = 0.03
 """Share of the time that a larger CTA group, which reads L2 in step, may cost. From the same runs:
 3 groups of 44 CTAs took 2089 us where 66 groups of 2 took 2280."""
@@ -57,7 +58,14 @@ class GroupShape:
         return self.group_ctas * self.group_count
 
 
-def group_shape(tiles: int, requests: int, sm_count: int, group_ctas: int = 0) -> GroupShape:
+def group_shape(
+    tiles: int,
+    requests: int,
+    sm_count: int,
+    group_ctas: int = 0,
+    total_tiles: int = 0,
+    token_tiles: int = 1,
+) -> GroupShape:
     """CTA groups for a number of query tiles.
 
     Args:
@@ -65,6 +73,9 @@ def group_shape(tiles: int, requests: int, sm_count: int, group_ctas: int = 0) -
         requests: requests of the batch.
         sm_count: CTAs that the device runs at the same time.
         group_ctas: a chosen size of a group; 0 takes the one that leaves the fewest SMs idle.
+        total_tiles: query tiles of all requests, about, where most have fewer than `tiles`; 0
+            where all have as many.
+        token_tiles: query tiles of a query token with many heads, else 1.
     """
 
     def rated(size: int) -> tuple[float, GroupShape]:
@@ -73,6 +84,13 @@ def group_shape(tiles: int, requests: int, sm_count: int, group_ctas: int = 0) -
         ideal = requests * tiles / sm_count
         each = items / most
         cost = min(SPLIT_COST, SPLIT_ITEMS / each)
+        if total_tiles:
+            # A request fills its last visit in part.
+            unfilled = (size - token_tiles if size % token_tiles == 0 else size - 1) / 2
+            filled = total_tiles / min(total_tiles + requests * unfilled, items * size)
+            used = most * size / sm_count / max(1.0, most / STREAMS)
+            share = (1.0 - cost) * filled * used - STREAM_COST * most
+            return share, GroupShape(size, visits, most)
         split = (1.0 - cost) * ideal / each - STREAM_COST * most, GroupShape(size, visits, most)
         if items < most:
             # As many groups for each item: with equal lengths no group has a share of two items.
@@ -97,8 +115,25 @@ def group_shape(tiles: int, requests: int, sm_count: int, group_ctas: int = 0) -
     return max(near, key=lambda shape: shape.group_ctas)
 
 
+def packed_tiles(queries: int, requests: int, max_q: int, heads: int) -> tuple[int, int]:
+    """`total_tiles` and `token_tiles` of packed requests, as far as the host knows them.
+
+    Args:
+        queries: query tokens of all requests.
+        requests: requests of the batch.
+        max_q: most query tokens of a request.
+        heads: query heads.
+    """
+    # The last tile of a request is half full on average, unless tokens fill tiles.
+    part = 0.0 if heads % ROWS == 0 else 0.5 * (1 - min(heads, ROWS) / ROWS)
+    total = round(max(queries * heads / ROWS + requests * part, requests))
+    if queries >= requests * max_q or total >= requests * -(-max_q * heads // ROWS):
+        return 0, 1
+    return total, heads // ROWS if heads % ROWS == 0 else 1
+
+
 def range_begins(
-    lengths: Sequence[int], shape: GroupShape, shares: Sequence[int] | None = None
+    lengths: Sequence[int], shape: GroupShape, counts: Sequence[int] | None = None
 ) -> list[tuple[int, int]]:
     """Where each group's range begins, as (item, KV block), and where the last one ends.
 
@@ -108,32 +143,32 @@ def range_begins(
     Args:
         lengths: tokens of the requests.
         shape: CTA groups.
-        shares: of packed requests what `group_share` says; None where all fill a group.
+        counts: items of each packed request (`scheduler.item_count`); None where all have one for
+            every visit.
     """
-    if shares is None or not deals_tiles(len(lengths) * shape.visits, shape.group_count):
-        shares = [SHARE_PARTS] * len(lengths)
+    visits = shape.visits
+    blocks = [-(-length // KV_BLOCK) for length in lengths]
+    counts = [visits] * len(lengths) if counts is None else counts
     items = [
-        (-(-length // KV_BLOCK), share)
-        for length, share in zip(lengths, shares, strict=True)
-        for _ in range(shape.visits)
+        (request * visits + visit, blocks[request])
+        for request, count in enumerate(counts)
+        for visit in range(count)
     ]
-    sizes = [-(-(count + ITEM_COST) * share // SHARE_PARTS) for count, share in items]
-    starts = list(itertools.accumulate(sizes, initial=0))
-    total = starts[-1]
-    if takes_turns(max(sizes) - ITEM_COST, len(items), shape.group_count, total):
-        each, rest = divmod(len(items), shape.group_count)
+    starts = list(itertools.accumulate((count + ITEM_COST for _, count in items), initial=0))
+    total, behind = starts[-1], len(lengths) * visits
+    if takes_turns(max(blocks), behind, shape.group_count, total):
+        each, rest = divmod(behind, shape.group_count)
         return [(group * each + min(group, rest), 0) for group in range(shape.group_count + 1)]
     begins = []
     for group in range(shape.group_count + 1):
         position = range_position(total, group, shape.group_count)
-        item = bisect.bisect_right(starts, position) - 1
-        if item == len(items):
-            begins.append((item, 0))
+        at = bisect.bisect_right(starts, position) - 1
+        if at == len(items):
+            begins.append((behind, 0))
             continue
-        local, (count, share) = position - starts[item], items[item]
-        block = split_block(local * SHARE_PARTS // share, count)
-        behind = block >= count and local > 0
-        begins.append((item + 1, 0) if behind else (item, block))
+        local, (item, count) = position - starts[at], items[at]
+        block = split_block(local, count)
+        begins.append((item + 1, 0) if block >= count and local > 0 else (item, block))
     return begins
 
 

@@ -12,10 +12,9 @@ inside of an item, the item is split: each group writes a partial, and `merge.py
 that would cost more than it saves, as with equal lengths or few tokens, the groups take whole items
 in turns instead.
 
-Packed requests have different numbers of query tiles, often fewer than a group has CTAs. Where a
-group has several items, an item's length then counts its share of the group too, and a group deals
-the tiles of its whole items out in turn: the next item begins with the CTA behind the last one that
-got a tile. A split item keeps CTA i for tile i, by which the merge finds its partials.
+Packed requests have different numbers of query tiles. Each has items for the visits that find a
+tile; the others have no length. Where the host knows that many requests have fewer tiles than the
+largest, it makes the groups small (`groups.py`), so that few CTAs are idle.
 
 Every CTA finds its own range when it starts, from the lengths on the device. A changed length needs
 no planning step, and a CUDA graph may be replayed with other lengths.
@@ -38,13 +37,6 @@ MERGE_COST = 9
 """Cost of splitting items, in KV blocks: partials are written, waited for and merged. On an H200 at
 b=16 s=2 h=128 a launch that splits takes 9 us more than one that does not (t=256 and 512, cold L2;
 docs/results/2026-11-15-nvidia-h200-attention-grid.md)."""
-SHARE_PARTS = 8
-"""Parts of a CTA group in which the share of an item with few query tiles is counted."""
-DEAL_ITEMS = 4
-"""Items of a CTA group from which on the tiles of packed requests are dealt out: with fewer, most
-items are split, and those are not. On an H200 with 128 heads, 1 to 4 query tokens and 4 items 297
-us instead of 335, with 16 items 302 instead of 413; with 2 items 197 instead of 170
-(docs/results/2026-11-16-nvidia-h200-vllm.md)."""
 
 
 class Split(IntEnum):
@@ -145,14 +137,14 @@ class PackedQueries:
         begins: first query of each request, and of the one behind the last.
         queries: most queries of a request.
         total_queries, heads: sizes.
-        tiles: query tiles of a request with most queries, rounded up to whole visits.
+        group_rows: query rows of a visit.
     """
 
     begins: Any
     queries: Any
     total_queries: Any
     heads: Any
-    tiles: Any
+    group_rows: Any
 
 
 @cute.jit
@@ -166,26 +158,14 @@ def packed_queries(
 
 
 @cute.jit
-def group_share(request: Int32, packed: cutlass.Constexpr) -> Int32:
-    """How many of `SHARE_PARTS` parts of a CTA group the query tiles of a request fill."""
-    _, count = packed_queries(request, packed.begins, packed.queries, packed.total_queries)
-    tiles = (cutlass.max(count, 0) * packed.heads + (ROWS - 1)) // ROWS
-    return cutlass.min((tiles * SHARE_PARTS + packed.tiles - 1) // packed.tiles, SHARE_PARTS)
-
-
-def deals_tiles(items, group_count):
-    """Whether groups deal the tiles of packed requests out. For host and device values."""
-    return items >= DEAL_ITEMS * group_count
-
-
-@cute.jit
-def item_length(blocks: Int32, request: Int32, deals: Boolean, packed: cutlass.Constexpr) -> Int32:
-    """How long each item of a request is on the line."""
-    length = blocks + ITEM_COST
+def item_count(request: Int32, visits: Int32, packed: cutlass.Constexpr) -> Int32:
+    """Items of a request: visits that find a query tile."""
+    items = visits
     if const_expr(packed is not None):
-        if deals:
-            length = (length * group_share(request, packed) + (SHARE_PARTS - 1)) // SHARE_PARTS
-    return length
+        _, count = packed_queries(request, packed.begins, packed.queries, packed.total_queries)
+        rows = cutlass.max(count, 0) * packed.heads
+        items = (rows + packed.group_rows - 1) // packed.group_rows
+    return items
 
 
 @dataclass(frozen=True)
@@ -196,7 +176,6 @@ class WorkRange:
         begin, begin_block: first item, and its first KV block.
         end, end_block: item of the end, of which only KV blocks before `end_block` belong here.
         step: step from one item to the next; the number of groups where they take turns.
-        deals: whether the tiles of packed requests are dealt out.
     """
 
     begin: Any
@@ -204,7 +183,6 @@ class WorkRange:
     end: Any
     end_block: Any
     step: Any
-    deals: Any
 
 
 @cute.jit
@@ -228,7 +206,6 @@ def work_range(
     lane = cute.arch.lane_idx()
     chunks = (requests + 31) // 32
     items = requests * visits
-    deals = deals_tiles(items, group_count)
     total = Int32(0)
     longest = Int32(0)
     # Unrolled, so that the reads of a large batch wait for memory together.
@@ -236,24 +213,23 @@ def work_range(
         request = chunk * 32 + lane
         if request < requests:
             blocks = kv_blocks(lengths, request, newest, max_tokens, window)
-            length = item_length(blocks, request, deals, packed)
-            total += length
-            longest = cutlass.max(longest, length)
-    total = cute.arch.warp_redux_sync(total, "add") * visits
+            total += (blocks + ITEM_COST) * item_count(request, visits, packed)
+            longest = cutlass.max(longest, blocks)
+    total = cute.arch.warp_redux_sync(total, "add")
     longest = cute.arch.warp_redux_sync(longest, "max")
     step = Int32(1)
     begin = group
     begin_block = Int32(0)
     end = items
     end_block = Int32(0)
-    if whole_items != 0 or takes_turns(longest - ITEM_COST, items, group_count, total):
+    if whole_items != 0 or takes_turns(longest, items, group_count, total):
         step = group_count
     else:
         begin, begin_block, end, end_block = split_range(
             lengths, requests, visits, newest, max_tokens, group, group_count, total, window,
-            deals, packed,
+            packed,
         )  # fmt: skip
-    return WorkRange(begin, begin_block, end, end_block, step, deals)
+    return WorkRange(begin, begin_block, end, end_block, step)
 
 
 @cute.jit
@@ -267,7 +243,6 @@ def split_range(
     group_count: Int32,
     total: Int32,
     window: cutlass.Constexpr,
-    deals: Boolean,
     packed: cutlass.Constexpr,
 ):
     """A group's range of the line of length `total`: begin and end as (item, KV block)."""
@@ -287,21 +262,17 @@ def split_range(
         cost = Int32(0)
         if request < requests:
             blocks = kv_blocks(lengths, request, newest, max_tokens, window)
-            cost = item_length(blocks, request, deals, packed)
+            cost = (blocks + ITEM_COST) * item_count(request, visits, packed)
         inclusive = cost
         for step in cutlass.range_constexpr(5):
             other = cute.arch.shuffle_sync_up(inclusive, offset=1 << step)
             if lane >= (1 << step):
                 inclusive += other
-        start = (before + inclusive - cost) * visits
-        if start <= begin_at and begin_at < start + cost * visits:
-            begin, begin_block = split_in_request(
-                begin_at - start, request, visits, blocks, cost, deals, packed
-            )
-        if start <= end_at and end_at < start + cost * visits:
-            end, end_block = split_in_request(
-                end_at - start, request, visits, blocks, cost, deals, packed
-            )
+        start = before + inclusive - cost
+        if start <= begin_at and begin_at < start + cost:
+            begin, begin_block = split_in_request(begin_at - start, request, visits, blocks)
+        if start <= end_at and end_at < start + cost:
+            end, end_block = split_in_request(end_at - start, request, visits, blocks)
         before += cute.arch.shuffle_sync(inclusive, 31)
     begin = cute.arch.warp_redux_sync(begin, "max")
     begin_block = cute.arch.warp_redux_sync(begin_block, "max")
@@ -315,32 +286,12 @@ def split_range(
 
 
 @cute.jit
-def split_in_request(
-    local: Int32,
-    request: Int32,
-    visits: Int32,
-    blocks: Int32,
-    length: Int32,
-    deals: Boolean,
-    packed: cutlass.Constexpr,
-):
-    """(item, KV block) of a boundary at distance `local` from the first item of a request.
-
-    Args:
-        local: the distance.
-        request: the request.
-        visits: its items.
-        blocks: KV blocks of each of them.
-        length: how long each is on the line.
-        deals, packed: see `item_length`.
-    """
-    item = request * visits + local // length
-    place = local % length
-    if const_expr(packed is not None):
-        if deals:
-            place = place * SHARE_PARTS // group_share(request, packed)
+def split_in_request(local: Int32, request: Int32, visits: Int32, blocks: Int32):
+    """(item, KV block) of a boundary at distance `local` from the first item of a request."""
+    item = request * visits + local // (blocks + ITEM_COST)
+    place = local % (blocks + ITEM_COST)
     block = split_block(place, blocks)
-    if block >= blocks and local % length > 0:
+    if block >= blocks and place > 0:
         item += 1
         block = Int32(0)
     return item, block
@@ -360,8 +311,6 @@ class WorkTile:
         first: first KV block.
         last: KV block behind the last one.
         split: 0, or how the item is split (`Split`).
-        dealt: the CTA of the group that gets the first tile of its next whole item; 0 unless
-            queries are packed.
     """
 
     item: Any
@@ -373,7 +322,6 @@ class WorkTile:
     first: Any
     last: Any
     split: Any
-    dealt: Any
 
     @property
     def pairs(self) -> Any:
@@ -454,7 +402,7 @@ class Scheduler:
         if sliding_window is not None:
             window = SlidingWindow(sliding_window, queries, total_lengths, shards, shard)
         if begins is not None:
-            packed = PackedQueries(begins, queries, total_queries, heads, visits * group_ctas)
+            packed = PackedQueries(begins, queries, total_queries, heads, group_ctas * ROWS)
         own = work_range(
             lengths, requests, visits, newest, max_tokens, whole_items, group, group_count, window,
             packed,
@@ -466,15 +414,15 @@ class Scheduler:
 
     def first_tile(self) -> WorkTile:
         """The CTA's first work tile."""
-        return work_tile_at(self.range.begin, Int32(0), self)
+        return work_tile_at(self.range.begin, self)
 
     def next_tile(self, tile: WorkTile) -> WorkTile:
         """The work tile behind `tile`."""
-        return work_tile_at(tile.item + self.range.step, tile.dealt, self)
+        return work_tile_at(tile.item + self.range.step, self)
 
 
 @cute.jit
-def work_tile_at(item: Int32, dealt: Int32, scheduler: cutlass.Constexpr) -> WorkTile:
+def work_tile_at(item: Int32, scheduler: cutlass.Constexpr) -> WorkTile:
     """The next work tile of this CTA: in `item`, or in the next item where it has a query tile."""
     own = scheduler.range
     searching = Boolean(True)
@@ -491,7 +439,6 @@ def work_tile_at(item: Int32, dealt: Int32, scheduler: cutlass.Constexpr) -> Wor
             searching = Boolean(False)
         else:
             request = item // scheduler.visits
-            place = scheduler.rank
             count = scheduler.queries
             base = request * scheduler.queries * scheduler.heads
             if const_expr(scheduler.query_begins is not None):
@@ -499,8 +446,7 @@ def work_tile_at(item: Int32, dealt: Int32, scheduler: cutlass.Constexpr) -> Wor
                     request, scheduler.query_begins, scheduler.queries, scheduler.total_queries
                 )
                 base = begin * scheduler.heads
-                place, dealt = deal(item, dealt, count, scheduler)
-            row = ((item % scheduler.visits) * scheduler.group_ctas + place) * ROWS
+            row = ((item % scheduler.visits) * scheduler.group_ctas + scheduler.rank) * ROWS
             rows = count * scheduler.heads
             if row < rows:
                 searching = Boolean(False)
@@ -535,35 +481,10 @@ def work_tile_at(item: Int32, dealt: Int32, scheduler: cutlass.Constexpr) -> Wor
                     seen = cutlass.max(causal_limit(request, length, count, query, scheduler), 0)
                     last = cutlass.min(last, (seen + KV_BLOCK - 1) // KV_BLOCK)
                 last = cutlass.max(last, first)
-            else:
-                item += own.step
-    return WorkTile(item, valid, row, base, rows, length, first, last, split, dealt)
-
-
-@cute.jit
-def deal(
-    item: Int32, dealt: Int32, count: Int32, scheduler: cutlass.Constexpr
-) -> tuple[Int32, Int32]:
-    """Which query tile of an item's visit this CTA gets, and where the next item begins.
-
-    Args:
-        item: the item.
-        dealt: the CTA that gets its first tile, if the item is whole.
-        count: queries of its request.
-        scheduler: `Scheduler`.
-    """
-    own, ctas = scheduler.range, scheduler.group_ctas
-    place = scheduler.rank
-    if own.deals:
-        if item == own.end or (item == own.begin and own.begin_block > 0):
-            dealt = Int32(0)
-        place -= dealt
-        if place < 0:
-            place += ctas
-        tiles = (count * scheduler.heads + (ROWS - 1)) // ROWS
-        tiles = tiles - (item % scheduler.visits) * ctas
-        dealt = (dealt + cutlass.min(cutlass.max(tiles, 0), ctas)) % ctas
-    return place, dealt
+            else:  # later visits find no tile either: on to the next request
+                rest = (request + 1) * scheduler.visits - item
+                item += (rest + own.step - 1) // own.step * own.step
+    return WorkTile(item, valid, row, base, rows, length, first, last, split)
 
 
 @cute.jit
