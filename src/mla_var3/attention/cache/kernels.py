@@ -151,20 +151,12 @@ class CacheKernels:
             return True
         from mla_var3.kernel.cutile.mla.append_rows import append_launch
 
-        parts = storage.parts()
-        return self._launch(
-            append_launch(
-                *rows,
-                taken,
-                lengths,
-                tokens.bounds,
-                None if pool is None else pool.block_table,
-                parts.latent,
-                parts.rope,
-                parts.scales,
-                storage.format,
-            )  # fmt: skip
-        )
+        parts, table = storage.parts(), None if pool is None else pool.block_table
+        launch = append_launch(
+            *rows, taken, lengths, tokens.bounds, table, parts.latent, parts.rope, parts.scales,
+            storage.format,
+        )  # fmt: skip
+        return self._launch(launch)
 
     def _launch(self, launch: Any) -> bool:
         from mla_var3.runtime.ct_kernel import launch_kernel
@@ -172,9 +164,8 @@ class CacheKernels:
         if launch.kernel in self._failed:
             return False
         key = launch.compile_key()
-        if key not in self._launched and launch.operands[0].is_cuda:
-            if torch.cuda.is_current_stream_capturing():
-                return False
+        if key not in self._launched and _capturing(launch.operands[0]):
+            return False
         try:
             launch_kernel(launch)
         except KernelCompileError as error:
@@ -192,6 +183,10 @@ def _pool(pool: PagePool | None) -> Any:
     if pool is None:
         return None
     return Pool(pool.block_table, pool.owners, pool.free, pool.free_count, pool.page_size)
+
+
+def _capturing(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
