@@ -49,14 +49,20 @@ def state(cache: LatentCache) -> dict[str, torch.Tensor]:
     return found
 
 
-def differing(one: LatentCache, other: LatentCache) -> list[str]:
-    """The parts of two caches that are not the same, bit by bit."""
-    parts, others = state(one), state(other)
-    return [
-        name
-        for name, part in parts.items()
-        if not torch.equal(part.view(torch.uint8), others[name].view(torch.uint8))
-    ]
+def differing(one: LatentCache, other: LatentCache, share: float = 0.0) -> list[str]:
+    """The parts of two caches that are not the same, bit by bit.
+
+    Args:
+        one: A cache.
+        other: Another.
+        share: Bytes of the buffer that may differ, as a share of all.
+    """
+    found, others = [], state(other)
+    for name, part in state(one).items():
+        wrong = (part.view(torch.uint8) != others[name].view(torch.uint8)).sum()
+        if wrong > (share * one.buffer.nbytes if name == "buffer" else 0):
+            found.append(name)
+    return found
 
 
 class Steps:
@@ -66,8 +72,11 @@ class Steps:
         seen: How often which kind of step happened, and tokens were "refused".
     """
 
-    def __init__(self, caches: Sequence[LatentCache], seed: int, *, forks: bool) -> None:
+    def __init__(
+        self, caches: Sequence[LatentCache], seed: int, *, forks: bool, share: float = 0.0
+    ) -> None:
         self.caches, self.seen, self._forks = caches, Counter[str](), forks
+        self._share = share  # as in `differing`
         self._chance = random.Random(seed)
         self._generator = torch.Generator().manual_seed(seed)
         self._device = caches[0].buffer.device
@@ -89,7 +98,7 @@ class Steps:
         """One change to every cache."""
         results = [change(cache) for cache in self.caches]
         for cache, result in zip(self.caches[1:], results[1:], strict=True):
-            parts = differing(self.caches[0], cache)
+            parts = differing(self.caches[0], cache, self._share)
             if result is not None and not torch.equal(result, results[0]):
                 parts.append("taken")
             assert not parts, f"{name}: {parts}"

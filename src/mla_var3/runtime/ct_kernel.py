@@ -167,15 +167,16 @@ class Launch(NamedTuple):
     def compile_key(self) -> tuple[object, ...]:
         """What the kernel is compiled for: launches with the same key compile once."""
         described = (
-            (arg.dtype, arg.stride(), _aligned(arg), tuple(n % _SHAPE_DIVISOR for n in arg.shape))
+            (
+                arg.dtype,
+                arg.stride(),
+                arg.data_ptr() % _TMA_ALIGNMENT,
+                tuple(size % _SHAPE_DIVISOR for size in arg.shape),
+            )
             for arg in self.operands
             if isinstance(arg, torch.Tensor)
         )
         return (self.kernel, *self.constants, *described)
-
-
-def _aligned(tensor: torch.Tensor) -> bool:
-    return tensor.data_ptr() % _TMA_ALIGNMENT == 0
 
 
 def launch_kernel(launch: Launch) -> None:
