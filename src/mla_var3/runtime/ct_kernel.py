@@ -164,19 +164,11 @@ class Launch(NamedTuple):
         """All arguments in order."""
         return (*self.operands, *self.constants)
 
-    def compile_key(self) -> tuple[object, ...]:
-        """What the kernel is compiled for: launches with the same key compile once."""
-        described = (
-            (
-                arg.dtype,
-                arg.stride(),
-                arg.data_ptr() % _TMA_ALIGNMENT,
-                tuple(size % _SHAPE_DIVISOR for size in arg.shape),
-            )
-            for arg in self.operands
-            if isinstance(arg, torch.Tensor)
-        )
-        return (self.kernel, *self.constants, *described)
+
+def specialisation(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What a kernel is compiled for of a tensor: the same for others compiles nothing."""
+    sizes = [size % _SHAPE_DIVISOR for size in tensor.shape]
+    return (tensor.dtype, tensor.stride(), tensor.data_ptr() % _TMA_ALIGNMENT, *sizes)
 
 
 def launch_kernel(launch: Launch) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from mla_var3.attention.cache.pages import PagePool
 from mla_var3.attention.cache.sizes import CacheShape
-from mla_var3.attention.cache.storage import Storage
+from mla_var3.attention.cache.storage import Parts, Storage
 from mla_var3.attention.cache.tokens import NewTokens
 from mla_var3.errors import KernelCompileError
 
@@ -39,6 +39,7 @@ class CacheKernels:
     def __init__(self, shape: CacheShape, storage: Storage) -> None:
         """Find out which kernels serve a cache on its device."""
         self._shape = shape
+        self._parts: tuple[torch.Tensor, Parts] | None = None
         self._launched: set[tuple[object, ...]] = set()
         self._failed: set[object] = set()
         capability = _capability(storage.buffer.device)
@@ -90,7 +91,7 @@ class CacheKernels:
             lengths, refused, tokens.given, _pool(pool), taken, sources,
             most=tokens.most, slots=self._shape.t,
         )  # fmt: skip
-        return (taken, sources) if self._launch(launch) else None
+        return (taken, sources) if self._launch(launch, tokens.given) else None
 
     def release(
         self,
@@ -107,7 +108,8 @@ class CacheKernels:
         if dropped.dtype is torch.bool:
             dropped = dropped.view(torch.int8)
         least = self._shape.prefix
-        return self._launch(release_launch(lengths, refused, dropped, _pool(pool), least))
+        launch = release_launch(lengths, refused, dropped, _pool(pool), least)
+        return self._launch(launch, dropped)
 
     def copy(
         self,
@@ -151,19 +153,28 @@ class CacheKernels:
             return True
         from mla_var3.kernel.cutile.mla.append_rows import append_launch
 
-        parts, table = storage.parts(), None if pool is None else pool.block_table
+        if self._parts is None or self._parts[0] is not storage.buffer:
+            self._parts = storage.buffer, storage.parts()
+        parts, table = self._parts[1], None if pool is None else pool.block_table
         launch = append_launch(
             *rows, taken, lengths, tokens.bounds, table, parts.latent, parts.rope, parts.scales,
             storage.format,
         )  # fmt: skip
-        return self._launch(launch)
+        return self._launch(launch, *rows, tokens.bounds)
 
-    def _launch(self, launch: Any) -> bool:
-        from mla_var3.runtime.ct_kernel import launch_kernel
+    def _launch(self, launch: Any, *given: torch.Tensor | None) -> bool:
+        """Launch, unless it would compile where it must not.
+
+        Args:
+            launch: The launch.
+            given: Its tensors that may differ from one call to the next.
+        """
+        from mla_var3.runtime.ct_kernel import launch_kernel, specialisation
 
         if launch.kernel in self._failed:
             return False
-        key = launch.compile_key()
+        known = (None if part is None else specialisation(part) for part in given)
+        key = (launch.kernel, launch.constants, *known)
         if key not in self._launched and _capturing(launch.operands[0]):
             return False
         try:
