@@ -55,14 +55,27 @@ def differing(one: LatentCache, other: LatentCache, share: float = 0.0) -> list[
     Args:
         one: A cache.
         other: Another.
-        share: Bytes of the buffer that may differ, as a share of all.
+        share: The buffers are compared by their numbers, all NaN alike, of which this share may
+            differ; 0 for bits.
     """
     found, others = [], state(other)
     for name, part in state(one).items():
-        wrong = (part.view(torch.uint8) != others[name].view(torch.uint8)).sum()
-        if wrong > (share * one.buffer.nbytes if name == "buffer" else 0):
+        if name == "buffer" and share:
+            same = all(
+                wrong_numbers(*pair) <= share * pair[0].numel()
+                for pair in zip(one.storage.parts(), other.storage.parts(), strict=True)
+                if pair[0] is not None
+            )
+        else:
+            same = torch.equal(part.view(torch.uint8), others[name].view(torch.uint8))
+        if not same:
             found.append(name)
     return found
+
+
+def wrong_numbers(one: torch.Tensor, other: torch.Tensor) -> int:
+    one, other = one.float(), other.float()
+    return int((~((one == other) | (one.isnan() & other.isnan()))).sum())
 
 
 class Steps:
