@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cuda.tile as ct
 import torch
@@ -144,20 +144,41 @@ def _launch_on_gpu(kernel: Any, grid: Grid, args: Sequence[Any]) -> None:
         raise KernelCompileError(f"{name}: {first_lines(error)}") from error
 
 
-def launch_kernel(kernel: Any, grid: Grid, args: Sequence[Any]) -> None:
-    """Launch a kernel that is no stage of a plan, where its tensors are.
+class Launch(NamedTuple):
+    """A launch of a kernel that is no stage of a plan.
 
-    Args:
+    Attributes:
         kernel: A `@ct.kernel`.
         grid: Its CTAs.
-        args: Its arguments; CPU tensors run it in the interpreter.
+        operands: Tensors and numbers, its first arguments.
+        constants: Its other arguments, known when it is compiled.
     """
-    if any(isinstance(arg, torch.Tensor) and arg.is_cuda for arg in args):
-        _launch_on_gpu(kernel, grid, args)
+
+    kernel: Any
+    grid: Grid
+    operands: tuple[Any, ...]
+    constants: tuple[Any, ...]
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """All arguments in order."""
+        return (*self.operands, *self.constants)
+
+
+def specialisation(tensor: torch.Tensor) -> tuple[object, ...]:
+    """What a kernel is compiled for of a tensor: the same for others compiles nothing."""
+    sizes = [size % _SHAPE_DIVISOR for size in tensor.shape]
+    return (tensor.dtype, tensor.stride(), tensor.data_ptr() % _TMA_ALIGNMENT, *sizes)
+
+
+def launch_kernel(launch: Launch) -> None:
+    """Launch where the tensors are; CPU tensors run the kernel in the interpreter."""
+    if any(isinstance(arg, torch.Tensor) and arg.is_cuda for arg in launch.operands):
+        _launch_on_gpu(launch.kernel, launch.grid, launch.args)
         return
     from mla_var3.runtime import interpreter
 
-    interpreter.launch(grid, kernel, tuple(args))
+    interpreter.launch(launch.grid, launch.kernel, launch.args)
 
 
 _hinted: dict[tuple[int, tuple[tuple[str, int], ...]], tuple[Any, Any]] = {}

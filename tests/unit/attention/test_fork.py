@@ -120,7 +120,7 @@ def test_wrong_forks():
 
 def test_a_graph_that_cannot_copy_pages_forbids_forks():
     cache = make_cache(2, page_size=PAGE)
-    cache._captured_without_forks = True
+    cache.index.captured_without_forks = True
     with pytest.raises(UnsupportedError, match="expected a first fork before a CUDA graph"):
         cache.fork(0, into=[1])
 

@@ -140,8 +140,8 @@ class Window:
         masked_put(self.k_rope_new, places, rope, valid)
 
     def grow(self, lengths: torch.Tensor) -> None:
-        """After tokens were written up to `lengths`: the oldest slots now hold newer tokens."""
-        self.start.copy_(torch.maximum(self.start.long(), lengths - self.n))
+        """After tokens were written up to `lengths`, int32: the oldest slots hold newer tokens."""
+        self.start.clamp_(min=lengths - self.n)
 
     def fork(self, request: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy the ring of one request, int64 `[1]`, to others, bool `[b]`."""
@@ -150,8 +150,8 @@ class Window:
                 copy_row(part, request, targets)
 
     def shrink(self, lengths: torch.Tensor) -> None:
-        """After tokens at and beyond `lengths` were dropped."""
-        self.start.copy_(torch.minimum(self.start.long(), lengths))
+        """After tokens at and beyond `lengths`, int32, were dropped."""
+        self.start.clamp_(max=lengths)
 
 
 def fill_ring(

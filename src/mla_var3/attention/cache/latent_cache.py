@@ -1,9 +1,9 @@
 """LatentCache: the KV cache of MLA, dense or paged, with optional decompressed parts.
 
 All state lives on the device and its pointers stay. `append`, `truncate`, `fork`, `evict` and
-`refill` are made of tensor operations of fixed shape that never read back, so a CUDA graph can
-capture them when their counts are tensors on the device. What does not fit is refused on the device
-too: `append` returns what it took, `check` asks the device and raises.
+`refill` have fixed shapes and never read back, so a CUDA graph can capture them when their counts
+are tensors on the device. What does not fit is refused on the device too: `append` returns what it
+took, `check` asks the device and raises. On a GPU kernels append and drop tokens (`kernels.py`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from mla_var3.attention.cache.copies import (
     decompress_rows,
     fill_ring,
 )
-from mla_var3.attention.cache.pages import PagePool
+from mla_var3.attention.cache.index import CacheIndex
 from mla_var3.attention.cache.sizes import CacheShape, CacheSizes, cache_shape
 from mla_var3.attention.cache.storage import Storage, stored_as
-from mla_var3.attention.cache.tokens import TokenRows, masked_put, padded_rows, ragged_rows
+from mla_var3.attention.cache.tokens import NewTokens
 from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.request.checks import (
     INDEX_DTYPES,
@@ -44,6 +44,7 @@ class LatentCache:
 
     Attributes:
         storage: the buffer of latent rows and rope keys.
+        index: lengths and pages, and the kernels that change them.
         lengths: int32 `[b]`, tokens of each request.
         refused: int32 `[b]`, tokens that did not fit since the request was last emptied or
             `read_refused` reset it.
@@ -56,19 +57,10 @@ class LatentCache:
         """Make an empty cache; `allocate` is the way with checks and defaults."""
         self._shape = shape
         self.storage = storage
+        self.index = CacheIndex(shape, storage)
+        self.lengths, self.refused = self.index.lengths, self.index.refused
+        self.pages = self.index.pages
         b, device = shape.b, storage.buffer.device
-        self.pages: PagePool | None = None
-        if shape.page_size is not None:
-            self.pages = PagePool(
-                b,
-                shape.t // shape.page_size,
-                shape.num_pages,
-                shape.page_size,
-                device,
-                shape.prefix // shape.page_size,
-            )
-        self.lengths = torch.zeros((b,), dtype=torch.int32, device=device)
-        self.refused = torch.zeros((b,), dtype=torch.int32, device=device)
         head = (shape.head_dim, shape.value_dim, shape.p, storage.dtype, device)
         self.window: Window | None = None
         if shape.window:
@@ -77,8 +69,6 @@ class LatentCache:
         self.prefix = Prefix(shape.heads, shape.prefix, *head) if shape.prefix else None
         self._prefix_filled = self.prefix is None
         self._ring_truncated = False
-        self._forks = False  # whether pages may have several owners
-        self._captured_without_forks = False
         self.kept_view = self._made_view()  # what `view` gives outside of traced programs
 
     @classmethod
@@ -213,10 +203,9 @@ class LatentCache:
             self.storage.put(request * self._shape.t + slots, latent, rope, every)
         self.prefix.write(*decompress_rows(latent, w_uk, w_uv), rope)
         self._prefix_filled = True
-        self.refused.zero_()
         if self.window is not None:
             self.window.start.fill_(self.prefix.length)
-        self._set_lengths(torch.zeros_like(self.lengths, dtype=torch.int64))
+        self._drop(torch.ones_like(self.lengths, dtype=torch.bool))
 
     @torch.no_grad()
     def append(
@@ -252,36 +241,20 @@ class LatentCache:
         """
         if not self._prefix_filled:
             raise InvalidArgumentError("prefix", "set_prefix before the first append", "nothing")
-        tokens = self._token_rows(latent, rope, counts, cu_seqlens)
+        tokens = self._new_tokens(latent, rope, counts, cu_seqlens)
         flat_latent, flat_rope = latent.flatten(0, -2), rope.flatten(0, -2)
         # Before anything changes: a wrong argument must leave the cache as it was.
         decompressed = None
         if self.window is not None:
             given = {"k_new": k_new, "v_new": v_new, "w_uk": w_uk, "w_uv": w_uv}
             decompressed = self.window.decompressed(flat_latent, tokens.leading, given)
-        lengths = self.lengths.long()
-        asked = tokens.counts
-        if self.pages is None:
-            granted = lengths + asked <= self._shape.t
-        else:
-            granted = self._reserve(self.pages, lengths, asked, tokens.most)
-        taken = torch.where(granted, asked, 0)
-        valid = tokens.valid & granted[tokens.requests]
-        positions = lengths[tokens.requests] + tokens.offsets
-        if self.pages is None:
-            slots = tokens.requests * self._shape.t + positions
-        else:
-            slots = self.pages.rows(tokens.requests, positions)
-        self.storage.put(slots, flat_latent, flat_rope, valid)
-        new_lengths = lengths + taken
+        taken = self.index.append(tokens, flat_latent, flat_rope)
         if self.window is not None and decompressed is not None:
-            newest = positions >= new_lengths[tokens.requests] - self.window.n
-            kept = valid & newest
-            self.window.write(tokens.requests, positions, *decompressed, flat_rope, kept)
-            self.window.grow(new_lengths)
-        self.lengths.copy_(new_lengths)
-        self.refused.add_((asked - taken).to(torch.int32))
-        return taken.to(torch.int32)
+            requests, (positions, valid) = tokens.rows.requests, self.index.placed(tokens, taken)
+            kept = valid & (positions >= self.lengths[requests] - self.window.n)
+            self.window.write(requests, positions, *decompressed, flat_rope, kept)
+            self.window.grow(self.lengths)
+        return taken
 
     @torch.no_grad()
     def truncate(
@@ -303,7 +276,7 @@ class LatentCache:
             w_uv: `[h, k, v]`.
             most: with weights, the host-side bound on `counts` for `refill`.
         """
-        dropped = self._counts("counts", counts, MOST).clamp(min=0)
+        dropped = self._counts("counts", counts, MOST)
         if self.window is not None and not self._ring_truncated:
             # Known on the host even where a CUDA graph repeats this.
             self._ring_truncated = True
@@ -311,10 +284,10 @@ class LatentCache:
         if w_uk is None or w_uv is None:
             if w_uk is not w_uv:
                 raise InvalidArgumentError("w_uk", "w_uk and w_uv, or neither", "one of them")
-            self._set_lengths(self.lengths.long() - dropped)
+            self._drop(dropped)
             return
         self._require_weights(w_uk, w_uv)
-        self._set_lengths(self.lengths.long() - dropped)
+        self._drop(dropped)
         self.refill(w_uk, w_uv, most)
 
     @torch.no_grad()
@@ -324,9 +297,7 @@ class LatentCache:
         Args:
             requests: their indices, int, or a bool mask `[b]`.
         """
-        gone = self._mask("requests", requests)
-        self._set_lengths(torch.where(gone, 0, self.lengths.long()))
-        self.refused.masked_fill_(gone, 0)
+        self._drop(self._mask("requests", requests))
 
     @torch.no_grad()
     def fork(self, request: int | torch.Tensor, into: Counts) -> None:
@@ -353,16 +324,17 @@ class LatentCache:
             >>> cache.lengths.tolist()
             [100, 100, 100, 100]
         """
-        if self._captured_without_forks:
+        if self.index.captured_without_forks:
             raise UnsupportedError(
                 "fork: expected a first fork before a CUDA graph captures append, got one after"
             )
         given = request if isinstance(request, torch.Tensor) else [request]
-        source = self._indices("request", given, 1).clamp(0, self._shape.b - 1)
+        source = self._indices("request", given, 1, self.lengths.device)
+        source = source.clamp(0, self._shape.b - 1)
         targets = self._mask("into", into)
         targets = targets & (torch.arange(self._shape.b, device=targets.device) != source)
-        self._forks = self.pages is not None
-        self._set_lengths(torch.where(targets, 0, self.lengths.long()))
+        self.index.forks = self.pages is not None
+        self._drop(targets)
         if self.pages is None:
             copy_row(self.buffer, source, targets)
         else:
@@ -421,59 +393,51 @@ class LatentCache:
 
     # -- parts ------------------------------------------------------------------------------------
 
-    def _reserve(
-        self, pages: PagePool, lengths: torch.Tensor, counts: torch.Tensor, most: int
+    def _indices(
+        self, name: str, given: Counts, count: int | None, device: torch.device
     ) -> torch.Tensor:
-        """Which requests get pages for their tokens, bool `[b]`; copies pages of other owners."""
-        if not self._forks and lengths.is_cuda and torch.cuda.is_current_stream_capturing():
-            self._captured_without_forks = True
-        granted, source, target, copied = pages.reserve(lengths, counts, most, self._forks)
-        if self._forks:
-            masked_put(self.buffer, (target,), self.buffer[source], copied)
-        return granted
-
-    def _indices(self, name: str, given: Counts, count: int | None) -> torch.Tensor:
         shape, limits = [("count", count)], (0, self._shape.b - 1, "b-1")
-        return index_tensor(name, given, shape, self.lengths.device, torch.int64, limits)
+        return index_tensor(name, given, shape, device, torch.int64, limits)
 
     def _mask(self, name: str, given: Counts) -> torch.Tensor:
         """Requests by their indices or a mask, as bool `[b]`."""
         b, device = self._shape.b, self.lengths.device
         if isinstance(given, torch.Tensor) and given.dtype is torch.bool:
             return require_tensor(name, given, [("b", b)], [torch.bool], device)
-        index = self._indices(name, given, None)
-        return (torch.arange(b, device=device)[:, None] == index).any(1)
+        # A mask of a list is made on the host: one copy to the device.
+        on_device = isinstance(given, torch.Tensor)
+        index = self._indices(name, given, None, device if on_device else torch.device("cpu"))
+        return (torch.arange(b, device=index.device)[:, None] == index).any(1).to(device)
 
-    def _set_lengths(self, lengths: torch.Tensor) -> None:
-        lengths = lengths.clamp(min=self._shape.prefix)
-        if self.pages is not None:
-            self.pages.release(lengths)
+    def _drop(self, dropped: torch.Tensor) -> None:
+        """Drop tokens, int `[b]`, or all tokens of some requests, bool `[b]`."""
+        self.index.drop(dropped)
         if self.window is not None:
-            self.window.shrink(lengths)
-        self.lengths.copy_(lengths)
+            self.window.shrink(self.lengths)
 
-    def _token_rows(
+    def _new_tokens(
         self,
         latent: torch.Tensor,
         rope: torch.Tensor,
         counts: Counts | None,
         cu_seqlens: torch.Tensor | None,
-    ) -> TokenRows:
+    ) -> NewTokens:
         b, device = self._shape.b, self.lengths.device
         if cu_seqlens is None:
             self._require_rows(latent, rope, [("b", b), ("m", None)])
             given = None if counts is None else self._counts("counts", counts, latent.shape[1])
-            return padded_rows(b, latent.shape[1], given, device)
+            return NewTokens([("b", b), ("m", latent.shape[1])], given, None, device)
         if counts is not None:
             raise InvalidArgumentError("counts", "none beside cu_seqlens", "both")
         self._require_rows(latent, rope, [("total", None)])
         bounds = require_tensor("cu_seqlens", cu_seqlens, [("b+1", b + 1)], INDEX_DTYPES, device)
         require_bounds("cu_seqlens", bounds, latent.shape[0])
-        return ragged_rows(bounds, latent.shape[0])
+        return NewTokens([("total", latent.shape[0])], None, bounds, device)
 
     def _counts(self, name: str, counts: Counts, most: int) -> torch.Tensor:
         shape, device = [("b", self._shape.b)], self.lengths.device
-        return index_tensor(name, counts, shape, device, torch.int64, (0, most, ""))
+        dtype = counts.dtype if isinstance(counts, torch.Tensor) else torch.int32
+        return index_tensor(name, counts, shape, device, dtype, (0, most, ""))
 
     def _require_rows(
         self, latent: torch.Tensor, rope: torch.Tensor, leading: list[tuple[str, int | None]]

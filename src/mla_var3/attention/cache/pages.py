@@ -17,14 +17,12 @@ class Reserved(NamedTuple):
 
     Attributes:
         granted: bool `[b]`, whether the request has pages for its tokens.
-        source, target: int64 `[b]`, page to copy before the first token is written, and where to.
-        copied: bool `[b]`, whether there is one.
+        sources: int32 `[b]`, the page to copy before the first token is written, `NO_PAGE` without
+            one; None where no page has several owners.
     """
 
     granted: torch.Tensor
-    source: torch.Tensor
-    target: torch.Tensor
-    copied: torch.Tensor
+    sources: torch.Tensor | None
 
 
 class PagePool:
@@ -32,7 +30,11 @@ class PagePool:
 
     All live on the device and change there, with fixed shapes and no copy to the host, so that a
     CUDA graph can capture every method. After `fork` requests share pages. A request that appends
-    to a page with other owners gets a copy of it first.
+    to a page with other owners gets a copy of it first. `kernel/cutile/mla/reserve_pages.py` does
+    the same in one kernel each.
+
+    Pages that are given up go onto the stack in the order of requests and blocks, the first on top:
+    dropping tokens and appending as many gives the same pages.
 
     Attributes:
         page_size: tokens per page.
@@ -81,12 +83,12 @@ class PagePool:
             counts: int64 `[b]`, tokens to come.
             most: host-side bound on `counts`.
             copies: whether pages may have several owners. A request that would write into such a
-                page gets a new one for it, to be filled by the caller.
+                page gets a new one in its place, to be filled by the caller.
         """
         size, device = self.page_size, lengths.device
         requests = torch.arange(lengths.shape[0], device=device)
         held = (lengths + size - 1) // size
-        last = self._pages_at(requests, held - 1)
+        last = self.pages_at(requests, held - 1)
         within = lengths + counts <= self.block_table.shape[1] * size
         copied = torch.zeros_like(within)
         if copies:
@@ -106,11 +108,10 @@ class PagePool:
         masked_put(self.block_table, places, pages, wanted.flatten())
         self.owners.index_add_(0, pages.long(), wanted.flatten().to(torch.int32))
         self.free_count.sub_(wanted.sum().to(torch.int32))
-        target = last
-        if copies:
-            target = self._pages_at(requests, held - 1)
-            self._disown(last, copied)
-        return Reserved(granted, last, target, copied)
+        if not copies:
+            return Reserved(granted, None)
+        self._disown(last, copied)
+        return Reserved(granted, torch.where(copied, last, NO_PAGE).to(torch.int32))
 
     def fork(self, request: torch.Tensor, targets: torch.Tensor) -> None:
         """Give the pages of one request to others as well; theirs must have been released.
@@ -140,21 +141,22 @@ class PagePool:
 
     def rows(self, requests: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Row in the flat buffer of each token, int64; meaningless where no page is held."""
-        page = self._pages_at(requests, positions // self.page_size)
+        page = self.pages_at(requests, positions // self.page_size)
         return page * self.page_size + positions % self.page_size
 
-    def _pages_at(self, requests: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    def pages_at(self, requests: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
         """Pages at columns of the block table, int64; some page where there is none."""
         columns = columns.clamp(0, self.block_table.shape[1] - 1)
         return self.block_table[requests, columns].long().clamp(min=0)
 
     def _disown(self, pages: torch.Tensor, lost: torch.Tensor) -> None:
         """Take away one owner per page, int64 `[m]`, where `lost`; free those without any."""
-        left = torch.zeros_like(self.owners).index_add_(0, pages, lost.to(torch.int32))
-        self.owners.sub_(left)
-        freed = (left > 0) & (self.owners == 0)
-        # The lowest page is to be on top of the stack.
-        freed, order = freed.flip(0), torch.arange(self.num_pages - 1, -1, -1, device=pages.device)
-        place = self.free_count + freed.cumsum(0) - 1
-        masked_put(self.free, (place,), order, freed)
+        self.owners.index_add_(0, pages, -lost.to(torch.int32))
+        entries = torch.arange(pages.shape[0], device=pages.device)
+        most = torch.where(lost, entries, pages.shape[0])
+        first = torch.full((self.num_pages,), pages.shape[0], device=pages.device)
+        first.scatter_reduce_(0, pages, most, "amin")
+        freed = lost & (self.owners[pages] == 0) & (first[pages] == entries)
+        ranks = freed.cumsum(0)
+        masked_put(self.free, (self.free_count + freed.sum() - ranks,), pages, freed)
         self.free_count.add_(freed.sum().to(torch.int32))

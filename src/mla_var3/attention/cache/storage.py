@@ -1,13 +1,7 @@
-"""The buffer of a latent cache, in 16 or 8 bits: its parts, and writing tokens.
-
-On a GPU from Hopper on, one cuTile kernel rounds tokens to 8 bits and writes them. Elsewhere torch
-does, and in traced programs; the results are the same.
-"""
+"""The buffer of a latent cache, in 16 or 8 bits: its parts, and writing tokens with torch."""
 
 from __future__ import annotations
 
-import logging
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
@@ -15,22 +9,9 @@ import torch
 from mla_var3.attention.cache.sizes import QUANTISED_FROM, CacheShape
 from mla_var3.attention.cache.tokens import masked_put
 from mla_var3.attention.request.checks import FLOAT_DTYPES, zero_rows
-from mla_var3.errors import InvalidArgumentError, KernelCompileError
-from mla_var3.op.mla.cache_formats import (
-    FORMATS,
-    PER_TENSOR,
-    CacheFormat,
-    QuantisedCache,
-    cache_format,
-    quantise,
-)
+from mla_var3.errors import InvalidArgumentError
+from mla_var3.op.mla.cache_formats import FORMATS, PER_TENSOR, CacheFormat, cache_format, quantise
 from mla_var3.op.mla.problem import require_scale
-from mla_var3.runtime.tensors import ALIGNMENT_BYTES
-
-log = logging.getLogger(__name__)
-
-KERNEL_CAPABILITY = (9, 0)
-"""Least compute capability for which cuTile has float8."""
 
 
 class Parts(NamedTuple):
@@ -68,8 +49,6 @@ class Storage:
             self.scale = torch.full((1,), scale, dtype=torch.float32, device=device)
         stored = self.dtype if self.format is None else torch.uint8
         rows = (shape.num_pages, shape.page_size) if shape.page_size else (shape.b, shape.t)
-        self._launched: set[tuple[object, ...]] = set()
-        self._has_kernel = self.format is not None and _has_kernel(device)
         self.buffer = zero_rows("b, t", (*rows, shape.row_bytes // stored.itemsize), stored, device)
 
     def parts(self) -> Parts:
@@ -95,8 +74,6 @@ class Storage:
             rows = torch.cat([latent, rope], dim=-1)
             masked_put(self.buffer.view(-1, rows.shape[-1]), (slots,), rows, valid)
             return
-        if self._has_kernel and self._put_by_kernel(slots, latent, rope, valid):
-            return
         page, values = self.buffer.shape[1], quantise(latent, rope, self.format, self.scale)
         parts = self.parts()
         pairs = [(parts.latent, values.latent), (parts.rope, values.rope)]
@@ -106,43 +83,6 @@ class Storage:
             if part.dtype.itemsize == 1:  # few operations of torch know e4m3
                 part, new = part.view(torch.uint8), new.view(torch.uint8)
             masked_put(part, (slots // page, slots % page), new, valid)
-
-    def _put_by_kernel(
-        self, slots: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, valid: torch.Tensor
-    ) -> bool:
-        """Write tokens in 8 bits with one kernel; False where torch has to.
-
-        A first launch compiles, which a CUDA graph must not capture: torch is captured then.
-        """
-        from mla_var3.kernel.cutile.mla.quantise_append import serves, write_tokens
-
-        if torch.compiler.is_compiling() or not serves(*self._widths):
-            return False
-        key = tuple(
-            (rows.shape, rows.stride(), rows.data_ptr() % ALIGNMENT_BYTES)
-            for rows in (latent, rope, slots, valid)
-        )
-        known = key in self._launched
-        if not known and latent.is_cuda and torch.cuda.is_current_stream_capturing():
-            return False
-        found, fmt = self.parts(), self.format
-        assert fmt is not None and found.scales is not None
-        parts = QuantisedCache(found.latent, found.rope, found.scales)
-        try:
-            write_tokens(latent, rope, slots, valid, fmt, parts)
-        except KernelCompileError as error:
-            log.warning("%s; torch writes to this cache", error)
-            self._has_kernel = False
-            return False
-        self._launched.add(key)
-        return True
-
-
-def _has_kernel(device: torch.device) -> bool:
-    """Whether a device has the kernel that rounds and writes tokens."""
-    if device.type != "cuda" or find_spec("cuda") is None or find_spec("cuda.tile") is None:
-        return False
-    return torch.cuda.get_device_capability(device) >= KERNEL_CAPABILITY
 
 
 def stored_as(dtype: object, scale: object) -> torch.dtype | CacheFormat:

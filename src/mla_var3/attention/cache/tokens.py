@@ -6,6 +6,7 @@ Shapes are fixed and nothing is read back, so a CUDA graph can capture everythin
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -20,7 +21,6 @@ class TokenRows:
         valid: bool `[m]`, whether the row holds a token.
         counts: int64 `[b]`, tokens of each request.
         most: host-side bound on the counts.
-        leading: dimensions of the tensor that holds the rows, for messages.
     """
 
     requests: torch.Tensor
@@ -28,7 +28,6 @@ class TokenRows:
     valid: torch.Tensor
     counts: torch.Tensor
     most: int
-    leading: list[tuple[str, int | None]]
 
 
 def padded_rows(b: int, m: int, counts: torch.Tensor | None, device: torch.device) -> TokenRows:
@@ -41,7 +40,7 @@ def padded_rows(b: int, m: int, counts: torch.Tensor | None, device: torch.devic
     else:
         counts = counts.clamp(0, m)
         valid = offsets < counts[requests]
-    return TokenRows(requests, offsets, valid, counts, m, [("b", b), ("m", m)])
+    return TokenRows(requests, offsets, valid, counts, m)
 
 
 def ragged_rows(cu_seqlens: torch.Tensor, total: int) -> TokenRows:
@@ -56,7 +55,42 @@ def ragged_rows(cu_seqlens: torch.Tensor, total: int) -> TokenRows:
     offsets = index - bounds[requests]
     valid = (found < bounds.shape[0] - 1) & (offsets >= 0)
     counts = (bounds[1:] - bounds[:-1]).clamp(0, total)
-    return TokenRows(requests, offsets, valid, counts, total, [("total", total)])
+    return TokenRows(requests, offsets, valid, counts, total)
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """Tokens to append, by request.
+
+    Attributes:
+        leading: dimensions of the tensor that holds their rows: b and m, or the total if packed.
+        counts: int `[b]`, tokens of each request in padded rows; None for m each.
+        bounds: int `[b+1]`, first row of each request in packed rows; None for padded ones.
+        device: where they are.
+    """
+
+    leading: list[tuple[str, int | None]]
+    counts: torch.Tensor | None
+    bounds: torch.Tensor | None
+    device: torch.device
+
+    @property
+    def given(self) -> torch.Tensor | None:
+        """What says how many each request has; None for m each."""
+        return self.counts if self.bounds is None else self.bounds
+
+    @property
+    def most(self) -> int:
+        """Host-side bound on the tokens of a request."""
+        return self.leading[-1][1] or 0
+
+    @cached_property
+    def rows(self) -> TokenRows:
+        """Request and place of each row; torch needs them, the kernels do not."""
+        if self.bounds is not None:
+            return ragged_rows(self.bounds, self.most)
+        counts = None if self.counts is None else self.counts.long()
+        return padded_rows(self.leading[0][1] or 0, self.most, counts, self.device)
 
 
 def masked_put(

@@ -211,7 +211,9 @@ def quantise(
         return QuantisedCache(_rounded(wide, scales), _rounded(rope.float(), scales), scales)
     grouped = wide.unflatten(-1, (fmt.scales(latent.shape[-1]), -1))
     peaks = grouped.abs().nan_to_num(nan=0.0, posinf=0.0).amax(-1)
-    scales = torch.where(peaks == 0.0, 1.0, (peaks / E4M3_MAX).clamp(min=LEAST_SCALE))
+    # A tensor: by a number of the host, torch multiplies with its reciprocal on a GPU.
+    highest_e4m3 = peaks.new_full((), E4M3_MAX)
+    scales = torch.where(peaks == 0.0, 1.0, (peaks / highest_e4m3).clamp(min=LEAST_SCALE))
     if fmt.rope_over_scale and rope.shape[-1]:
         wide_rope = rope.float()
         highest = wide_rope.abs().nan_to_num(nan=0.0, posinf=0.0).amax(-1, keepdim=True)

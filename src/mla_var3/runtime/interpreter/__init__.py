@@ -22,7 +22,7 @@ Limits:
     * Alignment, TMA, latency and occupancy hints have no effect.
     * It has the part of cuTile that attention and matrix kernels need. Refused by name: raw memory,
       foreign pointers, advanced indexing, compare-and-swap, atomics on tiled views, custom
-      reductions, scans, block-scaled products, packing into bytes, `printf`, directed rounding.
+      reductions and scans, block-scaled products, packing into bytes, `printf`, directed rounding.
     * Unsigned integers wider than a byte can be moved, but torch has no arithmetic on them. The
       sub-byte dtypes and `float8_e5m3fnu` have no torch counterpart and are refused.
 """

@@ -425,13 +425,12 @@ def _register(name: str) -> None:
         update: Any,
         /,
         *,
-        mask: Any = None,
         check_bounds: bool = True,
         memory_order: Any = ct.MemoryOrder.ACQ_REL,
         memory_scope: Any = ct.MemoryScope.DEVICE,
     ) -> Tile:
         api.validate_memory_order_and_scope(memory_order, memory_scope, api.TileAtomicRMW)
-        elements, element = locate(array, indices, mask, check_bounds), array.element
+        elements, element = locate(array, indices, None, check_bounds), array.element
         value = broadcast(_update_elements(name, update, element), elements.shape, "update")
         value = value.reshape(-1)
         # What an element that is not accessed returns is undefined.

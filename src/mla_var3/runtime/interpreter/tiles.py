@@ -1,4 +1,4 @@
-"""Operations on whole tiles: making them, shapes, dtypes, matrix products and reductions.
+"""Operations on whole tiles: making them, shapes, dtypes, matrix products, reductions and scans.
 
 A GPU multiplies in the input dtype and accumulates in that of the accumulator. Here both use
 float32 (float64 for float64 and integer inputs, which is exact for integers), rounded once.
@@ -348,3 +348,30 @@ for _stub, _name in {ct.sum: "add", ct.prod: "mul", ct.max: "max", ct.min: "min"
     _register_reduction(_stub, _name)
 _register_position(ct.argmax, largest=True)
 _register_position(ct.argmin, largest=False)
+
+
+def _register_scan(stub: Callable[..., Any], run: Callable[..., torch.Tensor]) -> None:
+    def scan(
+        x: Any,
+        /,
+        axis: Any = 0,
+        *,
+        reverse: bool = False,
+        rounding_mode: RoundingMode | None = None,
+        flush_to_zero: bool = False,
+    ) -> Tile:
+        tile = _reducible(stub.__name__, x)
+        _check("add" if run is torch.cumsum else "mul", rounding_mode, flush_to_zero, tile.element)
+        along, tensor = axis_of(axis, tile.ndim), tile.tensor
+        if reverse:
+            tensor = tensor.flip(along)
+        result = run(tensor, along, dtype=tensor.dtype)
+        if reverse:
+            result = result.flip(along)
+        return Tile(flush_subnormals(result) if flush_to_zero else result, tile.element)
+
+    implement(stub, scan)
+
+
+_register_scan(ct.cumsum, torch.cumsum)
+_register_scan(ct.cumprod, torch.cumprod)

@@ -11,7 +11,7 @@ from mla_var3.runtime import interpreter
 
 REFUSED = re.compile(
     r"offset|foreign|advanced_indexing|Slice|atomic_(cas|store)|get_raw_memory|^reduce|^scan"
-    r"|cum(sum|prod)|mma_scaled|pack_to_bytes|unpack_from_bytes|printf"
+    r"|mma_scaled|pack_to_bytes|unpack_from_bytes|printf"
 )
 """Operations of cuTile that the interpreter leaves out."""
 

@@ -4,6 +4,7 @@ import cuda.tile as ct
 import pytest
 import torch
 
+from mla_var3.errors import InterpreterError
 from mla_var3.runtime import interpreter
 from tests.unit.runtime.interpreter.interpreter_support import values
 
@@ -38,6 +39,15 @@ def test_atomics_see_each_other():
 
     assert values(body, x, index) == [0, 0, 1, 4]
     assert x.tolist() == [8, 2]
+
+
+def test_atomics_take_no_mask():
+    """cuTile has none: an index out of bounds, such as -1, leaves an element out."""
+    x = torch.zeros(2, dtype=torch.int32)
+    with pytest.raises(InterpreterError, match="unexpected keyword argument 'mask'"):
+        values(lambda a: ct.atomic_add(a, 0, 1, mask=True), x)
+    values(lambda a: ct.atomic_add(a, -ct.arange(2, dtype=ct.int32), 1), x)
+    assert x.tolist() == [1, 0]
 
 
 def test_counter_across_blocks():

@@ -1,0 +1,232 @@
+"""append_rows and reserve_pages in the interpreter: the states of a cache are those of torch."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mla_var3.attention.cache import kernels as launches
+from mla_var3.attention.cache.latent_cache import LatentCache
+from mla_var3.attention.cache.tokens import NewTokens
+from mla_var3.errors import KernelCompileError
+from mla_var3.kernel.cutile.mla import append_rows, reserve_pages
+from mla_var3.op.mla.cache_formats import FORMATS, cache_format
+from mla_var3.runtime import ct_kernel
+
+from .cache_steps import PAGE, PAGES, B, K, P, Steps, differing, make_cache
+
+DTYPES = (torch.bfloat16, *FORMATS)
+TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120")
+PAGED: dict[str, Any] = {"page_size": PAGE}
+
+
+def by_kernel(*args: Any, **options: Any) -> LatentCache:
+    """A cache that runs the kernels in the interpreter."""
+    cache = make_cache(*args, **options)
+    cache.index.kernels.serve(float8=True, fp8=True)
+    assert cache.index.kernels.pages and cache.index.kernels.rows
+    return cache
+
+
+def pair(*args: Any, **options: Any) -> list[LatentCache]:
+    return [make_cache(*args, **options), by_kernel(*args, **options)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        *((dtype, PAGED) for dtype in DTYPES),
+        (torch.bfloat16, {}),
+        ("fp8_per_token", {}),
+        (torch.bfloat16, {**PAGED, "window": 12, "prefix": PAGE}),
+        (torch.bfloat16, {**PAGED, "num_pages": 3}),
+    ],
+)
+def test_every_step_gives_the_state_of_torch(dtype, options):
+    caches = pair(dtype, **options)
+    steps = Steps(caches, seed=5, forks=True)
+    steps.run(60)
+    kernels = {key[0] for key in caches[1].index.kernels._launched}
+    wanted = {reserve_pages.reserve_pages, reserve_pages.release_pages, append_rows.append_rows}
+    assert kernels == wanted | ({reserve_pages.copy_pages} if options else set())
+    assert not caches[0].index.kernels._launched
+    assert steps.seen["refused"] > 1 and steps.seen["fork"] > 3 and steps.seen["truncate"] > 5
+
+
+def test_without_forks_no_page_is_copied():
+    caches = pair(**PAGED)
+    Steps(caches, seed=6, forks=False).run(40)
+    kernels = {key[0] for key in caches[1].index.kernels._launched}
+    assert reserve_pages.copy_pages not in kernels and len(kernels) == 3
+
+
+def test_dropping_and_appending_as_many_gives_the_same_pages():
+    for cache in pair(**PAGED):
+        rows = torch.zeros(B, 70, K).bfloat16(), torch.zeros(B, 70, P).bfloat16()
+        cache.append(*rows, [70, 1, 70, 0, 64])
+        assert cache.pages is not None and int(cache.pages.free_count) == PAGES - 6
+        table = cache.pages.block_table.clone()
+        cache.truncate([70, 1, 10, 0, 64])
+        cache.append(*rows, [70, 1, 10, 0, 64])
+        assert torch.equal(cache.pages.block_table, table)
+
+
+@pytest.mark.parametrize("tile", [2, 4])
+def test_more_pages_than_a_tile(tile, monkeypatch):
+    """Evictions in several chunks, of pages with one owner and with several."""
+    monkeypatch.setattr(reserve_pages, "TILE", tile)
+    caches = pair(**PAGED, num_pages=20)
+    # A tile of requests is not bounded by the one of pages here.
+    monkeypatch.setattr(
+        reserve_pages, "reserve_launch", in_steps_of_one(reserve_pages.reserve_launch)
+    )
+    Steps(caches, seed=7, forks=True).run(60)
+
+
+def in_steps_of_one(make: Any) -> Any:
+    def changed(*args: Any, **options: Any) -> ct_kernel.Launch:
+        launch: ct_kernel.Launch = make(*args, **options)
+        rows, _, *others = launch.constants
+        return launch._replace(constants=(rows, 1, *others))
+
+    return changed
+
+
+MUTATIONS = {
+    "later requests overtake": ("(total <= count)", "(need <= count)"),
+    "a page too few": ("pages_of(new, PAGE) - held", "new // PAGE - held"),
+    "lengths grow by what was asked": ("length + fits)", "length + asked)"),
+    "no copy on write": ("ct.gather(owners, last) > 1", "ct.gather(owners, last) > 9"),
+    "the other order on the stack": ("count + pushed - done - ranks", "count + done + ranks - 1"),
+    "every owner pushes": ("(owned == marks)", "(owned <= 0)"),
+    "a partial page is dropped": ("(tokens - 1) // PAGE + 1", "(tokens + 0) // PAGE"),
+    "refused tokens stay": ("ct.scatter(refused, requests, 0, mask=gone)", "pass"),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_planted_bugs_are_caught(name, tmp_path, monkeypatch):
+    source, (old, new) = Path(reserve_pages.__file__).read_text(), MUTATIONS[name]
+    assert source.count(old) == 1
+    path = tmp_path / "mutated.py"
+    path.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location("mutated", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for launch in ("reserve_launch", "release_launch", "copy_launch"):
+        monkeypatch.setattr(reserve_pages, launch, getattr(module, launch))
+    with pytest.raises(AssertionError, match="step"):
+        Steps(pair(**PAGED), seed=5, forks=True).run(60)
+
+
+@pytest.mark.parametrize("options", [{}, PAGED])
+def test_nothing_outside_the_arrays_is_touched(options, generator):
+    """Whatever the device holds; the interpreter raises for an access out of bounds."""
+    wild = torch.tensor([-(2**31), -1, 0, 1, 63, 64, 65, 255, 256, 257, 2**31 - 1])
+
+    def garbage(*shape: int) -> torch.Tensor:
+        return wild[torch.randint(0, len(wild), shape, generator=generator)].int()
+
+    device = torch.device("cpu")
+    cache = by_kernel(**options)
+    cache.fork(0, into=[1])
+    for turn in range(40):
+        cache.lengths.copy_(garbage(B))
+        if cache.pages is not None:
+            for part in (cache.pages.block_table, cache.pages.free, cache.pages.free_count):
+                part.copy_(garbage(*part.shape))
+        packed = turn % 2 == 0
+        rows = torch.ones(B, 7, K).bfloat16(), torch.ones(B, 7, P).bfloat16()
+        flat = tuple(part.flatten(0, 1) for part in rows)
+        tokens = NewTokens([("b", B), ("m", 7)], garbage(B), None, device)
+        if packed:
+            tokens = NewTokens([("total", 7 * B)], None, garbage(B + 1), device)
+        cache.index.append(tokens, *flat)
+        cache.index.drop(garbage(B) if turn % 3 else garbage(B) > 0)
+
+
+def test_where_torch_serves(generator, monkeypatch, caplog):
+    """Other sizes, a capture before the first launch, and kernels that do not compile."""
+    assert append_rows.serves(512, 64) and append_rows.serves(512, 0)
+    assert not append_rows.serves(96, 64) and not append_rows.serves(512, 48)
+    assert reserve_pages.serves(1024, 2048) and not reserve_pages.serves(1025, 1)
+    assert not reserve_pages.serves(1024, 2**20)
+    assert not make_cache().index.kernels.pages  # on the CPU
+
+    rows = torch.randn(B, 2, K + P, generator=generator).bfloat16()
+    new = rows[..., :K], rows[..., K:]
+    cache, wanted = by_kernel("fp8", **PAGED), make_cache("fp8", **PAGED)
+    wanted.append(*new)
+    monkeypatch.setattr(launches, "_capturing", lambda _: True)
+    cache.append(*new)
+    assert not cache.index.kernels._launched and not differing(cache, wanted)
+    monkeypatch.setattr(launches, "_capturing", lambda _: False)
+    cache.append(*new)
+    launched = set(cache.index.kernels._launched)
+    assert len(launched) == 2
+    monkeypatch.setattr(launches, "_capturing", lambda _: True)
+    monkeypatch.setattr(type(cache.storage), "put", None)  # a launch that was made can be captured
+    cache.append(*new)
+    assert cache.index.kernels._launched == launched
+    monkeypatch.undo()
+
+    def fails(launch: ct_kernel.Launch) -> None:
+        raise KernelCompileError("reserve_pages: no such target")
+
+    monkeypatch.setattr(ct_kernel, "launch_kernel", fails)
+    cache = by_kernel("fp8", **PAGED)
+    cache.append(*new)
+    assert not differing(cache, wanted) and "no such target; torch" in caplog.text
+
+
+def test_models_without_rope(generator):
+    rows = torch.randn(2, 3, K, generator=generator).bfloat16()
+    cache = LatentCache.allocate(2, 64, k=K, p=0)
+    cache.index.kernels.serve(float8=True, fp8=False)
+    cache.append(rows, rows[..., :0], [3, 1])
+    assert cache.index.kernels._launched
+    assert torch.equal(cache.buffer[0, :3], rows[0])
+    assert torch.equal(cache.buffer[1, 0], rows[1, 0]) and not cache.buffer[1, 1:].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_they_compile(target):
+    """With pages of more bytes than 32 bits count."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    b, k, p, pages = 64, 512, 64, 1 << 18
+    pool = reserve_pages.Pool(empty(b, 128), empty(pages), empty(pages), empty(1), PAGE)
+    lengths, refused, taken, sources = (empty(b) for _ in range(4))
+    mask, bounds = empty(b, dtype=torch.int8), empty(b + 1, dtype=torch.int64)
+    sizes = {"most": 4, "slots": 8192}
+    plain = empty(pages, PAGE, k + p, dtype=torch.bfloat16)
+    reserve, release = reserve_pages.reserve_launch, reserve_pages.release_launch
+    made = [
+        reserve(lengths, refused, empty(b), pool, taken, None, **sizes),
+        reserve(lengths, refused, bounds, pool, taken, sources, **sizes),
+        reserve(lengths, refused, None, None, taken, None, **sizes),
+        release(lengths, refused, empty(b), pool, 0),
+        release(lengths, refused, mask, pool, 64),
+        release(lengths, refused, mask, None, 0),
+        reserve_pages.copy_launch(plain, sources, taken, lengths, pool),
+    ]
+    rows = empty(16, k + p, dtype=torch.bfloat16)
+    new = rows[:, :k], rows[:, k:], taken, lengths
+    for own in (None, bounds):
+        out = plain[..., :k], plain[..., k:], None, None
+        made.append(append_rows.append_launch(*new, own, pool.block_table, *out))
+    for name in FORMATS if target != "sm_80" else ():
+        fmt = cache_format(name)
+        buffer = empty(pages, PAGE, fmt.row_bytes(k, p), dtype=torch.uint8)
+        parts = fmt.parts(buffer, k, p)
+        out8 = parts.latent, parts.rope, parts.scales, fmt
+        made.append(append_rows.append_launch(*new, None, pool.block_table, *out8))
+    for launch in made:
+        signature = ct_kernel.signature_of(launch.kernel, launch.args)
+        assert ct_kernel._export(launch.kernel, signature, target, "cubin")
