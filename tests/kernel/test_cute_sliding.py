@@ -80,7 +80,7 @@ def test_a_row_sees_its_window_once(data):
     for group, (begin, end) in enumerate(itertools.pairwise(ranges)):
         for rank in range(ctas):
             scheduler = Scheduler(
-                WorkRange(*begin, *end, 1), lengths, total_lengths, begins, None, queries,
+                WorkRange(*begin, *end, 1, 0), lengths, total_lengths, begins, None, queries,
                 begins[-1], heads, 2048, ctas, shape.visits, 0, int(causal), shards, shard,
                 sliding, group, rank,
             )  # fmt: skip
@@ -111,7 +111,7 @@ def test_a_row_sees_its_window_once(data):
 
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_request_has_items_only_for_its_query_tiles(step):
-    """Visits that find no tile are passed over, with a request at a time: no search of thousands."""
+    """Visits that find no tile are passed over together: no search of thousands."""
     counts, visits = [1, 0, 4, 0, 0, 2, 0], 2000
     begins, heads = list(itertools.accumulate(counts, initial=0)), 128
     lengths = [640] * len(counts)
@@ -126,8 +126,8 @@ def test_a_request_has_items_only_for_its_query_tiles(step):
 
     for begin in range(step):
         scheduler = Scheduler(
-            WorkRange(begin, 0, len(counts) * visits, 0, step), lengths, None, Begins(begins), None,
-            4, begins[-1], heads, 2048, 2, visits, 0, 1, 1, 0, None, 0, 1,
+            WorkRange(begin, 0, len(counts) * visits, 0, step, 0), lengths, None, Begins(begins),
+            None, 4, begins[-1], heads, 2048, 2, visits, 0, 1, 1, 0, None, 0, 1,
         )  # fmt: skip
         tile = scheduler.first_tile()
         while tile.valid:

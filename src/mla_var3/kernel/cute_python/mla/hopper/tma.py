@@ -6,12 +6,8 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import cpasync
 
-EVICT_FIRST = 0x12F0_0000_0000_0000
-"""Cache policy of a copy whose data is replaced first in L2, as the hardware encodes it.
-
-KV blocks stream through L2 and would push out what the next launch begins with: its code, lengths,
-block table and queries. On an H200, 12 layers in a graph, batches of 16 took 4 to 9 % less, 64 with
-16 heads 4 % less (docs/results/2026-11-16-nvidia-h200-engine-shapes.md)."""
+EVICT_NORMAL, EVICT_FIRST = 0x1000_0000_0000_0000, 0x12F0_0000_0000_0000
+"""Cache policies of a copy, as the hardware encodes them: which data L2 replaces first."""
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ EVEN_SHARE = 0.95
 102.5 instead of 109, b=32 s=1 h=128 82 instead of 87; with different lengths nothing changed
 (docs/results/2026-11-16-nvidia-h200-engine-shapes.md). Smaller shares were not measured."""
 STREAMS = 92
-"""CTA groups whose KV blocks memory delivers as fast as they compute: 1.6 us for a KV block of 74 KB
-and a query tile, at 4.2 TB/s on an H200. More groups wait for memory."""
+"""CTA groups whose KV blocks memory delivers as fast as they compute: on an H200 1.6 us for a KV
+block of 74 KB and a query tile, at 4.2 TB/s. More groups wait for memory."""
 GROUP_WORTH = 0.03
 """Share of the time that a larger CTA group, which reads L2 in step, may cost. From the same runs:
 3 groups of 44 CTAs took 2089 us where 66 groups of 2 took 2280."""

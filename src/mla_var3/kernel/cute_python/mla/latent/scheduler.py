@@ -176,6 +176,7 @@ class WorkRange:
         begin, begin_block: first item, and its first KV block.
         end, end_block: item of the end, of which only KV blocks before `end_block` belong here.
         step: step from one item to the next; the number of groups where they take turns.
+        total: length of the line.
     """
 
     begin: Any
@@ -183,6 +184,7 @@ class WorkRange:
     end: Any
     end_block: Any
     step: Any
+    total: Any
 
 
 @cute.jit
@@ -229,7 +231,7 @@ def work_range(
             lengths, requests, visits, newest, max_tokens, group, group_count, total, window,
             packed,
         )  # fmt: skip
-    return WorkRange(begin, begin_block, end, end_block, step)
+    return WorkRange(begin, begin_block, end, end_block, step, total)
 
 
 @cute.jit

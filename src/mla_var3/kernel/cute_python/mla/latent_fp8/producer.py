@@ -11,8 +11,8 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import CONSUMER_WARPS, KV_BLOCK, LATENT, ROPE
-from mla_var3.kernel.cute_python.mla.hopper.tma import EVICT_FIRST, TmaTensor, transfer
-from mla_var3.kernel.cute_python.mla.latent.producer import place_of
+from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor, transfer
+from mla_var3.kernel.cute_python.mla.latent.producer import kv_policy, place_of
 
 STAGES = 4
 """KV blocks in shared memory: 160 KB, of which an SM needs about 100 in flight to read memory at
@@ -89,13 +89,14 @@ def produce(
     ]
     if const_expr(cache.scales is not None):
         parts.append(transfer(cache.scales, shared.scales, (KV_BLOCK,)))
+    policy = kv_policy(scheduler)
     tile = scheduler.first_tile()
     number = Int32(0)
     while tile.valid:
         request = tile.item // scheduler.visits
         for index in cutlass.range(2 * tile.pairs, unroll=1):
             place = place_of(cache, request, tile.first + index, tile.last)
-            load_block(cache, parts, barriers, number, place.block, place.page)
+            load_block(cache, parts, barriers, number, place.block, place.page, policy)
             number += 1
         tile = scheduler.next_tile(tile)
 
@@ -108,6 +109,7 @@ def load_block(
     number: Int32,
     block: Int32,
     page: Int32,
+    policy: Int64,
 ):
     """Load a KV block, the CTA's `number`-th, into its stage as soon as that is empty."""
     stage = number % STAGES
@@ -119,5 +121,5 @@ def load_block(
         at = (None, block, page) if i == 2 else (None, block, 0, page)
         cute.copy(
             parts[i].copy, parts[i].tiles[at], parts[i].shared[(None, stage)],
-            tma_bar_ptr=arrival, cache_policy=Int64(EVICT_FIRST),
+            tma_bar_ptr=arrival, cache_policy=policy,
         )  # fmt: skip
