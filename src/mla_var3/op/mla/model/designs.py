@@ -235,7 +235,7 @@ def _mix_by_rates(
 
 
 def _shared_prefix(work: Workload, target: Target) -> Estimate:
-    """The shared tokens decompressed and read once, the others latent, on SMs of their own.
+    """The shared tokens decompressed and read once, then the others latent.
 
     The rates count the work of both kernels together.
     """
