@@ -1,6 +1,6 @@
 """Several groups with decompressed prefixes in one batch, one group after the other.
 
-Decompressed prefixes pay with about 53 query tokens per group and more (H200, 128 heads). A group
+Decompressed prefixes pay with about 40 query tokens per group and more (H200, 128 heads). A group
 of that size fills the GPU by itself, so its requests are a batch of their own to the kernel of one
 shared prefix. Groups are ranges of requests that the host knows; they are no part of a CUDA graph's
 input.
