@@ -10,7 +10,7 @@
        the parts of the cache; scales_out is not written in 16 bits and in "fp8"
 
 A CTA writes ROWS tokens. It finds the request of each from its row number: by division in padded
-rows, by binary search of the bounds in packed ones. Whatever lengths, bounds and block table hold,
+rows, by counting the bounds up to it in packed ones. Whatever lengths, bounds and block table hold,
 a token without a slot inside the cache is not written.
 
 The rounding is that of `op/mla/cache_formats.py`, which defines zeros, NaN and infinities, and the
@@ -22,7 +22,7 @@ For sm_80 and newer; 8 bits for sm_90 and newer, since cuTile has no float8 befo
 import cuda.tile as ct
 from torch import Tensor
 
-from mla_var3.kernel.cutile.mla.reserve_pages import request_of
+from mla_var3.kernel.cutile.mla.reserve_pages import power_of_two
 from mla_var3.op.mla.cache_formats import LEAST_SCALE, ROPE_SHARE, CacheFormat
 from mla_var3.op.mla.window.quantise import E4M3_MAX
 from mla_var3.runtime.ct_kernel import Launch
@@ -35,6 +35,7 @@ NAN = float("nan")
 
 ROWS = 4
 """Tokens of a CTA: enough bytes in flight for long appends, enough CTAs for short ones."""
+NO_ROW = 2**31 - 1
 AS_IS = -1
 """GROUPS of a cache that is not in 8 bits."""
 
@@ -60,20 +61,23 @@ def append_rows(
     latent, rope, taken, lengths, bounds, block_table, scale,
     latent_out: ct.IndexedWithInt64, rope_out: ct.IndexedWithInt64,
     scales_out: ct.IndexedWithInt64, m,
-    SEARCH: ConstInt, PAGED: ConstBool, PAGE: ConstInt, GROUPS: ConstInt, OVER_SCALE: ConstBool,
+    B: ConstInt, PAGED: ConstBool, PAGE: ConstInt, GROUPS: ConstInt, OVER_SCALE: ConstBool,
     K: ConstInt, P: ConstInt,
 ):  # fmt: skip
-    # m: rows of a request, padded. SEARCH: steps of the search in packed rows; 0 for padded ones.
+    # m: rows of a request, padded. B: at least the number of packed requests; 0 for padded rows.
     # GROUPS: scales per token; 0 for the given one.
     tile = ct.bid(0)
     # x [ROWS, K]; all tiles below [ROWS] until the stores
     x = ct.load(latent, (tile, 0), (ROWS, K), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
     rows = tile * ROWS + ct.arange(ROWS, dtype=ct.int32)
-    if SEARCH == 0:
+    if B == 0:
         requests = rows // m
         offsets = rows - requests * m
     else:
-        requests = request_of(rows, bounds, taken.shape[0], SEARCH)
+        # Ends [1, B]; one read for all, where a search would wait for memory at every step.
+        ends = ct.gather(bounds, ct.arange(B, dtype=ct.int32) + 1, padding_value=NO_ROW)
+        passed = ends.reshape((1, B)) <= rows.reshape((ROWS, 1))
+        requests = ct.sum(passed.astype(ct.int32), 1)
         offsets = rows - ct.gather(bounds, requests)
     new = ct.gather(taken, requests)  # 0 for a row of no request
     valid = (offsets >= 0) & (offsets < new)
@@ -166,7 +170,7 @@ def append_launch(
             max(1, m // b),
         ),
         (
-            0 if bounds is None else b.bit_length(), block_table is not None,
+            0 if bounds is None else power_of_two(b), block_table is not None,
             latent_out.shape[1], groups, fmt is not None and fmt.rope_over_scale, k, p,
         ),
     )  # fmt: skip

@@ -139,13 +139,11 @@ def reserve_pages(
 @ct.function
 def request_of(rows, ends, b, SEARCH):
     # rows [R] -> [R]: the first request whose end is beyond the row; b where there is none.
-    # ends has a value per request, or one more in front.
-    before = ends.shape[0] - b
     low = ct.zeros(rows.shape, dtype=ct.int32)
     high = low + b
     for _ in range(SEARCH):
         middle = (low + high) // 2
-        beyond = (low < high) & (ct.gather(ends, middle + before) <= rows)
+        beyond = (low < high) & (ct.gather(ends, middle) <= rows)
         high = ct.where(beyond | (low >= high), high, middle)
         low = ct.where(beyond, middle + 1, low)
     return low
@@ -288,9 +286,9 @@ def reserve_launch(
         slots: Tokens that a request can have.
     """
     b = lengths.shape[0]
-    rows, page = _power_of_two(b), 1 if pool is None else pool.page_size
+    rows, page = power_of_two(b), 1 if pool is None else pool.page_size
     kind = ALL if counts is None else COUNTS if counts.shape[0] == b else BOUNDS
-    steps = min(_power_of_two(-(-most // page) + 1), TILE // rows)
+    steps = min(power_of_two(-(-most // page) + 1), TILE // rows)
     tables = (lengths,) * 4 if pool is None else pool[:4]
     return Launch(
         reserve_pages,
@@ -322,7 +320,7 @@ def release_launch(
         release_pages,
         (1, 1, 1),
         (lengths, refused, dropped, *tables, torch.empty_like(lengths), least),
-        (_power_of_two(b), b.bit_length(), evict, pool is not None, page),
+        (power_of_two(b), b.bit_length(), evict, pool is not None, page),
     )
 
 
@@ -348,6 +346,6 @@ def copy_launch(
     )
 
 
-def _power_of_two(least: int) -> int:
+def power_of_two(least: int) -> int:
     """The lowest power of two that is not below."""
     return 1 << max(0, least - 1).bit_length()
