@@ -1,4 +1,4 @@
-"""Sliding windows in the latent kernel: which tokens its rows see, by the device code on numbers.
+"""Work tiles of the latent kernel: which tokens their rows see, and which requests have them.
 
 Without their decorators the functions of the tile scheduler are Python, see `test_cute_ring.py`.
 """
@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, ROWS
+from mla_var3.kernel.cute_python.mla.hopper.tma import EVICT_FIRST, EVICT_NORMAL
+from mla_var3.kernel.cute_python.mla.latent import producer
 from mla_var3.kernel.cute_python.mla.latent import scheduler as device
 from mla_var3.kernel.cute_python.mla.latent.groups import (
     GroupShape,
@@ -158,3 +160,18 @@ def test_ragged_batches_get_small_groups():
     # Requests of one tile each, and memory-bound ones of up to two, keep their groups.
     assert packed_tiles(64, 16, 8, 8) == (0, 1)
     assert group_shape(2, 64, 132, 0, *packed_tiles(288, 64, 8, 16)).group_ctas == 2
+
+
+@pytest.mark.parametrize(
+    ("group_ctas", "visits", "total", "first"),
+    [(1, 1, 1100, True), (2, 1, 1800, True), (1, 1, 1801, False), (4, 1, 100, False)],
+)
+def test_small_launches_leave_l2_first(group_ctas, visits, total, first, monkeypatch):
+    """Not those whose KV blocks several CTAs read, or many."""
+    monkeypatch.setattr(producer, "Int64", int)
+    scheduler = Scheduler(
+        WorkRange(0, 0, 0, 0, 1, total), [], None, None, None, 1, 1, 16, 64, group_ctas, visits,
+        0, 1, 1, 0, None, 0, 0,
+    )  # fmt: skip
+    policy = inspect.unwrap(producer.kv_policy)(scheduler)
+    assert policy == (EVICT_FIRST if first else EVICT_NORMAL)
