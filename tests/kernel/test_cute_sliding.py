@@ -20,7 +20,7 @@ from mla_var3.kernel.cute_python.mla.latent import scheduler as device
 from mla_var3.kernel.cute_python.mla.latent.groups import (
     GroupShape,
     group_shape,
-    packed_tiles,
+    ragged_tiles,
     range_begins,
 )
 from mla_var3.kernel.cute_python.mla.latent.scheduler import (
@@ -153,13 +153,13 @@ def test_ragged_batches_get_small_groups():
     """Half as many query tokens as the longest request has: the tiles of one token walk in step."""
     for max_q in (2, 4, 8):
         tiles, queries = max_q * 2, 64 * (max_q + 1) // 2
-        ragged = group_shape(tiles, 64, 132, 0, *packed_tiles(queries, 64, max_q, 128))
+        ragged = group_shape(tiles, 64, 132, 0, *ragged_tiles(queries, 64, max_q, 128))
         assert ragged == GroupShape(2, max_q, 66)
-        full = packed_tiles(64 * max_q, 64, max_q, 128)
+        full = ragged_tiles(64 * max_q, 64, max_q, 128)
         assert group_shape(tiles, 64, 132, 0, *full) == group_shape(tiles, 64, 132)
     # Requests of one tile each, and memory-bound ones of up to two, keep their groups.
-    assert packed_tiles(64, 16, 8, 8) == (0, 1)
-    assert group_shape(2, 64, 132, 0, *packed_tiles(288, 64, 8, 16)).group_ctas == 2
+    assert ragged_tiles(64, 16, 8, 8) == (0, 1)
+    assert group_shape(2, 64, 132, 0, *ragged_tiles(288, 64, 8, 16)).group_ctas == 2
 
 
 @pytest.mark.parametrize(

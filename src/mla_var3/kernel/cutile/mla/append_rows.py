@@ -26,6 +26,7 @@ from mla_var3.kernel.cutile.mla.reserve_pages import power_of_two
 from mla_var3.op.mla.cache_formats import LEAST_SCALE, ROPE_SHARE, CacheFormat
 from mla_var3.op.mla.window.quantise import E4M3_MAX
 from mla_var3.runtime.ct_kernel import Launch
+from mla_var3.runtime.stage import is_power_of_two
 
 ConstInt = ct.Constant[int]
 ConstBool = ct.Constant[bool]
@@ -124,7 +125,7 @@ def append_rows(
 
 def serves(k: int, p: int) -> bool:
     """Whether the kernel takes these widths."""
-    return k > 0 and k & (k - 1) == 0 and p & (p - 1) == 0
+    return is_power_of_two(k) and (p == 0 or is_power_of_two(p))
 
 
 def append_launch(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mla_var3.errors import UnsupportedError
 from mla_var3.kernel.cute_python.mla.hopper.constants import LATENT, ROWS
-from mla_var3.kernel.cute_python.mla.latent.groups import group_shape, packed_tiles
+from mla_var3.kernel.cute_python.mla.latent.groups import group_shape, ragged_tiles
 from mla_var3.kernel.cute_python.mla.latent.merge import merge_rows
 from mla_var3.kernel.cute_python.mla.latent.operands import (
     LATENT_FIELDS,
@@ -154,10 +154,9 @@ def call_arguments(
     device = operands.q_latent.device
     sm_count = sm_count_of(device.index)
     requests, heads = operands.lengths.shape[0], operands.lse.shape[-1]
-    tiles, packed = -(-options.max_q * heads // ROWS), (0, 1)
-    if operands.cu_seqlens_q is not None:
-        packed = packed_tiles(operands.lse.numel() // heads, requests, options.max_q, heads)
-    shape = shape_for(tiles, requests, sm_count, 0, *packed)
+    tiles = -(-options.max_q * heads // ROWS)
+    ragged = ragged_tiles(operands.lse.numel() // heads, requests, options.max_q, heads)
+    shape = shape_for(tiles, requests, sm_count, 0, *ragged)
     tree = operands.tree
     copied = tree is not None and tree.stride(2) != 1
     if tree is not None and copied:

@@ -107,12 +107,9 @@ def compute_few(
     widths, half_columns = shared.widths, shared.widths.half
     even_parts, odd_parts = block_parts(widths)
 
-    def first_rows(tensor, width):  # of a tile with 64 rows
-        return cute.composition(tensor, cute.make_layout((columns, width), stride=(1, ROWS)))
-
     def probabilities(block):  # (columns, 64), where the rope part was
         tile = cute.local_tile(block, (KV_BLOCK, TILE), (0, widths.tiles))
-        return first_rows(tile, KV_BLOCK)
+        return cute.composition(tile, cute.make_layout((columns, KV_BLOCK), stride=(1, ROWS)))
 
     def values(block):  # (k/2, 64): this warpgroup's half of the latent columns, transposed
         half = cute.local_tile(block, (KV_BLOCK, half_columns), (0, group))

@@ -115,8 +115,8 @@ def group_shape(
     return max(near, key=lambda shape: shape.group_ctas)
 
 
-def packed_tiles(queries: int, requests: int, max_q: int, heads: int) -> tuple[int, int]:
-    """`total_tiles` and `token_tiles` of packed requests, as far as the host knows them.
+def ragged_tiles(queries: int, requests: int, max_q: int, heads: int) -> tuple[int, int]:
+    """`total_tiles` and `token_tiles` of `group_shape`, as far as the host knows them.
 
     Args:
         queries: query tokens of all requests.

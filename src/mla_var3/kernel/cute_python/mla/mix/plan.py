@@ -124,14 +124,19 @@ class CuteMixPlan(HopperPlan):
         """Tiles of 64 query rows per request."""
         return -(-self.s * self.h // ROWS)
 
+    @property
+    def _shares_sms(self) -> bool:
+        """Whether both kernels run at the same time, each on some SMs."""
+        both = 0 < self.decompressed_slots() < self.t
+        return both and self.sm_count > 1 and not self.in_turn
+
     def split(self) -> SmSplit:
         """SMs of each kernel where its tiling names none.
 
         A kernel that is alone, or in turn with the other, has all of them. Where the SMs of one
         kernel were chosen, the other has the rest; otherwise both should end together.
         """
-        slots = self.decompressed_slots()
-        if slots in (0, self.t) or self.sm_count < 2 or self.in_turn:
+        if not self._shares_sms:
             return SmSplit(self.sm_count, self.sm_count)
         pinned = self.tiling.sms or self.sm_count - self.decompressed_tiling.sms
         if pinned != self.sm_count:
@@ -162,9 +167,9 @@ class CuteMixPlan(HopperPlan):
 
         For calls that build their stages anew each time: the split is not computed again.
         """
-        split, slots = self.split(), self.decompressed_slots()
-        if slots in (0, self.t) or self.sm_count < 2 or self.in_turn:
+        if not self._shares_sms:
             return self
+        split = self.split()
         return self.copy(
             tiling=replace(self.tiling, sms=self.latent_sms(self.tiling)),
             decompressed_tiling=replace(
@@ -174,8 +179,7 @@ class CuteMixPlan(HopperPlan):
 
     def _splits(self) -> list[SmSplit]:
         """Splits of the SMs that tuning tries beside the one of the model."""
-        together = 0 < self.decompressed_slots() < self.t and not self.in_turn
-        return neighbours(self.split()) if together and self.sm_count > 1 else []
+        return neighbours(self.split()) if self._shares_sms else []
 
     # -- tilings and costs -------------------------------------------------------------------------
 
