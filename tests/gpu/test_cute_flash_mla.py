@@ -315,8 +315,9 @@ class RangeProbe:
         group, _, _ = cute.arch.block_idx()
         packed = PackedQueries(begins, tiles, total, 64, 4 * 64) if self.packed else None
         found = work_range(
-            lengths, requests, visits, newest, 1 << 30, 0, group, group_count, None, packed
-        )
+            lengths, requests, visits, newest, 1 << 30, 0, Int32(1), group, group_count, None,
+            packed,
+        )  # fmt: skip
         numbers = (found.begin, found.begin_block, found.end, found.end_block, found.step)
         if cute.arch.lane_idx() == 0:
             for i in cutlass.range_constexpr(len(numbers)):
@@ -332,6 +333,8 @@ def schedules() -> list[tuple[list[int], int, int, int]]:
         ([64 * 100], 1, 0, 132),
         ([4096] * 64, 2, 0, 128),
         ([4096] * 64, 2, 0, 127),
+        ([4096] * 16, 1, 0, 128),  # equal items with eight groups each
+        ([4097, 4100, 4160] * 4, 2, 0, 120),
         ([1_000_000] * 1000, 100, 0, 131),
         ([draw.randrange(1_000_001) for _ in range(1000)], 100, 0, 132),
         ([draw.randrange(5000) for _ in range(5000)], 1, 0, 66),
@@ -368,7 +371,8 @@ def test_device_finds_the_ranges_of_the_host(packed: bool) -> None:
         ]
         blocks = [-(-length // KV_BLOCK) for length in old]
         total = sum((b + ITEM_COST) * n for b, n in zip(blocks, found, strict=True))
-        if takes_turns(max(blocks), items, groups, total):
+        longest = max((b for b, n in zip(blocks, found, strict=True) if n), default=0)
+        if takes_turns(longest, items, groups, total):
             wanted = [[group, 0, items, 0, groups] for group in range(groups)]
         assert ranges.tolist() == wanted, (len(lengths), visits, newest, groups)
 

@@ -34,13 +34,15 @@ from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     Split,
     range_position,
     split_block,
+    split_step,
+    splits_evenly,
     takes_turns,
 )
 
 INT32_MAX = 2**31 - 1
 SPLIT_MOVES = ITEM_COST + 1
 """KV blocks by which a split leaves its ideal place: down to an item's start, whose fixed cost is
-not divided, or up by one to an even block."""
+not divided, or up by one to the end of a pair."""
 
 LENGTHS = st.lists(
     st.one_of(st.just(0), st.integers(1, 200), st.integers(1, 20_000)), min_size=1, max_size=40
@@ -81,9 +83,9 @@ def part_spans(counts: list[int], begin: tuple[int, int], end: tuple[int, int]) 
         yield Span(item, first, last, split)
 
 
-def cost(group: Sequence[Span]) -> int:
+def cost(group: Sequence[Span], item_cost: int = ITEM_COST) -> int:
     """Length of a range on the line: an item's fixed cost lies at its start."""
-    return sum(span.last - span.first + ITEM_COST * (span.first == 0) for span in group)
+    return sum(span.last - span.first + item_cost * (span.first == 0) for span in group)
 
 
 @settings(max_examples=150, deadline=None)
@@ -100,8 +102,10 @@ def test_ranges_cover_every_block_once_and_in_order(lengths, shape):
     assert begins[0] == (0, 0)
     assert begins[-1] == (len(counts), 0)
     assert begins == sorted(begins)
-    # Splits are at even KV blocks inside the item.
-    assert all(block % 2 == 0 and (block == 0 or block < counts[item]) for item, block in begins)
+    # Splits are inside the item, between pairs of KV blocks unless CTAs share none.
+    step = split_step(shape.group_ctas, shape.visits)
+    assert step == (1 if shape.group_ctas == shape.visits == 1 else 2)
+    assert all(block % step == 0 and (block == 0 or block < counts[item]) for item, block in begins)
     reached = [0] * len(counts)
     finished: list[int] = []
     for span in itertools.chain.from_iterable(spans(lengths, shape)):
@@ -123,9 +127,14 @@ def test_ranges_are_balanced(lengths, shape):
     """
     counts = block_counts(lengths, shape.visits)
     total = sum(count + ITEM_COST for count in counts)
-    costs = [cost(group) for group in spans(lengths, shape)]
+    even = splits_evenly(max(counts), len(counts), shape.group_count, total)
+    assert even == (len(set(counts)) == 1 and shape.group_count % len(counts) == 0)
+    turns = takes_turns(max(counts), len(counts), shape.group_count, total)
+    item_cost = 0 if even and not turns else ITEM_COST
+    total = sum(count + item_cost for count in counts)
+    costs = [cost(group, item_cost) for group in spans(lengths, shape)]
     assert sum(costs) == total
-    if takes_turns(max(counts), len(counts), shape.group_count, total):
+    if turns:
         assert max(costs) <= total // shape.group_count + MERGE_COST
         assert partial_count(lengths, shape) == 0
     else:
@@ -139,6 +148,30 @@ def test_equal_lengths_that_divide_evenly_are_not_split(t, requests, groups):
     shape = GroupShape(1, 1, groups)
     assert [len(group) for group in spans([t] * requests, shape)] == [requests // groups] * groups
     assert partial_count([t] * requests, shape) == 0
+
+
+@pytest.mark.parametrize("blocks", [16, 33, 64, 65, 66, 1000])
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_equal_items_are_split_evenly(blocks, tiles):
+    """16 requests and 128 groups: no CTA has more than its share, rounded up."""
+    shape = GroupShape(tiles, 1, 128 // tiles)
+    parts = [span for group in spans([blocks * KV_BLOCK] * 16, shape) for span in group]
+    groups = shape.group_count // 16
+    assert len(parts) == 16 * groups
+    step = split_step(tiles, 1)
+    most = max(span.last - span.first for span in parts)
+    assert -(-most // step) == -(-blocks // (groups * step))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(20, 300), st.lists(st.integers(-3, 3), min_size=16, max_size=16))
+def test_lengths_that_differ_little_are_split_as_evenly(blocks, differences):
+    """No CTA has more KV blocks than its share of the line, rounded up, and one."""
+    shape = GroupShape(1, 1, 128)
+    counts = [blocks + difference for difference in differences]
+    found = spans([count * KV_BLOCK for count in counts], shape)
+    most = max(sum(span.last - span.first for span in group) for group in found)
+    assert most <= -(-sum(count + ITEM_COST for count in counts) // 128) + 1
 
 
 @pytest.mark.parametrize(("t", "split"), [(64, False), (448, False), (640, True)])
@@ -187,11 +220,15 @@ def test_no_step_overflows_for_the_largest_sizes(items, t, groups):
     total = Int32Only((blocks + ITEM_COST) * items)
     whole = takes_turns(Int32Only(blocks), Int32Only(items), Int32Only(groups), total)
     assert whole == (-(-items // groups) * (blocks + ITEM_COST) <= total // groups + MERGE_COST)
+    assert splits_evenly(Int32Only(blocks), Int32Only(items), Int32Only(groups), total) == (
+        groups % items == 0
+    )
     for group in (0, 1, groups // 2, groups - 1, groups):
         position = range_position(total, Int32Only(group), Int32Only(groups))
         assert position == int(total) * group // groups
         local = position % (blocks + ITEM_COST)
-        assert split_block(Int32Only(local), Int32Only(blocks)) <= blocks + 1
+        for step in (1, 2):
+            assert split_block(Int32Only(local), ITEM_COST, step) <= blocks + step - 1
 
 
 def test_the_overflow_check_sees_an_overflow():

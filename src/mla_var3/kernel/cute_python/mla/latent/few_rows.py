@@ -38,7 +38,6 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
 )
 from mla_var3.kernel.cute_python.mla.hopper.rows import LAZY_RISE, clear_rows, normaliser
 from mla_var3.kernel.cute_python.mla.hopper.warps import release, sync_warpgroup
-from mla_var3.kernel.cute_python.mla.latent.merge import record_partial
 from mla_var3.kernel.cute_python.mla.latent.ops import add_values, compute_scores, final_lse
 from mla_var3.kernel.cute_python.mla.latent.producer import (
     WARPGROUP_BARRIERS,
@@ -186,10 +185,11 @@ def compute_few(
                 warpgroup.wait_group(0)
                 release(barriers + Mbarrier.ODD_OTHER_EMPTY, lane)
                 phase ^= 1
-                if final and following.valid:
-                    cute.arch.mbarrier_wait(barriers + Mbarrier.Q_FULL, q_phase ^ 1)
-                compute_scores(qk_mma, f_even, f_q, acc_s, barriers, phase, even_parts)
-                warpgroup.wait_group(0)
+                if following.valid or not final:
+                    if final:
+                        cute.arch.mbarrier_wait(barriers + Mbarrier.Q_FULL, q_phase ^ 1)
+                    compute_scores(qk_mma, f_even, f_q, acc_s, barriers, phase, even_parts)
+                    warpgroup.wait_group(0)
         else:
             for pair in cutlass.range(tile.pairs, unroll=1):
                 final = pair == tile.pairs - 1
@@ -222,10 +222,11 @@ def compute_few(
                 release(barriers + Mbarrier.ODD_OWN_EMPTY, lane)
                 release(barriers + Mbarrier.ODD_OTHER_EMPTY, lane)
                 phase ^= 1
-                if final and following.valid:
-                    cute.arch.mbarrier_wait(barriers + Mbarrier.Q_FULL, q_phase ^ 1)
-                compute_scores(qk_mma, f_odd, f_q, acc_s, barriers, phase, odd_parts)
-                warpgroup.wait_group(0)
+                if following.valid or not final:
+                    if final:
+                        cute.arch.mbarrier_wait(barriers + Mbarrier.Q_FULL, q_phase ^ 1)
+                    compute_scores(qk_mma, f_odd, f_q, acc_s, barriers, phase, odd_parts)
+                    warpgroup.wait_group(0)
         finish_few(o, sums, exchange, outputs, tile, t, group, scheduler, columns, dtype)
         q_phase ^= 1
         tile = following
@@ -390,5 +391,3 @@ def finish_few(
                         target[0] = (o[(e, j), (r, m_tile)] * inverse).to(dtype)
     # The next tile's first maximum must not be written before all warps have read this one.
     cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
-    if tile.split != 0 and group == 0 and t == 0:
-        record_partial(outputs.merges, slot, tile)

@@ -14,6 +14,8 @@ from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     ITEM_COST,
     range_position,
     split_block,
+    split_step,
+    splits_evenly,
     takes_turns,
 )
 
@@ -154,12 +156,15 @@ def range_begins(
         for request, count in enumerate(counts)
         for visit in range(count)
     ]
-    starts = list(itertools.accumulate((count + ITEM_COST for _, count in items), initial=0))
-    total, behind = starts[-1], len(lengths) * visits
-    if takes_turns(max(blocks), behind, shape.group_count, total):
+    longest = max((n for _, n in items), default=0)
+    total, behind = sum(n + ITEM_COST for _, n in items), len(lengths) * visits
+    if takes_turns(longest, behind, shape.group_count, total):
         each, rest = divmod(behind, shape.group_count)
         return [(group * each + min(group, rest), 0) for group in range(shape.group_count + 1)]
-    begins = []
+    even = splits_evenly(longest, len(items), shape.group_count, total)
+    item_cost, step = 0 if even else ITEM_COST, split_step(shape.group_ctas, visits)
+    starts = list(itertools.accumulate((n + item_cost for _, n in items), initial=0))
+    total, begins = starts[-1], []
     for group in range(shape.group_count + 1):
         position = range_position(total, group, shape.group_count)
         at = bisect.bisect_right(starts, position) - 1
@@ -167,7 +172,7 @@ def range_begins(
             begins.append((behind, 0))
             continue
         local, (item, count) = position - starts[at], items[at]
-        block = split_block(local, count)
+        block = split_block(local, item_cost, step)
         begins.append((item + 1, 0) if block >= count and local > 0 else (item, block))
     return begins
 

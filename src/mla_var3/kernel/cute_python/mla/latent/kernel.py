@@ -304,16 +304,22 @@ class FlashMLASm90:
         if thread == 0:
             init_barriers(barriers, 2 if self.few > 0 else 1)
             missing[0] = Int32(0)
-        cute.arch.sync_threads()
+        if warp_index == PRODUCER_WARP:
+            cpasync.prefetch_descriptor(c_copy)
+            cpasync.prefetch_descriptor(q_copy)
+            if const_expr(self.widths.p > 0):
+                cpasync.prefetch_descriptor(r_copy)
+                cpasync.prefetch_descriptor(qr_copy)
         scheduler = Scheduler.of(
             IndexTensors(table, lengths, total_lengths, query_begins, tree), requests, queries,
             total_queries, heads, max_tokens, newest, causal, sliding_window, shards, shard,
             whole_items, group_ctas, visits, group_count, group, rank,
         )  # fmt: skip
+        cute.arch.sync_threads()
         ctas, cta = group_ctas * group_count, group * group_ctas + rank
         splits = may_split(scheduler.range, group_count)
         if thread == 0 and splits:
-            open_merge(merges, ctas, cta)
+            open_merge(merges, ctas, cta, scheduler)
         q, even, odd = (
             memory.get_tensor(layout.outer, swizzle=layout.inner)
             for memory, layout in (

@@ -8,9 +8,10 @@
         how many CTAs have read all states
     -> rows of o_latent [rows, k] and lse [rows] (natural logarithm) of the split work tiles
 
-Every CTA owns two slots: an even one for the first item of its range, an odd one for the last. The
-partials of a work tile are in order: its first in either slot of some CTA, the others in the even
-slots of the CTAs of the same rank in the groups that follow.
+Every CTA owns two slots: an even one for the first item of its range, an odd one for the last. It
+records at its start what they will hold. The partials of a work tile are in order: its first in
+either slot of some CTA, the others in the even slots of the CTAs of the same rank in the groups
+that follow.
 
 A CTA that has written its partials waits for those of the others, then all of them share the rows
 to merge. Where the lengths need no split, every CTA knows it and nothing of this happens.
@@ -44,7 +45,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
 from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
 from mla_var3.kernel.cute_python.mla.latent.ops import final_lse
 from mla_var3.kernel.cute_python.mla.latent.producer import Barrier
-from mla_var3.kernel.cute_python.mla.latent.scheduler import Split
+from mla_var3.kernel.cute_python.mla.latent.scheduler import Split, work_tile_at
 
 CHUNK = 128
 """Columns of a row that a warp reads at once: 16 bytes of float32 per lane."""
@@ -87,6 +88,8 @@ class Total(IntEnum):
     """CTAs that take part."""
     RANK = 3
     """Those of them before this one."""
+    LEFT = 4
+    """Not 0 if some CTA has left."""
 
 
 def merge_rows(ctas: int) -> int:
@@ -116,7 +119,7 @@ class MergeShared:
         records: [slot, 3] as in `merges`.
         owners: [split tile]: the slot of its first partial.
         stays: [CTA]: whether it takes part.
-        totals: [4] see `Total`.
+        totals: see `Total`.
         weights: [warp, 2] maximum and sum of weights of a warp's partials.
         sums: [warp, 4, lane] a warp's weighted sum.
     """
@@ -150,14 +153,6 @@ def merge_shared(tile: cute.Pointer, widths: LatentWidths) -> MergeShared:
 
 
 @cute.jit
-def record_partial(merges: cute.Tensor, slot: Int32, tile: cutlass.Constexpr):
-    """Record what a slot holds; one thread calls it."""
-    merges[slot, Record.SPLIT] = tile.split
-    merges[slot, Record.FIRST_ROW] = tile.base + tile.row
-    merges[slot, Record.ROWS] = cutlass.min(tile.rows - tile.row, ROWS)
-
-
-@cute.jit
 def state_pointer(merges: cute.Tensor, ctas: Int32, cta: Int32) -> cute.Pointer:
     """Pointer to the state of a CTA; that of the CTA behind the last one counts readers."""
     return cute.recast_ptr((merges.iterator + (2 * ctas + cta) * 4).align(8), dtype=Int64)
@@ -170,15 +165,38 @@ def state_of(merges: cute.Tensor, ctas: Int32, cta: Int32, order: cutlass.Conste
 
 
 @cute.jit
-def open_merge(merges: cute.Tensor, ctas: Int32, cta: Int32):
-    """Publish that a CTA has started and that its slots are empty; one thread calls it."""
-    for i in cutlass.range_constexpr(2):
-        merges[cta * 2 + i, Record.SPLIT] = Int32(0)
+def open_merge(merges: cute.Tensor, ctas: Int32, cta: Int32, scheduler: cutlass.Constexpr):
+    """Publish that a CTA has started and what its slots will hold; one thread calls it."""
+    own = scheduler.range
+    record_partial(merges, cta * 2, own.begin, Boolean(True), scheduler)
+    ends_inside = own.end_block > 0 and own.end != own.begin
+    record_partial(merges, cta * 2 + 1, own.end, ends_inside, scheduler)
     if cta == 0:
         # Before its own state, which every CTA that counts has seen.
         cute.arch.store(state_pointer(merges, ctas, ctas), Int64(0), sem="relaxed", scope="gpu")
     started = Int64(CtaState.STARTED)
-    cute.arch.store(state_pointer(merges, ctas, cta), started, sem="relaxed", scope="gpu")
+    cute.arch.store(state_pointer(merges, ctas, cta), started, sem="release", scope="gpu")
+
+
+@cute.jit
+def record_partial(
+    merges: cute.Tensor,
+    slot: Int32,
+    item: Int32,
+    used: Boolean,
+    scheduler: cutlass.Constexpr,
+):
+    """Record which partial of `item` a slot will hold: none if it is not `used`, or not split."""
+    split, first_row, rows = Int32(0), Int32(0), Int32(0)
+    if used:
+        tile = work_tile_at(item, scheduler)
+        if tile.valid and tile.item == item:
+            split = tile.split
+            first_row = tile.base + tile.row
+            rows = cutlass.min(tile.rows - tile.row, ROWS)
+    merges[slot, Record.SPLIT] = split
+    merges[slot, Record.FIRST_ROW] = first_row
+    merges[slot, Record.ROWS] = rows
 
 
 @cute.jit
@@ -204,16 +222,22 @@ def merge_partials(
     """
     merges = outputs.merges
     thread, _, _ = cute.arch.thread_idx()
-    # Asked while the results are still on their way to memory.
+    if thread == 0:
+        shared.totals[Total.LEFT] = Int32(0)
+    # Asked while the results are still on their way to memory. The consumers have passed a barrier
+    # behind their last product: no warp reads the query tile.
     for other in cutlass.range(thread, ctas, CONSUMERS, unroll=1):
-        known = has_started(state_of(merges, ctas, other, "relaxed"))
+        known = has_started(state_of(merges, ctas, other, "acquire"))
         looks = Int32(0)
         while not known and looks < LOOKS:
-            known = has_started(state_of(merges, ctas, other, "relaxed"))
+            known = has_started(state_of(merges, ctas, other, "acquire"))
             looks += 1
         if not known:
             missing[0] = 1
-    # From here on all partials are written, and no warp reads the query tile.
+        for i in cutlass.range_constexpr(2):
+            for column in cutlass.range_constexpr(len(Record)):
+                shared.records[other * 2 + i, column] = merges[other * 2 + i, column]
+    # From here on all partials are written.
     cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
     stays = missing[0] == 0
     if thread == 0:
@@ -231,11 +255,13 @@ def merge_partials(
                 state_pointer(merges, ctas, ctas), Int64(1), sem="relaxed", scope="gpu"
             )
         merge_own_rows(outputs, shared, group_ctas, ctas, dtype)
-        # Issued above and used only here, so that its latency is hidden.
-        if thread == 0 and readers == shared.totals[Total.CTAS] - 1:
-            for other in cutlass.range(ctas, unroll=8):
-                place = state_pointer(merges, ctas, other)
-                cute.arch.store(place, Int64(0), sem="relaxed", scope="gpu")
+        if cute.arch.make_warp_uniform(thread // 32) == 0:
+            # Issued above and used only here, so that its latency is hidden.
+            before = cute.arch.shuffle_sync(Int32(readers), 0)
+            if before == shared.totals[Total.CTAS] - 1:
+                for other in cutlass.range(thread, ctas, 32, unroll=1):
+                    place = state_pointer(merges, ctas, other)
+                    cute.arch.store(place, Int64(0), sem="relaxed", scope="gpu")
 
 
 @cute.jit
@@ -247,27 +273,31 @@ def has_started(state: Int64) -> Boolean:
 def gather(merges: cute.Tensor, shared: cutlass.Constexpr, ctas: Int32, cta: Int32):
     """Wait for all CTAs; then `shared` says what there is to merge and which CTAs take part."""
     thread, _, _ = cute.arch.thread_idx()
+    warp = cute.arch.make_warp_uniform(thread // 32)
+    if warp == CONSUMER_WARPS - 1:  # the first warps have most states to wait for
+        count_tiles(shared, ctas, cta)
     for other in cutlass.range(thread, ctas, CONSUMERS, unroll=1):
         state = state_of(merges, ctas, other, "acquire")
         while state != CtaState.WAITING and state != CtaState.LEFT:
             state = state_of(merges, ctas, other, "acquire")
-        stays = Int32(0)
-        if state == CtaState.WAITING:
-            stays = Int32(1)
+        stays = Int32(1)
+        if state == CtaState.LEFT:
+            stays = Int32(0)
+            shared.totals[Total.LEFT] = Int32(1)
         shared.stays[other] = stays
-        for i in cutlass.range_constexpr(2):
-            for column in cutlass.range_constexpr(len(Record)):
-                shared.records[other * 2 + i, column] = merges[other * 2 + i, column]
     cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
-    if thread < 32:
-        count_tiles(shared, ctas)
-        count_ctas(shared, ctas, cta)
-    cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
+    if shared.totals[Total.LEFT] != 0:
+        if warp == 0:
+            count_ctas(shared, ctas, cta)
+        cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
 
 
 @cute.jit
-def count_tiles(shared: cutlass.Constexpr, ctas: Int32):
-    """List the split work tiles, in the same order in every CTA; one warp calls it."""
+def count_tiles(shared: cutlass.Constexpr, ctas: Int32, cta: Int32):
+    """List the split work tiles, in the same order in every CTA; one warp calls it.
+
+    Until `count_ctas` says otherwise, all CTAs take part.
+    """
     lane = cute.arch.lane_idx()
     tiles = Int32(0)
     most = Int32(0)
@@ -285,6 +315,8 @@ def count_tiles(shared: cutlass.Constexpr, ctas: Int32):
     if lane == 0:
         shared.totals[Total.TILES] = tiles
         shared.totals[Total.MOST_ROWS] = most
+        shared.totals[Total.CTAS] = ctas
+        shared.totals[Total.RANK] = cta
 
 
 @cute.jit
@@ -351,7 +383,9 @@ def merge_units(
     thread, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(thread // 32)
     lane = cute.arch.lane_idx()
-    tiles, most, present, rank = (shared.totals[total] for total in Total)
+    tiles, most, present, rank = (
+        shared.totals[total] for total in (Total.TILES, Total.MOST_ROWS, Total.CTAS, Total.RANK)
+    )
     k = outputs.widths.k
     per_row = k // CHUNK // chunks
     units = tiles * most * per_row

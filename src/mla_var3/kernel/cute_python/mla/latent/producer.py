@@ -275,7 +275,6 @@ def produce(
         sources.table, sources.pages, sources.page_tokens // KV_BLOCK, kv_policy(scheduler),
     )  # fmt: skip
     tile = scheduler.first_tile()
-    started = tile.valid
     phase = Int32(0)
     q_phase = Int32(0)
     while tile.valid:
@@ -292,10 +291,6 @@ def produce(
             )  # fmt: skip
             phase ^= 1
         tile = scheduler.next_tile(tile)
-    if started:
-        # Scores are computed one pair ahead, so behind the last pair as well.
-        nowhere = _Place(Int32(0), sources.pages)
-        load_pair(cache, even, odd, parts, barriers, phase, nowhere, nowhere)
 
 
 @cute.jit

@@ -36,7 +36,6 @@ from mla_var3.kernel.cute_python.mla.hopper.rows import (
     two_rows,
 )
 from mla_var3.kernel.cute_python.mla.hopper.warps import release
-from mla_var3.kernel.cute_python.mla.latent.merge import record_partial
 from mla_var3.kernel.cute_python.mla.latent.ops import add_values, compute_scores, final_lse
 from mla_var3.kernel.cute_python.mla.latent.producer import (
     Barrier,
@@ -197,10 +196,11 @@ def compute_rows64(
                 warpgroup.wait_group(0)
                 release(barriers + Mbarrier.ODD_OTHER_EMPTY, lane)
                 phase ^= 1
-                if final and following.valid:
-                    cute.arch.mbarrier_wait(barriers + Mbarrier.Q_FULL, q_phase ^ 1)
-                compute_scores(qk_mma, f_q, f_even, acc_s, barriers, phase, even_parts)
-                warpgroup.wait_group(0)
+                if following.valid or not final:
+                    if final:
+                        cute.arch.mbarrier_wait(barriers + Mbarrier.Q_FULL, q_phase ^ 1)
+                    compute_scores(qk_mma, f_q, f_even, acc_s, barriers, phase, even_parts)
+                    warpgroup.wait_group(0)
         else:
             for pair in cutlass.range(tile.pairs, unroll=1):
                 final = pair == tile.pairs - 1
@@ -236,10 +236,11 @@ def compute_rows64(
                 warpgroup.wait_group(0)
                 release(barriers + Mbarrier.ODD_OWN_EMPTY, lane)
                 phase ^= 1
-                if final and following.valid:
-                    cute.arch.mbarrier_wait(barriers + Mbarrier.Q_FULL, q_phase ^ 1)
-                compute_scores(qk_mma, f_q, f_odd, acc_s, barriers, phase, odd_parts)
-                warpgroup.wait_group(0)
+                if following.valid or not final:
+                    if final:
+                        cute.arch.mbarrier_wait(barriers + Mbarrier.Q_FULL, q_phase ^ 1)
+                    compute_scores(qk_mma, f_q, f_odd, acc_s, barriers, phase, odd_parts)
+                    warpgroup.wait_group(0)
         finish(o, sums, top, exchange.row_sum, outputs, tile, row0, lane, group, scheduler, dtype)
         q_phase ^= 1
         tile = following
@@ -352,8 +353,6 @@ def finish(
             store_narrow(o[r, None], half, target, lane, exists, dtype)
             if writes_lse and exists:
                 lse[at] = final_lse(lse_log2, outputs.empty_positive)
-    if tile.split != 0 and group == 0 and row0 == 0 and lane == 0:
-        record_partial(outputs.merges, slot, tile)
 
 
 @cute.jit

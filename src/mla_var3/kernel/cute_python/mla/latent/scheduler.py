@@ -9,8 +9,9 @@ tile* is what one CTA does of it: one query tile against the item's KV blocks.
 All items in order form a line, each as long as its KV blocks plus a fixed cost for its start and
 end. The line is divided into as many equal ranges as there are groups. Where a range begins or ends
 inside of an item, the item is split: each group writes a partial, and `merge.py` merges them. Where
-that would cost more than it saves, as with equal lengths or few tokens, the groups take whole items
-in turns instead.
+every range lies within one item, because equal items have the same number of groups each, all of
+them start and end once, and the fixed cost is left out. Where splitting would cost more than it
+saves, as with as many equal items as groups or few tokens, the groups take whole items in turns.
 
 Packed requests have different numbers of query tiles. Each has items for the visits that find a
 tile; the others have no length. Where the host knows that many requests have fewer tiles than the
@@ -50,13 +51,42 @@ class Split(IntEnum):
 # --- plain arithmetic, on numbers of the host or of the device ------------------------------------
 
 
-def split_block(local, blocks):
+def split_step(group_ctas, visits):
+    """Splits are at multiples of so many KV blocks.
+
+    The kernel computes KV blocks in pairs, and an odd one takes as long as a pair. But where a CTA
+    is alone on its KV blocks it waits for memory, which a block that does not exist does not use.
+    """
+    return cutlass.min(group_ctas * visits, 2)
+
+
+def split_block(local, item_cost, step):
     """The KV block at which an item is split, for a boundary at distance `local` from its start.
 
-    Even, because the kernel takes KV blocks in pairs; `blocks` or more means: behind the item.
-    Plain arithmetic, for Python integers and for device values.
+    The item's KV blocks or more means: behind the item. Plain arithmetic, for Python integers and
+    for device values.
+
+    Args:
+        local: distance from the item's start on the line.
+        item_cost: what the item takes of the line before its KV blocks.
+        step: see `split_step`.
     """
-    return (cutlass.max(local - ITEM_COST, 0) + 1) // 2 * 2
+    return (cutlass.max(local - item_cost, 0) + step - 1) // step * step
+
+
+def splits_evenly(longest, items, group_count, total):
+    """Whether items of one length have the same number of groups each, all their own.
+
+    Plain arithmetic, for Python integers and for device values.
+
+    Args:
+        longest: most KV blocks of any item.
+        items, group_count: numbers of items with a query tile and of CTA groups.
+        total: length of the line.
+    """
+    items = cutlass.max(items, 1)
+    # Neither is negative: how much shorter the average item is, and groups that are left over.
+    return (longest + ITEM_COST - total // items) + group_count % items == 0
 
 
 def range_position(total, group, group_count):
@@ -195,6 +225,7 @@ def work_range(
     newest: Int32,
     max_tokens: Int32,
     whole_items: Int32,
+    group_ctas: Int32,
     group: Int32,
     group_count: Int32,
     window: cutlass.Constexpr = None,
@@ -208,6 +239,7 @@ def work_range(
     lane = cute.arch.lane_idx()
     chunks = (requests + 31) // 32
     items = requests * visits
+    present = Int32(0)  # items that find a query tile
     total = Int32(0)
     longest = Int32(0)
     # Unrolled, so that the reads of a large batch wait for memory together.
@@ -215,8 +247,15 @@ def work_range(
         request = chunk * 32 + lane
         if request < requests:
             blocks = kv_blocks(lengths, request, newest, max_tokens, window)
-            total += (blocks + ITEM_COST) * item_count(request, visits, packed)
-            longest = cutlass.max(longest, blocks)
+            count = item_count(request, visits, packed)
+            if count > 0:
+                present += count
+                total += (blocks + ITEM_COST) * count
+                longest = cutlass.max(longest, blocks)
+    if const_expr(packed is None):
+        present = items
+    else:
+        present = cute.arch.warp_redux_sync(present, "add")
     total = cute.arch.warp_redux_sync(total, "add")
     longest = cute.arch.warp_redux_sync(longest, "max")
     step = Int32(1)
@@ -227,9 +266,13 @@ def work_range(
     if whole_items != 0 or takes_turns(longest, items, group_count, total):
         step = group_count
     else:
+        item_cost = Int32(ITEM_COST)
+        if splits_evenly(longest, present, group_count, total):
+            item_cost = Int32(0)
+            total -= ITEM_COST * present
         begin, begin_block, end, end_block = split_range(
-            lengths, requests, visits, newest, max_tokens, group, group_count, total, window,
-            packed,
+            lengths, requests, visits, newest, max_tokens, group, group_count, total, item_cost,
+            split_step(group_ctas, visits), window, packed,
         )  # fmt: skip
     return WorkRange(begin, begin_block, end, end_block, step, total)
 
@@ -244,10 +287,15 @@ def split_range(
     group: Int32,
     group_count: Int32,
     total: Int32,
+    item_cost: Int32,
+    block_step: Int32,
     window: cutlass.Constexpr,
     packed: cutlass.Constexpr,
 ):
-    """A group's range of the line of length `total`: begin and end as (item, KV block)."""
+    """A group's range of the line of length `total`: begin and end as (item, KV block).
+
+    Args: see `work_range` and `split_block`.
+    """
     lane = cute.arch.lane_idx()
     chunks = (requests + 31) // 32
     begin_at = range_position(total, group, group_count)
@@ -264,7 +312,7 @@ def split_range(
         cost = Int32(0)
         if request < requests:
             blocks = kv_blocks(lengths, request, newest, max_tokens, window)
-            cost = (blocks + ITEM_COST) * item_count(request, visits, packed)
+            cost = (blocks + item_cost) * item_count(request, visits, packed)
         inclusive = cost
         for step in cutlass.range_constexpr(5):
             other = cute.arch.shuffle_sync_up(inclusive, offset=1 << step)
@@ -272,9 +320,13 @@ def split_range(
                 inclusive += other
         start = before + inclusive - cost
         if start <= begin_at and begin_at < start + cost:
-            begin, begin_block = split_in_request(begin_at - start, request, visits, blocks)
+            begin, begin_block = split_in_request(
+                begin_at - start, request, visits, blocks, item_cost, block_step
+            )
         if start <= end_at and end_at < start + cost:
-            end, end_block = split_in_request(end_at - start, request, visits, blocks)
+            end, end_block = split_in_request(
+                end_at - start, request, visits, blocks, item_cost, block_step
+            )
         before += cute.arch.shuffle_sync(inclusive, 31)
     begin = cute.arch.warp_redux_sync(begin, "max")
     begin_block = cute.arch.warp_redux_sync(begin_block, "max")
@@ -288,11 +340,13 @@ def split_range(
 
 
 @cute.jit
-def split_in_request(local: Int32, request: Int32, visits: Int32, blocks: Int32):
+def split_in_request(
+    local: Int32, request: Int32, visits: Int32, blocks: Int32, item_cost: Int32, block_step: Int32
+):
     """(item, KV block) of a boundary at distance `local` from the first item of a request."""
-    item = request * visits + local // (blocks + ITEM_COST)
-    place = local % (blocks + ITEM_COST)
-    block = split_block(place, blocks)
+    item = request * visits + local // (blocks + item_cost)
+    place = local % (blocks + item_cost)
+    block = split_block(place, item_cost, block_step)
     if block >= blocks and place > 0:
         item += 1
         block = Int32(0)
@@ -406,8 +460,8 @@ class Scheduler:
         if begins is not None:
             packed = PackedQueries(begins, queries, total_queries, heads, group_ctas * ROWS)
         own = work_range(
-            lengths, requests, visits, newest, max_tokens, whole_items, group, group_count, window,
-            packed,
+            lengths, requests, visits, newest, max_tokens, whole_items, group_ctas, group,
+            group_count, window, packed,
         )  # fmt: skip
         return cls(
             own, lengths, total_lengths, begins, index.tree, queries, total_queries, heads,

@@ -306,7 +306,7 @@ class LatentFp8Sm90:
         ctas, cta = group_ctas * group_count, group * group_ctas + rank
         splits = may_split(scheduler.range, group_count)
         if thread == 0 and splits:
-            open_merge(merges, ctas, cta)
+            open_merge(merges, ctas, cta, scheduler)
 
         def tiles(memory, layout):
             return memory.get_tensor(layout.outer, swizzle=layout.inner)

@@ -17,7 +17,6 @@ from mla_var3.kernel.cute_python.mla.hopper.rows import (
     row_sum,
 )
 from mla_var3.kernel.cute_python.mla.hopper.warps import sync_warpgroup
-from mla_var3.kernel.cute_python.mla.latent.merge import record_partial
 from mla_var3.kernel.cute_python.mla.latent.ops import final_lse
 from mla_var3.kernel.cute_python.mla.latent.producer import Barrier
 from mla_var3.kernel.cute_python.mla.latent.scheduler import (
@@ -157,5 +156,3 @@ def finish(
                         narrow[r] = (o[(e, j), (r, m)] * inverse).to(dtype)
                     place = (outputs.o_latent + (at * LATENT + own_column(t, group, m))).align(4)
                     cute.autovec_copy(narrow, cute.make_tensor(place, 2))
-    if tile.split != 0 and group == 0 and t == 0:
-        record_partial(outputs.merges, slot, tile)
