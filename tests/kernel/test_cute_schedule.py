@@ -127,7 +127,7 @@ def test_ranges_are_balanced(lengths, shape):
     """
     counts = block_counts(lengths, shape.visits)
     total = sum(count + ITEM_COST for count in counts)
-    even = splits_evenly(max(counts), len(counts), shape.group_count, total)
+    even = splits_evenly(max(counts), min(counts), len(counts), shape.group_count)
     assert even == (len(set(counts)) == 1 and shape.group_count % len(counts) == 0)
     turns = takes_turns(max(counts), len(counts), shape.group_count, total)
     item_cost = 0 if even and not turns else ITEM_COST
@@ -220,9 +220,8 @@ def test_no_step_overflows_for_the_largest_sizes(items, t, groups):
     total = Int32Only((blocks + ITEM_COST) * items)
     whole = takes_turns(Int32Only(blocks), Int32Only(items), Int32Only(groups), total)
     assert whole == (-(-items // groups) * (blocks + ITEM_COST) <= total // groups + MERGE_COST)
-    assert splits_evenly(Int32Only(blocks), Int32Only(items), Int32Only(groups), total) == (
-        groups % items == 0
-    )
+    even = splits_evenly(Int32Only(blocks), Int32Only(blocks), Int32Only(items), Int32Only(groups))
+    assert even == (groups % items == 0)
     for group in (0, 1, groups // 2, groups - 1, groups):
         position = range_position(total, Int32Only(group), Int32Only(groups))
         assert position == int(total) * group // groups

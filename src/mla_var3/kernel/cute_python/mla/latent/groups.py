@@ -156,12 +156,12 @@ def range_begins(
         for request, count in enumerate(counts)
         for visit in range(count)
     ]
-    longest = max((n for _, n in items), default=0)
+    longest, shortest = (found((n for _, n in items), default=0) for found in (max, min))
     total, behind = sum(n + ITEM_COST for _, n in items), len(lengths) * visits
     if takes_turns(longest, behind, shape.group_count, total):
         each, rest = divmod(behind, shape.group_count)
         return [(group * each + min(group, rest), 0) for group in range(shape.group_count + 1)]
-    even = splits_evenly(longest, len(items), shape.group_count, total)
+    even = splits_evenly(longest, shortest, len(items), shape.group_count)
     item_cost, step = 0 if even else ITEM_COST, split_step(shape.group_ctas, visits)
     starts = list(itertools.accumulate((n + item_cost for _, n in items), initial=0))
     total, begins = starts[-1], []

@@ -222,10 +222,11 @@ def merge_partials(
     """
     merges = outputs.merges
     thread, _, _ = cute.arch.thread_idx()
+    # From here on no warp reads the query tile.
+    cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
     if thread == 0:
         shared.totals[Total.LEFT] = Int32(0)
-    # Asked while the results are still on their way to memory. The consumers have passed a barrier
-    # behind their last product: no warp reads the query tile.
+    # Asked while the results are still on their way to memory.
     for other in cutlass.range(thread, ctas, CONSUMERS, unroll=1):
         known = has_started(state_of(merges, ctas, other, "acquire"))
         looks = Int32(0)
@@ -255,13 +256,11 @@ def merge_partials(
                 state_pointer(merges, ctas, ctas), Int64(1), sem="relaxed", scope="gpu"
             )
         merge_own_rows(outputs, shared, group_ctas, ctas, dtype)
-        if cute.arch.make_warp_uniform(thread // 32) == 0:
-            # Issued above and used only here, so that its latency is hidden.
-            before = cute.arch.shuffle_sync(Int32(readers), 0)
-            if before == shared.totals[Total.CTAS] - 1:
-                for other in cutlass.range(thread, ctas, 32, unroll=1):
-                    place = state_pointer(merges, ctas, other)
-                    cute.arch.store(place, Int64(0), sem="relaxed", scope="gpu")
+        # Issued above and used only here, so that its latency is hidden.
+        if thread == 0 and readers == shared.totals[Total.CTAS] - 1:
+            for other in cutlass.range(ctas, unroll=8):
+                place = state_pointer(merges, ctas, other)
+                cute.arch.store(place, Int64(0), sem="relaxed", scope="gpu")
 
 
 @cute.jit

@@ -74,19 +74,16 @@ def split_block(local, item_cost, step):
     return (cutlass.max(local - item_cost, 0) + step - 1) // step * step
 
 
-def splits_evenly(longest, items, group_count, total):
+def splits_evenly(longest, shortest, items, group_count):
     """Whether items of one length have the same number of groups each, all their own.
 
     Plain arithmetic, for Python integers and for device values.
 
     Args:
-        longest: most KV blocks of any item.
-        items, group_count: numbers of items with a query tile and of CTA groups.
-        total: length of the line.
+        longest, shortest: most and fewest KV blocks of any item.
+        items, group_count: numbers of items and of CTA groups.
     """
-    items = cutlass.max(items, 1)
-    # Neither is negative: how much shorter the average item is, and groups that are left over.
-    return (longest + ITEM_COST - total // items) + group_count % items == 0
+    return longest - shortest + group_count % cutlass.max(items, 1) == 0
 
 
 def range_position(total, group, group_count):
@@ -242,6 +239,7 @@ def work_range(
     present = Int32(0)  # items that find a query tile
     total = Int32(0)
     longest = Int32(0)
+    shortest = max_tokens
     # Unrolled, so that the reads of a large batch wait for memory together.
     for chunk in cutlass.range(chunks, unroll=8):
         request = chunk * 32 + lane
@@ -252,12 +250,11 @@ def work_range(
                 present += count
                 total += (blocks + ITEM_COST) * count
                 longest = cutlass.max(longest, blocks)
-    if const_expr(packed is None):
-        present = items
-    else:
-        present = cute.arch.warp_redux_sync(present, "add")
+                shortest = cutlass.min(shortest, blocks)
+    present = cute.arch.warp_redux_sync(present, "add")
     total = cute.arch.warp_redux_sync(total, "add")
     longest = cute.arch.warp_redux_sync(longest, "max")
+    shortest = cute.arch.warp_redux_sync(shortest, "min")
     step = Int32(1)
     begin = group
     begin_block = Int32(0)
@@ -267,7 +264,7 @@ def work_range(
         step = group_count
     else:
         item_cost = Int32(ITEM_COST)
-        if splits_evenly(longest, present, group_count, total):
+        if splits_evenly(longest, shortest, present, group_count):
             item_cost = Int32(0)
             total -= ITEM_COST * present
         begin, begin_block, end, end_block = split_range(
