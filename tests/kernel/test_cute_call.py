@@ -224,8 +224,8 @@ def test_rows_without_keys_have_either_lse(few):
     """Where +inf is asked for, whole rows and partials compare with -inf; otherwise they do not."""
 
     def choices(empty_positive: bool) -> list[int]:
-        # A CTA releases its partials between the two.
-        attention, merge = ptx_of(few, empty_positive).split("st.release.gpu")
+        # A CTA releases its records at the start, and its partials between the two.
+        _, attention, merge = ptx_of(few, empty_positive).split("st.release.gpu")
         return [text.count("0f7F800000") for text in (attention, merge)]
 
     plain, positive = choices(False), choices(True)
@@ -236,9 +236,12 @@ def test_rows_without_keys_have_either_lse(few):
 @pytest.mark.parametrize("few", [0, 8])
 def test_partials_of_other_ctas_are_acquired_and_read_from_shared_caches(few):
     """Non-coherent loads may return what memory held when the kernel began: old partials."""
-    before, after = ptx_of(few).split("st.release.gpu")
-    assert "ld.acquire.gpu" in after and "ld.acquire.gpu" not in before
-    assert "ld.global.nc" not in after
+    opening, attention, after = ptx_of(few).split("st.release.gpu")
+    assert "ld.acquire.gpu" not in opening
+    # Records of other CTAs are read behind their states.
+    records = attention[attention.index("ld.acquire.gpu") :]
+    assert "ld.global" in records and "ld.global.nc" not in records
+    assert "ld.acquire.gpu" in after and "ld.global.nc" not in after
     partials = after.index("ld.global.v4")
     assert after.rindex("ld.acquire.gpu") < after.index("atom.global") < partials
 
