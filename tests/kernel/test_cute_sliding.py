@@ -15,7 +15,7 @@ pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl"
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, ROWS
 from mla_var3.kernel.cute_python.mla.hopper.tma import EVICT_FIRST, EVICT_NORMAL
-from mla_var3.kernel.cute_python.mla.latent import producer
+from mla_var3.kernel.cute_python.mla.latent import merge, producer
 from mla_var3.kernel.cute_python.mla.latent import scheduler as device
 from mla_var3.kernel.cute_python.mla.latent.groups import (
     GroupShape,
@@ -40,8 +40,14 @@ DEVICE_FUNCTIONS = (
 def plain_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in DEVICE_FUNCTIONS:
         monkeypatch.setattr(device, name, inspect.unwrap(getattr(device, name)))
-    monkeypatch.setattr(device, "Int32", int)
-    monkeypatch.setattr(device, "Boolean", bool)
+    for module in (device, merge):
+        monkeypatch.setattr(module, "Int32", int)
+        monkeypatch.setattr(module, "Boolean", bool)
+    monkeypatch.setattr(merge, "Int64", int)
+    monkeypatch.setattr(merge, "work_tile_at", device.work_tile_at)
+    monkeypatch.setattr(merge, "record_partial", inspect.unwrap(merge.record_partial))
+    monkeypatch.setattr(merge, "state_pointer", lambda *place: None)
+    monkeypatch.setattr(merge.cute.arch, "store", lambda *given, **how: None)
 
 
 def visible(scheduler: Scheduler, tile: Any, row: int) -> set[int]:
@@ -160,6 +166,43 @@ def test_ragged_batches_get_small_groups():
     # Requests of one tile each, and memory-bound ones of up to two, keep their groups.
     assert ragged_tiles(64, 16, 8, 8) == (0, 1)
     assert group_shape(2, 64, 132, 0, *ragged_tiles(288, 64, 8, 16)).group_ctas == 2
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_cta_records_at_its_start_what_its_tiles_write(data):
+    """The merge reads partials by the records, and the tiles write them by `partial_slot`."""
+    draw = data.draw
+    counts = draw(st.lists(st.integers(0, 9), min_size=1, max_size=5))
+    lengths = [draw(st.integers(0, 4000)) for _ in counts]
+    heads, causal = draw(st.sampled_from([1, 16, 64])), draw(st.booleans())
+    queries, begins = max(*counts, 1), list(itertools.accumulate(counts, initial=0))
+    tiles = -(-queries * heads // ROWS)
+    ctas = draw(st.integers(1, tiles))
+    shape = GroupShape(ctas, -(-tiles // ctas), draw(st.integers(1, 40)))
+    packed = PackedQueries(begins, queries, begins[-1], heads, ctas * ROWS)
+    items = [device.item_count(r, shape.visits, packed) for r in range(len(counts))]
+    for group, (begin, end) in enumerate(itertools.pairwise(range_begins(lengths, shape, items))):
+        for rank in range(ctas):
+            scheduler = Scheduler(
+                WorkRange(*begin, *end, 1, 0), lengths, None, begins, None, queries, begins[-1],
+                heads, 4096, ctas, shape.visits, 0, int(causal), 1, 0, None, group, rank,
+            )  # fmt: skip
+            recorded: dict[tuple[int, int], int] = {}
+            cta = group * ctas + rank
+            inspect.unwrap(merge.open_merge)(recorded, shape.ctas, cta, scheduler)
+            written = {}
+            tile = scheduler.first_tile()
+            while tile.valid:
+                if tile.split:
+                    slot = inspect.unwrap(device.partial_slot)(tile, scheduler)
+                    assert slot not in written and slot // 2 == cta
+                    rows = min(tile.rows - tile.row, ROWS)
+                    written[slot] = [tile.split, tile.base + tile.row, rows]
+                tile = scheduler.next_tile(tile)
+            for slot in (2 * cta, 2 * cta + 1):
+                found = [recorded[slot, column] for column in merge.Record]
+                assert found == written.get(slot, [0, *found[1:]])
 
 
 @pytest.mark.parametrize(

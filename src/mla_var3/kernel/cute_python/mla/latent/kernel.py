@@ -96,7 +96,7 @@ class FlashMLASm90:
 
     With `early` it is launched before the kernel in front of it has ended (programmatic dependent
     launch). It waits for that kernel before it reads the queries, and writes nothing before that
-    except the merge states of its own workspace. The kernel in front must not use this workspace,
+    except states and records of its own workspace. The kernel in front must not use this workspace,
     and must have been launched without overlap.
     """
 
