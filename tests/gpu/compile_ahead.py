@@ -73,7 +73,7 @@ def compile_call(sizes: dict[str, int], **options: Any) -> None:
     latent: Any = latent_call
     latent.program_for, latent.require_arch = program_for, lambda *args: None
     latent.sm_count_of = lambda index: 132
-    latent.partials_for = latent.allocate_partials
+    latent.partials_for = lambda device, sms, overlap: latent.allocate_partials(device, sms)
     b, s, h, k, p = (sizes[name] for name in ("b", "s", "h", "k", "p"))
     paged, packed = options.pop("paged", False), options.pop("packed", False)
     rows, slots = (b * s, h) if packed else (b, s, h), (8, 64) if paged else (b, 64)

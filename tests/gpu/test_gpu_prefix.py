@@ -15,7 +15,9 @@ import mla_var3
 from mla_var3.attention import decompress_prefixes
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.cache.view import CacheView
+from mla_var3.attention.prefix import attend as attends
 from mla_var3.attention.prefix import layout as layouts
+from mla_var3.attention.prefix.find import find_shared_prefixes
 from mla_var3.attention.prefix.groups import PrefixGroups
 from mla_var3.attention.prefix.layout import prefix_layout
 
@@ -385,3 +387,40 @@ def test_decompressed_prefixes_of_several_groups(paged: bool, generator: torch.G
         for request, rows in enumerate(batch.tokens):
             expected = oracle(q[0][request], q[1][request], rows[:, :K], rows[:, K:], model)
             assert_close(found[0][request].cpu(), expected[0], found[1][request].cpu(), expected[1])
+
+
+@pytest.mark.parametrize(("b", "h", "prefix"), [(16, 12, 8192), (7, 16, 1024), (33, 8, 4096)])
+def test_passes_at_the_same_time(
+    b: int, h: int, prefix: int, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against float64, the same in every launch, eager and in a graph with other lengths."""
+    chosen: list[int] = []
+    choose = attends.shared_sms
+    monkeypatch.setattr(
+        attends, "shared_sms", lambda *given: chosen.append(choose(*given)) or chosen[-1]
+    )
+    lengths = [prefix + 64 + 37 * r for r in range(b)]
+    batch = batch_of(generator, lengths, [[(0, prefix)]] * b, paged=True)
+    groups = find_shared_prefixes(batch.cache.block_table.cpu(), lengths, device="cuda")
+    assert groups.own and groups.tokens == prefix
+    q = queries(generator, b, 1, h)
+    first = attended(batch, q, groups)
+    assert min(chosen) > 0
+    batch.require(*q, *first)
+    for _ in range(300):
+        again = attended(batch, q, groups)
+        assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [attended(batch, q, groups) for _ in range(3)]  # neighbours share memory
+    for turn in range(20):
+        for rows in q:
+            rows.copy_(normal(generator, *rows.shape, dtype=rows.dtype))
+        for one in captured:
+            for tensor in one:
+                tensor.fill_(torch.nan)
+        graph.replay()
+        for one in captured[1:]:
+            assert all(torch.equal(a, z) for a, z in zip(captured[0], one, strict=True))
+        if turn % 10 == 0:
+            batch.require(*q, *captured[-1])

@@ -53,7 +53,7 @@ def note_calls(monkeypatch: pytest.MonkeyPatch, sms: int, host: type | None = No
     monkeypatch.setattr(latent_call, "_programs", CallState().table(64))
     monkeypatch.setattr(latent_call, "sm_count_of", lambda index: sms)
     partials = Partials(*(torch.empty(0, device="meta") for _ in Partials._fields))
-    monkeypatch.setattr(latent_call, "partials_for", lambda device, sm_count: partials)
+    monkeypatch.setattr(latent_call, "partials_for", lambda *given: partials)
     return log
 
 

@@ -130,9 +130,7 @@ def test_a_launch_is_repeated_on_other_pointers(monkeypatch):
     monkeypatch.setattr(latent_call, "raw_stream", lambda device: state["stream"])
     monkeypatch.setattr(latent_call, "current_device_index", lambda: state["device"])
     monkeypatch.setattr(latent_call, "is_capturing", lambda: state["capturing"])
-    monkeypatch.setattr(
-        latent_call, "partials_for", lambda device, sms: workspaces[state["stream"]]
-    )
+    monkeypatch.setattr(latent_call, "partials_for", lambda *given: workspaces[state["stream"]])
     index = {"dtype": torch.int32, "device": "meta"}
     arguments = arguments_of(
         block_table=torch.empty((2, 4), **index),

@@ -165,7 +165,7 @@ def test_a_launch_is_bound_to_its_workspace(monkeypatch):
     """All pointers arrive where the host entry reads them; unaligned ones launch nothing."""
     partials = Partials(*(torch.empty(4) for _ in Partials._fields))
     monkeypatch.setattr(latent_call, "raw_stream", lambda device: 7)
-    monkeypatch.setattr(latent_call, "partials_for", lambda device, sms: partials)
+    monkeypatch.setattr(latent_call, "partials_for", lambda *given: partials)
     arguments = whole_launch.arguments("meta", *SIZES[0])
     tensors = [
         name for name, value in zip(WHOLE_FIELDS, arguments, strict=True)
@@ -258,6 +258,30 @@ def test_all_kernels_are_in_one_program_unchanged(fmt, h):
     assert len({text for _, text in alone}) == len(alone)
     whole = whole_launch.host(host, **constants)
     assert sorted(code(attention_fn, whole, together)) == sorted(alone)
+
+
+@pytest.mark.slow
+def test_where_launches_that_overlap_wait():
+    """The next one may start before the first loads anything; that one waits behind its loads."""
+    arguments = groups_of(
+        whole_launch.arguments("meta", 2, 1, 16, ""), ProjectionOperands, ProjectionSizes
+    )[2]
+    operands, _ = groups_of(arguments, LatentOperands)
+    found = {}
+    for overlap in ("first", "second"):
+        options = LatentOptions(1, True, 0.1, overlap=overlap)
+        kernel_fn, host, tiling, constants = latent_program(operands, options)
+        program = compile_program(
+            kernel_fn, host(latent_call.ELEMENT_TYPES[torch.bfloat16], **constants),
+            kinds_of(arguments), tiling, "sm_90a",
+        )  # fmt: skip
+        found[overlap] = program.ptx
+    load = "cp.async.bulk.tensor"
+    assert load not in found["first"].split("griddepcontrol.launch_dependents")[0]
+    assert "griddepcontrol.wait" not in found["first"]
+    before, after = found["second"].split("griddepcontrol.wait")
+    assert load in before and load not in after
+    assert "griddepcontrol.launch_dependents" not in before
 
 
 @pytest.mark.slow

@@ -190,8 +190,14 @@ class LatentBackend:
         output, lse, _ = self.run_repeatable(task)
         return output, lse
 
-    def run_repeatable(self, task: AttentionTask) -> Attended:
-        """Output, LSE and, where the kernel took every tensor as it was, the launch."""
+    def run_repeatable(self, task: AttentionTask, sms: int = 0, overlap: str = "") -> Attended:
+        """Output, LSE and, where the kernel took every tensor as it was, the launch.
+
+        Args:
+            task: the call.
+            sms: SMs to use, see `LatentOptions`.
+            overlap: which of two calls at the same time this is, see `LatentOptions`.
+        """
         attend = self._resolve()
         taken = _taken(task)
         options = LatentOptions(
@@ -203,6 +209,8 @@ class LatentBackend:
             shard=task.shard,
             batch_invariant=task.batch_invariant,
             sliding_window=task.sliding_window,
+            sms=sms,
+            overlap=overlap,
         )
         if task.w_uk is None or task.w_uv is None:
             return _run_latent(attend, task, taken, options)

@@ -2,7 +2,8 @@
 
 One pass per level attends with all queries of a group over the shared pages, another one with each
 request's queries over its own tokens; then outputs and LSEs are merged. The passes do not depend on
-each other. They run one after the other on the current stream.
+each other. They run one after the other on the current stream, or, where both are short and the
+groups say how much work there is, at the same time on a share of the SMs each (`shared_sms`).
 """
 
 from __future__ import annotations
@@ -44,11 +45,19 @@ from mla_var3.attention.prefix.layout import (
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.errors import InvalidArgumentError
+from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, ROWS
 
 Partial = tuple[torch.Tensor, torch.Tensor]
 """Output and LSE."""
 FUSED_WIDTH = 512
 """Latent width of the small kernels."""
+BLOCK_US = 1.6
+"""Microseconds of a KV block and a query tile on an SM of an H200, about."""
+OVERLAP_US = 120.0
+"""Longest work of both passes for which they run at the same time. Longer ones gain less, and lose
+more where the groups say other numbers than the device."""
+LEAST_SMS = 12
+"""Fewest SMs of a pass."""
 
 
 class PrefixBackend:
@@ -112,8 +121,12 @@ class PrefixBackend:
         own_task = own_pass(task, layout)
         if is_dense(task.out):
             own_task = replace(own_task, out=task.out)
-        output, lse, launch = self._inner.run_repeatable(own_task)
-        steps.add(launch, OWN_PASS)
+        sms = kernels.sm_count_of(task.q.device.index) if self._overlaps(task) else 0
+        shared = shared_sms(task, layout, sms) if sms else 0
+        own = None
+        if not shared:
+            own = self._inner.run_repeatable(own_task)
+            steps.add(own[2], OWN_PASS)
         parts = []
         for level, part in enumerate(layout.parts):
             gathered = None
@@ -125,14 +138,26 @@ class PrefixBackend:
                 same = all(a.data_ptr() == b.data_ptr() for a, b in zip(flat, given, strict=True))
                 steps.add(launch if same else None, gather_operands(level))
                 steps.keep(**{f"q_latent_{level}": gathered[0], f"q_rope_{level}": gathered[1]})
-            shared = shared_pass(task, layout, part, gathered)
-            o_part, lse_part, launch = self._inner.run_repeatable(shared)
+            o_part, lse_part, launch = self._inner.run_repeatable(
+                shared_pass(task, layout, part, gathered), shared, "first" if shared else ""
+            )
             steps.add(launch, pass_operands(level, gathered is not None))
             steps.keep(**{f"o_{level}": o_part, f"lse_{level}": lse_part})
             parts.append((o_part, lse_part, part.places))
+            if own is None:
+                # Memory of copies that the first pass reads must not become the second's output.
+                second = (sms - shared, "second") if launch is not None else (0, "")
+                own = self._inner.run_repeatable(own_task, *second)
+                steps.add(own[2], OWN_PASS)
+        assert own is not None
+        output, lse, _ = own
         if lse.numel():
             steps.add(kernels.merge(output, lse, parts), MERGE)
         return output, lse, steps.launch()
+
+    def _overlaps(self, task: AttentionTask) -> bool:
+        """Whether the passes of a call can run at the same time."""
+        return self._inner.language == "cute-dsl" and task.cache.scales is None
 
     def _layout(self, task: AttentionTask, kernels: Any, steps: PrefixSteps) -> PrefixLayout:
         given, view = groups_of(task), task.cache
@@ -155,6 +180,30 @@ class PrefixBackend:
 def _fits_kernels(task: AttentionTask) -> bool:
     """Whether the small kernels take queries and outputs of a call."""
     return task.cache.latent.shape[-1] == FUSED_WIDTH and task.q.element_size() == 2
+
+
+def shared_sms(task: AttentionTask, layout: PrefixLayout, sms: int) -> int:
+    """SMs of the pass over shared tokens beside the one over own tokens; 0 for one after the other.
+
+    A KV block takes about as long for a query tile in either pass: the SMs are split by the number
+    of such pairs.
+
+    Args:
+        task: the call.
+        layout: its layout.
+        sms: SMs of the device.
+    """
+    groups, b = layout.groups, task.cache.requests
+    shared, own = groups.about, groups.about_own
+    if shared is None or own is None or len(layout.parts) != 1 or not layout.total:
+        return 0
+    rows = layout.total * task.q.shape[-2]
+    shared_work = -(-rows // ROWS) * shared / KV_BLOCK
+    own_work = b * -(-rows // (b * ROWS)) * own / KV_BLOCK
+    if (shared_work + own_work) * BLOCK_US / sms > OVERLAP_US:
+        return 0
+    chosen = round(sms * shared_work / (shared_work + own_work))
+    return chosen if min(chosen, sms - chosen) >= LEAST_SMS else 0
 
 
 def groups_of(task: AttentionTask) -> PrefixGroups | PrefixLayout:

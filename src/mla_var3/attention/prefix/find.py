@@ -88,7 +88,7 @@ def find_shared_prefixes(
     _, chosen = _best(_runs([keys[request] for request in order]), 0, levels)
     if groups is not None:
         chosen = [sorted(level, key=lambda one: -one[0].saves(one[1]))[:groups] for level in chosen]
-    return _groups(chosen, order, page_size, groups, device)
+    return _groups(chosen, order, page_size, groups, device, sum(counts))
 
 
 def _plain(values: Any) -> list[Any]:
@@ -154,8 +154,9 @@ def _groups(
     page_size: int,
     bound: int | None,
     device: torch.device | str,
+    total: int,
 ) -> PrefixGroups:
-    """The groups of what was chosen, numbered by their first request."""
+    """The groups of what was chosen, numbered by their first request; `total` tokens in all."""
     if bound is None:
         chosen = [level for level in chosen if level]
     b, count = len(order), bound or max((len(level) for level in chosen), default=1)
@@ -174,5 +175,6 @@ def _groups(
         tokens.to(device),
         ordered=bool((ranks[:, 1:] >= ranks[:, :-1]).all()) and bound is None,
         tokens=shared // max(b, 1) if bound is None else None,
+        own=(total - shared) // max(b, 1) if bound is None else None,
         most=most if bound is None else None,
     )

@@ -43,6 +43,8 @@ class PrefixGroups:
             ascending order, and requests without a group come last. Queries are then not copied.
         tokens: host-side estimate of the shared tokens per request, for the choice of a kernel;
             None assumes that sharing pays.
+        own: the same of each request's own tokens. Where both are given, short passes over prefixes
+            and own tokens run at the same time, each on its share of the SMs.
         most: host-side bound on the requests of a group, which balances the work better; None for
             all of them.
 
@@ -56,6 +58,7 @@ class PrefixGroups:
     ordered: bool = False
     tokens: int | None = None
     most: int | None = None
+    own: int | None = None
 
     def __post_init__(self) -> None:
         """Check shapes and dtypes."""
@@ -84,9 +87,14 @@ class PrefixGroups:
         return None if self.tokens is None else about_tokens(self.tokens)
 
     @cached_property
+    def about_own(self) -> int | None:
+        """`own`, rounded."""
+        return None if self.own is None else about_tokens(self.own)
+
+    @cached_property
     def key(self) -> tuple[Any, ...]:
         """Plain values that a call key holds."""
-        return ("groups", self.ordered, self.about, self.most)
+        return ("groups", self.ordered, self.about, self.most, self.about_own)
 
     @cached_property
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -95,6 +95,7 @@ def test_a_system_prompt_and_two_documents(kind):
     assert found.prefix_of.tolist() == [[0, 0, 0, 0, -1], [0, 1, 0, 1, -1]]
     assert found.prefix_length.tolist() == [[128, 0], [128, 128]]
     assert (found.tokens, found.most, found.ordered) == (4 * 256 // 5, 4, False)
+    assert found.own == (sum(lengths) - 4 * 256) // 5
     assert find_shared_prefixes(table[::2], [300, 302, 100]).ordered
 
 
@@ -103,6 +104,7 @@ def test_a_bound_keeps_the_shape_and_what_saves_most():
     found = find_shared_prefixes(table, [192] * 5, groups=1)
     assert found.prefix_of.tolist() == [[-1, -1, 0, 0, 0], [-1] * 5]
     assert found.prefix_length.tolist() == [[128], [0]]
+    assert found.tokens is None and found.own is None
     apart = find_shared_prefixes([[1], [2]], [64, 64], groups=3)
     assert apart.prefix_of.tolist() == [[-1, -1]] * 2 and apart.groups == 3
     assert find_shared_prefixes([], []).levels == 0

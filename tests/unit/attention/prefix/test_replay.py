@@ -1,6 +1,8 @@
 """Calls over shared prefixes are replayed, with the device code of the small kernels on the CPU."""
 
+import dataclasses
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -173,3 +175,60 @@ def test_numbers_of_another_type_are_laid_out_by_torch(kernels, latent, generato
         found = mla_var3.mla_latent_attention(*q, batch.cache, prefix=groups, kernel=KERNEL)
         batch.require(*q, *found)
     assert "lay_out" not in kernels.calls and (latent.calls, latent.repeats) == (4, 0)
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["any order", "ordered"])
+def test_short_passes_share_the_sms(ordered, latent, kernels, monkeypatch, generator):
+    """The pass over prefixes first, that over own tokens beside it, each with its SMs."""
+    monkeypatch.setattr(PrefixBackend, "_overlaps", lambda self, task: True)
+    for turn in range(2):
+        batch = batch_of(generator, 1, True, ordered)
+        q = queries(generator, 6, 2)
+        groups = dataclasses.replace(groups_of(1, ordered), tokens=96, own=64)
+        found = mla_var3.mla_latent_attention(*q, batch.cache, prefix=groups, kernel=KERNEL)
+        batch.require(*q, *found)
+        assert (latent.calls, latent.repeats) == (2, 2 * turn)
+    first, second = latent.options
+    assert (first.overlap, second.overlap) == ("first", "second")
+    assert first.causal is False and second.causal is True
+    assert first.sms + second.sms == 132 and min(first.sms, second.sms) > 0
+
+
+def test_a_pass_that_copies_is_not_overlapped(latent, kernels, monkeypatch, generator):
+    """What it copied is free again on the host while it still runs."""
+    monkeypatch.setattr(PrefixBackend, "_overlaps", lambda self, task: True)
+    monkeypatch.setattr(RepeatableKernel, "__call__", without_launch)
+    batch, q = batch_of(generator, 1, True), queries(generator, 6, 2)
+    groups = dataclasses.replace(groups_of(1), tokens=96, own=64)
+    found = mla_var3.mla_latent_attention(*q, batch.cache, prefix=groups, kernel=KERNEL)
+    batch.require(*q, *found)
+    assert [(one.overlap, one.sms > 0) for one in latent.options] == [("first", True), ("", False)]
+
+
+def without_launch(self: RepeatableKernel, operands: Any, options: Any) -> None:
+    RepeatableKernel.compute(operands, options)
+    self.options.append(options)
+
+
+@pytest.mark.parametrize(
+    ("b", "s", "h", "tokens", "own", "wanted"),
+    [
+        (16, 1, 12, 63_872, 4_128, 96),  # an agent on 8 cards: 3 tiles of all, one of each request
+        (16, 1, 16, 2_048, 2_048, 26),
+        (64, 4, 128, 4_096, 512, 0),  # long
+        (4, 1, 8, 65_536, 64, 0),  # too few SMs for own tokens
+        (16, 1, 12, None, 4_128, 0),
+        (16, 1, 12, 63_872, None, 0),
+    ],
+)
+def test_the_share_of_the_sms(b, s, h, tokens, own, wanted):
+    """By the KV blocks and query tiles of either pass, where the groups say both numbers."""
+    of, lengths = torch.zeros((1, b), dtype=torch.int32), torch.tensor([[tokens or 64]])
+    groups = PrefixGroups(of, lengths, ordered=True, tokens=tokens, own=own)
+    empty = torch.empty(0, dtype=torch.int32)
+    part = layout.PrefixPart(empty, None, empty, empty, empty, most=b * s)
+    laid_out = layout.PrefixLayout(groups, (part,), empty, empty, 64, b * s, True)
+    task = SimpleNamespace(q=torch.empty(b, s, h, 0), cache=SimpleNamespace(requests=b))
+    assert attend.shared_sms(task, laid_out, 132) == wanted
+    two = dataclasses.replace(laid_out, parts=(part, part))
+    assert attend.shared_sms(task, two, 132) == 0

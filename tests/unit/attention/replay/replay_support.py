@@ -118,17 +118,20 @@ class RepeatableKernel:
         calls: calls that went the full path.
         repeats: calls that were replayed.
         stream: what launches say when they are asked; None where they cannot be used.
+        options: options of the calls that went the full path.
     """
 
     compute = staticmethod(attend)
 
     def __init__(self) -> None:
         self.calls = self.repeats = 0
+        self.options: list[LatentOptions] = []
         self.stream: int | None = 0
 
     def __call__(self, operands: LatentOperands, options: LatentOptions) -> MemoryLaunch:
         attend(operands, options)
         self.calls += 1
+        self.options.append(options)
         return MemoryLaunch(self, [operands], options)
 
 

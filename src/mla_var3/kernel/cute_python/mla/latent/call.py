@@ -32,7 +32,9 @@ ELEMENT_TYPES = {torch.bfloat16: BFloat16, torch.float16: Float16}
 
 _programs = CALL_STATE.table(1024)
 _partials = CALL_STATE.per_thread()
-"""Workspaces of each thread by device, stream and SMs."""
+"""Workspaces of each thread by device, stream, SMs and overlap."""
+_HELD = "first"
+"""Where the workspace of a captured first call is kept until the second has its own."""
 
 shape_for = CALL_STATE.cached(4096)(group_shape)
 
@@ -57,17 +59,23 @@ def allocate_partials(device: torch.device, sm_count: int) -> Partials:
     )
 
 
-def partials_for(device: torch.device, sm_count: int) -> Partials:
+def partials_for(device: torch.device, sm_count: int, overlap: str = "") -> Partials:
     """The workspace that the calls of this thread on the current stream share.
 
-    Work on one stream runs in order, so its calls can share a workspace. Other threads have their
-    own, because the default stream of each thread has the same handle. A CUDA graph gets its own
-    too, because it may be replayed on any stream.
+    Work on one stream runs in order, so its calls can share a workspace, but for those that
+    overlap. Other threads have their own, because the default stream of each thread has the same
+    handle. A CUDA graph gets its own too, because it may be replayed on any stream; torch uses the
+    memory of one captured call for the next.
     """
+    known: dict[Any, Partials] = _partials.values
     if is_capturing():
-        return allocate_partials(device, sm_count)
-    known: dict[tuple[int, int, int], Partials] = _partials.values
-    key = (device.index, raw_stream(device.index), sm_count)
+        captured = allocate_partials(device, sm_count)
+        if overlap == "first":
+            known[_HELD] = captured
+        elif overlap == "second":
+            known.pop(_HELD, None)
+        return captured
+    key = (device.index, raw_stream(device.index), sm_count, overlap)
     found = known.get(key)
     if found is None:
         found = known[key] = allocate_partials(device, sm_count)
@@ -89,16 +97,19 @@ class LatentLaunch:
         sm_count: int,
         fields: Sequence[str] = LATENT_FIELDS,
         workspace: Mapping[str, int] | None = None,
+        overlap: str = "",
     ) -> None:
         """Keep what the launches have in common.
 
         Args:
             launch: the program with its numbers.
             device: the GPU.
-            sm_count: its SMs.
+            sm_count: SMs of the launch.
             fields: names of the arguments in order.
             workspace: see the class.
+            overlap: see `LatentOptions`.
         """
+        self._overlap = overlap
         self.workspace: Mapping[str, int] = workspace or {}
         self._launch = launch
         self._device = device
@@ -133,7 +144,8 @@ class LatentLaunch:
             A function that takes the pointers in the order of `names` and launches; see
             `RepeatedLaunch.on_stream`. And an object to keep alive as long as it is used.
         """
-        partials, places = partials_for(self._device, self._sm_count), self._places
+        partials = partials_for(self._device, self._sm_count, self._overlap)
+        places = self._places
         own = {name: tensor.data_ptr() for name, tensor in partials._asdict().items()}
         bound = self._launch.on_stream(
             raw_stream(self._index),
@@ -149,10 +161,10 @@ def call_arguments(
     """The arguments of the latent kernel for one call.
 
     Returns:
-        The arguments, the SMs of the device, and whether a tensor was copied for them.
+        The arguments, the SMs of the launch, and whether a tensor was copied for them.
     """
     device = operands.q_latent.device
-    sm_count = sm_count_of(device.index)
+    sm_count = options.sms or sm_count_of(device.index)
     requests, heads = operands.lengths.shape[0], operands.lse.shape[-1]
     tiles = -(-options.max_q * heads // ROWS)
     ragged = ragged_tiles(operands.lse.numel() // heads, requests, options.max_q, heads)
@@ -161,7 +173,7 @@ def call_arguments(
     copied = tree is not None and tree.stride(2) != 1
     if tree is not None and copied:
         operands = operands._replace(tree=tree.contiguous())
-    partials = partials_for(device, sm_count)
+    partials = partials_for(device, sm_count, options.overlap)
     return latent_arguments(operands, partials, options, shape), sm_count, copied
 
 

@@ -98,6 +98,11 @@ class FlashMLASm90:
     launch). It waits for that kernel before it reads the queries, and writes nothing before that
     except states and records of its own workspace. The kernel in front must not use this workspace,
     and must have been launched without overlap.
+
+    Two launches that do not depend on each other can share the SMs: with `overlap` "first" the next
+    launch may start as soon as all CTAs of this one run. With "second" it is that next launch. It
+    waits for nothing, ends after the first, and what is launched behind it finds both complete.
+    Each needs a workspace of its own, and both together no more CTAs than there are SMs.
     """
 
     def __init__(
@@ -109,8 +114,10 @@ class FlashMLASm90:
         early=False,
         head_box=0,
         widths=LatentWidths(),
+        overlap="",
     ):
         self.widths = widths
+        self.overlap = overlap
         self.early = early
         self.head_box = head_box
         self.dtype = dtype
@@ -248,7 +255,7 @@ class FlashMLASm90:
             block=(THREADS, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
-            use_pdl=self.early,
+            use_pdl=self.early or self.overlap == "second",
         )
 
     @cute.kernel
@@ -316,6 +323,8 @@ class FlashMLASm90:
             whole_items, group_ctas, visits, group_count, group, rank,
         )  # fmt: skip
         cute.arch.sync_threads()
+        if const_expr(self.overlap == "first"):
+            cute.arch.griddepcontrol_launch_dependents()
         ctas, cta = group_ctas * group_count, group * group_ctas + rank
         splits = may_split(scheduler.range, group_count)
         if thread == 0 and splits:
@@ -340,6 +349,8 @@ class FlashMLASm90:
                     table, pages, page_tokens, heads, self.head_box,
                 )  # fmt: skip
                 produce(sources, tiles, barriers, scheduler)
+                if const_expr(self.overlap == "second"):
+                    cute.arch.griddepcontrol_wait()
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             outputs = Outputs(

@@ -228,6 +228,9 @@ class LatentOptions:
         batch_invariant: whether the result of a request must not depend, bit by bit, on the other
             requests of the batch: nothing is split, and one program serves all batches.
         sliding_window: see `LatentSizes`.
+        sms: SMs to use; 0 for all of the device.
+        overlap: "first" where the next call may run at the same time, on other SMs, "second" for
+            that call; see `FlashMLASm90`.
     """
 
     max_q: int
@@ -239,6 +242,8 @@ class LatentOptions:
     shard: int = 0
     batch_invariant: bool = False
     sliding_window: int | None = None
+    sms: int = 0
+    overlap: str = ""
 
 
 def head_box(operands: LatentOperands) -> int:

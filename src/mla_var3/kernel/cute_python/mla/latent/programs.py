@@ -35,4 +35,5 @@ def latent_program(operands: LatentOperands, options: LatentOptions) -> LatentPr
         return LatentProgram(LatentFp8Sm90.latent_fp8, LatentFp8Sm90, tiling, constants)
     few = 0 if options.batch_invariant else default_few(rows)
     constants |= {"few": few, "head_box": head_box(operands), "widths": operands.widths}
+    constants |= {"overlap": options.overlap} if options.overlap else {}
     return LatentProgram(FlashMLASm90.flash_mla, FlashMLASm90, FlashMLATiling(few=few), constants)

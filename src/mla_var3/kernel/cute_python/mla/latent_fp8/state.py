@@ -16,6 +16,10 @@ least number, 2**-9."""
 RISE_BITS = 2.75
 """A weight 2**2.75 above the running maximum raises it: 2**8.75 = 430 is the last that rounds to
 less than 448, e4m3's largest number. With scales per token the maximum is up to 1 bit too low."""
+FIRST_BITS = 2.0
+"""How far above the first KV block's highest score a maximum begins: most rows then see no weight
+that saturates. With normal scores of 1.9 bits standard deviation and 4096 tokens 29 % of the KV
+blocks have one in 64 rows without it and none with it; errors rise from 2.6 to 2.7 %."""
 FLUSH_PAIRS = 32
 """Pairs of KV blocks, 4096 tokens, after which an output moves to float32."""
 TILE_BYTES = KV_BLOCK * 128

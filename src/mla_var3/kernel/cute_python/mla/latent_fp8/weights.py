@@ -10,6 +10,7 @@ from mla_var3.kernel.cute_python.mla.hopper.columns import own_row
 from mla_var3.kernel.cute_python.mla.hopper.constants import (
     KV_BLOCK,
     ROWS,
+    SCORE_FLOOR,
 )
 from mla_var3.kernel.cute_python.mla.hopper.rows import (
     raise_max,
@@ -23,7 +24,7 @@ from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     row_begin,
     row_limit,
 )
-from mla_var3.kernel.cute_python.mla.latent_fp8.state import RISE_BITS, WEIGHT_BITS
+from mla_var3.kernel.cute_python.mla.latent_fp8.state import FIRST_BITS, RISE_BITS, WEIGHT_BITS
 
 
 @cute.jit
@@ -93,6 +94,9 @@ def compute_weights(
             factors[r] = opaque(state.factors[r])
         hidden_lane = opaque(lane)
         highest_exponents(s, best, factors, scales, stage, hidden_lane)
+        for r in cutlass.range_constexpr(2):
+            if state.top[r] == SCORE_FLOOR:
+                best[r] = best[r] + FIRST_BITS
         margin = RISE_BITS - (1.0 if const_expr(scales is not None) else 0.0)
         raise_max(best, state.top, state.scale, state.sums, Float32(1.0), margin)
         weigh(s, state.top, factors, scales, stage, words, added, hidden_lane)

@@ -166,7 +166,9 @@ def attend(operands: LatentOperands, options: LatentOptions) -> LatentLaunch | N
     program(*arguments)
     if copied:
         return None
-    return LatentLaunch(program.repeated(*arguments), operands.o_latent.device, sm_count)
+    return LatentLaunch(
+        program.repeated(*arguments), operands.o_latent.device, sm_count, overlap=options.overlap
+    )
 
 
 whole = whole_call
