@@ -71,12 +71,13 @@ class Case:
     t: int = 200
     b: int = 3
     pattern: str = "mixed"
+    kv_block: int = 0
 
     def __str__(self) -> str:
         mask = "causal" if self.causal else "full"
         return (
             f"n{self.new}-b{self.b}-s{self.s}-t{self.t}-h{self.h}-{self.pattern}-{mask}"
-            f"-{self.dtype}-splits{self.splits}{self.pairing}"
+            f"-{self.dtype}-splits{self.splits}{self.pairing}-blocks{self.kv_block}"
         )
 
     @property
@@ -111,7 +112,9 @@ class Case:
     def decompressed_tiling(self) -> DecompressedTiling:
         """A request has no more splits than KV blocks."""
         most = -(-min(self.tokens, max(self.lengths)) // 64)
-        return DecompressedTiling(splits=max(1, min(self.splits, most)), pairing=self.pairing)
+        return DecompressedTiling(
+            splits=max(1, min(self.splits, most)), pairing=self.pairing, kv_block=self.kv_block
+        )
 
 
 NEW: tuple[int | str, ...] = (0, 1, 63, 64, 100, "t-1", "t")
@@ -150,6 +153,8 @@ PREFIX_CASES = [
     Case(100, 5, 128, pattern="edges"), Case(100, 65, 3, splits=2), Case(128, 16, 16, b=9),
     Case(150, 130, 1, pattern="short"), Case("t-1", 16, 8, causal=False, dtype="float16"),
     Case("t", 5, 16), Case("t", 64, 8, splits=3, pattern="short"), Case(190, 7, 128, b=20),
+    Case(150, 130, 1, pattern="short", kv_block=128), Case(190, 40, 8, splits=2, kv_block=128),
+    Case(128, 65, 3, causal=False, kv_block=128), Case(64, 33, 8, b=5, kv_block=128),
 ]  # fmt: skip
 EIGHT_CASES = [
     Case(1, 5, 8), Case(63, 16, 3), Case(64, 1, 128, pattern="short"), Case(100, 33, 16, b=5),
@@ -163,6 +168,11 @@ ATTENTION_CASES = [
     Case("t", 1, 1, splits=3, b=1), Case("t", 33, 8, splits=2, t=1), Case("t", 130, 3, splits=3),
     Case("t", 16, 8, t=3000, b=1, splits=3), Case("t", 130, 3, pairing=HEADS, causal=False),
     Case("t", 5, 8, pairing=TILES),
+    Case("t", 65, 8, kv_block=128), Case("t", 130, 16, kv_block=128, causal=False),
+    Case("t", 128, 3, kv_block=128, pattern="edges"), Case("t", 100, 1, kv_block=128, splits=3),
+    Case("t", 130, 8, kv_block=128, splits=3, t=700, pattern="short"),
+    Case("t", 65, 3, kv_block=128, dtype="float16", t=449, pattern="short"),
+    Case("t", 5, 8, kv_block=128, pairing=TILES, t=1), Case("t", 100, 4, t=5000, pattern="short"),
 ]  # fmt: skip
 
 
@@ -181,7 +191,9 @@ def eight_bits_of(case: Case) -> Any:
 def prefix_of(case: Case) -> Any:
     # The prefix has its length whatever those of the requests are.
     tiling = DecompressedTiling(
-        splits=max(1, min(case.splits, -(-case.tokens // 64))), pairing=case.pairing
+        splits=max(1, min(case.splits, -(-case.tokens // 64))),
+        pairing=case.pairing,
+        kv_block=case.kv_block,
     )
     return CuteMlaVar6PlusV6(**case.sizes, prefix=case.tokens, decompressed_tiling=tiling)
 

@@ -56,6 +56,7 @@ def scheduler_of(
     splits: int = 1,
     pair_tiles: bool = False,
     alone: bool = False,
+    kv_block: int = KV_BLOCK,
 ) -> Scheduler:
     return Scheduler(
         lengths,
@@ -70,6 +71,7 @@ def scheduler_of(
         False,
         starts,
         alone,
+        kv_block,
     )
 
 
@@ -200,6 +202,29 @@ def test_most_blocks_need_no_mask():
 def test_missing_tokens_are_noticed(length, start, queries, causal, alone, missing):
     scheduler = scheduler_of([length], [start], 128, queries, causal, alone=alone)
     assert {tile.incomplete for tile in tiles_of(scheduler)} == {missing}
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_row_sees_its_tokens_once_in_blocks_of_any_length(data):
+    """Of slots in order; the first block of a work tile is computed whether it holds any or not."""
+    kv_block = data.draw(st.sampled_from([64, 128]))
+    queries = data.draw(st.sampled_from([1, 5, 64, 65, 130]))
+    length, splits = data.draw(st.integers(0, 700)), data.draw(st.integers(1, 5))
+    causal = data.draw(st.booleans())
+    scheduler = scheduler_of(
+        [length], None, 700, queries, causal, splits=splits, pair_tiles=True, kv_block=kv_block
+    )
+    found: dict[tuple[int, int], list[int]] = {}
+    for tile in tiles_of(scheduler):
+        for row in range(tile.tile * ROWS, min((tile.tile + 2) * ROWS, queries)):
+            limit = device.row_limit(tile, row, scheduler)
+            end = max(tile.last, tile.first + 1) * kv_block
+            seen = range(tile.first * kv_block, min(end, limit))
+            found.setdefault((tile.head, row), []).extend(seen)
+    for (_, row), tokens in found.items():
+        end = min(length, length - queries + row + 1) if causal else length
+        assert tokens == list(range(max(end, 0)))
 
 
 def test_a_window_in_order_is_no_ring():

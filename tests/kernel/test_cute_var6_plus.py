@@ -12,7 +12,12 @@ from mla_var3.attention.backends import registry
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import HyperMlaError, InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.decompressed.kernel import HEADS, TILES
-from mla_var3.kernel.cute_python.mla.decompressed.stage import DecompressedShape, DecompressedTiling
+from mla_var3.kernel.cute_python.mla.decompressed.stage import (
+    DecompressedShape,
+    DecompressedTiling,
+    may_be_long,
+)
+from mla_var3.kernel.cute_python.mla.hopper.widths import HeadWidths
 from mla_var3.kernel.cute_python.mla.latent.kernel import FlashMLATiling
 from mla_var3.kernel.cute_python.mla.mix.sm_split import SmSplit, balanced_split
 from mla_var3.kernel.cute_python.mla.projections.outputs import DecompressCombineTiling, row_tiles
@@ -273,13 +278,37 @@ def test_work_tiles_and_their_ctas():
     assert DecompressedShape(2, 64, 8, 300).pairing(DecompressedTiling()) == HEADS
     assert DecompressedShape(2, 65, 8, 300).pairing(DecompressedTiling()) == TILES
     assert DecompressedShape(2, 65, 8, 300).pairing(DecompressedTiling(pairing=HEADS)) == HEADS
-    # One round of long requests is split, a shorter one is not.
-    assert DecompressedShape(1, 100, 128, 32768).splits(DecompressedTiling(), 132) == 4
-    assert DecompressedShape(1, 100, 128, 16384).splits(DecompressedTiling(), 132) == 1
     shape = DecompressedShape(2, 1, 8, 300)
     assert shape.ctas(DecompressedTiling(splits=1), 132) == 8
     assert shape.ctas(DecompressedTiling(splits=3), 132) == 24
     assert shape.ctas(DecompressedTiling(splits=3), 10) == 10
+
+
+def test_kv_blocks_are_long_where_work_tiles_are():
+    """By the tokens of a split, two query tiles of a head and the widths; or as the tiling says."""
+    tiling = DecompressedTiling()
+
+    def kv_block(*sizes: int, long_blocks: bool = True, tiling=tiling) -> int:
+        return DecompressedShape(*sizes, long_blocks).kv_block(tiling, 132)
+
+    assert kv_block(1, 100, 128, 4096) == 128
+    assert kv_block(1, 100, 128, 4095) == 64
+    assert kv_block(1, 64, 128, 32768) == 64  # two heads of a query tile
+    assert kv_block(1, 100, 128, 32768, long_blocks=False) == 64
+    assert DecompressedShape(1, 100, 8, 32768).splits(tiling, 132) == 16
+    assert kv_block(1, 100, 8, 32768) == 64
+    assert kv_block(1, 100, 128, 32768, tiling=DecompressedTiling(kv_block=64)) == 64
+    assert may_be_long(HeadWidths(128, 64, 128)) and not may_be_long(HeadWidths(192, 64, 256))
+
+
+def test_long_kv_blocks_are_refused_where_there_are_none():
+    long = DecompressedTiling(kv_block=128)
+    assert not long.validate(make("flash_attention", s=100)).failures
+    for plan in (make("flash_attention"), make("flash_attention", s=100, d=64, v=128)):
+        (message,) = long.validate(plan).failures
+        assert "kv_block" in message
+    (message,) = DecompressedTiling(kv_block=96).validate(make("flash_attention", s=100)).failures
+    assert "96" in message
 
 
 def test_splits_have_partials_and_one_split_needs_none():

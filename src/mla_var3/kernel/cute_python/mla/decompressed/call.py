@@ -17,6 +17,7 @@ from mla_var3.kernel.cute_python.mla.decompressed.stage import (
     MERGE_CTAS_PER_SM,
     DecompressedShape,
     DecompressedTiling,
+    may_be_long,
 )
 from mla_var3.kernel.cute_python.mla.hopper.widths import HeadWidths
 from mla_var3.kernel.cute_python.mla.latent.call import call_program, sm_count_of
@@ -52,7 +53,8 @@ def attend_request(
     """
     (s, h, d), t, p, v = q_nope.shape, keys.shape[0], k_rope.shape[-1], values.shape[-1]
     device, tiling = q_nope.device, DecompressedTiling()
-    sms, shape = sm_count_of(device.index), DecompressedShape(1, s, h, t)
+    sms, widths = sm_count_of(device.index), HeadWidths(d, p, v)
+    shape = DecompressedShape(1, s, h, t, may_be_long(widths))
     splits = shape.splits(tiling, sms)
     o_partial, lse_partial = None, None
     if splits > 1:
@@ -92,6 +94,7 @@ def attend_request(
     )
     program = call_program(
         DecompressedSm90.decompressed_attention, DecompressedSm90, tiling, arguments, q_nope,
-        pairing=shape.pairing(tiling), partials=splits > 1, widths=HeadWidths(d, p, v),
+        pairing=shape.pairing(tiling), partials=splits > 1, widths=widths,
+        kv_block=shape.kv_block(tiling, sms),
     )  # fmt: skip
     program(*arguments)

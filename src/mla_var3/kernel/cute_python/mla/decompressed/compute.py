@@ -129,6 +129,11 @@ class Consumer:
     widths: HeadWidths
 
     @property
+    def shared_queries(self) -> bool:
+        """Whether queries lie in shared memory."""
+        return self.queries.shared_nope is not None
+
+    @property
     def output_type(self) -> Any:
         """Element type of the outputs."""
         return Float32 if self.partials else self.dtype
@@ -181,7 +186,7 @@ class ScoreProduct:
 def compute(consumer: cutlass.Constexpr):
     """Attend with one head or one query tile per warpgroup; all consumers call it."""
     shared, pipeline, scheduler = consumer.shared, consumer.pipeline, consumer.scheduler
-    dtype, fp8 = consumer.dtype, consumer.fp8
+    dtype, fp8, kv_block = consumer.dtype, consumer.fp8, scheduler.kv_block
     qk_mma, rope_mma, pv_mma = consumer.mma.qk, consumer.mma.rope, consumer.mma.pv
     thread, _, _ = cute.arch.thread_idx()
     group = cute.arch.make_warp_uniform(thread // WARPGROUP)
@@ -194,12 +199,12 @@ def compute(consumer: cutlass.Constexpr):
     f_v = pv_mma.make_fragment_B(thr_pv.partition_B(shared.values))
     widths, given = consumer.widths, consumer.queries
     acc_o = cute.make_rmem_tensor(thr_pv.partition_shape_C((ROWS, widths.v)), Float32)
-    acc_s = cute.make_rmem_tensor(thr_qk.partition_shape_C((ROWS, KV_BLOCK)), Float32)
+    acc_s = cute.make_rmem_tensor(thr_qk.partition_shape_C((ROWS, kv_block)), Float32)
     o = two_rows(acc_o, widths.v)
     f_r = q_rope = None
     if const_expr(widths.p > 0):
         f_r = rope_mma.make_fragment_B(thr_r.partition_B(shared.rope))
-        if const_expr(widths.shared_queries):
+        if const_expr(consumer.shared_queries):
             q_rope = rope_mma.make_fragment_A(thr_r.partition_A(given.shared_rope))
             q_rope = q_rope[(None, None, None, group)]
         else:
@@ -213,20 +218,21 @@ def compute(consumer: cutlass.Constexpr):
         q = operand(widths.d // MMA_DEPTH_8, Float8E4M3FN, 4)
         p = operand(KV_BLOCK // MMA_DEPTH_8, Float8E4M3FN, 4)
     else:
-        if const_expr(widths.shared_queries):
+        if const_expr(consumer.shared_queries):
             q = qk_mma.make_fragment_A(thr_qk.partition_A(given.shared_nope))
             q = q[(None, None, None, group)]
         else:
             q = operand(widths.d // MMA_DEPTH, dtype)
-        p = operand(KV_BLOCK // MMA_DEPTH, dtype)
+        p = operand(kv_block // MMA_DEPTH, dtype)
     sums, top = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
     scale, q_scale = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
     q_scale.fill(1.0)
     exponents = cute.make_rmem_tensor((2, KV_BLOCK // 8), Float32)
     limits = cute.make_rmem_tensor(2, Int32)
-    state = Softmax(two_rows(acc_s, KV_BLOCK), acc_r, exponents, sums, top, scale, q_scale, limits)
+    state = Softmax(two_rows(acc_s, kv_block), acc_r, exponents, sums, top, scale, q_scale, limits)
     nope = ScoreProduct(qk_mma, acc_s, q, f_k)
     rope = ScoreProduct(rope_mma, acc_r, q_rope, f_r)
+    fresh = kv_block > KV_BLOCK
     stage = Int32(0)
     phase = Int32(0)
     # Queries and first scores of a work tile come while the results of the one before are written.
@@ -237,7 +243,7 @@ def compute(consumer: cutlass.Constexpr):
     if index < scheduler.work_tiles:
         start_scores(
             nope, rope, shared.scales, pipeline, stage, phase, stage_head,
-            tile.tokens - tile.first * KV_BLOCK, t, group, fp8,
+            tile.tokens - tile.first * kv_block, t, group, fp8, fresh,
         )  # fmt: skip
         warpgroup.wait_group(0)
     while index < scheduler.work_tiles:
@@ -250,13 +256,13 @@ def compute(consumer: cutlass.Constexpr):
 
         # The scores of a block are computed while the values of the block before are added up.
         # The products' operands are used up in between, so one set of registers serves all blocks.
-        token = tile.first * KV_BLOCK
+        token = tile.first * kv_block
         slot = stage * pipeline.heads + stage_head
         softmax(state, consumer, slot, token, lowest, lane, tile)
         release(pipeline.keys_empty(stage), lane)
         round_weights(p, acc_s, dtype, fp8)
         for block in cutlass.range(tile.first + 1, tile.last, unroll=1):
-            token = block * KV_BLOCK
+            token = block * kv_block
             v_slot, v_stage, v_phase = slot, stage, phase
             stage, phase = pipeline.after(stage, phase)
             slot = stage * pipeline.heads + stage_head
@@ -275,7 +281,7 @@ def compute(consumer: cutlass.Constexpr):
                         )
             start_scores(
                 nope, rope, shared.scales, pipeline, stage, phase, slot, tile.tokens - token, t,
-                group, fp8,
+                group, fp8, fresh,
             )  # fmt: skip
             cute.arch.mbarrier_wait(pipeline.values_full(v_stage), v_phase)
             multiply_values(pv_mma, acc_o, p, f_v, v_slot)
@@ -304,14 +310,14 @@ def compute(consumer: cutlass.Constexpr):
                 else:
                     held = values_by_row[(None, None, slot)]
                     clear_places(held, token, t, warpgroup_barrier(group), tile, scheduler)
-        if token + KV_BLOCK > tile.tokens:
+        if token + kv_block > tile.tokens:
             if const_expr(fp8):
                 clear_columns(shared.values, slot, tile.tokens - token, t, group)
             else:
                 valid = cutlass.max(tile.tokens - token, 0)
                 clear_rows(
                     values_by_row[(None, None, slot)], widths.v, valid, t,
-                    warpgroup_barrier(group),
+                    warpgroup_barrier(group), kv_block,
                 )  # fmt: skip
         v_stage = stage
         stage, phase = pipeline.after(stage, phase)
@@ -321,8 +327,10 @@ def compute(consumer: cutlass.Constexpr):
         # Behind the last work tile too, with zeros: the assembler would wait for a product that
         # is issued on one path only.
         slot = stage * pipeline.heads + stage_head
-        valid = next_tile.tokens - next_tile.first * KV_BLOCK
-        start_scores(nope, rope, shared.scales, pipeline, stage, phase, slot, valid, t, group, fp8)
+        valid = next_tile.tokens - next_tile.first * kv_block
+        start_scores(
+            nope, rope, shared.scales, pipeline, stage, phase, slot, valid, t, group, fp8, fresh
+        )
         start = own.start
         if const_expr(consumer.partials):
             start += Int64(tile.split) * scheduler.requests * scheduler.queries * scheduler.heads
@@ -345,6 +353,7 @@ def start_scores(
     t: Int32,
     group: Int32,
     fp8: cutlass.Constexpr,
+    fresh: cutlass.Constexpr = False,
 ):
     """Issue the scores of a KV block, once its keys have arrived; does not wait for them.
 
@@ -356,11 +365,17 @@ def start_scores(
         valid: tokens of the block that exist, or more.
         t, group: this thread and its warpgroup.
         fp8: whether keys and values have 8 bits.
+        fresh: whether the result gets registers of its own. The first product overwrites it; the
+            assembler takes it for an operand all the same, keeps the old scores beside the
+            probabilities made of them, and has too few registers for blocks of more than 64 tokens.
+            Zeros free them, and cost no instruction.
     """
     cute.arch.mbarrier_wait(pipeline.keys_full(stage), phase)
     if const_expr(fp8):
         if valid < KV_BLOCK:
             clear_scales(scales, slot, valid, t, group)
+    if const_expr(fresh):
+        nope.acc.fill(0.0)
     multiply_queries(nope.mma, nope.acc, nope.queries, nope.keys, slot)
     if const_expr(rope.queries is not None):
         multiply_rope(rope.mma, rope.acc, rope.queries, rope.keys, stage, fp8)
@@ -412,7 +427,7 @@ def fetch_queries(
     rows, heads = (own.upper, own.lower), consumer.scheduler.heads
     given, d, p = consumer.queries, consumer.widths.d, consumer.widths.p
     nope = given.nope + own.start * d
-    if const_expr(consumer.widths.shared_queries):
+    if const_expr(consumer.shared_queries):
         sync_warpgroup(warpgroup_barrier(group))  # no warp reads the old ones any more
         target = given.shared_nope[(None, None, group)]
         copy_queries(target, nope, d, row0, rows, heads, lane)
@@ -567,8 +582,8 @@ def softmax(
             mask_places(state.s, token, state.limits, lane, tile, scheduler)
             if const_expr(consumer.fp8):
                 clear_exponents(state.exponents, token, lane, tile, scheduler)
-    elif token + KV_BLOCK > lowest:
-        mask_scores(state.s, token, state.limits, lane)
+    elif token + scheduler.kv_block > lowest:
+        mask_scores(state.s, token, state.limits, lane, columns=scheduler.kv_block)
     if const_expr(consumer.fp8):
         softmax_by_row(
             state.s, state.exponents, state.sums, state.top, state.scale, state.q_scale,

@@ -29,8 +29,9 @@ How it works. A producer warp loads KV blocks into a pipeline as deep as shared 
 that 100 to 200 KB are in flight: an SM draws 98 GB/s without products, 57 to 75 with them
 (docs/kernels/flash-attention.md). Two consumer warpgroups take a head each, or a query tile each,
 and run at their own pace, so that one multiplies while the other computes its softmax. Queries stay
-in registers, or in shared memory where the output leaves no room for them (v=256). With 8 bits and
-few of them they are on the N side of the products, in shared memory (`fp8_few.py`).
+in registers, or in shared memory where the output leaves no room for them (v=256), or the scores of
+KV blocks of 128 tokens. With 8 bits and few of them they are on the N side of the products, in
+shared memory (`fp8_few.py`).
 """
 
 from dataclasses import dataclass
@@ -162,6 +163,7 @@ class DecompressedSm90:
         columns: query rows on the N side of the products, with 8 bits; 0 for the M side.
         shared, partials, ring, alone: see above.
         widths: those of the heads.
+        kv_block: tokens of a KV block, 64, or 128 with the pairing "tiles" in 16 bits and in order.
     """
 
     dtype: Any
@@ -173,16 +175,19 @@ class DecompressedSm90:
     ring: bool = False
     alone: bool = False
     widths: HeadWidths = HeadWidths()
+    kv_block: int = KV_BLOCK
 
     def __post_init__(self):
         self.stage_heads = 1 if self.pairing == TILES else CONSUMER_WARPGROUPS
         element, scale_bytes = (1, 8) if self.fp8 else (2, 0)
         d, p, v = self.widths.d, self.widths.p, self.widths.v
-        self.key_bytes = self.stage_heads * KV_BLOCK * (d * element + scale_bytes)
-        self.key_bytes += KV_BLOCK * p * 2
-        self.value_bytes = self.stage_heads * KV_BLOCK * v * element
+        # Beside the scores of a long block queries do not fit registers.
+        self.shared_queries = self.widths.shared_queries or self.kv_block > KV_BLOCK
+        self.key_bytes = self.stage_heads * self.kv_block * (d * element + scale_bytes)
+        self.key_bytes += self.kv_block * p * 2
+        self.value_bytes = self.stage_heads * self.kv_block * v * element
         # Query rows in shared memory, 16 bits each.
-        self.query_rows = CONSUMER_WARPGROUPS * ROWS if self.widths.shared_queries else 0
+        self.query_rows = CONSUMER_WARPGROUPS * ROWS if self.shared_queries else 0
         available = SHARED_BYTES - CONSUMER_WARPGROUPS * self.columns * EXCHANGE_BYTES
         available -= self.query_rows * (d + p) * 2
         self.stages = available // (self.key_bytes + self.value_bytes)
@@ -250,7 +255,7 @@ class DecompressedSm90:
                 (args.slots, value_columns, args.heads, owners),
                 (*value_strides, aligned(args.value_head), aligned(args.value_request)),
             )
-            value_copies = copies(value_tensor, wide_atom, (KV_BLOCK, v), head_slots)
+            value_copies = copies(value_tensor, wide_atom, (self.kv_block, v), head_slots)
             scale_copies = (None, None)
         key_strides = (aligned(args.key_token), column_strides)
         key_tensor = tensor(
@@ -258,7 +263,7 @@ class DecompressedSm90:
             (args.slots, key_columns, args.heads, owners),
             (*key_strides, aligned(args.key_head), aligned(args.key_request)),
         )
-        key_copies = copies(key_tensor, wide_atom, (KV_BLOCK, d), head_slots)
+        key_copies = copies(key_tensor, wide_atom, (self.kv_block, d), head_slots)
         rope_copies = (None, None, None)
         if const_expr(p > 0):
             rope_tensor = tensor(
@@ -272,7 +277,7 @@ class DecompressedSm90:
             # As wide as a row.
             rope_kind = kinds.K_SW128 if p * 2 >= 128 else kinds.K_SW64
             rope_atom = warpgroup.make_smem_layout_atom(rope_kind, dtype)
-            rope_copies = copies(rope_tensor, rope_atom, (KV_BLOCK, p), self.stages)
+            rope_copies = copies(rope_tensor, rope_atom, (self.kv_block, p), self.stages)
 
         def mma(kind, b_major, columns, shared=False):
             source = warpgroup.OperandSource.RMEM  # queries, or probabilities
@@ -287,10 +292,11 @@ class DecompressedSm90:
         K, MN = OperandMajorMode.K, OperandMajorMode.MN
         stages = self.stages
         scale_count = 2 * KV_BLOCK * head_slots if const_expr(self.fp8) else 0
-        key_elements = KV_BLOCK * d * head_slots
-        value_elements = KV_BLOCK * v * head_slots
+        key_elements = self.kv_block * d * head_slots
+        value_elements = self.kv_block * v * head_slots
         few_rows = CONSUMER_WARPGROUPS * self.columns
         warp_numbers = few_rows * WARPGROUP_WARPS
+        rope_elements = self.kv_block * p * stages
         # Few rows on the N side, or all of them where they do not fit registers.
         query_rows = few_rows + self.query_rows
 
@@ -305,7 +311,7 @@ class DecompressedSm90:
             scales: cute.struct.Align[cute.struct.MemRange[Float32, scale_count], 128]
             keys: cute.struct.Align[cute.struct.MemRange[element, key_elements], 1024]
             values: cute.struct.Align[cute.struct.MemRange[element, value_elements], 1024]
-            rope: cute.struct.Align[cute.struct.MemRange[dtype, KV_BLOCK * p * stages], 1024]
+            rope: cute.struct.Align[cute.struct.MemRange[dtype, rope_elements], 1024]
 
         self.Shared = Shared
         starts = None
@@ -316,8 +322,8 @@ class DecompressedSm90:
         if const_expr(self.partials):
             o, lse, written = args.o_partial, args.lse_partial, rows * args.splits
         self.decompressed_attention(
-            mma(element, K, KV_BLOCK, self.query_rows > 0),
-            mma(dtype, K, KV_BLOCK, self.query_rows > 0),
+            mma(element, K, self.kv_block, self.query_rows > 0),
+            mma(dtype, K, self.kv_block, self.query_rows > 0),
             mma(element, K if const_expr(self.fp8) else MN, v),
             *key_copies,
             *value_copies,
@@ -401,7 +407,7 @@ class DecompressedSm90:
             scale_source = TmaTensor(scale_copy, scale_global)
         scheduler = Scheduler(
             lengths, requests, queries, heads, slots, kept, causal, splits,
-            self.pairing == TILES, self.shared, starts, self.alone,
+            self.pairing == TILES, self.shared, starts, self.alone, self.kv_block,
         )  # fmt: skip
         if warp_index >= PRODUCER_WARP:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)

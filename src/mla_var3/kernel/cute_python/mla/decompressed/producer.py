@@ -138,16 +138,17 @@ def produce(
             behind the last one as well.
     """
     fp8 = sources.scales is not None
-    keys = transfer(sources.keys, shared.keys, (KV_BLOCK, widths.d))
+    kv_block = scheduler.kv_block
+    keys = transfer(sources.keys, shared.keys, (kv_block, widths.d))
     if const_expr(fp8):
         flat = cute.make_layout((KV_BLOCK * widths.v, pipeline.heads * pipeline.stages))
         flat_values = cute.make_tensor(shared.values.iterator, flat)
         values = Transfer(sources.values.copy, sources.values.tensor, flat_values)
     else:
-        values = transfer(sources.values, shared.values, (KV_BLOCK, widths.v))
+        values = transfer(sources.values, shared.values, (kv_block, widths.v))
     rope = None
     if const_expr(widths.p > 0):
-        rope = transfer(sources.rope, shared.rope, (KV_BLOCK, widths.p))
+        rope = transfer(sources.rope, shared.rope, (kv_block, widths.p))
     scales = None
     if const_expr(fp8):
         scales = transfer(sources.scales, shared.scales, (2 * KV_BLOCK,))
@@ -181,7 +182,7 @@ def produce(
         # Behind the last work tile TMA fills a block that does not exist with zeros, without
         # touching memory.
         if cta < scheduler.work_tiles:
-            nowhere = (scheduler.slots + KV_BLOCK - 1) // KV_BLOCK
+            nowhere = (scheduler.slots + kv_block - 1) // kv_block
             load_keys(
                 keys, rope, scales, pipeline, scheduler, nowhere, Int32(0), Int32(0), stage, phase
             )

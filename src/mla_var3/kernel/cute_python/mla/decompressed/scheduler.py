@@ -23,9 +23,6 @@ MOST_SPLITS = 32
 SPLIT_COST = 0.01
 """Share of the SMs that one more split has to put to work, because it makes the merge longer. Not
 measured on its own; docs/results/2026-11-15-nvidia-h200-mix-development.md has runs with it."""
-LONG_BLOCKS, LONG_SPLITS = 512, 4
-"""Splits of requests so long that fit the SMs in one round: 2.5 to 4 % faster at the power limit
-than whole ones, up to 4 % in bursts (docs/results/2026-11-16-nvidia-h200-models.md)."""
 
 
 def choose_splits(requests: int, request_tiles: int, kv_blocks: int, ctas: int) -> int:
@@ -46,10 +43,7 @@ def choose_splits(requests: int, request_tiles: int, kv_blocks: int, ctas: int) 
         rounds = -(-work_tiles * splits // ctas)
         return work_tiles * splits / (rounds * ctas) - SPLIT_COST * splits
 
-    splits = max(range(1, min(most, MOST_SPLITS) + 1), key=worth)
-    if splits == 1 and work_tiles <= ctas and kv_blocks >= LONG_BLOCKS:
-        return LONG_SPLITS
-    return splits
+    return max(range(1, min(most, MOST_SPLITS) + 1), key=worth)
 
 
 @dataclass(frozen=True)
@@ -68,6 +62,7 @@ class Scheduler:
         starts: in a ring the oldest position that it holds, per request; None when the slots are
             in order.
         alone: whether no other kernel attends to the tokens before a ring; constant.
+        kv_block: tokens of a KV block; constant.
     """
 
     lengths: Any
@@ -82,6 +77,7 @@ class Scheduler:
     shared: bool
     starts: Any = None
     alone: bool = False
+    kv_block: int = KV_BLOCK
 
     @property
     def ring(self) -> bool:
@@ -168,10 +164,11 @@ def work_tile_at(index: Int32, scheduler: cutlass.Constexpr) -> WorkTile:
             if scheduler.causal != 0:  # the last row sees most
                 last_row = cutlass.min(last_tile * ROWS + ROWS, scheduler.queries)
                 seen = cutlass.min(seen, cutlass.max(tokens - scheduler.queries + last_row, 0))
-    blocks = (tokens + KV_BLOCK - 1) // KV_BLOCK
+    kv_block = scheduler.kv_block
+    blocks = (tokens + kv_block - 1) // kv_block
     first = blocks * split // scheduler.splits
-    last = cutlass.min(blocks * (split + 1) // scheduler.splits, (seen + KV_BLOCK - 1) // KV_BLOCK)
-    stop = last * KV_BLOCK
+    last = cutlass.min(blocks * (split + 1) // scheduler.splits, (seen + kv_block - 1) // kv_block)
+    stop = last * kv_block
     oldest_slot, dropped, incomplete = Int32(0), Int32(0), Boolean(False)
     if const_expr(scheduler.ring):
         oldest_slot, dropped, incomplete = ring_state(request, scheduler)
@@ -228,7 +225,7 @@ def row_limit(work_tile: cutlass.Constexpr, row: Int32, scheduler: cutlass.Const
             limit = cutlass.min(limit, work_tile.tokens - scheduler.queries + row + 1)
     if const_expr(scheduler.ring):
         # Counted by position, which says nothing about blocks: all of the split's, or none.
-        if work_tile.stop <= work_tile.first * KV_BLOCK:
+        if work_tile.stop <= work_tile.first * scheduler.kv_block:
             limit = Int32(0)
     else:
         limit = cutlass.min(limit, work_tile.stop)

@@ -26,6 +26,13 @@ from mla_var3.runtime.tensors import require_view
 MERGE_CTAS_PER_SM = 4
 """The merge only moves data: several CTAs of 8 warps on an SM keep its memory requests coming.
 Other numbers were not measured."""
+LONG_KV_BLOCK = 128
+"""Tokens of a KV block where a work tile has many: fewer and larger products take less energy, and
+a score fewer instructions. A work tile begins later, because its queries go to shared memory."""
+LONG_TOKENS = 4096
+"""Tokens of a work tile from which long KV blocks pay. On an H200 they take 11 % less time at 32768
+tokens and 6 % less at 8192, 9 % more at 1024; a line through these crosses at 2300
+(docs/results/2026-11-16-nvidia-h200-long-kv-blocks.md)."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +44,14 @@ class DecompressedShape:
         rows: query rows of a head that meet the same keys.
         heads: query heads.
         tokens: decompressed tokens of the longest request.
+        long_blocks: whether KV blocks may have 128 tokens, see `may_be_long`.
     """
 
     requests: int
     rows: int
     heads: int
     tokens: int
+    long_blocks: bool = False
 
     @property
     def kv_blocks(self) -> int:
@@ -59,6 +68,12 @@ class DecompressedShape:
         if pairing == TILES:
             return self.heads * -(-row_tiles // CONSUMER_WARPGROUPS)
         return -(-self.heads // CONSUMER_WARPGROUPS) * row_tiles
+
+    def kv_block(self, tiling: "DecompressedTiling", sms: int) -> int:
+        """Tokens of a KV block on a number of SMs."""
+        pays = self.tokens // self.splits(tiling, sms) >= LONG_TOKENS
+        long = self.long_blocks and self.pairing(tiling) == TILES and pays
+        return tiling.kv_block or (LONG_KV_BLOCK if long else KV_BLOCK)
 
     def splits(self, tiling: "DecompressedTiling", sms: int) -> int:
         """Splits of every request on a number of SMs."""
@@ -80,14 +95,17 @@ class DecompressedTiling(Tiling):
         splits: splits of every request, merged afterwards; 0 lets the shape decide.
         pairing: what the two warpgroups of a CTA have in common, "heads" for two heads of a query
             tile, "tiles" for two query tiles of a head; empty lets the rows decide.
+        kv_block: tokens of a KV block, 64, or 128 where `may_be_long`; 0 lets the shape decide.
     """
 
     sms: int = 0
     splits: int = 0
     pairing: str = ""
+    kv_block: int = 0
 
     def validate(self, pd: Any) -> Constraints:
         shape: DecompressedShape = pd.decompressed_shape
+        paired = shape.pairing(self)
         return Constraints(
             (
                 0 <= self.sms <= pd.sm_count,
@@ -102,7 +120,21 @@ class DecompressedTiling(Tiling):
                 self.pairing in ("", HEADS, TILES),
                 f"pairing: expected {HEADS}, {TILES} or nothing, got {self.pairing!r}",
             ),
+            (
+                self.kv_block in (0, KV_BLOCK)
+                or (self.kv_block == LONG_KV_BLOCK and shape.long_blocks and paired == TILES),
+                f"kv_block: expected 0, {KV_BLOCK}, or {LONG_KV_BLOCK} for two query tiles of "
+                f"(128, 64, 128) wide heads in 16 bits and in order, got {self.kv_block}",
+            ),
         )
+
+
+def may_be_long(widths: HeadWidths) -> bool:
+    """Whether there are KV blocks of 128 tokens: in 16 bits and in order, for these widths.
+
+    Other widths were not measured, and v=256 leaves no registers for their scores.
+    """
+    return widths == HeadWidths()
 
 
 @dataclass(frozen=True)
@@ -193,7 +225,7 @@ def decompressed_stage(
         partials = splits_of(tiling) > 1
         return DecompressedSm90(
             dtype, shape.pairing(tiling), fp8, columns, shared, partials, ring, ring and alone,
-            widths,
+            widths, shape.kv_block(tiling, tiling.sms or share),
         )  # fmt: skip
 
     def args_fn(tiling: DecompressedTiling) -> DecompressedArguments:

@@ -36,6 +36,7 @@ def mask_scores(
     lane: Int32,
     also_hidden: cutlass.Constexpr = None,
     begins: cutlass.Constexpr = None,
+    columns: cutlass.Constexpr = KV_BLOCK,
 ):
     """Set the scores of tokens that a row does not see to -inf, whatever they are.
 
@@ -46,9 +47,10 @@ def mask_scores(
         lane: this thread's lane.
         also_hidden: (row of this thread, token) -> whether a token before the limit is hidden too.
         begins: per row the first token that it sees; None for token 0.
+        columns: tokens of the KV block.
     """
     for r in cutlass.range_constexpr(2):
-        for j in cutlass.range_constexpr(KV_BLOCK // 8):
+        for j in cutlass.range_constexpr(columns // 8):
             for e in cutlass.range_constexpr(2):
                 token = first_token + j * 8 + (lane % 4) * 2 + e
                 hidden = token >= limits[r]
@@ -62,15 +64,20 @@ def mask_scores(
 
 @cute.jit
 def clear_rows(
-    tile: cute.Tensor, columns: cutlass.Constexpr, valid: Int32, thread: Int32, barrier: Int32
+    tile: cute.Tensor,
+    columns: cutlass.Constexpr,
+    valid: Int32,
+    thread: Int32,
+    barrier: Int32,
+    rows: cutlass.Constexpr = KV_BLOCK,
 ):
-    """Zero the rows of a tile behind the first `valid`: 0 * NaN would poison the output.
+    """Zero the rows of a tile of `rows` behind the first `valid`: 0 * NaN would poison the output.
 
     All threads of a warpgroup call it; `barrier` is a named barrier of theirs.
     """
     zero = cute.make_rmem_tensor(8, tile.element_type)
     zero.fill(0.0)
-    chunks = (KV_BLOCK - valid) * (columns // 8)
+    chunks = (rows - valid) * (columns // 8)
     for i in cutlass.range(thread, chunks, WARPGROUP, unroll=1):
         row = valid + i // (columns // 8)
         target = cute.local_tile(tile, (1, 8), (row, i % (columns // 8)))

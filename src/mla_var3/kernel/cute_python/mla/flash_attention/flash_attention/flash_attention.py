@@ -30,11 +30,14 @@ from torch import Tensor
 from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.decompressed.kernel import HEADS, TILES
 from mla_var3.kernel.cute_python.mla.decompressed.stage import (
+    LONG_KV_BLOCK,
     DecompressedOperands,
     DecompressedShape,
     DecompressedTiling,
     decompressed_stage,
+    may_be_long,
 )
+from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK
 from mla_var3.kernel.cute_python.mla.hopper.plan import HopperPlan
 from mla_var3.kernel.cute_python.mla.hopper.widths import (
     HEAD_WIDTHS,
@@ -72,7 +75,9 @@ class CuteFlashAttention(HopperPlan):
     @property
     def decompressed_shape(self) -> DecompressedShape:
         """How the work may be divided."""
-        return DecompressedShape(self.b, self.s, self.h, max(self.problem().kv_lengths))
+        long_blocks = may_be_long(HeadWidths(self.d, self.p, self.problem().v))
+        tokens = max(self.problem().kv_lengths)
+        return DecompressedShape(self.b, self.s, self.h, tokens, long_blocks)
 
     def prepare_inputs(self, device: torch.device | str) -> tuple[Tensor, ...]:
         raw = self.make_inputs(device)
@@ -86,12 +91,15 @@ class CuteFlashAttention(HopperPlan):
 
     def _autotune_configs(self) -> Sequence[DecompressedTiling]:
         shape = self.decompressed_shape
-        other = HEADS if shape.pairing(DecompressedTiling()) == TILES else TILES
+        paired = shape.pairing(DecompressedTiling())
+        other = HEADS if paired == TILES else TILES
+        blocks = (KV_BLOCK, LONG_KV_BLOCK) if shape.long_blocks and paired == TILES else ()
         splits = [n for n in TUNED_SPLITS if n <= shape.kv_blocks]
         return [
             DecompressedTiling(),
             *(DecompressedTiling(splits=n) for n in splits),
             DecompressedTiling(pairing=other),
+            *(DecompressedTiling(kv_block=n) for n in blocks),
         ]
 
     def _algorithmic_flops_bytes(self, tiling: DecompressedTiling) -> tuple[float, float]:
