@@ -17,6 +17,8 @@ from mla_var3.attention.replay.replay import ProjectedReplay
 from mla_var3.attention.request.masks import tree_ancestors
 from mla_var3.integrations.flash_mla import flash_mla_with_kvcache, get_mla_metadata
 from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS
+from mla_var3.kernel.cute_python.mla.latent.call import partials_for
+from mla_var3.kernel.cute_python.mla.latent_fp8.state import FLUSH_PAIRS
 from mla_var3.op.mla.cache_formats import cache_format, quantise
 from mla_var3.op.mla.window.quantise import E4M3, E4M3_MAX
 from mla_var3.runtime.call_state import CALL_STATE
@@ -398,6 +400,73 @@ def test_sums_over_a_long_flat_context(fmt: str, generator: torch.Generator) -> 
     mean = tokens_of(view, 0, t)[:, :K].mean(0)
     assert (output[0, 0].double() - mean).norm() <= 0.005 * mean.norm() * h**0.5
     assert ((lse.exp() / t - 1.0).abs() <= LSE_LIMIT).all()
+
+
+SEGMENT = 128 * FLUSH_PAIRS
+LEVELS = {
+    "flat": (0.0, 0.0, 0.0, 0.0, 0.0),
+    "rising": (0.0, 3.5, 7.0, 10.5, 14.0),
+    "jump": (0.0, 0.0, 0.0, 45.0, 45.0),
+}
+"""What tokens add to scores, by segment: 1.2 nats each where it counts most (`segmented`)."""
+
+
+def segmented(generator: torch.Generator, t: int, levels: tuple[float, ...]) -> torch.Tensor:
+    """Tokens `[t, k+p]` that mark their segment in columns of their own, in both halves.
+
+    The last rope column adds to their scores, from a little behind the segment's start on.
+    """
+    rows = normal(generator, t, K + P, dtype=torch.float32).to(DEVICE)
+    halves = rows[:, :K].view(t, 2, K // 2)
+    halves[..., : 16 * len(levels)] = 0.0
+    position = torch.arange(t, device=DEVICE)
+    for number in range(len(levels)):
+        marked = position // SEGMENT == number
+        halves[marked, :, 16 * number : 16 * (number + 1)] = 1.0
+    late = (position - 100).clamp_min(0) // SEGMENT
+    rows[:, -1] = torch.tensor(levels, device=DEVICE)[late]
+    return rows.bfloat16()
+
+
+@pytest.mark.parametrize("h", [16, 32, 64])
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("name", LEVELS)
+@FORMAT
+def test_outputs_that_move_to_memory_several_times(
+    fmt: str, name: str, whole: bool, h: int, generator: torch.Generator
+) -> None:
+    """Whole and split requests; maxima rise in no heads, by some bits or by up to 75.
+
+    Every fourth head has the same rise, and one of four none. All requests have the same tokens.
+    """
+    t, levels = 20000, LEVELS[name]
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    b = sms if whole else sms * 3 // 4
+    q, q_rope = queries(generator, b, 1, h)
+    q_rope[..., -1] = 16.0 / 3.0 * (torch.arange(h, device=DEVICE) % 4)
+    pages = -(-t // 64)
+    view = paged_view(
+        pool_of(segmented(generator, pages * 64, levels), fmt),
+        torch.arange(pages, dtype=torch.int32, device=DEVICE).repeat(b, 1),
+        torch.full((b,), t, dtype=torch.int32, device=DEVICE), format=fmt,
+    )  # fmt: skip
+    tokens = tokens_of(view.request(0), 0, t)
+    everything = torch.ones((b, t), dtype=torch.bool, device=DEVICE)
+    wanted, wanted_lse = expected(rounded(q, q_rope, fmt)[:, 0], tokens, everything)
+    first = None
+    for _ in range(3):
+        partials_for(q.device, sms).o_partial.fill_(torch.nan)
+        out = torch.full_like(q, torch.nan)
+        output, lse = mla_latent_attention(q, q_rope, view, out=out, kernel=KERNEL)
+        first = output if first is None else first
+        assert torch.equal(output, first)
+    found = output[:, 0].double()
+    assert (found - wanted).norm() <= SHORT_LIMIT * wanted.norm()
+    assert ((lse[:, 0] - wanted_lse).abs() <= LSE_LIMIT + 2e-3 * wanted_lse.abs()).all()
+    for number in range(len(levels)):
+        own = slice(16 * number, 16 * (number + 1))
+        marks, shares = (part.unflatten(-1, (2, -1))[..., own] for part in (found, wanted))
+        assert ((marks - shares).abs() <= 0.15 * shares + 1e-12).all(), number
 
 
 @pytest.mark.parametrize("eight_bit_queries", [False, True])

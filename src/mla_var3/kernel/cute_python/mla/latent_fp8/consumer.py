@@ -19,7 +19,7 @@ key over sk, so a score is sq sk (q8 k8 + (q_rope / sq) (k_rope / sk)), a sum in
 rounded down to a power of two: weights then fit e4m3, however the scales differ.
 
 The sums of an 8-bit wgmma have 13 bits (`FLUSH_PAIRS`), so an output is moved to float32 now and
-then: to the partial's place in memory, each thread its own numbers.
+then: to the partial's place in memory, each thread its own numbers, which it reads at the end only.
 """
 
 from typing import Any

@@ -4,13 +4,14 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
 from mla_var3.kernel.cute_python.mla.hopper.columns import own_row
 from mla_var3.kernel.cute_python.mla.hopper.constants import (
     CONSUMERS,
     LATENT,
     ROWS,
+    WARPGROUP,
 )
 from mla_var3.kernel.cute_python.mla.hopper.rows import (
     normaliser,
@@ -22,7 +23,17 @@ from mla_var3.kernel.cute_python.mla.latent.producer import Barrier
 from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     partial_slot,
 )
-from mla_var3.kernel.cute_python.mla.latent_fp8.state import HALF, WEIGHT_BITS
+from mla_var3.kernel.cute_python.mla.latent_fp8.state import HALF, WEIGHT_BITS, Exchange
+
+MOST_RISE = 64.0
+"""Where a maximum has risen by more powers of two since its row was first flushed, what was flushed
+is dropped: it is far below what e4m3 weights resolve. Up to there numbers fit a float32."""
+READ_ROWS = 8
+"""Rows of a thread that are read back at once: 64 registers, those of the scores and values, which
+nothing uses at the end of a tile. Other numbers were not measured."""
+THREAD_STEP = CONSUMERS * 16
+"""Bytes between neighbouring groups of four flushed numbers of a thread."""
+FOUR = "{ {$r1}, {$r2}, {$r3}, {$r4} }"
 
 
 @cute.jit
@@ -54,6 +65,45 @@ def publish_tops(state: cutlass.Constexpr, exchange: cutlass.Constexpr, t: Int32
 
 
 @cute.jit
+def own_words(
+    outputs: cutlass.Constexpr,
+    tile: cutlass.Constexpr,
+    t: Int32,
+    group: Int32,
+    scheduler: cutlass.Constexpr,
+) -> Int64:
+    """Address of the first 16 bytes of this thread's flushed output.
+
+    The tile's partial has the same place, and the float32 of all threads fill it. No thread reads
+    those of another, so they lie in the order in which warps write them, `THREAD_STEP` apart.
+    """
+    start = Int64(partial_slot(tile, scheduler)) * (ROWS * LATENT)
+    return (outputs.o_partial + start + (group * WARPGROUP + t) * 4).toint()
+
+
+def four_of(j: int, e: int, half: int) -> tuple[int, list[tuple[Any, Any]]]:
+    """Offset in bytes of four numbers of an own row, and where they are in the output."""
+    offset = ((j * 2 + e) * 2 + half) * THREAD_STEP
+    return offset, [((e, j), (r, 2 * half + m)) for m in range(2) for r in range(2)]
+
+
+@cute.jit
+def flushed_scale(
+    exchange: cutlass.Constexpr, row: Int32, group: Int32, flushed: Int32
+) -> tuple[Boolean, Float32]:
+    """Whether a row's output replaces what is in memory, and otherwise its factor.
+
+    The factor makes it relative to the maximum of what is there.
+    """
+    rise = exchange.tops[row, group] - exchange.carried[row, group]
+    replaces = flushed == 0 or rise > MOST_RISE
+    scale = Float32(1.0)
+    if not replaces:
+        scale = cute.math.exp2(rise, fastmath=True)
+    return replaces, scale
+
+
+@cute.jit
 def flush(
     o: cute.Tensor,
     state: cutlass.Constexpr,
@@ -66,35 +116,73 @@ def flush(
     scheduler: cutlass.Constexpr,
     columns: cutlass.Constexpr,
 ):
-    """Move the output to the partial's place in memory, added to what is there if `flushed`.
+    """Move the output to memory, added to what is there if `flushed`. Nothing is read.
 
-    What is there is relative to the maxima of its time, which `carried` holds.
+    What is there is relative to the maxima that `carried` holds, those of the first flush, and so
+    is what is added. A row whose maximum has risen by more than `MOST_RISE` starts again.
+
+    Only this thread uses its numbers before `finish`. All accesses are relaxed ones of the GPU's
+    scope, which keep their order at an address and do not use the L1 cache.
     """
-    slot = partial_slot(tile, scheduler)
+    address = own_words(outputs, tile, t, group, scheduler)
     publish_tops(state, exchange, t, group)
     sync_warpgroup(Barrier.WARPGROUP_0 + group)
     for j in cutlass.range_constexpr(columns // 8):
         for e in cutlass.range_constexpr(2):
             row = own_row(j, e, t % 32)
-            scale = Float32(0.0)
-            if flushed != 0:
-                gap = exchange.carried[row, group] - exchange.tops[row, group]
-                scale = cute.math.exp2(gap, fastmath=True)
-            for m in cutlass.range_constexpr(HALF // 64):
-                place = own_place(outputs, slot, row, t, group, m)
-                pair = cute.make_rmem_tensor(2, Float32)
-                pair.fill(0.0)
-                if flushed != 0:
-                    cute.autovec_copy(place, pair)
-                for r in cutlass.range_constexpr(2):
-                    pair[r] = pair[r] * scale + o[(e, j), (r, m)]
-                    o[(e, j), (r, m)] = Float32(0.0)
-                cute.autovec_copy(pair, place)
+            replaces, scale = flushed_scale(exchange, row, group, flushed)
+            move(o, address, j, e, scale, replaces)
     sync_warpgroup(Barrier.WARPGROUP_0 + group)
     row0 = (t // 32) * 16 + t % 32 // 4
     if t % 4 == 0:
         for r in cutlass.range_constexpr(2):
-            exchange.carried[row0 + 8 * r, group] = state.top[r]
+            replaces, _ = flushed_scale(exchange, row0 + 8 * r, group, flushed)
+            if replaces:
+                exchange.carried[row0 + 8 * r, group] = state.top[r]
+
+
+def move(o: cute.Tensor, address: Int64, j: int, e: int, scale: Float32, replaces: Boolean) -> None:
+    """Write an own row of the output times `scale`, or add it to what is there, and clear it."""
+    for half in range(2):
+        offset, places = four_of(j, e, half)
+        cute.arch.inline_ptx(
+            "{ .reg .pred p; setp.ne.s32 p, {$r5}, 0;"
+            f" @p st.relaxed.gpu.global.v4.f32 [{{$r0}} + {offset}], {FOUR};"
+            f" @!p red.relaxed.gpu.global.add.v4.f32 [{{$r0}} + {offset}], {FOUR}; }}",
+            read_only_args=[address, *(o[place] * scale for place in places), Int32(replaces)],
+        )
+        for place in places:
+            o[place] = Float32(0.0)
+
+
+def read_back(
+    o: cute.Tensor, exchange: Exchange, address: Int64, t: Int32, group: Int32, columns: int
+) -> None:
+    """Add what was flushed to the output; `tops` holds its maxima.
+
+    The reads of `READ_ROWS` rows are started before the first is used.
+    """
+    own_rows = [(j, e) for j in range(columns // 8) for e in range(2)]
+    for first in range(0, len(own_rows), READ_ROWS):
+        rows = own_rows[first : first + READ_ROWS]
+        found = [[read(address, four_of(*own, half)[0]) for half in range(2)] for own in rows]
+        for (j, e), halves in zip(rows, found, strict=True):
+            row = own_row(j, e, t % 32)
+            fall = exchange.carried[row, group] - exchange.tops[row, group]
+            scale = cute.math.exp2(fall, fastmath=True)
+            for half in range(2):
+                for place, value in zip(four_of(j, e, half)[1], halves[half], strict=True):
+                    o[place] = o[place] + value * scale
+
+
+def read(address: Any, offset: int) -> Any:
+    """Start to read four numbers."""
+    return cute.arch.inline_ptx(
+        "ld.relaxed.gpu.global.v4.f32 { {$w0}, {$w1}, {$w2}, {$w3} },"
+        f" [{{$r0}} + {offset}];",
+        write_only_types=[Float32] * 4,
+        read_only_args=[address],
+    )
 
 
 @cute.jit
@@ -119,6 +207,10 @@ def finish(
         total = row_sum(state.sums[r])
         if t % 4 == 0:
             exchange.row_sum[row0 + 8 * r, group] = total
+    if flushed != 0:
+        sync_warpgroup(Barrier.WARPGROUP_0 + group)
+        read_back(o, exchange, own_words(outputs, tile, t, group, scheduler), t, group, columns)
+    # Partials are written where other threads had their flushed output: not before all have it.
     cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
     slot = partial_slot(tile, scheduler)
     lse, lse_partial = outputs.lse, outputs.lse_partial
@@ -128,13 +220,6 @@ def finish(
             top = exchange.tops[row, group]
             total = exchange.row_sum[row, 0] + exchange.row_sum[row, 1]
             inverse, lse_log2 = normaliser(total, top - WEIGHT_BITS)
-            if flushed != 0:
-                scale = cute.math.exp2(exchange.carried[row, group] - top, fastmath=True)
-                for m in cutlass.range_constexpr(HALF // 64):
-                    pair = cute.make_rmem_tensor(2, Float32)
-                    cute.autovec_copy(own_place(outputs, slot, row, t, group, m), pair)
-                    for r in cutlass.range_constexpr(2):
-                        o[(e, j), (r, m)] = o[(e, j), (r, m)] + pair[r] * scale
             inverse = inverse * cache_scale
             writes_lse = group == 0 and t // 4 == 0
             exists = tile.row + row < tile.rows
