@@ -291,8 +291,8 @@ def test_kv_blocks_are_long_where_work_tiles_are():
     def kv_block(*sizes: int, long_blocks: bool = True, tiling=tiling) -> int:
         return DecompressedShape(*sizes, long_blocks).kv_block(tiling, 132)
 
-    assert kv_block(1, 100, 128, 4096) == 128
-    assert kv_block(1, 100, 128, 4095) == 64
+    assert kv_block(1, 100, 128, 8192) == 128
+    assert kv_block(1, 100, 128, 8191) == 64
     assert kv_block(1, 64, 128, 32768) == 64  # two heads of a query tile
     assert kv_block(1, 100, 128, 32768, long_blocks=False) == 64
     assert DecompressedShape(1, 100, 8, 32768).splits(tiling, 132) == 16

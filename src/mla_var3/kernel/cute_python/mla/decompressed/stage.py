@@ -29,10 +29,10 @@ Other numbers were not measured."""
 LONG_KV_BLOCK = 128
 """Tokens of a KV block where a work tile has many: fewer and larger products take less energy, and
 a score fewer instructions. A work tile begins later, because its queries go to shared memory."""
-LONG_TOKENS = 4096
-"""Tokens of a work tile from which long KV blocks pay. On an H200 they take 11 % less time at 32768
-tokens and 6 % less at 8192, 9 % more at 1024; a line through these crosses at 2300
-(docs/results/2026-11-16-nvidia-h200-long-kv-blocks.md)."""
+LONG_TOKENS = 8192
+"""Tokens of a work tile from which long KV blocks pay. On an H200 they take 11 to 14 % less time at
+32768 tokens, 5 to 7 % less in bursts at 8192, 2 % more or 3 % less at 4096, 7 % more at 1024
+(docs/results/2026-11-16-nvidia-h200-models.md)."""
 
 
 @dataclass(frozen=True)
