@@ -7,9 +7,9 @@ the standard deviation and 4096 tokens, 7 % of the output are lost.
 
 So every `CENTRE_PAIRS` pairs of KV blocks an estimate of the output, `means[column] * weight[row]`,
 is removed from it, and half of what the pairs until the next time are expected to add: the
-accumulator then runs from -h to h and not from 0 to 2 h. The means are over the query rows of a thread, and a
-row's weight is its sum of probabilities. Neither has to be exact: what was removed is known, and is
-added again before the output is used.
+accumulator then runs from -h to h and not from 0 to 2 h. The means are over the query rows of a
+thread, and a row's weight is its sum of probabilities. Neither has to be exact: what was removed is
+known, and is added again before the output is used.
 
 Both are estimated anew every time. With the first estimate alone an output is worse than without
 any where values change within a segment (docs/kernels/latent-fp8.md).
@@ -41,13 +41,17 @@ def is_centred(pairs: Any) -> Any:
     return pairs > UNCENTRED_PAIRS
 
 
-def is_due(pair: Any, pairs: Any) -> Any:
-    """Whether the output is centred behind a pair of a tile that has so many.
+def is_due(block: Any, pairs: Any) -> Any:
+    """Whether the output is centred behind the pair of a block, in a tile of so many pairs.
 
     For the first time after half of `CENTRE_PAIRS`: until then it runs from 0 to h.
     """
-    done = pair % FLUSH_PAIRS + 1
-    return (done % CENTRE_PAIRS == CENTRE_PAIRS // 2) & (pair + 2 < pairs)
+    return (pairs_done(block) % CENTRE_PAIRS == CENTRE_PAIRS // 2) & (block + 4 < 2 * pairs)
+
+
+def pairs_done(block: Any) -> Any:
+    """Pairs of the segment behind the one of a block of the tile."""
+    return block // 2 % FLUSH_PAIRS + 1
 
 
 def opaque(value: Any) -> Any:
@@ -163,7 +167,7 @@ def centre(
     o: cute.Tensor,
     state: cutlass.Constexpr,
     exchange: cutlass.Constexpr,
-    pair: Int32,
+    block: Int32,
     t: Int32,
     group: cutlass.Constexpr,
     columns: cutlass.Constexpr,
@@ -176,12 +180,12 @@ def centre(
     Args:
         o: output by query row; no product is being added to it.
         state, exchange: `State` and `Exchange`.
-        pair: the last pair that was added.
+        block: a block of the last pair that was added.
         t, group: this thread and its warpgroup.
         columns: query rows on the N side.
     """
     t = opaque(t)
-    done = Float32(pair % FLUSH_PAIRS + 1)
+    done = Float32(pairs_done(block))
     ahead = 1.0 + (CENTRE_PAIRS / 2) * cute.arch.rcp_approx(done)
     weigh_rows(state, exchange, ahead, t, group)
     sync_warpgroup(Barrier.WARPGROUP_0 + group)
@@ -234,7 +238,7 @@ def estimate_means(
     group: cutlass.Constexpr,
     columns: cutlass.Constexpr,
 ):
-    """Means over this thread's rows: the whole output, with what is removed of it, over the rows' weights.
+    """Means over this thread's rows: the output with what is removed of it, over their weights.
 
     Args:
         o, exchange: see `centre`.

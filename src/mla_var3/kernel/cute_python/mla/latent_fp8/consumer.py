@@ -253,8 +253,8 @@ def take_even(
         if block + 2 < end:
             publish_even(step, tile, block + 2, base, lowest, stored, t)
     warpgroup.wait_group(0)
-    if is_due(block // 2, tile.pairs):
-        centre(work.o, step.state, exchange, block // 2, t, 0, step.columns)
+    if is_due(block, tile.pairs):
+        centre(work.o, step.state, exchange, block, t, 0, step.columns)
 
 
 @cute.jit
@@ -296,8 +296,8 @@ def take_odd(
     add_values(step.mmas.pv, work, values, stage)
     release(empty(barriers, stage), lane)
     warpgroup.wait_group(0)
-    if is_due(block // 2, tile.pairs):
-        centre(work.o, step.state, exchange, block // 2, t, 1, step.columns)
+    if is_due(block, tile.pairs):
+        centre(work.o, step.state, exchange, block, t, 1, step.columns)
 
 
 @cute.jit
