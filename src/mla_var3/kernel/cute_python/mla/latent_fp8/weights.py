@@ -1,7 +1,5 @@
 """Scores to weights of the 8-bit latent kernel, and the running maximum of both warpgroups."""
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float8E4M3FN, Float32, Int32, const_expr
@@ -23,6 +21,11 @@ from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     needs_mask,
     row_begin,
     row_limit,
+)
+from mla_var3.kernel.cute_python.mla.latent_fp8.centre import (
+    opaque,
+    rescale_begun,
+    rescale_removed,
 )
 from mla_var3.kernel.cute_python.mla.latent_fp8.state import FIRST_BITS, RISE_BITS, WEIGHT_BITS
 
@@ -99,6 +102,7 @@ def compute_weights(
                 best[r] = best[r] + FIRST_BITS
         margin = RISE_BITS - (1.0 if const_expr(scales is not None) else 0.0)
         raise_max(best, state.top, state.scale, state.sums, Float32(1.0), margin)
+        rescale_begun(exchange, state.scale, t, group)
         weigh(s, state.top, factors, scales, stage, words, added, hidden_lane)
         if lane % 4 == 0:
             for r in cutlass.range_constexpr(2):
@@ -118,18 +122,6 @@ def compute_weights(
             else:
                 if row < step.columns:
                     exchange.p_words[place] = words[g, r]
-
-
-def opaque(value: Any) -> Any:
-    """The same number, of which the compiler does not know that it is the same.
-
-    The rare second computation of the weights would otherwise share products with the first, which
-    keeps them in registers.
-    """
-    kind = type(value)
-    return cute.arch.inline_ptx(
-        "mov.b32 {$w0}, {$r0};", write_only_types=[kind], read_only_args=[value]
-    )
 
 
 @cute.jit
@@ -235,7 +227,9 @@ def adopt_max(
     if exchange.risen[group] == number:
         for r in cutlass.range_constexpr(2):
             state.top[r] = exchange.row_max[row0 + 8 * r]
-            state.sums[r] = state.sums[r] * exchange.scales[row0 + 8 * r, group]
+            state.scale[r] = exchange.scales[row0 + 8 * r, group]
+            state.sums[r] = state.sums[r] * state.scale[r]
+        rescale_begun(exchange, state.scale, t, 1 - group)
 
 
 @cute.jit
@@ -244,12 +238,22 @@ def rescale_output(
     exchange: cutlass.Constexpr,
     group: cutlass.Constexpr,
     number: Int32,
-    lane: Int32,
+    t: Int32,
+    own: cutlass.Constexpr,
     columns: cutlass.Constexpr,
 ):
-    """Multiply the output by the scales of a block of a warpgroup, if a maximum has risen in it."""
+    """Multiply the output by the scales of a block of a warpgroup, if a maximum has risen in it.
+
+    Args:
+        o: output of warpgroup `own` by query row.
+        exchange: `Exchange`.
+        group, number: the block's warpgroup and its number.
+        t, own: this thread and its warpgroup.
+        columns: query rows on the N side.
+    """
     if exchange.risen[group] == number:
+        rescale_removed(exchange, group, t, own)
         for j in cutlass.range_constexpr(columns // 8):
             for e in cutlass.range_constexpr(2):
-                scale = exchange.scales[own_row(j, e, lane), group]
+                scale = exchange.scales[own_row(j, e, t % 32), group]
                 o[(e, j), None].store(o[(e, j), None].load() * scale)
