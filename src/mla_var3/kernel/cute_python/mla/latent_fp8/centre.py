@@ -7,19 +7,19 @@ the standard deviation and 4096 tokens, 7 % of the output are lost.
 
 So every `CENTRE_PAIRS` pairs of KV blocks an estimate of the output, `means[column] * weight[row]`,
 is removed from it, and half of what the pairs until the next time are expected to add: the
-accumulator then runs from -h to h and not from 0 to 2 h. The means are over the query rows of a
-thread, and a row's weight is its sum of probabilities. Neither has to be exact: what was removed is
-known, and is added again before the output is used.
+accumulator then runs from -h to h and not from 0 to 2 h. The means are over query rows of a thread,
+and a row's weight is its sum of probabilities until the first time, without the first pair. Neither
+has to be exact: what was removed is known, and is added again before the output is used.
 
-Both are estimated anew every time. With the first estimate alone an output is worse than without
-any where values change within a segment (docs/kernels/latent-fp8.md).
+The means are estimated anew every time. With the first estimate alone an output is worse than
+without any where values change within a segment (docs/kernels/latent-fp8.md).
 """
 
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32
+from cutlass import BFloat16, Float32, Int32, const_expr
 
 from mla_var3.kernel.cute_python.mla.hopper.columns import own_row
 from mla_var3.kernel.cute_python.mla.hopper.rows import row_sum
@@ -99,49 +99,12 @@ def own_means(exchange: Any, t: Any, group: Any) -> cute.Tensor:
 
 
 @cute.jit
-def own_removed(exchange: cutlass.Constexpr, j: cutlass.Constexpr, t: Int32, group: Int32):
-    """Weights by which means were removed from this thread's two rows of group j.
-
-    Returns:
-        (before or now, row) of them.
-    """
-    weights = cute.make_rmem_tensor((2, 2), Float32)
-    place = exchange.removed[(None, own_row(j, 0, t % 32), group)].iterator.align(16)
-    cute.autovec_copy(cute.make_tensor(place, cute.make_layout((2, 2))), weights)
+def own_weights(exchange: cutlass.Constexpr, j: cutlass.Constexpr, t: Int32, group: Int32):
+    """Weights of this thread's two rows of group j, which are neighbours."""
+    weights = cute.make_rmem_tensor(2, Float32)
+    place = exchange.removed[(None, group)].iterator + own_row(j, 0, t % 32)
+    cute.autovec_copy(cute.make_tensor(place.align(8), cute.make_layout(2)), weights)
     return weights
-
-
-@cute.jit
-def open_segment(state: cutlass.Constexpr, exchange: cutlass.Constexpr, t: Int32, group: Int32):
-    """Begin a segment, in which nothing is removed yet, with the sums that rows have by now."""
-    row0 = (t // 32) * 16 + t % 32 // 4
-    for r in cutlass.range_constexpr(2):
-        total = row_sum(state.sums[r])
-        if t % 4 == 0:
-            exchange.begun[row0 + 8 * r, group] = total
-            exchange.removed[1, row0 + 8 * r, group] = Float32(0.0)
-    means = cute.make_rmem_tensor((2, OWN_COLUMNS // 2), Float32)
-    means.fill(0.0)
-    write_means(exchange, means, t, group)
-
-
-@cute.jit
-def rescale_begun(
-    exchange: cutlass.Constexpr, scales: cutlass.Constexpr, t: Int32, group: cutlass.Constexpr
-):
-    """Rescale what rows had at the segment's start, as `State.sums` are.
-
-    Args:
-        exchange: `Exchange`.
-        scales: factors of this thread's two rows.
-        t, group: this thread and its warpgroup.
-    """
-    t = opaque(t)
-    row0 = (t // 32) * 16 + t % 32 // 4
-    if t % 4 == 0:
-        for r in cutlass.range_constexpr(2):
-            row = row0 + 8 * r
-            exchange.begun[row, group] = exchange.begun[row, group] * scales[r]
 
 
 @cute.jit
@@ -157,9 +120,36 @@ def rescale_removed(
     if t % 4 == 0:
         for r in cutlass.range_constexpr(2):
             row = row0 + 8 * r
-            exchange.removed[1, row, group] = (
-                exchange.removed[1, row, group] * exchange.scales[row, source]
+            exchange.removed[row, group] = (
+                exchange.removed[row, group] * exchange.scales[row, source]
             )
+
+
+@cute.jit
+def follow_output(
+    o: cute.Tensor,
+    state: cutlass.Constexpr,
+    exchange: cutlass.Constexpr,
+    block: Int32,
+    pairs: Int32,
+    t: Int32,
+    group: cutlass.Constexpr,
+    columns: cutlass.Constexpr,
+):
+    """Centre the output behind a pair, where it is due.
+
+    Args:
+        o: output by query row; no product is being added to it.
+        state, exchange: `State` and `Exchange`.
+        block: a block of the last pair that was added.
+        pairs: pairs of the tile.
+        t, group: this thread and its warpgroup.
+        columns: query rows on the N side.
+    """
+    if pairs_done(block) == 1:
+        weigh_rows(state, exchange, False, t, group)
+    if is_due(block, pairs):
+        centre(o, state, exchange, block, t, group, columns)
 
 
 @cute.jit
@@ -172,10 +162,7 @@ def centre(
     group: cutlass.Constexpr,
     columns: cutlass.Constexpr,
 ):
-    """Estimate the output anew and remove the estimate in place of the one before.
-
-    Rows' weights are the sums of this warpgroup's probabilities, so of every other KV block. Their
-    unit does not matter: it cancels in the means.
+    """Estimate the means anew, and remove from the output what they have changed by.
 
     Args:
         o: output by query row; no product is being added to it.
@@ -185,46 +172,44 @@ def centre(
         columns: query rows on the N side.
     """
     t = opaque(t)
-    done = Float32(pairs_done(block))
-    ahead = 1.0 + (CENTRE_PAIRS / 2) * cute.arch.rcp_approx(done)
-    weigh_rows(state, exchange, ahead, t, group)
-    sync_warpgroup(Barrier.WARPGROUP_0 + group)
+    done = pairs_done(block)
     old = read_means(exchange, t, group)
+    if done == CENTRE_PAIRS // 2:  # the first time in a segment: nothing is removed yet
+        weigh_rows(state, exchange, True, t, group)
+        old.fill(0.0)
+    sync_warpgroup(Barrier.WARPGROUP_0 + group)
     new = cute.make_rmem_tensor((2, OWN_COLUMNS // 2), Float32)
+    ahead = 1.0 + (CENTRE_PAIRS / 2) * cute.arch.rcp_approx(Float32(done))
     estimate_means(o, exchange, old, new, ahead, t, group, columns)
     write_means(exchange, new, t, group)
-    for j in cutlass.range_constexpr(columns // 8):
-        weights = own_removed(exchange, j, t, group)
-        for e in cutlass.range_constexpr(2):
-            for m in cutlass.range_constexpr(OWN_COLUMNS // 2):
-                for r in cutlass.range_constexpr(2):
-                    place = ((e, j), (r, m))
-                    whole = o[place] + old[r, m] * weights[0, e]
-                    o[place] = whole - new[r, m] * weights[1, e]
+    old.store(old.load() - new.load())
+    add_means(o, old, exchange, t, group, columns)
 
 
 @cute.jit
 def weigh_rows(
     state: cutlass.Constexpr,
     exchange: cutlass.Constexpr,
-    ahead: Float32,
+    known: cutlass.Constexpr,
     t: Int32,
     group: cutlass.Constexpr,
 ):
-    """New weights of the rows into shared memory, beside those before.
+    """The rows' weights of a segment: their sums of probabilities behind its first pair.
 
-    Args:
-        state, exchange: `State` and `Exchange`.
-        ahead: sums expected in the middle until the next time, over those of now.
-        t, group: this thread and its warpgroup.
+    Called behind the first pair, not yet `known`, to note what to leave out: the first token holds
+    most of the weight in many rows, which says nothing about those to come. Then at the first
+    centring. The sums are those of this warpgroup, of every other KV block. Only their proportions
+    matter: the unit cancels in the means.
     """
+    t = opaque(t)
     row0 = (t // 32) * 16 + t % 32 // 4
     for r in cutlass.range_constexpr(2):
         total = row_sum(state.sums[r])
         if t % 4 == 0:
             row = row0 + 8 * r
-            exchange.removed[0, row, group] = exchange.removed[1, row, group]
-            exchange.removed[1, row, group] = usable((total - exchange.begun[row, group]) * ahead)
+            if const_expr(known):
+                total = cute.arch.fmax(total - exchange.removed[row, group], Float32(0.0))
+            exchange.removed[row, group] = usable(total)
 
 
 @cute.jit
@@ -238,27 +223,44 @@ def estimate_means(
     group: cutlass.Constexpr,
     columns: cutlass.Constexpr,
 ):
-    """Means over this thread's rows: the output with what is removed of it, over their weights.
+    """Means over every other row of this thread: the whole output over the rows' weights.
 
     Args:
         o, exchange: see `centre`.
         old, new: means of this thread's columns; `new` is written.
-        ahead, t, group, columns: see `weigh_rows` and `centre`.
+        ahead: output expected in the middle until the next time, over that of now.
+        t, group, columns: see `centre`.
     """
-    removed, expected = Float32(0.0), Float32(0.0)
+    weight = Float32(0.0)
     new.fill(0.0)
     for j in cutlass.range_constexpr(columns // 8):
-        weights = own_removed(exchange, j, t, group)
-        for e in cutlass.range_constexpr(2):
-            removed += weights[0, e]
-            expected += weights[1, e]
-            for m in cutlass.range_constexpr(OWN_COLUMNS // 2):
-                for r in cutlass.range_constexpr(2):
-                    new[r, m] = new[r, m] + o[(e, j), (r, m)]
-    inverse = ahead * cute.arch.rcp_approx(expected)
+        weight += own_weights(exchange, j, t, group)[0]
+        for m in cutlass.range_constexpr(OWN_COLUMNS // 2):
+            for r in cutlass.range_constexpr(2):
+                new[r, m] = new[r, m] + o[(0, j), (r, m)]
+    inverse = cute.arch.rcp_approx(weight)
     for m in cutlass.range_constexpr(OWN_COLUMNS // 2):
         for r in cutlass.range_constexpr(2):
-            new[r, m] = usable((new[r, m] + old[r, m] * removed) * inverse)
+            new[r, m] = usable((new[r, m] * inverse + old[r, m]) * ahead)
+
+
+@cute.jit
+def add_means(
+    o: cute.Tensor,
+    means: cute.Tensor,
+    exchange: cutlass.Constexpr,
+    t: Int32,
+    group: Int32,
+    columns: cutlass.Constexpr,
+):
+    """Add means times the rows' weights to the output."""
+    for j in cutlass.range_constexpr(columns // 8):
+        weights = own_weights(exchange, j, t, group)
+        for e in cutlass.range_constexpr(2):
+            for m in cutlass.range_constexpr(OWN_COLUMNS // 2):
+                for r in cutlass.range_constexpr(2):
+                    place = ((e, j), (r, m))
+                    o[place] = o[place] + means[r, m] * weights[e]
 
 
 @cute.jit
@@ -271,11 +273,4 @@ def add_removed(
 ):
     """Add what was removed from the output, at the end of a segment."""
     sync_warpgroup(Barrier.WARPGROUP_0 + group)
-    means = read_means(exchange, t, group)
-    for j in cutlass.range_constexpr(columns // 8):
-        weights = own_removed(exchange, j, t, group)
-        for e in cutlass.range_constexpr(2):
-            for m in cutlass.range_constexpr(OWN_COLUMNS // 2):
-                for r in cutlass.range_constexpr(2):
-                    place = ((e, j), (r, m))
-                    o[place] = o[place] + means[r, m] * weights[1, e]
+    add_means(o, read_means(exchange, t, group), exchange, t, group, columns)

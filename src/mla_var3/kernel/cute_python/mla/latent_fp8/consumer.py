@@ -48,10 +48,8 @@ from mla_var3.kernel.cute_python.mla.latent.scheduler import (
 )
 from mla_var3.kernel.cute_python.mla.latent_fp8.centre import (
     add_removed,
-    centre,
+    follow_output,
     is_centred,
-    is_due,
-    open_segment,
 )
 from mla_var3.kernel.cute_python.mla.latent_fp8.producer import STAGES, empty, full
 from mla_var3.kernel.cute_python.mla.latent_fp8.queries import load_queries
@@ -153,8 +151,6 @@ def consume(
         for segment in cutlass.range(segments, unroll=1):
             begin = segment * FLUSH_PAIRS
             end = cutlass.min(begin + FLUSH_PAIRS, tile.pairs)
-            if is_centred(end - begin):
-                open_segment(state, exchange, t, group)
             if group == 0:
                 if const_expr(not per_token):
                     publish_even(step, tile, 2 * begin, base, lowest, stored, t)
@@ -253,8 +249,7 @@ def take_even(
         if block + 2 < end:
             publish_even(step, tile, block + 2, base, lowest, stored, t)
     warpgroup.wait_group(0)
-    if is_due(block, tile.pairs):
-        centre(work.o, step.state, exchange, block, t, 0, step.columns)
+    follow_output(work.o, step.state, exchange, block, tile.pairs, t, 0, step.columns)
 
 
 @cute.jit
@@ -296,8 +291,7 @@ def take_odd(
     add_values(step.mmas.pv, work, values, stage)
     release(empty(barriers, stage), lane)
     warpgroup.wait_group(0)
-    if is_due(block, tile.pairs):
-        centre(work.o, step.state, exchange, block, t, 1, step.columns)
+    follow_output(work.o, step.state, exchange, block, tile.pairs, t, 1, step.columns)
 
 
 @cute.jit

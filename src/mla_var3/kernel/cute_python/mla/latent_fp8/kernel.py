@@ -160,8 +160,7 @@ class LatentFp8Sm90:
             row_sum: cute.struct.MemRange[Float32, groups * ROWS]
             tops: cute.struct.MemRange[Float32, groups * ROWS]
             carried: cute.struct.MemRange[Float32, groups * ROWS]
-            begun: cute.struct.MemRange[Float32, groups * ROWS]
-            removed: cute.struct.Align[cute.struct.MemRange[Float32, 2 * groups * ROWS], 16]
+            removed: cute.struct.Align[cute.struct.MemRange[Float32, groups * ROWS], 16]
             means: cute.struct.Align[
                 cute.struct.MemRange[BFloat16, groups * WARPGROUP * OWN_COLUMNS], 16
             ]
@@ -352,8 +351,7 @@ class LatentFp8Sm90:
                 store.rescales.get_tensor(two), risen, store.row_sum.get_tensor(two),
                 store.tops.get_tensor(two), store.carried.get_tensor(two),
                 store.means.get_tensor(cute.make_layout((OWN_COLUMNS, WARPGROUP, 2))),
-                store.removed.get_tensor(cute.make_layout((2, ROWS, 2))),
-                store.begun.get_tensor(two),
+                store.removed.get_tensor(two),
             )  # fmt: skip
             whole_scale = Float32(1.0)
             if const_expr(not self.per_token):

@@ -67,8 +67,7 @@ class Exchange:
         row_sum: [64, warpgroup] sums of probabilities.
         tops, carried: [64, warpgroup] maxima of now and of the output in memory (`flush`).
         means: [8, 128, warpgroup] bfloat16 means of a thread's columns (`centre`).
-        removed: [2, 64, warpgroup] weights by which they are removed, until the last time and now.
-        begun: [64, warpgroup] sums of probabilities at the start of the segment.
+        removed: [64, warpgroup] weights of the rows by which they are removed.
     """
 
     q: Any
@@ -86,7 +85,6 @@ class Exchange:
     carried: Any
     means: Any
     removed: Any
-    begun: Any
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from mla_var3.kernel.cute_python.mla.latent.scheduler import (
 )
 from mla_var3.kernel.cute_python.mla.latent_fp8.centre import (
     opaque,
-    rescale_begun,
     rescale_removed,
 )
 from mla_var3.kernel.cute_python.mla.latent_fp8.state import FIRST_BITS, RISE_BITS, WEIGHT_BITS
@@ -102,7 +101,6 @@ def compute_weights(
                 best[r] = best[r] + FIRST_BITS
         margin = RISE_BITS - (1.0 if const_expr(scales is not None) else 0.0)
         raise_max(best, state.top, state.scale, state.sums, Float32(1.0), margin)
-        rescale_begun(exchange, state.scale, t, group)
         weigh(s, state.top, factors, scales, stage, words, added, hidden_lane)
         if lane % 4 == 0:
             for r in cutlass.range_constexpr(2):
@@ -227,9 +225,7 @@ def adopt_max(
     if exchange.risen[group] == number:
         for r in cutlass.range_constexpr(2):
             state.top[r] = exchange.row_max[row0 + 8 * r]
-            state.scale[r] = exchange.scales[row0 + 8 * r, group]
-            state.sums[r] = state.sums[r] * state.scale[r]
-        rescale_begun(exchange, state.scale, t, 1 - group)
+            state.sums[r] = state.sums[r] * exchange.scales[row0 + 8 * r, group]
 
 
 @cute.jit
