@@ -153,8 +153,6 @@ PREFIX_CASES = [
     Case(100, 5, 128, pattern="edges"), Case(100, 65, 3, splits=2), Case(128, 16, 16, b=9),
     Case(150, 130, 1, pattern="short"), Case("t-1", 16, 8, causal=False, dtype="float16"),
     Case("t", 5, 16), Case("t", 64, 8, splits=3, pattern="short"), Case(190, 7, 128, b=20),
-    Case(150, 130, 1, pattern="short", kv_block=128), Case(190, 40, 8, splits=2, kv_block=128),
-    Case(128, 65, 3, causal=False, kv_block=128), Case(64, 33, 8, b=5, kv_block=128),
 ]  # fmt: skip
 EIGHT_CASES = [
     Case(1, 5, 8), Case(63, 16, 3), Case(64, 1, 128, pattern="short"), Case(100, 33, 16, b=5),
@@ -191,9 +189,7 @@ def eight_bits_of(case: Case) -> Any:
 def prefix_of(case: Case) -> Any:
     # The prefix has its length whatever those of the requests are.
     tiling = DecompressedTiling(
-        splits=max(1, min(case.splits, -(-case.tokens // 64))),
-        pairing=case.pairing,
-        kv_block=case.kv_block,
+        splits=max(1, min(case.splits, -(-case.tokens // 64))), pairing=case.pairing
     )
     return CuteMlaVar6PlusV6(**case.sizes, prefix=case.tokens, decompressed_tiling=tiling)
 

@@ -85,12 +85,6 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "8 bits, 48 columns": (DECOMPRESSED, "mla_var6_plus_v5", {"n": 100, "s": 40}, {"splits": 1}),
     "8 bits, tiles": (DECOMPRESSED, "mla_var6_plus_v5", {"n": 100, "s": 100}, {"splits": 1}),
     "prefix": (DECOMPRESSED, "mla_var6_plus_v6", {"prefix": 100, "s": 40}, {"splits": 1}),
-    "prefix, long blocks": (
-        DECOMPRESSED,
-        "mla_var6_plus_v6",
-        {"prefix": 100, "s": 40},
-        {"splits": 1, "kv_block": 128},
-    ),
     "ring, heads": (DECOMPRESSED, "ring", {"n": 128}, {"splits": 1}),
     "ring, tiles": (DECOMPRESSED, "ring", {"n": 128, "s": 100}, {"splits": 1}),
     "ring, split": (DECOMPRESSED, "ring", {"n": 128}, {"splits": 2}),

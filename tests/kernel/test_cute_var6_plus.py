@@ -294,6 +294,7 @@ def test_kv_blocks_are_long_where_work_tiles_are():
     assert kv_block(1, 100, 128, 8192) == 128
     assert kv_block(1, 100, 128, 8191) == 64
     assert kv_block(1, 64, 128, 32768) == 64  # two heads of a query tile
+    assert kv_block(1, 129, 128, 32768) == 64  # several work tiles of a head
     assert kv_block(1, 100, 128, 32768, long_blocks=False) == 64
     assert DecompressedShape(1, 100, 8, 32768).splits(tiling, 132) == 16
     assert kv_block(1, 100, 8, 32768) == 64

@@ -30,9 +30,10 @@ LONG_KV_BLOCK = 128
 """Tokens of a KV block where a work tile has many: fewer and larger products take less energy, and
 a score fewer instructions. A work tile begins later, because its queries go to shared memory."""
 LONG_TOKENS = 8192
-"""Tokens of a work tile from which long KV blocks pay. On an H200 they take 11 to 14 % less time at
-32768 tokens, 5 to 7 % less in bursts at 8192, 2 % more or 3 % less at 4096, 7 % more at 1024
-(docs/results/2026-11-16-nvidia-h200-models.md)."""
+"""Tokens of a work tile from which long KV blocks pay, where it has all query rows of a head and
+memory has its share in the time. On an H200 they take 11 to 14 % less time at 32768 tokens, 5 to
+7 % less in bursts at 8192, 2 % more at 4096, 7 % more at 1024; over a prefix of 26472 tokens with
+two work tiles per head 7 to 14 % more (docs/results/2026-11-16-nvidia-h200-models.md)."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,9 @@ class DecompressedShape:
 
     def kv_block(self, tiling: "DecompressedTiling", sms: int) -> int:
         """Tokens of a KV block on a number of SMs."""
-        pays = self.tokens // self.splits(tiling, sms) >= LONG_TOKENS
-        long = self.long_blocks and self.pairing(tiling) == TILES and pays
-        return tiling.kv_block or (LONG_KV_BLOCK if long else KV_BLOCK)
+        one_tile = self.pairing(tiling) == TILES and self.rows <= CONSUMER_WARPGROUPS * ROWS
+        pays = one_tile and self.tokens // self.splits(tiling, sms) >= LONG_TOKENS
+        return tiling.kv_block or (LONG_KV_BLOCK if self.long_blocks and pays else KV_BLOCK)
 
     def splits(self, tiling: "DecompressedTiling", sms: int) -> int:
         """Splits of every request on a number of SMs."""

@@ -18,9 +18,8 @@ key over sk, so a score is sq sk (q8 k8 + (q_rope / sq) (k_rope / sk)), a sum in
 *weight* is a probability times sk, in e4m3. The running maximum is that of the weights, with sk
 rounded down to a power of two: weights then fit e4m3, however the scales differ.
 
-The sums of an 8-bit wgmma have 13 bits, so an output is kept near zero (`centre.py`), and moved to
-float32 every `FLUSH_PAIRS`: to the partial's place in memory, each thread its own numbers, which it
-reads at the end only.
+The sums of an 8-bit wgmma have 13 bits (`FLUSH_PAIRS`), so an output is moved to float32 now and
+then: to the partial's place in memory, each thread its own numbers, which it reads at the end only.
 """
 
 from typing import Any
@@ -45,11 +44,6 @@ from mla_var3.kernel.cute_python.mla.hopper.warps import release, sync_warpgroup
 from mla_var3.kernel.cute_python.mla.latent.producer import WARPGROUP_BARRIERS, Barrier, arrive
 from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     first_hidden,
-)
-from mla_var3.kernel.cute_python.mla.latent_fp8.centre import (
-    add_removed,
-    follow_output,
-    is_centred,
 )
 from mla_var3.kernel.cute_python.mla.latent_fp8.producer import STAGES, empty, full
 from mla_var3.kernel.cute_python.mla.latent_fp8.queries import load_queries
@@ -159,8 +153,6 @@ def consume(
             else:
                 for pair in cutlass.range(begin, end, unroll=1):
                     take_odd(step, tile, 2 * pair + 1, base, lowest, stored, t)
-            if is_centred(end - begin):
-                add_removed(work.o, exchange, t, group, columns)
             if segment < segments - 1:
                 flush(work.o, state, exchange, outputs, tile, segment, t, group, scheduler, columns)
         base += 2 * tile.pairs
@@ -231,7 +223,7 @@ def take_even(
     wait_next(step, tile, block, number, stage)
     sync_warpgroup(Barrier.WARPGROUP_0)
     cute.arch.fence_view_async_shared()
-    rescale_output(work.o, exchange, 0, number, t, 0, step.columns)
+    rescale_output(work.o, exchange, 0, number, lane, step.columns)
     add_values(step.mmas.pv, work, values, stage)
     # Not before its products are issued: `ldmatrix` may still be reading then.
     release(empty(barriers, stage), lane)
@@ -240,7 +232,7 @@ def take_even(
     cute.arch.barrier(barrier_id=Barrier.P_ODD, number_of_threads=CONSUMERS)
     cute.arch.fence_view_async_shared()
     adopt_max(step.state, exchange, 1, number + 1, t)
-    rescale_output(work.o, exchange, 1, number + 1, t, 0, step.columns)
+    rescale_output(work.o, exchange, 1, number + 1, lane, step.columns)
     load_values(values, step.places, stage + 1, stored - token - KV_BLOCK, t, 0)
     add_values(step.mmas.pv, work, values, stage + 1)
     release(empty(barriers, stage + 1), lane)
@@ -249,7 +241,6 @@ def take_even(
         if block + 2 < end:
             publish_even(step, tile, block + 2, base, lowest, stored, t)
     warpgroup.wait_group(0)
-    follow_output(work.o, step.state, exchange, block, tile.pairs, t, 0, step.columns)
 
 
 @cute.jit
@@ -276,7 +267,7 @@ def take_odd(
     cute.arch.barrier(barrier_id=Barrier.P_EVEN, number_of_threads=CONSUMERS)
     cute.arch.fence_view_async_shared()
     adopt_max(step.state, exchange, 0, number - 1, t)
-    rescale_output(work.o, exchange, 0, number - 1, t, 1, step.columns)
+    rescale_output(work.o, exchange, 0, number - 1, lane, step.columns)
     add_values(step.mmas.pv, work, values, stage - 1)
     release(empty(barriers, stage - 1), lane)
     compute_weights(step, 1, stage, token, number, lowest, stored, tile, t)
@@ -286,12 +277,11 @@ def take_odd(
     warpgroup.wait_group(1)
     sync_warpgroup(Barrier.WARPGROUP_1)
     cute.arch.fence_view_async_shared()
-    rescale_output(work.o, exchange, 1, number, t, 1, step.columns)
+    rescale_output(work.o, exchange, 1, number, lane, step.columns)
     load_values(values, step.places, stage, stored - token, t, 1)
     add_values(step.mmas.pv, work, values, stage)
     release(empty(barriers, stage), lane)
     warpgroup.wait_group(0)
-    follow_output(work.o, step.state, exchange, block, tile.pairs, t, 1, step.columns)
 
 
 @cute.jit

@@ -28,7 +28,6 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     ROPE,
     ROWS,
     THREADS,
-    WARPGROUP,
 )
 from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor
 from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
@@ -47,7 +46,6 @@ from mla_var3.kernel.cute_python.mla.latent.operands import (
 )
 from mla_var3.kernel.cute_python.mla.latent.ops import IndexTensors, Outputs
 from mla_var3.kernel.cute_python.mla.latent.scheduler import Scheduler
-from mla_var3.kernel.cute_python.mla.latent_fp8.centre import OWN_COLUMNS
 from mla_var3.kernel.cute_python.mla.latent_fp8.consumer import consume
 from mla_var3.kernel.cute_python.mla.latent_fp8.producer import (
     MBARRIERS,
@@ -160,10 +158,6 @@ class LatentFp8Sm90:
             row_sum: cute.struct.MemRange[Float32, groups * ROWS]
             tops: cute.struct.MemRange[Float32, groups * ROWS]
             carried: cute.struct.MemRange[Float32, groups * ROWS]
-            removed: cute.struct.Align[cute.struct.MemRange[Float32, groups * ROWS], 16]
-            means: cute.struct.Align[
-                cute.struct.MemRange[BFloat16, groups * WARPGROUP * OWN_COLUMNS], 16
-            ]
             scales: cute.struct.Align[cute.struct.MemRange[Float32, KV_BLOCK * STAGES], 128]
             q: cute.struct.Align[cute.struct.MemRange[element, ROWS * LATENT], 1024]
             q_rope: cute.struct.Align[cute.struct.MemRange[rope_element, ROWS * ROPE], 1024]
@@ -350,8 +344,6 @@ class LatentFp8Sm90:
                 store.q_scale.get_tensor(line), store.row_max.get_tensor(line),
                 store.rescales.get_tensor(two), risen, store.row_sum.get_tensor(two),
                 store.tops.get_tensor(two), store.carried.get_tensor(two),
-                store.means.get_tensor(cute.make_layout((OWN_COLUMNS, WARPGROUP, 2))),
-                store.removed.get_tensor(two),
             )  # fmt: skip
             whole_scale = Float32(1.0)
             if const_expr(not self.per_token):

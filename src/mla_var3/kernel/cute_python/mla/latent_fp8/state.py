@@ -22,10 +22,6 @@ that saturates. With normal scores of 1.9 bits standard deviation and 4096 token
 blocks have one in 64 rows without it and none with it; errors rise from 2.6 to 2.7 %."""
 FLUSH_PAIRS = 32
 """Pairs of KV blocks, 4096 tokens, after which an output moves to float32."""
-CENTRE_PAIRS = 6
-"""Pairs of KV blocks, 768 tokens, after which an output is centred; even. A model of 13-bit sums
-gives errors of 0.14, 0.31 and 0.49 % with 4, 6 and 8 on flat attention, 7 % without: 0.5 % is what
-these sums may cost. `centre.py` says more."""
 TILE_BYTES = KV_BLOCK * 128
 """Bytes of a column tile of a KV block or query tile: 64 rows of 128 columns."""
 
@@ -66,8 +62,6 @@ class Exchange:
         risen: [warpgroup] number of its last block in which a maximum rose.
         row_sum: [64, warpgroup] sums of probabilities.
         tops, carried: [64, warpgroup] maxima of now and of the output in memory (`flush`).
-        means: [8, 128, warpgroup] bfloat16 means of a thread's columns (`centre`).
-        removed: [64, warpgroup] weights of the rows by which they are removed.
     """
 
     q: Any
@@ -83,8 +77,6 @@ class Exchange:
     row_sum: Any
     tops: Any
     carried: Any
-    means: Any
-    removed: Any
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,7 @@
 """Scores to weights of the 8-bit latent kernel, and the running maximum of both warpgroups."""
 
+from typing import Any
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float8E4M3FN, Float32, Int32, const_expr
@@ -21,10 +23,6 @@ from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     needs_mask,
     row_begin,
     row_limit,
-)
-from mla_var3.kernel.cute_python.mla.latent_fp8.centre import (
-    opaque,
-    rescale_removed,
 )
 from mla_var3.kernel.cute_python.mla.latent_fp8.state import FIRST_BITS, RISE_BITS, WEIGHT_BITS
 
@@ -120,6 +118,18 @@ def compute_weights(
             else:
                 if row < step.columns:
                     exchange.p_words[place] = words[g, r]
+
+
+def opaque(value: Any) -> Any:
+    """The same number, of which the compiler does not know that it is the same.
+
+    The rare second computation of the weights would otherwise share products with the first, which
+    keeps them in registers.
+    """
+    kind = type(value)
+    return cute.arch.inline_ptx(
+        "mov.b32 {$w0}, {$r0};", write_only_types=[kind], read_only_args=[value]
+    )
 
 
 @cute.jit
@@ -234,22 +244,12 @@ def rescale_output(
     exchange: cutlass.Constexpr,
     group: cutlass.Constexpr,
     number: Int32,
-    t: Int32,
-    own: cutlass.Constexpr,
+    lane: Int32,
     columns: cutlass.Constexpr,
 ):
-    """Multiply the output by the scales of a block of a warpgroup, if a maximum has risen in it.
-
-    Args:
-        o: output of warpgroup `own` by query row.
-        exchange: `Exchange`.
-        group, number: the block's warpgroup and its number.
-        t, own: this thread and its warpgroup.
-        columns: query rows on the N side.
-    """
+    """Multiply the output by the scales of a block of a warpgroup, if a maximum has risen in it."""
     if exchange.risen[group] == number:
-        rescale_removed(exchange, group, t, own)
         for j in cutlass.range_constexpr(columns // 8):
             for e in cutlass.range_constexpr(2):
-                scale = exchange.scales[own_row(j, e, t % 32), group]
+                scale = exchange.scales[own_row(j, e, lane), group]
                 o[(e, j), None].store(o[(e, j), None].load() * scale)

@@ -34,10 +34,8 @@ from mla_var3.errors import InvalidArgumentError
 from mla_var3.kernel.cute_python.mla.decompressed.stage import (
     DecompressedOperands,
     DecompressedShape,
-    may_be_long,
 )
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK
-from mla_var3.kernel.cute_python.mla.hopper.widths import HeadWidths
 from mla_var3.kernel.cute_python.mla.mix.plan import CuteMixPlan, LatentTokens
 from mla_var3.kernel.mla_plan import MlaPlan
 from mla_var3.op.cost import Cost
@@ -88,9 +86,7 @@ class CuteMlaVar6PlusV6(CuteMixPlan):
 
     @property
     def decompressed_shape(self) -> DecompressedShape:
-        long_blocks = may_be_long(HeadWidths(self.d, self.p, self.problem().v))
-        tokens = self.decompressed_slots()
-        return DecompressedShape(1, self.b * self.s, self.h, tokens, long_blocks)
+        return DecompressedShape(1, self.b * self.s, self.h, self.decompressed_slots())
 
     def decompressed_cost(self) -> Cost:
         both = shared_prefix_attention_cost(self.shared_problem())
