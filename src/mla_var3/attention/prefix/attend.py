@@ -54,10 +54,11 @@ FUSED_WIDTH = 512
 BLOCK_US = 1.6
 """Microseconds of a KV block and a query tile on an SM of an H200, about."""
 OVERLAP_US = 120.0
-"""Longest work of both passes for which they run at the same time. Longer ones gain less, and lose
-more where the groups say other numbers than the device."""
+"""Longest work of both passes for which they run at the same time. Work of 9 to 49 us gained 21 to
+31 % (docs/results/2026-11-16-nvidia-h200-prefix.md), more was not measured. Longer passes gain
+less, and lose more where the groups say other numbers than the device."""
 LEAST_SMS = 12
-"""Fewest SMs of a pass."""
+"""Fewest SMs of a pass. Other numbers were not measured."""
 
 
 class PrefixBackend:
