@@ -45,20 +45,13 @@ from mla_var3.attention.prefix.layout import (
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, ROWS
+from mla_var3.kernel.cute_python.mla.hopper.constants import ROWS
+from mla_var3.op.mla.prefix.problem import overlap_sms
 
 Partial = tuple[torch.Tensor, torch.Tensor]
 """Output and LSE."""
 FUSED_WIDTH = 512
 """Latent width of the small kernels."""
-BLOCK_US = 1.6
-"""Microseconds of a KV block and a query tile on an SM of an H200, about."""
-OVERLAP_US = 120.0
-"""Longest work of both passes for which they run at the same time. Work of 9 to 49 us gained 21 to
-31 % (docs/results/2026-11-16-nvidia-h200-prefix.md), more was not measured. Longer passes gain
-less, and lose more where the groups say other numbers than the device."""
-LEAST_SMS = 12
-"""Fewest SMs of a pass. Other numbers were not measured."""
 
 
 class PrefixBackend:
@@ -184,10 +177,7 @@ def _fits_kernels(task: AttentionTask) -> bool:
 
 
 def shared_sms(task: AttentionTask, layout: PrefixLayout, sms: int) -> int:
-    """SMs of the pass over shared tokens beside the one over own tokens; 0 for one after the other.
-
-    A KV block takes about as long for a query tile in either pass: the SMs are split by the number
-    of such pairs.
+    """SMs of the pass over shared tokens, see `overlap_sms`.
 
     Args:
         task: the call.
@@ -199,12 +189,7 @@ def shared_sms(task: AttentionTask, layout: PrefixLayout, sms: int) -> int:
     if shared is None or own is None or len(layout.parts) != 1 or not layout.total:
         return 0
     rows = layout.total * task.q.shape[-2]
-    shared_work = -(-rows // ROWS) * shared / KV_BLOCK
-    own_work = b * -(-rows // (b * ROWS)) * own / KV_BLOCK
-    if (shared_work + own_work) * BLOCK_US / sms > OVERLAP_US:
-        return 0
-    chosen = round(sms * shared_work / (shared_work + own_work))
-    return chosen if min(chosen, sms - chosen) >= LEAST_SMS else 0
+    return overlap_sms(-(-rows // ROWS) * shared, b * -(-rows // (b * ROWS)) * own, sms)
 
 
 def groups_of(task: AttentionTask) -> PrefixGroups | PrefixLayout:

@@ -41,6 +41,7 @@ from mla_var3.op.mla.model.times import (
 from mla_var3.op.mla.prefix.problem import (
     SharedPrefixProblem,
     latent_shared_passes,
+    overlap_sms,
     shared_prefix_attention_cost,
 )
 from mla_var3.op.mla.problem import MlaProblem
@@ -282,17 +283,34 @@ def _grouped_prefix(work: Workload, target: Target) -> Estimate:
 
 
 def _latent_prefix(work: Workload, target: Target) -> Estimate:
-    """Latent attention that reads shared tokens once: two passes of `flash_mla`, merged."""
+    """Latent attention that reads shared tokens once: two passes of `flash_mla`, merged.
+
+    Short ones run at the same time: one kernel's work, and what a second launch costs.
+    """
     if not work.shared:
         return replace(_flash_mla(work, target.of("flash_mla")), kernel=target.kernel)
     problem, target = work.problem, replace(target.of("flash_mla"), kernel=target.kernel)
     shared = SharedPrefixProblem(problem, min(work.shared, problem.t), min(work.groups, problem.b))
     own, of_groups, merge = latent_shared_passes(shared)
     costs = [flash_mla_cost(each, work.token_bytes) for each in (own, of_groups)]
-    time_us = sum(
-        attention_us(cost, _latent_tiles(each), target, problem.dtype)
-        for cost, each in zip(costs, (own, of_groups), strict=True)
+    tiles = [_latent_tiles(each) for each in (own, of_groups)]
+    own_tokens, shared_tokens = (
+        count * sum(each.kv_lengths) / each.b
+        for count, each in zip(tiles, (own, of_groups), strict=True)
     )
+    if (
+        target.language == "cute-dsl"
+        and target.rates is not None
+        and work.cache_dtype is None
+        and overlap_sms(shared_tokens, own_tokens, target.spec.sm_count)
+    ):
+        time_us = attention_us(costs[0] + costs[1], sum(tiles), target, problem.dtype)
+        time_us += target.rates.fixed_us
+    else:
+        time_us = sum(
+            attention_us(cost, count, target, problem.dtype)
+            for cost, count in zip(costs, tiles, strict=True)
+        )
     return _estimate(
         target,
         problem,

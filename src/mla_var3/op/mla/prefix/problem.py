@@ -112,3 +112,30 @@ def latent_shared_passes(shared: SharedPrefixProblem) -> tuple[MlaProblem, MlaPr
     rows = problem.b * problem.s * problem.h
     merge = Cost(4 * rows * problem.k, 3 * rows * (problem.k * problem.element_size + _FLOAT32))
     return replace(problem, lengths=own), of_groups, merge
+
+
+TOKEN_US = 0.025
+"""Microseconds of a token and a query tile on an SM of an H200, about: 1.6 per KV block."""
+OVERLAP_US = 120.0
+"""Longest work of both latent passes for which they run at the same time. Work of 9 to 49 us gained
+21 to 31 % (docs/results/2026-11-16-nvidia-h200-prefix.md), more was not measured. Longer passes
+gain less, and lose more where the groups say other numbers than the device."""
+LEAST_SMS = 12
+"""Fewest SMs of a pass. Other numbers were not measured."""
+
+
+def overlap_sms(shared: float, own: float, sms: int) -> int:
+    """SMs of the latent pass over shared tokens beside the one over own tokens, by their work.
+
+    Args:
+        shared: tokens times query tiles of the pass over shared tokens.
+        own: the same of the other pass.
+        sms: SMs of the device.
+
+    Returns:
+        0 where one pass runs after the other.
+    """
+    if not 0 < (shared + own) * TOKEN_US / sms <= OVERLAP_US:
+        return 0
+    chosen = round(sms * shared / (shared + own))
+    return chosen if min(chosen, sms - chosen) >= LEAST_SMS else 0
