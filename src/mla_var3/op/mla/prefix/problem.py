@@ -24,6 +24,14 @@ from mla_var3.op.mla.problem import MlaProblem, require_int
 from mla_var3.op.mla.window.formats import PLAIN, WindowForm
 
 _FLOAT32 = 4
+TOKEN_US = 0.025
+"""Microseconds of a token and a query tile on an SM of an H200, about: 1.6 per KV block."""
+OVERLAP_US = 120.0
+"""Longest work of both latent passes for which they run at the same time. Work of 9 to 49 us gained
+21 to 31 % (docs/results/2026-11-16-nvidia-h200-prefix.md), more was not measured. Longer passes
+gain less, and lose more where the groups say other numbers than the device."""
+LEAST_SMS = 12
+"""Fewest SMs of a pass. Other numbers were not measured."""
 
 
 @dataclass(frozen=True)
@@ -112,16 +120,6 @@ def latent_shared_passes(shared: SharedPrefixProblem) -> tuple[MlaProblem, MlaPr
     rows = problem.b * problem.s * problem.h
     merge = Cost(4 * rows * problem.k, 3 * rows * (problem.k * problem.element_size + _FLOAT32))
     return replace(problem, lengths=own), of_groups, merge
-
-
-TOKEN_US = 0.025
-"""Microseconds of a token and a query tile on an SM of an H200, about: 1.6 per KV block."""
-OVERLAP_US = 120.0
-"""Longest work of both latent passes for which they run at the same time. Work of 9 to 49 us gained
-21 to 31 % (docs/results/2026-11-16-nvidia-h200-prefix.md), more was not measured. Longer passes
-gain less, and lose more where the groups say other numbers than the device."""
-LEAST_SMS = 12
-"""Fewest SMs of a pass. Other numbers were not measured."""
 
 
 def overlap_sms(shared: float, own: float, sms: int) -> int:

@@ -353,7 +353,7 @@ def start_scores(
     t: Int32,
     group: Int32,
     fp8: cutlass.Constexpr,
-    fresh: cutlass.Constexpr = False,
+    fresh: cutlass.Constexpr,
 ):
     """Issue the scores of a KV block, once its keys have arrived; does not wait for them.
 
