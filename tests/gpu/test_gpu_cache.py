@@ -24,7 +24,10 @@ SHARE = 1e-4
 
 
 def by_torch(cache: LatentCache) -> LatentCache:
-    cache.index.kernels.pages = cache.index.kernels.rows = False
+    """The cache without kernels; one may have written its prefix already."""
+    kernels = cache.index.kernels
+    kernels.pages = kernels.rows = False
+    kernels._launched.clear()
     return cache
 
 
