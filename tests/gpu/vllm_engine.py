@@ -239,7 +239,7 @@ def time_lines(results: dict[str, dict], labels: list[str]) -> list[str]:
     """The table of decode steps."""
     heading = f"{'':<12}{'batch':>6}"
     lines = [heading + "".join(f"{b:>34}" for b in (OURS, *PEERS))]
-    lines.append(f"{'attention per layer: kernel + helpers = sum us; step ms':>40}")
+    lines.append(f"{'attention per layer: kernel + helpers = sum us; step (GPU) ms':>40}")
     for label in labels:
         for batch in map(str, BATCHES):
             cells = []
@@ -250,7 +250,8 @@ def time_lines(results: dict[str, dict], labels: list[str]) -> list[str]:
                     continue
                 kernel, helpers = row["kernel_us"], row["helpers_us"]
                 both = f"{kernel:.1f}+{helpers:.1f}={kernel + helpers:.1f}"
-                cells.append(f"{both}; {row['step_ms']:.2f}".rjust(34))
+                step = f"{row['step_ms']:.2f} ({row['gpu_ms']:.2f})"
+                cells.append(f"{both}; {step}".rjust(34))
             if any("=" in cell for cell in cells):
                 lines.append(f"{label:<12}{batch:>6}" + "".join(cells))
     return lines if len(lines) > 2 else []

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import random
+import statistics
 import sys
 import time
 import traceback
@@ -186,7 +188,7 @@ def metrics_of(llm) -> dict[str, float | None]:
 
 
 def timing(llm, options: dict) -> dict[str, dict]:
-    """Decode steps of full batches: wall time, and GPU time by kernel."""
+    """Decode steps of full batches: wall time (median of the steps), and GPU time by kernel."""
     import torch
     from torch.profiler import ProfilerActivity, profile
     from vllm import SamplingParams
@@ -211,11 +213,13 @@ def timing(llm, options: dict) -> dict[str, dict]:
         for _ in range(6):
             step()
         torch.cuda.synchronize()
-        before, started = sum(tokens[r] for r in alive), time.perf_counter()
+        before, ends = sum(tokens[r] for r in alive), [time.perf_counter()]
         for _ in range(STEPS):
             step()
+            ends.append(time.perf_counter())
         torch.cuda.synchronize()
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - ends[0]
+        steps = sorted(1e3 * (end - start) for start, end in itertools.pairwise(ends))
         with profile(activities=[ProfilerActivity.CUDA]) as recorded:
             for _ in range(PROFILED):
                 step()
@@ -226,7 +230,9 @@ def timing(llm, options: dict) -> dict[str, dict]:
         ]
         after = sum(tokens[r] for r in alive)
         rows[str(batch)] = {
-            "step_ms": 1e3 * seconds / STEPS,
+            "step_ms": statistics.median(steps),
+            "step_quartiles_ms": [steps[STEPS // 4], steps[-1 - STEPS // 4]],
+            "mean_step_ms": 1e3 * seconds / STEPS,
             "tokens_per_s": (after - before) / seconds,
             "context": CONTEXT + after / batch,
             "gpu_ms": sum(us for us, _, _ in kernels) / 1e3,
