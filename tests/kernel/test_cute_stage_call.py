@@ -86,6 +86,18 @@ def pointers(stage: Any) -> list[tuple[str, tuple[int, ...]]]:
     return found
 
 
+def test_operands_that_were_the_same_memory_once(launches):
+    """A stage built on one tensor in two places does not serve calls with two tensors."""
+    plan = plan_of("flash_attention")
+    q_nope, q_rope, keys, _, *others = plan.prepare_inputs("cpu")
+    for values in (keys, keys.clone()):
+        given = (q_nope, q_rope, keys, values, *others)
+        launches.addresses.clear()
+        stage_call.run_stage("key", given, lambda given=given: plan.plan(*given))
+        passed = {address for _, each in launches.addresses for address in each}
+        assert {keys.data_ptr(), values.data_ptr()} <= passed
+
+
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("splits", [1, 3])
 def test_a_kept_stage_passes_what_a_new_one_would(name, splits, launches):

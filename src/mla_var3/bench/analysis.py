@@ -324,7 +324,7 @@ def limit_us(row: BenchRow, spec: DeviceSpec) -> float | None:
     """The least time of a row: its roofline at the vendor's peak rates; None without a cost."""
     if not row.flops or not row.bytes:
         return None
-    speed = FP8_SPEED if row.cache_dtype else 1.0
+    speed = FP8_SPEED if row.eight_bit else 1.0
     rates = (speed * spec.peak_tflops(row.problem.dtype), spec.peak_gbps)
     return Cost(row.flops, row.bytes).time_us(*rates)
 

@@ -20,11 +20,12 @@ _GPU_FACTS = (
     "name", "compute_capability", "sm_count", "memory_bytes", "l2_bytes", "driver", "sm_clock_mhz",
     "max_sm_clock_mhz", "memory_clock_mhz", "power_limit_w", "max_power_limit_w",
 )  # fmt: skip
+_FLAGS = ("quick", "tune")
 _OPTIONS = (
-    "b", "s", "t", "h", "n", "version", "kernels", "backends", "dtype", "model", "tp", "quick",
-    "rounds", "max_seconds", "tune",
+    "b", "s", "t", "h", "n", "version", "kernels", "backends", "shapes", "dtype", "cache_dtype",
+    "causal", "model", "tp", "rounds", "max_seconds", *_FLAGS,
 )  # fmt: skip
-"""Options of `hyper-mla bench` that name no file."""
+"""Options of `hyper-mla bench` that name no file; those of `_FLAGS` have no value."""
 
 
 def contribution(record: BenchRecord) -> BenchRecord:
@@ -52,5 +53,12 @@ def public_command(command: str | None, suite: str) -> str:
         words = shlex.split(command or "")
     except ValueError:
         words = []
-    kept = [word for word in words if word.lstrip("-").partition("=")[0] in _OPTIONS]
-    return shlex.join(["hyper-mla", "bench", suite, *(w for w in kept if w.startswith("--"))])
+    kept: list[str] = []
+    for word, following in zip(words, [*words[1:], "--"], strict=False):
+        name, has_value, _ = word.removeprefix("--").replace("-", "_").partition("=")
+        if not word.startswith("--") or name not in _OPTIONS:
+            continue
+        kept.append(word)
+        if not has_value and name not in _FLAGS and not following.startswith("--"):
+            kept.append(following)
+    return shlex.join(["hyper-mla", "bench", suite, *kept])

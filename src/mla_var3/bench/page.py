@@ -129,8 +129,9 @@ def headline(group: ShapeGroup) -> str:
         rival, ratio = group.rival_of(ours), group.speedup(ours)
         if rival is None or ratio is None:
             continue
-        how = f"{ratio:.2f}x as fast as" if ratio >= 1 else f"{1 / ratio:.2f}x slower than"
-        how = "as fast as" if "1.00x" in how else how
+        times = f"{max(ratio, 1 / ratio):.2f}"
+        how = f"{times}x {'as fast as' if ratio >= 1 else 'slower than'}"
+        how = "as fast as" if times == "1.00" else how
         predicted = "predicted " if group.kind == PREDICTED else ""
         what = f"{group.basis}, 8-bit" if ours.eight_bit else group.basis
         parts.append(f"{ours.label} is {predicted}{how} {rival.label} ({what})")

@@ -112,12 +112,14 @@ def compare_records(
     """
     result = Regression()
     earlier = {row_key(row): row for row in before.rows}
+    # A record read from several files has rows of several devices.
+    same_device = {(row_key(row), row.device): row for row in before.rows}
     seen = set()
     for row in after.rows:
         key = row_key(row)
         seen.add(key)
         name = f"{row.label}, {row.shape}"
-        old = earlier.get(key)
+        old = same_device.get((key, row.device)) or earlier.get(key)
         if old is None:
             result.not_compared.append((name, "not in the earlier record"))
             continue

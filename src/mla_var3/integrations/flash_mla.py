@@ -319,7 +319,9 @@ def flash_mla_with_kvcache(
     if kv_heads > 1:
         return torch.cat(outputs, dim=2), torch.cat(lses, dim=2).mT
     result = outputs[0], lses[0].mT
-    if launch is not None and block_table.dtype is cache_seqlens.dtype is torch.int32:
+    if launch is None or launch.stream() is None:  # captured: see `keep_replay`
+        return result
+    if block_table.dtype is cache_seqlens.dtype is torch.int32:
         rope_at = head_dim_v * q.element_size()
         reader = _pointer_reader(rope_at)
         if fmt is not None:

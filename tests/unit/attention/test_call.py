@@ -1,6 +1,7 @@
 """`mla_attention` against a float64 oracle, with its options crossed."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import mla_var3
+from mla_var3.attention.cache.copies import decompress_rows
 from mla_var3.attention.cache.view import paged_view
 from mla_var3.attention.request.masks import tree_ancestors
 from mla_var3.op.mla.inputs import make_inputs
@@ -167,6 +169,30 @@ def test_a_foreign_paged_cache(generator):
         assert_close(output[request], *_swap(expected, lse[request]))
 
 
+def test_a_foreign_prefix_that_ends_inside_of_a_page(generator, monkeypatch):
+    """In tiles of one page and in a single one."""
+    model = make_model(generator)
+    pages = normal(generator, 4, 64, 8 + P, dtype=torch.float32)
+    table = torch.tensor([[0, 1, 2], [0, 1, 3]], dtype=torch.int32)
+    prefix = pages[:2].flatten(0, 1)[:100]
+    keys, values = decompress_rows(prefix[:, :8], model.w_uk, model.w_uv)
+    view = replace(
+        paged_view(pages, table, torch.tensor([190, 110]), k=8),
+        k_prefix=keys.transpose(0, 1), v_prefix=values.transpose(0, 1),
+        k_rope_prefix=prefix[:, 8:],
+    )  # fmt: skip
+    q_nope, q_rope = (normal(generator, 2, 2, 2, w, dtype=torch.float32) for w in (6, P))
+    for most in (2048, 64):
+        monkeypatch.setattr("mla_var3.attention.backends.torch_tiled._TILE_MOST", most)
+        output, lse = mla_attention(
+            q_nope, q_rope, view, model.w_uk, model.w_uv, return_lse=True, kernel="torch_tiled"
+        )
+        for request, length in enumerate((190, 110)):
+            rows = pages[table[request].long()].flatten(0, 1)[:length]
+            expected = oracle(q_nope[request], q_rope[request], rows[:, :8], rows[:, 8:], model)
+            assert_close(output[request], *_swap(expected, lse[request]))
+
+
 def test_tokens_without_a_key_give_zero(generator):
     model = make_model(generator)
     cache, _ = filled_cache(generator, [0, 2], model)
@@ -253,7 +279,23 @@ def test_the_kernels_on_the_interpreter(kernel, window, generator):
         assert_close(output[request], *_swap(expected, lse[request]))
 
 
-def test_a_short_window_is_completed_for_the_mixed_kernel(generator):
+def test_a_foreign_window_without_its_start_is_full(generator):
+    model = make_model(generator, h=2, d=16, k=128, dtype=torch.bfloat16)
+    cache, tokens = filled_cache(
+        generator, [60, 11], model, p=16, t=70, dtype=torch.bfloat16, window=16
+    )
+    view = replace(cache.view(), window_start=None)
+    q_nope, q_rope = (normal(generator, 2, 2, 2, 16, dtype=torch.bfloat16) for _ in range(2))
+    output, lse = mla_attention(
+        q_nope, q_rope, view, model.w_uk, model.w_uv, kernel="mla_var6_plus", return_lse=True
+    )
+    for request, rows in enumerate(tokens):
+        expected = oracle(q_nope[request], q_rope[request], rows[:, :128], rows[:, 128:], model)
+        assert_close(output[request], *_swap(expected, lse[request]))
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["the cache", "a view from before"])
+def test_a_short_window_is_completed_for_the_mixed_kernel(held, generator):
     """After dropped tokens the call decompresses what the window lacks, until `refill` does."""
     model = make_model(generator, h=2, d=16, k=128, dtype=torch.bfloat16)
     cache, tokens = filled_cache(
@@ -262,13 +304,14 @@ def test_a_short_window_is_completed_for_the_mixed_kernel(generator):
     q_nope, q_rope = (normal(generator, 2, 2, 2, 16, dtype=torch.bfloat16) for _ in range(2))
 
     def require_right() -> None:
-        mixed = mla_attention(q_nope, q_rope, cache, model.w_uk, model.w_uv, kernel="mla_var6_plus")
+        mixed = mla_attention(q_nope, q_rope, given, model.w_uk, model.w_uv, kernel="mla_var6_plus")
         for request, rows in enumerate((tokens[0][:57], tokens[1])):
             expected, lse = oracle(
                 q_nope[request], q_rope[request], rows[:, :128], rows[:, 128:], model
             )
             assert_close(mixed[request], expected, lse, lse)
 
+    given = cache.view() if held else cache
     cache.truncate([3, 0])
     require_right()
     cache.refill(model.w_uk, model.w_uv, 3)

@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
 import mla_var3
+from mla_var3.attention.backends import plan_operands
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
@@ -149,6 +150,20 @@ def test_a_ring_that_lacks_tokens_of_the_queries_is_completed(
         task = task_on(cache, model, generator, causal=causal)
         require_right(attend("mla_var6_plus", task), task, kept, model)
     assert cache.window is not None and cache.window.start[0] <= 200 - dropped - 2
+
+
+def test_a_captured_call_completes_a_whole_ring_too(
+    model: Model, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its graph may be replayed after tokens were dropped."""
+    completed: list[int] = []
+    monkeypatch.setattr(plan_operands, "fill_ring", lambda *given: completed.append(given[-1]))
+    cache, _ = cache_and_tokens(generator, [200, 40], model, window=64)
+    task = task_on(cache, model, generator)
+    for is_captured in (False, True):
+        monkeypatch.setattr(plan_operands, "capturing", lambda tensor, now=is_captured: now)
+        attend("mla_var6_plus", task)
+    assert completed == [2]
 
 
 def test_a_ring_beside_a_shared_prefix(model: Model, generator: torch.Generator) -> None:

@@ -173,6 +173,11 @@ def test_doubtful_rows_are_named():
     assert "1.19x as fast as the best peer" in large
     assert doubts([row(time_us=1000.0), peer(time_us=1050.0)]) == []
     assert doubts([replace(impossible, kind=PREDICTED)]) == []
+    # 1e12 FLOPs take 1011 us at the vendor's peak in 16 bits, half of that in 8.
+    fast = eight_bit(600.0, flops=1e12, bytes=1e6)
+    assert doubts([fast]) == []
+    assert "below the 1010.7 µs" in doubts([replace(fast, language="cutile-dsl")])[0]
+    assert "below the 505.4 µs" in doubts([replace(fast, time_us=500.0)])[0]
 
 
 def svg(plot: Plot) -> str:

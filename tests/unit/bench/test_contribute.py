@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mla_var3.bench.contribute import contribution
+from mla_var3.bench.contribute import contribution, public_command
 from mla_var3.bench.record import FAILED, MEASURED, OURS, PREDICTED, BenchRecord, BenchRow
 from mla_var3.cli.main import main
 from mla_var3.errors import InvalidArgumentError
@@ -50,6 +50,15 @@ def test_figures_stay_and_private_facts_go():
     assert row["command"] == "hyper-mla bench all --s=1,2"
     assert found["environment"]["gpu"] == {"name": "NVIDIA L40S", "driver": "580.95"}
     assert found["environment"]["versions"] == {"torch": "2.9.1", "python": "3.12.3"}
+
+
+def test_the_command_repeats_the_run():
+    """Options with their values, however they were written; those that name files go."""
+    words = "bench sweep --s 1,2 --peer_libs /data/libs --cache-dtype=fp8 --quick --out_dir=x --b"
+    assert public_command(f"python -m mla_var3 {words} 4 --shapes 1", "sweep") == (
+        "hyper-mla bench sweep --s 1,2 --cache-dtype=fp8 --quick --b 4 --shapes 1"
+    )
+    assert public_command("python 'bench", "all") == "hyper-mla bench all"
 
 
 def test_predictions_cannot_be_sent(tmp_path, capsys):

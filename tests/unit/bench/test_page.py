@@ -169,6 +169,10 @@ def test_the_headline_says_who_wins():
     assert headline(shape_groups([row()])[0]) == ""
     (even,) = shape_groups([row("ours", 1000.0), peer(time_us=1001.0)])
     assert headline(even) == "ours is as fast as FlashMLA (call time)"
+    (far,) = shape_groups([
+        row("ours", 100.0, projections_us=0.0), peer(time_us=1100.0, projections_us=0.0)
+    ])  # fmt: skip
+    assert headline(far) == "ours is 11.00x as fast as FlashMLA (call time)"
 
 
 def test_eight_bit_results_stand_in_a_column_of_their_own():

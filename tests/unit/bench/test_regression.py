@@ -75,6 +75,13 @@ def test_what_does_not_match_is_said_and_not_compared(before, after, reason):
     assert found.not_compared[0][0].startswith(after.label)
 
 
+def test_rows_are_compared_with_those_of_their_device():
+    """An earlier record that was read from several files may have both."""
+    before = [row(time_us=1000.0), row(time_us=500.0, device="NVIDIA B200")]
+    (found,) = compare(before, [row(time_us=1200.0)]).verdicts
+    assert (found.before.device, found.verdict) == ("NVIDIA H200", WORSE)
+
+
 def versions(**changes: str) -> dict[str, str]:
     return {**AROUND["versions"], **{k.replace("_", "-"): v for k, v in changes.items()}}
 

@@ -103,6 +103,16 @@ def test_fp8_caches_of_the_same_key(
     assert kernel.repeats == 1
 
 
+def test_a_captured_call_is_not_kept(kernel: RepeatableKernel, generator: torch.Generator) -> None:
+    """The scale that it made for the cache holds nothing before its graph has run."""
+    kernel.stream = None
+    flash_mla_with_kvcache(**fp8_arguments(generator, [100, 0, 7], "fp8"))
+    kernel.stream = 0
+    for turn in range(2):
+        flash_mla_with_kvcache(**fp8_arguments(generator, [100, 0, 7], "fp8"))
+        assert (kernel.calls, kernel.repeats) == (2, turn)
+
+
 def test_metadata_is_for_one_key(kernel: RepeatableKernel, generator: torch.Generator) -> None:
     metadata = get_mla_metadata()[0]
     flash_mla_with_kvcache(**arguments(generator, [9, 9, 9]))

@@ -26,6 +26,7 @@ import torch
 
 from mla_var3.attention.backends.latent import project_heads
 from mla_var3.attention.cache.copies import fill_ring
+from mla_var3.attention.cache.kernels import capturing
 from mla_var3.attention.cache.sizes import PAGE_STEP
 from mla_var3.attention.cache.view import CacheView
 from mla_var3.attention.request.checks import kernel_ready
@@ -218,7 +219,8 @@ def complete_window(task: AttentionTask, newest: int, most: int) -> None:
         most: the most of them that may be missing.
     """
     cache = task.cache
-    if cache.ring_whole:
+    # A CUDA graph may be replayed after tokens were dropped.
+    if cache.ring_whole and not capturing(cache.lengths):
         return
     assert task.w_uk is not None and task.w_uv is not None
     fill_ring(cache, task.w_uk, task.w_uv, (cache.lengths.long() - newest).clamp(min=0), most)
@@ -233,11 +235,10 @@ def _straight_window(
     """
     cache = task.cache
     assert cache.k_new is not None and cache.v_new is not None
-    assert cache.window_start is not None
     complete_window(task, n, n)
     lengths = cache.lengths.long()[:, None]
     positions = (lengths - n).clamp(min=0) + torch.arange(n, device=lengths.device)  # [b, n]
-    held = (positions >= cache.window_start[:, None]) & (positions < lengths)
+    held = (positions >= cache.ring_start()[:, None]) & (positions < lengths)
     slots = (positions % cache.window)[:, None, :, None].expand(-1, task.h, -1, task.q.shape[-1])
     gone = ~held[:, None, :, None]
     nan = float("nan")

@@ -197,10 +197,12 @@ def _latent_tiles(
     """
     b, page = cache.requests, cache.page_size or 1
     extent = -(-extent // page) * page
-    for first in range(skip, extent, step):  # a shared prefix of a paged cache is whole pages
+    for first in range(skip // page * page, extent, step):
         last = min(first + step, extent)
         latent, rope = cache.tile(first, last, dtype)
         positions = torch.arange(first, last, device=latent.device).expand(b, -1)
+        if first < skip:  # the prefix of a foreign cache may end inside of a page
+            positions = torch.where(positions < skip, -1, positions)
         if window_start is not None:
             positions = torch.where(positions < window_start.long()[:, None], positions, -1)
         keys = torch.cat([latent, rope], dim=-1)

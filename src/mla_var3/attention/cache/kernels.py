@@ -175,7 +175,7 @@ class CacheKernels:
             return False
         known = (None if part is None else specialisation(part) for part in given)
         key = (launch.kernel, launch.constants, *known)
-        if key not in self._launched and _capturing(launch.operands[0]):
+        if key not in self._launched and capturing(launch.operands[0]):
             return False
         try:
             launch_kernel(launch)
@@ -196,7 +196,8 @@ def _pool(pool: PagePool | None) -> Any:
     return Pool(pool.block_table, pool.owners, pool.free, pool.free_count, pool.page_size)
 
 
-def _capturing(tensor: torch.Tensor) -> bool:
+def capturing(tensor: torch.Tensor) -> bool:
+    """Whether work on a tensor is captured into a CUDA graph now."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

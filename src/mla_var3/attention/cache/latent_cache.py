@@ -280,7 +280,7 @@ class LatentCache:
         if self.window is not None and not self._ring_truncated:
             # Known on the host even where a CUDA graph repeats this.
             self._ring_truncated = True
-            self.kept_view = self._made_view()
+            self.kept_view.forget_whole_ring()
         if w_uk is None or w_uv is None:
             if w_uk is not w_uv:
                 raise InvalidArgumentError("w_uk", "w_uk and w_uv, or neither", "one of them")

@@ -72,6 +72,10 @@ class CacheView:
         object.__setattr__(view, "ring_whole", True)
         return view
 
+    def forget_whole_ring(self) -> None:
+        """Its ring may lack tokens from now on; in place, because callers hold views."""
+        object.__setattr__(self, "ring_whole", False)
+
     @property
     def format(self) -> CacheFormat | None:
         """The format of an 8-bit cache; None for a cache in the dtype of the queries."""

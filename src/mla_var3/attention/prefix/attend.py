@@ -50,8 +50,8 @@ from mla_var3.op.mla.prefix.problem import overlap_sms
 
 Partial = tuple[torch.Tensor, torch.Tensor]
 """Output and LSE."""
-FUSED_WIDTH = 512
-"""Latent width of the small kernels."""
+FUSED_WIDTH, FUSED_ROPE = 512, 64
+"""Latent and rope width of the small kernels; only the one that gathers queries reads rope."""
 
 
 class PrefixBackend:
@@ -173,7 +173,10 @@ class PrefixBackend:
 
 def _fits_kernels(task: AttentionTask) -> bool:
     """Whether the small kernels take queries and outputs of a call."""
-    return task.cache.latent.shape[-1] == FUSED_WIDTH and task.q.element_size() == 2
+    if task.cache.latent.shape[-1] != FUSED_WIDTH or task.q.element_size() != 2:
+        return False
+    ordered = task.prefix is None or groups_in(task.prefix).ordered
+    return ordered or task.q_rope.shape[-1] == FUSED_ROPE
 
 
 def shared_sms(task: AttentionTask, layout: PrefixLayout, sms: int) -> int:

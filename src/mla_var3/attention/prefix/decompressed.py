@@ -100,8 +100,9 @@ class GroupedPrefixBackend:
         if not shape.prefix_copies:
             return "groups without decompressed prefixes (decompress_prefixes)"
         one = replace(
-            shape, prefix=shape.prefix_copies, prefix_copies=0, shared=0, groups=1, window=0
-        )
+            shape, prefix=shape.prefix_copies, prefix_copies=0, shared=0, groups=1, window=0,
+            window_dtype=None,
+        )  # fmt: skip
         rest = replace(one, prefix=0)
         return self._inner.unsupported(one) or self._others.unsupported(rest)
 

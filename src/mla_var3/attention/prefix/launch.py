@@ -21,7 +21,7 @@ Operands = Mapping[str, str]
 LAYOUT_INPUTS = {
     name: name for name in ("prefix_of", "prefix_length", "lengths", "cu_seqlens_q", "block_table")
 }
-_CACHE = {"latent": "latent", "rope": "rope"}
+_CACHE = {name: name for name in ("latent", "rope", "scales")}
 OWN_PASS = {
     **_CACHE,
     **{name: name for name in ("q_latent", "q_rope", "cu_seqlens_q", "tree", "o_latent", "lse")},

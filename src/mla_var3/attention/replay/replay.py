@@ -279,6 +279,8 @@ def keep_replay(
     """
     if key is None or launch is None or not _as_given(task, options):
         return
+    if launch.stream() is None:
+        return  # captured: tensors that the call made hold nothing before the graph has run
     out = task.out
     if out is not None and not out.is_contiguous():
         return  # it is written through a copy
@@ -329,6 +331,7 @@ def _as_given(task: AttentionTask, options: Mapping[str, Any]) -> bool:
         (options.get("lengths"), task.cache.lengths),
         (options.get("cu_seqlens_q"), task.cu_seqlens_q),
         (options.get("tree_mask"), task.tree),
+        (options.get("total_lengths"), task.total_lengths),
     )
     return all(
         given is None or (isinstance(given, torch.Tensor) and given.data_ptr() == taken.data_ptr())

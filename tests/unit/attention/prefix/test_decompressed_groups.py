@@ -12,6 +12,7 @@ from mla_var3.attention.backends import registry
 from mla_var3.attention.backends.torch_tiled import TorchTiled
 from mla_var3.attention.prefix.decompressed import GroupedPrefixBackend
 from mla_var3.attention.prefix.groups import PrefixGroups
+from mla_var3.attention.request.shape import CallShape
 from mla_var3.attention.request.task import AttentionTask
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError
@@ -62,6 +63,14 @@ def call(
     for request, rows in enumerate(batch.tokens):
         wanted = oracle(q[0][request], q[1][request], rows[:, :K], rows[:, K:], model)
         assert_close(output[request], wanted[0], lse[request], wanted[1])
+
+
+def test_a_cache_with_a_window_in_8_bits(inner):
+    """The calls of the groups read no window, of whatever form."""
+    sizes: dict[str, Any] = {"b": 7, "s": 2, "t": 320, "h": H, "window": 64, "prefix_copies": 192}
+    for window_dtype in (None, "fp8"):
+        shape = CallShape(**sizes, window_dtype=window_dtype)
+        assert GroupedPrefixBackend(inner, inner).unsupported(shape) is None
 
 
 @pytest.mark.parametrize("paged", [True, False])

@@ -15,6 +15,8 @@ from mla_var3.attention.prefix import attend, layout
 from mla_var3.attention.prefix.attend import PrefixBackend
 from mla_var3.attention.prefix.groups import PrefixGroups
 from mla_var3.attention.prefix.layout import prefix_layout
+from mla_var3.kernel.cute_python.mla.hopper.constants import FP8_FORMATS
+from mla_var3.op.mla.cache_formats import PER_TENSOR, cache_format, quantise
 from tests.kernel.prefix_on_cpu import CpuKernels
 from tests.unit.attention.attention_support import (
     assert_close,
@@ -50,7 +52,10 @@ def kernels(latent: RepeatableKernel, monkeypatch: pytest.MonkeyPatch) -> Iterat
     made = CpuKernels()
     for module in (attend, layout):
         monkeypatch.setattr(module, "prefix_kernels", lambda device: made)
-    backend = PrefixBackend(LatentBackend("repeatable", "torch", latent, runs_on_cpu=True))
+    inner = LatentBackend(
+        "repeatable", "torch", latent, runs_on_cpu=True, cache_formats=FP8_FORMATS
+    )
+    backend = PrefixBackend(inner)
     registry.register(backend)
     yield made
     registry.unregister(backend.kernel, backend.language)
@@ -63,17 +68,21 @@ def groups_of(levels: int, ordered: bool = False) -> PrefixGroups:
     return PrefixGroups(of, lengths, ordered=ordered)
 
 
-def batch_of(generator: torch.Generator, levels: int, paged: bool, ordered: bool = False) -> Batch:
+def batch_of(
+    generator: torch.Generator, levels: int, paged: bool, ordered: bool = False, p: int = P
+) -> Batch:
     lengths, prefixes = LENGTHS[levels], PREFIXES[levels]
     if ordered:
         of = groups_of(levels).prefix_of[-1]
         order = sorted(range(len(lengths)), key=lambda r: (of[r] < 0, int(of[r])))
         lengths, prefixes = ([values[r] for r in order] for values in (lengths, prefixes))
-    return make_batch(generator, lengths, prefixes, paged=paged, k=K, p=P, dtype=DTYPE, t=448)
+    return make_batch(generator, lengths, prefixes, paged=paged, k=K, p=p, dtype=DTYPE, t=448)
 
 
-def queries(generator: torch.Generator, *leading: int, width: int = K) -> list[torch.Tensor]:
-    return [normal(generator, *leading, H, w, dtype=DTYPE) for w in (width, P)]
+def queries(
+    generator: torch.Generator, *leading: int, width: int = K, p: int = P
+) -> list[torch.Tensor]:
+    return [normal(generator, *leading, H, w, dtype=DTYPE) for w in (width, p)]
 
 
 @pytest.mark.parametrize("laid_out", [False, True], ids=["groups", "layout"])
@@ -140,6 +149,34 @@ def test_whole_calls(
             wanted = oracle(q[0][request], q[1][request], rows[:, :K], rows[:, K:], model)
             assert_close(found[0][request], wanted[0], found[1][request], wanted[1])
         assert (latent.calls, latent.repeats) == (3, 3 * turn)
+
+
+@pytest.mark.parametrize("name", FP8_FORMATS)
+def test_caches_in_8_bits(name, latent, kernels, generator):
+    """Every pass reads the scales of its own call."""
+    for turn in range(2):
+        batch, q = batch_of(generator, 1, True), queries(generator, 6, 1)
+        scale = torch.full((1,), 0.01 * (turn + 1)) if name == PER_TENSOR.name else None
+        rows = (part.nan_to_num() for part in (batch.cache.latent, batch.cache.rope))
+        parts = quantise(*rows, cache_format(name), scale)
+        view = dataclasses.replace(batch.cache, **vars(parts))
+        found = mla_var3.mla_latent_attention(*q, view, prefix=groups_of(1), kernel=KERNEL)
+        wanted = mla_var3.mla_latent_attention(*q, view, kernel="torch_tiled")
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+        assert (latent.calls, latent.repeats) == (2, 2 * turn)
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["any order", "ordered"])
+def test_queries_without_rope(ordered, latent, kernels, generator):
+    """The kernel that gathers queries copies rope keys, so torch does it."""
+    for _ in range(2):
+        batch, q = batch_of(generator, 1, True, ordered, p=0), queries(generator, 6, 2, p=0)
+        found = mla_var3.mla_latent_attention(
+            *q, batch.cache, prefix=groups_of(1, ordered), kernel=KERNEL
+        )
+        batch.require(*q, *found)
+    assert "gather" not in kernels.calls and latent.repeats == (2 if ordered else 0)
 
 
 def test_an_unaligned_output_is_written_through_a_copy(kernels, latent, generator):

@@ -30,13 +30,15 @@ def attend(operands: LatentOperands, options: LatentOptions) -> None:
     scales = operands.scales
     if scales is not None and scales.dim() > 1:
         scales = scales[..., None]
-    view = CacheView(
-        operands.latent, operands.rope, operands.lengths, operands.block_table, scales=scales
-    )
+    q_rope, rope = operands.q_rope, operands.rope
+    if q_rope is None or rope is None:  # p is 0
+        q_rope, rope = operands.q_latent[..., :0], operands.latent[..., :0]
+    view = CacheView(operands.latent, rope, operands.lengths, operands.block_table, scales=scales)
     task = AttentionTask(
-        q=operands.q_latent, q_rope=operands.q_rope, cache=view, w_uk=None, w_uv=None,
+        q=operands.q_latent, q_rope=q_rope, cache=view, w_uk=None, w_uv=None,
         causal=options.causal, scale=options.scale_log2e * math.log(2.0), tree=operands.tree,
         cu_seqlens_q=operands.cu_seqlens_q, max_q=options.max_q,
+        total_lengths=operands.total_lengths,
     )  # fmt: skip
     output, lse = TorchTiled().run(task)
     operands.o_latent.copy_(output)

@@ -125,6 +125,8 @@ COPIED: dict[str, Callable[[Any], tuple[Any, dict[str, Any]]]] = {
         q,
         {"lengths": torch.tensor([[100, 1], [31, 2], [9, 3]], dtype=torch.int32)[:, 0]},
     ),
+    "total lengths of 64 bits": lambda q: (q, {"total_lengths": torch.tensor([110, 31, 20])}),
+    "a tuple of total lengths": lambda q: (q, {"total_lengths": (110, 31, 20)}),
     "parents": lambda q: (q, {"tree_mask": torch.tensor([-1, 0, 0, 1])}),
     "an output with strides": lambda q: (
         q,
@@ -151,6 +153,18 @@ def test_a_launch_that_is_not_ready(kernel, generator):
     found = mla_latent_attention(*q, cache, kernel=KERNEL)
     assert (kernel.calls, kernel.repeats) == (2, 0)
     same(found, mla_latent_attention(*q, cache, kernel="torch_tiled"))
+
+
+def test_a_captured_call_is_not_kept(kernel, generator):
+    """Lengths that it made hold nothing before its graph has run."""
+    cache, q = pair(generator)[0], queries(generator, K)
+    kernel.stream = None
+    mla_latent_attention(*q, cache, kernel=KERNEL)
+    kernel.stream = 0
+    mla_latent_attention(*q, cache, kernel=KERNEL)
+    assert (kernel.calls, kernel.repeats) == (2, 0)
+    mla_latent_attention(*q, cache, kernel=KERNEL)
+    assert (kernel.calls, kernel.repeats) == (2, 1)
 
 
 def test_a_pointer_that_is_not_aligned(kernel, generator):

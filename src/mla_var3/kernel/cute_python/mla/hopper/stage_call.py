@@ -47,6 +47,10 @@ def run_stage(key: Hashable, operands: Operands, build: Callable[[], Stage]) -> 
     """
     is_aligned = True
     parts: list[Any] = [key, torch.cuda.current_device()]
+    # Two operands that are the same memory are one to a stage: calls that have two need another.
+    addresses = [operand.data_ptr() for operand in operands if operand is not None]
+    if len(set(addresses)) < len(addresses):
+        parts.append(tuple(addresses.index(address) for address in addresses))
     for operand in operands:
         if operand is None:
             parts.append(None)
