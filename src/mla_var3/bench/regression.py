@@ -112,6 +112,7 @@ def compare_records(
     """
     result = Regression()
     earlier = {row_key(row): row for row in before.rows}
+    kinds = {row_key(row)[1:]: row.kind for row in before.rows}
     seen = set()
     for row in after.rows:
         key = row_key(row)
@@ -119,7 +120,9 @@ def compare_records(
         name = f"{row.label}, {row.shape}"
         old = earlier.get(key)
         if old is None:
-            result.not_compared.append((name, "not in the earlier record"))
+            kind = kinds.get(key[1:])
+            why = "not" if kind is None else f"{row.kind} here, {kind}"
+            result.not_compared.append((name, f"{why} in the earlier record"))
             continue
         reasons = _differences(old, row)
         versions = _version_differences(old, row)
