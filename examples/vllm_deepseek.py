@@ -41,7 +41,10 @@ def main() -> None:
     if (given.model is None) != given.dummy:
         parser.error("give a model or --dummy")
 
-    from vllm import LLM, SamplingParams
+    try:
+        from vllm import LLM, SamplingParams
+    except ModuleNotFoundError as error:
+        raise SystemExit(f'{error}; pip install "hyper-mla[vllm]"') from None
 
     from mla_var3.integrations.vllm import flag
 

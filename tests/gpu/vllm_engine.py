@@ -30,6 +30,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from .attention_record import cuda_is_missing
 from .serving.one_engine import BATCHES, ENVIRONMENT, OURS, PEERS, scratch
 from .serving.soak import LONGEST, memory_is_flat
 
@@ -278,6 +279,8 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=2000, help="of the wave `soak`")
     parser.add_argument("--seconds", type=float, default=450.0)
     given = parser.parse_args()
+    if cuda_is_missing():
+        return 1
     folder = given.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["VLLM_ENGINE_SCRATCH"] = tempfile.mkdtemp(prefix="vllm-engine-")

@@ -265,4 +265,13 @@ def _shape_of(sizes: dict[str, Any]) -> CallShape:
     for name in ("b", "s", "t", "h"):
         if name not in sizes:
             raise InvalidArgumentError(name, "a positive integer", "nothing")
-    return CallShape(**sizes)
+    shape = CallShape(**sizes)
+    for name in ("window", "prefix", "shared", "prefix_copies"):
+        if getattr(shape, name) > shape.t:
+            expected = f"an integer from 0 to t={shape.t}"
+            raise InvalidArgumentError(name, expected, getattr(shape, name))
+    if shape.groups > shape.b:
+        raise InvalidArgumentError("groups", f"an integer from 1 to b={shape.b}", shape.groups)
+    if shape.groups > 1 and not (shape.shared or shape.prefix_copies):
+        raise InvalidArgumentError("groups", "1 without a shared prefix", shape.groups)
+    return shape

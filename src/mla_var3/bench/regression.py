@@ -114,6 +114,7 @@ def compare_records(
     earlier = {row_key(row): row for row in before.rows}
     # A record read from several files has rows of several devices.
     same_device = {(row_key(row), row.device): row for row in before.rows}
+    kinds = {row_key(row)[1:]: row.kind for row in before.rows}
     seen = set()
     for row in after.rows:
         key = row_key(row)
@@ -121,7 +122,9 @@ def compare_records(
         name = f"{row.label}, {row.shape}"
         old = same_device.get((key, row.device)) or earlier.get(key)
         if old is None:
-            result.not_compared.append((name, "not in the earlier record"))
+            kind = kinds.get(key[1:])
+            why = "not" if kind is None else f"{row.kind} here, {kind}"
+            result.not_compared.append((name, f"{why} in the earlier record"))
             continue
         reasons = _differences(old, row)
         versions = _version_differences(old, row)

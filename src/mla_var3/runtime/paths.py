@@ -168,7 +168,7 @@ def find_kernel(name: str, version: str | None = None, language: str | None = No
         name: design, or full name with version ("mla_var6_plus", "mla_var6_plus_v4"); version and
             language may follow, as in "flash_mla:cute-dsl" and "mla_var6_plus:v4".
         version: "v4", "4", "v0" or "base" for the base version, None to take it from the name.
-        language: language key; None for cuTile, or for the only language that the design has.
+        language: language key; None for the only language that has the version, else for cuTile.
 
     Raises:
         UnknownNameError: with the nearest names.
@@ -185,24 +185,35 @@ def find_kernel(name: str, version: str | None = None, language: str | None = No
     kernels = discover_kernels()
     design, number = split_full_name(name)
     offered = sorted({k.language for k in kernels if k.design == design})
+    text = _version_text(version, number)
+    having = sorted({k.language for k in kernels if k.design == design and k.version == text})
     if language is None:
-        language = offered[0] if len(offered) == 1 else DEFAULT_LANGUAGE
+        sole = offered if len(offered) == 1 else having
+        language = sole[0] if len(sole) == 1 else DEFAULT_LANGUAGE
     if language not in offered:
         designs = {k.design for k in kernels if k.language == language}
         hint = f"It exists in {', '.join(offered)}: use --language" if offered else ""
         raise UnknownNameError(f"{language} kernel", name, designs, hint)
     versions = {k.version: k for k in kernels if k.design == design and k.language == language}
-    if version is not None:
-        text = "v0" if version == "base" else version if version.startswith("v") else f"v{version}"
-        if number and text != f"v{number}":
-            raise InvalidArgumentError("version", f"v{number}, as {name} says, or none", version)
-    else:
-        text = f"v{number}"
+    if number and text != f"v{number}":
+        raise InvalidArgumentError("version", f"v{number}, as {name} says, or none", version)
     if text not in versions and text[1:].isdigit():
         text = f"v{split_full_name(current_name(f'{design}_{text}', language))[1]}"
     if text not in versions:
-        raise UnknownNameError(f"version of {design}", text, versions, "v0 is the base version")
+        hint = "v0 is the base version"
+        if having:
+            hint += f"; {text} exists in {', '.join(having)}"
+        raise UnknownNameError(f"version of {design}", text, versions, hint)
     return versions[text]
+
+
+def _version_text(version: str | None, number: int) -> str:
+    """The version that a user typed as discovered kernels have it; other words stay as they are."""
+    if version is None:
+        return f"v{number}"
+    if version == "base":
+        return "v0"
+    return f"v{version}" if version.isdigit() else version
 
 
 def _agreeing(argument: str, given: str | None, suffix: str) -> str:

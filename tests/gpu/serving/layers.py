@@ -31,7 +31,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from ..attention_record import write_record
+from ..attention_record import cuda_is_missing, write_record
 from .one_engine import ENVIRONMENT, OURS, PEERS, model_config
 
 os.environ.update(ENVIRONMENT, VLLM_LOGGING_LEVEL="WARNING")
@@ -402,6 +402,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=240.0)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     given = parser.parse_args()
+    if given.device == "cuda" and cuda_is_missing():
+        return 1
     started = time.time()
     rows = [
         Row(heads, batch, context, drafts, kind)

@@ -34,6 +34,9 @@ EXTENSIONS = (
 DECODES = (61, 62, 63), (31,), (127, 0, 64, 200), (900, 1, 512)
 VERIFICATIONS = (1, (61, 7), 4), (1, (64, 0, 130), 8), (2, (61, 7, 64), 3), (2, (600, 64), 3)
 """Top k, prefixes and draft tokens; the kit has trees of 3 tokens only."""
+GRAPH_PREFIX = 256
+"""Longest prefix of a verification in a graph. For these the kit writes prefixes twice, the second
+time in page order over pages that it has shuffled; a long prefix overwrites pages of its own."""
 
 
 def cases(heads: int) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -67,7 +70,8 @@ def cases(heads: int) -> Iterator[tuple[str, Callable[[], None]]]:
         which = case("TARGET_VERIFY", prefix, (drafts,) * len(prefix))
         name = f"{'chain' if topk == 1 else 'tree'} {prefix} {drafts}"
         yield f"verify {name}", run(verify, which, topk=topk)
-        yield f"verify graph {name}", run(verify_graph, which, topk=topk)
+        if max(prefix) <= GRAPH_PREFIX:
+            yield f"verify graph {name}", run(verify_graph, which, topk=topk)
 
 
 def accept_known_models() -> None:

@@ -47,7 +47,7 @@ def test_flags_are_true_or_false(flag):
     refused(f"{flag}: expected True or False, got [1]", lambda: CallShape(1, 1, 8, 1, **wrong))
 
 
-@pytest.mark.parametrize("scale", ["x", float("nan"), float("inf"), 0.0, -1.0])
+@pytest.mark.parametrize("scale", ["x", float("nan"), float("inf"), 0.0, -1.0, 1e300])
 def test_a_scale_is_positive_and_finite(scale):
     message = "scale: expected a positive finite number or None, got"
     refused(message, lambda: CallShape(1, 1, 8, 1, scale=scale))

@@ -9,7 +9,7 @@ import torch
 
 from mla_var3.attention.cache.latent_cache import LatentCache
 from mla_var3.attention.cache.tokens import masked_put
-from mla_var3.errors import InvalidArgumentError, UnsupportedError
+from mla_var3.errors import InvalidArgumentError, UnknownNameError, UnsupportedError
 
 from .attention_support import filled_cache, make_model
 
@@ -133,6 +133,12 @@ def test_wrong_sizes(options: dict[str, Any], message: str) -> None:
     arguments = {"b": 2, "t": 130, "k": K, "p": P, "heads": H, "head_dim": D, **options}
     with pytest.raises(InvalidArgumentError, match=message):
         LatentCache.allocate(**arguments)
+
+
+def test_the_name_of_a_torch_dtype_is_no_format() -> None:
+    message = "unknown cache format 'bfloat16'.* takes a torch dtype, such as torch.bfloat16"
+    with pytest.raises(UnknownNameError, match=message):
+        LatentCache.allocate(2, 130, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("page_size", [None, 64])

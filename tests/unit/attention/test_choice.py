@@ -266,6 +266,10 @@ def test_choose_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--kernel=flash"], 2, "unknown kernel 'flash'"),
         (["--s=0"], 2, "s: expected a positive integer, got 0"),
+        (["--t=100", "--prefix=200"], 2, "prefix: expected an integer from 0 to t=100, got 200"),
+        (["--t=100", "--window=200"], 2, "window: expected an integer from 0 to t=100, got 200"),
+        (["--b=4", "--prefix=9", "--groups=5"], 2, "groups: expected an integer from 1 to b=4"),
+        (["--groups=3"], 2, "groups: expected 1 without a shared prefix, got 3"),
         (["--device_name=H205"], 2, "unknown device 'H205'"),
         (["--dtype=int8"], 2, "dtype: expected bfloat16 or float16 or float32, got 'int8'"),
         (["--cache_dtype=fp4"], 2, "unknown cache format 'fp4'"),

@@ -92,6 +92,10 @@ PACKED = {"q_nope": torch.randn(6, H, D), "q_rope": torch.randn(6, H, P), "cu_se
             changed(out=torch.empty(B, S, H, K)),
             r"out: expected \[b=2, s=3, h=2, v=6\], got \[2, 3, 2, 8\]",
         ),
+        (
+            changed(out=torch.empty(1, S, H, D).expand(B, S, H, D)),
+            r"out: expected a place of its own for every value, got strides \(0, ",
+        ),
         (changed(max_q=2), "max_q: expected s=3 without cu_seqlens_q, got 2"),
         (changed(max_kv=0), "max_kv: expected a positive integer, got 0"),
         (
@@ -176,6 +180,11 @@ def int32(*values: Any) -> torch.Tensor:
             {},
             r"lengths\[0\]: expected a number from 0 to t=128, got 129",
         ),
+        (
+            {"latent": torch.randn(4, 64, K + 1)},
+            {},
+            r"cache.c_kv: expected \[num_pages, page_size, k=8\], got \[4, 64, 9\]",
+        ),
         ({"lengths": int32(5, -1)}, {}, r"lengths\[1\]: expected a number from 0 to t=128, got -1"),
         ({}, {"max_kv": 64}, r"lengths\[0\]: expected a number from 0 to max_kv=64, got 70"),
         (
@@ -205,9 +214,9 @@ def test_values_of_cpu_tensors_are_always_checked(changes, options, message):
         ({"lengths": [-1, 5]}, r"lengths\[0\]: expected a number from 0 to t=70, got -1"),
         (
             {"tree_mask": torch.tensor([1, -1, 0])},
-            r"parents\[0\]: expected -1 or the index of a token before token 0, got 1",
+            r"tree_mask\[0\]: expected -1 or the index of a token before token 0, got 1",
         ),
-        ({"tree_mask": torch.tensor([[-1, 0, 7]] * B)}, r"parents\[0, 2\]: expected .* got 7"),
+        ({"tree_mask": torch.tensor([[-1, 0, 7]] * B)}, r"tree_mask\[0, 2\]: expected .* got 7"),
     ],
 )
 def test_values_that_the_host_has_are_always_checked(options, message):

@@ -62,7 +62,7 @@ def test_only_a_comparison_without_a_worse_row_passes():
         (row(language="cute-dsl"), row(), "not in the earlier record"),
         (row(s=8), row(), "not in the earlier record"),
         (row(choices={"n": 1}), row(choices={"n": 2}), "not in the earlier record"),
-        (row(kind=PREDICTED), row(), "not in the earlier record"),
+        (row(kind=PREDICTED), row(), "measured here, predicted in the earlier record"),
         (row(timer="cuda-event"), row(), "timer cuda-event against cuda-graph"),
         (row(spread_us=None), row(), "no spread in the earlier record"),
         (row(), row(time_us=None, status=FAILED, reason="NaN"), "failed in the new record: NaN"),

@@ -86,6 +86,27 @@ def test_a_design_in_one_language_needs_no_option():
 
 
 @pytest.mark.usefixtures("versions")
+def test_a_version_in_one_language_needs_no_option(monkeypatch):
+    both = [
+        *paths.discover_kernels(),
+        *(KernelId("mla_var6_plus", n, "cute-dsl", "mla") for n in (0, 7)),
+    ]
+    monkeypatch.setattr(paths, "discover_kernels", lambda: both)
+    for name, version in (("mla_var6_plus_v7", None), ("mla_var6_plus", "v7")):
+        assert find_kernel(name, version).language == "cute-dsl"
+    for name in ("mla_var6_plus", "mla_var6_plus_v4"):
+        assert find_kernel(name).language == "cutile-dsl"
+    with pytest.raises(UnknownNameError, match="v7 exists in cute-dsl"):
+        find_kernel("mla_var6_plus_v7", language="cutile-dsl")
+
+
+@pytest.mark.usefixtures("versions")
+def test_an_unknown_version_is_quoted_as_it_was_typed():
+    with pytest.raises(UnknownNameError, match="unknown version of flash_mla 'foo'"):
+        find_kernel("flash_mla", "foo")
+
+
+@pytest.mark.usefixtures("versions")
 @pytest.mark.parametrize("version", ["v5", "5", "", "latest"])
 def test_a_wrong_version_lists_the_known_ones(version):
     with pytest.raises(UnknownNameError, match="unknown version of mla_var6_plus") as caught:

@@ -107,7 +107,8 @@ def groups_in(prefix: Prefix) -> PrefixGroups:
 def sharing(prefix: object) -> Prefix | None:
     """What a caller gave as `prefix`, if it is groups; None where they share nothing."""
     if not isinstance(prefix, (PrefixGroups, PrefixLayout, DecompressedPrefixes)):
-        raise InvalidArgumentError("prefix", "PrefixGroups or PrefixLayout", type(prefix).__name__)
+        expected = "PrefixGroups, PrefixLayout or DecompressedPrefixes"
+        raise InvalidArgumentError("prefix", expected, type(prefix).__name__)
     return prefix if groups_in(prefix).levels else None
 
 

@@ -27,7 +27,7 @@ def tree_ancestors(parents: torch.Tensor) -> torch.Tensor:
     if parents.dtype not in INDEX_DTYPES:
         expected = " or ".join(str(dtype) for dtype in INDEX_DTYPES)
         raise InvalidArgumentError("parents", f"dtype {expected}", parents.dtype)
-    _require_parents(parents)
+    _require_parents("parents", parents)
     s = parents.shape[-1]
     order = torch.arange(s, device=parents.device)
     is_parent = (parents[..., None] == order) & (order < order[:, None])
@@ -39,7 +39,7 @@ def tree_ancestors(parents: torch.Tensor) -> torch.Tensor:
     return reach > 0
 
 
-def _require_parents(parents: torch.Tensor) -> None:
+def _require_parents(name: str, parents: torch.Tensor) -> None:
     """Require every parent before its token, if the host may look."""
     if not readable(parents):
         return
@@ -48,7 +48,7 @@ def _require_parents(parents: torch.Tensor) -> None:
     if len(wrong):
         index = wrong[0].tolist()
         raise InvalidArgumentError(
-            f"parents{index}",
+            f"{name}{index}",
             f"-1 or the index of a token before token {index[-1]}",
             parents[tuple(index)].item(),
         )
@@ -69,6 +69,8 @@ def checked_tree(tree: object, b: int, s: int, device: torch.device) -> torch.Te
     tail = [("s", s), ("s", s)] if is_mask else [("s", s)]
     shape = tail if tree.dim() == len(tail) else [("b", b), *tail]
     require_tensor("tree_mask", tree, shape, [torch.bool, *INDEX_DTYPES], device)
+    if not is_mask:
+        _require_parents("tree_mask", tree)
     mask = tree if is_mask else tree_ancestors(tree)
     return mask.expand(b, s, s)
 

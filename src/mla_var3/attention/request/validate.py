@@ -125,7 +125,8 @@ def _checked_view(cache: object, k: int, q_rope: torch.Tensor, options: Options)
         raise InvalidArgumentError(
             "cache", "a LatentCache, a CacheView or a pair (c_kv, k_rope)", type(cache).__name__
         )
-    rows = [("b", b), ("t", None)] if view.block_table is None else [("num_pages", None)] * 2
+    paged: list[tuple[str, int | None]] = [("num_pages", None), ("page_size", None)]
+    rows = [("b", b), ("t", None)] if view.block_table is None else paged
     fmt = view.format
     latent_dtype, rope_dtype = (dtype, dtype) if fmt is None else (E4M3, fmt.rope_dtype)
     require_tensor("cache.c_kv", view.latent, [*rows, ("k", k)], [latent_dtype], device)
@@ -249,6 +250,9 @@ def _task(
         leading = [(label, size) for label, size in zip(labels, q.shape, strict=False)]
         shape = [*leading, ("h", q.shape[-2]), ("v" if w_uv is not None else "k", out_width)]
         require_tensor("out", out, shape, [q.dtype], device)
+        if any(size > 1 and not step for size, step in zip(out.shape, out.stride(), strict=True)):
+            got = f"strides {out.stride()}, as of an expanded tensor"
+            raise InvalidArgumentError("out", "a place of its own for every value", got)
     task = AttentionTask(
         q=q,
         q_rope=q_rope,

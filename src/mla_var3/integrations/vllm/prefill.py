@@ -56,13 +56,14 @@ class HyperMLAPrefillBackend(MLAPrefillBackend):
 
     def prepare_metadata(self, prefill_metadata: Any) -> None:
         super().prepare_metadata(prefill_metadata)
-        self._offsets: dict[tuple[int, int], list[int]] = {}
+        # With the tensors, so that no other takes their address within the step.
+        self._offsets: dict[tuple[int, int], tuple[torch.Tensor, list[int]]] = {}
         counts = getattr(prefill_metadata, "query_lens_cpu", None)
         if counts is not None:
             starts = prefill_metadata.query_start_loc
             offsets = [0, *counts.cumsum(0).tolist()]
             if len(offsets) == starts.numel():
-                self._offsets[starts.data_ptr(), starts.numel()] = offsets
+                self._offsets[starts.data_ptr(), starts.numel()] = starts, offsets
 
     def run_prefill_new_tokens(
         self,
@@ -140,8 +141,8 @@ class HyperMLAPrefillBackend(MLAPrefillBackend):
         key = offsets.data_ptr(), offsets.numel()
         found = self._offsets.get(key)
         if found is None:
-            found = self._offsets[key] = offsets.tolist()
-        return found
+            found = self._offsets[key] = offsets, offsets.tolist()
+        return found[1]
 
 
 def _attend_on_gpu(*operands: torch.Tensor, causal: bool, scale: float) -> None:

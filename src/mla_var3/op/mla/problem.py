@@ -204,3 +204,5 @@ def require_scale(scale: object) -> None:
         raise InvalidArgumentError("scale", expected, repr(scale))
     if not math.isfinite(scale) or scale <= 0:
         raise InvalidArgumentError("scale", expected, scale)
+    if scale >= 2.0**128:
+        raise InvalidArgumentError("scale", expected, f"{scale}, which float32 cannot hold")

@@ -173,7 +173,7 @@ def test_the_host_checks_what_it_can_read(generator):
         attended(batch, q, replace(GROUPS, ordered=True))
     with pytest.raises(InvalidArgumentError, match=r"prefix_of: expected \[levels, b=7\], got"):
         attended(batch, q, replace(GROUPS, prefix_of=of[:, :6]))
-    with pytest.raises(InvalidArgumentError, match="prefix: expected PrefixGroups or PrefixLayout"):
+    with pytest.raises(InvalidArgumentError, match="prefix: expected PrefixGroups, PrefixLayout"):
         attended(batch, q, [0, 0])
     with pytest.raises(InvalidArgumentError, match="prefix_of: expected at most 2 levels, got 3"):
         PrefixGroups(of.expand(3, -1), GROUPS.prefix_length.expand(3, -1))

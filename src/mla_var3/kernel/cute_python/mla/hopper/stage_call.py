@@ -47,17 +47,18 @@ def run_stage(key: Hashable, operands: Operands, build: Callable[[], Stage]) -> 
     """
     is_aligned = True
     parts: list[Any] = [key, torch.cuda.current_device()]
-    # Two operands that are the same memory are one to a stage: calls that have two need another.
-    addresses = [operand.data_ptr() for operand in operands if operand is not None]
-    if len(set(addresses)) < len(addresses):
-        parts.append(tuple(addresses.index(address) for address in addresses))
+    addresses = []
     for operand in operands:
         if operand is None:
             parts.append(None)
             continue
         parts += (operand.shape, operand.stride(), operand.dtype)
+        addresses.append(operand.data_ptr())
         floating = operand.dtype.is_floating_point
-        is_aligned = is_aligned and not (floating and operand.data_ptr() % ALIGNMENT_BYTES)
+        is_aligned = is_aligned and not (floating and addresses[-1] % ALIGNMENT_BYTES)
+    if len(set(addresses)) < len(addresses):
+        # Operands in the same memory are one to a stage; calls that have two need another stage.
+        parts.append(tuple(addresses.index(address) for address in addresses))
     full_key = tuple(parts)
     kept: KeptStage | None = _kept.get(full_key) if is_aligned else None
     if kept is None:
