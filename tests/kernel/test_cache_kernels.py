@@ -160,14 +160,14 @@ def test_where_torch_serves(generator, monkeypatch, caplog):
     new = rows[..., :K], rows[..., K:]
     cache, wanted = by_kernel("fp8", **PAGED), make_cache("fp8", **PAGED)
     wanted.append(*new)
-    monkeypatch.setattr(launches, "_capturing", lambda _: True)
+    monkeypatch.setattr(launches, "capturing", lambda _: True)
     cache.append(*new)
     assert not cache.index.kernels._launched and not differing(cache, wanted)
-    monkeypatch.setattr(launches, "_capturing", lambda _: False)
+    monkeypatch.setattr(launches, "capturing", lambda _: False)
     cache.append(*new)
     launched = set(cache.index.kernels._launched)
     assert len(launched) == 2
-    monkeypatch.setattr(launches, "_capturing", lambda _: True)
+    monkeypatch.setattr(launches, "capturing", lambda _: True)
     monkeypatch.setattr(type(cache.storage), "put", None)  # a launch that was made can be captured
     cache.append(*new)
     assert cache.index.kernels._launched == launched
