@@ -32,7 +32,8 @@ class Run:
 
     Attributes:
         label: heading of its column.
-        kernel, mode, device: from its record; the device is None for a prediction of no device.
+        kernel, language, mode, device: from its record; the device is None for a prediction of no
+            device.
         params: the plan's fields.
         total: the whole run.
         stages: by stage name, in launch order.
@@ -42,6 +43,7 @@ class Run:
 
     label: str
     kernel: str
+    language: str
     mode: str
     device: str | None
     params: Mapping[str, Any]
@@ -93,6 +95,7 @@ def run_of_record(record: Mapping[str, Any], folder: Path | None = None) -> Run:
     return Run(
         label=str(record["kernel"]),
         kernel=str(record["kernel"]),
+        language=str(record.get("language", "")),
         mode=str(record["prof_type"]),
         device=device,
         params=dict(record["params"]),
@@ -303,10 +306,10 @@ def _rows(where: str, figures: Sequence[StageFigures | None]) -> list[Row]:
 
 
 def _unique_labels(runs: Sequence[Run]) -> list[Run]:
-    """Runs with unique labels: equal ones get their mode, or a number where that does not help."""
-    modes, numbers = [run.mode for run in runs], [f"#{i + 1}" for i in range(len(runs))]
+    """Runs with unique labels: equal ones get language, mode or number, the first that helps."""
+    languages, modes = [run.language for run in runs], [run.mode for run in runs]
     labels = [run.label for run in runs]
-    for words in (modes, numbers):
+    for words in (languages, modes, [f"#{i + 1}" for i in range(len(runs))]):
         longer = [
             f"{label} {word}" if labels.count(label) > 1 else label
             for label, word in zip(labels, words, strict=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -102,9 +103,13 @@ class KernelPlan(ABC):
     @property
     def kernel_id(self) -> KernelId:
         """The id of this version, from the module that defines the plan."""
-        found = kernel_id_of_module(type(self).__module__)
+        module = type(self).__module__
+        if module == "__main__":
+            program = sys.modules[module]
+            script = Path(getattr(program, "__file__", None) or module).stem
+            module = program.__spec__.name if program.__spec__ else script
+        found = kernel_id_of_module(module)
         if found is None:
-            module = type(self).__module__
             return KernelId(module.rsplit(".", 1)[-1], 0, "cutile-dsl", "local")
         return found
 

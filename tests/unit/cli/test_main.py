@@ -65,6 +65,16 @@ def test_choose_says_a_reason_once(capsys):
     assert "flash_attention:cute-dsl, flash_mla:cute-dsl do not support NVIDIA B200" in out
 
 
+def test_choose_says_whose_times_are_estimates(capsys, monkeypatch):
+    """Its title speaks of the chosen kernel; other kernels' times have a line of their own."""
+    monkeypatch.setenv("COLUMNS", "400")
+    assert main(["choose", "--cache_dtype=fp8_per_token", "--for_device=H200"]) == 0
+    title, *rest = capsys.readouterr().out.splitlines()
+    assert "estimate" not in title
+    [estimated] = [line for line in rest if line.startswith("times") and "16-bit cache" in line]
+    assert "flash_mla:cutile-dsl" in estimated and "flash_mla:cute-dsl" not in estimated
+
+
 def test_list(capsys):
     assert main(["list"]) == 0
     out = capsys.readouterr().out

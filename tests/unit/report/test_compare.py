@@ -42,12 +42,14 @@ def record(
     *,
     mode: str = "event",
     device: str | None = "NVIDIA H200",
+    language: str = "cutile-dsl",
     stages: dict[str, float] | None = None,
     extra: dict[str, Any] | None = None,
     **params: Any,
 ) -> dict[str, Any]:
     return {
         "kernel": kernel,
+        "language": language,
         "prof_type": mode,
         "device": device,
         "params": {**SIZES, "dtype": "bfloat16", "lengths": None, "n": 512, "seed": None, **params},
@@ -159,6 +161,8 @@ def test_equal_labels_are_told_apart():
     assert labels == ["mla_var6_plus #1", "mla_var6_plus #2", "v"]
     labels = [r.label for r in compare([run(), run(mode="nsys")]).runs]
     assert labels == ["mla_var6_plus event", "mla_var6_plus nsys"]
+    labels = [r.label for r in compare([run(), run(language="cute-dsl")]).runs]
+    assert labels == ["mla_var6_plus cutile-dsl", "mla_var6_plus cute-dsl"]
 
 
 def test_the_command_compares_folders(saved, tmp_path, monkeypatch, capsys):

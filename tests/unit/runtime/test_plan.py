@@ -1,6 +1,8 @@
 """Plans: parameters, copies for targets, planning without tensors, prediction."""
 
+import sys
 import tracemalloc
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,3 +164,12 @@ def test_prediction_is_the_cost_model(design, lengths):
 def test_a_small_copy_keeps_the_share_of_the_window(n, expected):
     """Also where the pinned window is larger than the small problem."""
     assert make("mla_var6_plus", t=8192, n=n).cpu_check_plan().n == expected
+
+
+def test_a_plan_of_a_script_is_named_after_it(monkeypatch):
+    plan_type = type("Own", (DoublingPlan,), {"__module__": "__main__"})
+    program = SimpleNamespace(__file__="somewhere/own_kernel.py", __spec__=None)
+    monkeypatch.setitem(sys.modules, "__main__", program)
+    assert plan_type().name == "own_kernel"
+    program.__spec__ = SimpleNamespace(name="tools.other_kernel")  # python -m tools.other_kernel
+    assert plan_type().name == "other_kernel"

@@ -86,10 +86,9 @@ def _print(explanation: Explanation) -> None:
     window = "" if shape.window_dtype is None else f", {shape.window_dtype} window"
     title = f"{sizes_text(shape)} {shape.dtype}{cache}{window} on {explanation.device}"
     able = [candidate for candidate in explanation.candidates if candidate.estimate is not None]
-    unfitted = {each.estimate.basis for each in able if each.estimate and not each.fitted}
-    if unfitted:
-        title += f", {'; '.join(sorted(unfitted))}"
     first = explanation.candidates[0]
+    if first.estimate is not None and not first.fitted:
+        title += f", {first.estimate.basis}"
     rows = [
         (
             _name(candidate) + (" *" if candidate is first else ""),
@@ -116,15 +115,17 @@ def _notes(explanation: Explanation, able: Sequence[Candidate]) -> list[str]:
     """What the times include and rest on, and why other kernels are not in the table."""
     notes = ["call time: from q_nope to the output; steady: call time at the power limit"]
     added: dict[str, list[str]] = {}
-    sources: dict[str, None] = {}
+    sources: dict[str, list[str]] = {}
     for candidate in able:
         if candidate.estimate is not None:
             parts = ", ".join(candidate.estimate.around) or "nothing"
             added.setdefault(parts, []).append(_name(candidate))
-            sources[candidate.estimate.basis] = None
+            sources.setdefault(candidate.estimate.basis, []).append(_name(candidate))
     notes += _gains(able)
     notes += [f"adds {parts}: {', '.join(names)}" for parts, names in added.items()]
-    notes += [f"times: {source}" for source in sources]
+    for source, names in sources.items():
+        of = f" of {', '.join(names)}" if len(sources) > 1 else ""
+        notes.append(f"times{of}: {source}")
     notes += [f"measured: {c.kernel}, {c.measured.source}" for c in able if c.measured]
     refused: dict[str, list[str]] = {}
     for candidate in explanation.candidates:

@@ -97,7 +97,7 @@ def _print_facts(facts: dict[str, Any]) -> None:
         chosen = facts["resolved"].get(name)
         shown = "none" if value is None else str(value)
         if value is None and chosen is not None:
-            shown += f" ({chosen} by the model for {facts['predicted_on']})"
+            shown += f" ({chosen} by default on {facts['predicted_on']})"
         fields.append((name, shown))
     fields += [(owner, _label(tiling)) for owner, tiling in facts["tilings"].items()]
     print_table("plan", ("field", "value"), fields)
