@@ -266,6 +266,8 @@ def _shape_of(sizes: dict[str, Any]) -> CallShape:
         if name not in sizes:
             raise InvalidArgumentError(name, "a positive integer", "nothing")
     shape = CallShape(**sizes)
+    if shape.causal and not shape.ragged and shape.s > shape.t:
+        raise InvalidArgumentError("s", f"at most t={shape.t} (causal)", shape.s)
     for name in ("window", "prefix", "shared", "prefix_copies"):
         if getattr(shape, name) > shape.t:
             expected = f"an integer from 0 to t={shape.t}"

@@ -266,6 +266,7 @@ def test_choose_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--kernel=flash"], 2, "unknown kernel 'flash'"),
         (["--s=0"], 2, "s: expected a positive integer, got 0"),
+        (["--s=5", "--t=2"], 2, "s: expected at most t=2 (causal), got 5"),
         (["--t=100", "--prefix=200"], 2, "prefix: expected an integer from 0 to t=100, got 200"),
         (["--t=100", "--window=200"], 2, "window: expected an integer from 0 to t=100, got 200"),
         (["--b=4", "--prefix=9", "--groups=5"], 2, "groups: expected an integer from 1 to b=4"),
