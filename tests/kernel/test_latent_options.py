@@ -93,6 +93,12 @@ def test_without_rope(name, page):
     require(plan, tuple(tensor for tensor in given if tensor is not None))
 
 
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_plan_without_rope(name):
+    """Whole plans, the merge of splits included."""
+    require(latent_plan(name, p=0))
+
+
 def test_a_kv_tile_lies_in_one_page():
     plan = latent_plan("flash_mla", page=48)
     assert isinstance(plan.tiling, Tiling) and plan.tiling.Bn == 16

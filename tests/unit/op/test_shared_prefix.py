@@ -211,6 +211,18 @@ def test_the_passes_of_latent_sharing_do_all_the_work(groups):
     assert (of_groups.b, of_groups.causal) == (groups, False)
 
 
+@pytest.mark.parametrize("lengths", [(12, 0, 0, 0), (0, 0, 0, 0), (7, 12, 1, 3), (2, 2, 2, 2)])
+@pytest.mark.parametrize("groups", [1, 2, 3, 4])
+def test_short_and_empty_requests_read_no_more_than_they_have(lengths, groups):
+    """Nothing shared is read more often than by copies, and no pass has more tokens than one."""
+    problem = replace(PROBLEM, b=4, t=12, lengths=lengths)
+    shared = SharedPrefixProblem(problem, 8, groups)
+    assert shared.prefix_tokens <= shared.prefix_pairs
+    assert latent_shared_cost(shared).bytes <= latent_copied_cost(shared).bytes
+    _, of_groups, _ = latent_shared_passes(shared)
+    assert set(of_groups.kv_lengths) == {min(8, max(lengths))}
+
+
 def test_more_requests_read_the_prefix_no_more_often():
     base = MlaProblem(b=1, s=8, t=4096, h=16)
     few, many = (SharedPrefixProblem(replace(base, b=b), 4096) for b in (1, 64))

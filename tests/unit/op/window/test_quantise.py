@@ -93,6 +93,16 @@ def test_a_row_that_is_not_finite_becomes_nan_and_no_other(poison):
     assert torch.equal(back[[0, 2]], rows[[0, 2]])
 
 
+@pytest.mark.parametrize("powers_of_two", [False, True])
+def test_a_row_beyond_float32_becomes_nan(powers_of_two):
+    """Its scale does not fit a float32, rounded to a power of two or not."""
+    rows = torch.tensor([[1e300, 1.0], [1.0, 2.0]], dtype=torch.float64)
+    stored = quantise(rows, powers_of_two=powers_of_two)
+    back = dequantise(stored, torch.float64)
+    assert bool(back[0].isnan().all() & stored.scales[0].isnan())
+    torch.testing.assert_close(back[1], rows[1], rtol=1e-6, atol=0.0)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_largest_and_smallest_numbers_of_a_dtype(dtype):
     largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)

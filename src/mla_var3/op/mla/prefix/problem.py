@@ -63,8 +63,13 @@ class SharedPrefixProblem:
     @property
     def prefix_tokens(self) -> int:
         """Tokens of the prefixes that any request attends, each once."""
-        longest = max(min(self.prefix, length) for length in self.problem.kv_lengths)
-        return longest * self.groups
+        # Some groups may have no request that is as long, or none with a token.
+        return min(self.longest_prefix * self.groups, self.prefix_pairs)
+
+    @property
+    def longest_prefix(self) -> int:
+        """Tokens of its prefix that the longest request attends."""
+        return min(self.prefix, max(self.problem.kv_lengths))
 
     @property
     def own_tokens(self) -> int:
@@ -114,8 +119,8 @@ def latent_shared_passes(shared: SharedPrefixProblem) -> tuple[MlaProblem, MlaPr
     own = tuple(length - min(prefix, length) for length in problem.kv_lengths)
     queries = -(-problem.b * problem.s // shared.groups)
     of_groups = replace(
-        problem, b=shared.groups, s=queries, t=max(prefix, 1), lengths=(prefix,) * shared.groups,
-        causal=False,
+        problem, b=shared.groups, s=queries, t=max(prefix, 1), causal=False,
+        lengths=(shared.longest_prefix,) * shared.groups,
     )  # fmt: skip
     rows = problem.b * problem.s * problem.h
     merge = Cost(4 * rows * problem.k, 3 * rows * (problem.k * problem.element_size + _FLOAT32))

@@ -97,11 +97,12 @@ def quantise(rows: torch.Tensor, *, powers_of_two: bool = False) -> QuantisedRow
     peaks = rows.abs().amax(-1).to(wide)
     # clamp keeps NaN, and turns a peak of zero into the least scale.
     scales = (peaks / E4M3_MAX).float().clamp(min=_LEAST_SCALE)
+    usable = peaks.isfinite() & scales.isfinite()
     if powers_of_two:
         mantissas, exponents = torch.frexp(scales)  # a mantissa is at least 0.5
         exponents = torch.where(mantissas == 0.5, exponents - 1, exponents)
         scales = torch.ldexp(torch.ones_like(scales), exponents.clamp(min=_LEAST_EXPONENT))
-    scales = torch.where(peaks.isfinite() & scales.isfinite(), scales, torch.nan)
+    scales = torch.where(usable & scales.isfinite(), scales, torch.nan)
     # Never beyond 448 by more than the rounding of the scale, which e4m3 rounds back to 448.
     return QuantisedRows((rows / scales.to(wide)[..., None]).to(E4M3), scales)
 

@@ -8,6 +8,7 @@ Memory bound: every partial output is read once.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import cuda.tile as ct
 import torch
@@ -85,6 +86,8 @@ class CtSplitKVReduce(MlaPlan):
 
     splits: int = field(default=1, metadata={"help": "splits of each request's tokens"})
     tiling: SplitKVReduceTiling = field(default_factory=SplitKVReduceTiling)
+
+    needs_rope: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
