@@ -112,15 +112,23 @@ def host_identity(host: Any, outer: tuple[Any, ...] = ()) -> dict[str, Any]:
     The compiler sees such a value as a constant, so two functions that differ in one are two
     programs.
     """
-    if inspect.isfunction(host) or inspect.ismethod(host):
+    carried: dict[Any, Any]
+    if isinstance(host, functools.partial):
+        carried = {"function": host.func, "arguments": host.args, **host.keywords}
+        name = _type_name(type(host))
+    elif inspect.isfunction(host) or inspect.ismethod(host):
         function = inspect.unwrap(host)
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         carried = {name: cell.cell_contents for name, cell in cells}
         carried.update(enumerate(function.__defaults__ or ()))
         carried.update(function.__kwdefaults__ or {})
+        if inspect.ismethod(host):
+            owner = host.__self__
+            carried["self"] = owner if isinstance(owner, type) else host_identity(owner, outer)
         name = f"{function.__module__}.{function.__qualname__}"
     else:
-        carried = vars(host) if hasattr(host, "__dict__") else {}
+        slots = [name for cls in type(host).__mro__ for name in _slots(cls) if hasattr(host, name)]
+        carried = {**getattr(host, "__dict__", {}), **{slot: getattr(host, slot) for slot in slots}}
         name = _type_name(type(host))
     if any(host is carrier for carrier in outer):
         return {"name": name}
@@ -140,7 +148,7 @@ def _comparable(value: Any, where: str, outer: tuple[Any, ...]) -> Any:
         return _type_name(value)
     if isinstance(value, ModuleType):
         return value.__name__
-    if inspect.isfunction(value):
+    if inspect.isfunction(value) or isinstance(value, functools.partial):
         return host_identity(value, outer)
     if isinstance(value, (tuple, list)):
         return [_comparable(item, where, outer) for item in value]
@@ -155,6 +163,12 @@ def _comparable(value: Any, where: str, outer: tuple[Any, ...]) -> Any:
         "which the compile cache can compare",
         type(value).__name__,
     )
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    slots = cls.__dict__.get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 def _type_name(cls: type) -> str:
