@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.runtime.markdown import write_json
 from mla_var3.runtime.measure import timeout_s, wait_for_device
@@ -53,6 +54,8 @@ class TargetSpec:
         runs: launches of each stage inside its range.
         warmup: launches of the whole before.
         nsight: arguments for nsight-python; None to mark the ranges only.
+        device: table entry that the plan was made for: splits and shares of SMs follow it; None
+            where only the GPU code was known.
     """
 
     module: str
@@ -64,6 +67,7 @@ class TargetSpec:
     runs: int = 1
     warmup: int = 2
     nsight: dict[str, Any] | None = field(default=None)
+    device: str | None = None
 
     @classmethod
     def of(cls, plan: KernelPlan, stage: Stage, runs: int) -> Self:
@@ -80,6 +84,7 @@ class TargetSpec:
                 for kernel in stage.kernels()
             ],
             runs=runs,
+            device=None if plan.target.device is None else plan.target.device.name,
         )
 
     def write(self, path: Path) -> None:
@@ -101,7 +106,7 @@ class TargetSpec:
         plan: KernelPlan = found(**values)
         for name, fields in self.plan_tilings.items():
             setattr(plan, name, tiling_from_dict(type(getattr(plan, name)), fields))
-        plan.target = Target(self.target)
+        plan.target = Target(self.target, None if self.device is None else device_spec(self.device))
         return plan
 
     def build_stage(self, plan: KernelPlan, device: str) -> Stage:
