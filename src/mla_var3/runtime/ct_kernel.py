@@ -194,9 +194,10 @@ def hinted_kernel(kernel_fn: Any, hints: dict[str, int]) -> Any:
     key = (id(kernel_fn), tuple(sorted(hints.items())))
     if key not in _hinted:
         try:
-            _hinted[key] = (kernel_fn, kernel_fn.replace_hints(**hints))
+            made = (kernel_fn, kernel_fn.replace_hints(**hints))
         except (TypeError, ValueError) as error:  # cuTile checks them, and names the hint
             raise InvalidArgumentError("tiling", "compiler hints of cuTile", error) from None
+        _hinted.setdefault(key, made)  # of two threads the first has it
     return _hinted[key][1]
 
 

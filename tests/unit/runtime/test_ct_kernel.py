@@ -1,6 +1,7 @@
 """The cuTile runtime without a GPU: what it caches, passes on, refuses and reports."""
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ ct = pytest.importorskip("cuda.tile")
 
 
 from mla_var3.runtime import ct_kernel  # noqa: E402
-from mla_var3.runtime.ct_kernel import CtKernel, signature_of  # noqa: E402
+from mla_var3.runtime.ct_kernel import CtKernel, hinted_kernel, signature_of  # noqa: E402
 
 Const = ct.Constant[int]
 
@@ -138,6 +139,29 @@ def test_hints_are_passed_to_the_compiler(tiling, hints):
     function = NotedFunction()
     make_kernel(function, **tiling).launch()
     assert function.hints == [hints]
+
+
+def test_two_threads_get_the_same_kernel_with_hints():
+    """The code that a CUDA graph captured belongs to the kernel object, which must not go."""
+
+    class SlowFunction:
+        def __init__(self) -> None:
+            self.both = threading.Barrier(2)
+
+        def replace_hints(self, **hints: int) -> Any:
+            self.both.wait(5.0)
+            return object()
+
+    function, found = SlowFunction(), []
+    threads = [
+        threading.Thread(target=lambda: found.append(hinted_kernel(function, {"occupancy": 2})))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[0] is found[1] is hinted_kernel(function, {"occupancy": 2})
 
 
 @pytest.fixture

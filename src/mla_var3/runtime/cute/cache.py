@@ -21,6 +21,7 @@ import json
 import logging
 import platform
 import sys
+import time
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ from mla_var3.runtime.paths import cache_root, write_atomic
 
 log = logging.getLogger(__name__)
 
+_BEGAN = time.time()
+"""Kernels import this module, if indirectly, before they are defined themselves."""
 _FORMAT = 3
 _KEY, _OBJECT, _CUBIN, _PTX = "key.json", "program.o", "program.cubin", "program.ptx"
 
@@ -65,10 +68,18 @@ class CompiledProgram:
 
 @dataclass(frozen=True)
 class ProgramKey:
-    """Everything that decides what a compiled program is."""
+    """Everything that decides what a compiled program is.
+
+    Attributes:
+        name: kernel name.
+        fields: what the digest is made of.
+        changed: source files that changed after this process began. It may have imported what they
+            held before, so what it compiles is not what the key says.
+    """
 
     name: str
     fields: dict[str, Any]
+    changed: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -103,7 +114,8 @@ def program_key(
         "toolchain": toolchain,
         "machine": host_machine(),
     }
-    return ProgramKey(name, fields)
+    changed = [path.name for path in sources if path.stat().st_mtime > _BEGAN]
+    return ProgramKey(name, fields, tuple(changed))
 
 
 def host_identity(host: Any, outer: tuple[Any, ...] = ()) -> dict[str, Any]:
@@ -190,6 +202,8 @@ def host_machine() -> str:
 
 def read_entry(key: ProgramKey) -> CompiledProgram | None:
     """The program of a key from the disk; None when there is no valid one."""
+    if key.changed:
+        return None
     try:
         content = key.path.read_bytes()
     except OSError:
@@ -215,6 +229,11 @@ def read_entry(key: ProgramKey) -> CompiledProgram | None:
 
 def write_entry(key: ProgramKey, program: CompiledProgram) -> None:
     """Keep a program for later processes; a folder that cannot be written to is only reported."""
+    if key.changed:
+        files = ", ".join(key.changed)
+        message = "%s: the compiled kernel is not kept, %s changed after this process began"
+        log.warning(message, key.name, files)
+        return
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         stored = {

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import os
 import sys
 import zipfile
 from collections.abc import Callable
@@ -322,6 +323,22 @@ def test_a_constant_of_the_operation_in_device_code_counts():
     assert found == {path.name for path in traced_source_files(functools.partial(kernel))}
     assert {"fp8_few.py", "packed.py", "quantise.py"} <= found
     assert not {"cost.py", "plan.py", "stage.py"} & found
+
+
+def test_a_source_that_changed_since_it_was_imported_leaves_nothing_in_the_cache(
+    compilations, tmp_path, monkeypatch, caplog
+):
+    """The key would name the new text, the program be made of the old one."""
+    helper = tmp_path / "helper.py"
+    helper.write_text("WIDTH = 4\n")
+    os.utime(helper, (1.0, 1.0))
+    monkeypatch.setattr(cute_kernel, "traced_source_files", lambda *roots: [helper])
+    empty().compile("sm_90")
+    assert len(cache_files(tmp_path)) == 1
+    helper.write_text("WIDTH = 8\n")
+    assert empty().compile("sm_90").cubin
+    assert len(cache_files(tmp_path)) == 1 and len(compilations) == 2
+    assert "not kept, helper.py changed after this process began" in caplog.text
 
 
 def test_a_changed_helper_is_another_program(tmp_path, monkeypatch):
