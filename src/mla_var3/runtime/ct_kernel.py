@@ -45,6 +45,9 @@ _DTYPES = {
     torch.int32: ct.int32,
     torch.int64: ct.int64,
     torch.uint8: ct.uint8,
+    torch.uint16: ct.uint16,
+    torch.uint32: ct.uint32,
+    torch.uint64: ct.uint64,
 }
 _DISASSEMBLER = "tileirdisasm"
 _TMA_ALIGNMENT = 16

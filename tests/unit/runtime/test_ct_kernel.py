@@ -245,7 +245,14 @@ def wide_number(x, out, number: ct.ScalarInt64, SIDE: Const):
 def test_numbers_and_arrays_have_the_types_of_a_launch_on_a_gpu():
     wide = parameters(array(20), array(20), 1, 8, kernel=wide_number)[2]
     assert (wide.dtype, parameters(array(20), array(20), 1, 8)[2].dtype) == (ct.int64, ct.int32)
-    for dtype in (torch.uint8, torch.int16, torch.float64, torch.float8_e5m2, torch.bool):
+    for dtype in (
+        torch.uint8,
+        torch.uint64,
+        torch.int16,
+        torch.float64,
+        torch.float8_e5m2,
+        torch.bool,
+    ):
         assert parameters(array(16, dtype=dtype), array(20), 0.5, 8)[0].ndim == 1
     with pytest.raises(InvalidArgumentError, match=r"dtypes that cuTile has, got torch\.complex64"):
         parameters(array(16, dtype=torch.complex64), array(20), 0.5, 8)
