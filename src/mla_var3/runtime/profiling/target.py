@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import mla_var3
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.runtime.markdown import write_json
@@ -114,6 +115,13 @@ class TargetSpec:
         stage = plan.plan(*plan.prepare_inputs(device))
         apply_tilings(stage, self.tilings)
         return stage
+
+
+def package_environment() -> dict[str, str]:
+    """Environment of a program that a profiler starts: it imports this very package."""
+    root = str(Path(mla_var3.__file__).resolve().parents[1])
+    python_path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": python_path}
 
 
 def apply_tilings(stage: Stage, tilings: Sequence[dict[str, Any]]) -> None:
