@@ -116,6 +116,17 @@ def test_wrong_values_on_the_device_stay_inside_the_buffers() -> None:
         torch.testing.assert_close(out[kept].cpu().double(), expected[kept], **TOLERANCE)
 
 
+@pytest.mark.parametrize(("requests", "max_q"), [(11, 64), (529, 1)])
+def test_no_request_with_queries_has_tokens(requests: int, max_q: int) -> None:
+    """Their rows are 0 and -inf, also where the bounds make room for many more query tiles."""
+    counts = [1] * requests if max_q > 1 else [1] + [0] * (requests - 1)
+    batch = Batch(counts, [0] * requests, h=128 if max_q > 1 else 16).on_gpu()
+    out = torch.full_like(batch.q[..., :K], torch.nan)
+    _, lse = batch.attend(out=out, max_q=max_q, return_lse=True)
+    assert lse is not None and bool((lse == -torch.inf).all())
+    assert bool((out == 0.0).all())
+
+
 def test_captured_calls_share_their_workspace() -> None:
     """A graph of many layers needs no more than one call's partials."""
     batch = Batch([1] * 4, [3000] * 4, h=16).on_gpu()

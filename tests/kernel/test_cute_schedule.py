@@ -118,6 +118,24 @@ def test_ranges_cover_every_block_once_and_in_order(lengths, shape):
     assert finished == list(range(len(counts)))
 
 
+@pytest.mark.parametrize(
+    ("shape", "lengths", "counts"),
+    [
+        (GroupShape(1, 1, 132), [0] * 529, [1] + [0] * 528),
+        (GroupShape(2, 32, 66), [0] + [18_000] * 63, [1] + [0] * 63),
+        (GroupShape(1, 128, 132), [0] * 11, [2] * 11),
+    ],
+)
+def test_items_without_blocks_are_visited_where_all_are_such(shape, lengths, counts):
+    """Packed queries of which no request has tokens: their rows are written all the same."""
+    begins = range_begins(lengths, shape, counts)
+    wanted = {r * shape.visits + visit for r, n in enumerate(counts) for visit in range(n)}
+    visited = {
+        item for (begin, _), (end, _) in itertools.pairwise(begins) for item in range(begin, end)
+    }
+    assert begins[0] == (0, 0) and wanted <= visited
+
+
 @settings(max_examples=150, deadline=None)
 @given(LENGTHS, SHAPES)
 def test_ranges_are_balanced(lengths, shape):
@@ -128,7 +146,8 @@ def test_ranges_are_balanced(lengths, shape):
     counts = block_counts(lengths, shape.visits)
     total = sum(count + ITEM_COST for count in counts)
     even = splits_evenly(max(counts), min(counts), len(counts), shape.group_count)
-    assert even == (len(set(counts)) == 1 and shape.group_count % len(counts) == 0)
+    equal = len(set(counts)) == 1 and counts[0] > 0
+    assert even == (equal and shape.group_count % len(counts) == 0)
     turns = takes_turns(max(counts), len(counts), shape.group_count, total)
     item_cost = 0 if even and not turns else ITEM_COST
     total = sum(count + item_cost for count in counts)

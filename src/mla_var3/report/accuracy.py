@@ -357,6 +357,7 @@ def _error(exact: Result, found: Result) -> FormatError:
     output, lse = exact
     wrong = found[0] - output
     ratios = wrong.square().sum(0) / output.square().sum(0)
+    ratios = torch.where(wrong.eq(0.0).all(0), 0.0, ratios)  # a channel that is always zero
     return FormatError(
         channels=math.sqrt(float(ratios.mean())),
         output=float(wrong.norm() / output.norm()),

@@ -22,7 +22,7 @@ TOTAL = "total"
 RECORD = "params.json"
 PREDICTED_TIME = "kernel time, predicted (us)"
 """The kernel time of a run that was predicted by recorded rates."""
-PROBLEM_KEYS = tuple(MlaProblem.__dataclass_fields__)
+PROBLEM_KEYS = (*MlaProblem.__dataclass_fields__, "sliding_window")
 """The fields of a plan that define the problem; the others say how it is solved."""
 
 
@@ -55,7 +55,9 @@ class Run:
     @property
     def problem(self) -> dict[str, Any]:
         """The fields that define the problem."""
-        return {key: self.params[key] for key in PROBLEM_KEYS if key in self.params}
+        found = {key: self.params[key] for key in PROBLEM_KEYS if key in self.params}
+        # A kernel without the option reads all tokens, as one does with 0.
+        return {**found, "sliding_window": self.params.get("sliding_window") or None}
 
     @property
     def choices(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -353,22 +354,28 @@ def first_lines(error: BaseException) -> str:
     return f"{type(error).__name__}: " + " ".join(lines[:3])
 
 
+_stderr_lock = threading.RLock()
+
+
 @contextmanager
 def quiet_compiler() -> Iterator[None]:
     """Keep a compiler's own diagnostics off the screen; a failure arrives as an exception.
 
     Compilers write to file descriptor 2 directly, from native code or from a program that they
-    start, so Python-level redirection would not reach them.
+    start, so Python-level redirection would not reach them. The descriptor belongs to the whole
+    process, so one thread at a time has it: a second one would save the sink of the first and put
+    that back at the end.
     """
-    sys.stderr.flush()
-    saved = os.dup(2)
-    try:
-        with tempfile.TemporaryFile() as sink:
-            os.dup2(sink.fileno(), 2)
-            try:
-                yield
-            finally:
-                sys.stderr.flush()
-                os.dup2(saved, 2)
-    finally:
-        os.close(saved)
+    with _stderr_lock:
+        sys.stderr.flush()
+        saved = os.dup(2)
+        try:
+            with tempfile.TemporaryFile() as sink:
+                os.dup2(sink.fileno(), 2)
+                try:
+                    yield
+                finally:
+                    sys.stderr.flush()
+                    os.dup2(saved, 2)
+        finally:
+            os.close(saved)

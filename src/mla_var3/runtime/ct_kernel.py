@@ -36,10 +36,18 @@ _DTYPES = {
     torch.bfloat16: ct.bfloat16,
     torch.float16: ct.float16,
     torch.float32: ct.float32,
+    torch.float64: ct.float64,
     torch.float8_e4m3fn: ct.float8_e4m3fn,
+    torch.float8_e5m2: ct.float8_e5m2,
+    torch.bool: ct.bool_,
     torch.int8: ct.int8,
+    torch.int16: ct.int16,
     torch.int32: ct.int32,
     torch.int64: ct.int64,
+    torch.uint8: ct.uint8,
+    torch.uint16: ct.uint16,
+    torch.uint32: ct.uint32,
+    torch.uint64: ct.uint64,
 }
 _DISASSEMBLER = "tileirdisasm"
 _TMA_ALIGNMENT = 16
@@ -194,9 +202,10 @@ def hinted_kernel(kernel_fn: Any, hints: dict[str, int]) -> Any:
     key = (id(kernel_fn), tuple(sorted(hints.items())))
     if key not in _hinted:
         try:
-            _hinted[key] = (kernel_fn, kernel_fn.replace_hints(**hints))
+            made = (kernel_fn, kernel_fn.replace_hints(**hints))
         except (TypeError, ValueError) as error:  # cuTile checks them, and names the hint
             raise InvalidArgumentError("tiling", "compiler hints of cuTile", error) from None
+        _hinted.setdefault(key, made)  # of two threads the first has it
     return _hinted[key][1]
 
 
@@ -213,26 +222,29 @@ def signature_of(kernel: Any, args: Sequence[Any]) -> KernelSignature:
     if len(annotations) != len(args):
         raise InvalidArgumentError("args_fn", f"{len(annotations)} kernel arguments", len(args))
     parameters = [
-        arg if annotation.constant else _constraint(arg, annotation.array)
+        arg if annotation.constant else _constraint(arg, annotation)
         for arg, annotation in zip(args, annotations, strict=True)
     ]
     signature = KernelSignature(parameters, convention)
     return signature.with_mangled_symbol(kernel._pyfunc.__name__)
 
 
-def _constraint(arg: Any, array: Any) -> Any:
+def _constraint(arg: Any, annotation: Any) -> Any:
+    array, scalar = annotation.array, annotation.scalar
     if isinstance(arg, torch.Tensor):
         return _array_constraint(arg, ct.int32 if array is None else array.index_dtype)
     if isinstance(arg, bool):
         return ScalarConstraint(ct.bool_)
     if isinstance(arg, int):
-        return ScalarConstraint(ct.int32)
+        return ScalarConstraint(ct.int32 if scalar is None else scalar.dtype)
     if isinstance(arg, float):
         return ScalarConstraint(ct.float32)
     raise InvalidArgumentError("args_fn", "tensors, ints, floats or constants", type(arg).__name__)
 
 
 def _array_constraint(tensor: torch.Tensor, index_dtype: Any) -> ArrayConstraint:
+    if tensor.dtype not in _DTYPES:
+        raise InvalidArgumentError("args_fn", "tensors of dtypes that cuTile has", tensor.dtype)
     strides = tensor.stride()
     per_16_bytes = max(1, _TMA_ALIGNMENT // tensor.element_size())
     return ArrayConstraint(

@@ -194,13 +194,17 @@ def _torch_cuda_version() -> str | None:
     return None if torch is None else torch.version.cuda
 
 
-@functools.cache
 def _gpu() -> dict[str, Any] | None:
-    """What does not change about the current GPU."""
+    """What does not change about the current GPU; the current one may change."""
     torch = _torch()
     if torch is None or not torch.cuda.is_available():
         return None
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return _gpu_of_index(torch.cuda.current_device())
+
+
+@functools.cache
+def _gpu_of_index(index: int) -> dict[str, Any]:
+    properties = _torch().cuda.get_device_properties(index)
     return {
         "name": properties.name,
         "compute_capability": f"{properties.major}.{properties.minor}",

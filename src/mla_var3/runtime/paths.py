@@ -274,9 +274,11 @@ def traced_source_files(*roots: Any) -> list[Path]:
 
     For languages whose host code is traced into the kernel as well: there a class, a constant or a
     whole module can decide what the kernel does, so every import counts. Only an import of nothing
-    but plan classes does not: a plan calls the kernel, it is no part of it.
+    but plan classes does not: a plan calls the kernel, it is no part of it. Of the other rooms a
+    module counts when a constant of it is imported, such as the order of packed tokens.
     """
-    return _files_reached(roots, _imported_modules)
+    functions = [root.func if isinstance(root, functools.partial) else root for root in roots]
+    return _files_reached(functions, _imported_modules)
 
 
 def _files_reached(
@@ -297,6 +299,8 @@ def _imported_modules(module: ModuleType) -> Iterator[ModuleType]:
     """The loaded kernel modules that a module's import statements name."""
     package = module.__package__ or ""
     inside = tuple({f"{KERNEL_PACKAGE}.", f"{package}." if package else f"{KERNEL_PACKAGE}."})
+    if _is_of_another_room(module.__name__):
+        inside = (f"{KERNEL_PACKAGE}.",)
     for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -307,6 +311,8 @@ def _imported_modules(module: ModuleType) -> Iterator[ModuleType]:
             values = [getattr(module, alias.asname or alias.name, None) for alias in node.names]
             if all(map(is_plan_class, values)):
                 continue
+            if _is_of_another_room(base) and any(map(_is_constant, values)):
+                yield sys.modules[base]
             # A name in it may be a module itself.
             names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
         else:
@@ -314,6 +320,14 @@ def _imported_modules(module: ModuleType) -> Iterator[ModuleType]:
         for name in names:
             if name.startswith(inside) and name in sys.modules:
                 yield sys.modules[name]
+
+
+def _is_of_another_room(module: str) -> bool:
+    return module.startswith("mla_var3.") and not module.startswith(f"{KERNEL_PACKAGE}.")
+
+
+def _is_constant(value: object) -> bool:
+    return value is not None and not (callable(value) or isinstance(value, ModuleType))
 
 
 def output_root() -> Path:

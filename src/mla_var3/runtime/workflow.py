@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -162,6 +163,7 @@ def prepare(plan: KernelPlan, options: RunOptions) -> Prepared:
         for kernel in stage.kernels():
             kernel.require_target(device.target, device.name)
     require_memory(plan, stage, where)
+    start = time.monotonic()
     if device is not None and options.refine:
         from mla_var3.runtime.autotune.tune import refine_plan
 
@@ -172,9 +174,12 @@ def prepare(plan: KernelPlan, options: RunOptions) -> Prepared:
     if device is not None and options.autotune:
         from mla_var3.runtime.autotune.tune import autotune
 
-        # refine_plan has just retuned the plan that it returned.
-        again = options.retune and not options.refine
-        tuning = autotune(stage, plan, device, dataclasses.replace(options, retune=again))
+        # refine_plan has just retuned the plan that it returned, in the same seconds.
+        again, left = options.retune and not options.refine, options.tune_seconds
+        if options.refine and left is not None:
+            left = max(left - (time.monotonic() - start), 0.0)
+        share = dataclasses.replace(options, retune=again, tune_seconds=left)
+        tuning = autotune(stage, plan, device, share)
     prepared = Prepared(plan, inputs, stage, device, tuning)
     if options.check:
         prepared.check = check_stage(plan, inputs, stage)
@@ -225,10 +230,21 @@ def free_memory(where: str) -> int | None:
         log.debug("%s tells no free memory", MEMORY_INFO)
     try:
         most = int((CONTROL_GROUP / "memory.max").read_text())
-        limits.append(most - int((CONTROL_GROUP / "memory.current").read_text()))
+        used = int((CONTROL_GROUP / "memory.current").read_text())
+        limits.append(most - max(used - _reclaimable(), 0))
     except (OSError, ValueError):  # no control group, or "max": no limit
         pass
     return min(limits, default=None)
+
+
+def _reclaimable() -> int:
+    """Bytes of file cache that count as used by the control group and give way to tensors."""
+    try:
+        lines = (CONTROL_GROUP / "memory.stat").read_text().splitlines()
+        fields = dict(line.split() for line in lines)
+        return int(fields["inactive_file"])
+    except (OSError, ValueError, KeyError):
+        return 0
 
 
 def planning_device() -> DeviceSpec:

@@ -10,7 +10,9 @@ from mla_var3.cli import console
 from mla_var3.cli.commands import env
 from mla_var3.cli.commands import list as inventory
 from mla_var3.cli.main import COMMANDS, command_module, main
+from mla_var3.conf.devices import device_spec
 from mla_var3.runtime import paths
+from mla_var3.runtime.plan import Target
 
 
 def test_help_lists_the_commands_and_each_has_its_own(capsys):
@@ -118,6 +120,18 @@ def test_declared_targets_are_read_from_the_source():
     for kernel in paths.discover_kernels():
         if kernel.language == "cutile-dsl":
             assert paths.declared_targets(kernel) == paths.plan_class(kernel).targets
+
+
+def test_show_names_the_choice_that_a_run_on_the_device_would_make(capsys):
+    pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
+    kernel = paths.find_kernel("mla_var6_plus", language="cute-dsl")
+    sizes = {"b": 4, "s": 64, "t": 4096}
+    options = [f"--{name}={value}" for name, value in sizes.items()]
+    assert main(["show", "mla_var6_plus:cute-dsl", *options, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    device = device_spec(facts["predicted_on"])
+    expected = paths.plan_class(kernel)(**sizes).resolved(Target.of(device))
+    assert facts["resolved"]["n"] == expected.params()["n"]
 
 
 def test_show(capsys):

@@ -51,6 +51,14 @@ def test_the_errors_are_those_of_the_formats():
     assert saturated["fp8_per_token"] == flat["fp8_per_token"]
 
 
+def test_a_channel_that_is_always_zero_has_no_error(generator):
+    latent = torch.randn(64, 512, generator=generator)
+    latent[:, 3] = 0.0
+    given = Latents("given", latent, torch.randn(64, 64, generator=generator))
+    for row in measure(given, [64]):
+        assert all(0.0 < error.channels < 0.2 for error in row.errors.values())
+
+
 def test_a_kernel_has_columns_of_its_own(generator):
     """PyTorch in the place of the kernel: the error of the format, and that of bfloat16."""
     assert accuracy.kernel_here() is None  # no GPU

@@ -136,6 +136,14 @@ def test_other_problems_and_devices_are_refused_by_name():
         compare([run()])
 
 
+def test_a_sliding_window_is_another_problem():
+    with pytest.raises(UnsupportedError, match="sliding_window None against 512"):
+        compare([run(), run("flash_mla", 20.0, sliding_window=512)])
+    with pytest.raises(UnsupportedError, match="sliding_window 512 against None"):
+        compare([run("flash_mla", 20.0, sliding_window=512), run("flash_attention")])
+    assert compare([run(), run("flash_mla", 90.0, sliding_window=0)]).forced == []
+
+
 def test_remarks():
     locked = run_of_record({**record("mla_var6_plus_v2", mode="nsys"), "clocks": {"locked": True}})
     text = " ".join(compare([run(), locked]).remarks)

@@ -1,5 +1,8 @@
 """Compile reports: reading what the CUDA tools print, and real kernels for real targets."""
 
+import os
+import threading
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +17,7 @@ from mla_var3.runtime.compile import (
     compile_report,
     disassemble,
     parse_disassembly,
+    quiet_compiler,
 )
 from mla_var3.runtime.stage import Tiling
 
@@ -190,3 +194,27 @@ def test_a_compile_error_is_a_report(tmp_path):
     assert found.verdict.startswith("does not compile: ")
     assert found.registers is None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_two_threads_that_compile_leave_the_error_output_as_it_was():
+    inside, leave = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with quiet_compiler():
+            inside.set()
+            leave.wait(0.2)
+
+    def second() -> None:
+        inside.wait()
+        with quiet_compiler():
+            leave.set()
+            time.sleep(0.4)
+
+    before = os.fstat(2)
+    threads = [threading.Thread(target=target) for target in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    after = os.fstat(2)
+    assert (after.st_dev, after.st_ino) == (before.st_dev, before.st_ino)

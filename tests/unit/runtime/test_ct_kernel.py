@@ -1,6 +1,7 @@
 """The cuTile runtime without a GPU: what it caches, passes on, refuses and reports."""
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ ct = pytest.importorskip("cuda.tile")
 
 
 from mla_var3.runtime import ct_kernel  # noqa: E402
-from mla_var3.runtime.ct_kernel import CtKernel, signature_of  # noqa: E402
+from mla_var3.runtime.ct_kernel import CtKernel, hinted_kernel, signature_of  # noqa: E402
 
 Const = ct.Constant[int]
 
@@ -140,6 +141,29 @@ def test_hints_are_passed_to_the_compiler(tiling, hints):
     assert function.hints == [hints]
 
 
+def test_two_threads_get_the_same_kernel_with_hints():
+    """The code that a CUDA graph captured belongs to the kernel object, which must not go."""
+
+    class SlowFunction:
+        def __init__(self) -> None:
+            self.both = threading.Barrier(2)
+
+        def replace_hints(self, **hints: int) -> Any:
+            self.both.wait(5.0)
+            return object()
+
+    function, found = SlowFunction(), []
+    threads = [
+        threading.Thread(target=lambda: found.append(hinted_kernel(function, {"occupancy": 2})))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found[0] is found[1] is hinted_kernel(function, {"occupancy": 2})
+
+
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], CtKernel]:
     """Makes a kernel whose launch on "cuda" calls the given function instead of cuTile's."""
@@ -211,6 +235,27 @@ def test_what_an_array_promises(tensor, constant, divisible, sizes):
     assert tuple(promise.stride_divisible_by) == divisible
     assert tuple(promise.shape_divisible_by) == sizes
     assert promise.ndim == tensor.ndim
+
+
+@ct.kernel
+def wide_number(x, out, number: ct.ScalarInt64, SIDE: Const):
+    """As `add_number`, with a number beyond 32 bits."""
+
+
+def test_numbers_and_arrays_have_the_types_of_a_launch_on_a_gpu():
+    wide = parameters(array(20), array(20), 1, 8, kernel=wide_number)[2]
+    assert (wide.dtype, parameters(array(20), array(20), 1, 8)[2].dtype) == (ct.int64, ct.int32)
+    for dtype in (
+        torch.uint8,
+        torch.uint64,
+        torch.int16,
+        torch.float64,
+        torch.float8_e5m2,
+        torch.bool,
+    ):
+        assert parameters(array(16, dtype=dtype), array(20), 0.5, 8)[0].ndim == 1
+    with pytest.raises(InvalidArgumentError, match=r"dtypes that cuTile has, got torch\.complex64"):
+        parameters(array(16, dtype=torch.complex64), array(20), 0.5, 8)
 
 
 def test_wrong_arguments_are_named():

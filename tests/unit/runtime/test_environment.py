@@ -6,6 +6,8 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,7 @@ from mla_var3.runtime import environment as env
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """Each test reads the machine anew."""
-    cached = (env._version, env._git, env._gpu, env._torch_cuda_version)
+    cached = (env._version, env._git, env._gpu_of_index, env._torch_cuda_version)
     for function in cached:
         function.cache_clear()
     yield
@@ -82,3 +84,22 @@ def test_commit_only_of_our_own_checkout(monkeypatch, tmp_path):
     env._git.cache_clear()
     monkeypatch.setattr(env, "_SOURCE_ROOT", tmp_path)
     assert env._git() == {"commit": "abc", "dirty": False}
+
+
+def test_the_record_is_about_the_gpu_that_is_current_now(monkeypatch):
+    current = [0]
+
+    def properties(index: int) -> Any:
+        return SimpleNamespace(
+            name=f"GPU {index}", major=9, minor=0, multi_processor_count=132, total_memory=1
+        )
+
+    cuda = SimpleNamespace(
+        is_available=lambda: True,
+        current_device=lambda: current[0],
+        get_device_properties=properties,
+    )
+    monkeypatch.setattr(env, "_torch", lambda: SimpleNamespace(cuda=cuda))
+    assert env._gpu()["name"] == "GPU 0"
+    current[0] = 1
+    assert env._gpu()["name"] == "GPU 1"

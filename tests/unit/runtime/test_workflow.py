@@ -128,6 +128,9 @@ def test_free_memory_is_the_least_of_machine_and_control_group(monkeypatch, tmp_
     for most, expected in (("max", 10240), ("5000", 4000)):
         (tmp_path / "memory.max").write_text(f"{most}\n")
         assert workflow.free_memory("cpu") == expected
+    # Files that were read count as used, and give way.
+    (tmp_path / "memory.stat").write_text("anon 100\ninactive_file 600\nactive_file 300\n")
+    assert workflow.free_memory("cpu") == 4600
     monkeypatch.setattr(workflow, "MEMORY_INFO", tmp_path / "none")
     (tmp_path / "memory.max").write_text("max\n")
     assert workflow.free_memory("cpu") is None
@@ -169,6 +172,26 @@ def test_refining_comes_first_and_retunes_once(tuning):
     prepared = prepare(DoublingPlan(), RunOptions(refine=True, retune=True))
     assert tuning == [("refine", 8, "NVIDIA H200", True), ("autotune", 3, "NVIDIA H200", False)]
     assert prepared.plan.b == 3
+
+
+@pytest.mark.usefixtures("gpu", "tuning")
+def test_refining_and_tuning_share_the_seconds(monkeypatch):
+    now, given = [100.0], []
+
+    def refine_plan(plan: Any, spec: Any, options: RunOptions) -> Any:
+        now[0] += 12.0
+        return plan
+
+    def autotune(stage: Any, plan: Any, spec: Any, options: RunOptions) -> dict[str, str]:
+        given.append(options.tune_seconds)
+        return {}
+
+    monkeypatch.setattr(workflow.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(autotune_module, "refine_plan", refine_plan)
+    monkeypatch.setattr(autotune_module, "autotune", autotune)
+    for seconds in (15.0, 10.0, None):
+        prepare(DoublingPlan(), RunOptions(refine=True, tune_seconds=seconds))
+    assert given == [3.0, 0.0, None]
 
 
 def test_the_plan_is_made_for_the_target_of_the_gpu(gpu, tuning):

@@ -51,8 +51,7 @@ def _facts(kernel: KernelId, plan: KernelPlan) -> dict[str, Any]:
     targets = plan_targets(plan)
     here = Target.of(device)
     dtype = plan_dtype(plan)
-    rates = here.rates(dtype)
-    resolved = plan.resolve(*rates)
+    resolved = plan.resolved(here)
     return {
         "kernel": kernel.full_name,
         "language": kernel.language,
@@ -71,7 +70,7 @@ def _facts(kernel: KernelId, plan: KernelPlan) -> dict[str, Any]:
                 "intensity": stage.cost().intensity,
                 "predicted_us": stage.predict_us(*device.peak_rates(dtype)),
             }
-            for stage in resolved.plan_empty(*rates).kernels()
+            for stage in empty_stage(resolved).kernels()
         ],
         "candidates": {code: _candidates(plan, Target(code, device)) for code in targets},
         "tunings": sorted(

@@ -7,6 +7,7 @@ L2 cache. Every outcome, failures included, goes to a JSON history that later ca
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import math
@@ -106,7 +107,7 @@ def refine_plan(
         plan: the plan as the model chose it.
         spec: the device.
         options: as for `autotune`; `tune_max_iters` bounds the tuning of each plan, not their
-            number.
+            number. The plans share the seconds as the stages of one do.
         instruments: what to compile and time with; the GPU by default.
 
     Returns:
@@ -123,19 +124,27 @@ def refine_plan(
     if len(candidates) == 1:
         return plan
     stage_name = f"{plan.name}.refine"
-    kernels = plan.plan(*plan.prepare_inputs("meta")).kernels()
-    key = tuning_key(plan, spec, stage_name, kernels, tuned=options.autotune)
+    stage = plan.plan(*plan.prepare_inputs("meta"))
+    # Tilings that are not tuned decide the times.
+    tilings = None if options.autotune else [kernel.tiling.to_dict() for kernel in stage.kernels()]
+    kernels = stage.kernels()
+    key = tuning_key(plan, spec, stage_name, kernels, tuned=options.autotune, tilings=tilings)
     history = History(history_path(plan, spec, key), key, retune=options.retune)
     what, total = f"refine {plan.name}", len(candidates)
     searched = False
+    end = math.inf if options.tune_seconds is None else time.monotonic() + options.tune_seconds
     for done, candidate in enumerate(candidates):
         entry = history.get(candidate.params())
         if entry is not None and is_attempted(entry):
             continue
         searched = True
         options.progress(what, done, total, candidate.params_label())
+        share = options
+        if options.tune_seconds is not None:
+            left = max(end - time.monotonic(), 0.0)
+            share = dataclasses.replace(options, tune_seconds=left / (total - done))
         try:
-            timing, tilings = _time_plan(candidate, spec, options, instruments)
+            timing, used = _time_plan(candidate, spec, share, instruments)
         except GpuLostError:
             raise  # the history of the stage that did it has it
         except Exception as error:  # for example too little memory: a result like any other
@@ -143,7 +152,7 @@ def refine_plan(
             log.info("%s: %s failed: %s", stage_name, candidate.params_label(), error)
             require_healthy(instruments, history, error)
         else:
-            history.record(candidate.params(), "ok", f"with {tilings}", timing=timing)
+            history.record(candidate.params(), "ok", f"with {used}", timing=timing)
     if searched:
         history.finish(complete=True)
     else:
@@ -225,7 +234,7 @@ class Search:
         defaults = tuple(kernel.tiling for kernel in self._unit.kernels.values())
         try:
             complete = self._scan(self._combos)
-            if complete and not any(map(is_timed, self._history.entries)):
+            if complete and not any(map(is_timed, self._own_entries())):
                 complete = self._scan(self._least_bad(), soft=True)
         except BaseException as error:
             self._unit.set_tilings(defaults)
@@ -345,8 +354,12 @@ class Search:
             return False
         return is_attempted(entry) or (entry["status"] == "rejected" and not soft)
 
+    def _own_entries(self) -> list[Entry]:
+        """Outcomes of this search's candidates: an earlier one may have had another tiling."""
+        return [e for e in self._history.entries if canonical(e["config"]) in self._by_config]
+
     def _attempted(self) -> int:
-        return sum(map(is_attempted, self._history.entries))
+        return sum(map(is_attempted, self._own_entries()))
 
     def _is_served(self) -> bool:
         """Whether the history has all that this search would find."""
@@ -355,15 +368,17 @@ class Search:
         limit = self._options.tune_max_iters
         if limit is not None and self._attempted() >= limit:
             return True
+        # Those that would run badly are timed only where nothing else is.
+        if not any(map(is_timed, self._own_entries())) and self._history.best() is not None:
+            return False
         return self._history.complete and all(map(self._is_settled, self._combos))
 
     def _apply_best(self) -> Entry | None:
-        timed = [entry for entry in self._history.entries if is_timed(entry)]
-        for entry in sorted(timed, key=median_us):
-            combo = self._by_config.get(canonical(entry["config"]))
-            if combo is not None:
-                self._unit.set_tilings(combo)
-                return entry
+        timed = [entry for entry in self._own_entries() if is_timed(entry)]
+        if timed:
+            best = min(timed, key=median_us)
+            self._unit.set_tilings(self._by_config[canonical(best["config"])])
+            return best
         log.warning(
             "%s: no candidate could be timed, the tiling stays as it was; reasons in %s",
             self._unit.name,

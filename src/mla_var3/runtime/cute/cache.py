@@ -21,6 +21,7 @@ import json
 import logging
 import platform
 import sys
+import time
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ from mla_var3.runtime.paths import cache_root, write_atomic
 
 log = logging.getLogger(__name__)
 
+_BEGAN = time.time()
+"""Kernels import this module, if indirectly, before they are defined themselves."""
 _FORMAT = 3
 _KEY, _OBJECT, _CUBIN, _PTX = "key.json", "program.o", "program.cubin", "program.ptx"
 
@@ -65,10 +68,18 @@ class CompiledProgram:
 
 @dataclass(frozen=True)
 class ProgramKey:
-    """Everything that decides what a compiled program is."""
+    """Everything that decides what a compiled program is.
+
+    Attributes:
+        name: kernel name.
+        fields: what the digest is made of.
+        changed: source files that changed after this process began. It may have imported what they
+            held before, so what it compiles is not what the key says.
+    """
 
     name: str
     fields: dict[str, Any]
+    changed: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -103,7 +114,9 @@ def program_key(
         "toolchain": toolchain,
         "machine": host_machine(),
     }
-    return ProgramKey(name, fields)
+    # A time in the future is that of another clock.
+    changed = [path.name for path in sources if _BEGAN < path.stat().st_mtime <= time.time()]
+    return ProgramKey(name, fields, tuple(changed))
 
 
 def host_identity(host: Any, outer: tuple[Any, ...] = ()) -> dict[str, Any]:
@@ -112,15 +125,23 @@ def host_identity(host: Any, outer: tuple[Any, ...] = ()) -> dict[str, Any]:
     The compiler sees such a value as a constant, so two functions that differ in one are two
     programs.
     """
-    if inspect.isfunction(host) or inspect.ismethod(host):
+    carried: dict[Any, Any]
+    if isinstance(host, functools.partial):
+        carried = {"function": host.func, "arguments": host.args, **host.keywords}
+        name = _type_name(type(host))
+    elif inspect.isfunction(host) or inspect.ismethod(host):
         function = inspect.unwrap(host)
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         carried = {name: cell.cell_contents for name, cell in cells}
         carried.update(enumerate(function.__defaults__ or ()))
         carried.update(function.__kwdefaults__ or {})
+        if inspect.ismethod(host):
+            owner = host.__self__
+            carried["self"] = owner if isinstance(owner, type) else host_identity(owner, outer)
         name = f"{function.__module__}.{function.__qualname__}"
     else:
-        carried = vars(host) if hasattr(host, "__dict__") else {}
+        slots = [name for cls in type(host).__mro__ for name in _slots(cls) if hasattr(host, name)]
+        carried = {**getattr(host, "__dict__", {}), **{slot: getattr(host, slot) for slot in slots}}
         name = _type_name(type(host))
     if any(host is carrier for carrier in outer):
         return {"name": name}
@@ -140,7 +161,7 @@ def _comparable(value: Any, where: str, outer: tuple[Any, ...]) -> Any:
         return _type_name(value)
     if isinstance(value, ModuleType):
         return value.__name__
-    if inspect.isfunction(value):
+    if inspect.isfunction(value) or isinstance(value, functools.partial):
         return host_identity(value, outer)
     if isinstance(value, (tuple, list)):
         return [_comparable(item, where, outer) for item in value]
@@ -155,6 +176,12 @@ def _comparable(value: Any, where: str, outer: tuple[Any, ...]) -> Any:
         "which the compile cache can compare",
         type(value).__name__,
     )
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    slots = cls.__dict__.get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 def _type_name(cls: type) -> str:
@@ -176,6 +203,8 @@ def host_machine() -> str:
 
 def read_entry(key: ProgramKey) -> CompiledProgram | None:
     """The program of a key from the disk; None when there is no valid one."""
+    if key.changed:
+        return None
     try:
         content = key.path.read_bytes()
     except OSError:
@@ -201,6 +230,11 @@ def read_entry(key: ProgramKey) -> CompiledProgram | None:
 
 def write_entry(key: ProgramKey, program: CompiledProgram) -> None:
     """Keep a program for later processes; a folder that cannot be written to is only reported."""
+    if key.changed:
+        files = ", ".join(key.changed)
+        message = "%s: the compiled kernel is not kept, %s changed after this process began"
+        log.warning(message, key.name, files)
+        return
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         stored = {

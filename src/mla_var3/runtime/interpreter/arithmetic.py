@@ -42,7 +42,9 @@ def _floor_divide(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _ceil_divide(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return -torch.div(-x, y, rounding_mode="floor")
+    # Not by negation, which an unsigned number and the least signed one do not have.
+    floor = torch.div(x, y, rounding_mode="floor")
+    return floor + (floor * y != x).to(floor.dtype)
 
 
 def _minimum(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -82,8 +82,13 @@ def device_lock(device: str, wait_seconds: float = DEFAULT_WAIT_S) -> Iterator[N
 
 def _open(path: Path) -> int:
     mask = os.umask(0)  # others on the machine lock the same file, whoever made it
+    flags = os.O_RDWR | os.O_CLOEXEC
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        # Where fs.protected_regular is set, even root may not open another user's file in a sticky
+        # folder with O_CREAT.
+        with suppress(FileNotFoundError):
+            return os.open(path, flags)
+        return os.open(path, flags | os.O_CREAT, 0o666)
     except OSError as error:
         raise UnsupportedError(
             f"device lock: expected to open {path} for writing, got: {error.strerror}"

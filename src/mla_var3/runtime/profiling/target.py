@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+import mla_var3
+from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.runtime.markdown import write_json
 from mla_var3.runtime.measure import timeout_s, wait_for_device
@@ -53,6 +55,8 @@ class TargetSpec:
         runs: launches of each stage inside its range.
         warmup: launches of the whole before.
         nsight: arguments for nsight-python; None to mark the ranges only.
+        device: table entry that the plan was made for: splits and shares of SMs follow it; None
+            where only the GPU code was known.
     """
 
     module: str
@@ -64,6 +68,7 @@ class TargetSpec:
     runs: int = 1
     warmup: int = 2
     nsight: dict[str, Any] | None = field(default=None)
+    device: str | None = None
 
     @classmethod
     def of(cls, plan: KernelPlan, stage: Stage, runs: int) -> Self:
@@ -80,6 +85,7 @@ class TargetSpec:
                 for kernel in stage.kernels()
             ],
             runs=runs,
+            device=None if plan.target.device is None else plan.target.device.name,
         )
 
     def write(self, path: Path) -> None:
@@ -101,7 +107,7 @@ class TargetSpec:
         plan: KernelPlan = found(**values)
         for name, fields in self.plan_tilings.items():
             setattr(plan, name, tiling_from_dict(type(getattr(plan, name)), fields))
-        plan.target = Target(self.target)
+        plan.target = Target(self.target, None if self.device is None else device_spec(self.device))
         return plan
 
     def build_stage(self, plan: KernelPlan, device: str) -> Stage:
@@ -109,6 +115,13 @@ class TargetSpec:
         stage = plan.plan(*plan.prepare_inputs(device))
         apply_tilings(stage, self.tilings)
         return stage
+
+
+def package_environment() -> dict[str, str]:
+    """Environment of a program that a profiler starts: it imports this very package."""
+    root = str(Path(mla_var3.__file__).resolve().parents[1])
+    python_path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": python_path}
 
 
 def apply_tilings(stage: Stage, tilings: Sequence[dict[str, Any]]) -> None:

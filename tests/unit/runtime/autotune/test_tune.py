@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mla_var3.errors import MissingToolError, UnsupportedError
+from mla_var3.runtime.autotune import tune as tune_module
 from mla_var3.runtime.autotune.tune import Instruments, StageTuning, autotune, refine_plan
 from mla_var3.runtime.autotune.units import units_of
 from mla_var3.runtime.compile import CompileReport
@@ -275,6 +276,23 @@ def test_tune_seconds_ends_the_search_after_one_candidate_at_least(world):
     assert world.timed == [(64,), (32,), (16,), (8,)]
 
 
+@pytest.mark.parametrize("limit", [{"tune_max_iters": 1}, {"tune_seconds": 0.0}])
+def test_a_tiling_that_an_earlier_run_was_given_does_not_use_up_a_limit(world, limit):
+    world.tune(world.kernel([512, 64, 32]), **limit)
+    stage = world.kernel([64, 32])
+    tuning = world.tune(stage, **limit)["attend"]
+    assert world.timed == [(512,), (64,)]
+    assert (tuning.best_us, stage.tiling) == (64.0, FakeTiling(64))
+
+
+def test_where_all_spill_the_time_of_a_tiling_given_earlier_is_not_enough(world):
+    world.reports = {64: {"stack_bytes": 8}, 32: {"stack_bytes": 16}}
+    world.tune(world.kernel([512, 64, 32]))
+    stage = world.kernel([32, 64])
+    assert world.tune(stage)["attend"].best_us == 64.0
+    assert stage.tiling == FakeTiling(64)
+
+
 def test_an_interrupted_search_resumes_where_it_stopped(world):
     world.interrupt_after = 2
     world.reports = {128: {"stack_bytes": 8}}
@@ -522,6 +540,30 @@ def test_the_fastest_neighbour_is_returned(world, refinable):
         (3, "with attend rows=300 shape=(1, 2)"),
         (4, "with attend rows=400 shape=(1, 2)"),
     ]
+
+
+def test_untuned_tilings_are_part_of_what_a_refinement_holds_for(world):
+    def refine(rows: int) -> int:
+        def build(owner: FakePlan) -> Stage:
+            return world.kernel([rows + owner.b], owner=owner)
+
+        return world.refine(FakePlan(b=5, neighbours=(3,), build=build), autotune=False).b
+
+    assert refine(100) == 3
+    world.time_us = lambda rows: 1000.0 - rows
+    assert refine(200) == 5
+    assert world.timed == [(105,), (103,), (205,), (203,)]
+
+
+def test_the_plans_of_a_refinement_share_the_seconds(world, refinable, monkeypatch):
+    given: list[float] = []
+
+    def noted(stage: Any, plan: Any, spec: Any, options: RunOptions, **rest: Any) -> None:
+        given.append(options.tune_seconds or 0.0)
+
+    monkeypatch.setattr(tune_module, "autotune", noted)
+    world.refine(refinable, tune_seconds=30.0)
+    assert given == pytest.approx([10.0, 15.0, 30.0], abs=1.0)
 
 
 def test_a_plan_that_does_not_fit_is_a_failed_result(world, refinable):

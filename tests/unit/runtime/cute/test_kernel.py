@@ -1,7 +1,9 @@
 """The CuTe DSL runtime without a GPU: compiling, caching, refusing."""
 
 import dataclasses
+import functools
 import importlib
+import os
 import sys
 import zipfile
 from collections.abc import Callable
@@ -187,6 +189,32 @@ def test_what_a_host_function_carries_is_part_of_the_key():
     assert key_of(recursive(1)) != key_of(recursive(2))
 
 
+class SlottedHost:
+    __slots__ = ("width",)
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+
+    def __call__(self) -> int:
+        return self.width
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        SlottedHost,
+        lambda width: SlottedHost(width).__call__,
+        lambda width: functools.partial(function_with(0), width),
+        lambda width: functools.partial(function_with(0), width=width),
+        lambda width: functools.partial(function_with(width)),
+        lambda width: function_with(functools.partial(function_with(width))),
+    ],
+)
+def test_a_host_function_of_any_form_carries_its_values_into_the_key(make):
+    assert key_of(make(64)) != key_of(make(128))
+    assert key_of(make(64)) == key_of(make(64))
+
+
 def test_a_value_that_cannot_be_compared_is_refused():
     with pytest.raises(InvalidArgumentError, match=r"host_fn, value 'value': .*Tensor"):
         key_of(function_with(torch.zeros(1)))
@@ -284,6 +312,33 @@ def test_every_import_of_a_traced_module_counts_except_plans(tmp_path, monkeypat
     assert found == ["constants.py", "kernel.py", "layouts.py", "whole.py"]
     for name in [name for name in sys.modules if name.startswith("traced_package")]:
         monkeypatch.delitem(sys.modules, name)
+
+
+def test_a_constant_of_the_operation_in_device_code_counts():
+    """The packed order of tokens and the largest 8-bit number are defined beside the reference."""
+    from mla_var3.kernel.cute_python.mla.decompressed import fp8_few
+
+    kernel = fp8_few.compute_few_fp8
+    found = {path.name for path in traced_source_files(kernel)}
+    assert found == {path.name for path in traced_source_files(functools.partial(kernel))}
+    assert {"fp8_few.py", "packed.py", "quantise.py"} <= found
+    assert not {"cost.py", "plan.py", "stage.py"} & found
+
+
+def test_a_source_that_changed_since_it_was_imported_leaves_nothing_in_the_cache(
+    compilations, tmp_path, monkeypatch, caplog
+):
+    """The key would name the new text, the program be made of the old one."""
+    helper = tmp_path / "helper.py"
+    helper.write_text("WIDTH = 4\n")
+    os.utime(helper, (1.0, 1.0))
+    monkeypatch.setattr(cute_kernel, "traced_source_files", lambda *roots: [helper])
+    empty().compile("sm_90")
+    assert len(cache_files(tmp_path)) == 1
+    helper.write_text("WIDTH = 8\n")
+    assert empty().compile("sm_90").cubin
+    assert len(cache_files(tmp_path)) == 1 and len(compilations) == 2
+    assert "not kept, helper.py changed after this process began" in caplog.text
 
 
 def test_a_changed_helper_is_another_program(tmp_path, monkeypatch):

@@ -51,6 +51,22 @@ def holder(environment: dict[str, str]) -> Iterator[subprocess.Popen[str]]:
             process.stdout.close()
 
 
+def test_a_lock_file_of_another_user_is_opened_without_making_it(monkeypatch):
+    """As Linux does in a sticky folder where fs.protected_regular is set."""
+    with device_lock("GPU-12ab"):
+        pass
+    opened = os.open
+
+    def protected(path: Path, flags: int, *mode: int) -> int:
+        if flags & os.O_CREAT:
+            raise PermissionError(13, "Permission denied")
+        return opened(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", protected)
+    with device_lock("GPU-12ab"):
+        assert json.loads(lock_path("12ab").read_text())["pid"] == os.getpid()
+
+
 def test_the_file_names_the_holder_while_held():
     with device_lock("GPU-12ab"):
         content = json.loads(lock_path("12ab").read_text())

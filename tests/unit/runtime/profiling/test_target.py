@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from mla_var3.conf.devices import device_spec
 from mla_var3.errors import UnsupportedError
 from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
 from mla_var3.runtime.paths import find_kernel, plan_class
-from mla_var3.runtime.plan import KernelPlan
+from mla_var3.runtime.plan import KernelPlan, Target
 from mla_var3.runtime.profiling import target
 from mla_var3.runtime.profiling.target import TargetSpec, launch_ranges, stage_ranges
 from mla_var3.runtime.stage import Stage
@@ -41,6 +42,22 @@ def test_a_plan_survives_the_way_through_the_file(design, tmp_path):
     assert again.target.code == "sm_90"
     assert spec.build_stage(again, "meta").tilings() == stage.tilings()
     assert spec.runs == 3
+
+
+def test_the_profiled_plan_is_made_for_the_same_device(tmp_path):
+    """Splits and shares of SMs follow the device, not its compile target alone."""
+    device = device_spec("NVIDIA A100-SXM4-80GB")
+    made = plan_class(find_kernel("flash_mla_split_kv"))(b=2, s=1, t=4096, h=128)
+    plan = made.resolved(Target.of(device))
+    TargetSpec.of(plan, meta_stage(plan), runs=1).write(tmp_path / "spec.json")
+    spec = TargetSpec.read(tmp_path / "spec.json")
+    again = spec.build_plan()
+    assert again.target == plan.target
+    shapes = [
+        [[tuple(tensor.shape) for tensor in kernel.output_tensors] for kernel in stage.kernels()]
+        for stage in (meta_stage(plan), spec.build_stage(again, "meta"))
+    ]
+    assert shapes[0] == shapes[1]
 
 
 def test_tuned_tilings_are_used_not_those_of_the_plan(tmp_path):

@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import mla_var3
 from mla_var3.errors import MissingToolError, UnsupportedError
 from mla_var3.runtime.environment import find_tool, run_tool, version_numbers
 from mla_var3.runtime.profiling import target
-from mla_var3.runtime.profiling.target import NSIGHT_REPORT, TargetSpec
+from mla_var3.runtime.profiling.target import NSIGHT_REPORT, TargetSpec, package_environment
 
 log = logging.getLogger(__name__)
 
@@ -240,10 +239,8 @@ def target_command(spec: Path) -> list[str]:
 
 def child_environment(tool: NcuTool) -> dict[str, str]:
     """Environment of a profiled program: it imports this package and finds this profiler."""
-    package_root = str(Path(mla_var3.__file__).resolve().parents[1])
-    python_path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
     path = os.pathsep.join(filter(None, (str(tool.path.parent), os.environ.get("PATH"))))
-    return {**os.environ, "PYTHONPATH": python_path, "PATH": path}
+    return {**package_environment(), "PATH": path}
 
 
 def run_ncu(command: Sequence[str], tool: NcuTool, report: Path) -> None:

@@ -31,7 +31,7 @@ from mla_var3.runtime.environment import find_tool
 from mla_var3.runtime.measure import CudaClock, wait_for_device
 from mla_var3.runtime.paths import write_atomic
 from mla_var3.runtime.plan import KernelPlan
-from mla_var3.runtime.profiling.target import TargetSpec
+from mla_var3.runtime.profiling.target import TargetSpec, package_environment
 from mla_var3.runtime.profiling.timeline.formats import (
     API_SUMMARY,
     GPU_TRACE,
@@ -188,7 +188,13 @@ def _run(command: Sequence[str], result: Path) -> None:
     """Run a command that must leave a file."""
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_RUN_TIMEOUT_S, check=False
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env=package_environment(),
+            timeout=_RUN_TIMEOUT_S,
+            check=False,
         )
         lines = f"{done.stdout}\n{done.stderr}".split("\n")
         got = f"exit code {done.returncode}: "

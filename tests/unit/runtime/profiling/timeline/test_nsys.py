@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+import mla_var3
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import MissingToolError, UnsupportedError
 from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
@@ -182,3 +184,12 @@ def test_cupti_always_records_and_nsight_systems_where_it_works(
     files = sorted(path.stem for path in (tmp_path / "stats").iterdir())
     expected = ["report_cuda_api_sum", "report_cuda_gpu_trace", "report_nvtx_gpu_proj_trace"]
     assert files == ([] if state == "works" else expected)
+
+
+def test_the_program_under_nsys_imports_this_package(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "elsewhere")
+    monkeypatch.chdir(tmp_path)
+    result = tmp_path / "found"
+    code = "import mla_var3, sys; open(sys.argv[1], 'w').write(mla_var3.__file__)"
+    timeline_collect._run([sys.executable, "-c", code, str(result)], result)
+    assert result.read_text() == mla_var3.__file__
