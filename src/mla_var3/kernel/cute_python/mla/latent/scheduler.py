@@ -75,7 +75,7 @@ def split_block(local, item_cost, step):
 
 
 def splits_evenly(longest, shortest, items, group_count):
-    """Whether items of one length have the same number of groups each, all their own.
+    """Whether items of one length, not 0, have the same number of groups each, all their own.
 
     Plain arithmetic, for Python integers and for device values.
 
@@ -83,7 +83,7 @@ def splits_evenly(longest, shortest, items, group_count):
         longest, shortest: most and fewest KV blocks of any item.
         items, group_count: numbers of items and of CTA groups.
     """
-    return longest - shortest + group_count % cutlass.max(items, 1) == 0
+    return cutlass.max(longest, 1) - shortest + group_count % cutlass.max(items, 1) == 0
 
 
 def range_position(total, group, group_count):
