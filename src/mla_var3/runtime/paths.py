@@ -108,6 +108,14 @@ def kernel_id_of_module(module: str) -> KernelId | None:
     return KernelId(design, split_full_name(full_name)[1], languages[language], layer)
 
 
+def module_of(kind: type) -> str:
+    """The module of a class; of a program run with -m its own name, of a script "__main__"."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if kind.__module__ == "__main__" and spec is not None and spec.name:
+        return str(spec.name)
+    return kind.__module__
+
+
 def discover_kernels() -> list[KernelId]:
     """All kernel versions in the package, found by folder, without importing any of them."""
     root = _kernel_root()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 import mla_var3
 from mla_var3.conf.devices import DeviceSpec, load_devices
 from mla_var3.errors import InvalidArgumentError
-from mla_var3.runtime.paths import TARGETS, KernelId, kernel_id_of_module
+from mla_var3.runtime.paths import TARGETS, KernelId, kernel_id_of_module, module_of
 from mla_var3.runtime.stage import Constraints, Stage, Tiling
 
 if TYPE_CHECKING:
@@ -103,11 +103,9 @@ class KernelPlan(ABC):
     @property
     def kernel_id(self) -> KernelId:
         """The id of this version, from the module that defines the plan."""
-        module = type(self).__module__
+        module = module_of(type(self))
         if module == "__main__":
-            program = sys.modules[module]
-            script = Path(getattr(program, "__file__", None) or module).stem
-            module = program.__spec__.name if program.__spec__ else script
+            module = Path(getattr(sys.modules[module], "__file__", None) or module).stem
         found = kernel_id_of_module(module)
         if found is None:
             return KernelId(module.rsplit(".", 1)[-1], 0, "cutile-dsl", "local")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from mla_var3.attention.cache.kernels import CacheKernels
+from mla_var3.attention.cache.kernels import CacheKernels, capturing
 from mla_var3.attention.cache.pages import PagePool
 from mla_var3.attention.cache.sizes import CacheShape
 from mla_var3.attention.cache.storage import Storage
@@ -98,8 +98,8 @@ class CacheIndex:
     def _reserve(self, tokens: NewTokens) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Tokens that are taken, int32 `[b]`, and pages to copy as in `Reserved.sources`."""
         pool = self.pages
-        if pool is not None and not self.forks and self.lengths.is_cuda:
-            self.captured_without_forks |= torch.cuda.is_current_stream_capturing()
+        if pool is not None and not self.forks:
+            self.captured_without_forks |= capturing(self.lengths)
         found = self.kernels.reserve(tokens, self.lengths, self.refused, pool, copies=self.forks)
         if found is not None:
             return found

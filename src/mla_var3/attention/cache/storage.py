@@ -9,7 +9,7 @@ import torch
 from mla_var3.attention.cache.sizes import QUANTISED_FROM, CacheShape
 from mla_var3.attention.cache.tokens import masked_put
 from mla_var3.attention.request.checks import FLOAT_DTYPES, zero_rows
-from mla_var3.errors import InvalidArgumentError, UnknownNameError
+from mla_var3.errors import InvalidArgumentError
 from mla_var3.op.mla.cache_formats import FORMATS, PER_TENSOR, CacheFormat, cache_format, quantise
 from mla_var3.op.mla.problem import require_scale
 
@@ -87,10 +87,8 @@ class Storage:
 
 def stored_as(dtype: object, scale: object) -> torch.dtype | CacheFormat:
     """What `LatentCache.allocate` stores for its `dtype` and `scale`, both checked."""
-    if isinstance(dtype, str) and dtype not in FORMATS:
-        hint = "A cache in 16 or 32 bits takes a torch dtype, such as torch.bfloat16"
-        raise UnknownNameError("cache format", dtype, FORMATS, hint)
-    stored = cache_format(dtype) if isinstance(dtype, str) else dtype
+    hint = "A cache in 16 or 32 bits takes a torch dtype, such as torch.bfloat16"
+    stored = cache_format(dtype, hint) if isinstance(dtype, str) else dtype
     if not isinstance(stored, CacheFormat) and stored not in FLOAT_DTYPES:
         expected = f"bfloat16, float16, float32 or one of {', '.join(FORMATS)}"
         raise InvalidArgumentError("dtype", expected, dtype)

@@ -27,7 +27,12 @@ def tree_ancestors(parents: torch.Tensor) -> torch.Tensor:
     if parents.dtype not in INDEX_DTYPES:
         expected = " or ".join(str(dtype) for dtype in INDEX_DTYPES)
         raise InvalidArgumentError("parents", f"dtype {expected}", parents.dtype)
-    _require_parents("parents", parents)
+    return _ancestors("parents", parents)
+
+
+def _ancestors(name: str, parents: torch.Tensor) -> torch.Tensor:
+    """See `tree_ancestors`; `name` is what a caller calls the parents."""
+    _require_parents(name, parents)
     s = parents.shape[-1]
     order = torch.arange(s, device=parents.device)
     is_parent = (parents[..., None] == order) & (order < order[:, None])
@@ -69,9 +74,7 @@ def checked_tree(tree: object, b: int, s: int, device: torch.device) -> torch.Te
     tail = [("s", s), ("s", s)] if is_mask else [("s", s)]
     shape = tail if tree.dim() == len(tail) else [("b", b), *tail]
     require_tensor("tree_mask", tree, shape, [torch.bool, *INDEX_DTYPES], device)
-    if not is_mask:
-        _require_parents("tree_mask", tree)
-    mask = tree if is_mask else tree_ancestors(tree)
+    mask = tree if is_mask else _ancestors("tree_mask", tree)
     return mask.expand(b, s, s)
 
 

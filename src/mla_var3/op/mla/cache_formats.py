@@ -171,16 +171,16 @@ PER_TENSOR = CacheFormat("fp8", None, E4M3, by_page=False)
 FORMATS = {entry.name: entry for entry in (PER_TOKEN, DS_MLA, PER_TENSOR)}
 
 
-def cache_format(name: str) -> CacheFormat:
+def cache_format(name: str, hint: str = "") -> CacheFormat:
     """The format of a name.
 
     Raises:
-        UnknownNameError: There is none.
+        UnknownNameError: There is none; with the hint.
     """
     try:
         return FORMATS[name]
     except KeyError:
-        raise UnknownNameError("cache format", name, FORMATS) from None
+        raise UnknownNameError("cache format", name, FORMATS, hint) from None
 
 
 def format_of(cache: QuantisedCache) -> CacheFormat:

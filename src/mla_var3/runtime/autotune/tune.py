@@ -124,10 +124,9 @@ def refine_plan(
     if len(candidates) == 1:
         return plan
     stage_name = f"{plan.name}.refine"
-    stage = plan.plan(*plan.prepare_inputs("meta"))
+    kernels = list(plan.plan(*plan.prepare_inputs("meta")).kernels())
     # Tilings that are not tuned decide the times.
-    tilings = None if options.autotune else [kernel.tiling.to_dict() for kernel in stage.kernels()]
-    kernels = stage.kernels()
+    tilings = None if options.autotune else [kernel.tiling.to_dict() for kernel in kernels]
     key = tuning_key(plan, spec, stage_name, kernels, tuned=options.autotune, tilings=tilings)
     history = History(history_path(plan, spec, key), key, retune=options.retune)
     what, total = f"refine {plan.name}", len(candidates)

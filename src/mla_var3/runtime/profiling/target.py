@@ -24,6 +24,7 @@ from mla_var3.conf.devices import device_spec
 from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.runtime.markdown import write_json
 from mla_var3.runtime.measure import timeout_s, wait_for_device
+from mla_var3.runtime.paths import module_of
 from mla_var3.runtime.plan import Target
 from mla_var3.runtime.stage import tiling_from_dict
 
@@ -150,15 +151,13 @@ def stage_ranges(stage: Stage) -> list[tuple[str, KernelStage]]:
 
 
 def _importable_module(kind: type) -> str:
-    if kind.__module__ != "__main__":
-        return kind.__module__
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    if spec is None or not spec.name:
+    module = module_of(kind)
+    if module == "__main__":
         raise UnsupportedError(
             f"{kind.__qualname__}: expected a plan class in a module that another process can "
             "import, got one defined in a script; run the script with python -m, or use event mode"
         )
-    return str(spec.name)
+    return module
 
 
 @contextmanager
