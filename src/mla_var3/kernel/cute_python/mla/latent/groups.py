@@ -12,10 +12,14 @@ from dataclasses import dataclass
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, ROWS
 from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     ITEM_COST,
+    SPANS,
+    aligned_groups,
+    longest_span,
     range_position,
+    shortest_span,
+    span_step,
     split_block,
     split_step,
-    splits_evenly,
     takes_turns,
 )
 
@@ -27,11 +31,6 @@ STREAM_COST = 0.0015
 """Share of the time that every CTA group costs that is alone on its KV blocks: memory is read for
 it alone, which takes power from the tensor cores. On an H200 66 such groups took 9 % (b=32 s=43;
 docs/results/2026-11-15-nvidia-h200-mix-development.md)."""
-EVEN_SHARE = 0.95
-"""Least share of the CTA groups to use where that lets each item be split evenly. On an H200 with
-128 of 132 CTAs and equal lengths around 4200, b=64 s=1 h=16 took 90 us instead of 94, b=64 s=4 h=16
-102.5 instead of 109, b=32 s=1 h=128 82 instead of 87; with different lengths nothing changed
-(docs/results/2026-11-16-nvidia-h200-engine-shapes.md). Smaller shares were not measured."""
 STREAMS = 92
 """CTA groups whose KV blocks memory delivers as fast as they compute: on an H200 1.6 us for a KV
 block of 74 KB and a query tile, at 4.2 TB/s. More groups wait for memory."""
@@ -94,11 +93,6 @@ def group_shape(
             share = (1.0 - cost) * filled * used - STREAM_COST * most
             return share, GroupShape(size, visits, most)
         split = (1.0 - cost) * ideal / each - STREAM_COST * most, GroupShape(size, visits, most)
-        if items < most:
-            # As many groups for each item: with equal lengths no group has a share of two items.
-            even = most // items * items
-            if even >= EVEN_SHARE * most:
-                return split[0], GroupShape(size, visits, even)
         rounds = -(-items // most)
         if items % rounds:
             return split
@@ -134,6 +128,24 @@ def ragged_tiles(queries: int, requests: int, max_q: int, heads: int) -> tuple[i
     return total, heads // ROWS if heads % ROWS == 0 else 1
 
 
+def aligned_span(blocks: Sequence[int], groups: int, step: int) -> int:
+    """KV blocks of a range where all ranges are aligned to items, 0 where they are not.
+
+    Args:
+        blocks: KV blocks of the items.
+        groups: number of CTA groups.
+        step: see `split_step`.
+    """
+    if len(blocks) > groups:
+        return 0
+    shortest = shortest_span(sum(blocks), groups, step)
+    longest = longest_span(sum(blocks) + ITEM_COST * len(blocks), groups, step)
+    for span in itertools.islice(itertools.count(shortest, span_step(shortest, step)), SPANS):
+        if span <= longest and sum(aligned_groups(n, span) for n in blocks) <= groups:
+            return span
+    return 0
+
+
 def range_begins(
     lengths: Sequence[int], shape: GroupShape, counts: Sequence[int] | None = None
 ) -> list[tuple[int, int]]:
@@ -156,17 +168,18 @@ def range_begins(
         for request, count in enumerate(counts)
         for visit in range(count)
     ]
-    longest, shortest = (found((n for _, n in items), default=0) for found in (max, min))
+    groups, step = shape.group_count, split_step(shape.group_ctas, visits)
     total, behind = sum(n + ITEM_COST for _, n in items), len(lengths) * visits
-    if takes_turns(longest, behind, shape.group_count, total):
-        each, rest = divmod(behind, shape.group_count)
-        return [(group * each + min(group, rest), 0) for group in range(shape.group_count + 1)]
-    even = splits_evenly(longest, shortest, len(items), shape.group_count)
-    item_cost, step = 0 if even else ITEM_COST, split_step(shape.group_ctas, visits)
-    starts = list(itertools.accumulate((n + item_cost for _, n in items), initial=0))
-    total, begins = starts[-1], []
-    for group in range(shape.group_count + 1):
-        position = range_position(total, group, shape.group_count)
+    if takes_turns(max((n for _, n in items), default=0), behind, groups, total):
+        each, rest = divmod(behind, groups)
+        return [(group * each + min(group, rest), 0) for group in range(groups + 1)]
+    span = aligned_span([n for _, n in items], groups, step)
+    item_cost, align = (0, span) if span else (ITEM_COST, 1)
+    sizes = (aligned_groups(n + item_cost, align) * align for _, n in items)
+    starts = list(itertools.accumulate(sizes, initial=0))
+    line, begins = span * groups or total, []
+    for group in range(groups + 1):
+        position = range_position(line, group, groups)
         at = bisect.bisect_right(starts, position) - 1
         if at == len(items):
             begins.append((behind, 0))

@@ -8,10 +8,11 @@ tile* is what one CTA does of it: one query tile against the item's KV blocks.
 
 All items in order form a line, each as long as its KV blocks plus a fixed cost for its start and
 end. The line is divided into as many equal ranges as there are groups. Where a range begins or ends
-inside of an item, the item is split: each group writes a partial, and `merge.py` merges them. Where
-every range lies within one item, because equal items have the same number of groups each, all of
-them start and end once, and the fixed cost is left out. Where splitting would cost more than it
-saves, as with as many equal items as groups or few tokens, the groups take whole items in turns.
+inside of an item, the item is split: each group writes a partial, and `merge.py` merges them. With
+fewer items than groups the ranges are *aligned* where that makes them hardly longer: each item is
+padded to whole ranges, so that every group has KV blocks of one item and starts and ends once.
+Where splitting would cost more than it saves, as with as many equal items as groups or few tokens,
+the groups take whole items in turns.
 
 Packed requests have different numbers of query tiles. Each has items for the visits that find a
 tile; the others have no length. Where the host knows that many requests have fewer tiles than the
@@ -38,6 +39,14 @@ MERGE_COST = 9
 """Cost of splitting items, in KV blocks: partials are written, waited for and merged. On an H200 at
 b=16 s=2 h=128 a launch that splits takes 9 us more than one that does not (t=256 and 512, cold L2;
 docs/results/2026-11-15-nvidia-h200-attention-grid.md)."""
+
+SPANS = 4
+"""Sizes of aligned ranges that are tried, so that they reach those that are 5 % longer."""
+ALIGNED_WORTH = 20
+"""Aligned ranges may be longer by 1 in so many. On an H200 with 128 of 132 CTAs and equal lengths
+around 4200, b=64 s=1 h=16 took 90 us instead of 94, b=64 s=4 h=16 102.5 instead of 109, b=32 s=1
+h=128 82 instead of 87 (docs/results/2026-11-16-nvidia-h200-engine-shapes.md). Other numbers were
+not measured."""
 
 
 class Split(IntEnum):
@@ -74,16 +83,33 @@ def split_block(local, item_cost, step):
     return (cutlass.max(local - item_cost, 0) + step - 1) // step * step
 
 
-def splits_evenly(longest, shortest, items, group_count):
-    """Whether items of one length, not 0, have the same number of groups each, all their own.
+def aligned_groups(blocks, span):
+    """CTA groups of an item where every range has up to `span` KV blocks of one item."""
+    return cutlass.max((blocks + span - 1) // span, 1)
 
+
+def shortest_span(blocks, group_count, step):
+    """KV blocks of a range if all `blocks` of a launch could be divided equally."""
+    return (cutlass.max((blocks - 1) // group_count, 0) + step) // step * step
+
+
+def longest_span(total, group_count, step):
+    """KV blocks of the longest aligned range that is taken instead of a share of the line.
+
+    Splits of the line are at whole blocks, so one block more costs nothing, and `ALIGNED_WORTH`.
     Plain arithmetic, for Python integers and for device values.
 
     Args:
-        longest, shortest: most and fewest KV blocks of any item.
-        items, group_count: numbers of items and of CTA groups.
+        total: length of the line.
+        group_count: number of CTA groups.
+        step: see `split_step`.
     """
-    return cutlass.max(longest, 1) - shortest + group_count % cutlass.max(items, 1) == 0
+    return shortest_span(total + total // ALIGNED_WORTH + group_count, group_count, step)
+
+
+def span_step(shortest, step):
+    """Difference of the sizes of aligned ranges that are tried, about 1.5 %."""
+    return (shortest // 64 + 1) * step
 
 
 def range_position(total, group, group_count):
@@ -239,7 +265,6 @@ def work_range(
     present = Int32(0)  # items that find a query tile
     total = Int32(0)
     longest = Int32(0)
-    shortest = max_tokens
     # Unrolled, so that the reads of a large batch wait for memory together.
     for chunk in cutlass.range(chunks, unroll=8):
         request = chunk * 32 + lane
@@ -250,11 +275,9 @@ def work_range(
                 present += count
                 total += (blocks + ITEM_COST) * count
                 longest = cutlass.max(longest, blocks)
-                shortest = cutlass.min(shortest, blocks)
     present = cute.arch.warp_redux_sync(present, "add")
     total = cute.arch.warp_redux_sync(total, "add")
     longest = cute.arch.warp_redux_sync(longest, "max")
-    shortest = cute.arch.warp_redux_sync(shortest, "min")
     step = Int32(1)
     begin = group
     begin_block = Int32(0)
@@ -263,15 +286,62 @@ def work_range(
     if whole_items != 0 or takes_turns(longest, items, group_count, total):
         step = group_count
     else:
-        item_cost = Int32(ITEM_COST)
-        if splits_evenly(longest, shortest, present, group_count):
-            item_cost = Int32(0)
-            total -= ITEM_COST * present
+        item_cost, align, line = Int32(ITEM_COST), Int32(1), total
+        block_step = split_step(group_ctas, visits)
+        if present <= group_count:
+            shortest = shortest_span(total - ITEM_COST * present, group_count, block_step)
+            span = aligned_span(
+                lengths, requests, visits, newest, max_tokens, group_count, shortest,
+                span_step(shortest, block_step), window, packed,
+            )  # fmt: skip
+            if span <= longest_span(total, group_count, block_step):
+                item_cost, align, line = Int32(0), span, span * group_count
         begin, begin_block, end, end_block = split_range(
-            lengths, requests, visits, newest, max_tokens, group, group_count, total, item_cost,
-            split_step(group_ctas, visits), window, packed,
+            lengths, requests, visits, newest, max_tokens, group, group_count, line, item_cost,
+            align, block_step, window, packed,
         )  # fmt: skip
     return WorkRange(begin, begin_block, end, end_block, step, total)
+
+
+@cute.jit
+def aligned_span(
+    lengths: cute.Tensor,
+    requests: Int32,
+    visits: Int32,
+    newest: Int32,
+    max_tokens: Int32,
+    group_count: Int32,
+    shortest: Int32,
+    step: Int32,
+    window: cutlass.Constexpr,
+    packed: cutlass.Constexpr,
+) -> Int32:
+    """KV blocks of aligned ranges: the first of `SPANS` sizes that needs no more than all groups.
+
+    Args:
+        lengths, requests, visits, newest, max_tokens, group_count, window, packed: see
+            `work_range`.
+        shortest: the first size.
+        step: difference of two sizes.
+
+    Returns:
+        The size, or one that is longer than any range where none of them fits.
+    """
+    lane = cute.arch.lane_idx()
+    groups = cute.make_rmem_tensor(SPANS, Int32)
+    groups.fill(0)
+    for chunk in cutlass.range((requests + 31) // 32, unroll=1):
+        request = chunk * 32 + lane
+        if request < requests:
+            blocks = kv_blocks(lengths, request, newest, max_tokens, window)
+            count = item_count(request, visits, packed)
+            for i in cutlass.range_constexpr(SPANS):
+                groups[i] += aligned_groups(blocks, shortest + i * step) * count
+    span = max_tokens + KV_BLOCK
+    for i in cutlass.range_constexpr(SPANS - 1, -1, -1):
+        if cute.arch.warp_redux_sync(groups[i], "add") <= group_count:
+            span = shortest + i * step
+    return span
 
 
 @cute.jit
@@ -285,13 +355,18 @@ def split_range(
     group_count: Int32,
     total: Int32,
     item_cost: Int32,
+    align: Int32,
     block_step: Int32,
     window: cutlass.Constexpr,
     packed: cutlass.Constexpr,
 ):
     """A group's range of the line of length `total`: begin and end as (item, KV block).
 
-    Args: see `work_range` and `split_block`.
+    Args:
+        lengths, requests, visits, newest, max_tokens, group, group_count, window, packed: see
+            `work_range`.
+        total, item_cost, block_step: see `split_block`.
+        align: items are padded to multiples of so many KV blocks.
     """
     lane = cute.arch.lane_idx()
     chunks = (requests + 31) // 32
@@ -306,10 +381,12 @@ def split_range(
     for chunk in cutlass.range(chunks, unroll=1):
         request = chunk * 32 + lane
         blocks = Int32(0)
+        length = Int32(1)
         cost = Int32(0)
         if request < requests:
             blocks = kv_blocks(lengths, request, newest, max_tokens, window)
-            cost = (blocks + item_cost) * item_count(request, visits, packed)
+            length = aligned_groups(blocks + item_cost, align) * align
+            cost = length * item_count(request, visits, packed)
         inclusive = cost
         for step in cutlass.range_constexpr(5):
             other = cute.arch.shuffle_sync_up(inclusive, offset=1 << step)
@@ -318,11 +395,11 @@ def split_range(
         start = before + inclusive - cost
         if start <= begin_at and begin_at < start + cost:
             begin, begin_block = split_in_request(
-                begin_at - start, request, visits, blocks, item_cost, block_step
+                begin_at - start, request, visits, blocks, length, item_cost, block_step
             )
         if start <= end_at and end_at < start + cost:
             end, end_block = split_in_request(
-                end_at - start, request, visits, blocks, item_cost, block_step
+                end_at - start, request, visits, blocks, length, item_cost, block_step
             )
         before += cute.arch.shuffle_sync(inclusive, 31)
     begin = cute.arch.warp_redux_sync(begin, "max")
@@ -338,11 +415,20 @@ def split_range(
 
 @cute.jit
 def split_in_request(
-    local: Int32, request: Int32, visits: Int32, blocks: Int32, item_cost: Int32, block_step: Int32
+    local: Int32,
+    request: Int32,
+    visits: Int32,
+    blocks: Int32,
+    length: Int32,
+    item_cost: Int32,
+    block_step: Int32,
 ):
-    """(item, KV block) of a boundary at distance `local` from the first item of a request."""
-    item = request * visits + local // (blocks + item_cost)
-    place = local % (blocks + item_cost)
+    """(item, KV block) of a boundary at distance `local` from the first item of a request.
+
+    Each of its items has `blocks` KV blocks and takes `length` of the line.
+    """
+    item = request * visits + local // length
+    place = local % length
     block = split_block(place, item_cost, block_step)
     if block >= blocks and place > 0:
         item += 1
