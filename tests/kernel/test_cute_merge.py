@@ -38,7 +38,7 @@ def test_a_launch_that_does_not_split_writes_no_partial(lengths, tiles, sms, equ
     if equal:
         lengths = lengths[:1] * len(lengths)
     shape = group_shape(tiles, len(lengths), sms)
-    work_range = WorkRange(0, 0, 0, 0, step_of(lengths, shape), 0)
+    work_range = WorkRange(0, 0, 0, 0, step_of(lengths, shape), 0, shape.group_count)
     assert may_split(work_range, shape.group_count) or partial_count(lengths, shape) == 0
     if shape.group_count == 1:
         assert not may_split(work_range, shape.group_count)

@@ -33,7 +33,7 @@ from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     ITEM_COST,
     MERGE_COST,
     Split,
-    longest_span,
+    aligning_pays,
     range_position,
     shortest_span,
     span_step,
@@ -265,8 +265,9 @@ def test_no_step_overflows_for_the_largest_sizes(items, t, groups):
     whole = takes_turns(Int32Only(blocks), Int32Only(items), Int32Only(groups), total)
     assert whole == (-(-items // groups) * (blocks + ITEM_COST) <= total // groups + MERGE_COST)
     if items <= groups:
-        spans = (shortest_span(total, groups, 2), longest_span(total, groups, 2))
-        assert Int32Only(spans[1]) * groups >= total and spans[0] <= spans[1] <= 1.06 * spans[0] + 4
+        span = shortest_span(total, Int32Only(groups), 2)
+        assert aligning_pays(Int32Only(span), total, Int32Only(groups), 2)
+        assert not aligning_pays(Int32Only(span) + span // 20 + 6, total, Int32Only(groups), 2)
     for group in (0, 1, groups // 2, groups - 1, groups):
         position = range_position(total, Int32Only(group), Int32Only(groups))
         assert position == int(total) * group // groups

@@ -88,7 +88,7 @@ def test_a_row_sees_its_window_once(data):
     for group, (begin, end) in enumerate(itertools.pairwise(ranges)):
         for rank in range(ctas):
             scheduler = Scheduler(
-                WorkRange(*begin, *end, 1, 0), lengths, total_lengths, begins, None, queries,
+                WorkRange(*begin, *end, 1, 0, 1), lengths, total_lengths, begins, None, queries,
                 begins[-1], heads, 2048, ctas, shape.visits, 0, int(causal), shards, shard,
                 sliding, group, rank,
             )  # fmt: skip
@@ -134,7 +134,7 @@ def test_a_request_has_items_only_for_its_query_tiles(step):
 
     for begin in range(step):
         scheduler = Scheduler(
-            WorkRange(begin, 0, len(counts) * visits, 0, step, 0), lengths, None, Begins(begins),
+            WorkRange(begin, 0, len(counts) * visits, 0, step, 0, 1), lengths, None, Begins(begins),
             None, 4, begins[-1], heads, 2048, 2, visits, 0, 1, 1, 0, None, 0, 1,
         )  # fmt: skip
         tile = scheduler.first_tile()
@@ -185,7 +185,7 @@ def test_a_cta_records_at_its_start_what_its_tiles_write(data):
     for group, (begin, end) in enumerate(itertools.pairwise(range_begins(lengths, shape, items))):
         for rank in range(ctas):
             scheduler = Scheduler(
-                WorkRange(*begin, *end, 1, 0), lengths, None, begins, None, queries, begins[-1],
+                WorkRange(*begin, *end, 1, 0, 1), lengths, None, begins, None, queries, begins[-1],
                 heads, 4096, ctas, shape.visits, 0, int(causal), 1, 0, None, group, rank,
             )  # fmt: skip
             recorded: dict[tuple[int, int], int] = {}
@@ -213,7 +213,7 @@ def test_small_launches_leave_l2_first(group_ctas, visits, total, first, monkeyp
     """Not those whose KV blocks several CTAs read, or many."""
     monkeypatch.setattr(producer, "Int64", int)
     scheduler = Scheduler(
-        WorkRange(0, 0, 0, 0, 1, total), [], None, None, None, 1, 1, 16, 64, group_ctas, visits,
+        WorkRange(0, 0, 0, 0, 1, total, 1), [], None, None, None, 1, 1, 16, 64, group_ctas, visits,
         0, 1, 1, 0, None, 0, 0,
     )  # fmt: skip
     policy = inspect.unwrap(producer.kv_policy)(scheduler)

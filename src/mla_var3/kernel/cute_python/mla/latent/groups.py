@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, ROWS
 from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     ITEM_COST,
+    LONGEST_ALIGNED,
     SPANS,
     aligned_groups,
-    longest_span,
+    aligning_pays,
     range_position,
     shortest_span,
     span_step,
@@ -88,9 +89,12 @@ def group_shape(
         if total_tiles:
             # A request fills its last visit in part.
             unfilled = (size - token_tiles if size % token_tiles == 0 else size - 1) / 2
-            filled = total_tiles / min(total_tiles + requests * unfilled, items * size)
-            used = most * size / sm_count / max(1.0, most / STREAMS)
-            share = (1.0 - cost) * filled * used - STREAM_COST * most
+            taken = min(total_tiles + requests * unfilled, items * size)
+            # Where every item has two groups or more, those on one request read the same blocks.
+            together = 2 * taken <= most * size
+            streams = most * min(1.0, requests * size / taken) if together else most
+            used = most * size / sm_count / max(1.0, streams / STREAMS)
+            share = (1.0 - cost) * total_tiles / taken * used - STREAM_COST * streams
             return share, GroupShape(size, visits, most)
         split = (1.0 - cost) * ideal / each - STREAM_COST * most, GroupShape(size, visits, most)
         rounds = -(-items // most)
@@ -136,13 +140,13 @@ def aligned_span(blocks: Sequence[int], groups: int, step: int) -> int:
         groups: number of CTA groups.
         step: see `split_step`.
     """
-    if len(blocks) > groups:
+    if len(blocks) > groups or max(blocks, default=0) >= LONGEST_ALIGNED:
         return 0
     shortest = shortest_span(sum(blocks), groups, step)
-    longest = longest_span(sum(blocks) + ITEM_COST * len(blocks), groups, step)
+    total = sum(blocks) + ITEM_COST * len(blocks)
     for span in itertools.islice(itertools.count(shortest, span_step(shortest, step)), SPANS):
-        if span <= longest and sum(aligned_groups(n, span) for n in blocks) <= groups:
-            return span
+        if sum(aligned_groups(n, span) for n in blocks) <= groups:
+            return span if aligning_pays(span, total, groups, step) else 0
     return 0
 
 

@@ -383,7 +383,8 @@ class FlashMLASm90:
             cute.arch.griddepcontrol_launch_dependents()
             if splits:
                 shared = merge_shared(store.q.data_ptr(), self.widths)
-                merge_partials(outputs, missing, shared, group_ctas, ctas, cta, self.dtype)
+                working = group_ctas * scheduler.range.groups
+                merge_partials(outputs, missing, shared, group_ctas, ctas, working, cta, self.dtype)
 
 
 @dataclass

@@ -28,7 +28,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, Uint32, const_expr
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, ROWS
 
@@ -42,6 +42,8 @@ docs/results/2026-11-15-nvidia-h200-attention-grid.md)."""
 
 SPANS = 4
 """Sizes of aligned ranges that are tried, so that they reach those that are 5 % longer."""
+LONGEST_ALIGNED = 1 << 20
+"""Items of fewer KV blocks than this may have aligned ranges: float32 divides these exactly."""
 ALIGNED_WORTH = 20
 """Aligned ranges may be longer by 1 in so many. On an H200 with 128 of 132 CTAs and equal lengths
 around 4200, b=64 s=1 h=16 took 90 us instead of 94, b=64 s=4 h=16 102.5 instead of 109, b=32 s=1
@@ -58,6 +60,13 @@ class Split(IntEnum):
 
 
 # --- plain arithmetic, on numbers of the host or of the device ------------------------------------
+
+
+def quotient(dividend, divisor):
+    """`dividend // divisor` of numbers that are not negative; on the device without signs."""
+    if isinstance(dividend, int) and isinstance(divisor, int):
+        return dividend // divisor
+    return (Uint32(dividend) // Uint32(divisor)).to(Int32)
 
 
 def split_step(group_ctas, visits):
@@ -80,31 +89,32 @@ def split_block(local, item_cost, step):
         item_cost: what the item takes of the line before its KV blocks.
         step: see `split_step`.
     """
-    return (cutlass.max(local - item_cost, 0) + step - 1) // step * step
+    return (cutlass.max(local - item_cost, 0) + step - 1) & -step
 
 
 def aligned_groups(blocks, span):
     """CTA groups of an item where every range has up to `span` KV blocks of one item."""
-    return cutlass.max((blocks + span - 1) // span, 1)
+    return cutlass.max(quotient(blocks + span - 1, span), 1)
 
 
 def shortest_span(blocks, group_count, step):
     """KV blocks of a range if all `blocks` of a launch could be divided equally."""
-    return (cutlass.max((blocks - 1) // group_count, 0) + step) // step * step
+    return (quotient(cutlass.max(blocks - 1, 0), group_count) + step) & -step
 
 
-def longest_span(total, group_count, step):
-    """KV blocks of the longest aligned range that is taken instead of a share of the line.
+def aligning_pays(span, total, group_count, step):
+    """Whether aligned ranges of `span` KV blocks are taken instead of shares of the line.
 
     Splits of the line are at whole blocks, so one block more costs nothing, and `ALIGNED_WORTH`.
     Plain arithmetic, for Python integers and for device values.
 
     Args:
+        span: a multiple of `step`.
         total: length of the line.
         group_count: number of CTA groups.
         step: see `split_step`.
     """
-    return shortest_span(total + total // ALIGNED_WORTH + group_count, group_count, step)
+    return (span - step) * group_count < total + total // ALIGNED_WORTH + group_count
 
 
 def span_step(shortest, step):
@@ -114,7 +124,8 @@ def span_step(shortest, step):
 
 def range_position(total, group, group_count):
     """Where the range of a CTA group begins on a line of length `total`, without overflow."""
-    return total // group_count * group + total % group_count * group // group_count
+    share = quotient(total, group_count)
+    return share * group + quotient((total - share * group_count) * group, group_count)
 
 
 def takes_turns(longest, items, group_count, total):
@@ -127,8 +138,8 @@ def takes_turns(longest, items, group_count, total):
         items, group_count: numbers of items and of CTA groups.
         total: length of the line.
     """
-    rounds = (items + group_count - 1) // group_count
-    return rounds * (longest + ITEM_COST) <= total // group_count + MERGE_COST
+    rounds = quotient(items + group_count - 1, group_count)
+    return rounds * (longest + ITEM_COST) <= quotient(total, group_count) + MERGE_COST
 
 
 # --- on the device --------------------------------------------------------------------------------
@@ -230,6 +241,7 @@ class WorkRange:
         end, end_block: item of the end, of which only KV blocks before `end_block` belong here.
         step: step from one item to the next; the number of groups where they take turns.
         total: length of the line.
+        groups: CTA groups that have work, the first ones.
     """
 
     begin: Any
@@ -238,6 +250,7 @@ class WorkRange:
     end_block: Any
     step: Any
     total: Any
+    groups: Any
 
 
 @cute.jit
@@ -283,24 +296,31 @@ def work_range(
     begin_block = Int32(0)
     end = items
     end_block = Int32(0)
+    groups = group_count
     if whole_items != 0 or takes_turns(longest, items, group_count, total):
         step = group_count
     else:
-        item_cost, align, line = Int32(ITEM_COST), Int32(1), total
+        item_cost, align = Int32(ITEM_COST), Int32(1)
         block_step = split_step(group_ctas, visits)
-        if present <= group_count:
+        aligned = Boolean(False)
+        if present <= group_count and longest < LONGEST_ALIGNED:
             shortest = shortest_span(total - ITEM_COST * present, group_count, block_step)
-            span = aligned_span(
+            span, needed = aligned_span(
                 lengths, requests, visits, newest, max_tokens, group_count, shortest,
                 span_step(shortest, block_step), window, packed,
             )  # fmt: skip
-            if span <= longest_span(total, group_count, block_step):
-                item_cost, align, line = Int32(0), span, span * group_count
+            if span > 0 and aligning_pays(span, total, group_count, block_step):
+                aligned = Boolean(True)
+                item_cost, align, groups = Int32(0), span, needed
+        begin_at, end_at = group * align, (group + 1) * align
+        if not aligned:
+            begin_at = range_position(total, group, group_count)
+            end_at = range_position(total, group + 1, group_count)
         begin, begin_block, end, end_block = split_range(
-            lengths, requests, visits, newest, max_tokens, group, group_count, line, item_cost,
-            align, block_step, window, packed,
+            lengths, requests, visits, newest, max_tokens, begin_at, end_at, item_cost, align,
+            block_step, window, packed,
         )  # fmt: skip
-    return WorkRange(begin, begin_block, end, end_block, step, total)
+    return WorkRange(begin, begin_block, end, end_block, step, total, groups)
 
 
 @cute.jit
@@ -315,7 +335,7 @@ def aligned_span(
     step: Int32,
     window: cutlass.Constexpr,
     packed: cutlass.Constexpr,
-) -> Int32:
+):
     """KV blocks of aligned ranges: the first of `SPANS` sizes that needs no more than all groups.
 
     Args:
@@ -325,23 +345,29 @@ def aligned_span(
         step: difference of two sizes.
 
     Returns:
-        The size, or one that is longer than any range where none of them fits.
+        The size and the groups that have work; 0 and all of them where none of the sizes fits.
     """
     lane = cute.arch.lane_idx()
+    inverse = cute.make_rmem_tensor(SPANS, Float32)
     groups = cute.make_rmem_tensor(SPANS, Int32)
-    groups.fill(0)
+    for i in cutlass.range_constexpr(SPANS):
+        groups[i] = Int32(0)
+        inverse[i] = cute.arch.rcp_approx((shortest + i * step).to(Float32))
     for chunk in cutlass.range((requests + 31) // 32, unroll=1):
         request = chunk * 32 + lane
         if request < requests:
-            blocks = kv_blocks(lengths, request, newest, max_tokens, window)
+            last = cutlass.max(kv_blocks(lengths, request, newest, max_tokens, window) - 1, 0)
             count = item_count(request, visits, packed)
             for i in cutlass.range_constexpr(SPANS):
-                groups[i] += aligned_groups(blocks, shortest + i * step) * count
-    span = max_tokens + KV_BLOCK
+                # `aligned_groups`, exact up to `LONGEST_ALIGNED` blocks.
+                whole = ((last.to(Float32) + 0.5) * inverse[i]).to(Int32)
+                groups[i] += (whole + 1) * count
+    span, needed = Int32(0), group_count
     for i in cutlass.range_constexpr(SPANS - 1, -1, -1):
-        if cute.arch.warp_redux_sync(groups[i], "add") <= group_count:
-            span = shortest + i * step
-    return span
+        total = cute.arch.warp_redux_sync(groups[i], "add")
+        if total <= group_count:
+            span, needed = shortest + i * step, total
+    return span, needed
 
 
 @cute.jit
@@ -351,27 +377,24 @@ def split_range(
     visits: Int32,
     newest: Int32,
     max_tokens: Int32,
-    group: Int32,
-    group_count: Int32,
-    total: Int32,
+    begin_at: Int32,
+    end_at: Int32,
     item_cost: Int32,
     align: Int32,
     block_step: Int32,
     window: cutlass.Constexpr,
     packed: cutlass.Constexpr,
 ):
-    """A group's range of the line of length `total`: begin and end as (item, KV block).
+    """The range from `begin_at` to `end_at` on the line: begin and end as (item, KV block).
 
     Args:
-        lengths, requests, visits, newest, max_tokens, group, group_count, window, packed: see
-            `work_range`.
-        total, item_cost, block_step: see `split_block`.
+        lengths, requests, visits, newest, max_tokens, window, packed: see `work_range`.
+        begin_at, end_at: places on the line.
+        item_cost, block_step: see `split_block`.
         align: items are padded to multiples of so many KV blocks.
     """
     lane = cute.arch.lane_idx()
     chunks = (requests + 31) // 32
-    begin_at = range_position(total, group, group_count)
-    end_at = range_position(total, group + 1, group_count)
 
     before = Int32(0)
     begin = Int32(-1)
@@ -427,8 +450,9 @@ def split_in_request(
 
     Each of its items has `blocks` KV blocks and takes `length` of the line.
     """
-    item = request * visits + local // length
-    place = local % length
+    before = quotient(local, length)
+    item = request * visits + before
+    place = local - before * length
     block = split_block(place, item_cost, block_step)
     if block >= blocks and place > 0:
         item += 1

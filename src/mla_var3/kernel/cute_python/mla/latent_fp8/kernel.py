@@ -364,4 +364,5 @@ class LatentFp8Sm90:
                 cute.arch.griddepcontrol_launch_dependents()  # where the 16-bit kernel does
             if splits:
                 shared = merge_shared(store.keys.data_ptr(), widths)
-                merge_partials(outputs, missing, shared, group_ctas, ctas, cta, self.dtype)
+                working = group_ctas * scheduler.range.groups
+                merge_partials(outputs, missing, shared, group_ctas, ctas, working, cta, self.dtype)
