@@ -223,7 +223,9 @@ def test_all_numbers_with_a_given_scale(scale):
 
 
 def test_other_tiles(monkeypatch):
+    """Of more rows, and more of them than a dimension of the grid has."""
     monkeypatch.setattr(append_rows, "ROWS", 8)
+    monkeypatch.setattr(append_rows, "MOST_CTAS", B)
     for options in ({}, PAGED):
         Steps(pair("fp8_per_token", **options), seed=8, forks=False).run(12)
 

@@ -42,8 +42,9 @@ ROWS = 4
 """Tokens of a CTA: a warp has one (tileiras 13.4, sm_90, k=512). With 8 the peaks of a tile go
 through shared memory, and "fp8_per_token" takes 104 registers instead of 54."""
 NO_ROW = 2**30
-MOST_REQUESTS = 65535
-"""Of padded rows: the most CTAs in the second dimension of a grid."""
+MOST_CTAS = 65535
+"""In the second and third dimension of a grid. Tiles are in the second where they fit: for an index
+of the first tileiras 13.4 divides by the size of a cluster, 20 instructions before any load."""
 SPARE = 2
 """Tiles of a packed request beyond its rows over ROWS: it may begin and end within a tile."""
 AS_IS = -1
@@ -111,29 +112,30 @@ def append_rows(
     latent: ct.IndexedWithInt64, rope: ct.IndexedWithInt64, taken, lengths, bounds, block_table,
     scale, latent_out: ct.IndexedWithInt64, rope_out: ct.IndexedWithInt64,
     scales_out: ct.IndexedWithInt64, m,
-    ROWS: ConstInt, B: ConstInt, PAGED: ConstBool, PAGE: ConstInt, GROUPS: ConstInt,
-    OVER_SCALE: ConstBool, K: ConstInt, P: ConstInt,
+    AXIS: ConstInt, ROWS: ConstInt, B: ConstInt, PAGED: ConstBool, PAGE: ConstInt,
+    GROUPS: ConstInt, OVER_SCALE: ConstBool, K: ConstInt, P: ConstInt,
 ):  # fmt: skip
-    # m: rows of a padded request. B: at least the number of packed requests; 0 for padded rows.
-    # GROUPS: scales per token; 0 for the given one. Tiles [ROWS, 1] unless noted.
+    # m: rows of a padded request. AXIS: of the grid, for tiles. B: at least the number of packed
+    # requests; 0 for padded rows. GROUPS: scales per token; 0 for the given one. Tiles [ROWS, 1]
+    # unless noted.
     steps = ct.arange(ROWS, dtype=ct.int32).reshape((ROWS, 1))
     columns = ct.arange(K // 2, dtype=ct.int32).reshape((1, K // 2))
     rope_columns = ct.arange(max(P, 1), dtype=ct.int32).reshape((1, max(P, 1)))
     # The request, the page and the numbers of this tile are [].
     if B == 0:
-        request = ct.bid(1)
-        tile = ct.bid(0)
+        request = ct.bid(2)
+        tile = ct.bid(AXIS)
         first = request * m
     else:
         # One read for all, where a search would wait for memory at every step; [B].
         numbers = ct.arange(B, dtype=ct.int32) + 1
         ends = ct.gather(bounds, numbers, padding_value=NO_ROW)
-        request = ct.sum((ends // ROWS + SPARE * numbers <= ct.bid(0)).astype(ct.int32))
+        request = ct.sum((ends // ROWS + SPARE * numbers <= ct.bid(AXIS)).astype(ct.int32))
         first = ct.gather(bounds, request)
-        tile = ct.bid(0) - (first // ROWS + SPARE * request).astype(ct.int32)
+        tile = ct.bid(AXIS) - (first // ROWS + SPARE * request).astype(ct.int32)
     new = ct.gather(taken, request)
     start = ct.gather(lengths, request) - new
-    place = (start // ROWS + tile) * ROWS
+    place = (start & (0 - ROWS)) + tile * ROWS
     offsets = place - start + steps
     # A row that is not there is another one: loads without a condition are all under way at once.
     rows = first + ct.minimum(ct.maximum(offsets, 0), ct.maximum(new - 1, 0))
@@ -229,7 +231,7 @@ def append_rows(
 def serves(k: int, p: int, b: int = 1) -> bool:
     """Whether the kernel takes these widths and so many requests."""
     widths = k > 1 and is_power_of_two(k) and (p == 0 or is_power_of_two(p))
-    return widths and b <= MOST_REQUESTS
+    return widths and b <= MOST_CTAS
 
 
 def append_launch(
@@ -263,13 +265,13 @@ def append_launch(
     # What a launch does not use is replaced by some tensor that it has.
     per_token = scales is not None and groups > 0
     each = max(1, m // b)
-    if bounds is None:
-        grid = ((each + ROWS - 2) // ROWS + 1, b, 1)
-    else:
-        grid = (m // ROWS + SPARE * b, 1, 1)
+    tiles, requests = (each + ROWS - 2) // ROWS + 1, b
+    if bounds is not None:
+        tiles, requests = m // ROWS + SPARE * b, 1
+    axis = 1 if tiles <= MOST_CTAS else 0
     return Launch(
         append_rows,
-        grid,
+        (1, tiles, requests) if axis else (tiles, 1, requests),
         (
             latent, rope if p else latent, taken, lengths,
             lengths if bounds is None else bounds,
@@ -280,7 +282,7 @@ def append_launch(
             each,
         ),
         (
-            ROWS, 0 if bounds is None else power_of_two(b), block_table is not None,
+            axis, ROWS, 0 if bounds is None else power_of_two(b), block_table is not None,
             latent_out.shape[1], groups, fmt is not None and fmt.rope_over_scale, k, p,
         ),
     )  # fmt: skip
