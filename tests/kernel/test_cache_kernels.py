@@ -152,6 +152,7 @@ def test_where_torch_serves(generator, monkeypatch, caplog):
     """Other sizes, a capture before the first launch, and kernels that do not compile."""
     assert append_rows.serves(512, 64) and append_rows.serves(512, 0)
     assert not append_rows.serves(96, 64) and not append_rows.serves(512, 48)
+    assert append_rows.serves(512, 64, 65535) and not append_rows.serves(512, 64, 65536)
     assert reserve_pages.serves(1024, 2048) and not reserve_pages.serves(1025, 1)
     assert not reserve_pages.serves(1024, 2**20)
     assert not make_cache().index.kernels.pages  # on the CPU
@@ -180,6 +181,53 @@ def test_where_torch_serves(generator, monkeypatch, caplog):
     cache = by_kernel("fp8", **PAGED)
     cache.append(*new)
     assert not differing(cache, wanted) and "no such target; torch" in caplog.text
+
+
+def written(rows: torch.Tensor, dtype: str, scale: float, *, kernel: bool) -> torch.Tensor:
+    """The buffer of a cache of one request after appending rows `[m, K]`."""
+    options = {"scale": scale} if dtype == "fp8" else {}
+    cache = LatentCache.allocate(1, len(rows), k=K, p=P, dtype=dtype, **options)
+    if kernel:
+        cache.index.kernels.serve(float8=True, fp8=True)
+    cache.append(rows[None], rows[None, :, :P])
+    assert bool(cache.index.kernels._launched) is kernel
+    return cache.buffer
+
+
+def assert_as_torch(rows: torch.Tensor, dtype: str, scale: float = 1.0) -> None:
+    rows = rows.bfloat16()
+    assert torch.equal(*(written(rows, dtype, scale, kernel=kernel) for kernel in (False, True)))
+
+
+@pytest.mark.parametrize("dtype", ["fp8_per_token", "fp8_ds_mla"])
+def test_numbers_are_rounded_as_after_a_division(dtype):
+    """Every peak, up to a power of two, with every number that it does not make zero."""
+    group = 128
+    mantissas = 1 + torch.arange(128) / 128
+    numbers = (mantissas * 2.0 ** -torch.arange(20)[:, None]).flatten()
+    numbers = torch.cat([numbers, torch.zeros(-len(numbers) % (group - 1))])
+    numbers = (numbers * (-1) ** torch.arange(len(numbers))).view(-1, group - 1)
+    rows = [
+        torch.cat([numbers.clamp(-peak, peak), peak.expand(len(numbers), 1)], 1)
+        for peak in mantissas
+    ]
+    assert_as_torch(torch.cat(rows).view(-1, K), dtype)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.1, 1 / 3, 1 - 2.0**-24, 2.0**-100])
+def test_all_numbers_with_a_given_scale(scale):
+    """Also where all bits of the scale are set, and where it is far from 1."""
+    numbers = torch.arange(2**16).to(torch.uint16).view(torch.bfloat16)
+    numbers = torch.where(numbers.isnan(), 0, numbers)
+    assert_as_torch(numbers.view(-1, K), "fp8", scale)
+
+
+def test_other_tiles(monkeypatch):
+    """Of more rows, and more of them than a dimension of the grid has."""
+    monkeypatch.setattr(append_rows, "ROWS", 8)
+    monkeypatch.setattr(append_rows, "MOST_CTAS", B)
+    for options in ({}, PAGED):
+        Steps(pair("fp8_per_token", **options), seed=8, forks=False).run(12)
 
 
 def test_models_without_rope(generator):

@@ -58,7 +58,7 @@ class CacheKernels:
 
         shape = self._shape
         self.pages = reserve_pages.serves(shape.b, -(-shape.t // (shape.page_size or shape.t)))
-        self.rows = (float8 or not fp8) and append_rows.serves(shape.k, shape.p)
+        self.rows = (float8 or not fp8) and append_rows.serves(shape.k, shape.p, shape.b)
 
     def reserve(
         self,

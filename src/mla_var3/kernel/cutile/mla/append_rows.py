@@ -9,12 +9,16 @@
     -> latent_out [pages, page, k], rope_out [pages, page, p], scales_out [pages, page, g] float32:
        the parts of the cache; scales_out is not written in 16 bits and in "fp8"
 
-A CTA writes ROWS tokens. It finds the request of each from its row number: by division in padded
-rows, by counting the bounds up to it in packed ones. Whatever lengths, bounds and block table hold,
-a token without a slot inside the cache is not written.
+A CTA writes up to ROWS tokens of one request, whose places begin at a multiple of ROWS: they lie in
+one page, and request, page and first row are scalars. Pages are of a multiple of ROWS tokens. In
+packed rows the CTA counts the requests that end before it. Whatever lengths, bounds and block table
+hold, a token without a slot inside the cache is not written.
 
 The rounding is that of `op/mla/cache_formats.py`, which defines zeros, NaN and infinities, and the
-results are the same, bit by bit. Bound by memory: every row is read and written once.
+results are the same, bit by bit, without its divisions: one per element in float32 took longer than
+the memory. A tile that has an infinity, or a scale far from 1, is divided. Bound by memory: every
+row is read and written once. Latent rows come in two halves: with k=512 a warp holds a row of each,
+and a peak needs no other warp.
 
 For sm_80 and newer; 8 bits for sm_90 and newer, since cuTile has no float8 before.
 """
@@ -35,97 +39,199 @@ INF = float("inf")
 NAN = float("nan")
 
 ROWS = 4
-"""Tokens of a CTA: enough bytes in flight for long appends, enough CTAs for short ones."""
-NO_ROW = 2**31 - 1
+"""Tokens of a CTA: a warp has one (tileiras 13.4, sm_90, k=512). With 8 the peaks of a tile go
+through shared memory, and "fp8_per_token" takes 104 registers instead of 54."""
+NO_ROW = 2**30
+MOST_CTAS = 65535
+"""In the second and third dimension of a grid. Tiles are in the second where they fit: for an index
+of the first tileiras 13.4 divides by the size of a cluster, 20 instructions before any load."""
+SPARE = 2
+"""Tiles of a packed request beyond its rows over ROWS: it may begin and end within a tile."""
 AS_IS = -1
 """GROUPS of a cache that is not in 8 bits."""
+LEAST_PLAIN, MOST_PLAIN = 2.0**-80, 2.0**80
+"""Scales between them are far enough from the ends of float32 for `quotient`."""
 
 
 @ct.function
-def finite_peak(x):
-    # [R, C] -> [R, 1]: the largest finite magnitude; NaN and infinities count as 0.
+def scale_of(peaks):
+    return ct.where(peaks == 0.0, 1.0, ct.maximum(peaks / E4M3_MAX, LEAST_SCALE))
+
+
+@ct.function
+def finite(x):
+    # Magnitudes; NaN and infinities count as 0.
     size = ct.abs(x)
-    return ct.max(ct.where(size < INF, size, 0.0), 1, keepdims=True)
+    return ct.where(size < INF, size, 0.0)
 
 
 @ct.function
-def rounded(x, scale, dtype):
-    # Beyond +-448 saturated; NaN stays, an infinity becomes NaN.
-    scaled = x / scale
+def saturated(scaled, x, dtype):
+    # scaled: x over its scale. Beyond +-448 saturated; NaN stays, an infinity becomes NaN.
     scaled = ct.where(scaled > E4M3_MAX, E4M3_MAX, scaled)
     scaled = ct.where(scaled < -E4M3_MAX, -E4M3_MAX, scaled)
     return ct.where(ct.abs(x) == INF, NAN, scaled).astype(dtype)
 
 
+@ct.function
+def leading(x, dropped):
+    # x [R, 1] without the last `dropped` bits.
+    return ct.bitcast(ct.bitcast(x, ct.int32) & (-1 << dropped), ct.float32)
+
+
+@ct.function
+def reciprocal(scale):
+    # [R, 1] -> two addends of 1 / scale, both positive: 16 bits, and the rest but 2**-37 of it.
+    # All sums and products but the last are exact, so it does not matter which become an FMA.
+    below = ct.bitcast(ct.bitcast(1.0 / scale, ct.int32) - 1, ct.float32)
+    high = leading(below, 8)
+    first = leading(scale, 16)
+    second = leading(scale - first, 16)
+    left = 1.0 - first * high - second * high - (scale - first - second) * high
+    return high, left * below
+
+
+@ct.function
+def quotient(x, high, low):
+    # x [R, C], bfloat16 numbers in float32, over a scale. e4m3 rounds it as it rounds x / scale:
+    # x * high is exact, since x has 8 bits, and the sum is off by 2**-36 before it is rounded to
+    # float32. So both are the same, or x / scale is that close to the middle between a tie of e4m3,
+    # of 5 bits, and the next float32. With a scale of 24 bits and x of 8, only 2**24 - 1 can do so.
+    return x * high + x * low
+
+
+@ct.function
+def is_plain(scale):
+    # Whether `quotient` serves; not with all bits of the scale set.
+    ones = (ct.bitcast(scale, ct.int32) + 1) % (1 << 23) == 0
+    return (scale > LEAST_PLAIN) & (scale < MOST_PLAIN) & ~ones
+
+
 @ct.kernel
 def append_rows(
-    latent, rope, taken, lengths, bounds, block_table, scale,
-    latent_out: ct.IndexedWithInt64, rope_out: ct.IndexedWithInt64,
+    latent: ct.IndexedWithInt64, rope: ct.IndexedWithInt64, taken, lengths, bounds, block_table,
+    scale, latent_out: ct.IndexedWithInt64, rope_out: ct.IndexedWithInt64,
     scales_out: ct.IndexedWithInt64, m,
-    B: ConstInt, PAGED: ConstBool, PAGE: ConstInt, GROUPS: ConstInt, OVER_SCALE: ConstBool,
-    K: ConstInt, P: ConstInt,
+    AXIS: ConstInt, ROWS: ConstInt, B: ConstInt, PAGED: ConstBool, PAGE: ConstInt,
+    GROUPS: ConstInt, OVER_SCALE: ConstBool, K: ConstInt, P: ConstInt,
 ):  # fmt: skip
-    # m: rows of a request, padded. B: at least the number of packed requests; 0 for padded rows.
-    # GROUPS: scales per token; 0 for the given one.
-    tile = ct.bid(0)
-    # x [ROWS, K]; all tiles below [ROWS] until the stores
-    x = ct.load(latent, (tile, 0), (ROWS, K), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
-    rows = tile * ROWS + ct.arange(ROWS, dtype=ct.int32)
+    # m: rows of a padded request. AXIS: of the grid, for tiles. B: at least the number of packed
+    # requests; 0 for padded rows. GROUPS: scales per token; 0 for the given one. Tiles [ROWS, 1]
+    # unless noted.
+    steps = ct.arange(ROWS, dtype=ct.int32).reshape((ROWS, 1))
+    columns = ct.arange(K // 2, dtype=ct.int32).reshape((1, K // 2))
+    rope_columns = ct.arange(max(P, 1), dtype=ct.int32).reshape((1, max(P, 1)))
+    # The request, the page and the numbers of this tile are [].
     if B == 0:
-        requests = rows // m
-        offsets = rows - requests * m
+        request = ct.bid(2)
+        tile = ct.bid(AXIS)
+        first = request * m
     else:
-        # Ends [1, B]; one read for all, where a search would wait for memory at every step.
-        ends = ct.gather(bounds, ct.arange(B, dtype=ct.int32) + 1, padding_value=NO_ROW)
-        passed = ends.reshape((1, B)) <= rows.reshape((ROWS, 1))
-        requests = ct.sum(passed.astype(ct.int32), 1)
-        offsets = rows - ct.gather(bounds, requests)
-    new = ct.gather(taken, requests)  # 0 for a row of no request
-    valid = (offsets >= 0) & (offsets < new)
-    places = ct.where(valid, ct.gather(lengths, requests) - new + offsets.astype(ct.int32), -1)
+        # One read for all, where a search would wait for memory at every step; [B].
+        numbers = ct.arange(B, dtype=ct.int32) + 1
+        ends = ct.gather(bounds, numbers, padding_value=NO_ROW)
+        request = ct.sum((ends // ROWS + SPARE * numbers <= ct.bid(AXIS)).astype(ct.int32))
+        first = ct.gather(bounds, request)
+        tile = ct.bid(AXIS) - (first // ROWS + SPARE * request).astype(ct.int32)
+    new = ct.gather(taken, request)
+    start = ct.gather(lengths, request) - new
+    place = (start & (0 - ROWS)) + tile * ROWS
+    offsets = place - start + steps
+    # A row that is not there is another one: loads without a condition are all under way at once.
+    rows = first + ct.minimum(ct.maximum(offsets, 0), ct.maximum(new - 1, 0))
+    rows = ct.minimum(ct.maximum(rows, 0), latent.shape[0] - 1)
+    page = request
     if PAGED:
-        columns = places // PAGE
-        pages = ct.gather(block_table, (requests, columns), mask=places >= 0, padding_value=-1)
-        places = ct.where(places >= 0, places - columns * PAGE, -1)
-    else:
-        pages = requests
-    inside = (places >= 0) & (places < PAGE) & (pages >= 0) & (pages < latent_out.shape[0])
-    pages = pages.reshape((ROWS, 1))
-    places = places.reshape((ROWS, 1))
-    inside = inside.reshape((ROWS, 1))
-
+        column = place // PAGE
+        page = ct.gather(block_table, (request, column), padding_value=-1)
+        place = place - column * PAGE
+    places = place + steps
+    inside = (offsets >= 0) & (offsets < new) & (page >= 0) & (page < latent_out.shape[0])
+    inside = inside & (places >= 0) & (places < PAGE)
+    # x, y [ROWS, K / 2]: both halves of the latent rows; key [ROWS, P].
+    x = ct.gather(latent, (rows, columns), check_bounds=False)
+    y = ct.gather(latent, (rows, columns + K // 2), check_bounds=False)
     if P > 0:
-        # key [ROWS, P]
-        key = ct.load(rope, (tile, 0), (ROWS, P), padding_mode=ct.PaddingMode.ZERO, allow_tma=False)
+        key = ct.gather(rope, (rows, rope_columns), check_bounds=False)
+
     if GROUPS == 0:
         one = ct.load(scale, (0,), (1,)).reshape((1, 1))
-        x = rounded(x.astype(ct.float32), one, latent_out.dtype)
+        x, y = x.astype(ct.float32), y.astype(ct.float32)
         if P > 0:
-            key = rounded(key.astype(ct.float32), one, rope_out.dtype)
-    elif GROUPS > 0:
-        grouped = x.astype(ct.float32).reshape((ROWS * GROUPS, -1))
-        peaks = finite_peak(grouped)  # [ROWS * GROUPS, 1]
-        scales = ct.where(peaks == 0.0, 1.0, ct.maximum(peaks / E4M3_MAX, LEAST_SCALE))
-        if OVER_SCALE and P > 0:  # GROUPS is 1
-            wide = key.astype(ct.float32)
-            scales = ct.maximum(scales, finite_peak(wide) * ROPE_SHARE)
-            key = (wide / scales).astype(rope_out.dtype)
-        x = rounded(grouped, scales, latent_out.dtype).reshape((ROWS, K))
-        groups = ct.arange(GROUPS, dtype=ct.int32).reshape((1, GROUPS))
-        ct.scatter(
-            scales_out, (pages, places, groups), scales.reshape((ROWS, GROUPS)), mask=inside,
-            check_bounds=False,
-        )  # fmt: skip
-    latent_columns = ct.arange(K, dtype=ct.int32).reshape((1, K))
-    ct.scatter(latent_out, (pages, places, latent_columns), x, mask=inside, check_bounds=False)
+            key = key.astype(ct.float32)
+        if is_plain(one).item():
+            high, low = reciprocal(one)
+            x8 = saturated(quotient(x, high, low), x, latent_out.dtype)
+            y8 = saturated(quotient(y, high, low), y, latent_out.dtype)
+            if P > 0:
+                key8 = saturated(quotient(key, high, low), key, rope_out.dtype)
+        else:
+            x8 = saturated(x / one, x, latent_out.dtype)
+            y8 = saturated(y / one, y, latent_out.dtype)
+            if P > 0:
+                key8 = saturated(key / one, key, rope_out.dtype)
+        x, y = x8, y8
+        if P > 0:
+            key = key8
+    elif GROUPS == 1:
+        x, y = x.astype(ct.float32), y.astype(ct.float32)
+        # From here on [ROWS, 1]. In a peak NaN does not count, but an infinity does.
+        own = scale_of(ct.max(ct.maximum(ct.abs(x), ct.abs(y)), 1, keepdims=True))
+        least = ct.zeros((ROWS, 1), dtype=ct.float32)
+        if OVER_SCALE and P > 0:
+            key = key.astype(ct.float32)
+            least = ct.max(finite(key), 1, keepdims=True) * ROPE_SHARE
+        scales = ct.maximum(own, least)
+        odd = (own <= LEAST_PLAIN) | (scales >= MOST_PLAIN)
+        if ct.max(odd.astype(ct.int32)) == 0:
+            high, low = reciprocal(scales)
+            x8 = quotient(x, high, low).astype(latent_out.dtype)
+            y8 = quotient(y, high, low).astype(latent_out.dtype)
+        else:
+            own = scale_of(ct.max(ct.maximum(finite(x), finite(y)), 1, keepdims=True))
+            scales = ct.maximum(own, least)
+            x8 = saturated(x / scales, x, latent_out.dtype)
+            y8 = saturated(y / scales, y, latent_out.dtype)
+        x, y = x8, y8
+        if OVER_SCALE and P > 0:
+            key = (key / scales).astype(rope_out.dtype)
+        ct.scatter(scales_out, (page, places, 0), scales, mask=inside, check_bounds=False)
+    elif GROUPS > 1:
+        half = GROUPS // 2
+        # Groups of columns as rows, [ROWS * half, K / GROUPS].
+        x = x.astype(ct.float32).reshape((ROWS * half, -1))
+        y = y.astype(ct.float32).reshape((ROWS * half, -1))
+        # From here on [ROWS * half, 1].
+        x_scales = scale_of(ct.max(ct.abs(x), 1, keepdims=True))
+        y_scales = scale_of(ct.max(ct.abs(y), 1, keepdims=True))
+        lowest, highest = ct.minimum(x_scales, y_scales), ct.maximum(x_scales, y_scales)
+        odd = (lowest <= LEAST_PLAIN) | (highest >= MOST_PLAIN)
+        if ct.max(odd.astype(ct.int32)) == 0:
+            high, low = reciprocal(x_scales)
+            x8 = quotient(x, high, low).astype(latent_out.dtype)
+            high, low = reciprocal(y_scales)
+            y8 = quotient(y, high, low).astype(latent_out.dtype)
+        else:
+            x_scales = scale_of(ct.max(finite(x), 1, keepdims=True))
+            y_scales = scale_of(ct.max(finite(y), 1, keepdims=True))
+            x8 = saturated(x / x_scales, x, latent_out.dtype)
+            y8 = saturated(y / y_scales, y, latent_out.dtype)
+        x, y = x8.reshape((ROWS, K // 2)), y8.reshape((ROWS, K // 2))
+        groups = ct.arange(half, dtype=ct.int32).reshape((1, half))
+        x_scales, y_scales = x_scales.reshape((ROWS, half)), y_scales.reshape((ROWS, half))
+        ct.scatter(scales_out, (page, places, groups), x_scales, mask=inside, check_bounds=False)
+        groups = groups + half
+        ct.scatter(scales_out, (page, places, groups), y_scales, mask=inside, check_bounds=False)
+    ct.scatter(latent_out, (page, places, columns), x, mask=inside, check_bounds=False)
+    ct.scatter(latent_out, (page, places, columns + K // 2), y, mask=inside, check_bounds=False)
     if P > 0:
-        rope_columns = ct.arange(P, dtype=ct.int32).reshape((1, P))
-        ct.scatter(rope_out, (pages, places, rope_columns), key, mask=inside, check_bounds=False)
+        ct.scatter(rope_out, (page, places, rope_columns), key, mask=inside, check_bounds=False)
 
 
-def serves(k: int, p: int) -> bool:
-    """Whether the kernel takes these widths."""
-    return is_power_of_two(k) and (p == 0 or is_power_of_two(p))
+def serves(k: int, p: int, b: int = 1) -> bool:
+    """Whether the kernel takes these widths and so many requests."""
+    widths = k > 1 and is_power_of_two(k) and (p == 0 or is_power_of_two(p))
+    return widths and b <= MOST_CTAS
 
 
 def append_launch(
@@ -143,7 +249,7 @@ def append_launch(
     """The launch of `append_rows`; at least one row.
 
     Args:
-        latent: `[m, k]`.
+        latent: `[m, k]`; bfloat16 where a format is given.
         rope: `[m, p]`.
         taken: `[b]`, from `reserve_pages`.
         lengths: `[b]`, likewise.
@@ -158,9 +264,14 @@ def append_launch(
     groups = AS_IS if fmt is None else fmt.scales(k)
     # What a launch does not use is replaced by some tensor that it has.
     per_token = scales is not None and groups > 0
+    each = max(1, m // b)
+    tiles, requests = (each + ROWS - 2) // ROWS + 1, b
+    if bounds is not None:
+        tiles, requests = m // ROWS + SPARE * b, 1
+    axis = 1 if tiles <= MOST_CTAS else 0
     return Launch(
         append_rows,
-        (-(-m // ROWS), 1, 1),
+        (1, tiles, requests) if axis else (tiles, 1, requests),
         (
             latent, rope if p else latent, taken, lengths,
             lengths if bounds is None else bounds,
@@ -168,10 +279,10 @@ def append_launch(
             lengths if scales is None or per_token else scales,
             latent_out, rope_out if p else latent_out,
             scales if per_token else latent_out,
-            max(1, m // b),
+            each,
         ),
         (
-            0 if bounds is None else power_of_two(b), block_table is not None,
+            axis, ROWS, 0 if bounds is None else power_of_two(b), block_table is not None,
             latent_out.shape[1], groups, fmt is not None and fmt.rope_over_scale, k, p,
         ),
     )  # fmt: skip
