@@ -15,7 +15,7 @@ pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl"
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, ROWS
 from mla_var3.kernel.cute_python.mla.hopper.tma import EVICT_FIRST, EVICT_NORMAL
-from mla_var3.kernel.cute_python.mla.latent import merge, producer
+from mla_var3.kernel.cute_python.mla.latent import mask, merge, producer
 from mla_var3.kernel.cute_python.mla.latent import scheduler as device
 from mla_var3.kernel.cute_python.mla.latent.groups import (
     GroupShape,
@@ -30,17 +30,23 @@ from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     WorkRange,
 )
 
-DEVICE_FUNCTIONS = (
-    "tokens_of", "kv_blocks", "first_block", "packed_queries", "item_count", "work_tile_at",
-    "causal_limit", "row_limit", "window_begin", "row_begin", "needs_mask", "first_hidden",
-)  # fmt: skip
+DEVICE_FUNCTIONS = {
+    mask: (
+        "causal_limit", "row_limit", "window_begin", "row_begin", "needs_mask", "first_hidden",
+    ),
+    device: (
+        "causal_limit", "window_begin", "tokens_of", "kv_blocks", "first_block", "packed_queries",
+        "item_count", "work_tile_at",
+    ),
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def plain_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in DEVICE_FUNCTIONS:
-        monkeypatch.setattr(device, name, inspect.unwrap(getattr(device, name)))
-    for module in (device, merge):
+    for module, names in DEVICE_FUNCTIONS.items():
+        for name in names:
+            monkeypatch.setattr(module, name, inspect.unwrap(getattr(module, name)))
+    for module in (mask, device, merge):
         monkeypatch.setattr(module, "Int32", int)
         monkeypatch.setattr(module, "Boolean", bool)
     monkeypatch.setattr(merge, "Int64", int)
@@ -52,12 +58,12 @@ def plain_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def visible(scheduler: Scheduler, tile: Any, row: int) -> set[int]:
     """Tokens whose scores a row of a work tile keeps."""
-    lowest = device.first_hidden(tile, scheduler)
-    limit, begin = (f(tile, row, scheduler) for f in (device.row_limit, device.row_begin))
+    lowest = mask.first_hidden(tile, scheduler)
+    limit, begin = (f(tile, row, scheduler) for f in (mask.row_limit, mask.row_begin))
     found = set()
     for block in range(tile.first, tile.last):
         tokens = range(block * KV_BLOCK, (block + 1) * KV_BLOCK)
-        masked = device.needs_mask(tokens[0], lowest, tile, scheduler)
+        masked = mask.needs_mask(tokens[0], lowest, tile, scheduler)
         found |= {token for token in tokens if not masked or begin <= token < limit}
     return found
 
@@ -95,7 +101,7 @@ def test_a_row_sees_its_window_once(data):
             tile = scheduler.first_tile()
             while tile.valid:
                 request = tile.item // shape.visits
-                oldest = device.row_begin(tile, 0, scheduler)
+                oldest = mask.row_begin(tile, 0, scheduler)
                 assert (tile.first + 1) * KV_BLOCK > oldest, "a KV block that no row sees"
                 if tile.split:  # the merge looks for the partials of tile i at CTA i
                     assert tile.row // ROWS % ctas == rank

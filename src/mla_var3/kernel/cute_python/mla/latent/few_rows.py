@@ -38,6 +38,13 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
 )
 from mla_var3.kernel.cute_python.mla.hopper.rows import LAZY_RISE, clear_rows, normaliser
 from mla_var3.kernel.cute_python.mla.hopper.warps import release, sync_warpgroup
+from mla_var3.kernel.cute_python.mla.latent.mask import (
+    first_hidden,
+    needs_mask,
+    row_begin,
+    row_limit,
+    tree_hides,
+)
 from mla_var3.kernel.cute_python.mla.latent.ops import add_values, compute_scores, final_lse
 from mla_var3.kernel.cute_python.mla.latent.producer import (
     WARPGROUP_BARRIERS,
@@ -46,14 +53,7 @@ from mla_var3.kernel.cute_python.mla.latent.producer import (
     arrive,
     block_parts,
 )
-from mla_var3.kernel.cute_python.mla.latent.scheduler import (
-    first_hidden,
-    needs_mask,
-    partial_slot,
-    row_begin,
-    row_limit,
-    tree_hides,
-)
+from mla_var3.kernel.cute_python.mla.latent.scheduler import partial_slot
 
 
 @dataclass(frozen=True)

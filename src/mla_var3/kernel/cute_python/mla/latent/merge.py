@@ -272,9 +272,8 @@ def merge_partials(
 def await_partials(merges: cute.Tensor, ctas: Int32, other: Int32):
     """Wait until another CTA has written its partials, if it has started; one thread calls it.
 
-    A CTA without work tiles would look at all states while the others compute. On an H200 that took
-    2 to 3 % of the memory's rate from them (16 heads, 4 CTAs without work;
-    docs/results/2026-11-16-nvidia-h200-engine-shapes.md).
+    For CTAs without work tiles, which would look at all states while the others compute
+    (docs/results/2026-11-16-nvidia-h200-engine-shapes.md).
     """
     state = state_of(merges, ctas, other, "relaxed")
     looks = Int32(0)

@@ -41,10 +41,8 @@ from mla_var3.kernel.cute_python.mla.hopper.rows import (
     two_rows,
 )
 from mla_var3.kernel.cute_python.mla.hopper.warps import release, sync_warpgroup
+from mla_var3.kernel.cute_python.mla.latent.mask import first_hidden
 from mla_var3.kernel.cute_python.mla.latent.producer import WARPGROUP_BARRIERS, Barrier, arrive
-from mla_var3.kernel.cute_python.mla.latent.scheduler import (
-    first_hidden,
-)
 from mla_var3.kernel.cute_python.mla.latent_fp8.producer import STAGES, empty, full
 from mla_var3.kernel.cute_python.mla.latent_fp8.queries import load_queries
 from mla_var3.kernel.cute_python.mla.latent_fp8.results import finish, flush

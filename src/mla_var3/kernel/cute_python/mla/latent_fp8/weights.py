@@ -17,13 +17,9 @@ from mla_var3.kernel.cute_python.mla.hopper.rows import (
     thread_max,
 )
 from mla_var3.kernel.cute_python.mla.hopper.warps import sync_warpgroup
+from mla_var3.kernel.cute_python.mla.latent.mask import needs_mask, row_begin, row_limit
 from mla_var3.kernel.cute_python.mla.latent.producer import Barrier
 from mla_var3.kernel.cute_python.mla.latent.rows64 import mask
-from mla_var3.kernel.cute_python.mla.latent.scheduler import (
-    needs_mask,
-    row_begin,
-    row_limit,
-)
 from mla_var3.kernel.cute_python.mla.latent_fp8.state import FIRST_BITS, RISE_BITS, WEIGHT_BITS
 
 

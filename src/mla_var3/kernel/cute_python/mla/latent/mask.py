@@ -1,0 +1,99 @@
+"""Masks of the latent kernel: which tokens of a request a query row sees.
+
+`tile` is a `WorkTile` and `scheduler` a `Scheduler` of `scheduler.py`.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, const_expr
+
+from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, ROWS
+
+
+@cute.jit
+def causal_limit(
+    request: Int32, length: Int32, count: Int32, query: Int32, scheduler: cutlass.Constexpr
+) -> Int32:
+    """How many tokens of the cache are not later than a query, which may be none or fewer.
+
+    A query at position x sees tokens 0 to x. Of these, those with i % shards == shard are here.
+    """
+    limit = length - count + query + 1
+    if const_expr(scheduler.total_lengths is not None):
+        position = scheduler.total_lengths[request] - count + query
+        limit = Int32(0)
+        if position >= 0:
+            limit = (position + scheduler.shards - scheduler.shard) // scheduler.shards
+    return limit
+
+
+@cute.jit
+def row_limit(tile: cutlass.Constexpr, row: Int32, scheduler: cutlass.Constexpr) -> Int32:
+    """How many tokens a row of a work tile sees in the tile's KV blocks, counted from 0."""
+    limit = cutlass.min(cutlass.max(tile.length - scheduler.newest, 0), tile.last * KV_BLOCK)
+    if scheduler.causal != 0:
+        query = (tile.row + row) // scheduler.heads
+        count = tile.rows // scheduler.heads
+        request = tile.item // scheduler.visits
+        limit = cutlass.min(limit, causal_limit(request, tile.length, count, query, scheduler))
+    return limit
+
+
+@cute.jit
+def window_begin(
+    request: Int32, length: Int32, count: Int32, row: Int32, scheduler: cutlass.Constexpr
+) -> Int32:
+    """The first token in the sliding window of a request's row; may be negative."""
+    query = row // scheduler.heads - scheduler.window.size
+    return causal_limit(request, length, count, query, scheduler)
+
+
+@cute.jit
+def row_begin(tile: cutlass.Constexpr, row: Int32, scheduler: cutlass.Constexpr) -> Int32:
+    """The same for a row of a work tile."""
+    count = tile.rows // scheduler.heads
+    request = tile.item // scheduler.visits
+    return window_begin(request, tile.length, count, tile.row + row, scheduler)
+
+
+@cute.jit
+def needs_mask(
+    token: Int32, lowest: Int32, tile: cutlass.Constexpr, scheduler: cutlass.Constexpr
+) -> Boolean:
+    """Whether some row of a work tile does not see all tokens of the KV block from `token` on.
+
+    Args:
+        token: first token of the block.
+        lowest: see `first_hidden`.
+        tile: the work tile.
+        scheduler: the CTA's work tiles.
+    """
+    needed = token + KV_BLOCK > lowest
+    if const_expr(scheduler.window is not None):
+        # The last row of the tile sees the fewest old tokens.
+        last_row = cutlass.min(ROWS - 1, tile.rows - tile.row - 1)
+        needed = needed or token < row_begin(tile, last_row, scheduler)
+    return needed
+
+
+@cute.jit
+def first_hidden(tile: cutlass.Constexpr, scheduler: cutlass.Constexpr) -> Int32:
+    """The first token that some row of a work tile may not see."""
+    lowest = row_limit(tile, 0, scheduler)
+    if const_expr(scheduler.tree is not None):
+        lowest = cutlass.min(lowest, tile.length - tile.rows // scheduler.heads)
+    return lowest
+
+
+@cute.jit
+def tree_hides(
+    tile: cutlass.Constexpr, row: Int32, token: Int32, scheduler: cutlass.Constexpr
+) -> Boolean:
+    """Whether a token is one of the newest and not on the path to a row's own token."""
+    count = tile.rows // scheduler.heads
+    draft = token - (tile.length - count)
+    hidden = Boolean(False)
+    if draft >= 0 and draft < count:
+        query = cutlass.min((tile.row + row) // scheduler.heads, count - 1)
+        hidden = scheduler.tree[tile.item // scheduler.visits, query, draft] == 0
+    return hidden
