@@ -1,16 +1,25 @@
 """The tile scheduler of the latent kernel on plain integers: splits, balance, CTA groups, merging.
 
-The device code cannot run here, so what it does with its range (`work_tile_at`, the two slots of a
-CTA, the search of the merge) is modelled below after the docstrings, and driven by the same
-`range_begins` that the tests on a GPU compare with the device's own ranges.
+What the device code does with its range (`work_tile_at`, the two slots of a CTA, the search of the
+merge) is modelled below after the docstrings, and driven by `range_begins`. That the device finds
+the same ranges is tested here with its own code on 32 threads, and on a GPU.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import itertools
-from collections.abc import Iterator, Sequence
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import BrokenBarrierError
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -18,6 +27,7 @@ from hypothesis import strategies as st
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import DEFAULT_SM_COUNT, KV_BLOCK
+from mla_var3.kernel.cute_python.mla.latent import scheduler as device
 from mla_var3.kernel.cute_python.mla.latent.groups import (
     GROUP_WORTH,
     SPLIT_COST,
@@ -32,6 +42,7 @@ from mla_var3.kernel.cute_python.mla.latent.merge import MOST_SLOTS, merge_rows
 from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     ITEM_COST,
     MERGE_COST,
+    PackedQueries,
     Split,
     aligning_pays,
     range_position,
@@ -290,6 +301,150 @@ def test_partials_are_counted_as_they_are_made(lengths, shape):
     assert partial_count(lengths, shape) == sum(
         1 for span in made if span.split and span.last > span.first
     )
+
+
+# --- the device's own code, a thread per lane -----------------------------------------------------
+
+
+class Number(int):
+    """An Int32 of a lane; results of arithmetic are such numbers too."""
+
+    def to(self, kind: Any) -> Any:
+        return kind(self)
+
+
+def operation(name: str) -> Any:
+    def result(self: Number, *others: int) -> Number:
+        value = getattr(int, name)(self, *others)
+        return value if value is NotImplemented else Number(value)
+
+    return result
+
+
+for name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod", "and", "neg"):
+    setattr(Number, f"__{name}__", operation(f"__{name}__"))
+
+
+class Real:
+    """A Float32 of a lane."""
+
+    def __init__(self, value: float) -> None:
+        self.value = np.float32(value)
+
+    def __add__(self, other: float) -> Real:
+        return Real(self.value + np.float32(other))
+
+    def __mul__(self, other: Real) -> Real:
+        return Real(self.value * other.value)
+
+    def to(self, kind: Any) -> Any:
+        return kind(int(self.value))
+
+
+class Warp:
+    """32 threads in the place of `cute` and `cutlass`: what lanes exchange goes through a list."""
+
+    def __init__(self, rounding: float) -> None:
+        self.rounding = np.float32(rounding)
+        self._barrier, self._values = threading.Barrier(32, timeout=60), [0] * 32
+        self._lane = threading.local()
+        self.cute = SimpleNamespace(
+            arch=SimpleNamespace(
+                lane_idx=lambda: Number(self._lane.number),
+                warp_redux_sync=lambda value, kind: Number(
+                    {"add": sum, "max": max}[kind](self._exchanged(value))
+                ),
+                shuffle_sync=lambda value, lane: self._exchanged(value)[lane],
+                shuffle_sync_up=lambda value, offset: self._exchanged(value)[
+                    max(self._lane.number - offset, 0)
+                ],
+                # Off by one unit in the last place, as the instruction may be.
+                rcp_approx=lambda x: Real(np.nextafter(np.float32(1) / x.value, self.rounding)),
+            ),
+            make_rmem_tensor=lambda size, kind: [0] * size,
+        )
+        self.cutlass = SimpleNamespace(
+            max=lambda *numbers: Number(max(numbers)),
+            min=lambda *numbers: Number(min(numbers)),
+            range=lambda n, unroll: map(Number, range(n)),
+            range_constexpr=range,
+        )
+
+    def _exchanged(self, value: int) -> list[int]:
+        self._values[self._lane.number] = value
+        self._barrier.wait()
+        found = list(self._values)
+        self._barrier.wait()
+        return found
+
+    def run(self, function: Callable[[], Any]) -> list[Any]:
+        """What all lanes return."""
+
+        def one(lane: int) -> Any:
+            self._lane.number = lane
+            try:
+                return function()
+            except Exception:
+                self._barrier.abort()  # the others wait for this lane
+                raise
+
+        with ThreadPoolExecutor(32) as pool:
+            lanes = [pool.submit(one, lane) for lane in range(32)]
+        errors = [error for lane in lanes if (error := lane.exception())]
+        for error in sorted(errors, key=lambda error: isinstance(error, BrokenBarrierError)):
+            raise error
+        return [lane.result() for lane in lanes]
+
+
+RANGE_FUNCTIONS = (
+    "tokens_of", "kv_blocks", "packed_queries", "item_count", "work_range", "aligned_span",
+    "split_range", "split_in_request",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_the_device_code_finds_the_ranges_of_the_host(seed, monkeypatch):
+    draw = random.Random(seed)
+    warp = Warp(draw.choice((0.0, 2.0)))
+    for name in RANGE_FUNCTIONS:
+        monkeypatch.setattr(device, name, inspect.unwrap(getattr(device, name)))
+    kinds = {"Int32": Number, "Float32": Real, "Boolean": bool}
+    for name, value in {**kinds, "cute": warp.cute, "cutlass": warp.cutlass}.items():
+        monkeypatch.setattr(device, name, value)
+    requests, most = draw.choice((1, 5, 16, 32, 33, 70)), draw.choice((700, 5000, 200_000))
+    lengths = [Number(draw.randint(most // 2, most)) for _ in range(requests)]
+    lengths[draw.randrange(requests)] = Number(draw.choice((0, most)))
+    shape = GroupShape(draw.choice((1, 2)), draw.choice((1, 1, 3)), draw.choice((66, 132)))
+    queries = 64 * shape.group_ctas * shape.visits
+    counts = [draw.choice((0, 1, queries // 2, queries)) for _ in lengths]
+    packed, items = None, None
+    if seed % 3 == 0:
+        begins = [Number(begin) for begin in itertools.accumulate(counts, initial=0)]
+        packed = PackedQueries(begins, queries, begins[-1], 1, shape.group_ctas * 64)
+        items = [-(-count // (64 * shape.group_ctas)) for count in counts]
+    ranges = list(itertools.pairwise(range_begins(lengths, shape, items)))
+    kept = [
+        (n, c)
+        for n, c in zip(block_counts(lengths, 1), items or [shape.visits] * requests, strict=True)
+        if c
+    ]
+    total = sum((n + ITEM_COST) * c for n, c in kept)
+    turns = takes_turns(
+        max((n for n, _ in kept), default=0), requests * shape.visits, shape.group_count, total
+    )
+    for group in (0, 1, shape.group_count // 3, shape.group_count - 2, shape.group_count - 1):
+        found = warp.run(
+            lambda group=group: device.work_range(
+                lengths, Number(requests), Number(shape.visits), Number(0), Number(1 << 30), 0,
+                Number(shape.group_ctas), Number(group), Number(shape.group_count), None, packed,
+            )
+        )  # fmt: skip
+        assert len({dataclasses.astuple(one) for one in found}) == 1, "lanes differ"
+        begin, end = ((group, 0), (requests * shape.visits, 0)) if turns else ranges[group]
+        own = found[0]
+        assert (own.begin, own.begin_block, own.end, own.end_block) == (*begin, *end)
+        # Groups behind those that have work have none.
+        assert group < own.groups or ranges[group][0] == ranges[group][1]
 
 
 def has_rows(rows: Sequence[int], item: int, shape: GroupShape, rank: int) -> bool:
