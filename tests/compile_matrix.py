@@ -34,8 +34,10 @@ DESIGNS: dict[str, dict[str, Any]] = {
 }
 """Designs, some with an 8-bit cache or with pages, and further fields of their plans."""
 ALLOWED_SPILLS = {"sm_100": 8, "sm_103": 8}
-"""Bytes of stack, none of them used in a loop: one word of a barrier's phase or of a length, which
-the compiler keeps from the start of a CTA, with the tiles of 64 x 64 that use tcgen05 best."""
+"""Bytes of stack, not used in the loops over tokens: one word of a barrier's phase or of a length
+that the compiler keeps, with the tiles of 64 x 64 that use tcgen05 best."""
+ALLOWED_IN_LOOPS = {"attention_block_specialized_v3": 2}
+"""Loads and stores of that word in a loop: over work tiles, outside of the loops over tokens."""
 REGISTERS, THREADS = 65536, 2048
 """Per SM, the largest number of any target."""
 
@@ -72,9 +74,14 @@ def spare_bytes(report: CompileReport) -> int:
 
 
 def spills_too_much(report: CompileReport) -> bool:
-    """Whether registers are spilled, beyond what is known and outside of loops."""
+    """Whether registers are spilled beyond what is known."""
     allowed = ALLOWED_SPILLS.get(report.target, 0)
-    return report.spills and ((report.stack_bytes or 0) > allowed or report.loop_local != 0)
+    known = ALLOWED_IN_LOOPS.get(report.kernel, 0) if allowed else 0
+    return report.spills and (
+        (report.stack_bytes or 0) > allowed
+        or report.loop_local is None
+        or report.loop_local > known
+    )
 
 
 def ctas_per_sm(report: CompileReport) -> int:

@@ -83,11 +83,11 @@ def latent_tiles(plan: MlaPlan, Bm: int, Bn: int) -> tuple[tuple[int, int], ...]
 def mma_part(target: str) -> int:
     """Kp beside 32 x 32 latent tiles in the kernels of mla_var6_plus, on targets with mma.
 
-    sm_86 and sm_89: parts of 128 columns spill 848 B, of 64 nothing (250 registers); sm_80 and
-    sm_87 the other way round (200 B with 64); sm_12x neither.
+    sm_86 and sm_89: parts of 128 and 64 columns spill up to 3 KB in one version or another, one
+    part of 512 in none (at most 218 registers). sm_80, sm_87 and sm_12x: 128 columns spill in none.
     """
     small = (shared_memory_limit(target) or 0) < MMA_LARGE_BYTES
-    return 64 if target.startswith("sm_8") and small else 128
+    return 512 if target.startswith("sm_8") and small else 128
 
 
 def _scale_columns(plan: MlaPlan) -> int:
