@@ -41,8 +41,14 @@ LATENT_FORMS = {
 """What the latent kernels are compiled for beside dense caches."""
 PORTABLE = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99}
 """Targets of the latent kernels, and KB of shared memory that a CTA may use there."""
-SPILLED_BYTES = {("sm_80", 16): 712, ("sm_89", 16): 440, ("sm_90", 64): 8, ("sm_100", 64): 8}
-"""Stack that is known, by target and tokens of a page; on sm_90 and sm_100 in no loop."""
+SPILLED_BYTES = {
+    ("sm_80", "pages of 16"): 712,
+    ("sm_89", "pages of 16"): 440,
+    ("sm_90", "packed trees"): 8,
+    ("sm_100", "pages of 64"): 8,
+    ("sm_100", "packed trees"): 8,
+}
+"""Stack that is known; on sm_100 it is not used in a loop."""
 DEVICES = {"sm_90": "NVIDIA H200", "sm_100": "NVIDIA B200", "sm_120": "NVIDIA GeForce RTX 5090"}
 HOPPER_SHARED_BYTES = 227 * 1024
 
@@ -96,6 +102,5 @@ def test_latent_forms(form, target):
     assert report.error is None
     assert not report.misses_tensor_core, report.mma
     assert (report.shared_bytes or 0) <= PORTABLE[target] * 1024
-    allowed = SPILLED_BYTES.get((target, plan.page), 0)
-    assert (report.stack_bytes or 0) <= allowed, report.verdict
-    assert plan.page == 16 or not report.loop_local, report.verdict
+    assert (report.stack_bytes or 0) <= SPILLED_BYTES.get((target, form), 0), report.verdict
+    assert target != "sm_100" or not report.loop_local, report.verdict
