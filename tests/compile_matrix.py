@@ -28,7 +28,6 @@ DESIGNS: dict[str, dict[str, Any]] = {
     "flash_attention": {},
     **{f"mla_var6_plus{version}": {"n": 1024} for version in ("", "_v2", "_v3", "_v4")},
     "flash_mla:pages of 64": {"page": 64},
-    "flash_mla:pages of 32": {"page": 32},
     **{f"flash_mla:{name}": {"cache_dtype": name} for name in FORMATS},
     "flash_mla_split_kv:fp8_ds_mla": {"splits": 4, "cache_dtype": "fp8_ds_mla"},
 }

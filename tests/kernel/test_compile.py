@@ -31,6 +31,7 @@ STAGES = {
 """Id -> design that has the stage, and further fields of its plan."""
 LATENT_FORMS = {
     "pages of 64": {"page": 64},
+    "pages of 32": {"page": 32},
     "pages of 16": {"page": 16},
     "packed trees": {"page": 64},
     "narrow": {"page": 64, "k": 256, "p": 32},
@@ -44,6 +45,7 @@ PORTABLE = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99
 SPILLED_BYTES = {
     ("sm_80", "pages of 16"): 712,
     ("sm_89", "pages of 16"): 440,
+    ("sm_90", "pages of 32"): 128,
     ("sm_90", "packed trees"): 8,
     ("sm_100", "pages of 64"): 8,
     ("sm_100", "packed trees"): 8,
