@@ -172,9 +172,10 @@ class LatentTiling(Tiling):
         32 rows and 32 tokens read half as many bytes of the cache per product as 16 rows and 64
         tokens, and as many from shared memory (284 KB for 2.2 MFLOP). Where 163 KB fit (sm_80,
         sm_87), 64 tokens to 32 rows need a quarter less of the latter. The width of a part decides
-        how the compiler buffers loads, and with that the registers; it was chosen by compiling all
-        forms. With the defaults no form spills, but pages of 16 tokens on sm_8x (712 B of stack on
-        sm_80, 440 B on sm_89) and, on sm_86 and sm_89, trees on pages of 32 tokens (48 B).
+        how the compiler buffers loads, and with that the registers; it was chosen by compiling.
+        What still spills, in bytes of stack: pages of 16 tokens, 712 on sm_80 and 440 on sm_89, on
+        sm_12x 8 with trees and 128 with a scale per token; trees on pages of 32 tokens, 24 on sm_86
+        and sm_89.
         """
         ampere = target.startswith("sm_8")
         small = (shared_memory_limit(target) or 0) < MMA_LARGE_BYTES
