@@ -5,7 +5,18 @@ import pytest
 from mla_var3.conf.devices import load_devices, shared_memory_limit
 from mla_var3.kernel.cutile.mla.tilings import tiling_target
 from mla_var3.runtime.stage import constraint_failures
-from tests.compile_matrix import DESIGNS, TARGETS, accepted_targets, reports, spare_bytes, stages
+from tests.compile_matrix import (
+    DESIGNS,
+    TARGETS,
+    accepted_targets,
+    reports,
+    spare_bytes,
+    spills_too_much,
+    stages,
+)
+
+FAMILIES = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
+"""Targets that differ in matrix instruction or shared memory; the others compile alike."""
 
 
 def test_every_target_is_known_to_the_table_and_the_compiler():
@@ -37,6 +48,17 @@ def test_a_small_kernel_compiles_for_every_target(target):
     assert report.error is None
     assert spare_bytes(report) >= 0, report.shared_bytes
     assert not report.misses_tensor_core, report.verdict
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", FAMILIES)
+@pytest.mark.parametrize("design", DESIGNS)
+def test_default_tilings_do_not_spill(design, target):
+    for report in reports(design, target):
+        assert report.error is None
+        assert spare_bytes(report) >= 0, report.shared_bytes
+        assert not report.misses_tensor_core, report.verdict
+        assert not spills_too_much(report), report.verdict
 
 
 def test_targets_share_the_tilings_of_their_matrix_instructions():

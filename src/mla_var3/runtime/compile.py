@@ -60,6 +60,7 @@ _REPORTED = (
 _INSTRUCTION = re.compile(
     r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)((?:\.\w+)*)\s*([^;]*);"
 )
+_LABEL = re.compile(r"^(\.L_x_\d+):")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)")
 _THREADS = re.compile(r"EIATTR_REQNTID\s+Format:\s*\S+\s+Value:\s*([0-9a-fx ]+)")
@@ -80,6 +81,7 @@ class CompileReport:
         threads: threads per CTA.
         cluster: CTAs per cluster.
         instructions: how many instructions of each notable opcode the code holds.
+        loop_local: how many of them are LDL and STL in a loop; None where it was not read.
         total_instructions: all instructions.
         mma_shapes: the matrix instructions with their shape and types.
         consumer_registers: registers per thread that the consumer warps raise themselves to, None
@@ -98,6 +100,7 @@ class CompileReport:
     threads: int | None = None
     cluster: int | None = None
     instructions: dict[str, int] = field(default_factory=dict)
+    loop_local: int | None = None
     total_instructions: int | None = None
     mma_shapes: dict[str, int] = field(default_factory=dict)
     consumer_registers: int | None = None
@@ -141,6 +144,8 @@ class CompileReport:
         problems = []
         if self.spills:
             local = f"{self.instructions.get('STL', 0)} STL, {self.instructions.get('LDL', 0)} LDL"
+            if self.loop_local is not None:
+                local += f", {self.loop_local or 'none'} in a loop"
             problems.append(f"spills ({self.stack_bytes} B of stack, {local})")
         if self.misses_tensor_core:
             wanted = _expected(self.target)[0]
@@ -281,10 +286,56 @@ def parse_disassembly(printed: Disassembly) -> dict[str, Any]:
         "threads": _product(_THREADS, printed.elf),
         "cluster": _product(_CLUSTER, printed.elf) or 1,
         "instructions": {name: counts[name] for name in (*matrix, *_REPORTED) if counts[name]},
+        "loop_local": loop_local(printed.sass),
         "total_instructions": counts.total(),
         "mma_shapes": dict(sorted(shapes.items())),
         "consumer_registers": max(raised, default=None),
     }
+
+
+def loop_local(sass: str) -> int:
+    """How many LDL and STL are in loops: in basic blocks from which a path leads back to them.
+
+    A subroutine counts as a part of no loop.
+    """
+    blocks: list[list[str]] = [[]]  # opcodes of each block
+    labels: dict[str, int] = {}
+    jumps: list[tuple[int, str]] = []
+    falls: set[int] = set()  # blocks that go on with the next one
+    for line in sass.splitlines():
+        label, match = _LABEL.match(line), _INSTRUCTION.match(line)
+        if label is not None:
+            falls.add(len(blocks) - 1)
+            blocks.append([])
+            labels[label[1]] = len(blocks) - 1
+        elif match is not None:
+            opcode, _, operands = match.groups()
+            blocks[-1].append(opcode)
+            conditional = "@" in line
+            if opcode in ("BRA", "JMP"):
+                before, _, target = operands.partition("`(")
+                conditional = conditional or bool(before.strip())
+                jumps.append((len(blocks) - 1, target.partition(")")[0]))
+            if opcode in ("BRA", "JMP", "EXIT", "RET"):
+                if conditional:
+                    falls.add(len(blocks) - 1)
+                blocks.append([])
+    after: dict[int, set[int]] = {i: {i + 1} if i in falls else set() for i in range(len(blocks))}
+    for block, name in jumps:
+        if name in labels:
+            after[block].add(labels[name])
+    count = 0
+    for start, opcodes in enumerate(blocks):
+        local = sum(opcode in ("LDL", "STL") for opcode in opcodes)
+        seen: set[int] = set()
+        todo = list(after[start]) if local else []
+        while todo:
+            block = todo.pop()
+            if block not in seen:
+                seen.add(block)
+                todo += after.get(block, ())
+        count += local if start in seen else 0
+    return count
 
 
 def _product(pattern: re.Pattern[str], text: str) -> int | None:

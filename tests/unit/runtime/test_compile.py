@@ -16,6 +16,7 @@ from mla_var3.runtime.compile import (
     Disassembly,
     compile_report,
     disassemble,
+    loop_local,
     parse_disassembly,
     quiet_compiler,
 )
@@ -110,10 +111,27 @@ def test_figures_are_read_from_the_tools():
         "threads": 384,
         "cluster": 2,
         "instructions": {"HGMMA": 2, "UTMALDG": 1, "STL": 1, "USETMAXREG": 2},
+        "loop_local": 0,
         "total_instructions": 8,
         "mma_shapes": {"HGMMA.64x64x16.F32.BF16": 2},
         "consumer_registers": 232,
     }
+
+
+def test_local_memory_in_loops_is_told_apart():
+    """The wait of .L_x_2 jumps back to .L_x_1, but only .L_x_0 is a loop with local memory."""
+    lines = (
+        "STL [R1], R0", ".L_x_0:", "LDL R2, [R1]", "@P0 BRA `(.L_x_0)", "@!P0 BRA `(.L_x_2)",
+        ".L_x_1:", "LDL R3, [R1]", "EXIT", ".L_x_2:", "BRA.U UP0, `(.L_x_2)", "BRA `(.L_x_1)",
+    )  # fmt: skip
+    sass = "\n".join(
+        line if line.endswith(":") else f"        /*{16 * i:04x}*/  {line} ;"
+        for i, line in enumerate(lines)
+    )
+    assert loop_local(sass) == 1
+    found = report(instructions={"LDL": 2, "STL": 1}, stack_bytes=8, loop_local=1)
+    assert found.verdict == "spills (8 B of stack, 1 STL, 2 LDL, 1 in a loop)"
+    assert "none in a loop" in report(stack_bytes=8, loop_local=0).verdict
 
 
 @pytest.mark.parametrize(

@@ -155,8 +155,10 @@ class LatentPlan(MlaPlan):
 
     def candidates(self, tiling: type[LatentTilingT]) -> list[LatentTilingT]:
         """Tilings to choose from, the default first."""
+        fmt = self.format
+        columns = 1 if fmt is None else fmt.scale_columns or 1
         return tiling.candidates(
-            self.target.code, self.k, self.page, eight_bit=self.format is not None
+            self.target.code, self.k, self.page, eight_bit=fmt is not None, columns=columns
         )
 
     def prepare_inputs(self, device: torch.device | str) -> tuple[Any, ...]:

@@ -33,6 +33,7 @@ from mla_var3.kernel.cutile.mla.tilings import (
     fits_shared_memory,
     head_tiles,
     latent_tiles,
+    mma_part,
     tile_sides,
     tiling_target,
 )
@@ -73,10 +74,10 @@ def mix_constraints(tiling: Any, pd: MlaPlan) -> list[tuple[bool, str]]:
 
 def mix_sides(target: str) -> list[tuple[int, int, int, int, int]]:
     """Bm, Bn, Kp, Hm, Hn to try on a target, the default first; see LatentTiling, HeadTiling."""
-    target = tiling_target(target)
-    if target == "sm_120":
-        return [(16, 64, Kp, 16, 64) for Kp in (512, 128)]
-    if target == "sm_100":
+    family = tiling_target(target)
+    if family == "sm_120":
+        return [(32, 32, mma_part(target), 16, 64), (16, 64, 512, 16, 64)]
+    if family == "sm_100":
         return [(64, 64, 512, 64, Hn) for Hn in (128, 64)]
     return [(64, 64, Kp, 64, Hn) for Kp in (128, 256) for Hn in (128, 64)]
 

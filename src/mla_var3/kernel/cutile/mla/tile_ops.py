@@ -30,6 +30,12 @@ ONE_SCALE, TOKEN_SCALE, GROUP_SCALES = 1, 2, 3
 in op/mla/cache_formats.py are `fp8` (one scale for the cache), `fp8_per_token` (a scale per token,
 for its rope key too) and `fp8_ds_mla` (a scale per GROUP_COLUMNS of a latent row)."""
 GROUP_COLUMNS = 128
+QUERIES_STAY = 64
+"""Query rows of a tile from which the queries are loaded once, before the latent loop: wgmma and
+tcgen05 read them from shared memory. mma reads registers, 144 of a thread for 16 rows of 576
+columns, and with those every tiling spills (stack on sm_86: 16 x 64 and 32 x 32 112 B). So smaller
+tiles load them at every step: with 32 rows and 32 tokens as many bytes as the KV tile, mostly from
+L2, and no spills."""
 LATENT_LATENCY = 4
 """Load-latency hint of the latent tiles. It decides how deep the compiler buffers them: with four
 parts, 4 gives two buffers and 494 TFLOP/s on an H200, 1 gives 405."""
@@ -123,6 +129,24 @@ def load_column_parts(rows, request, row_tile, BM, KP, PARTS):
     return parts
 
 
+def load_query_part(rows, given, tile, request, row_tile, part, BM, WIDTH):
+    """The tile [BM, WIDTH] of `rows` at a part of its columns: as given, or loaded again.
+
+    No tile is negative, but the compiler does not know it, and leaves the load in the loop.
+
+    Args:
+        rows: array [b, s*h, K].
+        given: the same tile, loaded before the loop; see QUERIES_STAY.
+        tile: the KV tile, a loop counter.
+    """
+    queries = given
+    if BM < QUERIES_STAY:
+        at = (request, row_tile + min(tile, 0), part)
+        queries = ct.load(rows, at, (1, BM, WIDTH), padding_mode=ct.PaddingMode.ZERO)
+        queries = queries.reshape((BM, WIDTH))
+    return queries
+
+
 def hide_by_tree(scores, tree, tile, request, first_row, length, s, H, BM, BN):
     """Scores [BM, BN] of a KV tile with -inf at drafts that are no ancestors of a row's query.
 
@@ -166,7 +190,8 @@ def dequantised(tile, scales, dtype, BN, WIDTH):
 
 
 def latent_step(
-    q_parts, q_rope, c_view, r_view, s_view, tree, block, row, tile, acc_parts, m, l, full_tile,  # noqa: E741
+    q_rows, q_rope_rows, batch, row_tile, q_parts, q_rope, c_view, r_view, s_view, tree,
+    block, row, tile, acc_parts, m, l, full_tile,  # noqa: E741
     request, first_row, length, s, stop, scale_log2e,
     TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
 ):  # fmt: skip
@@ -185,7 +210,8 @@ def latent_step(
             scales = load_kv_tile(s_view, block, row, i, BN, KP // GROUP_COLUMNS)
         if CACHE > 0:
             c = dequantised(c, scales, dtype, BN, KP)
-        scores = ct.mma(q_parts[i], ct.permute(c, (1, 0)), scores)
+        q = load_query_part(q_rows, q_parts[i], tile, batch, row_tile, i, BM, KP)
+        scores = ct.mma(q, ct.permute(c, (1, 0)), scores)
         c_parts += (c,)
     if P > 0:
         r = load_kv_tile(r_view, block, row, 0, BN, P)
@@ -195,7 +221,8 @@ def latent_step(
             r = (r.astype(ct.float32) * scales).astype(dtype)
         if CACHE == GROUP_SCALES:
             r = r.astype(dtype)
-        scores = ct.mma(q_rope, ct.permute(r, (1, 0)), scores)
+        q = load_query_part(q_rope_rows, q_rope, tile, batch, row_tile, 0, BM, P)
+        scores = ct.mma(q, ct.permute(r, (1, 0)), scores)
     masked = needs_mask(tile, full_tile)
     if WINDOW > 0:  # the last row sees the fewest old positions
         last_begin = window_begin(first_row + BM - 1, length, s, WINDOW, H)
@@ -220,7 +247,8 @@ def page_of(table, request, tile, pages, TILES):
 
 
 def attend_cache(
-    q_parts, q_rope, c_kv, k_rope, scales, table, tree, request, first_tile, full_tile, last_tile,
+    q_rows, q_rope_rows, batch, row_tile, q_parts, q_rope,
+    c_kv, k_rope, scales, table, tree, request, first_tile, full_tile, last_tile,
     first_row, length, s, stop, scale_log2e,
     PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
 ):  # fmt: skip
@@ -232,7 +260,10 @@ def attend_cache(
     494 TFLOP/s with four parts of 128, 418 with two, 357 with one of 512).
 
     Args:
-        q_parts: PARTS tiles [BM, KP] of latent queries. q_rope: [BM, P], not read if P is 0.
+        q_rows: array [.., s*H, K] of latent queries. q_rope_rows: array [.., s*H, P].
+        batch, row_tile: the row tile in these arrays.
+        q_parts: that tile of q_rows, PARTS tiles [BM, KP]; not read below QUERIES_STAY rows.
+        q_rope: that tile of q_rope_rows, [BM, P], likewise; not read if P is 0.
         c_kv: array [b, t, K], K = PARTS * KP; [pages, PAGE, K] with pages.
         k_rope: array [b, t, P] or [pages, PAGE, P].
         scales: array [b, t, G] or [pages, PAGE, G] float32, or [1, 1, 1] (ONE_SCALE); not read if
@@ -266,7 +297,8 @@ def attend_cache(
             s_view = scales.slice(1, 0, stop)
         for j in range(first_tile, last_tile):
             acc_parts, m, l = latent_step(  # noqa: E741
-                q_parts, q_rope, c_view, r_view, s_view, tree, request, j, j, acc_parts, m, l,
+                q_rows, q_rope_rows, batch, row_tile, q_parts, q_rope,
+                c_view, r_view, s_view, tree, request, j, j, acc_parts, m, l,
                 full_tile, request, first_row, length, s, stop, scale_log2e,
                 TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
             )  # fmt: skip
@@ -276,7 +308,8 @@ def attend_cache(
         for j in range(first_tile, whole):
             page = page_of(table, request, j, pages, TILES)
             acc_parts, m, l = latent_step(  # noqa: E741
-                q_parts, q_rope, c_kv, k_rope, scales, tree, page, j % TILES, j, acc_parts, m, l,
+                q_rows, q_rope_rows, batch, row_tile, q_parts, q_rope,
+                c_kv, k_rope, scales, tree, page, j % TILES, j, acc_parts, m, l,
                 full_tile, request, first_row, length, s, stop, scale_log2e,
                 TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
             )  # fmt: skip
@@ -288,7 +321,8 @@ def attend_cache(
             if CACHE > ONE_SCALE:
                 s_view = scales.slice(0, page, page + 1).slice(1, 0, rest)
             acc_parts, m, l = latent_step(  # noqa: E741
-                q_parts, q_rope, c_kv.slice(0, page, page + 1).slice(1, 0, rest),
+                q_rows, q_rope_rows, batch, row_tile, q_parts, q_rope,
+                c_kv.slice(0, page, page + 1).slice(1, 0, rest),
                 k_rope.slice(0, page, page + 1).slice(1, 0, rest), s_view, tree, 0, whole % TILES,
                 whole, acc_parts, m, l, full_tile, request, first_row, length, s, stop, scale_log2e,
                 TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
@@ -297,12 +331,14 @@ def attend_cache(
 
 
 def attend_latent(
-    q_parts, q_rope, c_kv, k_rope, request, first_tile, full_tile, last_tile,
+    q_rows, q_rope_rows, batch, row_tile, q_parts, q_rope,
+    c_kv, k_rope, request, first_tile, full_tile, last_tile,
     first_row, length, s, stop, scale_log2e, CAUSAL, H, BM, BN, KP, PARTS, P,
 ):  # fmt: skip
     """`attend_cache` over a dense cache in the dtype of the queries, without a tree."""
     return attend_cache(
-        q_parts, q_rope, c_kv, k_rope, c_kv, c_kv, c_kv, request, first_tile, full_tile, last_tile,
+        q_rows, q_rope_rows, batch, row_tile, q_parts, q_rope,
+        c_kv, k_rope, c_kv, c_kv, c_kv, request, first_tile, full_tile, last_tile,
         first_row, length, s, stop, scale_log2e, 0, 0, 0, 0, CAUSAL, H, BM, BN, KP, PARTS, P,
     )  # fmt: skip
 
@@ -348,7 +384,8 @@ def attend_rows(
         first_tile = split * split_tiles
         last_tile = min(first_tile + split_tiles, ct.cdiv(max(highest, 0), BN))
     return attend_cache(
-        q, qr, c_kv, k_rope, scales, table, tree, request, first_tile, max(lowest, 0) // BN,
+        q_latent, q_rope, batch, row_tile, q, qr,
+        c_kv, k_rope, scales, table, tree, request, first_tile, max(lowest, 0) // BN,
         last_tile, first_row, length, s, length, scale_log2e,
         PAGE, TREE, WINDOW, CACHE, CAUSAL, H, BM, BN, KP, PARTS, P,
     )  # fmt: skip
@@ -435,7 +472,8 @@ def store_old_tokens(
     lowest = min(visible(first_row, length, s, CAUSAL, H), old)
     highest = min(visible(first_row + BM - 1, length, s, CAUSAL, H), old)
     acc_parts, m, l = attend_latent(
-        q_parts, qr, c_kv, k_rope, request, 0, max(lowest, 0) // BN, ct.cdiv(max(highest, 0), BN),
+        q_latent, q_rope, request, row_tile, q_parts, qr,
+        c_kv, k_rope, request, 0, max(lowest, 0) // BN, ct.cdiv(max(highest, 0), BN),
         first_row, length, s, old, scale_log2e, CAUSAL, H, BM, BN, KP, PARTS, P,
     )  # fmt: skip
     store_column_parts(o_latent, (request, row_tile), acc_parts, l, BM, KP, PARTS)

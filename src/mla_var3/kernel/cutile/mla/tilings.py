@@ -14,6 +14,8 @@ FEW_QUERIES = 64
 """Up to here one 64-row tile holds all queries of a head, and reading K and V is what costs."""
 
 
+MMA_LARGE_BYTES = 128 * 1024
+"""Targets with mma have 99 KB of shared memory per CTA, or 163 KB (sm_80, sm_87)."""
 _FAMILIES = {8: "sm_120", 9: "sm_90", 10: "sm_100", 11: "sm_100", 12: "sm_120"}
 """Major compute capability -> target with the same matrix instructions."""
 
@@ -78,6 +80,16 @@ def latent_tiles(plan: MlaPlan, Bm: int, Bn: int) -> tuple[tuple[int, int], ...]
     return (Bm, plan.k + plan.p), (Bn, plan.k + plan.p), (Bm, Bn)
 
 
+def mma_part(target: str) -> int:
+    """Kp beside 32 x 32 latent tiles in the kernels of mla_var6_plus, on targets with mma.
+
+    sm_86 and sm_89: parts of 128 and 64 columns spill up to 3 KB in one version or another, one
+    part of 512 in none (at most 218 registers). sm_80, sm_87 and sm_12x: 128 columns spill in none.
+    """
+    small = (shared_memory_limit(target) or 0) < MMA_LARGE_BYTES
+    return 512 if target.startswith("sm_8") and small else 128
+
+
 def _scale_columns(plan: MlaPlan) -> int:
     """Latent columns of a scale of an 8-bit cache; 1 where a scale holds for whole rows."""
     fmt = getattr(plan, "format", None)
@@ -119,59 +131,74 @@ class LatentTiling(Tiling):
 
     @classmethod
     def candidates(
-        cls, target: str, k: int = 512, page: int = 0, *, eight_bit: bool = False
+        cls, target: str, k: int = 512, page: int = 0, *, eight_bit: bool = False, columns: int = 1
     ) -> list[Self]:
         """Candidates per target, the default first.
 
         sm_90: at k=512 only 64 rows stay on wgmma without spilling. sm_100: only one part of 512
-        columns stays on tcgen05. sm_120: 99 KB of shared memory, so the latent tile must be small.
-        sm_8x likewise; parts of 256 columns spill least (sm_80: 88 B of stack, with 512 1032 B).
-        On sm_8x and sm_12x some words spill (page 64: 40 B of stack on sm_89, 8 B on sm_120).
+        columns stays on tcgen05; one word spills there, outside of the loops (8 B of stack). sm_8x
+        and sm_12x: see `_for_mma`.
 
         8-bit caches: a tile is in shared memory as it was loaded and as it was converted. On sm_90
-        64 tokens leave wgmma and spill 1.5 KB, 32 do not spill; on sm_100 64 spill 48 B. On sm_12x
-        the defaults spill up to 216 B, on sm_8x up to 80 B.
+        64 tokens leave wgmma and spill 1.5 KB, 32 do not spill; on sm_100 64 spill 48 B.
 
         Args:
             target: GPU code.
             k: Columns of a latent row.
             page: Tokens of a page; 0 for a dense cache.
             eight_bit: Whether the cache is in 8 bits.
+            columns: Latent columns of a scale of an 8-bit cache.
         """
         # A part is never wider than the latent rows, and a KV tile lies in one page: page & -page
         # is the largest power of two that divides it.
         longest = page & -page or 64
+        if tiling_target(target) == "sm_120":
+            made = cls._for_mma(target, longest, bool(page), eight_bit, columns > 1)
+        else:
+            made = cls._candidates_in_8_bits(target) if eight_bit else cls._candidates(target)
         found: list[Self] = []
-        short = tiling_target(target) == "sm_120" and longest < 64
-        made = cls._candidates_in_8_bits if eight_bit else cls._candidates
-        for each in cls._short(target, longest) if short else made(target):
+        for each in made:
             fitting = replace(each, Bn=min(each.Bn, longest), Kp=min(each.Kp, k))
-            if fitting not in found:
+            if fitting not in found and fitting.Kp % columns == 0:
                 found.append(fitting)
         return found
 
     @classmethod
-    def _short(cls, target: str, Bn: int) -> list[Self]:
-        """For KV tiles of 16 and 32 tokens on targets with mma, the default first.
+    def _for_mma(
+        cls, target: str, longest: int, paged: bool, eight_bit: bool, grouped: bool
+    ) -> list[Self]:
+        """For targets with mma, the default first.
 
-        With 16 rows the tensor cores are not used. Stack with the defaults: 32 tokens 104 B on
-        sm_89 and 320 B on sm_120, 16 tokens 712 B on sm_80, 440 B on sm_89 and 352 B on sm_120.
+        32 rows and 32 tokens read half as many bytes of the cache per product as 16 rows and 64
+        tokens, and as many from shared memory (284 KB for 2.2 MFLOP). Where 163 KB fit (sm_80,
+        sm_87), 64 tokens to 32 rows need a quarter less of the latter. The width of a part decides
+        how the compiler buffers loads, and with that the registers; it was chosen by compiling.
+        What still spills, in bytes of stack: pages of 16 tokens, 712 on sm_80 and 440 on sm_89, on
+        sm_12x 8 with trees and 128 with a scale per token; trees on pages of 32 tokens, 24 on sm_86
+        and sm_89.
         """
-        if Bn == 32:
-            return [cls(32, 32, 512), cls(32, 32, 256)]
-        found = [cls(32, 16, 128, num_worker_warps=None), cls(64, 16, 512)]
-        return found[::-1] if target.startswith("sm_8") else found
+        ampere = target.startswith("sm_8")
+        small = (shared_memory_limit(target) or 0) < MMA_LARGE_BYTES
+        if longest == 16:
+            if ampere:
+                return [cls(64, 16, 512), cls(32, 16, 128, num_worker_warps=None)]
+            Kp = 512 if eight_bit else 128
+            return [cls(32, 16, Kp, num_worker_warps=None), cls(64, 16, 512)]
+        default = cls(32, 32, 128)
+        if ampere and eight_bit and not grouped:
+            default = cls(32, 32, 64)
+        elif ampere and eight_bit and small and not paged:
+            default = cls(32, 32, 512)
+        elif ampere and not eight_bit and not small and not paged:
+            default = cls(32, 64, 128)
+        elif ampere and not eight_bit and small and paged:
+            default = cls(16, 64, 128) if longest >= 64 else cls(32, 32, 64)
+        others = [cls(32, 32, Kp) for Kp in (128, 512)] + [cls(16, 64, Kp) for Kp in (128, 512)]
+        return [default, *(each for each in others if each != default)]
 
     @classmethod
     def _candidates(cls, target: str) -> list[Self]:
-        if target.startswith("sm_8"):
-            return [cls(16, 64, Kp) for Kp in (256, 512, 128)]
-        target = tiling_target(target)
-        if target == "sm_120":
-            return [cls(16, 64, Kp) for Kp in (512, 128)] + [
-                cls(16, 64, 512, num_worker_warps=None)
-            ]
-        if target == "sm_100":
+        if tiling_target(target) == "sm_100":
             return [cls(64, Bn, 512) for Bn in (64, 32)]
         return [cls(64, 64, Kp) for Kp in (128, 256, 512)]
 

@@ -18,7 +18,7 @@ visible key give 0 and -inf. Targets: sm_90 (wgmma, TMA), sm_10x and sm_110 (tcg
 (mma, TMA), sm_8x (mma).
 
 Base version. Limits: few CTAs when b*s*h is small (then use flash_mla_split_kv); fewer than 64 rows
-(16 on sm_8x and sm_12x) are padded to as many; pages of 16 and 32 tokens make KV tiles as short.
+(32 on sm_8x and sm_12x) are padded to as many; pages of 16 and 32 tokens make KV tiles as short.
 sm_8x has no float8 in cuTile: bytes are decoded by integer operations.
 """
 

@@ -31,6 +31,7 @@ from mla_var3.kernel.cutile.mla.tilings import (
     divides,
     fits_shared_memory,
     latent_tiles,
+    mma_part,
     multiprocessors,
     tile_sides,
     tiling_target,
@@ -76,7 +77,7 @@ class LatentOldTilingV4(Tiling):
     @classmethod
     def candidates(cls, target: str) -> list["LatentOldTilingV4"]:
         """Candidates per target, the default first (compare LatentTiling)."""
-        by_target = {"sm_100": (64, 64, 512), "sm_120": (16, 64, 512)}
+        by_target = {"sm_100": (64, 64, 512), "sm_120": (32, 32, mma_part(target))}
         sides = by_target.get(tiling_target(target), (64, 64, 128))
         return [cls(*sides, Share=share) for share in SHARES]
 
