@@ -8,10 +8,13 @@ happen outside the ranges, so that a profiler that filters by range sees the sta
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -116,6 +119,31 @@ class TargetSpec:
         stage = plan.plan(*plan.prepare_inputs(device))
         apply_tilings(stage, self.tilings)
         return stage
+
+
+def run_profiler(
+    command: Sequence[str], env: dict[str, str], limit_s: float
+) -> subprocess.CompletedProcess[str]:
+    """Run a profiler to its end; what it and its programs print is in `stdout`.
+
+    When it is cut off, the programs that it started are ended too, so that none stays on the GPU.
+
+    Args:
+        command: Profiler and arguments.
+        env: Environment.
+        limit_s: Seconds; longer raises `subprocess.TimeoutExpired`.
+    """
+    with subprocess.Popen(
+        list(command), env=env, text=True, errors="replace", start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as process:  # fmt: skip
+        try:
+            printed, _ = process.communicate(timeout=limit_s)
+        except BaseException:  # an interrupt reaches this process only
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return subprocess.CompletedProcess(list(command), process.returncode, printed, "")
 
 
 def package_environment() -> dict[str, str]:

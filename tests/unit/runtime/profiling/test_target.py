@@ -1,9 +1,13 @@
 """The program that runs under the profiler: spec, ranges, tilings."""
 
 import json
+import os
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -149,3 +153,24 @@ def test_nsight_python_gets_the_stages_only_under_the_profiler(monkeypatch, tmp_
     # nsight-python builds the report's name from the function's.
     assert f"-{name}-" in target.NSIGHT_REPORT
     assert calls[1:] == ([("stage", "annotate")] if under_ncu else [])
+
+
+def test_a_profiler_that_is_cut_off_leaves_no_program_behind(tmp_path):
+    """It starts the profiled program itself, which would stay on the GPU."""
+    pid = tmp_path / "pid"
+    command = ["sh", "-c", f"sleep 300 & echo $! > {pid}; wait"]
+    with pytest.raises(subprocess.TimeoutExpired):
+        target.run_profiler(command, dict(os.environ), 1.0)
+    started = int(pid.read_text())
+    for _ in range(100):
+        status = Path(f"/proc/{started}/stat")
+        # A process that was killed may stay a zombie until it is reaped.
+        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.05)
+    pytest.fail(f"process {started} is still there")
+
+
+def test_what_profiler_and_program_print_is_kept():
+    done = target.run_profiler(["sh", "-c", "echo one; echo two >&2; exit 3"], dict(os.environ), 60)
+    assert (done.returncode, done.stdout.split()) == (3, ["one", "two"])

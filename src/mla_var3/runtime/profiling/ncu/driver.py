@@ -23,7 +23,12 @@ from typing import Any
 from mla_var3.errors import MissingToolError, UnsupportedError
 from mla_var3.runtime.environment import find_tool, run_tool, version_numbers
 from mla_var3.runtime.profiling import target
-from mla_var3.runtime.profiling.target import NSIGHT_REPORT, TargetSpec, package_environment
+from mla_var3.runtime.profiling.target import (
+    NSIGHT_REPORT,
+    TargetSpec,
+    package_environment,
+    run_profiler,
+)
 
 log = logging.getLogger(__name__)
 
@@ -247,17 +252,7 @@ def run_ncu(command: Sequence[str], tool: NcuTool, report: Path) -> None:
     """Run a profiling command; its output goes to `profiler.log` beside the report."""
     log.debug("running %s", command)
     try:
-        done = subprocess.run(
-            list(command),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            env=child_environment(tool),
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
+        done = run_profiler(command, child_environment(tool), _TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
         raise UnsupportedError(
             f"ncu {tool.version}: expected to finish within {_TIMEOUT_S} s, got no end"

@@ -31,7 +31,7 @@ from mla_var3.runtime.environment import find_tool
 from mla_var3.runtime.measure import CudaClock, wait_for_device
 from mla_var3.runtime.paths import write_atomic
 from mla_var3.runtime.plan import KernelPlan
-from mla_var3.runtime.profiling.target import TargetSpec, package_environment
+from mla_var3.runtime.profiling.target import TargetSpec, package_environment, run_profiler
 from mla_var3.runtime.profiling.timeline.formats import (
     API_SUMMARY,
     GPU_TRACE,
@@ -187,18 +187,9 @@ def record_with_nsys(plan: KernelPlan, stage: Stage, runs: int, folder: Path) ->
 def _run(command: Sequence[str], result: Path) -> None:
     """Run a command that must leave a file."""
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            env=package_environment(),
-            timeout=_RUN_TIMEOUT_S,
-            check=False,
-        )
-        lines = f"{done.stdout}\n{done.stderr}".split("\n")
-        got = f"exit code {done.returncode}: "
-        got += " | ".join([line.strip() for line in lines if line.strip()][-_TAIL_LINES:])
+        done = run_profiler(command, package_environment(), _RUN_TIMEOUT_S)
+        lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+        got = f"exit code {done.returncode}: {' | '.join(lines[-_TAIL_LINES:])}"
         if done.returncode == 0 and result.is_file():
             return
     except (OSError, subprocess.TimeoutExpired) as error:
