@@ -34,7 +34,9 @@ LATENT_FORMS = {
     "pages of 32": {"page": 32},
     "pages of 16": {"page": 16},
     "packed trees": {"page": 64},
-    "narrow": {"page": 64, "k": 256, "p": 32},
+    "k=512, p=0": {"page": 64, "p": 0},
+    "k=256, p=64": {"page": 64, "k": 256},
+    "k=256, p=32": {"page": 64, "k": 256, "p": 32},
     "fp8": {"page": 64, "cache_dtype": "fp8"},
     "fp8_per_token": {"page": 64, "cache_dtype": "fp8_per_token"},
     "fp8_ds_mla": {"page": 64, "cache_dtype": "fp8_ds_mla"},
@@ -44,13 +46,15 @@ PORTABLE = {"sm_80": 163, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99
 """Targets of the latent kernels, and KB of shared memory that a CTA may use there."""
 SPILLED_BYTES = {
     ("sm_80", "pages of 16"): 712,
+    ("sm_80", "k=512, p=0"): 120,
     ("sm_89", "pages of 16"): 440,
     ("sm_90", "pages of 32"): 128,
     ("sm_90", "packed trees"): 8,
     ("sm_100", "pages of 64"): 8,
+    ("sm_100", "k=512, p=0"): 8,
     ("sm_100", "packed trees"): 8,
 }
-"""Stack that is known; on sm_100 it is not used in a loop."""
+"""Stack that is known; on sm_100, and on sm_80 without rope, it is not used in a loop."""
 DEVICES = {"sm_90": "NVIDIA H200", "sm_100": "NVIDIA B200", "sm_120": "NVIDIA GeForce RTX 5090"}
 HOPPER_SHARED_BYTES = 227 * 1024
 

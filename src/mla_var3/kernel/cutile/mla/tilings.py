@@ -175,7 +175,7 @@ class LatentTiling(Tiling):
         how the compiler buffers loads, and with that the registers; it was chosen by compiling.
         What still spills, in bytes of stack: pages of 16 tokens, 712 on sm_80 and 440 on sm_89, on
         sm_12x 8 with trees and 128 with a scale per token; trees on pages of 32 tokens, 24 on sm_86
-        and sm_89.
+        and sm_89; pages without rope on sm_80, 120 outside of loops (64 columns would spill trees).
         """
         ampere = target.startswith("sm_8")
         small = (shared_memory_limit(target) or 0) < MMA_LARGE_BYTES
@@ -191,8 +191,9 @@ class LatentTiling(Tiling):
             default = cls(32, 32, 512)
         elif ampere and not eight_bit and not small and not paged:
             default = cls(32, 64, 128)
-        elif ampere and not eight_bit and small and paged:
-            default = cls(16, 64, 128) if longest >= 64 else cls(32, 32, 64)
+        elif paged and not eight_bit and small:
+            # On sm_12x parts of 128 columns spill 184 B without rope.
+            default = cls(16, 64, 128) if ampere and longest >= 64 else cls(32, 32, 64)
         others = [cls(32, 32, Kp) for Kp in (128, 512)] + [cls(16, 64, Kp) for Kp in (128, 512)]
         return [default, *(each for each in others if each != default)]
 
