@@ -247,7 +247,7 @@ def test_nan_in_an_8_bit_cache_is_not_hidden(cache_dtype: str, generator: torch.
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(("k", "p"), [(512, 64), (256, 64), (256, 32)])
+@pytest.mark.parametrize(("k", "p"), [(512, 64), (512, 0), (256, 64), (256, 32)])
 @pytest.mark.parametrize("h", [1, 12, 20])
 def test_widths_and_heads(kernel: str, k: int, p: int, h: int, generator: torch.Generator) -> None:
     call = Call(generator, h=h, k=k, p=p, counts=(5, 5), lengths=(70, 33))
