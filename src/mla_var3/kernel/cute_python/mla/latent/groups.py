@@ -103,8 +103,9 @@ def group_shape(
             share = (1.0 - cost) * total_tiles / taken * used - STREAM_COST * streams
             return share, GroupShape(size, visits, most)
         split = (1.0 - cost) * ideal / each - STREAM_COST * most, GroupShape(size, visits, most)
-        if items < most < EVEN_GROUPS * items and most // items * items >= EVEN_SHARE * most:
-            return split[0], GroupShape(size, visits, most // items * items)
+        even = most // items * items
+        if items < most < EVEN_GROUPS * items and even >= EVEN_SHARE * most:
+            return split[0], GroupShape(size, visits, even)
         rounds = -(-items // most)
         if items % rounds:
             return split
