@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl")
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import DEFAULT_SM_COUNT, KV_BLOCK
-from mla_var3.kernel.cute_python.mla.latent import scheduler as device
+from mla_var3.kernel.cute_python.mla.latent import ranges as device
 from mla_var3.kernel.cute_python.mla.latent.groups import (
     GROUP_WORTH,
     SPLIT_COST,
@@ -39,11 +39,11 @@ from mla_var3.kernel.cute_python.mla.latent.groups import (
     range_begins,
 )
 from mla_var3.kernel.cute_python.mla.latent.merge import MOST_SLOTS, merge_rows
-from mla_var3.kernel.cute_python.mla.latent.scheduler import (
+from mla_var3.kernel.cute_python.mla.latent.ranges import (
     ITEM_COST,
     MERGE_COST,
+    Batch,
     PackedQueries,
-    Split,
     aligning_pays,
     range_position,
     shortest_span,
@@ -52,6 +52,7 @@ from mla_var3.kernel.cute_python.mla.latent.scheduler import (
     split_step,
     takes_turns,
 )
+from mla_var3.kernel.cute_python.mla.latent.scheduler import Split
 
 INT32_MAX = 2**31 - 1
 SPLIT_MOVES = ITEM_COST + 1
@@ -321,7 +322,8 @@ def operation(name: str) -> Any:
     return result
 
 
-for name in ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod", "and", "neg"):
+NAMES = ("add", "radd", "sub", "rsub", "mul", "rmul", "floordiv", "mod", "rshift", "and", "neg")
+for name in NAMES:
     setattr(Number, f"__{name}__", operation(f"__{name}__"))
 
 
@@ -366,7 +368,7 @@ class Warp:
         self.cutlass = SimpleNamespace(
             max=lambda *numbers: Number(max(numbers)),
             min=lambda *numbers: Number(min(numbers)),
-            range=lambda n, unroll: map(Number, range(n)),
+            range=lambda *bounds, unroll: map(Number, range(*bounds)),
             range_constexpr=range,
         )
 
@@ -397,9 +399,18 @@ class Warp:
 
 
 RANGE_FUNCTIONS = (
-    "tokens_of", "kv_blocks", "packed_queries", "item_count", "work_range", "aligned_span",
-    "split_range", "split_in_request",
+    "tokens_of", "kv_blocks", "packed_queries", "item_count", "lane_items", "work_range",
+    "aligned_span", "ranges_of", "inclusive_sum", "aligned_range", "split_range",
+    "split_in_request",
 )  # fmt: skip
+
+
+def trimmed(end: tuple[int, int], items: Sequence[int], visits: int) -> tuple[int, int]:
+    """The end of a range, right behind the last item that has a query tile."""
+    item, block = end
+    while block == 0 and item > 0 and (item - 1) % visits >= items[(item - 1) // visits]:
+        item -= 1
+    return item, block
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -408,7 +419,7 @@ def test_the_device_code_finds_the_ranges_of_the_host(seed, monkeypatch):
     warp = Warp(draw.choice((0.0, 2.0)))
     for name in RANGE_FUNCTIONS:
         monkeypatch.setattr(device, name, inspect.unwrap(getattr(device, name)))
-    kinds = {"Int32": Number, "Float32": Real, "Boolean": bool}
+    kinds = {"Int32": Number, "Float32": Real}
     for name, value in {**kinds, "cute": warp.cute, "cutlass": warp.cutlass}.items():
         monkeypatch.setattr(device, name, value)
     requests, most = draw.choice((1, 5, 16, 32, 33, 70)), draw.choice((700, 5000, 200_000))
@@ -432,17 +443,21 @@ def test_the_device_code_finds_the_ranges_of_the_host(seed, monkeypatch):
     turns = takes_turns(
         max((n for n, _ in kept), default=0), requests * shape.visits, shape.group_count, total
     )
+    batch = Batch(
+        lengths, Number(requests), Number(shape.visits), Number(0), Number(1 << 30), None, packed
+    )
     for group in (0, 1, shape.group_count // 3, shape.group_count - 2, shape.group_count - 1):
         found = warp.run(
             lambda group=group: device.work_range(
-                lengths, Number(requests), Number(shape.visits), Number(0), Number(1 << 30), 0,
-                Number(shape.group_ctas), Number(group), Number(shape.group_count), None, packed,
+                batch, 0, Number(shape.group_ctas), Number(group), Number(shape.group_count)
             )
         )  # fmt: skip
         assert len({dataclasses.astuple(one) for one in found}) == 1, "lanes differ"
         begin, end = ((group, 0), (requests * shape.visits, 0)) if turns else ranges[group]
-        own = found[0]
-        assert (own.begin, own.begin_block, own.end, own.end_block) == (*begin, *end)
+        own, per_request = found[0], items or [shape.visits] * requests
+        assert (own.begin, own.begin_block) == begin
+        ends = ((own.end, own.end_block), end)
+        assert len({trimmed(one, per_request, shape.visits) for one in ends}) == 1
         # Groups behind those that have work have none.
         assert group < own.groups or ranges[group][0] == ranges[group][1]
 

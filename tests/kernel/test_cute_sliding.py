@@ -15,7 +15,7 @@ pytest.importorskip("cutlass", reason="needs the cute extra: nvidia-cutlass-dsl"
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, ROWS
 from mla_var3.kernel.cute_python.mla.hopper.tma import EVICT_FIRST, EVICT_NORMAL
-from mla_var3.kernel.cute_python.mla.latent import mask, merge, producer
+from mla_var3.kernel.cute_python.mla.latent import mask, merge, producer, ranges
 from mla_var3.kernel.cute_python.mla.latent import scheduler as device
 from mla_var3.kernel.cute_python.mla.latent.groups import (
     GroupShape,
@@ -23,20 +23,25 @@ from mla_var3.kernel.cute_python.mla.latent.groups import (
     ragged_tiles,
     range_begins,
 )
-from mla_var3.kernel.cute_python.mla.latent.scheduler import (
+from mla_var3.kernel.cute_python.mla.latent.ranges import (
+    Batch,
     PackedQueries,
-    Scheduler,
     SlidingWindow,
     WorkRange,
 )
+from mla_var3.kernel.cute_python.mla.latent.scheduler import Scheduler
 
 DEVICE_FUNCTIONS = {
     mask: (
         "causal_limit", "row_limit", "window_begin", "row_begin", "needs_mask", "first_hidden",
+        "divided",
+    ),
+    ranges: (
+        "causal_limit", "tokens_of", "kv_blocks", "first_block", "packed_queries", "item_count",
     ),
     device: (
         "causal_limit", "window_begin", "tokens_of", "kv_blocks", "first_block", "packed_queries",
-        "item_count", "work_tile_at",
+        "divided", "work_tile_at",
     ),
 }  # fmt: skip
 
@@ -46,8 +51,9 @@ def plain_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, names in DEVICE_FUNCTIONS.items():
         for name in names:
             monkeypatch.setattr(module, name, inspect.unwrap(getattr(module, name)))
-    for module in (mask, device, merge):
+    for module in (mask, ranges, device, merge):
         monkeypatch.setattr(module, "Int32", int)
+    for module in (mask, device, merge):
         monkeypatch.setattr(module, "Boolean", bool)
     monkeypatch.setattr(merge, "Int64", int)
     monkeypatch.setattr(merge, "work_tile_at", device.work_tile_at)
@@ -86,12 +92,13 @@ def test_a_row_sees_its_window_once(data):
     shape = GroupShape(ctas, -(-tiles // ctas), draw(st.integers(1, 9)))
     total_lengths = totals if shards > 1 or draw(st.booleans()) else None
     sliding = SlidingWindow(window, queries, total_lengths, shards, shard)
-    blocks = [device.kv_blocks(lengths, r, 0, 2048, sliding) for r in range(len(counts))]
+    batch = Batch(lengths, len(counts), shape.visits, 0, 2048, sliding)
+    blocks = [ranges.kv_blocks(batch, r) for r in range(len(counts))]
     packed = PackedQueries(begins, queries, begins[-1], heads, ctas * ROWS)
-    items = [device.item_count(r, shape.visits, packed) for r in range(len(counts))]
-    ranges = range_begins([count * KV_BLOCK for count in blocks], shape, items)
+    items = [ranges.item_count(r, shape.visits, packed) for r in range(len(counts))]
+    borders = range_begins([count * KV_BLOCK for count in blocks], shape, items)
     seen: dict[tuple[int, int], set[int]] = {}
-    for group, (begin, end) in enumerate(itertools.pairwise(ranges)):
+    for group, (begin, end) in enumerate(itertools.pairwise(borders)):
         for rank in range(ctas):
             scheduler = Scheduler(
                 WorkRange(*begin, *end, 1, 0, 1), lengths, total_lengths, begins, None, queries,
@@ -130,7 +137,7 @@ def test_a_request_has_items_only_for_its_query_tiles(step):
     begins, heads = list(itertools.accumulate(counts, initial=0)), 128
     lengths = [640] * len(counts)
     packed = PackedQueries(begins, 4, begins[-1], heads, 2 * ROWS)
-    assert [device.item_count(r, visits, packed) for r in range(len(counts))] == counts
+    assert [ranges.item_count(r, visits, packed) for r in range(len(counts))] == counts
     found, reads = [], []
 
     class Begins(list):  # counts what the search reads
@@ -187,7 +194,7 @@ def test_a_cta_records_at_its_start_what_its_tiles_write(data):
     ctas = draw(st.integers(1, tiles))
     shape = GroupShape(ctas, -(-tiles // ctas), draw(st.integers(1, 40)))
     packed = PackedQueries(begins, queries, begins[-1], heads, ctas * ROWS)
-    items = [device.item_count(r, shape.visits, packed) for r in range(len(counts))]
+    items = [ranges.item_count(r, shape.visits, packed) for r in range(len(counts))]
     for group, (begin, end) in enumerate(itertools.pairwise(range_begins(lengths, shape, items))):
         for rank in range(ctas):
             scheduler = Scheduler(

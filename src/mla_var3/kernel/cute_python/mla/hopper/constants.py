@@ -3,6 +3,8 @@
 KV_BLOCK = 64
 """Tokens of a KV block: the page size of the caches in use, and two fit the shared memory of an SM
 beside the query tile of the latent kernel."""
+KV_BLOCK_BITS = 6
+"""A shift by so many divides by `KV_BLOCK`."""
 ROWS = 64
 """Query rows of a tile: the M side of a wgmma."""
 LATENT = 512

@@ -1,7 +1,7 @@
 """How the CTAs of a latent kernel's launch work together: the number and size of CTA groups.
 
-The tile scheduler (`scheduler.py`) divides the work among them on the device; `range_begins` finds
-the same ranges on the host.
+`ranges.py` divides the work among them on the device; `range_begins` finds the same ranges on the
+host.
 """
 
 import bisect
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, ROWS
-from mla_var3.kernel.cute_python.mla.latent.scheduler import (
+from mla_var3.kernel.cute_python.mla.latent.ranges import (
     ITEM_COST,
     LONGEST_ALIGNED,
     SPANS,

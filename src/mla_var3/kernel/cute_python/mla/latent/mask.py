@@ -8,6 +8,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, const_expr
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, ROWS
+from mla_var3.kernel.cute_python.mla.latent.ops import divided, quotient
 
 
 @cute.jit
@@ -23,7 +24,7 @@ def causal_limit(
         position = scheduler.total_lengths[request] - count + query
         limit = Int32(0)
         if position >= 0:
-            limit = (position + scheduler.shards - scheduler.shard) // scheduler.shards
+            limit = divided(position + scheduler.shards - scheduler.shard, scheduler.shards)
     return limit
 
 
@@ -32,10 +33,9 @@ def row_limit(tile: cutlass.Constexpr, row: Int32, scheduler: cutlass.Constexpr)
     """How many tokens a row of a work tile sees in the tile's KV blocks, counted from 0."""
     limit = cutlass.min(cutlass.max(tile.length - scheduler.newest, 0), tile.last * KV_BLOCK)
     if scheduler.causal != 0:
-        query = (tile.row + row) // scheduler.heads
-        count = tile.rows // scheduler.heads
-        request = tile.item // scheduler.visits
-        limit = cutlass.min(limit, causal_limit(request, tile.length, count, query, scheduler))
+        query = quotient(tile.row + row, scheduler.heads)
+        seen = causal_limit(tile.request, tile.length, tile.queries, query, scheduler)
+        limit = cutlass.min(limit, seen)
     return limit
 
 
@@ -44,16 +44,14 @@ def window_begin(
     request: Int32, length: Int32, count: Int32, row: Int32, scheduler: cutlass.Constexpr
 ) -> Int32:
     """The first token in the sliding window of a request's row; may be negative."""
-    query = row // scheduler.heads - scheduler.window.size
+    query = quotient(row, scheduler.heads) - scheduler.window.size
     return causal_limit(request, length, count, query, scheduler)
 
 
 @cute.jit
 def row_begin(tile: cutlass.Constexpr, row: Int32, scheduler: cutlass.Constexpr) -> Int32:
     """The same for a row of a work tile."""
-    count = tile.rows // scheduler.heads
-    request = tile.item // scheduler.visits
-    return window_begin(request, tile.length, count, tile.row + row, scheduler)
+    return window_begin(tile.request, tile.length, tile.queries, tile.row + row, scheduler)
 
 
 @cute.jit
@@ -81,7 +79,7 @@ def first_hidden(tile: cutlass.Constexpr, scheduler: cutlass.Constexpr) -> Int32
     """The first token that some row of a work tile may not see."""
     lowest = row_limit(tile, 0, scheduler)
     if const_expr(scheduler.tree is not None):
-        lowest = cutlass.min(lowest, tile.length - tile.rows // scheduler.heads)
+        lowest = cutlass.min(lowest, tile.length - tile.queries)
     return lowest
 
 
@@ -90,10 +88,10 @@ def tree_hides(
     tile: cutlass.Constexpr, row: Int32, token: Int32, scheduler: cutlass.Constexpr
 ) -> Boolean:
     """Whether a token is one of the newest and not on the path to a row's own token."""
-    count = tile.rows // scheduler.heads
+    count = tile.queries
     draft = token - (tile.length - count)
     hidden = Boolean(False)
     if draft >= 0 and draft < count:
-        query = cutlass.min((tile.row + row) // scheduler.heads, count - 1)
-        hidden = scheduler.tree[tile.item // scheduler.visits, query, draft] == 0
+        query = cutlass.min(quotient(tile.row + row, scheduler.heads), count - 1)
+        hidden = scheduler.tree[tile.request, query, draft] == 0
     return hidden

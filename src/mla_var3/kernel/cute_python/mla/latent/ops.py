@@ -1,14 +1,19 @@
-"""Device pieces that both consumers of the latent kernel use: 64 query rows, or few."""
+"""Device pieces that several parts of the latent kernel use."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
-from mla_var3.kernel.cute_python.mla.hopper.constants import KV_BLOCK, LN_2, MMA_DEPTH
+from mla_var3.kernel.cute_python.mla.hopper.constants import (
+    KV_BLOCK,
+    KV_BLOCK_BITS,
+    LN_2,
+    MMA_DEPTH,
+)
 from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
 
 
@@ -67,6 +72,27 @@ class IndexTensors(NamedTuple):
             tensor(operands.cu_seqlens_q, requests + 1),
             tensor(operands.tree, (requests, queries, queries), tree_strides),
         )
+
+
+def quotient(dividend, divisor):
+    """`dividend // divisor` of numbers that are not negative; on the device without signs."""
+    if isinstance(dividend, int) and isinstance(divisor, int):
+        return dividend // divisor
+    return (Uint32(dividend) // Uint32(divisor)).to(Int32)
+
+
+def blocks_of(tokens):
+    """KV blocks that hold so many tokens, which are not negative."""
+    return (tokens + (KV_BLOCK - 1)) >> KV_BLOCK_BITS
+
+
+@cute.jit
+def divided(dividend: Int32, divisor: Int32) -> Int32:
+    """`quotient` by a number that is 1 in most launches; nothing is divided then."""
+    result = dividend
+    if divisor > 1:
+        result = quotient(dividend, divisor)
+    return result
 
 
 @cute.jit

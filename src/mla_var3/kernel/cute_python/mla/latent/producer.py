@@ -23,6 +23,7 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
 )
 from mla_var3.kernel.cute_python.mla.hopper.tma import EVICT_FIRST, EVICT_NORMAL, TmaTensor
 from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
+from mla_var3.kernel.cute_python.mla.latent.ops import divided, quotient
 
 FEW_BLOCKS = 1800
 """KV blocks of a small launch (`kv_policy`), 130 MB. On an H200 1,100 blocks gained; 4,200 gained
@@ -281,13 +282,12 @@ def produce(
         cute.arch.mbarrier_wait(barriers + Mbarrier.Q_EMPTY, q_phase ^ 1)
         q_phase ^= 1
         load_queries(sources, shared, barriers + Mbarrier.Q_FULL, tile.base + tile.row)
-        request = tile.item // scheduler.visits
         for pair in cutlass.range(tile.pairs, unroll=1):
             block = tile.first + 2 * pair
             load_pair(
                 cache, even, odd, parts, barriers, phase,
-                place_of(cache, request, block, tile.last),
-                place_of(cache, request, block + 1, tile.last),
+                place_of(cache, tile.request, block, tile.last),
+                place_of(cache, tile.request, block + 1, tile.last),
             )  # fmt: skip
             phase ^= 1
         tile = scheduler.next_tile(tile)
@@ -323,7 +323,8 @@ def load_queries(
     def parts_of(tensor, columns):
         if const_expr(sources.head_box > 0):
             box = (sources.head_box, box_rows // sources.head_box, columns)
-            at = (first_row % sources.heads, first_row // sources.heads, 0)
+            token = quotient(first_row, sources.heads)
+            at = (first_row - token * sources.heads, token, 0)
             rows = cute.domain_offset(at, tensor)
             return cute.group_modes(cute.local_tile(rows, box, (0, 0, None)), 0, 3)
         rows = cute.domain_offset((first_row, 0), tensor)
@@ -358,9 +359,10 @@ def place_of(cache: cutlass.Constexpr, request: Int32, block: Int32, blocks: Int
         if block < blocks:
             page = request
     else:
+        place = divided(block, cache.page_blocks)
         if block < blocks:
-            page = cache.table[request, block // cache.page_blocks]
-        block = block % cache.page_blocks
+            page = cache.table[request, place]
+        block -= place * cache.page_blocks
     return _Place(block, page)
 
 

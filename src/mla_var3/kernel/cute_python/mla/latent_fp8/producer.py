@@ -93,9 +93,8 @@ def produce(
     tile = scheduler.first_tile()
     number = Int32(0)
     while tile.valid:
-        request = tile.item // scheduler.visits
         for index in cutlass.range(2 * tile.pairs, unroll=1):
-            place = place_of(cache, request, tile.first + index, tile.last)
+            place = place_of(cache, tile.request, tile.first + index, tile.last)
             load_block(cache, parts, barriers, number, place.block, place.page, policy)
             number += 1
         tile = scheduler.next_tile(tile)
