@@ -26,6 +26,8 @@ CONSUMER_WARPGROUPS = 2
 CONSUMERS = CONSUMER_WARPGROUPS * WARPGROUP
 """Threads of the consumer warpgroups."""
 CONSUMER_WARPS = CONSUMERS // 32
+CONSUMER_WARP_BITS = 3
+"""log2 of `CONSUMER_WARPS`."""
 PRODUCER_WARP = CONSUMER_WARPS
 """The producer warp, the first behind the consumers. Registers are given to whole warpgroups, so it
 has a warpgroup of its own, whose other warps idle."""

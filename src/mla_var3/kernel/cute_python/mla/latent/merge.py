@@ -38,13 +38,14 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from mla_var3.kernel.cute_python.mla.hopper.constants import (
+    CONSUMER_WARP_BITS,
     CONSUMER_WARPS,
     CONSUMERS,
     LATENT,
     ROWS,
 )
 from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
-from mla_var3.kernel.cute_python.mla.latent.ops import final_lse
+from mla_var3.kernel.cute_python.mla.latent.ops import final_lse, quotient
 from mla_var3.kernel.cute_python.mla.latent.producer import Barrier
 from mla_var3.kernel.cute_python.mla.latent.scheduler import Split, work_tile_at
 
@@ -293,7 +294,7 @@ def has_started(state: Int64) -> Boolean:
 def gather(merges: cute.Tensor, shared: cutlass.Constexpr, ctas: Int32, cta: Int32):
     """Wait for all CTAs; then `shared` says what there is to merge and which CTAs take part."""
     thread, _, _ = cute.arch.thread_idx()
-    warp = cute.arch.make_warp_uniform(thread // 32)
+    warp = cute.arch.make_warp_uniform(thread >> 5)
     if warp == CONSUMER_WARPS - 1:  # the first warps have most states to wait for
         count_tiles(shared, ctas, cta)
     for other in cutlass.range(thread, ctas, CONSUMERS, unroll=1):
@@ -372,15 +373,17 @@ def merge_own_rows(
     chunks = outputs.widths.k // CHUNK
     rows = shared.totals[Total.TILES] * shared.totals[Total.MOST_ROWS]
     if rows * chunks > ctas * CONSUMER_WARPS:
-        merge_units(outputs, shared, group_ctas, ctas, Int32(1), chunks, dtype)
+        merge_units(outputs, shared, group_ctas, ctas, Int32(0), chunks, dtype)
     else:
         # Where the rows are so few that one turn is enough, a warp takes some columns of one, and
         # where these are few as well, several warps take some partials each: one alone would wait
         # for memory again and again.
-        team = Int32(1)
-        while team < CONSUMER_WARPS and rows * chunks * team * 2 <= ctas * CONSUMER_WARPS:
-            team = team * 2
-        merge_units(outputs, shared, group_ctas, ctas, team, 1, dtype)
+        team_bits = Int32(0)
+        units = rows * chunks
+        while team_bits < CONSUMER_WARP_BITS and units * 2 <= ctas * CONSUMER_WARPS:
+            team_bits += 1
+            units = units * 2
+        merge_units(outputs, shared, group_ctas, ctas, team_bits, 1, dtype)
 
 
 @cute.jit
@@ -389,7 +392,7 @@ def merge_units(
     shared: cutlass.Constexpr,
     group_ctas: Int32,
     ctas: Int32,
-    team: Int32,
+    team_bits: Int32,
     chunks: cutlass.Constexpr,
     dtype: cutlass.Constexpr,
 ):
@@ -397,33 +400,43 @@ def merge_units(
 
     Args:
         outputs, shared, group_ctas, ctas, dtype: as for `merge_partials`.
-        team: warps that share a unit, each with some of its partials; 1 for whole rows.
+        team_bits: log2 of the warps that share a unit, each with some of its partials; 0 for whole
+            rows.
         chunks: chunks of columns of a unit.
     """
     thread, _, _ = cute.arch.thread_idx()
-    warp = cute.arch.make_warp_uniform(thread // 32)
+    warp = cute.arch.make_warp_uniform(thread >> 5)
     lane = cute.arch.lane_idx()
     tiles, most, present, rank = (
         shared.totals[total] for total in (Total.TILES, Total.MOST_ROWS, Total.CTAS, Total.RANK)
     )
     k = outputs.widths.k
     per_row = k // CHUNK // chunks
-    units = tiles * most * per_row
-    teams = CONSUMER_WARPS // team
+    tile_units = most * per_row
+    units = tiles * tile_units
+    team = Int32(1) << team_bits
+    member = warp & (team - 1)
+    per_turn = present << (CONSUMER_WARP_BITS - team_bits)
+    turns = Int32(1)
+    if units > per_turn:
+        turns = quotient(units + per_turn - 1, per_turn)
     slots = 2 * ctas
     partials = cute.make_tensor(
         outputs.o_partial, cute.make_layout((slots * ROWS, k), stride=(k, 1))
     )
-    for turn in cutlass.range((units + present * teams - 1) // (present * teams), unroll=1):
-        unit = (turn * present + rank) * teams + warp // team
+    unit = (rank << (CONSUMER_WARP_BITS - team_bits)) + (warp >> team_bits)
+    for _ in cutlass.range(turns, unroll=1):
         first = Int32(0)
         row = Int32(0)
+        chunk = Int32(0)
         valid = Boolean(False)
         if unit < units:
-            first = shared.owners[unit // (most * per_row)]
-            row = unit // per_row % most
+            tile = quotient(unit, tile_units)
+            place = unit - tile * tile_units
+            first = shared.owners[tile]
+            row = quotient(place, per_row)
+            chunk = place - row * per_row
             valid = row < shared.records[first, Record.ROWS]
-        chunk = unit % per_row
         top = -Float32.inf
         weight = Float32(0.0)
         acc = cute.make_rmem_tensor((4, chunks), Float32)
@@ -431,14 +444,15 @@ def merge_units(
         if valid:
             top, weight = add_partials(
                 partials, outputs.lse_partial, shared, acc, first, row, chunk, group_ctas, slots,
-                warp % team, team, chunks,
+                member, team, chunks,
             )  # fmt: skip
         if const_expr(chunks == 1):
             if team > 1:
-                top, weight = add_team(shared, acc, top, weight, warp, warp % team, team)
-        if valid and warp % team == 0:
+                top, weight = add_team(shared, acc, top, weight, warp, member, team)
+        if valid and member == 0:
             at = shared.records[first, Record.FIRST_ROW] + row
             store_merged(outputs, acc, top, weight, at, chunk * chunks, lane, chunks, dtype)
+        unit += per_turn
 
 
 @cute.jit
@@ -496,7 +510,7 @@ def add_partials(
     """
     lane = cute.arch.lane_idx()
     step = group_ctas * 2
-    second = first // 2 * 2 + step
+    second = (first & -2) + step
     count = count_partials(shared, second, step, slots)
     batch = LOADS // chunks
     top = -Float32.inf
