@@ -55,12 +55,16 @@ from mla_var3.kernel.cute_python.mla.latent.call import ELEMENT_TYPES, allocate_
 from mla_var3.kernel.cute_python.mla.latent.few_rows import FewExchange, compute_few
 from mla_var3.kernel.cute_python.mla.latent.groups import GroupShape, partial_count
 from mla_var3.kernel.cute_python.mla.latent.merge import (
+    TABLE_WORDS,
+    WATCHER_WARP,
     may_split,
     merge_cost,
     merge_partials,
     merge_rows,
     merge_shared,
     open_merge,
+    reset_merge,
+    watch_starts,
 )
 from mla_var3.kernel.cute_python.mla.latent.operands import (
     LatentOperands,
@@ -178,7 +182,7 @@ class FlashMLASm90:
         @cute.struct
         class Shared:
             barriers: cute.struct.MemRange[Int64, len(Mbarrier)]
-            missing: cute.struct.MemRange[Int32, 1]
+            merge: cute.struct.MemRange[Int32, TABLE_WORDS]
             row_max: cute.struct.MemRange[Float32, ROWS]
             scale_even: cute.struct.MemRange[Float32, ROWS]
             scale_odd: cute.struct.MemRange[Float32, ROWS]
@@ -307,10 +311,10 @@ class FlashMLASm90:
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         store = SmemAllocator().allocate(self.Shared)
         barriers = store.barriers.data_ptr()
-        missing = store.missing.get_tensor(cute.make_layout(1))
+        merge = merge_shared(store.merge.data_ptr(), store.q.data_ptr())
         if thread == 0:
             init_barriers(barriers, 2 if self.few > 0 else 1)
-            missing[0] = Int32(0)
+            reset_merge(merge)
         if warp_index == PRODUCER_WARP:
             cpasync.prefetch_descriptor(c_copy)
             cpasync.prefetch_descriptor(q_copy)
@@ -351,6 +355,9 @@ class FlashMLASm90:
                 produce(sources, tiles, barriers, scheduler)
                 if const_expr(self.overlap == "second"):
                     cute.arch.griddepcontrol_wait()
+            elif warp_index == WATCHER_WARP:
+                if splits:
+                    watch_starts(merges, merge, ctas, cta)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             outputs = Outputs(
@@ -382,9 +389,8 @@ class FlashMLASm90:
             # have theirs as they end. Not from the idle warps, which are here at the start.
             cute.arch.griddepcontrol_launch_dependents()
             if splits:
-                shared = merge_shared(store.q.data_ptr(), self.widths)
                 working = group_ctas * scheduler.range.groups
-                merge_partials(outputs, missing, shared, group_ctas, ctas, working, cta, self.dtype)
+                merge_partials(outputs, merge, group_ctas, ctas, working, cta, self.dtype)
 
 
 @dataclass

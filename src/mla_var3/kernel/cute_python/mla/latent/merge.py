@@ -14,8 +14,9 @@ either slot of some CTA, the others in the even slots of the CTAs of the same ra
 that follow.
 
 A CTA that has written its partials, or has none, waits for those of the others, then all of them
-share the rows to merge. Where the lengths need no split, every CTA knows it and nothing of this
-happens.
+share the rows to merge. Meanwhile a warp that computes nothing, the *watcher*, has seen all CTAs
+start and has listed what there is to merge, so that behind the last product only states are read.
+Where the lengths need no split, every CTA knows it and nothing of this happens.
 
 **No CTA waits for one that has no SM.** Work on other streams may keep CTAs out, and two launches
 whose waiting CTAs keep out each other's would deadlock. So a CTA publishes that it has started, and
@@ -29,6 +30,7 @@ comes later on the same stream: a launch that overlaps this one, programmatic de
 included, must not share its workspace.
 """
 
+import math
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -42,9 +44,9 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
     CONSUMER_WARPS,
     CONSUMERS,
     LATENT,
+    PRODUCER_WARP,
     ROWS,
 )
-from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
 from mla_var3.kernel.cute_python.mla.latent.ops import final_lse, quotient
 from mla_var3.kernel.cute_python.mla.latent.producer import Barrier
 from mla_var3.kernel.cute_python.mla.latent.scheduler import Split, work_tile_at
@@ -55,10 +57,13 @@ LOADS = 16
 """Reads of 16 bytes that a lane starts before it uses the first: the 8 warps of a CTA have few in
 flight otherwise. Other numbers were not measured."""
 LOOKS = 16
-"""How often a CTA looks for others that have not started before it leaves. CTAs without work end
-while the last ones are being started. Other numbers were not measured."""
-MOST_SLOTS = 2048
-"""Slots whose records fit the query tile at k=512, two for each CTA; half of them at k=256."""
+"""How often a CTA that has computed all looks for others that have not started before it leaves.
+CTAs without work end while the last ones are being started. Other numbers were not measured."""
+MOST_CTAS = 144
+"""Most CTAs of a launch, one for each SM: as many as the largest chip of compute capability 9.0."""
+MOST_SLOTS = 2 * MOST_CTAS
+WATCHER_WARP = PRODUCER_WARP + 1
+"""The watcher, in the producer's warpgroup."""
 
 
 class CtaState(IntEnum):
@@ -92,6 +97,10 @@ class Total(IntEnum):
     """Those of them before this one."""
     LEFT = 4
     """Not 0 if some CTA has left."""
+    MISSING = 5
+    """Not 0 if some CTA has not started when this one has computed all."""
+    FINISHED = 6
+    """Not 0 when this CTA has computed all."""
 
 
 def merge_rows(ctas: int) -> int:
@@ -115,7 +124,7 @@ def merge_cost(partials: int, element_size: int, k: int = LATENT) -> tuple[float
 
 @dataclass(frozen=True)
 class MergeShared:
-    """Shared memory of the merge, laid over the query tile, which no warp reads any more.
+    """Shared memory of the merge.
 
     Attributes:
         records: [slot, 3] as in `merges`.
@@ -134,24 +143,38 @@ class MergeShared:
     sums: Any
 
 
-def merge_shared(tile: cute.Pointer, widths: LatentWidths) -> MergeShared:
-    """The merge's view of the query tile."""
-    words = cute.recast_ptr(tile, dtype=Int32)
-    slots = MOST_SLOTS * widths.k // LATENT
-    sizes = [
-        (slots, len(Record)), (slots,), (slots // 2,), (len(Total),),
-        (CONSUMER_WARPS, 2), (CONSUMER_WARPS, 4, 32),
-    ]  # fmt: skip
-    tensors: list[cute.Tensor] = []
-    used = 0
-    for shape in sizes:
-        floats = len(tensors) >= 4
-        place = cute.recast_ptr(words + used, dtype=Float32) if floats else words + used
-        order = tuple(reversed(range(len(shape))))
-        tensors.append(cute.make_tensor(place, cute.make_ordered_layout(shape, order=order)))
-        used += cute.size(shape)
-    assert used * 4 <= ROWS * widths.columns * 2
-    return MergeShared(*tensors)
+TABLE_SHAPES = ((MOST_SLOTS, len(Record)), (MOST_SLOTS,), (MOST_CTAS,), (len(Total),))
+"""Shapes of the integers of `MergeShared`, which are written while the CTA computes."""
+TABLE_WORDS = sum(math.prod(shape) for shape in TABLE_SHAPES)
+SUM_SHAPES = ((CONSUMER_WARPS, 2), (CONSUMER_WARPS, 4, 32))
+"""Shapes of its numbers, which lie over tiles that no warp reads any more."""
+
+
+def merge_shared(table: cute.Pointer, tile: cute.Pointer) -> MergeShared:
+    """The shared memory of the merge.
+
+    Args:
+        table: `TABLE_WORDS` integers.
+        tile: what the numbers may overwrite.
+    """
+
+    def tensors(place: cute.Pointer, shapes: Any) -> list[cute.Tensor]:
+        found = []
+        for shape in shapes:
+            layout = cute.make_ordered_layout(shape, order=tuple(reversed(range(len(shape)))))
+            found.append(cute.make_tensor(place, layout))
+            place += math.prod(shape)
+        return found
+
+    numbers = tensors(cute.recast_ptr(tile, dtype=Float32), SUM_SHAPES)
+    return MergeShared(*tensors(table, TABLE_SHAPES), *numbers)
+
+
+@cute.jit
+def reset_merge(shared: cutlass.Constexpr):
+    """Prepare the shared memory; one thread calls it before the CTA's first barrier."""
+    for total in cutlass.range_constexpr(Total.LEFT, len(Total)):
+        shared.totals[total] = Int32(0)
 
 
 @cute.jit
@@ -202,9 +225,39 @@ def record_partial(
 
 
 @cute.jit
+def watch_starts(merges: cute.Tensor, shared: cutlass.Constexpr, ctas: Int32, cta: Int32):
+    """See all CTAs start and list what there is to merge; the watcher calls it."""
+    lane = cute.arch.lane_idx()
+    finished = shared.totals.iterator + Total.FINISHED
+    searching = Boolean(True)
+    looks = Int32(0)
+    while searching:
+        over = cute.arch.load(finished, Int32, sem="relaxed", scope="cta", ss="cta")
+        unknown = Boolean(False)
+        for i in cutlass.range_constexpr((MOST_CTAS + 31) // 32):
+            other = cutlass.min(i * 32 + lane, ctas - 1)
+            if not has_started(state_of(merges, ctas, other, "relaxed")):
+                unknown = Boolean(True)
+        if cute.arch.vote_ballot_sync(unknown) == 0:
+            searching = Boolean(False)
+        else:
+            looks += over
+            if looks > LOOKS:
+                searching = Boolean(False)
+                shared.totals[Total.MISSING] = Int32(1)
+    # The records were written before the states.
+    cute.arch.fence_acq_rel_gpu()
+    for slot in cutlass.range(lane, 2 * ctas, 32, unroll=2):
+        for column in cutlass.range_constexpr(len(Record)):
+            shared.records[slot, column] = merges[slot, column]
+    cute.arch.sync_warp()
+    count_tiles(shared, ctas, cta)
+    cute.arch.barrier(barrier_id=Barrier.MERGE, number_of_threads=CONSUMERS + 32)
+
+
+@cute.jit
 def merge_partials(
     outputs: cutlass.Constexpr,
-    missing: cute.Tensor,
     shared: cutlass.Constexpr,
     group_ctas: Int32,
     ctas: Int32,
@@ -216,7 +269,6 @@ def merge_partials(
 
     Args:
         outputs: `Outputs`.
-        missing: in shared memory, 0 when the CTA starts.
         shared: shared memory of the merge.
         group_ctas: CTAs of a CTA group.
         ctas: CTAs of the launch.
@@ -226,27 +278,14 @@ def merge_partials(
     """
     merges = outputs.merges
     thread, _, _ = cute.arch.thread_idx()
-    if thread == 0 and cta >= working:
-        await_partials(merges, ctas, cutlass.min(cta - working, working - 1))
-    # From here on no warp reads the query tile.
-    cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
     if thread == 0:
-        shared.totals[Total.LEFT] = Int32(0)
-    # Asked while the results are still on their way to memory.
-    for other in cutlass.range(thread, ctas, CONSUMERS, unroll=1):
-        known = has_started(state_of(merges, ctas, other, "acquire"))
-        looks = Int32(0)
-        while not known and looks < LOOKS:
-            known = has_started(state_of(merges, ctas, other, "acquire"))
-            looks += 1
-        if not known:
-            missing[0] = 1
-        for i in cutlass.range_constexpr(2):
-            for column in cutlass.range_constexpr(len(Record)):
-                shared.records[other * 2 + i, column] = merges[other * 2 + i, column]
-    # From here on all partials are written.
-    cute.arch.barrier(barrier_id=Barrier.CONSUMERS, number_of_threads=CONSUMERS)
-    stays = missing[0] == 0
+        if cta >= working:
+            await_partials(merges, ctas, cutlass.min(cta - working, working - 1))
+        finished = shared.totals.iterator + Total.FINISHED
+        cute.arch.store(finished, Int32(1), sem="relaxed", scope="cta", ss="cta")
+    # From here on all partials are written, no warp reads the tiles, and the list is complete.
+    cute.arch.barrier(barrier_id=Barrier.MERGE, number_of_threads=CONSUMERS + 32)
+    stays = shared.totals[Total.MISSING] == 0
     if thread == 0:
         state = Int64(CtaState.LEFT)
         if stays:
@@ -292,11 +331,9 @@ def has_started(state: Int64) -> Boolean:
 
 @cute.jit
 def gather(merges: cute.Tensor, shared: cutlass.Constexpr, ctas: Int32, cta: Int32):
-    """Wait for all CTAs; then `shared` says what there is to merge and which CTAs take part."""
+    """Wait for all CTAs; then `shared` says which of them take part."""
     thread, _, _ = cute.arch.thread_idx()
     warp = cute.arch.make_warp_uniform(thread >> 5)
-    if warp == CONSUMER_WARPS - 1:  # the first warps have most states to wait for
-        count_tiles(shared, ctas, cta)
     for other in cutlass.range(thread, ctas, CONSUMERS, unroll=1):
         state = state_of(merges, ctas, other, "acquire")
         while state != CtaState.WAITING and state != CtaState.LEFT:

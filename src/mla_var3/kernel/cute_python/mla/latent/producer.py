@@ -57,6 +57,7 @@ class Barrier(IntEnum):
     CONSUMERS = 3
     WARPGROUP_0 = 4
     WARPGROUP_1 = 5
+    MERGE = 6  # and the watcher of `merge.py`
 
 
 WARPGROUP_BARRIERS = (Barrier.WARPGROUP_0, Barrier.WARPGROUP_1)

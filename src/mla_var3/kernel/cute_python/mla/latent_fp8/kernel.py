@@ -32,11 +32,15 @@ from mla_var3.kernel.cute_python.mla.hopper.constants import (
 from mla_var3.kernel.cute_python.mla.hopper.tma import TmaTensor
 from mla_var3.kernel.cute_python.mla.hopper.widths import LatentWidths
 from mla_var3.kernel.cute_python.mla.latent.merge import (
+    TABLE_WORDS,
+    WATCHER_WARP,
     may_split,
     merge_partials,
     merge_rows,
     merge_shared,
     open_merge,
+    reset_merge,
+    watch_starts,
 )
 from mla_var3.kernel.cute_python.mla.latent.operands import (
     LatentOperands,
@@ -150,7 +154,7 @@ class LatentFp8Sm90:
         @cute.struct
         class Shared:
             barriers: cute.struct.MemRange[Int64, MBARRIERS]
-            missing: cute.struct.MemRange[Int32, 2]
+            merge: cute.struct.MemRange[Int32, TABLE_WORDS]
             risen: cute.struct.MemRange[Int32, 2]
             q_scale: cute.struct.MemRange[Float32, ROWS]
             row_max: cute.struct.MemRange[Float32, ROWS]
@@ -290,11 +294,11 @@ class LatentFp8Sm90:
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         store = SmemAllocator().allocate(self.Shared)
         barriers = store.barriers.data_ptr()
-        missing = store.missing.get_tensor(cute.make_layout(1))
+        merge = merge_shared(store.merge.data_ptr(), store.keys.data_ptr())
         risen = store.risen.get_tensor(cute.make_layout(2))
         if thread == 0:
             init_barriers(barriers)
-            missing[0] = Int32(0)
+            reset_merge(merge)
             risen[0] = Int32(-2)
             risen[1] = Int32(-2)
         cute.arch.sync_threads()
@@ -326,6 +330,9 @@ class LatentFp8Sm90:
                     table, pages, page_tokens // KV_BLOCK, self.block_bytes,
                 )  # fmt: skip
                 produce(cache, blocks, barriers, scheduler)
+            elif warp_index == WATCHER_WARP:
+                if splits:
+                    watch_starts(merges, merge, ctas, cta)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             widths = LatentWidths()
@@ -363,6 +370,5 @@ class LatentFp8Sm90:
             if const_expr(self.early):
                 cute.arch.griddepcontrol_launch_dependents()  # where the 16-bit kernel does
             if splits:
-                shared = merge_shared(store.keys.data_ptr(), widths)
                 working = group_ctas * scheduler.range.groups
-                merge_partials(outputs, missing, shared, group_ctas, ctas, working, cta, self.dtype)
+                merge_partials(outputs, merge, group_ctas, ctas, working, cta, self.dtype)
