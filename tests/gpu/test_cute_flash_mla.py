@@ -34,6 +34,7 @@ from mla_var3.kernel.cute_python.mla.latent.merge import merge_rows
 from mla_var3.kernel.cute_python.mla.latent.operands import LATENT_FIELDS
 from mla_var3.kernel.cute_python.mla.latent.ranges import (
     ITEM_COST,
+    Batch,
     PackedQueries,
     takes_turns,
     work_range,

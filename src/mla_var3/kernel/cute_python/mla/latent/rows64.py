@@ -145,7 +145,13 @@ def compute_rows64(
     tile = scheduler.first_tile()
     phase = Int32(0)
     q_phase = Int32(0)
-    started = Boolean(False)
+    if tile.valid:
+        cute.arch.mbarrier_wait(barriers + Mbarrier.Q_FULL, 0)
+        if group == 0:
+            compute_scores(qk_mma, f_q, f_even, acc_s, barriers, phase, even_parts)
+        else:
+            compute_scores(qk_mma, f_q, f_odd, acc_s, barriers, phase, odd_parts)
+        warpgroup.wait_group(0)
     while tile.valid:
         following = scheduler.next_tile(tile)
         acc_o.fill(0.0)
@@ -156,14 +162,6 @@ def compute_rows64(
             if const_expr(scheduler.window is not None):
                 begins[r] = row_begin(tile, row0 + 8 * r, scheduler)
         lowest = first_hidden(tile, scheduler)
-        if not started:  # later tiles have their first scores from the tile before
-            started = Boolean(True)
-            cute.arch.mbarrier_wait(barriers + Mbarrier.Q_FULL, 0)
-            if group == 0:
-                compute_scores(qk_mma, f_q, f_even, acc_s, barriers, phase, even_parts)
-            else:
-                compute_scores(qk_mma, f_q, f_odd, acc_s, barriers, phase, odd_parts)
-            warpgroup.wait_group(0)
         if group == 0:
             for pair in cutlass.range(tile.pairs, unroll=1):
                 final = pair == tile.pairs - 1
