@@ -331,7 +331,7 @@ class FlashMLASm90:
             cute.arch.griddepcontrol_launch_dependents()
         ctas, cta = group_ctas * group_count, group * group_ctas + rank
         splits = may_split(scheduler.range, group_count)
-        if thread == 0 and splits:
+        if thread == WATCHER_WARP * 32 and splits:
             open_merge(merges, ctas, cta, scheduler)
         q, even, odd = (
             memory.get_tensor(layout.outer, swizzle=layout.inner)

@@ -33,7 +33,7 @@ def row_limit(tile: cutlass.Constexpr, row: Int32, scheduler: cutlass.Constexpr)
     """How many tokens a row of a work tile sees in the tile's KV blocks, counted from 0."""
     limit = cutlass.min(cutlass.max(tile.length - scheduler.newest, 0), tile.last * KV_BLOCK)
     if scheduler.causal != 0:
-        query = quotient(tile.row + row, scheduler.heads)
+        query = (tile.row + row) // scheduler.heads
         seen = causal_limit(tile.request, tile.length, tile.queries, query, scheduler)
         limit = cutlass.min(limit, seen)
     return limit
@@ -92,6 +92,6 @@ def tree_hides(
     draft = token - (tile.length - count)
     hidden = Boolean(False)
     if draft >= 0 and draft < count:
-        query = cutlass.min(quotient(tile.row + row, scheduler.heads), count - 1)
+        query = cutlass.min((tile.row + row) // scheduler.heads, count - 1)
         hidden = scheduler.tree[tile.request, query, draft] == 0
     return hidden

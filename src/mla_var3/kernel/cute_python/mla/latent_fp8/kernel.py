@@ -301,15 +301,15 @@ class LatentFp8Sm90:
             reset_merge(merge)
             risen[0] = Int32(-2)
             risen[1] = Int32(-2)
-        cute.arch.sync_threads()
         scheduler = Scheduler.of(
             IndexTensors(table, lengths, total_lengths, query_begins, tree), requests, queries,
             total_queries, heads, max_tokens, newest, causal, sliding_window, shards, shard,
             whole_items, group_ctas, visits, group_count, group, rank,
         )  # fmt: skip
+        cute.arch.sync_threads()
         ctas, cta = group_ctas * group_count, group * group_ctas + rank
         splits = may_split(scheduler.range, group_count)
-        if thread == 0 and splits:
+        if thread == WATCHER_WARP * 32 and splits:
             open_merge(merges, ctas, cta, scheduler)
 
         def tiles(memory, layout):
