@@ -138,7 +138,7 @@ def _predicted(plan: KernelPlan, device: str | None) -> Run:
     dtype = plan_dtype(plan)
     chosen = plan.resolved(Target.of(spec))
     stage = workflow.empty_stage(chosen)
-    total = vars(stage_figures(stage, None, None, spec, dtype))
+    total = vars(stage_figures(stage, spec, dtype))
     expected = plan_estimate(chosen, spec)
     if expected is not None and expected.fitted:
         total["extra"] = {PREDICTED_TIME: expected.kernel_us, CALL_TIME: expected.call_us}
@@ -151,7 +151,7 @@ def _predicted(plan: KernelPlan, device: str | None) -> Run:
             "device": spec.name,
             "params": chosen.params(),
             "total": total,
-            "stages": [vars(stage_figures(k, None, None, spec, dtype)) for k in stage.kernels()],
+            "stages": [vars(stage_figures(k, spec, dtype)) for k in stage.kernels()],
         }
     )
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from mla_var3.errors import UnsupportedError
 from mla_var3.runtime.markdown import write_csv
-from mla_var3.runtime.paths import write_atomic
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult
 from mla_var3.runtime.profiling.common import (
     header,
@@ -54,11 +53,10 @@ def annotation_profile_plan(plan: KernelPlan, run: RunOptions) -> ProfileResult:
 
 def write_annotation(session: Session) -> ProfileResult:
     """Write the artifacts of a session and return its result."""
-    result, folder = make_result(session), session.folder
-    write_artifacts(folder, result.record, session.prepared)
+    result = make_result(session)
+    write_artifacts(result, session.prepared, _report(session, result))
     _write_metrics(session, result)
     write_roofline(session, result)
-    write_atomic(folder / "report.md", _report(session, result))
     return result
 
 
@@ -85,20 +83,17 @@ def _write_metrics(session: Session, result: ProfileResult) -> None:
     )
 
 
-def _report(session: Session, result: ProfileResult) -> str:
-    parts = [
+def _report(session: Session, result: ProfileResult) -> list[str]:
+    return [
         header(f"{result.kernel}, annotation mode", result.record),
         contract(session),
         "## Measured against roofline\n",
         roofline_table(session, result),
         whole_note(session),
         roofline_warning(result),
-    ]
-    parts += [
         "## Nsight Compute metrics\n",
         metrics_table(result),
         "## Outside the healthy ranges\n",
         issues_table(session),
         *method_sections(session, result),
     ]
-    return "\n".join(part for part in parts if part)

@@ -27,8 +27,8 @@ def disabled_profile_plan(plan: KernelPlan, run: RunOptions) -> ProfileResult:
     return ProfileResult(
         kernel=prepared.plan.name,
         mode=NsightProfType.DISABLED,
-        total=stage_figures(prepared.stage, None, None, device, dtype),
-        stages=[stage_figures(k, None, None, device, dtype) for k in prepared.stage.kernels()],
+        total=stage_figures(prepared.stage, device, dtype),
+        stages=[stage_figures(k, device, dtype) for k in prepared.stage.kernels()],
         check=prepared.check,
         record=make_record(NsightProfType.DISABLED, prepared.plan, prepared.device),
     )

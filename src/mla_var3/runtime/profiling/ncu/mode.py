@@ -46,8 +46,7 @@ def ncu_profile_plan(plan: KernelPlan, run: RunOptions) -> ProfileResult:
 
 def write_ncu(session: Session) -> ProfileResult:
     """Write the artifacts of a session and return its result."""
-    result, folder = make_result(session), session.folder
-    write_artifacts(folder, result.record, session.prepared)
+    result = make_result(session)
     compact, verbose = [], []
     for measured in session.profiles:
         source = KernelSource.of(measured.main)
@@ -55,13 +54,13 @@ def write_ncu(session: Session) -> ProfileResult:
         rules = measured.main.rules()
         compact += _compact_kernel(measured, rules, source)
         verbose += _verbose_kernel(measured, rules)
-    write_atomic(folder / "report.md", _report(session, result, compact))
+    write_artifacts(result, session.prepared, _report(session, result, compact))
     opening = [
         header(f"{result.kernel}, ncu mode, all sections", result.record),
         "## How it was measured\n",
         method_table(session),
     ]
-    write_atomic(folder / "report-verbose.md", "\n".join([*opening, *verbose]))
+    write_atomic(session.folder / "report-verbose.md", "\n".join([*opening, *verbose]))
     return result
 
 
@@ -133,8 +132,8 @@ def _compact_kernel(measured: StageProfile, rules: list[Rule], source: KernelSou
     return parts
 
 
-def _report(session: Session, result: ProfileResult, kernels: list[str]) -> str:
-    parts = [
+def _report(session: Session, result: ProfileResult, kernels: list[str]) -> list[str]:
+    return [
         header(f"{result.kernel}, ncu mode", result.record),
         contract(session),
         "## Key metrics\n",
@@ -147,7 +146,6 @@ def _report(session: Session, result: ProfileResult, kernels: list[str]) -> str:
         + ". All of it is in `report-verbose.md`; `report.ncu-rep` opens in Nsight Compute.\n",
         *method_sections(session, result),
     ]
-    return "\n".join(part for part in parts if part)
 
 
 def _verbose_kernel(measured: StageProfile, rules: list[Rule]) -> list[str]:

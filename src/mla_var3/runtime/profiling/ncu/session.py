@@ -154,7 +154,7 @@ def make_result(session: Session) -> ProfileResult:
         stage.kernels(), session.profiles, measurements(session), strict=True
     ):
         time_us = measured.figures["time_us"]
-        figures = stage_figures(kernel, time_us, measured.spread_us, device, dtype)
+        figures = stage_figures(kernel, device, dtype, time_us, measured.spread_us)
         figures.name = measured.name
         figures.extra = {
             **measured.figures,
@@ -166,7 +166,7 @@ def make_result(session: Session) -> ProfileResult:
         }
         stages.append(figures)
     total_us = sum(measured.figures["time_us"] for measured in session.profiles)
-    total = stage_figures(stage, total_us, None, device, dtype)
+    total = stage_figures(stage, device, dtype, total_us)
     total.extra = combine_figures([measured.figures for measured in session.profiles])
     result = measured_result(
         session.mode, session.prepared, total, stages, session.folder, session.clocks
