@@ -193,14 +193,9 @@ def peer_contender(
     references: dict[str, Tensor] | None = None,
     device: str = "cuda",
 ) -> Contender:
-    """A peer's kernel.
+    """A peer's kernel by its short name, see `mla_var3.bench.peers.KERNELS`.
 
-    Args:
-        name: its short name, see `mla_var3.bench.peers.KERNELS`.
-        problem: the problem.
-        libraries: what is installed.
-        references: float32 outputs by path, shared by the peers of a case.
-        device: where it runs.
+    `references` holds float32 outputs by path, shared by the peers of a case.
     """
     from mla_var3.bench.peers import PeerInputs, peer_kernel, reference
 

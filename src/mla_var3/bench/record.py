@@ -365,12 +365,7 @@ CSV_COLUMNS = (
 
 
 def csv_text(record: BenchRecord, speedups: Mapping[int, float]) -> str:
-    """The rows as CSV.
-
-    Args:
-        record: the rows.
-        speedups: index of a row -> its speed-up over the best peer at the shape.
-    """
+    """The rows as CSV; `speedups` maps the index of a row to that over the best peer."""
     stream = io.StringIO()
     writer = csv.DictWriter(stream, CSV_COLUMNS, lineterminator="\n")
     writer.writeheader()

@@ -156,14 +156,7 @@ class Case:
 def with_8_bit_caches(
     cases: Iterable[Case], formats: Sequence[str], languages: Sequence[str], peers: Sequence[str]
 ) -> list[Case]:
-    """The cases with the latent kernel on 8-bit caches, and the peers that read such a cache.
-
-    Args:
-        cases: 16-bit cases.
-        formats: of the caches.
-        languages: languages that take part.
-        peers: peers that take part.
-    """
+    """The 16-bit cases with the latent kernel on 8-bit caches, too, and peers that read those."""
     ours = tuple(
         (name, language)
         for name in formats
@@ -200,9 +193,7 @@ def newest(kernels: Iterable[KernelId]) -> list[KernelId]:
 def select_kernels(words: Sequence[str], kernels: Sequence[KernelId]) -> list[KernelId]:
     """The kernels that a user named.
 
-    Args:
-        words: "all", "latest", designs (all their versions) or full names; `_v0` is the base.
-        kernels: all kernels.
+    A word is "all", "latest", a design (all its versions) or a full name; `_v0` is the base.
 
     Raises:
         UnknownNameError: no kernel has that name.
@@ -395,8 +386,7 @@ def window_cases(
     Args:
         base: everything but s.
         s_values: query lengths.
-        n_values: windows; `steps` equal steps from 0 to t by default. The window that the model
-            chooses is always added.
+        n_values: windows beside the one that the model chooses; None for `steps` equal steps.
         versions: the version in every language that has it.
         kernels: the pure paths come from these.
         peers: names out of `PEERS`.

@@ -40,16 +40,13 @@ class Parser(argparse.ArgumentParser):
         self.ambiguous: dict[str, list[str]] = {}
         self.renamed: dict[str, str] = {}
 
-    def add_for_device(self, text: str, dest: str, *old: str) -> None:
+    def add_for_device(self, text: str, dest: str) -> None:
         """Add `--for_device`, the device of the table that a command plans or predicts for.
 
-        Args:
-            text: its help.
-            dest: name of its value.
-            old: earlier names of the option, which still work.
+        The name of its value, `dest`, is also the earlier name of the option.
         """
         self.add_argument("--for_device", dest=dest, metavar="NAME", help=text)
-        self.renamed |= dict.fromkeys(old, "for_device")
+        self.renamed[dest] = "for_device"
 
     def error(self, message: str) -> NoReturn:
         """Called by argparse; its own version prints the usage and exits."""
@@ -226,13 +223,9 @@ MODEL_SIZES = ("h", "d", "p", "k", "v")
 def add_sizes(
     parser: Any, names: Iterable[str] = SIZES, note: str = " (default: {default})", **settings: Any
 ) -> None:
-    """Add sizes of a problem.
+    """Add sizes of a problem, plain integers with their defaults unless `settings` says otherwise.
 
-    Args:
-        parser: the parser or group.
-        names: which.
-        note: what follows each text; `{default}` is the size's default.
-        settings: argparse settings that differ from those of a plain integer with its default.
+    `note` follows each help text; `{default}` in it is the size's default.
     """
     for name in names:
         common = {"type": ValueType(int), "metavar": "N", "default": SIZES[name], **settings}
@@ -242,22 +235,17 @@ def add_sizes(
 
 def add_model(parser: Any) -> None:
     """Add `--model`, `--config` and `--tp`, which give `MODEL_SIZES`; see `read_model`."""
-    texts = {
-        "model": ("NAME", "published model that sets h, d, p, k and v; hyper-mla list names them"),
-        "config": ("FILE", "config.json of a Hugging Face model, instead of --model"),
-        "tp": ("N", "GPUs that share the model's heads (default: 1)"),
-    }
-    kinds: dict[str, Any] = {"model": str, "config": Path, "tp": ValueType(int)}
-    for name, (metavar, text) in texts.items():
-        unset: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": name}
-        parser.add_argument(f"--{name}", type=kinds[name], metavar=metavar, help=text, **unset)
+    unset: dict[str, Any] = {"default": argparse.SUPPRESS}
+    text = "published model that sets h, d, p, k and v; hyper-mla list names them"
+    add_option(parser, "model", "NAME", text, **unset)
+    text = "config.json of a Hugging Face model, instead of --model"
+    add_option(parser, "config", "FILE", text, type=Path, **unset)
+    text = "GPUs that share the model's heads (default: 1)"
+    add_option(parser, "tp", "N", text, type=ValueType(int), **unset)
 
 
 def read_model(values: dict[str, Any]) -> dict[str, int]:
-    """Take `--model`, `--config` and `--tp` out of parsed options.
-
-    Returns:
-        The sizes that they give; none without a model.
+    """Take `--model`, `--config` and `--tp` out of parsed options; returns the sizes they give.
 
     Raises:
         UsageError: The options contradict each other.
@@ -285,11 +273,9 @@ def read_model(values: dict[str, Any]) -> dict[str, int]:
 def add_problem(parser: Any) -> None:
     """Add all sizes of a problem, and a model instead of those that it gives."""
     add_sizes(parser, ("b", "s", "t"))
-    widths = ("h", "d", "p", "k")
-    add_sizes(parser, widths, default=argparse.SUPPRESS)
-    text = f"{SIZE_TEXTS['v']} (default: d)"
-    kind = ValueType(int)
-    parser.add_argument("--v", type=kind, metavar="N", default=argparse.SUPPRESS, help=text)
+    add_sizes(parser, ("h", "d", "p", "k"), default=argparse.SUPPRESS)
+    unset: dict[str, Any] = {"type": ValueType(int), "default": argparse.SUPPRESS}
+    add_option(parser, "v", "N", f"{SIZE_TEXTS['v']} (default: d)", **unset)
     add_model(parser)
 
 
@@ -362,10 +348,9 @@ def take_option(argv: Sequence[str], name: str) -> tuple[str | None, list[str]]:
 
 
 def take_kernel(argv: Sequence[str]) -> tuple[KernelId | None, list[str]]:
-    """Read `<kernel> [<version>] ... [--language=...]`; the kernel may be `<kernel>:<language>`.
+    """The kernel that `<kernel> [<version>] ... [--language=...]` names, and the other arguments.
 
-    Returns:
-        The kernel, None when the command line names none, and the other arguments.
+    The kernel may be `<kernel>:<language>`; it is None when the command line names none.
 
     Raises:
         UsageError: there is no such kernel, version or language.
@@ -376,3 +361,13 @@ def take_kernel(argv: Sequence[str]) -> tuple[KernelId | None, list[str]]:
         return None, rest
     with usage_errors():
         return find_kernel(words[0], words[1] if len(words) > 1 else None, language), rest
+
+
+def require_kernel(parser: Parser, argv: Sequence[str]) -> tuple[KernelId, list[str]]:
+    """As `take_kernel`, for a command that needs a kernel; without one it shows its own help."""
+    kernel, rest = take_kernel(argv)
+    if kernel is not None:
+        return kernel, rest
+    if {"-h", "--help"} & set(rest):
+        parser.parse_args(["--help"])
+    raise UsageError("kernel: expected the name of a kernel, got none")

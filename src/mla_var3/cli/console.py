@@ -159,13 +159,9 @@ def print_table(
     rows: Sequence[Sequence[object]],
     best: int | None = None,
 ) -> None:
-    """Print a table that fits the screen without breaking words.
+    """Print a table that fits the screen without breaking words, the row `best` in bold.
 
-    Args:
-        title: heading.
-        headers: one per column; columns without any value are left out.
-        rows: cells; None becomes "-".
-        best: the row to print in bold.
+    None becomes "-"; columns without any value are left out.
     """
     kept = [i for i in range(len(headers)) if any(row[i] not in (None, "", "-") for row in rows)]
     lines = [["-" if row[i] is None else str(row[i]) for i in kept] for row in rows]

@@ -246,12 +246,7 @@ def cases(given: Latents | None, quick: bool) -> list[tuple[Latents, tuple[int, 
 def accuracy_plot(rows: Sequence[AccuracyRow], path: Path) -> list[Path]:
     """Draw the error over the context, one small plot per latents and attention.
 
-    Args:
-        rows: The cases.
-        path: File without suffix.
-
-    Returns:
-        The files written.
+    `path` has no suffix; returns the files written.
     """
     panels = list(dict.fromkeys((row.latents, row.attention) for row in rows))
     columns = len({attention for _, attention in panels})

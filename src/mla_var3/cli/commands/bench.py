@@ -96,7 +96,7 @@ def add_arguments(parser: Parser) -> None:
     add_flag(how, "tune", "search tilings before timing")
     add(how, "peer_libs", "FOLDER", "the peers' libraries", type=Path)
     add(how, "mode", "NAME", "auto, measure or predict (default: auto)")
-    parser.add_for_device("predict for a device of the table", "predict_for", "predict_for")
+    parser.add_for_device("predict for a device of the table", "predict_for")
     add(how, "records", "FILE", "read, run nothing", type=Path, nargs="+")
     add(how, "resume", "FILE", "record of an interrupted run to continue", type=Path)
     result = parser.add_argument_group("results")
@@ -116,11 +116,8 @@ def bench_command(parser: Parser, argv: Sequence[str]) -> int:
 def bench_program(suite: str, name: str, argv: Sequence[str], **fixed: Any) -> int:
     """One suite as a program of its own, for the modules of `tests/benchmark`.
 
-    Args:
-        suite: the suite; the command line cannot change it.
-        name: name of the program, and of the folder below `out/tests`.
-        argv: command line.
-        fixed: options that the program pins.
+    `name` is that of the program and of its folder below `out/tests`. The command line cannot
+    change the suite, nor the options in `fixed`.
     """
 
     def action() -> int:

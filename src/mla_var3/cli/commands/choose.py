@@ -57,7 +57,6 @@ def add_arguments(parser: Parser) -> None:
     parser.add_for_device(
         "device of the table to choose for (default: the GPU here, else an NVIDIA H200)",
         "device_name",
-        "device_name",
     )
     add_json(parser)
 

@@ -51,12 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def main_for_design(package: str, argv: Sequence[str] | None = None) -> int:
-    """`python -m mla_var3.kernel.<language>.<layer>.<design> [<version>] [options]`.
-
-    Args:
-        package: the design's package; its `__main__` passes `__package__`.
-        argv: arguments, those of the process by default.
-    """
+    """`python -m mla_var3.kernel.<language>.<layer>.<design> [<version>] [options]`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     return guarded(lambda: _main_for_design(package, arguments))
 

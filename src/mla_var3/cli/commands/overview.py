@@ -36,11 +36,7 @@ _STYLES = {"ok": "green", "failed": "bold red"}
 
 
 def overview_command(values: dict[str, Any]) -> int:
-    """Run the main job.
-
-    Args:
-        values: the parsed options of `hyper-mla run`, with `sizes`.
-    """
+    """Run the main job with the parsed options of `hyper-mla run` and its `sizes`."""
     where = pick_device(RunOptions(device=values["device"]).device)
     if where == "cuda":
         tune = "" if values["quick"] else "tune, "

@@ -89,7 +89,7 @@ def add_arguments(parser: Parser) -> None:
         "layer, or of all with --layers"
     )
     add_option(parser, "budget", "AMOUNT", text, required=True)
-    add_option(parser, "layers", "N", "layers that share the budget (default: 1)", type=number)
+    add_option(parser, "layers", "N", "layers that share the budget", type=number, default=1)
     text = (
         "of the decompressed keys and values: bfloat16, float16, or fp8 (e4m3 with a scale per "
         "token and head, all else bfloat16)"
@@ -104,7 +104,6 @@ def add_arguments(parser: Parser) -> None:
     add_option(parser, "groups", "N", text, type=number, default=1)
     parser.add_for_device(
         "device of the table to plan for (default: the GPU here, else an NVIDIA H200)",
-        "device_name",
         "device_name",
     )
     text = "fitted parameters (default: those that ship for the device, else its table entry)"
@@ -132,13 +131,13 @@ def plan_command(parser: Parser, argv: Sequence[str]) -> int:
                 raise InvalidArgumentError(name, "none of a window with --prefix", values[name])
         shared = SharedPrefixProblem(problem, values["prefix"], values["groups"])
         budget = parse_bytes(values["budget"])
-        _show_prefix(plan_prefix(shared, spec, budget, layers or 1), values["json"], out_dir)
+        _show_prefix(plan_prefix(shared, spec, budget, layers), values["json"], out_dir)
         return 0
     plan = plan_window(
         problem,
         MixModel(mix_parameters(spec, problem.dtype, values["parameters"]), form),
         parse_bytes(values["budget"]),
-        layers=1 if layers is None else layers,
+        layers=layers,
         multiple=WINDOW_STEP,
         memory_bytes=int(spec["dram_GiB"] * 2**30) if "dram_GiB" in spec else None,
     )

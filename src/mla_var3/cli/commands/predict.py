@@ -29,7 +29,7 @@ def add_arguments(parser: Parser) -> None:
     add_problem(parser)
     add_option(parser, "dtype", "NAME", "bfloat16 or float16", default="bfloat16")
     add_lengths(parser)
-    parser.add_for_device("one device of the table (default: all of them)", "device", "device")
+    parser.add_for_device("one device of the table (default: all of them)", "device")
     add_json(parser)
 
 

@@ -41,7 +41,8 @@ def profiling_mode(
 ) -> Callable[[Callable[[KernelPlan, RunOptions], ProfileResult]], Callable[..., ProfileResult]]:
     """Make the public function of a mode from one that takes a plan and its run options.
 
-    A mode that measures, `gpu`, refuses the CPU.
+    With `version` it runs another version of the plan's design instead. Arguments win over
+    `options`. A mode that measures, `gpu`, refuses the CPU.
     """
 
     def decorate(
@@ -57,16 +58,6 @@ def profiling_mode(
             *,
             options: RunOptions | None = None,
         ) -> ProfileResult:
-            """Profile a plan.
-
-            Args:
-                plan: what to run.
-                out_dir: folder for the artifacts.
-                version: another version of the plan's design to run instead.
-                label: suffix of the artifact folder.
-                bench_runs: timed, recorded or profiled runs; each mode has its own default.
-                options: everything else; the arguments above win over it.
-            """
             folder = None if out_dir is None else Path(out_dir)
             given = {"out_dir": folder, "label": label, "bench_runs": bench_runs}
             changes: dict[str, Any] = {k: v for k, v in given.items() if v is not None}

@@ -128,10 +128,8 @@ def run_profiler(
 
     When it is cut off, the programs that it started are ended too, so that none stays on the GPU.
 
-    Args:
-        command: Profiler and arguments.
-        env: Environment.
-        limit_s: Seconds; longer raises `subprocess.TimeoutExpired`.
+    Raises:
+        subprocess.TimeoutExpired: it takes longer than `limit_s`.
     """
     with subprocess.Popen(
         list(command), env=env, text=True, errors="replace", start_new_session=True,

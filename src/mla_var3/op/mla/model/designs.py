@@ -324,13 +324,7 @@ def _latent_prefix(work: Workload, target: Target) -> Estimate:
 
 
 def window_estimate(problem: MlaProblem, n: int, model: MixModel) -> Estimate:
-    """The best kernel for a window of n tokens, in CuTe DSL: a pure path at the ends, else the mix.
-
-    Args:
-        problem: Sizes and lengths.
-        n: Decompressed tokens per request.
-        model: The device, and how the window is stored.
-    """
+    """The best CuTe DSL kernel for a window of n tokens: a pure path at the ends, else the mix."""
     spec, fitted = device_spec(model.parameters.device), model.parameters.fitted
     whole = n >= max(problem.kv_lengths)
     name = "mla_var6_plus_v5" if model.form is FP8 else "mla_var6_plus"

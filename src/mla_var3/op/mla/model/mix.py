@@ -125,13 +125,7 @@ class MixTime:
 
 
 def mix_work(problem: MlaProblem, n: int, form: WindowForm = PLAIN) -> MixWork:
-    """The work of one `n`; each kind reads its own queries and writes its own partial output.
-
-    Args:
-        problem: Sizes and lengths.
-        n: Decompressed tokens per request, `0..t`.
-        form: How the window is stored.
-    """
+    """The work of one `n`; each kind reads its own queries and writes its own partial output."""
     windows = problem.window(n)
     if n == 0:
         others = (query_projection_cost(problem), output_up_projection_cost(problem))
@@ -152,10 +146,7 @@ def part_times_us(
 ) -> tuple[float, float, float, float, float]:
     """Times of the latent and the decompressed work, limits of chip, memory and both at once.
 
-    Args:
-        parameters: The rates.
-        work: What has to be done.
-        split: SMs of the latent work; infinitely long where a kind has work and no SM.
+    The latent work has `split` SMs. A kind that has work and no SM takes infinitely long.
     """
     moved = work.latent.bytes + work.heads.bytes
     sms, rest = parameters.sm_count, parameters.sm_count - split
@@ -233,17 +224,9 @@ class MixModel:
         return self._time(work, n, self.split_of(work))
 
     def best_n(self, problem: MlaProblem, max_bytes: int | None = None, multiple: int = 1) -> int:
-        """The window of least time that fits.
+        """The window of least time within `max_bytes`: some multiple, or the whole cache.
 
         The ends count as the pure paths that they are.
-
-        Args:
-            problem: Sizes and lengths.
-            max_bytes: Memory for the decompressed window of the batch; None for any.
-            multiple: Only multiples of it are considered, and the whole cache.
-
-        Returns:
-            The best `n`; of equally good ones the smallest, because the window costs memory.
         """
         self._require_dtype(problem)
         require_int("multiple", multiple, minimum=1)

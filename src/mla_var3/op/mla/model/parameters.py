@@ -165,12 +165,7 @@ class MixParameters:
 
 
 def derived_parameters(spec: DeviceSpec, dtype: str = "bfloat16") -> MixParameters:
-    """Parameters from the device table alone.
-
-    Args:
-        spec: The device. Its burst rates are used where they were measured.
-        dtype: Element type whose matrix rate counts.
-    """
+    """Parameters from the device table alone, by burst rates where they were measured."""
     key = f"burst_{dtype}_float32_tflops"
     key = key if key in spec else f"peak_{dtype}_float32_tflops"
     chip = _from_table(spec, key)
@@ -200,7 +195,7 @@ def derived_parameters(spec: DeviceSpec, dtype: str = "bfloat16") -> MixParamete
 
 
 def shipped_path() -> Path:
-    """Fitted parameters that ship with the package; there need not be any."""
+    """Fitted parameters that ship with the package."""
     return Path(str(resources.files("mla_var3.conf") / "mix_rates.json"))
 
 
@@ -209,21 +204,14 @@ def mix_parameters(
 ) -> MixParameters:
     """The parameters of a device: fitted ones where there are any, else derived ones.
 
-    Args:
-        spec: The device.
-        dtype: Element type.
-        path: A file of fitted parameters to use instead of the shipped one. It must have an entry
-            for the device and dtype: another device's rates are never used.
+    A file of fitted parameters at `path`, used instead of the shipped one, must have an entry for
+    the device and dtype: another device's rates are never used.
     """
+    for parameters in _shipped(shipped_path()) if path is None else read_parameters(path):
+        if (parameters.device, parameters.dtype) == (spec.name, dtype):
+            return parameters
     if path is not None:
-        for parameters in read_parameters(path):
-            if (parameters.device, parameters.dtype) == (spec.name, dtype):
-                return parameters
         raise InvalidArgumentError(str(path), f"parameters of {spec.name} in {dtype}", "none")
-    if shipped_path().is_file():
-        for parameters in _shipped(shipped_path()):
-            if (parameters.device, parameters.dtype) == (spec.name, dtype):
-                return parameters
     return derived_parameters(spec, dtype)
 
 

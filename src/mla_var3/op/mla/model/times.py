@@ -200,12 +200,8 @@ def power_limit_us(
 ) -> float | None:
     """Time of a kernel by the energy of its attention at the power limit; None where unknown.
 
-    Args:
-        device: Name of the device.
-        latent: Latent work.
-        heads: Decompressed work.
-        others_us: Time of its other launches.
-        cache_dtype: Format of an 8-bit latent cache that is multiplied in 8 bits.
+    `others_us` is the time of its other launches, `cache_dtype` the format of an 8-bit latent cache
+    that is multiplied in 8 bits.
     """
     rates = energy_rates(device)
     if rates is None or (cache_dtype is not None and cache_dtype not in rates.fp8_joules_per_tflop):

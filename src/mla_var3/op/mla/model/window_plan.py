@@ -213,20 +213,18 @@ def plan_point(problem: MlaProblem, model: MixModel, n: int) -> PlanPoint:
     )
 
 
-def parse_bytes(text: str, argument: str = "budget") -> int:
-    """Reads an amount of memory: a number of bytes, or a number with a unit such as 1.5GiB.
+def parse_bytes(text: str) -> int:
+    """Reads a budget of memory: a number of bytes, or a number with a unit such as 1.5GiB.
 
-    Args:
-        text: The amount; KiB, MiB, GiB and TiB are powers of 1024, kB, MB, GB and TB of 1000.
-        argument: Its name in the message.
+    KiB, MiB, GiB and TiB are powers of 1024, kB, MB, GB and TB of 1000.
     """
     match = _AMOUNT.fullmatch(text.strip().lower())
     unit = None if match is None else _UNITS.get(match.group(2))
     if match is None or unit is None:
         raise InvalidArgumentError(
-            argument, "a number of bytes, or one with KiB, MiB, GiB, kB, MB or GB", repr(text)
+            "budget", "a number of bytes, or one with KiB, MiB, GiB, kB, MB or GB", repr(text)
         )
     amount = int(float(match.group(1)) * unit) if "." in match.group(1) else int(match[1]) * unit
     if amount < 1:
-        raise InvalidArgumentError(argument, "a positive amount of memory", repr(text))
+        raise InvalidArgumentError("budget", "a positive amount of memory", repr(text))
     return amount
