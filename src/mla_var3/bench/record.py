@@ -218,6 +218,11 @@ class BenchRecord:
         return any(row.kind == PREDICTED for row in self.rows)
 
     @property
+    def failed(self) -> list[BenchRow]:
+        """Our rows that failed, or were never measured."""
+        return [row for row in self.rows if row.source == OURS and row.status in (FAILED, LOST)]
+
+    @property
     def devices(self) -> list[str]:
         """The devices of the rows."""
         return list(dict.fromkeys(row.device for row in self.rows if row.device))

@@ -18,11 +18,7 @@ from mla_var3.bench.page import html_page, markdown_page
 from mla_var3.bench.plots import Plot, draw_plots
 from mla_var3.bench.predict import NOTE, predict_case
 from mla_var3.bench.record import (
-    FAILED,
-    LOST,
-    OURS,
     BenchRecord,
-    BenchRow,
     circumstances,
     csv_text,
     load_record,
@@ -162,12 +158,6 @@ class BenchResult:
     files: dict[str, Path]
     regression: Regression | None
     missing: dict[str, str]
-
-    @property
-    def failed(self) -> list[BenchRow]:
-        """Our rows that failed, or were never measured."""
-        bad = (FAILED, LOST)
-        return [row for row in self.record.rows if row.source == OURS and row.status in bad]
 
 
 def run_bench(options: BenchOptions) -> BenchResult:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -93,6 +94,13 @@ class Latents:
     latent: torch.Tensor | None = None
     rope: torch.Tensor | None = None
     queries: torch.Tensor | None = None
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Widths of latent rows and rope keys."""
+        if self.latent is None or self.rope is None:
+            return K, P
+        return self.latent.shape[1], self.rope.shape[1]
 
     def tiles(self, lengths: Sequence[int], seed: int) -> Iterator[Tile]:
         """The tokens up to the largest length, with a border at each; the same ones for a seed."""
@@ -227,11 +235,12 @@ def measure(
         t += latent.shape[0]
         if t in lengths:
             for attention in queries:
-                exact = attended[attention, EXACT]
-                errors = {cache: attended[attention, cache].error(exact) for cache in caches}
+                exact = attended[attention, EXACT].result()
+                results = {cache: attended[attention, cache].result() for cache in caches}
                 for own in stored:
-                    result = own.attend(queries[attention], str(kernel))
-                    errors[KERNEL_COLUMN.format(own.fmt.name)] = _error(exact.result(), result)
+                    column = KERNEL_COLUMN.format(own.fmt.name)
+                    results[column] = own.attend(queries[attention], str(kernel))
+                errors = {name: _error(exact, result) for name, result in results.items()}
                 found[attention, t] = AccuracyRow(latents.name, attention, t, errors)
     return [found[attention, t] for attention in queries for t in sorted(set(lengths))]
 
@@ -290,10 +299,6 @@ class _Attention:
         self._total = self._total * fade + weights.sum(-1)
         self._peak = peak
 
-    def error(self, exact: _Attention) -> FormatError:
-        """How far the result is from that over unrounded tokens."""
-        return _error(exact.result(), self.result())
-
     def result(self) -> Result:
         """The output `[rows, k]` and the LSE `[rows]`."""
         assert self._output is not None
@@ -339,12 +344,8 @@ class _KernelCache:
 
 def _kernel_caches(latents: Latents, t: int, scale: float, device: str) -> list[_KernelCache]:
     """The caches that the kernel reads; none for other widths than it is made for."""
-    widths = (K, P)
-    if latents.latent is not None and latents.rope is not None:
-        widths = latents.latent.shape[1], latents.rope.shape[1]
-    if widths != (LATENT, ROPE):
-        return []
-    return [_KernelCache(FORMATS[name], widths, t, scale, device) for name in FP8_FORMATS]
+    names = FP8_FORMATS if latents.widths == (LATENT, ROPE) else ()
+    return [_KernelCache(FORMATS[name], latents.widths, t, scale, device) for name in names]
 
 
 def _error(exact: Result, found: Result) -> FormatError:
@@ -362,17 +363,12 @@ def _error(exact: Result, found: Result) -> FormatError:
 
 def _caches(latents: Latents) -> list[str]:
     """The caches whose formats can hold the widths of some latents."""
-    if latents.latent is None or latents.rope is None:
-        return list(CACHES)
-    widths = latents.latent.shape[1], latents.rope.shape[1]
-    fitting = []
+    fitting = [BFLOAT16]
     for name, fmt in FORMATS.items():
-        try:
-            fmt.require_widths(*widths)
-        except InvalidArgumentError:
-            continue
-        fitting.append(name)
-    return [BFLOAT16, *fitting]
+        with suppress(InvalidArgumentError):
+            fmt.require_widths(*latents.widths)
+            fitting.append(name)
+    return fitting
 
 
 def _worth(name: str, latent: torch.Tensor, rope: torch.Tensor, scale: float) -> Tile:

@@ -120,9 +120,7 @@ def run_of_result(result: ProfileResult) -> Run:
 
 def _figures(data: Mapping[str, Any]) -> StageFigures:
     """The figures of a record's stage, extras reduced to the plain numbers among them."""
-    extra = dict(data.get("extra") or {})
-    metrics = extra.pop("metrics", None)
-    extra = {**(metrics if isinstance(metrics, Mapping) else {}), **extra}
+    extra = data.get("extra") or {}
     return StageFigures(
         name=str(data.get("name", TOTAL)),
         time_us=_number(data.get("time_us")),

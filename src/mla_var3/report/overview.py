@@ -21,7 +21,7 @@ from mla_var3.bench.analysis import shape_groups
 from mla_var3.bench.measure import QUICK_ROUNDS, QUICK_SECONDS
 from mla_var3.bench.page import group_rows, method, troubles
 from mla_var3.bench.plots import draw_plots
-from mla_var3.bench.record import FAILED, LOST, OURS, PROJECTION, BenchRecord
+from mla_var3.bench.record import PROJECTION, BenchRecord
 from mla_var3.bench.suites import (
     DESIGN,
     EIGHT_BIT_PEERS,
@@ -247,9 +247,8 @@ def _measure(job: _Job, step: Step) -> None:
     rows = [dict(zip(headers, line, strict=True)) for line in lines]
     step.data = {"record": "record.json", "rows": rows}
     step.summary = ", ".join(f"{row['kernel']} {row['call µs']} µs" for row in rows[:3])
-    bad = [r for r in record.rows if r.source == OURS and r.status in (FAILED, LOST)]
-    if bad:
-        raise CheckFailedError("; ".join(f"{row.label}: {row.reason}" for row in bad))
+    if record.failed:
+        raise CheckFailedError("; ".join(f"{row.label}: {row.reason}" for row in record.failed))
 
 
 def measured_table(record: BenchRecord) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

@@ -154,14 +154,8 @@ class CompileReport:
             )
         if problems:
             return ", ".join(problems)
-        return "ok, " + ", ".join(
-            text
-            for text in (
-                " + ".join(f"{n} {name}" for name, n in self.mma.items()) or "no mma",
-                "TMA" if self.uses_tma else "no TMA",
-                "no spills",
-            )
-        )
+        used = " + ".join(f"{n} {name}" for name, n in self.mma.items()) or "no mma"
+        return f"ok, {used}, {'TMA' if self.uses_tma else 'no TMA'}, no spills"
 
     def to_dict(self) -> dict[str, Any]:
         """The fields and what follows from them, JSON-ready."""

@@ -162,7 +162,7 @@ def run(values: dict[str, Any]) -> int:
     if result.missing:
         return EXIT_ABSENT
     worse = result.regression is not None and not result.regression.passed
-    broken = bool(result.failed) and not options.records
+    broken = bool(result.record.failed) and not options.records
     return EXIT_FAILED if worse or broken else EXIT_OK
 
 

@@ -9,15 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_var3.bench.predict import plan_estimate
-from mla_var3.cli.arguments import (
-    Parser,
-    ValueType,
-    add_flag,
-    add_lengths,
-    add_option,
-    add_sizes,
-    parse,
-)
+from mla_var3.cli.arguments import Parser, add_flag, add_lengths, add_option, add_sizes, parse
 from mla_var3.cli.console import (
     EXIT_OK,
     ProgressReporter,
@@ -45,11 +37,7 @@ from mla_var3.runtime.plan import KernelPlan, Target, plan_dtype
 from mla_var3.runtime.profiling import profile_plan
 from mla_var3.runtime.profiling.common import stage_figures
 
-_RUN_OPTIONS = {
-    "no_autotune": "use the default tilings",
-    "retune": "search tilings again although a result is cached",
-    "check": "compare with the fp32 reference before timing",
-}
+_SHARED_OPTIONS = ("language", "prof_type", "bench_runs", "no_autotune", "retune", "check")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -68,11 +56,9 @@ def add_arguments(parser: Parser) -> None:
     add_sizes(group, note="", **unset)
     add_option(group, "dtype", "NAME", "bfloat16 or float16", **unset)
     add_lengths(group, note="", **unset)
-    add_option(group, "language", "NAME", "cutile-dsl or cute-dsl", **unset)
-    add_option(group, "prof_type", "MODE", "profiling mode", **unset)
-    add_option(group, "bench_runs", "N", "timed runs", type=ValueType(int), **unset)
-    for name, text in _RUN_OPTIONS.items():
-        add_flag(group, name, text, **unset)
+    for name in _SHARED_OPTIONS:
+        _, text, settings = RUN_OPTIONS[name]
+        group.add_argument(f"--{name}", help=text, **settings, **unset)
 
 
 def compare_command(parser: Parser, argv: Sequence[str]) -> int:

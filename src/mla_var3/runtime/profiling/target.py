@@ -101,6 +101,14 @@ class TargetSpec:
         """Read what `write` wrote."""
         return cls(**json.loads(path.read_text()))
 
+    @classmethod
+    def of_command_line(cls, arguments: Sequence[str] | None) -> Self:
+        """The spec whose file is the only argument, by default that of the process."""
+        given = sys.argv[1:] if arguments is None else list(arguments)
+        if len(given) != 1:
+            raise InvalidArgumentError("arguments", "one spec file", given)
+        return cls.read(Path(given[0]))
+
     def build_plan(self) -> KernelPlan:
         """The plan again."""
         found: Any = importlib.import_module(self.module)
@@ -248,11 +256,8 @@ def _run_nsight(spec: TargetSpec) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the spec named on the command line."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    if len(given) != 1:
-        raise InvalidArgumentError("arguments", "one spec file", given)
     _leave_script_folder()
-    spec = TargetSpec.read(Path(given[0]))
+    spec = TargetSpec.of_command_line(arguments)
     if spec.nsight is None:
         _run_plain(spec)
     else:

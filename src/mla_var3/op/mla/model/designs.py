@@ -5,13 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from mla_var3.conf.devices import DeviceSpec, device_spec
-from mla_var3.conf.kernel_rates import (
-    OWN_PROJECTION_QUERIES,
-    PROJECTED_D,
-    PROJECTED_V,
-)
+from mla_var3.conf.kernel_rates import OWN_PROJECTION_QUERIES, PROJECTED_D, PROJECTED_V
 from mla_var3.op.cost import Cost
 from mla_var3.op.mla.cost import (
     attention_block_specialized_cost,
@@ -154,11 +151,6 @@ def _mix(work: Workload, target: Target, form: WindowForm = PLAIN) -> Estimate:
     if model is None:
         return _mix_by_rates(work.problem, n, form, target, around)
     return _mix_by_model(work.problem, n, model, target, around)
-
-
-def _fp8_mix(work: Workload, target: Target) -> Estimate:
-    """The mix with a window in 8 bits."""
-    return _mix(work, target, FP8)
 
 
 def _mix_by_model(
@@ -360,7 +352,7 @@ _DESIGNS: dict[str, Estimator] = {
     "mla_var6_plus": _mix,
 }
 _VERSIONS: dict[tuple[str, str], Estimator] = {
-    ("mla_var6_plus_v5", "cute-dsl"): _fp8_mix,
+    ("mla_var6_plus_v5", "cute-dsl"): partial(_mix, form=FP8),
     ("mla_var6_plus_v6", "cute-dsl"): _shared_prefix,
     ("mla_var6_plus_v6_groups", "cute-dsl"): _grouped_prefix,
     ("flash_mla_prefix", "cute-dsl"): _latent_prefix,

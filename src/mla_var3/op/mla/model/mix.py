@@ -26,7 +26,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 from mla_var3.conf.kernel_rates import energy_rates
 from mla_var3.errors import InvalidArgumentError
@@ -44,6 +44,7 @@ from mla_var3.op.mla.problem import MlaProblem, require_int
 from mla_var3.op.mla.window.formats import PLAIN, WindowForm
 
 MixBound = Literal["latent", "heads", "chip", "memory", "together"]
+"""What the attention may wait for, by the fields of `MixTime`."""
 
 _NOTHING = Cost(0, 0)
 WORTH_MIXING = 0.08
@@ -114,14 +115,8 @@ class MixTime:
     @property
     def bound(self) -> MixBound:
         """What the attention waits for."""
-        times: dict[MixBound, float] = {
-            "latent": self.latent_us,
-            "heads": self.heads_us,
-            "chip": self.chip_us,
-            "memory": self.memory_us,
-            "together": self.together_us,
-        }
-        return max(times, key=times.__getitem__)
+        longest: MixBound = max(get_args(MixBound), key=lambda part: getattr(self, f"{part}_us"))
+        return longest
 
 
 def mix_work(problem: MlaProblem, n: int, form: WindowForm = PLAIN) -> MixWork:
@@ -268,10 +263,6 @@ class MixModel:
 
     def _total_us(self, problem: MlaProblem, n: int) -> float:
         return self.at(problem, n).total_us
-
-    def largest_n(self, problem: MlaProblem, max_bytes: int | None, multiple: int = 1) -> int:
-        """The largest window that fits, whether it is a good one or not."""
-        return self.candidates(problem, max_bytes, multiple)[-1]
 
     def candidates(self, problem: MlaProblem, max_bytes: int | None, multiple: int) -> list[int]:
         """Windows that fit: multiples, and the whole cache."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
@@ -35,6 +35,7 @@ UNITS = {
 }
 """Every parameter and its unit."""
 ORIGINS: tuple[str, ...] = get_args(Origin)
+_FIELDS = {"value", "unit", "origin", "source", "error"}
 # Parameters of which zero is a value; the others divide something.
 _MAY_BE_ZERO = ("together", "starvation", "launch_us")
 # Beyond one, the best split would no longer be where both kinds of work end together.
@@ -148,19 +149,10 @@ class MixParameters:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready fields; infinity is the string "inf"."""
-        plain: dict[str, Any] = {
-            "device": self.device,
-            "dtype": self.dtype,
-            "sm_count": self.sm_count,
-        }
-        for name, parameter in self.parameters.items():
-            plain[name] = {
-                "value": "inf" if math.isinf(parameter.value) else parameter.value,
-                "unit": UNITS[name],
-                "origin": parameter.origin,
-                "source": parameter.source,
-                "error": parameter.error,
-            }
+        plain = asdict(self)
+        for name, unit in UNITS.items():
+            value = plain[name]["value"]
+            plain[name] |= {"value": "inf" if math.isinf(value) else value, "unit": unit}
         return plain
 
 
@@ -248,24 +240,13 @@ def _from_dict(entry: object) -> MixParameters:
     parameters = {}
     for name, unit in UNITS.items():
         fields = entry[name]
-        if not isinstance(fields, dict) or set(fields) != {
-            "value",
-            "unit",
-            "origin",
-            "source",
-            "error",
-        }:
+        if not isinstance(fields, dict) or set(fields) != _FIELDS:
             raise InvalidArgumentError(name, "value, unit, origin, source and error", fields)
         if fields["unit"] != unit:
             raise InvalidArgumentError(f"{name}: unit", repr(unit), repr(fields["unit"]))
         value = math.inf if fields["value"] == "inf" else fields["value"]
         parameters[name] = Parameter(value, fields["origin"], fields["source"], fields["error"])
-    return MixParameters(
-        device=str(entry["device"]),
-        dtype=entry["dtype"],
-        sm_count=entry["sm_count"],
-        **parameters,
-    )
+    return MixParameters(str(entry["device"]), entry["dtype"], entry["sm_count"], **parameters)
 
 
 def _from_table(spec: DeviceSpec, key: str) -> Parameter:

@@ -176,8 +176,7 @@ def plan_window(
         return n if time_us(n) < (1.0 - WORTH_MIXING) * time_us(pure) else pure
 
     chosen, unlimited = best(budget_bytes // layers), best(None)
-    largest = model.largest_n(problem, None, multiple)
-    curve = plan_curve(problem, model, multiple, (chosen, unlimited, largest))
+    curve = plan_curve(problem, model, multiple, (chosen, unlimited))
     return WindowPlan(
         problem=problem,
         model=model,
@@ -194,7 +193,7 @@ def plan_curve(
     problem: MlaProblem, model: MixModel, multiple: int, also: tuple[int, ...] = ()
 ) -> tuple[PlanPoint, ...]:
     """Windows from none to everything, evenly spread multiples and those named."""
-    largest = model.largest_n(problem, None, multiple)
+    largest = max(problem.kv_lengths)
     step = multiple * max(1, -(-largest // (multiple * _CURVE_POINTS)))
     sizes = sorted({*range(0, largest, step), largest, *also})
     return tuple(plan_point(problem, model, n) for n in sizes)

@@ -242,17 +242,13 @@ def target_command(spec: Path) -> list[str]:
     return [sys.executable, "-m", target.MODULE, str(spec)]
 
 
-def child_environment(tool: NcuTool) -> dict[str, str]:
-    """Environment of a profiled program: it imports this package and finds this profiler."""
-    path = os.pathsep.join(filter(None, (str(tool.path.parent), os.environ.get("PATH"))))
-    return {**package_environment(), "PATH": path}
-
-
 def run_ncu(command: Sequence[str], tool: NcuTool, report: Path) -> None:
     """Run a profiling command; its output goes to `profiler.log` beside the report."""
     log.debug("running %s", command)
+    # The profiled program imports this package and finds this profiler.
+    path = os.pathsep.join(filter(None, (str(tool.path.parent), os.environ.get("PATH"))))
     try:
-        done = run_profiler(command, child_environment(tool), _TIMEOUT_S)
+        done = run_profiler(command, {**package_environment(), "PATH": path}, _TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
         raise UnsupportedError(
             f"ncu {tool.version}: expected to finish within {_TIMEOUT_S} s, got no end"

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from mla_var3.errors import InvalidArgumentError, MissingToolError, UnsupportedError
+from mla_var3.errors import MissingToolError, UnsupportedError
 from mla_var3.runtime.composite import ConcurrentKernels, KernelPipeline
 from mla_var3.runtime.environment import find_tool
 from mla_var3.runtime.measure import CudaClock, wait_for_device
@@ -201,10 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Record the runs that a spec asks for; returns the exit code."""
     import torch
 
-    given = sys.argv[1:] if argv is None else list(argv)
-    if len(given) != 1:
-        raise InvalidArgumentError("arguments", "one spec file", given)
-    spec = TargetSpec.read(Path(given[0]))
+    spec = TargetSpec.of_command_line(argv)
     stage = spec.build_stage(spec.build_plan(), "cuda")
     stage.launch()  # compiles what is compiled at first use, outside the timeline
     wait_for_device(stage.name)
