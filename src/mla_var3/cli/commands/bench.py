@@ -18,6 +18,7 @@ from mla_var3.bench.page import VERDICT_HEADERS, cells, group_rows, headers, tro
 from mla_var3.bench.record import PREDICTED, BenchRow
 from mla_var3.bench.run import PREDICT, BenchOptions, BenchResult, run_bench
 from mla_var3.bench.suites import PEERS, SUITES
+from mla_var3.cli import console
 from mla_var3.cli.arguments import (
     CALL_SIZES,
     Parser,
@@ -28,18 +29,6 @@ from mla_var3.cli.arguments import (
     add_sizes,
     parse,
     read_model,
-)
-from mla_var3.cli.console import (
-    EXIT_FAILED,
-    EXIT_OK,
-    ProgressReporter,
-    UsageError,
-    guarded,
-    note,
-    print_table,
-    say,
-    show_log,
-    usage_errors,
 )
 from mla_var3.runtime.paths import LANGUAGES, output_root, timestamp
 
@@ -126,11 +115,13 @@ def bench_program(suite: str, name: str, argv: Sequence[str], **fixed: Any) -> i
         values = parse(parser, [suite, *argv])
         for option, value in fixed.items():
             if values.get(option, value) != value:
-                raise UsageError(f"--{option}: expected {value}, which {name} pins, or none")
+                raise console.UsageError(
+                    f"--{option}: expected {value}, which {name} pins, or none"
+                )
         out_dir = values.get("out_dir") or output_root() / "tests" / name / timestamp()
         return run({**values, **fixed, "out_dir": out_dir})
 
-    return guarded(action)
+    return console.guarded(action)
 
 
 def run(values: dict[str, Any]) -> int:
@@ -141,11 +132,11 @@ def run(values: dict[str, Any]) -> int:
         sizes["h"] = (model.pop("h"),)
     if values["quick"]:
         values = {"rounds": QUICK_ROUNDS, "max_seconds": QUICK_SECONDS, **values}
-    with usage_errors():
+    with console.usage_errors():
         options = BenchOptions(sizes=sizes, widths=model, **values)
-    show_log()
+    console.show_log()
     _announce(options)
-    with ProgressReporter() as progress, usage_errors():
+    with console.ProgressReporter() as progress, console.usage_errors():
 
         def continue_from(record: Path) -> None:
             progress.__exit__()
@@ -163,7 +154,7 @@ def run(values: dict[str, Any]) -> int:
         return EXIT_ABSENT
     worse = result.regression is not None and not result.regression.passed
     broken = bool(result.record.failed) and not options.records
-    return EXIT_FAILED if worse or broken else EXIT_OK
+    return console.EXIT_FAILED if worse or broken else console.EXIT_OK
 
 
 @contextmanager
@@ -181,7 +172,7 @@ def _termination_interrupts() -> Iterator[None]:
 
 def _start_again(record: Path) -> None:
     """Continue in a new process: this one has lost its CUDA context, or hangs."""
-    note(f"the device was lost; a new process continues from {record}")
+    console.note(f"the device was lost; a new process continues from {record}")
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     # Once its files are closed, the driver ends a running kernel and frees its memory.
@@ -194,14 +185,14 @@ def _start_again(record: Path) -> None:
 
 def _announce(options: BenchOptions) -> None:
     if options.records:
-        say(f"benchmark report from {len(options.records)} recorded results", "bold")
+        console.say(f"benchmark report from {len(options.records)} recorded results", "bold")
     elif not options.measures:
         asked = options.mode == PREDICT or options.predict_for
         reason = "as asked" if asked else "no GPU here"
-        say(f"benchmark {options.suite}, {reason}: predictions, not measurements", "bold")
+        console.say(f"benchmark {options.suite}, {reason}: predictions, not measurements", "bold")
     else:
         rounds = f"{options.rounds} round{'' if options.rounds == 1 else 's'}"
-        say(f"benchmark {options.suite}: check, then time {rounds}", "bold")
+        console.say(f"benchmark {options.suite}: check, then time {rounds}", "bold")
 
 
 def _print_rows(rows: Sequence[BenchRow]) -> None:
@@ -209,31 +200,31 @@ def _print_rows(rows: Sequence[BenchRow]) -> None:
         if group.timed:
             kind = ", predicted" if group.kind == PREDICTED else ""
             lines = [cells(group, row) for row in group_rows(group)]
-            print_table(f"{group.title} on {group.device}{kind}", headers(group), lines)
+            console.print_table(f"{group.title} on {group.device}{kind}", headers(group), lines)
 
 
 def _print_summary(result: BenchResult) -> None:
     for doubt in doubts(result.record.rows):
-        say(f"to be explained: {doubt}", "yellow")
+        console.say(f"to be explained: {doubt}", "yellow")
     lines = troubles(result.record)
     if lines:
-        print_table("not taking part", ("kernel", "status", "reason"), lines)
+        console.print_table("not taking part", ("kernel", "status", "reason"), lines)
     regression = result.regression
     if regression is not None:
         if regression.verdicts:
             title = "against the earlier record"
-            print_table(title, VERDICT_HEADERS, verdict_rows(regression))
+            console.print_table(title, VERDICT_HEADERS, verdict_rows(regression))
         for row, why in regression.not_compared[:MOST_NOTES]:
-            note(f"not compared: {row}: {why}")
+            console.note(f"not compared: {row}: {why}")
         if (more := len(regression.not_compared) - MOST_NOTES) > 0:
-            note(f"not compared: {more} more, see {result.files['regression']}")
+            console.note(f"not compared: {more} more, see {result.files['regression']}")
         for remark in regression.remarks:
-            note(remark)
-        say(f"verdict: {regression.summary}", "green" if regression.passed else "bold red")
+            console.note(remark)
+        console.say(f"verdict: {regression.summary}", "green" if regression.passed else "bold red")
     for plot in result.plots:
         if plot.missing:
-            note(f"{plot.title}: not drawn, {plot.missing}")
+            console.note(f"{plot.title}: not drawn, {plot.missing}")
     for text in result.record.notes:
-        say(text)
+        console.say(text)
     for kind, path in result.files.items():
-        say(f"{kind + ':':10} {path}", "bold" if kind == "html" else "")
+        console.say(f"{kind + ':':10} {path}", "bold" if kind == "html" else "")

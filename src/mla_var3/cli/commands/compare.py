@@ -9,28 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from mla_var3.bench.predict import plan_estimate
+from mla_var3.cli import console
 from mla_var3.cli.arguments import Parser, add_flag, add_lengths, add_option, add_sizes, parse
-from mla_var3.cli.console import (
-    EXIT_OK,
-    ProgressReporter,
-    UsageError,
-    print_table,
-    say,
-    show_log,
-    usage_errors,
-)
 from mla_var3.cli.options import RUN_OPTIONS, PlanParser, Request
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import UnsupportedError
-from mla_var3.report.compare import (
-    PREDICTED_TIME,
-    Run,
-    compare,
-    load_run,
-    run_of_record,
-    run_of_result,
-    write_comparison,
-)
+from mla_var3.report import compare as comparison
 from mla_var3.runtime import workflow
 from mla_var3.runtime.paths import KernelId, find_kernel, output_root, plan_class, timestamp
 from mla_var3.runtime.plan import KernelPlan, Target, plan_dtype
@@ -66,30 +50,34 @@ def compare_command(parser: Parser, argv: Sequence[str]) -> int:
     values = parse(parser, argv)
     items: list[str] = values.pop("runs")
     if len(items) < 2:
-        raise UsageError(
+        raise console.UsageError(
             f"RUN: expected at least two folders or kernel[:version] to compare, got {len(items)}"
         )
     own = {name: values.pop(name) for name in ("force", "json", "out_dir")}
     sources = [_source(item, values) for item in items]
     if values["for_device"] and not values["static"]:
-        raise UsageError("--for_device: only together with --static")
+        raise console.UsageError("--for_device: only together with --static")
     kernels = [source for source in sources if not isinstance(source, Path)]
     given = [n for n in values if n not in ("static", "for_device") or values[n]]
     if given and not kernels:
         options = ", ".join(f"--{name}" for name in given)
-        raise UsageError(f"{options}: only for runs given as kernel[:version], got folders alone")
+        raise console.UsageError(
+            f"{options}: only for runs given as kernel[:version], got folders alone"
+        )
     # Records first: one that cannot be read should not cost a profiling run.
-    recorded = {source: load_run(source) for source in sources if isinstance(source, Path)}
+    recorded = {
+        source: comparison.load_run(source) for source in sources if isinstance(source, Path)
+    }
     runs = [recorded[s] if isinstance(s, Path) else _made(s, values) for s in sources]
-    result = compare(runs, force=own["force"])
+    result = comparison.compare(runs, force=own["force"])
     baseline = result.runs[0]
     title = f"vs baseline {baseline.label}, {baseline.device or 'no device'}"
-    print_table(title, result.headers(), result.cells())
+    console.print_table(title, result.headers(), result.cells())
     for text in result.notes():
-        say(f"note: {text}", "yellow")
+        console.say(f"note: {text}", "yellow")
     folder = own["out_dir"] or output_root() / "compare" / timestamp()
-    say(f"comparison: {write_comparison(result, folder, own['json'])}", "bold")
-    return EXIT_OK
+    console.say(f"comparison: {comparison.write_comparison(result, folder, own['json'])}", "bold")
+    return console.EXIT_OK
 
 
 def _source(item: str, values: dict[str, Any]) -> Path | KernelId:
@@ -97,18 +85,18 @@ def _source(item: str, values: dict[str, Any]) -> Path | KernelId:
     path = Path(item)
     if path.exists() or "/" in item:
         return path
-    with usage_errors():
+    with console.usage_errors():
         return find_kernel(item, None, values.get("language"))
 
 
-def _made(kernel: KernelId, values: dict[str, Any]) -> Run:
+def _made(kernel: KernelId, values: dict[str, Any]) -> comparison.Run:
     """Predict or profile a kernel with the options that all kernels share."""
     shared = {k: v for k, v in values.items() if k not in ("static", "for_device", "language")}
     parser = PlanParser(plan_class(kernel)(), kernel.full_name)
     unknown = [name for name in shared if name not in parser.flags and name not in RUN_OPTIONS]
     if unknown:
-        raise UsageError(f"--{unknown[0]}: {kernel.full_name} has no such field")
-    with usage_errors():
+        raise console.UsageError(f"--{unknown[0]}: {kernel.full_name} has no such field")
+    with console.usage_errors():
         request = parser.request(shared)
     if values["static"]:
         return _predicted(request.plan, values["for_device"])
@@ -118,8 +106,8 @@ def _made(kernel: KernelId, values: dict[str, Any]) -> Run:
 CALL_TIME, STEADY_TIME = "call time, predicted (us)", "call time, steady (us)"
 
 
-def _predicted(plan: KernelPlan, device: str | None) -> Run:
-    with usage_errors():
+def _predicted(plan: KernelPlan, device: str | None) -> comparison.Run:
+    with console.usage_errors():
         spec = device_spec(device) if device else workflow.planning_device()
     dtype = plan_dtype(plan)
     chosen = plan.resolved(Target.of(spec))
@@ -127,10 +115,13 @@ def _predicted(plan: KernelPlan, device: str | None) -> Run:
     total = vars(stage_figures(stage, spec, dtype))
     expected = plan_estimate(chosen, spec)
     if expected is not None and expected.fitted:
-        total["extra"] = {PREDICTED_TIME: expected.kernel_us, CALL_TIME: expected.call_us}
+        total["extra"] = {
+            comparison.PREDICTED_TIME: expected.kernel_us,
+            CALL_TIME: expected.call_us,
+        }
         if expected.steady_call_us is not None:
             total["extra"][STEADY_TIME] = expected.steady_call_us
-    return run_of_record(
+    return comparison.run_of_record(
         {
             "kernel": chosen.name,
             "prof_type": "predicted",
@@ -142,17 +133,17 @@ def _predicted(plan: KernelPlan, device: str | None) -> Run:
     )
 
 
-def _profiled(request: Request) -> Run:
+def _profiled(request: Request) -> comparison.Run:
     if not workflow.cuda_available():
         raise UnsupportedError(
             f"{request.plan.name}: expected a GPU to run it on, got none; --static compares "
             "predictions, and folders of earlier runs can be compared anywhere"
         )
-    show_log()
-    with ProgressReporter() as progress:
+    console.show_log()
+    with console.ProgressReporter() as progress:
         result = profile_plan(
             request.plan, request.mode, dataclasses.replace(request.run, progress=progress)
         )
     if result.check is not None:
         result.check.require()
-    return run_of_result(result)
+    return comparison.run_of_result(result)

@@ -6,25 +6,11 @@ from typing import TYPE_CHECKING
 
 from mla_var3.errors import UnsupportedError
 from mla_var3.runtime.markdown import write_csv
-from mla_var3.runtime.profiling import NsightProfType, ProfileResult
-from mla_var3.runtime.profiling.common import (
-    header,
-    profiling_mode,
-    roofline_warning,
-    write_artifacts,
-)
+from mla_var3.runtime.profiling import NsightProfType, ProfileResult, common
+from mla_var3.runtime.profiling.ncu import text
 from mla_var3.runtime.profiling.ncu.driver import counters_problem, find_ncu, load_ncu_report
 from mla_var3.runtime.profiling.ncu.reader import FIGURES, annotation_metrics
 from mla_var3.runtime.profiling.ncu.session import Session, make_result, profile
-from mla_var3.runtime.profiling.ncu.text import (
-    contract,
-    issues_table,
-    method_sections,
-    metrics_table,
-    roofline_table,
-    whole_note,
-    write_roofline,
-)
 from mla_var3.runtime.workflow import RunOptions
 
 if TYPE_CHECKING:
@@ -44,7 +30,7 @@ def annotation_available() -> str | None:
     return counters_problem()
 
 
-@profiling_mode(_MODE, gpu=True)
+@common.profiling_mode(_MODE, gpu=True)
 def annotation_profile_plan(plan: KernelPlan, run: RunOptions) -> ProfileResult:
     """Tune, check when asked, and profile every stage of a plan under Nsight Compute."""
     session = profile(_MODE, plan, run, metrics=annotation_metrics(), runs=DEFAULT_RUNS)
@@ -54,9 +40,9 @@ def annotation_profile_plan(plan: KernelPlan, run: RunOptions) -> ProfileResult:
 def write_annotation(session: Session) -> ProfileResult:
     """Write the artifacts of a session and return its result."""
     result = make_result(session)
-    write_artifacts(result, session.prepared, _report(session, result))
+    common.write_artifacts(result, session.prepared, _report(session, result))
     _write_metrics(session, result)
-    write_roofline(session, result)
+    text.write_roofline(session, result)
     return result
 
 
@@ -85,15 +71,15 @@ def _write_metrics(session: Session, result: ProfileResult) -> None:
 
 def _report(session: Session, result: ProfileResult) -> list[str]:
     return [
-        header(f"{result.kernel}, annotation mode", result.record),
-        contract(session),
+        common.header(f"{result.kernel}, annotation mode", result.record),
+        text.contract(session),
         "## Measured against roofline\n",
-        roofline_table(session, result),
-        whole_note(session),
-        roofline_warning(result),
+        text.roofline_table(session, result),
+        text.whole_note(session),
+        common.roofline_warning(result),
         "## Nsight Compute metrics\n",
-        metrics_table(result),
+        text.metrics_table(result),
         "## Outside the healthy ranges\n",
-        issues_table(session),
-        *method_sections(session, result),
+        text.issues_table(session),
+        *text.method_sections(session, result),
     ]

@@ -11,15 +11,9 @@ from typing import TYPE_CHECKING
 from mla_var3.runtime.environment import environment
 from mla_var3.runtime.measure import time_gpu
 from mla_var3.runtime.plan import plan_dtype
-from mla_var3.runtime.profiling import NsightProfType, ProfileResult
+from mla_var3.runtime.profiling import NsightProfType, ProfileResult, common
 from mla_var3.runtime.profiling.bottleneck import StageMeasurement
 from mla_var3.runtime.profiling.clocks import ClockState, announce_clocks
-from mla_var3.runtime.profiling.common import (
-    measured_result,
-    measuring,
-    stage_figures,
-    write_compiled,
-)
 from mla_var3.runtime.profiling.ncu.driver import (
     CLOCK_CONTROL,
     Collection,
@@ -91,13 +85,13 @@ def profile(
     load_ncu_report()  # fails before minutes of tuning, not after
     clocks = announce_clocks(environment())
     count = options.bench_runs or runs
-    with measuring(mode, plan, options) as (prepared, made):
+    with common.measuring(mode, plan, options) as (prepared, made):
         folder = made.resolve()
         target_spec = TargetSpec.of(prepared.plan, prepared.stage, count)
         event_us = {}
         for name, kernel in stage_ranges(prepared.stage):
             event_us[name.removeprefix(RANGE_PREFIX)] = time_gpu(kernel.launch).median_us
-        not_disassembled = write_compiled(
+        not_disassembled = common.write_compiled(
             prepared.stage.kernels(), prepared.require_device().target, folder
         )
         prepared = _without_tensors(prepared, target_spec)
@@ -154,7 +148,7 @@ def make_result(session: Session) -> ProfileResult:
         stage.kernels(), session.profiles, measurements(session), strict=True
     ):
         time_us = measured.figures["time_us"]
-        figures = stage_figures(kernel, device, dtype, time_us, measured.spread_us)
+        figures = common.stage_figures(kernel, device, dtype, time_us, measured.spread_us)
         figures.name = measured.name
         figures.extra = {
             **measured.figures,
@@ -166,9 +160,9 @@ def make_result(session: Session) -> ProfileResult:
         }
         stages.append(figures)
     total_us = sum(measured.figures["time_us"] for measured in session.profiles)
-    total = stage_figures(stage, device, dtype, total_us)
+    total = common.stage_figures(stage, device, dtype, total_us)
     total.extra = combine_figures([measured.figures for measured in session.profiles])
-    result = measured_result(
+    result = common.measured_result(
         session.mode, session.prepared, total, stages, session.folder, session.clocks
     )
     result.record["not_disassembled"] = session.not_disassembled
