@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
@@ -33,12 +33,10 @@ from mla_var3.errors import (
     InvalidArgumentError,
     UnknownNameError,
 )
+from mla_var3.runtime.check import CheckResult
 from mla_var3.runtime.markdown import json_ready, microseconds
 from mla_var3.runtime.profiling import figures
-
-if TYPE_CHECKING:
-    from mla_var3.runtime.check import CheckResult
-    from mla_var3.runtime.profiling.result import ProfileResult
+from mla_var3.runtime.profiling.result import ProfileResult
 
 EXIT_OK = 0
 EXIT_FAILED = 1

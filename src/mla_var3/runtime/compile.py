@@ -20,15 +20,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
+from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import MissingToolError
 from mla_var3.runtime.environment import find_tool
 from mla_var3.runtime.paths import write_atomic
 from mla_var3.runtime.stage import CompiledKernel, KernelStage
-
-if TYPE_CHECKING:
-    from mla_var3.conf.devices import DeviceSpec
 
 log = logging.getLogger(__name__)
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import MissingToolError
 from mla_var3.runtime.autotune.history import Entry, canonical
 from mla_var3.runtime.autotune.units import Member, Unit, member
 from mla_var3.runtime.compile import CompileReport, compile_report, fits_shared_memory
 from mla_var3.runtime.measure import Timing, cuda_is_healthy, time_gpu
 from mla_var3.runtime.stage import KernelStage, Tiling, constraint_failures
-
-if TYPE_CHECKING:
-    from mla_var3.conf.devices import DeviceSpec
 
 log = logging.getLogger(__name__)
 

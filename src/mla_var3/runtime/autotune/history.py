@@ -16,17 +16,15 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
+from mla_var3.conf.devices import DeviceSpec
 from mla_var3.runtime import paths
 from mla_var3.runtime.environment import environment, toolkit_versions
 from mla_var3.runtime.measure import Timing
 from mla_var3.runtime.paths import write_atomic
+from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.stage import KernelStage
-
-if TYPE_CHECKING:
-    from mla_var3.conf.devices import DeviceSpec
-    from mla_var3.runtime.plan import KernelPlan
 
 log = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import UnsupportedError
 from mla_var3.runtime.autotune.filter import Check, Instruments, StaticFilter
 from mla_var3.runtime.autotune.history import (
@@ -33,7 +34,6 @@ from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.stage import Stage, constraint_failures
 
 if TYPE_CHECKING:
-    from mla_var3.conf.devices import DeviceSpec
     from mla_var3.runtime.workflow import RunOptions
 
 __all__ = ["Entry", "Instruments", "StageTuning", "autotune", "refine_plan"]

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from mla_var3.errors import UnsupportedError
 from mla_var3.runtime.markdown import write_csv
+from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, common
 from mla_var3.runtime.profiling.ncu import text
 from mla_var3.runtime.profiling.ncu.driver import counters_problem, find_ncu, load_ncu_report
 from mla_var3.runtime.profiling.ncu.reader import FIGURES, annotation_metrics
 from mla_var3.runtime.profiling.ncu.session import Session, make_result, profile
 from mla_var3.runtime.workflow import RunOptions
-
-if TYPE_CHECKING:
-    from mla_var3.runtime.plan import KernelPlan
 
 DEFAULT_RUNS = 3
 _MODE = NsightProfType.ANNOTATION

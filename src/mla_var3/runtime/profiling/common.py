@@ -8,8 +8,9 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import MissingToolError, UnsupportedError
 from mla_var3.runtime.compile import compile_report
 from mla_var3.runtime.environment import environment, environment_rows
@@ -21,17 +22,13 @@ from mla_var3.runtime.paths import (
     profile_path,
     write_atomic,
 )
+from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling.clocks import ClockState, announce_clocks
 from mla_var3.runtime.profiling.figures import check_markdown
 from mla_var3.runtime.profiling.lock import current_device_name, device_lock
 from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult, StageFigures
-from mla_var3.runtime.workflow import RunOptions, pick_device, prepare
-
-if TYPE_CHECKING:
-    from mla_var3.conf.devices import DeviceSpec
-    from mla_var3.runtime.plan import KernelPlan
-    from mla_var3.runtime.stage import KernelStage, Stage
-    from mla_var3.runtime.workflow import Prepared
+from mla_var3.runtime.stage import KernelStage, Stage
+from mla_var3.runtime.workflow import Prepared, RunOptions, pick_device, prepare
 
 log = logging.getLogger(__name__)
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from mla_var3.conf.devices import DeviceSpec
 from mla_var3.runtime.measure import time_gpu
-from mla_var3.runtime.plan import plan_dtype
+from mla_var3.runtime.plan import KernelPlan, plan_dtype
 from mla_var3.runtime.profiling import common
 from mla_var3.runtime.profiling.figures import stage_markdown
 from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult, StageFigures
+from mla_var3.runtime.stage import Stage
 from mla_var3.runtime.workflow import RunOptions
-
-if TYPE_CHECKING:
-    from mla_var3.conf.devices import DeviceSpec
-    from mla_var3.runtime.plan import KernelPlan
-    from mla_var3.runtime.stage import Stage
 
 
 @common.profiling_mode(NsightProfType.EVENT, gpu=True)

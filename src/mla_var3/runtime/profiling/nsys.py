@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mla_var3.errors import MissingToolError, UnsupportedError
 from mla_var3.runtime.measure import percentile, spread, wait_for_device
-from mla_var3.runtime.plan import plan_dtype
+from mla_var3.runtime.plan import KernelPlan, plan_dtype
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures, common
 from mla_var3.runtime.profiling.figures import stage_markdown
 from mla_var3.runtime.profiling.timeline.analysis import Analysis, analyse, outline
@@ -24,12 +24,8 @@ from mla_var3.runtime.profiling.timeline.report import (
     timeline_figures,
     timeline_sections,
 )
-from mla_var3.runtime.workflow import RunOptions
-
-if TYPE_CHECKING:
-    from mla_var3.runtime.plan import KernelPlan
-    from mla_var3.runtime.stage import Stage
-    from mla_var3.runtime.workflow import Prepared
+from mla_var3.runtime.stage import Stage
+from mla_var3.runtime.workflow import Prepared, RunOptions
 
 log = logging.getLogger(__name__)
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mla_var3.errors import UnknownNameError, UnsupportedError
-
-if TYPE_CHECKING:
-    from mla_var3.runtime.check import CheckResult
+from mla_var3.runtime.check import CheckResult
 
 
 class NsightProfType(enum.Enum):

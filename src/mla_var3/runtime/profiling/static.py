@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from mla_var3.conf.devices import DeviceSpec, load_devices
 from mla_var3.runtime.compile import CompileReport, compile_report
 from mla_var3.runtime.markdown import microseconds, number, table
-from mla_var3.runtime.plan import Target, plan_dtype, plan_targets
+from mla_var3.runtime.plan import KernelPlan, Target, plan_dtype, plan_targets
 from mla_var3.runtime.profiling import common
 from mla_var3.runtime.profiling.figures import compile_markdown
 from mla_var3.runtime.profiling.result import NsightProfType, ProfileResult
+from mla_var3.runtime.stage import Stage
 from mla_var3.runtime.workflow import Prepared, RunOptions, empty_stage, planning_device
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from mla_var3.runtime.plan import KernelPlan
-    from mla_var3.runtime.stage import Stage
 
 
 @common.profiling_mode(NsightProfType.STATIC, gpu=False)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import mla_var3
 from mla_var3.conf.devices import device_spec
@@ -28,12 +28,8 @@ from mla_var3.errors import InvalidArgumentError, UnsupportedError
 from mla_var3.runtime.markdown import write_json
 from mla_var3.runtime.measure import timeout_s, wait_for_device
 from mla_var3.runtime.paths import module_of
-from mla_var3.runtime.plan import Target
-from mla_var3.runtime.stage import tiling_from_dict
-
-if TYPE_CHECKING:
-    from mla_var3.runtime.plan import KernelPlan
-    from mla_var3.runtime.stage import KernelStage, Stage
+from mla_var3.runtime.plan import KernelPlan, Target
+from mla_var3.runtime.stage import KernelStage, Stage, tiling_from_dict
 
 MODULE = "mla_var3.runtime.profiling.target"
 RANGE_PREFIX = "hyper_mla."

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
 
 from mla_var3.runtime.markdown import number, table, write_csv
 from mla_var3.runtime.paths import write_atomic
+from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, common
 from mla_var3.runtime.profiling.ncu import text
 from mla_var3.runtime.profiling.ncu.reader import NOT_OURS, MetricValue, Rule, StageProfile, advice
@@ -21,9 +21,6 @@ from mla_var3.runtime.profiling.ncu.source import (
     source_text,
 )
 from mla_var3.runtime.workflow import RunOptions
-
-if TYPE_CHECKING:
-    from mla_var3.runtime.plan import KernelPlan
 
 DEFAULT_RUNS = 1
 _MODE = NsightProfType.NCU

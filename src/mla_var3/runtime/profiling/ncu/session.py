@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from mla_var3.conf.devices import DeviceSpec
 from mla_var3.runtime.environment import environment
 from mla_var3.runtime.measure import time_gpu
-from mla_var3.runtime.plan import plan_dtype
+from mla_var3.runtime.plan import KernelPlan, plan_dtype
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, common
 from mla_var3.runtime.profiling.bottleneck import StageMeasurement
 from mla_var3.runtime.profiling.clocks import ClockState, announce_clocks
@@ -31,10 +31,6 @@ from mla_var3.runtime.profiling.ncu.reader import (
 from mla_var3.runtime.profiling.target import RANGE_PREFIX, TargetSpec, apply_tilings, stage_ranges
 from mla_var3.runtime.profiling.timeline.analysis import outline
 from mla_var3.runtime.workflow import Prepared, RunOptions
-
-if TYPE_CHECKING:
-    from mla_var3.conf.devices import DeviceSpec
-    from mla_var3.runtime.plan import KernelPlan
 
 
 @dataclass
