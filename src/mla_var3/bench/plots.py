@@ -62,7 +62,6 @@ class Plot:
 
     Attributes:
         name: file name without suffix.
-        title: heading.
         caption: how to read it.
         files: what was written; empty if it was not drawn.
         missing: why it was not drawn; empty otherwise.

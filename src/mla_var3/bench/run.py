@@ -144,9 +144,7 @@ class BenchResult:
     """What came out.
 
     Attributes:
-        folder: folder of the files.
-        record: the rows.
-        plots: the plots, drawn or not.
+        plots: drawn or not.
         files: by kind: json, csv, markdown, html.
         regression: the comparison with an earlier record.
         missing: what was asked for by name and does not exist -> reason.

@@ -75,8 +75,6 @@ class ProfileResult:
     """What a profiling run returns.
 
     Attributes:
-        kernel: full kernel name.
-        mode: profiling mode.
         total: figures of the whole runtime object.
         stages: figures per kernel.
         out_dir: folder of the artifacts; None in disabled mode.

@@ -39,8 +39,6 @@ class PrefixPlan:
     """The ways, and the fastest one within a budget.
 
     Attributes:
-        shared: the problem.
-        device: name of the device.
         layers: layers that share the budget.
         budget_bytes: memory for decompressed copies, of all layers.
         ways: all of them, "copied" first.
