@@ -29,7 +29,7 @@ from mla_var3.runtime.markdown import write_json
 from mla_var3.runtime.measure import timeout_s, wait_for_device
 from mla_var3.runtime.paths import module_of
 from mla_var3.runtime.plan import KernelPlan, Target
-from mla_var3.runtime.stage import KernelStage, Stage, tiling_from_dict
+from mla_var3.runtime.stage import Stage, by_unique_name, tiling_from_dict
 
 MODULE = "mla_var3.runtime.profiling.target"
 RANGE_PREFIX = "hyper_mla."
@@ -166,20 +166,6 @@ def apply_tilings(stage: Stage, tilings: Sequence[dict[str, Any]]) -> None:
         kernel.tiling = tiling_from_dict(type(kernel.tiling), entry["tiling"])
 
 
-def stage_ranges(stage: Stage) -> list[tuple[str, KernelStage]]:
-    """Every leaf kernel with the name of its NVTX range, unique in the runtime object.
-
-    `/` and `@` mean something to the profiler's range filter and do not occur.
-    """
-    found: list[tuple[str, KernelStage]] = []
-    counts: dict[str, int] = {}
-    for kernel in stage.kernels():
-        counts[kernel.name] = counts.get(kernel.name, 0) + 1
-        suffix = f".{counts[kernel.name]}" if counts[kernel.name] > 1 else ""
-        found.append((f"{RANGE_PREFIX}{kernel.name}{suffix}", kernel))
-    return found
-
-
 def _importable_module(kind: type) -> str:
     module = module_of(kind)
     if module == "__main__":
@@ -202,9 +188,12 @@ def _nvtx_range(name: str) -> Iterator[None]:
 
 
 def launch_ranges(stage: Stage, mark: Range, wait: Callable[[str], None]) -> None:
-    """Launch every leaf kernel once, alone, inside its range."""
-    for name, kernel in stage_ranges(stage):
-        with mark(name):
+    """Launch every leaf kernel once, alone, inside a range of its unique name.
+
+    `/` and `@` mean something to the profiler's range filter and do not occur.
+    """
+    for name, kernel in by_unique_name(stage.kernels()).items():
+        with mark(f"{RANGE_PREFIX}{name}"):
             kernel.launch()
         wait(kernel.name)
 

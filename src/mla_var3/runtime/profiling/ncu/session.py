@@ -28,8 +28,9 @@ from mla_var3.runtime.profiling.ncu.reader import (
     read_launches,
     stage_profiles,
 )
-from mla_var3.runtime.profiling.target import RANGE_PREFIX, TargetSpec, apply_tilings, stage_ranges
+from mla_var3.runtime.profiling.target import TargetSpec, apply_tilings
 from mla_var3.runtime.profiling.timeline.analysis import outline
+from mla_var3.runtime.stage import by_unique_name
 from mla_var3.runtime.workflow import Prepared, RunOptions
 
 
@@ -84,9 +85,10 @@ def profile(
     with common.measuring(mode, plan, options) as (prepared, made):
         folder = made.resolve()
         target_spec = TargetSpec.of(prepared.plan, prepared.stage, count)
-        event_us = {}
-        for name, kernel in stage_ranges(prepared.stage):
-            event_us[name.removeprefix(RANGE_PREFIX)] = time_gpu(kernel.launch).median_us
+        event_us = {
+            name: time_gpu(kernel.launch).median_us
+            for name, kernel in by_unique_name(prepared.stage.kernels()).items()
+        }
         not_disassembled = common.write_compiled(
             prepared.stage.kernels(), prepared.require_device().target, folder
         )
@@ -94,7 +96,6 @@ def profile(
         options.progress("profile", 0, 1, f"{prepared.plan.name} under ncu {tool.version}")
         collection = collect(tool, folder, target_spec, metrics)
         options.progress("profile", 1, 1, "done")
-    names = [name.removeprefix(RANGE_PREFIX) for name, _ in stage_ranges(prepared.stage)]
     launches = read_launches(folder / "report.ncu-rep")
     return Session(
         mode=mode,
@@ -103,7 +104,7 @@ def profile(
         tool=tool,
         collection=collection,
         clocks=clocks,
-        profiles=stage_profiles(launches, names, count),
+        profiles=stage_profiles(launches, list(event_us), count),
         event_us=event_us,
         not_disassembled=not_disassembled,
     )
