@@ -405,22 +405,22 @@ def contenders(
     libraries: PeerLibraries | None,
     target: str,
     *,
-    device: str = "cuda",
     tune: TuneBudget | None = None,
     progress: Progress = no_progress,
 ) -> list[Contender]:
     """All contenders of a case, the projections last; peers only where there are libraries."""
     problem = case.problem
     references: dict[str, Tensor] = {}
-    found = [call_contender(problem, device)] if case.call else []
-    found += [kernel_contender(k, problem, target, device, tune, progress) for k in case.kernels]
-    found += [fp8_contender(*choice, problem, device) for choice in case.cache_dtypes]
+    found = [call_contender(problem)] if case.call else []
+    options: dict[str, Any] = {"tune": tune, "progress": progress}
+    found += [kernel_contender(kernel, problem, target, **options) for kernel in case.kernels]
+    found += [fp8_contender(*choice, problem) for choice in case.cache_dtypes]
     if case.shared is not None:
-        found.append(prefix_contender(problem, case.shared, device))
+        found.append(prefix_contender(problem, case.shared))
     if libraries is not None:
-        found += [peer_contender(p, problem, libraries, references, device) for p in case.peers]
+        found += [peer_contender(name, problem, libraries, references) for name in case.peers]
     projections = (QUERY_PROJECTION, OUTPUT_PROJECTION)
-    return found + [projection_contender(name, problem, device) for name in projections]
+    return found + [projection_contender(name, problem) for name in projections]
 
 
 def make_plan(choice: KernelChoice, problem: MlaProblem, target: str) -> KernelPlan:

@@ -194,9 +194,9 @@ class History:
         timing: Timing | None = None,
         compiled: dict[str, Any] | None = None,
         save: bool = True,
-    ) -> None:
+    ) -> Entry:
         """Note an outcome and write the file, unless it costs nothing to find again (`save`)."""
-        self._entries[canonical(config)] = Entry(
+        entry = self._entries[canonical(config)] = Entry(
             config=json.loads(canonical(config)),
             status=status,
             reason=reason,
@@ -206,6 +206,7 @@ class History:
         self.complete = False
         if save:
             self.save()
+        return entry
 
     def finish(self, complete: bool) -> None:
         """Note whether all candidates were handled, and write the file."""

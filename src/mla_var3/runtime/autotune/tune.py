@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from mla_var3.conf.devices import DeviceSpec
@@ -22,6 +22,7 @@ from mla_var3.runtime.autotune.history import (
     Entry,
     History,
     StageTuning,
+    Status,
     canonical,
     history_path,
     is_timed,
@@ -75,23 +76,15 @@ def autotune(
     """
     instruments = instruments or Instruments()
     outcomes: dict[str, StageTuning] = {}
-    earlier: list[Unit] = []
-    units = list(units_of(stage))
+    units = units_of(stage)
     end = math.inf if options.tune_seconds is None else time.monotonic() + options.tune_seconds
     for place, unit in enumerate(units):
         now = time.monotonic()
         deadline = now + max(end - now, 0.0) / (len(units) - place)
         key = tuning_key(plan, spec, unit.name, unit.kernels.values())
         history = History(history_path(plan, spec, key), key, retune=options.retune)
-
-        def run_earlier(units: tuple[Unit, ...] = tuple(earlier)) -> None:
-            # A kernel may read what the ones before it write, and its time may depend on it.
-            for before in units:
-                before.stage.launch()
-
-        search = Search(unit, spec, options, history, instruments, run_earlier, deadline)
+        search = Search(unit, spec, options, history, instruments, units[:place], deadline)
         outcomes[unit.name] = search.run()
-        earlier.append(unit)
     return outcomes
 
 
@@ -186,16 +179,20 @@ class Search:
         options: RunOptions,
         history: History,
         instruments: Instruments,
-        before: Callable[[], None],
-        deadline: float = math.inf,
+        before: Sequence[Unit],
+        deadline: float,
     ) -> None:
-        """Collect the candidates."""
+        """Collect the candidates.
+
+        The units `before` are launched once: a kernel may read what the ones before it write, and
+        its time may depend on it.
+        """
         self._deadline = deadline
         self._unit = unit
         self._options = options
         self._history = history
         self._instruments = instruments
-        self._before: Callable[[], None] | None = before
+        self._before = before
         self._filter = StaticFilter(unit, spec, instruments, history.entries)
         candidates = unit.candidates()
         # Nearest to the defaults and to the author's order first, whichever kernel differs.
@@ -302,9 +299,9 @@ class Search:
         return {name: self._filter.check(name, tiling) for name, tiling in named}
 
     def _time(self, combo: Combo) -> None:
-        if self._before is not None:
-            self._before()
-            self._before = None
+        for unit in self._before:
+            unit.stage.launch()
+        self._before = ()
         checks = self._checks(combo)
         config, compiled = self._unit.config(combo), self._filter.summary(checks)
         self._unit.set_tilings(combo)
@@ -340,11 +337,10 @@ class Search:
         if entry is None:
             refusals = self._constraint_failures(combo)
             reason = "; ".join(refusals) or "the only candidate, not timed"
-            self._history.record(config, "rejected" if refusals else "ok", reason, save=False)
+            status: Status = "rejected" if refusals else "ok"
+            entry = self._history.record(config, status, reason, save=False)
             self._history.finish(complete=True)
-            entry = self._history.get(config)
-        usable = entry if entry is not None and entry["status"] == "ok" else None
-        return self._tuning(usable, from_cache)
+        return self._tuning(entry if entry["status"] == "ok" else None, from_cache)
 
     def _is_settled(self, combo: Combo, *, soft: bool = False) -> bool:
         """Whether the history says what became of a candidate; `soft` as in `_scan`."""
