@@ -14,14 +14,7 @@ from mla_var3.runtime.plan import KernelPlan, plan_dtype
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, common
 from mla_var3.runtime.profiling.bottleneck import StageMeasurement
 from mla_var3.runtime.profiling.clocks import ClockState, announce_clocks
-from mla_var3.runtime.profiling.ncu.driver import (
-    CLOCK_CONTROL,
-    Collection,
-    NcuTool,
-    collect,
-    find_ncu,
-    load_ncu_report,
-)
+from mla_var3.runtime.profiling.ncu import driver
 from mla_var3.runtime.profiling.ncu.reader import (
     StageProfile,
     combine_figures,
@@ -41,8 +34,8 @@ class Session:
     mode: NsightProfType
     prepared: Prepared
     folder: Path
-    tool: NcuTool
-    collection: Collection
+    tool: driver.NcuTool
+    collection: driver.Collection
     clocks: ClockState
     profiles: list[StageProfile]
     event_us: dict[str, float] = field(default_factory=dict)
@@ -78,8 +71,8 @@ def profile(
     runs: int,
 ) -> Session:
     """Tune, check, time by events, then profile every stage under Nsight Compute."""
-    tool = find_ncu()
-    load_ncu_report()  # fails before minutes of tuning, not after
+    tool = driver.find_ncu()
+    driver.load_ncu_report()  # fails before minutes of tuning, not after
     clocks = announce_clocks(environment())
     count = options.bench_runs or runs
     with common.measuring(mode, plan, options) as (prepared, made):
@@ -94,7 +87,7 @@ def profile(
         )
         prepared = _without_tensors(prepared, target_spec)
         options.progress("profile", 0, 1, f"{prepared.plan.name} under ncu {tool.version}")
-        collection = collect(tool, folder, target_spec, metrics)
+        collection = driver.collect(tool, folder, target_spec, metrics)
         options.progress("profile", 1, 1, "done")
     launches = read_launches(folder / "report.ncu-rep")
     return Session(
@@ -168,7 +161,7 @@ def make_result(session: Session) -> ProfileResult:
         "collector": session.collection.collector,
         "collector_note": session.collection.note,
         "metrics_not_available": session.collection.dropped,
-        "clock_control": CLOCK_CONTROL,
+        "clock_control": driver.CLOCK_CONTROL,
         "runs": session.profiles[0].runs,
     }
     return result
