@@ -97,10 +97,9 @@ def headers(group: ShapeGroup) -> tuple[str, ...]:
 
 def cells(group: ShapeGroup, row: BenchRow) -> tuple[str, ...]:
     """One line of the table of a shape, under `headers`."""
-    speedup, spec = group.speedup(row), analysis.find_device(row.device)
+    speedup, limit = group.speedup(row), analysis.limit_us(row)
     versus = "-" if speedup is None else f"{speedup:.2f}x"
     last = ("-", versus) if row.eight_bit else (versus, "-")
-    limit = None if spec is None else analysis.limit_us(row, spec)
     # A call has no kernel time of its own; its label names the kernel that it chose.
     is_call = row.path == CALL
     return (

@@ -147,16 +147,6 @@ def _runs_that_fit(run: Callable[[int], object], max_seconds: float) -> int:
     return int(min(MAX_RUNS, max(MIN_RUNS, max_seconds / max(per_run, 1e-9))))
 
 
-def require_cuda(what: str) -> None:
-    """Raise UnsupportedError where no CUDA device can be used."""
-    import torch
-
-    if not torch.cuda.is_available():
-        raise UnsupportedError(
-            f"{what}: expected a usable CUDA GPU, got none (torch.cuda.is_available() is false)"
-        )
-
-
 def timeout_s() -> float:
     """The time limit of one launch in seconds: $HYPER_MLA_TIMEOUT_S, or 60."""
     text = os.environ.get(TIMEOUT_VARIABLE, "")
@@ -214,7 +204,11 @@ class CudaClock:
     def __init__(self) -> None:
         import torch
 
-        require_cuda("time_gpu")
+        if not torch.cuda.is_available():
+            raise UnsupportedError(
+                "time_gpu: expected a usable CUDA GPU, got none "
+                "(torch.cuda.is_available() is false)"
+            )
         self._torch = torch
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         self._flush_bytes = max(_L2_FACTOR * properties.L2_cache_size, _MIN_FLUSH_BYTES)

@@ -19,17 +19,7 @@ from mla_var3.bench.record import PREDICTED, BenchRow
 from mla_var3.bench.run import PREDICT, BenchOptions, BenchResult, run_bench
 from mla_var3.bench.suites import PEERS, SUITES
 from mla_var3.cli import console
-from mla_var3.cli.arguments import (
-    CALL_SIZES,
-    Parser,
-    ValueType,
-    add_flag,
-    add_model,
-    add_option,
-    add_sizes,
-    parse,
-    read_model,
-)
+from mla_var3.cli.arguments import CALL_SIZES, Parser, ValueType, read_model
 from mla_var3.runtime.paths import LANGUAGES, output_root, timestamp
 
 EXIT_ABSENT = 3
@@ -58,12 +48,12 @@ def add_arguments(parser: Parser) -> None:
     numbers, words = ValueType(int, sequence=True), ValueType(str, sequence=True)
 
     def add(group: Any, name: str, metavar: str, text: str, **settings: Any) -> None:
-        add_option(group, name, metavar, text, default=argparse.SUPPRESS, **settings)
+        group.add_option(name, metavar, text, default=argparse.SUPPRESS, **settings)
 
     what = parser.add_argument_group("what is run")
     several = {"type": numbers, "metavar": "N,N,...", "default": argparse.SUPPRESS}
-    add_sizes(what, CALL_SIZES, "; the sweep takes several", **several)
-    add_model(what)
+    what.add_sizes(CALL_SIZES, "; the sweep takes several", **several)
+    what.add_model()
     add(what, "n", "N,N,...", "windows of var6_plus", type=numbers, dest="n_values")
     add(what, "version", "vN", "version of var6_plus (default: v0)")
     add(what, "kernels", "NAME,...", "all, latest, designs or full names", type=words)
@@ -75,14 +65,14 @@ def add_arguments(parser: Parser) -> None:
     add(what, "cache_dtype", "NAME,...", formats, type=words)
     add(what, "causal", "true|false", "mask or not", type=ValueType(bool))
     how = parser.add_argument_group("how it is run")
-    add_flag(how, "quick", "one short round; fewer shapes of the sweep, fewer windows of var6_plus")
+    how.add_flag("quick", "one short round; fewer shapes of the sweep, fewer windows of var6_plus")
     timings = "timings of each (default: 3, with --quick 1)"
     add(how, "rounds", "N", timings, type=ValueType(int))
     length = "length of one timing (default: 0.4, with --quick 0.15)"
     add(how, "max_seconds", "X", length, type=ValueType(float))
     limit = "seconds until a kernel counts as hung (default: 180; with --tune ten times it)"
     add(how, "patience", "X", limit, type=ValueType(float))
-    add_flag(how, "tune", "search tilings before timing")
+    how.add_flag("tune", "search tilings before timing")
     add(how, "peer_libs", "FOLDER", "the peers' libraries", type=Path)
     add(how, "mode", "NAME", "auto, measure or predict (default: auto)")
     parser.add_for_device("predict for a device of the table", "predict_for")
@@ -91,15 +81,15 @@ def add_arguments(parser: Parser) -> None:
     result = parser.add_argument_group("results")
     add(result, "against", "FILE", "earlier record to compare with", type=Path)
     others = "compare also where compilers or peers have other versions"
-    add_flag(result, "across_versions", others)
+    result.add_flag("across_versions", others)
     sent = "also write contribution.json, to send: no paths, no names of user or machine"
-    add_flag(result, "contribute", sent)
+    result.add_flag("contribute", sent)
     add(result, "out_dir", "FOLDER", "default: out/bench/<suite>/<timestamp>", type=Path)
 
 
 def bench_command(parser: Parser, argv: Sequence[str]) -> int:
     """Run a suite and print what came out."""
-    return run(parse(parser, argv))
+    return run(parser.parse(argv))
 
 
 def bench_program(suite: str, name: str, argv: Sequence[str], **fixed: Any) -> int:
@@ -112,7 +102,7 @@ def bench_program(suite: str, name: str, argv: Sequence[str], **fixed: Any) -> i
     def action() -> int:
         parser = Parser(prog=f"python -m tests.benchmark.{name}")
         add_arguments(parser)
-        values = parse(parser, [suite, *argv])
+        values = parser.parse([suite, *argv])
         for option, value in fixed.items():
             if values.get(option, value) != value:
                 raise console.UsageError(

@@ -10,7 +10,7 @@ from typing import Any
 
 from mla_var3.bench.predict import plan_estimate
 from mla_var3.cli import console
-from mla_var3.cli.arguments import Parser, add_flag, add_lengths, add_option, add_sizes, parse
+from mla_var3.cli.arguments import Parser
 from mla_var3.cli.options import RUN_OPTIONS, PlanParser, Request
 from mla_var3.conf.devices import device_spec
 from mla_var3.errors import UnsupportedError
@@ -28,18 +28,18 @@ def add_arguments(parser: Parser) -> None:
     """The options of the command."""
     text = "profile output folder, or kernel[:version]; the first is the baseline"
     parser.add_argument("runs", nargs="*", metavar="RUN", help=text)
-    add_flag(parser, "force", "also different problems or devices")
-    add_option(parser, "json", "FILE", "write the figures here too", type=Path)
+    parser.add_flag("force", "also different problems or devices")
+    parser.add_option("json", "FILE", "write the figures here too", type=Path)
     text = "folder of table and plot (default: out/compare/<timestamp>)"
-    add_option(parser, "out_dir", "FOLDER", text, type=Path)
+    parser.add_option("out_dir", "FOLDER", text, type=Path)
     group = parser.add_argument_group("kernels", "for runs that are given as kernel[:version]")
-    add_flag(group, "static", "compare predictions; runs nothing and needs no GPU")
+    group.add_flag("static", "compare predictions; runs nothing and needs no GPU")
     text = "device of the predictions (default: this one, or an NVIDIA H200)"
-    add_option(group, "for_device", "NAME", text)
+    group.add_option("for_device", "NAME", text)
     unset: dict[str, Any] = {"default": argparse.SUPPRESS}
-    add_sizes(group, note="", **unset)
-    add_option(group, "dtype", "NAME", "bfloat16 or float16", **unset)
-    add_lengths(group, note="", **unset)
+    group.add_sizes(note="", **unset)
+    group.add_option("dtype", "NAME", "bfloat16 or float16", **unset)
+    group.add_lengths(note="", **unset)
     for name in _SHARED_OPTIONS:
         _, text, settings = RUN_OPTIONS[name]
         group.add_argument(f"--{name}", help=text, **settings, **unset)
@@ -47,7 +47,7 @@ def add_arguments(parser: Parser) -> None:
 
 def compare_command(parser: Parser, argv: Sequence[str]) -> int:
     """Compare what the command line names; returns the exit code."""
-    values = parse(parser, argv)
+    values = parser.parse(argv)
     items: list[str] = values.pop("runs")
     if len(items) < 2:
         raise console.UsageError(

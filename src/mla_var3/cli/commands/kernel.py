@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mla_var3.cli import console
-from mla_var3.cli.arguments import Parser, leading_words, parse, take_kernel
+from mla_var3.cli.arguments import Parser, leading_words, take_kernel
 from mla_var3.cli.options import PlanParser, Request
 from mla_var3.errors import UnknownNameError, UnsupportedError
 from mla_var3.runtime import paths
@@ -69,7 +69,7 @@ def _main(argv: list[str]) -> int:
         epilog="kernels: " + ", ".join(kernels),
     )
     if rest:
-        parse(parser, rest)
+        parser.parse(rest)
     raise console.UsageError(f"kernel: expected one of {', '.join(kernels)}, got none")
 
 
@@ -121,7 +121,7 @@ def _run(plan: KernelPlan, argv: list[str], prog: str) -> int:
     contract = inspect.cleandoc((module and module.__doc__) or type(plan).__doc__ or "")
     parser = PlanParser(plan, prog, contract.split("\n\n")[0])
     with console.usage_errors():
-        values = parse(parser, argv)
+        values = parser.parse(argv)
         language = plan.kernel_id.language
         if values.get("language", language) != language:
             if values["language"] not in paths.LANGUAGES:

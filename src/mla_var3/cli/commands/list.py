@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mla_var3.cli.arguments import Parser, add_json, parse
+from mla_var3.cli.arguments import Parser
 from mla_var3.cli.console import print_json, print_table, say
 from mla_var3.conf.models import models
 from mla_var3.runtime import paths
@@ -77,12 +77,12 @@ def inventory() -> list[dict[str, Any]]:
 
 def add_arguments(parser: Parser) -> None:
     """The options of the command."""
-    add_json(parser)
+    parser.add_json()
 
 
 def list_command(parser: Parser, argv: Sequence[str]) -> int:
     """Print all kernels."""
-    as_json = parse(parser, argv)["json"]
+    as_json = parser.parse(argv)["json"]
     rows = inventory()
     if as_json:
         print_json(rows)

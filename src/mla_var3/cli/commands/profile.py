@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mla_var3.cli.arguments import Parser, add_option, require_kernel
+from mla_var3.cli.arguments import Parser, require_kernel
 
 EPILOG = """\
 The other options are those of the kernel, as for run:
@@ -20,7 +20,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("kernel", help="kernel id, such as mla_var6_plus")
     parser.add_argument("version", nargs="?", help="version such as v2; v0 is the base version")
     text = "profiling mode (default: the richest one that runs here)"
-    add_option(parser, "prof_type", "MODE", text)
+    parser.add_option("prof_type", "MODE", text)
 
 
 def profile_command(parser: Parser, argv: Sequence[str]) -> int:
