@@ -93,11 +93,7 @@ def _released() -> float:
 
 def gpu_timer(max_seconds: float = MAX_SECONDS) -> Timer:
     """Times CUDA-graph replays with a cold L2 cache."""
-
-    def timer(run: Callable[[], None]) -> Timing:
-        return time_gpu(run, graph=True, max_seconds=max_seconds)
-
-    return timer
+    return partial(time_gpu, graph=True, max_seconds=max_seconds)
 
 
 def rotated(items: Sequence[Item], round_index: int, rounds: int) -> list[Item]:

@@ -281,11 +281,6 @@ def engine_cases(
     ]
 
 
-def filling_batch(h: int) -> int:
-    """Requests that keep all SMs of a Hopper card busy with h heads."""
-    return min(128, max(32, 2048 // h))
-
-
 def model_cases(
     kernels: Sequence[KernelId], peers: Sequence[str], s_values: Sequence[int] = MODEL_S
 ) -> list[Case]:
@@ -297,7 +292,8 @@ def model_cases(
     for model in models().values():
         for tp in MODEL_TP:
             sizes: dict[str, Any] = dict(model.sizes(math.gcd(tp, model.heads)))
-            b = filling_batch(sizes["h"])
+            # Requests that keep all SMs of a Hopper card busy.
+            b = min(128, max(32, 2048 // sizes["h"]))
             served = (sizes["k"], sizes["p"]) == PEER_WIDTHS
             for s in s_values:
                 problem = MlaProblem(b=b, s=s, t=MODEL_T, **sizes)

@@ -152,10 +152,7 @@ def _message(error: Exception) -> str:
 
 
 def print_table(
-    title: str,
-    headers: Sequence[str],
-    rows: Sequence[Sequence[object]],
-    best: int | None = None,
+    title: str, headers: Sequence[str], rows: Sequence[Sequence[object]], best: int | None = None
 ) -> None:
     """Print a table that fits the screen without breaking words, the row `best` in bold.
 

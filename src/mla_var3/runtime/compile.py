@@ -183,10 +183,7 @@ class Disassembly:
 
 
 def compile_report(
-    kernel: KernelStage,
-    target: str,
-    tiling: Any = None,
-    artifacts_dir: Path | None = None,
+    kernel: KernelStage, target: str, tiling: Any = None, artifacts_dir: Path | None = None
 ) -> CompileReport:
     """Compile a kernel for a target and look at the result.
 

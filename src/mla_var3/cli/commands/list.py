@@ -110,12 +110,8 @@ def list_command(parser: Parser, argv: Sequence[str]) -> int:
             if reason and reason != no_gpu:
                 say(f"{place.upper()}, no: {reason}")
     say("")
-    _print_models()
+    widths = [(m.name, *m.widths, m.heads, ", ".join(m.aliases)) for m in models().values()]
+    print_table("models", ("model", "k", "d", "p", "v", "heads", "the same attention"), widths)
+    say("models: for --model; widths: k latent, d head, p rope, v value; see docs/models.md")
     say("hyper-mla show <kernel> tells more; hyper-mla run <kernel> --help lists its options")
     return 0
-
-
-def _print_models() -> None:
-    rows = [(m.name, *m.widths, m.heads, ", ".join(m.aliases)) for m in models().values()]
-    print_table("models", ("model", "k", "d", "p", "v", "heads", "the same attention"), rows)
-    say("models: for --model; widths: k latent, d head, p rope, v value; see docs/models.md")

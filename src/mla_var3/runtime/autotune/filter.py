@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mla_var3.conf.devices import DeviceSpec
@@ -17,11 +18,7 @@ from mla_var3.runtime.stage import KernelStage, Tiling, constraint_failures
 
 log = logging.getLogger(__name__)
 
-_SECONDS_PER_CANDIDATE = 0.5
-
-
-def _time(launch: Callable[[], None]) -> Timing:
-    return time_gpu(launch, cold_l2=True, max_seconds=_SECONDS_PER_CANDIDATE)
+_time = partial(time_gpu, cold_l2=True, max_seconds=0.5)
 
 
 @dataclass(frozen=True)

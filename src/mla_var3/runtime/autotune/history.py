@@ -233,20 +233,6 @@ class History:
         }
         write_atomic(self.path, json.dumps(content, indent=1, default=_plain) + "\n")
 
-    def tuning(self, best: Entry | None, *, from_cache: bool, candidates: int) -> StageTuning:
-        """The outcome as the caller sees it."""
-        return StageTuning(
-            stage=self.key["stage"],
-            key=self.key,
-            path=self.path,
-            best=None if best is None else best["config"],
-            best_us=median_us(best) if best is not None and is_timed(best) else None,
-            results=self.entries,
-            from_cache=from_cache,
-            complete=self.complete,
-            candidates=candidates,
-        )
-
 
 def is_timed(entry: Entry) -> bool:
     """Whether a candidate ran and has a time."""

@@ -218,7 +218,17 @@ class Search:
         return self._tuning(best, from_cache)
 
     def _tuning(self, best: Entry | None, from_cache: bool) -> StageTuning:
-        return self._history.tuning(best, from_cache=from_cache, candidates=len(self._combos))
+        return StageTuning(
+            stage=self._unit.name,
+            key=self._history.key,
+            path=self._history.path,
+            best=None if best is None else best["config"],
+            best_us=median_us(best) if best is not None and is_timed(best) else None,
+            results=self._history.entries,
+            from_cache=from_cache,
+            complete=self._history.complete,
+            candidates=len(self._combos),
+        )
 
     def _search(self) -> None:
         if len(self._combos) > _LARGE_SEARCH and self._options.tune_max_iters is None:

@@ -212,18 +212,14 @@ def power_limit_us(
     return rates.least_us(joules) + others_us
 
 
-def tile_fill(tiles: int, sm_count: int) -> float:
-    """Share of SM turns that have a work tile."""
-    return tiles / (-(-tiles // sm_count) * sm_count)
-
-
 def attention_us(cost: Cost, tiles: int, target: Target, dtype: str) -> float:
     """Burst time of an attention kernel with so many query tiles.
 
     A kernel that splits its work over the KV tokens does so where that is faster than whole tiles
     on some of the SMs.
     """
-    rates, fill = target.rates, tile_fill(tiles, target.spec.sm_count)
+    rates, sms = target.rates, target.spec.sm_count
+    fill = tiles / (-(-tiles // sms) * sms)  # share of SM turns that have a work tile
     if rates is None:
         tflops, gbps = target.spec.peak_rates(dtype)
         if target.has_8_bit_products:
@@ -231,7 +227,7 @@ def attention_us(cost: Cost, tiles: int, target: Target, dtype: str) -> float:
         whole_tiles = target.language == "cutile-dsl"  # which splits only in a design of its own
         return cost.time_us(tflops * fill if whole_tiles else tflops, gbps)
     even_us = rates.work_us(cost.flops, cost.bytes)
-    even_us += tiles / target.spec.sm_count * rates.tile_us
+    even_us += tiles / sms * rates.tile_us
     whole_us = even_us / fill
     if rates.cut_us is not None:
         whole_us = min(whole_us, even_us + rates.cut_us)
