@@ -19,15 +19,6 @@ from typing import Any
 from mla_var3.bench import contenders as bench_contenders
 from mla_var3.bench import measure as bench_measure
 from mla_var3.bench.contenders import Contender, TuneBudget
-from mla_var3.bench.measure import (
-    MAX_SECONDS,
-    PATIENCE,
-    ROUNDS,
-    TUNING_FACTOR,
-    Watchdog,
-    measure_case,
-    with_projections,
-)
 from mla_var3.bench.record import (
     FAILED,
     LOST,
@@ -68,9 +59,9 @@ class SessionOptions:
             watchdog runs.
     """
 
-    rounds: int = ROUNDS
-    max_seconds: float = MAX_SECONDS
-    patience: float = PATIENCE
+    rounds: int = bench_measure.ROUNDS
+    max_seconds: float = bench_measure.MAX_SECONDS
+    patience: float = bench_measure.PATIENCE
     tune: bool = False
     tune_seconds: float | None = None
     peer_libs: Path | None = None
@@ -134,7 +125,7 @@ def measure(
         options.progress(what, before + done, total, detail)
 
     def keep(place: int, rows: Sequence[BenchRow]) -> None:
-        results[place] = unique_rows(with_projections([*agenda[place][1], *rows]))
+        results[place] = unique_rows(bench_measure.with_projections([*agenda[place][1], *rows]))
         record.rows = [row for group in results for row in group]
         save_record(record, save)
 
@@ -143,7 +134,7 @@ def measure(
         if not waiting:
             continue
         try:
-            rows = measure_case(
+            rows = bench_measure.measure_case(
                 problem,
                 waiting,
                 timer,
@@ -172,7 +163,7 @@ def measure(
 
 def _watchdog(
     options: SessionOptions, keep: Callable[[Sequence[BenchRow]], None], save: Path
-) -> Watchdog | None:
+) -> bench_measure.Watchdog | None:
     on_lost = options.on_lost
     if on_lost is None:
         return None
@@ -181,7 +172,9 @@ def _watchdog(
         keep(rows)
         on_lost(save)
 
-    return Watchdog(options.patience * (TUNING_FACTOR if options.tune else 1), give_up)
+    return bench_measure.Watchdog(
+        options.patience * (bench_measure.TUNING_FACTOR if options.tune else 1), give_up
+    )
 
 
 def unique_rows(rows: Sequence[BenchRow]) -> list[BenchRow]:

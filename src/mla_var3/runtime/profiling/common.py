@@ -12,16 +12,10 @@ from typing import Any
 
 from mla_var3.conf.devices import DeviceSpec
 from mla_var3.errors import MissingToolError, UnsupportedError
+from mla_var3.runtime import paths
 from mla_var3.runtime.compile import compile_report
 from mla_var3.runtime.environment import environment, environment_rows
 from mla_var3.runtime.markdown import front_matter, microseconds, table, write_json
-from mla_var3.runtime.paths import (
-    find_kernel,
-    output_folder,
-    plan_class,
-    profile_path,
-    write_atomic,
-)
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.profiling.clocks import ClockState, announce_clocks
 from mla_var3.runtime.profiling.figures import check_markdown
@@ -88,8 +82,8 @@ def artifact_folder(
     mode: NsightProfType, plan: KernelPlan, options: RunOptions
 ) -> AbstractContextManager[Path]:
     """The folder for the artifacts; one that stays empty, because the run failed, is removed."""
-    made = profile_path(mode.value, plan.name, plan.params_label(), options.label)
-    return output_folder(options.out_dir or made)
+    made = paths.profile_path(mode.value, plan.name, plan.params_label(), options.label)
+    return paths.output_folder(options.out_dir or made)
 
 
 def plan_of_version(plan: KernelPlan, version: str | None) -> KernelPlan:
@@ -97,7 +91,7 @@ def plan_of_version(plan: KernelPlan, version: str | None) -> KernelPlan:
     if version is None:
         return plan
     kernel = plan.kernel_id
-    other = plan_class(find_kernel(kernel.design, version, kernel.language))
+    other = paths.plan_class(paths.find_kernel(kernel.design, version, kernel.language))
     fields = {f.name for f in dataclasses.fields(other)}
     found: KernelPlan = other(**{k: v for k, v in plan.params().items() if k in fields})
     return found
@@ -168,7 +162,7 @@ def write_compiled(kernels: Iterable[KernelStage], target: str, folder: Path) ->
 def write_artifacts(result: ProfileResult, prepared: Prepared, report: Iterable[str]) -> None:
     """`report.md`, `params.json`, and `tiling/` with active tilings and autotuning histories."""
     assert result.out_dir is not None
-    write_atomic(result.out_dir / "report.md", "\n".join(part for part in report if part))
+    paths.write_atomic(result.out_dir / "report.md", "\n".join(part for part in report if part))
     write_json(result.out_dir / "params.json", result.record)
     tiling_dir = result.out_dir / "tiling"
     tiling_dir.mkdir(exist_ok=True)
@@ -177,7 +171,7 @@ def write_artifacts(result: ProfileResult, prepared: Prepared, report: Iterable[
     for name, tuning in prepared.tuning.items():
         if tuning.path.is_file():
             (tiling_dir / name).mkdir(exist_ok=True)
-            write_atomic(tiling_dir / name / "autotuning.json", tuning.path.read_bytes())
+            paths.write_atomic(tiling_dir / name / "autotuning.json", tuning.path.read_bytes())
 
 
 def stage_figures(

@@ -11,6 +11,7 @@ from mla_var3.runtime.measure import percentile, spread, wait_for_device
 from mla_var3.runtime.plan import KernelPlan, plan_dtype
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, StageFigures, common
 from mla_var3.runtime.profiling.figures import stage_markdown
+from mla_var3.runtime.profiling.timeline import report
 from mla_var3.runtime.profiling.timeline.analysis import Analysis, analyse, outline
 from mla_var3.runtime.profiling.timeline.collect import (
     DEFAULT_RUNS,
@@ -19,11 +20,6 @@ from mla_var3.runtime.profiling.timeline.collect import (
 )
 from mla_var3.runtime.profiling.timeline.formats import write_stats
 from mla_var3.runtime.profiling.timeline.model import Timeline
-from mla_var3.runtime.profiling.timeline.report import (
-    kernel_figures,
-    timeline_figures,
-    timeline_sections,
-)
 from mla_var3.runtime.stage import Stage
 from mla_var3.runtime.workflow import Prepared, RunOptions
 
@@ -75,11 +71,11 @@ def summarise(prepared: Prepared, timeline: Timeline, how: str, folder: Path) ->
         return found
 
     spans = [run.span_ns / 1e3 for run in analysis.queued]
-    total = timed(stage, spans, timeline_figures(analysis))
+    total = timed(stage, spans, report.timeline_figures(analysis))
     stages = []
     for leaf, kernel in enumerate(stage.kernels()):
         times = [p.activity.duration / 1e3 for r in analysis.queued if (p := r.of_kernel(leaf))]
-        stages.append(timed(kernel, times, kernel_figures(analysis, leaf)))
+        stages.append(timed(kernel, times, report.kernel_figures(analysis, leaf)))
         stages[-1].name = analysis.shape.leaves[leaf]
     result = common.measured_result(NsightProfType.NSYS, prepared, total, stages, folder)
     result.record["timeline"] = {"how": how}
@@ -98,7 +94,7 @@ def _report(result: ProfileResult, analysis: Analysis, stage: Stage, how: str) -
         "L2 cache cold. The whole is the span from the first kernel's start to the last one's end; "
         "a stage's time is its kernel's, beside whatever ran at the same time.\n",
         common.roofline_warning(result),
-        *timeline_sections(analysis, result.total.extra),
+        *report.timeline_sections(analysis, result.total.extra),
         "## Timeline\n",
         "Open `chrome_trace.json` in Perfetto.\n",
         *common.closing_sections(result, stage),

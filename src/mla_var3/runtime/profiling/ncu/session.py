@@ -14,13 +14,7 @@ from mla_var3.runtime.plan import KernelPlan, plan_dtype
 from mla_var3.runtime.profiling import NsightProfType, ProfileResult, common
 from mla_var3.runtime.profiling.bottleneck import StageMeasurement
 from mla_var3.runtime.profiling.clocks import ClockState, announce_clocks
-from mla_var3.runtime.profiling.ncu import driver
-from mla_var3.runtime.profiling.ncu.reader import (
-    StageProfile,
-    combine_figures,
-    read_launches,
-    stage_profiles,
-)
+from mla_var3.runtime.profiling.ncu import driver, reader
 from mla_var3.runtime.profiling.target import TargetSpec, apply_tilings
 from mla_var3.runtime.profiling.timeline.analysis import outline
 from mla_var3.runtime.stage import by_unique_name
@@ -37,7 +31,7 @@ class Session:
     tool: driver.NcuTool
     collection: driver.Collection
     clocks: ClockState
-    profiles: list[StageProfile]
+    profiles: list[reader.StageProfile]
     event_us: dict[str, float] = field(default_factory=dict)
     not_disassembled: str | None = None
 
@@ -89,7 +83,7 @@ def profile(
         options.progress("profile", 0, 1, f"{prepared.plan.name} under ncu {tool.version}")
         collection = driver.collect(tool, folder, target_spec, metrics)
         options.progress("profile", 1, 1, "done")
-    launches = read_launches(folder / "report.ncu-rep")
+    launches = reader.read_launches(folder / "report.ncu-rep")
     return Session(
         mode=mode,
         prepared=prepared,
@@ -97,7 +91,7 @@ def profile(
         tool=tool,
         collection=collection,
         clocks=clocks,
-        profiles=stage_profiles(launches, list(event_us), count),
+        profiles=reader.stage_profiles(launches, list(event_us), count),
         event_us=event_us,
         not_disassembled=not_disassembled,
     )
@@ -151,7 +145,7 @@ def make_result(session: Session) -> ProfileResult:
         stages.append(figures)
     total_us = sum(measured.figures["time_us"] for measured in session.profiles)
     total = common.stage_figures(stage, device, dtype, total_us)
-    total.extra = combine_figures([measured.figures for measured in session.profiles])
+    total.extra = reader.combine_figures([measured.figures for measured in session.profiles])
     result = common.measured_result(
         session.mode, session.prepared, total, stages, session.folder, session.clocks
     )
