@@ -30,23 +30,12 @@ def overview_command(values: dict[str, Any]) -> int:
         text += "report, predicted times"
     console.say(text, "bold")
     console.show_log()
-    given = values.get("tune_seconds")
-    tuning = {} if given is None else {"tune_seconds": given}
+    names = ("quick", "out_dir", "device", "tune_seconds", "peer_libs", "sizes")
+    given: dict[str, Any] = {name: values[name] for name in names if values[name] is not None}
+    hooks: dict[str, Any] = {"on_start": _started, "on_end": _ended, "on_lost": _lost}
     with console.ProgressReporter() as progress:
-        result = overview.run_overview(
-            overview.OverviewOptions(
-                quick=values["quick"],
-                out_dir=values["out_dir"],
-                device=values["device"],
-                **tuning,
-                peer_libs=values["peer_libs"],
-                sizes=values["sizes"],
-                progress=progress,
-                on_start=_started,
-                on_end=_ended,
-                on_lost=_lost,
-            )
-        )
+        options = overview.OverviewOptions(**given, **hooks, progress=progress)
+        result = overview.run_overview(options)
     _print_summary(result)
     return console.EXIT_OK if result.ok else console.EXIT_FAILED
 
