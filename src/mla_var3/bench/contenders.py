@@ -79,7 +79,6 @@ class Ready:
     Attributes:
         run: enqueues the work once.
         check: compares with the float32 reference; returns the relative error, or raises.
-        cost: FLOPs and bytes.
         path: "latent", "decompressed", "mix" or "call".
         choices: what it chose, such as n.
         note: what to know about it.
@@ -98,7 +97,6 @@ class Contender:
     """One row of the comparison before it is measured.
 
     Attributes:
-        kernel: kernel id or name.
         source: "ours", "peer" or "projection".
         build: allocates and lays out; raises UnsupportedError where it cannot take part.
         language: language key of our kernels.

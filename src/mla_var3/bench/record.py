@@ -199,7 +199,6 @@ class BenchRecord:
     Attributes:
         suite: what was run, such as "figures"; "records" for rows read together.
         environment: what `mla_var3.runtime.environment.environment` returned at the start.
-        rows: the rows.
         absent: peer or kernel that could not take part -> reason.
         settings: rounds, seconds per timing, whether tilings were tuned.
         notes: what a reader must know.

@@ -49,7 +49,6 @@ class BenchOptions(SessionOptions):
         suite: one of `mla_var3.bench.suites.SUITES`.
         sizes: b, s, t and h, each one or several values.
         widths: d, p, k and v of a model; empty for the usual ones.
-        dtype, causal: the rest of the problem.
         cache_dtype: formats of 8-bit caches that the latent kernel is measured on as well.
         n_values: windows of the suite var6_plus.
         version: version of mla_var6_plus for that suite.
@@ -62,7 +61,6 @@ class BenchOptions(SessionOptions):
         records: records to read instead of running anything.
         against: earlier record to compare with.
         across_versions: compare also where compilers or peers have other versions.
-        out_dir: folder of the report.
         contribute: also write the measured rows without anything private, to be sent.
     """
 

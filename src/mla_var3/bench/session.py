@@ -48,11 +48,9 @@ class SessionOptions:
         rounds: how often each contender is timed.
         max_seconds: time for one timing.
         patience: seconds that one contender may take in one round.
-        tune: search tilings before timing.
         tune_seconds: time for all these searches together; None for no limit.
         peer_libs: folder with the peers' operator libraries.
         resume: record of an interrupted run to continue.
-        progress: reporter for long work.
         on_rows: called with the rows of each finished shape.
         on_lost: called with the record when a contender destroyed the CUDA context or does not
             return; it should continue in a new process. Without it the run ends there, and no

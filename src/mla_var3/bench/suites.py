@@ -108,12 +108,7 @@ LAYER = "mla"
 
 @dataclass(frozen=True)
 class SharedTokens:
-    """First tokens that groups of neighbouring requests share.
-
-    Attributes:
-        members: requests per group.
-        tokens: tokens that each group shares.
-    """
+    """First tokens that groups of `members` neighbouring requests share, `tokens` per group."""
 
     members: int
     tokens: tuple[int, ...]
@@ -137,8 +132,6 @@ class Case:
     """One shape and its contenders.
 
     Attributes:
-        problem: the shape.
-        kernels: our kernels.
         peers: names out of `PEERS`.
         call: whether the public call takes part, with the kernel it chooses.
         shared: first tokens that requests share; peers hold a copy of them per request.
@@ -379,14 +372,8 @@ def window_cases(
 ) -> list[Case]:
     """mla_var6_plus over s and n, beside the newest pure paths.
 
-    Args:
-        base: everything but s.
-        s_values: query lengths.
-        n_values: windows beside the one that the model chooses; None for `steps` equal steps.
-        versions: the version in every language that has it.
-        kernels: the pure paths come from these.
-        peers: names out of `PEERS`.
-        steps: number of default windows.
+    `versions` is the version in every language that has it; the pure paths come from `kernels`.
+    The windows are `n_values`, by default `steps` equal steps, and the one that the model chooses.
     """
     if n_values is None:
         n_values = sorted({base.t * i // steps for i in range(steps + 1)})

@@ -108,7 +108,6 @@ class Request:
 
     Attributes:
         plan: the plan with the given fields.
-        run: how to run it.
         mode: the profiling mode that was asked for, None to choose.
         given: names of the options that were given.
         tiling_given: the tiling options among them.

@@ -139,9 +139,7 @@ class AccuracyRow:
     """One case.
 
     Attributes:
-        latents: Name of the latents.
         attention: "flat", "peaky" or "captured".
-        t: Tokens.
         errors: By cache, see `CACHES`.
     """
 
@@ -201,13 +199,8 @@ def measure(
 ) -> list[AccuracyRow]:
     """The errors of all formats, with the queries of the latents or with flat and peaky ones.
 
-    Args:
-        latents: The tokens.
-        lengths: How many of the tokens; all lengths are measured in one pass.
-        scale: That of the format with one scale for the cache.
-        seed: Of what is made.
-        kernel: A kernel to measure on the 8-bit caches that it reads; None for the formats alone.
-        device: Where it runs.
+    All lengths, numbers of tokens, are measured in one pass. `scale` is that of the format with one
+    scale for the cache. A kernel is measured on the 8-bit caches that it reads.
     """
     if latents.queries is not None:
         queries = {CAPTURED: latents.queries.double()}

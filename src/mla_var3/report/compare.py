@@ -34,11 +34,8 @@ class Run:
         label: heading of its column.
         kernel, language, mode, device: from its record; the device is None for a prediction of no
             device.
-        params: the plan's fields.
-        total: the whole run.
         stages: by stage name, in launch order.
         clocks: whether the clocks were locked; None where the record does not say.
-        folder: folder of its artifacts.
     """
 
     label: str

@@ -70,7 +70,6 @@ class CompileReport:
     """The machine code of one kernel for one target, in figures.
 
     Attributes:
-        kernel: kernel name.
         target: GPU code.
         tiling: the tiling it was compiled with.
         registers: registers per thread at launch.
@@ -80,7 +79,6 @@ class CompileReport:
         cluster: CTAs per cluster.
         instructions: how many instructions of each notable opcode the code holds.
         loop_local: how many of them are LDL and STL in a loop; None where it was not read.
-        total_instructions: all instructions.
         mma_shapes: the matrix instructions with their shape and types.
         consumer_registers: registers per thread that the consumer warps raise themselves to, None
             when they keep the launch value.
@@ -185,16 +183,10 @@ class Disassembly:
 def compile_report(
     kernel: KernelStage, target: str, tiling: Any = None, artifacts_dir: Path | None = None
 ) -> CompileReport:
-    """Compile a kernel for a target and look at the result.
+    """Compile a kernel for a target, by default with its active tiling, and look at the result.
 
-    Args:
-        kernel: the kernel with its arguments; meta tensors are enough.
-        target: GPU code, for example "sm_90".
-        tiling: tiling to compile with; the active one by default.
-        artifacts_dir: folder for the cubin, its disassembly and what the compiler left behind.
-
-    Returns:
-        The report; a kernel that does not compile has one with `error` set.
+    Meta tensors are enough as its arguments. A kernel that does not compile has a report with
+    `error` set. `artifacts_dir` gets the cubin, its disassembly and what the compiler left behind.
 
     Raises:
         MissingToolError: cuobjdump or nvdisasm is missing or cannot read this cubin.

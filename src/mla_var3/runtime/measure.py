@@ -46,8 +46,6 @@ class Timing:
     Attributes:
         median_us: the figure to report.
         p10_us, p90_us: 10th and 90th percentile.
-        min_us: fastest run.
-        runs: number of timed runs.
         timer: "cuda-event" or "cuda-graph".
         cold_l2: whether the L2 cache was flushed before each run.
     """
@@ -162,13 +160,11 @@ def timeout_s() -> float:
 def wait_for_device(what: str, limit_s: float | None = None, event: Any = None) -> None:
     """Wait for the GPU, but not forever: a kernel that hangs cannot be stopped by its process.
 
-    Args:
-        what: the kernel that is waited for, for the message.
-        limit_s: how long to wait; `timeout_s()` by default.
-        event: what to wait for; everything enqueued on the current stream by default.
+    It waits for an event, by default for everything enqueued on the current stream; `what` names
+    the kernel in the message.
 
     Raises:
-        DeviceTimeoutError: the work has not ended within the limit.
+        DeviceTimeoutError: the work has not ended within the limit, by default `timeout_s()`.
     """
     limit = timeout_s() if limit_s is None else limit_s
     if event is None:

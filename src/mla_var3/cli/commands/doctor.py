@@ -59,8 +59,6 @@ class Finding:
     """One thing that was looked at.
 
     Attributes:
-        subject: what.
-        found: what is there.
         verdict: "ok", "missing", "refused" or "note".
         advice: what to do; empty where nothing.
     """

@@ -139,7 +139,6 @@ class Route:
     """How this machine serves a request.
 
     Attributes:
-        mode: profiling mode.
         on_cpu: whether kernels run, if at all, in the interpreter.
         check: whether the check runs beside the mode, on the CPU.
         may_shrink: whether a problem too large for the interpreter may be run at smaller sizes.

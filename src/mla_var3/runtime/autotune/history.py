@@ -68,7 +68,6 @@ class StageTuning:
         results: all candidates so far.
         from_cache: nothing was timed now, the history had it.
         complete: all candidates were handled; False when a limit ended the search.
-        candidates: how many there are.
     """
 
     stage: str

@@ -60,13 +60,8 @@ def autotune(
     A kernel outside a `ConcurrentKernels` group is tuned alone, the kernels of a group together.
     The active tilings are candidates too, the first ones.
 
-    Args:
-        stage: the runtime object, with tensors on the device.
-        plan: the plan that built it.
-        spec: the device.
-        options: `retune`, `tune_max_iters`, `tune_seconds` and `progress` are used. The stages
-            share the seconds evenly; what one does not need is left to the others.
-        instruments: what to compile and time with; the GPU by default.
+    Of the options `retune`, `tune_max_iters`, `tune_seconds` and `progress` are used. The stages
+    share the seconds evenly; what one does not need is left to the others.
 
     Returns:
         The outcome per kernel or group, by name.
@@ -94,14 +89,9 @@ def refine_plan(
     """Let timing choose between a plan and its neighbours.
 
     Each is timed as a whole, with tuned tilings when `options.autotune` is set. The outcome is kept
-    like that of a stage named `<kernel>.refine`.
-
-    Args:
-        plan: the plan as the model chose it.
-        spec: the device.
-        options: as for `autotune`; `tune_max_iters` bounds the tuning of each plan, not their
-            number. The plans share the seconds as the stages of one do.
-        instruments: what to compile and time with; the GPU by default.
+    like that of a stage named `<kernel>.refine`. The options are those of `autotune`:
+    `tune_max_iters` bounds the tuning of each plan, not their number, and the plans share the
+    seconds as the stages of one do.
 
     Returns:
         The fastest plan; the given one when none could be timed.

@@ -32,7 +32,6 @@ class StageFigures:
     """Figures of one stage or of the whole run.
 
     Attributes:
-        name: stage name.
         time_us: median time in microseconds; None where nothing was timed (static mode).
         spread_us: half the distance between the 10th and the 90th percentile.
         flops, bytes: what the algorithm needs.

@@ -48,7 +48,6 @@ class TargetSpec:
 
     Attributes:
         module, plan: where the plan class is.
-        params: the plan's fields.
         plan_tilings: the plan's own tilings by field name; shapes may depend on them.
         target: GPU code that the plan was made for.
         tilings: the tiling of every leaf kernel in launch order, with the kernel's name.

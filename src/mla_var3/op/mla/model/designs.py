@@ -76,14 +76,10 @@ _VERSION = re.compile(r"_v\d+$")
 
 
 def estimate(kernel: str, work: Workload, spec: DeviceSpec, language: str = "") -> Estimate | None:
-    """The estimate of a kernel; None for one that the model does not know.
+    """The estimate of a kernel version; None for one that the model does not know.
 
-    Args:
-        kernel: Version id. A version without an estimator or rates of its own is estimated like
-            the base version of its design.
-        work: The call.
-        spec: The device.
-        language: Language key; without one the times are ideal.
+    A version without an estimator or rates of its own is estimated like the base version of its
+    design. Without a language the times are ideal.
     """
     design = _VERSION.sub("", kernel)
     estimator = _VERSIONS.get((kernel, language)) or _DESIGNS.get(design)

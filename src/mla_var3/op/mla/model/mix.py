@@ -165,12 +165,7 @@ def part_times_us(
 
 @dataclass(frozen=True)
 class MixModel:
-    """The model of one device and form of the window.
-
-    Attributes:
-        parameters: The rates it computes with.
-        form: How the window is stored.
-    """
+    """The model of one device, by its rates, and of one form of the window."""
 
     parameters: MixParameters
     form: WindowForm = PLAIN

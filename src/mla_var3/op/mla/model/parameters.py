@@ -66,7 +66,6 @@ class MixParameters:
     """Everything the model knows about a device and the kernels on it.
 
     Attributes:
-        device: Name of the device.
         dtype: Element type of the queries and the latent cache.
         sm_count: SMs to share out.
         latent_tflops_per_sm: Rate of the latent work on each SM that it gets.

@@ -40,7 +40,6 @@ class Workload:
     """One attention call as the model sees it.
 
     Attributes:
-        problem: Sizes and lengths.
         window: Newest tokens of each request that the cache keeps decompressed; None for as many
             as the kernel reads, so that no call decompresses any.
         prefix: Shared first tokens that the cache keeps decompressed.
@@ -70,9 +69,7 @@ class Target:
     """A kernel version on a device.
 
     Attributes:
-        kernel: Version id.
         language: Language key; empty for any.
-        spec: The device.
         rates: What the version, or the base version of its design, reached there; None if it was
             never timed.
         cache_dtype: Format of the 8-bit latent cache that it reads; None for 16 bits.
@@ -114,7 +111,6 @@ class Estimate:
         limit_us: Kernel time that its energy takes at the power limit; None where energies are
             unknown.
         around: What the call adds, by name.
-        cost: Work of the kernel.
         bound: What limits its attention.
         fitted: Whether recorded rates went in; otherwise the times are ideal.
         error: Relative error to expect of a fitted time.

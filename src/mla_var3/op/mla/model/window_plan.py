@@ -74,7 +74,6 @@ class WindowPlan:
 
     Attributes:
         problem: Sizes and lengths of one call.
-        model: The model and its parameters.
         layers: Layers that share the budget.
         budget_bytes: Memory for the windows of all layers.
         multiple: Windows considered are multiples of it, or the whole cache.
@@ -133,13 +132,8 @@ def plan_window(
 ) -> WindowPlan:
     """Chooses the window of least call time within a budget, steady where that is known.
 
-    Args:
-        problem: Sizes and lengths of one call.
-        model: Device, kernels and form of the window.
-        budget_bytes: Memory for the windows of all layers, for the whole batch.
-        layers: Layers that share it evenly.
-        multiple: Windows considered are multiples of it, or the whole cache.
-        memory_bytes: Memory of the device, which a budget must not exceed; None where unknown.
+    The budget is memory for the windows of the whole batch, which all layers share evenly; it must
+    not exceed the memory of the device. Windows are some multiple, or the whole cache.
     """
     require_int("budget", budget_bytes, minimum=1)
     require_int("layers", layers, minimum=1)
