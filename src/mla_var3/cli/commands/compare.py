@@ -112,24 +112,21 @@ def _predicted(plan: KernelPlan, device: str | None) -> comparison.Run:
     dtype = plan_dtype(plan)
     chosen = plan.resolved(Target.of(spec))
     stage = workflow.empty_stage(chosen)
-    total = vars(stage_figures(stage, spec, dtype))
+    total = stage_figures(stage, spec, dtype)
     expected = plan_estimate(chosen, spec)
     if expected is not None and expected.fitted:
-        total["extra"] = {
-            comparison.PREDICTED_TIME: expected.kernel_us,
-            CALL_TIME: expected.call_us,
-        }
+        total.extra = {comparison.PREDICTED_TIME: expected.kernel_us, CALL_TIME: expected.call_us}
         if expected.steady_call_us is not None:
-            total["extra"][STEADY_TIME] = expected.steady_call_us
-    return comparison.run_of_record(
-        {
-            "kernel": chosen.name,
-            "prof_type": "predicted",
-            "device": spec.name,
-            "params": chosen.params(),
-            "total": total,
-            "stages": [vars(stage_figures(k, spec, dtype)) for k in stage.kernels()],
-        }
+            total.extra[STEADY_TIME] = expected.steady_call_us
+    return comparison.Run(
+        label=chosen.name,
+        kernel=chosen.name,
+        language=chosen.kernel_id.language,
+        mode="predicted",
+        device=spec.name,
+        params=chosen.params(),
+        total=total,
+        stages={kernel.name: stage_figures(kernel, spec, dtype) for kernel in stage.kernels()},
     )
 
 
